@@ -1,0 +1,45 @@
+"""What a user chose when calling ``jcuts.optimize``: hashable, so that it can be a parameter of the primitive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jcuts.base.errors import UsageError
+
+MODES = ("no_fusion", "fusion", "mixed")
+TUNE = ("auto", "cached", "off")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Options of one ``optimize`` call.
+
+    Attributes:
+        mode: ``no_fusion`` (one kernel per operation), ``fusion`` (jcuts kernels wherever there is one), or
+            ``mixed`` (jcuts kernels and XLA compete by measurement; the default).
+        tune: ``auto`` measures at a concrete top-level call, ``cached`` only reads earlier choices, ``off``
+            uses the estimator alone.
+        tolerance: allowed error as a multiple of XLA's own error against float64 (2.0 by default).
+        workspace_limit: bytes per convolution (WR), or None.
+        total_workspace: bytes per network (WD), or None.
+        strict: raise ``UnsupportedError`` instead of leaving an equation to XLA.
+    """
+
+    mode: str = "mixed"
+    tune: str = "auto"
+    tolerance: float = 2.0
+    workspace_limit: int | None = None
+    total_workspace: int | None = None
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise UsageError(f"mode={self.mode!r} is unknown: choose one of {MODES}", mode=self.mode)
+        if self.tune not in TUNE:
+            raise UsageError(f"tune={self.tune!r} is unknown: choose one of {TUNE}", tune=self.tune)
+        if not (isinstance(self.tolerance, (int, float)) and self.tolerance > 0):
+            raise UsageError(f"tolerance={self.tolerance!r} must be a positive number", tolerance=self.tolerance)
+        for name in ("workspace_limit", "total_workspace"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+                raise UsageError(f"{name}={value!r} must be a number of bytes >= 0, or None", **{name: value})

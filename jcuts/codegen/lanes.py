@@ -1,0 +1,257 @@
+"""Small helpers over llvmlite builders for code on vectors of lanes.
+
+Everything takes either a vector value ``<N x T>`` or a plain scalar ``T`` (one lane), so that a kernel's remainder loop
+can use the same emitters as its body.  Nothing here is specific to a processor: the intrinsics used exist on every LLVM
+target, which expands what its hardware lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from llvmlite import ir
+
+from jcuts.base.errors import IRError
+
+F32 = ir.FloatType()
+F64 = ir.DoubleType()
+F16 = ir.HalfType()
+I1 = ir.IntType(1)
+I8 = ir.IntType(8)
+I16 = ir.IntType(16)
+I32 = ir.IntType(32)
+I64 = ir.IntType(64)
+
+_ELEMENT = {
+    "float32": F32,
+    "float64": F64,
+    "float16": F16,
+    "bfloat16": I16,
+    "bool": I1,
+    **{f"{sign}int{bits}": ir.IntType(bits) for sign in ("", "u") for bits in (8, 16, 32, 64)},
+}
+
+
+def element_type(dtype: str) -> ir.Type:
+    """LLVM type of one lane of a jax dtype while it is in a register.
+
+    bfloat16 is held as its 16 bits (``i16``) and converted to float32 for arithmetic; bool is ``i1``.
+
+    Raises: IRError for a dtype that kernels do not hold.
+    """
+    try:
+        return _ELEMENT[dtype]
+    except KeyError:
+        raise IRError(f"dtype {dtype!r} has no register form: one of {sorted(_ELEMENT)}", dtype=dtype) from None
+
+
+def vector_type(dtype: str, lanes: int) -> ir.VectorType:
+    """``<lanes x T>`` for a jax dtype name."""
+    return ir.VectorType(element_type(dtype), lanes)
+
+
+def element(kind: ir.Type) -> ir.Type:
+    """Element type of a vector, or the scalar type itself."""
+    return kind.element if isinstance(kind, ir.VectorType) else kind
+
+
+def lane_count(kind: ir.Type) -> int:
+    """Lanes of a vector type; 1 for a scalar."""
+    return kind.count if isinstance(kind, ir.VectorType) else 1
+
+
+def like(kind: ir.Type, new_element: ir.Type) -> ir.Type:
+    """The type of the same shape as ``kind`` with another element."""
+    return ir.VectorType(new_element, kind.count) if isinstance(kind, ir.VectorType) else new_element
+
+
+def bit_width(kind: ir.Type) -> int:
+    """Bits of one lane."""
+    one = element(kind)
+    if isinstance(one, ir.IntType):
+        return one.width
+    for known, bits in ((F16, 16), (F32, 32), (F64, 64)):
+        if one == known:
+            return bits
+    raise IRError(f"{one} is no lane type", type=str(one))
+
+
+def const(kind: ir.Type, value: float | int) -> ir.Constant:
+    """The constant ``value`` in every lane."""
+    if isinstance(kind, ir.VectorType):
+        return ir.Constant(kind, [ir.Constant(kind.element, value)] * kind.count)
+    return ir.Constant(kind, value)
+
+
+def splat(builder: ir.IRBuilder, scalar: ir.Value, lanes: int) -> ir.Value:
+    """``<lanes x T>`` with a run-time scalar in every lane."""
+    kind = ir.VectorType(scalar.type, lanes)
+    one = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(I32, 0))
+    mask = ir.Constant(ir.VectorType(I32, lanes), [0] * lanes)
+    return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), mask)
+
+
+def iota(kind: ir.VectorType) -> ir.Constant:
+    """0, 1, 2, ... along the lanes of an integer vector type."""
+    return ir.Constant(kind, [ir.Constant(kind.element, k) for k in range(kind.count)])
+
+
+def suffix(kind: ir.Type) -> str:
+    """The type's name inside an overloaded intrinsic's name, e.g. ``v16f32``."""
+    one = element(kind)
+    if isinstance(kind, ir.PointerType):
+        return "p0"
+    name = f"i{one.width}" if isinstance(one, ir.IntType) else f"f{bit_width(one)}"
+    return f"v{kind.count}{name}" if isinstance(kind, ir.VectorType) else name
+
+
+def intrinsic(
+    builder: ir.IRBuilder,
+    name: str,
+    result: ir.Type,
+    args: Sequence[ir.Value],
+    overloads: Sequence[ir.Type] | None = None,
+) -> ir.Value:
+    """Calls ``llvm.<name>``; ``overloads`` are the types in its mangled name (the result's by default)."""
+    mangled = ".".join(["llvm", name, *(suffix(kind) for kind in (overloads or [result]))])
+    return builder.call(declare(builder, mangled, result, [a.type for a in args]), list(args))
+
+
+def declare(builder: ir.IRBuilder, name: str, result: ir.Type, args: Sequence[ir.Type]) -> ir.Function:
+    """The module's function of that name, declared on first use."""
+    module = builder.module
+    found = module.globals.get(name)
+    if found is None:
+        found = ir.Function(module, ir.FunctionType(result, list(args)), name)
+    return found
+
+
+def fma(builder: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
+    """x*y + z with one rounding."""
+    return intrinsic(builder, "fma", x.type, [x, y, z])
+
+
+def select(builder: ir.IRBuilder, mask: ir.Value, yes: ir.Value, no: ir.Value) -> ir.Value:
+    """Lane-wise ``mask ? yes : no``."""
+    return builder.select(mask, yes, no)
+
+
+def bitcast(builder: ir.IRBuilder, value: ir.Value, new_element: ir.Type) -> ir.Value:
+    """The same bits with another element type of the same width."""
+    return builder.bitcast(value, like(value.type, new_element))
+
+
+def per_lane(builder: ir.IRBuilder, symbol: str, args: Sequence[ir.Value]) -> ir.Value:
+    """Calls a scalar C function once per lane (libm symbols: slow, for the cases with no vector form)."""
+    kind = args[0].type
+    function = declare(builder, symbol, element(kind), [element(a.type) for a in args])
+    if not isinstance(kind, ir.VectorType):
+        return builder.call(function, list(args))
+    result: ir.Value = ir.Constant(kind, ir.Undefined)
+    for k in range(kind.count):
+        index = ir.Constant(I32, k)
+        lane = builder.call(function, [builder.extract_element(a, index) for a in args])
+        result = builder.insert_element(result, lane, index)
+    return result
+
+
+def any_lane(builder: ir.IRBuilder, mask: ir.Value) -> ir.Value:
+    """One ``i1``: is any lane of the mask set?"""
+    if not isinstance(mask.type, ir.VectorType):
+        return mask
+    if mask.type.count == 1:
+        return builder.extract_element(mask, ir.Constant(I32, 0))
+    return intrinsic(builder, "vector.reduce.or", I1, [mask], [mask.type])
+
+
+def reduce_lanes(
+    builder: ir.IRBuilder, value: ir.Value, combine: Callable[[ir.Value, ir.Value], ir.Value]
+) -> ir.Value:
+    """Folds the lanes of a vector to one scalar by halves: ``combine`` is called log2(N) times on shorter vectors.
+
+    The order is fixed (lane k with lane k + N/2 first), so results do not depend on the target.  ``combine`` sees
+    vectors of N/2, N/4, ..., 1 lanes; any emitter of this package will do.
+    """
+    if not isinstance(value.type, ir.VectorType):
+        return value
+    while value.type.count > 1:
+        half = value.type.count // 2
+        if 2 * half != value.type.count:
+            raise IRError(f"{value.type.count} lanes cannot be halved", lanes=value.type.count)
+        parts = [slice_lanes(builder, value, start, half) for start in (0, half)]
+        value = combine(parts[0], parts[1])
+    return builder.extract_element(value, ir.Constant(I32, 0))
+
+
+def slice_lanes(builder: ir.IRBuilder, value: ir.Value, start: int, count: int) -> ir.Value:
+    """Lanes ``[start, start + count)`` as a shorter vector."""
+    mask = ir.Constant(ir.VectorType(I32, count), [ir.Constant(I32, start + k) for k in range(count)])
+    return builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), mask)
+
+
+def join_lanes(builder: ir.IRBuilder, low: ir.Value, high: ir.Value) -> ir.Value:
+    """Two vectors of N lanes as one of 2N."""
+    count = 2 * lane_count(low.type)
+    mask = ir.Constant(ir.VectorType(I32, count), [ir.Constant(I32, k) for k in range(count)])
+    return builder.shuffle_vector(low, high, mask)
+
+
+def tail_mask(builder: ir.IRBuilder, valid: ir.Value, lanes: int) -> ir.Value:
+    """``<lanes x i1>`` with the first ``valid`` (an integer value) lanes set."""
+    kind = ir.VectorType(valid.type, lanes)
+    return builder.icmp_signed("<", iota(kind), splat(builder, valid, lanes))
+
+
+def load(builder: ir.IRBuilder, pointer: ir.Value, kind: ir.Type, align: int | None = None) -> ir.Value:
+    """A vector (or scalar) from memory; ``align`` in bytes, one element's by default."""
+    return builder.load(_as_pointer(builder, pointer, kind), align=align or _bytes(kind), typ=kind)
+
+
+def store(builder: ir.IRBuilder, value: ir.Value, pointer: ir.Value, align: int | None = None) -> None:
+    """A vector (or scalar) to memory; ``align`` in bytes, one element's by default."""
+    builder.store(value, _as_pointer(builder, pointer, value.type), align=align or _bytes(value.type))
+
+
+def masked_load(
+    builder: ir.IRBuilder, pointer: ir.Value, mask: ir.Value, other: ir.Value, align: int | None = None
+) -> ir.Value:
+    """Lanes of the mask from memory, the rest from ``other``; memory of unset lanes is not touched."""
+    kind = other.type
+    plain = _as_pointer(builder, pointer, kind)
+    alignment = ir.Constant(I32, align or _bytes(kind))
+    name = f"llvm.masked.load.{suffix(kind)}.p0"
+    function = declare(builder, name, kind, [plain.type, I32, mask.type, kind])
+    return builder.call(function, [plain, alignment, mask, other])
+
+
+def masked_store(
+    builder: ir.IRBuilder, value: ir.Value, pointer: ir.Value, mask: ir.Value, align: int | None = None
+) -> None:
+    """Writes the lanes of the mask; memory of unset lanes is not touched."""
+    plain = _as_pointer(builder, pointer, value.type)
+    alignment = ir.Constant(I32, align or _bytes(value.type))
+    name = f"llvm.masked.store.{suffix(value.type)}.p0"
+    function = declare(builder, name, ir.VoidType(), [value.type, plain.type, I32, mask.type])
+    builder.call(function, [value, plain, alignment, mask])
+
+
+def gather(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, mask: ir.Value, other: ir.Value) -> ir.Value:
+    """``base[index[k]]`` for the lanes of the mask, the rest from ``other``; ``base`` points at elements."""
+    one = element(other.type)
+    addresses = builder.gep(_as_pointer(builder, base, one), [index], source_etype=one)
+    kind = ir.VectorType(ir.PointerType(), lane_count(other.type))
+    addresses.type = kind  # llvmlite types a gep by its base: over a vector of indices it is a vector of pointers
+    name = f"llvm.masked.gather.{suffix(other.type)}.v{lane_count(other.type)}p0"
+    function = declare(builder, name, other.type, [kind, I32, mask.type, other.type])
+    return builder.call(function, [addresses, ir.Constant(I32, _bytes(one)), mask, other])
+
+
+def _bytes(kind: ir.Type) -> int:
+    return max(1, bit_width(kind) // 8)
+
+
+def _as_pointer(builder: ir.IRBuilder, pointer: ir.Value, kind: ir.Type) -> ir.Value:
+    """The pointer as llvmlite wants it for accesses of ``kind`` (opaque in LLVM: no code)."""
+    if getattr(pointer.type, "is_opaque", False):
+        return pointer
+    return builder.bitcast(pointer, ir.PointerType())

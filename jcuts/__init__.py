@@ -1,0 +1,29 @@
+"""jcuts: makes JAX functions faster, with one decorator.
+
+>>> import jax.numpy as jnp
+>>> import jcuts
+>>> @jcuts.optimize(tune="off")
+... def double(x):
+...     return x + x
+>>> float(double(jnp.float32(2)))
+4.0
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jcuts.api import Optimized, optimize
+
+__all__ = ["Optimized", "optimize"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    # JAX is imported only when it is needed: the floors without it (and `jcuts.base`) stay light.
+    if name in __all__:
+        from jcuts import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

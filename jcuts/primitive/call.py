@@ -1,0 +1,43 @@
+"""``jcuts_call_p``: one primitive that carries a function's original jaxpr until it is lowered.
+
+    outs = jcuts_call(*args)  with parameters  jaxpr, settings, name, placement
+
+Every transformation returns a ``jcuts_call_p`` of the transformed original (as ``jit`` does), so derivatives are
+those of the user's program and the derivative's jaxpr reaches the pipeline as well.  Nothing is planned before
+lowering, when shapes, batching and shard-local types are final.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jcuts.base.settings import Settings
+from jcuts.primitive import autodiff, batching, lowering
+from jcuts.trace import jaxapi
+
+NAME = "jcuts_call"
+
+jcuts_call_p = jaxapi.new_call_primitive(
+    NAME,
+    jvp=lambda *xs, **params: autodiff.jvp(jcuts_call_p, *xs, **params),
+    linearize=lambda *xs, **params: autodiff.linearize(jcuts_call_p, *xs, **params),
+    transpose=lambda *xs, **params: autodiff.transpose(jcuts_call_p, *xs, **params),
+    batch=lambda *xs, **params: batching.batch(jcuts_call_p, *xs, **params),
+    lower=lowering.lower,
+)
+
+
+def jcuts_call(closed: jaxapi.Closed, args: Sequence[Any], settings: Settings, *, name: str,
+               placement: Any = None) -> list[Any]:
+    """Bind the primitive at ``args``.
+
+    Args:
+        closed: the user's function; constants that are values of an outer trace become arguments here.
+        settings: the user's options.  name: shown in profiles and in ``explain``.
+        placement: shardings of the concrete arguments (see ``sharding.Placement``), or None inside a trace.
+    """
+    tracers, closed = jaxapi.hoist_tracer_consts(closed)
+    if tracers and placement is not None:
+        placement = None
+    return list(jcuts_call_p.bind(*tracers, *args, jaxpr=closed, settings=settings, name=name, placement=placement))

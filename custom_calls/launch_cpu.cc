@@ -1,0 +1,461 @@
+// Runs jcuts' CPU kernels from XLA:CPU through the typed FFI.
+//
+// A kernel is `void k(void** buffers, int64 tile_begin, int64 tile_end, void* scratch)` (docs/architecture.md, "Kernel
+// ABI").  HLO names it by content hash; the instantiate stage resolves the hash once per executable, the execute stage
+// only gathers pointers and hands out tiles.
+//
+// Tiles run on XLA's own intra-op pool.  The calling thread takes tiles as well, and waits only for tiles that another
+// thread has already begun: a queued task that has not started is never waited for, because the pool's threads may all
+// be callers themselves (that would be a deadlock).  Such a task finds no tile left when it starts at last, so it
+// touches nothing but its reference-counted Job.
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace jcuts {
+
+using Kernel = void (*)(void** buffers, int64_t tile_begin, int64_t tile_end, void* scratch);
+// Returns non-zero when it has registered the digest.
+using Resolver = int (*)(const char* digest);
+
+constexpr int64_t kAlign = 64;
+// Work is handed out in chunks: about this many per thread keeps the tail short and the shared counter cool.
+constexpr int64_t kChunksPerThread = 8;
+
+inline int64_t RoundUp(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+
+inline char* AlignUp(void* pointer) {
+  auto address = reinterpret_cast<uintptr_t>(pointer);
+  return reinterpret_cast<char*>((address + kAlign - 1) / kAlign * kAlign);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Floating-point mode: rounding and denormal handling belong to the thread, and XLA's pool threads may differ from the
+// caller's.  A tile must give the same bits wherever it runs.
+
+#if defined(__x86_64__)
+using FpMode = uint32_t;
+inline FpMode GetFpMode() { return _mm_getcsr(); }
+inline void SetFpMode(FpMode mode) { _mm_setcsr(mode); }
+constexpr FpMode kControlBits = 0xFFC0;  // the low six bits are sticky status flags, not modes
+#elif defined(__aarch64__)
+using FpMode = uint64_t;
+inline FpMode GetFpMode() {
+  FpMode mode;
+  asm volatile("mrs %0, fpcr" : "=r"(mode));
+  return mode;
+}
+inline void SetFpMode(FpMode mode) { asm volatile("msr fpcr, %0" ::"r"(mode)); }
+constexpr FpMode kControlBits = ~FpMode{0};
+#else
+using FpMode = uint32_t;
+inline FpMode GetFpMode() { return 0; }
+inline void SetFpMode(FpMode) {}
+constexpr FpMode kControlBits = 0;
+#endif
+
+class FpModeScope {
+ public:
+  explicit FpModeScope(FpMode wanted) : saved_(GetFpMode()) {
+    changed_ = ((saved_ ^ wanted) & kControlBits) != 0;
+    if (changed_) SetFpMode((saved_ & ~kControlBits) | (wanted & kControlBits));
+  }
+  ~FpModeScope() {
+    if (changed_) SetFpMode(saved_);
+  }
+  FpModeScope(const FpModeScope&) = delete;
+  FpModeScope& operator=(const FpModeScope&) = delete;
+
+ private:
+  FpMode saved_;
+  bool changed_;
+};
+
+// Waits politely: spins for about the length of a chunk (tens of microseconds), then yields, then sleeps, so that an
+// oversubscribed machine gets its core back.
+class Backoff {
+ public:
+  void Pause() {
+    ++count_;
+    if (count_ < 2000) {
+#if defined(__x86_64__)
+      _mm_pause();
+#elif defined(__aarch64__)
+      asm volatile("yield");
+#endif
+    } else if (count_ < 2500) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
+  }
+
+ private:
+  int count_ = 0;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The table: digest -> function pointer.  Read at instantiation only, never while executing.
+
+class Table {
+ public:
+  void Put(const char* digest, Kernel kernel) {
+    std::unique_lock lock(mutex_);
+    kernels_[digest] = kernel;
+  }
+  bool Erase(const char* digest) {
+    std::unique_lock lock(mutex_);
+    return kernels_.erase(digest) != 0;
+  }
+  Kernel Find(const std::string& digest) const {
+    std::shared_lock lock(mutex_);
+    auto found = kernels_.find(digest);
+    return found == kernels_.end() ? nullptr : found->second;
+  }
+
+ private:
+  mutable std::shared_mutex mutex_;
+  std::unordered_map<std::string, Kernel> kernels_;
+};
+
+// Leaked on purpose: executables may be destroyed after static destructors have run.
+Table& GetTable() {
+  static Table* table = new Table;
+  return *table;
+}
+
+std::atomic<Resolver> g_resolver{nullptr};
+
+Kernel Resolve(const std::string& digest) {
+  if (Kernel kernel = GetTable().Find(digest)) return kernel;
+  // The resolver takes the Python lock: no lock of ours may be held here.
+  Resolver resolver = g_resolver.load(std::memory_order_acquire);
+  if (resolver == nullptr || resolver(digest.c_str()) == 0) return nullptr;
+  return GetTable().Find(digest);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// One launch of a kernel on several threads.
+
+class Job {
+ public:
+  std::vector<void*> buffers;  // keeps its capacity from launch to launch
+  Kernel kernel = nullptr;
+  int64_t tiles = 0;
+  int64_t chunk = 1;
+  char* scratch = nullptr;
+  int64_t scratch_stride = 0;
+  int64_t slots = 1;
+  FpMode fp_mode = 0;
+
+  alignas(kAlign) std::atomic<int64_t> next{0};  // first tile that nobody has taken
+  std::atomic<int64_t> slot{0};                  // next free scratch slot
+  alignas(kAlign) std::atomic<int64_t> done{0};  // tiles finished
+  std::atomic<int64_t> refs{1};
+
+  void Reset() {
+    next.store(0, std::memory_order_relaxed);
+    slot.store(0, std::memory_order_relaxed);
+    done.store(0, std::memory_order_relaxed);
+  }
+
+  // Takes chunks until none is left.
+  void Work() {
+    int64_t mine = -1;
+    for (;;) {
+      int64_t begin = next.load(std::memory_order_relaxed);
+      if (begin >= tiles) return;
+      if (mine < 0) {
+        mine = slot.fetch_add(1, std::memory_order_relaxed);
+        if (mine >= slots) return;
+      }
+      begin = next.fetch_add(chunk, std::memory_order_acq_rel);
+      if (begin >= tiles) return;
+      int64_t end = std::min(begin + chunk, tiles);
+      kernel(buffers.data(), begin, end, scratch == nullptr ? nullptr : scratch + mine * scratch_stride);
+      done.fetch_add(end - begin, std::memory_order_release);
+    }
+  }
+
+  void WaitForBegunTiles() const {
+    Backoff backoff;
+    while (done.load(std::memory_order_acquire) < tiles) backoff.Pause();
+  }
+
+  void Unref() {
+    if (refs.fetch_sub(1, std::memory_order_acq_rel) == 1) delete this;
+  }
+};
+
+// A thread launches again and again: its last Job is used once more unless a late task still holds it.
+struct JobCache {
+  Job* job = nullptr;
+  ~JobCache() {
+    if (job != nullptr) job->Unref();
+  }
+  Job* Take() {
+    Job* mine = job;
+    job = nullptr;
+    if (mine != nullptr && mine->refs.load(std::memory_order_acquire) != 1) {
+      mine->Unref();
+      mine = nullptr;
+    }
+    if (mine == nullptr) mine = new Job;
+    mine->Reset();
+    return mine;
+  }
+  void Give(Job* mine) {
+    if (job == nullptr) {
+      job = mine;
+    } else {
+      mine->Unref();
+    }
+  }
+};
+
+thread_local JobCache t_jobs;
+
+// ---------------------------------------------------------------------------------------------------------------------
+// FFI stages.
+
+struct LaunchState {
+  static ffi::TypeId id;
+  Kernel kernel;
+  int64_t tiles;
+  int64_t scratch_stride;  // 0: the call has no scratch result
+  int64_t slots;
+  int64_t num_outputs;
+};
+
+ffi::TypeId LaunchState::id = {};
+ffi::TypeInfo launch_state_info = ffi::MakeTypeInfo<LaunchState>();
+
+static ffi::ErrorOr<std::unique_ptr<LaunchState>> Instantiate(std::string_view digest, int64_t num_outputs,
+                                                              int64_t scratch_bytes, int64_t slots, int64_t tiles) {
+  std::string name(digest);
+  if (tiles < 1 || slots < 1 || scratch_bytes < 0 || num_outputs < 1) {
+    return ffi::Unexpected(ffi::Error::InvalidArgument(
+        "jcuts kernel " + name + ": impossible attributes tiles=" + std::to_string(tiles) +
+        " slots=" + std::to_string(slots) + " scratch_bytes=" + std::to_string(scratch_bytes) +
+        " num_outputs=" + std::to_string(num_outputs)));
+  }
+  Kernel kernel = Resolve(name);
+  if (kernel == nullptr) {
+    return ffi::Unexpected(ffi::Error(
+        ffi::ErrorCode::kNotFound,
+        "jcuts kernel " + name +
+            " is not known to this process and is not in its object cache. The executable was compiled by another "
+            "process, machine or jcuts version: import jcuts with the same JCUTS_CACHE_DIR before loading it, or "
+            "clear JAX's persistent compilation cache and compile again."));
+  }
+  auto state = std::make_unique<LaunchState>();
+  state->kernel = kernel;
+  state->tiles = tiles;
+  state->scratch_stride = RoundUp(scratch_bytes);
+  state->slots = slots;
+  state->num_outputs = num_outputs;
+  return ffi::ErrorOr<std::unique_ptr<LaunchState>>(std::move(state));
+}
+
+static ffi::Error Launch(const LaunchState& state, ffi::ThreadPool& pool, const ffi::RemainingArgs& args,
+                         const ffi::RemainingRets& rets) {
+  size_t results = static_cast<size_t>(state.num_outputs);
+  size_t expected = results + (state.scratch_stride > 0 ? 1 : 0);
+  if (rets.size() != expected) {
+    return ffi::Error::InvalidArgument("jcuts launch: expected " + std::to_string(expected) + " result buffers, got " +
+                                       std::to_string(rets.size()));
+  }
+  size_t count = args.size() + results;
+  auto gather = [&](void** out) {
+    for (size_t i = 0; i < args.size(); ++i) *out++ = args.get<ffi::AnyBuffer>(i).value().untyped_data();
+    for (size_t i = 0; i < results; ++i) *out++ = rets.get<ffi::AnyBuffer>(i).value()->untyped_data();
+  };
+  char* scratch = nullptr;
+  if (state.scratch_stride > 0) scratch = AlignUp(rets.get<ffi::AnyBuffer>(results).value()->untyped_data());
+
+  // Asking the pool for its size costs a call: not for one tile.
+  int64_t threads = state.tiles == 1 || state.slots == 1
+                        ? 1
+                        : std::min({pool.num_threads(), state.tiles, state.slots});
+  if (threads <= 1) {
+    constexpr size_t kInline = 64;
+    void* few[kInline];
+    std::vector<void*> many;
+    void** buffers = few;
+    if (count > kInline) {
+      many.resize(count);
+      buffers = many.data();
+    }
+    gather(buffers);
+    state.kernel(buffers, 0, state.tiles, scratch);
+    return ffi::Error::Success();
+  }
+
+  Job* job = t_jobs.Take();
+  job->buffers.resize(count);
+  gather(job->buffers.data());
+  job->kernel = state.kernel;
+  job->tiles = state.tiles;
+  job->chunk = std::max<int64_t>(1, state.tiles / (threads * kChunksPerThread));
+  job->scratch = scratch;
+  job->scratch_stride = state.scratch_stride;
+  job->slots = state.slots;
+  job->fp_mode = GetFpMode();
+  for (int64_t i = 1; i < threads; ++i) {
+    job->refs.fetch_add(1, std::memory_order_relaxed);
+    pool.Schedule([job] {
+      if (job->next.load(std::memory_order_relaxed) < job->tiles) {
+        FpModeScope scope(job->fp_mode);
+        job->Work();
+      }
+      job->Unref();
+    });
+  }
+  job->Work();
+  job->WaitForBegunTiles();
+  t_jobs.Give(job);
+  return ffi::Error::Success();
+}
+
+static ffi::Error Execute(LaunchState* state, ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  try {
+    return Launch(*state, pool, args, rets);
+  } catch (const std::exception& error) {  // out of memory: nothing may unwind into XLA
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string("jcuts launch: ") + error.what());
+  }
+}
+
+}  // namespace jcuts
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jcuts_cpu_launch_instantiate, jcuts::Instantiate,
+                              ffi::Ffi::BindInstantiate()
+                                  .Attr<std::string_view>("digest")
+                                  .Attr<int64_t>("num_outputs")
+                                  .Attr<int64_t>("scratch_bytes")
+                                  .Attr<int64_t>("slots")
+                                  .Attr<int64_t>("tiles"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jcuts_cpu_launch_execute, jcuts::Execute,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::State<jcuts::LaunchState>>()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .RemainingArgs()
+                                  .RemainingRets());
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Plain C, called from Python through ctypes.
+
+extern "C" {
+
+// XLA FFI version that this library was built against: 1000 * major + minor.
+int jcuts_ffi_api_version() { return 1000 * XLA_FFI_API_MAJOR + XLA_FFI_API_MINOR; }
+
+void* jcuts_state_type_id() { return &jcuts::LaunchState::id; }
+void* jcuts_state_type_info() { return &jcuts::launch_state_info; }
+
+// The code behind `kernel` must stay mapped for the life of the process: executables keep the pointer.
+int jcuts_register(const char* digest, void* kernel) {
+  if (digest == nullptr || kernel == nullptr) return 1;
+  jcuts::GetTable().Put(digest, reinterpret_cast<jcuts::Kernel>(kernel));
+  return 0;
+}
+
+// Forgets the name; executables that already hold the kernel keep working.
+int jcuts_unregister(const char* digest) { return jcuts::GetTable().Erase(digest) ? 0 : 1; }
+
+int jcuts_is_registered(const char* digest) { return jcuts::GetTable().Find(digest) != nullptr ? 1 : 0; }
+
+void jcuts_set_resolver(jcuts::Resolver resolver) { jcuts::g_resolver.store(resolver, std::memory_order_release); }
+
+// Times `repeats` launches one by one on `threads` threads that live for this call (the measuring process has no JAX
+// and hence no pool).  `scratch` holds threads * round_up(scratch_bytes, 64) bytes, 64-byte aligned, or is null.
+// Writes one wall time [s] per launch.  Returns 0, or 1 on impossible arguments.
+int jcuts_bench(void* kernel, void** buffers, int64_t tiles, void* scratch, int64_t scratch_bytes, int64_t threads,
+                int64_t repeats, double* seconds) {
+  if (kernel == nullptr || buffers == nullptr || tiles < 1 || threads < 1 || repeats < 0 || scratch_bytes < 0 ||
+      (scratch_bytes > 0 && scratch == nullptr)) {
+    return 1;
+  }
+  using Clock = std::chrono::steady_clock;
+  auto function = reinterpret_cast<jcuts::Kernel>(kernel);
+  threads = std::min(threads, tiles);
+  int64_t stride = jcuts::RoundUp(scratch_bytes);
+  int64_t chunk = std::max<int64_t>(1, tiles / (threads * jcuts::kChunksPerThread));
+  auto* base = static_cast<char*>(scratch);
+
+  // One Job per launch, as in the handler: a helper still leaving launch i must not take tiles of launch i + 1.
+  struct Shared {
+    alignas(64) std::atomic<int64_t> launch{0};
+    alignas(64) std::atomic<int64_t> next{0};
+    alignas(64) std::atomic<int64_t> helpers_done{0};
+    std::atomic<bool> stop{false};
+  } shared;
+
+  auto work = [&](int64_t slot) {
+    for (;;) {
+      int64_t begin = shared.next.fetch_add(chunk, std::memory_order_acq_rel);
+      if (begin >= tiles) return;
+      function(buffers, begin, std::min(begin + chunk, tiles), base == nullptr ? nullptr : base + slot * stride);
+    }
+  };
+  jcuts::FpMode mode = jcuts::GetFpMode();
+  std::vector<std::thread> helpers;
+  auto finish = [&] {
+    shared.stop.store(true, std::memory_order_release);
+    for (std::thread& helper : helpers) helper.join();
+  };
+  try {
+    for (int64_t slot = 1; slot < threads; ++slot) {
+      helpers.emplace_back([&, slot] {
+        jcuts::FpModeScope scope(mode);
+        int64_t seen = 0;
+        for (;;) {
+          jcuts::Backoff backoff;
+          while (shared.launch.load(std::memory_order_acquire) == seen) {
+            if (shared.stop.load(std::memory_order_acquire)) return;
+            backoff.Pause();
+          }
+          ++seen;
+          work(slot);
+          shared.helpers_done.fetch_add(1, std::memory_order_release);
+        }
+      });
+    }
+  } catch (const std::exception&) {  // the system has no more threads
+    finish();
+    return 1;
+  }
+  for (int64_t i = 0; i < repeats; ++i) {
+    shared.next.store(0, std::memory_order_relaxed);
+    shared.helpers_done.store(0, std::memory_order_relaxed);
+    Clock::time_point start = Clock::now();
+    shared.launch.fetch_add(1, std::memory_order_release);
+    work(0);
+    jcuts::Backoff backoff;
+    while (shared.helpers_done.load(std::memory_order_acquire) < threads - 1) backoff.Pause();
+    seconds[i] = std::chrono::duration<double>(Clock::now() - start).count();
+  }
+  finish();
+  return 0;
+}
+
+}  // extern "C"

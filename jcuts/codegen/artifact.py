@@ -1,0 +1,52 @@
+"""What the code generator hands to the floors above it: one compiled kernel, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from jcuts.base.errors import IRError
+
+Aval = tuple[tuple[int, ...], str]
+"""Shape and dtype name of one row-major buffer, e.g. ``((1, 56, 56, 64), "float32")``."""
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """Object code of one kernel and what a caller must know to run it.
+
+    The kernel ABI is ``void symbol(void** buffers, int64 tile_begin, int64 tile_end, void* scratch)``; ``buffers`` are
+    the operands, then the results (docs/architecture.md, "Kernel ABI").
+
+    Attributes:
+        digest: content hash of the program, the target and the compilers; names the kernel in HLO and on disk.
+        symbol: name of the entry point in ``object_code``.
+        object_code: a relocatable ELF file, self-contained but for libm symbols.
+        tiles: number of independent tiles, >= 1.
+        scratch_bytes: private scratch per running thread [B]; 0 if none.
+        inputs: shape and dtype name of every operand.
+        outputs: shape and dtype name of every result, at least one.
+    """
+
+    digest: str
+    symbol: str
+    object_code: bytes = field(repr=False)
+    tiles: int
+    scratch_bytes: int
+    inputs: tuple[Aval, ...]
+    outputs: tuple[Aval, ...]
+
+    def __post_init__(self) -> None:
+        if not self.digest or not self.symbol:
+            raise IRError(
+                f"a compiled kernel needs a digest and a symbol, got digest={self.digest!r} symbol={self.symbol!r}",
+                digest=self.digest,
+                symbol=self.symbol,
+            )
+        if self.tiles < 1 or self.scratch_bytes < 0 or not self.outputs:
+            raise IRError(
+                f"kernel {self.digest}: tiles={self.tiles} must be >= 1, scratch_bytes={self.scratch_bytes} >= 0, and "
+                f"there must be an output (there are {len(self.outputs)})",
+                digest=self.digest,
+                tiles=self.tiles,
+                scratch_bytes=self.scratch_bytes,
+            )

@@ -1,0 +1,160 @@
+"""What tuning one subset gives back: the winner, every time and every rejection, as plain data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from jcuts.base.errors import CacheError, CandidateRejected
+
+LIBRARY = "xla"
+"""Label of the library candidate: the subset left to XLA."""
+
+ORIGINS = ("measured", "estimated", "library")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Time of one candidate, per execution and free of dispatch overhead.
+
+    Attributes:
+        label: the candidate.
+        seconds: median [s].
+        low, high: first and third quartile [s].
+        runs: number of timed samples.
+        method: how it was timed (``loop`` and ``call`` go through a jitted JAX callable, ``direct`` does not).
+        bound_seconds: lower bound of the estimator [s], 0 where unknown.
+        pul: estimator's upper bound on the share of peak, 0 where unknown.
+    """
+
+    label: str
+    seconds: float
+    low: float
+    high: float
+    runs: int
+    method: str
+    bound_seconds: float = 0.0
+    pul: float = 0.0
+
+    @property
+    def spread(self) -> float:
+        """Interquartile range over median, >= 0."""
+        return (self.high - self.low) / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Why one candidate is out: the error class, its sentence and its numbers (JSON values only)."""
+
+    label: str
+    error: str
+    message: str
+    values: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, label: str, error: CandidateRejected) -> Rejection:
+        """The rejection that an error stands for; values that JSON lacks become text."""
+        return cls(label, type(error).__name__, error.message, plain(error.values))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The tuner's answer for one problem.
+
+    Attributes:
+        problem: digest of the problem.
+        winner: label of the winner; `LIBRARY` leaves the subset to XLA.
+        winner_digest: digest of the winning candidate, '' for the library.
+        origin: ``measured``, ``estimated`` (``tune="off"``) or ``library`` (nothing known: XLA).
+        measurements: a time for every candidate that was measured, the library included.
+        rejections: every candidate that is out, with the reason.
+        margin: relative noise margin inside which times counted as equal.
+        overhead_seconds: cost of dispatching an empty jitted function, reported, not part of the times [s].
+        name: human-readable name of the subset.
+    """
+
+    problem: str
+    winner: str
+    winner_digest: str
+    origin: str
+    measurements: tuple[Measurement, ...] = ()
+    rejections: tuple[Rejection, ...] = ()
+    margin: float = 0.0
+    overhead_seconds: float = 0.0
+    name: str = ""
+
+    @property
+    def uses_library(self) -> bool:
+        """Whether the subset stays with XLA."""
+        return self.winner == LIBRARY
+
+    def seconds(self, label: str) -> float | None:
+        """Measured time of a candidate [s], None if it was not measured."""
+        return next((m.seconds for m in self.measurements if m.label == label), None)
+
+    @property
+    def speedup(self) -> float | None:
+        """XLA's time over the winner's, None unless both were measured."""
+        library, winner = self.seconds(LIBRARY), self.seconds(self.winner)
+        return library / winner if library is not None and winner else None
+
+    def with_winner(self, winner: str, winner_digest: str, origin: str | None = None) -> Choice:
+        """The same measurements with another winner (another mode)."""
+        return replace(self, winner=winner, winner_digest=winner_digest, origin=origin or self.origin)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON value; inverse of `from_json`."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Any) -> Choice:
+        """Reads what `to_json` wrote (or what a person edited).
+
+        Raises:
+            CacheError: a field is missing or has an impossible value.
+        """
+        try:
+            choice = cls(
+                problem=str(data["problem"]),
+                winner=str(data["winner"]),
+                winner_digest=str(data["winner_digest"]),
+                origin=str(data["origin"]),
+                measurements=tuple(Measurement(**m) for m in data.get("measurements", ())),
+                rejections=tuple(Rejection(**r) for r in data.get("rejections", ())),
+                margin=float(data.get("margin", 0.0)),
+                overhead_seconds=float(data.get("overhead_seconds", 0.0)),
+                name=str(data.get("name", "")),
+            )
+            times = [float(m.seconds) for m in choice.measurements]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CacheError(f"not a tuning choice: {type(error).__name__}: {error}", found=repr(data)[:200]) from None
+        if choice.origin not in ORIGINS or not all(math.isfinite(t) and t > 0 for t in times):
+            raise CacheError(
+                f"tuning choice {choice.problem[:12]} has origin={choice.origin!r} and times {times}: times must be "
+                f"positive and the origin one of {ORIGINS}",
+                problem=choice.problem,
+                origin=choice.origin,
+                times=times,
+            )
+        return choice
+
+
+def plain(values: Mapping[str, object]) -> dict[str, Any]:
+    """A copy that JSON can carry: numbers and text stay, other values become their repr; NaN and inf become text."""
+    return {str(name): _plain(value) for name, value in values.items()}
+
+
+def _plain(value: object) -> Any:
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else repr(value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return plain(value)
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        return _plain(value.item())  # type: ignore[attr-defined]  # a NumPy scalar
+    return repr(value)[:500]

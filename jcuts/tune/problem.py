@@ -1,0 +1,270 @@
+"""A tuning problem: one subset of a function, everything needed to verify and time its candidates in another process.
+
+Problems are plain data (JSON); the worker gets them through a file and knows nothing else of the user's program.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import json
+import re
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jcuts.base.errors import UsageError
+
+FORMAT = 1
+RECIPES = ("normal", "positive", "bool", "integers", "given")
+CANDIDATE_KINDS = ("program", "object", "stablehlo")
+_INTEGERS = re.compile(r"integers (-?\d+)\.\.(-?\d+)")
+
+
+@dataclass(frozen=True)
+class Input:
+    """One operand of the subset and how to make values for it.
+
+    Attributes:
+        shape: extents.
+        dtype: NumPy/ml_dtypes name.
+        recipe: ``normal`` (standard normal), ``positive`` (|normal| + 0.1), ``integers lo..hi`` (both ends included),
+            ``bool``, or ``given``: the values in the file ``npy``, used unchanged in every check (indices, lengths
+            and loop conditions: random ones may not terminate).
+        npy: path of the .npy file of a ``given`` input; not part of the problem's identity.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    recipe: str = "normal"
+    npy: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.recipe not in RECIPES and not _INTEGERS.fullmatch(self.recipe):
+            raise UsageError(
+                f"input recipe {self.recipe!r} is unknown: use one of {RECIPES} or 'integers lo..hi'",
+                recipe=self.recipe,
+            )
+        if self.recipe == "given" and not self.npy:
+            raise UsageError("an input with recipe 'given' needs the path of its .npy file", recipe=self.recipe)
+
+    def integer_range(self) -> tuple[int, int] | None:
+        """(lo, hi), both included, of an ``integers lo..hi`` recipe; None if the whole dtype may occur."""
+        found = _INTEGERS.fullmatch(self.recipe)
+        return (int(found[1]), int(found[2])) if found else None
+
+
+@dataclass(frozen=True)
+class Output:
+    """One result of the subset.
+
+    Attributes:
+        shape, dtype: as of the XLA subset.
+        reduction: number of terms that are summed into one element along the subset's longest chain (1: elementwise);
+            sets the tolerance floor of 4 ulp * sqrt(reduction).
+        exact: bit-equal to XLA wherever the float64 margin exceeds rounding (integers, booleans, argmax, ...).
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    reduction: int = 1
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        if self.reduction < 1:
+            raise UsageError(f"reduction={self.reduction} must be at least 1", reduction=self.reduction)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to compute the subset.
+
+    Attributes:
+        kind: ``program`` (kernel program as JSON text, compiled by codegen), ``object`` (ready object code, see
+            `object_payload`) or ``stablehlo`` (a serialised export with compiler options, see `stablehlo_payload`).
+        payload: text of that kind.
+        label: short name, unique in its problem, shown to people.
+        pul: estimator's upper bound on the share of peak; candidates rank by it when nothing is measured.
+        bound_seconds: estimator's lower bound on the time [s].
+    """
+
+    kind: str
+    payload: str = field(repr=False)
+    label: str
+    pul: float = 0.0
+    bound_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in CANDIDATE_KINDS:
+            raise UsageError(f"candidate kind {self.kind!r} is unknown: use one of {CANDIDATE_KINDS}", kind=self.kind)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Content hash of kind and payload."""
+        return hashlib.sha256(f"{self.kind}\0{self.payload}".encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One subset to be tuned.
+
+    Attributes:
+        identity: canonical text of what is computed (the subset's jaxpr with its shapes and constants' hashes).
+        inputs, outputs: operands and results, in order.
+        candidates: what competes with the library, best estimate first.
+        space: text that determines the candidates (settings, architecture); '' means that the candidates' own
+            digests stand for it.  With it the digest is known, and the database can be asked, before any candidate
+            or export has been made.
+        tolerance: allowed error as a multiple of XLA's own.
+        library: serialised `jax.export` of the subset, the library candidate (see `tune.library`).
+        reference: serialised export of its float64 form; takes (noise seed, noise amplitude, *widened inputs).
+        perturb: whether the reference must also be run with simulated rounding, because the subset turns floats into
+            discrete values (comparisons, argmax, casts).
+        name: for people.
+    """
+
+    identity: str
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    candidates: tuple[Candidate, ...] = ()
+    space: str = ""
+    tolerance: float = 2.0
+    library: bytes | None = field(default=None, repr=False)
+    reference: bytes | None = field(default=None, repr=False)
+    perturb: bool = False
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        labels = [c.label for c in self.candidates]
+        if len(set(labels)) != len(labels) or "xla" in labels:
+            raise UsageError(f"candidate labels {labels} must be distinct and none may be 'xla'", labels=labels)
+        if not self.outputs:
+            raise UsageError("a tuning problem needs at least one output", name=self.name)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Key of the problem: what is computed, on what, from which candidates, to which tolerance."""
+        text = json.dumps(
+            {
+                "format": FORMAT,
+                "identity": self.identity,
+                "inputs": [[list(i.shape), i.dtype, i.recipe] for i in self.inputs],
+                "outputs": [[list(o.shape), o.dtype, o.reduction, o.exact] for o in self.outputs],
+                "space": self.space or [c.digest for c in self.candidates],
+                "tolerance": self.tolerance,
+            },
+            sort_keys=True,
+        )
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def with_exports(self, library: bytes, reference: bytes, perturb: bool) -> Problem:
+        """The same problem with its library and reference artifacts; the digest does not change."""
+        return replace(self, library=library, reference=reference, perturb=perturb)
+
+    def candidate(self, label: str) -> Candidate:
+        """The candidate of that label.
+
+        Raises:
+            UsageError: there is none.
+        """
+        for candidate in self.candidates:
+            if candidate.label == label:
+                return candidate
+        raise UsageError(
+            f"problem {self.name or self.digest[:12]} has no candidate {label!r}: it has "
+            f"{[c.label for c in self.candidates]}",
+            label=label,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON value; inverse of `from_json`."""
+        return {
+            "format": FORMAT,
+            "identity": self.identity,
+            "name": self.name,
+            "space": self.space,
+            "tolerance": self.tolerance,
+            "perturb": self.perturb,
+            "inputs": [
+                {"shape": list(i.shape), "dtype": i.dtype, "recipe": i.recipe, "npy": i.npy} for i in self.inputs
+            ],
+            "outputs": [
+                {"shape": list(o.shape), "dtype": o.dtype, "reduction": o.reduction, "exact": o.exact}
+                for o in self.outputs
+            ],
+            "candidates": [
+                {
+                    "kind": c.kind,
+                    "payload": c.payload,
+                    "label": c.label,
+                    "pul": c.pul,
+                    "bound_seconds": c.bound_seconds,
+                }
+                for c in self.candidates
+            ],
+            "library": _encode(self.library),
+            "reference": _encode(self.reference),
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Problem:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            UsageError: another format, or fields are missing.
+        """
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            found = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise UsageError(f"tuning problem of format {found!r}, this version reads {FORMAT}", found=found)
+        try:
+            return cls(
+                identity=data["identity"],
+                inputs=tuple(Input(tuple(i["shape"]), i["dtype"], i["recipe"], i.get("npy")) for i in data["inputs"]),
+                outputs=tuple(
+                    Output(tuple(o["shape"]), o["dtype"], o["reduction"], o["exact"]) for o in data["outputs"]
+                ),
+                candidates=tuple(Candidate(**c) for c in data["candidates"]),
+                space=data.get("space", ""),
+                tolerance=data["tolerance"],
+                library=_decode(data.get("library")),
+                reference=_decode(data.get("reference")),
+                perturb=bool(data.get("perturb", False)),
+                name=data.get("name", ""),
+            )
+        except (KeyError, TypeError) as error:
+            raise UsageError(f"tuning problem lacks a field: {error!r}", found=sorted(data)) from None
+
+
+def object_payload(
+    object_code: bytes,
+    symbol: str,
+    *,
+    tiles: int,
+    scratch_bytes: int,
+    inputs: tuple[tuple[tuple[int, ...], str], ...],
+    outputs: tuple[tuple[tuple[int, ...], str], ...],
+) -> str:
+    """Payload of an ``object`` candidate: relocatable object code that follows the kernel ABI, as JSON text."""
+    return json.dumps(
+        {
+            "object_code": _encode(object_code),
+            "symbol": symbol,
+            "tiles": tiles,
+            "scratch_bytes": scratch_bytes,
+            "inputs": [[list(shape), dtype] for shape, dtype in inputs],
+            "outputs": [[list(shape), dtype] for shape, dtype in outputs],
+        }
+    )
+
+
+def stablehlo_payload(artifact: bytes, compiler_options: dict[str, Any] | None = None) -> str:
+    """Payload of a ``stablehlo`` candidate: a serialised export and options for `jax.jit(compiler_options=...)`."""
+    return json.dumps({"artifact": _encode(artifact), "compiler_options": compiler_options or {}}, sort_keys=True)
+
+
+def _encode(data: bytes | None) -> str | None:
+    return None if data is None else base64.b64encode(bytes(data)).decode()
+
+
+def _decode(text: str | None) -> bytes | None:
+    return None if text is None else base64.b64decode(text)

@@ -1,0 +1,401 @@
+"""The tuning database: choices, measurements and guard decisions in one SQLite file that survives what users do to it.
+
+Rollback journal (not WAL: that needs shared memory, which network file systems lack), one transaction per choice, one
+short-lived connection per operation (safe across threads and forks).  A damaged or foreign file is moved aside, never
+deleted.  When the file cannot be written the store says so once and goes on in memory: tuning results may be lost at
+exit, the user's program is not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jcuts.base.errors import CacheError
+from jcuts.tune.choice import Choice
+
+SCHEMA = 1
+APPLICATION_ID = 0x6A637574  # 'jcut', shown by file(1)
+BUSY_SECONDS = 30.0
+_log = logging.getLogger("jcuts.tune")
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT)
+
+_TABLES = """
+CREATE TABLE choices (
+    problem TEXT NOT NULL, device TEXT NOT NULL, versions TEXT NOT NULL,
+    choice TEXT NOT NULL, created REAL NOT NULL, PRIMARY KEY (problem, device, versions));
+CREATE TABLE measurements (
+    problem TEXT NOT NULL, device TEXT NOT NULL, versions TEXT NOT NULL, label TEXT NOT NULL,
+    seconds REAL, rejected TEXT, detail TEXT NOT NULL, PRIMARY KEY (problem, device, versions, label));
+CREATE TABLE guards (
+    key TEXT NOT NULL, device TEXT NOT NULL, versions TEXT NOT NULL,
+    decision TEXT NOT NULL, created REAL NOT NULL, PRIMARY KEY (key, device, versions));
+CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
+INSERT INTO meta VALUES ('generation', 0);
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One stored entry: ``kind`` is 'choice' or 'guard', ``key`` the problem digest or guard key."""
+
+    kind: str
+    key: str
+    device: str
+    versions: str
+    created: float
+    value: dict[str, Any]
+
+
+class Store:
+    """Choices and guard decisions of this machine and these versions.
+
+    Args:
+        path: the database file, made with its folders on first use; None keeps everything in memory.
+        device: fingerprint of the device that was measured (text).
+        versions: everything else that a time depends on: jax, jaxlib, numba, llvmlite, the hash of jcuts' source.
+
+    Nothing here raises for a bad file: what went wrong is logged once and kept in ``errors``.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None, *, device: str, versions: str) -> None:
+        self.path = None if path is None else Path(path)
+        self.device = device
+        self.versions = versions
+        self.errors: list[CacheError] = []
+        self._lock = threading.RLock()
+        self._memory: dict[tuple[str, str], tuple[float, dict[str, Any]]] = {}
+        self._writes = 0
+        self._hidden = False  # the file could not be cleared: pretend that it is empty
+        self._checked = False
+
+    # Choices and guards ----------------------------------------------------------------------------------------------
+
+    def lookup(self, problem: str) -> Choice | None:
+        """The stored choice of a problem on this device with these versions, or None."""
+        value = self._get("choice", problem)
+        if value is None:
+            return None
+        try:
+            return Choice.from_json(value)
+        except CacheError as error:  # a person may have edited the row
+            self._report(error)
+            return None
+
+    def put(self, choice: Choice) -> None:
+        """Stores a choice with its measurements in one transaction, replacing an earlier one."""
+        self._put("choice", choice.problem, choice.to_json())
+
+    def guard(self, key: str) -> dict[str, Any] | None:
+        """A last-guard decision (JSON object) of this device and these versions, or None."""
+        return self._get("guard", key)
+
+    def put_guard(self, key: str, decision: Mapping[str, Any]) -> None:
+        """Stores a last-guard decision."""
+        self._put("guard", key, dict(decision))
+
+    def generation(self) -> tuple[int, int]:
+        """Changes whenever anything is stored, by any process; a part of memoisation keys."""
+        stored = self._read("SELECT value FROM meta WHERE name = 'generation'", ())
+        return (stored[0][0] if stored else -1, self._writes)
+
+    # Housekeeping ----------------------------------------------------------------------------------------------------
+
+    def ls(self, *, all_devices: bool = True) -> list[Row]:
+        """Every entry, oldest first; ``all_devices=False`` limits it to this device and these versions."""
+        rows: dict[tuple[str, str, str, str], Row] = {}
+        for kind, table, key, value in (("choice", "choices", "problem", "choice"), ("guard", "guards", "key", "decision")):
+            for k, device, versions, text, created in self._read(
+                f"SELECT {key}, device, versions, {value}, created FROM {table}", ()
+            ):
+                data = _object(text)
+                if data is not None:
+                    rows[kind, k, device, versions] = Row(kind, k, device, versions, created, data)
+        for (kind, k), (created, data) in list(self._memory.items()):
+            rows[kind, k, self.device, self.versions] = Row(kind, k, self.device, self.versions, created, data)
+        found = sorted(rows.values(), key=lambda row: (row.created, row.kind, row.key))
+        if all_devices:
+            return found
+        return [row for row in found if (row.device, row.versions) == (self.device, self.versions)]
+
+    def clear(self) -> int:
+        """Removes every entry (the file stays); returns how many there were."""
+        count = len(self.ls())
+
+        def work(db: sqlite3.Connection) -> None:
+            for table in ("choices", "measurements", "guards"):
+                db.execute(f"DELETE FROM {table}")
+
+        self._memory.clear()
+        self._writes += 1
+        if not self._write(work) and self.path is not None:
+            self._hidden = True
+        return count
+
+    def export(self, path: str | os.PathLike[str]) -> int:
+        """Writes every entry as readable JSON, atomically; returns their number.
+
+        Raises:
+            CacheError: the file cannot be written.
+        """
+        rows = self.ls()
+        text = json.dumps({"jcuts_tuning": SCHEMA, "entries": [row.__dict__ for row in rows]}, indent=1, sort_keys=True)
+        target = Path(path)
+        scratch = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            scratch.write_text(text + "\n")
+            os.replace(scratch, target)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                scratch.unlink()
+            raise CacheError(f"cannot write {target}: {error}", path=str(target)) from None
+        return len(rows)
+
+    def import_(self, path: str | os.PathLike[str]) -> int:
+        """Reads a file that `export` wrote; of two entries with one key the newer stays.  Returns entries taken over.
+
+        Raises:
+            CacheError: no such file, not an export, or of another version; the database is then unchanged.
+        """
+        return self.merge([path])
+
+    def merge(self, paths: Sequence[str | os.PathLike[str]]) -> int:
+        """Imports several exports in one transaction: all of them or none."""
+        entries = [entry for path in paths for entry in _read_export(Path(path))]
+        entries.sort(key=lambda row: row.created)
+        known = {(row.kind, row.key, row.device, row.versions): row.created for row in self.ls()}
+        fresh: dict[tuple[str, str, str, str], Row] = {}
+        for row in entries:
+            key = (row.kind, row.key, row.device, row.versions)
+            if row.created > known.get(key, float("-inf")):
+                fresh[key] = row
+
+        def work(db: sqlite3.Connection) -> None:
+            for row in fresh.values():
+                _insert(db, row)
+
+        if fresh and not self._write(work):
+            for row in fresh.values():
+                if (row.device, row.versions) == (self.device, self.versions):
+                    self._memory[row.kind, row.key] = (row.created, row.value)
+                    self._writes += 1
+        return len(fresh)
+
+    # Inside ----------------------------------------------------------------------------------------------------------
+
+    def _get(self, kind: str, key: str) -> dict[str, Any] | None:
+        with self._lock:
+            if (kind, key) in self._memory:
+                return self._memory[kind, key][1]
+        table, column, value = ("choices", "problem", "choice") if kind == "choice" else ("guards", "key", "decision")
+        rows = self._read(
+            f"SELECT {value} FROM {table} WHERE {column} = ? AND device = ? AND versions = ?",
+            (key, self.device, self.versions),
+        )
+        return _object(rows[0][0]) if rows else None
+
+    def _put(self, kind: str, key: str, value: dict[str, Any]) -> None:
+        row = Row(kind, key, self.device, self.versions, time.time(), value)
+        with self._lock:
+            self._writes += 1
+            if self._write(lambda db: _insert(db, row)):
+                self._memory.pop((kind, key), None)
+            else:
+                self._memory[kind, key] = (row.created, value)
+
+    def _read(self, query: str, values: tuple[object, ...]) -> list[Any]:
+        with self._lock:
+            if self.path is None or self._hidden:
+                return []
+            for attempt in (0, 1):
+                try:
+                    with self._open(write=False) as db:
+                        return [] if db is None else db.execute(query, values).fetchall()
+                except (sqlite3.Error, OSError) as error:
+                    if attempt == 0 and _is_damaged(error):
+                        self._set_aside(str(error))
+                        continue
+                    self._report(CacheError(f"cannot read the tuning database {self.path}: {error}", path=str(self.path)))
+            return []
+
+    def _write(self, work: Any) -> bool:
+        """Runs one transaction; False when nothing reached the disk."""
+        with self._lock:
+            if self.path is None:
+                return False
+            for attempt in (0, 1):
+                try:
+                    with self._open(write=True) as db:
+                        if db is None:
+                            return False
+                        db.execute("BEGIN IMMEDIATE")
+                        work(db)
+                        db.execute("UPDATE meta SET value = value + 1 WHERE name = 'generation'")
+                        db.execute("COMMIT")
+                        self._hidden = False
+                        return True
+                except (sqlite3.Error, OSError) as error:
+                    if attempt == 0 and _is_damaged(error):
+                        self._set_aside(str(error))
+                        continue
+                    self._report(
+                        CacheError(
+                            f"cannot write the tuning database {self.path} ({error}): tuning results are kept in "
+                            "memory only; free some space, or point JCUTS_CACHE_DIR to a writable folder",
+                            path=str(self.path),
+                        )
+                    )
+                    return False
+            return False
+
+    @contextlib.contextmanager
+    def _open(self, *, write: bool) -> Iterator[sqlite3.Connection | None]:
+        """One connection; None if there is no database to read yet."""
+        path = self.path
+        assert path is not None  # callers looked
+        if write and not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+        elif not write and not path.exists():
+            yield None
+            return
+        db = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None)
+        try:
+            db.execute("PRAGMA synchronous = FULL")
+            if not self._checked or write:
+                self._check(db, create=write)
+            yield db if self._checked else None
+        finally:
+            db.close()
+
+    def _check(self, db: sqlite3.Connection, *, create: bool) -> None:
+        """Is this our database, whole and of this schema?  An empty file is made into one when ``create``."""
+        version = db.execute("PRAGMA user_version").fetchone()[0]
+        owner = db.execute("PRAGMA application_id").fetchone()[0]
+        if (owner, version) == (0, 0) and not db.execute("SELECT name FROM sqlite_master").fetchall():
+            if not create:
+                return
+            db.execute("PRAGMA journal_mode = DELETE")
+            db.execute("BEGIN IMMEDIATE")
+            # Another process may have made the tables while this one waited for the lock.
+            if not db.execute("SELECT name FROM sqlite_master").fetchall():
+                for statement in _TABLES.split(";"):
+                    if statement.strip():
+                        db.execute(statement)
+                db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+                db.execute(f"PRAGMA user_version = {SCHEMA}")
+            db.execute("COMMIT")
+            self._checked = True
+            return
+        if owner != APPLICATION_ID or version != SCHEMA:
+            raise _Foreign(f"schema version {version} of application {owner:#x}, this jcuts writes {SCHEMA}")
+        if not self._checked:
+            verdict = db.execute("PRAGMA integrity_check(1)").fetchone()[0]
+            if verdict != "ok":
+                raise _Foreign(f"integrity check: {verdict}")
+            self._checked = True
+
+    def _set_aside(self, why: str) -> None:
+        """Moves the file (and its journal, which belongs to it) out of the way; nothing is deleted."""
+        assert self.path is not None
+        self._checked = False
+        aside = self.path.with_name(f"{self.path.name}.aside-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{len(self.errors)}")
+        try:
+            journal = self.path.with_name(self.path.name + "-journal")
+            os.replace(self.path, aside)
+            if journal.exists():
+                os.replace(journal, aside.with_name(aside.name + "-journal"))
+        except FileNotFoundError:
+            return  # another process moved it first
+        except OSError as error:
+            why = f"{why}; moving it aside failed: {error}"
+        self._report(
+            CacheError(
+                f"the tuning database {self.path} is damaged or of another version ({why}): it was moved to {aside} "
+                "and a fresh one is started",
+                path=str(self.path),
+                aside=str(aside),
+            )
+        )
+
+    def _report(self, error: CacheError) -> None:
+        if not any(known.message == error.message for known in self.errors):
+            self.errors.append(error)
+            _log.warning("%s", error)
+
+
+class _Foreign(sqlite3.DatabaseError):
+    """The file is SQLite but not ours, not of this version, or not whole."""
+
+
+def _is_damaged(error: BaseException) -> bool:
+    if isinstance(error, _Foreign):
+        return True
+    # The low byte is the primary code.  Locked, full and read-only databases are whole: they stay where they are.
+    code = getattr(error, "sqlite_errorcode", None)
+    if code is not None:
+        return (code & 0xFF) in _DAMAGED
+    return isinstance(error, sqlite3.OperationalError) and "no such table" in str(error)
+
+
+def _insert(db: sqlite3.Connection, row: Row) -> None:
+    owner = (row.key, row.device, row.versions)
+    text = json.dumps(row.value, sort_keys=True)
+    if row.kind == "guard":
+        db.execute("INSERT OR REPLACE INTO guards VALUES (?, ?, ?, ?, ?)", (*owner, text, row.created))
+        return
+    db.execute("INSERT OR REPLACE INTO choices VALUES (?, ?, ?, ?, ?)", (*owner, text, row.created))
+    db.execute("DELETE FROM measurements WHERE problem = ? AND device = ? AND versions = ?", owner)
+    for entry in row.value.get("measurements", ()):
+        db.execute(
+            "INSERT OR REPLACE INTO measurements VALUES (?, ?, ?, ?, ?, NULL, ?)",
+            (*owner, entry["label"], entry["seconds"], json.dumps(entry, sort_keys=True)),
+        )
+    for entry in row.value.get("rejections", ()):
+        db.execute(
+            "INSERT OR REPLACE INTO measurements VALUES (?, ?, ?, ?, NULL, ?, ?)",
+            (*owner, entry["label"], entry["error"], json.dumps(entry, sort_keys=True)),
+        )
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text)
+    except (TypeError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _read_export(path: Path) -> list[Row]:
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CacheError(f"cannot import {path}: {error}", path=str(path)) from None
+    found = data.get("jcuts_tuning") if isinstance(data, dict) else None
+    if found != SCHEMA:
+        raise CacheError(
+            f"cannot import {path}: it is not a jcuts tuning export of version {SCHEMA} (found {found!r})",
+            path=str(path),
+            found=found,
+        )
+    rows = []
+    for number, entry in enumerate(data.get("entries", ())):
+        try:
+            row = Row(**entry)
+            if row.kind not in ("choice", "guard") or not isinstance(row.value, dict):
+                raise TypeError(f"kind {row.kind!r} with a value of type {type(row.value).__name__}")
+            if row.kind == "choice":
+                Choice.from_json(row.value)
+            float(row.created)
+        except (TypeError, ValueError, CacheError) as error:
+            raise CacheError(f"cannot import {path}: entry {number}: {error}", path=str(path), entry=number) from None
+        rows.append(row)
+    return rows

@@ -9,8 +9,9 @@ with its constants attached"; read it only through ``.jaxpr.eqns``, ``.jaxpr.inv
 from __future__ import annotations
 
 import functools
+import inspect
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +30,10 @@ from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.state import discharge as _discharge
+from jax._src.state import types as _state_types
 from jax._src.util import weakref_lru_cache as _weakref_lru_cache
+
+from jcuts.trace.canonical import canonical_digest, canonical_text
 
 Closed = _core.ClosedJaxpr
 Jaxpr = _core.Jaxpr
@@ -43,7 +47,8 @@ Primitive = _core.Primitive
 Zero = _ad.Zero
 JaxWrapped = _stages.Wrapped
 
-# One class since 0.11: rules that must look at an open Jaxpr's missing constants ask this flag.
+__reexported__ = (canonical_text, canonical_digest)
+
 ONE_JAXPR_CLASS: bool = Closed is Jaxpr
 
 # Frames of jcuts are never "the user's line", and are cut out of the tracebacks that users see, as JAX's own are.
@@ -99,6 +104,18 @@ class Traced(NamedTuple):
     closed: Closed
     in_tree: Any
     out_tree: Any
+
+
+def static_positions(fn: Callable[..., Any], argnums: Any, argnames: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Positions and names that ``jax.jit`` derives from ``argnums``/``argnames`` (each from the other)."""
+    try:
+        signature = inspect.signature(fn)
+    except (ValueError, TypeError):
+        names = (argnames,) if isinstance(argnames, str) else tuple(argnames or ())
+        nums = (argnums,) if isinstance(argnums, int) else tuple(argnums or ())
+        return nums, names
+    nums, names = _api_util.infer_argnums_and_argnames(signature, argnums, argnames)
+    return tuple(nums), tuple(names)
 
 
 def trace_function(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
@@ -260,6 +277,14 @@ def effects_of(closed: Closed) -> list[str]:
     return sorted({type(e).__name__ if type(e).__str__ is object.__str__ else str(e) for e in closed.jaxpr.effects})
 
 
+def has_references(closed: Closed) -> bool:
+    """Whether the function reads or writes mutable references (``jax.new_ref``)."""
+    jaxpr = closed.jaxpr
+    if any(isinstance(e, (_state_types.RefEffect, _core.InternalMutableArrayEffect)) for e in jaxpr.effects):
+        return True
+    return any(isinstance(v.aval, _state_types.AbstractRef) for v in (*jaxpr.invars, *jaxpr.constvars))
+
+
 def is_unspecified(sharding: Any) -> bool:
     """Whether a ``jit`` parameter says nothing about a sharding."""
     return sharding is None or isinstance(sharding, _sharding_impls.UnspecifiedValue)
@@ -295,10 +320,21 @@ def name_stack(eqn: Eqn) -> str:
     return str(eqn.source_info.name_stack)
 
 
-def under_name_stack(eqn: Eqn, outer: Eqn) -> Any:
-    """Source info of ``eqn`` seen from the caller ``outer`` of the jaxpr that holds it (its scopes come first)."""
+def is_library_function(closed: Closed) -> bool:
+    """Whether a jaxpr is the body of a function of JAX itself (``jnp.where``, ``nn.relu``, ...)."""
+    return _JAX_FOLDER in (closed.jaxpr.debug_info.func_src_info or "")
+
+
+_JAX_FOLDER = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
+
+
+def seen_from(eqn: Eqn, outer: Eqn, library: bool) -> Any:
+    """Source info of ``eqn`` seen from the caller ``outer`` of the jaxpr that holds it (its scopes come first).
+
+    JAX traces a library function once, for its first caller; ``library`` says to name this caller's line instead.
+    """
     inner = eqn.source_info
-    if inner.traceback is None:
+    if library or _source.user_frame(inner.traceback) is None:
         inner = inner.replace(traceback=outer.source_info.traceback)
     return inner.replace(name_stack=outer.source_info.name_stack + inner.name_stack)
 
@@ -505,7 +541,7 @@ def _discharge_rule(primitive: Primitive) -> Callable[..., Any]:
         discharged = _discharge.discharge_state(jaxpr)
         outs = primitive.bind(*args, jaxpr=discharged, **params)
         values, refs = outs[:len(jaxpr.out_avals)], iter(outs[len(jaxpr.out_avals):])
-        return [next(refs) if isinstance(a, _discharge.AbstractRef) else None for a in in_avals], values
+        return [next(refs) if isinstance(a, _state_types.AbstractRef) else None for a in in_avals], values
 
     return rule
 

@@ -1,0 +1,142 @@
+"""A closed jaxpr as text that is equal for equal programs: the basis of every cache key.
+
+No object ids, no variable names of JAX's printer, no source lines, no function names; constants by shape and dtype
+(``consts="shape"``) or by content (``consts="digest"``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import hashlib
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from jax.extend import core as _core
+
+from jcuts.base.errors import UsageError
+
+_ADDRESS = re.compile(r"\s*(at )?0x[0-9a-fA-F]+")
+
+# Parameters that name things, or hold rules that lowering never looks at.
+_NOT_SEMANTIC = frozenset({
+    "name", "debug_info", "jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "out_trees", "ctx_mesh", "keep_unused",
+    "inline", "donated_invars", "num_consts", "symbolic_zeros", "mul_fun",
+})
+_CALLS = frozenset({"jit", "pjit", "custom_jvp_call", "custom_vjp_call", "jcuts_call", "closed_call", "core_call"})
+
+
+def canonical_text(closed: Any, *, consts: str = "shape") -> str:
+    """The program as text.
+
+    Args:
+        closed: a closed jaxpr.  consts: ``shape`` (constants by type) or ``digest`` (also by content).
+
+    Returns: one line per equation; two calls, or two processes, give the same text for the same program.
+    Raises: UsageError for another value of ``consts``.
+    """
+    if consts not in ("shape", "digest"):
+        raise UsageError(f"consts={consts!r}: choose 'shape' or 'digest'", consts=consts)
+    return "\n".join(_Writer(consts).closed(closed, ""))
+
+
+def canonical_digest(closed: Any, *, consts: str = "shape") -> str:
+    """SHA-256 (hex) of ``canonical_text``."""
+    return hashlib.sha256(canonical_text(closed, consts=consts).encode()).hexdigest()
+
+
+class _Writer:
+    def __init__(self, consts: str) -> None:
+        self.digest_consts = consts == "digest"
+
+    def closed(self, closed: Any, indent: str) -> list[str]:
+        jaxpr = closed.jaxpr if hasattr(closed, "jaxpr") else closed
+        consts = list(getattr(closed, "consts", ()))
+        names: dict[Any, str] = {}
+
+        def name(var: Any) -> str:
+            if isinstance(var, _core.Literal):
+                return f"{_array_text(var.val)}:{_aval_text(var.aval)}"
+            if type(var).__name__ == "DropVar":
+                return "_"
+            return names.setdefault(var, f"v{len(names)}")
+
+        def typed(var: Any) -> str:
+            return f"{name(var)}:{_aval_text(var.aval)}"
+
+        heads = [typed(v) for v in jaxpr.constvars]
+        if self.digest_consts:
+            heads = [f"{head}={_content_digest(c)}" for head, c in zip(heads, consts)]
+        lines = [f"{indent}consts {' '.join(heads)}", f"{indent}in {' '.join(typed(v) for v in jaxpr.invars)}"]
+        for eqn in jaxpr.eqns:
+            params = self.params(eqn, indent)
+            operands = " ".join(name(v) for v in eqn.invars)
+            lines.append(f"{indent}{' '.join(typed(v) for v in eqn.outvars)} = {eqn.primitive.name}{params} {operands}")
+        lines.append(f"{indent}out {' '.join(name(v) for v in jaxpr.outvars)}")
+        return lines
+
+    def params(self, eqn: Any, indent: str) -> str:
+        skip = _NOT_SEMANTIC if eqn.primitive.name in _CALLS else frozenset({"name", "debug_info"})
+        parts = [f"{key}={self.value(eqn.params[key], indent)}" for key in sorted(eqn.params) if key not in skip]
+        context = getattr(eqn, "ctx", None)
+        for key in ("compute_type", "xla_metadata"):
+            if getattr(context, key, None):
+                parts.append(f"@{key}={getattr(context, key)}")
+        return f"[{' '.join(parts)}]" if parts else ""
+
+    def value(self, value: Any, indent: str) -> str:
+        if isinstance(value, (_core.ClosedJaxpr, _core.Jaxpr)):
+            return "{\n" + "\n".join(self.closed(value, indent + "  ")) + f"\n{indent}}}"
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            items = zip(value._fields, value)  # type: ignore[attr-defined]
+            return f"{type(value).__name__}({', '.join(f'{k}={self.value(v, indent)}' for k, v in items)})"
+        if isinstance(value, (tuple, list)):
+            return f"({', '.join(self.value(v, indent) for v in value)})"
+        if isinstance(value, (set, frozenset)):
+            return f"{{{', '.join(sorted(self.value(v, indent) for v in value))}}}"
+        if isinstance(value, dict):
+            return self._pairs(((str(k), v) for k, v in sorted(value.items(), key=lambda kv: str(kv[0]))), indent)
+        if isinstance(value, enum.Enum):
+            return f"{type(value).__name__}.{value.name}"
+        if isinstance(value, (np.ndarray, np.generic)) or type(value).__name__ == "ArrayImpl":
+            return _array_text(value)
+        if isinstance(value, functools.partial):
+            inner = ", ".join(self.value(v, indent) for v in (value.func, *value.args))
+            return f"partial({inner}, {self.value(dict(value.keywords), indent)})"
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if f.compare)
+            return type(value).__name__ + self._pairs(fields, indent)
+        if callable(value) and hasattr(value, "__qualname__"):
+            return f"{value.__module__}.{value.__qualname__}"
+        return _ADDRESS.sub("", repr(value))
+
+    def _pairs(self, items: Iterable[tuple[str, Any]], indent: str) -> str:
+        return "{" + ", ".join(f"{k}: {self.value(v, indent)}" for k, v in items) + "}"
+
+
+def _aval_text(aval: Any) -> str:
+    text = aval.str_short(short_dtypes=True) if hasattr(aval, "str_short") else str(aval)
+    weak = "~" if getattr(aval, "weak_type", False) else ""
+    # A sharding-in-types aval prints its sharding; Auto meshes print nothing, which is what lowering sees of them.
+    return weak + text
+
+
+def _array_text(value: Any) -> str:
+    array = np.asarray(value)
+    if array.dtype == object:
+        return _ADDRESS.sub("", repr(value))
+    if array.size == 1 and array.dtype.kind in "biufc":
+        # repr of a float64 is exact; the bytes keep NaN payloads and -0 apart.
+        return f"{array.reshape(()).item()!r}#{array.tobytes().hex()}"
+    return f"array({array.dtype}{list(array.shape)}#{hashlib.sha256(array.tobytes()).hexdigest()[:16]})"
+
+
+def _content_digest(value: Any) -> str:
+    try:
+        array = np.asarray(value)
+    except Exception:  # a tracer or a token: it has no content, only a type
+        return "opaque"
+    return hashlib.sha256(array.tobytes()).hexdigest()

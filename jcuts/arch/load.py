@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
+from collections.abc import Callable
 from dataclasses import fields
 from functools import lru_cache
 from importlib import resources
@@ -104,7 +105,7 @@ def parse_gpu(text: str, file: str) -> GpuArch:
     return arch
 
 
-def _entry(entry: object, key: str, bad) -> tuple[int | float, str]:
+def _entry(entry: object, key: str, bad: Callable[[str, str], ModelError]) -> tuple[int | float, str]:
     if not isinstance(entry, dict):
         raise bad(key, "must be a table {value = ..., source = ...}")
     extra = sorted(set(entry) - {"value", "source", "unit"})

@@ -1,44 +1,402 @@
-"""``jcuts.optimize`` and ``Optimized``: the front door, a drop-in for ``jax.jit``."""
+"""``jcuts.optimize`` and ``Optimized``: the front door, a drop-in for ``jax.jit``.
+
+Every program that an ``Optimized`` can run (plain XLA, jcuts, each with compiler options) is one ``jax.jit``-wrapped
+*carrier*.  A call goes straight to the carrier used last, so its cost is that of ``jax.jit``'s own fast path.  JAX
+runs the Python body of a carrier only for a signature that it has not seen; a carrier that was not asked for by
+``_decide_and_call`` then raises ``_Undecided``, and the slow path traces, tunes and decides with the real arguments.
+"""
 
 from __future__ import annotations
 
 import functools
+import inspect
+import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
-from jcuts.base.errors import NotJaxError
+from jcuts import guard
+from jcuts.base import knobs
+from jcuts.base.errors import NotJaxError, UsageError
+from jcuts.base.fingerprint import digest, versions
 from jcuts.base.settings import Settings
 from jcuts.primitive.call import jcuts_call
-from jcuts.trace.capture import capture
+from jcuts.primitive.lowering import plan
+from jcuts.primitive.sharding import Placement
+from jcuts.trace import jaxapi
+from jcuts.trace.capture import capture, function_name
+
+
+class _Undecided(Exception):
+    """A carrier met a signature for which no program was chosen.  Never leaves this file."""
+
+
+class _Permission(threading.local):
+    """The program that the slow path is calling on this thread, if any."""
+
+    program: Any = None
+
+
+_permission = _Permission()
+
+_default_store: guard.GuardStore = guard.MemoryStore()
+
+
+def set_default_store(store: guard.GuardStore) -> None:
+    """Where every ``Optimized`` keeps the guard's decisions from now on (in memory by default)."""
+    global _default_store
+    _default_store = store
+
+
+class _Signature(NamedTuple):
+    """What a decision belongs to: structure, types and places of the dynamic arguments, values of the static ones."""
+
+    tree: Any
+    leaves: tuple[Any, ...]
+    statics: tuple[Any, ...]
+
+
+class _Program(NamedTuple):
+    """One way to run the function: ``name`` as in ``guard.candidate_names``, and the jitted carrier."""
+
+    name: str
+    placement: Placement | None
+    call: Any
 
 
 class Optimized:
-    """A function that runs jcuts' kernels where they win, called like the function that ``jax.jit`` returns."""
+    """A function that runs jcuts' kernels where they win, called like the function that ``jax.jit`` returns.
 
-    def __init__(self, fn: Callable[..., Any], settings: Settings, jit_options: dict[str, Any]) -> None:
+    Attributes:
+        settings: the user's options.
+        __wrapped__: the user's function.
+    """
+
+    def __init__(self, fn: Callable[..., Any], settings: Settings, jit_options: dict[str, Any],
+                 store: guard.GuardStore | None = None) -> None:
         functools.update_wrapper(self, fn)
         self.settings = settings
+        self._fn = fn
+        self._options = {k: v for k, v in jit_options.items() if v is not None}
+        self._store = store
+        self._static = jaxapi.static_positions(fn, self._options.get("static_argnums"),
+                                               self._options.get("static_argnames"))
+        self._donated = jaxapi.static_positions(fn, self._options.get("donate_argnums"), None)
+        self._lock = threading.RLock()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._programs: dict[tuple[str, Placement | None], _Program] = {}
+        self._decisions: dict[_Signature, tuple[_Program, guard.Decision]] = {}
+        self._nested = self._jit(self._carrier_of_call(None))
+        self._current: Any = self._decide_and_call
+
+    # ------------------------------------------------------------ calling
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not jaxapi.trace_state_clean():
+            return self._nested(*args, **kwargs)
+        try:
+            return self._current(*args, **kwargs)
+        except _Undecided:
+            pass
+        except (TypeError, ValueError) as error:
+            self._explain_arguments(args, kwargs, error)
+            raise
+        return self._decide_and_call(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else BoundOptimized(self, instance)
+
+    def __repr__(self) -> str:
+        return f"<jcuts.Optimized {function_name(self._fn)} mode={self.settings.mode!r} tune={self.settings.tune!r}>"
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """``jax.stages.Lowered`` of the jcuts program (nothing is measured)."""
+        return self._ahead(args, kwargs).lower(*args, **kwargs)
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """``jax.stages.Traced`` of the jcuts program."""
+        return self._ahead(args, kwargs).trace(*args, **kwargs)
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """Shapes and dtypes of the result; nothing is compiled."""
+        return self._nested.eval_shape(*args, **kwargs)
+
+    def tune(self, *args: Any, **kwargs: Any) -> Any:
+        """Measure for these arguments now, whatever was decided before, and return the report."""
+        signature = self._signature(args, kwargs)
+        with self._lock:
+            self._decisions.pop(signature, None)
+            self._decide(signature, args, kwargs, measure=True)
+            self._refresh()
+        return self.explain(*args, **kwargs)
+
+    def explain(self, *args: Any, **kwargs: Any) -> Any:
+        """The report for these arguments: regions, kernels, refusals, and the guard's decision.
+
+        Nothing is measured: what was not tuned yet shows the choices that a call inside a trace would use.
+        """
+        signature = self._signature(args, kwargs)
+        known = self._decisions.get(signature)
+        closed = self._closed(args, kwargs)
+        outcome = plan(closed, self.settings, self._platform(signature), may_measure=False)
+        decision = known[1] if known else guard.Decision(guard.JCUTS, "not called with these arguments yet")
+        return _with_decision(outcome.report, decision)
+
+    def decision(self, *args: Any, **kwargs: Any) -> guard.Decision | None:
+        """What the last guard decided for these arguments, or None if they were not seen."""
+        known = self._decisions.get(self._signature(args, kwargs))
+        return known[1] if known else None
+
+    def clear_cache(self) -> None:
+        """Forget every compiled program and decision of this function (not what the database keeps)."""
+        with self._lock:
+            for program in self._programs.values():
+                program.call.clear_cache()
+            self._nested.clear_cache()
+            self._reset()
+
+    # ------------------------------------------------------------ programs
+
+    def _jit(self, carrier: Callable[..., Any], **more: Any) -> Any:
+        return jax.jit(carrier, **self._options, **more)
+
+    def _carrier_of_call(self, placement: Placement | None) -> Callable[..., Any]:
+        fn, settings = self._fn, self.settings
 
         @functools.wraps(fn)
         def carrier(*args: Any, **kwargs: Any) -> Any:
+            if jaxapi.jit_disabled():
+                return fn(*args, **kwargs)
             seen = capture(fn, args, kwargs)
-            outs = jcuts_call(seen.closed, seen.leaves, settings, name=seen.name)
+            outs = jcuts_call(seen.closed, seen.leaves, settings, name=seen.name, placement=placement)
             return jax.tree.unflatten(seen.out_tree, outs)
 
-        self._jit = jax.jit(carrier, **jit_options)
+        return carrier
+
+    def _program(self, name: str, placement: Placement | None, platform: str) -> _Program:
+        key = (name, placement)
+        if key not in self._programs:
+            inner = self._fn if name.split(":")[0] == guard.XLA else self._carrier_of_call(placement)
+            token = object()
+
+            @functools.wraps(self._fn)
+            def carrier(*args: Any, **kwargs: Any) -> Any:
+                if _permission.program is not token and not jaxapi.jit_disabled():
+                    raise _Undecided
+                return inner(*args, **kwargs)
+
+            options = guard.compiler_options(name, platform)
+            jitted = self._jit(carrier, compiler_options=options) if options else self._jit(carrier)
+            self._programs[key] = _Program(name, placement, _Permitted(jitted, token))
+        return self._programs[key]
+
+    def _ahead(self, args: Any, kwargs: Any) -> Any:
+        # Ahead-of-time stages are not calls: nothing is decided, and concrete shardings are still made use of.
+        placement = Placement.of(jax.tree.leaves(self._split(args, kwargs)[0]))
+        return self._nested if placement is None else self._jit(self._carrier_of_call(placement))
+
+    # ------------------------------------------------------------ deciding
+
+    def _decide_and_call(self, *args: Any, **kwargs: Any) -> Any:
+        signature = self._signature(args, kwargs)
+        with self._lock:
+            known = self._decisions.get(signature)
+            if known is None:
+                known = self._decide(signature, args, kwargs, measure=self.settings.tune == "auto")
+                self._refresh()
+        return known[0].call.permitted(*args, **kwargs)
+
+    def _by_signature(self, *args: Any, **kwargs: Any) -> Any:
+        known = self._decisions.get(self._signature(args, kwargs))
+        if known is None:
+            raise _Undecided
+        return known[0].call.permitted(*args, **kwargs)
+
+    def _refresh(self) -> None:
+        # With a single program in use its jitted function is called directly; JAX sorts the signatures out.
+        used = {id(program.call): program for program, _ in self._decisions.values()}
+        only = next(iter(used.values())) if len(used) == 1 else None
+        self._current = self._by_signature if only is None else only.call.jitted
+
+    def _decide(self, signature: _Signature, args: Any, kwargs: Any, *,
+                measure: bool) -> tuple[_Program, guard.Decision]:
+        platform = self._platform(signature)
+        placement = Placement.of(jax.tree.leaves(self._split(args, kwargs)[0]))
+        decision = self._decision_for(signature, args, kwargs, placement, platform, measure)
+        kept = (self._program(decision.chosen, placement, platform), decision)
+        self._decisions[signature] = kept
+        return kept
+
+    def _decision_for(self, signature: _Signature, args: Any, kwargs: Any, placement: Placement | None,
+                      platform: str, measure: bool) -> guard.Decision:
+        if knobs.current().disable:
+            return guard.Decision(guard.XLA, "JCUTS_DISABLE is set")
+        if jaxapi.jit_disabled():
+            return guard.Decision(guard.JCUTS, "jax.disable_jit is in force: nothing is compiled")
+        closed = self._closed(args, kwargs)
+        leaves = jax.tree.leaves(self._split(args, kwargs)[0])
+        outcome = plan(closed, self.settings, platform, may_measure=measure and placement is None, examples=leaves)
+        uses_jcuts = outcome.closed is not closed or placement is not None
+        if self.settings.mode != "mixed":
+            return guard.Decision(guard.JCUTS, f"mode={self.settings.mode!r} is not compared as a whole")
+        key = self._store_key(closed, signature, platform)
+        if not measure:
+            stored = self._stored(key, platform, uses_jcuts)
+            return stored or guard.Decision(guard.JCUTS, f"tune={self.settings.tune!r}: nothing was timed")
+        if (why := self._not_timed(closed, leaves)) is not None:
+            return guard.Decision(guard.JCUTS, why)
+        stored = self._stored(key, platform, uses_jcuts)
+        if stored is not None:
+            return stored
+        decision = self._race(args, kwargs, placement, platform, uses_jcuts)
+        self._guard_store().put_guard(key, decision.to_dict())
+        return decision
+
+    def _not_timed(self, closed: jaxapi.Closed, leaves: Sequence[Any]) -> str | None:
+        if jaxapi.has_effects(closed):
+            return f"the function has effects ({', '.join(jaxapi.effects_of(closed))}): it is never run twice"
+        if jax.process_count() > 1:
+            return "several processes: each must compile the same program, so whole functions are not timed"
+        if self._donated[0] and not guard.copies_fit(leaves):
+            return "donated arguments do not fit twice into memory: not timed as a whole"
+        return None
+
+    def _stored(self, key: str, platform: str, uses_jcuts: bool) -> guard.Decision | None:
+        data = self._guard_store().guard(key)
+        decision = None if data is None else guard.Decision.from_dict(data)
+        if decision is None or decision.chosen not in guard.candidate_names(platform, uses_jcuts):
+            return None
+        return decision
+
+    def _race(self, args: Any, kwargs: Any, placement: Placement | None, platform: str,
+              uses_jcuts: bool) -> guard.Decision:
+        calls = {name: self._program(name, placement, platform).call.permitted
+                 for name in guard.candidate_names(platform, uses_jcuts)}
+        return guard.decide(calls, lambda: self._copies(args, kwargs), donates=bool(self._donated[0]))
+
+    def _copies(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def copy(tree: Any) -> Any:
+            return jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, tree)
+
+        nums, names = self._donated
+        positions = {n % len(args) for n in nums if -len(args) <= n < len(args)}
+        return (tuple(copy(a) if i in positions else a for i, a in enumerate(args)),
+                {k: copy(v) if k in names else v for k, v in kwargs.items()})
+
+    # ------------------------------------------------------------ arguments
+
+    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+        nums, names = self._static
+        where = {n % len(args) for n in nums if -len(args) <= n < len(args)}
+        dynamic = (tuple(a for i, a in enumerate(args) if i not in where),
+                   {k: v for k, v in kwargs.items() if k not in names})
+        statics = (*((i, args[i]) for i in sorted(where)), *((k, kwargs[k]) for k in sorted(kwargs) if k in names))
+        return dynamic, statics
+
+    def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Signature:
+        dynamic, statics = self._split(args, kwargs)
+        for name, value in statics:
+            try:
+                hash(value)
+            except TypeError as error:
+                raise UsageError(
+                    f"static argument {name!r} of {function_name(self._fn)} has the unhashable type "
+                    f"{type(value).__name__}: pass a hashable value (a tuple for a list), or make it dynamic",
+                    argument=name, value=value) from error
+        leaves, tree = jax.tree.flatten(dynamic)
+        return _Signature((tree, len(args), tuple(sorted(kwargs))), tuple(self._leaf(x) for x in leaves), statics)
+
+    def _leaf(self, x: Any) -> tuple[Any, Any]:
+        try:
+            aval = jaxapi.aval_of(x)
+        except TypeError as error:
+            raise NotJaxError(
+                f"an argument of {function_name(self._fn)} is a {type(x).__name__}, which is not an array: pass "
+                "arrays and numbers, or name the argument in static_argnums or static_argnames",
+                type=type(x).__name__, function=function_name(self._fn)) from error
+        place = x.sharding if isinstance(x, jax.Array) and (x.committed or len(x.sharding.device_set) > 1) else None
+        return aval, place
+
+    def _explain_arguments(self, args: Any, kwargs: Any, error: Exception) -> None:
+        """Turn JAX's complaint about an argument into ours; errors of the user's own code pass by."""
+        try:
+            self._signature(args, kwargs)
+        except (UsageError, NotJaxError) as ours:
+            raise ours from error
+
+    @staticmethod
+    def _platform(signature: _Signature) -> str:
+        for _, place in signature.leaves:
+            if place is not None:
+                return next(iter(place.device_set)).platform
+        default = jax.config.jax_default_device
+        if default is not None and not isinstance(default, str):
+            return default.platform
+        return jax.default_backend() if default is None else default
+
+    def _closed(self, args: Any, kwargs: Any) -> jaxapi.Closed:
+        return self._jitted_plain().trace(*args, **kwargs).jaxpr
+
+    @functools.cache  # noqa: B019  (one entry per Optimized, dropped with clear_cache's new object)
+    def _jitted_plain(self) -> Any:
+        return self._jit(self._fn)
+
+    def _guard_store(self) -> guard.GuardStore:
+        return self._store if self._store is not None else _default_store
+
+    def _store_key(self, closed: jaxapi.Closed, signature: _Signature, platform: str) -> str:
+        places = "; ".join("" if place is None else str(place) for _, place in signature.leaves)
+        kinds = sorted({d.device_kind for d in jax.local_devices() if d.platform == platform})
+        return digest("guard", jaxapi.canonical_text(closed), repr(self.settings), platform, ",".join(kinds), places,
+                      repr(self._options), repr(sorted(versions().items())))
+
+
+class _Permitted:
+    """A jitted carrier and the token that lets the slow path trace and lower it."""
+
+    def __init__(self, jitted: Any, token: object) -> None:
+        self.jitted = jitted
+        self._token = token
+
+    def permitted(self, *args: Any, **kwargs: Any) -> Any:
+        before = _permission.program
+        _permission.program = self._token
+        try:
+            return self.jitted(*args, **kwargs)
+        finally:
+            _permission.program = before
+
+    def clear_cache(self) -> None:
+        self.jitted.clear_cache()
+
+
+class BoundOptimized:
+    """An ``Optimized`` method bound to its object, which is the first argument of everything."""
+
+    def __init__(self, optimized: Optimized, instance: Any) -> None:
+        self.__func__ = optimized
+        self.__self__ = instance
+        functools.update_wrapper(self, optimized.__wrapped__)  # type: ignore[attr-defined]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._jit(*args, **kwargs)
+        return self.__func__(self.__self__, *args, **kwargs)
 
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """``jax.stages.Lowered`` of the optimised program."""
-        return self._jit.lower(*args, **kwargs)
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.__func__, name)
+        if name in ("lower", "trace", "eval_shape", "tune", "explain", "decision"):
+            return functools.partial(value, self.__self__)
+        return value
 
-    def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """``jax.stages.Traced`` of the optimised program."""
-        return self._jit.trace(*args, **kwargs)
+    def __repr__(self) -> str:
+        return f"<bound {self.__func__!r} of {self.__self__!r}>"
+
+
+def _with_decision(report: Any, decision: guard.Decision) -> Any:
+    attach = getattr(report, "with_guard", None)
+    return attach(decision.to_dict()) if attach is not None else report
 
 
 def optimize(fn: Callable[..., Any] | None = None, *, mode: str = "mixed",
@@ -47,14 +405,41 @@ def optimize(fn: Callable[..., Any] | None = None, *, mode: str = "mixed",
              donate_argnums: int | Sequence[int] | None = None,
              workspace_limit: int | None = None, total_workspace: int | None = None,
              tune: str = "auto", tolerance: float = 2.0, strict: bool = False) -> Any:
-    """Optimise a JAX function; use it like ``jax.jit``, as a decorator with or without arguments."""
+    """Make a JAX function faster; use it like ``jax.jit``, as a decorator with or without arguments.
+
+    Args:
+        fn: the function; None when used as ``@optimize(...)``.
+        mode: ``mixed`` (jcuts and XLA compete), ``fusion`` or ``no_fusion``.
+        static_argnums, static_argnames, donate_argnums: as for ``jax.jit``.
+        workspace_limit: bytes per convolution, or None.  total_workspace: bytes per network, or None.
+        tune: ``auto`` measures at the first concrete top-level call of each signature, ``cached`` uses earlier
+            choices only, ``off`` the estimator alone.
+        tolerance: allowed error as a multiple of XLA's own error against float64.
+        strict: raise ``UnsupportedError`` instead of leaving an equation to XLA.
+
+    Returns: an ``Optimized``.
+    Raises: UsageError for impossible options, NotJaxError if ``fn`` cannot be a JAX function.
+    """
     settings = Settings(mode=mode, tune=tune, tolerance=tolerance, workspace_limit=workspace_limit,
                         total_workspace=total_workspace, strict=strict)
+    if static_argnames is not None and not isinstance(static_argnames, str):
+        static_argnames = tuple(static_argnames)
     options = dict(static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums)
 
     def wrap(target: Callable[..., Any]) -> Optimized:
-        if not callable(target):
-            raise NotJaxError(f"optimize needs a function, not a {type(target).__name__}", value=target)
+        _check_function(target)
         return Optimized(target, settings, options)
 
     return wrap if fn is None else wrap(fn)
+
+
+def _check_function(fn: Any) -> None:
+    if not callable(fn):
+        raise NotJaxError(f"optimize needs a function, not a {type(fn).__name__}: decorate a function, or call "
+                          "optimize(mode=...) with keywords only", value=fn)
+    call = fn if inspect.isroutine(fn) else getattr(fn, "__call__", fn)  # noqa: B004
+    for kind, test in (("coroutine", inspect.iscoroutinefunction), ("generator", inspect.isgeneratorfunction),
+                       ("asynchronous generator", inspect.isasyncgenfunction)):
+        if test(fn) or test(call):
+            raise NotJaxError(f"{function_name(fn)} is a {kind} function: JAX traces functions that return arrays",
+                              function=function_name(fn), kind=kind)

@@ -3,24 +3,53 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+from jcuts.base import knobs
 from jcuts.base.settings import Settings
+from jcuts.primitive.sharding import Placement, lowering_is_partitioned
 from jcuts.trace import jaxapi
 
 
-def lower(ctx: Any, *args: Any, jaxpr: jaxapi.Closed, settings: Settings, name: str, placement: Any) -> Any:
+class Planned(NamedTuple):
+    """The pipeline's outcome in the absence of a pipeline: the program as it was."""
+
+    closed: jaxapi.Closed
+    report: Any = None
+
+
+def lower(ctx: Any, *args: Any, jaxpr: jaxapi.Closed, settings: Settings, name: str,
+          placement: Placement | None) -> Sequence[Any]:
     """Plan the jaxpr for this platform and emit the result.  Never measures: a lowering rule may run anywhere."""
-    site = jaxapi.lowering_site(ctx)
-    planned = _plan(jaxpr, settings, site)
+    planned = jaxpr
+    if left_to_xla(ctx) is None:
+        platform = jaxapi.lowering_site(ctx).platforms[0]
+        planned = plan(jaxpr, settings, platform, may_measure=False).closed
     return jaxapi.lower_closed(ctx, args, planned, name)
 
 
-def _plan(closed: jaxapi.Closed, settings: Settings, site: jaxapi.LoweringSite) -> jaxapi.Closed:
-    if len(site.platforms) != 1 or site.for_export or site.symbolic:
-        return closed
-    if importlib.util.find_spec("jcuts.pipeline") is None:
-        return closed
-    from jcuts.pipeline import optimize_jaxpr
+def left_to_xla(ctx: Any) -> str | None:
+    """Why this place must get XLA's own code, or None."""
+    site = jaxapi.lowering_site(ctx)
+    if knobs.current().disable:
+        return "JCUTS_DISABLE is set"
+    if site.for_export:
+        return "exported programs hold no custom calls of jcuts, so that they run without it"
+    if len(site.platforms) != 1:
+        return f"lowered for several platforms at once: {', '.join(site.platforms)}"
+    if site.symbolic:
+        return "shapes have symbolic dimensions"
+    if lowering_is_partitioned(ctx):
+        return f"the partitioner spreads the program over {site.devices} devices"
+    return None
 
-    return optimize_jaxpr(closed, settings, platform=site.platforms[0], may_measure=False).closed
+
+def plan(closed: jaxapi.Closed, settings: Settings, platform: str, *, may_measure: bool,
+         examples: Sequence[Any] | None = None) -> Any:
+    """The pipeline's ``Outcome`` for a program (``Planned`` with the program unchanged without a pipeline)."""
+    if jaxapi.has_references(closed) or importlib.util.find_spec("jcuts.pipeline") is None:
+        return Planned(closed)
+    from jcuts import pipeline
+
+    return pipeline.optimize_jaxpr(closed, settings, platform=platform, may_measure=may_measure, examples=examples)

@@ -1,0 +1,92 @@
+"""Timing that can be compared: interleaved samples, medians, and the margin inside which two times are the same."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+LEAST_MARGIN = 0.01
+"""No two programs that differ by less than this are told apart, however quiet the machine looks."""
+MOST_MARGIN = 0.10
+"""A noisier machine does not widen the margin further: a real 10% would otherwise be thrown away."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Times of one candidate [s per execution], in the order taken."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Median [s]."""
+        return statistics.median(self.seconds)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """First and third quartile [s]; both the single value if there is one."""
+        if len(self.seconds) < 2:
+            return self.seconds[0], self.seconds[0]
+        cuts = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return cuts[0], cuts[2]
+
+
+def standard_error(seconds: float, low: float, high: float, runs: int) -> float:
+    """Relative standard error of a median from its quartiles.
+
+        sigma = (high - low) / 1.349,   error = 1.2533 sigma / sqrt(runs) / seconds
+
+    Args: median and quartiles [s], number of samples.
+    Returns: a ratio >= 0.
+    Source: the interquartile range of a normal distribution is 1.349 sigma; the asymptotic variance of its median is
+    pi/2 times that of its mean.
+    """
+    if seconds <= 0 or runs < 1:
+        return 0.0
+    return 1.2533 * (high - low) / 1.349 / math.sqrt(runs) / seconds
+
+
+def margin(errors: Sequence[float]) -> float:
+    """Relative margin inside which two medians of one session count as equal.
+
+        margin = clamp(2 * sqrt(2) * max error, 0.01, 0.10)      (two standard errors of a difference)
+
+    Args: relative standard errors of the medians compared.
+    """
+    return min(MOST_MARGIN, max(LEAST_MARGIN, 2.0 * math.sqrt(2.0) * max(errors, default=0.0)))
+
+
+def interleave(
+    runs: dict[str, Callable[[], object]],
+    *,
+    seconds: float = 0.5,
+    least: int = 5,
+    most: int = 200,
+    inner: dict[str, int] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Samples]:
+    """Samples every callable in turn (A B C, C B A, A B C, ...), so that a drifting clock hits all of them alike.
+
+    Args:
+        runs: callables that return when the work is done; warm (called before).
+        seconds: wall time to spend in all; ``least`` samples each are taken whatever they cost.
+        least, most: limits on the samples per callable.
+        inner: executions that one call of each makes (times are divided by it), 1 by default.
+        clock: monotonic seconds.
+    Returns: samples per execution, for each name.
+    """
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    end = clock() + seconds
+    forward = True
+    count = 0
+    while runs and count < most and (count < least or clock() < end):
+        for name in list(runs) if forward else reversed(list(runs)):
+            start = clock()
+            runs[name]()
+            times[name].append((clock() - start) / (inner or {}).get(name, 1))
+        forward = not forward
+        count += 1
+    return {name: Samples(tuple(values)) for name, values in times.items()}

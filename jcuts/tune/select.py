@@ -1,0 +1,77 @@
+"""The deterministic choice between candidates: from measured times, from estimates, or from the database alone."""
+
+from __future__ import annotations
+
+from jcuts.base.errors import UsageError
+from jcuts.base.settings import MODES
+from jcuts.tune.choice import LIBRARY, Choice, Measurement
+from jcuts.tune.noise import margin, standard_error
+from jcuts.tune.problem import Problem
+
+
+def noise_margin(measurements: tuple[Measurement, ...]) -> float:
+    """The relative noise margin of one session of measurements (see `noise.margin`)."""
+    return margin([standard_error(m.seconds, m.low, m.high, m.runs) for m in measurements])
+
+
+def fastest(measurements: tuple[Measurement, ...], order: list[str], *, relative_margin: float) -> str:
+    """The label that wins: the first in ``order`` of those within the margin of the fastest.
+
+        ties = {m : seconds(m) <= (1 + margin) * min seconds}
+
+    Args: measurements (at least one), labels in order of preference, relative margin >= 0.
+    Returns: a label of ``measurements``; the same one for the same times, in whatever order they are given.
+    """
+    limit = (1.0 + relative_margin) * min(m.seconds for m in measurements)
+    rank = {label: position for position, label in enumerate(order)}
+    ties = [m for m in measurements if m.seconds <= limit]
+    return min(ties, key=lambda m: (rank.get(m.label, len(rank)), m.label)).label
+
+
+def preference(problem: Problem) -> list[str]:
+    """The fixed order of ties: XLA first (a tie is no reason to leave it), then candidates by content hash.
+
+    Content hashes, not times or estimates: every process and every run orders equal candidates alike.
+    """
+    return [LIBRARY, *(c.label for c in sorted(problem.candidates, key=lambda c: c.digest))]
+
+
+def select(problem: Problem, choice: Choice, mode: str) -> Choice:
+    """The winner for a mode, from the measurements that a choice holds.
+
+    ``mixed``: whoever is fastest, XLA included.  ``fusion`` and ``no_fusion``: the fastest jcuts kernel, XLA only if
+    no kernel survived (the two differ in the subsets they are asked about, not here).
+
+    Raises:
+        UsageError: an unknown mode.
+    """
+    if mode not in MODES:
+        raise UsageError(f"mode={mode!r} is unknown: choose one of {MODES}", mode=mode)
+    kernels = {c.label for c in problem.candidates if c.kind != "stablehlo"}
+    known = {c.label for c in problem.candidates} | {LIBRARY}
+    field = tuple(m for m in choice.measurements if m.label in known)
+    if mode != "mixed" and any(m.label in kernels for m in field):
+        field = tuple(m for m in field if m.label in kernels)
+    if not field:
+        return choice.with_winner(LIBRARY, "")
+    winner = fastest(field, preference(problem), relative_margin=choice.margin)
+    return choice.with_winner(winner, "" if winner == LIBRARY else problem.candidate(winner).digest)
+
+
+def estimate(problem: Problem, mode: str) -> Choice:
+    """The choice of ``tune="off"``: the candidate with the best estimate, or XLA if there is none.
+
+    Candidates rank by PUL (higher first), then by their bound (shorter first), then by content hash.
+    """
+    if mode not in MODES:
+        raise UsageError(f"mode={mode!r} is unknown: choose one of {MODES}", mode=mode)
+    kernels = [c for c in problem.candidates if c.kind != "stablehlo"]
+    if not kernels:
+        return Choice(problem.digest, LIBRARY, "", "library", name=problem.name)
+    best = min(kernels, key=lambda c: (-c.pul, c.bound_seconds or float("inf"), c.digest))
+    return Choice(problem.digest, best.label, best.digest, "estimated", name=problem.name)
+
+
+def unknown(problem: Problem) -> Choice:
+    """The choice of ``tune="cached"`` when the database has none: XLA's own code."""
+    return Choice(problem.digest, LIBRARY, "", "library", name=problem.name)

@@ -90,6 +90,7 @@ class Optimized:
         self._programs: dict[tuple[str, Placement | None], _Program] = {}
         self._decisions: dict[_Signature, tuple[_Program, guard.Decision]] = {}
         self._nested = self._jit(self._carrier_of_call(None))
+        self._plain = self._jit(self._fn)
         self._current: Any = self._decide_and_call
 
     # ------------------------------------------------------------ calling
@@ -156,6 +157,7 @@ class Optimized:
             for program in self._programs.values():
                 program.call.clear_cache()
             self._nested.clear_cache()
+            self._plain.clear_cache()
             self._reset()
 
     # ------------------------------------------------------------ programs
@@ -202,11 +204,17 @@ class Optimized:
 
     def _decide_and_call(self, *args: Any, **kwargs: Any) -> Any:
         signature = self._signature(args, kwargs)
-        with self._lock:
-            known = self._decisions.get(signature)
-            if known is None:
+        known = self._decisions.get(signature)
+        if known is None:
+            # Another thread may be deciding (a host callback inside the timed function, even): waiting for it could
+            # deadlock, so this call runs the jcuts program without a decision.
+            if not self._lock.acquire(blocking=False):
+                return self._nested(*args, **kwargs)
+            try:
                 known = self._decide(signature, args, kwargs, measure=self.settings.tune == "auto")
                 self._refresh()
+            finally:
+                self._lock.release()
         return known[0].call.permitted(*args, **kwargs)
 
     def _by_signature(self, *args: Any, **kwargs: Any) -> Any:
@@ -338,11 +346,7 @@ class Optimized:
         return jax.default_backend() if default is None else default
 
     def _closed(self, args: Any, kwargs: Any) -> jaxapi.Closed:
-        return self._jitted_plain().trace(*args, **kwargs).jaxpr
-
-    @functools.cache  # noqa: B019  (one entry per Optimized, dropped with clear_cache's new object)
-    def _jitted_plain(self) -> Any:
-        return self._jit(self._fn)
+        return self._plain.trace(*args, **kwargs).jaxpr
 
     def _guard_store(self) -> guard.GuardStore:
         return self._store if self._store is not None else _default_store

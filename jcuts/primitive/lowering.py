@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -48,8 +47,13 @@ def left_to_xla(ctx: Any) -> str | None:
 def plan(closed: jaxapi.Closed, settings: Settings, platform: str, *, may_measure: bool,
          examples: Sequence[Any] | None = None) -> Any:
     """The pipeline's ``Outcome`` for a program (``Planned`` with the program unchanged without a pipeline)."""
-    if jaxapi.has_references(closed) or importlib.util.find_spec("jcuts.pipeline") is None:
+    if jaxapi.has_references(closed):
         return Planned(closed)
-    from jcuts import pipeline
-
+    try:
+        # Imported when first needed: the pipeline brings numba with it.
+        import jcuts.pipeline as pipeline
+    except ModuleNotFoundError as error:
+        if error.name != "jcuts.pipeline":
+            raise
+        return Planned(closed)
     return pipeline.optimize_jaxpr(closed, settings, platform=platform, may_measure=may_measure, examples=examples)

@@ -1,0 +1,31 @@
+"""What every test shares: a cache directory of its own, never the user's."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+
+import pytest
+
+# Four devices for the sharding tests; JAX reads this when it is first imported.
+_DEVICES = "--xla_force_host_platform_device_count"
+if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=4".strip()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Before any test module is imported, and through the environment so that child processes see it too.
+    for name in [name for name in os.environ if name.startswith("JCUTS_") and name != "JCUTS_NATIVE"]:
+        del os.environ[name]
+    folder = tempfile.mkdtemp(prefix="jcuts-tests-")
+    os.environ["JCUTS_CACHE_DIR"] = folder
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+@pytest.fixture
+def cache_dir(tmp_path, monkeypatch):
+    """An empty cache directory for one test."""
+    path = tmp_path / "cache"
+    monkeypatch.setenv("JCUTS_CACHE_DIR", str(path))
+    return path

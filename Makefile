@@ -2,16 +2,63 @@
 
 PYTHON ?= python3
 CXX ?= g++
+PYTEST_ARGS ?= -n auto
 VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := jcuts/_native/libjcuts_cpu.so
 
-.PHONY: native
-native: $(NATIVE)
+# An environment is installed again when what decides its contents changes, and only then.
+INPUTS := pyproject.toml CMakeLists.txt $(wildcard custom_calls/*)
+KEY := $(shell cat $(INPUTS) | cksum | cut -d' ' -f1)
+TEST_STAMP := $(VENV)/.jcuts-test-$(KEY)
+DEMO_STAMP := $(VENV)/.jcuts-demo-$(KEY)
+
+.PHONY: help test demo lint unit native clean
+
+help:
+	@echo "make test    lint, type check, import contracts and tests"
+	@echo "make demo    jcuts against jax.jit on MobileNetV2"
+	@echo "make native  the native library, in place"
+	@echo "make clean   everything that was built, but not .venv"
+
+test: lint unit
+
+lint: $(TEST_STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+unit: $(TEST_STAMP) $(NATIVE)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+demo: $(DEMO_STAMP)
+	$(BIN)/jcuts demo
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 11) <= v < (3, 14) else "jcuts needs Python 3.11 to 3.13, %s is %d.%d: use make PYTHON=..." % (sys.executable, v[0], v[1]))'
+	$(PYTHON) -m venv $(VENV)
+
+# Editable: tests, `jcuts` and an import from anywhere run the same sources.  The wheel is built in isolation from
+# pyproject.toml's build requirements, as any user's `pip install` would.
+$(TEST_STAMP): | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test,demo]"
+	rm -f $(VENV)/.jcuts-test-* $(VENV)/.jcuts-demo-*
+	touch $@ $(DEMO_STAMP)
+
+$(DEMO_STAMP): | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[demo]"
+	rm -f $(VENV)/.jcuts-demo-*
+	touch $@
 
 # In place, for a source tree: one file, no build system. `pip install` builds the same through CMakeLists.txt.
+native: $(NATIVE)
+
 $(NATIVE): custom_calls/launch_cpu.cc | $(BIN)/python
 	mkdir -p $(@D)
 	$(CXX) -std=c++17 -O2 -fPIC -shared -pthread -Wall -Wextra -Wno-unused-parameter \
 	  -isystem "$$($(BIN)/python -c 'import jax.ffi; print(jax.ffi.include_dir())')" $< -o $@.new
 	mv $@.new $@
+
+clean:
+	rm -rf build dist jcuts/_native *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find jcuts tests -name __pycache__ -type d -prune -exec rm -rf {} +

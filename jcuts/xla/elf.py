@@ -1,6 +1,6 @@
 """Reads just enough of a relocatable ELF file to know what it needs and what it defines.
 
-The JIT linker aborts the whole process on a symbol that it cannot resolve, so object code is checked before it is linked.
+The JIT linker aborts the whole process on a symbol that it cannot resolve, so object code is checked before linking.
 """
 
 from __future__ import annotations

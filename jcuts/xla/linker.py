@@ -62,7 +62,8 @@ def link(object_code: bytes, symbol: str) -> int:
         missing = sorted(name for name in symbols.undefined if not binding.address_of_symbol(name))
         if missing:
             raise NativeError(
-                f"object code of {symbol!r} needs {', '.join(missing)}, which this process does not have: only libm may be used",
+                f"object code of {symbol!r} needs {', '.join(missing)}, which this process does not have: "
+                "only libm may be used",
                 symbol=symbol,
                 missing=missing,
             )

@@ -45,8 +45,8 @@ def library_path() -> Path:
         if Path(path).is_file():
             return Path(path)
     raise NativeError(
-        f"the native library {LIBRARY} is missing (looked at {', '.join(tried)}): run `make native` in a source tree, or "
-        "reinstall jcuts with a C++17 compiler at hand",
+        f"the native library {LIBRARY} is missing (looked at {', '.join(tried)}): run `make native` in a source tree, "
+        "or reinstall jcuts with a C++17 compiler at hand",
         tried=tried,
     )
 
@@ -85,8 +85,8 @@ def check_version(built: tuple[int, int], running: tuple[int, int] | None) -> No
         return
     if built[0] != running[0] or built[1] > running[1]:
         raise NativeError(
-            f"the native library speaks XLA FFI {built[0]}.{built[1]}, this jaxlib speaks {running[0]}.{running[1]}: rebuild "
-            "jcuts against the installed jaxlib (`make native` in a source tree)",
+            f"the native library speaks XLA FFI {built[0]}.{built[1]}, this jaxlib speaks {running[0]}.{running[1]}: "
+            "rebuild jcuts against the installed jaxlib (`make native` in a source tree)",
             built=built,
             running=running,
         )

@@ -48,14 +48,15 @@ def secure_directory(path: Path) -> Path:
         raise CacheError(f"cannot use the cache directory {path}: {error}", path=str(path)) from error
     if hasattr(os, "getuid") and state.st_uid != os.getuid():
         raise CacheError(
-            f"the cache directory {path} belongs to user {state.st_uid}, not to {os.getuid()}: code from there is not run; "
-            "set JCUTS_CACHE_DIR to a directory of your own",
+            f"the cache directory {path} belongs to user {state.st_uid}, not to {os.getuid()}: code from there is "
+            "not run; set JCUTS_CACHE_DIR to a directory of your own",
             path=str(path),
             owner=state.st_uid,
         )
     if state.st_mode & 0o022:
         raise CacheError(
-            f"the cache directory {path} can be written by other users (mode {state.st_mode & 0o777:o}): run chmod 700 on it",
+            f"the cache directory {path} can be written by other users (mode {state.st_mode & 0o777:o}): "
+            "run chmod 700 on it",
             path=str(path),
             mode=state.st_mode & 0o777,
         )

@@ -1,23 +1,21 @@
 """Derives the polynomial coefficients of ``jcuts/codegen/vecmath`` (needs ``mpmath``; not needed at run time).
 
-Two fits, both of the *weighted* error ``w(x) * (p(x) - f(x))``, where w makes it a relative error of the final function:
+The fits minimise the *weighted* error ``w(x) * (p(x) - f(x))``, where w makes it a relative error of the final function:
 
-* ``minimax``: Remez exchange for a polynomial, in multiple precision.  Coefficients are then rounded to the target
-  format one at a time, lowest power first, and the rest is fitted again after each, so that the rounding of one
-  coefficient is absorbed by the others.
-* ``rational``: p/q by iteratively reweighted least squares (Lawson) on Chebyshev nodes.
+Remez exchange in multiple precision.  Coefficients are then rounded to the target format one at a time, lowest
+power first, and the rest is fitted again after each, so that the others absorb the rounding of one.
 
-    python benchmarks/vecmath_fit.py            # lists the fits
-    python benchmarks/vecmath_fit.py exp_f32    # prints one: coefficients, interval, largest weighted error
+    python benchmarks/vecmath_fit.py f32          # every fit of one format: coefficients and largest weighted error
+    python benchmarks/vecmath_fit.py f64 asin     # those whose name starts so
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import mpmath as mp
-import numpy as np
 
 mp.mp.prec = 240
 Real = Callable[[mp.mpf], mp.mpf]
@@ -118,41 +116,150 @@ def minimax(
     return [fixed[k] for k in powers], worst
 
 
-def rational(
-    f: Real, w: Real, lo: float, hi: float, top: int, bottom: int, fmt: str, p0: float | None = None
-) -> tuple[list[mp.mpf], list[mp.mpf], mp.mpf]:
-    """p/q with q(0) = 1 (and p(0) = p0 where given) by Lawson's reweighting of the linearised problem."""
-    nodes = chebyshev_nodes(mp.mpf(lo), mp.mpf(hi), 12 * (top + bottom + 2))
-    fs, ws = [f(x) for x in nodes], [w(x) for x in nodes]
-    weight = [mp.mpf(1)] * len(nodes)
-    q_old = [mp.mpf(1)] * len(nodes)
-    first = 0 if p0 is None else 1
-    base = mp.mpf(p0 or 0)
-    best: tuple[list[mp.mpf], list[mp.mpf], mp.mpf] = ([], [], mp.inf)
-    for _ in range(60):
-        a, b = mp.matrix(len(nodes), top + 1 - first + bottom), mp.matrix(len(nodes), 1)
-        for row, x in enumerate(nodes):
-            s = mp.sqrt(weight[row]) * ws[row] / abs(q_old[row])
-            for col in range(top + 1 - first):
-                a[row, col] = s * x ** (col + first)
-            for col in range(bottom):
-                a[row, top + 1 - first + col] = -s * fs[row] * x ** (col + 1)
-            b[row] = s * (fs[row] - base)
-        c = mp.lu_solve(a, b)
-        p = ([base] if first else []) + [c[k] for k in range(top + 1 - first)]
-        q = [mp.mpf(1)] + [c[top + 1 - first + k] for k in range(bottom)]
-        q_old = [horner(q, x) for x in nodes]
-        error = [abs(ws[k] * (horner(p, x) / q_old[k] - fs[k])) for k, x in enumerate(nodes)]
-        if max(error) < best[2]:
-            best = (p, q, max(error))
-        total = sum(wt * e for wt, e in zip(weight, error, strict=True))
-        weight = [wt * e * len(nodes) / total for wt, e in zip(weight, error, strict=True)]
-    p, q = [[rounded(v, fmt) for v in part] for part in best[:2]]
-    worst = max(abs(w(x) * (horner(p, x) / horner(q, x) - f(x))) for x in chebyshev_nodes(mp.mpf(lo), mp.mpf(hi), 1001))
-    return p, q, worst
+@dataclass(frozen=True)
+class Fit:
+    """p(x) = sum c_k x^k near f on [lo, hi]; degree per format; w makes the error relative to the final function."""
+
+    f: Real
+    w: Real
+    lo: float
+    hi: float
+    degree: dict[str, int]
+    lead: tuple[float, ...] = ()
+
+
+def series_safe(f: Real, at_zero: float, slope: float = 0.0) -> Real:
+    """f with its limit (and slope) near zero, where the quotient that defines it is 0/0."""
+    return lambda x: f(x) if abs(x) > mp.mpf(10) ** -18 else mp.mpf(at_zero) + slope * x
+
+
+def odd(f: Real) -> Real:
+    """From an odd f: (f(x) - x) / x^3 as a function of z = x^2."""
+
+    def g(z: mp.mpf) -> mp.mpf:
+        x = mp.sqrt(z)
+        return (f(x) - x) / (x * z)
+
+    return g
+
+
+def odd_weight(f: Real) -> Real:
+    """Makes the error of ``odd`` relative to f."""
+    return lambda z: z * mp.sqrt(z) / f(mp.sqrt(z)) if z > mp.mpf(10) ** -18 else z
+
+
+def erfinv_of_w(w: mp.mpf) -> mp.mpf:
+    """erf_inv(x) / x where w = -log(1 - x^2)."""
+    x = mp.sqrt(-mp.expm1(-w)) if w > mp.mpf(10) ** -18 else mp.mpf(10) ** -9
+    return mp.erfinv(x) / x
+
+
+def inverse_log_erfc(y: mp.mpf) -> mp.mpf:
+    return -mp.log(mp.erfc(y))
+
+
+def erfcx_reduced(pole: float) -> Real:
+    """G(t) with exp(y^2) erfc(y) = G(t) / (y + pole), t = (y - pole) / (y + pole)."""
+
+    def g(t: mp.mpf) -> mp.mpf:
+        y = pole * (1 + t) / (1 - t)
+        return mp.exp(y * y) * mp.erfc(y) * (y + pole)
+
+    return g
+
+
+ROOT_HALF, ROOT_TWO = mp.sqrt(mp.mpf(1) / 2), mp.sqrt(2)
+S_MAX = (ROOT_TWO - 1) / (ROOT_TWO + 1)
+FITS: dict[str, Fit] = {
+    # 1 + r + r^2 (...), the same polynomial for exp and expm1
+    "EXP": Fit(
+        series_safe(lambda r: (mp.expm1(r) - r) / r**2, 0.5, 1 / 6),
+        lambda r: r**2 / mp.expm1(r) if r else mp.mpf(0),
+        -0.3468, 0.3468, {"f32": 5, "f64": 10},
+    ),
+    "EXP2": Fit(lambda r: mp.power(2, r), lambda r: mp.power(2, -r), -0.5005, 0.5005, {"f32": 6, "f64": 12}, (1.0,)),
+    "LOG": Fit(
+        series_safe(lambda f: (mp.log1p(f) - f + f * f / 2) / f**3, 1 / 3, -0.25),
+        lambda f: f**3 / mp.log1p(f) if f else mp.mpf(0),
+        ROOT_HALF - 1, ROOT_TWO - 1, {"f32": 7},
+    ),
+    # 2 atanh(s) = 2 s + s^3 (...), z = s^2
+    "ATANH2": Fit(
+        lambda z: 2 * odd(mp.atanh)(z) if z > mp.mpf(10) ** -18 else mp.mpf(2) / 3,
+        lambda z: z, 0.0, S_MAX**2, {"f32": 3, "f64": 6},
+    ),
+    # the same beyond its first term: (2 atanh(s) - 2 s - 2/3 s^3) / s^5
+    "ATANH2_TAIL": Fit(
+        lambda z: (2 * odd(mp.atanh)(z) - mp.mpf(2) / 3) / z if z > mp.mpf(10) ** -12 else mp.mpf(2) / 5 + z * 2 / 7,
+        lambda z: z**2, 0.0, S_MAX**2, {"f32": 3, "f64": 9},
+    ),
+    "SIN": Fit(
+        lambda z: odd(mp.sin)(z) if z > mp.mpf(10) ** -18 else -mp.mpf(1) / 6,
+        odd_weight(mp.sin), 0.0, 0.6185, {"f32": 2, "f64": 5},
+    ),
+    # cos r = 1 - z/2 + z^2 (...)
+    "COS": Fit(
+        lambda z: (mp.cos(mp.sqrt(z)) - 1 + z / 2) / z**2 if z > mp.mpf(10) ** -18 else mp.mpf(1) / 24,
+        lambda z: z**2 / mp.cos(mp.sqrt(z)), 0.0, 0.6185, {"f32": 2, "f64": 5},
+    ),
+    "SINH": Fit(
+        lambda z: odd(mp.sinh)(z) if z > mp.mpf(10) ** -18 else mp.mpf(1) / 6,
+        odd_weight(mp.sinh), 0.0, 1.0, {"f32": 3, "f64": 7},
+    ),
+    "ASIN": Fit(
+        lambda z: odd(mp.asin)(z) if z > mp.mpf(10) ** -18 else mp.mpf(1) / 6,
+        odd_weight(mp.asin), 0.0, 0.2501, {"f32": 4, "f64": 12},
+    ),
+    "ATAN": Fit(
+        lambda z: odd(mp.atan)(z) if z > mp.mpf(10) ** -18 else -mp.mpf(1) / 3,
+        odd_weight(mp.atan), 0.0, (ROOT_TWO - 1) ** 2 * mp.mpf("1.001"), {"f32": 4, "f64": 11},
+    ),
+    # erf x = x + x (...) for |x| < 1 (the constant term is 2/sqrt(pi) - 1)
+    "ERF": Fit(
+        lambda z: (mp.erf(mp.sqrt(z)) / mp.sqrt(z) if z > mp.mpf(10) ** -30 else 2 / mp.sqrt(mp.pi)) - 1,
+        lambda z: mp.sqrt(z) / mp.erf(mp.sqrt(z)) if z > mp.mpf(10) ** -30 else mp.sqrt(mp.pi) / 2,
+        0.0, 1.0, {"f32": 6, "f64": 12},
+    ),
+    # erfc y = exp(-q(y)), absolute error of erf
+    "ERF_TAIL": Fit(inverse_log_erfc, mp.erfc, 0.99, 3.95, {"f32": 6}),
+    "ERFC_F32": Fit(
+        erfcx_reduced(2.0), lambda t: 1 / erfcx_reduced(2.0)(t), -0.601, (10.2 - 2.0) / (10.2 + 2.0), {"f32": 8}
+    ),
+    "ERFC_F64": Fit(
+        erfcx_reduced(3.75), lambda t: 1 / erfcx_reduced(3.75)(t), -0.7648, (27.5 - 3.75) / (27.5 + 3.75), {"f64": 20}
+    ),
+    # erf_inv(x) / x, in u = w - 2.5 (f32) or w - 3.125 (f64), then in sqrt(w) - 3, then sqrt(w) - 5
+    "ERFINV_F32_0": Fit(
+        lambda u: erfinv_of_w(u + mp.mpf(5) / 2), lambda u: 1 / erfinv_of_w(u + mp.mpf(5) / 2), -2.5, 2.5, {"f32": 9}
+    ),
+    "ERFINV_F32_1": Fit(
+        lambda u: erfinv_of_w((u + 3) ** 2), lambda u: 1 / erfinv_of_w((u + 3) ** 2), -0.765, 1.0, {"f32": 9}
+    ),
+    "ERFINV_F64_0": Fit(
+        lambda u: erfinv_of_w(u + mp.mpf(25) / 8), lambda u: 1 / erfinv_of_w(u + mp.mpf(25) / 8), -3.125, 3.125,
+        {"f64": 23},
+    ),
+    "ERFINV_F64_1": Fit(
+        lambda u: erfinv_of_w((u + 3.25) ** 2), lambda u: 1 / erfinv_of_w((u + 3.25) ** 2), -0.751, 0.751, {"f64": 20}
+    ),
+    "ERFINV_F64_2": Fit(
+        lambda u: erfinv_of_w((u + 5) ** 2), lambda u: 1 / erfinv_of_w((u + 5) ** 2), -1.001, 1.05, {"f64": 19}
+    ),
+}
 
 
 def show(name: str, coefficients: list[mp.mpf], worst: mp.mpf, fmt: str) -> None:
-    kind = np.float32 if fmt == "f32" else np.float64
-    text = ", ".join(repr(float(kind(float(c)))) if fmt == "f64" else f"{float(c):.9g}" for c in coefficients)
-    print(f"{name}: 2**{float(mp.log(worst, 2)):.2f}\n    ({text})")
+    text = ", ".join(f"{float(c):.9g}" if fmt == "f32" else repr(float(c)) for c in coefficients)
+    print(f"{name} = ({text})  # weighted error 2^{float(mp.log(worst, 2)):.1f}", flush=True)
+
+
+def main(fmt: str, prefix: str = "") -> None:
+    for name, fit in FITS.items():
+        if name.startswith(prefix) and fmt in fit.degree:
+            powers = list(range(fit.degree[fmt] + 1))
+            c, worst = minimax(fit.f, fit.w, fit.lo, fit.hi, powers, fmt, dict(enumerate(fit.lead)))
+            show(name, c, worst, fmt)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

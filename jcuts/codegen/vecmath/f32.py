@@ -1,102 +1,80 @@
-"""float32: exponentials, logarithms and what is made of them.
+"""Constants of float32.
 
-Coefficients are minimax fits of the weighted error named beside each, made by ``benchmarks/vecmath_fit.py``.
-Integer parts of exponents come from adding 1.5 * 2^23, so that a NaN never meets a float-to-integer conversion
-(which LLVM leaves undefined).
+The polynomials are the output of ``benchmarks/vecmath_fit.py f32``, whose table says what each fits and on which
+interval; the comments give the largest weighted error of the rounded coefficients.
 """
 
-from __future__ import annotations
+from jcuts.codegen.lanes import F32 as ELEMENT
+from jcuts.codegen.vecmath.formats import Format, Table
 
-from jcuts.codegen import lanes
-from jcuts.codegen.vecmath.expr import Int, Num, horner
+POLYNOMIALS: dict[str, Table] = {
+    # weighted error 2^-31.0
+    "EXP": (0.5, 0.166666657, 0.0416664667, 0.0083336439, 0.00139351026, 0.000196644804),
+    # weighted error 2^-27.5
+    "EXP2": (1, 0.693147242, 0.240226552, 0.0555027276, 0.0096170688, 0.00134180265, 0.000158175433),
+    # weighted error 2^-27.2
+    "LOG": (
+        0.333333313, -0.250008225, 0.200012609, -0.166233301, 0.142008856, -0.131593853, 0.127668813,
+        -0.0764291137,
+    ),
+    # weighted error 2^-34.2
+    "ATANH2": (0.666666627, 0.400009453, 0.285020918, 0.241889477),
+    # weighted error 2^-41.4
+    "ATANH2_TAIL": (0.399999976, 0.285720199, 0.221756265, 0.19641979),
+    # weighted error 2^-27.9
+    "SIN": (-0.166666552, 0.00833218731, -0.000195178975),
+    # weighted error 2^-32.3
+    "COS": (0.041666653, -0.00138876098, 2.44617495e-05),
+    # weighted error 2^-31.6
+    "SINH": (0.166666672, 0.00833331048, 0.000198428956, 2.78221205e-06),
+    # weighted error 2^-27.6
+    "ASIN": (0.166667521, 0.0749530643, 0.0454697683, 0.0241808109, 0.0421663187),
+    # weighted error 2^-30.4
+    "ATAN": (-0.333333164, 0.199985266, -0.142443448, 0.105987288, -0.0608874075),
+    # weighted error 2^-29.4
+    "ERF": (0.128379166, -0.37612626, 0.112835787, -0.0268533472, 0.0051871622, -0.000799785194, 7.80689079e-05),
+    # weighted error 2^-29.8
+    "ERF_TAIL": (0.000332737342, 1.12712228, 0.638093948, 0.103147626, -0.0218561478, 0.00295183668, -0.00018677293),
+    # weighted error 2^-23.0
+    "ERFINV_0": (
+        1.50140941, 0.246640652, -0.00417765416, -0.00125354587, 0.000218557936, -4.49183744e-06,
+        -3.51669246e-06, 3.64541791e-07, 2.74360552e-08, -1.54300839e-09,
+    ),
+    # weighted error 2^-24.8
+    "ERFINV_1": (
+        2.83297682, 1.00167477, 0.00944427401, -0.00763404369, 0.00569564477, -0.00361310365, 0.00146218913,
+        -2.50548946e-05, -0.000290644035, 9.28172449e-05,
+    ),
+    # weighted error 2^-24.6
+    "ERFC": (
+        1.02158272, -0.687160611, 0.279470474, -0.0364436172, -0.0214868542, 0.00648225518, 0.00296824332,
+        -0.000820582558, -0.000425168721,
+    ),
+    # constants in parts: 2/3; ln 2 with a first part of 16 bits
+    "TWO_THIRDS": (0.666666687, -1.98682155e-08),
+    "LN2_SHORT": (0.693145752, 1.42860677e-06),
+    # erfc: the pole of its variable, and where it is zero
+    "ERFC_POLE": (2.0,),
+    "ERFC_ZERO": (10.2,),
+    # erf_inv: centre and end of the first interval in w; centres and ends of the others in sqrt(w) and w
+    "ERFINV_NEAR": (2.5, 5.0),
+    "ERFINV_CENTRES": (3.0,),
+    "ERFINV_LIMITS": (),
+}
 
-LOG2_E = 1.4426950408889634
-LN2_HIGH = 0.693359375  # 355/512: n * LN2_HIGH is exact for |n| < 2^14
-LN2_LOW = -2.12194440054690583e-4
-SHIFTER = 12582912.0  # 1.5 * 2^23
-
-# exp(r), |r| <= 0.347, relative error 2^-28.2
-EXP = (1.0, 1.0, 0.49999994, 0.166665152, 0.0416680798, 0.00836937036, 0.00138414768)
-# (log(1+f) - f + f^2/2) / f^3, f in [sqrt(1/2)-1, sqrt(2)-1], relative to log(1+f) 2^-27.2
-LOG = (0.333333313, -0.250008225, 0.200012609, -0.166233301, 0.142008856, -0.131593853, 0.127668813, -0.0764291137)
-# tanh(x)/x = P(x^2)/Q(x^2), |x| <= 9.02, relative error 2^-25.9
-TANH_P = (1.0, 0.136814713, 0.00387025205, 2.80447366e-05, 3.06684882e-08, -1.22598251e-11)
-TANH_Q = (1.0, 0.470148027, 0.0272529479, 0.000394196861, 1.28988859e-06)
-
-
-def reduce_exponent(x: Num) -> tuple[Num, Int]:
-    """r and integer n with x = n ln 2 + r, |r| <= ln(2)/2 (for |x| < 2^13)."""
-    shifted = x.fma(LOG2_E, SHIFTER)
-    n = shifted - SHIFTER
-    r = n.fma(-LN2_HIGH, x)
-    return n.fma(-LN2_LOW, r), (shifted.bits() << 9) >> 9  # the low 23 bits of 1.5 * 2^23 + n are n
-
-
-def scale(x: Num, n: Int) -> Num:
-    """x * 2^n for |n| <= 252: in two factors, so that results down to the denormals and up to overflow are right."""
-    half = n >> 1
-    first = ((half + 127) << 23).as_float()
-    second = ((n - half + 127) << 23).as_float()
-    return x * first * second
-
-
-def exp(x: Num) -> Num:
-    """e^x: x clamped to [-104, 89] (0 and inf beyond), x = n ln 2 + r, 2^n * p(r)."""
-    r, n = reduce_exponent(x.at_least(-104.0).at_most(89.0))
-    return scale(horner(r, EXP), n)
-
-
-def split(x: Num, pivot: int = 0x3F3504F3) -> tuple[Num, Num]:
-    """m and e with x = 2^e * m, m in [sqrt(1/2), sqrt(2)), for positive finite x (denormals included).
-
-    Works on the bits, so that denormals are right whether or not the processor flushes them.
-    """
-    bits = x.bits()
-    small = bits.signed("<", 0x00800000)
-    # a denormal's bits, read as an integer, are its value times 2^149
-    bits = bits.where(small, bits.to_float(lanes.F32).bits())
-    shifted = bits - pivot
-    e = (shifted >> 23).to_float(lanes.F32)
-    m = ((shifted & 0x007FFFFF) + pivot).as_float()
-    return m, e.where(small, e - 149.0)
-
-
-def log(x: Num) -> Num:
-    """log x: x = 2^e m, m = 1 + f, log = e ln2 + (f - f^2/2 + f^3 p(f))."""
-    m, e = split(x)
-    return log_special(x, log_sum(m - 1.0, e))
-
-
-def log_sum(f: Num, e: Num, correction: Num | None = None) -> Num:
-    """e ln 2 + log(1 + f) (+ a small correction), f in [sqrt(1/2)-1, sqrt(2)-1]."""
-    square = f * f
-    tail = (f * square) * horner(f, LOG)
-    if correction is not None:
-        tail = tail + correction
-    tail = e.fma(LN2_LOW, tail)
-    tail = square.fma(-0.5, tail)
-    return e.fma(LN2_HIGH, tail + f)
-
-
-def log_special(x: Num, result: Num) -> Num:
-    """log's values at zero, below zero, infinity and NaN, by the bits of x (denormals are not zero)."""
-    bits = x.bits()
-    infinite = bits.signed(">=", 0x7F800000)  # +inf and positive NaN keep themselves
-    result = result.where(infinite, x)
-    negative = bits.signed("<", 0)
-    result = result.where(negative, float("nan"))
-    zero = (bits << 1).signed("==", 0)
-    return result.where(zero, float("-inf"))
-
-
-def tanh(x: Num) -> Num:
-    """x P(x^2) / Q(x^2) with |x| clamped to 9.02, where tanh rounds to 1."""
-    clamped = x.at_least(-9.02).at_most(9.02)
-    z = clamped * clamped
-    ratio = clamped * horner(z, TANH_P) / horner(z, TANH_Q)
-    return ratio.at_least(-1.0).at_most(1.0)
-
-
-def logistic(x: Num) -> Num:
-    """1 / (1 + e^-x)."""
-    return 1.0 / (exp(-x) + 1.0)
+F32 = Format(
+    name="float32",
+    element=ELEMENT,
+    mantissa=23,
+    bias=127,
+    smallest_normal=2.0**-126,
+    ln2=(0.693147182, -1.90465421e-09),
+    log2_e=1.44269502,
+    pi_half=(1.57079637, -4.37113883e-08, -1.71512451e-15),
+    exp_range=(-104.0, 90.0),
+    exp2_range=(-151.0, 129.0),
+    one_above=9.02,
+    trig_fast=2.0**20,
+    sqrt_half_bits=0x3F3504F3,
+    polynomials=POLYNOMIALS,
+)

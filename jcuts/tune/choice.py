@@ -73,6 +73,8 @@ class Choice:
         margin: relative noise margin inside which times counted as equal.
         overhead_seconds: cost of dispatching an empty jitted function, reported, not part of the times [s].
         name: human-readable name of the subset.
+        kernels: label -> digest of the compiled kernel, for the candidates that were measured (object cache key).
+        digests: label -> digest of the candidate, for the same.
     """
 
     problem: str
@@ -84,6 +86,13 @@ class Choice:
     margin: float = 0.0
     overhead_seconds: float = 0.0
     name: str = ""
+    kernels: dict[str, str] = field(default_factory=dict, hash=False)
+    digests: dict[str, str] = field(default_factory=dict, hash=False)
+
+    @property
+    def kernel(self) -> str:
+        """Digest of the winner's compiled kernel, '' if it is not known (or the winner is XLA)."""
+        return self.kernels.get(self.winner, "")
 
     @property
     def uses_library(self) -> bool:
@@ -126,6 +135,8 @@ class Choice:
                 margin=float(data.get("margin", 0.0)),
                 overhead_seconds=float(data.get("overhead_seconds", 0.0)),
                 name=str(data.get("name", "")),
+                kernels={str(k): str(v) for k, v in data.get("kernels", {}).items()},
+                digests={str(k): str(v) for k, v in data.get("digests", {}).items()},
             )
             times = [float(m.seconds) for m in choice.measurements]
         except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -226,8 +226,8 @@ class Problem:
                 candidates=tuple(Candidate(**c) for c in data["candidates"]),
                 space=data.get("space", ""),
                 tolerance=data["tolerance"],
-                library=_decode(data.get("library")),
-                reference=_decode(data.get("reference")),
+                library=decode_bytes(data.get("library")),
+                reference=decode_bytes(data.get("reference")),
                 perturb=bool(data.get("perturb", False)),
                 name=data.get("name", ""),
             )
@@ -266,5 +266,6 @@ def _encode(data: bytes | None) -> str | None:
     return None if data is None else base64.b64encode(bytes(data)).decode()
 
 
-def _decode(text: str | None) -> bytes | None:
+def decode_bytes(text: str | None) -> bytes | None:
+    """Inverse of the base64 text in payloads; None stays None."""
     return None if text is None else base64.b64decode(text)

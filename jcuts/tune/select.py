@@ -11,7 +11,7 @@ from jcuts.tune.problem import Problem
 
 def noise_margin(measurements: tuple[Measurement, ...]) -> float:
     """The relative noise margin of one session of measurements (see `noise.margin`)."""
-    return margin([standard_error(m.seconds, m.low, m.high, m.runs) for m in measurements])
+    return margin([standard_error(m.seconds, m.low, m.high, m.runs) for m in measurements if m.method != "screen"])
 
 
 def fastest(measurements: tuple[Measurement, ...], order: list[str], *, relative_margin: float) -> str:
@@ -49,7 +49,8 @@ def select(problem: Problem, choice: Choice, mode: str) -> Choice:
         raise UsageError(f"mode={mode!r} is unknown: choose one of {MODES}", mode=mode)
     kernels = {c.label for c in problem.candidates if c.kind != "stablehlo"}
     known = {c.label for c in problem.candidates} | {LIBRARY}
-    field = tuple(m for m in choice.measurements if m.label in known)
+    # Times of different methods are not compared; screening only dropped the slow ones.
+    field = tuple(m for m in choice.measurements if m.label in known and m.method != "screen")
     if mode != "mixed" and any(m.label in kernels for m in field):
         field = tuple(m for m in field if m.label in kernels)
     if not field:

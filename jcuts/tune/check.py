@@ -1,0 +1,298 @@
+"""The acceptance rule: how far a candidate may be from float64, given how far XLA is.
+
+For one output let r be the float64 reference, x XLA's result, c the candidate's, eps the spacing of the output's dtype
+at 1, K the reduction length, tiny the smallest normal number, and err(a) = max(0, |a - r| - tiny).
+
+1.  *Classes.*  NaN, +inf, -inf and finite positions of c equal those of x.  Where x and r (rounded to the dtype) are
+    of different classes, XLA's class is an artefact of its rounding, and c may have either.
+2.  *Zeros.*  Where x = r = c = 0 and x and r have one sign, c has it too (elementwise outputs: K = 1).
+3.  *Output.*  With s the root mean square of r over all normal input sets,
+        max_i err(c_i) / max(|r_i|, s)  <=  tolerance * max_i err(x_i) / max(|r_i|, s)  +  4 eps sqrt(K).
+    XLA's own error is taken over all normal input sets together: on one it may be small by luck.
+4.  *Magnitudes.*  An output-wide scale hides relative errors of small elements.  Elements are banded by exponent of r
+    (8 binades, at least 16 elements); in each band, with R its largest |r|,
+        max err(c)  <=  4 tolerance * max err(x)  +  4 eps sqrt(K) R.
+5.  *Special inputs* (NaN, infinities, -0, denormals; huge values): rules 1, 2, and rule 3 with 4 tolerance.
+6.  *Discrete outputs* (integers, booleans, argmax, comparisons): equal to x bit by bit.
+
+Where runs of the reference with simulated rounding (`tune.widen`) disagree by more than rounding explains, the float64
+margin does not exceed rounding: there c must lie between the values seen (x's among them), and rules 1-6 do not apply.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from jcuts.base.errors import AccuracyRejected
+from jcuts.tune.problem import Output
+from jcuts.tune.values import NORMAL, dtype_of, is_float
+
+FLOOR_ULP = 4.0
+CATASTROPHE = 4.0
+BAND_BINADES = 8
+BAND_LEAST = 16
+FLIP_FLOORS = 16.0
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What one output must look like on one set of inputs.
+
+    Attributes:
+        kind: ``normal``, ``special`` or ``huge`` (see `tune.values`).
+        xla: XLA's result in the output's dtype.
+        reference: the float64 result (integers and booleans as they are).
+        low, high: the least and the largest value of the reference under simulated rounding; both None where the
+            subset has nothing discrete.  -inf and inf mean that even its class (NaN, inf, finite) varied.
+    """
+
+    kind: str
+    xla: np.ndarray
+    reference: np.ndarray
+    low: np.ndarray | None = None
+    high: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Errors of one output in units of eps: the candidate's, XLA's, and the limit that the first must keep."""
+
+    candidate: float
+    xla: float
+    limit: float
+
+
+def check_output(
+    index: int, spec: Output, expected: Sequence[Expected], got: Sequence[np.ndarray], tolerance: float
+) -> Accuracy:
+    """Applies the rule to one output.
+
+    Args:
+        index: position of the output, for messages.
+        spec: shape, dtype, reduction length, exactness.
+        expected, got: one entry per set of inputs.
+        tolerance: multiple of XLA's own error that is allowed (2.0).
+    Returns: the errors on the normal input sets.
+    Raises:
+        AccuracyRejected: with the rule, the numbers, and the first offending position.
+    """
+    dtype = dtype_of(spec.dtype)
+    for number, (want, have) in enumerate(zip(expected, got, strict=True)):
+        if have.shape != want.xla.shape or have.dtype != want.xla.dtype:
+            raise AccuracyRejected(
+                f"output {index} is {have.dtype}{list(have.shape)}, XLA's is {want.xla.dtype}{list(want.xla.shape)}",
+                output=index,
+                seed=number,
+                rule="shape",
+            )
+    if spec.exact or not (is_float(dtype) or dtype.kind == "c"):
+        for number, (want, have) in enumerate(zip(expected, got, strict=True)):
+            _check_exact(index, number, want, have)
+        return Accuracy(0.0, 0.0, 0.0)
+    if dtype.kind == "c":
+        dtype = np.dtype(f"f{dtype.itemsize // 2}")
+        expected = [_real_parts(e) for e in expected]
+        got = [_parts(g) for g in got]
+    return _check_floats(index, spec, dtype, expected, got, tolerance)
+
+
+def _parts(array: np.ndarray | None) -> np.ndarray:
+    assert array is not None
+    return np.stack([array.real, array.imag], axis=-1)
+
+
+def _real_parts(e: Expected) -> Expected:
+    bounds = (None, None) if e.low is None else (_parts(e.low), _parts(e.high))
+    return Expected(e.kind, _parts(e.xla), _parts(e.reference), *bounds)
+
+
+# Discrete outputs ----------------------------------------------------------------------------------------------------
+
+
+def _check_exact(index: int, seed: int, want: Expected, have: np.ndarray) -> None:
+    same = have == want.xla
+    if have.dtype.kind not in "biu":
+        same |= np.isnan(have) & np.isnan(want.xla)
+        same &= np.signbit(have) == np.signbit(want.xla)
+        same |= np.isnan(have) & np.isnan(want.xla)
+    if same.all():
+        return
+    reference = want.reference.astype(have.dtype)
+    seen = [want.xla, reference]
+    if want.low is not None and want.high is not None:
+        seen += [want.low.astype(have.dtype), want.high.astype(have.dtype)]
+    low, high = np.minimum.reduce(seen), np.maximum.reduce(seen)
+    settled = np.logical_and.reduce([s == want.xla for s in seen])
+    wrong = ~same & (settled | (have < low) | (have > high))
+    if wrong.any():
+        where = _first(wrong)
+        raise AccuracyRejected(
+            f"output {index} must equal XLA's: {int(wrong.sum())} of {have.size} elements differ, the first at "
+            f"{where} is {have[where]} instead of {want.xla[where]}",
+            output=index,
+            seed=seed,
+            rule="exact",
+            count=int(wrong.sum()),
+            position=list(where),
+            candidate=str(have[where]),
+            xla=str(want.xla[where]),
+        )
+
+
+def _first(mask: np.ndarray) -> tuple[int, ...]:
+    return tuple(int(i) for i in np.unravel_index(int(np.argmax(mask)), mask.shape))
+
+
+# Float outputs -------------------------------------------------------------------------------------------------------
+
+
+def _classes(values: np.ndarray) -> np.ndarray:
+    """0 finite, 1 NaN, 2 +inf, 3 -inf."""
+    return np.select([np.isnan(values), np.isposinf(values), np.isneginf(values)], [1, 2, 3], 0).astype(np.int8)
+
+
+@dataclass
+class _Set:
+    """One set of inputs, flattened, in float64: magnitudes of r, errors, and which elements are held to the rules."""
+
+    kind: str
+    reference: np.ndarray
+    candidate_error: np.ndarray
+    xla_error: np.ndarray
+
+
+def _rms(values: np.ndarray) -> float:
+    most = float(np.max(np.abs(values), initial=0.0))
+    return most * math.sqrt(float(np.mean((values / most) ** 2))) if most > 0 else 0.0  # scaled: squares overflow
+
+
+def _check_floats(
+    index: int, spec: Output, dtype: np.dtype, expected: Sequence[Expected], got: Sequence[np.ndarray], tolerance: float
+) -> Accuracy:
+    info = ml_dtypes.finfo(dtype)
+    eps, tiny = float(info.eps), float(info.smallest_normal)
+    floor = FLOOR_ULP * eps * math.sqrt(spec.reduction)
+    with np.errstate(all="ignore"):
+        pairs = list(enumerate(zip(expected, got, strict=True)))
+        # Ordinary inputs first: what is wrong on them is the better message.
+        normal = [
+            _prepare(index, number, spec, want, have, dtype, floor, tiny)
+            for number, (want, have) in pairs
+            if want.kind == NORMAL
+        ]
+        pooled = np.concatenate([s.reference for s in normal]) if normal else np.zeros(0)
+        errors_c = np.concatenate([s.candidate_error for s in normal]) if normal else np.zeros(0)
+        errors_x = np.concatenate([s.xla_error for s in normal]) if normal else np.zeros(0)
+        scale = max(_rms(pooled), tiny)
+        e_c, e_x = _relative(errors_c, pooled, scale), _relative(errors_x, pooled, scale)
+        accuracy = Accuracy(e_c / eps, e_x / eps, (tolerance * e_x + floor) / eps)
+        if not e_c <= tolerance * e_x + floor:
+            raise _too_far(index, "output", e_c, e_x, tolerance * e_x + floor, eps)
+        _check_bands(index, np.abs(pooled), errors_c, errors_x, CATASTROPHE * tolerance, floor, eps)
+        for number, (want, have) in pairs:
+            if want.kind == NORMAL:
+                continue
+            part = _prepare(index, number, spec, want, have, dtype, floor, tiny)
+            scale = max(_rms(part.reference), tiny)
+            c, x = (_relative(e, part.reference, scale) for e in (part.candidate_error, part.xla_error))
+            limit = CATASTROPHE * tolerance * max(x, e_x) + floor
+            if not c <= limit:
+                raise _too_far(index, part.kind, c, max(x, e_x), limit, eps, seed=number)
+    return accuracy
+
+
+def _relative(errors: np.ndarray, reference: np.ndarray, scale: float) -> float:
+    return float(np.max(errors / np.maximum(np.abs(reference), scale), initial=0.0))
+
+
+def _prepare(
+    index: int, seed: int, spec: Output, want: Expected, have: np.ndarray, dtype: np.dtype, floor: float, tiny: float
+) -> _Set:
+    """Rules 1 and 2 on one set of inputs; the errors of what is left for rules 3-5."""
+    c, x, r = (np.asarray(a).astype(np.float64).reshape(-1) for a in (have, want.xla, want.reference))
+    free = np.zeros(r.shape, bool)
+    if want.low is not None and want.high is not None:
+        low, high = (np.asarray(a).astype(np.float64).reshape(-1) for a in (want.low, want.high))
+        finite = r[np.isfinite(r)]
+        reach = floor * np.maximum(np.abs(r), max(_rms(finite), tiny))
+        varied = (low == -np.inf) & (high == np.inf)
+        free = varied | (high - low > FLIP_FLOORS * reach)
+        outside = (c < np.minimum(low, x) - reach) | (c > np.maximum(high, x) + reach) | np.isnan(c)
+        bad = free & ~varied & outside & ~np.isnan(x)
+        if bad.any():
+            raise _at(index, seed, "range", bad, want, have, "lies outside every value that rounding can explain")
+    rounded = r.astype(dtype).astype(np.float64)
+    class_c, class_x, class_r = _classes(c), _classes(x), _classes(rounded)
+    bad = (class_c != class_x) & (class_c != class_r) & ~free
+    if bad.any():
+        raise _at(index, seed, "class", bad, want, have, "differs from XLA's in being NaN, infinite or finite")
+    if spec.reduction == 1:
+        zero = (c == 0) & (x == 0) & (r == 0) & (np.signbit(x) == np.signbit(r)) & ~free
+        bad = zero & (np.signbit(c) != np.signbit(x))
+        if bad.any():
+            raise _at(index, seed, "zero", bad, want, have, "is a zero of the other sign")
+    kept = ~free & (class_c == 0) & np.isfinite(r)
+    errors_x = np.where(class_x == 0, np.abs(x - r), 0.0)
+    return _Set(
+        want.kind, r[kept], np.maximum(np.abs(c - r)[kept] - tiny, 0.0), np.maximum(errors_x[kept] - tiny, 0.0)
+    )
+
+
+def _check_bands(
+    index: int, size: np.ndarray, errors_c: np.ndarray, errors_x: np.ndarray, factor: float, floor: float, eps: float
+) -> None:
+    if size.size == 0:
+        return
+    band = np.frexp(size)[1] // BAND_BINADES
+    band[size == 0] = band.min(initial=0) - 1
+    pending: list[np.ndarray] = []
+    names = np.unique(band)
+    for position, name in enumerate(names):
+        pending.append(np.flatnonzero(band == name))
+        if sum(map(len, pending)) < BAND_LEAST and position + 1 < len(names):
+            continue  # too few to know XLA's error: they join the next band
+        members = np.concatenate(pending)
+        pending = []
+        top = float(size[members].max())
+        c, x = float(errors_c[members].max()), float(errors_x[members].max())
+        if not c <= factor * x + floor * top:
+            raise _too_far(index, "magnitude", c, x, factor * x + floor * top, eps, magnitude=top)
+
+
+def _too_far(index: int, rule: str, c: float, x: float, limit: float, eps: float, **values: object) -> AccuracyRejected:
+    unit = float(values["magnitude"]) if "magnitude" in values else 1.0  # type: ignore[arg-type]
+    ulp = eps * unit if unit > 0 else eps
+    return AccuracyRejected(
+        f"output {index}: error {c / ulp:.3g} ulp against float64 exceeds the limit of {limit / ulp:.3g} ulp "
+        f"(XLA's own error is {x / ulp:.3g} ulp; rule: {rule})",
+        output=index,
+        rule=rule,
+        error_ulp=c / ulp,
+        xla_error_ulp=x / ulp,
+        limit_ulp=limit / ulp,
+        **values,
+    )
+
+
+def _at(
+    index: int, seed: int, rule: str, bad: np.ndarray, want: Expected, have: np.ndarray, what: str
+) -> AccuracyRejected:
+    where = _first(bad.reshape(have.shape))
+    return AccuracyRejected(
+        f"output {index} at {where} ({int(bad.sum())} of {bad.size} elements) {what}: {have[where]}, XLA has "
+        f"{want.xla[where]}, float64 {want.reference[where]}",
+        output=index,
+        seed=seed,
+        kind=want.kind,
+        rule=rule,
+        count=int(bad.sum()),
+        position=list(where),
+        candidate=str(have[where]),
+        xla=str(want.xla[where]),
+        reference=str(want.reference[where]),
+    )

@@ -1,0 +1,299 @@
+"""Measuring processes as the parent sees them: requests with a deadline, crashes and hangs as errors, no threads.
+
+One event loop in the calling thread writes requests and reads answers.  A worker that dies, hangs or talks nonsense is
+killed and replaced; its request fails with `WorkerFailed` and everything else goes on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jcuts.base.errors as errors
+from jcuts.base.errors import CandidateRejected, WorkerFailed
+
+Answer = dict[str, Any]
+Done = Callable[["Answer | CandidateRejected"], None]
+START_SECONDS = 120.0
+"""A new process may import JAX on a slow network file system before its first answer."""
+_MAX_LINE = 64 * 2**20
+_MAX_STARTS = 3
+
+_alive: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+@dataclass
+class Task:
+    """One request.
+
+    Attributes:
+        request: JSON value; the pool adds ``id``.
+        timeout: seconds without an answer or event after which the worker is killed.
+        done: called with the answer, or with the error that stands for it.
+    """
+
+    request: dict[str, Any]
+    timeout: float
+    done: Done = field(repr=False)
+
+
+class Worker:
+    """One measuring process."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self.log = folder / f"worker{number}.log"
+        root = str(Path(errors.__file__).resolve().parents[2])
+        env = dict(os.environ)
+        env["JAX_PLATFORMS"] = "cpu"
+        env["JCUTS_WORKER_PARENT"] = str(os.getpid())
+        env["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH", "")])])
+        with open(self.log, "wb") as log:
+            # -P: a user's ./jax.py or ./numpy.py must not be imported instead of the real one.
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "jcuts.tune.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=env,
+            )
+        _alive.add(self)
+        assert self.process.stdout is not None and self.process.stdin is not None
+        os.set_blocking(self.process.stdout.fileno(), False)
+        self.buffer = b""
+        self.task: Task | None = None
+        self.deadline = float("inf")
+        self.running = ""
+        self.id = 0
+        self.answered = False
+
+    def give(self, task: Task) -> None:
+        """Sends a request (small: arrays travel as files)."""
+        self.task, self.running = task, ""
+        self.id += 1
+        self.deadline = time.monotonic() + task.timeout + (0.0 if self.answered else START_SECONDS)
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # its end shows as end of file on stdout
+            self.process.stdin.write(json.dumps({"id": self.id, **task.request}).encode() + b"\n")
+            self.process.stdin.flush()
+
+    def read(self) -> list[Answer] | None:
+        """Complete lines that have arrived; None at end of file.
+
+        Raises:
+            ValueError: not the protocol.
+        """
+        assert self.process.stdout is not None
+        while True:
+            try:
+                chunk = os.read(self.process.stdout.fileno(), 1 << 16)
+            except BlockingIOError:
+                break
+            if not chunk:
+                return None
+            self.buffer += chunk
+            if len(self.buffer) > _MAX_LINE:
+                raise ValueError("an answer of more than 64 MiB")
+        *lines, self.buffer = self.buffer.split(b"\n")
+        answers = [json.loads(line) for line in lines]
+        if not all(isinstance(a, dict) and "id" in a for a in answers):
+            raise ValueError("an answer that is not an object with an id")
+        return answers
+
+    def stop(self) -> None:
+        """Ends the process, at once, and collects it."""
+        with contextlib.suppress(OSError):
+            self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(OSError):
+                if pipe is not None:
+                    pipe.close()
+        _alive.discard(self)
+
+    def last_words(self) -> str:
+        """The end of what it wrote to stderr."""
+        try:
+            return self.log.read_bytes()[-2000:].decode(errors="replace").strip()
+        except OSError:
+            return ""
+
+
+@atexit.register
+def _stop_all() -> None:
+    for worker in list(_alive):
+        worker.stop()
+
+
+class Pool:
+    """Named groups of workers, each with its own queue.
+
+    Args:
+        folder: private folder of the session, for logs.
+        sizes: group name -> most processes; they start when there is work for them.
+
+    Use it as a context manager: every process is gone when the block ends, however it ends.
+    """
+
+    def __init__(self, folder: Path, sizes: dict[str, int]) -> None:
+        self.folder = folder
+        self.sizes = sizes
+        self.queues: dict[str, collections.deque[Task]] = {name: collections.deque() for name in sizes}
+        self.workers: dict[str, list[Worker]] = {name: [] for name in sizes}
+        self.selector = selectors.DefaultSelector()
+        self.started = 0
+        self.failed_starts = 0
+        self.restarts = 0
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in self.workers:
+            self.stop(name)
+        self.selector.close()
+
+    def submit(self, group: str, request: dict[str, Any], timeout: float, done: Done) -> None:
+        """Queues a request for any worker of a group.  ``done`` may submit more."""
+        self.queues[group].append(Task(request, timeout, done))
+
+    def drain(self) -> None:
+        """Runs until no request is queued or under way."""
+        while True:
+            self._feed()
+            busy = [w for w in self._all() if w.task is not None]
+            if not busy:
+                return
+            wait = max(0.0, min(w.deadline for w in busy) - time.monotonic())
+            for key, _ in self.selector.select(min(wait, 3600.0)):
+                self._hear(key.data)
+            now = time.monotonic()
+            for worker in [w for w in self._all() if w.task is not None and w.deadline <= now]:
+                assert worker.task is not None
+                self._fail(worker, f"no answer within {worker.task.timeout:g} s: it was killed", reason="timeout")
+
+    def stop(self, group: str) -> None:
+        """Ends the workers of a group (they start again when needed)."""
+        for worker in self.workers[group]:
+            self._forget(worker)
+            worker.stop()
+        self.workers[group] = []
+
+    def pids(self) -> list[int]:
+        """Process ids of the workers, for tests."""
+        return [w.process.pid for w in self._all()]
+
+    def _all(self) -> Iterable[Worker]:
+        return [w for group in self.workers.values() for w in group]
+
+    def _feed(self) -> None:
+        for group, waiting in self.queues.items():
+            while waiting:
+                idle = next((w for w in self.workers[group] if w.task is None), None)
+                if idle is None:
+                    if len(self.workers[group]) >= self.sizes[group]:
+                        break
+                    idle = self._start(group)
+                    if idle is None:
+                        self._give_up(group)
+                        break
+                idle.give(waiting.popleft())
+
+    def _start(self, group: str) -> Worker | None:
+        if not sys.executable or self.failed_starts >= _MAX_STARTS:
+            return None
+        try:
+            worker = Worker(self.folder, self.started)
+        except (OSError, ValueError, subprocess.SubprocessError):
+            self.failed_starts = _MAX_STARTS
+            return None
+        self.started += 1
+        self.workers[group].append(worker)
+        self.selector.register(worker.process.stdout, selectors.EVENT_READ, worker)  # type: ignore[arg-type]
+        return worker
+
+    def _give_up(self, group: str) -> None:
+        """No process can be started: every queued request of the group fails."""
+        waiting, self.queues[group] = self.queues[group], collections.deque()
+        for task in waiting:
+            task.done(WorkerFailed("the measuring process cannot be started", reason="start", executable=sys.executable))
+
+    def _hear(self, worker: Worker) -> None:
+        try:
+            answers = worker.read()
+        except ValueError as error:
+            self._fail(worker, f"it answered nonsense: {error}", reason="protocol")
+            return
+        if answers is None:
+            code = worker.process.wait()
+            self._fail(worker, f"it ended with {_status(code)}", reason="crash", status=code)
+            return
+        for answer in answers:
+            task = worker.task
+            if task is None or answer["id"] != worker.id:
+                self._fail(worker, f"an answer to request {answer['id']} that nobody asked", reason="protocol")
+                return
+            if not worker.answered:
+                worker.answered = True
+                self.failed_starts = 0
+            worker.deadline = time.monotonic() + task.timeout
+            if "event" in answer:
+                worker.running = str(answer.get("label", ""))
+                continue
+            worker.task, worker.deadline = None, float("inf")
+            task.done(answer if answer.get("ok") else _error(answer))
+
+    def _fail(self, worker: Worker, what: str, **values: object) -> None:
+        task = worker.task
+        self._forget(worker)
+        worker.stop()
+        for group in self.workers.values():
+            if worker in group:
+                group.remove(worker)
+        self.restarts += 1
+        if not worker.answered:
+            self.failed_starts += 1
+        if task is not None:
+            op = task.request.get("op", "?")
+            task.done(
+                WorkerFailed(
+                    f"the measuring process failed during {op!r}: {what}",
+                    op=op,
+                    running=worker.running,
+                    stderr=worker.last_words(),
+                    **values,
+                )
+            )
+
+    def _forget(self, worker: Worker) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self.selector.unregister(worker.process.stdout)  # type: ignore[arg-type]
+
+
+def _status(code: int) -> str:
+    if code >= 0:
+        return f"exit status {code}"
+    with contextlib.suppress(ValueError):
+        return f"signal {signal.Signals(-code).name}"
+    return f"signal {-code}"
+
+
+def _error(answer: Answer) -> CandidateRejected:
+    kind = getattr(errors, str(answer.get("error")), WorkerFailed)
+    if not (isinstance(kind, type) and issubclass(kind, CandidateRejected)):
+        kind = WorkerFailed
+    values = answer.get("values")
+    safe = {k: v for k, v in (values if isinstance(values, dict) else {}).items() if k not in ("message", "values")}
+    return kind(str(answer.get("message", "no reason given")), **safe)

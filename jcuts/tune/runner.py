@@ -1,0 +1,437 @@
+"""Tunes problems: the parent's side.  Compiles and checks in parallel, measures one by one, stores each choice.
+
+Nothing that a candidate does reaches the user's process: it runs in `tune.worker`.  Whatever goes wrong, every problem
+gets a choice; the least one is "leave it to XLA".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from jcuts.base import fingerprint, knobs
+from jcuts.base.errors import CandidateRejected, WorkerFailed
+from jcuts.base.settings import Settings
+from jcuts.tune.choice import LIBRARY, Choice, Measurement, Rejection
+from jcuts.tune.kernelfile import read_kernel
+from jcuts.tune.lock import measuring_lock
+from jcuts.tune.pool import Answer, Pool
+from jcuts.tune.problem import Problem
+from jcuts.tune.replay import Recording
+from jcuts.tune.select import estimate, noise_margin, select, unknown
+from jcuts.tune.store import Store
+from jcuts.tune.values import NORMAL
+
+_log = logging.getLogger("jcuts.tune")
+_PREFIX = "jcuts-tune-"
+_LIVE_REFERENCES = 4
+"""Problems whose reference arrays lie on disk at the same time."""
+_COMPILE, _XLA = "compile", "xla"
+
+
+class Progress(Protocol):
+    """Told how far a session is; drawn by whoever has a terminal."""
+
+    def update(self, stage: str, done: int, total: int, name: str) -> None:
+        """``stage`` is 'wait', 'compile', 'check' or 'measure'; ``done`` of ``total`` of that stage; what is next."""
+        ...
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much a session may spend.
+
+    Attributes:
+        seconds: sampling time per candidate [s].
+        finalists: kernels that are timed against XLA after the quick screening.
+        patience: most seconds to wait for another process that is tuning.
+        timeout: seconds one candidate may take, `JCUTS_TUNE_TIMEOUT_S` by default.
+        workers: compiling processes, `JCUTS_COMPILE_WORKERS` or one per core by default.
+        seed: of the check inputs, `JCUTS_SEED` by default.
+    """
+
+    seconds: float = 0.15
+    finalists: int = 3
+    patience: float = 600.0
+    timeout: float | None = None
+    workers: int | None = None
+    seed: int | None = None
+
+
+def default_store() -> Store:
+    """The user's database, for this CPU and these versions."""
+    versions = json.dumps(fingerprint.versions(), sort_keys=True)
+    return Store(knobs.current().cache_dir / "tuning.db", device=fingerprint.cpu_fingerprint(), versions=versions)
+
+
+def tune(
+    problems: Sequence[Problem],
+    store: Store,
+    *,
+    settings: Settings = Settings(),
+    effort: Effort = Effort(),
+    prepare: Callable[[Problem], Problem] | None = None,
+    progress: Progress | None = None,
+    recording: Recording | None = None,
+    force: bool = False,
+) -> dict[str, Choice]:
+    """A choice for every problem: from the database, else by measuring (``tune="auto"`` only).
+
+    Args:
+        problems: the subsets; equal digests are tuned once.
+        store: where choices come from and go to.
+        settings: ``mode`` selects, ``tune`` says what is allowed.  ``off`` estimates, ``cached`` never measures.
+        effort: limits.
+        prepare: called for problems that must be measured, and only for those; returns the problem with its candidates
+            and exports (may be expensive).  It may raise `CandidateRejected`: the subset then stays with XLA.
+        progress: told how far it is.
+        recording: gets every problem that is answered from measurements.
+        force: measure again what the database knows.
+    Returns: digest -> choice.  Problems that could not be measured have origin ``library``; see their rejections.
+    """
+    unique = {p.digest: p for p in problems}
+    if settings.tune == "off":
+        return {digest: estimate(p, settings.mode) for digest, p in unique.items()}
+    known = {} if force else _known(unique, store)
+    missing = {digest: p for digest, p in unique.items() if digest not in known}
+    if settings.tune == "auto" and missing:
+        if progress is not None:
+            progress.update("wait", 0, len(missing), "")
+
+        def answered() -> bool:
+            return not force and all(store.lookup(digest) is not None for digest in missing)
+
+        with measuring_lock(patience=effort.patience, done=answered):
+            if not force:  # another process may have tuned them while this one waited
+                known.update(_known(missing, store))
+            todo = [p for digest, p in missing.items() if digest not in known]
+            for problem, choice in _measure_all(todo, store, effort, prepare, progress):
+                known[choice.problem] = choice
+                unique[choice.problem] = problem
+    out = {}
+    for digest, problem in unique.items():
+        choice = known.get(digest)
+        if choice is not None and recording is not None and choice.measurements:
+            recording.add(problem, choice)
+        out[digest] = unknown(problem) if choice is None else _selected(problem, choice, settings.mode)
+    return out
+
+
+def _known(problems: dict[str, Problem], store: Store) -> dict[str, Choice]:
+    found = {digest: store.lookup(digest) for digest in problems}
+    return {digest: choice for digest, choice in found.items() if choice is not None}
+
+
+def _selected(problem: Problem, choice: Choice, mode: str) -> Choice:
+    if choice.origin != "measured":
+        return choice
+    if not problem.candidates:  # looked up by `space` alone: the stored winners stand for their candidates
+        return choice if mode == "mixed" else select_stored(choice)
+    return select(problem, choice, mode)
+
+
+def select_stored(choice: Choice) -> Choice:
+    """The fastest kernel among the stored measurements, for problems whose candidates are not at hand."""
+    kernels = [m for m in choice.measurements if m.label in choice.kernels and m.method != "screen"]
+    if not kernels:
+        return choice.with_winner(LIBRARY, "")
+    best = min(kernels, key=lambda m: (m.seconds, m.label))
+    return choice.with_winner(best.label, choice.digests.get(best.label, ""))
+
+
+@dataclass
+class _Job:
+    """One problem on its way."""
+
+    problem: Problem
+    folder: Path
+    file: Path
+    kernels: dict[str, Path] = field(default_factory=dict)
+    compiled: dict[str, str] = field(default_factory=dict)
+    passed: list[str] = field(default_factory=list)
+    rejected: list[Rejection] = field(default_factory=list)
+    compiling: int = 0
+    checking: int = 0
+    kinds: list[str] | None = None
+    failed: bool = False
+    transient: bool = False
+    """The failure says nothing about the problem (no process, no disk): do not store it."""
+
+    def reject(self, label: str, error: CandidateRejected) -> None:
+        self.rejected.append(Rejection.of(label, error))
+        _log.info("%s: %s rejected: %s", self.problem.name, label, error)
+
+    def fail(self, error: CandidateRejected) -> None:
+        """XLA itself could not be run: nothing can be compared."""
+        self.failed = True
+        self.transient = error.values.get("reason") == "start"
+        self.reject(LIBRARY, error)
+
+
+def _measure_all(
+    problems: Sequence[Problem],
+    store: Store,
+    effort: Effort,
+    prepare: Callable[[Problem], Problem] | None,
+    progress: Progress | None,
+) -> Iterator[tuple[Problem, Choice]]:
+    if not problems:
+        return
+    try:
+        with _session_folder() as folder:
+            ready = []
+            for number, problem in enumerate(problems):
+                try:
+                    full = prepare(problem) if prepare is not None else problem
+                except CandidateRejected as error:
+                    choice = replace(unknown(problem), rejections=(Rejection.of(LIBRARY, error),))
+                    store.put(choice)
+                    yield problem, choice
+                    continue
+                ready.append(_make_job(full, folder, number))
+            workers = effort.workers or knobs.current().compile_workers or fingerprint.usable_cores()
+            with Pool(folder, {_COMPILE: workers, _XLA: 1}) as pool:
+                session = _Session(pool, ready, effort, progress)
+                session.compile_and_check()
+                pool.stop(_COMPILE)
+                for job in ready:
+                    choice = session.measure(job)
+                    if not job.transient:
+                        store.put(choice)
+                    yield job.problem, choice
+    except OSError as error:
+        # No space or no permission for the session's files: the user's program runs on XLA.
+        _log.warning("tuning stopped, what is left stays with XLA: %s", error)
+
+
+def _make_job(problem: Problem, folder: Path, number: int) -> _Job:
+    own = folder / f"p{number}"
+    own.mkdir()
+    file = own / "problem.json"
+    file.write_text(json.dumps(problem.to_json()))
+    return _Job(problem, own, file)
+
+
+class _Session:
+    def __init__(self, pool: Pool, jobs: list[_Job], effort: Effort, progress: Progress | None) -> None:
+        self.pool, self.jobs, self.effort, self.progress = pool, jobs, effort, progress
+        current = knobs.current()
+        self.timeout = effort.timeout if effort.timeout is not None else current.tune_timeout_s
+        self.seed = effort.seed if effort.seed is not None else current.seed
+        self.waiting = list(jobs)
+        self.live = 0
+        self.counts = {"compile": 0, "check": 0, "measure": 0}
+        self.total = sum(len(job.problem.candidates) for job in jobs)
+
+    def tell(self, stage: str, name: str) -> None:
+        self.counts[stage] += 1
+        if self.progress is not None:
+            total = len(self.jobs) if stage == "measure" else self.total
+            self.progress.update(stage, self.counts[stage], total, name)
+
+    # Compile and check: parallel -------------------------------------------------------------------------------------
+
+    def compile_and_check(self) -> None:
+        for job in self.jobs:
+            for candidate in job.problem.candidates:
+                if candidate.kind != "stablehlo":
+                    self._compile(job, candidate.label)
+        self._next_references()
+        self.pool.drain()
+
+    def _compile(self, job: _Job, label: str) -> None:
+        job.compiling += 1
+        out = job.folder / f"k{len(job.kernels)}.kernel"
+        job.kernels[label] = out
+
+        def done(answer: Answer | CandidateRejected) -> None:
+            job.compiling -= 1
+            self.tell("compile", job.problem.name)
+            if isinstance(answer, CandidateRejected):
+                job.reject(label, answer)
+            else:
+                job.compiled[label] = str(answer["kernel"])
+                if job.kinds is not None:
+                    self._check(job, label)
+            self._finish(job)
+
+        request = {"op": "compile", "problem": str(job.file), "label": label, "out": str(out)}
+        self.pool.submit(_COMPILE, request, self.timeout, done)
+
+    def _next_references(self) -> None:
+        while self.waiting and self.live < _LIVE_REFERENCES:
+            self._reference(self.waiting.pop(0))
+
+    def _reference(self, job: _Job) -> None:
+        self.live += 1
+
+        def done(answer: Answer | CandidateRejected) -> None:
+            if isinstance(answer, CandidateRejected):
+                job.fail(answer)
+                self._finish(job)
+                return
+            job.kinds = list(answer["kinds"])
+            for candidate in job.problem.candidates:
+                if candidate.kind == "stablehlo" or candidate.label in job.compiled:
+                    self._check(job, candidate.label)
+            self._finish(job)
+
+        request = {"op": "reference", "problem": str(job.file), "folder": str(job.folder), "seed": self.seed}
+        self.pool.submit(_XLA, request, self.timeout, done)
+
+    def _check(self, job: _Job, label: str) -> None:
+        job.checking += 1
+        kind = job.problem.candidate(label).kind
+
+        def done(answer: Answer | CandidateRejected) -> None:
+            job.checking -= 1
+            self.tell("check", job.problem.name)
+            if isinstance(answer, CandidateRejected):
+                job.reject(label, answer)
+            else:
+                job.passed.append(label)
+            self._finish(job)
+
+        request = {
+            "op": "check",
+            "problem": str(job.file),
+            "label": label,
+            "folder": str(job.folder),
+            "kinds": job.kinds,
+            "kernel": str(job.kernels.get(label, "")),
+        }
+        self.pool.submit(_XLA if kind == "stablehlo" else _COMPILE, request, self.timeout, done)
+
+    def _finish(self, job: _Job) -> None:
+        """Frees the disk once nothing of a problem is compared any more, and lets the next problem in."""
+        settled = job.failed or (job.kinds is not None and not job.compiling and not job.checking)
+        if not settled or (job.failed and job.checking):
+            return
+        if not (job.folder / "settled").exists():
+            (job.folder / "settled").touch()
+            keep = job.kinds.count(NORMAL) if job.kinds else 0
+            for path in job.folder.glob("*.npy"):
+                number, what = path.name.split(".")[:2]
+                if not what.startswith("in") or int(number) >= min(3, keep):
+                    path.unlink()
+            self.live -= 1
+            self._next_references()
+
+    # Measure: one problem at a time, nothing else running ------------------------------------------------------------
+
+    def measure(self, job: _Job) -> Choice:
+        self.tell("measure", job.problem.name)
+        order = [c.label for c in job.problem.candidates if c.label in job.passed]
+        answer: Answer | CandidateRejected | None = None
+        while order and not job.failed:
+            answer = self._measure_once(job, order)
+            if not isinstance(answer, CandidateRejected):
+                break
+            guilty = answer.values.get("running")
+            if not isinstance(answer, WorkerFailed) or guilty not in order:
+                job.fail(answer)  # XLA's own code, or the measuring itself
+                break
+            job.reject(str(guilty), answer)
+            order.remove(str(guilty))
+            answer = None
+        return self._choice(job, answer if isinstance(answer, dict) else None)
+
+    def _measure_once(self, job: _Job, order: list[str]) -> Answer | CandidateRejected:
+        kept: list[Answer | CandidateRejected] = []
+        request = {
+            "op": "measure",
+            "problem": str(job.file),
+            "folder": str(job.folder),
+            "sets": min(3, (job.kinds or []).count(NORMAL)),
+            "kernels": {label: str(job.kernels[label]) for label in order if label in job.kernels},
+            "stablehlo": [label for label in order if label not in job.kernels],
+            "seconds": self.effort.seconds,
+            "finalists": self.effort.finalists,
+        }
+        # The interleaved samples run without events in between.
+        sampling = self.effort.seconds * (len(order) + 2)
+        self.pool.submit(_XLA, request, self.timeout + sampling, kept.append)
+        self.pool.drain()
+        return kept[0]
+
+    def _choice(self, job: _Job, answer: Answer | None) -> Choice:
+        problem = job.problem
+        base = Choice(problem.digest, LIBRARY, "", "library", (), tuple(job.rejected), name=problem.name)
+        if answer is None:
+            return base if job.failed else replace(base, origin="measured")
+        estimates = {c.label: (c.bound_seconds, c.pul) for c in problem.candidates}
+        measurements = []
+        for entry in answer["measurements"]:
+            bound, pul = estimates.get(entry["label"], (0.0, 0.0))
+            measurements.append(Measurement(**entry, bound_seconds=bound, pul=pul))
+        labels = {m.label for m in measurements}
+        choice = replace(
+            base,
+            origin="measured",
+            measurements=tuple(measurements),
+            margin=noise_margin(tuple(measurements)),
+            overhead_seconds=float(answer["overhead"]),
+            kernels={label: digest for label, digest in job.compiled.items() if label in labels},
+            digests={c.label: c.digest for c in problem.candidates if c.label in labels},
+        )
+        choice = select(problem, choice, "mixed")
+        _persist(job, choice)
+        return choice
+
+
+def _persist(job: _Job, choice: Choice) -> None:
+    """Puts the measured kernels that some mode may choose into the object cache: nobody compiles them again."""
+    from jcuts.xla import objects
+
+    for mode in ("mixed", "fusion"):
+        winner = select(job.problem, choice, mode).winner
+        if winner in job.kernels:
+            with contextlib.suppress(CandidateRejected):
+                objects.store(read_kernel(job.kernels[winner]))
+
+
+@contextlib.contextmanager
+def _session_folder() -> Iterator[Path]:
+    """A private folder (mode 0700) for one session; those of dead sessions are removed."""
+    base = Path(tempfile.gettempdir())
+    for old in base.glob(_PREFIX + "*"):
+        with contextlib.suppress(OSError, ValueError):
+            owner = int(old.name[len(_PREFIX) :].split("-")[0])
+            if old.stat().st_uid == os.getuid() and not _is_alive(owner):
+                shutil.rmtree(old, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=base))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def describe(choice: Choice) -> dict[str, Any]:
+    """One line of a choice for tables: name, winner, times and speed-up."""
+    return {
+        "name": choice.name or choice.problem[:12],
+        "winner": choice.winner,
+        "origin": choice.origin,
+        "seconds": choice.seconds(choice.winner),
+        "xla_seconds": choice.seconds(LIBRARY),
+        "speedup": choice.speedup,
+        "rejected": len(choice.rejections),
+    }

@@ -1,0 +1,161 @@
+"""Values for checking: inputs of every recipe from a seed, special values included, and .npy files of any dtype."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from jcuts.base.errors import UsageError
+from jcuts.tune.problem import Input, Problem
+
+NORMAL, SPECIAL, HUGE = "normal", "special", "huge"
+LEAST_SEEDS, MOST_SEEDS, WANTED_SAMPLES = 3, 16, 64
+
+
+def dtype_of(name: str) -> np.dtype:
+    """The NumPy dtype of a name, ml_dtypes' included.
+
+    Raises:
+        UsageError: no such dtype.
+    """
+    try:
+        return np.dtype(getattr(ml_dtypes, name, None) or name)
+    except TypeError:
+        raise UsageError(f"dtype {name!r} is unknown", dtype=name) from None
+
+
+def is_float(dtype: np.dtype) -> bool:
+    """Whether a dtype is a real floating type, ml_dtypes' included."""
+    return dtype.kind == "f" or (dtype.kind == "V" and hasattr(ml_dtypes, dtype.name))
+
+
+def save(path: Path, array: np.ndarray) -> None:
+    """Writes an array; dtypes that the .npy format lacks are written as the integers behind them."""
+    # ascontiguousarray makes a scalar one-dimensional; the caller's spec has the shape.
+    flat = np.ascontiguousarray(array)
+    np.save(path, flat.view(f"u{flat.itemsize}") if flat.dtype.kind == "V" else flat, allow_pickle=False)
+
+
+def load(path: Path | str, shape: Sequence[int], dtype: str) -> np.ndarray:
+    """Reads what `save` (or numpy.save) wrote.
+
+    Raises:
+        UsageError: the file holds another number of elements or another type.
+    """
+    array = np.load(path, allow_pickle=False)
+    wanted = dtype_of(dtype)
+    if wanted.kind == "V" and array.dtype.itemsize == wanted.itemsize:
+        array = array.view(wanted)
+    if array.size != math.prod(shape) or array.dtype != wanted:
+        raise UsageError(
+            f"{path} holds {array.dtype}{list(array.shape)}, expected {wanted}{list(shape)}",
+            path=str(path),
+            found=str(array.dtype),
+        )
+    return np.array(array.reshape(tuple(shape)), order="C")
+
+
+def seed_kinds(problem: Problem) -> list[str]:
+    """Which sets of inputs a problem is checked on.
+
+    At least 3 normal ones; up to 16 for tiny outputs, until XLA's own error is known from about 64 numbers (one number
+    may be exact by luck).  Then one with special values and one with huge ones; one set is enough if nothing is random.
+    """
+    if not any(i.recipe != "given" for i in problem.inputs):
+        return [NORMAL]
+    smallest = max(1, min(math.prod(o.shape) for o in problem.outputs))
+    count = min(MOST_SEEDS, max(LEAST_SEEDS, math.ceil(WANTED_SAMPLES / smallest)))
+    return [NORMAL] * count + [SPECIAL, HUGE]
+
+
+def make_inputs(problem: Problem, kind: str, seed: int) -> list[np.ndarray]:
+    """One set of inputs.
+
+    Args:
+        problem: gives shapes, dtypes and recipes; ``given`` inputs are read from their files, unchanged.
+        kind: ``normal``; ``special``: NaN, infinities, -0, denormals, integer extremes sprinkled in; ``huge``: magnitudes
+            near overflow.
+        seed: of the generator; equal seeds give equal values in every process.
+    """
+    rng = np.random.default_rng([seed, {NORMAL: 0, SPECIAL: 1, HUGE: 2}[kind]])
+    reduction = max(o.reduction for o in problem.outputs)
+    return [_make(i, kind, rng, reduction) for i in problem.inputs]
+
+
+def _make(spec: Input, kind: str, rng: np.random.Generator, reduction: int) -> np.ndarray:
+    dtype = dtype_of(spec.dtype)
+    if spec.recipe == "given":
+        assert spec.npy is not None  # Input checked it
+        return load(spec.npy, spec.shape, spec.dtype)
+    if spec.recipe == "bool" or dtype.kind == "b":
+        return (rng.random(spec.shape) < 0.5).astype(dtype)
+    if dtype.kind in "iu":
+        return _integers(spec, dtype, kind, rng)
+    if dtype.kind == "c":
+        parts = [_floats(spec, np.dtype(f"f{dtype.itemsize // 2}"), kind, rng, reduction) for _ in range(2)]
+        return np.asarray(parts[0] + 1j * parts[1], dtype)
+    if not is_float(dtype):
+        raise UsageError(f"no recipe makes values of dtype {spec.dtype!r}", dtype=spec.dtype)
+    return _floats(spec, dtype, kind, rng, reduction)
+
+
+def _integers(spec: Input, dtype: np.dtype, kind: str, rng: np.random.Generator) -> np.ndarray:
+    info = _iinfo(dtype)
+    low, high = spec.integer_range() or (int(info.min), int(info.max))
+    low, high = max(low, int(info.min)), min(high, int(info.max))
+    wide = rng.integers(low, high, size=spec.shape, endpoint=True, dtype=np.uint64 if high > 2**63 - 1 else np.int64)
+    out = np.asarray(wide).astype(dtype)
+    if spec.integer_range() is None:  # small numbers meet (ties, divisors); large ones wrap around
+        small = rng.integers(max(low, -8), min(high, 8), size=spec.shape, endpoint=True).astype(dtype)
+        out = np.where(rng.random(spec.shape) < 0.5, small, out)
+    if kind != NORMAL:
+        extremes = [v for v in (low, high, low + 1, high - 1, 0, 1, -1) if low <= v <= high]
+        _sprinkle(out, np.array(extremes, dtype), rng, out.size // 4)
+    return np.asarray(out, dtype)
+
+
+def _iinfo(dtype: np.dtype) -> np.iinfo | ml_dtypes.iinfo:
+    try:
+        return np.iinfo(dtype)
+    except ValueError:
+        return ml_dtypes.iinfo(dtype)
+
+
+def _floats(spec: Input, dtype: np.dtype, kind: str, rng: np.random.Generator, reduction: int) -> np.ndarray:
+    values = rng.standard_normal(spec.shape)
+    positive = spec.recipe == "positive"
+    if positive:
+        values = np.abs(values) + 0.1
+    low, high = spec.integer_range() or (None, None)
+    if low is not None and high is not None:  # floats that hold integers
+        values = rng.integers(low, high, size=spec.shape, endpoint=True).astype(np.float64)
+    out = np.asarray(values).astype(dtype)
+    if kind == NORMAL or low is not None:
+        return out
+    info = ml_dtypes.finfo(dtype)
+    tiny, most, least = float(info.smallest_normal), float(info.max), float(info.smallest_subnormal)
+    # A long sum with one NaN in it is NaN: leave most of them alone.
+    count = max(1, out.size // 8) if reduction <= 16 else max(1, min(8, out.size // 16))
+    if kind == SPECIAL:
+        # Overflowing conversions are meant: some small floats lack infinities.
+        special = [0.0, -0.0, np.inf, -np.inf, np.nan, least, -least, tiny / 2, -tiny / 2, tiny, 1.0, -1.0, 0.5]
+        if positive:
+            special = [v for v in special if not (v < 0 or math.copysign(1.0, v) < 0)]
+    else:
+        # Elementwise operations see the very ends of the range; sums must not depend on their order.
+        end = most if reduction == 1 else most / (64.0 * reduction)
+        special = [end, end / 2, end / 4, math.sqrt(end), *([] if positive else [-end, -end / 2, -math.sqrt(end)])]
+    _sprinkle(out, np.array(special).astype(dtype), rng, count)
+    return out
+
+
+def _sprinkle(out: np.ndarray, special: np.ndarray, rng: np.random.Generator, count: int) -> None:
+    if out.size == 0:
+        return
+    where = rng.integers(0, out.size, size=max(1, count))
+    what = rng.permutation(np.resize(np.arange(len(special)), len(where)))
+    out.reshape(-1)[where] = special[what]

@@ -1,0 +1,367 @@
+"""The measuring process: ``python -P -m jcuts.tune.worker``.
+
+One JSON object per line in, one per line out; arrays and kernels travel as files in a private folder of the parent.
+A request is ``{"id", "op", ...}``, its answer ``{"id", "ok": true, ...}`` or ``{"id", "ok": false, "error", "message",
+"values"}``; ``{"id", "event": "running", "label"}`` says which candidate is about to run, for the parent to blame.
+
+It is neither a fork of the user's process (which deadlocks JAX) nor a `multiprocessing` child (which would run the
+user's ``__main__`` again).  JAX is imported only by requests that need XLA.  It dies with its parent: the kernel
+kills it (Linux), and a thread that watches stdin ends it at end of file, even while a candidate loops for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jcuts.base.errors import AccuracyRejected, CandidateRejected, CompileRejected, WorkerFailed
+from jcuts.codegen.artifact import CompiledKernel
+from jcuts.tune.check import Accuracy, Expected, check_output
+from jcuts.tune.choice import LIBRARY, plain
+from jcuts.tune.kernelfile import read_kernel, write_kernel
+from jcuts.tune.launch import Launcher, Schedule
+from jcuts.tune.noise import Samples
+from jcuts.tune.problem import Candidate, Problem, decode_bytes
+from jcuts.tune.values import NORMAL, dtype_of, load, make_inputs, save, seed_kinds
+
+NOISE_RUNS = 6
+NOISE_ULP = 4.0
+"""Simulated rounding per operation: XLA's own approximations of transcendental functions stay within a few ulp."""
+HOPELESS = 2.0
+"""A kernel this many times slower than the fastest in the quick screening is not timed against XLA."""
+
+Announce = Callable[[str], None]
+
+
+# Candidate kinds -----------------------------------------------------------------------------------------------------
+
+
+def _compile_program(candidate: Candidate) -> CompiledKernel:
+    from jcuts.codegen import compile as compiler
+    from jcuts.dfg.program import Program
+
+    return compiler.compile_program(Program.from_json(json.loads(candidate.payload)))
+
+
+def _load_object(candidate: Candidate) -> CompiledKernel:
+    data = json.loads(candidate.payload)
+    code = decode_bytes(data["object_code"])
+    if not code:
+        raise CompileRejected(f"candidate {candidate.label} has no object code", label=candidate.label)
+    return CompiledKernel(
+        candidate.digest[:32],
+        data["symbol"],
+        code,
+        data["tiles"],
+        data["scratch_bytes"],
+        tuple((tuple(shape), dtype) for shape, dtype in data["inputs"]),
+        tuple((tuple(shape), dtype) for shape, dtype in data["outputs"]),
+    )
+
+
+KERNEL_KINDS: dict[str, Callable[[Candidate], CompiledKernel]] = {
+    "program": _compile_program,
+    "object": _load_object,
+}
+
+
+# Requests ------------------------------------------------------------------------------------------------------------
+
+
+def hello(_: dict[str, Any], __: Announce) -> dict[str, Any]:
+    """Answers that this process is up."""
+    return {"pid": os.getpid()}
+
+
+def compile_(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
+    """Compiles one candidate into the file ``out``."""
+    problem = _problem(request)
+    candidate = problem.candidate(request["label"])
+    start = time.perf_counter()
+    kernel = KERNEL_KINDS[candidate.kind](candidate)
+    wanted = (
+        tuple((i.shape, i.dtype) for i in problem.inputs),
+        tuple((o.shape, o.dtype) for o in problem.outputs),
+    )
+    if (kernel.inputs, kernel.outputs) != wanted:
+        raise CompileRejected(
+            f"candidate {candidate.label} computes {kernel.inputs} -> {kernel.outputs}, the subset {wanted[0]} -> {wanted[1]}",
+            label=candidate.label,
+            found=[kernel.inputs, kernel.outputs],
+        )
+    write_kernel(Path(request["out"]), kernel)
+    return {"kernel": kernel.digest, "bytes": len(kernel.object_code), "seconds": time.perf_counter() - start}
+
+
+def reference(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
+    """Makes the inputs, XLA's results and the float64 results (with their range under rounding) of every input set."""
+    jax = _jax()
+    problem, folder = _problem(request), Path(request["folder"])
+    if problem.library is None or problem.reference is None:
+        raise CandidateRejected(f"problem {problem.name} came without its exports", problem=problem.digest)
+    announce(LIBRARY)
+    library = jax.jit(jax.export.deserialize(bytearray(problem.library)).call)
+    wide = jax.jit(jax.export.deserialize(bytearray(problem.reference)).call)
+    kinds = seed_kinds(problem)
+    for number, kind in enumerate(kinds):
+        inputs = make_inputs(problem, kind, int(request["seed"]) + number)
+        widened = [_widen(x) for x in inputs]
+        xla = _leaves(jax, library(*inputs))
+        exact = _leaves(jax, wide(np.uint64(0), np.float64(0), *widened))
+        noisy = []
+        if problem.perturb:
+            noisy = [_leaves(jax, wide(np.uint64(n + 1), np.float64(NOISE_ULP), *widened)) for n in range(NOISE_RUNS)]
+        for i, value in enumerate(inputs):
+            save(folder / f"{number}.in{i}.npy", value)
+        for i, (x, r) in enumerate(zip(xla, exact, strict=True)):
+            save(folder / f"{number}.xla{i}.npy", x)
+            save(folder / f"{number}.ref{i}.npy", r)
+            if noisy:
+                low, high = _range([r, *(n[i] for n in noisy)])
+                save(folder / f"{number}.low{i}.npy", low)
+                save(folder / f"{number}.high{i}.npy", high)
+    return {"kinds": kinds}
+
+
+def check(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
+    """Runs one candidate on every input set, in several orders of its tiles, and applies the acceptance rule."""
+    problem, folder = _problem(request), Path(request["folder"])
+    candidate = problem.candidate(request["label"])
+    announce(candidate.label)
+    run = _xla_runner(candidate) if candidate.kind == "stablehlo" else _kernel_runner(request["kernel"])
+    expected: list[list[Expected]] = [[] for _ in problem.outputs]
+    got: list[list[np.ndarray]] = [[] for _ in problem.outputs]
+    for number, kind in enumerate(request["kinds"]):
+        results = run(_inputs(problem, folder, number), number)
+        if len(results) != len(problem.outputs):
+            raise AccuracyRejected(
+                f"{candidate.label} gives {len(results)} results instead of {len(problem.outputs)}", rule="shape"
+            )
+        for i, (spec, result) in enumerate(zip(problem.outputs, results, strict=True)):
+            expected[i].append(_expected(folder, number, i, kind, spec.shape, spec.dtype))
+            got[i].append(result)
+    found: list[Accuracy] = [
+        check_output(i, spec, expected[i], got[i], problem.tolerance) for i, spec in enumerate(problem.outputs)
+    ]
+    return {"accuracy": [asdict(a) for a in found]}
+
+
+def measure(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
+    """Times XLA and the candidates that passed: all kernels quickly, then the best few against XLA, interleaved."""
+    jax = _jax()
+    from jcuts.base.errors import NativeError
+    from jcuts.tune import timing
+
+    problem, folder = _problem(request), Path(request["folder"])
+    input_sets = [_inputs(problem, folder, n) for n in range(int(request["sets"]))]
+    launchers: dict[str, Launcher] = {}
+    for label, path in request["kernels"].items():
+        launchers[label] = Launcher(read_kernel(Path(path)))
+    answers: list[dict[str, Any]] = []
+    budget = float(request["seconds"])
+    finalists = list(launchers)
+    if len(finalists) > 1:
+        quick: dict[str, Samples] = {}
+        for label, launcher in launchers.items():
+            announce(label)
+            quick |= timing.screen({label: launcher}, input_sets[0], seconds=budget / len(launchers))
+        ranked = sorted(quick, key=lambda label: quick[label].median)
+        limit = HOPELESS * quick[ranked[0]].median
+        finalists = [label for label in ranked[: int(request["finalists"])] if quick[label].median <= limit]
+        answers += [_answer(label, quick[label], "screen") for label in quick if label not in finalists]
+    exported = jax.export.deserialize(bytearray(problem.library or b""))
+    entries: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {LIBRARY: (exported.call, {})}
+    direct: list[str] = []
+    for label in finalists:
+        try:
+            entries[label] = (timing.as_function(launchers[label].kernel), {})
+        except NativeError:
+            direct.append(label)
+    for label in request["stablehlo"]:
+        data = json.loads(problem.candidate(label).payload)
+        artifact = jax.export.deserialize(bytearray(decode_bytes(data["artifact"]) or b""))
+        entries[label] = (artifact.call, data["compiler_options"])
+    method, samples = timing.compare(
+        entries,
+        input_sets,
+        [(o.shape, o.dtype) for o in problem.outputs],
+        seconds=budget * len(entries),
+        first=LIBRARY,
+        announce=announce,
+    )
+    answers += [_answer(label, s, method) for label, s in samples.items()]
+    for label in direct:  # no native library: the kernels cannot be called from XLA either, the times are informative
+        announce(label)
+        answers.append(_answer(label, timing.screen({label: launchers[label]}, input_sets[0], seconds=budget)[label], "direct"))
+    return {"measurements": answers, "overhead": timing.dispatch_overhead()}
+
+
+REQUESTS: dict[str, Callable[[dict[str, Any], Announce], dict[str, Any]]] = {
+    "hello": hello,
+    "compile": compile_,
+    "reference": reference,
+    "check": check,
+    "measure": measure,
+}
+
+
+# Inside --------------------------------------------------------------------------------------------------------------
+
+
+def _jax() -> Any:
+    import jax
+    import jax.export
+
+    # Artifacts carry their own types; without this their 64-bit operands would be cut on the way in.
+    jax.config.update("jax_enable_x64", True)
+    return jax
+
+
+def _problem(request: dict[str, Any]) -> Problem:
+    return Problem.from_json(json.loads(Path(request["problem"]).read_text()))
+
+
+def _leaves(jax: Any, tree: Any) -> list[np.ndarray]:
+    return [np.asarray(x) for x in jax.tree.leaves(tree)]
+
+
+def _widen(x: np.ndarray) -> np.ndarray:
+    if x.dtype.kind in "biu":
+        return x
+    return x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
+
+
+def _range(values: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Least and largest of each element; (-inf, inf) where even NaN, inf and finite alternate."""
+    if values[0].dtype.kind in "biu":
+        return np.minimum.reduce(values), np.maximum.reduce(values)
+    if values[0].dtype.kind == "c":
+        real, imag = (_range([part(v) for v in values]) for part in (np.real, np.imag))
+        return real[0] + 1j * imag[0], real[1] + 1j * imag[1]
+    with np.errstate(invalid="ignore"):
+        low, high = np.minimum.reduce(values), np.maximum.reduce(values)
+        kinds = np.stack([np.where(np.isfinite(v), 0.0, np.where(np.isnan(v), 2.0, np.sign(v))) for v in values])
+    varied = (kinds != kinds[0]).any(axis=0)
+    return np.where(varied, -np.inf, low), np.where(varied, np.inf, high)
+
+
+def _inputs(problem: Problem, folder: Path, number: int) -> list[np.ndarray]:
+    return [load(folder / f"{number}.in{i}.npy", spec.shape, spec.dtype) for i, spec in enumerate(problem.inputs)]
+
+
+def _expected(folder: Path, number: int, i: int, kind: str, shape: tuple[int, ...], dtype: str) -> Expected:
+    kind_of = dtype_of(dtype).kind
+    wide = dtype if kind_of in "biu" else "complex128" if kind_of == "c" else "float64"
+    low = folder / f"{number}.low{i}.npy"
+    bounds: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
+    if low.exists():
+        bounds = (load(low, shape, wide), load(folder / f"{number}.high{i}.npy", shape, wide))
+    return Expected(
+        kind,
+        load(folder / f"{number}.xla{i}.npy", shape, dtype),
+        load(folder / f"{number}.ref{i}.npy", shape, wide),
+        *bounds,
+    )
+
+
+def _kernel_runner(path: str) -> Callable[[list[np.ndarray], int], list[np.ndarray]]:
+    launcher = Launcher(read_kernel(Path(path)))
+    tiles = launcher.kernel.tiles
+    # Tiles are independent: any order, any grouping, several at once.  The poison is 0xAB.. or NaN.
+    schedules = (Schedule(), Schedule(1, backward=True), Schedule(max(1, tiles // 3), threads=2))
+
+    def run(inputs: list[np.ndarray], number: int) -> list[np.ndarray]:
+        return launcher.run(inputs, schedules[number % len(schedules)], poison=(0xAB, 0xFF)[number % 2])
+
+    return run
+
+
+def _xla_runner(candidate: Candidate) -> Callable[[list[np.ndarray], int], list[np.ndarray]]:
+    jax = _jax()
+    data = json.loads(candidate.payload)
+    exported = jax.export.deserialize(bytearray(decode_bytes(data["artifact"]) or b""))
+    program = jax.jit(exported.call, compiler_options=data["compiler_options"] or None)
+    return lambda inputs, _: _leaves(jax, program(*inputs))
+
+
+def _answer(label: str, samples: Samples, method: str) -> dict[str, Any]:
+    low, high = samples.quartiles
+    return {
+        "label": label,
+        "seconds": samples.median,
+        "low": low,
+        "high": high,
+        "runs": len(samples.seconds),
+        "method": method,
+    }
+
+
+def _die_with_parent() -> None:
+    parent = int(os.environ.get("JCUTS_WORKER_PARENT", "0"))
+    with contextlib.suppress(OSError, AttributeError):  # Linux only; elsewhere the watching thread alone does it
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    if parent and os.getppid() != parent:
+        os._exit(3)  # it died before the line above
+
+
+def _watch(requests: queue.SimpleQueue[dict[str, Any]]) -> None:
+    try:
+        for line in sys.stdin:
+            requests.put(json.loads(line))
+    finally:
+        os._exit(0)
+
+
+def serve() -> None:
+    """Answers requests until stdin ends."""
+    _die_with_parent()
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # Whatever prints (compilers, C libraries) goes to stderr; answers have a descriptor of their own.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+
+    requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    threading.Thread(target=_watch, args=(requests,), daemon=True).start()
+    while True:
+        request = requests.get()
+
+        def announce(label: str, number: int = request["id"]) -> None:
+            answers.write(json.dumps({"id": number, "event": "running", "label": label}) + "\n")
+
+        try:
+            answer = {"id": request["id"], "ok": True, **REQUESTS[request["op"]](request, announce)}
+        except CandidateRejected as error:
+            answer = _failure(request, type(error).__name__, error.message, error.values)
+        except Exception as error:  # a bug in one candidate's code path must not cost the others
+            where = traceback.format_exc(limit=-3)
+            message = f"{request['op']}: {type(error).__name__}: {error}"
+            answer = _failure(request, WorkerFailed.__name__, message, {"traceback": where})
+        answers.write(json.dumps(answer) + "\n")
+
+
+def _failure(request: dict[str, Any], kind: str, message: str, values: dict[str, object]) -> dict[str, Any]:
+    return {"id": request["id"], "ok": False, "error": kind, "message": message, "values": plain(values)}
+
+
+if __name__ == "__main__":
+    serve()

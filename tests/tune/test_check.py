@@ -1,0 +1,181 @@
+"""The acceptance rule: what must pass, what must not, with numbers."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jcuts.base.errors import AccuracyRejected
+from jcuts.tune.check import Expected, check_output
+from jcuts.tune.problem import Output
+from jcuts.tune.values import HUGE, NORMAL, SPECIAL
+
+EPS = float(np.finfo(np.float32).eps)
+RNG = np.random.default_rng(0)
+
+
+def check(spec, expected, got, tolerance=2.0):
+    return check_output(0, spec, expected, got, tolerance)
+
+
+def sums(rng, rows=400, terms=500):
+    """Sums with cancellation: reference, float32 sequential and float32 reversed."""
+    x = rng.standard_normal((rows, terms)).astype(np.float32)
+    one = np.add.accumulate(x, axis=1, dtype=np.float32)[:, -1]
+    other = np.add.accumulate(x[:, ::-1], axis=1, dtype=np.float32)[:, -1]
+    return x.astype(np.float64).sum(1), one, other
+
+
+def test_another_order_of_summation_passes():
+    for seed in range(20):
+        parts = [sums(np.random.default_rng([seed, n])) for n in range(3)]
+        expected = [Expected(NORMAL, x, r) for r, x, _ in parts]
+        accuracy = check(Output((400,), "float32", reduction=500), expected, [c for _, _, c in parts])
+        assert accuracy.candidate <= accuracy.limit
+
+
+def test_half_precision_accumulation_is_rejected():
+    r, x, _ = sums(RNG)
+    c = r.astype(ml_dtypes.bfloat16).astype(np.float32)
+    with pytest.raises(AccuracyRejected) as caught:
+        check(Output((400,), "float32", reduction=500), [Expected(NORMAL, x, r)], [c])
+    values = caught.value.values
+    assert values["rule"] == "output"
+    assert values["error_ulp"] > values["limit_ulp"] > values["xla_error_ulp"]
+
+
+@pytest.mark.parametrize(("ulps", "passes"), [(4.0, True), (4.9, True), (7.0, False)])
+def test_the_floor_is_four_ulp_above_twice_xla(ulps, passes):
+    r = np.full(100, 1.0)
+    x = (r * (1 + 0.5 * EPS)).astype(np.float32)  # rounds to 1: XLA's error is 0
+    c = (r + ulps * EPS).astype(np.float32)
+    expected = [Expected(NORMAL, x + np.float32(EPS), r)]  # XLA is off by one ulp: 2 * 1 + 4 are allowed
+    if passes:
+        check(Output((100,), "float32"), expected, [c])
+    else:
+        with pytest.raises(AccuracyRejected):
+            check(Output((100,), "float32"), expected, [c])
+
+
+def test_small_elements_may_not_hide_behind_large_ones():
+    r = np.concatenate([RNG.uniform(0.5, 1, 500), RNG.uniform(0.5e-6, 1e-6, 500)])
+    x = r.astype(np.float32)
+    c = x.copy()
+    c[500:] *= np.float32(1.05)  # 5% wrong, yet within an ulp of the largest
+    with pytest.raises(AccuracyRejected) as caught:
+        check(Output((1000,), "float32"), [Expected(NORMAL, x, r)], [c])
+    assert caught.value.values["rule"] == "magnitude"
+
+
+@pytest.mark.parametrize("kind", [NORMAL, SPECIAL, HUGE])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_classes_must_match(kind, value):
+    r = RNG.standard_normal(50)
+    x = r.astype(np.float32)
+    normal = Expected(NORMAL, x, r)
+    bad = x.copy()
+    bad[7] = value
+    with pytest.raises(AccuracyRejected) as caught:
+        check(Output((50,), "float32"), [normal, Expected(kind, x, r)], [x, bad])
+    assert caught.value.values["rule"] == "class"
+    assert caught.value.values["position"] == [7]
+    special = Expected(kind, bad, bad.astype(np.float64))
+    check(Output((50,), "float32"), [normal, special], [x, bad])
+    with pytest.raises(AccuracyRejected):
+        check(Output((50,), "float32"), [normal, special], [x, x])
+
+
+def test_overflow_of_xla_alone_binds_nobody():
+    r = np.array([1.0, 2.0, 3e38])
+    x = np.array([1.0, 2.0, np.inf], np.float32)
+    for c in (x, r.astype(np.float32)):
+        check(Output((3,), "float32", reduction=9), [Expected(HUGE, x, r)], [c])
+    with pytest.raises(AccuracyRejected):
+        check(Output((3,), "float32", reduction=9), [Expected(HUGE, x, r)], [np.array([1, 2, 1e38], np.float32)])
+
+
+def test_sign_of_zero():
+    r = np.array([0.0, -0.0, 1.0])
+    x = r.astype(np.float32)
+    check(Output((3,), "float32"), [Expected(NORMAL, x, r)], [x])
+    with pytest.raises(AccuracyRejected) as caught:
+        check(Output((3,), "float32"), [Expected(NORMAL, x, r)], [np.abs(x)])
+    assert caught.value.values["rule"] == "zero"
+
+
+def test_flushed_denormals_pass_both_ways():
+    r = np.array([1e-40, -1e-41, 1.0])
+    kept = r.astype(np.float32)
+    flushed = np.array([0.0, -0.0, 1.0], np.float32)
+    for x, c in ((kept, flushed), (flushed, kept)):
+        check(Output((3,), "float32"), [Expected(NORMAL, x, r)], [c])
+
+
+def test_poison_and_nan_everywhere_are_rejected():
+    r = RNG.standard_normal(64)
+    x = r.astype(np.float32)
+    for byte in (0xAB, 0xFF):
+        c = np.full(64, byte * 0x01010101, np.uint32).view(np.float32)
+        with pytest.raises(AccuracyRejected):
+            check(Output((64,), "float32"), [Expected(NORMAL, x, r)], [c])
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "bool", "int64"])
+def test_discrete_outputs_are_bit_equal(dtype):
+    x = (RNG.integers(0, 2, 40)).astype(dtype)
+    check(Output((40,), dtype), [Expected(NORMAL, x, x)], [x.copy()])
+    c = x.copy()
+    c[3] = not c[3] if dtype == "bool" else c[3] + 1
+    with pytest.raises(AccuracyRejected) as caught:
+        check(Output((40,), dtype), [Expected(NORMAL, x, x)], [c])
+    assert caught.value.values["rule"] == "exact" and caught.value.values["position"] == [3]
+
+
+def test_discrete_outputs_within_rounding():
+    x = np.array([3, 5, 9], np.int32)
+    low, high = np.array([3, 4, 9], np.int32), np.array([3, 5, 9], np.int32)
+    expected = [Expected(NORMAL, x, x, low, high)]
+    check(Output((3,), "int32", exact=True), expected, [np.array([3, 4, 9], np.int32)])
+    for bad in ([3, 3, 9], [4, 5, 9], [3, 6, 9]):
+        with pytest.raises(AccuracyRejected):
+            check(Output((3,), "int32", exact=True), expected, [np.array(bad, np.int32)])
+
+
+def test_float_elements_that_rounding_flips():
+    r = RNG.standard_normal(200)
+    x = r.astype(np.float32)
+    low, high = r.copy(), r.copy()
+    high[5] = r[5] + 10.0  # a comparison went the other way in one run
+    expected = [Expected(NORMAL, x, r, low, high)]
+    flipped = x.copy()
+    flipped[5] = high[5]
+    check(Output((200,), "float32"), expected, [flipped])
+    for position, value in ((5, high[5] + 1), (6, x[6] + 10)):
+        bad = x.copy()
+        bad[position] = value
+        with pytest.raises(AccuracyRejected):
+            check(Output((200,), "float32"), expected, [bad])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64", "complex64"])
+def test_other_float_types(dtype):
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    r = RNG.standard_normal(100) + (1j * RNG.standard_normal(100) if dtype == "complex64" else 0)
+    x = r.astype(kind)
+    check(Output((100,), dtype), [Expected(NORMAL, x, r)], [x.copy()])
+    bad = (r * 1.2).astype(kind)
+    with pytest.raises(AccuracyRejected):
+        check(Output((100,), dtype), [Expected(NORMAL, x, r)], [bad])
+
+
+def test_shape_and_dtype_mismatch():
+    x = np.zeros(3, np.float32)
+    with pytest.raises(AccuracyRejected) as caught:
+        check(Output((3,), "float32"), [Expected(NORMAL, x, x)], [np.zeros(4, np.float32)])
+    assert caught.value.values["rule"] == "shape"
+
+
+def test_empty_output():
+    x = np.zeros((0, 3), np.float32)
+    check(Output((0, 3), "float32"), [Expected(NORMAL, x, x.astype(np.float64))], [x])

@@ -18,6 +18,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Before any test module is imported, and through the environment so that child processes see it too.
     for name in [name for name in os.environ if name.startswith("JCUTS_") and name != "JCUTS_NATIVE"]:
         del os.environ[name]
+    os.environ["KERAS_BACKEND"] = "jax"
     folder = tempfile.mkdtemp(prefix="jcuts-tests-")
     os.environ["JCUTS_CACHE_DIR"] = folder
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))

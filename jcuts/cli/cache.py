@@ -1,0 +1,125 @@
+"""Lists, moves and clears what jcuts keeps on disk: the tuning database and the object cache."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jcuts.base import fingerprint, knobs
+from jcuts.base.errors import CacheError
+from jcuts.cli.tables import console, duration, size, table
+from jcuts.tune.store import Row, Store
+
+HELP = "list, export, import, merge or clear tuning results"
+DATABASE = "tuning.db"
+
+
+def open_store() -> Store:
+    """The tuning database of this user, for this machine and these versions."""
+    return Store(
+        knobs.current().cache_dir / DATABASE,
+        device=fingerprint.cpu_fingerprint(),
+        versions=fingerprint.digest(fingerprint.versions()),
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="action")
+    ls = actions.add_parser("ls", help="list the entries, oldest first")
+    ls.add_argument("--here", action="store_true", help="only those of this machine and these versions")
+    export = actions.add_parser("export", help="write every entry to a JSON file")
+    export.add_argument("file", type=Path)
+    import_ = actions.add_parser("import", help="read a file that export wrote; the newer of two entries stays")
+    import_.add_argument("file", type=Path)
+    merge = actions.add_parser("merge", help="read several exported files, all of them or none")
+    merge.add_argument("files", type=Path, nargs="+")
+    clear = actions.add_parser("clear", help="remove every entry and every kernel")
+    clear.add_argument("--yes", action="store_true", help="do not ask")
+    for action in (ls, export, import_, merge, clear):
+        action.set_defaults(do=_ACTIONS[action.prog.rsplit(" ", 1)[-1]])
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Does one action; the database's own troubles (damaged, read-only) end as a typed error."""
+    store = open_store()
+    status = arguments.do(store, arguments)
+    if store.errors:
+        raise store.errors[-1]
+    return status
+
+
+def _ls(store: Store, arguments: argparse.Namespace) -> int:
+    from jcuts.xla import objects
+
+    rows = store.ls(all_devices=not arguments.here)
+    out = console()
+    columns = ("kind", "key", "winner", "time", "machine", "versions", "when")
+    out.print(table(str(store.path), columns, [_line(store, row) for row in rows], right=(3,)))
+    count, total = objects.usage()
+    out.print(f"{len(rows)} entries; {count} kernels of {size(total)} in {objects.root()}")
+    return 0
+
+
+def _line(store: Store, row: Row) -> tuple[str, ...]:
+    winner = str(row.value.get("winner") or row.value.get("chosen") or "")
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(row.created))
+    machine = "this" if row.device == store.device else row.device[:12]
+    versions = "these" if row.versions == store.versions else row.versions[:12]
+    return (row.kind, row.key[:16], winner, _seconds(row.value, winner), machine, versions, when)
+
+
+def _seconds(value: dict[str, Any], winner: str) -> str:
+    """Time of the winner, from either form of entry: a choice's list of measurements or a guard's table."""
+    times = value.get("seconds")
+    found = times.get(winner) if isinstance(times, dict) else None
+    for entry in value.get("measurements") or ():
+        if isinstance(entry, dict) and entry.get("label") == winner:
+            found = entry.get("seconds")
+    return duration(found) if isinstance(found, (int, float)) else ""
+
+
+def _export(store: Store, arguments: argparse.Namespace) -> int:
+    console().print(f"{store.export(arguments.file)} entries written to {arguments.file}")
+    return 0
+
+
+def _import(store: Store, arguments: argparse.Namespace) -> int:
+    console().print(f"{store.import_(arguments.file)} entries taken over from {arguments.file}")
+    return 0
+
+
+def _merge(store: Store, arguments: argparse.Namespace) -> int:
+    taken = store.merge(arguments.files)
+    console().print(f"{taken} entries taken over from {len(arguments.files)} files")
+    return 0
+
+
+def _clear(store: Store, arguments: argparse.Namespace) -> int:
+    from jcuts.xla import objects
+
+    count, total = objects.usage()
+    if not arguments.yes:
+        what = f"{len(store.ls())} entries and {count} kernels ({size(total)})"
+        try:
+            answer = input(f"Remove {what} below {knobs.current().cache_dir}? [y/N] ")
+        except EOFError:
+            raise CacheError("nothing was removed: there is nobody to ask, so pass --yes") from None
+        if answer.strip().lower() not in ("y", "yes"):
+            console().print("nothing was removed")
+            return 1
+    removed = store.clear()
+    kernels = objects.clean(limit_bytes=0) if count else 0
+    console().print(f"{removed} entries and {kernels} kernels removed")
+    return 0
+
+
+_ACTIONS: dict[str, Callable[[Store, argparse.Namespace], int]] = {
+    "ls": _ls,
+    "export": _export,
+    "import": _import,
+    "merge": _merge,
+    "clear": _clear,
+}

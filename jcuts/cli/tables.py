@@ -1,0 +1,52 @@
+"""What the commands print with: tables, and numbers that people read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+
+def console() -> Console:
+    """A console on standard output that does not guess at colours in plain text."""
+    return Console(highlight=False, soft_wrap=False)
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()) -> Table:
+    """A plain table; ``right`` are the columns that hold numbers."""
+    made = Table(title=title, title_justify="left", header_style="bold")
+    for position, column in enumerate(columns):
+        number = position in right
+        made.add_column(column, justify="right" if number else "left", overflow="fold", no_wrap=number)
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def duration(seconds: float) -> str:
+    """Seconds with a fitting unit and three significant digits.
+
+    >>> duration(0.00123), duration(45e-6), duration(12.3)
+    ('1.23 ms', '45.0 us', '12.3 s')
+    """
+    units = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
+    unit, scale = next((entry for entry in units if seconds >= entry[1]), units[-1])
+    value = seconds / scale
+    digits = 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:.{digits}f} {unit}"
+
+
+def size(count: float) -> str:
+    """Bytes with a binary unit.
+
+    >>> size(512), size(1536), size(3 * 2**20)
+    ('512 B', '1.5 KiB', '3.0 MiB')
+    """
+    if count < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        count /= 1024
+        if count < 1024:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1024:.1f} TiB"

@@ -1,0 +1,275 @@
+"""The command line: every command, exit statuses, and one clear line per error."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+from jcuts.base import fingerprint
+from jcuts.base.errors import JcutsError, UsageError
+from jcuts.cli import cache, demo, doctor, explain, smoke, tables
+from jcuts.cli.main import main
+from jcuts.tune.store import Store
+from jcuts.xla import objects
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch, cache_dir):
+    monkeypatch.setenv("COLUMNS", "300")
+
+
+def fill(store: Store, n: int = 2) -> None:
+    for i in range(n):
+        store.put_guard(f"guard-{i}", {"chosen": "jcuts", "seconds": {"jcuts": 0.00125, "xla": 0.002}})
+
+
+# ---------------------------------------------------------------- main
+
+
+@pytest.mark.parametrize("arguments", [[], ["frobnicate"], ["cache"], ["cache", "frob"], ["demo", "--batch", "x"]])
+def test_wrong_use_exits_2_and_shows_usage(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "usage: jcuts" in capsys.readouterr().err
+
+
+def test_an_error_of_jcuts_is_one_line_and_exits_2(capsys):
+    assert main(["explain", "nonsense"]) == 2
+    err = capsys.readouterr().err
+    assert err == "jcuts: 'nonsense' must look like package.module:name\n"
+
+
+def test_a_malformed_variable_is_one_line(monkeypatch, capsys):
+    monkeypatch.setenv("JCUTS_FUEL", "lots")
+    assert main(["cache", "ls"]) == 2
+    assert "JCUTS_FUEL='lots'" in capsys.readouterr().err
+
+
+def test_traceback_on_request():
+    with pytest.raises(UsageError):
+        main(["--traceback", "explain", "nonsense"])
+
+
+# ---------------------------------------------------------------- doctor
+
+
+def status(checks, name):
+    return [c.status for c in checks if c.name == name]
+
+
+def test_doctor_finds_a_healthy_machine(capsys):
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    for word in ("native library", "launcher", "object cache", "tuning database", "every number right", "jax.jit"):
+        assert word in out
+
+
+def test_doctor_names_a_missing_native_library_and_goes_on(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("JCUTS_NATIVE", str(tmp_path / "gone.so"))
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "gone.so is not a file" in out
+    assert "tuning database" in out
+
+
+def test_doctor_names_a_malformed_variable(monkeypatch):
+    monkeypatch.setenv("JCUTS_THREADS", "-3")
+    checks = list(doctor.examine())
+    assert any(c.status == doctor.BAD and "JCUTS_THREADS" in c.found for c in checks)
+
+
+def test_doctor_notices_a_misspelt_variable(monkeypatch):
+    monkeypatch.setenv("JCUTS_FULE", "3")
+    checks = list(doctor.examine())
+    assert any(c.status == doctor.WARNING and "JCUTS_FULE" in c.found for c in checks)
+
+
+def test_doctor_refuses_an_open_cache_directory(cache_dir):
+    cache_dir.mkdir(mode=0o700)
+    (cache_dir / "objects").mkdir()
+    (cache_dir / "objects").chmod(0o777)
+    (check,) = [c for c in doctor.examine() if c.name == "object cache"]
+    assert check.status == doctor.BAD
+    assert "chmod 700" in check.found
+
+
+def test_doctor_reports_a_check_that_dies(monkeypatch):
+    def crash():
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(smoke, "run_kernel", crash)
+    assert any(c.status == doctor.BAD and "boom" in c.found for c in doctor.examine())
+
+
+def test_doctor_knows_version_ranges(monkeypatch):
+    monkeypatch.setattr(doctor, "_requirements", lambda: {"numpy": ">=2.0,<2.1", "jax": ">=0.10"})
+    found = fingerprint.package_version("numpy")
+    (check,) = doctor._versions()
+    assert check.status == (doctor.GOOD if doctor.version_fits(found, "<2.1") else doctor.BAD)
+    assert not doctor.version_fits("0.9.9", ">=0.10")
+    assert not doctor.version_fits("none", ">=0.10")
+    assert doctor.version_fits("2.4.6", ">=2.0, <2.5")
+
+
+# ---------------------------------------------------------------- cache
+
+
+def test_cache_ls_shows_entries(capsys):
+    fill(cache.open_store())
+    assert main(["cache", "ls", "--here"]) == 0
+    out = capsys.readouterr().out
+    assert "guard-0" in out
+    assert "jcuts" in out
+    assert "1.25 ms" in out
+    assert "2 entries; 0 kernels" in out
+
+
+def test_cache_moves_between_machines(tmp_path, monkeypatch, capsys):
+    fill(cache.open_store())
+    file = tmp_path / "out.json"
+    assert main(["cache", "export", str(file)]) == 0
+    assert json.loads(file.read_text())["entries"]
+    for name, arguments in (("import", [str(file)]), ("merge", [str(file), str(file)])):
+        monkeypatch.setenv("JCUTS_CACHE_DIR", str(tmp_path / name))
+        assert main(["cache", name, *arguments]) == 0
+        assert len(cache.open_store().ls()) == 2
+    assert "2 entries taken over" in capsys.readouterr().out
+
+
+def test_cache_import_of_nonsense_changes_nothing(tmp_path, capsys):
+    fill(cache.open_store())
+    bad = tmp_path / "bad.json"
+    bad.write_text("{}")
+    assert main(["cache", "import", str(bad)]) == 2
+    assert main(["cache", "merge", str(tmp_path / "missing.json")]) == 2
+    assert capsys.readouterr().err.count("jcuts: ") == 2
+    assert len(cache.open_store().ls()) == 2
+
+
+def test_cache_export_to_an_impossible_place(capsys):
+    assert main(["cache", "export", "/proc/nowhere/x.json"]) == 2
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_cache_clear_asks(monkeypatch, capsys):
+    fill(cache.open_store())
+    objects.store(smoke.smoke_kernel())
+    monkeypatch.setattr("builtins.input", lambda question: "n")
+    assert main(["cache", "clear"]) == 1
+    assert objects.usage()[0] == 1
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    assert main(["cache", "clear"]) == 0
+    assert (objects.usage()[0], cache.open_store().ls()) == (0, [])
+    assert "2 entries and 1 kernels removed" in capsys.readouterr().out
+
+
+def test_cache_clear_without_anybody_to_ask(monkeypatch, capsys):
+    def nobody(question):
+        raise EOFError
+
+    fill(cache.open_store())
+    monkeypatch.setattr("builtins.input", nobody)
+    assert main(["cache", "clear"]) == 2
+    assert "--yes" in capsys.readouterr().err
+    assert main(["cache", "clear", "--yes"]) == 0
+
+
+# ---------------------------------------------------------------- explain
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    (tmp_path / "explained_module.py").write_text(
+        textwrap.dedent("""
+        import jax.numpy as jnp
+        import jcuts
+        def fn(x, y):
+            return jnp.tanh(x) * 2 + y
+        fast = jcuts.optimize(fn, tune="off")
+        def example():
+            return jnp.ones((8, 16)), jnp.ones((16,))
+        named = {"x": 1.0, "y": 2.0}
+        class space:
+            one = 3.0
+        """)
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield "explained_module"
+    sys.modules.pop("explained_module", None)
+
+
+def test_load(module):
+    assert explain.load(f"{module}:fn").__name__ == "fn"
+    assert explain.load(f"{module}:space.one") == 3.0
+
+
+@pytest.mark.parametrize(
+    ("reference", "reason"),
+    [
+        ("no_colon", "must look like"),
+        (":fn", "must look like"),
+        ("no_such_module_at_all:fn", "cannot import"),
+        ("explained_module:nothing", "has no 'nothing'"),
+        ("explained_module:fn.nothing", "has no 'nothing'"),
+    ],
+)
+def test_load_refuses(module, reference, reason):
+    with pytest.raises(UsageError, match=reason) as caught:
+        explain.load(reference)
+    assert caught.value.reference == reference  # type: ignore[attr-defined]
+
+
+def test_example_arguments(module):
+    assert explain.example_arguments(None) == ((), {})
+    positional, keywords = explain.example_arguments(f"{module}:example")
+    assert [x.shape for x in positional] == [(8, 16), (16,)]
+    assert keywords == {}
+    assert explain.example_arguments(f"{module}:named") == ((), {"x": 1.0, "y": 2.0})
+    assert explain.example_arguments(f"{module}:space.one") == ((3.0,), {})
+
+
+# ---------------------------------------------------------------- demo
+
+
+def test_interleave_times_every_function_equally():
+    calls = []
+    functions = {name: lambda x, name=name: calls.append(name) or x for name in "ab"}
+    times = demo.interleave(functions, (np.ones(3),), seconds=0.0, least=4)
+    assert calls == ["a", "b"] * 4
+    assert [len(t) for t in times.values()] == [4, 4]
+
+
+@pytest.mark.parametrize("arguments", [["--batch", "0"], ["--seconds", "0"], ["--seconds", "nan"]])
+def test_demo_refuses_impossible_numbers(arguments, capsys):
+    assert main(["demo", *arguments]) == 2
+    assert "must be" in capsys.readouterr().err
+
+
+def test_demo_lists_the_networks():
+    pytest.importorskip("keras")
+    with pytest.raises(JcutsError, match="MobileNetV2"):
+        demo.build("NoSuchNetwork", 1)
+
+
+# ---------------------------------------------------------------- tables
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(12.3, "12.3 s"), (0.00123, "1.23 ms"), (45e-6, "45.0 us"), (250e-9, "250 ns"), (0.0, "0.00 ns"), (999, "999 s")],
+)
+def test_duration(seconds, text):
+    assert tables.duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (1536, "1.5 KiB"), (3 * 2**20, "3.0 MiB"), (2**42, "4.0 TiB"), (2**31, "2.0 GiB")]
+)
+def test_size(count, text):
+    assert tables.size(count) == text

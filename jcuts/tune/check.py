@@ -103,7 +103,7 @@ def check_output(
 
 def _parts(array: np.ndarray | None) -> np.ndarray:
     assert array is not None
-    return np.stack([array.real, array.imag], axis=-1)
+    return np.stack([np.real(array), np.imag(array)], axis=-1)
 
 
 def _real_parts(e: Expected) -> Expected:
@@ -238,9 +238,7 @@ def _prepare(
             raise _at(index, seed, "zero", bad, want, have, "is a zero of the other sign")
     kept = ~free & (class_c == 0) & np.isfinite(r)
     errors_x = np.where(class_x == 0, np.abs(x - r), 0.0)
-    return _Set(
-        want.kind, r[kept], np.maximum(np.abs(c - r)[kept] - tiny, 0.0), np.maximum(errors_x[kept] - tiny, 0.0)
-    )
+    return _Set(want.kind, r[kept], np.maximum(np.abs(c - r)[kept] - tiny, 0.0), np.maximum(errors_x[kept] - tiny, 0.0))
 
 
 def _check_bands(

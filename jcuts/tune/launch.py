@@ -104,7 +104,9 @@ class Launcher:
             raise CompileRejected(f"kernel {kernel.digest}: {error.message}", kernel=kernel.digest) from error
         self._call = _SIGNATURE(self.address)
 
-    def run(self, inputs: Sequence[np.ndarray], schedule: Schedule = Schedule(), poison: int = POISON) -> list[np.ndarray]:
+    def run(
+        self, inputs: Sequence[np.ndarray], schedule: Schedule = Schedule(), poison: int = POISON
+    ) -> list[np.ndarray]:
         """Runs the kernel once on fresh buffers.
 
         Args:

@@ -52,6 +52,8 @@ def _open(path: Path) -> int | None:
 
 
 def _wait(handle: int, patience: float, done: Callable[[], bool], poll: float) -> bool:
+    if fcntl is None:
+        return False
     end = time.monotonic() + patience
     while True:
         try:

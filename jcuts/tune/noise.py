@@ -29,7 +29,7 @@ class Samples:
     def quartiles(self) -> tuple[float, float]:
         """First and third quartile [s]; both the single value if there is one."""
         if len(self.seconds) < 2:
-            return self.seconds[0], self.seconds[0]
+            return self.median, self.median
         cuts = statistics.quantiles(self.seconds, n=4, method="inclusive")
         return cuts[0], cuts[2]
 

@@ -22,13 +22,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jcuts.base.errors as errors
+from jcuts.base import errors, knobs
 from jcuts.base.errors import CandidateRejected, WorkerFailed
 
 Answer = dict[str, Any]
 Done = Callable[["Answer | CandidateRejected"], None]
 START_SECONDS = 120.0
 """A new process may import JAX on a slow network file system before its first answer."""
+# They would raise on purpose-made NaNs, run without compilation, or fill the user's compilation cache.
+_DROPPED = frozenset(
+    ["JAX_DEBUG_NANS", "JAX_DEBUG_INFS", "JAX_DISABLE_JIT", "JAX_CHECK_TRACER_LEAKS", "JAX_COMPILATION_CACHE_DIR", "JAX_NUMPY_RANK_PROMOTION", "JAX_NUMPY_DTYPE_PROMOTION", "JAX_TRANSFER_GUARD", "JAX_LOG_COMPILES"]
+)
 _MAX_LINE = 64 * 2**20
 _MAX_STARTS = 3
 
@@ -55,11 +59,6 @@ class Worker:
 
     def __init__(self, folder: Path, number: int) -> None:
         self.log = folder / f"worker{number}.log"
-        root = str(Path(errors.__file__).resolve().parents[2])
-        env = dict(os.environ)
-        env["JAX_PLATFORMS"] = "cpu"
-        env["JCUTS_WORKER_PARENT"] = str(os.getpid())
-        env["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH", "")])])
         with open(self.log, "wb") as log:
             # -P: a user's ./jax.py or ./numpy.py must not be imported instead of the real one.
             self.process = subprocess.Popen(
@@ -67,7 +66,7 @@ class Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=env,
+                env=_environment(),
             )
         _alive.add(self)
         assert self.process.stdout is not None and self.process.stdin is not None
@@ -129,6 +128,26 @@ class Worker:
             return self.log.read_bytes()[-2000:].decode(errors="replace").strip()
         except OSError:
             return ""
+
+
+def _environment() -> dict[str, str]:
+    """The user's environment, less what would change a measurement, plus what the child must know."""
+    env = {name: value for name, value in os.environ.items() if name not in _DROPPED}
+    env["JAX_PLATFORMS"] = "cpu"
+    env["JCUTS_WORKER_PARENT"] = str(os.getpid())
+    current = knobs.current()
+    for name in ("threads", "native", "cache_dir"):  # a `knobs.scope` of the parent is not in its environment
+        value = getattr(current, name)
+        if value is not None:
+            env[knobs.variable(name)] = str(value)
+    # The same packages in the same order as here, but not the folder of the user's script, whose ./queue.py or
+    # ./select.py the child may meet although the parent did not.
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    script = os.path.dirname(os.path.abspath(main)) if main else None
+    root = str(Path(errors.__file__).resolve().parents[2])
+    paths = [path for path in sys.path if path and os.path.abspath(path) != script]
+    env["PYTHONPATH"] = os.pathsep.join([*paths, root] if root not in paths else paths)
+    return env
 
 
 @atexit.register
@@ -228,7 +247,9 @@ class Pool:
         """No process can be started: every queued request of the group fails."""
         waiting, self.queues[group] = self.queues[group], collections.deque()
         for task in waiting:
-            task.done(WorkerFailed("the measuring process cannot be started", reason="start", executable=sys.executable))
+            task.done(
+                WorkerFailed("the measuring process cannot be started", reason="start", executable=sys.executable)
+            )
 
     def _hear(self, worker: Worker) -> None:
         try:

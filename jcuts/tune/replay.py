@@ -108,7 +108,9 @@ def merge(recordings: Iterable[Recording]) -> Recording:
     parts = list(recordings)
     origins = {(part.device, part.versions) for part in parts}
     if len(origins) > 1:
-        raise CacheError(f"recordings of {len(origins)} different devices or versions cannot be merged", count=len(origins))
+        raise CacheError(
+            f"recordings of {len(origins)} different devices or versions cannot be merged", count=len(origins)
+        )
     entries = {problem.digest: (problem, choice) for part in parts for problem, choice in part.entries}
     device, versions = origins.pop() if origins else ("", "")
     return Recording(device, versions, list(entries.values()))

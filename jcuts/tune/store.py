@@ -113,7 +113,10 @@ class Store:
     def ls(self, *, all_devices: bool = True) -> list[Row]:
         """Every entry, oldest first; ``all_devices=False`` limits it to this device and these versions."""
         rows: dict[tuple[str, str, str, str], Row] = {}
-        for kind, table, key, value in (("choice", "choices", "problem", "choice"), ("guard", "guards", "key", "decision")):
+        for kind, table, key, value in (
+            ("choice", "choices", "problem", "choice"),
+            ("guard", "guards", "key", "decision"),
+        ):
             for k, device, versions, text, created in self._read(
                 f"SELECT {key}, device, versions, {value}, created FROM {table}", ()
             ):
@@ -224,7 +227,9 @@ class Store:
                     if attempt == 0 and _is_damaged(error):
                         self._set_aside(str(error))
                         continue
-                    self._report(CacheError(f"cannot read the tuning database {self.path}: {error}", path=str(self.path)))
+                    self._report(
+                        CacheError(f"cannot read the tuning database {self.path}: {error}", path=str(self.path))
+                    )
             return []
 
     def _write(self, work: Any) -> bool:
@@ -307,7 +312,9 @@ class Store:
         """Moves the file (and its journal, which belongs to it) out of the way; nothing is deleted."""
         assert self.path is not None
         self._checked = False
-        aside = self.path.with_name(f"{self.path.name}.aside-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{len(self.errors)}")
+        aside = self.path.with_name(
+            f"{self.path.name}.aside-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{len(self.errors)}"
+        )
         try:
             journal = self.path.with_name(self.path.name + "-journal")
             os.replace(self.path, aside)

@@ -15,7 +15,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -24,21 +23,15 @@ from jcuts.trace import jaxapi
 
 # Results are selected from operands, or exact whatever the operands: no rounding error arises.
 _EXACT = frozenset(
-    """abs argmax argmin broadcast_in_dim ceil clamp clz collapse concatenate conj convert_element_type copy copy_p cummax
-    cummin dynamic_slice dynamic_update_slice expand_dims floor gather imag iota is_finite max min neg not
-    optimization_barrier pad real reduce_and reduce_max reduce_min reduce_or reduce_precision reduce_window_max
-    reduce_window_min reshape rev round scatter scatter-max scatter-min select_and_gather_add select_n sign slice sort
-    split squeeze stop_gradient tie_in top_k transpose""".split()
+    ["abs", "argmax", "argmin", "broadcast_in_dim", "ceil", "clamp", "clz", "collapse", "concatenate", "conj", "convert_element_type", "copy", "copy_p", "cummax", "cummin", "dynamic_slice", "dynamic_update_slice", "expand_dims", "floor", "gather", "imag", "iota", "is_finite", "max", "min", "neg", "not", "optimization_barrier", "pad", "real", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_precision", "reduce_window_max", "reduce_window_min", "reshape", "rev", "round", "scatter", "scatter-max", "scatter-min", "select_and_gather_add", "select_n", "sign", "slice", "sort", "split", "squeeze", "stop_gradient", "tie_in", "top_k", "transpose"]
 )
 # The value depends on the bits of the operands' own type, or the code behind it takes no other type.
 _OPAQUE = frozenset(
-    """bitcast_convert_type nextafter ffi_call custom_call pure_callback io_callback threefry2x32 random_bits random_seed
-    random_wrap random_unwrap random_fold_in random_split rng_bit_generator rng_uniform select_and_scatter""".split()
+    ["bitcast_convert_type", "nextafter", "ffi_call", "custom_call", "pure_callback", "io_callback", "threefry2x32", "random_bits", "random_seed", "random_wrap", "random_unwrap", "random_fold_in", "random_split", "rng_bit_generator", "rng_uniform", "select_and_scatter"]
 )
 # A small change of a float operand can change the result by a finite amount.
 _DISCRETE = frozenset(
-    """eq ne lt le gt ge sign floor ceil round argmax argmin sort top_k approx_top_k rem reduce_precision nextafter
-    bitcast_convert_type select_and_scatter_add select_and_gather_add is_finite""".split()
+    ["eq", "ne", "lt", "le", "gt", "ge", "sign", "floor", "ceil", "round", "argmax", "argmin", "sort", "top_k", "approx_top_k", "rem", "reduce_precision", "nextafter", "bitcast_convert_type", "select_and_scatter_add", "select_and_gather_add", "is_finite"]
 )
 _SCATTERS = {
     "scatter-add": lax.scatter_add,
@@ -156,7 +149,9 @@ class _Evaluator:
         bits = lax.bitcast_convert_type(real, np.uint64)
         if terms > 1 and real.size:
             bits = bits + lax.iota(np.uint64, real.size).reshape(real.shape) * np.uint64(0xD1342543DE82EF95)
-        bits = bits + jnp.uint64(seed) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(self.count * 0xBF58476D1CE4E5B9 % 2**64)
+        bits = (
+            bits + jnp.uint64(seed) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(self.count * 0xBF58476D1CE4E5B9 % 2**64)
+        )
         bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         bits = bits ^ (bits >> np.uint64(31))
@@ -284,5 +279,5 @@ _STRUCTURED: dict[str, Callable[[_Evaluator, Any, list[Any]], list[Any]]] = {
     "while": _while,
     "cond": _cond,
     "reduce": _reduce,
-    **{name: _scatter for name in _SCATTERS},
+    **dict.fromkeys(_SCATTERS, _scatter),
 }

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import json
 import os
 import queue
@@ -37,7 +38,7 @@ from jcuts.tune.kernelfile import read_kernel, write_kernel
 from jcuts.tune.launch import Launcher, Schedule
 from jcuts.tune.noise import Samples
 from jcuts.tune.problem import Candidate, Problem, decode_bytes
-from jcuts.tune.values import NORMAL, dtype_of, load, make_inputs, save, seed_kinds
+from jcuts.tune.values import dtype_of, load, make_inputs, save, seed_kinds
 
 NOISE_RUNS = 6
 NOISE_ULP = 4.0
@@ -207,7 +208,9 @@ def measure(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     answers += [_answer(label, s, method) for label, s in samples.items()]
     for label in direct:  # no native library: the kernels cannot be called from XLA either, the times are informative
         announce(label)
-        answers.append(_answer(label, timing.screen({label: launchers[label]}, input_sets[0], seconds=budget)[label], "direct"))
+        answers.append(
+            _answer(label, timing.screen({label: launchers[label]}, input_sets[0], seconds=budget)[label], "direct")
+        )
     return {"measurements": answers, "overhead": timing.dispatch_overhead()}
 
 
@@ -233,7 +236,12 @@ def _jax() -> Any:
 
 
 def _problem(request: dict[str, Any]) -> Problem:
-    return Problem.from_json(json.loads(Path(request["problem"]).read_text()))
+    return _read_problem(request["problem"])
+
+
+@functools.lru_cache(maxsize=4)
+def _read_problem(path: str) -> Problem:
+    return Problem.from_json(json.loads(Path(path).read_text()))
 
 
 def _leaves(jax: Any, tree: Any) -> list[np.ndarray]:

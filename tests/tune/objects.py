@@ -97,7 +97,9 @@ def object_code(kind: str) -> bytes:
     if kind == "forever":
         text = _FOREVER
     elif kind == "slow":
-        text = _render("right").replace("@kernel", "@fast").replace("define void", "define internal void") + _SLOW.format()
+        text = (
+            _render("right").replace("@kernel", "@fast").replace("define void", "define internal void") + _SLOW.format()
+        )
     else:
         text = _render("right" if kind == "unwritten" else kind, short=1 if kind == "unwritten" else 0)
     binding.initialize_native_target()
@@ -115,9 +117,7 @@ def _render(kind: str, short: int = 0) -> str:
 
 def candidate(kind: str, label: str | None = None, **estimates: float) -> Candidate:
     """A candidate of one kind."""
-    payload = object_payload(
-        object_code(kind), "kernel", tiles=TILES, scratch_bytes=0, inputs=(AVAL,), outputs=(AVAL,)
-    )
+    payload = object_payload(object_code(kind), "kernel", tiles=TILES, scratch_bytes=0, inputs=(AVAL,), outputs=(AVAL,))
     return Candidate("object", payload, label or kind, **estimates)
 
 

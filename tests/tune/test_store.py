@@ -39,7 +39,10 @@ def make_choice(problem: str = "p", seconds: float = 1e-3) -> Choice:
         "k0",
         "digest0",
         "measured",
-        (Measurement("k0", seconds, seconds, seconds, 7, "loop"), Measurement("xla", 2 * seconds, 1e-3, 3e-3, 7, "loop")),
+        (
+            Measurement("k0", seconds, seconds, seconds, 7, "loop"),
+            Measurement("xla", 2 * seconds, 1e-3, 3e-3, 7, "loop"),
+        ),
         (Rejection("k1", "AccuracyRejected", "too far", {"error": 3.0}),),
         margin=0.02,
     )
@@ -51,7 +54,9 @@ def make_store(path: Path | None, device: str = "cpu", versions: str = "v1") -> 
 
 def run_writer(path: Path, count: int, prefix: str = "p", preamble: str = "", **kwargs) -> subprocess.Popen:
     code = textwrap.dedent(preamble) + WRITER.format(root=str(ROOT), path=str(path), count=count, prefix=prefix)
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs)
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs
+    )
 
 
 def test_round_trip_in_another_store(tmp_path):
@@ -263,7 +268,9 @@ def test_two_processes_and_threads_write(tmp_path):
     path = tmp_path / "tuning.db"
     writers = [run_writer(path, 10, prefix=f"w{n}_") for n in range(2)]
     store = make_store(path)
-    threads = [threading.Thread(target=lambda n=n: [store.put(make_choice(f"t{n}_{i}")) for i in range(5)]) for n in range(2)]
+    threads = [
+        threading.Thread(target=lambda n=n: [store.put(make_choice(f"t{n}_{i}")) for i in range(5)]) for n in range(2)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

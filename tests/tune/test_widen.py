@@ -36,7 +36,10 @@ CASES = {
         lambda x: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * 1.1), (0, x))[1],
         lambda x: x * np.float64(np.float32(1.1)) ** 3,
     ),
-    "scatter add": (lambda x: x.at[jnp.array([0, 0, 2])].add(1.5), lambda x: x + np.array([3, 0, 1.5, 0, 0, 0])[:, None]),
+    "scatter add": (
+        lambda x: x.at[jnp.array([0, 0, 2])].add(1.5),
+        lambda x: x + np.array([3, 0, 1.5, 0, 0, 0])[:, None],
+    ),
     "generic reduce": (
         lambda x: lax.reduce(x, np.float32(1), lambda a, b: a * b, (1,)),
         lambda x: np.prod(x, axis=1),

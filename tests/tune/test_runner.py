@@ -1,0 +1,342 @@
+"""Tuning end to end with small kernels: good, wrong, crashing, hanging; two processes; killed parents; bad disks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jcuts.base import knobs
+from jcuts.base.errors import CandidateRejected, WorkerFailed
+from jcuts.base.settings import Settings
+from jcuts.trace import jaxapi
+from jcuts.tune import runner
+from jcuts.tune.library import export_subset, with_exports
+from jcuts.tune.lock import measuring_lock
+from jcuts.tune.pool import Pool
+from jcuts.tune.problem import Candidate, Input, Output, Problem, stablehlo_payload
+from jcuts.tune.replay import Recording
+from jcuts.tune.runner import Effort, tune
+from jcuts.tune.store import Store
+from tests.tune import objects
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICK = Effort(seconds=0.02, finalists=2, timeout=20.0, workers=2, seed=1)
+PARENT = """
+import sys
+from jcuts.base import knobs
+from jcuts.tune.runner import Effort, tune
+from jcuts.tune.store import Store
+from tests.tune import objects
+
+class Tell:
+    def update(self, stage, done, total, name):
+        print(stage, flush=True)
+
+if __name__ == "__main__":
+    print("main", flush=True)
+    store = Store(sys.argv[1], device="d", versions="v")
+    problems = [objects.problem(*kinds.split(","), name=f"n{i}") for i, kinds in enumerate(sys.argv[2].split(";"))]
+    found = tune(problems, store, effort=Effort(seconds=0.02, timeout=20.0, workers=2), progress=Tell())
+    print("winner", *(c.winner for c in found.values()), flush=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def private_places(tmp_path, monkeypatch):
+    """A cache, a lock and temporary files of this test's own."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    with knobs.scope(cache_dir=tmp_path / "cache"):
+        yield
+    monkeypatch.setattr("tempfile.tempdir", None)
+
+
+def memory_store() -> Store:
+    return Store(None, device="d", versions="v")
+
+
+def start(tmp_path: Path, kinds: str) -> subprocess.Popen:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "JCUTS_CACHE_DIR": str(tmp_path / "cache")}
+    return subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path / "t.db"), kinds],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
+    )
+
+
+def children(pid: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1]) == pid:
+                found.append(int(entry.name))
+        except (OSError, IndexError, ValueError):
+            continue
+    return found
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_every_bad_candidate_is_rejected_and_the_rest_goes_on():
+    problem = objects.problem(*objects.KINDS)
+    store = memory_store()
+    recording = Recording()
+    effort = Effort(seconds=0.02, finalists=2, timeout=3.0, workers=2)
+    (choice,) = tune([problem], store, effort=effort, recording=recording).values()
+    reasons = {r.label: r.error for r in choice.rejections}
+    assert reasons == {
+        "wrong": "AccuracyRejected",
+        "slightly wrong": "AccuracyRejected",
+        "nan": "AccuracyRejected",
+        "unwritten": "AccuracyRejected",
+        "out of bounds": "AccuracyRejected",
+        "clobbers": "AccuracyRejected",
+        "no nan": "AccuracyRejected",
+        "garbage": "CompileRejected",
+        "abort": "WorkerFailed",
+        "segfault": "WorkerFailed",
+        "forever": "WorkerFailed",
+    }
+    details = {r.label: r.values for r in choice.rejections}
+    assert details["segfault"]["status"] == -signal.SIGSEGV
+    assert details["abort"]["status"] == -signal.SIGABRT
+    assert details["forever"]["reason"] == "timeout"
+    assert details["slightly wrong"]["error_ulp"] > details["slightly wrong"]["limit_ulp"]
+    assert {m.label for m in choice.measurements} == {"xla", "right", "slow"}
+    assert choice.winner in ("xla", "right") and choice.origin == "measured"
+    assert store.lookup(problem.digest) == choice
+    assert recording.replay("mixed")[problem.digest].winner == choice.winner
+    forced = tune([problem], store, settings=Settings(mode="fusion"))[problem.digest]
+    assert forced.winner == "right" and forced.kernel
+    assert [p for p in Path(os.environ["TMPDIR"]).iterdir() if p.is_dir()] == []
+
+
+def test_database_estimates_and_unknown_need_no_process(monkeypatch):
+    def never(*_, **__):
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(runner, "Pool", never)
+    problem = objects.problem("right", "wrong", exports=False)
+    store = memory_store()
+    assert tune([problem], store, settings=Settings(tune="cached"))[problem.digest].origin == "library"
+    off = tune([problem], store, settings=Settings(tune="off"))[problem.digest]
+    assert off.origin == "estimated"
+    assert store.ls() == []
+
+
+def test_prepare_is_asked_only_for_what_is_missing():
+    asked = []
+    full = objects.problem("right")
+    lazy = Problem("square plus one", full.inputs, full.outputs, space="all", name="lazy")
+
+    def prepare(problem):
+        asked.append(problem.name)
+        return Problem(
+            problem.identity, problem.inputs, problem.outputs, full.candidates, "all", library=full.library,
+            reference=full.reference, name=problem.name,
+        )  # fmt: skip
+
+    store = memory_store()
+    first = tune([lazy], store, effort=QUICK, prepare=prepare)
+    again = tune([lazy, lazy], store, effort=QUICK, prepare=prepare)
+    assert asked == ["lazy"]
+    assert first == again
+    fused = tune([lazy], store, settings=Settings(mode="fusion"), prepare=prepare)[lazy.digest]
+    assert fused.winner == "right" and fused.winner_digest == full.candidates[0].digest
+
+
+def test_a_subset_that_cannot_be_exported_stays_with_xla():
+    def prepare(_):
+        raise CandidateRejected("no export", subset="s")
+
+    (choice,) = tune([objects.problem("right", exports=False)], memory_store(), prepare=prepare).values()
+    assert choice.uses_library and choice.rejections[0].message == "no export"
+
+
+def test_problem_without_exports_stays_with_xla():
+    store = memory_store()
+    (choice,) = tune([objects.problem("right", exports=False)], store, effort=QUICK).values()
+    assert choice.uses_library and choice.origin == "library"
+    assert choice.rejections[-1].label == "xla"
+
+
+def test_compiler_options_are_candidates():
+    base = objects.problem("right")
+    assert base.library is not None
+    good = Candidate("stablehlo", stablehlo_payload(base.library, {"xla_cpu_enable_fast_math": False}), "flags")
+    bad = Candidate("stablehlo", stablehlo_payload(base.library, {"xla_no_such_option": True}), "unknown flag")
+    problem = Problem("flags", base.inputs, base.outputs, (good, bad), library=base.library, reference=base.reference)
+    (choice,) = tune([problem], memory_store(), effort=QUICK).values()
+    assert {m.label for m in choice.measurements} == {"xla", "flags"}
+    assert [r.label for r in choice.rejections] == ["unknown flag"]
+
+
+def test_integers_argmax_and_given_inputs(tmp_path):
+    indices = np.array([0, 3, 3, 1], np.int32)
+    np.save(tmp_path / "i.npy", indices)
+
+    def function(x, i):
+        return jnp.argmax(x, axis=1), x[i]
+
+    closed = jaxapi.closed_jaxpr_of(function, jnp.zeros((4, 5)), jnp.asarray(indices))
+    problem = with_exports(
+        Problem(
+            "argmax and rows",
+            (Input((4, 5), "float32"), Input((4,), "int32", "given", str(tmp_path / "i.npy"))),
+            (Output((4,), "int32", exact=True), Output((4, 5), "float32")),
+        ),
+        closed,
+    )
+    assert problem.perturb
+    same = Candidate("stablehlo", stablehlo_payload(problem.library or b""), "same")
+    other = export_subset(
+        jaxapi.closed_jaxpr_of(lambda x, i: (jnp.argmin(x, axis=1), x[i]), jnp.zeros((4, 5)), jnp.asarray(indices))
+    )
+    wrong = Candidate("stablehlo", stablehlo_payload(other.library), "argmin")
+    full = Problem(
+        "argmax and rows", problem.inputs, problem.outputs, (same, wrong), library=problem.library,
+        reference=problem.reference, perturb=True,
+    )  # fmt: skip
+    (choice,) = tune([full], memory_store(), effort=QUICK).values()
+    assert {m.label for m in choice.measurements} == {"xla", "same"}
+    assert [(r.label, r.values["rule"]) for r in choice.rejections] == [("argmin", "exact")]
+
+
+def test_no_process_can_be_started(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    store = memory_store()
+    (choice,) = tune([objects.problem("right")], store, effort=QUICK).values()
+    assert choice.uses_library
+    assert choice.rejections[0].values["reason"] == "start"
+    assert store.ls() == []  # says nothing about the problem
+
+
+def test_no_space_for_session_files(monkeypatch, tmp_path, caplog):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tempfile.mkdtemp", full)
+    (choice,) = tune([objects.problem("right")], memory_store(), effort=QUICK).values()
+    assert choice.uses_library
+    assert "stays with XLA" in caplog.text
+
+
+def test_pool_reports_a_worker_that_answers_nonsense(tmp_path, monkeypatch):
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\nread line\necho nonsense\nsleep 60\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    answers = []
+    with Pool(tmp_path, {"g": 1}) as pool:
+        pool.submit("g", {"op": "hello"}, 5.0, answers.append)
+        pool.drain()
+    assert isinstance(answers[0], WorkerFailed) and answers[0].values["reason"] == "protocol"
+
+
+def test_workers_are_gone_after_an_exception(tmp_path):
+    pids: list[int] = []
+    with pytest.raises(KeyboardInterrupt), Pool(tmp_path, {"g": 2}) as pool:
+
+        def interrupt(_):
+            pids.extend(pool.pids())
+            raise KeyboardInterrupt
+
+        pool.submit("g", {"op": "hello"}, 30.0, interrupt)
+        pool.drain()
+    assert pids and not any(is_running(pid) for pid in pids)
+
+
+def test_main_is_not_run_again_and_two_processes_share_one_result(tmp_path):
+    kinds = "right,wrong;right,slow"
+    both = [start(tmp_path, kinds) for _ in range(2)]
+    outputs = []
+    for process in both:
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        outputs.append(out.splitlines())
+    assert [out.count("main") for out in outputs] == [1, 1]
+    assert outputs[0][-1] == outputs[1][-1]
+    # Each problem was measured by one of the two only.
+    assert sum(out.count("measure") for out in outputs) == 2
+    store = Store(tmp_path / "t.db", device="d", versions="v")
+    assert len(store.ls()) == 2 and store.errors == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("stage", ["compile", "check"])
+def test_kill_nine_of_the_parent_leaves_no_worker_and_no_harm(tmp_path, stage):
+    parent = start(tmp_path, "right,forever")
+    assert parent.stdout is not None
+    for line in parent.stdout:
+        if line.strip() == stage:
+            break
+    workers = children(parent.pid)
+    assert workers
+    parent.send_signal(signal.SIGKILL)
+    parent.communicate(timeout=30)
+    end = time.monotonic() + 20
+    while any(is_running(pid) for pid in workers) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not any(is_running(pid) for pid in workers)
+    problem = objects.problem("right", name="after")
+    store = Store(tmp_path / "t.db", device="d", versions="v")
+    (choice,) = tune([problem], store, effort=QUICK).values()
+    assert choice.origin == "measured" and store.errors == []
+    # The dead session's folder was removed by the next session.
+    assert [p.name for p in Path(os.environ["TMPDIR"]).iterdir() if p.is_dir()] == []
+
+
+def test_lock_is_exclusive_patient_and_released(tmp_path):
+    path = tmp_path / "lock"
+    with measuring_lock(patience=0.0, path=path) as held:
+        assert held
+        with measuring_lock(patience=0.05, path=path, poll=0.01) as second:
+            assert not second
+        asked = []
+        with measuring_lock(
+            patience=60.0, path=path, poll=0.01, done=lambda: asked.append(1) or len(asked) > 2
+        ) as third:
+            assert not third
+        assert len(asked) == 3
+    with measuring_lock(patience=0.0, path=path) as held:
+        assert held
+    with measuring_lock(patience=0.0, path=tmp_path / "no" / "folder") as held:
+        assert not held
+
+
+def test_progress_counts():
+    seen = []
+
+    class Tell:
+        def update(self, stage, done, total, name):
+            seen.append((stage, done, total))
+
+    tune([objects.problem("right", "wrong")], memory_store(), effort=QUICK, progress=Tell())
+    assert ("compile", 2, 2) in seen and ("check", 2, 2) in seen and seen[-1] == ("measure", 1, 1)
+
+
+def test_choice_survives_json():
+    problem = objects.problem("right")
+    store = memory_store()
+    (choice,) = tune([problem], store, effort=QUICK).values()
+    assert json.loads(json.dumps(choice.to_json()))["winner"] == choice.winner
+    assert choice.overhead_seconds > 0 and 0.01 <= choice.margin <= 0.10

@@ -402,7 +402,8 @@ int jcuts_bench(void* kernel, void** buffers, int64_t tiles, void* scratch, int6
   int64_t chunk = std::max<int64_t>(1, tiles / (threads * jcuts::kChunksPerThread));
   auto* base = static_cast<char*>(scratch);
 
-  // One Job per launch, as in the handler: a helper still leaving launch i must not take tiles of launch i + 1.
+  // The threads are this call's own, so all of them are waited for: a helper still leaving launch i must not take tiles
+  // of launch i + 1.
   struct Shared {
     alignas(64) std::atomic<int64_t> launch{0};
     alignas(64) std::atomic<int64_t> next{0};

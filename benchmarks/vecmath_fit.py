@@ -1,7 +1,6 @@
 """Derives the polynomial coefficients of ``jcuts/codegen/vecmath`` (needs ``mpmath``; not needed at run time).
 
-The fits minimise the *weighted* error ``w(x) * (p(x) - f(x))``, where w makes it a relative error of the final function:
-
+The fits minimise the weighted error ``w(x) * (p(x) - f(x))``, where w makes it a relative error of the final function.
 Remez exchange in multiple precision.  Coefficients are then rounded to the target format one at a time, lowest
 power first, and the rest is fitted again after each, so that the others absorb the rounding of one.
 
@@ -46,7 +45,7 @@ def chebyshev_nodes(lo: mp.mpf, hi: mp.mpf, count: int) -> list[mp.mpf]:
 def remez(f: Real, w: Real, lo: mp.mpf, hi: mp.mpf, powers: list[int]) -> tuple[list[mp.mpf], mp.mpf]:
     """Minimax coefficients of ``sum c_k x^k, k in powers`` and the largest weighted error."""
     size = len(powers) + 1
-    grid = [x for x in chebyshev_nodes(lo, hi, max(400, 24 * size))]
+    grid = chebyshev_nodes(lo, hi, max(400, 24 * size))
     fg, wg = [f(x) for x in grid], [w(x) for x in grid]
     pg = [[x**p for p in powers] for x in grid]
     nodes = [round(k * (len(grid) - 1) / (size - 1)) for k in range(size)]
@@ -175,50 +174,77 @@ FITS: dict[str, Fit] = {
     "EXP": Fit(
         series_safe(lambda r: (mp.expm1(r) - r) / r**2, 0.5, 1 / 6),
         lambda r: r**2 / mp.expm1(r) if r else mp.mpf(0),
-        -0.3468, 0.3468, {"f32": 5, "f64": 10},
+        -0.3468,
+        0.3468,
+        {"f32": 5, "f64": 10},
     ),
     "EXP2": Fit(lambda r: mp.power(2, r), lambda r: mp.power(2, -r), -0.5005, 0.5005, {"f32": 6, "f64": 12}, (1.0,)),
     "LOG": Fit(
         series_safe(lambda f: (mp.log1p(f) - f + f * f / 2) / f**3, 1 / 3, -0.25),
         lambda f: f**3 / mp.log1p(f) if f else mp.mpf(0),
-        ROOT_HALF - 1, ROOT_TWO - 1, {"f32": 7},
+        ROOT_HALF - 1,
+        ROOT_TWO - 1,
+        {"f32": 7},
     ),
     # 2 atanh(s) = 2 s + s^3 (...), z = s^2
     "ATANH2": Fit(
         lambda z: 2 * odd(mp.atanh)(z) if z > mp.mpf(10) ** -18 else mp.mpf(2) / 3,
-        lambda z: z, 0.0, S_MAX**2, {"f32": 3, "f64": 6},
+        lambda z: z,
+        0.0,
+        S_MAX**2,
+        {"f32": 3, "f64": 6},
     ),
     # the same beyond its first term: (2 atanh(s) - 2 s - 2/3 s^3) / s^5
     "ATANH2_TAIL": Fit(
         lambda z: (2 * odd(mp.atanh)(z) - mp.mpf(2) / 3) / z if z > mp.mpf(10) ** -12 else mp.mpf(2) / 5 + z * 2 / 7,
-        lambda z: z**2, 0.0, S_MAX**2, {"f32": 3, "f64": 9},
+        lambda z: z**2,
+        0.0,
+        S_MAX**2,
+        {"f32": 3, "f64": 9},
     ),
     "SIN": Fit(
         lambda z: odd(mp.sin)(z) if z > mp.mpf(10) ** -18 else -mp.mpf(1) / 6,
-        odd_weight(mp.sin), 0.0, 0.6185, {"f32": 2, "f64": 5},
+        odd_weight(mp.sin),
+        0.0,
+        0.6185,
+        {"f32": 2, "f64": 5},
     ),
     # cos r = 1 - z/2 + z^2 (...)
     "COS": Fit(
         lambda z: (mp.cos(mp.sqrt(z)) - 1 + z / 2) / z**2 if z > mp.mpf(10) ** -18 else mp.mpf(1) / 24,
-        lambda z: z**2 / mp.cos(mp.sqrt(z)), 0.0, 0.6185, {"f32": 2, "f64": 5},
+        lambda z: z**2 / mp.cos(mp.sqrt(z)),
+        0.0,
+        0.6185,
+        {"f32": 2, "f64": 5},
     ),
     "SINH": Fit(
         lambda z: odd(mp.sinh)(z) if z > mp.mpf(10) ** -18 else mp.mpf(1) / 6,
-        odd_weight(mp.sinh), 0.0, 1.0, {"f32": 3, "f64": 7},
+        odd_weight(mp.sinh),
+        0.0,
+        1.0,
+        {"f32": 3, "f64": 7},
     ),
     "ASIN": Fit(
         lambda z: odd(mp.asin)(z) if z > mp.mpf(10) ** -18 else mp.mpf(1) / 6,
-        odd_weight(mp.asin), 0.0, 0.2501, {"f32": 4, "f64": 12},
+        odd_weight(mp.asin),
+        0.0,
+        0.2501,
+        {"f32": 4, "f64": 12},
     ),
     "ATAN": Fit(
         lambda z: odd(mp.atan)(z) if z > mp.mpf(10) ** -18 else -mp.mpf(1) / 3,
-        odd_weight(mp.atan), 0.0, (ROOT_TWO - 1) ** 2 * mp.mpf("1.001"), {"f32": 4, "f64": 11},
+        odd_weight(mp.atan),
+        0.0,
+        (ROOT_TWO - 1) ** 2 * mp.mpf("1.001"),
+        {"f32": 4, "f64": 11},
     ),
     # erf x = x + x (...) for |x| < 1 (the constant term is 2/sqrt(pi) - 1)
     "ERF": Fit(
         lambda z: (mp.erf(mp.sqrt(z)) / mp.sqrt(z) if z > mp.mpf(10) ** -30 else 2 / mp.sqrt(mp.pi)) - 1,
         lambda z: mp.sqrt(z) / mp.erf(mp.sqrt(z)) if z > mp.mpf(10) ** -30 else mp.sqrt(mp.pi) / 2,
-        0.0, 1.0, {"f32": 6, "f64": 12},
+        0.0,
+        1.0,
+        {"f32": 6, "f64": 12},
     ),
     # erfc y = exp(-q(y)), absolute error of erf
     "ERF_TAIL": Fit(inverse_log_erfc, mp.erfc, 0.99, 3.95, {"f32": 6}),
@@ -236,7 +262,10 @@ FITS: dict[str, Fit] = {
         lambda u: erfinv_of_w((u + 3) ** 2), lambda u: 1 / erfinv_of_w((u + 3) ** 2), -0.765, 1.0, {"f32": 9}
     ),
     "ERFINV_F64_0": Fit(
-        lambda u: erfinv_of_w(u + mp.mpf(25) / 8), lambda u: 1 / erfinv_of_w(u + mp.mpf(25) / 8), -3.125, 3.125,
+        lambda u: erfinv_of_w(u + mp.mpf(25) / 8),
+        lambda u: 1 / erfinv_of_w(u + mp.mpf(25) / 8),
+        -3.125,
+        3.125,
         {"f64": 23},
     ),
     "ERFINV_F64_1": Fit(

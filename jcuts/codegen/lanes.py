@@ -8,10 +8,17 @@ target, which expands what its hardware lacks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 from llvmlite import ir
 
 from jcuts.base.errors import IRError
+
+# ``ir.IRBuilder``, ``ir.Value`` and ``ir.Type``.  llvmlite has no annotations: its decorated methods read as returning
+# None and its values as having no type, so a type checker must not look inside.
+Builder: TypeAlias = Any
+Value: TypeAlias = Any
+Type: TypeAlias = Any
 
 F32 = ir.FloatType()
 F64 = ir.DoubleType()
@@ -32,7 +39,7 @@ _ELEMENT = {
 }
 
 
-def element_type(dtype: str) -> ir.Type:
+def element_type(dtype: str) -> Type:
     """LLVM type of one lane of a jax dtype while it is in a register.
 
     bfloat16 is held as its 16 bits (``i16``) and converted to float32 for arithmetic; bool is ``i1``.
@@ -50,22 +57,22 @@ def vector_type(dtype: str, lanes: int) -> ir.VectorType:
     return ir.VectorType(element_type(dtype), lanes)
 
 
-def element(kind: ir.Type) -> ir.Type:
+def element(kind: Type) -> Type:
     """Element type of a vector, or the scalar type itself."""
     return kind.element if isinstance(kind, ir.VectorType) else kind
 
 
-def lane_count(kind: ir.Type) -> int:
+def lane_count(kind: Type) -> int:
     """Lanes of a vector type; 1 for a scalar."""
     return kind.count if isinstance(kind, ir.VectorType) else 1
 
 
-def like(kind: ir.Type, new_element: ir.Type) -> ir.Type:
+def like(kind: Type, new_element: Type) -> Type:
     """The type of the same shape as ``kind`` with another element."""
     return ir.VectorType(new_element, kind.count) if isinstance(kind, ir.VectorType) else new_element
 
 
-def bit_width(kind: ir.Type) -> int:
+def bit_width(kind: Type) -> int:
     """Bits of one lane."""
     one = element(kind)
     if isinstance(one, ir.IntType):
@@ -76,14 +83,14 @@ def bit_width(kind: ir.Type) -> int:
     raise IRError(f"{one} is no lane type", type=str(one))
 
 
-def const(kind: ir.Type, value: float | int) -> ir.Constant:
+def const(kind: Type, value: float | int) -> ir.Constant:
     """The constant ``value`` in every lane."""
     if isinstance(kind, ir.VectorType):
         return ir.Constant(kind, [ir.Constant(kind.element, value)] * kind.count)
     return ir.Constant(kind, value)
 
 
-def splat(builder: ir.IRBuilder, scalar: ir.Value, lanes: int) -> ir.Value:
+def splat(builder: Builder, scalar: Value, lanes: int) -> Value:
     """``<lanes x T>`` with a run-time scalar in every lane."""
     kind = ir.VectorType(scalar.type, lanes)
     one = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(I32, 0))
@@ -91,12 +98,12 @@ def splat(builder: ir.IRBuilder, scalar: ir.Value, lanes: int) -> ir.Value:
     return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), mask)
 
 
-def iota(kind: ir.VectorType) -> ir.Constant:
+def iota(kind: Type) -> ir.Constant:
     """0, 1, 2, ... along the lanes of an integer vector type."""
     return ir.Constant(kind, [ir.Constant(kind.element, k) for k in range(kind.count)])
 
 
-def suffix(kind: ir.Type) -> str:
+def suffix(kind: Type) -> str:
     """The type's name inside an overloaded intrinsic's name, e.g. ``v16f32``."""
     one = element(kind)
     if isinstance(kind, ir.PointerType):
@@ -106,18 +113,18 @@ def suffix(kind: ir.Type) -> str:
 
 
 def intrinsic(
-    builder: ir.IRBuilder,
+    builder: Builder,
     name: str,
-    result: ir.Type,
-    args: Sequence[ir.Value],
-    overloads: Sequence[ir.Type] | None = None,
-) -> ir.Value:
+    result: Type,
+    args: Sequence[Value],
+    overloads: Sequence[Type] | None = None,
+) -> Value:
     """Calls ``llvm.<name>``; ``overloads`` are the types in its mangled name (the result's by default)."""
     mangled = ".".join(["llvm", name, *(suffix(kind) for kind in (overloads or [result]))])
     return builder.call(declare(builder, mangled, result, [a.type for a in args]), list(args))
 
 
-def declare(builder: ir.IRBuilder, name: str, result: ir.Type, args: Sequence[ir.Type]) -> ir.Function:
+def declare(builder: Builder, name: str, result: Type, args: Sequence[Type]) -> ir.Function:
     """The module's function of that name, declared on first use."""
     module = builder.module
     found = module.globals.get(name)
@@ -126,28 +133,28 @@ def declare(builder: ir.IRBuilder, name: str, result: ir.Type, args: Sequence[ir
     return found
 
 
-def fma(builder: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
+def fma(builder: Builder, x: Value, y: Value, z: Value) -> Value:
     """x*y + z with one rounding."""
     return intrinsic(builder, "fma", x.type, [x, y, z])
 
 
-def select(builder: ir.IRBuilder, mask: ir.Value, yes: ir.Value, no: ir.Value) -> ir.Value:
+def select(builder: Builder, mask: Value, yes: Value, no: Value) -> Value:
     """Lane-wise ``mask ? yes : no``."""
     return builder.select(mask, yes, no)
 
 
-def bitcast(builder: ir.IRBuilder, value: ir.Value, new_element: ir.Type) -> ir.Value:
+def bitcast(builder: Builder, value: Value, new_element: Type) -> Value:
     """The same bits with another element type of the same width."""
     return builder.bitcast(value, like(value.type, new_element))
 
 
-def per_lane(builder: ir.IRBuilder, symbol: str, args: Sequence[ir.Value]) -> ir.Value:
+def per_lane(builder: Builder, symbol: str, args: Sequence[Value]) -> Value:
     """Calls a scalar C function once per lane (libm symbols: slow, for the cases with no vector form)."""
     kind = args[0].type
     function = declare(builder, symbol, element(kind), [element(a.type) for a in args])
     if not isinstance(kind, ir.VectorType):
         return builder.call(function, list(args))
-    result: ir.Value = ir.Constant(kind, ir.Undefined)
+    result: Value = ir.Constant(kind, ir.Undefined)
     for k in range(kind.count):
         index = ir.Constant(I32, k)
         lane = builder.call(function, [builder.extract_element(a, index) for a in args])
@@ -155,7 +162,7 @@ def per_lane(builder: ir.IRBuilder, symbol: str, args: Sequence[ir.Value]) -> ir
     return result
 
 
-def any_lane(builder: ir.IRBuilder, mask: ir.Value) -> ir.Value:
+def any_lane(builder: Builder, mask: Value) -> Value:
     """One ``i1``: is any lane of the mask set?"""
     if not isinstance(mask.type, ir.VectorType):
         return mask
@@ -164,9 +171,7 @@ def any_lane(builder: ir.IRBuilder, mask: ir.Value) -> ir.Value:
     return intrinsic(builder, "vector.reduce.or", I1, [mask], [mask.type])
 
 
-def reduce_lanes(
-    builder: ir.IRBuilder, value: ir.Value, combine: Callable[[ir.Value, ir.Value], ir.Value]
-) -> ir.Value:
+def reduce_lanes(builder: Builder, value: Value, combine: Callable[[Value, Value], Value]) -> Value:
     """Folds the lanes of a vector to one scalar by halves: ``combine`` is called log2(N) times on shorter vectors.
 
     The order is fixed (lane k with lane k + N/2 first), so results do not depend on the target.  ``combine`` sees
@@ -183,62 +188,58 @@ def reduce_lanes(
     return builder.extract_element(value, ir.Constant(I32, 0))
 
 
-def slice_lanes(builder: ir.IRBuilder, value: ir.Value, start: int, count: int) -> ir.Value:
+def slice_lanes(builder: Builder, value: Value, start: int, count: int) -> Value:
     """Lanes ``[start, start + count)`` as a shorter vector."""
     mask = ir.Constant(ir.VectorType(I32, count), [ir.Constant(I32, start + k) for k in range(count)])
     return builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), mask)
 
 
-def join_lanes(builder: ir.IRBuilder, low: ir.Value, high: ir.Value) -> ir.Value:
+def join_lanes(builder: Builder, low: Value, high: Value) -> Value:
     """Two vectors of N lanes as one of 2N."""
     count = 2 * lane_count(low.type)
     mask = ir.Constant(ir.VectorType(I32, count), [ir.Constant(I32, k) for k in range(count)])
     return builder.shuffle_vector(low, high, mask)
 
 
-def tail_mask(builder: ir.IRBuilder, valid: ir.Value, lanes: int) -> ir.Value:
+def tail_mask(builder: Builder, valid: Value, lanes: int) -> Value:
     """``<lanes x i1>`` with the first ``valid`` (an integer value) lanes set."""
     kind = ir.VectorType(valid.type, lanes)
     return builder.icmp_signed("<", iota(kind), splat(builder, valid, lanes))
 
 
-def load(builder: ir.IRBuilder, pointer: ir.Value, kind: ir.Type, align: int | None = None) -> ir.Value:
+def load(builder: Builder, pointer: Value, kind: Type, align: int | None = None) -> Value:
     """A vector (or scalar) from memory; ``align`` in bytes, one element's by default."""
-    return builder.load(_as_pointer(builder, pointer, kind), align=align or _bytes(kind), typ=kind)
+    return builder.load(_as_pointer(builder, pointer), align=align or _bytes(kind), typ=kind)
 
 
-def store(builder: ir.IRBuilder, value: ir.Value, pointer: ir.Value, align: int | None = None) -> None:
+def store(builder: Builder, value: Value, pointer: Value, align: int | None = None) -> None:
     """A vector (or scalar) to memory; ``align`` in bytes, one element's by default."""
-    builder.store(value, _as_pointer(builder, pointer, value.type), align=align or _bytes(value.type))
+    builder.store(value, _as_pointer(builder, pointer), align=align or _bytes(value.type))
 
 
-def masked_load(
-    builder: ir.IRBuilder, pointer: ir.Value, mask: ir.Value, other: ir.Value, align: int | None = None
-) -> ir.Value:
+def masked_load(builder: Builder, pointer: Value, mask: Value, other: Value, align: int | None = None) -> Value:
     """Lanes of the mask from memory, the rest from ``other``; memory of unset lanes is not touched."""
     kind = other.type
-    plain = _as_pointer(builder, pointer, kind)
+    plain = _as_pointer(builder, pointer)
     alignment = ir.Constant(I32, align or _bytes(kind))
     name = f"llvm.masked.load.{suffix(kind)}.p0"
     function = declare(builder, name, kind, [plain.type, I32, mask.type, kind])
     return builder.call(function, [plain, alignment, mask, other])
 
 
-def masked_store(
-    builder: ir.IRBuilder, value: ir.Value, pointer: ir.Value, mask: ir.Value, align: int | None = None
-) -> None:
+def masked_store(builder: Builder, value: Value, pointer: Value, mask: Value, align: int | None = None) -> None:
     """Writes the lanes of the mask; memory of unset lanes is not touched."""
-    plain = _as_pointer(builder, pointer, value.type)
+    plain = _as_pointer(builder, pointer)
     alignment = ir.Constant(I32, align or _bytes(value.type))
     name = f"llvm.masked.store.{suffix(value.type)}.p0"
     function = declare(builder, name, ir.VoidType(), [value.type, plain.type, I32, mask.type])
     builder.call(function, [value, plain, alignment, mask])
 
 
-def gather(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, mask: ir.Value, other: ir.Value) -> ir.Value:
+def gather(builder: Builder, base: Value, index: Value, mask: Value, other: Value) -> Value:
     """``base[index[k]]`` for the lanes of the mask, the rest from ``other``; ``base`` points at elements."""
     one = element(other.type)
-    addresses = builder.gep(_as_pointer(builder, base, one), [index], source_etype=one)
+    addresses = builder.gep(_as_pointer(builder, base), [index], source_etype=one)
     kind = ir.VectorType(ir.PointerType(), lane_count(other.type))
     addresses.type = kind  # llvmlite types a gep by its base: over a vector of indices it is a vector of pointers
     name = f"llvm.masked.gather.{suffix(other.type)}.v{lane_count(other.type)}p0"
@@ -246,12 +247,12 @@ def gather(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, mask: ir.Valu
     return builder.call(function, [addresses, ir.Constant(I32, _bytes(one)), mask, other])
 
 
-def _bytes(kind: ir.Type) -> int:
+def _bytes(kind: Type) -> int:
     return max(1, bit_width(kind) // 8)
 
 
-def _as_pointer(builder: ir.IRBuilder, pointer: ir.Value, kind: ir.Type) -> ir.Value:
-    """The pointer as llvmlite wants it for accesses of ``kind`` (opaque in LLVM: no code)."""
+def _as_pointer(builder: Builder, pointer: Value) -> Value:
+    """The pointer without the pointee that llvmlite may know of (no code in LLVM, where pointers are opaque)."""
     if getattr(pointer.type, "is_opaque", False):
         return pointer
     return builder.bitcast(pointer, ir.PointerType())

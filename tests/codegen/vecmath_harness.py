@@ -37,9 +37,10 @@ def target_machine(cpu: str | None = None, triple: str | None = None) -> llvm.Ta
 
 
 def loop_module(code: Code, ins: Sequence[str], out: str, width: int | None) -> ir.Module:
-    """``void loop(ptr out, ptr in0, ..., i64 count)``: applies ``code`` to vectors of ``width`` lanes (None: scalars)."""
+    """``void loop(ptr out, ptr in0, ..., i64 count)``: ``code`` on vectors of ``width`` lanes (None: on scalars)."""
     module = ir.Module("loop")
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [ir.PointerType()] * (1 + len(ins)) + [lanes.I64]), "loop")
+    kinds = [ir.PointerType()] * (1 + len(ins)) + [lanes.I64]
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), kinds), "loop")
     entry, body, done = (function.append_basic_block(name) for name in ("entry", "body", "done"))
     builder = ir.IRBuilder(entry)
     builder.cbranch(builder.icmp_signed(">", function.args[-1], lanes.I64(0)), body, done)
@@ -70,9 +71,7 @@ def loop_module(code: Code, ins: Sequence[str], out: str, width: int | None) -> 
     return module
 
 
-def compile_loop(
-    code: Code, ins: Sequence[str], out: str, width: int | None = 16
-) -> Callable[..., np.ndarray]:
+def compile_loop(code: Code, ins: Sequence[str], out: str, width: int | None = 16) -> Callable[..., np.ndarray]:
     """An array function: pads to whole vectors, runs the loop, returns an array of ``out``."""
     machine = target_machine()
     parsed = llvm.parse_assembly(str(loop_module(code, ins, out, width)))

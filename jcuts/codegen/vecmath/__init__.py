@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from llvmlite import ir
 
 from jcuts.base.errors import IRError
+from jcuts.codegen import lanes
 from jcuts.codegen.vecmath import error_function, exponential, logarithm, trigonometric
 from jcuts.codegen.vecmath.expr import Num
 from jcuts.codegen.vecmath.f32 import F32
@@ -93,7 +93,7 @@ def supported(name: str, dtype: str) -> bool:
     return (name, dtype) in TABLE
 
 
-def emit(builder: ir.IRBuilder, name: str, args: Sequence[ir.Value], dtype: str) -> ir.Value:
+def emit(builder: lanes.Builder, name: str, args: Sequence[lanes.Value], dtype: str) -> lanes.Value:
     """Appends the code of ``jax.lax.<name>`` on vectors (or scalars) of lanes.
 
     Args:

@@ -23,7 +23,7 @@ def is_unsigned(dtype: str) -> bool:
     return dtype == "bool" or dtype.startswith("uint")
 
 
-def convert(builder: ir.IRBuilder, value: ir.Value, source: str, target: str) -> ir.Value:
+def convert(builder: lanes.Builder, value: lanes.Value, source: str, target: str) -> lanes.Value:
     """Lanes of dtype ``source`` as lanes of dtype ``target`` (register types of ``lanes.element_type``).
 
     Raises: IRError if either is no dtype of a kernel.
@@ -53,7 +53,7 @@ def convert(builder: ir.IRBuilder, value: ir.Value, source: str, target: str) ->
     return (builder.zext if is_unsigned(source) else builder.sext)(value, want)
 
 
-def _nonzero(builder: ir.IRBuilder, value: ir.Value, source: str) -> ir.Value:
+def _nonzero(builder: lanes.Builder, value: lanes.Value, source: str) -> lanes.Value:
     """value != 0; a NaN is true."""
     if is_float(source):
         wide = _widened(builder, value, source)
@@ -61,14 +61,14 @@ def _nonzero(builder: ir.IRBuilder, value: ir.Value, source: str) -> ir.Value:
     return builder.icmp_signed("!=", value, lanes.const(value.type, 0))
 
 
-def _widened(builder: ir.IRBuilder, value: ir.Value, source: str) -> ir.Value:
+def _widened(builder: lanes.Builder, value: lanes.Value, source: str) -> lanes.Value:
     """float32 from the 16-bit floats; others as they are."""
     if source in ("float16", "bfloat16"):
         return _float_to_float(builder, value, source, "float32")
     return value
 
 
-def _float_to_float(builder: ir.IRBuilder, value: ir.Value, source: str, target: str) -> ir.Value:
+def _float_to_float(builder: lanes.Builder, value: lanes.Value, source: str, target: str) -> lanes.Value:
     if source == "bfloat16":
         wide = builder.zext(value, lanes.like(value.type, lanes.I32))
         wide = builder.shl(wide, lanes.const(wide.type, 16))
@@ -88,7 +88,7 @@ def _float_to_float(builder: ir.IRBuilder, value: ir.Value, source: str, target:
     return _to_bfloat16(builder, value)
 
 
-def _to_bfloat16(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+def _to_bfloat16(builder: lanes.Builder, value: lanes.Value) -> lanes.Value:
     """The upper half of the bits, rounded to nearest even; any NaN becomes the quiet one of its sign."""
     bits = lanes.bitcast(builder, value, lanes.I32)
     kind = bits.type

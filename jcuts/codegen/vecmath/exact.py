@@ -19,31 +19,31 @@ from jcuts.codegen.vecmath.trigonometric import if_any
 
 AWAY_FROM_ZERO, TO_NEAREST_EVEN = 0, 1  # jax.lax.RoundingMethod
 
-Args = Sequence[ir.Value]
+Args = Sequence[lanes.Value]
 
 
-def _unary_intrinsic(name: str) -> Callable[..., ir.Value]:
-    def code(builder: ir.IRBuilder, args: Args, dtype: str) -> ir.Value:
+def _unary_intrinsic(name: str) -> Callable[..., lanes.Value]:
+    def code(builder: lanes.Builder, args: Args, dtype: str) -> lanes.Value:
         return lanes.intrinsic(builder, name, args[0].type, args)
 
     return code
 
 
-def _round(builder: ir.IRBuilder, args: Args, dtype: str, method: int = AWAY_FROM_ZERO) -> ir.Value:
+def _round(builder: lanes.Builder, args: Args, dtype: str, method: int) -> lanes.Value:
     name = {AWAY_FROM_ZERO: "round", TO_NEAREST_EVEN: "roundeven"}.get(int(method))
     if name is None:
-        raise IRError(f"rounding method {method} is neither 0 (ties away from zero) nor 1 (ties to even)", method=method)
+        raise IRError(f"rounding method {method}: 0 (ties away from zero) or 1 (ties to even)", method=method)
     return lanes.intrinsic(builder, name, args[0].type, args)
 
 
-def _float_sign(builder: ir.IRBuilder, args: Args, dtype: str) -> ir.Value:
+def _float_sign(builder: lanes.Builder, args: Args, dtype: str) -> lanes.Value:
     """-1 or 1; zeros keep their sign, NaN stays."""
     x = Num(builder, args[0])
     one = x.make(1.0).where(x.equals(0.0), 0.0).copysign(x)
     return one.where(x.is_nan(), x).value
 
 
-def _nextafter(builder: ir.IRBuilder, args: Args, dtype: str) -> ir.Value:
+def _nextafter(builder: lanes.Builder, args: Args, dtype: str) -> lanes.Value:
     """The neighbour of x towards y: one step of the bits; y itself where they are equal."""
     x, y = (Num(builder, a) for a in args)
     bits = x.bits()
@@ -54,7 +54,7 @@ def _nextafter(builder: ir.IRBuilder, args: Args, dtype: str) -> ir.Value:
     return result.where(x.is_nan(), x).where(y.is_nan(), y).value
 
 
-def _float_rem(builder: ir.IRBuilder, args: Args, dtype: str) -> ir.Value:
+def _float_rem(builder: lanes.Builder, args: Args, dtype: str) -> lanes.Value:
     """x - trunc(x/y) y, exact while the quotient is an exact integer; libm's fmod per lane where one is beyond.
 
     The rounded quotient can only be one too large, when the remainder comes out below zero.
@@ -71,25 +71,25 @@ def _float_rem(builder: ir.IRBuilder, args: Args, dtype: str) -> ir.Value:
     return if_any(x, slow, lambda: [Num(builder, lanes.per_lane(builder, symbol, args))], [rest])[0].value
 
 
-def _clamp(builder: ir.IRBuilder, args: Args, dtype: str) -> ir.Value:
+def _clamp(builder: lanes.Builder, args: Args, dtype: str) -> lanes.Value:
     """min(max(x, low), high), arguments in the order of ``jax.lax.clamp``: low, x, high."""
     low, x, high = args
     return emit_exact(builder, "min", [emit_exact(builder, "max", [x, low], dtype), high], dtype)
 
 
-def _is_finite(builder: ir.IRBuilder, args: Args, dtype: str) -> ir.Value:
+def _is_finite(builder: lanes.Builder, args: Args, dtype: str) -> lanes.Value:
     return abs(Num(builder, args[0])) < float("inf")
 
 
-def _integer_order(operator: str) -> Callable[..., ir.Value]:
-    def code(builder: ir.IRBuilder, args: Args, dtype: str) -> ir.Value:
+def _integer_order(operator: str) -> Callable[..., lanes.Value]:
+    def code(builder: lanes.Builder, args: Args, dtype: str) -> lanes.Value:
         compare = builder.icmp_unsigned if is_unsigned(dtype) else builder.icmp_signed
         return builder.select(compare(operator, *args), *args)
 
     return code
 
 
-def _safe_divisor(builder: ir.IRBuilder, args: Args, dtype: str) -> tuple[ir.Value, ir.Value]:
+def _safe_divisor(builder: lanes.Builder, args: Args, dtype: str) -> tuple[lanes.Value, lanes.Value]:
     """The divisor with 1 where the division is undefined, and the mask of zero divisors."""
     a, b = args
     zero = builder.icmp_signed("==", b, lanes.const(b.type, 0))
@@ -104,7 +104,7 @@ def _safe_divisor(builder: ir.IRBuilder, args: Args, dtype: str) -> tuple[ir.Val
     return builder.select(undefined, lanes.const(b.type, 1), b), zero
 
 
-def _quotient(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, dtype: str) -> ir.Value:
+def _quotient(builder: lanes.Builder, a: lanes.Value, b: lanes.Value, dtype: str) -> lanes.Value:
     """a / b truncated, b safe.
 
     Few processors divide integer vectors, so up to 32 bits they go through a float of more digits: a quotient that is
@@ -119,21 +119,21 @@ def _quotient(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, dtype: str) -> ir
     return back(builder.fdiv(into(a, real), into(b, real)), a.type)
 
 
-def _integer_div(builder: ir.IRBuilder, args: Args, dtype: str) -> ir.Value:
+def _integer_div(builder: lanes.Builder, args: Args, dtype: str) -> lanes.Value:
     a = args[0]
     divisor, zero = _safe_divisor(builder, args, dtype)
     return builder.select(zero, lanes.const(a.type, -1), _quotient(builder, a, divisor, dtype))
 
 
-def _integer_rem(builder: ir.IRBuilder, args: Args, dtype: str) -> ir.Value:
+def _integer_rem(builder: lanes.Builder, args: Args, dtype: str) -> lanes.Value:
     a = args[0]
     divisor, zero = _safe_divisor(builder, args, dtype)
     rest = builder.sub(a, builder.mul(_quotient(builder, a, divisor, dtype), divisor))
     return builder.select(zero, a, rest)
 
 
-def _shift(operation: str) -> Callable[..., ir.Value]:
-    def code(builder: ir.IRBuilder, args: Args, dtype: str) -> ir.Value:
+def _shift(operation: str) -> Callable[..., lanes.Value]:
+    def code(builder: lanes.Builder, args: Args, dtype: str) -> lanes.Value:
         x, amount = args
         width = lanes.bit_width(x.type)
         inside = builder.icmp_unsigned("<", amount, lanes.const(x.type, width))
@@ -146,7 +146,7 @@ def _shift(operation: str) -> Callable[..., ir.Value]:
     return code
 
 
-def _integer_sign(builder: ir.IRBuilder, args: Args, dtype: str) -> ir.Value:
+def _integer_sign(builder: lanes.Builder, args: Args, dtype: str) -> lanes.Value:
     x = args[0]
     zero, one = lanes.const(x.type, 0), lanes.const(x.type, 1)
     positive = builder.select(builder.icmp_signed("==", x, zero), zero, one)
@@ -155,16 +155,16 @@ def _integer_sign(builder: ir.IRBuilder, args: Args, dtype: str) -> ir.Value:
     return builder.select(builder.icmp_signed("<", x, zero), lanes.const(x.type, -1), positive)
 
 
-def _with_flag(name: str) -> Callable[..., ir.Value]:
+def _with_flag(name: str) -> Callable[..., lanes.Value]:
     """Intrinsics whose last argument says that an edge case is undefined: it is not."""
 
-    def code(builder: ir.IRBuilder, args: Args, dtype: str) -> ir.Value:
+    def code(builder: lanes.Builder, args: Args, dtype: str) -> lanes.Value:
         return lanes.intrinsic(builder, name, args[0].type, [args[0], lanes.I1(0)])
 
     return code
 
 
-def _integer_pow(builder: ir.IRBuilder, args: Args, dtype: str, y: int = 1) -> ir.Value:
+def _integer_pow(builder: lanes.Builder, args: Args, dtype: str, y: int) -> lanes.Value:
     """x^y by squaring, in the order in which JAX lowers it; 1/x^-y for negative y, of floats only."""
     x = args[0]
     multiply = builder.fmul if is_float(dtype) else builder.mul
@@ -173,36 +173,38 @@ def _integer_pow(builder: ir.IRBuilder, args: Args, dtype: str, y: int = 1) -> i
         return one
     if y < 0 and not is_float(dtype):
         raise IRError(f"integer_pow of {dtype} by {y}: integers have no negative powers", dtype=dtype, y=y)
-    left, result = abs(y), None
+    left, result = abs(y), one
+    first = True
     while left > 0:
         if left & 1:
-            result = x if result is None else multiply(result, x)
+            result, first = (x if first else multiply(result, x)), False
         left >>= 1
         if left > 0:
             x = multiply(x, x)
     return builder.fdiv(one, result) if y < 0 else result
 
 
-def _copysign(builder: ir.IRBuilder, args: Args, dtype: str) -> ir.Value:
+def _copysign(builder: lanes.Builder, args: Args, dtype: str) -> lanes.Value:
     return lanes.intrinsic(builder, "copysign", args[0].type, args)
 
 
-def _builder(name: str) -> Callable[..., ir.Value]:
-    def code(builder: ir.IRBuilder, args: Args, dtype: str) -> ir.Value:
+def _builder(name: str) -> Callable[..., lanes.Value]:
+    def code(builder: lanes.Builder, args: Args, dtype: str) -> lanes.Value:
         return getattr(builder, name)(*args)
 
     return code
 
 
-FLOAT: dict[str, tuple[int, Callable[..., ir.Value]]] = {
-    "add": (2, _builder("fadd")), "sub": (2, _builder("fsub")), "mul": (2, _builder("fmul")), "div": (2, _builder("fdiv")),
-    "neg": (1, _builder("fneg")), "abs": (1, _unary_intrinsic("fabs")), "sign": (1, _float_sign),
+FLOAT: dict[str, tuple[int, Callable[..., lanes.Value]]] = {
+    "add": (2, _builder("fadd")), "sub": (2, _builder("fsub")), "mul": (2, _builder("fmul")),
+    "div": (2, _builder("fdiv")), "neg": (1, _builder("fneg")),
+    "abs": (1, _unary_intrinsic("fabs")), "sign": (1, _float_sign),
     "floor": (1, _unary_intrinsic("floor")), "ceil": (1, _unary_intrinsic("ceil")), "round": (1, _round),
     "nextafter": (2, _nextafter), "rem": (2, _float_rem), "is_finite": (1, _is_finite), "copysign": (2, _copysign),
     "max": (2, _unary_intrinsic("maximum")), "min": (2, _unary_intrinsic("minimum")), "clamp": (3, _clamp),
     "integer_pow": (1, _integer_pow),
 }  # fmt: skip
-INTEGER: dict[str, tuple[int, Callable[..., ir.Value]]] = {
+INTEGER: dict[str, tuple[int, Callable[..., lanes.Value]]] = {
     "add": (2, _builder("add")), "sub": (2, _builder("sub")), "mul": (2, _builder("mul")), "div": (2, _integer_div),
     "rem": (2, _integer_rem), "neg": (1, _builder("neg")), "abs": (1, _with_flag("abs")), "sign": (1, _integer_sign),
     "max": (2, _integer_order(">")), "min": (2, _integer_order("<")), "clamp": (3, _clamp),
@@ -211,13 +213,13 @@ INTEGER: dict[str, tuple[int, Callable[..., ir.Value]]] = {
     "clz": (1, _with_flag("ctlz")), "integer_pow": (1, _integer_pow), "not": (1, _builder("not_")),
     "and": (2, _builder("and_")), "or": (2, _builder("or_")), "xor": (2, _builder("xor")),
 }  # fmt: skip
-BOOL: dict[str, tuple[int, Callable[..., ir.Value]]] = {
+BOOL: dict[str, tuple[int, Callable[..., lanes.Value]]] = {
     "max": (2, _builder("or_")), "min": (2, _builder("and_")), "not": (1, _builder("not_")),
     "and": (2, _builder("and_")), "or": (2, _builder("or_")), "xor": (2, _builder("xor")), "clamp": (3, _clamp),
 }  # fmt: skip
 
 
-def _table(dtype: str) -> dict[str, tuple[int, Callable[..., ir.Value]]]:
+def _table(dtype: str) -> dict[str, tuple[int, Callable[..., lanes.Value]]]:
     if dtype in ("float32", "float64"):
         return FLOAT
     if dtype == "bool":
@@ -230,7 +232,7 @@ def exact_supported(name: str, dtype: str) -> bool:
     return name == "convert" or name in _table(dtype)
 
 
-def emit_exact(builder: ir.IRBuilder, name: str, args: Args, dtype: str, **params: object) -> ir.Value:
+def emit_exact(builder: lanes.Builder, name: str, args: Args, dtype: str, **params: object) -> lanes.Value:
     """Appends the code of an exact operation on lanes.
 
     Args:

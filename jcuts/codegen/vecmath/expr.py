@@ -18,12 +18,12 @@ class Num:
 
     __slots__ = ("builder", "value")
 
-    def __init__(self, builder: ir.IRBuilder, value: ir.Value) -> None:
+    def __init__(self, builder: lanes.Builder, value: lanes.Value) -> None:
         self.builder = builder
         self.value = value
 
     @property
-    def type(self) -> ir.Type:
+    def type(self) -> lanes.Type:
         return self.value.type
 
     def make(self, other: Num | float) -> Num:
@@ -88,31 +88,31 @@ class Num:
         args = [self.value, self.make(sign).value]
         return Num(self.builder, lanes.intrinsic(self.builder, "copysign", self.type, args))
 
-    def compare(self, operator: str, other: Num | float) -> ir.Value:
+    def compare(self, operator: str, other: Num | float) -> lanes.Value:
         """Ordered comparison (false where either is NaN); ``!=`` alone is true for NaN."""
         if operator == "!=":
             return self.builder.fcmp_unordered("!=", self.value, self.make(other).value)
         return self.builder.fcmp_ordered(operator, self.value, self.make(other).value)
 
-    def __lt__(self, other: Num | float) -> ir.Value:
+    def __lt__(self, other: Num | float) -> lanes.Value:
         return self.compare("<", other)
 
-    def __le__(self, other: Num | float) -> ir.Value:
+    def __le__(self, other: Num | float) -> lanes.Value:
         return self.compare("<=", other)
 
-    def __gt__(self, other: Num | float) -> ir.Value:
+    def __gt__(self, other: Num | float) -> lanes.Value:
         return self.compare(">", other)
 
-    def __ge__(self, other: Num | float) -> ir.Value:
+    def __ge__(self, other: Num | float) -> lanes.Value:
         return self.compare(">=", other)
 
-    def equals(self, other: Num | float) -> ir.Value:
+    def equals(self, other: Num | float) -> lanes.Value:
         return self.compare("==", other)
 
-    def is_nan(self) -> ir.Value:
+    def is_nan(self) -> lanes.Value:
         return self.builder.fcmp_unordered("uno", self.value, self.value)
 
-    def where(self, mask: ir.Value, yes: Num | float) -> Num:
+    def where(self, mask: lanes.Value, yes: Num | float) -> Num:
         """``mask ? yes : self``."""
         return Num(self.builder, self.builder.select(mask, self.make(yes).value, self.value))
 
@@ -128,7 +128,7 @@ class Num:
         """The bit pattern as integers of the same width."""
         return Int(self.builder, lanes.bitcast(self.builder, self.value, ir.IntType(lanes.bit_width(self.type))))
 
-    def to(self, element: ir.Type) -> Num:
+    def to(self, element: lanes.Type) -> Num:
         """Converted to another float format (round to nearest even)."""
         here, there = lanes.bit_width(self.type), lanes.bit_width(element)
         if here == there:
@@ -142,12 +142,12 @@ class Int:
 
     __slots__ = ("builder", "value")
 
-    def __init__(self, builder: ir.IRBuilder, value: ir.Value) -> None:
+    def __init__(self, builder: lanes.Builder, value: lanes.Value) -> None:
         self.builder = builder
         self.value = value
 
     @property
-    def type(self) -> ir.Type:
+    def type(self) -> lanes.Type:
         return self.value.type
 
     def make(self, other: Int | int) -> Int:
@@ -185,13 +185,13 @@ class Int:
     def logical_right(self, other: Int | int) -> Int:
         return Int(self.builder, self.builder.lshr(self.value, self.make(other).value))
 
-    def signed(self, operator: str, other: Int | int) -> ir.Value:
+    def signed(self, operator: str, other: Int | int) -> lanes.Value:
         return self.builder.icmp_signed(operator, self.value, self.make(other).value)
 
-    def unsigned(self, operator: str, other: Int | int) -> ir.Value:
+    def unsigned(self, operator: str, other: Int | int) -> lanes.Value:
         return self.builder.icmp_unsigned(operator, self.value, self.make(other).value)
 
-    def where(self, mask: ir.Value, yes: Int | int) -> Int:
+    def where(self, mask: lanes.Value, yes: Int | int) -> Int:
         """``mask ? yes : self``."""
         return Int(self.builder, self.builder.select(mask, self.make(yes).value, self.value))
 
@@ -200,7 +200,7 @@ class Int:
         element = {16: lanes.F16, 32: lanes.F32, 64: lanes.F64}[lanes.bit_width(self.type)]
         return Num(self.builder, lanes.bitcast(self.builder, self.value, element))
 
-    def to_float(self, element: ir.Type) -> Num:
+    def to_float(self, element: lanes.Type) -> Num:
         """The signed value, rounded to a float."""
         return Num(self.builder, self.builder.sitofp(self.value, lanes.like(self.type, element)))
 
@@ -233,6 +233,6 @@ def estrin(x: Num, coefficients: Sequence[float]) -> Num:
     return terms[0]
 
 
-def where(mask: ir.Value, yes: Num, no: Num) -> Num:
+def where(mask: lanes.Value, yes: Num, no: Num) -> Num:
     """``mask ? yes : no`` lane by lane."""
     return no.where(mask, yes)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llvmlite import ir
-
+from jcuts.codegen import lanes
 from jcuts.codegen.vecmath.expr import Int, Num, horner
 
 Table = tuple[float, ...]
@@ -28,7 +27,7 @@ class Format:
     """
 
     name: str
-    element: ir.Type
+    element: lanes.Type
     mantissa: int
     bias: int
     smallest_normal: float
@@ -110,7 +109,7 @@ class Format:
             return n.to_float(self.element)
         return (n + self.shifter_bits).as_float() - self.shifter
 
-    def is_zero(self, x: Num) -> ir.Value:
+    def is_zero(self, x: Num) -> lanes.Value:
         """x == 0; a float32 denormal is not zero (see ``split``)."""
         return (x.bits() << 1).signed("==", 0) if self.mantissa == 23 else x.equals(0.0)
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from llvmlite import ir
-
 from jcuts.codegen import lanes
 from jcuts.codegen.vecmath.expr import Int, Num, where
 from jcuts.codegen.vecmath.formats import Format, two_product, two_sum
@@ -20,7 +18,7 @@ from jcuts.codegen.vecmath.formats import Format, two_product, two_sum
 TWO_OVER_PI = (0, 0, 0xA2F9836E, 0x4E441529, 0xFC2757D1, 0xF534DDC0, 0xDB629599, 0x3C439041, 0xFE5163AB)
 
 
-def if_any(x: Num, mask: ir.Value, slow: Callable[[], Sequence[Num | Int]], fast: Sequence[Num | Int]) -> list:
+def if_any(x: Num, mask: lanes.Value, slow: Callable[[], Sequence[Num | Int]], fast: Sequence[Num | Int]) -> list:
     """``fast``, or per lane of the mask what ``slow`` computes; the slow code runs only if some lane needs it."""
     b = x.builder
     before = b.block
@@ -127,7 +125,10 @@ def _circular(k: Format, x: Num, quarter: int, symbol: str) -> Num:
 
 
 def _libm_beyond(k: Format, x: Num, fast: Num, symbol: str) -> Num:
-    return if_any(x, abs(x) > k.trig_fast, lambda: [Num(x.builder, lanes.per_lane(x.builder, symbol, [x.value]))], [fast])[0]
+    def slow() -> list[Num]:
+        return [Num(x.builder, lanes.per_lane(x.builder, symbol, [x.value]))]
+
+    return if_any(x, abs(x) > k.trig_fast, slow, [fast])[0]
 
 
 def sin(k: Format, x: Num) -> Num:
@@ -179,7 +180,7 @@ def acos(k: Format, x: Num) -> Num:
     return where(near, k.pi_half[0] - (core - k.pi_half[1]), far)
 
 
-def _arctangent(k: Format, low: Num, high: Num, swapped: ir.Value, flip: ir.Value | None = None) -> Num:
+def _arctangent(k: Format, low: Num, high: Num, swapped: lanes.Value, flip: lanes.Value | None = None) -> Num:
     """atan(low / high), 0 <= low <= high; pi/2 minus it where swapped; then pi minus that where flip.
 
     Above tan(pi/8) the quotient is taken as (low - high)/(low + high) and pi/4 is added.  The multiples of pi/4 are

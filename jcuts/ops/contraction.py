@@ -1,0 +1,73 @@
+"""Matrix multiplication in all its dimension orders (``dot_general``)."""
+
+from __future__ import annotations
+
+from jcuts.base.errors import Refusal
+from jcuts.dfg.index import Index
+from jcuts.ops.reduction import accumulator_type
+from jcuts.ops.registry import FLOATS, AccSpec, Context, Equation, IndexTuple, Op, ReduceSpec, op_rule
+
+
+@op_rule("dot_general")
+def dot_general(eqn: Equation) -> Op | Refusal:
+    """Output dimensions: batch, then the free dimensions of lhs, then those of rhs.
+
+    Every precision is computed with at least the operands' own precision: on a CPU there is no reduced-precision
+    matrix unit in use, so ``precision`` changes nothing.
+    """
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
+    lhs, rhs = eqn.inputs
+    out = eqn.outputs[0]
+    precision = eqn.params.get("precision")
+    if precision is not None and "Algorithm" in type(precision).__name__:
+        return Refusal(eqn.prim, f"precision={precision} names an algorithm; only XLA honours it")
+    if eqn.params.get("out_sharding") is not None:
+        return Refusal(eqn.prim, "out_sharding")
+    if lhs.dtype == "bool" or rhs.dtype == "bool":
+        return Refusal(eqn.prim, "bool operands")
+    acc_type = accumulator_type(out.dtype)
+    if out.dtype in FLOATS:
+        for tensor in (lhs, rhs):
+            if tensor.dtype not in FLOATS or (tensor.dtype == "float64" and acc_type == "float32"):
+                return Refusal(eqn.prim, f"{lhs.dtype} x {rhs.dtype} accumulated in {out.dtype}")
+    elif lhs.dtype in FLOATS or rhs.dtype in FLOATS:
+        return Refusal(eqn.prim, f"{lhs.dtype} x {rhs.dtype} accumulated in {out.dtype}")
+    contract = tuple(lhs.shape[d] for d in lhs_contract)
+    batch, rank_l, rank_r = len(lhs_batch), len(lhs.shape), len(rhs.shape)
+    free_l = [d for d in range(rank_l) if d not in lhs_batch and d not in lhs_contract]
+    free_r = [d for d in range(rank_r) if d not in rhs_batch and d not in rhs_contract]
+    depth = 1
+    for extent in contract:
+        depth *= extent
+
+    def place(rank: int, batched: tuple[int, ...], free: list[int], contracted: tuple[int, ...],
+              out_index: IndexTuple, first: int, red: IndexTuple) -> IndexTuple:  # fmt: skip
+        index: list[Index] = [Index()] * rank
+        for k, d in enumerate(batched):
+            index[d] = out_index[k]
+        for k, d in enumerate(free):
+            index[d] = out_index[first + k]
+        for k, d in enumerate(contracted):
+            index[d] = red[k]
+        return tuple(index)
+
+    def term(ctx: Context, out_index: IndexTuple, red: IndexTuple) -> list[tuple[int, ...]]:
+        a = ctx.input(0, place(rank_l, lhs_batch, free_l, lhs_contract, out_index, batch, red))
+        b = ctx.input(1, place(rank_r, rhs_batch, free_r, rhs_contract, out_index, batch + len(free_l), red))
+        a = a if lhs.dtype == acc_type else ctx.apply("convert", acc_type, a, source=lhs.dtype)
+        b = b if rhs.dtype == acc_type else ctx.apply("convert", acc_type, b, source=rhs.dtype)
+        return [(ctx.apply("mul", acc_type, a, b),)]
+
+    def finish(ctx: Context, accs: list[int], out_index: IndexTuple) -> list[int]:
+        if acc_type != out.dtype:
+            return [ctx.apply("convert", out.dtype, accs[0], source=acc_type)]
+        return accs
+
+    reds = tuple((f"k{i}", extent) for i, extent in enumerate(contract))
+    spec = ReduceSpec(reds, (AccSpec("add", acc_type),), term, finish, flop=2 * depth)
+    roles = {
+        "batch": tuple(range(batch)),
+        "m": tuple(range(batch, batch + len(free_l))),
+        "n": tuple(range(batch + len(free_l), len(out.shape))),
+    }
+    return Op(eqn.prim, "contraction", eqn.inputs, eqn.outputs, reduce=spec, cost=2 * depth, info={"roles": roles})

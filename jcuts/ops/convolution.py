@@ -1,0 +1,86 @@
+"""``conv_general_dilated``: 1-D to 3-D, any layout, stride, padding, dilation, groups."""
+
+from __future__ import annotations
+
+from jcuts.base.errors import Refusal
+from jcuts.dfg.index import Index
+from jcuts.dfg.node import Guard
+from jcuts.ops.reduction import accumulator_type
+from jcuts.ops.registry import FLOATS, AccSpec, Context, Equation, IndexTuple, Op, ReduceSpec, op_rule
+
+
+@op_rule("conv_general_dilated")
+def convolution(eqn: Equation) -> Op | Refusal:
+    """Direct convolution: a reduction over the filter's taps and the input channels of the output's group."""
+    params = eqn.params
+    numbers = params["dimension_numbers"]
+    lhs, rhs, out = eqn.inputs[0], eqn.inputs[1], eqn.outputs[0]
+    if int(params.get("batch_group_count", 1)) != 1:
+        return Refusal(eqn.prim, "batch_group_count")
+    precision = params.get("precision")
+    if precision is not None and "Algorithm" in type(precision).__name__:
+        return Refusal(eqn.prim, f"precision={precision} names an algorithm; only XLA honours it")
+    acc_type = accumulator_type(out.dtype)
+    if out.dtype not in FLOATS or lhs.dtype not in FLOATS or rhs.dtype not in FLOATS:
+        return Refusal(eqn.prim, f"{lhs.dtype} x {rhs.dtype} -> {out.dtype}")
+    if "float64" in (lhs.dtype, rhs.dtype) and acc_type == "float32":
+        return Refusal(eqn.prim, f"{lhs.dtype} x {rhs.dtype} accumulated in float32")
+    groups = int(params["feature_group_count"])
+    l_batch, l_feature, *l_space = numbers.lhs_spec
+    r_out, r_in, *r_space = numbers.rhs_spec
+    o_batch, o_feature, *o_space = numbers.out_spec
+    strides = tuple(params["window_strides"])
+    padding = tuple(tuple(p) for p in params["padding"])
+    dil_l, dil_r = tuple(params["lhs_dilation"]), tuple(params["rhs_dilation"])
+    taps = tuple(rhs.shape[d] for d in r_space)
+    c_group, k_total = rhs.shape[r_in], rhs.shape[r_out]
+    k_group = k_total // groups
+    depthwise = c_group == 1 and k_group == 1 and groups > 1
+    n_space = len(taps)
+    reds = [(f"t{i}", taps[i]) for i in range(n_space)] + [("c", c_group)]
+    extents = [lhs.shape[d] for d in l_space]
+
+    def term(ctx: Context, out_index: IndexTuple, red: IndexTuple) -> list[tuple[int, ...]]:
+        feature = out_index[o_feature]
+        group = Index() if groups == 1 else feature.floordiv(k_group, ctx.ranges)
+        source: list[Index] = [Index()] * len(lhs.shape)
+        source[l_batch] = out_index[o_batch]
+        source[l_feature] = group * c_group + red[n_space]
+        guards: list[Guard] = []
+        for i in range(n_space):
+            place = out_index[o_space[i]] * strides[i] + red[i] * dil_r[i] - padding[i][0]
+            if dil_l[i] != 1:
+                guards.append(Guard(place.mod(dil_l[i], ctx.ranges), 0, 0))
+                guards.append(Guard(place, 0, (extents[i] - 1) * dil_l[i]))
+                place = place.floordiv(dil_l[i], ctx.ranges)
+            else:
+                guards.append(Guard(place, 0, extents[i] - 1))
+            source[l_space[i]] = place
+        live = tuple(g for g in guards if not g.always(ctx.ranges))
+        a = ctx.input(0, tuple(source), live, 0.0)
+        weight: list[Index] = [Index()] * len(rhs.shape)
+        weight[r_out], weight[r_in] = feature, red[n_space]
+        for i in range(n_space):
+            weight[r_space[i]] = red[i]
+        b = ctx.input(1, tuple(weight))
+        a = a if lhs.dtype == acc_type else ctx.apply("convert", acc_type, a, source=lhs.dtype)
+        b = b if rhs.dtype == acc_type else ctx.apply("convert", acc_type, b, source=rhs.dtype)
+        return [(ctx.apply("mul", acc_type, a, b),)]
+
+    def finish(ctx: Context, accs: list[int], out_index: IndexTuple) -> list[int]:
+        if acc_type != out.dtype:
+            return [ctx.apply("convert", out.dtype, accs[0], source=acc_type)]
+        return accs
+
+    count = c_group
+    for tap in taps:
+        count *= tap
+    info = {
+        "depthwise": depthwise,
+        "groups": groups,
+        "taps": taps,
+        "strides": strides,
+        "roles": {"batch": (o_batch,), "space": tuple(o_space), "feature": (o_feature,)},
+    }
+    spec = ReduceSpec(tuple(reds), (AccSpec("add", acc_type),), term, finish, flop=2 * count)
+    return Op(eqn.prim, "convolution", eqn.inputs, eqn.outputs, reduce=spec, cost=2 * count, info=info)

@@ -1,0 +1,83 @@
+"""Windowed reductions: pooling."""
+
+from __future__ import annotations
+
+import math
+
+from jcuts.base.errors import Refusal
+from jcuts.dfg.index import Index
+from jcuts.dfg.node import Guard, Scalar
+from jcuts.ops.reduction import accumulator_type
+from jcuts.ops.registry import FLOATS, AccSpec, Context, Equation, IndexTuple, Op, ReduceSpec, op_rule
+
+COMBINE = {"reduce_window_sum": "add", "reduce_window_max": "max", "reduce_window_min": "min"}
+
+
+def identity(combine: str, dtype: str) -> Scalar:
+    """The neutral element: what padding and accumulators start from."""
+    if combine in ("add", "or", "xor"):
+        return 0.0 if dtype in FLOATS else (False if dtype == "bool" else 0)
+    if combine in ("mul",):
+        return 1.0 if dtype in FLOATS else 1
+    if combine == "and":
+        return True if dtype == "bool" else -1 if dtype.startswith("int") else 2 ** int(dtype[4:]) - 1
+    largest = combine in ("min", "argmin")
+    if dtype in FLOATS:
+        return math.inf if largest else -math.inf
+    if dtype == "bool":
+        return largest
+    if dtype.startswith("u"):
+        return 2 ** int(dtype[4:]) - 1 if largest else 0
+    bits = int(dtype[3:])
+    return 2 ** (bits - 1) - 1 if largest else -(2 ** (bits - 1))
+
+
+@op_rule(*COMBINE)
+def reduce_window(eqn: Equation) -> Op | Refusal:
+    """Sum, maximum or minimum over a sliding window (strides, padding, window dilation)."""
+    params = eqn.params
+    source = eqn.inputs[0]
+    dtype = source.dtype
+    combine = COMBINE[eqn.prim]
+    if dtype == "bool":
+        return Refusal(eqn.prim, "bool")
+    window = tuple(params["window_dimensions"])
+    strides = tuple(params["window_strides"])
+    padding = tuple(tuple(p) for p in params["padding"])
+    base = tuple(params.get("base_dilation") or (1,) * len(window))
+    dilation = tuple(params.get("window_dilation") or (1,) * len(window))
+    if any(b != 1 for b in base):
+        return Refusal(eqn.prim, "base dilation")
+    count = math.prod(window)
+    if count > 4096:
+        return Refusal(eqn.prim, f"a window of {count} points (cumulative sums have their own rule)")
+    acc_type = accumulator_type(dtype)
+    dims = [d for d in range(len(window)) if window[d] > 1]
+    fill = identity(combine, dtype)
+
+    def term(ctx: Context, out_index: IndexTuple, red: IndexTuple) -> list[tuple[int, ...]]:
+        place: list[Index] = []
+        guards: list[Guard] = []
+        tap = iter(red)
+        for d, part in enumerate(out_index):
+            where = part * strides[d] - padding[d][0]
+            if d in dims:
+                where = where + next(tap) * dilation[d]
+            guards.append(Guard(where, 0, source.shape[d] - 1))
+            place.append(where)
+        live = tuple(g for g in guards if not g.always(ctx.ranges))
+        value = ctx.input(0, tuple(place), live, fill)
+        if acc_type != dtype:
+            value = ctx.apply("convert", acc_type, value, source=dtype)
+        return [(value,)]
+
+    def finish(ctx: Context, accs: list[int], out_index: IndexTuple) -> list[int]:
+        if acc_type != dtype:
+            return [ctx.apply("convert", dtype, accs[0], source=acc_type)]
+        return accs
+
+    reds = tuple((f"t{d}", window[d]) for d in dims) or (("t0", 1),)
+    if not dims:
+        return Refusal(eqn.prim, "a window of one point")
+    spec = ReduceSpec(reds, (AccSpec(combine, acc_type),), term, finish, flop=count)
+    return Op(eqn.prim, "window", eqn.inputs, eqn.outputs, reduce=spec, cost=count, info={"window": window})

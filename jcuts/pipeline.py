@@ -1,0 +1,335 @@
+"""The stages as one readable list: closed jaxpr in, closed jaxpr with custom calls out.
+
+    inline      flat jaxpr, no calls                                  trace/inline.py
+    simplify    dead code, constants, shared broadcasts               trace/simplify.py
+    group       tensor graph -> subsets with unscheduled programs     region/find.py, region/build.py
+    candidates  schedules ranked by estimate                          region/choose.py
+    select      cached, measured or estimated choices                 tune/
+    compile     winners -> object code                                codegen/compile.py, xla/objects.py
+    rebuild     jaxpr with the winners in it                          xla/rebuild.py
+
+Bodies of scan, while and cond go through the same list; all their subsets are tuned in one session.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jcuts.base import fingerprint, knobs
+from jcuts.base.dump import open_dump
+from jcuts.base.errors import JcutsError, Refusal, UnsupportedError
+from jcuts.base.settings import Settings
+from jcuts.dfg.program import Program
+from jcuts.region import choose, find, schedule
+from jcuts.region.graph import TensorGraph, build_graph
+from jcuts.report import FunctionReport, RefusalReport, SubsetReport
+from jcuts.trace import jaxapi
+from jcuts.trace.canonical import canonical_digest
+from jcuts.trace.inline import inline
+from jcuts.trace.simplify import simplify
+from jcuts.trace.source import as_source
+from jcuts.xla import native
+from jcuts.xla.kernels import kernel_for
+from jcuts.xla.rebuild import in_order, kernel_eqns, subset_closed
+
+log = logging.getLogger("jcuts.pipeline")
+
+CONTROL_FLOW = ("scan", "while", "cond")
+MEMO_LIMIT = 64
+MIN_WORK = 2_000  # element operations below which a subset is not worth a kernel call of its own
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What planning gives back: a closed jaxpr of the same signature, and the report."""
+
+    closed: jaxapi.Closed
+    report: FunctionReport
+
+
+@dataclass
+class Subset:
+    """One subset on its way through the stages."""
+
+    members: frozenset[int]
+    program: Program
+    inputs: list[Any]
+    outputs: list[Any]
+    closed: jaxapi.Closed
+    identity: str
+    ranked: list[tuple[Program, float]] = field(default_factory=list)
+    chosen: Program | None = None
+    origin: str = "library"
+    choice: Any = None
+
+
+@dataclass
+class Level:
+    """One jaxpr (the function, or a loop body) on its way through the stages."""
+
+    closed: jaxapi.Closed
+    graph: TensorGraph
+    subsets: list[Subset] = field(default_factory=list)
+    left_out: dict[int, Refusal] = field(default_factory=dict)
+    bodies: dict[int, list[Level]] = field(default_factory=dict)
+
+    def everywhere(self) -> list[Level]:
+        """This level and all levels inside it."""
+        return [self, *(inner for bodies in self.bodies.values() for body in bodies for inner in body.everywhere())]
+
+
+_memo: OrderedDict[str, Outcome] = OrderedDict()
+_memo_lock = threading.Lock()
+
+
+def optimize_jaxpr(
+    closed: jaxapi.Closed, settings: Settings, *, platform: str, may_measure: bool, examples: Sequence[Any] | None = None
+) -> Outcome:
+    """Plans one function.
+
+    Args:
+        closed: the original jaxpr. settings: the user's options. platform: 'cpu' (other platforms: left to XLA).
+        may_measure: True only at a concrete top-level call; otherwise cached choices, else XLA's own code.
+        examples: concrete arguments, for inputs whose values matter (indices, loop bounds).
+    Returns: the rewritten jaxpr and the report. Equal programs give equal outcomes in every process that shares the
+        tuning database.
+    Raises: UnsupportedError with ``strict=True``.
+    """
+    name = getattr(closed.jaxpr.debug_info, "func_name", "") or "function"
+    usable, why = native.native_available()
+    if platform != "cpu" or not usable:
+        reason = f"no kernels for platform {platform}" if platform != "cpu" else why
+        return Outcome(closed, FunctionReport(name, settings.mode, platform, notes=(f"left to XLA: {reason}",)))
+    key = fingerprint.digest(canonical_digest(closed, consts="digest"), repr(settings), platform, knobs.current().fuel)
+    with _memo_lock:
+        found = _memo.get(key)
+    if found is not None and (not may_measure or settings.tune != "auto" or _is_settled(found)):
+        return found
+    outcome = _plan(closed, settings, platform, may_measure, examples, name)
+    with _memo_lock:
+        _memo[key] = outcome
+        while len(_memo) > MEMO_LIMIT:
+            _memo.popitem(last=False)
+    return outcome
+
+
+def forget() -> None:
+    """Drops memoised plans (tests; after the database changed)."""
+    with _memo_lock:
+        _memo.clear()
+
+
+def _is_settled(outcome: Outcome) -> bool:
+    return all(s.origin != "library" for s in outcome.report.subsets)
+
+
+def _plan(
+    closed: jaxapi.Closed, settings: Settings, platform: str, may_measure: bool, examples: Sequence[Any] | None, name: str
+) -> Outcome:
+    clock: dict[str, float] = {}
+    dump = open_dump(name)
+    dump.stage("jaxpr", lambda: str(closed.jaxpr))
+
+    def timed(stage: str, start: float) -> None:
+        clock[stage] = clock.get(stage, 0.0) + time.perf_counter() - start
+
+    start = time.perf_counter()
+    flat = simplify(inline(closed))
+    timed("inline", start)
+    dump.stage("flat", lambda: as_source(flat, name))
+    start = time.perf_counter()
+    top = _group(flat, settings, _Fuel())
+    timed("group", start)
+    dump.stage("subsets", lambda: "\n".join(s.program.dump() for level in top.everywhere() for s in level.subsets))
+    start = time.perf_counter()
+    _candidates(top)
+    timed("candidates", start)
+    start = time.perf_counter()
+    _select(top, settings, may_measure)
+    timed("select", start)
+    start = time.perf_counter()
+    rebuilt = _rebuild(top, settings)
+    timed("rebuild", start)
+    dump.stage("rewritten", lambda: as_source(rebuilt, name))
+    dump.stage("kernels", lambda: _kernel_texts(top), suffix="py")
+    report = _report(top, rebuilt, settings, platform, name, clock)
+    if settings.strict and report.refusals:
+        first = report.refusals[0]
+        raise UnsupportedError(
+            f"strict=True: {first.op} at {first.where} is left to XLA: {first.reason}",
+            op=first.op, where=first.where, reason=first.reason,
+        )  # fmt: skip
+    untouched = not any(s.chosen for level in top.everywhere() for s in level.subsets)
+    return Outcome(closed if untouched else rebuilt, report)
+
+
+class _Fuel:
+    """Counts fusions down (``JCUTS_FUEL``)."""
+
+    def __init__(self) -> None:
+        self.left = knobs.current().fuel
+
+    def __call__(self) -> bool:
+        if self.left is None:
+            return True
+        self.left -= 1
+        return self.left >= 0
+
+
+def _group(closed: jaxapi.Closed, settings: Settings, fuel: _Fuel) -> Level:
+    graph = build_graph(closed.jaxpr, jaxapi.user_frame)
+    level = Level(closed, graph)
+    grouping = find.group(graph, fuse=settings.mode != "no_fusion", fuel=fuel)
+    level.left_out = dict(grouping.left_out)
+    names = {number: var for var, number in graph.of_var.items()}
+    for members, program in grouping.subsets:
+        if choose.work(program.phases[0]) < MIN_WORK and settings.mode == "mixed":
+            for member in members:
+                level.left_out[member] = Refusal(graph.nodes[member].prim, "too little work for a kernel call of its own")
+            continue
+        inputs = [names[t] for t in graph.subset_inputs(members)]
+        outputs = [names[t] for t in graph.subset_outputs(members)]
+        part = subset_closed(closed, sorted(members), inputs, outputs)
+        level.subsets.append(Subset(members, program, inputs, outputs, part, canonical_digest(part)))
+    for number, eqn in enumerate(closed.jaxpr.eqns):
+        if jaxapi.primitive_name(eqn) in CONTROL_FLOW:
+            level.bodies[number] = [_group(body, settings, fuel) for _, _, body in jaxapi.inner_jaxprs(eqn)]
+            level.left_out.pop(number, None)
+    return level
+
+
+def machine() -> choose.Machine:
+    """This CPU as the candidate enumeration sees it."""
+    from jcuts.codegen.target import host_target
+    from jcuts.xla.call import pool_threads
+
+    target = host_target()
+    return choose.Machine(target.vector_bytes, target.registers, pool_threads())
+
+
+def _candidates(top: Level) -> None:
+    """Schedules for every distinct subset."""
+    here = machine()
+    limit = max(1, knobs.current().max_candidates)
+    known: dict[str, list[tuple[Program, float]]] = {}
+    for level in top.everywhere():
+        for subset in level.subsets:
+            key = subset.program.digest
+            if key not in known:
+                plain = schedule.collapsed(subset.program)
+                if len(plain.phases) == 1:
+                    ranked = [(schedule.apply(plain, s), score) for s, score in choose.candidates(plain, here, limit)]
+                else:
+                    from jcuts.region import rows
+
+                    ranked = rows.schedules(subset.program, here, limit)
+                known[key] = ranked
+            subset.ranked = known[key]
+
+
+def _select(top: Level, settings: Settings, may_measure: bool) -> None:
+    """Chooses a candidate, or XLA, for every subset."""
+    from jcuts.tune import session
+
+    subsets = [s for level in top.everywhere() for s in level.subsets]
+    session.choose(subsets, settings, may_measure=may_measure)
+
+
+def _rebuild(level: Level, settings: Settings) -> jaxapi.Closed:
+    units: dict[int, Sequence[int]] = {}
+    replacement: dict[int, Sequence[Any]] = {}
+    for subset in level.subsets:
+        if subset.chosen is None:
+            continue
+        first = min(subset.members)
+        try:
+            kernel = kernel_for(subset.chosen)
+        except JcutsError as error:
+            log.warning("subset left to XLA: %s", error)
+            subset.chosen, subset.origin = None, "library"
+            continue
+        like = level.closed.jaxpr.eqns[max(subset.members)]
+        replacement[first] = kernel_eqns(kernel, subset.inputs, subset.outputs, like)
+        units[first] = sorted(subset.members)
+    count = len(level.closed.jaxpr.eqns)
+    for number, bodies in level.bodies.items():
+        eqn = level.closed.jaxpr.eqns[number]
+        rebuilt = [_rebuild(body, settings) for body in bodies]
+        units[count + number] = [number]
+        replacement[count + number] = [jaxapi.with_inner_jaxprs(eqn, rebuilt)]
+    return in_order(level.closed, units, replacement)
+
+
+# -- the report -----------------------------------------------------------------------------------------------------
+def _report(top: Level, rebuilt: jaxapi.Closed, settings: Settings, platform: str, name: str, clock: dict[str, float]) -> FunctionReport:
+    grouped: OrderedDict[str, SubsetReport] = OrderedDict()
+    refusals: Counter[tuple[str, str, str]] = Counter()
+    equations = 0
+    for level in top.everywhere():
+        equations += len(level.closed.jaxpr.eqns)
+        for subset in level.subsets:
+            one = subset_report(level, subset)
+            key = f"{subset.identity} {one.chosen}"
+            old = grouped.get(key)
+            grouped[key] = one if old is None else _counted(old, one)
+        for number, refusal in level.left_out.items():
+            refusals[refusal.op, refusal.reason, level.graph.nodes[number].where] += 1
+    rows = tuple(RefusalReport(op, reason, where, n) for (op, reason, where), n in sorted(refusals.items()))
+    return FunctionReport(
+        name, settings.mode, platform, tuple(grouped.values()), rows, equations, as_source(rebuilt, name), dict(clock)
+    )
+
+
+def _counted(old: SubsetReport, new: SubsetReport) -> SubsetReport:
+    from dataclasses import replace
+
+    return replace(old, count=old.count + 1, where=list(dict.fromkeys([*old.where, *new.where])))
+
+
+def subset_report(level: Level, subset: Subset) -> SubsetReport:
+    """One subset for the report."""
+    nodes = [level.graph.nodes[m] for m in sorted(subset.members)]
+    operations = dict(Counter(n.prim for n in nodes))
+    is_complex = any(n.op is not None and n.op.is_complex for n in nodes)
+    fused = len(nodes) > 1
+    kind = ("complex" if is_complex else "simple") + (" (fusion)" if fused else "")
+    chosen = subset.chosen
+    label = "xla" if chosen is None else f"{chosen.template}/{chosen.digest[:8]}"
+    seconds = xla = None
+    rejected: list[str] = []
+    pul = bound = 0.0
+    if subset.choice is not None:
+        for m in subset.choice.measurements:
+            if m.label == "xla":
+                xla = m.seconds
+            elif m.label == subset.choice.winner:
+                seconds = m.seconds
+        rejected = [f"{r.label}: {r.message}" for r in subset.choice.rejections]
+    for program, score in subset.ranked:
+        if chosen is not None and program.digest == chosen.digest:
+            pul = score
+    flop = sum(choose.work(p) for p in subset.program.phases)
+    moved = sum(b.bytes for b in subset.program.buffers if b.role != "local")
+    where = list(dict.fromkeys(n.where for n in nodes if n.where))
+    return SubsetReport(
+        nodes[-1].prim, operations, where, "none" if not fused else "shared" if len(subset.program.phases) > 1 else "register",
+        kind, label, subset.origin, dict(chosen.params) if chosen is not None else {}, pul, bound,
+        seconds if chosen is not None else None, xla, 1, flop, moved, rejected,
+    )  # fmt: skip
+
+
+def _kernel_texts(top: Level) -> str:
+    from jcuts.codegen.emit_cpu import emit_source
+
+    seen: dict[str, str] = {}
+    for level in top.everywhere():
+        for subset in level.subsets:
+            if subset.chosen is not None and subset.chosen.digest not in seen:
+                seen[subset.chosen.digest] = f"# {subset.chosen.digest}\n{emit_source(subset.chosen).text}"
+    return "\n".join(seen.values())

@@ -1,0 +1,167 @@
+"""What ``explain`` shows: plain data about one optimised function, printable, JSON-able, and as an HTML page."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class SubsetReport:
+    """One subset of operations that could be a kernel.
+
+    Attributes:
+        name: short name; operations: primitive -> count; where: user source lines.
+        level: 'register', 'shared' or 'none' (a single operation).
+        kind: 'complex', 'complex (fusion)', 'simple' or 'simple (fusion)' (thesis Figure 5.2).
+        chosen: label of the winner, 'xla' where the subset is left to XLA.
+        origin: 'measured', 'estimated' or 'library'.
+        params: chosen kernel parameters; pul, bound_seconds: of the chosen kernel.
+        seconds, xla_seconds: measured times [s], None where nothing was measured.
+        count: how many equal subsets share this choice; flop, bytes: of one of them.
+        rejected: candidates that were thrown out, with the reason.
+    """
+
+    name: str
+    operations: dict[str, int]
+    where: list[str]
+    level: str
+    kind: str
+    chosen: str
+    origin: str
+    params: dict[str, Any]
+    pul: float
+    bound_seconds: float
+    seconds: float | None
+    xla_seconds: float | None
+    count: int
+    flop: float
+    bytes: float
+    rejected: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class RefusalReport:
+    """An equation that jcuts leaves to XLA, and why."""
+
+    op: str
+    reason: str
+    where: str
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class FunctionReport:
+    """Everything about one planned function."""
+
+    name: str
+    mode: str
+    platform: str
+    subsets: tuple[SubsetReport, ...] = ()
+    refusals: tuple[RefusalReport, ...] = ()
+    equations: int = 0
+    source: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
+    guard: dict[str, Any] | None = None
+    notes: tuple[str, ...] = ()
+
+    def with_guard(self, decision: dict[str, Any]) -> FunctionReport:
+        """The report with the whole-function decision attached."""
+        return replace(self, guard=decision)
+
+    @property
+    def kernels(self) -> int:
+        """Calls of jcuts' kernels per execution (loop bodies counted once)."""
+        return sum(s.count for s in self.subsets if s.chosen != "xla")
+
+    def share(self, what: str) -> float:
+        """Share of 'flop' or 'bytes' of all subsets that jcuts' kernels run, in [0, 1]."""
+        total = sum(getattr(s, what) * s.count for s in self.subsets)
+        ours = sum(getattr(s, what) * s.count for s in self.subsets if s.chosen != "xla")
+        return ours / total if total else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return "\n".join(_text(self))
+
+    def to_html(self, path: str | Path) -> Path:
+        """Writes a self-contained page."""
+        target = Path(path)
+        target.write_text(_html(self), encoding="utf-8")
+        return target
+
+    def __rich__(self) -> Any:
+        from jcuts.tables import report_tables
+
+        return report_tables(self)
+
+
+def microseconds(value: float | None) -> str:
+    """A time in microseconds, '-' where unknown."""
+    return "-" if value is None else f"{value * 1e6:,.1f}"
+
+
+def operations_text(operations: dict[str, int]) -> str:
+    """'conv_general_dilated, 3 add, 2 mul'."""
+    return ", ".join(name if count == 1 else f"{count} {name}" for name, count in operations.items())
+
+
+def rows(report: FunctionReport) -> list[list[str]]:
+    """The table of subsets, as text cells."""
+    result = []
+    for s in sorted(report.subsets, key=lambda s: -((s.xla_seconds or s.seconds or 0.0) * s.count)):
+        ratio = "-" if not (s.seconds and s.xla_seconds) else f"{s.xla_seconds / s.seconds:.2f}x"
+        result.append([
+            str(s.count), operations_text(s.operations), s.kind, s.level, s.chosen,
+            microseconds(s.seconds), microseconds(s.xla_seconds), ratio, microseconds(s.bound_seconds or None), f"{s.pul:.2f}",
+            "; ".join(s.where[:2]),
+        ])  # fmt: skip
+    return result
+
+
+HEADINGS = ["n", "operations", "kind", "fusion", "chosen", "us", "XLA us", "gain", "bound us", "PUL", "where"]
+
+
+def _text(report: FunctionReport) -> list[str]:
+    lines = [f"{report.name}: mode {report.mode} on {report.platform}; {report.equations} equations, {report.kernels} kernel calls, "
+             f"{report.share('flop'):.0%} of the FLOP and {report.share('bytes'):.0%} of the bytes in jcuts' kernels"]  # fmt: skip
+    if report.guard is not None:
+        lines.append(f"whole function: {report.guard.get('chosen')} ({report.guard.get('reason')})")
+    table = [HEADINGS, *rows(report)]
+    widths = [min(48, max(len(r[k]) for r in table)) for k in range(len(HEADINGS))]
+    for row in table:
+        lines.append("  ".join(cell[: widths[k]].ljust(widths[k]) for k, cell in enumerate(row)).rstrip())
+    for refusal in report.refusals:
+        lines.append(f"left to XLA: {refusal.count} x {refusal.op}: {refusal.reason} [{refusal.where}]")
+    lines.extend(f"note: {note}" for note in report.notes)
+    if report.seconds:
+        lines.append("stages: " + ", ".join(f"{k} {v:.3f} s" for k, v in report.seconds.items()))
+    return lines
+
+
+def _html(report: FunctionReport) -> str:
+    def table(heads: list[str], body: list[list[str]]) -> str:
+        head = "".join(f"<th>{html.escape(h)}</th>" for h in heads)
+        cells = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>" for row in body)
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{cells}</tbody></table>"
+
+    guard = ""
+    if report.guard is not None:
+        guard = f"<p>Whole function: <b>{html.escape(str(report.guard.get('chosen')))}</b>, {html.escape(str(report.guard.get('reason')))}</p>"
+    refusals = [[str(r.count), r.op, r.reason, r.where] for r in report.refusals]
+    return (
+        "<!doctype html><meta charset='utf-8'><title>jcuts: " + html.escape(report.name) + "</title>"
+        "<style>body{font:14px system-ui;margin:2em;color:#222}table{border-collapse:collapse;margin:1em 0}"
+        "td,th{border:1px solid #ccc;padding:3px 8px;text-align:left;font-variant-numeric:tabular-nums}"
+        "th{background:#f3f3f3}tr:nth-child(even){background:#fafafa}pre{background:#f6f6f6;padding:1em;overflow:auto}</style>"
+        f"<h1>{html.escape(report.name)}</h1><p>mode {report.mode} on {report.platform}; {report.equations} equations, "
+        f"{report.kernels} kernel calls, {report.share('flop'):.0%} of the FLOP and {report.share('bytes'):.0%} of the bytes "
+        f"in jcuts' kernels</p>{guard}<h2>Subsets</h2>{table(HEADINGS, rows(report))}"
+        f"<h2>Left to XLA</h2>{table(['n', 'operation', 'reason', 'where'], refusals)}"
+        f"<h2>Rewritten program</h2><pre>{html.escape(report.source)}</pre>"
+    )

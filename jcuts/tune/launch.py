@@ -76,7 +76,7 @@ class Fenced:
 
 @dataclass(frozen=True)
 class Schedule:
-    """In which pieces the tiles are run: ``threads`` at a time, pieces of ``piece`` tiles, last first if ``backward``."""
+    """How tiles are run: pieces of ``piece`` tiles, ``threads`` pieces at a time, last first if ``backward``."""
 
     piece: int | None = None
     backward: bool = False

@@ -66,6 +66,9 @@ class Effort:
     seed: int | None = None
 
 
+_SETTINGS, _EFFORT = Settings(), Effort()
+
+
 def default_store() -> Store:
     """The user's database, for this CPU and these versions."""
     versions = json.dumps(fingerprint.versions(), sort_keys=True)
@@ -76,8 +79,8 @@ def tune(
     problems: Sequence[Problem],
     store: Store,
     *,
-    settings: Settings = Settings(),
-    effort: Effort = Effort(),
+    settings: Settings = _SETTINGS,
+    effort: Effort = _EFFORT,
     prepare: Callable[[Problem], Problem] | None = None,
     progress: Progress | None = None,
     recording: Recording | None = None,

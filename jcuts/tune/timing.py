@@ -1,7 +1,7 @@
 """Times kernels and XLA programs of one problem against each other, by one method, in one process.  Imports JAX.
 
-Short programs (below `LOOP_BELOW`) run n times inside one jitted loop: a jitted call costs microseconds of dispatch that
-a subset inside a larger program never pays.  Operands and results pass through an optimisation barrier in every
+Short programs (below `LOOP_BELOW`) run n times inside one jitted loop: a jitted call costs microseconds of dispatch,
+which a subset inside a larger program never pays.  Operands and results pass through an optimisation barrier in every
 iteration, so that nothing is hoisted out of the loop or dropped.  Long programs are called one by one.  Both kinds of
 candidate (our kernels as custom calls, XLA's own code) take the same path.
 """
@@ -32,6 +32,7 @@ LOOP_BELOW = 2e-3
 SAMPLE_SECONDS = 1e-3
 """Length of one looped sample [s]: a thousand times the clock's resolution."""
 _MOST_INNER = 2000
+_PROBE = 8
 
 
 def as_function(kernel: CompiledKernel) -> Callable[..., Any]:
@@ -161,19 +162,27 @@ def compare(
         runs = {label: _rotating(plain[label], sets) for label in entries}
         announce("")
         return "call", interleave(runs, seconds=seconds)
-    runs, inner = {}, {}
+    runs: dict[str, Callable[[], object]] = {}
+    inner: dict[str, int] = {}
     for label, (function, options) in entries.items():
         announce(label)
         program = jax.jit(looped(function, outputs), compiler_options=options or None)
-        compiled = program.lower(np.int32(0), *used).compile()
-        jax.block_until_ready(compiled(np.int32(2), *used))
-        probe = 8
-        spent = min(_clocked(lambda: jax.block_until_ready(compiled(np.int32(probe), *used))) for _ in range(2))
-        inner[label] = max(1, min(_MOST_INNER, math.ceil(SAMPLE_SECONDS * probe / max(spent, 1e-7))))
-        n = jax.device_put(np.int32(inner[label]))
-        runs[label] = lambda compiled=compiled, n=n: jax.block_until_ready(compiled(n, *used))
+        runs[label], inner[label] = _sample_of(program.lower(np.int32(0), *used).compile(), used)
     announce("")
     return "loop", interleave(runs, seconds=seconds, inner=inner)
+
+
+def _sample_of(compiled: Any, used: Sequence[Any]) -> tuple[Callable[[], object], int]:
+    """A callable that takes about `SAMPLE_SECONDS`, and how many executions it makes."""
+
+    def go(n: Any) -> object:
+        return jax.block_until_ready(compiled(n, *used))
+
+    go(np.int32(2))
+    spent = min(_clocked(lambda: go(np.int32(_PROBE))) for _ in range(2))
+    count = max(1, min(_MOST_INNER, math.ceil(SAMPLE_SECONDS * _PROBE / max(spent, 1e-7))))
+    n = jax.device_put(np.int32(count))
+    return lambda: go(n), count
 
 
 def dispatch_overhead() -> float:

@@ -77,8 +77,8 @@ def make_inputs(problem: Problem, kind: str, seed: int) -> list[np.ndarray]:
 
     Args:
         problem: gives shapes, dtypes and recipes; ``given`` inputs are read from their files, unchanged.
-        kind: ``normal``; ``special``: NaN, infinities, -0, denormals, integer extremes sprinkled in; ``huge``: magnitudes
-            near overflow.
+        kind: ``normal``; ``special``: NaN, infinities, -0, denormals, integer extremes sprinkled in; ``huge``:
+            magnitudes near overflow.
         seed: of the generator; equal seeds give equal values in every process.
     """
     rng = np.random.default_rng([seed, {NORMAL: 0, SPECIAL: 1, HUGE: 2}[kind]])

@@ -22,17 +22,27 @@ from jax import lax
 from jcuts.trace import jaxapi
 
 # Results are selected from operands, or exact whatever the operands: no rounding error arises.
-_EXACT = frozenset(
-    ["abs", "argmax", "argmin", "broadcast_in_dim", "ceil", "clamp", "clz", "collapse", "concatenate", "conj", "convert_element_type", "copy", "copy_p", "cummax", "cummin", "dynamic_slice", "dynamic_update_slice", "expand_dims", "floor", "gather", "imag", "iota", "is_finite", "max", "min", "neg", "not", "optimization_barrier", "pad", "real", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_precision", "reduce_window_max", "reduce_window_min", "reshape", "rev", "round", "scatter", "scatter-max", "scatter-min", "select_and_gather_add", "select_n", "sign", "slice", "sort", "split", "squeeze", "stop_gradient", "tie_in", "top_k", "transpose"]
-)
+_EXACT = frozenset({
+    "abs", "argmax", "argmin", "broadcast_in_dim", "ceil", "clamp", "clz", "collapse", "concatenate", "conj",
+    "convert_element_type", "copy", "copy_p", "cummax", "cummin", "dynamic_slice", "dynamic_update_slice",
+    "expand_dims", "floor", "gather", "imag", "iota", "is_finite", "max", "min", "neg", "not",
+    "optimization_barrier", "pad", "real", "reduce_and", "reduce_max", "reduce_min", "reduce_or",
+    "reduce_precision", "reduce_window_max", "reduce_window_min", "reshape", "rev", "round", "scatter",
+    "scatter-max", "scatter-min", "select_and_gather_add", "select_n", "sign", "slice", "sort", "split", "squeeze",
+    "stop_gradient", "tie_in", "top_k", "transpose",
+})  # fmt: skip
 # The value depends on the bits of the operands' own type, or the code behind it takes no other type.
-_OPAQUE = frozenset(
-    ["bitcast_convert_type", "nextafter", "ffi_call", "custom_call", "pure_callback", "io_callback", "threefry2x32", "random_bits", "random_seed", "random_wrap", "random_unwrap", "random_fold_in", "random_split", "rng_bit_generator", "rng_uniform", "select_and_scatter"]
-)
+_OPAQUE = frozenset({
+    "bitcast_convert_type", "nextafter", "ffi_call", "custom_call", "pure_callback", "io_callback", "threefry2x32",
+    "random_bits", "random_seed", "random_wrap", "random_unwrap", "random_fold_in", "random_split",
+    "rng_bit_generator", "rng_uniform", "select_and_scatter",
+})  # fmt: skip
 # A small change of a float operand can change the result by a finite amount.
-_DISCRETE = frozenset(
-    ["eq", "ne", "lt", "le", "gt", "ge", "sign", "floor", "ceil", "round", "argmax", "argmin", "sort", "top_k", "approx_top_k", "rem", "reduce_precision", "nextafter", "bitcast_convert_type", "select_and_scatter_add", "select_and_gather_add", "is_finite"]
-)
+_DISCRETE = frozenset({
+    "eq", "ne", "lt", "le", "gt", "ge", "sign", "floor", "ceil", "round", "argmax", "argmin", "sort", "top_k",
+    "approx_top_k", "rem", "reduce_precision", "nextafter", "bitcast_convert_type", "select_and_scatter_add",
+    "select_and_gather_add", "is_finite",
+})  # fmt: skip
 _SCATTERS = {
     "scatter-add": lax.scatter_add,
     "scatter-sub": getattr(lax, "scatter_sub", None),
@@ -114,9 +124,8 @@ class _Evaluator:
             return _narrow_bind(eqn, values)
         # Calls (jit, checkpoint, custom_jvp_call, custom_vjp_call, ...) are one body with the call's own operands.
         bodies = [body for parameter, _, body in inner if parameter in ("jaxpr", "call_jaxpr", "fun_jaxpr")]
-        if bodies and len(bodies[0].jaxpr.invars) == len(values):
-            if len(bodies[0].jaxpr.outvars) == len(eqn.outvars):
-                return self.closed(bodies[0], values)
+        if bodies and _signature(bodies[0]) == (len(values), len(eqn.outvars)):
+            return self.closed(bodies[0], values)
         if inner:
             return _narrow_bind(eqn, values)
         try:
@@ -157,6 +166,10 @@ class _Evaluator:
         bits = bits ^ (bits >> np.uint64(31))
         uniform = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-52 - 1.0
         return value * (1.0 + amplitude * eps * math.sqrt(terms) * uniform)
+
+
+def _signature(closed: Any) -> tuple[int, int]:
+    return len(closed.jaxpr.invars), len(closed.jaxpr.outvars)
 
 
 def _rounds(eqn: Any) -> bool:

@@ -101,7 +101,8 @@ def compile_(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     )
     if (kernel.inputs, kernel.outputs) != wanted:
         raise CompileRejected(
-            f"candidate {candidate.label} computes {kernel.inputs} -> {kernel.outputs}, the subset {wanted[0]} -> {wanted[1]}",
+            f"candidate {candidate.label} computes {kernel.inputs} -> {kernel.outputs}, "
+            f"the subset {wanted[0]} -> {wanted[1]}",
             label=candidate.label,
             found=[kernel.inputs, kernel.outputs],
         )

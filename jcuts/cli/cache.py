@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jcuts.base import fingerprint, knobs
+from jcuts.base import knobs
 from jcuts.base.errors import CacheError
 from jcuts.cli.tables import console, duration, size, table
 from jcuts.tune.store import Row, Store
 
 HELP = "list, export, import, merge or clear tuning results"
-DATABASE = "tuning.db"
 
 
 def open_store() -> Store:
     """The tuning database of this user, for this machine and these versions."""
-    return Store(
-        knobs.current().cache_dir / DATABASE,
-        device=fingerprint.cpu_fingerprint(),
-        versions=fingerprint.digest(fingerprint.versions()),
-    )
+    from jcuts.tune.runner import default_store  # brings in JAX: not for `jcuts --help`
+
+    return default_store()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,8 +65,17 @@ def _line(store: Store, row: Row) -> tuple[str, ...]:
     winner = str(row.value.get("winner") or row.value.get("chosen") or "")
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(row.created))
     machine = "this" if row.device == store.device else row.device[:12]
-    versions = "these" if row.versions == store.versions else row.versions[:12]
+    versions = "these" if row.versions == store.versions else _versions_text(row.versions)
     return (row.kind, row.key[:16], winner, _seconds(row.value, winner), machine, versions, when)
+
+
+def _versions_text(versions: str) -> str:
+    """The part of a versions key that people recognise, or its beginning."""
+    try:
+        known = json.loads(versions)
+        return f"jax {known['jax']}, jcuts {known['jcuts'][:8]}"
+    except (ValueError, KeyError, TypeError):
+        return versions[:20]
 
 
 def _seconds(value: dict[str, Any], winner: str) -> str:

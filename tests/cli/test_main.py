@@ -129,6 +129,16 @@ def test_cache_ls_shows_entries(capsys):
     assert "2 entries; 0 kernels" in out
 
 
+def test_cache_ls_names_other_machines_and_versions(cache_dir, capsys):
+    fill(cache.open_store(), 1)
+    for versions in ('{"jax": "0.9.1", "jcuts": "abcdef0123"}', "not JSON"):
+        fill(Store(cache_dir / "tuning.db", device="f" * 32, versions=versions), 1)
+    assert main(["cache", "ls"]) == 0
+    out = capsys.readouterr().out
+    for text in ("jax 0.9.1, jcuts abcdef01", "not JSON", "f" * 12, "these", "3 entries"):
+        assert text in out
+
+
 def test_cache_moves_between_machines(tmp_path, monkeypatch, capsys):
     fill(cache.open_store())
     file = tmp_path / "out.json"

@@ -153,8 +153,13 @@ def erfinv_of_w(w: mp.mpf) -> mp.mpf:
     return mp.erfinv(x) / x
 
 
-def inverse_log_erfc(y: mp.mpf) -> mp.mpf:
-    return -mp.log(mp.erfc(y))
+def erf_ratio(z: mp.mpf) -> mp.mpf:
+    """erf(x)/x - 1 where z = x^2."""
+    return (mp.erf(mp.sqrt(z)) / mp.sqrt(z) if z > mp.mpf(10) ** -30 else 2 / mp.sqrt(mp.pi)) - 1
+
+
+def eighth_root_erfc(y: mp.mpf) -> mp.mpf:
+    return mp.erfc(y) ** mp.mpf(0.125)
 
 
 def erfcx_reduced(pole: float) -> Real:
@@ -238,16 +243,11 @@ FITS: dict[str, Fit] = {
         (ROOT_TWO - 1) ** 2 * mp.mpf("1.001"),
         {"f32": 4, "f64": 11},
     ),
-    # erf x = x + x (...) for |x| < 1 (the constant term is 2/sqrt(pi) - 1)
-    "ERF": Fit(
-        lambda z: (mp.erf(mp.sqrt(z)) / mp.sqrt(z) if z > mp.mpf(10) ** -30 else 2 / mp.sqrt(mp.pi)) - 1,
-        lambda z: mp.sqrt(z) / mp.erf(mp.sqrt(z)) if z > mp.mpf(10) ** -30 else mp.sqrt(mp.pi) / 2,
-        0.0,
-        1.0,
-        {"f32": 6, "f64": 12},
-    ),
-    # erfc y = exp(-q(y)), absolute error of erf
-    "ERF_TAIL": Fit(inverse_log_erfc, mp.erfc, 0.99, 3.95, {"f32": 6}),
+    # erf x = x + x (...) (the constant term is 2/sqrt(pi) - 1), for |x| < 0.9 (float32) or 1 (float64)
+    "ERF_F32": Fit(erf_ratio, lambda z: 1 / (1 + erf_ratio(z)), 0.0, 0.81, {"f32": 5}),
+    "ERF_F64": Fit(erf_ratio, lambda z: 1 / (1 + erf_ratio(z)), 0.0, 1.0, {"f64": 12}),
+    # erfc y = p(y)^8, absolute error of erf
+    "ERF_TAIL": Fit(eighth_root_erfc, lambda y: 8 * eighth_root_erfc(y) ** 7, 0.9, 3.95, {"f32": 7}),
     "ERFC_F32": Fit(
         erfcx_reduced(2.0), lambda t: 1 / erfcx_reduced(2.0)(t), -0.601, (10.2 - 2.0) / (10.2 + 2.0), {"f32": 8}
     ),

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-
 from jcuts.base.errors import IRError
 from jcuts.codegen import lanes
 from jcuts.codegen.vecmath import error_function, exponential, logarithm, trigonometric
@@ -74,7 +73,7 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Num], int, float, float, bool]] = {
     "acos": (trigonometric.acos, 1, 2.0, 2.0, False),
     "atan": (trigonometric.atan, 1, 2.0, 2.0, False),
     "atan2": (trigonometric.atan2, 2, 2.0, 2.0, False),
-    "erf": (error_function.erf, 1, 2.0, 2.0, False),
+    "erf": (error_function.erf, 1, 2.5, 2.0, False),
     "erfc": (error_function.erfc, 1, 4.0, 4.0, False),
     "erf_inv": (error_function.erf_inv, 1, 3.5, 4.0, False),
 }

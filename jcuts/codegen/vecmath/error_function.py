@@ -33,16 +33,19 @@ def erfc(k: Format, x: Num) -> Num:
 
 
 def erf(k: Format, x: Num) -> Num:
-    """x + x p(x^2) below 1; above, 1 - exp(-q(|x|)) for float32 and 1 - erfc |x| for float64."""
+    """x + x p(x^2) near zero; beyond, 1 - q(|x|)^8 for float32 and 1 - erfc |x| for float64."""
+    (cut,) = k.polynomials["ERF_CUT"]
     y = abs(x)
     z = y * y
     near = y.fma(k.poly("ERF", z), y)
     if k.mantissa == 23:
-        bounded = y.at_most(3.95)
-        far = 1.0 - exp_of_parts(k, -k.poly("ERF_TAIL", bounded))
+        root = k.poly("ERF_TAIL", y.at_most(3.95))
+        fourth = root * root
+        fourth = fourth * fourth
+        far = fourth.fma(-fourth, 1.0)
     else:
         far = 1.0 - erfc_of_magnitude(k, y)
-    return where(y < 1.0, near, far).copysign(x)
+    return where(y < cut, near, far).copysign(x)
 
 
 def erf_inv(k: Format, x: Num) -> Num:

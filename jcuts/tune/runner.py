@@ -27,9 +27,10 @@ from jcuts.tune.pool import Answer, Pool
 from jcuts.tune.problem import Problem
 from jcuts.tune.replay import Recording
 from jcuts.tune.select import estimate, noise_margin, select, unknown
-from jcuts.tune.store import Store
+from jcuts.tune.store import Store, default_store
 from jcuts.tune.values import NORMAL
 
+__all__ = ["Effort", "Progress", "default_store", "describe", "tune"]
 _log = logging.getLogger("jcuts.tune")
 _PREFIX = "jcuts-tune-"
 _LIVE_REFERENCES = 4
@@ -67,12 +68,6 @@ class Effort:
 
 
 _SETTINGS, _EFFORT = Settings(), Effort()
-
-
-def default_store() -> Store:
-    """The user's database, for this CPU and these versions."""
-    versions = json.dumps(fingerprint.versions(), sort_keys=True)
-    return Store(knobs.current().cache_dir / "tuning.db", device=fingerprint.cpu_fingerprint(), versions=versions)
 
 
 def tune(

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jcuts.base import fingerprint, knobs
 from jcuts.base.errors import CacheError
 from jcuts.tune.choice import Choice
 
@@ -337,6 +338,15 @@ class Store:
         if not any(known.message == error.message for known in self.errors):
             self.errors.append(error)
             _log.warning("%s", error)
+
+
+def default_store() -> Store:
+    """The user's database, for this CPU and these versions."""
+    return Store(
+        knobs.current().cache_dir / "tuning.db",
+        device=fingerprint.cpu_fingerprint(),
+        versions=fingerprint.digest(fingerprint.versions()),
+    )
 
 
 class _Foreign(sqlite3.DatabaseError):

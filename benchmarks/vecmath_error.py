@@ -4,8 +4,8 @@
     python benchmarks/vecmath_error.py float32 tanh    # one format, names that start so
     python benchmarks/vecmath_error.py --no-jax        # without JAX beside
 
-References: float64 (NumPy, SciPy) for float32; 80-bit long double for float64, and ``mpmath`` (if installed; else the
-error functions of float64 are measured against libm's and SciPy's, whose own error then adds) for erf, erfc and erf_inv.
+References: float64 (NumPy, SciPy) for float32; 80-bit long double for float64, and ``mpmath`` for erf, erfc
+and erf_inv (if it is not installed: libm and SciPy, whose own error then adds).
 Run it on one core (``taskset -c 0``) with XLA_FLAGS=--xla_cpu_multi_thread_eigen=false for single-thread times.
 """
 

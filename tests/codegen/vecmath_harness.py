@@ -71,17 +71,22 @@ def loop_module(code: Code, ins: Sequence[str], out: str, width: int | None) -> 
     return module
 
 
-def compile_loop(code: Code, ins: Sequence[str], out: str, width: int | None = 16) -> Callable[..., np.ndarray]:
-    """An array function: pads to whole vectors, runs the loop, returns an array of ``out``."""
+def compile_module(module: ir.Module, name: str) -> int:
+    """Optimises and compiles for this machine; the address of the named function."""
     machine = target_machine()
-    parsed = llvm.parse_assembly(str(loop_module(code, ins, out, width)))
+    parsed = llvm.parse_assembly(str(module))
     parsed.verify()
     passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=2))
     passes.getModulePassManager().run(parsed, passes)
     engine = llvm.create_mcjit_compiler(parsed, machine)
     engine.finalize_object()
     _KEEP.append((engine, machine))
-    address = engine.get_function_address("loop")
+    return engine.get_function_address(name)
+
+
+def compile_loop(code: Code, ins: Sequence[str], out: str, width: int | None = 16) -> Callable[..., np.ndarray]:
+    """An array function: pads to whole vectors, runs the loop, returns an array of ``out``."""
+    address = compile_module(loop_module(code, ins, out, width), "loop")
     raw = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * (1 + len(ins)), ctypes.c_int64)(address)
 
     def run(*arrays: np.ndarray) -> np.ndarray:

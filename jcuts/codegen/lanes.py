@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from llvmlite import ir
+from llvmlite.ir.instructions import CastInstr
 
 from jcuts.base.errors import IRError
 
@@ -255,4 +256,7 @@ def _as_pointer(builder: Builder, pointer: Value) -> Value:
     """The pointer without the pointee that llvmlite may know of (no code in LLVM, where pointers are opaque)."""
     if getattr(pointer.type, "is_opaque", False):
         return pointer
-    return builder.bitcast(pointer, ir.PointerType())
+    # not builder.bitcast: it takes the two types for equal and returns its argument
+    cast = CastInstr(builder.block, "bitcast", pointer, ir.PointerType())
+    builder._insert(cast)
+    return cast

@@ -8,9 +8,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
 
 from jcuts.base.errors import IRError
 from jcuts.codegen import lanes
+from jcuts.codegen.vecmath import emit
 from jcuts.codegen.vecmath.exact import emit_exact
 from tests.codegen.vecmath_harness import compile_module
 
@@ -89,6 +92,36 @@ def test_slices_join_to_the_whole_and_iota_counts() -> None:
     source, out = np.arange(0, 80, 10, dtype=np.int32), np.zeros(8, np.int32)
     compiled(body)(out, source, 0)
     assert out.tolist() == [40, 51, 62, 73, 4, 15, 26, 37]
+
+
+def test_pointers_typed_by_numba_are_accepted() -> None:
+    """Numba's array data pointers know their element: loads, stores, masks and gathers of vectors go through them."""
+
+    @intrinsic
+    def double_sine(typing_context, out, source, valid):
+        def code(context, builder, signature, args):
+            arrays = [context.make_array(signature.args[k])(context, builder, args[k]) for k in range(2)]
+            to, of = (array.data for array in arrays)
+            assert not to.type.is_opaque
+            value = emit(builder, "sin", [lanes.load(builder, of, V8)], "float32")
+            lanes.store(builder, value, to)
+            mask = lanes.tail_mask(builder, args[2], 8)
+            again = lanes.masked_load(builder, to, mask, lanes.const(V8, 0.0))
+            wide = ir.Constant(lanes.vector_type("int64", 8), [lanes.I64(k) for k in range(8)])
+            same = lanes.gather(builder, to, wide, mask, lanes.const(V8, 0.0))
+            lanes.masked_store(builder, builder.fadd(again, same), to, mask)
+            return context.get_dummy_value()
+
+        return types.void(out, source, valid), code
+
+    @njit
+    def run(out, source, valid):
+        double_sine(out, source, valid)
+
+    source, out = np.linspace(-3e6, 3e6, 8).astype(np.float32), np.zeros(8, np.float32)
+    run(out, source, 5)
+    expected = np.sin(source.astype(np.float64)) * np.where(np.arange(8) < 5, 2, 1)
+    assert np.allclose(out, expected, rtol=1e-6)
 
 
 def test_types_have_names_widths_and_refusals() -> None:

@@ -246,8 +246,10 @@ class Optimized:
             return guard.Decision(guard.JCUTS, "jax.disable_jit is in force: nothing is compiled")
         closed = self._closed(args, kwargs)
         leaves = jax.tree.leaves(self._split(args, kwargs)[0])
-        outcome = plan(closed, self.settings, platform, may_measure=measure and placement is None, examples=leaves)
-        uses_jcuts = outcome.closed is not closed or placement is not None
+        if placement is not None:
+            return guard.Decision(guard.JCUTS, "arguments are spread over several devices: planned per shard")
+        outcome = plan(closed, self.settings, platform, may_measure=measure, examples=leaves)
+        uses_jcuts = outcome.closed is not closed
         if self.settings.mode != "mixed":
             return guard.Decision(guard.JCUTS, f"mode={self.settings.mode!r} is not compared as a whole")
         key = self._store_key(closed, signature, platform)

@@ -536,9 +536,14 @@ def _dce_closed(closed: Closed, used: tuple[bool, ...]) -> tuple[Closed, list[bo
 
 
 def _discharge_rule(primitive: Primitive) -> Callable[..., Any]:
-    def rule(in_avals: Sequence[Any], out_avals: Sequence[Any], *args: Any, jaxpr: Closed, **params: Any) -> Any:
-        del out_avals
-        discharged = _discharge.discharge_state(jaxpr)
+    def rule(context: Any, *args: Any, jaxpr: Closed, **params: Any) -> Any:
+        # 0.10 passes the argument and result types as two positional arguments, 0.11 a context object.
+        options: dict[str, Any] = {}
+        if hasattr(context, "in_avals"):
+            in_avals, options["strip_memory_space"] = context.in_avals, context.strip_memory_space
+        else:
+            in_avals, args = context, args[1:]
+        discharged = _discharge.discharge_state(jaxpr, **options)
         outs = primitive.bind(*args, jaxpr=discharged, **params)
         values, refs = outs[:len(jaxpr.out_avals)], iter(outs[len(jaxpr.out_avals):])
         return [next(refs) if isinstance(a, _state_types.AbstractRef) else None for a in in_avals], values

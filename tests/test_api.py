@@ -1,0 +1,336 @@
+"""``optimize`` and ``Optimized``: conventions, decisions, errors."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jcuts
+from jcuts import guard
+from jcuts.api import BoundOptimized, Optimized
+from jcuts.base.errors import JcutsError, NotJaxError, UsageError
+from tests.primitive.conftest import MARK, toy  # noqa: F401  (a fixture)
+
+X = np.arange(12, dtype=np.float32).reshape(3, 4)
+
+
+def scaled(x, k=2.0):
+    """Multiply."""
+    return x * k
+
+
+# ------------------------------------------------------------ conventions
+
+def test_decorator_with_and_without_arguments():
+    @jcuts.optimize
+    def f(x):
+        return x + 1
+
+    @jcuts.optimize(mode="fusion", tune="off")
+    def g(x):
+        return x + 1
+
+    assert isinstance(f, Optimized) and isinstance(g, Optimized)
+    assert g.settings.mode == "fusion" and f.settings.mode == "mixed"
+    np.testing.assert_array_equal(f(X), g(X))
+
+
+def test_keeps_name_doc_and_signature():
+    f = jcuts.optimize(scaled)
+    assert f.__name__ == "scaled" and f.__doc__ == "Multiply." and f.__wrapped__ is scaled
+    assert inspect.signature(f) == inspect.signature(scaled)
+    assert "scaled" in repr(f)
+
+
+def test_methods_are_bound():
+    class Model:
+        k = 3.0
+
+        @jcuts.optimize(static_argnums=0, tune="off")
+        def step(self, x):
+            return x * self.k
+
+    model = Model()
+    assert isinstance(model.step, BoundOptimized) and isinstance(Model.step, Optimized)
+    np.testing.assert_array_equal(model.step(X), X * 3)
+    assert "stablehlo.multiply" in model.step.lower(X).as_text()
+    assert model.step.__name__ == "step"
+
+
+def test_callable_objects_and_partials():
+    import functools
+
+    class Call:
+        def __call__(self, x):
+            return x * 2
+
+    np.testing.assert_array_equal(jcuts.optimize(Call(), tune="off")(X), X * 2)
+    np.testing.assert_array_equal(jcuts.optimize(functools.partial(scaled, k=5.0), tune="off")(X), X * 5)
+
+
+def test_is_accepted_where_jax_wants_a_jitted_function():
+    f = jcuts.optimize(scaled, tune="off")
+    assert jax.export.export(f)(X).call(X).shape == X.shape
+    assert f.trace(X).jaxpr.out_avals[0].shape == X.shape
+    assert f.eval_shape(X).shape == X.shape
+
+
+def test_retraces_only_for_new_signatures():
+    traced = []
+
+    @jcuts.optimize(tune="off")
+    def f(x):
+        traced.append(x.shape)
+        return x + 1
+
+    for _ in range(3):
+        f(X)
+    once = len(traced)
+    f(X[:2])
+    again = len(traced)
+    for _ in range(3):
+        f(X), f(X[:2])
+    assert once >= 1 and again > once and len(traced) == again
+
+
+def test_clear_cache_forgets():
+    f = jcuts.optimize(scaled, tune="off")
+    f(X)
+    assert f.decision(X) is not None
+    f.clear_cache()
+    assert f.decision(X) is None
+    np.testing.assert_array_equal(f(X), X * 2)
+
+
+def test_threads_agree():
+    f = jcuts.optimize(lambda x: jnp.sin(x) * 2)
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(np.asarray(f(X)))) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(results) == 4
+    for r in results:
+        np.testing.assert_allclose(r, np.sin(X) * 2, rtol=1e-6)
+
+
+# ------------------------------------------------------------ decisions
+
+def test_concrete_call_may_measure_and_sees_real_values(toy):  # noqa: F811
+    f = jcuts.optimize(lambda x, n: jax.lax.fori_loop(0, n, lambda _, v: v * 1.5, x))
+    f(X, 3)
+    first = toy.calls[0]
+    assert first["may_measure"] is True
+    assert int(first["examples"][1]) == 3
+    assert all(not c["may_measure"] for c in toy.calls[1:])
+
+
+def test_nothing_measures_inside_a_trace(toy):  # noqa: F811
+    jax.jit(lambda x: jcuts.optimize(scaled)(x))(X)
+    assert toy.calls and not any(c["may_measure"] for c in toy.calls)
+
+
+@pytest.mark.parametrize("tune", ["cached", "off"])
+def test_other_tune_modes_never_measure(toy, tune):  # noqa: F811
+    f = jcuts.optimize(scaled, tune=tune)
+    f(X)
+    assert toy.calls and not any(c["may_measure"] for c in toy.calls)
+    assert f.decision(X).chosen == guard.JCUTS and not f.decision(X).seconds
+
+
+def test_guard_times_both_and_keeps_the_decision(toy):  # noqa: F811
+    store = guard.MemoryStore()
+    f = Optimized(scaled, jcuts.optimize(scaled).settings, {}, store)
+    f(X)
+    decision = f.decision(X)
+    assert decision.measured and {guard.XLA, guard.JCUTS} <= set(decision.seconds) | set(decision.rejected)
+    again = Optimized(scaled, f.settings, {}, store)
+    again(X)
+    assert again.decision(X) == decision
+
+
+def test_stored_decision_is_followed(toy):  # noqa: F811
+    class Fixed(guard.MemoryStore):
+        def guard(self, key):
+            return guard.Decision(guard.JCUTS, "kept", {}, 0.0, {}, True).to_dict()
+
+    f = Optimized(scaled, jcuts.optimize(scaled).settings, {}, Fixed())
+    np.testing.assert_array_equal(f(X), X * 2)
+    assert f.decision(X).reason == "kept"
+
+
+@pytest.mark.parametrize("data", [{}, {"chosen": 1}, {"chosen": "gone", "reason": "", "seconds": {}, "margin": 0,
+                                                     "rejected": {}, "measured": True}])
+def test_foreign_store_content_is_ignored(data):
+    class Foreign(guard.MemoryStore):
+        def guard(self, key):
+            return data
+
+    f = Optimized(scaled, jcuts.optimize(scaled).settings, {}, Foreign())
+    np.testing.assert_array_equal(f(X), X * 2)
+    assert f.decision(X).chosen.startswith(guard.XLA)
+
+
+def test_several_programs_dispatch_by_signature(toy):  # noqa: F811
+    class ByShape(guard.MemoryStore):
+        seen = 0
+
+        def guard(self, key):
+            self.seen += 1
+            chosen = guard.JCUTS if self.seen == 1 else guard.XLA
+            return guard.Decision(chosen, "kept", {}, 0.0, {}, True).to_dict()
+
+    f = Optimized(scaled, jcuts.optimize(scaled).settings, {}, ByShape())
+    small, large = X[:1], X
+    for _ in range(2):
+        np.testing.assert_array_equal(f(small), small * 2)
+        np.testing.assert_array_equal(f(large), large * 2)
+    assert f.decision(small).chosen == guard.JCUTS and f.decision(large).chosen == guard.XLA
+
+
+def test_chosen_program_is_the_one_that_runs(toy):  # noqa: F811
+    f = jcuts.optimize(scaled, tune="off")
+    f(X)
+    assert MARK in f.lower(X).as_text()
+
+
+def test_tune_measures_again(toy):  # noqa: F811
+    f = jcuts.optimize(scaled, tune="off")
+    f(X)
+    report = f.tune(X)
+    assert any(c["may_measure"] for c in toy.calls) and report == {"equations": 1}
+
+
+def test_explain_before_any_call(toy):  # noqa: F811
+    assert jcuts.optimize(scaled).explain(X) == {"equations": 1}
+    assert not any(c["may_measure"] for c in toy.calls)
+
+
+def test_guard_chooses_the_plainer_program_in_a_tie():
+    samples = {"xla": guard.noise.Samples((1.0, 1.0, 1.01)), "jcuts": guard.noise.Samples((0.995, 0.995, 1.0))}
+    assert guard._choose(samples, {}).chosen == "xla"
+
+
+def test_guard_chooses_the_faster_program():
+    samples = {"xla": guard.noise.Samples((1.0, 1.0, 1.01)), "jcuts": guard.noise.Samples((0.5, 0.5, 0.51))}
+    decision = guard._choose(samples, {})
+    assert decision.chosen == "jcuts" and "2.00 times" in decision.reason
+
+
+def _call(fn):
+    jitted = jax.jit(fn)
+    return lambda x: jitted(x)
+
+
+def test_guard_rejects_wrong_and_failing_programs():
+    def fails(x):
+        raise RuntimeError("no device")
+
+    calls = {"xla": _call(lambda x: x * 2), "wrong": _call(lambda x: x * 3), "nan": _call(lambda x: x * jnp.nan),
+             "fails": fails}
+    decision = guard.decide(calls, lambda: ((X,), {}), donates=False, seconds=0.02)
+    assert decision.chosen == "xla"
+    assert "norm" in decision.rejected["wrong"] and "NaN" in decision.rejected["nan"]
+    assert "no device" in decision.rejected["fails"]
+
+
+def test_guard_lets_the_users_own_error_through():
+    def fails(x):
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        guard.decide({"xla": fails}, lambda: ((X,), {}), donates=False, seconds=0.02)
+
+
+def test_decision_round_trip():
+    decision = guard.Decision("jcuts", "r", {"xla": 2.0, "jcuts": 1.0}, 0.02, {"x": "y"}, True)
+    assert guard.Decision.from_dict(decision.to_dict()) == decision
+
+
+# ------------------------------------------------------------ errors
+
+@pytest.mark.parametrize("options", [{"mode": "fast"}, {"tune": "never"}, {"tolerance": 0}, {"workspace_limit": -1},
+                                     {"total_workspace": 1.5}])
+def test_impossible_options(options):
+    with pytest.raises(UsageError) as error:
+        jcuts.optimize(scaled, **options)
+    assert set(options) & set(error.value.values)
+
+
+@pytest.mark.parametrize("fn", [3, "f", None.__class__.__name__, [scaled]])
+def test_not_a_function(fn):
+    with pytest.raises(NotJaxError):
+        jcuts.optimize(fn)
+
+
+async def _coroutine(x):
+    return x
+
+
+def _generator(x):
+    yield x
+
+
+@pytest.mark.parametrize("fn", [_coroutine, _generator])
+def test_functions_that_jax_cannot_trace(fn):
+    with pytest.raises(NotJaxError) as error:
+        jcuts.optimize(fn)
+    assert error.value.kind in ("coroutine", "generator")
+
+
+def test_unhashable_static_argument():
+    f = jcuts.optimize(lambda x, n: x * sum(n), static_argnums=1)
+    with pytest.raises(UsageError, match="unhashable type list") as error:
+        f(X, [1, 2])
+    assert error.value.value == [1, 2]
+    np.testing.assert_array_equal(f(X, (1, 2)), X * 3)
+    with pytest.raises(UsageError, match="unhashable"):
+        f(X, [1, 2])
+
+
+def test_argument_that_is_no_array():
+    f = jcuts.optimize(scaled)
+    with pytest.raises(NotJaxError, match="static_argnums"):
+        f("text")
+    f(X)
+    with pytest.raises(NotJaxError, match="static_argnums"):
+        f("text")
+
+
+def test_result_that_is_no_array():
+    with pytest.raises(TypeError):
+        jcuts.optimize(lambda x: "text")(X)
+    with pytest.raises(NotJaxError, match="returned a value of type str"):
+        jax.jit(jcuts.optimize(lambda x: "text"))(X)
+
+
+def test_tracing_errors_of_jax_pass_through():
+    def f(x):
+        return x if x.sum() > 0 else -x
+
+    for call in (jcuts.optimize(f), jax.jit(jcuts.optimize(f)), jcuts.optimize(f).lower):
+        with pytest.raises(jax.errors.TracerBoolConversionError) as error:
+            call(X)
+        assert not isinstance(error.value, JcutsError)
+
+
+def test_errors_of_the_user_pass_through():
+    def f(x):
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine") as error:
+        jcuts.optimize(f)(X)
+    assert "_Undecided" not in repr(error.value.__context__)
+
+
+def test_wrong_arguments_raise_type_error():
+    with pytest.raises(TypeError):
+        jcuts.optimize(scaled)()
+    with pytest.raises(TypeError):
+        jcuts.optimize(scaled)(X, wrong=1)

@@ -83,10 +83,10 @@ def make_inputs(problem: Problem, kind: str, seed: int) -> list[np.ndarray]:
     """
     rng = np.random.default_rng([seed, {NORMAL: 0, SPECIAL: 1, HUGE: 2}[kind]])
     reduction = max(o.reduction for o in problem.outputs)
-    return [_make(i, kind, rng, reduction) for i in problem.inputs]
+    return [_make(i, kind, rng, reduction, problem.degree) for i in problem.inputs]
 
 
-def _make(spec: Input, kind: str, rng: np.random.Generator, reduction: int) -> np.ndarray:
+def _make(spec: Input, kind: str, rng: np.random.Generator, reduction: int, degree: int = 1) -> np.ndarray:
     dtype = dtype_of(spec.dtype)
     if spec.recipe == "given":
         assert spec.npy is not None  # Input checked it
@@ -96,11 +96,11 @@ def _make(spec: Input, kind: str, rng: np.random.Generator, reduction: int) -> n
     if dtype.kind in "iu":
         return _integers(spec, dtype, kind, rng)
     if dtype.kind == "c":
-        parts = [_floats(spec, np.dtype(f"f{dtype.itemsize // 2}"), kind, rng, reduction) for _ in range(2)]
+        parts = [_floats(spec, np.dtype(f"f{dtype.itemsize // 2}"), kind, rng, reduction, degree) for _ in range(2)]
         return np.asarray(parts[0] + 1j * parts[1], dtype)
     if not is_float(dtype):
         raise UsageError(f"no recipe makes values of dtype {spec.dtype!r}", dtype=spec.dtype)
-    return _floats(spec, dtype, kind, rng, reduction)
+    return _floats(spec, dtype, kind, rng, reduction, degree)
 
 
 def _integers(spec: Input, dtype: np.dtype, kind: str, rng: np.random.Generator) -> np.ndarray:
@@ -125,7 +125,9 @@ def _iinfo(dtype: np.dtype) -> np.iinfo | ml_dtypes.iinfo:
         return ml_dtypes.iinfo(dtype)
 
 
-def _floats(spec: Input, dtype: np.dtype, kind: str, rng: np.random.Generator, reduction: int) -> np.ndarray:
+def _floats(
+    spec: Input, dtype: np.dtype, kind: str, rng: np.random.Generator, reduction: int, degree: int = 1
+) -> np.ndarray:
     values = rng.standard_normal(spec.shape)
     positive = spec.recipe == "positive"
     if positive:
@@ -146,8 +148,9 @@ def _floats(spec: Input, dtype: np.dtype, kind: str, rng: np.random.Generator, r
         if positive:
             special = [v for v in special if not (v < 0 or math.copysign(1.0, v) < 0)]
     else:
-        # Elementwise operations see the very ends of the range; sums must not depend on their order.
-        end = most if reduction == 1 else most / (64.0 * reduction)
+        # Elementwise operations see the very ends of the range.  Sums of products must not overflow on the way: whether
+        # they do depends on their order and on fused multiply-adds.
+        end = most if reduction == 1 else math.sqrt(most / (64.0 * reduction))
         special = [end, end / 2, end / 4, math.sqrt(end), *([] if positive else [-end, -end / 2, -math.sqrt(end)])]
     _sprinkle(out, np.array(special).astype(dtype), rng, count)
     return out

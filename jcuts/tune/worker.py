@@ -45,6 +45,7 @@ NOISE_ULP = 4.0
 """Simulated rounding per operation: XLA's own approximations of transcendental functions stay within a few ulp."""
 HOPELESS = 2.0
 """A kernel this many times slower than the fastest in the quick screening is not timed against XLA."""
+SCREEN_ROUNDS = 3
 
 Announce = Callable[[str], None]
 
@@ -178,13 +179,12 @@ def measure(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     budget = float(request["seconds"])
     finalists = list(launchers)
     if len(finalists) > 1:
-        quick: dict[str, Samples] = {}
-        for label, launcher in launchers.items():
-            announce(label)
-            quick |= timing.screen({label: launcher}, input_sets[0], seconds=budget / len(launchers))
-        ranked = sorted(quick, key=lambda label: quick[label].median)
-        limit = HOPELESS * quick[ranked[0]].median
-        finalists = [label for label in ranked[: int(request["finalists"])] if quick[label].median <= limit]
+        quick = _screened(timing, launchers, input_sets[0], budget, announce)
+        # By the best time: a short burst of work elsewhere on the machine must not throw out the fastest.
+        best = {label: min(samples.seconds) for label, samples in quick.items()}
+        ranked = sorted(best, key=lambda label: best[label])
+        limit = HOPELESS * best[ranked[0]]
+        finalists = [label for label in ranked[: int(request["finalists"])] if best[label] <= limit]
         answers += [_answer(label, quick[label], "screen") for label in quick if label not in finalists]
     exported = jax.export.deserialize(bytearray(problem.library or b""))
     entries: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {LIBRARY: (exported.call, {})}
@@ -213,6 +213,19 @@ def measure(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
             _answer(label, timing.screen({label: launchers[label]}, input_sets[0], seconds=budget)[label], "direct")
         )
     return {"measurements": answers, "overhead": timing.dispatch_overhead()}
+
+
+def _screened(
+    timing: Any, launchers: dict[str, Launcher], inputs: list[np.ndarray], budget: float, announce: Announce
+) -> dict[str, Samples]:
+    """Quick times of kernels, in several rounds, spending the budget of one candidate on all of them."""
+    times: dict[str, tuple[float, ...]] = {label: () for label in launchers}
+    for _ in range(SCREEN_ROUNDS):
+        for label, launcher in launchers.items():
+            announce(label)
+            share = budget / len(launchers) / SCREEN_ROUNDS
+            times[label] += timing.screen({label: launcher}, inputs, seconds=share)[label].seconds
+    return {label: Samples(seconds) for label, seconds in times.items()}
 
 
 REQUESTS: dict[str, Callable[[dict[str, Any], Announce], dict[str, Any]]] = {

@@ -89,10 +89,16 @@ def test_classes_must_match(kind, value):
 def test_overflow_of_xla_alone_binds_nobody():
     r = np.array([1.0, 2.0, 3e38])
     x = np.array([1.0, 2.0, np.inf], np.float32)
-    for c in (x, r.astype(np.float32)):
-        check(Output((3,), "float32", reduction=9), [Expected(HUGE, x, r)], [c])
+    spec = Output((3,), "float32", reduction=9)
+    normal = Expected(NORMAL, r[:3].astype(np.float32), r)
+    for last in (np.inf, np.nan, 3e38, 1e38):
+        check(spec, [normal, Expected(HUGE, x, r)], [normal.xla, np.array([1, 2, last], np.float32)])
+    # Where XLA stays finite, so does the candidate; where the true result overflows, both do.
     with pytest.raises(AccuracyRejected):
-        check(Output((3,), "float32", reduction=9), [Expected(HUGE, x, r)], [np.array([1, 2, 1e38], np.float32)])
+        check(spec, [normal, Expected(HUGE, normal.xla, r)], [normal.xla, x])
+    beyond = np.array([1.0, 2.0, 1e39])
+    with pytest.raises(AccuracyRejected):
+        check(spec, [normal, Expected(HUGE, x, beyond)], [normal.xla, np.array([1, 2, 3e38], np.float32)])
 
 
 def test_sign_of_zero():

@@ -120,6 +120,9 @@ class Problem:
         reference: serialised export of its float64 form; takes (noise seed, noise amplitude, *widened inputs).
         perturb: whether the reference must also be run with simulated rounding, because the subset turns floats into
             discrete values (comparisons, argmax, casts).
+        degree: how often a value may be multiplied with others on its way through the subset; bounds the magnitudes of
+            ``huge`` inputs so that intermediate products do not overflow (where they would, XLA's own answer depends
+            on how it happened to rewrite the products).
         name: for people.
     """
 
@@ -132,6 +135,7 @@ class Problem:
     library: bytes | None = field(default=None, repr=False)
     reference: bytes | None = field(default=None, repr=False)
     perturb: bool = False
+    degree: int = 1
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -185,6 +189,7 @@ class Problem:
             "space": self.space,
             "tolerance": self.tolerance,
             "perturb": self.perturb,
+            "degree": self.degree,
             "inputs": [
                 {"shape": list(i.shape), "dtype": i.dtype, "recipe": i.recipe, "npy": i.npy} for i in self.inputs
             ],
@@ -229,6 +234,7 @@ class Problem:
                 library=decode_bytes(data.get("library")),
                 reference=decode_bytes(data.get("reference")),
                 perturb=bool(data.get("perturb", False)),
+                degree=int(data.get("degree", 1)),
                 name=data.get("name", ""),
             )
         except (KeyError, TypeError) as error:

@@ -148,9 +148,9 @@ def _floats(
         if positive:
             special = [v for v in special if not (v < 0 or math.copysign(1.0, v) < 0)]
     else:
-        # Elementwise operations see the very ends of the range.  Sums of products must not overflow on the way: whether
-        # they do depends on their order and on fused multiply-adds.
-        end = most if reduction == 1 else math.sqrt(most / (64.0 * reduction))
+        # Elementwise operations see the very ends of the range.  Sums and products must not overflow on the way:
+        # whether they do depends on their order and on fused multiply-adds.
+        end = (most / (64.0 * reduction if reduction > 1 else 1.0)) ** (1.0 / max(1, degree))
         special = [end, end / 2, end / 4, math.sqrt(end), *([] if positive else [-end, -end / 2, -math.sqrt(end)])]
     _sprinkle(out, np.array(special).astype(dtype), rng, count)
     return out

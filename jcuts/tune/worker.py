@@ -219,7 +219,7 @@ def _screened(
     timing: Any, launchers: dict[str, Launcher], inputs: list[np.ndarray], budget: float, announce: Announce
 ) -> dict[str, Samples]:
     """Quick times of kernels, in several rounds, spending the budget of one candidate on all of them."""
-    times: dict[str, tuple[float, ...]] = {label: () for label in launchers}
+    times: dict[str, tuple[float, ...]] = dict.fromkeys(launchers, ())
     for _ in range(SCREEN_ROUNDS):
         for label, launcher in launchers.items():
             announce(label)

@@ -1,0 +1,96 @@
+"""Inputs from seeds: recipes, special values, reproducibility, files."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jcuts.base.errors import UsageError
+from jcuts.tune.problem import Input, Output, Problem
+from jcuts.tune.values import HUGE, NORMAL, SPECIAL, dtype_of, load, make_inputs, save, seed_kinds
+
+
+def make(*inputs, outputs=None, degree=1):
+    return Problem("id", inputs, outputs or (Output((100,), "float32"),), degree=degree)
+
+
+def test_recipes_and_reproducibility():
+    problem = make(
+        Input((50, 4), "float32"),
+        Input((500,), "float32", "positive"),
+        Input((500,), "int32", "integers 2..5"),
+        Input((30,), "bool", "bool"),
+        Input((500,), "int8", "integers -128..127"),
+        Input((64,), "complex64"),
+    )
+    one, again, other = (make_inputs(problem, NORMAL, seed) for seed in (3, 3, 4))
+    for a, b, spec in zip(one, again, problem.inputs, strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert (a.shape, a.dtype) == (spec.shape, dtype_of(spec.dtype))
+    assert (one[0] != other[0]).any()
+    assert (one[1] > 0).all()
+    assert set(one[2]) == {2, 3, 4, 5}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+def test_special_values_occur(dtype):
+    (x,) = make_inputs(make(Input((2000,), dtype)), SPECIAL, 0)
+    wide = x.astype(np.float64)
+    assert np.isnan(wide).any() and np.isposinf(wide).any() and np.isneginf(wide).any()
+    assert ((wide == 0) & np.signbit(wide)).any()
+    assert ((wide != 0) & (np.abs(wide) < float(ml_dtypes.finfo(dtype_of(dtype)).smallest_normal))).any()
+
+
+def test_special_values_keep_the_recipe():
+    specs = (Input((900,), "float32", "positive"), Input((900,), "int32", "integers 0..9"))
+    floats, integers = make_inputs(make(*specs), SPECIAL, 0)
+    assert not (floats < 0).any() and not np.signbit(floats[~np.isnan(floats)]).any()
+    assert integers.min() == 0 and integers.max() == 9
+
+
+def test_integers_of_the_whole_range_reach_its_ends():
+    for dtype in ("int32", "uint8", "int64", "uint64"):
+        (x,) = make_inputs(make(Input((400,), dtype, "integers")), SPECIAL, 0)
+        assert x.min() == np.iinfo(dtype).min and x.max() == np.iinfo(dtype).max
+
+
+@pytest.mark.parametrize(("reduction", "degree"), [(1, 1), (100, 1), (100, 2), (1, 3)])
+def test_huge_values_do_not_overflow_on_the_way(reduction, degree):
+    problem = make(Input((1000,), "float32"), outputs=(Output((1,), "float32", reduction),), degree=degree)
+    (x,) = make_inputs(problem, HUGE, 0)
+    most = float(np.finfo(np.float32).max)
+    top = float(np.abs(x.astype(np.float64)).max())
+    assert np.isfinite(x).all() and top > 1e10
+    assert top**degree * reduction <= most * (1 + 1e-6)
+
+
+def test_number_of_sets():
+    assert seed_kinds(make(Input((9,), "float32"))) == [NORMAL] * 3 + [SPECIAL, HUGE]
+    scalar = make(Input((9,), "float32"), outputs=(Output((), "float32", 9),))
+    assert seed_kinds(scalar).count(NORMAL) == 16
+
+
+def test_given_values_and_files(tmp_path):
+    path = tmp_path / "x.npy"
+    values = np.arange(6, dtype=np.int32)
+    np.save(path, values)
+    problem = make(Input((2, 3), "int32", "given", str(path)))
+    assert seed_kinds(problem) == [NORMAL]
+    np.testing.assert_array_equal(make_inputs(problem, NORMAL, 9)[0], values.reshape(2, 3))
+    with pytest.raises(UsageError):
+        make_inputs(make(Input((7,), "int32", "given", str(path))), NORMAL, 0)
+    with pytest.raises(UsageError):
+        make_inputs(make(Input((6,), "int64", "given", str(path))), NORMAL, 0)
+    with pytest.raises(UsageError):
+        dtype_of("float33")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "bool", "complex64", "float8_e4m3fn"])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 0), (2, 3)])
+def test_files_keep_every_dtype_and_shape(tmp_path, dtype, shape):
+    array = np.ones(shape).astype(dtype_of(dtype))
+    save(tmp_path / "a.npy", array)
+    back = load(tmp_path / "a.npy", shape, dtype)
+    assert (back.shape, back.dtype) == (shape, array.dtype)
+    np.testing.assert_array_equal(back, array)

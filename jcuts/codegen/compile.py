@@ -60,7 +60,7 @@ def compile_program(program: Program, target: CpuTarget | None = None) -> Compil
         with _lock, global_compiler_lock:
             code = compile(source.text, f"<jcuts {program.name}>", "exec")
             exec(code, names)  # noqa: S102 - our own generated source
-            entry = numba.cfunc(SIGNATURE, nopython=True, error_model="numpy")(names["kernel"])
+            entry = numba.cfunc(SIGNATURE, nopython=True, error_model="numpy", forceinline=True)(names["kernel"])
             library = entry._library
             object_code = library._get_compiled_object()
             symbol = entry._wrapper_name
@@ -99,7 +99,7 @@ def _compiled_text(program: Program, what: str) -> str:
     names: dict[str, object] = {n: _variant(program, program.phases[k], s) for n, (k, s) in source.variants.items()}
     with _lock:
         exec(compile(source.text, f"<jcuts {program.name}>", "exec"), names)  # noqa: S102
-        entry = numba.cfunc(SIGNATURE, nopython=True, error_model="numpy")(names["kernel"])
+        entry = numba.cfunc(SIGNATURE, nopython=True, error_model="numpy", forceinline=True)(names["kernel"])
         return entry._library.get_llvm_str() if what == "llvm" else entry._library.get_asm_str()
 
 
@@ -139,7 +139,8 @@ def _pointers(builder: ir.IRBuilder, program: Program, buffers: ir.Value, scratc
     raw = builder.bitcast(scratch, opaque)
     for name, offset in program.local_offsets().items():
         address = builder.gep(raw, [i64(offset)], source_etype=ir.IntType(8))
-        result[name] = builder.bitcast(address, opaque)
+        address.type = opaque  # llvmlite types a gep by its element; the pointer itself is opaque
+        result[name] = address
     return result
 
 

@@ -3,13 +3,161 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from jcuts.base import knobs
 from jcuts.base.settings import Settings
+from jcuts.tune.choice import LIBRARY
+from jcuts.tune.library import with_exports
+from jcuts.tune.problem import Candidate, Input, Output, Problem
+from jcuts.tune.runner import Progress, default_store, tune
+from jcuts.tune.store import Store
+
+FLOATS = ("float64", "float32", "bfloat16", "float16")
+NEEDS_POSITIVE = frozenset({"sqrt", "rsqrt", "log", "log1p", "pow", "cbrt"})
+CANDIDATE_BUDGET = 96  # kernels that one session compiles, shared out by the subsets' work
+MIN_CANDIDATES = 2
+
+_progress: Progress | None = None
+_store: Store | None = None
+
+
+def set_progress(progress: Progress | None) -> None:
+    """Who is told how far tuning is (the command line draws bars)."""
+    global _progress
+    _progress = progress
+
+
+def store() -> Store:
+    """The user's tuning database."""
+    global _store
+    current = default_store() if _store is None else _store
+    _store = current
+    return current
+
+
+def set_store(new: Store | None) -> None:
+    """Another database (tests); None goes back to the user's."""
+    global _store
+    _store = new
 
 
 def choose(subsets: Sequence[Any], settings: Settings, *, may_measure: bool) -> None:
-    """Sets ``chosen`` and ``origin`` of every subset (see `pipeline.Subset`)."""
+    """Sets ``chosen``, ``origin`` and ``choice`` of every subset (see `pipeline.Subset`).
+
+    Without permission to measure, ``tune="auto"`` reads the database like ``tune="cached"``; what it does not know is
+    left to XLA, but for modes that ask for jcuts' kernels, which then follow the estimate.
+    """
+    if not subsets:
+        return
+    how = settings if may_measure or settings.tune == "off" else replace(settings, tune="cached")
+    shares = _shares(subsets)
+    problems: dict[str, Problem] = {}
+    closed_of: dict[str, Any] = {}
     for subset in subsets:
-        if settings.tune == "off" or settings.mode != "mixed":
+        if subset.identity not in problems:
+            problem = make_problem(subset, settings, shares[subset.identity])
+            problems[subset.identity] = problem
+            closed_of[problem.digest] = subset.closed
+    choices = tune(
+        list(problems.values()), store(), settings=how, progress=_progress,
+        prepare=lambda problem: with_exports(problem, closed_of[problem.digest]),
+    )  # fmt: skip
+    for subset in subsets:
+        problem = problems[subset.identity]
+        choice = choices[problem.digest]
+        subset.choice, subset.origin = choice, choice.origin
+        programs = {_label(p): p for p, _ in subset.ranked}
+        subset.chosen = programs.get(choice.winner)
+        if choice.winner != LIBRARY and subset.chosen is None:
+            subset.origin = "library"
+        if subset.chosen is None and settings.mode != "mixed" and choice.origin == "library":
             subset.chosen, subset.origin = subset.ranked[0][0], "estimated"
+
+
+def make_problem(subset: Any, settings: Settings, candidates: int) -> Problem:
+    """The tuning problem of a subset with its best ``candidates`` candidates."""
+    kept = subset.ranked[:candidates]
+    reduction = 1
+    for phase in subset.program.phases:
+        for red in phase.reds:
+            reduction *= red.extent
+    outputs = tuple(
+        Output(tuple(v.aval.shape), v.aval.dtype.name, reduction, v.aval.dtype.name not in FLOATS) for v in subset.outputs
+    )
+    return Problem(
+        identity=subset.identity,
+        inputs=tuple(Input(tuple(v.aval.shape), v.aval.dtype.name, _recipe(subset, v)) for v in subset.inputs),
+        outputs=outputs,
+        candidates=tuple(Candidate("program", p.to_text(), _label(p), score) for p, score in kept),
+        tolerance=settings.tolerance,
+        degree=degree(subset.closed),
+        name=_name(subset),
+    )
+
+
+def _label(program: Any) -> str:
+    return f"{program.template}-{program.digest[:10]}"
+
+
+def _name(subset: Any) -> str:
+    names = [eqn.primitive.name for eqn in subset.closed.jaxpr.eqns]
+    return names[0] if len(names) == 1 else f"{names[0]}..{names[-1]} ({len(names)})"
+
+
+def _recipe(subset: Any, var: Any) -> str:
+    dtype = var.aval.dtype.name
+    if dtype == "bool":
+        return "bool"
+    if dtype not in FLOATS:
+        return "integers 0..100" if dtype.startswith("u") else "integers -100..100"
+    return "positive" if _feeds(subset.closed, var) else "normal"
+
+
+def _feeds(closed: Any, var: Any) -> bool:
+    """Does this input reach a function that is only defined for positive numbers?"""
+    reached = {var}
+    for eqn in closed.jaxpr.eqns:
+        if any(not hasattr(a, "val") and a in reached for a in eqn.invars):
+            if eqn.primitive.name in NEEDS_POSITIVE:
+                return True
+            reached.update(eqn.outvars)
+    return False
+
+
+MULTIPLY = frozenset({"mul", "dot_general", "conv_general_dilated", "div", "square", "pow"})
+
+
+def degree(closed: Any) -> int:
+    """Degree of the subset's results as polynomials in its inputs (1 where nothing is multiplied)."""
+    known: dict[Any, int] = {v: 1 for v in closed.jaxpr.invars}
+    highest = 1
+    for eqn in closed.jaxpr.eqns:
+        inputs = [known.get(a, 1) for a in eqn.invars if not hasattr(a, "val")]
+        name = eqn.primitive.name
+        if name in MULTIPLY:
+            power = sum(inputs) if name != "square" else 2 * sum(inputs)
+        elif name == "integer_pow":
+            power = max(inputs, default=1) * abs(int(eqn.params["y"]))
+        else:
+            power = max(inputs, default=1)
+        highest = max(highest, min(power, 64))
+        known.update((v, min(power, 64)) for v in eqn.outvars)
+    return highest
+
+
+def _shares(subsets: Sequence[Any]) -> dict[str, int]:
+    """How many candidates each distinct subset may have: in proportion to its share of the whole work."""
+    weight: dict[str, float] = {}
+    for subset in subsets:
+        weight[subset.identity] = weight.get(subset.identity, 0.0) + _work(subset.program)
+    total = sum(weight.values()) or 1.0
+    limit = knobs.current().max_candidates
+    return {k: max(MIN_CANDIDATES, min(limit, round(CANDIDATE_BUDGET * w / total))) for k, w in weight.items()}
+
+
+def _work(program: Any) -> int:
+    from jcuts.region.choose import work
+
+    return sum(work(phase) for phase in program.phases)

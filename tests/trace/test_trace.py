@@ -32,7 +32,7 @@ def with_calls(x):
 
     c, _ = jax.lax.scan(lambda c, _: (inner(c) + inner(c * 2), None), x, None, length=3)
     c = jax.lax.cond(c.sum() > 0, jax.nn.gelu, lambda a: a, c)
-    c = jax.lax.while_loop(lambda a: a.sum() < 3, lambda a: jax.nn.relu(a) + inner(a), c)
+    c = jax.lax.while_loop(lambda a: a.sum() < 3, lambda a: jax.nn.relu(a) + inner(a) * 0 + 1, c)
     return jax.nn.logsumexp(jax.checkpoint(lambda a: jnp.sin(a) * jax.nn.relu(a))(c))
 
 

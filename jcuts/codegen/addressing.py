@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from llvmlite import ir
 
@@ -25,15 +26,15 @@ class Frame:
     ``lanes`` of them unless this is a remainder.
     """
 
-    builder: ir.IRBuilder
-    variables: dict[str, ir.Value]
-    pointers: Mapping[str, ir.Value]
+    builder: L.Builder
+    variables: dict[str, L.Value]
+    pointers: Mapping[str, L.Value]
     ranges: Mapping[str, int]
     vector: str = ""
     lanes: int = 1
     active: int = 1
-    values: dict[int, ir.Value] = field(default_factory=dict)
-    cache: dict[object, ir.Value] = field(default_factory=dict)
+    values: dict[int, L.Value] = field(default_factory=dict)
+    cache: dict[object, L.Value] = field(default_factory=dict)
 
     @property
     def masked(self) -> bool:
@@ -53,27 +54,27 @@ def is_lanewise(index: Index, frame: Frame) -> bool:
     return any(isinstance(frame.values[v].type, ir.VectorType) for v in index.values())
 
 
-def scalar_index(frame: Frame, index: Index) -> ir.Value:
+def scalar_index(frame: Frame, index: Index) -> L.Value:
     """The expression as an i64 (for the first lane, where it differs between lanes)."""
     key = ("scalar", index)
     if key in frame.cache:
         return frame.cache[key]
     builder = frame.builder
-    total: ir.Value | None = None
+    total: L.Value | None = None
     for atom, coef in index.terms:
         part = _scalar_atom(frame, atom)
         if coef != 1:
             part = builder.mul(part, I64(coef))
         total = part if total is None else builder.add(total, part)
     if total is None:
-        result: ir.Value = I64(index.const)
+        result: L.Value = I64(index.const)
     else:
         result = builder.add(total, I64(index.const)) if index.const else total
     frame.cache[key] = result
     return result
 
 
-def _scalar_atom(frame: Frame, atom: Atom) -> ir.Value:
+def _scalar_atom(frame: Frame, atom: Atom) -> L.Value:
     if atom.kind == "axis":
         try:
             return frame.variables[atom.name]
@@ -86,7 +87,9 @@ def _scalar_atom(frame: Frame, atom: Atom) -> ir.Value:
     return _divide(frame.builder, atom.kind, scalar_index(frame, atom.inner), atom.modulus, low, I64)
 
 
-def _divide(builder: ir.IRBuilder, kind: str, value: ir.Value, modulus: int, low: int | None, base: ir.IntType) -> ir.Value:
+def _divide(
+    builder: L.Builder, kind: str, value: L.Value, modulus: int, low: int | None, base: ir.IntType
+) -> L.Value:
     """Floor division or remainder by a positive constant."""
     typ = value.type
 
@@ -108,10 +111,17 @@ def _divide(builder: ir.IRBuilder, kind: str, value: ir.Value, modulus: int, low
     return builder.select(negative, builder.sub(quotient, const(1)), quotient)
 
 
-def vector_index(frame: Frame, index: Index) -> ir.Value:
+def vector_index(frame: Frame, index: Index) -> L.Value:
     """The expression per lane, as ``<lanes x i32>`` where its range fits, else ``<lanes x i64>``."""
     low, high = index.bounds(frame.ranges)
-    narrow = not index.values() and low is not None and high is not None and -(2**30) < low and high < 2**30 and _small(index, frame)
+    narrow = (
+        not index.values()
+        and low is not None
+        and high is not None
+        and low > -(2**30)
+        and high < 2**30
+        and _small(index, frame)
+    )
     base = L.I32 if narrow else I64
     key = ("vector", index, narrow)
     if key not in frame.cache:
@@ -129,9 +139,9 @@ def _small(index: Index, frame: Frame) -> bool:
     return True
 
 
-def _vector_index(frame: Frame, index: Index, base: ir.IntType) -> ir.Value:
+def _vector_index(frame: Frame, index: Index, base: ir.IntType) -> L.Value:
     builder, kind = frame.builder, ir.VectorType(base, frame.lanes)
-    total: ir.Value = L.const(kind, index.const)
+    total: L.Value = L.const(kind, index.const)
     for atom, coef in index.terms:
         if atom.kind == "axis":
             scalar = frame.variables[atom.name]
@@ -153,11 +163,11 @@ def _vector_index(frame: Frame, index: Index, base: ir.IntType) -> ir.Value:
     return total
 
 
-def guard_condition(frame: Frame, guards: tuple[Guard, ...]) -> ir.Value | None:
+def guard_condition(frame: Frame, guards: tuple[Guard, ...]) -> L.Value | None:
     """``i1`` or ``<lanes x i1>``: all guards hold; None where there are none."""
     builder = frame.builder
-    uniform: ir.Value | None = None
-    lanewise: ir.Value | None = None
+    uniform: L.Value | None = None
+    lanewise: L.Value | None = None
     for guard in guards:
         vector = is_lanewise(guard.index, frame)
         value = vector_index(frame, guard.index) if vector else scalar_index(frame, guard.index)
@@ -177,17 +187,21 @@ def guard_condition(frame: Frame, guards: tuple[Guard, ...]) -> ir.Value | None:
     return builder.and_(lanewise, L.splat(builder, uniform, frame.lanes))
 
 
-def element_pointer(frame: Frame, buffer: str, dtype: str, offset: ir.Value) -> ir.Value:
+def element_pointer(frame: Frame, buffer: str, dtype: str, offset: L.Value) -> L.Value:
     """Address of an element of a buffer."""
-    return frame.builder.gep(frame.pointers[buffer], [offset], source_etype=L.I8 if dtype == "bool" else memory_type(dtype))
+    return frame.builder.gep(
+        frame.pointers[buffer], [offset], source_etype=L.I8 if dtype == "bool" else memory_type(dtype)
+    )
 
 
-def memory_type(dtype: str) -> ir.Type:
+def memory_type(dtype: str) -> L.Type:
     """LLVM type of one element in memory."""
     return L.I8 if dtype == "bool" else L.element_type(dtype)
 
 
-def load(frame: Frame, buffer: str, dtype: str, index: Index, guards: tuple[Guard, ...], fill: ir.Constant, inner: str) -> ir.Value:
+def load(
+    frame: Frame, buffer: str, dtype: str, index: Index, guards: tuple[Guard, ...], fill: ir.Constant, inner: str
+) -> L.Value:
     """An element (or one per lane) in its memory type.
 
     Args: fill: the memory-type constant where a guard fails; inner: the innermost reduction axis, whose part of the
@@ -206,9 +220,9 @@ def load(frame: Frame, buffer: str, dtype: str, index: Index, guards: tuple[Guar
 
 
 def _load_row(
-    frame: Frame, buffer: str, kind: ir.Type, dtype: str, index: Index, guards: tuple[Guard, ...], fill: ir.Constant,
+    frame: Frame, buffer: str, kind: L.Type, dtype: str, index: Index, guards: tuple[Guard, ...], fill: ir.Constant,
     inner: str, lanewise: bool,
-) -> ir.Value:  # fmt: skip
+) -> L.Value:  # fmt: skip
     builder = frame.builder
     row = ir.VectorType(kind, frame.lanes)
     if lanewise:
@@ -225,8 +239,8 @@ def _load_row(
 
 
 def _load_scattered(
-    frame: Frame, buffer: str, kind: ir.Type, dtype: str, index: Index, guards: tuple[Guard, ...], fill: ir.Constant
-) -> ir.Value:
+    frame: Frame, buffer: str, kind: L.Type, dtype: str, index: Index, guards: tuple[Guard, ...], fill: ir.Constant
+) -> L.Value:
     builder = frame.builder
     row = ir.VectorType(kind, frame.lanes)
     mask = guard_condition(frame, guards)
@@ -240,7 +254,10 @@ def _load_scattered(
     if stride is not None and not any(isinstance(frame.values[v].type, ir.VectorType) for v in index.values()):
         base = element_pointer(frame, buffer, dtype, scalar_index(frame, index))
         narrow = abs(stride) * frame.lanes < 2**31
-        offsets = builder.mul(L.iota(ir.VectorType(L.I32 if narrow else I64, frame.lanes)), L.const(ir.VectorType(L.I32 if narrow else I64, frame.lanes), stride))
+        offsets = builder.mul(
+            L.iota(ir.VectorType(L.I32 if narrow else I64, frame.lanes)),
+            L.const(ir.VectorType(L.I32 if narrow else I64, frame.lanes), stride),
+        )
     else:
         base = frame.pointers[buffer]
         offsets = vector_index(frame, index)
@@ -255,7 +272,7 @@ def _load_scattered(
         offsets = builder.add(wide, L.splat(builder, start, frame.lanes))
         zero = L.const(offsets.type, 0)
     safe = builder.select(mask, offsets, zero)
-    result: ir.Value = ir.Constant(row, ir.Undefined)
+    result: L.Value = ir.Constant(row, ir.Undefined)
     for k in range(frame.lanes):
         offset = builder.extract_element(safe, L.I32(k))
         offset = builder.sext(offset, I64) if offset.type != I64 else offset
@@ -265,10 +282,10 @@ def _load_scattered(
 
 
 def _chosen_pointer(
-    frame: Frame, buffer: str, dtype: str, kind: ir.Type, index: Index, guards: tuple[Guard, ...], fill: ir.Constant,
+    frame: Frame, buffer: str, dtype: str, kind: L.Type, index: Index, guards: tuple[Guard, ...], fill: ir.Constant,
     inner: str, width: int,
-) -> ir.Value:  # fmt: skip
-    """Address in the buffer, or in an array full of ``fill`` where a guard fails: no branch, nothing read out of bounds."""
+) -> L.Value:  # fmt: skip
+    """Address in the buffer, or in an array full of ``fill`` where a guard fails: no branch, no read out of bounds."""
     builder = frame.builder
     if not guards:
         return element_pointer(frame, buffer, dtype, scalar_index(frame, index))
@@ -277,7 +294,7 @@ def _chosen_pointer(
         terms = tuple((a, c) for a, c in index.terms if a.kind == "axis" and a.name == inner and c > 0)
         moving = Index(0, terms)
         outer = index - moving
-        low, high = moving.bounds(frame.ranges)
+        _, high = moving.bounds(frame.ranges)
         span = high or 0
     length = span + width
     if length * ITEM_SIZE[dtype] > FILL_LIMIT:
@@ -291,7 +308,7 @@ def _chosen_pointer(
     return builder.gep(chosen, [scalar_index(frame, moving)], source_etype=kind)
 
 
-def _fill_array(builder: ir.IRBuilder, kind: ir.Type, fill: ir.Constant, length: int) -> ir.Value:
+def _fill_array(builder: L.Builder, kind: L.Type, fill: ir.Constant, length: int) -> L.Value:
     """A private constant array of ``length`` copies of ``fill`` (rounded up so that kernels share sizes)."""
     length = max(64, 1 << (length - 1).bit_length())
     text = "".join(c if c.isalnum() else "_" for c in str(fill.constant))
@@ -299,7 +316,7 @@ def _fill_array(builder: ir.IRBuilder, kind: ir.Type, fill: ir.Constant, length:
     found = builder.module.globals.get(name)
     if found is None:
         array = ir.ArrayType(kind, length)
-        found = ir.GlobalVariable(builder.module, array, name)
+        found: Any = ir.GlobalVariable(builder.module, array, name)
         found.linkage = "internal"
         found.global_constant = True
         found.align = 64
@@ -307,7 +324,7 @@ def _fill_array(builder: ir.IRBuilder, kind: ir.Type, fill: ir.Constant, length:
     return builder.bitcast(found, ir.PointerType()) if not getattr(found.type, "is_opaque", False) else found
 
 
-def store(frame: Frame, buffer: str, dtype: str, index: Index, value: ir.Value) -> None:
+def store(frame: Frame, buffer: str, dtype: str, index: Index, value: L.Value) -> None:
     """Writes an element, or one per live lane; ``value`` is in memory type."""
     builder = frame.builder
     if not is_lanewise(index, frame):

@@ -34,8 +34,8 @@ class BodyEmitter:
     """Emits one tile of ``phase`` at the builder's position."""
 
     def __init__(
-        self, builder: ir.IRBuilder, phase: Phase, shape: Shape, lanes: int, buffers: Mapping[str, Buffer],
-        pointers: Mapping[str, ir.Value], variables: Mapping[str, ir.Value], ranges: Mapping[str, int],
+        self, builder: L.Builder, phase: Phase, shape: Shape, lanes: int, buffers: Mapping[str, Buffer],
+        pointers: Mapping[str, L.Value], variables: Mapping[str, L.Value], ranges: Mapping[str, int],
     ) -> None:  # fmt: skip
         self.builder, self.phase, self.shape, self.lanes = builder, phase, shape, lanes
         self.buffers, self.pointers = buffers, pointers
@@ -45,7 +45,7 @@ class BodyEmitter:
         self.variables = dict(variables)
         self.outer_ranges = dict(ranges)
         self.axes = self._extents()
-        self.slots: dict[tuple[int, Point, int], tuple[ir.Value, ...]] = {}
+        self.slots: dict[tuple[int, Point, int], tuple[L.Value, ...]] = {}
 
     def _extents(self) -> list[Extent]:
         counts = dict(self.shape.counts)
@@ -74,7 +74,7 @@ class BodyEmitter:
             chains *= red.chains
         return chains
 
-    def _acc_types(self, acc: Acc) -> list[ir.Type]:
+    def _acc_types(self, acc: Acc) -> list[L.Type]:
         kinds = [E.register_type(acc.dtype)] + ([L.element_type(acc.index_dtype)] if acc.index_dtype else [])
         return [ir.VectorType(k, self.lanes) if self.vector else k for k in kinds]
 
@@ -101,7 +101,7 @@ class BodyEmitter:
                     self.slots[number, point, chain] = tuple(slots)
 
     # -- reduction loops ----------------------------------------------------------------------------------------
-    def _reduce(self, level: int, fixed: dict[str, Extent], bases: dict[str, ir.Value], ranges: dict[str, int]) -> None:
+    def _reduce(self, level: int, fixed: dict[str, Extent], bases: dict[str, L.Value], ranges: dict[str, int]) -> None:
         """Loops over reduction ``level`` and everything inside it."""
         if level == len(self.phase.reds):
             self._body(fixed, bases, ranges)
@@ -110,7 +110,7 @@ class BodyEmitter:
         width = self.lanes if red.vector else 1
         step = red.unroll * width
         whole, rest = divmod(red.extent, step)
-        if whole == 1 and rest == 0 or red.extent <= step:
+        if (whole == 1 and rest == 0) or red.extent <= step:
             self._part(level, red, None, red.extent, fixed, bases, ranges)
             return
         if whole:
@@ -118,7 +118,16 @@ class BodyEmitter:
         if rest:
             self._part(level, red, whole * step, rest, fixed, bases, ranges)
 
-    def _part(self, level: int, red: Red, start: int | None, length: int, fixed: dict[str, Extent], bases: dict[str, ir.Value], ranges: dict[str, int]) -> None:
+    def _part(
+        self,
+        level: int,
+        red: Red,
+        start: int | None,
+        length: int,
+        fixed: dict[str, Extent],
+        bases: dict[str, L.Value],
+        ranges: dict[str, int],
+    ) -> None:
         """Straight-line code for ``length`` points from ``start`` (None: the whole axis, coordinates are numbers)."""
         width = self.lanes if red.vector else 1
         count = -(-length // width)
@@ -139,7 +148,16 @@ class BodyEmitter:
 
     _active_red = 0
 
-    def _loop(self, level: int, red: Red, whole: int, step: int, fixed: dict[str, Extent], bases: dict[str, ir.Value], ranges: dict[str, int]) -> None:
+    def _loop(
+        self,
+        level: int,
+        red: Red,
+        whole: int,
+        step: int,
+        fixed: dict[str, Extent],
+        bases: dict[str, L.Value],
+        ranges: dict[str, int],
+    ) -> None:
         builder = self.builder
         before = builder.block
         loop = builder.append_basic_block(f"reduce.{red.name}")
@@ -157,7 +175,7 @@ class BodyEmitter:
         builder.cbranch(builder.icmp_signed("<", following, A.I64(whole * step)), loop, after)
         builder.position_at_end(after)
 
-    def _body(self, fixed: dict[str, Extent], bases: dict[str, ir.Value], ranges: dict[str, int]) -> None:
+    def _body(self, fixed: dict[str, Extent], bases: dict[str, L.Value], ranges: dict[str, int]) -> None:
         reds = [fixed[r.name] for r in self.phase.reds]
         known = self.ranges(ranges)
         tile = body_tile(self.phase, self.axes, reds, known)
@@ -184,10 +202,24 @@ class BodyEmitter:
     def _product(self, graph: Graph, acc: Acc, values: tuple[int, ...]) -> tuple[int, ...]:
         """The factors of a contribution that becomes a fused multiply-add, or ()."""
         node = graph.nodes[values[0]]
-        fused = acc.combine == "add" and acc.dtype in ("float32", "float64") and node.op == "mul" and node.dtype == acc.dtype
+        fused = (
+            acc.combine == "add"
+            and acc.dtype in ("float32", "float64")
+            and node.op == "mul"
+            and node.dtype == acc.dtype
+        )
         return node.args if fused and not (self.lane_reduced and self._active_red) else ()
 
-    def _contribute(self, frame: A.Frame, tile: Tile, emitted: dict[int, E.Lanes], point: Point, chain: int, number: int, values: tuple[int, ...]) -> None:
+    def _contribute(
+        self,
+        frame: A.Frame,
+        tile: Tile,
+        emitted: dict[int, E.Lanes],
+        point: Point,
+        chain: int,
+        number: int,
+        values: tuple[int, ...],
+    ) -> None:
         builder, acc = self.builder, self.phase.accs[number]
         slots = self.slots[number, point, chain]
         old = [builder.load(slot) for slot in slots]
@@ -204,7 +236,7 @@ class BodyEmitter:
         for value, slot in zip(result, slots, strict=True):
             builder.store(value, slot)
 
-    def _wide(self, lanes: E.Lanes) -> ir.Value:
+    def _wide(self, lanes: E.Lanes) -> L.Value:
         if self.vector and not lanes.is_vector:
             return L.splat(self.builder, lanes.value, self.lanes)
         return lanes.value
@@ -257,13 +289,22 @@ class BodyEmitter:
         return E.Lanes(values[-1], acc.index_dtype or acc.dtype)
 
     # -- graphs -------------------------------------------------------------------------------------------------
-    def _frame(self, bases: Mapping[str, ir.Value], ranges: Mapping[str, int], active: int, vector: str | None = None) -> A.Frame:
+    def _frame(
+        self, bases: Mapping[str, L.Value], ranges: Mapping[str, int], active: int, vector: str | None = None
+    ) -> A.Frame:
         axis = self.vector if vector is None else vector
         return A.Frame(
             self.builder, {**self.variables, **bases}, self.pointers, ranges, axis, self.lanes, active or self.lanes
         )
 
-    def _nodes(self, frame: A.Frame, tile: Tile, wanted: set[int], inner: str, accs: Mapping[tuple[int, Point], E.Lanes] | None = None) -> dict[int, E.Lanes]:
+    def _nodes(
+        self,
+        frame: A.Frame,
+        tile: Tile,
+        wanted: set[int],
+        inner: str,
+        accs: Mapping[tuple[int, Point], E.Lanes] | None = None,
+    ) -> dict[int, E.Lanes]:
         """Emits what ``wanted`` needs, in reverse post-order of the uses (arguments first)."""
         emitted: dict[int, E.Lanes] = {}
         masked = {}
@@ -289,7 +330,7 @@ class BodyEmitter:
         for point, _, _, values in tile.terms:
             (part if self._active_of(point) != self.lanes else full).update(values)
         only = set(tile.graph.needed(part)) - set(tile.graph.needed(full))
-        return {number: self.shape.active for number in only}
+        return dict.fromkeys(only, self.shape.active)
 
     def _node(self, frame: A.Frame, node: Node, emitted: Mapping[int, E.Lanes], inner: str) -> E.Lanes:
         builder = self.builder

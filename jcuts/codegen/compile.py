@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+from typing import Any
 
 import numba
 from llvmlite import ir
@@ -18,6 +19,7 @@ from numba.extending import intrinsic
 
 from jcuts.base import fingerprint
 from jcuts.base.errors import CompileRejected, JcutsError
+from jcuts.codegen import lanes as L
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.codegen.body import BodyEmitter, Shape
 from jcuts.codegen.emit_cpu import Source, emit_source, variant_arguments
@@ -27,6 +29,7 @@ from jcuts.dfg.verify import verify
 
 BYTES = types.CPointer(types.uint8)
 SIGNATURE = types.void(types.CPointer(BYTES), types.int64, types.int64, BYTES)
+_OPTIONS: dict[str, Any] = {"nopython": True, "error_model": "numpy", "forceinline": True}
 
 # numba warns about its own state when several threads compile; its lock makes it safe, ours makes it quiet.
 _lock = threading.RLock()
@@ -40,7 +43,9 @@ def _compiler_fingerprint() -> str:
 
 def kernel_digest(program: Program, target: CpuTarget) -> str:
     """Names a kernel in HLO and on disk: program, target, compilers."""
-    return fingerprint.digest(program.digest, target.name, target.features, target.vector_bytes, _compiler_fingerprint())
+    return fingerprint.digest(
+        program.digest, target.name, target.features, target.vector_bytes, _compiler_fingerprint()
+    )
 
 
 def compile_program(program: Program, target: CpuTarget | None = None) -> CompiledKernel:
@@ -53,14 +58,14 @@ def compile_program(program: Program, target: CpuTarget | None = None) -> Compil
     target = target or host_target()
     verify(program)
     source = emit_source(program)
-    names: dict[str, object] = {}
+    names: dict[str, Any] = {}
     for name, (number, shape) in source.variants.items():
         names[name] = _variant(program, program.phases[number], shape)
     try:
         with _lock, global_compiler_lock:
             code = compile(source.text, f"<jcuts {program.name}>", "exec")
-            exec(code, names)  # noqa: S102 - our own generated source
-            entry = numba.cfunc(SIGNATURE, nopython=True, error_model="numpy", forceinline=True)(names["kernel"])
+            exec(code, names)
+            entry: Any = numba.cfunc(SIGNATURE, **_OPTIONS)(names["kernel"])
             library = entry._library
             object_code = library._get_compiled_object()
             symbol = entry._wrapper_name
@@ -96,10 +101,10 @@ def assembly_of(program: Program) -> str:
 
 def _compiled_text(program: Program, what: str) -> str:
     source = emit_source(program)
-    names: dict[str, object] = {n: _variant(program, program.phases[k], s) for n, (k, s) in source.variants.items()}
+    names: dict[str, Any] = {n: _variant(program, program.phases[k], s) for n, (k, s) in source.variants.items()}
     with _lock:
-        exec(compile(source.text, f"<jcuts {program.name}>", "exec"), names)  # noqa: S102
-        entry = numba.cfunc(SIGNATURE, nopython=True, error_model="numpy", forceinline=True)(names["kernel"])
+        exec(compile(source.text, f"<jcuts {program.name}>", "exec"), names)
+        entry: Any = numba.cfunc(SIGNATURE, **_OPTIONS)(names["kernel"])
         return entry._library.get_llvm_str() if what == "llvm" else entry._library.get_asm_str()
 
 
@@ -109,7 +114,7 @@ def _variant(program: Program, phase: Phase, shape: Shape) -> object:
     buffers = {b.name: b for b in program.buffers}
 
     def signature_of(*operands: object) -> object:
-        def generate(context, builder, sig, args):  # noqa: ANN001, ANN202
+        def generate(context, builder, sig, args):
             pointers = _pointers(builder, program, args[0], args[1])
             variables = dict(zip(arguments, args[2:], strict=True))
             _emit(builder, program, phase, shape, buffers, pointers, variables)
@@ -119,15 +124,15 @@ def _variant(program: Program, phase: Phase, shape: Shape) -> object:
 
     # numba reads the parameter list of an intrinsic, so it has to be spelled out.
     names = ", ".join(["bufs", "scratch", *(f"i{k}" for k in range(len(arguments)))])
-    space: dict[str, object] = {"signature_of": signature_of}
-    exec(f"def tile(typing_context, {names}):\n    return signature_of({names})\n", space)  # noqa: S102
+    space: dict[str, Any] = {"signature_of": signature_of}
+    exec(f"def tile(typing_context, {names}):\n    return signature_of({names})\n", space)
     return intrinsic(space["tile"])
 
 
-def _pointers(builder: ir.IRBuilder, program: Program, buffers: ir.Value, scratch: ir.Value) -> dict[str, ir.Value]:
+def _pointers(builder: L.Builder, program: Program, buffers: L.Value, scratch: L.Value) -> dict[str, L.Value]:
     """Base address of every buffer of the program."""
     i64, opaque = ir.IntType(64), ir.PointerType()
-    result: dict[str, ir.Value] = {}
+    result: dict[str, L.Value] = {}
     number = 0
     base = builder.bitcast(buffers, opaque)
     for buffer in program.buffers:
@@ -145,8 +150,8 @@ def _pointers(builder: ir.IRBuilder, program: Program, buffers: ir.Value, scratc
 
 
 def _emit(
-    builder: ir.IRBuilder, program: Program, phase: Phase, shape: Shape, buffers: dict[str, Buffer],
-    pointers: dict[str, ir.Value], variables: dict[str, ir.Value],
+    builder: L.Builder, program: Program, phase: Phase, shape: Shape, buffers: dict[str, Buffer],
+    pointers: dict[str, L.Value], variables: dict[str, L.Value],
 ) -> None:  # fmt: skip
     ranges = {f"{g.axis}_lo": g.extent for g in program.grid}
     BodyEmitter(builder, phase, shape, program.lanes, buffers, pointers, variables, ranges).emit()

@@ -26,7 +26,7 @@ FLOATS = ("float32", "float64", *HALVES)
 class Lanes:
     """A value in registers. ``rounded`` is False for a 16-bit float that still carries float32 precision."""
 
-    value: ir.Value
+    value: L.Value
     dtype: str
     rounded: bool = True
 
@@ -41,7 +41,7 @@ def register_dtype(dtype: str) -> str:
     return "float32" if dtype in HALVES else dtype
 
 
-def register_type(dtype: str) -> ir.Type:
+def register_type(dtype: str) -> L.Type:
     """LLVM type of `register_dtype`."""
     return L.element_type(register_dtype(dtype))
 
@@ -74,7 +74,7 @@ def memory_constant(value: Scalar, dtype: str) -> ir.Constant:
     return constant(value, dtype)
 
 
-def from_memory(builder: ir.IRBuilder, value: ir.Value, dtype: str) -> Lanes:
+def from_memory(builder: L.Builder, value: L.Value, dtype: str) -> Lanes:
     """Memory type -> register type."""
     if dtype == "bool":
         return Lanes(builder.icmp_unsigned("!=", value, L.const(value.type, 0)), dtype)
@@ -83,7 +83,7 @@ def from_memory(builder: ir.IRBuilder, value: ir.Value, dtype: str) -> Lanes:
     return Lanes(value, dtype)
 
 
-def to_memory(builder: ir.IRBuilder, lanes: Lanes) -> ir.Value:
+def to_memory(builder: L.Builder, lanes: Lanes) -> L.Value:
     """Register type -> memory type (this rounds 16-bit floats)."""
     if lanes.dtype == "bool":
         return builder.zext(lanes.value, L.like(lanes.value.type, L.I8))
@@ -92,7 +92,7 @@ def to_memory(builder: ir.IRBuilder, lanes: Lanes) -> ir.Value:
     return lanes.value
 
 
-def rounded(builder: ir.IRBuilder, lanes: Lanes) -> Lanes:
+def rounded(builder: L.Builder, lanes: Lanes) -> Lanes:
     """The value as its storage type holds it."""
     if lanes.rounded or lanes.dtype not in HALVES:
         return lanes
@@ -104,7 +104,7 @@ _INT = {"add": "add", "sub": "sub", "mul": "mul", "and": "and_", "or": "or_", "x
 _COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
 
-def apply(builder: ir.IRBuilder, op: str, dtype: str, args: Sequence[Lanes], attrs: dict[str, object]) -> Lanes:
+def apply(builder: L.Builder, op: str, dtype: str, args: Sequence[Lanes], attrs: dict[str, object]) -> Lanes:
     """The code of one element operation. Operands may mix scalars and vectors; scalars are repeated."""
     args = _align(builder, args)
     source = args[0].dtype
@@ -156,14 +156,14 @@ def apply(builder: ir.IRBuilder, op: str, dtype: str, args: Sequence[Lanes], att
     return Lanes(exact.emit_exact(builder, op, values, register, **attrs), dtype, exactly)
 
 
-def _align(builder: ir.IRBuilder, args: Sequence[Lanes]) -> list[Lanes]:
+def _align(builder: L.Builder, args: Sequence[Lanes]) -> list[Lanes]:
     width = max(L.lane_count(a.value.type) if a.is_vector else 0 for a in args)
     if width == 0:
         return list(args)
     return [a if a.is_vector else Lanes(L.splat(builder, a.value, width), a.dtype, a.rounded) for a in args]
 
 
-def _convert(builder: ir.IRBuilder, arg: Lanes, target: str) -> Lanes:
+def _convert(builder: L.Builder, arg: Lanes, target: str) -> Lanes:
     arg = rounded(builder, arg)
     if arg.dtype == target:
         return arg
@@ -178,7 +178,9 @@ def _convert(builder: ir.IRBuilder, arg: Lanes, target: str) -> Lanes:
     return Lanes(exact.emit_exact(builder, "convert", [arg.value], source, target=target), target)
 
 
-def combine(builder: ir.IRBuilder, how: str, dtype: str, left: tuple[ir.Value, ...], right: tuple[ir.Value, ...]) -> tuple[ir.Value, ...]:
+def combine(
+    builder: L.Builder, how: str, dtype: str, left: tuple[L.Value, ...], right: tuple[L.Value, ...]
+) -> tuple[L.Value, ...]:
     """One step of a reduction; argmax and argmin carry (value, position)."""
     if how in ("argmax", "argmin"):
         return _arg_step(builder, how, dtype, left, right)
@@ -191,7 +193,9 @@ def combine(builder: ir.IRBuilder, how: str, dtype: str, left: tuple[ir.Value, .
     return (result.value,)
 
 
-def _arg_step(builder: ir.IRBuilder, how: str, dtype: str, left: tuple[ir.Value, ...], right: tuple[ir.Value, ...]) -> tuple[ir.Value, ...]:
+def _arg_step(
+    builder: L.Builder, how: str, dtype: str, left: tuple[L.Value, ...], right: tuple[L.Value, ...]
+) -> tuple[L.Value, ...]:
     """The better of two (value, position) pairs: NaN beats numbers, the smaller position beats an equal value."""
     (a, i), (b, j) = left, right
     op = ">" if how == "argmax" else "<"

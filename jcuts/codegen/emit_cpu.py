@@ -60,13 +60,17 @@ def _grid(program: Program, out: _Writer) -> None:
         stride *= grid.blocks
 
 
-def _phase(program: Program, number: int, phase: Phase, bases: list[str], out: _Writer, variants: dict[str, tuple[int, Shape]]) -> None:
+def _phase(
+    program: Program, number: int, phase: Phase, bases: list[str], out: _Writer, variants: dict[str, tuple[int, Shape]]
+) -> None:
     grid = {g.axis: g for g in program.grid}
     loops = [axis for axis in phase.axes if axis.name not in program.serial]
 
     def call(counts: dict[str, int], active: int) -> None:
         shape = Shape(tuple((a.name, counts[a.name]) for a in phase.axes), active)
-        name = "tile_" + "_".join([str(number), *(str(c) for _, c in shape.counts)]) + (f"_of_{active}" if active else "")
+        name = (
+            "tile_" + "_".join([str(number), *(str(c) for _, c in shape.counts)]) + (f"_of_{active}" if active else "")
+        )
         variants[name] = (number, shape)
         args = [*bases, *(a.name for a in phase.axes if f"{a.name}" not in bases)]
         out.line(f"{name}({', '.join(['buffers', 'scratch', *args])})")

@@ -262,7 +262,11 @@ def _rejoin(merged: dict[Atom, int], const: int) -> tuple[dict[Atom, int], int]:
             if not gap.is_const or gap.const % atom.modulus:
                 continue
             del merged[atom], merged[partner]
-            whole = Index(const, tuple(merged.items())) + atom.inner * coef + (gap.const // atom.modulus) * atom.modulus * coef
+            whole = (
+                Index(const, tuple(merged.items()))
+                + atom.inner * coef
+                + (gap.const // atom.modulus) * atom.modulus * coef
+            )
             return dict(whole.terms), whole.const
     return merged, const
 
@@ -285,7 +289,7 @@ def _atom_bounds(atom: Atom, ranges: Ranges) -> tuple[int | None, int | None]:
     low, high = atom.inner.bounds(ranges)
     if atom.kind == "div":
         return (None if low is None else low // atom.modulus, None if high is None else high // atom.modulus)
-    if low is not None and high is not None and 0 <= low and high < atom.modulus:
+    if low is not None and high is not None and low >= 0 and high < atom.modulus:
         return low, high
     return 0, atom.modulus - 1
 

@@ -69,7 +69,17 @@ class Node:
         value: object = self.value
         if isinstance(value, float):
             value = "nan" if math.isnan(value) else value.hex()
-        return (self.op, self.dtype, self.args, self.buffer, self.index, self.guards, type(self.value), value, self.attrs)
+        return (
+            self.op,
+            self.dtype,
+            self.args,
+            self.buffer,
+            self.index,
+            self.guards,
+            type(self.value),
+            value,
+            self.attrs,
+        )
 
     def attr(self, name: str, default: object = None) -> object:
         """One attribute by name."""
@@ -105,14 +115,21 @@ class Graph:
 
     def load(self, buffer: str, address: Index, dtype: str, guards: tuple[Guard, ...] = (), fill: Scalar = 0) -> int:
         """An element of ``buffer`` (row-major offset), or ``fill`` where a guard fails (nothing is read there)."""
-        return self.add(Node("load", dtype, buffer=buffer, index=address, guards=guards, value=fill if guards else None))
+        return self.add(
+            Node("load", dtype, buffer=buffer, index=address, guards=guards, value=fill if guards else None)
+        )
 
     def apply(self, op: str, dtype: str, *args: int, **attrs: object) -> int:
         """An element operation."""
         return self.add(Node(op, dtype, args=tuple(args), attrs=tuple(sorted(attrs.items()))))
 
     def copy_into(
-        self, target: Graph, wanted: Iterable[int], replace: Mapping[str, Index], ranges: Ranges, accs: Mapping[int, int] | None = None
+        self,
+        target: Graph,
+        wanted: Iterable[int],
+        replace: Mapping[str, Index],
+        ranges: Ranges,
+        accs: Mapping[int, int] | None = None,
     ) -> list[int]:
         """Instantiates ``wanted`` (and what it needs) in ``target`` with axes replaced.
 

@@ -1,8 +1,8 @@
 """Register tiling: copies the per-output graph once per point of a tile and merges what the points share.
 
 This is the thesis' baseline DFG (3.3.1) at the level of registers: every point of the tile gets a copy of the graph of
-one output, loads of the same address merge, and what does not depend on the point is computed once.  With lanes, a point
-of the vector axis is a whole vector.
+one output, loads of the same address merge, and what does not depend on the point is computed once.  With lanes, a
+point of the vector axis is a whole vector.
 """
 
 from __future__ import annotations

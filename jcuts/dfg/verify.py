@@ -1,4 +1,4 @@
-"""Checks a kernel program between stages: a wrong one is a bug of jcuts, and is found here rather than as a wrong number."""
+"""Checks a kernel program between stages: a wrong one is a bug of jcuts, found here rather than as a wrong number."""
 
 from __future__ import annotations
 
@@ -55,9 +55,11 @@ def _phase(program: Program, phase: Phase) -> None:
         unknown = store.address.axes() - inside
         if unknown:
             raise IRError(f"{where}: store address uses {sorted(unknown)}")
-        low, high = store.address.bounds({**phase.ranges(), **{g: 1 for g in grid}})
+        low, high = store.address.bounds({**phase.ranges(), **dict.fromkeys(grid, 1)})
         if buffer.role == "out" and (low is None or high is None or low < 0 or high >= buffer.size):
-            raise IRError(f"{where}: store address {store.address} leaves {buffer.name} ({low}..{high} of {buffer.size})")
+            raise IRError(
+                f"{where}: store address {store.address} leaves {buffer.name} ({low}..{high} of {buffer.size})"
+            )
 
 
 def _graph(program: Program, where: str, graph: Graph, axes: set[str], accs: int) -> None:

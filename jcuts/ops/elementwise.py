@@ -26,11 +26,13 @@ UNARY = {
     "tanh": (FLOATS, 20), "logistic": (FLOATS, 18), "erf": (FLOATS, 20), "erfc": (FLOATS, 30), "erf_inv": (FLOATS, 40),
     "sin": (FLOATS, 30), "cos": (FLOATS, 30), "tan": (FLOATS, 50), "asin": (FLOATS, 30), "acos": (FLOATS, 30),
     "atan": (FLOATS, 30), "sinh": (FLOATS, 30), "cosh": (FLOATS, 30), "asinh": (FLOATS, 40), "acosh": (FLOATS, 40),
-    "atanh": (FLOATS, 40), "sqrt": (FLOATS, 8), "rsqrt": (FLOATS, 12), "cbrt": (FLOATS, 30), "square": (FLOATS | INTEGERS, 1),
+    "atanh": (FLOATS, 40), "sqrt": (FLOATS, 8), "rsqrt": (FLOATS, 12), "cbrt": (FLOATS, 30),
+    "square": (FLOATS | INTEGERS, 1),
     "population_count": (INTEGERS, 4), "clz": (INTEGERS, 4),
 }  # fmt: skip
 BINARY = {
-    "add": (FLOATS | INTEGERS, 1), "sub": (FLOATS | INTEGERS, 1), "mul": (FLOATS | INTEGERS, 1), "div": (FLOATS | INTEGERS, 8),
+    "add": (FLOATS | INTEGERS, 1), "sub": (FLOATS | INTEGERS, 1), "mul": (FLOATS | INTEGERS, 1),
+    "div": (FLOATS | INTEGERS, 8),
     "rem": (FLOATS | INTEGERS, 20), "max": (FLOATS | INTEGERS | {"bool"}, 2), "min": (FLOATS | INTEGERS | {"bool"}, 2),
     "pow": (FLOATS, 60), "atan2": (FLOATS, 40), "nextafter": (FLOATS - {"bfloat16", "float16"}, 6),
     "and": (INTEGERS | {"bool"}, 1), "or": (INTEGERS | {"bool"}, 1), "xor": (INTEGERS | {"bool"}, 1),
@@ -43,7 +45,9 @@ def broadcast_index(shape: tuple[int, ...], out: tuple[int, ...], index: IndexTu
     """Where an operand is read: rank 0 anywhere, dimensions of extent 1 at 0 (JAX repeats both)."""
     if not shape:
         return ()
-    return tuple(Index() if own == 1 and extent != 1 else part for own, extent, part in zip(shape, out, index, strict=True))
+    return tuple(
+        Index() if own == 1 and extent != 1 else part for own, extent, part in zip(shape, out, index, strict=True)
+    )
 
 
 def _same(eqn: Equation, compute_name: str, attrs: dict[str, object], cost: float) -> Op:
@@ -161,7 +165,7 @@ def reduce_precision(eqn: Equation) -> Op | Refusal:
     narrow = formats[bits]
     if narrow == dtype or (narrow, dtype) in {("float64", "float32"), ("float32", "bfloat16"), ("float64", "bfloat16")}:
         return _same(eqn, "copy", {}, 0)
-    if narrow == "float32" and dtype == "float16" or (narrow == "float64" and dtype == "float16"):
+    if (narrow == "float32" and dtype == "float16") or (narrow == "float64" and dtype == "float16"):
         return _same(eqn, "copy", {}, 0)
     if dtype in {"bfloat16", "float16"}:
         return Refusal(eqn.prim, f"rounding {dtype} to {narrow}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jcuts.base.errors import Refusal
 from jcuts.dfg.index import Index
 from jcuts.dfg.node import Guard
@@ -69,7 +71,7 @@ def gather(eqn: Equation) -> Op | Refusal:
             return Refusal(eqn.prim, f"slice size {size} of dimension {k} is neither 1 nor the whole")
     if indices.dtype == "bool":
         return Refusal(eqn.prim, "bool indices")
-    fill = eqn.params.get("fill_value")
+    fill: Any = eqn.params.get("fill_value")
     is_float = operand.dtype in ("float64", "float32", "bfloat16", "float16")
     if mode in ("fill", "fill_or_drop", "1") and fill is None:
         if is_float:

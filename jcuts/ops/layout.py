@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from jcuts.base.errors import Refusal
 from jcuts.dfg.index import Index, flatten, unflatten
 from jcuts.dfg.node import Guard
-from jcuts.ops.registry import Context, Equation, IndexTuple, Op, op_rule
+from jcuts.ops.registry import Context, Equation, IndexTuple, Op, PushRule, op_rule
 
 
 @op_rule("broadcast_in_dim")
@@ -21,14 +21,16 @@ def broadcast_in_dim(eqn: Equation) -> Op | Refusal:
     def pull(ctx: Context, index: IndexTuple) -> int:
         return ctx.input(0, tuple(index[d] if source[k] != 1 else Index() for k, d in enumerate(dims)))
 
-    push = None
+    push: PushRule | None = None
     if eqn.inputs[0].size == eqn.outputs[0].size:  # only adds dimensions of size 1
 
-        def push(index: IndexTuple, ranges: Mapping[str, int]) -> IndexTuple:
+        def widened(index: IndexTuple, ranges: Mapping[str, int]) -> IndexTuple:
             result = [Index()] * len(target)
             for k, d in enumerate(dims):
                 result[d] = index[k]
             return tuple(result)
+
+        push = widened
 
     return Op(eqn.prim, "layout", eqn.inputs, eqn.outputs, pull=pull, push=push, cost=0)
 

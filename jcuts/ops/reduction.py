@@ -28,7 +28,7 @@ def accumulator_type(dtype: str) -> str:
 
 
 def merge_index(axes: tuple[int, ...], rank: int, out_index: IndexTuple, red_index: IndexTuple) -> IndexTuple:
-    """The operand index: reduced dimensions from ``red_index`` (in the order of ``axes``), others from ``out_index``."""
+    """The operand index: reduced dimensions from ``red_index`` (in order of ``axes``), others from ``out_index``."""
     where = {axis: red_index[k] for k, axis in enumerate(axes)}
     kept = iter(out_index)
     return tuple(where[d] if d in where else next(kept) for d in range(rank))

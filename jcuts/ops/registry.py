@@ -42,7 +42,10 @@ class TensorType:
 class Context(Protocol):
     """What an op may ask for while it describes one output point (implemented by ``region.build``)."""
 
-    ranges: dict[str, int]
+    @property
+    def ranges(self) -> dict[str, int]:
+        """Extent of every loop axis."""
+        ...
 
     def input(self, number: int, index: IndexTuple, guards: tuple[Guard, ...] = (), fill: Scalar = 0) -> int:
         """The value of operand ``number`` at ``index``; ``fill`` where a guard fails."""
@@ -103,8 +106,8 @@ class Op:
     """One equation's meaning.
 
     Attributes:
-        family: elementwise, layout, select (pad, concatenate, dynamic slices: guarded layout), gather, reduction, window,
-            contraction, convolution, cumulative, constant.
+        family: elementwise, layout, select (pad, concatenate, dynamic slices: guarded layout), gather, reduction,
+            window, contraction, convolution, cumulative, constant.
         pull: index of an output point -> its value (simple ops).
         push: for ops that only rearrange points one to one: index of an operand-0 point -> index of the same point in
             the output; None when several or no output points come from one operand point.

@@ -40,8 +40,8 @@ class Builder:
     """Builds graphs for the subset; one instance per program.
 
     ``anchors`` are tensors whose value at one known index is already a node of the current graph (the accumulator and
-    what was computed from it); ``locals`` are tensors kept in local buffers: name, the index at which they are kept, and
-    the address there.
+    what was computed from it); ``locals`` are tensors kept in local buffers: name, the index at which they are kept,
+    and the address there.
     """
 
     graph: TensorGraph
@@ -84,15 +84,17 @@ class Builder:
         if tensor in self.locals:
             name, where, address = self.locals[tensor]
             if where != index or guards:
-                raise Declined(Refusal("subset", "a value kept in cache is needed at another point than where it was computed"))
+                raise Declined(
+                    Refusal("subset", "a value kept in cache is needed at another point than where it was computed")
+                )
             return self.target.load(name, address, info.type.dtype)
         node = self.graph.producer(tensor)
         if node is None or node.number not in self.subset:
             if node is None and tensor not in self.inputs and info.scalar is None:
                 raise IRError(f"tensor {tensor} is no input of the subset")
             every = tuple(dict.fromkeys((*self.guards, *guards)))
-            loaded = self.target.load(self.inputs[tensor], flatten(index, info.type.shape), info.type.dtype, every, fill)
-            return loaded
+            address = flatten(index, info.type.shape)
+            return self.target.load(self.inputs[tensor], address, info.type.dtype, every, fill)
         op = node.op
         assert op is not None
         if op.pull is None:
@@ -188,7 +190,9 @@ def _op(node: OpNode) -> Op:
     return node.op
 
 
-def make_buffers(graph: TensorGraph, subset: frozenset[int], outputs: list[int]) -> tuple[dict[int, str], dict[int, str], list[Buffer]]:
+def make_buffers(
+    graph: TensorGraph, subset: frozenset[int], outputs: list[int]
+) -> tuple[dict[int, str], dict[int, str], list[Buffer]]:
     """Names and buffers of the operands and results."""
     ins = {tensor: f"in{k}" for k, tensor in enumerate(graph.subset_inputs(subset))}
     outs = {tensor: f"out{k}" for k, tensor in enumerate(outputs)}
@@ -223,7 +227,9 @@ def _build_map(graph: TensorGraph, subset: frozenset[int], outputs: list[int], n
     return Program(name, tuple(buffers), (), (), (phase,), 1, "map")
 
 
-def _build_root(graph: TensorGraph, subset: frozenset[int], root: OpNode, outputs: list[int], name: str) -> Program | Refusal | None:
+def _build_root(
+    graph: TensorGraph, subset: frozenset[int], root: OpNode, outputs: list[int], name: str
+) -> Program | Refusal | None:
     """One reduction with its prologue and epilogue; None where the rows form should be tried instead."""
     op = _op(root)
     spec = op.reduce
@@ -236,7 +242,10 @@ def _build_root(graph: TensorGraph, subset: frozenset[int], root: OpNode, output
         for number in sorted(before & feeders):
             feeder = _op(graph.nodes[number])
             if feeder.cost > CHEAP_PROLOGUE:
-                return Refusal(graph.nodes[number].prim, f"{feeder.cost:g} operations would be repeated for every use by {root.prim}")
+                return Refusal(
+                    graph.nodes[number].prim,
+                    f"{feeder.cost:g} operations would be repeated for every use by {root.prim}",
+                )
     produced = set(root.outputs) | {t for n in after for t in graph.nodes[n].outputs}
     if any(t not in produced for t in outputs):
         if reduction:
@@ -273,16 +282,18 @@ def _build_root(graph: TensorGraph, subset: frozenset[int], root: OpNode, output
     return Program(name, tuple(buffers), (), (), (phase,), 1, op.family)
 
 
-def acc_node(number: int, acc: Acc):  # noqa: ANN201 - a Node; imported lazily to keep the signature short
+def acc_node(number: int, acc: Acc):
     """The exit graph's view of accumulator ``number`` (for argmax and argmin: the position)."""
     from jcuts.dfg.node import Node
 
     return Node("acc", acc.index_dtype or acc.dtype, attrs=(("number", number),))
 
 
-def _push(graph: TensorGraph, after: frozenset[int], root: OpNode, index: IndexTuple, ranges: dict[str, int]) -> dict[int, IndexTuple]:
+def _push(
+    graph: TensorGraph, after: frozenset[int], root: OpNode, index: IndexTuple, ranges: dict[str, int]
+) -> dict[int, IndexTuple]:
     """Index of every later tensor's point that belongs to the root's point ``index``."""
-    places = {tensor: index for tensor in root.outputs}
+    places = dict.fromkeys(root.outputs, index)
     for number in sorted(after):
         node = graph.nodes[number]
         op = _op(node)

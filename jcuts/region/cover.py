@@ -335,7 +335,7 @@ def _linear_program(
     once: Any = incidence @ chosen == 1
     column_of = {c.mask: i for i, c in enumerate(members)}
     cut_rows = [cvxpy.sum(chosen[[column_of[mask] for mask in cut]]) <= len(cut) - 1 for cut in cuts]
-    problem = cvxpy.Problem(cvxpy.Minimize((cost / scale) @ chosen), [once, *cut_rows])  # pyright: ignore
+    problem = cvxpy.Problem(cvxpy.Minimize((cost / scale) @ chosen), [once, *cut_rows])  # pyright: ignore[reportArgumentType]
     options = {} if relaxed else {"mip_rel_gap": 0.0, "mip_abs_gap": 0.0, "mip_max_nodes": _MAX_TREE}
     try:
         problem.solve(solver=cvxpy.HIGHS, **options)

@@ -16,7 +16,7 @@ from jcuts.ops import Equation, Op, TensorType, describe
 
 @dataclass
 class Tensor:
-    """A value of the program. ``producer`` is an equation number or None; ``scalar`` its value where it is a literal."""
+    """A value of the program. ``producer``: an equation number or None; ``scalar``: its value if it is a literal."""
 
     number: int
     type: TensorType
@@ -82,7 +82,9 @@ class TensorGraph:
         return found
 
 
-def build_graph(jaxpr: Any, where: Callable[[Any], str] = lambda eqn: "", scalars: dict[Any, Scalar] | None = None) -> TensorGraph:
+def build_graph(
+    jaxpr: Any, where: Callable[[Any], str] = lambda eqn: "", scalars: dict[Any, Scalar] | None = None
+) -> TensorGraph:
     """The graph of a flat jaxpr.
 
     Args: jaxpr: anything with ``constvars, invars, eqns, outvars``; where: equation -> "file:line (function)"; scalars:

@@ -1,8 +1,8 @@
 """The *rows* form: several reductions over the same dimensions, with element operations between them.
 
-Softmax, layer norm, batch statistics, log-sum-exp: a task takes one row (all reduced dimensions of one output point) and
-runs phase after phase over it, so that the row stays in cache.  Reduced values, and expensive row values that several
-phases need, live in local buffers: shared-memory-level fusion (thesis 3.2.4) on a CPU.
+Softmax, layer norm, batch statistics, log-sum-exp: a task takes one row (all reduced dimensions of one output point)
+and runs phase after phase over it, so that the row stays in cache.  Reduced values, and expensive row values that
+several phases need, live in local buffers: shared-memory-level fusion (thesis 3.2.4) on a CPU.
 
 Where the last dimension is not reduced (statistics over batch and space), the lanes run along it and a task takes a
 block of it; local buffers then hold one value per lane position.
@@ -54,7 +54,9 @@ class _Rows:
         return tuple(e for d, e in enumerate(self.shape) if d not in self.reduced)
 
 
-def build_rows(graph: TensorGraph, subset: frozenset[int], roots: list[OpNode], outputs: list[int], name: str) -> Program | Refusal:
+def build_rows(
+    graph: TensorGraph, subset: frozenset[int], roots: list[OpNode], outputs: list[int], name: str
+) -> Program | Refusal:
     """The unscheduled program. May raise `build.Declined` (caught by `build.build`)."""
     first = roots[0]
     assert first.op is not None
@@ -85,7 +87,14 @@ def build_rows(graph: TensorGraph, subset: frozenset[int], roots: list[OpNode], 
     return Program(name, tuple(rows.buffers), grid, serial, tuple(rows.phases), 1, "rows")
 
 
-def _start(graph: TensorGraph, subset: frozenset[int], roots: list[OpNode], shape: tuple[int, ...], reduced: tuple[int, ...], outputs: list[int]) -> _Rows:
+def _start(
+    graph: TensorGraph,
+    subset: frozenset[int],
+    roots: list[OpNode],
+    shape: tuple[int, ...],
+    reduced: tuple[int, ...],
+    outputs: list[int],
+) -> _Rows:
     index = tuple(
         Index() if e == 1 else Index.axis(f"r{d}" if d in reduced else f"o{d}") for d, e in enumerate(shape)
     )
@@ -97,7 +106,9 @@ def _start(graph: TensorGraph, subset: frozenset[int], roots: list[OpNode], shap
     last = max(d for d, e in enumerate(shape) if e != 1)
     lane = f"o{last}" if last not in reduced else ""
     ins, outs, buffers = make_buffers(graph, subset, outputs)
-    return _Rows(graph, subset, roots, shape, reduced, index, outer, axes, reds, lane, Builder(graph, subset, ins), outs, buffers)
+    return _Rows(
+        graph, subset, roots, shape, reduced, index, outer, axes, reds, lane, Builder(graph, subset, ins), outs, buffers
+    )
 
 
 def _levels(rows: _Rows) -> None:
@@ -121,7 +132,13 @@ def _kept(rows: _Rows, outputs: list[int], size: int) -> list[int]:
         for tensor in node.outputs:
             info = rows.graph.tensors[tensor]
             uses = sum(u in rows.subset for u in info.users) + (tensor in outputs)
-            if info.type.size == size and node.op.cost >= KEEP_COST and uses > 1 and length * 8 <= KEEP_BYTES and not node.op.is_root:
+            if (
+                info.type.size == size
+                and node.op.cost >= KEEP_COST
+                and uses > 1
+                and length * 8 <= KEEP_BYTES
+                and not node.op.is_root
+            ):
                 found.append(tensor)
     return found
 
@@ -138,7 +155,11 @@ def _place(rows: _Rows, tensor: int, size: int) -> IndexTuple:
     target = rows.graph.tensors[tensor].type.shape
     if rows.graph.tensors[tensor].type.size == size and size != math.prod(rows.outer_shape):
         return rows.index if target == rows.shape else regroup(rows.index, rows.shape, target, _ranges(rows, True))
-    return rows.outer if target == rows.outer_shape else regroup(rows.outer, rows.outer_shape, target, _ranges(rows, False))
+    return (
+        rows.outer
+        if target == rows.outer_shape
+        else regroup(rows.outer, rows.outer_shape, target, _ranges(rows, False))
+    )
 
 
 def _lane_address(rows: _Rows) -> Index:
@@ -164,7 +185,9 @@ def _keep_phase(rows: _Rows, tensor: int) -> None:
     rows.phases.append(Phase("keep", axes, (), (), Graph(), builder.target, (Store(name, address, value),)))
 
 
-def _reduce_phase(rows: _Rows, members: list[OpNode], level: int, outputs: list[int], size: int, outer_size: int) -> None:
+def _reduce_phase(
+    rows: _Rows, members: list[OpNode], level: int, outputs: list[int], size: int, outer_size: int
+) -> None:
     builder = rows.builder
     builder.start(_ranges(rows, True))
     accs: list[Acc] = []
@@ -223,7 +246,8 @@ def _row_values(rows: _Rows, level: int, outputs: list[int], size: int) -> list[
             if info.type.size != outer_size or rows.level[tensor] != level or outer_size == size:
                 continue
             bigger = any(
-                u in rows.subset and rows.graph.tensors[rows.graph.nodes[u].outputs[0]].type.size != outer_size for u in info.users
+                u in rows.subset and rows.graph.tensors[rows.graph.nodes[u].outputs[0]].type.size != outer_size
+                for u in info.users
             )
             later = any(u in rows.subset and rows.level[rows.graph.nodes[u].outputs[0]] > level for u in info.users)
             if tensor in outputs or bigger or later:
@@ -293,7 +317,9 @@ def _row(program: Program, lanes: int, unroll: int, machine: Machine) -> Program
 
 def _row_blocks(program: Program, machine: Machine) -> tuple[Grid, ...]:
     total = sum(work(p) for p in program.phases)
-    tasks = 1 if machine.threads == 1 or total < 30_000 else machine.threads * (TASKS_PER_THREAD if total > 500_000 else 1)
+    tasks = (
+        1 if machine.threads == 1 or total < 30_000 else machine.threads * (TASKS_PER_THREAD if total > 500_000 else 1)
+    )
     grid = []
     for g in program.grid:
         count = min(tasks, g.extent)
@@ -320,11 +346,14 @@ def _column(program: Program, lanes: int, unroll: int, machine: Machine) -> Prog
         arranged = [*serial, *rest, lane] if not phase.reds else [*serial, lane, *rest]
         by_name = {a.name: a for a in phase.axes}
         axes = tuple(replace(by_name[n], unroll=count, vector=True) if n == lane else by_name[n] for n in arranged)
-        reds = tuple(replace(r, unroll=2 if k == len(phase.reds) - 1 and r.extent > 2 else 1) for k, r in enumerate(phase.reds))
+        reds = tuple(
+            replace(r, unroll=2 if k == len(phase.reds) - 1 and r.extent > 2 else 1) for k, r in enumerate(phase.reds)
+        )
         assert place >= 0
         phases.append(replace(phase, axes=axes, reds=reds))
     grid = tuple(Grid(g.axis, g.extent, block if g.axis == lane else 1) for g in program.grid)
     buffers = tuple(replace(b, shape=(block + lanes,)) if b.role == "local" else b for b in program.buffers)
     return replace(
-        program, phases=tuple(phases), lanes=lanes, grid=grid, buffers=buffers, params=(("lanes", lanes), ("unroll", unroll)),
+        program, phases=tuple(phases), lanes=lanes, grid=grid, buffers=buffers,
+        params=(("lanes", lanes), ("unroll", unroll)),
     )  # fmt: skip

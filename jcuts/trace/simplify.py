@@ -13,8 +13,8 @@ CHEAP = ("broadcast_in_dim", "iota")
 def simplify(closed: jaxapi.Closed) -> jaxapi.Closed:
     """Drops dead equations; gives every user of a cheap broadcast a copy of its own.
 
-    A broadcast or iota that several subsets use would otherwise be written to memory by one of them; as a copy it becomes
-    an index map inside each. Bodies of control flow are simplified as well.
+    A broadcast or iota that several subsets use would otherwise be written to memory by one of them; as a copy it
+    becomes an index map inside each. Bodies of control flow are simplified as well.
     """
     closed = jaxapi.dce(closed)
     eqns = []

@@ -11,7 +11,9 @@ from jcuts.trace import jaxapi
 from jcuts.xla.call import call_kernel
 
 
-def subset_closed(closed: jaxapi.Closed, members: Sequence[int], inputs: Sequence[Any], outputs: Sequence[Any]) -> jaxapi.Closed:
+def subset_closed(
+    closed: jaxapi.Closed, members: Sequence[int], inputs: Sequence[Any], outputs: Sequence[Any]
+) -> jaxapi.Closed:
     """A subset of a jaxpr's equations as a function of its own: what XLA competes with, and what is exported."""
     eqns = [closed.jaxpr.eqns[m] for m in sorted(members)]
     return jaxapi.make_closed((), list(inputs), list(outputs), eqns, (), like=closed)
@@ -40,12 +42,14 @@ def kernel_eqns(kernel: CompiledKernel, inputs: Sequence[Any], outputs: Sequence
     return result
 
 
-def in_order(closed: jaxapi.Closed, units: Mapping[int, Sequence[int]], replacement: Mapping[int, Sequence[Any]]) -> jaxapi.Closed:
+def in_order(
+    closed: jaxapi.Closed, units: Mapping[int, Sequence[int]], replacement: Mapping[int, Sequence[Any]]
+) -> jaxapi.Closed:
     """The jaxpr with groups of equations replaced.
 
-    Args: units: group number -> its equations (groups are disjoint, acyclic together); replacement: group number -> what
-        stands in their place. Equations in no group stay. Order: by data dependence, then by program order; equations
-        with effects keep their order.
+    Args: units: group number -> its equations (groups are disjoint, acyclic together); replacement: group number ->
+        what stands in their place. Equations in no group stay. Order: by data dependence, then by program order;
+        equations with effects keep their order.
     """
     eqns = closed.jaxpr.eqns
     group_of = {member: g for g, members in units.items() for member in members}

@@ -1,0 +1,211 @@
+"""The CPU counterpart of the thesis' model: an extension, documented in ``docs/estimate.md``.
+
+The same two quantities as on a GPU.  ``bound`` is a true lower bound on a kernel's time, whatever its code; ``pul`` is a
+product of balance ratios in [0, 1] that ranks candidates and promises nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from jcuts.arch.cpu import CpuArch
+from jcuts.base.errors import ModelError
+
+OPERATIONS = ("fma", "alu", "load", "store", "special")
+"""Kinds of vector instructions; ``special`` is one step of a division, square root, exponential, ..."""
+
+FMA_LATENCY = 4
+"""Cycles until an FMA's result can be accumulated again: fewer accumulators than latency * ports leave ports idle."""
+
+
+@dataclass(frozen=True)
+class CpuWork:
+    """What one kernel does, in base units, over all of its tiles.
+
+    Attributes:
+        flop: FLOP per compute kind (a dtype name); useful work only.
+        vector_ops: full-width vector instructions per kind of ``OPERATIONS`` that no code could avoid.
+        input_bytes, output_bytes: compulsory traffic: every input read once, every output written once.
+        l2_bytes: bytes that move from L2 (or beyond) to L1 with these tile sizes, all tiles together; 0 if unknown.
+        l1_bytes: bytes that move between L1 and registers; 0 if unknown.
+        panel_bytes: what a core reuses while it works on a tile (a GEMM's B strip); 0 if nothing is reused.
+        tiles: independent full tiles; edge_share: share of the work in further, cut-off tiles.
+        rows, vectors: register tile of ``rows`` x ``vectors`` accumulators; 0 where there is none.
+        vector_extent: elements along the vectorised dimension; 0 if it never leaves a tail.
+        dtype_bytes: bytes of an element.
+    """
+
+    flop: Mapping[str, float] = field(default_factory=dict)
+    vector_ops: Mapping[str, float] = field(default_factory=dict)
+    input_bytes: float = 0.0
+    output_bytes: float = 0.0
+    l2_bytes: float = 0.0
+    l1_bytes: float = 0.0
+    panel_bytes: float = 0.0
+    tiles: int = 1
+    edge_share: float = 0.0
+    rows: int = 0
+    vectors: int = 0
+    vector_extent: int = 0
+    dtype_bytes: int = 4
+
+    def __post_init__(self) -> None:
+        numbers = {
+            **{f"flop[{kind}]": value for kind, value in self.flop.items()},
+            **{f"vector_ops[{kind}]": value for kind, value in self.vector_ops.items()},
+            **{name: getattr(self, name) for name in ("input_bytes", "output_bytes", "l2_bytes", "l1_bytes")},
+            **{name: getattr(self, name) for name in ("panel_bytes", "rows", "vectors", "vector_extent")},
+        }
+        for name, value in numbers.items():
+            if not 0 <= value < math.inf:
+                raise ModelError(f"CpuWork.{name} = {value} must be finite and not negative", field=name)
+        unknown = set(self.vector_ops) - set(OPERATIONS)
+        if unknown:
+            raise ModelError(f"unknown vector operation {min(unknown)!r}: choose from {OPERATIONS}", field=min(unknown))
+        if self.tiles < 1 or not 0 <= self.edge_share < 1 or self.dtype_bytes < 1:
+            raise ModelError(
+                f"tiles = {self.tiles}, edge_share = {self.edge_share}, dtype_bytes = {self.dtype_bytes} are impossible",
+                field="tiles",
+            )
+
+
+@dataclass(frozen=True)
+class BoundReport:
+    """A lower bound on time, and what it is made of.
+
+    Attributes:
+        seconds: no kernel that does this work is faster.
+        terms: every limit by itself, seconds: ``flop``, ``integer``, ``fma``, ``alu``, ``load``, ``store``, ``memory``,
+            ``l2``, ``l1``.
+        balance: factor >= 1 by which cores without a tile lengthen the compute terms (already in them).
+        level: where the compulsory traffic may come from at best (``l1``, ``l2``, ``l3``, ``dram``).
+    """
+
+    seconds: float
+    terms: Mapping[str, float]
+    balance: float
+    level: str
+
+    @property
+    def limit(self) -> str:
+        """The term that bounds."""
+        return max(self.terms, key=lambda name: (self.terms[name], name))
+
+
+def core_balance(tiles: int, cores: int) -> float:
+    """Share of the cores that tiles keep busy: (tiles / cores) / ceil(tiles / cores), the CPU's WBRatio, in (0, 1].
+
+    Raises: ModelError if a count is not positive.
+    """
+    if tiles < 1 or cores < 1:
+        raise ModelError(f"{tiles} tiles on {cores} cores", tiles=tiles, cores=cores)
+    return tiles / (cores * math.ceil(tiles / cores))
+
+
+def bound(work: CpuWork, arch: CpuArch) -> BoundReport:
+    """Lower bound on the time of a kernel.
+
+        seconds = max( balance * (FLOP / peak, instructions / ports),
+                       compulsory bytes / ceiling of the fastest level that holds the footprint,
+                       L2 bytes / L2 ceiling,  L1 bytes / L1 ceiling )
+
+    Inputs may still be in a cache from the previous call, hence the level by footprint.  ``balance`` counts full tiles only:
+    the busiest core has ceil(tiles / cores) of them.  Floating-point kinds share the same ports, so their times add up.
+    Returns: a ``BoundReport``; seconds >= 0.
+    """
+    clocks = arch.cores * arch.frequency
+    full = work.tiles / (1 - work.edge_share)
+    balance = max(1.0, arch.cores * math.ceil(work.tiles / arch.cores) / full)
+    ops = {kind: work.vector_ops.get(kind, 0.0) for kind in OPERATIONS}
+    arithmetic = ops["fma"] + ops["alu"] + ops["special"]
+    floating = [kind for kind in work.flop if _is_float(kind)]
+    integer = [kind for kind in work.flop if not _is_float(kind)]
+    compute = {
+        "flop": sum(work.flop[kind] / arch.peak(kind) for kind in floating),
+        "integer": sum(work.flop[kind] / arch.peak(kind) for kind in integer),
+        "fma": ops["fma"] / (arch.fma_ports * clocks),
+        "alu": arithmetic / (max(arch.fma_ports, arch.alu_ports) * clocks),
+        "load": ops["load"] / (arch.load_ports * clocks),
+        "store": ops["store"] / (arch.store_ports * clocks),
+    }
+    footprint = work.input_bytes + work.output_bytes
+    level = arch.resident_level(footprint)
+    terms = {name: balance * seconds for name, seconds in compute.items()}
+    terms["memory"] = footprint / arch.ceiling(level)
+    terms["l2"] = work.l2_bytes / arch.ceiling("l2")
+    terms["l1"] = work.l1_bytes / arch.ceiling("l1")
+    return BoundReport(max(terms.values()), terms, balance, level)
+
+
+def register_ratio(rows: int, vectors: int, arch: CpuArch) -> float:
+    """Share of the FMA rate that a register tile of rows x vectors accumulators sustains, in (0, 1].
+
+    Per step of the reduction it issues rows * vectors FMAs and rows + vectors loads (broadcasts and vectors), and every
+    accumulator waits for its own FMA of the step before:
+
+        cycles = max(rows * vectors / FMA ports, (rows + vectors) / load ports, latency)
+        ratio  = (rows * vectors / FMA ports) / cycles
+
+    A tile whose rows * vectors + vectors + 1 registers exceed the register file spills: times (registers / needed)^2.
+    """
+    if rows < 1 or vectors < 1:
+        raise ModelError(f"a register tile of {rows} x {vectors} is impossible", rows=rows, vectors=vectors)
+    busy = rows * vectors / arch.fma_ports
+    ratio = busy / max(busy, (rows + vectors) / arch.load_ports, FMA_LATENCY)
+    needed = rows * vectors + vectors + 1
+    return ratio * min(1.0, arch.vector_registers / needed) ** 2
+
+
+def simd_ratio(extent: int, width: int) -> float:
+    """Share of useful lanes when ``extent`` elements are computed ``width`` at a time, in (0, 1]."""
+    if extent < 1 or width < 1:
+        raise ModelError(f"{extent} elements in steps of {width}", extent=extent, width=width)
+    return extent / (math.ceil(extent / width) * width)
+
+
+def cache_ratio(work: CpuWork, arch: CpuArch) -> float:
+    """Share of the compute rate that the caches sustain with these tiles, in (0, 1]; 1 if the panel stays in L1.
+
+        min(1, compute seconds / (L2 bytes / measured bandwidth of the level that holds the panel))
+
+    Half a cache counts as usable: the other operand streams through the rest.
+    """
+    if not work.l2_bytes or 2 * work.panel_bytes <= arch.l1d:
+        return 1.0
+    level = "l2" if 2 * work.panel_bytes <= arch.l2 else "l3" if 2 * work.panel_bytes <= arch.l3 else "dram"
+    return min(1.0, _compute_seconds(work, arch) / (work.l2_bytes / arch.measured(level)))
+
+
+def memory_ratio(work: CpuWork, arch: CpuArch) -> float:
+    """The CPU's GMRatio: min(1, compute seconds / compulsory bytes at the measured rate of their level), in [0, 1]."""
+    footprint = work.input_bytes + work.output_bytes
+    if not footprint:
+        return 1.0
+    return min(1.0, _compute_seconds(work, arch) / (footprint / arch.measured(arch.resident_level(footprint))))
+
+
+def pul(work: CpuWork, arch: CpuArch) -> float:
+    """Ranking score of a candidate in [0, 1]: a product, hence no bound.
+
+    PUL = memory ratio * cache ratio * register ratio * SIMD ratio * core balance
+    """
+    score = memory_ratio(work, arch) * cache_ratio(work, arch) * core_balance(work.tiles, arch.cores)
+    if work.rows and work.vectors:
+        score *= register_ratio(work.rows, work.vectors, arch)
+    if work.vector_extent:
+        width = arch.lanes(work.dtype_bytes) * max(1, work.vectors)
+        score *= simd_ratio(work.vector_extent, width)
+    return score
+
+
+def _compute_seconds(work: CpuWork, arch: CpuArch) -> float:
+    flop = sum(amount / arch.peak(kind) for kind, amount in work.flop.items())
+    clocks = arch.cores * arch.frequency
+    ops = sum(work.vector_ops.get(kind, 0.0) for kind in ("fma", "alu", "special"))
+    return max(flop, ops / (max(arch.fma_ports, arch.alu_ports) * clocks))
+
+
+def _is_float(kind: str) -> bool:
+    return kind.startswith(("float", "bfloat", "complex"))

@@ -26,6 +26,7 @@ from jcuts.primitive.lowering import plan
 from jcuts.primitive.sharding import Placement
 from jcuts.trace import jaxapi
 from jcuts.trace.capture import capture, function_name
+from jcuts.tune import session
 
 
 class _Undecided(Exception):
@@ -40,11 +41,11 @@ class _Permission(threading.local):
 
 _permission = _Permission()
 
-_default_store: guard.GuardStore = guard.MemoryStore()
+_default_store: guard.GuardStore | None = None
 
 
-def set_default_store(store: guard.GuardStore) -> None:
-    """Where every ``Optimized`` keeps the guard's decisions from now on (in memory by default)."""
+def set_default_store(store: guard.GuardStore | None) -> None:
+    """Where every ``Optimized`` keeps the guard's decisions from now on; None for the user's tuning database."""
     global _default_store
     _default_store = store
 
@@ -342,7 +343,7 @@ class Optimized:
         for _, place in signature.leaves:
             if place is not None:
                 return next(iter(place.device_set)).platform
-        default = jax.config.jax_default_device
+        default = jax.config.values["jax_default_device"]
         if default is not None and not isinstance(default, str):
             return default.platform
         return jax.default_backend() if default is None else default
@@ -351,7 +352,8 @@ class Optimized:
         return self._plain.trace(*args, **kwargs).jaxpr
 
     def _guard_store(self) -> guard.GuardStore:
-        return self._store if self._store is not None else _default_store
+        chosen = self._store if self._store is not None else _default_store
+        return chosen if chosen is not None else session.store()
 
     def _store_key(self, closed: jaxapi.Closed, signature: _Signature, platform: str) -> str:
         places = "; ".join("" if place is None else str(place) for _, place in signature.leaves)
@@ -430,7 +432,8 @@ def optimize(fn: Callable[..., Any] | None = None, *, mode: str = "mixed",
                         total_workspace=total_workspace, strict=strict)
     if static_argnames is not None and not isinstance(static_argnames, str):
         static_argnames = tuple(static_argnames)
-    options = dict(static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums)
+    options = {"static_argnums": static_argnums, "static_argnames": static_argnames,
+               "donate_argnums": donate_argnums}
 
     def wrap(target: Callable[..., Any]) -> Optimized:
         _check_function(target)

@@ -235,7 +235,7 @@ def _choose(samples: Mapping[str, noise.Samples], rejected: dict[str, str]) -> D
 
 
 def _host(x: Any) -> Any:
-    return np.asarray(x) if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, np.number) else None
+    return np.asarray(x) if isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, np.number) else None
 
 
 def _disagrees(reference: Any, result: Any) -> str | None:
@@ -243,9 +243,9 @@ def _disagrees(reference: Any, result: Any) -> str | None:
 
     Floating outputs must have NaN at the same places and differ by less than 64 sqrt(eps) in relative L2 norm.
     """
-    pairs = zip(jax.tree.leaves(reference, is_leaf=lambda x: x is None), jax.tree.leaves(result))
+    pairs = zip(jax.tree.leaves(reference, is_leaf=lambda x: x is None), jax.tree.leaves(result), strict=False)
     for i, (want, got) in enumerate(pairs):
-        if want is None or not jax.dtypes.issubdtype(got.dtype, np.inexact):
+        if want is None or not jax.numpy.issubdtype(got.dtype, np.inexact):
             continue
         a, b = np.asarray(want, np.complex128), np.asarray(got).astype(np.complex128)
         if (np.isnan(a) != np.isnan(b)).any():

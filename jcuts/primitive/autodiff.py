@@ -21,7 +21,7 @@ def _outside(params: dict[str, Any]) -> dict[str, Any]:
 
 def _with_zeros(values: Sequence[Any], nonzero: Sequence[bool], avals: Sequence[Any]) -> list[Any]:
     it = iter(values)
-    return [next(it) if nz else jaxapi.Zero(aval.to_tangent_aval()) for nz, aval in zip(nonzero, avals)]
+    return [next(it) if nz else jaxapi.Zero(aval.to_tangent_aval()) for nz, aval in zip(nonzero, avals, strict=False)]
 
 
 def jvp(primitive: jaxapi.Primitive, primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: jaxapi.Closed,
@@ -29,7 +29,7 @@ def jvp(primitive: jaxapi.Primitive, primals: Sequence[Any], tangents: Sequence[
     """Forward mode: one call of the JVP jaxpr, whose arguments are the primals and the non-zero tangents."""
     nonzero = [not isinstance(t, jaxapi.Zero) for t in tangents]
     derived, nonzero_out = jaxapi.jvp_of(jaxpr, nonzero)
-    live = [t for t, nz in zip(tangents, nonzero) if nz]
+    live = [t for t, nz in zip(tangents, nonzero, strict=False) if nz]
     outs = primitive.bind(*primals, *live, jaxpr=derived, **_outside(params))
     count = len(jaxpr.out_avals)
     return list(outs[:count]), _with_zeros(outs[count:], nonzero_out, jaxpr.out_avals)
@@ -48,7 +48,7 @@ def linearize(primitive: jaxapi.Primitive, is_vjp: bool, nonzero: Sequence[bool]
     structured = None if split.structured is None else split.structured.update(structured_flat).unflatten()
 
     def tangent(residuals: Sequence[Any], structured: Any, *tangents: Any) -> list[Any]:
-        live = [jaxapi.instantiate(t) for t, nz in zip(tangents, nonzero) if nz]
+        live = [jaxapi.instantiate(t) for t, nz in zip(tangents, nonzero, strict=False) if nz]
         extra = [] if structured is None else jax.tree.leaves(structured)
         results = primitive.bind(*residuals, *live, *extra, jaxpr=split.tangent, **_outside(params))
         return _with_zeros(results, split.nonzero_out, jaxpr.out_avals)

@@ -69,7 +69,7 @@ class _Writer:
 
         heads = [typed(v) for v in jaxpr.constvars]
         if self.digest_consts:
-            heads = [f"{head}={_content_digest(c)}" for head, c in zip(heads, consts)]
+            heads = [f"{head}={_content_digest(c)}" for head, c in zip(heads, consts, strict=False)]
         lines = [f"{indent}consts {' '.join(heads)}", f"{indent}in {' '.join(typed(v) for v in jaxpr.invars)}"]
         for eqn in jaxpr.eqns:
             params = self.params(eqn, indent)
@@ -91,7 +91,7 @@ class _Writer:
         if isinstance(value, (_core.ClosedJaxpr, _core.Jaxpr)):
             return "{\n" + "\n".join(self.closed(value, indent + "  ")) + f"\n{indent}}}"
         if isinstance(value, tuple) and hasattr(value, "_fields"):
-            items = zip(value._fields, value)  # type: ignore[attr-defined]
+            items = zip(value._fields, value, strict=False)  # type: ignore[attr-defined]
             return f"{type(value).__name__}({', '.join(f'{k}={self.value(v, indent)}' for k, v in items)})"
         if isinstance(value, (tuple, list)):
             return f"({', '.join(self.value(v, indent) for v in value)})"

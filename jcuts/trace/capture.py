@@ -52,12 +52,14 @@ def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     """
     leaves, tree = jax.tree.flatten((args, kwargs))
     data = [is_data(leaf) for leaf in leaves]
-    dynamic = [leaf for leaf, d in zip(leaves, data) if d]
+    dynamic = [leaf for leaf, d in zip(leaves, data, strict=False) if d]
     out_trees: list[Any] = []
 
     def flat(*xs: Any) -> list[Any]:
         it = iter(xs)
-        inner_args, inner_kwargs = jax.tree.unflatten(tree, [next(it) if d else leaf for leaf, d in zip(leaves, data)])
+        inner_args, inner_kwargs = jax.tree.unflatten(
+            tree, [next(it) if d else leaf for leaf, d in zip(leaves, data, strict=False)]
+        )
         outs, out_tree = jax.tree.flatten(fn(*inner_args, **inner_kwargs))
         for out in outs:
             _check_output(out, fn)

@@ -73,7 +73,7 @@ class _Inliner:
         self.eqns: list[jaxapi.Eqn] = []
         self.constvars: list[Any] = list(closed.jaxpr.constvars)
         self.consts: list[Any] = list(closed.consts)
-        self._const_of = {id(c): v for c, v in zip(self.consts, self.constvars)}
+        self._const_of = {id(c): v for c, v in zip(self.consts, self.constvars, strict=False)}
 
     @staticmethod
     def read(env: dict[Any, Any], atom: Any) -> Any:
@@ -98,16 +98,16 @@ class _Inliner:
             if body is None:
                 self.emit(seen, args, env, fresh=outer is not None)
                 continue
-            inner: dict[Any, Any] = dict(zip(body.jaxpr.invars, args))
-            inner.update((v, self.constant(c, v)) for v, c in zip(body.jaxpr.constvars, body.consts))
+            inner: dict[Any, Any] = dict(zip(body.jaxpr.invars, args, strict=False))
+            inner.update((v, self.constant(c, v)) for v, c in zip(body.jaxpr.constvars, body.consts, strict=False))
             self.run(body.jaxpr.eqns, inner, seen, library=jaxapi.is_library_function(body))
-            env.update((v, self.read(inner, o)) for v, o in zip(eqn.outvars, body.jaxpr.outvars))
+            env.update((v, self.read(inner, o)) for v, o in zip(eqn.outvars, body.jaxpr.outvars, strict=False))
 
     def emit(self, eqn: jaxapi.Eqn, args: list[Any], env: dict[Any, Any], fresh: bool) -> None:
         if jaxapi.primitive_name(eqn) in BODIES:
             eqn = _with_flat_bodies(eqn)
         outs = [v if jaxapi.is_dropvar(v) or not fresh else jaxapi.new_var(v.aval) for v in eqn.outvars]
-        env.update(zip(eqn.outvars, outs))
+        env.update(zip(eqn.outvars, outs, strict=False))
         self.eqns.append(eqn.replace(invars=args, outvars=outs))
 
 

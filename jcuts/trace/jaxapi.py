@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax._src import ad_util as _ad_util
 from jax._src import api_util as _api_util
 from jax._src import config as _config
 from jax._src import core as _core
@@ -44,7 +45,7 @@ DropVar = _core.DropVar
 Tracer = _core.Tracer
 ShapedArray = _core.ShapedArray
 Primitive = _core.Primitive
-Zero = _ad.Zero
+Zero = _ad_util.Zero
 JaxWrapped = _stages.Wrapped
 
 __reexported__ = (canonical_text, canonical_digest)
@@ -55,6 +56,8 @@ ONE_JAXPR_CLASS: bool = Closed is Jaxpr
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _source.register_exclusion(_HERE)
 _traceback_util.register_exclusion(_HERE)
+
+_UNSPECIFIED: Any = type(getattr(_sharding_impls, "UNSPECIFIED"))  # noqa: B009  (not exported by name)
 
 api_boundary = _traceback_util.api_boundary
 
@@ -148,10 +151,10 @@ def hoist_tracer_consts(closed: Closed) -> tuple[list[Any], Closed]:
     if not any(moved):
         return [], closed
     jaxpr = closed.jaxpr
-    kept_vars = [v for v, m in zip(jaxpr.constvars, moved) if not m]
-    moved_vars = [v for v, m in zip(jaxpr.constvars, moved) if m]
-    kept = [c for c, m in zip(closed.consts, moved) if not m]
-    tracers = [c for c, m in zip(closed.consts, moved) if m]
+    kept_vars = [v for v, m in zip(jaxpr.constvars, moved, strict=False) if not m]
+    moved_vars = [v for v, m in zip(jaxpr.constvars, moved, strict=False) if m]
+    kept = [c for c, m in zip(closed.consts, moved, strict=False) if not m]
+    tracers = [c for c, m in zip(closed.consts, moved, strict=False) if m]
     new = make_closed(kept_vars, [*moved_vars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns, kept, like=closed)
     return tracers, new
 
@@ -287,7 +290,7 @@ def has_references(closed: Closed) -> bool:
 
 def is_unspecified(sharding: Any) -> bool:
     """Whether a ``jit`` parameter says nothing about a sharding."""
-    return sharding is None or isinstance(sharding, _sharding_impls.UnspecifiedValue)
+    return sharding is None or isinstance(sharding, _UNSPECIFIED)
 
 
 # ---------------------------------------------------------------- where in the user's source
@@ -368,6 +371,7 @@ class Linearized(NamedTuple):
 
 def linearize_of(closed: Closed, nonzero: Sequence[bool], is_vjp: bool) -> Linearized:
     """Split a function at the arguments marked ``nonzero`` into its forward part and its linear tangent part."""
+    second: Any
     forward, second, nzs_out, fwds, tangent = _ad.linearize_jaxpr(closed, list(nonzero), is_vjp=is_vjp)
     if isinstance(second, int):
         outs = len(forward.out_avals) - second
@@ -400,7 +404,7 @@ def without_forwarded_outputs(closed: Closed) -> tuple[Closed, Kept]:
     jaxpr = closed.jaxpr
     position = {id(v): i for i, v in enumerate(jaxpr.invars)}
     from_input = [None if is_literal(v) else position.get(id(v)) for v in jaxpr.outvars]
-    left = [v for v, f in zip(jaxpr.outvars, from_input) if f is None]
+    left = [v for v, f in zip(jaxpr.outvars, from_input, strict=False) if f is None]
     first: dict[int, int] = {}
     from_output: list[int | None] = []
     for i, v in enumerate(left):
@@ -439,7 +443,7 @@ def transpose_of(closed: Closed, cotangents: Sequence[Any], args: Sequence[Any],
     avals = tuple(_core.typeof(x) for x in flat)
     transposed, out_tree = _transposed(closed, in_tree, avals, tuple(specs))
     outs, logs = jax.tree.unflatten(out_tree, bind(*flat, jaxpr=transposed))
-    for arg, ct in zip(args, outs):
+    for arg, ct in zip(args, outs, strict=False):
         if isinstance(arg, _ad.ValAccum):
             arg.accum(ct)
     return logs
@@ -522,8 +526,8 @@ def dce_rule(used_outputs: list[bool], eqn: Eqn) -> tuple[list[bool], Eqn | None
     closed, used_inputs = _dce_closed(eqn.params["jaxpr"], tuple(used_outputs))
     if not any(used_inputs) and not any(used_outputs) and not closed.effects:
         return used_inputs, None
-    invars = [v for v, used in zip(eqn.invars, used_inputs) if used]
-    outvars = [v for v, used in zip(eqn.outvars, used_outputs) if used]
+    invars = [v for v, used in zip(eqn.invars, used_inputs, strict=False) if used]
+    outvars = [v for v, used in zip(eqn.outvars, used_outputs, strict=False) if used]
     new = _core.new_jaxpr_eqn(invars, outvars, eqn.primitive, dict(eqn.params, jaxpr=closed),
                               _core.eqn_effects(closed, invars), eqn.source_info, eqn.ctx)
     return used_inputs, new
@@ -571,8 +575,9 @@ def new_call_primitive(name: str, *, jvp: Callable[..., Any], linearize: Callabl
     _ad.fancy_transposes[primitive] = transpose
     _batching.fancy_primitive_batchers[primitive] = batch
     _pe.custom_partial_eval_rules[primitive] = partial_eval_rule(primitive)
-    _pe.partial_eval_jaxpr_custom_rules[primitive] = functools.partial(
+    custom_rule: Any = functools.partial(
         _pe.closed_call_partial_eval_custom_rule, "jaxpr", lambda *xs: (xs[-2], xs[-1]))
+    _pe.partial_eval_jaxpr_custom_rules[primitive] = custom_rule
     _pe.dce_rules[primitive] = dce_rule
     _discharge.register_discharge_rule(primitive)(_discharge_rule(primitive))
     _mlir.register_lowering(primitive, lower, cacheable=False)

@@ -15,7 +15,6 @@ from jcuts.trace import jaxapi
 from tests.primitive.conftest import MARK
 from tests.transform_cases import CASES, PARAMS, X, assert_same, layer, loss
 
-
 off = functools.partial(jcuts.optimize, tune="off")
 
 

@@ -33,7 +33,7 @@ from jcuts.trace import jaxapi
 from jcuts.trace.canonical import canonical_digest
 from jcuts.trace.inline import inline
 from jcuts.trace.simplify import simplify
-from jcuts.trace.source import as_source
+from jcuts.trace.source import as_source, place
 from jcuts.xla import native
 from jcuts.xla.kernels import kernel_for
 from jcuts.xla.rebuild import in_order, kernel_eqns, subset_closed
@@ -183,7 +183,7 @@ class _Fuel:
 
 
 def _group(closed: jaxapi.Closed, settings: Settings, fuel: _Fuel) -> Level:
-    graph = build_graph(closed.jaxpr, jaxapi.user_frame)
+    graph = build_graph(closed.jaxpr, place)
     level = Level(closed, graph)
     grouping = find.group(graph, fuse=settings.mode != "no_fusion", fuel=fuel)
     level.left_out = dict(grouping.left_out)

@@ -19,6 +19,14 @@ def short_line(eqn: jaxapi.Eqn) -> str:
     return "" if line is None else f"{os.path.basename(line.file)}:{line.line} ({line.function})"
 
 
+def place(eqn: jaxapi.Eqn) -> str:
+    """``folder/file.py:12 (function)``: short enough for a table, and the same on every machine; '' when unknown."""
+    line = jaxapi.user_line(eqn)
+    if line is None:
+        return ""
+    return f"{'/'.join(line.file.split(os.sep)[-2:])}:{line.line} ({line.function})"
+
+
 def as_source(closed: jaxapi.Closed, name: str = "program") -> str:
     """The program as Python-like source.
 

@@ -118,18 +118,25 @@ def rows(report: FunctionReport) -> list[list[str]]:
         ratio = "-" if not (s.seconds and s.xla_seconds) else f"{s.xla_seconds / s.seconds:.2f}x"
         result.append([
             str(s.count), operations_text(s.operations), s.kind, s.level, s.chosen,
-            microseconds(s.seconds), microseconds(s.xla_seconds), ratio, microseconds(s.bound_seconds or None), f"{s.pul:.2f}",
-            "; ".join(s.where[:2]),
+            microseconds(s.seconds), microseconds(s.xla_seconds), ratio, microseconds(s.bound_seconds or None),
+            f"{s.pul:.2f}", "; ".join(s.where[:2]),
         ])  # fmt: skip
     return result
+
+
+def summary(report: FunctionReport) -> str:
+    """One line: mode, and how much of the work runs in jcuts' kernels."""
+    return (
+        f"mode {report.mode} on {report.platform}; {report.equations} equations, {report.kernels} kernel calls, "
+        f"{report.share('flop'):.0%} of the FLOP and {report.share('bytes'):.0%} of the bytes in jcuts' kernels"
+    )
 
 
 HEADINGS = ["n", "operations", "kind", "fusion", "chosen", "us", "XLA us", "gain", "bound us", "PUL", "where"]
 
 
 def _text(report: FunctionReport) -> list[str]:
-    lines = [f"{report.name}: mode {report.mode} on {report.platform}; {report.equations} equations, {report.kernels} kernel calls, "
-             f"{report.share('flop'):.0%} of the FLOP and {report.share('bytes'):.0%} of the bytes in jcuts' kernels"]  # fmt: skip
+    lines = [f"{report.name}: {summary(report)}"]
     if report.guard is not None:
         lines.append(f"whole function: {report.guard.get('chosen')} ({report.guard.get('reason')})")
     table = [HEADINGS, *rows(report)]
@@ -152,16 +159,15 @@ def _html(report: FunctionReport) -> str:
 
     guard = ""
     if report.guard is not None:
-        guard = f"<p>Whole function: <b>{html.escape(str(report.guard.get('chosen')))}</b>, {html.escape(str(report.guard.get('reason')))}</p>"
+        chosen, reason = (html.escape(str(report.guard.get(key))) for key in ("chosen", "reason"))
+        guard = f"<p>Whole function: <b>{chosen}</b>, {reason}</p>"
     refusals = [[str(r.count), r.op, r.reason, r.where] for r in report.refusals]
     return (
         "<!doctype html><meta charset='utf-8'><title>jcuts: " + html.escape(report.name) + "</title>"
         "<style>body{font:14px system-ui;margin:2em;color:#222}table{border-collapse:collapse;margin:1em 0}"
         "td,th{border:1px solid #ccc;padding:3px 8px;text-align:left;font-variant-numeric:tabular-nums}"
         "th{background:#f3f3f3}tr:nth-child(even){background:#fafafa}pre{background:#f6f6f6;padding:1em;overflow:auto}</style>"
-        f"<h1>{html.escape(report.name)}</h1><p>mode {report.mode} on {report.platform}; {report.equations} equations, "
-        f"{report.kernels} kernel calls, {report.share('flop'):.0%} of the FLOP and {report.share('bytes'):.0%} of the bytes "
-        f"in jcuts' kernels</p>{guard}<h2>Subsets</h2>{table(HEADINGS, rows(report))}"
+        f"<h1>{html.escape(report.name)}</h1><p>{html.escape(summary(report))}</p>{guard}<h2>Subsets</h2>{table(HEADINGS, rows(report))}"
         f"<h2>Left to XLA</h2>{table(['n', 'operation', 'reason', 'where'], refusals)}"
         f"<h2>Rewritten program</h2><pre>{html.escape(report.source)}</pre>"
     )

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from jcuts.report import HEADINGS, FunctionReport, rows
+from jcuts.report import HEADINGS, FunctionReport, rows, summary
 
 NUMBERS = frozenset({"n", "us", "XLA us", "gain", "bound us", "PUL"})
 
@@ -34,11 +34,7 @@ def report_tables(report: FunctionReport) -> RenderableType:
 def headline(report: FunctionReport) -> Text:
     """Name, mode, and how much of the work runs in jcuts' kernels."""
     line = Text(report.name, style="bold")
-    line.append(
-        f": mode {report.mode} on {report.platform}; {report.equations} equations, {report.kernels} kernel calls, "
-        f"{report.share('flop'):.0%} of the FLOP and {report.share('bytes'):.0%} of the bytes in jcuts' kernels",
-        style="not bold",
-    )
+    line.append(f": {summary(report)}", style="not bold")
     return line
 
 

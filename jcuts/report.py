@@ -167,7 +167,8 @@ def _html(report: FunctionReport) -> str:
         "<style>body{font:14px system-ui;margin:2em;color:#222}table{border-collapse:collapse;margin:1em 0}"
         "td,th{border:1px solid #ccc;padding:3px 8px;text-align:left;font-variant-numeric:tabular-nums}"
         "th{background:#f3f3f3}tr:nth-child(even){background:#fafafa}pre{background:#f6f6f6;padding:1em;overflow:auto}</style>"
-        f"<h1>{html.escape(report.name)}</h1><p>{html.escape(summary(report))}</p>{guard}<h2>Subsets</h2>{table(HEADINGS, rows(report))}"
+        f"<h1>{html.escape(report.name)}</h1><p>{html.escape(summary(report))}</p>{guard}"
+        f"<h2>Subsets</h2>{table(HEADINGS, rows(report))}"
         f"<h2>Left to XLA</h2>{table(['n', 'operation', 'reason', 'where'], refusals)}"
         f"<h2>Rewritten program</h2><pre>{html.escape(report.source)}</pre>"
     )

@@ -229,11 +229,16 @@ def _apply(primitive: Any, values: Sequence[Any], params: dict[str, Any]) -> lis
 
 def _scan(self: _Evaluator, eqn: Any, values: list[Any]) -> list[Any]:
     p = eqn.params
-    n_consts, n_carry = p["num_consts"], p["num_carry"]
+    body_jaxpr = jaxapi.close(p["jaxpr"])
+    # Versions of JAX name these counts differently; the ranks tell: what is scanned has one axis more outside.
+    inside, outside = body_jaxpr.jaxpr, eqn
+    n_xs = sum(len(o.aval.shape) > len(i.aval.shape) for o, i in zip(outside.invars, inside.invars, strict=True))
+    n_carry = sum(len(o.aval.shape) == len(i.aval.shape) for o, i in zip(outside.outvars, inside.outvars, strict=True))
+    n_consts = len(values) - n_carry - n_xs
     consts, init, xs = values[:n_consts], values[n_consts : n_consts + n_carry], values[n_consts + n_carry :]
 
     def body(carry: Any, x: Any) -> Any:
-        out = self.closed(jaxapi.close(p["jaxpr"]), [*consts, *carry, *x])
+        out = self.closed(body_jaxpr, [*consts, *carry, *x])
         return out[:n_carry], out[n_carry:]
 
     carry, ys = lax.scan(body, list(init), list(xs), length=p["length"], reverse=p["reverse"])

@@ -254,6 +254,8 @@ def _build_root(
     out_shape = op.outputs[0].shape
     axes, index, ranges = axes_of(out_shape)
     reds = tuple(Red(n, extent) for n, extent in spec.reds if extent != 1)
+    if not reds:  # accumulators live in reduction loops: one that runs once
+        reds = (Red(spec.reds[0][0] if spec.reds else "r0", 1),)
     red_ranges = {r.name: r.extent for r in reds}
     red_index = tuple(Index.axis(n) if extent != 1 else Index() for n, extent in spec.reds)
     ins, outs, buffers = make_buffers(graph, subset, outputs)

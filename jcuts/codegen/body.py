@@ -56,6 +56,8 @@ class BodyEmitter:
         result = dict(self.outer_ranges)
         for extent, axis in zip(self.axes, self.phase.axes, strict=True):
             last = (extent.count - 1) * extent.step
+            if extent.name == self.vector and self.shape.active:
+                last -= self.lanes - self.shape.active  # dead lanes of the last vector are live in those before it
             result[axis.name] = max(1, axis.extent - last)
         result.update(reds)
         return result

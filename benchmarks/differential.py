@@ -1,0 +1,156 @@
+"""Differential test: random programs through jcuts' kernels against `jax.jit`.
+
+    python benchmarks/differential.py --programs 2000 --seed 1 --resume progress.jsonl --json result.json
+    python benchmarks/differential.py --programs 200 --grad --resume progress.jsonl
+    python benchmarks/differential.py --one 1234           # look into one program
+
+Every program runs with random schedules of all its kernels on several sets of inputs; the acceptance rule is the
+tuner's (`jcuts.tune.check`).  Progress is a file with one JSON object per program; a second run with the same file
+skips what is in it, and several processes may append to files of their own, which ``--merge`` sums up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+os.environ.setdefault("JCUTS_CACHE_DIR", tempfile.mkdtemp(prefix="jcuts-differential-"))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--programs", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first program; the others follow")
+    parser.add_argument("--resume", type=Path, help="progress file, appended to")
+    parser.add_argument("--merge", type=Path, nargs="*", default=[], help="other progress files for the summary")
+    parser.add_argument("--json", type=Path, help="summary")
+    parser.add_argument("--grad", action="store_true", help="value and gradient of smooth programs")
+    parser.add_argument("--vmap", action="store_true", help="programs under vmap")
+    parser.add_argument("--one", type=int, help="run one seed and print its program and verdict")
+    parser.add_argument("--retry", action="store_true", help="run failed seeds of the progress file again")
+    return parser.parse_args()
+
+
+def _rows(path: Path | None) -> list[dict[str, Any]]:
+    if path is None or not path.exists():
+        return []
+    rows = []
+    for line in path.read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue  # the line that an interrupted run was writing
+    return rows
+
+
+def _commit() -> str:
+    try:
+        return subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def _latest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The last verdict of every program."""
+    return list({(r["seed"], r["transform"]): r for r in rows}.values())
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Counts over progress rows."""
+    from jcuts.base.fingerprint import versions
+
+    rows = _latest(rows)
+    ran = [r for r in rows if r["status"] != "unsuitable"]
+    equations = {e for r in ran for e in r["equations"]}
+    return {
+        "programs": len(ran),
+        "by_transform": dict(Counter(r["transform"] for r in ran)),
+        "distinct_equations_in_kernels": len(equations),
+        "kernels": sum(r["kernels"] for r in ran),
+        "kernels_of_several_tiles": sum(r["most_tiles"] > 1 for r in ran),
+        "primitives": dict(Counter(p for r in ran for p in r["primitives"]).most_common()),
+        "mismatches": [[r["seed"], r["transform"]] for r in ran if r["status"] == "mismatch"],
+        "errors": [[r["seed"], r["transform"]] for r in ran if r["status"] == "error"],
+        "accepted_under_simulated_rounding": sum(r["conditioned"] for r in ran),
+        "unsuitable": len(rows) - len(ran),
+        "seconds": round(sum(r["seconds"] for r in rows), 1),
+        "versions": versions(),
+        "commits": sorted({r["commit"] for r in rows}),
+        "machine": platform.machine(),
+    }
+
+
+def main() -> int:
+    """Runs and sums up; exit status 1 where a program failed."""
+    options = _arguments()
+    from random_programs.runner import run
+
+    transform = "grad" if options.grad else "vmap" if options.vmap else "plain"
+    if options.one is not None:
+        return _one(options.one, transform)
+    import jax
+
+    rows = _rows(options.resume)
+    done = {(r["seed"], r["transform"]) for r in _latest(rows) if not (options.retry and r["status"] in ("error", "mismatch"))}
+    commit = _commit()
+    out = options.resume.open("a") if options.resume else None
+    for k, seed in enumerate(range(options.seed, options.seed + options.programs)):
+        if (seed, transform) in done:
+            continue
+        if out:  # a seed that kills the process is found in the file
+            out.flush()
+        start = time.perf_counter()
+        verdict = run(seed, transform)
+        row = {**asdict(verdict), "seconds": round(time.perf_counter() - start, 2), "commit": commit}
+        rows.append(row)
+        if out:
+            out.write(json.dumps(row) + "\n")
+            out.flush()
+        if verdict.status in ("error", "mismatch"):
+            print(f"{verdict.status} seed {seed} {transform}: {verdict.reason[:400]}", flush=True)
+        if k % 100 == 99:
+            jax.clear_caches()
+            found = summary(rows)
+            print(f"{found['programs']} programs, {found['distinct_equations_in_kernels']} equations, "
+                  f"{len(found['mismatches'])} mismatches, {len(found['errors'])} errors, {found['seconds']} s", flush=True)  # fmt: skip
+    for path in options.merge:
+        rows += _rows(path)
+    found = summary(rows)
+    print(json.dumps(found, indent=1, default=str))
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1, default=str) + "\n")
+    return int(bool(found["mismatches"] or found["errors"]))
+
+
+def _one(seed: int, transform: str) -> int:
+    from random_programs.runner import run
+
+    keep: dict[str, Any] = {}
+    verdict = run(seed, transform, keep=keep)
+    if "closed" in keep:
+        print(keep["closed"].jaxpr)
+    for subset in keep.get("planned", []):
+        print(subset.closed.jaxpr)
+        if subset.chosen is not None:
+            print(subset.chosen.dump())
+    print({k: v for k, v in asdict(verdict).items() if k != "equations"})
+    if "error" in keep:
+        raise keep["error"]
+    return int(verdict.status in ("error", "mismatch"))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""Random JAX programs for the differential test (`benchmarks/differential.py`, `tests/differential/`)."""

@@ -1,0 +1,291 @@
+"""Runs one random program with jcuts' kernels and with `jax.jit`, and applies the acceptance rule to every output."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import jcuts
+from jcuts import pipeline
+from jcuts.base.errors import AccuracyRejected
+from jcuts.region import choose
+from jcuts.trace import jaxapi
+from jcuts.trace.inline import inline
+from jcuts.tune.check import Expected, check_output
+from jcuts.tune.problem import Input, Output, Problem
+from jcuts.tune.session import degree
+from jcuts.tune.values import make_inputs, seed_kinds
+from jcuts.tune.widen import evaluate, is_discrete, widened_dtype
+from jcuts.tune.worker import NOISE_RUNS, NOISE_ULP, _range, _widen
+from random_programs.generator import FLOATS, Program, program, signature
+
+TOLERANCE = 2.0
+FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""The float64 reference is compiled quickly: its speed does not matter."""
+TRANSFORMS = ("plain", "grad", "vmap")
+NUMBER = re.compile(r"0x[0-9a-f]+")
+
+
+@dataclass
+class Verdict:
+    """What one program showed.
+
+    ``status``: ``ok``; ``mismatch``: the rule was broken; ``error``: jcuts raised; ``unsuitable``: JAX itself cannot
+    trace or run the program.  ``conditioned``: accepted only after the reference was run under simulated rounding,
+    which showed results that rounding alone moves that far.
+    """
+
+    seed: int
+    transform: str
+    status: str = "ok"
+    reason: str = ""
+    equations: list[str] = field(default_factory=list)
+    primitives: list[str] = field(default_factory=list)
+    kernels: int = 0
+    most_tiles: int = 0
+    conditioned: bool = False
+    refused: dict[str, int] = field(default_factory=dict)
+
+
+# -- which kernels run ----------------------------------------------------------------------------------------------------
+class _Watch(logging.Handler):
+    """Remembers warnings: a kernel that does not compile is left to XLA with one."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def every_kernel(seed: int) -> Iterator[tuple[list[Any], _Watch]]:
+    """Every subset runs a jcuts kernel with a random one of its candidate schedules; gives the subsets planned."""
+    rng = np.random.default_rng([seed, 4])
+    planned: list[Any] = []
+
+    def select(top: pipeline.Level, *_: Any, **__: Any) -> None:
+        chosen: dict[str, Any] = {}
+        for level in top.everywhere():
+            for subset in level.subsets:
+                place = 0 if rng.random() < 0.4 else int(rng.integers(len(subset.ranked)))
+                subset.chosen = chosen.setdefault(subset.identity, subset.ranked[place][0])
+                subset.origin = "estimated"
+                planned.append(subset)
+
+    watch = _Watch()
+    logger = logging.getLogger("jcuts")
+    logger.addHandler(watch)
+    small = 200 if rng.random() < 0.5 else choose.SMALL_TASK  # several tasks although the shapes are small
+    threads = int(rng.integers(2, 5))
+    here = pipeline.machine()
+    machine = choose.Machine(here.vector_bytes, here.registers, threads, here.l1, here.l2)
+    try:
+        with (
+            mock.patch.object(pipeline, "_select", select),
+            mock.patch.object(pipeline, "machine", lambda: machine),
+            mock.patch.object(choose, "SMALL_TASK", small),
+        ):
+            yield planned, watch
+    finally:
+        logger.removeHandler(watch)
+        pipeline.forget()
+
+
+def equation_key(eqn: Any) -> str:
+    """Names an equation by primitive, shapes, types and parameters."""
+    types = [f"{v.aval.dtype}{list(v.aval.shape)}" for v in (*eqn.invars, *eqn.outvars)]
+    params = sorted((k, NUMBER.sub("", str(v))) for k, v in eqn.params.items())
+    return hashlib.sha256(repr((eqn.primitive.name, types, params)).encode()).hexdigest()[:16]
+
+
+# -- functions ------------------------------------------------------------------------------------------------------------
+def transformed(of: Program, transform: str, optimise: Callable[..., Any]) -> tuple[Callable[..., Any], list[Any]]:
+    """The program under a transformation, its function wrapped by ``optimise``, and the argument types."""
+    args = signature(of)
+    if transform == "vmap":
+        extent = 3 + of.seed % 3
+        batched = [jax.ShapeDtypeStruct((extent, *a.shape), a.dtype) if k % 3 != 1 else a for k, a in enumerate(args)]
+        axes = tuple(0 if k % 3 != 1 else None for k in range(len(args)))
+        return jax.vmap(optimise(of.function), in_axes=axes), batched
+    if transform == "grad":
+
+        def loss(*values: Any) -> Any:
+            total = 0.0
+            for k, out in enumerate(optimise(of.function)(*values)):
+                if jnp.issubdtype(out.dtype, jnp.floating):
+                    total = total + jnp.sum(jnp.tanh(out)) * (1.0 + 0.5 * k)
+            return total
+
+        return jax.value_and_grad(loss, argnums=tuple(range(len(args)))), args
+    return optimise(of.function), args
+
+
+def reduction_lengths(closed: Any) -> list[int]:
+    """For every output, how many terms are summed into one element along the longest chain."""
+    return _lengths(closed, [1] * len(closed.jaxpr.invars))
+
+
+def _lengths(closed: Any, start: Sequence[int]) -> list[int]:
+    known: dict[Any, int] = dict(zip(closed.jaxpr.invars, start, strict=True))
+    for eqn in closed.jaxpr.eqns:
+        before = max((known.get(a, 1) for a in eqn.invars if not jaxapi.is_literal(a)), default=1)
+        inner = 1
+        for _, _, body in jaxapi.inner_jaxprs(eqn):
+            inner = max(inner, *_lengths(body, [1] * len(body.jaxpr.invars)), 1)
+        if eqn.primitive.name == "scan":
+            inner *= max(1, int(eqn.params["length"]))
+        here = min(2**20, before * inner * _terms(eqn))
+        known.update((v, here) for v in eqn.outvars)
+    return [1 if jaxapi.is_literal(v) else known.get(v, 1) for v in closed.jaxpr.outvars]
+
+
+def _terms(eqn: Any) -> int:
+    name = eqn.primitive.name
+    if name == "dot_general":
+        (contract, _), _ = eqn.params["dimension_numbers"]
+        return math.prod(eqn.invars[0].aval.shape[k] for k in contract)
+    if name == "conv_general_dilated":
+        spec = eqn.params["dimension_numbers"].rhs_spec
+        return max(1, math.prod(eqn.invars[1].aval.shape) // eqn.invars[1].aval.shape[spec[0]])
+    if name.startswith("reduce_window"):
+        return math.prod(eqn.params["window_dimensions"])
+    if name.startswith("cum"):
+        return int(eqn.invars[0].aval.shape[eqn.params["axis"]])
+    if name.startswith("scatter") or name == "select_and_scatter_add":
+        return max(2, math.prod(eqn.invars[-1].aval.shape))
+    if name.startswith("reduce_") and "axes" in eqn.params:
+        return math.prod(eqn.invars[0].aval.shape[k] for k in eqn.params["axes"])
+    return 1
+
+
+# -- one program ----------------------------------------------------------------------------------------------------------
+def run(seed: int, transform: str = "plain", *, keep: dict[str, Any] | None = None) -> Verdict:
+    """Runs the program of a seed and judges it. ``keep`` receives intermediate results (for debugging)."""
+    of = program(seed, smooth=transform == "grad")
+    verdict = Verdict(seed, transform)
+    with jax.enable_x64(of.kind.x64):
+        _run(of, transform, verdict, keep if keep is not None else {})
+    return verdict
+
+
+def _run(of: Program, transform: str, verdict: Verdict, keep: dict[str, Any]) -> None:
+    try:
+        plain, args = transformed(of, transform, lambda fn: fn)
+        closed = inline(jaxapi.closed_jaxpr_of(lambda *xs: jax.tree.leaves(plain(*xs)), *args))
+    except Exception as error:  # a random program that JAX refuses says nothing about jcuts
+        verdict.status, verdict.reason = "unsuitable", f"{type(error).__name__}: {error}"[:300]
+        return
+    problem = _problem(closed, of)
+    kinds = seed_kinds(problem)
+    inputs = [make_inputs(problem, kind, 1000 * of.seed % 2**31 + k) for k, kind in enumerate(kinds)]
+    library = jax.jit(lambda *xs: jaxapi.eval_closed(closed, *xs))
+    wanted = [_leaves(library(*values)) for values in inputs]
+    keep.update(closed=closed, inputs=inputs, kinds=kinds, wanted=wanted, problem=problem)
+    try:
+        with every_kernel(of.seed) as (planned, watch):
+            optimised, _ = transformed(of, transform, lambda fn: jcuts.optimize(fn, mode="fusion", tune="off"))
+            call = jax.jit(lambda *xs: jax.tree.leaves(optimised(*xs)))
+            got = [_leaves(call(*values)) for values in inputs]
+    except Exception as error:
+        verdict.status, verdict.reason = "error", f"{type(error).__name__}: {error}"[:2000]
+        keep["error"] = error
+        return
+    keep.update(planned=planned, got=got)
+    _count(planned, closed, verdict)
+    if watch.messages:
+        verdict.status, verdict.reason = "error", "; ".join(watch.messages)[:2000]
+        return
+    judge(closed, problem, kinds, inputs, wanted, got, verdict)
+
+
+def _count(planned: Sequence[Any], closed: Any, verdict: Verdict) -> None:
+    equations: dict[str, None] = {}
+    primitives: dict[str, None] = {}
+    for subset in planned:
+        if subset.chosen is None:
+            continue
+        verdict.kernels += 1
+        verdict.most_tiles = max(verdict.most_tiles, subset.chosen.tiles)
+        for eqn in subset.closed.jaxpr.eqns:
+            equations.setdefault(equation_key(eqn))
+            primitives.setdefault(eqn.primitive.name)
+    verdict.equations, verdict.primitives = list(equations), sorted(primitives)
+
+
+def _problem(closed: Any, of: Program) -> Problem:
+    lengths = reduction_lengths(closed)
+    inputs = tuple(Input(tuple(v.aval.shape), v.aval.dtype.name) for v in closed.jaxpr.invars)
+    outputs = tuple(
+        Output(tuple(v.aval.shape), v.aval.dtype.name, k, v.aval.dtype.name not in FLOATS)
+        for v, k in zip(closed.jaxpr.outvars, lengths, strict=True)
+    )
+    return Problem(f"random program {of.seed}", inputs, outputs, tolerance=TOLERANCE, degree=degree(closed), name=str(of.seed))
+
+
+def judge(
+    closed: Any, problem: Problem, kinds: Sequence[str], inputs: Sequence[Any], wanted: Sequence[Any], got: Sequence[Any],
+    verdict: Verdict,
+) -> None:  # fmt: skip
+    """Applies the rule of `jcuts.tune.check`; simulated rounding is asked only where it matters."""
+    exact = _reference(closed, noisy=False)
+    expected = []
+    with jax.enable_x64(True):
+        references = [_leaves(exact(*(_widen(x) for x in values))) for values in inputs]
+    for k, kind in enumerate(kinds):
+        expected.append([Expected(kind, x, r) for x, r in zip(wanted[k], references[k], strict=True)])
+    try:
+        _check(problem, expected, got)
+        return
+    except AccuracyRejected as error:
+        first = error
+    noisy = _reference(closed, noisy=True)
+    with jax.enable_x64(True):
+        for k, values in enumerate(inputs):
+            wide = [_widen(x) for x in values]
+            runs = [_leaves(noisy(np.uint64(n + 1), np.float64(NOISE_ULP), *wide)) for n in range(NOISE_RUNS)]
+            for i, e in enumerate(expected[k]):
+                low, high = _range([e.reference, *(r[i] for r in runs)])
+                expected[k][i] = Expected(e.kind, e.xla, e.reference, low, high)
+    try:
+        _check(problem, expected, got)
+        verdict.conditioned, verdict.reason = True, first.message[:300]
+    except AccuracyRejected as error:
+        verdict.status, verdict.reason = "mismatch", error.message[:2000]
+
+
+def _check(problem: Problem, expected: Sequence[Sequence[Expected]], got: Sequence[Sequence[np.ndarray]]) -> None:
+    for i, spec in enumerate(problem.outputs):
+        check_output(i, spec, [e[i] for e in expected], [g[i] for g in got], problem.tolerance)
+
+
+def _reference(closed: Any, *, noisy: bool) -> Callable[..., Any]:
+    """The float64 form of the program, compiled for these types (called under ``enable_x64``)."""
+
+    def exact(*values: Any) -> Any:
+        return evaluate(closed, values)
+
+    def perturbed(seed: Any, amplitude: Any, *values: Any) -> Any:
+        return evaluate(closed, values, noise=(seed, amplitude))
+
+    return jax.jit(perturbed if noisy else exact, compiler_options=FAST, keep_unused=True)
+
+
+def _leaves(tree: Any) -> list[np.ndarray]:
+    return [np.asarray(x) for x in jax.tree.leaves(tree)]
+
+
+__all__ = ["TRANSFORMS", "Verdict", "equation_key", "every_kernel", "is_discrete", "judge", "lax", "run", "widened_dtype"]

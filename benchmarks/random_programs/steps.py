@@ -1,0 +1,602 @@
+"""Operations that random programs are made of, one registered step per op family and form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from random_programs.generator import FLOATS, Draw, Unsuitable, step
+
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+SIGNED = INTEGERS[:4]
+NUMBERS = (*FLOATS, *INTEGERS)
+
+FREE = {"floor": lax.floor, "ceil": lax.ceil, "sin": lax.sin, "cos": lax.cos, "tanh": lax.tanh, "erf": lax.erf,
+        "logistic": lax.logistic, "atan": lax.atan, "asinh": lax.asinh, "cbrt": lax.cbrt, "sign": lax.sign}  # fmt: skip
+TAMED = {"exp": lax.exp, "exp2": lax.exp2, "expm1": lax.expm1, "sinh": lax.sinh, "cosh": lax.cosh, "erfc": lax.erfc,
+         "tan": lax.tan, "square": lax.square}  # fmt: skip
+POSITIVE = {"log": lax.log, "log1p": lax.log1p, "sqrt": lax.sqrt, "rsqrt": lax.rsqrt, "cbrt": lax.cbrt}
+UNIT = {"asin": lax.asin, "acos": lax.acos, "atanh": lax.atanh, "erf_inv": lax.erf_inv}
+
+
+# -- element operations -----------------------------------------------------------------------------------------------
+@step("elementwise", 3)
+def unary_float(d: Draw) -> None:
+    """One function of a float."""
+    x = d.float()
+    group = d.number(0, 4)
+    if group <= 1:
+        names = sorted(FREE) if not d.kind.smooth else ["sin", "cos", "tanh", "erf", "logistic", "atan", "asinh"]
+        d.add(FREE[d.one(names)](x))
+    elif group == 2:
+        d.add(TAMED[d.one(sorted(TAMED))](d.tame(x)))
+    elif group == 3:
+        d.add(POSITIVE[d.one(sorted(POSITIVE))](d.positive(x)))
+    elif d.chance(0.8):
+        bounded = lax.mul(lax.tanh(x), jnp.asarray(0.875, x.dtype)) if d.chance(0.8) else x
+        d.add(UNIT[d.one(sorted(UNIT))](bounded))
+    else:
+        d.add(lax.acosh(lax.add(lax.abs(x), jnp.asarray(1.5, x.dtype))))
+
+
+@step("elementwise", 1.5)
+def unary_any(d: Draw) -> None:
+    """One function of a number of any type."""
+    x = d.any(NUMBERS)
+    options: list[Any] = [lax.neg, lax.square]
+    if not d.kind.smooth:
+        options.append(lax.sign)
+    if not x.dtype.name.startswith("u"):
+        options.append(lax.abs)
+    if x.dtype.name in INTEGERS:
+        options += [lax.bitwise_not, lax.population_count, lax.clz]
+    else:
+        options += [lambda v: lax.is_finite(v) if not d.kind.smooth else lax.neg(v)]
+        if not d.kind.smooth:
+            options += [lambda v: lax.round(v, lax.RoundingMethod.TO_NEAREST_EVEN),
+                        lambda v: lax.round(v, lax.RoundingMethod.AWAY_FROM_ZERO)]  # fmt: skip
+    d.add(d.one(options)(x))
+
+
+@step("elementwise", 4)
+def binary(d: Draw) -> None:
+    """Two numbers of one type; sometimes a scalar literal."""
+    x = d.any(NUMBERS)
+    dtype = x.dtype.name
+    y = d.fresh(x.shape, dtype)
+    if d.chance(0.25):
+        low = 0 if dtype.startswith("u") else -3
+        y = jnp.asarray(d.one((0.5, -1.5, 3.0, 0.1, -0.0, 1e-3)) if dtype in FLOATS else d.number(low, 9), dtype)
+        y = lax.broadcast(y, x.shape) if d.chance(0.3) else y
+    names = ["add", "add", "sub", "mul", "mul", "max", "min", "div"]
+    if dtype in FLOATS:
+        names += ["atan2", "pow"]
+        if not d.kind.smooth:
+            names += ["rem", "nextafter"]
+    else:
+        names += ["rem", "and", "or", "xor", "shl", "shr", "sar"]
+    name = d.one(names)
+    if y.shape != x.shape:
+        y = lax.broadcast_in_dim(y, x.shape, ())
+    if name == "pow":
+        d.add(lax.pow(d.positive(x), d.tame(y)))
+        return
+    if name in ("div", "rem", "atan2") and dtype in FLOATS and d.chance(0.7):
+        y = d.positive(y)
+    if name == "nextafter" and dtype not in ("float32", "float64"):
+        raise Unsuitable
+    function = {
+        "add": lax.add, "sub": lax.sub, "mul": lax.mul, "max": lax.max, "min": lax.min, "div": lax.div, "rem": lax.rem,
+        "atan2": lax.atan2, "nextafter": lax.nextafter, "and": lax.bitwise_and, "or": lax.bitwise_or,
+        "xor": lax.bitwise_xor, "shl": lax.shift_left, "shr": lax.shift_right_logical, "sar": lax.shift_right_arithmetic,
+    }[name]  # fmt: skip
+    d.add(function(x, y))
+
+
+@step("elementwise", 0.7)
+def logic(d: Draw) -> None:
+    """Bool operations."""
+    if d.kind.smooth:
+        raise Unsuitable
+    x = d.any(("bool",))
+    y = d.fresh(x.shape, "bool")
+    d.add(d.one((lax.bitwise_and, lax.bitwise_or, lax.bitwise_xor, lax.max, lax.min, lambda a, _: lax.bitwise_not(a)))(x, y))
+
+
+@step("elementwise", 2)
+def compare_select(d: Draw) -> None:
+    """A comparison, mostly used by a selection."""
+    x = d.any()
+    y = d.fresh(x.shape, x.dtype.name)
+    which = d.one((lax.eq, lax.ne, lax.lt, lax.le, lax.gt, lax.ge))(x, y)
+    if d.chance(0.2) and not d.kind.smooth:
+        d.add(which)
+        return
+    a = d.fresh(x.shape, d.dtype())
+    b = d.fresh(x.shape, a.dtype.name) if d.chance(0.7) else lax.full_like(a, d.number(0, 3) if a.dtype != bool else 1)
+    d.add(lax.select(which, a, b))
+
+
+@step("elementwise", 0.4)
+def select_many(d: Draw) -> None:
+    """select_n with an int32 selector."""
+    x = d.any()
+    count = d.number(2, 4)
+    which = lax.clamp(np.int32(0), lax.convert_element_type(d.fresh(x.shape, "int32"), np.int32), np.int32(count - 1))
+    cases = [x, *(d.fresh(x.shape, x.dtype.name) for _ in range(count - 1))]
+    d.add(lax.select_n(which, *cases))
+
+
+@step("elementwise", 0.8)
+def clamp(d: Draw) -> None:
+    """Scalar or array bounds."""
+    x = d.any(NUMBERS)
+    if d.chance(0.6):
+        low, high = (jnp.asarray(v, x.dtype) for v in (d.number(0, 1), d.number(2, 5)))
+    else:
+        low, high = d.fresh(x.shape, x.dtype.name), d.fresh(x.shape, x.dtype.name)
+    d.add(lax.clamp(low, x, high))
+
+
+@step("elementwise", 1.5)
+def convert(d: Draw) -> None:
+    """Another type; now and then rounded to fewer bits."""
+    x = d.any()
+    if x.dtype.name in ("float32", "float64") and d.chance(0.25):
+        d.add(lax.reduce_precision(x, *d.one(((8, 7), (5, 10), (8, 23)))))
+        return
+    d.add(lax.convert_element_type(x, d.dtype()))
+
+
+@step("elementwise", 0.8)
+def integer_pow(d: Draw) -> None:
+    """A small integer power."""
+    x = d.any(NUMBERS)
+    low = -3 if x.dtype.name in FLOATS else 0
+    d.add(lax.integer_pow(d.tame(x), d.number(low, 5)))
+
+
+# -- layout -----------------------------------------------------------------------------------------------------------
+@step("layout")
+def reshape(d: Draw) -> None:
+    """Other extents, same elements."""
+    x = d.any(rank=(1, 5))
+    factors: list[int] = []
+    size = x.size
+    for prime in (2, 3, 5, 7, 11, 13, 17, 19, 31):
+        while size % prime == 0:
+            factors.append(prime)
+            size //= prime
+    factors += [size] if size > 1 else []
+    shape = [1] * d.number(1, 4)
+    for f in factors:
+        shape[d.number(0, len(shape) - 1)] *= f
+    d.add(lax.reshape(x, tuple(shape)))
+
+
+@step("layout")
+def transpose(d: Draw) -> None:
+    """A permutation."""
+    x = d.any(rank=(2, 5))
+    d.add(lax.transpose(x, tuple(int(k) for k in d.rng.permutation(x.ndim))))
+
+
+@step("layout", 0.7)
+def rev(d: Draw) -> None:
+    """Some dimensions backwards."""
+    x = d.any(rank=(1, 5))
+    d.add(lax.rev(x, tuple(k for k in range(x.ndim) if d.chance(0.5)) or (x.ndim - 1,)))
+
+
+@step("layout")
+def broadcast(d: Draw) -> None:
+    """New dimensions and repeated ones."""
+    x = d.any(rank=(0, 3), size=400)
+    rank = x.ndim + d.number(1, 2)
+    dims = tuple(sorted(int(k) for k in d.rng.choice(rank, x.ndim, replace=False)))
+    shape = [d.one((1, 2, 3, 5)) for _ in range(rank)]
+    for k, at in enumerate(dims):
+        shape[at] = x.shape[k] if x.shape[k] != 1 else d.one((1, 3))
+    if np.prod(shape) > d.limit:
+        raise Unsuitable
+    d.add(lax.broadcast_in_dim(x, tuple(shape), dims))
+
+
+@step("layout")
+def slice_(d: Draw) -> None:
+    """A strided slice."""
+    x = d.any(rank=(1, 5))
+    starts, limits, strides = [], [], []
+    for extent in x.shape:
+        start = d.number(0, extent - 1) if d.chance(0.6) else 0
+        starts.append(start)
+        limits.append(d.number(start + 1, extent) if d.chance(0.6) else extent)
+        strides.append(d.one((1, 1, 1, 2, 3)))
+    d.add(lax.slice(x, starts, limits, strides))
+
+
+@step("layout")
+def pad(d: Draw) -> None:
+    """Edges of both signs and interior padding."""
+    x = d.any(rank=(1, 4))
+    config = []
+    for extent in x.shape:
+        interior = d.one((0, 0, 0, 1, 2))
+        low, high = d.number(-1, 3), d.number(-1, 3)
+        if extent + (extent - 1) * interior + low + high < 1:
+            low = high = 1
+        config.append((low, high, interior))
+    if np.prod([e + (e - 1) * i + a + b for e, (a, b, i) in zip(x.shape, config, strict=True)]) > 2 * d.limit:
+        raise Unsuitable
+    value = jnp.asarray(d.one((0, 1, -2)) if not x.dtype.name.startswith(("u", "b")) else 1, x.dtype)
+    scalars = [v for v in d.pool if v.ndim == 0 and v.dtype == x.dtype]
+    d.add(lax.pad(x, scalars[-1] if scalars and d.chance(0.5) else value, config))
+
+
+@step("layout")
+def concatenate(d: Draw) -> None:
+    """Two to four values one after another."""
+    x = d.any(rank=(1, 4))
+    dim = d.number(0, x.ndim - 1)
+    parts = [x]
+    for _ in range(d.number(1, 3)):
+        shape = list(x.shape)
+        shape[dim] = d.one((1, 2, 5, x.shape[dim]))
+        parts.append(d.fresh(tuple(shape), x.dtype.name))
+    d.rng.shuffle(parts)  # type: ignore[arg-type]
+    if sum(p.size for p in parts) > 2 * d.limit:
+        raise Unsuitable
+    d.add(lax.concatenate(parts, dim))
+
+
+@step("layout", 0.6)
+def iota(d: Draw) -> None:
+    """Counts along a dimension."""
+    dtype = d.dtype(NUMBERS)
+    shape = d.any(rank=(1, 4)).shape if d.chance(0.6) else d.shape(d.number(1, 3))
+    d.add(lax.broadcasted_iota(jnp.dtype(dtype), shape, d.number(0, len(shape) - 1)))
+
+
+@step("layout", 0.6)
+def split(d: Draw) -> None:
+    """Several results of one equation, all of them used later."""
+    x = d.any(rank=(1, 4))
+    dim = d.number(0, x.ndim - 1)
+    if x.shape[dim] < 2:
+        raise Unsuitable
+    cut = d.number(1, x.shape[dim] - 1)
+    for part in lax.split(x, (cut, x.shape[dim] - cut), dim):
+        d.add(part)
+
+
+# -- reductions ---------------------------------------------------------------------------------------------------------
+def _axes(d: Draw, x: Any) -> tuple[int, ...]:
+    found = tuple(k for k in range(x.ndim) if d.chance(0.5))
+    return found or (d.number(0, x.ndim - 1),)
+
+
+@step("reduction", 2)
+def reduce(d: Draw) -> None:
+    """Sum, maximum, minimum, product over any dimensions."""
+    x = d.any(NUMBERS, rank=(1, 5))
+    axes = _axes(d, x)
+    how = d.one(("sum", "sum", "max", "min", "prod"))
+    if how == "prod" and x.dtype.name in FLOATS:
+        x = lax.add(lax.mul(lax.tanh(x), jnp.asarray(0.25, x.dtype)), jnp.asarray(1, x.dtype))
+    function = {"sum": lax.reduce_sum, "max": lax.reduce_max, "min": lax.reduce_min, "prod": lax.reduce_prod}[how]
+    d.add(function(x, axes))
+
+
+@step("reduction", 0.7)
+def reduce_bits(d: Draw) -> None:
+    """and, or, xor of bool or integers."""
+    x = d.any(("bool", *INTEGERS), rank=(1, 5))
+    d.add(d.one((lax.reduce_and, lax.reduce_or, lax.reduce_xor))(x, _axes(d, x)))
+
+
+@step("reduction", 0.8)
+def arg(d: Draw) -> None:
+    """Position of the extreme; rounded or integer values tie."""
+    if d.kind.smooth:
+        raise Unsuitable
+    x = d.any(NUMBERS, rank=(1, 5))
+    if x.dtype.name in FLOATS and d.chance(0.5):
+        x = lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
+    index = d.one(("int32", "int32", "uint8", "int64") if d.kind.x64 else ("int32", "int32", "uint32", "int8"))
+    axis = d.number(0, x.ndim - 1)
+    if x.shape[axis] > 127:
+        index = "int32"
+    d.add(d.one((lax.argmax, lax.argmin))(x, axis, jnp.dtype(index)))
+
+
+@step("pattern")
+def softmax(d: Draw) -> None:
+    """Softmax, log-softmax or logsumexp along an axis or two."""
+    x = d.float(rank=(1, 4))
+    axis: Any = d.number(0, x.ndim - 1)
+    if x.ndim > 2 and d.chance(0.3):
+        axis = (0, x.ndim - 1)
+    form = d.number(0, 3)
+    if form == 0:
+        d.add(jax.nn.softmax(x, axis))
+    elif form == 1:
+        d.add(jax.nn.log_softmax(x, axis))
+    elif form == 2:
+        d.add(jax.nn.logsumexp(x, axis, keepdims=d.chance(0.5)))
+    else:
+        shifted = jnp.exp(x - jnp.max(x, axis, keepdims=True))
+        d.add(shifted / jnp.sum(shifted, axis, keepdims=True))
+
+
+@step("pattern")
+def norm(d: Draw) -> None:
+    """Mean, variance and normalisation, with or without scale and shift."""
+    x = d.float(rank=(1, 4))
+    axes = _axes(d, x)
+    mean = jnp.mean(x, axes, keepdims=True)
+    var = jnp.mean(jnp.square(x - mean), axes, keepdims=True) if d.chance(0.6) else jnp.var(x, axes, keepdims=True)
+    out = (x - mean) * lax.rsqrt(var + jnp.asarray(1e-3, x.dtype))
+    if d.chance(0.6):
+        out = out * d.weights((x.shape[-1],), x.dtype.name) + d.weights((x.shape[-1],), x.dtype.name)
+    d.add(out)
+    if d.chance(0.4):
+        d.add(mean)
+    if d.chance(0.3):
+        d.add(var)
+
+
+@step("pattern")
+def activation(d: Draw) -> None:
+    """Library functions with derivatives of their own, and a residual."""
+    x = d.float(rank=(1, 4))
+    if d.kind.smooth:
+        y = d.one((jax.nn.relu, jax.nn.gelu, jax.nn.silu, jax.nn.softplus))(x)
+    else:
+        y = d.one((jax.nn.relu, jax.nn.relu6, jax.nn.gelu, jax.nn.silu, jax.nn.softplus, jax.nn.elu, jax.nn.hard_swish))(x)
+    d.add(x + y if d.chance(0.4) else y)
+
+
+@step("pattern", 0.7)
+def shared(d: Draw) -> None:
+    """One value with several users that all stay results."""
+    x = d.float(rank=(1, 4))
+    y = lax.mul(lax.tanh(x), x)
+    axes = _axes(d, x)
+    d.add(lax.reduce_sum(y, axes))
+    d.add(lax.add(y, x))
+    if d.chance(0.5):
+        d.add(lax.reduce_max(lax.abs(y), axes))
+
+
+# -- windows, contractions, convolutions ----------------------------------------------------------------------------------
+@step("window")
+def pool(d: Draw) -> None:
+    """reduce_window: strides, padding, dilation."""
+    x = d.any(NUMBERS, rank=(1, 4))
+    window = tuple(d.one((1, 2, 3, 5)) if e > 1 else 1 for e in x.shape)
+    strides = tuple(d.one((1, 1, 2, 3)) for _ in x.shape)
+    dilation = tuple(d.one((1, 1, 1, 2)) for _ in x.shape)
+    padding: Any = d.one(("SAME", "VALID", None))
+    if padding is None:
+        padding = tuple((d.number(0, w - 1), d.number(0, w - 1)) for w in window)
+    how, init = d.one(((lax.add, 0), (lax.max, "low"), (lax.min, "high")))
+    if init == "low":
+        init = -np.inf if x.dtype.name in FLOATS else jnp.iinfo(x.dtype).min
+    elif init == "high":
+        init = np.inf if x.dtype.name in FLOATS else jnp.iinfo(x.dtype).max
+    d.add(lax.reduce_window(x, np.asarray(init, x.dtype), how, window, strides, padding, window_dilation=dilation))
+
+
+@step("contraction", 2)
+def dot(d: Draw) -> None:
+    """dot_general with any batch, contracting and free dimensions in any order."""
+    x = d.any(NUMBERS, rank=(1, 4))
+    dtype = x.dtype.name
+    order = [int(k) for k in d.rng.permutation(x.ndim)]
+    contract = order[: d.number(1, min(2, x.ndim))]
+    batch = order[len(contract) : len(contract) + d.one((0, 0, 1, 2))]
+    free = [d.one((1, 2, 5, 8, 17, 33)) for _ in range(d.one((0, 1, 1, 1, 2)))]
+    roles = [("c", k) for k in contract] + [("b", k) for k in batch] + [("f", n) for n in free]
+    d.rng.shuffle(roles)  # type: ignore[arg-type]
+    shape = tuple(n if role == "f" else x.shape[n] for role, n in roles)
+    kept = [e for k, e in enumerate(x.shape) if k not in contract]
+    if np.prod(shape, dtype=int) > 8_000 or np.prod([*kept, *free], dtype=int) > 8_000:
+        raise Unsuitable
+    y = d.weights(shape, dtype) if d.chance(0.4) else d.fresh(shape, dtype)
+    place = {role: {k: i for i, (r, k) in enumerate(roles) if r == role} for role in "cb"}
+    numbers = ((tuple(contract), tuple(place["c"][k] for k in contract)), (tuple(batch), tuple(place["b"][k] for k in batch)))
+    wanted = "float32" if dtype in ("bfloat16", "float16") and d.chance(0.4) else None
+    if dtype in ("int8", "uint8") and d.chance(0.6):
+        wanted = "int32" if dtype == "int8" else "uint32"
+    if d.chance(0.3):
+        x, y = y, x
+        numbers = ((numbers[0][1], numbers[0][0]), (numbers[1][1], numbers[1][0]))
+    precision = d.one((None, None, lax.Precision.HIGHEST))
+    d.add(lax.dot_general(x, y, numbers, precision=precision, preferred_element_type=wanted and jnp.dtype(wanted)))
+
+
+@step("contraction")
+def dense(d: Draw) -> None:
+    """A layer: weights, bias, activation."""
+    x = d.float(rank=(1, 3))
+    units = d.one((1, 3, 8, 16, 19, 40))
+    y = jnp.dot(x, d.weights((x.shape[-1], units), x.dtype.name)) + d.weights((units,), x.dtype.name)
+    d.add(d.one((jax.nn.relu, jnp.tanh, lambda v: v))(y))
+
+
+@step("convolution", 3)
+def convolution(d: Draw) -> None:
+    """1-D to 3-D, NHWC and NCHW, strides, padding, dilation, groups, depthwise."""
+    space = d.one((1, 1, 2, 2, 2, 3))
+    dtype = d.dtype(FLOATS)
+    extents = tuple(d.one((1, 3, 4, 5, 7, 9)) if space == 3 else d.one((3, 5, 8, 11, 13)) for _ in range(space))
+    groups = d.one((1, 1, 1, 2, 3))
+    c_in = groups * d.one((1, 2, 3, 5))
+    c_out = groups * d.one((1, 2, 5, 8))
+    if d.chance(0.3):
+        groups = c_in = c_out = d.one((2, 5, 8, 17))
+        c_out *= d.one((1, 1, 2))
+    batch = d.one((1, 2, 3))
+    first = d.chance(0.4)  # channels first
+    letters = "DHW"[3 - space :]
+    spec = ("NC" + letters, "OI" + letters, "NC" + letters) if first else ("N" + letters + "C", letters + "IO", "N" + letters + "C")
+    shape = (batch, c_in, *extents) if first else (batch, *extents, c_in)
+    if np.prod(shape, dtype=int) > 2 * d.limit:
+        raise Unsuitable
+    taps = tuple(d.one((1, 2, 3, 3, 5)) for _ in range(space))
+    kernel = (c_out, c_in // groups, *taps) if first else (*taps, c_in // groups, c_out)
+    strides = tuple(d.one((1, 1, 2, 3)) for _ in range(space))
+    dilation = tuple(d.one((1, 1, 1, 2)) for _ in range(space))
+    stretched = tuple(d.one((1, 1, 1, 1, 2)) for _ in range(space))
+    padding: Any = d.one(("SAME", "VALID", None))
+    if padding is None or any(s > 1 for s in stretched):
+        padding = tuple((d.number(-1, t), d.number(0, t)) for t in taps)
+    out = [((e - 1) * s + 1) - ((t - 1) * r + 1) + (sum(p) if padding not in ("SAME", "VALID") else 0)
+           for e, s, t, r, p in zip(extents, stretched, taps, dilation, padding if not isinstance(padding, str) else [(0, 0)] * space,
+                                    strict=True)]  # fmt: skip
+    if padding != "SAME" and min(out) < 0:
+        raise Unsuitable
+    x = d.fresh(shape, dtype)
+    y = lax.conv_general_dilated(x, d.weights(kernel, dtype), strides, padding, stretched, dilation, spec, groups)
+    if d.chance(0.6):
+        bias = d.weights((c_out,), dtype)
+        y = y + (bias.reshape((c_out,) + (1,) * space) if first else bias)
+    if d.chance(0.4):
+        y = jax.nn.relu(y)
+    d.add(y)
+
+
+# -- gathers --------------------------------------------------------------------------------------------------------------
+def _indices(d: Draw, shape: tuple[int, ...], extent: int) -> Any:
+    dtype = d.one(("int32", "int32", "uint8", "int64") if d.kind.x64 else ("int32", "int32", "int8", "uint32"))
+    low = 0 if dtype.startswith("u") else -3
+    if d.chance(0.5) and not d.kind.smooth:
+        return d.fresh(shape, dtype)
+    return jnp.asarray(d.rng.integers(low, min(extent + 3, 120), size=shape)).astype(dtype)
+
+
+@step("gather", 1)
+def take(d: Draw) -> None:
+    """Rows by index, inside and outside the bounds."""
+    x = d.any(rank=(1, 4))
+    axis = d.number(0, x.ndim - 1)
+    index = _indices(d, d.one(((3,), (1,), (2, 4), (7,), ())), x.shape[axis])
+    mode = d.one(("fill", "clip", "wrap", "promise_in_bounds"))
+    if mode == "promise_in_bounds":
+        index = lax.clamp(jnp.asarray(0, index.dtype), index, jnp.asarray(min(x.shape[axis] - 1, 120), index.dtype))
+    out = jnp.take(x, index, axis, mode=mode)
+    if out.size > 2 * d.limit:
+        raise Unsuitable
+    d.add(out)
+
+
+@step("gather", 0.7)
+def index_two(d: Draw) -> None:
+    """x[i, :, j] or x[i, j]: indexed along two dimensions."""
+    x = d.any(rank=(2, 4))
+    a, b = (int(k) for k in sorted(d.rng.choice(x.ndim, 2, replace=False)))
+    where: list[Any] = [slice(None)] * x.ndim
+    where[a], where[b] = (_indices(d, (5,), x.shape[k]) for k in (a, b))
+    out = x.at[tuple(where)].get(mode=d.one(("fill", "clip", None)))
+    if out.size > 2 * d.limit:
+        raise Unsuitable
+    d.add(out)
+
+
+@step("gather", 1)
+def dynamic_slice(d: Draw) -> None:
+    """A window at run-time positions, clamped."""
+    x = d.any(rank=(1, 4))
+    sizes = [d.number(1, e) for e in x.shape]
+    starts = [_indices(d, (), e) for e in x.shape]
+    starts = [lax.convert_element_type(s, starts[0].dtype) for s in starts]
+    d.add(lax.dynamic_slice(x, starts, sizes))
+
+
+# -- what is left to XLA ----------------------------------------------------------------------------------------------------
+@step("unsupported")
+def foreign(d: Draw) -> None:
+    """Sorts, cumulative operations, scatters, updates."""
+    x = d.any(NUMBERS, rank=(1, 3))
+    which = d.number(0, 4)
+    axis = d.number(0, x.ndim - 1)
+    if which == 0:
+        d.add(lax.sort(x, dimension=axis))
+    elif which == 1:
+        how = d.one((lax.cumsum, lax.cummax, lax.cummin))
+        d.add(how(x, axis, reverse=d.chance(0.5)))
+    elif which == 2:
+        index = _indices(d, (4,), x.shape[0])
+        d.add(x.at[index].add(d.fresh((4, *x.shape[1:]), x.dtype.name)))
+    elif which == 3:
+        sizes = tuple(d.number(1, e) for e in x.shape)
+        d.add(lax.dynamic_update_slice(x, d.fresh(sizes, x.dtype.name), [np.int32(d.number(-1, e)) for e in x.shape]))
+    elif x.dtype.name in FLOATS:
+        d.add(lax.cumlogsumexp(x, axis))
+
+
+# -- control flow -------------------------------------------------------------------------------------------------------------
+BODY = ("elementwise", "layout", "reduction", "contraction")
+BODY_WEIGHTS = (5.0, 1.0, 1.0, 0.7)
+
+
+def _body(d: Draw, seed: int, values: list[Any], like: Any) -> Any:
+    """A value of the type of ``like`` made of ``values`` in a few operations."""
+    inner = Draw(np.random.default_rng([seed, 3]), d.kind, like.dtype.name, list(values), d.depth + 1)
+    inner.grow(inner.number(1, 4), BODY, BODY_WEIGHTS)
+    out = inner.fresh(like.shape, like.dtype.name)
+    return inner.tame(out) if like.dtype.name in FLOATS else out
+
+
+def _seed(d: Draw) -> int:
+    if d.depth:
+        raise Unsuitable
+    return int(d.rng.integers(2**31))
+
+
+@step("control")
+def scan(d: Draw) -> None:
+    """A loop over rows with a carry."""
+    seed = _seed(d)
+    xs = d.any(rank=(2, 4), size=2_000)
+    if xs.shape[0] > 20:
+        raise Unsuitable
+    init = d.fresh(xs.shape[1:], d.dtype())
+
+    def body(carry: Any, x: Any) -> tuple[Any, Any]:
+        new = _body(d, seed, [x, carry], carry)
+        return new, _body(d, seed + 1, [new, x], x)
+
+    carry, ys = lax.scan(body, init, xs, reverse=bool(seed % 2))
+    d.add(carry)
+    d.add(ys)
+
+
+@step("control")
+def while_(d: Draw) -> None:
+    """A loop with a counter."""
+    seed = _seed(d)
+    if d.kind.smooth:
+        raise Unsuitable
+    x = d.any(rank=(1, 3), size=2_000)
+
+    def body(state: tuple[Any, Any]) -> tuple[Any, Any]:
+        return state[0] + np.int32(1), _body(d, seed, [state[1]], state[1])
+
+    d.add(lax.while_loop(lambda s: s[0] < np.int32(2 + seed % 3), body, (np.int32(0), x))[1])
+
+
+@step("control")
+def cond(d: Draw) -> None:
+    """Two branches, chosen at run time."""
+    seed = _seed(d)
+    x = d.any(rank=(1, 3), size=2_000)
+    pick = d.any(rank=(0, 3))
+    scalar = lax.reshape(lax.slice(lax.reshape(pick, (pick.size,)), (0,), (1,)), ()) if pick.ndim else pick
+    which = lax.gt(scalar, jnp.asarray(0, scalar.dtype))
+    branches = [lambda v, s=s: _body(d, s, [v], v) for s in (seed, seed + 1)]
+    d.add(lax.cond(which, *branches, x))

@@ -1,7 +1,7 @@
 """The CPU counterpart of the thesis' model: an extension, documented in ``docs/estimate.md``.
 
-The same two quantities as on a GPU.  ``bound`` is a true lower bound on a kernel's time, whatever its code; ``pul`` is a
-product of balance ratios in [0, 1] that ranks candidates and promises nothing.
+The same two quantities as on a GPU.  ``bound`` is a true lower bound on a kernel's time, whatever its code; ``pul``
+is a product of balance ratios in [0, 1] that ranks candidates and promises nothing.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class CpuWork:
             raise ModelError(f"unknown vector operation {min(unknown)!r}: choose from {OPERATIONS}", field=min(unknown))
         if self.tiles < 1 or not 0 <= self.edge_share < 1 or self.dtype_bytes < 1:
             raise ModelError(
-                f"tiles = {self.tiles}, edge_share = {self.edge_share}, dtype_bytes = {self.dtype_bytes} are impossible",
+                f"tiles={self.tiles}, edge_share={self.edge_share}, dtype_bytes={self.dtype_bytes} are impossible",
                 field="tiles",
             )
 
@@ -111,8 +111,10 @@ def bound(work: CpuWork, arch: CpuArch) -> BoundReport:
                        compulsory bytes / ceiling of the fastest level that holds the footprint,
                        L2 bytes / L2 ceiling,  L1 bytes / L1 ceiling )
 
-    Inputs may still be in a cache from the previous call, hence the level by footprint.  ``balance`` counts full tiles only:
-    the busiest core has ceil(tiles / cores) of them.  Floating-point kinds share the same ports, so their times add up.
+    Inputs may still be in a cache from the previous call, hence the level by footprint.  ``balance`` counts full tiles
+    only: the busiest core has ceil(tiles / cores) of them.  Floating-point kinds share the
+    same ports, so their times add up.
+
     Returns: a ``BoundReport``; seconds >= 0.
     """
     clocks = arch.cores * arch.frequency

@@ -89,7 +89,7 @@ def gemm_tiles(
     least: int = 8,
     constant_b: bool = True,
 ) -> list[GemmTile]:
-    """Candidates for (M, K) x (K, N), best first: the top ``percent`` by PUL, but at least ``least`` where there are as many.
+    """Candidates for (M, K) x (K, N), best first: the top ``percent`` by PUL, at least ``least`` of them (or all).
 
     Register tiles whose accumulators do not fit the register file are left out (rows * vectors + vectors + 1).
 

@@ -37,8 +37,10 @@ def size_shared(op: Operation, tiles: Tiles, *, formula: str = "corrected") -> A
 
     A prefetching candidate holds two iterations (corrected); the thesis keeps the next one in registers (printed).
     """
-    rows = input_extent(tiles.h_block, op.f_h, op.p_h, op.s_h, formula)
-    columns = input_extent(tiles.w_block, op.f_w, op.p_w, op.s_w, formula)
+    check_formula(formula)
+    # no misprint to reproduce: the thesis gives no formula for this size
+    rows = input_extent(tiles.h_block, op.f_h, op.p_h, op.s_h)
+    columns = input_extent(tiles.w_block, op.f_w, op.p_w, op.s_w)
     if op.is_complex:
         elements = tiles.n_block * tiles.c_input * rows * columns
         elements = elements + tiles.k_block * tiles.c_input * op.f_h * op.f_w

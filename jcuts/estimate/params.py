@@ -141,7 +141,10 @@ class Tiles:
                 raise ModelError(f"Tiles.{axis}_block must be a multiple of {axis}_thread", field=f"{axis}_block")
 
     def __len__(self) -> int:
-        return max(np.asarray(getattr(self, f.name)).size for f in fields(self))
+        columns = [np.asarray(getattr(self, f.name)) for f in fields(self)]
+        sizes = {column.size for column in columns if column.ndim}
+        # a single number stands for every candidate
+        return 1 if not sizes else 0 if 0 in sizes else max(sizes)
 
     def take(self, index: Any) -> Tiles:
         """Some candidates (an array of indices or a mask), or one (an integer)."""

@@ -17,6 +17,8 @@ from jcuts.estimate.pul import estimate
 MAX_THREAD_TILE = 256
 """Outputs of one thread beyond which the accumulators alone leave the register file."""
 
+_MAX_SHAPES = 20_000
+
 _BLOCK_MULTIPLES = (1, 2, 3, 4, 6, 7, 8, 14, 16, 28, 32, 64, 128)
 
 
@@ -29,11 +31,16 @@ def powers_of_two(limit: int) -> list[int]:
 
 
 def distinct_formats(op: Operation) -> list[int]:
-    """Indices into ``FORMATS`` without orders that differ only in dimensions of extent one."""
+    """Indices into ``FORMATS`` without orders that differ only in dimensions of extent one.
+
+    Of equal orders one is taken whose fastest dimension is longer than one: vector loads run along it.
+    """
     sizes = {"N": op.n, "C": op.c if op.is_complex else op.k, "H": op.h + op.f_h - 1, "W": op.w + op.f_w - 1}
     seen: dict[str, int] = {}
     for index, order in enumerate(FORMATS):
-        seen.setdefault("".join(letter for letter in order if sizes[letter] > 1), index)
+        reduced = "".join(letter for letter in order if sizes[letter] > 1)
+        if not reduced or order[-1] == reduced[-1]:
+            seen.setdefault(reduced, index)
     return sorted(seen.values())
 
 
@@ -96,7 +103,7 @@ def prune(
     as many.  Ties keep the order of enumeration, so the result is the same on every machine.
 
     Returns: never empty.
-    Raises: ModelError if the list is empty, or nothing in it fits the device (attribute ``limits``: how many broke what).
+    Raises: ModelError if the list is empty, or nothing in it fits the device (``limits``: how many broke what).
     Source: thesis 3.1 (T = 1) and 3.2.3.
     """
     if not 0 < percent <= 100 or least < 1:
@@ -150,8 +157,8 @@ def _tile_shapes(op: Operation, arch: GpuArch, unit: str) -> np.ndarray:
         blocks, threads = rows[:, 0::2], rows[:, 1::2]
         tile, count = threads.prod(axis=1), (blocks // threads).prod(axis=1)
         rows = rows[(tile <= MAX_THREAD_TILE * lanes) & (count * lanes <= arch.max_thread)]
-        if axis < 3 and len(rows) > 60_000:
-            rows = rows[_draw(len(rows), 60_000)]
+        if axis < 3 and len(rows) > _MAX_SHAPES:
+            rows = rows[_draw(len(rows), _MAX_SHAPES)]
     if lanes == 1:
         # a block of less than a warp wastes lanes; keep it only where the output has no more
         threads = (rows[:, 0::2] // rows[:, 1::2]).prod(axis=1)

@@ -21,9 +21,10 @@ from jcuts.base import knobs
 from jcuts.base.errors import NotJaxError, UsageError
 from jcuts.base.fingerprint import digest, versions
 from jcuts.base.settings import Settings
+from jcuts.primitive import shard_local
 from jcuts.primitive.call import jcuts_call
 from jcuts.primitive.lowering import plan
-from jcuts.primitive.sharding import Placement
+from jcuts.primitive.sharding import OtherPlacement, Placement, expected
 from jcuts.trace import jaxapi
 from jcuts.trace.capture import capture, function_name
 from jcuts.tune import session
@@ -62,7 +63,7 @@ class _Program(NamedTuple):
     """One way to run the function: ``name`` as in ``guard.candidate_names``, and the jitted carrier."""
 
     name: str
-    placement: Placement | None
+    placement: Placement
     call: Any
 
 
@@ -88,7 +89,7 @@ class Optimized:
         self._reset()
 
     def _reset(self) -> None:
-        self._programs: dict[tuple[str, Placement | None], _Program] = {}
+        self._programs: dict[tuple[str, Placement], _Program] = {}
         self._decisions: dict[_Signature, tuple[_Program, guard.Decision]] = {}
         self._nested = self._jit(self._carrier_of_call(None))
         self._plain = self._jit(self._fn)
@@ -101,7 +102,7 @@ class Optimized:
             return self._nested(*args, **kwargs)
         try:
             return self._current(*args, **kwargs)
-        except _Undecided:
+        except (_Undecided, OtherPlacement):
             pass
         except (TypeError, ValueError) as error:
             self._explain_arguments(args, kwargs, error)
@@ -116,11 +117,19 @@ class Optimized:
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """``jax.stages.Lowered`` of the jcuts program (nothing is measured)."""
-        return self._ahead(args, kwargs).lower(*args, **kwargs)
+        # Ahead-of-time stages are not calls: nothing is decided, and concrete shardings are still made use of.
+        placement = self._placement(args, kwargs)
+        if not placement.shardings:
+            return self._nested.lower(*args, **kwargs)
+        before, expected.placement = expected.placement, placement
+        try:
+            return self._jit(self._carrier_of_call(placement)).lower(*args, **kwargs)
+        finally:
+            expected.placement = before
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """``jax.stages.Traced`` of the jcuts program."""
-        return self._ahead(args, kwargs).trace(*args, **kwargs)
+        return self._nested.trace(*args, **kwargs)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Shapes and dtypes of the result; nothing is compiled."""
@@ -143,6 +152,9 @@ class Optimized:
         signature = self._signature(args, kwargs)
         known = self._decisions.get(signature)
         closed = self._closed(args, kwargs)
+        parts = shard_local.split(closed, self._placement(args, kwargs))
+        if not isinstance(parts, str):
+            closed = max((p.closed for p in parts.parts), key=lambda c: len(c.jaxpr.eqns))  # the report's program
         outcome = plan(closed, self.settings, self._platform(signature), may_measure=False)
         decision = known[1] if known else guard.Decision(guard.JCUTS, "not called with these arguments yet")
         return _with_decision(outcome.report, decision)
@@ -179,7 +191,7 @@ class Optimized:
 
         return carrier
 
-    def _program(self, name: str, placement: Placement | None, platform: str) -> _Program:
+    def _program(self, name: str, placement: Placement, platform: str) -> _Program:
         key = (name, placement)
         if key not in self._programs:
             inner = self._fn if name.split(":")[0] == guard.XLA else self._carrier_of_call(placement)
@@ -193,13 +205,11 @@ class Optimized:
 
             options = guard.compiler_options(name, platform)
             jitted = self._jit(carrier, compiler_options=options) if options else self._jit(carrier)
-            self._programs[key] = _Program(name, placement, _Permitted(jitted, token))
+            self._programs[key] = _Program(name, placement, _Permitted(jitted, token, placement))
         return self._programs[key]
 
-    def _ahead(self, args: Any, kwargs: Any) -> Any:
-        # Ahead-of-time stages are not calls: nothing is decided, and concrete shardings are still made use of.
-        placement = Placement.of(jax.tree.leaves(self._split(args, kwargs)[0]))
-        return self._nested if placement is None else self._jit(self._carrier_of_call(placement))
+    def _placement(self, args: Any, kwargs: Any) -> Placement:
+        return Placement.of(jax.tree.leaves(self._split(args, kwargs)[0]))
 
     # ------------------------------------------------------------ deciding
 
@@ -233,13 +243,13 @@ class Optimized:
     def _decide(self, signature: _Signature, args: Any, kwargs: Any, *,
                 measure: bool) -> tuple[_Program, guard.Decision]:
         platform = self._platform(signature)
-        placement = Placement.of(jax.tree.leaves(self._split(args, kwargs)[0]))
+        placement = self._placement(args, kwargs)
         decision = self._decision_for(signature, args, kwargs, placement, platform, measure)
         kept = (self._program(decision.chosen, placement, platform), decision)
         self._decisions[signature] = kept
         return kept
 
-    def _decision_for(self, signature: _Signature, args: Any, kwargs: Any, placement: Placement | None,
+    def _decision_for(self, signature: _Signature, args: Any, kwargs: Any, placement: Placement,
                       platform: str, measure: bool) -> guard.Decision:
         if knobs.current().disable:
             return guard.Decision(guard.XLA, "JCUTS_DISABLE is set")
@@ -247,10 +257,15 @@ class Optimized:
             return guard.Decision(guard.JCUTS, "jax.disable_jit is in force: nothing is compiled")
         closed = self._closed(args, kwargs)
         leaves = jax.tree.leaves(self._split(args, kwargs)[0])
-        if placement is not None:
-            return guard.Decision(guard.JCUTS, "arguments are spread over several devices: planned per shard")
-        outcome = plan(closed, self.settings, platform, may_measure=measure, examples=leaves)
-        uses_jcuts = outcome.closed is not closed
+        if placement.shardings:
+            parts = shard_local.split(closed, placement)
+            if isinstance(parts, str):
+                return guard.Decision(guard.JCUTS, f"arguments on several devices and {parts}: left to XLA")
+            outcomes = [plan(p.closed, self.settings, platform, may_measure=measure) for p in parts.parts]
+            uses_jcuts = any(o.closed is not p.closed for o, p in zip(outcomes, parts.parts, strict=True))
+        else:
+            outcome = plan(closed, self.settings, platform, may_measure=measure, examples=leaves)
+            uses_jcuts = outcome.closed is not closed
         if self.settings.mode != "mixed":
             return guard.Decision(guard.JCUTS, f"mode={self.settings.mode!r} is not compared as a whole")
         key = self._store_key(closed, signature, platform)
@@ -282,7 +297,7 @@ class Optimized:
             return None
         return decision
 
-    def _race(self, args: Any, kwargs: Any, placement: Placement | None, platform: str,
+    def _race(self, args: Any, kwargs: Any, placement: Placement, platform: str,
               uses_jcuts: bool) -> guard.Decision:
         calls = {name: self._program(name, placement, platform).call.permitted
                  for name in guard.candidate_names(platform, uses_jcuts)}
@@ -365,17 +380,18 @@ class Optimized:
 class _Permitted:
     """A jitted carrier and the token that lets the slow path trace and lower it."""
 
-    def __init__(self, jitted: Any, token: object) -> None:
+    def __init__(self, jitted: Any, token: object, placement: Placement) -> None:
         self.jitted = jitted
         self._token = token
+        self._placement = placement
 
     def permitted(self, *args: Any, **kwargs: Any) -> Any:
-        before = _permission.program
-        _permission.program = self._token
+        before = _permission.program, expected.placement
+        _permission.program, expected.placement = self._token, self._placement
         try:
             return self.jitted(*args, **kwargs)
         finally:
-            _permission.program = before
+            _permission.program, expected.placement = before
 
     def clear_cache(self) -> None:
         self.jitted.clear_cache()

@@ -38,6 +38,6 @@ def jcuts_call(closed: jaxapi.Closed, args: Sequence[Any], settings: Settings, *
         placement: shardings of the concrete arguments (see ``sharding.Placement``), or None inside a trace.
     """
     tracers, closed = jaxapi.hoist_tracer_consts(closed)
-    if tracers and placement is not None:
-        placement = None
+    if tracers:
+        placement = None  # it describes the user's arguments, not what their function closes over
     return list(jcuts_call_p.bind(*tracers, *args, jaxpr=closed, settings=settings, name=name, placement=placement))

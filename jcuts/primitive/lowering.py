@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from jcuts.base import knobs
 from jcuts.base.settings import Settings
-from jcuts.primitive.sharding import Placement, lowering_is_partitioned
+from jcuts.primitive import shard_local
+from jcuts.primitive.sharding import OtherPlacement, Placement, expected, lowering_is_partitioned
 from jcuts.trace import jaxapi
 
 
@@ -21,11 +22,25 @@ class Planned(NamedTuple):
 def lower(ctx: Any, *args: Any, jaxpr: jaxapi.Closed, settings: Settings, name: str,
           placement: Placement | None) -> Sequence[Any]:
     """Plan the jaxpr for this platform and emit the result.  Never measures: a lowering rule may run anywhere."""
+    if placement is not None and expected.placement != placement:
+        raise OtherPlacement
+    site = jaxapi.lowering_site(ctx)
     planned = jaxpr
     if left_to_xla(ctx) is None:
-        platform = jaxapi.lowering_site(ctx).platforms[0]
-        planned = plan(jaxpr, settings, platform, may_measure=False).closed
+        planned = plan(jaxpr, settings, site.platforms[0], may_measure=False).closed
+    elif placement and lowering_is_partitioned(ctx) and not knobs.current().disable:
+        planned = _plan_shards(jaxpr, settings, site.platforms[0], placement)
     return jaxapi.lower_closed(ctx, args, planned, name)
+
+
+def _plan_shards(closed: jaxapi.Closed, settings: Settings, platform: str, placement: Placement) -> jaxapi.Closed:
+    found = shard_local.split(closed, placement)
+    if isinstance(found, str):
+        return closed
+    plans = {id(p.closed): plan(p.closed, settings, platform, may_measure=False).closed for p in found.parts}
+    if all(plans[id(p.closed)] is p.closed for p in found.parts):
+        return closed
+    return shard_local.assemble(found, lambda part, args: jaxapi.eval_closed(plans[id(part)], *args))
 
 
 def left_to_xla(ctx: Any) -> str | None:

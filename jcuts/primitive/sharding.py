@@ -7,6 +7,7 @@ values are spread over devices by the partitioner is planned only where its equa
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from jcuts.trace import jaxapi
 
 
 class Placement(NamedTuple):
-    """Shardings of the flat dynamic arguments of a concrete call that uses several devices.
+    """Shardings of the flat dynamic arguments of a concrete call; empty when they live on one device.
 
     Hashable: a parameter of the primitive and part of the key of a program.
     """
@@ -24,13 +25,28 @@ class Placement(NamedTuple):
     shardings: tuple[Any, ...]
 
     @classmethod
-    def of(cls, leaves: Sequence[Any]) -> Placement | None:
-        """The placement of concrete arguments, or None if they all live on one device."""
+    def of(cls, leaves: Sequence[Any]) -> Placement:
+        """The placement of concrete arguments."""
         arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array) and not jaxapi.is_tracer(leaf)]
         if all(len(a.sharding.device_set) == 1 for a in arrays):
-            return None
-        return cls(tuple(leaf.sharding if leaf is not None and isinstance(leaf, jax.Array) else None
-                         for leaf in leaves))
+            return cls(())
+        return cls(tuple(leaf.sharding if isinstance(leaf, jax.Array) else None for leaf in leaves))
+
+
+class OtherPlacement(Exception):
+    """A program made for one placement is being lowered for another.  ``api`` catches it and decides anew."""
+
+
+class _Expected(threading.local):
+    placement: Placement | None = None
+
+
+expected = _Expected()
+"""The placement of the call that ``api`` is making on this thread.
+
+JAX keeps one jaxpr for all placements of the same types and lowers it again for each: only here can a program notice
+that its arguments came with other shardings than it was made for.
+"""
 
 
 def lowering_is_partitioned(ctx: Any) -> bool:

@@ -215,6 +215,14 @@ def eval_closed(closed: Closed, *args: Any) -> list[Any]:
     return _core.eval_jaxpr(closed.jaxpr, closed.consts, *args)
 
 
+def bind_eqn(eqn: Eqn, args: Sequence[Any], **params: Any) -> list[Any]:
+    """Run (or, inside a trace, emit) one equation at ``args``, with some parameters replaced; keeps its user line."""
+    options = eqn.primitive.get_bind_params({**eqn.params, **params})
+    with _source.user_context(eqn.source_info.traceback, name_stack=eqn.source_info.name_stack):
+        outs = eqn.primitive.bind(*args, **options)
+    return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
 def dce(closed: Closed, used_outputs: Sequence[bool] | None = None) -> Closed:
     """Drop equations that no (used) output and no effect needs.  Arguments are kept."""
     jaxpr = closed.jaxpr

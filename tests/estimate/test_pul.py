@@ -121,8 +121,8 @@ def test_each_hard_limit_is_named():
 def test_estimate_is_the_product():
     found = estimate(GEMM, TILES, V100)
     assert found.pul[0] == found.gm[0] * found.sm[0] * found.wb[0] * found.r[0]
-    # 256 blocks on 80 SMs: 3.2 of 4 waves.  A warp is 4 x 8 threads: 4 rows of A without a conflict, 8 columns of B that
-    # lie 8 words apart meet twice: COEF_bc = 1.5.  An 8 x 8 tile has 8 FLOP per load; the latency is 19
+    # 256 blocks on 80 SMs: 3.2 of 4 waves.  A warp is 4 x 8 threads: 4 rows of A without a conflict, 8 columns of B
+    # that lie 8 words apart meet twice: COEF_bc = 1.5.  An 8 x 8 tile has 8 FLOP per load; the latency is 19
     assert found.wb[0] == pytest.approx(0.8)
     assert found.bc[0] == 1.5 and found.sm[0] == pytest.approx(8 / (19 * 1.5))
 
@@ -136,7 +136,7 @@ def test_bound_by_hand():
     assert found["dram"] == pytest.approx(min(1, seconds / dram))
     assert found["l2"] == pytest.approx(min(1, seconds / l2))
     assert found["balance"] == pytest.approx(0.8)
-    # a warp's step over C: 64 FMAs at 2 per cycle take 32 cycles; 80 instructions at 4 per cycle 20; banks 16 * 1.5 = 24
+    # one channel of a warp: 64 FMAs at 2 per cycle take 32 cycles, 80 instructions at 4 per cycle 20, banks 16 * 1.5
     assert found["issue"] == pytest.approx(1.0)
     assert found["bound"] == pytest.approx(min(found["dram"], found["l2"], 0.8))
     # Hopper does 4 FMAs per cycle: 16 cycles, and now the banks' 24 are the limit

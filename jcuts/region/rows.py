@@ -84,7 +84,18 @@ def build_rows(
     grid = tuple(Grid(a.name, a.extent, a.extent) for a in rows.axes)
     if not rows.phases:
         return Refusal("subset", "no phase")
-    return Program(name, tuple(rows.buffers), grid, serial, tuple(rows.phases), 1, "rows")
+    phases, buffers = _without_unread(rows)
+    if len(phases) == 1 and phases[0].reds:  # several accumulators in one loop: nothing is passed on
+        return Program(name, buffers, (), (), phases, 1, "reduction")
+    return Program(name, buffers, grid, serial, phases, 1, "rows")
+
+
+def _without_unread(rows: _Rows) -> tuple[tuple[Phase, ...], tuple[Buffer, ...]]:
+    """Phases and buffers without the local values that no phase reads (their users took them from registers)."""
+    read = {n.buffer for p in rows.phases for graph in (p.body, p.exit) for n in graph.nodes if n.op == "load"}
+    dead = {b.name for b in rows.buffers if b.role == "local" and b.name not in read}
+    phases = [replace(p, stores=tuple(s for s in p.stores if s.buffer not in dead)) for p in rows.phases]
+    return tuple(p for p in phases if p.stores), tuple(b for b in rows.buffers if b.name not in dead)
 
 
 def _start(
@@ -177,10 +188,11 @@ def _local(rows: _Rows, tensor: int, shape: tuple[int, ...], index: IndexTuple, 
 def _keep_phase(rows: _Rows, tensor: int) -> None:
     builder = rows.builder
     builder.start(_ranges(rows, True))
-    value = builder.value(tensor, rows.index)
+    place = _place(rows, tensor, math.prod(rows.shape))
+    value = builder.value(tensor, place)
     extents = tuple(r.extent for r in rows.reds)
     address = flatten(tuple(Index.axis(r.name) for r in rows.reds), extents)
-    name = _local(rows, tensor, extents, rows.index, address)
+    name = _local(rows, tensor, extents, place, address)
     axes = (*rows.axes, *(Axis(r.name, r.extent) for r in rows.reds))
     rows.phases.append(Phase("keep", axes, (), (), Graph(), builder.target, (Store(name, address, value),)))
 

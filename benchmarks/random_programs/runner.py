@@ -28,10 +28,12 @@ from jcuts.tune.problem import Input, Output, Problem
 from jcuts.tune.session import degree
 from jcuts.tune.values import make_inputs, seed_kinds
 from jcuts.tune.widen import evaluate, is_discrete, widened_dtype
-from jcuts.tune.worker import NOISE_RUNS, NOISE_ULP, _range, _widen
+from jcuts.tune.worker import NOISE_ULP, _range, _widen
 from random_programs.generator import FLOATS, Program, program, signature
 
 TOLERANCE = 2.0
+NOISE_RUNS = 40
+"""More than the tuner makes: it tries a few kernels of a subset, thousands of whole programs would find a gap."""
 FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 """The float64 reference is compiled quickly: its speed does not matter."""
 TRANSFORMS = ("plain", "grad", "vmap")

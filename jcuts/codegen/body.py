@@ -82,10 +82,12 @@ class BodyEmitter:
 
     def _start(self, acc: Acc) -> list[ir.Constant]:
         kinds = self._acc_types(acc)
-        start = [L.const(kinds[0], identity(acc.combine, acc.dtype))]
-        if acc.index_dtype:  # a position after every real one, so that ties with the identity lose
-            bits = L.bit_width(kinds[1])
-            start.append(L.const(kinds[1], 2 ** (bits - 1) - 1))
+        first = identity(acc.combine, acc.dtype)
+        if acc.combine == "add" and isinstance(first, float) and all(r.extent == 1 for r in self.phase.reds):
+            first = -0.0  # a single term keeps its sign; longer sums start from 0, as XLA's do
+        start = [L.const(kinds[0], first)]
+        if acc.index_dtype:  # a position after every real one (unsigned), so that ties with the identity lose
+            start.append(L.const(kinds[1], -1))
         return start
 
     def _start_accumulators(self) -> None:

@@ -206,7 +206,7 @@ def _arg_step(
     else:
         compare = builder.icmp_unsigned if dtype.startswith("u") else builder.icmp_signed
         better, tie = compare(op, b, a), builder.icmp_signed("==", a, b)
-    first = builder.icmp_signed("<", j, i)
+    first = builder.icmp_unsigned("<", j, i)
     take = builder.or_(better, builder.and_(tie, first))
     return builder.select(take, b, a), builder.select(take, j, i)
 

@@ -196,12 +196,15 @@ def _widen_parameter(value: Any) -> Any:
 
 def _bind(eqn: Any, values: list[Any], params: dict[str, Any]) -> list[Any]:
     if eqn.primitive.name in ("dot_general", "ragged_dot", "ragged_dot_general"):
-        params = {**params, "preferred_element_type": None}
+        if _is_inexact(eqn.outvars[0].aval):  # integers keep the width that they wrap around in
+            params = {**params, "preferred_element_type": None}
         if "algorithm" in params:  # names the width of the operands
             params["algorithm"] = None
         params["precision"] = None
     elif eqn.primitive.name == "conv_general_dilated":
-        params = {**params, "preferred_element_type": None, "precision": None}
+        params = {**params, "precision": None}
+        if _is_inexact(eqn.outvars[0].aval):
+            params["preferred_element_type"] = None
     elif eqn.primitive.name in ("exp", "exp2", "log", "log1p", "sin", "cos", "tan", "tanh", "sqrt", "rsqrt", "cbrt",
                                 "expm1", "logistic") and "accuracy" in params:  # fmt: skip
         params = {**params, "accuracy": None}

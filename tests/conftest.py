@@ -8,6 +8,8 @@ import tempfile
 
 import pytest
 
+pytest_plugins = ("tests.golden_files",)
+
 # Four devices for the sharding tests; JAX reads this when it is first imported.
 _DEVICES = "--xla_force_host_platform_device_count"
 if _DEVICES not in os.environ.get("XLA_FLAGS", ""):

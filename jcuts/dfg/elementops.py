@@ -160,11 +160,11 @@ def _leading_zeros(a: Any) -> np.ndarray:
 _INTEGER: dict[str, Callable[..., np.ndarray]] = {
     "div": _divide, "rem": _remainder, "shift_left": _shift("left"), "shift_right_logical": _shift("logical"),
     "shift_right_arithmetic": _shift("arithmetic"), "population_count": _ones, "clz": _leading_zeros,
-    "not": np.invert, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
+    "not": np.invert, "sign": np.sign, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
 }  # fmt: skip
 _UNIVERSAL: dict[str, Callable[..., Any]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "rem": np.fmod, "neg": np.negative,
-    "abs": np.abs, "sign": np.sign, "max": np.maximum, "min": np.minimum, "floor": np.floor, "ceil": np.ceil,
+    "abs": np.abs, "sign": lambda x: np.where((x == 0) | np.isnan(x), x, np.copysign(1, x)), "max": np.maximum, "min": np.minimum, "floor": np.floor, "ceil": np.ceil,
     "is_finite": np.isfinite, "not": np.logical_not, "and": np.logical_and, "or": np.logical_or,
     "xor": np.logical_xor, "square": np.square, "exp": np.exp, "exp2": np.exp2, "expm1": np.expm1, "log": np.log,
     "log1p": np.log1p, "tanh": np.tanh, "sin": np.sin, "cos": np.cos, "tan": np.tan, "asin": np.arcsin,

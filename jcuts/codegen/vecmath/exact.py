@@ -44,13 +44,17 @@ def _float_sign(builder: lanes.Builder, args: Args, dtype: str) -> lanes.Value:
 
 
 def _nextafter(builder: lanes.Builder, args: Args, dtype: str) -> lanes.Value:
-    """The neighbour of x towards y: one step of the bits; y itself where they are equal."""
+    """The neighbour of x towards y: one step of the bits; y itself where they are equal.
+
+    Zero is told by its bits: XLA's threads read denormals as zero in comparisons, but step from their bits.
+    """
     x, y = (Num(builder, a) for a in args)
     bits = x.bits()
     up = builder.xor((x < y), bits.signed("<", 0))  # away from zero
     step = bits.make(-1).where(up, 1)
     smallest = (y.bits() & (1 << (lanes.bit_width(x.type) - 1))) | 1
-    result = (bits + step).where(x.equals(0.0), smallest).as_float().where(x.equals(y), y)
+    zero = (bits << 1).signed("==", 0)
+    result = (bits + step).where(zero, smallest).as_float().where(x.equals(y), y)
     return result.where(x.is_nan(), x).where(y.is_nan(), y).value
 
 

@@ -1,0 +1,99 @@
+"""Every `OpCase`: the rule describes it, the interpreted program and the compiled kernel agree with `jax.lax`."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from jcuts.base.errors import Refusal
+from jcuts.ops import supported_primitives
+from jcuts.tune.check import Expected, check_output
+from jcuts.tune.problem import Output
+from jcuts.tune.widen import evaluate
+from tests import programs
+from tests.ops.cases import CASES, OpCase, make
+
+WORKING = [c for c in CASES if not c.refused]
+REFUSED = [c for c in CASES if c.refused]
+# Rules without a case of their own, and where they are met instead.
+ELSEWHERE = {
+    "add_any": "gradients (tests/test_pipeline.py)", "copy": "identity", "copy_p": "identity",
+    "stop_gradient": "identity", "optimization_barrier_value": "identity", "expand_dims": "older JAX spells it so",
+    "cumlogsumexp": "refused as cumsum", "cummax": "refused as cumsum", "cummin": "refused as cumsum",
+    "cumprod": "refused as cumsum",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def every_type():
+    with jax.enable_x64(True):
+        yield
+
+
+def ids(case: OpCase) -> str:
+    return case.name
+
+
+def traced(case: OpCase) -> programs.Traced:
+    return programs.trace(case.call, *(make(text) for text in case.inputs))
+
+
+def check(case: OpCase, trace: programs.Traced, got: list[np.ndarray], slack: int = 1) -> None:
+    """Holds results to the tuner's own acceptance rule, as `tune` would; ``slack`` widens the floor of 4 ulp."""
+    xla = [np.asarray(x) for x in jax.jit(jax.tree_util.Partial(jax.core.eval_jaxpr, trace.closed.jaxpr))(
+        list(trace.closed.consts), *trace.arguments)]  # fmt: skip
+    wide = [a.astype(np.float64) if a.dtype.kind in "fV" else a for a in trace.arguments]
+    reference = [np.asarray(x) for x in evaluate(trace.closed, wide)]
+    odd = any(a.dtype.kind in "fV" and not np.isfinite(a.astype(np.float64)).all() for a in trace.arguments)
+    for k, (x, r, g) in enumerate(zip(xla, reference, got, strict=True)):
+        spec = Output(x.shape, x.dtype.name, case.reduction * slack**2, case.exact)
+        check_output(k, spec, [Expected("special" if odd else "normal", x, x if case.exact else r)], [g], 2.0)
+
+
+def test_every_rule_has_a_case():
+    covered = {c.primitive for c in CASES}
+    missing = [p for p in supported_primitives() if p not in covered and p not in ELSEWHERE]
+    assert missing == []
+    assert len({c.name for c in CASES}) == len(CASES)
+
+
+@pytest.mark.parametrize("case", WORKING, ids=ids)
+def test_the_rule_describes_it(case):
+    trace = traced(case)
+    assert case.primitive in trace.names()
+    for node in trace.graph.nodes:
+        assert node.op is not None, str(node.refusal)
+        assert node.op.outputs == tuple(trace.graph.tensors[t].type for t in node.outputs)
+        assert (node.op.pull is None) == node.op.is_root
+
+
+@pytest.mark.parametrize("case", WORKING, ids=ids)
+def test_the_interpreted_program_agrees_with_lax(case):
+    from jcuts.dfg.interpret import interpret
+
+    trace = traced(case)
+    check(case, trace, interpret(trace.program(), trace.operands()), slack=16)  # NumPy's functions are its own
+
+
+@pytest.mark.parametrize("case", WORKING, ids=ids)
+def test_the_compiled_kernel_agrees_with_lax(case):
+    from jcuts.dfg.interpret import interpret
+
+    trace = traced(case)
+    program = programs.schedules(trace.program(), 1)[0]
+    check(case, trace, interpret(program, trace.operands()), slack=16)
+    check(case, trace, programs.run_compiled(program, trace.operands()))
+
+
+@pytest.mark.parametrize("case", [c for c in WORKING if c.golden], ids=ids)
+def test_golden_program(case, golden):
+    golden(f"ops/{case.name}.txt", traced(case).program().dump())
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=ids)
+def test_refusals_name_the_primitive_and_the_reason(case):
+    trace = traced(case)
+    found = [node.refusal for node in trace.graph.nodes if node.refusal is not None]
+    assert [r for r in found if r.op == case.primitive and case.refused in r.reason], found
+    assert isinstance(trace.build(), Refusal)

@@ -1,0 +1,80 @@
+"""Functions to kernel programs, and programs run two ways: what the tests of the compiler's floors share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jcuts.base.errors import Refusal
+from jcuts.dfg.program import Program
+from jcuts.region import choose, rows, schedule
+from jcuts.region.build import build
+from jcuts.region.graph import TensorGraph, build_graph
+from jcuts.trace import jaxapi
+from jcuts.trace.inline import inline
+from jcuts.xla.call import call_kernel
+from jcuts.xla.kernels import kernel_for
+
+MACHINE = choose.Machine(vector_bytes=64, registers=32, threads=2)
+"""A fixed machine, so that schedules and golden files are the same everywhere."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A function as a tensor graph; ``arguments`` are the values of its jaxpr's inputs, in order."""
+
+    closed: Any
+    graph: TensorGraph
+    arguments: tuple[np.ndarray, ...]
+
+    @property
+    def everything(self) -> frozenset[int]:
+        """All equations."""
+        return frozenset(range(len(self.graph.nodes)))
+
+    def build(self, members: Sequence[int] | None = None) -> Program | Refusal:
+        """The unscheduled program of some equations (all of them by default)."""
+        return build(self.graph, self.everything if members is None else frozenset(members))
+
+    def program(self, members: Sequence[int] | None = None) -> Program:
+        """The unscheduled program; a refusal fails the test."""
+        built = self.build(members)
+        assert isinstance(built, Program), str(built)
+        return built
+
+    def operands(self) -> list[np.ndarray]:
+        """Operands of the program of all equations, in its order."""
+        values = dict(zip((*self.closed.jaxpr.constvars, *self.closed.jaxpr.invars), self._values(), strict=True))
+        names = {number: var for var, number in self.graph.of_var.items()}
+        return [values[names[t]] for t in self.graph.subset_inputs(self.everything)]
+
+    def _values(self) -> list[np.ndarray]:
+        return [np.asarray(c) for c in self.closed.consts] + list(self.arguments)
+
+    def names(self) -> list[str]:
+        """Primitive of every equation."""
+        return [node.prim for node in self.graph.nodes]
+
+
+def trace(fn: Callable[..., Any], *arguments: Any) -> Traced:
+    """Traces and flattens a function of arrays."""
+    closed = inline(jaxapi.closed_jaxpr_of(fn, *arguments))
+    return Traced(closed, build_graph(closed.jaxpr), tuple(np.asarray(a) for a in arguments))
+
+
+def schedules(program: Program, limit: int = 16, machine: choose.Machine = MACHINE) -> list[Program]:
+    """The scheduled candidates, best first."""
+    plain = schedule.collapsed(program)
+    if len(plain.phases) > 1:
+        return [p for p, _ in rows.schedules(program, machine, limit)]
+    return [schedule.apply(plain, s) for s, _ in choose.candidates(plain, machine, limit)]
+
+
+def run_compiled(program: Program, operands: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Compiles a scheduled program and runs it as XLA would call it."""
+    kernel = kernel_for(program)
+    return [np.asarray(x) for x in jax.jit(lambda *xs: call_kernel(kernel, *xs))(*operands)]

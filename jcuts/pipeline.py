@@ -3,7 +3,7 @@
     inline      flat jaxpr, no calls                                  trace/inline.py
     simplify    dead code, constants, shared broadcasts               trace/simplify.py
     group       tensor graph -> subsets with unscheduled programs     region/find.py, region/build.py
-    candidates  schedules ranked by estimate                          region/choose.py
+    candidates  schedules ranked by estimate                          region/plans.py (choose.py, pack.py, rows.py)
     select      cached, measured or estimated choices                 tune/
     compile     winners -> object code                                codegen/compile.py, xla/objects.py
     rebuild     jaxpr with the winners in it                          xla/rebuild.py
@@ -26,7 +26,7 @@ from jcuts.base.dump import open_dump
 from jcuts.base.errors import JcutsError, Refusal, UnsupportedError
 from jcuts.base.settings import Settings
 from jcuts.dfg.program import Program
-from jcuts.region import choose, find, schedule
+from jcuts.region import choose, find, plans
 from jcuts.region.graph import TensorGraph, build_graph
 from jcuts.report import FunctionReport, RefusalReport, SubsetReport
 from jcuts.trace import jaxapi
@@ -222,14 +222,7 @@ def _candidates(top: Level) -> None:
         for subset in level.subsets:
             key = subset.program.digest
             if key not in known:
-                plain = schedule.collapsed(subset.program)
-                if len(plain.phases) == 1:
-                    ranked = [(schedule.apply(plain, s), score) for s, score in choose.candidates(plain, here, limit)]
-                else:
-                    from jcuts.region import rows
-
-                    ranked = rows.schedules(subset.program, here, limit)
-                known[key] = ranked
+                known[key] = plans.candidates(subset.program, here, limit)
             subset.ranked = known[key]
 
 

@@ -25,6 +25,7 @@ from jcuts.primitive import shard_local
 from jcuts.primitive.call import jcuts_call
 from jcuts.primitive.lowering import plan
 from jcuts.primitive.sharding import OtherPlacement, Placement, expected
+from jcuts.report import FunctionReport
 from jcuts.trace import jaxapi
 from jcuts.trace.capture import capture, function_name
 from jcuts.tune import session
@@ -157,7 +158,11 @@ class Optimized:
             closed = max((p.closed for p in parts.parts), key=lambda c: len(c.jaxpr.eqns))  # the report's program
         outcome = plan(closed, self.settings, self._platform(signature), may_measure=False)
         decision = known[1] if known else guard.Decision(guard.JCUTS, "not called with these arguments yet")
-        return _with_decision(outcome.report, decision)
+        report = outcome.report
+        if report is None:
+            report = FunctionReport(function_name(self._fn), self.settings.mode, self._platform(signature),
+                                    notes=(outcome.note,))
+        return _with_decision(report, decision)
 
     def decision(self, *args: Any, **kwargs: Any) -> guard.Decision | None:
         """What the last guard decided for these arguments, or None if they were not seen."""
@@ -261,7 +266,8 @@ class Optimized:
             parts = shard_local.split(closed, placement)
             if isinstance(parts, str):
                 return guard.Decision(guard.JCUTS, f"arguments on several devices and {parts}: left to XLA")
-            outcomes = [plan(p.closed, self.settings, platform, may_measure=measure) for p in parts.parts]
+            outcomes = shard_local.plan_parts(
+                parts, lambda part: plan(part, self.settings, platform, may_measure=measure))
             uses_jcuts = any(o.closed is not p.closed for o, p in zip(outcomes, parts.parts, strict=True))
         else:
             outcome = plan(closed, self.settings, platform, may_measure=measure, examples=leaves)

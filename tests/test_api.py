@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 import threading
 
 import jax
@@ -334,3 +336,23 @@ def test_wrong_arguments_raise_type_error():
         jcuts.optimize(scaled)()
     with pytest.raises(TypeError):
         jcuts.optimize(scaled)(X, wrong=1)
+
+
+_WITHOUT_NUMBA = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("numba", "llvmlite"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Blocked())
+import jax.numpy as jnp, numpy as np, jcuts
+x = np.ones((64, 64), np.float32)
+f = jcuts.optimize(lambda x: jnp.tanh(x * 3.25) + 1, tune="off")
+np.testing.assert_allclose(f(x), np.tanh(x * 3.25) + 1, rtol=1e-6)
+print(f.explain(x))
+"""
+
+
+def test_without_numba_everything_goes_to_xla():
+    out = subprocess.run([sys.executable, "-c", _WITHOUT_NUMBA], capture_output=True, text=True, timeout=120, check=True)
+    assert "is not installed" in out.stdout and "left to XLA" in out.stderr

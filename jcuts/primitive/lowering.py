@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,12 +12,16 @@ from jcuts.primitive import shard_local
 from jcuts.primitive.sharding import OtherPlacement, Placement, expected, lowering_is_partitioned
 from jcuts.trace import jaxapi
 
+log = logging.getLogger("jcuts")
+_told: set[str] = set()
+
 
 class Planned(NamedTuple):
-    """The pipeline's outcome in the absence of a pipeline: the program as it was."""
+    """What stands for the pipeline's outcome where it was not asked: the program as it was, and why."""
 
     closed: jaxapi.Closed
-    report: Any = None
+    report: None = None
+    note: str = ""
 
 
 def lower(ctx: Any, *args: Any, jaxpr: jaxapi.Closed, settings: Settings, name: str,
@@ -37,7 +42,8 @@ def _plan_shards(closed: jaxapi.Closed, settings: Settings, platform: str, place
     found = shard_local.split(closed, placement)
     if isinstance(found, str):
         return closed
-    plans = {id(p.closed): plan(p.closed, settings, platform, may_measure=False).closed for p in found.parts}
+    outcomes = shard_local.plan_parts(found, lambda part: plan(part, settings, platform, may_measure=False))
+    plans = {id(p.closed): outcome.closed for p, outcome in zip(found.parts, outcomes, strict=True)}
     if all(plans[id(p.closed)] is p.closed for p in found.parts):
         return closed
     return shard_local.assemble(found, lambda part, args: jaxapi.eval_closed(plans[id(part)], *args))
@@ -61,14 +67,19 @@ def left_to_xla(ctx: Any) -> str | None:
 
 def plan(closed: jaxapi.Closed, settings: Settings, platform: str, *, may_measure: bool,
          examples: Sequence[Any] | None = None) -> Any:
-    """The pipeline's ``Outcome`` for a program (``Planned`` with the program unchanged without a pipeline)."""
+    """The pipeline's ``Outcome`` for a program (``Planned``, the program unchanged, where it cannot run)."""
     if jaxapi.has_references(closed):
-        return Planned(closed)
+        return Planned(closed, note="left to XLA: the function uses mutable references")
     try:
         # Imported when first needed: the pipeline brings numba with it.
-        import jcuts.pipeline as pipeline
+        from jcuts import pipeline
+
+        return pipeline.optimize_jaxpr(closed, settings, platform=platform, may_measure=may_measure, examples=examples)
     except ModuleNotFoundError as error:
-        if error.name != "jcuts.pipeline":
+        if (error.name or "").split(".")[0] not in ("numba", "llvmlite"):
             raise
-        return Planned(closed)
-    return pipeline.optimize_jaxpr(closed, settings, platform=platform, may_measure=may_measure, examples=examples)
+        note = f"left to XLA: {error.name} is not installed, and jcuts compiles its kernels with it"
+        if note not in _told:
+            _told.add(note)
+            log.warning("%s", note)
+        return Planned(closed, note=note)

@@ -78,6 +78,12 @@ def split(closed: jaxapi.Closed, placement: Placement) -> Split | str:
     return found if found.parts else "no equation is local to a shard"
 
 
+def plan_parts(found: Split, plan: Callable[[jaxapi.Closed], Any]) -> list[Any]:
+    """``plan(closed)`` of every part, in a context in which its result may run inside ``shard_map``."""
+    with jaxapi.without_mesh():
+        return [plan(part.closed) for part in found.parts]
+
+
 def assemble(found: Split, call: Callable[[jaxapi.Closed, Sequence[Any]], Sequence[Any]]) -> jaxapi.Closed:
     """The whole program again, each local part as ``shard_map`` of ``call(part at local shapes, its arguments)``."""
     jaxpr = found.flat.jaxpr
@@ -180,7 +186,8 @@ def _part(
 
     types: list[Any] = [v.aval for v in inputs]
     avals = [jaxapi.ShapedArray(shape(v), t.dtype, weak_type=t.weak_type) for v, t in zip(inputs, types, strict=True)]
-    return Part(jaxapi.new_closed_jaxpr(run, avals, name="shard"), inputs, outputs)
+    with jaxapi.without_mesh():
+        return Part(jaxapi.new_closed_jaxpr(run, avals, name="shard"), inputs, outputs)
 
 
 class _Classes:

@@ -22,6 +22,7 @@ from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import effects as _effects
 from jax._src import linear_util as _lu
+from jax._src import mesh as _mesh
 from jax._src import sharding_impls as _sharding_impls
 from jax._src import source_info_util as _source
 from jax._src import stages as _stages
@@ -95,6 +96,11 @@ def new_closed_jaxpr(fn_flat: Callable[..., Sequence[Any]], in_avals: Sequence[A
     wrapped = _lu.wrap_init(lambda *xs: list(fn_flat(*xs)), debug_info=info.with_unknown_names())
     jaxpr, _, consts = _pe.trace_to_jaxpr_dynamic(wrapped, list(in_avals))
     return Closed(jaxpr, consts)
+
+
+def without_mesh() -> Any:
+    """A context in which traced equations remember no mesh: such a jaxpr may run inside any ``shard_map``."""
+    return _mesh.use_abstract_mesh(_mesh.empty_abstract_mesh)
 
 
 class Traced(NamedTuple):

@@ -66,8 +66,8 @@ class Index:
 
     # -- arithmetic -----------------------------------------------------------------------------------------
     def __add__(self, other: Index | int) -> Index:
-        if isinstance(other, int):
-            return Index(self.const + other, self.terms)
+        if not isinstance(other, Index):  # jaxprs of derivatives carry numpy integers
+            return Index(self.const + int(other), self.terms)
         return _collect(self.const + other.const, self.terms + other.terms)
 
     __radd__ = __add__
@@ -82,6 +82,7 @@ class Index:
         return (-self) + other
 
     def __mul__(self, factor: int) -> Index:
+        factor = int(factor)
         if factor == 0:
             return Index()
         return Index(self.const * factor, tuple((atom, coef * factor) for atom, coef in self.terms))
@@ -90,6 +91,7 @@ class Index:
 
     def floordiv(self, divisor: int, ranges: Ranges) -> Index:
         """``self // divisor`` (rounding down), simplified with what is known of the ranges."""
+        divisor = int(divisor)
         if divisor <= 0:
             raise IRError(f"floor division of an index by {divisor}")
         if divisor == 1:
@@ -104,6 +106,7 @@ class Index:
 
     def mod(self, divisor: int, ranges: Ranges) -> Index:
         """``self % divisor`` (result in ``0 .. divisor-1``), simplified with what is known of the ranges."""
+        divisor = int(divisor)
         if divisor <= 0:
             raise IRError(f"remainder of an index by {divisor}")
         if divisor == 1:

@@ -29,9 +29,9 @@ def convolution(eqn: Equation) -> Op | Refusal:
     l_batch, l_feature, *l_space = numbers.lhs_spec
     r_out, r_in, *r_space = numbers.rhs_spec
     o_batch, o_feature, *o_space = numbers.out_spec
-    strides = tuple(params["window_strides"])
-    padding = tuple(tuple(p) for p in params["padding"])
-    dil_l, dil_r = tuple(params["lhs_dilation"]), tuple(params["rhs_dilation"])
+    strides = tuple(map(int, params["window_strides"]))
+    padding = tuple((int(low), int(high)) for low, high in params["padding"])
+    dil_l, dil_r = (tuple(map(int, params[name])) for name in ("lhs_dilation", "rhs_dilation"))
     taps = tuple(rhs.shape[d] for d in r_space)
     c_group, k_total = rhs.shape[r_in], rhs.shape[r_out]
     k_group = k_total // groups

@@ -116,8 +116,8 @@ def rev(eqn: Equation) -> Op | Refusal:
 @op_rule("slice")
 def slice_(eqn: Equation) -> Op | Refusal:
     """Strided slice."""
-    starts = tuple(eqn.params["start_indices"])
-    strides = eqn.params["strides"] or (1,) * len(starts)
+    starts = tuple(map(int, eqn.params["start_indices"]))
+    strides = tuple(map(int, eqn.params["strides"] or (1,) * len(starts)))
 
     def pull(ctx: Context, index: IndexTuple) -> int:
         return ctx.input(0, tuple(p * s + b for p, s, b in zip(index, strides, starts, strict=True)))

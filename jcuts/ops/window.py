@@ -41,11 +41,11 @@ def reduce_window(eqn: Equation) -> Op | Refusal:
     combine = COMBINE[eqn.prim]
     if dtype == "bool":
         return Refusal(eqn.prim, "bool")
-    window = tuple(params["window_dimensions"])
-    strides = tuple(params["window_strides"])
-    padding = tuple(tuple(p) for p in params["padding"])
+    window = tuple(map(int, params["window_dimensions"]))
+    strides = tuple(map(int, params["window_strides"]))
+    padding = tuple((int(low), int(high)) for low, high in params["padding"])
     base = tuple(params.get("base_dilation") or (1,) * len(window))
-    dilation = tuple(params.get("window_dilation") or (1,) * len(window))
+    dilation = tuple(map(int, params.get("window_dilation") or (1,) * len(window)))
     if any(b != 1 for b in base):
         return Refusal(eqn.prim, "base dilation")
     count = math.prod(window)

@@ -57,7 +57,11 @@ def _rows(path: Path | None) -> list[dict[str, Any]]:
 def _commit() -> str:
     try:
         return subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=True
+            ["git", "rev-parse", "--short", "HEAD"],
+            capture_output=True,
+            text=True,
+            cwd=Path(__file__).parent,
+            check=True,
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return ""
@@ -84,7 +88,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "primitives": dict(Counter(p for r in ran for p in r["primitives"]).most_common()),
         "mismatches": [[r["seed"], r["transform"]] for r in ran if r["status"] == "mismatch"],
         "errors": [[r["seed"], r["transform"]] for r in ran if r["status"] == "error"],
-        "accepted_under_simulated_rounding": sum(r["conditioned"] for r in ran),
+        "accepted": dict(Counter(r["accepted"] for r in ran if r["status"] == "ok")),
         "unsuitable": len(rows) - len(ran),
         "seconds": round(sum(r["seconds"] for r in rows), 1),
         "versions": versions(),
@@ -96,7 +100,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> int:
     """Runs and sums up; exit status 1 where a program failed."""
     options = _arguments()
-    from random_programs.runner import run
+    from random_programs.runner import Verdict, run
 
     transform = "grad" if options.grad else "vmap" if options.vmap else "plain"
     if options.one is not None:
@@ -104,16 +108,24 @@ def main() -> int:
     import jax
 
     rows = _rows(options.resume)
-    done = {(r["seed"], r["transform"]) for r in _latest(rows) if not (options.retry and r["status"] in ("error", "mismatch"))}
+    done = {
+        (r["seed"], r["transform"])
+        for r in _latest(rows)
+        if not (options.retry and r["status"] in ("error", "mismatch"))
+    }
     commit = _commit()
     out = options.resume.open("a") if options.resume else None
+    marker = options.resume.with_suffix(".running") if options.resume else None  # names a seed that kills the process
     for k, seed in enumerate(range(options.seed, options.seed + options.programs)):
         if (seed, transform) in done:
             continue
-        if out:  # a seed that kills the process is found in the file
-            out.flush()
         start = time.perf_counter()
-        verdict = run(seed, transform)
+        if marker and marker.exists() and marker.read_text() == f"{seed} {transform}":
+            verdict = Verdict(seed, transform, "error", "the process died while running this program")
+        else:
+            if marker:
+                marker.write_text(f"{seed} {transform}")
+            verdict = run(seed, transform)
         row = {**asdict(verdict), "seconds": round(time.perf_counter() - start, 2), "commit": commit}
         rows.append(row)
         if out:
@@ -124,8 +136,13 @@ def main() -> int:
         if k % 100 == 99:
             jax.clear_caches()
             found = summary(rows)
-            print(f"{found['programs']} programs, {found['distinct_equations_in_kernels']} equations, "
-                  f"{len(found['mismatches'])} mismatches, {len(found['errors'])} errors, {found['seconds']} s", flush=True)  # fmt: skip
+            print(
+                f"{found['programs']} programs, {found['distinct_equations_in_kernels']} equations, "
+                f"{len(found['mismatches'])} mismatches, {len(found['errors'])} errors, {found['seconds']} s",
+                flush=True,
+            )
+    if marker:
+        marker.unlink(missing_ok=True)
     for path in options.merge:
         rows += _rows(path)
     found = summary(rows)
@@ -142,7 +159,7 @@ def _one(seed: int, transform: str) -> int:
     verdict = run(seed, transform, keep=keep)
     if "closed" in keep:
         print(keep["closed"].jaxpr)
-    for subset in keep.get("planned", []):
+    for subset in (s for top in keep.get("planned", []) for level in top.everywhere() for s in level.subsets):
         print(subset.closed.jaxpr)
         if subset.chosen is not None:
             print(subset.chosen.dump())

@@ -16,8 +16,9 @@ import numpy as np
 from jax import lax
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
-NARROW = ("float32", "float32", "float32", "float32", "bfloat16", "float16", "int32", "int8", "uint8", "int16", "uint16",
-          "uint32", "bool")  # fmt: skip
+NARROW = (
+    *("float32",) * 4, "bfloat16", "float16", "int32", "int8", "uint8", "int16", "uint16", "uint32", "bool",
+)  # fmt: skip
 WIDE = (*NARROW, "float64", "float64", "float64", "int64", "int64", "uint64")
 EXTENTS = (1, 2, 3, 4, 5, 7, 8, 11, 13, 16, 17, 19, 24, 31, 33)
 MAX_SIZE = 3_000
@@ -65,7 +66,7 @@ class Draw:
     depth: int = 0
     limit: int = MAX_SIZE
 
-    # -- chance -----------------------------------------------------------------------------------------------
+    # -- chance -------------------------------------------------------------------------------------------------------
     def chance(self, share: float) -> bool:
         """True in this share of cases."""
         return bool(self.rng.random() < share)
@@ -96,7 +97,7 @@ class Draw:
             if np.prod(found, dtype=int) <= size:
                 return found
 
-    # -- values -----------------------------------------------------------------------------------------------
+    # -- values -------------------------------------------------------------------------------------------------------
     def add(self, value: Any) -> Any:
         """Puts a result into the pool."""
         if value.size == 0:

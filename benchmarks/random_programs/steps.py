@@ -31,7 +31,8 @@ def unary_float(d: Draw) -> None:
     group = d.number(0, 4)
     if group <= 1:
         names = sorted(FREE) if not d.kind.smooth else ["sin", "cos", "tanh", "erf", "logistic", "atan", "asinh"]
-        d.add(FREE[d.one(names)](x))
+        name = d.one(names)
+        d.add(FREE[name](d.tame(x) if name in ("sin", "cos") else x))
     elif group == 2:
         d.add(TAMED[d.one(sorted(TAMED))](d.tame(x)))
     elif group == 3:
@@ -87,12 +88,16 @@ def binary(d: Draw) -> None:
         return
     if name in ("div", "rem", "atan2") and dtype in FLOATS and d.chance(0.7):
         y = d.positive(y)
+    if name == "rem" and dtype in FLOATS:  # a large quotient leaves a random remainder
+        d.add(lax.rem(d.tame(x), d.positive(y)))
+        return
     if name == "nextafter" and dtype not in ("float32", "float64"):
         raise Unsuitable
     function = {
         "add": lax.add, "sub": lax.sub, "mul": lax.mul, "max": lax.max, "min": lax.min, "div": lax.div, "rem": lax.rem,
         "atan2": lax.atan2, "nextafter": lax.nextafter, "and": lax.bitwise_and, "or": lax.bitwise_or,
-        "xor": lax.bitwise_xor, "shl": lax.shift_left, "shr": lax.shift_right_logical, "sar": lax.shift_right_arithmetic,
+        "xor": lax.bitwise_xor, "shl": lax.shift_left, "shr": lax.shift_right_logical,
+        "sar": lax.shift_right_arithmetic,
     }[name]  # fmt: skip
     d.add(function(x, y))
 
@@ -104,7 +109,11 @@ def logic(d: Draw) -> None:
         raise Unsuitable
     x = d.any(("bool",))
     y = d.fresh(x.shape, "bool")
-    d.add(d.one((lax.bitwise_and, lax.bitwise_or, lax.bitwise_xor, lax.max, lax.min, lambda a, _: lax.bitwise_not(a)))(x, y))
+    d.add(
+        d.one((lax.bitwise_and, lax.bitwise_or, lax.bitwise_xor, lax.max, lax.min, lambda a, _: lax.bitwise_not(a)))(
+            x, y
+        )
+    )
 
 
 @step("elementwise", 2)
@@ -176,6 +185,20 @@ def reshape(d: Draw) -> None:
     for f in factors:
         shape[d.number(0, len(shape) - 1)] *= f
     d.add(lax.reshape(x, tuple(shape)))
+
+
+@step("layout", 0.4)
+def rank(d: Draw) -> None:
+    """Dimensions of extent 1 removed or added; a copy."""
+    x = d.any(rank=(0, 4))
+    ones = tuple(k for k, e in enumerate(x.shape) if e == 1)
+    how = d.number(0, 2)
+    if how == 0 and ones:
+        d.add(lax.squeeze(x, ones))
+    elif how == 1:
+        d.add(lax.expand_dims(x, (d.number(0, x.ndim),)))
+    else:
+        d.add(jnp.copy(x))
 
 
 @step("layout")
@@ -273,7 +296,7 @@ def split(d: Draw) -> None:
         d.add(part)
 
 
-# -- reductions ---------------------------------------------------------------------------------------------------------
+# -- reductions -------------------------------------------------------------------------------------------------------
 def _axes(d: Draw, x: Any) -> tuple[int, ...]:
     found = tuple(k for k in range(x.ndim) if d.chance(0.5))
     return found or (d.number(0, x.ndim - 1),)
@@ -308,7 +331,7 @@ def arg(d: Draw) -> None:
         x = lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
     index = d.one(("int32", "int32", "uint8", "int64") if d.kind.x64 else ("int32", "int32", "uint32", "int8"))
     axis = d.number(0, x.ndim - 1)
-    if x.shape[axis] > 127:
+    if x.shape[axis] > 255 or (x.shape[axis] > 127 and index != "uint8"):
         index = "int32"
     d.add(d.one((lax.argmax, lax.argmin))(x, axis, jnp.dtype(index)))
 
@@ -356,7 +379,9 @@ def activation(d: Draw) -> None:
     if d.kind.smooth:
         y = d.one((jax.nn.relu, jax.nn.gelu, jax.nn.silu, jax.nn.softplus))(x)
     else:
-        y = d.one((jax.nn.relu, jax.nn.relu6, jax.nn.gelu, jax.nn.silu, jax.nn.softplus, jax.nn.elu, jax.nn.hard_swish))(x)
+        y = d.one(
+            (jax.nn.relu, jax.nn.relu6, jax.nn.gelu, jax.nn.silu, jax.nn.softplus, jax.nn.elu, jax.nn.hard_swish)
+        )(x)
     d.add(x + y if d.chance(0.4) else y)
 
 
@@ -372,7 +397,7 @@ def shared(d: Draw) -> None:
         d.add(lax.reduce_max(lax.abs(y), axes))
 
 
-# -- windows, contractions, convolutions ----------------------------------------------------------------------------------
+# -- windows, contractions, convolutions ------------------------------------------------------------------------------
 @step("window")
 def pool(d: Draw) -> None:
     """reduce_window: strides, padding, dilation."""
@@ -408,7 +433,10 @@ def dot(d: Draw) -> None:
         raise Unsuitable
     y = d.weights(shape, dtype) if d.chance(0.4) else d.fresh(shape, dtype)
     place = {role: {k: i for i, (r, k) in enumerate(roles) if r == role} for role in "cb"}
-    numbers = ((tuple(contract), tuple(place["c"][k] for k in contract)), (tuple(batch), tuple(place["b"][k] for k in batch)))
+    numbers = (
+        (tuple(contract), tuple(place["c"][k] for k in contract)),
+        (tuple(batch), tuple(place["b"][k] for k in batch)),
+    )
     wanted = "float32" if dtype in ("bfloat16", "float16") and d.chance(0.4) else None
     if dtype in ("int8", "uint8") and d.chance(0.6):
         wanted = "int32" if dtype == "int8" else "uint32"
@@ -443,7 +471,11 @@ def convolution(d: Draw) -> None:
     batch = d.one((1, 2, 3))
     first = d.chance(0.4)  # channels first
     letters = "DHW"[3 - space :]
-    spec = ("NC" + letters, "OI" + letters, "NC" + letters) if first else ("N" + letters + "C", letters + "IO", "N" + letters + "C")
+    spec = (
+        ("NC" + letters, "OI" + letters, "NC" + letters)
+        if first
+        else ("N" + letters + "C", letters + "IO", "N" + letters + "C")
+    )
     shape = (batch, c_in, *extents) if first else (batch, *extents, c_in)
     if np.prod(shape, dtype=int) > 2 * d.limit:
         raise Unsuitable
@@ -455,9 +487,9 @@ def convolution(d: Draw) -> None:
     padding: Any = d.one(("SAME", "VALID", None))
     if padding is None or any(s > 1 for s in stretched):
         padding = tuple((d.number(-1, t), d.number(0, t)) for t in taps)
-    out = [((e - 1) * s + 1) - ((t - 1) * r + 1) + (sum(p) if padding not in ("SAME", "VALID") else 0)
-           for e, s, t, r, p in zip(extents, stretched, taps, dilation, padding if not isinstance(padding, str) else [(0, 0)] * space,
-                                    strict=True)]  # fmt: skip
+    edges = [0] * space if isinstance(padding, str) else [sum(p) for p in padding]
+    sizes = zip(extents, stretched, taps, dilation, edges, strict=True)
+    out = [(e - 1) * s - (t - 1) * r + edge for e, s, t, r, edge in sizes]
     if padding != "SAME" and min(out) < 0:
         raise Unsuitable
     x = d.fresh(shape, dtype)
@@ -470,7 +502,7 @@ def convolution(d: Draw) -> None:
     d.add(y)
 
 
-# -- gathers --------------------------------------------------------------------------------------------------------------
+# -- gathers ----------------------------------------------------------------------------------------------------------
 def _indices(d: Draw, shape: tuple[int, ...], extent: int) -> Any:
     dtype = d.one(("int32", "int32", "uint8", "int64") if d.kind.x64 else ("int32", "int32", "int8", "uint32"))
     low = 0 if dtype.startswith("u") else -3
@@ -517,7 +549,7 @@ def dynamic_slice(d: Draw) -> None:
     d.add(lax.dynamic_slice(x, starts, sizes))
 
 
-# -- what is left to XLA ----------------------------------------------------------------------------------------------------
+# -- what is left to XLA ----------------------------------------------------------------------------------------------
 @step("unsupported")
 def foreign(d: Draw) -> None:
     """Sorts, cumulative operations, scatters, updates."""
@@ -539,7 +571,7 @@ def foreign(d: Draw) -> None:
         d.add(lax.cumlogsumexp(x, axis))
 
 
-# -- control flow -------------------------------------------------------------------------------------------------------------
+# -- control flow -----------------------------------------------------------------------------------------------------
 BODY = ("elementwise", "layout", "reduction", "contraction")
 BODY_WEIGHTS = (5.0, 1.0, 1.0, 0.7)
 

@@ -111,6 +111,11 @@ def _away(x: Any) -> np.ndarray:
     return np.where(np.abs(x - whole) >= 0.5, whole + np.copysign(1, x), whole).astype(np.asarray(x).dtype)
 
 
+def _sign(x: Any) -> np.ndarray:
+    """-1, 1, or x itself where it is a zero or NaN."""
+    return np.where((x == 0) | np.isnan(x), x, np.copysign(1, x))
+
+
 def _divide(a: Any, b: Any) -> np.ndarray:
     """Integer division, truncating; by zero: all bits set."""
     a, b = np.broadcast_arrays(a, b)
@@ -164,7 +169,7 @@ _INTEGER: dict[str, Callable[..., np.ndarray]] = {
 }  # fmt: skip
 _UNIVERSAL: dict[str, Callable[..., Any]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "rem": np.fmod, "neg": np.negative,
-    "abs": np.abs, "sign": lambda x: np.where((x == 0) | np.isnan(x), x, np.copysign(1, x)), "max": np.maximum, "min": np.minimum, "floor": np.floor, "ceil": np.ceil,
+    "abs": np.abs, "sign": _sign, "max": np.maximum, "min": np.minimum, "floor": np.floor, "ceil": np.ceil,
     "is_finite": np.isfinite, "not": np.logical_not, "and": np.logical_and, "or": np.logical_or,
     "xor": np.logical_xor, "square": np.square, "exp": np.exp, "exp2": np.exp2, "expm1": np.expm1, "log": np.log,
     "log1p": np.log1p, "tanh": np.tanh, "sin": np.sin, "cos": np.cos, "tan": np.tan, "asin": np.arcsin,

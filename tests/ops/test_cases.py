@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -35,20 +37,29 @@ def ids(case: OpCase) -> str:
     return case.name
 
 
+@functools.cache
 def traced(case: OpCase) -> programs.Traced:
     return programs.trace(case.call, *(make(text) for text in case.inputs))
 
 
-def check(case: OpCase, trace: programs.Traced, got: list[np.ndarray], slack: int = 1) -> None:
-    """Holds results to the tuner's own acceptance rule, as `tune` would; ``slack`` widens the floor of 4 ulp."""
-    xla = [np.asarray(x) for x in jax.jit(jax.tree_util.Partial(jax.core.eval_jaxpr, trace.closed.jaxpr))(
-        list(trace.closed.consts), *trace.arguments)]  # fmt: skip
-    wide = [a.astype(np.float64) if a.dtype.kind in "fV" else a for a in trace.arguments]
+@functools.cache
+def expected(case: OpCase) -> tuple[list[np.ndarray], list[np.ndarray], str]:
+    """XLA's results, those in float64, and the kind of the operands' values."""
+    trace = traced(case)
+    arguments = trace.arguments
+    xla = jax.jit(case.call)(*arguments)
+    wide = [a.astype(np.float64) if a.dtype.kind in "fV" else a for a in arguments]
     reference = [np.asarray(x) for x in evaluate(trace.closed, wide)]
-    odd = any(a.dtype.kind in "fV" and not np.isfinite(a.astype(np.float64)).all() for a in trace.arguments)
+    odd = any(a.dtype.kind in "fV" and not np.isfinite(a.astype(np.float64)).all() for a in arguments)
+    return [np.asarray(x) for x in jax.tree.leaves(xla)], reference, "special" if odd else "normal"
+
+
+def check(case: OpCase, got: list[np.ndarray], slack: int = 1) -> None:
+    """Holds results to the tuner's own acceptance rule, as `tune` would; ``slack`` widens the floor of 4 ulp."""
+    xla, reference, kind = expected(case)
     for k, (x, r, g) in enumerate(zip(xla, reference, got, strict=True)):
         spec = Output(x.shape, x.dtype.name, case.reduction * slack**2, case.exact)
-        check_output(k, spec, [Expected("special" if odd else "normal", x, x if case.exact else r)], [g], 2.0)
+        check_output(k, spec, [Expected(kind, x, x if case.exact else r)], [g], 2.0)
 
 
 def test_every_rule_has_a_case():
@@ -73,7 +84,7 @@ def test_the_interpreted_program_agrees_with_lax(case):
     from jcuts.dfg.interpret import interpret
 
     trace = traced(case)
-    check(case, trace, interpret(trace.program(), trace.operands()), slack=16)  # NumPy's functions are its own
+    check(case, interpret(trace.program(), trace.operands()), slack=16)  # NumPy's functions are its own
 
 
 @pytest.mark.parametrize("case", WORKING, ids=ids)
@@ -82,8 +93,8 @@ def test_the_compiled_kernel_agrees_with_lax(case):
 
     trace = traced(case)
     program = programs.schedules(trace.program(), 1)[0]
-    check(case, trace, interpret(program, trace.operands()), slack=16)
-    check(case, trace, programs.run_compiled(program, trace.operands()))
+    check(case, interpret(program, trace.operands()), slack=16)
+    check(case, programs.run_compiled(program, trace.operands()))
 
 
 @pytest.mark.parametrize("case", [c for c in WORKING if c.golden], ids=ids)

@@ -27,6 +27,7 @@ from jcuts.base.errors import JcutsError, Refusal, UnsupportedError
 from jcuts.base.settings import Settings
 from jcuts.dfg.program import Program
 from jcuts.region import choose, find, plans
+from jcuts.region.bound import bound as lower_bound
 from jcuts.region.graph import TensorGraph, build_graph
 from jcuts.report import FunctionReport, RefusalReport, SubsetReport
 from jcuts.trace import jaxapi
@@ -106,17 +107,24 @@ def optimize_jaxpr(
     if platform != "cpu" or not usable:
         reason = f"no kernels for platform {platform}" if platform != "cpu" else why
         return Outcome(closed, FunctionReport(name, settings.mode, platform, notes=(f"left to XLA: {reason}",)))
-    key = fingerprint.digest(canonical_digest(closed, consts="digest"), repr(settings), platform, knobs.current().fuel)
+    program = fingerprint.digest(canonical_digest(closed, consts="digest"), repr(settings), platform, knobs.current().fuel)
     with _memo_lock:
-        found = _memo.get(key)
+        found = _memo.get(_memo_key(program, settings))
     if found is not None and (not may_measure or settings.tune != "auto" or _is_settled(found)):
         return found
     outcome = _plan(closed, settings, platform, may_measure, examples, name)
     with _memo_lock:
-        _memo[key] = outcome
+        _memo[_memo_key(program, settings)] = outcome
         while len(_memo) > MEMO_LIMIT:
             _memo.popitem(last=False)
     return outcome
+
+
+def _memo_key(program: str, settings: Settings) -> str:
+    """A plan depends on the tuning database, but for ``tune="off"``."""
+    from jcuts.tune import session
+
+    return fingerprint.digest(program, "" if settings.tune == "off" else str(session.generation()))
 
 
 def forget() -> None:
@@ -306,7 +314,7 @@ def subset_report(level: Level, subset: Subset) -> SubsetReport:
         rejected = [f"{r.label}: {r.message}" for r in subset.choice.rejections]
     for program, score in subset.ranked:
         if chosen is not None and program.digest == chosen.digest:
-            pul = score
+            pul, bound = score, lower_bound(program).seconds
     flop = sum(choose.work(p) for p in subset.program.phases)
     moved = sum(b.bytes for b in subset.program.buffers if b.role != "local")
     where = list(dict.fromkeys(n.where for n in nodes if n.where))

@@ -8,6 +8,7 @@ from typing import Any
 
 from jcuts.base import knobs
 from jcuts.base.settings import Settings
+from jcuts.region.bound import bound
 from jcuts.tune.choice import LIBRARY
 from jcuts.tune.library import with_exports
 from jcuts.tune.problem import Candidate, Input, Output, Problem
@@ -41,6 +42,11 @@ def set_store(new: Store | None) -> None:
     """Another database (tests); None goes back to the user's."""
     global _store
     _store = new
+
+
+def generation() -> tuple[int, int]:
+    """Changes whenever the database may hold other choices: part of the key of every remembered plan."""
+    return store().generation()
 
 
 def choose(subsets: Sequence[Any], settings: Settings, *, may_measure: bool) -> None:
@@ -90,7 +96,9 @@ def make_problem(subset: Any, settings: Settings, candidates: int) -> Problem:
         identity=subset.identity,
         inputs=tuple(Input(tuple(v.aval.shape), v.aval.dtype.name, _recipe(subset, v)) for v in subset.inputs),
         outputs=outputs,
-        candidates=tuple(Candidate("program", p.to_text(), _label(p), score) for p, score in kept),
+        candidates=tuple(
+            Candidate("program", p.to_text(), _label(p), score, bound(p).seconds) for p, score in kept
+        ),
         tolerance=settings.tolerance,
         degree=degree(subset.closed),
         name=_name(subset),
@@ -131,7 +139,7 @@ MULTIPLY = frozenset({"mul", "dot_general", "conv_general_dilated", "div", "squa
 
 def degree(closed: Any) -> int:
     """Degree of the subset's results as polynomials in its inputs (1 where nothing is multiplied)."""
-    known: dict[Any, int] = {v: 1 for v in closed.jaxpr.invars}
+    known: dict[Any, int] = dict.fromkeys(closed.jaxpr.invars, 1)
     highest = 1
     for eqn in closed.jaxpr.eqns:
         inputs = [known.get(a, 1) for a in eqn.invars if not hasattr(a, "val")]

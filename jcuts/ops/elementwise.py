@@ -173,6 +173,14 @@ def reduce_precision(eqn: Equation) -> Op | Refusal:
     def pull(ctx: Context, index: IndexTuple) -> int:
         value = ctx.input(0, index)
         small = ctx.apply("convert", narrow, value, source=dtype)
-        return ctx.apply("convert", dtype, small, source=narrow)
+        wide = ctx.apply("convert", dtype, small, source=narrow)
+        if narrow == "bfloat16" and dtype == "float32":
+            return wide  # the same exponents
+        # XLA flushes what is still below the normal numbers after rounding to the short mantissa.
+        exponent, mantissa = bits
+        least = 2.0 ** (2 - 2 ** (exponent - 1)) * (1.0 - 2.0 ** -(mantissa + 2))
+        below = ctx.apply("lt", "bool", ctx.apply("abs", dtype, value), ctx.const(least, dtype))
+        zero = ctx.apply("mul", dtype, value, ctx.const(0.0, dtype))
+        return ctx.apply("select", dtype, below, zero, wide)
 
     return Op(eqn.prim, "elementwise", eqn.inputs, eqn.outputs, pull=pull, push=elementwise_push, cost=2)

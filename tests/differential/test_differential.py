@@ -1,0 +1,56 @@
+"""100 random programs against `jax.jit`, a part under grad and vmap (`benchmarks/differential.py` runs more)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from random_programs import generator, runner
+
+SEED = 7_000_000
+CHUNK = 10
+
+
+def _failures(start: int, count: int, transform: str) -> list[str]:
+    verdicts = [runner.run(seed, transform) for seed in range(start, start + count)]
+    jax.clear_caches()
+    ran = [v for v in verdicts if v.status != "unsuitable"]
+    assert len(ran) >= count // 2, [v.reason for v in verdicts if v.status == "unsuitable"]
+    assert sum(v.kernels for v in ran) > 0
+    return [f"seed {v.seed} {transform}: {v.status}: {v.reason}" for v in ran if v.status != "ok"]
+
+
+@pytest.mark.parametrize("start", range(SEED, SEED + 80, CHUNK))
+def test_programs_match_xla(start):
+    assert _failures(start, CHUNK, "plain") == []
+
+
+def test_gradients_match_xla():
+    assert _failures(SEED + 1000, 10, "grad") == []
+
+
+def test_batched_programs_match_xla():
+    assert _failures(SEED + 2000, 10, "vmap") == []
+
+
+def test_a_seed_is_a_program():
+    of = generator.program(SEED)
+    with jax.enable_x64(of.kind.x64):
+        one, two = (str(jax.make_jaxpr(of.function)(*generator.signature(of))) for _ in range(2))
+    assert one == two
+    assert generator.program(SEED) == of
+    assert generator.program(SEED + 1) != of
+
+
+def test_a_wrong_kernel_is_found(monkeypatch):
+    """The harness itself: a code generator that adds where it should subtract must not pass."""
+    from jcuts.codegen import elements
+
+    monkeypatch.setitem(elements._FLOAT, "sub", "fadd")
+    found = [v for v in (runner.run(seed) for seed in range(SEED, SEED + 12)) if "sub" in v.primitives]
+    assert any(v.status == "mismatch" for v in found), found

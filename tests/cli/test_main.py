@@ -244,6 +244,47 @@ def test_example_arguments(module):
     assert explain.example_arguments(f"{module}:space.one") == ((3.0,), {})
 
 
+def test_explain_shows_kernels_refusals_and_writes_files(module, tmp_path, capsys):
+    (tmp_path / f"{module}.py").write_text(
+        textwrap.dedent("""
+        import jax, jax.numpy as jnp, numpy as np
+        def mlp(params, x):
+            for w, b in params:
+                x = jax.nn.relu(x @ w + b)
+            return jnp.sort(x)
+        def example():
+            random = np.random.default_rng(0)
+            layers = [(random.random((a, b), np.float32), np.ones(b, np.float32)) for a, b in ((12, 20), (20, 9))]
+            return layers, random.random((5, 12), np.float32)
+        """)
+    )
+    page, data = tmp_path / "report.html", tmp_path / "report.json"
+    options = ["--args", f"{module}:example", "--mode", "fusion", "--tune", "off"]
+    assert main(["explain", f"{module}:mlp", *options, "--html", str(page), "--json", str(data)]) == 0
+    out = capsys.readouterr().out
+    for text in ("Subsets", "dot_general", "contraction/", "Left to XLA", "sort", "no op rule", "2 kernel calls"):
+        assert text in out
+    assert f"{tmp_path.name}/{module}.py:5 (mlp)" in out
+    assert str(tmp_path) not in out
+    assert "contraction/" in page.read_text()
+    report = json.loads(data.read_text())
+    assert {s["chosen"].split("/")[0] for s in report["subsets"]} == {"contraction"}
+    assert report["refusals"][0]["op"] == "sort"
+
+
+def test_explain_shows_the_guards_decision(module, capsys):
+    assert main(["explain", f"{module}:fast", "--args", f"{module}:example"]) == 0
+    out = capsys.readouterr().out
+    assert "whole function: jcuts" in out
+    assert "tanh" in out
+
+
+def test_explain_cannot_write_there(module, capsys):
+    arguments = ["explain", f"{module}:fast", "--args", f"{module}:example", "--html", "/proc/nowhere/x.html"]
+    assert main(arguments) == 2
+    assert "cannot write" in capsys.readouterr().err
+
+
 # ---------------------------------------------------------------- demo
 
 

@@ -34,19 +34,18 @@ def lower(ctx: Any, *args: Any, jaxpr: jaxapi.Closed, settings: Settings, name: 
     if left_to_xla(ctx) is None:
         planned = plan(jaxpr, settings, site.platforms[0], may_measure=False).closed
     elif placement and lowering_is_partitioned(ctx) and not knobs.current().disable:
-        planned = _plan_shards(jaxpr, settings, site.platforms[0], placement)
+        found = shard_local.split(jaxpr, placement)
+        if not isinstance(found, str) and _any_kernel(found, settings, site.platforms[0]):
+            # Each part is a call of this primitive again, planned when its own lowering finds local types.  (Its
+            # planned equations are not evaluated here: they may hold types of the mesh they were traced under.)
+            planned = shard_local.assemble(found, lambda part, xs: ctx.primitive.bind(
+                *xs, jaxpr=part, settings=settings, name=name, placement=None))
     return jaxapi.lower_closed(ctx, args, planned, name)
 
 
-def _plan_shards(closed: jaxapi.Closed, settings: Settings, platform: str, placement: Placement) -> jaxapi.Closed:
-    found = shard_local.split(closed, placement)
-    if isinstance(found, str):
-        return closed
+def _any_kernel(found: shard_local.Split, settings: Settings, platform: str) -> bool:
     outcomes = shard_local.plan_parts(found, lambda part: plan(part, settings, platform, may_measure=False))
-    plans = {id(p.closed): outcome.closed for p, outcome in zip(found.parts, outcomes, strict=True)}
-    if all(plans[id(p.closed)] is p.closed for p in found.parts):
-        return closed
-    return shard_local.assemble(found, lambda part, args: jaxapi.eval_closed(plans[id(part)], *args))
+    return any(o.closed is not p.closed for p, o in zip(found.parts, outcomes, strict=True))
 
 
 def left_to_xla(ctx: Any) -> str | None:

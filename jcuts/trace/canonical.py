@@ -71,6 +71,10 @@ class _Writer:
         if self.digest_consts:
             heads = [f"{head}={_content_digest(c)}" for head, c in zip(heads, consts, strict=False)]
         lines = [f"{indent}consts {' '.join(heads)}", f"{indent}in {' '.join(typed(v) for v in jaxpr.invars)}"]
+        meshes = sorted({str(mesh) for eqn in jaxpr.eqns if (mesh := _mesh_of(eqn)) is not None})
+        if meshes:
+            # Equations run under the mesh that they were traced under: the same ones under another do not type-check.
+            lines.append(f"{indent}mesh {' '.join(meshes)}")
         for eqn in jaxpr.eqns:
             params = self.params(eqn, indent)
             operands = " ".join(name(v) for v in eqn.invars)
@@ -115,6 +119,11 @@ class _Writer:
 
     def _pairs(self, items: Iterable[tuple[str, Any]], indent: str) -> str:
         return "{" + ", ".join(f"{k}: {self.value(v, indent)}" for k, v in items) + "}"
+
+
+def _mesh_of(eqn: Any) -> Any:
+    mesh = getattr(getattr(eqn, "ctx", None), "cur_abstract_mesh", None)
+    return None if mesh is None or mesh.empty else mesh
 
 
 def _aval_text(aval: Any) -> str:

@@ -199,3 +199,12 @@ def test_tracer_constants_become_arguments():
 
     np.testing.assert_allclose(outer(X), X @ X + W, rtol=1e-5, atol=1e-6)
     assert seen == [(1, 2, 1)]
+
+
+def test_canonical_text_tells_mesh_contexts_apart():
+    plain = canonical_text(jaxapi.closed_jaxpr_of(jnp.sin, X))
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        assert canonical_text(jaxapi.closed_jaxpr_of(jnp.sin, X)) != plain
+        with jaxapi.without_mesh():
+            assert canonical_text(jaxapi.closed_jaxpr_of(jnp.sin, X)) == plain

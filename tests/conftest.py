@@ -32,3 +32,12 @@ def cache_dir(tmp_path, monkeypatch):
     path = tmp_path / "cache"
     monkeypatch.setenv("JCUTS_CACHE_DIR", str(path))
     return path
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # Marked slow: left out unless a -m expression speaks of them, or one test is asked for by name.
+    if "slow" in config.getoption("-m") or any("::" in arg for arg in config.args):
+        return
+    for item in items:
+        if item.get_closest_marker("slow") is not None:
+            item.add_marker(pytest.mark.skip(reason="slow: run with -m slow"))

@@ -90,7 +90,12 @@ _memo_lock = threading.Lock()
 
 
 def optimize_jaxpr(
-    closed: jaxapi.Closed, settings: Settings, *, platform: str, may_measure: bool, examples: Sequence[Any] | None = None
+    closed: jaxapi.Closed,
+    settings: Settings,
+    *,
+    platform: str,
+    may_measure: bool,
+    examples: Sequence[Any] | None = None,
 ) -> Outcome:
     """Plans one function.
 
@@ -107,7 +112,9 @@ def optimize_jaxpr(
     if platform != "cpu" or not usable:
         reason = f"no kernels for platform {platform}" if platform != "cpu" else why
         return Outcome(closed, FunctionReport(name, settings.mode, platform, notes=(f"left to XLA: {reason}",)))
-    program = fingerprint.digest(canonical_digest(closed, consts="digest"), repr(settings), platform, knobs.current().fuel)
+    program = fingerprint.digest(
+        canonical_digest(closed, consts="digest"), repr(settings), platform, knobs.current().fuel
+    )
     with _memo_lock:
         found = _memo.get(_memo_key(program, settings))
     if found is not None and (not may_measure or settings.tune != "auto" or _is_settled(found)):
@@ -138,7 +145,12 @@ def _is_settled(outcome: Outcome) -> bool:
 
 
 def _plan(
-    closed: jaxapi.Closed, settings: Settings, platform: str, may_measure: bool, examples: Sequence[Any] | None, name: str
+    closed: jaxapi.Closed,
+    settings: Settings,
+    platform: str,
+    may_measure: bool,
+    examples: Sequence[Any] | None,
+    name: str,
 ) -> Outcome:
     clock: dict[str, float] = {}
     dump = open_dump(name)
@@ -199,7 +211,9 @@ def _group(closed: jaxapi.Closed, settings: Settings, fuel: _Fuel) -> Level:
     for members, program in grouping.subsets:
         if choose.work(program.phases[0]) < MIN_WORK and settings.mode == "mixed":
             for member in members:
-                level.left_out[member] = Refusal(graph.nodes[member].prim, "too little work for a kernel call of its own")
+                level.left_out[member] = Refusal(
+                    graph.nodes[member].prim, "too little work for a kernel call of its own"
+                )
             continue
         inputs = [names[t] for t in graph.subset_inputs(members)]
         outputs = [names[t] for t in graph.subset_outputs(members)]
@@ -268,7 +282,9 @@ def _rebuild(level: Level, settings: Settings) -> jaxapi.Closed:
 
 
 # -- the report -----------------------------------------------------------------------------------------------------
-def _report(top: Level, rebuilt: jaxapi.Closed, settings: Settings, platform: str, name: str, clock: dict[str, float]) -> FunctionReport:
+def _report(
+    top: Level, rebuilt: jaxapi.Closed, settings: Settings, platform: str, name: str, clock: dict[str, float]
+) -> FunctionReport:
     grouped: OrderedDict[str, SubsetReport] = OrderedDict()
     refusals: Counter[tuple[str, str, str]] = Counter()
     equations = 0
@@ -319,7 +335,8 @@ def subset_report(level: Level, subset: Subset) -> SubsetReport:
     moved = sum(b.bytes for b in subset.program.buffers if b.role != "local")
     where = list(dict.fromkeys(n.where for n in nodes if n.where))
     return SubsetReport(
-        nodes[-1].prim, operations, where, "none" if not fused else "shared" if len(subset.program.phases) > 1 else "register",
+        nodes[-1].prim, operations, where,
+        "none" if not fused else "shared" if len(subset.program.phases) > 1 else "register",
         kind, label, subset.origin, dict(chosen.params) if chosen is not None else {}, pul, bound,
         seconds if chosen is not None else None, xla, 1, flop, moved, rejected,
     )  # fmt: skip

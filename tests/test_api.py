@@ -354,5 +354,7 @@ print(f.explain(x))
 
 
 def test_without_numba_everything_goes_to_xla():
-    out = subprocess.run([sys.executable, "-c", _WITHOUT_NUMBA], capture_output=True, text=True, timeout=120, check=True)
+    out = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_NUMBA], capture_output=True, text=True, timeout=120, check=True
+    )
     assert "is not installed" in out.stdout and "left to XLA" in out.stderr

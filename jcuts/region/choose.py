@@ -39,7 +39,11 @@ def lanes_of(program: Program, machine: Machine) -> int:
         for graph in (phase.body, phase.exit):
             for node in graph.nodes:
                 if node.op not in ("guard", "index") and node.dtype != "bool":
-                    size = max(4, ITEM_SIZE[node.dtype]) if node.dtype in ("bfloat16", "float16") else ITEM_SIZE[node.dtype]
+                    size = (
+                        max(4, ITEM_SIZE[node.dtype])
+                        if node.dtype in ("bfloat16", "float16")
+                        else ITEM_SIZE[node.dtype]
+                    )
                     widest = max(widest, size)
     return max(4, min(machine.vector_bytes // max(widest, 2), 64))
 
@@ -67,7 +71,9 @@ def work(phase: Phase) -> int:
     return points * (inner * max(1, body) + max(1, len(phase.exit.nodes)))
 
 
-def blocks_for(phase: Phase, axes: list[Axis], steps: dict[str, int], machine: Machine, prefer: str = "") -> tuple[tuple[str, int], ...]:
+def blocks_for(
+    phase: Phase, axes: list[Axis], steps: dict[str, int], machine: Machine, prefer: str = ""
+) -> tuple[tuple[str, int], ...]:
     """Task blocks: enough tasks for the threads, along the outermost axes that have room."""
     if machine.threads == 1 or work(phase) < SMALL_TASK:
         return ()
@@ -107,7 +113,9 @@ def _map(program: Program, phase: Phase, lanes: int, machine: Machine) -> Iterat
             order = (*(a.name for a in phase.axes if a is not axis), axis.name)
             steps = {axis.name: unroll * width}
             axes = [a for a in phase.axes if a is not axis] + [axis]
-            schedule = Schedule(width, axis.name, ((axis.name, unroll),), order, blocks=blocks_for(phase, axes, steps, machine))
+            schedule = Schedule(
+                width, axis.name, ((axis.name, unroll),), order, blocks=blocks_for(phase, axes, steps, machine)
+            )
             waste = axis.extent / (vectors * width)
             score = waste * (0.9 if unroll == 1 else 1.0 if unroll == (2 if heavy else 4) else 0.95) / (1 + rank)
             yield schedule, min(1.0, score * (1.0 if _contiguity(phase, axis.name) > 0 else 0.3))
@@ -174,7 +182,9 @@ def _taps(phase: Phase, budget: int) -> tuple[tuple[str, int], ...]:
     return tuple(result)
 
 
-def _lane_reduced(phase: Phase, axis: Red, width: int, machine: Machine, weight: float) -> Iterator[tuple[Schedule, float]]:
+def _lane_reduced(
+    phase: Phase, axis: Red, width: int, machine: Machine, weight: float
+) -> Iterator[tuple[Schedule, float]]:
     vectors = -(-axis.extent // width)
     names = [a.name for a in phase.axes]
     for chains in (4, 2, 1):
@@ -194,7 +204,9 @@ def _lane_reduced(phase: Phase, axis: Red, width: int, machine: Machine, weight:
             yield schedule, max(1e-6, min(1.0, score))
 
 
-def _lane_parallel(program: Program, phase: Phase, axis: Axis, width: int, machine: Machine, weight: float) -> Iterator[tuple[Schedule, float]]:
+def _lane_parallel(
+    program: Program, phase: Phase, axis: Axis, width: int, machine: Machine, weight: float
+) -> Iterator[tuple[Schedule, float]]:
     vectors = -(-axis.extent // width)
     others = [a for a in phase.axes if a is not axis]
     taps = _taps(phase, 32)
@@ -202,7 +214,10 @@ def _lane_parallel(program: Program, phase: Phase, axis: Axis, width: int, machi
     inner_red = phase.reds[-1]
     loads = [n for n in phase.body.nodes if n.op == "load" and n.index is not None]
     # Rows: the axes along which some operand of the vector loads is shared, innermost first, at most two.
-    rows_axes: list[Axis | None] = [*sorted(others, key=lambda a: (-_sharing(loads, a.name, axis.name), -phase.axes.index(a)))[:2], None]
+    rows_axes: list[Axis | None] = [
+        *sorted(others, key=lambda a: (-_sharing(loads, a.name, axis.name), -phase.axes.index(a)))[:2],
+        None,
+    ]
     for place, rows_axis in enumerate(rows_axes):
         if rows_axis is None and others:
             continue
@@ -229,14 +244,24 @@ def _lane_parallel(program: Program, phase: Phase, axis: Axis, width: int, machi
                 if rows_axis is not None:
                     rows_used = _edge(rows_axis.extent, rows)
                 count_used = _edge(vectors, count)
-                score = weight * (0.9 if place else 1.0) * issue * fill * lanes_used * rows_used * (0.5 + 0.5 * count_used)
+                score = (
+                    weight * (0.9 if place else 1.0) * issue * fill * lanes_used * rows_used * (0.5 + 0.5 * count_used)
+                )
                 for order, prefer in _orders(phase, axis, rows_axis):
                     steps = {axis.name: count * width}
                     if rows_axis is not None:
                         steps[rows_axis.name] = rows
                     ordered = [next(a for a in phase.axes if a.name == n) for n in order]
                     blocks = blocks_for(phase, ordered, steps, machine, prefer)
-                    schedule = Schedule(width, axis.name, tuple(sorted(tile.items())), order, tuple(sorted(red_unroll.items())), (), blocks)
+                    schedule = Schedule(
+                        width,
+                        axis.name,
+                        tuple(sorted(tile.items())),
+                        order,
+                        tuple(sorted(red_unroll.items())),
+                        (),
+                        blocks,
+                    )
                     yield schedule, max(1e-6, min(1.0, score))
                     score *= 0.97
 
@@ -259,13 +284,17 @@ def _edge(extent: int, step: int) -> float:
     return extent / ((whole + 1) * step) if whole == 0 else extent / (whole * step + max(rest, min(step, 4)))
 
 
-def _tile_loads(loads: list[Node], tile: dict[str, int], vector: str, taps: tuple[tuple[str, int], ...], phase: Phase) -> tuple[int, int]:
+def _tile_loads(
+    loads: list[Node], tile: dict[str, int], vector: str, taps: tuple[tuple[str, int], ...], phase: Phase
+) -> tuple[int, int]:
     """Distinct vector and scalar loads of one tile, taps unrolled (equal addresses counted once)."""
     vectors = scalars = 0
     red_names = dict(taps)
     for node in loads:
         assert node.index is not None
-        spans = [(node.index.stride(n), c) for n, c in tile.items()] + [(node.index.stride(n), c) for n, c in red_names.items()]
+        spans = [(node.index.stride(n), c) for n, c in tile.items()] + [
+            (node.index.stride(n), c) for n, c in red_names.items()
+        ]
         distinct = {0}
         for stride, count in spans:
             if stride is None:

@@ -131,7 +131,13 @@ class Grouper:
         """
         inside = self.clusters[first].members | self.clusters[second].members
         highest = max(inside)
-        stack = [u for m in inside for t in self.graph.nodes[m].outputs for u in self.graph.tensors[t].users if u not in inside]
+        stack = [
+            u
+            for m in inside
+            for t in self.graph.nodes[m].outputs
+            for u in self.graph.tensors[t].users
+            if u not in inside
+        ]
         seen: set[int] = set()
         while stack:
             number = stack.pop()

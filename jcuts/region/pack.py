@@ -52,9 +52,14 @@ def packings(program: Program, lanes: int, registers: int) -> Iterator[tuple[Pac
             for count, vectors in TILES:
                 if count * vectors + vectors + 1 > registers or count > rows.extent:
                     continue
-                if (vectors - 1) * lanes >= lane.extent or depth * vectors * lanes * ITEM_SIZE[node.dtype] > PANEL_LIMIT:
+                if (vectors - 1) * lanes >= lane.extent or depth * vectors * lanes * ITEM_SIZE[
+                    node.dtype
+                ] > PANEL_LIMIT:
                     continue
-                yield Packing(number, lane.name, rows.name, count, vectors, lanes), _score(phase, lane, rows, count, vectors, lanes, node)
+                yield (
+                    Packing(number, lane.name, rows.name, count, vectors, lanes),
+                    _score(phase, lane, rows, count, vectors, lanes, node),
+                )
 
 
 def _packable(phase: Phase, node: Node, lane: str) -> bool:
@@ -73,7 +78,11 @@ def _score(phase: Phase, lane: Axis, rows: Axis, count: int, vectors: int, lanes
     fill = min(1.0, units / 8)
     row_use = rows.extent / (-(-rows.extent // count) * count)
     width = vectors * lanes
-    lane_use = lane.extent / (-(-lane.extent // lanes) * lanes) * (0.5 + 0.5 * lane.extent / (-(-lane.extent // width) * width))
+    lane_use = (
+        lane.extent
+        / (-(-lane.extent // lanes) * lanes)
+        * (0.5 + 0.5 * lane.extent / (-(-lane.extent // width) * width))
+    )
     copy = 1.0 if node.index.stride(lane.name) == 1 else 6.0
     shared = math.prod(a.extent for a in phase.axes if node.index.stride(a.name) == 0)
     return issue * fill * row_use * lane_use / (1.0 + copy / shared)
@@ -112,7 +121,10 @@ def apply(program: Program, packing: Packing, threads: int) -> Program:
     unit = node.index.stride(lane.name) == 1
     fetch_axes = (
         *(Axis(a.name, a.extent) for a in batch),
-        *(Axis(r.name, r.extent, 1 if unit or k < len(phase.reds) - 1 else min(4, r.extent)) for k, r in enumerate(phase.reds)),
+        *(
+            Axis(r.name, r.extent, 1 if unit or k < len(phase.reds) - 1 else min(4, r.extent))
+            for k, r in enumerate(phase.reds)
+        ),
         Axis(lane.name, lane.extent, packing.vectors if unit else 1, True),
     )
     fetch = Phase("fetch", fetch_axes, (), (), Graph(), fetch_graph, (Store(panel.name, place, value),))
@@ -120,7 +132,11 @@ def apply(program: Program, packing: Packing, threads: int) -> Program:
     body, numbers = Graph(), {}
     for number, old in enumerate(phase.body.nodes):
         args = tuple(numbers[a] for a in old.args)
-        new = Node("load", old.dtype, buffer=panel.name, index=place) if number == packing.load else replace(old, args=args)
+        new = (
+            Node("load", old.dtype, buffer=panel.name, index=place)
+            if number == packing.load
+            else replace(old, args=args)
+        )
         numbers[number] = body.add(new)
     accs = tuple(replace(a, values=tuple(numbers[v] for v in a.values)) for a in phase.accs)
     compute_axes = (
@@ -142,7 +158,8 @@ def apply(program: Program, packing: Packing, threads: int) -> Program:
     if wanted > 1 and pieces > 1:
         grid.append(Grid(split.name, split.extent, -(-pieces // min(wanted, pieces)) * step))
     params = (
-        ("lanes", packing.lanes), ("vector", lane.name), ("unroll", ((lane.name, packing.vectors), (row.name, packing.rows))),
+        ("lanes", packing.lanes), ("vector", lane.name),
+        ("unroll", ((lane.name, packing.vectors), (row.name, packing.rows))),
         ("packed", node.buffer), ("panel_bytes", panel.bytes),
     )  # fmt: skip
     return replace(

@@ -26,8 +26,10 @@ def _packed(plain: Program, machine: Machine, limit: int) -> list[tuple[Program,
     return [(pack.apply(plain, p, machine.threads), score * weight) for p, score in keep]
 
 
-def _merge(direct: list[tuple[Program, float]], packed: list[tuple[Program, float]], limit: int) -> list[tuple[Program, float]]:
-    """The best of both, so that each is represented among the first few: where they differ, only a measurement tells."""
+def _merge(
+    direct: list[tuple[Program, float]], packed: list[tuple[Program, float]], limit: int
+) -> list[tuple[Program, float]]:
+    """The best of both, each among the first few: where they differ, only a measurement tells."""
     ranked = sorted([*direct, *packed], key=lambda item: -item[1])
     if packed and direct:
         first, second = ranked[0], (packed[0] if ranked[0] in direct else direct[0])

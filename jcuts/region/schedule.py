@@ -5,6 +5,7 @@ A `Schedule` is plain data (what the tuner varies); `apply` makes the scheduled 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -56,7 +57,12 @@ def apply(program: Program, schedule: Schedule) -> Program:
         if name not in names:
             raise IRError(f"schedule names axis {name!r}; {program.name} has {sorted(names)}")
     axes = [
-        Axis(a.name, a.extent, min(unroll.get(a.name, 1), -(-a.extent // (schedule.lanes if a.name == schedule.vector else 1))), a.name == schedule.vector)
+        Axis(
+            a.name,
+            a.extent,
+            min(unroll.get(a.name, 1), -(-a.extent // (schedule.lanes if a.name == schedule.vector else 1))),
+            a.name == schedule.vector,
+        )
         for a in phase.axes
     ]
     reds = []
@@ -82,12 +88,15 @@ def apply(program: Program, schedule: Schedule) -> Program:
 def collapse(phase: Phase, keep: frozenset[str] = frozenset()) -> Phase:
     """Merges neighbouring axes (a, b) where every address moves by extent(b) times as much per a as per b.
 
-    Row-major tensors of one shape collapse to a single axis; a broadcast operand keeps the axes apart. Output axes merge
-    with output axes, reductions with reductions; axes in ``keep`` stay.
+    Row-major tensors of one shape collapse to a single axis; a broadcast operand keeps the axes apart. Output axes
+    merge with output axes, reductions with reductions; axes in ``keep`` stay.
     """
     while True:
         for group in (phase.axes, phase.reds):
-            pair = next((p for p in zip(group, group[1:]) if not {p[0].name, p[1].name} & keep and _mergeable(phase, *p)), None)
+            pair = next(
+                (p for p in itertools.pairwise(group) if not {p[0].name, p[1].name} & keep and _mergeable(phase, *p)),
+                None,
+            )
             if pair is not None:
                 phase = _merge(phase, *pair)
                 break
@@ -129,7 +138,7 @@ def _merge(phase: Phase, outer: Axis | Red, inner: Axis | Red) -> Phase:
     return _rewrite(replace(phase, axes=axes, reds=reds), change)
 
 
-def _rewrite(phase: Phase, change) -> Phase:  # noqa: ANN001
+def _rewrite(phase: Phase, change) -> Phase:
     body, body_map = _rewrite_graph(phase.body, change)
     exit_, exit_map = _rewrite_graph(phase.exit, change)
     accs = tuple(Acc(a.combine, a.dtype, tuple(body_map[v] for v in a.values), a.index_dtype) for a in phase.accs)
@@ -137,7 +146,7 @@ def _rewrite(phase: Phase, change) -> Phase:  # noqa: ANN001
     return replace(phase, body=body, exit=exit_, accs=accs, stores=stores)
 
 
-def _rewrite_graph(graph: Graph, change) -> tuple[Graph, Mapping[int, int]]:  # noqa: ANN001
+def _rewrite_graph(graph: Graph, change) -> tuple[Graph, Mapping[int, int]]:
     new, numbers = Graph(), {}
     for number, node in enumerate(graph.nodes):
         index = None if node.index is None else change(node.index).renumber(numbers)

@@ -20,14 +20,16 @@ def simplify(closed: jaxapi.Closed) -> jaxapi.Closed:
     """Dead code, equal equations, constants, shared broadcasts; bodies of control flow as well.
 
     Closed-over weights are constants, so what depends on them alone is computed once (a folded batch norm, a transposed
-    matrix); arguments never are.  A broadcast that several subsets use is copied to each of them, where it becomes an index
-    map, instead of being written to memory by one of them.
+    matrix); arguments never are.  A broadcast that several subsets use is copied to each of them, where it becomes an
+    index map, instead of being written to memory by one of them.
     """
     closed = _fold(_merge_equal(jaxapi.dce(closed)))
     eqns = []
     for eqn in closed.jaxpr.eqns:
         if jaxapi.primitive_name(eqn) in CONTROL_FLOW:
-            eqn = jaxapi.with_inner_jaxprs(eqn, [_copied(_merge_equal(body)) for _, _, body in jaxapi.inner_jaxprs(eqn)])
+            eqn = jaxapi.with_inner_jaxprs(
+                eqn, [_copied(_merge_equal(body)) for _, _, body in jaxapi.inner_jaxprs(eqn)]
+            )
         eqns.append(eqn)
     return _copied(jaxapi.dce(jaxapi.with_eqns(closed, eqns)))
 
@@ -39,7 +41,7 @@ def _pure(eqn: Any) -> bool:
 
 
 def _merge_equal(closed: jaxapi.Closed) -> jaxapi.Closed:
-    """Equal equations on equal operands are computed once (three layers that apply the same activation to one tensor)."""
+    """Equal equations on equal operands are computed once (one activation that three layers apply)."""
     seen: dict[Any, Any] = {}
     renamed: dict[Any, Any] = {}
     eqns: list[Any] = []
@@ -97,7 +99,9 @@ def _fold(closed: jaxapi.Closed) -> jaxapi.Closed:
     }
     pairs = [(v, c) for v, c in zip(jaxpr.constvars, closed.consts, strict=True) if v in used]
     pairs += [(v, c) for v, c in folded.items() if v in used]
-    return jaxapi.make_closed([v for v, _ in pairs], jaxpr.invars, jaxpr.outvars, eqns, [c for _, c in pairs], like=closed)
+    return jaxapi.make_closed(
+        [v for v, _ in pairs], jaxpr.invars, jaxpr.outvars, eqns, [c for _, c in pairs], like=closed
+    )
 
 
 def _foldable(eqn: Any, known: dict[Any, Any]) -> bool:

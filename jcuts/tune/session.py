@@ -90,7 +90,8 @@ def make_problem(subset: Any, settings: Settings, candidates: int) -> Problem:
         for red in phase.reds:
             reduction *= red.extent
     outputs = tuple(
-        Output(tuple(v.aval.shape), v.aval.dtype.name, reduction, v.aval.dtype.name not in FLOATS) for v in subset.outputs
+        Output(tuple(v.aval.shape), v.aval.dtype.name, reduction, v.aval.dtype.name not in FLOATS)
+        for v in subset.outputs
     )
     return Problem(
         identity=subset.identity,

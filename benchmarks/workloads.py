@@ -1,0 +1,136 @@
+"""The programs that benchmarks run: keras.applications networks and plain-JAX programs, random weights, no downloads.
+
+A workload is (function, arguments); ``closed=True`` gives the form with weights closed over.  Nothing here knows jcuts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Workload = tuple[Callable[..., Any], tuple[Any, ...]]
+
+DEPTHWISE = ("MobileNetV2", "MobileNet", "NASNetMobile")
+CNN = ("ResNet50", "DenseNet121", "InceptionV3", "VGG16")
+PROGRAMS = ("encoder", "gru", "mlp_step")
+
+
+def array(*shape: int, seed: int = 0, scale: float = 1.0, dtype: Any = jnp.float32) -> jax.Array:
+    """Normal values."""
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape) * scale, dtype)
+
+
+def network(name: str, batch: int, *, closed: bool = True, dtype: str = "float32") -> Workload:
+    """A ``keras.applications`` network's inference. Batch-norm statistics are made non-trivial."""
+    import keras
+
+    keras.utils.set_random_seed(1)
+    keras.config.set_dtype_policy("float32")
+    model = getattr(keras.applications, name)(weights=None)
+    x = array(batch, *model.input_shape[1:], dtype=dtype)
+    rng = np.random.default_rng(7)
+
+    def varied(variable: Any) -> jax.Array:
+        value = np.asarray(variable.value)
+        if "moving_variance" in variable.path:
+            value = 0.5 + rng.random(value.shape)
+        elif "moving_mean" in variable.path or "beta" in variable.path:
+            value = 0.1 * rng.standard_normal(value.shape)
+        return jnp.asarray(value, dtype)
+
+    trainable = [varied(v) for v in model.trainable_variables]
+    other = [varied(v) for v in model.non_trainable_variables]
+
+    def apply(trainable: Any, other: Any, x: jax.Array) -> jax.Array:
+        return model.stateless_call(trainable, other, x, training=False)[0]
+
+    if closed:
+        return (lambda x: apply(trainable, other, x)), (x,)
+    return apply, (trainable, other, x)
+
+
+def layer_norm(x: jax.Array, gain: jax.Array, bias: jax.Array) -> jax.Array:
+    """Normalisation over the last dimension."""
+    mean = x.mean(-1, keepdims=True)
+    variance = ((x - mean) ** 2).mean(-1, keepdims=True)
+    return (x - mean) * jax.lax.rsqrt(variance + 1e-5) * gain + bias
+
+
+def encoder(
+    batch: int = 4, length: int = 128, width: int = 512, heads: int = 8, hidden: int = 2048, dtype: Any = jnp.float32
+) -> Workload:
+    """One transformer encoder layer, weights as arguments."""
+    names = dict.fromkeys("qkvo", (width, width)) | {"up": (width, hidden), "down": (hidden, width)}
+    weights = {n: array(*s, seed=i, scale=s[0] ** -0.5, dtype=dtype) for i, (n, s) in enumerate(names.items())}
+    weights |= dict.fromkeys(("g1", "g2"), jnp.ones(width, dtype))
+    weights |= dict.fromkeys(("c1", "c2", "b2"), jnp.zeros(width, dtype))
+    weights["b1"] = jnp.zeros(hidden, dtype)
+
+    def apply(w: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        depth = width // heads
+        h = layer_norm(x, w["g1"], w["c1"])
+        q, k, v = ((h @ w[n]).reshape(*x.shape[:2], heads, depth) for n in "qkv")
+        attention = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) * depth**-0.5, -1)
+        x = x + jnp.einsum("bhqk,bkhd->bqhd", attention, v).reshape(x.shape) @ w["o"]
+        h = layer_norm(x, w["g2"], w["c2"])
+        return x + jax.nn.gelu(h @ w["up"] + w["b1"]) @ w["down"] + w["b2"]
+
+    return apply, (weights, array(batch, length, width, dtype=dtype))
+
+
+def gru(steps: int = 100, batch: int = 16, width: int = 256) -> Workload:
+    """A GRU scanned over time."""
+    weights = {
+        "i": array(width, 3 * width, scale=0.05),
+        "h": array(width, 3 * width, seed=1, scale=0.05),
+        "b": array(3 * width, scale=0.1),
+    }
+
+    def apply(w: dict[str, jax.Array], xs: jax.Array) -> jax.Array:
+        def step(h: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            gates, state = x @ w["i"] + w["b"], h @ w["h"]
+            r, z, n = (slice(k * width, (k + 1) * width) for k in range(3))
+            reset = jax.nn.sigmoid(gates[:, r] + state[:, r])
+            update = jax.nn.sigmoid(gates[:, z] + state[:, z])
+            new = jnp.tanh(gates[:, n] + reset * state[:, n])
+            h = (1 - update) * new + update * h
+            return h, h
+
+        return jax.lax.scan(step, jnp.zeros((batch, width)), xs)[1]
+
+    return apply, (weights, array(steps, batch, width))
+
+
+def mlp_step(batch: int = 800, hidden: int = 1000) -> Workload:
+    """One training step of a 784-hidden-10 network: loss, gradients, SGD update."""
+    first, second = array(784, hidden, scale=0.03), array(hidden, 10, seed=1, scale=0.03)
+    params = [(first, jnp.zeros(hidden)), (second, jnp.zeros(10))]
+
+    def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        h = jax.nn.sigmoid(x @ params[0][0] + params[0][1])
+        logits = h @ params[1][0] + params[1][1]
+        return -(jax.nn.log_softmax(logits) * y).sum(-1).mean() + 1e-4 * sum((w**2).sum() for w, _ in params)
+
+    def step(params: Any, x: jax.Array, y: jax.Array) -> Any:
+        value, gradient = jax.value_and_grad(loss)(params, x, y)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient), value
+
+    return step, (params, array(batch, 784), jax.nn.one_hot(jnp.arange(batch) % 10, 10))
+
+
+def by_name(name: str, batch: int = 1, *, closed: bool = True, dtype: str = "float32") -> Workload:
+    """A workload by its name; plain-JAX programs have their own sizes."""
+    if name == "encoder":
+        return encoder(dtype=dtype)
+    if name == "gru":
+        return gru()
+    if name == "mlp_step":
+        return mlp_step()
+    return network(name, batch, closed=closed, dtype=dtype)

@@ -121,6 +121,8 @@ def apply(builder: L.Builder, op: str, dtype: str, args: Sequence[Lanes], attrs:
         return Lanes(builder.select(args[0].value, args[1].value, args[2].value), dtype, both)
     if op == "convert":
         return _convert(builder, args[0], dtype)
+    if op == "widen":  # a 16-bit float as it is carried, not yet rounded
+        return Lanes(args[0].value, dtype)
     register = register_dtype(dtype)
     values = [a.value for a in args]
     fresh = dtype not in HALVES

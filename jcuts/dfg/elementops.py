@@ -47,6 +47,8 @@ def apply(op: str, dtype: str, types: Sequence[str], args: Sequence[Any], attrs:
     """
     if op in _DISCRETE:
         args = [stored(a, t).astype(carried(t)) for a, t in zip(args, types, strict=True)]
+    if op == "widen":
+        return np.asarray(args[0]).astype(carried(dtype))
     if op == "select":
         return np.where(args[0], args[1], args[2])
     if op == "clamp":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jcuts.base.errors import Refusal
 from jcuts.dfg.index import Index
-from jcuts.ops.reduction import accumulator_type
+from jcuts.ops.reduction import accumulator_type, to_accumulator
 from jcuts.ops.registry import FLOATS, AccSpec, Context, Equation, IndexTuple, Op, ReduceSpec, op_rule
 
 
@@ -54,8 +54,8 @@ def dot_general(eqn: Equation) -> Op | Refusal:
     def term(ctx: Context, out_index: IndexTuple, red: IndexTuple) -> list[tuple[int, ...]]:
         a = ctx.input(0, place(rank_l, lhs_batch, free_l, lhs_contract, out_index, batch, red))
         b = ctx.input(1, place(rank_r, rhs_batch, free_r, rhs_contract, out_index, batch + len(free_l), red))
-        a = a if lhs.dtype == acc_type else ctx.apply("convert", acc_type, a, source=lhs.dtype)
-        b = b if rhs.dtype == acc_type else ctx.apply("convert", acc_type, b, source=rhs.dtype)
+        a = to_accumulator(ctx, a, lhs.dtype, acc_type)
+        b = to_accumulator(ctx, b, rhs.dtype, acc_type)
         return [(ctx.apply("mul", acc_type, a, b),)]
 
     def finish(ctx: Context, accs: list[int], out_index: IndexTuple) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jcuts.base.errors import Refusal
 from jcuts.dfg.index import Index
 from jcuts.dfg.node import Guard
-from jcuts.ops.reduction import accumulator_type
+from jcuts.ops.reduction import accumulator_type, to_accumulator
 from jcuts.ops.registry import FLOATS, AccSpec, Context, Equation, IndexTuple, Op, ReduceSpec, op_rule
 
 
@@ -63,8 +63,8 @@ def convolution(eqn: Equation) -> Op | Refusal:
         for i in range(n_space):
             weight[r_space[i]] = red[i]
         b = ctx.input(1, tuple(weight))
-        a = a if lhs.dtype == acc_type else ctx.apply("convert", acc_type, a, source=lhs.dtype)
-        b = b if rhs.dtype == acc_type else ctx.apply("convert", acc_type, b, source=rhs.dtype)
+        a = to_accumulator(ctx, a, lhs.dtype, acc_type)
+        b = to_accumulator(ctx, b, rhs.dtype, acc_type)
         return [(ctx.apply("mul", acc_type, a, b),)]
 
     def finish(ctx: Context, accs: list[int], out_index: IndexTuple) -> list[int]:

@@ -27,6 +27,20 @@ def accumulator_type(dtype: str) -> str:
     return "float32" if dtype in ("bfloat16", "float16") else dtype
 
 
+def to_accumulator(ctx: Context, value: int, dtype: str, acc_type: str) -> int:
+    """A contribution in the accumulator's type.
+
+    16-bit floats contribute as they are carried in registers, unrounded: whatever else uses the same value in the
+    kernel uses it unrounded too, and the maximum of a row must be one of its values to the last bit (softmax subtracts
+    it and takes the exponential).
+    """
+    if dtype == acc_type:
+        return value
+    if dtype in ("bfloat16", "float16") and acc_type == "float32":
+        return ctx.apply("widen", acc_type, value)
+    return ctx.apply("convert", acc_type, value, source=dtype)
+
+
 def merge_index(axes: tuple[int, ...], rank: int, out_index: IndexTuple, red_index: IndexTuple) -> IndexTuple:
     """The operand index: reduced dimensions from ``red_index`` (in order of ``axes``), others from ``out_index``."""
     where = {axis: red_index[k] for k, axis in enumerate(axes)}
@@ -56,9 +70,7 @@ def reduce(eqn: Equation) -> Op | Refusal:
 
     def term(ctx: Context, out_index: IndexTuple, red_index: IndexTuple) -> list[tuple[int, ...]]:
         value = ctx.input(0, merge_index(axes, rank, out_index, red_index))
-        if acc_type != dtype:
-            value = ctx.apply("convert", acc_type, value, source=dtype)
-        return [(value,)]
+        return [(to_accumulator(ctx, value, dtype, acc_type),)]
 
     def finish(ctx: Context, accs: list[int], out_index: IndexTuple) -> list[int]:
         if acc_type != dtype:

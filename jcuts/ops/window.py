@@ -7,7 +7,7 @@ import math
 from jcuts.base.errors import Refusal
 from jcuts.dfg.index import Index
 from jcuts.dfg.node import Guard, Scalar
-from jcuts.ops.reduction import accumulator_type
+from jcuts.ops.reduction import accumulator_type, to_accumulator
 from jcuts.ops.registry import FLOATS, AccSpec, Context, Equation, IndexTuple, Op, ReduceSpec, op_rule
 
 COMBINE = {"reduce_window_sum": "add", "reduce_window_max": "max", "reduce_window_min": "min"}
@@ -67,9 +67,7 @@ def reduce_window(eqn: Equation) -> Op | Refusal:
             place.append(where)
         live = tuple(g for g in guards if not g.always(ctx.ranges))
         value = ctx.input(0, tuple(place), live, fill)
-        if acc_type != dtype:
-            value = ctx.apply("convert", acc_type, value, source=dtype)
-        return [(value,)]
+        return [(to_accumulator(ctx, value, dtype, acc_type),)]
 
     def finish(ctx: Context, accs: list[int], out_index: IndexTuple) -> list[int]:
         if acc_type != dtype:

@@ -20,7 +20,7 @@ from jcuts.dfg.index import Index, flatten
 from jcuts.dfg.node import Graph, Guard, Scalar
 from jcuts.dfg.program import Acc, Axis, Buffer, Grid, Phase, Program, Red, Store
 from jcuts.ops.layout import regroup
-from jcuts.ops.registry import IndexTuple, Op, TensorType
+from jcuts.ops.registry import FLOATS, IndexTuple, Op, TensorType
 from jcuts.region.graph import OpNode, TensorGraph
 
 CHEAP_PROLOGUE = 1.0  # element operations per point that may be recomputed for every use in a contraction or window
@@ -87,7 +87,11 @@ class Builder:
                 raise Declined(
                     Refusal("subset", "a value kept in cache is needed at another point than where it was computed")
                 )
-            return self.target.load(name, address, info.type.dtype)
+            kept = local_dtype(info.type.dtype)
+            value = self.target.load(name, address, kept)
+            return (
+                value if kept == info.type.dtype else self.target.apply("convert", info.type.dtype, value, source=kept)
+            )
         node = self.graph.producer(tensor)
         if node is None or node.number not in self.subset:
             if node is None and tensor not in self.inputs and info.scalar is None:
@@ -118,9 +122,23 @@ class Builder:
         live = tuple(g for g in guards if not g.always(self.ranges))
         return self.target.add(Node("guard", "bool", guards=live)) if live else self.target.const(True, "bool")
 
+    def kept(self, value: int) -> int:
+        """A value of the current graph as a local buffer holds it."""
+        dtype = self.target.nodes[value].dtype
+        return value if local_dtype(dtype) == dtype else self.target.apply("widen", local_dtype(dtype), value)
+
     def context(self, node: OpNode) -> _OpContext:
         """What the op of ``node`` sees."""
         return _OpContext(self, node)
+
+
+def local_dtype(dtype: str) -> str:
+    """The type of a local buffer: 16-bit floats are kept as registers carry them.
+
+    A value that one phase rounds and another computes again unrounded would differ by a rounding error of the storage
+    type, which softmax puts into an exponential.
+    """
+    return "float32" if dtype in ("bfloat16", "float16") else dtype
 
 
 @dataclass
@@ -141,7 +159,14 @@ class _OpContext:
     def apply(self, op: str, dtype: str, *args: int, **attrs: object) -> int:
         if op == "copy":
             return args[0]
-        return self.builder.target.apply(op, dtype, *args, **attrs)
+        target = self.builder.target
+        if op == "mul" and dtype in FLOATS:
+            for flag, other in ((args[0], args[1]), (args[1], args[0])):
+                node = target.nodes[flag]
+                if node.op == "convert" and target.nodes[node.args[0]].dtype == "bool":
+                    # XLA multiplies by a converted bool with a selection: NaN times False is 0.
+                    return target.apply("select", dtype, node.args[0], other, target.const(0.0, dtype))
+        return target.apply(op, dtype, *args, **attrs)
 
     def const(self, value: Scalar, dtype: str) -> int:
         return self.builder.target.const(value, dtype)

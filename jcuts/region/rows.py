@@ -19,7 +19,7 @@ from jcuts.dfg.node import Graph
 from jcuts.dfg.program import Acc, Axis, Buffer, Grid, Phase, Program, Red, Store
 from jcuts.ops.layout import regroup
 from jcuts.ops.registry import IndexTuple
-from jcuts.region.build import Builder, Declined, acc_node, make_buffers
+from jcuts.region.build import Builder, Declined, acc_node, local_dtype, make_buffers
 from jcuts.region.choose import TASKS_PER_THREAD, Machine, lanes_of, work
 from jcuts.region.graph import OpNode, TensorGraph
 from jcuts.region.schedule import collapsed
@@ -106,9 +106,7 @@ def _start(
     reduced: tuple[int, ...],
     outputs: list[int],
 ) -> _Rows:
-    index = tuple(
-        Index() if e == 1 else Index.axis(f"r{d}" if d in reduced else f"o{d}") for d, e in enumerate(shape)
-    )
+    index = tuple(Index() if e == 1 else Index.axis(f"r{d}" if d in reduced else f"o{d}") for d, e in enumerate(shape))
     outer = tuple(index[d] for d in range(len(shape)) if d not in reduced)
     axes = tuple(Axis(f"o{d}", e) for d, e in enumerate(shape) if d not in reduced and e != 1)
     reds = tuple(Red(f"r{d}", e) for d, e in enumerate(shape) if d in reduced and e != 1)
@@ -180,7 +178,8 @@ def _lane_address(rows: _Rows) -> Index:
 
 def _local(rows: _Rows, tensor: int, shape: tuple[int, ...], index: IndexTuple, address: Index) -> str:
     name = f"local{len(rows.builder.locals)}"
-    rows.buffers.append(Buffer(name, rows.graph.tensors[tensor].type.dtype, shape, "local"))
+    dtype = local_dtype(rows.graph.tensors[tensor].type.dtype)
+    rows.buffers.append(Buffer(name, dtype, shape, "local"))
     rows.builder.locals[tensor] = (name, index, address)
     return name
 
@@ -194,7 +193,9 @@ def _keep_phase(rows: _Rows, tensor: int) -> None:
     address = flatten(tuple(Index.axis(r.name) for r in rows.reds), extents)
     name = _local(rows, tensor, extents, place, address)
     axes = (*rows.axes, *(Axis(r.name, r.extent) for r in rows.reds))
-    rows.phases.append(Phase("keep", axes, (), (), Graph(), builder.target, (Store(name, address, value),)))
+    rows.phases.append(
+        Phase("keep", axes, (), (), Graph(), builder.target, (Store(name, address, builder.kept(value)),))
+    )
 
 
 def _reduce_phase(
@@ -235,7 +236,7 @@ def _reduce_phase(
         if any(u in rows.subset for u in rows.graph.tensors[tensor].users):
             extents = (_lane_extent(rows),) if rows.lane else (1,)
             address = _lane_address(rows)
-            stores.append(Store(_local(rows, tensor, extents, place, address), address, value))
+            stores.append(Store(_local(rows, tensor, extents, place, address), address, builder.kept(value)))
     if stores:
         rows.phases.append(Phase("reduce", rows.axes, rows.reds, tuple(accs), body, target, tuple(stores)))
 

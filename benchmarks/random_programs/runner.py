@@ -35,7 +35,12 @@ from random_programs.generator import FLOATS, Program, program, signature
 TOLERANCE = 2.0
 NOISE_RUNS = 40
 """More than the tuner makes: it tries a few kernels of a subset, thousands of whole programs would find a gap."""
-FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+FAST = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    # It must mean what it says: the simplifier multiplies by a converted bool with a selection (no NaN * 0), and more.
+    "xla_disable_hlo_passes": "algsimp",
+}
 """The float64 reference is compiled quickly: its speed does not matter."""
 TRANSFORMS = ("plain", "grad", "vmap")
 NUMBER = re.compile(r"0x[0-9a-f]+")

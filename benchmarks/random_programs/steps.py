@@ -503,8 +503,8 @@ def convolution(d: Draw) -> None:
 
 
 # -- gathers ----------------------------------------------------------------------------------------------------------
-def _indices(d: Draw, shape: tuple[int, ...], extent: int) -> Any:
-    dtype = d.one(("int32", "int32", "uint8", "int64") if d.kind.x64 else ("int32", "int32", "int8", "uint32"))
+def _indices(d: Draw, shape: tuple[int, ...], extent: int, dtype: str = "") -> Any:
+    dtype = dtype or d.one(("int32", "int32", "uint8", "int64") if d.kind.x64 else ("int32", "int32", "int8", "uint32"))
     low = 0 if dtype.startswith("u") else -3
     # Signed only: XLA's constant folding and its compiled code clamp huge unsigned positions to opposite ends.
     if d.chance(0.5) and not d.kind.smooth and low:
@@ -547,8 +547,8 @@ def dynamic_slice(d: Draw) -> None:
     """A window at run-time positions, clamped."""
     x = d.any(rank=(1, 4))
     sizes = [d.number(1, e) for e in x.shape]
-    starts = [_indices(d, (), e) for e in x.shape]
-    starts = [lax.convert_element_type(s, starts[0].dtype) for s in starts]
+    starts = [_indices(d, (), x.shape[0])]
+    starts += [_indices(d, (), e, starts[0].dtype.name) for e in x.shape[1:]]
     d.add(lax.dynamic_slice(x, starts, sizes))
 
 

@@ -336,7 +336,12 @@ def store(frame: Frame, buffer: str, dtype: str, index: Index, value: L.Value) -
         value = L.splat(builder, value, frame.lanes)
     if index.stride(frame.vector) == 1 and not index.values():
         pointer = element_pointer(frame, buffer, dtype, scalar_index(frame, index))
-        if frame.masked:
+        if frame.active == 1 < frame.lanes:
+            # Not a masked store: of one set lane LLVM 22 makes a scalar store, as wide as the lanes were before a
+            # truncation (a 4-byte store of a bfloat16).
+            one = builder.extract_element(value, L.I32(0))
+            builder.store(one, pointer, align=ITEM_SIZE[dtype])
+        elif frame.masked:
             L.masked_store(builder, value, pointer, frame.live_mask(), ITEM_SIZE[dtype])
         else:
             builder.store(value, pointer, align=ITEM_SIZE[dtype])

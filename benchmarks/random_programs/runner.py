@@ -23,6 +23,7 @@ from jcuts.region import choose
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
 from jcuts.tune.check import Expected, check_output
+from jcuts.tune.launch import Launcher, Schedule
 from jcuts.tune.problem import Input, Output, Problem
 from jcuts.tune.session import degree
 from jcuts.tune.values import make_inputs, seed_kinds
@@ -189,6 +190,8 @@ def run(seed: int, transform: str = "plain", *, keep: dict[str, Any] | None = No
     with jax.enable_x64(of.kind.x64):
         try:
             _run(of, transform, verdict, keep if keep is not None else {})
+        except AccuracyRejected as error:
+            verdict.status, verdict.reason = "mismatch", error.message[:2000]
         except Exception as error:  # whatever it is, the seed is worth a look
             verdict.status, verdict.reason = "error", f"outside jcuts: {type(error).__name__}: {error}"[:2000]
     return verdict
@@ -217,6 +220,7 @@ def _run(of: Program, transform: str, verdict: Verdict, keep: dict[str, Any]) ->
         keep["error"] = error
         return
     keep.update(planned=planned, got=got)
+    fenced(planned)
     verdict.accepted = "at once"
     _count(planned, verdict)
     if watch.messages:
@@ -293,6 +297,24 @@ def judge(
             expected.append([Expected(kind, x, r, *b) for x, r, b in zip(results, exact, ranges, strict=True)])
     for i, spec in enumerate(problem.outputs):
         check_output(i, spec, [e[i] for e in expected], [g[i] for g in got], problem.tolerance)
+
+
+def fenced(planned: Sequence[pipeline.Level]) -> None:
+    """Runs every kernel on buffers with fences, its tiles in two orders: nothing may be written outside a result.
+
+    Raises: AccuracyRejected.
+    """
+    for top in planned:
+        for subset in (s for level in top.everywhere() for s in level.subsets):
+            if subset.chosen is None:
+                continue
+            launcher = Launcher(kernel_for(subset.chosen))
+            inputs = make_inputs(_problem(subset.closed, subset.identity), "normal", 5)
+            one = launcher.run(inputs)
+            other = launcher.run(inputs, Schedule(1, backward=True), poison=0xFF)
+            for k, (a, b) in enumerate(zip(one, other, strict=True)):
+                if a.tobytes() != b.tobytes():
+                    raise AccuracyRejected(f"result {k} depends on the order of tiles, or is not written in full")
 
 
 def each_kernel(planned: Sequence[pipeline.Level], closed: Any, inputs: Sequence[Any]) -> None:

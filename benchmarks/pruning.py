@@ -4,8 +4,8 @@
 
 For each operation, schedules are drawn at random from the whole space (lane axis, register tile, reduction unrolling,
 loop order, packing) and the enumeration's own candidates are added.  All are compiled and timed on one thread (least of
-several runs).  Reported: where the estimate's first choice, and the best of its top T%, stand among everything measured,
-and how often a measured time was shorter than its bound (never, or the model is wrong).
+several runs).  Reported: where the estimate's first choice, and the best of its top T%, stand among everything
+measured, and how often a measured time was shorter than its bound (never, or the model is wrong).
 """
 
 from __future__ import annotations
@@ -191,7 +191,8 @@ def main() -> int:
         print(
             f"{name:26} measured {row['measured']:4} best {row['best_us']:8.1f} us"
             f"  worst {row['worst_us']:9.1f}  first choice {row['first_us']:8.1f} (rank {row['first_rank']:3})"
-            f"  loss top 1% ({row['kept_top_1_percent']}) {row['loss_top_1_percent']:6.1%}  top 8 {row['loss_top_8']:6.1%}"
+            f"  loss top 1% ({row['kept_top_1_percent']}) {row['loss_top_1_percent']:6.1%}"
+            f"  top 8 {row['loss_top_8']:6.1%}"
             f"  bound violations {row['bound_violations']}",
             flush=True,
         )

@@ -96,7 +96,7 @@ def needs_packing(program: Program, machine_l1: int) -> bool:
         if node.op != "load" or node.index is None or not phase.reds:
             continue
         stride = abs(node.index.stride(phase.reds[-1].name) or 0) * ITEM_SIZE[node.dtype]
-        if stride >= 1024 and stride % 1024 == 0 and depth * 64 > machine_l1:
+        if stride >= 1024 and stride % 1024 == 0 and depth * 64 >= machine_l1:
             return True
     return False
 

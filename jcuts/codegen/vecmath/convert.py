@@ -38,9 +38,7 @@ def convert(builder: lanes.Builder, value: lanes.Value, source: str, target: str
     if is_float(source):
         if is_float(target):
             return _float_to_float(builder, value, source, target)
-        wide = _widened(builder, value, source)
-        sign = "u" if is_unsigned(target) else "s"
-        return lanes.intrinsic(builder, f"fpto{sign}i.sat", want, [wide], [want, wide.type])
+        return _to_integer(builder, _widened(builder, value, source), target, want)
     if is_float(target):
         if target in ("float16", "bfloat16"):
             return _float_to_float(builder, convert(builder, value, source, "float32"), "float32", target)
@@ -51,6 +49,29 @@ def convert(builder: lanes.Builder, value: lanes.Value, source: str, target: str
     if there < here:
         return builder.trunc(value, want)
     return (builder.zext if is_unsigned(source) else builder.sext)(value, want)
+
+
+def _to_integer(builder: lanes.Builder, value: lanes.Value, target: str, want: lanes.Type) -> lanes.Value:
+    """Towards zero, saturated; NaN gives 0.
+
+    float64 goes through 64-bit integers, float32 to 64 bits through float64: LLVM 22 fails (VectorCombine,
+    foldShuffleOfIntrinsics) where lanes of two conversions from different types to one type are mixed.
+    """
+    bits = lanes.bit_width(want)
+    if bits == 64 and lanes.element(value.type) == lanes.F32:
+        value = builder.fpext(value, lanes.like(value.type, lanes.F64))
+    unsigned = is_unsigned(target)
+    narrow = lanes.element(value.type) == lanes.F64 and bits < 64
+    made = lanes.like(want, lanes.I64) if narrow else want
+    sign = "u" if unsigned and not narrow else "s"
+    result = lanes.intrinsic(builder, f"fpto{sign}i.sat", made, [value], [made, value.type])
+    if not narrow:
+        return result
+    low, high = (0, 2**bits - 1) if unsigned else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    for op, bound in ((">", high), ("<", low)):
+        limit = lanes.const(made, bound)
+        result = builder.select(builder.icmp_signed(op, result, limit), limit, result)
+    return builder.trunc(result, want)
 
 
 def _nonzero(builder: lanes.Builder, value: lanes.Value, source: str) -> lanes.Value:

@@ -229,8 +229,8 @@ class Program:
         return tuple(outputs)
 
 
-def program(seed: int, *, smooth: bool = False) -> Program:
-    """The program of a seed. ``smooth``: one that has derivatives."""
+def program(seed: int, *, smooth: bool = False, small: bool = False) -> Program:
+    """The program of a seed. ``smooth``: one that has derivatives; ``small``: a short one of small arrays."""
     rng = np.random.default_rng([seed, 1])
     kind = Kind(x64=bool(rng.random() < 0.3), smooth=smooth)
     every = WIDE if kind.x64 else NARROW
@@ -238,7 +238,7 @@ def program(seed: int, *, smooth: bool = False) -> Program:
         every = ("float64", "float32") if kind.x64 else ("float32",)
     main = every[int(rng.integers(len(every)))]
     draw = Draw(rng, kind, main)
-    large = draw.chance(0.06)
+    large = draw.chance(0.06) and not small
     inputs = []
     count = draw.number(1, 3)
     for k in range(count):
@@ -251,7 +251,7 @@ def program(seed: int, *, smooth: bool = False) -> Program:
             if draw.chance(0.4) and shape:
                 shape = shape[1:]
         inputs.append((shape, draw.dtype()))
-    return Program(seed, kind, main, tuple(inputs), draw.number(3, 15) if not large else draw.number(3, 6), large)
+    return Program(seed, kind, main, tuple(inputs), draw.number(3, 6 if large or small else 15), large)
 
 
 def signature(of: Program) -> list[jax.ShapeDtypeStruct]:

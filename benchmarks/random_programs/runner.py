@@ -183,9 +183,9 @@ def _terms(eqn: Any) -> int:
 
 
 # -- one program ------------------------------------------------------------------------------------------------------
-def run(seed: int, transform: str = "plain", *, keep: dict[str, Any] | None = None) -> Verdict:
+def run(seed: int, transform: str = "plain", *, small: bool = False, keep: dict[str, Any] | None = None) -> Verdict:
     """Runs the program of a seed and judges it. ``keep`` receives intermediate results (for debugging)."""
-    of = program(seed, smooth=transform == "grad")
+    of = program(seed, smooth=transform == "grad", small=small)
     verdict = Verdict(seed, transform)
     with jax.enable_x64(of.kind.x64):
         try:

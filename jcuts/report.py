@@ -106,9 +106,14 @@ def microseconds(value: float | None) -> str:
     return "-" if value is None else f"{value * 1e6:,.1f}"
 
 
+HEAVY = frozenset({"conv_general_dilated", "dot_general"})
+
+
 def operations_text(operations: dict[str, int]) -> str:
-    """'conv_general_dilated, 3 add, 2 mul'."""
-    return ", ".join(name if count == 1 else f"{count} {name}" for name, count in operations.items())
+    """'conv_general_dilated, 3 add, 2 mul': the operation that matters first, the rest by first appearance."""
+    order = sorted(operations.items(), key=lambda item: item[0] not in HEAVY)
+    shown = [name if count == 1 else f"{count} {name}" for name, count in order]
+    return ", ".join(shown if len(shown) <= 7 else [*shown[:6], f"{len(shown) - 6} more kinds"])
 
 
 def rows(report: FunctionReport) -> list[list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -20,7 +20,7 @@ def report_tables(report: FunctionReport) -> RenderableType:
         parts.append(Text(f"whole function: {report.guard.get('chosen')} ({report.guard.get('reason')})"))
     parts.extend(Text(f"note: {note}", style="yellow") for note in report.notes)
     if report.subsets:
-        parts.append(subset_table(report))
+        parts.append(SubsetTable(report))
     if report.refusals:
         parts.append(refusal_table(report))
     rejected = [(s.name, text) for s in report.subsets for text in s.rejected]
@@ -38,9 +38,25 @@ def headline(report: FunctionReport) -> Text:
     return line
 
 
-def subset_table(report: FunctionReport) -> Table:
-    """One row per distinct subset, the costliest first."""
-    return text_table("Subsets", HEADINGS, rows(report))
+# Columns of the subset table that a terminal of this many characters has room for; the others are in the HTML page.
+COLUMNS = (
+    (0, ("n", "operations", "us", "XLA us", "gain")),
+    (100, ("n", "operations", "chosen", "us", "XLA us", "gain", "bound us")),
+    (140, ("n", "operations", "kind", "chosen", "us", "XLA us", "gain", "bound us", "PUL", "where")),
+    (190, tuple(HEADINGS)),
+)
+
+
+class SubsetTable:
+    """One row per distinct subset, the costliest first; as many columns as the terminal has room for."""
+
+    def __init__(self, report: FunctionReport) -> None:
+        self.report = report
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        shown = [names for width, names in COLUMNS if options.max_width >= width][-1]
+        places = [HEADINGS.index(name) for name in shown]
+        yield text_table("Subsets", shown, ([row[k] for k in places] for row in rows(self.report)))
 
 
 def refusal_table(report: FunctionReport) -> Table:
@@ -54,7 +70,8 @@ def text_table(title: str, headings: Sequence[str], cells: Iterable[Sequence[str
     made = Table(title=title, title_justify="left", header_style="bold")
     for name in headings:
         number = name in NUMBERS
-        made.add_column(name, justify="right" if number else "left", overflow="fold", no_wrap=number)
+        one_line = number or name == "chosen"
+        made.add_column(name, justify="right" if number else "left", overflow="ellipsis", no_wrap=one_line)
     for row in cells:
         made.add_row(*(Text(cell) for cell in row))
     return made

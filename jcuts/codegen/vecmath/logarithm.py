@@ -129,14 +129,17 @@ def power(k: Format, x: Num, y: Num) -> Num:
     # y odd: an integer whose half is none
     half = y * 0.5
     integer = y.floor().equals(y)
+    if k.mantissa == 23:  # a denormal is no integer, although the floor of one that is taken for zero is
+        pattern = abs(y).bits()
+        integer = b.and_(integer, b.or_(pattern.signed("==", 0), pattern.signed(">", 0x7FFFFF)))
     odd = b.and_(integer, b.not_(half.floor().equals(half)))
     negative = x.bits().signed("<", 0)
     result = result.where(b.and_(negative, odd), -result)
     below_zero = b.and_(negative, b.not_(zero_base))
     invalid = b.and_(b.and_(below_zero, b.not_(integer)), abs(x) < infinity)
-    result = result.where(invalid, float("nan"))
     result = result.where(b.and_(base.equals(1.0), abs(y).equals(infinity)), 1.0)
-    return result.where(b.or_(y.equals(0.0), x.equals(1.0)), 1.0)
+    result = result.where(b.or_(y.equals(0.0), x.equals(1.0)), 1.0)
+    return result.where(invalid, float("nan"))
 
 
 def cbrt(k: Format, x: Num) -> Num:

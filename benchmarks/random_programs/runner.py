@@ -36,11 +36,12 @@ from random_programs.generator import FLOATS, Program, program, signature
 TOLERANCE = 2.0
 NOISE_RUNS = 40
 """More than the tuner makes: it tries a few kernels of a subset, thousands of whole programs would find a gap."""
+UNSIMPLIFIED = {"xla_disable_hlo_passes": "algsimp"}
 FAST = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
     # It must mean what it says: the simplifier multiplies by a converted bool with a selection (no NaN * 0), and more.
-    "xla_disable_hlo_passes": "algsimp",
+    **UNSIMPLIFIED,
 }
 """The float64 reference is compiled quickly: its speed does not matter."""
 TRANSFORMS = ("plain", "grad", "vmap")
@@ -52,10 +53,11 @@ class Verdict:
     """What one program showed.
 
     ``status``: ``ok``; ``mismatch``: the rule was broken; ``error``: jcuts raised; ``unsuitable``: JAX itself cannot
-    trace or run the program.  ``accepted``: ``at once``; ``under rounding``: runs of the reference with simulated
-    rounding show results that rounding alone moves that far; ``by kernel``: the whole program amplifies rounding
-    beyond what those runs cover, and every kernel alone keeps the rule on the values that XLA computes for it.  The
-    latter excuses no NaN, infinity or sign of zero.
+    trace or run the program.  ``accepted``, in this order: ``at once``; ``without simplifier``: the same as `jax.jit`
+    with XLA's algebraic simplifier off (which turns some NaN * 0 into 0); ``under rounding``: runs of the reference
+    with simulated rounding show results that rounding alone moves that far; ``by kernel``: the whole program amplifies
+    rounding beyond what those runs cover, and every kernel alone keeps the rule on the values that XLA computes for
+    it.  The latter excuses no NaN, infinity or sign of zero.
     """
 
     seed: int
@@ -231,6 +233,13 @@ def _run(of: Program, transform: str, verdict: Verdict, keep: dict[str, Any]) ->
         return
     except AccuracyRejected as error:
         verdict.accepted, verdict.reason = "under rounding", error.message[:300]
+    plainly = jax.jit(lambda *xs: jaxapi.eval_closed(closed, *xs), compiler_options=UNSIMPLIFIED)
+    try:
+        judge(closed, problem, inputs, [_leaves(plainly(*values)) for values in inputs], got)
+        verdict.accepted = "without simplifier"
+        return
+    except AccuracyRejected:
+        pass
     try:
         judge(closed, problem, inputs, wanted, got, noisy=True)
         return

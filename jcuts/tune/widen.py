@@ -295,10 +295,25 @@ def _reduce(self: _Evaluator, eqn: Any, values: list[Any]) -> list[Any]:
     return self.rounded(eqn, values[:half], list(results))
 
 
+def _extreme(self: _Evaluator, eqn: Any, values: list[Any]) -> list[Any]:
+    """Maximum or minimum: NaN where any element is NaN.
+
+    XLA's CPU backend loses NaNs in reductions of more than some hundred elements (jaxlib 0.10); a candidate that keeps
+    them must not be rejected for it.
+    """
+    (result,) = _bind(eqn, values, eqn.params)
+    if not _is_inexact(eqn.outvars[0].aval):
+        return [result]
+    lost = lax.reduce_or(jnp.isnan(values[0]), tuple(int(a) for a in eqn.params["axes"]))
+    return [jnp.where(lost, jnp.nan, result)]
+
+
 _STRUCTURED: dict[str, Callable[[_Evaluator, Any, list[Any]], list[Any]]] = {
     "scan": _scan,
     "while": _while,
     "cond": _cond,
     "reduce": _reduce,
+    "reduce_max": _extreme,
+    "reduce_min": _extreme,
     **dict.fromkeys(_SCATTERS, _scatter),
 }

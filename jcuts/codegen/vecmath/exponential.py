@@ -49,9 +49,14 @@ def expm1_magnitude(k: Format, x: Num, top: float) -> Num:
     return half.fma(q, half - 0.5) * 2.0
 
 
+def keep_denormals(k: Format, result: Num, x: Num) -> Num:
+    """``x`` itself below the normal numbers, as XLA has it, where denormals are otherwise taken for zero."""
+    return result.where(abs(x) < k.smallest_normal, x)
+
+
 def expm1(k: Format, x: Num) -> Num:
     """e^x - 1 with full relative accuracy near zero."""
-    return expm1_magnitude(k, x, k.exp_range[1] - 1.0).copysign(x)
+    return keep_denormals(k, expm1_magnitude(k, x, k.exp_range[1] - 1.0).copysign(x), x)
 
 
 def logistic(k: Format, x: Num) -> Num:
@@ -65,7 +70,7 @@ def tanh(k: Format, x: Num) -> Num:
     e = expm1_magnitude(k, y + y, 2.0 * k.one_above)
     near = y < 0.55
     ratio = where(near, e, x.make(-2.0)) / (e + 2.0)
-    return where(near, ratio, ratio + 1.0).copysign(x)
+    return keep_denormals(k, where(near, ratio, ratio + 1.0).copysign(x), x)
 
 
 def half_exp(k: Format, y: Num) -> Num:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from jcuts.codegen import lanes
+from jcuts.codegen.vecmath.exponential import keep_denormals
 from jcuts.codegen.vecmath.expr import Int, Num, where
 from jcuts.codegen.vecmath.formats import Format, two_product, two_sum
 
@@ -206,7 +207,8 @@ def atan(k: Format, x: Num) -> Num:
     y = abs(x)
     swapped = y > 1.0
     one = x.make(1.0)
-    return _arctangent(k, where(swapped, one, y), where(swapped, y, one), swapped).copysign(x)
+    result = _arctangent(k, where(swapped, one, y), where(swapped, y, one), swapped).copysign(x)
+    return keep_denormals(k, result, x)
 
 
 def atan2(k: Format, y: Num, x: Num) -> Num:

@@ -67,14 +67,17 @@ def convolution(eqn: Equation) -> Op | Refusal:
         b = to_accumulator(ctx, b, rhs.dtype, acc_type)
         return [(ctx.apply("mul", acc_type, a, b),)]
 
+    count = c_group
+    for tap in taps:
+        count *= tap
+
     def finish(ctx: Context, accs: list[int], out_index: IndexTuple) -> list[int]:
+        if count == 1:  # XLA's sum of this one product starts from 0: no negative zero
+            accs = [ctx.apply("add", acc_type, accs[0], ctx.const(0.0, acc_type))]
         if acc_type != out.dtype:
             return [ctx.apply("convert", out.dtype, accs[0], source=acc_type)]
         return accs
 
-    count = c_group
-    for tap in taps:
-        count *= tap
     info = {
         "depthwise": depthwise,
         "groups": groups,

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from jcuts.dfg.program import Program
 from jcuts.region import choose, pack, rows, schedule
 from jcuts.region.choose import Machine
+from jcuts.region.pack import Packing
+from jcuts.region.schedule import Schedule
 
 KEEP_UP = 0.8  # share of the best remaining score that a kind of candidate needs to get a turn
+
+
+@dataclass(frozen=True)
+class _Option:
+    """A candidate before its program is made: ``kind`` is its loop order and whether it packs."""
+
+    score: float
+    kind: tuple[object, ...]
+    params: Schedule | Packing
+
+    def order(self) -> tuple[float, str]:
+        """Best score first; equal scores in a fixed order."""
+        return -self.score, str(self.params)
 
 
 def candidates(program: Program, machine: Machine, limit: int) -> list[tuple[Program, float]]:
@@ -14,39 +31,44 @@ def candidates(program: Program, machine: Machine, limit: int) -> list[tuple[Pro
     if len(program.phases) > 1:
         return rows.schedules(program, machine, limit)
     plain = schedule.collapsed(program)
-    direct = [(schedule.apply(plain, s), score) for s, score in choose.candidates(plain, machine, 4 * limit)]
-    packed = _packed(plain, machine, limit)
-    return _merge(direct, packed, limit)
+    options = [
+        _Option(score, (False, s.order, s.vector), s) for s, score in choose.candidates(plain, machine, 4 * limit)
+    ]
+    options += _packed(plain, machine, limit)
+    return [(_program(plain, option.params, machine), option.score) for option in _in_turns(options, limit)]
 
 
-def _packed(plain: Program, machine: Machine, limit: int) -> list[tuple[Program, float]]:
+def _program(plain: Program, params: Schedule | Packing, machine: Machine) -> Program:
+    if isinstance(params, Packing):
+        return pack.apply(plain, params, machine.threads)
+    return schedule.apply(plain, params)
+
+
+def _packed(plain: Program, machine: Machine, limit: int) -> list[_Option]:
     lanes = choose.lanes_of(plain, machine)
     found = sorted(pack.packings(plain, lanes, machine.registers), key=lambda item: (-item[1], str(item[0])))
     urgent = pack.needs_packing(plain, machine.l1)
     keep = found[: max(2, limit // 2 if urgent else limit // 4)]
     weight = 1.05 if urgent else 0.95
-    return [(pack.apply(plain, p, machine.threads), min(1.0, score * weight)) for p, score in keep]
+    return [_Option(min(1.0, score * weight), (True, p.lane, p.row), p) for p, score in keep]
 
 
-def _merge(
-    direct: list[tuple[Program, float]], packed: list[tuple[Program, float]], limit: int
-) -> list[tuple[Program, float]]:
+def _in_turns(options: list[_Option], limit: int) -> list[_Option]:
     """Best first, taking turns between loop orders and packing.
 
     Scores compare register tiles well, but loop orders and packing differ by cache behaviour that only a measurement
     tells: the first few candidates must not all be of one kind.
     """
-    kinds: dict[object, list[tuple[Program, float]]] = {}
-    for program, score in sorted([*direct, *packed], key=lambda item: (-item[1], item[0].digest)):
-        params = dict(program.params)
-        kinds.setdefault(("packed" in params, params.get("order"), params.get("vector")), []).append((program, score))
-    queues = sorted(kinds.values(), key=lambda queue: (-queue[0][1], queue[0][0].digest))
-    ranked: list[tuple[Program, float]] = []
+    kinds: dict[object, list[_Option]] = {}
+    for option in sorted(options, key=_Option.order):
+        kinds.setdefault(option.kind, []).append(option)
+    queues = sorted(kinds.values(), key=lambda queue: queue[0].order())
+    ranked: list[_Option] = []
     while queues and len(ranked) < limit:
         # A kind whose next candidate is far behind has had its turns.
-        best = max(queue[0][1] for queue in queues)
+        best = max(queue[0].score for queue in queues)
         for queue in queues:
-            if queue[0][1] >= KEEP_UP * best:
+            if queue[0].score >= KEEP_UP * best:
                 ranked.append(queue.pop(0))
         queues = [queue for queue in queues if queue]
     return ranked[:limit]

@@ -74,38 +74,88 @@ def _merge_equal(closed: jaxapi.Closed) -> jaxapi.Closed:
 
 
 def _fold(closed: jaxapi.Closed) -> jaxapi.Closed:
-    """Evaluates equations whose operands are all constants, on the CPU backend by JAX itself."""
+    """Evaluates equations whose operands are all constants."""
     known: dict[Any, Any] = {
         v: c for v, c in zip(closed.jaxpr.constvars, closed.consts, strict=True) if not jaxapi.is_tracer(c)
     }
     known = {v: c for v, c in known.items() if hasattr(c, "shape") and hasattr(c, "dtype")}
     if not known:
         return closed
-    folded: dict[Any, Any] = {}
-    eqns: list[Any] = []
+    constant = set(known)
+    folding: list[Any] = []
+    rest: list[Any] = []
     for eqn in closed.jaxpr.eqns:
-        if _foldable(eqn, known):
-            with jax.ensure_compile_time_eval():
-                values = [a.val if jaxapi.is_literal(a) else known[a] for a in eqn.invars]
-                result = eqn.primitive.bind(*values, **eqn.params)
-            folded[eqn.outvars[0]] = known[eqn.outvars[0]] = result
+        if _foldable(eqn, constant):
+            folding.append(eqn)
+            constant.add(eqn.outvars[0])
         else:
-            eqns.append(eqn)
-    if not folded:
+            rest.append(eqn)
+    if not folding:
         return closed
     jaxpr = closed.jaxpr
-    used = {a for e in eqns for a in e.invars if not jaxapi.is_literal(a)} | {
-        v for v in jaxpr.outvars if not jaxapi.is_literal(v)
-    }
+    used = {a for e in rest for a in e.invars if not jaxapi.is_literal(a)}
+    used |= {v for v in jaxpr.outvars if not jaxapi.is_literal(v)}
+    made = [e.outvars[0] for e in folding if e.outvars[0] in used]
+    values = _evaluate(folding, made, known)
     pairs = [(v, c) for v, c in zip(jaxpr.constvars, closed.consts, strict=True) if v in used]
-    pairs += [(v, c) for v, c in folded.items() if v in used]
+    pairs += list(zip(made, values, strict=True))
     return jaxapi.make_closed(
-        [v for v, _ in pairs], jaxpr.invars, jaxpr.outvars, eqns, [c for _, c in pairs], like=closed
+        [v for v, _ in pairs], jaxpr.invars, jaxpr.outvars, rest, [c for _, c in pairs], like=closed
     )
 
 
-def _foldable(eqn: Any, known: dict[Any, Any]) -> bool:
-    if not _pure(eqn) or len(eqn.outvars) != 1 or jaxapi.is_dropvar(eqn.outvars[0]):
+def _evaluate(eqns: list[Any], wanted: list[Any], known: dict[Any, Any]) -> list[Any]:
+    """The wanted values, by NumPy: nothing is compiled for a handful of small arrays."""
+    values: dict[Any, np.ndarray] = {}
+
+    def read(atom: Any) -> np.ndarray:
+        if jaxapi.is_literal(atom):
+            return np.asarray(atom.val, atom.aval.dtype)
+        if atom not in values:
+            values[atom] = np.asarray(known[atom])
+        return values[atom]
+
+    with np.errstate(all="ignore"):
+        for eqn in eqns:
+            aval = eqn.outvars[0].aval
+            result = FOLD[jaxapi.primitive_name(eqn)]([read(a) for a in eqn.invars], eqn.params)
+            values[eqn.outvars[0]] = np.broadcast_to(np.asarray(result, aval.dtype), aval.shape)
+    return [jax.numpy.asarray(values[v]) for v in wanted]
+
+
+def _broadcast(operands: list[np.ndarray], params: dict[str, Any]) -> np.ndarray:
+    source, shape = operands[0], params["shape"]
+    placed = [1] * len(shape)
+    for own, target in enumerate(params["broadcast_dimensions"]):
+        placed[target] = source.shape[own]
+    return np.broadcast_to(source.reshape(placed), shape)
+
+
+FOLD: dict[str, Any] = {
+    "add": lambda x, p: x[0] + x[1],
+    "sub": lambda x, p: x[0] - x[1],
+    "mul": lambda x, p: x[0] * x[1],
+    "div": lambda x, p: x[0] / x[1],
+    "neg": lambda x, p: -x[0],
+    "sqrt": lambda x, p: np.sqrt(x[0]),
+    "rsqrt": lambda x, p: 1 / np.sqrt(x[0]),
+    "square": lambda x, p: x[0] * x[0],
+    "reshape": lambda x, p: x[0].reshape(p["new_sizes"]),
+    "squeeze": lambda x, p: np.squeeze(x[0], tuple(p["dimensions"])),
+    "expand_dims": lambda x, p: np.expand_dims(x[0], tuple(p["dimensions"])),
+    "transpose": lambda x, p: np.ascontiguousarray(x[0].transpose(p["permutation"])),
+    "broadcast_in_dim": _broadcast,
+}
+"""What is folded, and how: arithmetic of float32 and float64, and changes of layout."""
+
+ARITHMETIC = frozenset({"add", "sub", "mul", "div", "neg", "sqrt", "rsqrt", "square"})
+
+
+def _foldable(eqn: Any, known: set[Any]) -> bool:
+    name = jaxapi.primitive_name(eqn)
+    if name not in FOLD or not _pure(eqn) or jaxapi.is_dropvar(eqn.outvars[0]):
+        return False
+    if name in ARITHMETIC and str(eqn.outvars[0].aval.dtype) not in ("float32", "float64"):
         return False
     operands = [a for a in eqn.invars if not jaxapi.is_literal(a)]
     if not operands or any(a not in known for a in operands):

@@ -1,10 +1,11 @@
 """Subset of equations -> kernel program without a schedule (every axis a plain loop).
 
-Three forms cover the op families:
+Four forms cover the op families:
 
 - *map*: no reduction; one phase over the points of the outputs.
 - *root*: one reduction, window, contraction or convolution with element operations before it (pulled into the body
   graph) and after it (pushed onto the accumulator in the exit graph): register-level fusion (thesis 3.2.4).
+- *scan*: one cumulative operation (`region.scan`).
 - *rows*: several reductions over the same dimensions and element operations between them (softmax, layer norm,
   statistics): one phase per level, joined through local buffers: shared-memory-level fusion.
 
@@ -196,7 +197,14 @@ def build(graph: TensorGraph, subset: frozenset[int], name: str = "kernel") -> P
     outputs = graph.subset_outputs(subset)
     if not outputs:
         return Refusal("subset", "nothing outside uses its results")
+    scans = [graph.nodes[n] for n in sorted(subset) if _op(graph.nodes[n]).family == "cumulative"]
     try:
+        if scans:
+            from jcuts.region.scan import build_scan
+
+            if len(scans) > 1 or roots:
+                return Refusal("subset", "a cumulative operation beside another reduction")
+            return build_scan(graph, subset, scans[0], outputs, name)
         if not roots:
             return _build_map(graph, subset, outputs, name)
         if len(roots) == 1 and (rows := _build_root(graph, subset, roots[0], outputs, name)) is not None:
@@ -259,7 +267,7 @@ def _build_root(
     op = _op(root)
     spec = op.reduce
     assert spec is not None
-    after = _descendants(graph, subset, root.number)
+    after = descendants(graph, subset, root.number)
     before = subset - after - {root.number}
     feeders = _ancestors(graph, subset, root.number)
     reduction = op.family == "reduction"
@@ -295,7 +303,7 @@ def _build_root(
     for tensor, value in zip(root.outputs, results, strict=True):
         builder.anchors[tensor] = (index, value)
     try:
-        places = _push(graph, after, root, index, ranges)
+        places = push_places(graph, after, root, index, ranges)
         stores = []
         for tensor in outputs:
             place = places.get(tensor)
@@ -316,7 +324,7 @@ def acc_node(number: int, acc: Acc):
     return Node("acc", acc.index_dtype or acc.dtype, attrs=(("number", number),))
 
 
-def _push(
+def push_places(
     graph: TensorGraph, after: frozenset[int], root: OpNode, index: IndexTuple, ranges: dict[str, int]
 ) -> dict[int, IndexTuple]:
     """Index of every later tensor's point that belongs to the root's point ``index``."""
@@ -338,7 +346,7 @@ def _push(
     return places
 
 
-def _descendants(graph: TensorGraph, subset: frozenset[int], start: int) -> frozenset[int]:
+def descendants(graph: TensorGraph, subset: frozenset[int], start: int) -> frozenset[int]:
     found: set[int] = set()
     for number in sorted(subset):
         if number <= start:

@@ -19,6 +19,7 @@ from jcuts.dfg.node import Graph
 from jcuts.dfg.program import Acc, Axis, Buffer, Grid, Phase, Program, Red, Store
 from jcuts.ops.layout import regroup
 from jcuts.ops.registry import IndexTuple
+from jcuts.region import scan
 from jcuts.region.build import Builder, Declined, acc_node, local_dtype, make_buffers
 from jcuts.region.choose import TASKS_PER_THREAD, Machine, lanes_of, work
 from jcuts.region.graph import OpNode, TensorGraph
@@ -289,6 +290,8 @@ def _final_phase(rows: _Rows, outputs: list[int], size: int, outer_size: int) ->
 # -- schedules ------------------------------------------------------------------------------------------------------
 def schedules(program: Program, machine: Machine, limit: int) -> list[tuple[Program, float]]:
     """Scheduled programs, best estimate first."""
+    if program.template == "scan":
+        return scan.schedules(program, machine, limit)
     lanes = lanes_of(program, machine)
     plain = collapsed(program)
     found: list[tuple[Program, float]] = []

@@ -346,9 +346,16 @@ CASES: list[OpCase] = [
     OpCase(
         "conv-bf16", "conv_general_dilated", lambda x, w: conv(x, w), ("bf16[1,6,6,4]", "bf16[3,3,4,5]"), reduction=36
     ),
+    # -- cumulative
+    OpCase("cumsum", "cumsum", lambda x: lax.cumsum(x, 1), ("f32[5,9,11]",), reduction=9),
+    OpCase("cumsum-line", "cumsum", lambda x: lax.cumsum(x, 0), ("f32[37]",), reduction=37),
+    OpCase("cumsum-last", "cumsum", lambda x: lax.cumsum(x, 1, reverse=True), ("i16[3,17]",), exact=True),
+    OpCase("cumprod", "cumprod", lambda x: lax.cumprod(x, 0), ("f64[6,5]",), reduction=6),
+    OpCase("cummax", "cummax", lambda x: lax.cummax(x, 1, reverse=True), ("f32[4,19]",), exact=True),
+    OpCase("cummin-fused", "cummin", lambda x: lax.cummin(x * 2, 0) + 1, ("f32[7,9]",)),
+    OpCase("cumlogsumexp", "cumlogsumexp", lambda x: lax.cumlogsumexp(x, 0), ("f32[9,5]",), reduction=9),
     # -- refusals
     OpCase("no-rule", "sort", lambda x: lax.sort(x), ("f32[9]",), refused="no op rule"),
-    OpCase("cumsum", "cumsum", lambda x: lax.cumsum(x), ("f32[9]",), refused="left to XLA"),
     OpCase("complex", "mul", lambda x: lax.complex(x, x) * 2, ("f32[9]",), refused="complex64 has no kernel meaning"),
     OpCase("empty", "neg", lambda x: -x, ("f32[0,3]",), refused="without elements"),
     OpCase(

@@ -24,6 +24,7 @@ class Gpu:
         memory_efficiency: share of ``bandwidth`` that streaming kernels reach.
         kernel_gap: seconds between two kernels of a busy stream; launch: seconds of host time per kernel (0: graphs).
         reserved: bytes that context, libraries and fragmentation take.
+        skinny: FLOP/s of products with few rows (decoding), where tiles are mostly empty; 0: the tile model alone decides.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Gpu:
     kernel_gap: float = 3e-6
     launch: float = 0.0
     reserved: float = 1.5 * GIB
+    skinny: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Tier:
-    """A memory below the GPU.  Bandwidths in bytes/s: per GPU, and what all GPUs of a node get together (0: no cap)."""
+    """A memory below the GPU.  Bandwidths in bytes/s: per GPU, and what all GPUs of a node get together (0: no cap).
+
+    ``scan``: bytes/s at which the host's processor computes attention over a cache that it keeps itself (0: it does not).
+    """
 
     name: str
     capacity: float
@@ -67,6 +72,7 @@ class Tier:
     write: float
     shared_read: float = 0.0
     shared_write: float = 0.0
+    scan: float = 0.0
 
     def per_gpu(self, busy: int) -> tuple[float, float]:
         """(read, write) per GPU when ``busy`` GPUs of a node use the tier at once."""
@@ -218,6 +224,7 @@ def _gpu(entry: specfile.Table) -> Gpu:
         kernel_gap=table.number("kernel_gap_us", 3.0, zero=True) * 1e-6,
         launch=table.number("launch_us", 0.0, zero=True) * 1e-6,
         reserved=table.number("reserved_gib", 1.5, zero=True) * GIB,
+        skinny=table.number("skinny_tflops", 0.0, zero=True) * 1e12,
     )
     table.done()
     return gpu
@@ -247,6 +254,7 @@ def _tier(name: str, table: specfile.Table | None) -> Tier | None:
         write=table.number("write_gbs", read / 1e9) * 1e9,
         shared_read=table.number("shared_read_gbs", 0.0, zero=True) * 1e9,
         shared_write=table.number("shared_write_gbs", 0.0, zero=True) * 1e9,
+        scan=table.number("scan_gbs", 0.0, zero=True) * 1e9,
     )
     table.done()
     return tier

@@ -40,14 +40,14 @@ def _levels(members: ArrayLike, inside: ArrayLike) -> tuple[Floats, Floats]:
 def all_reduce(intra: Link, inter: Link, members: ArrayLike, inside: ArrayLike, size: ArrayLike) -> Floats:
     """All-reduce of ``size`` bytes among ``members`` GPUs, ``inside`` of them per node.
 
-    Within a node the faster of ring (2 (n-1)/n S/BW) and tree; across nodes a reduce-scatter inside, an all-reduce of the
-    share between nodes, and an all-gather inside.
+    Within a node a ring (2 (n-1)/n S/BW); across nodes a reduce-scatter inside, the faster of ring and tree between nodes on
+    the share, and an all-gather inside: what NCCL does, whose trees are between nodes only.
     """
     near, nodes = _levels(members, inside)
-    flat = np.minimum(_ring(intra, near, size, 2), _tree_all_reduce(intra, near, size))
+    flat = _ring(intra, near, size, 2)
     share = np.asarray(size, dtype=np.float64) / near
     between = np.minimum(_ring(inter, nodes, share, 2), _tree_all_reduce(inter, nodes, share))
-    return np.where(nodes > 1, _ring(intra, near, size, 2) + between, flat)
+    return flat + np.where(nodes > 1, between, 0.0)
 
 
 def all_gather(intra: Link, inter: Link, members: ArrayLike, inside: ArrayLike, size: ArrayLike) -> Floats:

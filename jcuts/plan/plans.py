@@ -89,6 +89,30 @@ class Plan:
                 shown.append(field.name.replace("_", "-") if value is True else f"{field.name} {value}")
         return " ".join(shown)
 
+    def short(self) -> str:
+        """A few words: axes (d data, t tensor, p pipeline, c context, e expert, b micro-batch), then what is not the default.
+
+        >>> Plan(data=16, pipeline=2, micro=2, zero=1, recompute="full", optimizer="host").short()
+        'd16 p2 b2, zero 1, full recompute, O to host'
+        """
+        axes = zip("dtpce", (self.data, self.tensor, self.pipeline, self.context, self.expert), strict=True)
+        shown = [" ".join([f"{name}{size}" for name, size in axes if size > 1] + [f"b{self.micro}"])]
+        if self.zero:
+            shown.append(f"zero {self.zero}")
+        if self.pipeline > 1:
+            shown.append(self.schedule + (f" x{self.chunks}" if self.chunks > 1 else ""))
+        if self.recompute != "none":
+            shown.append(f"{self.recompute} recompute")
+        if self.sequence_parallel:
+            shown.append("sequence parallel")
+        for tier in TIERS[1:]:
+            gone = [name[0].upper() for name in ("parameters", "gradients", "optimizer", "activations") if getattr(self, name) == tier]
+            if gone:
+                shown.append(f"{''.join(gone)} to {tier}")
+        if self.group > 1:
+            shown.append(f"groups of {self.group}")
+        return ", ".join(shown)
+
     def to_json(self) -> dict[str, object]:
         """A JSON object."""
         return asdict(self)

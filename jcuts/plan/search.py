@@ -150,7 +150,7 @@ def search(
         by_index = dict(zip(chosen.tolist(), costed, strict=True))
         kept += [by_index[i] for i in quick.tolist()]
         front += [by_index[i] for i in edge.tolist()]
-        kept = sorted(kept, key=_order)[: max(KEPT, top)]
+        kept = _distinct(sorted(kept, key=_order))[: max(KEPT, top)]
     if not kept:
         raise _nothing(model, cluster, work, space, nearest, considered)
     if cluster.heterogeneous:
@@ -165,6 +165,19 @@ def _order(ranked: Ranked) -> tuple:
     """Time first; among equals the plan that uses less memory and fewer mechanisms."""
     plan = ranked.plan
     return (round(ranked.seconds, 9), plan.zero, plan.chunks, ranked.memory["gpu"], plan.describe())
+
+
+def _distinct(plans: list[Ranked]) -> list[Ranked]:
+    """Drops plans that differ from a better-placed one only in a setting without effect (equal axes, micro-batch and time)."""
+    seen: set[tuple] = set()
+    made = []
+    for one in plans:
+        plan = one.plan
+        key = (f"{one.seconds:.6e}", plan.data, plan.tensor, plan.pipeline, plan.context, plan.expert, plan.micro)
+        if key not in seen:
+            seen.add(key)
+            made.append(one)
+    return made
 
 
 def _front(seconds: NDArray, memory: NDArray) -> NDArray[np.intp]:

@@ -186,113 +186,186 @@ class Footprint:
         return self.arguments + self.results - self.aliased + self.temporary
 
 
-def footprint(function: Callable, *arguments: Any, donated: Sequence[int] = (), shards: Callable[[Any], float] | None = None) -> Footprint:
-    """Memory that a call needs, from liveness over its jaxpr.
+def footprint(function: Callable, *arguments: Any, donated: Sequence[int] = ()) -> Footprint:
+    """Memory that a call needs per device, from liveness over its jaxpr.
 
-    Values that fuse are never buffers: an elementwise result read once, a broadcast, a reshape.  A loop's body is live
-    on top of what the loop keeps; its carry is one buffer.  Inside ``shard_map`` shapes are per device already.
+    Values that fuse are never buffers: an elementwise result, a broadcast, a reshape.  A loop's carry is one buffer.  Inside
+    ``shard_map`` shapes are per device; outside, a value is divided as the ``shard_map`` that it enters or leaves says, and
+    elementwise results as their operands.
 
-    Args: donated: positions of arguments whose buffers results may take; shards: devices that a leaf of arguments or results is
-        divided over (default: not divided), for functions that hold a ``shard_map``.
+    Args: donated: positions of arguments whose buffers results may take.
+    Raises: NotJaxError if the function cannot be traced.
     """
     closed = _trace(function, arguments)
-    divide = shards or (lambda _: 1.0)
-    leaves = [jax.tree.leaves(argument) for argument in arguments]
-    given = [sum(_leaf(leaf) / divide(leaf) for leaf in group) for group in leaves]
-    results = sum(_bytes(v) / divide(v.aval) for v in closed.outvars)
-    aliased = min(sum(given[i] for i in donated), results)
-    fixed = set(closed.invars) | set(closed.constvars)
-    temporary = _live(closed, fixed, {v for v in closed.outvars if not hasattr(v, "val")}, divide)
-    return Footprint(sum(given), results, aliased, temporary)
+    given = [_Value(v.aval) for v in closed.invars]
+    nodes, outs = _inlined(closed, given)
+    share = _shares(nodes)
+    sizes = [_bytes(v) * share.get(v, 1.0) for v in given]
+    results = [(v, _bytes(v) * share.get(v, 1.0)) for v in outs if v is not None]
+    ends = np.cumsum([0, *(len(jax.tree.leaves(argument)) for argument in arguments)])
+    free = sum(sum(sizes[ends[i] : ends[i + 1]]) for i in donated)
+    total = sum(size for _, size in results)
+    return Footprint(sum(sizes), total, min(free, total), _peak(nodes, given, outs, share))
 
 
-def _leaf(leaf: Any) -> float:
-    return float(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize)
+VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "copy", "pcast", "pvary", "optimization_barrier", "name", "stop_gradient",
+                   "transpose", "sharding_constraint", "psum", "psum2", "psum_invariant"})  # fmt: skip
+"""Results that are their operand seen otherwise (a transpose becomes the layout that its producer writes; an all-reduce
+works in place)."""
+
+BUFFERS = HEAVY - {"transpose", "dynamic_slice", "concatenate"}
+DEAR = frozenset({"exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "erf", "erfc", "erf_inv", "sin", "cos", "tan", "pow",
+                  "rsqrt", "sqrt", "div", "lgamma", "digamma"})  # fmt: skip
+CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr",
+                   "remat", "checkpoint", "remat2", "custom_lin"})  # fmt: skip
 
 
-def _buffers(jaxpr: Any) -> dict[Any, Any]:
-    """Maps every variable to the variable whose buffer it is (itself, or what it views), or to None if it fuses away."""
-    uses = _uses(jaxpr)
-    users: dict[Any, Any] = {}
+class _Value:
+    """A value of one inlined instance of a jaxpr."""
+
+    __slots__ = ("aval",)
+
+    def __init__(self, aval: Any) -> None:
+        self.aval = aval
+
+
+@dataclass
+class _Node:
+    """An equation after inlining: values instead of variables (literals are left out)."""
+
+    name: str
+    equation: Any
+    inputs: list[_Value]
+    outputs: list[_Value]
+
+
+def _inlined(jaxpr: Any, given: Sequence[_Value | None]) -> tuple[list[_Node], list[_Value | None]]:
+    """(nodes, results) with calls opened; loops, conditionals and ``shard_map`` stay whole."""
+    values: dict[Any, _Value | None] = dict(zip(jaxpr.invars, given, strict=True))
+    values |= {v: _Value(v.aval) for v in jaxpr.constvars}
+    read = lambda v: None if hasattr(v, "val") else values[v]  # noqa: E731
+    nodes: list[_Node] = []
     for equation in jaxpr.eqns:
-        for v in equation.invars:
-            if not hasattr(v, "val"):
-                users[v] = equation
-    owner: dict[Any, Any] = {}
-    for equation in jaxpr.eqns:
+        inputs = [read(v) for v in equation.invars]
         name = equation.primitive.name
-        for v in equation.outvars:
-            if name in ("reshape", "squeeze", "expand_dims", "copy", "pcast", "pvary", "optimization_barrier", "name", "stop_gradient") and equation.invars:
-                source = equation.invars[0]
-                owner[v] = None if hasattr(source, "val") else owner.get(source, source)
-            elif name in ("broadcast_in_dim", "iota", "axis_index"):
+        if name in CALLS:
+            body = _inner(equation)[0][0]
+            inside, results = _inlined(body, inputs[len(inputs) - len(body.invars) :])
+            nodes += inside
+            values |= dict(zip(equation.outvars, results, strict=True))
+            continue
+        outputs = [_Value(v.aval) for v in equation.outvars]
+        values |= dict(zip(equation.outvars, outputs, strict=True))
+        nodes.append(_Node(name, equation, [v for v in inputs if v is not None], outputs))
+    return nodes, [read(v) for v in jaxpr.outvars]
+
+
+def _owners(nodes: list[_Node], results: Sequence[_Value | None]) -> dict[_Value, _Value | None]:
+    """Maps every value to the one whose buffer it is (itself, or what it views), or to None if it fuses away."""
+    users: dict[_Value, list[_Node]] = {}
+    for node in nodes:
+        for v in node.inputs:
+            users.setdefault(v, []).append(node)
+    kept = {v for v in results if v is not None}
+    owner: dict[_Value, _Value | None] = {}
+    for node in nodes:
+        for v in node.outputs:
+            mine = users.get(v, [])
+            if node.name in VIEWS:
+                source = node.inputs[0] if node.inputs else None
+                owner[v] = owner.get(source, source) if source is not None else None
+            elif node.name in ("broadcast_in_dim", "iota", "axis_index"):
                 owner[v] = None
-            elif _inner(equation) or name in HEAVY:
+            elif node.name in BUFFERS or _inner(node.equation) or v in kept:
                 owner[v] = v
             else:
-                user = users.get(v)
-                fuses = uses.get(v, 0) == 1 and user is not None and not _opaque(user)
-                owner[v] = None if fuses else v
+                # Cheap results are computed again in each consumer; dear ones are kept when there are several.
+                again = len(mine) <= 1 or node.name not in DEAR
+                owner[v] = None if again and not any(_opaque(user) for user in mine) else v
     return owner
 
 
-def _opaque(equation: Any) -> bool:
-    """Whether an equation needs its operands as buffers."""
-    name = equation.primitive.name
-    return bool(_inner(equation)) or (name in HEAVY and name not in REDUCTIONS)
+def _opaque(node: _Node) -> bool:
+    """Whether a node needs its operands as buffers (a reduction fuses with what makes its operand)."""
+    return (node.name in BUFFERS and node.name not in REDUCTIONS) or bool(_inner(node.equation))
 
 
-def _live(jaxpr: Any, fixed: set, results: set, divide: Callable[[Any], float]) -> float:
-    """Peak bytes of temporaries; ``fixed`` and ``results`` are accounted elsewhere."""
-    owner = _buffers(jaxpr)
-    last: dict[Any, int] = {}
-    # A value that fuses away keeps its operands alive until its consumer runs.
-    roots: dict[Any, set] = {}
-    for position, equation in enumerate(jaxpr.eqns):
-        mine: set = set()
-        for v in equation.invars:
-            if hasattr(v, "val"):
-                continue
+def _shares(nodes: list[_Node]) -> dict[_Value, float]:
+    """Part of each value that one device holds, where a ``shard_map`` tells; elementwise neighbours are divided alike."""
+    share: dict[_Value, float] = {}
+    for node in nodes:
+        if node.name == "shard_map":
+            body = _inner(node.equation)[0][0]
+            outer = [v for v in node.equation.invars]
+            values = iter(node.inputs)
+            for v, inside in zip(outer, body.invars, strict=True):
+                if not hasattr(v, "val"):
+                    value = next(values)
+                    share.setdefault(value, _bytes(inside) / max(_bytes(value), 1.0))
+            for value, inside in zip(node.outputs, body.outvars, strict=True):
+                share.setdefault(value, _bytes(inside) / max(_bytes(value), 1.0))
+    for _ in range(2):
+        for node in nodes:
+            same = [v for v in (*node.inputs, *node.outputs) if v.aval.shape == node.outputs[0].aval.shape] if node.outputs else []
+            known = [share[v] for v in same if v in share]
+            if known and node.name not in BUFFERS and not _inner(node.equation):
+                for v in same:
+                    share.setdefault(v, min(known))
+    return share
+
+
+def _live(jaxpr: Any) -> float:
+    """Peak bytes of a program's temporaries; its inputs and results are accounted by the caller."""
+    given = [_Value(v.aval) for v in jaxpr.invars]
+    nodes, outs = _inlined(jaxpr, given)
+    return _peak(nodes, given, outs, _shares(nodes))
+
+
+def _peak(nodes: list[_Node], given: list[_Value], outs: Sequence[_Value | None], share: dict[_Value, float]) -> float:
+    owner = _owners(nodes, outs)
+    outside = set(given)
+    kept = {owner.get(v, v) for v in outs if v is not None}
+    last: dict[_Value, int] = {}
+    roots: dict[_Value, set[_Value]] = {}  # what a value that fuses away is computed from
+    for position, node in enumerate(nodes):
+        mine: set[_Value] = set()
+        for v in node.inputs:
             base = owner.get(v, v)
             mine |= roots.get(v, set()) if base is None else {base}
         for base in mine:
             last[base] = position
-        for v in equation.outvars:
-            if owner.get(v, v) is None:
+        for v in node.outputs:
+            if owner[v] is None:
                 roots[v] = mine
-    kept = {owner.get(v, v) for v in results}
-    end = len(jaxpr.eqns)
-    alive, peak = 0.0, 0.0
-    sizes: dict[Any, float] = {}
-    for position, equation in enumerate(jaxpr.eqns):
-        for v in equation.outvars:
-            if owner.get(v) is v and v not in fixed and v not in kept and v not in sizes:
-                sizes[v] = _bytes(v) / divide(v.aval)
+    sizes: dict[_Value, float] = {}
+    alive = peak = 0.0
+    for position, node in enumerate(nodes):
+        opaque = _opaque(node)
+        if not opaque:  # elementwise work writes into an operand that dies here; products and loops hold both
+            for v in [v for v in sizes if last[v] <= position]:
+                alive -= sizes.pop(v)
+        for v in node.outputs:
+            if owner[v] is v and v not in kept and v not in outside:
+                sizes[v] = _bytes(v) * share.get(v, 1.0)
                 alive += sizes[v]
                 last.setdefault(v, position)
-        peak = max(peak, alive + _inside(equation, divide))
-        for v in [v for v in sizes if last.get(v, end) == position]:
-            alive -= sizes.pop(v)
+        peak = max(peak, alive + _inside(node))
+        if opaque:
+            for v in [v for v in sizes if last[v] <= position]:
+                alive -= sizes.pop(v)
     return peak
 
 
-def _inside(equation: Any, divide: Callable[[Any], float]) -> float:
-    """Bytes that an equation's own program needs beside its operands and results."""
-    inner = _inner(equation)
-    if not inner:
-        return 0.0
-    body = inner[0][0]
-    if equation.primitive.name == "shard_map":
-        divide = lambda _: 1.0  # noqa: E731 - shapes inside are per device
-    outs = {v for v in body.outvars if not hasattr(v, "val")}
+def _inside(node: _Node) -> float:
+    """Bytes that a node's own program needs beside its operands and results.
+
+    A loop of more than one turn holds its carry twice: the body reads the old while it writes the new.
+    """
     extra = 0.0
-    if equation.primitive.name == "scan":
-        # Carries have one buffer outside and one new value inside; stacked results are written in place.
-        carries = equation.params["num_carry"]
-        first = equation.params["num_consts"]
-        extra = sum(_bytes(v) for v in body.invars[first : first + carries])
-        extra = 0.0 if extra == 0 else extra
-    return extra + _live(body, set(body.invars) | set(body.constvars), outs, divide)
+    if node.name == "scan" and node.equation.params["length"] > 1:
+        first, count = node.equation.params["num_consts"], node.equation.params["num_carry"]
+        extra = sum(map(_bytes, _inner(node.equation)[0][0].invars[first : first + count]))
+    return extra + max((_live(body) for body, _ in _inner(node.equation)), default=0.0)
 
 
 # --- a planner model -----------------------------------------------------------------------------------------------

@@ -1,13 +1,15 @@
 """A GPT training step over data x tensor x pipeline axes: what a plan means when a pipeline is in it.
 
-    XLA_FLAGS=--xla_force_host_platform_device_count=8 python benchmarks/gpt_step.py --data 2 --tensor 2 --pipeline 2 --layers 4 \
-        --hidden 64 --heads 4 --sequence 32 --vocabulary 256 --micro 1 --count 4
+    export XLA_FLAGS=--xla_force_host_platform_device_count=8
+    python benchmarks/gpt_step.py --data 2 --tensor 2 --pipeline 2 --layers 4 --hidden 64 --heads 4 --count 4
 
-Shardings cannot express a pipeline, so the step is written over ``shard_map``: stages hand activations on by ``ppermute``.
+Shardings cannot express a pipeline, so the step is written over ``shard_map``: stages hand activations on by
+``ppermute``.
 
 GPipe: one loop over ticks runs every micro-batch forward; JAX differentiates the loop, so all backward passes follow.
-1F1B: in tick k stage s runs micro-batch k - s forward and micro-batch k - (2(p-1) - s) backward (recomputed from its input),
-so that a stage keeps at most 2p - 1 inputs however many micro-batches there are.  Gradients equal the unpipelined step's.
+1F1B: in tick k stage s runs micro-batch k - s forward and micro-batch k - (2(p-1) - s) backward (recomputed from its
+input), so that a stage keeps at most 2p - 1 inputs however many micro-batches there are.  Gradients equal the
+unpipelined step's.
 """
 
 from __future__ import annotations
@@ -164,7 +166,8 @@ def gpipe_loss(params: dict, tokens: jax.Array, config: Config) -> jax.Array:
     micro = tokens.reshape(count, config.micro, -1)
     me = lax.axis_index("stage")
     axis = "tensor"
-    # Marked as different per device here, outside of loop and branches: the transpose is one reduction of their gradients
+    # Marked as different per device here, outside of loop and branches: the transpose is one reduction of their
+    # gradients
     # (inside the branch that only the last stage takes, it would wait for the others for ever).
     params = _varying(params, ("stage", "data"))
 
@@ -247,7 +250,9 @@ def loss_and_gradients(config: Config, mesh: Mesh):
     """``(params, tokens [batch, sequence + 1]) -> (loss, gradients)`` over the mesh."""
     batch = PartitionSpec("data")
     if config.schedule == "gpipe":
-        inside = jax.shard_map(partial(gpipe_loss, config=config), mesh=mesh, in_specs=(specs(), batch), out_specs=PartitionSpec())
+        inside = jax.shard_map(
+            partial(gpipe_loss, config=config), mesh=mesh, in_specs=(specs(), batch), out_specs=PartitionSpec()
+        )
         return jax.value_and_grad(inside)
     return jax.shard_map(
         partial(one_f_one_b, config=config), mesh=mesh, in_specs=(specs(), batch), out_specs=(PartitionSpec(), specs())
@@ -266,7 +271,9 @@ def train_step(config: Config, mesh: Mesh):
         params = jax.tree.map(lambda w, m, v: w - 1e-4 * m / (jnp.sqrt(v) + 1e-8), params, first, second)
         return loss, params, (first, second)
 
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs(), is_leaf=lambda s: isinstance(s, PartitionSpec))
+    shardings = jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), specs(), is_leaf=lambda s: isinstance(s, PartitionSpec)
+    )
     batch = NamedSharding(mesh, PartitionSpec("data"))
     everything = (shardings, (shardings, shardings), batch)
     out = (NamedSharding(mesh, PartitionSpec()), shardings, (shardings, shardings))

@@ -31,11 +31,14 @@ def cells(*, swap: bool = False, as_tabulated: bool = True) -> list[dict]:
     if swap:
         (first, second), *column = TRANSPOSED
         pair = [
-            next(cell for cell in made
-                 if (cell["dp"], cell["wp"], cell["p"]) == dims
-                 and [cell["model"], cell["cluster"], cell["policy"]] == column)
+            next(
+                cell
+                for cell in made
+                if (cell["dp"], cell["wp"], cell["p"]) == dims
+                and [cell["model"], cell["cluster"], cell["policy"]] == column
+            )
             for dims in (first, second)
-        ]  # fmt: skip
+        ]
         pair[0]["printed"], pair[1]["printed"] = pair[1]["printed"], pair[0]["printed"]
     return made
 
@@ -86,8 +89,10 @@ def main(argv: list[str] | None = None) -> int:
     show(made)
     for label, swap in (("as the table stands", False), ("its two transposed cells swapped", True)):
         near, exact, median = score(cells(swap=swap))
-        print(f"{label}: {near} of {len(made)} cells within 0.015, {exact} within the printed rounding, "
-              f"median relative error {median:.3%}")  # fmt: skip
+        print(
+            f"{label}: {near} of {len(made)} cells within 0.015, {exact} within the printed rounding, "
+            f"median relative error {median:.3%}"
+        )
     print("\nlabels and bandwidths put right (as_tabulated=False), shortest communication first:")
     for name, model in thesis.MODELS.items():
         for cluster in (thesis.CLUSTERS["A"], thesis.CLUSTERS["B"]):

@@ -17,7 +17,9 @@ from jcuts.plan.plans import Plan
 AXES = ("stage", "data", "context", "tensor")
 """Outermost first: what talks most is innermost, on neighbouring devices."""
 
-ROW = re.compile(r"(^|[^a-z])(proj|projection|out|o|down|wo|w2|fc2|c_proj|output|dense_4h_to_h)([^a-z]|$)|_out|out_|down_|_down")
+ROW = re.compile(
+    r"(^|[^a-z])(proj|projection|out|o|down|wo|w2|fc2|c_proj|output|dense_4h_to_h)([^a-z]|$)|_out|out_|down_|_down"
+)
 """Names of weights whose *inputs* the tensor axis divides (the second matrix of a pair)."""
 
 MEMORY_KINDS = {"gpu": "device", "host": "pinned_host", "storage": "pinned_host"}
@@ -30,7 +32,9 @@ def mesh(plan: Plan, devices: Any = None) -> Mesh:
     """
     devices = list(jax.devices() if devices is None else devices)
     if len(devices) < plan.gpus:
-        raise UsageError(f"the plan takes {plan.gpus} devices, there are {len(devices)}", need=plan.gpus, have=len(devices))
+        raise UsageError(
+            f"the plan takes {plan.gpus} devices, there are {len(devices)}", need=plan.gpus, have=len(devices)
+        )
     shape = (plan.pipeline, plan.data, plan.context, plan.tensor)
     return Mesh(np.array(devices[: plan.gpus]).reshape(shape), AXES)
 
@@ -38,9 +42,9 @@ def mesh(plan: Plan, devices: Any = None) -> Mesh:
 def spec(plan: Plan, path: str, shape: Sequence[int], *, sharded: bool) -> PartitionSpec:
     """How one leaf is divided.
 
-    The tensor axis takes a matrix's columns (last extent), or its rows (last but one) when its name says that it is the second of
-    a pair; the data axis (``sharded``: zero 3, or the optimiser state from zero 1) takes the largest extent left.  What does
-    not divide stays whole.
+    The tensor axis takes a matrix's columns (last extent), or its rows (last but one) when its name says that it is the
+    second of a pair; the data axis (``sharded``: zero 3, or the optimiser state from zero 1) takes the largest extent
+    left.  What does not divide stays whole.
     """
     parts: list[Any] = [None] * len(shape)
     if plan.tensor > 1 and len(shape) >= 2:
@@ -64,8 +68,10 @@ def shardings(plan: Plan, tree: Any, devices: Any = None, *, optimizer: bool = F
     Raises: UsageError for a plan with a pipeline, which shardings cannot express.
     """
     if plan.pipeline > 1:
-        raise UsageError("shardings cannot express a pipeline: see benchmarks/gpt_step.py for a step that can",
-                         pipeline=plan.pipeline)  # fmt: skip
+        raise UsageError(
+            "shardings cannot express a pipeline: see benchmarks/gpt_step.py for a step that can",
+            pipeline=plan.pipeline,
+        )
     where = mesh(plan, devices)
     tier = plan.optimizer if optimizer else plan.parameters
     kind = MEMORY_KINDS[tier]

@@ -17,8 +17,8 @@ class Gemm:
     """``batch`` products (m x k) (k x n); forward one, backward two (one per operand that needs a gradient).
 
     Attributes:
-        tensor: which extent the tensor axis divides: ``n`` (column parallel), ``k`` (row parallel), ``batch`` (heads), or
-            ``none`` (every GPU of the axis does it all).
+        tensor: which extent the tensor axis divides: ``n`` (column parallel), ``k`` (row parallel), ``batch`` (heads),
+            or ``none`` (every GPU of the axis does it all).
         per_sample: which extent grows with the micro-batch: ``m`` (rows) or ``batch``.
         inner: part of the attention core (what selective recomputation does again).
         expert: one of the ``experts`` of a mixture; rows then are those of all chosen experts.
@@ -63,7 +63,8 @@ class Block:
         parameters: values that the tensor axis divides; replicated: values that it does not; expert_parameters: values
             divided by the expert axis too.
         saved_tensor / saved_replicated / saved_inner: bytes kept per sample from forward to backward: divided by the
-            tensor axis; divided only with sequence parallelism; the attention core's (divided; dropped by selective recomputation).
+            tensor axis; divided only with sequence parallelism; the attention core's (divided; dropped by selective
+            recomputation).
         boundary: bytes per sample that the layer hands to the next (what full recomputation keeps).
         reductions: all-reduces of ``boundary`` over the tensor axis in a forward pass (backward: the same number).
         exchanges: all-to-alls over the expert axis in a forward pass, each of ``exchange_bytes`` per sample.
@@ -139,14 +140,25 @@ class Model:
 
 
 def transformer_layer(
-    *, hidden: int, ffn: int, heads: int, kv_heads: int, sequence: int, count: int, gated: bool, flash: bool,
-    dropout: bool, experts: int, chosen: int, head_size: int,
-) -> Block:  # fmt: skip
+    *,
+    hidden: int,
+    ffn: int,
+    heads: int,
+    kv_heads: int,
+    sequence: int,
+    count: int,
+    gated: bool,
+    flash: bool,
+    dropout: bool,
+    experts: int,
+    chosen: int,
+    head_size: int,
+) -> Block:
     """A pre-norm transformer layer.
 
     Matrix products per token: QKV h (q + 2 kv), scores and context 2 s q, projection q h, feed-forward 2 h f (3 gated);
-    memory traffic of the kernels between them (layer norm, bias, GELU, softmax, dropout, residual), each tensor read and
-    written once per kernel; activations kept as counted by Korthikanti et al. (arXiv 2205.05198, section 4.1):
+    memory traffic of the kernels between them (layer norm, bias, GELU, softmax, dropout, residual), each tensor read
+    and written once per kernel; activations kept as counted by Korthikanti et al. (arXiv 2205.05198, section 4.1):
     s b h (10 + 24/t + 5 a s/(h t)) for a classical layer.
     """
     s, h = float(sequence), float(hidden)
@@ -155,7 +167,6 @@ def transformer_layer(
     moe = experts > 1
     rows = s * chosen if moe else s
     hidden_bytes, scores = BYTES * s * h, BYTES * heads * s * s
-    mlp = {"expert": moe}
     ops: list[Gemm | Stream] = [
         Stream("layer norm 1", 2 * hidden_bytes, 4 * hidden_bytes, "sequence", 1, 2),
         Gemm("qkv", s, q + 2 * kv, h, tensor="n"),
@@ -166,9 +177,9 @@ def transformer_layer(
         Gemm("projection", s, h, q, tensor="k"),
         Stream("bias, dropout, residual 1", 3.5 * hidden_bytes, 2.5 * hidden_bytes, "sequence", 1, 2),
         Stream("layer norm 2", 2 * hidden_bytes, 4 * hidden_bytes, "sequence", 1, 2),
-        Gemm("feed-forward up", rows, wide, h, tensor="n", **mlp),
+        Gemm("feed-forward up", rows, wide, h, tensor="n", expert=moe),
         Stream("bias, activation", BYTES * rows * (wide + ffn), BYTES * rows * (2 * wide + ffn), "yes", 1, 2),
-        Gemm("feed-forward down", rows, h, ffn, tensor="k", **mlp),
+        Gemm("feed-forward down", rows, h, ffn, tensor="k", expert=moe),
         Stream("bias, dropout, residual 2", 3.5 * hidden_bytes, 2.5 * hidden_bytes, "sequence", 1, 2),
     ]
     if not flash:
@@ -207,13 +218,30 @@ def vocabulary_head(*, hidden: int, vocabulary: int, sequence: int, dense: float
         Gemm("logits", s, vocabulary, h, tensor="n"),
         Stream("cross entropy", (BYTES + 4 * 4) * s * vocabulary, (2 * 4 + BYTES) * s * vocabulary, "yes", 8, 4),
     )
-    return Block("head", 1, ops, parameters=h * vocabulary + dense, replicated=2 * h, boundary=BYTES * s * h,
-                 saved_tensor=4 * s * vocabulary, saved_replicated=4 * s * h, reductions=1)  # fmt: skip
+    return Block(
+        "head",
+        1,
+        ops,
+        parameters=h * vocabulary + dense,
+        replicated=2 * h,
+        boundary=BYTES * s * h,
+        saved_tensor=4 * s * vocabulary,
+        saved_replicated=4 * s * h,
+        reductions=1,
+    )
 
 
 def embedding(*, hidden: int, vocabulary: int, positions: int, sequence: int) -> Block:
     """Token (tensor-divided) and position (replicated) embedding with dropout."""
     s, h = float(sequence), float(hidden)
     ops = (Stream("embedding", 6 * BYTES * s * h, 6 * BYTES * s * h, "no", 4, 4),)
-    return Block("embedding", 1, ops, parameters=h * vocabulary, replicated=h * positions, boundary=BYTES * s * h,
-                 saved_replicated=s * h, reductions=1)  # fmt: skip
+    return Block(
+        "embedding",
+        1,
+        ops,
+        parameters=h * vocabulary,
+        replicated=h * positions,
+        boundary=BYTES * s * h,
+        saved_replicated=s * h,
+        reductions=1,
+    )

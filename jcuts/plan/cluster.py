@@ -1,4 +1,5 @@
-"""What a cluster is to the planner: GPUs, links between them, memory tiers below them.  Every constant names its source."""
+"""What a cluster is to the planner: GPUs, links between them, memory tiers below them.  Every constant names its
+source."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class Gpu:
         memory_efficiency: share of ``bandwidth`` that streaming kernels reach.
         kernel_gap: seconds between two kernels of a busy stream; launch: seconds of host time per kernel (0: graphs).
         reserved: bytes that context, libraries and fragmentation take.
-        skinny: FLOP/s of products with few rows (decoding), where tiles are mostly empty; 0: the tile model alone decides.
+        skinny: FLOP/s of products with few rows (decoding), where tiles are mostly empty; 0: the tile model alone
+        decides.
     """
 
     name: str
@@ -45,7 +47,8 @@ class Gpu:
 class Link:
     """A link between GPUs: bytes/s per GPU and direction, share of it that collectives reach, seconds per hop and call.
 
-    ``call`` is the time before the first byte moves (launch, synchronisation), ``hop`` that of each step of a ring or tree.
+    ``call`` is the time before the first byte moves (launch, synchronisation), ``hop`` that of each step of a ring or
+    tree.
     """
 
     bandwidth: float
@@ -63,7 +66,8 @@ class Link:
 class Tier:
     """A memory below the GPU.  Bandwidths in bytes/s: per GPU, and what all GPUs of a node get together (0: no cap).
 
-    ``scan``: bytes/s at which the host's processor computes attention over a cache that it keeps itself (0: it does not).
+    ``scan``: bytes/s at which the host's processor computes attention over a cache that it keeps itself (0: it does
+    not).
     """
 
     name: str
@@ -123,7 +127,8 @@ class Cluster:
     def gpu(self) -> Gpu:
         """The GPU that every group has, or, when they differ, the one with the least memory.
 
-        A plan is symmetric: each GPU must hold its share, so the smallest memory decides; speeds are handled by ``hetero``.
+        A plan is symmetric: each GPU must hold its share, so the smallest memory decides; speeds are handled by
+        ``hetero``.
         """
         return min((group.gpu for group in self.groups), key=lambda gpu: (gpu.memory, gpu.peak))
 
@@ -145,12 +150,12 @@ class Cluster:
             return self
         if gpus < 1:
             raise UsageError(f"{gpus} GPUs: at least one is needed", gpus=gpus)
+        group = self.groups[0]
         if len(self.groups) > 1:
             raise UsageError(
                 f"cluster {self.name} has nodes of different kinds: its {self.gpus} GPUs cannot be resized to {gpus}",
                 gpus=gpus,
             )
-        group = self.groups[0]
         if gpus <= group.gpus:
             return replace(self, groups=(replace(group, nodes=1, gpus=gpus),))
         if gpus % group.gpus:
@@ -158,8 +163,9 @@ class Cluster:
             raise UsageError(
                 f"{gpus} GPUs are not whole nodes of {self.name} ({group.gpus} GPUs each): "
                 f"use {below} or {below + group.gpus}",
-                gpus=gpus, per_node=group.gpus,
-            )  # fmt: skip
+                gpus=gpus,
+                per_node=group.gpus,
+            )
         return replace(self, groups=(replace(group, nodes=gpus // group.gpus),))
 
 
@@ -171,8 +177,9 @@ def load(name_or_path: str) -> Cluster:
     if name_or_path.endswith(".toml") or "/" in name_or_path:
         return from_table(specfile.read(name_or_path))
     if name_or_path not in presets():
-        raise UsageError(f"cluster {name_or_path!r} is unknown{specfile.nearest(name_or_path, presets())}",
-                         name=name_or_path)  # fmt: skip
+        raise UsageError(
+            f"cluster {name_or_path!r} is unknown{specfile.nearest(name_or_path, presets())}", name=name_or_path
+        )
     return from_table(specfile.read(_folder() / f"{name_or_path}.toml"))
 
 

@@ -40,8 +40,8 @@ def _levels(members: ArrayLike, inside: ArrayLike) -> tuple[Floats, Floats]:
 def all_reduce(intra: Link, inter: Link, members: ArrayLike, inside: ArrayLike, size: ArrayLike) -> Floats:
     """All-reduce of ``size`` bytes among ``members`` GPUs, ``inside`` of them per node.
 
-    Within a node a ring (2 (n-1)/n S/BW); across nodes a reduce-scatter inside, the faster of ring and tree between nodes on
-    the share, and an all-gather inside: what NCCL does, whose trees are between nodes only.
+    Within a node a ring (2 (n-1)/n S/BW); across nodes a reduce-scatter inside, the faster of ring and tree between
+    nodes on the share, and an all-gather inside: what NCCL does, whose trees are between nodes only.
     """
     near, nodes = _levels(members, inside)
     flat = _ring(intra, near, size, 2)

@@ -19,9 +19,10 @@ from jcuts.plan.workload import Training
 class StepTime:
     """Seconds; arrays over plans.  The parts add up to ``total``.
 
-    compute: matrix products and streams of the stage that has most; recompute: those done again; tensor, context, expert,
-    pipeline, gradients: exposed communication of each axis; launch: waiting for the host; bubble: idle pipeline; tiers: waiting
-    for host memory and storage in forward and backward; optimizer: the update with its own transfers; overhead: fixed.
+    compute: matrix products and streams of the stage that has most; recompute: those done again; tensor, context,
+    expert, pipeline, gradients: exposed communication of each axis; launch: waiting for the host; bubble: idle
+    pipeline; tiers: waiting for host memory and storage in forward and backward; optimizer: the update with its own
+    transfers; overhead: fixed.
     """
 
     compute: Floats
@@ -58,9 +59,9 @@ class Estimate:
 def estimate(model: Model, cluster: Cluster, plans: Plans, work: Training) -> Estimate:
     """Costs plans; whether they are possible is ``search.violations``' business.
 
-        step = m (slot + messages) + bubble + gradients + tiers + optimiser + overhead
-        slot = the fullest stage's forward, backward and recomputation of one micro-batch
-        bubble = (p - 1)/v slots of an average stage
+    step = m (slot + messages) + bubble + gradients + tiers + optimiser + overhead
+    slot = the fullest stage's forward, backward and recomputation of one micro-batch
+    bubble = (p - 1)/v slots of an average stage
     """
     held = sizes(model, plans)
     body, embed, head = layer_costs(model, cluster, plans)
@@ -100,8 +101,10 @@ def _passes(cost: LayerCost, plans: Plans) -> dict[str, Floats]:
     again = np.choose(rc, [np.zeros(len(plans)), cost.inner, cost.forward])
     again_comm = np.where(rc == 2, ahead_comm, 0.0)
     device = (cost.forward + ahead_comm, cost.backward + behind_comm + again + again_comm)
-    host = (cost.forward_host,
-            cost.backward_host + np.choose(rc, [np.zeros(len(plans)), cost.inner_host, cost.forward_host]))  # fmt: skip
+    host = (
+        cost.forward_host,
+        cost.backward_host + np.choose(rc, [np.zeros(len(plans)), cost.inner_host, cost.forward_host]),
+    )
     launch = np.maximum(host[0] - device[0], 0) + np.maximum(host[1] - device[1], 0)
     full = np.where(rc == 2, 1.0, 0.0)
     return {
@@ -143,9 +146,9 @@ def _gradients(
 ) -> Floats:
     """Exposed seconds of reducing gradients and of gathering sharded parameters.
 
-    zero 0: all-reduce; 1: reduce-scatter, then all-gather of updated parameters; 2: a reduce-scatter per micro-batch; 3:
-    besides, parameters gathered in each forward and backward (and recomputation shares the backward's).  What may hide
-    does so behind the backward passes.  Parameters of experts are reduced among the data ranks that share them.
+    zero 0: all-reduce; 1: reduce-scatter, then all-gather of updated parameters; 2: a reduce-scatter per micro-batch;
+    3: besides, parameters gathered in each forward and backward (and recomputation shares the backward's).  What may
+    hide does so behind the backward passes.  Parameters of experts are reduced among the data ranks that share them.
     """
     intra, inter, node = cluster.intra, cluster.inter, cluster.gpus_per_node
     t, z = plans["tensor"], plans["zero"]
@@ -162,8 +165,9 @@ def _gradients(
         reduce = collectives.all_reduce(intra, inter, members, near, size)
         scatter = collectives.reduce_scatter(intra, inter, members, near, size)
         gather = collectives.all_gather(intra, inter, members, near, BYTES * values)
-        time += np.choose(z, [reduce, scatter + gather, micro_batches * scatter + gather,
-                              micro_batches * (scatter + 2 * gather)])  # fmt: skip
+        time += np.choose(
+            z, [reduce, scatter + gather, micro_batches * scatter + gather, micro_batches * (scatter + 2 * gather)]
+        )
         hideable += np.choose(z, [reduce, scatter, micro_batches * scatter, micro_batches * (scatter + 2 * gather)])
     behind = np.where(z >= 2, micro_batches, 1.0) * backward
     hidden = np.minimum(cluster.overlap_gradients * hideable, behind)
@@ -176,7 +180,8 @@ def _gradients(
 
 
 def _optimizer(cluster: Cluster, plans: Plans, held: Sizes, work: Training) -> Floats:
-    """The update: its own memory traffic, and the state's way from and to its tier, which nothing hides (thesis 4.1.2)."""
+    """The update: its own memory traffic, and the state's way from and to its tier, which nothing hides (thesis
+    4.1.2)."""
     gpu, busy = cluster.gpu, cluster.gpus_per_node
     shards = np.where(plans["zero"] >= 1, plans["data"] * plans["context"], 1)
     values = held.parameters / shards
@@ -193,18 +198,22 @@ def _optimizer(cluster: Cluster, plans: Plans, held: Sizes, work: Training) -> F
     return time
 
 
-def _tiers(cluster: Cluster, plans: Plans, held: Sizes, work: Training, micro_batches: Floats, busy_time: Floats) -> Floats:
+def _tiers(
+    cluster: Cluster, plans: Plans, held: Sizes, work: Training, micro_batches: Floats, busy_time: Floats
+) -> Floats:
     """Exposed seconds of streaming parameters, gradients and activations in forward and backward.
 
-    With groups of g micro-batches per layer visit: parameters are read twice (forward, backward) per group; gradients are
-    written once per group and, but for the first, read; activations are written and read once per micro-batch, and when
-    g > 1 the running activation and its gradient are parked between layers besides.
+    With groups of g micro-batches per layer visit: parameters are read twice (forward, backward) per group; gradients
+    are written once per group and, but for the first, read; activations are written and read once per micro-batch, and
+    when g > 1 the running activation and its gradient are parked between layers besides.
     Source: thesis 4.1.2, with micro-batch reuse of parameters, which its formulas lack.
     """
     groups = np.ceil(micro_batches / plans["group"])
     shards = np.where(plans["zero"] == 3, plans["data"] * plans["context"], 1)
     parameters = BYTES * held.parameters / shards
-    gradients = work.gradient_bytes * held.parameters / np.where(plans["zero"] >= 2, plans["data"] * plans["context"], 1)
+    gradients = (
+        work.gradient_bytes * held.parameters / np.where(plans["zero"] >= 2, plans["data"] * plans["context"], 1)
+    )
     kept = micro_batches * held.layers * held.saved_layer
     parked = np.where(plans["group"] > 1, 2 * micro_batches * held.layers * held.boundary, 0.0)
     exposed = np.zeros(len(plans))

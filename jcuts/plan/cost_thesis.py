@@ -63,8 +63,12 @@ class ThesisCluster:
     def __post_init__(self) -> None:
         for field in ("gpus", "peak", "storage", "p2p"):
             if not getattr(self, field) > 0:
-                raise ModelError(f"cluster {self.name}: {field} must be positive, not {getattr(self, field)}",
-                                 cluster=self.name, field=field, value=getattr(self, field))  # fmt: skip
+                raise ModelError(
+                    f"cluster {self.name}: {field} must be positive, not {getattr(self, field)}",
+                    cluster=self.name,
+                    field=field,
+                    value=getattr(self, field),
+                )
 
 
 MODELS = {

@@ -16,34 +16,108 @@ import numpy as np
 from jcuts.base.errors import NotJaxError, UsageError
 from jcuts.plan.blocks import Block, Gemm, Model, Stream
 
-FREE = frozenset({
-    "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "iota", "stop_gradient", "pcast", "pvary", "axis_index",
-    "sharding_constraint", "copy", "copy_p", "optimization_barrier", "name", "split", "bitcast_convert_type",
-    "random_wrap", "random_unwrap", "device_put", "create_token",
-})  # fmt: skip
+FREE = frozenset(
+    {
+        "broadcast_in_dim",
+        "reshape",
+        "squeeze",
+        "expand_dims",
+        "iota",
+        "stop_gradient",
+        "pcast",
+        "pvary",
+        "axis_index",
+        "sharding_constraint",
+        "copy",
+        "copy_p",
+        "optimization_barrier",
+        "name",
+        "split",
+        "bitcast_convert_type",
+        "random_wrap",
+        "random_unwrap",
+        "device_put",
+        "create_token",
+    }
+)
 """Equations that XLA turns into views, indices or nothing."""
 
-REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin",
-                        "cumsum", "cumlogsumexp", "cummax", "cumprod"})  # fmt: skip
+REDUCTIONS = frozenset(
+    {
+        "reduce_sum",
+        "reduce_max",
+        "reduce_min",
+        "reduce_prod",
+        "reduce_and",
+        "reduce_or",
+        "argmax",
+        "argmin",
+        "cumsum",
+        "cumlogsumexp",
+        "cummax",
+        "cumprod",
+    }
+)
 
-HEAVY = frozenset({
-    "dot_general", "conv_general_dilated", "gather", "scatter", "scatter-add", "scatter_add", "sort", "top_k", "fft", "cholesky",
-    "triangular_solve", "dynamic_slice", "dynamic_update_slice", "concatenate", "transpose", "psum", "ppermute", "all_gather",
-    "all_to_all", "reduce_scatter", "psum2", "psum_invariant", "rng_bit_generator", "random_bits", "threefry2x32",
-    "reduce_window", "reduce_window_max", "reduce_window_sum", "select_and_scatter_add", "while", "scan", "cond",
-}) | REDUCTIONS  # fmt: skip
+HEAVY = (
+    frozenset(
+        {
+            "dot_general",
+            "conv_general_dilated",
+            "gather",
+            "scatter",
+            "scatter-add",
+            "scatter_add",
+            "sort",
+            "top_k",
+            "fft",
+            "cholesky",
+            "triangular_solve",
+            "dynamic_slice",
+            "dynamic_update_slice",
+            "concatenate",
+            "transpose",
+            "psum",
+            "ppermute",
+            "all_gather",
+            "all_to_all",
+            "reduce_scatter",
+            "psum2",
+            "psum_invariant",
+            "rng_bit_generator",
+            "random_bits",
+            "threefry2x32",
+            "reduce_window",
+            "reduce_window_max",
+            "reduce_window_sum",
+            "select_and_scatter_add",
+            "while",
+            "scan",
+            "cond",
+        }
+    )
+    | REDUCTIONS
+)
 """Equations whose results are buffers of their own; all others fuse into their consumers or producers."""
 
-COLLECTIVES = {"psum": "all-reduce", "psum2": "all-reduce", "psum_invariant": "all-reduce", "ppermute": "collective-permute",
-               "all_gather": "all-gather", "all_to_all": "all-to-all", "reduce_scatter": "reduce-scatter"}  # fmt: skip
+COLLECTIVES = {
+    "psum": "all-reduce",
+    "psum2": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "ppermute": "collective-permute",
+    "all_gather": "all-gather",
+    "all_to_all": "all-to-all",
+    "reduce_scatter": "reduce-scatter",
+}
 
 
 @dataclass
 class Tally:
     """What a function does, counted equation by equation.
 
-    flops: matrix products and convolutions (2 per multiply-add); bytes: memory traffic when elementwise chains fuse; kernels:
-    launches then; collectives: bytes given to each kind; unknown: primitives costed as elementwise for lack of a rule;
+    flops: matrix products and convolutions (2 per multiply-add); bytes: memory traffic when elementwise chains fuse;
+    kernels: launches then; collectives: bytes given to each kind; unknown: primitives costed as elementwise for lack of
+    a rule;
     unbounded: ``while`` loops, whose body is counted once.
     """
 
@@ -173,7 +247,8 @@ def tally(function: Callable, *arguments: Any) -> Tally:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes per device of one call: arguments, results, of which ``aliased`` reuse donated arguments, and temporaries."""
+    """Bytes per device of one call: arguments, results, of which ``aliased`` reuse donated arguments, and
+    temporaries."""
 
     arguments: float
     results: float
@@ -189,9 +264,9 @@ class Footprint:
 def footprint(function: Callable, *arguments: Any, donated: Sequence[int] = ()) -> Footprint:
     """Memory that a call needs per device, from liveness over its jaxpr.
 
-    Values that fuse are never buffers: an elementwise result, a broadcast, a reshape.  A loop's carry is one buffer.  Inside
-    ``shard_map`` shapes are per device; outside, a value is divided as the ``shard_map`` that it enters or leaves says, and
-    elementwise results as their operands.
+    Values that fuse are never buffers: an elementwise result, a broadcast, a reshape.  A loop's carry is one buffer.
+    Inside ``shard_map`` shapes are per device; outside, a value is divided as the ``shard_map`` that it enters or
+    leaves says, and elementwise results as their operands.
 
     Args: donated: positions of arguments whose buffers results may take.
     Raises: NotJaxError if the function cannot be traced.
@@ -208,16 +283,66 @@ def footprint(function: Callable, *arguments: Any, donated: Sequence[int] = ()) 
     return Footprint(sum(sizes), total, min(free, total), _peak(nodes, given, outs, share))
 
 
-VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "copy", "pcast", "pvary", "optimization_barrier", "name", "stop_gradient",
-                   "transpose", "sharding_constraint", "psum", "psum2", "psum_invariant"})  # fmt: skip
+VIEWS = frozenset(
+    {
+        "reshape",
+        "squeeze",
+        "expand_dims",
+        "copy",
+        "pcast",
+        "pvary",
+        "optimization_barrier",
+        "name",
+        "stop_gradient",
+        "transpose",
+        "sharding_constraint",
+        "psum",
+        "psum2",
+        "psum_invariant",
+    }
+)
 """Results that are their operand seen otherwise (a transpose becomes the layout that its producer writes; an all-reduce
 works in place)."""
 
 BUFFERS = HEAVY - {"transpose", "dynamic_slice", "concatenate"}
-DEAR = frozenset({"exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "erf", "erfc", "erf_inv", "sin", "cos", "tan", "pow",
-                  "rsqrt", "sqrt", "div", "lgamma", "digamma"})  # fmt: skip
-CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr",
-                   "remat", "checkpoint", "remat2", "custom_lin"})  # fmt: skip
+DEAR = frozenset(
+    {
+        "exp",
+        "exp2",
+        "expm1",
+        "log",
+        "log1p",
+        "tanh",
+        "logistic",
+        "erf",
+        "erfc",
+        "erf_inv",
+        "sin",
+        "cos",
+        "tan",
+        "pow",
+        "rsqrt",
+        "sqrt",
+        "div",
+        "lgamma",
+        "digamma",
+    }
+)
+CALLS = frozenset(
+    {
+        "jit",
+        "pjit",
+        "closed_call",
+        "core_call",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "custom_vjp_call_jaxpr",
+        "remat",
+        "checkpoint",
+        "remat2",
+        "custom_lin",
+    }
+)
 
 
 class _Value:
@@ -291,12 +416,13 @@ def _opaque(node: _Node) -> bool:
 
 
 def _shares(nodes: list[_Node]) -> dict[_Value, float]:
-    """Part of each value that one device holds, where a ``shard_map`` tells; elementwise neighbours are divided alike."""
+    """Part of each value that one device holds, where a ``shard_map`` tells; elementwise neighbours are divided
+    alike."""
     share: dict[_Value, float] = {}
     for node in nodes:
         if node.name == "shard_map":
             body = _inner(node.equation)[0][0]
-            outer = [v for v in node.equation.invars]
+            outer = list(node.equation.invars)
             values = iter(node.inputs)
             for v, inside in zip(outer, body.invars, strict=True):
                 if not hasattr(v, "val"):
@@ -306,7 +432,11 @@ def _shares(nodes: list[_Node]) -> dict[_Value, float]:
                 share.setdefault(value, _bytes(inside) / max(_bytes(value), 1.0))
     for _ in range(2):
         for node in nodes:
-            same = [v for v in (*node.inputs, *node.outputs) if v.aval.shape == node.outputs[0].aval.shape] if node.outputs else []
+            same = (
+                [v for v in (*node.inputs, *node.outputs) if v.aval.shape == node.outputs[0].aval.shape]
+                if node.outputs
+                else []
+            )
             known = [share[v] for v in same if v in share]
             if known and node.name not in BUFFERS and not _inner(node.equation):
                 for v in same:
@@ -371,12 +501,15 @@ def _inside(node: _Node) -> float:
 # --- a planner model -----------------------------------------------------------------------------------------------
 
 
-def model(function: Callable, parameters: Any, *inputs: Any, name: str = "function", batch: int | None = None, cuts: int = 32) -> Model:
+def model(
+    function: Callable, parameters: Any, *inputs: Any, name: str = "function", batch: int | None = None, cuts: int = 32
+) -> Model:
     """A model for the planner from ``function(parameters, *inputs)``, its forward pass (a loss or outputs).
 
-    Inputs' first axis is the batch.  The function is traced at the example batch and at twice of it: extents that double belong
-    to samples, the rest to parameters; so any model is split into what micro-batches divide and what they do not.  The
-    equations are cut where least is alive, into at most ``cuts`` blocks of about equal work; a scan is one block per turn.
+    Inputs' first axis is the batch.  The function is traced at the example batch and at twice of it: extents that
+    double belong to samples, the rest to parameters; so any model is split into what micro-batches divide and what they
+    do not.  The equations are cut where least is alive, into at most ``cuts`` blocks of about equal work; a scan is one
+    block per turn.
 
     Raises: NotJaxError if it cannot be traced; UsageError without a batch axis.
     """
@@ -451,8 +584,19 @@ def _operations(equation: Any, other: Any, times: float, samples: int) -> tuple[
             return [Gemm("dot", m / samples, n, k, batch, copies=copies)], flops, 0.0
         return [Gemm("dot", m, n, k, batch, per_sample=grows, copies=copies)], flops, per_sample * times
     moved = 2 * per_sample * times
-    return [Stream(name, moved, 2 * moved, "no", times if name in HEAVY else 0.3 * times, times if name in HEAVY else 0.6 * times)], 0.0, (
-        per_sample * times if name in HEAVY else 0.5 * per_sample * times
+    return (
+        [
+            Stream(
+                name,
+                moved,
+                2 * moved,
+                "no",
+                times if name in HEAVY else 0.3 * times,
+                times if name in HEAVY else 0.6 * times,
+            )
+        ],
+        0.0,
+        (per_sample * times if name in HEAVY else 0.5 * per_sample * times),
     )
 
 
@@ -472,7 +616,13 @@ def _cut(work: list[tuple[float, list[Gemm | Stream], float, float]], count: flo
     if ops or not groups:
         groups.append((flops, ops, kept, boundary))
     return [
-        Block(f"part {i}", 1, tuple(ops), replicated=count * (flops / total if total > 1 else 1 / len(groups)), saved_replicated=kept,
-              boundary=edge)
+        Block(
+            f"part {i}",
+            1,
+            tuple(ops),
+            replicated=count * (flops / total if total > 1 else 1 / len(groups)),
+            saved_replicated=kept,
+            boundary=edge,
+        )
         for i, (flops, ops, kept, edge) in enumerate(groups, 1)
-    ]  # fmt: skip
+    ]

@@ -18,7 +18,8 @@ from jcuts.plan.workload import Training
 
 @dataclass(frozen=True)
 class Split:
-    """An uneven split: samples of the global batch per group, the step's seconds and its parts (of the slowest group)."""
+    """An uneven split: samples of the global batch per group, the step's seconds and its parts (of the slowest
+    group)."""
 
     samples: tuple[int, ...]
     seconds: float
@@ -51,8 +52,8 @@ def allocate(count: int, slots: Sequence[float]) -> list[int]:
 def split(model: Model, cluster: Cluster, plan: Plan, work: Training) -> Split | None:
     """Costs a plan on a cluster of unequal groups (None if replicas do not fit into whole groups).
 
-    Every replica of tensor x pipeline x context GPUs lies within one group; groups get micro-batches by their slot time.
-    Gradients, optimiser and overhead are those of the whole cluster; the rest is the slowest group's.
+    Every replica of tensor x pipeline x context GPUs lies within one group; groups get micro-batches by their slot
+    time. Gradients, optimiser and overhead are those of the whole cluster; the rest is the slowest group's.
     """
     size = plan.tensor * plan.pipeline * plan.context
     replicas = [group.nodes * group.gpus // size for group in cluster.groups]
@@ -87,7 +88,8 @@ def _slot(model: Model, cluster: Cluster, plan: Plan, work: Training) -> float:
     """Seconds that one more micro-batch costs a replica."""
     plans = Plans.of([replace(plan, data=1, expert=1, zero=0)])
     one, two = (
-        estimate(model, cluster, plans, replace(work, batch=plan.micro * n)).time for n in (plan.pipeline * 2, plan.pipeline * 2 + 1)
+        estimate(model, cluster, plans, replace(work, batch=plan.micro * n)).time
+        for n in (plan.pipeline * 2, plan.pipeline * 2 + 1)
     )
     rest = ("gradients", "optimizer", "overhead")
     return float(sum(getattr(two, part)[0] - getattr(one, part)[0] for part in PARTS if part not in rest))

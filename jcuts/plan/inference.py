@@ -1,4 +1,5 @@
-"""Serving a transformer: prefill and decoding with a key-value cache, the batch as a variable, weights streamed from below."""
+"""Serving a transformer: prefill and decoding with a key-value cache, the batch as a variable, weights streamed from
+below."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class Serving:
 
     Attributes:
         prompt, generate: tokens in and out per sequence.
-        micro: sequences that run through a layer together; count: such micro-batches per layer visit (they share its weights).
+        micro: sequences that run through a layer together; count: such micro-batches per layer visit (they share its
+        weights).
         weights_on_gpu: fraction of the weights that stays; the rest streams from ``weights``.
         cache: tier of the key-value cache; host_attention: the host computes attention over a cache that it keeps, so
             that the cache never crosses the link.
@@ -54,7 +56,8 @@ class Serving:
 
 @dataclass(frozen=True)
 class ServingCost:
-    """Seconds of prefill and of all decoding steps, generated tokens/s, bytes per tier, and what does not fit (empty: all does)."""
+    """Seconds of prefill and of all decoding steps, generated tokens/s, bytes per tier, and what does not fit (empty:
+    all does)."""
 
     plan: Serving
     prefill: float
@@ -66,7 +69,7 @@ class ServingCost:
 
     def to_json(self) -> dict[str, object]:
         """A JSON object."""
-        made = {field.name: getattr(self, field.name) for field in fields(self)}
+        made: dict[str, object] = {field.name: getattr(self, field.name) for field in fields(self)}
         return made | {"plan": asdict(self.plan)}
 
 
@@ -75,10 +78,11 @@ def serve(model: Model, cluster: Cluster, plan: Serving) -> ServingCost:
 
         prefill = max(compute, weights over the link, cache written below)
         step    = max(weights over the link + cache over the link, GPU + attention on the host)
-        GPU     = per micro-batch max(FLOP / speed, weights and cache read from GPU memory), plus launches and reductions
+        GPU     = per micro-batch max(FLOP / speed, weights and cache read from GPU memory), plus launches and
+        reductions
 
-    Within a layer a micro-batch's attention waits for its projections, so host attention adds to the GPU's time; transfers
-    run beside both.  FLOP: 2 per weight and token, 4 h per cached token and layer.
+    Within a layer a micro-batch's attention waits for its projections, so host attention adds to the GPU's time;
+    transfers run beside both.  FLOP: 2 per weight and token, 4 h per cached token and layer.
     Raises: UsageError for a model without a cache (not a transformer) or a tier that the cluster lacks.
     """
     if not model.cache_bytes:
@@ -97,7 +101,11 @@ def serve(model: Model, cluster: Cluster, plan: Serving) -> ServingCost:
     reductions = 2 * model.layers
     hidden_bytes = BYTES * model.hidden * plan.micro
     reduce = [
-        float(plan.count * reductions * collectives.all_reduce(cluster.intra, cluster.inter, t, cluster.gpus_per_node, size))
+        float(
+            plan.count
+            * reductions
+            * collectives.all_reduce(cluster.intra, cluster.inter, t, cluster.gpus_per_node, size)
+        )
         for size in (hidden_bytes * plan.prompt, hidden_bytes)
     ]
     down, up_cache = 0.0, 0.0
@@ -122,7 +130,7 @@ def serve(model: Model, cluster: Cluster, plan: Serving) -> ServingCost:
     # --- memory
     layer = BYTES * max(block.total_parameters for block in model.blocks) / t
     cache = plan.batch * tokens * cache_token
-    memory = dict.fromkeys(TIERS, 0.0)
+    memory: dict[str, float] = dict.fromkeys(map(str, TIERS), 0.0)
     # Hidden state and the feed-forward's inside of the micro-batch at work.
     working = BYTES * plan.micro * plan.prompt * model.hidden * (1 + 4 / t)
     resident = plan.weights_on_gpu * weights
@@ -132,9 +140,16 @@ def serve(model: Model, cluster: Cluster, plan: Serving) -> ServingCost:
     if plan.cache != "gpu":
         memory["gpu"] += 0.0 if plan.host_attention else 2 * plan.micro * tokens * cache_token / model.layers
     seconds = prefill + decode
-    parts = {"prefill compute": compute, "weights per step": up, "gpu per step": plan.count * once, "host per step": host,
-             "cache per step": up_cache}  # fmt: skip
-    return ServingCost(plan, prefill, decode, plan.batch * plan.generate / seconds, parts, memory, _short(cluster, memory))
+    parts = {
+        "prefill compute": compute,
+        "weights per step": up,
+        "gpu per step": plan.count * once,
+        "host per step": host,
+        "cache per step": up_cache,
+    }
+    return ServingCost(
+        plan, prefill, decode, plan.batch * plan.generate / seconds, parts, memory, _short(cluster, memory)
+    )
 
 
 def _weights_used(model: Model) -> float:
@@ -188,7 +203,8 @@ def largest_batch(model: Model, cluster: Cluster, plan: Serving, *, limit: int =
 
 
 def space(model: Model, cluster: Cluster, prompt: int, generate: int, tensor: int = 1) -> list[Serving]:
-    """Ways of serving: weight fractions in steps of 10 %, cache tiers, micro-batches 1..512, up to 16 of them per layer visit."""
+    """Ways of serving: weight fractions in steps of 10 %, cache tiers, micro-batches 1..512, up to 16 of them per layer
+    visit."""
     made = []
     tiers = [name for index, name in enumerate(TIERS[1:], 1) if cluster.tier(index) is not None]
     scans = cluster.host is not None and cluster.host.scan > 0
@@ -198,5 +214,17 @@ def space(model: Model, cluster: Cluster, prompt: int, generate: int, tensor: in
                 for micro in (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 512):
                     for count in (1, 2, 3, 4, 8, 16):
                         attention = cache == "host" and scans
-                        made.append(Serving(prompt, generate, micro, count, float(round(fraction, 2)), weights, cache, attention, tensor))
+                        made.append(
+                            Serving(
+                                prompt,
+                                generate,
+                                micro,
+                                count,
+                                float(round(fraction, 2)),
+                                weights,
+                                cache,
+                                attention,
+                                tensor,
+                            )
+                        )
     return made

@@ -24,7 +24,8 @@ Floats = NDArray[np.float64]
 class LayerCost:
     """Seconds per micro-batch of all layers together (``body``) or of one edge block; arrays over plans.
 
-    ``*_comm`` is the tensor, context and expert axes' communication of the same pass; ``*_host`` what the host needs to launch it.
+    ``*_comm`` is the tensor, context and expert axes' communication of the same pass; ``*_host`` what the host needs to
+    launch it.
     """
 
     forward: Floats
@@ -83,11 +84,18 @@ def _block(block: Block, cluster: Cluster, shape: Shape, count: int) -> LayerCos
     exchange = block.exchanges * collectives.all_to_all(intra, inter, e, near, sent)
     calls = block.reductions * (t > 1) + block.exchanges * (e > 1)
     parts = (
-        time.forward, time.backward, time.inner, ahead, behind, keys, 2 * keys, exchange,
+        time.forward,
+        time.backward,
+        time.inner,
+        ahead,
+        behind,
+        keys,
+        2 * keys,
+        exchange,
         (time.kernels_forward + calls) * gpu.launch,
         (time.kernels_backward + calls) * gpu.launch,
         time.kernels_inner * gpu.launch,
-    )  # fmt: skip
+    )
     return LayerCost(*(count * part for part in parts))
 
 
@@ -95,8 +103,9 @@ def _block(block: Block, cluster: Cluster, shape: Shape, count: int) -> LayerCos
 class Sizes:
     """Per GPU of the stage that holds most; arrays over plans.
 
-    parameters: values held before any sharding over the data axis; saved_layer: bytes kept per layer and micro-batch under
-    the plan's recomputation; full_layer: bytes that one layer's forward pass makes; boundary: bytes between layers.
+    parameters: values held before any sharding over the data axis; saved_layer: bytes kept per layer and micro-batch
+    under the plan's recomputation; full_layer: bytes that one layer's forward pass makes; boundary: bytes between
+    layers.
     """
 
     layers: Floats
@@ -118,19 +127,24 @@ def stage_layers(model: Model, plans: Plans) -> NDArray[np.int64]:
 def sizes(model: Model, plans: Plans) -> Sizes:
     """Parameters and activations per GPU.
 
-    Activations per layer and sample: saved_replicated (divided by t only with sequence parallelism) + saved_tensor / t +
-    saved_inner / t; selective recomputation drops saved_inner, full keeps the boundary alone.
+    Activations per layer and sample: saved_replicated (divided by t only with sequence parallelism) + saved_tensor / t
+    + saved_inner / t; selective recomputation drops saved_inner, full keeps the boundary alone.
     """
     t, c = plans["tensor"].astype(np.float64), plans["context"].astype(np.float64)
     layers = stage_layers(model, plans).astype(np.float64)
     total = model.layers
     per = 1.0 / total
-    held = sum(b.count * b.parameters for b in model.blocks) * per / t + sum(b.count * b.replicated for b in model.blocks) * per
+    held = (
+        sum(b.count * b.parameters for b in model.blocks) * per / t
+        + sum(b.count * b.replicated for b in model.blocks) * per
+    )
     experts = sum(b.count * b.expert_parameters for b in model.blocks) * per / (t * plans["expert"])
     edge = [b.parameters / t + b.replicated for b in (model.embed, model.head) if b is not None]
     first = edge[0] if model.embed is not None else 0.0
     last = edge[-1] if model.head is not None else 0.0
-    alone = np.where(plans["pipeline"] == 1, first + (0.0 if model.tied and len(edge) == 2 else last), np.maximum(first, last))
+    alone = np.where(
+        plans["pipeline"] == 1, first + (0.0 if model.tied and len(edge) == 2 else last), np.maximum(first, last)
+    )
     share = plans["micro"] / c
     spread = np.where(plans["sequence_parallel"] == 1, t, 1.0)
     tensor = sum(b.count * b.saved_tensor for b in model.blocks) * per
@@ -140,7 +154,11 @@ def sizes(model: Model, plans: Plans) -> Sizes:
     edge_bytes = share * boundary / spread
     full = share * (replicated / spread + (tensor + inner) / t)
     kept = np.choose(plans["recompute"], [full, full - share * inner / t, edge_bytes])
-    head = share * (model.head.saved_tensor / t + model.head.saved_replicated / spread) if model.head else np.zeros(len(plans))
+    head = (
+        share * (model.head.saved_tensor / t + model.head.saved_replicated / spread)
+        if model.head
+        else np.zeros(len(plans))
+    )
     return Sizes(
         layers=layers,
         parameters=layers * (held + experts) + alone,

@@ -1,6 +1,7 @@
 """Measures the machine it runs on and writes a cluster file in which every constant says how it was measured.
 
-Imports jax (when called): matrix products by shape and type, memory, every collective, pinned host memory; storage by direct I/O.
+Imports jax (when called): matrix products by shape and type, memory, every collective, pinned host memory; storage by
+direct I/O.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass
 class Measured:
-    """Constants by TOML table, how each was measured, and curves (shape, type -> FLOP/s; collective, members, bytes -> s)."""
+    """Constants by TOML table, how each was measured, and curves (shape, type -> FLOP/s; collective, members, bytes ->
+    s)."""
 
     tables: dict[str, dict[str, Any]] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
@@ -49,8 +51,8 @@ def seconds(call: Callable[[], Any], repeat: int = 5) -> float:
 def measure(folder: str | Path, *, quick: bool = False, progress: Progress | None = None) -> Measured:
     """Measures every device of this process's default backend.
 
-    Args: folder: where storage is to be measured (a file of 256 MiB, 16 MiB when quick, is written and removed); quick: small
-        sizes, for a laptop; progress: told what is done.
+    Args: folder: where storage is to be measured (a file of 256 MiB, 16 MiB when quick, is written and removed); quick:
+        small sizes, for a laptop; progress: told what is done.
     """
     import jax
 
@@ -76,7 +78,9 @@ def measure(folder: str | Path, *, quick: bool = False, progress: Progress | Non
     gpu = made.tables["gpu"]
     gpu["name"] = kind
     gpu["memory_gib"] = _capacity(devices[0])
-    made.sources["memory"] = "bytes_limit of the device" if platform != "cpu" else "half of the host's memory per device"
+    made.sources["memory"] = (
+        "bytes_limit of the device" if platform != "cpu" else "half of the host's memory per device"
+    )
     made.tables["nodes"] = {"count": 1, "gpus": len(devices)}
     made.tables.setdefault("intra", {"bandwidth_gbs": 1.0})
     return made
@@ -89,7 +93,8 @@ def _capacity(device: Any) -> float:
 
 
 def _products(made: Measured, small: bool) -> None:
-    """Square, flat and skinny products in 16 and 32 bits; peak is the fastest seen, efficiency that of the large ones."""
+    """Square, flat and skinny products in 16 and 32 bits; peak is the fastest seen, efficiency that of the large
+    ones."""
     import jax
     import jax.numpy as jnp
 
@@ -100,13 +105,26 @@ def _products(made: Measured, small: bool) -> None:
         for m, n, k in shapes:
             a, b = jnp.ones((m, k), dtype), jnp.ones((k, n), dtype)
             # Ten products in one call: a call's dispatch would drown a small one.
-            many = jax.jit(lambda a, b: jax.lax.fori_loop(0, 10, lambda _, c: c + (a + c[:1, :1].astype(a.dtype) * 0) @ b, jnp.zeros((a.shape[0], b.shape[1]), a.dtype)))
+            many = jax.jit(
+                lambda a, b: jax.lax.fori_loop(
+                    0,
+                    10,
+                    lambda _, c: c + (a + c[:1, :1].astype(a.dtype) * 0) @ b,
+                    jnp.zeros((a.shape[0], b.shape[1]), a.dtype),
+                )
+            )
             took = seconds(partial(many, a, b)) / 10
             made.products.append((dtype, m, n, k, 2.0 * m * n * k / took))
     best = max(speed for dtype, *_, speed in made.products if dtype == "bfloat16")
-    large = statistics.median(speed for dtype, m, n, k, speed in made.products if dtype == "bfloat16" and min(m, n, k) >= top // 2)
+    large = statistics.median(
+        speed for dtype, m, n, k, speed in made.products if dtype == "bfloat16" and min(m, n, k) >= top // 2
+    )
     skinny = max(speed for dtype, m, _, _, speed in made.products if dtype == "bfloat16" and m == 16)
-    made.tables["gpu"] = {"peak_tflops": best / 1e12, "gemm_efficiency": min(large / best, 1.0), "skinny_tflops": skinny / 1e12}
+    made.tables["gpu"] = {
+        "peak_tflops": best / 1e12,
+        "gemm_efficiency": min(large / best, 1.0),
+        "skinny_tflops": skinny / 1e12,
+    }
     made.sources["peak_tflops"] = "fastest 16-bit product measured (no datasheet is consulted)"
     made.sources["gemm_efficiency"] = f"median of 16-bit products with all extents >= {top // 2}, over the fastest"
     made.sources["skinny_tflops"] = f"16 x {top} x {top}"
@@ -144,7 +162,8 @@ def _launches(made: Measured) -> None:
 
 
 def _collectives(made: Measured, small: bool) -> None:
-    """All-reduce, all-gather, reduce-scatter, all-to-all and ppermute over 2, 4, ... all devices, by size; the link is fitted."""
+    """All-reduce, all-gather, reduce-scatter, all-to-all and ppermute over 2, 4, ... all devices, by size; the link is
+    fitted."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -172,7 +191,11 @@ def _collectives(made: Measured, small: bool) -> None:
             for size in sizes:
                 count = size // 4 // n * n
                 x = jax.device_put(jnp.ones((n * count,)), jax.NamedSharding(mesh, PartitionSpec("x")))
-                call = jax.jit(jax.shard_map(inside, mesh=mesh, in_specs=PartitionSpec("x"), out_specs=PartitionSpec("x"), check_vma=False))
+                call = jax.jit(
+                    jax.shard_map(
+                        inside, mesh=mesh, in_specs=PartitionSpec("x"), out_specs=PartitionSpec("x"), check_vma=False
+                    )
+                )
                 made.collectives.append((kind, n, 4 * count, seconds(partial(call, x))))
     rows = [(n, size, took) for kind, n, size, took in made.collectives if kind == "all-reduce"]
     # t = call + 2 (n - 1) hop + 2 (n - 1)/n S / BW: linear in three unknowns, each row weighted by its time.
@@ -181,8 +204,16 @@ def _collectives(made: Measured, small: bool) -> None:
     from scipy.optimize import nnls
 
     call, hop, inverse = nnls(a / t[:, None], np.ones(len(t)))[0]
-    made.tables["intra"] = {"bandwidth_gbs": 1 / max(inverse, 1e-15) / 1e9, "efficiency": 1.0, "hop_us": hop * 1e6, "call_us": call * 1e6}
-    made.sources["intra"] = f"least squares over {len(rows)} all-reduces of {sizes[0]} to {sizes[-1]} bytes on {members} devices, called through jax.jit"
+    made.tables["intra"] = {
+        "bandwidth_gbs": 1 / max(inverse, 1e-15) / 1e9,
+        "efficiency": 1.0,
+        "hop_us": hop * 1e6,
+        "call_us": call * 1e6,
+    }
+    made.sources["intra"] = (
+        f"least squares over {len(rows)} all-reduces of {sizes[0]} to {sizes[-1]} bytes "
+        f"on {members} devices, called through jax.jit"
+    )
 
 
 def _host(made: Measured, small: bool) -> None:
@@ -197,23 +228,36 @@ def _host(made: Measured, small: bool) -> None:
 
     def both(used: list[Any]) -> tuple[float, float]:
         near = [jax.device_put(jnp.ones(count), jax.sharding.SingleDeviceSharding(d)) for d in used]
-        host = [jax.device_put(x, jax.sharding.SingleDeviceSharding(d, memory_kind="pinned_host")) for x, d in zip(near, used, strict=True)]
-        up = seconds(lambda: [jax.device_put(x, jax.sharding.SingleDeviceSharding(d)) for x, d in zip(host, used, strict=True)])
-        down = seconds(lambda: [jax.device_put(x, jax.sharding.SingleDeviceSharding(d, memory_kind="pinned_host")) for x, d in zip(near, used, strict=True)])
+        host = [
+            jax.device_put(x, jax.sharding.SingleDeviceSharding(d, memory_kind="pinned_host"))
+            for x, d in zip(near, used, strict=True)
+        ]
+        up = seconds(
+            lambda: [jax.device_put(x, jax.sharding.SingleDeviceSharding(d)) for x, d in zip(host, used, strict=True)]
+        )
+        down = seconds(
+            lambda: [
+                jax.device_put(x, jax.sharding.SingleDeviceSharding(d, memory_kind="pinned_host"))
+                for x, d in zip(near, used, strict=True)
+            ]
+        )
         total = 4.0 * count * len(used) / 1e9
         return total / up, total / down
 
     read, write = both(devices[:1])
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     made.tables["host"] = {"capacity_gib": round(memory * 0.8, 1), "read_gbs": read, "write_gbs": write}
-    made.sources["host"] = f"copies of {4 * count / 2**20:.0f} MiB between pinned_host and device; capacity: 0.8 of the host's memory"
+    made.sources["host"] = (
+        f"copies of {4 * count / 2**20:.0f} MiB between pinned_host and device; capacity: 0.8 of the host's memory"
+    )
     if len(devices) > 1:
         together = both(devices)
         made.tables["host"] |= {"shared_read_gbs": together[0], "shared_write_gbs": together[1]}
 
 
 def _storage(made: Measured, folder: Path, small: bool) -> None:
-    """Writes and reads a file in 16 MiB pieces past the page cache (O_DIRECT); without it, through fsync and a dropped cache."""
+    """Writes and reads a file in 16 MiB pieces past the page cache (O_DIRECT); without it, through fsync and a dropped
+    cache."""
     size = (16 if small else 256) * 2**20
     piece = 2**22
     if not folder.is_dir():
@@ -248,10 +292,15 @@ def _storage(made: Measured, folder: Path, small: bool) -> None:
         os.unlink(name)
     stat = os.statvfs(folder)
     made.tables["storage"] = {
-        "capacity_gib": round(stat.f_bavail * stat.f_frsize / 2**30, 1), "read_gbs": read / 1e9, "write_gbs": write / 1e9,
-        "shared_read_gbs": read / 1e9, "shared_write_gbs": write / 1e9,
-    }  # fmt: skip
-    made.sources["storage"] = f"{size / 2**20:.0f} MiB in {folder}, pieces of {piece / 2**20:.0f} MiB, {how}; shared by all devices"
+        "capacity_gib": round(stat.f_bavail * stat.f_frsize / 2**30, 1),
+        "read_gbs": read / 1e9,
+        "write_gbs": write / 1e9,
+        "shared_read_gbs": read / 1e9,
+        "shared_write_gbs": write / 1e9,
+    }
+    made.sources["storage"] = (
+        f"{size / 2**20:.0f} MiB in {folder}, pieces of {piece / 2**20:.0f} MiB, {how}; shared by all devices"
+    )
 
 
 def to_toml(made: Measured, name: str) -> str:
@@ -265,7 +314,12 @@ def to_toml(made: Measured, name: str) -> str:
             return f'{key} = "{value}"'.replace("\\", "/")
         return f"{key} = {value if isinstance(value, int) else float(f'{value:.4g}')}"
 
-    lines = [f'# Measured by "jcuts cluster measure" on {time.strftime("%Y-%m-%d")}.', line("name", name), "", "[[nodes]]"]
+    lines = [
+        f'# Measured by "jcuts cluster measure" on {time.strftime("%Y-%m-%d")}.',
+        line("name", name),
+        "",
+        "[[nodes]]",
+    ]
     lines += [line(key, value) for key, value in made.tables["nodes"].items()]
     lines += ["[nodes.gpu]", *(line(key, value) for key, value in made.tables["gpu"].items()), "multiprocessors = 1"]
     for table in ("intra", "host", "storage"):

@@ -35,8 +35,8 @@ class Memory:
 def in_flight(plans: Plans, micro_batches: NDArray) -> Floats:
     """Micro-batches whose activations the first stage keeps at once.
 
-    GPipe: all; 1F1B: p; interleaved: p (1 + (p-1)/(p v)) (Narayanan et al., arXiv 2104.04473, 2.2).  With one stage: one,
-    or with tensors offloaded, the group that shares a layer's parameters.
+    GPipe: all; 1F1B: p; interleaved: p (1 + (p-1)/(p v)) (Narayanan et al., arXiv 2104.04473, 2.2).  With one stage:
+    one, or with tensors offloaded, the group that shares a layer's parameters.
     """
     p, v = plans["pipeline"].astype(np.float64), plans["chunks"]
     flown = np.choose(plans["schedule"], [micro_batches, p, p + (p - 1) / v])
@@ -47,8 +47,8 @@ def in_flight(plans: Plans, micro_batches: NDArray) -> Floats:
 def training_memory(model: Model, cluster: Cluster, plans: Plans, held: Sizes, work: Training) -> Memory:
     """Sizes of every tensor class where the plan puts it, plus what a stage works with.
 
-        GPU = parameters + gradients + optimiser state (sharded by zero) + kept activations x micro-batches in flight
-              + one layer's working set + buffers for what is streamed + reserved
+    GPU = parameters + gradients + optimiser state (sharded by zero) + kept activations x micro-batches in flight
+          + one layer's working set + buffers for what is streamed + reserved
     """
     replicas = (plans["data"] * plans["context"]).astype(np.float64)
     micro_batches = np.maximum(work.batch // np.maximum(plans["data"] * plans["micro"], 1), 1)
@@ -83,7 +83,9 @@ def training_memory(model: Model, cluster: Cluster, plans: Plans, held: Sizes, w
     again = np.where(plans["recompute"] == 2, held.full_layer, held.boundary)
     gathered = np.where(plans["zero"] == 3, 2 * layer, 0.0)
     last = np.where(
-        plans["pipeline"] == 1, held.head_saved, np.maximum(held.head_saved - (flown - 1) * held.layers * held.saved_layer, 0)
+        plans["pipeline"] == 1,
+        held.head_saved,
+        np.maximum(held.head_saved - (flown - 1) * held.layers * held.saved_layer, 0),
     )
     working = again + 2 * held.boundary + gathered + last
     gpu = sum(on_gpu.values()) + working + cluster.gpu.reserved

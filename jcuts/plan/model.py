@@ -12,7 +12,8 @@ from jcuts.plan.blocks import BYTES, Block, Gemm, Model, Stream, embedding, tran
 
 @dataclass(frozen=True)
 class Transformer:
-    """Sizes of a transformer.  ``ffn=0`` is 4 hidden, ``kv_heads=0`` is heads; ``batch`` is the usual global batch in sequences.
+    """Sizes of a transformer.  ``ffn=0`` is 4 hidden, ``kv_heads=0`` is heads; ``batch`` is the usual global batch in
+    sequences.
 
     ``flash``: attention never writes its scores.  ``experts``/``chosen``: mixture of experts in every layer.
     """
@@ -41,32 +42,55 @@ class Transformer:
         """
         for name in ("layers", "hidden", "heads", "sequence", "vocabulary", "batch", "experts", "chosen"):
             if getattr(self, name) < 1:
-                raise ModelError(f"model {self.name}: {name}={getattr(self, name)} must be at least 1",
-                                 model=self.name, key=name)  # fmt: skip
+                raise ModelError(
+                    f"model {self.name}: {name}={getattr(self, name)} must be at least 1", model=self.name, key=name
+                )
         if self.hidden % self.heads:
-            raise ModelError(f"model {self.name}: hidden={self.hidden} does not divide into {self.heads} heads",
-                             model=self.name, key="heads")  # fmt: skip
+            raise ModelError(
+                f"model {self.name}: hidden={self.hidden} does not divide into {self.heads} heads",
+                model=self.name,
+                key="heads",
+            )
         if self.chosen > self.experts:
-            raise ModelError(f"model {self.name}: {self.chosen} of {self.experts} experts cannot be chosen",
-                             model=self.name, key="chosen")  # fmt: skip
+            raise ModelError(
+                f"model {self.name}: {self.chosen} of {self.experts} experts cannot be chosen",
+                model=self.name,
+                key="chosen",
+            )
         kv_heads = self.kv_heads or self.heads
         ffn = self.ffn or 4 * self.hidden
         head_size = self.hidden // self.heads
         layer = transformer_layer(
-            hidden=self.hidden, ffn=ffn, heads=self.heads, kv_heads=kv_heads, sequence=self.sequence, count=self.layers,
-            gated=self.gated, flash=self.flash, dropout=self.dropout, experts=self.experts, chosen=self.chosen,
+            hidden=self.hidden,
+            ffn=ffn,
+            heads=self.heads,
+            kv_heads=kv_heads,
+            sequence=self.sequence,
+            count=self.layers,
+            gated=self.gated,
+            flash=self.flash,
+            dropout=self.dropout,
+            experts=self.experts,
+            chosen=self.chosen,
             head_size=head_size,
-        )  # fmt: skip
+        )
         vocabulary = -(-self.vocabulary // 128) * 128  # padded so that the tensor axis divides it
         positions = self.sequence if self.positions else 0
         return Model(
-            name=self.name, blocks=(layer,),
+            name=self.name,
+            blocks=(layer,),
             embed=embedding(hidden=self.hidden, vocabulary=vocabulary, positions=positions, sequence=self.sequence),
             head=vocabulary_head(hidden=self.hidden, vocabulary=vocabulary, sequence=self.sequence),
-            tied=self.tied, batch=self.batch, tensor_limit=kv_heads, context_limit=self.sequence // 128 or 1,
-            experts=self.experts, hidden=self.hidden, sequence=self.sequence,
-            cache_bytes=2.0 * BYTES * kv_heads * head_size * self.layers, details=asdict(self),
-        )  # fmt: skip
+            tied=self.tied,
+            batch=self.batch,
+            tensor_limit=kv_heads,
+            context_limit=self.sequence // 128 or 1,
+            experts=self.experts,
+            hidden=self.hidden,
+            sequence=self.sequence,
+            cache_bytes=2.0 * BYTES * kv_heads * head_size * self.layers,
+            details=asdict(self),
+        )
 
 
 _T = Transformer
@@ -96,17 +120,74 @@ _PRESETS: dict[str, Transformer] = {
         _T("opt-30b", 48, 7168, 56, 2048, 50272, batch=2048, dropout=False),
         _T("opt-175b", 96, 12288, 96, 2048, 50272, batch=1024, dropout=False),
         # Llama 2 and 3 (arXiv 2307.09288, 2407.21783).
-        _T("llama2-7b", 32, 4096, 32, 4096, 32000, ffn=11008, batch=1024, gated=True, flash=True, dropout=False,
-           tied=False, positions=False),
-        _T("llama3-8b", 32, 4096, 32, 8192, 128256, ffn=14336, kv_heads=8, batch=512, gated=True, flash=True,
-           dropout=False, tied=False, positions=False),
-        _T("llama3-70b", 80, 8192, 64, 8192, 128256, ffn=28672, kv_heads=8, batch=512, gated=True, flash=True,
-           dropout=False, tied=False, positions=False),
+        _T(
+            "llama2-7b",
+            32,
+            4096,
+            32,
+            4096,
+            32000,
+            ffn=11008,
+            batch=1024,
+            gated=True,
+            flash=True,
+            dropout=False,
+            tied=False,
+            positions=False,
+        ),
+        _T(
+            "llama3-8b",
+            32,
+            4096,
+            32,
+            8192,
+            128256,
+            ffn=14336,
+            kv_heads=8,
+            batch=512,
+            gated=True,
+            flash=True,
+            dropout=False,
+            tied=False,
+            positions=False,
+        ),
+        _T(
+            "llama3-70b",
+            80,
+            8192,
+            64,
+            8192,
+            128256,
+            ffn=28672,
+            kv_heads=8,
+            batch=512,
+            gated=True,
+            flash=True,
+            dropout=False,
+            tied=False,
+            positions=False,
+        ),
         # Mixtral 8x7B (arXiv 2401.04088).
-        _T("mixtral-8x7b", 32, 4096, 32, 4096, 32000, ffn=14336, kv_heads=8, batch=1024, gated=True, flash=True,
-           dropout=False, tied=False, positions=False, experts=8, chosen=2),
+        _T(
+            "mixtral-8x7b",
+            32,
+            4096,
+            32,
+            4096,
+            32000,
+            ffn=14336,
+            kv_heads=8,
+            batch=1024,
+            gated=True,
+            flash=True,
+            dropout=False,
+            tied=False,
+            positions=False,
+            experts=8,
+            chosen=2,
+        ),
     )
-}  # fmt: skip
+}
 
 
 def resnet50(batch: int = 256) -> Model:
@@ -121,9 +202,15 @@ def resnet50(batch: int = 256) -> Model:
         ]
 
     blocks = [
-        Block("stem", 1, tuple(convolution("7x7", 112, 3, 64, 7)), replicated=3 * 64 * 49 + 128,
-              saved_replicated=2.0 * BYTES * 112 * 112 * 64, boundary=BYTES * 56.0 * 56 * 64)
-    ]  # fmt: skip
+        Block(
+            "stem",
+            1,
+            tuple(convolution("7x7", 112, 3, 64, 7)),
+            replicated=3 * 64 * 49 + 128,
+            saved_replicated=2.0 * BYTES * 112 * 112 * 64,
+            boundary=BYTES * 56.0 * 56 * 64,
+        )
+    ]
     channels = 64
     for size, narrow, count in ((56, 64, 3), (28, 128, 4), (14, 256, 6), (7, 512, 3)):
         wide = 4 * narrow
@@ -135,10 +222,20 @@ def resnet50(batch: int = 256) -> Model:
                 ops += convolution("shortcut", size, channels, wide)
                 values += channels * wide + 2 * wide
             kept = 2.0 * BYTES * size * size * (2 * narrow + wide)
-            blocks.append(Block(f"{narrow}-wide block {index + 1}", 1, tuple(ops), replicated=float(values),
-                                saved_replicated=kept, boundary=BYTES * float(size * size * wide)))  # fmt: skip
+            blocks.append(
+                Block(
+                    f"{narrow}-wide block {index + 1}",
+                    1,
+                    tuple(ops),
+                    replicated=float(values),
+                    saved_replicated=kept,
+                    boundary=BYTES * float(size * size * wide),
+                )
+            )
             channels = wide
-    head = Block("classifier", 1, (Gemm("dense", 1, 1000, 2048),), replicated=2048 * 1000 + 1000, boundary=BYTES * 2048.0)
+    head = Block(
+        "classifier", 1, (Gemm("dense", 1, 1000, 2048),), replicated=2048 * 1000 + 1000, boundary=BYTES * 2048.0
+    )
     return Model("resnet50", tuple(blocks), head=head, batch=batch, sample="image")
 
 

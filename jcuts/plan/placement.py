@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -35,7 +36,8 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Placement:
-    """``fractions[tensor][tier]`` add up to 1; ``exposed``: seconds of a step that wait for tiers; ``memory``: bytes per GPU."""
+    """``fractions[tensor][tier]`` add up to 1; ``exposed``: seconds of a step that wait for tiers; ``memory``: bytes
+    per GPU."""
 
     fractions: dict[str, dict[str, float]]
     exposed: float
@@ -43,12 +45,13 @@ class Placement:
 
 
 def tensors_of(model: Model, cluster: Cluster, plan: Plan, work: Training) -> tuple[list[Tensor], float, float]:
-    """(tensors of a plan, bytes of GPU memory that cannot move, seconds of forward and backward to hide traffic behind).
+    """(tensors of a plan, bytes of GPU memory that cannot move, seconds of forward and backward to hide traffic
+    behind).
 
-    Classes: parameters, gradients, optimiser state and activations of each of at most 8 runs of layers, so that parts of a
-    class can go to different tiers.
+    Classes: parameters, gradients, optimiser state and activations of each of at most 8 runs of layers, so that parts
+    of a class can go to different tiers.
     """
-    everything = Plan(**(plan.to_json() | dict.fromkeys(("parameters", "gradients", "optimizer", "activations"), "gpu")))  # type: ignore[arg-type]
+    everything = replace(plan, parameters="gpu", gradients="gpu", optimizer="gpu", activations="gpu")
     plans = Plans.of([everything])
     found = estimate(model, cluster, plans, work)
     held = sizes(model, plans)
@@ -61,14 +64,25 @@ def tensors_of(model: Model, cluster: Cluster, plan: Plan, work: Training) -> tu
     made = []
     kept = float(count * held.layers[0] * held.saved_layer[0])
     for run in range(runs):
-        share = {name: float(getattr(memory, name)[0]) / runs for name in ("parameters", "gradients", "optimizer", "activations")}
+        share = {
+            name: float(getattr(memory, name)[0]) / runs
+            for name in ("parameters", "gradients", "optimizer", "activations")
+        }
         made += [
-            Tensor(f"parameters {run}", share["parameters"], 2 * visits * share["parameters"], 0.0, True, 2 * layer / runs),
-            Tensor(f"gradients {run}", share["gradients"], (visits - 1) * share["gradients"], visits * share["gradients"],
-                   True, 2 * layer / runs),
+            Tensor(
+                f"parameters {run}", share["parameters"], 2 * visits * share["parameters"], 0.0, True, 2 * layer / runs
+            ),
+            Tensor(
+                f"gradients {run}",
+                share["gradients"],
+                (visits - 1) * share["gradients"],
+                visits * share["gradients"],
+                True,
+                2 * layer / runs,
+            ),
             Tensor(f"optimizer {run}", share["optimizer"], share["optimizer"], share["optimizer"], False, layer / runs),
             Tensor(f"activations {run}", share["activations"], kept / runs, kept / runs, True, 0.0),
-        ]  # fmt: skip
+        ]
     total = found.time
     busy = float((total.total - total.optimizer - total.overhead)[0])
     return made, fixed, busy
@@ -101,7 +115,9 @@ def place(cluster: Cluster, tensors: Sequence[Tensor], fixed: float, busy: float
     x = cp.Variable((len(tensors), len(tiers)), nonneg=True)
     z = cp.Variable(len(tensors), boolean=True)
     wait = cp.Variable(nonneg=True)
-    limits = [cp.sum(x, axis=1) == 1, cp.sum(x[:, 1:], axis=1) <= z] if len(tiers) > 1 else [x[:, 0] == 1, z == 0]
+    limits: list[Any] = (
+        [cp.sum(x, axis=1) == 1, cp.sum(x[:, 1:], axis=1) <= z] if len(tiers) > 1 else [x[:, 0] == 1, z == 0]
+    )
     limits.append(size @ x[:, 0] + buffer @ z <= capacity[0] / 2**30)
     cost = wait
     for column, i in enumerate(tiers[1:], 1):
@@ -114,7 +130,10 @@ def place(cluster: Cluster, tensors: Sequence[Tensor], fixed: float, busy: float
         hidden = np.array([tensor.hidden for tensor in tensors])
         slack = cluster.overlap_tiers * busy
         if i == 1:  # PCIe carries both directions at once
-            limits += [(inward * hidden) @ x[:, column] <= slack + wait, (outward * hidden) @ x[:, column] <= slack + wait]
+            limits += [
+                (inward * hidden) @ x[:, column] <= slack + wait,
+                (outward * hidden) @ x[:, column] <= slack + wait,
+            ]
             cost = cost + np.maximum(inward, outward) * ~hidden @ x[:, column]
         else:
             limits.append(((inward + outward) * hidden) @ x[:, column] <= slack + wait)
@@ -123,11 +142,14 @@ def place(cluster: Cluster, tensors: Sequence[Tensor], fixed: float, busy: float
     order = 1e-6 * cp.sum(cp.multiply(x, np.outer(size, np.arange(len(tiers)))))
     problem = cp.Problem(cp.Minimize(cost + order), limits)
     problem.solve(solver=cp.HIGHS)
-    if x.value is None:
+    if x.value is None or z.value is None or cost.value is None:
         need = float(size.sum())
         have = sum(capacity) / 2**30
-        raise NoPlanError(f"{need:.1f} GiB of tensors do not fit into {have:.1f} GiB of tiers per GPU",
-                          short={"all": (need - have) * 2**30}, change="more memory or GPUs")  # fmt: skip
+        raise NoPlanError(
+            f"{need:.1f} GiB of tensors do not fit into {have:.1f} GiB of tiers per GPU",
+            short={"all": (need - have) * 2**30},
+            change="more memory or GPUs",
+        )
     found = np.clip(x.value, 0, 1)
     fractions = {
         tensor.name: {TIERS[i]: round(float(found[row, column]), 6) for column, i in enumerate(tiers)}

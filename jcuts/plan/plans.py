@@ -25,10 +25,10 @@ class Plan:
         micro: samples per micro-batch and data-parallel group.
         zero: 0 nothing sharded over the data axis, 1 optimiser state, 2 and gradients, 3 and parameters (FSDP).
         schedule, chunks: pipeline schedule; layer chunks per stage when interleaved.
-        recompute: what the backward pass computes again. sequence_parallel: norms and dropout divided by the tensor axis.
-        parameters, gradients, optimizer, activations: the tier each tensor class lives in.
-        group: micro-batches that run through a layer before the next layer: 1 is activation-resident scheduling, all of them
-            parameter-resident, between them mixed.  Matters only with offload.
+        recompute: what the backward pass computes again. sequence_parallel: norms and dropout divided by the tensor
+        axis. parameters, gradients, optimizer, activations: the tier each tensor class lives in.
+        group: micro-batches that run through a layer before the next layer: 1 is activation-resident scheduling, all of
+            them parameter-resident, between them mixed.  Matters only with offload.
     """
 
     data: int = 1
@@ -90,7 +90,8 @@ class Plan:
         return " ".join(shown)
 
     def short(self) -> str:
-        """A few words: axes (d data, t tensor, p pipeline, c context, e expert, b micro-batch), then what is not the default.
+        """A few words: axes (d data, t tensor, p pipeline, c context, e expert, b micro-batch), then what is not the
+        default.
 
         >>> Plan(data=16, pipeline=2, micro=2, zero=1, recompute="full", optimizer="host").short()
         'd16 p2 b2, zero 1, full recompute, O to host'
@@ -106,7 +107,11 @@ class Plan:
         if self.sequence_parallel:
             shown.append("sequence parallel")
         for tier in TIERS[1:]:
-            gone = [name[0].upper() for name in ("parameters", "gradients", "optimizer", "activations") if getattr(self, name) == tier]
+            gone = [
+                name[0].upper()
+                for name in ("parameters", "gradients", "optimizer", "activations")
+                if getattr(self, name) == tier
+            ]
             if gone:
                 shown.append(f"{''.join(gone)} to {tier}")
         if self.group > 1:

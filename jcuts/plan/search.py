@@ -30,7 +30,8 @@ class NoPlanError(JcutsError):
 
 @dataclass(frozen=True)
 class Ranked:
-    """A costed plan.  ``parts`` are seconds and add up to ``seconds``; ``memory`` is bytes per GPU (host and storage: per node)."""
+    """A costed plan.  ``parts`` are seconds and add up to ``seconds``; ``memory`` is bytes per GPU (host and storage:
+    per node)."""
 
     plan: Plan
     seconds: float
@@ -84,7 +85,8 @@ def shortage(cluster: Cluster, memory: Memory) -> NDArray[np.float64]:
 
 
 def cost_plans(model: Model, cluster: Cluster, plans: Iterable[Plan], work: Training) -> list[Ranked]:
-    """Costs given plans, whether they fit or not.  Raises: UsageError for a plan that does not divide the model or batch."""
+    """Costs given plans, whether they fit or not.  Raises: UsageError for a plan that does not divide the model or
+    batch."""
     plans = list(plans)
     for plan in plans:
         reason = _indivisible(model, plan, work)
@@ -99,23 +101,32 @@ def _ranked(model: Model, cluster: Cluster, plans: Plans, work: Training) -> lis
     names = ("parameters", "gradients", "optimizer", "activations", "working")
     return [
         Ranked(
-            plans.plan(i), float(total[i]), {part: float(getattr(found.time, part)[i]) for part in PARTS},
+            plans.plan(i),
+            float(total[i]),
+            {part: float(getattr(found.time, part)[i]) for part in PARTS},
             {tier: float(found.memory.tier(k)[i]) for k, tier in enumerate(TIERS)},
             {name: float(getattr(found.memory, name)[i]) for name in names},
         )
         for i in range(len(plans))
-    ]  # fmt: skip
+    ]
 
 
 def search(
-    model: Model, cluster: Cluster, work: Training, *, gpus: int | None = None, space: Space | None = None, top: int = 10,
+    model: Model,
+    cluster: Cluster,
+    work: Training,
+    *,
+    gpus: int | None = None,
+    space: Space | None = None,
+    top: int = 10,
     explain: int = 12,
-) -> Result:  # fmt: skip
+) -> Result:
     """Costs every plan of ``space`` and ranks those that fit.
 
-    Args: gpus: how many of the cluster's GPUs to use (default: all); top: plans to return; explain: rejected neighbours.
-    Raises: UsageError for a GPU count that cannot be had; NoPlanError if nothing fits, with what is short, by how much, and
-        the nearest feasible change.
+    Args: gpus: how many of the cluster's GPUs to use (default: all); top: plans to return; explain: rejected
+    neighbours.
+    Raises: UsageError for a GPU count that cannot be had; NoPlanError if nothing fits, with what is short, by how much,
+        and the nearest feasible change.
     """
     space = space or Space()
     cluster = cluster.resized(gpus or cluster.gpus)
@@ -132,7 +143,7 @@ def search(
             count = int(np.count_nonzero(short[row]))
             if count:
                 reasons[f"{name} memory"] = reasons.get(f"{name} memory", 0) + count
-        fits = ~short.any(0)
+        fits = np.asarray(~short.any(0))
         if not fits.any():
             total = short.sum(0)
             i = int(np.argmin(total))
@@ -168,7 +179,8 @@ def _order(ranked: Ranked) -> tuple:
 
 
 def _distinct(plans: list[Ranked]) -> list[Ranked]:
-    """Drops plans that differ from a better-placed one only in a setting without effect (equal axes, micro-batch and time)."""
+    """Drops plans that differ from a better-placed one only in a setting without effect (equal axes, micro-batch and
+    time)."""
     seen: set[tuple] = set()
     made = []
     for one in plans:
@@ -208,7 +220,9 @@ def _split(model: Model, cluster: Cluster, work: Training, kept: list[Ranked]) -
         if split is not None:
             made.append(replace(ranked, seconds=split.seconds, parts=split.parts, split=split.samples))
     if not made:
-        raise NoPlanError(f"cluster {cluster.name}: no plan's replicas fit into whole groups of equal nodes", short={}, change="")
+        raise NoPlanError(
+            f"cluster {cluster.name}: no plan's replicas fit into whole groups of equal nodes", short={}, change=""
+        )
     return sorted(made, key=_order)
 
 
@@ -224,7 +238,11 @@ def _indivisible(model: Model, plan: Plan, work: Training) -> str:
         return f"expert {plan.expert} does not divide {model.experts} experts"
     if model.context_limit % plan.context:
         return f"context {plan.context} does not divide the sequence"
-    if plan.schedule == "interleaved" and plan.pipeline > 1 and (work.batch // (plan.data * plan.micro)) % plan.pipeline:
+    if (
+        plan.schedule == "interleaved"
+        and plan.pipeline > 1
+        and (work.batch // (plan.data * plan.micro)) % plan.pipeline
+    ):
         return "interleaving needs micro-batches in multiples of the stages"
     return ""
 
@@ -243,9 +261,16 @@ def neighbours(plan: Plan) -> list[tuple[str, Plan]]:
     made.append(("micro x2", replace(plan, micro=plan.micro * 2, group=1)))
     if plan.micro % 2 == 0:
         made.append(("micro /2", replace(plan, micro=plan.micro // 2, group=1)))
-    for name, values in (("recompute", ("none", "selective", "full")), ("zero", (0, 1, 2, 3)),
-                         ("parameters", TIERS), ("optimizer", TIERS), ("activations", TIERS)):  # fmt: skip
+    for name, values in (
+        ("recompute", ("none", "selective", "full")),
+        ("zero", (0, 1, 2, 3)),
+        ("parameters", TIERS),
+        ("optimizer", TIERS),
+        ("activations", TIERS),
+    ):
         for value in values:
+            if name == "zero" and plan.data * plan.context == 1:
+                continue  # nothing to shard over
             if value != getattr(plan, name):
                 made.append((f"{name} {value}", replace(plan, **{name: value})))
     if plan.pipeline > 1:
@@ -253,8 +278,12 @@ def neighbours(plan: Plan) -> list[tuple[str, Plan]]:
             if schedule != plan.schedule:
                 made.append((f"schedule {schedule}", replace(plan, schedule=schedule, chunks=count)))
     if plan.tensor > 1:
-        made.append(("sequence parallelism " + ("off" if plan.sequence_parallel else "on"),
-                     replace(plan, sequence_parallel=not plan.sequence_parallel)))  # fmt: skip
+        made.append(
+            (
+                "sequence parallelism " + ("off" if plan.sequence_parallel else "on"),
+                replace(plan, sequence_parallel=not plan.sequence_parallel),
+            )
+        )
     return made
 
 
@@ -266,8 +295,11 @@ def _neighbours(model: Model, cluster: Cluster, work: Training, best: Ranked, li
         if reason:
             made.append((np.inf, Rejected(plan, changed, reason)))
             continue
-        if any(getattr(plan, name) == tier and cluster.tier(TIERS.index(tier)) is None
-               for name in ("parameters", "gradients", "optimizer", "activations") for tier in TIERS[1:]):  # fmt: skip
+        if any(
+            getattr(plan, name) == tier and cluster.tier(TIERS.index(tier)) is None
+            for name in ("parameters", "gradients", "optimizer", "activations")
+            for tier in TIERS[1:]
+        ):
             made.append((np.inf, Rejected(plan, changed, "the cluster has no such tier")))
             continue
         plans = Plans.of([plan])
@@ -283,36 +315,51 @@ def _neighbours(model: Model, cluster: Cluster, work: Training, best: Ranked, li
         if seconds > best.seconds * (1 + 1e-9):
             reason = f"{seconds / best.seconds - 1:+.1%}: {worst} {parts[worst]:+.3g} s"
         else:
-            reason = "equal time; takes more memory or machinery" if not best.split else "equal before the batch is split"
+            reason = (
+                "equal time; takes more memory or machinery" if not best.split else "equal before the batch is split"
+            )
         made.append((seconds, Rejected(plan, changed, reason)))
     return tuple(rejected for _, rejected in sorted(made, key=lambda entry: entry[0])[:limit])
 
 
 def _nothing(
-    model: Model, cluster: Cluster, work: Training, space: Space, nearest: tuple[float, Plan, NDArray] | None, considered: int
+    model: Model,
+    cluster: Cluster,
+    work: Training,
+    space: Space,
+    nearest: tuple[float, Plan, NDArray] | None,
+    considered: int,
 ) -> NoPlanError:
     """The error for an empty result: what is short by how much, and the smallest change found that helps."""
     if nearest is None:
         options = len(arrangements(model, cluster.gpus, space))
         return NoPlanError(
-            f"{model.name} on {cluster.gpus} GPUs of {cluster.name}: no plan divides: batch {work.batch}, {model.layers} layers, "
+            f"{model.name} on {cluster.gpus} GPUs of {cluster.name}: no plan divides: "
+            f"batch {work.batch}, {model.layers} layers, "
             f"{model.tensor_limit} heads ({options} arrangements of the GPUs tried): change the batch or the GPU count",
-            short={}, change="batch or GPU count",
-        )  # fmt: skip
+            short={},
+            change="batch or GPU count",
+        )
     _, plan, short = nearest
     lacks = {TIERS[i]: float(short[i]) for i in range(3) if short[i]}
     change = _change(model, cluster, work, space)
-    text = ", ".join(f"{name} memory by {value / 2**30:.1f} GiB" + (" per GPU" if name == "gpu" else " per node")
-                     for name, value in lacks.items())  # fmt: skip
+    text = ", ".join(
+        f"{name} memory by {value / 2**30:.1f} GiB" + (" per GPU" if name == "gpu" else " per node")
+        for name, value in lacks.items()
+    )
     return NoPlanError(
-        f"{model.name} does not fit on {cluster.gpus} GPUs of {cluster.name} ({considered} plans tried): the nearest plan, "
+        f"{model.name} does not fit on {cluster.gpus} GPUs of {cluster.name} ({considered} plans tried): "
+        f"the nearest plan, "
         f"{plan.describe()}, is short of {text}; {change}",
-        short=lacks, plan=plan, change=change,
-    )  # fmt: skip
+        short=lacks,
+        plan=plan,
+        change=change,
+    )
 
 
 def _change(model: Model, cluster: Cluster, work: Training, space: Space) -> str:
-    """The nearest change that makes a plan possible: another tier, more GPUs, or a smaller batch; tried in this order."""
+    """The nearest change that makes a plan possible: another tier, more GPUs, or a smaller batch; tried in this
+    order."""
 
     def fits(where: Cluster, allowed: Space, load: Training) -> bool:
         for plans in chunks(model, where, where.gpus, load, allowed):

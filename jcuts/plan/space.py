@@ -23,8 +23,8 @@ class Space:
     """What the search may choose from.
 
     Attributes:
-        tensor, pipeline, context, expert: largest size of an axis (None: as the model allows). micro: largest micro-batch.
-        schedules, recompute, zero: allowed values. chunks: largest number of layer chunks per stage.
+        tensor, pipeline, context, expert: largest size of an axis (None: as the model allows). micro: largest
+        micro-batch. schedules, recompute, zero: allowed values. chunks: largest number of layer chunks per stage.
         offload: tiers that tensors may leave the GPU for.
     """
 
@@ -40,7 +40,12 @@ class Space:
     offload: tuple[str, ...] = ("host", "storage")
 
     def __post_init__(self) -> None:
-        for name, known in (("schedules", SCHEDULES), ("recompute", RECOMPUTE), ("offload", TIERS[1:]), ("zero", (0, 1, 2, 3))):
+        for name, known in (
+            ("schedules", SCHEDULES),
+            ("recompute", RECOMPUTE),
+            ("offload", TIERS[1:]),
+            ("zero", (0, 1, 2, 3)),
+        ):
             for value in getattr(self, name):
                 if value not in known:
                     raise UsageError(f"{name}: {value!r} is unknown: choose from {known}", name=name, value=value)
@@ -71,8 +76,8 @@ def arrangements(model: Model, gpus: int, space: Space) -> list[tuple[int, int, 
 def tier_choices(model: Model, cluster: Cluster, space: Space) -> list[tuple[int, int, int, int]]:
     """(parameters, gradients, optimiser, activations) as tier indices.
 
-    Optimiser state lives no higher than parameters; gradients live on the GPU or with the parameters: other combinations
-    cost more and save nothing.
+    Optimiser state lives no higher than parameters; gradients live on the GPU or with the parameters: other
+    combinations cost more and save nothing.
     """
     have = [0] + [TIERS.index(name) for name in space.offload if cluster.tier(TIERS.index(name)) is not None]
     made = []
@@ -90,7 +95,11 @@ def chunks(model: Model, cluster: Cluster, gpus: int, work: Training, space: Spa
     for d, t, p, c in arrangements(model, gpus, space):
         if work.batch % d:
             continue
-        experts = [e for e in divisors(d) if model.experts % e == 0 and e <= (space.expert or e)] if model.experts > 1 else [1]
+        experts = (
+            [e for e in divisors(d) if model.experts % e == 0 and e <= (space.expert or e)]
+            if model.experts > 1
+            else [1]
+        )
         zero = [z for z in space.zero if z == 0 or d * c > 1] or [0]
         parallel = [0, 1] if t > 1 else [0]
         for micro in divisors(work.batch // d):
@@ -112,9 +121,16 @@ def _plans(held: list[np.ndarray]) -> Plans:
 
 
 def _block(
-    dims: tuple[int, int, int, int], experts: list[int], micro: int, zero: list[int], parallel: list[int], tiers: np.ndarray,
-    model: Model, work: Training, space: Space,
-) -> np.ndarray:  # fmt: skip
+    dims: tuple[int, int, int, int],
+    experts: list[int],
+    micro: int,
+    zero: list[int],
+    parallel: list[int],
+    tiers: np.ndarray,
+    model: Model,
+    work: Training,
+    space: Space,
+) -> np.ndarray:
     """Columns of plans (rows in the order of ``Plan``'s fields) for one arrangement and micro-batch."""
     d, t, p, c = dims
     count = work.batch // (d * micro)
@@ -122,14 +138,31 @@ def _block(
     recompute = [RECOMPUTE.index(name) for name in space.recompute]
     # A group of micro-batches shares a visit to a layer: matters only where something is streamed.
     groups = sorted({1, max(1, round(count**0.5)), count})
-    placed = [(*choice, g) for choice in tiers.tolist() for g in (groups if choice[0] or choice[1] or choice[3] else [1])]
+    placed = [
+        (*choice, g) for choice in tiers.tolist() for g in (groups if choice[0] or choice[1] or choice[3] else [1])
+    ]
     place = np.array(placed)
     schedule = np.array(schedules)
-    grids = np.meshgrid(experts, zero, np.arange(len(schedule)), recompute, parallel, np.arange(len(place)), indexing="ij")
+    grids = np.meshgrid(
+        experts, zero, np.arange(len(schedule)), recompute, parallel, np.arange(len(place)), indexing="ij"
+    )
     e, z, s, r, q, w = (grid.ravel() for grid in grids)
     constant = np.ones(len(e), dtype=np.int64)
-    columns = [d * constant, t * constant, p * constant, c * constant, e, micro * constant, z, schedule[s, 0], schedule[s, 1],
-               r, q, *(place[w, i] for i in range(4)), place[w, 4]]  # fmt: skip
+    columns = [
+        d * constant,
+        t * constant,
+        p * constant,
+        c * constant,
+        e,
+        micro * constant,
+        z,
+        schedule[s, 0],
+        schedule[s, 1],
+        r,
+        q,
+        *(place[w, i] for i in range(4)),
+        place[w, 4],
+    ]
     return np.stack(columns)
 
 

@@ -123,8 +123,9 @@ def parse(text: str, path: str) -> Table:
         line = int(found.group(1)) if found else text.count("\n") + 1
         lines = text.splitlines()
         key = lines[line - 1].split("=")[0].strip() if line <= len(lines) else ""
-        raise ModelError(f"{path}:{line}: {key or 'end of file'}: not valid TOML: {error}",
-                         file=path, line=line, key=key) from error  # fmt: skip
+        raise ModelError(
+            f"{path}:{line}: {key or 'end of file'}: not valid TOML: {error}", file=path, line=line, key=key
+        ) from error
 
 
 def find_line(text: str, table: str, key: str) -> int:

@@ -1,4 +1,5 @@
-"""The step-time model against measured tables: error, rank correlation, regret, ablation, and a naive baseline beside."""
+"""The step-time model against measured tables: error, rank correlation, regret, ablation, and a naive baseline
+beside."""
 
 from __future__ import annotations
 
@@ -70,27 +71,43 @@ def _network(row: Mapping[str, str], batch: int, name: str, ffn: int) -> Transfo
 def _vtrain(number: int, row: Mapping[str, str]) -> Case:
     batch = int(row["global_batch"])
     plan = Plan(
-        data=int(row["dp"]), tensor=int(row["tp"]), pipeline=int(row["pp"]), micro=int(row["micro_batch"]),
+        data=int(row["dp"]),
+        tensor=int(row["tp"]),
+        pipeline=int(row["pp"]),
+        micro=int(row["micro_batch"]),
         recompute="full" if row["activation_checkpoint"].startswith("true") else "none",
-    )  # fmt: skip
+    )
     # DeepSpeed reduces 16-bit gradients.
     work = Training(batch, gradient_bytes=2, optimizer_traffic=MEGATRON_TRAFFIC)
     network = _network(row, batch, f"gpt-{row['hidden']}x{row['layers']}", 0)
-    return Case(int(row.get("idx", number)), network, plan, batch, int(row["num_gpus"]),
-                float(row["iter_time_ms"]) / 1e3, work)  # fmt: skip
+    return Case(
+        int(row.get("idx", number)), network, plan, batch, int(row["num_gpus"]), float(row["iter_time_ms"]) / 1e3, work
+    )
 
 
 def _megatron(number: int, row: Mapping[str, str]) -> Case:
     batch, chunks = int(row["global_batch"]), int(row["interleave_v"])
     recompute, _, extra = row["recompute"].partition("+")
     plan = Plan(
-        data=int(row["dp"]), tensor=int(row["tp"]), pipeline=int(row["pp"]), micro=int(row["micro_batch"]),
-        schedule="interleaved" if chunks > 1 else "1f1b", chunks=chunks, recompute=recompute,
+        data=int(row["dp"]),
+        tensor=int(row["tp"]),
+        pipeline=int(row["pp"]),
+        micro=int(row["micro_batch"]),
+        schedule="interleaved" if chunks > 1 else "1f1b",
+        chunks=chunks,
+        recompute=recompute,
         sequence_parallel=extra == "sequence_parallel",
-    )  # fmt: skip
+    )
     network = _network(row, batch, row["model"], int(row["ffn"]))
-    return Case(number, network, plan, batch, int(row["num_gpus"]), float(row["iter_time_s_measured"]),
-                Training(batch, optimizer_traffic=MEGATRON_TRAFFIC))  # fmt: skip
+    return Case(
+        number,
+        network,
+        plan,
+        batch,
+        int(row["num_gpus"]),
+        float(row["iter_time_s_measured"]),
+        Training(batch, optimizer_traffic=MEGATRON_TRAFFIC),
+    )
 
 
 class Bench:
@@ -105,7 +122,8 @@ class Bench:
         for position, case in enumerate(cases):
             places.setdefault((*case.group, case.work), []).append(position)
         self.prepared: list[tuple[list[int], Model, Plans]] = [
-            (where, cases[where[0]].network.build(), Plans.of(cases[i].plan for i in where)) for where in places.values()
+            (where, cases[where[0]].network.build(), Plans.of(cases[i].plan for i in where))
+            for where in places.values()
         ]
 
     def predict(self, cluster: Cluster, overhead: float = 0.0) -> Floats:
@@ -205,8 +223,14 @@ def calibrate(cases: Sequence[Case], cluster: Cluster, names: Sequence[str] = FI
     start = np.clip(start, low + 1e-3, high - 1e-3)
     found = least_squares(
         lambda x: np.log(bench.predict(*built(x)) / bench.measured),
-        start, bounds=(low, high), loss="soft_l1", f_scale=0.05, max_nfev=40, xtol=1e-4, ftol=1e-5,
-    )  # fmt: skip
+        start,
+        bounds=(low, high),
+        loss="soft_l1",
+        f_scale=0.05,
+        max_nfev=40,
+        xtol=1e-4,
+        ftol=1e-5,
+    )
     fitted, overhead = built(found.x)
     values = dict(zip([*names, "overhead"], np.exp(found.x).tolist(), strict=True))
     return Calibration(fitted, overhead, tuple(case.row for case in cases), values)
@@ -256,8 +280,12 @@ def score(cases: Sequence[Case], predicted: Floats, least: int = 5) -> Score:
             continue
         ours, true = predicted[where], measured[where]
         name = f"{key[0].name} on {key[1]} GPUs, batch {key[2]}"
-        groups.append(GroupScore(name, len(where), rank_correlation(ours, true), float(true[np.argmin(ours)] / true.min())))
-    return Score(len(cases), float(np.abs(relative).mean()), float(np.abs(relative).max()), float(relative.mean()), tuple(groups))
+        groups.append(
+            GroupScore(name, len(where), rank_correlation(ours, true), float(true[np.argmin(ours)] / true.min()))
+        )
+    return Score(
+        len(cases), float(np.abs(relative).mean()), float(np.abs(relative).max()), float(relative.mean()), tuple(groups)
+    )
 
 
 def rank_correlation(first: Floats, second: Floats) -> float:
@@ -274,7 +302,8 @@ def rank_correlation(first: Floats, second: Floats) -> float:
 def constant_efficiency(cases: Sequence[Case], cluster: Cluster, fit_on: Sequence[Case]) -> Floats:
     """The naive baseline: FLOPs / (GPUs peak efficiency), times the pipeline bubble (m + p - 1)/m.
 
-    FLOPs: 3 forward passes (4 with full recomputation); one efficiency, fitted on ``fit_on`` (median of measured ratios).
+    FLOPs: 3 forward passes (4 with full recomputation); one efficiency, fitted on ``fit_on`` (median of measured
+    ratios).
     """
 
     def ideal(case: Case) -> float:

@@ -38,21 +38,35 @@ def test_two_levels_reduce_inside_then_between():
 
 def test_nccl_table_is_reproduced():
     rows = read_csv(shipped("nccl_allreduce_a100.csv"))
-    off = [abs(float(collectives.all_reduce(A100.intra, A100.inter, int(r["num_gpus"]), 8, float(r["bytes"])))
-               / (float(r["time_ns_outofplace"]) * 1e-9) - 1) for r in rows]  # fmt: skip
+    off = [
+        abs(
+            float(collectives.all_reduce(A100.intra, A100.inter, int(r["num_gpus"]), 8, float(r["bytes"])))
+            / (float(r["time_ns_outofplace"]) * 1e-9)
+            - 1
+        )
+        for r in rows
+    ]
     assert np.mean(off) < 0.07 and max(off) < 0.25
 
 
 def test_layer_times_of_the_22b_model():
     """arXiv 2205.05198 Table 4, the ten times that the A100's GEMM efficiency was fitted on."""
     rows = read_csv(shipped("korthikanti_table4.csv"))
-    plans = Plans.of([Plan(tensor=8, micro=4, recompute=r["recompute"], sequence_parallel=r["sequence_parallel"] == "1") for r in rows])
+    plans = Plans.of(
+        [
+            Plan(tensor=8, micro=4, recompute=r["recompute"], sequence_parallel=r["sequence_parallel"] == "1")
+            for r in rows
+        ]
+    )
     body, _, _ = cost.layer_costs(model.load("megatron-22b"), A100, plans)
     passes = cost._passes(body, plans)
     forward = (body.forward + body.forward_tensor) / 48 * 1e3
     backward = passes["total"] / 48 * 1e3 - forward
-    off = [abs(ours / float(r[name]) - 1) for name, times in (("forward_ms", forward), ("backward_ms", backward))
-           for ours, r in zip(times, rows, strict=True)]  # fmt: skip
+    off = [
+        abs(ours / float(r[name]) - 1)
+        for name, times in (("forward_ms", forward), ("backward_ms", backward))
+        for ours, r in zip(times, rows, strict=True)
+    ]
     assert np.mean(off) < 0.025 and max(off) < 0.06
 
 
@@ -70,13 +84,20 @@ def test_wave_quantisation():
 
 
 def test_parts_add_up_and_are_never_negative():
-    plans = [Plan(data=2, tensor=2, pipeline=2, micro=4, recompute=r, zero=z, sequence_parallel=sp, schedule=s)
-             for r in ("none", "selective", "full") for z in (0, 1, 2, 3) for sp in (False, True) for s in ("gpipe", "1f1b")]  # fmt: skip
+    plans = [
+        Plan(data=2, tensor=2, pipeline=2, micro=4, recompute=r, zero=z, sequence_parallel=sp, schedule=s)
+        for r in ("none", "selective", "full")
+        for z in (0, 1, 2, 3)
+        for sp in (False, True)
+        for s in ("gpipe", "1f1b")
+    ]
     found = cost.estimate(SMALL, A100, Plans.of(plans), Training(64))
     parts = np.stack([getattr(found.time, part) for part in cost.PARTS])
     assert (parts >= 0).all()
     np.testing.assert_allclose(parts.sum(0), found.time.total)
-    memory_parts = sum(getattr(found.memory, n) for n in ("parameters", "gradients", "optimizer", "activations", "working"))
+    memory_parts = sum(
+        getattr(found.memory, n) for n in ("parameters", "gradients", "optimizer", "activations", "working")
+    )
     np.testing.assert_allclose(memory_parts + A100.gpu.reserved, found.memory.gpu)
 
 
@@ -90,7 +111,9 @@ def test_bubble_of_pipeline_schedules():
 
 
 def test_activations_in_flight():
-    plans = Plans.of([Plan(pipeline=4, schedule=s, chunks=c) for s, c in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2))])
+    plans = Plans.of(
+        [Plan(pipeline=4, schedule=s, chunks=c) for s, c in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2))]
+    )
     assert memory.in_flight(plans, np.array([64])).tolist() == [64, 4, 5.5]
 
 
@@ -115,7 +138,9 @@ def test_gradient_reduction_covers_every_layer():
 
 def test_parameters_are_reused_by_the_micro_batches_of_a_group():
     where = replace(cluster.load("thesis-a").resized(1), overlap_tiers=0.0)
-    times = [_time(Plan(micro=1, recompute="full", parameters="host", group=g), where).time.tiers[0] for g in (1, 8, 64)]
+    times = [
+        _time(Plan(micro=1, recompute="full", parameters="host", group=g), where).time.tiers[0] for g in (1, 8, 64)
+    ]
     assert times[0] == pytest.approx(8 * times[1]) and times[1] == pytest.approx(8 * times[2])
 
 
@@ -136,14 +161,18 @@ def test_experts_exchange_tokens_and_share_memory():
     assert found.memory.parameters[1] < found.memory.parameters[0] / 4
 
 
-@pytest.mark.parametrize("change", [{"micro": 0}, {"zero": 4}, {"schedule": "x"}, {"recompute": "x"}, {"optimizer": "tape"}, {"expert": 3}])
+@pytest.mark.parametrize(
+    "change", [{"micro": 0}, {"zero": 4}, {"schedule": "x"}, {"recompute": "x"}, {"optimizer": "tape"}, {"expert": 3}]
+)
 def test_impossible_plans_are_refused(change):
     with pytest.raises(UsageError):
         Plan(**({"data": 2} | change))
 
 
 def test_plans_survive_json_and_arrays():
-    plan = Plan(data=4, tensor=2, micro=3, zero=2, recompute="selective", sequence_parallel=True, optimizer="host", group=2)
+    plan = Plan(
+        data=4, tensor=2, micro=3, zero=2, recompute="selective", sequence_parallel=True, optimizer="host", group=2
+    )
     assert Plan.from_json(plan.to_json()) == plan
     assert Plans.of([plan]).plan(0) == plan
     with pytest.raises(UsageError, match="depth"):

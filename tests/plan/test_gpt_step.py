@@ -53,7 +53,10 @@ def test_gradients_equal_the_unpipelined_step(schedule, layout):
 @pytest.mark.parametrize(
     ("layout", "priced"),
     [
-        ({"pipeline": 4, "count": 4}, {"collective-permute", "all-reduce"}),  # all-reduce: the tied embedding and the loss
+        (
+            {"pipeline": 4, "count": 4},
+            {"collective-permute", "all-reduce"},
+        ),  # all-reduce: the tied embedding and the loss
         ({"data": 4, "count": 1}, {"all-reduce"}),
         ({"tensor": 4, "count": 1}, {"all-reduce"}),
     ],
@@ -64,5 +67,7 @@ def test_compiled_collectives_are_those_priced(layout, priced):
     params = jax.eval_shape(lambda: gpt.init(config))
     tokens = jax.ShapeDtypeStruct((config.batch, config.sequence + 1), "int32")
     text = gpt.train_step(config, gpt.make_mesh(config)).lower(params, (params, params), tokens).compile().as_text()
-    found = set(re.findall(r"\b(all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\(", text))
+    found = set(
+        re.findall(r"\b(all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\(", text)
+    )
     assert found == priced

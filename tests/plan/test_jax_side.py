@@ -53,8 +53,10 @@ def test_flops_of_products_scans_and_convolutions():
     made = from_jaxpr.tally(
         lambda x, w: jax.lax.conv_general_dilated(
             x, w, (1, 1), "SAME", feature_group_count=2, dimension_numbers=("NHWC", "HWIO", "NHWC")
-        ), image, filters,
-    )  # fmt: skip
+        ),
+        image,
+        filters,
+    )
     assert made.flops == 2 * 2 * 16 * 16 * 12 * 4 * 9
     assert from_jaxpr.tally(jax.grad(_mlp), MLP, _struct(8, 64), _struct(8, 16)).flops == pytest.approx(
         3 * from_jaxpr.tally(_mlp, MLP, _struct(8, 64), _struct(8, 16)).flops - 2 * 8 * 64 * 64
@@ -118,8 +120,11 @@ def _adam(params, moments, batch):
     return loss, jax.tree.map(lambda w, m: w - 0.1 * m, params, moments), moments
 
 
-@pytest.mark.parametrize("plan", [Plan(data=4), Plan(data=4, zero=3), Plan(tensor=4), Plan(data=2, tensor=2), Plan(data=4, zero=1)],
-                         ids=lambda plan: plan.describe())  # fmt: skip
+@pytest.mark.parametrize(
+    "plan",
+    [Plan(data=4), Plan(data=4, zero=3), Plan(tensor=4), Plan(data=2, tensor=2), Plan(data=4, zero=1)],
+    ids=lambda plan: plan.describe(),
+)
 def test_a_plan_applied_to_a_training_step(plan):
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda s: jnp.asarray(rng.normal(size=s.shape) / 8, s.dtype), MLP)

@@ -24,8 +24,9 @@ def test_search_equals_brute_force():
     space = Space(offload=(), context=1, zero=(0, 1), recompute=("none", "full"), schedules=("1f1b",), micro=16)
     found = search(TINY, A100, Training(16), gpus=8, space=space)
     best = []
-    for d, t, p, micro, z, rc, sp in itertools.product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4), (1, 2, 4, 8, 16), (0, 1),
-                                                       ("none", "full"), (False, True)):  # fmt: skip
+    for d, t, p, micro, z, rc, sp in itertools.product(
+        (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4), (1, 2, 4, 8, 16), (0, 1), ("none", "full"), (False, True)
+    ):
         if d * t * p != 8 or 16 % (d * micro) or (sp and t == 1) or (z and d == 1):
             continue
         best.append(Plan(data=d, tensor=t, pipeline=p, micro=micro, zero=z, recompute=rc, sequence_parallel=sp))
@@ -67,13 +68,18 @@ def test_nothing_fits_says_what_is_short_and_what_helps():
     assert caught.value.short["gpu"] > 200 * 2**30
     assert "offloaded to host" in caught.value.change
     bare = replace(A100, host=None, storage=None).resized(8)
-    with pytest.raises(NoPlanError, match="it fits on [0-9]+ GPUs"):
+    with pytest.raises(NoPlanError, match=r"it fits on [0-9]+ GPUs"):
         search(model.load("gpt3-175b"), bare, Training(64))
 
 
 def test_nothing_divides():
     with pytest.raises(NoPlanError, match="no plan divides"):
-        search(replace(TINY, tensor_limit=1, blocks=(replace(TINY.blocks[0], count=1),), context_limit=1), A100, Training(3), gpus=8)
+        search(
+            replace(TINY, tensor_limit=1, blocks=(replace(TINY.blocks[0], count=1),), context_limit=1),
+            A100,
+            Training(3),
+            gpus=8,
+        )
 
 
 def test_neighbours_keep_the_gpu_count():
@@ -93,7 +99,7 @@ def _per_dimension(made, where, batch):
     for axis in ("data", "tensor", "pipeline"):
         times = {}
         for size in (1, 2, 4, 8, 16, 32):
-            if axis == "tensor" and made.tensor_limit % size or axis == "pipeline" and made.layers < size:
+            if (axis == "tensor" and made.tensor_limit % size) or (axis == "pipeline" and made.layers < size):
                 continue
             plan = Plan(**{axis: size})
             ranked = cost_plans(made, where.resized(size), [plan], Training(batch))[0]
@@ -103,7 +109,9 @@ def _per_dimension(made, where, batch):
     return min(chosen, key=lambda axis: chosen[axis].get(32, np.inf))
 
 
-@pytest.mark.parametrize(("name", "where"), [("gpt3-6.7b", "thesis-a"), ("turing-nlg-17b", "thesis-a"), ("gpt3-13b", "dgx-a100")])
+@pytest.mark.parametrize(
+    ("name", "where"), [("gpt3-6.7b", "thesis-a"), ("turing-nlg-17b", "thesis-a"), ("gpt3-13b", "dgx-a100")]
+)
 def test_independence_trap(name, where):
     """Axis by axis, all-data-parallel looks best; it does not even fit. Ours chooses all axes together."""
     made, place = model.load(name), cluster.load(where).resized(32)
@@ -123,11 +131,15 @@ def test_uneven_split_is_optimal(count, slots):
     dealt = hetero.allocate(count, slots)
     assert sum(dealt) == count and min(dealt) >= 1
     ours = max(n * s for n, s in zip(dealt, slots, strict=True))
-    best = min(
-        max(n * s for n, s in zip(split, slots, strict=True))
-        for split in itertools.product(range(1, count + 1), repeat=len(slots))
-        if sum(split) == count
-    ) if len(slots) < 3 or count < 15 else ours  # fmt: skip
+    best = (
+        min(
+            max(n * s for n, s in zip(split, slots, strict=True))
+            for split in itertools.product(range(1, count + 1), repeat=len(slots))
+            if sum(split) == count
+        )
+        if len(slots) < 3 or count < 15
+        else ours
+    )
     assert ours == pytest.approx(best)
 
 
@@ -136,7 +148,12 @@ def test_a_mixed_cluster_gives_faster_nodes_more():
     mixed = replace(A100, groups=(cluster.NodeGroup(1, 4, fast), cluster.NodeGroup(1, 4, slow)))
     found = search(TINY, mixed, Training(240), space=Space(offload=(), context=1, micro=4))
     assert sum(found.best.split) == 240 and found.best.split[0] > 1.4 * found.best.split[1]
-    all_slow = search(TINY, replace(A100, groups=(cluster.NodeGroup(2, 4, slow),)), Training(240), space=Space(offload=(), context=1, micro=4))
+    all_slow = search(
+        TINY,
+        replace(A100, groups=(cluster.NodeGroup(2, 4, slow),)),
+        Training(240),
+        space=Space(offload=(), context=1, micro=4),
+    )
     assert found.best.seconds < all_slow.best.seconds
     with pytest.raises(UsageError, match="cannot be resized"):
         mixed.resized(4)

@@ -85,10 +85,18 @@ def test_gpu_counts_are_whole_nodes(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "billions", "tolerance"),
-    [("gpt3-175b", 174.6, 0.005), ("turing-nlg-17b", 17.2, 0.01), ("turing-530b", 530, 0.01), ("megatron-1t", 1008, 0.01),
-     ("bert-large", 0.335, 0.01), ("llama2-7b", 6.74, 0.005), ("llama3-70b", 70.6, 0.005), ("mixtral-8x7b", 46.7, 0.005),
-     ("resnet50", 0.02556, 0.002)],
-)  # fmt: skip
+    [
+        ("gpt3-175b", 174.6, 0.005),
+        ("turing-nlg-17b", 17.2, 0.01),
+        ("turing-530b", 530, 0.01),
+        ("megatron-1t", 1008, 0.01),
+        ("bert-large", 0.335, 0.01),
+        ("llama2-7b", 6.74, 0.005),
+        ("llama3-70b", 70.6, 0.005),
+        ("mixtral-8x7b", 46.7, 0.005),
+        ("resnet50", 0.02556, 0.002),
+    ],
+)
 def test_presets_have_the_published_number_of_parameters(name, billions, tolerance):
     assert model.load(name).total_parameters / 1e9 == pytest.approx(billions, rel=tolerance)
 

@@ -30,7 +30,8 @@ def test_every_constant_matters_on_the_megatron_rows():
 
 
 def test_vtrain_rows_that_calibration_never_saw():
-    """The preset vtrain-a100 and 4.11 ms per step hold the fit on the 59 named rows (`jcuts validate` makes it anew)."""
+    """The preset vtrain-a100 and 4.11 ms per step hold the fit on the 59 named rows (`jcuts validate` makes it
+    anew)."""
     cases = validate.read_cases(shipped("vtrain_singlenode_a100.csv"))
     named = _named_rows()
     assert len(named) <= 60
@@ -49,7 +50,10 @@ def test_calibration_recovers_constants_it_is_given():
     where = cluster.load("vtrain-a100")
     truth = validate.CONSTANTS["launch"].put(where, 8e-5)
     made = validate.Bench(cases).predict(truth, 2e-3)
-    cases = [validate.Case(c.row, c.network, c.plan, c.batch, c.gpus, float(t), c.work) for c, t in zip(cases, made, strict=True)]
+    cases = [
+        validate.Case(c.row, c.network, c.plan, c.batch, c.gpus, float(t), c.work)
+        for c, t in zip(cases, made, strict=True)
+    ]
     found = validate.calibrate(cases, where, ("launch",))
     assert found.values["launch"] == pytest.approx(8e-5, rel=0.02)
     assert np.allclose(validate.Bench(cases).predict(found.cluster, found.overhead), made, rtol=0.01)
@@ -60,7 +64,9 @@ def test_calibration_recovers_constants_it_is_given():
 def test_scores_by_hand():
     case = validate.read_cases(shipped("megatron_seqsel_table5.csv"))[0]
     measured = [1.0, 2.0, 3.0, 4.0, 5.0]
-    cases = [validate.Case(i, case.network, case.plan, case.batch, case.gpus, m, case.work) for i, m in enumerate(measured)]
+    cases = [
+        validate.Case(i, case.network, case.plan, case.batch, case.gpus, m, case.work) for i, m in enumerate(measured)
+    ]
     found = validate.score(cases, np.array([2.0, 1.0, 3.0, 4.0, 5.0]))
     assert found.groups[0].spearman == pytest.approx(0.9) and found.regret == 2.0
     assert found.mape == pytest.approx((1 + 0.5) / 5) and found.worst == 1.0
@@ -89,8 +95,15 @@ def test_flexgen_throughput_on_a_t4():
     assert len(rows) == 4
     for row in rows:
         split = [int(word) for word in row["percent_wg_wc_cg_cc_hg_hc"].split()]
-        plan = Serving(int(row["prompt_len"]), int(row["gen_len"]), int(row["gpu_batch"]), int(row["num_gpu_batches"]),
-                       split[0] / 100, cache="gpu" if split[2] == 100 else "host", host_attention="--cpu" in row["flags"])  # fmt: skip
+        plan = Serving(
+            int(row["prompt_len"]),
+            int(row["gen_len"]),
+            int(row["gpu_batch"]),
+            int(row["num_gpu_batches"]),
+            split[0] / 100,
+            cache="gpu" if split[2] == 100 else "host",
+            host_attention="--cpu" in row["flags"],
+        )
         made = model.load(row["model"].lower(), sequence=plan.prompt + plan.generate)
         assert serve(made, T4, plan).tokens_per_second == pytest.approx(float(row["tokens_per_s_measured"]), rel=0.25)
 
@@ -100,7 +113,11 @@ def test_full_weight_offload_beats_partial_because_the_batch_grows():
     found = [inference.largest_batch(made, T4, Serving(512, 32, 1, weights_on_gpu=f)) for f in (0.0, 0.1, 0.2)]
     batches = [cost.plan.batch for cost in found if cost]
     speeds = [cost.tokens_per_second for cost in found if cost]
-    assert batches == sorted(batches, reverse=True) and speeds == sorted(speeds, reverse=True) and speeds[0] > 2 * speeds[2]
+    assert (
+        batches == sorted(batches, reverse=True)
+        and speeds == sorted(speeds, reverse=True)
+        and speeds[0] > 2 * speeds[2]
+    )
     # At equal batch, keeping weights is of course better: it is the batch that decides.
     equal = [serve(made, T4, Serving(512, 32, 2, weights_on_gpu=f)).tokens_per_second for f in (0.0, 0.2)]
     assert equal[1] > equal[0]

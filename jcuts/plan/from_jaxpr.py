@@ -493,8 +493,10 @@ def _inside(node: _Node) -> float:
     """
     extra = 0.0
     if node.name == "scan" and node.equation.params["length"] > 1:
-        first, count = node.equation.params["num_consts"], node.equation.params["num_carry"]
-        extra = sum(map(_bytes, _inner(node.equation)[0][0].invars[first : first + count]))
+        # Carries keep their shape; stacked results gain an axis (versions of JAX spell the counts differently).
+        inside = _inner(node.equation)[0][0].outvars
+        pairs = zip(node.equation.outvars, inside, strict=True)
+        extra = sum(_bytes(outer) for outer, inner in pairs if outer.aval.shape == inner.aval.shape)
     return extra + max((_live(body) for body, _ in _inner(node.equation)), default=0.0)
 
 

@@ -29,7 +29,6 @@ def _small(**layout):
 
 LAYOUTS = [
     ("gpipe", {"data": 2, "pipeline": 2, "count": 3}),
-    ("gpipe", {"tensor": 2, "pipeline": 2, "count": 2}),
     ("1f1b", {"pipeline": 4, "count": 5}),
     ("1f1b", {"data": 2, "pipeline": 2, "count": 3}),
     ("1f1b", {"tensor": 2, "pipeline": 2, "count": 2}),
@@ -40,9 +39,10 @@ LAYOUTS = [
 @pytest.mark.parametrize(("schedule", "layout"), LAYOUTS)
 def test_gradients_equal_the_unpipelined_step(schedule, layout):
     config = _small(schedule=schedule, **layout)
-    params = gpt.init(config)
+    params = jax.jit(lambda: gpt.init(config))()
     tokens = jax.random.randint(jax.random.key(1), (config.batch, config.sequence + 1), 0, config.vocabulary)
-    want_loss, want = jax.value_and_grad(gpt.reference_loss)(params, tokens, config)
+    reference = jax.jit(jax.value_and_grad(lambda p, t: gpt.reference_loss(p, t, config)))
+    want_loss, want = reference(params, tokens)
     loss, got = jax.jit(gpt.loss_and_gradients(config, gpt.make_mesh(config)))(params, tokens)
     np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got), strict=True):

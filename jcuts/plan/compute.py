@@ -17,8 +17,8 @@ Floats = NDArray[np.float64]
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.82), (64, 128, 0.82), (64, 64, 0.70))
 """Output tiles of a GEMM library and their speed relative to the largest: a smaller tile reads its operands more often
-(128 x 128 has 3/4 of the arithmetic intensity of 256 x 128).  The factors are stated, not measured.  Tile sizes: NVIDIA,
-"Matrix multiplication background user's guide"."""
+(128 x 128 has 3/4 of the arithmetic intensity of 256 x 128).  The factors are stated, not measured.  Tile sizes:
+NVIDIA, "Matrix multiplication background user's guide"."""
 
 
 @dataclass(frozen=True)

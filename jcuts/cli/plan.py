@@ -1,0 +1,456 @@
+"""Choose how to lay out a model on a cluster, measure a cluster, and check the planner against measured tables."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.text import Text
+
+from jcuts.base.errors import UsageError
+from jcuts.cli import tables
+from jcuts.plan import cluster as clusters
+from jcuts.plan import html, inference, placement, validate
+from jcuts.plan import model as models
+from jcuts.plan.blocks import Model
+from jcuts.plan.cluster import Cluster
+from jcuts.plan.plans import RECOMPUTE, SCHEDULES
+from jcuts.plan.search import Ranked, Result, search
+from jcuts.plan.space import Space
+from jcuts.plan.tables import shipped
+from jcuts.plan.workload import Training
+
+HELP = "choose mesh, schedule and memory tiers for a model on a cluster"
+BAR = {
+    "compute": "blue",
+    "recompute": "cyan",
+    "tensor": "yellow",
+    "context": "bright_yellow",
+    "expert": "dark_orange",
+    "pipeline": "magenta",
+    "gradients": "green",
+    "launch": "white",
+    "bubble": "bright_black",
+    "tiers": "red",
+    "optimizer": "bright_green",
+    "overhead": "grey50",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``jcuts plan``."""
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="NAME|FILE|MODULE:FUNCTION",
+        help="preset, TOML file, or a Python function that returns (function, parameters, *inputs)",
+    )
+    parser.add_argument("--cluster", required=True, metavar="NAME|FILE", help="preset or TOML file")
+    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs to use (default: all of the cluster)")
+    parser.add_argument("--batch", type=int, metavar="N", help="samples per optimiser step (default: the model's)")
+    parser.add_argument("--sequence", type=int, metavar="N", help="tokens per sample (default: the model's)")
+    parser.add_argument("--top", type=int, default=5, metavar="K", help="plans to show")
+    parser.add_argument("--explain", type=int, default=5, metavar="K", help="rejected neighbours to show, with reasons")
+    parser.add_argument("--micro", type=int, default=64, metavar="N", help="largest micro-batch")
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
+    parser.add_argument("--recompute", nargs="+", choices=RECOMPUTE, default=list(RECOMPUTE))
+    parser.add_argument(
+        "--offload",
+        nargs="*",
+        choices=("host", "storage"),
+        default=["host", "storage"],
+        help="tiers that tensors may leave the GPU for (no value: none)",
+    )
+    parser.add_argument("--place", action="store_true", help="place tensors of the best plan by integer programming")
+    parser.add_argument(
+        "--serve", nargs=2, type=int, metavar=("PROMPT", "GENERATE"), help="plan inference, not training"
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="write everything as JSON; - is standard output, instead of tables"
+    )
+    parser.add_argument("--html", metavar="FILE", help="write a page with a timeline per device and tier")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs ``jcuts plan``."""
+    for name in ("top", "explain", "micro", "batch", "gpus"):
+        value = getattr(arguments, name)
+        if value is not None and value < (0 if name == "explain" else 1):
+            raise UsageError(f"--{name} {value} must be positive", **{name: value})
+    model = _model(arguments)
+    cluster = clusters.load(arguments.cluster)
+    if arguments.serve:
+        return _serve(arguments, model, cluster)
+    work = Training(arguments.batch or model.batch)
+    space = Space(
+        micro=arguments.micro,
+        schedules=tuple(arguments.schedules),
+        recompute=tuple(arguments.recompute),
+        offload=tuple(arguments.offload),
+    )
+    result = search(
+        model, cluster, work, gpus=arguments.gpus, space=space, top=max(arguments.top, 1), explain=arguments.explain
+    )
+    placed = placement.refine(model, cluster, result.best.plan, work) if arguments.place else None
+    if arguments.html:
+        Path(arguments.html).write_text(html.page(model, cluster, work, result), encoding="utf-8")
+    if arguments.json:
+        _write(arguments.json, _document(model, cluster, work, result, placed))
+    if arguments.json != "-":
+        _show(model, cluster, work, result, placed, arguments)
+    return 0
+
+
+def _model(arguments: argparse.Namespace) -> Model:
+    name = arguments.model
+    if ":" not in name:
+        return models.load(name, sequence=arguments.sequence)
+    from jcuts.plan import from_jaxpr
+
+    if arguments.sequence:
+        raise UsageError("--sequence is for presets and TOML files: a function's example inputs have their own")
+    module, _, function = name.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        factory = getattr(importlib.import_module(module.removesuffix(".py")), function)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"--model {name}: {error}", model=name) from error
+    example = factory()
+    if not isinstance(example, tuple) or len(example) < 3 or not callable(example[0]):
+        raise UsageError(
+            f"--model {name} must return (function, parameters, *inputs), where inputs begin with the batch axis"
+        )
+    return from_jaxpr.model(*example, name=function)
+
+
+def _document(model: Model, cluster: Cluster, work: Training, result: Result, placed: Any) -> dict[str, Any]:
+    return {
+        "model": model.name,
+        "cluster": cluster.name,
+        "batch": work.batch,
+        "parameters": model.total_parameters,
+        "considered": result.considered,
+        "fitting": result.fitting,
+        "search_seconds": result.seconds,
+        "plans_per_second": result.plans_per_second,
+        "not_fitting": result.reasons,
+        "plans": [ranked.to_json() for ranked in result.ranked],
+        "pareto": [ranked.to_json() for ranked in result.pareto],
+        "rejected": [{"changed": r.changed, "reason": r.reason, "plan": r.plan.to_json()} for r in result.rejected],
+        "placement": placed.__dict__ if placed else None,
+        "sources": cluster.sources,
+    }
+
+
+def _write(target: str, document: Any) -> None:
+    text = json.dumps(document, indent=1)
+    if target == "-":
+        print(text)
+    else:
+        Path(target).write_text(text + "\n", encoding="utf-8")
+
+
+def bar(ranked: Ranked, width: int = 24) -> Text:
+    """A bar whose pieces are the parts of a step."""
+    made, used = Text(), 0.0
+    drawn = 0
+    for name, value in ranked.parts.items():
+        used += value / ranked.seconds * width
+        cells = round(used) - drawn
+        made.append("█" * cells, style=BAR[name])
+        drawn += cells
+    return made
+
+
+def _show(
+    model: Model, cluster: Cluster, work: Training, result: Result, placed: Any, arguments: argparse.Namespace
+) -> None:
+    console = tables.console()
+    rows: list[Any] = []
+    for ranked in result.ranked[: arguments.top]:
+        below = "/".join(f"{ranked.memory[k] / 2**30:.0f}" for k in ("host", "storage"))
+        rows.append(
+            [
+                ranked.plan.short(),
+                tables.duration(ranked.seconds),
+                f"{ranked.memory['gpu'] / 2**30:.1f}",
+                below,
+                bar(ranked),
+            ]
+        )
+    title = f"{model.name} ({model.total_parameters:.3g} parameters), batch {work.batch}, "
+    title += f"{result.best.plan.gpus} GPUs of {cluster.name}"
+    console.print(
+        tables.table(title, ("plan", "step", "GPU", "host/disk", "where the time goes"), rows, right=(1, 2, 3))
+    )
+    legend = Text("best plan: ")
+    for name, value in result.best.parts.items():
+        if value > 0.002 * result.best.seconds:
+            legend.append("█ ", style=BAR[name]).append(
+                f"{name} {tables.duration(value)} ({value / result.best.seconds:.1%})  "
+            )
+    console.print(legend)
+    console.print(
+        "GiB per GPU, and per node in host memory and storage; d data, t tensor, p pipeline, c context, "
+        "e expert, b micro-batch; "
+        "P parameters, G gradients, O optimiser, A activations"
+    )
+    console.print(
+        f"{result.considered:,} plans in {result.seconds:.2f} s ({result.plans_per_second:,.0f}/s), "
+        f"{result.fitting:,} fit; "
+        f"best policy: {result.best.plan.policy}"
+    )
+    if result.best.split:
+        console.print(f"batch split over groups of nodes: {', '.join(map(str, result.best.split))} samples")
+    if arguments.explain and result.rejected:
+        console.print(
+            tables.table(
+                "why the neighbours lost",
+                ("change", "reason"),
+                [(r.changed, r.reason) for r in result.rejected[: arguments.explain]],
+            )
+        )
+    if placed:
+        shown = [
+            (name, *(f"{where.get(tier, 0):.0%}" for tier in ("gpu", "host", "storage")))
+            for name, where in placed.fractions.items()
+        ]
+        console.print(
+            tables.table(
+                f"placement (waits {tables.duration(placed.exposed)} per step)" if placed.exposed else "placement",
+                ("tensors", "gpu", "host", "storage"),
+                shown,
+                right=(1, 2, 3),
+            )
+        )
+
+
+def _serve(arguments: argparse.Namespace, model: Model, cluster: Cluster) -> int:
+    prompt, generate = arguments.serve
+    found = inference.search(model, cluster, inference.space(model, cluster, prompt, generate))[: arguments.top]
+    if not found:
+        raise UsageError(
+            f"{model.name} cannot be served on one GPU of {cluster.name}: no way fits its memory", model=model.name
+        )
+    if arguments.json:
+        _write(arguments.json, [cost.to_json() for cost in found])
+    if arguments.json != "-":
+        rows = [
+            (
+                f"{c.plan.weights_on_gpu:.0%}",
+                c.plan.weights,
+                c.plan.cache,
+                f"{c.plan.micro} x {c.plan.count}",
+                f"{c.tokens_per_second:.2f}",
+                tables.duration(c.prefill),
+                tables.duration(c.decode),
+                f"{c.memory['gpu'] / 2**30:.1f}",
+            )
+            for c in found
+        ]
+        tables.console().print(
+            tables.table(
+                f"{model.name}: {prompt} tokens in, {generate} out, on one GPU of {cluster.name}",
+                ("weights on GPU", "rest", "cache", "batch", "tokens/s", "prefill", "decode", "GiB/GPU"),
+                rows,
+                right=(0, 4, 5, 6, 7),
+            )
+        )
+    return 0
+
+
+# --- jcuts cluster measure
+
+
+def _cluster_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="action")
+    one = actions.add_parser("measure", help="measure this machine and write its cluster file")
+    one.add_argument("--out", metavar="FILE", help="TOML file to write (default: standard output)")
+    one.add_argument("--name", default="measured", help="name of the cluster")
+    one.add_argument("--storage", default=".", metavar="FOLDER", help="folder whose disk is measured")
+    one.add_argument("--quick", action="store_true", help="small sizes")
+    actions.add_parser("list", help="clusters and models that come with jcuts")
+
+
+def _cluster(arguments: argparse.Namespace) -> int:
+    if arguments.action == "list":
+        console = tables.console()
+        rows = []
+        for name in clusters.presets():
+            found = clusters.load(name)
+            rows.append((name, str(found.gpus), found.gpu.name, f"{found.gpu.memory / 2**30:.0f}"))
+        console.print(tables.table("clusters", ("name", "GPUs", "GPU", "GiB"), rows, right=(1, 3)))
+        console.print("models: " + ", ".join(models.presets()))
+        return 0
+    from jcuts.plan import measure
+
+    with Progress(TextColumn("{task.description}"), BarColumn(), transient=True) as progress:
+        task = progress.add_task("starting", total=1)
+        found = measure.measure(
+            arguments.storage,
+            quick=arguments.quick,
+            progress=lambda what, done, total: progress.update(task, description=what, completed=done, total=total),
+        )
+    text = measure.to_toml(found, arguments.name)
+    if arguments.out:
+        Path(arguments.out).write_text(text, encoding="utf-8")
+    else:
+        print(text)
+    return 0
+
+
+# --- jcuts validate
+
+
+def _validate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "tables", nargs="*", metavar="CSV", help="measured tables (default: the two that come with jcuts)"
+    )
+    parser.add_argument("--cluster", metavar="NAME|FILE", help="constants (default: dgx-a100)")
+    parser.add_argument(
+        "--calibrate",
+        metavar="ROWS",
+        help="rows to fit constants on: 1,5,9 or @FILE, by idx or place in the table; others are reported",
+    )
+    parser.add_argument("--ablate", action="store_true", help="error with each constant switched off")
+    parser.add_argument("--groups", action="store_true", help="rank correlation and regret of every group")
+    parser.add_argument("--json", metavar="FILE", help="write the figures as JSON; - is standard output")
+
+
+def _rows(text: str) -> set[int]:
+    if text.startswith("@"):
+        try:
+            lines = Path(text[1:]).read_text(encoding="utf-8").splitlines()
+        except OSError as error:
+            raise UsageError(f"{text[1:]}: cannot be read: {error.strerror}") from error
+        text = " ".join(line for line in lines if not line.startswith("#"))
+    try:
+        return {int(word) for word in text.replace(",", " ").split()}
+    except ValueError as error:
+        raise UsageError(f"--calibrate {text!r}: rows are numbers, separated by commas") from error
+
+
+def _validate(arguments: argparse.Namespace) -> int:
+    default = not arguments.tables
+    paths = arguments.tables or [shipped("megatron_seqsel_table5.csv"), shipped("vtrain_singlenode_a100.csv")]
+    documents = []
+    for path in paths:
+        cases = validate.read_cases(path)
+        cluster, overhead, held_out = clusters.load(arguments.cluster or "dgx-a100"), 0.0, cases
+        fitted: validate.Calibration | None = None
+        named = arguments.calibrate
+        if default and named is None and Path(path).name.startswith("vtrain"):
+            named = f"@{shipped('vtrain_calibration_rows.txt')}"
+        if named and not (default and Path(path).name.startswith("megatron")):
+            wanted = _rows(named)
+            chosen = [case for case in cases if case.row in wanted]
+            missing = wanted - {case.row for case in cases}
+            if missing:
+                raise UsageError(f"{path} has no rows {sorted(missing)[:10]}", rows=sorted(missing))
+            fitted = validate.calibrate(chosen, cluster)
+            cluster, overhead = fitted.cluster, fitted.overhead
+            held_out = [case for case in cases if case.row not in wanted]
+            if not held_out:
+                raise UsageError("every row is named for calibration: none is left to report on")
+        predicted = validate.Bench(held_out).predict(cluster, overhead)
+        ours = validate.score(held_out, predicted)
+        fit_on = [case for case in cases if fitted and case.row in fitted.rows] or held_out
+        naive = validate.score(held_out, validate.constant_efficiency(held_out, cluster, fit_on))
+        documents.append(
+            {
+                "table": Path(path).name,
+                "rows": ours.rows,
+                "calibrated_on": list(fitted.rows) if fitted else [],
+                "constants": fitted.values if fitted else {},
+                "mape": ours.mape,
+                "max": ours.worst,
+                "bias": ours.bias,
+                "groups": len(ours.groups),
+                "spearman_median": ours.spearman,
+                "regret_mean": ours.regret,
+                "baseline": {
+                    "mape": naive.mape,
+                    "max": naive.worst,
+                    "spearman_median": naive.spearman,
+                    "regret_mean": naive.regret,
+                },
+                "ablation": validate.ablation(held_out, cluster, overhead) if arguments.ablate else {},
+                "by_group": [group.__dict__ for group in ours.groups] if arguments.groups else [],
+            }
+        )
+    if arguments.json:
+        _write(arguments.json, documents)
+    if arguments.json != "-":
+        _show_scores(documents)
+    return 0
+
+
+def _show_scores(documents: list[dict[str, Any]]) -> None:
+    console = tables.console()
+
+    def number(value: float) -> str:
+        return "-" if value != value else f"{value:.3f}"
+
+    rows = []
+    for d in documents:
+        for label, s in (("model", d), ("constant efficiency", d["baseline"])):
+            rows.append(
+                (
+                    d["table"],
+                    label,
+                    str(d["rows"]),
+                    f"{s['mape']:.2%}",
+                    f"{s['max']:.1%}",
+                    number(s["spearman_median"]),
+                    number(s["regret_mean"]),
+                )
+            )
+    console.print(
+        tables.table(
+            "predicted against measured step time",
+            ("table", "", "rows", "MAPE", "max", "Spearman", "regret"),
+            rows,
+            right=(2, 3, 4, 5, 6),
+        )
+    )
+    for d in documents:
+        if d["calibrated_on"]:
+            fitted = ", ".join(f"{name} {value:.3g}" for name, value in d["constants"].items())
+            console.print(
+                f"{d['table']}: calibrated on {len(d['calibrated_on'])} rows, which are not reported: {fitted}"
+            )
+        else:
+            console.print(f"{d['table']}: nothing was fitted on its rows")
+        if d["groups"]:
+            console.print(f"{d['table']}: {d['groups']} groups of equal model, GPUs and batch with at least 5 rows")
+        if d["ablation"]:
+            console.print(
+                tables.table(
+                    f"{d['table']}: MAPE with one constant's effect switched off",
+                    ("constant", "MAPE"),
+                    [(k, f"{v:.2%}") for k, v in d["ablation"].items()],
+                    right=(1,),
+                )
+            )
+        for g in d["by_group"]:
+            console.print(f"  {g['name']}: {g['rows']} rows, Spearman {g['spearman']:.2f}, regret {g['regret']:.3f}")
+
+
+CLUSTER = SimpleNamespace(
+    HELP="measure this machine as a cluster file; list presets",
+    add_arguments=_cluster_arguments,
+    run=_cluster,
+    __doc__="Measure this machine, or list clusters and models.",
+)
+VALIDATE = SimpleNamespace(
+    HELP="check the planner against measured tables",
+    add_arguments=_validate_arguments,
+    run=_validate,
+    __doc__="Compare predicted with measured step times.",
+)

@@ -1,0 +1,340 @@
+"""Measures the machine it runs on and writes a cluster file in which every constant says how it was measured.
+
+Imports jax (when called): matrix products by shape and type, memory, every collective, pinned host memory; storage by
+direct I/O.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from jcuts.base.errors import UsageError
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is being measured, steps done, steps in all)."""
+
+
+@dataclass
+class Measured:
+    """Constants by TOML table, how each was measured, and curves (shape, type -> FLOP/s; collective, members, bytes ->
+    s)."""
+
+    tables: dict[str, dict[str, Any]] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    products: list[tuple[str, int, int, int, float]] = field(default_factory=list)
+    collectives: list[tuple[str, int, int, float]] = field(default_factory=list)
+
+
+def seconds(call: Callable[[], Any], repeat: int = 5) -> float:
+    """Median time of a call that returns arrays to wait for; one call beforehand compiles and warms up."""
+    import jax
+
+    jax.block_until_ready(call())
+    times = []
+    for _ in range(repeat):
+        begun = time.perf_counter()
+        jax.block_until_ready(call())
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times)
+
+
+def measure(folder: str | Path, *, quick: bool = False, progress: Progress | None = None) -> Measured:
+    """Measures every device of this process's default backend.
+
+    Args: folder: where storage is to be measured (a file of 256 MiB, 16 MiB when quick, is written and removed); quick:
+        small sizes, for a laptop; progress: told what is done.
+    """
+    import jax
+
+    tell = progress or (lambda *_: None)
+    devices = jax.devices()
+    platform = devices[0].platform
+    small = quick or platform == "cpu"
+    made = Measured()
+    steps: list[tuple[str, Callable[[], None]]] = [
+        ("matrix products", partial(_products, made, small)),
+        ("device memory", partial(_memory, made, small)),
+        ("launches", partial(_launches, made)),
+        ("host memory", partial(_host, made, small)),
+        ("storage", partial(_storage, made, Path(folder), small)),
+    ]
+    if len(devices) > 1:
+        steps.insert(3, ("collectives", partial(_collectives, made, small)))
+    for position, (name, step) in enumerate(steps):
+        tell(name, position, len(steps))
+        step()
+    tell("done", len(steps), len(steps))
+    kind = devices[0].device_kind
+    gpu = made.tables["gpu"]
+    gpu["name"] = kind
+    gpu["memory_gib"] = _capacity(devices[0])
+    made.sources["memory"] = (
+        "bytes_limit of the device" if platform != "cpu" else "half of the host's memory per device"
+    )
+    made.tables["nodes"] = {"count": 1, "gpus": len(devices)}
+    made.tables.setdefault("intra", {"bandwidth_gbs": 1.0})
+    return made
+
+
+def _capacity(device: Any) -> float:
+    stats = device.memory_stats() or {}
+    limit = stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2
+    return round(limit / 2**30, 2)
+
+
+def _products(made: Measured, small: bool) -> None:
+    """Square, flat and skinny products in 16 and 32 bits; peak is the fastest seen, efficiency that of the large
+    ones."""
+    import jax
+    import jax.numpy as jnp
+
+    top = 1024 if small else 8192
+    shapes = [(n, n, n) for n in (256, 512, 1024, 2048, 4096, 8192) if n <= top]
+    shapes += [(top, top // 4, top // 8), (top // 8, top, top), (16, top, top), (top, top, 64)]
+    for dtype in ("bfloat16", "float32"):
+        for m, n, k in shapes:
+            a, b = jnp.ones((m, k), dtype), jnp.ones((k, n), dtype)
+            # Ten products in one call: a call's dispatch would drown a small one.
+            many = jax.jit(
+                lambda a, b: jax.lax.fori_loop(
+                    0,
+                    10,
+                    lambda _, c: c + (a + c[:1, :1].astype(a.dtype) * 0) @ b,
+                    jnp.zeros((a.shape[0], b.shape[1]), a.dtype),
+                )
+            )
+            took = seconds(partial(many, a, b)) / 10
+            made.products.append((dtype, m, n, k, 2.0 * m * n * k / took))
+    best = max(speed for dtype, *_, speed in made.products if dtype == "bfloat16")
+    large = statistics.median(
+        speed for dtype, m, n, k, speed in made.products if dtype == "bfloat16" and min(m, n, k) >= top // 2
+    )
+    skinny = max(speed for dtype, m, _, _, speed in made.products if dtype == "bfloat16" and m == 16)
+    made.tables["gpu"] = {
+        "peak_tflops": best / 1e12,
+        "gemm_efficiency": min(large / best, 1.0),
+        "skinny_tflops": skinny / 1e12,
+    }
+    made.sources["peak_tflops"] = "fastest 16-bit product measured (no datasheet is consulted)"
+    made.sources["gemm_efficiency"] = f"median of 16-bit products with all extents >= {top // 2}, over the fastest"
+    made.sources["skinny_tflops"] = f"16 x {top} x {top}"
+
+
+def _memory(made: Measured, small: bool) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    count = 2**22 if small else 2**28
+    x = jnp.ones(count, jnp.float32)
+    took = seconds(partial(jax.jit(lambda x: x + 1), x))
+    made.tables["gpu"] |= {"bandwidth_gbs": 8.0 * count / took / 1e9, "memory_efficiency": 1.0}
+    made.sources["bandwidth_gbs"] = f"x + 1 over {4 * count / 2**20:.0f} MiB, read and write; so memory_efficiency is 1"
+
+
+def _launches(made: Measured) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    x = jnp.ones((8, 8))
+
+    def chain(n: int) -> Callable[..., Any]:
+        def body(x: Any) -> Any:
+            for _ in range(n):
+                x = jnp.cumsum(x @ x * 1e-3, 0)
+            return x
+
+        return jax.jit(body)
+
+    short, long = (seconds(partial(chain(n), x), 9) for n in (4, 24))
+    gap = max((long - short) / 40 * 1e6, 0.1)
+    made.tables["gpu"]["kernel_gap_us"] = gap
+    made.sources["kernel_gap_us"] = "slope of the time over chained tiny kernels within one call"
+
+
+def _collectives(made: Measured, small: bool) -> None:
+    """All-reduce, all-gather, reduce-scatter, all-to-all and ppermute over 2, 4, ... all devices, by size; the link is
+    fitted."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import Mesh, PartitionSpec
+
+    devices = jax.devices()
+    members = [n for n in (2, 4, 8, 16) if n <= len(devices)]
+    if len(devices) not in members:
+        members.append(len(devices))
+    sizes = [2**14, 2**18, 2**20] if small else [2**16, 2**20, 2**24, 2**27, 2**29]
+
+    def kinds(n: int) -> dict[str, Callable[[Any], Any]]:
+        ring = [(i, (i + 1) % n) for i in range(n)]
+        return {
+            "all-reduce": lambda x: jax.lax.psum(x, "x"),
+            "all-gather": lambda x: jax.lax.all_gather(x[: x.shape[0] // n], "x", tiled=True),
+            "reduce-scatter": lambda x: jax.lax.psum_scatter(x, "x", tiled=True),
+            "all-to-all": lambda x: jax.lax.all_to_all(x.reshape(n, -1), "x", 0, 0).reshape(-1),
+            "ppermute": lambda x: jax.lax.ppermute(x, "x", ring),
+        }
+
+    for n in members:
+        mesh = Mesh(np.array(devices[:n]), ("x",))
+        for kind, inside in kinds(n).items():
+            for size in sizes:
+                count = size // 4 // n * n
+                x = jax.device_put(jnp.ones((n * count,)), jax.NamedSharding(mesh, PartitionSpec("x")))
+                call = jax.jit(
+                    jax.shard_map(
+                        inside, mesh=mesh, in_specs=PartitionSpec("x"), out_specs=PartitionSpec("x"), check_vma=False
+                    )
+                )
+                made.collectives.append((kind, n, 4 * count, seconds(partial(call, x))))
+    rows = [(n, size, took) for kind, n, size, took in made.collectives if kind == "all-reduce"]
+    # t = call + 2 (n - 1) hop + 2 (n - 1)/n S / BW: linear in three unknowns, each row weighted by its time.
+    a = np.array([[1.0, 2.0 * (n - 1), 2.0 * (n - 1) / n * size] for n, size, _ in rows])
+    t = np.array([took for *_, took in rows])
+    from scipy.optimize import nnls
+
+    call, hop, inverse = nnls(a / t[:, None], np.ones(len(t)))[0]
+    made.tables["intra"] = {
+        "bandwidth_gbs": 1 / max(inverse, 1e-15) / 1e9,
+        "efficiency": 1.0,
+        "hop_us": hop * 1e6,
+        "call_us": call * 1e6,
+    }
+    made.sources["intra"] = (
+        f"least squares over {len(rows)} all-reduces of {sizes[0]} to {sizes[-1]} bytes "
+        f"on {members} devices, called through jax.jit"
+    )
+
+
+def _host(made: Measured, small: bool) -> None:
+    """Copies between pinned host memory and one device, then all devices at once."""
+    import jax
+    import jax.numpy as jnp
+
+    devices = jax.devices()
+    if "pinned_host" not in {memory.kind for memory in devices[0].addressable_memories()}:
+        return
+    count = 2**20 if small else 2**27
+
+    def both(used: list[Any]) -> tuple[float, float]:
+        near = [jax.device_put(jnp.ones(count), jax.sharding.SingleDeviceSharding(d)) for d in used]
+        host = [
+            jax.device_put(x, jax.sharding.SingleDeviceSharding(d, memory_kind="pinned_host"))
+            for x, d in zip(near, used, strict=True)
+        ]
+        up = seconds(
+            lambda: [jax.device_put(x, jax.sharding.SingleDeviceSharding(d)) for x, d in zip(host, used, strict=True)]
+        )
+        down = seconds(
+            lambda: [
+                jax.device_put(x, jax.sharding.SingleDeviceSharding(d, memory_kind="pinned_host"))
+                for x, d in zip(near, used, strict=True)
+            ]
+        )
+        total = 4.0 * count * len(used) / 1e9
+        return total / up, total / down
+
+    read, write = both(devices[:1])
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    made.tables["host"] = {"capacity_gib": round(memory * 0.8, 1), "read_gbs": read, "write_gbs": write}
+    made.sources["host"] = (
+        f"copies of {4 * count / 2**20:.0f} MiB between pinned_host and device; capacity: 0.8 of the host's memory"
+    )
+    if len(devices) > 1:
+        together = both(devices)
+        made.tables["host"] |= {"shared_read_gbs": together[0], "shared_write_gbs": together[1]}
+
+
+def _storage(made: Measured, folder: Path, small: bool) -> None:
+    """Writes and reads a file in 16 MiB pieces past the page cache (O_DIRECT); without it, through fsync and a dropped
+    cache."""
+    size = (16 if small else 256) * 2**20
+    piece = 2**22
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is no directory to measure storage in", folder=str(folder))
+    buffer = mmap.mmap(-1, piece)  # page-aligned, as O_DIRECT wants
+    buffer.write(os.urandom(piece))
+    handle, name = tempfile.mkstemp(prefix="jcuts-measure-", dir=folder)
+    os.close(handle)
+    direct = getattr(os, "O_DIRECT", 0)
+    how = "direct I/O"
+    try:
+        try:
+            file = os.open(name, os.O_WRONLY | direct)
+        except OSError:
+            direct, how = 0, "buffered I/O with fsync and dropped cache (no O_DIRECT here)"
+            file = os.open(name, os.O_WRONLY)
+        begun = time.perf_counter()
+        for _ in range(size // piece):
+            os.write(file, buffer)
+        os.fsync(file)
+        write = size / (time.perf_counter() - begun)
+        os.close(file)
+        file = os.open(name, os.O_RDONLY | direct)
+        if not direct and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        begun = time.perf_counter()
+        for _ in range(size // piece):
+            os.readv(file, [buffer])
+        read = size / (time.perf_counter() - begun)
+        os.close(file)
+    finally:
+        os.unlink(name)
+    stat = os.statvfs(folder)
+    made.tables["storage"] = {
+        "capacity_gib": round(stat.f_bavail * stat.f_frsize / 2**30, 1),
+        "read_gbs": read / 1e9,
+        "write_gbs": write / 1e9,
+        "shared_read_gbs": read / 1e9,
+        "shared_write_gbs": write / 1e9,
+    }
+    made.sources["storage"] = (
+        f"{size / 2**20:.0f} MiB in {folder}, pieces of {piece / 2**20:.0f} MiB, {how}; shared by all devices"
+    )
+
+
+def to_toml(made: Measured, name: str) -> str:
+    """The cluster file: what ``jcuts plan --cluster FILE`` reads; curves follow as comments.
+
+    The multiprocessor count is left at 1 (no wave quantisation): the measured efficiency contains it already.
+    """
+
+    def line(key: str, value: Any) -> str:
+        if isinstance(value, str):
+            return f'{key} = "{value}"'.replace("\\", "/")
+        return f"{key} = {value if isinstance(value, int) else float(f'{value:.4g}')}"
+
+    lines = [
+        f'# Measured by "jcuts cluster measure" on {time.strftime("%Y-%m-%d")}.',
+        line("name", name),
+        "",
+        "[[nodes]]",
+    ]
+    lines += [line(key, value) for key, value in made.tables["nodes"].items()]
+    lines += ["[nodes.gpu]", *(line(key, value) for key, value in made.tables["gpu"].items()), "multiprocessors = 1"]
+    for table in ("intra", "host", "storage"):
+        if table in made.tables:
+            lines += ["", f"[{table}]", *(line(key, value) for key, value in made.tables[table].items())]
+    lines += ["", "[sources]", *(line(key, value) for key, value in made.sources.items())]
+    lines += ["", "# products: type m n k TFLOP/s"]
+    lines += [f"# {dtype} {m} {n} {k} {speed / 1e12:.3f}" for dtype, m, n, k, speed in made.products]
+    if made.collectives:
+        lines += ["# collectives: kind members bytes milliseconds"]
+        lines += [f"# {kind} {n} {size} {took * 1e3:.4f}" for kind, n, size, took in made.collectives]
+    return "\n".join(lines) + "\n"
+
+
+def finite(made: Measured) -> bool:
+    """Whether every measured constant is a positive finite number."""
+    values = [v for table in made.tables.values() for v in table.values() if not isinstance(v, str)]
+    return all(math.isfinite(v) and v >= 0 for v in values)

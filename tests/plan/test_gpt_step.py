@@ -1,0 +1,73 @@
+"""The reference training step: gradients of every layout equal the unpipelined ones; collectives are those priced."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+
+def _benchmark():
+    path = Path(__file__).parents[2] / "benchmarks" / "gpt_step.py"
+    spec = importlib.util.spec_from_file_location("gpt_step", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["gpt_step"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+gpt = _benchmark()
+
+
+def _small(**layout):
+    return gpt.Config(layers=4, hidden=32, heads=4, sequence=16, vocabulary=64, **layout)
+
+
+LAYOUTS = [
+    ("gpipe", {"data": 2, "pipeline": 2, "count": 3}),
+    ("1f1b", {"pipeline": 4, "count": 5}),
+    ("1f1b", {"data": 2, "pipeline": 2, "count": 3}),
+    ("1f1b", {"tensor": 2, "pipeline": 2, "count": 2}),
+    ("1f1b", {"data": 2, "tensor": 2, "count": 2, "remat": False}),
+]
+
+
+@pytest.mark.parametrize(("schedule", "layout"), LAYOUTS)
+def test_gradients_equal_the_unpipelined_step(schedule, layout):
+    config = _small(schedule=schedule, **layout)
+    params = jax.jit(lambda: gpt.init(config))()
+    tokens = jax.random.randint(jax.random.key(1), (config.batch, config.sequence + 1), 0, config.vocabulary)
+    reference = jax.jit(jax.value_and_grad(lambda p, t: gpt.reference_loss(p, t, config)))
+    want_loss, want = reference(params, tokens)
+    loss, got = jax.jit(gpt.loss_and_gradients(config, gpt.make_mesh(config)))(params, tokens)
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got), strict=True):
+        scale = float(np.abs(a).max())
+        np.testing.assert_allclose(b, a, atol=2e-5 * scale, rtol=1e-4, err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize(
+    ("layout", "priced"),
+    [
+        (
+            {"pipeline": 4, "count": 4},
+            {"collective-permute", "all-reduce"},
+        ),  # all-reduce: the tied embedding and the loss
+        ({"data": 4, "count": 1}, {"all-reduce"}),
+        ({"tensor": 4, "count": 1}, {"all-reduce"}),
+    ],
+    ids=["pipeline", "data", "tensor"],
+)
+def test_compiled_collectives_are_those_priced(layout, priced):
+    config = _small(**layout)
+    params = jax.eval_shape(lambda: gpt.init(config))
+    tokens = jax.ShapeDtypeStruct((config.batch, config.sequence + 1), "int32")
+    text = gpt.train_step(config, gpt.make_mesh(config)).lower(params, (params, params), tokens).compile().as_text()
+    found = set(
+        re.findall(r"\b(all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\(", text)
+    )
+    assert found == priced

@@ -93,41 +93,72 @@ def _capacity(device: Any) -> float:
 
 
 def _products(made: Measured, small: bool) -> None:
-    """Square, flat and skinny products in 16 and 32 bits; peak is the fastest seen, efficiency that of the large
-    ones."""
+    """Square, layer-shaped and skinny products in 16 and 32 bits on random data (constant data draws less power and
+    runs faster); the 16-bit ones fit ``gemm_efficiency`` and ``gemm_ramp``."""
     import jax
-    import jax.numpy as jnp
 
     top = 1024 if small else 8192
     shapes = [(n, n, n) for n in (256, 512, 1024, 2048, 4096, 8192) if n <= top]
+    shapes += [(top // 2, top, top // 4), (top // 2, top // 4, top), (top // 4, top // 4, top // 2)]
     shapes += [(top, top // 4, top // 8), (top // 8, top, top), (16, top, top), (top, top, 64)]
+
+    def ten(a: Any, b: Any) -> Any:
+        # Ten products in one call: a call's dispatch would drown a small one.  One element of each result enters the
+        # next product, so that none is dropped or moved out of the loop.
+        def keep(_: Any, both: Any) -> Any:
+            a, _c = both
+            c = jax.lax.optimization_barrier(a @ b)
+            return a.at[0, 0].add(c[0, 0] * 0), c
+
+        return jax.lax.fori_loop(0, 10, keep, (a, jax.numpy.zeros((a.shape[0], b.shape[1]), a.dtype)))
+
     for dtype in ("bfloat16", "float32"):
         for m, n, k in shapes:
-            a, b = jnp.ones((m, k), dtype), jnp.ones((k, n), dtype)
-            # Ten products in one call: a call's dispatch would drown a small one.
-            many = jax.jit(
-                lambda a, b: jax.lax.fori_loop(
-                    0,
-                    10,
-                    lambda _, c: c + (a + c[:1, :1].astype(a.dtype) * 0) @ b,
-                    jnp.zeros((a.shape[0], b.shape[1]), a.dtype),
-                )
-            )
-            took = seconds(partial(many, a, b)) / 10
+            one, two = jax.random.split(jax.random.key(m + n + k))
+            a, b = jax.random.normal(one, (m, k), dtype), jax.random.normal(two, (k, n), dtype)
+            took = seconds(partial(jax.jit(ten), a, b)) / 10
             made.products.append((dtype, m, n, k, 2.0 * m * n * k / took))
-    best = max(speed for dtype, *_, speed in made.products if dtype == "bfloat16")
-    large = statistics.median(
-        speed for dtype, m, n, k, speed in made.products if dtype == "bfloat16" and min(m, n, k) >= top // 2
-    )
     skinny = max(speed for dtype, m, _, _, speed in made.products if dtype == "bfloat16" and m == 16)
+    units = int(getattr(jax.devices()[0], "core_count", 1) or 1)
+    least = top // 16
+    rows = [(m, n, k, speed) for dtype, m, n, k, speed in made.products if dtype == "bfloat16" and min(m, n, k) >= least]
+    peak, efficiency, ramp = fit_products(rows, units)
     made.tables["gpu"] = {
-        "peak_tflops": best / 1e12,
-        "gemm_efficiency": min(large / best, 1.0),
+        "peak_tflops": peak / 1e12,
+        "gemm_efficiency": efficiency,
+        "gemm_ramp": ramp,
+        "multiprocessors": units,
         "skinny_tflops": skinny / 1e12,
     }
-    made.sources["peak_tflops"] = "fastest 16-bit product measured (no datasheet is consulted)"
-    made.sources["gemm_efficiency"] = f"median of 16-bit products with all extents >= {top // 2}, over the fastest"
+    made.sources["peak_tflops"] = "fastest 16-bit product measured, or the fitted speed if higher (no datasheet is consulted)"
+    made.sources["gemm_efficiency"] = (
+        f"with gemm_ramp: least squares of log time over {len(rows)} 16-bit products of random data "
+        f"with all extents >= {least}"
+    )
+    made.sources["multiprocessors"] = "as the device reports them"
     made.sources["skinny_tflops"] = f"16 x {top} x {top}"
+
+
+def fit_products(rows: list[tuple[int, int, int, float]], units: int) -> tuple[float, float, float]:
+    """(peak FLOP/s, efficiency, ramp) with which ``compute.gemm_time`` is nearest to products (m, n, k, FLOP/s).
+
+    For each ramp of a grid the speed has a closed form: the mean of log(measured / formula).  Peak is the fastest
+    product, raised to the fitted speed where full waves would have been faster than any shape measured.
+    """
+    import numpy as np
+
+    from jcuts.plan.cluster import Gpu
+    from jcuts.plan.compute import gemm_time
+
+    m, n, k, speeds = (np.array(column, dtype=np.float64) for column in zip(*rows, strict=True))
+    took = 2 * m * n * k / speeds
+    best = (math.inf, 1.0, 1.0)
+    for ramp in np.geomspace(8, 512, 49):
+        gpu = Gpu("", 1.0, 1.0, math.inf, multiprocessors=units, gemm_efficiency=1.0, gemm_ramp=float(ramp))
+        off = np.log(gemm_time(gpu, m, n, k) / took)
+        best = min(best, (float(off.var()), float(np.exp(off.mean())), float(ramp)))
+    peak = max(float(speeds.max()), best[1])
+    return peak, best[1] / peak, best[2]
 
 
 def _memory(made: Measured, small: bool) -> None:
@@ -136,9 +167,11 @@ def _memory(made: Measured, small: bool) -> None:
 
     count = 2**22 if small else 2**28
     x = jnp.ones(count, jnp.float32)
-    took = seconds(partial(jax.jit(lambda x: x + 1), x))
+    took = seconds(partial(jax.jit(lambda x: jax.lax.fori_loop(0, 10, lambda _, y: y + 1, x)), x)) / 10
     made.tables["gpu"] |= {"bandwidth_gbs": 8.0 * count / took / 1e9, "memory_efficiency": 1.0}
-    made.sources["bandwidth_gbs"] = f"x + 1 over {4 * count / 2**20:.0f} MiB, read and write; so memory_efficiency is 1"
+    made.sources["bandwidth_gbs"] = (
+        f"x + 1 over {4 * count / 2**20:.0f} MiB ten times in a call, read and write; so memory_efficiency is 1"
+    )
 
 
 def _launches(made: Measured) -> None:
@@ -180,23 +213,35 @@ def _collectives(made: Measured, small: bool) -> None:
         return {
             "all-reduce": lambda x: jax.lax.psum(x, "x"),
             "all-gather": lambda x: jax.lax.all_gather(x[: x.shape[0] // n], "x", tiled=True),
-            "reduce-scatter": lambda x: jax.lax.psum_scatter(x, "x", tiled=True),
+            "reduce-scatter": lambda x: x.at[: x.shape[0] // n].set(jax.lax.psum_scatter(x, "x", tiled=True)),
             "all-to-all": lambda x: jax.lax.all_to_all(x.reshape(n, -1), "x", 0, 0).reshape(-1),
             "ppermute": lambda x: jax.lax.ppermute(x, "x", ring),
         }
 
+    def chained(inside: Callable[[Any], Any], times: int) -> Callable[[Any], Any]:
+        def run(x: Any) -> Any:
+            for _ in range(times):
+                x = inside(x)
+            return x
+
+        return run
+
+    def slope(inside: Callable[[Any], Any], mesh: Any, x: Any) -> float:
+        """Seconds per collective within a program: a call's dispatch is in both chains and cancels."""
+        spec = PartitionSpec("x")
+        took = []
+        for times in (2, 10):
+            made_of = jax.shard_map(chained(inside, times), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+            took.append(seconds(partial(jax.jit(made_of), x), 9))
+        return max((took[1] - took[0]) / 8, 1e-7)
+
     for n in members:
         mesh = Mesh(np.array(devices[:n]), ("x",))
-        for kind, inside in kinds(n).items():
-            for size in sizes:
-                count = size // 4 // n * n
-                x = jax.device_put(jnp.ones((n * count,)), jax.NamedSharding(mesh, PartitionSpec("x")))
-                call = jax.jit(
-                    jax.shard_map(
-                        inside, mesh=mesh, in_specs=PartitionSpec("x"), out_specs=PartitionSpec("x"), check_vma=False
-                    )
-                )
-                made.collectives.append((kind, n, 4 * count, seconds(partial(call, x))))
+        for size in sizes:
+            count = size // 4 // n * n
+            x = jax.device_put(jnp.ones((n * count,)), jax.NamedSharding(mesh, PartitionSpec("x")))
+            for kind, inside in kinds(n).items():
+                made.collectives.append((kind, n, 4 * count, slope(inside, mesh, x)))
     rows = [(n, size, took) for kind, n, size, took in made.collectives if kind == "all-reduce"]
     # t = call + 2 (n - 1) hop + 2 (n - 1)/n S / BW: linear in three unknowns, each row weighted by its time.
     a = np.array([[1.0, 2.0 * (n - 1), 2.0 * (n - 1) / n * size] for n, size, _ in rows])
@@ -212,7 +257,7 @@ def _collectives(made: Measured, small: bool) -> None:
     }
     made.sources["intra"] = (
         f"least squares over {len(rows)} all-reduces of {sizes[0]} to {sizes[-1]} bytes "
-        f"on {members} devices, called through jax.jit"
+        f"on {members} devices, each the slope over chains of 2 and 10 in one program"
     )
 
 
@@ -304,10 +349,7 @@ def _storage(made: Measured, folder: Path, small: bool) -> None:
 
 
 def to_toml(made: Measured, name: str) -> str:
-    """The cluster file: what ``jcuts plan --cluster FILE`` reads; curves follow as comments.
-
-    The multiprocessor count is left at 1 (no wave quantisation): the measured efficiency contains it already.
-    """
+    """The cluster file: what ``jcuts plan --cluster FILE`` reads; curves follow as comments."""
 
     def line(key: str, value: Any) -> str:
         if isinstance(value, str):
@@ -321,7 +363,7 @@ def to_toml(made: Measured, name: str) -> str:
         "[[nodes]]",
     ]
     lines += [line(key, value) for key, value in made.tables["nodes"].items()]
-    lines += ["[nodes.gpu]", *(line(key, value) for key, value in made.tables["gpu"].items()), "multiprocessors = 1"]
+    lines += ["[nodes.gpu]", *(line(key, value) for key, value in made.tables["gpu"].items())]
     for table in ("intra", "host", "storage"):
         if table in made.tables:
             lines += ["", f"[{table}]", *(line(key, value) for key, value in made.tables[table].items())]

@@ -1,0 +1,193 @@
+"""The planner against measured steps of the reference GPT on the GPUs of one host.
+
+    python benchmarks/h200_plans.py measure --out FOLDER            # on the machine: its cluster file, then every plan
+    python benchmarks/h200_plans.py compare RESULTS --cluster NAME  # anywhere: predicted against measured
+
+``measure`` needs four GPUs.  Each plan runs in a process of its own with a time limit, and results are written after
+each, so that one failure does not lose the others.  ``compare`` fits nothing: its constants are the cluster file's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent
+SIZES = {"layers": 24, "hidden": 2560, "heads": 20, "sequence": 1024, "vocabulary": 32768, "dtype": "bfloat16"}
+BATCH = 32
+PLANS = (  # data, tensor, pipeline, samples per micro-batch
+    (4, 1, 1, 8),
+    (2, 2, 1, 8),
+    (1, 4, 1, 8),
+    (2, 1, 2, 4),
+    (1, 2, 2, 4),
+    (1, 1, 4, 4),
+    (4, 1, 1, 2),
+    (1, 1, 4, 2),
+    (2, 1, 2, 2),
+    (1, 4, 1, 32),
+    (2, 2, 1, 2),
+)
+
+
+def layout(data: int, tensor: int, pipeline: int, micro: int) -> dict[str, Any]:
+    """Arguments of the reference step's ``Config``: GPipe, layers recomputed."""
+    count = BATCH // (data * micro)
+    return SIZES | {"data": data, "tensor": tensor, "pipeline": pipeline, "micro": micro, "count": count} | {
+        "schedule": "gpipe"
+    }
+
+
+def one(values: dict[str, Any], steps: int, warm: int) -> dict[str, Any]:
+    """Runs a plan in this process: seconds of each step after ``warm`` of them, and what was compiled."""
+    sys.path.insert(0, str(ROOT))
+    import gpt_step
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    begun = time.perf_counter()
+    config = gpt_step.Config(**values)
+    mesh = gpt_step.make_mesh(config)
+
+    def placed(spec: PartitionSpec) -> NamedSharding:
+        return NamedSharding(mesh, spec)
+
+    shardings = jax.tree.map(placed, gpt_step.specs(), is_leaf=lambda s: isinstance(s, PartitionSpec))
+    params = jax.jit(lambda: gpt_step.init(config), out_shardings=shardings)()
+    zeros = jax.jit(lambda: jax.tree.map(jnp.zeros_like, params), out_shardings=shardings)
+    moments = (zeros(), zeros())
+    shape = (config.batch, config.sequence + 1)
+    tokens = jax.random.randint(jax.random.key(1), shape, 0, config.vocabulary)
+    tokens = jax.device_put(tokens, placed(PartitionSpec("data")))
+    ready = time.perf_counter()
+    compiled = gpt_step.train_step(config, mesh).lower(params, moments, tokens).compile()
+    built = time.perf_counter()
+    made: dict[str, Any] = {"config": values, "setup_s": ready - begun, "compile_s": built - ready}
+    made["parameters"] = sum(x.size for x in jax.tree.leaves(params))
+    try:
+        memory = compiled.memory_analysis()
+        made["memory"] = {
+            name: int(getattr(memory, f"{name}_size_in_bytes")) for name in ("argument", "output", "temp", "alias")
+        }
+        text = compiled.as_text()
+        kinds = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
+        made["collectives"] = {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in kinds}
+    except Exception:  # what is only reported must not stop the measurement
+        made["memory_error"] = traceback.format_exc()
+    seconds, losses = [], []
+    for _ in range(warm + steps):
+        start = time.perf_counter()
+        loss, params, moments = compiled(params, moments, tokens)
+        losses.append(float(loss))  # waits for the step
+        seconds.append(time.perf_counter() - start)
+    made |= {"seconds": seconds[warm:], "median_s": float(np.median(seconds[warm:])), "losses": losses}
+    return made
+
+
+def cluster(out: Path, name: str) -> None:
+    """Measures the machine in this process and writes ``out``/NAME.toml."""
+    sys.path.insert(0, str(ROOT.parent))
+    from jcuts.plan import measure
+
+    begun = time.perf_counter()
+
+    def told(what: str, done: int, total: int) -> None:
+        print(f"cluster: {what} ({done} of {total}), {time.perf_counter() - begun:.0f} s", flush=True)
+
+    found = measure.measure(out, progress=told)
+    (out / f"{name}.toml").write_text(measure.to_toml(found, name), encoding="utf-8")
+
+
+def versions() -> dict[str, Any]:
+    """What the measurement ran on."""
+    import jax
+
+    devices = jax.devices()
+    return {
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxlib": jax.lib.__version__,
+        "gpus": len(devices),
+        "gpu": devices[0].device_kind,
+        "date": time.strftime("%Y-%m-%d"),
+        "environment": {key: value for key, value in os.environ.items() if key.startswith(("XLA_", "NCCL_"))},
+    }
+
+
+def child(arguments: list[str], log: Path, limit: float) -> tuple[int, str]:
+    """Runs this script again; its standard output, and everything into ``log``."""
+    command = [sys.executable, str(Path(__file__).resolve()), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=max(limit, 5))
+        code, output, errors = done.returncode, done.stdout, done.stderr
+    except subprocess.TimeoutExpired as late:
+        code = -1
+        output, errors = (x.decode() if isinstance(x, bytes) else x or "" for x in (late.stdout, late.stderr))
+    with log.open("a", encoding="utf-8") as file:
+        file.write(f"=== {arguments} -> {code}\n{output[-4000:]}\n{errors[-6000:]}\n")
+    return code, output
+
+
+def run_all(out: Path, name: str, limit: float) -> None:
+    """Cluster file, then plans until ``limit`` seconds have passed; ``out``/plans.json grows after each."""
+    begun = time.perf_counter()
+    log, rows = out / "log", []
+    document: dict[str, Any] = {"batch": BATCH, "sizes": SIZES, "plans": rows}
+    code, text = child(["versions"], log, 90)
+    document["versions"] = json.loads(text.splitlines()[-1]) if code == 0 and text else {}
+    print("versions", code, document["versions"], flush=True)
+    code, text = child(["cluster", "--out", str(out), "--name", name], log, 200)
+    print("cluster", code, text[-300:], f"{time.perf_counter() - begun:.0f} s", flush=True)
+    for plan in PLANS:
+        left = limit - (time.perf_counter() - begun)
+        if left < 25:
+            print("no time left for", plan, flush=True)
+            break
+        started = time.perf_counter()
+        code, text = child(["one", json.dumps(layout(*plan))], log, min(90, left))
+        row: dict[str, Any] = {"plan": plan, "wall_s": time.perf_counter() - started}
+        try:
+            row |= json.loads(text.splitlines()[-1]) if code == 0 else {"failed": code}
+        except (ValueError, IndexError):
+            row["failed"] = "no result"
+        rows.append(row)
+        (out / "plans.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        print(plan, row.get("median_s", "failed"), f"{row['wall_s']:.0f} s", flush=True)
+
+
+def main() -> None:
+    """See the module's text."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=("measure", "compare", "one", "cluster", "versions"))
+    parser.add_argument("value", nargs="?", help="one: a layout as JSON; compare: the results file")
+    parser.add_argument("--out", type=Path, default=Path("."))
+    parser.add_argument("--name", default="measured")
+    parser.add_argument("--cluster", default="h200-x4-measured")
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--warm", type=int, default=2)
+    parser.add_argument("--limit", type=float, default=520.0, help="seconds for everything")
+    parser.add_argument("--json", type=Path, help="compare: write measured and predicted here")
+    arguments = parser.parse_args()
+    if arguments.action == "measure":
+        run_all(arguments.out, arguments.name, arguments.limit)
+    elif arguments.action == "one":
+        print(json.dumps(one(json.loads(arguments.value), arguments.steps, arguments.warm)))
+    elif arguments.action == "cluster":
+        cluster(arguments.out, arguments.name)
+    elif arguments.action == "versions":
+        print(json.dumps(versions()))
+
+
+if __name__ == "__main__":
+    main()

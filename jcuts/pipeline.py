@@ -238,13 +238,13 @@ def machine() -> choose.Machine:
 def _candidates(top: Level) -> None:
     """Schedules for every distinct subset."""
     here = machine()
-    limit = max(1, knobs.current().max_candidates)
+    limit, percent = knobs.current().max_candidates, knobs.current().top_percent
     known: dict[str, list[tuple[Program, float]]] = {}
     for level in top.everywhere():
         for subset in level.subsets:
             key = subset.program.digest
             if key not in known:
-                known[key] = plans.candidates(subset.program, here, limit)
+                known[key] = plans.candidates(subset.program, here, limit, percent)
             subset.ranked = known[key]
 
 

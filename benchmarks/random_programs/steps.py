@@ -89,7 +89,8 @@ def binary(d: Draw) -> None:
     if name in ("div", "rem", "atan2") and dtype in FLOATS and d.chance(0.7):
         y = d.positive(y)
     if name == "rem" and dtype in FLOATS:  # a large quotient leaves a random remainder
-        d.add(lax.rem(d.tame(x), d.positive(y)))
+        bound = jnp.asarray(16, x.dtype)
+        d.add(lax.rem(lax.clamp(-bound, x, bound), lax.add(lax.abs(y), jnp.asarray(0.5, x.dtype))))
         return
     if name == "nextafter" and dtype not in ("float32", "float64"):
         raise Unsuitable

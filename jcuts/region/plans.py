@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from jcuts.dfg.program import Program
@@ -10,6 +11,8 @@ from jcuts.region.choose import Machine
 from jcuts.region.pack import Packing
 from jcuts.region.schedule import Schedule
 
+EVERY = 1 << 30
+LEAST = 4  # candidates that are left whatever the share says
 KEEP_UP = 0.8  # share of the best remaining score that a kind of candidate needs to get a turn
 
 
@@ -26,16 +29,18 @@ class _Option:
         return -self.score, str(self.params)
 
 
-def candidates(program: Program, machine: Machine, limit: int) -> list[tuple[Program, float]]:
-    """Scheduled programs with their ranking score in [0, 1] (the CPU's PUL), best first, at least one."""
+def candidates(program: Program, machine: Machine, limit: int, percent: float = 100.0) -> list[tuple[Program, float]]:
+    """The top ``percent`` of all schedules by ranking score in [0, 1] (the CPU's PUL).
+
+    Pruned twice: by share, but never below `LEAST`, and to at most ``limit``. Best first, at least one.
+    """
     if len(program.phases) > 1:
         return rows.schedules(program, machine, limit)
     plain = schedule.collapsed(program)
-    options = [
-        _Option(score, (False, s.order, s.vector), s) for s, score in choose.candidates(plain, machine, 4 * limit)
-    ]
+    options = [_Option(score, (False, s.order, s.vector), s) for s, score in choose.candidates(plain, machine, EVERY)]
     options += _packed(plain, machine, limit)
-    return [(_program(plain, option.params, machine), option.score) for option in _in_turns(options, limit)]
+    keep = min(limit, max(LEAST, math.ceil(len(options) * percent / 100)))
+    return [(_program(plain, option.params, machine), option.score) for option in _in_turns(options, keep)]
 
 
 def _program(plain: Program, params: Schedule | Packing, machine: Machine) -> Program:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -85,10 +86,7 @@ def choose(subsets: Sequence[Any], settings: Settings, *, may_measure: bool) -> 
 def make_problem(subset: Any, settings: Settings, candidates: int) -> Problem:
     """The tuning problem of a subset with its best ``candidates`` candidates."""
     kept = subset.ranked[:candidates]
-    reduction = 1
-    for phase in subset.program.phases:
-        for red in phase.reds:
-            reduction *= red.extent
+    reduction = _terms(subset.program)
     outputs = tuple(
         Output(tuple(v.aval.shape), v.aval.dtype.name, reduction, v.aval.dtype.name not in FLOATS)
         for v in subset.outputs
@@ -104,6 +102,15 @@ def make_problem(subset: Any, settings: Settings, candidates: int) -> Problem:
         degree=degree(subset.closed),
         name=_name(subset),
     )
+
+
+def _terms(program: Any) -> int:
+    """Most terms that are summed into one value: along reductions, or along the dimension of a cumulative operation."""
+    longest = 1
+    for phase in program.phases:
+        carried = [a.extent for a in phase.axes if program.template == "scan" and a.name == "t"]
+        longest = max(longest, math.prod([*(r.extent for r in phase.reds), *carried]))
+    return longest
 
 
 def _label(program: Any) -> str:

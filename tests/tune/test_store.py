@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -224,12 +226,14 @@ def test_unusable_folder_falls_back_to_memory(tmp_path, caplog):
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root to become another user")
-def test_read_only_database_is_still_read(tmp_path):
-    path = tmp_path / "tuning.db"
+def test_read_only_database_is_still_read(request):
+    # Not `tmp_path`: pytest's folders are root's alone, and another user has to get at the file.
+    folder = Path(tempfile.mkdtemp(prefix="jcuts-read-only-"))
+    request.addfinalizer(lambda: shutil.rmtree(folder))
+    path = folder / "tuning.db"
     make_store(path).put(make_choice("old"))
     os.chmod(path, 0o444)
-    for folder in [tmp_path, *tmp_path.parents][:3]:
-        os.chmod(folder, 0o555)
+    os.chmod(folder, 0o555)
     code = f"""
 import os, sys
 sys.path.insert(0, {str(ROOT)!r})

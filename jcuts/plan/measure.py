@@ -127,7 +127,8 @@ def _products(made: Measured, small: bool) -> None:
     skinny = max(speed for dtype, m, _, _, speed in made.products if dtype == "bfloat16" and m == 16)
     units = int(getattr(jax.devices()[0], "core_count", 1) or 1)
     least = top // 16
-    rows = [(m, n, k, speed) for dtype, m, n, k, speed in made.products if dtype == "bfloat16" and min(m, n, k) >= least]
+    half = [row for row in made.products if row[0] == "bfloat16"]
+    rows = [(m, n, k, speed) for _, m, n, k, speed in half if min(m, n, k) >= least]
     peak, efficiency, ramp = fit_products(rows, units)
     made.tables["gpu"] = {
         "peak_tflops": peak / 1e12,
@@ -136,7 +137,9 @@ def _products(made: Measured, small: bool) -> None:
         "multiprocessors": units,
         "skinny_tflops": skinny / 1e12,
     }
-    made.sources["peak_tflops"] = "fastest 16-bit product measured, or the fitted speed if higher (no datasheet is consulted)"
+    made.sources["peak_tflops"] = (
+        "fastest 16-bit product measured, or the fitted speed if higher (no datasheet is consulted)"
+    )
     made.sources["gemm_efficiency"] = (
         f"with gemm_ramp: least squares of log time over {len(rows)} 16-bit products of random data "
         f"with all extents >= {least}, each the slope over chains in one program"
@@ -146,7 +149,8 @@ def _products(made: Measured, small: bool) -> None:
 
 
 def fit_products(rows: list[tuple[int, int, int, float]], units: int) -> tuple[float, float, float]:
-    """(peak FLOP/s, efficiency, ramp) with which ``compute.gemm_time`` is nearest to products (m, n, k, FLOP/s), each the
+    """(peak FLOP/s, efficiency, ramp) with which ``compute.gemm_time`` is nearest to products (m, n, k, FLOP/s), each
+    the
     mean of (m, n, k) and (m, k, n).
 
     For each ramp of a grid the speed has a closed form: the mean of log(measured / formula).  Peak is the fastest
@@ -182,7 +186,8 @@ def _memory(made: Measured, small: bool) -> None:
     took = max((long - short) / 20, 1e-9)
     made.tables["gpu"] |= {"bandwidth_gbs": 8.0 * count / took / 1e9, "memory_efficiency": 1.0}
     made.sources["bandwidth_gbs"] = (
-        f"x + 1 over {4 * count / 2**20:.0f} MiB, read and write, slope over loops of 4 and 24; so memory_efficiency is 1"
+        f"x + 1 over {4 * count / 2**20:.0f} MiB, read and write, slope over loops of 4 and 24; "
+        "so memory_efficiency is 1"
     )
 
 

@@ -7,6 +7,13 @@ import shutil
 import tempfile
 
 import pytest
+from hypothesis import settings
+
+# The same examples in every run: a failure is reproducible, and a run cannot fail by luck.  Explore new ones with
+# `pytest --hypothesis-profile=explore`.
+settings.register_profile("repeatable", derandomize=True, deadline=None, print_blob=True)
+settings.register_profile("explore", deadline=None, print_blob=True)
+settings.load_profile("repeatable")
 
 pytest_plugins = ("tests.golden_files",)
 

@@ -174,18 +174,16 @@ def cache_ratio(work: CpuWork, arch: CpuArch) -> float:
 
     Half a cache counts as usable: the other operand streams through the rest.
     """
-    if not work.l2_bytes or 2 * work.panel_bytes <= arch.l1d:
+    if 2 * work.panel_bytes <= arch.l1d:
         return 1.0
     level = "l2" if 2 * work.panel_bytes <= arch.l2 else "l3" if 2 * work.panel_bytes <= arch.l3 else "dram"
-    return min(1.0, _compute_seconds(work, arch) / (work.l2_bytes / arch.measured(level)))
+    return _share(_compute_seconds(work, arch), work.l2_bytes / arch.measured(level))
 
 
 def memory_ratio(work: CpuWork, arch: CpuArch) -> float:
     """The CPU's GMRatio: min(1, compute seconds / compulsory bytes at the measured rate of their level), in [0, 1]."""
     footprint = work.input_bytes + work.output_bytes
-    if not footprint:
-        return 1.0
-    return min(1.0, _compute_seconds(work, arch) / (footprint / arch.measured(arch.resident_level(footprint))))
+    return _share(_compute_seconds(work, arch), footprint / arch.measured(arch.resident_level(footprint)))
 
 
 def pul(work: CpuWork, arch: CpuArch) -> float:
@@ -200,6 +198,11 @@ def pul(work: CpuWork, arch: CpuArch) -> float:
         width = arch.lanes(work.dtype_bytes) * max(1, work.vectors)
         score *= simd_ratio(work.vector_extent, width)
     return score
+
+
+def _share(useful: float, needed: float) -> float:
+    """min(1, useful / needed); 1 if nothing is needed (also after underflow)."""
+    return min(1.0, useful / needed) if needed else 1.0
 
 
 def _compute_seconds(work: CpuWork, arch: CpuArch) -> float:

@@ -3,8 +3,7 @@
     inline      flat jaxpr, no calls                                  trace/inline.py
     simplify    dead code, constants, shared broadcasts               trace/simplify.py
     group       tensor graph -> subsets with unscheduled programs     region/find.py, region/build.py
-    candidates  schedules ranked by estimate                          region/plans.py (choose.py, pack.py, rows.py)
-    select      cached, measured or estimated choices                 tune/
+    select      candidates per subset, choices, better partitions     search.py, region/{plans,explore}.py, tune/
     compile     winners -> object code                                codegen/compile.py, xla/objects.py
     rebuild     jaxpr with the winners in it                          xla/rebuild.py
 
@@ -18,32 +17,30 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from jcuts import search
 from jcuts.base import fingerprint, knobs
 from jcuts.base.dump import open_dump
-from jcuts.base.errors import JcutsError, Refusal, UnsupportedError
+from jcuts.base.errors import JcutsError, UnsupportedError
 from jcuts.base.settings import Settings
-from jcuts.dfg.program import Program
-from jcuts.region import choose, find, plans
+from jcuts.levels import Fuel, Level, Subset, group
+from jcuts.region import choose
 from jcuts.region.bound import bound as lower_bound
-from jcuts.region.graph import TensorGraph, build_graph
 from jcuts.report import FunctionReport, RefusalReport, SubsetReport
 from jcuts.trace import jaxapi
 from jcuts.trace.canonical import canonical_digest
 from jcuts.trace.inline import inline
 from jcuts.trace.simplify import simplify
-from jcuts.trace.source import as_source, place
+from jcuts.trace.source import as_source
 from jcuts.xla import native
 from jcuts.xla.kernels import kernel_for
-from jcuts.xla.rebuild import in_order, kernel_eqns, subset_closed
+from jcuts.xla.rebuild import in_order, kernel_eqns
 
 log = logging.getLogger("jcuts.pipeline")
 
-CONTROL_FLOW = ("scan", "while", "cond")
 MEMO_LIMIT = 64
-MIN_WORK = 2_000  # element operations below which a subset is not worth a kernel call of its own
 
 
 @dataclass(frozen=True)
@@ -52,37 +49,6 @@ class Outcome:
 
     closed: jaxapi.Closed
     report: FunctionReport
-
-
-@dataclass
-class Subset:
-    """One subset on its way through the stages."""
-
-    members: frozenset[int]
-    program: Program
-    inputs: list[Any]
-    outputs: list[Any]
-    closed: jaxapi.Closed
-    identity: str
-    ranked: list[tuple[Program, float]] = field(default_factory=list)
-    chosen: Program | None = None
-    origin: str = "library"
-    choice: Any = None
-
-
-@dataclass
-class Level:
-    """One jaxpr (the function, or a loop body) on its way through the stages."""
-
-    closed: jaxapi.Closed
-    graph: TensorGraph
-    subsets: list[Subset] = field(default_factory=list)
-    left_out: dict[int, Refusal] = field(default_factory=dict)
-    bodies: dict[int, list[Level]] = field(default_factory=dict)
-
-    def everywhere(self) -> list[Level]:
-        """This level and all levels inside it."""
-        return [self, *(inner for bodies in self.bodies.values() for body in bodies for inner in body.everywhere())]
 
 
 _memo: OrderedDict[str, Outcome] = OrderedDict()
@@ -164,21 +130,18 @@ def _plan(
     timed("inline", start)
     dump.stage("flat", lambda: as_source(flat, name))
     start = time.perf_counter()
-    top = _group(flat, settings, _Fuel())
+    top = group(flat, settings, Fuel())
     timed("group", start)
     dump.stage("subsets", lambda: "\n".join(s.program.dump() for level in top.everywhere() for s in level.subsets))
     start = time.perf_counter()
-    _candidates(top)
-    timed("candidates", start)
-    start = time.perf_counter()
-    _select(top, settings, may_measure)
+    partition = _select(top, settings, may_measure)
     timed("select", start)
     start = time.perf_counter()
     rebuilt = _rebuild(top, settings)
     timed("rebuild", start)
     dump.stage("rewritten", lambda: as_source(rebuilt, name))
     dump.stage("kernels", lambda: _kernel_texts(top), suffix="py")
-    report = _report(top, rebuilt, settings, platform, name, clock)
+    report = _report(top, rebuilt, settings, platform, name, clock, partition)
     if settings.strict and report.refusals:
         first = report.refusals[0]
         raise UnsupportedError(
@@ -189,71 +152,9 @@ def _plan(
     return Outcome(closed if untouched else rebuilt, report)
 
 
-class _Fuel:
-    """Counts fusions down (``JCUTS_FUEL``)."""
-
-    def __init__(self) -> None:
-        self.left = knobs.current().fuel
-
-    def __call__(self) -> bool:
-        if self.left is None:
-            return True
-        self.left -= 1
-        return self.left >= 0
-
-
-def _group(closed: jaxapi.Closed, settings: Settings, fuel: _Fuel) -> Level:
-    graph = build_graph(closed.jaxpr, place)
-    level = Level(closed, graph)
-    grouping = find.group(graph, fuse=settings.mode != "no_fusion", fuel=fuel)
-    level.left_out = dict(grouping.left_out)
-    names = {number: var for var, number in graph.of_var.items()}
-    for members, program in grouping.subsets:
-        if choose.work(program.phases[0]) < MIN_WORK and settings.mode == "mixed":
-            for member in members:
-                level.left_out[member] = Refusal(
-                    graph.nodes[member].prim, "too little work for a kernel call of its own"
-                )
-            continue
-        inputs = [names[t] for t in graph.subset_inputs(members)]
-        outputs = [names[t] for t in graph.subset_outputs(members)]
-        part = subset_closed(closed, sorted(members), inputs, outputs)
-        level.subsets.append(Subset(members, program, inputs, outputs, part, canonical_digest(part)))
-    for number, eqn in enumerate(closed.jaxpr.eqns):
-        if jaxapi.primitive_name(eqn) in CONTROL_FLOW:
-            level.bodies[number] = [_group(body, settings, fuel) for _, _, body in jaxapi.inner_jaxprs(eqn)]
-            level.left_out.pop(number, None)
-    return level
-
-
-def machine() -> choose.Machine:
-    """This CPU as the candidate enumeration sees it."""
-    from jcuts.codegen.target import host_target
-    from jcuts.xla.call import pool_threads
-
-    target = host_target()
-    return choose.Machine(target.vector_bytes, target.registers, pool_threads())
-
-
-def _candidates(top: Level) -> None:
-    """Schedules for every distinct subset."""
-    here = machine()
-    limit, percent = knobs.current().max_candidates, knobs.current().top_percent
-    known: dict[str, list[tuple[Program, float]]] = {}
-    for level in top.everywhere():
-        for subset in level.subsets:
-            key = subset.program.digest
-            if key not in known:
-                known[key] = plans.candidates(subset.program, here, limit, percent)
-            subset.ranked = known[key]
-
-
-def _select(top: Level, settings: Settings, may_measure: bool) -> None:
-    """Chooses a candidate, or XLA, for every subset."""
-    from jcuts.tune import session
-
-    subsets = [s for level in top.everywhere() for s in level.subsets]
-    session.choose(subsets, settings, may_measure=may_measure)
+def _select(top: Level, settings: Settings, may_measure: bool) -> search.Summary:
+    """Chooses the partition, and a candidate or XLA for every subset."""
+    return search.select(top, settings, may_measure=may_measure)
 
 
 def _rebuild(level: Level, settings: Settings) -> jaxapi.Closed:
@@ -283,7 +184,13 @@ def _rebuild(level: Level, settings: Settings) -> jaxapi.Closed:
 
 # -- the report -----------------------------------------------------------------------------------------------------
 def _report(
-    top: Level, rebuilt: jaxapi.Closed, settings: Settings, platform: str, name: str, clock: dict[str, float]
+    top: Level,
+    rebuilt: jaxapi.Closed,
+    settings: Settings,
+    platform: str,
+    name: str,
+    clock: dict[str, float],
+    partition: search.Summary,
 ) -> FunctionReport:
     grouped: OrderedDict[str, SubsetReport] = OrderedDict()
     refusals: Counter[tuple[str, str, str]] = Counter()
@@ -299,7 +206,15 @@ def _report(
             refusals[refusal.op, refusal.reason, level.graph.nodes[number].where] += 1
     rows = tuple(RefusalReport(op, reason, where, n) for (op, reason, where), n in sorted(refusals.items()))
     return FunctionReport(
-        name, settings.mode, platform, tuple(grouped.values()), rows, equations, as_source(rebuilt, name), dict(clock)
+        name,
+        settings.mode,
+        platform,
+        tuple(grouped.values()),
+        rows,
+        equations,
+        as_source(rebuilt, name),
+        dict(clock),
+        notes=(str(partition),),
     )
 
 

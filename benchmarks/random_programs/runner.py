@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jcuts
-from jcuts import pipeline
+from jcuts import levels, pipeline, search
 from jcuts.base.errors import AccuracyRejected
 from jcuts.region import choose
 from jcuts.trace import jaxapi
@@ -89,26 +89,28 @@ def every_kernel(seed: int) -> Iterator[tuple[list[pipeline.Level], _Watch]]:
     rng = np.random.default_rng([seed, 4])
     planned: list[pipeline.Level] = []
 
-    def select(top: pipeline.Level, *_: Any, **__: Any) -> None:
+    def select(top: pipeline.Level, *_: Any, **__: Any) -> search.Summary:
         planned.append(top)
+        levels.add_candidates(subset for level in top.everywhere() for subset in level.subsets)
         chosen: dict[str, Any] = {}
         for level in top.everywhere():
             for subset in level.subsets:
                 place = 0 if rng.random() < 0.4 else int(rng.integers(len(subset.ranked)))
                 subset.chosen = chosen.setdefault(subset.identity, subset.ranked[place][0])
                 subset.origin = "estimated"
+        return search.Summary("greedy")
 
     watch = _Watch()
     logger = logging.getLogger("jcuts")
     logger.addHandler(watch)
     small = 200 if rng.random() < 0.5 else choose.SMALL_TASK  # several tasks although the shapes are small
     threads = int(rng.integers(2, 5))
-    here = pipeline.machine()
+    here = levels.machine()
     machine = choose.Machine(here.vector_bytes, here.registers, threads, here.l1, here.l2)
     try:
         with (
             mock.patch.object(pipeline, "_select", select),
-            mock.patch.object(pipeline, "machine", lambda: machine),
+            mock.patch.object(levels, "machine", lambda: machine),
             mock.patch.object(choose, "SMALL_TASK", small),
         ):
             yield planned, watch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -50,21 +50,26 @@ def generation() -> tuple[int, int]:
     return store().generation()
 
 
-def choose(subsets: Sequence[Any], settings: Settings, *, may_measure: bool) -> None:
-    """Sets ``chosen``, ``origin`` and ``choice`` of every subset (see `pipeline.Subset`).
+def choose(
+    subsets: Sequence[Any], settings: Settings, *, may_measure: bool, shares: Mapping[str, int] | None = None
+) -> dict[str, int]:
+    """Sets ``chosen``, ``origin`` and ``choice`` of every subset (see `levels.Subset`).
+
+    Args: shares: candidates per subset identity, which are part of a problem's key; by default in proportion to work.
+    Returns: the shares that were used.
 
     Without permission to measure, ``tune="auto"`` reads the database like ``tune="cached"``; what it does not know is
     left to XLA, but for modes that ask for jcuts' kernels, which then follow the estimate.
     """
     if not subsets:
-        return
+        return {}
     how = settings if may_measure or settings.tune == "off" else replace(settings, tune="cached")
-    shares = _shares(subsets)
+    used = {**_shares(subsets), **(shares or {})}
     problems: dict[str, Problem] = {}
     closed_of: dict[str, Any] = {}
     for subset in subsets:
         if subset.identity not in problems:
-            problem = make_problem(subset, settings, shares[subset.identity])
+            problem = make_problem(subset, settings, used[subset.identity])
             problems[subset.identity] = problem
             closed_of[problem.digest] = subset.closed
     choices = tune(
@@ -81,6 +86,7 @@ def choose(subsets: Sequence[Any], settings: Settings, *, may_measure: bool) -> 
             subset.origin = "library"
         if subset.chosen is None and settings.mode != "mixed" and choice.origin == "library":
             subset.chosen, subset.origin = subset.ranked[0][0], "estimated"
+    return used
 
 
 def make_problem(subset: Any, settings: Settings, candidates: int) -> Problem:
@@ -95,9 +101,7 @@ def make_problem(subset: Any, settings: Settings, candidates: int) -> Problem:
         identity=subset.identity,
         inputs=tuple(Input(tuple(v.aval.shape), v.aval.dtype.name, _recipe(subset, v)) for v in subset.inputs),
         outputs=outputs,
-        candidates=tuple(
-            Candidate("program", p.to_text(), _label(p), score, bound(p).seconds) for p, score in kept
-        ),
+        candidates=tuple(Candidate("program", p.to_text(), _label(p), score, bound(p).seconds) for p, score in kept),
         tolerance=settings.tolerance,
         degree=degree(subset.closed),
         name=_name(subset),

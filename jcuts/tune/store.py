@@ -1,4 +1,6 @@
-"""The tuning database: choices, measurements and guard decisions in one SQLite file that survives what users do to it.
+"""The tuning database, one SQLite file that survives what users do to it.
+
+It holds choices with their measurements, the partitions of functions, and guard decisions.
 
 Rollback journal (not WAL: that needs shared memory, which network file systems lack), one transaction per choice, one
 short-lived connection per operation (safe across threads and forks).  A damaged or foreign file is moved aside, never
@@ -24,7 +26,7 @@ from jcuts.base import fingerprint, knobs
 from jcuts.base.errors import CacheError
 from jcuts.tune.choice import Choice
 
-SCHEMA = 1
+SCHEMA = 2
 APPLICATION_ID = 0x6A637574  # 'jcut', shown by file(1)
 BUSY_SECONDS = 30.0
 _log = logging.getLogger("jcuts.tune")
@@ -40,14 +42,23 @@ CREATE TABLE measurements (
 CREATE TABLE guards (
     key TEXT NOT NULL, device TEXT NOT NULL, versions TEXT NOT NULL,
     decision TEXT NOT NULL, created REAL NOT NULL, PRIMARY KEY (key, device, versions));
+CREATE TABLE partitions (
+    key TEXT NOT NULL, device TEXT NOT NULL, versions TEXT NOT NULL,
+    cover TEXT NOT NULL, created REAL NOT NULL, PRIMARY KEY (key, device, versions));
 CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
 INSERT INTO meta VALUES ('generation', 0);
 """
 
+_PLACES = {  # kind of entry -> table, key column, value column
+    "choice": ("choices", "problem", "choice"),
+    "guard": ("guards", "key", "decision"),
+    "partition": ("partitions", "key", "cover"),
+}
+
 
 @dataclass(frozen=True)
 class Row:
-    """One stored entry: ``kind`` is 'choice' or 'guard', ``key`` the problem digest or guard key."""
+    """One stored entry: ``kind`` is 'choice', 'guard' or 'partition', ``key`` its digest."""
 
     kind: str
     key: str
@@ -104,6 +115,14 @@ class Store:
         """Stores a last-guard decision."""
         self._put("guard", key, dict(decision))
 
+    def partition(self, key: str) -> dict[str, Any] | None:
+        """The stored cover of a function (JSON object) on this device with these versions, or None."""
+        return self._get("partition", key)
+
+    def put_partition(self, key: str, cover: Mapping[str, Any]) -> None:
+        """Stores the cover of a function."""
+        self._put("partition", key, dict(cover))
+
     def generation(self) -> tuple[int, int]:
         """Changes whenever anything is stored, by any process; a part of memoisation keys."""
         stored = self._read("SELECT value FROM meta WHERE name = 'generation'", ())
@@ -114,10 +133,7 @@ class Store:
     def ls(self, *, all_devices: bool = True) -> list[Row]:
         """Every entry, oldest first; ``all_devices=False`` limits it to this device and these versions."""
         rows: dict[tuple[str, str, str, str], Row] = {}
-        for kind, table, key, value in (
-            ("choice", "choices", "problem", "choice"),
-            ("guard", "guards", "key", "decision"),
-        ):
+        for kind, (table, key, value) in _PLACES.items():
             for k, device, versions, text, created in self._read(
                 f"SELECT {key}, device, versions, {value}, created FROM {table}", ()
             ):
@@ -136,7 +152,7 @@ class Store:
         count = len(self.ls())
 
         def work(db: sqlite3.Connection) -> None:
-            for table in ("choices", "measurements", "guards"):
+            for table in ("choices", "measurements", "guards", "partitions"):
                 db.execute(f"DELETE FROM {table}")
 
         self._memory.clear()
@@ -200,7 +216,7 @@ class Store:
         with self._lock:
             if (kind, key) in self._memory:
                 return self._memory[kind, key][1]
-        table, column, value = ("choices", "problem", "choice") if kind == "choice" else ("guards", "key", "decision")
+        table, column, value = _PLACES[kind]
         rows = self._read(
             f"SELECT {value} FROM {table} WHERE {column} = ? AND device = ? AND versions = ?",
             (key, self.device, self.versions),
@@ -366,10 +382,9 @@ def _is_damaged(error: BaseException) -> bool:
 def _insert(db: sqlite3.Connection, row: Row) -> None:
     owner = (row.key, row.device, row.versions)
     text = json.dumps(row.value, sort_keys=True)
-    if row.kind == "guard":
-        db.execute("INSERT OR REPLACE INTO guards VALUES (?, ?, ?, ?, ?)", (*owner, text, row.created))
+    db.execute(f"INSERT OR REPLACE INTO {_PLACES[row.kind][0]} VALUES (?, ?, ?, ?, ?)", (*owner, text, row.created))
+    if row.kind != "choice":
         return
-    db.execute("INSERT OR REPLACE INTO choices VALUES (?, ?, ?, ?, ?)", (*owner, text, row.created))
     db.execute("DELETE FROM measurements WHERE problem = ? AND device = ? AND versions = ?", owner)
     for entry in row.value.get("measurements", ()):
         db.execute(
@@ -407,7 +422,7 @@ def _read_export(path: Path) -> list[Row]:
     for number, entry in enumerate(data.get("entries", ())):
         try:
             row = Row(**entry)
-            if row.kind not in ("choice", "guard") or not isinstance(row.value, dict):
+            if row.kind not in _PLACES or not isinstance(row.value, dict):
                 raise TypeError(f"kind {row.kind!r} with a value of type {type(row.value).__name__}")
             if row.kind == "choice":
                 Choice.from_json(row.value)

@@ -106,6 +106,20 @@ def test_measurements_and_rejections_are_rows(tmp_path):
     assert rows == [("k0", 1e-3, None), ("k1", None, "AccuracyRejected"), ("xla", 2e-3, None)]
 
 
+def test_partitions(tmp_path):
+    store = make_store(tmp_path / "t.db")
+    assert store.partition("f") is None
+    store.put_partition("f", {"levels": [[[0, 1], [2]]]})
+    other = make_store(store.path)
+    assert other.partition("f") == {"levels": [[[0, 1], [2]]]} and other.guard("f") is None
+    assert [row.kind for row in other.ls()] == ["partition"]
+    other.export(tmp_path / "out.json")
+    third = make_store(tmp_path / "third.db")
+    assert third.import_(tmp_path / "out.json") == 1
+    assert third.partition("f") == {"levels": [[[0, 1], [2]]]}
+    assert third.clear() == 1 and third.partition("f") is None
+
+
 def test_guard_decisions(tmp_path):
     store = make_store(tmp_path / "tuning.db")
     assert store.guard("f") is None

@@ -1,0 +1,160 @@
+"""One jaxpr on its way through the stages: its tensor graph, its subsets, and the bodies of its loops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jcuts.base import knobs
+from jcuts.base.errors import Refusal
+from jcuts.base.settings import Settings
+from jcuts.dfg.program import Program
+from jcuts.region import choose, find, plans
+from jcuts.region.build import build
+from jcuts.region.graph import TensorGraph, build_graph
+from jcuts.region.legality import Dag, is_acyclic_cover, is_convex
+from jcuts.region.legality import Subset as Members
+from jcuts.trace import jaxapi
+from jcuts.trace.canonical import canonical_digest
+from jcuts.trace.source import place
+from jcuts.xla.rebuild import subset_closed
+
+CONTROL_FLOW = ("scan", "while", "cond")
+MIN_WORK = 2_000  # element operations below which a subset is not worth a kernel call of its own
+
+
+@dataclass
+class Subset:
+    """One subset of equations that could be a kernel.
+
+    Attributes:
+        members: equation numbers. program: unscheduled. inputs, outputs: variables of the level's jaxpr.
+        closed: the subset as a function of its own; identity: its canonical digest.
+        ranked: scheduled programs, best estimate first. chosen: the winner, None where XLA keeps the subset.
+        origin: 'measured', 'estimated' or 'library'; choice: the tuner's answer with every time.
+    """
+
+    members: Members
+    program: Program
+    inputs: list[Any]
+    outputs: list[Any]
+    closed: jaxapi.Closed
+    identity: str
+    ranked: list[tuple[Program, float]] = field(default_factory=list)
+    chosen: Program | None = None
+    origin: str = "library"
+    choice: Any = None
+
+
+@dataclass
+class Level:
+    """One jaxpr (the function, or a loop body) on its way through the stages."""
+
+    closed: jaxapi.Closed
+    graph: TensorGraph
+    grouping: find.Grouping
+    mixed: bool
+    subsets: list[Subset] = field(default_factory=list)
+    left_out: dict[int, Refusal] = field(default_factory=dict)
+    bodies: dict[int, list[Level]] = field(default_factory=dict)
+    made: dict[Members, Subset] = field(default_factory=dict)
+
+    def everywhere(self) -> list[Level]:
+        """This level and all levels inside it."""
+        return [self, *(inner for bodies in self.bodies.values() for body in bodies for inner in body.everywhere())]
+
+    def is_small(self, program: Program) -> bool:
+        """Too little work for a kernel call of its own (modes that ask for kernels get them all the same)."""
+        return self.mixed and choose.work(program.phases[0]) < MIN_WORK
+
+    def subset(self, members: Members, program: Program) -> Subset:
+        """The subset of these equations; the same object, with what is known of it, when asked again."""
+        if members not in self.made:
+            names = {number: var for var, number in self.graph.of_var.items()}
+            inputs = [names[t] for t in self.graph.subset_inputs(members)]
+            outputs = [names[t] for t in self.graph.subset_outputs(members)]
+            part = subset_closed(self.closed, sorted(members), inputs, outputs)
+            self.made[members] = Subset(members, program, inputs, outputs, part, canonical_digest(part))
+        return self.made[members]
+
+    def use(self, cover: Iterable[tuple[Members, Program]]) -> None:
+        """Makes these the level's subsets; all other equations are left to XLA."""
+        self.subsets = []
+        self.left_out = dict(self.grouping.left_out)
+        for members, program in cover:
+            if self.is_small(program):
+                reason = "too little work for a kernel call of its own"
+                self.left_out.update({m: Refusal(self.graph.nodes[m].prim, reason) for m in members})
+            else:
+                self.subsets.append(self.subset(members, program))
+        for number in self.bodies:
+            self.left_out.pop(number, None)
+
+    def use_stored(self, cover: Sequence[Sequence[int]]) -> bool:
+        """Takes a cover from the database, after checking that it is one of this graph; False if it is not."""
+        covered: set[int] = set()
+        found: list[tuple[Members, Program]] = []
+        dag = Dag.of((n.number for n in self.graph.nodes), self.graph.edges())
+        for numbers in cover:
+            members = frozenset(int(n) for n in numbers)
+            if not members or members & covered or not members <= dag.nodes or not is_convex(dag, members):
+                return False
+            program = build(self.graph, members)
+            if isinstance(program, Refusal):
+                return False
+            covered |= members
+            found.append((members, program))
+        alone = [frozenset({n}) for n in dag.nodes - covered]
+        if not is_acyclic_cover(dag, [*(members for members, _ in found), *alone]):
+            return False
+        self.use(found)
+        return True
+
+
+class Fuel:
+    """Counts fusions down (``JCUTS_FUEL``)."""
+
+    def __init__(self) -> None:
+        self.left = knobs.current().fuel
+
+    def __call__(self) -> bool:
+        if self.left is None:
+            return True
+        self.left -= 1
+        return self.left >= 0
+
+
+def group(closed: jaxapi.Closed, settings: Settings, fuel: Fuel) -> Level:
+    """The level of a flat jaxpr with its greedy cover, and the levels of its loop bodies."""
+    graph = build_graph(closed.jaxpr, place)
+    grouping = find.group(graph, fuse=settings.mode != "no_fusion", fuel=fuel)
+    level = Level(closed, graph, grouping, settings.mode == "mixed")
+    for number, eqn in enumerate(closed.jaxpr.eqns):
+        if jaxapi.primitive_name(eqn) in CONTROL_FLOW:
+            level.bodies[number] = [group(body, settings, fuel) for _, _, body in jaxapi.inner_jaxprs(eqn)]
+    level.use(grouping.subsets)
+    return level
+
+
+def machine() -> choose.Machine:
+    """This CPU as the candidate enumeration sees it."""
+    from jcuts.codegen.target import host_target
+    from jcuts.xla.call import pool_threads
+
+    target = host_target()
+    return choose.Machine(target.vector_bytes, target.registers, pool_threads())
+
+
+def add_candidates(subsets: Iterable[Subset]) -> None:
+    """Schedules for every distinct subset that has none yet."""
+    here = machine()
+    limit, percent = knobs.current().max_candidates, knobs.current().top_percent
+    known: dict[str, list[tuple[Program, float]]] = {}
+    for subset in subsets:
+        key = subset.program.digest
+        if subset.ranked:
+            known.setdefault(key, subset.ranked)
+        elif key not in known:
+            known[key] = plans.candidates(subset.program, here, limit, percent)
+        subset.ranked = known[key]

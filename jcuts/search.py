@@ -1,0 +1,175 @@
+"""Chooses covers and kernels together: the partition search with measured times (`region.explore`).
+
+The answer is stored as a whole: a later process, or one that may not measure, takes the stored cover and reads the
+choices of its subsets; it explores nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jcuts.base import fingerprint, knobs
+from jcuts.base.settings import Settings
+from jcuts.levels import Level, Subset, add_candidates
+from jcuts.region.explore import Space, explore
+from jcuts.region.legality import Subset as Members
+from jcuts.trace.canonical import canonical_digest
+from jcuts.tune import session
+
+log = logging.getLogger("jcuts.search")
+
+ROUNDS = 2
+MOST_PER_ROUND = 6
+"""Distinct subsets measured per round beyond the greedy cover: most of a session's time is compiling candidates."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What the search did, for the report.
+
+    Attributes:
+        origin: 'greedy' (nothing was searched), 'measured' or 'stored'.
+        explored: subsets that could be kernels; measured: of these, how many distinct ones beyond the greedy cover
+            were measured; greedy_seconds, seconds: predicted time of the greedy and of the chosen cover [s].
+    """
+
+    origin: str
+    explored: int = 0
+    measured: int = 0
+    greedy_seconds: float = 0.0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        if self.origin != "measured":
+            return f"partition: {self.origin}"
+        return (
+            f"partition: {self.explored} subsets explored, {self.measured} measured beyond the greedy cover; sum of "
+            f"subsets {self.greedy_seconds * 1e6:,.1f} -> {self.seconds * 1e6:,.1f} us"
+        )
+
+
+def select(top: Level, settings: Settings, *, may_measure: bool) -> Summary:
+    """Sets every level's subsets and every subset's winner.
+
+    Modes without fusion, ``tune="off"`` (estimates rank kernels, they are not fit to overrule the greedy cover) and a
+    limited ``JCUTS_FUEL`` keep the greedy cover.
+    """
+    levels = top.everywhere()
+    searching = settings.mode != "no_fusion" and settings.tune != "off" and knobs.current().fuel is None
+    key = partition_key(top, settings)
+    stored = session.store().partition(key) if searching else None
+    if stored is not None and _restore(levels, stored):
+        subsets = _subsets(levels)
+        add_candidates(subsets)
+        session.choose(subsets, settings, may_measure=may_measure, shares=_shares(stored))
+        return Summary("stored")
+    subsets = _subsets(levels)
+    add_candidates(subsets)
+    shares = session.choose(subsets, settings, may_measure=may_measure)
+    if not searching or settings.tune != "auto" or not may_measure or not subsets:
+        return Summary("greedy")
+    return _search(levels, settings, shares, key)
+
+
+def partition_key(top: Level, settings: Settings) -> str:
+    """What a stored cover belongs to: the function and everything that decides which kernels may win."""
+    here = knobs.current()
+    return fingerprint.digest(
+        canonical_digest(top.closed), settings.mode, str(settings.tolerance), str(here.max_candidates),
+        str(here.top_percent),
+    )  # fmt: skip
+
+
+def _search(levels: Sequence[Level], settings: Settings, shares: dict[str, int], key: str) -> Summary:
+    spaces = [explore(level.graph, level.grouping) for level in levels]
+    times: list[dict[Members, float]] = [{} for _ in levels]
+    _note_times(levels, spaces, times)
+    before = _total(spaces, times, greedy=True)
+    tried = 0
+    for _ in range(ROUNDS):
+        fresh: dict[str, list[Subset]] = {}
+        for level, space, known in zip(levels, spaces, times, strict=True):
+            for members in space.propose(known, 4 * MOST_PER_ROUND):
+                if level.is_small(space.programs[members]):
+                    continue
+                subset = level.subset(members, space.programs[members])
+                if len(fresh) < MOST_PER_ROUND or subset.identity in fresh:
+                    fresh.setdefault(subset.identity, []).append(subset)
+        if not fresh:
+            break
+        new = [subset for group in fresh.values() for subset in group]
+        tried += len(fresh)
+        add_candidates(new)
+        extra = dict.fromkeys(fresh, session.MIN_CANDIDATES)
+        shares.update({k: n for k, n in extra.items() if k not in shares})
+        session.choose(new, settings, may_measure=True, shares=shares)
+        if not _note_times(levels, spaces, times):
+            break
+    for level, space, known in zip(levels, spaces, times, strict=True):
+        cover = space.settle(known)
+        level.use((members, space.programs[members]) for members in cover if members in space.programs)
+    used = {s.identity for s in _subsets(levels)}
+    session.store().put_partition(
+        key,
+        {
+            "levels": [[sorted(s.members) for s in level.subsets] for level in levels],
+            "shares": {k: n for k, n in sorted(shares.items()) if k in used},
+        },
+    )
+    found = Summary("measured", sum(len(s.programs) for s in spaces), tried, before, _total(spaces, times))
+    log.info("%s", found)
+    return found
+
+
+def _note_times(levels: Sequence[Level], spaces: Sequence[Space], times: list[dict[Members, float]]) -> int:
+    """Takes over what has been measured; returns how many subsets are new."""
+    new = 0
+    for level, space, known in zip(levels, spaces, times, strict=True):
+        for members, subset in level.made.items():
+            seconds = _measured(subset)
+            if seconds is not None and members in space.estimates and members not in known:
+                known[members] = seconds
+                new += 1
+    return new
+
+
+def _measured(subset: Subset) -> float | None:
+    """Time of what was chosen for the subset, kernel or XLA [s]; None if it was not measured."""
+    return None if subset.choice is None else subset.choice.seconds(subset.choice.winner)
+
+
+def _total(spaces: Sequence[Space], times: Sequence[dict[Members, float]], greedy: bool = False) -> float:
+    total = 0.0
+    for space, known in zip(spaces, times, strict=True):
+        predicted = space.predicted(known)
+        total += sum(predicted[s] for s in (space.greedy if greedy else space.settle(known)))
+    return total
+
+
+def _subsets(levels: Sequence[Level]) -> list[Subset]:
+    return [subset for level in levels for subset in level.subsets]
+
+
+def _restore(levels: Sequence[Level], stored: dict[str, Any]) -> bool:
+    """Takes over a stored cover of every level; False (and the greedy covers) if it does not fit."""
+    covers = stored.get("levels")
+    usable = isinstance(covers, list) and len(covers) == len(levels)
+    try:
+        usable = usable and all(level.use_stored(cover) for level, cover in zip(levels, covers or [], strict=True))
+    except (TypeError, ValueError):
+        usable = False
+    if not usable:
+        log.warning("the stored partition does not fit the function: searching again")
+        for level in levels:
+            level.use(level.grouping.subsets)
+    return usable
+
+
+def _shares(stored: dict[str, Any]) -> dict[str, int]:
+    found = stored.get("shares")
+    if not isinstance(found, dict):
+        return {}
+    return {str(k): n for k, n in found.items() if isinstance(n, int) and n > 0}

@@ -1,0 +1,136 @@
+"""The partition search in the pipeline: measured covers are stored, taken over, and checked before they are used."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jcuts import levels, search
+from jcuts.base.settings import Settings
+from jcuts.trace.inline import inline
+from jcuts.trace.simplify import simplify
+from jcuts.tune import session
+from jcuts.tune.choice import Choice, Measurement
+from jcuts.tune.store import Store
+
+AUTO = Settings()
+X = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
+
+
+def fn(x, w):
+    return jax.nn.relu((x @ w) * 2 + (x @ (w + 1)) * 3)
+
+
+def looped(x, w):
+    def step(carry, _):
+        return fn(carry, w), carry.sum()
+
+    return jax.lax.scan(step, x, None, length=3)
+
+
+def level_of(function=fn, mode="mixed"):
+    closed = jax.make_jaxpr(function)(X, X)
+    return levels.group(simplify(inline(closed)), Settings(mode=mode), levels.Fuel())
+
+
+@pytest.fixture
+def store(monkeypatch):
+    store = Store(None, device="test", versions="1")
+    monkeypatch.setattr(session, "_store", store)
+    return store
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Replaces measuring: kernels of more than four equations take 1 s, others 1 us; remembers what was asked."""
+    asked: list[list[int]] = []
+
+    def choose(subsets, settings, *, may_measure, shares=None):
+        for subset in subsets:
+            asked.append(sorted(subset.members))
+            label = session._label(subset.ranked[0][0])
+            seconds = 1.0 if len(subset.members) > 4 else 1e-6
+            time = Measurement(label, seconds, seconds, seconds, 5, "loop")
+            subset.choice = Choice("p", label, "d", "measured", (time,))
+            subset.chosen, subset.origin = subset.ranked[0][0], "measured"
+        return {**{s.identity: 2 for s in subsets}, **(shares or {})}
+
+    monkeypatch.setattr(session, "choose", choose)
+    return asked
+
+
+def cover(level):
+    return [sorted(s.members) for s in level.subsets]
+
+
+def test_slow_fused_kernels_are_taken_apart_and_the_cover_is_stored(store, clock):
+    top = level_of()
+    assert any(len(s.members) > 4 for s in top.subsets)
+    summary = search.select(top, AUTO, may_measure=True)
+    assert summary.origin == "measured" and summary.measured > 0 and summary.seconds < summary.greedy_seconds
+    assert all(len(s.members) <= 4 for s in top.subsets)
+    assert all(s.chosen is not None for s in top.subsets)
+    # another process takes it over and asks for nothing else
+    found = cover(top)
+    clock.clear()
+    again = level_of()
+    assert search.select(again, AUTO, may_measure=True).origin == "stored"
+    assert cover(again) == found and sorted(clock) == sorted(found)
+    # so does one that may not measure
+    third = level_of()
+    assert search.select(third, AUTO, may_measure=False).origin == "stored"
+    assert cover(third) == found
+
+
+def test_loop_bodies_have_covers_of_their_own(store, clock):
+    top = level_of(looped)
+    search.select(top, AUTO, may_measure=True)
+    inner = top.everywhere()[1]
+    assert inner.subsets and all(len(s.members) <= 4 for s in inner.subsets)
+    again = level_of(looped)
+    assert search.select(again, AUTO, may_measure=True).origin == "stored"
+    assert [cover(a) for a in again.everywhere()] == [cover(a) for a in top.everywhere()]
+
+
+@pytest.mark.parametrize("settings", [Settings(mode="no_fusion"), Settings(tune="off"), Settings(tune="cached")])
+def test_without_measuring_the_greedy_cover_stays(store, clock, settings):
+    top = level_of(mode=settings.mode)
+    before = cover(top)
+    assert search.select(top, settings, may_measure=settings.tune == "auto").origin == "greedy"
+    assert cover(top) == before
+    assert store.ls() == []
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {}, {"levels": "none"}, {"levels": []}, {"levels": [[[0, 999]]]}, {"levels": [[[0], [0]]]},
+        {"levels": [[["a"]]]}, {"levels": [[None]]}, {"levels": [[[]]]},
+    ],
+)  # fmt: skip
+def test_a_stored_cover_that_does_not_fit_is_ignored(store, clock, damage):
+    top = level_of()
+    store.put_partition(search.partition_key(top, AUTO), damage)
+    assert search.select(top, AUTO, may_measure=True).origin == "measured"
+    assert search.select(level_of(), AUTO, may_measure=True).origin == "stored"
+
+
+def test_the_key_depends_on_function_mode_and_tolerance(store):
+    top = level_of()
+    keys = {
+        search.partition_key(top, AUTO),
+        search.partition_key(top, dataclasses.replace(AUTO, mode="fusion")),
+        search.partition_key(top, dataclasses.replace(AUTO, tolerance=4.0)),
+        search.partition_key(level_of(looped), AUTO),
+    }
+    assert len(keys) == 4
+    assert search.partition_key(level_of(), AUTO) in keys
+
+
+def test_fuel_keeps_the_greedy_cover(store, clock, monkeypatch):
+    monkeypatch.setenv("JCUTS_FUEL", "1")
+    top = level_of()
+    assert search.select(top, AUTO, may_measure=True).origin == "greedy"

@@ -2,6 +2,7 @@
 
     inline      flat jaxpr, no calls                                  trace/inline.py
     simplify    dead code, constants, shared broadcasts               trace/simplify.py
+    pieces      the batch in pieces where caches are too small        chunking.py, trace/chunks.py
     group       tensor graph -> subsets with unscheduled programs     region/find.py, region/build.py
     select      candidates per subset, choices, better partitions     search.py, region/{plans,explore}.py, tune/
     compile     winners -> object code                                codegen/compile.py, xla/objects.py
@@ -20,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jcuts import search
+from jcuts import chunking, search
 from jcuts.base import fingerprint, knobs
 from jcuts.base.dump import open_dump
 from jcuts.base.errors import JcutsError, UnsupportedError
@@ -79,7 +80,7 @@ def optimize_jaxpr(
         reason = f"no kernels for platform {platform}" if platform != "cpu" else why
         return Outcome(closed, FunctionReport(name, settings.mode, platform, notes=(f"left to XLA: {reason}",)))
     program = fingerprint.digest(
-        canonical_digest(closed, consts="digest"), repr(settings), platform, knobs.current().fuel
+        canonical_digest(closed, consts="digest"), repr(settings), platform, knobs.current().fuel, knobs.current().chunk
     )
     with _memo_lock:
         found = _memo.get(_memo_key(program, settings))
@@ -130,6 +131,11 @@ def _plan(
     timed("inline", start)
     dump.stage("flat", lambda: as_source(flat, name))
     start = time.perf_counter()
+    flat, pieces = chunking.chunked(flat) if settings.mode != "no_fusion" else (flat, None)
+    timed("pieces", start)
+    if pieces is not None:
+        dump.stage("pieces", lambda: as_source(flat, name))
+    start = time.perf_counter()
     top = group(flat, settings, Fuel())
     timed("group", start)
     dump.stage("subsets", lambda: "\n".join(s.program.dump() for level in top.everywhere() for s in level.subsets))
@@ -141,7 +147,8 @@ def _plan(
     timed("rebuild", start)
     dump.stage("rewritten", lambda: as_source(rebuilt, name))
     dump.stage("kernels", lambda: _kernel_texts(top), suffix="py")
-    report = _report(top, rebuilt, settings, platform, name, clock, partition)
+    notes = tuple(str(note) for note in (pieces, partition) if note is not None)
+    report = _report(top, rebuilt, settings, platform, name, clock, notes)
     if settings.strict and report.refusals:
         first = report.refusals[0]
         raise UnsupportedError(
@@ -190,7 +197,7 @@ def _report(
     platform: str,
     name: str,
     clock: dict[str, float],
-    partition: search.Summary,
+    notes: tuple[str, ...],
 ) -> FunctionReport:
     grouped: OrderedDict[str, SubsetReport] = OrderedDict()
     refusals: Counter[tuple[str, str, str]] = Counter()
@@ -214,7 +221,7 @@ def _report(
         equations,
         as_source(rebuilt, name),
         dict(clock),
-        notes=(str(partition),),
+        notes=notes,
     )
 
 

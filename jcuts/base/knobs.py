@@ -92,6 +92,9 @@ class Knobs:
     cache_dir: Path = _knob(_path, "tuning database and object cache", default_factory=_default_cache_dir)
     dump: Path | None = _knob(_path, "write every stage of every function below this directory", default=None)
     fuel: int | None = _knob(_integer(0), "stop after this many fusions (bisects a miscompile)", default=None)
+    chunk: int | None = _knob(
+        _integer(0), "run the batch in pieces of this size, 0: never (default: where it promises to pay)", default=None
+    )
     disable: bool = _knob(_boolean, "leave every function to XLA as it is", default=False)
     native: Path | None = _knob(_path, "native library to load instead of the installed one", default=None)
     threads: int | None = _knob(_integer(1), "most threads that one kernel uses (default: XLA's pool)", default=None)

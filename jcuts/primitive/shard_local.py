@@ -17,10 +17,10 @@ import jax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jcuts.primitive.local_rules import Ties, ties_of
 from jcuts.primitive.sharding import Placement
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
+from jcuts.trace.ties import Ties, ties_of
 
 Axes = tuple[str, ...]
 

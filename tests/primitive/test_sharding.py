@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 import jcuts
 from jcuts.primitive import shard_local
-from jcuts.primitive.local_rules import ties_of
 from jcuts.primitive.sharding import Placement
 from jcuts.trace import jaxapi
+from jcuts.trace.ties import ties_of
 from tests.primitive.conftest import MARK
 from tests.transform_cases import PARAMS, assert_same, data, layer, loss
 

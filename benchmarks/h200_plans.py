@@ -42,9 +42,11 @@ PLANS = (  # data, tensor, pipeline, samples per micro-batch
 def layout(data: int, tensor: int, pipeline: int, micro: int) -> dict[str, Any]:
     """Arguments of the reference step's ``Config``: GPipe, layers recomputed."""
     count = BATCH // (data * micro)
-    return SIZES | {"data": data, "tensor": tensor, "pipeline": pipeline, "micro": micro, "count": count} | {
-        "schedule": "gpipe"
-    }
+    return (
+        SIZES
+        | {"data": data, "tensor": tensor, "pipeline": pipeline, "micro": micro, "count": count}
+        | {"schedule": "gpipe"}
+    )
 
 
 def one(values: dict[str, Any], steps: int, warm: int) -> dict[str, Any]:
@@ -98,7 +100,7 @@ def one(values: dict[str, Any], steps: int, warm: int) -> dict[str, Any]:
 def cluster(out: Path, name: str) -> None:
     """Measures the machine in this process and writes ``out``/NAME.toml."""
     sys.path.insert(0, str(ROOT.parent))
-    from jcuts.plan import measure
+    from jcuts.plan import fit, measure
 
     begun = time.perf_counter()
 
@@ -106,7 +108,7 @@ def cluster(out: Path, name: str) -> None:
         print(f"cluster: {what} ({done} of {total}), {time.perf_counter() - begun:.0f} s", flush=True)
 
     found = measure.measure(out, progress=told)
-    (out / f"{name}.toml").write_text(measure.to_toml(found, name), encoding="utf-8")
+    (out / f"{name}.toml").write_text(fit.to_toml(found, name), encoding="utf-8")
 
 
 def versions() -> dict[str, Any]:

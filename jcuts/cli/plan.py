@@ -16,7 +16,7 @@ from rich.text import Text
 from jcuts.base.errors import UsageError
 from jcuts.cli import tables
 from jcuts.plan import cluster as clusters
-from jcuts.plan import html, inference, placement, validate
+from jcuts.plan import fit, html, inference, placement, validate
 from jcuts.plan import model as models
 from jcuts.plan.blocks import Model
 from jcuts.plan.cluster import Cluster
@@ -275,6 +275,10 @@ def _cluster_arguments(parser: argparse.ArgumentParser) -> None:
     one.add_argument("--name", default="measured", help="name of the cluster")
     one.add_argument("--storage", default=".", metavar="FOLDER", help="folder whose disk is measured")
     one.add_argument("--quick", action="store_true", help="small sizes")
+    again = actions.add_parser("refit", help="fit the constants again from the curves of kept measurements")
+    again.add_argument("files", nargs="+", metavar="FILE", help="cluster files of one machine, the newest last")
+    again.add_argument("--out", metavar="FILE", help="TOML file to write (default: standard output)")
+    again.add_argument("--name", default="measured", help="name of the cluster")
     actions.add_parser("list", help="clusters and models that come with jcuts")
 
 
@@ -288,6 +292,8 @@ def _cluster(arguments: argparse.Namespace) -> int:
         console.print(tables.table("clusters", ("name", "GPUs", "GPU", "GiB"), rows, right=(1, 3)))
         console.print("models: " + ", ".join(models.presets()))
         return 0
+    if arguments.action == "refit":
+        return _cluster_file(fit.refit(arguments.files), arguments)
     from jcuts.plan import measure
 
     with Progress(TextColumn("{task.description}"), BarColumn(), transient=True) as progress:
@@ -297,7 +303,11 @@ def _cluster(arguments: argparse.Namespace) -> int:
             quick=arguments.quick,
             progress=lambda what, done, total: progress.update(task, description=what, completed=done, total=total),
         )
-    text = measure.to_toml(found, arguments.name)
+    return _cluster_file(found, arguments)
+
+
+def _cluster_file(found: fit.Measured, arguments: argparse.Namespace) -> int:
+    text = fit.to_toml(found, arguments.name)
     if arguments.out:
         Path(arguments.out).write_text(text, encoding="utf-8")
     else:

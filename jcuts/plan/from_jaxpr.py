@@ -129,7 +129,7 @@ class Tally:
     unbounded: int = 0
 
 
-def _bytes(var: Any) -> float:
+def bytes_of(var: Any) -> float:
     aval = var.aval
     if not hasattr(aval, "shape"):
         return 0.0
@@ -140,7 +140,7 @@ def _bytes(var: Any) -> float:
     return float(math.prod(aval.shape) * size)
 
 
-def _inner(equation: Any) -> list[tuple[Any, float]]:
+def inner(equation: Any) -> list[tuple[Any, float]]:
     """(jaxpr, times it runs) of an equation's sub-programs."""
     name, params = equation.primitive.name, equation.params
     if name == "scan":
@@ -160,10 +160,10 @@ def _open(jaxpr: Any) -> Any:
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
-def _trace(function: Callable, arguments: Sequence[Any]) -> Any:
+def trace(function: Callable, arguments: Sequence[Any]) -> Any:
     try:
         return jax.make_jaxpr(function)(*arguments).jaxpr
-    except (TypeError, jax.errors.JAXTypeError) as error:
+    except (TypeError, ValueError, jax.errors.JAXTypeError) as error:
         raise NotJaxError(f"{getattr(function, '__name__', function)} cannot be traced: {error}") from error
 
 
@@ -195,17 +195,17 @@ def tally_jaxpr(jaxpr: Any, times: float = 1.0, into: Tally | None = None) -> Ta
     uses = _uses(jaxpr)
     for equation in jaxpr.eqns:
         name = equation.primitive.name
-        inner = _inner(equation)
-        if inner:
+        bodies = inner(equation)
+        if bodies:
             made.unbounded += name == "while"
-            for body, count in inner:
+            for body, count in bodies:
                 tally_jaxpr(body, times * count, made)
             continue
         if name in FREE:
             continue
         product = products_of(equation)
-        inputs = sum(_bytes(v) for v in equation.invars if hasattr(v, "aval"))
-        outputs = sum(map(_bytes, equation.outvars))
+        inputs = sum(bytes_of(v) for v in equation.invars if hasattr(v, "aval"))
+        outputs = sum(map(bytes_of, equation.outvars))
         if product is not None:
             work = 2.0 * product.m * product.n * product.k * product.batch
             made.flops += times * work
@@ -239,268 +239,7 @@ def tally(function: Callable, *arguments: Any) -> Tally:
 
     Raises: NotJaxError if it cannot be traced.
     """
-    return tally_jaxpr(_trace(function, arguments))
-
-
-# --- memory ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """Bytes per device of one call: arguments, results, of which ``aliased`` reuse donated arguments, and
-    temporaries."""
-
-    arguments: float
-    results: float
-    aliased: float
-    temporary: float
-
-    @property
-    def peak(self) -> float:
-        """arguments + results - aliased + temporary, as ``compiled.memory_analysis()`` adds up."""
-        return self.arguments + self.results - self.aliased + self.temporary
-
-
-def footprint(function: Callable, *arguments: Any, donated: Sequence[int] = ()) -> Footprint:
-    """Memory that a call needs per device, from liveness over its jaxpr.
-
-    Values that fuse are never buffers: an elementwise result, a broadcast, a reshape.  A loop's carry is one buffer.
-    Inside ``shard_map`` shapes are per device; outside, a value is divided as the ``shard_map`` that it enters or
-    leaves says, and elementwise results as their operands.
-
-    Args: donated: positions of arguments whose buffers results may take.
-    Raises: NotJaxError if the function cannot be traced.
-    """
-    closed = _trace(function, arguments)
-    given = [_Value(v.aval) for v in closed.invars]
-    nodes, outs = _inlined(closed, given)
-    share = _shares(nodes)
-    sizes = [_bytes(v) * share.get(v, 1.0) for v in given]
-    results = [(v, _bytes(v) * share.get(v, 1.0)) for v in outs if v is not None]
-    ends = np.cumsum([0, *(len(jax.tree.leaves(argument)) for argument in arguments)])
-    free = sum(sum(sizes[ends[i] : ends[i + 1]]) for i in donated)
-    total = sum(size for _, size in results)
-    return Footprint(sum(sizes), total, min(free, total), _peak(nodes, given, outs, share))
-
-
-VIEWS = frozenset(
-    {
-        "reshape",
-        "squeeze",
-        "expand_dims",
-        "copy",
-        "pcast",
-        "pvary",
-        "optimization_barrier",
-        "name",
-        "stop_gradient",
-        "transpose",
-        "sharding_constraint",
-        "psum",
-        "psum2",
-        "psum_invariant",
-    }
-)
-"""Results that are their operand seen otherwise (a transpose becomes the layout that its producer writes; an all-reduce
-works in place)."""
-
-BUFFERS = HEAVY - {"transpose", "dynamic_slice", "concatenate"}
-DEAR = frozenset(
-    {
-        "exp",
-        "exp2",
-        "expm1",
-        "log",
-        "log1p",
-        "tanh",
-        "logistic",
-        "erf",
-        "erfc",
-        "erf_inv",
-        "sin",
-        "cos",
-        "tan",
-        "pow",
-        "rsqrt",
-        "sqrt",
-        "div",
-        "lgamma",
-        "digamma",
-    }
-)
-CALLS = frozenset(
-    {
-        "jit",
-        "pjit",
-        "closed_call",
-        "core_call",
-        "custom_jvp_call",
-        "custom_vjp_call",
-        "custom_vjp_call_jaxpr",
-        "remat",
-        "checkpoint",
-        "remat2",
-        "custom_lin",
-    }
-)
-
-
-class _Value:
-    """A value of one inlined instance of a jaxpr."""
-
-    __slots__ = ("aval",)
-
-    def __init__(self, aval: Any) -> None:
-        self.aval = aval
-
-
-@dataclass
-class _Node:
-    """An equation after inlining: values instead of variables (literals are left out)."""
-
-    name: str
-    equation: Any
-    inputs: list[_Value]
-    outputs: list[_Value]
-
-
-def _inlined(jaxpr: Any, given: Sequence[_Value | None]) -> tuple[list[_Node], list[_Value | None]]:
-    """(nodes, results) with calls opened; loops, conditionals and ``shard_map`` stay whole."""
-    values: dict[Any, _Value | None] = dict(zip(jaxpr.invars, given, strict=True))
-    values |= {v: _Value(v.aval) for v in jaxpr.constvars}
-    read = lambda v: None if hasattr(v, "val") else values[v]  # noqa: E731
-    nodes: list[_Node] = []
-    for equation in jaxpr.eqns:
-        inputs = [read(v) for v in equation.invars]
-        name = equation.primitive.name
-        if name in CALLS:
-            body = _inner(equation)[0][0]
-            inside, results = _inlined(body, inputs[len(inputs) - len(body.invars) :])
-            nodes += inside
-            values |= dict(zip(equation.outvars, results, strict=True))
-            continue
-        outputs = [_Value(v.aval) for v in equation.outvars]
-        values |= dict(zip(equation.outvars, outputs, strict=True))
-        nodes.append(_Node(name, equation, [v for v in inputs if v is not None], outputs))
-    return nodes, [read(v) for v in jaxpr.outvars]
-
-
-def _owners(nodes: list[_Node], results: Sequence[_Value | None]) -> dict[_Value, _Value | None]:
-    """Maps every value to the one whose buffer it is (itself, or what it views), or to None if it fuses away."""
-    users: dict[_Value, list[_Node]] = {}
-    for node in nodes:
-        for v in node.inputs:
-            users.setdefault(v, []).append(node)
-    kept = {v for v in results if v is not None}
-    owner: dict[_Value, _Value | None] = {}
-    for node in nodes:
-        for v in node.outputs:
-            mine = users.get(v, [])
-            if node.name in VIEWS:
-                source = node.inputs[0] if node.inputs else None
-                owner[v] = owner.get(source, source) if source is not None else None
-            elif node.name in ("broadcast_in_dim", "iota", "axis_index"):
-                owner[v] = None
-            elif node.name in BUFFERS or _inner(node.equation) or v in kept:
-                owner[v] = v
-            else:
-                # Cheap results are computed again in each consumer; dear ones are kept when there are several.
-                again = len(mine) <= 1 or node.name not in DEAR
-                owner[v] = None if again and not any(_opaque(user) for user in mine) else v
-    return owner
-
-
-def _opaque(node: _Node) -> bool:
-    """Whether a node needs its operands as buffers (a reduction fuses with what makes its operand)."""
-    return (node.name in BUFFERS and node.name not in REDUCTIONS) or bool(_inner(node.equation))
-
-
-def _shares(nodes: list[_Node]) -> dict[_Value, float]:
-    """Part of each value that one device holds, where a ``shard_map`` tells; elementwise neighbours are divided
-    alike."""
-    share: dict[_Value, float] = {}
-    for node in nodes:
-        if node.name == "shard_map":
-            body = _inner(node.equation)[0][0]
-            outer = list(node.equation.invars)
-            values = iter(node.inputs)
-            for v, inside in zip(outer, body.invars, strict=True):
-                if not hasattr(v, "val"):
-                    value = next(values)
-                    share.setdefault(value, _bytes(inside) / max(_bytes(value), 1.0))
-            for value, inside in zip(node.outputs, body.outvars, strict=True):
-                share.setdefault(value, _bytes(inside) / max(_bytes(value), 1.0))
-    for _ in range(2):
-        for node in nodes:
-            same = (
-                [v for v in (*node.inputs, *node.outputs) if v.aval.shape == node.outputs[0].aval.shape]
-                if node.outputs
-                else []
-            )
-            known = [share[v] for v in same if v in share]
-            if known and node.name not in BUFFERS and not _inner(node.equation):
-                for v in same:
-                    share.setdefault(v, min(known))
-    return share
-
-
-def _live(jaxpr: Any) -> float:
-    """Peak bytes of a program's temporaries; its inputs and results are accounted by the caller."""
-    given = [_Value(v.aval) for v in jaxpr.invars]
-    nodes, outs = _inlined(jaxpr, given)
-    return _peak(nodes, given, outs, _shares(nodes))
-
-
-def _peak(nodes: list[_Node], given: list[_Value], outs: Sequence[_Value | None], share: dict[_Value, float]) -> float:
-    owner = _owners(nodes, outs)
-    outside = set(given)
-    kept = {owner.get(v, v) for v in outs if v is not None}
-    last: dict[_Value, int] = {}
-    roots: dict[_Value, set[_Value]] = {}  # what a value that fuses away is computed from
-    for position, node in enumerate(nodes):
-        mine: set[_Value] = set()
-        for v in node.inputs:
-            base = owner.get(v, v)
-            mine |= roots.get(v, set()) if base is None else {base}
-        for base in mine:
-            last[base] = position
-        for v in node.outputs:
-            if owner[v] is None:
-                roots[v] = mine
-    sizes: dict[_Value, float] = {}
-    alive = peak = 0.0
-    for position, node in enumerate(nodes):
-        opaque = _opaque(node)
-        if not opaque:  # elementwise work writes into an operand that dies here; products and loops hold both
-            for v in [v for v in sizes if last[v] <= position]:
-                alive -= sizes.pop(v)
-        for v in node.outputs:
-            if owner[v] is v and v not in kept and v not in outside:
-                sizes[v] = _bytes(v) * share.get(v, 1.0)
-                alive += sizes[v]
-                last.setdefault(v, position)
-        peak = max(peak, alive + _inside(node))
-        if opaque:
-            for v in [v for v in sizes if last[v] <= position]:
-                alive -= sizes.pop(v)
-    return peak
-
-
-def _inside(node: _Node) -> float:
-    """Bytes that a node's own program needs beside its operands and results.
-
-    A loop of more than one turn holds its carry twice: the body reads the old while it writes the new.
-    """
-    extra = 0.0
-    if node.name == "scan" and node.equation.params["length"] > 1:
-        # Carries keep their shape; stacked results gain an axis (versions of JAX spell the counts differently).
-        inside = _inner(node.equation)[0][0].outvars
-        pairs = zip(node.equation.outvars, inside, strict=True)
-        extra = sum(_bytes(outer) for outer, inner in pairs if outer.aval.shape == inner.aval.shape)
-    return extra + max((_live(body) for body, _ in _inner(node.equation)), default=0.0)
-
-
-# --- a planner model -----------------------------------------------------------------------------------------------
+    return tally_jaxpr(trace(function, arguments))
 
 
 def model(
@@ -527,7 +266,7 @@ def model(
         return [jax.tree.map(grow, value) for value in inputs]
 
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), parameters)
-    one, two = (list(_flat(_trace(function, [shapes, *sized(times)]))) for times in (1, 2))
+    one, two = (list(_flat(trace(function, [shapes, *sized(times)]))) for times in (1, 2))
     if len(one) != len(two):
         raise UsageError("the function's equations depend on the batch size: trace it at one size and pass that model")
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
@@ -550,15 +289,15 @@ def _flat(jaxpr: Any, times: float = 1.0) -> Iterator[tuple[Any, float, float]]:
     inputs = set(jaxpr.invars) | set(jaxpr.constvars)
     alive: dict[Any, float] = {}
     for position, equation in enumerate(jaxpr.eqns):
-        inner = _inner(equation)
-        if inner:
-            for body, count in inner:
+        bodies = inner(equation)
+        if bodies:
+            for body, count in bodies:
                 yield from _flat(body, times * count)
         for v in equation.outvars:
-            alive[v] = _bytes(v)
+            alive[v] = bytes_of(v)
         for v in [v for v in alive if last.get(v, -1) <= position]:
             del alive[v]
-        if not inner:
+        if not bodies:
             yield equation, times, sum(size for v, size in alive.items() if v not in inputs)
 
 
@@ -567,7 +306,7 @@ def _operations(equation: Any, other: Any, times: float, samples: int) -> tuple[
     name = equation.primitive.name
     if name in FREE:
         return [], 0.0, 0.0
-    size, double = (sum(map(_bytes, e.outvars)) for e in (equation, other))
+    size, double = (sum(map(bytes_of, e.outvars)) for e in (equation, other))
     per_sample = (double - size) / samples
     product, doubled = products_of(equation), products_of(other)
     if product is not None and doubled is not None:

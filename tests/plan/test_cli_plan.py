@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from jcuts.cli.main import main
-from jcuts.plan import cluster, html, measure, model, specfile
+from jcuts.plan import cluster, fit, html, measure, model, specfile
 from jcuts.plan.plans import Plan
 from jcuts.plan.search import cost_plans
 from jcuts.plan.workload import Training
@@ -117,9 +117,10 @@ def test_measured_machine_is_a_cluster_file(tmp_path):
     measure._storage(made, tmp_path, True)
     made.tables["gpu"] |= {"name": "CPU", "memory_gib": 4.0}
     made.tables["nodes"] = {"count": 1, "gpus": 4}
-    text = measure.to_toml(made, "here")
+    fit.constants(made)
+    text = fit.to_toml(made, "here")
     found = cluster.from_table(specfile.parse(text, "here.toml"))
-    assert found.gpus == 4 and found.storage is not None and found.storage.read > 0 and measure.finite(made)
+    assert found.gpus == 4 and found.storage is not None and found.storage.read > 0 and fit.finite(made)
     assert "direct I/O" in text or "buffered" in text
     assert {kind for kind, *_ in made.collectives} == {
         "all-reduce",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jcuts.base.errors import NotJaxError, UsageError
-from jcuts.plan import apply, cluster, from_jaxpr, model
+from jcuts.plan import apply, cluster, from_jaxpr, liveness, model
 from jcuts.plan.plans import Plan
 from jcuts.plan.search import search
 from jcuts.plan.workload import Training
@@ -110,7 +110,7 @@ def test_memory_is_what_the_compiler_says(layout):
     arguments = (params, (params, params), tokens)
     said = step.lower(*arguments).compile().memory_analysis()
     real = said.argument_size_in_bytes + said.output_size_in_bytes - said.alias_size_in_bytes + said.temp_size_in_bytes
-    found = from_jaxpr.footprint(step, *arguments, donated=(0, 1))
+    found = liveness.footprint(step, *arguments, donated=(0, 1))
     assert found.peak == pytest.approx(real, rel=0.10)
 
 

@@ -24,7 +24,7 @@ from jcuts.plan.plans import RECOMPUTE, SCHEDULES
 from jcuts.plan.search import Ranked, Result, search
 from jcuts.plan.space import Space
 from jcuts.plan.tables import shipped
-from jcuts.plan.workload import Training
+from jcuts.plan.workload import SOFTWARE, Training
 
 HELP = "choose mesh, schedule and memory tiers for a model on a cluster"
 BAR = {
@@ -57,7 +57,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequence", type=int, metavar="N", help="tokens per sample (default: the model's)")
     parser.add_argument("--top", type=int, default=5, metavar="K", help="plans to show")
     parser.add_argument("--explain", type=int, default=5, metavar="K", help="rejected neighbours to show, with reasons")
-    parser.add_argument("--micro", type=int, default=64, metavar="N", help="largest micro-batch")
+    parser.add_argument(
+        "--software",
+        choices=tuple(SOFTWARE),
+        default="jax",
+        help="how numbers are kept: jax (32-bit parameters, cast in every micro-batch; default), megatron, lean",
+    )
+    parser.add_argument(
+        "--micro", type=int, metavar="N", help="largest micro-batch (default: 64 sequences, or any number of images)"
+    )
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     parser.add_argument("--recompute", nargs="+", choices=RECOMPUTE, default=list(RECOMPUTE))
     parser.add_argument(
@@ -86,10 +94,13 @@ def run(arguments: argparse.Namespace) -> int:
     model = _model(arguments)
     cluster = clusters.load(arguments.cluster)
     if arguments.serve:
+        for name in ("html", "place", "gpus"):
+            if getattr(arguments, name):
+                raise UsageError(f"--{name} does not go with --serve, which plans inference on one GPU")
         return _serve(arguments, model, cluster)
-    work = Training(arguments.batch or model.batch)
+    work = Training(arguments.batch or model.batch, **SOFTWARE[arguments.software])  # type: ignore[arg-type]
     space = Space(
-        micro=arguments.micro,
+        micro=arguments.micro or (64 if model.sample == "sequence" else work.batch),
         schedules=tuple(arguments.schedules),
         recompute=tuple(arguments.recompute),
         offload=tuple(arguments.offload),

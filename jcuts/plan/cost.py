@@ -70,9 +70,9 @@ def estimate(model: Model, cluster: Cluster, plans: Plans, work: Training) -> Es
     share = held.layers / model.layers  # of the body that the fullest stage has
     first, last = _edge(embed, plans), _edge(head, plans)
     passes = _passes(body, plans, work.pruned)
-    # Casts and sums of the parameters that a GPU holds, in every micro-batch.
+    # Casts and sums of a stage's parameters in every micro-batch; under zero 3 of those that were gathered.
     speed = cluster.gpu.bandwidth * cluster.gpu.memory_efficiency
-    cast = work.micro_traffic * held.parameters / np.where(plans["zero"] == 3, plans["data"], 1) / speed
+    cast = work.micro_traffic * held.parameters / speed
     # Edge blocks sit in the first and the last stage; the heavier of the two sets the pace.
     heavier = np.where(p == 1, first["total"] + last["total"], np.maximum(first["total"], last["total"]))
     stage = {name: share * value for name, value in passes.items()}

@@ -17,6 +17,7 @@ the step's own program (``jcuts.plan.step``).  It needs as many devices as the p
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import platform
@@ -88,7 +89,7 @@ def one(values: dict[str, Any], steps: int, warm: int) -> dict[str, Any]:
         made["memory"] = {
             name: int(getattr(memory, f"{name}_size_in_bytes")) for name in ("argument", "output", "temp", "alias")
         }
-        text = compiled.as_text()
+        text = compiled.as_text() or ""
         kinds = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
         made["collectives"] = {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in kinds}
     except Exception:  # what is only reported must not stop the measurement
@@ -125,7 +126,7 @@ def versions() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "jax": jax.__version__,
-        "jaxlib": jax.lib.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
         "gpus": len(devices),
         "gpu": devices[0].device_kind,
         "date": time.strftime("%Y-%m-%d"),

@@ -13,7 +13,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,18 +41,19 @@ def seconds(call: Callable[[], Any], repeat: int = 5) -> float:
     return statistics.median(times)
 
 
-def slope(short: Callable[[], Any], long: Callable[[], Any], extra: int, repeat: int = 9) -> float:
-    """Seconds per turn, where ``long`` does ``extra`` turns more than ``short``: what a call itself costs cancels.
+def slope(calls: Sequence[Callable[[], Any]], extra: int, repeat: int = 9) -> float:
+    """Seconds per turn, where the second call does ``extra`` turns more than the first: what a call itself costs
+    cancels.
 
     Median over rounds of both, one after the other, so that a clock that drifts falls on both.
     """
     import jax
 
-    jax.block_until_ready((short(), long()))
+    jax.block_until_ready([call() for call in calls])
     differences = []
     for _ in range(repeat):
         times = []
-        for call in (short, long):
+        for call in calls:
             begun = time.perf_counter()
             jax.block_until_ready(call())
             times.append(time.perf_counter() - begun)
@@ -135,7 +136,7 @@ def _products(made: Measured, small: bool) -> None:
             b = jax.random.normal(keys[1], (k, n), dtype) / math.sqrt(k)
             d = jax.random.normal(keys[2], (n, k), dtype) / math.sqrt(n)
             # The slope over chains leaves out a call's dispatch, which would drown a small product.
-            took = slope(*(partial(pairs(times), a, b, d) for times in (2, 10)), 16)
+            took = slope([partial(pairs(times), a, b, d) for times in (2, 10)], 16)
             made.products.append((dtype, m, n, k, 2.0 * m * n * k / took))
     skinny = max(speed for dtype, m, _, _, speed in made.products if dtype == "bfloat16" and m == 16)
     made.tables["gpu"] = {
@@ -159,7 +160,7 @@ def _memory(made: Measured, small: bool) -> None:
     def passes(times: int) -> Callable[[Any], Any]:
         return jax.jit(lambda x: jax.lax.fori_loop(0, times, lambda _, y: y + 1, x))
 
-    took = slope(*(partial(passes(times), x) for times in (4, 24)), 20)
+    took = slope([partial(passes(times), x) for times in (4, 24)], 20)
     made.tables["gpu"] |= {"bandwidth_gbs": 8.0 * count / took / 1e9, "memory_efficiency": 1.0}
     made.sources["bandwidth_gbs"] = (
         f"x + 1 over {4 * count / 2**20:.0f} MiB, read and write, slope over loops of 4 and 24; "
@@ -181,7 +182,7 @@ def _launches(made: Measured) -> None:
 
         return jax.jit(body)
 
-    made.tables["gpu"]["kernel_gap_us"] = slope(*(partial(chain(n), x) for n in (4, 24)), 40) * 1e6
+    made.tables["gpu"]["kernel_gap_us"] = slope([partial(chain(n), x) for n in (4, 24)], 40) * 1e6
     made.sources["kernel_gap_us"] = "slope of the time over chained tiny kernels within one call"
 
 
@@ -224,7 +225,7 @@ def _collectives(made: Measured, small: bool) -> None:
         for count in times:
             made_of = jax.shard_map(chained(inside, count), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
             calls.append(partial(jax.jit(made_of), x))
-        return slope(*calls, times[1] - times[0])
+        return slope(calls, times[1] - times[0])
 
     for n in members:
         mesh = Mesh(np.array(devices[:n]), ("x",))

@@ -109,4 +109,4 @@ def test_pinned_memory_is_what_the_runtime_allows(monkeypatch):
 def test_slope_leaves_out_what_a_call_costs(monkeypatch):
     clock = iter(np.cumsum([0, 5 + 2, 0, 5 + 10] * 9).tolist())
     monkeypatch.setattr(measure.time, "perf_counter", lambda: next(clock))
-    assert measure.slope(lambda: (), lambda: (), 8) == 1.0
+    assert measure.slope([lambda: (), lambda: ()], 8) == 1.0

@@ -98,6 +98,7 @@ LAYOUTS = [
     {"micro": 2, "count": 4, "pipeline": 4},
     {"micro": 2, "count": 4, "pipeline": 2, "data": 2, "schedule": "gpipe"},
     {"micro": 4, "count": 1, "data": 2, "remat": False},
+    {"micro": 2, "count": 4, "pipeline": 2, "tensor": 2, "schedule": "gpipe"},
 ]
 
 

@@ -133,6 +133,12 @@ class Model:
         return body + (max(edges) if self.tied and edges else sum(edges))
 
     @property
+    def heaviest(self) -> float:
+        """Share of the body's FLOPs that its heaviest layer has: no stage can have less."""
+        total = sum(block.count * block.forward_flops for block in self.blocks)
+        return max(block.forward_flops for block in self.blocks) / total if total else 0.0
+
+    @property
     def forward_flops(self) -> float:
         """Matrix FLOPs of a forward pass per sample."""
         edges = sum(block.forward_flops for block in (self.embed, self.head) if block is not None)

@@ -67,7 +67,7 @@ def estimate(model: Model, cluster: Cluster, plans: Plans, work: Training) -> Es
     body, embed, head = layer_costs(model, cluster, plans)
     micro_batches = work.batch / (plans["data"] * plans["micro"])
     p, v = plans["pipeline"], plans["chunks"]
-    share = held.layers / model.layers  # of the body that the fullest stage has
+    share = np.maximum(held.layers / model.layers, model.heaviest)  # of the body that the fullest stage has
     first, last = _edge(embed, plans), _edge(head, plans)
     passes = _passes(body, plans, work.pruned)
     # Casts and sums of a stage's parameters in every micro-batch; under zero 3 of those that were gathered.

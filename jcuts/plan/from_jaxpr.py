@@ -249,8 +249,8 @@ def model(
 
     Inputs' first axis is the batch.  The function is traced at the example batch and at twice of it: extents that
     double belong to samples, the rest to parameters; so any model is split into what micro-batches divide and what they
-    do not.  The equations are cut where least is alive, into at most ``cuts`` blocks of about equal work; a scan is one
-    block per turn.
+    do not.  The equations are cut into at most ``cuts`` blocks of about equal work, each with the parameters that it is
+    first to use; of a loop every equation counts as often as it turns, and its parameters are dealt out by work.
 
     Raises: NotJaxError if it cannot be traced; UsageError without a batch axis.
     """
@@ -269,18 +269,39 @@ def model(
     one, two = (list(_flat(trace(function, [shapes, *sized(times)]))) for times in (1, 2))
     if len(one) != len(two):
         raise UsageError("the function's equations depend on the batch size: trace it at one size and pass that model")
-    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
-    work: list[tuple[float, list[Gemm | Stream], float, float]] = []
-    for (equation, times, live), (other, _, live_two) in zip(one, two, strict=True):
+    held = [math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)]
+    count, seen = sum(held), set()
+    work: list[_Work] = []
+    for (equation, times, live, used), (other, _, live_two, _) in zip(one, two, strict=True):
         ops, flops, made = _operations(equation, other, times, samples)
         boundary = max(live_two - live, 0.0) / samples
-        work.append((flops, ops, made, boundary))
+        # Whoever first mixes a parameter with data holds it; what loops use belongs to all of their turns.
+        mine = {leaf for leaf in used if leaf < len(held)} - seen if times == 1 else set()
+        seen |= mine
+        work.append(_Work(flops, ops, made, boundary, float(sum(held[leaf] for leaf in mine))))
     blocks = _cut(work, count, cuts)
     return Model(name, tuple(blocks), batch=batch or samples, sample="sample", details={"parameters": count})
 
 
-def _flat(jaxpr: Any, times: float = 1.0) -> Iterator[tuple[Any, float, float]]:
-    """(equation, times it runs, bytes alive after it) with calls and loops opened."""
+@dataclass
+class _Work:
+    """One equation: FLOPs and operations per sample, bytes kept and alive per sample, parameters that it holds."""
+
+    flops: float
+    operations: list[Gemm | Stream]
+    kept: float
+    alive: float
+    parameters: float
+
+
+def _flat(
+    jaxpr: Any, times: float = 1.0, source: dict[Any, frozenset[int]] | None = None
+) -> Iterator[tuple[Any, float, float, frozenset[int]]]:
+    """(equation, times it runs, bytes alive after it, arguments that it mixes with others) with calls and loops opened.
+
+    ``source``: the arguments (by position) that a variable is made of, where it is made of one or a few alone.
+    """
+    source = {v: frozenset({i}) for i, v in enumerate(jaxpr.invars)} if source is None else source
     last: dict[Any, int] = {}
     for position, equation in enumerate(jaxpr.eqns):
         for v in equation.invars:
@@ -290,15 +311,22 @@ def _flat(jaxpr: Any, times: float = 1.0) -> Iterator[tuple[Any, float, float]]:
     alive: dict[Any, float] = {}
     for position, equation in enumerate(jaxpr.eqns):
         bodies = inner(equation)
-        if bodies:
-            for body, count in bodies:
-                yield from _flat(body, times * count)
+        read = [v for v in equation.invars if not hasattr(v, "val")]
+        used = frozenset().union(*(source.get(v, frozenset()) for v in read))
+        if len(read) == 1 and used:  # a view, a cast, a slice: still the argument
+            source |= dict.fromkeys(equation.outvars, used)
+            used = frozenset()
+        for body, count in bodies:
+            given = equation.invars[len(equation.invars) - len(body.invars) :]
+            pairs = zip(body.invars, given, strict=True)
+            passed = {v: source[g] for v, g in pairs if not hasattr(g, "val") and g in source}
+            yield from _flat(body, times * count, passed)
         for v in equation.outvars:
             alive[v] = bytes_of(v)
         for v in [v for v in alive if last.get(v, -1) <= position]:
             del alive[v]
         if not bodies:
-            yield equation, times, sum(size for v, size in alive.items() if v not in inputs)
+            yield equation, times, sum(size for v, size in alive.items() if v not in inputs), used
 
 
 def _operations(equation: Any, other: Any, times: float, samples: int) -> tuple[list[Gemm | Stream], float, float]:
@@ -341,29 +369,42 @@ def _operations(equation: Any, other: Any, times: float, samples: int) -> tuple[
     )
 
 
-def _cut(work: list[tuple[float, list[Gemm | Stream], float, float]], count: float, cuts: int) -> list[Block]:
-    """Blocks of about equal FLOPs; within the last tenth of each, the cut where least is alive."""
-    total = sum(entry[0] for entry in work) or 1.0
-    goal = total / max(1, min(cuts, sum(1 for entry in work if entry[0] > 0)))
-    groups: list[tuple[float, list[Gemm | Stream], float, float]] = []
-    flops, kept, ops = 0.0, 0.0, []
+def _cut(work: list[_Work], count: float, cuts: int) -> list[Block]:
+    """Blocks of about equal shares of the FLOPs that are left; what follows the last product belongs to its block.
+
+    Parameters that no single equation holds are dealt out by FLOPs.
+    """
+    total = sum(entry.flops for entry in work) or 1.0
+    parts = max(1, min(cuts, sum(1 for entry in work if entry.flops > 0)))
+    left = total
+    groups: list[_Work] = []
+    open_ = _Work(0.0, [], 0.0, 0.0, 0.0)
     boundary = 0.0
-    for amount, made, saved, alive in work:
-        flops, kept, ops = flops + amount, kept + saved, ops + made
-        boundary = alive if alive else boundary
-        if flops >= goal:
-            groups.append((flops, ops, kept, boundary))
-            flops, kept, ops = 0.0, 0.0, []
-    if ops or not groups:
-        groups.append((flops, ops, kept, boundary))
+    for entry in work:
+        open_.flops += entry.flops
+        open_.kept += entry.kept
+        open_.parameters += entry.parameters
+        open_.operations = open_.operations + entry.operations
+        boundary = open_.alive = entry.alive or boundary
+        if open_.flops > 0 and open_.flops >= (1 - 1e-9) * left / max(parts - len(groups), 1):
+            groups.append(open_)
+            left -= open_.flops
+            open_ = _Work(0.0, [], 0.0, boundary, 0.0)
+    if groups and not open_.flops:
+        groups[-1].operations = groups[-1].operations + open_.operations
+        groups[-1].kept += open_.kept
+        groups[-1].parameters += open_.parameters
+    else:
+        groups.append(open_)
+    spread = count - sum(group.parameters for group in groups)
     return [
         Block(
             f"part {i}",
             1,
-            tuple(ops),
-            replicated=count * (flops / total if total > 1 else 1 / len(groups)),
-            saved_replicated=kept,
-            boundary=edge,
+            tuple(group.operations),
+            replicated=group.parameters + spread * (group.flops / total if total > 1 else 1 / len(groups)),
+            saved_replicated=group.kept,
+            boundary=group.alive,
         )
-        for i, (flops, ops, kept, edge) in enumerate(groups, 1)
+        for i, group in enumerate(groups, 1)
     ]

@@ -143,6 +143,9 @@ def sizes(model: Model, plans: Plans) -> Sizes:
         + sum(b.count * b.replicated for b in model.blocks) * per
     )
     experts = sum(b.count * b.expert_parameters for b in model.blocks) * per / (t * plans["expert"])
+    largest = np.max(
+        [b.parameters / t + b.replicated + b.expert_parameters / (t * plans["expert"]) for b in model.blocks], 0
+    )
     edge = [b.parameters / t + b.replicated for b in (model.embed, model.head) if b is not None]
     first = edge[0] if model.embed is not None else 0.0
     last = edge[-1] if model.head is not None else 0.0
@@ -165,7 +168,7 @@ def sizes(model: Model, plans: Plans) -> Sizes:
     )
     return Sizes(
         layers=layers,
-        parameters=layers * (held + experts) + alone,
+        parameters=np.maximum(layers * (held + experts), largest) + alone,
         layer_parameters=held + experts,
         expert_parameters=layers * experts,
         saved_layer=kept,

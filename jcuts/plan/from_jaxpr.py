@@ -1,7 +1,4 @@
-"""The cost of any JAX function, from its jaxpr: nothing is allocated, compiled or run.
-
-Together with ``apply`` the only file of the planner that imports jax.
-"""
+"""The cost of any JAX function, from its jaxpr: nothing is allocated, compiled or run."""
 
 from __future__ import annotations
 

@@ -131,7 +131,9 @@ def seconds(program: Program, operands: list[np.ndarray], runs: int = 7) -> floa
     scratch = np.zeros(kernel.scratch_bytes + 192, np.uint8)
     aligned = (scratch.ctypes.data + 63) // 64 * 64
     out = (ctypes.c_double * runs)()
-    native.load().jcuts_bench(address, pointers, kernel.tiles, aligned, kernel.scratch_bytes, 1, runs, out)
+    native.load().jcuts_bench(
+        address, pointers, kernel.tiles, aligned, kernel.scratch_bytes, 1, runs, out
+    )
     return min(out)
 
 

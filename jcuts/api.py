@@ -76,21 +76,15 @@ class Optimized:
         __wrapped__: the user's function.
     """
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        settings: Settings,
-        jit_options: dict[str, Any],
-        store: guard.GuardStore | None = None,
-    ) -> None:
+    def __init__(self, fn: Callable[..., Any], settings: Settings, jit_options: dict[str, Any],
+                 store: guard.GuardStore | None = None) -> None:
         functools.update_wrapper(self, fn)
         self.settings = settings
         self._fn = fn
         self._options = {k: v for k, v in jit_options.items() if v is not None}
         self._store = store
-        self._static = jaxapi.static_positions(
-            fn, self._options.get("static_argnums"), self._options.get("static_argnames")
-        )
+        self._static = jaxapi.static_positions(fn, self._options.get("static_argnums"),
+                                               self._options.get("static_argnames"))
         self._donated = jaxapi.static_positions(fn, self._options.get("donate_argnums"), None)
         self._lock = threading.RLock()
         self._reset()
@@ -166,9 +160,8 @@ class Optimized:
         decision = known[1] if known else guard.Decision(guard.JCUTS, "not called with these arguments yet")
         report = outcome.report
         if report is None:
-            report = FunctionReport(
-                function_name(self._fn), self.settings.mode, self._platform(signature), notes=(outcome.note,)
-            )
+            report = FunctionReport(function_name(self._fn), self.settings.mode, self._platform(signature),
+                                    notes=(outcome.note,))
         return _with_decision(report, decision)
 
     def decision(self, *args: Any, **kwargs: Any) -> guard.Decision | None:
@@ -252,9 +245,8 @@ class Optimized:
         only = next(iter(used.values())) if len(used) == 1 else None
         self._current = self._by_signature if only is None else only.call.jitted
 
-    def _decide(
-        self, signature: _Signature, args: Any, kwargs: Any, *, measure: bool
-    ) -> tuple[_Program, guard.Decision]:
+    def _decide(self, signature: _Signature, args: Any, kwargs: Any, *,
+                measure: bool) -> tuple[_Program, guard.Decision]:
         platform = self._platform(signature)
         placement = self._placement(args, kwargs)
         decision = self._decision_for(signature, args, kwargs, placement, platform, measure)
@@ -262,9 +254,8 @@ class Optimized:
         self._decisions[signature] = kept
         return kept
 
-    def _decision_for(
-        self, signature: _Signature, args: Any, kwargs: Any, placement: Placement, platform: str, measure: bool
-    ) -> guard.Decision:
+    def _decision_for(self, signature: _Signature, args: Any, kwargs: Any, placement: Placement,
+                      platform: str, measure: bool) -> guard.Decision:
         if knobs.current().disable:
             return guard.Decision(guard.XLA, "JCUTS_DISABLE is set")
         if jaxapi.jit_disabled():
@@ -276,8 +267,7 @@ class Optimized:
             if isinstance(parts, str):
                 return guard.Decision(guard.JCUTS, f"arguments on several devices and {parts}: left to XLA")
             outcomes = shard_local.plan_parts(
-                parts, lambda part: plan(part, self.settings, platform, may_measure=measure)
-            )
+                parts, lambda part: plan(part, self.settings, platform, may_measure=measure))
             uses_jcuts = any(o.closed is not p.closed for o, p in zip(outcomes, parts.parts, strict=True))
         else:
             outcome = plan(closed, self.settings, platform, may_measure=measure, examples=leaves)
@@ -313,11 +303,10 @@ class Optimized:
             return None
         return decision
 
-    def _race(self, args: Any, kwargs: Any, placement: Placement, platform: str, uses_jcuts: bool) -> guard.Decision:
-        calls = {
-            name: self._program(name, placement, platform).call.permitted
-            for name in guard.candidate_names(platform, uses_jcuts)
-        }
+    def _race(self, args: Any, kwargs: Any, placement: Placement, platform: str,
+              uses_jcuts: bool) -> guard.Decision:
+        calls = {name: self._program(name, placement, platform).call.permitted
+                 for name in guard.candidate_names(platform, uses_jcuts)}
         return guard.decide(calls, lambda: self._copies(args, kwargs), donates=bool(self._donated[0]))
 
     def _copies(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -326,20 +315,16 @@ class Optimized:
 
         nums, names = self._donated
         positions = {n % len(args) for n in nums if -len(args) <= n < len(args)}
-        return (
-            tuple(copy(a) if i in positions else a for i, a in enumerate(args)),
-            {k: copy(v) if k in names else v for k, v in kwargs.items()},
-        )
+        return (tuple(copy(a) if i in positions else a for i, a in enumerate(args)),
+                {k: copy(v) if k in names else v for k, v in kwargs.items()})
 
     # ------------------------------------------------------------ arguments
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
         nums, names = self._static
         where = {n % len(args) for n in nums if -len(args) <= n < len(args)}
-        dynamic = (
-            tuple(a for i, a in enumerate(args) if i not in where),
-            {k: v for k, v in kwargs.items() if k not in names},
-        )
+        dynamic = (tuple(a for i, a in enumerate(args) if i not in where),
+                   {k: v for k, v in kwargs.items() if k not in names})
         statics = (*((i, args[i]) for i in sorted(where)), *((k, kwargs[k]) for k in sorted(kwargs) if k in names))
         return dynamic, statics
 
@@ -352,9 +337,7 @@ class Optimized:
                 raise UsageError(
                     f"static argument {name!r} of {function_name(self._fn)} has the unhashable type "
                     f"{type(value).__name__}: pass a hashable value (a tuple for a list), or make it dynamic",
-                    argument=name,
-                    value=value,
-                ) from error
+                    argument=name, value=value) from error
         leaves, tree = jax.tree.flatten(dynamic)
         return _Signature((tree, len(args), tuple(sorted(kwargs))), tuple(self._leaf(x) for x in leaves), statics)
 
@@ -365,9 +348,7 @@ class Optimized:
             raise NotJaxError(
                 f"an argument of {function_name(self._fn)} is a {type(x).__name__}, which is not an array: pass "
                 "arrays and numbers, or name the argument in static_argnums or static_argnames",
-                type=type(x).__name__,
-                function=function_name(self._fn),
-            ) from error
+                type=type(x).__name__, function=function_name(self._fn)) from error
         place = x.sharding if isinstance(x, jax.Array) and (x.committed or len(x.sharding.device_set) > 1) else None
         return aval, place
 
@@ -398,16 +379,8 @@ class Optimized:
     def _store_key(self, closed: jaxapi.Closed, signature: _Signature, platform: str) -> str:
         places = "; ".join("" if place is None else str(place) for _, place in signature.leaves)
         kinds = sorted({d.device_kind for d in jax.local_devices() if d.platform == platform})
-        return digest(
-            "guard",
-            jaxapi.canonical_text(closed),
-            repr(self.settings),
-            platform,
-            ",".join(kinds),
-            places,
-            repr(self._options),
-            repr(sorted(versions().items())),
-        )
+        return digest("guard", jaxapi.canonical_text(closed), repr(self.settings), platform, ",".join(kinds), places,
+                      repr(self._options), repr(sorted(versions().items())))
 
 
 class _Permitted:
@@ -456,19 +429,12 @@ def _with_decision(report: Any, decision: guard.Decision) -> Any:
     return attach(decision.to_dict()) if attach is not None else report
 
 
-def optimize(
-    fn: Callable[..., Any] | None = None,
-    *,
-    mode: str = "mixed",
-    static_argnums: int | Sequence[int] | None = None,
-    static_argnames: str | Iterable[str] | None = None,
-    donate_argnums: int | Sequence[int] | None = None,
-    workspace_limit: int | None = None,
-    total_workspace: int | None = None,
-    tune: str = "auto",
-    tolerance: float = 2.0,
-    strict: bool = False,
-) -> Any:
+def optimize(fn: Callable[..., Any] | None = None, *, mode: str = "mixed",
+             static_argnums: int | Sequence[int] | None = None,
+             static_argnames: str | Iterable[str] | None = None,
+             donate_argnums: int | Sequence[int] | None = None,
+             workspace_limit: int | None = None, total_workspace: int | None = None,
+             tune: str = "auto", tolerance: float = 2.0, strict: bool = False) -> Any:
     """Make a JAX function faster; use it like ``jax.jit``, as a decorator with or without arguments.
 
     Args:
@@ -484,17 +450,12 @@ def optimize(
     Returns: an ``Optimized``.
     Raises: UsageError for impossible options, NotJaxError if ``fn`` cannot be a JAX function.
     """
-    settings = Settings(
-        mode=mode,
-        tune=tune,
-        tolerance=tolerance,
-        workspace_limit=workspace_limit,
-        total_workspace=total_workspace,
-        strict=strict,
-    )
+    settings = Settings(mode=mode, tune=tune, tolerance=tolerance, workspace_limit=workspace_limit,
+                        total_workspace=total_workspace, strict=strict)
     if static_argnames is not None and not isinstance(static_argnames, str):
         static_argnames = tuple(static_argnames)
-    options = {"static_argnums": static_argnums, "static_argnames": static_argnames, "donate_argnums": donate_argnums}
+    options = {"static_argnums": static_argnums, "static_argnames": static_argnames,
+               "donate_argnums": donate_argnums}
 
     def wrap(target: Callable[..., Any]) -> Optimized:
         _check_function(target)
@@ -505,20 +466,11 @@ def optimize(
 
 def _check_function(fn: Any) -> None:
     if not callable(fn):
-        raise NotJaxError(
-            f"optimize needs a function, not a {type(fn).__name__}: decorate a function, or call "
-            "optimize(mode=...) with keywords only",
-            value=fn,
-        )
+        raise NotJaxError(f"optimize needs a function, not a {type(fn).__name__}: decorate a function, or call "
+                          "optimize(mode=...) with keywords only", value=fn)
     call = fn if inspect.isroutine(fn) else getattr(fn, "__call__", fn)  # noqa: B004
-    for kind, test in (
-        ("coroutine", inspect.iscoroutinefunction),
-        ("generator", inspect.isgeneratorfunction),
-        ("asynchronous generator", inspect.isasyncgenfunction),
-    ):
+    for kind, test in (("coroutine", inspect.iscoroutinefunction), ("generator", inspect.isgeneratorfunction),
+                       ("asynchronous generator", inspect.isasyncgenfunction)):
         if test(fn) or test(call):
-            raise NotJaxError(
-                f"{function_name(fn)} is a {kind} function: JAX traces functions that return arrays",
-                function=function_name(fn),
-                kind=kind,
-            )
+            raise NotJaxError(f"{function_name(fn)} is a {kind} function: JAX traces functions that return arrays",
+                              function=function_name(fn), kind=kind)

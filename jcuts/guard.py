@@ -36,7 +36,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "graphs": {
             "xla_gpu_graph_min_graph_size": 1,
             "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,WHILE,"
-            "DYNAMIC_SLICE_FUSION,CONVOLUTION",
+                                             "DYNAMIC_SLICE_FUSION,CONVOLUTION",
         },
     },
 }
@@ -98,27 +98,16 @@ class Decision:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for the database and for ``explain``."""
-        return {
-            "chosen": self.chosen,
-            "reason": self.reason,
-            "seconds": dict(self.seconds),
-            "margin": self.margin,
-            "rejected": dict(self.rejected),
-            "measured": self.measured,
-        }
+        return {"chosen": self.chosen, "reason": self.reason, "seconds": dict(self.seconds), "margin": self.margin,
+                "rejected": dict(self.rejected), "measured": self.measured}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Decision | None:
         """The decision, or None if the stored data has another form."""
         try:
-            return cls(
-                str(data["chosen"]),
-                str(data["reason"]),
-                {str(k): float(v) for k, v in dict(data["seconds"]).items()},
-                float(data["margin"]),
-                {str(k): str(v) for k, v in dict(data["rejected"]).items()},
-                bool(data["measured"]),
-            )
+            return cls(str(data["chosen"]), str(data["reason"]),
+                       {str(k): float(v) for k, v in dict(data["seconds"]).items()}, float(data["margin"]),
+                       {str(k): str(v) for k, v in dict(data["rejected"]).items()}, bool(data["measured"]))
         except (KeyError, TypeError, ValueError):
             return None
 
@@ -136,13 +125,8 @@ def compiler_options(name: str, platform: str) -> dict[str, Any] | None:
     return OPTIONS.get("cuda" if platform in ("gpu", "rocm") else platform, {}).get(option)
 
 
-def decide(
-    calls: Mapping[str, Callable[..., Any]],
-    fresh_args: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]],
-    *,
-    donates: bool,
-    seconds: float = 0.6,
-) -> Decision:
+def decide(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]],
+           *, donates: bool, seconds: float = 0.6) -> Decision:
     """Time whole programs on the same arguments and choose.
 
     Args:
@@ -158,7 +142,6 @@ def decide(
     warm: dict[str, float] = {}
     reference: Any = None
     for name, call in calls.items():
-
         def run(call: Callable[..., Any] = call) -> Any:
             args, kwargs = fresh_args()
             return jax.block_until_ready(call(*args, **kwargs))
@@ -192,14 +175,9 @@ def decide(
     return dataclasses.replace(second, seconds={**first.seconds, **second.seconds})
 
 
-def _sample(
-    runs: Mapping[str, Callable[[], Any]],
-    fresh_args: Callable[[], Any],
-    calls: Mapping[str, Callable[..., Any]],
-    best: float,
-    donates: bool,
-    seconds: float,
-) -> dict[str, noise.Samples]:
+def _sample(runs: Mapping[str, Callable[[], Any]], fresh_args: Callable[[], Any],
+            calls: Mapping[str, Callable[..., Any]], best: float, donates: bool,
+            seconds: float) -> dict[str, noise.Samples]:
     if len(runs) == 1:
         return noise.interleave(dict(runs), least=1, most=1)
     if donates:
@@ -217,14 +195,12 @@ def _sample(
 
         return go
 
-    return noise.interleave(
-        {n: repeated(calls[n]) for n in runs}, seconds=seconds, least=5, most=60, inner=dict.fromkeys(runs, inner)
-    )
+    return noise.interleave({n: repeated(calls[n]) for n in runs}, seconds=seconds, least=5, most=60,
+                            inner=dict.fromkeys(runs, inner))
 
 
-def _sample_with_copies(
-    calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], Any], seconds: float
-) -> dict[str, noise.Samples]:
+def _sample_with_copies(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], Any],
+                        seconds: float) -> dict[str, noise.Samples]:
     times: dict[str, list[float]] = {name: [] for name in calls}
     end = time.perf_counter() + seconds
     order = list(calls)
@@ -247,11 +223,8 @@ def _choose(samples: Mapping[str, noise.Samples], rejected: dict[str, str]) -> D
     best = min(medians, key=lambda name: medians[name])
     low = {name: s.quartiles[0] for name, s in samples.items()}
     # Equal in either statistic counts as equal: a median alone is bimodal on a busy machine.
-    chosen = next(
-        name
-        for name in medians
-        if medians[name] <= medians[best] * (1 + margin) or low[name] <= low[best] * (1 + margin)
-    )
+    chosen = next(name for name in medians
+                  if medians[name] <= medians[best] * (1 + margin) or low[name] <= low[best] * (1 + margin))
     if len(medians) == 1:
         reason = "no other candidate"
     elif chosen == XLA:

@@ -28,7 +28,6 @@ def scaled(x, k=2.0):
 
 # ------------------------------------------------------------ conventions
 
-
 def test_decorator_with_and_without_arguments():
     @jcuts.optimize
     def f(x):
@@ -125,7 +124,6 @@ def test_threads_agree():
 
 # ------------------------------------------------------------ decisions
 
-
 def test_concrete_call_may_measure_and_sees_real_values(toy):  # noqa: F811
     f = jcuts.optimize(lambda x, n: jax.lax.fori_loop(0, n, lambda _, v: v * 1.5, x))
     f(X, 3)
@@ -169,10 +167,8 @@ def test_stored_decision_is_followed(toy):  # noqa: F811
     assert f.decision(X).reason == "kept"
 
 
-@pytest.mark.parametrize(
-    "data",
-    [{}, {"chosen": 1}, {"chosen": "gone", "reason": "", "seconds": {}, "margin": 0, "rejected": {}, "measured": True}],
-)
+@pytest.mark.parametrize("data", [{}, {"chosen": 1}, {"chosen": "gone", "reason": "", "seconds": {}, "margin": 0,
+                                                     "rejected": {}, "measured": True}])
 def test_foreign_store_content_is_ignored(data):
     class Foreign(guard.MemoryStore):
         def guard(self, key):
@@ -238,12 +234,8 @@ def test_guard_rejects_wrong_and_failing_programs():
     def fails(x):
         raise RuntimeError("no device")
 
-    calls = {
-        "xla": _call(lambda x: x * 2),
-        "wrong": _call(lambda x: x * 3),
-        "nan": _call(lambda x: x * jnp.nan),
-        "fails": fails,
-    }
+    calls = {"xla": _call(lambda x: x * 2), "wrong": _call(lambda x: x * 3), "nan": _call(lambda x: x * jnp.nan),
+             "fails": fails}
     decision = guard.decide(calls, lambda: ((X,), {}), donates=False, seconds=0.02)
     assert decision.chosen == "xla"
     assert "norm" in decision.rejected["wrong"] and "NaN" in decision.rejected["nan"]
@@ -265,11 +257,8 @@ def test_decision_round_trip():
 
 # ------------------------------------------------------------ errors
 
-
-@pytest.mark.parametrize(
-    "options",
-    [{"mode": "fast"}, {"tune": "never"}, {"tolerance": 0}, {"workspace_limit": -1}, {"total_workspace": 1.5}],
-)
+@pytest.mark.parametrize("options", [{"mode": "fast"}, {"tune": "never"}, {"tolerance": 0}, {"workspace_limit": -1},
+                                     {"total_workspace": 1.5}])
 def test_impossible_options(options):
     with pytest.raises(UsageError) as error:
         jcuts.optimize(scaled, **options)

@@ -87,7 +87,9 @@ def _scalar_atom(frame: Frame, atom: Atom) -> L.Value:
     return _divide(frame.builder, atom.kind, scalar_index(frame, atom.inner), atom.modulus, low, I64)
 
 
-def _divide(builder: L.Builder, kind: str, value: L.Value, modulus: int, low: int | None, base: ir.IntType) -> L.Value:
+def _divide(
+    builder: L.Builder, kind: str, value: L.Value, modulus: int, low: int | None, base: ir.IntType
+) -> L.Value:
     """Floor division or remainder by a positive constant."""
     typ = value.type
 

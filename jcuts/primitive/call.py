@@ -28,9 +28,8 @@ jcuts_call_p = jaxapi.new_call_primitive(
 )
 
 
-def jcuts_call(
-    closed: jaxapi.Closed, args: Sequence[Any], settings: Settings, *, name: str, placement: Any = None
-) -> list[Any]:
+def jcuts_call(closed: jaxapi.Closed, args: Sequence[Any], settings: Settings, *, name: str,
+               placement: Any = None) -> list[Any]:
     """Bind the primitive at ``args``.
 
     Args:

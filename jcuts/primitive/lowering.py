@@ -24,9 +24,8 @@ class Planned(NamedTuple):
     note: str = ""
 
 
-def lower(
-    ctx: Any, *args: Any, jaxpr: jaxapi.Closed, settings: Settings, name: str, placement: Placement | None
-) -> Sequence[Any]:
+def lower(ctx: Any, *args: Any, jaxpr: jaxapi.Closed, settings: Settings, name: str,
+          placement: Placement | None) -> Sequence[Any]:
     """Plan the jaxpr for this platform and emit the result.  Never measures: a lowering rule may run anywhere."""
     if placement is not None and expected.placement != placement:
         raise OtherPlacement
@@ -39,10 +38,8 @@ def lower(
         if not isinstance(found, str) and _any_kernel(found, settings, site.platforms[0]):
             # Each part is a call of this primitive again, planned when its own lowering finds local types.  (Its
             # planned equations are not evaluated here: they may hold types of the mesh they were traced under.)
-            planned = shard_local.assemble(
-                found,
-                lambda part, xs: ctx.primitive.bind(*xs, jaxpr=part, settings=settings, name=name, placement=None),
-            )
+            planned = shard_local.assemble(found, lambda part, xs: ctx.primitive.bind(
+                *xs, jaxpr=part, settings=settings, name=name, placement=None))
     return jaxapi.lower_closed(ctx, args, planned, name)
 
 
@@ -67,14 +64,8 @@ def left_to_xla(ctx: Any) -> str | None:
     return None
 
 
-def plan(
-    closed: jaxapi.Closed,
-    settings: Settings,
-    platform: str,
-    *,
-    may_measure: bool,
-    examples: Sequence[Any] | None = None,
-) -> Any:
+def plan(closed: jaxapi.Closed, settings: Settings, platform: str, *, may_measure: bool,
+         examples: Sequence[Any] | None = None) -> Any:
     """The pipeline's ``Outcome`` for a program (``Planned``, the program unchanged, where it cannot run)."""
     if jaxapi.has_references(closed):
         return Planned(closed, note="left to XLA: the function uses mutable references")

@@ -95,7 +95,9 @@ def make_problem(subset: Any, settings: Settings, candidates: int) -> Problem:
         identity=subset.identity,
         inputs=tuple(Input(tuple(v.aval.shape), v.aval.dtype.name, _recipe(subset, v)) for v in subset.inputs),
         outputs=outputs,
-        candidates=tuple(Candidate("program", p.to_text(), _label(p), score, bound(p).seconds) for p, score in kept),
+        candidates=tuple(
+            Candidate("program", p.to_text(), _label(p), score, bound(p).seconds) for p, score in kept
+        ),
         tolerance=settings.tolerance,
         degree=degree(subset.closed),
         name=_name(subset),

@@ -4,12 +4,20 @@
     python benchmarks/h200_plans.py compare RESULTS --cluster NAME  # anywhere: predicted against measured
 
 ``measure`` needs four GPUs.  Each plan runs in a process of its own with a time limit, and results are written after
-each, so that one failure does not lose the others.  ``compare`` fits nothing: its constants are the cluster file's.
+each, so that one failure does not lose the others.
+
+``compare`` fits nothing: its constants are the cluster file's.  It predicts every plan twice: by the planner's cost
+model for a transformer of these sizes (as the reference step is: embedding and logits not divided by the tensor axis,
+no dropout, 32-bit parameters cast in every micro-batch, recomputation without what the compiler drops), and by pricing
+the step's own program (``jcuts.plan.step``).  It needs as many devices as the plans had, of any kind:
+
+    JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=4 python benchmarks/h200_plans.py compare RESULTS
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import platform
@@ -36,15 +44,16 @@ PLANS = (  # data, tensor, pipeline, samples per micro-batch
     (2, 1, 2, 2),
     (1, 4, 1, 32),
     (2, 2, 1, 2),
+    (2, 2, 1, 16),
 )
+KEPT = ((4, 1, 1, 8), (4, 1, 1, 2), (2, 2, 1, 8), (2, 1, 2, 4))
+"""Plans that are measured without recomputation too."""
 
 
-def layout(data: int, tensor: int, pipeline: int, micro: int) -> dict[str, Any]:
-    """Arguments of the reference step's ``Config``: GPipe, layers recomputed."""
-    count = BATCH // (data * micro)
-    return SIZES | {"data": data, "tensor": tensor, "pipeline": pipeline, "micro": micro, "count": count} | {
-        "schedule": "gpipe"
-    }
+def layout(data: int, tensor: int, pipeline: int, micro: int, *, remat: bool = True) -> dict[str, Any]:
+    """Arguments of the reference step's ``Config``: GPipe."""
+    axes = {"data": data, "tensor": tensor, "pipeline": pipeline, "micro": micro}
+    return SIZES | axes | {"count": BATCH // (data * micro), "schedule": "gpipe", "remat": remat}
 
 
 def one(values: dict[str, Any], steps: int, warm: int) -> dict[str, Any]:
@@ -80,7 +89,7 @@ def one(values: dict[str, Any], steps: int, warm: int) -> dict[str, Any]:
         made["memory"] = {
             name: int(getattr(memory, f"{name}_size_in_bytes")) for name in ("argument", "output", "temp", "alias")
         }
-        text = compiled.as_text()
+        text = compiled.as_text() or ""
         kinds = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
         made["collectives"] = {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in kinds}
     except Exception:  # what is only reported must not stop the measurement
@@ -98,7 +107,7 @@ def one(values: dict[str, Any], steps: int, warm: int) -> dict[str, Any]:
 def cluster(out: Path, name: str) -> None:
     """Measures the machine in this process and writes ``out``/NAME.toml."""
     sys.path.insert(0, str(ROOT.parent))
-    from jcuts.plan import measure
+    from jcuts.plan import fit, measure
 
     begun = time.perf_counter()
 
@@ -106,7 +115,7 @@ def cluster(out: Path, name: str) -> None:
         print(f"cluster: {what} ({done} of {total}), {time.perf_counter() - begun:.0f} s", flush=True)
 
     found = measure.measure(out, progress=told)
-    (out / f"{name}.toml").write_text(measure.to_toml(found, name), encoding="utf-8")
+    (out / f"{name}.toml").write_text(fit.to_toml(found, name), encoding="utf-8")
 
 
 def versions() -> dict[str, Any]:
@@ -117,7 +126,7 @@ def versions() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "jax": jax.__version__,
-        "jaxlib": jax.lib.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
         "gpus": len(devices),
         "gpu": devices[0].device_kind,
         "date": time.strftime("%Y-%m-%d"),
@@ -149,13 +158,13 @@ def run_all(out: Path, name: str, limit: float) -> None:
     print("versions", code, document["versions"], flush=True)
     code, text = child(["cluster", "--out", str(out), "--name", name], log, 200)
     print("cluster", code, text[-300:], f"{time.perf_counter() - begun:.0f} s", flush=True)
-    for plan in PLANS:
+    for plan, remat in [(plan, True) for plan in PLANS] + [(plan, False) for plan in KEPT]:
         left = limit - (time.perf_counter() - begun)
         if left < 25:
             print("no time left for", plan, flush=True)
             break
         started = time.perf_counter()
-        code, text = child(["one", json.dumps(layout(*plan))], log, min(90, left))
+        code, text = child(["one", json.dumps(layout(*plan, remat=remat))], log, min(90, left))
         row: dict[str, Any] = {"plan": plan, "wall_s": time.perf_counter() - started}
         try:
             row |= json.loads(text.splitlines()[-1]) if code == 0 else {"failed": code}
@@ -163,7 +172,103 @@ def run_all(out: Path, name: str, limit: float) -> None:
             row["failed"] = "no result"
         rows.append(row)
         (out / "plans.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        print(plan, row.get("median_s", "failed"), f"{row['wall_s']:.0f} s", flush=True)
+        print(
+            plan,
+            "" if remat else "no recomputation",
+            row.get("median_s", "failed"),
+            f"{row['wall_s']:.0f} s",
+            flush=True,
+        )
+
+
+def described(sizes: dict[str, Any], batch: int) -> tuple[Any, Any]:
+    """(model, work): the reference step in the planner's words."""
+    from jcuts.plan.model import Transformer
+    from jcuts.plan.workload import SOFTWARE, Training
+
+    values = {key: sizes[key] for key in ("layers", "hidden", "heads", "sequence", "vocabulary")}
+    network = Transformer("reference step", **values, batch=batch, dropout=False, vocabulary_divided=False)
+    return network.build(), Training(batch, **SOFTWARE["jax"])  # type: ignore[arg-type]
+
+
+def priced(config: dict[str, Any], cluster: Any) -> float:
+    """Seconds of the step's own program."""
+    import gpt_step
+    import jax
+
+    from jcuts.plan.step import step_time
+
+    made = gpt_step.Config(**config)
+    params = jax.eval_shape(lambda: gpt_step.init(made))
+    tokens = jax.ShapeDtypeStruct((made.batch, made.sequence + 1), "int32")
+    step = gpt_step.train_step(made, gpt_step.make_mesh(made))
+    return step_time(step, params, (params, params), tokens, cluster=cluster).seconds
+
+
+def compare(results: Path, name: str) -> dict[str, Any]:
+    """Measured and predicted seconds of every plan, with errors, rank correlation and the plan that we would choose."""
+    sys.path[:0] = [str(ROOT), str(ROOT.parent)]
+    import numpy as np
+
+    from jcuts.plan import cluster as clusters
+    from jcuts.plan.plans import Plan
+    from jcuts.plan.search import cost_plans
+    from jcuts.plan.validate import rank_correlation
+
+    document = json.loads(results.read_text(encoding="utf-8"))
+    place = clusters.load(name)
+    model, work = described(document["sizes"], document["batch"])
+    rows = []
+    for row in document["plans"]:
+        if "median_s" not in row:
+            continue
+        data, tensor, pipeline, micro = row["plan"]
+        recompute = "full" if row["config"].get("remat", True) else "none"
+        plan = Plan(data, tensor, pipeline, micro=micro, schedule="gpipe", recompute=recompute)
+        cost = cost_plans(model, place.resized(plan.gpus), [plan], work)[0]
+        parts = {part: seconds for part, seconds in cost.parts.items() if seconds}
+        made = {
+            "plan": row["plan"],
+            "recompute": recompute,
+            "measured_s": row["median_s"],
+            "model_s": cost.seconds,
+            "parts": parts,
+        }
+        rows.append(made | {"program_s": priced(row["config"], place)})
+    measured = np.array([row["measured_s"] for row in rows])
+    scores = {}
+    for way in ("model", "program"):
+        ours = np.array([row[f"{way}_s"] for row in rows])
+        off = ours / measured - 1
+        scores[way] = {
+            "mape": float(np.abs(off).mean()),
+            "max": float(np.abs(off).max()),
+            "bias": float(off.mean()),
+            "spearman": rank_correlation(ours, measured),
+            "chosen": named(rows[int(np.argmin(ours))]),
+            "regret": float(measured[np.argmin(ours)] / measured.min()),
+        }
+    return {"cluster": name, "results": results.name, "plans": rows, "scores": scores}
+
+
+def named(row: dict[str, Any]) -> str:
+    """A plan in a few characters."""
+    return ", ".join(map(str, row["plan"])) + ("" if row["recompute"] == "full" else ", kept")
+
+
+def show(found: dict[str, Any]) -> None:
+    """The comparison as a table in Markdown."""
+    print("| d, t, p, b | measured [s] | cost model | | own program | |\n|---|---|---|---|---|---|")
+    for row in found["plans"]:
+        cells = [named(row), f"{row['measured_s']:.4f}"]
+        for way in ("model", "program"):
+            cells += [f"{row[f'{way}_s']:.4f}", f"{row[f'{way}_s'] / row['measured_s'] - 1:+.1%}"]
+        print("| " + " | ".join(cells) + " |")
+    for way, score in found["scores"].items():
+        print(
+            f"{way}: MAPE {score['mape']:.1%}, max {score['max']:.1%}, bias {score['bias']:+.1%}, "
+            f"Spearman {score['spearman']:.3f}, chooses {score['chosen']}, {score['regret']:.3f} of the best"
+        )
 
 
 def main() -> None:
@@ -187,6 +292,13 @@ def main() -> None:
         cluster(arguments.out, arguments.name)
     elif arguments.action == "versions":
         print(json.dumps(versions()))
+    else:
+        if not arguments.value:
+            parser.error("compare: which results? (a JSON file that measure has written)")
+        found = compare(Path(arguments.value), arguments.cluster)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        show(found)
 
 
 if __name__ == "__main__":

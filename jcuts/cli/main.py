@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from jcuts.base import knobs
 from jcuts.base.errors import JcutsError
-from jcuts.cli import cache, demo, doctor, explain, plan
+from jcuts.cli import cache, cluster, demo, doctor, explain, plan, validate
 
 COMMANDS = {"explain": explain, "cache": cache, "demo": demo, "doctor": doctor}
-COMMANDS |= {"plan": plan, "cluster": plan.CLUSTER, "validate": plan.VALIDATE}
+COMMANDS |= {"plan": plan, "cluster": cluster, "validate": validate}
 """Name to module; a module has ``HELP``, ``add_arguments(parser)`` and ``run(arguments) -> exit status``."""
 
 

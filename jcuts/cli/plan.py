@@ -1,4 +1,4 @@
-"""Choose how to lay out a model on a cluster, measure a cluster, and check the planner against measured tables."""
+"""Choose how to lay out a model on a cluster."""
 
 from __future__ import annotations
 
@@ -7,24 +7,21 @@ import importlib
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from jcuts.base.errors import UsageError
 from jcuts.cli import tables
 from jcuts.plan import cluster as clusters
-from jcuts.plan import html, inference, placement, validate
+from jcuts.plan import html, inference, placement
 from jcuts.plan import model as models
 from jcuts.plan.blocks import Model
 from jcuts.plan.cluster import Cluster
 from jcuts.plan.plans import RECOMPUTE, SCHEDULES
 from jcuts.plan.search import Ranked, Result, search
 from jcuts.plan.space import Space
-from jcuts.plan.tables import shipped
-from jcuts.plan.workload import Training
+from jcuts.plan.workload import SOFTWARE, Training
 
 HELP = "choose mesh, schedule and memory tiers for a model on a cluster"
 BAR = {
@@ -57,7 +54,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequence", type=int, metavar="N", help="tokens per sample (default: the model's)")
     parser.add_argument("--top", type=int, default=5, metavar="K", help="plans to show")
     parser.add_argument("--explain", type=int, default=5, metavar="K", help="rejected neighbours to show, with reasons")
-    parser.add_argument("--micro", type=int, default=64, metavar="N", help="largest micro-batch")
+    parser.add_argument(
+        "--software",
+        choices=tuple(SOFTWARE),
+        default="jax",
+        help="how numbers are kept: jax (32-bit parameters, cast in every micro-batch; default), megatron, lean",
+    )
+    parser.add_argument(
+        "--micro", type=int, metavar="N", help="largest micro-batch (default: 64 sequences, or any number of images)"
+    )
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     parser.add_argument("--recompute", nargs="+", choices=RECOMPUTE, default=list(RECOMPUTE))
     parser.add_argument(
@@ -86,10 +91,13 @@ def run(arguments: argparse.Namespace) -> int:
     model = _model(arguments)
     cluster = clusters.load(arguments.cluster)
     if arguments.serve:
+        for name in ("html", "place", "gpus"):
+            if getattr(arguments, name):
+                raise UsageError(f"--{name} does not go with --serve, which plans inference on one GPU")
         return _serve(arguments, model, cluster)
-    work = Training(arguments.batch or model.batch)
+    work = Training(arguments.batch or model.batch, **SOFTWARE[arguments.software])  # type: ignore[arg-type]
     space = Space(
-        micro=arguments.micro,
+        micro=arguments.micro or (64 if model.sample == "sequence" else work.batch),
         schedules=tuple(arguments.schedules),
         recompute=tuple(arguments.recompute),
         offload=tuple(arguments.offload),
@@ -101,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.html:
         Path(arguments.html).write_text(html.page(model, cluster, work, result), encoding="utf-8")
     if arguments.json:
-        _write(arguments.json, _document(model, cluster, work, result, placed))
+        write(arguments.json, _document(model, cluster, work, result, placed))
     if arguments.json != "-":
         _show(model, cluster, work, result, placed, arguments)
     return 0
@@ -148,7 +156,8 @@ def _document(model: Model, cluster: Cluster, work: Training, result: Result, pl
     }
 
 
-def _write(target: str, document: Any) -> None:
+def write(target: str, document: Any) -> None:
+    """JSON into a file; ``-`` is standard output."""
     text = json.dumps(document, indent=1)
     if target == "-":
         print(text)
@@ -239,7 +248,7 @@ def _serve(arguments: argparse.Namespace, model: Model, cluster: Cluster) -> int
             f"{model.name} cannot be served on one GPU of {cluster.name}: no way fits its memory", model=model.name
         )
     if arguments.json:
-        _write(arguments.json, [cost.to_json() for cost in found])
+        write(arguments.json, [cost.to_json() for cost in found])
     if arguments.json != "-":
         rows = [
             (
@@ -263,194 +272,3 @@ def _serve(arguments: argparse.Namespace, model: Model, cluster: Cluster) -> int
             )
         )
     return 0
-
-
-# --- jcuts cluster measure
-
-
-def _cluster_arguments(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", required=True, metavar="action")
-    one = actions.add_parser("measure", help="measure this machine and write its cluster file")
-    one.add_argument("--out", metavar="FILE", help="TOML file to write (default: standard output)")
-    one.add_argument("--name", default="measured", help="name of the cluster")
-    one.add_argument("--storage", default=".", metavar="FOLDER", help="folder whose disk is measured")
-    one.add_argument("--quick", action="store_true", help="small sizes")
-    actions.add_parser("list", help="clusters and models that come with jcuts")
-
-
-def _cluster(arguments: argparse.Namespace) -> int:
-    if arguments.action == "list":
-        console = tables.console()
-        rows = []
-        for name in clusters.presets():
-            found = clusters.load(name)
-            rows.append((name, str(found.gpus), found.gpu.name, f"{found.gpu.memory / 2**30:.0f}"))
-        console.print(tables.table("clusters", ("name", "GPUs", "GPU", "GiB"), rows, right=(1, 3)))
-        console.print("models: " + ", ".join(models.presets()))
-        return 0
-    from jcuts.plan import measure
-
-    with Progress(TextColumn("{task.description}"), BarColumn(), transient=True) as progress:
-        task = progress.add_task("starting", total=1)
-        found = measure.measure(
-            arguments.storage,
-            quick=arguments.quick,
-            progress=lambda what, done, total: progress.update(task, description=what, completed=done, total=total),
-        )
-    text = measure.to_toml(found, arguments.name)
-    if arguments.out:
-        Path(arguments.out).write_text(text, encoding="utf-8")
-    else:
-        print(text)
-    return 0
-
-
-# --- jcuts validate
-
-
-def _validate_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "tables", nargs="*", metavar="CSV", help="measured tables (default: the two that come with jcuts)"
-    )
-    parser.add_argument("--cluster", metavar="NAME|FILE", help="constants (default: dgx-a100)")
-    parser.add_argument(
-        "--calibrate",
-        metavar="ROWS",
-        help="rows to fit constants on: 1,5,9 or @FILE, by idx or place in the table; others are reported",
-    )
-    parser.add_argument("--ablate", action="store_true", help="error with each constant switched off")
-    parser.add_argument("--groups", action="store_true", help="rank correlation and regret of every group")
-    parser.add_argument("--json", metavar="FILE", help="write the figures as JSON; - is standard output")
-
-
-def _rows(text: str) -> set[int]:
-    if text.startswith("@"):
-        try:
-            lines = Path(text[1:]).read_text(encoding="utf-8").splitlines()
-        except OSError as error:
-            raise UsageError(f"{text[1:]}: cannot be read: {error.strerror}") from error
-        text = " ".join(line for line in lines if not line.startswith("#"))
-    try:
-        return {int(word) for word in text.replace(",", " ").split()}
-    except ValueError as error:
-        raise UsageError(f"--calibrate {text!r}: rows are numbers, separated by commas") from error
-
-
-def _validate(arguments: argparse.Namespace) -> int:
-    default = not arguments.tables
-    paths = arguments.tables or [shipped("megatron_seqsel_table5.csv"), shipped("vtrain_singlenode_a100.csv")]
-    documents = []
-    for path in paths:
-        cases = validate.read_cases(path)
-        cluster, overhead, held_out = clusters.load(arguments.cluster or "dgx-a100"), 0.0, cases
-        fitted: validate.Calibration | None = None
-        named = arguments.calibrate
-        if default and named is None and Path(path).name.startswith("vtrain"):
-            named = f"@{shipped('vtrain_calibration_rows.txt')}"
-        if named and not (default and Path(path).name.startswith("megatron")):
-            wanted = _rows(named)
-            chosen = [case for case in cases if case.row in wanted]
-            missing = wanted - {case.row for case in cases}
-            if missing:
-                raise UsageError(f"{path} has no rows {sorted(missing)[:10]}", rows=sorted(missing))
-            fitted = validate.calibrate(chosen, cluster)
-            cluster, overhead = fitted.cluster, fitted.overhead
-            held_out = [case for case in cases if case.row not in wanted]
-            if not held_out:
-                raise UsageError("every row is named for calibration: none is left to report on")
-        predicted = validate.Bench(held_out).predict(cluster, overhead)
-        ours = validate.score(held_out, predicted)
-        fit_on = [case for case in cases if fitted and case.row in fitted.rows] or held_out
-        naive = validate.score(held_out, validate.constant_efficiency(held_out, cluster, fit_on))
-        documents.append(
-            {
-                "table": Path(path).name,
-                "rows": ours.rows,
-                "calibrated_on": list(fitted.rows) if fitted else [],
-                "constants": fitted.values if fitted else {},
-                "mape": ours.mape,
-                "max": ours.worst,
-                "bias": ours.bias,
-                "groups": len(ours.groups),
-                "spearman_median": ours.spearman,
-                "regret_mean": ours.regret,
-                "baseline": {
-                    "mape": naive.mape,
-                    "max": naive.worst,
-                    "spearman_median": naive.spearman,
-                    "regret_mean": naive.regret,
-                },
-                "ablation": validate.ablation(held_out, cluster, overhead) if arguments.ablate else {},
-                "by_group": [group.__dict__ for group in ours.groups] if arguments.groups else [],
-            }
-        )
-    if arguments.json:
-        _write(arguments.json, documents)
-    if arguments.json != "-":
-        _show_scores(documents)
-    return 0
-
-
-def _show_scores(documents: list[dict[str, Any]]) -> None:
-    console = tables.console()
-
-    def number(value: float) -> str:
-        return "-" if value != value else f"{value:.3f}"
-
-    rows = []
-    for d in documents:
-        for label, s in (("model", d), ("constant efficiency", d["baseline"])):
-            rows.append(
-                (
-                    d["table"],
-                    label,
-                    str(d["rows"]),
-                    f"{s['mape']:.2%}",
-                    f"{s['max']:.1%}",
-                    number(s["spearman_median"]),
-                    number(s["regret_mean"]),
-                )
-            )
-    console.print(
-        tables.table(
-            "predicted against measured step time",
-            ("table", "", "rows", "MAPE", "max", "Spearman", "regret"),
-            rows,
-            right=(2, 3, 4, 5, 6),
-        )
-    )
-    for d in documents:
-        if d["calibrated_on"]:
-            fitted = ", ".join(f"{name} {value:.3g}" for name, value in d["constants"].items())
-            console.print(
-                f"{d['table']}: calibrated on {len(d['calibrated_on'])} rows, which are not reported: {fitted}"
-            )
-        else:
-            console.print(f"{d['table']}: nothing was fitted on its rows")
-        if d["groups"]:
-            console.print(f"{d['table']}: {d['groups']} groups of equal model, GPUs and batch with at least 5 rows")
-        if d["ablation"]:
-            console.print(
-                tables.table(
-                    f"{d['table']}: MAPE with one constant's effect switched off",
-                    ("constant", "MAPE"),
-                    [(k, f"{v:.2%}") for k, v in d["ablation"].items()],
-                    right=(1,),
-                )
-            )
-        for g in d["by_group"]:
-            console.print(f"  {g['name']}: {g['rows']} rows, Spearman {g['spearman']:.2f}, regret {g['regret']:.3f}")
-
-
-CLUSTER = SimpleNamespace(
-    HELP="measure this machine as a cluster file; list presets",
-    add_arguments=_cluster_arguments,
-    run=_cluster,
-    __doc__="Measure this machine, or list clusters and models.",
-)
-VALIDATE = SimpleNamespace(
-    HELP="check the planner against measured tables",
-    add_arguments=_validate_arguments,
-    run=_validate,
-    __doc__="Compare predicted with measured step times.",
-)

@@ -1,4 +1,4 @@
-"""A plan as JAX objects: mesh and shardings.  With ``from_jaxpr`` the only file of the planner that imports jax."""
+"""A plan as JAX objects: mesh and shardings."""
 
 from __future__ import annotations
 

@@ -133,6 +133,12 @@ class Model:
         return body + (max(edges) if self.tied and edges else sum(edges))
 
     @property
+    def heaviest(self) -> float:
+        """Share of the body's FLOPs that its heaviest layer has: no stage can have less."""
+        total = sum(block.count * block.forward_flops for block in self.blocks)
+        return max(block.forward_flops for block in self.blocks) / total if total else 0.0
+
+    @property
     def forward_flops(self) -> float:
         """Matrix FLOPs of a forward pass per sample."""
         edges = sum(block.forward_flops for block in (self.embed, self.head) if block is not None)
@@ -210,38 +216,50 @@ def transformer_layer(
     )
 
 
-def vocabulary_head(*, hidden: int, vocabulary: int, sequence: int, dense: float = 0.0) -> Block:
-    """Final norm, logits and the cross-entropy, whose logits are kept in 32 bits as Megatron does."""
+def vocabulary_head(*, hidden: int, vocabulary: int, sequence: int, dense: float = 0.0, divided: bool = True) -> Block:
+    """Final norm, logits and the cross-entropy, whose logits are kept in 32 bits as Megatron does.
+
+    ``divided``: the tensor axis divides the vocabulary; otherwise every GPU of it does the whole head.
+    """
     s, h = float(sequence), float(hidden)
+    split, kept = h * vocabulary + dense, 4 * s * vocabulary
     ops = (
         Stream("final norm", 2 * BYTES * s * h, 4 * BYTES * s * h, "sequence", 1, 2),
-        Gemm("logits", s, vocabulary, h, tensor="n"),
-        Stream("cross entropy", (BYTES + 4 * 4) * s * vocabulary, (2 * 4 + BYTES) * s * vocabulary, "yes", 8, 4),
+        Gemm("logits", s, vocabulary, h, tensor="n" if divided else "none"),
+        Stream(
+            "cross entropy",
+            (BYTES + 4 * 4) * s * vocabulary,
+            (2 * 4 + BYTES) * s * vocabulary,
+            "yes" if divided else "no",
+            8,
+            4,
+        ),
     )
     return Block(
         "head",
         1,
         ops,
-        parameters=h * vocabulary + dense,
-        replicated=2 * h,
+        parameters=split if divided else 0.0,
+        replicated=2 * h + (0.0 if divided else split),
         boundary=BYTES * s * h,
-        saved_tensor=4 * s * vocabulary,
-        saved_replicated=4 * s * h,
-        reductions=1,
+        saved_tensor=kept if divided else 0.0,
+        saved_replicated=4 * s * h + (0.0 if divided else kept),
+        reductions=1 if divided else 0,
     )
 
 
-def embedding(*, hidden: int, vocabulary: int, positions: int, sequence: int) -> Block:
-    """Token (tensor-divided) and position (replicated) embedding with dropout."""
+def embedding(*, hidden: int, vocabulary: int, positions: int, sequence: int, divided: bool = True) -> Block:
+    """Token (tensor-divided, or not) and position (replicated) embedding with dropout."""
     s, h = float(sequence), float(hidden)
+    table = h * vocabulary
     ops = (Stream("embedding", 6 * BYTES * s * h, 6 * BYTES * s * h, "no", 4, 4),)
     return Block(
         "embedding",
         1,
         ops,
-        parameters=h * vocabulary,
-        replicated=h * positions,
+        parameters=table if divided else 0.0,
+        replicated=h * positions + (0.0 if divided else table),
         boundary=BYTES * s * h,
         saved_replicated=s * h,
-        reductions=1,
+        reductions=1 if divided else 0,
     )

@@ -62,6 +62,10 @@ class Link:
         return self.bandwidth * self.efficiency
 
 
+NO_LINK = Link(bandwidth=1.0)
+"""Between the nodes of a cluster that has only one."""
+
+
 @dataclass(frozen=True)
 class Tier:
     """A memory below the GPU.  Bandwidths in bytes/s: per GPU, and what all GPUs of a node get together (0: no cap).
@@ -166,6 +170,13 @@ class Cluster:
                 gpus=gpus,
                 per_node=group.gpus,
             )
+        if self.inter == NO_LINK:
+            raise UsageError(
+                f"{gpus} GPUs: cluster {self.name} is one node of {group.gpus}; "
+                "its file needs an [inter] link for more",
+                gpus=gpus,
+                per_node=group.gpus,
+            )
         return replace(self, groups=(replace(group, nodes=gpus // group.gpus),))
 
 
@@ -239,7 +250,7 @@ def _gpu(entry: specfile.Table) -> Gpu:
 
 def _link(table: specfile.Table | None) -> Link:
     if table is None:  # one node: nothing is between nodes
-        return Link(bandwidth=1.0)
+        return NO_LINK
     link = Link(
         bandwidth=table.number("bandwidth_gbs") * 1e9,
         efficiency=table.number("efficiency", 1.0, high=1),

@@ -59,6 +59,8 @@ class BlockTime:
     backward: Floats
     inner: Floats
     """Forward of the attention core: what selective recomputation repeats."""
+    last: Floats
+    """Forward from the last row-divided product on: what a backward pass does not need."""
     kernels_forward: Floats
     kernels_backward: Floats
     kernels_inner: Floats
@@ -67,7 +69,7 @@ class BlockTime:
 def block_time(block: Block, gpu: Gpu, shape: Shape) -> BlockTime:
     """Costs every operation of a block; see ``Gemm`` and ``Stream`` for how axes divide them."""
     size = shape.micro.shape
-    forward, backward, inner = np.zeros(size), np.zeros(size), np.zeros(size)
+    forward, backward, inner, last = np.zeros(size), np.zeros(size), np.zeros(size), np.zeros(size)
     launches = [0.0, 0.0, 0.0]
     speed = gpu.bandwidth * gpu.memory_efficiency
     for op in block.operations:
@@ -89,11 +91,12 @@ def block_time(block: Block, gpu: Gpu, shape: Shape) -> BlockTime:
         backward += two + count_back * gpu.kernel_gap
         launches[0] += count
         launches[1] += count_back
+        last = one.copy() if isinstance(op, Gemm) and op.tensor == "k" else np.where(last > 0, last + one, 0.0)
         if op.inner:
             inner += one
             launches[2] += count
     kernels = [np.full(size, value) for value in launches]
-    return BlockTime(forward, backward, inner, *kernels)
+    return BlockTime(forward, backward, inner, last, *kernels)
 
 
 def _gemm(op: Gemm, gpu: Gpu, shape: Shape) -> tuple[Floats, Floats]:

@@ -67,15 +67,19 @@ def estimate(model: Model, cluster: Cluster, plans: Plans, work: Training) -> Es
     body, embed, head = layer_costs(model, cluster, plans)
     micro_batches = work.batch / (plans["data"] * plans["micro"])
     p, v = plans["pipeline"], plans["chunks"]
-    share = held.layers / model.layers  # of the body that the fullest stage has
+    share = np.maximum(held.layers / model.layers, model.heaviest)  # of the body that the fullest stage has
     first, last = _edge(embed, plans), _edge(head, plans)
-    passes = _passes(body, plans)
+    passes = _passes(body, plans, work.pruned)
+    # Casts and sums of a stage's parameters in every micro-batch; under zero 3 of those that were gathered.
+    speed = cluster.gpu.bandwidth * cluster.gpu.memory_efficiency
+    cast = work.micro_traffic * held.parameters / speed
     # Edge blocks sit in the first and the last stage; the heavier of the two sets the pace.
     heavier = np.where(p == 1, first["total"] + last["total"], np.maximum(first["total"], last["total"]))
     stage = {name: share * value for name, value in passes.items()}
     message = _messages(model, cluster, plans, held)
-    bubble = (p - 1) / v * (stage["total"] + message)
-    compute = micro_batches * (stage["compute"] + heavier)
+    bubble = (p - 1) / v * (stage["total"] + cast + message)
+    compute = micro_batches * (stage["compute"] + heavier + cast)
+    busy = micro_batches * (stage["total"] + heavier + cast) + bubble
     time = StepTime(
         compute=compute,
         recompute=micro_batches * stage["recompute"],
@@ -86,20 +90,25 @@ def estimate(model: Model, cluster: Cluster, plans: Plans, work: Training) -> Es
         gradients=_gradients(model, cluster, plans, held, work, stage["backward"], micro_batches),
         launch=micro_batches * stage["launch"],
         bubble=bubble,
-        tiers=_tiers(cluster, plans, held, work, micro_batches, micro_batches * (stage["total"] + heavier) + bubble),
+        tiers=_tiers(cluster, plans, held, work, micro_batches, busy),
         optimizer=_optimizer(cluster, plans, held, work),
         overhead=np.full(len(plans), work.overhead),
     )
     return Estimate(time, training_memory(model, cluster, plans, held, work), held)
 
 
-def _passes(cost: LayerCost, plans: Plans) -> dict[str, Floats]:
-    """Forward, backward and recomputation of one micro-batch; the host may be slower than the device in each."""
+def _passes(cost: LayerCost, plans: Plans, pruned: bool = False) -> dict[str, Floats]:
+    """Forward, backward and recomputation of one micro-batch; the host may be slower than the device in each.
+
+    ``pruned``: full recomputation leaves out each layer's end, which the backward pass does not need.
+    """
     rc = plans["recompute"]
     ahead_comm = cost.forward_tensor + cost.forward_context + cost.forward_expert
     behind_comm = cost.backward_tensor + cost.backward_context + cost.forward_expert
-    again = np.choose(rc, [np.zeros(len(plans)), cost.inner, cost.forward])
-    again_comm = np.where(rc == 2, ahead_comm, 0.0)
+    repeated = cost.forward - cost.last if pruned else cost.forward
+    repeated_tensor = cost.forward_tensor - cost.last_tensor if pruned else cost.forward_tensor
+    again = np.choose(rc, [np.zeros(len(plans)), cost.inner, repeated])
+    again_comm = np.where(rc == 2, repeated_tensor + cost.forward_context + cost.forward_expert, 0.0)
     device = (cost.forward + ahead_comm, cost.backward + behind_comm + again + again_comm)
     host = (
         cost.forward_host,
@@ -110,7 +119,7 @@ def _passes(cost: LayerCost, plans: Plans) -> dict[str, Floats]:
     return {
         "compute": cost.forward + cost.backward,
         "recompute": again,
-        "tensor": cost.forward_tensor * (1 + full) + cost.backward_tensor,
+        "tensor": cost.forward_tensor + full * repeated_tensor + cost.backward_tensor,
         "context": cost.forward_context * (1 + full) + cost.backward_context,
         "expert": cost.forward_expert * (2 + full),
         "launch": launch,
@@ -173,7 +182,8 @@ def _gradients(
     hidden = np.minimum(cluster.overlap_gradients * hideable, behind)
     tied = 0.0
     if model.tied and model.embed is not None:
-        shared = work.gradient_bytes * model.embed.parameters / t
+        divided = model.embed.parameters > 0
+        shared = work.gradient_bytes * (model.embed.parameters / t if divided else model.embed.replicated)
         pair = collectives.all_reduce(intra, inter, 2, np.where(t * replicas * plans["pipeline"] > node, 1, 2), shared)
         tied = np.where(plans["pipeline"] > 1, pair, 0.0)
     return time - hidden + tied

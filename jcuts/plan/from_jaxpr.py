@@ -1,7 +1,4 @@
-"""The cost of any JAX function, from its jaxpr: nothing is allocated, compiled or run.
-
-Together with ``apply`` the only file of the planner that imports jax.
-"""
+"""The cost of any JAX function, from its jaxpr: nothing is allocated, compiled or run."""
 
 from __future__ import annotations
 
@@ -129,7 +126,7 @@ class Tally:
     unbounded: int = 0
 
 
-def _bytes(var: Any) -> float:
+def bytes_of(var: Any) -> float:
     aval = var.aval
     if not hasattr(aval, "shape"):
         return 0.0
@@ -140,7 +137,7 @@ def _bytes(var: Any) -> float:
     return float(math.prod(aval.shape) * size)
 
 
-def _inner(equation: Any) -> list[tuple[Any, float]]:
+def inner(equation: Any) -> list[tuple[Any, float]]:
     """(jaxpr, times it runs) of an equation's sub-programs."""
     name, params = equation.primitive.name, equation.params
     if name == "scan":
@@ -160,10 +157,10 @@ def _open(jaxpr: Any) -> Any:
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
-def _trace(function: Callable, arguments: Sequence[Any]) -> Any:
+def trace(function: Callable, arguments: Sequence[Any]) -> Any:
     try:
         return jax.make_jaxpr(function)(*arguments).jaxpr
-    except (TypeError, jax.errors.JAXTypeError) as error:
+    except (TypeError, ValueError, jax.errors.JAXTypeError) as error:
         raise NotJaxError(f"{getattr(function, '__name__', function)} cannot be traced: {error}") from error
 
 
@@ -195,17 +192,17 @@ def tally_jaxpr(jaxpr: Any, times: float = 1.0, into: Tally | None = None) -> Ta
     uses = _uses(jaxpr)
     for equation in jaxpr.eqns:
         name = equation.primitive.name
-        inner = _inner(equation)
-        if inner:
+        bodies = inner(equation)
+        if bodies:
             made.unbounded += name == "while"
-            for body, count in inner:
+            for body, count in bodies:
                 tally_jaxpr(body, times * count, made)
             continue
         if name in FREE:
             continue
         product = products_of(equation)
-        inputs = sum(_bytes(v) for v in equation.invars if hasattr(v, "aval"))
-        outputs = sum(map(_bytes, equation.outvars))
+        inputs = sum(bytes_of(v) for v in equation.invars if hasattr(v, "aval"))
+        outputs = sum(map(bytes_of, equation.outvars))
         if product is not None:
             work = 2.0 * product.m * product.n * product.k * product.batch
             made.flops += times * work
@@ -239,268 +236,7 @@ def tally(function: Callable, *arguments: Any) -> Tally:
 
     Raises: NotJaxError if it cannot be traced.
     """
-    return tally_jaxpr(_trace(function, arguments))
-
-
-# --- memory ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """Bytes per device of one call: arguments, results, of which ``aliased`` reuse donated arguments, and
-    temporaries."""
-
-    arguments: float
-    results: float
-    aliased: float
-    temporary: float
-
-    @property
-    def peak(self) -> float:
-        """arguments + results - aliased + temporary, as ``compiled.memory_analysis()`` adds up."""
-        return self.arguments + self.results - self.aliased + self.temporary
-
-
-def footprint(function: Callable, *arguments: Any, donated: Sequence[int] = ()) -> Footprint:
-    """Memory that a call needs per device, from liveness over its jaxpr.
-
-    Values that fuse are never buffers: an elementwise result, a broadcast, a reshape.  A loop's carry is one buffer.
-    Inside ``shard_map`` shapes are per device; outside, a value is divided as the ``shard_map`` that it enters or
-    leaves says, and elementwise results as their operands.
-
-    Args: donated: positions of arguments whose buffers results may take.
-    Raises: NotJaxError if the function cannot be traced.
-    """
-    closed = _trace(function, arguments)
-    given = [_Value(v.aval) for v in closed.invars]
-    nodes, outs = _inlined(closed, given)
-    share = _shares(nodes)
-    sizes = [_bytes(v) * share.get(v, 1.0) for v in given]
-    results = [(v, _bytes(v) * share.get(v, 1.0)) for v in outs if v is not None]
-    ends = np.cumsum([0, *(len(jax.tree.leaves(argument)) for argument in arguments)])
-    free = sum(sum(sizes[ends[i] : ends[i + 1]]) for i in donated)
-    total = sum(size for _, size in results)
-    return Footprint(sum(sizes), total, min(free, total), _peak(nodes, given, outs, share))
-
-
-VIEWS = frozenset(
-    {
-        "reshape",
-        "squeeze",
-        "expand_dims",
-        "copy",
-        "pcast",
-        "pvary",
-        "optimization_barrier",
-        "name",
-        "stop_gradient",
-        "transpose",
-        "sharding_constraint",
-        "psum",
-        "psum2",
-        "psum_invariant",
-    }
-)
-"""Results that are their operand seen otherwise (a transpose becomes the layout that its producer writes; an all-reduce
-works in place)."""
-
-BUFFERS = HEAVY - {"transpose", "dynamic_slice", "concatenate"}
-DEAR = frozenset(
-    {
-        "exp",
-        "exp2",
-        "expm1",
-        "log",
-        "log1p",
-        "tanh",
-        "logistic",
-        "erf",
-        "erfc",
-        "erf_inv",
-        "sin",
-        "cos",
-        "tan",
-        "pow",
-        "rsqrt",
-        "sqrt",
-        "div",
-        "lgamma",
-        "digamma",
-    }
-)
-CALLS = frozenset(
-    {
-        "jit",
-        "pjit",
-        "closed_call",
-        "core_call",
-        "custom_jvp_call",
-        "custom_vjp_call",
-        "custom_vjp_call_jaxpr",
-        "remat",
-        "checkpoint",
-        "remat2",
-        "custom_lin",
-    }
-)
-
-
-class _Value:
-    """A value of one inlined instance of a jaxpr."""
-
-    __slots__ = ("aval",)
-
-    def __init__(self, aval: Any) -> None:
-        self.aval = aval
-
-
-@dataclass
-class _Node:
-    """An equation after inlining: values instead of variables (literals are left out)."""
-
-    name: str
-    equation: Any
-    inputs: list[_Value]
-    outputs: list[_Value]
-
-
-def _inlined(jaxpr: Any, given: Sequence[_Value | None]) -> tuple[list[_Node], list[_Value | None]]:
-    """(nodes, results) with calls opened; loops, conditionals and ``shard_map`` stay whole."""
-    values: dict[Any, _Value | None] = dict(zip(jaxpr.invars, given, strict=True))
-    values |= {v: _Value(v.aval) for v in jaxpr.constvars}
-    read = lambda v: None if hasattr(v, "val") else values[v]  # noqa: E731
-    nodes: list[_Node] = []
-    for equation in jaxpr.eqns:
-        inputs = [read(v) for v in equation.invars]
-        name = equation.primitive.name
-        if name in CALLS:
-            body = _inner(equation)[0][0]
-            inside, results = _inlined(body, inputs[len(inputs) - len(body.invars) :])
-            nodes += inside
-            values |= dict(zip(equation.outvars, results, strict=True))
-            continue
-        outputs = [_Value(v.aval) for v in equation.outvars]
-        values |= dict(zip(equation.outvars, outputs, strict=True))
-        nodes.append(_Node(name, equation, [v for v in inputs if v is not None], outputs))
-    return nodes, [read(v) for v in jaxpr.outvars]
-
-
-def _owners(nodes: list[_Node], results: Sequence[_Value | None]) -> dict[_Value, _Value | None]:
-    """Maps every value to the one whose buffer it is (itself, or what it views), or to None if it fuses away."""
-    users: dict[_Value, list[_Node]] = {}
-    for node in nodes:
-        for v in node.inputs:
-            users.setdefault(v, []).append(node)
-    kept = {v for v in results if v is not None}
-    owner: dict[_Value, _Value | None] = {}
-    for node in nodes:
-        for v in node.outputs:
-            mine = users.get(v, [])
-            if node.name in VIEWS:
-                source = node.inputs[0] if node.inputs else None
-                owner[v] = owner.get(source, source) if source is not None else None
-            elif node.name in ("broadcast_in_dim", "iota", "axis_index"):
-                owner[v] = None
-            elif node.name in BUFFERS or _inner(node.equation) or v in kept:
-                owner[v] = v
-            else:
-                # Cheap results are computed again in each consumer; dear ones are kept when there are several.
-                again = len(mine) <= 1 or node.name not in DEAR
-                owner[v] = None if again and not any(_opaque(user) for user in mine) else v
-    return owner
-
-
-def _opaque(node: _Node) -> bool:
-    """Whether a node needs its operands as buffers (a reduction fuses with what makes its operand)."""
-    return (node.name in BUFFERS and node.name not in REDUCTIONS) or bool(_inner(node.equation))
-
-
-def _shares(nodes: list[_Node]) -> dict[_Value, float]:
-    """Part of each value that one device holds, where a ``shard_map`` tells; elementwise neighbours are divided
-    alike."""
-    share: dict[_Value, float] = {}
-    for node in nodes:
-        if node.name == "shard_map":
-            body = _inner(node.equation)[0][0]
-            outer = list(node.equation.invars)
-            values = iter(node.inputs)
-            for v, inside in zip(outer, body.invars, strict=True):
-                if not hasattr(v, "val"):
-                    value = next(values)
-                    share.setdefault(value, _bytes(inside) / max(_bytes(value), 1.0))
-            for value, inside in zip(node.outputs, body.outvars, strict=True):
-                share.setdefault(value, _bytes(inside) / max(_bytes(value), 1.0))
-    for _ in range(2):
-        for node in nodes:
-            same = (
-                [v for v in (*node.inputs, *node.outputs) if v.aval.shape == node.outputs[0].aval.shape]
-                if node.outputs
-                else []
-            )
-            known = [share[v] for v in same if v in share]
-            if known and node.name not in BUFFERS and not _inner(node.equation):
-                for v in same:
-                    share.setdefault(v, min(known))
-    return share
-
-
-def _live(jaxpr: Any) -> float:
-    """Peak bytes of a program's temporaries; its inputs and results are accounted by the caller."""
-    given = [_Value(v.aval) for v in jaxpr.invars]
-    nodes, outs = _inlined(jaxpr, given)
-    return _peak(nodes, given, outs, _shares(nodes))
-
-
-def _peak(nodes: list[_Node], given: list[_Value], outs: Sequence[_Value | None], share: dict[_Value, float]) -> float:
-    owner = _owners(nodes, outs)
-    outside = set(given)
-    kept = {owner.get(v, v) for v in outs if v is not None}
-    last: dict[_Value, int] = {}
-    roots: dict[_Value, set[_Value]] = {}  # what a value that fuses away is computed from
-    for position, node in enumerate(nodes):
-        mine: set[_Value] = set()
-        for v in node.inputs:
-            base = owner.get(v, v)
-            mine |= roots.get(v, set()) if base is None else {base}
-        for base in mine:
-            last[base] = position
-        for v in node.outputs:
-            if owner[v] is None:
-                roots[v] = mine
-    sizes: dict[_Value, float] = {}
-    alive = peak = 0.0
-    for position, node in enumerate(nodes):
-        opaque = _opaque(node)
-        if not opaque:  # elementwise work writes into an operand that dies here; products and loops hold both
-            for v in [v for v in sizes if last[v] <= position]:
-                alive -= sizes.pop(v)
-        for v in node.outputs:
-            if owner[v] is v and v not in kept and v not in outside:
-                sizes[v] = _bytes(v) * share.get(v, 1.0)
-                alive += sizes[v]
-                last.setdefault(v, position)
-        peak = max(peak, alive + _inside(node))
-        if opaque:
-            for v in [v for v in sizes if last[v] <= position]:
-                alive -= sizes.pop(v)
-    return peak
-
-
-def _inside(node: _Node) -> float:
-    """Bytes that a node's own program needs beside its operands and results.
-
-    A loop of more than one turn holds its carry twice: the body reads the old while it writes the new.
-    """
-    extra = 0.0
-    if node.name == "scan" and node.equation.params["length"] > 1:
-        # Carries keep their shape; stacked results gain an axis (versions of JAX spell the counts differently).
-        inside = _inner(node.equation)[0][0].outvars
-        pairs = zip(node.equation.outvars, inside, strict=True)
-        extra = sum(_bytes(outer) for outer, inner in pairs if outer.aval.shape == inner.aval.shape)
-    return extra + max((_live(body) for body, _ in _inner(node.equation)), default=0.0)
-
-
-# --- a planner model -----------------------------------------------------------------------------------------------
+    return tally_jaxpr(trace(function, arguments))
 
 
 def model(
@@ -510,8 +246,8 @@ def model(
 
     Inputs' first axis is the batch.  The function is traced at the example batch and at twice of it: extents that
     double belong to samples, the rest to parameters; so any model is split into what micro-batches divide and what they
-    do not.  The equations are cut where least is alive, into at most ``cuts`` blocks of about equal work; a scan is one
-    block per turn.
+    do not.  The equations are cut into at most ``cuts`` blocks of about equal work, each with the parameters that it is
+    first to use; of a loop every equation counts as often as it turns, and its parameters are dealt out by work.
 
     Raises: NotJaxError if it cannot be traced; UsageError without a batch axis.
     """
@@ -527,21 +263,42 @@ def model(
         return [jax.tree.map(grow, value) for value in inputs]
 
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), parameters)
-    one, two = (list(_flat(_trace(function, [shapes, *sized(times)]))) for times in (1, 2))
+    one, two = (list(_flat(trace(function, [shapes, *sized(times)]))) for times in (1, 2))
     if len(one) != len(two):
         raise UsageError("the function's equations depend on the batch size: trace it at one size and pass that model")
-    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
-    work: list[tuple[float, list[Gemm | Stream], float, float]] = []
-    for (equation, times, live), (other, _, live_two) in zip(one, two, strict=True):
+    held = [math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)]
+    count, seen = sum(held), set()
+    work: list[_Work] = []
+    for (equation, times, live, used), (other, _, live_two, _) in zip(one, two, strict=True):
         ops, flops, made = _operations(equation, other, times, samples)
         boundary = max(live_two - live, 0.0) / samples
-        work.append((flops, ops, made, boundary))
+        # Whoever first mixes a parameter with data holds it; what loops use belongs to all of their turns.
+        mine = {leaf for leaf in used if leaf < len(held)} - seen if times == 1 else set()
+        seen |= mine
+        work.append(_Work(flops, ops, made, boundary, float(sum(held[leaf] for leaf in mine))))
     blocks = _cut(work, count, cuts)
     return Model(name, tuple(blocks), batch=batch or samples, sample="sample", details={"parameters": count})
 
 
-def _flat(jaxpr: Any, times: float = 1.0) -> Iterator[tuple[Any, float, float]]:
-    """(equation, times it runs, bytes alive after it) with calls and loops opened."""
+@dataclass
+class _Work:
+    """One equation: FLOPs and operations per sample, bytes kept and alive per sample, parameters that it holds."""
+
+    flops: float
+    operations: list[Gemm | Stream]
+    kept: float
+    alive: float
+    parameters: float
+
+
+def _flat(
+    jaxpr: Any, times: float = 1.0, source: dict[Any, frozenset[int]] | None = None
+) -> Iterator[tuple[Any, float, float, frozenset[int]]]:
+    """(equation, times it runs, bytes alive after it, arguments that it mixes with others) with calls and loops opened.
+
+    ``source``: the arguments (by position) that a variable is made of, where it is made of one or a few alone.
+    """
+    source = {v: frozenset({i}) for i, v in enumerate(jaxpr.invars)} if source is None else source
     last: dict[Any, int] = {}
     for position, equation in enumerate(jaxpr.eqns):
         for v in equation.invars:
@@ -550,16 +307,23 @@ def _flat(jaxpr: Any, times: float = 1.0) -> Iterator[tuple[Any, float, float]]:
     inputs = set(jaxpr.invars) | set(jaxpr.constvars)
     alive: dict[Any, float] = {}
     for position, equation in enumerate(jaxpr.eqns):
-        inner = _inner(equation)
-        if inner:
-            for body, count in inner:
-                yield from _flat(body, times * count)
+        bodies = inner(equation)
+        read = [v for v in equation.invars if not hasattr(v, "val")]
+        used = frozenset().union(*(source.get(v, frozenset()) for v in read))
+        if len(read) == 1 and used:  # a view, a cast, a slice: still the argument
+            source |= dict.fromkeys(equation.outvars, used)
+            used = frozenset()
+        for body, count in bodies:
+            given = equation.invars[len(equation.invars) - len(body.invars) :]
+            pairs = zip(body.invars, given, strict=True)
+            passed = {v: source[g] for v, g in pairs if not hasattr(g, "val") and g in source}
+            yield from _flat(body, times * count, passed)
         for v in equation.outvars:
-            alive[v] = _bytes(v)
+            alive[v] = bytes_of(v)
         for v in [v for v in alive if last.get(v, -1) <= position]:
             del alive[v]
-        if not inner:
-            yield equation, times, sum(size for v, size in alive.items() if v not in inputs)
+        if not bodies:
+            yield equation, times, sum(size for v, size in alive.items() if v not in inputs), used
 
 
 def _operations(equation: Any, other: Any, times: float, samples: int) -> tuple[list[Gemm | Stream], float, float]:
@@ -567,7 +331,7 @@ def _operations(equation: Any, other: Any, times: float, samples: int) -> tuple[
     name = equation.primitive.name
     if name in FREE:
         return [], 0.0, 0.0
-    size, double = (sum(map(_bytes, e.outvars)) for e in (equation, other))
+    size, double = (sum(map(bytes_of, e.outvars)) for e in (equation, other))
     per_sample = (double - size) / samples
     product, doubled = products_of(equation), products_of(other)
     if product is not None and doubled is not None:
@@ -602,29 +366,42 @@ def _operations(equation: Any, other: Any, times: float, samples: int) -> tuple[
     )
 
 
-def _cut(work: list[tuple[float, list[Gemm | Stream], float, float]], count: float, cuts: int) -> list[Block]:
-    """Blocks of about equal FLOPs; within the last tenth of each, the cut where least is alive."""
-    total = sum(entry[0] for entry in work) or 1.0
-    goal = total / max(1, min(cuts, sum(1 for entry in work if entry[0] > 0)))
-    groups: list[tuple[float, list[Gemm | Stream], float, float]] = []
-    flops, kept, ops = 0.0, 0.0, []
+def _cut(work: list[_Work], count: float, cuts: int) -> list[Block]:
+    """Blocks of about equal shares of the FLOPs that are left; what follows the last product belongs to its block.
+
+    Parameters that no single equation holds are dealt out by FLOPs.
+    """
+    total = sum(entry.flops for entry in work) or 1.0
+    parts = max(1, min(cuts, sum(1 for entry in work if entry.flops > 0)))
+    left = total
+    groups: list[_Work] = []
+    open_ = _Work(0.0, [], 0.0, 0.0, 0.0)
     boundary = 0.0
-    for amount, made, saved, alive in work:
-        flops, kept, ops = flops + amount, kept + saved, ops + made
-        boundary = alive if alive else boundary
-        if flops >= goal:
-            groups.append((flops, ops, kept, boundary))
-            flops, kept, ops = 0.0, 0.0, []
-    if ops or not groups:
-        groups.append((flops, ops, kept, boundary))
+    for entry in work:
+        open_.flops += entry.flops
+        open_.kept += entry.kept
+        open_.parameters += entry.parameters
+        open_.operations = open_.operations + entry.operations
+        boundary = open_.alive = entry.alive or boundary
+        if open_.flops > 0 and open_.flops >= (1 - 1e-9) * left / max(parts - len(groups), 1):
+            groups.append(open_)
+            left -= open_.flops
+            open_ = _Work(0.0, [], 0.0, boundary, 0.0)
+    if groups and not open_.flops:
+        groups[-1].operations = groups[-1].operations + open_.operations
+        groups[-1].kept += open_.kept
+        groups[-1].parameters += open_.parameters
+    else:
+        groups.append(open_)
+    spread = count - sum(group.parameters for group in groups)
     return [
         Block(
             f"part {i}",
             1,
-            tuple(ops),
-            replicated=count * (flops / total if total > 1 else 1 / len(groups)),
-            saved_replicated=kept,
-            boundary=edge,
+            tuple(group.operations),
+            replicated=group.parameters + spread * (group.flops / total if total > 1 else 1 / len(groups)),
+            saved_replicated=group.kept,
+            boundary=group.alive,
         )
-        for i, (flops, ops, kept, edge) in enumerate(groups, 1)
+        for i, group in enumerate(groups, 1)
     ]

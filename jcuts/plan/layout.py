@@ -24,14 +24,16 @@ Floats = NDArray[np.float64]
 class LayerCost:
     """Seconds per micro-batch of all layers together (``body``) or of one edge block; arrays over plans.
 
-    ``*_comm`` is the tensor, context and expert axes' communication of the same pass; ``*_host`` what the host needs to
-    launch it.
+    ``*_tensor``, ``*_context`` and ``*_expert`` are those axes' communication of the same pass; ``*_host`` what the
+    host needs to launch it; ``last`` and ``last_tensor`` the end of a layer that a backward pass does not need.
     """
 
     forward: Floats
     backward: Floats
     inner: Floats
+    last: Floats
     forward_tensor: Floats
+    last_tensor: Floats
     backward_tensor: Floats
     forward_context: Floats
     backward_context: Floats
@@ -52,7 +54,7 @@ def layer_costs(model: Model, cluster: Cluster, plans: Plans) -> tuple[LayerCost
     micro, tensor, context, expert = (columns[row][first].astype(np.float64) for row in range(4))
     shape = Shape(micro, tensor, context, expert, columns[4][first].astype(bool), model.experts)
     body = _sum([_block(block, cluster, shape, block.count) for block in model.blocks])
-    nothing = LayerCost(*(np.zeros(len(first)) for _ in range(11)))
+    nothing = LayerCost(*(np.zeros(len(first)) for _ in LayerCost.__dataclass_fields__))
     embed = _block(model.embed, cluster, shape, 1) if model.embed else nothing
     head = _block(model.head, cluster, shape, 1) if model.head else nothing
     return tuple(LayerCost(*(part[back] for part in _parts(cost))) for cost in (body, embed, head))  # type: ignore[return-value]
@@ -87,7 +89,9 @@ def _block(block: Block, cluster: Cluster, shape: Shape, count: int) -> LayerCos
         time.forward,
         time.backward,
         time.inner,
+        time.last,
         ahead,
+        ahead / max(block.reductions, 1),
         behind,
         keys,
         2 * keys,
@@ -139,6 +143,9 @@ def sizes(model: Model, plans: Plans) -> Sizes:
         + sum(b.count * b.replicated for b in model.blocks) * per
     )
     experts = sum(b.count * b.expert_parameters for b in model.blocks) * per / (t * plans["expert"])
+    largest = np.max(
+        [b.parameters / t + b.replicated + b.expert_parameters / (t * plans["expert"]) for b in model.blocks], 0
+    )
     edge = [b.parameters / t + b.replicated for b in (model.embed, model.head) if b is not None]
     first = edge[0] if model.embed is not None else 0.0
     last = edge[-1] if model.head is not None else 0.0
@@ -161,7 +168,7 @@ def sizes(model: Model, plans: Plans) -> Sizes:
     )
     return Sizes(
         layers=layers,
-        parameters=layers * (held + experts) + alone,
+        parameters=np.maximum(layers * (held + experts), largest) + alone,
         layer_parameters=held + experts,
         expert_parameters=layers * experts,
         saved_layer=kept,

@@ -6,33 +6,26 @@ direct I/O.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jcuts.base.errors import UsageError
+from jcuts.plan.fit import RAMP, Measured, constants
+
+PINNED = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+"""Environment variable that limits the pinned host memory of a process (64 when unset)."""
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being measured, steps done, steps in all)."""
-
-
-@dataclass
-class Measured:
-    """Constants by TOML table, how each was measured, and curves (shape, type -> FLOP/s; collective, members, bytes ->
-    s)."""
-
-    tables: dict[str, dict[str, Any]] = field(default_factory=dict)
-    sources: dict[str, str] = field(default_factory=dict)
-    products: list[tuple[str, int, int, int, float]] = field(default_factory=list)
-    collectives: list[tuple[str, int, int, float]] = field(default_factory=list)
 
 
 def seconds(call: Callable[[], Any], repeat: int = 5) -> float:
@@ -48,6 +41,26 @@ def seconds(call: Callable[[], Any], repeat: int = 5) -> float:
     return statistics.median(times)
 
 
+def slope(calls: Sequence[Callable[[], Any]], extra: int, repeat: int = 9) -> float:
+    """Seconds per turn, where the second call does ``extra`` turns more than the first: what a call itself costs
+    cancels.
+
+    Median over rounds of both, one after the other, so that a clock that drifts falls on both.
+    """
+    import jax
+
+    jax.block_until_ready([call() for call in calls])
+    differences = []
+    for _ in range(repeat):
+        times = []
+        for call in calls:
+            begun = time.perf_counter()
+            jax.block_until_ready(call())
+            times.append(time.perf_counter() - begun)
+        differences.append(times[1] - times[0])
+    return max(statistics.median(differences) / extra, 1e-7)
+
+
 def measure(folder: str | Path, *, quick: bool = False, progress: Progress | None = None) -> Measured:
     """Measures every device of this process's default backend.
 
@@ -60,7 +73,7 @@ def measure(folder: str | Path, *, quick: bool = False, progress: Progress | Non
     devices = jax.devices()
     platform = devices[0].platform
     small = quick or platform == "cpu"
-    made = Measured()
+    made = Measured(when=time.strftime("%Y-%m-%d"))
     steps: list[tuple[str, Callable[[], None]]] = [
         ("matrix products", partial(_products, made, small)),
         ("device memory", partial(_memory, made, small)),
@@ -83,6 +96,7 @@ def measure(folder: str | Path, *, quick: bool = False, progress: Progress | Non
     )
     made.tables["nodes"] = {"count": 1, "gpus": len(devices)}
     made.tables.setdefault("intra", {"bandwidth_gbs": 1.0})
+    constants(made)
     return made
 
 
@@ -94,7 +108,7 @@ def _capacity(device: Any) -> float:
 
 def _products(made: Measured, small: bool) -> None:
     """Square, layer-shaped and skinny products in 16 and 32 bits on random data (constant data draws less power and
-    runs faster); the 16-bit ones fit ``gemm_efficiency`` and ``gemm_ramp``.
+    runs faster); ``fit.constants`` takes ``gemm_efficiency`` and ``gemm_ramp`` from the 16-bit ones.
 
     A row (m, n, k) is the mean of (m x k) (k x n) and of (m x n) (n x k), which alternate in a chain.
     """
@@ -104,6 +118,7 @@ def _products(made: Measured, small: bool) -> None:
     shapes = [(n, n, n) for n in (256, 512, 1024, 2048, 4096, 8192) if n <= top]
     shapes += [(top // 2, top, top // 4), (top // 2, top // 4, top), (top // 4, top // 4, top // 2)]
     shapes += [(top, top // 4, top // 8), (top // 8, top, top), (16, top, top), (top, top, 64)]
+    shapes += [(top // 2, top // 2, top // part) for part in (16, 8, 4)]  # with the square one: k alone differs
 
     def pairs(times: int) -> Callable[[Any, Any, Any], Any]:
         # Each product feeds the next, so that none is dropped; factors of unit gain keep the numbers in range.
@@ -121,55 +136,18 @@ def _products(made: Measured, small: bool) -> None:
             b = jax.random.normal(keys[1], (k, n), dtype) / math.sqrt(k)
             d = jax.random.normal(keys[2], (n, k), dtype) / math.sqrt(n)
             # The slope over chains leaves out a call's dispatch, which would drown a small product.
-            short, long = (seconds(partial(pairs(times), a, b, d), 9) for times in (2, 10))
-            took = max((long - short) / 16, 1e-7)
+            took = slope([partial(pairs(times), a, b, d) for times in (2, 10)], 16)
             made.products.append((dtype, m, n, k, 2.0 * m * n * k / took))
     skinny = max(speed for dtype, m, _, _, speed in made.products if dtype == "bfloat16" and m == 16)
-    units = int(getattr(jax.devices()[0], "core_count", 1) or 1)
-    least = top // 16
-    half = [row for row in made.products if row[0] == "bfloat16"]
-    rows = [(m, n, k, speed) for _, m, n, k, speed in half if min(m, n, k) >= least]
-    peak, efficiency, ramp = fit_products(rows, units)
     made.tables["gpu"] = {
-        "peak_tflops": peak / 1e12,
-        "gemm_efficiency": efficiency,
-        "gemm_ramp": ramp,
-        "multiprocessors": units,
+        "peak_tflops": max(speed for *_, speed in made.products) / 1e12,
+        "gemm_efficiency": 1.0,
+        "gemm_ramp": RAMP,
+        "multiprocessors": int(getattr(jax.devices()[0], "core_count", 1) or 1),
         "skinny_tflops": skinny / 1e12,
     }
-    made.sources["peak_tflops"] = (
-        "fastest 16-bit product measured, or the fitted speed if higher (no datasheet is consulted)"
-    )
-    made.sources["gemm_efficiency"] = (
-        f"with gemm_ramp: least squares of log time over {len(rows)} 16-bit products of random data "
-        f"with all extents >= {least}, each the slope over chains in one program"
-    )
     made.sources["multiprocessors"] = "as the device reports them"
     made.sources["skinny_tflops"] = f"16 x {top} x {top}"
-
-
-def fit_products(rows: list[tuple[int, int, int, float]], units: int) -> tuple[float, float, float]:
-    """(peak FLOP/s, efficiency, ramp) with which ``compute.gemm_time`` is nearest to products (m, n, k, FLOP/s), each
-    the
-    mean of (m, n, k) and (m, k, n).
-
-    For each ramp of a grid the speed has a closed form: the mean of log(measured / formula).  Peak is the fastest
-    product, raised to the fitted speed where full waves would have been faster than any shape measured.
-    """
-    import numpy as np
-
-    from jcuts.plan.cluster import Gpu
-    from jcuts.plan.compute import gemm_time
-
-    m, n, k, speeds = (np.array(column, dtype=np.float64) for column in zip(*rows, strict=True))
-    took = 2 * m * n * k / speeds
-    best = (math.inf, 1.0, 1.0)
-    for ramp in np.geomspace(8, 512, 49):
-        gpu = Gpu("", 1.0, 1.0, math.inf, multiprocessors=units, gemm_efficiency=1.0, gemm_ramp=float(ramp))
-        off = np.log((gemm_time(gpu, m, n, k) + gemm_time(gpu, m, k, n)) / 2 / took)
-        best = min(best, (float(off.var()), float(np.exp(off.mean())), float(ramp)))
-    peak = max(float(speeds.max()), best[1])
-    return peak, best[1] / peak, best[2]
 
 
 def _memory(made: Measured, small: bool) -> None:
@@ -182,8 +160,7 @@ def _memory(made: Measured, small: bool) -> None:
     def passes(times: int) -> Callable[[Any], Any]:
         return jax.jit(lambda x: jax.lax.fori_loop(0, times, lambda _, y: y + 1, x))
 
-    short, long = (seconds(partial(passes(times), x), 9) for times in (4, 24))
-    took = max((long - short) / 20, 1e-9)
+    took = slope([partial(passes(times), x) for times in (4, 24)], 20)
     made.tables["gpu"] |= {"bandwidth_gbs": 8.0 * count / took / 1e9, "memory_efficiency": 1.0}
     made.sources["bandwidth_gbs"] = (
         f"x + 1 over {4 * count / 2**20:.0f} MiB, read and write, slope over loops of 4 and 24; "
@@ -205,15 +182,12 @@ def _launches(made: Measured) -> None:
 
         return jax.jit(body)
 
-    short, long = (seconds(partial(chain(n), x), 9) for n in (4, 24))
-    gap = max((long - short) / 40 * 1e6, 0.1)
-    made.tables["gpu"]["kernel_gap_us"] = gap
+    made.tables["gpu"]["kernel_gap_us"] = slope([partial(chain(n), x) for n in (4, 24)], 40) * 1e6
     made.sources["kernel_gap_us"] = "slope of the time over chained tiny kernels within one call"
 
 
 def _collectives(made: Measured, small: bool) -> None:
-    """All-reduce, all-gather, reduce-scatter, all-to-all and ppermute over 2, 4, ... all devices, by size; the link is
-    fitted."""
+    """All-reduce, all-gather, reduce-scatter, all-to-all and ppermute over 2, 4, ... all devices, by size."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -243,14 +217,15 @@ def _collectives(made: Measured, small: bool) -> None:
 
         return run
 
-    def slope(inside: Callable[[Any], Any], mesh: Any, x: Any) -> float:
-        """Seconds per collective within a program: a call's dispatch is in both chains and cancels."""
+    def one(inside: Callable[[Any], Any], mesh: Any, x: Any, size: int) -> float:
+        """Seconds per collective within a program; short ones in longer chains."""
         spec = PartitionSpec("x")
-        took = []
-        for times in (2, 10):
-            made_of = jax.shard_map(chained(inside, times), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-            took.append(seconds(partial(jax.jit(made_of), x), 9))
-        return max((took[1] - took[0]) / 8, 1e-7)
+        calls = []
+        times = (2, 34) if size <= 2**20 else (2, 10)
+        for count in times:
+            made_of = jax.shard_map(chained(inside, count), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+            calls.append(partial(jax.jit(made_of), x))
+        return slope(calls, times[1] - times[0])
 
     for n in members:
         mesh = Mesh(np.array(devices[:n]), ("x",))
@@ -258,24 +233,7 @@ def _collectives(made: Measured, small: bool) -> None:
             count = size // 4 // n * n
             x = jax.device_put(jnp.ones((n * count,)), jax.NamedSharding(mesh, PartitionSpec("x")))
             for kind, inside in kinds(n).items():
-                made.collectives.append((kind, n, 4 * count, slope(inside, mesh, x)))
-    rows = [(n, size, took) for kind, n, size, took in made.collectives if kind == "all-reduce"]
-    # t = call + 2 (n - 1) hop + 2 (n - 1)/n S / BW: linear in three unknowns, each row weighted by its time.
-    a = np.array([[1.0, 2.0 * (n - 1), 2.0 * (n - 1) / n * size] for n, size, _ in rows])
-    t = np.array([took for *_, took in rows])
-    from scipy.optimize import nnls
-
-    call, hop, inverse = nnls(a / t[:, None], np.ones(len(t)))[0]
-    made.tables["intra"] = {
-        "bandwidth_gbs": 1 / max(inverse, 1e-15) / 1e9,
-        "efficiency": 1.0,
-        "hop_us": hop * 1e6,
-        "call_us": call * 1e6,
-    }
-    made.sources["intra"] = (
-        f"least squares over {len(rows)} all-reduces of {sizes[0]} to {sizes[-1]} bytes "
-        f"on {members} devices, each the slope over chains of 2 and 10 in one program"
-    )
+                made.collectives.append((kind, n, 4 * count, one(inside, mesh, x, size)))
 
 
 def _host(made: Measured, small: bool) -> None:
@@ -307,14 +265,23 @@ def _host(made: Measured, small: bool) -> None:
         return total / up, total / down
 
     read, write = both(devices[:1])
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    made.tables["host"] = {"capacity_gib": round(memory * 0.8, 1), "read_gbs": read, "write_gbs": write}
-    made.sources["host"] = (
-        f"copies of {4 * count / 2**20:.0f} MiB between pinned_host and device; capacity: 0.8 of the host's memory"
-    )
+    capacity, why = _pinnable(devices[0].platform)
+    made.tables["host"] = {"capacity_gib": capacity, "read_gbs": read, "write_gbs": write}
+    made.sources["host"] = f"copies of {4 * count / 2**20:.0f} MiB between pinned_host and device; capacity: {why}"
     if len(devices) > 1:
         together = both(devices)
         made.tables["host"] |= {"shared_read_gbs": together[0], "shared_write_gbs": together[1]}
+
+
+def _pinnable(platform: str) -> tuple[float, str]:
+    """(GiB of host memory that arrays may take, why): 0.8 of what the process may use, on a GPU XLA's own limit."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+        memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")) / 2**30)
+    limit = float(os.environ.get(PINNED, "64")) if platform == "gpu" else math.inf
+    if limit < 0.8 * memory:
+        return limit, f"XLA's limit for pinned memory; {PINNED} raises it, this host has {memory:.0f} GiB"
+    return round(0.8 * memory, 1), "0.8 of the host's memory"
 
 
 def _storage(made: Measured, folder: Path, small: bool) -> None:
@@ -363,37 +330,3 @@ def _storage(made: Measured, folder: Path, small: bool) -> None:
     made.sources["storage"] = (
         f"{size / 2**20:.0f} MiB in {folder}, pieces of {piece / 2**20:.0f} MiB, {how}; shared by all devices"
     )
-
-
-def to_toml(made: Measured, name: str) -> str:
-    """The cluster file: what ``jcuts plan --cluster FILE`` reads; curves follow as comments."""
-
-    def line(key: str, value: Any) -> str:
-        if isinstance(value, str):
-            return f'{key} = "{value}"'.replace("\\", "/")
-        return f"{key} = {value if isinstance(value, int) else float(f'{value:.4g}')}"
-
-    lines = [
-        f'# Measured by "jcuts cluster measure" on {time.strftime("%Y-%m-%d")}.',
-        line("name", name),
-        "",
-        "[[nodes]]",
-    ]
-    lines += [line(key, value) for key, value in made.tables["nodes"].items()]
-    lines += ["[nodes.gpu]", *(line(key, value) for key, value in made.tables["gpu"].items())]
-    for table in ("intra", "host", "storage"):
-        if table in made.tables:
-            lines += ["", f"[{table}]", *(line(key, value) for key, value in made.tables[table].items())]
-    lines += ["", "[sources]", *(line(key, value) for key, value in made.sources.items())]
-    lines += ["", "# products: type m n k TFLOP/s"]
-    lines += [f"# {dtype} {m} {n} {k} {speed / 1e12:.3f}" for dtype, m, n, k, speed in made.products]
-    if made.collectives:
-        lines += ["# collectives: kind members bytes milliseconds"]
-        lines += [f"# {kind} {n} {size} {took * 1e3:.4f}" for kind, n, size, took in made.collectives]
-    return "\n".join(lines) + "\n"
-
-
-def finite(made: Measured) -> bool:
-    """Whether every measured constant is a positive finite number."""
-    values = [v for table in made.tables.values() for v in table.values() if not isinstance(v, str)]
-    return all(math.isfinite(v) and v >= 0 for v in values)

@@ -10,8 +10,10 @@ from numpy.typing import NDArray
 from jcuts.plan.blocks import BYTES, Model
 from jcuts.plan.cluster import Cluster
 from jcuts.plan.layout import Floats, Sizes
-from jcuts.plan.plans import Plans
+from jcuts.plan.plans import SCHEDULES, Plans
 from jcuts.plan.workload import Training
+
+GPIPE = SCHEDULES.index("gpipe")
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,13 @@ class Memory:
 def in_flight(plans: Plans, micro_batches: NDArray) -> Floats:
     """Micro-batches whose activations the first stage keeps at once.
 
-    GPipe: all; 1F1B: p; interleaved: p (1 + (p-1)/(p v)) (Narayanan et al., arXiv 2104.04473, 2.2).  With one stage:
-    one, or with tensors offloaded, the group that shares a layer's parameters.
+    GPipe: all, with one stage too (one loop of forward passes, then the backward ones); 1F1B: p; interleaved:
+    p (1 + (p-1)/(p v)) (Narayanan et al., arXiv 2104.04473, 2.2).  With one stage otherwise: one, or with tensors
+    offloaded, the group that shares a layer's parameters.
     """
     p, v = plans["pipeline"].astype(np.float64), plans["chunks"]
     flown = np.choose(plans["schedule"], [micro_batches, p, p + (p - 1) / v])
-    flown = np.where(p == 1, 1.0, flown)
+    flown = np.where((p == 1) & (plans["schedule"] != GPIPE), 1.0, flown)
     return np.minimum(np.maximum(flown, plans["group"]), micro_batches)
 
 
@@ -79,14 +82,16 @@ def training_memory(model: Model, cluster: Cluster, plans: Plans, held: Sizes, w
         for tier in (1, 2):
             below[tier] += np.where(where == tier, stored, 0.0) * cluster.gpus_per_node
     # One layer at work: its gradients, and under full recomputation the activations that it makes again; with zero 3
-    # the gathered parameters of the layer and the next.  The last stage holds logits too, but only one micro-batch.
+    # the gathered parameters of the layer and the next.  The last stage holds logits too: of one micro-batch, under
+    # GPipe of all.
     again = np.where(plans["recompute"] == 2, held.full_layer, held.boundary)
     gathered = np.where(plans["zero"] == 3, 2 * layer, 0.0)
-    last = np.where(
+    alone = np.where(
         plans["pipeline"] == 1,
         held.head_saved,
         np.maximum(held.head_saved - (flown - 1) * held.layers * held.saved_layer, 0),
     )
+    last = np.where(plans["schedule"] == GPIPE, flown * held.head_saved, alone)
     working = again + 2 * held.boundary + gathered + last
     gpu = sum(on_gpu.values()) + working + cluster.gpu.reserved
     return Memory(working=working, gpu=gpu, host=below[1], storage=below[2], **on_gpu)

@@ -15,7 +15,8 @@ class Transformer:
     """Sizes of a transformer.  ``ffn=0`` is 4 hidden, ``kv_heads=0`` is heads; ``batch`` is the usual global batch in
     sequences.
 
-    ``flash``: attention never writes its scores.  ``experts``/``chosen``: mixture of experts in every layer.
+    ``flash``: attention never writes its scores.  ``vocabulary_divided``: the tensor axis divides embedding and logits.
+    ``experts``/``chosen``: mixture of experts in every layer.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Transformer:
     dropout: bool = True
     tied: bool = True
     positions: bool = True
+    vocabulary_divided: bool = True
     experts: int = 1
     chosen: int = 1
 
@@ -76,11 +78,13 @@ class Transformer:
         )
         vocabulary = -(-self.vocabulary // 128) * 128  # padded so that the tensor axis divides it
         positions = self.sequence if self.positions else 0
+        edges = {"hidden": self.hidden, "vocabulary": vocabulary, "sequence": self.sequence}
+        divided = self.vocabulary_divided
         return Model(
             name=self.name,
             blocks=(layer,),
-            embed=embedding(hidden=self.hidden, vocabulary=vocabulary, positions=positions, sequence=self.sequence),
-            head=vocabulary_head(hidden=self.hidden, vocabulary=vocabulary, sequence=self.sequence),
+            embed=embedding(positions=positions, divided=divided, **edges),
+            head=vocabulary_head(divided=divided, **edges),
             tied=self.tied,
             batch=self.batch,
             tensor_limit=kv_heads,
@@ -284,6 +288,7 @@ def from_table(table: specfile.Table) -> Transformer:
         dropout=table.flag("dropout", True),
         tied=table.flag("tied", True),
         positions=table.flag("positions", True),
+        vocabulary_divided=table.flag("vocabulary_divided", True),
         experts=table.integer("experts", 1),
         chosen=table.integer("chosen", 1),
     )

@@ -16,7 +16,7 @@ from jcuts.plan.cluster import Cluster
 from jcuts.plan.cost import PARTS, estimate
 from jcuts.plan.layout import sizes
 from jcuts.plan.memory import Memory, training_memory
-from jcuts.plan.plans import TIERS, Plan, Plans
+from jcuts.plan.plans import RECOMPUTE, TIERS, Plan, Plans
 from jcuts.plan.space import Space, arrangements, chunks
 from jcuts.plan.workload import Training
 
@@ -173,9 +173,11 @@ def search(
 
 
 def _order(ranked: Ranked) -> tuple:
-    """Time first; among equals the plan that uses less memory and fewer mechanisms."""
+    """Time first; among equals the plan with fewer mechanisms, then the one that uses less memory."""
     plan = ranked.plan
-    return (round(ranked.seconds, 9), plan.zero, plan.chunks, ranked.memory["gpu"], plan.describe())
+    away = sum(getattr(plan, name) != "gpu" for name in ("parameters", "gradients", "optimizer", "activations"))
+    machinery = (away, RECOMPUTE.index(plan.recompute), plan.sequence_parallel, plan.zero, plan.chunks)
+    return (round(ranked.seconds, 9), *machinery, ranked.memory["gpu"], plan.describe())
 
 
 def _distinct(plans: list[Ranked]) -> list[Ranked]:
@@ -314,6 +316,8 @@ def _neighbours(model: Model, cluster: Cluster, work: Training, best: Ranked, li
         worst = max(parts, key=lambda part: parts[part])
         if seconds > best.seconds * (1 + 1e-9):
             reason = f"{seconds / best.seconds - 1:+.1%}: {worst} {parts[worst]:+.3g} s"
+        elif seconds < best.seconds * (1 - 1e-9) and not best.split:
+            reason = f"{seconds / best.seconds - 1:+.1%}, but outside of what was searched"
         else:
             reason = (
                 "equal time; takes more memory or machinery" if not best.split else "equal before the batch is split"

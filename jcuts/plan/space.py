@@ -76,13 +76,12 @@ def arrangements(model: Model, gpus: int, space: Space) -> list[tuple[int, int, 
 def tier_choices(model: Model, cluster: Cluster, space: Space) -> list[tuple[int, int, int, int]]:
     """(parameters, gradients, optimiser, activations) as tier indices.
 
-    Optimiser state lives no higher than parameters; gradients live on the GPU or with the parameters: other
-    combinations cost more and save nothing.
+    Gradients live on the GPU or with the parameters: anywhere else costs more and saves nothing.
     """
     have = [0] + [TIERS.index(name) for name in space.offload if cluster.tier(TIERS.index(name)) is not None]
     made = []
     for p, g, o, a in itertools.product(sorted(have), repeat=4):
-        if o >= p and g in (0, p):
+        if g in (0, p):
             made.append((p, g, o, a))
     return made
 

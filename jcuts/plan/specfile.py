@@ -96,7 +96,9 @@ class Table:
         if key in self.values:
             return self.values[key]
         if default is REQUIRED:
-            raise self.error(key, "is missing")
+            # A key that is nearly this one and that nothing has asked for was probably meant.
+            close = difflib.get_close_matches(key, set(self.values) - self.used, n=1, cutoff=0.7)
+            raise self.error(key, "is missing" + (f": is {close[0]!r} meant to be it?" if close else ""))
         return default
 
 

@@ -19,6 +19,12 @@ class Training:
             gradient (4), master and moments (12) and writes them (12) and the 16-bit parameter (2).  58: Megatron's
             separate passes besides: unscale and check (8), norm (4), clip (8), copy to the model (4 more), clear
             gradients (4).
+        micro_traffic: bytes of GPU memory moved per parameter and micro-batch, besides what layers do.  0: 16-bit
+            parameters, gradients added up by the products themselves, as Megatron does.  30: 32-bit parameters of a JAX
+            step, cast to 16 bits for the forward pass (6), again for recomputation and backward (6), gradients cast
+            back (6) and added to 32-bit sums (12).
+        pruned: recomputation leaves out what the backward pass does not need, as compilers do: a layer's last product
+            and its reduction.
         overhead: seconds per step outside of the model (data, logging, loss scaling).
     """
 
@@ -26,6 +32,8 @@ class Training:
     gradient_bytes: int = 4
     state_bytes: int = 12
     optimizer_traffic: float = 30.0
+    micro_traffic: float = 0.0
+    pruned: bool = False
     overhead: float = 0.0
 
     def __post_init__(self) -> None:
@@ -34,3 +42,11 @@ class Training:
 
 
 MEGATRON_TRAFFIC = 58.0
+
+SOFTWARE: dict[str, dict[str, float]] = {
+    "jax": {"micro_traffic": 30.0, "pruned": True},
+    "megatron": {"optimizer_traffic": MEGATRON_TRAFFIC},
+    "lean": {},
+}
+"""What software does with numbers, as keywords of ``Training``: a JAX step with 32-bit parameters under ``jax.jit``;
+Megatron; 16-bit parameters with fused accumulation and a fused Adam."""

@@ -2,12 +2,13 @@
 
 import itertools
 import json
+import re
 import xml.etree.ElementTree as ET
 
 import pytest
 
 from jcuts.cli.main import main
-from jcuts.plan import cluster, html, measure, model, specfile
+from jcuts.plan import cluster, fit, html, measure, model, specfile
 from jcuts.plan.plans import Plan
 from jcuts.plan.search import cost_plans
 from jcuts.plan.workload import Training
@@ -93,6 +94,63 @@ def test_user_errors(capsys, arguments, said):
     assert said in error and error.startswith("jcuts: ") and error.count("\n") == 1
 
 
+CLUSTER = """[[nodes]]
+count = 1
+gpus = 4
+[nodes.gpu]
+peak_tflops = 100
+memory_gib = 16
+bandwidth_gbs = 1000
+[intra]
+bandwidth_gbs = 50
+"""
+MODEL = "layers = 2\nhidden = 64\nheads = 4\nsequence = 32\nvocabulary = 100\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cluster_file", "model_file", "said"),
+    [
+        (["--gpus", "0"], CLUSTER, MODEL, "--gpus 0 must be positive"),
+        (["--gpus", "3"], CLUSTER, MODEL, "no plan divides: batch 1, 2 layers, 4 heads"),
+        (["--gpus", "6"], CLUSTER, MODEL, "6 GPUs are not whole nodes of c (4 GPUs each): use 4 or 8"),
+        (["--gpus", "8"], CLUSTER, MODEL, "cluster c is one node of 4; its file needs an [inter] link"),
+        ([], CLUSTER.replace("= 50", "= -50"), MODEL, "c.toml:9: intra.bandwidth_gbs: must be positive, not -50"),
+        ([], CLUSTER.replace("bandwidth_gbs = 50", ""), MODEL, "c.toml:8: intra.bandwidth_gbs: is missing"),
+        ([], CLUSTER.replace("bandwidth_gbs = 1000", ""), MODEL, "c.toml:4: nodes.gpu.bandwidth_gbs: is missing"),
+        ([], CLUSTER.replace("[intra]\n", "[intra\n"), MODEL, "c.toml:8"),
+        ([], CLUSTER, MODEL.replace("heads = 4", "heads = four"), "m.toml:3"),
+        ([], CLUSTER, MODEL.replace("layers", "layer"), "m.toml:1: layers: is missing: is 'layer' meant to be it?"),
+        ([], CLUSTER, MODEL.replace("= 64", "= 65"), "heads: must divide hidden=65"),
+        (["--serve", "8", "8", "--html", "p.html"], CLUSTER, MODEL, "--html does not go with --serve"),
+    ],
+)
+def test_bad_input_is_named(capsys, tmp_path, arguments, cluster_file, model_file, said):
+    (tmp_path / "c.toml").write_text(cluster_file)
+    (tmp_path / "m.toml").write_text(model_file)
+    files = ["--model", str(tmp_path / "m.toml"), "--cluster", str(tmp_path / "c.toml")]
+    assert main(["plan", *files, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.startswith("jcuts: ") and error.count("\n") == 1
+
+
+def test_what_does_not_fit_says_what_would(capsys, tmp_path):
+    (tmp_path / "c.toml").write_text(CLUSTER)
+    where = ["--cluster", str(tmp_path / "c.toml")]
+    assert main(["plan", "--model", "gpt3-13b", *where, "--batch", "8"]) == 2
+    error = capsys.readouterr().err
+    found = re.search(r"is short of gpu memory by ([0-9.]+) GiB per GPU; it fits on ([0-9]+) GPUs", error)
+    assert found is not None and float(found[1]) > 1 and int(found[2]) > 4
+
+
+def test_software_prices_its_own_passes(capsys):
+    seconds = {}
+    for name in ("jax", "megatron", "lean"):
+        arguments = ["--model", "gpt3-1.3b", "--cluster", "dgx-a100", "--gpus", "8", "--batch", "64", "--offload"]
+        assert main(["plan", *arguments, "--recompute", "none", "--software", name, "--json", "-"]) == 0
+        seconds[name] = json.loads(capsys.readouterr().out)["plans"][0]["seconds"]
+    assert seconds["lean"] < seconds["megatron"] and seconds["lean"] < seconds["jax"]
+
+
 def test_validate_megatron(capsys):
     from jcuts.plan.tables import shipped
 
@@ -117,9 +175,10 @@ def test_measured_machine_is_a_cluster_file(tmp_path):
     measure._storage(made, tmp_path, True)
     made.tables["gpu"] |= {"name": "CPU", "memory_gib": 4.0}
     made.tables["nodes"] = {"count": 1, "gpus": 4}
-    text = measure.to_toml(made, "here")
+    fit.constants(made)
+    text = fit.to_toml(made, "here")
     found = cluster.from_table(specfile.parse(text, "here.toml"))
-    assert found.gpus == 4 and found.storage is not None and found.storage.read > 0 and measure.finite(made)
+    assert found.gpus == 4 and found.storage is not None and found.storage.read > 0 and fit.finite(made)
     assert "direct I/O" in text or "buffered" in text
     assert {kind for kind, *_ in made.collectives} == {
         "all-reduce",
@@ -153,3 +212,14 @@ def test_timeline_covers_the_step_and_never_overlaps_in_a_stage():
             assert all(a[1] <= b[0] + 1e-9 for a, b in itertools.pairwise(mine))
         if plan.optimizer == "host":
             assert any(span.lane == "host" for span in spans)
+        begun = {(span.lane, span.label): span.start for span in spans}
+        for stage in range(2, plan.pipeline + 1):  # nothing begins before the neighbour has handed its input on
+            assert begun[f"stage {stage}", "forward 1"] > begun[f"stage {stage - 1}", "forward 1"]
+            assert begun[f"stage {stage - 1}", "backward 1"] > begun[f"stage {stage}", "backward 1"]
+
+
+@pytest.mark.parametrize("count", [4, 8])
+def test_timeline_of_a_pipeline_has_the_textbook_bubble(count):
+    for schedule in ("gpipe", "1f1b"):
+        spans = html._schedule(schedule, 4, count, 2.0, 1.0)
+        assert max(end for *_, end in spans) == 3 * (count + 3)

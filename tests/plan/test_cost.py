@@ -177,3 +177,45 @@ def test_plans_survive_json_and_arrays():
     assert Plans.of([plan]).plan(0) == plan
     with pytest.raises(UsageError, match="depth"):
         Plan.from_json({"depth": 1})
+
+
+def test_gpipe_keeps_every_micro_batch_with_one_stage_too():
+    made = model.Transformer("t", 4, 256, 4, 128, 1024).build()
+    plans = Plans.of([Plan(micro=2, schedule=name, recompute="full") for name in ("1f1b", "gpipe")])
+    found = cost.estimate(made, A100.resized(1), plans, Training(16)).memory
+    kept, logits = 4 * 2 * 128 * 256 * 2, 2 * (4 * 128 * 1024 + 4 * 128 * 256)  # of one micro-batch
+    assert found.activations.tolist() == [kept, 8 * kept]
+    assert found.working[1] - found.working[0] == 7 * logits
+
+
+def test_a_compiled_recomputation_leaves_out_the_last_product_and_its_reduction():
+    made = model.load("gpt3-1.3b")
+    plans = Plans.of([Plan(tensor=4, recompute="full"), Plan(tensor=4)])
+    times = {
+        pruned: cost.estimate(made, A100.resized(4), plans, Training(1, pruned=pruned)).time for pruned in (False, True)
+    }
+    full, again = times[False], times[True]
+    # A layer's products are 12 h^2 but for attention; the last of them is 4 h^2.
+    assert 0.6 < again.recompute[0] / full.recompute[0] < 0.8
+    assert again.tensor[0] == pytest.approx(full.tensor[0] - (full.tensor[0] - full.tensor[1]) / 2)
+    assert again.total[1] == full.total[1]
+
+
+def test_casts_cost_their_bytes_in_every_micro_batch():
+    made = model.load("gpt3-1.3b")
+    plans = Plans.of([Plan(micro=2), Plan(micro=1)])
+    plain = cost.estimate(made, A100.resized(1), plans, Training(8)).time.compute
+    cast = cost.estimate(made, A100.resized(1), plans, Training(8, micro_traffic=30)).time.compute
+    once = 30 * made.total_parameters / (A100.gpu.bandwidth * A100.gpu.memory_efficiency)
+    assert (cast - plain).tolist() == pytest.approx([4 * once, 8 * once])
+
+
+def test_an_undivided_vocabulary_is_done_by_every_gpu_of_the_tensor_axis():
+    sizes = ("t", 2, 1024, 8, 512, 32768)
+    plans, work = Plans.of([Plan(tensor=4)]), Training(1)
+    divided, whole = (
+        cost.estimate(model.Transformer(*sizes, vocabulary_divided=flag).build(), A100.resized(4), plans, work)
+        for flag in (True, False)
+    )
+    assert whole.time.compute[0] > 1.3 * divided.time.compute[0]
+    assert whole.memory.parameters[0] - divided.memory.parameters[0] == 2 * 0.75 * 1024 * 32768

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from jcuts.base.errors import NotJaxError, UsageError
-from jcuts.plan import apply, cluster, from_jaxpr, model
+from jcuts.plan import apply, cluster, from_jaxpr, liveness, model
 from jcuts.plan.plans import Plan
-from jcuts.plan.search import search
+from jcuts.plan.search import cost_plans, search
+from jcuts.plan.space import Space
 from jcuts.plan.workload import Training
 
 COLLECTIVE = re.compile(r"\b(all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\(")
@@ -81,6 +82,33 @@ def test_a_users_function_is_planned():
     assert found.best.plan.gpus == 4 and found.best.seconds > 0
 
 
+def test_a_users_parameters_stay_with_what_uses_them():
+    def lopsided(params, x):
+        x = x @ params["big"].astype(x.dtype).T.T
+        for w in params["small"]:
+            x = jnp.tanh(x @ w)
+        return x
+
+    params = {"big": _struct(4096, 64), "small": [_struct(64, 64)] * 7}
+    made = from_jaxpr.model(lopsided, params, _struct(32, 4096), name="lopsided")
+    assert made.total_parameters == pytest.approx(4096 * 64 + 7 * 64 * 64)
+    assert made.blocks[0].total_parameters == 4096 * 64
+    # No split of layers over stages can leave a stage less than the big product.
+    found = search(made, cluster.load("dgx-a100"), Training(32), gpus=4, space=Space(zero=(0,), offload=()))
+    four = cost_plans(made, cluster.load("dgx-a100").resized(4), [Plan(pipeline=4, micro=8)], Training(32))[0]
+    assert four.gpu_parts["parameters"] >= 2 * 4096 * 64
+    assert found.best.plan.gpus == 4 and made.heaviest > 0.8
+
+
+def test_a_loops_parameters_are_dealt_out():
+    def looped(params, x):
+        return jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, params)[0]
+
+    made = from_jaxpr.model(looped, _struct(8, 64, 64), _struct(32, 64))
+    assert made.total_parameters == pytest.approx(8 * 64 * 64)
+    assert made.forward_flops == 8 * 2 * 64 * 64
+
+
 def test_functions_that_cannot_be_planned():
     with pytest.raises(NotJaxError, match="cannot be traced"):
         from_jaxpr.tally(lambda x: float(x.sum()), _struct(3))
@@ -98,6 +126,7 @@ LAYOUTS = [
     {"micro": 2, "count": 4, "pipeline": 4},
     {"micro": 2, "count": 4, "pipeline": 2, "data": 2, "schedule": "gpipe"},
     {"micro": 4, "count": 1, "data": 2, "remat": False},
+    {"micro": 2, "count": 4, "pipeline": 2, "tensor": 2, "schedule": "gpipe"},
 ]
 
 
@@ -110,7 +139,7 @@ def test_memory_is_what_the_compiler_says(layout):
     arguments = (params, (params, params), tokens)
     said = step.lower(*arguments).compile().memory_analysis()
     real = said.argument_size_in_bytes + said.output_size_in_bytes - said.alias_size_in_bytes + said.temp_size_in_bytes
-    found = from_jaxpr.footprint(step, *arguments, donated=(0, 1))
+    found = liveness.footprint(step, *arguments, donated=(0, 1))
     assert found.peak == pytest.approx(real, rel=0.10)
 
 

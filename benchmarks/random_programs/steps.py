@@ -1,4 +1,4 @@
-"""Operations that random programs are made of, one registered step per op family and form."""
+"""Random steps on whole arrays: elements, layout, reductions, windows, contractions, convolutions."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from random_programs.generator import FLOATS, Draw, Unsuitable, step
-
-INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-SIGNED = INTEGERS[:4]
-NUMBERS = (*FLOATS, *INTEGERS)
+from random_programs.generator import FLOATS, INTEGERS, NUMBERS, Draw, Unsuitable, step
 
 FREE = {"floor": lax.floor, "ceil": lax.ceil, "sin": lax.sin, "cos": lax.cos, "tanh": lax.tanh, "erf": lax.erf,
         "logistic": lax.logistic, "atan": lax.atan, "asinh": lax.asinh, "cbrt": lax.cbrt, "sign": lax.sign}  # fmt: skip
@@ -414,7 +410,8 @@ def pool(d: Draw) -> None:
         init = -np.inf if x.dtype.name in FLOATS else jnp.iinfo(x.dtype).min
     elif init == "high":
         init = np.inf if x.dtype.name in FLOATS else jnp.iinfo(x.dtype).max
-    d.add(lax.reduce_window(x, np.asarray(init, x.dtype), how, window, strides, padding, window_dilation=dilation))
+    base = tuple(1 if d.kind.smooth else d.one((1, 1, 1, 1, 1, 1, 2)) for _ in x.shape)
+    d.add(lax.reduce_window(x, np.asarray(init, x.dtype), how, window, strides, padding, base, dilation))
 
 
 @step("contraction", 2)
@@ -501,3 +498,16 @@ def convolution(d: Draw) -> None:
     if d.chance(0.4):
         y = jax.nn.relu(y)
     d.add(y)
+
+
+@step("convolution", 1)
+def transposed_convolution(d: Draw) -> None:
+    """The convolution that doubles extents: strides become dilation of the input."""
+    space = d.one((1, 2, 2))
+    x = d.fresh((d.one((1, 2)), *(d.one((2, 4, 5)) for _ in range(space)), d.one((1, 3, 8))), d.dtype(FLOATS))
+    taps = tuple(d.one((1, 2, 3, 4)) for _ in range(space))
+    kernel = d.weights((*taps, x.shape[-1], d.one((1, 2, 5))), x.dtype.name)
+    strides = tuple(d.one((1, 2, 2, 3)) for _ in range(space))
+    letters = "HW"[2 - space :]
+    spec = ("N" + letters + "C", letters + "IO", "N" + letters + "C")
+    d.add(lax.conv_transpose(x, kernel, strides, d.one(("SAME", "VALID")), dimension_numbers=spec))

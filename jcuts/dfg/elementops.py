@@ -2,8 +2,8 @@
 
 XLA's answers are followed where NumPy's differ: integer division by zero gives -1 (all bits set) and a remainder by
 zero the dividend, shifts by the width or more give 0 (or the sign), conversions to integers saturate and take NaN to 0.
-bfloat16 and float16 are carried in float32; bfloat16 is rounded where it is stored, converted, compared or made discrete,
-float16 after every operation.
+bfloat16 and float16 are carried in float32; bfloat16 is rounded where it is stored, converted, compared or made
+discrete, float16 after every operation.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ at 1, K the reduction length, tiny the smallest normal number, and err(a) = max(
 
 Where runs of the reference with simulated rounding (`tune.widen`) disagree by more than rounding explains, the float64
 margin does not exceed rounding: there c must lie between the values seen (x's among them), within the floor
-4 eps sqrt(K) of the largest of them, and rules 1-6 do not apply.
+4 eps sqrt(K) of the largest of them, and rules 1-6 do not apply.  Half of these runs take denormal inputs for zeros, as
+XLA's arithmetic does on a CPU: what depends on the difference is bound to neither.
 
 Where the program computes in float64 itself, float64 is no wider than what it judges: x - r is not XLA's error, most
 often it is 0 because both made the same roundings.  There XLA's error is what rounding does to float64 arithmetic: the

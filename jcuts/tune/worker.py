@@ -38,7 +38,7 @@ from jcuts.tune.kernelfile import read_kernel, write_kernel
 from jcuts.tune.launch import Launcher, Schedule
 from jcuts.tune.noise import Samples
 from jcuts.tune.problem import Candidate, Problem, decode_bytes
-from jcuts.tune.values import dtype_of, load, make_inputs, save, seed_kinds
+from jcuts.tune.values import dtype_of, flushed, load, make_inputs, save, seed_kinds
 
 NOISE_RUNS = 6
 NOISE_ULP = 4.0
@@ -129,12 +129,14 @@ def reference(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
         xla = _leaves(jax, library(*inputs))
         exact = _leaves(jax, wide(np.uint64(0), np.zeros(2), *widened))
 
-        def runs(*amplitudes: float, widened: list[np.ndarray] = widened) -> list[list[np.ndarray]]:
+        both = (widened, [_widen(flushed(x)) for x in inputs])  # every other run takes denormals for zeros
+
+        def runs(*amplitudes: float, both: tuple[list[np.ndarray], ...] = both) -> list[list[np.ndarray]]:
             noise = np.array(amplitudes)
-            return [_leaves(jax, wide(np.uint64(n + 1), noise, *widened)) for n in range(NOISE_RUNS)]
+            return [_leaves(jax, wide(np.uint64(n + 1), noise, *both[n % len(both)])) for n in range(NOISE_RUNS)]
 
         noisy = runs(NOISE_ULP, NOISE_ULP) if problem.perturb else []
-        unsure = runs(0.0, TRUST_ULP) if problem.unsure else []
+        unsure = runs(0.0, TRUST_ULP, both=(widened,)) if problem.unsure else []
         for i, value in enumerate(inputs):
             save(folder / f"{number}.in{i}.npy", value)
         for i, (x, r) in enumerate(zip(xla, exact, strict=True)):

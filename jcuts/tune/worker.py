@@ -297,7 +297,8 @@ def distance(exact: np.ndarray, runs: Sequence[np.ndarray]) -> np.ndarray:
     if exact.dtype.kind in "biu":
         return np.zeros(exact.shape)
     if exact.dtype.kind == "c":
-        return distance(exact.real, [r.real for r in runs]) + 1j * distance(exact.imag, [r.imag for r in runs])
+        real, imag = (distance(part(exact), [part(r) for r in runs]) for part in (np.real, np.imag))
+        return real + 1j * imag
     with np.errstate(invalid="ignore", over="ignore"):
         most = np.maximum.reduce([np.abs(r - exact) for r in runs])
     return np.where(np.isfinite(most), most, 0.0)

@@ -107,9 +107,12 @@ def cumulative(d: Draw) -> None:
     """Running sum, product, extreme and logsumexp, forwards and backwards."""
     how = d.one((lax.cumsum, lax.cumsum, lax.cumprod, lax.cummax, lax.cummin, lax.cumlogsumexp))
     x = d.float(rank=(1, 4)) if how is lax.cumlogsumexp else d.any(NUMBERS, rank=(1, 4))
+    axis = d.number(0, x.ndim - 1)
     if how is lax.cumprod and x.dtype.name in FLOATS:
-        x = lax.add(lax.mul(lax.tanh(x), jnp.asarray(0.25, x.dtype)), jnp.asarray(1, x.dtype))
-    d.add(how(x, d.number(0, x.ndim - 1), reverse=d.chance(0.4)))
+        # What underflows or overflows on the way to an ordinary product depends on the order of the factors.
+        part = jnp.asarray(min(0.25, 8 / x.shape[axis]), x.dtype)
+        x = lax.add(lax.mul(lax.tanh(x), part), jnp.asarray(1, x.dtype))
+    d.add(how(x, axis, reverse=d.chance(0.4)))
 
 
 @step("reduction", 0.5)

@@ -60,12 +60,14 @@ def pending(items: Sequence[Item], rows: list[dict[str, Any]], retry: bool) -> l
 def run_shards(items: Sequence[Item], base: Path, jobs: int) -> None:
     """Runs items in ``jobs`` processes of this script and waits for them.
 
-    A process that dies is started again: it notes the program that killed it, and goes on with the next one.
+    A process that dies is started again: it notes the program that killed it, and goes on with the next one.  One that
+    does not get so far is left alone.
     """
     lists = [base.with_name(f"{base.stem}.shard{n}.items") for n in range(jobs)]
     for n, path in enumerate(lists):
         path.write_text(json.dumps([list(item) for item in items[n::jobs]]))
     running = {n: _start(base, n, lists[n]) for n in range(jobs)}
+    died_at = dict.fromkeys(range(jobs), "")
     try:
         while running:
             time.sleep(POLL_SECONDS)
@@ -76,9 +78,11 @@ def run_shards(items: Sequence[Item], base: Path, jobs: int) -> None:
                         process.kill()
                     continue
                 del running[n]
-                if marker.exists():
+                where = marker.read_text() if marker.exists() else ""
+                if where and where != died_at[n]:
+                    died_at[n] = where
                     running[n] = _start(base, n, lists[n])
-                elif process.returncode not in (0, 1):
+                elif process.returncode:
                     print(f"shard {n} ended with status {process.returncode}; run again with the same --resume")
     except KeyboardInterrupt:  # what is done is in the files
         for process in running.values():

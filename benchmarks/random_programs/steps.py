@@ -305,8 +305,9 @@ def reduce(d: Draw) -> None:
     x = d.any(NUMBERS, rank=(1, 5))
     axes = _axes(d, x)
     how = d.one(("sum", "sum", "max", "min", "prod"))
-    if how == "prod" and x.dtype.name in FLOATS:
-        x = lax.add(lax.mul(lax.tanh(x), jnp.asarray(0.25, x.dtype)), jnp.asarray(1, x.dtype))
+    if how == "prod" and x.dtype.name in FLOATS:  # as in `lookups.cumulative`
+        part = jnp.asarray(min(0.25, 8 / np.prod([x.shape[k] for k in axes])), x.dtype)
+        x = lax.add(lax.mul(lax.tanh(x), part), jnp.asarray(1, x.dtype))
     function = {"sum": lax.reduce_sum, "max": lax.reduce_max, "min": lax.reduce_min, "prod": lax.reduce_prod}[how]
     d.add(function(x, axes))
 

@@ -1,20 +1,23 @@
 """Differential test: random programs through jcuts' kernels against `jax.jit`.
 
-    python benchmarks/differential.py --programs 2000 --seed 1 --resume progress.jsonl --json result.json
+    python benchmarks/differential.py --programs 2000 --slices --jobs 16 --resume progress.jsonl --json result.json
     python benchmarks/differential.py --programs 200 --grad --resume progress.jsonl
+    python benchmarks/differential.py --merge one.jsonl other.jsonl --programs 0 --json result.json
     python benchmarks/differential.py --one 1234           # look into one program
 
 Every program runs with random schedules of all its kernels on several sets of inputs; the acceptance rule is the
-tuner's (`jcuts.tune.check`).  Progress is a file with one JSON object per program; a second run with the same file
-skips what is in it, and several processes may append to files of their own, which ``--merge`` sums up.
+tuner's (`jcuts.tune.check`).  Progress is a file with one JSON object per program, next to it one per process
+(``progress.shard3.jsonl``); a second run with the same file skips what is in any of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,33 +28,34 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-os.environ.setdefault("JCUTS_CACHE_DIR", tempfile.mkdtemp(prefix="jcuts-differential-"))
+if "JCUTS_CACHE_DIR" not in os.environ:
+    os.environ["JCUTS_CACHE_DIR"] = tempfile.mkdtemp(prefix="jcuts-differential-")
+    atexit.register(shutil.rmtree, os.environ["JCUTS_CACHE_DIR"], ignore_errors=True)
+
+from random_programs import shards
+
+SLICE = 10
+"""With ``--slices`` one program in so many, as many again, runs under grad, and one under vmap."""
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--programs", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0, help="seed of the first program; the others follow")
+    parser.add_argument("--jobs", type=int, default=1, help="processes; needs --resume")
     parser.add_argument("--resume", type=Path, help="progress file, appended to")
     parser.add_argument("--merge", type=Path, nargs="*", default=[], help="other progress files for the summary")
     parser.add_argument("--json", type=Path, help="summary")
     parser.add_argument("--grad", action="store_true", help="value and gradient of smooth programs")
     parser.add_argument("--vmap", action="store_true", help="programs under vmap")
+    parser.add_argument("--slices", action="store_true", help=f"also a {SLICE}th as many under grad, and under vmap")
     parser.add_argument("--one", type=int, help="run one seed and print its program and verdict")
     parser.add_argument("--retry", action="store_true", help="run failed seeds of the progress file again")
-    return parser.parse_args()
-
-
-def _rows(path: Path | None) -> list[dict[str, Any]]:
-    if path is None or not path.exists():
-        return []
-    rows = []
-    for line in path.read_text().splitlines():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            continue  # the line that an interrupted run was writing
-    return rows
+    parser.add_argument("--items", type=Path, help=argparse.SUPPRESS)  # a shard's list of programs
+    options = parser.parse_args()
+    if options.jobs > 1 and not options.resume:
+        parser.error("--jobs needs --resume: every process appends to a file beside it")
+    return options
 
 
 def _commit() -> str:
@@ -67,16 +71,11 @@ def _commit() -> str:
         return ""
 
 
-def _latest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The last verdict of every program."""
-    return list({(r["seed"], r["transform"]): r for r in rows}.values())
-
-
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Counts over progress rows."""
     from jcuts.base.fingerprint import versions
 
-    rows = _latest(rows)
+    rows = shards.latest(rows)
     ran = [r for r in rows if r["status"] != "unsuitable"]
     equations = {e for r in ran for e in r["equations"]}
     return {
@@ -97,28 +96,54 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def _items(options: argparse.Namespace) -> list[shards.Item]:
+    if options.items:
+        return [(int(seed), str(transform)) for seed, transform in json.loads(options.items.read_text())]
+    first, count = options.seed, options.programs
+    items = [(seed, _transform(options)) for seed in range(first, first + count)]
+    if options.slices:
+        part = range(first, first + max(1, count // SLICE))
+        items += [(seed, transform) for transform in ("grad", "vmap") for seed in part]
+    return items
+
+
+def _transform(options: argparse.Namespace) -> str:
+    return "grad" if options.grad else "vmap" if options.vmap else "plain"
+
+
 def main() -> int:
     """Runs and sums up; exit status 1 where a program failed."""
     options = _arguments()
+    if options.one is not None:
+        return _one(options.one, _transform(options))
+    rows = [r for path in shards.files_of(options.resume) for r in shards.rows_of(path)] if options.resume else []
+    items = shards.pending(_items(options), rows, options.retry)
+    if options.jobs > 1:
+        shards.run_shards(items, options.resume, options.jobs)
+        rows = [r for path in shards.files_of(options.resume) for r in shards.rows_of(path)]
+    else:
+        rows += _run(items, options.resume)
+    if options.items:  # a shard: whoever started it sums up
+        return 0
+    for path in options.merge:
+        rows += [r for file in shards.files_of(path) for r in shards.rows_of(file)]
+    found = summary(rows)
+    print(json.dumps(found, indent=1, default=str))
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1, default=str) + "\n")
+    return int(bool(found["mismatches"] or found["errors"]))
+
+
+def _run(items: list[shards.Item], resume: Path | None) -> list[dict[str, Any]]:
+    """Runs programs in this process; returns their rows and appends them to the file."""
+    import jax
     from random_programs.runner import Verdict, run
 
-    transform = "grad" if options.grad else "vmap" if options.vmap else "plain"
-    if options.one is not None:
-        return _one(options.one, transform)
-    import jax
-
-    rows = _rows(options.resume)
-    done = {
-        (r["seed"], r["transform"])
-        for r in _latest(rows)
-        if not (options.retry and r["status"] in ("error", "mismatch"))
-    }
     commit = _commit()
-    out = options.resume.open("a") if options.resume else None
-    marker = options.resume.with_suffix(".running") if options.resume else None  # names a seed that kills the process
-    for k, seed in enumerate(range(options.seed, options.seed + options.programs)):
-        if (seed, transform) in done:
-            continue
+    rows: list[dict[str, Any]] = []
+    out = resume.open("a") if resume else None
+    marker = shards.marker_of(resume) if resume else None  # names a seed that kills the process
+    for k, (seed, transform) in enumerate(items):
         start = time.perf_counter()
         if marker and marker.exists() and marker.read_text() == f"{seed} {transform}":
             verdict = Verdict(seed, transform, "error", "the process died while running this program")
@@ -143,13 +168,7 @@ def main() -> int:
             )
     if marker:
         marker.unlink(missing_ok=True)
-    for path in options.merge:
-        rows += _rows(path)
-    found = summary(rows)
-    print(json.dumps(found, indent=1, default=str))
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1, default=str) + "\n")
-    return int(bool(found["mismatches"] or found["errors"]))
+    return rows
 
 
 def _one(seed: int, transform: str) -> int:

@@ -16,6 +16,8 @@ import numpy as np
 from jax import lax
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+NUMBERS = (*FLOATS, *INTEGERS)
 NARROW = (
     *("float32",) * 4, "bfloat16", "float16", "int32", "int8", "uint8", "int16", "uint16", "uint32", "bool",
 )  # fmt: skip
@@ -194,8 +196,9 @@ class Draw:
 
 WEIGHTS = {
     "elementwise": 7.0, "layout": 4.0, "reduction": 3.0, "pattern": 2.0, "window": 1.2, "contraction": 1.6,
-    "convolution": 1.0, "gather": 1.4, "unsupported": 0.5, "control": 0.5,
+    "convolution": 1.2, "gather": 1.8, "special": 0.8, "call": 0.8, "unsupported": 0.3, "control": 0.5,
 }  # fmt: skip
+NOT_SMOOTH = ("unsupported", "special")
 
 
 @dataclass(frozen=True)
@@ -211,11 +214,13 @@ class Program:
 
     def function(self, *args: Any) -> tuple[Any, ...]:
         """The program; a tuple of arrays."""
-        import random_programs.steps  # noqa: F401 - registers the families
+        import random_programs.calls
+        import random_programs.lookups
+        import random_programs.steps  # noqa: F401 - these register the families
 
         rng = np.random.default_rng([self.seed, 2])
         draw = Draw(rng, self.kind, self.main, list(args), limit=LARGE_SIZE if self.large else MAX_SIZE)
-        names = [n for n in WEIGHTS if not (self.kind.smooth and n == "unsupported")]
+        names = [n for n in WEIGHTS if not (self.kind.smooth and n in NOT_SMOOTH)]
         draw.grow(self.steps, names, [WEIGHTS[n] for n in names])
         made = draw.pool[len(args) :]
         if not made:

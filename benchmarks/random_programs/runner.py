@@ -26,9 +26,9 @@ from jcuts.tune.check import Expected, check_output
 from jcuts.tune.launch import Launcher, Schedule
 from jcuts.tune.problem import Input, Output, Problem
 from jcuts.tune.session import degree
-from jcuts.tune.values import make_inputs, seed_kinds
-from jcuts.tune.widen import evaluate
-from jcuts.tune.worker import NOISE_ULP, _range, _widen
+from jcuts.tune.values import flushed, make_inputs, seed_kinds
+from jcuts.tune.widen import evaluate, is_wide
+from jcuts.tune.worker import NOISE_ULP, TRUST_ULP, _range, _widen, distance
 from jcuts.xla.call import call_kernel
 from jcuts.xla.kernels import kernel_for
 from random_programs.generator import FLOATS, Program, program, signature
@@ -296,16 +296,29 @@ def judge(
     """
     expected = []
     run_wide = _reference(closed, noisy=noisy)
+    unsure = noisy and is_wide(closed)
     with jax.enable_x64(True):
         for kind, values, results in zip(seed_kinds(problem), inputs, wanted, strict=True):
             wide = [_widen(np.asarray(x)) for x in values]
             if not noisy:
                 expected.append([Expected(kind, x, r) for x, r in zip(results, _leaves(run_wide(*wide)), strict=True)])
                 continue
-            exact = _leaves(run_wide(np.uint64(0), np.float64(0), *wide))
-            runs = [_leaves(run_wide(np.uint64(n + 1), np.float64(NOISE_ULP), *wide)) for n in range(NOISE_RUNS)]
-            ranges = [_range([r, *(run[i] for run in runs)]) for i, r in enumerate(exact)]
-            expected.append([Expected(kind, x, r, *b) for x, r, b in zip(results, exact, ranges, strict=True)])
+
+            both = (wide, [_widen(flushed(np.asarray(x))) for x in values])  # every other run without denormals
+
+            def runs(*amplitudes: float, both: tuple[list[Any], ...] = both) -> list[list[np.ndarray]]:
+                noise = np.array(amplitudes)
+                return [_leaves(run_wide(np.uint64(n + 1), noise, *both[n % len(both)])) for n in range(NOISE_RUNS)]
+
+            exact = _leaves(run_wide(np.uint64(0), np.zeros(2), *wide))
+            ranged = runs(NOISE_ULP, NOISE_ULP)
+            ranges = [_range([r, *(run[i] for run in ranged)]) for i, r in enumerate(exact)]
+            trust: list[Any] = [None] * len(exact)
+            if unsure:
+                moved = runs(0.0, TRUST_ULP, both=(wide,))
+                trust = [distance(r, [run[i] for run in moved]) for i, r in enumerate(exact)]
+            seen = zip(results, exact, ranges, trust, strict=True)
+            expected.append([Expected(kind, x, r, *b, t) for x, r, b, t in seen])
     for i, spec in enumerate(problem.outputs):
         check_output(i, spec, [e[i] for e in expected], [g[i] for g in got], problem.tolerance)
 

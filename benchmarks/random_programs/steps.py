@@ -1,4 +1,4 @@
-"""Operations that random programs are made of, one registered step per op family and form."""
+"""Random steps on whole arrays: elements, layout, reductions, windows, contractions, convolutions."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from random_programs.generator import FLOATS, Draw, Unsuitable, step
-
-INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-SIGNED = INTEGERS[:4]
-NUMBERS = (*FLOATS, *INTEGERS)
+from random_programs.generator import FLOATS, INTEGERS, NUMBERS, Draw, Unsuitable, step
 
 FREE = {"floor": lax.floor, "ceil": lax.ceil, "sin": lax.sin, "cos": lax.cos, "tanh": lax.tanh, "erf": lax.erf,
         "logistic": lax.logistic, "atan": lax.atan, "asinh": lax.asinh, "cbrt": lax.cbrt, "sign": lax.sign}  # fmt: skip
@@ -309,8 +305,9 @@ def reduce(d: Draw) -> None:
     x = d.any(NUMBERS, rank=(1, 5))
     axes = _axes(d, x)
     how = d.one(("sum", "sum", "max", "min", "prod"))
-    if how == "prod" and x.dtype.name in FLOATS:
-        x = lax.add(lax.mul(lax.tanh(x), jnp.asarray(0.25, x.dtype)), jnp.asarray(1, x.dtype))
+    if how == "prod" and x.dtype.name in FLOATS:  # as in `lookups.cumulative`
+        part = jnp.asarray(min(0.25, 8 / np.prod([x.shape[k] for k in axes])), x.dtype)
+        x = lax.add(lax.mul(lax.tanh(x), part), jnp.asarray(1, x.dtype))
     function = {"sum": lax.reduce_sum, "max": lax.reduce_max, "min": lax.reduce_min, "prod": lax.reduce_prod}[how]
     d.add(function(x, axes))
 
@@ -414,7 +411,8 @@ def pool(d: Draw) -> None:
         init = -np.inf if x.dtype.name in FLOATS else jnp.iinfo(x.dtype).min
     elif init == "high":
         init = np.inf if x.dtype.name in FLOATS else jnp.iinfo(x.dtype).max
-    d.add(lax.reduce_window(x, np.asarray(init, x.dtype), how, window, strides, padding, window_dilation=dilation))
+    base = tuple(1 if d.kind.smooth else d.one((1, 1, 1, 1, 1, 1, 2)) for _ in x.shape)
+    d.add(lax.reduce_window(x, np.asarray(init, x.dtype), how, window, strides, padding, base, dilation))
 
 
 @step("contraction", 2)
@@ -503,136 +501,14 @@ def convolution(d: Draw) -> None:
     d.add(y)
 
 
-# -- gathers ----------------------------------------------------------------------------------------------------------
-def _indices(d: Draw, shape: tuple[int, ...], extent: int, dtype: str = "") -> Any:
-    dtype = dtype or d.one(("int32", "int32", "uint8", "int64") if d.kind.x64 else ("int32", "int32", "int8", "uint32"))
-    low = 0 if dtype.startswith("u") else -3
-    # Signed only: XLA's constant folding and its compiled code clamp huge unsigned positions to opposite ends.
-    if d.chance(0.5) and not d.kind.smooth and low:
-        return d.fresh(shape, dtype)
-    return jnp.asarray(d.rng.integers(low, min(extent + 3, 120), size=shape)).astype(dtype)
-
-
-@step("gather", 1)
-def take(d: Draw) -> None:
-    """Rows by index, inside and outside the bounds."""
-    x = d.any(rank=(1, 4))
-    axis = d.number(0, x.ndim - 1)
-    index = _indices(d, d.one(((3,), (1,), (2, 4), (7,), ())), x.shape[axis])
-    out = jnp.take(x, index, axis, mode=d.one(("fill", "clip", "wrap")))
-    if out.size > 2 * d.limit:
-        raise Unsuitable
-    d.add(out)
-
-
-@step("gather", 0.7)
-def index_two(d: Draw) -> None:
-    """x[i, :, j] or x[i, j]: indexed along two dimensions."""
-    x = d.any(rank=(2, 4))
-    a, b = (int(k) for k in sorted(d.rng.choice(x.ndim, 2, replace=False)))
-    where: list[Any] = [slice(None)] * x.ndim
-    where[a], where[b] = (_indices(d, (5,), x.shape[k]) for k in (a, b))
-    mode = d.one(("fill", "clip", None, "promise_in_bounds"))
-    if mode == "promise_in_bounds":
-        for k in (a, b):
-            last = jnp.asarray(min(x.shape[k] - 1, 120), where[k].dtype)
-            where[k] = lax.clamp(jnp.asarray(0, last.dtype), where[k], last)
-    out = x.at[tuple(where)].get(mode=mode)
-    if out.size > 2 * d.limit:
-        raise Unsuitable
-    d.add(out)
-
-
-@step("gather", 1)
-def dynamic_slice(d: Draw) -> None:
-    """A window at run-time positions, clamped."""
-    x = d.any(rank=(1, 4))
-    sizes = [d.number(1, e) for e in x.shape]
-    starts = [_indices(d, (), x.shape[0])]
-    starts += [_indices(d, (), e, starts[0].dtype.name) for e in x.shape[1:]]
-    d.add(lax.dynamic_slice(x, starts, sizes))
-
-
-# -- what is left to XLA ----------------------------------------------------------------------------------------------
-@step("unsupported")
-def foreign(d: Draw) -> None:
-    """Sorts, cumulative operations, scatters, updates."""
-    x = d.any(NUMBERS, rank=(1, 3))
-    which = d.number(0, 4)
-    axis = d.number(0, x.ndim - 1)
-    if which == 0:
-        d.add(lax.sort(x, dimension=axis))
-    elif which == 1:
-        how = d.one((lax.cumsum, lax.cummax, lax.cummin))
-        d.add(how(x, axis, reverse=d.chance(0.5)))
-    elif which == 2:
-        index = _indices(d, (4,), x.shape[0])
-        d.add(x.at[index].add(d.fresh((4, *x.shape[1:]), x.dtype.name)))
-    elif which == 3:
-        sizes = tuple(d.number(1, e) for e in x.shape)
-        d.add(lax.dynamic_update_slice(x, d.fresh(sizes, x.dtype.name), [np.int32(d.number(-1, e)) for e in x.shape]))
-    elif x.dtype.name in FLOATS:
-        d.add(lax.cumlogsumexp(x, axis))
-
-
-# -- control flow -----------------------------------------------------------------------------------------------------
-BODY = ("elementwise", "layout", "reduction", "contraction")
-BODY_WEIGHTS = (5.0, 1.0, 1.0, 0.7)
-
-
-def _body(d: Draw, seed: int, values: list[Any], like: Any) -> Any:
-    """A value of the type of ``like`` made of ``values`` in a few operations."""
-    inner = Draw(np.random.default_rng([seed, 3]), d.kind, like.dtype.name, list(values), d.depth + 1)
-    inner.grow(inner.number(1, 4), BODY, BODY_WEIGHTS)
-    out = inner.fresh(like.shape, like.dtype.name)
-    return inner.tame(out) if like.dtype.name in FLOATS else out
-
-
-def _seed(d: Draw) -> int:
-    if d.depth:
-        raise Unsuitable
-    return int(d.rng.integers(2**31))
-
-
-@step("control")
-def scan(d: Draw) -> None:
-    """A loop over rows with a carry."""
-    seed = _seed(d)
-    xs = d.any(rank=(2, 4), size=2_000)
-    if xs.shape[0] > 20:
-        raise Unsuitable
-    init = d.fresh(xs.shape[1:], d.dtype())
-
-    def body(carry: Any, x: Any) -> tuple[Any, Any]:
-        new = _body(d, seed, [x, carry], carry)
-        return new, _body(d, seed + 1, [new, x], x)
-
-    carry, ys = lax.scan(body, init, xs, reverse=bool(seed % 2))
-    d.add(carry)
-    d.add(ys)
-
-
-@step("control")
-def while_(d: Draw) -> None:
-    """A loop with a counter."""
-    seed = _seed(d)
-    if d.kind.smooth:
-        raise Unsuitable
-    x = d.any(rank=(1, 3), size=2_000)
-
-    def body(state: tuple[Any, Any]) -> tuple[Any, Any]:
-        return state[0] + np.int32(1), _body(d, seed, [state[1]], state[1])
-
-    d.add(lax.while_loop(lambda s: s[0] < np.int32(2 + seed % 3), body, (np.int32(0), x))[1])
-
-
-@step("control")
-def cond(d: Draw) -> None:
-    """Two branches, chosen at run time."""
-    seed = _seed(d)
-    x = d.any(rank=(1, 3), size=2_000)
-    pick = d.any(rank=(0, 3))
-    scalar = lax.reshape(lax.slice(lax.reshape(pick, (pick.size,)), (0,), (1,)), ()) if pick.ndim else pick
-    which = lax.gt(scalar, jnp.asarray(0, scalar.dtype))
-    branches = [lambda v, s=s: _body(d, s, [v], v) for s in (seed, seed + 1)]
-    d.add(lax.cond(which, *branches, x))
+@step("convolution", 1)
+def transposed_convolution(d: Draw) -> None:
+    """The convolution that doubles extents: strides become dilation of the input."""
+    space = d.one((1, 2, 2))
+    x = d.fresh((d.one((1, 2)), *(d.one((2, 4, 5)) for _ in range(space)), d.one((1, 3, 8))), d.dtype(FLOATS))
+    taps = tuple(d.one((1, 2, 3, 4)) for _ in range(space))
+    kernel = d.weights((*taps, x.shape[-1], d.one((1, 2, 5))), x.dtype.name)
+    strides = tuple(d.one((1, 2, 2, 3)) for _ in range(space))
+    letters = "HW"[2 - space :]
+    spec = ("N" + letters + "C", letters + "IO", "N" + letters + "C")
+    d.add(lax.conv_transpose(x, kernel, strides, d.one(("SAME", "VALID")), dimension_numbers=spec))

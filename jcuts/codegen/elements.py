@@ -1,7 +1,8 @@
 """One data-flow node -> LLVM IR on lanes.
 
-Register types: bfloat16 and float16 are carried as float32 (and rounded where they are stored, converted or compared),
-bool as ``i1``, everything else as itself.
+Register types: bfloat16 and float16 are carried as float32, bool as ``i1``, everything else as itself.  bfloat16 is
+rounded where it is stored, converted or compared; float16 after every operation, as XLA does: its range is so much
+smaller than float32's that an unrounded value would be finite where XLA's has become infinite.
 """
 
 from __future__ import annotations
@@ -106,6 +107,11 @@ _COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="
 
 def apply(builder: L.Builder, op: str, dtype: str, args: Sequence[Lanes], attrs: dict[str, object]) -> Lanes:
     """The code of one element operation. Operands may mix scalars and vectors; scalars are repeated."""
+    result = _apply(builder, op, dtype, args, attrs)
+    return rounded(builder, result) if dtype == "float16" else result
+
+
+def _apply(builder: L.Builder, op: str, dtype: str, args: Sequence[Lanes], attrs: dict[str, object]) -> Lanes:
     args = _align(builder, args)
     source = args[0].dtype
     if op in _COMPARE:

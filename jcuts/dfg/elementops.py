@@ -2,7 +2,8 @@
 
 XLA's answers are followed where NumPy's differ: integer division by zero gives -1 (all bits set) and a remainder by
 zero the dividend, shifts by the width or more give 0 (or the sign), conversions to integers saturate and take NaN to 0.
-bfloat16 and float16 are carried in float32 and rounded where they are stored, converted, compared or made discrete.
+bfloat16 and float16 are carried in float32; bfloat16 is rounded where it is stored, converted, compared or made
+discrete, float16 after every operation.
 """
 
 from __future__ import annotations
@@ -45,6 +46,11 @@ def apply(op: str, dtype: str, types: Sequence[str], args: Sequence[Any], attrs:
     Args: dtype: of the result; types: storage types of the arguments; args: their carried values.
     Raises: IRError for an operation that has no meaning here.
     """
+    result = _apply(op, dtype, types, args, attrs)
+    return stored(result, dtype).astype(carried(dtype)) if dtype == "float16" and op != "widen" else result
+
+
+def _apply(op: str, dtype: str, types: Sequence[str], args: Sequence[Any], attrs: Mapping[str, object]) -> np.ndarray:
     if op in _DISCRETE:
         args = [stored(a, t).astype(carried(t)) for a, t in zip(args, types, strict=True)]
     if op == "widen":

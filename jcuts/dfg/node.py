@@ -52,7 +52,8 @@ class Node:
 
     ``op`` is 'const', 'load', 'index' (an index expression as a number), 'guard' (a conjunction as a bool), 'acc' (an
     accumulator, in exit graphs), or the name of a `jax.lax` element operation.  ``dtype`` is the storage type's name;
-    bfloat16 and float16 arithmetic is carried in float32 and rounded where it is stored or converted.
+    bfloat16 and float16 arithmetic is carried in float32; bfloat16 is rounded where it is stored or converted, float16
+    after every operation.
     """
 
     op: str

@@ -11,13 +11,21 @@ at 1, K the reduction length, tiny the smallest normal number, and err(a) = max(
         max_i err(c_i) / max(|r_i|, s)  <=  tolerance * max_i err(x_i) / max(|r_i|, s)  +  4 eps sqrt(K).
     XLA's own error is taken over all normal input sets together: on one it may be small by luck.
 4.  *Magnitudes.*  An output-wide scale hides relative errors of small elements.  Elements are banded by exponent of r
-    (8 binades, at least 16 elements); in each band, with R its largest |r|,
+    (8 binades, at least 16 different numbers: copies of one number tell of XLA's error once, and there it may be small
+    by luck); in each band, with R its largest |r|,
         max err(c)  <=  4 tolerance * max err(x)  +  4 eps sqrt(K) R.
 5.  *Special inputs* (NaN, infinities, -0, denormals; huge values): rules 1, 2, and rule 3 with 4 tolerance.
 6.  *Discrete outputs* (integers, booleans, argmax, comparisons): equal to x bit by bit.
 
 Where runs of the reference with simulated rounding (`tune.widen`) disagree by more than rounding explains, the float64
-margin does not exceed rounding: there c must lie between the values seen (x's among them), and rules 1-6 do not apply.
+margin does not exceed rounding: there c must lie between the values seen (x's among them), within the floor
+4 eps sqrt(K) of the largest of them, and rules 1-6 do not apply.  Half of these runs take denormal inputs for zeros, as
+XLA's arithmetic does on a CPU: what depends on the difference is bound to neither.
+
+Where the program computes in float64 itself, float64 is no wider than what it judges: x - r is not XLA's error, most
+often it is 0 because both made the same roundings.  There XLA's error is what rounding does to float64 arithmetic: the
+largest distance from r of runs in which every float64 operation (no narrower one) is off by up to an ulp.
+err(x) is the larger of this ``uncertainty`` and |x - r|; err(c) stays as it is.
 """
 
 from __future__ import annotations
@@ -50,6 +58,7 @@ class Expected:
         reference: the float64 result (integers and booleans as they are).
         low, high: the least and the largest value of the reference under simulated rounding; both None where the
             subset has nothing discrete.  -inf and inf mean that even its class (NaN, inf, finite) varied.
+        uncertainty: how far rounding of float64 operations moves the reference; None where there are none.
     """
 
     kind: str
@@ -57,6 +66,7 @@ class Expected:
     reference: np.ndarray
     low: np.ndarray | None = None
     high: np.ndarray | None = None
+    uncertainty: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -109,7 +119,8 @@ def _parts(array: np.ndarray | None) -> np.ndarray:
 
 def _real_parts(e: Expected) -> Expected:
     bounds = (None, None) if e.low is None else (_parts(e.low), _parts(e.high))
-    return Expected(e.kind, _parts(e.xla), _parts(e.reference), *bounds)
+    unsure = None if e.uncertainty is None else _parts(e.uncertainty)
+    return Expected(e.kind, _parts(e.xla), _parts(e.reference), *bounds, unsure)
 
 
 # Discrete outputs ----------------------------------------------------------------------------------------------------
@@ -223,6 +234,8 @@ def _prepare(
         reach = floor * np.maximum(np.abs(r), max(_rms(finite), tiny))
         varied = (low == -np.inf) & (high == np.inf)
         free = varied | (high - low > FLIP_FLOORS * reach)
+        # A range that runs from next to nothing to something large ends no sharper than the large values are rounded.
+        reach = np.maximum(reach, floor * np.maximum(*(np.where(np.isfinite(b), np.abs(b), 0.0) for b in (low, high))))
         outside = (c < np.minimum(low, x) - reach) | (c > np.maximum(high, x) + reach) | np.isnan(c)
         bad = free & ~varied & outside & ~np.isnan(x)
         if bad.any():
@@ -240,6 +253,8 @@ def _prepare(
             raise _at(index, seed, "zero", bad, want, have, "is a zero of the other sign")
     kept = ~free & (class_c == 0) & (class_x == 0) & np.isfinite(r)
     errors_x = np.where(class_x == 0, np.abs(x - r), 0.0)
+    if want.uncertainty is not None:
+        errors_x = np.maximum(errors_x, np.asarray(want.uncertainty, np.float64).reshape(-1))
     return _Set(want.kind, r[kept], np.maximum(np.abs(c - r)[kept] - tiny, 0.0), np.maximum(errors_x[kept] - tiny, 0.0))
 
 
@@ -254,7 +269,8 @@ def _check_bands(
     names = np.unique(band)
     for position, name in enumerate(names):
         pending.append(np.flatnonzero(band == name))
-        if sum(map(len, pending)) < BAND_LEAST and position + 1 < len(names):
+        different = len(np.unique(size[np.concatenate(pending)]))
+        if different < BAND_LEAST and position + 1 < len(names):
             continue  # too few to know XLA's error: they join the next band
         members = np.concatenate(pending)
         pending = []

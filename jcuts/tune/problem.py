@@ -117,9 +117,10 @@ class Problem:
             or export has been made.
         tolerance: allowed error as a multiple of XLA's own.
         library: serialised `jax.export` of the subset, the library candidate (see `tune.library`).
-        reference: serialised export of its float64 form; takes (noise seed, noise amplitude, *widened inputs).
+        reference: serialised export of its float64 form; takes (noise seed, two noise amplitudes, *widened inputs).
         perturb: whether the reference must also be run with simulated rounding, because the subset turns floats into
             discrete values (comparisons, argmax, casts).
+        unsure: whether noise in its float64 operations must tell how far the reference is to be trusted.
         degree: how often a value may be multiplied with others on its way through the subset; bounds the magnitudes of
             ``huge`` inputs so that intermediate products do not overflow (where they would, XLA's own answer depends
             on how it happened to rewrite the products).
@@ -135,6 +136,7 @@ class Problem:
     library: bytes | None = field(default=None, repr=False)
     reference: bytes | None = field(default=None, repr=False)
     perturb: bool = False
+    unsure: bool = False
     degree: int = 1
     name: str = ""
 
@@ -161,9 +163,9 @@ class Problem:
         )
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def with_exports(self, library: bytes, reference: bytes, perturb: bool) -> Problem:
+    def with_exports(self, library: bytes, reference: bytes, perturb: bool, unsure: bool = False) -> Problem:
         """The same problem with its library and reference artifacts; the digest does not change."""
-        return replace(self, library=library, reference=reference, perturb=perturb)
+        return replace(self, library=library, reference=reference, perturb=perturb, unsure=unsure)
 
     def candidate(self, label: str) -> Candidate:
         """The candidate of that label.
@@ -189,6 +191,7 @@ class Problem:
             "space": self.space,
             "tolerance": self.tolerance,
             "perturb": self.perturb,
+            "unsure": self.unsure,
             "degree": self.degree,
             "inputs": [
                 {"shape": list(i.shape), "dtype": i.dtype, "recipe": i.recipe, "npy": i.npy} for i in self.inputs
@@ -234,6 +237,7 @@ class Problem:
                 library=decode_bytes(data.get("library")),
                 reference=decode_bytes(data.get("reference")),
                 perturb=bool(data.get("perturb", False)),
+                unsure=bool(data.get("unsure", False)),
                 degree=int(data.get("degree", 1)),
                 name=data.get("name", ""),
             )

@@ -33,6 +33,15 @@ def is_float(dtype: np.dtype) -> bool:
     return dtype.kind == "f" or (dtype.kind == "V" and hasattr(ml_dtypes, dtype.name))
 
 
+def flushed(array: np.ndarray) -> np.ndarray:
+    """The array as arithmetic sees it that takes denormal operands for zeros of their sign (XLA's does on a CPU)."""
+    if not is_float(array.dtype):
+        return array
+    tiny = float(ml_dtypes.finfo(array.dtype).smallest_normal)
+    wide = array.astype(np.float64)
+    return np.where(np.abs(wide) < tiny, np.copysign(0.0, wide), wide).astype(array.dtype)
+
+
 def save(path: Path, array: np.ndarray) -> None:
     """Writes an array; dtypes that the .npy format lacks are written as the integers behind them."""
     # ascontiguousarray makes a scalar one-dimensional; the caller's spec has the shape.

@@ -5,7 +5,8 @@ casts, `nextafter`, foreign calls) are evaluated on operands narrowed to the ori
 
 Optionally every operation that rounds is followed by a random relative error of ``amplitude`` ulp of the original
 type (discrete stochastic arithmetic).  Where such runs disagree about a comparison, an argmax or a cast, the float64
-margin does not exceed rounding, and no implementation can be held to one of the answers.
+margin does not exceed rounding, and no implementation can be held to one of the answers.  Noise in the operations that
+are float64 in the program tells how far the reference is to be trusted: it is no wider than they are.
 Source of the idea: J. Vignes, "A stochastic arithmetic for reliable scientific computation", 1993.
 """
 
@@ -20,6 +21,7 @@ import numpy as np
 from jax import lax
 
 from jcuts.trace import jaxapi
+from jcuts.tune import accurate
 
 # Results are selected from operands, or exact whatever the operands: no rounding error arises.
 _EXACT = frozenset({
@@ -76,13 +78,24 @@ def is_discrete(closed: Any) -> bool:
     return False
 
 
+def is_wide(closed: Any) -> bool:
+    """Whether the function itself makes float64 (or complex128) numbers, its loops and branches included."""
+    for eqn in closed.jaxpr.eqns:
+        if any(_is_inexact(v.aval) and jnp.finfo(v.aval.dtype).bits == 64 for v in eqn.outvars):
+            return True
+        if any(is_wide(inner) for _, _, inner in jaxapi.inner_jaxprs(eqn)):
+            return True
+    return False
+
+
 def evaluate(closed: Any, args: Sequence[Any], *, noise: tuple[Any, Any] | None = None) -> list[Any]:
     """Evaluates ``closed`` in float64.  Call it under ``jax.enable_x64``; it can be traced.
 
     Args:
         closed: a closed jaxpr.
         args: its arguments, floats already widened.
-        noise: (seed, amplitude in ulp) of the simulated rounding; amplitude 0, or None, is exact.
+        noise: (seed, amplitude in ulp) of the simulated rounding; amplitude 0, or None, is exact.  Two amplitudes, a
+            vector, are those of operations narrower than float64 and of float64 ones.
     Returns: the results, floats as float64.
     """
     return _Evaluator(noise).closed(closed, args)
@@ -128,6 +141,9 @@ class _Evaluator:
             return self.closed(bodies[0], values)
         if inner:
             return _narrow_bind(eqn, values)
+        own = accurate.RULES.get(name)
+        if own is not None and own.applies(eqn):
+            return self.rounded(eqn, values, [own.function(eqn, *values)])
         try:
             results = _bind(eqn, values, {key: _widen_parameter(value) for key, value in eqn.params.items()})
         except (TypeError, ValueError, NotImplementedError):
@@ -147,11 +163,14 @@ class _Evaluator:
                 continue
             self.count += 1
             terms = max(1, max((math.prod(jnp.shape(v)) for v in values), default=1) // max(1, math.prod(value.shape)))
-            out.append(self._perturb(value, float(jnp.finfo(var.aval.dtype).eps), terms))
+            out.append(self._perturb(value, jnp.finfo(var.aval.dtype), terms))
         return out
 
-    def _perturb(self, value: Any, eps: float, terms: int) -> Any:
+    def _perturb(self, value: Any, format_: Any, terms: int) -> Any:
         seed, amplitude = self.noise  # type: ignore[misc]
+        eps = float(format_.eps)
+        if jnp.ndim(amplitude):
+            amplitude = amplitude[int(format_.bits == 64)]
         real = jnp.real(value) if jnp.issubdtype(value.dtype, np.complexfloating) else value
         # Noise is a function of the value: equal values rounded by one elementwise operation stay equal, as they do
         # in any implementation.  Sums of the same value in another order do not: the position takes part.

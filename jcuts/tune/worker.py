@@ -38,11 +38,13 @@ from jcuts.tune.kernelfile import read_kernel, write_kernel
 from jcuts.tune.launch import Launcher, Schedule
 from jcuts.tune.noise import Samples
 from jcuts.tune.problem import Candidate, Problem, decode_bytes
-from jcuts.tune.values import dtype_of, load, make_inputs, save, seed_kinds
+from jcuts.tune.values import dtype_of, flushed, load, make_inputs, save, seed_kinds
 
 NOISE_RUNS = 6
 NOISE_ULP = 4.0
 """Simulated rounding per operation: XLA's own approximations of transcendental functions stay within a few ulp."""
+TRUST_ULP = 1.0
+"""Simulated rounding of a float64 operation, where it stands for XLA's own error (see `tune.check`)."""
 HOPELESS = 2.0
 """A kernel this many times slower than the fastest in the quick screening is not timed against XLA."""
 SCREEN_ROUNDS = 3
@@ -125,10 +127,16 @@ def reference(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
         inputs = make_inputs(problem, kind, int(request["seed"]) + number)
         widened = [_widen(x) for x in inputs]
         xla = _leaves(jax, library(*inputs))
-        exact = _leaves(jax, wide(np.uint64(0), np.float64(0), *widened))
-        noisy = []
-        if problem.perturb:
-            noisy = [_leaves(jax, wide(np.uint64(n + 1), np.float64(NOISE_ULP), *widened)) for n in range(NOISE_RUNS)]
+        exact = _leaves(jax, wide(np.uint64(0), np.zeros(2), *widened))
+
+        both = (widened, [_widen(flushed(x)) for x in inputs])  # every other run takes denormals for zeros
+
+        def runs(*amplitudes: float, both: tuple[list[np.ndarray], ...] = both) -> list[list[np.ndarray]]:
+            noise = np.array(amplitudes)
+            return [_leaves(jax, wide(np.uint64(n + 1), noise, *both[n % len(both)])) for n in range(NOISE_RUNS)]
+
+        noisy = runs(NOISE_ULP, NOISE_ULP) if problem.perturb else []
+        unsure = runs(0.0, TRUST_ULP, both=(widened,)) if problem.unsure else []
         for i, value in enumerate(inputs):
             save(folder / f"{number}.in{i}.npy", value)
         for i, (x, r) in enumerate(zip(xla, exact, strict=True)):
@@ -138,6 +146,8 @@ def reference(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
                 low, high = _range([r, *(n[i] for n in noisy)])
                 save(folder / f"{number}.low{i}.npy", low)
                 save(folder / f"{number}.high{i}.npy", high)
+            if unsure:
+                save(folder / f"{number}.unsure{i}.npy", distance(r, [n[i] for n in unsure]))
     return {"kinds": kinds}
 
 
@@ -282,6 +292,18 @@ def _range(values: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     return np.where(varied, -np.inf, low), np.where(varied, np.inf, high)
 
 
+def distance(exact: np.ndarray, runs: Sequence[np.ndarray]) -> np.ndarray:
+    """How far runs get from the exact one in each element; 0 where they are not all finite, or not floats."""
+    if exact.dtype.kind in "biu":
+        return np.zeros(exact.shape)
+    if exact.dtype.kind == "c":
+        real, imag = (distance(part(exact), [part(r) for r in runs]) for part in (np.real, np.imag))
+        return real + 1j * imag
+    with np.errstate(invalid="ignore", over="ignore"):
+        most = np.maximum.reduce([np.abs(r - exact) for r in runs])
+    return np.where(np.isfinite(most), most, 0.0)
+
+
 def _inputs(problem: Problem, folder: Path, number: int) -> list[np.ndarray]:
     return [load(folder / f"{number}.in{i}.npy", spec.shape, spec.dtype) for i, spec in enumerate(problem.inputs)]
 
@@ -289,7 +311,7 @@ def _inputs(problem: Problem, folder: Path, number: int) -> list[np.ndarray]:
 def _expected(folder: Path, number: int, i: int, kind: str, shape: tuple[int, ...], dtype: str) -> Expected:
     kind_of = dtype_of(dtype).kind
     wide = dtype if kind_of in "biu" else "complex128" if kind_of == "c" else "float64"
-    low = folder / f"{number}.low{i}.npy"
+    low, unsure = (folder / f"{number}.{name}{i}.npy" for name in ("low", "unsure"))
     bounds: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
     if low.exists():
         bounds = (load(low, shape, wide), load(folder / f"{number}.high{i}.npy", shape, wide))
@@ -298,6 +320,7 @@ def _expected(folder: Path, number: int, i: int, kind: str, shape: tuple[int, ..
         load(folder / f"{number}.xla{i}.npy", shape, dtype),
         load(folder / f"{number}.ref{i}.npy", shape, wide),
         *bounds,
+        load(unsure, shape, "float64" if kind_of in "biu" else wide) if unsure.exists() else None,
     )
 
 

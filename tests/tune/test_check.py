@@ -164,6 +164,48 @@ def test_float_elements_that_rounding_flips():
             check(Output((200,), "float32"), expected, [bad])
 
 
+def test_a_range_ends_no_sharper_than_its_values_are_rounded():
+    """Variance of equal numbers: nothing but rounding, and a candidate without any of it is exact."""
+    r = np.full(20, 1.5e-23)
+    low, high = r.copy(), np.full(20, 3e-6)
+    expected = [Expected(NORMAL, np.full(20, 2e-6, np.float32), r, low, high)]
+    check(Output((20,), "float32"), expected, [np.zeros(20, np.float32)])
+    for wrong in (-1e-9, 1e-5, np.nan):
+        with pytest.raises(AccuracyRejected) as caught:
+            check(Output((20,), "float32"), expected, [np.full(20, wrong, np.float32)])
+        assert caught.value.values["rule"] == "range"
+
+
+def test_copies_of_one_number_tell_of_xlas_error_once():
+    """3 ulp of cancelled terms, 30 times: XLA is exact by luck; with as many different numbers it would not be."""
+    r = np.concatenate([np.linspace(1.0, 2.0, 40), np.full(30, 1e-4)])
+    x = r.astype(np.float32)
+    x[:40] += np.float32(EPS)
+    c = x.copy()
+    c[40:] += np.float32(0.5 * EPS)
+    expected = [Expected(NORMAL, x, r)]
+    check(Output((70,), "float32"), expected, [c])
+    apart = r.copy()
+    apart[40:] *= np.linspace(0.9, 1.0, 30)
+    x[40:] = c[40:] = apart[40:]
+    c[40:] += np.float32(0.5 * EPS)
+    with pytest.raises(AccuracyRejected):
+        check(Output((70,), "float32"), [Expected(NORMAL, x, apart)], [c])
+
+
+def test_a_reference_no_wider_than_the_program_is_trusted_as_far_as_rounding_goes():
+    """b + b tanh(b) for b = -8: XLA and the reference make the same rounding, 1e-16 of 8 in a result of 2e-6."""
+    b = -np.linspace(7.0, 8.0, 64)
+    r = b + b * np.tanh(b)
+    c = b + b * (np.tanh(b) + 2.0**-53)
+    with pytest.raises(AccuracyRejected):
+        check(Output((64,), "float64"), [Expected(NORMAL, r, r)], [c])
+    unsure = Expected(NORMAL, r, r, uncertainty=np.abs(b) * 2.0**-52)
+    check(Output((64,), "float64"), [unsure], [c])
+    with pytest.raises(AccuracyRejected):
+        check(Output((64,), "float64"), [unsure], [r + np.abs(b) * 2.0**-45])
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64", "complex64"])
 def test_other_float_types(dtype):
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))

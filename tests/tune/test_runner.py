@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -219,6 +220,35 @@ def test_integers_argmax_and_given_inputs(tmp_path):
     (choice,) = tune([full], memory_store(), effort=QUICK).values()
     assert {m.label for m in choice.measurements} == {"xla", "same"}
     assert [(r.label, r.values["rule"]) for r in choice.rejections] == [("argmin", "exact")]
+
+
+def test_float64_is_judged_by_what_rounding_does_to_it():
+    """y + y tanh(y) for y < -7: another rounding of tanh moves the small result by millions of ulp."""
+
+    def variant(factor):
+        def function(x):
+            y = -7.0 - jnp.abs(x)
+            return y + y * (jnp.tanh(y) * factor)
+
+        return jaxapi.closed_jaxpr_of(function, jnp.zeros(64, jnp.float64))
+
+    with jax.enable_x64(True):
+        problem = with_exports(
+            Problem("cancels", (Input((64,), "float64"),), (Output((64,), "float64"),)), variant(1.0)
+        )
+        candidates = tuple(
+            Candidate("stablehlo", stablehlo_payload(export_subset(variant(1.0 + error)).library), name)
+            for name, error in (("rounded", 2.0**-52), ("wrong", 2.0**-44))
+        )
+    assert problem.unsure and not problem.perturb
+    full = Problem(
+        "cancels", problem.inputs, problem.outputs, candidates, library=problem.library, reference=problem.reference,
+        unsure=True,
+    )  # fmt: skip
+    assert Problem.from_json(full.to_json()).unsure
+    (choice,) = tune([full], memory_store(), effort=QUICK).values()
+    assert {m.label for m in choice.measurements} == {"xla", "rounded"}
+    assert [r.label for r in choice.rejections] == ["wrong"]
 
 
 def test_no_process_can_be_started(monkeypatch):

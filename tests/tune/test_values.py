@@ -8,7 +8,7 @@ import pytest
 
 from jcuts.base.errors import UsageError
 from jcuts.tune.problem import Input, Output, Problem
-from jcuts.tune.values import HUGE, NORMAL, SPECIAL, dtype_of, load, make_inputs, save, seed_kinds
+from jcuts.tune.values import HUGE, NORMAL, SPECIAL, dtype_of, flushed, load, make_inputs, save, seed_kinds
 
 
 def make(*inputs, outputs=None, degree=1):
@@ -94,3 +94,17 @@ def test_files_keep_every_dtype_and_shape(tmp_path, dtype, shape):
     back = load(tmp_path / "a.npy", shape, dtype)
     assert (back.shape, back.dtype) == (shape, array.dtype)
     np.testing.assert_array_equal(back, array)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+def test_flushed(dtype):
+    kind = dtype_of(dtype)
+    tiny = float(ml_dtypes.finfo(kind).smallest_normal)
+    x = np.array([tiny / 2, -tiny / 4, tiny, -tiny, 0.0, -0.0, 1.5, np.inf, np.nan]).astype(kind)
+    got = flushed(x)
+    assert got.dtype == kind
+    np.testing.assert_array_equal(
+        got.astype(np.float64), [0.0, -0.0, tiny, -tiny, 0.0, -0.0, 1.5, np.inf, np.nan], strict=True
+    )
+    np.testing.assert_array_equal(np.signbit(got.astype(np.float64))[:6], [False, True, False, True, False, True])
+    np.testing.assert_array_equal(flushed(np.arange(3)), np.arange(3))

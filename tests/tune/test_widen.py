@@ -132,7 +132,7 @@ def test_export_runs_and_agrees():
     (got,) = library.call(X)
     with jax.enable_x64(True):
         (wide,) = jax.export.deserialize(bytearray(exports.reference)).call(
-            np.uint64(0), np.float64(0), X.astype(np.float64)
+            np.uint64(0), np.zeros(2), X.astype(np.float64)
         )
     np.testing.assert_allclose(wide, np.tanh(X.astype(np.float64)).sum(1), rtol=1e-13)
     np.testing.assert_allclose(got, wide, rtol=1e-5)

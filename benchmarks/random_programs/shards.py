@@ -1,0 +1,105 @@
+"""A list of random programs spread over processes that append to files of their own and can be interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+Item = tuple[int, str]
+"""(seed, transform)"""
+STUCK_SECONDS = 900.0
+"""A program that runs for so long is ended and counts as an error (most take a second)."""
+POLL_SECONDS = 0.5
+
+
+def rows_of(path: Path | None) -> list[dict[str, Any]]:
+    """The rows of one progress file."""
+    if path is None or not path.exists():
+        return []
+    rows = []
+    for line in path.read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue  # the line that an interrupted run was writing
+    return rows
+
+
+def latest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The last verdict of every program."""
+    return list({(r["seed"], r["transform"]): r for r in rows}.values())
+
+
+def files_of(base: Path) -> list[Path]:
+    """The progress file and those of its shards, whatever their number was."""
+    return [p for p in (base, *sorted(base.parent.glob(f"{base.stem}.shard*{base.suffix}"))) if p.exists()]
+
+
+def shard_file(base: Path, number: int) -> Path:
+    """Where a shard appends."""
+    return base.with_name(f"{base.stem}.shard{number}{base.suffix}")
+
+
+def marker_of(path: Path) -> Path:
+    """Names the program that is running: the one that killed the process, if it is found at the start."""
+    return path.with_suffix(".running")
+
+
+def pending(items: Sequence[Item], rows: list[dict[str, Any]], retry: bool) -> list[Item]:
+    """What is left to run; with ``retry`` failures are run again."""
+    done = {(r["seed"], r["transform"]) for r in latest(rows) if not (retry and r["status"] in ("error", "mismatch"))}
+    return [item for item in items if item not in done]
+
+
+def run_shards(items: Sequence[Item], base: Path, jobs: int) -> None:
+    """Runs items in ``jobs`` processes of this script and waits for them.
+
+    A process that dies is started again: it notes the program that killed it, and goes on with the next one.  One that
+    does not get so far is left alone.
+    """
+    lists = [base.with_name(f"{base.stem}.shard{n}.items") for n in range(jobs)]
+    for n, path in enumerate(lists):
+        path.write_text(json.dumps([list(item) for item in items[n::jobs]]))
+    running = {n: _start(base, n, lists[n]) for n in range(jobs)}
+    died_at = dict.fromkeys(range(jobs), "")
+    try:
+        while running:
+            time.sleep(POLL_SECONDS)
+            for n, process in list(running.items()):
+                marker = marker_of(shard_file(base, n))
+                if process.poll() is None:
+                    if _age(marker) > STUCK_SECONDS:
+                        process.kill()
+                    continue
+                del running[n]
+                where = marker.read_text() if marker.exists() else ""
+                if where and where != died_at[n]:
+                    died_at[n] = where
+                    running[n] = _start(base, n, lists[n])
+                elif process.returncode:
+                    print(f"shard {n} ended with status {process.returncode}; run again with the same --resume")
+    except KeyboardInterrupt:  # what is done is in the files
+        for process in running.values():
+            process.terminate()
+        raise
+    finally:
+        for path in lists:
+            path.unlink(missing_ok=True)
+
+
+def _start(base: Path, number: int, items: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, sys.argv[0], "--items", str(items), "--resume", str(shard_file(base, number))]
+    return subprocess.Popen(command, env=os.environ.copy())
+
+
+def _age(marker: Path) -> float:
+    try:
+        return time.time() - marker.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -1,0 +1,91 @@
+"""What random programs found, as programs of a few operations: classes of values, and float64 functions."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jcuts
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from random_programs.runner import every_kernel
+
+
+def both(function, *args, x64=False):
+    """Results of `jax.jit` and of kernels for everything that can have one."""
+    with jax.enable_x64(x64):
+        wanted = jax.tree.leaves(jax.jit(function)(*args))
+        with every_kernel(1) as (planned, watch):
+            got = jax.tree.leaves(jax.jit(jcuts.optimize(function, mode="fusion", tune="off"))(*args))
+        assert not watch.messages
+        assert sum(s.chosen is not None for top in planned for level in top.everywhere() for s in level.subsets) > 0
+        return [np.asarray(x) for x in wanted], [np.asarray(x) for x in got]
+
+
+def same(function, *args, x64=False, rtol=0.0):
+    for a, b in zip(*both(function, *args, x64=x64), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(b.astype(np.float64), a.astype(np.float64), rtol=rtol, atol=rtol)
+
+
+HALF = np.array([60000, 3, -60000, 1e-4, 300, -0.0, np.inf, -np.inf, np.nan], np.float16)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (x + x) - x,
+        lambda x: (x * x) * jnp.float16(1e-4),
+        lambda x: jnp.square(x) / jnp.float16(300),
+        lambda x: lax.integer_pow(x, 3) * jnp.float16(0),
+        lambda x: jnp.isfinite(x * jnp.float16(2)),
+        lambda x: jnp.maximum(x * jnp.float16(2), 0) - x,
+    ],
+)
+def test_float16_overflows_where_xla_overflows(function):
+    same(function, HALF)
+
+
+def test_float16_product_overflows_before_its_bias():
+    a, b = np.full((3, 17), 200, np.float16), np.full((17, 20), 100, np.float16)
+    bias = np.full(20, -65000, np.float16)
+    same(lambda a, b, c: jnp.maximum(jnp.dot(a, b) + c, 0).astype(jnp.float32), a, b, bias)
+
+
+CONVOLUTIONS = {
+    "float64": (np.float64, {}),
+    "float32": (np.float32, {}),
+    "transposed float32": (np.float32, {"lhs_dilation": (2, 2)}),
+    "stretched filter, float64": (np.float64, {"rhs_dilation": (2, 2)}),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_padding_meets_infinite_weights_as_in_xla(name):
+    """XLA leaves padded taps out for float64 and for transposed convolutions, and multiplies with zeros otherwise."""
+    dtype, options = CONVOLUTIONS[name]
+    x = np.random.default_rng(0).uniform(0.5, 1, (1, 6, 6, 3)).astype(dtype)
+    w = np.random.default_rng(1).uniform(0.5, 1, (3, 3, 3, 4)).astype(dtype)
+    w[0, 0, 0, 1] = np.inf
+    w[1, 1, :, 2] = -np.inf
+
+    def convolution(a, b):
+        return lax.conv_general_dilated(
+            a, b, (1, 1), ((1, 1), (1, 1)), dimension_numbers=("NHWC", "HWIO", "NHWC"), **options
+        )
+
+    same(convolution, x, w, x64=dtype == np.float64, rtol=1e-5 if dtype == np.float32 else 1e-13)
+
+
+def test_atanh_near_its_switch_is_better_than_xlas():
+    (xla,), (got,) = both(lax.atanh, np.array([0.4140625, -0.4140625]), x64=True)
+    exact = np.array([0.4405044588647577, -0.4405044588647577])
+    np.testing.assert_allclose(got, exact, rtol=5e-16)
+    assert (np.abs(got - exact) <= np.abs(xla - exact)).all()

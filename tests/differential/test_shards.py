@@ -1,0 +1,74 @@
+"""Progress over several processes: what is left to run, and what a process that dies leaves behind."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from random_programs import shards
+
+WORKER = """
+import json, os, pathlib, sys
+items = json.loads(pathlib.Path(sys.argv[2]).read_text())
+out = pathlib.Path(sys.argv[4])
+done = [json.loads(line)["seed"] for line in out.read_text().splitlines()] if out.exists() else []
+marker = out.with_suffix(".running")
+for seed, transform in items:
+    if seed in done:
+        continue
+    died = marker.exists() and marker.read_text() == str(seed)
+    marker.write_text(str(seed))
+    if seed == 5 and not died:
+        os._exit(9)
+    row = {"seed": seed, "transform": transform, "status": "error" if died else "ok"}
+    with out.open("a") as file:
+        file.write(json.dumps(row) + "\\n")
+marker.unlink(missing_ok=True)
+"""
+
+
+def row(seed, status="ok", transform="plain"):
+    return {"seed": seed, "transform": transform, "status": status}
+
+
+def test_what_is_left():
+    items = [(1, "plain"), (2, "plain"), (2, "grad"), (3, "plain")]
+    rows = [row(1, "mismatch"), row(2), row(3, "error"), row(3)]
+    assert shards.pending(items, rows, retry=False) == [(2, "grad")]
+    assert shards.pending(items, rows, retry=True) == [(1, "plain"), (2, "grad")]
+
+
+def test_files_of_any_number_of_shards(tmp_path):
+    base = tmp_path / "run.jsonl"
+    for k in (0, 11):
+        shards.shard_file(base, k).write_text(json.dumps(row(k)) + '\n{"seed": 1, "tra')
+    assert [r["seed"] for path in shards.files_of(base) for r in shards.rows_of(path)] == [0, 11]
+    base.write_text(json.dumps(row(7)) + "\n")
+    assert shards.files_of(base)[0] == base and len(shards.files_of(base)) == 3
+    assert shards.rows_of(None) == [] and shards.rows_of(tmp_path / "none.jsonl") == []
+
+
+def test_a_process_that_dies_is_started_again(tmp_path, monkeypatch):
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    monkeypatch.setattr(shards, "POLL_SECONDS", 0.05)
+    base = tmp_path / "run.jsonl"
+    shards.run_shards([(seed, "plain") for seed in range(9)], base, 2)
+    rows = {r["seed"]: r["status"] for path in shards.files_of(base) for r in shards.rows_of(path)}
+    assert rows == {seed: "error" if seed == 5 else "ok" for seed in range(9)}
+    assert not list(tmp_path.glob("*.items")) and not list(tmp_path.glob("*.running"))
+
+
+def test_a_process_that_cannot_start_is_not_started_for_ever(tmp_path, monkeypatch, capsys):
+    script = tmp_path / "worker.py"
+    script.write_text("raise SystemExit(3)")
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    monkeypatch.setattr(shards, "POLL_SECONDS", 0.05)
+    base = tmp_path / "run.jsonl"
+    shards.marker_of(shards.shard_file(base, 0)).write_text("4 plain")
+    shards.run_shards([(4, "plain")], base, 1)
+    assert "status 3" in capsys.readouterr().out

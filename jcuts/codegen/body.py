@@ -16,7 +16,7 @@ from jcuts.codegen import addressing as A
 from jcuts.codegen import elements as E
 from jcuts.codegen import lanes as L
 from jcuts.dfg.index import Index
-from jcuts.dfg.node import Graph, Node
+from jcuts.dfg.node import Graph, Guard, Node
 from jcuts.dfg.program import Acc, Axis, Buffer, Phase, Red
 from jcuts.dfg.tile import Extent, Point, Tile, body_tile, exit_tile
 from jcuts.ops.window import identity
@@ -253,18 +253,18 @@ class BodyEmitter:
         accs: dict[tuple[int, Point], E.Lanes] = {}
         for point, number in sorted(set(tile.accs.values())):
             accs[number, point] = self._accumulated(number, point)
-        groups: dict[int, list[tuple[Point, int, int, Index]]] = {}
+        groups: dict[int, list[tuple[Point, int, int, Index, tuple[Guard, ...]]]] = {}
         for row in tile.stores:
             groups.setdefault(self._active_of(row[0]), []).append(row)
         for active, rows in sorted(groups.items(), reverse=True):
             frame = self._frame({}, self.ranges({}), active, vector)
             emitted = self._nodes(frame, tile, {row[2] for row in rows}, "", accs)
-            for _, k, value, address in rows:
+            for _, k, value, address, guards in rows:
                 buffer = self.buffers[self.phase.stores[k].buffer]
                 lanes = emitted[value]
                 if lanes.dtype != buffer.dtype:
                     raise IRError(f"{lanes.dtype} value stored into {buffer.dtype} buffer {buffer.name}")
-                A.store(frame, buffer.name, buffer.dtype, address, E.to_memory(builder, lanes))
+                A.store(frame, buffer.name, buffer.dtype, address, E.to_memory(builder, lanes), guards)
 
     def _active_of(self, point: Point) -> int:
         """Live lanes at a point: fewer at the last vector of a remainder tile."""

@@ -1,0 +1,563 @@
+"""Winograd's minimal filtering: a convolution of stride 1 with fewer multiplications, as one kernel.
+
+Recognised is any sum of products ``sum_{t, c} data[d + t, c] * weight[t, c, k]`` of an unscheduled program, whatever
+made it: one or two output axes ``d`` on which the data factor depends only through ``d + t``.  Padding of any kind,
+element operations before and after, batches and odd sizes are what they are in the direct form: the same graphs,
+instantiated at other points.  `region.toomcook` has the matrices, their source and their error.
+
+A task walks over blocks of tiles (and of features) and runs, each in a core's second-level cache,
+
+    filter    U[p, c, k] = G g G^T               once per block of features
+    input     V[q, p, c] = B^T d B               once per block of tiles
+    product   M[q, p, k] = sum_c V[q, p, c] U[p, c, k]      for every point p: a small matrix product
+    output    Y = A^T M A, then the exit graph on its m x m values, straight to the results
+    check     is any result of the block not finite?
+    again     if so: the block once more by the direct form
+
+The last two are needed because transforms mix neighbouring values: one NaN or infinity would spread over its tile, and
+sums that cancel exactly in the direct form may overflow.  A finite Y was computed from finite values only.
+
+The filter's transform is part of the kernel: n^2 / r^2 times fewer bytes come from memory than with transformed filters
+kept there, which matters more than its arithmetic (batch 1), and weights may be arguments.
+
+With n points per dimension and tiles of m = n - r + 1 outputs, the multiplications are (n / m)^2 per output and
+channel instead of r^2: 2.25 for F(4x4, 3x3), 4 for F(2x2, 3x3), against 9.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from jcuts.dfg.index import Index
+from jcuts.dfg.node import Graph, Guard, Node
+from jcuts.dfg.program import ITEM_SIZE, Acc, Axis, Buffer, Grid, Phase, Program, Red, Store
+from jcuts.region import toomcook
+from jcuts.region.choose import FMA_LATENCY, Machine, lanes_of
+
+MAX_EXIT = 64  # nodes of an exit graph, which is copied for every output of a tile
+FLAG = "again"
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A tiled output axis: a transformed one (with its reduction axis ``tap``) or a batch axis (``tap`` is '')."""
+
+    axis: str
+    extent: int
+    tap: str = ""
+    taps: int = 1
+
+    def unit(self, points: int) -> int:
+        """Outputs per tile along this axis."""
+        return toomcook.outputs_of(points, self.taps) if self.tap else 1
+
+    def count(self, points: int) -> int:
+        """Tiles along this axis."""
+        return -(-self.extent // self.unit(points))
+
+
+@dataclass(frozen=True)
+class Form:
+    """What `recognise` found: the roles of a phase's axes and of its product's factors."""
+
+    dims: tuple[Dim, ...]
+    feature: Axis
+    channel: Red
+    data: int
+    weight: int
+
+    @property
+    def transformed(self) -> tuple[Dim, ...]:
+        """The dimensions with taps."""
+        return tuple(d for d in self.dims if d.tap)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Parameters of one kernel.
+
+    Attributes:
+        points: n, per transformed dimension.
+        tiles: (axis, tiles per block), for every tiled axis.
+        features: features per block; divides their number.
+        filters_first: blocks of features are the outermost loop (filters are transformed once), else the innermost one
+            (inputs are).
+        rows, vectors: register tile of the product: tiles x vectors of features.
+        lanes: elements per vector.
+        split: (serial axis, blocks per task).
+    """
+
+    points: int
+    tiles: tuple[tuple[str, int], ...]
+    features: int
+    filters_first: bool
+    rows: int
+    vectors: int
+    lanes: int
+    split: tuple[tuple[str, int], ...] = ()
+
+
+def recognise(program: Program) -> Form | None:
+    """The form of an unscheduled program, or None."""
+    if len(program.phases) != 1 or dict(program.params).get("precision"):
+        return None
+    phase = program.phases[0]
+    if len(phase.accs) != 1 or len(phase.exit.nodes) > MAX_EXIT:
+        return None
+    (acc,) = phase.accs
+    product = phase.body.nodes[acc.values[0]]
+    if acc.combine != "add" or product.op != "mul" or product.dtype not in ("float32", "float64"):
+        return None
+    for data, weight in (product.args, product.args[::-1]):
+        form = _roles(phase, data, weight)
+        if form is not None:
+            return form
+    return None
+
+
+def _roles(phase: Phase, data: int, weight: int) -> Form | None:
+    of_data, of_weight = _indices(phase.body, data), _indices(phase.body, weight)
+    if any(i.values() for i in (*of_data, *of_weight)):
+        return None
+    in_data, in_weight = _axes(of_data), _axes(of_weight)
+    features = [a for a in phase.axes if a.name in in_weight]
+    if len(features) != 1 or features[0].name in in_data or any(a.name not in in_data | in_weight for a in phase.axes):
+        return None
+    partner: dict[str, Red] = {}
+    channels: list[Red] = []
+    for red in phase.reds:
+        if red.name not in in_data or red.name not in in_weight:
+            return None
+        axis = next((a for a in phase.axes if a.name not in partner and _moves_with(of_data, a.name, red.name)), None)
+        if axis is None:
+            channels.append(red)
+        else:
+            partner[axis.name] = red
+    if len(channels) != 1 or not 1 <= len(partner) <= 2:
+        return None
+    dims = [Dim(a.name, a.extent) for a in phase.axes if a.name != features[0].name and a.name not in partner]
+    dims += [
+        Dim(a.name, a.extent, partner[a.name].name, partner[a.name].extent) for a in phase.axes if a.name in partner
+    ]
+    form = Form(tuple(dims), features[0], channels[0], data, weight)
+    return form if _contiguous(phase, form) else None
+
+
+def _indices(graph: Graph, value: int) -> list[Index]:
+    nodes = [graph.nodes[n] for n in graph.needed([value])]
+    return [i for node in nodes for i in (node.index, *(g.index for g in node.guards)) if i is not None]
+
+
+def _axes(indices: Sequence[Index]) -> frozenset[str]:
+    return frozenset(itertools.chain.from_iterable(i.axes() for i in indices))
+
+
+def _moves_with(indices: Sequence[Index], axis: str, tap: str) -> bool:
+    """Does everything depend on the two axes through their sum alone?"""
+    steps = [(i.stride(axis), i.stride(tap)) for i in indices]
+    return any(a for a, _ in steps) and all(a is not None and a == t for a, t in steps)
+
+
+def _contiguous(phase: Phase, form: Form) -> bool:
+    """Lanes run along channels of the data and along features of weights and results."""
+
+    def along(value: int, axis: str) -> bool:
+        nodes = [phase.body.nodes[n] for n in phase.body.needed([value])]
+        steps = [n.index.stride(axis) for n in nodes if n.op == "load" and n.index is not None]
+        return 1 in steps and all(s in (0, 1) for s in steps)
+
+    return (
+        along(form.data, form.channel.name)
+        and along(form.weight, form.feature.name)
+        and all(s.address.stride(form.feature.name) == 1 and not s.guards for s in phase.stores)
+    )
+
+
+# -- the program ----------------------------------------------------------------------------------------------------
+class _Maker:
+    """Names, addresses and axes of one program in the making."""
+
+    def __init__(self, program: Program, form: Form, plan: Plan) -> None:
+        self.program, self.form, self.plan = program, form, plan
+        self.phase = program.phases[0]
+        self.dtype = self.phase.accs[0].dtype
+        self.block = dict(plan.tiles)
+        self.points = plan.points ** len(form.transformed)
+        self.tiles = math.prod(self.block.values())
+        lanes, channels = plan.lanes, form.channel.extent
+        # One more vector per row: rows a power of two apart would evict each other from the cache.
+        self.width = -(-plan.features // lanes) * lanes
+        self.v_point = -(-channels // lanes) * lanes + lanes
+        self.v_tile = self.points * self.v_point + lanes
+        self.u_point = channels * self.width + lanes
+        self.m_tile = self.points * self.width + lanes
+        tiled = [Axis(f"{d.axis}s", -(-d.count(plan.points) // self.block[d.axis])) for d in form.dims]
+        blocks = Axis(f"{form.feature.name}s", form.feature.extent // plan.features)
+        order = [blocks, *tiled] if plan.filters_first else [*tiled, blocks]
+        self.serial = [a for a in order if a.extent > 1]
+        self.of_tiles = [a for a in self.serial if a is not blocks]
+        self.of_features = [a for a in self.serial if a is blocks]
+        self.feature = Axis(f"{form.feature.name}u", plan.features, 1, True)
+        self.channel = Axis(form.channel.name, channels)
+        self.inner = [Axis(f"{d.axis}u", self.block[d.axis]) for d in form.dims if self.block[d.axis] > 1]
+        self.ranges = {a.name: a.extent for a in (*self.serial, *self.inner, self.feature, self.channel)}
+
+    def _of(self, name: str) -> Index:
+        return Index.axis(name) if name in self.ranges else Index()
+
+    def tile(self, dim: Dim) -> Index:
+        """Number of the current tile along a dimension."""
+        return self._of(f"{dim.axis}s") * self.block[dim.axis] + self._of(f"{dim.axis}u")
+
+    def feature_index(self) -> Index:
+        """The current feature."""
+        return self._of(f"{self.form.feature.name}s") * self.plan.features + Index.axis(self.feature.name)
+
+    def place(self) -> Index:
+        """Number of the current tile in its block."""
+        total = Index()
+        for dim in self.form.dims:
+            total = total * self.block[dim.axis] + self._of(f"{dim.axis}u")
+        return total
+
+    def at(self, offsets: Sequence[int]) -> dict[str, Index]:
+        """Output axes at an offset in the current tile."""
+        offset = iter(offsets)
+        found = {self.form.feature.name: self.feature_index()}
+        for dim in self.form.dims:
+            base = self.tile(dim) * dim.unit(self.plan.points)
+            found[dim.axis] = base + next(offset) if dim.tap else base
+        return found
+
+    def once(self, own: Sequence[Axis]) -> tuple[str, ...]:
+        """Serial axes inside the innermost one that a phase depends on."""
+        last = max((self.serial.index(a) for a in own), default=-1)
+        return tuple(a.name for a in self.serial[last + 1 :])
+
+    def guarded(self, graph: Graph, is_data: bool) -> Graph:
+        """The graph with every load guarded against tiles that reach beyond the results."""
+        nodes = []
+        for node in graph.nodes:
+            if node.op == "load" and node.index is not None:
+                reach = node.index.axes().union(*(_axes(_indices(graph, v)) for v in node.index.values()))
+                added = tuple(g for g in self.limits(is_data) if g.index.axes() & reach)
+                if added:
+                    node = replace(node, guards=(*node.guards, *added), value=node.value if node.guards else 0)
+            nodes.append(node)
+        return Graph(nodes)  # not added one by one: numbers must stay what they are
+
+    def limits(self, is_data: bool) -> list[Guard]:
+        """What holds inside the results, or inside what the data are read at for them."""
+        found = []
+        for dim in self.form.dims:
+            index, last = Index.axis(dim.axis), dim.extent - 1
+            if is_data and dim.tap:
+                index, last = index + Index.axis(dim.tap), last + dim.taps - 1
+            found.append(Guard(index, None, last))
+        return found
+
+
+def apply(program: Program, form: Form, plan: Plan) -> Program:
+    """The scheduled program."""
+    maker = _Maker(program, form, plan)
+    elements = {
+        "filters": maker.points * maker.u_point,
+        "inputs": maker.tiles * maker.v_tile,
+        "products": maker.tiles * maker.m_tile,
+        "sums": maker.tiles * maker.width,
+    }
+    buffers = [Buffer(name, maker.dtype, (size,), "local") for name, size in elements.items()]
+    buffers.append(Buffer(FLAG, "bool", (1,), "local"))
+    split = dict(plan.split)
+    grid = tuple(Grid(a.name, a.extent, split.get(a.name, a.extent)) for a in maker.serial)
+    phases = (_filter(maker), _input(maker), _product(maker), _output(maker), _check(maker), _again(maker))
+    params = (
+        ("lanes", plan.lanes), ("points", plan.points),
+        ("outputs", tuple(d.unit(plan.points) for d in form.transformed)),
+        ("tiles", plan.tiles), ("features", plan.features),
+        ("outer", "features" if plan.filters_first else "tiles"),
+        ("unroll", (("q", plan.rows), (maker.feature.name, plan.vectors))), ("split", plan.split),
+    )  # fmt: skip
+    return replace(
+        program, buffers=(*program.buffers, *buffers), grid=grid, serial=tuple(a.name for a in maker.serial),
+        phases=phases, lanes=plan.lanes, template="winograd", params=params,
+    )  # fmt: skip
+
+
+Get = Callable[[tuple[int, ...]], int]
+
+
+def _transformed(
+    graph: Graph, matrices: Sequence[toomcook.Matrix], get: Get, dtype: str
+) -> dict[tuple[int, ...], int]:
+    """Applies one matrix per dimension to a grid of values."""
+    extents = [len(m[0]) for m in matrices]
+    values = {at: get(at) for at in itertools.product(*map(range, extents))}
+    for d, matrix in enumerate(matrices):
+        rest = [range(len(m)) if k < d else range(extents[k]) for k, m in enumerate(matrices) if k != d]
+        changed: dict[tuple[int, ...], int] = {}
+        for others in itertools.product(*rest):
+            line = [(*others[:d], k, *others[d:]) for k in range(extents[d])]
+            for k, value in enumerate(toomcook.emit(graph, matrix, [values[at] for at in line], dtype)):
+                changed[(*others[:d], k, *others[d:])] = value
+        values = changed
+    return values
+
+
+def _matrices(maker: _Maker, which: int) -> list[toomcook.Matrix]:
+    return [toomcook.matrices(maker.plan.points, d.taps)[which] for d in maker.form.transformed]
+
+
+def _number(at: tuple[int, ...], base: int) -> int:
+    total = 0
+    for part in at:
+        total = total * base + part
+    return total
+
+
+def _filter(maker: _Maker) -> Phase:
+    form, graph, source = maker.form, Graph(), maker.phase.body
+
+    def get(at: tuple[int, ...]) -> int:
+        taps = {d.tap: Index(k) for d, k in zip(form.transformed, at, strict=True)}
+        where: Mapping[str, Index] = {**taps, form.feature.name: maker.feature_index()}
+        return source.copy_into(graph, [form.weight], where, maker.ranges)[0]
+
+    values = _transformed(graph, _matrices(maker, 1), get, maker.dtype)
+    address = Index.axis(maker.channel.name) * maker.width + Index.axis(maker.feature.name)
+    stores = tuple(
+        Store("filters", address + _number(at, maker.plan.points) * maker.u_point, value)
+        for at, value in sorted(values.items())
+    )
+    axes = (*maker.of_features, maker.channel, maker.feature)
+    return Phase("winograd.filter", axes, (), (), Graph(), graph, stores, maker.once(maker.of_features))
+
+
+def _input(maker: _Maker) -> Phase:
+    form, graph = maker.form, Graph()
+    source = maker.guarded(maker.phase.body, True)
+
+    def get(at: tuple[int, ...]) -> int:
+        where = {**maker.at(at), **{d.tap: Index() for d in form.transformed}}
+        return source.copy_into(graph, [form.data], where, maker.ranges)[0]
+
+    values = _transformed(graph, _matrices(maker, 2), get, maker.dtype)
+    address = maker.place() * maker.v_tile + Index.axis(maker.channel.name)
+    stores = tuple(
+        Store("inputs", address + _number(at, maker.plan.points) * maker.v_point, value)
+        for at, value in sorted(values.items())
+    )
+    axes = (*maker.of_tiles, *maker.inner, replace(maker.channel, vector=True))
+    return Phase("winograd.input", axes, (), (), Graph(), graph, stores, maker.once(maker.of_tiles))
+
+
+def _product(maker: _Maker) -> Phase:
+    plan, body, exit_ = maker.plan, Graph(), Graph()
+    p, q, c, k = (Index.axis(n) for n in ("p", "q", maker.channel.name, maker.feature.name))
+    v = body.load("inputs", q * maker.v_tile + p * maker.v_point + c, maker.dtype)
+    u = body.load("filters", p * maker.u_point + c * maker.width + k, maker.dtype)
+    term = body.apply("mul", maker.dtype, v, u)
+    value = exit_.add(Node("acc", maker.dtype, attrs=(("number", 0),)))
+    axes = (
+        *maker.serial,
+        Axis("p", maker.points),
+        replace(maker.feature, unroll=plan.vectors),
+        Axis("q", maker.tiles, plan.rows),
+    )
+    reds = (Red(maker.channel.name, maker.channel.extent, min(2, maker.channel.extent)),)
+    store = Store("products", q * maker.m_tile + p * maker.width + k, value)
+    return Phase("winograd.product", axes, reds, (Acc("add", maker.dtype, (term,)),), body, exit_, (store,))
+
+
+def _output(maker: _Maker) -> Phase:
+    form, graph, width = maker.form, Graph(), Index.axis(maker.feature.name)
+    address = maker.place() * maker.m_tile + width
+
+    def get(at: tuple[int, ...]) -> int:
+        return graph.load("products", address + _number(at, maker.plan.points) * maker.width, maker.dtype)
+
+    values = _transformed(graph, _matrices(maker, 0), get, maker.dtype)
+    total = -1
+    for value in values.values():
+        total = value if total < 0 else graph.apply("add", maker.dtype, total, value)
+    stores = [Store("sums", maker.place() * maker.width + width, total)]
+    source = maker.guarded(maker.phase.exit, False)
+    for at, value in sorted(values.items()):
+        stores += _results(maker, graph, source, maker.at(at), value)
+    axes = (*maker.serial, *maker.inner, maker.feature)
+    return Phase("winograd.output", axes, (), (), Graph(), graph, tuple(stores))
+
+
+def _results(
+    maker: _Maker, graph: Graph, source: Graph, where: Mapping[str, Index], value: int | None = None
+) -> list[Store]:
+    """The exit graph at one point, on a value (or on the accumulator)."""
+    accs = None
+    if value is not None:
+        accs = {k: value for k, node in enumerate(source.nodes) if node.op == "acc"}
+    original = maker.phase.stores
+    numbers = source.copy_into(graph, [s.value for s in original], where, maker.ranges, accs)
+    guards = [Guard(g.index.substitute(where, maker.ranges), g.low, g.high) for g in maker.limits(False)]
+    live = tuple(g for g in guards if not g.always(maker.ranges))
+    return [
+        Store(s.buffer, s.address.substitute(where, maker.ranges), number, live)
+        for s, number in zip(original, numbers, strict=True)
+    ]
+
+
+def _check(maker: _Maker) -> Phase:
+    """0 * x is 0 for finite x, NaN for others."""
+    body, exit_ = Graph(), Graph()
+    address = Index.axis("q") * maker.width + Index.axis(maker.feature.name)
+    term = body.apply("mul", maker.dtype, body.load("sums", address, maker.dtype), body.const(0.0, maker.dtype))
+    total = exit_.add(Node("acc", maker.dtype, attrs=(("number", 0),)))
+    flag = exit_.apply("not", "bool", exit_.apply("is_finite", "bool", total))
+    reds = (Red("q", maker.tiles), Red(maker.feature.name, maker.feature.extent, 1, True))
+    accs = (Acc("add", maker.dtype, (term,)),)
+    return Phase("winograd.check", tuple(maker.serial), reds, accs, body, exit_, (Store(FLAG, Index(), flag),))
+
+
+def _again(maker: _Maker) -> Phase:
+    """The direct form on the block of tiles."""
+    form, points, old = maker.form, maker.plan.points, maker.phase
+    where: dict[str, Index] = {form.feature.name: maker.feature_index()}
+    inner = []
+    ranges = dict(maker.ranges)
+    for dim in form.dims:
+        span = min(maker.block[dim.axis] * dim.unit(points), dim.extent)
+        step = maker.block[dim.axis] * dim.unit(points)
+        axis = Axis(f"{dim.axis}v", span)
+        where[dim.axis] = maker._of(f"{dim.axis}s") * step + (Index.axis(axis.name) if span > 1 else 0)
+        if span > 1:
+            inner.append(axis)
+            ranges[axis.name] = span
+    maker.ranges.update(ranges)
+    reds = {r.name: r.extent for r in old.reds}
+    body, exit_ = Graph(), Graph()
+    source = maker.guarded(old.body, True)
+    (acc,) = old.accs
+    values = source.copy_into(body, acc.values, where, {**ranges, **reds})
+    stores = _results(maker, exit_, maker.guarded(old.exit, False), where)
+    axes = (*maker.serial, *inner, maker.feature)
+    plain = tuple(Red(r.name, r.extent) for r in old.reds)
+    return Phase(
+        f"{old.name}.again", axes, plain, (replace(acc, values=tuple(values)),), body, exit_, tuple(stores), (), FLAG
+    )  # fmt: skip
+
+
+# -- which ones to try ----------------------------------------------------------------------------------------------
+FILTER_COST, INPUT_COST, OUTPUT_COST = 2.5, 4.0, 3.0  # multiply-add times per transformed vector and point
+REGISTER_TILES = ((14, 2), (12, 2), (10, 2), (8, 3), (7, 4), (7, 3), (6, 4), (4, 6), (5, 4), (4, 4), (3, 6), (2, 8))
+BLOCKS = (4, 8, 16, 28, 56)  # tiles per block: enough to reuse a filter in registers, few enough for the cache
+FEATURES = (16, 32, 64, 128)
+RESIDENT = 0.9  # share of the second-level cache that a block's matrices may fill before they cost more
+MOST = 4
+
+
+def candidates(program: Program, machine: Machine) -> list[tuple[Program, float]]:
+    """Scheduled programs with the direct form's multiplications over their estimated time (in multiplications).
+
+    Best first; at most `MOST`, at most half of them of one number of points.
+    """
+    form = recognise(program)
+    if form is None:
+        return []
+    found = sorted(_plans(program, form, machine), key=lambda item: (-item[1], str(item[0])))
+    kept: list[tuple[Plan, float]] = []
+    for plan, score in found:
+        if sum(p.points == plan.points for p, _ in kept) < MOST // 2 and score > 1.0:
+            kept.append((plan, score))
+    return [(apply(program, form, plan), score) for plan, score in kept]
+
+
+def _plans(program: Program, form: Form, machine: Machine) -> Iterator[tuple[Plan, float]]:
+    lanes = lanes_of(program, machine)
+    while lanes > 4 and lanes // 2 >= form.feature.extent:
+        lanes //= 2
+    features = {f for f in FEATURES if f % lanes == 0 and form.feature.extent % f == 0} | {form.feature.extent}
+    for points in toomcook.POINTS:
+        if any(d.unit(points) < 2 for d in form.transformed):
+            continue
+        counts = [(d.axis, d.count(points)) for d in form.dims]
+        blocks = {_block(counts, target) for target in BLOCKS}
+        for tiles, width, first in itertools.product(sorted(blocks), sorted(features), (True, False)):
+            plan = Plan(points, tiles, width, first, *_register_tile(tiles, width, lanes, machine), lanes)
+            plan = replace(plan, split=_split(form, plan, machine))
+            yield plan, _score(program, form, plan, machine)
+
+
+def _block(counts: Sequence[tuple[str, int]], target: int) -> tuple[tuple[str, int], ...]:
+    """About ``target`` tiles: whole inner axes first; an axis that is cut is cut evenly."""
+    found, room = [], target
+    for axis, count in reversed(counts):
+        pieces = -(-count // max(1, room))
+        size = -(-count // pieces)
+        found.append((axis, size))
+        room //= size
+    return tuple(reversed(found))
+
+
+def _register_tile(tiles: tuple[tuple[str, int], ...], width: int, lanes: int, machine: Machine) -> tuple[int, int]:
+    return max(
+        (_tile_rate(math.prod(n for _, n in tiles), -(-width // lanes), rows, vectors), rows, vectors)
+        for rows, vectors in (*REGISTER_TILES, (1, 4), (1, 1))
+        if rows * vectors + vectors + 1 <= machine.registers
+    )[1:]
+
+
+def _tile_rate(tiles: int, wide: int, rows: int, vectors: int) -> float:
+    """Share of the multiply-add rate that a register tile reaches: issue, latency, edges."""
+    units = rows * vectors
+    issue = units / max(units, vectors + 0.5 * rows, FMA_LATENCY)
+    edges = tiles / (-(-tiles // rows) * rows) * wide / (-(-wide // vectors) * vectors)
+    return issue * edges
+
+
+def _split(form: Form, plan: Plan, machine: Machine) -> tuple[tuple[str, int], ...]:
+    """Blocks per task: along the outermost serial axes, so that what is kept is rarely computed twice."""
+    serial = [(f"{d.axis}s", -(-d.count(plan.points) // n)) for d, (_, n) in zip(form.dims, plan.tiles, strict=True)]
+    feature = (f"{form.feature.name}s", form.feature.extent // plan.features)
+    order = [feature, *serial] if plan.filters_first else [*serial, feature]
+    wanted, found = machine.threads, []
+    for name, count in order:
+        if count > 1 and wanted > 1:
+            pieces = min(count, wanted)
+            # Even shares: 7 blocks for 2 threads are 4 and 3; more tasks than threads would repeat transforms.
+            found.append((name, -(-count // pieces)))
+            wanted = -(-wanted // pieces)
+    return tuple(found)
+
+
+def _score(program: Program, form: Form, plan: Plan, machine: Machine) -> float:
+    """Multiplications of the direct form over the kernel's estimated time, both in vector multiply-adds of one core."""
+    lanes, size = plan.lanes, ITEM_SIZE[program.phases[0].accs[0].dtype]
+    points = plan.points ** len(form.transformed)
+    in_block = math.prod(n for _, n in plan.tiles)
+    strips = math.prod(-(-d.count(plan.points) // n) for d, (_, n) in zip(form.dims, plan.tiles, strict=True))
+    tiles, channels = in_block * strips, form.channel.extent
+    wide, deep = -(-form.feature.extent // lanes), -(-channels // lanes)
+    blocks = form.feature.extent // plan.features
+    pieces = {name: -(-count // block) for (name, block), count in _counts(form, plan)}
+    feature_tasks = pieces.pop(f"{form.feature.name}s", 1)
+    tile_tasks = math.prod(pieces.values())
+    filters = tile_tasks if plan.filters_first else strips
+    inputs = blocks if plan.filters_first else feature_tasks
+    rate = _tile_rate(in_block, -(-plan.features // lanes), plan.rows, plan.vectors)
+    kept = points * size * (channels * (plan.features + in_block) + in_block * plan.features)
+    pressure = max(1.0, kept / (RESIDENT * machine.l2)) ** 0.5
+    time = pressure * points * tiles * channels * wide / rate
+    time += FILTER_COST * points * channels * wide * filters
+    time += INPUT_COST * points * tiles * deep * inputs + OUTPUT_COST * points * tiles * wide
+    tasks = feature_tasks * tile_tasks
+    used = min(1.0, tasks / machine.threads)
+    direct = math.prod(d.extent * d.taps for d in form.dims) * channels * wide
+    return direct / time * used
+
+
+def _counts(form: Form, plan: Plan) -> list[tuple[tuple[str, int], int]]:
+    extents = {f"{form.feature.name}s": form.feature.extent // plan.features}
+    extents |= {f"{d.axis}s": -(-d.count(plan.points) // n) for d, (_, n) in zip(form.dims, plan.tiles, strict=True)}
+    return [((name, block), extents[name]) for name, block in plan.split]

@@ -22,6 +22,10 @@ from jcuts.dfg.tile import Extent, Point, Tile, body_tile, exit_tile
 from jcuts.ops.window import identity
 
 
+MANY_STORES = 16
+"""From here on, results are stored as soon as they are known: together they would not fit the registers."""
+
+
 @dataclass(frozen=True)
 class Shape:
     """Tile sizes of one variant: points per output axis; live lanes of the last vector (0: all of them)."""
@@ -258,8 +262,11 @@ class BodyEmitter:
             groups.setdefault(self._active_of(row[0]), []).append(row)
         for active, rows in sorted(groups.items(), reverse=True):
             frame = self._frame({}, self.ranges({}), active, vector)
-            emitted = self._nodes(frame, tile, {row[2] for row in rows}, "", accs)
+            emitted: dict[int, E.Lanes] = {}
+            if len(rows) < MANY_STORES:
+                self._nodes(frame, tile, {row[2] for row in rows}, "", accs, emitted)
             for _, k, value, address, guards in rows:
+                self._nodes(frame, tile, {value}, "", accs, emitted)
                 buffer = self.buffers[self.phase.stores[k].buffer]
                 lanes = emitted[value]
                 if lanes.dtype != buffer.dtype:
@@ -308,13 +315,16 @@ class BodyEmitter:
         wanted: set[int],
         inner: str,
         accs: Mapping[tuple[int, Point], E.Lanes] | None = None,
+        emitted: dict[int, E.Lanes] | None = None,
     ) -> dict[int, E.Lanes]:
-        """Emits what ``wanted`` needs, in reverse post-order of the uses (arguments first)."""
-        emitted: dict[int, E.Lanes] = {}
+        """Emits what ``wanted`` needs and is not there yet, in reverse post-order of the uses (arguments first)."""
+        emitted = {} if emitted is None else emitted
         masked = {}
         if frame.vector and not self.lane_reduced and self.shape.active and accs is None:
             masked = self._masked_loads(tile)
         for number in tile.graph.needed(wanted):
+            if number in emitted:
+                continue
             node = tile.graph.nodes[number]
             if accs is not None and node.op == "acc":
                 point, acc = tile.accs[number]

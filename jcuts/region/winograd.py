@@ -192,7 +192,7 @@ class _Maker:
         self.width = -(-plan.features // lanes) * lanes
         self.v_point = -(-channels // lanes) * lanes + lanes
         self.v_tile = self.points * self.v_point + lanes
-        self.u_point = channels * self.width + lanes
+        self.u_channel = self.points * self.width + lanes
         self.m_tile = self.points * self.width + lanes
         tiled = [Axis(f"{d.axis}s", -(-d.count(plan.points) // self.block[d.axis])) for d in form.dims]
         blocks = Axis(f"{form.feature.name}s", form.feature.extent // plan.features)
@@ -264,7 +264,7 @@ def apply(program: Program, form: Form, plan: Plan) -> Program:
     """The scheduled program."""
     maker = _Maker(program, form, plan)
     elements = {
-        "filters": maker.points * maker.u_point,
+        "filters": form.channel.extent * maker.u_channel,
         "inputs": maker.tiles * maker.v_tile,
         "products": maker.tiles * maker.m_tile,
         "sums": maker.tiles * maker.width,
@@ -327,9 +327,10 @@ def _filter(maker: _Maker) -> Phase:
         return source.copy_into(graph, [form.weight], where, maker.ranges)[0]
 
     values = _transformed(graph, _matrices(maker, 1), get, maker.dtype)
-    address = Index.axis(maker.channel.name) * maker.width + Index.axis(maker.feature.name)
+    # A channel's points lie side by side: stores that jump by a large power of two stall.
+    address = Index.axis(maker.channel.name) * maker.u_channel + Index.axis(maker.feature.name)
     stores = tuple(
-        Store("filters", address + _number(at, maker.plan.points) * maker.u_point, value)
+        Store("filters", address + _number(at, maker.plan.points) * maker.width, value)
         for at, value in sorted(values.items())
     )
     axes = (*maker.of_features, maker.channel, maker.feature)
@@ -358,7 +359,7 @@ def _product(maker: _Maker) -> Phase:
     plan, body, exit_ = maker.plan, Graph(), Graph()
     p, q, c, k = (Index.axis(n) for n in ("p", "q", maker.channel.name, maker.feature.name))
     v = body.load("inputs", q * maker.v_tile + p * maker.v_point + c, maker.dtype)
-    u = body.load("filters", p * maker.u_point + c * maker.width + k, maker.dtype)
+    u = body.load("filters", c * maker.u_channel + p * maker.width + k, maker.dtype)
     term = body.apply("mul", maker.dtype, v, u)
     value = exit_.add(Node("acc", maker.dtype, attrs=(("number", 0),)))
     axes = (
@@ -450,7 +451,11 @@ def _again(maker: _Maker) -> Phase:
 
 # -- which ones to try ----------------------------------------------------------------------------------------------
 FILTER_COST, INPUT_COST, OUTPUT_COST = 2.5, 4.0, 3.0  # multiply-add times per transformed vector and point
-REGISTER_TILES = ((14, 2), (12, 2), (10, 2), (8, 3), (7, 4), (7, 3), (6, 4), (4, 6), (5, 4), (4, 4), (3, 6), (2, 8))
+REGISTER_TILES = (
+    (20, 1), (16, 1), (14, 1), (12, 1), (10, 2), (10, 1), (9, 2), (8, 2), (7, 2), (6, 3), (5, 4), (4, 4), (4, 2), (3, 6),
+    (2, 8), (2, 4), (1, 8), (1, 4), (1, 1),
+)  # fmt: skip
+SPILL = 20  # accumulators from which on LLVM's code for 32 registers spills (measured: a third of the speed)
 BLOCKS = (4, 8, 16, 28, 56)  # tiles per block: enough to reuse a filter in registers, few enough for the cache
 FEATURES = (16, 32, 64, 128)
 RESIDENT = 0.9  # share of the second-level cache that a block's matrices may fill before they cost more
@@ -503,8 +508,8 @@ def _block(counts: Sequence[tuple[str, int]], target: int) -> tuple[tuple[str, i
 def _register_tile(tiles: tuple[tuple[str, int], ...], width: int, lanes: int, machine: Machine) -> tuple[int, int]:
     return max(
         (_tile_rate(math.prod(n for _, n in tiles), -(-width // lanes), rows, vectors), rows, vectors)
-        for rows, vectors in (*REGISTER_TILES, (1, 4), (1, 1))
-        if rows * vectors + vectors + 1 <= machine.registers
+        for rows, vectors in REGISTER_TILES
+        if rows * vectors <= SPILL * machine.registers // 32
     )[1:]
 
 

@@ -52,8 +52,8 @@ def emit_source(program: Program) -> Source:
 
 
 def _conditions(number: int, phase: Phase, out: _Writer) -> None:
-    """The phase's ``once`` and ``when``."""
-    tests = [f"{axis} == {axis}_lo" for axis in phase.once]
+    """The phase's ``once``, ``last`` and ``when``."""
+    tests = [f"{axis} == {axis}_lo" for axis in phase.once] + [f"{axis} == {axis}_hi - 1" for axis in phase.last]
     if phase.when:
         tests.append(f"flag_{number}(buffers, scratch) != 0")
     if tests:

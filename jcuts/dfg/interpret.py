@@ -88,6 +88,8 @@ def _task(program: Program, task: tuple[int, ...], memory: dict[str, _Memory]) -
         for phase in program.phases:
             if any(fixed[axis] != bases[f"{axis}_lo"] for axis in phase.once):
                 continue
+            if any(fixed[axis] != spans[axis][1] - 1 for axis in phase.last):
+                continue
             if phase.when and not memory[phase.when].load(np.zeros(1, np.int64), None)[0]:
                 continue
             _phase(phase, [a for a in phase.axes if a.name not in fixed], spans, fixed, memory)

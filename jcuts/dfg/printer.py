@@ -27,6 +27,8 @@ def phase_lines(phase: Phase) -> list[str]:
     head = f"phase {phase.name}"
     if phase.once:
         head += f" at the first {', '.join(phase.once)}"
+    if phase.last:
+        head += f" at the last {', '.join(phase.last)}"
     if phase.when:
         head += f" when {phase.when}"
     lines = [head]

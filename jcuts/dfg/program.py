@@ -103,7 +103,7 @@ class Phase:
     """A loop nest. ``axes`` outermost first; ``reds`` outermost first, inside them.
 
     A phase inside serial loops need not run in each of their steps: ``once`` names serial axes at whose first value in
-    the task alone it runs (what it leaves in local buffers stays), ``when`` a local bool buffer whose first element
+    the task alone it runs (what it leaves in local buffers stays), ``last`` those at whose last value, ``when`` a local bool buffer whose first element
     must be true (a correction that is rarely needed; it may write results that an earlier phase has written).
     """
 
@@ -115,6 +115,7 @@ class Phase:
     exit: Graph
     stores: tuple[Store, ...]
     once: tuple[str, ...] = ()
+    last: tuple[str, ...] = ()
     when: str = ""
 
     @property
@@ -271,6 +272,8 @@ def _phase_json(phase: Phase) -> dict[str, object]:
     }
     if phase.once:
         data["once"] = list(phase.once)
+    if phase.last:
+        data["last"] = list(phase.last)
     if phase.when:
         data["when"] = phase.when
     return data
@@ -286,6 +289,7 @@ def _phase_from_json(data: dict) -> Phase:
         exit=_graph_from_json(data["exit"]),
         stores=tuple(Store(b, Index.from_json(a), v, _guards_from_json(*g)) for b, a, v, *g in data["stores"]),
         once=tuple(data.get("once", ())),
+        last=tuple(data.get("last", ())),
         when=data.get("when", ""),
     )
 

@@ -35,9 +35,9 @@ def _phase(program: Program, phase: Phase) -> None:
             raise IRError(f"{where}: axis {axis.name} has extent {axis.extent} and unroll {axis.unroll}")
         if isinstance(axis, Red) and axis.chains > 1 and axis.unroll % axis.chains:
             raise IRError(f"{where}: {axis.chains} chains do not divide unroll {axis.unroll} of {axis.name}")
-    for axis in phase.once:
+    for axis in (*phase.once, *phase.last):
         if axis not in program.serial:
-            raise IRError(f"{where}: runs once per {axis}, which is not serial")
+            raise IRError(f"{where}: runs once in the loop over {axis}, which is not serial")
     if phase.when and (program.buffer(phase.when).role, program.buffer(phase.when).dtype) != ("local", "bool"):
         raise IRError(f"{where}: runs when {phase.when}, which is no local bool buffer")
     if bool(phase.reds) != bool(phase.accs):

@@ -83,6 +83,8 @@ class Plan:
         points: n, per transformed dimension.
         tiles: (axis, tiles per block), for every tiled axis.
         features: features per block; divides their number.
+        channels: channels per step; divides their number. Short sums that are added to what earlier steps left are also
+            more accurate than one long one.
         filters_first: blocks of features are the outermost loop (filters are transformed once), else the innermost one
             (inputs are).
         rows, vectors: register tile of the product: tiles x vectors of features.
@@ -93,6 +95,7 @@ class Plan:
     points: int
     tiles: tuple[tuple[str, int], ...]
     features: int
+    channels: int
     filters_first: bool
     rows: int
     vectors: int
@@ -187,23 +190,30 @@ class _Maker:
         self.block = dict(plan.tiles)
         self.points = plan.points ** len(form.transformed)
         self.tiles = math.prod(self.block.values())
-        lanes, channels = plan.lanes, form.channel.extent
+        lanes = plan.lanes
         # One more vector per row: rows a power of two apart would evict each other from the cache.
         self.width = -(-plan.features // lanes) * lanes
-        self.v_point = -(-channels // lanes) * lanes + lanes
-        self.v_tile = self.points * self.v_point + lanes
         self.u_channel = self.points * self.width + lanes
         self.m_tile = self.points * self.width + lanes
         tiled = [Axis(f"{d.axis}s", -(-d.count(plan.points) // self.block[d.axis])) for d in form.dims]
         blocks = Axis(f"{form.feature.name}s", form.feature.extent // plan.features)
         order = [blocks, *tiled] if plan.filters_first else [*tiled, blocks]
-        self.serial = [a for a in order if a.extent > 1]
-        self.of_tiles = [a for a in self.serial if a is not blocks]
-        self.of_features = [a for a in self.serial if a is blocks]
+        steps = Axis(f"{form.channel.name}s", form.channel.extent // plan.channels)
+        self.outer = [a for a in order if a.extent > 1]
+        self.steps = [steps] if steps.extent > 1 else []
+        self.serial = [*self.outer, *self.steps]
+        self.of_tiles = [a for a in self.outer if a is not blocks]
+        self.of_features = [a for a in self.outer if a is blocks]
         self.feature = Axis(f"{form.feature.name}u", plan.features, 1, True)
-        self.channel = Axis(form.channel.name, channels)
+        self.channel = Axis(f"{form.channel.name}u", plan.channels)
         self.inner = [Axis(f"{d.axis}u", self.block[d.axis]) for d in form.dims if self.block[d.axis] > 1]
         self.ranges = {a.name: a.extent for a in (*self.serial, *self.inner, self.feature, self.channel)}
+        # What is made once and used in later steps of outer loops is kept for all channels, else for those of a step.
+        self.u_once, self.v_once = self._once(self.of_features), self._once(self.of_tiles)
+        self.u_channels = form.channel.extent if self.u_once else plan.channels
+        v_channels = form.channel.extent if self.v_once else plan.channels
+        self.v_point = -(-v_channels // lanes) * lanes + lanes
+        self.v_tile = self.points * self.v_point + lanes
 
     def _of(self, name: str) -> Index:
         return Index.axis(name) if name in self.ranges else Index()
@@ -232,10 +242,23 @@ class _Maker:
             found[dim.axis] = base + next(offset) if dim.tap else base
         return found
 
-    def once(self, own: Sequence[Axis]) -> tuple[str, ...]:
-        """Serial axes inside the innermost one that a phase depends on."""
-        last = max((self.serial.index(a) for a in own), default=-1)
-        return tuple(a.name for a in self.serial[last + 1 :])
+    def _once(self, own: Sequence[Axis]) -> tuple[str, ...]:
+        """Outer serial axes inside the innermost one that a phase depends on."""
+        last = max((self.outer.index(a) for a in own), default=-1)
+        return tuple(a.name for a in self.outer[last + 1 :])
+
+    def channel_index(self) -> Index:
+        """The current channel."""
+        return self._of(f"{self.form.channel.name}s") * self.plan.channels + Index.axis(self.channel.name)
+
+    def kept_channel(self, once: tuple[str, ...]) -> Index:
+        """Where the current channel stands in a local buffer."""
+        return self.channel_index() if once else Index.axis(self.channel.name)
+
+    @property
+    def last(self) -> tuple[str, ...]:
+        """The axes of channel steps: results are complete at the last one."""
+        return tuple(a.name for a in self.steps)
 
     def guarded(self, graph: Graph, is_data: bool) -> Graph:
         """The graph with every load guarded against tiles that reach beyond the results."""
@@ -264,7 +287,7 @@ def apply(program: Program, form: Form, plan: Plan) -> Program:
     """The scheduled program."""
     maker = _Maker(program, form, plan)
     elements = {
-        "filters": form.channel.extent * maker.u_channel,
+        "filters": maker.u_channels * maker.u_channel,
         "inputs": maker.tiles * maker.v_tile,
         "products": maker.tiles * maker.m_tile,
         "sums": maker.tiles * maker.width,
@@ -277,7 +300,7 @@ def apply(program: Program, form: Form, plan: Plan) -> Program:
     params = (
         ("lanes", plan.lanes), ("points", plan.points),
         ("outputs", tuple(d.unit(plan.points) for d in form.transformed)),
-        ("tiles", plan.tiles), ("features", plan.features),
+        ("tiles", plan.tiles), ("features", plan.features), ("channels", plan.channels),
         ("outer", "features" if plan.filters_first else "tiles"),
         ("unroll", (("q", plan.rows), (maker.feature.name, plan.vectors))), ("split", plan.split),
     )  # fmt: skip
@@ -323,18 +346,22 @@ def _filter(maker: _Maker) -> Phase:
 
     def get(at: tuple[int, ...]) -> int:
         taps = {d.tap: Index(k) for d, k in zip(form.transformed, at, strict=True)}
-        where: Mapping[str, Index] = {**taps, form.feature.name: maker.feature_index()}
+        where: Mapping[str, Index] = {
+            **taps,
+            form.feature.name: maker.feature_index(),
+            form.channel.name: maker.channel_index(),
+        }
         return source.copy_into(graph, [form.weight], where, maker.ranges)[0]
 
     values = _transformed(graph, _matrices(maker, 1), get, maker.dtype)
     # A channel's points lie side by side: stores that jump by a large power of two stall.
-    address = Index.axis(maker.channel.name) * maker.u_channel + Index.axis(maker.feature.name)
+    address = maker.kept_channel(maker.u_once) * maker.u_channel + Index.axis(maker.feature.name)
     stores = tuple(
         Store("filters", address + _number(at, maker.plan.points) * maker.width, value)
         for at, value in sorted(values.items())
     )
-    axes = (*maker.of_features, maker.channel, maker.feature)
-    return Phase("winograd.filter", axes, (), (), Graph(), graph, stores, maker.once(maker.of_features))
+    axes = (*maker.of_features, *maker.steps, maker.channel, maker.feature)
+    return Phase("winograd.filter", axes, (), (), Graph(), graph, stores, maker.u_once)
 
 
 def _input(maker: _Maker) -> Phase:
@@ -343,25 +370,31 @@ def _input(maker: _Maker) -> Phase:
 
     def get(at: tuple[int, ...]) -> int:
         where = {**maker.at(at), **{d.tap: Index() for d in form.transformed}}
+        where[form.channel.name] = maker.channel_index()
         return source.copy_into(graph, [form.data], where, maker.ranges)[0]
 
     values = _transformed(graph, _matrices(maker, 2), get, maker.dtype)
-    address = maker.place() * maker.v_tile + Index.axis(maker.channel.name)
+    address = maker.place() * maker.v_tile + maker.kept_channel(maker.v_once)
     stores = tuple(
         Store("inputs", address + _number(at, maker.plan.points) * maker.v_point, value)
         for at, value in sorted(values.items())
     )
-    axes = (*maker.of_tiles, *maker.inner, replace(maker.channel, vector=True))
-    return Phase("winograd.input", axes, (), (), Graph(), graph, stores, maker.once(maker.of_tiles))
+    axes = (*maker.of_tiles, *maker.steps, *maker.inner, replace(maker.channel, vector=True))
+    return Phase("winograd.input", axes, (), (), Graph(), graph, stores, maker.v_once)
 
 
 def _product(maker: _Maker) -> Phase:
     plan, body, exit_ = maker.plan, Graph(), Graph()
-    p, q, c, k = (Index.axis(n) for n in ("p", "q", maker.channel.name, maker.feature.name))
-    v = body.load("inputs", q * maker.v_tile + p * maker.v_point + c, maker.dtype)
-    u = body.load("filters", c * maker.u_channel + p * maker.width + k, maker.dtype)
+    p, q, k = (Index.axis(n) for n in ("p", "q", maker.feature.name))
+    of_v, of_u = maker.kept_channel(maker.v_once), maker.kept_channel(maker.u_once)
+    v = body.load("inputs", q * maker.v_tile + p * maker.v_point + of_v, maker.dtype)
+    u = body.load("filters", of_u * maker.u_channel + p * maker.width + k, maker.dtype)
     term = body.apply("mul", maker.dtype, v, u)
     value = exit_.add(Node("acc", maker.dtype, attrs=(("number", 0),)))
+    place = q * maker.m_tile + p * maker.width + k
+    if maker.steps:
+        later = (Guard(Index.axis(maker.steps[0].name), 1, None),)
+        value = exit_.apply("add", maker.dtype, value, exit_.load("products", place, maker.dtype, later, 0.0))
     axes = (
         *maker.serial,
         Axis("p", maker.points),
@@ -369,7 +402,7 @@ def _product(maker: _Maker) -> Phase:
         Axis("q", maker.tiles, plan.rows),
     )
     reds = (Red(maker.channel.name, maker.channel.extent, min(2, maker.channel.extent)),)
-    store = Store("products", q * maker.m_tile + p * maker.width + k, value)
+    store = Store("products", place, value)
     return Phase("winograd.product", axes, reds, (Acc("add", maker.dtype, (term,)),), body, exit_, (store,))
 
 
@@ -388,8 +421,8 @@ def _output(maker: _Maker) -> Phase:
     source = maker.guarded(maker.phase.exit, False)
     for at, value in sorted(values.items()):
         stores += _results(maker, graph, source, maker.at(at), value)
-    axes = (*maker.serial, *maker.inner, maker.feature)
-    return Phase("winograd.output", axes, (), (), Graph(), graph, tuple(stores))
+    axes = (*maker.outer, *maker.inner, maker.feature)
+    return Phase("winograd.output", axes, (), (), Graph(), graph, tuple(stores), (), maker.last)
 
 
 def _results(
@@ -418,7 +451,8 @@ def _check(maker: _Maker) -> Phase:
     flag = exit_.apply("not", "bool", exit_.apply("is_finite", "bool", total))
     reds = (Red("q", maker.tiles), Red(maker.feature.name, maker.feature.extent, 1, True))
     accs = (Acc("add", maker.dtype, (term,)),)
-    return Phase("winograd.check", tuple(maker.serial), reds, accs, body, exit_, (Store(FLAG, Index(), flag),))
+    store = Store(FLAG, Index(), flag)
+    return Phase("winograd.check", tuple(maker.outer), reds, accs, body, exit_, (store,), (), maker.last)
 
 
 def _again(maker: _Maker) -> Phase:
@@ -442,10 +476,11 @@ def _again(maker: _Maker) -> Phase:
     (acc,) = old.accs
     values = source.copy_into(body, acc.values, where, {**ranges, **reds})
     stores = _results(maker, exit_, maker.guarded(old.exit, False), where)
-    axes = (*maker.serial, *inner, maker.feature)
+    axes = (*maker.outer, *inner, maker.feature)
     plain = tuple(Red(r.name, r.extent) for r in old.reds)
     return Phase(
-        f"{old.name}.again", axes, plain, (replace(acc, values=tuple(values)),), body, exit_, tuple(stores), (), FLAG
+        f"{old.name}.again", axes, plain, (replace(acc, values=tuple(values)),), body, exit_, tuple(stores),
+        (), maker.last, FLAG,
     )  # fmt: skip
 
 
@@ -458,6 +493,7 @@ REGISTER_TILES = (
 SPILL = 20  # accumulators from which on LLVM's code for 32 registers spills (measured: a third of the speed)
 BLOCKS = (4, 8, 16, 28, 56)  # tiles per block: enough to reuse a filter in registers, few enough for the cache
 FEATURES = (16, 32, 64, 128)
+STEP = 64  # most channels per step
 RESIDENT = 0.9  # share of the second-level cache that a block's matrices may fill before they cost more
 MOST = 4
 
@@ -489,9 +525,17 @@ def _plans(program: Program, form: Form, machine: Machine) -> Iterator[tuple[Pla
         counts = [(d.axis, d.count(points)) for d in form.dims]
         blocks = {_block(counts, target) for target in BLOCKS}
         for tiles, width, first in itertools.product(sorted(blocks), sorted(features), (True, False)):
-            plan = Plan(points, tiles, width, first, *_register_tile(tiles, width, lanes, machine), lanes)
+            step = _step(form.channel.extent, lanes)
+            plan = Plan(points, tiles, width, step, first, *_register_tile(tiles, width, lanes, machine), lanes)
             plan = replace(plan, split=_split(form, plan, machine))
             yield plan, _score(program, form, plan, machine)
+
+
+def _step(channels: int, lanes: int) -> int:
+    """Channels per step: a divisor that is whole vectors, or all."""
+    if channels <= STEP:
+        return channels
+    return max((c for c in range(lanes, STEP + 1, lanes) if channels % c == 0), default=channels)
 
 
 def _block(counts: Sequence[tuple[str, int]], target: int) -> tuple[tuple[str, int], ...]:

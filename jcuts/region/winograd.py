@@ -485,7 +485,10 @@ def _again(maker: _Maker) -> Phase:
 
 
 # -- which ones to try ----------------------------------------------------------------------------------------------
-FILTER_COST, INPUT_COST, OUTPUT_COST = 2.5, 4.0, 3.0  # multiply-add times per transformed vector and point
+# Multiply-add times per transformed vector and point: stores, cache misses, arithmetic (fitted to measurements).
+FILTER_COST, INPUT_COST, OUTPUT_COST = 6.0, 8.0, 8.0
+RUN = 64  # bytes of a row of weights at which reading them costs as much again
+ADD_COST = 2.0  # per vector of products that a step of channels adds to
 REGISTER_TILES = (
     (20, 1), (16, 1), (14, 1), (12, 1), (10, 2), (10, 1), (9, 2), (8, 2), (7, 2), (6, 3), (5, 4), (4, 4), (4, 2), (3, 6),
     (2, 8), (2, 4), (1, 8), (1, 4), (1, 1),
@@ -493,15 +496,15 @@ REGISTER_TILES = (
 SPILL = 20  # accumulators from which on LLVM's code for 32 registers spills (measured: a third of the speed)
 BLOCKS = (4, 8, 16, 28, 56)  # tiles per block: enough to reuse a filter in registers, few enough for the cache
 FEATURES = (16, 32, 64, 128)
-STEP = 64  # most channels per step
-RESIDENT = 0.9  # share of the second-level cache that a block's matrices may fill before they cost more
+STEPS = (16, 32, 64)  # channels per step
+PRESSURE = 0.1  # slowdown of the product per size of the second-level cache that its matrices exceed it by
 MOST = 4
 
 
 def candidates(program: Program, machine: Machine) -> list[tuple[Program, float]]:
     """Scheduled programs with the direct form's multiplications over their estimated time (in multiplications).
 
-    Best first; at most `MOST`, at most half of them of one number of points.
+    Best first; at most `MOST`, at most half of them of one number of points, and of each block size only the best.
     """
     form = recognise(program)
     if form is None:
@@ -509,7 +512,9 @@ def candidates(program: Program, machine: Machine) -> list[tuple[Program, float]
     found = sorted(_plans(program, form, machine), key=lambda item: (-item[1], str(item[0])))
     kept: list[tuple[Plan, float]] = []
     for plan, score in found:
-        if sum(p.points == plan.points for p, _ in kept) < MOST // 2 and score > 1.0:
+        same = [p for p, _ in kept if p.points == plan.points]
+        fresh = all((p.tiles, p.features) != (plan.tiles, plan.features) for p in same)
+        if score > 1.0 and fresh and len(same) < MOST // 2:
             kept.append((plan, score))
     return [(apply(program, form, plan), score) for plan, score in kept]
 
@@ -525,17 +530,18 @@ def _plans(program: Program, form: Form, machine: Machine) -> Iterator[tuple[Pla
         counts = [(d.axis, d.count(points)) for d in form.dims]
         blocks = {_block(counts, target) for target in BLOCKS}
         for tiles, width, first in itertools.product(sorted(blocks), sorted(features), (True, False)):
-            step = _step(form.channel.extent, lanes)
-            plan = Plan(points, tiles, width, step, first, *_register_tile(tiles, width, lanes, machine), lanes)
-            plan = replace(plan, split=_split(form, plan, machine))
-            yield plan, _score(program, form, plan, machine)
+            rows, vectors = _register_tile(tiles, width, lanes, machine)
+            for step in _steps(form.channel.extent, lanes):
+                plan = Plan(points, tiles, width, step, first, rows, vectors, lanes)
+                plan = replace(plan, split=_split(form, plan, machine))
+                yield plan, _score(program, form, plan, machine)
 
 
-def _step(channels: int, lanes: int) -> int:
-    """Channels per step: a divisor that is whole vectors, or all."""
-    if channels <= STEP:
-        return channels
-    return max((c for c in range(lanes, STEP + 1, lanes) if channels % c == 0), default=channels)
+def _steps(channels: int, lanes: int) -> list[int]:
+    """Channels per step: divisors that are whole vectors, or all of them."""
+    if channels <= STEPS[0]:
+        return [channels]
+    return [c for c in STEPS if channels % c == 0 and c % lanes == 0] or [channels]
 
 
 def _block(counts: Sequence[tuple[str, int]], target: int) -> tuple[tuple[str, int], ...]:
@@ -595,10 +601,13 @@ def _score(program: Program, form: Form, plan: Plan, machine: Machine) -> float:
     filters = tile_tasks if plan.filters_first else strips
     inputs = blocks if plan.filters_first else feature_tasks
     rate = _tile_rate(in_block, -(-plan.features // lanes), plan.rows, plan.vectors)
-    kept = points * size * (channels * (plan.features + in_block) + in_block * plan.features)
-    pressure = max(1.0, kept / (RESIDENT * machine.l2)) ** 0.5
+    u_channels = channels if plan.filters_first and strips > 1 else plan.channels
+    v_channels = channels if not plan.filters_first and blocks > 1 else plan.channels
+    kept = points * size * (u_channels * plan.features + v_channels * in_block + in_block * plan.features)
+    pressure = 1.0 + PRESSURE * max(0.0, kept / machine.l2 - 1.0)
     time = pressure * points * tiles * channels * wide / rate
-    time += FILTER_COST * points * channels * wide * filters
+    time += ADD_COST * points * tiles * wide * (channels // plan.channels - 1)
+    time += FILTER_COST * (1.0 + RUN / (plan.features * size)) * points * channels * wide * filters
     time += INPUT_COST * points * tiles * deep * inputs + OUTPUT_COST * points * tiles * wide
     tasks = feature_tasks * tile_tasks
     used = min(1.0, tasks / machine.threads)

@@ -87,9 +87,7 @@ def _scalar_atom(frame: Frame, atom: Atom) -> L.Value:
     return _divide(frame.builder, atom.kind, scalar_index(frame, atom.inner), atom.modulus, low, I64)
 
 
-def _divide(
-    builder: L.Builder, kind: str, value: L.Value, modulus: int, low: int | None, base: ir.IntType
-) -> L.Value:
+def _divide(builder: L.Builder, kind: str, value: L.Value, modulus: int, low: int | None, base: ir.IntType) -> L.Value:
     """Floor division or remainder by a positive constant."""
     typ = value.type
 
@@ -324,9 +322,7 @@ def _fill_array(builder: L.Builder, kind: L.Type, fill: ir.Constant, length: int
     return builder.bitcast(found, ir.PointerType()) if not getattr(found.type, "is_opaque", False) else found
 
 
-def store(
-    frame: Frame, buffer: str, dtype: str, index: Index, value: L.Value, guards: tuple[Guard, ...] = ()
-) -> None:
+def store(frame: Frame, buffer: str, dtype: str, index: Index, value: L.Value, guards: tuple[Guard, ...] = ()) -> None:
     """Writes an element, or one per live lane; ``value`` is in memory type. Where a guard fails, nothing."""
     builder = frame.builder
     if guards:
@@ -366,7 +362,6 @@ def _store_guarded(
     builder = frame.builder
     if any(is_lanewise(g.index, frame) for g in guards):
         raise IRError(f"a store into {buffer} is guarded by the lane axis")
-    kind = memory_type(dtype)
     lanewise = is_lanewise(index, frame)
     if lanewise and (index.stride(frame.vector) != 1 or index.values()):
         raise IRError(f"a guarded store into {buffer} is not contiguous")
@@ -379,7 +374,9 @@ def _store_guarded(
     condition = guard_condition(frame, guards)
     assert condition is not None
     pointer = builder.select(
-        condition, element_pointer(frame, buffer, dtype, scalar_index(frame, index)), builder.bitcast(spare, ir.PointerType())
+        condition,
+        element_pointer(frame, buffer, dtype, scalar_index(frame, index)),
+        builder.bitcast(spare, ir.PointerType()),
     )
     if lanewise and frame.active == 1 < frame.lanes:
         builder.store(builder.extract_element(value, L.I32(0)), pointer, align=ITEM_SIZE[dtype])

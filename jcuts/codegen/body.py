@@ -21,7 +21,6 @@ from jcuts.dfg.program import Acc, Axis, Buffer, Phase, Red
 from jcuts.dfg.tile import Extent, Point, Tile, body_tile, exit_tile
 from jcuts.ops.window import identity
 
-
 MANY_STORES = 16
 """From here on, results are stored as soon as they are known: together they would not fit the registers."""
 

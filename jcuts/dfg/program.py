@@ -103,8 +103,9 @@ class Phase:
     """A loop nest. ``axes`` outermost first; ``reds`` outermost first, inside them.
 
     A phase inside serial loops need not run in each of their steps: ``once`` names serial axes at whose first value in
-    the task alone it runs (what it leaves in local buffers stays), ``last`` those at whose last value, ``when`` a local bool buffer whose first element
-    must be true (a correction that is rarely needed; it may write results that an earlier phase has written).
+    the task alone it runs (what it leaves in local buffers stays), ``last`` those at whose last value, ``when`` a local
+    bool buffer whose first element must be true (a correction that is rarely needed; it may write results that an
+    earlier phase has written).
     """
 
     name: str

@@ -32,9 +32,8 @@ class Extent:
 class Tile:
     """The graph of one tile and, per point, what it feeds.
 
-    ``terms[k]`` is a list of (point, reduction point, accumulator, values) for body tiles; ``values`` of (point, store
-    number, value, address, guards) for exit tiles. ``inner_offset`` maps a load to the constant part of its address that comes
-    from unrolling the innermost reduction.
+    ``terms[k]`` is a list of (point, reduction point, accumulator, values) for body tiles; ``stores`` of (point, store
+    number, value, address, guards) for exit tiles.
     """
 
     graph: Graph = field(default_factory=Graph)

@@ -63,7 +63,11 @@ def _phase(program: Program, phase: Phase) -> None:
         if any(a.vector and a.name in g.index.axes() for a in phase.axes for g in store.guards):
             raise IRError(f"{where}: a store into {buffer.name} is guarded by the lane axis")
         low, high = store.address.bounds({**phase.ranges(), **dict.fromkeys(grid, 1)})
-        if buffer.role == "out" and not store.guards and (low is None or high is None or low < 0 or high >= buffer.size):
+        if (
+            buffer.role == "out"
+            and not store.guards
+            and (low is None or high is None or low < 0 or high >= buffer.size)
+        ):
             raise IRError(
                 f"{where}: store address {store.address} leaves {buffer.name} ({low}..{high} of {buffer.size})"
             )

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from jcuts.dfg.program import Program
-from jcuts.region import choose, pack, rows, schedule, winograd
+from jcuts.region import choose, pack, rows, schedule, winograd_plans
 from jcuts.region.choose import Machine
 from jcuts.region.pack import Packing
 from jcuts.region.schedule import Schedule
@@ -41,7 +41,7 @@ def candidates(program: Program, machine: Machine, limit: int, percent: float = 
     options += _packed(plain, machine, limit)
     keep = min(limit, max(LEAST, math.ceil(len(options) * percent / 100)))
     direct = [(_program(plain, option.params, machine), option.score) for option in _in_turns(options, keep)]
-    return _with_others(direct, winograd.candidates(program, machine), limit)
+    return _with_others(direct, winograd_plans.candidates(program, machine), limit)
 
 
 def _with_others(

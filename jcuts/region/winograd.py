@@ -28,51 +28,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jcuts.dfg.index import Index
 from jcuts.dfg.node import Graph, Guard, Node
-from jcuts.dfg.program import ITEM_SIZE, Acc, Axis, Buffer, Grid, Phase, Program, Red, Store
+from jcuts.dfg.program import Acc, Axis, Buffer, Grid, Phase, Program, Red, Store
 from jcuts.region import toomcook
-from jcuts.region.choose import FMA_LATENCY, Machine, lanes_of
+from jcuts.region.winograd_form import Dim, Form, axes_of, indices_of
 
-MAX_EXIT = 64  # nodes of an exit graph, which is copied for every output of a tile
 FLAG = "again"
-
-
-@dataclass(frozen=True)
-class Dim:
-    """A tiled output axis: a transformed one (with its reduction axis ``tap``) or a batch axis (``tap`` is '')."""
-
-    axis: str
-    extent: int
-    tap: str = ""
-    taps: int = 1
-
-    def unit(self, points: int) -> int:
-        """Outputs per tile along this axis."""
-        return toomcook.outputs_of(points, self.taps) if self.tap else 1
-
-    def count(self, points: int) -> int:
-        """Tiles along this axis."""
-        return -(-self.extent // self.unit(points))
-
-
-@dataclass(frozen=True)
-class Form:
-    """What `recognise` found: the roles of a phase's axes and of its product's factors."""
-
-    dims: tuple[Dim, ...]
-    feature: Axis
-    channel: Red
-    data: int
-    weight: int
-
-    @property
-    def transformed(self) -> tuple[Dim, ...]:
-        """The dimensions with taps."""
-        return tuple(d for d in self.dims if d.tap)
 
 
 @dataclass(frozen=True)
@@ -101,82 +66,6 @@ class Plan:
     vectors: int
     lanes: int
     split: tuple[tuple[str, int], ...] = ()
-
-
-def recognise(program: Program) -> Form | None:
-    """The form of an unscheduled program, or None."""
-    if len(program.phases) != 1 or dict(program.params).get("precision"):
-        return None
-    phase = program.phases[0]
-    if len(phase.accs) != 1 or len(phase.exit.nodes) > MAX_EXIT:
-        return None
-    (acc,) = phase.accs
-    product = phase.body.nodes[acc.values[0]]
-    if acc.combine != "add" or product.op != "mul" or product.dtype not in ("float32", "float64"):
-        return None
-    for data, weight in (product.args, product.args[::-1]):
-        form = _roles(phase, data, weight)
-        if form is not None:
-            return form
-    return None
-
-
-def _roles(phase: Phase, data: int, weight: int) -> Form | None:
-    of_data, of_weight = _indices(phase.body, data), _indices(phase.body, weight)
-    if any(i.values() for i in (*of_data, *of_weight)):
-        return None
-    in_data, in_weight = _axes(of_data), _axes(of_weight)
-    features = [a for a in phase.axes if a.name in in_weight]
-    if len(features) != 1 or features[0].name in in_data or any(a.name not in in_data | in_weight for a in phase.axes):
-        return None
-    partner: dict[str, Red] = {}
-    channels: list[Red] = []
-    for red in phase.reds:
-        if red.name not in in_data or red.name not in in_weight:
-            return None
-        axis = next((a for a in phase.axes if a.name not in partner and _moves_with(of_data, a.name, red.name)), None)
-        if axis is None:
-            channels.append(red)
-        else:
-            partner[axis.name] = red
-    if len(channels) != 1 or not 1 <= len(partner) <= 2:
-        return None
-    dims = [Dim(a.name, a.extent) for a in phase.axes if a.name != features[0].name and a.name not in partner]
-    dims += [
-        Dim(a.name, a.extent, partner[a.name].name, partner[a.name].extent) for a in phase.axes if a.name in partner
-    ]
-    form = Form(tuple(dims), features[0], channels[0], data, weight)
-    return form if _contiguous(phase, form) else None
-
-
-def _indices(graph: Graph, value: int) -> list[Index]:
-    nodes = [graph.nodes[n] for n in graph.needed([value])]
-    return [i for node in nodes for i in (node.index, *(g.index for g in node.guards)) if i is not None]
-
-
-def _axes(indices: Sequence[Index]) -> frozenset[str]:
-    return frozenset(itertools.chain.from_iterable(i.axes() for i in indices))
-
-
-def _moves_with(indices: Sequence[Index], axis: str, tap: str) -> bool:
-    """Does everything depend on the two axes through their sum alone?"""
-    steps = [(i.stride(axis), i.stride(tap)) for i in indices]
-    return any(a for a, _ in steps) and all(a is not None and a == t for a, t in steps)
-
-
-def _contiguous(phase: Phase, form: Form) -> bool:
-    """Lanes run along channels of the data and along features of weights and results."""
-
-    def along(value: int, axis: str) -> bool:
-        nodes = [phase.body.nodes[n] for n in phase.body.needed([value])]
-        steps = [n.index.stride(axis) for n in nodes if n.op == "load" and n.index is not None]
-        return 1 in steps and all(s in (0, 1) for s in steps)
-
-    return (
-        along(form.data, form.channel.name)
-        and along(form.weight, form.feature.name)
-        and all(s.address.stride(form.feature.name) == 1 and not s.guards for s in phase.stores)
-    )
 
 
 # -- the program ----------------------------------------------------------------------------------------------------
@@ -265,7 +154,7 @@ class _Maker:
         nodes = []
         for node in graph.nodes:
             if node.op == "load" and node.index is not None:
-                reach = node.index.axes().union(*(_axes(_indices(graph, v)) for v in node.index.values()))
+                reach = node.index.axes().union(*(axes_of(indices_of(graph, v)) for v in node.index.values()))
                 added = tuple(g for g in self.limits(is_data) if g.index.axes() & reach)
                 if added:
                     node = replace(node, guards=(*node.guards, *added), value=node.value if node.guards else 0)
@@ -313,9 +202,7 @@ def apply(program: Program, form: Form, plan: Plan) -> Program:
 Get = Callable[[tuple[int, ...]], int]
 
 
-def _transformed(
-    graph: Graph, matrices: Sequence[toomcook.Matrix], get: Get, dtype: str
-) -> dict[tuple[int, ...], int]:
+def _transformed(graph: Graph, matrices: Sequence[toomcook.Matrix], get: Get, dtype: str) -> dict[tuple[int, ...], int]:
     """Applies one matrix per dimension to a grid of values."""
     extents = [len(m[0]) for m in matrices]
     values = {at: get(at) for at in itertools.product(*map(range, extents))}
@@ -407,7 +294,7 @@ def _product(maker: _Maker) -> Phase:
 
 
 def _output(maker: _Maker) -> Phase:
-    form, graph, width = maker.form, Graph(), Index.axis(maker.feature.name)
+    graph, width = Graph(), Index.axis(maker.feature.name)
     address = maker.place() * maker.m_tile + width
 
     def get(at: tuple[int, ...]) -> int:
@@ -482,140 +369,3 @@ def _again(maker: _Maker) -> Phase:
         f"{old.name}.again", axes, plain, (replace(acc, values=tuple(values)),), body, exit_, tuple(stores),
         (), maker.last, FLAG,
     )  # fmt: skip
-
-
-# -- which ones to try ----------------------------------------------------------------------------------------------
-# Multiply-add times per transformed vector and point: stores, cache misses, arithmetic (fitted to measurements).
-FILTER_COST, INPUT_COST, OUTPUT_COST = 6.0, 8.0, 8.0
-RUN = 64  # bytes of a row of weights at which reading them costs as much again
-ADD_COST = 2.0  # per vector of products that a step of channels adds to
-REGISTER_TILES = (
-    (20, 1), (16, 1), (14, 1), (12, 1), (10, 2), (10, 1), (9, 2), (8, 2), (7, 2), (6, 3), (5, 4), (4, 4), (4, 2), (3, 6),
-    (2, 8), (2, 4), (1, 8), (1, 4), (1, 1),
-)  # fmt: skip
-SPILL = 20  # accumulators from which on LLVM's code for 32 registers spills (measured: a third of the speed)
-BLOCKS = (4, 8, 16, 28, 56)  # tiles per block: enough to reuse a filter in registers, few enough for the cache
-FEATURES = (16, 32, 64, 128)
-STEPS = (16, 32, 64)  # channels per step
-PRESSURE = 0.1  # slowdown of the product per size of the second-level cache that its matrices exceed it by
-MOST = 4
-
-
-def candidates(program: Program, machine: Machine) -> list[tuple[Program, float]]:
-    """Scheduled programs with the direct form's multiplications over their estimated time (in multiplications).
-
-    Best first; at most `MOST`, at most half of them of one number of points, and of each block size only the best.
-    """
-    form = recognise(program)
-    if form is None:
-        return []
-    found = sorted(_plans(program, form, machine), key=lambda item: (-item[1], str(item[0])))
-    kept: list[tuple[Plan, float]] = []
-    for plan, score in found:
-        same = [p for p, _ in kept if p.points == plan.points]
-        fresh = all((p.tiles, p.features) != (plan.tiles, plan.features) for p in same)
-        if score > 1.0 and fresh and len(same) < MOST // 2:
-            kept.append((plan, score))
-    return [(apply(program, form, plan), score) for plan, score in kept]
-
-
-def _plans(program: Program, form: Form, machine: Machine) -> Iterator[tuple[Plan, float]]:
-    lanes = lanes_of(program, machine)
-    while lanes > 4 and lanes // 2 >= form.feature.extent:
-        lanes //= 2
-    features = {f for f in FEATURES if f % lanes == 0 and form.feature.extent % f == 0} | {form.feature.extent}
-    for points in toomcook.POINTS:
-        if any(d.unit(points) < 2 for d in form.transformed):
-            continue
-        counts = [(d.axis, d.count(points)) for d in form.dims]
-        blocks = {_block(counts, target) for target in BLOCKS}
-        for tiles, width, first in itertools.product(sorted(blocks), sorted(features), (True, False)):
-            rows, vectors = _register_tile(tiles, width, lanes, machine)
-            for step in _steps(form.channel.extent, lanes):
-                plan = Plan(points, tiles, width, step, first, rows, vectors, lanes)
-                plan = replace(plan, split=_split(form, plan, machine))
-                yield plan, _score(program, form, plan, machine)
-
-
-def _steps(channels: int, lanes: int) -> list[int]:
-    """Channels per step: divisors that are whole vectors, or all of them."""
-    if channels <= STEPS[0]:
-        return [channels]
-    return [c for c in STEPS if channels % c == 0 and c % lanes == 0] or [channels]
-
-
-def _block(counts: Sequence[tuple[str, int]], target: int) -> tuple[tuple[str, int], ...]:
-    """About ``target`` tiles: whole inner axes first; an axis that is cut is cut evenly."""
-    found, room = [], target
-    for axis, count in reversed(counts):
-        pieces = -(-count // max(1, room))
-        size = -(-count // pieces)
-        found.append((axis, size))
-        room //= size
-    return tuple(reversed(found))
-
-
-def _register_tile(tiles: tuple[tuple[str, int], ...], width: int, lanes: int, machine: Machine) -> tuple[int, int]:
-    return max(
-        (_tile_rate(math.prod(n for _, n in tiles), -(-width // lanes), rows, vectors), rows, vectors)
-        for rows, vectors in REGISTER_TILES
-        if rows * vectors <= SPILL * machine.registers // 32
-    )[1:]
-
-
-def _tile_rate(tiles: int, wide: int, rows: int, vectors: int) -> float:
-    """Share of the multiply-add rate that a register tile reaches: issue, latency, edges."""
-    units = rows * vectors
-    issue = units / max(units, vectors + 0.5 * rows, FMA_LATENCY)
-    edges = tiles / (-(-tiles // rows) * rows) * wide / (-(-wide // vectors) * vectors)
-    return issue * edges
-
-
-def _split(form: Form, plan: Plan, machine: Machine) -> tuple[tuple[str, int], ...]:
-    """Blocks per task: along the outermost serial axes, so that what is kept is rarely computed twice."""
-    serial = [(f"{d.axis}s", -(-d.count(plan.points) // n)) for d, (_, n) in zip(form.dims, plan.tiles, strict=True)]
-    feature = (f"{form.feature.name}s", form.feature.extent // plan.features)
-    order = [feature, *serial] if plan.filters_first else [*serial, feature]
-    wanted, found = machine.threads, []
-    for name, count in order:
-        if count > 1 and wanted > 1:
-            pieces = min(count, wanted)
-            # Even shares: 7 blocks for 2 threads are 4 and 3; more tasks than threads would repeat transforms.
-            found.append((name, -(-count // pieces)))
-            wanted = -(-wanted // pieces)
-    return tuple(found)
-
-
-def _score(program: Program, form: Form, plan: Plan, machine: Machine) -> float:
-    """Multiplications of the direct form over the kernel's estimated time, both in vector multiply-adds of one core."""
-    lanes, size = plan.lanes, ITEM_SIZE[program.phases[0].accs[0].dtype]
-    points = plan.points ** len(form.transformed)
-    in_block = math.prod(n for _, n in plan.tiles)
-    strips = math.prod(-(-d.count(plan.points) // n) for d, (_, n) in zip(form.dims, plan.tiles, strict=True))
-    tiles, channels = in_block * strips, form.channel.extent
-    wide, deep = -(-form.feature.extent // lanes), -(-channels // lanes)
-    blocks = form.feature.extent // plan.features
-    pieces = {name: -(-count // block) for (name, block), count in _counts(form, plan)}
-    feature_tasks = pieces.pop(f"{form.feature.name}s", 1)
-    tile_tasks = math.prod(pieces.values())
-    filters = tile_tasks if plan.filters_first else strips
-    inputs = blocks if plan.filters_first else feature_tasks
-    rate = _tile_rate(in_block, -(-plan.features // lanes), plan.rows, plan.vectors)
-    u_channels = channels if plan.filters_first and strips > 1 else plan.channels
-    v_channels = channels if not plan.filters_first and blocks > 1 else plan.channels
-    kept = points * size * (u_channels * plan.features + v_channels * in_block + in_block * plan.features)
-    pressure = 1.0 + PRESSURE * max(0.0, kept / machine.l2 - 1.0)
-    time = pressure * points * tiles * channels * wide / rate
-    time += ADD_COST * points * tiles * wide * (channels // plan.channels - 1)
-    time += FILTER_COST * (1.0 + RUN / (plan.features * size)) * points * channels * wide * filters
-    time += INPUT_COST * points * tiles * deep * inputs + OUTPUT_COST * points * tiles * wide
-    tasks = feature_tasks * tile_tasks
-    used = min(1.0, tasks / machine.threads)
-    direct = math.prod(d.extent * d.taps for d in form.dims) * channels * wide
-    return direct / time * used
-
-
-def _counts(form: Form, plan: Plan) -> list[tuple[tuple[str, int], int]]:
-    extents = {f"{form.feature.name}s": form.feature.extent // plan.features}
-    extents |= {f"{d.axis}s": -(-d.count(plan.points) // n) for d, (_, n) in zip(form.dims, plan.tiles, strict=True)}
-    return [((name, block), extents[name]) for name, block in plan.split]

@@ -32,25 +32,26 @@ BLOCKS = (4, 8, 16, 28, 56)  # tiles per block: enough to reuse a filter in regi
 FEATURES = (16, 32, 64, 128)
 STEPS = (16, 32, 64)  # channels per step
 PRESSURE = 0.1  # slowdown of the product per size of the second-level cache that its matrices exceed it by
-MOST = 4
+MOST, PER_POINTS = 4, 2
 
 
 def candidates(program: Program, machine: Machine) -> list[tuple[Program, float]]:
     """Scheduled programs with the direct form's multiplications over their estimated time (in multiplications).
 
-    Best first; at most `MOST`, at most half of them of one number of points, and of each block size only the best.
+    The best of each number of points, then the second best of each, of another block size: where six points are not
+    accurate enough, four are.  Only those that promise a gain, at most `MOST`.
     """
     form = recognise(program)
     if form is None:
         return []
-    found = sorted(_plans(program, form, machine), key=lambda item: (-item[1], str(item[0])))
-    kept: list[tuple[Plan, float]] = []
-    for plan, score in found:
-        same = [p for p, _ in kept if p.points == plan.points]
-        fresh = all((p.tiles, p.features) != (plan.tiles, plan.features) for p in same)
-        if score > 1.0 and fresh and len(same) < MOST // 2:
-            kept.append((plan, score))
-    return [(apply(program, form, plan), score) for plan, score in kept]
+    kinds: dict[int, list[tuple[Plan, float]]] = {}
+    for plan, score in sorted(_plans(program, form, machine), key=lambda item: (-item[1], str(item[0]))):
+        same = kinds.setdefault(plan.points, [])
+        fresh = all((p.tiles, p.features) != (plan.tiles, plan.features) for p, _ in same)
+        if score > 1.0 and fresh and len(same) < PER_POINTS:
+            same.append((plan, score))
+    turns = itertools.zip_longest(*kinds.values())
+    return [(apply(program, form, one[0]), one[1]) for turn in turns for one in turn if one is not None][:MOST]
 
 
 def _plans(program: Program, form: Form, machine: Machine) -> Iterator[tuple[Plan, float]]:

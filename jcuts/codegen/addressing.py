@@ -87,9 +87,7 @@ def _scalar_atom(frame: Frame, atom: Atom) -> L.Value:
     return _divide(frame.builder, atom.kind, scalar_index(frame, atom.inner), atom.modulus, low, I64)
 
 
-def _divide(
-    builder: L.Builder, kind: str, value: L.Value, modulus: int, low: int | None, base: ir.IntType
-) -> L.Value:
+def _divide(builder: L.Builder, kind: str, value: L.Value, modulus: int, low: int | None, base: ir.IntType) -> L.Value:
     """Floor division or remainder by a positive constant."""
     typ = value.type
 
@@ -324,9 +322,12 @@ def _fill_array(builder: L.Builder, kind: L.Type, fill: ir.Constant, length: int
     return builder.bitcast(found, ir.PointerType()) if not getattr(found.type, "is_opaque", False) else found
 
 
-def store(frame: Frame, buffer: str, dtype: str, index: Index, value: L.Value) -> None:
-    """Writes an element, or one per live lane; ``value`` is in memory type."""
+def store(frame: Frame, buffer: str, dtype: str, index: Index, value: L.Value, guards: tuple[Guard, ...] = ()) -> None:
+    """Writes an element, or one per live lane; ``value`` is in memory type. Where a guard fails, nothing."""
     builder = frame.builder
+    if guards:
+        _store_guarded(frame, buffer, dtype, index, value, guards)
+        return
     if not is_lanewise(index, frame):
         if isinstance(value.type, ir.VectorType):
             raise IRError(f"a vector is stored to one address of {buffer}")
@@ -352,3 +353,34 @@ def store(frame: Frame, buffer: str, dtype: str, index: Index, value: L.Value) -
         offset = builder.sext(offset, I64) if offset.type != I64 else offset
         one = builder.extract_element(value, L.I32(k))
         builder.store(one, element_pointer(frame, buffer, dtype, offset), align=ITEM_SIZE[dtype])
+
+
+def _store_guarded(
+    frame: Frame, buffer: str, dtype: str, index: Index, value: L.Value, guards: tuple[Guard, ...]
+) -> None:
+    """A store that goes to a spare place on the stack where a guard fails: no branch."""
+    builder = frame.builder
+    if any(is_lanewise(g.index, frame) for g in guards):
+        raise IRError(f"a store into {buffer} is guarded by the lane axis")
+    lanewise = is_lanewise(index, frame)
+    if lanewise and (index.stride(frame.vector) != 1 or index.values()):
+        raise IRError(f"a guarded store into {buffer} is not contiguous")
+    if lanewise and not isinstance(value.type, ir.VectorType):
+        value = L.splat(builder, value, frame.lanes)
+    if not lanewise and isinstance(value.type, ir.VectorType):
+        raise IRError(f"a vector is stored to one address of {buffer}")
+    with builder.goto_entry_block():
+        spare = builder.alloca(value.type)
+    condition = guard_condition(frame, guards)
+    assert condition is not None
+    pointer = builder.select(
+        condition,
+        element_pointer(frame, buffer, dtype, scalar_index(frame, index)),
+        builder.bitcast(spare, ir.PointerType()),
+    )
+    if lanewise and frame.active == 1 < frame.lanes:
+        builder.store(builder.extract_element(value, L.I32(0)), pointer, align=ITEM_SIZE[dtype])
+    elif lanewise and frame.masked:
+        L.masked_store(builder, value, pointer, frame.live_mask(), ITEM_SIZE[dtype])
+    else:
+        builder.store(value, pointer, align=ITEM_SIZE[dtype])

@@ -16,10 +16,13 @@ from jcuts.codegen import addressing as A
 from jcuts.codegen import elements as E
 from jcuts.codegen import lanes as L
 from jcuts.dfg.index import Index
-from jcuts.dfg.node import Graph, Node
+from jcuts.dfg.node import Graph, Guard, Node
 from jcuts.dfg.program import Acc, Axis, Buffer, Phase, Red
 from jcuts.dfg.tile import Extent, Point, Tile, body_tile, exit_tile
 from jcuts.ops.window import identity
+
+MANY_STORES = 16
+"""From here on, results are stored as soon as they are known: together they would not fit the registers."""
 
 
 @dataclass(frozen=True)
@@ -253,18 +256,21 @@ class BodyEmitter:
         accs: dict[tuple[int, Point], E.Lanes] = {}
         for point, number in sorted(set(tile.accs.values())):
             accs[number, point] = self._accumulated(number, point)
-        groups: dict[int, list[tuple[Point, int, int, Index]]] = {}
+        groups: dict[int, list[tuple[Point, int, int, Index, tuple[Guard, ...]]]] = {}
         for row in tile.stores:
             groups.setdefault(self._active_of(row[0]), []).append(row)
         for active, rows in sorted(groups.items(), reverse=True):
             frame = self._frame({}, self.ranges({}), active, vector)
-            emitted = self._nodes(frame, tile, {row[2] for row in rows}, "", accs)
-            for _, k, value, address in rows:
+            emitted: dict[int, E.Lanes] = {}
+            if len(rows) < MANY_STORES:
+                self._nodes(frame, tile, {row[2] for row in rows}, "", accs, emitted)
+            for _, k, value, address, guards in rows:
+                self._nodes(frame, tile, {value}, "", accs, emitted)
                 buffer = self.buffers[self.phase.stores[k].buffer]
                 lanes = emitted[value]
                 if lanes.dtype != buffer.dtype:
                     raise IRError(f"{lanes.dtype} value stored into {buffer.dtype} buffer {buffer.name}")
-                A.store(frame, buffer.name, buffer.dtype, address, E.to_memory(builder, lanes))
+                A.store(frame, buffer.name, buffer.dtype, address, E.to_memory(builder, lanes), guards)
 
     def _active_of(self, point: Point) -> int:
         """Live lanes at a point: fewer at the last vector of a remainder tile."""
@@ -308,13 +314,16 @@ class BodyEmitter:
         wanted: set[int],
         inner: str,
         accs: Mapping[tuple[int, Point], E.Lanes] | None = None,
+        emitted: dict[int, E.Lanes] | None = None,
     ) -> dict[int, E.Lanes]:
-        """Emits what ``wanted`` needs, in reverse post-order of the uses (arguments first)."""
-        emitted: dict[int, E.Lanes] = {}
+        """Emits what ``wanted`` needs and is not there yet, in reverse post-order of the uses (arguments first)."""
+        emitted = {} if emitted is None else emitted
         masked = {}
         if frame.vector and not self.lane_reduced and self.shape.active and accs is None:
             masked = self._masked_loads(tile)
         for number in tile.graph.needed(wanted):
+            if number in emitted:
+                continue
             node = tile.graph.nodes[number]
             if accs is not None and node.op == "acc":
                 point, acc = tile.accs[number]

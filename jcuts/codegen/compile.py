@@ -58,9 +58,7 @@ def compile_program(program: Program, target: CpuTarget | None = None) -> Compil
     target = target or host_target()
     verify(program)
     source = emit_source(program)
-    names: dict[str, Any] = {}
-    for name, (number, shape) in source.variants.items():
-        names[name] = _variant(program, program.phases[number], shape)
+    names = _names(program, source)
     try:
         with _lock, global_compiler_lock:
             code = compile(source.text, f"<jcuts {program.name}>", "exec")
@@ -101,11 +99,36 @@ def assembly_of(program: Program) -> str:
 
 def _compiled_text(program: Program, what: str) -> str:
     source = emit_source(program)
-    names: dict[str, Any] = {n: _variant(program, program.phases[k], s) for n, (k, s) in source.variants.items()}
+    names = _names(program, source)
     with _lock:
         exec(compile(source.text, f"<jcuts {program.name}>", "exec"), names)
         entry: Any = numba.cfunc(SIGNATURE, **_OPTIONS)(names["kernel"])
         return entry._library.get_llvm_str() if what == "llvm" else entry._library.get_asm_str()
+
+
+def _names(program: Program, source: Source) -> dict[str, Any]:
+    """What the source calls: one intrinsic per tile variant, one per condition of a phase."""
+    names: dict[str, Any] = {n: _variant(program, program.phases[k], s) for n, (k, s) in source.variants.items()}
+    for number, phase in enumerate(program.phases):
+        if phase.when:
+            names[f"flag_{number}"] = _flag(program, phase.when)
+    return names
+
+
+def _flag(program: Program, buffer: str) -> object:
+    """A numba intrinsic that reads the first byte of a local buffer."""
+    offset = program.local_offsets()[buffer]
+
+    def flag(typing_context, buffers, scratch):
+        def generate(context, builder, sig, args):
+            opaque = ir.PointerType()
+            place = builder.gep(builder.bitcast(args[1], opaque), [ir.IntType(64)(offset)], source_etype=ir.IntType(8))
+            place.type = opaque
+            return builder.zext(builder.load(place, typ=ir.IntType(8)), ir.IntType(64))
+
+        return types.int64(types.CPointer(BYTES), BYTES), generate
+
+    return intrinsic(flag)
 
 
 def _variant(program: Program, phase: Phase, shape: Shape) -> object:

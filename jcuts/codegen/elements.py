@@ -139,6 +139,8 @@ def _apply(builder: L.Builder, op: str, dtype: str, args: Sequence[Lanes], attrs
             return Lanes(getattr(builder, _FLOAT[op])(*values), dtype, fresh)
         if op == "square":
             return Lanes(builder.fmul(values[0], values[0]), dtype, fresh)
+        if op == "fma":
+            return Lanes(L.fma(builder, values[0], values[1], values[2]), dtype, fresh)
         if vecmath.supported(op, register):
             return Lanes(vecmath.emit(builder, op, values, register), dtype, fresh)
         if op in ("floor", "ceil", "round", "sign", "nextafter", "rem"):

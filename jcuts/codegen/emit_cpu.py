@@ -44,8 +44,21 @@ def emit_source(program: Program) -> Source:
     bases = [f"{g.axis}_lo" for g in program.grid]
     for number, phase in enumerate(program.phases):
         out.line(f"# phase {number}: {phase.name}")
+        depth = out.depth
+        _conditions(number, phase, out)
         _phase(program, number, phase, bases, out, variants)
+        out.depth = depth
     return Source("\n".join(out.lines) + "\n", variants)
+
+
+def _conditions(number: int, phase: Phase, out: _Writer) -> None:
+    """The phase's ``once``, ``last`` and ``when``."""
+    tests = [f"{axis} == {axis}_lo" for axis in phase.once] + [f"{axis} == {axis}_hi - 1" for axis in phase.last]
+    if phase.when:
+        tests.append(f"flag_{number}(buffers, scratch) != 0")
+    if tests:
+        out.line(f"if {' and '.join(tests)}:")
+        out.depth += 1
 
 
 def _grid(program: Program, out: _Writer) -> None:

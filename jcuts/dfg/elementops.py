@@ -184,6 +184,7 @@ _UNIVERSAL: dict[str, Callable[..., Any]] = {
     "acos": np.arccos, "atan": np.arctan, "sinh": np.sinh, "cosh": np.cosh, "asinh": np.arcsinh, "acosh": np.arccosh,
     "atanh": np.arctanh, "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x), "cbrt": np.cbrt,
     "logistic": lambda x: 1 / (1 + np.exp(-x)), "pow": np.power, "atan2": np.arctan2, "nextafter": np.nextafter,
+    "fma": lambda x, y, z: x * y + z,
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
 }  # fmt: skip
 

@@ -38,11 +38,14 @@ class _Memory:
             raise IRError(f"{self.name}: reads an element that was not written")
         return self.data[address if mask is None else np.where(mask, address, 0)]
 
-    def store(self, address: np.ndarray, value: np.ndarray) -> None:
+    def store(self, address: np.ndarray, value: np.ndarray, again: bool) -> None:
         if address.size and (address.min() < 0 or address.max() >= self.data.size):
             raise IRError(f"{self.name}: stores {address.min()}..{address.max()} of {self.data.size} elements")
         self.data[address] = value
-        np.add.at(self.writes, address.ravel(), 1)
+        if again:  # a phase with ``when`` corrects what is there
+            self.writes[address] = np.maximum(self.writes[address], 1)
+        else:
+            np.add.at(self.writes, address.ravel(), 1)
 
 
 def interpret(program: Program, operands: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -83,6 +86,12 @@ def _task(program: Program, task: tuple[int, ...], memory: dict[str, _Memory]) -
     for point in itertools.product(*(range(*spans[axis]) for axis in program.serial)):
         fixed = {**bases, **dict(zip(program.serial, point, strict=True))}
         for phase in program.phases:
+            if any(fixed[axis] != bases[f"{axis}_lo"] for axis in phase.once):
+                continue
+            if any(fixed[axis] != spans[axis][1] - 1 for axis in phase.last):
+                continue
+            if phase.when and not memory[phase.when].load(np.zeros(1, np.int64), None)[0]:
+                continue
             _phase(phase, [a for a in phase.axes if a.name not in fixed], spans, fixed, memory)
 
 
@@ -109,8 +118,11 @@ def _phase(
     results = _graph(phase.exit, env, memory, [t[-1] for t in totals])
     for store in phase.stores:
         address = np.broadcast_to(_index(store.address, env, results), shape)
-        value = stored(results[store.value], phase.exit.nodes[store.value].dtype)
-        memory[store.buffer].store(address, np.broadcast_to(value, shape))
+        value = np.broadcast_to(stored(results[store.value], phase.exit.nodes[store.value].dtype), shape)
+        if store.guards:
+            holds = np.broadcast_to(_guards(store.guards, env, results), shape)
+            address, value = address[holds], value[holds]
+        memory[store.buffer].store(address, value, bool(phase.when))
 
 
 def _graph(graph: Graph, env: Mapping[str, Any], memory: Mapping[str, _Memory], accs: Sequence[Any]) -> Values:

@@ -24,7 +24,14 @@ def program_text(program: Program) -> str:
 
 def phase_lines(phase: Phase) -> list[str]:
     """One phase: loops, body graph, exit graph."""
-    lines = [f"phase {phase.name}"]
+    head = f"phase {phase.name}"
+    if phase.once:
+        head += f" at the first {', '.join(phase.once)}"
+    if phase.last:
+        head += f" at the last {', '.join(phase.last)}"
+    if phase.when:
+        head += f" when {phase.when}"
+    lines = [head]
     depth = 1
     for axis in phase.axes:
         note = " vector" if axis.vector else ""
@@ -43,7 +50,8 @@ def phase_lines(phase: Phase) -> list[str]:
         lines.append("  " * depth + "exit:")
     lines.extend("  " * depth + line for line in graph_lines(phase.exit))
     for store in phase.stores:
-        lines.append("  " * depth + f"{store.buffer}[{store.address}] = %{store.value}")
+        guards = (" if " + " and ".join(map(str, store.guards))) if store.guards else ""
+        lines.append("  " * depth + f"{store.buffer}[{store.address}] = %{store.value}{guards}")
     return lines
 
 

@@ -87,16 +87,26 @@ class Acc:
 
 @dataclass(frozen=True)
 class Store:
-    """``buffer[address] = value`` for every point of the phase."""
+    """``buffer[address] = value`` for every point of the phase at which the guards hold.
+
+    Guards must not depend on the lane axis: they are for tiles that reach beyond the result.
+    """
 
     buffer: str
     address: Index
     value: int
+    guards: tuple[Guard, ...] = ()
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A loop nest. ``axes`` outermost first; ``reds`` outermost first, inside them."""
+    """A loop nest. ``axes`` outermost first; ``reds`` outermost first, inside them.
+
+    A phase inside serial loops need not run in each of their steps: ``once`` names serial axes at whose first value in
+    the task alone it runs (what it leaves in local buffers stays), ``last`` those at whose last value, ``when`` a local
+    bool buffer whose first element must be true (a correction that is rarely needed; it may write results that an
+    earlier phase has written).
+    """
 
     name: str
     axes: tuple[Axis, ...]
@@ -105,6 +115,9 @@ class Phase:
     body: Graph
     exit: Graph
     stores: tuple[Store, ...]
+    once: tuple[str, ...] = ()
+    last: tuple[str, ...] = ()
+    when: str = ""
 
     @property
     def vector_axis(self) -> Axis | Red | None:
@@ -246,15 +259,25 @@ class Program:
 
 
 def _phase_json(phase: Phase) -> dict[str, object]:
-    return {
+    data: dict[str, object] = {
         "name": phase.name,
         "axes": [[a.name, a.extent, a.unroll, a.vector] for a in phase.axes],
         "reds": [[r.name, r.extent, r.unroll, r.vector, r.chains] for r in phase.reds],
         "accs": [[a.combine, a.dtype, list(a.values), a.index_dtype] for a in phase.accs],
         "body": _graph_json(phase.body),
         "exit": _graph_json(phase.exit),
-        "stores": [[s.buffer, s.address.to_json(), s.value] for s in phase.stores],
+        "stores": [
+            [s.buffer, s.address.to_json(), s.value, *([_guards_json(s.guards)] if s.guards else [])]
+            for s in phase.stores
+        ],
     }
+    if phase.once:
+        data["once"] = list(phase.once)
+    if phase.last:
+        data["last"] = list(phase.last)
+    if phase.when:
+        data["when"] = phase.when
+    return data
 
 
 def _phase_from_json(data: dict) -> Phase:
@@ -265,8 +288,19 @@ def _phase_from_json(data: dict) -> Phase:
         accs=tuple(Acc(c, d, tuple(v), i) for c, d, v, i in data["accs"]),
         body=_graph_from_json(data["body"]),
         exit=_graph_from_json(data["exit"]),
-        stores=tuple(Store(b, Index.from_json(a), v) for b, a, v in data["stores"]),
+        stores=tuple(Store(b, Index.from_json(a), v, _guards_from_json(*g)) for b, a, v, *g in data["stores"]),
+        once=tuple(data.get("once", ())),
+        last=tuple(data.get("last", ())),
+        when=data.get("when", ""),
     )
+
+
+def _guards_json(guards: tuple[Guard, ...]) -> list[object]:
+    return [[g.index.to_json(), g.low, g.high] for g in guards]
+
+
+def _guards_from_json(rows: list | tuple = ()) -> tuple[Guard, ...]:
+    return tuple(Guard(Index.from_json(i), lo, hi) for i, lo, hi in rows)
 
 
 def _graph_json(graph: Graph) -> list[object]:
@@ -280,7 +314,7 @@ def _graph_json(graph: Graph) -> list[object]:
         if node.index is not None:
             row["index"] = node.index.to_json()
         if node.guards:
-            row["guards"] = [[g.index.to_json(), g.low, g.high] for g in node.guards]
+            row["guards"] = _guards_json(node.guards)
         if node.value is not None:
             row["value"] = node.value.hex() if isinstance(node.value, float) else node.value
         if node.attrs:
@@ -298,7 +332,7 @@ def _graph_from_json(rows: list) -> Graph:
         node = Node(
             row["op"], row["dtype"], tuple(row.get("args", ())), row.get("buffer", ""),
             Index.from_json(row["index"]) if "index" in row else None,
-            tuple(Guard(Index.from_json(i), lo, hi) for i, lo, hi in row.get("guards", ())),
+            _guards_from_json(row.get("guards", ())),
             value, tuple((k, _hashable(v)) for k, v in row.get("attrs", ())),
         )  # fmt: skip
         if graph.add(node) != len(graph.nodes) - 1:

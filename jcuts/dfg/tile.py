@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jcuts.dfg.index import Index
-from jcuts.dfg.node import Graph
+from jcuts.dfg.node import Graph, Guard
 from jcuts.dfg.program import Phase
 
 Point = tuple[tuple[str, int], ...]
@@ -32,14 +32,13 @@ class Extent:
 class Tile:
     """The graph of one tile and, per point, what it feeds.
 
-    ``terms[k]`` is a list of (point, reduction point, accumulator, values) for body tiles; ``values`` of (point, store
-    number, value, address) for exit tiles. ``inner_offset`` maps a load to the constant part of its address that comes
-    from unrolling the innermost reduction.
+    ``terms[k]`` is a list of (point, reduction point, accumulator, values) for body tiles; ``stores`` of (point, store
+    number, value, address, guards) for exit tiles.
     """
 
     graph: Graph = field(default_factory=Graph)
     terms: list[tuple[Point, Point, int, tuple[int, ...]]] = field(default_factory=list)
-    stores: list[tuple[Point, int, int, Index]] = field(default_factory=list)
+    stores: list[tuple[Point, int, int, Index, tuple[Guard, ...]]] = field(default_factory=list)
     accs: dict[int, tuple[Point, int]] = field(default_factory=dict)
 
 
@@ -87,5 +86,9 @@ def exit_tile(phase: Phase, axes: Sequence[Extent], ranges: Mapping[str, int]) -
         replace = replacements(axes, point)
         numbers = phase.exit.copy_into(tile.graph, wanted, replace, ranges, accs)
         for k, (store, value) in enumerate(zip(phase.stores, numbers, strict=True)):
-            tile.stores.append((point, k, value, store.address.substitute(replace, ranges)))
+            guards = tuple(Guard(g.index.substitute(replace, ranges), g.low, g.high) for g in store.guards)
+            if any(g.never(ranges) for g in guards):
+                continue
+            guards = tuple(g for g in guards if not g.always(ranges))
+            tile.stores.append((point, k, value, store.address.substitute(replace, ranges), guards))
     return tile

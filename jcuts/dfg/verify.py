@@ -35,6 +35,11 @@ def _phase(program: Program, phase: Phase) -> None:
             raise IRError(f"{where}: axis {axis.name} has extent {axis.extent} and unroll {axis.unroll}")
         if isinstance(axis, Red) and axis.chains > 1 and axis.unroll % axis.chains:
             raise IRError(f"{where}: {axis.chains} chains do not divide unroll {axis.unroll} of {axis.name}")
+    for axis in (*phase.once, *phase.last):
+        if axis not in program.serial:
+            raise IRError(f"{where}: runs once in the loop over {axis}, which is not serial")
+    if phase.when and (program.buffer(phase.when).role, program.buffer(phase.when).dtype) != ("local", "bool"):
+        raise IRError(f"{where}: runs when {phase.when}, which is no local bool buffer")
     if bool(phase.reds) != bool(phase.accs):
         raise IRError(f"{where}: reductions without accumulators, or the reverse")
     grid = {f"{g.axis}_lo" for g in program.grid}
@@ -52,11 +57,17 @@ def _phase(program: Program, phase: Phase) -> None:
             raise IRError(f"{where}: stores value {store.value}, which does not exist")
         if phase.exit.nodes[store.value].dtype != buffer.dtype:
             raise IRError(f"{where}: {phase.exit.nodes[store.value].dtype} value into {buffer.dtype} {buffer.name}")
-        unknown = store.address.axes() - inside
-        if unknown:
-            raise IRError(f"{where}: store address uses {sorted(unknown)}")
+        for index in (store.address, *(g.index for g in store.guards)):
+            if index.axes() - inside:
+                raise IRError(f"{where}: store address uses {sorted(index.axes() - inside)}")
+        if any(a.vector and a.name in g.index.axes() for a in phase.axes for g in store.guards):
+            raise IRError(f"{where}: a store into {buffer.name} is guarded by the lane axis")
         low, high = store.address.bounds({**phase.ranges(), **dict.fromkeys(grid, 1)})
-        if buffer.role == "out" and (low is None or high is None or low < 0 or high >= buffer.size):
+        if (
+            buffer.role == "out"
+            and not store.guards
+            and (low is None or high is None or low < 0 or high >= buffer.size)
+        ):
             raise IRError(
                 f"{where}: store address {store.address} leaves {buffer.name} ({low}..{high} of {buffer.size})"
             )

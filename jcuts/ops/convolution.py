@@ -9,6 +9,13 @@ from jcuts.ops.reduction import accumulator_type, to_accumulator
 from jcuts.ops.registry import FLOATS, AccSpec, Context, Equation, IndexTuple, Op, ReduceSpec, op_rule
 
 
+def _asked(precision: object) -> str:
+    """The precision that the caller asked for beyond the default, '' if none: algorithms that lose some are out."""
+    parts = precision if isinstance(precision, tuple) else (precision,)
+    names = [str(getattr(p, "name", p)).lower() for p in parts if p is not None]
+    return next((n for n in names if n in ("high", "highest")), "")
+
+
 @op_rule("conv_general_dilated")
 def convolution(eqn: Equation) -> Op | Refusal:
     """Direct convolution: a reduction over the filter's taps and the input channels of the output's group."""
@@ -87,6 +94,7 @@ def convolution(eqn: Equation) -> Op | Refusal:
     info = {
         "depthwise": depthwise,
         "groups": groups,
+        "precision": _asked(precision),
         "taps": taps,
         "strides": strides,
         "roles": {"batch": (o_batch,), "space": tuple(o_space), "feature": (o_feature,)},

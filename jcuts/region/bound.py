@@ -29,6 +29,8 @@ def work_of(program: Program, arch: CpuArch) -> CpuWork:
     flop: dict[str, float] = {}
     touched: dict[str, float] = {}
     for phase in program.phases:
+        if phase.when:  # runs rarely, or never
+            continue
         points = math.prod(a.extent for a in phase.axes)
         inner = math.prod(r.extent for r in phase.reds)
         for acc in phase.accs:

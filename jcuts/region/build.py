@@ -314,7 +314,9 @@ def _build_root(
     except Declined as declined:
         return None if reduction else declined.refusal
     phase = Phase(root.prim, axes, reds, accs, body, builder.target, tuple(stores))
-    return Program(name, tuple(buffers), (), (), (phase,), 1, op.family)
+    asked = op.info.get("precision")
+    params = (("precision", asked),) if asked else ()
+    return Program(name, tuple(buffers), (), (), (phase,), 1, op.family, params)
 
 
 def acc_node(number: int, acc: Acc):

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from jcuts.dfg.program import Program
-from jcuts.region import choose, pack, rows, schedule
+from jcuts.region import choose, pack, rows, schedule, winograd_plans
 from jcuts.region.choose import Machine
 from jcuts.region.pack import Packing
 from jcuts.region.schedule import Schedule
@@ -40,7 +40,23 @@ def candidates(program: Program, machine: Machine, limit: int, percent: float = 
     options = [_Option(score, (False, s.order, s.vector), s) for s, score in choose.candidates(plain, machine, EVERY)]
     options += _packed(plain, machine, limit)
     keep = min(limit, max(LEAST, math.ceil(len(options) * percent / 100)))
-    return [(_program(plain, option.params, machine), option.score) for option in _in_turns(options, keep)]
+    direct = [(_program(plain, option.params, machine), option.score) for option in _in_turns(options, keep)]
+    return _with_others(direct, winograd_plans.candidates(program, machine), limit)
+
+
+def _with_others(
+    direct: list[tuple[Program, float]], others: list[tuple[Program, float]], limit: int
+) -> list[tuple[Program, float]]:
+    """Both kinds in turns.
+
+    Another algorithm's score counts the multiplications of the direct form, so it may exceed 1: it is cut.  The direct
+    form stays first, because without measuring nobody checks how accurate the other is.
+    """
+    mixed: list[tuple[Program, float]] = []
+    for k in range(max(len(direct), len(others))):
+        mixed += direct[k : k + 1]
+        mixed += [(program, min(1.0, score)) for program, score in others[k : k + 1]]
+    return mixed[:limit]
 
 
 def _program(plain: Program, params: Schedule | Packing, machine: Machine) -> Program:

@@ -113,6 +113,8 @@ def _indices(phase: Phase) -> Iterable[Index]:
                 yield guard.index
     for store in phase.stores:
         yield store.address
+        for guard in store.guards:
+            yield guard.index
 
 
 def _mergeable(phase: Phase, outer: Axis | Red, inner: Axis | Red) -> bool:
@@ -142,7 +144,15 @@ def _rewrite(phase: Phase, change) -> Phase:
     body, body_map = _rewrite_graph(phase.body, change)
     exit_, exit_map = _rewrite_graph(phase.exit, change)
     accs = tuple(Acc(a.combine, a.dtype, tuple(body_map[v] for v in a.values), a.index_dtype) for a in phase.accs)
-    stores = tuple(Store(s.buffer, change(s.address), exit_map[s.value]) for s in phase.stores)
+    stores = tuple(
+        Store(
+            s.buffer,
+            change(s.address),
+            exit_map[s.value],
+            tuple(Guard(change(g.index), g.low, g.high) for g in s.guards),
+        )
+        for s in phase.stores
+    )
     return replace(phase, body=body, exit=exit_, accs=accs, stores=stores)
 
 

@@ -12,7 +12,7 @@ at 1, K the reduction length, tiny the smallest normal number, and err(a) = max(
     XLA's own error is taken over all normal input sets together: on one it may be small by luck.
 4.  *Magnitudes.*  An output-wide scale hides relative errors of small elements.  Elements are banded by exponent of r
     (8 binades, at least 16 different numbers: copies of one number tell of XLA's error once, and there it may be small
-    by luck); in each band, with R its largest |r|,
+    by luck; where r = 0 there is no magnitude, rule 3 stands alone); in each band, with R its largest |r|,
         max err(c)  <=  4 tolerance * max err(x)  +  4 eps sqrt(K) R.
 5.  *Special inputs* (NaN, infinities, -0, denormals; huge values): rules 1, 2, and rule 3 with 4 tolerance.
 6.  *Discrete outputs* (integers, booleans, argmax, comparisons): equal to x bit by bit.
@@ -261,10 +261,11 @@ def _prepare(
 def _check_bands(
     index: int, size: np.ndarray, errors_c: np.ndarray, errors_x: np.ndarray, factor: float, floor: float, eps: float
 ) -> None:
+    some = size > 0
+    size, errors_c, errors_x = size[some], errors_c[some], errors_x[some]
     if size.size == 0:
         return
     band = np.frexp(size)[1] // BAND_BINADES
-    band[size == 0] = band.min(initial=0) - 1
     pending: list[np.ndarray] = []
     names = np.unique(band)
     for position, name in enumerate(names):

@@ -54,6 +54,12 @@ WRONG = {
     "reductions without accumulators": lambda: changed(accs=()),
     "accumulator add with contributions": lambda: changed(accs=(Acc("add", "float32", (7,)),)),
     "accumulator argmax with contributions": lambda: changed(accs=(Acc("argmax", "float32", (0,), "int32"),)),
+    "runs once in the loop over i, which is not serial": lambda: changed(once=("i",)),
+    "runs once in the loop over j, which is not serial": lambda: changed(last=("j",)),
+    "runs when x, which is no local bool buffer": lambda: changed(when="x"),
+    "store address uses ['j']": lambda: changed(stores=(Store("out", ROW, 0, (Guard(Index.axis("j"), 0, 3),)),)),
+    "a store into out is guarded by the lane axis": lambda: replace(
+        changed(axes=(Axis("i", 6, 1, True),), stores=(Store("out", ROW, 0, (Guard(ROW, 0, 3),)),)), lanes=4),
     "stores into operand x": lambda: changed(stores=(Store("x", ROW, 0),)),
     "no buffer 'gone'": lambda: changed(stores=(Store("gone", ROW, 0),)),
     "stores value 5, which does not exist": lambda: changed(stores=(Store("out", ROW, 5),)),

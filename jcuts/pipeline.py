@@ -26,7 +26,7 @@ from jcuts.base.dump import open_dump
 from jcuts.base.errors import JcutsError, Refusal, UnsupportedError
 from jcuts.base.settings import Settings
 from jcuts.dfg.program import Program
-from jcuts.region import choose, find, plans
+from jcuts.region import choose, find, gpu, plans
 from jcuts.region.bound import bound as lower_bound
 from jcuts.region.graph import TensorGraph, build_graph
 from jcuts.report import FunctionReport, RefusalReport, SubsetReport
@@ -35,8 +35,8 @@ from jcuts.trace.canonical import canonical_digest
 from jcuts.trace.inline import inline
 from jcuts.trace.simplify import simplify
 from jcuts.trace.source import as_source, place
-from jcuts.xla import native
-from jcuts.xla.kernels import kernel_for
+from jcuts.xla import gpus, native
+from jcuts.xla.kernels import kernel_for, source_text
 from jcuts.xla.rebuild import in_order, kernel_eqns, subset_closed
 
 log = logging.getLogger("jcuts.pipeline")
@@ -100,7 +100,8 @@ def optimize_jaxpr(
     """Plans one function.
 
     Args:
-        closed: the original jaxpr. settings: the user's options. platform: 'cpu' (other platforms: left to XLA).
+        closed: the original jaxpr. settings: the user's options. platform: 'cpu', 'cuda' (or 'gpu', JAX's other name for
+            it); other platforms are left to XLA.
         may_measure: True only at a concrete top-level call; otherwise cached choices, else XLA's own code.
         examples: concrete arguments, for inputs whose values matter (indices, loop bounds).
     Returns: the rewritten jaxpr and the report. Equal programs give equal outcomes in every process that shares the
@@ -108,10 +109,10 @@ def optimize_jaxpr(
     Raises: UnsupportedError with ``strict=True``.
     """
     name = getattr(closed.jaxpr.debug_info, "func_name", "") or "function"
-    usable, why = native.native_available()
-    if platform != "cpu" or not usable:
-        reason = f"no kernels for platform {platform}" if platform != "cpu" else why
+    reason = _unusable(platform)
+    if reason:
         return Outcome(closed, FunctionReport(name, settings.mode, platform, notes=(f"left to XLA: {reason}",)))
+    platform = "cpu" if platform == "cpu" else "cuda"
     program = fingerprint.digest(
         canonical_digest(closed, consts="digest"), repr(settings), platform, knobs.current().fuel
     )
@@ -125,6 +126,14 @@ def optimize_jaxpr(
         while len(_memo) > MEMO_LIMIT:
             _memo.popitem(last=False)
     return outcome
+
+
+def _unusable(platform: str) -> str:
+    """Why no kernels can be used on a platform, or ''."""
+    if platform == "cpu":
+        usable, why = native.native_available()
+        return "" if usable else why
+    return gpus.unusable() if platform in gpus.NAMES else f"no kernels for platform {platform}"
 
 
 def _memo_key(program: str, settings: Settings) -> str:
@@ -168,10 +177,10 @@ def _plan(
     timed("group", start)
     dump.stage("subsets", lambda: "\n".join(s.program.dump() for level in top.everywhere() for s in level.subsets))
     start = time.perf_counter()
-    _candidates(top)
+    _candidates(top, platform)
     timed("candidates", start)
     start = time.perf_counter()
-    _select(top, settings, may_measure)
+    _select(top, settings, may_measure, platform)
     timed("select", start)
     start = time.perf_counter()
     rebuilt = _rebuild(top, settings)
@@ -235,25 +244,40 @@ def machine() -> choose.Machine:
     return choose.Machine(target.vector_bytes, target.registers, pool_threads())
 
 
-def _candidates(top: Level) -> None:
-    """Schedules for every distinct subset."""
-    here = machine()
+def _candidates(top: Level, platform: str) -> None:
+    """Schedules for every distinct subset. What has none on this platform is left to XLA."""
     limit, percent = knobs.current().max_candidates, knobs.current().top_percent
+    if platform == "cpu":
+        here = machine()
+
+        def schedules(program: Program) -> list[tuple[Program, float]]:
+            return plans.candidates(program, here, limit, percent)
+    else:
+        device = gpus.machine()
+
+        def schedules(program: Program) -> list[tuple[Program, float]]:
+            return gpu.candidates(program, device, limit, percent)
+
     known: dict[str, list[tuple[Program, float]]] = {}
     for level in top.everywhere():
         for subset in level.subsets:
             key = subset.program.digest
             if key not in known:
-                known[key] = plans.candidates(subset.program, here, limit, percent)
+                known[key] = schedules(subset.program)
             subset.ranked = known[key]
+            if not subset.ranked:
+                refusal = Refusal(subset.program.template, f"no kernel form on {platform}")
+                level.left_out.update(dict.fromkeys(subset.members, refusal))
+        level.subsets = [s for s in level.subsets if s.ranked]
 
 
-def _select(top: Level, settings: Settings, may_measure: bool) -> None:
+def _select(top: Level, settings: Settings, may_measure: bool, platform: str) -> None:
     """Chooses a candidate, or XLA, for every subset."""
     from jcuts.tune import session
 
     subsets = [s for level in top.everywhere() for s in level.subsets]
-    session.choose(subsets, settings, may_measure=may_measure)
+    device = "" if platform == "cpu" else gpus.this().identity()
+    session.choose(subsets, settings, may_measure=may_measure, device=device)
 
 
 def _rebuild(level: Level, settings: Settings) -> jaxapi.Closed:
@@ -343,11 +367,9 @@ def subset_report(level: Level, subset: Subset) -> SubsetReport:
 
 
 def _kernel_texts(top: Level) -> str:
-    from jcuts.codegen.emit_cpu import emit_source
-
     seen: dict[str, str] = {}
     for level in top.everywhere():
         for subset in level.subsets:
             if subset.chosen is not None and subset.chosen.digest not in seen:
-                seen[subset.chosen.digest] = f"# {subset.chosen.digest}\n{emit_source(subset.chosen).text}"
+                seen[subset.chosen.digest] = f"# {subset.chosen.digest}\n{source_text(subset.chosen)}"
     return "\n".join(seen.values())

@@ -8,10 +8,12 @@ no candidate and stay with XLA: dense products and convolutions are the vendor l
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from jcuts.arch.load import list_gpus, load_gpu
 from jcuts.dfg.index import Index
 from jcuts.dfg.node import Node
 from jcuts.dfg.program import ITEM_SIZE, Axis, Phase, Program
@@ -36,6 +38,14 @@ class GpuMachine:
     def threads(self) -> int:
         """Threads that the GPU holds at once."""
         return self.sms * self.threads_per_sm
+
+
+@dataclass(frozen=True)
+class GpuBound:
+    """A lower bound on a kernel's time [s], and the bytes that it rests on."""
+
+    seconds: float
+    bytes: int
 
 
 Candidate = tuple[Program, float]
@@ -74,6 +84,29 @@ def _all(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
             yield from _columns(collapsed(program), machine)
     elif length <= TAPS:
         yield from _window(collapsed(program), machine)
+
+
+@functools.cache
+def _fastest_memory() -> float:
+    """Bytes per second of the fastest memory among the GPUs that jcuts knows."""
+    return max(load_gpu(name).bw_global for name in list_gpus())
+
+
+def bound(program: Program) -> GpuBound:
+    """What must be written, and read where a load has no guard, over the memory bandwidth of the fastest known GPU.
+
+    It holds where operands and results are not in the L2 cache already.
+    """
+    moved = sum(b.bytes for b in program.outputs)
+    for buffer in program.inputs:
+        loads = [n for p in program.phases for n in _loads(p) if n.buffer == buffer.name]
+        whole = loads and all(not n.guards and n.index is not None and not n.index.values() for n in loads)
+        covered = 1
+        for axis in {a for n in loads if n.index is not None for a in n.index.axes()}:
+            covered *= max((p.ranges().get(axis, 1) for p in program.phases), default=1)
+        if whole and covered >= buffer.size:
+            moved += buffer.bytes
+    return GpuBound(moved / _fastest_memory(), moved)
 
 
 # -- element-wise ---------------------------------------------------------------------------------------------------

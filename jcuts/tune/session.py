@@ -50,8 +50,10 @@ def generation() -> tuple[int, int]:
     return store().generation()
 
 
-def choose(subsets: Sequence[Any], settings: Settings, *, may_measure: bool) -> None:
+def choose(subsets: Sequence[Any], settings: Settings, *, may_measure: bool, device: str = "") -> None:
     """Sets ``chosen``, ``origin`` and ``choice`` of every subset (see `pipeline.Subset`).
+
+    ``device`` names the GPU that the candidates are for; '' is this CPU.
 
     Without permission to measure, ``tune="auto"`` reads the database like ``tune="cached"``; what it does not know is
     left to XLA, but for modes that ask for jcuts' kernels, which then follow the estimate.
@@ -64,12 +66,12 @@ def choose(subsets: Sequence[Any], settings: Settings, *, may_measure: bool) -> 
     closed_of: dict[str, Any] = {}
     for subset in subsets:
         if subset.identity not in problems:
-            problem = make_problem(subset, settings, shares[subset.identity])
+            problem = make_problem(subset, settings, shares[subset.identity], device)
             problems[subset.identity] = problem
             closed_of[problem.digest] = subset.closed
     choices = tune(
         list(problems.values()), store(), settings=how, progress=_progress,
-        prepare=lambda problem: with_exports(problem, closed_of[problem.digest]),
+        prepare=lambda problem: with_exports(problem, closed_of[problem.digest], platform=problem.platform),
     )  # fmt: skip
     for subset in subsets:
         problem = problems[subset.identity]
@@ -83,7 +85,7 @@ def choose(subsets: Sequence[Any], settings: Settings, *, may_measure: bool) -> 
             subset.chosen, subset.origin = subset.ranked[0][0], "estimated"
 
 
-def make_problem(subset: Any, settings: Settings, candidates: int) -> Problem:
+def make_problem(subset: Any, settings: Settings, candidates: int, device: str = "") -> Problem:
     """The tuning problem of a subset with its best ``candidates`` candidates."""
     kept = subset.ranked[:candidates]
     reduction = _terms(subset.program)
@@ -101,6 +103,7 @@ def make_problem(subset: Any, settings: Settings, candidates: int) -> Problem:
         tolerance=settings.tolerance,
         degree=degree(subset.closed),
         name=_name(subset),
+        device=device,
     )
 
 

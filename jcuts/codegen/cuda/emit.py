@@ -69,12 +69,12 @@ class _Writer:
         counts = {a.name: -(-a.extent // a.unroll) for a in phase.axes}
         tiles = math.prod(counts.values())
         blocks = -(-tiles // self.threads)
-        self.line(1, f"tile = cuda.blockIdx.x * {self.threads} + cuda.threadIdx.x")
+        self.line(1, f"thread = cuda.blockIdx.x * {self.threads} + cuda.threadIdx.x")
         depth = 1
         if tiles % self.threads:
-            self.line(1, f"if tile < {tiles}:")
+            self.line(1, f"if thread < {tiles}:")
             depth = 2
-        rest = "tile"
+        rest = "thread"
         for axis in reversed(phase.axes):
             outermost = axis is phase.axes[0]
             value = rest if outermost else self.helper("mod", rest, counts[axis.name])

@@ -169,6 +169,14 @@ class Problem:
         """Where XLA's side of it runs: ``cpu`` or ``cuda``."""
         return "cuda" if self.device else "cpu"
 
+    @property
+    def capability(self) -> tuple[int, int]:
+        """Compute capability of the GPU (`xla.gpus.Gpu.identity` names it). Raises UsageError where it is not named."""
+        found = re.search(r" (\d+)\.(\d+) x", self.device)
+        if found is None:
+            raise UsageError(f"device {self.device!r} does not say its compute capability", device=self.device)
+        return int(found[1]), int(found[2])
+
     def with_exports(self, library: bytes, reference: bytes, perturb: bool) -> Problem:
         """The same problem with its library and reference artifacts; the digest does not change."""
         return replace(self, library=library, reference=reference, perturb=perturb)

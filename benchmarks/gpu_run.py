@@ -130,7 +130,7 @@ def timed(programs: dict[str, Any], sets: Any, count: int, floor: Any) -> dict[s
     spent: dict[str, list[float]] = {name: [] for name in programs}
     for name, compiled in programs.items():
         jax.block_until_ready(compiled(sets))
-    repeats = 3
+    repeats = 8
     for _ in range(ROUNDS):
         for name, compiled in programs.items():
             jax.block_until_ready(floor)
@@ -261,7 +261,7 @@ def environment() -> dict[str, Any]:
 
 def run_tests(out: Path, limit: float) -> dict[str, Any]:
     """``pytest -m gpu`` in a process of its own."""
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu", "-q", "-x", "--maxfail=8", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu", "-q", "--maxfail=12", "-p", "no:cacheprovider"]
     start = time.perf_counter()
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     try:
@@ -281,7 +281,7 @@ def run(out: Path, folder: Path | None, only: str, budget: float, tests: bool) -
     start = time.perf_counter()
     result: dict[str, Any] = {"tests": None, "cases": []}
     if tests:
-        result["tests"] = run_tests(out, budget / 2)
+        result["tests"] = run_tests(out, min(120.0, budget / 2))
         print(result["tests"]["tail"][-1500:])
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     result["environment"] = environment()
@@ -297,7 +297,7 @@ def run(out: Path, folder: Path | None, only: str, budget: float, tests: bool) -
         print(f"no GPU: {error}")
     print(f"{'case':40} {'XLA us':>9} {'jcuts us':>9} {'x':>5} {'GB/s':>6} {'of peak':>7} {'err':>8}")
     for case in cases():
-        if only and only not in case.name:
+        if only and not any(part in case.name for part in only.split(",")):
             continue
         if time.perf_counter() - start > budget:
             result["cases"].append({"case": case.name, "skipped": "out of time"})
@@ -327,6 +327,7 @@ def show(row: dict[str, Any]) -> None:
     print(
         f"{row['case']:40} {row['xla']['median'] * 1e6:9.2f} {best['median'] * 1e6:9.2f} {row['speedup']:5.2f} "
         f"{row['gb_per_s']:6.0f} {row['gb_per_s'] * 1e9 / PEAK:7.1%} {best['error']:8.1e}"
+        + f"  {best['params']} {[u[2] for u in best['unroll']]}"
         + (f"  rejected {len(row['rejected'])}: {next(iter(row['rejected'].values()))[:120]}" if row["rejected"] else "")
     )
 
@@ -337,7 +338,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("what", choices=("run", "build"))
     parser.add_argument("--out", type=Path, default=Path("gpu_results"))
     parser.add_argument("--kernels", type=Path, default=None, help="folder of kernels compiled before")
-    parser.add_argument("--only", default="", help="only cases whose name contains this")
+    parser.add_argument("--only", default="", help="only cases whose name contains one of these, separated by commas")
     parser.add_argument("--budget", type=float, default=220.0, help="seconds")
     parser.add_argument("--sms", type=int, default=132)
     parser.add_argument("--capability", default="9.0")

@@ -54,7 +54,7 @@ def parse(ptx: str) -> Module:
     text = re.sub(r"//[^\n]*", "", ptx)
     shared: dict[str, int] = {}
     total = 0
-    for align, name, size in re.findall(r"^\.shared \.align (\d+) \.b8 (\w+)\[(\d+)\];", text, re.MULTILINE):
+    for align, name, size in re.findall(r"^\s*\.shared \.align (\d+) \.b8 (\w+)\[(\d+)\];", text, re.MULTILINE):
         total = -(-total // int(align)) * int(align)
         shared[name] = total
         total += int(size)
@@ -70,6 +70,8 @@ def parse(ptx: str) -> Module:
             found = re.fullmatch(r"(\$?\w+):", line)
             if found:
                 labels[found.group(1)] = len(code)
+            elif line.startswith((".shared", ".local")):
+                continue
             elif line.startswith(".reg"):
                 inner += "%" not in line
             else:  # names without % are registers of an inner scope
@@ -191,7 +193,7 @@ class Machine:
             return special[text].astype(dtype)
         if text in self.registers:
             return _as(self.registers[text], dtype)
-        if text in self.module.shared:
+        if text in self.module.shared:  # before numbers: names of any form
             return np.full(self.count, self.module.shared[text], dtype)
         if text.startswith("%"):
             return np.zeros(self.count, dtype)  # declared, not yet written
@@ -293,7 +295,9 @@ class Machine:
 
     def _compute(self, ins: Instruction, name: str, parts: list[str], kind: str, on: np.ndarray) -> None:
         args = ins.operands[1:]
-        if name == "cvt":
+        if name == "cvt" and (parts[2].startswith("bf16") or parts[2].endswith("x2")):
+            self.set(ins.operands[0], _narrow(parts[2], [self.value(x, "f32") for x in args]), on)
+        elif name == "cvt":
             self.set(ins.operands[0], _convert(self.value(args[0], kind), parts), on)
         elif name == "setp":
             a, b = (self.value(x, kind) for x in args)
@@ -317,6 +321,11 @@ class Machine:
             a, b = (self.value(x, kind).astype(_dtype(wider)) for x in args[:2])
             total = a * b + (self.value(args[2], wider) if name == "mad" else 0)
             self.set(ins.operands[0], total.astype(_dtype(wider)), on)
+        elif name == "bfi":
+            a, b = (self.value(x, kind) for x in args[:2])
+            place, width = int(args[2]), int(args[3])
+            mask = a.dtype.type(((1 << width) - 1) << place)
+            self.set(ins.operands[0], (b & ~mask) | ((a << a.dtype.type(place)) & mask), on)
         elif name in ("popc", "clz"):
             a = self.value(args[0], kind)
             self.set(ins.operands[0], _bits(name, a), on)
@@ -387,6 +396,13 @@ def _convert(value: np.ndarray, parts: list[str]) -> np.ndarray:
     result = np.where((wide >= 2.0**62) & (wide < 2.0**63), big, result)
     result = np.where(wide >= float(info.max), info.max, result)
     return np.where(wide <= float(info.min), info.min, result).astype(target)
+
+
+def _narrow(kind: str, values: list[np.ndarray]) -> np.ndarray:
+    """Rounds float32 to 16 bits; of two values the first becomes the upper half."""
+    dtype = numpy_dtype("bfloat16" if kind.startswith("bf16") else "float16")
+    words = [np.ascontiguousarray(v.astype(dtype)).view(np.uint16) for v in values]
+    return words[0] if len(words) == 1 else (words[0].astype(np.uint32) << np.uint32(16)) | words[1]
 
 
 def _bits(name: str, a: np.ndarray) -> np.ndarray:
@@ -466,6 +482,7 @@ _ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
     "not": _bitwise(np.invert), "shl": _shift(True), "shr": _shift(False),
     "max": _extreme(np.maximum, np.fmax), "min": _extreme(np.minimum, np.fmin),
     "sqrt": lambda parts, a: np.sqrt(a), "rcp": lambda parts, a: 1 / a, "prmt": _permute,
+    "ex2": lambda parts, a: np.exp2(a), "rsqrt": lambda parts, a: 1 / np.sqrt(a), "tanh": lambda parts, a: np.tanh(a),
     "copysign": lambda parts, a, b: np.copysign(b, a), "cvta": lambda parts, a: a,
 }  # fmt: skip
 

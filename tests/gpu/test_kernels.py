@@ -88,7 +88,8 @@ def test_storage_type(dtype):
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", cases.ELEMENTARY)
 def test_function(name, dtype):
-    values = np.concatenate([cases.normal(500) * 3, SPECIAL, np.linspace(-1, 1, 101)]).astype(jnp.dtype(dtype))
+    with np.errstate(over="ignore"):
+        values = np.concatenate([cases.normal(500) * 3, SPECIAL, np.linspace(-1, 1, 101)]).astype(jnp.dtype(dtype))
     op = getattr(lax, name)
     check(lambda x: op(x), (values,), 1)
 

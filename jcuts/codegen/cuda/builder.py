@@ -49,6 +49,8 @@ class GpuBuilder:
 
     def __init__(self, builder: L.Builder) -> None:
         self.plain = builder
+        self.exact_division = False
+        """Round float32 quotients correctly; else they are within 2 ulp (``div.full``, which is XLA's choice too)."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.plain, name)
@@ -67,6 +69,8 @@ class GpuBuilder:
         return self._rounded("add", a, self.fneg(b))
 
     def fdiv(self, a: L.Value, b: L.Value) -> L.Value:
+        if str(a.type) == "float" and not self.exact_division:
+            return asm(self, "div.full.f32 $0, $1, $2;", a.type, [a, b])
         return self._rounded("div", a, b)
 
     def fneg(self, a: L.Value) -> L.Value:
@@ -74,9 +78,6 @@ class GpuBuilder:
         bits = ir.IntType(L.bit_width(a.type))
         word = self.plain.bitcast(a, bits)
         return self.plain.bitcast(self.plain.xor(word, bits(-1 << (bits.width - 1))), a.type)
-
-    def goto_entry_block(self) -> Any:
-        return self.plain.goto_entry_block()
 
     # -- intrinsics ---------------------------------------------------------------------------------------------
     def _declared(self, name: str, result: L.Type, args: Sequence[L.Value]) -> L.Value:

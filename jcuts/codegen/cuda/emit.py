@@ -67,23 +67,55 @@ class _Writer:
     def point(self) -> CudaSource:
         phase = self._only_phase()
         counts = {a.name: -(-a.extent // a.unroll) for a in phase.axes}
+        shape = dict(dict(self.program.params).get("block", ()))  # threads of a block along some axes
+        if shape:
+            return self._blocked(phase, counts, {str(k): int(v) for k, v in shape.items()})
         tiles = math.prod(counts.values())
-        blocks = -(-tiles // self.threads)
         self.line(1, f"thread = cuda.blockIdx.x * {self.threads} + cuda.threadIdx.x")
         depth = 1
         if tiles % self.threads:
             self.line(1, f"if thread < {tiles}:")
             depth = 2
-        rest = "thread"
-        for axis in reversed(phase.axes):
-            outermost = axis is phase.axes[0]
-            value = rest if outermost else self.helper("mod", rest, counts[axis.name])
-            self.line(depth, f"{axis.name} = {value}" + (f" * {axis.unroll}" if axis.unroll > 1 else ""))
-            if not outermost:
-                self.line(depth, f"rest_{axis.name} = {self.helper('div', rest, counts[axis.name])}")
-                rest = f"rest_{axis.name}"
+        places = self._decoded(depth, "thread", counts)
+        for axis in phase.axes:
+            self.line(depth, f"{axis.name} = {places[axis.name]}" + (f" * {axis.unroll}" if axis.unroll > 1 else ""))
         self._variants(phase, depth)
-        return self.done(blocks)
+        return self.done(-(-tiles // self.threads))
+
+    def _blocked(self, phase: Phase, counts: dict[str, int], shape: dict[str, int]) -> CudaSource:
+        """Blocks of threads that are neighbours along several axes."""
+        if math.prod(shape.values()) != self.threads or not set(shape) <= set(counts):
+            raise CompileRejected(f"{self.program.name}: a block of {self.threads} threads shaped {shape}")
+        blocks = {name: -(-count // shape.get(name, 1)) for name, count in counts.items()}
+        inner = self._decoded(1, "cuda.threadIdx.x", shape)
+        outer = self._decoded(1, "cuda.blockIdx.x", blocks)
+        tests = []
+        for axis in phase.axes:
+            place = outer[axis.name]
+            if axis.name in shape:
+                place = f"{place} * {shape[axis.name]} + {inner[axis.name]}"
+                if counts[axis.name] % shape[axis.name]:
+                    tests.append(f"{axis.name} < {counts[axis.name] * axis.unroll}")
+            self.line(1, f"{axis.name} = ({place}) * {axis.unroll}" if axis.unroll > 1 else f"{axis.name} = {place}")
+        if tests:
+            self.line(1, f"if {' and '.join(tests)}:")
+        self._variants(phase, 1 + bool(tests))
+        return self.done(math.prod(blocks.values()))
+
+    def _decoded(self, depth: int, number: str, counts: dict[str, int]) -> dict[str, str]:
+        """Mixed-radix digits of a number, last axis fastest; intermediate quotients get lines of their own."""
+        found: dict[str, str] = {}
+        rest = number
+        names = list(counts)
+        for name in reversed(names):
+            if name == names[0]:
+                found[name] = rest
+                break
+            found[name] = self.helper("mod", rest, counts[name])
+            made = f"rest{len(self.lines)}"
+            self.line(depth, f"{made} = {self.helper('div', rest, counts[name])}")
+            rest = made
+        return found
 
     def _variants(self, phase: Phase, depth: int) -> None:
         """One call per combination of full tiles and remainders."""

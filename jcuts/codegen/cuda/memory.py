@@ -199,10 +199,13 @@ def _unpack(builder: GpuBuilder, parts: Sequence[L.Value], size: int, each: int)
     ]
 
 
-def store(frame: Frame, buffer: str, size: int, offset: Index, values: Sequence[L.Value]) -> None:
-    """Writes neighbouring elements, given as integers."""
+def store(
+    frame: Frame, buffer: str, item: int, offset: Index, values: Sequence[L.Value], size: int | None = None
+) -> None:
+    """Writes neighbouring elements, given as integers of ``size`` bytes (those of an element, or of several)."""
     builder = frame.builder
-    place, constant = address(frame, buffer, size, offset)
+    size = size or item
+    place, constant = address(frame, buffer, item, offset)
     registers, each = _pieces(len(values), size)
     parts: list[L.Value] = []
     for first in range(0, len(values), each // size):

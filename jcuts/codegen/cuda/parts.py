@@ -106,7 +106,7 @@ def _split(program: Program, count: int) -> tuple[Program, Program, list[Buffer]
 
 
 def _unroll(phase: Phase) -> int:
-    return min(4, max(1, phase.reds[-1].unroll))
+    return min(16, max(1, phase.reds[-1].unroll))
 
 
 def _second_team(rows: int, count: int) -> tuple[tuple[str, object], ...]:

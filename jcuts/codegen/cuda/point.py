@@ -8,7 +8,7 @@ depthwise window stay in registers); longer ones are loops.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llvmlite import ir
 
@@ -17,10 +17,13 @@ from jcuts.codegen import lanes as L
 from jcuts.codegen.cuda import memory as M
 from jcuts.codegen.cuda.builder import GpuBuilder
 from jcuts.codegen.cuda.values import Emitter, store_all
-from jcuts.dfg.node import Graph
+from jcuts.dfg.index import Index
+from jcuts.dfg.node import Graph, Guard, Node
 from jcuts.dfg.program import Acc, Buffer, Phase, Red
 from jcuts.dfg.tile import Extent, Point, body_tile, exit_tile, points
 from jcuts.ops.window import identity
+
+LEAST_GUARDED = 6  # guarded loads in a tile that make a second, unguarded version worth its code
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class PointEmitter:
         pointers: Mapping[str, L.Value], variables: Mapping[str, L.Value], multiples: Mapping[str, int],
     ) -> None:  # fmt: skip
         self.builder, self.phase, self.buffers, self.pointers = builder, phase, buffers, pointers
-        self.variables, self.multiples = dict(variables), dict(multiples)
+        self.variables, self.multiples, self.shape = dict(variables), dict(multiples), shape
         counts = dict(shape.counts)
         self.axes = [Extent(a.name, counts[a.name]) for a in phase.axes]
         # Base + offset stays inside the axis, so the base is bounded by what is left.
@@ -69,7 +72,52 @@ class PointEmitter:
         )  # fmt: skip
 
     def emit(self) -> None:
-        """The whole tile."""
+        """The whole tile; where it reads through guards, once without them for tiles that lie inside."""
+        inside = self._inside()
+        if inside is None:
+            self._emit()
+            return
+        bare = PointEmitter(self.builder, _unguarded(self.phase), self.shape, self.buffers, self.pointers,
+                            self.variables, self.multiples)  # fmt: skip
+        with self.builder.if_else(inside, likely=True) as (then, otherwise):
+            with then:
+                bare._emit()
+            with otherwise:
+                self._emit()
+
+    def _inside(self) -> L.Value | None:
+        """Do all guards of all loads hold in the whole tile? None where that is not worth asking."""
+        if any(r.extent > r.unroll for r in self.phase.reds):
+            return None
+        reds = [Extent(r.name, r.extent, fixed=True) for r in self.phase.reds]
+        frame = self._frame({}, {}, {})
+
+        def loads_of(phase: Phase) -> list[Node]:
+            graphs = [exit_tile(phase, self.axes, frame.ranges).graph]
+            if phase.reds:
+                graphs.append(body_tile(phase, self.axes, reds, frame.ranges).graph)
+            return [n for g in graphs for n in g.nodes if n.op == "load"]
+
+        every = loads_of(self.phase)
+        loads = [n for n in every if n.guards]
+        if len(loads) < LEAST_GUARDED or len(every) != len(loads_of(_unguarded(self.phase))):
+            return None  # few, or some guard fails in every tile
+        low: dict[Index, int] = {}
+        high: dict[Index, int] = {}
+        for guard in {g for n in loads for g in n.guards}:
+            if guard.index.values():
+                return None
+            moving = Index(0, guard.index.terms)
+            if guard.low is not None:
+                low[moving] = max(low.get(moving, guard.low - guard.index.const), guard.low - guard.index.const)
+            if guard.high is not None:
+                high[moving] = min(high.get(moving, guard.high - guard.index.const), guard.high - guard.index.const)
+        bounds = [Guard(m, low.get(m), high.get(m)) for m in dict.fromkeys([*low, *high])]
+        if any(g.never(frame.ranges) or (g.low is not None and g.high is not None and g.low > g.high) for g in bounds):
+            return None
+        return M.condition(frame, bounds)
+
+    def _emit(self) -> None:
         if self.phase.reds:
             self._start()
             self._reduce(0, {}, {}, {}, {})
@@ -164,6 +212,26 @@ class PointEmitter:
         for part in parts[1:]:
             total = E.combine(builder, acc.combine, acc.dtype, total, part)
         return E.Lanes(total[-1], acc.index_dtype or acc.dtype)
+
+
+def _unguarded(phase: Phase) -> Phase:
+    """The phase with unconditional loads (the guards of values stay)."""
+    graphs = []
+    for graph in (phase.body, phase.exit):
+        new, numbers = Graph(), {}
+        for number, node in enumerate(graph.nodes):
+            index = None if node.index is None else node.index.renumber(numbers)
+            guards = () if node.op == "load" else tuple(
+                Guard(g.index.renumber(numbers), g.low, g.high) for g in node.guards
+            )  # fmt: skip
+            value = None if node.op == "load" else node.value
+            args = tuple(numbers[a] for a in node.args)
+            numbers[number] = new.add(replace(node, args=args, index=index, guards=guards, value=value))
+        graphs.append((new, numbers))
+    (body, b), (exit_, e) = graphs
+    accs = tuple(replace(a, values=tuple(b[v] for v in a.values)) for a in phase.accs)
+    stores = tuple(replace(s, value=e[s.value]) for s in phase.stores)
+    return replace(phase, body=body, exit=exit_, accs=accs, stores=stores)
 
 
 def _memory_order(graph: Graph, values: tuple[int, ...]) -> int:

@@ -14,9 +14,16 @@ from jcuts.base.errors import IRError
 from jcuts.codegen import elements as E
 from jcuts.codegen import lanes as L
 from jcuts.codegen.cuda import memory as M
+from jcuts.codegen.cuda import special
+from jcuts.codegen.cuda.builder import asm
 from jcuts.dfg.index import Index
 from jcuts.dfg.node import Graph, Node, Scalar
 from jcuts.dfg.program import Buffer
+
+
+_PTX_HALF = {"bfloat16": "bf16", "float16": "f16"}
+NEEDS_EXACT_DIVISION = frozenset({"rem", "cbrt", "pow", "log", "log1p", "atan2", "erf", "erfc", "erf_inv"})
+"""Operations whose code rests on quotients that are rounded correctly."""
 
 
 def from_word(builder: L.Builder, word: L.Value, dtype: str) -> E.Lanes:
@@ -28,9 +35,21 @@ def from_word(builder: L.Builder, word: L.Value, dtype: str) -> E.Lanes:
 
 def to_word(builder: L.Builder, lanes: E.Lanes) -> L.Value:
     """What registers carry -> the bits of an element in memory (16-bit floats are rounded)."""
+    if lanes.dtype in _PTX_HALF:
+        return asm(builder, f"cvt.rn.{_PTX_HALF[lanes.dtype]}.f32 $0, $1;", L.I16, [lanes.value])
     value = E.to_memory(builder, lanes)
     word = ir.IntType(8 * M.item_size(lanes.dtype))
     return value if value.type == word else builder.bitcast(value, word)
+
+
+def to_words(builder: L.Builder, values: Sequence[E.Lanes]) -> tuple[list[L.Value], int]:
+    """Neighbouring elements as integers and the size of each [B]: pairs of 16-bit floats are rounded together."""
+    dtype = values[0].dtype
+    if dtype not in _PTX_HALF or len(values) % 2:
+        return [to_word(builder, v) for v in values], M.item_size(dtype)
+    text = f"cvt.rn.{_PTX_HALF[dtype]}x2.f32 $0, $1, $2;"
+    pairs = zip(values[1::2], values[::2], strict=True)
+    return [asm(builder, text, L.I32, [high.value, low.value]) for high, low in pairs], 4
 
 
 def fill_bits(value: Scalar | None, dtype: str) -> int:
@@ -110,7 +129,14 @@ class Emitter:
             return E.Lanes(holds if holds is not None else L.I1(1), "bool")
         if node.op == "acc":
             raise IRError(f"accumulator {node.attr('number')} is used before it is known")
-        return E.apply(builder, node.op, node.dtype, [self.done[a] for a in node.args], dict(node.attrs))
+        args = [self.done[a] for a in node.args]
+        if special.supported(node.op, node.dtype):
+            value = special.emit(builder, node.op, node.dtype, [a.value for a in args])
+            return E.Lanes(value, node.dtype, node.dtype not in E.HALVES)
+        builder.exact_division = node.op in NEEDS_EXACT_DIVISION
+        result = E.apply(builder, node.op, node.dtype, args, dict(node.attrs))
+        builder.exact_division = False
+        return result
 
     def _load(self, number: int, node: Node) -> E.Lanes:
         members = self.runs.get(number, [number])
@@ -149,5 +175,5 @@ def store_all(emitter: Emitter, rows: Sequence[tuple[str, Index, int]]) -> None:
                 for one in lanes:
                     if one.dtype != dtype:
                         raise IRError(f"{one.dtype} value stored into {dtype} buffer {buffer}")
-                M.store(frame, buffer, size, where, [to_word(frame.builder, one) for one in lanes])
+                M.store(frame, buffer, size, where, *to_words(frame.builder, lanes))
                 start += count

@@ -259,9 +259,10 @@ def environment() -> dict[str, Any]:
     return found
 
 
-def run_tests(out: Path, limit: float) -> dict[str, Any]:
+def run_tests(out: Path, limit: float, which: str) -> dict[str, Any]:
     """``pytest -m gpu`` in a process of its own."""
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu", "-q", "--maxfail=12", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu", "-q", "--maxfail=12", "--durations=5", "-p",
+               "no:cacheprovider", *(["-k", which] if which else [])]  # fmt: skip
     start = time.perf_counter()
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     try:
@@ -269,19 +270,19 @@ def run_tests(out: Path, limit: float) -> dict[str, Any]:
                               env=environment)  # fmt: skip
         text, code = done.stdout + done.stderr, done.returncode
     except subprocess.TimeoutExpired as error:
-        text, code = f"{error.stdout}\n{error.stderr}", 124
+        text, code = "\n".join(x.decode() if isinstance(x, bytes) else str(x) for x in (error.stdout, error.stderr)), 124
     (out / "tests.log").write_text(text)
     return {"code": code, "seconds": time.perf_counter() - start, "tail": text[-3000:]}
 
 
-def run(out: Path, folder: Path | None, only: str, budget: float, tests: bool) -> int:
+def run(out: Path, folder: Path | None, only: str, budget: float, tests: bool, which: str) -> int:
     """Everything; results go to ``out``."""
     out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("JCUTS_CACHE_DIR", str(out / "cache"))
     start = time.perf_counter()
     result: dict[str, Any] = {"tests": None, "cases": []}
     if tests:
-        result["tests"] = run_tests(out, min(120.0, budget / 2))
+        result["tests"] = run_tests(out, budget / 2, which)
         print(result["tests"]["tail"][-1500:])
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     result["environment"] = environment()
@@ -340,6 +341,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kernels", type=Path, default=None, help="folder of kernels compiled before")
     parser.add_argument("--only", default="", help="only cases whose name contains one of these, separated by commas")
     parser.add_argument("--budget", type=float, default=220.0, help="seconds")
+    parser.add_argument("--tests", default="", help="only tests that match this expression (pytest -k)")
     parser.add_argument("--sms", type=int, default=132)
     parser.add_argument("--capability", default="9.0")
     parser.add_argument("--no-tests", action="store_true")
@@ -347,7 +349,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.what == "build":
         major, _, minor = options.capability.partition(".")
         return build(options.kernels or Path("gpu_kernels"), options.sms, (int(major), int(minor)))
-    return run(options.out, options.kernels, options.only, options.budget, not options.no_tests)
+    return run(options.out, options.kernels, options.only, options.budget, not options.no_tests, options.tests)
 
 
 if __name__ == "__main__":

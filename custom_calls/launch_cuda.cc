@@ -372,8 +372,12 @@ static ffi::Error Initialize(CudaLaunchState* state, int32_t device) {
   }
 }
 
+// How often XLA called the handler: a call inside a CUDA graph is recorded once and then replayed without it.
+std::atomic<int64_t> g_executions{0};
+
 static ffi::Error Execute(CudaLaunchState* state, CUstream stream, int32_t device, ffi::RemainingArgs args,
                           ffi::RemainingRets rets) {
+  g_executions.fetch_add(1, std::memory_order_relaxed);
   size_t results = static_cast<size_t>(state->num_outputs);
   size_t expected = results + (state->has_scratch ? 1 : 0);
   size_t count = args.size() + results;
@@ -447,6 +451,8 @@ int jcuts_cuda_set_driver(const char* path) {
 
 // 0 if the driver can be used; else 1, and why in `text`.
 int jcuts_cuda_driver(char* text, int64_t size) { return jcuts::Report(jcuts::GetDriver().problem, text, size); }
+
+int64_t jcuts_cuda_executions() { return jcuts::g_executions.load(std::memory_order_relaxed); }
 
 // Registers an image.  Per launch `numbers` holds 12 values: grid x y z, block x y z, cluster x y z, shared bytes,
 // cooperative, number of arguments; `arguments` holds (buffer, offset) pairs of all launches, one after the other.

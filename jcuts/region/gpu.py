@@ -24,6 +24,7 @@ ACCESS = 16  # bytes of the widest access
 TAPS = 64  # terms of a window that are unrolled in a thread; longer reductions are shared by a team
 REGISTERS = 128  # 32-bit values that a tile may keep: twice that fits, but leaves few warps
 RESIDENT = 32  # elements of a row that one thread keeps in registers
+IN_FLIGHT = 6 << 20  # bytes: memory bandwidth times latency of the largest GPUs, with room
 TEAMS = (8, 16, 32, 64, 128, 256, 512, 1024)
 LEAST = 4  # candidates that are left whatever the share says
 
@@ -302,13 +303,14 @@ def _columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
         )
         tiled = _unrolled(replace(program, phases=(replace(phase, reds=reds),)), {lane.name: vector})
         threads = columns / vector
-        for target in (0.5, 1.0, 2.0):
+        for target in (0.25, 0.125, 0.5, 1.0):
             count = int(min(machine.threads * target / threads, length / 8, 4096))
             count = count if count > 1 and splittable else 1
-            fill = min(1.0, threads * count / machine.threads)
-            access = min(1.0, vector * size / ACCESS)
-            score = (0.4 + 0.6 * access) * (0.2 + 0.8 * fill) * (0.97 if target != 1.0 else 1.0)
-            score *= {8: 1.0, 4: 0.96, 16: 0.95}[deep]
+            # Enough bytes under way for the memory's latency; more groups only make more partial results.
+            under_way = threads * count * min(deep, -(-length // count)) * vector * size
+            partial = 32.0 * columns * count / (length * columns * size)  # a sector per partial result
+            score = min(1.0, under_way / IN_FLIGHT) / (1.0 + partial) * (0.7 + 0.3 * min(1.0, vector * size / ACCESS))
+            score *= {8: 1.0, 4: 0.97, 16: 0.96}[deep]
             more = (("split", count),) if count > 1 else ()
             yield _with(tiled, "point", 128, *more), score
 

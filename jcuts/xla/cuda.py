@@ -63,6 +63,7 @@ def _declare(lib: ctypes.CDLL) -> None:
         "jcuts_cuda_state_type_info": (pointer, []),
         "jcuts_cuda_set_driver": (ctypes.c_int, [text]),
         "jcuts_cuda_driver": (ctypes.c_int, [text, size]),
+        "jcuts_cuda_executions": (size, []),
         "jcuts_cuda_register": (
             ctypes.c_int,
             [text, text, text, size, size, ctypes.POINTER(text), ctypes.POINTER(size), ctypes.POINTER(size)],
@@ -123,6 +124,11 @@ def _register(kernel: CompiledKernel) -> None:
     )  # fmt: skip
     if refused:
         raise NativeError(f"the launcher refused kernel {kernel.digest}: impossible launch", kernel=kernel.digest)
+
+
+def executions() -> int:
+    """How often XLA has called the launcher: calls inside a CUDA graph are recorded once, replays do not count."""
+    return int(load().jcuts_cuda_executions())
 
 
 def forget(digest: str) -> None:

@@ -33,6 +33,8 @@ PACKAGES = ("numba-cuda", "cuda-bindings", "nvidia-nvvm", "nvidia-cuda-nvcc")
 @functools.cache
 def available() -> str:
     """'' if kernels can be compiled here, else the reason."""
+    if fingerprint.package_version("numba-cuda") == "none":  # numba's own CUDA target is older and knows less
+        return "numba-cuda is not installed: install jcuts[cuda13]"
     try:
         _numba()
     except Exception as error:  # import errors of several packages; numba-cuda itself raises AttributeError

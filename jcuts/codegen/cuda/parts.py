@@ -1,7 +1,7 @@
 """The kernels that one program becomes: one, or two where a reduction is split over the grid.
 
-A split reduction gives each of ``split`` blocks of terms to threads of its own; the first kernel writes one partial
-result per block into scratch memory, the second combines them and finishes.  No atomics: results do not depend on the
+A split reduction gives each of ``split`` groups of terms to threads of its own; the first kernel writes one partial
+result per group into scratch memory, the second combines them and finishes.  No atomics: results do not depend on the
 order in which blocks run.
 """
 
@@ -60,7 +60,11 @@ def _split(program: Program, count: int) -> tuple[Program, Program, list[Buffer]
     partials = [Buffer(f"part{k}", acc.dtype, (rows, count), "out") for k, acc in enumerate(phase.accs)]
 
     ranges = {**{a.name: a.extent for a in phase.axes}, "s": count, "f": share}
-    point = Index.axis("s") * share + Index.axis("f")
+    columns = params["cuda"] == "point"
+    if columns:  # neighbouring threads read neighbouring terms
+        point = Index.axis("f") * count + Index.axis("s")
+    else:
+        point = Index.axis("s") * share + Index.axis("f")
     places = dict(zip((r.name for r in phase.reds), unflatten(point, extents, ranges), strict=True))
     guard = Guard(point, None, length - 1)
     body, numbers = _inside(phase.body, places, guard, ranges)
@@ -80,7 +84,6 @@ def _split(program: Program, count: int) -> tuple[Program, Program, list[Buffer]
         for k, (p, a) in enumerate(zip(partials, accs, strict=True))
     )
     used = {n.buffer for n in phase.body.nodes if n.op == "load"}
-    columns = params["cuda"] == "point"
     lane = phase.axes[-1:] if columns else ()
     others = phase.axes[: len(phase.axes) - len(lane)]
     first = replace(

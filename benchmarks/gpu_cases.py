@@ -111,7 +111,11 @@ def cases() -> list[Case]:
     for count, width in ((2048, 64), (262144, 128)):
         table = 1_000_000
         found.append(
-            Case(f"embedding {count} rows of {width}", lambda t, i: jnp.take(t, i, axis=0, mode="clip"),
-                 (((table, width), "float32"), ((count,), f"int32 < {table}")), (count / table, 1.0))  # fmt: skip
+            Case(
+                f"embedding {count} rows of {width}",
+                lambda t, i: jnp.take(t, i, axis=0, mode="clip"),
+                (((table, width), "float32"), ((count,), f"int32 < {table}")),
+                (count / table, 1.0),
+            )
         )
     return found

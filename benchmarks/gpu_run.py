@@ -51,9 +51,7 @@ def small_arguments(case: Any) -> list[Any]:
     import jax
     import jax.numpy as jnp
 
-    return [
-        jax.ShapeDtypeStruct(s, jnp.int32 if k.startswith("int32") else jnp.dtype(k)) for s, k in case.shapes
-    ]
+    return [jax.ShapeDtypeStruct(s, jnp.int32 if k.startswith("int32") else jnp.dtype(k)) for s, k in case.shapes]
 
 
 def scheduled(case: Any, sms: int) -> tuple[list[Any], str]:
@@ -128,7 +126,7 @@ def timed(programs: dict[str, Any], sets: Any, count: int, floor: Any) -> dict[s
     import numpy as np
 
     spent: dict[str, list[float]] = {name: [] for name in programs}
-    for name, compiled in programs.items():
+    for compiled in programs.values():
         jax.block_until_ready(compiled(sets))
     repeats = 8
     for _ in range(ROUNDS):
@@ -270,7 +268,10 @@ def run_tests(out: Path, limit: float, which: str) -> dict[str, Any]:
                               env=environment)  # fmt: skip
         text, code = done.stdout + done.stderr, done.returncode
     except subprocess.TimeoutExpired as error:
-        text, code = "\n".join(x.decode() if isinstance(x, bytes) else str(x) for x in (error.stdout, error.stderr)), 124
+        text, code = (
+            "\n".join(x.decode() if isinstance(x, bytes) else str(x) for x in (error.stdout, error.stderr)),
+            124,
+        )
     (out / "tests.log").write_text(text)
     return {"code": code, "seconds": time.perf_counter() - start, "tail": text[-3000:]}
 
@@ -306,7 +307,11 @@ def run(out: Path, folder: Path | None, only: str, budget: float, tests: bool, w
         try:
             row = bench(case, folder, sms)
         except Exception as error:
-            row = {"case": case.name, "failed": f"{type(error).__name__}: {error}", "trace": traceback.format_exc(limit=-4)}
+            row = {
+                "case": case.name,
+                "failed": f"{type(error).__name__}: {error}",
+                "trace": traceback.format_exc(limit=-4),
+            }
         result["cases"].append(row)
         show(row)
         (out / "gpu_run.json").write_text(json.dumps(result, indent=1))
@@ -329,7 +334,11 @@ def show(row: dict[str, Any]) -> None:
         f"{row['case']:40} {row['xla']['median'] * 1e6:9.2f} {best['median'] * 1e6:9.2f} {row['speedup']:5.2f} "
         f"{row['gb_per_s']:6.0f} {row['gb_per_s'] * 1e9 / PEAK:7.1%} {best['error']:8.1e}"
         + f"  {best['params']} {[u[2] for u in best['unroll']]}"
-        + (f"  rejected {len(row['rejected'])}: {next(iter(row['rejected'].values()))[:120]}" if row["rejected"] else "")
+        + (
+            f"  rejected {len(row['rejected'])}: {next(iter(row['rejected'].values()))[:120]}"
+            if row["rejected"]
+            else ""
+        )
     )
 
 

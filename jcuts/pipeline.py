@@ -100,8 +100,8 @@ def optimize_jaxpr(
     """Plans one function.
 
     Args:
-        closed: the original jaxpr. settings: the user's options. platform: 'cpu', 'cuda' (or 'gpu', JAX's other name for
-            it); other platforms are left to XLA.
+        closed: the original jaxpr. settings: the user's options.
+        platform: 'cpu', or 'cuda' ('gpu' is JAX's other name for it); other platforms are left to XLA.
         may_measure: True only at a concrete top-level call; otherwise cached choices, else XLA's own code.
         examples: concrete arguments, for inputs whose values matter (indices, loop bounds).
     Returns: the rewritten jaxpr and the report. Equal programs give equal outcomes in every process that shares the

@@ -1,9 +1,9 @@
 """A PTX machine in NumPy: runs the kernels that jcuts emits, with no GPU, and checks what a GPU would not.
 
-All threads of the grid run together, one instruction for all that stand at it; threads at smaller addresses go first, so
-that branches meet again.  A load or store outside the buffers, a misaligned access, a result byte written by two threads
-or never, a race in shared memory (a byte read or written by another thread without a barrier between) and a shuffle or
-barrier that some threads miss are errors.  Rounding is exact for float32 but for double roundings of FMAs.
+All threads of the grid run together, one instruction for all that stand at it; threads at smaller addresses go first,
+so that branches meet again.  A load or store outside the buffers, a misaligned access, a result byte written by two
+threads or never, a race in shared memory (a byte read or written by another thread without a barrier between) and a
+shuffle or barrier that some threads miss are errors.  Rounding is exact for float32 but for double roundings of FMAs.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _instruction(line: str) -> Instruction:
     predicate = ""
     if line.startswith("@"):
         predicate, line = line[1:].split(None, 1)
-    op, rest = (line.split(None, 1) + [""])[:2]
+    op, rest = [*line.split(None, 1), ""][:2]
     operands = tuple(x.strip() for x in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,{}\[\]]+", rest) if x.strip())
     return Instruction(predicate, op.strip(), operands, line)
 
@@ -204,7 +204,7 @@ class Machine:
             return np.full(self.count, _as(np.array([int(text[2:], 16)], np.uint64), dtype)[0], dtype)
         raw = int(text.removesuffix("U"), 0)
         size = np.dtype(dtype).itemsize
-        bits = np.array([raw % (1 << (8 * size))], UINT[size] if size in UINT else np.uint64)
+        bits = np.array([raw % (1 << (8 * size))], UINT.get(size, np.uint64))
         return np.full(self.count, bits.view(dtype)[0] if dtype is not np.bool_ else bool(raw), dtype)
 
     def set(self, name: str, values: np.ndarray, on: np.ndarray) -> None:
@@ -213,7 +213,7 @@ class Machine:
             bits = _extended(values, bits, 4)
         elif name.startswith(("%rd", "%fd")):
             bits = _extended(values, bits, 8)
-        elif name.startswith("%rs") or name.startswith("%h"):
+        elif name.startswith(("%rs", "%h")):
             bits = _extended(values, bits, 2)
         old = self.registers.get(name)
         self.registers[name] = bits.copy() if old is None else np.where(on, bits, old.astype(bits.dtype))
@@ -362,13 +362,18 @@ def _extended(values: np.ndarray, bits: np.ndarray, size: int) -> np.ndarray:
     if bits.dtype.itemsize >= size or values.dtype == bool:
         return bits
     signed = values.dtype.kind == "i"
-    return values.astype({2: np.int16, 4: np.int32, 8: np.int64}[size]).view(UINT[size]) if signed else bits.astype(UINT[size])
+    return (
+        values.astype({2: np.int16, 4: np.int32, 8: np.int64}[size]).view(UINT[size])
+        if signed
+        else bits.astype(UINT[size])
+    )
 
 
 def _compare(how: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     unordered = np.isnan(a) | np.isnan(b) if a.dtype.kind == "f" else np.zeros(a.shape, bool)
     plain: dict[str, Callable[..., np.ndarray]] = {
-        "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+        "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
+        "ge": np.greater_equal,
         "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
     }  # fmt: skip
     if how == "nan":

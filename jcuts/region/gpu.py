@@ -70,11 +70,11 @@ def candidates(program: Program, machine: GpuMachine, limit: int, percent: float
 def _all(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     if program.template == "scan":
         return
+    phase = program.phases[0]
     if len(program.phases) > 1:
         if {g.axis for g in program.grid} == set(program.serial):  # else the lanes run along columns
             yield from _team(program, machine, 1)
         return
-    phase = program.phases[0]
     if not phase.reds:
         yield from _map(collapsed(program), machine)
         return
@@ -273,7 +273,8 @@ def _team(program: Program, machine: GpuMachine, split: int) -> Iterator[Candida
                 score *= 0.6  # the row is read again by every phase
             more = (("split", split),) if split > 1 else ()
             yield (
-                _with(program, "team", threads, ("team", team), ("vector", vector), ("chunks", chunks), *more), score
+                _with(program, "team", threads, ("team", team), ("vector", vector), ("chunks", chunks), *more),
+                score,
             )
 
 
@@ -298,8 +299,7 @@ def _columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     splittable = not any(acc.index_dtype for acc in phase.accs)
     for vector, deep in itertools.product(_vectors(lane.extent, size), (8, 4, 16)):
         reds = tuple(
-            replace(r, unroll=min(deep, r.extent) if k == len(phase.reds) - 1 else 1)
-            for k, r in enumerate(phase.reds)
+            replace(r, unroll=min(deep, r.extent) if k == len(phase.reds) - 1 else 1) for k, r in enumerate(phase.reds)
         )
         tiled = _unrolled(replace(program, phases=(replace(phase, reds=reds),)), {lane.name: vector})
         threads = columns / vector
@@ -343,4 +343,4 @@ def _vectors(extent: int, size: int) -> list[int]:
     widest = max(1, ACCESS // size)
     found = [v for v in (2 * widest, widest, widest // 2) if v >= 1 and extent % v == 0]
     found += [v for v in (widest // 4,) if v > 1 and extent % v == 0 and not found]
-    return [*found, 1] if not found else found
+    return found or [1]

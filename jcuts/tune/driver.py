@@ -105,7 +105,7 @@ class Driver:
         self.call("cuDeviceGetAttribute", ctypes.byref(value), ctypes.c_int(number), self.handle)
         return value.value
 
-    @functools.cached_property
+    @property
     def l2_bytes(self) -> int:
         """Size of the L2 cache [B]."""
         return self.attribute(_ATTRIBUTE_L2)

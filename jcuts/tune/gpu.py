@@ -23,6 +23,7 @@ COLD = 3.0
 """The rotated inputs cover this many times the L2 cache, memory permitting."""
 SHARE = 0.5
 """Share of the free memory that measuring may take."""
+_LOST = ("ILLEGAL", "LAUNCH_TIMEOUT", "LAUNCH_FAILED", "MISALIGNED", "HARDWARE", "UNKNOWN")
 
 
 class Device(Protocol):
@@ -30,7 +31,9 @@ class Device(Protocol):
 
     ordinal: int
     stream: int
-    l2_bytes: int
+
+    @property
+    def l2_bytes(self) -> int: ...
 
     def allocate(self, size: int) -> int: ...
     def release(self, address: int) -> None: ...
@@ -153,9 +156,7 @@ class Rotation:
             self.device.release(address)
 
 
-def screen(
-    launchers: dict[str, GpuLauncher], inputs: Sequence[np.ndarray], *, rounds: int = 7
-) -> dict[str, Samples]:
+def screen(launchers: dict[str, GpuLauncher], inputs: Sequence[np.ndarray], *, rounds: int = 7) -> dict[str, Samples]:
     """Times of kernels by CUDA events: graphs of `CHAIN` executions on rotated inputs, kernels taking turns.
 
     Returns: label -> samples [s per execution].
@@ -197,4 +198,4 @@ def median(samples: Samples) -> float:
 def lost(error: NativeError) -> bool:
     """Whether the process must end after this error: its context is beyond repair."""
     text = error.message
-    return any(name in text for name in ("ILLEGAL", "LAUNCH_TIMEOUT", "LAUNCH_FAILED", "MISALIGNED", "HARDWARE", "UNKNOWN"))
+    return any(name in text for name in _LOST)

@@ -77,10 +77,6 @@ def _load_object(candidate: Candidate) -> CompiledKernel:
     )
 
 
-def _on_gpu(problem: Problem, candidate: Candidate) -> bool:
-    return bool(problem.device) and candidate.kind == "program"
-
-
 def _compile_cuda(problem: Problem, candidate: Candidate) -> CompiledKernel:
     from jcuts.codegen.cuda.compile import compile_program
     from jcuts.codegen.cuda.target import CudaTarget
@@ -108,7 +104,8 @@ def compile_(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     problem = _problem(request)
     candidate = problem.candidate(request["label"])
     start = time.perf_counter()
-    kernel = _compile_cuda(problem, candidate) if _on_gpu(problem, candidate) else KERNEL_KINDS[candidate.kind](candidate)
+    on_gpu = problem.device and candidate.kind == "program"
+    kernel = _compile_cuda(problem, candidate) if on_gpu else KERNEL_KINDS[candidate.kind](candidate)
     wanted = (
         tuple((i.shape, i.dtype) for i in problem.inputs),
         tuple((o.shape, o.dtype) for o in problem.outputs),

@@ -71,7 +71,8 @@ def unusable() -> str:
         return str(error)
     if gpu.capability > NEWEST:
         newest = ".".join(map(str, NEWEST))
-        return f"{gpu.name} has compute capability {gpu.capability[0]}.{gpu.capability[1]}, kernels are made up to {newest}"
+        found = ".".join(map(str, gpu.capability))
+        return f"{gpu.name} has compute capability {found}, kernels are made up to {newest}"
     from jcuts.codegen.cuda import compile as compiler
     from jcuts.xla import cuda
 

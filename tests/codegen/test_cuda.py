@@ -228,6 +228,7 @@ def test_the_assembler_says_why():
 @compiled
 def test_local_memory_is_refused():
     """A program whose values cannot stay in registers."""
+
     def fn(x, w):
         return lax.reduce_window(x, 0.0, lax.add, (1, 1, 3, 1), (1, 1, 1, 1), "VALID") * w
 

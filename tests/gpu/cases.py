@@ -109,6 +109,6 @@ def typed(dtype: str) -> dict[str, Case]:
 
 ELEMENTARY = (
     "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "erf", "erfc", "erf_inv", "sin", "cos", "tan", "asin",
-    "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "sqrt", "rsqrt", "cbrt", "floor", "ceil", "round", "sign",
-    "abs", "neg", "square", "is_finite",
+    "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "sqrt", "rsqrt", "cbrt", "floor", "ceil", "round",
+    "sign", "abs", "neg", "square", "is_finite",
 )  # fmt: skip

@@ -37,7 +37,8 @@ BODIES = {
     "beside": _RIGHT + "\n  st.global.f32 [%rd5+16384], %f2;",
     "clobbers": _RIGHT + "\n  st.global.f32 [%rd4], %f2;",
     "illegal": _RIGHT + "\n  mov.u64 %rd6, 4096;\n  st.global.f32 [%rd6], %f2;",
-    "hangs": _RIGHT + "\nSPIN:\n  ld.volatile.global.u32 %r5, [%rd1];\n  setp.ne.u32 %p1, %r5, 12345678;\n  @%p1 bra SPIN;",
+    "hangs": _RIGHT
+    + "\nSPIN:\n  ld.volatile.global.u32 %r5, [%rd1];\n  setp.ne.u32 %p1, %r5, 12345678;\n  @%p1 bra SPIN;",
     "trap": _RIGHT + "\n  trap;",
 }
 
@@ -58,7 +59,7 @@ def problem(names: list[str], device: str, arch: str) -> Problem:
         candidates.append(Candidate("object", payload, name, 1.0 - place / 100))
     closed = jaxapi.closed_jaxpr_of(lambda x: x * x + 1, np.zeros(SIZE, np.float32))
     bare = Problem(
-        identity=f"square {' '.join(names)}", inputs=(Input((SIZE,), "float32"),), outputs=(Output((SIZE,), "float32"),),
-        candidates=tuple(candidates), degree=2, name="square", device=device,
+        identity=f"square {' '.join(names)}", inputs=(Input((SIZE,), "float32"),),
+        outputs=(Output((SIZE,), "float32"),), candidates=tuple(candidates), degree=2, name="square", device=device,
     )  # fmt: skip
     return with_exports(bare, closed, platform=bare.platform)

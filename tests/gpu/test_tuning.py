@@ -1,4 +1,4 @@
-"""Tuning on a GPU: choices by measurement, and candidates that crash, hang or write where they must not (``-m gpu``)."""
+"""Tuning on a GPU: choices by measurement; candidates that crash, hang or write where they must not (``-m gpu``)."""
 
 from __future__ import annotations
 

@@ -127,7 +127,9 @@ def test_a_driver_without_a_device(driver):
 
 
 def test_a_missing_driver_is_a_reason():
-    code = "from jcuts.xla import cuda; cuda.load().jcuts_cuda_set_driver(b'libno-such-cuda.so'); print(cuda.available())"
+    code = (
+        "from jcuts.xla import cuda; cuda.load().jcuts_cuda_set_driver(b'libno-such-cuda.so'); print(cuda.available())"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True,
                           env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
     assert "cannot be opened" in done.stdout and "libno-such-cuda.so" in done.stdout

@@ -86,9 +86,7 @@ def _link(ptx: str, arch: str) -> bytes:
     try:
         from cuda.bindings import nvjitlink  # type: ignore[import-not-found]
     except ImportError as error:
-        raise CompileRejected(
-            "there is neither ptxas nor nvJitLink: install jcuts[cuda13]", log=str(error)
-        ) from error
+        raise CompileRejected("there is neither ptxas nor nvJitLink: install jcuts[cuda13]", log=str(error)) from error
     data = ptx.encode()
     options = [f"-arch={arch}", "-O3"]
     handle = None
@@ -140,7 +138,7 @@ def _sections(data: bytes) -> list[Section]:
     """(name, type, offset, size, link, entry size) of every section."""
     if data[:4] != b"\x7fELF" or data[4] != 2:
         raise CompileRejected("the assembler's output is no 64-bit ELF file")
-    table, = struct.unpack_from("<Q", data, 0x28)
+    (table,) = struct.unpack_from("<Q", data, 0x28)
     size, count, names = struct.unpack_from("<HHH", data, 0x3A)
     raw = [struct.unpack_from("<IIQQQQIIQQ", data, table + k * size) for k in range(count)]
     start = raw[names][4]

@@ -183,7 +183,18 @@ def _leading_zeros(b: GpuBuilder, result: L.Type, args: Sequence[L.Value]) -> L.
 
 
 _SPECIAL: dict[str, Callable[..., L.Value]] = {
-    "fabs": _fabs, "copysign": _copysign, "floor": _integral("rmi"), "ceil": _integral("rpi"),
-    "trunc": _integral("rzi"), "rint": _integral("rni"), "round": _round_away, "roundeven": _round_even, "maximum": _extreme("max"), "minimum": _extreme("min"),
-    "fptosi.sat": _saturate("s"), "fptoui.sat": _saturate("u"), "abs": _absolute, "ctlz": _leading_zeros,
-}  # fmt: skip
+    "fabs": _fabs,
+    "copysign": _copysign,
+    "floor": _integral("rmi"),
+    "ceil": _integral("rpi"),
+    "trunc": _integral("rzi"),
+    "rint": _integral("rni"),
+    "round": _round_away,
+    "roundeven": _round_even,
+    "maximum": _extreme("max"),
+    "minimum": _extreme("min"),
+    "fptosi.sat": _saturate("s"),
+    "fptoui.sat": _saturate("u"),
+    "abs": _absolute,
+    "ctlz": _leading_zeros,
+}

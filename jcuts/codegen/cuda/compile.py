@@ -97,9 +97,7 @@ def compile_program(program: Program, target: CudaTarget) -> CompiledKernel:
                 f"{used.registers} registers): spills are not run",
                 stack=used.stack, registers=used.registers,
             )  # fmt: skip
-        launches.append(
-            Launch(symbol, (source.blocks, 1, 1), (source.threads, 1, 1), part.arguments, resources=used)
-        )
+        launches.append(Launch(symbol, (source.blocks, 1, 1), (source.threads, 1, 1), part.arguments, resources=used))
     image = Image(target.arch, program.name, tuple(launches), cubin)
     return CompiledKernel(
         digest=digest, symbol=SYMBOL, object_code=image.pack(), tiles=sum(s.blocks for s in emitted),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda.memory import LIMIT
@@ -67,7 +68,8 @@ class _Writer:
     def point(self) -> CudaSource:
         phase = self._only_phase()
         counts = {a.name: -(-a.extent // a.unroll) for a in phase.axes}
-        shape = dict(dict(self.program.params).get("block", ()))  # threads of a block along some axes
+        pairs: Any = dict(self.program.params).get("block", ())  # threads of a block along some axes
+        shape = dict(pairs)
         if shape:
             return self._blocked(phase, counts, {str(k): int(v) for k, v in shape.items()})
         tiles = math.prod(counts.values())
@@ -123,7 +125,9 @@ class _Writer:
         for axis in phase.axes:
             whole, rest = divmod(axis.extent, axis.unroll)
             full = [(axis.unroll, f"{axis.name} < {whole * axis.unroll}" if rest else "")] if whole else []
-            options.append([*full, *([(rest, f"{axis.name} >= {whole * axis.unroll}" if whole else "")] if rest else [])])
+            options.append(
+                [*full, *([(rest, f"{axis.name} >= {whole * axis.unroll}" if whole else "")] if rest else [])]
+            )
         arguments = ", ".join([*self.names, *(a.name for a in phase.axes)])
         for combination in itertools.product(*options):
             shape = Shape(tuple((a.name, n) for a, (n, _) in zip(phase.axes, combination, strict=True)))
@@ -136,7 +140,9 @@ class _Writer:
 
     def team(self) -> CudaSource:
         params = dict(self.program.params)
-        shape = TeamShape(int(str(params["team"])), self.threads, int(str(params["vector"])), int(str(params["chunks"])))
+        shape = TeamShape(
+            int(str(params["team"])), self.threads, int(str(params["vector"])), int(str(params["chunks"]))
+        )
         team = shape.team
         if team & (team - 1) or self.threads % team or (team > WARP and self.threads != team) or self.threads % WARP:
             raise CompileRejected(f"{self.program.name}: teams of {team} in blocks of {self.threads} threads")
@@ -158,5 +164,7 @@ class _Writer:
 
     def _only_phase(self) -> Phase:
         if len(self.program.phases) != 1:
-            raise CompileRejected(f"{self.program.name}: {len(self.program.phases)} phases in a kernel of single points")
+            raise CompileRejected(
+                f"{self.program.name}: {len(self.program.phases)} phases in a kernel of single points"
+            )
         return self.program.phases[0]

@@ -245,7 +245,9 @@ def contribute(emitter: Emitter, acc: Acc, slots: list[L.Value], values: tuple[i
     builder = emitter.frame.builder
     old = [builder.load(slot) for slot in slots]
     node = emitter.graph.nodes[values[0]]
-    fused = acc.combine == "add" and acc.dtype in ("float32", "float64") and node.op == "mul" and node.dtype == acc.dtype
+    fused = (
+        acc.combine == "add" and acc.dtype in ("float32", "float64") and node.op == "mul" and node.dtype == acc.dtype
+    )
     if fused:
         x, y = (v.value for v in emitter.emit(node.args))
         new = (L.fma(builder, x, y, old[0]),)

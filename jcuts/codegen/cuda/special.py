@@ -1,7 +1,7 @@
 """Special functions on a GPU's function units, where they are faster than the polynomials of `codegen.vecmath`.
 
 `ERROR_ULP` bounds the error in units in the last place of the stated type, for results that are normal numbers of
-float32 (smaller ones are flushed to zero).  Values of 16-bit types are carried in float32 and rounded when stored: their
+`ERROR_ULP` bounds the error in units in the last place of the stated type, for results that are normal float32 numbers
 functions need an error well below half a unit of the 16-bit type only.  Everything else is `vecmath`'s.
 
 Source of the units' own errors: PTX ISA, ``ex2.approx``, ``rcp.approx``, ``rsqrt.approx``, ``tanh.approx``.
@@ -91,7 +91,11 @@ _FLOAT32: dict[str, Callable[[Num], Num]] = {
     "exp": _exp, "exp2": _exp2, "logistic": _logistic, "tanh": _tanh, "rsqrt": _rsqrt,
 }  # fmt: skip
 _HALF: dict[str, Callable[[Num], Num]] = {
-    "exp": _exp_half, "exp2": _exp2, "logistic": _logistic_half, "tanh": _tanh_half, "rsqrt": _rsqrt,
+    "exp": _exp_half,
+    "exp2": _exp2,
+    "logistic": _logistic_half,
+    "tanh": _tanh_half,
+    "rsqrt": _rsqrt,
 }
 
 

@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from llvmlite import ir
 
@@ -54,7 +55,8 @@ class TeamShape:
 
 def row_axes(program: Program) -> tuple[str, ...]:
     """Axes that number the rows."""
-    return program.serial if len(program.phases) > 1 else tuple(a.name for a in program.phases[0].axes)
+    first = program.phases[0]
+    return program.serial if len(program.phases) > 1 else tuple(a.name for a in first.axes)
 
 
 def row_count(program: Program) -> int:
@@ -343,7 +345,7 @@ class TeamEmitter:
         """Address of a piece of shared memory; every reduction has its own, so one barrier is enough."""
         module = self.builder.module
         kind = ir.ArrayType(ir.IntType(8), size)
-        found = ir.GlobalVariable(module, kind, f"{self.symbol}_shared_{name}", addrspace=3)
+        found: Any = ir.GlobalVariable(module, kind, f"{self.symbol}_shared_{name}", addrspace=3)
         found.linkage, found.align = "internal", 16
         found.initializer = ir.Constant(kind, ir.Undefined)
         return self.builder.ptrtoint(found, L.I32)

@@ -20,7 +20,6 @@ from jcuts.dfg.index import Index
 from jcuts.dfg.node import Graph, Node, Scalar
 from jcuts.dfg.program import Buffer
 
-
 _PTX_HALF = {"bfloat16": "bf16", "float16": "f16"}
 NEEDS_EXACT_DIVISION = frozenset({"rem", "cbrt", "pow", "log", "log1p", "atan2", "erf", "erfc", "erf_inv"})
 """Operations whose code rests on quotients that are rounded correctly."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 from collections.abc import Callable
 
 import numpy as np
@@ -159,5 +158,5 @@ def is_lost(error: NativeError) -> bool:
 
 @functools.cache
 def device() -> Driver:
-    """The measuring process' device: the first visible one, or ``JCUTS_WORKER_DEVICE``."""
-    return Driver(int(os.environ.get("JCUTS_WORKER_DEVICE", "0")), os.environ.get("JCUTS_LIBCUDA", LIBRARY))
+    """The measuring process' device: the first visible one."""
+    return Driver()

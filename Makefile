@@ -5,7 +5,7 @@ CXX ?= g++
 PYTEST_ARGS ?= -n auto
 VENV := .venv
 BIN := $(VENV)/bin
-NATIVE := jcuts/_native/libjcuts_cpu.so
+NATIVE := jcuts/_native/libjcuts_cpu.so jcuts/_native/libjcuts_cuda.so
 
 # An environment is installed again when what decides its contents changes, and only then.
 INPUTS := pyproject.toml CMakeLists.txt $(wildcard custom_calls/*)
@@ -18,7 +18,7 @@ DEMO_STAMP := $(VENV)/.jcuts-demo-$(KEY)
 help:
 	@echo "make test    lint, type check, import contracts and tests"
 	@echo "make demo    jcuts against jax.jit on MobileNetV2"
-	@echo "make native  the native library, in place"
+	@echo "make native  the native libraries, in place"
 	@echo "make clean   everything that was built, but not .venv"
 
 test: lint unit
@@ -50,13 +50,13 @@ $(DEMO_STAMP): | $(BIN)/python
 	rm -f $(VENV)/.jcuts-demo-*
 	touch $@
 
-# In place, for a source tree: one file, no build system. `pip install` builds the same through CMakeLists.txt.
+# In place, for a source tree: one file each, no build system. `pip install` builds the same through CMakeLists.txt.
 native: $(NATIVE)
 
-$(NATIVE): custom_calls/launch_cpu.cc | $(BIN)/python
+jcuts/_native/libjcuts_%.so: custom_calls/launch_%.cc | $(BIN)/python
 	mkdir -p $(@D)
 	$(CXX) -std=c++17 -O2 -fPIC -shared -pthread -Wall -Wextra -Wno-unused-parameter \
-	  -isystem "$$($(BIN)/python -c 'import jax.ffi; print(jax.ffi.include_dir())')" $< -o $@.new
+	  -isystem "$$($(BIN)/python -c 'import jax.ffi; print(jax.ffi.include_dir())')" $< -o $@.new -ldl
 	mv $@.new $@
 
 clean:

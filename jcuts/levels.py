@@ -10,7 +10,7 @@ from jcuts.base import knobs
 from jcuts.base.errors import Refusal
 from jcuts.base.settings import Settings
 from jcuts.dfg.program import Program
-from jcuts.region import choose, find, plans
+from jcuts.region import choose, find, gpu, plans
 from jcuts.region.build import build
 from jcuts.region.graph import TensorGraph, build_graph
 from jcuts.region.legality import Dag, is_acyclic_cover, is_convex
@@ -18,6 +18,7 @@ from jcuts.region.legality import Subset as Members
 from jcuts.trace import jaxapi
 from jcuts.trace.canonical import canonical_digest
 from jcuts.trace.source import place
+from jcuts.xla import gpus
 from jcuts.xla.rebuild import subset_closed
 
 CONTROL_FLOW = ("scan", "while", "cond")
@@ -91,6 +92,14 @@ class Level:
         for number in self.bodies:
             self.left_out.pop(number, None)
 
+    def leave_out_formless(self, platform: str) -> None:
+        """Subsets without a candidate are left to XLA."""
+        for subset in self.subsets:
+            if not subset.ranked:
+                refusal = Refusal(subset.program.template, f"no kernel form on {platform}")
+                self.left_out.update(dict.fromkeys(subset.members, refusal))
+        self.subsets = [s for s in self.subsets if s.ranked]
+
     def use_stored(self, cover: Sequence[Sequence[int]]) -> bool:
         """Takes a cover from the database, after checking that it is one of this graph; False if it is not."""
         covered: set[int] = set()
@@ -146,15 +155,25 @@ def machine() -> choose.Machine:
     return choose.Machine(target.vector_bytes, target.registers, pool_threads())
 
 
-def add_candidates(subsets: Iterable[Subset]) -> None:
-    """Schedules for every distinct subset that has none yet."""
-    here = machine()
+def add_candidates(subsets: Iterable[Subset], platform: str = "cpu") -> None:
+    """Schedules for every distinct subset that has none yet; none where it has no kernel form on the platform."""
     limit, percent = knobs.current().max_candidates, knobs.current().top_percent
+    if platform == "cpu":
+        here = machine()
+
+        def schedules(program: Program) -> list[tuple[Program, float]]:
+            return plans.candidates(program, here, limit, percent)
+    else:
+        device = gpus.machine()
+
+        def schedules(program: Program) -> list[tuple[Program, float]]:
+            return gpu.candidates(program, device, limit, percent)
+
     known: dict[str, list[tuple[Program, float]]] = {}
     for subset in subsets:
         key = subset.program.digest
         if subset.ranked:
             known.setdefault(key, subset.ranked)
         elif key not in known:
-            known[key] = plans.candidates(subset.program, here, limit, percent)
+            known[key] = schedules(subset.program)
         subset.ranked = known[key]

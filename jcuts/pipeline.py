@@ -35,8 +35,8 @@ from jcuts.trace.canonical import canonical_digest
 from jcuts.trace.inline import inline
 from jcuts.trace.simplify import simplify
 from jcuts.trace.source import as_source
-from jcuts.xla import native
-from jcuts.xla.kernels import kernel_for
+from jcuts.xla import gpus, native
+from jcuts.xla.kernels import kernel_for, source_text
 from jcuts.xla.rebuild import in_order, kernel_eqns
 
 log = logging.getLogger("jcuts.pipeline")
@@ -67,7 +67,8 @@ def optimize_jaxpr(
     """Plans one function.
 
     Args:
-        closed: the original jaxpr. settings: the user's options. platform: 'cpu' (other platforms: left to XLA).
+        closed: the original jaxpr. settings: the user's options.
+        platform: 'cpu', or 'cuda' ('gpu' is JAX's other name for it); other platforms are left to XLA.
         may_measure: True only at a concrete top-level call; otherwise cached choices, else XLA's own code.
         examples: concrete arguments, for inputs whose values matter (indices, loop bounds).
     Returns: the rewritten jaxpr and the report. Equal programs give equal outcomes in every process that shares the
@@ -75,10 +76,10 @@ def optimize_jaxpr(
     Raises: UnsupportedError with ``strict=True``.
     """
     name = getattr(closed.jaxpr.debug_info, "func_name", "") or "function"
-    usable, why = native.native_available()
-    if platform != "cpu" or not usable:
-        reason = f"no kernels for platform {platform}" if platform != "cpu" else why
+    reason = _unusable(platform)
+    if reason:
         return Outcome(closed, FunctionReport(name, settings.mode, platform, notes=(f"left to XLA: {reason}",)))
+    platform = "cpu" if platform == "cpu" else "cuda"
     program = fingerprint.digest(
         canonical_digest(closed, consts="digest"), repr(settings), platform, knobs.current().fuel, knobs.current().chunk
     )
@@ -92,6 +93,14 @@ def optimize_jaxpr(
         while len(_memo) > MEMO_LIMIT:
             _memo.popitem(last=False)
     return outcome
+
+
+def _unusable(platform: str) -> str:
+    """Why no kernels can be used on a platform, or ''."""
+    if platform == "cpu":
+        usable, why = native.native_available()
+        return "" if usable else why
+    return gpus.unusable() if platform in gpus.NAMES else f"no kernels for platform {platform}"
 
 
 def _memo_key(program: str, settings: Settings) -> str:
@@ -131,7 +140,7 @@ def _plan(
     timed("inline", start)
     dump.stage("flat", lambda: as_source(flat, name))
     start = time.perf_counter()
-    flat, pieces = chunking.chunked(flat) if settings.mode != "no_fusion" else (flat, None)
+    flat, pieces = chunking.chunked(flat) if settings.mode != "no_fusion" and platform == "cpu" else (flat, None)
     timed("pieces", start)
     if pieces is not None:
         dump.stage("pieces", lambda: as_source(flat, name))
@@ -140,7 +149,7 @@ def _plan(
     timed("group", start)
     dump.stage("subsets", lambda: "\n".join(s.program.dump() for level in top.everywhere() for s in level.subsets))
     start = time.perf_counter()
-    partition = _select(top, settings, may_measure)
+    partition = _select(top, settings, may_measure, platform)
     timed("select", start)
     start = time.perf_counter()
     rebuilt = _rebuild(top, settings)
@@ -159,9 +168,9 @@ def _plan(
     return Outcome(closed if untouched else rebuilt, report)
 
 
-def _select(top: Level, settings: Settings, may_measure: bool) -> search.Summary:
+def _select(top: Level, settings: Settings, may_measure: bool, platform: str) -> search.Summary:
     """Chooses the partition, and a candidate or XLA for every subset."""
-    return search.select(top, settings, may_measure=may_measure)
+    return search.select(top, settings, may_measure=may_measure, platform=platform)
 
 
 def _rebuild(level: Level, settings: Settings) -> jaxapi.Closed:
@@ -265,11 +274,9 @@ def subset_report(level: Level, subset: Subset) -> SubsetReport:
 
 
 def _kernel_texts(top: Level) -> str:
-    from jcuts.codegen.emit_cpu import emit_source
-
     seen: dict[str, str] = {}
     for level in top.everywhere():
         for subset in level.subsets:
             if subset.chosen is not None and subset.chosen.digest not in seen:
-                seen[subset.chosen.digest] = f"# {subset.chosen.digest}\n{emit_source(subset.chosen).text}"
+                seen[subset.chosen.digest] = f"# {subset.chosen.digest}\n{source_text(subset.chosen)}"
     return "\n".join(seen.values())

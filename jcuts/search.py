@@ -18,6 +18,7 @@ from jcuts.region.explore import Space, explore
 from jcuts.region.legality import Subset as Members
 from jcuts.trace.canonical import canonical_digest
 from jcuts.tune import session
+from jcuts.xla import gpus
 
 log = logging.getLogger("jcuts.search")
 
@@ -51,14 +52,15 @@ class Summary:
         )
 
 
-def select(top: Level, settings: Settings, *, may_measure: bool) -> Summary:
+def select(top: Level, settings: Settings, *, may_measure: bool, platform: str = "cpu") -> Summary:
     """Sets every level's subsets and every subset's winner.
 
-    Modes without fusion, ``tune="off"`` (estimates rank kernels, they are not fit to overrule the greedy cover) and a
-    limited ``JCUTS_FUEL`` keep the greedy cover.
+    Modes without fusion, ``tune="off"`` (estimates rank kernels, they are not fit to overrule the greedy cover), a
+    limited ``JCUTS_FUEL`` and GPUs (`region.seconds` knows CPUs only) keep the greedy cover.
     """
     levels = top.everywhere()
     searching = settings.mode != "no_fusion" and settings.tune != "off" and knobs.current().fuel is None
+    searching = searching and platform == "cpu"
     key = partition_key(top, settings)
     stored = session.store().partition(key) if searching else None
     if stored is not None and _restore(levels, stored):
@@ -66,9 +68,12 @@ def select(top: Level, settings: Settings, *, may_measure: bool) -> Summary:
         add_candidates(subsets)
         session.choose(subsets, settings, may_measure=may_measure, shares=_shares(stored))
         return Summary("stored")
+    add_candidates(_subsets(levels), platform)
+    for level in levels:
+        level.leave_out_formless(platform)
     subsets = _subsets(levels)
-    add_candidates(subsets)
-    shares = session.choose(subsets, settings, may_measure=may_measure)
+    device = "" if platform == "cpu" else gpus.this().identity()
+    shares = session.choose(subsets, settings, may_measure=may_measure, device=device)
     if not searching or settings.tune != "auto" or not may_measure or not subsets:
         return Summary("greedy")
     return _search(levels, settings, shares, key)

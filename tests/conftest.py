@@ -42,9 +42,12 @@ def cache_dir(tmp_path, monkeypatch):
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # Marked slow: left out unless a -m expression speaks of them, or one test is asked for by name.
-    if "slow" in config.getoption("-m") or any("::" in arg for arg in config.args):
+    # Marked slow or gpu: left out unless a -m expression speaks of them, or one test is asked for by name.
+    if any("::" in arg for arg in config.args):
         return
-    for item in items:
-        if item.get_closest_marker("slow") is not None:
-            item.add_marker(pytest.mark.skip(reason="slow: run with -m slow"))
+    for name in ("slow", "gpu"):
+        if name in config.getoption("-m"):
+            continue
+        for item in items:
+            if item.get_closest_marker(name) is not None:
+                item.add_marker(pytest.mark.skip(reason=f"{name}: run with -m {name}"))

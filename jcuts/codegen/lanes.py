@@ -120,7 +120,13 @@ def intrinsic(
     args: Sequence[Value],
     overloads: Sequence[Type] | None = None,
 ) -> Value:
-    """Calls ``llvm.<name>``; ``overloads`` are the types in its mangled name (the result's by default)."""
+    """Calls ``llvm.<name>``; ``overloads`` are the types in its mangled name (the result's by default).
+
+    A builder with a method ``special`` (`codegen.cuda.builder`) makes intrinsics its own way.
+    """
+    special = getattr(builder, "special", None)
+    if special is not None:
+        return special(name, result, args)
     mangled = ".".join(["llvm", name, *(suffix(kind) for kind in (overloads or [result]))])
     return builder.call(declare(builder, mangled, result, [a.type for a in args]), list(args))
 
@@ -152,6 +158,9 @@ def bitcast(builder: Builder, value: Value, new_element: Type) -> Value:
 def per_lane(builder: Builder, symbol: str, args: Sequence[Value]) -> Value:
     """Calls a scalar C function once per lane (libm symbols: slow, for the cases with no vector form)."""
     kind = args[0].type
+    libm = getattr(builder, "libm", None)
+    if libm is not None:
+        return libm(symbol, args)
     function = declare(builder, symbol, element(kind), [element(a.type) for a in args])
     if not isinstance(kind, ir.VectorType):
         return builder.call(function, list(args))

@@ -10,6 +10,8 @@ from jcuts.arch.detect import describe_cpu
 from jcuts.dfg.program import ITEM_SIZE, Phase, Program
 from jcuts.estimate.cpu import BoundReport, CpuWork
 from jcuts.estimate.cpu import bound as cpu_bound
+from jcuts.region.gpu import GpuBound
+from jcuts.region.gpu import bound as gpu_bound
 
 FLOATS = frozenset({"float64", "float32", "bfloat16", "float16"})
 
@@ -68,7 +70,9 @@ def _reads(phase: Phase) -> dict[str, float]:
     return found
 
 
-def bound(program: Program, arch: CpuArch | None = None) -> BoundReport:
+def bound(program: Program, arch: CpuArch | None = None) -> BoundReport | GpuBound:
     """Lower bound on the kernel's time [s]: no run of it can be shorter."""
+    if "cuda" in dict(program.params):
+        return gpu_bound(program)
     arch = arch or host_arch()
     return cpu_bound(work_of(program, arch), arch)

@@ -58,7 +58,7 @@ class Task:
 class Worker:
     """One measuring process."""
 
-    def __init__(self, folder: Path, number: int) -> None:
+    def __init__(self, folder: Path, number: int, platform: str = "cpu") -> None:
         self.log = folder / f"worker{number}.log"
         with open(self.log, "wb") as log:
             # -P: a user's ./jax.py or ./numpy.py must not be imported instead of the real one.
@@ -67,7 +67,7 @@ class Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=_environment(),
+                env=_environment(platform),
             )
         _alive.add(self)
         assert self.process.stdout is not None and self.process.stdin is not None
@@ -131,10 +131,11 @@ class Worker:
             return ""
 
 
-def _environment() -> dict[str, str]:
+def _environment(platform: str = "cpu") -> dict[str, str]:
     """The user's environment, less what would change a measurement, plus what the child must know."""
     env = {name: value for name, value in os.environ.items() if name not in _DROPPED}
-    env["JAX_PLATFORMS"] = "cpu"
+    env["JAX_PLATFORMS"] = platform
+    env["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the parent holds most of a GPU's memory
     env["JCUTS_WORKER_PARENT"] = str(os.getpid())
     current = knobs.current()
     for name in ("threads", "native", "cache_dir"):  # a `knobs.scope` of the parent is not in its environment
@@ -163,12 +164,14 @@ class Pool:
     Args:
         folder: private folder of the session, for logs.
         sizes: group name -> most processes; they start when there is work for them.
+        platform: what JAX runs on there.
 
     Use it as a context manager: every process is gone when the block ends, however it ends.
     """
 
-    def __init__(self, folder: Path, sizes: dict[str, int]) -> None:
+    def __init__(self, folder: Path, sizes: dict[str, int], platform: str = "cpu") -> None:
         self.folder = folder
+        self.platform = platform
         self.sizes = sizes
         self.queues: dict[str, collections.deque[Task]] = {name: collections.deque() for name in sizes}
         self.workers: dict[str, list[Worker]] = {name: [] for name in sizes}
@@ -235,7 +238,7 @@ class Pool:
         if not sys.executable or self.failed_starts >= _MAX_STARTS:
             return None
         try:
-            worker = Worker(self.folder, self.started)
+            worker = Worker(self.folder, self.started, self.platform)
         except (OSError, ValueError, subprocess.SubprocessError):
             self.failed_starts = _MAX_STARTS
             return None

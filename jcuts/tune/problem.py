@@ -125,6 +125,7 @@ class Problem:
             ``huge`` inputs so that intermediate products do not overflow (where they would, XLA's own answer depends
             on how it happened to rewrite the products).
         name: for people.
+        device: the GPU that it is tuned for, '' for this CPU.
     """
 
     identity: str
@@ -139,6 +140,7 @@ class Problem:
     unsure: bool = False
     degree: int = 1
     name: str = ""
+    device: str = ""
 
     def __post_init__(self) -> None:
         labels = [c.label for c in self.candidates]
@@ -152,6 +154,7 @@ class Problem:
         """Key of the problem: what is computed, on what, from which candidates, to which tolerance."""
         text = json.dumps(
             {
+                **({"device": self.device} if self.device else {}),
                 "format": FORMAT,
                 "identity": self.identity,
                 "inputs": [[list(i.shape), i.dtype, i.recipe] for i in self.inputs],
@@ -162,6 +165,19 @@ class Problem:
             sort_keys=True,
         )
         return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def platform(self) -> str:
+        """Where XLA's side of it runs: ``cpu`` or ``cuda``."""
+        return "cuda" if self.device else "cpu"
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """Compute capability of the GPU (`xla.gpus.Gpu.identity` names it). Raises UsageError where it is not named."""
+        found = re.search(r" (\d+)\.(\d+) x", self.device)
+        if found is None:
+            raise UsageError(f"device {self.device!r} does not say its compute capability", device=self.device)
+        return int(found[1]), int(found[2])
 
     def with_exports(self, library: bytes, reference: bytes, perturb: bool, unsure: bool = False) -> Problem:
         """The same problem with its library and reference artifacts; the digest does not change."""
@@ -188,6 +204,7 @@ class Problem:
             "format": FORMAT,
             "identity": self.identity,
             "name": self.name,
+            "device": self.device,
             "space": self.space,
             "tolerance": self.tolerance,
             "perturb": self.perturb,
@@ -240,6 +257,7 @@ class Problem:
                 unsure=bool(data.get("unsure", False)),
                 degree=int(data.get("degree", 1)),
                 name=data.get("name", ""),
+                device=data.get("device", ""),
             )
         except (KeyError, TypeError) as error:
             raise UsageError(f"tuning problem lacks a field: {error!r}", found=sorted(data)) from None

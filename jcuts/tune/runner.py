@@ -35,7 +35,7 @@ _log = logging.getLogger("jcuts.tune")
 _PREFIX = "jcuts-tune-"
 _LIVE_REFERENCES = 4
 """Problems whose reference arrays lie on disk at the same time."""
-_COMPILE, _XLA = "compile", "xla"
+_COMPILE, _XLA, _DEVICE = "compile", "xla", "device"
 
 
 class Progress(Protocol):
@@ -196,10 +196,12 @@ def _measure_all(
                     continue
                 ready.append(_make_job(full, folder, number))
             workers = effort.workers or knobs.current().compile_workers or fingerprint.usable_cores()
-            with Pool(folder, {_COMPILE: workers, _XLA: 1}) as pool:
+            platform = "cuda" if any(p.device for p in problems) else "cpu"
+            with Pool(folder, {_COMPILE: workers, _XLA: 1, _DEVICE: 1}, platform) as pool:
                 session = _Session(pool, ready, effort, progress)
                 session.compile_and_check()
                 pool.stop(_COMPILE)
+                pool.stop(_DEVICE)
                 for job in ready:
                     choice = session.measure(job)
                     if not job.transient:
@@ -306,7 +308,8 @@ class _Session:
             "kinds": job.kinds,
             "kernel": str(job.kernels.get(label, "")),
         }
-        self.pool.submit(_XLA if kind == "stablehlo" else _COMPILE, request, self.timeout, done)
+        own = _DEVICE if job.problem.device else _COMPILE  # one process holds the GPU, any may hold a core
+        self.pool.submit(_XLA if kind == "stablehlo" else own, request, self.timeout, done)
 
     def _finish(self, job: _Job) -> None:
         """Frees the disk once nothing of a problem is compared any more, and lets the next problem in."""

@@ -51,11 +51,18 @@ def generation() -> tuple[int, int]:
 
 
 def choose(
-    subsets: Sequence[Any], settings: Settings, *, may_measure: bool, shares: Mapping[str, int] | None = None
+    subsets: Sequence[Any],
+    settings: Settings,
+    *,
+    may_measure: bool,
+    shares: Mapping[str, int] | None = None,
+    device: str = "",
 ) -> dict[str, int]:
     """Sets ``chosen``, ``origin`` and ``choice`` of every subset (see `levels.Subset`).
 
-    Args: shares: candidates per subset identity, which are part of a problem's key; by default in proportion to work.
+    Args:
+        shares: candidates per subset identity, which are part of a problem's key; by default in proportion to work.
+        device: the GPU that the candidates are for; '' is this CPU.
     Returns: the shares that were used.
 
     Without permission to measure, ``tune="auto"`` reads the database like ``tune="cached"``; what it does not know is
@@ -69,12 +76,12 @@ def choose(
     closed_of: dict[str, Any] = {}
     for subset in subsets:
         if subset.identity not in problems:
-            problem = make_problem(subset, settings, used[subset.identity])
+            problem = make_problem(subset, settings, used[subset.identity], device)
             problems[subset.identity] = problem
             closed_of[problem.digest] = subset.closed
     choices = tune(
         list(problems.values()), store(), settings=how, progress=_progress,
-        prepare=lambda problem: with_exports(problem, closed_of[problem.digest]),
+        prepare=lambda problem: with_exports(problem, closed_of[problem.digest], platform=problem.platform),
     )  # fmt: skip
     for subset in subsets:
         problem = problems[subset.identity]
@@ -89,7 +96,7 @@ def choose(
     return used
 
 
-def make_problem(subset: Any, settings: Settings, candidates: int) -> Problem:
+def make_problem(subset: Any, settings: Settings, candidates: int, device: str = "") -> Problem:
     """The tuning problem of a subset with its best ``candidates`` candidates."""
     kept = subset.ranked[:candidates]
     reduction = _terms(subset.program)
@@ -105,6 +112,7 @@ def make_problem(subset: Any, settings: Settings, candidates: int) -> Problem:
         tolerance=settings.tolerance,
         degree=degree(subset.closed),
         name=_name(subset),
+        device=device,
     )
 
 

@@ -32,6 +32,7 @@ import numpy as np
 
 from jcuts.base.errors import AccuracyRejected, CandidateRejected, CompileRejected, WorkerFailed
 from jcuts.codegen.artifact import CompiledKernel
+from jcuts.codegen.cuda.image import is_image
 from jcuts.tune.check import Accuracy, Expected, check_output
 from jcuts.tune.choice import LIBRARY, plain
 from jcuts.tune.kernelfile import read_kernel, write_kernel
@@ -78,6 +79,14 @@ def _load_object(candidate: Candidate) -> CompiledKernel:
     )
 
 
+def _compile_cuda(problem: Problem, candidate: Candidate) -> CompiledKernel:
+    from jcuts.codegen.cuda.compile import compile_program
+    from jcuts.codegen.cuda.target import CudaTarget
+    from jcuts.dfg.program import Program
+
+    return compile_program(Program.from_json(json.loads(candidate.payload)), CudaTarget(problem.capability))
+
+
 KERNEL_KINDS: dict[str, Callable[[Candidate], CompiledKernel]] = {
     "program": _compile_program,
     "object": _load_object,
@@ -97,7 +106,8 @@ def compile_(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     problem = _problem(request)
     candidate = problem.candidate(request["label"])
     start = time.perf_counter()
-    kernel = KERNEL_KINDS[candidate.kind](candidate)
+    on_gpu = problem.device and candidate.kind == "program"
+    kernel = _compile_cuda(problem, candidate) if on_gpu else KERNEL_KINDS[candidate.kind](candidate)
     wanted = (
         tuple((i.shape, i.dtype) for i in problem.inputs),
         tuple((o.shape, o.dtype) for o in problem.outputs),
@@ -181,6 +191,8 @@ def measure(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     from jcuts.tune import timing
 
     problem, folder = _problem(request), Path(request["folder"])
+    if problem.device:
+        return _measure_on_gpu(jax, problem, folder, request, announce)
     input_sets = [_inputs(problem, folder, n) for n in range(int(request["sets"]))]
     launchers: dict[str, Launcher] = {}
     for label, path in request["kernels"].items():
@@ -223,6 +235,41 @@ def measure(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
             _answer(label, timing.screen({label: launchers[label]}, input_sets[0], seconds=budget)[label], "direct")
         )
     return {"measurements": answers, "overhead": timing.dispatch_overhead()}
+
+
+def _measure_on_gpu(
+    jax: Any, problem: Problem, folder: Path, request: dict[str, Any], announce: Announce
+) -> dict[str, Any]:
+    """The same on a GPU: kernels by CUDA events, the best few against XLA in chains."""
+    from jcuts.tune import driver, gpu, gpu_timing
+    from jcuts.xla.call import call_kernel
+
+    inputs = _inputs(problem, folder, 0)
+    kernels = {label: read_kernel(Path(path)) for label, path in request["kernels"].items()}
+    exported = jax.export.deserialize(bytearray(problem.library or b""))
+    jax.block_until_ready(jax.jit(exported.call)(*inputs))  # the primary context is XLA's before it is ours
+    answers: list[dict[str, Any]] = []
+    finalists = list(kernels)
+    if len(finalists) > 1:
+        announce(finalists[0])
+        device = driver.device()
+        quick = gpu.screen({label: gpu.GpuLauncher(kernel, device) for label, kernel in kernels.items()}, inputs)
+        best = {label: min(samples.seconds) for label, samples in quick.items()}
+        ranked = sorted(best, key=lambda label: best[label])
+        limit = HOPELESS * best[ranked[0]]
+        finalists = [label for label in ranked[: int(request["finalists"])] if best[label] <= limit]
+        answers += [_answer(label, quick[label], "screen") for label in quick if label not in finalists]
+    entries: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {LIBRARY: (exported.call, {})}
+    for label in finalists:
+        entries[label] = (functools.partial(call_kernel, kernels[label]), {})
+    for label in request["stablehlo"]:
+        data = json.loads(problem.candidate(label).payload)
+        artifact = jax.export.deserialize(bytearray(decode_bytes(data["artifact"]) or b""))
+        entries[label] = (artifact.call, data["compiler_options"])
+    budget = float(request["seconds"])
+    method, samples = gpu_timing.compare(entries, inputs, seconds=budget * len(entries), announce=announce)
+    answers += [_answer(label, s, method) for label, s in samples.items()]
+    return {"measurements": answers, "overhead": gpu_timing.overhead()}
 
 
 def _screened(
@@ -325,13 +372,35 @@ def _expected(folder: Path, number: int, i: int, kind: str, shape: tuple[int, ..
 
 
 def _kernel_runner(path: str) -> Callable[[list[np.ndarray], int], list[np.ndarray]]:
-    launcher = Launcher(read_kernel(Path(path)))
+    kernel = read_kernel(Path(path))
+    if is_image(kernel.object_code):
+        return _gpu_runner(kernel)
+    launcher = Launcher(kernel)
     tiles = launcher.kernel.tiles
     # Tiles are independent: any order, any grouping, several at once.  The poison is 0xAB.. or NaN.
     schedules = (Schedule(), Schedule(1, backward=True), Schedule(max(1, tiles // 3), threads=2))
 
     def run(inputs: list[np.ndarray], number: int) -> list[np.ndarray]:
         return launcher.run(inputs, schedules[number % len(schedules)], poison=(0xAB, 0xFF)[number % 2])
+
+    return run
+
+
+def _gpu_runner(kernel: CompiledKernel) -> Callable[[list[np.ndarray], int], list[np.ndarray]]:
+    """Runs on the GPU through the driver, without JAX.  A lost context ends the process: the candidate is to blame."""
+    from jcuts.base.errors import NativeError
+    from jcuts.tune import driver, gpu
+
+    launcher = gpu.GpuLauncher(kernel, driver.device())
+
+    def run(inputs: list[np.ndarray], number: int) -> list[np.ndarray]:
+        try:
+            return launcher.run(inputs, poison=(0xAB, 0xFF)[number % 2])
+        except NativeError as error:
+            if gpu.lost(error) or driver.is_lost(error):
+                print(f"{kernel.digest}: {error.message}", file=sys.stderr, flush=True)
+                os._exit(70)
+            raise CandidateRejected(error.message, **error.values) from error
 
     return run
 

@@ -11,6 +11,7 @@ import numpy as np
 from jcuts.base import fingerprint, knobs
 from jcuts.base.errors import IRError
 from jcuts.codegen.artifact import CompiledKernel
+from jcuts.codegen.cuda.image import is_image
 from jcuts.xla import register
 
 ALIGNMENT = 64  # bytes: of every scratch slot, as in custom_calls/launch_cpu.cc
@@ -53,6 +54,10 @@ def call_kernel(kernel: CompiledKernel, *operands: Any) -> tuple[jax.Array, ...]
         NativeError: the native library cannot be used.
     """
     _check(kernel, operands)
+    if is_image(kernel.object_code):
+        from jcuts.xla import cuda
+
+        return cuda.call_kernel(kernel, *operands)
     register.ensure_registered()
     register.add_kernel(kernel)
     slots = max(1, min(kernel.tiles, pool_threads()))

@@ -28,16 +28,42 @@ def kernel_for(program: Program) -> CompiledKernel:
     return known
 
 
-def _find(program: Program) -> CompiledKernel | CompileRejected:
-    from jcuts.codegen.compile import compile_program, kernel_digest
-    from jcuts.codegen.target import host_target
+def is_for_gpu(program: Program) -> bool:
+    """Whether a program is scheduled for a GPU (`region.gpu`)."""
+    return "cuda" in dict(program.params)
 
-    target = host_target()
-    cached = objects.fetch(kernel_digest(program, target))
+
+def source_text(program: Program) -> str:
+    """The numba source of a scheduled program, for dumps."""
+    if not is_for_gpu(program):
+        from jcuts.codegen.emit_cpu import emit_source
+
+        return emit_source(program).text
+    from jcuts.codegen.cuda.emit import emit_source as emit_cuda
+    from jcuts.codegen.cuda.parts import parts
+
+    return "\n".join(emit_cuda(part.program).text for part in parts(program)[0])
+
+
+def _find(program: Program) -> CompiledKernel | CompileRejected:
+    if is_for_gpu(program):
+        from jcuts.codegen.cuda.compile import compile_program as compile_cuda
+        from jcuts.codegen.cuda.compile import kernel_digest as cuda_digest
+        from jcuts.xla.gpus import target as gpu_target
+
+        device = gpu_target()
+        digest, compile_ = cuda_digest(program, device), lambda: compile_cuda(program, device)
+    else:
+        from jcuts.codegen.compile import compile_program, kernel_digest
+        from jcuts.codegen.target import host_target
+
+        host = host_target()
+        digest, compile_ = kernel_digest(program, host), lambda: compile_program(program, host)
+    cached = objects.fetch(digest)
     if cached is not None:
         return cached
     try:
-        kernel = compile_program(program, target)
+        kernel = compile_()
     except CompileRejected as error:
         return error
     objects.store(kernel)

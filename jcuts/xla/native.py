@@ -23,29 +23,31 @@ _lock = threading.Lock()
 _loaded: dict[Path, ctypes.CDLL] = {}
 
 
-def library_path() -> Path:
-    """Where the library is: ``JCUTS_NATIVE``, else beside the installed package.
+def library_path(name: str = LIBRARY) -> Path:
+    """Where a library is: ``JCUTS_NATIVE`` (of others: the file beside it), else beside the installed package.
 
     Raises:
         NativeError: it is not there; attribute ``tried``.
     """
     override = knobs.current().native
     if override is not None:
-        if not override.is_file():
+        chosen = override if name == LIBRARY else override.with_name(name)
+        if not chosen.is_file():
             raise NativeError(
-                f"JCUTS_NATIVE={override} is not a file: point it at {LIBRARY} or unset it", tried=[str(override)]
+                f"JCUTS_NATIVE={override}: {chosen} is not a file: point it at {LIBRARY} or unset it",
+                tried=[str(chosen)],
             )
-        return override.resolve()
+        return chosen.resolve()
     # An editable install keeps built files elsewhere than sources: ask the import system as well.
     folders = [Path(__file__).resolve().parent.parent / "_native"]
     spec = importlib.util.find_spec("jcuts")
     folders += [Path(p) / "_native" for p in (spec.submodule_search_locations if spec else None) or ()]
-    tried = list(dict.fromkeys(str(folder / LIBRARY) for folder in folders))
+    tried = list(dict.fromkeys(str(folder / name) for folder in folders))
     for path in tried:
         if Path(path).is_file():
             return Path(path)
     raise NativeError(
-        f"the native library {LIBRARY} is missing (looked at {', '.join(tried)}): run `make native` in a source tree, "
+        f"the native library {name} is missing (looked at {', '.join(tried)}): run `make native` in a source tree, "
         "or reinstall jcuts with a C++17 compiler at hand",
         tried=tried,
     )

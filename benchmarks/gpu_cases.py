@@ -1,0 +1,121 @@
+"""The micro-benchmarks of `gpu_run.py`: memory-bound operations, each with the bytes that it must move."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operation at one size.
+
+    Attributes:
+        name: unique.
+        function: of the arrays.
+        shapes: (shape, dtype name) per argument; 'int32 < n' means indices below n.
+        read: share of each argument's bytes that must be read (gathers read rows, not the table); None: all of it.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    shapes: tuple[tuple[tuple[int, ...], str], ...]
+    read: tuple[float, ...] | None = None
+
+    def arguments(self, seed: int) -> list[np.ndarray]:
+        """Fresh random arguments."""
+        rng = np.random.default_rng(seed)
+        found = []
+        for shape, kind in self.shapes:
+            if kind.startswith("int32 <"):
+                found.append(rng.integers(0, int(kind.split("<")[1]), shape).astype(np.int32))
+            else:
+                values = rng.standard_normal(shape, dtype=np.float32)
+                found.append(values.astype(jnp.dtype(kind)))
+        return found
+
+    def moved(self) -> int:
+        """Fewest bytes through memory: every argument once, every result once."""
+        sizes = [math.prod(s) * (4 if k.startswith("int32") else jnp.dtype(k).itemsize) for s, k in self.shapes]
+        shares = self.read or (1.0,) * len(sizes)
+        avals = [jax.ShapeDtypeStruct(s, jnp.int32 if k.startswith("int32") else jnp.dtype(k)) for s, k in self.shapes]
+        out = jax.tree.leaves(jax.eval_shape(self.function, *avals))
+        return int(sum(a * b for a, b in zip(sizes, shares, strict=True)) + sum(o.size * o.dtype.itemsize for o in out))
+
+
+def _depthwise(stride: int) -> Callable[..., Any]:
+    def function(x: Any, w: Any, b: Any) -> Any:
+        y = lax.conv_general_dilated(x, w, (stride, stride), "SAME", feature_group_count=x.shape[-1],
+                                     dimension_numbers=("NHWC", "HWIO", "NHWC"), precision="highest")  # fmt: skip
+        return jnp.clip(y + b, 0.0, 6.0)
+
+    return function
+
+
+def _chain(x: Any, y: Any, b: Any) -> Any:
+    return jnp.maximum(x * 1.5 + y, 0.0) * b + jnp.abs(x)
+
+
+def _gelu(x: Any, b: Any) -> Any:
+    return jax.nn.gelu(x + b, approximate=True)
+
+
+def _layer_norm(x: Any, g: Any, b: Any) -> Any:
+    wide = x.astype(jnp.float32)
+    mean = wide.mean(-1, keepdims=True)
+    variance = jnp.square(wide - mean).mean(-1, keepdims=True)
+    return ((wide - mean) * lax.rsqrt(variance + 1e-5) * g + b).astype(x.dtype)
+
+
+def _max_pool(x: Any) -> Any:
+    return lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
+
+
+def _average_pool(x: Any) -> Any:
+    return lax.reduce_window(x, 0.0, lax.add, (1, 3, 3, 1), (1, 1, 1, 1), "SAME") / 9.0
+
+
+def cases() -> list[Case]:
+    """All of them, small and large sizes."""
+    found = []
+    for rows, columns in ((256, 1024), (16384, 4096)):
+        for dtype in ("float32", "bfloat16"):
+            size = f"{rows}x{columns} {dtype}"
+            full, line = ((rows, columns), dtype), ((columns,), dtype)
+            found += [
+                Case(f"chain {size}", _chain, (full, full, line)),
+                Case(f"gelu {size}", _gelu, (full, line)),
+                Case(f"softmax {size}", lambda x: jax.nn.softmax(x, axis=-1), (full,)),
+                Case(f"layer norm {size}", _layer_norm, (full, ((columns,), "float32"), ((columns,), "float32"))),
+                Case(f"row sum {size}", lambda x: x.sum(-1), (full,)),
+                Case(f"column sum {size}", lambda x: x.sum(0), (full,)),
+                Case(f"transpose {size}", lambda x: x.T + 1, (full,)),
+            ]
+    found.append(Case("full sum 16384x4096 float32", lambda x: x.sum(), (((16384, 4096), "float32"),)))
+    found.append(Case("column sum 802816x32 float32", lambda x: x.sum(0), (((802816, 32), "float32"),)))
+    for n, h, c in ((64, 112, 32), (64, 56, 144), (64, 28, 192), (64, 14, 576), (64, 7, 960), (1, 56, 144)):
+        shapes = (((n, h, h, c), "float32"), ((3, 3, 1, c), "float32"), ((c,), "float32"))
+        found.append(Case(f"depthwise 3x3/1 {n}x{h}x{h}x{c}", _depthwise(1), shapes))
+    for n, h, c in ((64, 112, 96), (64, 56, 144), (64, 14, 576)):
+        shapes = (((n, h, h, c), "float32"), ((3, 3, 1, c), "float32"), ((c,), "float32"))
+        found.append(Case(f"depthwise 3x3/2 {n}x{h}x{h}x{c}", _depthwise(2), shapes))
+    found.append(Case("max pool 3x3/2 64x112x112x64", _max_pool, (((64, 112, 112, 64), "float32"),)))
+    found.append(Case("average pool 3x3/1 64x35x35x288", _average_pool, (((64, 35, 35, 288), "float32"),)))
+    for count, width in ((2048, 64), (262144, 128)):
+        table = 1_000_000
+        found.append(
+            Case(
+                f"embedding {count} rows of {width}",
+                lambda t, i: jnp.take(t, i, axis=0, mode="clip"),
+                (((table, width), "float32"), ((count,), f"int32 < {table}")),
+                (count / table, 1.0),
+            )
+        )
+    return found

@@ -1,0 +1,1 @@
+"""Kernel program -> numba.cuda source -> PTX -> cubin, with no GPU needed."""

@@ -1,0 +1,172 @@
+"""PTX -> cubin without a GPU, and what the cubin says of the registers and memory that each kernel takes.
+
+The assembler is ``ptxas`` (of the CUDA wheels beside this Python, or on the PATH), else the nvJitLink library.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sysconfig
+import tempfile
+from pathlib import Path
+
+from jcuts.base.errors import CompileRejected
+from jcuts.codegen.cuda.image import Resources
+
+PTX_VERSION = "8.0"
+"""Oldest PTX version that knows everything emitted here: assemblers of CUDA 12.0 and newer read it."""
+_TIMEOUT = 120.0
+_ENTRY = re.compile(r"^\.visible \.entry (\S+)\(", re.MULTILINE)
+_REGCOUNT, _FRAME_SIZE = 0x2F, 0x11
+_SIZED = 0x04
+
+
+def merged(sources: list[tuple[str, str]]) -> str:
+    """One PTX module of several: [(PTX of one kernel, the name that it gets)]."""
+    head, bodies = "", []
+    for text, symbol in sources:
+        found = _ENTRY.search(text)
+        if found is None:
+            raise CompileRejected("PTX without a kernel in it")
+        text = text.replace(found.group(1), symbol)
+        lines = [x for x in text.splitlines() if not x.lstrip().startswith((".common .global", "//"))]
+        start = next(k for k, x in enumerate(lines) if x.startswith(".address_size"))
+        head = "\n".join(lines[: start + 1])
+        bodies.append("\n".join(lines[start + 1 :]))
+    head = re.sub(r"^\.version .*$", f".version {PTX_VERSION}", head, flags=re.MULTILINE)
+    return head + "\n" + "\n".join(bodies) + "\n"
+
+
+@functools.cache
+def assembler() -> str:
+    """Path of ptxas, or '' where there is none.
+
+    >>> assembler() == "" or assembler().endswith("ptxas")
+    True
+    """
+    packages = Path(sysconfig.get_paths()["purelib"])
+    for pattern in ("nvidia/cu*/bin/ptxas", "nvidia/cuda_nvcc/bin/ptxas"):
+        for path in sorted(packages.glob(pattern), reverse=True):
+            if os.access(path, os.X_OK):
+                return str(path)
+    return shutil.which("ptxas") or ""
+
+
+def assemble(ptx: str, arch: str) -> bytes:
+    """The cubin of a PTX module.
+
+    Args: ptx: the module; arch: e.g. ``sm_90``.
+    Raises: CompileRejected where the assembler refuses, hangs, or is missing; attribute ``log``.
+    """
+    path = assembler()
+    return _run_ptxas(path, ptx, arch) if path else _link(ptx, arch)
+
+
+def _run_ptxas(path: str, ptx: str, arch: str) -> bytes:
+    with tempfile.TemporaryDirectory(prefix="jcuts-ptx-") as folder:
+        source, target = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+        source.write_text(ptx)
+        command = [path, f"-arch={arch}", "-O3", str(source), "-o", str(target)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise CompileRejected(f"ptxas failed: {error}", log=str(error)) from error
+        if done.returncode or not target.exists():
+            log = (done.stderr or done.stdout).strip()
+            raise CompileRejected(f"ptxas refused the kernel: {log[:500]}", log=log)
+        return target.read_bytes()
+
+
+def _link(ptx: str, arch: str) -> bytes:
+    try:
+        from cuda.bindings import nvjitlink  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise CompileRejected("there is neither ptxas nor nvJitLink: install jcuts[cuda13]", log=str(error)) from error
+    data = ptx.encode()
+    options = [f"-arch={arch}", "-O3"]
+    handle = None
+    try:
+        handle = nvjitlink.create(len(options), options)
+        nvjitlink.add_data(handle, nvjitlink.InputType.PTX, data, len(data), "kernel.ptx")
+        nvjitlink.complete(handle)
+        cubin = bytearray(nvjitlink.get_linked_cubin_size(handle))
+        nvjitlink.get_linked_cubin(handle, cubin)
+        return bytes(cubin)
+    except Exception as error:  # the binding's own error types
+        raise CompileRejected(f"nvJitLink refused the kernel: {error}", log=str(error)) from error
+    finally:
+        if handle is not None:
+            nvjitlink.destroy(handle)
+
+
+# -- the resource report ------------------------------------------------------------------------------------------
+def resources(cubin: bytes) -> dict[str, Resources]:
+    """Registers, stack bytes per thread and static shared bytes per block of every kernel in a cubin.
+
+    Local memory (a spilled register, an array indexed at run time) shows as stack bytes.
+    Raises: CompileRejected for bytes that are no 64-bit ELF file.
+    """
+    sections = _sections(cubin)
+    names = _symbol_names(cubin, sections)
+    registers: dict[str, int] = {}
+    stack: dict[str, int] = {}
+    for _, kind, offset, size, _, _ in (s for s in sections if s[0] == ".nv.info"):
+        del kind
+        for attribute, payload in _attributes(cubin[offset : offset + size]):
+            if attribute in (_REGCOUNT, _FRAME_SIZE) and len(payload) >= 8:
+                symbol, value = struct.unpack_from("<II", payload)
+                (registers if attribute == _REGCOUNT else stack)[names.get(symbol, "")] = value
+    shared = {s[0].removeprefix(".nv.shared."): s[3] for s in sections if s[0].startswith(".nv.shared.")}
+    kernels = [s[0].removeprefix(".text.") for s in sections if s[0].startswith(".text.")]
+    found = {}
+    for name in kernels:
+        if name not in registers:
+            raise CompileRejected(f"the cubin does not say how many registers {name} takes", kernel=name)
+        found[name] = Resources(registers[name], stack.get(name, 0), shared.get(name, 0))
+    return found
+
+
+Section = tuple[str, int, int, int, int, int]
+
+
+def _sections(data: bytes) -> list[Section]:
+    """(name, type, offset, size, link, entry size) of every section."""
+    if data[:4] != b"\x7fELF" or data[4] != 2:
+        raise CompileRejected("the assembler's output is no 64-bit ELF file")
+    (table,) = struct.unpack_from("<Q", data, 0x28)
+    size, count, names = struct.unpack_from("<HHH", data, 0x3A)
+    raw = [struct.unpack_from("<IIQQQQIIQQ", data, table + k * size) for k in range(count)]
+    start = raw[names][4]
+    return [(_text(data, start + r[0]), r[1], r[4], r[5], r[6], r[9]) for r in raw]
+
+
+def _text(data: bytes, start: int) -> str:
+    return data[start : data.index(b"\0", start)].decode()
+
+
+def _symbol_names(data: bytes, sections: list[Section]) -> dict[int, str]:
+    for name, _, offset, size, link, entry in sections:
+        if name == ".symtab" and entry:
+            strings = sections[link][2]
+            return {
+                k: _text(data, strings + struct.unpack_from("<I", data, offset + k * entry)[0])
+                for k in range(size // entry)
+            }
+    return {}
+
+
+def _attributes(data: bytes) -> list[tuple[int, bytes]]:
+    """(attribute, payload) records of a .nv.info section."""
+    found, place = [], 0
+    while place + 4 <= len(data):
+        form, attribute, value = struct.unpack_from("<BBH", data, place)
+        place += 4
+        if form == _SIZED:
+            found.append((attribute, data[place : place + value]))
+            place += value
+    return found

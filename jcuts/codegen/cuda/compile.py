@@ -1,0 +1,201 @@
+"""Kernel program -> cubin, through numba.cuda.  The only file that imports numba.cuda."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from llvmlite import ir
+
+from jcuts.base import fingerprint
+from jcuts.base.errors import CompileRejected, JcutsError
+from jcuts.codegen import lanes as L
+from jcuts.codegen.artifact import CompiledKernel
+from jcuts.codegen.cuda import assemble
+from jcuts.codegen.cuda.builder import GpuBuilder
+from jcuts.codegen.cuda.emit import CudaSource, emit_source
+from jcuts.codegen.cuda.image import SYMBOL, Image, Launch
+from jcuts.codegen.cuda.parts import parts
+from jcuts.codegen.cuda.point import PointEmitter, Shape
+from jcuts.codegen.cuda.target import CudaTarget
+from jcuts.codegen.cuda.team import TeamEmitter, TeamShape
+from jcuts.dfg.program import Program
+from jcuts.dfg.verify import verify
+
+_lock = threading.RLock()
+_SLOW_PATHS = frozenset({"sin", "cos", "tan"})
+"""float64 functions whose library code keeps a table on the stack for huge arguments."""
+PACKAGES = ("numba-cuda", "cuda-bindings", "nvidia-nvvm", "nvidia-cuda-nvcc")
+
+
+@functools.cache
+def available() -> str:
+    """'' if kernels can be compiled here, else the reason."""
+    if fingerprint.package_version("numba-cuda") == "none":  # numba's own CUDA target is older and knows less
+        return "numba-cuda is not installed: install jcuts[cuda13]"
+    try:
+        _numba()
+    except Exception as error:  # import errors of several packages; numba-cuda itself raises AttributeError
+        return f"numba-cuda cannot be imported ({type(error).__name__}: {str(error)[:200]}): install jcuts[cuda13]"
+    if not assemble.assembler():
+        try:
+            from cuda.bindings import nvjitlink  # type: ignore[import-not-found]  # noqa: F401
+        except ImportError:
+            return "there is neither ptxas nor nvJitLink: install jcuts[cuda13]"
+    return ""
+
+
+def _numba() -> Any:
+    from numba import cuda, types  # type: ignore[attr-defined]
+    from numba.cuda.extending import intrinsic  # type: ignore[import-not-found]
+
+    return cuda, types, intrinsic
+
+
+@functools.cache
+def compiler_fingerprint() -> str:
+    """Identity of everything that turns a program into machine code for a GPU."""
+    return fingerprint.digest(
+        fingerprint.versions(), {p: fingerprint.package_version(p) for p in PACKAGES}, assemble.assembler()
+    )
+
+
+def kernel_digest(program: Program, target: CudaTarget) -> str:
+    """Names a kernel in HLO and on disk: program, architecture, compilers."""
+    return fingerprint.digest("cuda", program.digest, target.arch, compiler_fingerprint())
+
+
+def compile_program(program: Program, target: CudaTarget) -> CompiledKernel:
+    """Compiles one program; no GPU is needed.
+
+    Args: program: scheduled for a GPU (`region.gpu`); target: the architecture.
+    Returns: a kernel whose object code is an `Image`.
+    Raises: CompileRejected where numba, NVVM or the assembler refuse, or a kernel would use local memory; IRError where
+        the program is ill-formed.
+    """
+    verify(program)
+    digest = kernel_digest(program, target)
+    found, scratch = parts(program)
+    sources: list[tuple[str, str]] = []
+    emitted: list[CudaSource] = []
+    symbols = [f"jcuts_{digest[:12]}_{number}" for number in range(len(found))]
+    for part, symbol in zip(found, symbols, strict=True):
+        verify(part.program)
+        source = emit_source(part.program)
+        emitted.append(source)
+        sources.append((_ptx(part.program, source, target, symbol), symbol))
+    cubin = assemble.assemble(assemble.merged(sources), target.arch)
+    report = assemble.resources(cubin)
+    launches = []
+    for part, source, symbol in zip(found, emitted, symbols, strict=True):
+        used = report[symbol]
+        if used.stack and not _may_use_stack(part.program):
+            raise CompileRejected(
+                f"{program.name}: {symbol} keeps {used.stack} bytes per thread in local memory (it has "
+                f"{used.registers} registers): spills are not run",
+                stack=used.stack, registers=used.registers,
+            )  # fmt: skip
+        launches.append(Launch(symbol, (source.blocks, 1, 1), (source.threads, 1, 1), part.arguments, resources=used))
+    image = Image(target.arch, program.name, tuple(launches), cubin)
+    return CompiledKernel(
+        digest=digest, symbol=SYMBOL, object_code=image.pack(), tiles=sum(s.blocks for s in emitted),
+        scratch_bytes=scratch,
+        inputs=tuple((b.shape, b.dtype) for b in program.inputs),
+        outputs=tuple((b.shape, b.dtype) for b in program.outputs),
+    )  # fmt: skip
+
+
+def _may_use_stack(program: Program) -> bool:
+    return any(
+        node.op in _SLOW_PATHS and node.dtype == "float64"
+        for phase in program.phases
+        for graph in (phase.body, phase.exit)
+        for node in graph.nodes
+    )
+
+
+def ptx_of(program: Program, target: CudaTarget) -> str:
+    """PTX of all kernels of a program, for dumps and tests."""
+    found, _ = parts(program)
+    sources = [(_ptx(p.program, emit_source(p.program), target, f"k{n}"), f"k{n}") for n, p in enumerate(found)]
+    return assemble.merged(sources)
+
+
+def _ptx(program: Program, source: CudaSource, target: CudaTarget, symbol: str) -> str:
+    cuda, types, intrinsic = _numba()
+    names: dict[str, Any] = {"cuda": cuda}
+    try:
+        with _lock:
+            for name, shape in source.variants.items():
+                names[name] = _tile(program, shape, types, intrinsic, symbol)
+            for name, (kind, number) in source.helpers.items():
+                names[name] = _helper(kind, number, types, intrinsic)
+            exec(compile(source.text, f"<jcuts {program.name}>", "exec"), names)
+            pointer = types.CPointer(types.uint8)
+            signature = tuple(pointer for b in program.buffers if b.role != "local")
+            text, _ = cuda.compile(
+                names["kernel"], signature, device=False, abi="numba", cc=target.capability, output="ptx",
+                launch_bounds=source.threads,
+            )  # fmt: skip
+    except JcutsError:
+        raise
+    except Exception as error:
+        raise CompileRejected(f"{program.name}: {type(error).__name__}: {error}", program=program.name) from error
+    return text
+
+
+def _helper(kind: str, number: int, types: Any, intrinsic: Any) -> object:
+    """Division or remainder by a constant, of a 32-bit number that is not negative."""
+
+    def helper(typing_context: Any, x: Any) -> Any:
+        def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            value = _narrow(builder, args[0])
+            return (builder.udiv if kind == "div" else builder.urem)(value, L.I32(number))
+
+        return types.int32(x), generate
+
+    return intrinsic(helper)
+
+
+def _narrow(builder: Any, value: Any) -> Any:
+    return builder.trunc(value, L.I32) if value.type.width > 32 else value
+
+
+def _tile(program: Program, shape: Shape | TeamShape, types: Any, intrinsic: Any, symbol: str) -> object:
+    """A numba intrinsic that emits what one thread does."""
+    buffers = [b for b in program.buffers if b.role != "local"]
+    integers = ["row", "lane"] if isinstance(shape, TeamShape) else [a.name for a in program.phases[0].axes]
+
+    def signature_of(*operands: Any) -> Any:
+        def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            gpu = GpuBuilder(builder)
+            pointers = {
+                b.name: builder.ptrtoint(value, ir.IntType(64))
+                for b, value in zip(buffers, args[: len(buffers)], strict=True)
+            }
+            numbers = [_narrow(builder, value) for value in args[len(buffers) :]]
+            _emit(gpu, program, shape, pointers, dict(zip(integers, numbers, strict=True)), symbol)
+            return context.get_dummy_value()
+
+        return types.void(*operands), generate
+
+    # numba reads the parameter list of an intrinsic, so it has to be spelled out.
+    parameters = ", ".join(f"a{k}" for k in range(len(buffers) + len(integers)))
+    space: dict[str, Any] = {"signature_of": signature_of}
+    exec(f"def tile(typing_context, {parameters}):\n    return signature_of({parameters})\n", space)
+    return intrinsic(space["tile"])
+
+
+def _emit(
+    builder: GpuBuilder, program: Program, shape: Shape | TeamShape, pointers: Mapping[str, Any],
+    integers: Mapping[str, Any], symbol: str,
+) -> None:  # fmt: skip
+    buffers = {b.name: b for b in program.buffers}
+    if isinstance(shape, TeamShape):
+        TeamEmitter(builder, program, shape, buffers, pointers, integers["row"], integers["lane"], symbol).emit()
+        return
+    phase = program.phases[0]
+    multiples = {a.name: a.unroll for a in phase.axes}
+    PointEmitter(builder, phase, shape, buffers, pointers, integers, multiples).emit()

@@ -1,0 +1,170 @@
+"""Kernel program -> numba.cuda source: which tile each thread computes, in Python; the tiles are intrinsics."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from jcuts.base.errors import CompileRejected
+from jcuts.codegen.cuda.memory import LIMIT
+from jcuts.codegen.cuda.point import Shape
+from jcuts.codegen.cuda.team import WARP, TeamShape, row_count, row_length
+from jcuts.dfg.program import Phase, Program
+
+GRID_LIMIT = 2**31 - 1
+MAX_THREADS = 1024
+
+
+@dataclass
+class CudaSource:
+    """Source text, the tiles that it calls by name, and the launch that it is written for."""
+
+    text: str
+    blocks: int
+    threads: int
+    variants: dict[str, Shape | TeamShape] = field(default_factory=dict)
+    helpers: dict[str, tuple[str, int]] = field(default_factory=dict)
+
+
+def emit_source(program: Program) -> CudaSource:
+    """The numba.cuda source of one kernel (a part, see `codegen.cuda.parts`)."""
+    params = dict(program.params)
+    form, threads = params.get("cuda"), int(str(params.get("threads", 0)))
+    if form not in ("point", "team") or not 1 <= threads <= MAX_THREADS:
+        raise CompileRejected(f"{program.name}: no schedule for a GPU ({program.params})")
+    for buffer in program.buffers:
+        if buffer.size > LIMIT:
+            raise CompileRejected(f"{program.name}: {buffer.name} has {buffer.size} elements, indices reach {LIMIT}")
+    writer = _Writer(program, threads)
+    return writer.point() if form == "point" else writer.team()
+
+
+class _Writer:
+    def __init__(self, program: Program, threads: int) -> None:
+        self.program, self.threads = program, threads
+        self.names = [b.name for b in program.buffers if b.role != "local"]
+        self.lines = [f"def kernel({', '.join(self.names)}):"]
+        self.helpers: dict[str, tuple[str, int]] = {}
+        self.variants: dict[str, Shape | TeamShape] = {}
+
+    def line(self, depth: int, text: str) -> None:
+        self.lines.append("    " * depth + text)
+
+    def helper(self, kind: str, value: str, number: int) -> str:
+        """``value // number`` or ``value % number`` of a 32-bit number that is not negative."""
+        if number == 1:
+            return value if kind == "div" else "0"
+        name = f"{kind}_{number}"
+        self.helpers[name] = (kind, number)
+        return f"{name}({value})"
+
+    def done(self, blocks: int) -> CudaSource:
+        if blocks > GRID_LIMIT:
+            raise CompileRejected(f"{self.program.name}: {blocks} blocks, a grid has at most {GRID_LIMIT}")
+        return CudaSource("\n".join(self.lines) + "\n", blocks, self.threads, self.variants, self.helpers)
+
+    def point(self) -> CudaSource:
+        phase = self._only_phase()
+        counts = {a.name: -(-a.extent // a.unroll) for a in phase.axes}
+        pairs: Any = dict(self.program.params).get("block", ())  # threads of a block along some axes
+        shape = dict(pairs)
+        if shape:
+            return self._blocked(phase, counts, {str(k): int(v) for k, v in shape.items()})
+        tiles = math.prod(counts.values())
+        self.line(1, f"thread = cuda.blockIdx.x * {self.threads} + cuda.threadIdx.x")
+        depth = 1
+        if tiles % self.threads:
+            self.line(1, f"if thread < {tiles}:")
+            depth = 2
+        places = self._decoded(depth, "thread", counts)
+        for axis in phase.axes:
+            self.line(depth, f"{axis.name} = {places[axis.name]}" + (f" * {axis.unroll}" if axis.unroll > 1 else ""))
+        self._variants(phase, depth)
+        return self.done(-(-tiles // self.threads))
+
+    def _blocked(self, phase: Phase, counts: dict[str, int], shape: dict[str, int]) -> CudaSource:
+        """Blocks of threads that are neighbours along several axes."""
+        if math.prod(shape.values()) != self.threads or not set(shape) <= set(counts):
+            raise CompileRejected(f"{self.program.name}: a block of {self.threads} threads shaped {shape}")
+        blocks = {name: -(-count // shape.get(name, 1)) for name, count in counts.items()}
+        inner = self._decoded(1, "cuda.threadIdx.x", shape)
+        outer = self._decoded(1, "cuda.blockIdx.x", blocks)
+        tests = []
+        for axis in phase.axes:
+            place = outer[axis.name]
+            if axis.name in shape:
+                place = f"{place} * {shape[axis.name]} + {inner[axis.name]}"
+                if counts[axis.name] % shape[axis.name]:
+                    tests.append(f"{axis.name} < {counts[axis.name] * axis.unroll}")
+            self.line(1, f"{axis.name} = ({place}) * {axis.unroll}" if axis.unroll > 1 else f"{axis.name} = {place}")
+        if tests:
+            self.line(1, f"if {' and '.join(tests)}:")
+        self._variants(phase, 1 + bool(tests))
+        return self.done(math.prod(blocks.values()))
+
+    def _decoded(self, depth: int, number: str, counts: dict[str, int]) -> dict[str, str]:
+        """Mixed-radix digits of a number, last axis fastest; intermediate quotients get lines of their own."""
+        found: dict[str, str] = {}
+        rest = number
+        names = list(counts)
+        for name in reversed(names):
+            if name == names[0]:
+                found[name] = rest
+                break
+            found[name] = self.helper("mod", rest, counts[name])
+            made = f"rest{len(self.lines)}"
+            self.line(depth, f"{made} = {self.helper('div', rest, counts[name])}")
+            rest = made
+        return found
+
+    def _variants(self, phase: Phase, depth: int) -> None:
+        """One call per combination of full tiles and remainders."""
+        options = []
+        for axis in phase.axes:
+            whole, rest = divmod(axis.extent, axis.unroll)
+            full = [(axis.unroll, f"{axis.name} < {whole * axis.unroll}" if rest else "")] if whole else []
+            options.append(
+                [*full, *([(rest, f"{axis.name} >= {whole * axis.unroll}" if whole else "")] if rest else [])]
+            )
+        arguments = ", ".join([*self.names, *(a.name for a in phase.axes)])
+        for combination in itertools.product(*options):
+            shape = Shape(tuple((a.name, n) for a, (n, _) in zip(phase.axes, combination, strict=True)))
+            name = "_".join(["tile", *(str(n) for n, _ in combination)])
+            self.variants[name] = shape
+            tests = [test for _, test in combination if test]
+            if tests:
+                self.line(depth, f"if {' and '.join(tests)}:")
+            self.line(depth + bool(tests), f"{name}({arguments})")
+
+    def team(self) -> CudaSource:
+        params = dict(self.program.params)
+        shape = TeamShape(
+            int(str(params["team"])), self.threads, int(str(params["vector"])), int(str(params["chunks"]))
+        )
+        team = shape.team
+        if team & (team - 1) or self.threads % team or (team > WARP and self.threads != team) or self.threads % WARP:
+            raise CompileRejected(f"{self.program.name}: teams of {team} in blocks of {self.threads} threads")
+        if row_length(self.program) % shape.vector:
+            raise CompileRejected(f"{self.program.name}: rows of {row_length(self.program)} in steps of {shape.vector}")
+        per_block = self.threads // team
+        if per_block == 1:
+            self.line(1, "row = cuda.blockIdx.x")
+            self.line(1, "lane = cuda.threadIdx.x")
+        else:
+            self.line(1, f"row = cuda.blockIdx.x * {per_block} + {self.helper('div', 'cuda.threadIdx.x', team)}")
+            self.line(1, f"lane = {self.helper('mod', 'cuda.threadIdx.x', team)}")
+        for number, phase in enumerate(self.program.phases):
+            self.line(1, f"# phase {number}: {phase.name}")
+        name = f"row_of_{team}x{shape.vector}x{shape.chunks}"
+        self.variants[name] = shape
+        self.line(1, f"{name}({', '.join([*self.names, 'row', 'lane'])})")
+        return self.done(-(-row_count(self.program) // per_block))
+
+    def _only_phase(self) -> Phase:
+        if len(self.program.phases) != 1:
+            raise CompileRejected(
+                f"{self.program.name}: {len(self.program.phases)} phases in a kernel of single points"
+            )
+        return self.program.phases[0]

@@ -1,0 +1,258 @@
+"""The *point* form: every thread computes a register tile of output points by itself.
+
+Element-wise chains, windows, depthwise and other convolutions, gathers, and reductions that run inside a thread.
+Reductions short enough to be unrolled are straight-line code, so that points of a tile share loads (the rows of a
+depthwise window stay in registers); longer ones are loops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from llvmlite import ir
+
+from jcuts.codegen import elements as E
+from jcuts.codegen import lanes as L
+from jcuts.codegen.cuda import memory as M
+from jcuts.codegen.cuda.builder import GpuBuilder
+from jcuts.codegen.cuda.values import Emitter, store_all
+from jcuts.dfg.index import Index
+from jcuts.dfg.node import Graph, Guard, Node
+from jcuts.dfg.program import Acc, Buffer, Phase, Red
+from jcuts.dfg.tile import Extent, Point, body_tile, exit_tile, points
+from jcuts.ops.window import identity
+
+LEAST_GUARDED = 6  # guarded loads in a tile that make a second, unguarded version worth its code
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Points per axis of one tile variant."""
+
+    counts: tuple[tuple[str, int], ...]
+
+
+def acc_types(acc: Acc) -> list[L.Type]:
+    """LLVM types that an accumulator carries."""
+    return [E.register_type(acc.dtype)] + ([L.element_type(acc.index_dtype)] if acc.index_dtype else [])
+
+
+def acc_start(acc: Acc, single: bool) -> list[ir.Constant]:
+    """What an accumulator starts from; ``single``: one term only, which keeps its sign."""
+    kinds = acc_types(acc)
+    first = identity(acc.combine, acc.dtype)
+    if acc.combine == "add" and isinstance(first, float) and single:
+        first = -0.0
+    start = [ir.Constant(kinds[0], first if not isinstance(first, bool) else int(first))]
+    if acc.index_dtype:  # a position after every real one (unsigned), so that ties with the identity lose
+        start.append(ir.Constant(kinds[1], -1))
+    return start
+
+
+class PointEmitter:
+    """Emits one tile of a phase at the builder's position."""
+
+    def __init__(
+        self, builder: GpuBuilder, phase: Phase, shape: Shape, buffers: Mapping[str, Buffer],
+        pointers: Mapping[str, L.Value], variables: Mapping[str, L.Value], multiples: Mapping[str, int],
+    ) -> None:  # fmt: skip
+        self.builder, self.phase, self.buffers, self.pointers = builder, phase, buffers, pointers
+        self.variables, self.multiples, self.shape = dict(variables), dict(multiples), shape
+        counts = dict(shape.counts)
+        self.axes = [Extent(a.name, counts[a.name]) for a in phase.axes]
+        # Base + offset stays inside the axis, so the base is bounded by what is left.
+        self.ranges = {a.name: max(1, a.extent - counts[a.name] + 1) for a in phase.axes}
+        self.slots: dict[tuple[int, Point, int], list[L.Value]] = {}
+
+    def _frame(self, bases: Mapping[str, L.Value], ranges: Mapping[str, int], steps: Mapping[str, int]) -> M.Frame:
+        return M.Frame(
+            self.builder, {**self.variables, **bases}, self.pointers, {**self.ranges, **ranges},
+            {**self.multiples, **steps},
+        )  # fmt: skip
+
+    def emit(self) -> None:
+        """The whole tile; where it reads through guards, once without them for tiles that lie inside."""
+        inside = self._inside()
+        if inside is None:
+            self._emit()
+            return
+        bare = PointEmitter(self.builder, _unguarded(self.phase), self.shape, self.buffers, self.pointers,
+                            self.variables, self.multiples)  # fmt: skip
+        with self.builder.if_else(inside, likely=True) as (then, otherwise):
+            with then:
+                bare._emit()
+            with otherwise:
+                self._emit()
+
+    def _inside(self) -> L.Value | None:
+        """Do all guards of all loads hold in the whole tile? None where that is not worth asking."""
+        if any(r.extent > r.unroll for r in self.phase.reds):
+            return None
+        reds = [Extent(r.name, r.extent, fixed=True) for r in self.phase.reds]
+        frame = self._frame({}, {}, {})
+
+        def loads_of(phase: Phase) -> list[Node]:
+            graphs = [exit_tile(phase, self.axes, frame.ranges).graph]
+            if phase.reds:
+                graphs.append(body_tile(phase, self.axes, reds, frame.ranges).graph)
+            return [n for g in graphs for n in g.nodes if n.op == "load"]
+
+        every = loads_of(self.phase)
+        loads = [n for n in every if n.guards]
+        if len(loads) < LEAST_GUARDED or len(every) != len(loads_of(_unguarded(self.phase))):
+            return None  # few, or some guard fails in every tile
+        low: dict[Index, int] = {}
+        high: dict[Index, int] = {}
+        for guard in {g for n in loads for g in n.guards}:
+            if guard.index.values():
+                return None
+            moving = Index(0, guard.index.terms)
+            if guard.low is not None:
+                low[moving] = max(low.get(moving, guard.low - guard.index.const), guard.low - guard.index.const)
+            if guard.high is not None:
+                high[moving] = min(high.get(moving, guard.high - guard.index.const), guard.high - guard.index.const)
+        bounds = [Guard(m, low.get(m), high.get(m)) for m in dict.fromkeys([*low, *high])]
+        if any(g.never(frame.ranges) or (g.low is not None and g.high is not None and g.low > g.high) for g in bounds):
+            return None
+        return M.condition(frame, bounds)
+
+    def _emit(self) -> None:
+        if self.phase.reds:
+            self._start()
+            self._reduce(0, {}, {}, {}, {})
+        self._finish()
+
+    def _chains(self) -> int:
+        chains = 1
+        for red in self.phase.reds:
+            chains *= red.chains
+        return chains
+
+    def _start(self) -> None:
+        single = all(r.extent == 1 for r in self.phase.reds)
+        for number, acc in enumerate(self.phase.accs):
+            for point in points(self.axes):
+                for chain in range(self._chains()):
+                    slots = []
+                    for kind, start in zip(acc_types(acc), acc_start(acc, single), strict=True):
+                        with self.builder.goto_entry_block():
+                            slot = self.builder.alloca(kind)
+                        self.builder.store(start, slot)
+                        slots.append(slot)
+                    self.slots[number, point, chain] = slots
+
+    def _reduce(
+        self, level: int, fixed: dict[str, Extent], bases: dict[str, L.Value], ranges: dict[str, int],
+        steps: dict[str, int],
+    ) -> None:  # fmt: skip
+        if level == len(self.phase.reds):
+            self._body(fixed, bases, ranges, steps)
+            return
+        red = self.phase.reds[level]
+        whole, rest = divmod(red.extent, red.unroll)
+        if red.extent <= red.unroll:
+            self._reduce(level + 1, {**fixed, red.name: Extent(red.name, red.extent, fixed=True)}, bases, ranges, steps)
+            return
+        self._loop(level, red, whole, fixed, bases, ranges, steps)
+        if rest:
+            first = whole * red.unroll
+            part = {**fixed, red.name: Extent(red.name, rest)}
+            self._reduce(
+                level + 1, part, {**bases, red.name: L.I32(first)}, {**ranges, red.name: first + 1},
+                {**steps, red.name: first},
+            )  # fmt: skip
+
+    def _loop(
+        self, level: int, red: Red, whole: int, fixed: dict[str, Extent], bases: dict[str, L.Value],
+        ranges: dict[str, int], steps: dict[str, int],
+    ) -> None:  # fmt: skip
+        builder = self.builder
+        before = builder.block
+        loop, after = builder.append_basic_block(f"reduce.{red.name}"), builder.append_basic_block(f"done.{red.name}")
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        variable = builder.phi(L.I32, red.name)
+        variable.add_incoming(L.I32(0), before)
+        inside = {**fixed, red.name: Extent(red.name, red.unroll)}
+        bounds = {**ranges, red.name: red.extent - red.unroll + 1}
+        self._reduce(level + 1, inside, {**bases, red.name: variable}, bounds, {**steps, red.name: red.unroll})
+        following = builder.add(variable, L.I32(red.unroll))
+        variable.add_incoming(following, builder.block)
+        builder.cbranch(builder.icmp_signed("<", following, L.I32(whole * red.unroll)), loop, after)
+        builder.position_at_end(after)
+
+    def _body(
+        self, fixed: dict[str, Extent], bases: dict[str, L.Value], ranges: dict[str, int], steps: dict[str, int]
+    ) -> None:
+        frame = self._frame(bases, ranges, steps)
+        tile = body_tile(self.phase, self.axes, [fixed[r.name] for r in self.phase.reds], frame.ranges)
+        emitter = Emitter(frame, tile.graph, self.buffers)
+        emitter.plan(value for _, _, _, values in tile.terms for value in values)
+        for point, red_point, number, values in sorted(tile.terms, key=lambda t: _memory_order(tile.graph, t[3])):
+            chain = 0
+            offsets = dict(red_point)
+            for red in self.phase.reds:
+                chain = chain * red.chains + offsets[red.name] % red.chains
+            contribute(emitter, self.phase.accs[number], self.slots[number, point, chain], values)
+
+    def _finish(self) -> None:
+        frame = self._frame({}, {}, {})
+        tile = exit_tile(self.phase, self.axes, frame.ranges)
+        emitter = Emitter(frame, tile.graph, self.buffers)
+        for node, (point, number) in tile.accs.items():
+            emitter.give(node, self._accumulated(number, point))
+        # no schedule of this form has stores under guards: tiles that reach beyond the result have guarded threads
+        emitter.plan(value for _, _, value, _, _ in tile.stores)
+        store_all(emitter, [(self.phase.stores[k].buffer, where, value) for _, k, value, where, _ in tile.stores])
+
+    def _accumulated(self, number: int, point: Point) -> E.Lanes:
+        builder, acc = self.builder, self.phase.accs[number]
+        parts = [tuple(builder.load(s) for s in self.slots[number, point, c]) for c in range(self._chains())]
+        total = parts[0]
+        for part in parts[1:]:
+            total = E.combine(builder, acc.combine, acc.dtype, total, part)
+        return E.Lanes(total[-1], acc.index_dtype or acc.dtype)
+
+
+def _unguarded(phase: Phase) -> Phase:
+    """The phase with unconditional loads (the guards of values stay)."""
+    graphs = []
+    for graph in (phase.body, phase.exit):
+        new, numbers = Graph(), {}
+        for number, node in enumerate(graph.nodes):
+            index = None if node.index is None else node.index.renumber(numbers)
+            guards = () if node.op == "load" else tuple(
+                Guard(g.index.renumber(numbers), g.low, g.high) for g in node.guards
+            )  # fmt: skip
+            value = None if node.op == "load" else node.value
+            args = tuple(numbers[a] for a in node.args)
+            numbers[number] = new.add(replace(node, args=args, index=index, guards=guards, value=value))
+        graphs.append((new, numbers))
+    (body, b), (exit_, e) = graphs
+    accs = tuple(replace(a, values=tuple(b[v] for v in a.values)) for a in phase.accs)
+    stores = tuple(replace(s, value=e[s.value]) for s in phase.stores)
+    return replace(phase, body=body, exit=exit_, accs=accs, stores=stores)
+
+
+def _memory_order(graph: Graph, values: tuple[int, ...]) -> int:
+    """Terms in the order in which they read their largest operand: rows of a window stream through the registers."""
+    loads = [n for n in (graph.nodes[k] for k in graph.needed(values)) if n.op == "load" and n.index is not None]
+    return max(((len(n.index.axes()), n.index.const) for n in loads if n.index is not None), default=(0, 0))[1]
+
+
+def contribute(emitter: Emitter, acc: Acc, slots: list[L.Value], values: tuple[int, ...]) -> None:
+    """Adds one term to an accumulator in memory slots (LLVM makes registers of them)."""
+    builder = emitter.frame.builder
+    old = [builder.load(slot) for slot in slots]
+    node = emitter.graph.nodes[values[0]]
+    fused = (
+        acc.combine == "add" and acc.dtype in ("float32", "float64") and node.op == "mul" and node.dtype == acc.dtype
+    )
+    if fused:
+        x, y = (v.value for v in emitter.emit(node.args))
+        new = (L.fma(builder, x, y, old[0]),)
+    else:
+        new = E.combine(builder, acc.combine, acc.dtype, tuple(old), tuple(v.value for v in emitter.emit(values)))
+    for value, slot in zip(new, slots, strict=True):
+        builder.store(value, slot)

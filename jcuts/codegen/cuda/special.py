@@ -1,0 +1,109 @@
+"""Special functions on a GPU's function units, where they are faster than the polynomials of `codegen.vecmath`.
+
+`ERROR_ULP` bounds the error in units in the last place of the stated type, for results that are normal numbers of
+`ERROR_ULP` bounds the error in units in the last place of the stated type, for results that are normal float32 numbers
+functions need an error well below half a unit of the 16-bit type only.  Everything else is `vecmath`'s.
+
+Source of the units' own errors: PTX ISA, ``ex2.approx``, ``rcp.approx``, ``rsqrt.approx``, ``tanh.approx``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from llvmlite import ir
+
+from jcuts.codegen import lanes as L
+from jcuts.codegen.cuda.builder import GpuBuilder, asm
+from jcuts.codegen.vecmath.expr import Num, horner
+
+LOG2_E = 1.4426950216293335  # float32 nearest log2(e)
+LOG2_E_LOW = 1.9259629911266175e-08  # what is left of log2(e)
+LN2 = 0.6931471824645996
+TANH_CUT = 0.55
+# tanh(x) = x + x z P(z), z = x*x, on |x| < 0.6: relative error 2^-26 (least squares at Chebyshev nodes)
+TANH = (-0.33333298563957214, 0.13331915438175201, -0.053783293813467026, 0.020794618874788284, -0.0058939456939697266)
+
+HALVES = ("bfloat16", "float16")
+ERROR_ULP: dict[tuple[str, str], float] = {
+    ("exp", "float32"): 3.5, ("exp2", "float32"): 2.5, ("logistic", "float32"): 5.0, ("tanh", "float32"): 4.0,
+    ("rsqrt", "float32"): 2.5,
+    ("exp", "half"): 0.1, ("exp2", "half"): 0.1, ("logistic", "half"): 0.6, ("tanh", "half"): 0.6,
+    ("rsqrt", "half"): 0.1,
+}  # fmt: skip
+
+
+def _unit(x: Num, text: str) -> Num:
+    return Num(x.builder, asm(x.builder, f"{text} $0, $1;", L.F32, [x.value]))
+
+
+def _clamped(x: Num, low: float, high: float) -> Num:
+    """min(max(x, low), high); a NaN stays."""
+    b = x.builder
+    low_, high_ = (ir.Constant(L.F32, v) for v in (low, high))
+    value = asm(b, "max.NaN.f32 $0, $1, $2;", L.F32, [x.value, low_])
+    return Num(b, asm(b, "min.NaN.f32 $0, $1, $2;", L.F32, [value, high_]))
+
+
+def _exp(x: Num) -> Num:
+    """2^hi (1 + ln2 lo) with hi + lo = x log2(e): the rounding error of hi would be multiplied by up to 128."""
+    x = _clamped(x, -104.0, 90.0)
+    high = x * LOG2_E
+    low = x.fma(LOG2_E_LOW, x.fma(LOG2_E, -high))
+    return _unit(high, "ex2.approx.ftz.f32") * low.fma(LN2, 1.0)
+
+
+def _exp_half(x: Num) -> Num:
+    return _unit(x * LOG2_E, "ex2.approx.ftz.f32")
+
+
+def _exp2(x: Num) -> Num:
+    return _unit(x, "ex2.approx.ftz.f32")
+
+
+def _logistic(x: Num) -> Num:
+    return _unit(_exp(-x) + 1.0, "rcp.approx.ftz.f32")
+
+
+def _logistic_half(x: Num) -> Num:
+    """(1 + tanh(x/2)) / 2 loses small results: exp instead."""
+    return _unit(_exp_half(-x) + 1.0, "rcp.approx.ftz.f32")
+
+
+def _tanh(x: Num) -> Num:
+    """1 - 2/(exp(2|x|) + 1), near zero an odd polynomial."""
+    size = abs(x)
+    far = _unit(_exp_half(size + size) + 1.0, "rcp.approx.ftz.f32").fma(-2.0, 1.0)
+    z = x * x
+    near = (x * z).fma(horner(z, TANH), x)
+    return far.copysign(x).where(size < TANH_CUT, near)
+
+
+def _tanh_half(x: Num) -> Num:
+    return _unit(x, "tanh.approx.f32")
+
+
+def _rsqrt(x: Num) -> Num:
+    return _unit(x, "rsqrt.approx.f32")
+
+
+_FLOAT32: dict[str, Callable[[Num], Num]] = {
+    "exp": _exp, "exp2": _exp2, "logistic": _logistic, "tanh": _tanh, "rsqrt": _rsqrt,
+}  # fmt: skip
+_HALF: dict[str, Callable[[Num], Num]] = {
+    "exp": _exp_half,
+    "exp2": _exp2,
+    "logistic": _logistic_half,
+    "tanh": _tanh_half,
+    "rsqrt": _rsqrt,
+}
+
+
+def supported(op: str, dtype: str) -> bool:
+    """Is there a function of the units for this operation on a storage type?"""
+    return op in (_HALF if dtype in HALVES else _FLOAT32 if dtype == "float32" else {})
+
+
+def emit(builder: GpuBuilder, op: str, dtype: str, args: Sequence[L.Value]) -> L.Value:
+    """The value, carried in float32."""
+    return (_HALF if dtype in HALVES else _FLOAT32)[op](Num(builder, args[0])).value

@@ -1,0 +1,30 @@
+"""What the CUDA code generator needs to know of its target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jcuts.base.errors import UsageError
+
+OLDEST = (8, 0)
+"""Oldest compute capability: older GPUs lack asynchronous copies and maximum with NaN."""
+
+
+@dataclass(frozen=True)
+class CudaTarget:
+    """A GPU as the emitter sees it: compute capability (major, minor)."""
+
+    capability: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        if self.capability < OLDEST:
+            raise UsageError(
+                f"compute capability {self.capability[0]}.{self.capability[1]} is older than {OLDEST[0]}.{OLDEST[1]}: "
+                "its programs are left to XLA",
+                capability=self.capability,
+            )
+
+    @property
+    def arch(self) -> str:
+        """The assembler's name of the architecture, e.g. ``sm_90``."""
+        return f"sm_{self.capability[0]}{self.capability[1]}"

@@ -1,0 +1,346 @@
+"""Candidate schedules of a program for a GPU, best estimate first.
+
+Two forms (`codegen.cuda`): *point*, in which a thread computes a register tile of output points by itself, and *team*,
+in which threads share the points of a reduced row.  A schedule is data in the program: ``params`` name the form, the
+threads of a block and how rows are shared; ``unroll`` of the axes is the register tile.  Programs that no form fits get
+no candidate and stay with XLA: dense products and convolutions are the vendor libraries' for now.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from jcuts.arch.load import list_gpus, load_gpu
+from jcuts.dfg.index import Index
+from jcuts.dfg.node import Node
+from jcuts.dfg.program import ITEM_SIZE, Axis, Phase, Program
+from jcuts.region.schedule import collapsed
+
+ACCESS = 16  # bytes of the widest access
+TAPS = 64  # terms of a window that are unrolled in a thread; longer reductions are shared by a team
+REGISTERS = 128  # 32-bit values that a tile may keep: twice that fits, but leaves few warps
+RESIDENT = 32  # elements of a row that one thread keeps in registers
+IN_FLIGHT = 6 << 20  # bytes: memory bandwidth times latency of the largest GPUs, with room
+TEAMS = (8, 16, 32, 64, 128, 256, 512, 1024)
+LEAST = 4  # candidates that are left whatever the share says
+
+
+@dataclass(frozen=True)
+class GpuMachine:
+    """What the enumeration needs to know of the GPU."""
+
+    sms: int
+    threads_per_sm: int = 2048
+
+    @property
+    def threads(self) -> int:
+        """Threads that the GPU holds at once."""
+        return self.sms * self.threads_per_sm
+
+
+@dataclass(frozen=True)
+class GpuBound:
+    """A lower bound on a kernel's time [s], and the bytes that it rests on."""
+
+    seconds: float
+    bytes: int
+
+
+Candidate = tuple[Program, float]
+
+
+def candidates(program: Program, machine: GpuMachine, limit: int, percent: float = 100.0) -> list[Candidate]:
+    """Scheduled programs with a ranking score in (0, 1], best first; none where the GPU has no form for the program.
+
+    Pruned twice: by share, but never below `LEAST`, and to at most ``limit``.
+    """
+    best: dict[str, Candidate] = {}
+    for found, score in _all(program, machine):
+        old = best.get(found.digest)
+        if old is None or old[1] < score:
+            best[found.digest] = (found, min(1.0, max(1e-6, score)))
+    ranked = sorted(best.values(), key=lambda item: (-item[1], item[0].digest))
+    return ranked[: min(limit, max(LEAST, math.ceil(len(ranked) * percent / 100)))]
+
+
+def _all(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    if program.template == "scan":
+        return
+    phase = program.phases[0]
+    if len(program.phases) > 1:
+        if {g.axis for g in program.grid} == set(program.serial):  # else the lanes run along columns
+            yield from _team(program, machine, 1)
+        return
+    if not phase.reds:
+        yield from _map(collapsed(program), machine)
+        return
+    length = math.prod(r.extent for r in phase.reds)
+    if program.template == "reduction":
+        if _along_rows(phase):
+            yield from _rows(program, machine)
+        else:
+            yield from _columns(collapsed(program), machine)
+    elif length <= TAPS:
+        yield from _window(collapsed(program), machine)
+
+
+@functools.cache
+def _fastest_memory() -> float:
+    """Bytes per second of the fastest memory among the GPUs that jcuts knows."""
+    return max(load_gpu(name).bw_global for name in list_gpus())
+
+
+def bound(program: Program) -> GpuBound:
+    """What must be written, and read where a load has no guard, over the memory bandwidth of the fastest known GPU.
+
+    It holds where operands and results are not in the L2 cache already.
+    """
+    moved = sum(b.bytes for b in program.outputs)
+    for buffer in program.inputs:
+        loads = [n for p in program.phases for n in _loads(p) if n.buffer == buffer.name]
+        whole = loads and all(not n.guards and n.index is not None and not n.index.values() for n in loads)
+        covered = 1
+        for axis in {a for n in loads if n.index is not None for a in n.index.axes()}:
+            covered *= max((p.ranges().get(axis, 1) for p in program.phases), default=1)
+        if whole and covered >= buffer.size:
+            moved += buffer.bytes
+    return GpuBound(moved / _fastest_memory(), moved)
+
+
+# -- element-wise ---------------------------------------------------------------------------------------------------
+def _map(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    phase = program.phases[0]
+    if not phase.axes:
+        yield _with(program, "point", 32), 1.0
+        return
+    points = math.prod(a.extent for a in phase.axes)
+    lane = phase.axes[-1]
+    size = _narrowest(program)
+    crossed = _crossed(phase, lane.name)
+    for vector in _vectors(lane.extent, size):
+        tiles = [(lane.name, vector)]
+        options = [tiles]
+        if crossed is not None:
+            options = [[*tiles, (crossed.name, n)] for n in (4, 8) if n <= crossed.extent] or options
+        elif len(phase.axes) > 1 and phase.axes[-2].extent % 2 == 0:
+            options.append([*tiles, (phase.axes[-2].name, 2)])
+        for option in options:
+            unroll = dict(option)
+            for threads in (256, 128):
+                work = points / math.prod(unroll.values())
+                fill = min(1.0, work / machine.threads)
+                access = min(1.0, vector * size / ACCESS)
+                score = (0.4 + 0.6 * access) * (0.3 + 0.7 * fill) * (1.0 if threads == 256 else 0.98)
+                score *= 1.0 if len(option) == 1 or crossed is not None else 0.95
+                tiled = _unrolled(program, unroll)
+                if crossed is not None:
+                    for along in (8, 16):  # threads along the operand's own direction: whole lines of it per block
+                        shape = ((crossed.name, along), (lane.name, threads // along))
+                        yield _with(tiled, "point", threads, ("block", shape)), score
+                    score *= 0.9
+                yield _with(tiled, "point", threads), score
+
+
+def _crossed(phase: Phase, lane: str) -> Axis | None:
+    """The axis along which an operand is contiguous that is not contiguous along the lanes: a transpose."""
+    for node in _loads(phase):
+        assert node.index is not None
+        if node.index.stride(lane) in (0, 1, None):
+            continue
+        for axis in phase.axes[:-1]:
+            if node.index.stride(axis.name) == 1:
+                return axis
+    return None
+
+
+# -- windows: pooling, depthwise convolution ------------------------------------------------------------------------
+def _window(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    phase = program.phases[0]
+    phase = replace(phase, reds=tuple(replace(r, unroll=r.extent, chains=1) for r in phase.reds))
+    program = replace(program, phases=(phase,))
+    if not phase.axes:
+        yield _with(program, "point", 32), 0.5
+        return
+    lane = phase.axes[-1]
+    size = _narrowest(program)
+    points = math.prod(a.extent for a in phase.axes)
+    slid = _slid(phase, lane.name)
+    taps = math.prod(r.extent for r in phase.reds)
+    for vector in _vectors(lane.extent, size):
+        for rows in (1, 2, 4, 7, 8):
+            for columns in (1, 2, 4):
+                unroll = {lane.name: vector}
+                for axis, count in zip(reversed(slid), (columns, rows), strict=False):
+                    unroll[axis.name] = count
+                if (columns > 1 and not slid) or (rows > 1 and len(slid) < 2):
+                    continue
+                if any(count > a.extent for a in slid for count in [unroll[a.name]]):
+                    continue
+                tile = math.prod(unroll.values())
+                values = _window_values(phase, unroll)
+                if tile + values > 2 * REGISTERS:
+                    continue
+                loads_per_use = values / (tile * taps)
+                waste = math.prod(a.extent / (-(-a.extent // unroll[a.name]) * unroll[a.name]) for a in slid)
+                fill = min(1.0, points / tile / machine.threads)
+                pressure = 1.0 if tile + values <= REGISTERS else 0.75
+                access = min(1.0, vector * size / ACCESS)
+                score = waste * pressure * (0.4 + 0.6 * access) * (0.25 + 0.75 * fill) / (1.0 + 2.0 * loads_per_use)
+                for threads in (128, 256):
+                    yield _with(_unrolled(program, unroll), "point", threads), score * (1 if threads == 128 else 0.99)
+
+
+def _slid(phase: Phase, lane: str) -> list[Axis]:
+    """Axes that a window slides along (not the lanes), outermost first: neighbouring points share loads."""
+    found = []
+    for axis in phase.axes:
+        if axis.name == lane:
+            continue
+        for node in _loads(phase):
+            assert node.index is not None
+            step = node.index.stride(axis.name)
+            if step and any((s := node.index.stride(r.name)) and step % s == 0 and step // s < r.extent + 1
+                            for r in phase.reds):  # fmt: skip
+                found.append(axis)
+                break
+    return found[-2:]
+
+
+def _window_values(phase: Phase, unroll: dict[str, int]) -> int:
+    """Values that a tile loads (equal addresses once)."""
+    total = 0
+    counts = {**unroll, **{r.name: r.extent for r in phase.reds}}
+    for node in _loads(phase):
+        assert node.index is not None
+        distinct = {0}
+        for name, count in counts.items():
+            stride = node.index.stride(name)
+            if stride is None:
+                distinct = {d * 100003 + k for d in distinct for k in range(count)}
+            elif stride and count > 1:
+                distinct = {d + stride * k for d in distinct for k in range(count)}
+        total += len(distinct)
+    return total
+
+
+# -- reductions -----------------------------------------------------------------------------------------------------
+def _along_rows(phase: Phase) -> bool:
+    """Whether the reduced points of an output lie next to each other (else neighbouring outputs do)."""
+    last = phase.reds[-1].name
+    strides = [n.index.stride(last) for n in _loads(phase) if n.index is not None and n.index.stride(last) != 0]
+    return not phase.axes or any(s == 1 for s in strides) or not strides
+
+
+def _rows(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    phase = program.phases[0]
+    yield from _team(program, machine, 1)
+    length = math.prod(r.extent for r in phase.reds)
+    rows = math.prod(a.extent for a in phase.axes)
+    if any(acc.index_dtype for acc in phase.accs):
+        return
+    wanted = machine.threads / max(1, rows)
+    for per_thread in (16, 64):
+        count = min(4096, int(min(wanted, length / per_thread)) // 256 * 2)
+        if count > 1:
+            yield from _team(program, machine, count)
+
+
+def _team(program: Program, machine: GpuMachine, split: int) -> Iterator[Candidate]:
+    rows, length = _row_shape(program)
+    size = _narrowest(program)
+    for vector in _vectors(length, size):
+        share = -(-length // (split * vector)) * vector
+        for team in TEAMS:
+            pieces = -(-share // (team * vector))
+            kept = pieces * vector
+            if team > 8 and share < team * vector / 2:
+                continue
+            chunks = pieces if kept <= RESIDENT else max(1, 8 // vector)
+            threads = max(team, 256 if team <= 32 else team)
+            # Measured on an H200: 32 elements per thread in teams of 128 to 256 keep most loads in flight.
+            fill = min(1.0, rows * split * team / machine.threads)
+            loops = -(-pieces // chunks)
+            depth = min(1.0, kept / RESIDENT) if kept <= RESIDENT else 0.7 * min(1.0, 16 / loops)
+            access = min(1.0, vector * size / ACCESS)
+            lost = share / (pieces * team * vector)
+            score = (0.4 + 0.6 * access) * (0.1 + 0.9 * fill) * (0.3 + 0.7 * depth) * lost
+            score *= {256: 0.97, 512: 0.9, 1024: 0.8}.get(team, 1.0) * (0.95 if split > 1 else 1.0)
+            if len(program.phases) > 1 and kept > RESIDENT:
+                score *= 0.6  # the row is read again by every phase
+            more = (("split", split),) if split > 1 else ()
+            yield (
+                _with(program, "team", threads, ("team", team), ("vector", vector), ("chunks", chunks), *more),
+                score,
+            )
+
+
+def _row_shape(program: Program) -> tuple[int, int]:
+    if len(program.phases) == 1:
+        phase = program.phases[0]
+        return math.prod(a.extent for a in phase.axes), math.prod(r.extent for r in phase.reds)
+    rows = math.prod(g.extent for g in program.grid)
+    return rows, max(
+        math.prod([*(r.extent for r in p.reds), *(a.extent for a in p.axes if a.name not in program.serial)])
+        for p in program.phases
+    )
+
+
+def _columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    """Neighbouring outputs in neighbouring threads; the terms are split over the grid to fill it."""
+    phase = program.phases[0]
+    lane = phase.axes[-1]
+    size = _narrowest(program)
+    length = math.prod(r.extent for r in phase.reds)
+    columns = math.prod(a.extent for a in phase.axes)
+    splittable = not any(acc.index_dtype for acc in phase.accs)
+    for vector, deep in itertools.product(_vectors(lane.extent, size), (8, 4, 16)):
+        reds = tuple(
+            replace(r, unroll=min(deep, r.extent) if k == len(phase.reds) - 1 else 1) for k, r in enumerate(phase.reds)
+        )
+        tiled = _unrolled(replace(program, phases=(replace(phase, reds=reds),)), {lane.name: vector})
+        threads = columns / vector
+        for target in (0.25, 0.125, 0.5, 1.0):
+            count = int(min(machine.threads * target / threads, length / 8, 4096))
+            count = count if count > 1 and splittable else 1
+            # Enough bytes under way for the memory's latency; more groups only make more partial results.
+            under_way = threads * count * min(deep, -(-length // count)) * vector * size
+            partial = 32.0 * columns * count / (length * columns * size)  # a sector per partial result
+            score = min(1.0, under_way / IN_FLIGHT) / (1.0 + partial) * (0.7 + 0.3 * min(1.0, vector * size / ACCESS))
+            score *= {8: 1.0, 4: 0.97, 16: 0.96}[deep]
+            more = (("split", count),) if count > 1 else ()
+            yield _with(tiled, "point", 128, *more), score
+
+
+# -- helpers --------------------------------------------------------------------------------------------------------
+def _with(program: Program, form: str, threads: int, *more: tuple[str, object]) -> Program:
+    return replace(program, grid=program.grid if program.serial else (), lanes=1,
+                   params=(("cuda", form), ("threads", threads), *more))  # fmt: skip
+
+
+def _unrolled(program: Program, unroll: dict[str, int]) -> Program:
+    phase = program.phases[0]
+    axes = tuple(replace(a, unroll=min(unroll.get(a.name, 1), a.extent)) for a in phase.axes)
+    return replace(program, phases=(replace(phase, axes=axes),))
+
+
+def _loads(phase: Phase) -> list[Node]:
+    graphs = (phase.body, phase.exit) if phase.reds else (phase.exit,)
+    return [n for g in graphs for n in g.nodes if n.op == "load" and isinstance(n.index, Index)]
+
+
+def _narrowest(program: Program) -> int:
+    """Bytes of an element of the largest operand or result: what fills an access."""
+    largest = max((b for b in program.buffers if b.role != "local"), key=lambda b: (b.bytes, b.name))
+    return ITEM_SIZE[largest.dtype]
+
+
+def _vectors(extent: int, size: int) -> list[int]:
+    """Neighbours per thread: those whose accesses stay aligned, widest first; 1 and an unaligned 4 where none do."""
+    widest = max(1, ACCESS // size)
+    found = [v for v in (2 * widest, widest, widest // 2) if v >= 1 and extent % v == 0]
+    found += [v for v in (widest // 4,) if v > 1 and extent % v == 0 and not found]
+    return found or [1]

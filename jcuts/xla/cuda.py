@@ -1,0 +1,234 @@
+"""CUDA kernels in this process: the native launcher, its registration with XLA, and the traceable call.
+
+The counterpart of `native`, `register` and `call` for XLA's CUDA platform.  A kernel's object code is an `Image`; HLO
+names it by digest, and the launcher loads it on a device when an executable first runs there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import logging
+import threading
+from typing import Any
+
+import jax
+import numpy as np
+
+from jcuts.base.errors import CacheError, NativeError
+from jcuts.codegen.artifact import CompiledKernel
+from jcuts.codegen.cuda.image import Image, is_image
+from jcuts.xla import native, objects
+
+log = logging.getLogger("jcuts.cuda")
+
+LIBRARY = "libjcuts_cuda.so"
+TARGET = "jcuts_cuda_launch"
+STATE_TYPE = "jcuts_cuda_launch_state"
+PLATFORM = "CUDA"
+_TEXT = 2048
+
+_lock = threading.RLock()
+_known: dict[str, CompiledKernel] = {}
+_target_registered = False
+_callback: Any = None  # the launcher holds the pointer: the object must live as long
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """The launcher, loaded once and checked.
+
+    Raises:
+        NativeError: missing, unloadable, not jcuts' library, or built for another FFI version.
+    """
+    path = native.library_path(LIBRARY)
+    try:
+        lib = ctypes.CDLL(str(path))
+        _declare(lib)
+    except (OSError, AttributeError) as error:
+        raise NativeError(
+            f"cannot load the CUDA launcher {path}: {error}. Rebuild it with `make native`", path=str(path)
+        ) from error
+    version = int(lib.jcuts_cuda_ffi_api_version())
+    native.check_version(divmod(version, 1000), native.runtime_ffi_version())
+    return lib
+
+
+def _declare(lib: ctypes.CDLL) -> None:
+    pointer, size, text = ctypes.c_void_p, ctypes.c_int64, ctypes.c_char_p
+    signatures = {
+        "jcuts_cuda_ffi_api_version": (ctypes.c_int, []),
+        "jcuts_cuda_state_type_id": (pointer, []),
+        "jcuts_cuda_state_type_info": (pointer, []),
+        "jcuts_cuda_set_driver": (ctypes.c_int, [text]),
+        "jcuts_cuda_driver": (ctypes.c_int, [text, size]),
+        "jcuts_cuda_executions": (size, []),
+        "jcuts_cuda_register": (
+            ctypes.c_int,
+            [text, text, text, size, size, ctypes.POINTER(text), ctypes.POINTER(size), ctypes.POINTER(size)],
+        ),
+        "jcuts_cuda_unregister": (ctypes.c_int, [text]),
+        "jcuts_cuda_is_registered": (ctypes.c_int, [text]),
+        "jcuts_cuda_set_resolver": (None, [native.RESOLVER]),
+        "jcuts_cuda_launch": (
+            ctypes.c_int, [text, ctypes.c_int, pointer, ctypes.POINTER(pointer), size, pointer, text, size],
+        ),
+    }  # fmt: skip
+    for name, (result, arguments) in signatures.items():
+        function = getattr(lib, name)
+        function.restype = result
+        function.argtypes = arguments
+
+
+def available() -> str:
+    """'' if kernels can be launched on this machine's GPUs, else the reason."""
+    try:
+        lib = load()
+    except NativeError as error:
+        return error.message
+    text = ctypes.create_string_buffer(_TEXT)
+    return text.value.decode(errors="replace") if lib.jcuts_cuda_driver(text, _TEXT) else ""
+
+
+def add_kernel(kernel: CompiledKernel, *, persist: bool = True) -> None:
+    """Names a kernel to the launcher; a digest that is known already is left as it is.
+
+    Args: persist: also write it to the object cache.
+    Raises: NativeError: no launcher, or the kernel holds no CUDA image.
+    """
+    with _lock:
+        if kernel.digest not in _known:
+            _register(kernel)
+            _known[kernel.digest] = kernel
+    if persist:
+        objects.store(kernel)
+
+
+def _register(kernel: CompiledKernel) -> None:
+    try:
+        image = Image.unpack(kernel.object_code)
+    except CacheError as error:
+        raise NativeError(f"kernel {kernel.digest}: {error.message}", kernel=kernel.digest) from error
+    numbers: list[int] = []
+    arguments: list[int] = []
+    for launch in image.launches:
+        numbers += [*launch.grid, *launch.block, *launch.cluster, launch.shared, int(launch.cooperative)]
+        numbers.append(len(launch.arguments))
+        arguments += [n for pair in launch.arguments for n in pair]
+    symbols = [launch.symbol.encode() for launch in image.launches]
+    refused = load().jcuts_cuda_register(
+        kernel.digest.encode(), image.region.encode(), image.cubin, len(image.cubin), len(symbols),
+        (ctypes.c_char_p * len(symbols))(*symbols), (ctypes.c_int64 * len(numbers))(*numbers),
+        (ctypes.c_int64 * len(arguments))(*arguments),
+    )  # fmt: skip
+    if refused:
+        raise NativeError(f"the launcher refused kernel {kernel.digest}: impossible launch", kernel=kernel.digest)
+
+
+def executions() -> int:
+    """How often XLA has called the launcher: calls inside a CUDA graph are recorded once, replays do not count."""
+    return int(load().jcuts_cuda_executions())
+
+
+def forget(digest: str) -> None:
+    """Drops a digest (for tests): the next executable that names it goes through the object cache."""
+    with _lock:
+        if _known.pop(digest, None) is not None:
+            load().jcuts_cuda_unregister(digest.encode())
+
+
+def launch(kernel: CompiledKernel, device: int, stream: int, buffers: list[int], scratch: int) -> None:
+    """Launches a kernel on raw device addresses, as XLA would (for measuring: no JAX takes part).
+
+    Raises: NativeError: the driver refused; its sentence names the kernel.
+    """
+    add_kernel(kernel, persist=False)
+    table = (ctypes.c_void_p * len(buffers))(*buffers)
+    text = ctypes.create_string_buffer(_TEXT)
+    if load().jcuts_cuda_launch(kernel.digest.encode(), device, stream, table, len(buffers), scratch, text, _TEXT):
+        raise NativeError(text.value.decode(errors="replace"), kernel=kernel.digest)
+
+
+def _resolve(digest: bytes) -> int:
+    """Called by the launcher, from any thread, for a digest that is not registered."""
+    try:
+        kernel = objects.fetch(digest.decode())
+        if kernel is None or not is_image(kernel.object_code):
+            return 0
+        add_kernel(kernel, persist=False)
+        return 1
+    except Exception:  # nothing may propagate into C; the launcher reports the digest as unknown
+        log.exception("kernel %r cannot be loaded from the object cache", digest)
+        return 0
+
+
+_capsule_new = ctypes.pythonapi.PyCapsule_New
+_capsule_new.restype = ctypes.py_object
+_capsule_new.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+
+
+def ensure_registered() -> None:
+    """Registers the launcher with XLA's CUDA platform, once per process (starts that backend: `register` says why).
+
+    Raises:
+        NativeError: no launcher, or XLA refuses it.
+    """
+    global _target_registered, _callback
+    if _target_registered:
+        return
+    lib = load()
+    jax.devices("cuda")
+    with _lock:
+        if _target_registered:
+            return
+        try:
+            jax.ffi.register_ffi_type(
+                STATE_TYPE,
+                {
+                    "type_id": _capsule_new(lib.jcuts_cuda_state_type_id(), None, None),
+                    "type_info": _capsule_new(lib.jcuts_cuda_state_type_info(), None, None),
+                },
+                platform=PLATFORM,
+            )
+            jax.ffi.register_ffi_target(
+                TARGET,
+                {
+                    "instantiate": jax.ffi.pycapsule(lib.jcuts_cuda_launch_instantiate),
+                    "initialize": jax.ffi.pycapsule(lib.jcuts_cuda_launch_initialize),
+                    "execute": jax.ffi.pycapsule(lib.jcuts_cuda_launch_execute),
+                },
+                platform=PLATFORM,
+            )
+        except Exception as error:  # XLA's own error types differ from version to version
+            raise NativeError(
+                f"XLA refused jcuts' CUDA launcher: {error}. Rebuild jcuts against the installed jaxlib "
+                "(`make native`)", reason=str(error),
+            ) from error  # fmt: skip
+        _callback = native.RESOLVER(_resolve)
+        lib.jcuts_cuda_set_resolver(_callback)
+        # A compilation that outlives the interpreter must not call into it.
+        atexit.register(lib.jcuts_cuda_set_resolver, native.RESOLVER(0))
+        _target_registered = True
+
+
+def call_kernel(kernel: CompiledKernel, *operands: Any) -> tuple[jax.Array, ...]:
+    """Calls a CUDA kernel as one XLA custom call (what `call.call_kernel` does for kernels with an image).
+
+    Scratch memory is an extra ``u8`` result: a handler that XLA captures into a graph must not allocate.
+    """
+    ensure_registered()
+    add_kernel(kernel)
+    results = [jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype)) for shape, dtype in kernel.outputs]
+    if kernel.scratch_bytes:
+        results.append(jax.ShapeDtypeStruct((kernel.scratch_bytes,), np.dtype(np.uint8)))
+    call = jax.ffi.ffi_call(
+        TARGET, results, has_side_effect=False,
+        input_layouts=[tuple(range(len(shape))) for shape, _ in kernel.inputs],
+        output_layouts=[tuple(range(len(result.shape))) for result in results],
+    )  # fmt: skip
+    outputs = call(
+        *operands, digest=kernel.digest, num_outputs=np.int64(len(kernel.outputs)),
+        scratch_bytes=np.int64(kernel.scratch_bytes),
+    )  # fmt: skip
+    return tuple(outputs[: len(kernel.outputs)])

@@ -1,0 +1,248 @@
+"""CUDA kernels without a GPU: golden sources, what the assembler reports, and what a PTX machine computes."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jcuts.base.errors import CacheError, CompileRejected, UsageError
+from jcuts.codegen.cuda import assemble, special
+from jcuts.codegen.cuda import compile as compiler
+from jcuts.codegen.cuda.emit import emit_source
+from jcuts.codegen.cuda.image import Image, Launch, Resources
+from jcuts.codegen.cuda.parts import parts
+from jcuts.codegen.cuda.target import CudaTarget
+from jcuts.dfg.interpret import interpret
+from jcuts.dfg.verify import verify
+from jcuts.region import gpu
+from tests import programs, ptx_machine
+from tests.gpu import cases
+from tests.ops.cases import conv
+
+MACHINE = gpu.GpuMachine(132)
+SM80, SM90 = CudaTarget((8, 0)), CudaTarget((9, 0))
+_WHY = compiler.available()
+compiled = pytest.mark.skipif(bool(_WHY), reason=_WHY or "-")
+
+
+def zeros(*shape):
+    return np.zeros(shape, np.float32)
+
+
+TEMPLATES = {
+    "map": (lambda x, b: jnp.maximum(x, 0) * b, (zeros(64, 52), zeros(52))),
+    "transpose": (lambda x: x.T * 2, (zeros(128, 96),)),
+    "depthwise": (lambda x, w: conv(x, w, groups=20), (zeros(4, 15, 15, 20), zeros(3, 3, 1, 20))),
+    "reduction": (lambda x: x.sum(1), (zeros(3000, 300),)),
+    "columns": (lambda x: x.sum(0), (zeros(3000, 64),)),
+    "rows": (lambda x: jax.nn.softmax(x), (zeros(3000, 300),)),
+}
+
+
+def candidates(fn, arguments, limit=1):
+    return [p for p, _ in gpu.candidates(programs.trace(fn, *arguments).program(), MACHINE, limit)]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_golden_source(name, golden):
+    (program,) = candidates(*TEMPLATES[name])
+    found, scratch = parts(program)
+    text = [f"# {dict(program.params)}, {scratch} bytes of scratch memory"]
+    for part in found:
+        source = emit_source(part.program)
+        compile(source.text, name, "exec")
+        text.append(f"# {source.blocks} blocks of {source.threads} threads, arguments {part.arguments}\n{source.text}")
+    golden(f"cuda/{name}.txt", "\n".join(text))
+
+
+@pytest.mark.parametrize("name", ["full sum", "full sum odd", "column sum", "column max", "statistics", "middle"])
+def test_split_reductions_keep_their_meaning(name):
+    fn, arguments = cases.CASES[name]
+    traced = programs.trace(fn, *arguments)
+    program, operands = traced.program(), traced.operands()
+    wanted = interpret(program, operands)
+    split = [p for p, _ in gpu.candidates(program, MACHINE, 64) if dict(p.params).get("split", 1) != 1]
+    assert split
+    for candidate in split[:: max(1, len(split) // 3)]:
+        (first, second), scratch = parts(candidate)
+        verify(first.program)
+        verify(second.program)
+        used = [operands[number] for number, _ in first.arguments if number >= 0]
+        kept = dict(zip((b.name for b in first.program.outputs), interpret(first.program, used), strict=True))
+        assert 0 < sum(v.nbytes for v in kept.values()) <= scratch
+        arguments = zip([b for b in second.program.buffers if b.role != "local"], second.arguments, strict=True)
+        inputs = [kept.get(b.name, operands[n] if n >= 0 else None) for b, (n, _) in arguments if b.role == "in"]
+        for got, want in zip(interpret(second.program, inputs), wanted, strict=True):
+            np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-4)
+
+
+@compiled
+@pytest.mark.parametrize("target", [SM80, SM90], ids=lambda t: t.arch)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_templates_assemble_without_local_memory(name, target):
+    (program,) = candidates(*TEMPLATES[name])
+    image = Image.unpack(compiler.compile_program(program, target).object_code)
+    assert image.arch == target.arch and image.cubin[:4] == b"\x7fELF"
+    for launch in image.launches:
+        used = launch.resources
+        assert 8 <= used.registers <= 255 and used.stack == 0 and used.shared < 48 << 10
+        assert launch.block[0] * used.registers <= 65536
+
+
+def machine_results(program, operands):
+    kernel = compiler.compile_program(program, SM90)
+    return ptx_machine.run_kernel(compiler.ptx_of(program, SM90), kernel, operands)
+
+
+def check(fn, arguments, limit):
+    with jax.enable_x64(True):
+        traced = programs.trace(fn, *arguments)
+        program, operands = traced.program(), traced.operands()
+        plain = [np.asarray(x) for x in jax.tree.leaves(jax.jit(fn)(*arguments))]
+        ran = 0
+        for candidate, _ in gpu.candidates(program, MACHINE, limit):
+            try:
+                results = machine_results(candidate, operands)
+            except CompileRejected as error:
+                assert "local memory" in error.message
+                continue
+            for got, want in zip(results, plain, strict=True):
+                compare(got, want, f"{candidate.params} {[a.unroll for a in candidate.phases[0].axes]}")
+            ran += 1
+        assert ran
+
+
+def compare(got, want, what):
+    if got.dtype.kind in "biu":
+        np.testing.assert_array_equal(got, want, err_msg=what)
+        return
+    a, x = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    eps = float(jnp.finfo(want.dtype).eps)
+    live = np.isfinite(x)
+    scale = float(np.sqrt(np.mean(x[live] ** 2))) if live.any() else 1.0
+    np.testing.assert_allclose(a, x, rtol=40 * eps, atol=60 * eps * scale, err_msg=what)
+
+
+SMALL = [n for n in cases.CASES if n not in ("softmax long", "full sum", "full sum odd", "long odd")]
+
+
+@compiled
+@pytest.mark.parametrize("name", SMALL)
+def test_a_machine_computes_what_xla_does(name):
+    check(*cases.CASES[name], 2)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_storage_types(dtype):
+    for fn, arguments in cases.typed(dtype).values():
+        check(fn, arguments, 2)
+
+
+@compiled
+@pytest.mark.parametrize("name", ["exp", "exp2", "logistic", "tanh", "rsqrt"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_special_functions_keep_their_bound(name, dtype):
+    """The units' own error is not simulated: what is left is that of the formulas."""
+    x = np.concatenate([np.linspace(-87, 87, 3001), np.geomspace(1e-6, 80, 1000), -np.geomspace(1e-6, 80, 1000)])
+    x = np.abs(x) + 1e-3 if name == "rsqrt" else x
+    x = (x if dtype == "float32" else np.clip(x, -9, 9)).astype(jnp.dtype(dtype))
+    op = getattr(lax, name)
+    (program,) = candidates(lambda v: op(v), (x,))
+    (got,) = machine_results(program, [x])
+    with jax.enable_x64(True):
+        want = np.asarray(op(x.astype(np.float64)))
+    info = jnp.finfo(jnp.dtype(dtype))
+    normal = (np.abs(want) >= float(info.smallest_normal)) & (np.abs(want) <= float(info.max))
+    unit = np.exp2(np.floor(np.log2(np.abs(want[normal])))) * float(info.eps)
+    error = np.abs(got.astype(np.float64)[normal] - want[normal]) / unit
+    bound = special.ERROR_ULP[name, "float32" if dtype == "float32" else "half"]
+    assert error.max() <= bound + (0.0 if dtype == "float32" else 0.501)
+
+
+@compiled
+@pytest.mark.parametrize("name", ["chain", "transpose", "depthwise", "middle", "argmax", "softmax", "moments"])
+def test_every_schedule_of_a_family(name):
+    fn, arguments = cases.CASES[name]
+    found = candidates(fn, arguments, 1 << 30)
+    assert len({p.digest for p in found}) == len(found) > 1
+    check(*cases.CASES[name], 5)
+
+
+def test_machine_finds_races_and_bad_addresses():
+    head = ".version 8.0\n.target sm_80\n.address_size 64\n"
+    entry = ".visible .entry k0(\n.param .u64 a,\n.param .u64 b\n)\n{\n"
+    load = "ld.param.u64 %rd1, [a];\nld.param.u64 %rd2, [b];\nmov.u32 %r1, %tid.x;\nmul.wide.s32 %rd3, %r1, 4;\n"
+    shared = "  .shared .align 16 .b8 s[128];\nmov.u32 %r2, s;\nshl.b32 %r3, %r1, 2;\nadd.s32 %r4, %r2, %r3;\n"
+    bodies = {
+        "writes outside": "add.s64 %rd4, %rd2, %rd3;\nst.global.b32 [%rd4+64], %r1;\nret;\n}\n",
+        "reads outside": "add.s64 %rd4, %rd2, %rd3;\nld.global.nc.b32 %r5, [%rd4];\nret;\n}\n",
+        "twice": "st.global.b32 [%rd2], %r1;\nret;\n}\n",
+        "misaligned": "ld.global.nc.b32 %r5, [%rd1+2];\nret;\n}\n",
+        "race": shared + "st.shared.b32 [%r4], %r1;\nld.shared.b32 %r5, [%r2+64];\nret;\n}\n",
+        "only some": "setp.lt.u32 %p1, %r1, 3;\n@%p1 bra $L1;\nbar.sync 0;\n$L1:\nret;\n}\n",
+    }
+    x, y = np.zeros(32, np.float32), np.zeros(32, np.float32)
+    for what, body in bodies.items():
+        memory = ptx_machine.Memory([x, y], [False, True])
+        module = ptx_machine.parse(head + entry + load + body)
+        with pytest.raises(ptx_machine.Fault, match=what):
+            ptx_machine.Machine(module, "k0", memory, memory.places, 1, 32).run()
+
+
+def test_images_round_trip():
+    launch = Launch("k", (3, 1, 1), (128, 1, 1), ((0, 0), (-1, 256)), 50_000, (2, 1, 1), True, Resources(40, 0, 64))
+    image = Image("sm_90", "softmax", (launch,), b"cubin\n\0bytes")
+    assert Image.unpack(image.pack()) == image
+    for bad in (b"", b"\x7fELF", image.pack()[:30], image.pack().replace(b"symbol", b"sxmbol")):
+        with pytest.raises(CacheError):
+            Image.unpack(bad)
+
+
+def test_refusals():
+    with pytest.raises(UsageError, match=r"7\.5"):
+        CudaTarget((7, 5))
+    with pytest.raises(CompileRejected, match="no 64-bit ELF"):
+        assemble.resources(b"not an object")
+    (program,) = candidates(*TEMPLATES["map"])
+    with pytest.raises(CompileRejected, match="no schedule for a GPU"):
+        emit_source(programs.trace(TEMPLATES["map"][0], *TEMPLATES["map"][1]).program())
+    with pytest.raises(CompileRejected, match="without a kernel"):
+        assemble.merged([(".version 8.0", "k")])
+    assert compiler.kernel_digest(program, SM80) != compiler.kernel_digest(program, SM90)
+
+
+@compiled
+def test_the_assembler_says_why():
+    ptx = ".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry k()\n{\n bogus.u32 %r1;\n ret;\n}\n"
+    with pytest.raises(CompileRejected) as caught:
+        assemble.assemble(ptx, "sm_90")
+    assert caught.value.values["log"]
+
+
+@compiled
+def test_local_memory_is_refused():
+    """A program whose values cannot stay in registers."""
+
+    def fn(x, w):
+        return lax.reduce_window(x, 0.0, lax.add, (1, 1, 3, 1), (1, 1, 1, 1), "VALID") * w
+
+    program = programs.trace(fn, zeros(1, 64, 66, 64), zeros(64)).program()
+    from dataclasses import replace
+
+    from jcuts.region.schedule import collapsed
+
+    plain = collapsed(program)
+    phase = plain.phases[0]
+    unroll = dict(zip((a.name for a in phase.axes), itertools.repeat(8), strict=False))
+    axes = tuple(replace(a, unroll=unroll[a.name] if a.extent > 1 else 1) for a in phase.axes)
+    reds = tuple(replace(r, unroll=r.extent) for r in phase.reds)
+    wide = replace(plain, phases=(replace(phase, axes=axes, reds=reds),), params=(("cuda", "point"), ("threads", 1024)))
+    with pytest.raises(CompileRejected, match="local memory") as caught:
+        compiler.compile_program(wide, SM90)
+    assert caught.value.values["stack"] > 0

@@ -1,0 +1,114 @@
+"""Functions of every family that has a kernel form on a GPU, small and awkward in shape: (function, arguments)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from tests.ops.cases import conv
+
+Case = tuple[Callable[..., Any], tuple[np.ndarray, ...]]
+
+
+def normal(*shape: int, dtype: str = "float32", seed: int = 0) -> np.ndarray:
+    """Standard normal values (integers in -9..9 for integer types)."""
+    rng = np.random.default_rng(seed + 7 * len(shape) + sum(shape))
+    if dtype == "bool":
+        return rng.integers(0, 2, shape).astype(bool)
+    if np.dtype(jnp.dtype(dtype)).kind in "iu":
+        return rng.integers(0 if dtype.startswith("u") else -9, 9, shape).astype(dtype)
+    return rng.standard_normal(shape).astype(jnp.dtype(dtype))
+
+
+def _pool(reduce: Any, start: float, window: tuple[int, ...], strides: tuple[int, ...], padding: str) -> Any:
+    return lambda x: lax.reduce_window(x, start, reduce, window, strides, padding)
+
+
+def _layer_norm(x: Any, g: Any, b: Any) -> Any:
+    mean = x.mean(-1, keepdims=True)
+    return (x - mean) * lax.rsqrt(jnp.square(x - mean).mean(-1, keepdims=True) + 1e-5) * g + b
+
+
+def _log_softmax_loss(x: Any) -> Any:
+    return -jax.nn.log_softmax(x, axis=-1).sum(-1)
+
+
+CASES: dict[str, Case] = {
+    "chain": (lambda x, b: jnp.maximum(x * b + 1, 0) * x, (normal(9, 52), normal(52))),
+    "chain odd": (lambda x, b: jnp.exp(x) / (b + 3), (normal(9, 53), normal(9, 1))),
+    "one element": (lambda x: x + 1, (normal(1),)),
+    "scalar": (lambda x: x * 2 + 1, (normal(),)),
+    "long odd": (lambda x: x * x + 1, (normal(100_003),)),
+    "two results": (lambda x, y: (x + y, (x - y).reshape(-1)), (normal(33, 12), normal(33, 12, seed=1))),
+    "transpose": (lambda x: x.T * 2, (normal(70, 36),)),
+    "permute": (lambda x: jnp.transpose(x, (2, 0, 1)) + 1, (normal(5, 12, 8),)),
+    "concatenate": (lambda x, y: jnp.concatenate([x, y * 2], 1), (normal(6, 10), normal(6, 14))),
+    "pad and slice": (lambda x: jnp.pad(x, ((1, 2), (3, 1)))[1:, 2:] * 3, (normal(10, 13),)),
+    "reverse": (lambda x: x[::-1, ::2] + 1, (normal(8, 24),)),
+    "iota": (lambda x: x + lax.iota(jnp.float32, 24), (normal(7, 24),)),
+    "embedding": (lambda t, i: jnp.take(t, i, axis=0, mode="clip"), (normal(50, 16), normal(30, dtype="int32"))),
+    "gather fill": (lambda t, i: t.at[i].get(mode="fill", fill_value=7), (normal(5, 12), normal(30, dtype="int32"))),
+    "max pool": (_pool(lax.max, -np.inf, (1, 3, 3, 1), (1, 2, 2, 1), "SAME"), (normal(2, 13, 13, 12),)),
+    "average pool": (_pool(lax.add, 0.0, (1, 2, 3, 1), (1, 1, 1, 1), "VALID"), (normal(2, 9, 10, 5),)),
+    "depthwise": (lambda x, w: jax.nn.relu6(conv(x, w, groups=20)), (normal(2, 12, 12, 20), normal(3, 3, 1, 20))),
+    "depthwise stride": (
+        lambda x, w, b: conv(x, w, groups=12, strides=(2, 2)) + b,
+        (normal(2, 15, 15, 12), normal(3, 3, 1, 12), normal(12)),
+    ),
+    "depthwise odd": (lambda x, w: conv(x, w, groups=7), (normal(1, 11, 9, 7), normal(5, 3, 1, 7))),
+    "row sum": (lambda x: x.sum(1), (normal(37, 300),)),
+    "row max odd": (lambda x: x.max(1) * 2, (normal(37, 77),)),
+    "short rows": (lambda x: x.sum(-1), (normal(50, 9, 6),)),
+    "full sum": (lambda x: (x * x).sum(), (normal(100, 1000),)),
+    "full sum odd": (lambda x: jnp.abs(x).sum() + 1, (normal(100_003),)),
+    "column sum": (lambda x: x.sum(0), (normal(3000, 24),)),
+    "column max": (lambda x, b: x.max((0, 1)) + b, (normal(20, 30, 52), normal(52))),
+    "middle": (lambda x: x.sum(1), (normal(6, 400, 20),)),
+    "argmax": (lambda x: jnp.argmax(x, -1), (normal(40, 300),)),
+    "argmin columns": (lambda x: jnp.argmin(x, 0), (normal(40, 30),)),
+    "all": (lambda x: (x > -2).all(1), (normal(40, 30),)),
+    "statistics": (lambda x: (x.sum(0), (x * x).sum(0)), (normal(2000, 32),)),
+    "softmax": (lambda x: jax.nn.softmax(x, axis=-1), (normal(37, 260),)),
+    "softmax odd": (lambda x: jax.nn.softmax(x, axis=-1), (normal(5, 1001),)),
+    "softmax long": (lambda x: jax.nn.softmax(x, axis=-1), (normal(3, 40_000),)),
+    "log softmax": (_log_softmax_loss, (normal(37, 100),)),
+    "layer norm": (_layer_norm, (normal(37, 192), normal(192), normal(192))),
+    "global pool": (lambda x: x.mean((1, 2)), (normal(3, 7, 7, 40),)),
+    "moments": (lambda x: (x.mean((2, 3)), x.var((2, 3))), (normal(3, 6, 14, 14),)),
+    "group norm": (
+        lambda x: (x - x.mean((1, 2), keepdims=True)) / jnp.sqrt(x.var((1, 2), keepdims=True) + 1e-3),
+        (normal(12, 5, 64),),
+    ),
+}
+
+DTYPES = ("float32", "float64", "bfloat16", "float16", "int8", "int16", "int32", "int64", "uint8", "uint32", "uint64")
+
+
+def typed(dtype: str) -> dict[str, Case]:
+    """Cases for one storage type."""
+    x, y = normal(6, 40, dtype=dtype), normal(6, 40, dtype=dtype, seed=1)
+    found: dict[str, Case] = {
+        "add and compare": (lambda a, b: jnp.where(a > b, a + b, a - b), (x, y)),
+        "max of rows": (lambda a: a.max(1), (x,)),
+        "sum of columns": (lambda a: a.sum(0, dtype=a.dtype), (x,)),
+        "convert": (lambda a: (a.astype(jnp.float32) * 2, a.astype(jnp.int32) + 1), (x,)),
+        "transpose": (lambda a: a.T, (x,)),
+    }
+    if np.dtype(jnp.dtype(dtype)).kind not in "iu":
+        found["softmax"] = (lambda a: jax.nn.softmax(a), (x,))
+        found["special"] = (lambda a: jnp.tanh(a) + jax.nn.sigmoid(a) * jnp.exp(-jnp.abs(a)), (x,))
+    else:
+        found["divide"] = (lambda a, b: (lax.div(a, b), lax.rem(a, b)), (x, y))
+    return found
+
+
+ELEMENTARY = (
+    "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "erf", "erfc", "erf_inv", "sin", "cos", "tan", "asin",
+    "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "sqrt", "rsqrt", "cbrt", "floor", "ceil", "round",
+    "sign", "abs", "neg", "square", "is_finite",
+)  # fmt: skip

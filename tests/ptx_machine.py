@@ -1,0 +1,515 @@
+"""A PTX machine in NumPy: runs the kernels that jcuts emits, with no GPU, and checks what a GPU would not.
+
+All threads of the grid run together, one instruction for all that stand at it; threads at smaller addresses go first,
+so that branches meet again.  A load or store outside the buffers, a misaligned access, a result byte written by two
+threads or never, a race in shared memory (a byte read or written by another thread without a barrier between) and a
+shuffle or barrier that some threads miss are errors.  Rounding is exact for float32 but for double roundings of FMAs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jcuts.codegen.artifact import CompiledKernel
+from jcuts.codegen.cuda.image import Image
+from jcuts.dfg.elementops import numpy_dtype
+
+
+class Fault(Exception):
+    """What the kernel did wrong."""
+
+
+UINT = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+BASE, GAP = 1 << 20, 4096
+
+
+@dataclass(frozen=True)
+class Instruction:
+    predicate: str
+    op: str
+    operands: tuple[str, ...]
+    text: str
+
+
+@dataclass(frozen=True)
+class Kernel:
+    parameters: tuple[str, ...]
+    code: tuple[Instruction, ...]
+    labels: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Module:
+    kernels: dict[str, Kernel]
+    shared: dict[str, int]
+    shared_bytes: int
+
+
+def parse(ptx: str) -> Module:
+    """The kernels of a PTX module. Raises Fault for functions and tables (code of libdevice is not run here)."""
+    text = re.sub(r"//[^\n]*", "", ptx)
+    shared: dict[str, int] = {}
+    total = 0
+    for align, name, size in re.findall(r"^\s*\.shared \.align (\d+) \.b8 (\w+)\[(\d+)\];", text, re.MULTILINE):
+        total = -(-total // int(align)) * int(align)
+        shared[name] = total
+        total += int(size)
+    if re.search(r"^\.(visible )?\.?func|^\.global|^\.const", text, re.MULTILINE):
+        raise Fault("library code")
+    kernels = {}
+    for name, head, body in re.findall(r"^\.visible \.entry (\w+)\((.*?)\)(.*?)^\}", text, re.MULTILINE | re.DOTALL):
+        parameters = tuple(re.findall(r"\.param \.u64 (\w+)", head))
+        code: list[Instruction] = []
+        labels: dict[str, int] = {}
+        inner = 0
+        for line in _statements(body[body.index("{") + 1 :]):
+            found = re.fullmatch(r"(\$?\w+):", line)
+            if found:
+                labels[found.group(1)] = len(code)
+            elif line.startswith((".shared", ".local")):
+                continue
+            elif line.startswith(".reg"):
+                inner += "%" not in line
+            else:  # names without % are registers of an inner scope
+                code.append(_instruction(re.sub(r"(?<![\w%.$])(p|tmp)(?!\w)", rf"%inner{inner}\1", line)))
+        kernels[name] = Kernel(parameters, tuple(code), labels)
+    return Module(kernels, shared, total)
+
+
+def _statements(body: str) -> list[str]:
+    found = []
+    for line in body.splitlines():
+        line = line.strip()
+        if line in ("", "{", "}"):
+            continue
+        if line.startswith("{ .reg"):  # a scope on one line
+            found += [x.strip() for x in line[1 : line.rindex("}")].split(";") if x.strip()]
+        else:
+            found += [x.strip() for x in line.split(";") if x.strip() not in ("", "}")]
+    return found
+
+
+def _instruction(line: str) -> Instruction:
+    predicate = ""
+    if line.startswith("@"):
+        predicate, line = line[1:].split(None, 1)
+    op, rest = [*line.split(None, 1), ""][:2]
+    operands = tuple(x.strip() for x in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,{}\[\]]+", rest) if x.strip())
+    return Instruction(predicate, op.strip(), operands, line)
+
+
+class Memory:
+    """Global memory: buffers with gaps between them."""
+
+    def __init__(self, buffers: Sequence[np.ndarray], writable: Sequence[bool]) -> None:
+        places, total = [], BASE
+        for b in buffers:
+            places.append(total)
+            total += -(-(b.nbytes + GAP) // 256) * 256
+        self.places = places
+        self.data = np.full(total - BASE, 0xFF, np.uint8)  # NaN where nothing was written
+        self.readable = np.zeros(total - BASE, bool)
+        self.writable = np.zeros(total - BASE, bool)
+        self.writer = np.full(total - BASE, -1, np.int64)
+        for place, b, w in zip(places, buffers, writable, strict=True):
+            here = slice(place - BASE, place - BASE + b.nbytes)
+            if not w:
+                self.data[here] = np.ascontiguousarray(b).reshape(-1).view(np.uint8)
+            self.readable[here] = not w
+            self.writable[here] = w
+
+    def read(self, address: np.ndarray, size: int, what: str) -> np.ndarray:
+        where = self._where(address, size, what)
+        if not self.readable[where].all():
+            raise Fault(f"reads outside its operands: {what}")
+        return self.data[where]
+
+    def write(self, address: np.ndarray, values: np.ndarray, threads: np.ndarray, what: str) -> None:
+        where = self._where(address, values.shape[1], what)
+        if not self.writable[where].all():
+            raise Fault(f"writes outside its results: {what}")
+        if (self.writer[where] >= 0).any() or len(np.unique(where)) != where.size:
+            raise Fault(f"writes a byte twice: {what}")
+        self.writer[where] = threads[:, None]
+        self.data[where] = values
+
+    def _where(self, address: np.ndarray, size: int, what: str) -> np.ndarray:
+        if (address % np.uint64(size)).any():
+            raise Fault(f"misaligned: {what}")
+        start = address.astype(np.int64) - BASE
+        if start.size and (start.min() < 0 or start.max() + size > self.data.size):
+            raise Fault(f"address outside all buffers: {what}")
+        return start[:, None] + np.arange(size)
+
+    def settle(self) -> None:
+        """Between kernels: what one wrote, the next may read and write."""
+        self.readable |= self.writer >= 0
+        self.writer[:] = -1
+
+
+class Machine:
+    """Runs one launch."""
+
+    def __init__(self, module: Module, name: str, memory: Memory, arguments: Sequence[int], blocks: int, threads: int):
+        self.module, self.kernel, self.memory = module, module.kernels[name], memory
+        self.blocks, self.threads, count = blocks, threads, blocks * threads
+        self.count = count
+        self.arguments = dict(zip(self.kernel.parameters, arguments, strict=True))
+        self.thread = np.arange(count)
+        self.pc = np.zeros(count, np.int64)
+        self.registers: dict[str, np.ndarray] = {}
+        self.shared = np.zeros((blocks, max(1, module.shared_bytes)), np.uint8)
+        self.last_writer = np.full(self.shared.shape, -1, np.int64)
+        self.last_reader = np.full(self.shared.shape, -1, np.int64)
+
+    def run(self, limit: int = 200_000) -> None:
+        code, end = self.kernel.code, len(self.kernel.code)
+        for _ in range(limit):
+            here = int(self.pc.min())
+            if here >= end:
+                return
+            at = self.pc == here
+            instruction = code[here]
+            on = at
+            if instruction.predicate:
+                negated = instruction.predicate.startswith("!")
+                flag = self.registers[instruction.predicate.lstrip("!")].astype(bool)
+                on = at & (~flag if negated else flag)
+            self.pc[at] += 1
+            self._step(instruction, on, at)
+        raise Fault("does not end")
+
+    # -- operands -------------------------------------------------------------------------------------------------
+    def value(self, text: str, kind: str) -> np.ndarray:
+        """An operand as an array of the type (``s32``, ``f32``, ``b64``, ``pred`` ...)."""
+        dtype = _dtype(kind)
+        special = {"%ctaid.x": self.thread // self.threads, "%tid.x": self.thread % self.threads,
+                   "%ntid.x": np.full(self.count, self.threads)}  # fmt: skip
+        if text in special:
+            return special[text].astype(dtype)
+        if text in self.registers:
+            return _as(self.registers[text], dtype)
+        if text in self.module.shared:  # before numbers: names of any form
+            return np.full(self.count, self.module.shared[text], dtype)
+        if text.startswith("%"):
+            return np.zeros(self.count, dtype)  # declared, not yet written
+        if text.startswith(("0f", "0F")):
+            number = np.array([int(text[2:], 16)], np.uint32).view(np.float32)
+            return np.full(self.count, _as(number.view(np.uint32), dtype)[0], dtype)
+        if text.startswith(("0d", "0D")):
+            return np.full(self.count, _as(np.array([int(text[2:], 16)], np.uint64), dtype)[0], dtype)
+        raw = int(text.removesuffix("U"), 0)
+        size = np.dtype(dtype).itemsize
+        bits = np.array([raw % (1 << (8 * size))], UINT.get(size, np.uint64))
+        return np.full(self.count, bits.view(dtype)[0] if dtype is not np.bool_ else bool(raw), dtype)
+
+    def set(self, name: str, values: np.ndarray, on: np.ndarray) -> None:
+        bits = values if values.dtype == bool else np.ascontiguousarray(values).view(UINT[values.dtype.itemsize])
+        if name.startswith(("%r", "%f")) and not name.startswith("%rd") and not name.startswith("%fd"):
+            bits = _extended(values, bits, 4)
+        elif name.startswith(("%rd", "%fd")):
+            bits = _extended(values, bits, 8)
+        elif name.startswith(("%rs", "%h")):
+            bits = _extended(values, bits, 2)
+        old = self.registers.get(name)
+        self.registers[name] = bits.copy() if old is None else np.where(on, bits, old.astype(bits.dtype))
+
+    # -- one instruction --------------------------------------------------------------------------------------------
+    def _step(self, ins: Instruction, on: np.ndarray, at: np.ndarray) -> None:
+        parts = ins.op.split(".")
+        name, kind = parts[0], parts[-1]
+        if name == "bra":
+            self.pc[on] = self.kernel.labels[ins.operands[0]]
+        elif name == "ret":
+            self.pc[on] = len(self.kernel.code)
+        elif name == "bar":
+            self._together(at, self.threads, ins)
+            self.last_writer[:], self.last_reader[:] = -1, -1
+        elif name == "shfl":
+            self._together(at, 32, ins)
+            values = self.value(ins.operands[1], "b32")
+            lane = self.thread ^ int(ins.operands[2])
+            self.set(ins.operands[0], values[lane], on)
+        elif name in ("ld", "st"):
+            self._access(ins, parts, on)
+        else:
+            with np.errstate(all="ignore"):
+                self._compute(ins, name, parts, kind, on)
+
+    def _together(self, at: np.ndarray, group: int, ins: Instruction) -> None:
+        groups = at.reshape(-1, group)
+        if (groups.any(1) != groups.all(1)).any():
+            raise Fault(f"only some threads reach {ins.text}")
+
+    def _access(self, ins: Instruction, parts: list[str], on: np.ndarray) -> None:
+        space, kind = parts[1], parts[-1]
+        count = next((int(p[1:]) for p in parts if re.fullmatch(r"v\d", p)), 1)
+        where = ins.operands[0 if parts[0] == "st" else 1].strip("[]")
+        if space == "param":
+            self.set(ins.operands[0], np.full(self.count, self.arguments[where], np.uint64), on)
+            return
+        base, _, offset = where.partition("+")
+        size = np.dtype(_dtype(kind)).itemsize
+        live = np.flatnonzero(on)
+        names = [n.strip() for n in ins.operands[0 if parts[0] == "ld" else 1].strip("{}").split(",")]
+        address = self.value(base.strip(), "u64" if space == "global" else "u32")[live].astype(np.uint64)
+        address = address + np.uint64(int(offset or 0) % (1 << 64))
+        if space == "shared":
+            self._shared(parts[0], names[0], address, size, live, on, ins)
+        elif parts[0] == "ld":
+            found = self.memory.read(address, size * count, ins.text)
+            for k, register in enumerate(names):
+                full = np.zeros((self.count, size), np.uint8)
+                full[live] = found[:, k * size : (k + 1) * size]
+                self.set(register, full.view(UINT[size]).reshape(-1), on)
+        else:
+            parts_ = [self.value(n, f"b{8 * max(size, 1)}")[live].view(np.uint8).reshape(-1, size) for n in names]
+            self.memory.write(address, np.concatenate(parts_, 1), live, ins.text)
+
+    def _shared(
+        self, what: str, name: str, address: np.ndarray, size: int, live: np.ndarray, on: np.ndarray, ins: Instruction
+    ) -> None:
+        block = (live // self.threads)[:, None]
+        where = address.astype(np.int64)[:, None] + np.arange(size)
+        if where.size and where.max() >= self.shared.shape[1]:
+            raise Fault(f"outside shared memory: {ins.text}")
+        mine = live[:, None]
+        writer = self.last_writer[block, where]
+        if ((writer >= 0) & (writer != mine)).any():
+            raise Fault(f"race in shared memory: {ins.text}")
+        if what == "st":
+            reader = self.last_reader[block, where]
+            if ((reader >= 0) & (reader != mine)).any():
+                raise Fault(f"race in shared memory: {ins.text}")
+            self.shared[block, where] = self.value(name, f"b{8 * size}")[live].view(np.uint8).reshape(-1, size)
+            self.last_writer[block, where] = mine
+        else:
+            full = np.zeros((self.count, size), np.uint8)
+            full[live] = self.shared[block, where]
+            self.last_reader[block, where] = mine
+            self.set(name, full.view(UINT[size]).reshape(-1), on)
+
+    def _compute(self, ins: Instruction, name: str, parts: list[str], kind: str, on: np.ndarray) -> None:
+        args = ins.operands[1:]
+        if name == "cvt" and (parts[2].startswith("bf16") or parts[2].endswith("x2")):
+            self.set(ins.operands[0], _narrow(parts[2], [self.value(x, "f32") for x in args]), on)
+        elif name == "cvt":
+            self.set(ins.operands[0], _convert(self.value(args[0], kind), parts), on)
+        elif name == "setp":
+            a, b = (self.value(x, kind) for x in args)
+            self.set(ins.operands[0], _compare(parts[1], a, b), on)
+        elif name == "selp":
+            flag = self.value(args[2], "pred")
+            self.set(ins.operands[0], np.where(flag, self.value(args[0], kind), self.value(args[1], kind)), on)
+        elif name == "mov" and ins.operands[0].startswith("{"):
+            wide = self.value(args[0], kind)
+            names = [n.strip() for n in ins.operands[0].strip("{}").split(",")]
+            pieces = wide.view(UINT[wide.dtype.itemsize // len(names)]).reshape(self.count, len(names))
+            for k, n in enumerate(names):
+                self.set(n, np.ascontiguousarray(pieces[:, k]), on)
+        elif name == "mov" and args[0].startswith("{"):
+            names = [n.strip() for n in args[0].strip("{}").split(",")]
+            size = np.dtype(_dtype(kind)).itemsize
+            pieces = [self.value(n, f"b{8 * size // len(names)}") for n in names]
+            self.set(ins.operands[0], np.stack(pieces, 1).view(UINT[size]).reshape(-1), on)
+        elif name in ("mul", "mad") and "wide" in parts:
+            wider = kind[0] + str(2 * int(kind[1:]))
+            a, b = (self.value(x, kind).astype(_dtype(wider)) for x in args[:2])
+            total = a * b + (self.value(args[2], wider) if name == "mad" else 0)
+            self.set(ins.operands[0], total.astype(_dtype(wider)), on)
+        elif name == "bfi":
+            a, b = (self.value(x, kind) for x in args[:2])
+            place, width = int(args[2]), int(args[3])
+            mask = a.dtype.type(((1 << width) - 1) << place)
+            self.set(ins.operands[0], (b & ~mask) | ((a << a.dtype.type(place)) & mask), on)
+        elif name in ("popc", "clz"):
+            a = self.value(args[0], kind)
+            self.set(ins.operands[0], _bits(name, a), on)
+        else:
+            values = [self.value(x, kind) for x in args]
+            if name in ("shl", "shr"):
+                values[1] = self.value(args[1], "u32")
+            function = _ARITHMETIC.get(name)
+            if function is None:
+                raise Fault(f"no meaning for {ins.text}")
+            self.set(ins.operands[0], np.asarray(function(parts, *values)).astype(values[0].dtype), on)
+
+
+def _dtype(kind: str) -> type:
+    if kind == "pred":
+        return np.bool_
+    letter, bits = kind[0], int(kind[1:])
+    if letter == "f":
+        return {16: np.float16, 32: np.float32, 64: np.float64}[bits]
+    if letter == "s":
+        return {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}[bits]
+    return UINT[bits // 8]
+
+
+def _as(bits: np.ndarray, dtype: type) -> np.ndarray:
+    """Register bits as a type of the same or a smaller size."""
+    if dtype is np.bool_ or bits.dtype == bool:
+        return bits.astype(dtype)
+    size = np.dtype(dtype).itemsize
+    return bits.astype(UINT[size]).view(dtype)
+
+
+def _extended(values: np.ndarray, bits: np.ndarray, size: int) -> np.ndarray:
+    if bits.dtype.itemsize >= size or values.dtype == bool:
+        return bits
+    signed = values.dtype.kind == "i"
+    return (
+        values.astype({2: np.int16, 4: np.int32, 8: np.int64}[size]).view(UINT[size])
+        if signed
+        else bits.astype(UINT[size])
+    )
+
+
+def _compare(how: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    unordered = np.isnan(a) | np.isnan(b) if a.dtype.kind == "f" else np.zeros(a.shape, bool)
+    plain: dict[str, Callable[..., np.ndarray]] = {
+        "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
+        "ge": np.greater_equal,
+        "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
+    }  # fmt: skip
+    if how == "nan":
+        return unordered
+    if how == "num":
+        return ~unordered
+    if how.endswith("u") and how[:-1] in plain:
+        return unordered | plain[how[:-1]](a, b)
+    return plain[how](a, b) & ~unordered
+
+
+def _convert(value: np.ndarray, parts: list[str]) -> np.ndarray:
+    target = _dtype(parts[-2])
+    if value.dtype.kind != "f":
+        return value.astype(target)
+    mode = {"rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil, "rni": np.rint}.get(parts[1])
+    rounded = mode(value) if mode else value
+    if np.dtype(target).kind == "f":
+        return rounded.astype(target)
+    info = np.iinfo(target)
+    wide = np.nan_to_num(rounded.astype(np.float64), nan=0.0)
+    result = np.where(np.abs(wide) < 2.0**62, wide, 0.0).astype(np.int64).clip(info.min, min(info.max, 2**63 - 1))
+    result = result.astype(target)
+    big = np.clip(wide, 0, 2.0**63).astype(np.uint64).astype(target) if info.max > 2**62 else result
+    result = np.where((wide >= 2.0**62) & (wide < 2.0**63), big, result)
+    result = np.where(wide >= float(info.max), info.max, result)
+    return np.where(wide <= float(info.min), info.min, result).astype(target)
+
+
+def _narrow(kind: str, values: list[np.ndarray]) -> np.ndarray:
+    """Rounds float32 to 16 bits; of two values the first becomes the upper half."""
+    dtype = numpy_dtype("bfloat16" if kind.startswith("bf16") else "float16")
+    words = [np.ascontiguousarray(v.astype(dtype)).view(np.uint16) for v in values]
+    return words[0] if len(words) == 1 else (words[0].astype(np.uint32) << np.uint32(16)) | words[1]
+
+
+def _bits(name: str, a: np.ndarray) -> np.ndarray:
+    width = 8 * a.dtype.itemsize
+    table = np.unpackbits(np.ascontiguousarray(a).view(np.uint8).reshape(len(a), -1)[:, ::-1], axis=1)
+    if name == "popc":
+        return table.sum(1).astype(np.uint32)
+    first = np.argmax(table, axis=1)
+    return np.where(table.any(1), first, width).astype(np.uint32)
+
+
+def _extreme(pick: Callable[..., np.ndarray], other: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    def code(parts: list[str], a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        if a.dtype.kind != "f":
+            return pick(a, b)
+        best = pick(a, b) if "NaN" in parts else other(a, b)
+        zero = (a == 0) & (b == 0)
+        sign = np.signbit(a) & np.signbit(b) if pick is np.maximum else np.signbit(a) | np.signbit(b)
+        return np.where(zero, np.where(sign, -0.0, 0.0), best)
+
+    return code
+
+
+def _fma(parts: list[str], a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    wide = np.float64 if a.dtype == np.float32 else np.longdouble
+    return (a.astype(wide) * b.astype(wide) + c.astype(wide)).astype(a.dtype)
+
+
+def _divide(parts: list[str], a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    if a.dtype.kind == "f":
+        return a / b
+    safe = np.where(b == 0, 1, b).astype(a.dtype)
+    if a.dtype.kind == "u":
+        return a // safe
+    quotient = a // safe
+    return quotient + ((quotient < 0) & (quotient * safe != a))
+
+
+def _remainder(parts: list[str], a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return a - _divide(parts, a, b) * b
+
+
+def _high(parts: list[str], a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    if "lo" in parts or a.dtype.kind == "f":
+        return a * b
+    if a.dtype.itemsize == 4:
+        wide = np.int64 if a.dtype.kind == "i" else np.uint64
+        return (a.astype(wide) * b.astype(wide)) >> wide(32)
+    return np.array([(int(x) * int(y)) >> 64 for x, y in zip(a, b, strict=True)], object) % (1 << 64)
+
+
+def _shift(left: bool) -> Callable[..., np.ndarray]:
+    def code(parts: list[str], a: np.ndarray, amount: np.ndarray) -> np.ndarray:
+        width = 8 * a.dtype.itemsize
+        inside = np.minimum(amount, width - 1).astype(a.dtype)
+        moved = (a << inside) if left else (a >> inside)
+        return np.where(amount < width, moved, (a >> inside) if a.dtype.kind == "i" and not left else 0)
+
+    return code
+
+
+def _bitwise(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    return lambda parts, *args: function(*args)
+
+
+def _permute(parts: list[str], a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
+    pool = np.concatenate([a.view(np.uint8).reshape(-1, 4), b.view(np.uint8).reshape(-1, 4)], 1)
+    chosen = np.stack([(selector >> np.uint32(4 * k)) & np.uint32(7) for k in range(4)], 1)
+    return np.take_along_axis(pool, chosen.astype(np.int64), 1).copy().view(np.uint32).reshape(-1)
+
+
+_ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
+    "mov": lambda parts, a: a, "add": lambda parts, a, b: a + b, "sub": lambda parts, a, b: a - b, "mul": _high,
+    "mad": lambda parts, a, b, c: a * b + c, "fma": _fma, "div": _divide, "rem": _remainder,
+    "neg": lambda parts, a: -a if a.dtype.kind != "u" else (~a + a.dtype.type(1)), "abs": lambda parts, a: np.abs(a),
+    "and": _bitwise(np.bitwise_and), "or": _bitwise(np.bitwise_or), "xor": _bitwise(np.bitwise_xor),
+    "not": _bitwise(np.invert), "shl": _shift(True), "shr": _shift(False),
+    "max": _extreme(np.maximum, np.fmax), "min": _extreme(np.minimum, np.fmin),
+    "sqrt": lambda parts, a: np.sqrt(a), "rcp": lambda parts, a: 1 / a, "prmt": _permute,
+    "ex2": lambda parts, a: np.exp2(a), "rsqrt": lambda parts, a: 1 / np.sqrt(a), "tanh": lambda parts, a: np.tanh(a),
+    "copysign": lambda parts, a, b: np.copysign(b, a), "cvta": lambda parts, a: a,
+}  # fmt: skip
+
+
+def run_kernel(ptx: str, kernel: CompiledKernel, operands: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Runs all launches of a kernel whose PTX this is. Raises Fault for whatever it does wrong."""
+    image = Image.unpack(kernel.object_code)
+    results = [np.zeros(shape, numpy_dtype(dtype)) for shape, dtype in kernel.outputs]
+    scratch = np.zeros(max(1, kernel.scratch_bytes), np.uint8)
+    buffers = [*map(np.asarray, operands), *results, scratch]
+    memory = Memory(buffers, [False] * len(operands) + [True] * (len(results) + 1))
+    module = parse(ptx)
+    written = np.zeros(memory.data.size, bool)
+    for (name, _), launch in zip(sorted(module.kernels.items()), image.launches, strict=True):
+        arguments = [memory.places[b] + offset for b, offset in launch.arguments]
+        Machine(module, name, memory, arguments, launch.grid[0], launch.block[0]).run()
+        written |= memory.writer >= 0
+        memory.settle()
+    found = []
+    for place, result in zip(memory.places[len(operands) :], results, strict=False):
+        here = slice(place - BASE, place - BASE + result.nbytes)
+        if not written[here].all():
+            raise Fault("a part of a result was not written")
+        found.append(memory.data[here].copy().view(result.dtype).reshape(result.shape))
+    return found

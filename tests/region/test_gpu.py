@@ -1,0 +1,100 @@
+"""Schedules for a GPU: legal, ranked, repeatable; what has no form gets none; bounds that count compulsory bytes."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jcuts.dfg.interpret import interpret
+from jcuts.dfg.program import Program
+from jcuts.dfg.verify import verify
+from jcuts.region import gpu
+from jcuts.region.bound import bound
+from tests import programs
+from tests.gpu import cases
+
+MACHINE = gpu.GpuMachine(132)
+
+
+def program_of(fn, *arguments):
+    return programs.trace(fn, *arguments).program()
+
+
+def zeros(*shape, dtype=np.float32):
+    return np.zeros(shape, dtype)
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_candidates_are_well_formed_and_keep_the_meaning_of_the_program(name):
+    fn, arguments = cases.CASES[name]
+    program = program_of(fn, *arguments)
+    found = gpu.candidates(program, MACHINE, 10)
+    assert found and all(0 < score <= 1 for _, score in found)
+    assert [s for _, s in found] == sorted((s for _, s in found), reverse=True)
+    for candidate, _ in found:
+        verify(candidate)
+        assert Program.from_json(candidate.to_text()).digest == candidate.digest
+        assert (candidate.inputs, candidate.outputs) == (program.inputs, program.outputs)
+        threads = dict(candidate.params)["threads"]
+        assert threads % 32 == 0 and 32 <= threads <= 1024
+    again = gpu.candidates(program, MACHINE, 10)
+    assert [(p.digest, s) for p, s in again] == [(p.digest, s) for p, s in found]
+
+
+@pytest.mark.parametrize("name", ["chain", "permute", "max pool", "depthwise odd", "short rows"])
+def test_schedules_compute_the_same(name):
+    fn, arguments = cases.CASES[name]
+    traced = programs.trace(fn, *arguments)
+    program, operands = traced.program(), traced.operands()
+    wanted = interpret(program, operands)
+    for candidate, _ in gpu.candidates(program, MACHINE, 3):
+        for got, want in zip(interpret(candidate, operands), wanted, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "fn, arguments",
+    [
+        (lambda a, b: a @ b, (zeros(256, 256), zeros(256, 256))),
+        (lambda x: jnp.cumsum(x, 1), (zeros(64, 64),)),
+        (lambda x: jax.nn.softmax(x, axis=0), (zeros(64, 64),)),
+    ],
+    ids=["contraction", "cumulative", "rows along columns"],
+)
+def test_programs_without_a_form_get_no_candidate(fn, arguments):
+    assert gpu.candidates(program_of(fn, *arguments), MACHINE, 100) == []
+
+
+def test_limits_prune_but_never_to_nothing():
+    program = program_of(lambda x: x * 2, zeros(4096, 1024))
+    assert len(gpu.candidates(program, MACHINE, 1)) == 1
+    assert len(gpu.candidates(program, MACHINE, 100, 0.001)) == min(
+        gpu.LEAST, len(gpu.candidates(program, MACHINE, 100))
+    )
+
+
+def test_few_outputs_are_split_over_the_grid():
+    best = gpu.candidates(program_of(lambda x: x.sum(), zeros(4096, 4096)), MACHINE, 1)[0][0]
+    assert dict(best.params)["split"] > 132
+    many = gpu.candidates(program_of(lambda x: x.sum(1), zeros(65536, 4096)), MACHINE, 1)[0][0]
+    assert "split" not in dict(many.params)
+
+
+def test_accesses_fill_sixteen_bytes():
+    for dtype, count in ((np.float32, 4), (np.int8, 16), (np.float64, 2)):
+        best = gpu.candidates(program_of(lambda x: x + x, zeros(4096, 1024, dtype=dtype)), MACHINE, 1)[0][0]
+        assert best.phases[0].axes[-1].unroll % count == 0
+
+
+def test_the_bound_counts_bytes_that_must_move():
+    fn = lambda x, b: x * b  # noqa: E731
+    best = gpu.candidates(program_of(fn, zeros(1024, 1024), zeros(1024)), MACHINE, 1)[0][0]
+    found = bound(best)
+    assert isinstance(found, gpu.GpuBound)
+    assert found.bytes == 4 * (2 * 1024 * 1024 + 1024)
+    assert found.seconds == pytest.approx(found.bytes / 4.815e12)
+    rows = program_of(lambda t, i: jnp.take(t, i, axis=0, mode="clip"), zeros(5000, 64), zeros(100, dtype=np.int32))
+    gathered = gpu.candidates(rows, MACHINE, 1)[0][0]
+    assert gpu.bound(gathered).bytes == 4 * (100 * 64 + 100)  # not the table

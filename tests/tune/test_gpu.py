@@ -1,0 +1,134 @@
+"""Running CUDA kernels on fenced device memory, with a device made of NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jcuts.base.errors import AccuracyRejected, NativeError, UsageError
+from jcuts.codegen.artifact import CompiledKernel
+from jcuts.codegen.cuda.image import SYMBOL, Image, Launch
+from jcuts.tune import driver, gpu
+from jcuts.tune.problem import Input, Output, Problem
+
+AVAL = ((64,), "float32")
+IMAGE = Image("sm_90", "test", (Launch("k", (1, 1, 1), (64, 1, 1), ((0, 0), (1, 0))),), b"cubin")
+KERNEL = CompiledKernel("k", SYMBOL, IMAGE.pack(), 1, 128, (AVAL,), (AVAL,))
+
+
+class NumpyDevice:
+    """Device memory as one array."""
+
+    def __init__(self):
+        self.memory = np.zeros(1 << 20, np.uint8)
+        self.next, self.live = 256, set()
+        self.ordinal, self.stream, self.l2_bytes = 0, 0, 2048
+
+    def allocate(self, size):
+        address, self.next = self.next, self.next + -(-size // 256) * 256
+        self.live.add(address)
+        return address
+
+    def release(self, address):
+        self.live.remove(address)
+
+    def fill(self, address, value, size):
+        self.memory[address : address + size] = value
+
+    def upload(self, address, values):
+        raw = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+        self.memory[address : address + raw.size] = raw
+
+    def download(self, address, size):
+        return self.memory[address : address + size].copy()
+
+    def synchronize(self):
+        pass
+
+    def free_bytes(self):
+        return 1 << 19
+
+
+def launcher(body):
+    device = NumpyDevice()
+    made = gpu.GpuLauncher(KERNEL, device)
+
+    def launch(buffers, scratch):
+        body(device.memory, *buffers, scratch)
+
+    made.launch = launch
+    return made, device
+
+
+def double(memory, x, y, scratch):
+    memory[y : y + 256].view(np.float32)[:] = 2 * memory[x : x + 256].view(np.float32)
+    memory[scratch : scratch + 128] = 1
+
+
+X = np.arange(64, dtype=np.float32)
+
+
+def test_results_come_back_and_memory_is_given_back():
+    made, device = launcher(double)
+    (got,) = made.run([X], 0xFF)
+    np.testing.assert_array_equal(got, 2 * X)
+    assert not device.live
+
+
+def test_what_is_not_written_stays_poisoned():
+    made, _ = launcher(lambda memory, x, y, scratch: None)
+    assert np.isnan(made.run([X], 0xFF)[0]).all()
+
+
+@pytest.mark.parametrize(
+    "what, body",
+    [
+        ("outside result 0", lambda m, x, y, s: m.__setitem__(y + 256, 1)),
+        ("outside operand 0", lambda m, x, y, s: m.__setitem__(x - 1, 1)),
+        ("outside scratch 0", lambda m, x, y, s: m.__setitem__(s + 128, 1)),
+        ("changes its operand 0", lambda m, x, y, s: m.__setitem__(x + 5, 99)),
+    ],
+)
+def test_stray_writes_are_found(what, body):
+    made, device = launcher(body)
+    with pytest.raises(AccuracyRejected, match=what) as caught:
+        made.run([X], 0)
+    assert caught.value.values["rule"] == "bounds"
+    assert not device.live
+
+
+def test_rotated_inputs_exceed_the_cache():
+    device = NumpyDevice()
+    rotation = gpu.Rotation(device, KERNEL, [X], 128)
+    assert len(rotation.sets) * 512 > gpu.COLD * device.l2_bytes
+    addresses = [a for s in rotation.sets for a in s]
+    assert len(set(addresses)) == len(addresses)
+    for operands in rotation.sets:
+        np.testing.assert_array_equal(device.download(operands[0], 256).view(np.float32), X)
+    rotation.free()
+    assert not device.live
+
+
+def test_lost_contexts_are_told_from_refusals():
+    lost = NativeError("cuLaunchKernelEx failed: CUDA_ERROR_ILLEGAL_ADDRESS (700)", code=700)
+    refused = NativeError("cuMemAlloc_v2 failed: CUDA_ERROR_OUT_OF_MEMORY (2)", code=2)
+    assert gpu.lost(lost) and driver.is_lost(lost)
+    assert not gpu.lost(refused) and not driver.is_lost(refused)
+
+
+def test_without_a_driver():
+    with pytest.raises(NativeError, match="cannot be opened"):
+        driver.Driver(library="libno-such-cuda.so")
+
+
+def test_problems_of_different_devices_are_different():
+    def problem(device):
+        return Problem("x", (Input((4,), "float32"),), (Output((4,), "float32"),), space="s", device=device)
+
+    cpu, h200, a100 = problem(""), problem("cuda NVIDIA H200 9.0 x132"), problem("cuda NVIDIA A100 8.0 x108")
+    assert len({cpu.digest, h200.digest, a100.digest}) == 3
+    assert (cpu.platform, h200.platform) == ("cpu", "cuda")
+    assert (h200.capability, a100.capability) == ((9, 0), (8, 0))
+    assert Problem.from_json(h200.to_json()) == h200
+    with pytest.raises(UsageError, match="compute capability"):
+        _ = cpu.capability

@@ -48,7 +48,7 @@ def clock(monkeypatch):
     """Replaces measuring: kernels of more than four equations take 1 s, others 1 us; remembers what was asked."""
     asked: list[list[int]] = []
 
-    def choose(subsets, settings, *, may_measure, shares=None):
+    def choose(subsets, settings, *, may_measure, shares=None, device=""):
         for subset in subsets:
             asked.append(sorted(subset.members))
             label = session._label(subset.ranked[0][0])

@@ -248,26 +248,33 @@ def _run(of: Program, transform: str, verdict: Verdict, keep: dict[str, Any]) ->
         judge(closed, problem, inputs, wanted, got)
         return
     except AccuracyRejected as error:
-        verdict.accepted, verdict.reason = "under rounding", error.message[:300]
+        verdict.reason = error.message[:300]
+
     def evaluated(*values: Any) -> Any:
         return jaxapi.eval_closed(closed, *values)
 
-    # The second runs every operation by itself: inside a fusion XLA (jax 0.11) takes x / x for 1 even where x is 0.
-    for plainly in (jax.jit(evaluated, compiler_options=UNSIMPLIFIED), evaluated):
+    # The last runs every operation by itself: inside a fusion XLA (jax 0.11) takes x / x for 1 even where x is 0.
+    runs = (jax.jit(evaluated, compiler_options=UNSIMPLIFIED), evaluated)
+    others = [[_leaves(one(*values)) for values in inputs] for one in runs]
+    for other in others:
         try:
-            judge(closed, problem, inputs, [_leaves(plainly(*values)) for values in inputs], got)
+            judge(closed, problem, inputs, other, got)
             verdict.accepted = "without simplifier"
             return
         except AccuracyRejected:
             pass
-    try:
-        judge(closed, problem, inputs, wanted, got, noisy=True)
-        return
-    except AccuracyRejected as error:
-        verdict.accepted, verdict.reason = "by kernel", error.message[:2000]
-        if error.values.get("rule") in ("class", "zero"):  # no matter of rounding
-            verdict.status, verdict.accepted = "mismatch", ""
+    rule = None
+    for other in (others[-1], wanted):
+        try:
+            judge(closed, problem, inputs, other, got, noisy=True)
+            verdict.accepted = "under rounding"
             return
+        except AccuracyRejected as error:
+            verdict.accepted, verdict.reason = "by kernel", error.message[:2000]
+            rule = error.values.get("rule")
+    if rule in ("class", "zero"):  # no matter of rounding
+        verdict.status, verdict.accepted = "mismatch", ""
+        return
     try:
         each_kernel(planned, closed, inputs)
     except AccuracyRejected as error:

@@ -292,7 +292,8 @@ def _peak(
     for position, node in enumerate(nodes):
         opaque = opaque_node(node)
         if opaque and slices:  # copied out of what the loop runs over
-            for v in {owner.get(v, v) for v in node.inputs} & slices - sizes.keys():
+            read = {owner.get(v, v) for v in node.inputs}
+            for v in [v for v in slices if v in read and v not in sizes]:
                 sizes[v] = bytes_of(v)
                 alive += sizes[v]
         if not opaque:  # elementwise work writes into an operand that dies here; products and loops hold both

@@ -1,7 +1,7 @@
 """The planner against measured steps of the reference GPT on the GPUs of one host.
 
     python benchmarks/h200_plans.py measure --out FOLDER            # on the machine: its cluster file, then every plan
-    python benchmarks/h200_plans.py compare RESULTS --cluster NAME  # anywhere: predicted against measured
+    python benchmarks/h200_plans.py compare RESULTS... --cluster NAME  # anywhere: predicted against measured
 
 ``measure`` needs four GPUs.  Each plan runs in a process of its own with a time limit, and results are written after
 each, so that one failure does not lose the others.
@@ -9,9 +9,11 @@ each, so that one failure does not lose the others.
 ``compare`` fits nothing: its constants are the cluster file's.  It predicts every plan twice: by the planner's cost
 model for a transformer of these sizes (as the reference step is: embedding and logits not divided by the tensor axis,
 no dropout, 32-bit parameters cast in every micro-batch, recomputation without what the compiler drops), and by pricing
-the step's own program (``jcuts.plan.step``).  It needs as many devices as the plans had, of any kind:
+the step's own program (``jcuts.plan.step``), time and memory; of a plan that was measured twice the median counts, and
+plans that ran out of memory must be predicted to.  It needs as many devices as the plans had, of any kind:
 
-    JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=4 python benchmarks/h200_plans.py compare RESULTS
+    JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=4 \
+        python benchmarks/h200_plans.py compare RESULTS...
 """
 
 from __future__ import annotations
@@ -45,8 +47,21 @@ PLANS = (  # data, tensor, pipeline, samples per micro-batch
     (1, 4, 1, 32),
     (2, 2, 1, 2),
     (2, 2, 1, 16),
+    (4, 1, 1, 4),
+    (2, 2, 1, 4),
 )
-KEPT = ((4, 1, 1, 8), (4, 1, 1, 2), (2, 2, 1, 8), (2, 1, 2, 4))
+KEPT = (
+    (4, 1, 1, 8),
+    (4, 1, 1, 2),
+    (2, 2, 1, 8),
+    (2, 1, 2, 4),
+    (2, 2, 1, 16),
+    (1, 4, 1, 32),
+    (1, 2, 2, 4),
+    (1, 1, 4, 2),
+    (1, 4, 1, 8),
+    (4, 1, 1, 4),
+)
 """Plans that are measured without recomputation too."""
 
 
@@ -191,22 +206,44 @@ def described(sizes: dict[str, Any], batch: int) -> tuple[Any, Any]:
     return network.build(), Training(batch, **SOFTWARE["jax"])  # type: ignore[arg-type]
 
 
-def priced(config: dict[str, Any], cluster: Any) -> float:
-    """Seconds of the step's own program."""
+def priced(config: dict[str, Any], cluster: Any) -> tuple[float, float]:
+    """(seconds, bytes per GPU) of the step's own program."""
     import gpt_step
     import jax
 
+    from jcuts.plan.liveness import footprint
     from jcuts.plan.step import step_time
 
     made = gpt_step.Config(**config)
     params = jax.eval_shape(lambda: gpt_step.init(made))
     tokens = jax.ShapeDtypeStruct((made.batch, made.sequence + 1), "int32")
     step = gpt_step.train_step(made, gpt_step.make_mesh(made))
-    return step_time(step, params, (params, params), tokens, cluster=cluster).seconds
+    arguments = (params, (params, params), tokens)
+    return step_time(step, *arguments, cluster=cluster).seconds, footprint(step, *arguments, donated=(0, 1)).peak
 
 
-def compare(results: Path, name: str) -> dict[str, Any]:
-    """Measured and predicted seconds of every plan, with errors, rank correlation and the plan that we would choose."""
+def gathered(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Measured plans of several results files, each once: the median of its medians; plans out of memory have none."""
+    import numpy as np
+
+    found: dict[str, list[dict[str, Any]]] = {}
+    for document in documents:
+        if (document["sizes"], document["batch"]) != (documents[0]["sizes"], documents[0]["batch"]):
+            sys.exit("compare: the results are of different steps")
+        for row in document["plans"]:
+            if "median_s" in row or "memory" in str(row.get("failed")):
+                config = {"remat": True} | row["config"]
+                found.setdefault(json.dumps(config, sort_keys=True), []).append(row | {"config": config})
+    made = []
+    for rows in found.values():
+        times = [row["median_s"] for row in rows if "median_s" in row]
+        made.append(rows[0] | {"median_s": float(np.median(times)) if times else None})
+    return made
+
+
+def compare(results: list[Path], name: str) -> dict[str, Any]:
+    """Measured and predicted seconds and memory of every plan, with errors, rank correlation and the plan that we would
+    choose among those predicted to fit (its regret is infinite if it did not)."""
     sys.path[:0] = [str(ROOT), str(ROOT.parent)]
     import numpy as np
 
@@ -215,40 +252,43 @@ def compare(results: Path, name: str) -> dict[str, Any]:
     from jcuts.plan.search import cost_plans
     from jcuts.plan.validate import rank_correlation
 
-    document = json.loads(results.read_text(encoding="utf-8"))
+    documents = [json.loads(path.read_text(encoding="utf-8")) for path in results]
     place = clusters.load(name)
-    model, work = described(document["sizes"], document["batch"])
+    model, work = described(documents[0]["sizes"], documents[0]["batch"])
     rows = []
-    for row in document["plans"]:
-        if "median_s" not in row:
-            continue
+    for row in gathered(documents):
         data, tensor, pipeline, micro = row["plan"]
-        recompute = "full" if row["config"].get("remat", True) else "none"
+        recompute = "full" if row["config"]["remat"] else "none"
         plan = Plan(data, tensor, pipeline, micro=micro, schedule="gpipe", recompute=recompute)
         cost = cost_plans(model, place.resized(plan.gpus), [plan], work)[0]
         parts = {part: seconds for part, seconds in cost.parts.items() if seconds}
-        made = {
-            "plan": row["plan"],
-            "recompute": recompute,
-            "measured_s": row["median_s"],
-            "model_s": cost.seconds,
-            "parts": parts,
-        }
-        rows.append(made | {"program_s": priced(row["config"], place)})
-    measured = np.array([row["measured_s"] for row in rows])
+        seconds, peak = priced(row["config"], place)
+        said = row.get("memory")
+        made = {"plan": row["plan"], "recompute": recompute, "measured_s": row["median_s"], "model_s": cost.seconds}
+        made |= {"parts": parts, "program_s": seconds, "model_bytes": cost.memory["gpu"], "program_bytes": peak}
+        if said:
+            made["measured_bytes"] = said["argument"] + said["output"] - said["alias"] + said["temp"]
+        rows.append(made)
+    ran = [row for row in rows if row["measured_s"] is not None]
+    measured = np.array([row["measured_s"] for row in ran])
     scores = {}
     for way in ("model", "program"):
-        ours = np.array([row[f"{way}_s"] for row in rows])
+        ours = np.array([row[f"{way}_s"] for row in ran])
         off = ours / measured - 1
+        fits = [row for row in rows if row[f"{way}_bytes"] <= place.gpu.memory]
+        best = min(fits, key=lambda row: row[f"{way}_s"])
         scores[way] = {
             "mape": float(np.abs(off).mean()),
             "max": float(np.abs(off).max()),
             "bias": float(off.mean()),
             "spearman": rank_correlation(ours, measured),
-            "chosen": named(rows[int(np.argmin(ours))]),
-            "regret": float(measured[np.argmin(ours)] / measured.min()),
+            "chosen": named(best),
+            "regret": float((best["measured_s"] or np.inf) / measured.min()),
+            "out_of_memory": [named(row) for row in rows if row[f"{way}_bytes"] > place.gpu.memory],
         }
-    return {"cluster": name, "results": results.name, "plans": rows, "scores": scores}
+    failed = [named(row) for row in rows if row["measured_s"] is None]
+    names = [path.name for path in results]
+    return {"cluster": name, "results": names, "plans": rows, "out_of_memory": failed, "scores": scores}
 
 
 def named(row: dict[str, Any]) -> str:
@@ -258,24 +298,30 @@ def named(row: dict[str, Any]) -> str:
 
 def show(found: dict[str, Any]) -> None:
     """The comparison as a table in Markdown."""
-    print("| d, t, p, b | measured [s] | cost model | | own program | |\n|---|---|---|---|---|---|")
+    print("| d, t, p, b | measured [s] | cost model | | own program | | GB | cost model | own program |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for row in found["plans"]:
-        cells = [named(row), f"{row['measured_s']:.4f}"]
+        took, held = row["measured_s"], row.get("measured_bytes")
+        cells = [named(row), f"{took:.4f}" if took else "out of memory"]
         for way in ("model", "program"):
-            cells += [f"{row[f'{way}_s']:.4f}", f"{row[f'{way}_s'] / row['measured_s'] - 1:+.1%}"]
+            cells += [f"{row[f'{way}_s']:.4f}", f"{row[f'{way}_s'] / took - 1:+.1%}" if took else ""]
+        cells.append(f"{held / 1e9:.1f}" if held else "")
+        cells += [f"{row[f'{way}_bytes'] / 1e9:.1f}" for way in ("model", "program")]
         print("| " + " | ".join(cells) + " |")
     for way, score in found["scores"].items():
         print(
             f"{way}: MAPE {score['mape']:.1%}, max {score['max']:.1%}, bias {score['bias']:+.1%}, "
-            f"Spearman {score['spearman']:.3f}, chooses {score['chosen']}, {score['regret']:.3f} of the best"
+            f"Spearman {score['spearman']:.3f}, chooses {score['chosen']}, {score['regret']:.3f} of the best, "
+            f"does not fit: {'; '.join(score['out_of_memory']) or 'none'}"
         )
+    print(f"out of memory when measured: {'; '.join(found['out_of_memory']) or 'none'}")
 
 
 def main() -> None:
     """See the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("measure", "compare", "one", "cluster", "versions"))
-    parser.add_argument("value", nargs="?", help="one: a layout as JSON; compare: the results file")
+    parser.add_argument("value", nargs="*", help="one: a layout as JSON; compare: results files")
     parser.add_argument("--out", type=Path, default=Path("."))
     parser.add_argument("--name", default="measured")
     parser.add_argument("--cluster", default="h200-x4-measured")
@@ -287,15 +333,22 @@ def main() -> None:
     if arguments.action == "measure":
         run_all(arguments.out, arguments.name, arguments.limit)
     elif arguments.action == "one":
-        print(json.dumps(one(json.loads(arguments.value), arguments.steps, arguments.warm)))
+        values = json.loads(arguments.value[0])
+        try:
+            made = one(values, arguments.steps, arguments.warm)
+        except Exception as error:  # XLA's error has no class of its own
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            made = {"config": values, "failed": f"out of memory: {str(error).splitlines()[0]}"}
+        print(json.dumps(made))
     elif arguments.action == "cluster":
         cluster(arguments.out, arguments.name)
     elif arguments.action == "versions":
         print(json.dumps(versions()))
     else:
         if not arguments.value:
-            parser.error("compare: which results? (a JSON file that measure has written)")
-        found = compare(Path(arguments.value), arguments.cluster)
+            parser.error("compare: which results? (JSON files that measure has written)")
+        found = compare([Path(value) for value in arguments.value], arguments.cluster)
         if arguments.json:
             arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         show(found)

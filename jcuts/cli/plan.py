@@ -52,13 +52,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs to use (default: all of the cluster)")
     parser.add_argument("--batch", type=int, metavar="N", help="samples per optimiser step (default: the model's)")
     parser.add_argument("--sequence", type=int, metavar="N", help="tokens per sample (default: the model's)")
+    parser.add_argument("--flash", action="store_true", help="attention is one kernel that keeps no scores")
     parser.add_argument("--top", type=int, default=5, metavar="K", help="plans to show")
     parser.add_argument("--explain", type=int, default=5, metavar="K", help="rejected neighbours to show, with reasons")
     parser.add_argument(
         "--software",
         choices=tuple(SOFTWARE),
         default="jax",
-        help="how numbers are kept: jax (32-bit parameters, cast in every micro-batch; default), megatron, lean",
+        help="how numbers are kept: jax (32-bit parameters, cast in every micro-batch; activations as its "
+        "derivative keeps them; default), megatron, lean",
     )
     parser.add_argument(
         "--micro", type=int, metavar="N", help="largest micro-batch (default: 64 sequences, or any number of images)"
@@ -118,11 +120,13 @@ def run(arguments: argparse.Namespace) -> int:
 def _model(arguments: argparse.Namespace) -> Model:
     name = arguments.model
     if ":" not in name:
-        return models.load(name, sequence=arguments.sequence)
+        return models.load(name, sequence=arguments.sequence, flash=arguments.flash)
     from jcuts.plan import from_jaxpr
 
     if arguments.sequence:
         raise UsageError("--sequence is for presets and TOML files: a function's example inputs have their own")
+    if arguments.flash:
+        raise UsageError("--flash is for presets and TOML files: a function says itself what attention keeps")
     module, _, function = name.partition(":")
     sys.path.insert(0, str(Path.cwd()))
     try:

@@ -65,6 +65,8 @@ class Block:
         saved_tensor / saved_replicated / saved_inner: bytes kept per sample from forward to backward: divided by the
             tensor axis; divided only with sequence parallelism; the attention core's (divided; dropped by selective
             recomputation).
+        autodiff_tensor / autodiff_replicated / autodiff_inner: the same as JAX's derivative of every equation keeps it
+            (None: no difference).
         boundary: bytes per sample that the layer hands to the next (what full recomputation keeps).
         reductions: all-reduces of ``boundary`` over the tensor axis in a forward pass (backward: the same number).
         exchanges: all-to-alls over the expert axis in a forward pass, each of ``exchange_bytes`` per sample.
@@ -80,6 +82,9 @@ class Block:
     saved_tensor: float = 0.0
     saved_replicated: float = 0.0
     saved_inner: float = 0.0
+    autodiff_tensor: float | None = None
+    autodiff_replicated: float | None = None
+    autodiff_inner: float | None = None
     boundary: float = 0.0
     reductions: int = 0
     exchanges: int = 0
@@ -90,6 +95,13 @@ class Block:
     def total_parameters(self) -> float:
         """Parameters of one of the ``count`` layers."""
         return self.parameters + self.replicated + self.expert_parameters
+
+    def kept(self, autodiff: bool) -> tuple[float, float, float]:
+        """Bytes kept per sample: divided by the tensor axis, replicated, of the attention core (divided)."""
+        saved = (self.saved_tensor, self.saved_replicated, self.saved_inner)
+        derived = (self.autodiff_tensor, self.autodiff_replicated, self.autodiff_inner)
+        pairs = zip(saved, derived, strict=True)
+        return tuple(own if other is None or not autodiff else other for own, other in pairs)  # type: ignore[return-value]
 
     @property
     def forward_flops(self) -> float:
@@ -166,6 +178,12 @@ def transformer_layer(
     memory traffic of the kernels between them (layer norm, bias, GELU, softmax, dropout, residual), each tensor read
     and written once per kernel; activations kept as counted by Korthikanti et al. (arXiv 2205.05198, section 4.1):
     s b h (10 + 24/t + 5 a s/(h t)) for a classical layer.
+
+    JAX's derivative keeps what each equation needs (16-bit layer, norms and softmax in 32 bits, no dropout):
+    s b (28 h + 16 + (4 q + 4 kv + 12 f + 6 a s + 8 a)/t).  A norm keeps three 32-bit values and its 16-bit result
+    (14 h); attention its operands and result; a softmax its 32-bit exponentials and 16-bit weights, 32-bit maxima and
+    sums; a GELU (tanh) or a gated SiLU six 16-bit values.  Dropout adds a byte per value, and in attention its 16-bit
+    result.  ``flash``: of the attention core 32-bit sums alone.
     """
     s, h = float(sequence), float(hidden)
     q, kv = float(heads * head_size), float(kv_heads * head_size)
@@ -196,6 +214,7 @@ def transformer_layer(
         ops.append(Gemm("router", s, experts, h))
         ops.append(Stream("dispatch, combine", 4 * BYTES * rows * h, 4 * BYTES * rows * h, "sequence", 4, 4))
     score_bytes = (2.5 if dropout else 1.0) * scores if not flash else 4.0 * heads * s
+    core_bytes = ((9.0 if dropout else 6.0) * heads * s * s + 8.0 * heads * s) if not flash else 4.0 * heads * s
     mlp_parameters = h * (wide + ffn) + wide + h
     attention_parameters = h * (q + 2 * kv) + q * h + q + 2 * kv
     return Block(
@@ -208,6 +227,9 @@ def transformer_layer(
         saved_tensor=BYTES * s * (2 * q + 2 * kv) + BYTES * rows * (wide + ffn),
         saved_replicated=(2 + 1 + 1 + 4) * s * h + BYTES * rows * h,
         saved_inner=score_bytes,
+        autodiff_tensor=BYTES * s * (2 * q + 2 * kv) + 6 * BYTES * rows * ffn,
+        autodiff_replicated=(28 + (2 if dropout else 0)) * s * h + 16 * s + (BYTES * rows * h if moe else 0.0),
+        autodiff_inner=core_bytes,
         boundary=hidden_bytes,
         reductions=2,
         exchanges=2 if moe else 0,

@@ -10,7 +10,7 @@ from jcuts.plan import collectives
 from jcuts.plan.blocks import BYTES, Model
 from jcuts.plan.cluster import Cluster
 from jcuts.plan.layout import Floats, LayerCost, Sizes, layer_costs, sizes
-from jcuts.plan.memory import Memory, training_memory
+from jcuts.plan.memory import GPIPE, Memory, ticks, training_memory
 from jcuts.plan.plans import Plans
 from jcuts.plan.workload import Training
 
@@ -63,7 +63,7 @@ def estimate(model: Model, cluster: Cluster, plans: Plans, work: Training) -> Es
     slot = the fullest stage's forward, backward and recomputation of one micro-batch
     bubble = (p - 1)/v slots of an average stage
     """
-    held = sizes(model, plans)
+    held = sizes(model, plans, work.autodiff)
     body, embed, head = layer_costs(model, cluster, plans)
     micro_batches = work.batch / (plans["data"] * plans["micro"])
     p, v = plans["pipeline"], plans["chunks"]
@@ -72,7 +72,7 @@ def estimate(model: Model, cluster: Cluster, plans: Plans, work: Training) -> Es
     passes = _passes(body, plans, work.pruned)
     # Casts and sums of a stage's parameters in every micro-batch; under zero 3 of those that were gathered.
     speed = cluster.gpu.bandwidth * cluster.gpu.memory_efficiency
-    cast = work.micro_traffic * held.parameters / speed
+    cast = (work.micro_traffic * held.parameters + _stacked(model, plans, held, work, micro_batches)) / speed
     # Edge blocks sit in the first and the last stage; the heavier of the two sets the pace.
     heavier = np.where(p == 1, first["total"] + last["total"], np.maximum(first["total"], last["total"]))
     stage = {name: share * value for name, value in passes.items()}
@@ -126,6 +126,24 @@ def _passes(cost: LayerCost, plans: Plans, pruned: bool = False) -> dict[str, Fl
         "backward": np.maximum(device[1], host[1]),
         "total": device[0] + device[1] + launch,
     }
+
+
+def _stacked(model: Model, plans: Plans, held: Sizes, work: Training, micro_batches: Floats) -> Floats:
+    """Bytes that a micro-batch moves beside its kernels to keep activations in the stacks of a JAX step's loops.
+
+        3 k                 the loop over layers: zeros fill the stack, a turn writes its part, backward reads it
+        5 (k + logits)      GPipe, differentiated as a loop over ticks: zeros fill its stack, a tick's part is copied
+                            into it and out of it again (no kernel fuses across the edge of a loop)
+
+    k: bytes kept per micro-batch under the plan's recomputation.  One turn is no loop, nor are layers that differ (of a
+    user's function).
+    """
+    if not work.autodiff:
+        return np.zeros(len(plans))
+    kept = held.layers * held.saved_layer
+    nested = (plans["schedule"] == GPIPE) & (ticks(plans, micro_batches) > 1)
+    looped = (held.layers > 1) & any(block.count > 1 for block in model.blocks)
+    return np.where(looped, 3 * kept, 0.0) + np.where(nested, 5 * (kept + held.head_saved), 0.0)
 
 
 def _edge(cost: LayerCost, plans: Plans) -> dict[str, Floats]:

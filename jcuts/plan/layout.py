@@ -128,11 +128,12 @@ def stage_layers(model: Model, plans: Plans) -> NDArray[np.int64]:
     return -(-model.layers // places) * plans["chunks"]
 
 
-def sizes(model: Model, plans: Plans) -> Sizes:
+def sizes(model: Model, plans: Plans, autodiff: bool = False) -> Sizes:
     """Parameters and activations per GPU.
 
     Activations per layer and sample: saved_replicated (divided by t only with sequence parallelism) + saved_tensor / t
-    + saved_inner / t; selective recomputation drops saved_inner, full keeps the boundary alone.
+    + saved_inner / t; selective recomputation drops saved_inner, full keeps the boundary alone.  ``autodiff``: as JAX
+    keeps them; a layer that is made again is fused, and is counted as ever.
     """
     t, c = plans["tensor"].astype(np.float64), plans["context"].astype(np.float64)
     layers = stage_layers(model, plans).astype(np.float64)
@@ -154,13 +155,13 @@ def sizes(model: Model, plans: Plans) -> Sizes:
     )
     share = plans["micro"] / c
     spread = np.where(plans["sequence_parallel"] == 1, t, 1.0)
-    tensor = sum(b.count * b.saved_tensor for b in model.blocks) * per
-    replicated = sum(b.count * b.saved_replicated for b in model.blocks) * per
-    inner = sum(b.count * b.saved_inner for b in model.blocks) * per
+    spans = np.array([1 / t, 1 / spread, 1 / t])  # of what a GPU keeps: divided, replicated, of the attention core
+    counts = np.array([b.count for b in model.blocks]) * per
+    mean = [counts @ np.array([b.kept(form) for b in model.blocks]) for form in (False, autodiff)]
     boundary = sum(b.count * b.boundary for b in model.blocks) * per
     edge_bytes = share * boundary / spread
-    full = share * (replicated / spread + (tensor + inner) / t)
-    kept = np.choose(plans["recompute"], [full, full - share * inner / t, edge_bytes])
+    full, whole = (share * (part @ spans) for part in mean)
+    kept = np.choose(plans["recompute"], [whole, whole - share * mean[1][2] / t, edge_bytes])
     head = (
         share * (model.head.saved_tensor / t + model.head.saved_replicated / spread)
         if model.head

@@ -185,6 +185,48 @@ def opaque_node(node: Node) -> bool:
     return (node.name in BUFFERS and node.name not in REDUCTIONS) or bool(inner(node.equation))
 
 
+def looped(equation: Any) -> bool:
+    """Whether an equation is a ``scan`` that stays a loop (of one turn XLA makes straight code)."""
+    return equation.primitive.name == "scan" and equation.params["length"] > 1
+
+
+def stacked(loop: Any) -> list[int]:
+    """Positions of a ``scan``'s results that it stacks up turn by turn, which its carry does not."""
+    # Carries keep their shape; stacked results gain an axis (versions of JAX spell the counts differently).
+    pairs = zip(loop.outvars, inner(loop)[0][0].outvars, strict=True)
+    return [i for i, (outer, turn) in enumerate(pairs) if outer.aval.shape != turn.aval.shape]
+
+
+def copied(
+    loop: Any, nodes: list[Node], given: Sequence[Value], outs: Sequence[Value | None], owner: dict[Value, Value | None]
+) -> tuple[list[Value], list[Value]]:
+    """What one turn of a ``scan`` copies: (slices of what it runs over, results into what it stacks up).
+
+    An elementwise kernel reads a slice where it lies, and writes its result into the stack.  Products, loops and
+    conditionals take and give whole buffers: a slice that one of them reads is first copied out, and what one of them
+    makes or reads is afterwards copied in, as is what the turn was given.  So what an inner loop has stacked up is
+    copied into the outer one's stack, and out of it for the backward pass (as the HLO of XLA's CPU and GPU compilers
+    has it; ``xla_gpu_enable_dynamic_slice_fusion``, which would spare products the copy, is off by default).
+    """
+    pairs = zip(loop.invars, given, strict=True)
+    over = {v for outer, v in pairs if outer.aval.shape != v.aval.shape}
+    whole = {owner.get(v, v) for node in nodes if opaque_node(node) for v in node.inputs}
+    source = {v: node for node in nodes for v in node.outputs}
+    slices = [v for v in given if v in over and v in whole]
+    results, seen = [], set()
+    for position in stacked(loop):
+        v = outs[position]
+        if v is None:
+            continue
+        base = owner.get(v, v)
+        base = v if base is None else base
+        made = source.get(base)
+        if made is None or opaque_node(made) or base in whole or base in seen:
+            results.append(v)
+        seen.add(base)
+    return slices, results
+
+
 def shares(nodes: list[Node]) -> dict[Value, float]:
     """Part of each value that one device holds, where a ``shard_map`` tells; elementwise neighbours are divided
     alike."""
@@ -214,17 +256,25 @@ def shares(nodes: list[Node]) -> dict[Value, float]:
     return share
 
 
-def _live(jaxpr: Any) -> float:
-    """Peak bytes of a program's temporaries; its inputs and results are accounted by the caller."""
+def _live(jaxpr: Any, loop: Any = None) -> float:
+    """Peak bytes of a program's temporaries; its inputs and results are accounted by the caller, but for the copies
+    that a turn of ``loop`` makes."""
     given = [Value(v.aval) for v in jaxpr.invars]
     nodes, outs = inlined(jaxpr, given)
-    return _peak(nodes, given, outs, shares(nodes))
+    return _peak(nodes, given, outs, shares(nodes), loop)
 
 
-def _peak(nodes: list[Node], given: list[Value], outs: Sequence[Value | None], share: dict[Value, float]) -> float:
+def _peak(
+    nodes: list[Node], given: list[Value], outs: Sequence[Value | None], share: dict[Value, float], loop: Any = None
+) -> float:
     owner = owners(nodes, outs)
     outside = set(given)
     kept = {owner.get(v, v) for v in outs if v is not None}
+    slices: set[Value] = set()
+    if loop is not None:
+        inward, outward = copied(loop, nodes, given, outs, owner)
+        slices = set(inward)
+        kept -= {owner.get(v, v) for v in outward}
     last: dict[Value, int] = {}
     roots: dict[Value, set[Value]] = {}  # what a value that fuses away is computed from
     for position, node in enumerate(nodes):
@@ -241,6 +291,11 @@ def _peak(nodes: list[Node], given: list[Value], outs: Sequence[Value | None], s
     alive = peak = 0.0
     for position, node in enumerate(nodes):
         opaque = opaque_node(node)
+        if opaque and slices:  # copied out of what the loop runs over
+            read = {owner.get(v, v) for v in node.inputs}
+            for v in [v for v in slices if v in read and v not in sizes]:
+                sizes[v] = bytes_of(v)
+                alive += sizes[v]
         if not opaque:  # elementwise work writes into an operand that dies here; products and loops hold both
             for v in [v for v in sizes if last[v] <= position]:
                 alive -= sizes.pop(v)
@@ -259,12 +314,46 @@ def _peak(nodes: list[Node], given: list[Value], outs: Sequence[Value | None], s
 def _inside(node: Node) -> float:
     """Bytes that a node's own program needs beside its operands and results.
 
-    A loop of more than one turn holds its carry twice: the body reads the old while it writes the new.
+    A loop of more than one turn holds its carry twice, where the body still reads the old while it writes the new.
     """
+    if not looped(node.equation):
+        return max((_live(body) for body, _ in inner(node.equation)), default=0.0)
+    return _twice(node.equation) + _live(inner(node.equation)[0][0], node.equation)
+
+
+def _twice(loop: Any) -> float:
+    """Bytes of a ``scan``'s carry that one turn does not update in place: an elementwise result that nothing follows
+    which reads the old value does (a sum of gradients)."""
+    body, stacks = inner(loop)[0][0], set(stacked(loop))
+    given = [Value(v.aval) for v in body.invars]
+    nodes, outs = inlined(body, given)
+    owner = owners(nodes, outs)
+    made = {v: position for position, node in enumerate(nodes) for v in node.outputs}
+    last: dict[Value, int] = {}
+    for position, node in enumerate(nodes):
+        last |= {owner.get(v, v) or v: position for v in node.inputs}
+    carries = [v for i, v in enumerate(outs) if i not in stacks]
+    # A scan's operands: what every turn reads, then the carry, then what it runs over, which has an axis more.
+    same = sum(outer.aval.shape == v.aval.shape for outer, v in zip(loop.invars, given, strict=True))
     extra = 0.0
-    if node.name == "scan" and node.equation.params["length"] > 1:
-        # Carries keep their shape; stacked results gain an axis (versions of JAX spell the counts differently).
-        inside = inner(node.equation)[0][0].outvars
-        pairs = zip(node.equation.outvars, inside, strict=True)
-        extra = sum(bytes_of(outer) for outer, turn in pairs if outer.aval.shape == turn.aval.shape)
-    return extra + max((_live(body) for body, _ in inner(node.equation)), default=0.0)
+    for old, new in zip(given[same - len(carries) : same], carries, strict=True):
+        if new is None or new is old:
+            continue
+        position = made.get(owner.get(new, new) or new, -1)
+        updated = position >= 0 and not opaque_node(nodes[position]) and last.get(old, -1) <= position
+        extra += 0.0 if updated and old in _sources(nodes, position, owner) else bytes_of(new)
+    return extra
+
+
+def _sources(nodes: list[Node], position: int, owner: dict[Value, Value | None]) -> set[Value]:
+    """Buffers that a node's kernel reads, through what fuses into it."""
+    found: set[Value] = set()
+    wanted = set(nodes[position].inputs)
+    for node in reversed(nodes[:position]):
+        if any(v in wanted and owner.get(v, v) is None for v in node.outputs):
+            wanted |= set(node.inputs)
+    for v in wanted:
+        base = owner.get(v, v)
+        if base is not None:
+            found.add(base)
+    return found

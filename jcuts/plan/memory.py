@@ -34,17 +34,28 @@ class Memory:
         return (self.gpu, self.host, self.storage)[index]
 
 
-def in_flight(plans: Plans, micro_batches: NDArray) -> Floats:
+def in_flight(plans: Plans, micro_batches: NDArray, autodiff: bool = False) -> Floats:
     """Micro-batches whose activations the first stage keeps at once.
 
     GPipe: all, with one stage too (one loop of forward passes, then the backward ones); 1F1B: p; interleaved:
     p (1 + (p-1)/(p v)) (Narayanan et al., arXiv 2104.04473, 2.2).  With one stage otherwise: one, or with tensors
     offloaded, the group that shares a layer's parameters.
+
+    ``autodiff``: GPipe is a loop over m + p - 1 ticks, which stacks up every tick's; a tick's own are there once more.
     """
     p, v = plans["pipeline"].astype(np.float64), plans["chunks"]
     flown = np.choose(plans["schedule"], [micro_batches, p, p + (p - 1) / v])
     flown = np.where((p == 1) & (plans["schedule"] != GPIPE), 1.0, flown)
-    return np.minimum(np.maximum(flown, plans["group"]), micro_batches)
+    flown = np.minimum(np.maximum(flown, plans["group"]), micro_batches)
+    if not autodiff:
+        return flown
+    turns = ticks(plans, micro_batches)
+    return np.where(plans["schedule"] == GPIPE, turns + (turns > 1), flown)
+
+
+def ticks(plans: Plans, micro_batches: NDArray) -> Floats:
+    """Turns of the loop over micro-batches, idle ones of a stage included."""
+    return micro_batches + plans["pipeline"] - 1.0
 
 
 def training_memory(model: Model, cluster: Cluster, plans: Plans, held: Sizes, work: Training) -> Memory:
@@ -62,7 +73,7 @@ def training_memory(model: Model, cluster: Cluster, plans: Plans, held: Sizes, w
         "gradients": work.gradient_bytes * sharded[1],
         "optimizer": work.state_bytes * sharded[2],
     }
-    flown = in_flight(plans, micro_batches)
+    flown = in_flight(plans, micro_batches, work.autodiff)
     kept = flown * held.layers * held.saved_layer
     amounts["activations"] = kept
     # Streamed tensors need two buffers: the one in use and the one on its way.

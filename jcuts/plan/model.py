@@ -255,20 +255,24 @@ def preset(name: str) -> Transformer:
     return _PRESETS[name]
 
 
-def load(name_or_path: str, *, sequence: int | None = None) -> Model:
-    """A preset by name, or a TOML file by path; ``sequence`` overrides the length.
+def load(name_or_path: str, *, sequence: int | None = None, flash: bool = False) -> Model:
+    """A preset by name, or a TOML file by path; ``sequence`` overrides the length, ``flash`` makes
+    attention one kernel that keeps no scores.
 
     Raises: UsageError (unknown preset, with the nearest), ModelError (malformed file, with file, line and key).
     """
     if name_or_path == "resnet50":
         if sequence is not None:
             raise UsageError("resnet50 has no sequence", sequence=sequence)
+        if flash:
+            raise UsageError("resnet50 has no attention", flash=flash)
         return resnet50()
     if name_or_path.endswith(".toml") or "/" in name_or_path:
         sizes = from_table(specfile.read(name_or_path))
     else:
         sizes = preset(name_or_path)
-    return (sizes if sequence is None else replace(sizes, sequence=sequence)).build()
+    sizes = sizes if sequence is None else replace(sizes, sequence=sequence)
+    return replace(sizes, flash=sizes.flash or flash).build()
 
 
 def from_table(table: specfile.Table) -> Transformer:

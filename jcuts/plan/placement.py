@@ -54,7 +54,7 @@ def tensors_of(model: Model, cluster: Cluster, plan: Plan, work: Training) -> tu
     everything = replace(plan, parameters="gpu", gradients="gpu", optimizer="gpu", activations="gpu")
     plans = Plans.of([everything])
     found = estimate(model, cluster, plans, work)
-    held = sizes(model, plans)
+    held = sizes(model, plans, work.autodiff)
     runs = int(min(held.layers[0], 8))
     count = work.batch / (plan.data * plan.micro)
     visits = float(np.ceil(count / plan.group))

@@ -138,7 +138,7 @@ def search(
     nearest: tuple[float, Plan, NDArray] | None = None
     for plans in chunks(model, cluster, cluster.gpus, work, space):
         considered += len(plans)
-        short = shortage(cluster, training_memory(model, cluster, plans, sizes(model, plans), work))
+        short = shortage(cluster, training_memory(model, cluster, plans, sizes(model, plans, work.autodiff), work))
         for row, name in enumerate(TIERS):
             count = int(np.count_nonzero(short[row]))
             if count:
@@ -367,7 +367,7 @@ def _change(model: Model, cluster: Cluster, work: Training, space: Space) -> str
 
     def fits(where: Cluster, allowed: Space, load: Training) -> bool:
         for plans in chunks(model, where, where.gpus, load, allowed):
-            memory = training_memory(model, where, plans, sizes(model, plans), load)
+            memory = training_memory(model, where, plans, sizes(model, plans, load.autodiff), load)
             if (~shortage(where, memory).any(0)).any():
                 return True
         return False

@@ -19,7 +19,7 @@ from jcuts.plan import collectives
 from jcuts.plan.cluster import Cluster, Gpu
 from jcuts.plan.compute import gemm_time
 from jcuts.plan.from_jaxpr import COLLECTIVES, bytes_of, inner, products_of, trace
-from jcuts.plan.liveness import BUFFERS, VIEWS, Node, Value, inlined, owners, shares
+from jcuts.plan.liveness import BUFFERS, VIEWS, Node, Value, copied, inlined, looped, owners, shares, stacked
 
 SLICES = frozenset({"gather", "dynamic_slice"})
 """Read only what they return."""
@@ -65,7 +65,9 @@ def step_time(function: Callable, *arguments: Any, cluster: Cluster) -> StepTime
     Kernels are what fusion leaves: elementwise chains, views and broadcasts cost nothing of their own, and elementwise
     results of one shape that feed each other are one kernel with several results.  Of a conditional the dearest branch
     counts, wherever it is taken, a ``while`` counts once; nothing overlaps.  Collectives are those that the program
-    writes (``shard_map``): what GSPMD would insert for shardings is not known before compiling.
+    writes (``shard_map``): what GSPMD would insert for shardings is not known before compiling.  What a loop stacks up
+    (a ``scan``'s results per turn: what its backward pass needs) is filled with zeros before it; no kernel fuses across
+    the edge of a loop: see ``liveness.copied``.
 
     Args: arguments: may be ``ShapeDtypeStruct`` trees.
     Raises: NotJaxError (cannot be traced), UsageError (more devices in its mesh than the cluster has).
@@ -74,13 +76,18 @@ def step_time(function: Callable, *arguments: Any, cluster: Cluster) -> StepTime
     return _program(jaxpr, cluster, {})
 
 
-def _program(jaxpr: Any, cluster: Cluster, mesh: dict[str, int]) -> StepTime:
+def _program(jaxpr: Any, cluster: Cluster, mesh: dict[str, int], loop: Any = None) -> StepTime:
+    """Prices a program; as one turn of ``loop``, if that is given."""
     given = [Value(v.aval) for v in jaxpr.invars]
     nodes, outs = inlined(jaxpr, given)
     nodes = _needed(nodes, outs)
     owner, share = owners(nodes, outs), shares(nodes)
     made = StepTime()
     kernels = _Kernels(share)
+    if loop is not None:
+        slices, results = copied(loop, nodes, given, outs, owner)
+        for v in (*slices, *results):
+            kernels.alone(2 * kernels.size(v))
     for node in nodes:
         bases = kernels.read(node, owner)
         bodies = inner(node.equation)
@@ -93,7 +100,10 @@ def _program(jaxpr: Any, cluster: Cluster, mesh: dict[str, int]) -> StepTime:
                 _check(cluster, inside)
             branches = node.equation.params["branches"] if node.name == "cond" else [body for body, _ in bodies]
             times = bodies[0][1] if node.name == "scan" else 1.0
-            costs = [_program(getattr(b, "jaxpr", b), cluster, inside) for b in branches]
+            turns = node.equation if looped(node.equation) else None
+            if turns is not None:
+                kernels.clear(node, turns)
+            costs = [_program(getattr(b, "jaxpr", b), cluster, inside, turns) for b in branches]
             made.add(max(costs, key=lambda cost: cost.seconds), times)
         elif (product := products_of(node.equation)) is not None:
             made.products += _product(cluster.gpu, product, node, share)
@@ -166,6 +176,19 @@ class _Kernels:
         """Bytes on one device."""
         return bytes_of(v) * self.share.get(v, 1.0)
 
+    def alone(self, moved: float) -> None:
+        """A kernel that nothing fuses with."""
+        self.moved, self.single = self.moved + moved, self.single + 1
+
+    def clear(self, node: Node, loop: Any) -> None:
+        """Fills a loop's stacks with zeros: one constant for all of a shape and type, which all but one copy."""
+        seen: set[tuple] = set()
+        for position in stacked(loop):
+            v = node.outputs[position]
+            kind = (v.aval.shape, v.aval.dtype)
+            self.alone(self.size(v) * (2 if kind in seen else 1))
+            seen.add(kind)
+
     def read(self, node: Node, owner: dict[Value, Value | None]) -> set[Value]:
         """Buffers that a node reads, through what fuses into it."""
         bases: set[Value] = set()
@@ -184,13 +207,13 @@ class _Kernels:
         """A kernel for a node's results, or further results of the kernels that its operands come from."""
         out = sum(self.size(v) for v in node.outputs)
         if node.name in SLICES:
-            self.moved, self.single = self.moved + 2 * out, self.single + 1
+            self.alone(2 * out)
         elif node.name in UPDATES:
             updates = sum(self.size(v) for v in node.inputs[1:])
             fresh = out if owner.get(node.inputs[0], node.inputs[0]) is None else 0.0  # a constant to begin with
-            self.moved, self.single = self.moved + 3 * updates + fresh, self.single + 1
+            self.alone(3 * updates + fresh)
         elif node.name in BUFFERS:
-            self.moved, self.single = self.moved + out + sum(map(self.size, bases)), self.single + 1
+            self.alone(out + sum(map(self.size, bases)))
         else:
             count = math.prod(node.outputs[0].aval.shape)
             level = self.level[node.outputs[0]]

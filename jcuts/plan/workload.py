@@ -20,9 +20,12 @@ class Training:
             separate passes besides: unscale and check (8), norm (4), clip (8), copy to the model (4 more), clear
             gradients (4).
         micro_traffic: bytes of GPU memory moved per parameter and micro-batch, besides what layers do.  0: 16-bit
-            parameters, gradients added up by the products themselves, as Megatron does.  30: 32-bit parameters of a JAX
+            parameters, gradients added up by the products themselves, as Megatron does.  34: 32-bit parameters of a JAX
             step, cast to 16 bits for the forward pass (6), again for recomputation and backward (6), gradients cast
-            back (6) and added to 32-bit sums (12).
+            back (6) into a stack that zeros fill first (4), and added to 32-bit sums (12).
+        autodiff: activations are kept as JAX differentiates equations and stacks results up in loops over layers and
+            micro-batches: ``Block.autodiff_*`` instead of ``saved_*``, moved as ``cost`` says; with GPipe for every
+            tick, idle ones too, and once more where a tick hands its layers' stack to the loop over ticks.
         pruned: recomputation leaves out what the backward pass does not need, as compilers do: a layer's last product
             and its reduction.
         overhead: seconds per step outside of the model (data, logging, loss scaling).
@@ -33,6 +36,7 @@ class Training:
     state_bytes: int = 12
     optimizer_traffic: float = 30.0
     micro_traffic: float = 0.0
+    autodiff: bool = False
     pruned: bool = False
     overhead: float = 0.0
 
@@ -44,7 +48,7 @@ class Training:
 MEGATRON_TRAFFIC = 58.0
 
 SOFTWARE: dict[str, dict[str, float]] = {
-    "jax": {"micro_traffic": 30.0, "pruned": True},
+    "jax": {"micro_traffic": 34.0, "autodiff": True, "pruned": True},
     "megatron": {"optimizer_traffic": MEGATRON_TRAFFIC},
     "lean": {},
 }

@@ -28,6 +28,8 @@ def test_plan_as_json_and_page(capsys, tmp_path):
                 "8",
                 "--batch",
                 "64",
+                "--micro",
+                "4",
                 "--json",
                 "-",
                 "--html",

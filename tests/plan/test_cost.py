@@ -115,6 +115,28 @@ def test_activations_in_flight():
         [Plan(pipeline=4, schedule=s, chunks=c) for s, c in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2))]
     )
     assert memory.in_flight(plans, np.array([64])).tolist() == [64, 4, 5.5]
+    # A loop over ticks keeps idle ones too, and a tick's own once more; a single tick is no loop.
+    assert memory.in_flight(plans, np.array([64]), autodiff=True).tolist() == [68, 4, 5.5]
+    alone = Plans.of([Plan(micro=4, schedule="gpipe")])
+    assert memory.in_flight(alone, np.array([1]), autodiff=True).tolist() == [1]
+
+
+def test_what_loops_keep_is_moved():
+    """Under autodiff a step moves 3 bytes per byte that its layers keep, and 5 more in GPipe's loop over ticks."""
+    base = Plan(data=4, micro=2, schedule="1f1b")
+    made = {
+        (schedule, autodiff): cost.estimate(
+            SMALL, A100, Plans.of([replace(base, schedule=schedule)]), Training(64, autodiff=autodiff)
+        )
+        for schedule in ("gpipe", "1f1b")
+        for autodiff in (False, True)
+    }
+    held = sizes(SMALL, Plans.of([base]), autodiff=True)
+    kept, head = float(held.layers[0] * held.saved_layer[0]), float(held.head_saved[0])
+    speed = A100.gpu.bandwidth * A100.gpu.memory_efficiency
+    for schedule, moved in (("gpipe", 3 * kept + 5 * (kept + head)), ("1f1b", 3 * kept)):
+        more = made[schedule, True].time.total - made[schedule, False].time.total
+        assert float(more[0]) == pytest.approx(8 * moved / speed, rel=1e-6)
 
 
 def test_memory_of_states_by_hand():

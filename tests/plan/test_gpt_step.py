@@ -9,6 +9,8 @@ import jax
 import numpy as np
 import pytest
 
+from jcuts.plan.model import Transformer
+
 
 def _benchmark():
     path = Path(__file__).parents[2] / "benchmarks" / "gpt_step.py"
@@ -71,3 +73,25 @@ def test_compiled_collectives_are_those_priced(layout, priced):
         re.findall(r"\b(all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\(", text)
     )
     assert found == priced
+
+
+def test_a_layers_kept_bytes_are_those_of_its_derivative():
+    """``Block.autodiff_*`` against what the traced loop over layers stacks up for its backward pass."""
+    sizes = {"layers": 3, "hidden": 64, "heads": 4, "sequence": 32, "vocabulary": 128}
+    config = gpt.Config(**sizes, dtype="bfloat16", remat=False)
+    layers = jax.eval_shape(lambda: gpt.init(config))["layers"]
+    x = jax.ShapeDtypeStruct((2, 32, 64), "bfloat16")
+    loss = lambda x, w: gpt.stage(x, w, config, None).astype("float32").sum()  # noqa: E731
+    traced = jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, layers)
+    loops = [equation for equation in traced.eqns if equation.primitive.name == "scan"]
+    kept = [
+        v.aval.size * v.aval.dtype.itemsize
+        for loop in loops
+        for v in loop.outvars
+        if not loop.params["reverse"] and v.aval.shape[:2] == (3, 2)
+    ]
+    block = Transformer("t", **sizes, dropout=False).build().blocks[0]
+    assert sum(kept) == 3 * 2 * sum(block.kept(True))
+    assert sum(block.kept(False)) == block.saved_tensor + block.saved_replicated + block.saved_inner
+    fused = Transformer("t", **sizes, dropout=False, flash=True).build().blocks[0]
+    assert sum(block.kept(True)) - sum(fused.kept(True)) == 4 * 32 * (6 * 32 + 4)

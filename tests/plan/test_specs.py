@@ -115,6 +115,13 @@ def test_activation_bytes_follow_the_published_formula():
     assert block.saved_tensor + block.saved_replicated + block.saved_inner == s * h * 34 + 5 * a * s * s
 
 
+def test_flash_keeps_no_scores():
+    ours, fused = (model.load("gpt3-125m", flash=flash).blocks[0] for flash in (False, True))
+    assert ours.kept(True)[2] == 12 * 2048 * (9 * 2048 + 8) and fused.kept(True)[2] == 4 * 12 * 2048
+    with pytest.raises(UsageError, match="no attention"):
+        model.load("resnet50", flash=True)
+
+
 def test_model_files(tmp_path):
     path = tmp_path / "m.toml"
     path.write_text("layers = 2\nhidden = 64\nheads = 4\nsequence = 32\nvocabulary = 100\ngated = true\n")

@@ -62,6 +62,52 @@ def test_loops_turn_and_conditionals_take_the_dearest_branch():
     assert either.flops == 2 * one.flops
 
 
+def test_a_loop_fills_its_stack_and_copies_what_products_make():
+    x, w = _struct(64, 64), _struct(64, 64)
+    size, turns = 2 * 64 * 64, 5
+
+    def moved(body):
+        found = step.step_time(
+            lambda x, w: jax.lax.scan(lambda c, _: body(c, w), x, None, length=turns)[1], x, w, cluster=PLACE
+        )
+        return found.moved / size
+
+    # Zeros for the stack; each turn the carry is read and written, and tanh reads it and writes into the stack.
+    assert moved(lambda c, w: (c * 2, jnp.tanh(c))) == turns + turns * (2 + 2)
+    # A product's result is a buffer, copied into the stack.
+    assert moved(lambda c, w: (c * 2, c @ w)) == turns + turns * (2 + 2)
+    # Two stacks of one shape are one constant and its copy.
+    assert moved(lambda c, w: (c * 2, (c @ w, w @ c))) == 3 * turns + turns * (2 + 2 * 2)
+
+
+def test_an_inner_loops_stack_is_copied_into_the_outer_one():
+    x = _struct(64, 64)
+    size, inner, outer = 2 * 64 * 64, 3, 4
+
+    def layers(c, _):
+        return jax.lax.scan(lambda c, _: (c * 2, jnp.tanh(c)), c, None, length=inner)
+
+    once = step.step_time(lambda x: layers(x, None), x, cluster=PLACE).moved
+    found = step.step_time(lambda x: jax.lax.scan(layers, x, None, length=outer), x, cluster=PLACE).moved
+    assert found == outer * once + outer * inner * size * (1 + 2)  # zeros; read and written
+    # Running over it backward, a turn takes its part out for the inner loop.
+    stack = _struct(outer, inner, 64, 64)
+
+    def back(c, part):
+        return jax.lax.scan(lambda c, y: (c + y, None), c, part)
+
+    found = step.step_time(lambda x, s: jax.lax.scan(back, x, s)[0], x, stack, cluster=PLACE).moved
+    assert found == outer * inner * size * (3 + 2)
+
+
+def test_one_turn_is_no_loop():
+    def run(length):
+        body = lambda x: jax.lax.scan(lambda c, _: (c * 2, c @ c), x, None, length=length)  # noqa: E731
+        return step.step_time(body, _struct(64, 64), cluster=PLACE).moved
+
+    assert run(1) == 2 * 2 * 64 * 64 and run(2) == 2 * run(1) + 2 * (1 + 2) * 2 * 64 * 64
+
+
 def test_what_nothing_uses_costs_nothing():
     def recomputed(w, x):
         return jnp.sum(jax.checkpoint(lambda x: jnp.tanh(x @ w) @ w)(x) ** 2)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import functools
 import inspect
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -32,6 +34,8 @@ from jcuts.report import FunctionReport
 from jcuts.trace import jaxapi
 from jcuts.trace.capture import capture, function_name
 from jcuts.tune import session
+
+log = logging.getLogger("jcuts")
 
 
 class _Undecided(Exception):
@@ -507,6 +511,7 @@ def optimize(fn: Callable[..., Any] | None = None, *, mode: str = "mixed",
     Returns: an ``Optimized``.
     Raises: UsageError for impossible options, NotJaxError if ``fn`` cannot be a JAX function.
     """
+    _warn_of_misspelt_variables()
     settings = Settings(mode=mode, tune=tune, tolerance=tolerance, workspace_limit=workspace_limit,
                         total_workspace=total_workspace, strict=strict)
     if static_argnames is not None and not isinstance(static_argnames, str):
@@ -519,6 +524,18 @@ def optimize(fn: Callable[..., Any] | None = None, *, mode: str = "mixed",
         return Optimized(target, settings, options)
 
     return wrap if fn is None else wrap(fn)
+
+
+def _warn_of_misspelt_variables() -> None:
+    for name in knobs.unknown_variables():
+        if name not in _told:
+            _told.add(name)
+            close = difflib.get_close_matches(name, knobs.variables(), 1)
+            hint = f": did you mean {close[0]}?" if close else " (jcuts doctor lists those that there are)"
+            log.warning("the environment variable %s means nothing to jcuts%s", name, hint)
+
+
+_told: set[str] = set()
 
 
 def _check_function(fn: Any) -> None:

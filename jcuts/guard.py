@@ -120,7 +120,8 @@ class Decision:
         """Plain data, for the database and for ``explain``."""
         return {"chosen": self.chosen, "reason": self.reason, "seconds": dict(self.seconds), "margin": self.margin,
                 "rejected": dict(self.rejected), "measured": self.measured,
-                "speed": {k: list(v) for k, v in self.speed.items()}, "noisy": self.noisy, "tries": self.tries}
+                "speed": {k: list(v) for k, v in self.speed.items()}, "noisy": self.noisy, "tries": self.tries,
+                "is_final": self.is_final}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Decision | None:
@@ -186,7 +187,7 @@ def decide(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], tup
                 raise  # the user's own program fails: that is the user's error to see
             rejected[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             continue
-        if reference is None:
+        if not runs:
             reference = jax.tree.map(_host, result)
             is_long = all(_clocked(run, clock) > _LONG for _ in range(2))
         elif (why := _disagrees(reference, result)) is not None:
@@ -297,9 +298,9 @@ def _choose(samples: Mapping[str, noise.Samples], rejected: dict[str, str]) -> D
     def is_equal(name: str) -> bool:
         against = _paired(samples[best], samples[name])  # how many times as fast the best is
         margins[name] = min(noise.MOST_MARGIN, max(_LEAST_GAIN, _error(against)))
-        # Leaving plain jax.jit asks for more: its shortest run must have been beaten too.
+        # Leaving plain jax.jit asks for more: its undisturbed runs must have been beaten too.
         return against.median <= 1 + margins[name] or (
-            name == XLA and min(plain.seconds) <= min(samples[best].seconds) * (1 + _LEAST_GAIN))
+            name == XLA and plain.quartiles[0] <= samples[best].quartiles[0] * (1 + _LEAST_GAIN))
 
     chosen = next(name for name in samples if name == best or is_equal(name))
     noisy = max((_error(ratios[name]) for name in {best, chosen}), default=0.0) > _NOISY
@@ -320,7 +321,8 @@ def _reason(chosen: str, best: str, speed: Mapping[str, tuple[float, float, floa
         return f"every other program is out: {'; '.join(dropped)}" if dropped else "no other candidate"
     if chosen == XLA:
         other = max((n for n in speed if n != XLA), key=lambda n: speed[n][0])
-        return f"nothing was faster than plain jax.jit beyond the noise; {other} was {text(other)}"
+        but = ", but no faster in the undisturbed quarter of them" if speed[other][0] > 1 + noise.MOST_MARGIN else ""
+        return f"nothing was faster than plain jax.jit beyond the noise; {other} was {text(other)}{but}"
     return text(chosen) + ("" if best == chosen else f"; {best} ({speed[best][0]:.2f}) is equal within the noise")
 
 

@@ -149,6 +149,14 @@ def summary(report: FunctionReport) -> str:
     return f"{start}all of it plain XLA: 0% of the FLOP and 0% of the bytes in jcuts' kernels{lost}"
 
 
+def guard_line(report: FunctionReport) -> str:
+    """The whole-function decision as one line, '' if there is none."""
+    if report.guard is None:
+        return ""
+    again = "" if report.guard.get("is_final", True) else "; measured on a busy machine: a later process measures again"
+    return f"whole function: {report.guard.get('chosen')} ({report.guard.get('reason')}{again})"
+
+
 def reasons(report: FunctionReport) -> list[tuple[str, str, str]]:
     """What XLA won, and why: operations, reason, source lines."""
     return [(operations_text(s.operations), s.why, "; ".join(s.where[:2])) for s in report.subsets if s.why]
@@ -175,7 +183,7 @@ HEADINGS = ["n", "operations", "kind", "fusion", "chosen", "us", "XLA us", "gain
 def _text(report: FunctionReport) -> list[str]:
     lines = [f"{report.name}: {summary(report)}"]
     if report.guard is not None:
-        lines.append(f"whole function: {report.guard.get('chosen')} ({report.guard.get('reason')})")
+        lines.append(guard_line(report))
         lines.extend(f"program {name} is out: {why}" for name, why in dropped(report))
     table = [HEADINGS, *rows(report)] if report.subsets else []
     widths = [min(48, max(len(r[k]) for r in table)) for k in range(len(HEADINGS))] if table else []
@@ -199,8 +207,7 @@ def _html(report: FunctionReport) -> str:
 
     guard = ""
     if report.guard is not None:
-        chosen, reason = (html.escape(str(report.guard.get(key))) for key in ("chosen", "reason"))
-        guard = f"<p>Whole function: <b>{chosen}</b>, {reason}</p>"
+        guard = f"<p>{html.escape(guard_line(report))}</p>"
         if dropped(report):
             guard += table(["program that is out", "reason"], [list(row) for row in dropped(report)])
     lost, out = ([list(row) for row in part] for part in (reasons(report), thrown_out(report)))

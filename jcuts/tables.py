@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from jcuts.report import HEADINGS, FunctionReport, dropped, reasons, rows, summary, thrown_out
+from jcuts.report import HEADINGS, FunctionReport, dropped, guard_line, reasons, rows, summary, thrown_out
 
 NUMBERS = frozenset({"n", "us", "XLA us", "gain", "bound us", "PUL"})
 
@@ -18,7 +18,7 @@ def report_tables(report: FunctionReport) -> RenderableType:
     """Everything that ``explain`` prints, top to bottom."""
     parts: list[RenderableType] = [headline(report)]
     if report.guard is not None:
-        parts.append(Text(f"whole function: {report.guard.get('chosen')} ({report.guard.get('reason')})"))
+        parts.append(Text(guard_line(report)))
     parts.extend(Text(f"program {name} is out: {why}", style="yellow") for name, why in dropped(report))
     parts.extend(Text(f"note: {note}", style="yellow") for note in report.notes)
     if report.subsets:

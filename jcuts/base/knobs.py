@@ -198,6 +198,11 @@ def unknown_variables(environment: Mapping[str, str] | None = None) -> list[str]
     return sorted(name for name in names if name.startswith("JCUTS_") and name not in _VARIABLES)
 
 
+def variables() -> tuple[str, ...]:
+    """Every variable that a knob reads."""
+    return _VARIABLES
+
+
 def describe() -> list[tuple[str, str, str]]:
     """``(variable, value now, meaning)`` of every knob, for ``jcuts doctor`` and the documentation."""
     knobs = current()

@@ -50,6 +50,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--vmap", action="store_true", help="programs under vmap")
     parser.add_argument("--slices", action="store_true", help=f"also a {SLICE}th as many under grad, and under vmap")
     parser.add_argument("--one", type=int, help="run one seed and print its program and verdict")
+    parser.add_argument("--alone", type=int, help=argparse.SUPPRESS)  # a seed without jcuts, to see whether XLA dies
+    parser.add_argument("--transform", help=argparse.SUPPRESS)
     parser.add_argument("--retry", action="store_true", help="run failed seeds of the progress file again")
     parser.add_argument("--items", type=Path, help=argparse.SUPPRESS)  # a shard's list of programs
     options = parser.parse_args()
@@ -114,6 +116,11 @@ def _transform(options: argparse.Namespace) -> str:
 def main() -> int:
     """Runs and sums up; exit status 1 where a program failed."""
     options = _arguments()
+    if options.alone is not None:
+        from random_programs.runner import alone
+
+        alone(options.alone, options.transform or "plain")
+        return 0
     if options.one is not None:
         return _one(options.one, _transform(options))
     rows = [r for path in shards.files_of(options.resume) for r in shards.rows_of(path)] if options.resume else []
@@ -137,7 +144,7 @@ def main() -> int:
 def _run(items: list[shards.Item], resume: Path | None) -> list[dict[str, Any]]:
     """Runs programs in this process; returns their rows and appends them to the file."""
     import jax
-    from random_programs.runner import Verdict, run
+    from random_programs.runner import run
 
     commit = _commit()
     rows: list[dict[str, Any]] = []
@@ -146,7 +153,7 @@ def _run(items: list[shards.Item], resume: Path | None) -> list[dict[str, Any]]:
     for k, (seed, transform) in enumerate(items):
         start = time.perf_counter()
         if marker and marker.exists() and marker.read_text() == f"{seed} {transform}":
-            verdict = Verdict(seed, transform, "error", "the process died while running this program")
+            verdict = _who_died(seed, transform)
         else:
             if marker:
                 marker.write_text(f"{seed} {transform}")
@@ -169,6 +176,17 @@ def _run(items: list[shards.Item], resume: Path | None) -> list[dict[str, Any]]:
     if marker:
         marker.unlink(missing_ok=True)
     return rows
+
+
+def _who_died(seed: int, transform: str) -> Any:
+    """Whose crash was it?  XLA alone, without any kernel, may crash on the program or on its float64 form."""
+    from random_programs.runner import Verdict
+
+    command = [sys.executable, __file__, "--alone", str(seed), "--transform", transform]
+    alone = subprocess.run(command, capture_output=True, timeout=900, check=False)
+    if alone.returncode < 0:
+        return Verdict(seed, transform, "unsuitable", f"XLA alone dies of signal {-alone.returncode} on this program")
+    return Verdict(seed, transform, "error", "the process died while running this program")
 
 
 def _one(seed: int, transform: str) -> int:

@@ -14,6 +14,7 @@ from jcuts.dfg.index import Index, flatten
 from jcuts.dfg.node import Graph, Guard
 from jcuts.dfg.program import Axis, Buffer, Grid, Phase, Program, Store
 from jcuts.ops.reduction import to_accumulator
+from jcuts.ops.registry import FLOATS
 from jcuts.region.build import Builder, Declined, descendants, make_buffers, push_places
 from jcuts.region.choose import TASKS_PER_THREAD, Machine, lanes_of, work
 from jcuts.region.graph import OpNode, TensorGraph
@@ -54,7 +55,10 @@ def build_scan(
     before = builder.target.load(CARRY, address, acc_type, later, 0)
     first = builder.guard_node((Guard(Index.axis(TIME), 0, 0),))
     combined = op.info["step"](context, before, value)
-    carried = builder.target.apply("select", acc_type, first, value, combined)
+    start = value
+    if root.prim == "cumsum" and acc_type in FLOATS:  # XLA's sums start at +0, and +0 + -0 is +0
+        start = builder.target.apply("add", acc_type, value, builder.target.const(0.0, acc_type))
+    carried = builder.target.apply("select", acc_type, first, start, combined)
     carry = Phase(root.prim, axes, (), (), Graph(), builder.target, (Store(CARRY, address, carried),))
 
     builder.start(ranges)

@@ -89,3 +89,11 @@ def test_atanh_near_its_switch_is_better_than_xlas():
     exact = np.array([0.4405044588647577, -0.4405044588647577])
     np.testing.assert_allclose(got, exact, rtol=5e-16)
     assert (np.abs(got - exact) <= np.abs(xla - exact)).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_sums_of_negative_zeros_start_at_zero(dtype, reverse):
+    x = np.array([[-0.0, 0.0, -0.0, 1.0], [-0.0, -0.0, 0.0, -1.0], [-0.0, -0.0, -0.0, -0.0]], np.float32).astype(dtype)
+    for wanted, got in zip(*both(lambda x: lax.cumsum(x, axis=0, reverse=reverse), x), strict=True):
+        np.testing.assert_array_equal(np.signbit(got), np.signbit(wanted))

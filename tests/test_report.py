@@ -34,7 +34,8 @@ def test_a_tie_is_named():
 
 
 def test_rejections_are_the_reason_where_nothing_was_timed():
-    out = [Rejection(label, "AccuracyRejected", text) for label, text in (("a", "too far"), ("b", "too far"), ("c", "x"))]
+    texts = {"a": "too far", "b": "too far", "c": "x"}
+    out = [Rejection(label, "AccuracyRejected", text) for label, text in texts.items()]
     seconds, why = pipeline._lost(Lost(rejections=out))
     assert seconds is None
     assert why == "every kernel was rejected: AccuracyRejected: too far (and 1 more reasons)"
@@ -74,5 +75,6 @@ def test_all_forms_show_reasons_and_an_honest_headline(tmp_path):
 
 
 def test_the_headline_of_a_function_that_runs_kernels():
-    found = FunctionReport("f", "mixed", "cpu", (subset("contraction/1"),)).with_guard({"chosen": "jcuts", "reason": ""})
+    found = FunctionReport("f", "mixed", "cpu", (subset("contraction/1"),))
+    found = found.with_guard({"chosen": "jcuts", "reason": ""})
     assert "1 kernel calls, 100% of the FLOP" in report.summary(found)

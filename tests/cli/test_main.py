@@ -288,7 +288,8 @@ def test_explain_without_arguments_says_how_to_give_them(module, capsys):
 
 
 def test_explain_names_the_line_of_the_users_error(module, tmp_path, capsys):
-    (tmp_path / f"{module}.py").write_text("def bad(x):\n    y = x\n    return y.nothing\ndef none():\n    return 1 / 0\n")
+    source = "def bad(x):\n    y = x\n    return y.nothing\ndef none():\n    return 1 / 0\n"
+    (tmp_path / f"{module}.py").write_text(source)
     (tmp_path / "given.py").write_text("one = (1.0,)\n")
     assert main(["explain", f"{module}:bad", "--args", "given:one"]) == 2
     err = capsys.readouterr().err

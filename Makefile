@@ -32,6 +32,7 @@ unit: $(TEST_STAMP) $(NATIVE)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 demo: $(DEMO_STAMP)
+	@echo "jcuts demo: minutes the first time (it measures kernels, with bars in a terminal), about a minute later"
 	$(BIN)/jcuts demo
 
 $(BIN)/python:
@@ -46,6 +47,7 @@ $(TEST_STAMP): | $(BIN)/python
 	touch $@ $(DEMO_STAMP)
 
 $(DEMO_STAMP): | $(BIN)/python
+	@echo "installing jcuts and keras into $(VENV): some minutes the first time"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[demo]"
 	rm -f $(VENV)/.jcuts-demo-*
 	touch $@

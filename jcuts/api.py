@@ -8,15 +8,20 @@ runs the Python body of a carrier only for a signature that it has not seen; a c
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import difflib
 import functools
 import inspect
+import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
-from jcuts import guard
+from jcuts import guard, progress
 from jcuts.base import knobs
 from jcuts.base.errors import NotJaxError, UsageError
 from jcuts.base.fingerprint import digest, versions
@@ -29,6 +34,8 @@ from jcuts.report import FunctionReport
 from jcuts.trace import jaxapi
 from jcuts.trace.capture import capture, function_name
 from jcuts.tune import session
+
+log = logging.getLogger("jcuts")
 
 
 class _Undecided(Exception):
@@ -52,6 +59,14 @@ def set_default_store(store: guard.GuardStore | None) -> None:
     _default_store = store
 
 
+# Decisions taken by this process, by their key: one taken in noise is measured again by a later process.
+_decided_here: set[str] = set()
+
+# A call that could not tune because another process measured is tried again after this time [s], then twice that, ...
+_RETRY_AFTER = 30.0
+_RETRY_MOST = 960.0
+
+
 class _Signature(NamedTuple):
     """What a decision belongs to: structure, types and places of the dynamic arguments, values of the static ones."""
 
@@ -66,6 +81,16 @@ class _Program(NamedTuple):
     name: str
     placement: Placement
     call: Any
+
+
+@dataclasses.dataclass
+class _Waiting:
+    """A signature that could not be tuned yet, and when to try again (monotonic seconds)."""
+
+    program: _Program
+    decision: guard.Decision
+    pause: float
+    again: float
 
 
 class Optimized:
@@ -92,6 +117,7 @@ class Optimized:
     def _reset(self) -> None:
         self._programs: dict[tuple[str, Placement], _Program] = {}
         self._decisions: dict[_Signature, tuple[_Program, guard.Decision]] = {}
+        self._waiting: dict[_Signature, _Waiting] = {}
         self._nested = self._jit(self._carrier_of_call(None))
         self._plain = self._jit(self._fn)
         self._current: Any = self._decide_and_call
@@ -141,7 +167,7 @@ class Optimized:
         signature = self._signature(args, kwargs)
         with self._lock:
             self._decisions.pop(signature, None)
-            self._decide(signature, args, kwargs, measure=True)
+            self._decide(signature, args, kwargs, measure=True, force=True)
             self._refresh()
         return self.explain(*args, **kwargs)
 
@@ -151,13 +177,18 @@ class Optimized:
         Nothing is measured: what was not tuned yet shows the choices that a call inside a trace would use.
         """
         signature = self._signature(args, kwargs)
-        known = self._decisions.get(signature)
-        closed = self._closed(args, kwargs)
+        known = self._decided(signature)
+        closed = original = self._closed(args, kwargs)
+        if knobs.current().disable:
+            decision = guard.Decision(guard.XLA, "JCUTS_DISABLE is set")
+            report = FunctionReport(function_name(self._fn), self.settings.mode, self._platform(signature),
+                                    notes=("left to XLA: JCUTS_DISABLE is set",))
+            return _with_decision(report, decision)
         parts = shard_local.split(closed, self._placement(args, kwargs))
         if not isinstance(parts, str):
             closed = max((p.closed for p in parts.parts), key=lambda c: len(c.jaxpr.eqns))  # the report's program
         outcome = plan(closed, self.settings, self._platform(signature), may_measure=False)
-        decision = known[1] if known else guard.Decision(guard.JCUTS, "not called with these arguments yet")
+        decision = known or self._kept(original, signature, outcome.closed is not closed)
         report = outcome.report
         if report is None:
             report = FunctionReport(function_name(self._fn), self.settings.mode, self._platform(signature),
@@ -166,8 +197,19 @@ class Optimized:
 
     def decision(self, *args: Any, **kwargs: Any) -> guard.Decision | None:
         """What the last guard decided for these arguments, or None if they were not seen."""
-        known = self._decisions.get(self._signature(args, kwargs))
-        return known[1] if known else None
+        return self._decided(self._signature(args, kwargs))
+
+    def _decided(self, signature: _Signature) -> guard.Decision | None:
+        known, waiting = self._decisions.get(signature), self._waiting.get(signature)
+        return known[1] if known else waiting.decision if waiting else None
+
+    def _kept(self, closed: jaxapi.Closed, signature: _Signature, uses_jcuts: bool) -> guard.Decision:
+        """What an earlier process decided about a function that this one has not called."""
+        platform = self._platform(signature)
+        kept = None
+        if self.settings.mode == "mixed" and self.settings.tune != "off":
+            kept = self._stored(self._store_key(closed, signature, platform), platform, uses_jcuts)
+        return kept or guard.Decision(guard.JCUTS, "not called with these arguments yet")
 
     def clear_cache(self) -> None:
         """Forget every compiled program and decision of this function (not what the database keeps)."""
@@ -220,7 +262,7 @@ class Optimized:
 
     def _decide_and_call(self, *args: Any, **kwargs: Any) -> Any:
         signature = self._signature(args, kwargs)
-        known = self._decisions.get(signature)
+        known = self._decisions.get(signature) or self._still_waiting(signature)
         if known is None:
             # Another thread may be deciding (a host callback inside the timed function, even): waiting for it could
             # deadlock, so this call runs the jcuts program without a decision.
@@ -240,22 +282,35 @@ class Optimized:
         return known[0].call.permitted(*args, **kwargs)
 
     def _refresh(self) -> None:
-        # With a single program in use its jitted function is called directly; JAX sorts the signatures out.
+        # A signature that waits must come by the slow path again.  With a single program in use its jitted function is
+        # called directly; JAX sorts the signatures out.
         used = {id(program.call): program for program, _ in self._decisions.values()}
-        only = next(iter(used.values())) if len(used) == 1 else None
+        only = next(iter(used.values())) if len(used) == 1 and not self._waiting else None
         self._current = self._by_signature if only is None else only.call.jitted
 
+    def _still_waiting(self, signature: _Signature) -> tuple[_Program, guard.Decision] | None:
+        waiting = self._waiting.get(signature)
+        return None if waiting is None or time.monotonic() >= waiting.again else (waiting.program, waiting.decision)
+
     def _decide(self, signature: _Signature, args: Any, kwargs: Any, *,
-                measure: bool) -> tuple[_Program, guard.Decision]:
+                measure: bool, force: bool = False) -> tuple[_Program, guard.Decision]:
         platform = self._platform(signature)
         placement = self._placement(args, kwargs)
-        decision = self._decision_for(signature, args, kwargs, placement, platform, measure)
+        waited = self._waiting.pop(signature, None)
+        if waited is not None and waited.program.name != guard.XLA:
+            self._programs.pop((waited.program.name, placement), None)  # compiled before anything was measured
+        with progress.shown(function_name(self._fn)) if measure else contextlib.nullcontext():
+            decision = self._decision_for(signature, args, kwargs, placement, platform, measure, force)
         kept = (self._program(decision.chosen, placement, platform), decision)
-        self._decisions[signature] = kept
+        if decision.deferred:
+            pause = _RETRY_AFTER if waited is None else min(_RETRY_MOST, 2 * waited.pause)
+            self._waiting[signature] = _Waiting(*kept, pause, time.monotonic() + pause)
+        else:
+            self._decisions[signature] = kept
         return kept
 
     def _decision_for(self, signature: _Signature, args: Any, kwargs: Any, placement: Placement,
-                      platform: str, measure: bool) -> guard.Decision:
+                      platform: str, measure: bool, force: bool) -> guard.Decision:
         if knobs.current().disable:
             return guard.Decision(guard.XLA, "JCUTS_DISABLE is set")
         if jaxapi.jit_disabled():
@@ -270,8 +325,11 @@ class Optimized:
                 parts, lambda part: plan(part, self.settings, platform, may_measure=measure))
             uses_jcuts = any(o.closed is not p.closed for o, p in zip(outcomes, parts.parts, strict=True))
         else:
-            outcome = plan(closed, self.settings, platform, may_measure=measure, examples=leaves)
-            uses_jcuts = outcome.closed is not closed
+            outcomes = [plan(closed, self.settings, platform, may_measure=measure, examples=leaves)]
+            uses_jcuts = outcomes[0].closed is not closed
+        if measure and any(getattr(o.report, "postponed", False) for o in outcomes):
+            name = guard.XLA if self.settings.mode == "mixed" else guard.JCUTS
+            return guard.Decision(name, "another process is measuring: a later call tunes", deferred=True)
         if self.settings.mode != "mixed":
             return guard.Decision(guard.JCUTS, f"mode={self.settings.mode!r} is not compared as a whole")
         key = self._store_key(closed, signature, platform)
@@ -281,9 +339,12 @@ class Optimized:
         if (why := self._not_timed(closed, leaves)) is not None:
             return guard.Decision(guard.JCUTS, why)
         stored = self._stored(key, platform, uses_jcuts)
-        if stored is not None:
+        if stored is not None and not force and (stored.is_final or key in _decided_here):
             return stored
         decision = self._race(args, kwargs, placement, platform, uses_jcuts)
+        if stored is not None and not force:
+            decision = dataclasses.replace(decision, tries=stored.tries + 1)
+        _decided_here.add(key)
         self._guard_store().put_guard(key, decision.to_dict())
         return decision
 
@@ -450,6 +511,7 @@ def optimize(fn: Callable[..., Any] | None = None, *, mode: str = "mixed",
     Returns: an ``Optimized``.
     Raises: UsageError for impossible options, NotJaxError if ``fn`` cannot be a JAX function.
     """
+    _warn_of_misspelt_variables()
     settings = Settings(mode=mode, tune=tune, tolerance=tolerance, workspace_limit=workspace_limit,
                         total_workspace=total_workspace, strict=strict)
     if static_argnames is not None and not isinstance(static_argnames, str):
@@ -462,6 +524,18 @@ def optimize(fn: Callable[..., Any] | None = None, *, mode: str = "mixed",
         return Optimized(target, settings, options)
 
     return wrap if fn is None else wrap(fn)
+
+
+def _warn_of_misspelt_variables() -> None:
+    for name in knobs.unknown_variables():
+        if name not in _told:
+            _told.add(name)
+            close = difflib.get_close_matches(name, knobs.variables(), 1)
+            hint = f": did you mean {close[0]}?" if close else " (jcuts doctor lists those that there are)"
+            log.warning("the environment variable %s means nothing to jcuts%s", name, hint)
+
+
+_told: set[str] = set()
 
 
 def _check_function(fn: Any) -> None:

@@ -41,8 +41,14 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 
-# A candidate that needs this many times the best time in its warm run is not timed any further.
+# A candidate that needs this many times the best time in each of its warm runs is not timed any further.
 _HOPELESS = 3.0
+# Where one call of plain jax.jit takes longer [s], programs that differ by compiler options alone are not tried.
+_LONG = 3.0
+# Two standard errors of a ratio beyond this: the machine was too busy to decide for good.
+_NOISY = 0.10
+# So many processes measure a program again whose decision was taken in noise; then it stays.
+MOST_TRIES = 4
 
 
 class GuardStore(Protocol):
@@ -83,10 +89,15 @@ class Decision:
     Attributes:
         chosen: ``xla``, ``jcuts``, or either with ``:<options name>``.
         reason: one sentence.
-        seconds: median [s] per candidate; empty when nothing was timed.
-        margin: relative difference below which two medians counted as equal.
+        seconds: time per candidate [s]: the median of plain XLA, for the others that time over ``speed``; empty when
+            nothing was timed.
+        margin: relative difference below which two programs counted as equal.
         rejected: candidates that were out, with the reason.
         measured: whether it rests on a measurement (of this or an earlier process).
+        speed: candidate -> how many times as fast as plain XLA, over pairs of neighbouring runs: median and quartiles.
+        noisy: the runs scattered too much to decide for good: a later process measures again.
+        tries: how many processes have measured.
+        deferred: tuning waits for another process; a later call decides.
     """
 
     chosen: str
@@ -95,20 +106,34 @@ class Decision:
     margin: float = 0.0
     rejected: dict[str, str] = field(default_factory=dict)
     measured: bool = False
+    speed: dict[str, tuple[float, float, float]] = field(default_factory=dict)
+    noisy: bool = False
+    tries: int = 1
+    deferred: bool = False
+
+    @property
+    def is_final(self) -> bool:
+        """Whether no later process should measure again."""
+        return not self.noisy or self.tries >= MOST_TRIES
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for the database and for ``explain``."""
         return {"chosen": self.chosen, "reason": self.reason, "seconds": dict(self.seconds), "margin": self.margin,
-                "rejected": dict(self.rejected), "measured": self.measured}
+                "rejected": dict(self.rejected), "measured": self.measured,
+                "speed": {k: list(v) for k, v in self.speed.items()}, "noisy": self.noisy, "tries": self.tries,
+                "is_final": self.is_final}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Decision | None:
         """The decision, or None if the stored data has another form."""
         try:
+            speed = {str(k): tuple(float(x) for x in v) for k, v in dict(data.get("speed", {})).items()}
             return cls(str(data["chosen"]), str(data["reason"]),
                        {str(k): float(v) for k, v in dict(data["seconds"]).items()}, float(data["margin"]),
-                       {str(k): str(v) for k, v in dict(data["rejected"]).items()}, bool(data["measured"]))
-        except (KeyError, TypeError, ValueError):
+                       {str(k): str(v) for k, v in dict(data["rejected"]).items()}, bool(data["measured"]),
+                       {k: (v[0], v[1], v[2]) for k, v in speed.items()}, bool(data.get("noisy", False)),
+                       int(data.get("tries", 1)))
+        except (KeyError, TypeError, ValueError, IndexError):
             return None
 
 
@@ -126,7 +151,8 @@ def compiler_options(name: str, platform: str) -> dict[str, Any] | None:
 
 
 def decide(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]],
-           *, donates: bool, seconds: float = 0.6) -> Decision:
+           *, donates: bool, seconds: float = 0.6, limit: float = 60.0,
+           clock: Callable[[], float] = time.perf_counter) -> Decision:
     """Time whole programs on the same arguments and choose.
 
     Args:
@@ -134,18 +160,24 @@ def decide(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], tup
         fresh_args: arguments for one call (copies where they are donated).
         donates: whether a call uses its arguments up.
         seconds: wall time to spend beyond the warm runs.
+        limit: where the least number of runs takes longer than this [s], fewer are taken.
+        clock: monotonic seconds.
 
-    Returns: the fastest candidate, or the first in order within the noise margin of it.
+    Returns: the fastest candidate, or the first in order within the noise margin of it.  Nothing rests on one run.
     """
     rejected: dict[str, str] = {}
     runs: dict[str, Callable[[], Any]] = {}
-    warm: dict[str, float] = {}
     reference: Any = None
+    is_long = False
+    start = clock()
     for name, call in calls.items():
         def run(call: Callable[..., Any] = call) -> Any:
             args, kwargs = fresh_args()
             return jax.block_until_ready(call(*args, **kwargs))
 
+        if is_long and ":" in name:
+            rejected[name] = f"not tried: one call of plain jax.jit takes more than {_LONG:g} s"
+            continue
         try:
             result = run()
         except JcutsError:
@@ -155,34 +187,63 @@ def decide(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], tup
                 raise  # the user's own program fails: that is the user's error to see
             rejected[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             continue
-        if reference is None:
+        if not runs:
             reference = jax.tree.map(_host, result)
+            is_long = all(_clocked(run, clock) > _LONG for _ in range(2))
         elif (why := _disagrees(reference, result)) is not None:
             rejected[name] = why
             continue
-        samples = noise.interleave({name: run}, least=1, most=1)[name]
-        warm[name], runs[name] = samples.median, run
-    best = min(warm.values())
-    for name in [n for n, t in warm.items() if t > _HOPELESS * best and n != XLA]:
-        rejected[name] = f"{warm[name] / best:.1f} times the best in its warm run"
+        runs[name] = run
+    warm = _warm(runs, clock)
+    best = min(min(times) for times in warm.values())
+    for name in [n for n, times in warm.items() if min(times) > _HOPELESS * best and n != XLA]:
+        rejected[name] = (f"{min(warm[name]) / best:.1f} times the time of the best program in the shortest of "
+                          f"{len(warm[name])} runs ({_ms(min(warm[name]))} against {_ms(best)})")
         del runs[name]
-    first = _choose(_sample(runs, fresh_args, calls, best, donates, seconds), rejected)
-    if first.chosen == XLA or XLA not in runs:
+    if len(runs) == 1:
+        return _choose({name: noise.Samples(tuple(warm[name])) for name in runs}, rejected)
+    rounds = max(2, min(5, int(limit / 3 / sum(min(warm[name]) for name in runs))))
+
+    def sample(names: Sequence[str], seconds: float) -> dict[str, noise.Samples]:
+        chosen = {name: calls[name] for name in names}
+        return _sample(chosen, fresh_args, best, donates, seconds, rounds, clock)
+
+    first = _choose(sample(list(runs), seconds), rejected)
+    if first.chosen == XLA or clock() - start > limit:
         return first
     # A gain has to show twice: one burst of another process must not send the user away from plain jax.jit.
-    final = {name: runs[name] for name in (XLA, first.chosen)}
-    second = _choose(_sample(final, fresh_args, calls, best, donates, seconds / 2), rejected)
-    return dataclasses.replace(second, seconds={**first.seconds, **second.seconds})
+    leader = max(first.speed, key=lambda name: first.speed[name][0])
+    second = _choose(sample([n for n in runs if n in (XLA, first.chosen, leader)], seconds / 2), rejected)
+    base = second.seconds[XLA]
+    others = {name: base / ratio[0] for name, ratio in first.speed.items() if name not in second.seconds}
+    noisy = first.noisy or second.noisy or second.chosen == XLA
+    return dataclasses.replace(second, seconds={**second.seconds, **others}, speed={**first.speed, **second.speed},
+                               noisy=noisy)
 
 
-def _sample(runs: Mapping[str, Callable[[], Any]], fresh_args: Callable[[], Any],
-            calls: Mapping[str, Callable[..., Any]], best: float, donates: bool,
-            seconds: float) -> dict[str, noise.Samples]:
-    if len(runs) == 1:
-        return noise.interleave(dict(runs), least=1, most=1)
+def _clocked(run: Callable[[], Any], clock: Callable[[], float]) -> float:
+    start = clock()
+    run()
+    return clock() - start
+
+
+def _warm(runs: Mapping[str, Callable[[], Any]], clock: Callable[[], float]) -> dict[str, tuple[float, ...]]:
+    """A few interleaved runs of each: noise only makes a run longer, so the shortest says most."""
+    found = noise.interleave(dict(runs), seconds=0.0, least=2, most=2, clock=clock)
+    times = {name: s.seconds for name, s in found.items()}
+    best = min(min(t) for t in times.values())
+    more = 4 if best < 0.01 else 1 if best < 0.1 else 0
+    if more:
+        found = noise.interleave(dict(runs), seconds=0.0, least=more, most=more, clock=clock)
+        times = {name: (*times[name], *s.seconds) for name, s in found.items()}
+    return times
+
+
+def _sample(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], Any], best: float, donates: bool,
+            seconds: float, rounds: int, clock: Callable[[], float]) -> dict[str, noise.Samples]:
     if donates:
         # Each execution needs its own copies, made outside the timed part.
-        return _sample_with_copies({n: calls[n] for n in runs}, fresh_args, seconds)
+        return _sample_with_copies(calls, fresh_args, seconds, rounds, clock)
     args, kwargs = fresh_args()
     # Several executions per sample, so that a fast function is not timed by the clock's resolution.
     inner = max(1, min(200, math.ceil(3e-4 / max(best, 1e-7))))
@@ -195,43 +256,78 @@ def _sample(runs: Mapping[str, Callable[[], Any]], fresh_args: Callable[[], Any]
 
         return go
 
-    return noise.interleave({n: repeated(calls[n]) for n in runs}, seconds=seconds, least=5, most=60,
-                            inner=dict.fromkeys(runs, inner))
+    return noise.interleave({n: repeated(c) for n, c in calls.items()}, seconds=seconds, least=rounds, most=60,
+                            inner=dict.fromkeys(calls, inner), clock=clock)
 
 
-def _sample_with_copies(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], Any],
-                        seconds: float) -> dict[str, noise.Samples]:
+def _sample_with_copies(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], Any], seconds: float,
+                        rounds: int, clock: Callable[[], float]) -> dict[str, noise.Samples]:
     times: dict[str, list[float]] = {name: [] for name in calls}
-    end = time.perf_counter() + seconds
+    end = clock() + seconds
     order = list(calls)
     for count in range(30):
-        if count >= 5 and time.perf_counter() > end:
+        if count >= rounds and clock() > end:
             break
         for name in order:
             args, kwargs = jax.block_until_ready(fresh_args())
-            start = time.perf_counter()
+            start = clock()
             jax.block_until_ready(calls[name](*args, **kwargs))
-            times[name].append(time.perf_counter() - start)
+            times[name].append(clock() - start)
         order.reverse()
     return {name: noise.Samples(tuple(ts)) for name, ts in times.items()}
 
 
+def _paired(times: noise.Samples, base: noise.Samples) -> noise.Samples:
+    """``base / times`` of neighbouring runs: what slows both down cancels."""
+    return noise.Samples(tuple(b / max(t, 1e-12) for t, b in zip(times.seconds, base.seconds, strict=True)))
+
+
+def _error(ratios: noise.Samples) -> float:
+    """Two relative standard errors of a median of ratios."""
+    return 2.0 * noise.standard_error(ratios.median, *ratios.quartiles, len(ratios.seconds))
+
+
 def _choose(samples: Mapping[str, noise.Samples], rejected: dict[str, str]) -> Decision:
-    medians = {name: s.median for name, s in samples.items()}
-    errors = [noise.standard_error(s.median, *s.quartiles, len(s.seconds)) for s in samples.values()]
-    margin = max(_LEAST_GAIN, noise.margin(errors))
-    best = min(medians, key=lambda name: medians[name])
-    low = {name: s.quartiles[0] for name, s in samples.items()}
-    # Equal in either statistic counts as equal: a median alone is bimodal on a busy machine.
-    chosen = next(name for name in medians
-                  if medians[name] <= medians[best] * (1 + margin) or low[name] <= low[best] * (1 + margin))
-    if len(medians) == 1:
-        reason = "no other candidate"
-    elif chosen == XLA:
-        reason = "nothing was faster than plain jax.jit beyond the noise"
-    else:
-        reason = f"{medians[XLA] / medians[chosen]:.2f} times as fast as plain jax.jit"
-    return Decision(chosen, reason, medians, margin, rejected, measured=True)
+    """The fastest by paired ratios; the plainer program where they tell two apart by less than the margin."""
+    plain = samples[XLA]
+    ratios = {name: _paired(s, plain) for name, s in samples.items()}
+    speed = {name: (r.median, *r.quartiles) for name, r in ratios.items()}
+    best = max(speed, key=lambda name: speed[name][0])
+    margins = {}
+
+    def is_equal(name: str) -> bool:
+        against = _paired(samples[best], samples[name])  # how many times as fast the best is
+        margins[name] = min(noise.MOST_MARGIN, max(_LEAST_GAIN, _error(against)))
+        # Leaving plain jax.jit asks for more: its undisturbed runs must have been beaten too.
+        return against.median <= 1 + margins[name] or (
+            name == XLA and plain.quartiles[0] <= samples[best].quartiles[0] * (1 + _LEAST_GAIN))
+
+    chosen = next(name for name in samples if name == best or is_equal(name))
+    noisy = max((_error(ratios[name]) for name in {best, chosen}), default=0.0) > _NOISY
+    seconds = {name: plain.median / s[0] for name, s in speed.items()}
+    reason = _reason(chosen, best, speed, len(plain.seconds), rejected)
+    return Decision(chosen, reason, seconds, max(margins.values(), default=_LEAST_GAIN), rejected, measured=True,
+                    speed=speed, noisy=noisy)
+
+
+def _reason(chosen: str, best: str, speed: Mapping[str, tuple[float, float, float]], runs: int,
+            rejected: Mapping[str, str]) -> str:
+    def text(name: str) -> str:
+        middle, low, high = speed[name]
+        return f"{middle:.2f} times as fast as plain jax.jit ({low:.2f} to {high:.2f} in half of {runs} pairs of runs)"
+
+    if len(speed) == 1:
+        dropped = [f"{name}: {why}" for name, why in rejected.items() if name.startswith(JCUTS)]
+        return f"every other program is out: {'; '.join(dropped)}" if dropped else "no other candidate"
+    if chosen == XLA:
+        other = max((n for n in speed if n != XLA), key=lambda n: speed[n][0])
+        but = ", but no faster in the undisturbed quarter of them" if speed[other][0] > 1 + noise.MOST_MARGIN else ""
+        return f"nothing was faster than plain jax.jit beyond the noise; {other} was {text(other)}{but}"
+    return text(chosen) + ("" if best == chosen else f"; {best} ({speed[best][0]:.2f}) is equal within the noise")
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
 
 
 def _host(x: Any) -> Any:

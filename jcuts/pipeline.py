@@ -231,6 +231,9 @@ def _report(
         as_source(rebuilt, name),
         dict(clock),
         notes=notes,
+        postponed=any(
+            s.choice is not None and s.choice.is_postponed for level in top.everywhere() for s in level.subsets
+        ),
     )
 
 
@@ -250,6 +253,7 @@ def subset_report(level: Level, subset: Subset) -> SubsetReport:
     chosen = subset.chosen
     label = "xla" if chosen is None else f"{chosen.template}/{chosen.digest[:8]}"
     seconds = xla = None
+    why = ""
     rejected: list[str] = []
     pul = bound = 0.0
     if subset.choice is not None:
@@ -258,6 +262,8 @@ def subset_report(level: Level, subset: Subset) -> SubsetReport:
                 xla = m.seconds
             elif m.label == subset.choice.winner:
                 seconds = m.seconds
+        if chosen is None:
+            seconds, why = _lost(subset)
         rejected = [f"{r.label}: {r.message}" for r in subset.choice.rejections]
     for program, score in subset.ranked:
         if chosen is not None and program.digest == chosen.digest:
@@ -269,8 +275,31 @@ def subset_report(level: Level, subset: Subset) -> SubsetReport:
         nodes[-1].prim, operations, where,
         "none" if not fused else "shared" if len(subset.program.phases) > 1 else "register",
         kind, label, subset.origin, dict(chosen.params) if chosen is not None else {}, pul, bound,
-        seconds if chosen is not None else None, xla, 1, flop, moved, rejected,
+        seconds, xla, 1, flop, moved, rejected, why,
     )  # fmt: skip
+
+
+def _lost(subset: Subset) -> tuple[float | None, str]:
+    """Why XLA runs a subset: the time of the best kernel [s], if any was measured, and a sentence."""
+    choice = subset.choice
+    assert choice is not None  # the caller looked
+    if choice.is_postponed:
+        return None, choice.rejections[0].message
+    kernels = [m for m in choice.measurements if m.label in choice.kernels]
+    met = [m for m in kernels if m.method != "screen"] or kernels
+    xla = choice.seconds("xla")
+    if met and xla is not None:
+        best = min(met, key=lambda m: m.seconds)
+        gain = xla / best.seconds
+        if gain <= 1:
+            return best.seconds, f"XLA is {1 / gain:.2f} times as fast as the best of {len(kernels)} kernels"
+        return best.seconds, f"the best kernel gains {gain - 1:.1%}: within the noise of {choice.margin:.1%}"
+    reasons = list(dict.fromkeys(f"{r.error}: {r.message}" for r in choice.rejections))
+    if reasons:
+        more = f" (and {len(reasons) - 1} more reasons)" if len(reasons) > 1 else ""
+        who = "cannot be compared" if any(r.label == "xla" for r in choice.rejections) else "every kernel was rejected"
+        return None, f"{who}: {reasons[0]}{more}"
+    return None, "not measured yet" if choice.origin == "library" else "no kernel was made"
 
 
 def _kernel_texts(top: Level) -> str:

@@ -19,9 +19,11 @@ class SubsetReport:
         chosen: label of the winner, 'xla' where the subset is left to XLA.
         origin: 'measured', 'estimated' or 'library'.
         params: chosen kernel parameters; pul, bound_seconds: of the chosen kernel.
-        seconds, xla_seconds: measured times [s], None where nothing was measured.
+        seconds, xla_seconds: measured times [s] of the chosen kernel (where XLA won: of the best kernel) and of XLA,
+            None where nothing was measured.
         count: how many equal subsets share this choice; flop, bytes: of one of them.
         rejected: candidates that were thrown out, with the reason.
+        why: why XLA runs the subset, '' where a kernel does.
     """
 
     name: str
@@ -40,6 +42,7 @@ class SubsetReport:
     flop: float
     bytes: float
     rejected: list[str] = field(default_factory=list)
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -66,10 +69,16 @@ class FunctionReport:
     seconds: dict[str, float] = field(default_factory=dict)
     guard: dict[str, Any] | None = None
     notes: tuple[str, ...] = ()
+    postponed: bool = False
 
     def with_guard(self, decision: dict[str, Any]) -> FunctionReport:
         """The report with the whole-function decision attached."""
         return replace(self, guard=decision)
+
+    @property
+    def runs_plain_xla(self) -> bool:
+        """Whether the last guard (or JCUTS_DISABLE) left the whole function to XLA."""
+        return self.guard is not None and str(self.guard.get("chosen", "")).partition(":")[0] == "xla"
 
     @property
     def kernels(self) -> int:
@@ -131,10 +140,41 @@ def rows(report: FunctionReport) -> list[list[str]]:
 
 def summary(report: FunctionReport) -> str:
     """One line: mode, and how much of the work runs in jcuts' kernels."""
-    return (
-        f"mode {report.mode} on {report.platform}; {report.equations} equations, {report.kernels} kernel calls, "
-        f"{report.share('flop'):.0%} of the FLOP and {report.share('bytes'):.0%} of the bytes in jcuts' kernels"
-    )
+    start = f"mode {report.mode} on {report.platform}; {report.equations} equations, "
+    calls = f"{report.kernels} kernel calls"
+    flop, moved = f"{report.share('flop'):.0%} of the FLOP", f"{report.share('bytes'):.0%} of the bytes"
+    if not report.runs_plain_xla:
+        return f"{start}{calls}, {flop} and {moved} in jcuts' kernels"
+    lost = f" (the program that lost has {calls}, with {flop} and {moved})" if report.kernels else ""
+    return f"{start}all of it plain XLA: 0% of the FLOP and 0% of the bytes in jcuts' kernels{lost}"
+
+
+def guard_line(report: FunctionReport) -> str:
+    """The whole-function decision as one line, '' if there is none."""
+    if report.guard is None:
+        return ""
+    again = "" if report.guard.get("is_final", True) else "; measured on a busy machine: a later process measures again"
+    return f"whole function: {report.guard.get('chosen')} ({report.guard.get('reason')}{again})"
+
+
+def reasons(report: FunctionReport) -> list[tuple[str, str, str]]:
+    """What XLA won, and why: operations, reason, source lines."""
+    return [(operations_text(s.operations), s.why, "; ".join(s.where[:2])) for s in report.subsets if s.why]
+
+
+def dropped(report: FunctionReport) -> list[tuple[str, str]]:
+    """Whole programs that the last guard did not let win: name, reason."""
+    return list(((report.guard or {}).get("rejected") or {}).items())
+
+
+def thrown_out(report: FunctionReport) -> list[tuple[str, str]]:
+    """Candidates that were rejected: subset, reason; equal reasons of one subset once."""
+    found: dict[tuple[str, str], int] = {}
+    for s in report.subsets:
+        for text in s.rejected:
+            key = (s.name, text.partition(": ")[2] or text)
+            found[key] = found.get(key, 0) + 1
+    return [(name, text if count == 1 else f"{text} ({count} candidates)") for (name, text), count in found.items()]
 
 
 HEADINGS = ["n", "operations", "kind", "fusion", "chosen", "us", "XLA us", "gain", "bound us", "PUL", "where"]
@@ -143,11 +183,14 @@ HEADINGS = ["n", "operations", "kind", "fusion", "chosen", "us", "XLA us", "gain
 def _text(report: FunctionReport) -> list[str]:
     lines = [f"{report.name}: {summary(report)}"]
     if report.guard is not None:
-        lines.append(f"whole function: {report.guard.get('chosen')} ({report.guard.get('reason')})")
-    table = [HEADINGS, *rows(report)]
-    widths = [min(48, max(len(r[k]) for r in table)) for k in range(len(HEADINGS))]
+        lines.append(guard_line(report))
+        lines.extend(f"program {name} is out: {why}" for name, why in dropped(report))
+    table = [HEADINGS, *rows(report)] if report.subsets else []
+    widths = [min(48, max(len(r[k]) for r in table)) for k in range(len(HEADINGS))] if table else []
     for row in table:
         lines.append("  ".join(cell[: widths[k]].ljust(widths[k]) for k, cell in enumerate(row)).rstrip())
+    lines.extend(f"XLA keeps {operations}: {why} [{where}]" for operations, why, where in reasons(report))
+    lines.extend(f"rejected for {name}: {why}" for name, why in thrown_out(report))
     for refusal in report.refusals:
         lines.append(f"left to XLA: {refusal.count} x {refusal.op}: {refusal.reason} [{refusal.where}]")
     lines.extend(f"note: {note}" for note in report.notes)
@@ -164,8 +207,10 @@ def _html(report: FunctionReport) -> str:
 
     guard = ""
     if report.guard is not None:
-        chosen, reason = (html.escape(str(report.guard.get(key))) for key in ("chosen", "reason"))
-        guard = f"<p>Whole function: <b>{chosen}</b>, {reason}</p>"
+        guard = f"<p>{html.escape(guard_line(report))}</p>"
+        if dropped(report):
+            guard += table(["program that is out", "reason"], [list(row) for row in dropped(report)])
+    lost, out = ([list(row) for row in part] for part in (reasons(report), thrown_out(report)))
     refusals = [[str(r.count), r.op, r.reason, r.where] for r in report.refusals]
     return (
         "<!doctype html><meta charset='utf-8'><title>jcuts: " + html.escape(report.name) + "</title>"
@@ -174,6 +219,8 @@ def _html(report: FunctionReport) -> str:
         "th{background:#f3f3f3}tr:nth-child(even){background:#fafafa}pre{background:#f6f6f6;padding:1em;overflow:auto}</style>"
         f"<h1>{html.escape(report.name)}</h1><p>{html.escape(summary(report))}</p>{guard}"
         f"<h2>Subsets</h2>{table(HEADINGS, rows(report))}"
-        f"<h2>Left to XLA</h2>{table(['n', 'operation', 'reason', 'where'], refusals)}"
+        + (f"<h2>Where XLA won</h2>{table(['operations', 'reason', 'where'], lost)}" if lost else "")
+        + (f"<h2>Candidates thrown out</h2>{table(['subset', 'reason'], out)}" if out else "")
+        + f"<h2>Left to XLA</h2>{table(['n', 'operation', 'reason', 'where'], refusals)}"
         f"<h2>Rewritten program</h2><pre>{html.escape(report.source)}</pre>"
     )

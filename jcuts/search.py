@@ -74,7 +74,7 @@ def select(top: Level, settings: Settings, *, may_measure: bool, platform: str =
     subsets = _subsets(levels)
     device = "" if platform == "cpu" else gpus.this().identity()
     shares = session.choose(subsets, settings, may_measure=may_measure, device=device)
-    if not searching or settings.tune != "auto" or not may_measure or not subsets:
+    if not searching or settings.tune != "auto" or not may_measure or not subsets or _postponed(subsets):
         return Summary("greedy")
     return _search(levels, settings, shares, key)
 
@@ -93,7 +93,7 @@ def _search(levels: Sequence[Level], settings: Settings, shares: dict[str, int],
     times: list[dict[Members, float]] = [{} for _ in levels]
     _note_times(levels, spaces, times)
     before = _total(spaces, times, greedy=True)
-    tried = 0
+    tried, postponed = 0, False
     for _ in range(ROUNDS):
         fresh: dict[str, list[Subset]] = {}
         for level, space, known in zip(levels, spaces, times, strict=True):
@@ -111,22 +111,28 @@ def _search(levels: Sequence[Level], settings: Settings, shares: dict[str, int],
         extra = dict.fromkeys(fresh, session.MIN_CANDIDATES)
         shares.update({k: n for k, n in extra.items() if k not in shares})
         session.choose(new, settings, may_measure=True, shares=shares)
+        postponed = postponed or _postponed(new)
         if not _note_times(levels, spaces, times):
             break
     for level, space, known in zip(levels, spaces, times, strict=True):
         cover = space.settle(known)
         level.use((members, space.programs[members]) for members in cover if members in space.programs)
     used = {s.identity for s in _subsets(levels)}
-    session.store().put_partition(
-        key,
-        {
-            "levels": [[sorted(s.members) for s in level.subsets] for level in levels],
-            "shares": {k: n for k, n in sorted(shares.items()) if k in used},
-        },
-    )
+    if not postponed:  # a later call searches to the end
+        session.store().put_partition(
+            key,
+            {
+                "levels": [[sorted(s.members) for s in level.subsets] for level in levels],
+                "shares": {k: n for k, n in sorted(shares.items()) if k in used},
+            },
+        )
     found = Summary("measured", sum(len(s.programs) for s in spaces), tried, before, _total(spaces, times))
     log.info("%s", found)
     return found
+
+
+def _postponed(subsets: Sequence[Subset]) -> bool:
+    return any(s.choice is not None and s.choice.is_postponed for s in subsets)
 
 
 def _note_times(levels: Sequence[Level], spaces: Sequence[Space], times: list[dict[Members, float]]) -> int:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from jcuts.report import HEADINGS, FunctionReport, rows, summary
+from jcuts.report import HEADINGS, FunctionReport, dropped, guard_line, reasons, rows, summary, thrown_out
 
 NUMBERS = frozenset({"n", "us", "XLA us", "gain", "bound us", "PUL"})
 
@@ -17,14 +18,16 @@ def report_tables(report: FunctionReport) -> RenderableType:
     """Everything that ``explain`` prints, top to bottom."""
     parts: list[RenderableType] = [headline(report)]
     if report.guard is not None:
-        parts.append(Text(f"whole function: {report.guard.get('chosen')} ({report.guard.get('reason')})"))
+        parts.append(Text(guard_line(report)))
+    parts.extend(Text(f"program {name} is out: {why}", style="yellow") for name, why in dropped(report))
     parts.extend(Text(f"note: {note}", style="yellow") for note in report.notes)
     if report.subsets:
         parts.append(SubsetTable(report))
     if report.refusals:
         parts.append(refusal_table(report))
-    rejected = [(s.name, text) for s in report.subsets for text in s.rejected]
-    if rejected:
+    if lost := reasons(report):
+        parts.append(text_table("Where XLA won", ("operations", "reason", "where"), lost))
+    if rejected := thrown_out(report):
         parts.append(text_table("Candidates thrown out", ("subset", "reason"), rejected))
     if report.seconds:
         parts.append(Text("stages: " + ", ".join(f"{k} {v:.3f} s" for k, v in report.seconds.items()), style="dim"))
@@ -75,3 +78,12 @@ def text_table(title: str, headings: Sequence[str], cells: Iterable[Sequence[str
     for row in cells:
         made.add_row(*(Text(cell) for cell in row))
     return made
+
+
+def progress_bars(title: str) -> Progress:
+    """Bars on standard error, gone when they are stopped."""
+    return Progress(
+        TextColumn(title, style="bold"), TextColumn("{task.description}"), BarColumn(bar_width=24),
+        MofNCompleteColumn(), TimeElapsedColumn(),
+        console=Console(stderr=True), transient=True,
+    )  # fmt: skip

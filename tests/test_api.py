@@ -6,6 +6,7 @@ import inspect
 import subprocess
 import sys
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -358,3 +359,100 @@ def test_without_numba_everything_goes_to_xla():
         [sys.executable, "-c", _WITHOUT_NUMBA], capture_output=True, text=True, timeout=120, check=True
     )
     assert "is not installed" in out.stdout and "left to XLA" in out.stderr
+
+
+# ------------------------------------------------------------ decisions that do not last
+
+class Report:
+    """A report of a plan that could not be measured yet."""
+
+    def __init__(self, postponed):
+        self.postponed = postponed
+
+    def with_guard(self, decision):
+        return decision
+
+
+@pytest.fixture
+def busy(toy, monkeypatch):  # noqa: F811
+    """A pipeline that meets another measuring process until it is told otherwise."""
+    plan = toy.optimize_jaxpr
+    toy.is_busy = True
+
+    def optimize_jaxpr(*args, may_measure, **kwargs):
+        outcome = plan(*args, may_measure=may_measure, **kwargs)
+        return outcome._replace(report=Report(toy.is_busy and may_measure))
+
+    monkeypatch.setattr(sys.modules["jcuts.pipeline"], "optimize_jaxpr", optimize_jaxpr)
+    monkeypatch.setattr("jcuts.api.time", types.SimpleNamespace(monotonic=lambda: toy.now))
+    toy.now = 0.0
+    return toy
+
+
+def measured(toy):  # noqa: F811
+    return sum(c["may_measure"] for c in toy.calls)
+
+
+@pytest.mark.parametrize("mode", ["mixed", "fusion"])
+def test_a_call_that_could_not_tune_is_tuned_by_a_later_one(busy, mode):
+    store = guard.MemoryStore()
+    f = Optimized(scaled, jcuts.optimize(scaled, mode=mode).settings, {}, store)
+    for _ in range(3):
+        np.testing.assert_array_equal(f(X), X * 2)
+    assert measured(busy) == 1 and f.decision(X).deferred and not store._kept
+    assert f.decision(X).chosen == (guard.XLA if mode == "mixed" else guard.JCUTS)
+    busy.now = 31.0  # busy still: the next pause is twice as long
+    for _ in range(3):
+        f(X)
+    assert measured(busy) == 2
+    busy.is_busy = False
+    busy.now = 80.0
+    f(X)
+    assert measured(busy) == 2
+    busy.now = 92.0
+    for _ in range(3):
+        np.testing.assert_array_equal(f(X), X * 2)
+    assert measured(busy) == 3 and not f.decision(X).deferred
+
+
+def test_a_decision_taken_in_noise_is_measured_again_by_a_later_process(toy, monkeypatch):  # noqa: F811
+    store, raced = guard.MemoryStore(), []
+
+    def decide(calls, fresh_args, **_):
+        raced.append(sorted(calls))
+        return guard.Decision(guard.XLA, "busy", {"xla": 1.0}, measured=True, noisy=True)
+
+    monkeypatch.setattr(guard, "decide", decide)
+    settings = jcuts.optimize(scaled).settings
+    for process in range(guard.MOST_TRIES + 2):
+        monkeypatch.setattr("jcuts.api._decided_here", set())
+        for _ in range(2):  # within a process once is enough
+            f = Optimized(scaled, settings, {}, store)
+            f(X)
+        assert len(raced) == min(process + 1, guard.MOST_TRIES)
+    assert f.decision(X).tries == guard.MOST_TRIES and f.decision(X).is_final
+
+
+def test_explain_knows_what_an_earlier_process_decided(toy):  # noqa: F811
+    class Kept(guard.MemoryStore):
+        def guard(self, key):
+            return guard.Decision(guard.XLA, "kept", {}, 0.0, {}, True).to_dict()
+
+    f = Optimized(scaled, jcuts.optimize(scaled).settings, {}, Kept())
+    assert f._kept(f._closed((X,), {}), f._signature((X,), {}), True).reason == "kept"
+
+
+def test_disabled_explains_itself(monkeypatch):
+    monkeypatch.setenv("JCUTS_DISABLE", "1")
+    report = jcuts.optimize(scaled).explain(X)
+    assert report.subsets == () and report.guard["chosen"] == "xla"
+    assert "JCUTS_DISABLE" in str(report) and "0% of the FLOP" in str(report)
+
+
+def test_a_misspelt_variable_is_named_once(monkeypatch, caplog):
+    monkeypatch.setattr("jcuts.api._told", set())
+    monkeypatch.setenv("JCUTS_MAX_CANDIDATE", "3")
+    for _ in range(2):
+        jcuts.optimize(scaled)
+    (line,) = [r.getMessage() for r in caplog.records]
+    assert "JCUTS_MAX_CANDIDATE means nothing" in line and "did you mean JCUTS_MAX_CANDIDATES?" in line

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from jcuts.arch import measure
 from jcuts.arch.cpu import CpuArch
+from jcuts.base.told import unusable_cache
 
 log = logging.getLogger(__name__)
 
@@ -145,7 +146,10 @@ def _store(path: Path, found: dict[str, dict[str, float]]) -> None:
             Path(name).unlink(missing_ok=True)
             raise
     except OSError as error:
-        log.warning("cannot keep the CPU measurement in %s: %s", path, error)
+        unusable_cache(
+            log, "nothing can be kept in %s (%s): every process measures and compiles again", path.parent, error,
+            folder=path.parent,
+        )  # fmt: skip
 
 
 def _read(path: Path) -> str:

@@ -45,16 +45,17 @@ def _integer(minimum: int) -> Callable[[str], int]:
     return parse
 
 
-def _number(low: float, high: float) -> Callable[[str], float]:
-    """Parses a number in (low, high]."""
+def _number(low: float, high: float, *, with_low: bool = False) -> Callable[[str], float]:
+    """Parses a number in (low, high], or in [low, high]."""
+    expected = f"expected a number in {'[' if with_low else '('}{low:g}, {high:g}]"
 
     def parse(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
-            raise ValueError(f"expected a number in ({low:g}, {high:g}]") from None
-        if not low < value <= high:
-            raise ValueError(f"expected a number in ({low:g}, {high:g}]")
+            raise ValueError(expected) from None
+        if not (low < value <= high or (with_low and value == low)):
+            raise ValueError(expected)
         return value
 
     return parse
@@ -104,6 +105,12 @@ class Knobs:
     tune_timeout_s: float = _knob(
         _number(0.0, 86400.0), "seconds that one candidate may take in the measuring process", default=30.0
     )
+    lock_patience_s: float = _knob(
+        _number(0.0, 86400.0, with_low=True),
+        "seconds to wait while another process measures; then XLA, until a later call",
+        default=60.0,
+    )
+    progress: bool = _knob(_boolean, "show how far tuning is, where it takes long", default=True)
     top_percent: float = _knob(
         _number(0.0, 100.0), "share of the estimator's ranking that is measured (T%)", default=10.0
     )
@@ -189,6 +196,11 @@ def unknown_variables(environment: Mapping[str, str] | None = None) -> list[str]
     """``JCUTS_*`` variables that no knob reads (a misspelling, most likely), sorted."""
     names = os.environ if environment is None else environment
     return sorted(name for name in names if name.startswith("JCUTS_") and name not in _VARIABLES)
+
+
+def variables() -> tuple[str, ...]:
+    """Every variable that a knob reads."""
+    return _VARIABLES
 
 
 def describe() -> list[tuple[str, str, str]]:

@@ -44,6 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"--batch {arguments.batch} must be >= 1 and --seconds {arguments.seconds} > 0", batch=arguments.batch
         )
     out = console()
+    out.print(f"making {arguments.network} with random weights (about 10 s) ...")
     network = build(arguments.network, arguments.batch)
 
     import jax
@@ -54,12 +55,18 @@ def run(arguments: argparse.Namespace) -> int:
     images = jax.numpy.asarray(network.images)
     plain = jax.jit(network.apply)
     ours = jcuts.optimize(network.apply, mode=arguments.mode, tune=arguments.tune)
+    if arguments.tune == "auto" and not knobs.current().disable:
+        out.print(
+            "jcuts measures kernels in its first call: minutes the first time, seconds afterwards "
+            f"(kept in {knobs.current().cache_dir}; JCUTS_MAX_CANDIDATES=2 or --tune cached make it shorter)"
+        )
     results, first = {}, {}
     for name, fn in (("jax.jit", plain), ("jcuts.optimize", ours)):
         start = time.perf_counter()
         results[name] = np.asarray(fn(network.weights, images))
         first[name] = time.perf_counter() - start
         out.print(f"  {name}: first call {duration(first[name])}")
+    out.print(f"timing both for {arguments.seconds:.0f} s, then the float64 reference (about 20 s) ...")
     times = interleave({"jax.jit": plain, "jcuts.optimize": ours}, (network.weights, images), arguments.seconds)
     report = ours.explain(network.weights, images)
     reference = network.reference()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
-from jcuts.base.errors import UsageError
+from jcuts.base.errors import JcutsError, UsageError
 from jcuts.base.settings import MODES, TUNE, Settings
 from jcuts.cli.tables import console
 
@@ -38,8 +40,14 @@ def run(arguments: argparse.Namespace) -> int:
     positional, keywords = example_arguments(arguments.args)
     if not isinstance(fn, jcuts.Optimized):
         fn = jcuts.optimize(fn, mode=arguments.mode, tune=arguments.tune)
+    _check_arguments(fn, positional, keywords, arguments)
     explain = fn.tune if arguments.tune == "auto" else fn.explain
-    report = explain(*positional, **keywords)
+    try:
+        report = explain(*positional, **keywords)
+    except JcutsError:
+        raise
+    except Exception as error:
+        raise _of_the_user(arguments.function, error) from error
     console().print(report)
     for path, write in ((arguments.html, report.to_html), (arguments.json, lambda p: _write_json(p, report.to_dict()))):
         if path is not None:
@@ -48,6 +56,43 @@ def run(arguments: argparse.Namespace) -> int:
             except OSError as error:
                 raise UsageError(f"cannot write {path}: {error}", path=str(path)) from error
     return 0
+
+
+def _check_arguments(fn: Any, positional: tuple[Any, ...], keywords: dict[str, Any], given: argparse.Namespace) -> None:
+    """Do the example arguments fit the function?  (A function without a signature is tried as it is.)
+
+    Raises:
+        UsageError: they do not.
+    """
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*positional, **keywords)
+    except TypeError as error:
+        name = given.function
+        hint = (
+            f"--args {given.args} does not fit"
+            if given.args
+            else "say what to call it with: --args pkg.mod:example, a tuple of arguments, a dict of keyword arguments, "
+            "or a function that returns either"
+        )
+        raise UsageError(f"{name}{signature} cannot be called: {error}; {hint}", function=name) from error
+
+
+def _of_the_user(name: str, error: Exception) -> UsageError:
+    """An error of the user's own function as one line with the line of their source."""
+    ours = str(Path(__file__).parents[1])
+    place = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if not frame.filename.startswith((ours, "<")) and "site-packages" not in frame.filename:
+            place = f"{frame.filename}:{frame.lineno}: "
+    text = (str(error).splitlines() or [""])[0]
+    return UsageError(
+        f"{place}{name} raised {type(error).__name__}: {text} (jcuts --traceback explain ... shows all of it)",
+        function=name,
+    )
 
 
 def _write_json(path: Path, data: Any) -> None:
@@ -83,7 +128,10 @@ def example_arguments(reference: str | None) -> tuple[tuple[Any, ...], dict[str,
         return (), {}
     value = load(reference)
     if callable(value):
-        value = value()
+        try:
+            value = value()
+        except Exception as error:
+            raise _of_the_user(reference, error) from error
     if isinstance(value, dict):
         return (), value
     if isinstance(value, (tuple, list)):

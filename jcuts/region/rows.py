@@ -28,6 +28,8 @@ from jcuts.region.schedule import collapsed
 KEEP_COST = 8.0  # element operations that are worth a store and a load from cache
 KEEP_BYTES = 256 << 10
 COLUMN_VECTORS = 4
+CHAINS = 16
+"""Independent accumulators (vectors) per reduction: they hide latency and shorten the sums."""
 
 
 @dataclass
@@ -316,7 +318,7 @@ def _row(program: Program, lanes: int, unroll: int, machine: Machine) -> Program
             while width > 2 and width // 2 >= last.extent:
                 width //= 2
             count = max(1, min(unroll, -(-last.extent // lanes)))
-            reds = (*phase.reds[:-1], Red(last.name, last.extent, count, True, count))
+            reds = (*_chained(phase.reds[:-1], CHAINS // count), Red(last.name, last.extent, count, True, count))
             phases.append(replace(phase, reds=reds))
         else:
             inner = [a for a in phase.axes if a.name not in program.serial]
@@ -329,6 +331,15 @@ def _row(program: Program, lanes: int, unroll: int, machine: Machine) -> Program
             phases.append(replace(phase, axes=axes))
     grid = _row_blocks(program, machine)
     return replace(program, phases=tuple(phases), lanes=lanes, grid=grid, params=(("lanes", lanes), ("unroll", unroll)))
+
+
+def _chained(reds: tuple[Red, ...], chains: int) -> tuple[Red, ...]:
+    """The innermost of ``reds`` in independent chains: a sum of n terms then loses n / chains roundings, not n."""
+    plain = tuple(replace(r, unroll=1, chains=1) for r in reds)
+    if not plain or chains < 2 or plain[-1].extent < 2:
+        return plain
+    chains = min(chains, plain[-1].extent)
+    return (*plain[:-1], replace(plain[-1], unroll=chains, chains=chains))
 
 
 def _row_blocks(program: Program, machine: Machine) -> tuple[Grid, ...]:
@@ -362,9 +373,7 @@ def _column(program: Program, lanes: int, unroll: int, machine: Machine) -> Prog
         arranged = [*serial, *rest, lane] if not phase.reds else [*serial, lane, *rest]
         by_name = {a.name: a for a in phase.axes}
         axes = tuple(replace(by_name[n], unroll=count, vector=True) if n == lane else by_name[n] for n in arranged)
-        reds = tuple(
-            replace(r, unroll=2 if k == len(phase.reds) - 1 and r.extent > 2 else 1) for k, r in enumerate(phase.reds)
-        )
+        reds = _chained(phase.reds, CHAINS // count)
         assert place >= 0
         phases.append(replace(phase, axes=axes, reds=reds))
     grid = tuple(Grid(g.axis, g.extent, block if g.axis == lane else 1) for g in program.grid)

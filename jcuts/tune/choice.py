@@ -12,6 +12,9 @@ from jcuts.base.errors import CacheError, CandidateRejected
 LIBRARY = "xla"
 """Label of the library candidate: the subset left to XLA."""
 
+POSTPONED = "Postponed"
+"""Error name of a rejection that stands for a wait in vain: nothing is known about the subset yet."""
+
 ORIGINS = ("measured", "estimated", "library")
 
 
@@ -98,6 +101,11 @@ class Choice:
     def uses_library(self) -> bool:
         """Whether the subset stays with XLA."""
         return self.winner == LIBRARY
+
+    @property
+    def is_postponed(self) -> bool:
+        """Whether another process kept the machine, so that a later call is to measure."""
+        return any(r.error == POSTPONED for r in self.rejections)
 
     def seconds(self, label: str) -> float | None:
         """Measured time of a candidate [s], None if it was not measured."""

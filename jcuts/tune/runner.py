@@ -22,11 +22,11 @@ from jcuts.base.errors import CandidateRejected, WorkerFailed
 from jcuts.base.settings import Settings
 from jcuts.tune.choice import LIBRARY, Choice, Measurement, Rejection
 from jcuts.tune.kernelfile import read_kernel
-from jcuts.tune.lock import measuring_lock
+from jcuts.tune.lock import default_patience, holder, is_hopeless, measuring_lock
 from jcuts.tune.pool import Answer, Pool
 from jcuts.tune.problem import Problem
 from jcuts.tune.replay import Recording
-from jcuts.tune.select import estimate, noise_margin, select, unknown
+from jcuts.tune.select import estimate, noise_margin, postponed, select, unknown
 from jcuts.tune.store import Store, default_store
 from jcuts.tune.values import NORMAL
 
@@ -53,7 +53,7 @@ class Effort:
     Attributes:
         seconds: sampling time per candidate [s].
         finalists: kernels that are timed against XLA after the quick screening.
-        patience: most seconds to wait for another process that is tuning.
+        patience: most seconds to wait for another process that is measuring, `JCUTS_LOCK_PATIENCE_S` by default.
         timeout: seconds one candidate may take, `JCUTS_TUNE_TIMEOUT_S` by default.
         workers: compiling processes, `JCUTS_COMPILE_WORKERS` or one per core by default.
         seed: of the check inputs, `JCUTS_SEED` by default.
@@ -61,7 +61,7 @@ class Effort:
 
     seconds: float = 0.15
     finalists: int = 3
-    patience: float = 600.0
+    patience: float | None = None
     timeout: float | None = None
     workers: int | None = None
     seed: int | None = None
@@ -101,19 +101,9 @@ def tune(
     known = {} if force else _known(unique, store)
     missing = {digest: p for digest, p in unique.items() if digest not in known}
     if settings.tune == "auto" and missing:
-        if progress is not None:
-            progress.update("wait", 0, len(missing), "")
-
-        def answered() -> bool:
-            return not force and all(store.lookup(digest) is not None for digest in missing)
-
-        with measuring_lock(patience=effort.patience, done=answered):
-            if not force:  # another process may have tuned them while this one waited
-                known.update(_known(missing, store))
-            todo = [p for digest, p in missing.items() if digest not in known]
-            for problem, choice in _measure_all(todo, store, effort, prepare, progress):
-                known[choice.problem] = choice
-                unique[choice.problem] = problem
+        for problem, choice in _measure_all(list(missing.values()), store, effort, prepare, progress, force):
+            known[choice.problem] = choice
+            unique[choice.problem] = problem
     out = {}
     for digest, problem in unique.items():
         choice = known.get(digest)
@@ -180,8 +170,13 @@ def _measure_all(
     effort: Effort,
     prepare: Callable[[Problem], Problem] | None,
     progress: Progress | None,
+    force: bool,
 ) -> Iterator[tuple[Problem, Choice]]:
+    """Compiles and checks in peace with other processes; only measuring asks for the machine."""
     if not problems:
+        return
+    if is_hopeless():
+        yield from ((problem, postponed(problem, holder())) for problem in problems)
         return
     try:
         with _session_folder() as folder:
@@ -202,14 +197,39 @@ def _measure_all(
                 session.compile_and_check()
                 pool.stop(_COMPILE)
                 pool.stop(_DEVICE)
-                for job in ready:
-                    choice = session.measure(job)
-                    if not job.transient:
-                        store.put(choice)
-                    yield job.problem, choice
+                yield from _measure_in_turn(session, ready, store, effort, force)
     except OSError as error:
         # No space or no permission for the session's files: the user's program runs on XLA.
         _log.warning("tuning stopped, what is left stays with XLA: %s", error)
+
+
+def _measure_in_turn(
+    session: _Session, jobs: list[_Job], store: Store, effort: Effort, force: bool
+) -> Iterator[tuple[Problem, Choice]]:
+    """Times every job under the lock, or says that another process kept it."""
+    if not jobs:
+        return
+
+    def stored(job: _Job) -> Choice | None:
+        return None if force else store.lookup(job.problem.digest)
+
+    if session.progress is not None:
+        session.progress.update("wait", 0, len(jobs), "")
+    patience = default_patience() if effort.patience is None else effort.patience
+    with measuring_lock(patience=patience, done=lambda: all(stored(job) is not None for job in jobs)) as may:
+        busy = "" if may else holder()
+        for job in jobs:
+            choice = stored(job)  # another process may have tuned it meanwhile
+            if choice is None and busy:
+                yield job.problem, postponed(job.problem, busy)
+                continue
+            if choice is None:
+                choice = session.measure(job)
+                if not job.transient:
+                    store.put(choice)
+            yield job.problem, choice
+        if busy and not all(stored(job) is not None for job in jobs):
+            _log.warning("%s is still measuring: this call goes on with XLA, a later call tunes", busy)
 
 
 def _make_job(problem: Problem, folder: Path, number: int) -> _Job:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from jcuts.base.errors import UsageError
 from jcuts.base.settings import MODES
-from jcuts.tune.choice import LIBRARY, Choice, Measurement
+from jcuts.tune.choice import LIBRARY, POSTPONED, Choice, Measurement, Rejection
 from jcuts.tune.noise import margin, standard_error
 from jcuts.tune.problem import Problem
 
@@ -76,3 +78,9 @@ def estimate(problem: Problem, mode: str) -> Choice:
 def unknown(problem: Problem) -> Choice:
     """The choice of ``tune="cached"`` when the database has none: XLA's own code."""
     return Choice(problem.digest, LIBRARY, "", "library", name=problem.name)
+
+
+def postponed(problem: Problem, busy: str) -> Choice:
+    """The choice of a problem that could not be measured yet: XLA's own code for now; never stored."""
+    why = Rejection(LIBRARY, POSTPONED, f"{busy} was measuring: tuned at a later call")
+    return replace(unknown(problem), rejections=(why,))

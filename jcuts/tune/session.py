@@ -31,6 +31,11 @@ def set_progress(progress: Progress | None) -> None:
     _progress = progress
 
 
+def progress() -> Progress | None:
+    """Who is told how far tuning is."""
+    return _progress
+
+
 def store() -> Store:
     """The user's tuning database."""
     global _store

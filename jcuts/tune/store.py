@@ -24,6 +24,7 @@ from typing import Any
 
 from jcuts.base import fingerprint, knobs
 from jcuts.base.errors import CacheError
+from jcuts.base.told import unusable_cache
 from jcuts.tune.choice import Choice
 
 SCHEMA = 2
@@ -353,7 +354,10 @@ class Store:
     def _report(self, error: CacheError) -> None:
         if not any(known.message == error.message for known in self.errors):
             self.errors.append(error)
-            _log.warning("%s", error)
+            if error.message.startswith("cannot write") and self.path is not None:
+                unusable_cache(_log, "%s", error, folder=self.path.parent)
+            else:
+                _log.warning("%s", error)
 
 
 def default_store() -> Store:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from jcuts.base import fingerprint, knobs
 from jcuts.base.errors import CacheError, JcutsError
+from jcuts.base.told import unusable_cache
 from jcuts.codegen.artifact import Aval, CompiledKernel
 
 log = logging.getLogger("jcuts.objects")
@@ -142,7 +143,7 @@ def store(kernel: CompiledKernel) -> bool:
             return True
         _write_atomically(path, encode(kernel))
     except (CacheError, OSError) as error:
-        log.warning("kernel %s stays in memory only: %s", kernel.digest, error)
+        unusable_cache(log, "kernels stay in memory only, and every process compiles them again: %s", error)
         return False
     with _lock:
         _writes += 1
@@ -174,7 +175,7 @@ def fetch(digest: str) -> CompiledKernel | None:
     except FileNotFoundError:
         return None
     except (CacheError, OSError) as error:
-        log.warning("object cache not used for %s: %s", digest, error)
+        unusable_cache(log, "object cache not used: %s", error)
         return None
     try:
         kernel = decode(data, digest)
@@ -213,7 +214,7 @@ def clean(limit_bytes: int | None = None) -> int:
     try:
         secure_directory(root())
     except CacheError as error:
-        log.warning("object cache not cleaned: %s", error)
+        unusable_cache(log, "object cache not cleaned: %s", error)
         return 0
     files = sorted(_files(), key=lambda entry: (entry[0], str(entry[2])))
     total = sum(size for _, size, _ in files)

@@ -279,6 +279,26 @@ def test_explain_shows_the_guards_decision(module, capsys):
     assert "tanh" in out
 
 
+def test_explain_without_arguments_says_how_to_give_them(module, capsys):
+    assert main(["explain", f"{module}:fn"]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "fn(x, y)" in err and "--args" in err
+    assert main(["explain", f"{module}:fn", "--args", f"{module}:space.one"]) == 2
+    assert "does not fit" in capsys.readouterr().err
+
+
+def test_explain_names_the_line_of_the_users_error(module, tmp_path, capsys):
+    source = "def bad(x):\n    y = x\n    return y.nothing\ndef none():\n    return 1 / 0\n"
+    (tmp_path / f"{module}.py").write_text(source)
+    (tmp_path / "given.py").write_text("one = (1.0,)\n")
+    assert main(["explain", f"{module}:bad", "--args", "given:one"]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and f"{module}.py:3: " in err and "AttributeError" in err
+    assert main(["explain", f"{module}:bad", "--args", f"{module}:none"]) == 2
+    assert f"{module}.py:5: " in (err := capsys.readouterr().err) and "ZeroDivisionError" in err
+    sys.modules.pop("given", None)
+
+
 def test_explain_cannot_write_there(module, capsys):
     arguments = ["explain", f"{module}:fast", "--args", f"{module}:example", "--html", "/proc/nowhere/x.html"]
     assert main(arguments) == 2

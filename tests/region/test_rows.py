@@ -9,7 +9,7 @@ import pytest
 
 from jcuts.base.errors import Refusal
 from jcuts.dfg.verify import verify
-from jcuts.region import choose
+from jcuts.region import choose, rows
 from tests import programs
 
 X = np.random.default_rng(0).standard_normal((6, 5, 40)).astype(np.float32)
@@ -90,3 +90,16 @@ def test_refusals(fn, reason):
     refusal = programs.trace(fn, X).build()
     assert isinstance(refusal, Refusal)
     assert reason in refusal.reason
+
+
+@pytest.mark.parametrize("axis", [(0, 1), (0, 1, 3)])
+def test_long_sums_run_in_chains(axis):
+    """A sum of equal numbers drifts: its error is that of the longest chain of additions."""
+    x = np.full((32, 32, 6, 8), 0.1, np.float32)
+    program = programs.trace(lambda x: (x - x.mean(axis, keepdims=True)) * x.mean(axis, keepdims=True), x).program()
+    for scheduled in programs.schedules(program):
+        verify(scheduled)
+        phase = next(p for p in scheduled.phases if p.reds)
+        inside = [r for r in phase.reds if not r.vector]
+        vectors = max([r.chains for r in phase.reds if r.vector] + [a.unroll for a in phase.axes if a.vector])
+        assert inside[-1].chains == inside[-1].unroll >= 4 and inside[-1].chains * vectors <= rows.CHAINS

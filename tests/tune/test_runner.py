@@ -350,7 +350,7 @@ def test_lock_is_exclusive_patient_and_released(tmp_path):
     with measuring_lock(patience=0.0, path=path) as held:
         assert held
     with measuring_lock(patience=0.0, path=tmp_path / "no" / "folder") as held:
-        assert not held
+        assert held  # there can be no lock: measuring goes on without
 
 
 def test_progress_counts():

@@ -192,3 +192,11 @@ def test_code_of_another_machine_is_refused():
     code[18:20] = (243).to_bytes(2, "little")  # RISC-V
     with pytest.raises(NativeError, match="object code is for 243"):
         linker.link(bytes(code), "kernel")
+
+
+def test_an_unusable_directory_is_one_warning(cache_dir, kernel, caplog):
+    cache_dir.write_text("in the way")
+    with caplog.at_level(logging.INFO):
+        for _ in range(3):
+            assert not objects.store(kernel) and objects.fetch(kernel.digest) is None
+    assert [r.levelno for r in caplog.records].count(logging.WARNING) == 1

@@ -1,0 +1,121 @@
+"""The last guard on a clock of its own: no time passes but what the programs say they take."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jcuts import guard
+from jcuts.tune import noise
+
+X = np.ones(3, np.float32)
+
+
+class Clock:
+    """Seconds that programs spend; the n-th call of a program takes ``seconds(n)``."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.calls = {}
+
+    def __call__(self):
+        return self.now
+
+    def program(self, name, seconds):
+        def call():
+            n = self.calls[name] = self.calls.get(name, 0) + 1
+            self.now += seconds(n) if callable(seconds) else seconds
+            return X
+
+        return call
+
+
+def decide(clock, **programs):
+    calls = {name.replace("__", ":"): clock.program(name, s) for name, s in programs.items()}
+    return guard.decide(calls, lambda: ((), {}), donates=False, clock=clock)
+
+
+def disturbed(seconds, calls, extra=0.006):
+    return lambda n: seconds + (extra if n in calls else 0.0)
+
+
+@pytest.mark.parametrize("calls", [(2,), (3,), (2, 3), (2, 4, 6)])
+def test_slow_warm_runs_do_not_drop_a_fast_program(calls):
+    decision = decide(Clock(), xla=0.002, jcuts=disturbed(0.001, calls))
+    assert decision.chosen == "jcuts" and not decision.rejected
+    assert decision.speed["jcuts"][0] == pytest.approx(2.0) and "2.00 times" in decision.reason
+
+
+def test_an_option_program_is_not_dropped_by_one_slow_run_either():
+    decision = decide(Clock(), xla=0.004, xla__wide=disturbed(0.002, (2,), 0.1))
+    assert decision.chosen == "xla:wide"
+
+
+def test_a_hopeless_program_is_dropped_with_its_reason():
+    clock = Clock()
+    decision = decide(clock, xla=0.002, jcuts=0.02)
+    assert decision.chosen == "xla" and "10.0 times" in decision.rejected["jcuts"]
+    assert "every other program is out: jcuts: 10.0 times" in decision.reason
+    assert clock.calls["jcuts"] == 1 + 6  # the result, and every warm run
+
+
+def test_long_programs_are_run_a_few_times_and_options_not_at_all():
+    clock = Clock()
+    decision = decide(clock, xla=20.0, xla__wide=1.0, jcuts=10.0)
+    assert decision.chosen == "jcuts" and "not tried" in decision.rejected["xla:wide"]
+    assert clock.calls["jcuts"] <= 6 and "xla__wide" not in clock.calls
+    assert clock.calls["jcuts"] >= 4  # nothing rests on one run
+
+
+def test_a_gain_has_to_show_twice():
+    # The machine is busy whenever plain XLA is sampled in the first 60 rounds, never afterwards.
+    clock = Clock()
+    decision = decide(clock, xla=lambda n: 0.004 if 8 < n <= 68 else 0.002, jcuts=0.002)
+    assert decision.chosen == "xla" and decision.noisy and not decision.is_final
+
+
+def test_scattered_runs_make_a_decision_that_is_measured_again():
+    rng = np.random.default_rng(0)
+    busy = [float(s) for s in rng.uniform(1.0, 3.0, 4000)]
+    clock = Clock()
+    # A sample is one run of 2 ms and more: half of the budget leaves few of them.
+    decision = decide(clock, xla=lambda n: 0.06 * busy[n], jcuts=lambda n: 0.03 * busy[2000 + n])
+    assert decision.noisy and not decision.is_final
+    assert guard.Decision.from_dict(decision.to_dict()) == decision
+
+
+def test_a_quiet_decision_is_final():
+    assert decide(Clock(), xla=0.002, jcuts=0.001).is_final
+
+
+def test_noise_is_not_measured_for_ever():
+    assert guard.Decision("jcuts", "r", noisy=True, tries=guard.MOST_TRIES).is_final
+
+
+def test_the_faster_of_two_programs_wins_unless_they_are_equal():
+    wide = decide(Clock(), xla=0.004, jcuts=0.002, jcuts__wide=0.0015)
+    assert wide.chosen == "jcuts:wide"
+    equal = decide(Clock(), xla=0.004, jcuts=0.002, jcuts__wide=0.00199)
+    assert equal.chosen == "jcuts" and "jcuts:wide" in equal.reason and "equal within the noise" in equal.reason
+    # Times and speeds belong together: those who compare them find the order of the decision.
+    assert all(equal.seconds[n] == pytest.approx(equal.seconds["xla"] / equal.speed[n][0]) for n in equal.seconds)
+
+
+def test_ratios_are_paired():
+    """The machine slows down by a half in the middle: neighbours suffer alike."""
+    plain = noise.Samples((2.0,) * 10 + (3.0,) * 10)
+    ours = noise.Samples((1.0,) * 10 + (1.5,) * 10)
+    decision = guard._choose({"xla": plain, "jcuts": ours}, {})
+    assert decision.chosen == "jcuts" and decision.speed["jcuts"] == (2.0, 2.0, 2.0) and not decision.noisy
+
+
+def test_donated_arguments_are_copied_outside_the_timed_part():
+    clock = Clock()
+
+    def fresh():
+        clock.now += 1.0
+        return (), {}
+
+    calls = {"xla": clock.program("xla", 0.2), "jcuts": clock.program("jcuts", 0.1)}
+    decision = guard.decide(calls, fresh, donates=True, clock=clock)
+    assert decision.chosen == "jcuts" and decision.speed["jcuts"][0] == pytest.approx(2.0)

@@ -22,7 +22,7 @@ from jcuts.base.errors import NotJaxError, UsageError
 from jcuts.base.fingerprint import digest, versions
 from jcuts.base.settings import Settings
 from jcuts.primitive import shard_local
-from jcuts.primitive.call import jcuts_call
+from jcuts.primitive.call import jcuts_call, register_late_rules
 from jcuts.primitive.lowering import plan
 from jcuts.primitive.sharding import OtherPlacement, Placement, expected
 from jcuts.report import FunctionReport
@@ -100,6 +100,8 @@ class Optimized:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not jaxapi.trace_state_clean():
+            # What is traced already may be met now by a transformation that was imported since.
+            register_late_rules()
             return self._nested(*args, **kwargs)
         try:
             return self._current(*args, **kwargs)

@@ -77,6 +77,11 @@ def jit_disabled() -> bool:
     return bool(_config.disable_jit.value)
 
 
+def x64_enabled() -> bool:
+    """Whether 64-bit types are in force."""
+    return bool(_config.enable_x64.value)
+
+
 def aval_of(x: Any) -> Any:
     """Abstract value (shape, dtype, weak type, sharding) of an array, tracer, scalar or ShapeDtypeStruct."""
     return _core.shaped_abstractify(x)

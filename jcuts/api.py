@@ -16,6 +16,8 @@ import inspect
 import logging
 import threading
 import time
+import types
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -27,7 +29,7 @@ from jcuts.base.errors import NotJaxError, UsageError
 from jcuts.base.fingerprint import digest, versions
 from jcuts.base.settings import Settings
 from jcuts.primitive import shard_local
-from jcuts.primitive.call import jcuts_call
+from jcuts.primitive.call import jcuts_call, register_late_rules
 from jcuts.primitive.lowering import plan
 from jcuts.primitive.sharding import OtherPlacement, Placement, expected
 from jcuts.report import FunctionReport
@@ -51,12 +53,13 @@ class _Permission(threading.local):
 _permission = _Permission()
 
 _default_store: guard.GuardStore | None = None
+_default_stores = 0  # how often it was set
 
 
 def set_default_store(store: guard.GuardStore | None) -> None:
     """Where every ``Optimized`` keeps the guard's decisions from now on; None for the user's tuning database."""
-    global _default_store
-    _default_store = store
+    global _default_store, _default_stores
+    _default_store, _default_stores = store, _default_stores + 1
 
 
 # Decisions taken by this process, by their key: one taken in noise is measured again by a later process.
@@ -126,6 +129,8 @@ class Optimized:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not jaxapi.trace_state_clean():
+            # What is traced already may be met now by a transformation that was imported since.
+            register_late_rules()
             return self._nested(*args, **kwargs)
         try:
             return self._current(*args, **kwargs)
@@ -490,7 +495,17 @@ def _with_decision(report: Any, decision: guard.Decision) -> Any:
     return attach(decision.to_dict()) if attach is not None else report
 
 
-def optimize(fn: Callable[..., Any] | None = None, *, mode: str = "mixed",
+class _NotGiven:
+    """Tells ``optimize(mode=...)``, which makes a decorator, from ``optimize(None)``, which is a mistake."""
+
+    def __repr__(self) -> str:
+        return "<not given>"
+
+
+_NOT_GIVEN: Any = _NotGiven()
+
+
+def optimize(fn: Callable[..., Any] = _NOT_GIVEN, *, mode: str = "mixed",
              static_argnums: int | Sequence[int] | None = None,
              static_argnames: str | Iterable[str] | None = None,
              donate_argnums: int | Sequence[int] | None = None,
@@ -499,14 +514,19 @@ def optimize(fn: Callable[..., Any] | None = None, *, mode: str = "mixed",
     """Make a JAX function faster; use it like ``jax.jit``, as a decorator with or without arguments.
 
     Args:
-        fn: the function; None when used as ``@optimize(...)``.
+        fn: the function; left out when used as ``@optimize(...)``.
         mode: ``mixed`` (jcuts and XLA compete), ``fusion`` or ``no_fusion``.
         static_argnums, static_argnames, donate_argnums: as for ``jax.jit``.
         workspace_limit: bytes per convolution, or None.  total_workspace: bytes per network, or None.
         tune: ``auto`` measures at the first concrete top-level call of each signature, ``cached`` uses earlier
             choices only, ``off`` the estimator alone.
         tolerance: allowed error as a multiple of XLA's own error against float64.
-        strict: raise ``UnsupportedError`` instead of leaving an equation to XLA.
+        strict: raise ``UnsupportedError`` instead of leaving an equation to XLA that no kernel covers (one with too
+            little work for a kernel of its own is left to XLA all the same).
+
+    Like ``jax.jit``, it knows a function object that it has seen: made again for it with equal options, it gives the
+    same ``Optimized``, with all that was planned and compiled.  Bound methods, callable objects, and functions that are
+    defined anew each time are new functions.
 
     Returns: an ``Optimized``.
     Raises: UsageError for impossible options, NotJaxError if ``fn`` cannot be a JAX function.
@@ -521,9 +541,45 @@ def optimize(fn: Callable[..., Any] | None = None, *, mode: str = "mixed",
 
     def wrap(target: Callable[..., Any]) -> Optimized:
         _check_function(target)
-        return Optimized(target, settings, options)
+        return _made_before(target, settings, options)
 
-    return wrap if fn is None else wrap(fn)
+    return wrap if fn is _NOT_GIVEN else wrap(fn)
+
+
+_MADE = "__jcuts_optimized__"
+_making = threading.Lock()
+
+
+class _Made:
+    """The ``Optimized`` objects of one function, kept in its ``__dict__``: they live exactly as long as it does.
+
+    They refer to the function and it to them, a cycle that Python's collector frees; a table of weak references could
+    not do that.  ``owner`` tells the function from another to which ``functools.wraps`` copied the attribute.
+    """
+
+    def __init__(self, owner: Callable[..., Any] | None = None) -> None:
+        self.owner = None if owner is None else weakref.ref(owner)
+        self.by_options: dict[Any, Optimized] = {}
+
+    def __reduce__(self) -> Any:
+        return _Made, ()  # a function that is pickled by value leaves its programs behind
+
+
+def _made_before(fn: Callable[..., Any], settings: Settings, options: dict[str, Any]) -> Optimized:
+    """The ``Optimized`` of this very function with these options, made now if there is none."""
+    # Callable objects decide themselves what is equal, and a bound method is a new object each time it is looked up.
+    if not isinstance(fn, types.FunctionType):
+        return Optimized(fn, settings, options)
+    # A wrapper made under other knobs or with another store decides anew.
+    surroundings = knobs.current(), _default_stores, jaxapi.jit_disabled(), jaxapi.x64_enabled()
+    key = (settings, tuple(repr(v) for v in options.values()), surroundings)
+    with _making:
+        made = fn.__dict__.get(_MADE)
+        if not isinstance(made, _Made) or made.owner is None or made.owner() is not fn:
+            made = fn.__dict__[_MADE] = _Made(fn)
+        if key not in made.by_options:
+            made.by_options[key] = Optimized(fn, settings, options)
+        return made.by_options[key]
 
 
 def _warn_of_misspelt_variables() -> None:

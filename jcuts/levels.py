@@ -23,6 +23,7 @@ from jcuts.xla.rebuild import subset_closed
 
 CONTROL_FLOW = ("scan", "while", "cond")
 MIN_WORK = 2_000  # element operations below which a subset is not worth a kernel call of its own
+TOO_LITTLE = "too little work for a kernel call of its own"  # a choice, where other refusals are inabilities
 
 
 @dataclass
@@ -85,8 +86,7 @@ class Level:
         self.left_out = dict(self.grouping.left_out)
         for members, program in cover:
             if self.is_small(program):
-                reason = "too little work for a kernel call of its own"
-                self.left_out.update({m: Refusal(self.graph.nodes[m].prim, reason) for m in members})
+                self.left_out.update({m: Refusal(self.graph.nodes[m].prim, TOO_LITTLE) for m in members})
             else:
                 self.subsets.append(self.subset(members, program))
         for number in self.bodies:

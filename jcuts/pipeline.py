@@ -26,7 +26,7 @@ from jcuts.base import fingerprint, knobs
 from jcuts.base.dump import open_dump
 from jcuts.base.errors import JcutsError, UnsupportedError
 from jcuts.base.settings import Settings
-from jcuts.levels import Fuel, Level, Subset, group
+from jcuts.levels import TOO_LITTLE, Fuel, Level, Subset, group
 from jcuts.region import choose
 from jcuts.region.bound import bound as lower_bound
 from jcuts.report import FunctionReport, RefusalReport, SubsetReport
@@ -158,8 +158,9 @@ def _plan(
     dump.stage("kernels", lambda: _kernel_texts(top), suffix="py")
     notes = tuple(str(note) for note in (pieces, partition) if note is not None)
     report = _report(top, rebuilt, settings, platform, name, clock, notes)
-    if settings.strict and report.refusals:
-        first = report.refusals[0]
+    unable = [r for r in report.refusals if r.reason != TOO_LITTLE]
+    if settings.strict and unable:
+        first = unable[0]
         raise UnsupportedError(
             f"strict=True: {first.op} at {first.where} is left to XLA: {first.reason}",
             op=first.op, where=first.where, reason=first.reason,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import inspect
+import pickle
 import subprocess
 import sys
 import threading
 import types
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +20,7 @@ import pytest
 import jcuts
 from jcuts import guard
 from jcuts.api import BoundOptimized, Optimized
+from jcuts.base import knobs
 from jcuts.base.errors import JcutsError, NotJaxError, UsageError
 from tests.primitive.conftest import MARK, toy  # noqa: F401  (a fixture)
 
@@ -99,6 +104,87 @@ def test_retraces_only_for_new_signatures():
     for _ in range(3):
         f(X), f(X[:2])
     assert once >= 1 and again > once and len(traced) == again
+
+
+def _identity_counted():
+    traced = []
+
+    def f(x, k=2):
+        traced.append(x.shape)
+        return x * k
+
+    return f, traced
+
+
+def test_a_function_seen_before_is_not_traced_again():
+    f, traced = _identity_counted()
+    jcuts.optimize(f, tune="off")(X)
+    before = len(traced)
+    for _ in range(3):
+        np.testing.assert_array_equal(jcuts.optimize(f, tune="off")(X), X * 2)
+        np.testing.assert_array_equal(jcuts.optimize(tune="off")(f)(X), X * 2)
+    assert len(traced) == before
+
+
+def test_other_options_and_knobs_are_other_programs():
+    f, _ = _identity_counted()
+    made = [
+        jcuts.optimize(f),
+        jcuts.optimize(f, tune="off"),
+        jcuts.optimize(f, static_argnames="k"),
+        jcuts.optimize(f, static_argnums=[1]),
+        jcuts.optimize(f, donate_argnums=(0,)),
+    ]
+    with knobs.scope(disable=True):
+        made.append(jcuts.optimize(f))
+        assert jcuts.optimize(f) is made[-1]
+    assert len({id(m) for m in made}) == len(made)
+    assert jcuts.optimize(f) is made[0]
+
+
+def test_functions_of_one_definition_stay_apart():
+    class Scale:
+        def __init__(self, k):
+            self.k = k
+
+        def run(self, x):
+            return jcuts.optimize(self.times, tune="off")(x)
+
+        def times(self, x):
+            return x * self.k
+
+    for k in (2.0, 3.0):
+        np.testing.assert_array_equal(Scale(k).run(X), X * k)
+        np.testing.assert_array_equal(jcuts.optimize(lambda x, k=k: x + k, tune="off")(X), X + k)
+
+    f, _ = _identity_counted()
+    jcuts.optimize(f, tune="off")(X)
+
+    @functools.wraps(f)  # copies the attributes of f
+    def negated(x):
+        return -f(x)
+
+    np.testing.assert_array_equal(jcuts.optimize(negated, tune="off")(X), -X * 2)
+    np.testing.assert_array_equal(jcuts.optimize(f, tune="off")(X), X * 2)
+
+
+def test_what_is_shared_dies_with_the_function():
+    f, _ = _identity_counted()
+    array = jnp.ones(3)
+    held = weakref.ref(f), weakref.ref(jcuts.optimize(f, tune="off"))
+    jcuts.optimize(f, tune="off")(array)
+    jax.jit(jcuts.optimize(f, tune="off"))(array)
+    assert held[1]() is not None  # the function keeps it
+    del f
+    gc.collect()
+    assert held[0]() is None and held[1]() is None
+
+
+def test_programs_do_not_travel_with_a_function_that_is_pickled():
+    f, _ = _identity_counted()
+    jcuts.optimize(f, tune="off")(X)
+    (kept,) = (v for k, v in f.__dict__.items() if "jcuts" in k)
+    assert pickle.loads(pickle.dumps(kept)).by_options == {}
 
 
 def test_clear_cache_forgets():
@@ -266,7 +352,7 @@ def test_impossible_options(options):
     assert set(options) & set(error.value.values)
 
 
-@pytest.mark.parametrize("fn", [3, "f", None.__class__.__name__, [scaled]])
+@pytest.mark.parametrize("fn", [None, 3, "f", None.__class__.__name__, [scaled]])
 def test_not_a_function(fn):
     with pytest.raises(NotJaxError):
         jcuts.optimize(fn)

@@ -208,6 +208,42 @@ def test_strict_is_silent_where_everything_is_covered():
     planned(lambda x: jnp.tanh(x) * 2, strict=True)(random(50))
 
 
+def test_strict_is_silent_about_what_is_too_small_for_a_kernel():
+    def fn(x):
+        return jnp.tanh(x) * 2, x[0] + 1
+
+    ours = planned(fn, mode="mixed", strict=True)
+    x = random(50)
+    jax.tree.map(assert_close, ours(x), jax.jit(fn)(x))
+    report = ours.explain(x)
+    assert any("too little work" in r.reason for r in report.refusals)
+
+
+def gates(x, w):
+    i, f, g, o = jnp.split(x @ w, 4, axis=-1)
+    return jax.nn.sigmoid(i) * jnp.tanh(g) + jax.nn.sigmoid(f) * jnp.tanh(o)
+
+
+def uneven_in_a_loop(x):
+    def body(c, _):
+        a, b, d = jnp.split(c, [5, 9], axis=1)
+        return jnp.concatenate([jnp.tanh(b), a * 2, d], 1), b.sum()
+
+    return lax.scan(lambda c, _: lax.scan(body, c, None, length=2), x, None, length=2)
+
+
+@pytest.mark.parametrize("fn, shapes", [(gates, [(40, 24), (24, 96)]), (uneven_in_a_loop, [(30, 21)])])
+def test_split_is_fused_as_slices(fn, shapes):
+    arguments = [random(*shape) for shape in shapes]
+    ours = planned(fn, mode="fusion")
+    jax.tree.map(assert_close, ours(*arguments), jax.jit(fn)(*arguments))
+    report = ours.explain(*arguments)
+    assert not report.refusals
+    assert not [s for s in report.subsets if set(s.operations) == {"slice"}]
+    jax.tree.map(assert_close, jax.grad(lambda *a: jax.tree.leaves(ours(*a))[0].sum())(*arguments),
+                 jax.grad(lambda *a: jax.tree.leaves(fn(*a))[0].sum())(*arguments))  # fmt: skip
+
+
 def test_what_is_left_to_xla_is_listed_and_right():
     x = random(50)
     ours = planned(with_sort)

@@ -13,10 +13,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from jcuts.base.settings import Settings
-from jcuts.primitive import autodiff, batching, lowering
+from jcuts.primitive import autodiff, batching, experimental, lowering
 from jcuts.trace import jaxapi
 
 NAME = "jcuts_call"
+
+
+
+def _derived_call(*args: Any, **params: Any) -> list[Any]:
+    # A derived call has other arguments than the user's, so their known shardings no longer apply.
+    return list(jcuts_call_p.bind(*args, **dict(params, placement=None)))
+
 
 jcuts_call_p = jaxapi.new_call_primitive(
     NAME,
@@ -24,8 +31,15 @@ jcuts_call_p = jaxapi.new_call_primitive(
     linearize=lambda *xs, **params: autodiff.linearize(jcuts_call_p, *xs, **params),
     transpose=lambda *xs, **params: autodiff.transpose(jcuts_call_p, *xs, **params),
     batch=lambda *xs, **params: batching.batch(jcuts_call_p, *xs, **params),
+    derive=_derived_call,
     lower=lowering.lower,
 )
+experimental.register_jet(jcuts_call_p, _derived_call)
+
+
+def register_late_rules() -> None:
+    """Install rules of transformations that the user imported by now; cheap enough for every call inside a trace."""
+    experimental.register_sparsify(jcuts_call_p, _derived_call)
 
 
 def jcuts_call(closed: jaxapi.Closed, args: Sequence[Any], settings: Settings, *, name: str,
@@ -37,6 +51,7 @@ def jcuts_call(closed: jaxapi.Closed, args: Sequence[Any], settings: Settings, *
         settings: the user's options.  name: shown in profiles and in ``explain``.
         placement: shardings of the concrete arguments (see ``sharding.Placement``), or None inside a trace.
     """
+    register_late_rules()
     tracers, closed = jaxapi.hoist_tracer_consts(closed)
     if tracers:
         placement = None  # it describes the user's arguments, not what their function closes over

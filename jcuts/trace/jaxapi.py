@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 from jax._src import ad_util as _ad_util
 from jax._src import api_util as _api_util
+from jax._src import checkify as _checkify
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
@@ -61,6 +62,7 @@ _traceback_util.register_exclusion(_HERE)
 _UNSPECIFIED: Any = type(getattr(_sharding_impls, "UNSPECIFIED"))  # noqa: B009  (not exported by name)
 
 api_boundary = _traceback_util.api_boundary
+cached_by_jaxpr = _weakref_lru_cache  # of a function whose first argument is a jaxpr: kept as long as the jaxpr lives
 
 
 # ---------------------------------------------------------------- tracing
@@ -73,6 +75,11 @@ def trace_state_clean() -> bool:
 def jit_disabled() -> bool:
     """Whether ``jax.disable_jit`` is in force."""
     return bool(_config.disable_jit.value)
+
+
+def x64_enabled() -> bool:
+    """Whether 64-bit types are in force."""
+    return bool(_config.enable_x64.value)
 
 
 def aval_of(x: Any) -> Any:
@@ -486,6 +493,24 @@ def batch_of(closed: Closed, axis_data: Any, dims: Sequence[Any]) -> tuple[Close
     return _batching.batch_jaxpr2(closed, axis_data, tuple(dims))
 
 
+def checkify_rule(bind: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
+    """The ``checkify`` rule of a call-like primitive: one call, by ``bind(*args, jaxpr=checked, **params)``, of the
+    original with its errors as values (which come first, among its arguments and its results)."""
+
+    def rule(*args: Any, jaxpr: Closed, **params: Any) -> tuple[Any, list[Any]]:
+        # 0.11 counts the codes of errors in a context, which it passes before the error.
+        context = () if isinstance(args[0], _checkify.Error) else args[:1]
+        error, enabled, *values = args[len(context):]
+        error_values, error_tree = jax.tree.flatten(error)
+        values = [*error_values, *values]
+        checked, out_tree, _ = _checkify.jaxpr_to_checkify_jaxpr(
+            *context, jaxpr, enabled, error_tree, *(_core.typeof(x) for x in values))
+        error, outs = jax.tree.unflatten(out_tree, bind(*values, jaxpr=checked, **params))
+        return error, list(outs)
+
+    return rule
+
+
 class PartialEval(NamedTuple):
     """``known``: known arguments -> (known outputs, residuals); ``unknown``: (unknown arguments, residuals) -> rest."""
 
@@ -571,11 +596,12 @@ def _discharge_rule(primitive: Primitive) -> Callable[..., Any]:
 
 def new_call_primitive(name: str, *, jvp: Callable[..., Any], linearize: Callable[..., Any],
                        transpose: Callable[..., Any], batch: Callable[..., Any],
-                       lower: Callable[..., Any]) -> Primitive:
+                       derive: Callable[..., Sequence[Any]], lower: Callable[..., Any]) -> Primitive:
     """Create a call-like primitive whose function is the parameter ``jaxpr`` (a closed jaxpr).
 
-    The effects, dead code, partial evaluation and reference-discharge rules are the same for every such primitive
-    and are installed here; the others are the caller's.
+    The effects, dead code, partial evaluation, reference-discharge and ``checkify`` rules are the same for every such
+    primitive and are installed here; the others are the caller's.  ``derive(*args, jaxpr=..., **params)`` binds the
+    primitive for another jaxpr than the user's, at other arguments.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -594,6 +620,7 @@ def new_call_primitive(name: str, *, jvp: Callable[..., Any], linearize: Callabl
     _pe.partial_eval_jaxpr_custom_rules[primitive] = custom_rule
     _pe.dce_rules[primitive] = dce_rule
     _discharge.register_discharge_rule(primitive)(_discharge_rule(primitive))
+    _checkify.error_checks[primitive] = checkify_rule(derive)
     _mlir.register_lowering(primitive, lower, cacheable=False)
     return primitive
 

@@ -17,13 +17,13 @@ SMALL = 1 << 16  # elements up to which a constant may grow by folding
 
 
 def simplify(closed: jaxapi.Closed) -> jaxapi.Closed:
-    """Dead code, equal equations, constants, shared broadcasts; bodies of control flow as well.
+    """Splits as slices, dead code, equal equations, constants, shared broadcasts; bodies of control flow as well.
 
     Closed-over weights are constants, so what depends on them alone is computed once (a folded batch norm, a transposed
     matrix); arguments never are.  A broadcast that several subsets use is copied to each of them, where it becomes an
     index map, instead of being written to memory by one of them.
     """
-    closed = _fold(_merge_equal(jaxapi.dce(closed)))
+    closed = _fold(_merge_equal(jaxapi.dce(_sliced(closed))))
     eqns = []
     for eqn in closed.jaxpr.eqns:
         if jaxapi.primitive_name(eqn) in CONTROL_FLOW:
@@ -32,6 +32,40 @@ def simplify(closed: jaxapi.Closed) -> jaxapi.Closed:
             )
         eqns.append(eqn)
     return _copied(jaxapi.dce(jaxapi.with_eqns(closed, eqns)))
+
+
+def _sliced(closed: jaxapi.Closed) -> jaxapi.Closed:
+    """Every ``split`` as one slice per part (which is how XLA has it, too).
+
+    A part then fuses into the kernel that uses it; one equation with results of several shapes would keep all parts in
+    one kernel, or out of every kernel.
+    """
+    eqns: list[Any] = []
+    for eqn in closed.jaxpr.eqns:
+        if jaxapi.primitive_name(eqn) in CONTROL_FLOW:
+            bodies = [body for _, _, body in jaxapi.inner_jaxprs(eqn)]
+            new = [_sliced(body) for body in bodies]
+            if any(a is not b for a, b in zip(bodies, new, strict=True)):
+                eqn = jaxapi.with_inner_jaxprs(eqn, new)
+        eqns.extend(_slices(eqn) if jaxapi.primitive_name(eqn) == "split" else (eqn,))
+    old = closed.jaxpr.eqns
+    if len(old) == len(eqns) and all(a is b for a, b in zip(old, eqns, strict=True)):
+        return closed
+    return jaxapi.with_eqns(closed, eqns)
+
+
+def _slices(eqn: Any) -> list[Any]:
+    axis, start = eqn.params["axis"], 0
+    shape = eqn.invars[0].aval.shape
+    slices = []
+    for size, part in zip(eqn.params["sizes"], eqn.outvars, strict=True):
+        starts, limits = [0] * len(shape), list(shape)
+        starts[axis], limits[axis] = start, start + size
+        start += size
+        if not jaxapi.is_dropvar(part):
+            params = {"start_indices": tuple(starts), "limit_indices": tuple(limits), "strides": None}
+            slices.append(jaxapi.new_eqn(eqn.invars, [part], jax.lax.slice_p, params, like=eqn))
+    return slices
 
 
 def _pure(eqn: Any) -> bool:

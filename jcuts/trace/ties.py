@@ -274,6 +274,13 @@ def _slice(eqn: jaxapi.Eqn) -> Ties:
     return Ties(tied, whole, localise)
 
 
+def _split(eqn: jaxapi.Eqn) -> Ties:
+    axis, rank = eqn.params["axis"], len(_shape(eqn.invars[0]))
+    parts = range(len(eqn.outvars))
+    tied = [(("in", 0, d), ("out", i, d)) for i in parts for d in range(rank) if d != axis]
+    return Ties(tied, [("in", 0, axis), *(("out", i, axis) for i in parts)])
+
+
 def _iota(eqn: jaxapi.Eqn) -> Ties | None:
     if eqn.invars:
         return None
@@ -289,6 +296,7 @@ _RULES: dict[str, Callable[[jaxapi.Eqn], Ties | None]] = {
     "pad": _pad,
     "reshape": _reshape,
     "slice": _slice,
+    "split": _split,
     "squeeze": _squeeze,
     "transpose": _transpose,
 }

@@ -144,6 +144,7 @@ LOCAL = [
     (lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 1), (1, 1, 1), "VALID"), "data", None, None),
     (lambda x: jax.nn.softmax(x, axis=-1) * jnp.mean(x, axis=1, keepdims=True), "data", None, None),
     (lambda x: jnp.squeeze(x[:, :, None, :], 2) + x, "data", None, None),
+    (lambda x: (lambda a, b: a[..., :1] * b)(*jnp.split(x, [1], axis=2)), "data", None, None),
 ]
 
 

@@ -97,3 +97,16 @@ def test_sums_of_negative_zeros_start_at_zero(dtype, reverse):
     x = np.array([[-0.0, 0.0, -0.0, 1.0], [-0.0, -0.0, 0.0, -1.0], [-0.0, -0.0, -0.0, -0.0]], np.float32).astype(dtype)
     for wanted, got in zip(*both(lambda x: lax.cumsum(x, axis=0, reverse=reverse), x), strict=True):
         np.testing.assert_array_equal(np.signbit(got), np.signbit(wanted))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16])
+@pytest.mark.parametrize("between", [False, True])
+def test_products_with_converted_bools_are_xlas(dtype, between):
+    x = np.array([[np.nan, np.inf, -np.inf, 1.0, -2.0, -0.0]], np.float32).astype(dtype)
+    flags = np.array([False, False, False, True, False, True])
+
+    def function(flags, x):
+        kept = flags.astype(dtype)
+        return lax.cummax(x, axis=1) * kept.reshape(1, 6) if between else kept * x[0]
+
+    same(function, flags, x)

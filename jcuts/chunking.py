@@ -26,7 +26,7 @@ from jcuts.region.bound import host_arch
 from jcuts.region.graph import TensorGraph, build_graph
 from jcuts.region.seconds import moved_seconds, streamed_seconds, traffic_seconds
 from jcuts.trace import jaxapi
-from jcuts.trace.chunks import Batch, Segment, find_batch
+from jcuts.trace.chunks import Batch, Segment, find_batch, nbytes
 
 log = logging.getLogger("jcuts.chunking")
 
@@ -93,7 +93,7 @@ def plan(batch: Batch) -> Plan | None:
             continue
         options = []
         for begin in cuts[:place]:
-            moved = sum(_bytes(v) for v in (*crossing[begin], *crossing[end]))
+            moved = sum(nbytes(v) for v in (*crossing[begin], *crossing[end]))
             for size in sizes:
                 turns = batch.extent // size
                 seconds = best[begin][0] + turns * costs[size].between(begin, end)
@@ -158,11 +158,3 @@ def _node_bytes(graph: TensorGraph, number: int) -> float:
     node = graph.nodes[number]
     types = [graph.tensors[t].type for t in (*node.inputs, *node.outputs)]
     return float(sum(t.size * ITEM_SIZE.get(t.dtype, 4) for t in types))
-
-
-def _bytes(var: object) -> float:
-    aval = var.aval  # type: ignore[attr-defined]
-    size = 1
-    for n in aval.shape:
-        size *= n
-    return float(size * getattr(aval.dtype, "itemsize", 4))

@@ -94,7 +94,7 @@ def test_the_plan_is_the_best_of_all(small_caches, monkeypatch):
                 turns = 8 // size
                 total += turns * costs[size].between(a, b)
                 if turns > 1:
-                    moved = sum(chunking._bytes(v) for v in (*batch.crossing(a), *batch.crossing(b)))
+                    moved = sum(chunking.nbytes(v) for v in (*batch.crossing(a), *batch.crossing(b)))
                     total += turns * 1e-4 + chunking.moved_seconds(2 * moved)
             best = min(best, total)
     assert plan.seconds <= best * (1 + 1e-12)

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jcuts.primitive.sharding import Placement
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
-from jcuts.trace.ties import Ties, ties_of
+from jcuts.trace.ties import DimensionClasses, Ties, ties_of
 
 Axes = tuple[str, ...]
 
@@ -191,40 +191,23 @@ def _part(
 
 
 class _Classes:
-    """Union-find over dimensions, and the mesh axes of every class."""
+    """Classes of dimensions, and the mesh axes of each."""
 
     def __init__(self, flat: jaxapi.Closed, placement: Placement) -> None:
-        self._parent: dict[tuple[Any, int], tuple[Any, int]] = {}
         self.ties = [ties_of(e) for e in flat.jaxpr.eqns]
-        for eqn, ties in zip(flat.jaxpr.eqns, self.ties, strict=True):
-            for a, b in () if ties is None else ties.tied:
-                x, y = self._key(eqn, a), self._key(eqn, b)
-                if x is not None and y is not None:
-                    self._parent[self._root(x)] = self._root(y)
+        self._classes = DimensionClasses(flat.jaxpr.eqns, self.ties)
         self._axes: dict[tuple[Any, int], Axes | None] = {}
         for var, sharding in zip(flat.jaxpr.invars, placement.shardings, strict=True):
             spec = sharding.spec if isinstance(sharding, NamedSharding) else ()
             for d, entry in enumerate(spec):
                 axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
                 if axes:
-                    root = self._root((var, d))
+                    root = self._classes.root((var, d))
                     # Two different splittings of one class: None, and whatever touches it stays with XLA.
                     self._axes[root] = axes if self._axes.get(root, axes) == axes else None
 
-    @staticmethod
-    def _key(eqn: jaxapi.Eqn, dim: tuple[str, int, int]) -> tuple[Any, int] | None:
-        side, i, d = dim
-        atom = (eqn.invars if side == "in" else eqn.outvars)[i]
-        return None if jaxapi.is_literal(atom) else (atom, d)
-
-    def _root(self, key: tuple[Any, int]) -> tuple[Any, int]:
-        while (above := self._parent.get(key, key)) != key:
-            self._parent[key] = self._parent.get(above, above)
-            key = above
-        return key
-
     def _of(self, atom: Any, d: int) -> Axes | None:
-        return () if jaxapi.is_literal(atom) else self._axes.get(self._root((atom, d)), ())
+        return () if jaxapi.is_literal(atom) else self._axes.get(self._classes.root((atom, d)), ())
 
     def axes(self, atom: Any) -> list[Axes]:
         """Mesh axes of every dimension of a value."""
@@ -241,7 +224,7 @@ class _Classes:
     def is_local(self, eqn: jaxapi.Eqn, ties: Ties) -> bool:
         """Whether each device can compute its part of the equation from its parts of the operands."""
         for dim in ties.whole:
-            key = self._key(eqn, dim)
+            key = self._classes.key(eqn, dim)
             if key is not None and self._of(*key) != ():
                 return False
         atoms: list[Any] = [a for a in (*eqn.invars, *eqn.outvars) if not jaxapi.is_literal(a)]

@@ -7,6 +7,7 @@ import math
 from jcuts.arch.cpu import CpuArch
 from jcuts.dfg.node import Graph
 from jcuts.dfg.program import ITEM_SIZE, Phase, Program
+from jcuts.estimate.cpu import CpuWork
 from jcuts.region.bound import FLOATS, host_arch, work_of
 
 CALL_SECONDS = 3e-6
@@ -38,17 +39,21 @@ def seconds(program: Program, arch: CpuArch | None = None) -> float:
     """
     arch = arch or host_arch()
     work = work_of(program, arch)
-    peak = sum(amount / arch.peak(kind) for kind, amount in work.flop.items())
-    element = sum(_element_seconds(phase, arch) for phase in program.phases)
     footprint = work.input_bytes + work.output_bytes
     memory = footprint / arch.ceiling(arch.resident_level(footprint)) if footprint else 0.0
-    return CALL_SECONDS + max(peak + element, memory)
+    return CALL_SECONDS + max(_compute_seconds(program, work, arch), memory)
 
 
 def traffic_seconds(size: float, arch: CpuArch | None = None) -> float:
     """Estimated time of an operation that XLA runs and that moves ``size`` bytes [s], > 0."""
     arch = arch or host_arch()
     return CALL_SECONDS + size / arch.ceiling(arch.resident_level(size))
+
+
+def _compute_seconds(program: Program, work: CpuWork, arch: CpuArch) -> float:
+    """Accumulations at their peak, then element operations."""
+    peak = sum(amount / arch.peak(kind) for kind, amount in work.flop.items())
+    return peak + sum(_element_seconds(phase, arch) for phase in program.phases)
 
 
 def _element_seconds(phase: Phase, arch: CpuArch) -> float:
@@ -80,9 +85,8 @@ def streamed_seconds(program: Program, arch: CpuArch | None = None) -> float:
     """
     arch = arch or host_arch()
     work = work_of(program, arch)
-    peak = sum(amount / arch.peak(kind) for kind, amount in work.flop.items())
-    element = sum(_element_seconds(phase, arch) for phase in program.phases)
-    return CALL_SECONDS + peak + element + moved_seconds(work.input_bytes + work.output_bytes, arch)
+    moved = moved_seconds(work.input_bytes + work.output_bytes, arch)
+    return CALL_SECONDS + _compute_seconds(program, work, arch) + moved
 
 
 def moved_seconds(size: float, arch: CpuArch | None = None) -> float:

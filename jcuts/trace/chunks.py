@@ -16,9 +16,8 @@ import jax
 from jax import lax
 
 from jcuts.trace import jaxapi
-from jcuts.trace.ties import Ties, ties_of
+from jcuts.trace.ties import Dimension, DimensionClasses, Ties, ties_of
 
-Dimension = tuple[Any, int]
 INNER = 0.25  # weight of values whose pieces are not contiguous, when dimensions compete
 
 
@@ -146,7 +145,7 @@ def find_batch(closed: jaxapi.Closed) -> Batch | str:
     if jaxapi.has_effects(closed) or jaxapi.has_references(closed):
         return "the function has effects"
     ties = [ties_of(eqn) for eqn in jaxpr.eqns]
-    classes = _Classes(jaxpr.eqns, ties)
+    classes = DimensionClasses(jaxpr.eqns, ties)
     best: Batch | None = None
     best_bytes = 0.0
     for root in dict.fromkeys(
@@ -154,7 +153,7 @@ def find_batch(closed: jaxapi.Closed) -> Batch | str:
     ):
         batch = _batch_of(closed, ties, classes.members(root))
         if batch is not None:
-            total = sum(_bytes(v) * (1.0 if batch.dims[v] == 0 else INNER) for e in batch.eqns for v in e.outvars)
+            total = sum(nbytes(v) * (1.0 if batch.dims[v] == 0 else INNER) for e in batch.eqns for v in e.outvars)
             if total > best_bytes:
                 best, best_bytes = batch, total
     return best if best is not None else "no dimension of an argument is a batch"
@@ -210,36 +209,6 @@ def _bind_all(eqns: Sequence[jaxapi.Eqn], env: dict[Any, Any]) -> None:
         env.update(zip(eqn.outvars, jaxapi.bind_eqn(eqn, values), strict=True))
 
 
-def _bytes(var: Any) -> float:
+def nbytes(var: Any) -> float:
+    """Bytes of a variable's value."""
     return math.prod(var.aval.shape) * getattr(var.aval.dtype, "itemsize", 4)
-
-
-class _Classes:
-    """Union-find over dimensions of variables."""
-
-    def __init__(self, eqns: Sequence[jaxapi.Eqn], ties: Sequence[Ties | None]) -> None:
-        self._parent: dict[Dimension, Dimension] = {}
-        self._all: dict[Dimension, None] = {}
-        for eqn, tied in zip(eqns, ties, strict=True):
-            for a, b in () if tied is None else tied.tied:
-                x, y = self._key(eqn, a), self._key(eqn, b)
-                if x is not None and y is not None:
-                    self._all.update(dict.fromkeys((x, y)))
-                    self._parent[self.root(x)] = self.root(y)
-
-    @staticmethod
-    def _key(eqn: jaxapi.Eqn, dim: tuple[str, int, int]) -> Dimension | None:
-        side, i, d = dim
-        atom = (eqn.invars if side == "in" else eqn.outvars)[i]
-        return None if jaxapi.is_literal(atom) else (atom, d)
-
-    def root(self, key: Dimension) -> Dimension:
-        """The class of a dimension."""
-        while (above := self._parent.get(key, key)) != key:
-            self._parent[key] = self._parent.get(above, above)
-            key = above
-        return key
-
-    def members(self, root: Dimension) -> list[Dimension]:
-        """All dimensions of a class."""
-        return [key for key in self._all if self.root(key) == root]

@@ -15,6 +15,9 @@ from jcuts.trace import jaxapi
 # A dimension of an operand (``("in", i, d)``) or of a result (``("out", i, d)``).
 Dim = tuple[str, int, int]
 
+# A dimension of a variable.
+Dimension = tuple[Any, int]
+
 ELEMENTWISE = frozenset(
     [
         "abs",
@@ -134,6 +137,38 @@ def ties_of(eqn: jaxapi.Eqn) -> Ties | None:
         return _window(eqn)
     rule = _RULES.get(name)
     return None if rule is None else rule(eqn)
+
+
+class DimensionClasses:
+    """Dimensions of variables that equations tie together (union-find)."""
+
+    def __init__(self, eqns: Sequence[jaxapi.Eqn], ties: Sequence[Ties | None]) -> None:
+        self._parent: dict[Dimension, Dimension] = {}
+        self._all: dict[Dimension, None] = {}
+        for eqn, tied in zip(eqns, ties, strict=True):
+            for a, b in () if tied is None else tied.tied:
+                x, y = self.key(eqn, a), self.key(eqn, b)
+                if x is not None and y is not None:
+                    self._all.update(dict.fromkeys((x, y)))
+                    self._parent[self.root(x)] = self.root(y)
+
+    @staticmethod
+    def key(eqn: jaxapi.Eqn, dim: Dim) -> Dimension | None:
+        """The variable and dimension that a rule means; None for a literal."""
+        side, i, d = dim
+        atom = (eqn.invars if side == "in" else eqn.outvars)[i]
+        return None if jaxapi.is_literal(atom) else (atom, d)
+
+    def root(self, key: Dimension) -> Dimension:
+        """The class of a dimension."""
+        while (above := self._parent.get(key, key)) != key:
+            self._parent[key] = self._parent.get(above, above)
+            key = above
+        return key
+
+    def members(self, root: Dimension) -> list[Dimension]:
+        """All tied dimensions of a class."""
+        return [key for key in self._all if self.root(key) == root]
 
 
 def _shape(atom: Any) -> tuple[int, ...]:

@@ -148,8 +148,8 @@ def fma(builder: Builder, x: Value, y: Value, z: Value) -> Value:
 def fence(builder: Builder, value: Value) -> Value:
     """The same float, which the optimiser knows nothing of; no instruction.
 
-    LLVM (20 to 22) sees a minimum in ``x > 0 ? 0 : x`` where comparison and selection are on different types (x was
-    widened for one of them), and rewrites it with the other comparison: ``x < 0 ? x : 0`` is +0 for -0.
+    LLVM (20 to 22, InstCombine) sees a minimum in ``x > 0 ? 0 : x`` where comparison and selection are on different
+    types (x was converted for one of them), and rewrites it with the other comparison: ``x < 0 ? x : 0`` is +0 for -0.
     """
     return value if isinstance(value, ir.Constant) else intrinsic(builder, "arithmetic.fence", value.type, [value])
 

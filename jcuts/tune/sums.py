@@ -46,14 +46,14 @@ class Spread:
 def terms(eqn: Any) -> int:
     """How many terms (or factors) are put together into one element of the equation's first result; 1: elementwise."""
     name, p = eqn.primitive.name, eqn.params
-    shape = eqn.invars[0].aval.shape
+    shape = eqn.invars[0].aval.shape if eqn.invars else ()
     if name == "dot_general":
         (contract, _), _ = p["dimension_numbers"]
         return max(1, math.prod(shape[k] for k in contract))
     if name == "conv_general_dilated":
         taps = eqn.invars[1].aval.shape
         return max(1, math.prod(taps) // max(1, taps[p["dimension_numbers"].rhs_spec[0]]))
-    if name.startswith("reduce_window") or name.startswith("select_and_"):
+    if name.startswith(("reduce_window", "select_and_")):
         return max(1, math.prod(p["window_dimensions"]))
     if name.startswith("cum"):
         return max(1, int(shape[p["axis"]]))

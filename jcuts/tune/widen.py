@@ -4,15 +4,15 @@ Integers, booleans and keys keep their types.  Equations whose meaning depends o
 casts, `nextafter`, foreign calls) are evaluated on operands narrowed to the original types, and widened again.
 
 Optionally every operation that rounds is followed by a random relative error of ``amplitude`` ulp of the original
-type (discrete stochastic arithmetic), sums by one of the size of their partial sums (`tune.sums`).  Where such runs disagree about a comparison, an argmax or a cast, the float64
-margin does not exceed rounding, and no implementation can be held to one of the answers.  Noise in the operations that
-are float64 in the program tells how far the reference is to be trusted: it is no wider than they are.
+type (discrete stochastic arithmetic), a sum by one of the size of its partial sums (`tune.sums`).  Where such runs
+disagree about a comparison, an argmax or a cast, the float64 margin does not exceed rounding, and no implementation
+can be held to one of the answers.  Noise in the operations that are float64 in the program tells how far the reference
+is to be trusted: it is no wider than they are.
 Source of the idea: J. Vignes, "A stochastic arithmetic for reliable scientific computation", 1993.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -340,11 +340,8 @@ def _window_extreme(self: _Evaluator, eqn: Any, values: list[Any]) -> list[Any]:
     (result,) = _bind(eqn, values, eqn.params)
     if not _is_inexact(eqn.outvars[0].aval):
         return [result]
-    p = eqn.params
-    shape = tuple(p[of] for of in ("window_dimensions", "window_strides", "padding"))
-    count = lax.reduce_window(
-        jnp.isnan(values[0]).astype(np.float32), np.float32(0), lax.add, *shape, p["base_dilation"], p["window_dilation"]
-    )
+    here = jnp.isnan(values[0]).astype(np.float32)
+    count = lax.reduce_window(here, np.float32(0), lax.add, **eqn.params)
     return [jnp.where(count > 0, jnp.nan, result)]
 
 

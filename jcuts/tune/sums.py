@@ -61,7 +61,7 @@ def terms(eqn: Any) -> int:
         return 1 + math.prod(eqn.invars[1].aval.shape[:-1])
     if name.startswith(("reduce_", "argm")) and "axes" in p:
         return max(1, math.prod(shape[k] for k in p["axes"]))
-    made = max(1, math.prod(eqn.outvars[0].aval.shape))
+    made = max(1, math.prod(eqn.outvars[0].aval.shape) if eqn.outvars else 1)
     return max(1, max((math.prod(getattr(v.aval, "shape", ())) for v in eqn.invars), default=1) // made)
 
 

@@ -17,6 +17,8 @@ at 1, K the reduction length, tiny the smallest normal number, and err(a) = max(
     (8 binades, at least 16 different numbers: copies of one number tell of XLA's error once, and there it may be small
     by luck; where r = 0 there is no magnitude, rule 3 stands alone); in each band, with R its largest |r|,
         max err(c)  <=  4 tolerance * max err(x)  +  4 eps sqrt(K) R.
+    Neighbours in a band may differ in condition: an element that simulated rounding of one ulp moves as far is no
+    one's fault (a sum that cancels among numbers that are small by themselves, on which XLA was lucky).
 5.  *Special inputs* (NaN, infinities, -0, denormals; huge values): rules 1, 2, and rule 3 with 4 tolerance.
 6.  *Discrete outputs* (integers, booleans, argmax, comparisons): equal to x bit by bit.
 
@@ -47,6 +49,8 @@ from jcuts.tune.problem import Output
 from jcuts.tune.values import NORMAL, dtype_of, is_float
 
 FLOOR_ULP = 4.0
+NOISE_ULP = 4.0
+"""Amplitude of the simulated rounding behind `Expected.low` and ``high``."""
 CATASTROPHE = 4.0
 BAND_BINADES = 8
 BAND_LEAST = 16
@@ -183,12 +187,13 @@ def _classes(values: np.ndarray) -> np.ndarray:
 
 @dataclass
 class _Set:
-    """One set of inputs, flattened, in float64: magnitudes of r, errors, and which elements are held to the rules."""
+    """The elements of one set of inputs that are held to the rules: r, errors, how far rounding by an ulp moves r."""
 
     kind: str
     reference: np.ndarray
     candidate_error: np.ndarray
     xla_error: np.ndarray
+    moved: np.ndarray
 
 
 def _rms(values: np.ndarray) -> float:
@@ -218,6 +223,8 @@ def _check_floats(
         accuracy = Accuracy(e_c / eps, e_x / eps, (tolerance * e_x + floor) / eps)
         if not e_c <= tolerance * e_x + floor:
             raise _too_far(index, "output", e_c, e_x, tolerance * e_x + floor, eps)
+        moved = np.concatenate([s.moved for s in normal]) if normal else np.zeros(0)
+        errors_c = np.where(errors_c <= moved, 0.0, errors_c)
         _check_bands(index, np.abs(pooled), errors_c, errors_x, CATASTROPHE * tolerance, floor, eps)
         for number, (want, have) in pairs:
             if want.kind == NORMAL:
@@ -243,10 +250,11 @@ def _prepare(
     tiny, most = float(info.smallest_normal), float(info.max)
     c, x, r = (np.asarray(a).astype(np.float64).reshape(-1) for a in (have, want.xla, want.reference))
     free = np.zeros(r.shape, bool)
-    moved = np.zeros(r.shape, bool)
+    moved, reached = np.zeros(r.shape, bool), np.zeros(r.shape)
     if want.low is not None and want.high is not None:
         low, high = (np.asarray(a).astype(np.float64).reshape(-1) for a in (want.low, want.high))
         moved = (low < 0) | (high > 0)
+        reached = np.maximum(high - r, r - low) / NOISE_ULP
         finite = r[np.isfinite(r)]
         reach = floor * np.maximum(np.abs(r), max(_rms(finite), tiny))
         varied = (low == -np.inf) & (high == np.inf)
@@ -275,7 +283,8 @@ def _prepare(
     errors_x = np.where(class_x == 0, np.abs(x - r), 0.0)
     if want.uncertainty is not None:
         errors_x = np.maximum(errors_x, np.asarray(want.uncertainty, np.float64).reshape(-1))
-    return _Set(want.kind, r[kept], np.maximum(np.abs(c - r)[kept] - tiny, 0.0), np.maximum(errors_x[kept] - tiny, 0.0))
+    errors = (np.maximum(e[kept] - tiny, 0.0) for e in (np.abs(c - r), errors_x))
+    return _Set(want.kind, r[kept], *errors, reached[kept])
 
 
 def _check_bands(

@@ -395,7 +395,7 @@ def test_a_call_that_breaks_off_leaves_nothing_to_the_next_one():
             raise KeyboardInterrupt
         return problem
 
-    problems = [objects.problem("right", name="fine"), objects.problem("good", "wrong", name="bad")]
+    problems = [objects.problem("right", name="fine"), objects.problem("right", "wrong", name="bad")]
     with workshop() as shop:
         with pytest.raises(KeyboardInterrupt):
             tune(problems, memory_store(), effort=QUICK, prepare=prepare)

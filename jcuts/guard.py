@@ -45,6 +45,8 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 _HOPELESS = 3.0
 # Where one call of plain jax.jit takes longer [s], programs that differ by compiler options alone are not tried.
 _LONG = 3.0
+# Compiler options do not make up for a program that needs this many times the best time in each of two runs.
+_OPTIONS_GAIN = 2.0
 # Two standard errors of a ratio beyond this: the machine was too busy to decide for good.
 _NOISY = 0.10
 # So many processes measure a program again whose decision was taken in noise; then it stays.
@@ -168,15 +170,15 @@ def decide(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], tup
     rejected: dict[str, str] = {}
     runs: dict[str, Callable[[], Any]] = {}
     reference: Any = None
-    is_long = False
+    quick: dict[str, float] = {}  # shorter of two runs of the programs without options
     start = clock()
-    for name, call in calls.items():
-        def run(call: Callable[..., Any] = call) -> Any:
+    for name in sorted(calls, key=lambda name: ":" in name):
+        def run(call: Callable[..., Any] = calls[name]) -> Any:
             args, kwargs = fresh_args()
             return jax.block_until_ready(call(*args, **kwargs))
 
-        if is_long and ":" in name:
-            rejected[name] = f"not tried: one call of plain jax.jit takes more than {_LONG:g} s"
+        if ":" in name and (why := _not_worth_options(name.partition(":")[0], quick)) is not None:
+            rejected[name] = why
             continue
         try:
             result = run()
@@ -189,11 +191,13 @@ def decide(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], tup
             continue
         if not runs:
             reference = jax.tree.map(_host, result)
-            is_long = all(_clocked(run, clock) > _LONG for _ in range(2))
         elif (why := _disagrees(reference, result)) is not None:
             rejected[name] = why
             continue
+        if ":" not in name and quick.get(XLA, 0.0) <= _LONG:
+            quick[name] = min(_clocked(run, clock) for _ in range(2))
         runs[name] = run
+    runs = {name: runs[name] for name in calls if name in runs}  # back in tie order
     warm = _warm(runs, clock)
     best = min(min(times) for times in warm.values())
     for name in [n for n, times in warm.items() if min(times) > _HOPELESS * best and n != XLA]:
@@ -219,6 +223,16 @@ def decide(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], tup
     noisy = first.noisy or second.noisy or second.chosen == XLA
     return dataclasses.replace(second, seconds={**second.seconds, **others}, speed={**first.speed, **second.speed},
                                noisy=noisy)
+
+
+def _not_worth_options(base: str, quick: Mapping[str, float]) -> str | None:
+    """Why a program is not compiled again with options, or None."""
+    if quick[XLA] > _LONG:
+        return f"not tried: one call of plain jax.jit takes more than {_LONG:g} s"
+    best = min(quick, key=lambda name: quick[name])
+    if base in quick and quick[base] > _OPTIONS_GAIN * quick[best]:
+        return f"not tried: {best} is {quick[base] / quick[best]:.1f} times as fast as {base}, more than options change"
+    return None
 
 
 def _clocked(run: Callable[[], Any], clock: Callable[[], float]) -> float:

@@ -46,6 +46,15 @@ def test_slow_warm_runs_do_not_drop_a_fast_program(calls):
     assert decision.speed["jcuts"][0] == pytest.approx(2.0) and "2.00 times" in decision.reason
 
 
+def test_options_are_tried_only_where_they_may_make_up_for_the_difference():
+    clock = Clock()
+    decision = decide(clock, xla=0.010, xla__wide=0.001, jcuts=0.004, jcuts__wide=0.003)
+    assert decision.chosen == "jcuts:wide"
+    assert "jcuts is 2.5 times as fast" in decision.rejected["xla:wide"] and "xla:wide" not in clock.calls
+    decision = decide(Clock(), xla=0.006, xla__wide=0.001, jcuts=0.004, jcuts__wide=0.003)
+    assert decision.chosen == "xla:wide"
+
+
 def test_an_option_program_is_not_dropped_by_one_slow_run_either():
     decision = decide(Clock(), xla=0.004, xla__wide=disturbed(0.002, (2,), 0.1))
     assert decision.chosen == "xla:wide"
@@ -56,7 +65,7 @@ def test_a_hopeless_program_is_dropped_with_its_reason():
     decision = decide(clock, xla=0.002, jcuts=0.02)
     assert decision.chosen == "xla" and "10.0 times" in decision.rejected["jcuts"]
     assert "every other program is out: jcuts: 10.0 times" in decision.reason
-    assert clock.calls["jcuts"] == 1 + 6  # the result, and every warm run
+    assert clock.calls["jcuts"] == 1 + 2 + 6  # the result, two quick runs, and every warm run
 
 
 def test_long_programs_are_run_a_few_times_and_options_not_at_all():

@@ -49,6 +49,8 @@ _LONG = 3.0
 _OPTIONS_GAIN = 2.0
 # Two standard errors of a ratio beyond this: the machine was too busy to decide for good.
 _NOISY = 0.10
+# ... but who is this many times as fast as plain jax.jit in three quarters of the pairs of runs wins whatever the noise.
+_CLEAR = 1.5
 # So many processes measure a program again whose decision was taken in noise; then it stays.
 MOST_TRIES = 4
 
@@ -206,14 +208,17 @@ def decide(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], tup
         del runs[name]
     if len(runs) == 1:
         return _choose({name: noise.Samples(tuple(warm[name])) for name in runs}, rejected)
+    # Where even the longest run of the leader is far below the shortest of plain XLA, a short session settles it.
+    leader = min(warm, key=lambda name: min(warm[name]))
+    is_clear = min(warm[XLA]) > _HOPELESS * max(warm[leader])
     rounds = max(2, min(5, int(limit / 3 / sum(min(warm[name]) for name in runs))))
 
     def sample(names: Sequence[str], seconds: float) -> dict[str, noise.Samples]:
         chosen = {name: calls[name] for name in names}
         return _sample(chosen, fresh_args, best, donates, seconds, rounds, clock)
 
-    first = _choose(sample(list(runs), seconds), rejected)
-    if first.chosen == XLA or clock() - start > limit:
+    first = _choose(sample(list(runs), seconds / 3 if is_clear else seconds), rejected)
+    if first.chosen == XLA or (is_clear and first.speed[first.chosen][1] > _HOPELESS) or clock() - start > limit:
         return first
     # A gain has to show twice: one burst of another process must not send the user away from plain jax.jit.
     leader = max(first.speed, key=lambda name: first.speed[name][0])
@@ -317,7 +322,8 @@ def _choose(samples: Mapping[str, noise.Samples], rejected: dict[str, str]) -> D
             name == XLA and plain.quartiles[0] <= samples[best].quartiles[0] * (1 + _LEAST_GAIN))
 
     chosen = next(name for name in samples if name == best or is_equal(name))
-    noisy = max((_error(ratios[name]) for name in {best, chosen}), default=0.0) > _NOISY
+    scattered = max((_error(ratios[name]) for name in {best, chosen}), default=0.0) > _NOISY
+    noisy = scattered and speed[chosen][1] < _CLEAR
     seconds = {name: plain.median / s[0] for name, s in speed.items()}
     reason = _reason(chosen, best, speed, len(plain.seconds), rejected)
     return Decision(chosen, reason, seconds, max(margins.values(), default=_LEAST_GAIN), rejected, measured=True,

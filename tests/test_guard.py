@@ -93,6 +93,21 @@ def test_scattered_runs_make_a_decision_that_is_measured_again():
     assert guard.Decision.from_dict(decision.to_dict()) == decision
 
 
+def test_scatter_does_not_matter_where_the_gain_is_far_beyond_it():
+    rng = np.random.default_rng(0)
+    busy = [float(s) for s in rng.uniform(1.0, 3.0, 4000)]
+    clock = Clock()
+    decision = decide(clock, xla=lambda n: 0.06 * busy[n], jcuts=lambda n: 0.006 * busy[2000 + n])
+    assert decision.chosen == "jcuts" and decision.is_final
+    assert decision.speed["jcuts"][2] > 1.1 * decision.speed["jcuts"][0]
+
+
+def test_a_gain_beyond_every_doubt_needs_no_second_session():
+    clear, close = Clock(), Clock()
+    assert decide(clear, xla=0.08, jcuts=0.01).chosen == decide(close, xla=0.08, jcuts=0.04).chosen == "jcuts"
+    assert clear.calls["xla"] < close.calls["xla"]
+
+
 def test_a_quiet_decision_is_final():
     assert decide(Clock(), xla=0.002, jcuts=0.001).is_final
 

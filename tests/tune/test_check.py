@@ -232,7 +232,8 @@ def test_empty_output():
 
 def test_bands_and_their_groups():
     rng = np.random.default_rng(3)
-    size = np.concatenate([rng.uniform(1.0, 100.0, 40), rng.uniform(1e-6, 1.1e-6, 5), [0.0], [1e30, 2e30]])
+    size = [rng.uniform(1.0, 100.0, 40), rng.uniform(1e-6, 1.1e-6, 5), [0.0], [1e30, 2e30]]
+    size = np.concatenate(size)
     error = rng.uniform(0.0, 1.0, size.size)
     pool = Pool(size * rng.choice([-1.0, 1.0], size.size), 2 * error, 1e-38)
     groups = pool.by_magnitude(error)

@@ -49,7 +49,7 @@ _LONG = 3.0
 _OPTIONS_GAIN = 2.0
 # Two standard errors of a ratio beyond this: the machine was too busy to decide for good.
 _NOISY = 0.10
-# ... but who is this many times as fast as plain jax.jit in three quarters of the pairs of runs wins whatever the noise.
+# ... but who is this many times as fast as plain jax.jit in three quarters of the pairs wins whatever the noise.
 _CLEAR = 1.5
 # So many processes measure a program again whose decision was taken in noise; then it stays.
 MOST_TRIES = 4

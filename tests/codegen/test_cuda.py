@@ -166,6 +166,15 @@ def test_special_functions_keep_their_bound(name, dtype):
 
 
 @compiled
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_odd_functions_keep_the_sign_of_a_zero(dtype):
+    x = np.tile([-0.0, 0.0, -1.0, 1.0], 8).astype(jnp.dtype(dtype))
+    (program,) = candidates(lambda v: lax.tanh(v), (x,))
+    (got,) = machine_results(program, [x])
+    np.testing.assert_array_equal(np.signbit(got), np.signbit(x))
+
+
+@compiled
 @pytest.mark.parametrize("name", ["chain", "transpose", "depthwise", "middle", "argmax", "softmax", "moments"])
 def test_every_schedule_of_a_family(name):
     fn, arguments = cases.CASES[name]

@@ -71,12 +71,12 @@ def _logistic_half(x: Num) -> Num:
 
 
 def _tanh(x: Num) -> Num:
-    """1 - 2/(exp(2|x|) + 1), near zero an odd polynomial."""
+    """1 - 2/(exp(2|x|) + 1), near zero an odd polynomial; the sign last, since the polynomial gives 0 for -0."""
     size = abs(x)
     far = _unit(_exp_half(size + size) + 1.0, "rcp.approx.ftz.f32").fma(-2.0, 1.0)
     z = x * x
     near = (x * z).fma(horner(z, TANH), x)
-    return far.copysign(x).where(size < TANH_CUT, near)
+    return far.where(size < TANH_CUT, near).copysign(x)
 
 
 def _tanh_half(x: Num) -> Num:

@@ -47,6 +47,14 @@ class ContextLost(Exception):
     """An error of the driver after which this process cannot use the GPU any more."""
 
 
+def alive() -> bool:
+    """Whether JAX can still compute on its device."""
+    try:
+        return float(jax.block_until_ready(jax.numpy.ones(8) + 1).sum()) == 16.0
+    except Exception:  # whatever the runtime raises
+        return False
+
+
 # -- which kernels run ------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def every_kernel(seed: int) -> Iterator[tuple[list[pipeline.Level], Any]]:

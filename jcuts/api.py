@@ -334,7 +334,7 @@ class Optimized:
             uses_jcuts = outcomes[0].closed is not closed
         if measure and any(getattr(o.report, "postponed", False) for o in outcomes):
             name = guard.XLA if self.settings.mode == "mixed" else guard.JCUTS
-            return guard.Decision(name, "another process is measuring: a later call tunes", deferred=True)
+            return guard.Decision(name, "kernels could not be measured now: a later call tunes", deferred=True)
         if self.settings.mode != "mixed":
             return guard.Decision(guard.JCUTS, f"mode={self.settings.mode!r} is not compared as a whole")
         key = self._store_key(closed, signature, platform)

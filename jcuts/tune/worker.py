@@ -50,6 +50,9 @@ HOPELESS = 2.0
 """A kernel this many times slower than the fastest in the quick screening is not timed against XLA."""
 SCREEN_ROUNDS = 3
 
+OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "OUT_OF_MEMORY")
+"""In messages of XLA and of the CUDA driver: others hold the memory; the candidate is not to blame."""
+
 Announce = Callable[[str], None]
 
 
@@ -400,6 +403,8 @@ def _gpu_runner(kernel: CompiledKernel) -> Callable[[list[np.ndarray], int], lis
             if gpu.lost(error) or driver.is_lost(error):
                 print(f"{kernel.digest}: {error.message}", file=sys.stderr, flush=True)
                 os._exit(70)
+            if _is_memory(error):
+                raise WorkerFailed(error.message, **{**error.values, "reason": "memory"}) from error
             raise CandidateRejected(error.message, **error.values) from error
 
     return run
@@ -469,8 +474,13 @@ def serve() -> None:
         except Exception as error:  # a bug in one candidate's code path must not cost the others
             where = traceback.format_exc(limit=-3)
             message = f"{request['op']}: {type(error).__name__}: {error}"
-            answer = _failure(request, WorkerFailed.__name__, message, {"traceback": where})
+            more = {"reason": "memory"} if _is_memory(error) else {}
+            answer = _failure(request, WorkerFailed.__name__, message, {"traceback": where, **more})
         answers.write(json.dumps(answer) + "\n")
+
+
+def _is_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or any(name in str(error) for name in OUT_OF_MEMORY)
 
 
 def _failure(request: dict[str, Any], kind: str, message: str, values: dict[str, object]) -> dict[str, Any]:

@@ -116,6 +116,7 @@ def test_every_bad_candidate_is_rejected_and_the_rest_goes_on():
         "abort": "WorkerFailed",
         "segfault": "WorkerFailed",
         "forever": "WorkerFailed",
+        "greedy": "WorkerFailed",
     }
     details = {r.label: r.values for r in choice.rejections}
     assert details["segfault"]["status"] == -signal.SIGSEGV
@@ -370,3 +371,21 @@ def test_choice_survives_json():
     (choice,) = tune([problem], store, effort=QUICK).values()
     assert json.loads(json.dumps(choice.to_json()))["winner"] == choice.winner
     assert choice.overhead_seconds > 0 and 0.01 <= choice.margin <= 0.10
+
+
+def test_a_shortage_of_memory_postpones_and_is_not_stored():
+    store = Store(None, device="d", versions="v")
+    problem = objects.problem("greedy")
+    choice = tune([problem], store, effort=QUICK)[problem.digest]
+    assert choice.is_postponed and choice.uses_library
+    assert "not enough free memory" in choice.rejections[0].message and "MemoryError" in choice.rejections[0].message
+    assert store.lookup(problem.digest) is None
+
+
+def test_one_greedy_candidate_does_not_postpone_the_others():
+    store = Store(None, device="d", versions="v")
+    problem = objects.problem("greedy", "right")
+    choice = tune([problem], store, effort=QUICK)[problem.digest]
+    assert choice.origin == "measured" and choice.seconds("right")
+    assert [r.label for r in choice.rejections] == ["greedy"]
+    assert store.lookup(problem.digest) is not None

@@ -336,7 +336,16 @@ class Machine:
             function = _ARITHMETIC.get(name)
             if function is None:
                 raise Fault(f"no meaning for {ins.text}")
-            self.set(ins.operands[0], np.asarray(function(parts, *values)).astype(values[0].dtype), on)
+            if "ftz" in parts:
+                values = [_flushed(v) for v in values]
+            result = np.asarray(function(parts, *values)).astype(values[0].dtype)
+            self.set(ins.operands[0], _flushed(result) if "ftz" in parts else result, on)
+
+
+def _flushed(values: np.ndarray) -> np.ndarray:
+    """Denormal numbers become zeros of their sign."""
+    small = np.abs(values) < np.finfo(values.dtype).smallest_normal
+    return np.where(small, np.copysign(values.dtype.type(0), values), values)
 
 
 def _dtype(kind: str) -> type:

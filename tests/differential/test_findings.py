@@ -110,3 +110,10 @@ def test_products_with_converted_bools_are_xlas(dtype, between):
         return lax.cummax(x, axis=1) * kept.reshape(1, 6) if between else kept * x[0]
 
     same(function, flags, x)
+
+
+def test_contractions_with_converted_bools_keep_nan():
+    """Only products are selections: XLA sums what a NaN times False is."""
+    x = np.array([[np.nan, 1.0, 2.0], [3.0, np.inf, 1.0]], np.float32)
+    flags = np.array([[False, True, True], [False, False, True], [True, True, False]])
+    same(lambda f, x: jnp.einsum("ij,kj->ik", f.astype(jnp.float32), x), flags, x)

@@ -116,6 +116,26 @@ def test_lost_contexts_are_told_from_refusals():
     assert not gpu.lost(refused) and not driver.is_lost(refused)
 
 
+def test_memory_is_set_and_copied_in_the_order_of_the_stream():
+    """A stream of its own does not wait for the default stream: a late fill would destroy a kernel's results."""
+    calls = []
+
+    class Recorder:
+        def __getattr__(self, name):
+            return lambda *arguments: calls.append((name, arguments[-1])) or 0
+
+    device = object.__new__(driver.Driver)
+    device.lib, device.stream = Recorder(), 4711
+    device.fill(256, 0xFF, 16)
+    device.upload(256, X)
+    device.download(256, 16)
+    assert [name for name, _ in calls] == [
+        "cuMemsetD8Async", "cuMemcpyHtoDAsync_v2", "cuStreamSynchronize", "cuMemcpyDtoHAsync_v2",
+        "cuStreamSynchronize",
+    ]  # fmt: skip
+    assert all(last.value == 4711 for _, last in calls)
+
+
 def test_without_a_driver():
     with pytest.raises(NativeError, match="cannot be opened"):
         driver.Driver(library="libno-such-cuda.so")

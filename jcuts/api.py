@@ -68,6 +68,8 @@ _decided_here: set[str] = set()
 # A call that could not tune because another process measured is tried again after this time [s], then twice that, ...
 _RETRY_AFTER = 30.0
 _RETRY_MOST = 960.0
+_DEFAULT_MEMORY = (None, "device")
+"""Kinds of memory that arrays live in where nobody asks for another one."""
 
 
 class _Signature(NamedTuple):
@@ -443,10 +445,17 @@ class Optimized:
         return chosen if chosen is not None else session.store()
 
     def _store_key(self, closed: jaxapi.Closed, signature: _Signature, platform: str) -> str:
-        places = "; ".join("" if place is None else str(place) for _, place in signature.leaves)
+        places = "; ".join(_place_text(place) for _, place in signature.leaves)
         kinds = sorted({d.device_kind for d in jax.local_devices() if d.platform == platform})
         return digest("guard", jaxapi.canonical_text(closed), repr(self.settings), platform, ",".join(kinds), places,
                       repr(self._options), repr(sorted(versions().items())))
+
+
+def _place_text(place: Any) -> str:
+    """A placement for keys: devices of one kind are equal, so a decision for one of them holds on the others."""
+    if place is None or (len(place.device_set) == 1 and place.memory_kind in _DEFAULT_MEMORY):
+        return ""
+    return str(place)
 
 
 class _Permitted:

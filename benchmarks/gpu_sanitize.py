@@ -39,7 +39,7 @@ CONTROLS = {
     "racecheck": "  xor.b32 %r2, %r1, 32;\n  cvt.u64.u32 %rd2, %r1;\n  shl.b64 %rd2, %rd2, 2;\n  mov.u64 %rd3, cells;\n"
     "  add.s64 %rd2, %rd2, %rd3;\n  st.shared.u32 [%rd2], %r1;\n  cvt.u64.u32 %rd2, %r2;\n  shl.b64 %rd2, %rd2, 2;\n"
     "  add.s64 %rd2, %rd2, %rd3;\n  ld.shared.u32 %r3, [%rd2];\n  st.global.u32 [%rd1], %r3;",
-    "synccheck": "  setp.lt.u32 %p1, %r1, 7;\n  @%p1 bar.warp.sync 0xffffffff;",
+    "synccheck": "  setp.lt.u32 %p1, %r1, 40;\n  @!%p1 bra DONE;\n  bar.sync 0;\nDONE:",
     "initcheck": "  ld.global.u32 %r3, [%rd1+64];\n  add.u32 %r3, %r3, %r1;\n  st.global.u32 [%rd1], %r3;",
 }
 """Wrong code for each tool to find: a write past the end, a race, a barrier that threads miss, a read of nothing."""

@@ -52,6 +52,8 @@ SCREEN_ROUNDS = 3
 
 OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "OUT_OF_MEMORY")
 """In messages of XLA and of the CUDA driver: others hold the memory; the candidate is not to blame."""
+CONTEXT_BYTES = 512 << 20
+"""About what JAX takes on a GPU before it computes anything."""
 
 Announce = Callable[[str], None]
 
@@ -474,13 +476,31 @@ def serve() -> None:
         except Exception as error:  # a bug in one candidate's code path must not cost the others
             where = traceback.format_exc(limit=-3)
             message = f"{request['op']}: {type(error).__name__}: {error}"
-            more = {"reason": "memory"} if _is_memory(error) else {}
+            more = {"reason": "memory"} if _is_memory(error) else {"reason": "start"} if _no_backend(error) else {}
             answer = _failure(request, WorkerFailed.__name__, message, {"traceback": where, **more})
         answers.write(json.dumps(answer) + "\n")
 
 
 def _is_memory(error: Exception) -> bool:
-    return isinstance(error, MemoryError) or any(name in str(error) for name in OUT_OF_MEMORY)
+    if isinstance(error, MemoryError) or any(name in str(error) for name in OUT_OF_MEMORY):
+        return True
+    return _no_backend(error) and _no_context()
+
+
+def _no_backend(error: Exception) -> bool:
+    """JAX found no device in this process, although the parent uses one: the GPU is full or another's alone."""
+    return "Unable to initialize backend" in str(error)
+
+
+def _no_context() -> bool:
+    """Whether the driver has no memory for another context: JAX does not say why it finds no device."""
+    from jcuts.base.errors import NativeError
+    from jcuts.tune import driver
+
+    try:
+        return driver.device().free_bytes() < CONTEXT_BYTES
+    except NativeError as error:
+        return any(name in error.message for name in OUT_OF_MEMORY)
 
 
 def _failure(request: dict[str, Any], kind: str, message: str, values: dict[str, object]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import pytest
 from jcuts.base.errors import AccuracyRejected, NativeError, UsageError
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.codegen.cuda.image import SYMBOL, Image, Launch
-from jcuts.tune import driver, gpu
+from jcuts.tune import driver, gpu, worker
 from jcuts.tune.problem import Input, Output, Problem
 
 AVAL = ((64,), "float32")
@@ -152,3 +152,22 @@ def test_problems_of_different_devices_are_different():
     assert Problem.from_json(h200.to_json()) == h200
     with pytest.raises(UsageError, match="compute capability"):
         _ = cpu.capability
+
+
+def test_a_full_gpu_is_told_from_a_broken_one(monkeypatch):
+    refused = RuntimeError("Unable to initialize backend 'cuda': INTERNAL: no supported devices found")
+
+    def full():
+        raise NativeError("cuDevicePrimaryCtxRetain failed: CUDA_ERROR_OUT_OF_MEMORY (2)", code=2)
+
+    def broken():
+        raise NativeError("the CUDA driver cannot be opened: no such file")
+
+    monkeypatch.setattr(driver, "device", full)
+    assert worker._is_memory(refused) and worker._no_backend(refused)
+    monkeypatch.setattr(driver, "device", broken)
+    assert not worker._is_memory(refused)
+    monkeypatch.setattr(driver, "device", NumpyDevice)
+    assert worker._is_memory(refused)  # it has 1 MiB
+    assert worker._is_memory(MemoryError()) and worker._is_memory(RuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
+    assert not worker._is_memory(RuntimeError("INTERNAL: something else"))

@@ -151,3 +151,10 @@ def test_functions_near_zero_return_the_smallest_normal_numbers(function, dtype)
     x = np.concatenate([np.array([1, 1.5, 2, 3, 4, 5], dtype) * tiny * sign for sign in (1, -1)])
     _, (got,) = both(function, x, x64=dtype == np.float64)
     np.testing.assert_allclose(got, x, rtol=4 * np.finfo(dtype).eps)
+
+
+def test_contractions_with_converted_bools_keep_nan():
+    """Only products are selections: XLA sums what a NaN times False is."""
+    x = np.array([[np.nan, 1.0, 2.0], [3.0, np.inf, 1.0]], np.float32)
+    flags = np.array([[False, True, True], [False, False, True], [True, True, False]])
+    same(lambda f, x: jnp.einsum("ij,kj->ik", f.astype(jnp.float32), x), flags, x)

@@ -105,16 +105,19 @@ def _nans(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "nan_kept_that_xla_loses": [],  # NumPy, on XLA's own operands
         "nan_as_in_other_runs_of_xla": [],  # XLA without its simplifier, or operation by operation
         "nan_as_in_float64_only": [],  # XLA overflowed, or divided by what rounded to zero, on the way
-        "nan_unexplained": [],
+        "nan_in_one_order_of_sums": [],  # partial sums overflow there, says simulated rounding
     }
     for r in rows:
         which = (
             "nan_kept_that_xla_loses" if r["xla_lost"]
             else "nan_as_in_other_runs_of_xla" if not r["nan_unlike_any"]
             else "nan_as_in_float64_only" if not r["nan_unlike_float64"]
-            else "nan_unexplained"
+            else ""
         )  # fmt: skip
-        found[which].append([r["seed"], r["transform"], r["nan_unlike_xla"], r["xla_lost"]])
+        if which:
+            found[which].append([r["seed"], r["transform"], r["nan_unlike_xla"], r["xla_lost"]])
+        if r["nan_unlike_float64"]:
+            found["nan_in_one_order_of_sums"].append([r["seed"], r["transform"], r["nan_unlike_float64"], r["accepted"]])
     return found
 
 

@@ -117,7 +117,9 @@ def _nans(rows: list[dict[str, Any]]) -> dict[str, Any]:
         if which:
             found[which].append([r["seed"], r["transform"], r["nan_unlike_xla"], r["xla_lost"]])
         if r["nan_unlike_float64"]:
-            found["nan_in_one_order_of_sums"].append([r["seed"], r["transform"], r["nan_unlike_float64"], r["accepted"]])
+            found["nan_in_one_order_of_sums"].append(
+                [r["seed"], r["transform"], r["nan_unlike_float64"], r["accepted"]]
+            )
     return found
 
 

@@ -33,7 +33,7 @@ import numpy as np
 from jcuts.base.errors import AccuracyRejected, CandidateRejected, CompileRejected, WorkerFailed
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.codegen.cuda.image import is_image
-from jcuts.tune.check import Accuracy, Expected, check_output
+from jcuts.tune.check import NOISE_ULP, Accuracy, Expected, check_output
 from jcuts.tune.choice import LIBRARY, plain
 from jcuts.tune.kernelfile import read_kernel, write_kernel
 from jcuts.tune.launch import Launcher, Schedule
@@ -42,8 +42,7 @@ from jcuts.tune.problem import Candidate, Problem, decode_bytes
 from jcuts.tune.values import dtype_of, flushed, load, make_inputs, save, seed_kinds
 
 NOISE_RUNS = 6
-NOISE_ULP = 4.0
-"""Simulated rounding per operation: XLA's own approximations of transcendental functions stay within a few ulp."""
+"""Runs with simulated rounding, of `NOISE_ULP`: XLA's own transcendental functions stay within a few ulp."""
 TRUST_ULP = 1.0
 """Simulated rounding of a float64 operation, where it stands for XLA's own error (see `tune.check`)."""
 HOPELESS = 2.0

@@ -348,9 +348,11 @@ class Optimized:
         stored = self._stored(key, platform, uses_jcuts)
         if stored is not None and not force and (stored.is_final or key in _decided_here):
             return stored
-        decision = self._race(args, kwargs, placement, platform, uses_jcuts)
-        if stored is not None and not force:
-            decision = dataclasses.replace(decision, tries=stored.tries + 1)
+        names = guard.candidate_names(platform, uses_jcuts)
+        again = stored if not force else None
+        decision = self._race(args, kwargs, placement, platform, again.open_between(names) if again else names)
+        if again is not None:
+            decision = dataclasses.replace(decision, tries=again.tries + 1)
         _decided_here.add(key)
         self._guard_store().put_guard(key, decision.to_dict())
         return decision
@@ -372,9 +374,8 @@ class Optimized:
         return decision
 
     def _race(self, args: Any, kwargs: Any, placement: Placement, platform: str,
-              uses_jcuts: bool) -> guard.Decision:
-        calls = {name: self._program(name, placement, platform).call.permitted
-                 for name in guard.candidate_names(platform, uses_jcuts)}
+              names: Sequence[str]) -> guard.Decision:
+        calls = {name: self._program(name, placement, platform).call.permitted for name in names}
         return guard.decide(calls, lambda: self._copies(args, kwargs), donates=bool(self._donated[0]))
 
     def _copies(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -77,7 +77,6 @@ def _pool(reduce: Any, start: float, stride: int) -> Callable[[Any], Any]:
 
 OPERATIONS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
     "depthwise 56x56x144": (conv, ((32, 56, 56, 144), (3, 3, 1, 144), (144,))),
-    "depthwise 14x14x576": (conv, ((64, 14, 14, 576), (3, 3, 1, 576), (576,))),
     "depthwise/2 112x112x64": (lambda x, w, b: conv(x, w, b, 2), ((16, 112, 112, 64), (3, 3, 1, 64), (64,))),
     "max pool/2 112x112x64": (_pool(lax.max, -np.inf, 2), ((16, 112, 112, 64),)),
     "average pool 35x35x288": (_pool(lax.add, 0.0, 1), ((32, 35, 35, 288),)),
@@ -90,6 +89,7 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = 
     "row sum 8192x2048": (lambda x: x.sum(1), ((8192, 2048),)),
     "full sum 2^24": (lambda x: x.sum(), ((1 << 24,),)),
     "column sum 65536x256": (lambda x: x.sum(0), ((65536, 256),)),
+    "depthwise 14x14x576": (conv, ((64, 14, 14, 576), (3, 3, 1, 576), (576,))),
 }
 
 

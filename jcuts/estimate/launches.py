@@ -10,7 +10,8 @@ the meaning that they have for these forms:
 * LRatio stands for SMRatio: the latency to be hidden is that of the global memory, and what hides it are the loads that
   the resident threads have under way: min(1, bytes under way / (BW_global * latency)) (Little's law).  How many threads
   are resident follows from the registers and the shared memory that the assembler reports.
-* WBRatio = (N_TB / N_SM) / ceil(N_TB / N_SM), the wave efficiency; COEF_r is 1 where a block fits, else 0.
+* WBRatio = (N_TB / N_SM) / ceil(N_TB / N_SM), the wave efficiency; 1 for fewer blocks than multiprocessors, which LRatio
+  has counted already.  COEF_r is 1 where a block fits, else 0.
 
 A call of several launches takes the sum of their times, and each launch costs `LAUNCH_S` at least.
 """
@@ -107,7 +108,7 @@ def score(launches: Sequence[LaunchUse], arch: GpuArch, *, unit: str = "ffma") -
             return LaunchScore(0.0, 0.0, 0.0, 0.0, 0.0, math.inf, 0)
         threads = min(use.blocks, fitting * arch.num_sm) * use.threads
         hidden = min(1.0, max(1.0, threads * use.under_way) / (arch.bw_global * LATENCY_S))
-        balance = float(wb_ratio(use.blocks, arch.num_sm))
+        balance = float(wb_ratio(use.blocks, arch.num_sm)) if use.blocks > arch.num_sm else 1.0
         work = max(use.flop, 1.0)
         gm = min(1.0, (work / max(use.moved, 1.0)) / (peak / arch.bw_global))
         seconds = max(LAUNCH_S, work / (peak * gm * hidden * balance))

@@ -10,8 +10,8 @@ the meaning that they have for these forms:
 * LRatio stands for SMRatio: the latency to be hidden is that of the global memory, and what hides it are the loads that
   the resident threads have under way: min(1, bytes under way / (BW_global * latency)) (Little's law).  How many threads
   are resident follows from the registers and the shared memory that the assembler reports.
-* WBRatio = (N_TB / N_SM) / ceil(N_TB / N_SM), the wave efficiency; 1 for fewer blocks than multiprocessors, which LRatio
-  has counted already.  COEF_r is 1 where a block fits, else 0.
+* WBRatio = (N_TB / N_SM) / ceil(N_TB / N_SM), the wave efficiency; 1 for fewer blocks than multiprocessors, which
+  LRatio has counted already.  COEF_r is 1 where a block fits, else 0.
 
 A call of several launches takes the sum of their times, and each launch costs `LAUNCH_S` at least.
 """

@@ -1,4 +1,4 @@
-"""Random tables and networks, the same for a seed: times that fall and rise without order, so that nothing is convex."""
+"""Random tables and networks, the same for a seed: times fall and rise without order, so that nothing is convex."""
 
 from __future__ import annotations
 

@@ -50,9 +50,7 @@ def prune(configurations_: Sequence[Division]) -> list[Division]:
     for c in configurations_:
         first.setdefault((c.ticks, c.workspace), c)
     points = list(first)
-    kept = [
-        p for p in points if all(p == q or p[0] < q[0] or p[1] < q[1] for q in points)
-    ]
+    kept = [p for p in points if all(p == q or p[0] < q[0] or p[1] < q[1] for q in points)]
     return [first[p] for p in sorted(kept, key=lambda p: p[1])]
 
 

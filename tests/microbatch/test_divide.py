@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -103,7 +105,7 @@ def test_no_element_beats_another(rows):
     rows = {(b, f"A{t}"): (b, f"A{t}", t, w) for b, t, w in rows}.values()
     table = table_of(*rows, (1, "one", 99, 3))
     found = desirable(table, 5)
-    for first, second in zip(found, found[1:], strict=False):
+    for first, second in itertools.pairwise(found):
         assert first.workspace < second.workspace and first.ticks > second.ticks
 
 

@@ -14,7 +14,7 @@ those nearest to the break item first, with dominance and a bound per state.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +27,12 @@ Floats = NDArray[np.float64]
 
 LARGEST = 2**61
 """Sums of costs, and of weights, stay below it: no overflow in 64 bits."""
+SPREAD = np.array((1.0, 0.9, 1.1, 0.75, 1.33, 0.5, 2.0))
+"""Multipliers that bound a state, relative to the relaxation's."""
+MANY = 512
+"""States from which on all of them are tried."""
+WIDTH = 1024
+"""States per half of the first search."""
 MOST = 2**22
 """Most candidates that one step of the search may make: some hundred MB."""
 
@@ -128,23 +134,13 @@ class _Found:
 
 def _solve(costs: Ints, weights: Ints, limit: int, most: int) -> _Found:
     """Solves a problem whose lightest items (column 0) fit."""
-    rows = np.arange(len(costs))
     fastest = np.full(len(costs), costs.shape[1] - 1)
     if int(weights[:, -1].sum()) <= limit:
         return _Found(fastest, 0.0, 0)
     relaxed = _relax(costs, weights, limit)
-    multiplier, base = relaxed.multiplier, relaxed.base
-    value = costs + multiplier * weights
-    least = value.min(axis=1)
-    # Any multiplier gives a bound, and integers add up exactly; a product and a sum are rounded per term.
-    total = math.fsum(least)
-    slack = 16.0 * np.finfo(float).eps * (total + multiplier * limit)
-    bound = total - multiplier * limit
-    picks = _fill(costs, weights, limit, base)
-    best = int(costs[rows, picks].sum())
-    if best - 1 < bound - slack:
-        return _Found(picks, bound, 0)
-    return _search(costs, weights, limit, relaxed, bound, slack, value - least[:, None], picks, best, most)
+    search = _Search(costs, weights, limit, relaxed, _fill(costs, weights, limit, relaxed.base))
+    proven = search.run(most)
+    return _Found(search.picks, search.bound, search.states, proven)
 
 
 @dataclass(frozen=True)
@@ -178,7 +174,7 @@ def _relax(costs: Ints, weights: Ints, limit: int) -> _Relaxed:
         cost, weight = totals(picks)
         # In integers: does the new choice lie on or above the line through both ends?
         if (light_cost - cost) * (heavy_weight - light_weight) <= (weight - light_weight) * (light_cost - heavy_cost):
-            added = np.cumsum(weights[rows, heavy] - weights[rows, light])
+            added = np.maximum.accumulate(np.cumsum(weights[rows, heavy] - weights[rows, light]))
             broken = int(np.searchsorted(added, limit - light_weight, side="right"))
             return _Relaxed(multiplier, np.where(rows < broken, heavy, light), broken)
         if weight <= limit:
@@ -205,91 +201,172 @@ def _fill(costs: Ints, weights: Ints, limit: int, picks: Ints) -> Ints:
         more[k] = weights[k] - weights[k, j]
 
 
+@dataclass(frozen=True)
+class _Choice:
+    """Items to choose one of: those of a class, or of classes of which at most one leaves its base item.
+
+    ``rows``, ``items``: what they are.  ``costs``, ``weights``: what each changes, against the base.  ``losses``: what
+    the base items of these classes lose at each multiplier.
+    """
+
+    rows: Ints
+    items: Ints
+    costs: Ints
+    weights: Ints
+    losses: Floats
+
+
 class _Half:
     """Dynamic programming over some of the classes: what choices in them can change, against the base choice.
 
     A state is a change of (weight, cost) that no other dominates, in ascending weight; costs then descend.
+
+    Args: multipliers: of the limit; every one gives a bound for a state, that of the relaxation the best where the
+    state's weight is the base's, others where it is not.  bounds: their bounds of the whole problem.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, multipliers: Floats, bounds: Floats) -> None:
         self.cost = np.zeros(1, np.int64)
         self.weight = np.zeros(1, np.int64)
-        self.history: list[tuple[int, Ints, Ints, Ints]] = []
+        self.history: list[tuple[_Choice, Ints, Ints]] = []
+        self.multipliers, self.bounds = multipliers, bounds
 
-    def extend(self, row: int, items: Ints, costs: Ints, weights: Ints, keep: float, multiplier: float) -> None:
-        """Adds a class: ``items`` with their changes of cost and weight; states of more regret than ``keep`` go."""
-        cost = (self.cost + costs[:, None]).ravel()
-        weight = (self.weight + weights[:, None]).ravel()
-        alive = np.flatnonzero(cost + multiplier * weight <= keep)
-        order = alive[np.lexsort((cost[alive], weight[alive]))]
-        cost = cost[order]
-        front = np.ones(len(order), bool)
-        front[1:] = cost[1:] < np.minimum.accumulate(cost)[:-1]
-        order = order[front]
-        item, parent = np.divmod(order, len(self.cost))
-        self.cost, self.weight = cost[front], weight[order]
-        self.history.append((row, items, item, parent))
+    def extend(self, choice: _Choice, most: float) -> None:
+        """Adds a choice; states whose bound exceeds ``most`` go."""
+        self.bounds = self.bounds + choice.losses
+        first = self.multipliers[0]
+        value = self.cost + first * self.weight
+        left = most - self.bounds[0] - (choice.costs + first * choice.weights)
+        parents = [np.flatnonzero(value <= most_here) for most_here in left.tolist()]
+        parent = np.concatenate(parents)
+        item = np.repeat(np.arange(len(parents)), [len(alive) for alive in parents])
+        cost, weight = self.cost[parent] + choice.costs[item], self.weight[parent] + choice.weights[item]
+        if len(cost) > MANY:  # more bounds pay where there are many states
+            keep = np.ones(len(cost), bool)
+            for multiplier, bound in zip(self.multipliers[1:], self.bounds[1:], strict=True):
+                keep &= cost + multiplier * weight <= most - bound
+            item, parent, cost, weight = item[keep], parent[keep], cost[keep], weight[keep]
+        order = np.argsort(weight, kind="stable")  # items' blocks are sorted: a merge
+        ascending = cost[order]
+        keep = np.ones(len(order), bool)
+        keep[1:] = ascending[1:] < np.minimum.accumulate(ascending)[:-1]
+        order = order[keep]
+        heavier = weight[order]
+        last = np.ones(len(order), bool)  # of equal weights the last, which is cheapest
+        last[:-1] = heavier[1:] > heavier[:-1]
+        order = order[last]
+        self.cost, self.weight = cost[order], weight[order]
+        self.history.append((choice, item[order], parent[order]))
 
-    def trace(self, stage: int, state: int, picks: Ints) -> None:
-        """Writes the choices that led to a state after ``stage`` classes."""
-        for row, items, item, parent in reversed(self.history[:stage]):
-            picks[row] = items[item[state]]
+    def narrow(self, width: int) -> None:
+        """Keeps the states with the least bounds."""
+        kept = np.sort(np.argpartition(self.cost + self.multipliers[0] * self.weight, width)[:width])
+        self.cost, self.weight = self.cost[kept], self.weight[kept]
+        choice, item, parent = self.history[-1]
+        self.history[-1] = (choice, item[kept], parent[kept])
+
+    def trace(self, state: int, picks: Ints) -> None:
+        """Writes the choices that led to a state."""
+        for choice, item, parent in reversed(self.history):
+            picks[choice.rows[item[state]]] = choice.items[item[state]]
             state = int(parent[state])
 
 
-def _search(
-    costs: Ints, weights: Ints, limit: int, relaxed: _Relaxed, bound: float, slack: float, regret: Floats,
-    picks: Ints, best: int, most: int,
-) -> _Found:  # fmt: skip
-    """Finds an optimum, given a solution ``picks`` of cost ``best``.
+class _Search:
+    """Finds an optimum of a problem whose relaxation is known, or a better choice than the one given.
 
-    An item (or a state) is out when its bound says that no solution with it costs less than ``best``.  The classes go,
-    nearest first, to two halves, each with a list of states; a pair of states is a solution, and the best partner of a
+    An item (or a state) is out when its bound says that no solution with it costs less than the best so far.  The
+    classes go to two halves, each with a list of states; a pair of states is a solution, and the best partner of a
     state is found by bisection.  So n pairs cost about sqrt(n) states.
     """
-    rows = np.arange(len(costs))
-    base = relaxed.base
-    change_cost = costs - costs[rows, base][:, None]
-    change_weight = weights - weights[rows, base][:, None]
-    room = limit - int(weights[rows, base].sum())
-    base_cost = int(costs[rows, base].sum())
-    regret = regret.copy()
-    regret[:, 1:][weights[:, 1:] == weights[:, :-1]] = np.inf  # the fillers of short rows
-    regret[rows, base] = np.inf  # the base itself: only the others are looked at
-    nearest = regret.min(axis=1)
-    # Of equally near classes those beside the broken one: they change the weight in both directions.
-    order = np.lexsort((abs(rows - relaxed.broken), nearest))
-    halves = (_Half(), _Half())
-    found: tuple[int, int, int, int] | None = None
-    total, joined, proven = 0, 1, True
-    for number, k in enumerate((*order.tolist(), -1)):
-        keep = best - 1 - bound + slack
-        last = k < 0 or nearest[k] > keep
-        if not last:
+
+    def __init__(self, costs: Ints, weights: Ints, limit: int, relaxed: _Relaxed, picks: Ints) -> None:
+        rows = np.arange(len(costs))
+        self.base, self.picks = relaxed.base, picks
+        base_cost, base_weight = costs[rows, self.base], weights[rows, self.base]
+        self.costs, self.weights = costs - base_cost[:, None], weights - base_weight[:, None]
+        self.base_cost, self.room = int(base_cost.sum()), limit - int(base_weight.sum())
+        self.best = int(costs[rows, picks].sum())
+        self.multipliers = relaxed.multiplier * SPREAD
+        values = [costs + weights * multiplier for multiplier in self.multipliers]
+        least = [value.min(axis=1) for value in values]
+        self.losses = np.stack([value[rows, self.base] - low for value, low in zip(values, least, strict=True)], axis=1)
+        totals = np.array([math.fsum(low) for low in least])
+        self.bounds = totals - self.multipliers * limit
+        self.bound = float(self.bounds[0])
+        # Any multiplier gives a bound, and integers add up exactly; a product and a sum are rounded per term.
+        self.slack = 16.0 * np.finfo(float).eps * float((totals + self.multipliers * limit).max())
+        regret = values[0] - least[0][:, None]
+        regret[:, 1:][weights[:, 1:] == weights[:, :-1]] = np.inf  # the fillers of short rows
+        regret[rows, self.base] = np.inf  # the base itself: only the others are looked at
+        self.regret, self.nearest = regret, regret.min(axis=1)
+        # Of equally near classes those beside the broken one: they change the weight in both directions.
+        self.order = np.lexsort((abs(rows - relaxed.broken), self.nearest))
+        self.states = 0
+
+    @property
+    def room_for_regret(self) -> float:
+        """What a better solution can lose against the bound at most; negative if there is none."""
+        return self.best - 1 - self.bound + self.slack
+
+    def run(self, most: int) -> bool:
+        """Searches until the best is proven to be an optimum; False if a step would exceed ``most`` candidates.
+
+        The nearest classes first find good solutions, with short lists.  If these lists do not hold everything, the
+        whole is searched with what was found: the nearest classes last, so that lists are short for long.
+        """
+        if self.room_for_regret < 0 or self._pass(self._groups(), WIDTH, most):
+            return True
+        # Farthest first, but equally far ones in the order that they have.
+        groups = sorted(self._groups(), key=lambda rows: -self.nearest[rows[0]] if len(rows) else 0.0)
+        return self._pass(iter(groups), None, most)
+
+    def _groups(self) -> Iterator[Ints]:
+        """Classes to choose from together, the nearest first; the last: those of which no two leave their bases."""
+        for position, k in enumerate(self.order):
+            if self.nearest[k] > self.room_for_regret / 2:
+                rest = self.order[position:]
+                yield rest[self.nearest[rest] <= self.room_for_regret]
+                return
+            yield np.array([k])
+
+    def _pass(self, groups: Iterator[Ints], width: int | None, most: int) -> bool:
+        """Goes through the classes once, with at most ``width`` states a half; True if that was everything."""
+        halves = (_Half(self.multipliers, self.bounds), _Half(self.multipliers, self.bounds))
+        whole, joined = True, 1
+        for number, rows in enumerate(groups):
+            if not len(rows):
+                continue
+            row, item = np.nonzero(self.regret[rows] <= self.room_for_regret)
+            row, item = np.append(rows[row], rows[0]), np.append(item, self.base[rows[0]])
+            choice = _Choice(row, item, self.costs[row, item], self.weights[row, item], self.losses[rows].sum(axis=0))
             half = min(halves, key=lambda h: len(h.cost))
-            items = np.append(np.flatnonzero(regret[k] <= keep), base[k])
-            if len(half.cost) * len(items) > most:
-                proven, last = False, True
-            else:
-                half.extend(k, items, change_cost[k, items], change_weight[k, items], keep, relaxed.multiplier)
-                total += len(half.cost)
-        one, two = halves
-        pairs = len(one.cost) * len(two.cost)
-        if last or pairs >= 4 * joined or number < 8:
-            joined = pairs
-            partner = np.searchsorted(two.weight, room - one.weight, side="right") - 1
-            together = np.where(partner >= 0, base_cost + one.cost + two.cost[partner], best)
-            state = int(together.argmin())
-            if together[state] < best:
-                best = int(together[state])
-                found = (len(one.history), state, len(two.history), int(partner[state]))
-        if best - 1 < bound - slack:
-            proven = True
-            break
-        if last:
-            break
-    if found is not None:
-        picks = base.copy()
-        for half, stage, state in ((halves[0], *found[:2]), (halves[1], *found[2:])):
-            half.trace(stage, state, picks)
-    return _Found(picks, bound, total, proven)
+            if len(half.cost) * len(item) > most:
+                whole = False
+                break
+            half.extend(choice, self.best - 1 + self.slack)
+            self.states += len(half.cost)
+            if width is not None and len(half.cost) > width:
+                half.narrow(width)
+                whole = False
+            pairs = len(halves[0].cost) * len(halves[1].cost)
+            if pairs >= 4 * joined or number < 8 or (width is not None and number % 4 == 0):
+                joined = pairs
+                self._join(*halves)
+                if self.room_for_regret < 0:
+                    return True
+        self._join(*halves)
+        return whole or self.room_for_regret < 0
+
+    def _join(self, one: _Half, two: _Half) -> None:
+        """Takes the best pair of states, if it is better than what is known."""
+        partner = np.searchsorted(two.weight, self.room - one.weight, side="right") - 1
+        together = np.where(partner >= 0, self.base_cost + one.cost + two.cost[partner], self.best)
+        if not len(together):
+            return
+        state = int(together.argmin())
+        if together[state] < self.best:
+            self.best = int(together[state])
+            self.picks = self.base.copy()
+            one.trace(state, self.picks)
+            two.trace(int(partner[state]), self.picks)

@@ -31,7 +31,7 @@ SPREAD = np.array((1.0, 0.9, 1.1, 0.75, 1.33, 0.5, 2.0))
 """Multipliers that bound a state, relative to the relaxation's."""
 MANY = 512
 """States from which on all of them are tried."""
-WIDTH = 1024
+WIDTH = 512
 """States per half of the first search."""
 MOST = 2**22
 """Most candidates that one step of the search may make: some hundred MB."""

@@ -43,8 +43,8 @@ def check_batch(batch: object) -> None:
 
 
 def check_bytes(name: str, value: object) -> None:
-    """Raises: UsageError unless ``value`` is a number of bytes >= 0, or None."""
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+    """Raises: UsageError unless ``value`` is a number of bytes (less than 2^60), or None."""
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**60):
         raise UsageError(f"{name}={value!r} must be a number of bytes >= 0, or None", **{name: value})
 
 

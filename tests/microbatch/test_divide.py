@@ -147,6 +147,7 @@ def test_more_exact_arithmetic_is_welcome_less_is_not():
         lambda: Micro(1, "A", "float32", float("nan"), 0),
         lambda: Micro(1, "A", "float32", -1.0, 0),
         lambda: Micro(1, "A", "float32", 1e-6, -1),
+        lambda: Micro(1, "A", "float32", 1e-6, 2**64),
         lambda: Table(convolution(), (Micro(1, "A", "float16", 1e-6, 0),)),
         lambda: Table(convolution(), (Micro(1, "A", "float32", 1e-6, 0),) * 2),
         lambda: wr.divide(table_of((1, "A", 1, 0)), 0),

@@ -18,6 +18,9 @@ from jcuts.microbatch.table import POLICIES, Division
 from jcuts.microbatch.wd import CONSTRAINTS
 
 HELP = "divide convolutions under a workspace limit, offline"
+COLUMNS = ("kernel", "division", "time", "undivided", "gain", "workspace", "unlimited", "set")
+WIDE = ("undivided", "unlimited", "set")
+"""Columns that a narrow terminal has no room for; JSON and the page have everything."""
 _UNITS = {"": 0, "b": 0, "k": 10, "kib": 10, "m": 20, "mib": 20, "g": 30, "gib": 30}
 
 
@@ -157,9 +160,10 @@ def _show(analysis: Analysis) -> None:
         what = f"at most {size(analysis.limit)} in all, constraint {analysis.constraint}"
     title = f"{analysis.network.name} on {analysis.device}: {analysis.method}, {what}, policy {analysis.policy}"
     out.print(title, style="bold", markup=False)
-    columns = ("kernel", "division", "time", "undivided", "gain", "workspace", "unlimited", "set")
-    lines = [_line(row) for row in analysis.rows]
-    out.print(table("Kernels", columns, lines, right=(2, 3, 4, 5, 6, 7)))
+    shown = [name for name in COLUMNS if out.width >= 110 or name not in WIDE]
+    places = [COLUMNS.index(name) for name in shown]
+    lines = [[_line(row)[place] for place in places] for row in analysis.rows]
+    out.print(table("Kernels", shown, lines, right=range(2, len(shown))))
     plain = analysis.undivided
     gain = f", undivided under the same limits {duration(plain)}: {plain / analysis.seconds:.2f}x" if plain else ""
     out.print(f"time {duration(analysis.seconds)}{gain}")

@@ -57,6 +57,24 @@ def test_liveness_equals_enumeration(seed):
     check(found, expected, costs, weights, every_step)
 
 
+@pytest.mark.parametrize("seed", range(150))
+def test_the_exhaustive_passes_equal_enumeration(seed, monkeypatch):
+    # Such short lists in the first passes that the second ones must do the work; every bound is tried.
+    for module, name, value in (
+        (knapsack, "WIDTH", 1), (knapsack, "MANY", 0), (liveness, "BEAM", 1), (liveness, "PAIRWISE", 2)
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+    rng = np.random.default_rng(10_000 + seed)
+    costs, weights = random_sets(rng, 6, 24, ("uncorrelated", "weak", "strong")[seed % 3])
+    share = rng.uniform(0.05, 0.95)
+    limit = int(sum(w[0] for w in weights) * (1 - share) + sum(w[-1] for w in weights) * share)
+    limits = [Clique(tuple(range(6)), limit)]
+    check(knapsack.choose(costs, weights, limit), reference.knapsack(costs, weights, limits), costs, weights, limits)
+    lives = [(k, k + 2) for k in range(6)]
+    limits = cliques(lives, (), limit // 2)
+    check(liveness.choose(costs, weights, limits), reference.knapsack(costs, weights, limits), costs, weights, limits)
+
+
 @pytest.mark.parametrize("kind", ["uncorrelated", "weak", "strong"])
 @pytest.mark.parametrize("size", [(20, 90), (159, 562)])
 def test_knapsack_equals_highs(kind, size):

@@ -1,7 +1,8 @@
 """Candidate schedules of a program for a GPU, best estimate first.
 
-Two forms (`codegen.cuda`): *point*, in which a thread computes a register tile of output points by itself, and *team*,
-in which threads share the points of a reduced row.  A schedule is data in the program: ``params`` name the form, the
+Three forms (`codegen.cuda`): *point*, in which a thread computes a register tile of output points by itself, *team*, in
+which threads share the points of a reduced row, and *columns*, in which they share those of neighbouring outputs.  A
+schedule is data in the program: ``params`` name the form, the
 threads of a block and how rows are shared; ``unroll`` of the axes is the register tile.  Programs that no form fits get
 no candidate and stay with XLA: dense products and convolutions are the vendor libraries' for now.
 """
@@ -84,6 +85,8 @@ def _all(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
             yield from _rows(program, machine)
         else:
             yield from _columns(collapsed(program), machine)
+    elif _side_by_side(phase):
+        yield from _columns(collapsed(program), machine)
     elif length <= TAPS:
         yield from _window(collapsed(program), machine)
 
@@ -211,9 +214,13 @@ def _slid(phase: Phase, lane: str) -> list[Axis]:
 
 
 def _window_values(phase: Phase, unroll: dict[str, int]) -> int:
-    """Values that a tile loads (equal addresses once)."""
+    """Values that a tile of a window loads."""
+    return _distinct(phase, {**unroll, **{r.name: r.extent for r in phase.reds}})
+
+
+def _distinct(phase: Phase, counts: dict[str, int]) -> int:
+    """Values that so many points along each axis load (equal addresses once)."""
     total = 0
-    counts = {**unroll, **{r.name: r.extent for r in phase.reds}}
     for node in _loads(phase):
         assert node.index is not None
         distinct = {0}
@@ -233,6 +240,14 @@ def _along_rows(phase: Phase) -> bool:
     last = phase.reds[-1].name
     strides = [n.index.stride(last) for n in _loads(phase) if n.index is not None and n.index.stride(last) != 0]
     return not phase.axes or any(s == 1 for s in strides) or not strides
+
+
+def _side_by_side(phase: Phase) -> bool:
+    """Long sums whose operands all lie along the last output axis: gradients of depthwise filters."""
+    if not phase.axes or math.prod(r.extent for r in phase.reds) <= TAPS:
+        return False
+    lane = phase.axes[-1].name
+    return all(n.index is not None and n.index.stride(lane) == 1 for n in _loads(phase))
 
 
 def _rows(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
@@ -290,29 +305,85 @@ def _row_shape(program: Program) -> tuple[int, int]:
 
 
 def _columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
-    """Neighbouring outputs in neighbouring threads; the terms are split over the grid to fill it."""
+    """Neighbouring outputs in neighbouring threads; rows of threads, and blocks, share the terms."""
     phase = program.phases[0]
     lane = phase.axes[-1]
     size = _narrowest(program)
-    length = math.prod(r.extent for r in phase.reds)
-    columns = math.prod(a.extent for a in phase.axes)
+    results = math.prod(a.extent for a in phase.axes)
     splittable = not any(acc.index_dtype for acc in phase.accs)
-    for vector, deep in itertools.product(_vectors(lane.extent, size), (8, 4, 16)):
-        reds = tuple(
-            replace(r, unroll=min(deep, r.extent) if k == len(phase.reds) - 1 else 1) for k, r in enumerate(phase.reds)
-        )
-        tiled = _unrolled(replace(program, phases=(replace(phase, reds=reds),)), {lane.name: vector})
-        threads = columns / vector
-        for target in (0.25, 0.125, 0.5, 1.0):
-            count = int(min(machine.threads * target / threads, length / 8, 4096))
-            count = count if count > 1 and splittable else 1
-            # Enough bytes under way for the memory's latency; more groups only make more partial results.
-            under_way = threads * count * min(deep, -(-length // count)) * vector * size
-            partial = 32.0 * columns * count / (length * columns * size)  # a sector per partial result
-            score = min(1.0, under_way / IN_FLIGHT) / (1.0 + partial) * (0.7 + 0.3 * min(1.0, vector * size / ACCESS))
-            score *= {8: 1.0, 4: 0.97, 16: 0.96}[deep]
-            more = (("split", count),) if count > 1 else ()
-            yield _with(tiled, "point", 128, *more), score
+    moved = float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
+    for taps, tile in _column_tiles(phase):
+        terms = math.prod(r.extent // tile.get(r.name, 1) for r in phase.reds)
+        inside = math.prod(tile.values())
+        outer = math.prod(a.extent // taps.get(a.name, 1) for a in phase.axes[:-1])
+        for vector in _vectors(lane.extent, size):
+            kept = math.prod(taps.values()) * vector * len(phase.accs)
+            loads = _distinct(phase, {**taps, **tile, lane.name: vector})
+            if kept > REGISTERS // 2 or loads > 2 * REGISTERS:
+                continue
+            vectors = lane.extent // vector
+            for across, threads, flight in itertools.product(_across(vectors), (256, 512, 1024), (4, 8, 2, 1)):
+                deep = threads // across
+                if flight > 1 and (inside > 1 or kept + flight * loads > REGISTERS or deep * flight > 2 * terms):
+                    continue
+                if across * vector > threads or (threads == 1024 and kept + flight * loads > 40):
+                    continue
+                lanes = -(-vectors // across)
+                held = 1 if kept + flight * loads > 80 else 2 if kept + flight * loads > 40 else 3
+                resident = machine.sms * max(1, held * 768 // threads)  # blocks that run at once
+                for waves in (1, 2, 4, 0):
+                    split = 1 if waves == 0 else min(waves * resident // (lanes * outer), terms // (2 * deep * flight))
+                    if split < 1 or (split == 1) != (waves == 0) or (split > 1 and not splittable):
+                        continue
+                    blocks = lanes * outer * split
+                    rounds = -(-blocks // resident)
+                    under_way = min(blocks, resident) * threads * min(flight * loads, 16) * size
+                    waste = rounds * resident / blocks if rounds < 3 else 1.0
+                    waste = min(waste, resident / min(blocks, resident)) if rounds == 1 else waste
+                    lines = min(1.0, 0.55 + 0.45 * across * vector * size / 128)
+                    idle = lanes * across / vectors * threads / (across * deep)
+                    whole = moved / _fastest_memory()
+                    spent = whole * max(1.0, IN_FLIGHT / under_way) * max(1.0, idle * 0.8) / lines
+                    spent = spent * (0.85 + 0.15 * waste) + 4e-6 + (2.5e-6 if split > 1 else 0.0)
+                    spent += 4.0 * results * split * (split > 1) / _fastest_memory()
+                    spent *= {4: 1.0, 8: 1.01, 2: 1.02, 1: 1.05}[flight] * {512: 1.0, 256: 1.01, 1024: 1.03}[threads]
+                    params = (("across", across), ("flight", flight), *((("split", split),) if split > 1 else ()))
+                    yield _with(_tiled(program, {**taps, lane.name: vector}, tile), "columns", threads, *params), (
+                        whole / spent if whole else 1.0
+                    )
+
+
+def _column_tiles(phase: Phase) -> list[tuple[dict[str, int], dict[str, int]]]:
+    """Outputs and terms that a thread takes together: (axis -> unroll, reduction -> unroll).
+
+    A single term of a single output but for windows (filter gradients), whose outputs at different taps share operands.
+    """
+    strides = {a.name: [n.index.stride(a.name) for n in _loads(phase) if n.index is not None] for a in phase.axes[:-1]}
+    slides = {
+        name for name, moves in strides.items()
+        if any(m not in (0, None) for m in moves) and any(m == 0 for m in moves)
+    }  # fmt: skip
+    taps = {a.name: a.extent for a in phase.axes[:-1] if a.name in slides}
+    if not taps or math.prod(taps.values()) > TAPS:
+        return [({}, {})]
+    last = phase.reds[-1] if len(phase.reds) == 1 else max(phase.reds, key=lambda r: _innermost(phase, r.name))
+    lengths = [n for n in (8, 7, 6, 5, 4, 3, 2) if last.extent % n == 0][:3]
+    return [*((taps, {last.name: n}) for n in lengths), (taps, {})]
+
+
+def _innermost(phase: Phase, name: str) -> float:
+    """How close together the points of a reduction lie."""
+    strides = [abs(s) for n in _loads(phase) if n.index is not None and (s := n.index.stride(name))]
+    return -max(strides, default=math.inf)
+
+
+def _across(vectors: int) -> list[int]:
+    """Threads of a block along the outputs: whole lines, or a divisor that leaves no thread idle."""
+    if vectors <= 8:
+        return [vectors]
+    found = [n for n in (8, 16, 32, 64) if n <= vectors]
+    exact = [n for n in range(12, min(vectors, 64) + 1) if vectors % n == 0 and n % 4 == 0]
+    return list(dict.fromkeys([*found, *exact[:1], *exact[-1:]]))
 
 
 # -- helpers --------------------------------------------------------------------------------------------------------
@@ -325,6 +396,12 @@ def _unrolled(program: Program, unroll: dict[str, int]) -> Program:
     phase = program.phases[0]
     axes = tuple(replace(a, unroll=min(unroll.get(a.name, 1), a.extent)) for a in phase.axes)
     return replace(program, phases=(replace(phase, axes=axes),))
+
+
+def _tiled(program: Program, unroll: dict[str, int], terms: dict[str, int]) -> Program:
+    phase = _unrolled(program, unroll).phases[0]
+    reds = tuple(replace(r, unroll=terms.get(r.name, 1), chains=1) for r in phase.reds)
+    return replace(program, phases=(replace(phase, reds=reds),))
 
 
 def _loads(phase: Phase) -> list[Node]:

@@ -15,10 +15,11 @@ from jcuts.codegen import lanes as L
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.codegen.cuda import assemble
 from jcuts.codegen.cuda.builder import GpuBuilder
-from jcuts.codegen.cuda.emit import CudaSource, emit_source
+from jcuts.codegen.cuda.columns import ColumnEmitter, ColumnShape
+from jcuts.codegen.cuda.emit import AnyShape, CudaSource, emit_source
 from jcuts.codegen.cuda.image import SYMBOL, Image, Launch
 from jcuts.codegen.cuda.parts import parts
-from jcuts.codegen.cuda.point import PointEmitter, Shape
+from jcuts.codegen.cuda.point import PointEmitter
 from jcuts.codegen.cuda.target import CudaTarget
 from jcuts.codegen.cuda.team import TeamEmitter, TeamShape
 from jcuts.dfg.program import Program
@@ -163,10 +164,11 @@ def _narrow(builder: Any, value: Any) -> Any:
     return builder.trunc(value, L.I32) if value.type.width > 32 else value
 
 
-def _tile(program: Program, shape: Shape | TeamShape, types: Any, intrinsic: Any, symbol: str) -> object:
+def _tile(program: Program, shape: AnyShape, types: Any, intrinsic: Any, symbol: str) -> object:
     """A numba intrinsic that emits what one thread does."""
     buffers = [b for b in program.buffers if b.role != "local"]
     integers = ["row", "lane"] if isinstance(shape, TeamShape) else [a.name for a in program.phases[0].axes]
+    integers += ["thread"] if isinstance(shape, ColumnShape) else []
 
     def signature_of(*operands: Any) -> Any:
         def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -189,12 +191,15 @@ def _tile(program: Program, shape: Shape | TeamShape, types: Any, intrinsic: Any
 
 
 def _emit(
-    builder: GpuBuilder, program: Program, shape: Shape | TeamShape, pointers: Mapping[str, Any],
+    builder: GpuBuilder, program: Program, shape: AnyShape, pointers: Mapping[str, Any],
     integers: Mapping[str, Any], symbol: str,
 ) -> None:  # fmt: skip
     buffers = {b.name: b for b in program.buffers}
     if isinstance(shape, TeamShape):
         TeamEmitter(builder, program, shape, buffers, pointers, integers["row"], integers["lane"], symbol).emit()
+        return
+    if isinstance(shape, ColumnShape):
+        ColumnEmitter(builder, program, shape, buffers, pointers, integers, symbol).emit()
         return
     phase = program.phases[0]
     multiples = {a.name: a.unroll for a in phase.axes}

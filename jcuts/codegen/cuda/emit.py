@@ -8,13 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jcuts.base.errors import CompileRejected
+from jcuts.codegen.cuda.columns import ColumnShape, lane_blocks, shape_of
 from jcuts.codegen.cuda.memory import LIMIT
 from jcuts.codegen.cuda.point import Shape
-from jcuts.codegen.cuda.team import WARP, TeamShape, row_count, row_length
+from jcuts.codegen.cuda.shared import WARP
+from jcuts.codegen.cuda.team import TeamShape, row_count, row_length
 from jcuts.dfg.program import Phase, Program
 
 GRID_LIMIT = 2**31 - 1
 MAX_THREADS = 1024
+FORMS = ("point", "team", "columns")
+AnyShape = Shape | TeamShape | ColumnShape
 
 
 @dataclass
@@ -24,7 +28,7 @@ class CudaSource:
     text: str
     blocks: int
     threads: int
-    variants: dict[str, Shape | TeamShape] = field(default_factory=dict)
+    variants: dict[str, AnyShape] = field(default_factory=dict)
     helpers: dict[str, tuple[str, int]] = field(default_factory=dict)
 
 
@@ -32,13 +36,13 @@ def emit_source(program: Program) -> CudaSource:
     """The numba.cuda source of one kernel (a part, see `codegen.cuda.parts`)."""
     params = dict(program.params)
     form, threads = params.get("cuda"), int(str(params.get("threads", 0)))
-    if form not in ("point", "team") or not 1 <= threads <= MAX_THREADS:
+    if form not in FORMS or not 1 <= threads <= MAX_THREADS:
         raise CompileRejected(f"{program.name}: no schedule for a GPU ({program.params})")
     for buffer in program.buffers:
         if buffer.size > LIMIT:
             raise CompileRejected(f"{program.name}: {buffer.name} has {buffer.size} elements, indices reach {LIMIT}")
     writer = _Writer(program, threads)
-    return writer.point() if form == "point" else writer.team()
+    return {"point": writer.point, "team": writer.team, "columns": writer.columns}[str(form)]()
 
 
 class _Writer:
@@ -47,7 +51,7 @@ class _Writer:
         self.names = [b.name for b in program.buffers if b.role != "local"]
         self.lines = [f"def kernel({', '.join(self.names)}):"]
         self.helpers: dict[str, tuple[str, int]] = {}
-        self.variants: dict[str, Shape | TeamShape] = {}
+        self.variants: dict[str, AnyShape] = {}
 
     def line(self, depth: int, text: str) -> None:
         self.lines.append("    " * depth + text)
@@ -161,6 +165,25 @@ class _Writer:
         self.variants[name] = shape
         self.line(1, f"{name}({', '.join([*self.names, 'row', 'lane'])})")
         return self.done(-(-row_count(self.program) // per_block))
+
+    def columns(self) -> CudaSource:
+        phase = self._only_phase()
+        shape = shape_of(self.program)
+        lane = phase.axes[-1]
+        counts = {a.name: -(-a.extent // a.unroll) for a in phase.axes[:-1]}
+        counts[lane.name] = lane_blocks(phase, shape)
+        if any(a.extent % a.unroll for a in phase.axes):
+            raise CompileRejected(f"{self.program.name}: tiles that do not divide the result")
+        self.line(1, "block = cuda.blockIdx.x")
+        self.line(1, "thread = cuda.threadIdx.x")
+        places = self._decoded(1, "block", counts)
+        for axis in phase.axes:
+            step = shape.across if axis is lane else axis.unroll
+            self.line(1, f"{axis.name} = {places[axis.name]}" + (f" * {step}" if step > 1 else ""))
+        name = f"columns_of_{shape.across}x{shape.deep}"
+        self.variants[name] = shape
+        self.line(1, f"{name}({', '.join([*self.names, *(a.name for a in phase.axes), 'thread'])})")
+        return self.done(math.prod(counts.values()))
 
     def _only_phase(self) -> Phase:
         if len(self.program.phases) != 1:

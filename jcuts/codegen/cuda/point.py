@@ -64,11 +64,13 @@ class PointEmitter:
         # Base + offset stays inside the axis, so the base is bounded by what is left.
         self.ranges = {a.name: max(1, a.extent - counts[a.name] + 1) for a in phase.axes}
         self.slots: dict[tuple[int, Point, int], list[L.Value]] = {}
+        self.live: L.Value | None = None
+        """What every store needs, where not every thread has a point of its own."""
 
     def _frame(self, bases: Mapping[str, L.Value], ranges: Mapping[str, int], steps: Mapping[str, int]) -> M.Frame:
         return M.Frame(
             self.builder, {**self.variables, **bases}, self.pointers, {**self.ranges, **ranges},
-            {**self.multiples, **steps},
+            {**self.multiples, **steps}, live=self.live,
         )  # fmt: skip
 
     def emit(self) -> None:
@@ -190,11 +192,20 @@ class PointEmitter:
         emitter = Emitter(frame, tile.graph, self.buffers)
         emitter.plan(value for _, _, _, values in tile.terms for value in values)
         for point, red_point, number, values in sorted(tile.terms, key=lambda t: _memory_order(tile.graph, t[3])):
+            if self._changes_nothing(tile.graph, number, values):
+                continue
             chain = 0
             offsets = dict(red_point)
             for red in self.phase.reds:
                 chain = chain * red.chains + offsets[red.name] % red.chains
             contribute(emitter, self.phase.accs[number], self.slots[number, point, chain], values)
+
+    def _changes_nothing(self, graph: Graph, number: int, values: tuple[int, ...]) -> bool:
+        """A term that is the neutral element in every tile: holes of a dilated operand, padding."""
+        acc, node = self.phase.accs[number], graph.nodes[values[0]]
+        if node.op != "const" or acc.index_dtype or all(r.extent == 1 for r in self.phase.reds):
+            return False
+        return node.value == identity(acc.combine, acc.dtype)
 
     def _finish(self) -> None:
         frame = self._frame({}, {}, {})

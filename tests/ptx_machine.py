@@ -479,6 +479,13 @@ def _permute(parts: list[str], a: np.ndarray, b: np.ndarray, selector: np.ndarra
     return np.take_along_axis(pool, chosen.astype(np.int64), 1).copy().view(np.uint32).reshape(-1)
 
 
+def _dot(parts: list[str], a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """dp2a of unsigned numbers: two halves of a with two bytes of b (the lower or the upper ones)."""
+    place = np.uint32(0 if "lo" in parts else 16)
+    low, high = (b >> place) & np.uint32(255), (b >> (place + np.uint32(8))) & np.uint32(255)
+    return (a & np.uint32(0xFFFF)) * low + (a >> np.uint32(16)) * high + c
+
+
 _ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
     "mov": lambda parts, a: a, "add": lambda parts, a, b: a + b, "sub": lambda parts, a, b: a - b, "mul": _high,
     "mad": lambda parts, a, b, c: a * b + c, "fma": _fma, "div": _divide, "rem": _remainder,
@@ -488,7 +495,7 @@ _ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
     "max": _extreme(np.maximum, np.fmax), "min": _extreme(np.minimum, np.fmin),
     "sqrt": lambda parts, a: np.sqrt(a), "rcp": lambda parts, a: 1 / a, "prmt": _permute,
     "ex2": lambda parts, a: np.exp2(a), "rsqrt": lambda parts, a: 1 / np.sqrt(a), "tanh": lambda parts, a: np.tanh(a),
-    "copysign": lambda parts, a, b: np.copysign(b, a), "cvta": lambda parts, a: a,
+    "copysign": lambda parts, a, b: np.copysign(b, a), "cvta": lambda parts, a: a, "dp2a": _dot,
 }  # fmt: skip
 
 

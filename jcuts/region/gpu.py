@@ -27,6 +27,7 @@ REGISTERS = 128  # 32-bit values that a tile may keep: twice that fits, but leav
 RESIDENT = 32  # elements of a row that one thread keeps in registers
 IN_FLIGHT = 6 << 20  # bytes: memory bandwidth times latency of the largest GPUs, with room
 TEAMS = (8, 16, 32, 64, 128, 256, 512, 1024)
+MOST_STRIDE = 4  # of a window, or dilation, whose period a register tile covers
 LEAST = 4  # candidates that are left whatever the share says
 
 
@@ -173,12 +174,15 @@ def _window(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     points = math.prod(a.extent for a in phase.axes)
     slid = _slid(phase, lane.name)
     taps = math.prod(r.extent for r in phase.reds)
+    periods = {a.name: min(a.extent, _period(phase, a.name)) for a in slid}
     for vector in _vectors(lane.extent, size):
         for rows in (1, 2, 4, 7, 8):
             for columns in (1, 2, 4):
                 unroll = {lane.name: vector}
                 for axis, count in zip(reversed(slid), (columns, rows), strict=False):
                     unroll[axis.name] = count
+                if any(unroll[a.name] % periods[a.name] for a in slid):
+                    continue
                 if (columns > 1 and not slid) or (rows > 1 and len(slid) < 2):
                     continue
                 if any(count > a.extent for a in slid for count in [unroll[a.name]]):
@@ -206,11 +210,35 @@ def _slid(phase: Phase, lane: str) -> list[Axis]:
         for node in _loads(phase):
             assert node.index is not None
             step = node.index.stride(axis.name)
+            if step is None and _period(phase, axis.name) <= MOST_STRIDE:
+                found.append(axis)
+                break
             if step and any((s := node.index.stride(r.name)) and step % s == 0 and step // s < r.extent + 1
                             for r in phase.reds):  # fmt: skip
                 found.append(axis)
                 break
     return found[-2:]
+
+
+def _period(phase: Phase, axis: str) -> int:
+    """After how many points along an axis all remainders in addresses and guards come back: stride or dilation."""
+    period = 1
+
+    def visit(index: Index) -> None:
+        nonlocal period
+        for atom, _ in index.terms:
+            if atom.inner is not None:
+                if axis in atom.inner.axes():
+                    step = atom.inner.stride(axis)
+                    period = math.lcm(period, atom.modulus // math.gcd(atom.modulus, step or 1))
+                visit(atom.inner)
+
+    for graph in (phase.body, phase.exit):
+        for node in graph.nodes:
+            for index in (node.index, *(g.index for g in node.guards)):
+                if index is not None:
+                    visit(index)
+    return period
 
 
 def _window_values(phase: Phase, unroll: dict[str, int]) -> int:
@@ -223,14 +251,35 @@ def _distinct(phase: Phase, counts: dict[str, int]) -> int:
     total = 0
     for node in _loads(phase):
         assert node.index is not None
-        distinct = {0}
-        for name, count in counts.items():
-            stride = node.index.stride(name)
-            if stride is None:
-                distinct = {d * 100003 + k for d in distinct for k in range(count)}
-            elif stride and count > 1:
-                distinct = {d + stride * k for d in distinct for k in range(count)}
+        index = node.index
+        even = {n: c for n, c in counts.items() if index.stride(n) is not None and c > 1}
+        odd = {n: c for n, c in counts.items() if index.stride(n) is None}
+        distinct: set[object] = {0}
+        if odd and not index.values():
+            moduli = [g for g in node.guards if g.low == g.high]
+            distinct = set()
+            for point in itertools.product(*(range(c) for c in odd.values())):
+                where = dict(zip(odd, point, strict=True))
+                if all(_number(g.index, where) == g.low for g in moduli):
+                    distinct.add(_number(index, where))
+        for name, count in even.items():
+            stride = index.stride(name)
+            if stride:
+                distinct = {d + stride * k for d in distinct for k in range(count)}  # type: ignore[operator]
         total += len(distinct)
+    return total
+
+
+def _number(index: Index, where: dict[str, int]) -> int:
+    """The expression at a point of a tile that begins at a large multiple of every modulus."""
+    total = index.const
+    for atom, coef in index.terms:
+        part = where.get(atom.name, 0) if atom.inner is None else _number(atom.inner, where)
+        if atom.kind == "div":
+            part //= atom.modulus
+        elif atom.kind == "mod":
+            part %= atom.modulus
+        total += coef * part
     return total
 
 
@@ -307,6 +356,9 @@ def _row_shape(program: Program) -> tuple[int, int]:
 def _columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     """Neighbouring outputs in neighbouring threads; rows of threads, and blocks, share the terms."""
     phase = program.phases[0]
+    # Terms that lie far apart change slowest: what neighbouring terms share is still in the cache.
+    phase = replace(phase, reds=tuple(sorted(phase.reds, key=lambda r: _innermost(phase, r.name))))
+    program = replace(program, phases=(phase,))
     lane = phase.axes[-1]
     size = _narrowest(program)
     results = math.prod(a.extent for a in phase.axes)
@@ -338,15 +390,17 @@ def _columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
                     blocks = lanes * outer * split
                     rounds = -(-blocks // resident)
                     under_way = min(blocks, resident) * threads * min(flight * loads, 16) * size
-                    waste = rounds * resident / blocks if rounds < 3 else 1.0
-                    waste = min(waste, resident / min(blocks, resident)) if rounds == 1 else waste
+                    even = -(-blocks // machine.sms) * machine.sms if rounds == 1 else rounds * resident
+                    waste = even / blocks if rounds < 4 else 1.0
                     lines = min(1.0, 0.55 + 0.45 * across * vector * size / 128)
                     idle = lanes * across / vectors * threads / (across * deep)
                     whole = moved / _fastest_memory()
                     spent = whole * max(1.0, IN_FLIGHT / under_way) * max(1.0, idle * 0.8) / lines
-                    spent = spent * (0.85 + 0.15 * waste) + 4e-6 + (2.5e-6 if split > 1 else 0.0)
+                    spent *= 1.0 + 0.04 * (loads / (inside * vector) - 1.0)  # what the caches deliver again
+                    spent = spent * (0.6 + 0.4 * waste) + 4e-6 + (2.5e-6 if split > 1 else 0.0)
                     spent += 4.0 * results * split * (split > 1) / _fastest_memory()
-                    spent *= {4: 1.0, 8: 1.01, 2: 1.02, 1: 1.05}[flight] * {512: 1.0, 256: 1.01, 1024: 1.03}[threads]
+                    spent *= {4: 1.0, 8: 1.01, 2: 1.02, 1: 1.05}[flight] * {512: 1.0, 256: 1.01, 1024: 1.02}[threads]
+                    spent *= (1.0 if vector * size == ACCESS else 1.015) * {2: 1.01, 4: 1.03}.get(waves, 1.0)
                     params = (("across", across), ("flight", flight), *((("split", split),) if split > 1 else ()))
                     yield _with(_tiled(program, {**taps, lane.name: vector}, tile), "columns", threads, *params), (
                         whole / spent if whole else 1.0

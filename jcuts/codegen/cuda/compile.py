@@ -19,7 +19,7 @@ from jcuts.codegen.cuda.columns import ColumnEmitter, ColumnShape
 from jcuts.codegen.cuda.emit import AnyShape, CudaSource, emit_source
 from jcuts.codegen.cuda.image import SYMBOL, Image, Launch
 from jcuts.codegen.cuda.parts import parts
-from jcuts.codegen.cuda.point import PointEmitter
+from jcuts.codegen.cuda.point import PointEmitter, counted_by_tile
 from jcuts.codegen.cuda.target import CudaTarget
 from jcuts.codegen.cuda.team import TeamEmitter, TeamShape
 from jcuts.dfg.program import Program
@@ -202,5 +202,6 @@ def _emit(
         ColumnEmitter(builder, program, shape, buffers, pointers, integers, symbol).emit()
         return
     phase = program.phases[0]
-    multiples = {a.name: a.unroll for a in phase.axes}
-    PointEmitter(builder, phase, shape, buffers, pointers, integers, multiples).emit()
+    by_tile = counted_by_tile(phase)
+    multiples = {a.name: a.unroll for a in phase.axes if a.name not in by_tile}
+    PointEmitter(builder, phase, shape, buffers, pointers, integers, multiples, by_tile).emit()

@@ -10,7 +10,7 @@ from typing import Any
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda.columns import ColumnShape, lane_blocks, shape_of
 from jcuts.codegen.cuda.memory import LIMIT
-from jcuts.codegen.cuda.point import Shape
+from jcuts.codegen.cuda.point import Shape, counted_by_tile
 from jcuts.codegen.cuda.shared import WARP
 from jcuts.codegen.cuda.team import TeamShape, row_count, row_length
 from jcuts.dfg.program import Phase, Program
@@ -83,8 +83,10 @@ class _Writer:
             self.line(1, f"if thread < {tiles}:")
             depth = 2
         places = self._decoded(depth, "thread", counts)
+        steps = self._steps(phase)
         for axis in phase.axes:
-            self.line(depth, f"{axis.name} = {places[axis.name]}" + (f" * {axis.unroll}" if axis.unroll > 1 else ""))
+            step = steps[axis.name]
+            self.line(depth, f"{axis.name} = {places[axis.name]}" + (f" * {step}" if step > 1 else ""))
         self._variants(phase, depth)
         return self.done(-(-tiles // self.threads))
 
@@ -96,17 +98,24 @@ class _Writer:
         inner = self._decoded(1, "cuda.threadIdx.x", shape)
         outer = self._decoded(1, "cuda.blockIdx.x", blocks)
         tests = []
+        steps = self._steps(phase)
         for axis in phase.axes:
-            place = outer[axis.name]
+            place, step = outer[axis.name], steps[axis.name]
             if axis.name in shape:
                 place = f"{place} * {shape[axis.name]} + {inner[axis.name]}"
                 if counts[axis.name] % shape[axis.name]:
-                    tests.append(f"{axis.name} < {counts[axis.name] * axis.unroll}")
-            self.line(1, f"{axis.name} = ({place}) * {axis.unroll}" if axis.unroll > 1 else f"{axis.name} = {place}")
+                    tests.append(f"{axis.name} < {counts[axis.name] * step}")
+            self.line(1, f"{axis.name} = ({place}) * {step}" if step > 1 else f"{axis.name} = {place}")
         if tests:
             self.line(1, f"if {' and '.join(tests)}:")
         self._variants(phase, 1 + bool(tests))
         return self.done(math.prod(blocks.values()))
+
+    @staticmethod
+    def _steps(phase: Phase) -> dict[str, int]:
+        """What the variable of an axis moves per tile."""
+        by_tile = counted_by_tile(phase)
+        return {a.name: 1 if a.name in by_tile else a.unroll for a in phase.axes}
 
     def _decoded(self, depth: int, number: str, counts: dict[str, int]) -> dict[str, str]:
         """Mixed-radix digits of a number, last axis fastest; intermediate quotients get lines of their own."""
@@ -126,12 +135,12 @@ class _Writer:
     def _variants(self, phase: Phase, depth: int) -> None:
         """One call per combination of full tiles and remainders."""
         options = []
+        steps = self._steps(phase)
         for axis in phase.axes:
             whole, rest = divmod(axis.extent, axis.unroll)
-            full = [(axis.unroll, f"{axis.name} < {whole * axis.unroll}" if rest else "")] if whole else []
-            options.append(
-                [*full, *([(rest, f"{axis.name} >= {whole * axis.unroll}" if whole else "")] if rest else [])]
-            )
+            end = whole * steps[axis.name]
+            full = [(axis.unroll, f"{axis.name} < {end}" if rest else "")] if whole else []
+            options.append([*full, *([(rest, f"{axis.name} >= {end}" if whole else "")] if rest else [])])
         arguments = ", ".join([*self.names, *(a.name for a in phase.axes)])
         for combination in itertools.product(*options):
             shape = Shape(tuple((a.name, n) for a, (n, _) in zip(phase.axes, combination, strict=True)))

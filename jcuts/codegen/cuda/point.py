@@ -33,6 +33,20 @@ class Shape:
     counts: tuple[tuple[str, int], ...]
 
 
+def counted_by_tile(phase: Phase) -> frozenset[str]:
+    """Axes whose variable counts tiles: those divided in some address (strided windows, dilation, reshapes).
+
+    With ``i = tile * unroll + offset`` quotients and remainders of an unrolled point are simplified away.
+    """
+    found = set()
+    graphs = (phase.body, phase.exit) if phase.reds else (phase.exit,)
+    indices = [n.index for g in graphs for n in g.nodes] + [d.index for g in graphs for n in g.nodes for d in n.guards]
+    for index in (*indices, *(s.address for s in phase.stores)):
+        if index is not None:
+            found |= {a.name for a in phase.axes if a.unroll > 1 and index.stride(a.name) is None}
+    return frozenset(found)
+
+
 def acc_types(acc: Acc) -> list[L.Type]:
     """LLVM types that an accumulator carries."""
     return [E.register_type(acc.dtype)] + ([L.element_type(acc.index_dtype)] if acc.index_dtype else [])
@@ -56,13 +70,19 @@ class PointEmitter:
     def __init__(
         self, builder: GpuBuilder, phase: Phase, shape: Shape, buffers: Mapping[str, Buffer],
         pointers: Mapping[str, L.Value], variables: Mapping[str, L.Value], multiples: Mapping[str, int],
+        by_tile: frozenset[str] = frozenset(),
     ) -> None:  # fmt: skip
+        self.by_tile = by_tile
         self.builder, self.phase, self.buffers, self.pointers = builder, phase, buffers, pointers
         self.variables, self.multiples, self.shape = dict(variables), dict(multiples), shape
         counts = dict(shape.counts)
-        self.axes = [Extent(a.name, counts[a.name]) for a in phase.axes]
+        self.axes = [Extent(a.name, counts[a.name], scale=a.unroll if a.name in by_tile else 1) for a in phase.axes]
         # Base + offset stays inside the axis, so the base is bounded by what is left.
-        self.ranges = {a.name: max(1, a.extent - counts[a.name] + 1) for a in phase.axes}
+        self.ranges = {
+            a.name: max(1, (a.extent - counts[a.name]) // a.unroll + 1 if a.name in by_tile
+                        else a.extent - counts[a.name] + 1)
+            for a in phase.axes
+        }  # fmt: skip
         self.slots: dict[tuple[int, Point, int], list[L.Value]] = {}
         self.live: L.Value | None = None
         """What every store needs, where not every thread has a point of its own."""
@@ -80,7 +100,7 @@ class PointEmitter:
             self._emit()
             return
         bare = PointEmitter(self.builder, _unguarded(self.phase), self.shape, self.buffers, self.pointers,
-                            self.variables, self.multiples)  # fmt: skip
+                            self.variables, self.multiples, self.by_tile)  # fmt: skip
         with self.builder.if_else(inside, likely=True) as (then, otherwise):
             with then:
                 bare._emit()

@@ -1,4 +1,4 @@
-"""``conv_general_dilated``: 1-D to 3-D, any layout, stride, padding, dilation, groups; gradients of depthwise filters."""
+"""``conv_general_dilated``: 1-D to 3-D, any layout, stride, padding, dilation, groups; depthwise filters' gradients."""
 
 from __future__ import annotations
 

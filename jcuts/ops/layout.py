@@ -37,7 +37,7 @@ def broadcast_in_dim(eqn: Equation) -> Op | Refusal:
 
 @op_rule("reshape", "squeeze", "expand_dims")
 def reshape(eqn: Equation) -> Op | Refusal:
-    """Same elements in row-major order under another shape (of a permutation first, where ``dimensions`` asks for it)."""
+    """Same elements in row-major order under another shape (of a permutation, where ``dimensions`` asks for one)."""
     source, target = eqn.inputs[0].shape, eqn.outputs[0].shape
     asked = eqn.params.get("dimensions") if eqn.prim == "reshape" else None
     order = tuple(range(len(source))) if asked is None else tuple(map(int, asked))

@@ -402,8 +402,9 @@ def _columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
                     spent *= {4: 1.0, 8: 1.01, 2: 1.02, 1: 1.05}[flight] * {512: 1.0, 256: 1.01, 1024: 1.02}[threads]
                     spent *= (1.0 if vector * size == ACCESS else 1.015) * {2: 1.01, 4: 1.03}.get(waves, 1.0)
                     params = (("across", across), ("flight", flight), *((("split", split),) if split > 1 else ()))
-                    yield _with(_tiled(program, {**taps, lane.name: vector}, tile), "columns", threads, *params), (
-                        whole / spent if whole else 1.0
+                    yield (
+                        _with(_tiled(program, {**taps, lane.name: vector}, tile), "columns", threads, *params),
+                        (whole / spent if whole else 1.0),
                     )
 
 

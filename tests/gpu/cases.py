@@ -84,27 +84,31 @@ CASES: dict[str, Case] = {
     "depthwise odd": (lambda x, w: conv(x, w, groups=7), (normal(1, 11, 9, 7), normal(5, 3, 1, 7))),
     "depthwise input gradient": (_input_gradient(11), (normal(3, 3, 1, 20), normal(2, 11, 12, 20))),
     "depthwise input gradient stride": (
-        _input_gradient(11, strides=(2, 2)), (normal(3, 3, 1, 12), normal(2, 6, 6, 12))
+        _input_gradient(11, strides=(2, 2)),
+        (normal(3, 3, 1, 12), normal(2, 6, 6, 12)),
     ),
     "depthwise filter gradient": (_filter_gradient((3, 3)), (normal(2, 14, 14, 20), normal(2, 14, 14, 20, seed=1))),
     "depthwise filter gradient stride": (
-        _filter_gradient((3, 5), strides=(2, 2)), (normal(3, 11, 13, 7), normal(3, 6, 7, 7))
+        _filter_gradient((3, 5), strides=(2, 2)),
+        (normal(3, 11, 13, 7), normal(3, 6, 7, 7)),
     ),
     "depthwise filter gradient long": (
-        _filter_gradient((3, 3)), (normal(6, 28, 28, 12), normal(6, 28, 28, 12, seed=1))
+        _filter_gradient((3, 3)),
+        (normal(6, 28, 28, 12), normal(6, 28, 28, 12, seed=1)),
     ),
     "max pool gradient": (
-        _pool_gradient(lax.max, -np.inf, 3, 2, "SAME"), (np.round(normal(2, 12, 13, 12)), normal(2, 6, 7, 12))
+        _pool_gradient(lax.max, -np.inf, 3, 2, "SAME"),
+        (np.round(normal(2, 12, 13, 12)), normal(2, 6, 7, 12)),
     ),
     "max pool gradient apart": (
-        _pool_gradient(lax.max, -np.inf, 2, 2, "VALID"), (np.round(normal(2, 9, 8, 5)), normal(2, 4, 4, 5))
+        _pool_gradient(lax.max, -np.inf, 2, 2, "VALID"),
+        (np.round(normal(2, 9, 8, 5)), normal(2, 4, 4, 5)),
     ),
     "max pool gradient one by one": (
-        _pool_gradient(lax.max, -np.inf, 3, 1, "SAME"), (np.round(normal(1, 7, 8, 6)), normal(1, 7, 8, 6))
+        _pool_gradient(lax.max, -np.inf, 3, 1, "SAME"),
+        (np.round(normal(1, 7, 8, 6)), normal(1, 7, 8, 6)),
     ),
-    "average pool gradient": (
-        _pool_gradient(lax.add, 0.0, 3, 2, "SAME"), (normal(2, 12, 13, 12), normal(2, 6, 7, 12))
-    ),
+    "average pool gradient": (_pool_gradient(lax.add, 0.0, 3, 2, "SAME"), (normal(2, 12, 13, 12), normal(2, 6, 7, 12))),
     "row sum": (lambda x: x.sum(1), (normal(37, 300),)),
     "row max odd": (lambda x: x.max(1) * 2, (normal(37, 77),)),
     "short rows": (lambda x: x.sum(-1), (normal(50, 9, 6),)),

@@ -261,9 +261,12 @@ CASES: list[OpCase] = [
     ),
     *(
         OpCase(
-            f"{n}-gradient", "select_and_scatter_add",
-            lambda x, g, f=f, i=i, k=k, s=s, p=p: pool_gradient(f, i, k, s, p, x, g), shapes, reduction=9,
-        )  # fmt: skip
+            f"{n}-gradient",
+            "select_and_scatter_add",
+            lambda x, g, f=f, i=i, k=k, s=s, p=p: pool_gradient(f, i, k, s, p, x, g),
+            shapes,
+            reduction=9,
+        )
         for n, f, i, k, s, p, shapes in (
             ("max-pool", lax.max, -np.inf, (1, 3, 3, 1), (1, 2, 2, 1), "SAME", ("f32[2,9,8,5]", "f32[2,5,4,5]")),
             ("max-pool-ties", lax.max, -np.inf, (3, 2), (1, 2), "VALID", ("f32[9,8]:small", "f32[7,4]")),

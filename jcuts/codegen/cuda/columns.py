@@ -23,11 +23,11 @@ from jcuts.codegen import lanes as L
 from jcuts.codegen.cuda.builder import GpuBuilder, asm
 from jcuts.codegen.cuda.point import PointEmitter, Shape, acc_types
 from jcuts.codegen.cuda.shared import WARP, read_word, reserve, shuffle, write_word
+from jcuts.codegen.cuda.within import only_within, without
 from jcuts.dfg.index import Index
 from jcuts.dfg.node import Guard
 from jcuts.dfg.program import Axis, Buffer, Phase, Program
 from jcuts.dfg.tile import Extent, Point, points
-from jcuts.codegen.cuda.within import only_within, without
 
 GROUP, TERM = "s", "f"
 SHARED = 24 << 10  # bytes of shared memory that the rows of threads meet in

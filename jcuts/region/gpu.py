@@ -26,6 +26,7 @@ TAPS = 64  # terms of a window that are unrolled in a thread; longer reductions 
 REGISTERS = 128  # 32-bit values that a tile may keep: twice that fits, but leaves few warps
 RESIDENT = 32  # elements of a row that one thread keeps in registers
 IN_FLIGHT = 6 << 20  # bytes: memory bandwidth times latency of the largest GPUs, with room
+WARP = 32
 TEAMS = (8, 16, 32, 64, 128, 256, 512, 1024)
 MOST_STRIDE = 4  # of a window, or dilation, whose period a register tile covers
 LEAST = 4  # candidates that are left whatever the share says
@@ -74,8 +75,10 @@ def _all(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
         return
     phase = program.phases[0]
     if len(program.phases) > 1:
-        if {g.axis for g in program.grid} == set(program.serial):  # else the lanes run along columns
+        if {g.axis for g in program.grid} == set(program.serial):
             yield from _team(program, machine, 1)
+        else:
+            yield from _column_rows(program, machine)
         return
     if not phase.reds:
         yield from _map(collapsed(program), machine)
@@ -408,6 +411,37 @@ def _columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
                     )
 
 
+def _column_rows(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    """Programs of several phases along columns: a block has all points of its columns."""
+    phase = next(p for p in program.phases if p.reds)
+    lane = phase.axes[-1]
+    size = _narrowest(program)
+    length = math.prod(r.extent for r in phase.reds)
+    outer = math.prod(a.extent for a in phase.axes[:-1])
+    for vector in _vectors(lane.extent, size):
+        for across, threads in itertools.product(_across(lane.extent // vector), (1024, 512, 256, 128)):
+            unit = WARP // math.gcd(across, WARP)
+            deep = threads // across // unit * unit
+            if deep < 1 or vector > deep or deep > 2 * length:
+                continue
+            pieces = -(-length // deep)
+            kept = pieces * vector
+            if kept <= RESIDENT:
+                chunks = pieces
+            elif kept <= 2 * RESIDENT and threads <= 512:
+                continue  # too much for registers at full occupancy, too little for a loop
+            else:
+                chunks = max(1, 8 // vector)
+            blocks = -(-lane.extent // (vector * across)) * outer
+            fill = min(1.0, blocks * across * deep / machine.threads)
+            lines = min(1.0, 0.4 + 0.6 * across * vector * size / 128)
+            depth = min(1.0, 0.3 + 0.7 * kept / 16) if chunks == pieces else 0.5
+            score = lines * (0.1 + 0.9 * fill) * depth * length / (pieces * deep)
+            score *= {1024: 0.93, 512: 1.0, 256: 0.98, 128: 0.9}[threads]
+            params = (("across", across), ("vector", vector), ("chunks", chunks))
+            yield _with(program, "column_rows", across * deep, *params), score
+
+
 def _column_tiles(phase: Phase) -> list[tuple[dict[str, int], dict[str, int]]]:
     """Outputs and terms that a thread takes together: (axis -> unroll, reduction -> unroll).
 
@@ -443,7 +477,7 @@ def _across(vectors: int) -> list[int]:
 
 # -- helpers --------------------------------------------------------------------------------------------------------
 def _with(program: Program, form: str, threads: int, *more: tuple[str, object]) -> Program:
-    return replace(program, grid=program.grid if program.serial else (), lanes=1,
+    return replace(program, grid=program.grid if len(program.phases) > 1 else (), lanes=1,
                    params=(("cuda", form), ("threads", threads), *more))  # fmt: skip
 
 

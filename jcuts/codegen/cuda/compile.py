@@ -15,6 +15,7 @@ from jcuts.codegen import lanes as L
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.codegen.cuda import assemble
 from jcuts.codegen.cuda.builder import GpuBuilder
+from jcuts.codegen.cuda.column_rows import ColumnRowsEmitter, ColumnRowsShape, outer_axes
 from jcuts.codegen.cuda.columns import ColumnEmitter, ColumnShape
 from jcuts.codegen.cuda.emit import AnyShape, CudaSource, emit_source
 from jcuts.codegen.cuda.image import SYMBOL, Image, Launch
@@ -167,8 +168,9 @@ def _narrow(builder: Any, value: Any) -> Any:
 def _tile(program: Program, shape: AnyShape, types: Any, intrinsic: Any, symbol: str) -> object:
     """A numba intrinsic that emits what one thread does."""
     buffers = [b for b in program.buffers if b.role != "local"]
-    integers = ["row", "lane"] if isinstance(shape, TeamShape) else [a.name for a in program.phases[0].axes]
-    integers += ["thread"] if isinstance(shape, ColumnShape) else []
+    axes = outer_axes(program) if isinstance(shape, ColumnRowsShape) else program.phases[0].axes
+    integers = ["row", "lane"] if isinstance(shape, TeamShape) else [a.name for a in axes]
+    integers += ["thread"] if isinstance(shape, (ColumnShape, ColumnRowsShape)) else []
 
     def signature_of(*operands: Any) -> Any:
         def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -197,6 +199,9 @@ def _emit(
     buffers = {b.name: b for b in program.buffers}
     if isinstance(shape, TeamShape):
         TeamEmitter(builder, program, shape, buffers, pointers, integers["row"], integers["lane"], symbol).emit()
+        return
+    if isinstance(shape, ColumnRowsShape):
+        ColumnRowsEmitter(builder, program, shape, buffers, pointers, integers, symbol).emit()
         return
     if isinstance(shape, ColumnShape):
         ColumnEmitter(builder, program, shape, buffers, pointers, integers, symbol).emit()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jcuts.base.errors import CompileRejected
+from jcuts.codegen.cuda.column_rows import ColumnRowsShape, column_rows_shape, outer_axes
 from jcuts.codegen.cuda.columns import ColumnShape, lane_blocks, shape_of
 from jcuts.codegen.cuda.memory import LIMIT
 from jcuts.codegen.cuda.point import Shape, counted_by_tile
@@ -17,8 +18,8 @@ from jcuts.dfg.program import Phase, Program
 
 GRID_LIMIT = 2**31 - 1
 MAX_THREADS = 1024
-FORMS = ("point", "team", "columns")
-AnyShape = Shape | TeamShape | ColumnShape
+FORMS = ("point", "team", "columns", "column_rows")
+AnyShape = Shape | TeamShape | ColumnShape | ColumnRowsShape
 
 
 @dataclass
@@ -42,7 +43,7 @@ def emit_source(program: Program) -> CudaSource:
         if buffer.size > LIMIT:
             raise CompileRejected(f"{program.name}: {buffer.name} has {buffer.size} elements, indices reach {LIMIT}")
     writer = _Writer(program, threads)
-    return {"point": writer.point, "team": writer.team, "columns": writer.columns}[str(form)]()
+    return getattr(writer, str(form))()
 
 
 class _Writer:
@@ -192,6 +193,23 @@ class _Writer:
         name = f"columns_of_{shape.across}x{shape.deep}"
         self.variants[name] = shape
         self.line(1, f"{name}({', '.join([*self.names, *(a.name for a in phase.axes), 'thread'])})")
+        return self.done(math.prod(counts.values()))
+
+    def column_rows(self) -> CudaSource:
+        shape = column_rows_shape(self.program)
+        axes = outer_axes(self.program)
+        counts = {a.name: a.extent for a in axes[:-1]}
+        counts[axes[-1].name] = -(-axes[-1].extent // shape.columns)
+        self.line(1, "block = cuda.blockIdx.x")
+        self.line(1, "thread = cuda.threadIdx.x")
+        places = self._decoded(1, "block", counts)
+        for axis in axes:
+            self.line(1, f"{axis.name} = {places[axis.name]}")
+        for number, phase in enumerate(self.program.phases):
+            self.line(1, f"# phase {number}: {phase.name}")
+        name = f"column_rows_of_{shape.across}x{shape.deep}x{shape.vector}x{shape.chunks}"
+        self.variants[name] = shape
+        self.line(1, f"{name}({', '.join([*self.names, *(a.name for a in axes), 'thread'])})")
         return self.done(math.prod(counts.values()))
 
     def _only_phase(self) -> Phase:

@@ -79,6 +79,12 @@ def row_length(program: Program) -> int:
 class TeamEmitter:
     """Emits the work of one team on one row."""
 
+    at = 0  # the column in hand, where a thread has several
+
+    def _column(self) -> dict[str, Index]:
+        """Where the column in hand lies."""
+        return {}
+
     def __init__(
         self, builder: GpuBuilder, program: Program, shape: TeamShape, buffers: Mapping[str, Buffer],
         pointers: Mapping[str, L.Value], row: L.Value, lane: L.Value, symbol: str,
@@ -96,7 +102,7 @@ class TeamEmitter:
         self.row = row if self.live is None else builder.select(last, row, L.I32(self.rows - 1))
         self.outer = {a.name: a.extent for p in program.phases for a in p.axes if a.name in row_axes(program)}
         self.kept: dict[str, tuple[Phase, Store]] = {}
-        self.scalars: dict[str, E.Lanes] = {}
+        self.scalars: dict[tuple[str, int], E.Lanes] = {}
         self.step = shape.team * shape.vector
         self.pieces = -(-self.length // self.step)
         self.resident = self.pieces <= shape.chunks
@@ -157,17 +163,18 @@ class TeamEmitter:
     ) -> list[int]:  # fmt: skip
         """Instantiates nodes at point ``k + offset`` (None: at the row), with locals replaced by what they hold."""
         target, ranges = emitter.graph, emitter.frame.ranges
-        replace = {} if offset is None else self._places(phase, offset, ranges)
+        replace = {**self._column(), **({} if offset is None else self._places(phase, offset, ranges))}
         inside = () if offset is None or not tail else (Guard(Index.axis(K) + offset, None, self.length - 1),)
         numbers: dict[int, int] = {}
         for number in source.needed(wanted):
             node = source.nodes[number]
             if node.op == "acc":
-                numbers[number] = self._given(emitter, ("acc", self.reductions, node.attr("number")),
+                numbers[number] = self._given(emitter, ("acc", self.reductions, node.attr("number"), self.at),
                                               accs[int(str(node.attr("number")))])  # fmt: skip
                 continue
-            if node.op == "load" and node.buffer in self.scalars:
-                numbers[number] = self._given(emitter, ("local", node.buffer), self.scalars[node.buffer])
+            if node.op == "load" and (node.buffer, self.at) in self.scalars:
+                place = (node.buffer, self.at)
+                numbers[number] = self._given(emitter, ("local", *place), self.scalars[place])
                 continue
             if node.op == "load" and node.buffer in self.kept:
                 made, store = self.kept[node.buffer]
@@ -271,7 +278,7 @@ class TeamEmitter:
         rows = []
         for store, number in zip(phase.stores, numbers, strict=True):
             if self.buffers[store.buffer].role == "local":
-                self.scalars[store.buffer] = emitter.emit([number])[0]
+                self.scalars[store.buffer, self.at] = emitter.emit([number])[0]
             else:
                 rows.append((store.buffer, store.address, number))
         if rows:

@@ -203,7 +203,8 @@ def bench(case: Any, folder: Path | None, sms: int, most: int) -> dict[str, Any]
     for number, program in enumerate(programs):
         label = f"{number}"
         schedules[label] = {"params": dict(program.params),
-                            "unroll": [[a.name, a.extent, a.unroll] for a in program.phases[0].axes]}  # fmt: skip
+                            "unroll": [[a.name, a.extent, a.unroll] for a in program.phases[0].axes],
+                            "terms": [[r.name, r.extent, r.unroll] for r in program.phases[0].reds]}  # fmt: skip
         try:
             kernel = kernel_of(program, folder)
             call = lambda *xs, k=kernel: call_kernel(k, *operands_of(k, xs))  # noqa: E731

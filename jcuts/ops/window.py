@@ -127,17 +127,22 @@ def select_and_scatter_add(eqn: Equation) -> Op | Refusal:
 
     def term(ctx: Context, out_index: IndexTuple, red: IndexTuple) -> list[tuple[int, ...]]:
         place: list[Index] = []
-        guards: list[Guard] = []
+        reached: list[Guard] = []  # the window exists
+        covered: list[Guard] = []  # and covers the point
         mine = Index()
         for d, part in enumerate(out_index):
             padded = part + padding[d][0]
             back = red[dims.index(d)] if d in dims else Index()
             place.append(padded.floordiv(strides[d], ctx.ranges) - back)
             tap = padded.mod(strides[d], ctx.ranges) + back * strides[d]
-            guards += [Guard(place[-1], 0, source.shape[d] - 1), Guard(tap, 0, window[d] - 1)]
+            reached.append(Guard(place[-1], 0, source.shape[d] - 1))
+            covered.append(Guard(tap, 0, window[d] - 1))
             mine = mine * window[d] + tap
-        live = tuple(g for g in guards if not g.always(ctx.ranges))
+        live = tuple(g for g in reached if not g.always(ctx.ranges))
         found = ctx.apply("eq", "bool", selected(ctx, tuple(place)), ctx.index_value(mine, "int32"))
+        inside = tuple(g for g in covered if not g.always(ctx.ranges))
+        if inside:
+            found = ctx.apply("select", "bool", ctx.guard_value(inside), found, ctx.const(False, "bool"))
         value = to_accumulator(ctx, ctx.input(0, tuple(place), live, 0.0), dtype, acc_type)
         return [(ctx.apply("select", acc_type, found, value, ctx.const(0.0, acc_type)),)]
 

@@ -19,6 +19,7 @@ from jcuts.arch.load import list_gpus, load_gpu
 from jcuts.dfg.index import Index
 from jcuts.dfg.node import Node
 from jcuts.dfg.program import ITEM_SIZE, Axis, Phase, Program
+from jcuts.region import statistics
 from jcuts.region.schedule import collapsed
 
 ACCESS = 16  # bytes of the widest access
@@ -27,6 +28,7 @@ REGISTERS = 128  # 32-bit values that a tile may keep: twice that fits, but leav
 RESIDENT = 32  # elements of a row that one thread keeps in registers
 IN_FLIGHT = 6 << 20  # bytes: memory bandwidth times latency of the largest GPUs, with room
 WARP = 32
+SHARED = 40 << 10  # bytes of shared memory that partial results of a block may take
 TEAMS = (8, 16, 32, 64, 128, 256, 512, 1024)
 MOST_STRIDE = 4  # of a window, or dilation, whose period a register tile covers
 LEAST = 4  # candidates that are left whatever the share says
@@ -78,7 +80,10 @@ def _all(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
         if {g.axis for g in program.grid} == set(program.serial):
             yield from _team(program, machine, 1)
         else:
-            yield from _column_rows(program, machine)
+            plain = collapsed(program)
+            yield from _column_rows(plain, machine)
+            if statistics.recognise(plain) is not None:
+                yield from _moments(plain, machine)
         return
     if not phase.reds:
         yield from _map(collapsed(program), machine)
@@ -374,7 +379,7 @@ def _columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
         for vector in _vectors(lane.extent, size):
             kept = math.prod(taps.values()) * vector * len(phase.accs)
             loads = _distinct(phase, {**taps, **tile, lane.name: vector})
-            if kept > REGISTERS // 2 or loads > 2 * REGISTERS:
+            if kept > 80 or loads > 2 * REGISTERS:
                 continue
             vectors = lane.extent // vector
             for across, threads, flight in itertools.product(_across(vectors), (256, 512, 1024), (4, 8, 2, 1)):
@@ -424,6 +429,10 @@ def _column_rows(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
             deep = threads // across // unit * unit
             if deep < 1 or vector > deep or deep > 2 * length:
                 continue
+            reduced = sum(len(p.accs) for p in program.phases)
+            rows = across * deep // WARP if across < WARP and WARP % across == 0 else deep
+            if 4 * reduced * rows * across * vector > SHARED:
+                continue
             pieces = -(-length // deep)
             kept = pieces * vector
             if kept <= RESIDENT:
@@ -442,6 +451,33 @@ def _column_rows(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
             yield _with(program, "column_rows", across * deep, *params), score
 
 
+def _moments(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    """Statistics in one pass, split over the grid: results, and what is mapped, in kernels of their own."""
+    phase = program.phases[0]
+    lane = phase.axes[-1]
+    size = _narrowest(program)
+    length = math.prod(r.extent for r in phase.reds)
+    outer = math.prod(a.extent for a in phase.axes[:-1])
+    for vector in _vectors(lane.extent, size):
+        for across, threads, chunks in itertools.product(_across(lane.extent // vector), (512, 256), (8, 4)):
+            unit = WARP // math.gcd(across, WARP)
+            deep = threads // across // unit * unit
+            lines = across * deep // WARP if across < WARP and WARP % across == 0 else deep
+            if deep < vector or chunks * vector > RESIDENT or 12 * lines * across * vector > SHARED:
+                continue
+            blocks = -(-lane.extent // (vector * across)) * outer
+            for waves in (1, 2):
+                split = min(waves * machine.sms * (1024 // threads) // blocks, length // (deep * chunks))
+                if split < 2:
+                    continue
+                fill = min(1.0, blocks * split * across * deep / machine.threads)
+                lines = min(1.0, 0.5 + 0.5 * across * vector * size / 128)
+                access = min(1.0, vector * size / ACCESS)
+                score = lines * (0.2 + 0.8 * fill) * (0.6 + 0.4 * access) * (1.0 if chunks == 8 else 0.97)
+                params = (("across", across), ("vector", vector), ("chunks", chunks), ("split", split))
+                yield _with(program, "moments", across * deep, *params), score * (1.0 if waves == 1 else 0.99)
+
+
 def _column_tiles(phase: Phase) -> list[tuple[dict[str, int], dict[str, int]]]:
     """Outputs and terms that a thread takes together: (axis -> unroll, reduction -> unroll).
 
@@ -456,8 +492,19 @@ def _column_tiles(phase: Phase) -> list[tuple[dict[str, int], dict[str, int]]]:
     if not taps or math.prod(taps.values()) > TAPS:
         return [({}, {})]
     last = phase.reds[-1] if len(phase.reds) == 1 else max(phase.reds, key=lambda r: _innermost(phase, r.name))
-    lengths = [n for n in (8, 7, 6, 5, 4, 3, 2) if last.extent % n == 0][:3]
-    return [*((taps, {last.name: n}) for n in lengths), (taps, {})]
+    others = [r for r in phase.reds if r is not last and any(_moves(phase, a, r.name) for a in taps)]
+    tiles = [{last.name: n} for n in (8, 7, 6, 5, 4, 3, 2) if last.extent % n == 0][:3]
+    for red in others[-1:]:  # rows of the window are shared as well
+        tiles += [{**t, red.name: n} for t in tiles for n in (2, 4) if red.extent % n == 0 and t[last.name] <= 4]
+    return [*((taps, tile) for tile in tiles), (taps, {})]
+
+
+def _moves(phase: Phase, axis: str, red: str) -> bool:
+    """Does some operand depend on an axis and a reduction through their sum?"""
+    return any(
+        n.index is not None and n.index.stride(axis) not in (0, None) and n.index.stride(red) not in (0, None)
+        for n in _loads(phase)
+    )
 
 
 def _innermost(phase: Phase, name: str) -> float:

@@ -166,7 +166,14 @@ def test_special_functions_keep_their_bound(name, dtype):
 
 
 @compiled
-@pytest.mark.parametrize("name", ["chain", "transpose", "depthwise", "middle", "argmax", "softmax", "moments"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "chain", "transpose", "depthwise", "middle", "argmax", "softmax", "moments", "max pool gradient",
+        "depthwise filter gradient", "depthwise input gradient stride", "average pool gradient", "softmax columns",
+        "batch norm",
+    ],
+)  # fmt: skip
 def test_every_schedule_of_a_family(name):
     fn, arguments = cases.CASES[name]
     found = candidates(fn, arguments, 1 << 30)

@@ -34,6 +34,12 @@ def _layer_norm(x: Any, g: Any, b: Any) -> Any:
     return (x - mean) * lax.rsqrt(jnp.square(x - mean).mean(-1, keepdims=True) + 1e-5) * g + b
 
 
+def _batch_norm(x: Any, g: Any, b: Any) -> Any:
+    mean = x.mean((0, 1, 2), keepdims=True)
+    variance = jnp.square(x - mean).mean((0, 1, 2), keepdims=True)
+    return (x - mean) * lax.rsqrt(variance + 1e-5) * g + b, mean.reshape(-1), variance.reshape(-1)
+
+
 def _log_softmax_loss(x: Any) -> Any:
     return -jax.nn.log_softmax(x, axis=-1).sum(-1)
 
@@ -98,7 +104,7 @@ CASES: dict[str, Case] = {
     ),
     "max pool gradient": (
         _pool_gradient(lax.max, -np.inf, 3, 2, "SAME"),
-        (np.round(normal(2, 12, 13, 12)), normal(2, 6, 7, 12)),
+        (np.round(normal(1, 16, 20, 8)), normal(1, 8, 10, 8)),
     ),
     "max pool gradient apart": (
         _pool_gradient(lax.max, -np.inf, 2, 2, "VALID"),
@@ -128,6 +134,8 @@ CASES: dict[str, Case] = {
     "softmax middle": (lambda x: jax.nn.softmax(x, axis=1), (normal(3, 37, 21),)),
     "softmax columns long": (lambda x: jax.nn.softmax(x, axis=0), (normal(5000, 12),)),
     "batch statistics": (lambda x: (x.mean((0, 1)), x.var((0, 1))), (normal(9, 30, 20) + 3,)),
+    "batch statistics long": (lambda x: (x.mean(0), x.var(0)), (normal(7001, 24) + 3,)),
+    "batch norm": (_batch_norm, (normal(4, 33, 31, 12) * 2 + 5, normal(12), normal(12, seed=1))),
     "log softmax": (_log_softmax_loss, (normal(37, 100),)),
     "layer norm": (_layer_norm, (normal(37, 192), normal(192), normal(192))),
     "global pool": (lambda x: x.mean((1, 2)), (normal(3, 7, 7, 40),)),

@@ -8,7 +8,7 @@ so phases follow each other in one kernel, as in `codegen.cuda.team`; few points
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from llvmlite import ir
@@ -29,6 +29,7 @@ from jcuts.dfg.program import Axis, Buffer, Phase, Program
 STATIC = 48 << 10  # bytes of shared memory that a kernel has without asking for more
 
 Totals = dict[tuple[int, int], tuple[L.Value, ...]]  # (accumulator, column) -> its values
+Merge = Callable[[int, tuple[L.Value, ...], tuple[L.Value, ...]], tuple[L.Value, ...]]
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class ColumnRowsEmitter(TeamEmitter):
         self.step = shape.deep
         self.pieces = -(-self.length // self.step)
         self.resident = self.pieces <= shape.chunks
-        self.reductions = 0
+        self.reductions = self.shared = 0
         self.graph = Graph()
         self.emitter = Emitter(self._frame(self._thread_start(), self.step), self.graph, buffers)
 
@@ -198,21 +199,31 @@ class ColumnRowsEmitter(TeamEmitter):
     # -- across threads -----------------------------------------------------------------------------------------
     def _totals(self, phase: Phase, found: Totals) -> Totals:
         """What all threads of a column found together; every one of them gets it."""
+
+        def merge(number: int, a: tuple[L.Value, ...], b: tuple[L.Value, ...]) -> tuple[L.Value, ...]:
+            acc = phase.accs[number]
+            return E.combine(self.builder, acc.combine, acc.dtype, a, b)
+
+        return self._across([acc_types(acc) for acc in phase.accs], found, merge)
+
+    def _across(self, kinds: Sequence[Sequence[L.Type]], found: Totals, merge: Merge) -> Totals:
+        """``kinds``: types of every accumulator's values; ``merge(number, a, b)`` joins two threads' values of one."""
         builder, layout = self.builder, self.layout
         warps = layout.across < WARP and WARP % layout.across == 0
         if warps:
-            found = {key: self._in_warp(phase, key[0], values) for key, values in found.items()}
+            found = {key: self._in_warp(key[0], values, merge) for key, values in found.items()}
         rows = layout.threads // WARP if warps else layout.deep
         if rows == 1:
             return found
         line = builder.udiv(self.thread, L.I32(WARP)) if warps else self.lane
         inside = builder.urem(self.thread, L.I32(WARP))
         writes = builder.icmp_signed("<", inside, L.I32(layout.across)) if warps else None
-        parts = [(number, i, kind) for number, acc in enumerate(phase.accs) for i, kind in enumerate(acc_types(acc))]
+        parts = [(number, i, kind) for number, types in enumerate(kinds) for i, kind in enumerate(types)]
         size = max(max(4, L.bit_width(kind) // 8) for _, _, kind in parts)
         plane = rows * layout.columns * size
-        if (plane + layout.columns * size) * len(parts) > STATIC // 2:
-            raise CompileRejected(f"{self.program.name}: {plane * len(parts)} bytes of shared memory per reduction")
+        self.shared += (plane + layout.columns * size) * len(parts)
+        if self.shared > STATIC:
+            raise CompileRejected(f"{self.program.name}: {self.shared} bytes of shared memory, there are {STATIC}")
         place = reserve(builder, f"{self.symbol}_rows{self.reductions}", plane * len(parts))
         ends = reserve(builder, f"{self.symbol}_ends{self.reductions}", layout.columns * size * len(parts))
         there = builder.add(builder.mul(line, L.I32(layout.columns)), self.x)
@@ -233,7 +244,14 @@ class ColumnRowsEmitter(TeamEmitter):
             )
             for row in range(rows)
         ]
-        for k, value in enumerate(self._combined(phase, lines)):
+        combined: list[L.Value] = []
+        for number, types in enumerate(kinds):
+            start = len(combined)
+            total = lines[0][start : start + len(types)]
+            for line_ in lines[1:]:
+                total = merge(number, total, line_[start : start + len(types)])
+            combined += total
+        for k, value in enumerate(combined):
             write_word(builder, builder.add(ends, base), k * layout.columns * size, value, size, sums)
         asm(builder, "bar.sync 0;", ir.VoidType(), effects=True)
         here = builder.add(ends, builder.mul(self.x, L.I32(size)))
@@ -245,24 +263,10 @@ class ColumnRowsEmitter(TeamEmitter):
                 result[number, column] = (*result.get((number, column), ()), value)
         return result
 
-    def _combined(self, phase: Phase, lines: list[tuple[L.Value, ...]]) -> list[L.Value]:
-        """The lines of a column's partial results, one after another."""
-        done: list[L.Value] = []
-        start = 0
-        for acc in phase.accs:
-            stop = start + len(acc_types(acc))
-            total = lines[0][start:stop]
-            for line in lines[1:]:
-                total = E.combine(self.builder, acc.combine, acc.dtype, total, line[start:stop])
-            done += total
-            start = stop
-        return done
-
-    def _in_warp(self, phase: Phase, number: int, values: tuple[L.Value, ...]) -> tuple[L.Value, ...]:
-        acc, distance = phase.accs[number], WARP // 2
+    def _in_warp(self, number: int, values: tuple[L.Value, ...], merge: Merge) -> tuple[L.Value, ...]:
+        distance = WARP // 2
         while distance >= self.layout.across:
-            other = tuple(shuffle(self.builder, v, distance) for v in values)
-            values = E.combine(self.builder, acc.combine, acc.dtype, values, other)
+            values = merge(number, values, tuple(shuffle(self.builder, v, distance) for v in values))
             distance //= 2
         return values
 

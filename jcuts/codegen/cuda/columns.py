@@ -156,7 +156,7 @@ class ColumnEmitter:
         # What bounds base + y; beyond the last term the guards decide, so they must not seem to hold always.
         reach = -(-self.share // step) * step if guarded else self.share - (pieces - 1) * self.shape.deep
         bases = {TERM: self.builder.add(base, self.y)}
-        body._body(fixed, bases, {TERM: reach}, {TERM: 1})
+        (body._body if guarded else body._both_bodies)(fixed, bases, {TERM: reach}, {TERM: 1})
 
     # -- across threads -----------------------------------------------------------------------------------------
     def _finish(self, body: PointEmitter) -> None:

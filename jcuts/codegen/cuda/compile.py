@@ -19,6 +19,7 @@ from jcuts.codegen.cuda.column_rows import ColumnRowsEmitter, ColumnRowsShape, o
 from jcuts.codegen.cuda.columns import ColumnEmitter, ColumnShape
 from jcuts.codegen.cuda.emit import AnyShape, CudaSource, emit_source
 from jcuts.codegen.cuda.image import SYMBOL, Image, Launch
+from jcuts.codegen.cuda.moments import MomentsEmitter
 from jcuts.codegen.cuda.parts import parts
 from jcuts.codegen.cuda.point import PointEmitter, counted_by_tile
 from jcuts.codegen.cuda.target import CudaTarget
@@ -201,7 +202,8 @@ def _emit(
         TeamEmitter(builder, program, shape, buffers, pointers, integers["row"], integers["lane"], symbol).emit()
         return
     if isinstance(shape, ColumnRowsShape):
-        ColumnRowsEmitter(builder, program, shape, buffers, pointers, integers, symbol).emit()
+        emitter = MomentsEmitter if dict(program.params)["cuda"] == "moments" else ColumnRowsEmitter
+        emitter(builder, program, shape, buffers, pointers, integers, symbol).emit()
         return
     if isinstance(shape, ColumnShape):
         ColumnEmitter(builder, program, shape, buffers, pointers, integers, symbol).emit()

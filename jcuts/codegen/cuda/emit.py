@@ -18,7 +18,7 @@ from jcuts.dfg.program import Phase, Program
 
 GRID_LIMIT = 2**31 - 1
 MAX_THREADS = 1024
-FORMS = ("point", "team", "columns", "column_rows")
+FORMS = ("point", "team", "columns", "column_rows", "moments")
 AnyShape = Shape | TeamShape | ColumnShape | ColumnRowsShape
 
 
@@ -207,10 +207,12 @@ class _Writer:
             self.line(1, f"{axis.name} = {places[axis.name]}")
         for number, phase in enumerate(self.program.phases):
             self.line(1, f"# phase {number}: {phase.name}")
-        name = f"column_rows_of_{shape.across}x{shape.deep}x{shape.vector}x{shape.chunks}"
+        name = f"{dict(self.program.params)['cuda']}_of_{shape.across}x{shape.deep}x{shape.vector}x{shape.chunks}"
         self.variants[name] = shape
         self.line(1, f"{name}({', '.join([*self.names, *(a.name for a in axes), 'thread'])})")
         return self.done(math.prod(counts.values()))
+
+    moments = column_rows
 
     def _only_phase(self) -> Phase:
         if len(self.program.phases) != 1:

@@ -1,4 +1,4 @@
-"""The kernels that one program becomes: one, or two where a reduction is split over the grid.
+"""The kernels that one program becomes: one, or several where a reduction is split over the grid.
 
 A split reduction gives each of ``split`` groups of terms to threads of its own; the first kernel writes one partial
 result per group into scratch memory, the second combines them and finishes.  No atomics: results do not depend on the
@@ -15,6 +15,7 @@ from jcuts.codegen.cuda.within import guarded, only_terms
 from jcuts.dfg.index import Index, flatten, unflatten
 from jcuts.dfg.node import Graph, Guard, Node
 from jcuts.dfg.program import Acc, Axis, Buffer, Phase, Program, Red, Store
+from jcuts.region import statistics
 from jcuts.region.schedule import collapsed
 
 SCRATCH_ALIGN = 256
@@ -37,13 +38,17 @@ def parts(program: Program) -> tuple[list[Part], int]:
         names = [b.name for b in program.buffers if b.role != "local"]
         only = tiled(program) if columns else program
         return [Part(only, tuple((order[n], 0) for n in names))], 0
-    first, second, partials = _split_columns(program) if columns else _split(program)
+    if dict(program.params).get("cuda") == "moments":
+        made = statistics.kernels(program)
+        kernels, partials = made.programs, list(made.scratch)
+    else:
+        *kernels, partials = _split_columns(program) if columns else _split(program)
     places, total = {}, 0
     for buffer in partials:
         places[buffer.name] = (-1, total)
         total += -(-buffer.bytes // SCRATCH_ALIGN) * SCRATCH_ALIGN
     found = []
-    for part in (first, second):
+    for part in kernels:
         arguments = [places.get(b.name) or (order[b.name], 0) for b in part.buffers if b.role != "local"]
         found.append(Part(part, tuple(arguments)))
     return found, total

@@ -7,7 +7,7 @@ depthwise window stay in registers); longer ones are loops.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from llvmlite import ir
@@ -18,7 +18,7 @@ from jcuts.codegen.cuda import memory as M
 from jcuts.codegen.cuda.builder import GpuBuilder
 from jcuts.codegen.cuda.values import Emitter, store_all
 from jcuts.dfg.index import Index
-from jcuts.dfg.node import Graph, Guard, Node
+from jcuts.dfg.node import Graph, Guard
 from jcuts.dfg.program import Acc, Buffer, Phase, Red
 from jcuts.dfg.tile import Extent, Point, body_tile, exit_tile, points
 from jcuts.ops.window import identity
@@ -84,6 +84,8 @@ class PointEmitter:
             for a in phase.axes
         }  # fmt: skip
         self.slots: dict[tuple[int, Point, int], list[L.Value]] = {}
+        self.bare = False
+        """All guards of loads hold: they are left out."""
         self.live: L.Value | None = None
         """What every store needs, where not every thread has a point of its own."""
 
@@ -99,8 +101,9 @@ class PointEmitter:
         if inside is None:
             self._emit()
             return
-        bare = PointEmitter(self.builder, _unguarded(self.phase), self.shape, self.buffers, self.pointers,
-                            self.variables, self.multiples, self.by_tile)  # fmt: skip
+        bare = PointEmitter(self.builder, self.phase, self.shape, self.buffers, self.pointers, self.variables,
+                            self.multiples, self.by_tile)  # fmt: skip
+        bare.bare = True
         with self.builder.if_else(inside, likely=True) as (then, otherwise):
             with then:
                 bare._emit()
@@ -114,30 +117,10 @@ class PointEmitter:
         reds = [Extent(r.name, r.extent, fixed=True) for r in self.phase.reds]
         frame = self._frame({}, {}, {})
 
-        def loads_of(phase: Phase) -> list[Node]:
-            graphs = [exit_tile(phase, self.axes, frame.ranges).graph]
-            if phase.reds:
-                graphs.append(body_tile(phase, self.axes, reds, frame.ranges).graph)
-            return [n for g in graphs for n in g.nodes if n.op == "load"]
-
-        every = loads_of(self.phase)
-        loads = [n for n in every if n.guards]
-        if len(loads) < LEAST_GUARDED or len(every) != len(loads_of(_unguarded(self.phase))):
-            return None  # few, or some guard fails in every tile
-        low: dict[Index, int] = {}
-        high: dict[Index, int] = {}
-        for guard in {g for n in loads for g in n.guards}:
-            if guard.index.values():
-                return None
-            moving = Index(0, guard.index.terms)
-            if guard.low is not None:
-                low[moving] = max(low.get(moving, guard.low - guard.index.const), guard.low - guard.index.const)
-            if guard.high is not None:
-                high[moving] = min(high.get(moving, guard.high - guard.index.const), guard.high - guard.index.const)
-        bounds = [Guard(m, low.get(m), high.get(m)) for m in dict.fromkeys([*low, *high])]
-        if any(g.never(frame.ranges) or (g.low is not None and g.high is not None and g.low > g.high) for g in bounds):
-            return None
-        return M.condition(frame, bounds)
+        graphs = [exit_tile(self.phase, self.axes, frame.ranges).graph]
+        if self.phase.reds:
+            graphs.append(body_tile(self.phase, self.axes, reds, frame.ranges).graph)
+        return inside(frame, graphs)
 
     def _emit(self) -> None:
         if self.phase.reds:
@@ -204,11 +187,31 @@ class PointEmitter:
         builder.cbranch(builder.icmp_signed("<", following, L.I32(whole * red.unroll)), loop, after)
         builder.position_at_end(after)
 
+    def _both_bodies(
+        self, fixed: dict[str, Extent], bases: dict[str, L.Value], ranges: dict[str, int], steps: dict[str, int]
+    ) -> None:
+        """The terms of a tile; where it reads through many guards, once without them for when all hold."""
+        frame = self._frame(bases, ranges, steps)
+        tile = body_tile(self.phase, self.axes, [fixed[r.name] for r in self.phase.reds], frame.ranges)
+        hold = inside(frame, [tile.graph])
+        if hold is None:
+            self._body(fixed, bases, ranges, steps)
+            return
+        with self.builder.if_else(hold, likely=True) as (then, otherwise):
+            with then:
+                self.bare = True
+                self._body(fixed, bases, ranges, steps)
+                self.bare = False
+            with otherwise:
+                self._body(fixed, bases, ranges, steps)
+
     def _body(
         self, fixed: dict[str, Extent], bases: dict[str, L.Value], ranges: dict[str, int], steps: dict[str, int]
     ) -> None:
         frame = self._frame(bases, ranges, steps)
         tile = body_tile(self.phase, self.axes, [fixed[r.name] for r in self.phase.reds], frame.ranges)
+        if self.bare:
+            _strip(tile.graph)
         emitter = Emitter(frame, tile.graph, self.buffers)
         emitter.plan(value for _, _, _, values in tile.terms for value in values)
         for point, red_point, number, values in sorted(tile.terms, key=lambda t: _memory_order(tile.graph, t[3])):
@@ -230,6 +233,8 @@ class PointEmitter:
     def _finish(self) -> None:
         frame = self._frame({}, {}, {})
         tile = exit_tile(self.phase, self.axes, frame.ranges)
+        if self.bare:
+            _strip(tile.graph)
         emitter = Emitter(frame, tile.graph, self.buffers)
         for node, (point, number) in tile.accs.items():
             emitter.give(node, self._accumulated(number, point))
@@ -246,24 +251,32 @@ class PointEmitter:
         return E.Lanes(total[-1], acc.index_dtype or acc.dtype)
 
 
-def _unguarded(phase: Phase) -> Phase:
-    """The phase with unconditional loads (the guards of values stay)."""
-    graphs = []
-    for graph in (phase.body, phase.exit):
-        new, numbers = Graph(), {}
-        for number, node in enumerate(graph.nodes):
-            index = None if node.index is None else node.index.renumber(numbers)
-            guards = () if node.op == "load" else tuple(
-                Guard(g.index.renumber(numbers), g.low, g.high) for g in node.guards
-            )  # fmt: skip
-            value = None if node.op == "load" else node.value
-            args = tuple(numbers[a] for a in node.args)
-            numbers[number] = new.add(replace(node, args=args, index=index, guards=guards, value=value))
-        graphs.append((new, numbers))
-    (body, b), (exit_, e) = graphs
-    accs = tuple(replace(a, values=tuple(b[v] for v in a.values)) for a in phase.accs)
-    stores = tuple(replace(s, value=e[s.value]) for s in phase.stores)
-    return replace(phase, body=body, exit=exit_, accs=accs, stores=stores)
+def _strip(graph: Graph) -> None:
+    """Makes the loads of a tile unconditional (the guards of values stay)."""
+    for number, node in enumerate(graph.nodes):
+        if node.op == "load" and node.guards:
+            graph.nodes[number] = replace(node, guards=(), value=None)
+
+
+def inside(frame: M.Frame, graphs: Sequence[Graph]) -> L.Value | None:
+    """Do all guards of a tile's loads hold? None where that is not worth asking: few guards, or they never all do."""
+    loads = [n for g in graphs for n in g.nodes if n.op == "load" and n.guards]
+    if len(loads) < LEAST_GUARDED:
+        return None
+    low: dict[Index, int] = {}
+    high: dict[Index, int] = {}
+    for guard in dict.fromkeys(g for n in loads for g in n.guards):
+        if guard.index.values():
+            return None
+        moving = Index(0, guard.index.terms)
+        if guard.low is not None:
+            low[moving] = max(low.get(moving, guard.low - guard.index.const), guard.low - guard.index.const)
+        if guard.high is not None:
+            high[moving] = min(high.get(moving, guard.high - guard.index.const), guard.high - guard.index.const)
+    bounds = [Guard(m, low.get(m), high.get(m)) for m in dict.fromkeys([*low, *high])]
+    if any(g.never(frame.ranges) or (g.low is not None and g.high is not None and g.low > g.high) for g in bounds):
+        return None
+    return M.condition(frame, bounds)
 
 
 def _memory_order(graph: Graph, values: tuple[int, ...]) -> int:

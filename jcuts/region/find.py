@@ -116,7 +116,8 @@ class Grouper:
                 op = self.graph.nodes[member].op
                 assert op is not None
                 if op.is_root:
-                    large = max(self.graph.subset_inputs(cluster.members), key=lambda t: self.graph.tensors[t].type.size)
+                    read = self.graph.subset_inputs(cluster.members)
+                    large = max(read, key=lambda t: self.graph.tensors[t].type.size)
                     alike.setdefault((large, op.inputs[0].shape, op.info.get("axes")), []).append(number)
                     break
         for numbers in alike.values():

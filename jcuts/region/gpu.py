@@ -147,7 +147,7 @@ def _map(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
                 fill = min(1.0, work / machine.threads)
                 access = min(1.0, vector * size / ACCESS)
                 score = (0.4 + 0.6 * access) * (0.3 + 0.7 * fill) * (1.0 if threads == 256 else 0.98)
-                score *= 1.0 if len(option) == 1 or crossed is not None else 0.95
+                score *= 0.9 if crossed is not None else 1.0 if len(option) == 1 else 0.95
                 tiled = _unrolled(program, unroll)
                 if crossed is not None:
                     for along in (8, 16):  # threads along the operand's own direction: whole lines of it per block
@@ -155,6 +155,35 @@ def _map(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
                         yield _with(tiled, "point", threads, ("block", shape)), score
                     score *= 0.9
                 yield _with(tiled, "point", threads), score
+    if crossed is not None:
+        yield from _transposed(program, crossed, machine)
+
+
+def _transposed(program: Program, crossed: Axis, machine: GpuMachine) -> Iterator[Candidate]:
+    """Tiles of the operand's direction times the result's, through shared memory."""
+    phase = program.phases[0]
+    lane = phase.axes[-1]
+    if min(crossed.extent, lane.extent) < 8:
+        return
+    size = max(ITEM_SIZE[b.dtype] for b in program.outputs)
+    vector = next(v for v in (max(1, ACCESS // size), 8, 4, 2, 1) if v * size <= ACCESS and lane.extent % v == 0)
+    lines = 8 * vector  # of a warp: eight accesses side by side
+    for rows, columns in ((64, lines), (128, lines), (64, 2 * lines), (32, lines), (32, 2 * lines), (32, 64)):
+        for threads in (256, 512):
+            if columns % vector or threads * vector > rows * columns or rows % max(1, threads * vector // columns):
+                continue
+            if threads % (columns // vector) or rows * columns * size > SHARED:
+                continue
+            covered = 1.0
+            for axis, side in ((crossed, rows), (lane, columns)):
+                covered *= axis.extent / (-(-axis.extent // side) * side)
+            tiles = math.prod(a.extent for a in phase.axes) / (rows * columns)
+            fill = min(1.0, tiles * threads / machine.threads)
+            score = covered * (0.3 + 0.7 * fill) * (0.5 + 0.5 * min(1.0, vector * size / ACCESS))
+            score *= 1.0 if columns == lines else 0.97
+            score *= (1.0 if rows == 64 else 0.99) * (1.0 if threads == 256 else 0.98)
+            params = (("crossed", crossed.name), ("rows", rows), ("columns", columns))
+            yield _with(_unrolled(program, {lane.name: vector}), "transposed", threads, *params), score
 
 
 def _crossed(phase: Phase, lane: str) -> Axis | None:
@@ -397,7 +426,8 @@ def _columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
                         continue
                     blocks = lanes * outer * split
                     rounds = -(-blocks // resident)
-                    under_way = min(blocks, resident) * threads * min(flight * loads, 16) * size
+                    under_way = min(flight * loads * size, 4 * max(16, 96 - kept))  # bytes of a thread
+                    under_way *= min(blocks, resident) * threads
                     even = -(-blocks // machine.sms) * machine.sms if rounds == 1 else rounds * resident
                     waste = even / blocks if rounds < 4 else 1.0
                     lines = min(1.0, 0.55 + 0.45 * across * vector * size / 128)

@@ -1,7 +1,7 @@
 """Mean and variance in one pass over the data: which programs allow it, and the kernels that one of them becomes.
 
-A program that first sums ``x`` and then ``(x - c)**2``, with ``c`` made from the sum, reads its operand twice.  With the
-count n, the mean m and the sum of squared deviations M of any set of points, the second sum is ``M + n * (m - c)**2``,
+A program that first sums ``x`` and then ``(x - c)**2``, with ``c`` made from the sum, reads its operand twice.  With
+the count n, the mean m and the sum of squared deviations M of any set of points, the second sum is ``M + n * (m - c)**2``,
 and (n, m, M) of two sets give those of their union (Chan, Golub, LeVeque: Updating formulae, 1979), as accurately as
 two passes do.  `codegen.cuda.moments` emits such a pass; here are the programs, which keep their two phases.
 """
@@ -76,7 +76,7 @@ class Kernels:
 def kernels(program: Program) -> Kernels:
     """Statistics of groups of points, their union with the results per column, and the maps that use those.
 
-    ``params``: ``split`` groups, rounded so that only the last one is short; see `codegen.cuda.column_rows` for the rest.
+    ``params``: ``split`` groups, rounded so that only the last one is short, and those of `codegen.cuda.column_rows`.
     """
     params = {k: v for k, v in program.params if k != "split"}
     split = int(str(dict(program.params)["split"]))
@@ -205,7 +205,8 @@ def _map(program: Program, phase: Phase, kept: dict[str, Buffer], flat: Index) -
     read = {n.buffer for n in exit_.nodes if n.op == "load"}
     written = {s.buffer for s in stores}
     buffers = (
-        *(b for b in program.inputs if b.name in read), *(replace(b, role="in") for b in kept.values() if b.name in read),
+        *(b for b in program.inputs if b.name in read),
+        *(replace(b, role="in") for b in kept.values() if b.name in read),
         *(b for b in program.outputs if b.name in written),
     )  # fmt: skip
     made = replace(phase, axes=axes, exit=exit_, stores=stores)

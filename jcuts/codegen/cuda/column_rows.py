@@ -130,10 +130,11 @@ class ColumnRowsEmitter(TeamEmitter):
         with self._iterations() as (emitter, offsets, tail):
             terms: list[tuple[int, int, int, tuple[int, ...]]] = []
             for offset in offsets:
-                for self.at in range(self.layout.vector):
+                for column in range(self.layout.vector):
+                    self.at = column
                     values = iter(self._copy(emitter, phase, phase.body, wanted, offset, tail, {}))
                     for number, acc in enumerate(phase.accs):
-                        terms.append((offset, self.at, number, tuple(next(values) for _ in acc.values)))
+                        terms.append((offset, column, number, tuple(next(values) for _ in acc.values)))
             emitter.plan(v for _, _, _, values in terms for v in values)
             for offset, column, number, values in terms:
                 acc = phase.accs[number]
@@ -153,14 +154,14 @@ class ColumnRowsEmitter(TeamEmitter):
         """The exit graph of every column: all its threads compute it, the first one stores."""
         emitter = self.emitter if self.resident else Emitter(self._frame(L.I32(0), 1), Graph(), self.buffers)
         rows, numbers = [], {}
-        for self.at in range(self.layout.vector):
-            accs = {
-                n: E.Lanes(totals[n, self.at][-1], acc.index_dtype or acc.dtype) for n, acc in enumerate(phase.accs)
-            }
+        for column in range(self.layout.vector):
+            self.at = column
+            accs = {n: E.Lanes(totals[n, column][-1], a.index_dtype or a.dtype) for n, a in enumerate(phase.accs)}
             made = self._copy(emitter, phase, phase.exit, [s.value for s in phase.stores], None, False, accs)
-            numbers[self.at] = made
+            numbers[column] = made
         emitter.plan(n for made in numbers.values() for n in made)
-        for self.at, made in numbers.items():
+        for column, made in numbers.items():
+            self.at = column
             for store, number in zip(phase.stores, made, strict=True):
                 if self.buffers[store.buffer].role == "local":
                     self.scalars[store.buffer, self.at] = emitter.emit([number])[0]
@@ -174,7 +175,8 @@ class ColumnRowsEmitter(TeamEmitter):
             pieces = []
             for offset in offsets:
                 rows = []
-                for self.at in range(self.layout.vector):
+                for column in range(self.layout.vector):
+                    self.at = column
                     places = {**self._column(), **self._places(phase, offset, emitter.frame.ranges)}
                     values = [s.value for s in phase.stores]
                     numbers = self._copy(emitter, phase, phase.exit, values, offset, tail, {})

@@ -24,6 +24,7 @@ from jcuts.codegen.cuda.parts import parts
 from jcuts.codegen.cuda.point import PointEmitter, counted_by_tile
 from jcuts.codegen.cuda.target import CudaTarget
 from jcuts.codegen.cuda.team import TeamEmitter, TeamShape
+from jcuts.codegen.cuda.transposed import TransposedEmitter, TransposedShape
 from jcuts.dfg.program import Program
 from jcuts.dfg.verify import verify
 
@@ -171,7 +172,7 @@ def _tile(program: Program, shape: AnyShape, types: Any, intrinsic: Any, symbol:
     buffers = [b for b in program.buffers if b.role != "local"]
     axes = outer_axes(program) if isinstance(shape, ColumnRowsShape) else program.phases[0].axes
     integers = ["row", "lane"] if isinstance(shape, TeamShape) else [a.name for a in axes]
-    integers += ["thread"] if isinstance(shape, (ColumnShape, ColumnRowsShape)) else []
+    integers += ["thread"] if isinstance(shape, (ColumnShape, ColumnRowsShape, TransposedShape)) else []
 
     def signature_of(*operands: Any) -> Any:
         def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -204,6 +205,9 @@ def _emit(
     if isinstance(shape, ColumnRowsShape):
         emitter = MomentsEmitter if dict(program.params)["cuda"] == "moments" else ColumnRowsEmitter
         emitter(builder, program, shape, buffers, pointers, integers, symbol).emit()
+        return
+    if isinstance(shape, TransposedShape):
+        TransposedEmitter(builder, program, shape, buffers, pointers, integers, symbol).emit()
         return
     if isinstance(shape, ColumnShape):
         ColumnEmitter(builder, program, shape, buffers, pointers, integers, symbol).emit()

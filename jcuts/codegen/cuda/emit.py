@@ -14,12 +14,13 @@ from jcuts.codegen.cuda.memory import LIMIT
 from jcuts.codegen.cuda.point import Shape, counted_by_tile
 from jcuts.codegen.cuda.shared import WARP
 from jcuts.codegen.cuda.team import TeamShape, row_count, row_length
+from jcuts.codegen.cuda.transposed import TransposedShape, tiles_of, transposed_shape
 from jcuts.dfg.program import Phase, Program
 
 GRID_LIMIT = 2**31 - 1
 MAX_THREADS = 1024
-FORMS = ("point", "team", "columns", "column_rows", "moments")
-AnyShape = Shape | TeamShape | ColumnShape | ColumnRowsShape
+FORMS = ("point", "team", "columns", "column_rows", "moments", "transposed")
+AnyShape = Shape | TeamShape | ColumnShape | ColumnRowsShape | TransposedShape
 
 
 @dataclass
@@ -213,6 +214,20 @@ class _Writer:
         return self.done(math.prod(counts.values()))
 
     moments = column_rows
+
+    def transposed(self) -> CudaSource:
+        phase = self._only_phase()
+        shape = transposed_shape(self.program)
+        counts = {a.name: tiles_of(a, phase, shape) for a in phase.axes}
+        self.line(1, "block = cuda.blockIdx.x")
+        self.line(1, "thread = cuda.threadIdx.x")
+        places = self._decoded(1, "block", counts)
+        for axis in phase.axes:
+            self.line(1, f"{axis.name} = {places[axis.name]}")
+        name = f"transposed_{shape.rows}x{shape.columns}"
+        self.variants[name] = shape
+        self.line(1, f"{name}({', '.join([*self.names, *(a.name for a in phase.axes), 'thread'])})")
+        return self.done(math.prod(counts.values()))
 
     def _only_phase(self) -> Phase:
         if len(self.program.phases) != 1:

@@ -21,6 +21,7 @@ from jcuts.dfg.node import Graph, Guard
 from jcuts.dfg.program import Phase
 from jcuts.region.statistics import GROUP, recognise
 
+
 class MomentsEmitter(ColumnRowsEmitter):
     """Emits one thread's part of a program whose first two phases are statistics."""
 
@@ -97,11 +98,10 @@ class MomentsEmitter(ColumnRowsEmitter):
         numbers: dict[tuple[int, int], int] = {}
         (value,) = phase.accs[0].values
         for piece in range(pieces):
-            for self.at in range(self.layout.vector):
-                offset = piece * self.step
-                (numbers[piece, self.at],) = self._copy(
-                    emitter, phase, phase.body, [value], offset, limit is not None, {}
-                )
+            for column in range(self.layout.vector):
+                self.at, offset = column, piece * self.step
+                made = self._copy(emitter, phase, phase.body, [value], offset, limit is not None, {})
+                numbers[piece, column] = made[0]
         emitter.plan(numbers.values())
         inside: list[L.Value] | None = None
         if limit is None:
@@ -116,7 +116,9 @@ class MomentsEmitter(ColumnRowsEmitter):
         zero = ir.Constant(self.kind, 0.0)
         for column, slots in enumerate(self.slots):
             points = [values[piece, column] for piece in range(pieces)]
-            live = points if inside is None else [builder.select(i, p, zero) for i, p in zip(inside, points, strict=True)]
+            live = points
+            if inside is not None:
+                live = [builder.select(i, p, zero) for i, p in zip(inside, points, strict=True)]
             mean = builder.fdiv(self._sum(live), self._at_least_one(count))
             gone = [builder.fsub(p, mean) for p in points]
             squares = [builder.fmul(g, g) for g in gone]

@@ -19,7 +19,8 @@ from jcuts.arch.load import list_gpus, load_gpu
 from jcuts.dfg.index import Index
 from jcuts.dfg.node import Node
 from jcuts.dfg.program import ITEM_SIZE, Axis, Phase, Program
-from jcuts.region import statistics
+from jcuts.region import scan_gpu, statistics
+from jcuts.region.scan import LANE, TIME
 from jcuts.region.schedule import collapsed
 
 ACCESS = 16  # bytes of the widest access
@@ -74,6 +75,7 @@ def candidates(program: Program, machine: GpuMachine, limit: int, percent: float
 
 def _all(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     if program.template == "scan":
+        yield from _scan(program, machine)
         return
     phase = program.phases[0]
     if len(program.phases) > 1:
@@ -506,6 +508,47 @@ def _moments(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
                 score = lines * (0.2 + 0.8 * fill) * (0.6 + 0.4 * access) * (1.0 if chunks == 8 else 0.97)
                 params = (("across", across), ("vector", vector), ("chunks", chunks), ("split", split))
                 yield _with(program, "moments", across * deep, *params), score * (1.0 if waves == 1 else 0.99)
+
+
+def _scan(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    """Cumulative operations: teams along rows, threads along columns (split into groups where they are few)."""
+    phase = program.phases[0]
+    time = next(a for a in phase.axes if a.name == TIME)
+    size = _narrowest(program)
+    others = math.prod(a.extent for a in phase.axes if a is not time)
+    associates = scan_gpu.associative(program) is not None
+    loads = [n.index for p in program.phases for n in p.exit.nodes if n.op == "load" and n.index is not None]
+    along = any(abs(i.stride(TIME) or 0) == 1 for i in loads)
+    if along and associates:
+        for vector in _vectors(time.extent, size):
+            for team in (32, 64, 128, 256, 512):
+                if team > 32 and team * vector > 2 * time.extent:
+                    continue
+                pieces = -(-time.extent // (team * vector))
+                fill = min(1.0, others * team / machine.threads)
+                score = time.extent / (pieces * team * vector) * (0.2 + 0.8 * fill) * min(1.0, vector * size / ACCESS)
+                params = (("team", team), ("vector", vector))
+                yield _with(program, "scan_rows", 128 if team == WARP else team, *params), score
+    lane = phase.axes[-1]
+    if ((along and associates) or lane.name != LANE) and (not along or others < 1024):
+        return
+    for vector in _vectors(lane.extent, size) if lane.name == LANE else [1]:
+        threads = others / vector
+        fill = min(1.0, threads / machine.threads)
+        unroll = max(2, 16 // vector)
+        params = (("vector", vector), ("unroll", unroll))
+        yield _with(program, "scan_columns", 128, *params), 0.05 + 0.9 * fill
+        wanted = int(machine.threads / threads)
+        if associates and lane.name == LANE and not along and wanted > 1 and time.extent >= 8 * unroll:
+            for groups in (min(wanted, time.extent // (2 * unroll)), min(wanted, time.extent // (2 * unroll)) // 2):
+                if groups > 1:
+                    covered = min(1.0, threads * groups / machine.threads)
+                    yield (
+                        _with(program, "scan_columns", 128, *params, ("split", groups)),
+                        (0.05 + 0.9 * covered)
+                        * (0.6 if covered < 1.5 * fill else 0.9)
+                        * min(1.0, vector * size / ACCESS),
+                    )
 
 
 def _column_tiles(phase: Phase) -> list[tuple[dict[str, int], dict[str, int]]]:

@@ -1,7 +1,7 @@
 """Mean and variance in one pass over the data: which programs allow it, and the kernels that one of them becomes.
 
 A program that first sums ``x`` and then ``(x - c)**2``, with ``c`` made from the sum, reads its operand twice.  With
-the count n, the mean m and the sum of squared deviations M of any set of points, the second sum is ``M + n * (m - c)**2``,
+count n, the mean m and the sum of squared deviations M of any points, the second sum is ``M + n * (m - c)**2``,
 and (n, m, M) of two sets give those of their union (Chan, Golub, LeVeque: Updating formulae, 1979), as accurately as
 two passes do.  `codegen.cuda.moments` emits such a pass; here are the programs, which keep their two phases.
 """

@@ -22,6 +22,7 @@ from jcuts.codegen.cuda.image import SYMBOL, Image, Launch
 from jcuts.codegen.cuda.moments import MomentsEmitter
 from jcuts.codegen.cuda.parts import parts
 from jcuts.codegen.cuda.point import PointEmitter, counted_by_tile
+from jcuts.codegen.cuda.scan import ScanColumnsEmitter, ScanRowsEmitter, ScanShape, units
 from jcuts.codegen.cuda.target import CudaTarget
 from jcuts.codegen.cuda.team import TeamEmitter, TeamShape
 from jcuts.codegen.cuda.transposed import TransposedEmitter, TransposedShape
@@ -172,6 +173,8 @@ def _tile(program: Program, shape: AnyShape, types: Any, intrinsic: Any, symbol:
     buffers = [b for b in program.buffers if b.role != "local"]
     axes = outer_axes(program) if isinstance(shape, ColumnRowsShape) else program.phases[0].axes
     integers = ["row", "lane"] if isinstance(shape, TeamShape) else [a.name for a in axes]
+    if isinstance(shape, ScanShape):
+        integers = [*units(program, shape), *(["thread"] if shape.rows else [])]
     integers += ["thread"] if isinstance(shape, (ColumnShape, ColumnRowsShape, TransposedShape)) else []
 
     def signature_of(*operands: Any) -> Any:
@@ -205,6 +208,10 @@ def _emit(
     if isinstance(shape, ColumnRowsShape):
         emitter = MomentsEmitter if dict(program.params)["cuda"] == "moments" else ColumnRowsEmitter
         emitter(builder, program, shape, buffers, pointers, integers, symbol).emit()
+        return
+    if isinstance(shape, ScanShape):
+        walker = ScanRowsEmitter if shape.rows else ScanColumnsEmitter
+        walker(builder, program, shape, buffers, pointers, integers, symbol).emit()
         return
     if isinstance(shape, TransposedShape):
         TransposedEmitter(builder, program, shape, buffers, pointers, integers, symbol).emit()

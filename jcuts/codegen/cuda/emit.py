@@ -12,6 +12,7 @@ from jcuts.codegen.cuda.column_rows import ColumnRowsShape, column_rows_shape, o
 from jcuts.codegen.cuda.columns import ColumnShape, lane_blocks, shape_of
 from jcuts.codegen.cuda.memory import LIMIT
 from jcuts.codegen.cuda.point import Shape, counted_by_tile
+from jcuts.codegen.cuda.scan import ScanShape, grid_of, scan_shape, units
 from jcuts.codegen.cuda.shared import WARP
 from jcuts.codegen.cuda.team import TeamShape, row_count, row_length
 from jcuts.codegen.cuda.transposed import TransposedShape, tiles_of, transposed_shape
@@ -19,8 +20,8 @@ from jcuts.dfg.program import Phase, Program
 
 GRID_LIMIT = 2**31 - 1
 MAX_THREADS = 1024
-FORMS = ("point", "team", "columns", "column_rows", "moments", "transposed")
-AnyShape = Shape | TeamShape | ColumnShape | ColumnRowsShape | TransposedShape
+FORMS = ("point", "team", "columns", "column_rows", "moments", "transposed", "scan_columns", "scan_rows")
+AnyShape = Shape | TeamShape | ColumnShape | ColumnRowsShape | TransposedShape | ScanShape
 
 
 @dataclass
@@ -228,6 +229,47 @@ class _Writer:
         self.variants[name] = shape
         self.line(1, f"{name}({', '.join([*self.names, *(a.name for a in phase.axes), 'thread'])})")
         return self.done(math.prod(counts.values()))
+
+    def scan_columns(self) -> CudaSource:
+        shape = scan_shape(self.program)
+        counts = units(self.program, shape)
+        total = grid_of(self.program, shape)
+        lane = self.program.phases[0].axes[-1].name
+        self.line(1, f"thread = cuda.blockIdx.x * {self.threads} + cuda.threadIdx.x")
+        depth = 1
+        if total % self.threads:
+            self.line(1, f"if thread < {total}:")
+            depth = 2
+        places = self._decoded(depth, "thread", counts)
+        for name in counts:
+            step = shape.vector if name == lane else 1
+            self.line(depth, f"{name} = {places[name]}" + (f" * {step}" if step > 1 else ""))
+        name = f"scan_of_{shape.vector}x{shape.unroll}"
+        self.variants[name] = shape
+        self.line(depth, f"{name}({', '.join([*self.names, *counts])})")
+        return self.done(-(-total // self.threads))
+
+    def scan_rows(self) -> CudaSource:
+        shape = scan_shape(self.program)
+        counts = units(self.program, shape)
+        total = grid_of(self.program, shape)
+        per_block = self.threads // shape.team
+        if per_block == 1:
+            self.line(1, "row = cuda.blockIdx.x")
+        else:
+            self.line(1, f"row = cuda.blockIdx.x * {per_block} + {self.helper('div', 'cuda.threadIdx.x', shape.team)}")
+        self.line(1, "thread = cuda.threadIdx.x")
+        depth = 1
+        if total % per_block:  # a team is a warp then: no other thread waits for it
+            self.line(1, f"if row < {total}:")
+            depth = 2
+        places = self._decoded(depth, "row", counts)
+        for name in counts:
+            self.line(depth, f"{name} = {places[name]}")
+        name = f"scan_of_{shape.team}x{shape.vector}"
+        self.variants[name] = shape
+        self.line(depth, f"{name}({', '.join([*self.names, *counts, 'thread'])})")
+        return self.done(-(-total // per_block))
 
     def _only_phase(self) -> Phase:
         if len(self.program.phases) != 1:

@@ -15,7 +15,7 @@ from jcuts.codegen.cuda.within import guarded, only_terms
 from jcuts.dfg.index import Index, flatten, unflatten
 from jcuts.dfg.node import Graph, Guard, Node
 from jcuts.dfg.program import Acc, Axis, Buffer, Phase, Program, Red, Store
-from jcuts.region import statistics
+from jcuts.region import scan_gpu, statistics
 from jcuts.region.schedule import collapsed
 
 SCRATCH_ALIGN = 256
@@ -41,6 +41,8 @@ def parts(program: Program) -> tuple[list[Part], int]:
     if dict(program.params).get("cuda") == "moments":
         made = statistics.kernels(program)
         kernels, partials = made.programs, list(made.scratch)
+    elif dict(program.params).get("cuda") == "scan_columns":
+        kernels, partials = _split_scan(program)
     else:
         *kernels, partials = _split_columns(program) if columns else _split(program)
     places, total = {}, 0
@@ -118,6 +120,29 @@ def _read(program: Program, graph: Graph) -> tuple[Buffer, ...]:
 
 def _renumbered(phase: Phase, numbers: dict[int, int]) -> tuple[Acc, ...]:
     return tuple(replace(a, values=tuple(numbers[v] for v in a.values)) for a in phase.accs)
+
+
+# -- scans ----------------------------------------------------------------------------------------------------------
+def _split_scan(program: Program) -> tuple[list[Program], list[Buffer]]:
+    """Totals of groups of points, what comes before each group, and the walk down the groups."""
+    params = dict(program.params)
+    vector, unroll = int(str(params["vector"])), int(str(params["unroll"]))
+    made = scan_gpu.split(program, int(str(params["split"])), unroll)
+    totals, starts, walk = made.programs
+    totals = collapsed(totals)
+    phase = totals.phases[0]
+    lane = phase.axes[-1]
+    axes = (*phase.axes[:-1], replace(lane, unroll=vector))
+    across = min(32, lane.extent // vector)
+    threads = across * max(1, 256 // across)
+    deep = threads // across
+    flight = max(1, min(8, phase.reds[0].extent // deep))
+    schedule = (("cuda", "columns"), ("threads", threads), ("across", across), ("flight", flight))
+    totals = replace(totals, phases=(replace(phase, axes=axes),), params=schedule)
+    plain = (("cuda", "scan_columns"), ("threads", 128))
+    starts = replace(starts, params=(*plain, ("vector", 1), ("unroll", 8)))
+    walk = replace(walk, params=(*plain, ("vector", vector), ("unroll", unroll), *walk.params))
+    return [tiled(totals), starts, walk], list(made.scratch)
 
 
 # -- the columns form -----------------------------------------------------------------------------------------------

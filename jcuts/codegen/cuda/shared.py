@@ -52,6 +52,18 @@ def shuffle(builder: GpuBuilder, value: L.Value, distance: int) -> L.Value:
     return _unword(builder, builder.or_(low, builder.shl(high, L.I64(32))), value.type)
 
 
+def shuffle_up(builder: GpuBuilder, value: L.Value, distance: int, *, from_last: bool = False) -> L.Value:
+    """The value of the thread so many places before in the warp, or its own; ``from_last``: of the warp's last one."""
+    word = _word(builder, value)
+    how = f"idx.b32 $0, $1, {WARP - 1}, 31" if from_last else f"up.b32 $0, $1, {distance}, 0"
+    text = f"shfl.sync.{how}, 0xffffffff;"
+    if word.type.width == 32:
+        return _unword(builder, asm(builder, text, L.I32, [word], effects=True), value.type)
+    low, high = builder.trunc(word, L.I32), builder.trunc(builder.lshr(word, L.I64(32)), L.I32)
+    low, high = (builder.zext(asm(builder, text, L.I32, [part], effects=True), L.I64) for part in (low, high))
+    return _unword(builder, builder.or_(low, builder.shl(high, L.I64(32))), value.type)
+
+
 def _wide(builder: GpuBuilder, value: L.Value, size: int) -> L.Value:
     word = _word(builder, value)
     return builder.zext(word, L.I64) if word.type.width < 8 * size else word

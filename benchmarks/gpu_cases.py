@@ -161,10 +161,10 @@ def cases() -> list[Case]:
         found.append(Case(f"26 tables, 2048 rows of 64 {dtype}", _tables, (((2048, 26), "int32 < 20000"), *rows),
                           (1.0, *share)))  # fmt: skip
     found.append(
-        Case("softmax over rows 4096x4096 float32", lambda x: jax.nn.softmax(x, 0), (((4096, 4096), "float32"),))
+        Case("softmax of columns 4096x4096 float32", lambda x: jax.nn.softmax(x, 0), (((4096, 4096), "float32"),))
     )
     found.append(
-        Case("softmax over rows 128x65536 float32", lambda x: jax.nn.softmax(x, 0), (((128, 65536), "float32"),))
+        Case("softmax of columns 128x65536 float32", lambda x: jax.nn.softmax(x, 0), (((128, 65536), "float32"),))
     )
     for rows, columns in ((16384, 4096), (512, 512)):
         full = (((rows, columns), "float32"),)

@@ -37,12 +37,12 @@ def program_of(case: Any) -> Any:
     import jax
 
     from jcuts.region import find
-    from jcuts.region.graph import build_graph
+    from jcuts.region.graph import MOST_SWITCHED, build_graph
     from jcuts.trace.inline import inline
     from jcuts.trace.simplify import simplify
 
     closed = simplify(inline(jax.make_jaxpr(case.function)(*small_arguments(case))))
-    grouping = find.group(build_graph(closed.jaxpr))
+    grouping = find.group(build_graph(closed.jaxpr, joined=MOST_SWITCHED))
     if len(grouping.subsets) != 1 or grouping.left_out:
         return None, f"{len(grouping.subsets)} kernels, left out: {list(map(str, grouping.left_out.values()))}"
     return grouping.subsets[0][1], ""

@@ -188,7 +188,7 @@ def concatenate(eqn: Equation) -> Op | Refusal:
     """Operands one after another along a dimension."""
     dim = int(eqn.params["dimension"])
     dtype = eqn.outputs[0].dtype
-    if len(eqn.inputs) > 16:
+    if len(eqn.inputs) > 64:
         return Refusal(eqn.prim, f"{len(eqn.inputs)} operands would need as many guards per point")
 
     def pull(ctx: Context, index: IndexTuple) -> int:

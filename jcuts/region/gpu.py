@@ -20,8 +20,9 @@ from jcuts.dfg.index import Index
 from jcuts.dfg.node import Node
 from jcuts.dfg.program import ITEM_SIZE, Axis, Phase, Program
 from jcuts.region import scan_gpu, statistics
+from jcuts.region.graph import MOST_SWITCHED
 from jcuts.region.scan import LANE, TIME
-from jcuts.region.schedule import collapsed
+from jcuts.region.schedule import collapsed, rewritten
 
 ACCESS = 16  # bytes of the widest access
 TAPS = 64  # terms of a window that are unrolled in a thread; longer reductions are shared by a team
@@ -29,6 +30,7 @@ REGISTERS = 128  # 32-bit values that a tile may keep: twice that fits, but leav
 RESIDENT = 32  # elements of a row that one thread keeps in registers
 IN_FLIGHT = 6 << 20  # bytes: memory bandwidth times latency of the largest GPUs, with room
 WARP = 32
+SWITCH = "part"  # the axis that numbers a concatenation's operands
 SHARED = 40 << 10  # bytes of shared memory that partial results of a block may take
 TEAMS = (8, 16, 32, 64, 128, 256, 512, 1024)
 MOST_STRIDE = 4  # of a window, or dilation, whose period a register tile covers
@@ -131,6 +133,9 @@ def _map(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     if not phase.axes:
         yield _with(program, "point", 32), 1.0
         return
+    switched = _switched(program)
+    if switched is not None:
+        yield from _switch(switched, machine)
     points = math.prod(a.extent for a in phase.axes)
     lane = phase.axes[-1]
     size = _narrowest(program)
@@ -159,6 +164,47 @@ def _map(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
                 yield _with(tiled, "point", threads), score
     if crossed is not None:
         yield from _transposed(program, crossed, machine)
+
+
+def _switched(program: Program) -> Program | None:
+    """The program with an axis more, the first one, that numbers the operands of a concatenation of equal parts."""
+    phase = program.phases[0]
+    for axis in phase.axes:
+        starts = {0, axis.extent}
+        for node in phase.exit.nodes:
+            for guard in node.guards:
+                moving = Index(0, guard.index.terms)
+                if moving == Index.axis(axis.name) and guard.low is not None and guard.high is not None:
+                    starts |= {guard.low - guard.index.const, guard.high - guard.index.const + 1}
+        places = sorted(s for s in starts if 0 <= s <= axis.extent)
+        size = math.gcd(*places)
+        count = axis.extent // size
+        if not 2 < count <= MOST_SWITCHED or size < 2:
+            continue
+        inner = Index.axis(axis.name) + Index.axis(SWITCH) * size
+        ranges = {**phase.ranges(), SWITCH: count, axis.name: size}
+        made = rewritten(phase, lambda index, to=inner, name=axis.name, r=ranges: index.substitute({name: to}, r))
+        axes = (Axis(SWITCH, count), *(replace(a, extent=size) if a.name == axis.name else a for a in phase.axes))
+        return replace(program, phases=(replace(made, axes=axes),))
+    return None
+
+
+def _switch(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    """Concatenations: threads of a block mostly copy from one operand, and branch to code for it alone."""
+    phase = program.phases[0]
+    lane = phase.axes[-1]
+    size = _narrowest(program)
+    points = math.prod(a.extent for a in phase.axes)
+    rows = phase.axes[-2]
+    for vector in _vectors(lane.extent, ITEM_SIZE[program.outputs[0].dtype]):
+        for deep in (1, 2, 4):
+            if deep > 1 and (rows.name == SWITCH or rows.extent % deep):
+                continue
+            tiled = _unrolled(program, {lane.name: vector, rows.name: deep})
+            for threads in (128, 256):
+                fill = min(1.0, points / (vector * deep) / machine.threads)
+                score = (0.3 + 0.7 * fill) * (0.4 + 0.6 * min(1.0, vector * size / ACCESS))
+                yield _with(tiled, "point", threads, ("switch", SWITCH)), min(1.0, score * 1.2)
 
 
 def _transposed(program: Program, crossed: Axis, machine: GpuMachine) -> Iterator[Candidate]:

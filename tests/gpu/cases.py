@@ -79,6 +79,14 @@ CASES: dict[str, Case] = {
     "reverse": (lambda x: x[::-1, ::2] + 1, (normal(8, 24),)),
     "iota": (lambda x: x + lax.iota(jnp.float32, 24), (normal(7, 24),)),
     "embedding": (lambda t, i: jnp.take(t, i, axis=0, mode="clip"), (normal(50, 16), normal(30, dtype="int32"))),
+    "tables": (
+        lambda i, *t: jnp.concatenate([jnp.take(x, i[:, k], axis=0, mode="clip") for k, x in enumerate(t)], 1),
+        (normal(30, 5, dtype="int32"), *(normal(40 + k, 16, seed=k) for k in range(5))),
+    ),
+    "stack of rows": (
+        lambda x, y, z: jnp.concatenate([x, y * 2, z + 1], 0),
+        tuple(normal(4, 12, seed=k) for k in range(3)),
+    ),
     "gather fill": (lambda t, i: t.at[i].get(mode="fill", fill_value=7), (normal(5, 12), normal(30, dtype="int32"))),
     "max pool": (_pool(lax.max, -np.inf, (1, 3, 3, 1), (1, 2, 2, 1), "SAME"), (normal(2, 13, 13, 12),)),
     "average pool": (_pool(lax.add, 0.0, (1, 2, 3, 1), (1, 1, 1, 1), "VALID"), (normal(2, 9, 10, 5),)),

@@ -21,7 +21,7 @@ from jcuts.codegen.cuda.emit import AnyShape, CudaSource, emit_source
 from jcuts.codegen.cuda.image import SYMBOL, Image, Launch
 from jcuts.codegen.cuda.moments import MomentsEmitter
 from jcuts.codegen.cuda.parts import parts
-from jcuts.codegen.cuda.point import PointEmitter, counted_by_tile
+from jcuts.codegen.cuda.point import PointEmitter, counted_by_tile, pinned
 from jcuts.codegen.cuda.scan import ScanColumnsEmitter, ScanRowsEmitter, ScanShape, units
 from jcuts.codegen.cuda.target import CudaTarget
 from jcuts.codegen.cuda.team import TeamEmitter, TeamShape
@@ -221,5 +221,7 @@ def _emit(
         return
     phase = program.phases[0]
     by_tile = counted_by_tile(phase)
+    for name, place in shape.fixed:
+        phase = pinned(phase, name, place)
     multiples = {a.name: a.unroll for a in phase.axes if a.name not in by_tile}
     PointEmitter(builder, phase, shape, buffers, pointers, integers, multiples, by_tile).emit()

@@ -136,18 +136,30 @@ class _Writer:
         return found
 
     def _variants(self, phase: Phase, depth: int) -> None:
-        """One call per combination of full tiles and remainders."""
+        """One call per combination of full tiles and remainders; one set of them per operand of a switch."""
+        switch = dict(self.program.params).get("switch")
+        chosen = next((a for a in phase.axes if a.name == switch), None)
+        if chosen is not None:
+            for place in range(chosen.extent):
+                self.line(depth, f"{'el' if place else ''}if {chosen.name} == {place}:")
+                self._calls(phase, depth + 1, (chosen.name, place))
+        else:
+            self._calls(phase, depth, None)
+
+    def _calls(self, phase: Phase, depth: int, fixed: tuple[str, int] | None) -> None:
         options = []
         steps = self._steps(phase)
-        for axis in phase.axes:
+        axes = [a for a in phase.axes if fixed is None or a.name != fixed[0]]
+        for axis in axes:
             whole, rest = divmod(axis.extent, axis.unroll)
             end = whole * steps[axis.name]
             full = [(axis.unroll, f"{axis.name} < {end}" if rest else "")] if whole else []
             options.append([*full, *([(rest, f"{axis.name} >= {end}" if whole else "")] if rest else [])])
         arguments = ", ".join([*self.names, *(a.name for a in phase.axes)])
         for combination in itertools.product(*options):
-            shape = Shape(tuple((a.name, n) for a, (n, _) in zip(phase.axes, combination, strict=True)))
-            name = "_".join(["tile", *(str(n) for n, _ in combination)])
+            counts = tuple((a.name, n) for a, (n, _) in zip(axes, combination, strict=True))
+            shape = Shape(counts, () if fixed is None else (fixed,))
+            name = "_".join(["tile", *(str(n) for n, _ in combination), *([f"at_{fixed[1]}"] if fixed else [])])
             self.variants[name] = shape
             tests = [test for _, test in combination if test]
             if tests:

@@ -28,9 +28,23 @@ LEAST_GUARDED = 6  # guarded loads in a tile that make a second, unguarded versi
 
 @dataclass(frozen=True)
 class Shape:
-    """Points per axis of one tile variant."""
+    """Points per axis of one tile variant; ``fixed``: an axis whose coordinate all points share, as a number."""
 
     counts: tuple[tuple[str, int], ...]
+    fixed: tuple[tuple[str, int], ...] = ()
+
+
+def pinned(phase: Phase, name: str, place: int) -> Phase:
+    """A phase without reductions at one coordinate of an axis: what belongs to other coordinates is gone."""
+    exit_ = Graph()
+    ranges = phase.ranges()
+    where = {name: Index(place)}
+    numbers = phase.exit.copy_into(exit_, [s.value for s in phase.stores], where, ranges)
+    stores = tuple(
+        replace(s, value=number, address=s.address.substitute(where, ranges))
+        for s, number in zip(phase.stores, numbers, strict=True)
+    )
+    return replace(phase, axes=tuple(a for a in phase.axes if a.name != name), exit=exit_, stores=stores)
 
 
 def counted_by_tile(phase: Phase) -> frozenset[str]:

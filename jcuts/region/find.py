@@ -17,7 +17,7 @@ from jcuts.dfg.program import Program
 from jcuts.region.build import build
 from jcuts.region.graph import OpNode, TensorGraph
 
-MAX_SUBSET = 96
+MAX_SUBSET = 128
 
 
 @dataclass

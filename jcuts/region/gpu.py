@@ -27,6 +27,7 @@ from jcuts.region.schedule import collapsed, rewritten
 ACCESS = 16  # bytes of the widest access
 TAPS = 64  # terms of a window that are unrolled in a thread; longer reductions are shared by a team
 REGISTERS = 128  # 32-bit values that a tile may keep: twice that fits, but leaves few warps
+STREAM = 8 << 20  # bytes from which on operands are streamed past the L1 cache
 RESIDENT = 32  # elements of a row that one thread keeps in registers
 IN_FLIGHT = 6 << 20  # bytes: memory bandwidth times latency of the largest GPUs, with room
 WARP = 32
@@ -67,12 +68,24 @@ def candidates(program: Program, machine: GpuMachine, limit: int, percent: float
     Pruned twice: by share, but never below `LEAST`, and to at most ``limit``.
     """
     best: dict[str, Candidate] = {}
-    for found, score in _all(program, machine):
+    for found, score in _streamed(program, _all(program, machine)):
         old = best.get(found.digest)
         if old is None or old[1] < score:
             best[found.digest] = (found, min(1.0, max(1e-6, score)))
     ranked = sorted(best.values(), key=lambda item: (-item[1], item[0].digest))
     return ranked[: min(limit, max(LEAST, math.ceil(len(ranked) * percent / 100)))]
+
+
+def _streamed(program: Program, found: Iterator[Candidate]) -> Iterator[Candidate]:
+    """Large operands that are read once: the same candidates with cache hints as well."""
+    large = max((b.bytes for b in program.inputs), default=0) >= STREAM
+    for candidate, score in found:
+        yield candidate, score
+        phase = candidate.phases[0]
+        once = len([p for p in program.phases if p.reds]) == 1 or dict(candidate.params)["cuda"] == "moments"
+        tiled = any(r.unroll > 1 for r in phase.reds)
+        if large and once and not tiled and dict(candidate.params)["cuda"] in ("team", "columns", "moments"):
+            yield replace(candidate, params=(*candidate.params, ("stream", 1))), 0.9995 * score
 
 
 def _all(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
@@ -260,7 +273,9 @@ def _window(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     slid = _slid(phase, lane.name)
     taps = math.prod(r.extent for r in phase.reds)
     periods = {a.name: min(a.extent, _period(phase, a.name)) for a in slid}
-    for vector in _vectors(lane.extent, size):
+    narrow = max(1, ACCESS // size // 4)
+    widths = [*_vectors(lane.extent, size), *([narrow] if size < 4 and lane.extent % narrow == 0 else [])]
+    for vector in widths:
         for rows in (1, 2, 4, 7, 8):
             for columns in (1, 2, 4):
                 unroll = {lane.name: vector}
@@ -392,8 +407,9 @@ def _rows(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     if any(acc.index_dtype for acc in phase.accs):
         return
     wanted = machine.threads / max(1, rows)
-    for per_thread in (16, 64):
-        count = min(4096, int(min(wanted, length / per_thread)) // 256 * 2)
+    counts = {min(4096, int(min(wanted, length / per_thread)) // 256 * 2) for per_thread in (16, 64)}
+    counts |= {k * machine.sms for k in (2, 4, 8) if rows * 16 <= machine.sms and length >= 4096 * k * machine.sms}
+    for count in sorted(counts):
         if count > 1:
             yield from _team(program, machine, count)
 
@@ -408,12 +424,13 @@ def _team(program: Program, machine: GpuMachine, split: int) -> Iterator[Candida
             kept = pieces * vector
             if team > 8 and share < team * vector / 2:
                 continue
-            chunks = pieces if kept <= RESIDENT else max(1, 8 // vector)
+            most = RESIDENT if len(program.phases) > 1 else max(RESIDENT, 256 // size)
+            chunks = pieces if kept <= most else max(1, (8 if len(program.phases) > 1 else 16) // vector)
             threads = max(team, 256 if team <= 32 else team)
             # Measured on an H200: 32 elements per thread in teams of 128 to 256 keep most loads in flight.
             fill = min(1.0, rows * split * team / machine.threads)
             loops = -(-pieces // chunks)
-            depth = min(1.0, kept / RESIDENT) if kept <= RESIDENT else 0.7 * min(1.0, 16 / loops)
+            depth = min(1.0, kept / RESIDENT) if kept <= most else 0.7 * min(1.0, 16 / loops)
             access = min(1.0, vector * size / ACCESS)
             lost = share / (pieces * team * vector)
             score = (0.4 + 0.6 * access) * (0.1 + 0.9 * fill) * (0.3 + 0.7 * depth) * lost
@@ -486,7 +503,8 @@ def _columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
                     spent = spent * (0.6 + 0.4 * waste) + 4e-6 + (2.5e-6 if split > 1 else 0.0)
                     spent += 4.0 * results * split * (split > 1) / _fastest_memory()
                     spent *= {4: 1.0, 8: 1.01, 2: 1.02, 1: 1.05}[flight] * {512: 1.0, 256: 1.01, 1024: 1.02}[threads]
-                    spent *= (1.0 if vector * size == ACCESS else 1.015) * {2: 1.01, 4: 1.03}.get(waves, 1.0)
+                    spent *= 1.0 if not taps or kept <= 20 else 1.02  # few registers: more threads at once
+                    spent *= (1.0 if vector * size == ACCESS or taps else 1.015) * {2: 1.01, 4: 1.03}.get(waves, 1.0)
                     params = (("across", across), ("flight", flight), *((("split", split),) if split > 1 else ()))
                     yield (
                         _with(_tiled(program, {**taps, lane.name: vector}, tile), "columns", threads, *params),

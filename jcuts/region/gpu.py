@@ -594,16 +594,16 @@ def _scan(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
                 params = (("team", team), ("vector", vector))
                 yield _with(program, "scan_rows", 128 if team == WARP else team, *params), score
     lane = phase.axes[-1]
-    if ((along and associates) or lane.name != LANE) and (not along or others < 1024):
-        return
-    for vector in _vectors(lane.extent, size) if lane.name == LANE else [1]:
+    if along or lane.name != LANE:
+        return  # neighbouring threads would read far apart
+    for vector in _vectors(lane.extent, size):
         threads = others / vector
         fill = min(1.0, threads / machine.threads)
         unroll = max(2, 16 // vector)
         params = (("vector", vector), ("unroll", unroll))
         yield _with(program, "scan_columns", 128, *params), 0.05 + 0.9 * fill
         wanted = int(machine.threads / threads)
-        if associates and lane.name == LANE and not along and wanted > 1 and time.extent >= 8 * unroll:
+        if associates and wanted > 1 and time.extent >= 8 * unroll:
             for groups in (min(wanted, time.extent // (2 * unroll)), min(wanted, time.extent // (2 * unroll)) // 2):
                 if groups > 1:
                     covered = min(1.0, threads * groups / machine.threads)

@@ -202,7 +202,7 @@ class _Writer:
         self.line(1, "thread = cuda.threadIdx.x")
         places = self._decoded(1, "block", counts)
         for axis in phase.axes:
-            step = shape.across if axis is lane else axis.unroll
+            step = shape.across if axis is lane and counts[lane.name] > 1 else axis.unroll if axis is not lane else 1
             self.line(1, f"{axis.name} = {places[axis.name]}" + (f" * {step}" if step > 1 else ""))
         name = f"columns_of_{shape.across}x{shape.deep}"
         self.variants[name] = shape

@@ -27,7 +27,6 @@ from jcuts.region.schedule import collapsed, rewritten
 ACCESS = 16  # bytes of the widest access
 TAPS = 64  # terms of a window that are unrolled in a thread; longer reductions are shared by a team
 REGISTERS = 128  # 32-bit values that a tile may keep: twice that fits, but leaves few warps
-STREAM = 8 << 20  # bytes from which on operands are streamed past the L1 cache
 RESIDENT = 32  # elements of a row that one thread keeps in registers
 IN_FLIGHT = 6 << 20  # bytes: memory bandwidth times latency of the largest GPUs, with room
 WARP = 32
@@ -68,24 +67,12 @@ def candidates(program: Program, machine: GpuMachine, limit: int, percent: float
     Pruned twice: by share, but never below `LEAST`, and to at most ``limit``.
     """
     best: dict[str, Candidate] = {}
-    for found, score in _streamed(program, _all(program, machine)):
+    for found, score in _all(program, machine):
         old = best.get(found.digest)
         if old is None or old[1] < score:
             best[found.digest] = (found, min(1.0, max(1e-6, score)))
     ranked = sorted(best.values(), key=lambda item: (-item[1], item[0].digest))
     return ranked[: min(limit, max(LEAST, math.ceil(len(ranked) * percent / 100)))]
-
-
-def _streamed(program: Program, found: Iterator[Candidate]) -> Iterator[Candidate]:
-    """Large operands that are read once: the same candidates with cache hints as well."""
-    large = max((b.bytes for b in program.inputs), default=0) >= STREAM
-    for candidate, score in found:
-        yield candidate, score
-        phase = candidate.phases[0]
-        once = len([p for p in program.phases if p.reds]) == 1 or dict(candidate.params)["cuda"] == "moments"
-        tiled = any(r.unroll > 1 for r in phase.reds)
-        if large and once and not tiled and dict(candidate.params)["cuda"] in ("team", "columns", "moments"):
-            yield replace(candidate, params=(*candidate.params, ("stream", 1))), 0.9995 * score
 
 
 def _all(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
@@ -431,7 +418,8 @@ def _team(program: Program, machine: GpuMachine, split: int) -> Iterator[Candida
             fill = min(1.0, rows * split * team / machine.threads)
             loops = -(-pieces // chunks)
             depth = min(1.0, kept / RESIDENT) if kept <= most else 0.7 * min(1.0, 16 / loops)
-            access = min(1.0, vector * size / ACCESS)
+            # Measured as well: accesses of 8 bytes are as fast, two of 16 side by side leave lines half used.
+            access = {32: 0.8, 16: 1.0, 8: 0.97, 4: 0.8}.get(vector * size, 0.5)
             lost = share / (pieces * team * vector)
             score = (0.4 + 0.6 * access) * (0.1 + 0.9 * fill) * (0.3 + 0.7 * depth) * lost
             score *= {256: 0.97, 512: 0.9, 1024: 0.8}.get(team, 1.0) * (0.95 if split > 1 else 1.0)
@@ -502,7 +490,12 @@ def _columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
                     spent *= 1.0 + 0.04 * (loads / (inside * vector) - 1.0)  # what the caches deliver again
                     spent = spent * (0.6 + 0.4 * waste) + 4e-6 + (2.5e-6 if split > 1 else 0.0)
                     spent += 4.0 * results * split * (split > 1) / _fastest_memory()
-                    spent *= {4: 1.0, 8: 1.01, 2: 1.02, 1: 1.05}[flight] * {512: 1.0, 256: 1.01, 1024: 1.02}[threads]
+                    spent *= {4: 1.0, 8: 1.01, 2: 1.02, 1: 1.05}[flight] * {
+                        512: 1.0,
+                        256: 1.01,
+                        1024: 1.02 if split > 1 else 0.97,
+                    }[threads]
+                    spent *= 1.0 if across & (across - 1) == 0 else 1.05  # no shuffles: more shared memory
                     spent *= 1.0 if not taps or kept <= 20 else 1.02  # few registers: more threads at once
                     spent *= (1.0 if vector * size == ACCESS or taps else 1.015) * {2: 1.01, 4: 1.03}.get(waves, 1.0)
                     params = (("across", across), ("flight", flight), *((("split", split),) if split > 1 else ()))
@@ -571,7 +564,10 @@ def _moments(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
                 access = min(1.0, vector * size / ACCESS)
                 score = lines * (0.2 + 0.8 * fill) * (0.6 + 0.4 * access) * (1.0 if chunks == 8 else 0.97)
                 params = (("across", across), ("vector", vector), ("chunks", chunks), ("split", split))
-                yield _with(program, "moments", across * deep, *params), score * (1.0 if waves == 1 else 0.99)
+                yield (
+                    _with(program, "moments", across * deep, *params),
+                    score * (1.0 if waves == 1 else 0.99) * (1.0 if threads == 256 else 0.97),
+                )
 
 
 def _scan(program: Program, machine: GpuMachine) -> Iterator[Candidate]:

@@ -42,7 +42,8 @@ TEMPLATES = {
     "columns": (lambda x: x.sum(0), (zeros(3000, 64),)),
     "filter_gradient": (cases._filter_gradient((3, 3)), (zeros(8, 28, 28, 64), zeros(8, 28, 28, 64))),
     "pool_gradient": (
-        cases._pool_gradient(lax.max, -np.inf, 3, 2, "SAME"), (zeros(4, 28, 28, 64), zeros(4, 14, 14, 64))
+        cases._pool_gradient(lax.max, -np.inf, 3, 2, "SAME"),
+        (zeros(4, 28, 28, 64), zeros(4, 14, 14, 64)),
     ),
     "statistics": (lambda x: (x.mean(0), x.var(0)), (zeros(30000, 64),)),
     "softmax_columns": (lambda x: jax.nn.softmax(x, 0), (zeros(64, 4096),)),

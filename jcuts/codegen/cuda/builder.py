@@ -49,8 +49,6 @@ class GpuBuilder:
 
     def __init__(self, builder: L.Builder) -> None:
         self.plain = builder
-        self.hint = ""
-        """Cache hints of loads: what is read once need not stay in the L1 cache, and the L2 cache may read ahead."""
         self.exact_division = False
         """Round float32 quotients correctly; else they are within 2 ulp (``div.full``, which is XLA's choice too)."""
 

@@ -32,7 +32,6 @@ from jcuts.dfg.verify import verify
 _lock = threading.RLock()
 _SLOW_PATHS = frozenset({"sin", "cos", "tan"})
 """float64 functions whose library code keeps a table on the stack for huge arguments."""
-STREAM = ".L1::no_allocate.L2::256B"
 PACKAGES = ("numba-cuda", "cuda-bindings", "nvidia-nvvm", "nvidia-cuda-nvcc")
 
 
@@ -203,8 +202,6 @@ def _emit(
     integers: Mapping[str, Any], symbol: str,
 ) -> None:  # fmt: skip
     buffers = {b.name: b for b in program.buffers}
-    if dict(program.params).get("stream"):
-        builder.hint = STREAM
     if isinstance(shape, TeamShape):
         TeamEmitter(builder, program, shape, buffers, pointers, integers["row"], integers["lane"], symbol).emit()
         return

@@ -162,7 +162,7 @@ def load(
     where = f"[${registers}+{constant}]" if constant else f"[${registers}]"
     result = ir.LiteralStructType([kind] * registers) if registers > 1 else kind
     if holds is None:
-        found = asm(builder, f"ld.global.nc{builder.hint}{vector}.{typed} {target}, {where};", result, [place])
+        found = asm(builder, f"ld.global.nc{vector}.{typed} {target}, {where};", result, [place])
     else:
         packed = 0
         for k in range(each // size):
@@ -171,7 +171,7 @@ def load(
         starts = " ".join(f"mov.{move} {name}, {packed:#x};" for name in names)
         text = (
             f"{{ .reg .pred p; setp.ne.b32 p, ${registers + 1}, 0; {starts} "
-            f"@p ld.global.nc{builder.hint}{vector}.{typed} {target}, {where}; }}"
+            f"@p ld.global.nc{vector}.{typed} {target}, {where}; }}"
         )
         # Early-clobber: a result register is written before the address is read.
         found = _early(builder, text, result, [place, builder.zext(holds, I32)])

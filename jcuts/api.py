@@ -68,6 +68,8 @@ _decided_here: set[str] = set()
 # A call that could not tune because another process measured is tried again after this time [s], then twice that, ...
 _RETRY_AFTER = 30.0
 _RETRY_MOST = 960.0
+_DEFAULT_MEMORY = (None, "device")
+"""Kinds of memory that arrays live in where nobody asks for another one."""
 
 
 class _Signature(NamedTuple):
@@ -334,7 +336,7 @@ class Optimized:
             uses_jcuts = outcomes[0].closed is not closed
         if measure and any(getattr(o.report, "postponed", False) for o in outcomes):
             name = guard.XLA if self.settings.mode == "mixed" else guard.JCUTS
-            return guard.Decision(name, "another process is measuring: a later call tunes", deferred=True)
+            return guard.Decision(name, "kernels could not be measured now: a later call tunes", deferred=True)
         if self.settings.mode != "mixed":
             return guard.Decision(guard.JCUTS, f"mode={self.settings.mode!r} is not compared as a whole")
         key = self._store_key(closed, signature, platform)
@@ -346,9 +348,11 @@ class Optimized:
         stored = self._stored(key, platform, uses_jcuts)
         if stored is not None and not force and (stored.is_final or key in _decided_here):
             return stored
-        decision = self._race(args, kwargs, placement, platform, uses_jcuts)
-        if stored is not None and not force:
-            decision = dataclasses.replace(decision, tries=stored.tries + 1)
+        names = guard.candidate_names(platform, uses_jcuts)
+        again = stored if not force else None
+        decision = self._race(args, kwargs, placement, platform, again.open_between(names) if again else names)
+        if again is not None:
+            decision = dataclasses.replace(decision, tries=again.tries + 1)
         _decided_here.add(key)
         self._guard_store().put_guard(key, decision.to_dict())
         return decision
@@ -370,9 +374,8 @@ class Optimized:
         return decision
 
     def _race(self, args: Any, kwargs: Any, placement: Placement, platform: str,
-              uses_jcuts: bool) -> guard.Decision:
-        calls = {name: self._program(name, placement, platform).call.permitted
-                 for name in guard.candidate_names(platform, uses_jcuts)}
+              names: Sequence[str]) -> guard.Decision:
+        calls = {name: self._program(name, placement, platform).call.permitted for name in names}
         return guard.decide(calls, lambda: self._copies(args, kwargs), donates=bool(self._donated[0]))
 
     def _copies(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -443,10 +446,17 @@ class Optimized:
         return chosen if chosen is not None else session.store()
 
     def _store_key(self, closed: jaxapi.Closed, signature: _Signature, platform: str) -> str:
-        places = "; ".join("" if place is None else str(place) for _, place in signature.leaves)
+        places = "; ".join(_place_text(place) for _, place in signature.leaves)
         kinds = sorted({d.device_kind for d in jax.local_devices() if d.platform == platform})
         return digest("guard", jaxapi.canonical_text(closed), repr(self.settings), platform, ",".join(kinds), places,
                       repr(self._options), repr(sorted(versions().items())))
+
+
+def _place_text(place: Any) -> str:
+    """A placement for keys: devices of one kind are equal, so a decision for one of them holds on the others."""
+    if place is None or (len(place.device_set) == 1 and place.memory_kind in _DEFAULT_MEMORY):
+        return ""
+    return str(place)
 
 
 class _Permitted:

@@ -12,7 +12,7 @@ from jcuts.base.settings import Settings
 from jcuts.dfg.program import Program
 from jcuts.region import choose, find, gpu, plans
 from jcuts.region.build import build
-from jcuts.region.graph import TensorGraph, build_graph
+from jcuts.region.graph import MOST_JOINED, MOST_SWITCHED, TensorGraph, build_graph
 from jcuts.region.legality import Dag, is_acyclic_cover, is_convex
 from jcuts.region.legality import Subset as Members
 from jcuts.trace import jaxapi
@@ -134,14 +134,14 @@ class Fuel:
         return self.left >= 0
 
 
-def group(closed: jaxapi.Closed, settings: Settings, fuel: Fuel) -> Level:
+def group(closed: jaxapi.Closed, settings: Settings, fuel: Fuel, platform: str = "cpu") -> Level:
     """The level of a flat jaxpr with its greedy cover, and the levels of its loop bodies."""
-    graph = build_graph(closed.jaxpr, place)
+    graph = build_graph(closed.jaxpr, place, joined=MOST_JOINED if platform == "cpu" else MOST_SWITCHED)
     grouping = find.group(graph, fuse=settings.mode != "no_fusion", fuel=fuel)
     level = Level(closed, graph, grouping, settings.mode == "mixed")
     for number, eqn in enumerate(closed.jaxpr.eqns):
         if jaxapi.primitive_name(eqn) in CONTROL_FLOW:
-            level.bodies[number] = [group(body, settings, fuel) for _, _, body in jaxapi.inner_jaxprs(eqn)]
+            level.bodies[number] = [group(body, settings, fuel, platform) for _, _, body in jaxapi.inner_jaxprs(eqn)]
     level.use(grouping.subsets)
     return level
 

@@ -145,7 +145,7 @@ def _plan(
     if pieces is not None:
         dump.stage("pieces", lambda: as_source(flat, name))
     start = time.perf_counter()
-    top = group(flat, settings, Fuel())
+    top = group(flat, settings, Fuel(), platform)
     timed("group", start)
     dump.stage("subsets", lambda: "\n".join(s.program.dump() for level in top.everywhere() for s in level.subsets))
     start = time.perf_counter()

@@ -31,13 +31,18 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "cpu": {
         "wide": {"xla_cpu_prefer_vector_width": 512},
     },
+    # Everything in CUDA graphs, as far as a version of XLA can: the first that it accepts is used.
     "cuda": {
-        "graph1": {"xla_gpu_graph_min_graph_size": 1},
         "graphs": {
             "xla_gpu_graph_min_graph_size": 1,
             "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,WHILE,"
                                              "DYNAMIC_SLICE_FUSION,CONVOLUTION",
         },
+        "graphs2": {
+            "xla_gpu_graph_min_graph_size": 1,
+            "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL",
+        },
+        "graph1": {"xla_gpu_graph_min_graph_size": 1},
     },
 }
 
@@ -87,7 +92,7 @@ class Decision:
     """Which whole program runs, and why.
 
     Attributes:
-        chosen: ``xla``, ``jcuts``, or either with ``:<options name>``.
+        chosen: ``xla`` or ``jcuts``, with ``/<form>`` and ``:<options name>`` (`forms`).
         reason: one sentence.
         seconds: time per candidate [s]: the median of plain XLA, for the others that time over ``speed``; empty when
             nothing was timed.
@@ -137,21 +142,9 @@ class Decision:
             return None
 
 
-def candidate_names(platform: str, uses_jcuts: bool) -> list[str]:
-    """Candidates in the fixed order that decides ties: the plainer program wins."""
-    extra = list(OPTIONS.get("cuda" if platform in ("gpu", "rocm") else platform, {}))
-    names = [XLA, *(f"{XLA}:{name}" for name in extra)]
-    return [*names, JCUTS, *(f"{JCUTS}:{name}" for name in extra)] if uses_jcuts else names
-
-
-def compiler_options(name: str, platform: str) -> dict[str, Any] | None:
-    """Compiler options of a candidate (None for none, or for a name that this version does not know)."""
-    _, _, option = name.partition(":")
-    return OPTIONS.get("cuda" if platform in ("gpu", "rocm") else platform, {}).get(option)
-
-
 def decide(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]],
-           *, donates: bool, seconds: float = 0.6, limit: float = 60.0,
+           *, donates: bool, seconds: float = 0.6, limit: float = 60.0, chunk: float = 3e-4,
+           verify: Callable[[str, Any, Any], str | None] | None = None,
            clock: Callable[[], float] = time.perf_counter) -> Decision:
     """Time whole programs on the same arguments and choose.
 
@@ -161,6 +154,8 @@ def decide(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], tup
         donates: whether a call uses its arguments up.
         seconds: wall time to spend beyond the warm runs.
         limit: where the least number of runs takes longer than this [s], fewer are taken.
+        chunk: wall time of one sample [s]: so many executions in a row, of which only the last is waited for.
+        verify: ``(candidate, reference result, result)`` -> why the result is not right, or None.
         clock: monotonic seconds.
 
     Returns: the fastest candidate, or the first in order within the noise margin of it.  Nothing rests on one run.
@@ -190,7 +185,7 @@ def decide(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], tup
         if not runs:
             reference = jax.tree.map(_host, result)
             is_long = all(_clocked(run, clock) > _LONG for _ in range(2))
-        elif (why := _disagrees(reference, result)) is not None:
+        elif (why := _disagrees(reference, result) or (verify and verify(name, reference, result))) is not None:
             rejected[name] = why
             continue
         runs[name] = run
@@ -206,7 +201,8 @@ def decide(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], tup
 
     def sample(names: Sequence[str], seconds: float) -> dict[str, noise.Samples]:
         chosen = {name: calls[name] for name in names}
-        return _sample(chosen, fresh_args, best, donates, seconds, rounds, clock)
+        return _sample(chosen, fresh_args, max(1, min(200, math.ceil(chunk / max(best, 1e-7)))), donates, seconds,
+                       rounds, clock)
 
     first = _choose(sample(list(runs), seconds), rejected)
     if first.chosen == XLA or clock() - start > limit:
@@ -239,14 +235,13 @@ def _warm(runs: Mapping[str, Callable[[], Any]], clock: Callable[[], float]) -> 
     return times
 
 
-def _sample(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], Any], best: float, donates: bool,
+def _sample(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], Any], inner: int, donates: bool,
             seconds: float, rounds: int, clock: Callable[[], float]) -> dict[str, noise.Samples]:
     if donates:
         # Each execution needs its own copies, made outside the timed part.
         return _sample_with_copies(calls, fresh_args, seconds, rounds, clock)
     args, kwargs = fresh_args()
     # Several executions per sample, so that a fast function is not timed by the clock's resolution.
-    inner = max(1, min(200, math.ceil(3e-4 / max(best, 1e-7))))
 
     def repeated(call: Callable[..., Any]) -> Callable[[], None]:
         def go() -> None:

@@ -23,7 +23,10 @@ from jcuts.xla.rebuild import subset_closed
 
 CONTROL_FLOW = ("scan", "while", "cond")
 MIN_WORK = 2_000  # element operations below which a subset is not worth a kernel call of its own
-TOO_LITTLE = "too little work for a kernel call of its own"  # a choice, where other refusals are inabilities
+TOO_LITTLE = "too little work for a kernel call of its own"
+TO_FUSE = "element-wise: XLA fuses it into what surrounds it"
+CHOICES = (TOO_LITTLE, TO_FUSE)
+"""Reasons that are choices, where other refusals are inabilities."""
 
 
 @dataclass
@@ -99,6 +102,18 @@ class Level:
                 refusal = Refusal(subset.program.template, f"no kernel form on {platform}")
                 self.left_out.update(dict.fromkeys(subset.members, refusal))
         self.subsets = [s for s in self.subsets if s.ranked]
+
+    def keep_anchored(self) -> None:
+        """Subsets without a reduction, window or convolution are left to XLA."""
+        for subset in self.subsets:
+            if not self.is_anchored(subset.members):
+                refusal = Refusal(subset.program.template, TO_FUSE)
+                self.left_out.update(dict.fromkeys(subset.members, refusal))
+        self.subsets = [s for s in self.subsets if self.is_anchored(s.members)]
+
+    def is_anchored(self, members: Members) -> bool:
+        """Whether an operation among them collects many elements into one."""
+        return any(op is not None and op.is_root for op in (self.graph.nodes[m].op for m in members))
 
     def use_stored(self, cover: Sequence[Sequence[int]]) -> bool:
         """Takes a cover from the database, after checking that it is one of this graph; False if it is not."""

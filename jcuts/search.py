@@ -71,6 +71,8 @@ def select(top: Level, settings: Settings, *, may_measure: bool, platform: str =
     add_candidates(_subsets(levels), platform)
     for level in levels:
         level.leave_out_formless(platform)
+        if settings.form is not None and settings.form.regions == "anchored":
+            level.keep_anchored()
     subsets = _subsets(levels)
     device = "" if platform == "cpu" else gpus.this().identity()
     shares = session.choose(subsets, settings, may_measure=may_measure, device=device)

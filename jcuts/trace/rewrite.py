@@ -1,7 +1,7 @@
 """Rewrites of a flat program that keep its meaning but not its roundings: candidates, chosen by measurement.
 
     scales   y = conv(x, w) * s   ->  conv(x, w * s)          w, s constants, s one factor per output channel
-    dots     conv(x, w), 1x1      ->  reshape(dot(x, w))      no padding, stride, dilation or groups
+    dots     conv(x, w), 1x1      ->  dot(x, w)               no padding, stride, dilation or groups
 
 `scales` turns an inference batch norm into one addition, which XLA and jcuts fuse into what makes or uses it.  Weights
 and factors must be constants: an argument would be multiplied again in every call.  `dots` hands a pointwise
@@ -122,27 +122,21 @@ def _dots(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
 
 
 def _as_dot(eqn: Any) -> list[Any]:
-    """(N*H*W, C) x (C, K) with the reshapes around it."""
+    """(N, H, W, C) x (C, K) -> (N, H, W, K): all but the features of the operand are rows, as they lie."""
     lhs, rhs = eqn.invars
-    out = eqn.outvars[0]
     spec = eqn.params["dimension_numbers"].rhs_spec
     features, made = rhs.aval.shape[spec[1]], rhs.aval.shape[spec[0]]
-    rows = lhs.aval.size // features
     swapped = spec[0] < spec[1]  # weights lie as (K, C)
-    flat = _var((rows, features), lhs.aval)
     weights = _var((made, features) if swapped else (features, made), rhs.aval)
-    product = _var((rows, made), out.aval)
     params = {
-        "dimension_numbers": (((1,), (1 if swapped else 0,)), ((), ())),
+        "dimension_numbers": (((lhs.aval.ndim - 1,), (1 if swapped else 0,)), ((), ())),
         "precision": eqn.params["precision"],
         "preferred_element_type": eqn.params["preferred_element_type"],
         "out_sharding": None,
     }
     return [
-        _reshape(lhs, flat, eqn),
         _reshape(rhs, weights, eqn),
-        jaxapi.new_eqn([flat, weights], [product], jax.lax.dot_general_p, params, like=eqn),
-        _reshape(product, out, eqn),
+        jaxapi.new_eqn([lhs, weights], eqn.outvars, jax.lax.dot_general_p, params, like=eqn),
     ]
 
 

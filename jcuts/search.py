@@ -58,6 +58,11 @@ def select(top: Level, settings: Settings, *, may_measure: bool, platform: str =
     Modes without fusion, ``tune="off"`` (estimates rank kernels, they are not fit to overrule the greedy cover), a
     limited ``JCUTS_FUEL`` and GPUs (`region.seconds` knows CPUs only) keep the greedy cover.
     """
+    with session.workshop():
+        return _select(top, settings, may_measure, platform)
+
+
+def _select(top: Level, settings: Settings, may_measure: bool, platform: str) -> Summary:
     levels = top.everywhere()
     searching = settings.mode != "no_fusion" and settings.tune != "off" and knobs.current().fuel is None
     searching = searching and platform == "cpu"

@@ -30,6 +30,7 @@ err(x) is the larger of this ``uncertainty`` and |x - r|; err(c) stays as it is.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,13 +39,12 @@ import ml_dtypes
 import numpy as np
 
 from jcuts.base.errors import AccuracyRejected
+from jcuts.tune.bands import Pool, rms
 from jcuts.tune.problem import Output
 from jcuts.tune.values import NORMAL, dtype_of, is_float
 
 FLOOR_ULP = 4.0
 CATASTROPHE = 4.0
-BAND_BINADES = 8
-BAND_LEAST = 16
 FLIP_FLOORS = 16.0
 
 
@@ -67,6 +67,33 @@ class Expected:
     low: np.ndarray | None = None
     high: np.ndarray | None = None
     uncertainty: np.ndarray | None = None
+
+    @functools.cached_property
+    def known(self) -> _Known:
+        """What every candidate is compared with, made once for all of them (float outputs)."""
+        x, r = _flat(self.xla), _flat(self.reference)
+        rounded = r.astype(self.xla.dtype)
+        finite = bool(np.isfinite(x).all() and np.isfinite(rounded).all())
+        class_x = None if finite else _classes(x)
+        errors = np.abs(x - r) if class_x is None else np.where(class_x == 0, np.abs(x - r), 0.0)
+        if self.uncertainty is not None:
+            errors = np.maximum(errors, _flat(self.uncertainty))
+        return _Known(x, r, errors, class_x, None if finite else _classes(rounded.astype(np.float64)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """One set, flattened, in float64: XLA's result, the reference, XLA's error, classes (None: both are all finite)."""
+
+    x: np.ndarray
+    r: np.ndarray
+    errors: np.ndarray
+    class_x: np.ndarray | None
+    class_r: np.ndarray | None
+
+
+def _flat(array: np.ndarray) -> np.ndarray:
+    return np.asarray(array).astype(np.float64).reshape(-1)
 
 
 @dataclass(frozen=True)
@@ -165,6 +192,8 @@ def _first(mask: np.ndarray) -> tuple[int, ...]:
 
 def _classes(values: np.ndarray) -> np.ndarray:
     """0 finite, 1 NaN, 2 +inf, 3 -inf."""
+    if np.isfinite(values).all():
+        return np.zeros(values.shape, np.int8)
     return np.select([np.isnan(values), np.isposinf(values), np.isneginf(values)], [1, 2, 3], 0).astype(np.int8)
 
 
@@ -176,11 +205,8 @@ class _Set:
     reference: np.ndarray
     candidate_error: np.ndarray
     xla_error: np.ndarray
-
-
-def _rms(values: np.ndarray) -> float:
-    most = float(np.max(np.abs(values), initial=0.0))
-    return most * math.sqrt(float(np.mean((values / most) ** 2))) if most > 0 else 0.0  # scaled: squares overflow
+    whole: _Known | None = None
+    """Set where every element is held to the rules."""
 
 
 def _check_floats(
@@ -197,41 +223,59 @@ def _check_floats(
             for number, (want, have) in pairs
             if want.kind == NORMAL
         ]
-        pooled = np.concatenate([s.reference for s in normal]) if normal else np.zeros(0)
-        errors_c = np.concatenate([s.candidate_error for s in normal]) if normal else np.zeros(0)
-        errors_x = np.concatenate([s.xla_error for s in normal]) if normal else np.zeros(0)
-        scale = max(_rms(pooled), tiny)
-        e_c, e_x = _relative(errors_c, pooled, scale), _relative(errors_x, pooled, scale)
+        pool, errors = _pool(normal, tiny), _joined([s.candidate_error for s in normal])
+        e_c, e_x = pool.relative(errors), pool.xla
         accuracy = Accuracy(e_c / eps, e_x / eps, (tolerance * e_x + floor) / eps)
         if not e_c <= tolerance * e_x + floor:
             raise _too_far(index, "output", e_c, e_x, tolerance * e_x + floor, eps)
-        _check_bands(index, np.abs(pooled), errors_c, errors_x, CATASTROPHE * tolerance, floor, eps)
+        for top, c, x in pool.by_magnitude(errors):
+            limit = CATASTROPHE * tolerance * x + floor * top
+            if not c <= limit:
+                raise _too_far(index, "magnitude", c, x, limit, eps, magnitude=top)
         for number, (want, have) in pairs:
             if want.kind == NORMAL:
                 continue
             part = _prepare(index, number, spec, want, have, dtype, floor, tiny)
-            scale = max(_rms(part.reference), tiny)
-            c, x = (_relative(e, part.reference, scale) for e in (part.candidate_error, part.xla_error))
-            limit = CATASTROPHE * tolerance * max(x, e_x) + floor
+            own = _pool([part], tiny)
+            c, x = own.relative(part.candidate_error), max(own.xla, e_x)
+            limit = CATASTROPHE * tolerance * x + floor
             if not c <= limit:
-                raise _too_far(index, part.kind, c, max(x, e_x), limit, eps, seed=number)
+                raise _too_far(index, part.kind, c, x, limit, eps, seed=number)
     return accuracy
 
 
-def _relative(errors: np.ndarray, reference: np.ndarray, scale: float) -> float:
-    return float(np.max(errors / np.maximum(np.abs(reference), scale), initial=0.0))
+@functools.lru_cache(maxsize=2)
+def _usual_pool(known: tuple[_Known, ...], tiny: float) -> Pool:
+    """The pool of sets that are compared as a whole: one for all candidates."""
+    errors = np.concatenate([_beyond(k.errors, tiny) for k in known])
+    return Pool(np.concatenate([k.r for k in known]), errors, tiny)
+
+
+def _pool(sets: Sequence[_Set], tiny: float) -> Pool:
+    whole = tuple(s.whole for s in sets if s.whole is not None)
+    if len(whole) == len(sets) > 0:
+        return _usual_pool(whole, tiny)
+    return Pool(_joined([s.reference for s in sets]), _joined([s.xla_error for s in sets]), tiny)
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.zeros(0)
 
 
 def _prepare(
     index: int, seed: int, spec: Output, want: Expected, have: np.ndarray, dtype: np.dtype, floor: float, tiny: float
 ) -> _Set:
     """Rules 1 and 2 on one set of inputs; the errors of what is left for rules 3-5."""
-    c, x, r = (np.asarray(a).astype(np.float64).reshape(-1) for a in (have, want.xla, want.reference))
+    c, known = _flat(have), want.known
+    x, r = known.x, known.r
+    if want.low is None and known.class_x is None and spec.reduction > 1 and np.isfinite(c).all():
+        # The usual case: nothing is free, no class can differ, and zeros have no sign to keep.
+        return _Set(want.kind, r, _beyond(c - r, tiny), known.errors, known)
     free = np.zeros(r.shape, bool)
     if want.low is not None and want.high is not None:
-        low, high = (np.asarray(a).astype(np.float64).reshape(-1) for a in (want.low, want.high))
+        low, high = _flat(want.low), _flat(want.high)
         finite = r[np.isfinite(r)]
-        reach = floor * np.maximum(np.abs(r), max(_rms(finite), tiny))
+        reach = floor * np.maximum(np.abs(r), max(rms(finite), tiny))
         varied = (low == -np.inf) & (high == np.inf)
         free = varied | (high - low > FLIP_FLOORS * reach)
         # A range that runs from next to nothing to something large ends no sharper than the large values are rounded.
@@ -240,8 +284,8 @@ def _prepare(
         bad = free & ~varied & outside & ~np.isnan(x)
         if bad.any():
             raise _at(index, seed, "range", bad, want, have, "lies outside every value that rounding can explain")
-    rounded = r.astype(dtype).astype(np.float64)
-    class_c, class_x, class_r = _classes(c), _classes(x), _classes(rounded)
+    class_c = _classes(c)
+    class_x, class_r = (np.zeros(r.shape, np.int8) if k is None else k for k in (known.class_x, known.class_r))
     free |= (class_x != 0) & (class_r == 0)
     bad = (class_c != class_x) & (class_c != class_r) & ~free
     if bad.any():
@@ -252,33 +296,14 @@ def _prepare(
         if bad.any():
             raise _at(index, seed, "zero", bad, want, have, "is a zero of the other sign")
     kept = ~free & (class_c == 0) & (class_x == 0) & np.isfinite(r)
-    errors_x = np.where(class_x == 0, np.abs(x - r), 0.0)
-    if want.uncertainty is not None:
-        errors_x = np.maximum(errors_x, np.asarray(want.uncertainty, np.float64).reshape(-1))
-    return _Set(want.kind, r[kept], np.maximum(np.abs(c - r)[kept] - tiny, 0.0), np.maximum(errors_x[kept] - tiny, 0.0))
+    return _Set(want.kind, r[kept], _beyond((c - r)[kept], tiny), _beyond(known.errors[kept], tiny))
 
 
-def _check_bands(
-    index: int, size: np.ndarray, errors_c: np.ndarray, errors_x: np.ndarray, factor: float, floor: float, eps: float
-) -> None:
-    some = size > 0
-    size, errors_c, errors_x = size[some], errors_c[some], errors_x[some]
-    if size.size == 0:
-        return
-    band = np.frexp(size)[1] // BAND_BINADES
-    pending: list[np.ndarray] = []
-    names = np.unique(band)
-    for position, name in enumerate(names):
-        pending.append(np.flatnonzero(band == name))
-        different = len(np.unique(size[np.concatenate(pending)]))
-        if different < BAND_LEAST and position + 1 < len(names):
-            continue  # too few to know XLA's error: they join the next band
-        members = np.concatenate(pending)
-        pending = []
-        top = float(size[members].max())
-        c, x = float(errors_c[members].max()), float(errors_x[members].max())
-        if not c <= factor * x + floor * top:
-            raise _too_far(index, "magnitude", c, x, factor * x + floor * top, eps, magnitude=top)
+def _beyond(difference: np.ndarray, tiny: float) -> np.ndarray:
+    """max(0, |difference| - tiny)."""
+    size = np.abs(difference)
+    size -= tiny
+    return np.maximum(size, 0.0, out=size)
 
 
 def _too_far(index: int, rule: str, c: float, x: float, limit: float, eps: float, **values: object) -> AccuracyRejected:

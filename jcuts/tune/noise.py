@@ -12,6 +12,11 @@ LEAST_MARGIN = 0.01
 """No two programs that differ by less than this are told apart, however quiet the machine looks."""
 MOST_MARGIN = 0.10
 """A noisier machine does not widen the margin further: a real 10% would otherwise be thrown away."""
+CONTENDER = 1.5
+"""Who takes this many times as long as the fastest cannot win any more: how exact its time is does not matter."""
+CLOSE_MARGIN, LONE_MARGIN = 0.015, 0.05
+"""Margins at which a race is over: between contenders, and where a single one is left."""
+_LOOK_EVERY = 4
 
 
 @dataclass(frozen=True)
@@ -90,3 +95,42 @@ def interleave(
         forward = not forward
         count += 1
     return {name: Samples(tuple(values)) for name, values in times.items()}
+
+
+def race(
+    runs: dict[str, Callable[[], object]],
+    *,
+    seconds: float,
+    least: int = 7,
+    most: int = 200,
+    inner: dict[str, int] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Samples]:
+    """Samples in turn like `interleave`, spending the time where it decides.
+
+    Who is slower than `CONTENDER` times the fastest (its quicker quarter against the slower quarter of the fastest) is
+    sampled no more; the race ends when the margin of those left is `CLOSE_MARGIN`, or `LONE_MARGIN` for one alone.
+
+    Args:
+        runs, least, most, inner, clock: as for `interleave`.
+        seconds: most wall time to spend per callable that is still in the race.
+    Returns: samples per execution, for each name: at least ``least``, more for those that stayed longer.
+    """
+    found: dict[str, tuple[float, ...]] = dict.fromkeys(runs, ())
+    live = dict(runs)
+    rounds = 0
+    while live and rounds < most:
+        count = least if rounds == 0 else _LOOK_EVERY
+        part = interleave(live, seconds=0.0, least=count, most=count, inner=inner, clock=clock)
+        for name, samples in part.items():
+            found[name] += samples.seconds
+        rounds += count
+        so_far = {name: Samples(found[name]) for name in live}
+        best = min(so_far.values(), key=lambda s: s.median)
+        live = {n: run for n, run in live.items() if so_far[n].quartiles[0] <= CONTENDER * best.quartiles[1]}
+        errors = [standard_error(so_far[n].median, *so_far[n].quartiles, rounds) for n in live]
+        settled = margin(errors) <= (CLOSE_MARGIN if len(live) > 1 else LONE_MARGIN)
+        spent = sum(math.fsum(found[n]) * (inner or {}).get(n, 1) for n in live)
+        if settled or spent >= seconds * len(live):
+            break
+    return {name: Samples(times) for name, times in found.items()}

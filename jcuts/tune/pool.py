@@ -184,8 +184,7 @@ class Pool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name in self.workers:
-            self.stop(name)
+        self.abandon()
         self.selector.close()
 
     def submit(self, group: str, request: dict[str, Any], timeout: float, done: Done) -> None:
@@ -194,18 +193,28 @@ class Pool:
 
     def drain(self) -> None:
         """Runs until no request is queued or under way."""
-        while True:
-            self._feed()
-            busy = [w for w in self._all() if w.task is not None]
-            if not busy:
-                return
-            wait = max(0.0, min(w.deadline for w in busy) - time.monotonic())
-            for key, _ in self.selector.select(min(wait, 3600.0)):
-                self._hear(key.data)
-            now = time.monotonic()
-            for worker in [w for w in self._all() if w.task is not None and w.deadline <= now]:
-                assert worker.task is not None
-                self._fail(worker, f"no answer within {worker.task.timeout:g} s: it was killed", reason="timeout")
+        while self._step(3600.0):
+            pass
+
+    def poll(self) -> None:
+        """Hands out what is queued and hears what has been answered, without waiting."""
+        self._step(0.0)
+
+    def _step(self, patience: float) -> bool:
+        """One round of the event loop, of at most so many seconds; False if nothing is under way."""
+        self._feed()
+        busy = [w for w in self._all() if w.task is not None]
+        if not busy:
+            return False
+        wait = max(0.0, min(w.deadline for w in busy) - time.monotonic())
+        for key, _ in self.selector.select(min(wait, patience)):
+            self._hear(key.data)
+        now = time.monotonic()
+        for worker in [w for w in self._all() if w.task is not None and w.deadline <= now]:
+            assert worker.task is not None
+            self._fail(worker, f"no answer within {worker.task.timeout:g} s: it was killed", reason="timeout")
+        self._feed()
+        return True
 
     def stop(self, group: str) -> None:
         """Ends the workers of a group (they start again when needed)."""
@@ -213,6 +222,12 @@ class Pool:
             self._forget(worker)
             worker.stop()
         self.workers[group] = []
+
+    def abandon(self) -> None:
+        """Forgets what is queued and ends every worker (they start again when needed)."""
+        for name in self.workers:
+            self.queues[name].clear()
+            self.stop(name)
 
     def pids(self) -> list[int]:
         """Process ids of the workers, for tests."""

@@ -9,9 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,13 +26,12 @@ from jcuts.tune.replay import Recording
 from jcuts.tune.select import estimate, noise_margin, postponed, select, unknown
 from jcuts.tune.store import Store, default_store
 from jcuts.tune.values import NORMAL
+from jcuts.tune.workshop import COMPILE, DEVICE, XLA, workshop
 
-__all__ = ["Effort", "Progress", "default_store", "describe", "tune"]
+__all__ = ["Effort", "Progress", "default_store", "describe", "tune", "workshop"]
 _log = logging.getLogger("jcuts.tune")
-_PREFIX = "jcuts-tune-"
 _LIVE_REFERENCES = 4
 """Problems whose reference arrays lie on disk at the same time."""
-_COMPILE, _XLA, _DEVICE = "compile", "xla", "device"
 
 
 class Progress(Protocol):
@@ -55,7 +51,7 @@ class Effort:
         finalists: kernels that are timed against XLA after the quick screening.
         patience: most seconds to wait for another process that is measuring, `JCUTS_LOCK_PATIENCE_S` by default.
         timeout: seconds one candidate may take, `JCUTS_TUNE_TIMEOUT_S` by default.
-        workers: compiling processes, `JCUTS_COMPILE_WORKERS` or one per core by default.
+        workers: compiling processes, `JCUTSCOMPILE_WORKERS` or one per core by default.
         seed: of the check inputs, `JCUTS_SEED` by default.
     """
 
@@ -178,9 +174,12 @@ def _measure_all(
     if is_hopeless():
         yield from ((problem, postponed(problem, holder())) for problem in problems)
         return
+    platform = "cuda" if any(p.device for p in problems) else "cpu"
+    workers = effort.workers or knobs.current().compile_workers or fingerprint.usable_cores()
     try:
-        with _session_folder() as folder:
-            ready = []
+        with workshop() as shop, shop.folder() as folder:
+            session = _Session(shop.pool(platform, workers), effort, progress)
+            session.total = sum(len(problem.candidates) for problem in problems)
             for number, problem in enumerate(problems):
                 try:
                     full = prepare(problem) if prepare is not None else problem
@@ -189,15 +188,10 @@ def _measure_all(
                     store.put(choice)
                     yield problem, choice
                     continue
-                ready.append(_make_job(full, folder, number))
-            workers = effort.workers or knobs.current().compile_workers or fingerprint.usable_cores()
-            platform = "cuda" if any(p.device for p in problems) else "cpu"
-            with Pool(folder, {_COMPILE: workers, _XLA: 1, _DEVICE: 1}, platform) as pool:
-                session = _Session(pool, ready, effort, progress)
-                session.compile_and_check()
-                pool.stop(_COMPILE)
-                pool.stop(_DEVICE)
-                yield from _measure_in_turn(session, ready, store, effort, force)
+                # Its candidates are compiled while the next problem is prepared.
+                session.add(_make_job(full, folder, number))
+            session.finish()
+            yield from _measure_in_turn(session, session.jobs, store, effort, force)
     except OSError as error:
         # No space or no permission for the session's files: the user's program runs on XLA.
         _log.warning("tuning stopped, what is left stays with XLA: %s", error)
@@ -241,15 +235,16 @@ def _make_job(problem: Problem, folder: Path, number: int) -> _Job:
 
 
 class _Session:
-    def __init__(self, pool: Pool, jobs: list[_Job], effort: Effort, progress: Progress | None) -> None:
-        self.pool, self.jobs, self.effort, self.progress = pool, jobs, effort, progress
+    def __init__(self, pool: Pool, effort: Effort, progress: Progress | None) -> None:
+        self.pool, self.effort, self.progress = pool, effort, progress
+        self.jobs: list[_Job] = []
         current = knobs.current()
         self.timeout = effort.timeout if effort.timeout is not None else current.tune_timeout_s
         self.seed = effort.seed if effort.seed is not None else current.seed
-        self.waiting = list(jobs)
+        self.waiting: list[_Job] = []
         self.live = 0
         self.counts = {"compile": 0, "check": 0, "measure": 0}
-        self.total = sum(len(job.problem.candidates) for job in jobs)
+        self.total = 0
 
     def tell(self, stage: str, name: str) -> None:
         self.counts[stage] += 1
@@ -259,13 +254,20 @@ class _Session:
 
     # Compile and check: parallel -------------------------------------------------------------------------------------
 
-    def compile_and_check(self) -> None:
-        for job in self.jobs:
-            for candidate in job.problem.candidates:
-                if candidate.kind != "stablehlo":
-                    self._compile(job, candidate.label)
+    def add(self, job: _Job) -> None:
+        """Queues the job's work and goes on with whatever is under way, without waiting."""
+        self.jobs.append(job)
+        self.waiting.append(job)
+        for candidate in job.problem.candidates:
+            if candidate.kind != "stablehlo":
+                self._compile(job, candidate.label)
         self._next_references()
+        self.pool.poll()
+
+    def finish(self) -> None:
+        """Waits until every job is compiled and checked; nothing of the session runs then."""
         self.pool.drain()
+        self.pool.stop(DEVICE)  # it holds the GPU
 
     def _compile(self, job: _Job, label: str) -> None:
         job.compiling += 1
@@ -284,7 +286,7 @@ class _Session:
             self._finish(job)
 
         request = {"op": "compile", "problem": str(job.file), "label": label, "out": str(out)}
-        self.pool.submit(_COMPILE, request, self.timeout, done)
+        self.pool.submit(COMPILE, request, self.timeout, done)
 
     def _next_references(self) -> None:
         while self.waiting and self.live < _LIVE_REFERENCES:
@@ -305,7 +307,7 @@ class _Session:
             self._finish(job)
 
         request = {"op": "reference", "problem": str(job.file), "folder": str(job.folder), "seed": self.seed}
-        self.pool.submit(_XLA, request, self.timeout, done)
+        self.pool.submit(XLA, request, self.timeout, done)
 
     def _check(self, job: _Job, label: str) -> None:
         job.checking += 1
@@ -328,8 +330,8 @@ class _Session:
             "kinds": job.kinds,
             "kernel": str(job.kernels.get(label, "")),
         }
-        own = _DEVICE if job.problem.device else _COMPILE  # one process holds the GPU, any may hold a core
-        self.pool.submit(_XLA if kind == "stablehlo" else own, request, self.timeout, done)
+        own = DEVICE if job.problem.device else COMPILE  # one process holds the GPU, any may hold a core
+        self.pool.submit(XLA if kind == "stablehlo" else own, request, self.timeout, done)
 
     def _finish(self, job: _Job) -> None:
         """Frees the disk once nothing of a problem is compared any more, and lets the next problem in."""
@@ -379,7 +381,7 @@ class _Session:
         }
         # The interleaved samples run without events in between.
         sampling = self.effort.seconds * (len(order) + 2)
-        self.pool.submit(_XLA, request, self.timeout + sampling, kept.append)
+        self.pool.submit(XLA, request, self.timeout + sampling, kept.append)
         self.pool.drain()
         return kept[0]
 
@@ -417,32 +419,6 @@ def _persist(job: _Job, choice: Choice) -> None:
         if winner in job.kernels:
             with contextlib.suppress(CandidateRejected):
                 objects.store(read_kernel(job.kernels[winner]))
-
-
-@contextlib.contextmanager
-def _session_folder() -> Iterator[Path]:
-    """A private folder (mode 0700) for one session; those of dead sessions are removed."""
-    base = Path(tempfile.gettempdir())
-    for old in base.glob(_PREFIX + "*"):
-        with contextlib.suppress(OSError, ValueError):
-            owner = int(old.name[len(_PREFIX) :].split("-")[0])
-            if old.stat().st_uid == os.getuid() and not _is_alive(owner):
-                shutil.rmtree(old, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=base))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 def describe(choice: Choice) -> dict[str, Any]:

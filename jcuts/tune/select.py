@@ -7,13 +7,15 @@ from dataclasses import replace
 from jcuts.base.errors import UsageError
 from jcuts.base.settings import MODES
 from jcuts.tune.choice import LIBRARY, POSTPONED, Choice, Measurement, Rejection
-from jcuts.tune.noise import margin, standard_error
+from jcuts.tune.noise import CONTENDER, margin, standard_error
 from jcuts.tune.problem import Problem
 
 
 def noise_margin(measurements: tuple[Measurement, ...]) -> float:
-    """The relative noise margin of one session of measurements (see `noise.margin`)."""
-    return margin([standard_error(m.seconds, m.low, m.high, m.runs) for m in measurements if m.method != "screen"])
+    """The relative noise margin of one session of measurements (see `noise.margin`), of those that may win."""
+    field = [m for m in measurements if m.method != "screen"]
+    limit = CONTENDER * min((m.seconds for m in field), default=0.0)
+    return margin([standard_error(m.seconds, m.low, m.high, m.runs) for m in field if m.seconds <= limit])
 
 
 def fastest(measurements: tuple[Measurement, ...], order: list[str], *, relative_margin: float) -> str:

@@ -15,6 +15,9 @@ from jcuts.tune.library import with_exports
 from jcuts.tune.problem import Candidate, Input, Output, Problem
 from jcuts.tune.runner import Progress, default_store, tune
 from jcuts.tune.store import Store
+from jcuts.tune.workshop import workshop
+
+__all__ = ["choose", "generation", "make_problem", "progress", "set_progress", "set_store", "store", "workshop"]
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 NEEDS_POSITIVE = frozenset({"sqrt", "rsqrt", "log", "log1p", "pow", "cbrt"})

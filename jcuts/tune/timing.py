@@ -9,6 +9,7 @@ candidate (our kernels as custom calls, XLA's own code) take the same path.
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import os
 import time
@@ -16,14 +17,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jcuts.base.errors import NativeError
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.tune.launch import Fenced, Launcher, xla_float_mode
-from jcuts.tune.noise import Samples, interleave
+from jcuts.tune.noise import Samples, interleave, race
 from jcuts.tune.values import dtype_of
 from jcuts.xla import call, native, register
 
@@ -33,6 +33,11 @@ SAMPLE_SECONDS = 1e-3
 """Length of one looped sample [s]: a thousand times the clock's resolution."""
 _MOST_INNER = 2000
 _PROBE = 8
+SCREEN_ROUNDS = 3
+SCREEN_SECONDS = 5e-3
+"""One kernel's share of one round of screening [s]: the least of some ten runs tells slow kernels from fast ones."""
+HOPELESS = 3.0
+"""Who takes this many times the best of the first round of screening is not run again."""
 
 
 def as_function(kernel: CompiledKernel) -> Callable[..., Any]:
@@ -46,17 +51,21 @@ def as_function(kernel: CompiledKernel) -> Callable[..., Any]:
     return lambda *operands: call.call_kernel(kernel, *operands)
 
 
-def looped(function: Callable[..., Any], outputs: Sequence[tuple[tuple[int, ...], str]]) -> Callable[..., Any]:
-    """``run(n, *operands)``: n executions of ``function``, one after the other."""
+def looped(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``run(n, blank, *operands)``: n executions of ``function``, one after the other; ``blank`` are results for n = 0.
 
-    def run(n: Any, *operands: Any) -> Any:
-        def body(_: Any, carry: Any) -> Any:
-            inside, _ = carry
+    Every array of the loop comes from outside and the counter runs down to zero: XLA compiles nothing but the function
+    itself, one addition and one comparison.
+    """
+
+    def run(n: Any, blank: Any, *operands: Any) -> Any:
+        def body(state: Any) -> Any:
+            left, _, inside = state
             new = tuple(jax.tree.leaves(function(*inside)))
-            return lax.optimization_barrier((inside, new))
+            inside, new = lax.optimization_barrier((inside, new))
+            return left - 1, new, inside
 
-        blank = tuple(jnp.zeros(shape, dtype_of(dtype)) for shape, dtype in outputs)
-        return lax.fori_loop(0, n, body, (tuple(operands), blank))[1]
+        return lax.while_loop(lambda state: state[0] > 0, body, (n, blank, tuple(operands)))[1]
 
     return run
 
@@ -73,50 +82,69 @@ def cache_bytes() -> int:
     return 32 * 2**20
 
 
-def screen(launchers: dict[str, Launcher], inputs: Sequence[np.ndarray], *, seconds: float) -> dict[str, Samples]:
+def screen(
+    launchers: dict[str, Launcher], inputs: Sequence[np.ndarray], *, seconds: float, announce: Callable[[str], None]
+) -> dict[str, Samples]:
     """Quick times of kernels without XLA: on the native library's own threads, as many as XLA's pool has.
 
     Without a native library: all tiles on this thread.  Good enough to drop the slow ones, not to choose a winner.
+
+    Args:
+        launchers: kernels of one problem: the same operands and results.
+        inputs: operands.
+        seconds: most wall time to spend on all of them; three runs of each are made whatever they cost.
+        announce: is told which kernel runs next.
     """
     if not launchers:
         return {}
-    share = seconds / len(launchers)
-    found: dict[str, Samples] = {}
+    share = min(SCREEN_SECONDS, seconds / len(launchers) / SCREEN_ROUNDS)
+    bench = _bench(launchers, inputs)
+    times: dict[str, tuple[float, ...]] = dict.fromkeys(launchers, ())
+    live = list(launchers)
+    for _ in range(SCREEN_ROUNDS):
+        for label in live:
+            announce(label)
+            times[label] += tuple(bench(label, share))
+        best = min(min(times[label]) for label in live)
+        live = [label for label in live if min(times[label]) <= HOPELESS * best]
+    return {label: Samples(found) for label, found in times.items()}
+
+
+def _bench(launchers: dict[str, Launcher], inputs: Sequence[np.ndarray]) -> Callable[[str, float], list[float]]:
+    """A callable (label, seconds) that runs one kernel and returns the times; all kernels share their buffers."""
     try:
         lib = native.load()
     except NativeError:
-        lib = None
-    for name, launcher in launchers.items():
-        if lib is None:
-            run = launcher.timed(inputs)
-            run()
-            found[name] = interleave({name: run}, seconds=share, least=3)[name]
-            continue
-        found[name] = Samples(tuple(_bench(lib, launcher, inputs, share)))
-    return found
-
-
-def _bench(lib: Any, launcher: Launcher, inputs: Sequence[np.ndarray], seconds: float) -> list[float]:
-    kernel = launcher.kernel
-    threads = max(1, min(kernel.tiles, call.pool_threads()))
-    slot = -(-kernel.scratch_bytes // call.ALIGNMENT) * call.ALIGNMENT
+        runs = {label: launcher.timed(inputs) for label, launcher in launchers.items()}
+        return lambda label, share: list(interleave({label: runs[label]}, seconds=share, least=3)[label].seconds)
+    first = next(iter(launchers.values())).kernel
     buffers = [Fenced(x.shape, x.dtype, x) for x in inputs]
-    buffers += [Fenced(shape, dtype_of(dtype)) for shape, dtype in kernel.outputs]
-    scratch = Fenced((slot * threads,), np.dtype(np.uint8))
+    buffers += [Fenced(shape, dtype_of(dtype)) for shape, dtype in first.outputs]
     table = (ctypes.c_void_p * len(buffers))(*(b.address for b in buffers))
+    most = max(launcher.kernel.scratch_bytes for launcher in launchers.values())
+    slot = -(-most // call.ALIGNMENT) * call.ALIGNMENT
+    scratch = Fenced((slot * max(1, call.pool_threads()),), np.dtype(np.uint8))
 
-    def go(repeats: int) -> list[float]:
-        times = (ctypes.c_double * repeats)()
-        with xla_float_mode():
-            failed = lib.jcuts_bench(
-                launcher.address, table, kernel.tiles, scratch.address, kernel.scratch_bytes, threads, repeats, times
-            )
-        if failed:
-            raise NativeError(f"jcuts_bench refused kernel {kernel.digest}", kernel=kernel.digest)
-        return list(times)
+    def bench(label: str, share: float, _: object = buffers) -> list[float]:  # keeps the buffers alive
+        launcher = launchers[label]
+        kernel = launcher.kernel
+        threads = max(1, min(kernel.tiles, call.pool_threads()))
 
-    once = min(go(2))
-    return go(max(3, min(200, int(seconds / max(once, 1e-7)))))
+        def go(repeats: int) -> list[float]:
+            times = (ctypes.c_double * repeats)()
+            with xla_float_mode():
+                failed = lib.jcuts_bench(
+                    launcher.address, table, kernel.tiles, scratch.address, kernel.scratch_bytes, threads, repeats,
+                    times,
+                )  # fmt: skip
+            if failed:
+                raise NativeError(f"jcuts_bench refused kernel {kernel.digest}", kernel=kernel.digest)
+            return list(times)
+
+        once = min(go(2))
+        return go(max(3, min(200, int(share / max(once, 1e-7)))))
+
+    return bench
 
 
 def compare(
@@ -134,7 +162,7 @@ def compare(
         entries: label -> (function of the operands, XLA compiler options).
         input_sets: at least one set of operands; the others are rotated in when one overflows the cache.
         outputs: shape and dtype of every result.
-        seconds: wall time for the samples, compilation not counted.
+        seconds: most wall time for the samples of one label, compilation not counted.
         first: label whose time decides between calling and looping (the library).
         announce: is told which label runs next, so that a crash can be blamed on it.
     Returns: the method (``loop`` or ``call``) and the samples of every label.
@@ -146,7 +174,8 @@ def compare(
     def prepare(label: str) -> float:
         announce(label)
         function, options = entries[label]
-        plain[label] = jax.jit(function, compiler_options=options or None).lower(*used).compile()
+        # What is jitted already may be compiled already.
+        plain[label] = function if hasattr(function, "lower") and not options else _jitted(function, options)
         jax.block_until_ready(plain[label](*used))
         return min(_clocked(lambda: jax.block_until_ready(plain[label](*used))) for _ in range(3))
 
@@ -161,15 +190,20 @@ def compare(
                 prepare(label)
         runs = {label: _rotating(plain[label], sets) for label in entries}
         announce("")
-        return "call", interleave(runs, seconds=seconds)
+        return "call", race(runs, seconds=seconds)
     runs: dict[str, Callable[[], object]] = {}
     inner: dict[str, int] = {}
+    blank = tuple(jax.device_put(np.zeros(shape, dtype_of(dtype))) for shape, dtype in outputs)
     for label, (function, options) in entries.items():
         announce(label)
-        program = jax.jit(looped(function, outputs), compiler_options=options or None)
-        runs[label], inner[label] = _sample_of(program.lower(np.int32(0), *used).compile(), used)
+        program = _jitted(looped(function), options)
+        runs[label], inner[label] = _sample_of(program.lower(np.int32(0), blank, *used).compile(), (blank, *used))
     announce("")
-    return "loop", interleave(runs, seconds=seconds, inner=inner)
+    return "loop", race(runs, seconds=seconds, inner=inner)
+
+
+def _jitted(function: Callable[..., Any], options: dict[str, Any]) -> Any:
+    return jax.jit(lambda *operands: function(*operands), compiler_options=options or None)
 
 
 def _sample_of(compiled: Any, used: Sequence[Any]) -> tuple[Callable[[], object], int]:
@@ -185,6 +219,7 @@ def _sample_of(compiled: Any, used: Sequence[Any]) -> tuple[Callable[[], object]
     return lambda: go(n), count
 
 
+@functools.cache
 def dispatch_overhead() -> float:
     """Median time of calling an empty jitted function [s]: what ``call`` times contain and ``loop`` times do not."""
     empty = jax.jit(lambda x: x)

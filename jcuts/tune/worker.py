@@ -48,7 +48,6 @@ TRUST_ULP = 1.0
 """Simulated rounding of a float64 operation, where it stands for XLA's own error (see `tune.check`)."""
 HOPELESS = 2.0
 """A kernel this many times slower than the fastest in the quick screening is not timed against XLA."""
-SCREEN_ROUNDS = 3
 
 Announce = Callable[[str], None]
 
@@ -130,7 +129,7 @@ def reference(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     if problem.library is None or problem.reference is None:
         raise CandidateRejected(f"problem {problem.name} came without its exports", problem=problem.digest)
     announce(LIBRARY)
-    library = jax.jit(jax.export.deserialize(bytearray(problem.library)).call)
+    library = _library(request["problem"])
     wide = jax.jit(jax.export.deserialize(bytearray(problem.reference)).call)
     kinds = seed_kinds(problem)
     for number, kind in enumerate(kinds):
@@ -167,16 +166,15 @@ def check(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     candidate = problem.candidate(request["label"])
     announce(candidate.label)
     run = _xla_runner(candidate) if candidate.kind == "stablehlo" else _kernel_runner(request["kernel"])
-    expected: list[list[Expected]] = [[] for _ in problem.outputs]
+    expected = _all_expected(request["problem"], request["folder"], tuple(request["kinds"]))
     got: list[list[np.ndarray]] = [[] for _ in problem.outputs]
-    for number, kind in enumerate(request["kinds"]):
+    for number in range(len(request["kinds"])):
         results = run(_inputs(problem, folder, number), number)
         if len(results) != len(problem.outputs):
             raise AccuracyRejected(
                 f"{candidate.label} gives {len(results)} results instead of {len(problem.outputs)}", rule="shape"
             )
-        for i, (spec, result) in enumerate(zip(problem.outputs, results, strict=True)):
-            expected[i].append(_expected(folder, number, i, kind, spec.shape, spec.dtype))
+        for i, result in enumerate(results):
             got[i].append(result)
     found: list[Accuracy] = [
         check_output(i, spec, expected[i], got[i], problem.tolerance) for i, spec in enumerate(problem.outputs)
@@ -200,16 +198,15 @@ def measure(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     answers: list[dict[str, Any]] = []
     budget = float(request["seconds"])
     finalists = list(launchers)
-    if len(finalists) > 1:
-        quick = _screened(timing, launchers, input_sets[0], budget, announce)
+    if len(finalists) > int(request["finalists"]):
+        quick = timing.screen(launchers, input_sets[0], seconds=budget, announce=announce)
         # By the best time: a short burst of work elsewhere on the machine must not throw out the fastest.
         best = {label: min(samples.seconds) for label, samples in quick.items()}
         ranked = sorted(best, key=lambda label: best[label])
         limit = HOPELESS * best[ranked[0]]
         finalists = [label for label in ranked[: int(request["finalists"])] if best[label] <= limit]
         answers += [_answer(label, quick[label], "screen") for label in quick if label not in finalists]
-    exported = jax.export.deserialize(bytearray(problem.library or b""))
-    entries: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {LIBRARY: (exported.call, {})}
+    entries: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {LIBRARY: (_library(request["problem"]), {})}
     direct: list[str] = []
     for label in finalists:
         try:
@@ -224,16 +221,14 @@ def measure(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
         entries,
         input_sets,
         [(o.shape, o.dtype) for o in problem.outputs],
-        seconds=budget * len(entries),
+        seconds=budget,
         first=LIBRARY,
         announce=announce,
     )
     answers += [_answer(label, s, method) for label, s in samples.items()]
     for label in direct:  # no native library: the kernels cannot be called from XLA either, the times are informative
-        announce(label)
-        answers.append(
-            _answer(label, timing.screen({label: launchers[label]}, input_sets[0], seconds=budget)[label], "direct")
-        )
+        found = timing.screen({label: launchers[label]}, input_sets[0], seconds=budget, announce=announce)
+        answers.append(_answer(label, found[label], "direct"))
     return {"measurements": answers, "overhead": timing.dispatch_overhead()}
 
 
@@ -272,19 +267,6 @@ def _measure_on_gpu(
     return {"measurements": answers, "overhead": gpu_timing.overhead()}
 
 
-def _screened(
-    timing: Any, launchers: dict[str, Launcher], inputs: list[np.ndarray], budget: float, announce: Announce
-) -> dict[str, Samples]:
-    """Quick times of kernels, in several rounds, spending the budget of one candidate on all of them."""
-    times: dict[str, tuple[float, ...]] = dict.fromkeys(launchers, ())
-    for _ in range(SCREEN_ROUNDS):
-        for label, launcher in launchers.items():
-            announce(label)
-            share = budget / len(launchers) / SCREEN_ROUNDS
-            times[label] += timing.screen({label: launcher}, inputs, seconds=share)[label].seconds
-    return {label: Samples(seconds) for label, seconds in times.items()}
-
-
 REQUESTS: dict[str, Callable[[dict[str, Any], Announce], dict[str, Any]]] = {
     "hello": hello,
     "compile": compile_,
@@ -313,6 +295,13 @@ def _problem(request: dict[str, Any]) -> Problem:
 @functools.lru_cache(maxsize=4)
 def _read_problem(path: str) -> Problem:
     return Problem.from_json(json.loads(Path(path).read_text()))
+
+
+@functools.lru_cache(maxsize=64)
+def _library(path: str) -> Any:
+    """XLA's side of a problem, jitted: what the reference has compiled serves the measurement too."""
+    jax = _jax()
+    return jax.jit(jax.export.deserialize(bytearray(_read_problem(path).library or b"")).call)
 
 
 def _leaves(jax: Any, tree: Any) -> list[np.ndarray]:
@@ -353,6 +342,15 @@ def distance(exact: np.ndarray, runs: Sequence[np.ndarray]) -> np.ndarray:
 
 def _inputs(problem: Problem, folder: Path, number: int) -> list[np.ndarray]:
     return [load(folder / f"{number}.in{i}.npy", spec.shape, spec.dtype) for i, spec in enumerate(problem.inputs)]
+
+
+@functools.lru_cache(maxsize=1)
+def _all_expected(path: str, folder: str, kinds: tuple[str, ...]) -> list[list[Expected]]:
+    """What every output must look like, one entry per set of inputs: the same for all candidates of a problem."""
+    return [
+        [_expected(Path(folder), number, i, kind, spec.shape, spec.dtype) for number, kind in enumerate(kinds)]
+        for i, spec in enumerate(_read_problem(path).outputs)
+    ]
 
 
 def _expected(folder: Path, number: int, i: int, kind: str, shape: tuple[int, ...], dtype: str) -> Expected:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jcuts.base.errors import AccuracyRejected
+from jcuts.tune.bands import Pool
 from jcuts.tune.check import Expected, check_output
 from jcuts.tune.problem import Output
 from jcuts.tune.values import HUGE, NORMAL, SPECIAL
@@ -227,3 +228,27 @@ def test_shape_and_dtype_mismatch():
 def test_empty_output():
     x = np.zeros((0, 3), np.float32)
     check(Output((0, 3), "float32"), [Expected(NORMAL, x, x.astype(np.float64))], [x])
+
+
+def test_bands_and_their_groups():
+    rng = np.random.default_rng(3)
+    size = np.concatenate([rng.uniform(1.0, 100.0, 40), rng.uniform(1e-6, 1.1e-6, 5), [0.0], [1e30, 2e30]])
+    error = rng.uniform(0.0, 1.0, size.size)
+    pool = Pool(size * rng.choice([-1.0, 1.0], size.size), 2 * error, 1e-38)
+    groups = pool.by_magnitude(error)
+    # The five small ones join the band above; the last ones have nobody to join; the zero has no magnitude.
+    assert [top for top, _, _ in groups] == [size[:40].max(), size[46:].max()]
+    assert groups[0][1:] == (error[:45].max(), 2 * error[:45].max())
+    assert pool.relative(error) == pytest.approx((error / np.maximum(size, np.sqrt(np.mean(size**2)))).max())
+
+
+def test_equal_numbers_do_not_fill_a_band():
+    size = np.concatenate([np.full(1000, 1e-6), np.linspace(1.0, 1.5, 100)])
+    assert [top for top, _, _ in Pool(size, size, 1e-38).by_magnitude(size)] == [1.5]
+
+
+def test_what_overflows_only_in_the_narrow_type_may_be_infinite():
+    r = np.array([1.0, 2.0, 3.4028235677973366e38])  # rounds to infinity
+    x = np.array([1, 2, 3.4028235e38], np.float32)
+    with np.errstate(over="ignore"):
+        check(Output((3,), "float32", reduction=4), [Expected(NORMAL, x, r)], [r.astype(np.float32)])

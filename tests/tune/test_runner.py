@@ -27,6 +27,7 @@ from jcuts.tune.problem import Candidate, Input, Output, Problem, stablehlo_payl
 from jcuts.tune.replay import Recording
 from jcuts.tune.runner import Effort, tune
 from jcuts.tune.store import Store
+from jcuts.tune.workshop import workshop
 from tests.tune import objects
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +37,7 @@ import sys
 from jcuts.base import knobs
 from jcuts.tune.runner import Effort, tune
 from jcuts.tune.store import Store
+from jcuts.tune.workshop import workshop
 from tests.tune import objects
 
 class Tell:
@@ -370,3 +372,35 @@ def test_choice_survives_json():
     (choice,) = tune([problem], store, effort=QUICK).values()
     assert json.loads(json.dumps(choice.to_json()))["winner"] == choice.winner
     assert choice.overhead_seconds > 0 and 0.01 <= choice.margin <= 0.10
+
+
+def test_calls_in_a_workshop_share_their_processes(tmp_path):
+    store = memory_store()
+    with workshop() as shop:
+        pool = shop.pool("cpu", QUICK.workers)
+        tune([objects.problem("right", name="one")], store, effort=QUICK)
+        first = set(pool.pids())
+        with workshop() as same:
+            assert same is shop
+            tune([objects.problem("right", "slow", name="two")], store, effort=QUICK)
+        assert first and first <= set(pool.pids())
+        assert not list((tmp_path / "tmp").glob("*/call*"))
+    assert not pool.pids()
+    assert not any(is_running(pid) for pid in first)
+
+
+def test_a_call_that_breaks_off_leaves_nothing_to_the_next_one():
+    def prepare(problem):
+        if problem.name == "bad":
+            raise KeyboardInterrupt
+        return problem
+
+    problems = [objects.problem("right", name="fine"), objects.problem("right", "wrong", name="bad")]
+    with workshop() as shop:
+        with pytest.raises(KeyboardInterrupt):
+            tune(problems, memory_store(), effort=QUICK, prepare=prepare)
+        pool = shop.pool("cpu", QUICK.workers)
+        assert not pool.pids()
+        assert not any(pool.queues.values())
+        (choice,) = tune(problems[:1], memory_store(), effort=QUICK).values()
+        assert choice.origin == "measured"

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from jcuts.base.errors import CacheError, UsageError
 from jcuts.tune import replay
 from jcuts.tune.choice import LIBRARY, Choice, Measurement
-from jcuts.tune.noise import LEAST_MARGIN, MOST_MARGIN, Samples, interleave, margin, standard_error
+from jcuts.tune.noise import LEAST_MARGIN, MOST_MARGIN, Samples, interleave, margin, race, standard_error
 from jcuts.tune.problem import Candidate, Input, Output, Problem
 from jcuts.tune.replay import Recording
-from jcuts.tune.select import estimate, fastest, select, unknown
+from jcuts.tune.select import estimate, fastest, noise_margin, select, unknown
 
 
 def make_problem(*labels, kinds=None):
@@ -175,3 +175,37 @@ def test_bad_problems():
         Problem.from_json({"format": 99})
     with pytest.raises(UsageError):
         Candidate("fortran", "", "f")
+
+
+def _clock(steps):
+    """A clock that runs only while a callable does, and callables of these lengths [s]."""
+    now = [0.0]
+
+    def advance(lengths):
+        values = itertools.cycle(lengths)
+        return lambda: now.__setitem__(0, now[0] + next(values))
+
+    return (lambda: now[0]), {name: advance(lengths) for name, lengths in steps.items()}
+
+
+def test_a_race_spends_its_time_on_those_that_may_win():
+    clock, runs = _clock({"slow": [1.0], "a": [0.010, 0.012, 0.009], "b": [0.011, 0.010, 0.0105]})
+    found = race(runs, seconds=2.0, most=100, clock=clock)
+    assert len(found["slow"].seconds) == 7
+    assert len(found["a"].seconds) == len(found["b"].seconds) > 7
+    assert found["a"].median == pytest.approx(0.010)
+
+
+def test_a_race_ends_early_where_one_is_left_and_steady_and_late_where_two_scatter():
+    clock, runs = _clock({"slow": [0.2], "fast": [0.1]})
+    assert {len(s.seconds) for s in race(runs, seconds=1e9, clock=clock).values()} == {7}
+    clock, runs = _clock({"a": [1.0, 2.0, 1.5], "b": [1.4, 1.9, 1.0, 1.2]})
+    assert {len(s.seconds) for s in race(runs, seconds=1e9, most=60, clock=clock).values()} == {63}
+    assert {len(s.seconds) for s in race(runs, seconds=0.0, clock=clock).values()} == {7}
+
+
+def test_noise_of_those_who_cannot_win_does_not_widen_the_margin():
+    steady = Measurement("a", 1.0, 0.999, 1.001, 50, "loop")
+    noisy = Measurement("xla", 9.0, 5.0, 13.0, 7, "loop")
+    assert noise_margin((steady, noisy)) == LEAST_MARGIN
+    assert noise_margin((steady, Measurement("xla", 1.2, 0.8, 1.6, 7, "loop"))) == MOST_MARGIN

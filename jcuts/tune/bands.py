@@ -1,0 +1,93 @@
+"""Elements of an output by magnitude: what the acceptance rule (`tune.check`) measures errors against."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+BAND_BINADES = 8
+BAND_LEAST = 16
+
+
+class Pool:
+    """Numbers of a reference with XLA's errors; the candidates' errors are compared with it, one after the other.
+
+    Args:
+        reference: finite numbers r, float64.
+        xla_error: XLA's error in each of them.
+        tiny: least scale of an output.
+    """
+
+    def __init__(self, reference: np.ndarray, xla_error: np.ndarray, tiny: float) -> None:
+        self._size = np.abs(reference)
+        self._scale = np.maximum(self._size, max(rms(reference), tiny))
+        self._xla_error = xla_error
+        self.xla = self.relative(xla_error)
+
+    def relative(self, error: np.ndarray) -> float:
+        """max_i error_i / max(|r_i|, s), with s the root mean square of r."""
+        return float(np.max(error / self._scale, initial=0.0))
+
+    def by_magnitude(self, error: np.ndarray) -> list[tuple[float, float, float]]:
+        """For each group of bands: the largest |r|, the largest of these errors, the largest of XLA's errors."""
+        band, groups, tops, most_x = self._bands
+        most = _maxima(error, band, len(tops))
+        return [(float(tops[g].max()), float(most[g].max()), float(most_x[g].max())) for g in groups]
+
+    @functools.cached_property
+    def _bands(self) -> tuple[np.ndarray, list[list[int]], np.ndarray, np.ndarray]:
+        band, count = _band_numbers(self._size)
+        tops = _maxima(self._size, band, count)
+        tops[0] = 0.0  # where r = 0 there is no magnitude
+        groups: list[list[int]] = []
+        pending: list[int] = []
+        names = np.flatnonzero(tops)
+        for position, name in enumerate(names):
+            pending.append(int(name))
+            # Too few to know XLA's error: they join the next band.
+            if position + 1 == len(names) or _are_many(self._size, band, pending):
+                groups.append(pending)
+                pending = []
+        return band, groups, tops, _maxima(self._xla_error, band, count)
+
+
+def rms(values: np.ndarray) -> float:
+    """Root mean square, of numbers whose squares may overflow."""
+    most = float(np.max(np.abs(values), initial=0.0))
+    if not most > 0:
+        return 0.0
+    scaled = (values / most).reshape(-1)
+    return most * math.sqrt(float(np.dot(scaled, scaled)) / max(1, scaled.size))
+
+
+def _maxima(values: np.ndarray, band: np.ndarray, count: int) -> np.ndarray:
+    found = np.zeros(count)
+    np.maximum.at(found, band, values)
+    return found
+
+
+def _band_numbers(size: np.ndarray) -> tuple[np.ndarray, int]:
+    """Band of each number, from 1 for the smallest (0 for the number 0), and one more than the largest band."""
+    # The exponent of `frexp`, of a number in [0.5, 1) * 2**exponent, divided by 8.
+    band = np.ascontiguousarray(size, np.float64).view(np.int64) >> 52
+    band -= 1022
+    band >>= BAND_BINADES.bit_length() - 1
+    least, most = (int(band.min()), int(band.max())) if band.size else (0, 0)
+    band -= least - 1
+    band[size == 0] = 0
+    return band, most - least + 2
+
+
+def _are_many(size: np.ndarray, band: np.ndarray, names: Sequence[int]) -> bool:
+    """Whether these bands hold at least `BAND_LEAST` different numbers."""
+    found: set[float] = set()
+    step = 1 << 14  # a look at the first elements is enough for most
+    for start in range(0, size.size, step):
+        part = size[start : start + step][np.isin(band[start : start + step], names)]
+        found.update(np.unique(part)[:BAND_LEAST].tolist())
+        if len(found) >= BAND_LEAST:
+            return True
+    return False

@@ -1,0 +1,99 @@
+"""The measuring processes of a session and the folder for their files, kept for as long as several calls need them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from jcuts.tune.pool import Pool
+
+_PREFIX = "jcuts-tune-"
+COMPILE, XLA, DEVICE = "compile", "xla", "device"
+"""Groups of processes: any number that compile and check, one that runs XLA and measures, one that holds a GPU."""
+
+
+class Workshop:
+    """Measuring processes and a folder for their files, for one or several calls of `tune`."""
+
+    def __init__(self) -> None:
+        self.stack = contextlib.ExitStack()
+        self.made: dict[tuple[str, int], Pool] = {}
+        self.base: Path | None = None
+        self.folders = 0
+
+    def _base(self) -> Path:
+        if self.base is None:
+            self.base = self.stack.enter_context(_session_folder())
+        return self.base
+
+    def pool(self, platform: str, workers: int) -> Pool:
+        """The processes for a platform; they start when there is work for them."""
+        key = (platform, workers)
+        if key not in self.made:
+            sizes = {COMPILE: workers, XLA: 1, DEVICE: 1}
+            self.made[key] = self.stack.enter_context(Pool(self._base(), sizes, platform))
+        return self.made[key]
+
+    @contextlib.contextmanager
+    def folder(self) -> Iterator[Path]:
+        """A folder of its own for one call (workers remember problems by their path: none comes twice)."""
+        self.folders += 1
+        own = self._base() / f"call{self.folders}"
+        own.mkdir()
+        try:
+            yield own
+        except BaseException:  # what is queued is about files that are gone
+            for pool in self.made.values():
+                pool.abandon()
+            raise
+        finally:
+            shutil.rmtree(own, ignore_errors=True)
+
+
+_open_shop = threading.local()
+
+
+@contextlib.contextmanager
+def workshop() -> Iterator[Workshop]:
+    """All calls of `tune` inside the block, on this thread, share their processes: starting one costs seconds."""
+    shop: Workshop | None = getattr(_open_shop, "shop", None)
+    if shop is not None:
+        yield shop
+        return
+    shop = _open_shop.shop = Workshop()
+    try:
+        with shop.stack:
+            yield shop
+    finally:
+        _open_shop.shop = None
+
+
+@contextlib.contextmanager
+def _session_folder() -> Iterator[Path]:
+    """A private folder (mode 0700) for one session; those of dead sessions are removed."""
+    base = Path(tempfile.gettempdir())
+    for old in base.glob(_PREFIX + "*"):
+        with contextlib.suppress(OSError, ValueError):
+            owner = int(old.name[len(_PREFIX) :].split("-")[0])
+            if old.stat().st_uid == os.getuid() and not _is_alive(owner):
+                shutil.rmtree(old, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=base))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

@@ -359,10 +359,10 @@ class Optimized:
             uses_jcuts = any(o.closed is not p.closed for o, p in zip(outcomes, parts.parts, strict=True))
             racing = [None] if uses_jcuts else []
         elif measure and self._may_race(closed, leaves, platform):
-            def of_form(form: Form | None) -> Any:
-                return plan(closed, self._settings_for(form), platform, may_measure=True, examples=leaves)
-
-            found = forms.planned(closed, platform, of_form)
+            stored = None if force else self._stored(self._store_key(closed, signature, platform), platform, True)
+            if stored is not None and stored.is_final:
+                return stored  # its kernels are in the database: lowering finds them there
+            found = self._plan_forms(closed, leaves, platform)
             racing, outcomes, uses_jcuts = list(found), list(found.values()), bool(found)
         else:
             outcomes = [plan(closed, self.settings, platform, may_measure=measure, examples=leaves)]
@@ -389,6 +389,13 @@ class Optimized:
         _decided_here.add(key)
         self._guard_store().put_guard(key, decision.to_dict())
         return decision
+
+    def _plan_forms(self, closed: jaxapi.Closed, leaves: Sequence[Any], platform: str) -> dict[Form | None, Any]:
+        def of_form(form: Form | None) -> Any:
+            return plan(closed, self._settings_for(form), platform, may_measure=True, examples=leaves)
+
+        with session.workshop():
+            return forms.planned(closed, platform, of_form)
 
     def _not_timed(self, closed: jaxapi.Closed, leaves: Sequence[Any]) -> str | None:
         if jaxapi.has_effects(closed):

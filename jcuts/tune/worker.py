@@ -49,6 +49,9 @@ TRUST_ULP = 1.0
 HOPELESS = 2.0
 """A kernel this many times slower than the fastest in the quick screening is not timed against XLA."""
 
+MOST_ACCEPTED = 4
+"""Problems whose accepted results a process remembers."""
+
 Announce = Callable[[str], None]
 
 
@@ -138,7 +141,8 @@ def reference(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
         xla = _leaves(jax, library(*inputs))
         exact = _leaves(jax, wide(np.uint64(0), np.zeros(2), *widened))
 
-        both = (widened, [_widen(flushed(x)) for x in inputs])  # every other run takes denormals for zeros
+        # Every other run takes denormals for zeros.
+        both = (widened, [_widen(flushed(x)) for x in inputs] if problem.perturb else widened)
 
         def runs(*amplitudes: float, both: tuple[list[np.ndarray], ...] = both) -> list[list[np.ndarray]]:
             noise = np.array(amplitudes)
@@ -176,10 +180,32 @@ def check(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
             )
         for i, result in enumerate(results):
             got[i].append(result)
+    if (known := _accepted_alike(request["problem"], got)) is not None:
+        return {"accuracy": [asdict(a) for a in known]}
     found: list[Accuracy] = [
         check_output(i, spec, expected[i], got[i], problem.tolerance) for i, spec in enumerate(problem.outputs)
     ]
+    _accepted.setdefault(request["problem"], []).append((got, found))
+    while len(_accepted) > MOST_ACCEPTED:
+        del _accepted[next(iter(_accepted))]
     return {"accuracy": [asdict(a) for a in found]}
+
+
+_accepted: dict[str, list[tuple[list[list[np.ndarray]], list[Accuracy]]]] = {}
+"""Results that passed, by problem: most candidates differ in nothing but the order in which they do the same."""
+
+
+def _accepted_alike(path: str, got: list[list[np.ndarray]]) -> list[Accuracy] | None:
+    """The verdict on results that equal those of an accepted candidate bit by bit, None if there are none such."""
+    for results, verdict in _accepted.get(path, []):
+        pairs = ((a, b) for mine, theirs in zip(got, results, strict=True) for a, b in zip(mine, theirs, strict=True))
+        if all(a.shape == b.shape and a.dtype == b.dtype and np.array_equal(_bits(a), _bits(b)) for a, b in pairs):
+            return verdict
+    return None
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def measure(request: dict[str, Any], announce: Announce) -> dict[str, Any]:

@@ -68,6 +68,7 @@ def measure(spec: str, out: Path, dry: bool, seconds: float) -> dict[str, Any]:
     import jcuts
     from jcuts import forms
     from jcuts.base import fingerprint
+    from jcuts.tune import session
 
     platform = pretend(dry)
     option = next(iter(forms.options(platform)), "")
@@ -93,6 +94,7 @@ def measure(spec: str, out: Path, dry: bool, seconds: float) -> dict[str, Any]:
     chosen: dict[str, Any] = {}
     for form, (fn, args) in parts.items():
         ours = jcuts.optimize(named(fn, f"ours_{form}"))
+        session.set_progress(Stages())
         start = time.perf_counter()
         jax.block_until_ready(ours(*args))
         spent = time.perf_counter() - start
@@ -117,6 +119,20 @@ def measure(spec: str, out: Path, dry: bool, seconds: float) -> dict[str, Any]:
         with contextlib.suppress(Exception):
             row["device_kernels"][name] = profiled(call, out / "profile")
     return row
+
+
+class Stages:
+    """Notes when tuning goes from one stage to the next, and every 20 steps of it."""
+
+    def __init__(self) -> None:
+        self.last = ("", -1)
+
+    def update(self, stage: str, done: int, total: int, name: str) -> None:
+        """What a session tells (`tune.runner.Progress`)."""
+        now = (stage, done // 20)
+        if now != self.last:
+            note(f"  {stage} {done}/{total} {name}")
+            self.last = now
 
 
 def pretend(dry: bool) -> str:

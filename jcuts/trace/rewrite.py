@@ -3,7 +3,8 @@
     scales   y = conv(x, w) * s   ->  conv(x, w * s)          w, s constants, s one factor per output channel
     dots     conv(x, w), 1x1      ->  dot(x, w)               no padding, stride, dilation or groups
 
-`scales` turns an inference batch norm into one addition, which XLA and jcuts fuse into what makes or uses it.  Weights
+`scales` turns an inference batch norm, also one behind a bias, into one addition, which XLA and jcuts fuse into what
+makes or uses it.  Weights
 and factors must be constants: an argument would be multiplied again in every call.  `dots` hands a pointwise
 convolution to the matrix product's libraries and to XLA's own fused products.  Both change roundings (of a weight; of
 the order of a sum), so whoever uses them checks results against float64.
@@ -24,7 +25,7 @@ from jcuts.trace import jaxapi
 from jcuts.trace.simplify import simplify
 
 CONTROL_FLOW = ("scan", "while", "cond")
-CONVOLUTION, DOT, MULTIPLY = "conv_general_dilated", "dot_general", "mul"
+CONVOLUTION, DOT, MULTIPLY, ADD = "conv_general_dilated", "dot_general", "mul", "add"
 BETWEEN = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims")
 FLOATS = ("float32", "float64")
 
@@ -151,50 +152,153 @@ def _reshape(source: Any, target: Any, like: Any) -> Any:
 
 # -- a factor per channel in the weights ----------------------------------------------------------------------------
 def _scales(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
-    jaxpr = closed.jaxpr
-    constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    made = {v: e for e in jaxpr.eqns for v in e.outvars}
-    uses = Counter(a for e in jaxpr.eqns for a in e.invars if not jaxapi.is_literal(a))
-    uses.update(v for v in jaxpr.outvars if not jaxapi.is_literal(v))
-    weights: dict[Any, Any] = {}  # product's equation (by its result) -> its new weights
-    forward: dict[Any, Any] = {}  # result of a multiplication that is gone -> what replaces it
-    gone: set[int] = set()
-    consts = dict(constants)
-    for eqn in jaxpr.eqns:
-        if jaxapi.primitive_name(eqn) != MULTIPLY or str(eqn.outvars[0].aval.dtype) not in FLOATS:
+    """Factors behind a bias go before it, factors into the weights, then biases of one result become one."""
+    closed, _ = _swapped(closed)
+    closed, count = _absorbed(closed)
+    if count:
+        closed, _ = _joined(closed)
+    return closed, count
+
+
+class _Program:
+    """A program being rewritten: who makes and who uses what, which values are constants."""
+
+    def __init__(self, closed: jaxapi.Closed) -> None:
+        self.closed, jaxpr = closed, closed.jaxpr
+        self.consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        self.made = {v: e for e in jaxpr.eqns for v in e.outvars}
+        self.uses = Counter(a for e in jaxpr.eqns for a in e.invars if not jaxapi.is_literal(a))
+        self.uses.update(v for v in jaxpr.outvars if not jaxapi.is_literal(v))
+
+    def maker(self, atom: Any, name: str = "") -> Any:
+        """The equation whose only user uses it here; None for other values, and for other primitives than ``name``."""
+        eqn = None if jaxapi.is_literal(atom) else self.made.get(atom)
+        alone = eqn is not None and self.uses[atom] == 1 and (not name or jaxapi.primitive_name(eqn) == name)
+        return eqn if alone else None
+
+    def product(self, atom: Any) -> Any:
+        """The convolution or matrix product, used here alone, that makes a value."""
+        eqn = self.maker(atom)
+        return eqn if eqn is not None and jaxapi.primitive_name(eqn) in (CONVOLUTION, DOT) else None
+
+    def operand(self, values: np.ndarray, product: Any, like: Any, eqn: Any) -> tuple[Any, list[Any]]:
+        """Values per channel as an operand in place of ``like``, and the equation that broadcasts them if it needs one.
+
+        Args: eqn: where it is used.
+        """
+        place, shape = _channel(product), eqn.outvars[0].aval.shape
+        assert place is not None  # the caller asked
+        narrow = [1] * len(shape)
+        narrow[place[0]] = values.size
+        dtype = eqn.outvars[0].aval.dtype
+        constant = _var(narrow, eqn.outvars[0].aval)
+        self.consts[constant] = jax.numpy.asarray(values.reshape(narrow), dtype)
+        if list(like.aval.shape) == narrow:
+            return constant, []
+        wide = _var(shape, eqn.outvars[0].aval)
+        params = {"shape": tuple(shape), "broadcast_dimensions": tuple(range(len(shape))), "sharding": None}
+        return wide, [jaxapi.new_eqn([constant], [wide], jax.lax.broadcast_in_dim_p, params, like=eqn)]
+
+    def with_eqns(self, replaced: dict[int, list[Any]]) -> jaxapi.Closed:
+        """The program in which equations, by their id, are replaced by others."""
+        jaxpr = self.closed.jaxpr
+        eqns = [new for e in jaxpr.eqns for new in replaced.get(id(e), [e])]
+        return jaxapi.make_closed(
+            list(self.consts), jaxpr.invars, jaxpr.outvars, eqns, list(self.consts.values()), like=self.closed
+        )
+
+
+def _floats(eqn: Any, name: str) -> bool:
+    return jaxapi.primitive_name(eqn) == name and str(eqn.outvars[0].aval.dtype) in FLOATS
+
+
+def _swapped(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
+    """(y + b) * s -> y * s + b s, where y is a product whose weights can take s."""
+    program = _Program(closed)
+    replaced: dict[int, list[Any]] = {}
+    for eqn in closed.jaxpr.eqns:
+        if not _floats(eqn, MULTIPLY):
             continue
-        for k in (0, 1):
-            result, factor = eqn.invars[k], eqn.invars[1 - k]
-            product = None if jaxapi.is_literal(result) else made.get(result)
-            if product is None or uses[result] != 1 or result in weights:
+        for total, factor in (eqn.invars, eqn.invars[::-1]):
+            addition = program.maker(total, ADD)
+            if addition is None:
                 continue
-            scale = _per_channel(factor, product, made, constants)
-            if scale is None or (scaled := _scaled(product, scale, constants)) is None:
+            for y, bias in (addition.invars, addition.invars[::-1]):
+                product = program.product(y)
+                if product is None:
+                    continue
+                scale, shift = (_per_channel(a, product, program.made, program.consts) for a in (factor, bias))
+                if scale is None or shift is None or _scaled(product, scale, program.consts) is None:
+                    continue
+                moved = shift.astype(np.float64) * scale.astype(np.float64)
+                if not np.isfinite(moved.astype(eqn.outvars[0].aval.dtype)).all():
+                    continue
+                operand, before = program.operand(moved, product, bias, eqn)
+                scaled = _var(eqn.outvars[0].aval.shape, eqn.outvars[0].aval)
+                replaced[id(addition)] = []
+                replaced[id(eqn)] = [
+                    *before,
+                    eqn.replace(invars=[y, factor], outvars=[scaled]),
+                    addition.replace(invars=[scaled, operand], outvars=eqn.outvars),
+                ]
+                break
+            if id(eqn) in replaced:
+                break
+    return (program.with_eqns(replaced), len(replaced)) if replaced else (closed, 0)
+
+
+def _joined(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
+    """(y + b) + c -> y + (b + c), where y is a product and b and c are constants per channel."""
+    program = _Program(closed)
+    replaced: dict[int, list[Any]] = {}
+    for eqn in closed.jaxpr.eqns:
+        if not _floats(eqn, ADD):
+            continue
+        for total, second in (eqn.invars, eqn.invars[::-1]):
+            addition = program.maker(total, ADD)
+            if addition is None or id(addition) in replaced:
                 continue
-            new = jaxapi.new_var(product.invars[1].aval)
-            consts[new] = scaled
-            weights[result] = new
-            forward[eqn.outvars[0]] = result
-            gone.add(id(eqn))
+            for y, first in (addition.invars, addition.invars[::-1]):
+                product = program.product(y)
+                if product is None:
+                    continue
+                shifts = [_per_channel(a, product, program.made, program.consts) for a in (first, second)]
+                if shifts[0] is None or shifts[1] is None:
+                    continue
+                joined = shifts[0].astype(np.float64) + shifts[1].astype(np.float64)
+                operand, before = program.operand(joined, product, second, eqn)
+                replaced[id(addition)] = []
+                replaced[id(eqn)] = [*before, eqn.replace(invars=[y, operand])]
+                break
+            if id(eqn) in replaced:
+                break
+    return (program.with_eqns(replaced), len(replaced)) if replaced else (closed, 0)
+
+
+def _absorbed(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
+    """y * s -> the product that makes y, its weights times s."""
+    program = _Program(closed)
+    replaced: dict[int, list[Any]] = {}
+    count = 0
+    for eqn in closed.jaxpr.eqns:
+        if not _floats(eqn, MULTIPLY):
+            continue
+        for y, factor in (eqn.invars, eqn.invars[::-1]):
+            product = program.product(y)
+            if product is None:
+                continue
+            scale = _per_channel(factor, product, program.made, program.consts)
+            if scale is None or (scaled := _scaled(product, scale, program.consts)) is None:
+                continue
+            weights = jaxapi.new_var(product.invars[1].aval)
+            program.consts[weights] = scaled
+            replaced[id(product)] = [
+                product.replace(invars=[product.invars[0], weights, *product.invars[2:]], outvars=eqn.outvars)
+            ]
+            replaced[id(eqn)] = []
+            count += 1
             break
-    if not gone:
-        return closed, 0
-
-    def read(atom: Any) -> Any:
-        return atom if jaxapi.is_literal(atom) else forward.get(atom, atom)
-
-    eqns = []
-    for eqn in jaxpr.eqns:
-        if id(eqn) in gone:
-            continue
-        operands = [read(a) for a in eqn.invars]
-        if eqn.outvars[0] in weights:
-            operands[1] = weights[eqn.outvars[0]]
-        eqns.append(eqn.replace(invars=operands))
-    new = jaxapi.make_closed(
-        list(consts), jaxpr.invars, [read(v) for v in jaxpr.outvars], eqns, list(consts.values()), like=closed
-    )
-    return new, len(gone)
+    return (program.with_eqns(replaced), count) if count else (closed, 0)
 
 
 def _channel(product: Any) -> tuple[int, int] | None:
@@ -260,7 +364,7 @@ def _scaled(product: Any, scale: np.ndarray, constants: dict[Any, Any]) -> Any:
     place = _channel(product)
     if value is None or place is None or jaxapi.is_tracer(value) or not hasattr(value, "dtype"):
         return None
-    if str(value.dtype) not in FLOATS or value.dtype != product.outvars[0].aval.dtype:
+    if value.size == 0 or str(value.dtype) not in FLOATS or value.dtype != product.outvars[0].aval.dtype:
         return None
     shape = [1] * value.ndim
     shape[place[1]] = scale.size

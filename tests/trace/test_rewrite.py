@@ -67,6 +67,30 @@ def test_batch_norms_of_constants_go_into_the_weights_and_pointwise_convolutions
     jaxapi.check(new.closed)
 
 
+def test_a_batch_norm_behind_a_bias_leaves_one_addition():
+    x, w, stats = values(2, 6, 5, 4), values(3, 3, 4, 12), [values(12) for _ in range(4)]
+    bias, gain, shift, mean = stats
+
+    def norm(x):
+        y = conv(x, w) + bias
+        return jax.nn.relu((y - mean) * gain + shift) + (gain * (bias + conv(x, w, padding="SAME")))[:, 1:-1, 1:-1]
+
+    closed = flat(norm, x)
+    new = rewritten(closed, ("scales",))
+    assert new.counts == {"scales": 1}  # a subtraction is no addition; the second one is
+    same(closed, new.closed, x)
+
+    def inference(x):
+        y = conv(x, w) + bias
+        return jax.nn.relu(y * gain + (shift - mean * gain))
+
+    closed = flat(inference, x)
+    new = rewritten(closed, ("scales",))
+    assert new.counts == {"scales": 1} and [n for n in names(new.closed) if n in ("add", "mul")] == ["add"]
+    same(closed, new.closed, x)
+    jaxapi.check(new.closed)
+
+
 def test_weights_that_are_arguments_are_not_multiplied():
     x, parts = values(2, 6, 5, 4), weights()
     closed = flat(block, x, *parts)

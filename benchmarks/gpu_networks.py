@@ -1,13 +1,14 @@
 """Whole networks on one GPU: plain `jax.jit`, XLA with its best options, jcuts, and torch.compile, in one run each.
 
-    python benchmarks/gpu_networks.py --out results MobileNetV2:1 MobileNetV2:64
+    python benchmarks/gpu_networks.py --out results MobileNetV2:1:closed MobileNetV2:64:args
     python benchmarks/gpu_networks.py --out results              # everything; what is in results already is skipped
     python benchmarks/gpu_networks.py --out results --table      # the table of what is there
-    python benchmarks/gpu_networks.py --out /tmp/dry --dry MobileNetV2:2   # small networks on this CPU: finds typos
+    python benchmarks/gpu_networks.py --out dry --dry MobileNetV2:2:closed   # small networks on this CPU: finds typos
 
-Every network runs in a process of its own, with its weights as arguments and closed over; all programs take turns.
+Every network runs in a process of its own, with its weights as arguments or closed over; all programs take turns.
 `step` waits for every call, `stream` only for the last of many.  Errors are against XLA at the highest precision.
-A second process finds the tuning database, and shows what a warm start costs and what the CUDA graphs hold.
+With `--proof` a second process, which finds the tuning database, shows what a warm start costs and what the CUDA
+graphs hold.  Tuning database and XLA's autotuning results stay in the output folder: a run that was cut goes on there.
 """
 
 from __future__ import annotations
@@ -29,22 +30,21 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-DEFAULT = [
-    "MobileNetV2:1", "MobileNetV2:64", "ResNet50:1", "ResNet50:64", "bert:1", "bert:8", "DenseNet121:1",
-    "DenseNet121:64", "InceptionV3:1", "InceptionV3:64",
-]  # fmt: skip
-FORMS = ("args", "closed")
+NETWORKS = ("MobileNetV2", "ResNet50", "DenseNet121", "InceptionV3", "bert")
+FORMS = ("closed", "args")
+DEFAULT = [f"{name}:{batch}:{form}" for name in NETWORKS for batch in ((1, 8) if name == "bert" else (1, 64))
+           for form in FORMS]  # fmt: skip
 ROUNDS = 15
 STREAM = 20
 DRY = {"size": 96, "bert": {"layers": 2, "width": 64, "heads": 4, "length": 32, "vocabulary": 100}}
 
 
-def workload(spec: str, form: str, dry: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Function and arguments of ``NAME:BATCH`` in one calling form."""
+def workload(spec: str, dry: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Function and arguments of ``NAME:BATCH:FORM``."""
     import workloads
 
-    name, _, batch = spec.partition(":")
-    closed, count = form == "closed", int(batch or 1)
+    name, batch, form = spec.split(":")
+    closed, count = form == "closed", int(batch)
     if name == "bert":
         return workloads.bert(count, closed=closed, **(DRY["bert"] if dry else {}))
     return workloads.network(name, count, closed=closed, size=DRY["size"] if dry else None)
@@ -62,7 +62,7 @@ def named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 # -- one network ----------------------------------------------------------------------------------------------------
 def measure(spec: str, out: Path, dry: bool, seconds: float) -> dict[str, Any]:
-    """Compiles, tunes and times everything of one network in this process."""
+    """Tunes and times one network in one calling form; what is known so far is written as it comes."""
     import jax
 
     import jcuts
@@ -72,53 +72,50 @@ def measure(spec: str, out: Path, dry: bool, seconds: float) -> dict[str, Any]:
 
     platform = pretend(dry)
     option = next(iter(forms.options(platform)), "")
-    flags = forms.compiler_options(f"xla:{option}", platform) or {}
-    row: dict[str, Any] = {"network": spec, "flags": flags, "device": str(jax.devices()[0].device_kind),
-                           "versions": fingerprint.versions(), "first_call_seconds": {}, "programs": {}}  # fmt: skip
-    calls: dict[str, Callable[[], Any]] = {}
-    lowered: dict[str, Any] = {}
-    parts = {form: workload(spec, form, dry) for form in FORMS}
-    for form, (fn, args) in parts.items():
-        for side, options in (("plain", None), ("flags", flags)):
-            jitted = jax.jit(named(fn, f"{side}_{form}"), compiler_options=options)
-            lowered[f"{form}/{side}"] = jitted.lower(*args)
-            calls[f"{form}/{side}"] = lambda jitted=jitted, args=args: jitted(*args)
-    with jax.default_matmul_precision("highest"):
-        exact = jax.jit(named(parts["args"][0], "highest"))
-        lowered["highest"] = exact.lower(*parts["args"][1])
+    fn, args = workload(spec, dry)
+    jax.block_until_ready(args)
+    row: dict[str, Any] = {"network": spec, "flags": forms.compiler_options(f"xla:{option}", platform) or {},
+                           "device": str(jax.devices()[0].device_kind), "versions": fingerprint.versions()}  # fmt: skip
+    note(f"{spec}: begins")
+    session.set_progress(Stages())
+    ours = jcuts.optimize(named(fn, "ours"))
     start = time.perf_counter()
-    compiled = dict(zip(lowered, compile_all(lowered.values()), strict=True))
-    row["xla_compile_seconds"] = time.perf_counter() - start
-    note(f"{spec}: XLA compiled in {row['xla_compile_seconds']:.1f} s")
-    want = jax.tree.leaves(compiled["highest"](*parts["args"][1]))
-    chosen: dict[str, Any] = {}
-    for form, (fn, args) in parts.items():
-        ours = jcuts.optimize(named(fn, f"ours_{form}"))
-        session.set_progress(Stages())
-        start = time.perf_counter()
-        jax.block_until_ready(ours(*args))
-        spent = time.perf_counter() - start
-        row["first_call_seconds"][form] = spent
-        decision, report = ours.decision(*args), ours.explain(*args)
-        row["programs"][form] = {
-            "decision": None if decision is None else decision.to_dict(), "kernels": report.kernels,
-            "stages": report.seconds, "notes": list(report.notes),
-            "subsets": [subset_row(s) for s in report.subsets],
-        }  # fmt: skip
-        (out / f"{label(spec)}_{form}.txt").write_text(str(report))
-        note(f"{spec} {form}: first call {spent:.1f} s; {decision and decision.chosen}: {decision and decision.reason}")
-        compiled[f"{form}/jcuts"] = ours.chosen(*args).compile()
-        calls[f"{form}/jcuts"] = lambda ours=ours, args=args: ours(*args)
-        chosen[form] = ours
-    row["errors"] = {name: error_of(jax.tree.leaves(call()), want) for name, call in calls.items()}
-    row["hlo"] = {name: hlo_counts(compiled[name].as_text()) for name in calls}
+    jax.block_until_ready(ours(*args))
+    row["first_call_seconds"] = time.perf_counter() - start
+    decision, report = ours.decision(*args), ours.explain(*args)
+    assert decision is not None  # it has just been called
+    row |= {"decision": decision.to_dict(), "kernels": report.kernels, "stages": report.seconds,
+            "notes": list(report.notes), "subsets": [subset_row(s) for s in report.subsets]}  # fmt: skip
+    (out / f"{label(spec)}.txt").write_text(str(report))
+    note(f"{spec}: first call {row['first_call_seconds']:.1f} s; {decision.chosen}: {decision.reason}")
+    save(out, row)
+    competing = ours.programs(*args)
+    calls: dict[str, Callable[[], Any]] = {"jcuts": lambda: ours(*args)}
+    for side, name in (("plain", "xla"), ("flags", f"xla:{option}")):
+        calls[side] = lambda call=competing.get(name) or jax.jit(fn): call(*args)
     row["times"] = timed(calls, seconds)
-    row["launches"] = {form: launches(calls[f"{form}/jcuts"]) for form in FORMS}
+    save(out, row)
+    with jax.default_matmul_precision("highest"):
+        exact = jax.jit(named(fn, "highest"), compiler_options=None if dry else forms.LEAN)
+        want = jax.tree.leaves(exact(*args))
+    row["errors"] = {name: error_of(jax.tree.leaves(call()), want) for name, call in calls.items()}
+    row["launches"] = launches(calls["jcuts"])
     row["device_kernels"] = {}
     for name, call in calls.items():
-        with contextlib.suppress(Exception):
+        try:
             row["device_kernels"][name] = profiled(call, out / "profile")
+        except Exception as error:
+            note(f"no profile of {name}: {type(error).__name__}: {error}")
+    save(out, row)
+    row["hlo"] = {"jcuts": hlo_counts(ours.chosen(*args).compile().as_text())}
     return row
+
+
+def save(out: Path, row: dict[str, Any]) -> None:
+    """Writes what is known."""
+    path = out / f"{label(row['network'])}.json"
+    old = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**old, **row}, indent=1) + "\n")
 
 
 class Stages:
@@ -144,12 +141,6 @@ def pretend(dry: bool) -> str:
     if dry:
         forms.GPUS = ("cpu",)
     return jax.default_backend()
-
-
-def compile_all(lowered: Any) -> list[Any]:
-    """Compiles in parallel."""
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        return list(pool.map(lambda one: one.compile(), lowered))
 
 
 def subset_row(s: Any) -> dict[str, Any]:
@@ -285,24 +276,23 @@ def prove(spec: str, out: Path, dry: bool) -> dict[str, Any]:
     folder = out / f"dump_{label(spec)}"
     os.environ["XLA_FLAGS"] = (
         f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder} --xla_dump_hlo_as_text "
-        "--xla_dump_hlo_module_re=.*ours_.*"
+        "--xla_dump_hlo_module_re=.*ours.*"
     )
     import jax
 
     import jcuts
 
     pretend(dry)
-    found: dict[str, Any] = {}
-    for form in FORMS:
-        fn, args = workload(spec, form, dry)
-        jax.block_until_ready(args)
-        ours = jcuts.optimize(named(fn, f"ours_{form}"))
-        start = time.perf_counter()
-        jax.block_until_ready(ours(*args))
-        decision = ours.decision(*args)
-        found[form] = {"warm_first_call_seconds": time.perf_counter() - start, "chosen": decision and decision.chosen,
-                       **launches(lambda ours=ours, args=args: ours(*args)), "thunks": thunks(folder, form)}  # fmt: skip
-        note(f"{spec} {form}: warm start {found[form]['warm_first_call_seconds']:.1f} s, {found[form]['thunks']}")
+    fn, args = workload(spec, dry)
+    jax.block_until_ready(args)
+    ours = jcuts.optimize(named(fn, "ours"))
+    start = time.perf_counter()
+    jax.block_until_ready(ours(*args))
+    spent = time.perf_counter() - start
+    decision = ours.decision(*args)
+    found = {"warm_first_call_seconds": spent, "chosen": decision and decision.chosen,
+             **launches(lambda: ours(*args)), "thunks": thunks(folder)}  # fmt: skip
+    note(f"{spec}: warm start {spent:.1f} s, {found['thunks']}")
     keep = [p for p in folder.rglob("*") if "thunk" in p.name]
     for path in folder.rglob("*"):
         if path.is_file() and (path not in keep or path.stat().st_size > 2 << 20):
@@ -314,9 +304,9 @@ _BUFFER = re.compile(r"kCommandBuffer|command[_ ]buffer", re.IGNORECASE)
 _CALL = re.compile(r"kCustomCall|custom[-_ ]call", re.IGNORECASE)
 
 
-def thunks(folder: Path, form: str) -> dict[str, int]:
+def thunks(folder: Path) -> dict[str, Any]:
     """Counts from the newest dump of thunks: command buffers, and custom calls inside and outside of them."""
-    files = sorted((p for p in folder.rglob("*thunk*") if f"ours_{form}" in p.name), key=lambda p: p.name)
+    files = sorted(folder.rglob("*thunk*"), key=lambda p: p.name)
     if not files:
         return {}
     counts = {"command_buffers": 0, "custom_calls_inside": 0, "custom_calls_outside": 0, "others_outside": 0}
@@ -334,7 +324,7 @@ def thunks(folder: Path, form: str) -> dict[str, int]:
             counts["custom_calls_inside" if inside_at is not None else "custom_calls_outside"] += 1
         elif inside_at is None:
             counts["others_outside"] += 1
-    return {**counts, "file": files[-1].name}  # type: ignore[dict-item]
+    return {**counts, "file": files[-1].name}
 
 
 # -- torch ----------------------------------------------------------------------------------------------------------
@@ -347,7 +337,7 @@ def torch_side(spec: str, seconds: float) -> dict[str, Any]:
     import torch
     import torchvision
 
-    name, _, batch = spec.partition(":")
+    name, batch, _ = spec.split(":")
     if name not in TORCH:
         return {"skipped": "torchvision has no such network"}
     torch.set_float32_matmul_precision("high")
@@ -356,7 +346,7 @@ def torch_side(spec: str, seconds: float) -> dict[str, Any]:
     more = {"init_weights": False} if name == "InceptionV3" else {}
     model = getattr(torchvision.models, TORCH[name])(weights=None, **more).eval().cuda()
     model = model.to(memory_format=torch.channels_last)
-    x = torch.randn(int(batch or 1), 3, size, size, device="cuda").to(memory_format=torch.channels_last)
+    x = torch.randn(int(batch), 3, size, size, device="cuda").to(memory_format=torch.channels_last)
     result: dict[str, Any] = {"torch": torch.__version__}
     with torch.no_grad():
         run = torch.compile(model, mode="reduce-overhead")
@@ -396,8 +386,10 @@ def label(spec: str) -> str:
 
 def child(what: str, spec: str, options: argparse.Namespace, limit: float) -> dict[str, Any]:
     """One network in a fresh process."""
-    environment = {**os.environ, "JCUTS_CACHE_DIR": str(options.out / "cache"),
-                   "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3", "JCUTS_PROGRESS": "0",
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_per_fusion_autotune_cache_dir={options.out / 'autotune'}"
+    (options.out / "autotune").mkdir(exist_ok=True)
+    environment = {**os.environ, "JCUTS_CACHE_DIR": str(options.out / "cache"), "XLA_FLAGS": flags.strip(),
+                   "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3",
                    **({"JAX_PLATFORMS": "cpu", "JCUTS_MAX_CANDIDATES": "1"} if options.dry else {})}  # fmt: skip
     command = [sys.executable, __file__, spec, "--out", str(options.out), "--child", what,
                "--seconds", str(options.seconds), *(["--dry"] if options.dry else [])]  # fmt: skip
@@ -407,48 +399,52 @@ def child(what: str, spec: str, options: argparse.Namespace, limit: float) -> di
             done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True,
                                   timeout=limit, check=False)  # fmt: skip
         except subprocess.TimeoutExpired:
-            return {"failed": f"took longer than {limit:.0f} s", "log": log.read_text()[-1500:]}
-    print("\n".join(line for line in log.read_text().splitlines() if line.startswith("[")), flush=True)
+            print(tail(log), flush=True)
+            return {"failed": f"{what} took longer than {limit:.0f} s"}
+    print(tail(log), flush=True)
     if done.returncode:
-        return {"failed": f"exit code {done.returncode}", "log": log.read_text()[-3000:]}
+        return {"failed": f"{what}: exit code {done.returncode}", "log": log.read_text()[-3000:]}
     return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def tail(log: Path) -> str:
+    """The notes in a log."""
+    return "\n".join(line for line in log.read_text().splitlines() if line.startswith("["))
 
 
 def table(out: Path) -> str:
     """The results as text: milliseconds per call back to back (and waited for one by one)."""
-    lines = [f"{'network':16} {'form':7} {'plain':>15} {'best flags':>15} {'jcuts':>15} {'x plain':>8} {'x flags':>8}  "
-             f"{'kernels':>11}  error  chosen; torch.compile"]  # fmt: skip
+    lines = [f"{'network':22} {'plain':>15} {'best flags':>15} {'jcuts':>15} {'x plain':>8} {'x flags':>8}  "
+             f"{'kernels':>11}  L2 error ours/XLA  chosen; torch.compile"]  # fmt: skip
     for path in sorted(out.glob("*.json")):
         row = json.loads(path.read_text())
         if "times" not in row:
-            lines.append(f"{row.get('network', path.stem):16} {str(row.get('failed'))[:150]}")
+            lines.append(f"{row.get('network', path.stem):22} {str(row.get('failed'))[:150]}")
             continue
-        for form in FORMS:
-            cells = [row["times"][f"{form}/{side}"] for side in ("plain", "flags", "jcuts")]
-            texts = [f"{c['stream'][0] * 1e3:6.3f} ({c['step'][0] * 1e3:6.3f})" for c in cells]
-            plain, flags, ours = (c["stream"][0] for c in cells)
-            kernels = [row["device_kernels"].get(f"{form}/{side}", {}).get("per_step", 0) for side in ("flags", "jcuts")]
-            torch = row.get("torch", {}).get("stream")
-            lines.append(
-                f"{row['network']:16} {form:7} {texts[0]:>15} {texts[1]:>15} {texts[2]:>15} {plain / ours:8.2f} "
-                f"{flags / ours:8.2f}  {kernels[0]:4.0f} -> {kernels[1]:4.0f}  "
-                f"{row['errors'][f'{form}/jcuts']['l2']:.0e}/{row['errors'][f'{form}/flags']['l2']:.0e}  "
-                f"{row['programs'][form]['decision']['chosen']}"
-                + (f"; torch {torch[0] * 1e3:.3f}" if torch and form == "closed" else "")
-            )
+        cells = [row["times"][side] for side in ("plain", "flags", "jcuts")]
+        texts = [f"{c['stream'][0] * 1e3:6.3f} ({c['step'][0] * 1e3:6.3f})" for c in cells]
+        plain, flags, ours = (c["stream"][0] for c in cells)
+        kernels = [row.get("device_kernels", {}).get(side, {}).get("per_step", 0) for side in ("flags", "jcuts")]
+        errors = [row.get("errors", {}).get(side, {}).get("l2", float("nan")) for side in ("jcuts", "flags")]
+        torch = row.get("torch", {}).get("stream")
+        lines.append(
+            f"{row['network']:22} {texts[0]:>15} {texts[1]:>15} {texts[2]:>15} {plain / ours:8.2f} "
+            f"{flags / ours:8.2f}  {kernels[0]:4.0f} -> {kernels[1]:4.0f}  {errors[0]:.0e}/{errors[1]:.0e}  "
+            f"{row['decision']['chosen']}" + (f"; torch {torch[0] * 1e3:.3f}" if torch else "")
+        )
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("networks", nargs="*", default=DEFAULT, help="NAME[:BATCH]")
+    parser.add_argument("networks", nargs="*", default=DEFAULT, help="NAME:BATCH:closed or NAME:BATCH:args")
     parser.add_argument("--out", type=Path, default=Path("gpu_networks"))
     parser.add_argument("--budget", type=float, default=1e9, help="seconds; a network is not begun after them")
     parser.add_argument("--limit", type=float, default=540.0, help="seconds for one network")
     parser.add_argument("--seconds", type=float, default=6.0, help="of timing per network")
     parser.add_argument("--dry", action="store_true", help="small networks on the CPU")
-    parser.add_argument("--no-proof", action="store_true", help="no second process")
+    parser.add_argument("--proof", action="store_true", help="a second process: warm start, contents of the graphs")
     parser.add_argument("--torch", action="store_true", help="torch.compile as well")
     parser.add_argument("--table", action="store_true", help="only print the table")
     parser.add_argument("--child", choices=("measure", "prove", "torch"), help=argparse.SUPPRESS)
@@ -468,18 +464,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     start = time.perf_counter()
     for spec in [] if options.table else options.networks:
         path = options.out / f"{label(spec)}.json"
-        row = json.loads(path.read_text()) if path.exists() else {}
-        todo = [what for what, key in (("measure", "times"), ("prove", "proof"), ("torch", "torch")) if key not in row]
-        for what in todo:
-            if (what == "prove" and options.no_proof) or (what == "torch" and not options.torch):
-                continue
+        for what, key in (("measure", "hlo"), ("prove", "proof"), ("torch", "torch")):
+            row = json.loads(path.read_text()) if path.exists() else {}
+            wanted = {"measure": True, "prove": options.proof, "torch": options.torch}[what]
             left = options.budget - (time.perf_counter() - start)
-            if left <= 0 or (what != "measure" and "times" not in row):
-                break
-            found = child(what, spec, options, min(options.limit, left + 30))
-            row = {**row, **found, "network": spec} if what == "measure" else {**row, "proof" if what == "prove" else what: found}
-            if what == "measure" and "times" in row:
-                row.pop("failed", None)
+            if key in row or not wanted or left <= 0 or (what != "measure" and "times" not in row):
+                continue
+            found = child(what, spec, options, min(options.limit, left + 20))
+            row = json.loads(path.read_text()) if path.exists() else {}
+            row.pop("failed", None)
+            row |= {"network": spec, **(found if what == "measure" else {key: found})}
             path.write_text(json.dumps(row, indent=1) + "\n")
     print(table(options.out))
     return 0

@@ -224,6 +224,17 @@ class Optimized:
                 self._refresh()
         return known[0].call.lower(*args, **kwargs)
 
+    def programs(self, *args: Any, **kwargs: Any) -> dict[str, Callable[..., Any]]:
+        """The whole programs that competed for these arguments, by name: for measurements of one's own.
+
+        Empty where nothing was timed (yet).
+        """
+        placement = self._placement(args, kwargs)
+        known = self._decided(self._signature(args, kwargs))
+        platform = self._platform(self._signature(args, kwargs))
+        names = [] if known is None else known.speed
+        return {name: self._program(name, placement, platform).call.permitted for name in names}
+
     def decision(self, *args: Any, **kwargs: Any) -> guard.Decision | None:
         """What the last guard decided for these arguments, or None if they were not seen."""
         return self._decided(self._signature(args, kwargs))

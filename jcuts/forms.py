@@ -159,16 +159,27 @@ def programs(forms: Sequence[Form | None], extra: Sequence[str]) -> list[str]:
 def compile_ahead(lowered: Mapping[str, Callable[[], Any]]) -> None:
     """Compiles several programs at once; each then runs without compiling.
 
-    Lowering stays on this thread.  A program that fails here fails again when it is run, where that is dealt with.
+    Lowering stays on this thread.  Programs whose products and convolutions are those of another come after it: XLA
+    finds in memory which of its algorithms were fastest.  A program that fails here fails again when it is run, where
+    that is dealt with.
     """
     made = {}
     for name, lower in lowered.items():
         with contextlib.suppress(Exception):
             made[name] = lower()
-    with ThreadPoolExecutor(max(1, min(len(made), fingerprint.usable_cores()))) as pool:
-        for name, future in {name: pool.submit(one.compile) for name, one in made.items()}.items():
-            if (error := future.exception()) is not None:
-                log.info("program %s: %s", name, str(error).splitlines()[0] if str(error) else type(error).__name__)
+    first = {_arithmetic(name): name for name in reversed(made)}.values()
+    for wave in ([n for n in made if n in first], [n for n in made if n not in first]):
+        with ThreadPoolExecutor(max(1, min(len(wave), fingerprint.usable_cores()))) as pool:
+            for name, future in {name: pool.submit(made[name].compile) for name in wave}.items():
+                if (error := future.exception()) is not None:
+                    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+                    log.info("program %s does not compile: %s", name, text)
+
+
+def _arithmetic(name: str) -> tuple[str, ...]:
+    """What decides which products and convolutions a program has."""
+    form = None if is_xla(name) else form_of(name)
+    return () if form is None else form.rewrites
 
 
 # -- right or wrong -------------------------------------------------------------------------------------------------

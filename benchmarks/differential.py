@@ -90,6 +90,14 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "mismatches": [[r["seed"], r["transform"]] for r in ran if r["status"] == "mismatch"],
         "errors": [[r["seed"], r["transform"]] for r in ran if r["status"] == "error"],
         "accepted": dict(Counter(r["accepted"] for r in ran if r["status"] == "ok")),
+        "nan_kept_that_xla_loses": [
+            [r["seed"], r["transform"], r["nan_unlike_xla"], r["xla_lost"]] for r in ran if r.get("xla_lost")
+        ],
+        "nan_unlike_xla_without_proof": [
+            [r["seed"], r["transform"], r["nan_unlike_xla"]]
+            for r in ran
+            if r.get("nan_unlike_xla") and not r.get("xla_lost")
+        ],
         "unsuitable": len(rows) - len(ran),
         "seconds": round(sum(r["seconds"] for r in rows), 1),
         "versions": versions(),

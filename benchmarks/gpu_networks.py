@@ -14,7 +14,7 @@ graphs hold.  Tuning database and XLA's autotuning results stay in the output fo
 from __future__ import annotations
 
 import argparse
-import contextlib
+import functools
 import json
 import os
 import re
@@ -23,7 +23,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +89,10 @@ def measure(spec: str, out: Path, dry: bool, seconds: float) -> dict[str, Any]:
     note(f"{spec}: first call {row['first_call_seconds']:.1f} s; {decision.chosen}: {decision.reason}")
     save(out, row)
     competing = ours.programs(*args)
-    calls: dict[str, Callable[[], Any]] = {"jcuts": lambda: ours(*args)}
-    for side, name in (("plain", "xla"), ("flags", f"xla:{option}")):
-        calls[side] = lambda call=competing.get(name) or jax.jit(fn): call(*args)
+    # The guard's own programs where they are at hand: compiled already, and the very ones that it chose between.
+    sides = {"jcuts": ours, "plain": competing.get("xla") or jax.jit(fn),
+             "flags": competing.get(f"xla:{option}") or jax.jit(fn, compiler_options=row["flags"] or None)}  # fmt: skip
+    calls = {side: functools.partial(call, *args) for side, call in sides.items()}
     row["times"] = timed(calls, seconds)
     save(out, row)
     with jax.default_matmul_precision("highest"):

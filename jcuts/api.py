@@ -14,6 +14,7 @@ import difflib
 import functools
 import inspect
 import logging
+import math
 import threading
 import time
 import types
@@ -68,6 +69,8 @@ _decided_here: set[str] = set()
 # A call that could not tune because another process measured is tried again after this time [s], then twice that, ...
 _RETRY_AFTER = 30.0
 _RETRY_MOST = 960.0
+_DEFAULT_MEMORY = (None, "device")
+"""Kinds of memory that arrays live in where nobody asks for another one."""
 
 
 class _Signature(NamedTuple):
@@ -381,7 +384,7 @@ class Optimized:
             racing = [None] if uses_jcuts else []
         if measure and any(getattr(o.report, "postponed", False) for o in outcomes):
             name = guard.XLA if self.settings.mode == "mixed" else guard.JCUTS
-            return guard.Decision(name, "another process is measuring: a later call tunes", deferred=True)
+            return guard.Decision(name, "kernels could not be measured now: a later call tunes", deferred=True)
         if self.settings.mode != "mixed":
             return guard.Decision(guard.JCUTS, f"mode={self.settings.mode!r} is not compared as a whole")
         key = self._store_key(closed, signature, platform)
@@ -393,10 +396,12 @@ class Optimized:
         stored = self._stored(key, platform, uses_jcuts)
         if stored is not None and not force and (stored.is_final or key in _decided_here):
             return stored
+        names = forms.programs(racing, forms.options(platform))
+        again = stored if not force else None
         exact = forms.Exact(closed, leaves, self.settings.tolerance, platform)
-        decision = self._race(args, kwargs, placement, platform, racing, exact)
-        if stored is not None and not force:
-            decision = dataclasses.replace(decision, tries=stored.tries + 1)
+        decision = self._race(args, kwargs, placement, platform, again.open_between(names) if again else names, exact)
+        if again is not None:
+            decision = dataclasses.replace(decision, tries=again.tries + 1)
         _decided_here.add(key)
         self._guard_store().put_guard(key, decision.to_dict())
         return decision
@@ -428,15 +433,16 @@ class Optimized:
             return None
         return decision
 
-    def _race(self, args: Any, kwargs: Any, placement: Placement, platform: str, racing: Sequence[Form | None],
+    def _race(self, args: Any, kwargs: Any, placement: Placement, platform: str, names: Sequence[str],
               exact: forms.Exact) -> guard.Decision:
-        names = forms.programs(racing, forms.options(platform))
         calls = {name: self._program(name, placement, platform).call for name in names}
         on_gpu = platform in forms.GPUS
         if on_gpu:
             forms.compile_ahead({name: functools.partial(call.lower, *args, **kwargs) for name, call in calls.items()})
+        # Options can do more on a GPU than everything else: there no program does without them.
         return guard.decide({name: call.permitted for name, call in calls.items()}, lambda: self._copies(args, kwargs),
-                            donates=bool(self._donated[0]), verify=exact, chunk=2e-3 if on_gpu else 3e-4)
+                            donates=bool(self._donated[0]), verify=exact, chunk=2e-3 if on_gpu else 3e-4,
+                            options_gain=math.inf if on_gpu else guard.OPTIONS_GAIN)
 
     def _copies(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def copy(tree: Any) -> Any:
@@ -506,10 +512,17 @@ class Optimized:
         return chosen if chosen is not None else session.store()
 
     def _store_key(self, closed: jaxapi.Closed, signature: _Signature, platform: str) -> str:
-        places = "; ".join("" if place is None else str(place) for _, place in signature.leaves)
+        places = "; ".join(_place_text(place) for _, place in signature.leaves)
         kinds = sorted({d.device_kind for d in jax.local_devices() if d.platform == platform})
         return digest("guard", jaxapi.canonical_text(closed), repr(self.settings), platform, ",".join(kinds), places,
                       repr(self._options), repr(sorted(versions().items())))
+
+
+def _place_text(place: Any) -> str:
+    """A placement for keys: devices of one kind are equal, so a decision for one of them holds on the others."""
+    if place is None or (len(place.device_set) == 1 and place.memory_kind in _DEFAULT_MEMORY):
+        return ""
+    return str(place)
 
 
 class _Permitted:

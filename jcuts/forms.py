@@ -6,7 +6,7 @@
     ...:graphs                     any of them with compiler options
 
 On a CPU there is one form, and compiler options multiply it.  On a GPU what a function costs depends on how many
-kernels a step launches and on what XLA can still fuse, which no subset shows by itself; so a few whole programs compete.
+kernels a step launches and on what XLA can still fuse, which no subset shows by itself: a few whole programs compete.
 Their kernels are tuned per subset, and most forms share them.
 """
 

@@ -50,8 +50,12 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 _HOPELESS = 3.0
 # Where one call of plain jax.jit takes longer [s], programs that differ by compiler options alone are not tried.
 _LONG = 3.0
+# Compiler options do not make up for a program that needs this many times the best time in each of two runs.
+OPTIONS_GAIN = 2.0
 # Two standard errors of a ratio beyond this: the machine was too busy to decide for good.
 _NOISY = 0.10
+# ... but who is this many times as fast as plain jax.jit in three quarters of the pairs wins whatever the noise.
+_CLEAR = 1.5
 # So many processes measure a program again whose decision was taken in noise; then it stays.
 MOST_TRIES = 4
 
@@ -121,6 +125,11 @@ class Decision:
         """Whether no later process should measure again."""
         return not self.noisy or self.tries >= MOST_TRIES
 
+    def open_between(self, names: Sequence[str]) -> list[str]:
+        """Of these candidates plain XLA and those that a second look may still prefer (all where nothing was timed)."""
+        best = max((middle for middle, _, _ in self.speed.values()), default=0.0)
+        return [n for n in names if n == XLA or not self.speed or self.speed.get(n, (0.0,) * 3)[2] > 0.9 * best]
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for the database and for ``explain``."""
         return {"chosen": self.chosen, "reason": self.reason, "seconds": dict(self.seconds), "margin": self.margin,
@@ -144,7 +153,7 @@ class Decision:
 
 def decide(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]],
            *, donates: bool, seconds: float = 0.6, limit: float = 60.0, chunk: float = 3e-4,
-           verify: Callable[[str, Any, Any], str | None] | None = None,
+           verify: Callable[[str, Any, Any], str | None] | None = None, options_gain: float = OPTIONS_GAIN,
            clock: Callable[[], float] = time.perf_counter) -> Decision:
     """Time whole programs on the same arguments and choose.
 
@@ -155,6 +164,7 @@ def decide(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], tup
         seconds: wall time to spend beyond the warm runs.
         limit: where the least number of runs takes longer than this [s], fewer are taken.
         chunk: wall time of one sample [s]: so many executions in a row, of which only the last is waited for.
+        options_gain: most that compiler options can gain: a program slower than that is not compiled with them.
         verify: ``(candidate, reference result, result)`` -> why the result is not right, or None.
         clock: monotonic seconds.
 
@@ -163,15 +173,15 @@ def decide(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], tup
     rejected: dict[str, str] = {}
     runs: dict[str, Callable[[], Any]] = {}
     reference: Any = None
-    is_long = False
+    quick: dict[str, float] = {}  # shorter of two runs of the programs without options
     start = clock()
-    for name, call in calls.items():
-        def run(call: Callable[..., Any] = call) -> Any:
+    for name in sorted(calls, key=lambda name: ":" in name):
+        def run(call: Callable[..., Any] = calls[name]) -> Any:
             args, kwargs = fresh_args()
             return jax.block_until_ready(call(*args, **kwargs))
 
-        if is_long and ":" in name:
-            rejected[name] = f"not tried: one call of plain jax.jit takes more than {_LONG:g} s"
+        if ":" in name and (why := _not_worth_options(name.partition(":")[0], quick, options_gain)) is not None:
+            rejected[name] = why
             continue
         try:
             result = run()
@@ -184,11 +194,13 @@ def decide(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], tup
             continue
         if not runs:
             reference = jax.tree.map(_host, result)
-            is_long = all(_clocked(run, clock) > _LONG for _ in range(2))
         elif (why := _disagrees(reference, result) or (verify and verify(name, reference, result))) is not None:
             rejected[name] = why
             continue
+        if ":" not in name and quick.get(XLA, 0.0) <= _LONG:
+            quick[name] = min(_clocked(run, clock) for _ in range(2))
         runs[name] = run
+    runs = {name: runs[name] for name in calls if name in runs}  # back in tie order
     warm = _warm(runs, clock)
     best = min(min(times) for times in warm.values())
     for name in [n for n, times in warm.items() if min(times) > _HOPELESS * best and n != XLA]:
@@ -197,6 +209,9 @@ def decide(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], tup
         del runs[name]
     if len(runs) == 1:
         return _choose({name: noise.Samples(tuple(warm[name])) for name in runs}, rejected)
+    # Where even the longest run of the leader is far below the shortest of plain XLA, a short session settles it.
+    leader = min(warm, key=lambda name: min(warm[name]))
+    is_clear = min(warm[XLA]) > _HOPELESS * max(warm[leader])
     rounds = max(2, min(5, int(limit / 3 / sum(min(warm[name]) for name in runs))))
 
     def sample(names: Sequence[str], seconds: float) -> dict[str, noise.Samples]:
@@ -204,8 +219,8 @@ def decide(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], tup
         return _sample(chosen, fresh_args, max(1, min(200, math.ceil(chunk / max(best, 1e-7)))), donates, seconds,
                        rounds, clock)
 
-    first = _choose(sample(list(runs), seconds), rejected)
-    if first.chosen == XLA or clock() - start > limit:
+    first = _choose(sample(list(runs), seconds / 3 if is_clear else seconds), rejected)
+    if first.chosen == XLA or (is_clear and first.speed[first.chosen][1] > _HOPELESS) or clock() - start > limit:
         return first
     # A gain has to show twice: one burst of another process must not send the user away from plain jax.jit.
     leader = max(first.speed, key=lambda name: first.speed[name][0])
@@ -215,6 +230,16 @@ def decide(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], tup
     noisy = first.noisy or second.noisy or second.chosen == XLA
     return dataclasses.replace(second, seconds={**second.seconds, **others}, speed={**first.speed, **second.speed},
                                noisy=noisy)
+
+
+def _not_worth_options(base: str, quick: Mapping[str, float], gain: float) -> str | None:
+    """Why a program is not compiled again with options, or None."""
+    if quick[XLA] > _LONG:
+        return f"not tried: one call of plain jax.jit takes more than {_LONG:g} s"
+    best = min(quick, key=lambda name: quick[name])
+    if base in quick and quick[base] > gain * quick[best]:
+        return f"not tried: {best} is {quick[base] / quick[best]:.1f} times as fast as {base}, more than options change"
+    return None
 
 
 def _clocked(run: Callable[[], Any], clock: Callable[[], float]) -> float:
@@ -298,7 +323,8 @@ def _choose(samples: Mapping[str, noise.Samples], rejected: dict[str, str]) -> D
             name == XLA and plain.quartiles[0] <= samples[best].quartiles[0] * (1 + _LEAST_GAIN))
 
     chosen = next(name for name in samples if name == best or is_equal(name))
-    noisy = max((_error(ratios[name]) for name in {best, chosen}), default=0.0) > _NOISY
+    scattered = max((_error(ratios[name]) for name in {best, chosen}), default=0.0) > _NOISY
+    noisy = scattered and speed[chosen][1] < _CLEAR
     seconds = {name: plain.median / s[0] for name, s in speed.items()}
     reason = _reason(chosen, best, speed, len(plain.seconds), rejected)
     return Decision(chosen, reason, seconds, max(margins.values(), default=_LEAST_GAIN), rejected, measured=True,

@@ -46,6 +46,15 @@ def test_slow_warm_runs_do_not_drop_a_fast_program(calls):
     assert decision.speed["jcuts"][0] == pytest.approx(2.0) and "2.00 times" in decision.reason
 
 
+def test_options_are_tried_only_where_they_may_make_up_for_the_difference():
+    clock = Clock()
+    decision = decide(clock, xla=0.010, xla__wide=0.001, jcuts=0.004, jcuts__wide=0.003)
+    assert decision.chosen == "jcuts:wide"
+    assert "jcuts is 2.5 times as fast" in decision.rejected["xla:wide"] and "xla:wide" not in clock.calls
+    decision = decide(Clock(), xla=0.006, xla__wide=0.001, jcuts=0.004, jcuts__wide=0.003)
+    assert decision.chosen == "xla:wide"
+
+
 def test_an_option_program_is_not_dropped_by_one_slow_run_either():
     decision = decide(Clock(), xla=0.004, xla__wide=disturbed(0.002, (2,), 0.1))
     assert decision.chosen == "xla:wide"
@@ -56,7 +65,7 @@ def test_a_hopeless_program_is_dropped_with_its_reason():
     decision = decide(clock, xla=0.002, jcuts=0.02)
     assert decision.chosen == "xla" and "10.0 times" in decision.rejected["jcuts"]
     assert "every other program is out: jcuts: 10.0 times" in decision.reason
-    assert clock.calls["jcuts"] == 1 + 6  # the result, and every warm run
+    assert clock.calls["jcuts"] == 1 + 2 + 6  # the result, two quick runs, and every warm run
 
 
 def test_long_programs_are_run_a_few_times_and_options_not_at_all():
@@ -84,8 +93,30 @@ def test_scattered_runs_make_a_decision_that_is_measured_again():
     assert guard.Decision.from_dict(decision.to_dict()) == decision
 
 
+def test_scatter_does_not_matter_where_the_gain_is_far_beyond_it():
+    rng = np.random.default_rng(0)
+    busy = [float(s) for s in rng.uniform(1.0, 3.0, 4000)]
+    clock = Clock()
+    decision = decide(clock, xla=lambda n: 0.06 * busy[n], jcuts=lambda n: 0.006 * busy[2000 + n])
+    assert decision.chosen == "jcuts" and decision.is_final
+    assert decision.speed["jcuts"][2] > 1.1 * decision.speed["jcuts"][0]
+
+
+def test_a_gain_beyond_every_doubt_needs_no_second_session():
+    clear, close = Clock(), Clock()
+    assert decide(clear, xla=0.08, jcuts=0.01).chosen == decide(close, xla=0.08, jcuts=0.04).chosen == "jcuts"
+    assert clear.calls["xla"] < close.calls["xla"]
+
+
 def test_a_quiet_decision_is_final():
     assert decide(Clock(), xla=0.002, jcuts=0.001).is_final
+
+
+def test_a_second_look_leaves_out_what_cannot_win():
+    speed = {"xla": (1.0,) * 3, "xla:wide": (1.0, 0.9, 1.1), "jcuts": (2.0, 1.2, 2.8), "jcuts:wide": (1.8, 1.2, 2.4)}
+    names = ["xla", "xla:wide", "jcuts", "jcuts:wide", "jcuts:new"]
+    assert guard.Decision("jcuts", "r", speed=speed).open_between(names) == ["xla", "jcuts", "jcuts:wide"]
+    assert guard.Decision("xla", "r").open_between(names) == names
 
 
 def test_noise_is_not_measured_for_ever():

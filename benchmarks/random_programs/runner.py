@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from jcuts.region import choose
 from jcuts.region.explore import explore
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
+from jcuts.tune import sums
 from jcuts.tune.check import Expected, check_output
 from jcuts.tune.launch import Launcher, Schedule
 from jcuts.tune.problem import Input, Output, Problem
@@ -33,6 +33,7 @@ from jcuts.tune.widen import evaluate, is_wide
 from jcuts.tune.worker import NOISE_ULP, TRUST_ULP, _range, _widen, distance
 from jcuts.xla.call import call_kernel
 from jcuts.xla.kernels import kernel_for
+from random_programs import oracle
 from random_programs.generator import FLOATS, Program, program, signature
 
 TOLERANCE = 2.0
@@ -60,6 +61,9 @@ class Verdict:
     with simulated rounding show results that rounding alone moves that far; ``by kernel``: the whole program amplifies
     rounding beyond what those runs cover, and every kernel alone keeps the rule on the values that XLA computes for
     it.  The latter excuses no NaN, infinity or sign of zero.
+
+    ``nan_unlike_xla``: so many elements of accepted results have float64's NaN-ness and not XLA's; ``xla_lost``: by
+    primitive, the results in which XLA has lost a NaN according to NumPy (`oracle`).
     """
 
     seed: int
@@ -71,6 +75,8 @@ class Verdict:
     kernels: int = 0
     most_tiles: int = 0
     accepted: str = ""
+    nan_unlike_xla: int = 0
+    xla_lost: dict[str, int] = field(default_factory=dict)
 
 
 # -- which kernels run ------------------------------------------------------------------------------------------------
@@ -177,28 +183,9 @@ def _lengths(closed: Any, start: Sequence[int]) -> list[int]:
             inner = max(inner, *_lengths(body, [1] * len(body.jaxpr.invars)), 1)
         if eqn.primitive.name == "scan":
             inner *= max(1, int(eqn.params["length"]))
-        here = min(2**20, before * inner * _terms(eqn))
+        here = min(2**20, before * inner * sums.terms(eqn))
         known.update((v, here) for v in eqn.outvars)
     return [1 if jaxapi.is_literal(v) else known.get(v, 1) for v in closed.jaxpr.outvars]
-
-
-def _terms(eqn: Any) -> int:
-    name = eqn.primitive.name
-    if name == "dot_general":
-        (contract, _), _ = eqn.params["dimension_numbers"]
-        return math.prod(eqn.invars[0].aval.shape[k] for k in contract)
-    if name == "conv_general_dilated":
-        spec = eqn.params["dimension_numbers"].rhs_spec
-        return max(1, math.prod(eqn.invars[1].aval.shape) // eqn.invars[1].aval.shape[spec[0]])
-    if name.startswith("reduce_window"):
-        return math.prod(eqn.params["window_dimensions"])
-    if name.startswith("cum"):
-        return int(eqn.invars[0].aval.shape[eqn.params["axis"]])
-    if name.startswith("scatter") or name == "select_and_scatter_add":
-        return max(2, math.prod(eqn.invars[-1].aval.shape))
-    if name.startswith("reduce_") and "axes" in eqn.params:
-        return math.prod(eqn.invars[0].aval.shape[k] for k in eqn.params["axes"])
-    return 1
 
 
 # -- one program ------------------------------------------------------------------------------------------------------
@@ -206,14 +193,27 @@ def run(seed: int, transform: str = "plain", *, small: bool = False, keep: dict[
     """Runs the program of a seed and judges it. ``keep`` receives intermediate results (for debugging)."""
     of = program(seed, smooth=transform == "grad", small=small)
     verdict = Verdict(seed, transform)
+    keep = {} if keep is None else keep
     with jax.enable_x64(of.kind.x64):
         try:
-            _run(of, transform, verdict, keep if keep is not None else {})
+            _run(of, transform, verdict, keep)
         except AccuracyRejected as error:
             verdict.status, verdict.reason = "mismatch", error.message[:2000]
         except Exception as error:  # whatever it is, the seed is worth a look
             verdict.status, verdict.reason = "error", f"outside jcuts: {type(error).__name__}: {error}"[:2000]
+        if verdict.status == "ok":
+            _prove(verdict, keep)
     return verdict
+
+
+def _prove(verdict: Verdict, keep: dict[str, Any]) -> None:
+    """Counts where the kernels have NaN and XLA has none, or the reverse, and asks NumPy who is wrong."""
+    for values, x, c in zip(keep["inputs"], keep["wanted"], keep["got"], strict=True):
+        unlike = oracle.nan_unlike(x, c)
+        if unlike:
+            verdict.nan_unlike_xla += unlike
+            for name, count in oracle.lost_nans(keep["closed"], values).items():
+                verdict.xla_lost[name] = verdict.xla_lost.get(name, 0) + count
 
 
 def _run(of: Program, transform: str, verdict: Verdict, keep: dict[str, Any]) -> None:

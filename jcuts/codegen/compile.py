@@ -1,12 +1,11 @@
 """Kernel program -> object code, through numba.
 
 The only file that imports numba.  `compile_program` is what the tuner's worker processes call; nothing is cached here
-(the object cache is ``xla/objects.py``, keyed by the digest computed by `kernel_digest`).
+(the object cache is ``xla/objects.py``, keyed by `codegen.target.kernel_digest`).
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 from typing import Any
@@ -17,13 +16,12 @@ from numba import types
 from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic
 
-from jcuts.base import fingerprint
 from jcuts.base.errors import CompileRejected, JcutsError
 from jcuts.codegen import lanes as L
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.codegen.body import BodyEmitter, Shape
 from jcuts.codegen.emit_cpu import Source, emit_source, variant_arguments
-from jcuts.codegen.target import CpuTarget, host_target
+from jcuts.codegen.target import CpuTarget, host_target, kernel_digest
 from jcuts.dfg.program import Buffer, Phase, Program
 from jcuts.dfg.verify import verify
 
@@ -34,18 +32,6 @@ _OPTIONS: dict[str, Any] = {"nopython": True, "error_model": "numpy", "forceinli
 # numba warns about its own state when several threads compile; its lock makes it safe, ours makes it quiet.
 _lock = threading.RLock()
 logging.getLogger("numba").setLevel(logging.WARNING)
-
-
-@functools.cache
-def _compiler_fingerprint() -> str:
-    return fingerprint.digest(fingerprint.versions(), fingerprint.cpu())
-
-
-def kernel_digest(program: Program, target: CpuTarget) -> str:
-    """Names a kernel in HLO and on disk: program, target, compilers."""
-    return fingerprint.digest(
-        program.digest, target.name, target.features, target.vector_bytes, _compiler_fingerprint()
-    )
 
 
 def compile_program(program: Program, target: CpuTarget | None = None) -> CompiledKernel:

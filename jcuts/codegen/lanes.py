@@ -7,6 +7,7 @@ target, which expands what its hardware lacks.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -86,17 +87,32 @@ def bit_width(kind: Type) -> int:
 
 def const(kind: Type, value: float | int) -> ir.Constant:
     """The constant ``value`` in every lane."""
-    if isinstance(kind, ir.VectorType):
-        return ir.Constant(kind, [ir.Constant(kind.element, value)] * kind.count)
-    return ir.Constant(kind, value)
+    if not isinstance(kind, ir.VectorType):
+        return ir.Constant(kind, value)
+    # Kept, with the text that they remember: a kernel has thousands.  0.0 and -0.0 are equal but not the same.
+    key = (str(kind.element), kind.count, repr(value))
+    if key not in _constants:
+        if len(_constants) >= 4096:
+            _constants.clear()
+        _constants[key] = ir.Constant(kind, [ir.Constant(kind.element, value)] * kind.count)
+    return _constants[key]
+
+
+_constants: dict[tuple[str, int, str], ir.Constant] = {}
+
+
+@functools.lru_cache(maxsize=64)
+def _splat_parts(lanes: int) -> tuple[ir.Constant, ir.Constant]:
+    """First lane, and the mask that repeats it."""
+    return ir.Constant(I32, 0), ir.Constant(ir.VectorType(I32, lanes), [0] * lanes)
 
 
 def splat(builder: Builder, scalar: Value, lanes: int) -> Value:
     """``<lanes x T>`` with a run-time scalar in every lane."""
     kind = ir.VectorType(scalar.type, lanes)
-    one = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(I32, 0))
-    mask = ir.Constant(ir.VectorType(I32, lanes), [0] * lanes)
-    return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), mask)
+    first, mask = _splat_parts(lanes)
+    blank = ir.Constant(kind, ir.Undefined)
+    return builder.shuffle_vector(builder.insert_element(blank, scalar, first), blank, mask)
 
 
 def iota(kind: Type) -> ir.Constant:
@@ -143,6 +159,15 @@ def declare(builder: Builder, name: str, result: Type, args: Sequence[Type]) -> 
 def fma(builder: Builder, x: Value, y: Value, z: Value) -> Value:
     """x*y + z with one rounding."""
     return intrinsic(builder, "fma", x.type, [x, y, z])
+
+
+def fence(builder: Builder, value: Value) -> Value:
+    """The same float, which the optimiser knows nothing of; no instruction.
+
+    LLVM (20 to 22, InstCombine) sees a minimum in ``x > 0 ? 0 : x`` where comparison and selection are on different
+    types (x was converted for one of them), and rewrites it with the other comparison: ``x < 0 ? x : 0`` is +0 for -0.
+    """
+    return value if isinstance(value, ir.Constant) else intrinsic(builder, "arithmetic.fence", value.type, [value])
 
 
 def select(builder: Builder, mask: Value, yes: Value, no: Value) -> Value:

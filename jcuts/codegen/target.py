@@ -1,10 +1,12 @@
-"""What the CPU code generator needs to know of its target."""
+"""What the CPU code generator needs to know of its target, and how kernels for it are named (without numba)."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
-from jcuts.dfg.program import ITEM_SIZE
+from jcuts.base import fingerprint
+from jcuts.dfg.program import ITEM_SIZE, Program
 
 
 @dataclass(frozen=True)
@@ -43,3 +45,15 @@ def host_target() -> CpuTarget:
     else:
         width, registers = 16, 16
     return CpuTarget(llvm.get_host_cpu_name(), features.flatten(), width, registers)
+
+
+@functools.cache
+def _compiler_fingerprint() -> str:
+    return fingerprint.digest(fingerprint.versions(), fingerprint.cpu())
+
+
+def kernel_digest(program: Program, target: CpuTarget) -> str:
+    """Names a kernel in HLO and on disk: program, target, compilers."""
+    return fingerprint.digest(
+        program.digest, target.name, target.features, target.vector_bytes, _compiler_fingerprint()
+    )

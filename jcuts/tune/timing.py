@@ -33,11 +33,12 @@ SAMPLE_SECONDS = 1e-3
 """Length of one looped sample [s]: a thousand times the clock's resolution."""
 _MOST_INNER = 2000
 _PROBE = 8
-SCREEN_ROUNDS = 3
-SCREEN_SECONDS = 5e-3
-"""One kernel's share of one round of screening [s]: the least of some ten runs tells slow kernels from fast ones."""
-HOPELESS = 3.0
-"""Who takes this many times the best of the first round of screening is not run again."""
+SCREEN_ROUNDS = 6
+SCREEN_SECONDS = 3e-3
+"""One kernel's share of one round of screening [s].  The least of all runs counts, and what disturbs runs lasts some
+milliseconds: many short rounds see more of the undisturbed machine than few long ones."""
+HOPELESS = 4.0
+"""Who takes this many times the best after half of the rounds is not run again."""
 
 
 def as_function(kernel: CompiledKernel) -> Callable[..., Any]:
@@ -92,7 +93,7 @@ def screen(
     Args:
         launchers: kernels of one problem: the same operands and results.
         inputs: operands.
-        seconds: most wall time to spend on all of them; three runs of each are made whatever they cost.
+        seconds: most wall time to spend on all of them; a few runs of each are made whatever they cost.
         announce: is told which kernel runs next.
     """
     if not launchers:
@@ -101,10 +102,12 @@ def screen(
     bench = _bench(launchers, inputs)
     times: dict[str, tuple[float, ...]] = dict.fromkeys(launchers, ())
     live = list(launchers)
-    for _ in range(SCREEN_ROUNDS):
+    for number in range(SCREEN_ROUNDS):
         for label in live:
             announce(label)
             times[label] += tuple(bench(label, share))
+        if 2 * (number + 1) < SCREEN_ROUNDS:
+            continue
         best = min(min(times[label]) for label in live)
         live = [label for label in live if min(times[label]) <= HOPELESS * best]
     return {label: Samples(found) for label, found in times.items()}
@@ -141,8 +144,8 @@ def _bench(launchers: dict[str, Launcher], inputs: Sequence[np.ndarray]) -> Call
                 raise NativeError(f"jcuts_bench refused kernel {kernel.digest}", kernel=kernel.digest)
             return list(times)
 
-        once = min(go(2))
-        return go(max(3, min(200, int(share / max(once, 1e-7)))))
+        once = min(go(1))
+        return go(max(1, min(200, int(share / max(once, 1e-7)))))
 
     return bench
 

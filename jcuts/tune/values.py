@@ -73,8 +73,9 @@ def load(path: Path | str, shape: Sequence[int], dtype: str) -> np.ndarray:
 def seed_kinds(problem: Problem) -> list[str]:
     """Which sets of inputs a problem is checked on.
 
-    At least 3 normal ones (one where outputs are large); up to 16 for tiny outputs, until XLA's own error is known from about 64 numbers (one number
-    may be exact by luck).  Then one with special values and one with huge ones; one set is enough if nothing is random.
+    At least 3 normal ones (one where outputs are large); up to 16 for tiny outputs, until XLA's own error is known from
+    about 64 numbers (one number may be exact by luck).  Then one with
+    special values and one with huge ones; one set is enough if nothing is random.
     """
     if not any(i.recipe != "given" for i in problem.inputs):
         return [NORMAL]

@@ -51,6 +51,10 @@ HOPELESS = 2.0
 
 MOST_ACCEPTED = 4
 """Problems whose accepted results a process remembers."""
+OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "OUT_OF_MEMORY")
+"""In messages of XLA and of the CUDA driver: others hold the memory; the candidate is not to blame."""
+CONTEXT_BYTES = 512 << 20
+"""About what JAX takes on a GPU before it computes anything."""
 
 Announce = Callable[[str], None]
 
@@ -166,7 +170,7 @@ def reference(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
 
 def check(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     """Runs one candidate on every input set, in several orders of its tiles, and applies the acceptance rule."""
-    problem, folder = _problem(request), Path(request["folder"])
+    problem = _problem(request)
     candidate = problem.candidate(request["label"])
     announce(candidate.label)
     run = _xla_runner(candidate) if candidate.kind == "stablehlo" else _kernel_runner(request["kernel"])
@@ -430,6 +434,8 @@ def _gpu_runner(kernel: CompiledKernel) -> Callable[[list[np.ndarray], int], lis
             if gpu.lost(error) or driver.is_lost(error):
                 print(f"{kernel.digest}: {error.message}", file=sys.stderr, flush=True)
                 os._exit(70)
+            if _is_memory(error):
+                raise WorkerFailed(error.message, **{**error.values, "reason": "memory"}) from error
             raise CandidateRejected(error.message, **error.values) from error
 
     return run
@@ -499,8 +505,31 @@ def serve() -> None:
         except Exception as error:  # a bug in one candidate's code path must not cost the others
             where = traceback.format_exc(limit=-3)
             message = f"{request['op']}: {type(error).__name__}: {error}"
-            answer = _failure(request, WorkerFailed.__name__, message, {"traceback": where})
+            more = {"reason": "memory"} if _is_memory(error) else {"reason": "start"} if _no_backend(error) else {}
+            answer = _failure(request, WorkerFailed.__name__, message, {"traceback": where, **more})
         answers.write(json.dumps(answer) + "\n")
+
+
+def _is_memory(error: Exception) -> bool:
+    if isinstance(error, MemoryError) or any(name in str(error) for name in OUT_OF_MEMORY):
+        return True
+    return _no_backend(error) and _no_context()
+
+
+def _no_backend(error: Exception) -> bool:
+    """JAX found no device in this process, although the parent uses one: the GPU is full or another's alone."""
+    return "Unable to initialize backend" in str(error)
+
+
+def _no_context() -> bool:
+    """Whether the driver has no memory for another context: JAX does not say why it finds no device."""
+    from jcuts.base.errors import NativeError
+    from jcuts.tune import driver
+
+    try:
+        return driver.device().free_bytes() < CONTEXT_BYTES
+    except NativeError as error:
+        return any(name in error.message for name in OUT_OF_MEMORY)
 
 
 def _failure(request: dict[str, Any], kind: str, message: str, values: dict[str, object]) -> dict[str, Any]:

@@ -45,6 +45,12 @@ def source_text(program: Program) -> str:
     return "\n".join(emit_cuda(part.program).text for part in parts(program)[0])
 
 
+def _compile(program: Program) -> CompiledKernel:
+    from jcuts.codegen.compile import compile_program  # numba: not needed for what the object cache holds
+
+    return compile_program(program)
+
+
 def _find(program: Program) -> CompiledKernel | CompileRejected:
     if is_for_gpu(program):
         from jcuts.codegen.cuda.compile import compile_program as compile_cuda
@@ -54,11 +60,10 @@ def _find(program: Program) -> CompiledKernel | CompileRejected:
         device = gpu_target()
         digest, compile_ = cuda_digest(program, device), lambda: compile_cuda(program, device)
     else:
-        from jcuts.codegen.compile import compile_program, kernel_digest
-        from jcuts.codegen.target import host_target
+        from jcuts.codegen.target import host_target, kernel_digest
 
         host = host_target()
-        digest, compile_ = kernel_digest(program, host), lambda: compile_program(program, host)
+        digest, compile_ = kernel_digest(program, host), lambda: _compile(program)
     cached = objects.fetch(digest)
     if cached is not None:
         return cached

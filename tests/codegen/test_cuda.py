@@ -166,6 +166,42 @@ def test_special_functions_keep_their_bound(name, dtype):
 
 
 @compiled
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("other", ["float32", "float16"])
+def test_selections_keep_negative_zero(dtype, other):
+    x = np.array([-0.0, 0.0, -1.0, 2.0] * 32).astype(jnp.dtype(dtype))
+
+    def function(v):
+        inner = jnp.where(v > 0, jnp.asarray(0, other), v.astype(other))
+        return inner, jnp.where(v > 0, v, inner.astype(dtype))
+
+    (program,) = candidates(function, (x,))
+    for got in machine_results(program, [x]):
+        assert list(np.signbit(got[:4])) == [True, False, True, False]
+
+
+@pytest.mark.parametrize("name", ["exp", "exp2", "logistic"])
+def test_small_results_are_not_flushed(name):
+    x = np.linspace(-88.5, -87.5, 64).astype(np.float32) * (1.5 if name == "exp2" else 1.0)
+    op = getattr(lax, name)
+    (program,) = candidates(lambda v: op(v), (x,))
+    (got,) = machine_results(program, [x])
+    with jax.enable_x64(True):
+        want = np.asarray(op(x.astype(np.float64)))
+    assert (want < 1.17e-38).any()
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=3e-45)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_odd_functions_keep_the_sign_of_a_zero(dtype):
+    x = np.tile([-0.0, 0.0, -1.0, 1.0], 8).astype(jnp.dtype(dtype))
+    (program,) = candidates(lambda v: lax.tanh(v), (x,))
+    (got,) = machine_results(program, [x])
+    np.testing.assert_array_equal(np.signbit(got), np.signbit(x))
+
+
+@compiled
 @pytest.mark.parametrize("name", ["chain", "transpose", "depthwise", "middle", "argmax", "softmax", "moments"])
 def test_every_schedule_of_a_family(name):
     fn, arguments = cases.CASES[name]

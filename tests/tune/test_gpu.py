@@ -8,7 +8,7 @@ import pytest
 from jcuts.base.errors import AccuracyRejected, NativeError, UsageError
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.codegen.cuda.image import SYMBOL, Image, Launch
-from jcuts.tune import driver, gpu
+from jcuts.tune import driver, gpu, worker
 from jcuts.tune.problem import Input, Output, Problem
 
 AVAL = ((64,), "float32")
@@ -116,6 +116,26 @@ def test_lost_contexts_are_told_from_refusals():
     assert not gpu.lost(refused) and not driver.is_lost(refused)
 
 
+def test_memory_is_set_and_copied_in_the_order_of_the_stream():
+    """A stream of its own does not wait for the default stream: a late fill would destroy a kernel's results."""
+    calls = []
+
+    class Recorder:
+        def __getattr__(self, name):
+            return lambda *arguments: calls.append((name, arguments[-1])) or 0
+
+    device = object.__new__(driver.Driver)
+    device.lib, device.stream = Recorder(), 4711
+    device.fill(256, 0xFF, 16)
+    device.upload(256, X)
+    device.download(256, 16)
+    assert [name for name, _ in calls] == [
+        "cuMemsetD8Async", "cuMemcpyHtoDAsync_v2", "cuStreamSynchronize", "cuMemcpyDtoHAsync_v2",
+        "cuStreamSynchronize",
+    ]  # fmt: skip
+    assert all(last.value == 4711 for _, last in calls)
+
+
 def test_without_a_driver():
     with pytest.raises(NativeError, match="cannot be opened"):
         driver.Driver(library="libno-such-cuda.so")
@@ -132,3 +152,22 @@ def test_problems_of_different_devices_are_different():
     assert Problem.from_json(h200.to_json()) == h200
     with pytest.raises(UsageError, match="compute capability"):
         _ = cpu.capability
+
+
+def test_a_full_gpu_is_told_from_a_broken_one(monkeypatch):
+    refused = RuntimeError("Unable to initialize backend 'cuda': INTERNAL: no supported devices found")
+
+    def full():
+        raise NativeError("cuDevicePrimaryCtxRetain failed: CUDA_ERROR_OUT_OF_MEMORY (2)", code=2)
+
+    def broken():
+        raise NativeError("the CUDA driver cannot be opened: no such file")
+
+    monkeypatch.setattr(driver, "device", full)
+    assert worker._is_memory(refused) and worker._no_backend(refused)
+    monkeypatch.setattr(driver, "device", broken)
+    assert not worker._is_memory(refused)
+    monkeypatch.setattr(driver, "device", NumpyDevice)
+    assert worker._is_memory(refused)  # it has 1 MiB
+    assert worker._is_memory(MemoryError()) and worker._is_memory(RuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
+    assert not worker._is_memory(RuntimeError("INTERNAL: something else"))

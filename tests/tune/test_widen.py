@@ -137,3 +137,16 @@ def test_export_runs_and_agrees():
     np.testing.assert_allclose(wide, np.tanh(X.astype(np.float64)).sum(1), rtol=1e-13)
     np.testing.assert_allclose(got, wide, rtol=1e-5)
     assert not exports.perturb
+
+
+@pytest.mark.parametrize("extent", [24, 40_003])
+@pytest.mark.parametrize(("how", "init"), [(lax.max, -np.inf), (lax.min, np.inf)])
+def test_windows_keep_nans(extent, how, init):
+    x = np.random.default_rng(1).standard_normal(extent).astype(np.float32)
+    x[::11] = np.nan
+    (got,) = widened(lambda v: lax.reduce_window(v, np.float32(init), how, (3,), (2,), ((1, 0),)), x)
+    padded = np.concatenate([[init], x])
+    windows = np.lib.stride_tricks.sliding_window_view(padded, 3)[::2]
+    wanted = windows.max(1) if how is lax.max else windows.min(1)
+    np.testing.assert_array_equal(got, wanted)
+    assert np.isnan(wanted).any()

@@ -157,7 +157,6 @@ def test_a_program_that_is_not_right_is_out():
     calls = {name: clock.program(name, seconds) for name, seconds in (("xla", 0.004), ("jcuts/dots", 0.001))}
 
     def verify(name, reference, result):
-        np.testing.assert_array_equal(reference, result)
         return "is off by 1" if name == "jcuts/dots" else None
 
     decision = guard.decide(calls, lambda: ((), {}), donates=False, clock=clock, verify=verify)

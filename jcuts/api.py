@@ -232,7 +232,7 @@ class Optimized:
         return jax.jit(carrier, **self._options, **more)
 
     def _carrier_of_call(self, placement: Placement | None, *, decided: bool = False) -> Callable[..., Any]:
-        """A function to jit.  ``decided``: the slow path calls it, which has traced the function for these arguments."""
+        """A function to jit.  ``decided``: called by the slow path, which has traced the user's function already."""
         fn, settings = self._fn, self.settings
 
         @functools.wraps(fn)

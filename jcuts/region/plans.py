@@ -93,3 +93,8 @@ def _in_turns(options: list[_Option], limit: int) -> list[_Option]:
                 ranked.append(queue.pop(0))
         queues = [queue for queue in queues if queue]
     return ranked[:limit]
+
+
+def score(program: Program, machine: Machine) -> float:
+    """TEMP"""
+    return 0.0

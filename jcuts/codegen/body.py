@@ -6,6 +6,7 @@ them can be hoisted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from jcuts.codegen import lanes as L
 from jcuts.dfg.index import Index
 from jcuts.dfg.node import Graph, Guard, Node
 from jcuts.dfg.program import Acc, Axis, Buffer, Phase, Red
-from jcuts.dfg.tile import Extent, Point, Tile, body_tile, exit_tile
+from jcuts.dfg.tile import Extent, Point, Term, Tile, body_tile, exit_tile
 from jcuts.ops.window import identity
 
 MANY_STORES = 16
@@ -193,8 +194,27 @@ class BodyEmitter:
             product = self._product(tile.graph, self.phase.accs[number], values)
             wanted.update(product if product else values)
         emitted = self._nodes(frame, tile, wanted, inner if inner in bases else "")
-        for point, red_point, number, values in tile.terms:
+        for point, red_point, number, values in self._in_register_order(tile):
             self._contribute(frame, tile, emitted, point, self._chain(red_point), number, values)
+
+    def _in_register_order(self, tile: Tile) -> list[Term]:
+        """The contributions of each reduction point so that the fewer operands stay in registers.
+
+        A tile of R rows and V vectors multiplies V vectors with R broadcast elements.  Row by row, the V vectors stay
+        and broadcasts come one at a time; vector by vector, R broadcasts stay.  LLVM's scheduler keeps this order, and
+        spills where accumulators and what stays exceed the registers.  Every accumulator's own order is untouched.
+        """
+        counts = dict(self.shape.counts)
+        vectors = counts.get(self.vector, 1)
+        rows = math.prod(counts.values()) // max(1, vectors)
+        steps = {red_point: step for step, red_point in enumerate(dict.fromkeys(term[1] for term in tile.terms))}
+
+        def place(term: Term) -> tuple[object, ...]:
+            lane = dict(term[0]).get(self.vector, 0)
+            others = tuple(offset for name, offset in term[0] if name != self.vector)
+            return (steps[term[1]], others, lane) if vectors <= rows else (steps[term[1]], lane, others)
+
+        return sorted(tile.terms, key=place)
 
     def _chain(self, red_point: Point) -> int:
         """Which independent accumulator an unrolled reduction point feeds."""

@@ -9,27 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from jcuts.dfg.index import Index
 from jcuts.dfg.node import Graph, Node
 from jcuts.dfg.program import ITEM_SIZE, Axis, Phase, Program, Red
+from jcuts.region.machine import Machine
 from jcuts.region.schedule import Schedule
 
 FMA_LATENCY = 8  # independent accumulators that keep the multiply-add units busy
 SMALL_TASK = 30_000  # element operations below which a kernel is not split into tasks (about 5 microseconds)
 TASKS_PER_THREAD = 4
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What the enumeration needs to know of the CPU."""
-
-    vector_bytes: int
-    registers: int
-    threads: int
-    l1: int = 32 << 10
-    l2: int = 1 << 20
 
 
 def lanes_of(program: Program, machine: Machine) -> int:

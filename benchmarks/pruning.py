@@ -2,10 +2,11 @@
 
     python benchmarks/pruning.py [--candidates 520] [--jobs 16] [--json out.json] [OPERATION ...]
 
-First everything is compiled in parallel processes into a cache of object code that a second run finds.  Then the
-kernels of one operation after the other are timed on one pinned core: each once or twice, and those not hopelessly slow
-again in rounds of shuffled order, so that a slow moment of the machine hits all alike.  A time is the least of all
-rounds; a kernel's noise is how far the leasts of even and of odd rounds lie apart.
+First everything is compiled in parallel processes into a cache of object code that a second run finds.  Then every
+operation is timed in a process of its own on a pinned core (`--timers` of them at once): each kernel once, those not
+hopelessly slow again, and those near the best in rounds of shuffled order, so that a slow moment of the machine hits
+all alike.  A time is the least of all runs; a kernel's noise is how far the leasts of even and of odd rounds lie apart.
+The JSON is written after every operation; `--resume` keeps what it holds.
 
 Reported per operation: the model's first choice among everything measured, the best of those that the product would
 have measured (its own limits, `JCUTS_MAX_CANDIDATES` and `JCUTS_TOP_PERCENT`), how score and time correlate, and in how
@@ -32,8 +33,9 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-HOPELESS = 5.0  # times the least time so far: no further rounds
-SLICE = 1e-3  # seconds of runs per kernel and round
+HOPELESS = 4.0  # times the least time so far: one run is enough
+NEAR = 1.5  # times the least time: measured in rounds
+SLICE = 5e-4  # seconds of runs per kernel and round
 ROUNDS = 6
 
 
@@ -125,22 +127,26 @@ class Bench:
         )
 
 
-def time_all(kernels: list[Timed], bench: Bench, expected: list[Any], seed: str) -> list[bool]:
+def time_all(kernels: list[Timed], kept: list[bool], bench: Bench, expected: list[Any], seed: str) -> list[bool]:
     """Times every kernel; returns which computed the right result (the others have no rounds)."""
     right = []
     best = float("inf")
     for kernel in kernels:
         right.append(bench.computes(kernel, expected))
-        if right[-1] and kernel.screened < 2 * HOPELESS * best:
+        if right[-1] and kernel.screened < HOPELESS * best:
             kernel.screened = min(kernel.screened, bench.least(kernel, 2))
             best = min(best, kernel.screened)
-    field_ = [k for k, fine in zip(kernels, right, strict=True) if fine and k.screened <= HOPELESS * best]
+    near = [
+        kernel
+        for kernel, fine, wanted in zip(kernels, right, kept, strict=True)
+        if fine and (kernel.screened <= NEAR * best or (wanted and kernel.screened <= HOPELESS * best))
+    ]
     rng = random.Random(seed)
     for _ in range(ROUNDS):
-        rng.shuffle(field_)
-        for kernel in field_:
+        rng.shuffle(near)
+        for kernel in near:
             bench.least(kernel, 1)  # its own code and the operands come back into the caches
-            kernel.rounds.append(bench.least(kernel, max(3, min(40, int(SLICE / kernel.screened)))))
+            kernel.rounds.append(bench.least(kernel, max(2, min(40, int(SLICE / kernel.screened)))))
     return right
 
 
@@ -170,8 +176,8 @@ def kendall(x: list[float], y: list[float]) -> float:
     return float((p * q).sum() / ties) if ties else float("nan")
 
 
-def study(name: str, pool: list[Any], failed: int, operands: list[Any], reference: Any) -> dict[str, Any]:
-    """Everything measured for one operation."""
+def study(job: tuple[str, int, int, frozenset[str]]) -> dict[str, Any]:
+    """Everything measured for one operation: (name, candidates, seed, digests of programs that did not compile)."""
     import numpy as np
 
     from jcuts.arch.detect import describe_cpu
@@ -179,12 +185,15 @@ def study(name: str, pool: list[Any], failed: int, operands: list[Any], referenc
     from jcuts.xla import linker
     from jcuts.xla.kernels import kernel_for
 
+    name, count, seed, failed = job
+    everything, operands, reference = pool_of(name, count, seed)
+    pool = [c for c in everything if c.program.digest not in failed]
+    core = describe_cpu(cores=1)
     compiled = [kernel_for(c.program) for c in pool]
     kernels = [Timed(linker.link(k.object_code, k.symbol), k.tiles, k.scratch_bytes) for k in compiled]
     bench = Bench(operands, list(compiled[0].outputs), max(k.scratch_bytes for k in compiled))
     expected = [np.asarray(x) for x in _tuple(reference(*operands))]
-    right = time_all(kernels, bench, expected, name)
-    core = describe_cpu(cores=1)
+    right = time_all(kernels, [c.kept >= 0 for c in pool], bench, expected, name)
     rows = [
         (c, k, bound(c.program, core).seconds) for c, k, fine in zip(pool, kernels, right, strict=True) if fine
     ]
@@ -200,7 +209,7 @@ def study(name: str, pool: list[Any], failed: int, operands: list[Any], referenc
     sources = [c.source for c, _, _ in rows]
     return {
         "operation": name, "measured": len(rows), "drawn": sources.count("drawn"),
-        "enumerated": sources.count("enumerated"), "failed": failed, "wrong": right.count(False),
+        "enumerated": sources.count("enumerated"), "failed": len(everything) - len(pool), "wrong": right.count(False),
         "kept": len(kept), "best_us": best * 1e6, "best_source": rows[0][0].source,
         "median_us": statistics.median(r[1].seconds for r in rows) * 1e6, "worst_us": rows[-1][1].seconds * 1e6,
         "first_rank": first_place + 1, "first_loss": first[1].seconds / best - 1,
@@ -211,6 +220,19 @@ def study(name: str, pool: list[Any], failed: int, operands: list[Any], referenc
         "bound_violations": sum(k.seconds < b for _, k, b in rows), "bound_over_best": max(b for *_, b in rows) / best,
         "candidates": [_row(*row) for row in rows],
     }  # fmt: skip
+
+
+def pool_of(name: str, count: int, seed: int) -> tuple[list[Any], list[Any], Any]:
+    """The candidates of an operation, its operands and its function: the same in every process."""
+    import pruning_space as space
+
+    plain, operands, reference = space.unscheduled(space.OPERATIONS[name])
+    return space.candidates(plain, space.machine(), count, f"{seed}:{name}"), operands, reference
+
+
+def pin(cores: Any) -> None:
+    """A worker takes the next core for itself."""
+    os.sched_setaffinity(0, {cores.get()})
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:
@@ -227,8 +249,9 @@ def _row(candidate: Any, kernel: Timed, bound: float) -> list[Any]:
     ]  # fmt: skip
 
 
+COLUMNS = ["digest", "source", "kept", "score", "bound_us", "least_us", "median_us"]
 HEAD = (
-    "| operation | measured (drawn) | best us | worst | first choice: rank | loss | kept | loss of best kept | of first 2 | "
+    "| operation | measured (drawn) | best us | worst | first: rank | loss | kept | loss of best kept | of first 2 | "
     "Spearman | Kendall | noise | bound broken |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
@@ -249,10 +272,11 @@ def main() -> int:
     parser.add_argument("operations", nargs="*")
     parser.add_argument("--candidates", type=int, default=520, help="least pool of an operation")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that compile")
+    parser.add_argument("--timers", type=int, default=1, help="operations that are timed at once, a core each")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--core", type=int, help="the core that times (default: the last one)")
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "jcuts_pruning")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--resume", action="store_true", help="keep the operations that the JSON holds")
     options = parser.parse_args()
     os.environ["JCUTS_CACHE_DIR"] = str(options.cache)
     os.environ.setdefault("JCUTS_CACHE_MAX_MB", "8192")
@@ -260,48 +284,51 @@ def main() -> int:
     import pruning_space as space
 
     from jcuts.base.fingerprint import versions
-    from jcuts.region import choose
+    from jcuts.dfg.program import Program
     from jcuts.region.bound import host_arch
 
-    arch = host_arch()
-    machine = choose.Machine(arch.simd_bits // 8, arch.vector_registers, 1)
-    begin = time.perf_counter()
-    pools = {}
-    for name in options.operations or list(space.OPERATIONS):
-        plain, operands, reference = space.unscheduled(space.OPERATIONS[name])
-        pool = space.candidates(plain, machine, options.candidates, f"{options.seed}:{name}")
-        pools[name] = (pool, operands, reference)
-    texts = [c.program.to_text() for pool, _, _ in pools.values() for c in pool]
-    print(f"{len(texts)} candidates of {len(pools)} operations on {arch.name}, {options.jobs} compilers", flush=True)
-    failed = compile_all(texts, options.jobs)
-    compiled_s = time.perf_counter() - begin
-
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[-1] if options.core is None else options.core})
+    head = {"date": time.strftime("%Y-%m-%d"), "cpu": host_arch().name, "versions": versions(), "seed": options.seed}
     rows: list[dict[str, Any]] = []
-    print(f"compiled in {compiled_s:.0f} s; {len(failed)} failed")
-    print(HEAD)
-    for name, (pool, operands, reference) in pools.items():
-        fine = [c for c in pool if c.program.to_text() not in failed]
-        rows.append(study(name, fine, len(pool) - len(fine), operands, reference))
-        print(line(rows[-1]), flush=True)
-    losses = [row["kept_loss"] for row in rows]
-    summary = {
-        "measured": sum(row["measured"] for row in rows), "failed": len(failed),
-        "wrong": sum(row["wrong"] for row in rows), "bound_violations": sum(row["bound_violations"] for row in rows),
-        "kept_loss_median": statistics.median(losses), "kept_loss_worst": max(losses),
-        "first_rank_share_median": statistics.median(row["first_rank"] / row["measured"] for row in rows),
-        "compile_s": compiled_s, "timing_s": time.perf_counter() - begin - compiled_s,
-    }  # fmt: skip
-    print(json.dumps(summary))
-    if options.json:
-        head = {"date": time.strftime("%Y-%m-%d"), "cpu": arch.name, "versions": versions(), "seed": options.seed}
-        columns = ["digest", "source", "kept", "score", "bound_us", "least_us", "median_us"]
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(
-            json.dumps({**head, "summary": summary, "columns": columns, "rows": rows}, separators=(",", ":")) + "\n"
-        )
+    if options.resume and options.json and options.json.exists():
+        rows = json.loads(options.json.read_text())["rows"]
+    done = {row["operation"] for row in rows}
+    names = [n for n in options.operations or list(space.OPERATIONS) if n not in done]
+    begin = time.perf_counter()
+    texts = [c.program.to_text() for n in names for c in pool_of(n, options.candidates, options.seed)[0]]
+    print(f"{len(texts)} candidates of {len(names)} operations on {head['cpu']}, {options.jobs} compilers", flush=True)
+    why = compile_all(texts, options.jobs)
+    failed = frozenset(Program.from_json(text).digest for text in why)
+    print(f"compiled in {time.perf_counter() - begin:.0f} s; {len(failed)} failed\n{HEAD}", flush=True)
+
+    spawn = multiprocessing.get_context("spawn")
+    cores = spawn.Queue()
+    for core in sorted(os.sched_getaffinity(0), reverse=True)[: options.timers]:
+        cores.put(core)
+    with concurrent.futures.ProcessPoolExecutor(options.timers, spawn, initializer=pin, initargs=(cores,)) as workers:
+        jobs = [workers.submit(study, (name, options.candidates, options.seed, failed)) for name in names]
+        for job in concurrent.futures.as_completed(jobs):
+            rows.append(job.result())
+            print(line(rows[-1]), flush=True)
+            if options.json:
+                options.json.parent.mkdir(parents=True, exist_ok=True)
+                rows.sort(key=lambda row: list(space.OPERATIONS).index(row["operation"]))
+                data = {**head, "summary": summary(rows), "columns": COLUMNS, "rows": rows}
+                options.json.write_text(json.dumps(data, separators=(",", ":")) + "\n")
+    print(json.dumps(summary(rows)))
+    print(f"{time.perf_counter() - begin:.0f} s in all")
     return 0
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The figures over all operations."""
+    losses = [row["kept_loss"] for row in rows]
+    return {
+        "operations": len(rows), **{key: sum(row[key] for row in rows) for key in
+                                    ("measured", "drawn", "failed", "wrong", "bound_violations")},
+        "kept_loss_median": statistics.median(losses), "kept_loss_worst": max(losses),
+        "first_loss_median": statistics.median(row["first_loss"] for row in rows),
+        "first_rank_share_median": statistics.median(row["first_rank"] / row["measured"] for row in rows),
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import numpy as np
 from jcuts.base import knobs
 from jcuts.dfg.program import Axis, Phase, Program, Red
 from jcuts.region import choose, pack, plans, schedule
+from jcuts.region.bound import host_arch
 from jcuts.region.build import build
 from jcuts.region.graph import build_graph
 from jcuts.trace.inline import inline
@@ -102,6 +103,12 @@ class Candidate:
     source: str
     score: float
     kept: int
+
+
+def machine() -> choose.Machine:
+    """This CPU on one core."""
+    arch = host_arch()
+    return choose.Machine(arch.simd_bits // 8, arch.vector_registers, 1)
 
 
 def unscheduled(operation: Operation) -> tuple[Program, list[np.ndarray], Callable[..., Any]]:

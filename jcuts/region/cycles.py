@@ -7,6 +7,7 @@ body; and, from the loop order, the lines that come from the second-level cache 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping
@@ -23,10 +24,12 @@ ISSUE = 6  # instructions that a core decodes and retires per cycle
 GATHER_STEPS = 1.5  # instructions of a gather per lane
 POINTERS = 12  # addresses that general registers hold beside loop counters
 GUARD_STEPS = 4  # scalar instructions of a guarded address: compare twice, combine, choose
-SPILL_STEPS = 2  # a store and a load per use of what does not fit the registers
+SPILL_CYCLES = 1.5  # per vector that is stored or loaded because it does not fit the registers
 TILE_CYCLES = 12.0  # prologue, epilogue and refilled pipelines of one tile
 LOOP_STEPS = 3  # counter, compare, branch
 EXIT_CYCLES = 8.0  # share of a mispredicted branch that the end of an inner loop costs
+PREDICTED = 24  # iterations of a loop whose end branch predictors know beforehand
+COMBINE = {"max": 3, "min": 3, "argmax": 5, "argmin": 5}  # instructions: NaN is kept, whatever the order
 LINE = 64
 
 Counts = Mapping[str, int]
@@ -59,7 +62,7 @@ def _phase_cycles(program: Program, phase: Phase, machine: Machine) -> float:
     for counts, times in _variants(phase.axes, lanes, program.serial):
         tile = TILE_CYCLES + leave.cycles(counts) + (body.cycles(counts) if body is not None else 0.0)
         total += times * tile
-    return repeats * (total + traffic_cycles(program, phase, lanes, machine))
+    return repeats * traffic_cycles(program, phase, lanes, machine, total)
 
 
 def _variants(axes: tuple[Axis, ...], lanes: int, serial: tuple[str, ...]) -> Iterator[tuple[dict[str, int], int]]:
@@ -86,20 +89,49 @@ class _Counter:
         self.names = tuple(phase.ranges())
         self.loads = [_load(n, self.vector, lanes, self.names, machine) for n in graph.nodes if n.op == "load"]
 
+    def moves(self, load: _Load, counts: Counts) -> tuple[tuple[int, int], ...]:
+        """(elements between neighbours, points) of the axes along which a load moves within a tile."""
+        return tuple(
+            (stride * (self.lanes if name == self.vector else 1), counts.get(name, 1))
+            for name, stride in load.strides
+            if stride and counts.get(name, 1) > 1
+        )
+
     def points(self, load: _Load, counts: Counts) -> int:
         """Distinct addresses (of first lanes) in a tile."""
-        distinct = {0}
-        for number, (name, stride) in enumerate(load.strides):
-            count = counts.get(name, 1)
-            if count == 1 or stride == 0:
-                continue
-            step = (stride if stride is not None else 1_000_003 * (number + 1)) * self.width(name)
-            distinct = {d + step * k for d in distinct for k in range(count)}
-        return len(distinct)
+        return len(_offsets(self.moves(load, counts)))
 
-    def width(self, name: str) -> int:
-        """Elements between two points of a tile."""
-        return self.lanes if name == self.vector else 1
+    def live(self, load: _Load, counts: Counts, reds: Counts) -> tuple[int, int, int]:
+        """(values that stay for later points of the reduction at most, all distinct values, all uses)."""
+        return _live(self.moves(load, counts), self.moves(load, reds))
+
+
+@functools.lru_cache(1 << 14)
+def _offsets(moves: tuple[tuple[int, int], ...]) -> frozenset[int]:
+    """The distinct sums of one multiple of every stride."""
+    distinct = {0}
+    for stride, count in moves:
+        distinct = {d + stride * k for d in distinct for k in range(count)}
+    return frozenset(distinct)
+
+
+@functools.lru_cache(1 << 14)
+def _live(tile: tuple[tuple[int, int], ...], reds: tuple[tuple[int, int], ...]) -> tuple[int, int, int]:
+    """See `_Counter.live`: points of the reduction follow one another in row-major order."""
+    offsets = _offsets(tile)
+    order = [sum(p) for p in itertools.product(*(range(0, s * n, s) for s, n in reds))]
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for step, base in enumerate(order):
+        for offset in offsets:
+            first.setdefault(base + offset, step)
+            last[base + offset] = step
+    changes = [0] * (len(order) + 1)
+    for value, begin in first.items():
+        if last[value] > begin:
+            changes[begin] += 1
+            changes[last[value]] -= 1
+    return max(itertools.accumulate(changes)), len(first), len(offsets) * len(order)
 
 
 def _load(node: Node, vector: str, lanes: int, names: tuple[str, ...], machine: Machine) -> _Load:
@@ -134,6 +166,8 @@ class _Body:
         }
         self.width = machine.slots(machine.fma_ports, lanes * max([4, *(ITEM_SIZE[a.dtype] for a in phase.accs)]))
         self.steps = _steps(phase.body, self.fused, frozenset(phase.ranges()))
+        inner = phase.reds[-1]
+        self.straight = inner.extent < 2 * inner.unroll * (lanes if inner.vector else 1)  # no loop around the body
         self.chains = math.prod(r.chains for r in phase.reds)
 
     def cycles(self, counts: Counts) -> float:
@@ -147,59 +181,62 @@ class _Body:
         )
         trips = 1
         for red in phase.reds:
-            rounds = -(-red.extent // (red.unroll * (self.lanes if red.vector else 1)))
-            total += trips * (EXIT_CYCLES if rounds > 1 else 0.0)
-            trips *= rounds
+            rounds = red.extent // (red.unroll * (self.lanes if red.vector else 1))
+            total += trips * (EXIT_CYCLES if rounds > PREDICTED else 0.0)
+            trips *= max(1, rounds)
         return total + self._hoisted(counts)
 
     def _iteration(self, inside: Counts, counts: Counts) -> float:
         machine, counter = self.machine, self.counter
         points = math.prod(counts.values())
         steps = math.prod(inside[r.name] for r in self.phase.reds)
-        work = points * steps * len(self.phase.accs)
+        work = points * steps * sum(COMBINE.get(a.combine, 1) for a in self.phase.accs)
         arithmetic = work + sum(s * math.prod(inside[n] for n in axes) for axes, s in self.steps)
         arithmetic *= self.width
-        loads, stores, scalar, pointers = 0.0, 0.0, float(LOOP_STEPS), 0
+        loads, scalar, pointers = 0.0, float(LOOP_STEPS), 0
         inner = self.phase.reds[-1].name
         for load in counter.loads:
             distinct = counter.points(load, inside)
             loads += distinct * load.slots
             if load.guarded:
-                if inner in load.guards or inside[inner] == self.phase.reds[-1].extent:
+                if inner in load.guards or self.straight:
                     scalar += GUARD_STEPS * distinct
                 else:
                     pointers += counter.points(load, {**inside, inner: 1})
         accs = points * self.chains * len(self.phase.accs)
-        spilled = max(0, accs + self._kept(inside, counts) - machine.registers)
-        loads += spilled * steps + 0.5 * max(0, pointers - POINTERS)
-        stores += spilled * steps
-        issued = arithmetic + loads + stores + scalar
+        reloads, spills = self._spilled(inside, counts, accs, steps)
+        loads += 0.5 * max(0, pointers - POINTERS)
+        issued = arithmetic + loads + scalar
         chain = steps / self.chains * FMA_LATENCY
-        return max(
-            arithmetic / machine.fma_ports, loads / machine.load_ports, stores / machine.store_ports, issued / ISSUE,
-            chain,
-        )  # fmt: skip
+        ports = max(arithmetic / machine.fma_ports, loads / machine.load_ports, issued / ISSUE, chain)
+        return ports + SPILL_CYCLES * (reloads + spills)
 
-    def _kept(self, inside: Counts, counts: Counts) -> int:
-        """Operands in registers beside the accumulators: those of one load stay while the others' pass by.
+    def _spilled(self, inside: Counts, counts: Counts, accs: int, steps: int) -> tuple[float, float]:
+        """Loads and stores of what does not fit the registers, per iteration.
 
-        What several points of the reduction share (a window's taps) stays as well.
+        Beside the accumulators there are, of the loads that the points of a reduction do not share, the fewer values of
+        one load (the others' pass by), and of those that they share (a window's taps) all that is used again later.
         """
-        single = [self.counter.points(load, counts) for load in self.counter.loads]
-        kept = min(single, default=0) + 1
-        steps = math.prod(inside[r.name] for r in self.phase.reds)
-        for load, points in zip(self.counter.loads, single, strict=True):
-            for red in self.phase.reds:
-                window = self.counter.points(load, {**counts, red.name: inside[red.name]})
-                if window < points * inside[red.name] and steps > 1 and points > 1:
-                    kept = max(kept, window + 1)
-        return kept
+        reds = {r.name: inside[r.name] for r in self.phase.reds}
+        single, shared, values, uses = [], 0, 0, 0
+        for load in self.counter.loads:
+            kept, distinct, used = self.counter.live(load, counts, reds)
+            if kept:
+                shared, values, uses = shared + kept, values + distinct, uses + used
+            else:
+                single.append(self.counter.points(load, counts))
+        excess = accs + shared + (min(single, default=0) if len(single) > 1 or shared else 0) + 1 - self.machine.registers
+        if excess <= 0:
+            return 0.0, 0.0
+        part = min(1.0, excess / shared) if shared else 0.0
+        beyond = max(0, excess - shared) * steps
+        return part * (uses - values) + beyond, part * values + beyond
 
     def _hoisted(self, counts: Counts) -> float:
         """Guarded addresses that the innermost loop does not change, once per tile and outer step."""
         reds = self.phase.reds
         inner = reds[-1]
-        if inner.unroll >= inner.extent:
+        if self.straight:
             return 0.0
         total = 0.0
         for load in self.counter.loads:
@@ -235,7 +272,8 @@ class _Exit:
         scalar = sum(GUARD_STEPS * counter.points(load, counts) for load in counter.loads if load.guarded)
         stores = points * sum(self.stores)
         issued = arithmetic + loads + stores + scalar
-        return max(arithmetic / machine.fma_ports, loads / machine.load_ports, stores / machine.store_ports, issued / ISSUE)
+        ports = max(arithmetic / machine.fma_ports, loads / machine.load_ports, stores / machine.store_ports)
+        return max(ports, issued / ISSUE)
 
 
 def _store(phase: Phase, buffer: str, address, lanes: int) -> float:

@@ -17,10 +17,10 @@ from jcuts.region.machine import Machine
 
 LINE = 64
 WAYS = 8
-L2_BYTES, L3_BYTES = 32.0, 12.0  # per cycle, from that level into the next one
+L2_BYTES, L3_BYTES = 32.0, 24.0  # per cycle, from that level into the next one
 START = 64.0  # bytes whose time it takes until a run of lines elsewhere comes in
-OVERLAP = 0.5  # share of the transfers that the core's own work does not hide
-USABLE = 0.75  # of a cache: the rest holds what streams through
+EXPOSED, FAR_EXPOSED = 0.4, 0.2  # share of the shorter of computing and moving that the longer does not hide
+PAGE = 4096  # bytes: prefetchers stop at its end
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,8 @@ class _Access:
     size: int
     total: int  # bytes of the buffer
 
-    def lines(self, extents: dict[str, int], cache: int) -> tuple[float, float]:
-        """(bytes of the lines touched while the axes run over ``extents``; room that they take in a cache).
-
-        Rows ``step`` bytes apart start at way / gcd(step, way) places of a way (its sets, in bytes); if there are more
-        rows than places, only the share row / gcd(step, way) of the cache is of use.
-        """
+    def _rows(self, extents: dict[str, int]) -> tuple[float, int, int]:
+        """(bytes of one row of neighbouring lines, rows, bytes between two rows or 0)."""
         run, rows, step = float(self.size), 1, 0
         for stride, count in sorted((abs(s), extents.get(n, 1)) for n, s in self.strides):
             if count == 1:
@@ -45,6 +41,15 @@ class _Access:
                 run += stride * (count - 1)
             else:
                 rows, step = rows * count, step or stride
+        return run, rows, step
+
+    def lines(self, extents: dict[str, int], cache: int) -> tuple[float, float]:
+        """(bytes of the lines touched while the axes run over ``extents``; room that they take in a cache).
+
+        Rows ``step`` bytes apart start at way / gcd(step, way) places of a way (its sets, in bytes); if there are more
+        rows than places, only the share row / gcd(step, way) of the cache is of use.
+        """
+        run, rows, step = self._rows(extents)
         row = math.ceil(run / LINE) * LINE
         bytes_ = min(float(rows * row), float(max(self.total, LINE)))
         if not step:
@@ -52,26 +57,35 @@ class _Access:
         apart = math.gcd(step, cache // WAYS)
         return bytes_, bytes_ if rows * apart <= cache // WAYS else bytes_ / min(1.0, row / apart)
 
-    def run(self, extents: dict[str, int]) -> float:
-        """Bytes of neighbouring elements that one tile touches, at least a line."""
-        run = float(self.size)
-        for stride, count in sorted((abs(s), extents.get(n, 1)) for n, s in self.strides):
-            if count > 1 and stride <= run:
-                run += stride * (count - 1)
-        return max(run, float(LINE))
+    def crowded(self, extents: dict[str, int], cache: int) -> bool:
+        """Whether rows of one tile are so far apart that they push each other out of their sets.
+
+        Two ways are left to the other operands.
+        """
+        _, rows, step = self._rows(extents)
+        return step > 0 and rows * math.gcd(step, cache // WAYS) > (WAYS - 2) * (cache // WAYS)
+
+    def jumps(self, extents: dict[str, int]) -> float:
+        """Pages that are opened anew per byte of a tile: its rows over their length, where each lies in another."""
+        run, rows, step = self._rows(extents)
+        return 0.0 if rows == 1 or step < PAGE else 1.0 / max(run, LINE)
 
     def moved_by(self, name: str) -> bool:
         """Whether an axis changes the address."""
         return any(n == name for n, _ in self.strides)
 
 
-def traffic_cycles(program: Program, phase: Phase, lanes: int, machine: Machine) -> float:
-    """Cycles of one core that wait for lines, beyond those that its work hides, for all tiles of a phase."""
+def traffic_cycles(program: Program, phase: Phase, lanes: int, machine: Machine, busy: float) -> float:
+    """Cycles of all tiles of a phase of which the core computes ``busy``, with the lines that come in meanwhile.
+
+    Of computing and of each level's transfers the longest counts, and a share of the others that it does not hide.
+    """
     accesses = _accesses(program, phase)
     loops = _loops(program, phase, lanes)
-    second = _moved(accesses, loops, machine.l1)
-    third = _moved(accesses, loops, machine.l2)
-    return OVERLAP * (second / L2_BYTES + third / L3_BYTES)
+    second = _moved(accesses, loops, machine.l1, 0.75, 0.0) / L2_BYTES
+    third = _moved(accesses, loops, machine.l2, 1.0, START) / L3_BYTES
+    near = max(busy, second) + EXPOSED * min(busy, second)
+    return max(near, third) + FAR_EXPOSED * min(near, third)
 
 
 def _accesses(program: Program, phase: Phase) -> list[_Access]:
@@ -120,23 +134,45 @@ def _loops(program: Program, phase: Phase, lanes: int) -> list[tuple[str, int, i
     return [*loops, *inner]
 
 
-def _moved(accesses: list[_Access], loops: list[tuple[str, int, int]], cache: int) -> float:
-    """Bytes that come into a cache of that size."""
-    spans: dict[str, int] = {}
+def _moved(
+    accesses: list[_Access], loops: list[tuple[str, int, int]], cache: int, usable: float, start: float
+) -> float:
+    """Bytes that come into a cache of that size; each run of neighbouring lines costs ``start`` bytes more."""
+    tile: dict[str, int] = {}
     for name, _, step in reversed(loops):
-        spans.setdefault(name, step)
-    tile = dict(spans)
-    level, held = len(loops), dict(spans)
-    for number in range(len(loops) - 1, -1, -1):
-        name, trips, step = loops[number]
-        wider = {**held, name: trips * step}
-        if sum(a.lines(wider, cache)[1] for a in accesses) > USABLE * cache:
-            break
-        level, held = number, wider
-    total = 0.0
-    for access in accesses:
-        moved, _ = access.lines(held, cache)
-        moved *= 1.0 + START / access.run(tile)
-        outer = list(itertools.dropwhile(lambda loop, a=access: not a.moved_by(loop[0]), reversed(loops[:level])))
-        total += moved * math.prod(trips for _, trips, _ in outer)
-    return total
+        tile.setdefault(name, step)
+    held, level = dict(tile), len(loops)
+    total, share = 0.0, 1.0
+    if any(access.crowded(tile, cache) for access in accesses):
+        everything = math.prod(trips for _, trips, _ in loops)
+        return everything * sum(access.lines(tile, cache)[0] for access in accesses)
+    while True:
+        # What of the next wider set does not fit comes anew in each run of this one.
+        wider = held if not level else {**held, loops[level - 1][0]: loops[level - 1][1] * loops[level - 1][2]}
+        need = sum(access.lines(wider, cache)[1] for access in accesses)
+        fits = 1.0 if not level else min(1.0, max(0.0, 2.0 - need / (usable * cache)))
+        left = share * (1.0 - fits) if level else share
+        if left:
+            total += left * sum(_runs(a, held, loops[:level], tile, cache, start) for a in accesses)
+        share *= fits
+        if not level or share < 1e-3:
+            return total
+        held, level = wider, level - 1
+
+
+def _runs(
+    access: _Access, held: dict[str, int], outer: list[tuple[str, int, int]], tile: dict[str, int], cache: int,
+    start: float,
+) -> float:  # fmt: skip
+    """Bytes of one access where what loops inside ``outer`` touch stays in the cache.
+
+    Loops that do not move it cost nothing; of the next one, neighbouring iterations share what overlaps.
+    """
+    left = list(itertools.dropwhile(lambda loop: not access.moved_by(loop[0]), reversed(outer)))
+    if left:
+        name, trips, step = left[0]
+        together, _ = access.lines({**held, name: trips * step}, cache)
+        moved = min(together, trips * access.lines(held, cache)[0])
+    else:
+        moved = access.lines(held, cache)[0]
+    return moved * math.prod(trips for _, trips, _ in left[1:]) * (1.0 + start * access.jumps(tile))

@@ -1,7 +1,7 @@
 """Thesis 3.2 formula by formula: numbers worked out by hand, with H and W, F, P and S all different.
 
-``test_tables`` counts every row of Tables 3.5 to 3.7 for square windows; here nothing is symmetric, so that an exchanged
-H and W, or F_H and F_W, would show; and the factors of PUL are followed from Table 3.4 to the product.
+``test_tables`` counts every row of Tables 3.5 to 3.7 for square windows; here nothing is symmetric, so that an
+exchanged H and W, or F_H and F_W, would show; and the factors of PUL are followed from Table 3.4 to the product.
 """
 
 from __future__ import annotations

@@ -34,9 +34,9 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 HOPELESS = 4.0  # times the least time: one run is enough, unless it was so short that an interruption decides
-SHORT = 5e-3  # seconds
-NEAR = 1.5  # times the least time: measured in rounds
-SLICE = 5e-4  # seconds of runs per kernel and round
+SHORT = 2e-3  # seconds
+NEAR = 1.3  # times the least time: measured in rounds
+SLICE = 4e-4  # seconds of runs per kernel and round
 ROUNDS = 6
 
 
@@ -143,11 +143,10 @@ def time_all(kernels: list[Timed], kept: list[bool], bench: Bench, expected: lis
     """Times every kernel; returns which computed the right result (the others have no rounds)."""
     right = [bench.computes(kernel, expected) for kernel in kernels]
     fine = [kernel for kernel, good in zip(kernels, right, strict=True) if good]
-    for _ in range(2):  # whoever was interrupted gets another chance
-        best = min(kernel.screened for kernel in fine)
-        for kernel in fine:
-            if kernel.screened < HOPELESS * best or kernel.screened < SHORT:
-                kernel.screened = min(kernel.screened, bench.least(kernel, 2))
+    best = min(kernel.screened for kernel in fine)
+    for kernel in fine:  # whoever was interrupted gets another chance
+        if kernel.screened < HOPELESS * best or kernel.screened < SHORT:
+            kernel.screened = min(kernel.screened, bench.least(kernel, 2))
     best = min(kernel.screened for kernel in fine)
     chosen = [kernel for kernel, wanted in zip(kernels, kept, strict=True) if wanted]
     near = [k for k in fine if k.screened <= NEAR * best or (any(k is c for c in chosen) and k.screened < 9 * best)]

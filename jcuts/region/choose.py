@@ -191,7 +191,15 @@ def _rooted(phase: Phase, lanes: int, machine: Machine) -> Iterator[Schedule]:
             yield from _lane_reduced(phase, axis, width, machine)
         else:
             yield from _lane_parallel(phase, axis, width, machine)
+            if machine.fma_ports == 1 and width == lanes and lanes >= 8 and _straddles(phase, axis.name, lanes):
+                yield from _lane_parallel(phase, axis, width // 2, machine)
     yield Schedule(blocks=blocks_for(phase, list(phase.axes), {}, machine))
+
+
+def _straddles(phase: Phase, axis: str, lanes: int) -> bool:
+    """Whether rows of vectors start anywhere in a line: cores that split vectors then lose less with half of one."""
+    rows = [i for i in _loaded(phase) if i.stride(axis) == 1 and not i.values()]
+    return any((i.stride(name) or 0) % lanes for i in rows for name in phase.ranges() if name != axis)
 
 
 def _taps(phase: Phase, budget: int) -> tuple[tuple[str, int], ...]:
@@ -233,7 +241,7 @@ def _lane_parallel(phase: Phase, axis: Axis, width: int, machine: Machine) -> It
     shared = sorted(others, key=lambda a: (-_sharing(loads, a.name, axis.name), -phase.axes.index(a)))
     for rows_axis in shared[:2] or [None]:
         for rows in [1] if rows_axis is None else _row_counts(rows_axis.extent):
-            for count in COLUMNS:
+            for count in COLUMNS if rows_axis is not None else ROWS:
                 accs = rows * count * len(phase.accs)
                 if count > vectors or accs + min(rows, count) + 1 > machine.registers:
                     continue

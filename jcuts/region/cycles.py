@@ -225,7 +225,8 @@ class _Body:
                 shared, values, uses = shared + kept, values + distinct, uses + used
             else:
                 single.append(self.counter.points(load, counts))
-        excess = accs + shared + (min(single, default=0) if len(single) > 1 or shared else 0) + 1 - self.machine.registers
+        passing = min(single, default=0) if len(single) > 1 or shared else 0
+        excess = accs + shared + passing + 1 - self.machine.registers
         if excess <= 0:
             return 0.0, 0.0
         part = min(1.0, excess / shared) if shared else 0.0

@@ -93,4 +93,3 @@ def _in_turns(options: list[_Option], limit: int) -> list[_Option]:
                 ranked.append(queue.pop(0))
         queues = [queue for queue in queues if queue]
     return ranked[:limit]
-

@@ -229,6 +229,36 @@ def study(job: tuple[str, int, int, frozenset[str]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def judged_again(row: dict[str, Any], seed: int) -> dict[str, Any]:
+    """The figures of one operation with the model as it is now, from the times that were measured.
+
+    Candidates that the model keeps now and that were not timed are counted as ``untimed``.
+    """
+    count = row["measured"] + row["failed"] + row["wrong"]
+    pool = {c.program.digest[:8]: c for c in pool_of(row["operation"], count, seed)[0]}
+    kept = {c.kept: digest for digest, c in pool.items() if c.kept >= 0}
+    timed = {c[0]: c for c in row["candidates"]}
+    order = [c[0] for c in row["candidates"]]
+    found = [kept[k] for k in sorted(kept) if kept[k] in timed]
+    if not found:
+        return row
+    best = row["best_us"]
+    places = {digest: order.index(digest) for digest in found}
+    scored = [(pool[d].score, timed[d][5]) for d in order if d in pool]
+    rows = [
+        [d, c[1], pool[d].kept if d in pool else -1, float(f"{pool[d].score:.4g}") if d in pool else None, *c[4:]]
+        for d, c in timed.items()
+    ]
+    return {
+        **row, "kept": len(found), "untimed": len(kept) - len(found), "candidates": rows,
+        "first_rank": places[found[0]] + 1, "first_loss": timed[found[0]][5] / best - 1,
+        "kept_rank": min(places.values()) + 1, "kept_loss": max(0.0, min(timed[d][5] for d in found) / best - 1),
+        "pair_loss": max(0.0, min(timed[d][5] for d in found[:2]) / best - 1),
+        "spearman": spearman([-s for s, _ in scored], [t for _, t in scored]),
+        "kendall": kendall([-s for s, _ in scored], [t for _, t in scored]),
+    }  # fmt: skip
+
+
 def pool_of(name: str, count: int, seed: int) -> tuple[list[Any], list[Any], Any]:
     """The candidates of an operation, its operands and its function: the same in every process."""
     import pruning_space as space
@@ -284,6 +314,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "jcuts_pruning")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--again", action="store_true", help="with --resume: judge its times by the model of today")
     parser.add_argument("--resume", action="store_true", help="keep the operations that the JSON holds")
     options = parser.parse_args()
     os.environ["JCUTS_CACHE_DIR"] = str(options.cache)
@@ -299,8 +330,15 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     if options.resume and options.json and options.json.exists():
         rows = json.loads(options.json.read_text())["rows"]
+        if options.again:
+            rows = [judged_again(row, options.seed) for row in rows]
+            options.json.write_text(json.dumps(document(head, rows), separators=(",", ":")) + "\n")
     done = {row["operation"] for row in rows}
-    names = [n for n in options.operations or list(space.OPERATIONS) if n not in done]
+    wanted = [] if options.again else options.operations or list(space.OPERATIONS)
+    names = [n for n in wanted if n not in done]
+    if not names:
+        print(f"{HEAD}\n" + "\n".join(map(line, rows)) + f"\n{json.dumps(summary(rows))}")
+        return 0
     begin = time.perf_counter()
     texts = [c.program.to_text() for n in names for c in pool_of(n, options.candidates, options.seed)[0]]
     print(f"{len(texts)} candidates of {len(names)} operations on {head['cpu']}, {options.jobs} compilers", flush=True)
@@ -323,11 +361,16 @@ def main() -> int:
             if options.json:
                 options.json.parent.mkdir(parents=True, exist_ok=True)
                 rows.sort(key=lambda row: list(space.OPERATIONS).index(row["operation"]))
-                data = {**head, "summary": summary(rows), "columns": COLUMNS, "rows": rows}
-                options.json.write_text(json.dumps(data, separators=(",", ":")) + "\n")
+                options.json.write_text(json.dumps(document(head, rows), separators=(",", ":")) + "\n")
+    print(f"\n{HEAD}\n" + "\n".join(map(line, rows)))
     print(json.dumps(summary(rows)))
     print(f"{time.perf_counter() - begin:.0f} s in all")
     return 0
+
+
+def document(head: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the JSON holds."""
+    return {**head, "summary": summary(rows), "columns": COLUMNS, "rows": rows}
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:

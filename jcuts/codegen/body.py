@@ -203,7 +203,8 @@ class BodyEmitter:
     def _broadcasts(self) -> bool:
         """Whether some load is one element for all lanes: then values are loaded where they are used.
 
-        Without one (a depthwise window) several points use every vector: LLVM does better with all loads in front.
+        Without one (a depthwise window) every vector is used by several points of the reduction, and LLVM does better
+        with all loads in front of it.
         """
         loads = (n for n in self.phase.body.nodes if n.op == "load" and n.index is not None)
         return any(self.vector not in n.index.axes() for n in loads if n.index is not None)
@@ -211,8 +212,9 @@ class BodyEmitter:
     def _in_register_order(self, tile: Tile) -> list[Term]:
         """The contributions of each reduction point so that the fewer operands stay in registers.
 
-        Row by row, a tile's V vectors stay and its R broadcasts come one at a time; vector by vector the reverse.  LLVM
-        keeps this order, and spills where accumulators and what stays exceed the registers.
+        A tile of R rows and V vectors multiplies V vectors with R broadcast elements.  Row by row, the V vectors stay
+        and broadcasts come one at a time; vector by vector, R broadcasts stay.  LLVM's scheduler keeps this order, and
+        spills where accumulators and what stays exceed the registers.  Every accumulator's own order is untouched.
         """
         counts = dict(self.shape.counts)
         vectors = counts.get(self.vector, 1)

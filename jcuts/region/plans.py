@@ -12,7 +12,7 @@ from jcuts.region.pack import Packing
 from jcuts.region.schedule import Schedule
 
 EVERY = 1 << 30
-LEAST = 4  # candidates that are left whatever the share says
+LEAST = 8  # candidates that are left whatever the share says: a small space is cheap to measure
 KEEP_UP = 0.8  # share of the best remaining score that a kind of candidate needs to get a turn
 
 

@@ -14,6 +14,7 @@ import difflib
 import functools
 import inspect
 import logging
+import math
 import threading
 import time
 import types
@@ -23,11 +24,11 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jcuts import guard, progress
+from jcuts import forms, guard, progress
 from jcuts.base import knobs
 from jcuts.base.errors import NotJaxError, UsageError
 from jcuts.base.fingerprint import digest, versions
-from jcuts.base.settings import Settings
+from jcuts.base.settings import Form, Settings
 from jcuts.primitive import shard_local
 from jcuts.primitive.call import jcuts_call, register_late_rules
 from jcuts.primitive.lowering import plan
@@ -69,6 +70,8 @@ _decided_here: set[str] = set()
 # A call that could not tune because another process measured is tried again after this time [s], then twice that, ...
 _RETRY_AFTER = 30.0
 _RETRY_MOST = 960.0
+_DEFAULT_MEMORY = (None, "device")
+"""Kinds of memory that arrays live in where nobody asks for another one."""
 
 
 class _Signature(NamedTuple):
@@ -80,7 +83,7 @@ class _Signature(NamedTuple):
 
 
 class _Program(NamedTuple):
-    """One way to run the function: ``name`` as in ``guard.candidate_names``, and the jitted carrier."""
+    """One way to run the function: ``name`` as in ``forms``, and the jitted carrier."""
 
     name: str
     placement: Placement
@@ -193,13 +196,48 @@ class Optimized:
         parts = shard_local.split(closed, self._placement(args, kwargs))
         if not isinstance(parts, str):
             closed = max((p.closed for p in parts.parts), key=lambda c: len(c.jaxpr.eqns))  # the report's program
-        outcome = plan(closed, self.settings, self._platform(signature), may_measure=False)
+        platform = self._platform(signature)
+        outcome = plan(closed, self.settings, platform, may_measure=False)
         decision = known or self._kept(original, signature, outcome.closed is not closed)
+        if (form := self._shown_form(decision)) is not None:
+            outcome = plan(closed, self._settings_for(form), platform, may_measure=False)
         report = outcome.report
         if report is None:
             report = FunctionReport(function_name(self._fn), self.settings.mode, self._platform(signature),
                                     notes=(outcome.note,))
         return _with_decision(report, decision)
+
+    @staticmethod
+    def _shown_form(decision: guard.Decision) -> Form | None:
+        """The form that the report is about: the chosen one, or where XLA won the fastest that lost."""
+        if not forms.is_xla(decision.chosen):
+            return forms.form_of(decision.chosen)
+        lost = [name for name in decision.speed if not forms.is_xla(name)]
+        return forms.form_of(max(lost, key=lambda name: decision.speed[name][0])) if lost else None
+
+    def chosen(self, *args: Any, **kwargs: Any) -> Any:
+        """``jax.stages.Lowered`` of the very program that a call with these arguments runs.
+
+        Decides, which measures, where nothing was decided yet.
+        """
+        signature = self._signature(args, kwargs)
+        with self._lock:
+            known = self._decisions.get(signature) or self._still_waiting(signature)
+            if known is None:
+                known = self._decide(signature, args, kwargs, measure=self.settings.tune == "auto")
+                self._refresh()
+        return known[0].call.lower(*args, **kwargs)
+
+    def programs(self, *args: Any, **kwargs: Any) -> dict[str, Callable[..., Any]]:
+        """The whole programs that competed for these arguments, by name: for measurements of one's own.
+
+        Empty where nothing was timed (yet).
+        """
+        placement = self._placement(args, kwargs)
+        known = self._decided(self._signature(args, kwargs))
+        platform = self._platform(self._signature(args, kwargs))
+        names = [] if known is None else known.speed
+        return {name: self._program(name, placement, platform).call.permitted for name in names}
 
     def decision(self, *args: Any, **kwargs: Any) -> guard.Decision | None:
         """What the last guard decided for these arguments, or None if they were not seen."""
@@ -231,9 +269,10 @@ class Optimized:
     def _jit(self, carrier: Callable[..., Any], **more: Any) -> Any:
         return jax.jit(carrier, **self._options, **more)
 
-    def _carrier_of_call(self, placement: Placement | None, *, decided: bool = False) -> Callable[..., Any]:
+    def _carrier_of_call(self, placement: Placement | None, form: Form | None = None, *,
+                         decided: bool = False) -> Callable[..., Any]:
         """A function to jit.  ``decided``: called by the slow path, which has traced the user's function already."""
-        fn, settings = self._fn, self.settings
+        fn, settings = self._fn, self._settings_for(form)
 
         @functools.wraps(fn)
         def carrier(*args: Any, **kwargs: Any) -> Any:
@@ -255,11 +294,15 @@ class Optimized:
             return None
         return dataclasses.replace(seen, leaves=leaves)
 
+    def _settings_for(self, form: Form | None) -> Settings:
+        return self.settings if form is None else dataclasses.replace(self.settings, form=form)
+
     def _program(self, name: str, placement: Placement, platform: str) -> _Program:
         key = (name, placement)
         if key not in self._programs:
-            is_plain = name.split(":")[0] == guard.XLA
-            inner = self._fn if is_plain else self._carrier_of_call(placement, decided=True)
+            inner = self._fn
+            if not forms.is_xla(name):
+                inner = self._carrier_of_call(placement, forms.form_of(name), decided=True)
             token = object()
 
             @functools.wraps(self._fn)
@@ -268,7 +311,7 @@ class Optimized:
                     raise _Undecided
                 return inner(*args, **kwargs)
 
-            options = guard.compiler_options(name, platform)
+            options = forms.compiler_options(name, platform)
             jitted = self._jit(carrier, compiler_options=options) if options else self._jit(carrier)
             self._programs[key] = _Program(name, placement, _Permitted(jitted, token, placement))
         return self._programs[key]
@@ -342,6 +385,7 @@ class Optimized:
         if not placement.shardings:
             out_tree = jax.tree.structure(traced.out_info)
             _permission.traced = self, Capture(closed, [], out_tree, function_name(self._fn))
+        racing: list[Form | None] = []
         if placement.shardings:
             parts = shard_local.split(closed, placement)
             if isinstance(parts, str):
@@ -349,12 +393,20 @@ class Optimized:
             outcomes = shard_local.plan_parts(
                 parts, lambda part: plan(part, self.settings, platform, may_measure=measure))
             uses_jcuts = any(o.closed is not p.closed for o, p in zip(outcomes, parts.parts, strict=True))
+            racing = [None] if uses_jcuts else []
+        elif measure and self._may_race(closed, leaves, platform):
+            stored = None if force else self._stored(self._store_key(closed, signature, platform), platform, True)
+            if stored is not None and stored.is_final:
+                return stored  # its kernels are in the database: lowering finds them there
+            found = self._plan_forms(closed, leaves, platform)
+            racing, outcomes, uses_jcuts = list(found), list(found.values()), bool(found)
         else:
             outcomes = [plan(closed, self.settings, platform, may_measure=measure, examples=leaves)]
             uses_jcuts = outcomes[0].closed is not closed
+            racing = [None] if uses_jcuts else []
         if measure and any(getattr(o.report, "postponed", False) for o in outcomes):
             name = guard.XLA if self.settings.mode == "mixed" else guard.JCUTS
-            return guard.Decision(name, "another process is measuring: a later call tunes", deferred=True)
+            return guard.Decision(name, "kernels could not be measured now: a later call tunes", deferred=True)
         if self.settings.mode != "mixed":
             return guard.Decision(guard.JCUTS, f"mode={self.settings.mode!r} is not compared as a whole")
         key = self._store_key(closed, signature, platform)
@@ -366,14 +418,22 @@ class Optimized:
         stored = self._stored(key, platform, uses_jcuts)
         if stored is not None and not force and (stored.is_final or key in _decided_here):
             return stored
-        names = guard.candidate_names(platform, uses_jcuts)
+        names = forms.programs(racing, forms.options(platform))
         again = stored if not force else None
-        decision = self._race(args, kwargs, placement, platform, again.open_between(names) if again else names)
+        exact = forms.Exact(closed, leaves, self.settings.tolerance, platform)
+        decision = self._race(args, kwargs, placement, platform, again.open_between(names) if again else names, exact)
         if again is not None:
             decision = dataclasses.replace(decision, tries=again.tries + 1)
         _decided_here.add(key)
         self._guard_store().put_guard(key, decision.to_dict())
         return decision
+
+    def _plan_forms(self, closed: jaxapi.Closed, leaves: Sequence[Any], platform: str) -> dict[Form | None, Any]:
+        def of_form(form: Form | None) -> Any:
+            return plan(closed, self._settings_for(form), platform, may_measure=True, examples=leaves)
+
+        with session.workshop():
+            return forms.planned(closed, platform, of_form)
 
     def _not_timed(self, closed: jaxapi.Closed, leaves: Sequence[Any]) -> str | None:
         if jaxapi.has_effects(closed):
@@ -384,17 +444,27 @@ class Optimized:
             return "donated arguments do not fit twice into memory: not timed as a whole"
         return None
 
+    def _may_race(self, closed: jaxapi.Closed, leaves: Sequence[Any], platform: str) -> bool:
+        """Whether programs of several forms may compete: on GPUs, where whole functions are timed."""
+        return self.settings.mode == "mixed" and platform in forms.GPUS and self._not_timed(closed, leaves) is None
+
     def _stored(self, key: str, platform: str, uses_jcuts: bool) -> guard.Decision | None:
         data = self._guard_store().guard(key)
         decision = None if data is None else guard.Decision.from_dict(data)
-        if decision is None or decision.chosen not in guard.candidate_names(platform, uses_jcuts):
+        if decision is None or not forms.is_known(decision.chosen, platform, uses_jcuts):
             return None
         return decision
 
-    def _race(self, args: Any, kwargs: Any, placement: Placement, platform: str,
-              names: Sequence[str]) -> guard.Decision:
-        calls = {name: self._program(name, placement, platform).call.permitted for name in names}
-        return guard.decide(calls, lambda: self._copies(args, kwargs), donates=bool(self._donated[0]))
+    def _race(self, args: Any, kwargs: Any, placement: Placement, platform: str, names: Sequence[str],
+              exact: forms.Exact) -> guard.Decision:
+        calls = {name: self._program(name, placement, platform).call for name in names}
+        on_gpu = platform in forms.GPUS
+        if on_gpu:
+            forms.compile_ahead({name: functools.partial(call.lower, *args, **kwargs) for name, call in calls.items()})
+        # Options can do more on a GPU than everything else: there no program does without them.
+        return guard.decide({name: call.permitted for name, call in calls.items()}, lambda: self._copies(args, kwargs),
+                            donates=bool(self._donated[0]), verify=exact, chunk=2e-3 if on_gpu else 3e-4,
+                            options_gain=math.inf if on_gpu else guard.OPTIONS_GAIN)
 
     def _copies(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def copy(tree: Any) -> Any:
@@ -464,7 +534,7 @@ class Optimized:
         return chosen if chosen is not None else session.store()
 
     def _store_key(self, closed: jaxapi.Closed, signature: _Signature, platform: str) -> str:
-        places = "; ".join("" if place is None else str(place) for _, place in signature.leaves)
+        places = "; ".join(_place_text(place) for _, place in signature.leaves)
         kinds = sorted({d.device_kind for d in jax.local_devices() if d.platform == platform})
         return digest("guard", jaxapi.canonical_text(closed), repr(self.settings), platform, ",".join(kinds), places,
                       repr(self._options), repr(sorted(versions().items())))
@@ -480,6 +550,13 @@ def _own_trace() -> Iterator[None]:
         _permission.traced = before
 
 
+def _place_text(place: Any) -> str:
+    """A placement for keys: devices of one kind are equal, so a decision for one of them holds on the others."""
+    if place is None or (len(place.device_set) == 1 and place.memory_kind in _DEFAULT_MEMORY):
+        return ""
+    return str(place)
+
+
 class _Permitted:
     """A jitted carrier and the token that lets the slow path trace and lower it."""
 
@@ -493,6 +570,15 @@ class _Permitted:
         _permission.program, expected.placement = self._token, self._placement
         try:
             return self.jitted(*args, **kwargs)
+        finally:
+            _permission.program, expected.placement = before
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """``jax.stages.Lowered`` of the carrier; what it compiles to is what a call with these arguments runs."""
+        before = _permission.program, expected.placement
+        _permission.program, expected.placement = self._token, self._placement
+        try:
+            return self.jitted.lower(*args, **kwargs)
         finally:
             _permission.program, expected.placement = before
 

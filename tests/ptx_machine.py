@@ -232,7 +232,13 @@ class Machine:
         elif name == "shfl":
             self._together(at, 32, ins)
             values = self.value(ins.operands[1], "b32")
-            lane = self.thread ^ int(ins.operands[2])
+            distance, place = int(ins.operands[2]), self.thread % 32
+            if parts[2] == "bfly":
+                lane = self.thread ^ distance
+            elif parts[2] == "up":
+                lane = np.where(place >= distance, self.thread - distance, self.thread)
+            else:
+                lane = self.thread - place + distance
             self.set(ins.operands[0], values[lane], on)
         elif name in ("ld", "st"):
             self._access(ins, parts, on)
@@ -336,7 +342,16 @@ class Machine:
             function = _ARITHMETIC.get(name)
             if function is None:
                 raise Fault(f"no meaning for {ins.text}")
-            self.set(ins.operands[0], np.asarray(function(parts, *values)).astype(values[0].dtype), on)
+            if "ftz" in parts:
+                values = [_flushed(v) for v in values]
+            result = np.asarray(function(parts, *values)).astype(values[0].dtype)
+            self.set(ins.operands[0], _flushed(result) if "ftz" in parts else result, on)
+
+
+def _flushed(values: np.ndarray) -> np.ndarray:
+    """Denormal numbers become zeros of their sign."""
+    small = np.abs(values) < np.finfo(values.dtype).smallest_normal
+    return np.where(small, np.copysign(values.dtype.type(0), values), values)
 
 
 def _dtype(kind: str) -> type:
@@ -453,10 +468,11 @@ def _remainder(parts: list[str], a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def _high(parts: list[str], a: np.ndarray, b: np.ndarray) -> np.ndarray:
     if "lo" in parts or a.dtype.kind == "f":
         return a * b
-    if a.dtype.itemsize == 4:
+    if a.dtype.itemsize < 8:
         wide = np.int64 if a.dtype.kind == "i" else np.uint64
-        return (a.astype(wide) * b.astype(wide)) >> wide(32)
-    return np.array([(int(x) * int(y)) >> 64 for x, y in zip(a, b, strict=True)], object) % (1 << 64)
+        return (a.astype(wide) * b.astype(wide)) >> wide(8 * a.dtype.itemsize)
+    high = [((int(x) * int(y)) >> 64) % (1 << 64) for x, y in zip(a, b, strict=True)]
+    return np.array(high, np.uint64).view(a.dtype)
 
 
 def _shift(left: bool) -> Callable[..., np.ndarray]:
@@ -479,6 +495,15 @@ def _permute(parts: list[str], a: np.ndarray, b: np.ndarray, selector: np.ndarra
     return np.take_along_axis(pool, chosen.astype(np.int64), 1).copy().view(np.uint32).reshape(-1)
 
 
+def _small_dot(parts: list[str], a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """dp4a: four bytes of both; dp2a: two 16-bit halves of the first, the lower or upper two bytes of the second."""
+    one, other = ("iu"[p.startswith("u")] for p in parts[-2:])
+    x = a.view(f"{one}{1 if parts[0] == 'dp4a' else 2}").reshape(a.size, -1).astype(np.int64)
+    y = b.view(f"{other}1").reshape(-1, 4).astype(np.int64)
+    y = y[:, 2:] if "hi" in parts else y[:, : x.shape[1]]
+    return (c.astype(np.int64) + (x * y).sum(1)).astype(c.dtype)
+
+
 _ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
     "mov": lambda parts, a: a, "add": lambda parts, a, b: a + b, "sub": lambda parts, a, b: a - b, "mul": _high,
     "mad": lambda parts, a, b, c: a * b + c, "fma": _fma, "div": _divide, "rem": _remainder,
@@ -489,6 +514,7 @@ _ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
     "sqrt": lambda parts, a: np.sqrt(a), "rcp": lambda parts, a: 1 / a, "prmt": _permute,
     "ex2": lambda parts, a: np.exp2(a), "rsqrt": lambda parts, a: 1 / np.sqrt(a), "tanh": lambda parts, a: np.tanh(a),
     "copysign": lambda parts, a, b: np.copysign(b, a), "cvta": lambda parts, a: a,
+    "dp4a": _small_dot, "dp2a": _small_dot,
 }  # fmt: skip
 
 

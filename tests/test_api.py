@@ -519,6 +519,26 @@ def test_a_decision_taken_in_noise_is_measured_again_by_a_later_process(toy, mon
     assert f.decision(X).tries == guard.MOST_TRIES and f.decision(X).is_final
 
 
+def test_equal_devices_share_a_decision(toy, monkeypatch):  # noqa: F811
+    raced = []
+
+    def decide(calls, fresh_args, **_):
+        raced.append(sorted(calls))
+        return guard.Decision(guard.XLA, "here", {"xla": 1.0}, measured=True)
+
+    monkeypatch.setattr(guard, "decide", decide)
+    f = Optimized(scaled, jcuts.optimize(scaled).settings, {}, guard.MemoryStore())
+    for device in jax.devices()[:2]:
+        out = f(jax.device_put(X, device))
+        assert out.devices() == {device}
+        np.testing.assert_array_equal(out, X * 2)
+    f(X)
+    assert len(raced) == 1
+    host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    keys = {f._store_key(f._closed((X,), {}), f._signature((x,), {}), "cpu") for x in (X, jax.device_put(X, host))}
+    assert len(keys) == 2
+
+
 def test_explain_knows_what_an_earlier_process_decided(toy):  # noqa: F811
     class Kept(guard.MemoryStore):
         def guard(self, key):

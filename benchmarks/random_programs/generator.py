@@ -199,6 +199,9 @@ WEIGHTS = {
     "convolution": 1.2, "gather": 1.8, "special": 0.8, "call": 0.8, "unsupported": 0.3, "control": 0.5,
 }  # fmt: skip
 NOT_SMOOTH = ("unsupported", "special")
+MORE_FROM = 100_000_000
+MORE = {"network": 1.6, "library": 0.5}
+"""Families of programs with seeds from `MORE_FROM` on: the smaller seeds keep the programs that they have named."""
 
 
 @dataclass(frozen=True)
@@ -216,12 +219,14 @@ class Program:
         """The program; a tuple of arrays."""
         import random_programs.calls
         import random_programs.lookups
+        import random_programs.networks
         import random_programs.steps  # noqa: F401 - these register the families
 
         rng = np.random.default_rng([self.seed, 2])
         draw = Draw(rng, self.kind, self.main, list(args), limit=LARGE_SIZE if self.large else MAX_SIZE)
-        names = [n for n in WEIGHTS if not (self.kind.smooth and n in NOT_SMOOTH)]
-        draw.grow(self.steps, names, [WEIGHTS[n] for n in names])
+        weights = WEIGHTS if self.seed < MORE_FROM else {**WEIGHTS, **MORE}
+        names = [n for n in weights if not (self.kind.smooth and n in NOT_SMOOTH)]
+        draw.grow(self.steps, names, [weights[n] for n in names])
         made = draw.pool[len(args) :]
         if not made:
             return (lax.neg(args[0]) if args[0].dtype != bool else lax.bitwise_not(args[0]),)

@@ -116,6 +116,8 @@ def _apply(builder: L.Builder, op: str, dtype: str, args: Sequence[Lanes], attrs
     source = args[0].dtype
     if op in _COMPARE:
         left, right = (rounded(builder, a).value for a in args)
+        if source == "float16":
+            left, right = L.fence(builder, left), L.fence(builder, right)
         if source in FLOATS:
             compare = builder.fcmp_unordered if op == "ne" else builder.fcmp_ordered
             return Lanes(compare(_COMPARE[op], left, right), "bool")

@@ -161,6 +161,15 @@ def fma(builder: Builder, x: Value, y: Value, z: Value) -> Value:
     return intrinsic(builder, "fma", x.type, [x, y, z])
 
 
+def fence(builder: Builder, value: Value) -> Value:
+    """The same float, which the optimiser knows nothing of; no instruction.
+
+    LLVM (20 to 22, InstCombine) sees a minimum in ``x > 0 ? 0 : x`` where comparison and selection are on different
+    types (x was converted for one of them), and rewrites it with the other comparison: ``x < 0 ? x : 0`` is +0 for -0.
+    """
+    return value if isinstance(value, ir.Constant) else intrinsic(builder, "arithmetic.fence", value.type, [value])
+
+
 def select(builder: Builder, mask: Value, yes: Value, no: Value) -> Value:
     """Lane-wise ``mask ? yes : no``."""
     return builder.select(mask, yes, no)

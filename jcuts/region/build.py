@@ -161,14 +161,14 @@ class _OpContext:
         if op == "copy":
             return args[0]
         target = self.builder.target
-        if op == "mul" and dtype in FLOATS and dtype != "bfloat16":
+        if op == "mul" and self.node.prim == "mul" and dtype in FLOATS and dtype != "bfloat16":
             for place, (flag, other) in enumerate(((args[0], args[1]), (args[1], args[0]))):
                 node = target.nodes[flag]
                 made = self.builder.graph.producer(self.node.inputs[place]) if place < len(self.node.inputs) else None
                 direct = made is not None and made.prim == "convert_element_type"
                 if direct and node.op == "convert" and target.nodes[node.args[0]].dtype == "bool":
                     # XLA multiplies by a converted bool with a selection (NaN times False is 0), but not in bfloat16,
-                    # and not where something stands between the conversion and the product.
+                    # not where something stands between the conversion and the product, and not in contractions.
                     return target.apply("select", dtype, node.args[0], other, target.const(0.0, dtype))
         return target.apply(op, dtype, *args, **attrs)
 
@@ -277,7 +277,8 @@ def _build_root(
     if not reduction:
         for number in sorted(before & feeders):
             feeder = _op(graph.nodes[number])
-            if feeder.cost > CHEAP_PROLOGUE:
+            by_number = feeder.prim == "div" and graph.tensors[graph.nodes[number].inputs[1]].scalar is not None
+            if feeder.cost > CHEAP_PROLOGUE and not by_number:  # gradients of averages divide by a known number
                 return Refusal(
                     graph.nodes[number].prim,
                     f"{feeder.cost:g} operations would be repeated for every use by {root.prim}",

@@ -104,7 +104,7 @@ class Choice:
 
     @property
     def is_postponed(self) -> bool:
-        """Whether another process kept the machine, so that a later call is to measure."""
+        """Whether another process kept the machine or its memory, so that a later call is to measure."""
         return any(r.error == POSTPONED for r in self.rejections)
 
     def seconds(self, label: str) -> float | None:

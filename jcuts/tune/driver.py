@@ -76,21 +76,30 @@ class Driver:
         self.call("cuMemFree_v2", Pointer(address))
 
     def fill(self, address: int, value: int, size: int) -> None:
-        """Sets bytes."""
+        """Sets bytes, on the stream: kernels launched there do not wait for the default stream."""
         if size:
-            self.call("cuMemsetD8_v2", Pointer(address), ctypes.c_ubyte(value), Size(size))
+            self.call(
+                "cuMemsetD8Async", Pointer(address), ctypes.c_ubyte(value), Size(size), Pointer(self.stream)
+            )
 
     def upload(self, address: int, values: np.ndarray) -> None:
         """Host to device."""
         data = np.ascontiguousarray(values)
         if data.nbytes:
-            self.call("cuMemcpyHtoD_v2", Pointer(address), Pointer(data.ctypes.data), Size(data.nbytes))
+            self.call(
+                "cuMemcpyHtoDAsync_v2", Pointer(address), Pointer(data.ctypes.data), Size(data.nbytes),
+                Pointer(self.stream),
+            )  # fmt: skip
+            self.synchronize()  # ``data`` may be gone after this
 
     def download(self, address: int, size: int) -> np.ndarray:
-        """Device to host, as bytes."""
+        """Device to host, as bytes; after everything on the stream."""
         data = np.empty(size, np.uint8)
         if size:
-            self.call("cuMemcpyDtoH_v2", Pointer(data.ctypes.data), Pointer(address), Size(size))
+            self.call(
+                "cuMemcpyDtoHAsync_v2", Pointer(data.ctypes.data), Pointer(address), Size(size), Pointer(self.stream)
+            )
+            self.synchronize()
         return data
 
     # -- running --------------------------------------------------------------------------------------------------

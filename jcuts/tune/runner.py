@@ -148,9 +148,13 @@ class _Job:
     failed: bool = False
     transient: bool = False
     """The failure says nothing about the problem (no process, no disk): do not store it."""
+    short: str = ""
+    """Something did not fit into the memory that others had left free: what was said of it."""
 
     def reject(self, label: str, error: CandidateRejected) -> None:
         self.rejected.append(Rejection.of(label, error))
+        if error.values.get("reason") == "memory":
+            self.short = error.message
         _log.info("%s: %s rejected: %s", self.problem.name, label, error)
 
     def fail(self, error: CandidateRejected) -> None:
@@ -172,7 +176,7 @@ def _measure_all(
     if not problems:
         return
     if is_hopeless():
-        yield from ((problem, postponed(problem, holder())) for problem in problems)
+        yield from ((problem, postponed(problem, f"{holder()} was measuring")) for problem in problems)
         return
     platform = "cuda" if any(p.device for p in problems) else "cpu"
     workers = effort.workers or knobs.current().compile_workers or fingerprint.usable_cores()
@@ -215,7 +219,7 @@ def _measure_in_turn(
         for job in jobs:
             choice = stored(job)  # another process may have tuned it meanwhile
             if choice is None and busy:
-                yield job.problem, postponed(job.problem, busy)
+                yield job.problem, postponed(job.problem, f"{busy} was measuring")
                 continue
             if choice is None:
                 choice = session.measure(job)
@@ -388,6 +392,9 @@ class _Session:
     def _choice(self, job: _Job, answer: Answer | None) -> Choice:
         problem = job.problem
         base = Choice(problem.digest, LIBRARY, "", "library", (), tuple(job.rejected), name=problem.name)
+        if job.short and (answer is None or all(m["label"] == LIBRARY for m in answer["measurements"])):
+            job.transient = True
+            return postponed(problem, f"not enough free memory to measure ({job.short[:300]})")
         if answer is None:
             return base if job.failed else replace(base, origin="measured")
         estimates = {c.label: (c.bound_seconds, c.pul) for c in problem.candidates}

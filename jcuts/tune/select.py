@@ -82,7 +82,6 @@ def unknown(problem: Problem) -> Choice:
     return Choice(problem.digest, LIBRARY, "", "library", name=problem.name)
 
 
-def postponed(problem: Problem, busy: str) -> Choice:
+def postponed(problem: Problem, why: str) -> Choice:
     """The choice of a problem that could not be measured yet: XLA's own code for now; never stored."""
-    why = Rejection(LIBRARY, POSTPONED, f"{busy} was measuring: tuned at a later call")
-    return replace(unknown(problem), rejections=(why,))
+    return replace(unknown(problem), rejections=(Rejection(LIBRARY, POSTPONED, f"{why}: tuned at a later call"),))

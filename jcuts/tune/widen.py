@@ -4,15 +4,15 @@ Integers, booleans and keys keep their types.  Equations whose meaning depends o
 casts, `nextafter`, foreign calls) are evaluated on operands narrowed to the original types, and widened again.
 
 Optionally every operation that rounds is followed by a random relative error of ``amplitude`` ulp of the original
-type (discrete stochastic arithmetic).  Where such runs disagree about a comparison, an argmax or a cast, the float64
-margin does not exceed rounding, and no implementation can be held to one of the answers.  Noise in the operations that
-are float64 in the program tells how far the reference is to be trusted: it is no wider than they are.
+type (discrete stochastic arithmetic), a sum by one of the size of its partial sums (`tune.sums`).  Where such runs
+disagree about a comparison, an argmax or a cast, the float64 margin does not exceed rounding, and no implementation
+can be held to one of the answers.  Noise in the operations that are float64 in the program tells how far the reference
+is to be trusted: it is no wider than they are.
 Source of the idea: J. Vignes, "A stochastic arithmetic for reliable scientific computation", 1993.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from jcuts.trace import jaxapi
-from jcuts.tune import accurate
+from jcuts.tune import accurate, sums
 
 # Results are selected from operands, or exact whatever the operands: no rounding error arises.
 _EXACT = frozenset({
@@ -162,20 +162,23 @@ class _Evaluator:
                 out.append(value)
                 continue
             self.count += 1
-            terms = max(1, max((math.prod(jnp.shape(v)) for v in values), default=1) // max(1, math.prod(value.shape)))
-            out.append(self._perturb(value, jnp.finfo(var.aval.dtype), terms))
+            of = sums.spread(eqn, values, value, lambda other: self.again(eqn, other))
+            out.append(self._perturb(value, jnp.finfo(var.aval.dtype), of, sums.terms(eqn) > 1))
         return out
 
-    def _perturb(self, value: Any, format_: Any, terms: int) -> Any:
+    def again(self, eqn: Any, values: list[Any]) -> Any:
+        """The result of an equation of one result on other operands, exactly."""
+        return _Evaluator(None).equation(eqn, values)[0]
+
+    def _perturb(self, value: Any, format_: Any, of: sums.Spread, placed: bool) -> Any:
         seed, amplitude = self.noise  # type: ignore[misc]
-        eps = float(format_.eps)
         if jnp.ndim(amplitude):
             amplitude = amplitude[int(format_.bits == 64)]
         real = jnp.real(value) if jnp.issubdtype(value.dtype, np.complexfloating) else value
         # Noise is a function of the value: equal values rounded by one elementwise operation stay equal, as they do
         # in any implementation.  Sums of the same value in another order do not: the position takes part.
         bits = lax.bitcast_convert_type(real, np.uint64)
-        if terms > 1 and real.size:
+        if placed and real.size:
             bits = bits + lax.iota(np.uint64, real.size).reshape(real.shape) * np.uint64(0xD1342543DE82EF95)
         bits = (
             bits + jnp.uint64(seed) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(self.count * 0xBF58476D1CE4E5B9 % 2**64)
@@ -184,7 +187,12 @@ class _Evaluator:
         bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         bits = bits ^ (bits >> np.uint64(31))
         uniform = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-52 - 1.0
-        return value * (1.0 + amplitude * eps * math.sqrt(terms) * uniform)
+        error = amplitude * float(format_.eps) * of.size * uniform
+        if jnp.issubdtype(value.dtype, np.complexfloating):
+            return value * (1.0 + error / jnp.maximum(jnp.abs(value), jnp.finfo(np.float64).tiny))
+        noisy = jnp.where(jnp.isfinite(error) & (error != 0), value + error, value)
+        most = jnp.where(amplitude > 0, float(format_.max), jnp.inf)
+        return sums.overflowed(noisy, of, most, bits)
 
 
 def _signature(closed: Any) -> tuple[int, int]:
@@ -317,14 +325,24 @@ def _reduce(self: _Evaluator, eqn: Any, values: list[Any]) -> list[Any]:
 def _extreme(self: _Evaluator, eqn: Any, values: list[Any]) -> list[Any]:
     """Maximum or minimum: NaN where any element is NaN.
 
-    XLA's CPU backend loses NaNs in reductions of more than some hundred elements (jaxlib 0.10); a candidate that keeps
-    them must not be rejected for it.
+    XLA's CPU backend loses NaNs in reductions of more than some hundred elements (jaxlib 0.10 and 0.11); a candidate
+    that keeps them must not be rejected for it.
     """
     (result,) = _bind(eqn, values, eqn.params)
     if not _is_inexact(eqn.outvars[0].aval):
         return [result]
     lost = lax.reduce_or(jnp.isnan(values[0]), tuple(int(a) for a in eqn.params["axes"]))
     return [jnp.where(lost, jnp.nan, result)]
+
+
+def _window_extreme(self: _Evaluator, eqn: Any, values: list[Any]) -> list[Any]:
+    """The same over windows, where XLA loses NaNs too: a window has one if it has more than none of them."""
+    (result,) = _bind(eqn, values, eqn.params)
+    if not _is_inexact(eqn.outvars[0].aval):
+        return [result]
+    here = jnp.isnan(values[0]).astype(np.float32)
+    count = lax.reduce_window(here, np.float32(0), lax.add, **eqn.params)
+    return [jnp.where(count > 0, jnp.nan, result)]
 
 
 _STRUCTURED: dict[str, Callable[[_Evaluator, Any, list[Any]], list[Any]]] = {
@@ -334,5 +352,7 @@ _STRUCTURED: dict[str, Callable[[_Evaluator, Any, list[Any]], list[Any]]] = {
     "reduce": _reduce,
     "reduce_max": _extreme,
     "reduce_min": _extreme,
+    "reduce_window_max": _window_extreme,
+    "reduce_window_min": _window_extreme,
     **dict.fromkeys(_SCATTERS, _scatter),
 }

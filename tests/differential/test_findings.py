@@ -110,3 +110,51 @@ def test_products_with_converted_bools_are_xlas(dtype, between):
         return lax.cummax(x, axis=1) * kept.reshape(1, 6) if between else kept * x[0]
 
     same(function, flags, x)
+
+
+ZEROS = [-0.0, 0.0, -1.0, 2.0, -6e-8, np.nan]
+TYPES = [np.float32, np.float64, np.float16, jnp.bfloat16]
+
+
+def _bits(values):
+    return [str(v) if np.isnan(v) else (float(v), bool(np.signbit(v))) for v in np.asarray(values).astype(np.float64)]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_selection_keeps_negative_zero(dtype):
+    """x > 0 ? 0 : x is -0 for -0; LLVM takes it for a minimum where comparison and selection differ in type."""
+    x = np.array(ZEROS, dtype)
+    below = [v if not v > 0 else 0.0 for v in x.astype(np.float64)]
+    cases = [lambda v: jnp.where(v > 0, v, jnp.where(v > 0, dtype(0), v))]
+    wanted = [x.astype(np.float64)]
+    for other in TYPES:
+        cases.append(lambda v, other=other: jnp.where(v > 0, other(0), v.astype(other)))
+        wanted.append(np.array(below).astype(other))
+        cases.append(lambda v, other=other: jnp.where(v.astype(other) > 0, dtype(0), v))
+        wanted.append(np.array(below))
+    for case, want in zip(cases, wanted, strict=True):
+        _, (got,) = both(case, x, x64=True)
+        assert _bits(got) == _bits(want)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_elu_keeps_negative_zero(dtype):
+    x = np.array([*ZEROS, -3.0, 1.0], dtype)
+    (xla,), (got,) = both(lambda v: v + jax.nn.elu(v), x, x64=True)
+    assert list(np.signbit(got)[:2]) == list(np.signbit(xla)[:2]) == [True, False]
+
+
+@pytest.mark.parametrize("function", [lax.expm1, lax.tanh, lax.sinh, lax.sin, lax.tan, lax.asin, lax.atan, lax.log1p])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_functions_near_zero_return_the_smallest_normal_numbers(function, dtype):
+    tiny = np.finfo(dtype).smallest_normal
+    x = np.concatenate([np.array([1, 1.5, 2, 3, 4, 5], dtype) * tiny * sign for sign in (1, -1)])
+    _, (got,) = both(function, x, x64=dtype == np.float64)
+    np.testing.assert_allclose(got, x, rtol=4 * np.finfo(dtype).eps)
+
+
+def test_contractions_with_converted_bools_keep_nan():
+    """Only products are selections: XLA sums what a NaN times False is."""
+    x = np.array([[np.nan, 1.0, 2.0], [3.0, np.inf, 1.0]], np.float32)
+    flags = np.array([[False, True, True], [False, False, True], [True, True, False]])
+    same(lambda f, x: jnp.einsum("ij,kj->ik", f.astype(jnp.float32), x), flags, x)

@@ -230,6 +230,77 @@ def test_empty_output():
     check(Output((0, 3), "float32"), [Expected(NORMAL, x, x.astype(np.float64))], [x])
 
 
+MOST = float(np.finfo(np.float32).max)
+
+
+@pytest.mark.parametrize(
+    ("last", "passes"),
+    [(np.inf, True), (MOST, True), (MOST * (1 - 2 * EPS), True), (-np.inf, False), (np.nan, False), (1e38, False)],
+)
+def test_at_the_end_of_the_range_infinity_and_the_largest_number_are_neighbours(last, passes):
+    r = np.array([1.0, 2.0, MOST * (1 + EPS)])  # rounds to infinity
+    x = np.array([1.0, 2.0, np.inf], np.float32)
+    got = np.array([1.0, 2.0, last], np.float32)
+    expected = [Expected(NORMAL, x[[0, 1, 1]], r[[0, 1, 1]]), Expected(HUGE, x, r)]
+    if passes:
+        check(Output((3,), "float32"), expected, [x[[0, 1, 1]], got])
+    else:
+        with pytest.raises(AccuracyRejected):
+            check(Output((3,), "float32"), expected, [x[[0, 1, 1]], got])
+
+
+def test_an_overflow_needs_a_reason():
+    r = np.array([1.0, 2.0, 0.9 * MOST])
+    x = r.astype(np.float32)
+    c = np.array([1.0, 2.0, np.inf], np.float32)
+    low = np.array([1.0, 2.0, -np.inf])
+    normal = Expected(NORMAL, x[:3], r)
+    with pytest.raises(AccuracyRejected):
+        check(Output((3,), "float32", reduction=16), [normal, Expected(HUGE, x, r, r, r)], [x, c])
+    varied = Expected(HUGE, x, r, low, np.array([1.0, 2.0, np.inf]))  # partial sums overflow in some order
+    check(Output((3,), "float32", reduction=16), [normal, varied], [x, c])
+
+
+def test_the_sign_of_a_zero_that_rounding_moves_is_free():
+    r = np.array([-0.0, 1e8])
+    x = r.astype(np.float32)
+    c = np.array([0.0, 1e8], np.float32)
+    spec = Output((2,), "float32")
+    check(spec, [Expected(NORMAL, x, r, np.array([-1e-7, 1e8]), np.array([0.0, 1e8]))], [c])
+    with pytest.raises(AccuracyRejected):
+        check(spec, [Expected(NORMAL, x, r, r, r)], [c])
+
+
+@pytest.mark.parametrize(("low", "high", "passes"), [(-(2**31), 0, True), (0, 2**31 - 1, True), (-100, 0, False)])
+def test_a_range_of_integers_that_reaches_the_end_goes_on_at_the_other(low, high, passes):
+    x, c = np.zeros(3, np.int32), np.array([0, 0, 7 if low else -7], np.int32)
+    want = Expected(NORMAL, x, x, np.array([0, 0, low], np.int32), np.array([0, 0, high], np.int32))
+    spec = Output((3,), "int32", exact=True)
+    if passes:
+        check(spec, [want], [c])
+    else:
+        with pytest.raises(AccuracyRejected):
+            check(spec, [want], [c])
+
+
+@pytest.mark.parametrize(("reach", "passes"), [(4e-6, True), (2e-7, False)])
+def test_a_small_element_that_rounding_moves_may_be_off(reach, passes):
+    """One of many small elements is small by cancellation, and XLA was lucky on it."""
+    r = np.concatenate([RNG.uniform(0.5, 1, 100), RNG.uniform(1e-3, 2e-3, 100)])
+    x = r.astype(np.float32)
+    c = x.copy()
+    c[150] += np.float32(2e-7)
+    low, high = r * (1 - 4 * EPS), r * (1 + 4 * EPS)
+    low[150], high[150] = r[150] - reach, r[150] + reach
+    spec, want = Output((200,), "float32"), Expected(NORMAL, x, r, low, high)
+    if passes:
+        check(spec, [want], [c])
+    else:
+        with pytest.raises(AccuracyRejected) as caught:
+            check(spec, [want], [c])
+        assert caught.value.values["rule"] == "magnitude"
+
+
 def test_bands_and_their_groups():
     rng = np.random.default_rng(3)
     size = [rng.uniform(1.0, 100.0, 40), rng.uniform(1e-6, 1.1e-6, 5), [0.0], [1e30, 2e30]]

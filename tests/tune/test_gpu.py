@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jcuts.base.errors import AccuracyRejected, NativeError, UsageError
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.codegen.cuda.image import SYMBOL, Image, Launch
-from jcuts.tune import driver, gpu
+from jcuts.tune import driver, gpu, gpu_timing, worker
 from jcuts.tune.problem import Input, Output, Problem
 
 AVAL = ((64,), "float32")
@@ -116,6 +118,26 @@ def test_lost_contexts_are_told_from_refusals():
     assert not gpu.lost(refused) and not driver.is_lost(refused)
 
 
+def test_memory_is_set_and_copied_in_the_order_of_the_stream():
+    """A stream of its own does not wait for the default stream: a late fill would destroy a kernel's results."""
+    calls = []
+
+    class Recorder:
+        def __getattr__(self, name):
+            return lambda *arguments: calls.append((name, arguments[-1])) or 0
+
+    device = object.__new__(driver.Driver)
+    device.lib, device.stream = Recorder(), 4711
+    device.fill(256, 0xFF, 16)
+    device.upload(256, X)
+    device.download(256, 16)
+    assert [name for name, _ in calls] == [
+        "cuMemsetD8Async", "cuMemcpyHtoDAsync_v2", "cuStreamSynchronize", "cuMemcpyDtoHAsync_v2",
+        "cuStreamSynchronize",
+    ]  # fmt: skip
+    assert all(last.value == 4711 for _, last in calls)
+
+
 def test_without_a_driver():
     with pytest.raises(NativeError, match="cannot be opened"):
         driver.Driver(library="libno-such-cuda.so")
@@ -132,3 +154,42 @@ def test_problems_of_different_devices_are_different():
     assert Problem.from_json(h200.to_json()) == h200
     with pytest.raises(UsageError, match="compute capability"):
         _ = cpu.capability
+
+
+def test_a_full_gpu_is_told_from_a_broken_one(monkeypatch):
+    refused = RuntimeError("Unable to initialize backend 'cuda': INTERNAL: no supported devices found")
+
+    def full():
+        raise NativeError("cuDevicePrimaryCtxRetain failed: CUDA_ERROR_OUT_OF_MEMORY (2)", code=2)
+
+    def broken():
+        raise NativeError("the CUDA driver cannot be opened: no such file")
+
+    monkeypatch.setattr(driver, "device", full)
+    assert worker._is_memory(refused) and worker._no_backend(refused)
+    monkeypatch.setattr(driver, "device", broken)
+    assert not worker._is_memory(refused)
+    monkeypatch.setattr(driver, "device", NumpyDevice)
+    assert worker._is_memory(refused)  # it has 1 MiB
+    assert worker._is_memory(MemoryError()) and worker._is_memory(RuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
+    assert not worker._is_memory(RuntimeError("INTERNAL: something else"))
+
+
+def test_results_that_equal_accepted_ones_need_no_second_check(monkeypatch):
+    monkeypatch.setattr(worker, "_accepted", {})
+    first = [[np.float32([1, np.nan, -0.0])], [np.arange(3)]]
+    verdict = [object(), object()]
+    assert worker._accepted_alike("p", first) is None
+    worker._accepted["p"] = [(first, verdict)]
+    again = [[a.copy() for a in sets] for sets in first]
+    assert worker._accepted_alike("p", again) is verdict and worker._accepted_alike("q", again) is None
+    again[0][0][2] = 0.0  # another sign is another result
+    assert worker._accepted_alike("p", again) is None
+
+
+def test_programs_are_compared_as_chains():
+    told = []
+    programs = {"xla": (jax.jit(jnp.sin), {}), "other": (lambda x: jnp.sin(x) + 1, {})}
+    method, samples = gpu_timing.compare(programs, [np.ones((8, 8), np.float32)], seconds=0.01, announce=told.append)
+    assert method == "chain" and told == ["xla", "other", ""]
+    assert all(s.median > 0 and len(s.seconds) >= 5 for s in samples.values())

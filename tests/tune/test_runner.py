@@ -118,6 +118,7 @@ def test_every_bad_candidate_is_rejected_and_the_rest_goes_on():
         "abort": "WorkerFailed",
         "segfault": "WorkerFailed",
         "forever": "WorkerFailed",
+        "greedy": "WorkerFailed",
     }
     details = {r.label: r.values for r in choice.rejections}
     assert details["segfault"]["status"] == -signal.SIGSEGV
@@ -404,3 +405,21 @@ def test_a_call_that_breaks_off_leaves_nothing_to_the_next_one():
         assert not any(pool.queues.values())
         (choice,) = tune(problems[:1], memory_store(), effort=QUICK).values()
         assert choice.origin == "measured"
+
+
+def test_a_shortage_of_memory_postpones_and_is_not_stored():
+    store = Store(None, device="d", versions="v")
+    problem = objects.problem("greedy")
+    choice = tune([problem], store, effort=QUICK)[problem.digest]
+    assert choice.is_postponed and choice.uses_library
+    assert "not enough free memory" in choice.rejections[0].message and "MemoryError" in choice.rejections[0].message
+    assert store.lookup(problem.digest) is None
+
+
+def test_one_greedy_candidate_does_not_postpone_the_others():
+    store = Store(None, device="d", versions="v")
+    problem = objects.problem("greedy", "right")
+    choice = tune([problem], store, effort=QUICK)[problem.digest]
+    assert choice.origin == "measured" and choice.seconds("right")
+    assert [r.label for r in choice.rejections] == ["greedy"]
+    assert store.lookup(problem.digest) is not None

@@ -182,6 +182,11 @@ def _leading_zeros(b: GpuBuilder, result: L.Type, args: Sequence[L.Value]) -> L.
     return b._declared(f"llvm.ctlz.{L.suffix(result)}", result, [args[0], L.I1(0)])
 
 
+def _fence(b: GpuBuilder, result: L.Type, args: Sequence[L.Value]) -> L.Value:
+    """A copy that NVVM cannot look into; ptxas removes it."""
+    return asm(b, f"mov.{_PTX[str(result)]} $0, $1;", result, args)
+
+
 _SPECIAL: dict[str, Callable[..., L.Value]] = {
     "fabs": _fabs,
     "copysign": _copysign,
@@ -197,4 +202,5 @@ _SPECIAL: dict[str, Callable[..., L.Value]] = {
     "fptoui.sat": _saturate("u"),
     "abs": _absolute,
     "ctlz": _leading_zeros,
+    "arithmetic.fence": _fence,
 }

@@ -1,8 +1,8 @@
 """Special functions on a GPU's function units, where they are faster than the polynomials of `codegen.vecmath`.
 
 `ERROR_ULP` bounds the error in units in the last place of the stated type, for results that are normal numbers of
-`ERROR_ULP` bounds the error in units in the last place of the stated type, for results that are normal float32 numbers
-functions need an error well below half a unit of the 16-bit type only.  Everything else is `vecmath`'s.
+float32; denormal ones are rounded gradually.  Values of 16-bit types are carried in float32: their functions need an
+error well below half a unit of the 16-bit type only.  Everything else is `vecmath`'s.
 
 Source of the units' own errors: PTX ISA, ``ex2.approx``, ``rcp.approx``, ``rsqrt.approx``, ``tanh.approx``.
 """
@@ -50,33 +50,38 @@ def _exp(x: Num) -> Num:
     x = _clamped(x, -104.0, 90.0)
     high = x * LOG2_E
     low = x.fma(LOG2_E_LOW, x.fma(LOG2_E, -high))
-    return _unit(high, "ex2.approx.ftz.f32") * low.fma(LN2, 1.0)
+    return _unit(high, "ex2.approx.f32") * low.fma(LN2, 1.0)
 
 
 def _exp_half(x: Num) -> Num:
-    return _unit(x * LOG2_E, "ex2.approx.ftz.f32")
+    return _unit(x * LOG2_E, "ex2.approx.f32")
 
 
 def _exp2(x: Num) -> Num:
-    return _unit(x, "ex2.approx.ftz.f32")
+    return _unit(x, "ex2.approx.f32")
+
+
+def _reciprocal(x: Num) -> Num:
+    """1/x for x >= 1, denormal results too: the unit is given x/4, and a quarter of its result is rounded gradually."""
+    return _unit(x * 0.25, "rcp.approx.ftz.f32") * 0.25
 
 
 def _logistic(x: Num) -> Num:
-    return _unit(_exp(-x) + 1.0, "rcp.approx.ftz.f32")
+    return _reciprocal(_exp(-x) + 1.0)
 
 
 def _logistic_half(x: Num) -> Num:
     """(1 + tanh(x/2)) / 2 loses small results: exp instead."""
-    return _unit(_exp_half(-x) + 1.0, "rcp.approx.ftz.f32")
+    return _reciprocal(_exp_half(-x) + 1.0)
 
 
 def _tanh(x: Num) -> Num:
-    """1 - 2/(exp(2|x|) + 1), near zero an odd polynomial."""
+    """1 - 2/(exp(2|x|) + 1), near zero an odd polynomial; the sign last, since the polynomial gives 0 for -0."""
     size = abs(x)
-    far = _unit(_exp_half(size + size) + 1.0, "rcp.approx.ftz.f32").fma(-2.0, 1.0)
+    far = _unit(_unit((size + size) * LOG2_E, "ex2.approx.ftz.f32") + 1.0, "rcp.approx.ftz.f32").fma(-2.0, 1.0)
     z = x * x
     near = (x * z).fma(horner(z, TANH), x)
-    return far.copysign(x).where(size < TANH_CUT, near)
+    return far.where(size < TANH_CUT, near).copysign(x)
 
 
 def _tanh_half(x: Num) -> Num:

@@ -99,13 +99,16 @@ def _float_to_float(builder: lanes.Builder, value: lanes.Value, source: str, tar
     if target == source:
         return value
     if target == "float64":
-        return builder.fpext(value, lanes.like(value.type, lanes.F64))
+        return lanes.fence(builder, builder.fpext(value, lanes.like(value.type, lanes.F64)))
     if source == "float64":
-        value = builder.fptrunc(value, lanes.like(value.type, lanes.F32))
+        value = lanes.fence(builder, builder.fptrunc(value, lanes.like(value.type, lanes.F32)))
     if target == "float32":
         return value
     if target == "float16":
-        return builder.fptrunc(value, lanes.like(value.type, lanes.F16))
+        half = lanes.like(value.type, lanes.F16)
+        if getattr(value, "opname", "") == "fpext" and value.operands[0].type == half:
+            return value.operands[0]  # a copy stays one
+        return builder.fptrunc(lanes.fence(builder, value), half)
     return _to_bfloat16(builder, value)
 
 

@@ -50,8 +50,11 @@ def expm1_magnitude(k: Format, x: Num, top: float) -> Num:
 
 
 def keep_denormals(k: Format, result: Num, x: Num) -> Num:
-    """``x`` itself below the normal numbers, as XLA has it, where denormals are otherwise taken for zero."""
-    return result.where(abs(x) < k.smallest_normal, x)
+    """``x`` itself below the normal numbers, as XLA has it, where denormals are otherwise taken for zero.
+
+    And a little above: half of the smallest normal number, an intermediate of `expm1_magnitude`, would be zero.
+    """
+    return result.where(abs(x) < 4.0 * k.smallest_normal, x)
 
 
 def expm1(k: Format, x: Num) -> Num:

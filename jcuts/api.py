@@ -269,9 +269,8 @@ class Optimized:
     def _jit(self, carrier: Callable[..., Any], **more: Any) -> Any:
         return jax.jit(carrier, **self._options, **more)
 
-    def _carrier_of_call(
-        self, placement: Placement | None, form: Form | None = None, *, decided: bool = False
-    ) -> Callable[..., Any]:
+    def _carrier_of_call(self, placement: Placement | None, form: Form | None = None, *,
+                         decided: bool = False) -> Callable[..., Any]:
         """A function to jit.  ``decided``: called by the slow path, which has traced the user's function already."""
         fn, settings = self._fn, self._settings_for(form)
 
@@ -285,9 +284,6 @@ class Optimized:
 
         return carrier
 
-    def _settings_for(self, form: Form | None) -> Settings:
-        return self.settings if form is None else dataclasses.replace(self.settings, form=form)
-
     def _traced_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture | None:
         """What the slow path has traced to decide, at the leaves of this trace; None if it is of other types."""
         if _permission.traced is None or _permission.traced[0] is not self:
@@ -298,13 +294,15 @@ class Optimized:
             return None
         return dataclasses.replace(seen, leaves=leaves)
 
+    def _settings_for(self, form: Form | None) -> Settings:
+        return self.settings if form is None else dataclasses.replace(self.settings, form=form)
+
     def _program(self, name: str, placement: Placement, platform: str) -> _Program:
         key = (name, placement)
         if key not in self._programs:
-            inner = (
-                self._fn if forms.is_xla(name)
-                else self._carrier_of_call(placement, forms.form_of(name), decided=True)
-            )  # fmt: skip
+            inner = self._fn
+            if not forms.is_xla(name):
+                inner = self._carrier_of_call(placement, forms.form_of(name), decided=True)
             token = object()
 
             @functools.wraps(self._fn)
@@ -384,10 +382,10 @@ class Optimized:
         traced = self._plain.trace(*args, **kwargs)
         closed = traced.jaxpr
         leaves = jax.tree.leaves(self._split(args, kwargs)[0])
-        racing: list[Form | None] = []
         if not placement.shardings:
             out_tree = jax.tree.structure(traced.out_info)
             _permission.traced = self, Capture(closed, [], out_tree, function_name(self._fn))
+        racing: list[Form | None] = []
         if placement.shardings:
             parts = shard_local.split(closed, placement)
             if isinstance(parts, str):
@@ -542,13 +540,6 @@ class Optimized:
                       repr(self._options), repr(sorted(versions().items())))
 
 
-def _place_text(place: Any) -> str:
-    """A placement for keys: devices of one kind are equal, so a decision for one of them holds on the others."""
-    if place is None or (len(place.device_set) == 1 and place.memory_kind in _DEFAULT_MEMORY):
-        return ""
-    return str(place)
-
-
 @contextlib.contextmanager
 def _own_trace() -> Iterator[None]:
     """What is traced to decide inside the block is not seen outside it, nor the other way round."""
@@ -557,6 +548,13 @@ def _own_trace() -> Iterator[None]:
         yield
     finally:
         _permission.traced = before
+
+
+def _place_text(place: Any) -> str:
+    """A placement for keys: devices of one kind are equal, so a decision for one of them holds on the others."""
+    if place is None or (len(place.device_set) == 1 and place.memory_kind in _DEFAULT_MEMORY):
+        return ""
+    return str(place)
 
 
 class _Permitted:

@@ -26,7 +26,8 @@ MIN_WORK = 2_000  # element operations below which a subset is not worth a kerne
 TOO_LITTLE = "too little work for a kernel call of its own"
 TO_FUSE = "element-wise: XLA fuses it into what surrounds it"
 CONSTANT = "depends on no argument: XLA computes it once"
-CHOICES = (TOO_LITTLE, TO_FUSE, CONSTANT)
+NOT_ASKED = "the form has no kernels"
+CHOICES = (TOO_LITTLE, TO_FUSE, CONSTANT, NOT_ASKED)
 """Reasons that are choices, where other refusals are inabilities."""
 
 
@@ -55,7 +56,10 @@ class Subset:
 
 @dataclass
 class Level:
-    """One jaxpr (the function, or a loop body) on its way through the stages."""
+    """One jaxpr (the function, or a loop body) on its way through the stages.
+
+    ``library`` are subsets that XLA keeps without a measurement, such as the vendor libraries' products on a GPU.
+    """
 
     closed: jaxapi.Closed
     graph: TensorGraph
@@ -65,6 +69,7 @@ class Level:
     left_out: dict[int, Refusal] = field(default_factory=dict)
     bodies: dict[int, list[Level]] = field(default_factory=dict)
     made: dict[Members, Subset] = field(default_factory=dict)
+    library: list[Subset] = field(default_factory=list)
 
     def everywhere(self) -> list[Level]:
         """This level and all levels inside it."""
@@ -102,6 +107,7 @@ class Level:
         for subset in self.subsets:
             if reason := reason_of(subset):
                 self.left_out.update(dict.fromkeys(subset.members, Refusal(subset.program.template, reason)))
+                self.library.append(subset)
             else:
                 kept.append(subset)
         self.subsets = kept

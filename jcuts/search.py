@@ -98,7 +98,9 @@ def _leave_on_gpu(levels: Sequence[Level], anchored: bool) -> None:
     for level in levels:
         for subset in level.subsets:
             if subset.ranked and not level.is_anchored(subset.members):
-                traffic[subset.identity] = traffic.get(subset.identity, 0) + _moved(subset)
+                traffic[subset.identity] = traffic.get(subset.identity, 0) + sum(
+                    b.bytes for b in subset.program.buffers if b.role != "local"
+                )
     worth = sorted((k for k in traffic if traffic[k] >= LEAST_MOVED), key=lambda k: -traffic[k])[:MOST_ELEMENTWISE]
     for level in levels:
         constants = set(level.closed.jaxpr.constvars)
@@ -112,11 +114,6 @@ def _leave_on_gpu(levels: Sequence[Level], anchored: bool) -> None:
             return TO_FUSE if fused else ""
 
         level.leave(reason)
-
-
-def _moved(subset: Subset) -> int:
-    """Bytes of a subset's operands and results."""
-    return sum(b.bytes for b in subset.program.buffers if b.role != "local")
 
 
 def partition_key(top: Level, settings: Settings) -> str:

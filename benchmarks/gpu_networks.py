@@ -334,8 +334,8 @@ TORCH = {"MobileNetV2": "mobilenet_v2", "ResNet50": "resnet50", "DenseNet121": "
 
 def torch_side(spec: str, seconds: float) -> dict[str, Any]:
     """torchvision's network under torch.compile with CUDA graphs, channels last, TF32."""
-    import torch
-    import torchvision
+    import torch  # pyright: ignore[reportMissingImports]
+    import torchvision  # pyright: ignore[reportMissingImports]
 
     name, batch, _ = spec.split(":")
     if name not in TORCH:

@@ -27,7 +27,8 @@ TOO_LITTLE = "too little work for a kernel call of its own"
 TO_FUSE = "element-wise: XLA fuses it into what surrounds it"
 CONSTANT = "depends on no argument: XLA computes it once"
 NOT_ASKED = "the form has no kernels"
-CHOICES = (TOO_LITTLE, TO_FUSE, CONSTANT, NOT_ASKED)
+OF_LIBRARY = "a product: the form leaves it to XLA's libraries"
+CHOICES = (TOO_LITTLE, TO_FUSE, CONSTANT, NOT_ASKED, OF_LIBRARY)
 """Reasons that are choices, where other refusals are inabilities."""
 
 
@@ -169,6 +170,11 @@ def machine() -> choose.Machine:
 
     target = host_target()
     return choose.Machine(target.vector_bytes, target.registers, pool_threads())
+
+
+def has_form(program: Program) -> bool:
+    """Whether a program can be a kernel on this process' GPUs."""
+    return bool(gpu.candidates(program, gpus.machine(), 1))
 
 
 def add_candidates(subsets: Iterable[Subset], platform: str = "cpu") -> None:

@@ -19,7 +19,7 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +35,7 @@ from jcuts.primitive.lowering import plan
 from jcuts.primitive.sharding import OtherPlacement, Placement, expected
 from jcuts.report import FunctionReport
 from jcuts.trace import jaxapi
-from jcuts.trace.capture import capture, function_name
+from jcuts.trace.capture import Capture, capture, function_name
 from jcuts.tune import session
 
 log = logging.getLogger("jcuts")
@@ -46,9 +46,10 @@ class _Undecided(Exception):
 
 
 class _Permission(threading.local):
-    """The program that the slow path is calling on this thread, if any."""
+    """The program that the slow path is calling on this thread, if any; what it traced to decide, and for whom."""
 
     program: Any = None
+    traced: tuple[Optimized, Capture] | None = None
 
 
 _permission = _Permission()
@@ -173,7 +174,7 @@ class Optimized:
     def tune(self, *args: Any, **kwargs: Any) -> Any:
         """Measure for these arguments now, whatever was decided before, and return the report."""
         signature = self._signature(args, kwargs)
-        with self._lock:
+        with self._lock, _own_trace():
             self._decisions.pop(signature, None)
             self._decide(signature, args, kwargs, measure=True, force=True)
             self._refresh()
@@ -268,14 +269,17 @@ class Optimized:
     def _jit(self, carrier: Callable[..., Any], **more: Any) -> Any:
         return jax.jit(carrier, **self._options, **more)
 
-    def _carrier_of_call(self, placement: Placement | None, form: Form | None = None) -> Callable[..., Any]:
+    def _carrier_of_call(
+        self, placement: Placement | None, form: Form | None = None, *, decided: bool = False
+    ) -> Callable[..., Any]:
+        """A function to jit.  ``decided``: called by the slow path, which has traced the user's function already."""
         fn, settings = self._fn, self._settings_for(form)
 
         @functools.wraps(fn)
         def carrier(*args: Any, **kwargs: Any) -> Any:
             if jaxapi.jit_disabled():
                 return fn(*args, **kwargs)
-            seen = capture(fn, args, kwargs)
+            seen = (self._traced_for(args, kwargs) if decided else None) or capture(fn, args, kwargs)
             outs = jcuts_call(seen.closed, seen.leaves, settings, name=seen.name, placement=placement)
             return jax.tree.unflatten(seen.out_tree, outs)
 
@@ -284,10 +288,23 @@ class Optimized:
     def _settings_for(self, form: Form | None) -> Settings:
         return self.settings if form is None else dataclasses.replace(self.settings, form=form)
 
+    def _traced_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture | None:
+        """What the slow path has traced to decide, at the leaves of this trace; None if it is of other types."""
+        if _permission.traced is None or _permission.traced[0] is not self:
+            return None
+        seen = _permission.traced[1]
+        leaves = [x for x in jax.tree.leaves((args, kwargs)) if jaxapi.is_tracer(x)]
+        if [jaxapi.aval_of(x) for x in leaves] != list(seen.closed.in_avals):
+            return None
+        return dataclasses.replace(seen, leaves=leaves)
+
     def _program(self, name: str, placement: Placement, platform: str) -> _Program:
         key = (name, placement)
         if key not in self._programs:
-            inner = self._fn if forms.is_xla(name) else self._carrier_of_call(placement, forms.form_of(name))
+            inner = (
+                self._fn if forms.is_xla(name)
+                else self._carrier_of_call(placement, forms.form_of(name), decided=True)
+            )  # fmt: skip
             token = object()
 
             @functools.wraps(self._fn)
@@ -314,12 +331,15 @@ class Optimized:
             # deadlock, so this call runs the jcuts program without a decision.
             if not self._lock.acquire(blocking=False):
                 return self._nested(*args, **kwargs)
-            try:
-                known = self._decide(signature, args, kwargs, measure=self.settings.tune == "auto")
-                self._refresh()
-            finally:
-                self._lock.release()
-        return known[0].call.permitted(*args, **kwargs)
+            with _own_trace():
+                try:
+                    known = self._decide(signature, args, kwargs, measure=self.settings.tune == "auto")
+                    self._refresh()
+                finally:
+                    self._lock.release()
+                return known[0].call.permitted(*args, **kwargs)
+        with _own_trace():
+            return known[0].call.permitted(*args, **kwargs)
 
     def _by_signature(self, *args: Any, **kwargs: Any) -> Any:
         known = self._decisions.get(self._signature(args, kwargs))
@@ -361,9 +381,13 @@ class Optimized:
             return guard.Decision(guard.XLA, "JCUTS_DISABLE is set")
         if jaxapi.jit_disabled():
             return guard.Decision(guard.JCUTS, "jax.disable_jit is in force: nothing is compiled")
-        closed = self._closed(args, kwargs)
+        traced = self._plain.trace(*args, **kwargs)
+        closed = traced.jaxpr
         leaves = jax.tree.leaves(self._split(args, kwargs)[0])
         racing: list[Form | None] = []
+        if not placement.shardings:
+            out_tree = jax.tree.structure(traced.out_info)
+            _permission.traced = self, Capture(closed, [], out_tree, function_name(self._fn))
         if placement.shardings:
             parts = shard_local.split(closed, placement)
             if isinstance(parts, str):
@@ -523,6 +547,16 @@ def _place_text(place: Any) -> str:
     if place is None or (len(place.device_set) == 1 and place.memory_kind in _DEFAULT_MEMORY):
         return ""
     return str(place)
+
+
+@contextlib.contextmanager
+def _own_trace() -> Iterator[None]:
+    """What is traced to decide inside the block is not seen outside it, nor the other way round."""
+    before, _permission.traced = _permission.traced, None
+    try:
+        yield
+    finally:
+        _permission.traced = before
 
 
 class _Permitted:

@@ -211,7 +211,7 @@ class PointEmitter:
         if hold is None:
             self._body(fixed, bases, ranges, steps)
             return
-        with self.builder.if_else(hold, likely=True) as (then, otherwise):
+        with self.builder.if_else(hold) as (then, otherwise):
             with then:
                 self.bare = True
                 self._body(fixed, bases, ranges, steps)

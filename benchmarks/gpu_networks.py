@@ -334,8 +334,8 @@ TORCH = {"MobileNetV2": "mobilenet_v2", "ResNet50": "resnet50", "DenseNet121": "
 
 def torch_side(spec: str, seconds: float) -> dict[str, Any]:
     """torchvision's network under torch.compile with CUDA graphs, channels last, TF32."""
-    import torch
-    import torchvision
+    import torch  # pyright: ignore[reportMissingImports]
+    import torchvision  # pyright: ignore[reportMissingImports]
 
     name, batch, _ = spec.split(":")
     if name not in TORCH:
@@ -442,6 +442,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("gpu_networks"))
     parser.add_argument("--budget", type=float, default=1e9, help="seconds; a network is not begun after them")
     parser.add_argument("--limit", type=float, default=540.0, help="seconds for one network")
+    parser.add_argument("--least", type=float, default=90.0, help="seconds that must be left to begin a network")
     parser.add_argument("--seconds", type=float, default=6.0, help="of timing per network")
     parser.add_argument("--dry", action="store_true", help="small networks on the CPU")
     parser.add_argument("--proof", action="store_true", help="a second process: warm start, contents of the graphs")
@@ -468,8 +469,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             row = json.loads(path.read_text()) if path.exists() else {}
             wanted = {"measure": True, "prove": options.proof, "torch": options.torch}[what]
             left = options.budget - (time.perf_counter() - start)
-            if key in row or not wanted or left <= 0 or (what != "measure" and "times" not in row):
+            if key in row or not wanted or (what != "measure" and "times" not in row):
                 continue
+            if left < (options.least if what == "measure" else 0):
+                print(f"{spec}: not begun, {max(0.0, left):.0f} s are left")
+                break
             found = child(what, spec, options, min(options.limit, left + 20))
             row = json.loads(path.read_text()) if path.exists() else {}
             row.pop("failed", None)

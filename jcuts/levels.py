@@ -27,7 +27,9 @@ MIN_WORK = 2_000  # element operations below which a subset is not worth a kerne
 TOO_LITTLE = "too little work for a kernel call of its own"
 TO_FUSE = "element-wise: XLA fuses it into what surrounds it"
 CONSTANT = "depends on no argument: XLA computes it once"
-CHOICES = (TOO_LITTLE, TO_FUSE, CONSTANT)
+NOT_ASKED = "the form has no kernels"
+OF_LIBRARY = "a product: the form leaves it to XLA's libraries"
+CHOICES = (TOO_LITTLE, TO_FUSE, CONSTANT, NOT_ASKED, OF_LIBRARY)
 """Reasons that are choices, where other refusals are inabilities."""
 
 
@@ -56,7 +58,10 @@ class Subset:
 
 @dataclass
 class Level:
-    """One jaxpr (the function, or a loop body) on its way through the stages."""
+    """One jaxpr (the function, or a loop body) on its way through the stages.
+
+    ``library`` are subsets that XLA keeps without a measurement, such as the vendor libraries' products on a GPU.
+    """
 
     closed: jaxapi.Closed
     graph: TensorGraph
@@ -66,6 +71,7 @@ class Level:
     left_out: dict[int, Refusal] = field(default_factory=dict)
     bodies: dict[int, list[Level]] = field(default_factory=dict)
     made: dict[Members, Subset] = field(default_factory=dict)
+    library: list[Subset] = field(default_factory=list)
 
     def everywhere(self) -> list[Level]:
         """This level and all levels inside it."""
@@ -103,6 +109,7 @@ class Level:
         for subset in self.subsets:
             if reason := reason_of(subset):
                 self.left_out.update(dict.fromkeys(subset.members, Refusal(subset.program.template, reason)))
+                self.library.append(subset)
             else:
                 kept.append(subset)
         self.subsets = kept
@@ -164,6 +171,11 @@ def machine() -> choose.Machine:
 
     target = host_target()
     return machine_of(host_arch(), target.vector_bytes, target.registers, pool_threads())
+
+
+def has_form(program: Program) -> bool:
+    """Whether a program can be a kernel on this process' GPUs."""
+    return bool(gpu.candidates(program, gpus.machine(), 1))
 
 
 def add_candidates(subsets: Iterable[Subset], platform: str = "cpu") -> None:

@@ -27,7 +27,7 @@ from jcuts.base import fingerprint, knobs
 from jcuts.base.dump import open_dump
 from jcuts.base.errors import JcutsError, UnsupportedError
 from jcuts.base.settings import Settings
-from jcuts.levels import CHOICES, Fuel, Level, Subset, group
+from jcuts.levels import CHOICES, NOT_ASKED, Fuel, Level, Subset, group
 from jcuts.region import choose
 from jcuts.region.bound import bound as lower_bound
 from jcuts.report import FunctionReport, RefusalReport, SubsetReport
@@ -182,7 +182,7 @@ def _select(top: Level, settings: Settings, may_measure: bool, platform: str) ->
     """Chooses the partition, and a candidate or XLA for every subset."""
     if settings.form is not None and settings.form.regions == "none":
         for level in top.everywhere():
-            level.use(())
+            level.leave(lambda _: NOT_ASKED)
         return search.Summary("none")
     return search.select(top, settings, may_measure=may_measure, platform=platform)
 
@@ -234,6 +234,7 @@ def _report(
             grouped[key] = one if old is None else _counted(old, one)
         for number, refusal in level.left_out.items():
             refusals[refusal.op, refusal.reason, level.graph.nodes[number].where] += 1
+    kept = [subset.program for level in top.everywhere() for subset in level.library]
     rows = tuple(RefusalReport(op, reason, where, n) for (op, reason, where), n in sorted(refusals.items()))
     return FunctionReport(
         name,
@@ -248,6 +249,7 @@ def _report(
         postponed=any(
             s.choice is not None and s.choice.is_postponed for level in top.everywhere() for s in level.subsets
         ),
+        library={"flop": float(sum(_flop(p) for p in kept)), "bytes": float(sum(_moved(p) for p in kept))},
     )
 
 
@@ -282,8 +284,7 @@ def subset_report(level: Level, subset: Subset) -> SubsetReport:
     for program, score in subset.ranked:
         if chosen is not None and program.digest == chosen.digest:
             pul, bound = score, lower_bound(program).seconds
-    flop = sum(choose.work(p) for p in subset.program.phases)
-    moved = sum(b.bytes for b in subset.program.buffers if b.role != "local")
+    flop, moved = _flop(subset.program), _moved(subset.program)
     where = list(dict.fromkeys(n.where for n in nodes if n.where))
     return SubsetReport(
         nodes[-1].prim, operations, where,
@@ -291,6 +292,15 @@ def subset_report(level: Level, subset: Subset) -> SubsetReport:
         kind, label, subset.origin, dict(chosen.params) if chosen is not None else {}, pul, bound,
         seconds, xla, 1, flop, moved, rejected, why,
     )  # fmt: skip
+
+
+def _flop(program: Any) -> int:
+    return sum(choose.work(p) for p in program.phases)
+
+
+def _moved(program: Any) -> int:
+    """Bytes of operands and results."""
+    return sum(b.bytes for b in program.buffers if b.role != "local")
 
 
 def _lost(subset: Subset) -> tuple[float | None, str]:

@@ -57,7 +57,10 @@ class RefusalReport:
 
 @dataclass(frozen=True)
 class FunctionReport:
-    """Everything about one planned function."""
+    """Everything about one planned function.
+
+    ``library`` is the 'flop' and 'bytes' of subsets that XLA keeps without a measurement (products on a GPU).
+    """
 
     name: str
     mode: str
@@ -70,6 +73,7 @@ class FunctionReport:
     guard: dict[str, Any] | None = None
     notes: tuple[str, ...] = ()
     postponed: bool = False
+    library: dict[str, float] = field(default_factory=dict)
 
     def with_guard(self, decision: dict[str, Any]) -> FunctionReport:
         """The report with the whole-function decision attached."""
@@ -87,7 +91,7 @@ class FunctionReport:
 
     def share(self, what: str) -> float:
         """Share of 'flop' or 'bytes' of all subsets that jcuts' kernels run, in [0, 1]."""
-        total = sum(getattr(s, what) * s.count for s in self.subsets)
+        total = sum(getattr(s, what) * s.count for s in self.subsets) + self.library.get(what, 0.0)
         ours = sum(getattr(s, what) * s.count for s in self.subsets if s.chosen != "xla")
         return ours / total if total else 0.0
 

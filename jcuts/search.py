@@ -13,7 +13,8 @@ from typing import Any
 
 from jcuts.base import fingerprint, knobs
 from jcuts.base.settings import Settings
-from jcuts.levels import CONSTANT, TO_FUSE, Level, Subset, add_candidates
+from jcuts.levels import CONSTANT, OF_LIBRARY, TO_FUSE, Level, Subset, add_candidates, has_form
+from jcuts.region.absorb import absorbed, is_product
 from jcuts.region.explore import Space, explore
 from jcuts.region.legality import Subset as Members
 from jcuts.trace.canonical import canonical_digest
@@ -79,7 +80,12 @@ def _select(top: Level, settings: Settings, may_measure: bool, platform: str) ->
         return Summary("stored")
     add_candidates(_subsets(levels), platform)
     if platform != "cpu":
-        _leave_on_gpu(levels, anchored=settings.form is not None and settings.form.regions == "anchored")
+        regions = settings.form.regions if settings.form is not None else "all"
+        if regions == "absorbing":
+            for level in levels:
+                level.use(absorbed(level.graph, [(s.members, s.program) for s in level.subsets], has_form))
+            add_candidates(_subsets(levels), platform)
+        _leave_on_gpu(levels, regions)
     subsets = _subsets(levels)
     device = "" if platform == "cpu" else gpus.this().identity()
     shares = session.choose(subsets, settings, may_measure=may_measure, device=device)
@@ -88,17 +94,19 @@ def _select(top: Level, settings: Settings, may_measure: bool, platform: str) ->
     return _search(levels, settings, shares, key)
 
 
-def _leave_on_gpu(levels: Sequence[Level], anchored: bool) -> None:
+def _leave_on_gpu(levels: Sequence[Level], regions: str) -> None:
     """Leaves subsets to XLA that have no kernel form on a GPU, or no business being one.
 
-    Element-wise subsets gain little over XLA's fusions, and cutting them out may cost more than that: ``anchored``
-    leaves them all.  Else the large ones are tried, those that move most bytes.
+    Element-wise subsets gain little over XLA's fusions, and cutting them out may cost more than that: only ``all``
+    tries them, the large ones, those that move most bytes.  ``absorbing`` leaves every product to the libraries.
     """
     traffic: dict[str, int] = {}
     for level in levels:
         for subset in level.subsets:
             if subset.ranked and not level.is_anchored(subset.members):
-                traffic[subset.identity] = traffic.get(subset.identity, 0) + _moved(subset)
+                traffic[subset.identity] = traffic.get(subset.identity, 0) + sum(
+                    b.bytes for b in subset.program.buffers if b.role != "local"
+                )
     worth = sorted((k for k in traffic if traffic[k] >= LEAST_MOVED), key=lambda k: -traffic[k])[:MOST_ELEMENTWISE]
     for level in levels:
         constants = set(level.closed.jaxpr.constvars)
@@ -108,15 +116,15 @@ def _leave_on_gpu(levels: Sequence[Level], anchored: bool) -> None:
                 return "no kernel form on cuda"
             if constants.issuperset(subset.inputs):
                 return CONSTANT
-            fused = level.mixed and not level.is_anchored(subset.members) and (anchored or subset.identity not in worth)
-            return TO_FUSE if fused else ""
+            if (
+                level.mixed
+                and not level.is_anchored(subset.members)
+                and (regions != "all" or subset.identity not in worth)
+            ):
+                return TO_FUSE
+            return OF_LIBRARY if regions == "absorbing" and is_product(level.graph, subset.members) else ""
 
         level.leave(reason)
-
-
-def _moved(subset: Subset) -> int:
-    """Bytes of a subset's operands and results."""
-    return sum(b.bytes for b in subset.program.buffers if b.role != "local")
 
 
 def partition_key(top: Level, settings: Settings) -> str:

@@ -146,8 +146,9 @@ def gpu_level(function, *args):
     return level
 
 
-@pytest.mark.parametrize("anchored", [False, True])
-def test_what_gpus_leave_to_xla(anchored):
+@pytest.mark.parametrize("regions", ["all", "anchored", "absorbing"])
+def test_what_gpus_leave_to_xla(regions):
+    anchored = regions != "all"
     large, small = np.ones((2048, 2048), np.float32), np.ones((64, 64), np.float32)
     kernel = np.ones((256, 256), np.float32)
 
@@ -156,7 +157,7 @@ def test_what_gpus_leave_to_xla(anchored):
         return large * 2 + 1, small * 3 + 1, kernel @ kernel, jax.nn.softmax(large), counts
 
     level = gpu_level(function, large, small, kernel)
-    search._leave_on_gpu([level], anchored=anchored)
+    search._leave_on_gpu([level], regions)
     kept = [sorted(level.graph.nodes[m].prim for m in s.members) for s in level.subsets]
     assert any("exp" in members for members in kept) and (["add", "mul"] in kept) is not anchored
     assert len(kept) == 2 - anchored  # neither the small one, nor the product, nor the constant

@@ -8,7 +8,7 @@ from jcuts.base.errors import UsageError
 
 MODES = ("no_fusion", "fusion", "mixed")
 TUNE = ("auto", "cached", "off")
-REGIONS = ("all", "anchored", "none")
+REGIONS = ("all", "anchored", "absorbing", "none")
 PLAIN = "plain"
 
 
@@ -19,7 +19,8 @@ class Form:
     Attributes:
         rewrites: rules of `trace.rewrite` that are applied first.
         regions: which subsets may become kernels: ``all``; ``anchored``, those with a reduction, window or convolution
-            (element-wise operations stay with XLA, which fuses them into what surrounds them); or ``none``.
+            (element-wise operations stay with XLA, which fuses them into what surrounds them); ``absorbing``, the same
+            without dense products, whose tails the kernels that read them take over (`region.absorb`); or ``none``.
     """
 
     rewrites: tuple[str, ...] = ()

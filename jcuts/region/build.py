@@ -187,10 +187,14 @@ class _OpContext:
         return self.builder.graph.tensors[self.node.inputs[number]].scalar
 
 
-def build(graph: TensorGraph, subset: frozenset[int], name: str = "kernel") -> Program | Refusal:
+def build(
+    graph: TensorGraph, subset: frozenset[int], name: str = "kernel", cheap: float = CHEAP_PROLOGUE
+) -> Program | Refusal:
     """The unscheduled program of a subset, or why it cannot be one kernel.
 
     Operands are ``graph.subset_inputs(subset)``, results ``graph.subset_outputs(subset)``, in that order.
+
+    Args: cheap: cost of one operation up to which a contraction or window may repeat it for every use.
     """
     for number in sorted(subset):
         refusal = graph.nodes[number].refusal
@@ -210,7 +214,7 @@ def build(graph: TensorGraph, subset: frozenset[int], name: str = "kernel") -> P
             return build_scan(graph, subset, scans[0], outputs, name)
         if not roots:
             return _build_map(graph, subset, outputs, name)
-        if len(roots) == 1 and (rows := _build_root(graph, subset, roots[0], outputs, name)) is not None:
+        if len(roots) == 1 and (rows := _build_root(graph, subset, roots[0], outputs, name, cheap)) is not None:
             return rows
         if all(_op(r).family == "reduction" for r in roots):
             from jcuts.region.rows import build_rows
@@ -264,7 +268,7 @@ def _build_map(graph: TensorGraph, subset: frozenset[int], outputs: list[int], n
 
 
 def _build_root(
-    graph: TensorGraph, subset: frozenset[int], root: OpNode, outputs: list[int], name: str
+    graph: TensorGraph, subset: frozenset[int], root: OpNode, outputs: list[int], name: str, cheap: float
 ) -> Program | Refusal | None:
     """One reduction with its prologue and epilogue; None where the rows form should be tried instead."""
     op = _op(root)
@@ -278,7 +282,7 @@ def _build_root(
         for number in sorted(before & feeders):
             feeder = _op(graph.nodes[number])
             by_number = feeder.prim == "div" and graph.tensors[graph.nodes[number].inputs[1]].scalar is not None
-            if feeder.cost > CHEAP_PROLOGUE and not by_number:  # gradients of averages divide by a known number
+            if feeder.cost > cheap and not by_number:  # gradients of averages divide by a known number
                 return Refusal(
                     graph.nodes[number].prim,
                     f"{feeder.cost:g} operations would be repeated for every use by {root.prim}",

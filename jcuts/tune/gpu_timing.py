@@ -19,24 +19,52 @@ from jax import lax
 
 from jcuts.tune.noise import Samples, race
 
-CHAIN = 16
-LAUNCHES = 4  # chains per sample
+CHAIN = 16  # most executions in a chain
+LEAST = 4
+SHARED = 4  # an operand of less than the largest one's size over this is the same in all executions
+LAUNCHES = 4  # whole chains per sample
 COLD_BYTES = 192 << 20  # of rotated operands: three times the largest L2 cache there is
 MOST_BYTES = 8 << 30
 OPTIONS: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 1}
 
 
-def chained(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One execution per set of operands, in order; gives the last results."""
+def chained(function: Callable[..., Any], rotated: Sequence[int]) -> Callable[..., Any]:
+    """One execution per set of operands, in order; gives all results.
 
-    def run(sets: Sequence[Sequence[Any]]) -> Any:
-        ready: Any = ()
-        for operands in sets:
-            operands, ready = lax.optimization_barrier((tuple(operands), ready))
-            ready = function(*operands)
-        return ready
+    Every result goes through the barrier before the next execution, and out of the program: XLA drops whatever nothing
+    depends on, and merges executions on equal operands.
+
+    Args: rotated: positions of the operands that differ from set to set; the others come as ``shared``.
+    Returns: a function of (sets, shared).
+    """
+
+    def run(sets: Sequence[Sequence[Any]], shared: Sequence[Any]) -> Any:
+        results = []
+        before: Any = ()
+        for own in sets:
+            operands = list(shared)
+            for position, x in zip(rotated, own, strict=True):
+                operands.insert(position, x)
+            operands, before = lax.optimization_barrier((tuple(operands), before))
+            results.append(before)
+            before = function(*operands)
+        return [*results, before]
 
     return run
+
+
+def _sets(function: Callable[..., Any], inputs: Sequence[np.ndarray]) -> tuple[list[int], list[Any], tuple[Any, ...]]:
+    """Which operands differ between executions, their copies for every execution, and the others.
+
+    Only large operands are copied: the fewer arguments a program has, the sooner it is launched.
+    """
+    largest = max((x.nbytes for x in inputs), default=0)
+    rotated = [k for k, x in enumerate(inputs) if SHARED * x.nbytes >= largest]
+    one = max(1, sum(inputs[k].nbytes for k in rotated))
+    made = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(function, *inputs)))
+    count = max(1, min(CHAIN, max(LEAST, COLD_BYTES // one + 1), MOST_BYTES // (one + made)))
+    sets = [tuple(jax.device_put(inputs[k]) for k in rotated) for _ in range(count)]
+    return rotated, sets, tuple(jax.device_put(x) for k, x in enumerate(inputs) if k not in rotated)
 
 
 def compare(
@@ -49,12 +77,10 @@ def compare(
         wall time for the samples of one; announce: is told which label runs next.
     Returns: the method, and samples [s per execution] of every label.
     """
-    one = max(1, sum(x.nbytes for x in inputs))
-    distinct = max(1, min(CHAIN, COLD_BYTES // one + 1, MOST_BYTES // one))
-    copies = [tuple(jax.device_put(x) for x in inputs) for _ in range(distinct)]
-    sets = [copies[k % distinct] for k in range(CHAIN)]
+    rotated, sets, shared = _sets(next(iter(entries.values()))[0], inputs)
+    launches = -(-CHAIN * LAUNCHES // len(sets))
     lowered = {
-        label: jax.jit(chained(function), compiler_options={**OPTIONS, **options}).lower(sets)
+        label: jax.jit(chained(function, rotated), compiler_options={**OPTIONS, **options}).lower(sets, shared)
         for label, (function, options) in entries.items()
     }
     # Compiling takes longer than measuring; it runs none of the kernels.
@@ -63,17 +89,17 @@ def compare(
     runs: dict[str, Callable[[], object]] = {}
     for label, program in compiled.items():
         announce(label)
-        runs[label] = _sample(program, sets)
+        runs[label] = _sample(program, (sets, shared), launches)
         runs[label]()
     announce("")
-    return "chain", race(runs, seconds=seconds, inner=dict.fromkeys(runs, CHAIN * LAUNCHES))
+    return "chain", race(runs, seconds=seconds, inner=dict.fromkeys(runs, len(sets) * launches))
 
 
-def _sample(compiled: Any, sets: Any) -> Callable[[], object]:
+def _sample(compiled: Any, operands: tuple[Any, ...], launches: int) -> Callable[[], object]:
     def run() -> object:
         out = None
-        for _ in range(LAUNCHES):
-            out = compiled(sets)
+        for _ in range(launches):
+            out = compiled(*operands)
         return jax.block_until_ready(out)
 
     return run

@@ -16,6 +16,8 @@ from typing import Any
 from jcuts.base.errors import UsageError
 
 FORMAT = 1
+GPU_TIMING = 2
+"""How kernels are timed on GPUs: times of another way are not compared with these."""
 RECIPES = ("normal", "positive", "bool", "integers", "given")
 CANDIDATE_KINDS = ("program", "object", "stablehlo")
 _INTEGERS = re.compile(r"integers (-?\d+)\.\.(-?\d+)")
@@ -154,7 +156,7 @@ class Problem:
         """Key of the problem: what is computed, on what, from which candidates, to which tolerance."""
         text = json.dumps(
             {
-                **({"device": self.device} if self.device else {}),
+                **({"device": self.device, "timing": GPU_TIMING} if self.device else {}),
                 "format": FORMAT,
                 "identity": self.identity,
                 "inputs": [[list(i.shape), i.dtype, i.recipe] for i in self.inputs],

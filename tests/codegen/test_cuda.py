@@ -311,3 +311,21 @@ def test_local_memory_is_refused():
     with pytest.raises(CompileRejected, match="local memory") as caught:
         compiler.compile_program(wide, SM90)
     assert caught.value.values["stack"] > 0
+
+
+@compiled
+def test_a_window_computes_the_activation_before_it():
+    """What `region.absorb` makes: bias and relu6 before a padded depthwise convolution, repeated for every use."""
+    from jcuts.region.build import build
+
+    def block(x, b, d):
+        y = jnp.clip(x + b, 0.5, 6.0)  # not zero where x is: padding comes after the activation
+        return jax.nn.relu(conv(y, d, padding="SAME", groups=8))
+
+    rng = np.random.default_rng(4)
+    arguments = [rng.standard_normal(s).astype(np.float32) * 3 for s in ((2, 7, 6, 8), (8,), (3, 3, 1, 8))]
+    traced = programs.trace(block, *arguments)
+    program = build(traced.graph, traced.everything, cheap=4.0)
+    for candidate, _ in gpu.candidates(program, MACHINE, 6):
+        (got,) = machine_results(candidate, traced.operands())
+        np.testing.assert_allclose(got, block(*arguments), rtol=1e-5, atol=1e-5)

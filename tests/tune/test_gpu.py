@@ -193,3 +193,19 @@ def test_programs_are_compared_as_chains():
     method, samples = gpu_timing.compare(programs, [np.ones((8, 8), np.float32)], seconds=0.01, announce=told.append)
     assert method == "chain" and told == ["xla", "other", ""]
     assert all(s.median > 0 and len(s.seconds) >= 5 for s in samples.values())
+
+
+def test_every_execution_of_a_chain_happens():
+    x, w = np.ones((64, 64), np.float32), np.ones((64, 2), np.float32)
+
+    def product(w, x):
+        return x @ w @ w.T
+
+    rotated, sets, shared = gpu_timing._sets(product, [w, x])
+    assert rotated == [1] and len(sets) == gpu_timing.CHAIN and len(shared) == 1
+    compiled = jax.jit(gpu_timing.chained(product, rotated)).lower(sets, shared).compile()
+    one = jax.jit(product).lower(w, x).compile()
+    flops = [c.cost_analysis()["flops"] for c in (compiled, one)]
+    assert flops[0] > (len(sets) - 0.5) * flops[1]
+    for result in compiled(sets, shared)[1:]:
+        np.testing.assert_array_equal(result, product(w, x))

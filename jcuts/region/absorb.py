@@ -1,0 +1,91 @@
+"""Element-wise tails of subsets without a kernel, given to the kernel that reads them.
+
+A product that stays with a vendor library ends where its library ends: what follows it is a pass over memory of its
+own, or part of the next kernel.  The greedy cover gives it to the product; where that has no kernel, the reader may
+take it:
+
+    { dot, add, max, min } -> { depthwise }     becomes     { dot } -> { add, max, min, depthwise }
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from jcuts.base.errors import Refusal
+from jcuts.dfg.program import Program
+from jcuts.region.build import build
+from jcuts.region.graph import TensorGraph
+from jcuts.region.legality import Subset
+
+Cover = list[tuple[Subset, Program]]
+
+
+CHEAP = 4.0
+"""Cost of one operation that a window may repeat for every use: neighbouring points of a thread share the result."""
+
+
+def is_product(graph: TensorGraph, members: Subset) -> bool:
+    """Whether a subset has a dense product or convolution: the libraries' on a GPU."""
+    return any(op is not None and op.is_complex for op in (graph.nodes[m].op for m in members))
+
+
+def absorbed(graph: TensorGraph, cover: Sequence[tuple[Subset, Program]], has_form: Callable[[Program], bool]) -> Cover:
+    """The cover after kernels took over the tails of products before them.
+
+    Args: has_form: whether a program can be a kernel here. A tail moves only if the larger kernel still has a form.
+    Returns: a cover of the same operations, and of those only; products that lost their tail are in it as they are.
+    """
+    found = dict(cover)
+    for members, _ in cover:
+        if not is_product(graph, members):
+            continue
+        tail = _tail(graph, members)
+        reader = _only_reader(graph, tail, found)
+        if not tail or reader is None or is_product(graph, reader) or not has_form(found[reader]):
+            continue
+        if not any(_is_root(graph, m) for m in reader):
+            continue  # an element-wise kernel would only be the same pass again
+        joined, rest = build(graph, reader | tail, cheap=CHEAP), build(graph, members - tail)
+        if isinstance(joined, Refusal) or isinstance(rest, Refusal) or not has_form(joined):
+            continue
+        del found[reader], found[members]
+        found[reader | tail], found[members - tail] = joined, rest
+    return sorted(found.items(), key=lambda item: max(item[0]))
+
+
+def _is_root(graph: TensorGraph, member: int) -> bool:
+    op = graph.nodes[member].op
+    return op is not None and op.is_root
+
+
+def _users(graph: TensorGraph, member: int) -> set[int]:
+    return {u for t in graph.nodes[member].outputs for u in graph.tensors[t].users}
+
+
+def _escapes(graph: TensorGraph, member: int) -> bool:
+    return any(graph.tensors[t].escapes for t in graph.nodes[member].outputs)
+
+
+def _tail(graph: TensorGraph, members: Subset) -> Subset:
+    """What follows the one root of a subset, and what only that needs; empty where there is not one root."""
+    roots = [m for m in members if _is_root(graph, m)]
+    if len(roots) != 1:
+        return frozenset()
+    tail: set[int] = set()
+    for member in sorted(members):  # producers come first
+        made = {graph.tensors[t].producer for t in graph.nodes[member].inputs}
+        if made & (tail | set(roots)):
+            tail.add(member)
+    for member in sorted(members - tail, reverse=True):
+        users = _users(graph, member)
+        if member not in roots and users and users <= tail and not _escapes(graph, member):
+            tail.add(member)
+    return frozenset(tail)
+
+
+def _only_reader(graph: TensorGraph, tail: Subset, cover: dict[Subset, Program]) -> Subset | None:
+    """The subset that alone uses what a tail makes, None if there are several or if it is a result of the program."""
+    if any(_escapes(graph, m) for m in tail):
+        return None
+    outside = {u for m in tail for u in _users(graph, m)} - tail
+    return next((s for s in cover if outside and outside <= s), None)

@@ -1,0 +1,87 @@
+"""Tails of products that the next kernel takes over."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jcuts.dfg.interpret import interpret
+from jcuts.region import absorb, find, gpu
+from jcuts.region.graph import build_graph
+from jcuts.trace import jaxapi
+from jcuts.trace.inline import inline
+from jcuts.trace.simplify import simplify
+
+RNG = np.random.default_rng(2)
+MACHINE = gpu.GpuMachine(132)
+
+
+def values(*shape):
+    return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
+
+
+X, W, B, D = values(2, 6, 5, 96), values(96, 8), values(8), values(3, 3, 1, 8)
+
+
+def expanded(x, w, b, d):
+    """Product, bias, relu6, depthwise convolution with padding, relu."""
+    y = jnp.clip(x @ w + b, 0.0, 6.0)
+    numbers = ("NHWC", "HWIO", "NHWC")
+    y = lax.conv_general_dilated(y, d, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=8)
+    return jax.nn.relu(y)
+
+
+def has_form(program):
+    return bool(gpu.candidates(program, MACHINE, 1))
+
+
+def covers(function, *args):
+    closed = simplify(inline(jaxapi.closed_jaxpr_of(function, *args)))
+    graph = build_graph(closed.jaxpr)
+    before = find.group(graph).subsets
+    return graph, before, absorb.absorbed(graph, before, has_form)
+
+
+def primitives(graph, members):
+    return sorted(
+        graph.nodes[m].prim
+        for m in members
+        if graph.nodes[m].prim not in ("broadcast_in_dim", "reshape", "convert_element_type")
+    )
+
+
+def test_a_depthwise_convolution_takes_the_activation_before_it():
+    graph, before, after = covers(expanded, X, W, B, D)
+    assert {m for members, _ in before for m in members} == {m for members, _ in after for m in members}
+    products = [members for members, _ in after if absorb.is_product(graph, members)]
+    (kernel,) = [(members, p) for members, p in after if not absorb.is_product(graph, members)]
+    assert [primitives(graph, m) for m in products] == [["dot_general"]]
+    assert primitives(graph, kernel[0]) == ["add", "conv_general_dilated", "max", "max", "min"]
+    # The larger kernel computes what the two did: padding is zero behind the activation, not before it.
+    dot = np.asarray(X @ W)
+    by_shape = {dot.shape: dot, B.shape: np.asarray(B), D.shape: np.asarray(D)}
+    operands = [by_shape[tuple(buffer.shape)] for buffer in kernel[1].inputs]
+    (got,) = interpret(kernel[1], operands)
+    np.testing.assert_allclose(got, expanded(X, W, B, D), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w, b, d: (expanded(x, w, b, d), x @ w + b),  # the tail is a result, too
+        lambda x, w, b, d: jnp.tanh(x @ w + b) * 2,  # nobody reads it
+        lambda x, w, b, d: jnp.exp(jnp.clip(x @ w + b, 0, 6)) @ w.T,  # its reader is a product
+    ],
+)
+def test_other_tails_stay(function):
+    _, before, after = covers(function, X, W, B, D)
+    assert dict(before).keys() == dict(after).keys()
+
+
+def test_rows_take_a_residual():
+    x, w, b = values(4, 96), values(96, 96), values(96)
+    graph, before, after = covers(lambda x, w, b: jax.nn.softmax(x + (x @ w + b), -1), x, w, b)
+    assert ["dot_general"] in [primitives(graph, m) for m, _ in after] and len(before) == len(after) == 2

@@ -452,6 +452,14 @@ def _columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     lane = phase.axes[-1]
     size = _narrowest(program)
     results = math.prod(a.extent for a in phase.axes)
+    if math.prod(r.extent for r in phase.reds) <= TAPS:  # few terms: a thread takes them all
+        whole_tile = {r.name: r.extent for r in phase.reds}
+        for vector, threads in itertools.product(_vectors(lane.extent, size), (128, 256)):
+            fill = min(1.0, results / vector / machine.threads)
+            access = min(1.0, vector * size / ACCESS)
+            if vector * math.prod(whole_tile.values()) <= REGISTERS:
+                score = (0.1 + 0.9 * fill) * (0.5 + 0.5 * access)
+                yield _with(_tiled(program, {lane.name: vector}, whole_tile), "point", threads), score
     splittable = not any(acc.index_dtype for acc in phase.accs)
     moved = float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
     for taps, tile in _column_tiles(phase):
@@ -513,7 +521,9 @@ def _column_rows(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     length = math.prod(r.extent for r in phase.reds)
     outer = math.prod(a.extent for a in phase.axes[:-1])
     for vector in _vectors(lane.extent, size):
-        for across, threads in itertools.product(_across(lane.extent // vector), (1024, 512, 256, 128)):
+        wide = (8, 32) if length < 64 else ()  # short columns: threads beyond the last one rather than idle rows
+        options = dict.fromkeys((*_across(lane.extent // vector), *wide))
+        for across, threads in itertools.product(options, (1024, 512, 256, 128)):
             unit = WARP // math.gcd(across, WARP)
             deep = threads // across // unit * unit
             if deep < 1 or vector > deep or deep > 2 * length:
@@ -535,6 +545,7 @@ def _column_rows(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
             lines = min(1.0, 0.4 + 0.6 * across * vector * size / 128)
             depth = min(1.0, 0.3 + 0.7 * kept / 16) if chunks == pieces else 0.5
             score = lines * (0.1 + 0.9 * fill) * depth * length / (pieces * deep)
+            score *= lane.extent / (-(-lane.extent // (vector * across)) * vector * across)
             score *= {1024: 0.93, 512: 1.0, 256: 0.98, 128: 0.9}[threads]
             params = (("across", across), ("vector", vector), ("chunks", chunks))
             yield _with(program, "column_rows", across * deep, *params), score
@@ -600,7 +611,8 @@ def _scan(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
         yield _with(program, "scan_columns", 128, *params), 0.05 + 0.9 * fill
         wanted = int(machine.threads / threads)
         if associates and wanted > 1 and time.extent >= 8 * unroll:
-            for groups in (min(wanted, time.extent // (2 * unroll)), min(wanted, time.extent // (2 * unroll)) // 2):
+            most = min(wanted, time.extent // (2 * unroll))
+            for groups in {min(most, 512), min(most, 128)}:  # their totals are scanned one after another
                 if groups > 1:
                     covered = min(1.0, threads * groups / machine.threads)
                     yield (

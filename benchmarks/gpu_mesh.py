@@ -47,7 +47,11 @@ class Study:
 
         from jcuts.tune import pool
 
-        self.devices = jax.devices(platform)
+        try:
+            self.devices = jax.devices(platform)
+        except RuntimeError:  # no such backend
+            self.devices = []
+            return
         self.target = "jcuts_cpu_launch" if platform == "cpu" else "jcuts_cuda_launch"
         rng = np.random.default_rng(0)
         batch, channels = 32 * len(self.devices), 64

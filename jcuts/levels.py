@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,11 @@ from jcuts.xla.rebuild import subset_closed
 
 CONTROL_FLOW = ("scan", "while", "cond")
 MIN_WORK = 2_000  # element operations below which a subset is not worth a kernel call of its own
-TOO_LITTLE = "too little work for a kernel call of its own"  # a choice, where other refusals are inabilities
+TOO_LITTLE = "too little work for a kernel call of its own"
+TO_FUSE = "element-wise: XLA fuses it into what surrounds it"
+CONSTANT = "depends on no argument: XLA computes it once"
+CHOICES = (TOO_LITTLE, TO_FUSE, CONSTANT)
+"""Reasons that are choices, where other refusals are inabilities."""
 
 
 @dataclass
@@ -92,13 +96,19 @@ class Level:
         for number in self.bodies:
             self.left_out.pop(number, None)
 
-    def leave_out_formless(self, platform: str) -> None:
-        """Subsets without a candidate are left to XLA."""
+    def leave(self, reason_of: Callable[[Subset], str]) -> None:
+        """Leaves the subsets to XLA for which ``reason_of`` gives a reason (not '')."""
+        kept = []
         for subset in self.subsets:
-            if not subset.ranked:
-                refusal = Refusal(subset.program.template, f"no kernel form on {platform}")
-                self.left_out.update(dict.fromkeys(subset.members, refusal))
-        self.subsets = [s for s in self.subsets if s.ranked]
+            if reason := reason_of(subset):
+                self.left_out.update(dict.fromkeys(subset.members, Refusal(subset.program.template, reason)))
+            else:
+                kept.append(subset)
+        self.subsets = kept
+
+    def is_anchored(self, members: Members) -> bool:
+        """Whether an operation among them collects many elements into one."""
+        return any(op is not None and op.is_root for op in (self.graph.nodes[m].op for m in members))
 
     def use_stored(self, cover: Sequence[Sequence[int]]) -> bool:
         """Takes a cover from the database, after checking that it is one of this graph; False if it is not."""

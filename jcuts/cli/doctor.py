@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def examine() -> Iterator[Check]:
     """Every check, in an order in which the first problem explains those after it."""
-    for check in (_variables, _versions, _cpu, _native, _launcher, _object_cache, _database, _kernel, _function):
+    for check in (_variables, _versions, _cpu, _native, _launcher, _gpu, _object_cache, _database, _kernel, _function):
         try:
             yield from check()
         except JcutsError as error:
@@ -159,6 +159,14 @@ def _launcher() -> Iterator[Check]:
 
     register.ensure_registered()
     yield Check("launcher", GOOD, f"XLA accepts {register.TARGET!r}")
+
+
+def _gpu() -> Iterator[Check]:
+    """Driver, devices, compilers, launcher; nothing is started on a GPU that JAX does not use anyway."""
+    from jcuts.cli import gpu_state
+
+    for name, good, found, advice in gpu_state.examine():
+        yield Check(name, GOOD if good else WARNING, found, advice)
 
 
 def _object_cache() -> Iterator[Check]:

@@ -24,6 +24,7 @@ from jcuts.xla import native, objects
 log = logging.getLogger("jcuts.cuda")
 
 LIBRARY = "libjcuts_cuda.so"
+DRIVER = "libcuda.so.1"
 TARGET = "jcuts_cuda_launch"
 STATE_TYPE = "jcuts_cuda_launch_state"
 PLATFORM = "CUDA"
@@ -89,6 +90,31 @@ def available() -> str:
         return error.message
     text = ctypes.create_string_buffer(_TEXT)
     return text.value.decode(errors="replace") if lib.jcuts_cuda_driver(text, _TEXT) else ""
+
+
+def driver_version(library: str = DRIVER) -> tuple[int, int] | None:
+    """CUDA version that the installed driver supports; None where there is none. Starts nothing on a device."""
+    number = ctypes.c_int()
+    try:
+        if ctypes.CDLL(library).cuDriverGetVersion(ctypes.byref(number)):
+            return None
+    except (OSError, AttributeError):
+        return None
+    return number.value // 1000, number.value % 1000 // 10
+
+
+def too_old(driver: tuple[int, int] | None, toolkit: tuple[int, int] | None) -> str:
+    """'' if a driver loads what an assembler makes, else the reason; versions that are not known are believed.
+
+    Machine code of one CUDA toolkit runs on drivers of the same major version and of newer ones (CUDA Compatibility,
+    "Minor version compatibility").
+    """
+    if driver is None or toolkit is None or driver[0] >= toolkit[0]:
+        return ""
+    return (
+        f"the driver supports CUDA {driver[0]}.{driver[1]}, the assembler is of CUDA {toolkit[0]}.{toolkit[1]}: update "
+        f"the driver, or install the CUDA {driver[0]} packages of the compilers"
+    )
 
 
 def add_kernel(kernel: CompiledKernel, *, persist: bool = True) -> None:

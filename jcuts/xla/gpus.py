@@ -76,4 +76,6 @@ def unusable() -> str:
     from jcuts.codegen.cuda import compile as compiler
     from jcuts.xla import cuda
 
-    return cuda.available() or compiler.available()
+    return (
+        cuda.available() or compiler.available() or cuda.too_old(cuda.driver_version(), compiler.assemble.toolkit())
+    )

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
+from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
 from jcuts.base import fingerprint
 from jcuts.base.errors import JcutsError, UsageError
-from jcuts.cli import cache, demo, doctor, explain, smoke, tables
+from jcuts.cli import cache, demo, doctor, explain, gpu_state, smoke, tables
 from jcuts.cli.main import main
+from jcuts.codegen.cuda import compile as compiler
 from jcuts.tune.store import Store
-from jcuts.xla import objects
+from jcuts.xla import cuda, gpus, objects
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +78,35 @@ def test_doctor_names_a_missing_native_library_and_goes_on(monkeypatch, tmp_path
     out = capsys.readouterr().out
     assert "gone.so is not a file" in out
     assert "tuning database" in out
+
+
+def test_doctor_says_that_there_is_no_gpu(monkeypatch):
+    monkeypatch.setattr(cuda, "driver_version", lambda: None)
+    assert list(gpu_state.examine()) == [("GPU", True, "no NVIDIA driver: kernels for the CPU only", "")]
+
+
+def test_doctor_says_what_a_gpu_lacks(monkeypatch):
+    device = SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0", core_count=132)
+    monkeypatch.setattr(cuda, "driver_version", lambda: (12, 4))
+    monkeypatch.setattr(jax, "local_devices", lambda backend: [device, device])
+    monkeypatch.setattr(compiler, "available", lambda: "there is neither ptxas nor nvJitLink")
+    monkeypatch.setattr(cuda, "available", lambda: "the library is missing")
+    monkeypatch.setattr(gpus, "unusable", lambda: "the driver supports CUDA 12.4 only")
+    lines = {name: (good, found) for name, good, found, _ in gpu_state.examine()}
+    assert lines["GPU driver"] == (True, "supports CUDA 12.4")
+    assert lines["GPU"] == (True, "2 x NVIDIA H200, compute capability 9.0")
+    assert lines["GPU compilers"] == (False, "there is neither ptxas nor nvJitLink")
+    assert lines["GPU launcher"] == (False, "the library is missing")
+    assert lines["GPU kernels"] == (False, "functions on the GPU are left to XLA: the driver supports CUDA 12.4 only")
+
+
+def test_doctor_knows_a_driver_without_jax_for_it(monkeypatch):
+    def none(backend):
+        raise RuntimeError("Unknown backend cuda")
+
+    monkeypatch.setattr(cuda, "driver_version", lambda: (13, 0))
+    monkeypatch.setattr(jax, "local_devices", none)
+    assert [(name, good) for name, good, _, _ in gpu_state.examine()] == [("GPU driver", True), ("GPU", False)]
 
 
 def test_doctor_names_a_malformed_variable(monkeypatch):

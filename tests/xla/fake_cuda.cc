@@ -24,6 +24,11 @@ const char* fake_log() { return g_log->c_str(); }
 void fake_clear() { g_log->clear(); }
 void fake_fail(const char* name) { *g_fail = name; }
 
+int cuDriverGetVersion(int* version) {
+  const char* text = std::getenv("FAKE_DRIVER_VERSION");
+  *version = text != nullptr ? std::atoi(text) : 13000;
+  return 0;
+}
 int cuInit(unsigned) { return std::getenv("FAKE_NO_DEVICE") != nullptr ? 100 : 0; }
 int cuGetErrorName(int code, const char** text) {
   *text = code == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : code == 100 ? "CUDA_ERROR_NO_DEVICE" : "CUDA_SUCCESS";

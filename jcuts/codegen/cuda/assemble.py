@@ -57,6 +57,26 @@ def assembler() -> str:
     return shutil.which("ptxas") or ""
 
 
+@functools.cache
+def toolkit() -> tuple[int, int] | None:
+    """CUDA version of the assembler, None where it does not say."""
+    path = assembler()
+    if not path:
+        try:
+            from cuda.bindings import nvjitlink  # type: ignore[import-not-found]
+
+            major, minor = nvjitlink.version()
+            return int(major), int(minor)
+        except Exception:  # an import error, or one of the binding's own
+            return None
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=_TIMEOUT, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = re.search(r"release (\d+)\.(\d+)", done.stdout)
+    return (int(found[1]), int(found[2])) if found else None
+
+
 def assemble(ptx: str, arch: str) -> bytes:
     """The cubin of a PTX module.
 

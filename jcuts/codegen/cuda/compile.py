@@ -18,12 +18,12 @@ from jcuts.codegen.cuda.builder import GpuBuilder
 from jcuts.codegen.cuda.column_rows import ColumnRowsEmitter, ColumnRowsShape, outer_axes
 from jcuts.codegen.cuda.columns import ColumnEmitter, ColumnShape
 from jcuts.codegen.cuda.emit import AnyShape, CudaSource, emit_source
-from jcuts.codegen.cuda.image import SYMBOL, Image, Launch
+from jcuts.codegen.cuda.image import SYMBOL, Image, Launch, Resources
 from jcuts.codegen.cuda.moments import MomentsEmitter
 from jcuts.codegen.cuda.parts import parts
 from jcuts.codegen.cuda.point import PointEmitter, counted_by_tile, pinned
 from jcuts.codegen.cuda.scan import ScanColumnsEmitter, ScanRowsEmitter, ScanShape, units
-from jcuts.codegen.cuda.target import CudaTarget
+from jcuts.codegen.cuda.target import REGISTERS, CudaTarget
 from jcuts.codegen.cuda.team import TeamEmitter, TeamShape
 from jcuts.codegen.cuda.transposed import TransposedEmitter, TransposedShape
 from jcuts.dfg.program import Program
@@ -77,8 +77,8 @@ def compile_program(program: Program, target: CudaTarget) -> CompiledKernel:
 
     Args: program: scheduled for a GPU (`region.gpu`); target: the architecture.
     Returns: a kernel whose object code is an `Image`.
-    Raises: CompileRejected where numba, NVVM or the assembler refuse, or a kernel would use local memory; IRError where
-        the program is ill-formed.
+    Raises: CompileRejected where numba, NVVM or the assembler refuse, a kernel would use local memory, or a block of it
+        does not fit on a multiprocessor; IRError where the program is ill-formed.
     """
     verify(program)
     digest = kernel_digest(program, target)
@@ -102,6 +102,7 @@ def compile_program(program: Program, target: CudaTarget) -> CompiledKernel:
                 f"{used.registers} registers): spills are not run",
                 stack=used.stack, registers=used.registers,
             )  # fmt: skip
+        check_limits(program.name, used, source.threads, target)
         launches.append(Launch(symbol, (source.blocks, 1, 1), (source.threads, 1, 1), part.arguments, resources=used))
     image = Image(target.arch, program.name, tuple(launches), cubin)
     return CompiledKernel(
@@ -110,6 +111,23 @@ def compile_program(program: Program, target: CudaTarget) -> CompiledKernel:
         inputs=tuple((b.shape, b.dtype) for b in program.inputs),
         outputs=tuple((b.shape, b.dtype) for b in program.outputs),
     )  # fmt: skip
+
+
+def check_limits(name: str, used: Resources, threads: int, target: CudaTarget) -> None:
+    """Raises CompileRejected for a kernel that no multiprocessor of the target can hold one block of."""
+    if used.shared > target.max_shared:
+        raise CompileRejected(
+            f"{name}: a block needs {used.shared} bytes of shared memory, {target.arch} has {target.max_shared}",
+            shared=used.shared, limit=target.max_shared,
+        )  # fmt: skip
+    warps = -(-threads // 32)
+    taken = warps * -(-used.registers * 32 // 256) * 256
+    if taken > REGISTERS:
+        raise CompileRejected(
+            f"{name}: a block of {threads} threads with {used.registers} registers each needs {taken}, {target.arch} "
+            f"has {REGISTERS}",
+            registers=taken, limit=REGISTERS,
+        )  # fmt: skip
 
 
 def _may_use_stack(program: Program) -> bool:

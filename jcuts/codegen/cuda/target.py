@@ -6,6 +6,12 @@ from dataclasses import dataclass
 
 from jcuts.base.errors import UsageError
 
+MAX_SHARED = {(8, 0): 166_912, (8, 6): 101_376, (8, 7): 166_912, (8, 9): 101_376, (9, 0): 232_448}
+"""Bytes of shared memory that a block may ask for (CUDA C++ Programming Guide, specifications per capability)."""
+LEAST_SHARED = 49_152
+"""What every GPU allows."""
+REGISTERS = 65_536
+"""32-bit registers of a multiprocessor; a block must fit into them."""
 OLDEST = (8, 0)
 """Oldest compute capability: older GPUs lack asynchronous copies and maximum with NaN."""
 
@@ -28,3 +34,8 @@ class CudaTarget:
     def arch(self) -> str:
         """The assembler's name of the architecture, e.g. ``sm_90``."""
         return f"sm_{self.capability[0]}{self.capability[1]}"
+
+    @property
+    def max_shared(self) -> int:
+        """Bytes of shared memory that a block may have."""
+        return MAX_SHARED.get(self.capability, LEAST_SHARED)

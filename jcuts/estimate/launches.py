@@ -1,0 +1,127 @@
+"""PUL and the true bound of GPU kernels that keep their data in registers, from what the assembled kernel takes.
+
+The thesis' kernels of simple operations pass data through shared memory; jcuts' do not, so two of its four factors get
+the meaning that they have for these forms:
+
+    PUL = GMRatio * LRatio * WBRatio * COEF_r
+
+* GMRatio = min(1, OI / (R_peak / BW_global)), OI = COMP / (bytes of all 32-byte sectors that the blocks move), as
+  printed, with transactions counted from the access pattern.
+* LRatio stands for SMRatio: the latency to be hidden is that of the global memory, and what hides it are the loads that
+  the resident threads have under way: min(1, bytes under way / (BW_global * latency)) (Little's law).  How many threads
+  are resident follows from the registers and the shared memory that the assembler reports.
+* WBRatio = (N_TB / N_SM) / ceil(N_TB / N_SM), the wave efficiency; 1 for fewer blocks than multiprocessors, which
+  LRatio has counted already.  COEF_r is 1 where a block fits, else 0.
+
+A call of several launches takes the sum of their times, and each launch costs `LAUNCH_S` at least.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jcuts.arch.gpu import GpuArch
+from jcuts.base.errors import ModelError
+from jcuts.estimate.ratios import wb_ratio
+
+LATENCY_S = 6.5e-7
+"""Of a load from global memory: 500 to 800 ns on GPUs of the last years (Luo et al. 2024, memory latency)."""
+LAUNCH_S = 7e-7
+"""What an empty kernel in a CUDA graph takes (measured on an H200)."""
+REGISTER_UNIT = 256
+"""Registers are given to warps in portions of this many."""
+SECTOR = 32
+"""Bytes: the least that global memory moves."""
+
+
+@dataclass(frozen=True)
+class LaunchUse:
+    """One kernel launch in numbers.
+
+    Attributes:
+        blocks, threads: thread blocks; threads of each.
+        registers: of a thread; shared: bytes of a block, as the assembler reports them.
+        flop: operations of the whole launch; moved: bytes of all sectors that its blocks load and store.
+        under_way: bytes that one thread loads before it waits for the first of them.
+    """
+
+    blocks: int
+    threads: int
+    registers: int
+    shared: int
+    flop: float
+    moved: float
+    under_way: float
+
+
+@dataclass(frozen=True)
+class LaunchScore:
+    """The factors of one call, each in [0, 1] (of its longest launch), their product for the call, and its time [s]."""
+
+    pul: float
+    gm: float
+    latency: float
+    wb: float
+    r: float
+    seconds: float
+    resident_threads: int
+
+
+def resident_blocks(use: LaunchUse, arch: GpuArch) -> int:
+    """Blocks that one multiprocessor holds at once; 0 where not even one fits.
+
+        min(blocks per SM, threads per SM / threads, registers per SM / registers of a block, shared per SM / shared)
+
+    Source: CUDA C++ Programming Guide, "Multiprocessor level"; registers are given to warps in units of 256.
+    """
+    if use.blocks < 1 or use.threads < 1:
+        raise ModelError(f"a launch of {use.blocks} blocks of {use.threads} threads", blocks=use.blocks)
+    if use.threads > arch.max_thread or use.registers > arch.registers_per_thread or use.shared > arch.max_shared:
+        return 0
+    warps = -(-use.threads // arch.warp_size)
+    per_warp = -(-max(1, use.registers) * arch.warp_size // REGISTER_UNIT) * REGISTER_UNIT
+    limits = [
+        arch.max_blocks_per_sm,
+        arch.max_threads_per_sm // (warps * arch.warp_size),
+        arch.registers_per_sm // per_warp // warps,
+        arch.shared_per_sm // (use.shared + arch.shared_reserved),
+    ]
+    return max(0, min(limits))
+
+
+def score(launches: Sequence[LaunchUse], arch: GpuArch, *, unit: str = "ffma") -> LaunchScore:
+    """PUL of a call of one or more launches.
+
+    Returns: `LaunchScore`; ``pul`` is COMP / R_peak over the predicted time, 0 where a launch does not fit.
+    Raises: ModelError for no launch, or one without blocks.
+    """
+    if not launches:
+        raise ModelError("a call without launches", launches=0)
+    peak = arch.peak(unit)
+    total, flop, longest = 0.0, 0.0, -1.0
+    shown = (1.0, 1.0, 1.0, 0)
+    for use in launches:
+        fitting = resident_blocks(use, arch)
+        if fitting == 0:
+            return LaunchScore(0.0, 0.0, 0.0, 0.0, 0.0, math.inf, 0)
+        threads = min(use.blocks, fitting * arch.num_sm) * use.threads
+        hidden = min(1.0, max(1.0, threads * use.under_way) / (arch.bw_global * LATENCY_S))
+        balance = float(wb_ratio(use.blocks, arch.num_sm)) if use.blocks > arch.num_sm else 1.0
+        work = max(use.flop, 1.0)
+        gm = min(1.0, (work / max(use.moved, 1.0)) / (peak / arch.bw_global))
+        seconds = max(LAUNCH_S, work / (peak * gm * hidden * balance))
+        total, flop = total + seconds, flop + work
+        if seconds > longest:
+            longest, shown = seconds, (gm, hidden, balance, threads)
+    return LaunchScore(min(1.0, flop / peak / total), shown[0], shown[1], shown[2], 1.0, total, shown[3])
+
+
+def least_seconds(moved: float, arch: GpuArch, *, resident: float = 0.0) -> float:
+    """No kernel is faster: compulsory bytes by the DRAM's bandwidth, all bytes by the L2 cache's [s].
+
+    Args: moved: bytes that must be read or written at least once; resident: how many of them the L2 cache may hold from
+        before, or keep without writing them back.
+    """
+    return max(max(0.0, moved - min(resident, arch.l2_bytes)) / arch.bw_global, moved / arch.bw_l2)

@@ -1,0 +1,198 @@
+"""What `estimate.launches` has to know of a GPU kernel: sectors that move, loads under way, operations.
+
+Transactions are counted, not guessed: the addresses of all loads and stores of a few thread blocks are computed, and
+the distinct 32-byte sectors among them are what those blocks move.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jcuts.arch.gpu import GpuArch
+from jcuts.dfg.index import Index
+from jcuts.dfg.node import Guard
+from jcuts.dfg.program import ITEM_SIZE, Phase, Program
+from jcuts.estimate.launches import SECTOR, LaunchScore, LaunchUse, score
+from jcuts.region.choose import work
+
+TERMS = 1024  # terms of a reduction whose addresses are computed; longer ones are scaled up
+SAMPLES = 3  # blocks that are looked at
+MOST_POINTS = 1 << 21  # addresses per access and block; larger tiles count as compulsory traffic
+
+Taken = tuple[int, int, int, int]
+"""Blocks, threads, registers and shared bytes of one launch, as the compiled kernel says."""
+
+
+def score_of(program: Program, taken: Sequence[Taken], arch: GpuArch) -> LaunchScore:
+    """PUL of a compiled program. Args: taken: one entry per launch, in order."""
+    return score(uses(program, taken), arch)
+
+
+def uses(program: Program, taken: Sequence[Taken]) -> list[LaunchUse]:
+    """The launches in numbers: the first does the work; later ones combine partial results of a split."""
+    flop = float(sum(work(p) for p in program.phases))
+    found = []
+    partial = 0.0
+    for number, (blocks, threads, registers, shared) in enumerate(taken):
+        if number == 0:
+            moved, under_way = _moved(program, blocks, threads), _under_way(program)
+            split = int(str(dict(program.params).get("split", 1)))
+            if len(taken) > 1:
+                partial = float(split * sum(b.size * 4 for b in program.outputs))
+                moved += partial
+            found.append(LaunchUse(blocks, threads, registers, shared, flop, moved, under_way))
+        else:
+            outputs = float(sum(b.bytes for b in program.outputs))
+            found.append(LaunchUse(blocks, threads, registers, shared, partial / 4, partial + outputs, 32.0))
+    return found
+
+
+def _moved(program: Program, blocks: int, threads: int) -> float:
+    """Bytes of all sectors that the launch's blocks move."""
+    compulsory = float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
+    params = dict(program.params)
+    if params.get("cuda") != "point" or len(program.phases) != 1:
+        return compulsory * _passes(program)
+    phase = program.phases[0]
+    terms = math.prod(r.extent for r in phase.reds)
+    split = int(str(params.get("split", 1)))
+    if split > 1 or threads * math.prod(a.unroll for a in phase.axes) * min(terms, TERMS) > MOST_POINTS:
+        return compulsory
+    places = sorted({0, blocks // 2, max(0, blocks - 2)})[:SAMPLES]
+    found = [_sectors(program, phase, place, threads) for place in places]
+    return SECTOR * blocks * sum(found) / len(found) * max(1.0, terms / TERMS)
+
+
+def _passes(program: Program) -> float:
+    """How often a team reads its rows: once where they stay in registers, else once per phase."""
+    params = dict(program.params)
+    if params.get("cuda") != "team" or len(program.phases) < 2:
+        return 1.0
+    vector, team, chunks = (int(str(params.get(k, 1))) for k in ("vector", "team", "chunks"))
+    length = max(math.prod(r.extent for r in p.reds) for p in program.phases)
+    # What is read again comes from the L2 cache, at twice the bandwidth.
+    return 1.0 if length <= vector * team * chunks else 1.0 + 0.25 * (len(program.phases) - 1)
+
+
+def _under_way(program: Program) -> float:
+    """Bytes that a thread asks for before it needs the first of them."""
+    params = dict(program.params)
+    total = 0.0
+    for phase in program.phases[:1]:
+        for graph in (phase.body, phase.exit):
+            for node in graph.nodes:
+                if node.op != "load" or node.index is None:
+                    continue
+                if params.get("cuda") == "team":
+                    count = int(str(params.get("vector", 1))) * int(str(params.get("chunks", 1)))
+                else:
+                    unrolled = [*((a.name, a.unroll) for a in phase.axes), *((r.name, r.unroll) for r in phase.reds)]
+                    count = _distinct(node.index, dict(unrolled))
+                total += count * ITEM_SIZE[next(b.dtype for b in program.buffers if b.name == node.buffer)]
+    return max(total, 1.0)
+
+
+def _distinct(index: Index, counts: Mapping[str, int]) -> int:
+    """Different addresses of a load in a tile."""
+    found = {0}
+    for name, count in counts.items():
+        stride = index.stride(name)
+        if stride is None:
+            found = {d * 100_003 + k for d in found for k in range(count)}
+        elif stride and count > 1:
+            found = {d + stride * k for d in found for k in range(count)}
+    return len(found)
+
+
+# -- addresses of a block ---------------------------------------------------------------------------------------------
+def _sectors(program: Program, phase: Phase, block: int, threads: int) -> int:
+    """Distinct sectors that one block loads and stores."""
+    env = _points(program, phase, block, threads)
+    sizes = {b.name: ITEM_SIZE[b.dtype] for b in program.buffers}
+    touched: dict[str, list[np.ndarray]] = {}
+    inside = np.asarray(True)
+    for axis in phase.axes:
+        inside = inside & (env[axis.name] < axis.extent)
+    for graph in (phase.body, phase.exit):
+        for node in graph.nodes:
+            if node.op == "load" and node.index is not None:
+                held = inside & _holds(node.guards, env)
+                touched.setdefault(node.buffer, []).append(_numbers(node.index, env, held) * sizes[node.buffer])
+    for store in phase.stores:
+        outside = {**env, **{r.name: np.int64(0) for r in phase.reds}}
+        touched.setdefault(store.buffer, []).append(_numbers(store.address, outside, inside) * sizes[store.buffer])
+    return sum(np.unique(np.concatenate(found) // SECTOR).size for found in touched.values())
+
+
+def _points(program: Program, phase: Phase, block: int, threads: int) -> dict[str, np.ndarray]:
+    """Coordinates of every point of a block: thread, unrolled axes, terms (as `codegen.cuda.emit` numbers them)."""
+    counts = {a.name: -(-a.extent // a.unroll) for a in phase.axes}
+    pairs: Any = dict(program.params).get("block", ())
+    shape = {str(k): int(v) for k, v in dict(pairs).items()}
+    lanes = np.arange(threads, dtype=np.int64)
+    if shape:
+        inner = _digits(lanes, shape)
+        outer = _digits(np.int64(block), {n: -(-c // shape.get(n, 1)) for n, c in counts.items()})
+        tiles = {n: outer[n] * shape.get(n, 1) + inner.get(n, np.int64(0)) for n in counts}
+    else:
+        tiles = _digits(block * threads + lanes, counts)
+    dims = 1 + len(phase.axes) + len(phase.reds)
+    env: dict[str, np.ndarray] = {}
+    for place, axis in enumerate(phase.axes):
+        start = np.asarray(tiles[axis.name]).reshape([-1, *([1] * (dims - 1))]) * axis.unroll
+        env[axis.name] = start + _along(np.arange(axis.unroll), 1 + place, dims)
+    left = TERMS
+    for place, red in reversed(list(enumerate(phase.reds))):
+        count = max(1, min(red.extent, left))
+        left //= count
+        env[red.name] = _along(np.arange(count), 1 + len(phase.axes) + place, dims)
+    return env
+
+
+def _along(values: np.ndarray, place: int, dims: int) -> np.ndarray:
+    return values.astype(np.int64).reshape([-1 if k == place else 1 for k in range(dims)])
+
+
+def _digits(number: Any, counts: Mapping[str, int]) -> dict[str, Any]:
+    """Mixed-radix digits, last name fastest; the first takes what is left."""
+    found: dict[str, Any] = {}
+    names = list(counts)
+    for name in reversed(names[1:]):
+        found[name], number = number % counts[name], number // counts[name]
+    if names:
+        found[names[0]] = number
+    return found
+
+
+def _holds(guards: Sequence[Guard], env: Mapping[str, np.ndarray]) -> np.ndarray:
+    holds = np.asarray(True)
+    for guard in guards:
+        if guard.index.values():
+            continue
+        value = np.asarray(_value(guard.index, env))
+        if guard.low is not None:
+            holds = holds & (value >= guard.low)
+        if guard.high is not None:
+            holds = holds & (value <= guard.high)
+    return holds
+
+
+def _numbers(index: Index, env: Mapping[str, np.ndarray], held: np.ndarray) -> np.ndarray:
+    """All element numbers at which the mask holds; numbers that depend on data count as if they were 0."""
+    value, mask = np.broadcast_arrays(np.asarray(_value(index, env)), held)
+    return value[mask].reshape(-1)
+
+
+def _value(index: Index, env: Mapping[str, np.ndarray]) -> Any:
+    total: Any = np.int64(index.const)
+    for atom, coefficient in index.terms:
+        if atom.kind == "axis":
+            total = total + coefficient * env[atom.name]
+        elif atom.inner is not None:
+            inner = _value(atom.inner, env)
+            total = total + coefficient * (inner // atom.modulus if atom.kind == "div" else inner % atom.modulus)
+    return total

@@ -1,0 +1,91 @@
+"""Sectors that blocks move, against hand counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jcuts.arch.load import load_gpu
+from jcuts.region import gpu, gpu_score
+from jcuts.region.schedule import collapsed
+from tests import programs
+from tests.ops.cases import conv
+
+H200 = load_gpu("H200")
+
+
+def zeros(*shape):
+    return np.zeros(shape, np.float32)
+
+
+def point(fn, arguments, threads, *block, **unroll):
+    """A program in the point form: unrolled axes by name, block shape as (axis, threads) pairs."""
+    program = collapsed(programs.trace(fn, *arguments).program())
+    phase = program.phases[0]
+    axes = tuple(replace(a, unroll=unroll.get(a.name, 1)) for a in phase.axes)
+    program = replace(program, phases=(replace(phase, axes=axes),))
+    return gpu._with(program, "point", threads, *((("block", block),) if block else ()))
+
+
+def moved(program, blocks):
+    (use,) = gpu_score.uses(program, [(blocks, dict(program.params)["threads"], 32, 0)])
+    return use.moved
+
+
+def test_a_copy_moves_every_sector_once():
+    program = point(lambda x: x + 1, (zeros(4096),), 256, d0=4)
+    assert moved(program, 4) == 2 * 4096 * 4
+
+
+def test_an_operand_that_is_broadcast_is_loaded_by_every_block():
+    program = point(lambda x, b: x + b, (zeros(64, 32), zeros(32)), 64)
+    # 32 blocks of two rows: 256 bytes of x, 256 of the result, 128 of b
+    assert moved(program, 32) == 32 * (256 + 256 + 128)
+
+
+def test_a_transpose_without_tiles_loads_a_sector_per_element():
+    program = point(lambda x: x.T * 2, (zeros(64, 64),), 64)
+    assert moved(program, 64) == 64 * (64 * 32 + 256)
+
+
+def test_a_block_along_the_operand_uses_whole_sectors():
+    program = point(lambda x: x.T * 2, (zeros(64, 64),), 64, ("d0", 8), ("d1", 8))
+    assert moved(program, 64) == 64 * (8 * 32 + 8 * 32)
+
+
+def test_halos_between_blocks():
+    fn, arguments = (lambda x, w: conv(x, w, groups=8), (zeros(1, 8, 8, 8), zeros(3, 3, 1, 8)))
+    program = point(fn, arguments, 64)
+    # A block computes one row of 8 pixels and 8 channels (256 bytes) of three rows; the middle ones are sampled, the
+    # first has two. Weights: 9 * 32 bytes.
+    first, middle = 2 * 256, 3 * 256
+    assert moved(program, 8) == pytest.approx(8 * (256 + 9 * 32 + (first + middle + middle) / 3))
+
+
+def test_loads_under_way():
+    (use,) = gpu_score.uses(point(lambda x: x + 1, (zeros(4096),), 256, d0=4), [(4, 256, 32, 0)])
+    assert use.under_way == 16
+    program = programs.trace(lambda x: x.sum(1), zeros(512, 1024)).program()
+    team = gpu._with(program, "team", 128, ("team", 32), ("vector", 4), ("chunks", 8))
+    (use,) = gpu_score.uses(team, [(128, 128, 40, 0)])
+    assert use.under_way == 4 * 8 * 4
+    assert use.moved == 512 * 1024 * 4 + 512 * 4
+
+
+def test_a_split_pays_for_its_partial_results():
+    program = programs.trace(lambda x: x.sum(0), zeros(8192, 64)).program()
+    split = gpu._with(program, "point", 128, ("split", 64))
+    first, second = gpu_score.uses(split, [(32, 128, 32, 0), (64, 128, 32, 0)])
+    partial = 64 * 64 * 4
+    assert first.moved == 8192 * 64 * 4 + 64 * 4 + partial
+    assert second.moved == partial + 64 * 4
+
+
+def test_every_candidate_gets_a_score():
+    program = programs.trace(lambda x: jnp.maximum(x, 0), zeros(256, 256)).program()
+    for candidate, _ in gpu.candidates(program, gpu.GpuMachine(132), 64):
+        found = gpu_score.score_of(candidate, [(64, dict(candidate.params)["threads"], 32, 0)], H200)
+        assert 0 < found.pul <= 1 and found.seconds > 0

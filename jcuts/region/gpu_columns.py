@@ -27,7 +27,7 @@ from jcuts.region.gpu_tiles import (
     tiled,
     vectors,
 )
-from jcuts.region.scan import LANE, TIME
+from jcuts.region.scan_names import LANE, TIME
 
 
 def columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:

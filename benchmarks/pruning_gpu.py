@@ -133,7 +133,7 @@ def _random_point(plain: Program, rng: random.Random) -> Program | None:
         if threads % along == 0 and threads // along >= 2:
             more = (("block", ((other.name, along), (axes[-1].name, threads // along))),)
     scheduled = replace(plain, phases=(replace(phase, axes=ordered, reds=reds),))
-    return gpu._with(scheduled, "point", threads, *more)
+    return gpu.scheduled(scheduled, "point", threads, *more)
 
 
 def _random_columns(plain: Program, rng: random.Random) -> Program | None:
@@ -150,7 +150,7 @@ def _random_columns(plain: Program, rng: random.Random) -> Program | None:
     split = round(2 ** rng.uniform(0, 12))
     more = (("split", split),) if split > 1 else ()
     scheduled = replace(plain, phases=(replace(phase, axes=axes, reds=reds),))
-    return gpu._with(scheduled, "point", rng.choice(THREADS), *more)
+    return gpu.scheduled(scheduled, "point", rng.choice(THREADS), *more)
 
 
 def _random_team(program: Program, rng: random.Random) -> Program | None:
@@ -166,7 +166,7 @@ def _random_team(program: Program, rng: random.Random) -> Program | None:
         if 1 < split < length // vector:
             more = (("split", split),)
     shape = (("team", team), ("vector", vector), ("chunks", chunks))
-    return gpu._with(program, "team", threads, *shape, *more)
+    return gpu.scheduled(program, "team", threads, *shape, *more)
 
 
 Times = dict[str, tuple[float, float]]

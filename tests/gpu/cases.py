@@ -136,6 +136,7 @@ CASES: dict[str, Case] = {
     "full sum odd": (lambda x: jnp.abs(x).sum() + 1, (normal(100_003),)),
     "column sum": (lambda x: x.sum(0), (normal(3000, 24),)),
     "column max": (lambda x, b: x.max((0, 1)) + b, (normal(20, 30, 52), normal(52))),
+    "few terms": (lambda x: x.sum(1), (normal(40, 3, 12),)),
     "middle": (lambda x: x.sum(1), (normal(6, 400, 20),)),
     "argmax": (lambda x: jnp.argmax(x, -1), (normal(40, 300),)),
     "argmin columns": (lambda x: jnp.argmin(x, 0), (normal(40, 30),)),
@@ -181,9 +182,15 @@ def typed(dtype: str) -> dict[str, Case]:
         "sum of columns": (lambda a: a.sum(0, dtype=a.dtype), (x,)),
         "convert": (lambda a: (a.astype(jnp.float32) * 2, a.astype(jnp.int32) + 1), (x,)),
         "transpose": (lambda a: a.T, (x,)),
+        "running maximum": (lambda a: lax.cummax(a, 1), (x,)),
+        "running sum of columns": (lambda a: lax.cumsum(a, 0), (x,)),
     }
     if np.dtype(jnp.dtype(dtype)).kind not in "iu":
         found["softmax"] = (lambda a: jax.nn.softmax(a), (x,))
+        found["softmax of columns"] = (lambda a: jax.nn.softmax(a, 0), (x,))
+        image, small = normal(2, 8, 8, 8, dtype=dtype), normal(2, 4, 4, 8, dtype=dtype)
+        found["filter gradient"] = (_filter_gradient((3, 3)), (image, normal(2, 8, 8, 8, dtype=dtype, seed=1)))
+        found["pool gradient"] = (_pool_gradient(lax.max, -np.inf, 2, 2, "VALID"), (image, small))
         found["special"] = (lambda a: jnp.tanh(a) + jax.nn.sigmoid(a) * jnp.exp(-jnp.abs(a)), (x,))
     else:
         found["divide"] = (lambda a, b: (lax.div(a, b), lax.rem(a, b)), (x, y))

@@ -27,7 +27,7 @@ def point(fn, arguments, threads, *block, **unroll):
     phase = program.phases[0]
     axes = tuple(replace(a, unroll=unroll.get(a.name, 1)) for a in phase.axes)
     program = replace(program, phases=(replace(phase, axes=axes),))
-    return gpu._with(program, "point", threads, *((("block", block),) if block else ()))
+    return gpu.scheduled(program, "point", threads, *((("block", block),) if block else ()))
 
 
 def moved(program, blocks):
@@ -69,7 +69,7 @@ def test_loads_under_way():
     (use,) = gpu_score.uses(point(lambda x: x + 1, (zeros(4096),), 256, d0=4), [(4, 256, 32, 0)])
     assert use.under_way == 16
     program = programs.trace(lambda x: x.sum(1), zeros(512, 1024)).program()
-    team = gpu._with(program, "team", 128, ("team", 32), ("vector", 4), ("chunks", 8))
+    team = gpu.scheduled(program, "team", 128, ("team", 32), ("vector", 4), ("chunks", 8))
     (use,) = gpu_score.uses(team, [(128, 128, 40, 0)])
     assert use.under_way == 4 * 8 * 4
     assert use.moved == 512 * 1024 * 4 + 512 * 4
@@ -77,7 +77,7 @@ def test_loads_under_way():
 
 def test_a_split_pays_for_its_partial_results():
     program = programs.trace(lambda x: x.sum(0), zeros(8192, 64)).program()
-    split = gpu._with(program, "point", 128, ("split", 64))
+    split = gpu.scheduled(program, "point", 128, ("split", 64))
     first, second = gpu_score.uses(split, [(32, 128, 32, 0), (64, 128, 32, 0)])
     partial = 64 * 64 * 4
     assert first.moved == 8192 * 64 * 4 + 64 * 4 + partial

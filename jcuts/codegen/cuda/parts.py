@@ -77,7 +77,8 @@ def _split(program: Program) -> tuple[Program, Program, list[Buffer]]:
     partials = [Buffer(f"part{k}", acc.dtype, (rows, count), "out") for k, acc in enumerate(phase.accs)]
 
     ranges = {**{a.name: a.extent for a in phase.axes}, "s": count, "f": share}
-    point = Index.axis("s") * share + Index.axis("f")
+    ahead = params["cuda"] == "point"  # neighbouring threads read neighbouring terms, and neighbouring outputs
+    point = Index.axis("f") * count + Index.axis("s") if ahead else Index.axis("s") * share + Index.axis("f")
     places = dict(zip((r.name for r in phase.reds), unflatten(point, extents, ranges), strict=True))
     guard = Guard(point, None, length - 1)
     body, numbers = guarded(phase.body, places, guard, ranges)
@@ -87,10 +88,11 @@ def _split(program: Program) -> tuple[Program, Program, list[Buffer]]:
         Store(p.name, row * count + Index.axis("s"), exit_.add(Node("acc", a.dtype, attrs=(("number", k),))))
         for k, (p, a) in enumerate(zip(partials, accs, strict=True))
     )
+    axes = (*phase.axes[:-1], Axis("s", count), *phase.axes[-1:]) if ahead else (*phase.axes, Axis("s", count))
     first = replace(
         program, name=f"{program.name}_first", params=_without_split(program, str(params["cuda"])),
         buffers=(*_read(program, phase.body), *partials),
-        phases=(Phase(f"{phase.name}.first", (*phase.axes, Axis("s", count)),
+        phases=(Phase(f"{phase.name}.first", axes,
                       (Red("f", share, _unroll(phase), False, 1),), accs, body, exit_, stores),),
     )  # fmt: skip
 

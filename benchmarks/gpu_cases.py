@@ -50,11 +50,14 @@ class Case:
         return int(sum(a * b for a, b in zip(sizes, shares, strict=True)) + sum(o.size * o.dtype.itemsize for o in out))
 
 
+def _convolved(stride: int, x: Any, w: Any) -> Any:
+    return lax.conv_general_dilated(x, w, (stride, stride), "SAME", feature_group_count=x.shape[-1],
+                                    dimension_numbers=("NHWC", "HWIO", "NHWC"), precision="highest")  # fmt: skip
+
+
 def _depthwise(stride: int) -> Callable[..., Any]:
     def function(x: Any, w: Any, b: Any) -> Any:
-        y = lax.conv_general_dilated(x, w, (stride, stride), "SAME", feature_group_count=x.shape[-1],
-                                     dimension_numbers=("NHWC", "HWIO", "NHWC"), precision="highest")  # fmt: skip
-        return jnp.clip(y + b, 0.0, 6.0)
+        return jnp.clip(_convolved(stride, x, w) + b, 0.0, 6.0).astype(x.dtype)
 
     return function
 
@@ -82,6 +85,53 @@ def _average_pool(x: Any) -> Any:
     return lax.reduce_window(x, 0.0, lax.add, (1, 3, 3, 1), (1, 1, 1, 1), "SAME") / 9.0
 
 
+def _input_gradient(stride: int, extent: int) -> Callable[..., Any]:
+    def function(w: Any, g: Any) -> Any:
+        x = jax.ShapeDtypeStruct((g.shape[0], extent, extent, g.shape[-1]), g.dtype)
+        return jax.linear_transpose(lambda x: _convolved(stride, x, w), x)(g)[0]
+
+    return function
+
+
+def _filter_gradient(stride: int) -> Callable[..., Any]:
+    def function(x: Any, g: Any) -> Any:
+        w = jax.ShapeDtypeStruct((3, 3, 1, x.shape[-1]), x.dtype)
+        return jax.linear_transpose(lambda w: _convolved(stride, x, w), w)(g)[0]
+
+    return function
+
+
+def _max_pool_gradient(x: Any, g: Any) -> Any:
+    return jax.vjp(_max_pool, x)[1](g)[0]
+
+
+def _average_pool_gradient(g: Any) -> Any:
+    return jax.linear_transpose(_average_pool, g)(g)[0]
+
+
+def _statistics(x: Any) -> Any:
+    """Batch norm's: mean and variance of every channel over batch and space."""
+    axes = tuple(range(x.ndim - 1))
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    mean = wide.mean(axes, keepdims=True)
+    return mean.reshape(-1), jnp.square(wide - mean).mean(axes)
+
+
+def _moments(x: Any) -> Any:
+    axes = tuple(range(x.ndim - 1))
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return wide.sum(axes), jnp.square(wide).sum(axes)
+
+
+def _tables(indices: Any, *tables: Any) -> Any:
+    """One row of every table per line of indices, side by side."""
+    return jnp.concatenate([jnp.take(t, indices[:, k], axis=0, mode="clip") for k, t in enumerate(tables)], axis=1)
+
+
+DEPTHWISE = ((64, 112, 32), (64, 56, 144), (64, 28, 192), (64, 14, 576), (64, 7, 960))
+DTYPES = ("float32", "bfloat16")
+
+
 def cases() -> list[Case]:
     """All of them, small and large sizes."""
     found = []
@@ -100,14 +150,26 @@ def cases() -> list[Case]:
             ]
     found.append(Case("full sum 16384x4096 float32", lambda x: x.sum(), (((16384, 4096), "float32"),)))
     found.append(Case("column sum 802816x32 float32", lambda x: x.sum(0), (((802816, 32), "float32"),)))
-    for n, h, c in ((64, 112, 32), (64, 56, 144), (64, 28, 192), (64, 14, 576), (64, 7, 960), (1, 56, 144)):
-        shapes = (((n, h, h, c), "float32"), ((3, 3, 1, c), "float32"), ((c,), "float32"))
-        found.append(Case(f"depthwise 3x3/1 {n}x{h}x{h}x{c}", _depthwise(1), shapes))
-    for n, h, c in ((64, 112, 96), (64, 56, 144), (64, 14, 576)):
-        shapes = (((n, h, h, c), "float32"), ((3, 3, 1, c), "float32"), ((c,), "float32"))
-        found.append(Case(f"depthwise 3x3/2 {n}x{h}x{h}x{c}", _depthwise(2), shapes))
-    found.append(Case("max pool 3x3/2 64x112x112x64", _max_pool, (((64, 112, 112, 64), "float32"),)))
-    found.append(Case("average pool 3x3/1 64x35x35x288", _average_pool, (((64, 35, 35, 288), "float32"),)))
+    for dtype in DTYPES:
+        found += _windows(dtype)
+        for shape in ((64, 112, 112, 32), (64, 56, 56, 144), (64, 14, 14, 576)):
+            size = f"{'x'.join(map(str, shape))} {dtype}"
+            found.append(Case(f"batch statistics {size}", _statistics, ((shape, dtype),)))
+            found.append(Case(f"sum and squares {size}", _moments, ((shape, dtype),)))
+        rows = tuple((((20_000 + 1000 * k), 64), dtype) for k in range(26))
+        share = tuple(2048 / shape[0] for shape, _ in rows)
+        found.append(Case(f"26 tables, 2048 rows of 64 {dtype}", _tables, (((2048, 26), "int32 < 20000"), *rows),
+                          (1.0, *share)))  # fmt: skip
+    found.append(
+        Case("softmax of columns 4096x4096 float32", lambda x: jax.nn.softmax(x, 0), (((4096, 4096), "float32"),))
+    )
+    found.append(
+        Case("softmax of columns 128x65536 float32", lambda x: jax.nn.softmax(x, 0), (((128, 65536), "float32"),))
+    )
+    for rows, columns in ((16384, 4096), (512, 512)):
+        full = (((rows, columns), "float32"),)
+        found.append(Case(f"running sum of rows {rows}x{columns} float32", lambda x: jnp.cumsum(x, 1), full))
+        found.append(Case(f"running sum of columns {rows}x{columns} float32", lambda x: jnp.cumsum(x, 0), full))
     for count, width in ((2048, 64), (262144, 128)):
         table = 1_000_000
         found.append(
@@ -118,4 +180,28 @@ def cases() -> list[Case]:
                 (count / table, 1.0),
             )
         )
+    return found
+
+
+def _windows(dtype: str) -> list[Case]:
+    """Depthwise convolution and pooling, forwards and backwards."""
+    found = []
+    for n, h, c in (*DEPTHWISE, (1, 56, 144)):
+        shapes = (((n, h, h, c), dtype), ((3, 3, 1, c), dtype), ((c,), dtype))
+        found.append(Case(f"depthwise 3x3/1 {n}x{h}x{h}x{c} {dtype}", _depthwise(1), shapes))
+    for n, h, c in ((64, 112, 96), (64, 56, 144), (64, 14, 576)):
+        shapes = (((n, h, h, c), dtype), ((3, 3, 1, c), dtype), ((c,), dtype))
+        found.append(Case(f"depthwise 3x3/2 {n}x{h}x{h}x{c} {dtype}", _depthwise(2), shapes))
+    for stride, sizes in ((1, DEPTHWISE), (2, ((64, 112, 96), (64, 56, 144)))):
+        for n, h, c in sizes:
+            x, g, w = ((n, h, h, c), dtype), ((n, h // stride, h // stride, c), dtype), ((3, 3, 1, c), dtype)
+            size = f"3x3/{stride} {n}x{h}x{h}x{c} {dtype}"
+            found.append(Case(f"depthwise input gradient {size}", _input_gradient(stride, h), (w, g)))
+            found.append(Case(f"depthwise filter gradient {size}", _filter_gradient(stride), (x, g)))
+    x, g = ((64, 112, 112, 64), dtype), ((64, 56, 56, 64), dtype)
+    found.append(Case(f"max pool 3x3/2 64x112x112x64 {dtype}", _max_pool, (x,)))
+    found.append(Case(f"max pool gradient 3x3/2 64x112x112x64 {dtype}", _max_pool_gradient, (x, g)))
+    even = (((64, 35, 35, 288), dtype),)
+    found.append(Case(f"average pool 3x3/1 64x35x35x288 {dtype}", _average_pool, even))
+    found.append(Case(f"average pool gradient 3x3/1 64x35x35x288 {dtype}", _average_pool_gradient, even))
     return found

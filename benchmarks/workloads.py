@@ -27,13 +27,19 @@ def array(*shape: int, seed: int = 0, scale: float = 1.0, dtype: Any = jnp.float
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape) * scale, dtype)
 
 
-def network(name: str, batch: int, *, closed: bool = True, dtype: str = "float32") -> Workload:
-    """A ``keras.applications`` network's inference. Batch-norm statistics are made non-trivial."""
+def network(
+    name: str, batch: int, *, closed: bool = True, dtype: str = "float32", size: int | None = None
+) -> Workload:
+    """A ``keras.applications`` network's inference. Batch-norm statistics are made non-trivial.
+
+    ``size`` is the height and width of its images, where not the network's own.
+    """
     import keras
 
     keras.utils.set_random_seed(1)
     keras.config.set_dtype_policy("float32")
-    model = getattr(keras.applications, name)(weights=None)
+    shape = {} if size is None else {"input_shape": (size, size, 3)}
+    model = getattr(keras.applications, name)(weights=None, **shape)
     x = array(batch, *model.input_shape[1:], dtype=dtype)
     rng = np.random.default_rng(7)
 
@@ -85,6 +91,44 @@ def encoder(
     return apply, (weights, array(batch, length, width, dtype=dtype))
 
 
+def bert(
+    batch: int = 1, length: int = 384, layers: int = 12, width: int = 768, heads: int = 12, vocabulary: int = 30522,
+    *, closed: bool = False,
+) -> Workload:  # fmt: skip
+    """BERT's encoder (post-norm, exact GELU) with its embeddings; the defaults are BERT-base."""
+    hidden, depth = 4 * width, width // heads
+    names = dict.fromkeys("qkvo", (width, width)) | {"up": (width, hidden), "down": (hidden, width)}
+    ones, zeros = jnp.ones(width), jnp.zeros(width)
+
+    def layer(seed: int) -> dict[str, jax.Array]:
+        made = {n: array(*s, seed=seed + i, scale=0.02) for i, (n, s) in enumerate(names.items())}
+        made |= {f"b{n}": array(s[1], seed=seed + 20 + i, scale=0.02) for i, (n, s) in enumerate(names.items())}
+        return made | {"g1": ones, "c1": zeros, "g2": ones, "c2": zeros}
+
+    weights = {
+        "words": array(vocabulary, width, scale=0.02),
+        "places": array(length, width, seed=1, scale=0.02),
+        "norm": (ones, zeros),
+        "layers": [layer(100 * k) for k in range(layers)],
+    }
+    tokens = jnp.asarray(np.random.default_rng(2).integers(0, vocabulary, (batch, length)), jnp.int32)
+
+    def apply(w: Any, tokens: jax.Array) -> jax.Array:
+        x = layer_norm(w["words"][tokens] + w["places"], *w["norm"])
+        for p in w["layers"]:
+            q, k, v = ((x @ p[n] + p[f"b{n}"]).reshape(*x.shape[:2], heads, depth) for n in "qkv")
+            attention = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) * depth**-0.5, -1)
+            mixed = jnp.einsum("bhqk,bkhd->bqhd", attention, v).reshape(x.shape) @ p["o"] + p["bo"]
+            x = layer_norm(x + mixed, p["g1"], p["c1"])
+            up = jax.nn.gelu(x @ p["up"] + p["bup"], approximate=False)
+            x = layer_norm(x + up @ p["down"] + p["bdown"], p["g2"], p["c2"])
+        return x
+
+    if closed:
+        return (lambda tokens: apply(weights, tokens)), (tokens,)
+    return apply, (weights, tokens)
+
+
 def gru(steps: int = 100, batch: int = 16, width: int = 256) -> Workload:
     """A GRU scanned over time."""
     weights = {
@@ -133,4 +177,6 @@ def by_name(name: str, batch: int = 1, *, closed: bool = True, dtype: str = "flo
         return gru()
     if name == "mlp_step":
         return mlp_step()
+    if name == "bert":
+        return bert(batch, closed=closed)
     return network(name, batch, closed=closed, dtype=dtype)

@@ -15,13 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jcuts.api import Optimized, optimize
+    from jcuts.microbatch.best_batch import best_batch_size
 
-__all__ = ["Optimized", "optimize"]
+__all__ = ["Optimized", "best_batch_size", "optimize"]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
     # JAX is imported only when it is needed: the floors without it (and `jcuts.base`) stay light.
+    if name == "best_batch_size":
+        from jcuts.microbatch.best_batch import best_batch_size
+
+        return best_batch_size
     if name in __all__:
         from jcuts import api
 

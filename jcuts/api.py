@@ -14,27 +14,28 @@ import difflib
 import functools
 import inspect
 import logging
+import math
 import threading
 import time
 import types
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
-from jcuts import guard, progress
+from jcuts import forms, guard, progress
 from jcuts.base import knobs
 from jcuts.base.errors import NotJaxError, UsageError
 from jcuts.base.fingerprint import digest, versions
-from jcuts.base.settings import Settings
+from jcuts.base.settings import Form, Settings
 from jcuts.primitive import shard_local
 from jcuts.primitive.call import jcuts_call, register_late_rules
 from jcuts.primitive.lowering import plan
 from jcuts.primitive.sharding import OtherPlacement, Placement, expected
 from jcuts.report import FunctionReport
 from jcuts.trace import jaxapi
-from jcuts.trace.capture import capture, function_name
+from jcuts.trace.capture import Capture, capture, function_name
 from jcuts.tune import session
 
 log = logging.getLogger("jcuts")
@@ -45,9 +46,10 @@ class _Undecided(Exception):
 
 
 class _Permission(threading.local):
-    """The program that the slow path is calling on this thread, if any."""
+    """The program that the slow path is calling on this thread, if any; what it traced to decide, and for whom."""
 
     program: Any = None
+    traced: tuple[Optimized, Capture] | None = None
 
 
 _permission = _Permission()
@@ -81,7 +83,7 @@ class _Signature(NamedTuple):
 
 
 class _Program(NamedTuple):
-    """One way to run the function: ``name`` as in ``guard.candidate_names``, and the jitted carrier."""
+    """One way to run the function: ``name`` as in ``forms``, and the jitted carrier."""
 
     name: str
     placement: Placement
@@ -172,7 +174,7 @@ class Optimized:
     def tune(self, *args: Any, **kwargs: Any) -> Any:
         """Measure for these arguments now, whatever was decided before, and return the report."""
         signature = self._signature(args, kwargs)
-        with self._lock:
+        with self._lock, _own_trace():
             self._decisions.pop(signature, None)
             self._decide(signature, args, kwargs, measure=True, force=True)
             self._refresh()
@@ -194,13 +196,48 @@ class Optimized:
         parts = shard_local.split(closed, self._placement(args, kwargs))
         if not isinstance(parts, str):
             closed = max((p.closed for p in parts.parts), key=lambda c: len(c.jaxpr.eqns))  # the report's program
-        outcome = plan(closed, self.settings, self._platform(signature), may_measure=False)
+        platform = self._platform(signature)
+        outcome = plan(closed, self.settings, platform, may_measure=False)
         decision = known or self._kept(original, signature, outcome.closed is not closed)
+        if (form := self._shown_form(decision)) is not None:
+            outcome = plan(closed, self._settings_for(form), platform, may_measure=False)
         report = outcome.report
         if report is None:
             report = FunctionReport(function_name(self._fn), self.settings.mode, self._platform(signature),
                                     notes=(outcome.note,))
         return _with_decision(report, decision)
+
+    @staticmethod
+    def _shown_form(decision: guard.Decision) -> Form | None:
+        """The form that the report is about: the chosen one, or where XLA won the fastest that lost."""
+        if not forms.is_xla(decision.chosen):
+            return forms.form_of(decision.chosen)
+        lost = [name for name in decision.speed if not forms.is_xla(name)]
+        return forms.form_of(max(lost, key=lambda name: decision.speed[name][0])) if lost else None
+
+    def chosen(self, *args: Any, **kwargs: Any) -> Any:
+        """``jax.stages.Lowered`` of the very program that a call with these arguments runs.
+
+        Decides, which measures, where nothing was decided yet.
+        """
+        signature = self._signature(args, kwargs)
+        with self._lock:
+            known = self._decisions.get(signature) or self._still_waiting(signature)
+            if known is None:
+                known = self._decide(signature, args, kwargs, measure=self.settings.tune == "auto")
+                self._refresh()
+        return known[0].call.lower(*args, **kwargs)
+
+    def programs(self, *args: Any, **kwargs: Any) -> dict[str, Callable[..., Any]]:
+        """The whole programs that competed for these arguments, by name: for measurements of one's own.
+
+        Empty where nothing was timed (yet).
+        """
+        placement = self._placement(args, kwargs)
+        known = self._decided(self._signature(args, kwargs))
+        platform = self._platform(self._signature(args, kwargs))
+        names = [] if known is None else known.speed
+        return {name: self._program(name, placement, platform).call.permitted for name in names}
 
     def decision(self, *args: Any, **kwargs: Any) -> guard.Decision | None:
         """What the last guard decided for these arguments, or None if they were not seen."""
@@ -232,23 +269,42 @@ class Optimized:
     def _jit(self, carrier: Callable[..., Any], **more: Any) -> Any:
         return jax.jit(carrier, **self._options, **more)
 
-    def _carrier_of_call(self, placement: Placement | None) -> Callable[..., Any]:
-        fn, settings = self._fn, self.settings
+    def _carrier_of_call(
+        self, placement: Placement | None, form: Form | None = None, *, decided: bool = False
+    ) -> Callable[..., Any]:
+        """A function to jit.  ``decided``: called by the slow path, which has traced the user's function already."""
+        fn, settings = self._fn, self._settings_for(form)
 
         @functools.wraps(fn)
         def carrier(*args: Any, **kwargs: Any) -> Any:
             if jaxapi.jit_disabled():
                 return fn(*args, **kwargs)
-            seen = capture(fn, args, kwargs)
+            seen = (self._traced_for(args, kwargs) if decided else None) or capture(fn, args, kwargs)
             outs = jcuts_call(seen.closed, seen.leaves, settings, name=seen.name, placement=placement)
             return jax.tree.unflatten(seen.out_tree, outs)
 
         return carrier
 
+    def _settings_for(self, form: Form | None) -> Settings:
+        return self.settings if form is None else dataclasses.replace(self.settings, form=form)
+
+    def _traced_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture | None:
+        """What the slow path has traced to decide, at the leaves of this trace; None if it is of other types."""
+        if _permission.traced is None or _permission.traced[0] is not self:
+            return None
+        seen = _permission.traced[1]
+        leaves = [x for x in jax.tree.leaves((args, kwargs)) if jaxapi.is_tracer(x)]
+        if [jaxapi.aval_of(x) for x in leaves] != list(seen.closed.in_avals):
+            return None
+        return dataclasses.replace(seen, leaves=leaves)
+
     def _program(self, name: str, placement: Placement, platform: str) -> _Program:
         key = (name, placement)
         if key not in self._programs:
-            inner = self._fn if name.split(":")[0] == guard.XLA else self._carrier_of_call(placement)
+            inner = (
+                self._fn if forms.is_xla(name)
+                else self._carrier_of_call(placement, forms.form_of(name), decided=True)
+            )  # fmt: skip
             token = object()
 
             @functools.wraps(self._fn)
@@ -257,7 +313,7 @@ class Optimized:
                     raise _Undecided
                 return inner(*args, **kwargs)
 
-            options = guard.compiler_options(name, platform)
+            options = forms.compiler_options(name, platform)
             jitted = self._jit(carrier, compiler_options=options) if options else self._jit(carrier)
             self._programs[key] = _Program(name, placement, _Permitted(jitted, token, placement))
         return self._programs[key]
@@ -275,12 +331,15 @@ class Optimized:
             # deadlock, so this call runs the jcuts program without a decision.
             if not self._lock.acquire(blocking=False):
                 return self._nested(*args, **kwargs)
-            try:
-                known = self._decide(signature, args, kwargs, measure=self.settings.tune == "auto")
-                self._refresh()
-            finally:
-                self._lock.release()
-        return known[0].call.permitted(*args, **kwargs)
+            with _own_trace():
+                try:
+                    known = self._decide(signature, args, kwargs, measure=self.settings.tune == "auto")
+                    self._refresh()
+                finally:
+                    self._lock.release()
+                return known[0].call.permitted(*args, **kwargs)
+        with _own_trace():
+            return known[0].call.permitted(*args, **kwargs)
 
     def _by_signature(self, *args: Any, **kwargs: Any) -> Any:
         known = self._decisions.get(self._signature(args, kwargs))
@@ -322,8 +381,13 @@ class Optimized:
             return guard.Decision(guard.XLA, "JCUTS_DISABLE is set")
         if jaxapi.jit_disabled():
             return guard.Decision(guard.JCUTS, "jax.disable_jit is in force: nothing is compiled")
-        closed = self._closed(args, kwargs)
+        traced = self._plain.trace(*args, **kwargs)
+        closed = traced.jaxpr
         leaves = jax.tree.leaves(self._split(args, kwargs)[0])
+        racing: list[Form | None] = []
+        if not placement.shardings:
+            out_tree = jax.tree.structure(traced.out_info)
+            _permission.traced = self, Capture(closed, [], out_tree, function_name(self._fn))
         if placement.shardings:
             parts = shard_local.split(closed, placement)
             if isinstance(parts, str):
@@ -331,9 +395,17 @@ class Optimized:
             outcomes = shard_local.plan_parts(
                 parts, lambda part: plan(part, self.settings, platform, may_measure=measure))
             uses_jcuts = any(o.closed is not p.closed for o, p in zip(outcomes, parts.parts, strict=True))
+            racing = [None] if uses_jcuts else []
+        elif measure and self._may_race(closed, leaves, platform):
+            stored = None if force else self._stored(self._store_key(closed, signature, platform), platform, True)
+            if stored is not None and stored.is_final:
+                return stored  # its kernels are in the database: lowering finds them there
+            found = self._plan_forms(closed, leaves, platform)
+            racing, outcomes, uses_jcuts = list(found), list(found.values()), bool(found)
         else:
             outcomes = [plan(closed, self.settings, platform, may_measure=measure, examples=leaves)]
             uses_jcuts = outcomes[0].closed is not closed
+            racing = [None] if uses_jcuts else []
         if measure and any(getattr(o.report, "postponed", False) for o in outcomes):
             name = guard.XLA if self.settings.mode == "mixed" else guard.JCUTS
             return guard.Decision(name, "kernels could not be measured now: a later call tunes", deferred=True)
@@ -348,14 +420,22 @@ class Optimized:
         stored = self._stored(key, platform, uses_jcuts)
         if stored is not None and not force and (stored.is_final or key in _decided_here):
             return stored
-        names = guard.candidate_names(platform, uses_jcuts)
+        names = forms.programs(racing, forms.options(platform))
         again = stored if not force else None
-        decision = self._race(args, kwargs, placement, platform, again.open_between(names) if again else names)
+        exact = forms.Exact(closed, leaves, self.settings.tolerance, platform)
+        decision = self._race(args, kwargs, placement, platform, again.open_between(names) if again else names, exact)
         if again is not None:
             decision = dataclasses.replace(decision, tries=again.tries + 1)
         _decided_here.add(key)
         self._guard_store().put_guard(key, decision.to_dict())
         return decision
+
+    def _plan_forms(self, closed: jaxapi.Closed, leaves: Sequence[Any], platform: str) -> dict[Form | None, Any]:
+        def of_form(form: Form | None) -> Any:
+            return plan(closed, self._settings_for(form), platform, may_measure=True, examples=leaves)
+
+        with session.workshop():
+            return forms.planned(closed, platform, of_form)
 
     def _not_timed(self, closed: jaxapi.Closed, leaves: Sequence[Any]) -> str | None:
         if jaxapi.has_effects(closed):
@@ -366,17 +446,27 @@ class Optimized:
             return "donated arguments do not fit twice into memory: not timed as a whole"
         return None
 
+    def _may_race(self, closed: jaxapi.Closed, leaves: Sequence[Any], platform: str) -> bool:
+        """Whether programs of several forms may compete: on GPUs, where whole functions are timed."""
+        return self.settings.mode == "mixed" and platform in forms.GPUS and self._not_timed(closed, leaves) is None
+
     def _stored(self, key: str, platform: str, uses_jcuts: bool) -> guard.Decision | None:
         data = self._guard_store().guard(key)
         decision = None if data is None else guard.Decision.from_dict(data)
-        if decision is None or decision.chosen not in guard.candidate_names(platform, uses_jcuts):
+        if decision is None or not forms.is_known(decision.chosen, platform, uses_jcuts):
             return None
         return decision
 
-    def _race(self, args: Any, kwargs: Any, placement: Placement, platform: str,
-              names: Sequence[str]) -> guard.Decision:
-        calls = {name: self._program(name, placement, platform).call.permitted for name in names}
-        return guard.decide(calls, lambda: self._copies(args, kwargs), donates=bool(self._donated[0]))
+    def _race(self, args: Any, kwargs: Any, placement: Placement, platform: str, names: Sequence[str],
+              exact: forms.Exact) -> guard.Decision:
+        calls = {name: self._program(name, placement, platform).call for name in names}
+        on_gpu = platform in forms.GPUS
+        if on_gpu:
+            forms.compile_ahead({name: functools.partial(call.lower, *args, **kwargs) for name, call in calls.items()})
+        # Options can do more on a GPU than everything else: there no program does without them.
+        return guard.decide({name: call.permitted for name, call in calls.items()}, lambda: self._copies(args, kwargs),
+                            donates=bool(self._donated[0]), verify=exact, chunk=2e-3 if on_gpu else 3e-4,
+                            options_gain=math.inf if on_gpu else guard.OPTIONS_GAIN)
 
     def _copies(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def copy(tree: Any) -> Any:
@@ -459,6 +549,16 @@ def _place_text(place: Any) -> str:
     return str(place)
 
 
+@contextlib.contextmanager
+def _own_trace() -> Iterator[None]:
+    """What is traced to decide inside the block is not seen outside it, nor the other way round."""
+    before, _permission.traced = _permission.traced, None
+    try:
+        yield
+    finally:
+        _permission.traced = before
+
+
 class _Permitted:
     """A jitted carrier and the token that lets the slow path trace and lower it."""
 
@@ -472,6 +572,15 @@ class _Permitted:
         _permission.program, expected.placement = self._token, self._placement
         try:
             return self.jitted(*args, **kwargs)
+        finally:
+            _permission.program, expected.placement = before
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """``jax.stages.Lowered`` of the carrier; what it compiles to is what a call with these arguments runs."""
+        before = _permission.program, expected.placement
+        _permission.program, expected.placement = self._token, self._placement
+        try:
+            return self.jitted.lower(*args, **kwargs)
         finally:
             _permission.program, expected.placement = before
 

@@ -31,13 +31,18 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "cpu": {
         "wide": {"xla_cpu_prefer_vector_width": 512},
     },
+    # Everything in CUDA graphs, as far as a version of XLA can: the first that it accepts is used.
     "cuda": {
-        "graph1": {"xla_gpu_graph_min_graph_size": 1},
         "graphs": {
             "xla_gpu_graph_min_graph_size": 1,
             "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,WHILE,"
                                              "DYNAMIC_SLICE_FUSION,CONVOLUTION",
         },
+        "graphs2": {
+            "xla_gpu_graph_min_graph_size": 1,
+            "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL",
+        },
+        "graph1": {"xla_gpu_graph_min_graph_size": 1},
     },
 }
 
@@ -46,7 +51,7 @@ _HOPELESS = 3.0
 # Where one call of plain jax.jit takes longer [s], programs that differ by compiler options alone are not tried.
 _LONG = 3.0
 # Compiler options do not make up for a program that needs this many times the best time in each of two runs.
-_OPTIONS_GAIN = 2.0
+OPTIONS_GAIN = 2.0
 # Two standard errors of a ratio beyond this: the machine was too busy to decide for good.
 _NOISY = 0.10
 # ... but who is this many times as fast as plain jax.jit in three quarters of the pairs wins whatever the noise.
@@ -91,7 +96,7 @@ class Decision:
     """Which whole program runs, and why.
 
     Attributes:
-        chosen: ``xla``, ``jcuts``, or either with ``:<options name>``.
+        chosen: ``xla`` or ``jcuts``, with ``/<form>`` and ``:<options name>`` (`forms`).
         reason: one sentence.
         seconds: time per candidate [s]: the median of plain XLA, for the others that time over ``speed``; empty when
             nothing was timed.
@@ -146,21 +151,9 @@ class Decision:
             return None
 
 
-def candidate_names(platform: str, uses_jcuts: bool) -> list[str]:
-    """Candidates in the fixed order that decides ties: the plainer program wins."""
-    extra = list(OPTIONS.get("cuda" if platform in ("gpu", "rocm") else platform, {}))
-    names = [XLA, *(f"{XLA}:{name}" for name in extra)]
-    return [*names, JCUTS, *(f"{JCUTS}:{name}" for name in extra)] if uses_jcuts else names
-
-
-def compiler_options(name: str, platform: str) -> dict[str, Any] | None:
-    """Compiler options of a candidate (None for none, or for a name that this version does not know)."""
-    _, _, option = name.partition(":")
-    return OPTIONS.get("cuda" if platform in ("gpu", "rocm") else platform, {}).get(option)
-
-
 def decide(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]],
-           *, donates: bool, seconds: float = 0.6, limit: float = 60.0,
+           *, donates: bool, seconds: float = 0.6, limit: float = 60.0, chunk: float = 3e-4,
+           verify: Callable[[str, Any, Any], str | None] | None = None, options_gain: float = OPTIONS_GAIN,
            clock: Callable[[], float] = time.perf_counter) -> Decision:
     """Time whole programs on the same arguments and choose.
 
@@ -170,6 +163,9 @@ def decide(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], tup
         donates: whether a call uses its arguments up.
         seconds: wall time to spend beyond the warm runs.
         limit: where the least number of runs takes longer than this [s], fewer are taken.
+        chunk: wall time of one sample [s]: so many executions in a row, of which only the last is waited for.
+        options_gain: most that compiler options can gain: a program slower than that is not compiled with them.
+        verify: ``(candidate, reference result, result)`` -> why the result is not right, or None.
         clock: monotonic seconds.
 
     Returns: the fastest candidate, or the first in order within the noise margin of it.  Nothing rests on one run.
@@ -184,7 +180,7 @@ def decide(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], tup
             args, kwargs = fresh_args()
             return jax.block_until_ready(call(*args, **kwargs))
 
-        if ":" in name and (why := _not_worth_options(name.partition(":")[0], quick)) is not None:
+        if ":" in name and (why := _not_worth_options(name.partition(":")[0], quick, options_gain)) is not None:
             rejected[name] = why
             continue
         try:
@@ -198,7 +194,7 @@ def decide(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], tup
             continue
         if not runs:
             reference = jax.tree.map(_host, result)
-        elif (why := _disagrees(reference, result)) is not None:
+        elif (why := _disagrees(reference, result) or (verify and verify(name, reference, result))) is not None:
             rejected[name] = why
             continue
         if ":" not in name and quick.get(XLA, 0.0) <= _LONG:
@@ -220,7 +216,8 @@ def decide(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], tup
 
     def sample(names: Sequence[str], seconds: float) -> dict[str, noise.Samples]:
         chosen = {name: calls[name] for name in names}
-        return _sample(chosen, fresh_args, best, donates, seconds, rounds, clock)
+        return _sample(chosen, fresh_args, max(1, min(200, math.ceil(chunk / max(best, 1e-7)))), donates, seconds,
+                       rounds, clock)
 
     first = _choose(sample(list(runs), seconds / 3 if is_clear else seconds), rejected)
     if first.chosen == XLA or (is_clear and first.speed[first.chosen][1] > _HOPELESS) or clock() - start > limit:
@@ -235,12 +232,12 @@ def decide(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], tup
                                noisy=noisy)
 
 
-def _not_worth_options(base: str, quick: Mapping[str, float]) -> str | None:
+def _not_worth_options(base: str, quick: Mapping[str, float], gain: float) -> str | None:
     """Why a program is not compiled again with options, or None."""
     if quick[XLA] > _LONG:
         return f"not tried: one call of plain jax.jit takes more than {_LONG:g} s"
     best = min(quick, key=lambda name: quick[name])
-    if base in quick and quick[base] > _OPTIONS_GAIN * quick[best]:
+    if base in quick and quick[base] > gain * quick[best]:
         return f"not tried: {best} is {quick[base] / quick[best]:.1f} times as fast as {base}, more than options change"
     return None
 
@@ -263,14 +260,13 @@ def _warm(runs: Mapping[str, Callable[[], Any]], clock: Callable[[], float]) -> 
     return times
 
 
-def _sample(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], Any], best: float, donates: bool,
+def _sample(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], Any], inner: int, donates: bool,
             seconds: float, rounds: int, clock: Callable[[], float]) -> dict[str, noise.Samples]:
     if donates:
         # Each execution needs its own copies, made outside the timed part.
         return _sample_with_copies(calls, fresh_args, seconds, rounds, clock)
     args, kwargs = fresh_args()
     # Several executions per sample, so that a fast function is not timed by the clock's resolution.
-    inner = max(1, min(200, math.ceil(3e-4 / max(best, 1e-7))))
 
     def repeated(call: Callable[..., Any]) -> Callable[[], None]:
         def go() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from jcuts.base.settings import Settings
 from jcuts.dfg.program import Program
 from jcuts.region import choose, find, gpu, plans
 from jcuts.region.build import build
-from jcuts.region.graph import TensorGraph, build_graph
+from jcuts.region.graph import MOST_JOINED, MOST_SWITCHED, TensorGraph, build_graph
 from jcuts.region.legality import Dag, is_acyclic_cover, is_convex
 from jcuts.region.legality import Subset as Members
 from jcuts.trace import jaxapi
@@ -23,7 +23,11 @@ from jcuts.xla.rebuild import subset_closed
 
 CONTROL_FLOW = ("scan", "while", "cond")
 MIN_WORK = 2_000  # element operations below which a subset is not worth a kernel call of its own
-TOO_LITTLE = "too little work for a kernel call of its own"  # a choice, where other refusals are inabilities
+TOO_LITTLE = "too little work for a kernel call of its own"
+TO_FUSE = "element-wise: XLA fuses it into what surrounds it"
+CONSTANT = "depends on no argument: XLA computes it once"
+CHOICES = (TOO_LITTLE, TO_FUSE, CONSTANT)
+"""Reasons that are choices, where other refusals are inabilities."""
 
 
 @dataclass
@@ -92,13 +96,19 @@ class Level:
         for number in self.bodies:
             self.left_out.pop(number, None)
 
-    def leave_out_formless(self, platform: str) -> None:
-        """Subsets without a candidate are left to XLA."""
+    def leave(self, reason_of: Callable[[Subset], str]) -> None:
+        """Leaves the subsets to XLA for which ``reason_of`` gives a reason (not '')."""
+        kept = []
         for subset in self.subsets:
-            if not subset.ranked:
-                refusal = Refusal(subset.program.template, f"no kernel form on {platform}")
-                self.left_out.update(dict.fromkeys(subset.members, refusal))
-        self.subsets = [s for s in self.subsets if s.ranked]
+            if reason := reason_of(subset):
+                self.left_out.update(dict.fromkeys(subset.members, Refusal(subset.program.template, reason)))
+            else:
+                kept.append(subset)
+        self.subsets = kept
+
+    def is_anchored(self, members: Members) -> bool:
+        """Whether an operation among them collects many elements into one."""
+        return any(op is not None and op.is_root for op in (self.graph.nodes[m].op for m in members))
 
     def use_stored(self, cover: Sequence[Sequence[int]]) -> bool:
         """Takes a cover from the database, after checking that it is one of this graph; False if it is not."""
@@ -134,14 +144,14 @@ class Fuel:
         return self.left >= 0
 
 
-def group(closed: jaxapi.Closed, settings: Settings, fuel: Fuel) -> Level:
+def group(closed: jaxapi.Closed, settings: Settings, fuel: Fuel, platform: str = "cpu") -> Level:
     """The level of a flat jaxpr with its greedy cover, and the levels of its loop bodies."""
-    graph = build_graph(closed.jaxpr, place)
+    graph = build_graph(closed.jaxpr, place, joined=MOST_JOINED if platform == "cpu" else MOST_SWITCHED)
     grouping = find.group(graph, fuse=settings.mode != "no_fusion", fuel=fuel)
     level = Level(closed, graph, grouping, settings.mode == "mixed")
     for number, eqn in enumerate(closed.jaxpr.eqns):
         if jaxapi.primitive_name(eqn) in CONTROL_FLOW:
-            level.bodies[number] = [group(body, settings, fuel) for _, _, body in jaxapi.inner_jaxprs(eqn)]
+            level.bodies[number] = [group(body, settings, fuel, platform) for _, _, body in jaxapi.inner_jaxprs(eqn)]
     level.use(grouping.subsets)
     return level
 

@@ -2,6 +2,7 @@
 
     inline      flat jaxpr, no calls                                  trace/inline.py
     simplify    dead code, constants, shared broadcasts               trace/simplify.py
+    rewrite     products with folded factors, convolutions as dots    trace/rewrite.py (what the form asks for)
     pieces      the batch in pieces where caches are too small        chunking.py, trace/chunks.py
     group       tensor graph -> subsets with unscheduled programs     region/find.py, region/build.py
     select      candidates per subset, choices, better partitions     search.py, region/{plans,explore}.py, tune/
@@ -26,13 +27,14 @@ from jcuts.base import fingerprint, knobs
 from jcuts.base.dump import open_dump
 from jcuts.base.errors import JcutsError, UnsupportedError
 from jcuts.base.settings import Settings
-from jcuts.levels import TOO_LITTLE, Fuel, Level, Subset, group
+from jcuts.levels import CHOICES, Fuel, Level, Subset, group
 from jcuts.region import choose
 from jcuts.region.bound import bound as lower_bound
 from jcuts.report import FunctionReport, RefusalReport, SubsetReport
 from jcuts.trace import jaxapi
 from jcuts.trace.canonical import canonical_digest
 from jcuts.trace.inline import inline
+from jcuts.trace.rewrite import Rewritten, rewritten
 from jcuts.trace.simplify import simplify
 from jcuts.trace.source import as_source
 from jcuts.xla import gpus, native
@@ -140,12 +142,19 @@ def _plan(
     timed("inline", start)
     dump.stage("flat", lambda: as_source(flat, name))
     start = time.perf_counter()
+    form = settings.form
+    rewrites = rewritten(flat, form.rewrites) if form is not None and form.rewrites else Rewritten(flat)
+    flat = rewrites.closed
+    timed("rewrite", start)
+    if rewrites.counts:
+        dump.stage("rewrites", lambda: as_source(flat, name))
+    start = time.perf_counter()
     flat, pieces = chunking.chunked(flat) if settings.mode != "no_fusion" and platform == "cpu" else (flat, None)
     timed("pieces", start)
     if pieces is not None:
         dump.stage("pieces", lambda: as_source(flat, name))
     start = time.perf_counter()
-    top = group(flat, settings, Fuel())
+    top = group(flat, settings, Fuel(), platform)
     timed("group", start)
     dump.stage("subsets", lambda: "\n".join(s.program.dump() for level in top.everywhere() for s in level.subsets))
     start = time.perf_counter()
@@ -156,21 +165,25 @@ def _plan(
     timed("rebuild", start)
     dump.stage("rewritten", lambda: as_source(rebuilt, name))
     dump.stage("kernels", lambda: _kernel_texts(top), suffix="py")
-    notes = tuple(str(note) for note in (pieces, partition) if note is not None)
+    notes = tuple(str(note) for note in (rewrites if rewrites.counts else None, pieces, partition) if note is not None)
     report = _report(top, rebuilt, settings, platform, name, clock, notes)
-    unable = [r for r in report.refusals if r.reason != TOO_LITTLE]
+    unable = [r for r in report.refusals if r.reason not in CHOICES]
     if settings.strict and unable:
         first = unable[0]
         raise UnsupportedError(
             f"strict=True: {first.op} at {first.where} is left to XLA: {first.reason}",
             op=first.op, where=first.where, reason=first.reason,
         )  # fmt: skip
-    untouched = not any(s.chosen for level in top.everywhere() for s in level.subsets)
+    untouched = not rewrites.counts and not any(s.chosen for level in top.everywhere() for s in level.subsets)
     return Outcome(closed if untouched else rebuilt, report)
 
 
 def _select(top: Level, settings: Settings, may_measure: bool, platform: str) -> search.Summary:
     """Chooses the partition, and a candidate or XLA for every subset."""
+    if settings.form is not None and settings.form.regions == "none":
+        for level in top.everywhere():
+            level.use(())
+        return search.Summary("none")
     return search.select(top, settings, may_measure=may_measure, platform=platform)
 
 

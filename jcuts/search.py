@@ -13,7 +13,7 @@ from typing import Any
 
 from jcuts.base import fingerprint, knobs
 from jcuts.base.settings import Settings
-from jcuts.levels import Level, Subset, add_candidates
+from jcuts.levels import CONSTANT, TO_FUSE, Level, Subset, add_candidates
 from jcuts.region.explore import Space, explore
 from jcuts.region.legality import Subset as Members
 from jcuts.trace.canonical import canonical_digest
@@ -25,6 +25,10 @@ log = logging.getLogger("jcuts.search")
 ROUNDS = 2
 MOST_PER_ROUND = 6
 """Distinct subsets measured per round beyond the greedy cover: most of a session's time is compiling candidates."""
+LEAST_MOVED = 1 << 20
+"""Bytes below which an element-wise kernel on a GPU takes as long as its launch, whoever makes it."""
+MOST_ELEMENTWISE = 12
+"""Distinct element-wise subsets that are tried on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +78,45 @@ def _select(top: Level, settings: Settings, may_measure: bool, platform: str) ->
         session.choose(subsets, settings, may_measure=may_measure, shares=_shares(stored))
         return Summary("stored")
     add_candidates(_subsets(levels), platform)
-    for level in levels:
-        level.leave_out_formless(platform)
+    if platform != "cpu":
+        _leave_on_gpu(levels, anchored=settings.form is not None and settings.form.regions == "anchored")
     subsets = _subsets(levels)
     device = "" if platform == "cpu" else gpus.this().identity()
     shares = session.choose(subsets, settings, may_measure=may_measure, device=device)
     if not searching or settings.tune != "auto" or not may_measure or not subsets or _postponed(subsets):
         return Summary("greedy")
     return _search(levels, settings, shares, key)
+
+
+def _leave_on_gpu(levels: Sequence[Level], anchored: bool) -> None:
+    """Leaves subsets to XLA that have no kernel form on a GPU, or no business being one.
+
+    Element-wise subsets gain little over XLA's fusions, and cutting them out may cost more than that: ``anchored``
+    leaves them all.  Else the large ones are tried, those that move most bytes.
+    """
+    traffic: dict[str, int] = {}
+    for level in levels:
+        for subset in level.subsets:
+            if subset.ranked and not level.is_anchored(subset.members):
+                traffic[subset.identity] = traffic.get(subset.identity, 0) + _moved(subset)
+    worth = sorted((k for k in traffic if traffic[k] >= LEAST_MOVED), key=lambda k: -traffic[k])[:MOST_ELEMENTWISE]
+    for level in levels:
+        constants = set(level.closed.jaxpr.constvars)
+
+        def reason(subset: Subset, level: Level = level, constants: set[Any] = constants) -> str:
+            if not subset.ranked:
+                return "no kernel form on cuda"
+            if constants.issuperset(subset.inputs):
+                return CONSTANT
+            fused = level.mixed and not level.is_anchored(subset.members) and (anchored or subset.identity not in worth)
+            return TO_FUSE if fused else ""
+
+        level.leave(reason)
+
+
+def _moved(subset: Subset) -> int:
+    """Bytes of a subset's operands and results."""
+    return sum(b.bytes for b in subset.program.buffers if b.role != "local")
 
 
 def partition_key(top: Level, settings: Settings) -> str:

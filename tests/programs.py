@@ -16,6 +16,7 @@ from jcuts.region.build import build
 from jcuts.region.graph import TensorGraph, build_graph
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
+from jcuts.trace.simplify import simplify
 from jcuts.xla.call import call_kernel
 from jcuts.xla.kernels import kernel_for
 
@@ -61,8 +62,11 @@ class Traced:
 
 
 def trace(fn: Callable[..., Any], *arguments: Any) -> Traced:
-    """Traces and flattens a function of arrays."""
+    """Traces and flattens a function of arrays; simplified where it computes what nothing uses (as gradients do)."""
     closed = inline(jaxapi.closed_jaxpr_of(fn, *arguments))
+    used = {id(v) for v in closed.jaxpr.outvars} | {id(v) for e in closed.jaxpr.eqns for v in e.invars}
+    if any(not any(id(v) in used for v in eqn.outvars) for eqn in closed.jaxpr.eqns):
+        closed = simplify(closed)
     return Traced(closed, build_graph(closed.jaxpr), tuple(np.asarray(a) for a in arguments))
 
 

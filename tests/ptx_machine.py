@@ -232,7 +232,13 @@ class Machine:
         elif name == "shfl":
             self._together(at, 32, ins)
             values = self.value(ins.operands[1], "b32")
-            lane = self.thread ^ int(ins.operands[2])
+            distance, place = int(ins.operands[2]), self.thread % 32
+            if parts[2] == "bfly":
+                lane = self.thread ^ distance
+            elif parts[2] == "up":
+                lane = np.where(place >= distance, self.thread - distance, self.thread)
+            else:
+                lane = self.thread - place + distance
             self.set(ins.operands[0], values[lane], on)
         elif name in ("ld", "st"):
             self._access(ins, parts, on)

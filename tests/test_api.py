@@ -562,3 +562,20 @@ def test_a_misspelt_variable_is_named_once(monkeypatch, caplog):
         jcuts.optimize(scaled)
     (line,) = [r.getMessage() for r in caplog.records]
     assert "JCUTS_MAX_CANDIDATE means nothing" in line and "did you mean JCUTS_MAX_CANDIDATES?" in line
+
+
+def test_a_first_call_traces_the_function_once(toy):  # noqa: F811
+    traced = []
+
+    def counted(x, n):
+        traced.append(n)
+        return {"y": x * n}
+
+    settings = jcuts.optimize(counted, mode="fusion", static_argnums=1).settings
+    f = Optimized(counted, settings, {"static_argnums": 1}, guard.MemoryStore())
+    for n in (2, 3, 2):  # the same types, another static value: another function
+        np.testing.assert_array_equal(f(X, n)["y"], X * n)
+    assert traced == [2, 3]
+    f.tune(X, 3)
+    g = Optimized(lambda x, n: x - n, settings, {"static_argnums": 1}, guard.MemoryStore())
+    np.testing.assert_array_equal(g(X, 3), X - 3)

@@ -150,3 +150,23 @@ def test_donated_arguments_are_copied_outside_the_timed_part():
     calls = {"xla": clock.program("xla", 0.2), "jcuts": clock.program("jcuts", 0.1)}
     decision = guard.decide(calls, fresh, donates=True, clock=clock)
     assert decision.chosen == "jcuts" and decision.speed["jcuts"][0] == pytest.approx(2.0)
+
+
+def test_a_program_that_is_not_right_is_out():
+    clock = Clock()
+    calls = {name: clock.program(name, seconds) for name, seconds in (("xla", 0.004), ("jcuts/dots", 0.001))}
+
+    def verify(name, reference, result):
+        return "is off by 1" if name == "jcuts/dots" else None
+
+    decision = guard.decide(calls, lambda: ((), {}), donates=False, clock=clock, verify=verify)
+    assert decision.chosen == "xla" and decision.rejected == {"jcuts/dots": "is off by 1"}
+
+
+def test_options_that_may_gain_everything_are_tried_for_every_program():
+    programs = {"xla": 0.02, "xla__graphs": 0.003, "jcuts": 0.004}
+    assert "not tried" in decide(Clock(), **programs).rejected["xla:graphs"]
+    clock = Clock()
+    calls = {name.replace("__", ":"): clock.program(name, seconds) for name, seconds in programs.items()}
+    decision = guard.decide(calls, lambda: ((), {}), donates=False, clock=clock, options_gain=float("inf"))
+    assert decision.chosen == "xla:graphs"

@@ -10,6 +10,7 @@ import pytest
 
 from jcuts import levels, search
 from jcuts.base.settings import Settings
+from jcuts.region import gpu
 from jcuts.trace.inline import inline
 from jcuts.trace.simplify import simplify
 from jcuts.tune import session
@@ -134,3 +135,30 @@ def test_fuel_keeps_the_greedy_cover(store, clock, monkeypatch):
     monkeypatch.setenv("JCUTS_FUEL", "1")
     top = level_of()
     assert search.select(top, AUTO, may_measure=True).origin == "greedy"
+
+
+def gpu_level(function, *args):
+    closed = jax.make_jaxpr(function)(*args)
+    level = levels.group(simplify(inline(closed)), AUTO, levels.Fuel())
+    machine = gpu.GpuMachine(132)
+    for subset in level.subsets:
+        subset.ranked = gpu.candidates(subset.program, machine, 4)
+    return level
+
+
+@pytest.mark.parametrize("anchored", [False, True])
+def test_what_gpus_leave_to_xla(anchored):
+    large, small = np.ones((2048, 2048), np.float32), np.ones((64, 64), np.float32)
+    kernel = np.ones((256, 256), np.float32)
+
+    def function(large, small, kernel):
+        counts = jax.lax.reduce_window(np.ones((64, 64), np.float32), 0.0, jax.lax.add, (3, 3), (1, 1), "SAME")
+        return large * 2 + 1, small * 3 + 1, kernel @ kernel, jax.nn.softmax(large), counts
+
+    level = gpu_level(function, large, small, kernel)
+    search._leave_on_gpu([level], anchored=anchored)
+    kept = [sorted(level.graph.nodes[m].prim for m in s.members) for s in level.subsets]
+    assert any("exp" in members for members in kept) and (["add", "mul"] in kept) is not anchored
+    assert len(kept) == 2 - anchored  # neither the small one, nor the product, nor the constant
+    reasons = {r.reason for r in level.left_out.values()}
+    assert {"no kernel form on cuda", levels.TO_FUSE, levels.CONSTANT} <= reasons

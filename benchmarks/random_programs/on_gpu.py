@@ -29,7 +29,7 @@ from jcuts.tune import driver, gpu
 from jcuts.tune.values import flushed, make_inputs
 from jcuts.xla import cuda, gpus
 from jcuts.xla.kernels import kernel_for
-from random_programs import runner
+from random_programs import plans, runner
 
 CANDIDATES = 64
 PRETENDED = gpus.Gpu("pretended H200", (9, 0), 132)
@@ -66,7 +66,7 @@ def every_kernel(seed: int) -> Iterator[tuple[list[pipeline.Level], Any]]:
         planned.append(top)
         everywhere = top.everywhere()
         for level in everywhere:
-            runner._other_cover(level, rng)
+            plans.other_cover(level, rng)
         levels.add_candidates((s for level in everywhere for s in level.subsets), "cuda")
         chosen: dict[str, Program | None] = {}
         for level in everywhere:
@@ -81,7 +81,7 @@ def every_kernel(seed: int) -> Iterator[tuple[list[pipeline.Level], Any]]:
             level.subsets = [s for s in level.subsets if s.chosen is not None]
         return search.Summary("greedy")
 
-    watch = runner._Watch()
+    watch = plans.Watch()
     logger = logging.getLogger("jcuts")
     logger.addHandler(watch)
     try:

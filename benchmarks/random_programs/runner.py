@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jcuts
-from jcuts import levels, pipeline, search
-from jcuts.base import knobs
+from jcuts import pipeline
 from jcuts.base.errors import AccuracyRejected
-from jcuts.region import choose
-from jcuts.region.explore import explore
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
 from jcuts.tune import sums
@@ -35,6 +30,7 @@ from jcuts.xla.call import call_kernel
 from jcuts.xla.kernels import kernel_for
 from random_programs import oracle
 from random_programs.generator import FLOATS, Program, program, signature
+from random_programs.plans import every_kernel
 
 TOLERANCE = 2.0
 NOISE_RUNS = 40
@@ -62,8 +58,10 @@ class Verdict:
     rounding beyond what those runs cover, and every kernel alone keeps the rule on the values that XLA computes for
     it.  The latter excuses no NaN, infinity or sign of zero.
 
-    ``nan_unlike_xla``: so many elements of accepted results have float64's NaN-ness and not XLA's; ``xla_lost``: by
-    primitive, the results in which XLA has lost a NaN according to NumPy (`oracle`).
+    ``nan_unlike_xla``: so many elements of accepted results are NaN where XLA's are not, or the reverse.  ``xla_lost``:
+    by primitive, the results in which XLA has lost a NaN according to NumPy (`oracle`).  ``nan_unlike_any``: elements
+    where this also holds for XLA without its simplifier and operation by operation; ``nan_unlike_float64``: and for
+    float64 too (where XLA is not finite although float64 is, the rule lets candidates have anything).
     """
 
     seed: int
@@ -76,68 +74,9 @@ class Verdict:
     most_tiles: int = 0
     accepted: str = ""
     nan_unlike_xla: int = 0
+    nan_unlike_any: int = 0
+    nan_unlike_float64: int = 0
     xla_lost: dict[str, int] = field(default_factory=dict)
-
-
-# -- which kernels run ------------------------------------------------------------------------------------------------
-class _Watch(logging.Handler):
-    """Remembers warnings: a kernel that does not compile is left to XLA with one."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.name != "jcuts.region.cover":  # a cover that is not the best one is still a cover
-            self.messages.append(record.getMessage())
-
-
-def _other_cover(level: levels.Level, rng: np.random.Generator) -> None:
-    """Half of the levels get a random cover out of the partition search's, as if other subsets had been faster."""
-    if rng.random() < 0.5 or not level.graph.nodes:
-        return
-    space = explore(level.graph, level.grouping)
-    times = {subset: float(rng.uniform(1e-6, 1e-4)) for subset in space.estimates}
-    level.use((members, space.programs[members]) for members in space.settle(times) if members in space.programs)
-
-
-@contextlib.contextmanager
-def every_kernel(seed: int) -> Iterator[tuple[list[pipeline.Level], _Watch]]:
-    """Every subset runs a jcuts kernel with a random one of its candidate schedules; gives the plans made."""
-    rng = np.random.default_rng([seed, 4])
-    planned: list[pipeline.Level] = []
-
-    def select(top: pipeline.Level, *_: Any, **__: Any) -> search.Summary:
-        planned.append(top)
-        for level in top.everywhere():
-            _other_cover(level, rng)
-        levels.add_candidates(subset for level in top.everywhere() for subset in level.subsets)
-        chosen: dict[str, Any] = {}
-        for level in top.everywhere():
-            for subset in level.subsets:
-                place = 0 if rng.random() < 0.4 else int(rng.integers(len(subset.ranked)))
-                subset.chosen = chosen.setdefault(subset.identity, subset.ranked[place][0])
-                subset.origin = "estimated"
-        return search.Summary("greedy")
-
-    watch = _Watch()
-    logger = logging.getLogger("jcuts")
-    logger.addHandler(watch)
-    small = 200 if rng.random() < 0.5 else choose.SMALL_TASK  # several tasks although the shapes are small
-    threads = int(rng.integers(2, 5))
-    here = levels.machine()
-    machine = choose.Machine(here.vector_bytes, here.registers, threads, here.l1, here.l2)
-    try:
-        with (
-            mock.patch.object(pipeline, "_select", select),
-            mock.patch.object(levels, "machine", lambda: machine),
-            mock.patch.object(choose, "SMALL_TASK", small),
-            knobs.scope(chunk=int(rng.integers(1, 4)) if rng.random() < 0.25 else 0),
-        ):
-            yield planned, watch
-    finally:
-        logger.removeHandler(watch)
-        pipeline.forget()
 
 
 def equation_key(eqn: Any) -> str:
@@ -207,13 +146,37 @@ def run(seed: int, transform: str = "plain", *, small: bool = False, keep: dict[
 
 
 def _prove(verdict: Verdict, keep: dict[str, Any]) -> None:
-    """Counts where the kernels have NaN and XLA has none, or the reverse, and asks NumPy who is wrong."""
+    """Counts where the kernels have NaN and XLA has none, or the reverse; asks NumPy and XLA itself who is wrong."""
+    closed = keep["closed"]
+    exact = _reference(closed, noisy=False)
     for values, x, c in zip(keep["inputs"], keep["wanted"], keep["got"], strict=True):
-        unlike = oracle.nan_unlike(x, c)
-        if unlike:
-            verdict.nan_unlike_xla += unlike
-            for name, count in oracle.lost_nans(keep["closed"], values).items():
+        unlike = oracle.nan_unlike([x], c)
+        if not unlike:
+            continue
+        others = [x]
+        for one in _other_runs(closed):
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # XLA:CPU has no code for some operations alone
+                others.append(_leaves(one(*values)))
+        with jax.enable_x64(True):
+            wide = _leaves(exact(*(_widen(np.asarray(v)) for v in values)))
+        verdict.nan_unlike_xla += unlike
+        verdict.nan_unlike_any += oracle.nan_unlike(others, c)
+        verdict.nan_unlike_float64 += oracle.nan_unlike([*others, wide], c)
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            for name, count in oracle.lost_nans(closed, values).items():
                 verdict.xla_lost[name] = verdict.xla_lost.get(name, 0) + count
+
+
+def _other_runs(closed: Any) -> tuple[Callable[..., Any], ...]:
+    """The program in XLA without its algebraic simplifier, and operation by operation.
+
+    Inside a fusion XLA (jax 0.11) takes x / x for 1 even where x is 0.
+    """
+
+    def evaluated(*values: Any) -> Any:
+        return jaxapi.eval_closed(closed, *values)
+
+    return jax.jit(evaluated, compiler_options=UNSIMPLIFIED), evaluated
 
 
 def _run(of: Program, transform: str, verdict: Verdict, keep: dict[str, Any]) -> None:
@@ -227,7 +190,11 @@ def _run(of: Program, transform: str, verdict: Verdict, keep: dict[str, Any]) ->
     kinds = seed_kinds(problem)
     inputs = [make_inputs(problem, kind, 1000 * of.seed % 2**31 + k) for k, kind in enumerate(kinds)]
     library = jax.jit(lambda *xs: jaxapi.eval_closed(closed, *xs))
-    wanted = [_leaves(library(*values)) for values in inputs]
+    try:
+        wanted = [_leaves(library(*values)) for values in inputs]
+    except jax.errors.JaxRuntimeError as error:  # XLA:CPU of jax 0.11 lacks some products of bfloat16
+        verdict.status, verdict.reason = "unsuitable", f"XLA alone: {error}"[:300]
+        return
     keep.update(closed=closed, inputs=inputs, kinds=kinds, wanted=wanted, problem=problem)
     try:
         with every_kernel(of.seed) as (planned, watch):
@@ -251,12 +218,10 @@ def _run(of: Program, transform: str, verdict: Verdict, keep: dict[str, Any]) ->
     except AccuracyRejected as error:
         verdict.reason = error.message[:300]
 
-    def evaluated(*values: Any) -> Any:
-        return jaxapi.eval_closed(closed, *values)
-
-    # The last runs every operation by itself: inside a fusion XLA (jax 0.11) takes x / x for 1 even where x is 0.
-    runs = (jax.jit(evaluated, compiler_options=UNSIMPLIFIED), evaluated)
-    others = [[_leaves(one(*values)) for values in inputs] for one in runs]
+    others = []
+    for one in _other_runs(closed):
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # XLA:CPU has no code for some operations alone
+            others.append([_leaves(one(*values)) for values in inputs])
     for other in others:
         try:
             judge(closed, problem, inputs, other, got)
@@ -265,7 +230,7 @@ def _run(of: Program, transform: str, verdict: Verdict, keep: dict[str, Any]) ->
         except AccuracyRejected:
             pass
     rule = None
-    for other in (others[-1], wanted):
+    for other in (*others[-1:], wanted):
         try:
             judge(closed, problem, inputs, other, got, noisy=True)
             verdict.accepted = "under rounding"
@@ -405,10 +370,24 @@ def each_kernel(planned: Sequence[pipeline.Level], closed: Any, inputs: Sequence
                     for k in range(min(len(kinds), len(inputs))):  # from the end: special and huge inputs too
                         own[-1 - k] = _leaves(feed(*inputs[-1 - k]))
                 kernel = kernel_for(subset.chosen)
-                library = jax.jit(lambda *xs, part=subset.closed: jaxapi.eval_closed(part, *xs))
                 call = jax.jit(lambda *xs, kernel=kernel: call_kernel(kernel, *xs))
-                wanted = [_leaves(library(*xs)) for xs in own]
-                judge(subset.closed, problem, own, wanted, [_leaves(call(*xs)) for xs in own], noisy=True)
+                _judge_kernel(subset.closed, problem, own, [_leaves(call(*xs)) for xs in own])
+
+
+def _judge_kernel(closed: Any, problem: Problem, inputs: Sequence[Any], got: Sequence[Any]) -> None:
+    """The rule against `jax.jit`, or else against XLA's other runs."""
+    library = jax.jit(lambda *xs: jaxapi.eval_closed(closed, *xs))
+    refused: AccuracyRejected | None = None
+    for one in (library, *_other_runs(closed)):
+        try:
+            judge(closed, problem, inputs, [_leaves(one(*xs)) for xs in inputs], got, noisy=True)
+            return
+        except AccuracyRejected as error:
+            refused = refused or error
+        except jax.errors.JaxRuntimeError:  # XLA:CPU has no code for some operations alone
+            continue
+    if refused is not None:
+        raise refused
 
 
 def _reference(closed: Any, *, noisy: bool) -> Callable[..., Any]:

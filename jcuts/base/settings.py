@@ -8,6 +8,40 @@ from jcuts.base.errors import UsageError
 
 MODES = ("no_fusion", "fusion", "mixed")
 TUNE = ("auto", "cached", "off")
+REGIONS = ("all", "anchored", "none")
+PLAIN = "plain"
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way to plan a whole function, of which the last guard chooses by measurement.
+
+    Attributes:
+        rewrites: rules of `trace.rewrite` that are applied first.
+        regions: which subsets may become kernels: ``all``; ``anchored``, those with a reduction, window or convolution
+            (element-wise operations stay with XLA, which fuses them into what surrounds them); or ``none``.
+    """
+
+    rewrites: tuple[str, ...] = ()
+    regions: str = "all"
+
+    def __post_init__(self) -> None:
+        if self.regions not in REGIONS:
+            raise UsageError(f"regions={self.regions!r} is unknown: choose one of {REGIONS}", regions=self.regions)
+
+    def __str__(self) -> str:
+        """``scales+dots/anchored``; '' for the plain form. Inverse of `parse`."""
+        rewrites = "+".join(self.rewrites)
+        return rewrites if self.regions == "all" else f"{rewrites or PLAIN}/{self.regions}"
+
+    @classmethod
+    def parse(cls, text: str) -> Form:
+        """The form of a text.
+
+        Raises: UsageError: no such regions.
+        """
+        rewrites, _, regions = text.partition("/")
+        return cls(() if rewrites in ("", PLAIN) else tuple(rewrites.split("+")), regions or "all")
 
 
 @dataclass(frozen=True)
@@ -23,6 +57,7 @@ class Settings:
         workspace_limit: bytes per convolution (WR), or None.
         total_workspace: bytes per network (WD), or None.
         strict: raise ``UnsupportedError`` instead of leaving an equation to XLA.
+        form: set by the last guard, not by users: how the whole function is planned; None is the plain form.
     """
 
     mode: str = "mixed"
@@ -31,6 +66,7 @@ class Settings:
     workspace_limit: int | None = None
     total_workspace: int | None = None
     strict: bool = False
+    form: Form | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:

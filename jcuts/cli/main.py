@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 from jcuts.base import knobs
 from jcuts.base.errors import JcutsError
-from jcuts.cli import cache, cluster, demo, doctor, explain, plan, validate
+from jcuts.cli import best_batch, cache, cluster, demo, doctor, explain, microbatch, plan, validate
 
 COMMANDS = {"explain": explain, "cache": cache, "demo": demo, "doctor": doctor}
 COMMANDS |= {"plan": plan, "cluster": cluster, "validate": validate}
+COMMANDS |= {"microbatch": microbatch, "best-batch": best_batch}
 """Name to module; a module has ``HELP``, ``add_arguments(parser)`` and ``run(arguments) -> exit status``."""
 
 

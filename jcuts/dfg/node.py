@@ -159,8 +159,11 @@ class Graph:
                 numbers[number] = target.const(node.value if node.value is not None else 0, node.dtype)
                 continue
             value = node.value if (node.op != "load" or guards) else None
-            if node.op == "guard" and not guards:
-                numbers[number] = target.const(True, "bool")
+            if node.op == "guard" and (not guards or any(g.never(ranges) for g in guards)):
+                numbers[number] = target.const(not guards, "bool")
+                continue
+            if node.op == "select" and target.nodes[args[0]].op == "const":
+                numbers[number] = args[1] if target.nodes[args[0]].value else args[2]
                 continue
             numbers[number] = target.add(Node(node.op, node.dtype, args, node.buffer, index, guards, value, node.attrs))
         return [numbers[w] for w in wanted]

@@ -26,6 +26,7 @@ class Extent:
     count: int
     step: int = 1
     fixed: bool = False  # the tile covers the whole axis: its coordinates are numbers
+    scale: int = 1  # points per unit of the axis' variable: it counts tiles where this is not 1
 
 
 @dataclass
@@ -50,8 +51,15 @@ def points(extents: Sequence[Extent]) -> Iterator[Point]:
 
 def replacements(extents: Sequence[Extent], point: Point) -> dict[str, Index]:
     """axis -> axis + offset (or the offset alone, where the tile covers the axis)."""
-    fixed = {e.name: e.fixed for e in extents}
-    return {n: (Index(offset) if fixed[n] else Index.axis(n) + offset) for n, offset in point if offset or fixed[n]}
+    by_name = {e.name: e for e in extents}
+    found = {}
+    for name, offset in point:
+        extent = by_name[name]
+        if extent.fixed:
+            found[name] = Index(offset)
+        elif offset or extent.scale != 1:
+            found[name] = Index.axis(name) * extent.scale + offset
+    return found
 
 
 def body_tile(phase: Phase, axes: Sequence[Extent], reds: Sequence[Extent], ranges: Mapping[str, int]) -> Tile:

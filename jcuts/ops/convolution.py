@@ -1,4 +1,4 @@
-"""``conv_general_dilated``: 1-D to 3-D, any layout, stride, padding, dilation, groups."""
+"""``conv_general_dilated``: 1-D to 3-D, any layout, stride, padding, dilation, groups; depthwise filters' gradients."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ def convolution(eqn: Equation) -> Op | Refusal:
     params = eqn.params
     numbers = params["dimension_numbers"]
     lhs, rhs, out = eqn.inputs[0], eqn.inputs[1], eqn.outputs[0]
-    if int(params.get("batch_group_count", 1)) != 1:
-        return Refusal(eqn.prim, "batch_group_count")
     precision = params.get("precision")
     if precision is not None and "Algorithm" in type(precision).__name__:
         return Refusal(eqn.prim, f"precision={precision} names an algorithm; only XLA honours it")
@@ -33,6 +31,7 @@ def convolution(eqn: Equation) -> Op | Refusal:
     if "float64" in (lhs.dtype, rhs.dtype) and acc_type == "float32":
         return Refusal(eqn.prim, f"{lhs.dtype} x {rhs.dtype} accumulated in float32")
     groups = int(params["feature_group_count"])
+    batch_groups = int(params.get("batch_group_count", 1))
     l_batch, l_feature, *l_space = numbers.lhs_spec
     r_out, r_in, *r_space = numbers.rhs_spec
     o_batch, o_feature, *o_space = numbers.out_spec
@@ -42,6 +41,8 @@ def convolution(eqn: Equation) -> Op | Refusal:
     taps = tuple(rhs.shape[d] for d in r_space)
     c_group, k_total = rhs.shape[r_in], rhs.shape[r_out]
     k_group = k_total // groups
+    if batch_groups != 1 and lhs.shape[l_batch] != batch_groups:
+        return Refusal(eqn.prim, f"batch_group_count {batch_groups} in a batch of {lhs.shape[l_batch]}")
     depthwise = c_group == 1 and k_group == 1 and groups > 1
     n_space = len(taps)
     reds = [(f"t{i}", taps[i]) for i in range(n_space)] + [("c", c_group)]
@@ -54,7 +55,9 @@ def convolution(eqn: Equation) -> Op | Refusal:
         feature = out_index[o_feature]
         group = Index() if groups == 1 else feature.floordiv(k_group, ctx.ranges)
         source: list[Index] = [Index()] * len(lhs.shape)
-        source[l_batch] = out_index[o_batch]
+        # Of the gradient of a depthwise filter: every feature has a "batch" element, its channel, to itself.
+        alone = batch_groups != 1
+        source[l_batch] = feature.floordiv(k_total // batch_groups, ctx.ranges) if alone else out_index[o_batch]
         source[l_feature] = group * c_group + red[n_space]
         guards: list[Guard] = []
         for i in range(n_space):

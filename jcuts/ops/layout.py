@@ -37,16 +37,18 @@ def broadcast_in_dim(eqn: Equation) -> Op | Refusal:
 
 @op_rule("reshape", "squeeze", "expand_dims")
 def reshape(eqn: Equation) -> Op | Refusal:
-    """Same elements in row-major order under another shape."""
-    if eqn.params.get("dimensions") is not None and eqn.prim == "reshape":
-        return Refusal(eqn.prim, "reshape with a permutation")
+    """Same elements in row-major order under another shape (of a permutation, where ``dimensions`` asks for one)."""
     source, target = eqn.inputs[0].shape, eqn.outputs[0].shape
+    asked = eqn.params.get("dimensions") if eqn.prim == "reshape" else None
+    order = tuple(range(len(source))) if asked is None else tuple(map(int, asked))
+    permuted = tuple(source[d] for d in order)
 
     def pull(ctx: Context, index: IndexTuple) -> int:
-        return ctx.input(0, regroup(index, target, source, ctx.ranges))
+        where = regroup(index, target, permuted, ctx.ranges)
+        return ctx.input(0, tuple(where[order.index(d)] for d in range(len(source))))
 
     def push(index: IndexTuple, ranges: Mapping[str, int]) -> IndexTuple:
-        return regroup(index, source, target, ranges)
+        return regroup(tuple(index[d] for d in order), permuted, target, ranges)
 
     return Op(eqn.prim, "layout", eqn.inputs, eqn.outputs, pull=pull, push=push, cost=0)
 
@@ -186,7 +188,7 @@ def concatenate(eqn: Equation) -> Op | Refusal:
     """Operands one after another along a dimension."""
     dim = int(eqn.params["dimension"])
     dtype = eqn.outputs[0].dtype
-    if len(eqn.inputs) > 16:
+    if len(eqn.inputs) > 64:
         return Refusal(eqn.prim, f"{len(eqn.inputs)} operands would need as many guards per point")
 
     def pull(ctx: Context, index: IndexTuple) -> int:

@@ -277,7 +277,8 @@ def _build_root(
     if not reduction:
         for number in sorted(before & feeders):
             feeder = _op(graph.nodes[number])
-            if feeder.cost > CHEAP_PROLOGUE:
+            by_number = feeder.prim == "div" and graph.tensors[graph.nodes[number].inputs[1]].scalar is not None
+            if feeder.cost > CHEAP_PROLOGUE and not by_number:  # gradients of averages divide by a known number
                 return Refusal(
                     graph.nodes[number].prim,
                     f"{feeder.cost:g} operations would be repeated for every use by {root.prim}",

@@ -17,7 +17,7 @@ from jcuts.dfg.program import Program
 from jcuts.region.build import build
 from jcuts.region.graph import OpNode, TensorGraph
 
-MAX_SUBSET = 96
+MAX_SUBSET = 128
 
 
 @dataclass
@@ -57,6 +57,7 @@ class Grouper:
             for node in self.graph.nodes:
                 if node.number in self.of:
                     self._join_producers(node)
+            self._join_siblings()
         for cluster in sorted(self.clusters.values(), key=lambda c: max(c.members)):
             program = self._build(cluster.members)
             if isinstance(program, Refusal):
@@ -105,12 +106,32 @@ class Grouper:
             else:
                 return
 
-    def _try_merge(self, first: int, second: int, node: OpNode) -> bool:
+    def _join_siblings(self) -> None:
+        """Reductions of one tensor over the same dimensions read it once: a sum and a sum of squares."""
+        alike: dict[object, list[int]] = {}
+        for number, cluster in sorted(self.clusters.items()):
+            if cluster.roots == 0 or cluster.program is None or cluster.program.template != "reduction":
+                continue
+            for member in sorted(cluster.members):
+                op = self.graph.nodes[member].op
+                assert op is not None
+                if op.is_root:
+                    read = self.graph.subset_inputs(cluster.members)
+                    large = max(read, key=lambda t: self.graph.tensors[t].type.size)
+                    alike.setdefault((large, op.inputs[0].shape, op.info.get("axes")), []).append(number)
+                    break
+        for numbers in alike.values():
+            for number in numbers[1:]:
+                self._try_merge(numbers[0], number, self.graph.nodes[max(self.clusters[number].members)], "reduction")
+
+    def _try_merge(self, first: int, second: int, node: OpNode, template: str = "") -> bool:
         a, b = self.clusters[first], self.clusters[second]
         union = a.members | b.members
         if len(union) > MAX_SUBSET or self._would_cycle(first, second):
             return False
         program = self._build(union)
+        if template and isinstance(program, Program) and program.template != template:
+            program = Refusal("subset", f"together they are no {template}")
         if isinstance(program, Refusal):
             producer = max(a.members)
             self.result.refused_merges[producer, node.number] = program

@@ -82,13 +82,21 @@ class TensorGraph:
         return found
 
 
+MOST_JOINED = 16
+"""Operands of a concatenation whose points a kernel may tell apart by guards."""
+MOST_SWITCHED = 64
+"""As many where a kernel can branch once for all its threads' points (`region.gpu`)."""
+
+
 def build_graph(
-    jaxpr: Any, where: Callable[[Any], str] = lambda eqn: "", scalars: dict[Any, Scalar] | None = None
-) -> TensorGraph:
+    jaxpr: Any, where: Callable[[Any], str] = lambda eqn: "", scalars: dict[Any, Scalar] | None = None,
+    joined: int = MOST_JOINED,
+) -> TensorGraph:  # fmt: skip
     """The graph of a flat jaxpr.
 
     Args: jaxpr: anything with ``constvars, invars, eqns, outvars``; where: equation -> "file:line (function)"; scalars:
-        values of variables that are known numbers (closed-over Python scalars).
+        values of variables that are known numbers (closed-over Python scalars); joined: operands of the largest
+        concatenation that is not left to XLA.
     """
     tensors: list[Tensor] = []
     of_var: dict[Any, int] = {}
@@ -126,6 +134,8 @@ def build_graph(
         for tensor in set(inputs):
             tensors[tensor].users.append(number)
         found = _describe(eqn, [tensors[t].type for t in inputs], [tensors[t].type for t in outputs])
+        if len(inputs) > joined and eqn.primitive.name == "concatenate":
+            found = Refusal("concatenate", f"{len(inputs)} operands would need as many guards per point")
         op, refusal = (None, found) if isinstance(found, Refusal) else (found, None)
         nodes.append(OpNode(number, eqn.primitive.name, inputs, outputs, op, refusal, where(eqn)))
     for var in jaxpr.outvars:

@@ -137,10 +137,11 @@ def _merge(phase: Phase, outer: Axis | Red, inner: Axis | Red) -> Phase:
 
     axes = tuple(replace(a, extent=extent) if a.name == outer.name else a for a in phase.axes if a.name != inner.name)
     reds = tuple(replace(r, extent=extent) if r.name == outer.name else r for r in phase.reds if r.name != inner.name)
-    return _rewrite(replace(phase, axes=axes, reds=reds), change)
+    return rewritten(replace(phase, axes=axes, reds=reds), change)
 
 
-def _rewrite(phase: Phase, change) -> Phase:
+def rewritten(phase: Phase, change) -> Phase:
+    """The phase with ``change`` applied to every address and guard."""
     body, body_map = _rewrite_graph(phase.body, change)
     exit_, exit_map = _rewrite_graph(phase.exit, change)
     accs = tuple(Acc(a.combine, a.dtype, tuple(body_map[v] for v in a.values), a.index_dtype) for a in phase.accs)

@@ -11,9 +11,11 @@ import enum
 import functools
 import hashlib
 import re
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend import core as _core
 
@@ -140,12 +142,32 @@ def _array_text(value: Any) -> str:
     if array.size == 1 and array.dtype.kind in "biufc":
         # repr of a float64 is exact; the bytes keep NaN payloads and -0 apart.
         return f"{array.reshape(()).item()!r}#{array.tobytes().hex()}"
-    return f"array({array.dtype}{list(array.shape)}#{hashlib.sha256(array.tobytes()).hexdigest()[:16]})"
+    return f"array({array.dtype}{list(array.shape)}#{hashlib.sha256(_bytes(array)).hexdigest()[:16]})"
 
 
 def _content_digest(value: Any) -> str:
+    """SHA-256 (hex) of a constant's bytes; 'opaque' for what has no content (a tracer, a token)."""
+    known = _digests.get(id(value))
+    if known is not None and known[0]() is value:
+        return known[1]
     try:
         array = np.asarray(value)
-    except Exception:  # a tracer or a token: it has no content, only a type
+    except Exception:  # it has only a type
         return "opaque"
-    return hashlib.sha256(array.tobytes()).hexdigest()
+    found = hashlib.sha256(_bytes(array)).hexdigest()
+    if isinstance(value, jax.Array) and array.nbytes >= _WORTH_KEEPING:
+        # Its content never changes (a NumPy array's may): hashed once per process, forgotten with the array.
+        number = id(value)
+        _digests[number] = (weakref.ref(value, lambda _: _digests.pop(number, None)), found)
+    return found
+
+
+_WORTH_KEEPING = 1 << 16
+_digests: dict[int, tuple[weakref.ref[Any], str]] = {}
+
+
+def _bytes(array: np.ndarray) -> Any:
+    """The array's bytes in row-major order, without a copy where they lie so."""
+    if array.dtype == object or not array.flags.c_contiguous:
+        return array.tobytes()
+    return array.reshape(-1).view(np.uint8).data

@@ -10,8 +10,9 @@ A reference that shares XLA's mistakes shows them as errors of whoever does bett
 | ``erf_inv`` | 15 ulp | abs(x) > 0.5 |
 | ``exp2`` (``exp(x ln 2)``) | 6 ulp | abs(x) > 10 |
 | grouped convolution | NaN | a zero filter is multiplied with infinities of other groups |
+| integer ``x / x``, ``x % x`` | 1, 0 | x = 0, inside fusions; -1 and x elsewhere |
 
-Every function here takes float64 arguments and works under `jax.enable_x64`.
+Every function of floats takes float64 arguments and works under `jax.enable_x64`.
 """
 
 from __future__ import annotations
@@ -112,6 +113,22 @@ def grouped_convolution(eqn: Any, lhs: Any, rhs: Any) -> Any:
     return lax.transpose(total, tuple(int(k) for k in np.argsort(numbers.out_spec)))
 
 
+def integer_div(x: Any, y: Any) -> Any:
+    """x / y, all bits set where y = 0."""
+    zero = y == 0
+    return jnp.where(zero, ~jnp.zeros((), y.dtype), lax.div(x, jnp.where(zero, jnp.ones((), y.dtype), y)))
+
+
+def integer_rem(x: Any, y: Any) -> Any:
+    """The remainder of x / y, x where y = 0."""
+    zero = y == 0
+    return jnp.where(zero, x, lax.rem(x, jnp.where(zero, jnp.ones((), y.dtype), y)))
+
+
+def _integers(eqn: Any) -> bool:
+    return jnp.issubdtype(eqn.outvars[0].aval.dtype, np.integer)
+
+
 def _wide(eqn: Any) -> bool:
     """XLA's own float64, not a float32 function widened: the latter's errors are far below those judged."""
     return eqn.invars[0].aval.dtype == np.float64
@@ -134,4 +151,6 @@ RULES: dict[str, Rule] = {
     "erfc": _of_one(erfc),
     "erf_inv": _of_one(erf_inv),
     "conv_general_dilated": Rule(grouped_convolution, _grouped),
+    "div": Rule(lambda _, x, y: integer_div(x, y), _integers),
+    "rem": Rule(lambda _, x, y: integer_rem(x, y), _integers),
 }

@@ -17,6 +17,8 @@ at 1, K the reduction length, tiny the smallest normal number, and err(a) = max(
     (8 binades, at least 16 different numbers: copies of one number tell of XLA's error once, and there it may be small
     by luck; where r = 0 there is no magnitude, rule 3 stands alone); in each band, with R its largest |r|,
         max err(c)  <=  4 tolerance * max err(x)  +  4 eps sqrt(K) R.
+    Neighbours in a band may differ in condition: an element that simulated rounding of one ulp moves as far is no
+    one's fault (a sum that cancels among numbers that are small by themselves, on which XLA was lucky).
 5.  *Special inputs* (NaN, infinities, -0, denormals; huge values): rules 1, 2, and rule 3 with 4 tolerance.
 6.  *Discrete outputs* (integers, booleans, argmax, comparisons): equal to x bit by bit.
 
@@ -49,6 +51,8 @@ from jcuts.tune.problem import Output
 from jcuts.tune.values import NORMAL, dtype_of, is_float
 
 FLOOR_ULP = 4.0
+NOISE_ULP = 4.0
+"""Amplitude of the simulated rounding behind `Expected.low` and ``high``."""
 CATASTROPHE = 4.0
 FLIP_FLOORS = 16.0
 
@@ -212,12 +216,14 @@ def _classes(values: np.ndarray) -> np.ndarray:
 
 @dataclass
 class _Set:
-    """One set of inputs, flattened, in float64: magnitudes of r, errors, and which elements are held to the rules."""
+    """The elements of one set of inputs that are held to the rules: r, errors, how far rounding by an ulp moves r."""
 
     kind: str
     reference: np.ndarray
     candidate_error: np.ndarray
     xla_error: np.ndarray
+    moved: np.ndarray | None = None
+    """How far rounding by an ulp moves r, where that is known."""
     whole: _Known | None = None
     """Set where every element is held to the rules."""
 
@@ -241,6 +247,9 @@ def _check_floats(
         accuracy = Accuracy(e_c / eps, e_x / eps, (tolerance * e_x + floor) / eps)
         if not e_c <= tolerance * e_x + floor:
             raise _too_far(index, "output", e_c, e_x, tolerance * e_x + floor, eps)
+        if any(s.moved is not None for s in normal):
+            moved = [np.zeros(s.reference.shape) if s.moved is None else s.moved for s in normal]
+            errors = np.where(errors <= np.concatenate(moved), 0.0, errors)
         for top, c, x in pool.by_magnitude(errors):
             limit = CATASTROPHE * tolerance * x + floor * top
             if not c <= limit:
@@ -285,12 +294,13 @@ def _prepare(
     x, r = known.x, known.r
     if want.low is None and known.class_x is None and spec.reduction > 1 and np.isfinite(c).all():
         # The usual case: nothing is free, no class can differ, and zeros have no sign to keep.
-        return _Set(want.kind, r, _beyond(c - r, tiny), known.errors, known)
+        return _Set(want.kind, r, _beyond(c - r, tiny), known.errors, whole=known)
     free = np.zeros(r.shape, bool)
-    moved = np.zeros(r.shape, bool)
+    moved, reached = np.zeros(r.shape, bool), None
     if want.low is not None and want.high is not None:
         low, high = _flat(want.low), _flat(want.high)
         moved = (low < 0) | (high > 0)
+        reached = np.maximum(high - r, r - low) / NOISE_ULP
         finite = r[np.isfinite(r)]
         reach = floor * np.maximum(np.abs(r), max(rms(finite), tiny))
         varied = (low == -np.inf) & (high == np.inf)
@@ -316,7 +326,8 @@ def _prepare(
         if bad.any():
             raise _at(index, seed, "zero", bad, want, have, "is a zero of the other sign")
     kept = ~free & (class_c == 0) & (class_x == 0) & np.isfinite(r)
-    return _Set(want.kind, r[kept], _beyond((c - r)[kept], tiny), _beyond(known.errors[kept], tiny))
+    errors = (_beyond((c - r)[kept], tiny), _beyond(known.errors[kept], tiny))
+    return _Set(want.kind, r[kept], *errors, None if reached is None else reached[kept])
 
 
 def _beyond(difference: np.ndarray, tiny: float) -> np.ndarray:

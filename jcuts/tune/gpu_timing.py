@@ -7,15 +7,17 @@ Both kinds of candidate take the same path.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
 
-from jcuts.tune.noise import Samples, interleave
+from jcuts.tune.noise import Samples, race
 
 CHAIN = 16
 LAUNCHES = 4  # chains per sample
@@ -43,22 +45,28 @@ def compare(
 ) -> tuple[str, dict[str, Samples]]:  # fmt: skip
     """Interleaved times of traceable functions on the default device.
 
-    Args: entries: label -> (function of the operands, XLA compiler options); inputs: one set of operands; seconds: wall
-        time for the samples; announce: is told which label runs next.
+    Args: entries: label -> (function of the operands, XLA compiler options); inputs: one set of operands; seconds: most
+        wall time for the samples of one; announce: is told which label runs next.
     Returns: the method, and samples [s per execution] of every label.
     """
     one = max(1, sum(x.nbytes for x in inputs))
     distinct = max(1, min(CHAIN, COLD_BYTES // one + 1, MOST_BYTES // one))
     copies = [tuple(jax.device_put(x) for x in inputs) for _ in range(distinct)]
     sets = [copies[k % distinct] for k in range(CHAIN)]
+    lowered = {
+        label: jax.jit(chained(function), compiler_options={**OPTIONS, **options}).lower(sets)
+        for label, (function, options) in entries.items()
+    }
+    # Compiling takes longer than measuring; it runs none of the kernels.
+    with ThreadPoolExecutor(len(lowered)) as pool:
+        compiled = dict(zip(lowered, pool.map(lambda one: one.compile(), lowered.values()), strict=True))
     runs: dict[str, Callable[[], object]] = {}
-    for label, (function, options) in entries.items():
+    for label, program in compiled.items():
         announce(label)
-        compiled = jax.jit(chained(function), compiler_options={**OPTIONS, **options}).lower(sets).compile()
-        runs[label] = _sample(compiled, sets)
+        runs[label] = _sample(program, sets)
         runs[label]()
     announce("")
-    return "chain", interleave(runs, seconds=seconds, inner=dict.fromkeys(runs, CHAIN * LAUNCHES))
+    return "chain", race(runs, seconds=seconds, inner=dict.fromkeys(runs, CHAIN * LAUNCHES))
 
 
 def _sample(compiled: Any, sets: Any) -> Callable[[], object]:
@@ -71,6 +79,7 @@ def _sample(compiled: Any, sets: Any) -> Callable[[], object]:
     return run
 
 
+@functools.cache
 def overhead() -> float:
     """Median time of calling an empty jitted function [s]."""
     empty = jax.jit(lambda x: x + 1)

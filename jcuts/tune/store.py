@@ -2,10 +2,9 @@
 
 It holds choices with their measurements, the partitions of functions, and guard decisions.
 
-Rollback journal (not WAL: that needs shared memory, which network file systems lack), one transaction per choice, one
-short-lived connection per operation (safe across threads and forks).  A damaged or foreign file is moved aside, never
-deleted.  When the file cannot be written the store says so once and goes on in memory: tuning results may be lost at
-exit, the user's program is not.
+One transaction per choice (`base/sqlitefile.py` says how the file is opened).  A damaged or foreign file is moved
+aside, never deleted.  When the file cannot be written the store says so once and goes on in memory: tuning results may
+be lost at exit, the user's program is not.
 """
 
 from __future__ import annotations
@@ -17,21 +16,20 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jcuts.base import fingerprint, knobs
 from jcuts.base.errors import CacheError
+from jcuts.base.sqlitefile import SqliteFile, is_damaged
 from jcuts.base.told import unusable_cache
 from jcuts.tune.choice import Choice
 
 SCHEMA = 2
 APPLICATION_ID = 0x6A637574  # 'jcut', shown by file(1)
-BUSY_SECONDS = 30.0
 _log = logging.getLogger("jcuts.tune")
-_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT)
 
 _TABLES = """
 CREATE TABLE choices (
@@ -82,6 +80,7 @@ class Store:
 
     def __init__(self, path: str | os.PathLike[str] | None, *, device: str, versions: str) -> None:
         self.path = None if path is None else Path(path)
+        self._file = self.path and SqliteFile(self.path, tables=_TABLES, application=APPLICATION_ID, schema=SCHEMA)
         self.device = device
         self.versions = versions
         self.errors: list[CacheError] = []
@@ -89,7 +88,6 @@ class Store:
         self._memory: dict[tuple[str, str], tuple[float, dict[str, Any]]] = {}
         self._writes = 0
         self._hidden = False  # the file could not be cleared: pretend that it is empty
-        self._checked = False
 
     # Choices and guards ----------------------------------------------------------------------------------------------
 
@@ -235,14 +233,14 @@ class Store:
 
     def _read(self, query: str, values: tuple[object, ...]) -> list[Any]:
         with self._lock:
-            if self.path is None or self._hidden:
+            if self._file is None or self._hidden:
                 return []
             for attempt in (0, 1):
                 try:
-                    with self._open(write=False) as db:
+                    with self._file.open(write=False) as db:
                         return [] if db is None else db.execute(query, values).fetchall()
                 except (sqlite3.Error, OSError) as error:
-                    if attempt == 0 and _is_damaged(error):
+                    if attempt == 0 and is_damaged(error):
                         self._set_aside(str(error))
                         continue
                     self._report(
@@ -253,11 +251,11 @@ class Store:
     def _write(self, work: Any) -> bool:
         """Runs one transaction; False when nothing reached the disk."""
         with self._lock:
-            if self.path is None:
+            if self._file is None:
                 return False
             for attempt in (0, 1):
                 try:
-                    with self._open(write=True) as db:
+                    with self._file.open(write=True) as db:
                         if db is None:
                             return False
                         db.execute("BEGIN IMMEDIATE")
@@ -267,7 +265,7 @@ class Store:
                         self._hidden = False
                         return True
                 except (sqlite3.Error, OSError) as error:
-                    if attempt == 0 and _is_damaged(error):
+                    if attempt == 0 and is_damaged(error):
                         self._set_aside(str(error))
                         continue
                     self._report(
@@ -280,74 +278,22 @@ class Store:
                     return False
             return False
 
-    @contextlib.contextmanager
-    def _open(self, *, write: bool) -> Iterator[sqlite3.Connection | None]:
-        """One connection; None if there is no database to read yet."""
-        path = self.path
-        assert path is not None  # callers looked
-        if write and not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-        elif not write and not path.exists():
-            yield None
-            return
-        db = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None)
-        try:
-            db.execute("PRAGMA synchronous = FULL")
-            if not self._checked or write:
-                self._check(db, create=write)
-            yield db if self._checked else None
-        finally:
-            db.close()
-
-    def _check(self, db: sqlite3.Connection, *, create: bool) -> None:
-        """Is this our database, whole and of this schema?  An empty file is made into one when ``create``."""
-        version = db.execute("PRAGMA user_version").fetchone()[0]
-        owner = db.execute("PRAGMA application_id").fetchone()[0]
-        if (owner, version) == (0, 0) and not db.execute("SELECT name FROM sqlite_master").fetchall():
-            if not create:
-                return
-            db.execute("PRAGMA journal_mode = DELETE")
-            db.execute("BEGIN IMMEDIATE")
-            # Another process may have made the tables while this one waited for the lock.
-            if not db.execute("SELECT name FROM sqlite_master").fetchall():
-                for statement in _TABLES.split(";"):
-                    if statement.strip():
-                        db.execute(statement)
-                db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-                db.execute(f"PRAGMA user_version = {SCHEMA}")
-            db.execute("COMMIT")
-            self._checked = True
-            return
-        if owner != APPLICATION_ID or version != SCHEMA:
-            raise _Foreign(f"schema version {version} of application {owner:#x}, this jcuts writes {SCHEMA}")
-        if not self._checked:
-            verdict = db.execute("PRAGMA integrity_check(1)").fetchone()[0]
-            if verdict != "ok":
-                raise _Foreign(f"integrity check: {verdict}")
-            self._checked = True
-
     def _set_aside(self, why: str) -> None:
         """Moves the file (and its journal, which belongs to it) out of the way; nothing is deleted."""
-        assert self.path is not None
-        self._checked = False
-        aside = self.path.with_name(
-            f"{self.path.name}.aside-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{len(self.errors)}"
-        )
+        assert self._file is not None
+        aside = None
         try:
-            journal = self.path.with_name(self.path.name + "-journal")
-            os.replace(self.path, aside)
-            if journal.exists():
-                os.replace(journal, aside.with_name(aside.name + "-journal"))
-        except FileNotFoundError:
-            return  # another process moved it first
+            aside = self._file.set_aside(len(self.errors))
+            if aside is None:
+                return  # another process moved it first
         except OSError as error:
             why = f"{why}; moving it aside failed: {error}"
         self._report(
             CacheError(
-                f"the tuning database {self.path} is damaged or of another version ({why}): it was moved to {aside} "
-                "and a fresh one is started",
+                f"the tuning database {self.path} is damaged or of another version ({why})"
+                + (f": it was moved to {aside} and a fresh one is started" if aside else ""),
                 path=str(self.path),
-                aside=str(aside),
+                aside=str(aside) if aside else None,
             )
         )
 
@@ -367,20 +313,6 @@ def default_store() -> Store:
         device=fingerprint.cpu_fingerprint(),
         versions=fingerprint.digest(fingerprint.versions()),
     )
-
-
-class _Foreign(sqlite3.DatabaseError):
-    """The file is SQLite but not ours, not of this version, or not whole."""
-
-
-def _is_damaged(error: BaseException) -> bool:
-    if isinstance(error, _Foreign):
-        return True
-    # The low byte is the primary code.  Locked, full and read-only databases are whole: they stay where they are.
-    code = getattr(error, "sqlite_errorcode", None)
-    if code is not None:
-        return (code & 0xFF) in _DAMAGED
-    return isinstance(error, sqlite3.OperationalError) and "no such table" in str(error)
 
 
 def _insert(db: sqlite3.Connection, row: Row) -> None:

@@ -46,7 +46,7 @@ class Spread:
 def terms(eqn: Any) -> int:
     """How many terms (or factors) are put together into one element of the equation's first result; 1: elementwise."""
     name, p = eqn.primitive.name, eqn.params
-    shape = eqn.invars[0].aval.shape if eqn.invars else ()
+    shape: Any = eqn.invars[0].aval.shape if eqn.invars else ()
     if name == "dot_general":
         (contract, _), _ = p["dimension_numbers"]
         return max(1, math.prod(shape[k] for k in contract))
@@ -86,7 +86,7 @@ def spread(eqn: Any, values: list[Any], result: Any, bind: Callable[[list[Any]],
     return Spread(size, 0.5 * (whole + result), 0.5 * (whole - result))
 
 
-def overflowed(value: Any, of: Spread, most: float, choice: Any) -> Any:
+def overflowed(value: Any, of: Spread, most: Any, choice: Any) -> Any:
     """The value, or what is left of it where a partial sum exceeds ``most`` in some order.
 
     Args: choice: random uint64; its lowest bits pick: the value, +inf, -inf, or NaN (both happen).

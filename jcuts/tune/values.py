@@ -14,6 +14,8 @@ from jcuts.tune.problem import Input, Problem
 
 NORMAL, SPECIAL, HUGE = "normal", "special", "huge"
 LEAST_SEEDS, MOST_SEEDS, WANTED_SAMPLES = 3, 16, 64
+LARGE = 1 << 22
+"""Elements of an output from which one normal set says enough."""
 
 
 def dtype_of(name: str) -> np.dtype:
@@ -71,13 +73,15 @@ def load(path: Path | str, shape: Sequence[int], dtype: str) -> np.ndarray:
 def seed_kinds(problem: Problem) -> list[str]:
     """Which sets of inputs a problem is checked on.
 
-    At least 3 normal ones; up to 16 for tiny outputs, until XLA's own error is known from about 64 numbers (one number
-    may be exact by luck).  Then one with special values and one with huge ones; one set is enough if nothing is random.
+    At least 3 normal ones (one where outputs are large); up to 16 for tiny outputs, until XLA's own error is known from
+    about 64 numbers (one number may be exact by luck).  Then one with
+    special values and one with huge ones; one set is enough if nothing is random.
     """
     if not any(i.recipe != "given" for i in problem.inputs):
         return [NORMAL]
     smallest = max(1, min(math.prod(o.shape) for o in problem.outputs))
-    count = min(MOST_SEEDS, max(LEAST_SEEDS, math.ceil(WANTED_SAMPLES / smallest)))
+    least = 1 if smallest >= LARGE else LEAST_SEEDS
+    count = min(MOST_SEEDS, max(least, math.ceil(WANTED_SAMPLES / smallest)))
     return [NORMAL] * count + [SPECIAL, HUGE]
 
 

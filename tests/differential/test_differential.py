@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -36,6 +37,35 @@ def test_gradients_match_xla():
 
 def test_batched_programs_match_xla():
     assert _failures(SEED + 2000, 10, "vmap") == []
+
+
+def test_programs_of_the_newer_families_match_xla():
+    assert _failures(generator.MORE_FROM + SEED, 8, "plain") == []
+    assert _failures(generator.MORE_FROM + SEED + 100, 2, "grad") == []
+
+
+def test_every_step_makes_a_program():
+    """Each step alone, on two small arrays: it applies to at least one of a few attempts."""
+    import random_programs.networks  # noqa: F401 - registers its families
+
+    for family in generator.MORE:
+        for _, rule in generator._STEPS[family]:
+
+            def program(*values, rule=rule):
+                draw = generator.Draw(np.random.default_rng(5), generator.Kind(), "float32", list(values))
+                rule(draw)
+                return tuple(draw.pool[len(values) :])
+
+            closed = jax.make_jaxpr(program)(np.ones((5, 7), np.float32), np.ones(3, np.float32))
+            assert closed.jaxpr.eqns, rule.__name__
+
+
+def test_smaller_seeds_keep_their_programs():
+    draws = [generator.program(seed) for seed in (SEED, generator.MORE_FROM + SEED)]
+    for of in draws:
+        with jax.enable_x64(of.kind.x64):
+            assert jax.make_jaxpr(of.function)(*generator.signature(of)).jaxpr.eqns
+    assert generator.families() == sorted({*generator.WEIGHTS, *generator.MORE})
 
 
 def test_a_seed_is_a_program():

@@ -45,11 +45,11 @@ def test_lost_nans_are_those_that_numpy_has_and_xla_not(extent):
     wanted = np.minimum(x[: extent // 2 * 2 : 2], x[1::2])
     lost = int((np.isnan(wanted) & ~np.isnan(lowest)).sum())
     assert oracle.lost_nans(closed, [x]) == ({"reduce_window_min": lost} if lost else {})
-    assert oracle.nan_unlike([lowest], [wanted]) == lost + int((~np.isnan(wanted) & np.isnan(lowest)).sum())
+    assert oracle.nan_unlike([[lowest]], [wanted]) == lost + int((~np.isnan(wanted) & np.isnan(lowest)).sum())
 
 
 def test_integers_have_no_nans():
     x = np.arange(12, dtype=np.int32)
     closed = jaxapi.closed_jaxpr_of(lambda v: lax.reduce_max(v, (0,)), x)
     assert oracle.lost_nans(closed, [x]) == {}
-    assert oracle.nan_unlike([x], [x + 1]) == 0
+    assert oracle.nan_unlike([[x]], [x + 1]) == 0

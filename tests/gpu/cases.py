@@ -34,8 +34,41 @@ def _layer_norm(x: Any, g: Any, b: Any) -> Any:
     return (x - mean) * lax.rsqrt(jnp.square(x - mean).mean(-1, keepdims=True) + 1e-5) * g + b
 
 
+def batch_statistics(x: Any) -> Any:
+    """Mean and variance of columns."""
+    mean = x.mean(0, keepdims=True)
+    return mean[0] * 2, jnp.square(x - mean).mean(0)
+
+
+def _batch_norm(x: Any, g: Any, b: Any) -> Any:
+    mean = x.mean((0, 1, 2), keepdims=True)
+    variance = jnp.square(x - mean).mean((0, 1, 2), keepdims=True)
+    return (x - mean) * lax.rsqrt(variance + 1e-5) * g + b, mean.reshape(-1), variance.reshape(-1)
+
+
 def _log_softmax_loss(x: Any) -> Any:
     return -jax.nn.log_softmax(x, axis=-1).sum(-1)
+
+
+def _input_gradient(extent: int, **options: Any) -> Any:
+    def fn(w: Any, g: Any) -> Any:
+        x = jax.ShapeDtypeStruct((g.shape[0], extent, extent + 1, g.shape[-1]), g.dtype)
+        return jax.linear_transpose(lambda x: conv(x, w, groups=g.shape[-1], **options), x)(g)[0]
+
+    return fn
+
+
+def _filter_gradient(size: tuple[int, int], **options: Any) -> Any:
+    def fn(x: Any, g: Any) -> Any:
+        w = jax.ShapeDtypeStruct((*size, 1, g.shape[-1]), g.dtype)
+        return jax.linear_transpose(lambda w: conv(x, w, groups=x.shape[-1], **options), w)(g)[0]
+
+    return fn
+
+
+def _pool_gradient(reduce: Any, start: float, size: int, stride: int, padding: str) -> Any:
+    pool = _pool(reduce, start, (1, size, size, 1), (1, stride, stride, 1), padding)
+    return lambda x, g: jax.vjp(pool, x)[1](g)[0]
 
 
 CASES: dict[str, Case] = {
@@ -52,6 +85,14 @@ CASES: dict[str, Case] = {
     "reverse": (lambda x: x[::-1, ::2] + 1, (normal(8, 24),)),
     "iota": (lambda x: x + lax.iota(jnp.float32, 24), (normal(7, 24),)),
     "embedding": (lambda t, i: jnp.take(t, i, axis=0, mode="clip"), (normal(50, 16), normal(30, dtype="int32"))),
+    "tables": (
+        lambda i, *t: jnp.concatenate([jnp.take(x, i[:, k], axis=0, mode="clip") for k, x in enumerate(t)], 1),
+        (normal(30, 5, dtype="int32"), *(normal(40 + k, 16, seed=k) for k in range(5))),
+    ),
+    "stack of rows": (
+        lambda x, y, z: jnp.concatenate([x, y * 2, z + 1], 0),
+        tuple(normal(4, 12, seed=k) for k in range(3)),
+    ),
     "gather fill": (lambda t, i: t.at[i].get(mode="fill", fill_value=7), (normal(5, 12), normal(30, dtype="int32"))),
     "max pool": (_pool(lax.max, -np.inf, (1, 3, 3, 1), (1, 2, 2, 1), "SAME"), (normal(2, 13, 13, 12),)),
     "average pool": (_pool(lax.add, 0.0, (1, 2, 3, 1), (1, 1, 1, 1), "VALID"), (normal(2, 9, 10, 5),)),
@@ -61,6 +102,33 @@ CASES: dict[str, Case] = {
         (normal(2, 15, 15, 12), normal(3, 3, 1, 12), normal(12)),
     ),
     "depthwise odd": (lambda x, w: conv(x, w, groups=7), (normal(1, 11, 9, 7), normal(5, 3, 1, 7))),
+    "depthwise input gradient": (_input_gradient(11), (normal(3, 3, 1, 20), normal(2, 11, 12, 20))),
+    "depthwise input gradient stride": (
+        _input_gradient(11, strides=(2, 2)),
+        (normal(3, 3, 1, 12), normal(2, 6, 6, 12)),
+    ),
+    "depthwise filter gradient": (_filter_gradient((3, 3)), (normal(2, 14, 14, 20), normal(2, 14, 14, 20, seed=1))),
+    "depthwise filter gradient stride": (
+        _filter_gradient((3, 5), strides=(2, 2)),
+        (normal(3, 11, 13, 7), normal(3, 6, 7, 7)),
+    ),
+    "depthwise filter gradient long": (
+        _filter_gradient((3, 3)),
+        (normal(6, 28, 28, 12), normal(6, 28, 28, 12, seed=1)),
+    ),
+    "max pool gradient": (
+        _pool_gradient(lax.max, -np.inf, 3, 2, "SAME"),
+        (np.round(normal(1, 16, 20, 8)), normal(1, 8, 10, 8)),
+    ),
+    "max pool gradient apart": (
+        _pool_gradient(lax.max, -np.inf, 2, 2, "VALID"),
+        (np.round(normal(2, 9, 8, 5)), normal(2, 4, 4, 5)),
+    ),
+    "max pool gradient one by one": (
+        _pool_gradient(lax.max, -np.inf, 3, 1, "SAME"),
+        (np.round(normal(1, 7, 8, 6)), normal(1, 7, 8, 6)),
+    ),
+    "average pool gradient": (_pool_gradient(lax.add, 0.0, 3, 2, "SAME"), (normal(2, 12, 13, 12), normal(2, 6, 7, 12))),
     "row sum": (lambda x: x.sum(1), (normal(37, 300),)),
     "row max odd": (lambda x: x.max(1) * 2, (normal(37, 77),)),
     "short rows": (lambda x: x.sum(-1), (normal(50, 9, 6),)),
@@ -76,8 +144,23 @@ CASES: dict[str, Case] = {
     "softmax": (lambda x: jax.nn.softmax(x, axis=-1), (normal(37, 260),)),
     "softmax odd": (lambda x: jax.nn.softmax(x, axis=-1), (normal(5, 1001),)),
     "softmax long": (lambda x: jax.nn.softmax(x, axis=-1), (normal(3, 40_000),)),
+    "softmax columns": (lambda x: jax.nn.softmax(x, axis=0), (normal(70, 36),)),
+    "softmax middle": (lambda x: jax.nn.softmax(x, axis=1), (normal(3, 37, 21),)),
+    "softmax columns long": (lambda x: jax.nn.softmax(x, axis=0), (normal(5000, 12),)),
+    "batch statistics": (lambda x: (x.mean((0, 1)), x.var((0, 1))), (normal(9, 30, 20) + 3,)),
+    "batch statistics long": (batch_statistics, (normal(7001, 24) + 3,)),
+    "batch norm": (_batch_norm, (normal(4, 33, 31, 12) * 2 + 5, normal(12), normal(12, seed=1))),
     "log softmax": (_log_softmax_loss, (normal(37, 100),)),
     "layer norm": (_layer_norm, (normal(37, 192), normal(192), normal(192))),
+    "running sum": (lambda x: jnp.cumsum(x * 2, 1) + 1, (normal(9, 300),)),
+    "running sum odd": (lambda x: jnp.cumsum(x, 1), (normal(3, 1003),)),
+    "running sum reverse": (lambda x: lax.cumsum(x, 0, reverse=True), (normal(4096),)),
+    "running sum of columns": (lambda x: jnp.cumsum(x, 0), (normal(130, 40),)),
+    "running sum of columns long": (lambda x: lax.cumsum(x, 0, reverse=True) * 2, (normal(4003, 24),)),
+    "running sum in the middle": (lambda x: jnp.cumsum(x, 1), (normal(5, 600, 7),)),
+    "running maximum": (lambda x: lax.cummax(x, 1), (normal(5, 70),)),
+    "running product": (lambda x: lax.cumprod(1 + x / 50, 0), (normal(300, 12),)),
+    "running logsumexp": (lambda x: lax.cumlogsumexp(x, 0), (normal(30, 20),)),
     "global pool": (lambda x: x.mean((1, 2)), (normal(3, 7, 7, 40),)),
     "moments": (lambda x: (x.mean((2, 3)), x.var((2, 3))), (normal(3, 6, 14, 14),)),
     "group norm": (

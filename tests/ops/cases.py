@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -258,6 +259,23 @@ CASES: list[OpCase] = [
             ("reduce_window_min", lax.min, np.inf),
         )
     ),
+    *(
+        OpCase(
+            f"{n}-gradient",
+            "select_and_scatter_add",
+            lambda x, g, f=f, i=i, k=k, s=s, p=p: pool_gradient(f, i, k, s, p, x, g),
+            shapes,
+            reduction=9,
+        )
+        for n, f, i, k, s, p, shapes in (
+            ("max-pool", lax.max, -np.inf, (1, 3, 3, 1), (1, 2, 2, 1), "SAME", ("f32[2,9,8,5]", "f32[2,5,4,5]")),
+            ("max-pool-ties", lax.max, -np.inf, (3, 2), (1, 2), "VALID", ("f32[9,8]:small", "f32[7,4]")),
+            ("max-pool-special", lax.max, -np.inf, (3, 3), (2, 1), "SAME", ("f32[9,8]:special", "f32[5,8]")),
+            ("min-pool", lax.min, np.inf, (1, 2, 3), (1, 2, 3), "SAME", ("f32[3,9,8]:small", "f32[3,5,3]")),
+            ("max-pool-bf16", lax.max, -np.inf, (3, 3), (2, 2), "SAME", ("bf16[9,8]:small", "bf16[5,4]")),
+            ("max-pool-f64", lax.max, -np.inf, (2,), (2,), "VALID", ("f64[9]", "f64[4]")),
+        )
+    ),
     # -- contractions
     OpCase("dot-2d", "dot_general", lambda a, b: lax.dot(a, b), ("f32[7,19]", "f32[19,33]"), reduction=19, golden=True),
     OpCase("dot-f64", "dot_general", lambda a, b: lax.dot(a, b), ("f64[7,19]", "f64[19,9]"), reduction=19),
@@ -344,6 +362,27 @@ CASES: list[OpCase] = [
         reduction=36,
     ),
     OpCase(
+        "conv-filter-gradient",
+        "conv_general_dilated",
+        lambda x, g: filter_gradient((3, 3), (1, 1), x, g),
+        ("f32[2,6,7,5]", "f32[2,6,7,5]"),
+        reduction=84,
+    ),
+    OpCase(
+        "conv-filter-gradient-stride",
+        "conv_general_dilated",
+        lambda x, g: filter_gradient((3, 2), (2, 1), x, g, multiplier=2),
+        ("f32[2,6,7,3]", "f32[2,3,7,6]"),
+        reduction=42,
+    ),
+    OpCase(
+        "reshape-permuted",
+        "reshape",
+        lambda x: lax.reshape(x, (4, 15), dimensions=(2, 0, 1)) * 2,
+        ("f32[3,4,5]",),
+        exact=True,
+    ),
+    OpCase(
         "conv-bf16", "conv_general_dilated", lambda x, w: conv(x, w), ("bf16[1,6,6,4]", "bf16[3,3,4,5]"), reduction=36
     ),
     # -- cumulative
@@ -370,7 +409,7 @@ CASES: list[OpCase] = [
         "conv_general_dilated",
         lambda x, w: conv(x, w, batch_groups=2),
         ("f32[4,6,6,3]", "f32[3,3,3,4]"),
-        refused="batch_group_count",
+        refused="batch_group_count 2",
     ),
     OpCase(
         "int-conv", "conv_general_dilated", lambda x, w: conv(x, w), ("i32[1,6,6,3]", "i32[3,3,3,4]"), refused="int32"
@@ -412,3 +451,18 @@ def conv(
         x, w, strides, padding, lhs_dilation=lhs, rhs_dilation=dilation, dimension_numbers=layout,
         feature_group_count=groups, batch_group_count=batch_groups,
     )  # fmt: skip
+
+
+def pool_gradient(
+    reduce: Any, start: float, window: tuple[int, ...], strides: tuple[int, ...], padding: str, x: Any, g: Any
+) -> Any:
+    """The gradient of pooling over ``x``."""
+    start = np.asarray(start, x.dtype)[()]
+    return jax.vjp(lambda x: lax.reduce_window(x, start, reduce, window, strides, padding), x)[1](g)[0]
+
+
+def filter_gradient(size: tuple[int, int], strides: tuple[int, int], x: Any, g: Any, multiplier: int = 1) -> Any:
+    """The gradient of a depthwise convolution with regard to its filter."""
+    channels = x.shape[-1]
+    w = jax.ShapeDtypeStruct((*size, 1, channels * multiplier), x.dtype)
+    return jax.linear_transpose(lambda w: conv(x, w, strides=strides, groups=channels), w)(g)[0]

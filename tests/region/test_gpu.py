@@ -58,10 +58,9 @@ def test_schedules_compute_the_same(name):
     "fn, arguments",
     [
         (lambda a, b: a @ b, (zeros(256, 256), zeros(256, 256))),
-        (lambda x: jnp.cumsum(x, 1), (zeros(64, 64),)),
-        (lambda x: jax.nn.softmax(x, axis=0), (zeros(64, 64),)),
+        (lambda x: jax.lax.cumlogsumexp(x, 1), (zeros(64, 64),)),
     ],
-    ids=["contraction", "cumulative", "rows along columns"],
+    ids=["contraction", "cumulative"],
 )
 def test_programs_without_a_form_get_no_candidate(fn, arguments):
     assert gpu.candidates(program_of(fn, *arguments), MACHINE, 100) == []

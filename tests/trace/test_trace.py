@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import subprocess
 import sys
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 from jcuts.base.errors import UsageError
-from jcuts.trace import jaxapi
+from jcuts.trace import canonical, jaxapi
 from jcuts.trace.canonical import canonical_digest, canonical_text
 from jcuts.trace.capture import capture
 from jcuts.trace.inline import inline
@@ -208,3 +211,35 @@ def test_canonical_text_tells_mesh_contexts_apart():
         assert canonical_text(jaxapi.closed_jaxpr_of(jnp.sin, X)) != plain
         with jaxapi.without_mesh():
             assert canonical_text(jaxapi.closed_jaxpr_of(jnp.sin, X)) == plain
+
+
+def _adding(constant):
+    return jaxapi.closed_jaxpr_of(lambda x: x + constant, np.float32(0))
+
+
+def test_large_constants_are_hashed_once_and_forgotten_with_the_array(monkeypatch):
+    hashed = []
+    monkeypatch.setattr(canonical, "_bytes", lambda a, real=canonical._bytes: (hashed.append(a.nbytes), real(a))[1])
+    ours = jnp.arange(40_000, dtype=jnp.float32)
+    before = len(canonical._digests)
+    first = canonical.canonical_digest(_adding(ours), consts="digest")
+    assert canonical.canonical_digest(_adding(ours), consts="digest") == first
+    assert hashed.count(ours.nbytes) == 1 and len(canonical._digests) == before + 1
+    assert canonical.canonical_digest(_adding(ours + 1), consts="digest") != first
+    del ours
+    gc.collect()
+    assert len(canonical._digests) == before
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (300, 200)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool"])
+def test_a_content_hash_is_that_of_the_bytes(shape, dtype):
+    array = np.random.default_rng(0).integers(0, 2, shape).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    want = hashlib.sha256(array.tobytes()).hexdigest()
+    assert canonical._content_digest(array) == canonical._content_digest(jnp.asarray(array)) == want
+    array = np.asarray(array).copy()
+    other = np.asfortranarray(array)
+    assert canonical._content_digest(other) == want
+    if array.size > 1:
+        array.reshape(-1)[0] = not array.reshape(-1)[0]  # NumPy arrays change: nothing is remembered of them
+        assert canonical._content_digest(array) != want

@@ -130,3 +130,28 @@ def test_noise_of_float64_operations_alone():
     np.testing.assert_array_equal(moved[0], exact[0])
     distance = np.abs(moved[1] / exact[1] - 1)
     assert 0 < distance.max() <= 1.5 * np.finfo(np.float64).eps
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "int64"])
+def test_a_number_divided_by_itself_is_not_always_one(dtype):
+    with jax.enable_x64(True):
+        x = np.array([0, 1, 5, np.iinfo(dtype).min, np.iinfo(dtype).max], dtype)
+        closed = jaxapi.closed_jaxpr_of(
+            lambda v: (lax.div(v, v), lax.rem(v, v), lax.div(v, v - v), lax.rem(v, v - v)), x
+        )
+        div, rem, none, rest = (np.asarray(v) for v in jax.jit(lambda v: evaluate(closed, [v]))(x))
+    ones = ~np.zeros((), dtype)
+    np.testing.assert_array_equal(div, np.where(x == 0, ones, 1))
+    np.testing.assert_array_equal(rem, np.zeros(5))
+    np.testing.assert_array_equal(none, np.full(5, ones))
+    np.testing.assert_array_equal(rest, x)
+
+
+def test_integer_division_keeps_its_edge():
+    low = np.iinfo(np.int32).min
+    x, y = np.array([low, low, -7, 7], np.int32), np.array([-1, 1, 2, -2], np.int32)
+    closed = jaxapi.closed_jaxpr_of(lambda a, b: (lax.div(a, b), lax.rem(a, b)), x, y)
+    with jax.enable_x64(True):
+        div, rem = (np.asarray(v) for v in evaluate(closed, [x, y]))
+    np.testing.assert_array_equal(div, np.array([low, low, -3, -3]))
+    np.testing.assert_array_equal(rem, np.array([0, 0, -1, 1]))

@@ -283,6 +283,24 @@ def test_a_range_of_integers_that_reaches_the_end_goes_on_at_the_other(low, high
             check(spec, [want], [c])
 
 
+@pytest.mark.parametrize(("reach", "passes"), [(4e-6, True), (2e-7, False)])
+def test_a_small_element_that_rounding_moves_may_be_off(reach, passes):
+    """One of many small elements is small by cancellation, and XLA was lucky on it."""
+    r = np.concatenate([RNG.uniform(0.5, 1, 100), RNG.uniform(1e-3, 2e-3, 100)])
+    x = r.astype(np.float32)
+    c = x.copy()
+    c[150] += np.float32(2e-7)
+    low, high = r * (1 - 4 * EPS), r * (1 + 4 * EPS)
+    low[150], high[150] = r[150] - reach, r[150] + reach
+    spec, want = Output((200,), "float32"), Expected(NORMAL, x, r, low, high)
+    if passes:
+        check(spec, [want], [c])
+    else:
+        with pytest.raises(AccuracyRejected) as caught:
+            check(spec, [want], [c])
+        assert caught.value.values["rule"] == "magnitude"
+
+
 def test_bands_and_their_groups():
     rng = np.random.default_rng(3)
     size = [rng.uniform(1.0, 100.0, 40), rng.uniform(1e-6, 1.1e-6, 5), [0.0], [1e30, 2e30]]

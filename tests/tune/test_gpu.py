@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jcuts.base.errors import AccuracyRejected, NativeError, UsageError
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.codegen.cuda.image import SYMBOL, Image, Launch
-from jcuts.tune import driver, gpu, worker
+from jcuts.tune import driver, gpu, gpu_timing, worker
 from jcuts.tune.problem import Input, Output, Problem
 
 AVAL = ((64,), "float32")
@@ -171,3 +173,23 @@ def test_a_full_gpu_is_told_from_a_broken_one(monkeypatch):
     assert worker._is_memory(refused)  # it has 1 MiB
     assert worker._is_memory(MemoryError()) and worker._is_memory(RuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
     assert not worker._is_memory(RuntimeError("INTERNAL: something else"))
+
+
+def test_results_that_equal_accepted_ones_need_no_second_check(monkeypatch):
+    monkeypatch.setattr(worker, "_accepted", {})
+    first = [[np.float32([1, np.nan, -0.0])], [np.arange(3)]]
+    verdict = [object(), object()]
+    assert worker._accepted_alike("p", first) is None
+    worker._accepted["p"] = [(first, verdict)]
+    again = [[a.copy() for a in sets] for sets in first]
+    assert worker._accepted_alike("p", again) is verdict and worker._accepted_alike("q", again) is None
+    again[0][0][2] = 0.0  # another sign is another result
+    assert worker._accepted_alike("p", again) is None
+
+
+def test_programs_are_compared_as_chains():
+    told = []
+    programs = {"xla": (jax.jit(jnp.sin), {}), "other": (lambda x: jnp.sin(x) + 1, {})}
+    method, samples = gpu_timing.compare(programs, [np.ones((8, 8), np.float32)], seconds=0.01, announce=told.append)
+    assert method == "chain" and told == ["xla", "other", ""]
+    assert all(s.median > 0 and len(s.seconds) >= 5 for s in samples.values())

@@ -69,6 +69,8 @@ def test_number_of_sets():
     assert seed_kinds(make(Input((9,), "float32"))) == [NORMAL] * 3 + [SPECIAL, HUGE]
     scalar = make(Input((9,), "float32"), outputs=(Output((), "float32", 9),))
     assert seed_kinds(scalar).count(NORMAL) == 16
+    large = make(Input((9,), "float32"), outputs=(Output((2048, 2048), "float32"),))
+    assert seed_kinds(large) == [NORMAL, SPECIAL, HUGE]
 
 
 def test_given_values_and_files(tmp_path):

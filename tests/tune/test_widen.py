@@ -8,8 +8,12 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jcuts.base.errors import AccuracyRejected
 from jcuts.trace import jaxapi
+from jcuts.tune.check import Expected, check_output
 from jcuts.tune.library import export_subset
+from jcuts.tune.problem import Output
+from jcuts.tune.values import NORMAL, SPECIAL
 from jcuts.tune.widen import evaluate, is_discrete
 
 X = np.random.default_rng(0).standard_normal((6, 8)).astype(np.float32)
@@ -150,3 +154,31 @@ def test_windows_keep_nans(extent, how, init):
     wanted = windows.max(1) if how is lax.max else windows.min(1)
     np.testing.assert_array_equal(got, wanted)
     assert np.isnan(wanted).any()
+
+
+def test_a_kernel_that_keeps_the_nans_of_windows_passes_and_one_that_makes_some_does_not():
+    """XLA:CPU loses them in arrays of this size, and the exported reference is XLA's too."""
+    extent = 40_003
+    x = np.random.default_rng(2).standard_normal(extent).astype(np.float32)
+    broken = x.copy()
+    broken[::11] = np.nan
+    closed = jaxapi.closed_jaxpr_of(
+        lambda v: lax.reduce_window(v, np.float32(np.inf), lax.min, (2,), (2,), "VALID") * np.float32(3), x
+    )
+    exports = export_subset(closed)
+    library, reference = (jax.export.deserialize(bytearray(e)) for e in (exports.library, exports.reference))
+    expected, right = [], []
+    for kind, values in ((NORMAL, x), (SPECIAL, broken)):
+        (xla,) = library.call(values)
+        with jax.enable_x64(True):
+            (wide,) = reference.call(np.uint64(0), np.zeros(2), values.astype(np.float64))
+        expected.append(Expected(kind, np.asarray(xla), np.asarray(wide)))
+        pairs = values[: extent // 2 * 2].reshape(-1, 2)
+        right.append(np.minimum(pairs[:, 0], pairs[:, 1]) * np.float32(3))
+    spec = Output(right[0].shape, "float32", reduction=2)
+    check_output(0, spec, expected, right, 2.0)
+    np.testing.assert_array_equal(np.isnan(expected[1].reference), np.isnan(right[1]))
+    wrong = right[1].copy()
+    wrong[np.flatnonzero(~np.isnan(wrong))[5]] = np.nan
+    with pytest.raises(AccuracyRejected):
+        check_output(0, spec, expected, [right[0], wrong], 2.0)

@@ -15,12 +15,17 @@ from jcuts.codegen import lanes as L
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.codegen.cuda import assemble
 from jcuts.codegen.cuda.builder import GpuBuilder
-from jcuts.codegen.cuda.emit import CudaSource, emit_source
+from jcuts.codegen.cuda.column_rows import ColumnRowsEmitter, ColumnRowsShape, outer_axes
+from jcuts.codegen.cuda.columns import ColumnEmitter, ColumnShape
+from jcuts.codegen.cuda.emit import AnyShape, CudaSource, emit_source
 from jcuts.codegen.cuda.image import SYMBOL, Image, Launch, Resources
+from jcuts.codegen.cuda.moments import MomentsEmitter
 from jcuts.codegen.cuda.parts import parts
-from jcuts.codegen.cuda.point import PointEmitter, Shape
+from jcuts.codegen.cuda.point import PointEmitter, counted_by_tile, pinned
+from jcuts.codegen.cuda.scan import ScanColumnsEmitter, ScanRowsEmitter, ScanShape, units
 from jcuts.codegen.cuda.target import REGISTERS, CudaTarget
 from jcuts.codegen.cuda.team import TeamEmitter, TeamShape
+from jcuts.codegen.cuda.transposed import TransposedEmitter, TransposedShape
 from jcuts.dfg.program import Program
 from jcuts.dfg.verify import verify
 
@@ -181,10 +186,14 @@ def _narrow(builder: Any, value: Any) -> Any:
     return builder.trunc(value, L.I32) if value.type.width > 32 else value
 
 
-def _tile(program: Program, shape: Shape | TeamShape, types: Any, intrinsic: Any, symbol: str) -> object:
+def _tile(program: Program, shape: AnyShape, types: Any, intrinsic: Any, symbol: str) -> object:
     """A numba intrinsic that emits what one thread does."""
     buffers = [b for b in program.buffers if b.role != "local"]
-    integers = ["row", "lane"] if isinstance(shape, TeamShape) else [a.name for a in program.phases[0].axes]
+    axes = outer_axes(program) if isinstance(shape, ColumnRowsShape) else program.phases[0].axes
+    integers = ["row", "lane"] if isinstance(shape, TeamShape) else [a.name for a in axes]
+    if isinstance(shape, ScanShape):
+        integers = [*units(program, shape), *(["thread"] if shape.rows else [])]
+    integers += ["thread"] if isinstance(shape, (ColumnShape, ColumnRowsShape, TransposedShape)) else []
 
     def signature_of(*operands: Any) -> Any:
         def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -207,13 +216,30 @@ def _tile(program: Program, shape: Shape | TeamShape, types: Any, intrinsic: Any
 
 
 def _emit(
-    builder: GpuBuilder, program: Program, shape: Shape | TeamShape, pointers: Mapping[str, Any],
+    builder: GpuBuilder, program: Program, shape: AnyShape, pointers: Mapping[str, Any],
     integers: Mapping[str, Any], symbol: str,
 ) -> None:  # fmt: skip
     buffers = {b.name: b for b in program.buffers}
     if isinstance(shape, TeamShape):
         TeamEmitter(builder, program, shape, buffers, pointers, integers["row"], integers["lane"], symbol).emit()
         return
+    if isinstance(shape, ColumnRowsShape):
+        emitter = MomentsEmitter if dict(program.params)["cuda"] == "moments" else ColumnRowsEmitter
+        emitter(builder, program, shape, buffers, pointers, integers, symbol).emit()
+        return
+    if isinstance(shape, ScanShape):
+        walker = ScanRowsEmitter if shape.rows else ScanColumnsEmitter
+        walker(builder, program, shape, buffers, pointers, integers, symbol).emit()
+        return
+    if isinstance(shape, TransposedShape):
+        TransposedEmitter(builder, program, shape, buffers, pointers, integers, symbol).emit()
+        return
+    if isinstance(shape, ColumnShape):
+        ColumnEmitter(builder, program, shape, buffers, pointers, integers, symbol).emit()
+        return
     phase = program.phases[0]
-    multiples = {a.name: a.unroll for a in phase.axes}
-    PointEmitter(builder, phase, shape, buffers, pointers, integers, multiples).emit()
+    by_tile = counted_by_tile(phase)
+    for name, place in shape.fixed:
+        phase = pinned(phase, name, place)
+    multiples = {a.name: a.unroll for a in phase.axes if a.name not in by_tile}
+    PointEmitter(builder, phase, shape, buffers, pointers, integers, multiples, by_tile).emit()

@@ -8,13 +8,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jcuts.base.errors import CompileRejected
+from jcuts.codegen.cuda.column_rows import ColumnRowsShape, column_rows_shape, outer_axes
+from jcuts.codegen.cuda.columns import ColumnShape, lane_blocks, shape_of
 from jcuts.codegen.cuda.memory import LIMIT
-from jcuts.codegen.cuda.point import Shape
-from jcuts.codegen.cuda.team import WARP, TeamShape, row_count, row_length
+from jcuts.codegen.cuda.point import Shape, counted_by_tile
+from jcuts.codegen.cuda.scan import ScanShape, grid_of, scan_shape, units
+from jcuts.codegen.cuda.shared import WARP
+from jcuts.codegen.cuda.team import TeamShape, row_count, row_length
+from jcuts.codegen.cuda.transposed import TransposedShape, tiles_of, transposed_shape
 from jcuts.dfg.program import Phase, Program
 
 GRID_LIMIT = 2**31 - 1
 MAX_THREADS = 1024
+FORMS = ("point", "team", "columns", "column_rows", "moments", "transposed", "scan_columns", "scan_rows")
+AnyShape = Shape | TeamShape | ColumnShape | ColumnRowsShape | TransposedShape | ScanShape
 
 
 @dataclass
@@ -24,7 +31,7 @@ class CudaSource:
     text: str
     blocks: int
     threads: int
-    variants: dict[str, Shape | TeamShape] = field(default_factory=dict)
+    variants: dict[str, AnyShape] = field(default_factory=dict)
     helpers: dict[str, tuple[str, int]] = field(default_factory=dict)
 
 
@@ -32,13 +39,13 @@ def emit_source(program: Program) -> CudaSource:
     """The numba.cuda source of one kernel (a part, see `codegen.cuda.parts`)."""
     params = dict(program.params)
     form, threads = params.get("cuda"), int(str(params.get("threads", 0)))
-    if form not in ("point", "team") or not 1 <= threads <= MAX_THREADS:
+    if form not in FORMS or not 1 <= threads <= MAX_THREADS:
         raise CompileRejected(f"{program.name}: no schedule for a GPU ({program.params})")
     for buffer in program.buffers:
         if buffer.size > LIMIT:
             raise CompileRejected(f"{program.name}: {buffer.name} has {buffer.size} elements, indices reach {LIMIT}")
     writer = _Writer(program, threads)
-    return writer.point() if form == "point" else writer.team()
+    return getattr(writer, str(form))()
 
 
 class _Writer:
@@ -47,7 +54,7 @@ class _Writer:
         self.names = [b.name for b in program.buffers if b.role != "local"]
         self.lines = [f"def kernel({', '.join(self.names)}):"]
         self.helpers: dict[str, tuple[str, int]] = {}
-        self.variants: dict[str, Shape | TeamShape] = {}
+        self.variants: dict[str, AnyShape] = {}
 
     def line(self, depth: int, text: str) -> None:
         self.lines.append("    " * depth + text)
@@ -79,8 +86,10 @@ class _Writer:
             self.line(1, f"if thread < {tiles}:")
             depth = 2
         places = self._decoded(depth, "thread", counts)
+        steps = self._steps(phase)
         for axis in phase.axes:
-            self.line(depth, f"{axis.name} = {places[axis.name]}" + (f" * {axis.unroll}" if axis.unroll > 1 else ""))
+            step = steps[axis.name]
+            self.line(depth, f"{axis.name} = {places[axis.name]}" + (f" * {step}" if step > 1 else ""))
         self._variants(phase, depth)
         return self.done(-(-tiles // self.threads))
 
@@ -92,17 +101,24 @@ class _Writer:
         inner = self._decoded(1, "cuda.threadIdx.x", shape)
         outer = self._decoded(1, "cuda.blockIdx.x", blocks)
         tests = []
+        steps = self._steps(phase)
         for axis in phase.axes:
-            place = outer[axis.name]
+            place, step = outer[axis.name], steps[axis.name]
             if axis.name in shape:
                 place = f"{place} * {shape[axis.name]} + {inner[axis.name]}"
                 if counts[axis.name] % shape[axis.name]:
-                    tests.append(f"{axis.name} < {counts[axis.name] * axis.unroll}")
-            self.line(1, f"{axis.name} = ({place}) * {axis.unroll}" if axis.unroll > 1 else f"{axis.name} = {place}")
+                    tests.append(f"{axis.name} < {counts[axis.name] * step}")
+            self.line(1, f"{axis.name} = ({place}) * {step}" if step > 1 else f"{axis.name} = {place}")
         if tests:
             self.line(1, f"if {' and '.join(tests)}:")
         self._variants(phase, 1 + bool(tests))
         return self.done(math.prod(blocks.values()))
+
+    @staticmethod
+    def _steps(phase: Phase) -> dict[str, int]:
+        """What the variable of an axis moves per tile."""
+        by_tile = counted_by_tile(phase)
+        return {a.name: 1 if a.name in by_tile else a.unroll for a in phase.axes}
 
     def _decoded(self, depth: int, number: str, counts: dict[str, int]) -> dict[str, str]:
         """Mixed-radix digits of a number, last axis fastest; intermediate quotients get lines of their own."""
@@ -120,18 +136,30 @@ class _Writer:
         return found
 
     def _variants(self, phase: Phase, depth: int) -> None:
-        """One call per combination of full tiles and remainders."""
+        """One call per combination of full tiles and remainders; one set of them per operand of a switch."""
+        switch = dict(self.program.params).get("switch")
+        chosen = next((a for a in phase.axes if a.name == switch), None)
+        if chosen is not None:
+            for place in range(chosen.extent):
+                self.line(depth, f"{'el' if place else ''}if {chosen.name} == {place}:")
+                self._calls(phase, depth + 1, (chosen.name, place))
+        else:
+            self._calls(phase, depth, None)
+
+    def _calls(self, phase: Phase, depth: int, fixed: tuple[str, int] | None) -> None:
         options = []
-        for axis in phase.axes:
+        steps = self._steps(phase)
+        axes = [a for a in phase.axes if fixed is None or a.name != fixed[0]]
+        for axis in axes:
             whole, rest = divmod(axis.extent, axis.unroll)
-            full = [(axis.unroll, f"{axis.name} < {whole * axis.unroll}" if rest else "")] if whole else []
-            options.append(
-                [*full, *([(rest, f"{axis.name} >= {whole * axis.unroll}" if whole else "")] if rest else [])]
-            )
+            end = whole * steps[axis.name]
+            full = [(axis.unroll, f"{axis.name} < {end}" if rest else "")] if whole else []
+            options.append([*full, *([(rest, f"{axis.name} >= {end}" if whole else "")] if rest else [])])
         arguments = ", ".join([*self.names, *(a.name for a in phase.axes)])
         for combination in itertools.product(*options):
-            shape = Shape(tuple((a.name, n) for a, (n, _) in zip(phase.axes, combination, strict=True)))
-            name = "_".join(["tile", *(str(n) for n, _ in combination)])
+            counts = tuple((a.name, n) for a, (n, _) in zip(axes, combination, strict=True))
+            shape = Shape(counts, () if fixed is None else (fixed,))
+            name = "_".join(["tile", *(str(n) for n, _ in combination), *([f"at_{fixed[1]}"] if fixed else [])])
             self.variants[name] = shape
             tests = [test for _, test in combination if test]
             if tests:
@@ -161,6 +189,99 @@ class _Writer:
         self.variants[name] = shape
         self.line(1, f"{name}({', '.join([*self.names, 'row', 'lane'])})")
         return self.done(-(-row_count(self.program) // per_block))
+
+    def columns(self) -> CudaSource:
+        phase = self._only_phase()
+        shape = shape_of(self.program)
+        lane = phase.axes[-1]
+        counts = {a.name: -(-a.extent // a.unroll) for a in phase.axes[:-1]}
+        counts[lane.name] = lane_blocks(phase, shape)
+        if any(a.extent % a.unroll for a in phase.axes):
+            raise CompileRejected(f"{self.program.name}: tiles that do not divide the result")
+        self.line(1, "block = cuda.blockIdx.x")
+        self.line(1, "thread = cuda.threadIdx.x")
+        places = self._decoded(1, "block", counts)
+        for axis in phase.axes:
+            step = shape.across if axis is lane and counts[lane.name] > 1 else axis.unroll if axis is not lane else 1
+            self.line(1, f"{axis.name} = {places[axis.name]}" + (f" * {step}" if step > 1 else ""))
+        name = f"columns_of_{shape.across}x{shape.deep}"
+        self.variants[name] = shape
+        self.line(1, f"{name}({', '.join([*self.names, *(a.name for a in phase.axes), 'thread'])})")
+        return self.done(math.prod(counts.values()))
+
+    def column_rows(self) -> CudaSource:
+        shape = column_rows_shape(self.program)
+        axes = outer_axes(self.program)
+        counts = {a.name: a.extent for a in axes[:-1]}
+        counts[axes[-1].name] = -(-axes[-1].extent // shape.columns)
+        self.line(1, "block = cuda.blockIdx.x")
+        self.line(1, "thread = cuda.threadIdx.x")
+        places = self._decoded(1, "block", counts)
+        for axis in axes:
+            self.line(1, f"{axis.name} = {places[axis.name]}")
+        for number, phase in enumerate(self.program.phases):
+            self.line(1, f"# phase {number}: {phase.name}")
+        name = f"{dict(self.program.params)['cuda']}_of_{shape.across}x{shape.deep}x{shape.vector}x{shape.chunks}"
+        self.variants[name] = shape
+        self.line(1, f"{name}({', '.join([*self.names, *(a.name for a in axes), 'thread'])})")
+        return self.done(math.prod(counts.values()))
+
+    moments = column_rows
+
+    def transposed(self) -> CudaSource:
+        phase = self._only_phase()
+        shape = transposed_shape(self.program)
+        counts = {a.name: tiles_of(a, phase, shape) for a in phase.axes}
+        self.line(1, "block = cuda.blockIdx.x")
+        self.line(1, "thread = cuda.threadIdx.x")
+        places = self._decoded(1, "block", counts)
+        for axis in phase.axes:
+            self.line(1, f"{axis.name} = {places[axis.name]}")
+        name = f"transposed_{shape.rows}x{shape.columns}"
+        self.variants[name] = shape
+        self.line(1, f"{name}({', '.join([*self.names, *(a.name for a in phase.axes), 'thread'])})")
+        return self.done(math.prod(counts.values()))
+
+    def scan_columns(self) -> CudaSource:
+        shape = scan_shape(self.program)
+        counts = units(self.program, shape)
+        total = grid_of(self.program, shape)
+        lane = self.program.phases[0].axes[-1].name
+        self.line(1, f"thread = cuda.blockIdx.x * {self.threads} + cuda.threadIdx.x")
+        depth = 1
+        if total % self.threads:
+            self.line(1, f"if thread < {total}:")
+            depth = 2
+        places = self._decoded(depth, "thread", counts)
+        for name in counts:
+            step = shape.vector if name == lane else 1
+            self.line(depth, f"{name} = {places[name]}" + (f" * {step}" if step > 1 else ""))
+        name = f"scan_of_{shape.vector}x{shape.unroll}"
+        self.variants[name] = shape
+        self.line(depth, f"{name}({', '.join([*self.names, *counts])})")
+        return self.done(-(-total // self.threads))
+
+    def scan_rows(self) -> CudaSource:
+        shape = scan_shape(self.program)
+        counts = units(self.program, shape)
+        total = grid_of(self.program, shape)
+        per_block = self.threads // shape.team
+        if per_block == 1:
+            self.line(1, "row = cuda.blockIdx.x")
+        else:
+            self.line(1, f"row = cuda.blockIdx.x * {per_block} + {self.helper('div', 'cuda.threadIdx.x', shape.team)}")
+        self.line(1, "thread = cuda.threadIdx.x")
+        depth = 1
+        if total % per_block:  # a team is a warp then: no other thread waits for it
+            self.line(1, f"if row < {total}:")
+            depth = 2
+        places = self._decoded(depth, "row", counts)
+        for name in counts:
+            self.line(depth, f"{name} = {places[name]}")
+        name = f"scan_of_{shape.team}x{shape.vector}"
+        self.variants[name] = shape
+        self.line(depth, f"{name}({', '.join([*self.names, *counts, 'thread'])})")
+        return self.done(-(-total // per_block))
 
     def _only_phase(self) -> Phase:
         if len(self.program.phases) != 1:

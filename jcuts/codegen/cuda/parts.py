@@ -1,4 +1,4 @@
-"""The kernels that one program becomes: one, or two where a reduction is split over the grid.
+"""The kernels that one program becomes: one, or several where a reduction is split over the grid.
 
 A split reduction gives each of ``split`` groups of terms to threads of its own; the first kernel writes one partial
 result per group into scratch memory, the second combines them and finishes.  No atomics: results do not depend on the
@@ -11,11 +11,15 @@ import math
 from dataclasses import dataclass, replace
 
 from jcuts.base.errors import CompileRejected
+from jcuts.codegen.cuda.within import guarded, only_terms
 from jcuts.dfg.index import Index, flatten, unflatten
 from jcuts.dfg.node import Graph, Guard, Node
 from jcuts.dfg.program import Acc, Axis, Buffer, Phase, Program, Red, Store
+from jcuts.region import scan_gpu, statistics
+from jcuts.region.schedule import collapsed
 
 SCRATCH_ALIGN = 256
+_MANY = 8192  # results of a split reduction from which on the second kernel has blocks enough with whole lines
 
 
 @dataclass(frozen=True)
@@ -29,28 +33,41 @@ class Part:
 def parts(program: Program) -> tuple[list[Part], int]:
     """The kernels of a scheduled program in launch order, and the bytes of scratch memory that they share."""
     order = {b.name: n for n, b in enumerate((*program.inputs, *program.outputs))}
+    columns = dict(program.params).get("cuda") == "columns"
     if dict(program.params).get("split", 1) == 1:
         names = [b.name for b in program.buffers if b.role != "local"]
-        return [Part(program, tuple((order[n], 0) for n in names))], 0
-    first, second, partials = _split(program, int(str(dict(program.params)["split"])))
+        only = tiled(program) if columns else program
+        return [Part(only, tuple((order[n], 0) for n in names))], 0
+    if dict(program.params).get("cuda") == "moments":
+        made = statistics.kernels(program)
+        kernels, partials = made.programs, list(made.scratch)
+    elif dict(program.params).get("cuda") == "scan_columns":
+        kernels, partials = _split_scan(program)
+    else:
+        *kernels, partials = _split_columns(program) if columns else _split(program)
     places, total = {}, 0
     for buffer in partials:
         places[buffer.name] = (-1, total)
         total += -(-buffer.bytes // SCRATCH_ALIGN) * SCRATCH_ALIGN
     found = []
-    for part in (first, second):
+    for part in kernels:
         arguments = [places.get(b.name) or (order[b.name], 0) for b in part.buffers if b.role != "local"]
         found.append(Part(part, tuple(arguments)))
     return found, total
 
 
-def _split(program: Program, count: int) -> tuple[Program, Program, list[Buffer]]:
+def _splittable(program: Program) -> Phase:
     if len(program.phases) != 1 or not program.phases[0].reds:
         raise CompileRejected(f"{program.name}: only a single reduction can be split over the grid")
-    phase = program.phases[0]
-    if any(acc.index_dtype for acc in phase.accs):
+    if any(acc.index_dtype for acc in program.phases[0].accs):
         raise CompileRejected(f"{program.name}: argmax and argmin are not split over the grid")
+    return program.phases[0]
+
+
+def _split(program: Program) -> tuple[Program, Program, list[Buffer]]:
+    phase = _splittable(program)
     params = dict(program.params)
+    count = int(str(params["split"]))
     extents = tuple(r.extent for r in phase.reds)
     length = math.prod(extents)
     unit = max(1, int(str(params.get("vector", 1))))
@@ -60,52 +77,139 @@ def _split(program: Program, count: int) -> tuple[Program, Program, list[Buffer]
     partials = [Buffer(f"part{k}", acc.dtype, (rows, count), "out") for k, acc in enumerate(phase.accs)]
 
     ranges = {**{a.name: a.extent for a in phase.axes}, "s": count, "f": share}
-    columns = params["cuda"] == "point"
-    if columns:  # neighbouring threads read neighbouring terms
-        point = Index.axis("f") * count + Index.axis("s")
-    else:
-        point = Index.axis("s") * share + Index.axis("f")
+    point = Index.axis("s") * share + Index.axis("f")
     places = dict(zip((r.name for r in phase.reds), unflatten(point, extents, ranges), strict=True))
     guard = Guard(point, None, length - 1)
-    body, numbers = _inside(phase.body, places, guard, ranges)
-    accs = []
-    for acc in phase.accs:
-        value = numbers[acc.values[0]]
-        if not guard.always(ranges):
-            from jcuts.ops.window import identity
-
-            holds = body.add(Node("guard", "bool", guards=(guard,)))
-            nothing = body.const(identity(acc.combine, acc.dtype), acc.dtype)
-            value = body.apply("select", body.nodes[value].dtype, holds, value, nothing)
-        accs.append(Acc(acc.combine, acc.dtype, (value,)))
+    body, numbers = guarded(phase.body, places, guard, ranges)
+    accs = _renumbered(phase, numbers) if guard.always(ranges) else only_terms(body, phase.accs, numbers, guard)
     exit_ = Graph()
     stores = tuple(
         Store(p.name, row * count + Index.axis("s"), exit_.add(Node("acc", a.dtype, attrs=(("number", k),))))
         for k, (p, a) in enumerate(zip(partials, accs, strict=True))
     )
-    used = {n.buffer for n in phase.body.nodes if n.op == "load"}
-    lane = phase.axes[-1:] if columns else ()
-    others = phase.axes[: len(phase.axes) - len(lane)]
     first = replace(
         program, name=f"{program.name}_first", params=_without_split(program, str(params["cuda"])),
-        buffers=(*(b for b in program.inputs if b.name in used), *partials),
-        phases=(Phase(f"{phase.name}.first", (*others, Axis("s", count), *lane),
-                      (Red("f", share, _unroll(phase), False, 1),), tuple(accs), body, exit_, stores),),
+        buffers=(*_read(program, phase.body), *partials),
+        phases=(Phase(f"{phase.name}.first", (*phase.axes, Axis("s", count)),
+                      (Red("f", share, _unroll(phase), False, 1),), accs, body, exit_, stores),),
     )  # fmt: skip
 
+    address = row * count + Index.axis("s")
+    second = _second(program, partials, accs, address, count, tuple(replace(a, unroll=1) for a in phase.axes))
+    return first, replace(second, params=(("cuda", "team"), *_second_team(rows, count))), partials
+
+
+def _second(
+    program: Program, partials: list[Buffer], accs: tuple[Acc, ...], address: Index, count: int,
+    axes: tuple[Axis, ...],
+) -> Program:  # fmt: skip
+    """The kernel that combines ``count`` partial results and finishes; without a schedule."""
+    phase = program.phases[0]
     final = Graph()
-    loads = [final.load(p.name, row * count + Index.axis("s"), p.dtype) for p in partials]
+    loads = [final.load(p.name, address, p.dtype) for p in partials]
     again = tuple(Acc(a.combine, a.dtype, (v,)) for a, v in zip(accs, loads, strict=True))
-    kept = {n.buffer for n in phase.exit.nodes if n.op == "load"}
-    finish = Phase(f"{phase.name}.second", tuple(replace(a, unroll=1) for a in phase.axes), (Red("s", count),), again,
-                   final, phase.exit, phase.stores)  # fmt: skip
-    second = replace(
-        program, name=f"{program.name}_second",
-        buffers=(*(replace(p, role="in") for p in partials), *(b for b in program.inputs if b.name in kept),
-                 *program.outputs),
-        phases=(finish,), params=(("cuda", "team"), *_second_team(rows, count)),
+    finish = Phase(f"{phase.name}.second", axes, (Red("s", count),), again, final, phase.exit, phase.stores)
+    buffers = (*(replace(p, role="in") for p in partials), *_read(program, phase.exit), *program.outputs)
+    return replace(program, name=f"{program.name}_second", buffers=buffers, phases=(finish,))
+
+
+def _read(program: Program, graph: Graph) -> tuple[Buffer, ...]:
+    used = {n.buffer for n in graph.nodes if n.op == "load"}
+    return tuple(b for b in program.inputs if b.name in used)
+
+
+def _renumbered(phase: Phase, numbers: dict[int, int]) -> tuple[Acc, ...]:
+    return tuple(replace(a, values=tuple(numbers[v] for v in a.values)) for a in phase.accs)
+
+
+# -- scans ----------------------------------------------------------------------------------------------------------
+def _split_scan(program: Program) -> tuple[list[Program], list[Buffer]]:
+    """Totals of groups of points, what comes before each group, and the walk down the groups."""
+    params = dict(program.params)
+    vector, unroll = int(str(params["vector"])), int(str(params["unroll"]))
+    made = scan_gpu.split(program, int(str(params["split"])), unroll)
+    totals, starts, walk = made.programs
+    totals = collapsed(totals)
+    phase = totals.phases[0]
+    lane = phase.axes[-1]
+    axes = (*phase.axes[:-1], replace(lane, unroll=vector))
+    across = min(32, lane.extent // vector)
+    threads = across * max(1, 256 // across)
+    deep = threads // across
+    flight = max(1, min(8, phase.reds[0].extent // deep))
+    schedule = (("cuda", "columns"), ("threads", threads), ("across", across), ("flight", flight))
+    totals = replace(totals, phases=(replace(phase, axes=axes),), params=schedule)
+    plain = (("cuda", "scan_columns"), ("threads", 128))
+    starts = replace(starts, params=(*plain, ("vector", 1), ("unroll", 8)))
+    walk = replace(walk, params=(*plain, ("vector", vector), ("unroll", unroll), *walk.params))
+    return [tiled(totals), starts, walk], list(made.scratch)
+
+
+# -- the columns form -----------------------------------------------------------------------------------------------
+def tiled(program: Program) -> Program:
+    """The program of the columns form as `codegen.cuda.columns` reads it.
+
+    The reductions become one axis ``f`` that counts tiles (``unroll`` points of each reduction), and short reductions
+    ``u0``, ``u1`` .. over the points of a tile.  With ``split``, an axis ``s`` counts groups of ``share`` tiles.
+    """
+    if len(program.phases) != 1 or not program.phases[0].reds:
+        raise CompileRejected(f"{program.name}: the columns form is for a single reduction")
+    phase, params = program.phases[0], dict(program.params)
+    if any(r.extent % r.unroll for r in phase.reds):
+        raise CompileRejected(f"{program.name}: tiles that do not divide the reduction")
+    counts = tuple(r.extent // r.unroll for r in phase.reds)
+    terms = math.prod(counts)
+    split = int(str(params.get("split", 1)))
+    step = int(str(params["threads"])) // int(str(params["across"])) * int(str(params["flight"]))
+    share = terms if split == 1 else -(-terms // (split * step)) * step
+    groups = -(-terms // share)
+    inner = tuple(Red(f"u{k}", r.unroll) for k, r in enumerate(phase.reds) if r.unroll > 1)
+    ranges = {**{a.name: a.extent for a in phase.axes}, **{u.name: u.extent for u in inner}, "f": share, "s": groups}
+    term = Index.axis("f") + (Index.axis("s") * share if split > 1 else 0)
+    names = {u.name for u in inner}
+    places = {
+        r.name: tile * r.unroll + (Index.axis(f"u{k}") if f"u{k}" in names else 0)
+        for k, (r, tile) in enumerate(zip(phase.reds, unflatten(term, counts, ranges), strict=True))
+    }
+    guard = Guard(term, None, terms - 1)
+    body, numbers = guarded(phase.body, places, guard, ranges)
+    accs = _renumbered(phase, numbers) if guard.always(ranges) else only_terms(body, phase.accs, numbers, guard)
+    axes = (Axis("s", groups), *phase.axes) if split > 1 else phase.axes
+    made = replace(phase, axes=axes, reds=(Red("f", share), *inner), accs=accs, body=body)
+    kept = tuple((k, v) for k, v in program.params if k not in ("split", "terms"))
+    return replace(program, phases=(made,), params=(*kept, ("terms", terms)))
+
+
+def _split_columns(program: Program) -> tuple[Program, Program, list[Buffer]]:
+    """Partial results lie group by group, so that both kernels read and write whole lines."""
+    phase = _splittable(program)
+    tiles = tiled(program)
+    made = tiles.phases[0]
+    groups = made.axes[0].extent
+    extents = tuple(a.extent for a in phase.axes)
+    rows = math.prod(extents)
+    place = flatten(tuple(Index.axis(a.name) for a in phase.axes), extents) + Index.axis("s") * rows
+    partials = [Buffer(f"part{k}", acc.dtype, (groups, rows), "out") for k, acc in enumerate(made.accs)]
+    exit_ = Graph()
+    stores = tuple(
+        Store(p.name, place, exit_.add(Node("acc", a.dtype, attrs=(("number", k),))))
+        for k, (p, a) in enumerate(zip(partials, made.accs, strict=True))
+    )
+    first = replace(
+        tiles, name=f"{program.name}_first", buffers=(*_read(program, phase.body), *partials),
+        phases=(replace(made, name=f"{phase.name}.first", exit=exit_, stores=stores),),
     )  # fmt: skip
-    return first, second, partials
+    axes = tuple(replace(a, unroll=1) for a in phase.axes)
+    second = collapsed(_second(program, partials, made.accs, place, groups, axes))
+    lane = second.phases[0].axes[-1].extent
+    across = 32 if rows >= _MANY else 8
+    while across > 1 and across // 2 >= lane:
+        across //= 2
+    deep = 1 << max(2, min(groups, 512 // across) - 1).bit_length()
+    threads = max(128, min(512, across * deep))
+    flight = min(8, -(-groups // (threads // across)))
+    params = (("cuda", "columns"), ("threads", threads), ("across", across), ("flight", flight))
+    return first, tiled(replace(second, params=params)), partials
 
 
 def _unroll(phase: Phase) -> int:
@@ -122,26 +226,3 @@ def _second_team(rows: int, count: int) -> tuple[tuple[str, object], ...]:
 
 def _without_split(program: Program, form: str) -> tuple[tuple[str, object], ...]:
     return (("cuda", form), *((k, v) for k, v in program.params if k not in ("split", "cuda")))
-
-
-def _inside(
-    graph: Graph, places: dict[str, Index], guard: Guard, ranges: dict[str, int]
-) -> tuple[Graph, dict[int, int]]:
-    """The graph over the split axes; loads beyond the last term read nothing."""
-    target = Graph()
-    numbers: dict[int, int] = {}
-    for number, node in enumerate(graph.nodes):
-        index = None
-        if node.index is not None:
-            index = node.index.substitute(places, ranges).renumber(numbers)
-        guards = tuple(Guard(g.index.substitute(places, ranges).renumber(numbers), g.low, g.high) for g in node.guards)
-        if node.op == "load":
-            guards = (*guards, guard)
-        guards = tuple(g for g in guards if not g.always(ranges))
-        value = node.value if node.op != "load" or node.guards else (0 if guards else None)
-        args = tuple(numbers[a] for a in node.args)
-        if node.op == "guard" and not guards:
-            numbers[number] = target.const(True, "bool")
-            continue
-        numbers[number] = target.add(Node(node.op, node.dtype, args, node.buffer, index, guards, value, node.attrs))
-    return target, numbers

@@ -7,7 +7,7 @@ depthwise window stay in registers); longer ones are loops.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from llvmlite import ir
@@ -18,7 +18,7 @@ from jcuts.codegen.cuda import memory as M
 from jcuts.codegen.cuda.builder import GpuBuilder
 from jcuts.codegen.cuda.values import Emitter, store_all
 from jcuts.dfg.index import Index
-from jcuts.dfg.node import Graph, Guard, Node
+from jcuts.dfg.node import Graph, Guard
 from jcuts.dfg.program import Acc, Buffer, Phase, Red
 from jcuts.dfg.tile import Extent, Point, body_tile, exit_tile, points
 from jcuts.ops.window import identity
@@ -28,9 +28,37 @@ LEAST_GUARDED = 6  # guarded loads in a tile that make a second, unguarded versi
 
 @dataclass(frozen=True)
 class Shape:
-    """Points per axis of one tile variant."""
+    """Points per axis of one tile variant; ``fixed``: an axis whose coordinate all points share, as a number."""
 
     counts: tuple[tuple[str, int], ...]
+    fixed: tuple[tuple[str, int], ...] = ()
+
+
+def pinned(phase: Phase, name: str, place: int) -> Phase:
+    """A phase without reductions at one coordinate of an axis: what belongs to other coordinates is gone."""
+    exit_ = Graph()
+    ranges = phase.ranges()
+    where = {name: Index(place)}
+    numbers = phase.exit.copy_into(exit_, [s.value for s in phase.stores], where, ranges)
+    stores = tuple(
+        replace(s, value=number, address=s.address.substitute(where, ranges))
+        for s, number in zip(phase.stores, numbers, strict=True)
+    )
+    return replace(phase, axes=tuple(a for a in phase.axes if a.name != name), exit=exit_, stores=stores)
+
+
+def counted_by_tile(phase: Phase) -> frozenset[str]:
+    """Axes whose variable counts tiles: those divided in some address (strided windows, dilation, reshapes).
+
+    With ``i = tile * unroll + offset`` quotients and remainders of an unrolled point are simplified away.
+    """
+    found = set()
+    graphs = (phase.body, phase.exit) if phase.reds else (phase.exit,)
+    indices = [n.index for g in graphs for n in g.nodes] + [d.index for g in graphs for n in g.nodes for d in n.guards]
+    for index in (*indices, *(s.address for s in phase.stores)):
+        if index is not None:
+            found |= {a.name for a in phase.axes if a.unroll > 1 and index.stride(a.name) is None}
+    return frozenset(found)
 
 
 def acc_types(acc: Acc) -> list[L.Type]:
@@ -56,19 +84,29 @@ class PointEmitter:
     def __init__(
         self, builder: GpuBuilder, phase: Phase, shape: Shape, buffers: Mapping[str, Buffer],
         pointers: Mapping[str, L.Value], variables: Mapping[str, L.Value], multiples: Mapping[str, int],
+        by_tile: frozenset[str] = frozenset(),
     ) -> None:  # fmt: skip
+        self.by_tile = by_tile
         self.builder, self.phase, self.buffers, self.pointers = builder, phase, buffers, pointers
         self.variables, self.multiples, self.shape = dict(variables), dict(multiples), shape
         counts = dict(shape.counts)
-        self.axes = [Extent(a.name, counts[a.name]) for a in phase.axes]
+        self.axes = [Extent(a.name, counts[a.name], scale=a.unroll if a.name in by_tile else 1) for a in phase.axes]
         # Base + offset stays inside the axis, so the base is bounded by what is left.
-        self.ranges = {a.name: max(1, a.extent - counts[a.name] + 1) for a in phase.axes}
+        self.ranges = {
+            a.name: max(1, (a.extent - counts[a.name]) // a.unroll + 1 if a.name in by_tile
+                        else a.extent - counts[a.name] + 1)
+            for a in phase.axes
+        }  # fmt: skip
         self.slots: dict[tuple[int, Point, int], list[L.Value]] = {}
+        self.bare = False
+        """All guards of loads hold: they are left out."""
+        self.live: L.Value | None = None
+        """What every store needs, where not every thread has a point of its own."""
 
     def _frame(self, bases: Mapping[str, L.Value], ranges: Mapping[str, int], steps: Mapping[str, int]) -> M.Frame:
         return M.Frame(
             self.builder, {**self.variables, **bases}, self.pointers, {**self.ranges, **ranges},
-            {**self.multiples, **steps},
+            {**self.multiples, **steps}, live=self.live,
         )  # fmt: skip
 
     def emit(self) -> None:
@@ -77,8 +115,9 @@ class PointEmitter:
         if inside is None:
             self._emit()
             return
-        bare = PointEmitter(self.builder, _unguarded(self.phase), self.shape, self.buffers, self.pointers,
-                            self.variables, self.multiples)  # fmt: skip
+        bare = PointEmitter(self.builder, self.phase, self.shape, self.buffers, self.pointers, self.variables,
+                            self.multiples, self.by_tile)  # fmt: skip
+        bare.bare = True
         with self.builder.if_else(inside, likely=True) as (then, otherwise):
             with then:
                 bare._emit()
@@ -92,30 +131,10 @@ class PointEmitter:
         reds = [Extent(r.name, r.extent, fixed=True) for r in self.phase.reds]
         frame = self._frame({}, {}, {})
 
-        def loads_of(phase: Phase) -> list[Node]:
-            graphs = [exit_tile(phase, self.axes, frame.ranges).graph]
-            if phase.reds:
-                graphs.append(body_tile(phase, self.axes, reds, frame.ranges).graph)
-            return [n for g in graphs for n in g.nodes if n.op == "load"]
-
-        every = loads_of(self.phase)
-        loads = [n for n in every if n.guards]
-        if len(loads) < LEAST_GUARDED or len(every) != len(loads_of(_unguarded(self.phase))):
-            return None  # few, or some guard fails in every tile
-        low: dict[Index, int] = {}
-        high: dict[Index, int] = {}
-        for guard in {g for n in loads for g in n.guards}:
-            if guard.index.values():
-                return None
-            moving = Index(0, guard.index.terms)
-            if guard.low is not None:
-                low[moving] = max(low.get(moving, guard.low - guard.index.const), guard.low - guard.index.const)
-            if guard.high is not None:
-                high[moving] = min(high.get(moving, guard.high - guard.index.const), guard.high - guard.index.const)
-        bounds = [Guard(m, low.get(m), high.get(m)) for m in dict.fromkeys([*low, *high])]
-        if any(g.never(frame.ranges) or (g.low is not None and g.high is not None and g.low > g.high) for g in bounds):
-            return None
-        return M.condition(frame, bounds)
+        graphs = [exit_tile(self.phase, self.axes, frame.ranges).graph]
+        if self.phase.reds:
+            graphs.append(body_tile(self.phase, self.axes, reds, frame.ranges).graph)
+        return inside(frame, graphs)
 
     def _emit(self) -> None:
         if self.phase.reds:
@@ -182,23 +201,54 @@ class PointEmitter:
         builder.cbranch(builder.icmp_signed("<", following, L.I32(whole * red.unroll)), loop, after)
         builder.position_at_end(after)
 
+    def _both_bodies(
+        self, fixed: dict[str, Extent], bases: dict[str, L.Value], ranges: dict[str, int], steps: dict[str, int]
+    ) -> None:
+        """The terms of a tile; where it reads through many guards, once without them for when all hold."""
+        frame = self._frame(bases, ranges, steps)
+        tile = body_tile(self.phase, self.axes, [fixed[r.name] for r in self.phase.reds], frame.ranges)
+        hold = inside(frame, [tile.graph])
+        if hold is None:
+            self._body(fixed, bases, ranges, steps)
+            return
+        with self.builder.if_else(hold) as (then, otherwise):
+            with then:
+                self.bare = True
+                self._body(fixed, bases, ranges, steps)
+                self.bare = False
+            with otherwise:
+                self._body(fixed, bases, ranges, steps)
+
     def _body(
         self, fixed: dict[str, Extent], bases: dict[str, L.Value], ranges: dict[str, int], steps: dict[str, int]
     ) -> None:
         frame = self._frame(bases, ranges, steps)
         tile = body_tile(self.phase, self.axes, [fixed[r.name] for r in self.phase.reds], frame.ranges)
+        if self.bare:
+            _strip(tile.graph)
         emitter = Emitter(frame, tile.graph, self.buffers)
         emitter.plan(value for _, _, _, values in tile.terms for value in values)
         for point, red_point, number, values in sorted(tile.terms, key=lambda t: _memory_order(tile.graph, t[3])):
+            if self._changes_nothing(tile.graph, number, values):
+                continue
             chain = 0
             offsets = dict(red_point)
             for red in self.phase.reds:
                 chain = chain * red.chains + offsets[red.name] % red.chains
             contribute(emitter, self.phase.accs[number], self.slots[number, point, chain], values)
 
+    def _changes_nothing(self, graph: Graph, number: int, values: tuple[int, ...]) -> bool:
+        """A term that is the neutral element in every tile: holes of a dilated operand, padding."""
+        acc, node = self.phase.accs[number], graph.nodes[values[0]]
+        if node.op != "const" or acc.index_dtype or all(r.extent == 1 for r in self.phase.reds):
+            return False
+        return node.value == identity(acc.combine, acc.dtype)
+
     def _finish(self) -> None:
         frame = self._frame({}, {}, {})
         tile = exit_tile(self.phase, self.axes, frame.ranges)
+        if self.bare:
+            _strip(tile.graph)
         emitter = Emitter(frame, tile.graph, self.buffers)
         for node, (point, number) in tile.accs.items():
             emitter.give(node, self._accumulated(number, point))
@@ -215,24 +265,32 @@ class PointEmitter:
         return E.Lanes(total[-1], acc.index_dtype or acc.dtype)
 
 
-def _unguarded(phase: Phase) -> Phase:
-    """The phase with unconditional loads (the guards of values stay)."""
-    graphs = []
-    for graph in (phase.body, phase.exit):
-        new, numbers = Graph(), {}
-        for number, node in enumerate(graph.nodes):
-            index = None if node.index is None else node.index.renumber(numbers)
-            guards = () if node.op == "load" else tuple(
-                Guard(g.index.renumber(numbers), g.low, g.high) for g in node.guards
-            )  # fmt: skip
-            value = None if node.op == "load" else node.value
-            args = tuple(numbers[a] for a in node.args)
-            numbers[number] = new.add(replace(node, args=args, index=index, guards=guards, value=value))
-        graphs.append((new, numbers))
-    (body, b), (exit_, e) = graphs
-    accs = tuple(replace(a, values=tuple(b[v] for v in a.values)) for a in phase.accs)
-    stores = tuple(replace(s, value=e[s.value]) for s in phase.stores)
-    return replace(phase, body=body, exit=exit_, accs=accs, stores=stores)
+def _strip(graph: Graph) -> None:
+    """Makes the loads of a tile unconditional (the guards of values stay)."""
+    for number, node in enumerate(graph.nodes):
+        if node.op == "load" and node.guards:
+            graph.nodes[number] = replace(node, guards=(), value=None)
+
+
+def inside(frame: M.Frame, graphs: Sequence[Graph]) -> L.Value | None:
+    """Do all guards of a tile's loads hold? None where that is not worth asking: few guards, or they never all do."""
+    loads = [n for g in graphs for n in g.nodes if n.op == "load" and n.guards]
+    if len(loads) < LEAST_GUARDED:
+        return None
+    low: dict[Index, int] = {}
+    high: dict[Index, int] = {}
+    for guard in dict.fromkeys(g for n in loads for g in n.guards):
+        if guard.index.values():
+            return None
+        moving = Index(0, guard.index.terms)
+        if guard.low is not None:
+            low[moving] = max(low.get(moving, guard.low - guard.index.const), guard.low - guard.index.const)
+        if guard.high is not None:
+            high[moving] = min(high.get(moving, guard.high - guard.index.const), guard.high - guard.index.const)
+    bounds = [Guard(m, low.get(m), high.get(m)) for m in dict.fromkeys([*low, *high])]
+    if any(g.never(frame.ranges) or (g.low is not None and g.high is not None and g.low > g.high) for g in bounds):
+        return None
+    return M.condition(frame, bounds)
 
 
 def _memory_order(graph: Graph, values: tuple[int, ...]) -> int:

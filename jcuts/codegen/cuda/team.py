@@ -17,7 +17,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from llvmlite import ir
 
@@ -27,12 +26,12 @@ from jcuts.codegen import lanes as L
 from jcuts.codegen.cuda import memory as M
 from jcuts.codegen.cuda.builder import GpuBuilder, asm
 from jcuts.codegen.cuda.point import acc_start, acc_types, contribute
+from jcuts.codegen.cuda.shared import WARP, read_word, reserve, shuffle, write_word
 from jcuts.codegen.cuda.values import Emitter, store_all
 from jcuts.dfg.index import Index, unflatten
 from jcuts.dfg.node import Graph, Guard, Node
 from jcuts.dfg.program import Acc, Buffer, Phase, Program, Store
 
-WARP = 32
 K = "k"
 
 
@@ -80,6 +79,12 @@ def row_length(program: Program) -> int:
 class TeamEmitter:
     """Emits the work of one team on one row."""
 
+    at = 0  # the column in hand, where a thread has several
+
+    def _column(self) -> dict[str, Index]:
+        """Where the column in hand lies."""
+        return {}
+
     def __init__(
         self, builder: GpuBuilder, program: Program, shape: TeamShape, buffers: Mapping[str, Buffer],
         pointers: Mapping[str, L.Value], row: L.Value, lane: L.Value, symbol: str,
@@ -97,7 +102,7 @@ class TeamEmitter:
         self.row = row if self.live is None else builder.select(last, row, L.I32(self.rows - 1))
         self.outer = {a.name: a.extent for p in program.phases for a in p.axes if a.name in row_axes(program)}
         self.kept: dict[str, tuple[Phase, Store]] = {}
-        self.scalars: dict[str, E.Lanes] = {}
+        self.scalars: dict[tuple[str, int], E.Lanes] = {}
         self.step = shape.team * shape.vector
         self.pieces = -(-self.length // self.step)
         self.resident = self.pieces <= shape.chunks
@@ -158,17 +163,18 @@ class TeamEmitter:
     ) -> list[int]:  # fmt: skip
         """Instantiates nodes at point ``k + offset`` (None: at the row), with locals replaced by what they hold."""
         target, ranges = emitter.graph, emitter.frame.ranges
-        replace = {} if offset is None else self._places(phase, offset, ranges)
+        replace = {**self._column(), **({} if offset is None else self._places(phase, offset, ranges))}
         inside = () if offset is None or not tail else (Guard(Index.axis(K) + offset, None, self.length - 1),)
         numbers: dict[int, int] = {}
         for number in source.needed(wanted):
             node = source.nodes[number]
             if node.op == "acc":
-                numbers[number] = self._given(emitter, ("acc", self.reductions, node.attr("number")),
+                numbers[number] = self._given(emitter, ("acc", self.reductions, node.attr("number"), self.at),
                                               accs[int(str(node.attr("number")))])  # fmt: skip
                 continue
-            if node.op == "load" and node.buffer in self.scalars:
-                numbers[number] = self._given(emitter, ("local", node.buffer), self.scalars[node.buffer])
+            if node.op == "load" and (node.buffer, self.at) in self.scalars:
+                place = (node.buffer, self.at)
+                numbers[number] = self._given(emitter, ("local", *place), self.scalars[place])
                 continue
             if node.op == "load" and node.buffer in self.kept:
                 made, store = self.kept[node.buffer]
@@ -272,7 +278,7 @@ class TeamEmitter:
         rows = []
         for store, number in zip(phase.stores, numbers, strict=True):
             if self.buffers[store.buffer].role == "local":
-                self.scalars[store.buffer] = emitter.emit([number])[0]
+                self.scalars[store.buffer, self.at] = emitter.emit([number])[0]
             else:
                 rows.append((store.buffer, store.address, number))
         if rows:
@@ -315,62 +321,29 @@ class TeamEmitter:
             return values
         builder = self.builder
         sizes = [max(4, L.bit_width(v.type) // 8) for v in values]
-        places = [self._shared(f"{self.reductions}_{number}_{i}", warps * size) for i, size in enumerate(sizes)]
+        # Every reduction has memory of its own, so one barrier is enough.
+        places = [
+            reserve(builder, f"{self.symbol}_shared_{self.reductions}_{number}_{i}", warps * size)
+            for i, size in enumerate(sizes)
+        ]
         warp = builder.udiv(self.lane, L.I32(WARP))
         inside = builder.urem(self.lane, L.I32(WARP))
-        leads = builder.zext(builder.icmp_signed("==", inside, L.I32(0)), L.I32)
+        leads = builder.icmp_signed("==", inside, L.I32(0))
         for value, size, place in zip(values, sizes, places, strict=True):
-            where = builder.add(place, builder.mul(warp, L.I32(size)))
-            asm(builder, f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; @p st.shared.b{8 * size} [$0], $1; }}",
-                ir.VoidType(), [where, _word(builder, value), leads], effects=True)  # fmt: skip
+            write_word(builder, builder.add(place, builder.mul(warp, L.I32(size))), 0, value, size, leads)
         asm(builder, "bar.sync 0;", ir.VoidType(), effects=True)
         slot = builder.urem(inside, L.I32(warps))
         read = []
         for value, size, place in zip(values, sizes, places, strict=True):
             where = builder.add(place, builder.mul(slot, L.I32(size)))
-            word = asm(builder, f"ld.shared.b{8 * size} $0, [$1];", ir.IntType(8 * size), [where], effects=True)
-            read.append(_unword(builder, word, value.type))
+            read.append(read_word(builder, where, 0, value.type, size))
         return self._shuffled(acc, tuple(read), warps)
 
     def _shuffled(self, acc: Acc, values: tuple[L.Value, ...], count: int) -> tuple[L.Value, ...]:
         builder = self.builder
         distance = count // 2
         while distance:
-            other = tuple(_shuffle(builder, v, distance) for v in values)
+            other = tuple(shuffle(builder, v, distance) for v in values)
             values = E.combine(builder, acc.combine, acc.dtype, values, other)
             distance //= 2
         return values
-
-    def _shared(self, name: str, size: int) -> L.Value:
-        """Address of a piece of shared memory; every reduction has its own, so one barrier is enough."""
-        module = self.builder.module
-        kind = ir.ArrayType(ir.IntType(8), size)
-        found: Any = ir.GlobalVariable(module, kind, f"{self.symbol}_shared_{name}", addrspace=3)
-        found.linkage, found.align = "internal", 16
-        found.initializer = ir.Constant(kind, ir.Undefined)
-        return self.builder.ptrtoint(found, L.I32)
-
-
-def _word(builder: GpuBuilder, value: L.Value) -> L.Value:
-    """A value as an integer of 32 or 64 bits."""
-    bits = L.bit_width(value.type)
-    if isinstance(value.type, ir.IntType):
-        return builder.zext(value, L.I32) if bits < 32 else value
-    return builder.bitcast(value, ir.IntType(bits))
-
-
-def _unword(builder: GpuBuilder, word: L.Value, kind: L.Type) -> L.Value:
-    if isinstance(kind, ir.IntType):
-        return builder.trunc(word, kind) if kind.width < word.type.width else word
-    return builder.bitcast(word, kind)
-
-
-def _shuffle(builder: GpuBuilder, value: L.Value, distance: int) -> L.Value:
-    """The value of the thread whose number in the warp differs in one bit."""
-    word = _word(builder, value)
-    text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;"
-    if word.type.width == 32:
-        return _unword(builder, asm(builder, text, L.I32, [word], effects=True), value.type)
-    low, high = builder.trunc(word, L.I32), builder.trunc(builder.lshr(word, L.I64(32)), L.I32)
-    low, high = (builder.zext(asm(builder, text, L.I32, [part], effects=True), L.I64) for part in (low, high))
-    return _unword(builder, builder.or_(low, builder.shl(high, L.I64(32))), value.type)

@@ -106,9 +106,8 @@ def _float_to_float(builder: lanes.Builder, value: lanes.Value, source: str, tar
         return value
     if target == "float16":
         half = lanes.like(value.type, lanes.F16)
-        operands = getattr(value, "operands", ())
-        if getattr(value, "opname", "") == "fpext" and operands[0].type == half:
-            return operands[0]  # a copy stays one
+        if getattr(value, "opname", "") == "fpext" and value.operands[0].type == half:
+            return value.operands[0]  # a copy stays one
         return builder.fptrunc(lanes.fence(builder, value), half)
     return _to_bfloat16(builder, value)
 

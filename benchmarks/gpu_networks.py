@@ -1,0 +1,483 @@
+"""Whole networks on one GPU: plain `jax.jit`, XLA with its best options, jcuts, and torch.compile, in one run each.
+
+    python benchmarks/gpu_networks.py --out results MobileNetV2:1:closed MobileNetV2:64:args
+    python benchmarks/gpu_networks.py --out results              # everything; what is in results already is skipped
+    python benchmarks/gpu_networks.py --out results --table      # the table of what is there
+    python benchmarks/gpu_networks.py --out dry --dry MobileNetV2:2:closed   # small networks on this CPU: finds typos
+
+Every network runs in a process of its own, with its weights as arguments or closed over; all programs take turns.
+`step` waits for every call, `stream` only for the last of many.  Errors are against XLA at the highest precision.
+With `--proof` a second process, which finds the tuning database, shows what a warm start costs and what the CUDA
+graphs hold.  Tuning database and XLA's autotuning results stay in the output folder: a run that was cut goes on there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+NETWORKS = ("MobileNetV2", "ResNet50", "DenseNet121", "InceptionV3", "bert")
+FORMS = ("closed", "args")
+DEFAULT = [f"{name}:{batch}:{form}" for name in NETWORKS for batch in ((1, 8) if name == "bert" else (1, 64))
+           for form in FORMS]  # fmt: skip
+ROUNDS = 15
+STREAM = 20
+DRY = {"size": 96, "bert": {"layers": 2, "width": 64, "heads": 4, "length": 32, "vocabulary": 100}}
+
+
+def workload(spec: str, dry: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Function and arguments of ``NAME:BATCH:FORM``."""
+    import workloads
+
+    name, batch, form = spec.split(":")
+    closed, count = form == "closed", int(batch)
+    if name == "bert":
+        return workloads.bert(count, closed=closed, **(DRY["bert"] if dry else {}))
+    return workloads.network(name, count, closed=closed, size=DRY["size"] if dry else None)
+
+
+def named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The function under a name that the compiler's dumps show."""
+
+    def call(*args: Any) -> Any:
+        return function(*args)
+
+    call.__name__ = call.__qualname__ = name
+    return call
+
+
+# -- one network ----------------------------------------------------------------------------------------------------
+def measure(spec: str, out: Path, dry: bool, seconds: float) -> dict[str, Any]:
+    """Tunes and times one network in one calling form; what is known so far is written as it comes."""
+    import jax
+
+    import jcuts
+    from jcuts import forms
+    from jcuts.base import fingerprint
+    from jcuts.tune import session
+
+    platform = pretend(dry)
+    option = next(iter(forms.options(platform)), "")
+    fn, args = workload(spec, dry)
+    jax.block_until_ready(args)
+    row: dict[str, Any] = {"network": spec, "flags": forms.compiler_options(f"xla:{option}", platform) or {},
+                           "device": str(jax.devices()[0].device_kind), "versions": fingerprint.versions()}  # fmt: skip
+    note(f"{spec}: begins")
+    session.set_progress(Stages())
+    ours = jcuts.optimize(named(fn, "ours"))
+    start = time.perf_counter()
+    jax.block_until_ready(ours(*args))
+    row["first_call_seconds"] = time.perf_counter() - start
+    decision, report = ours.decision(*args), ours.explain(*args)
+    assert decision is not None  # it has just been called
+    row |= {"decision": decision.to_dict(), "kernels": report.kernels, "stages": report.seconds,
+            "notes": list(report.notes), "subsets": [subset_row(s) for s in report.subsets]}  # fmt: skip
+    (out / f"{label(spec)}.txt").write_text(str(report))
+    note(f"{spec}: first call {row['first_call_seconds']:.1f} s; {decision.chosen}: {decision.reason}")
+    save(out, row)
+    competing = ours.programs(*args)
+    # The guard's own programs where they are at hand: compiled already, and the very ones that it chose between.
+    sides = {"jcuts": ours, "plain": competing.get("xla") or jax.jit(fn),
+             "flags": competing.get(f"xla:{option}") or jax.jit(fn, compiler_options=row["flags"] or None)}  # fmt: skip
+    calls = {side: functools.partial(call, *args) for side, call in sides.items()}
+    row["times"] = timed(calls, seconds)
+    save(out, row)
+    with jax.default_matmul_precision("highest"):
+        exact = jax.jit(named(fn, "highest"), compiler_options=None if dry else forms.LEAN)
+        want = jax.tree.leaves(exact(*args))
+    row["errors"] = {name: error_of(jax.tree.leaves(call()), want) for name, call in calls.items()}
+    row["launches"] = launches(calls["jcuts"])
+    row["device_kernels"] = {}
+    for name, call in calls.items():
+        try:
+            row["device_kernels"][name] = profiled(call, out / "profile")
+        except Exception as error:
+            note(f"no profile of {name}: {type(error).__name__}: {error}")
+    save(out, row)
+    row["hlo"] = {"jcuts": hlo_counts(ours.chosen(*args).compile().as_text())}
+    return row
+
+
+def save(out: Path, row: dict[str, Any]) -> None:
+    """Writes what is known."""
+    path = out / f"{label(row['network'])}.json"
+    old = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**old, **row}, indent=1) + "\n")
+
+
+class Stages:
+    """Notes when tuning goes from one stage to the next, and every 20 steps of it."""
+
+    def __init__(self) -> None:
+        self.last = ("", -1)
+
+    def update(self, stage: str, done: int, total: int, name: str) -> None:
+        """What a session tells (`tune.runner.Progress`)."""
+        now = (stage, done // 20)
+        if now != self.last:
+            note(f"  {stage} {done}/{total} {name}")
+            self.last = now
+
+
+def pretend(dry: bool) -> str:
+    """The platform; on a dry run the CPU takes the GPU's part where whole programs compete."""
+    import jax
+
+    from jcuts import forms
+
+    if dry:
+        forms.GPUS = ("cpu",)
+    return jax.default_backend()
+
+
+def subset_row(s: Any) -> dict[str, Any]:
+    """What is kept of a subset."""
+    return {"operations": s.operations, "count": s.count, "chosen": s.chosen, "seconds": s.seconds,
+            "xla_seconds": s.xla_seconds, "bytes": s.bytes, "params": s.params, "why": s.why}  # fmt: skip
+
+
+def timed(calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str, dict[str, Any]]:
+    """Medians and quartiles [s] of calls that are waited for one by one, and of calls back to back; taking turns."""
+    import jax
+
+    step: dict[str, list[float]] = {name: [] for name in calls}
+    stream: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        for _ in range(3):
+            jax.block_until_ready(call())
+    order = list(calls)
+    begin, rounds = time.perf_counter(), 0
+    while rounds < 3 or (rounds < ROUNDS and time.perf_counter() - begin < seconds):
+        for name in order:
+            call = calls[name]
+            jax.block_until_ready(call())
+            few = []
+            for _ in range(10):
+                start = time.perf_counter()
+                jax.block_until_ready(call())
+                few.append(time.perf_counter() - start)
+            step[name].append(sorted(few)[len(few) // 2])
+            start, last = time.perf_counter(), None
+            for _ in range(STREAM):
+                last = call()
+            jax.block_until_ready(last)
+            stream[name].append((time.perf_counter() - start) / STREAM)
+        order.reverse()
+        rounds += 1
+    return {name: {"step": quartiles(step[name]), "stream": quartiles(stream[name])} for name in calls}
+
+
+def quartiles(samples: Sequence[float]) -> list[float]:
+    """Median, first and third quartile."""
+    import numpy as np
+
+    return [float(np.quantile(samples, q)) for q in (0.5, 0.25, 0.75)]
+
+
+def error_of(results: Sequence[Any], reference: Sequence[Any]) -> dict[str, float]:
+    """Error in L2 norm relative to the reference's, and the largest over its root mean square."""
+    import numpy as np
+
+    worst = {"l2": 0.0, "max": 0.0}
+    for got, want in zip(results, reference, strict=True):
+        a, b = np.asarray(got).astype(np.float64), np.asarray(want).astype(np.float64)
+        size = float(np.linalg.norm(b)) or 1.0
+        worst["l2"] = max(worst["l2"], float(np.linalg.norm(a - b)) / size)
+        worst["max"] = max(worst["max"], float(np.abs(a - b).max(initial=0.0)) / (size / b.size**0.5))
+    return worst
+
+
+# -- what runs on the device ----------------------------------------------------------------------------------------
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = \(?[\w\[\],{}:()/*= ]*?\)? ?([a-z][\w\-]*)\(")
+_FREE = frozenset({"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all"})
+
+
+def hlo_counts(text: str) -> dict[str, int]:
+    """Instructions of an optimised module that do something: of the entry and of the computations it calls."""
+    counts: Counter[str] = Counter()
+    for block in re.split(r"\n(?=\S)", text):
+        head = block.split("\n", 1)[0]
+        if not (head.startswith("ENTRY") or "command_buffer" in head.split("(", 1)[0]):
+            continue
+        for line in block.split("\n")[1:]:
+            found = _INSTRUCTION.match(line)
+            if found and found[1] not in _FREE:
+                target = re.search(r'custom_call_target="([^"]+)"', line)
+                counts[f"{found[1]} {target[1]}" if target else found[1]] += 1
+    return dict(counts)
+
+
+def launches(call: Callable[[], Any], steps: int = 50) -> dict[str, int]:
+    """How often the launcher ran in so many calls: 0 where its kernels are replayed inside CUDA graphs."""
+    import jax
+
+    from jcuts.base.errors import NativeError
+    from jcuts.xla import cuda
+
+    try:
+        lib = cuda.load()
+    except NativeError:
+        return {}
+    for _ in range(5):
+        jax.block_until_ready(call())
+    before = int(lib.jcuts_cuda_executions())
+    for _ in range(steps):
+        jax.block_until_ready(call())
+    return {"steps": steps, "launcher_runs": int(lib.jcuts_cuda_executions()) - before}
+
+
+def profiled(call: Callable[[], Any], folder: Path, steps: int = 10) -> dict[str, Any]:
+    """Kernels per step and their time [s], as the profiler saw them on the GPU's streams."""
+    import shutil
+
+    import jax
+
+    shutil.rmtree(folder, ignore_errors=True)
+    jax.block_until_ready(call())
+    with jax.profiler.trace(str(folder)):
+        for _ in range(steps):
+            jax.block_until_ready(call())
+    path = max(folder.rglob("*.xplane.pb"), key=lambda p: p.stat().st_mtime)
+    data = jax.profiler.ProfileData.from_file(str(path))
+    kernels: Counter[str] = Counter()
+    busy: Counter[str] = Counter()
+    for plane in data.planes:
+        if "GPU" not in plane.name:
+            continue
+        for line in plane.lines:
+            if not line.name.startswith("Stream"):
+                continue
+            for event in line.events:
+                kernels[event.name] += 1
+                busy[event.name] += event.duration_ns
+    shutil.rmtree(folder, ignore_errors=True)
+    top = sorted(busy, key=lambda name: -busy[name])[:25]
+    return {"per_step": sum(kernels.values()) / steps, "busy_seconds": sum(busy.values()) * 1e-9 / steps,
+            "jcuts": sum(n for name, n in kernels.items() if "jcuts" in name) / steps,
+            "largest": [[name[:80], kernels[name] / steps, busy[name] * 1e-9 / steps] for name in top]}  # fmt: skip
+
+
+# -- the second process: warm start and the contents of the graphs --------------------------------------------------
+def prove(spec: str, out: Path, dry: bool) -> dict[str, Any]:
+    """Starts warm with the compiler's dump on, and reads from it which thunks are inside command buffers."""
+    folder = out / f"dump_{label(spec)}"
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder} --xla_dump_hlo_as_text "
+        "--xla_dump_hlo_module_re=.*ours.*"
+    )
+    import jax
+
+    import jcuts
+
+    pretend(dry)
+    fn, args = workload(spec, dry)
+    jax.block_until_ready(args)
+    ours = jcuts.optimize(named(fn, "ours"))
+    start = time.perf_counter()
+    jax.block_until_ready(ours(*args))
+    spent = time.perf_counter() - start
+    decision = ours.decision(*args)
+    found = {"warm_first_call_seconds": spent, "chosen": decision and decision.chosen,
+             **launches(lambda: ours(*args)), "thunks": thunks(folder)}  # fmt: skip
+    note(f"{spec}: warm start {spent:.1f} s, {found['thunks']}")
+    keep = [p for p in folder.rglob("*") if "thunk" in p.name]
+    for path in folder.rglob("*"):
+        if path.is_file() and (path not in keep or path.stat().st_size > 2 << 20):
+            path.unlink()
+    return found
+
+
+_BUFFER = re.compile(r"kCommandBuffer|command[_ ]buffer", re.IGNORECASE)
+_CALL = re.compile(r"kCustomCall|custom[-_ ]call", re.IGNORECASE)
+
+
+def thunks(folder: Path) -> dict[str, Any]:
+    """Counts from the newest dump of thunks: command buffers, and custom calls inside and outside of them."""
+    files = sorted(folder.rglob("*thunk*"), key=lambda p: p.name)
+    if not files:
+        return {}
+    counts = {"command_buffers": 0, "custom_calls_inside": 0, "custom_calls_outside": 0, "others_outside": 0}
+    inside_at: int | None = None
+    for line in files[-1].read_text(errors="replace").splitlines():
+        depth = len(line) - len(line.lstrip())
+        if not line.strip():
+            continue
+        if inside_at is not None and depth <= inside_at:
+            inside_at = None
+        if inside_at is None and _BUFFER.search(line):
+            counts["command_buffers"] += 1
+            inside_at = depth
+        elif _CALL.search(line):
+            counts["custom_calls_inside" if inside_at is not None else "custom_calls_outside"] += 1
+        elif inside_at is None:
+            counts["others_outside"] += 1
+    return {**counts, "file": files[-1].name}
+
+
+# -- torch ----------------------------------------------------------------------------------------------------------
+TORCH = {"MobileNetV2": "mobilenet_v2", "ResNet50": "resnet50", "DenseNet121": "densenet121",
+         "InceptionV3": "inception_v3"}  # fmt: skip
+
+
+def torch_side(spec: str, seconds: float) -> dict[str, Any]:
+    """torchvision's network under torch.compile with CUDA graphs, channels last, TF32."""
+    import torch
+    import torchvision
+
+    name, batch, _ = spec.split(":")
+    if name not in TORCH:
+        return {"skipped": "torchvision has no such network"}
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.allow_tf32 = True
+    size = 299 if name == "InceptionV3" else 224
+    more = {"init_weights": False} if name == "InceptionV3" else {}
+    model = getattr(torchvision.models, TORCH[name])(weights=None, **more).eval().cuda()
+    model = model.to(memory_format=torch.channels_last)
+    x = torch.randn(int(batch), 3, size, size, device="cuda").to(memory_format=torch.channels_last)
+    result: dict[str, Any] = {"torch": torch.__version__}
+    with torch.no_grad():
+        run = torch.compile(model, mode="reduce-overhead")
+        start = time.perf_counter()
+        for _ in range(4):
+            run(x)
+        torch.cuda.synchronize()
+        result["compile_seconds"] = time.perf_counter() - start
+        step, stream = [], []
+        begin = time.perf_counter()
+        while len(step) < ROUNDS and time.perf_counter() - begin < seconds:
+            few = []
+            for _ in range(10):
+                start = time.perf_counter()
+                run(x)
+                torch.cuda.synchronize()
+                few.append(time.perf_counter() - start)
+            step.append(sorted(few)[5])
+            start = time.perf_counter()
+            for _ in range(STREAM):
+                run(x)
+            torch.cuda.synchronize()
+            stream.append((time.perf_counter() - start) / STREAM)
+    return {**result, "step": quartiles(step), "stream": quartiles(stream)}
+
+
+# -- the command ----------------------------------------------------------------------------------------------------
+def note(text: str) -> None:
+    """Progress, on stderr."""
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+
+
+def label(spec: str) -> str:
+    """File name of a network."""
+    return spec.replace(":", "_b")
+
+
+def child(what: str, spec: str, options: argparse.Namespace, limit: float) -> dict[str, Any]:
+    """One network in a fresh process."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_per_fusion_autotune_cache_dir={options.out / 'autotune'}"
+    (options.out / "autotune").mkdir(exist_ok=True)
+    environment = {**os.environ, "JCUTS_CACHE_DIR": str(options.out / "cache"), "XLA_FLAGS": flags.strip(),
+                   "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3",
+                   **({"JAX_PLATFORMS": "cpu", "JCUTS_MAX_CANDIDATES": "1"} if options.dry else {})}  # fmt: skip
+    command = [sys.executable, __file__, spec, "--out", str(options.out), "--child", what,
+               "--seconds", str(options.seconds), *(["--dry"] if options.dry else [])]  # fmt: skip
+    log = options.out / f"{label(spec)}_{what}.log"
+    with log.open("w") as errors:
+        try:
+            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True,
+                                  timeout=limit, check=False)  # fmt: skip
+        except subprocess.TimeoutExpired:
+            print(tail(log), flush=True)
+            return {"failed": f"{what} took longer than {limit:.0f} s"}
+    print(tail(log), flush=True)
+    if done.returncode:
+        return {"failed": f"{what}: exit code {done.returncode}", "log": log.read_text()[-3000:]}
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def tail(log: Path) -> str:
+    """The notes in a log."""
+    return "\n".join(line for line in log.read_text().splitlines() if line.startswith("["))
+
+
+def table(out: Path) -> str:
+    """The results as text: milliseconds per call back to back (and waited for one by one)."""
+    lines = [f"{'network':22} {'plain':>15} {'best flags':>15} {'jcuts':>15} {'x plain':>8} {'x flags':>8}  "
+             f"{'kernels':>11}  L2 error ours/XLA  chosen; torch.compile"]  # fmt: skip
+    for path in sorted(out.glob("*.json")):
+        row = json.loads(path.read_text())
+        if "times" not in row:
+            lines.append(f"{row.get('network', path.stem):22} {str(row.get('failed'))[:150]}")
+            continue
+        cells = [row["times"][side] for side in ("plain", "flags", "jcuts")]
+        texts = [f"{c['stream'][0] * 1e3:6.3f} ({c['step'][0] * 1e3:6.3f})" for c in cells]
+        plain, flags, ours = (c["stream"][0] for c in cells)
+        kernels = [row.get("device_kernels", {}).get(side, {}).get("per_step", 0) for side in ("flags", "jcuts")]
+        errors = [row.get("errors", {}).get(side, {}).get("l2", float("nan")) for side in ("jcuts", "flags")]
+        torch = row.get("torch", {}).get("stream")
+        lines.append(
+            f"{row['network']:22} {texts[0]:>15} {texts[1]:>15} {texts[2]:>15} {plain / ours:8.2f} "
+            f"{flags / ours:8.2f}  {kernels[0]:4.0f} -> {kernels[1]:4.0f}  {errors[0]:.0e}/{errors[1]:.0e}  "
+            f"{row['decision']['chosen']}" + (f"; torch {torch[0] * 1e3:.3f}" if torch else "")
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("networks", nargs="*", default=DEFAULT, help="NAME:BATCH:closed or NAME:BATCH:args")
+    parser.add_argument("--out", type=Path, default=Path("gpu_networks"))
+    parser.add_argument("--budget", type=float, default=1e9, help="seconds; a network is not begun after them")
+    parser.add_argument("--limit", type=float, default=540.0, help="seconds for one network")
+    parser.add_argument("--seconds", type=float, default=6.0, help="of timing per network")
+    parser.add_argument("--dry", action="store_true", help="small networks on the CPU")
+    parser.add_argument("--proof", action="store_true", help="a second process: warm start, contents of the graphs")
+    parser.add_argument("--torch", action="store_true", help="torch.compile as well")
+    parser.add_argument("--table", action="store_true", help="only print the table")
+    parser.add_argument("--child", choices=("measure", "prove", "torch"), help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    options.out = options.out.resolve()
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.child:
+        spec = options.networks[0]
+        if options.child == "torch":
+            result = torch_side(spec, options.seconds)
+        elif options.child == "prove":
+            result = prove(spec, options.out, options.dry)
+        else:
+            result = measure(spec, options.out, options.dry, options.seconds)
+        print(json.dumps(result))
+        return 0
+    start = time.perf_counter()
+    for spec in [] if options.table else options.networks:
+        path = options.out / f"{label(spec)}.json"
+        for what, key in (("measure", "hlo"), ("prove", "proof"), ("torch", "torch")):
+            row = json.loads(path.read_text()) if path.exists() else {}
+            wanted = {"measure": True, "prove": options.proof, "torch": options.torch}[what]
+            left = options.budget - (time.perf_counter() - start)
+            if key in row or not wanted or left <= 0 or (what != "measure" and "times" not in row):
+                continue
+            found = child(what, spec, options, min(options.limit, left + 20))
+            row = json.loads(path.read_text()) if path.exists() else {}
+            row.pop("failed", None)
+            row |= {"network": spec, **(found if what == "measure" else {key: found})}
+            path.write_text(json.dumps(row, indent=1) + "\n")
+    print(table(options.out))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

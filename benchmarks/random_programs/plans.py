@@ -1,0 +1,76 @@
+"""Which kernels a random program runs: random schedules, covers, machines and pieces of the batch."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from jcuts import levels, pipeline, search
+from jcuts.base import knobs
+from jcuts.region import choose
+from jcuts.region.explore import explore
+
+
+class Watch(logging.Handler):
+    """Remembers warnings: a kernel that does not compile is left to XLA with one."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name != "jcuts.region.cover":  # a cover that is not the best one is still a cover
+            self.messages.append(record.getMessage())
+
+
+def other_cover(level: levels.Level, rng: np.random.Generator) -> None:
+    """Half of the levels get a random cover out of the partition search's, as if other subsets had been faster."""
+    if rng.random() < 0.5 or not level.graph.nodes:
+        return
+    space = explore(level.graph, level.grouping)
+    times = {subset: float(rng.uniform(1e-6, 1e-4)) for subset in space.estimates}
+    level.use((members, space.programs[members]) for members in space.settle(times) if members in space.programs)
+
+
+@contextlib.contextmanager
+def every_kernel(seed: int) -> Iterator[tuple[list[pipeline.Level], Watch]]:
+    """Every subset runs a jcuts kernel with a random one of its candidate schedules; gives the plans made."""
+    rng = np.random.default_rng([seed, 4])
+    planned: list[pipeline.Level] = []
+
+    def select(top: pipeline.Level, *_: Any, **__: Any) -> search.Summary:
+        planned.append(top)
+        for level in top.everywhere():
+            other_cover(level, rng)
+        levels.add_candidates(subset for level in top.everywhere() for subset in level.subsets)
+        chosen: dict[str, Any] = {}
+        for level in top.everywhere():
+            for subset in level.subsets:
+                place = 0 if rng.random() < 0.4 else int(rng.integers(len(subset.ranked)))
+                subset.chosen = chosen.setdefault(subset.identity, subset.ranked[place][0])
+                subset.origin = "estimated"
+        return search.Summary("greedy")
+
+    watch = Watch()
+    logger = logging.getLogger("jcuts")
+    logger.addHandler(watch)
+    small = 200 if rng.random() < 0.5 else choose.SMALL_TASK  # several tasks although the shapes are small
+    threads = int(rng.integers(2, 5))
+    here = levels.machine()
+    machine = choose.Machine(here.vector_bytes, here.registers, threads, here.l1, here.l2)
+    try:
+        with (
+            mock.patch.object(pipeline, "_select", select),
+            mock.patch.object(levels, "machine", lambda: machine),
+            mock.patch.object(choose, "SMALL_TASK", small),
+            knobs.scope(chunk=int(rng.integers(1, 4)) if rng.random() < 0.25 else 0),
+        ):
+            yield planned, watch
+    finally:
+        logger.removeHandler(watch)
+        pipeline.forget()

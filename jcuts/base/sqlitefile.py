@@ -1,0 +1,113 @@
+"""An SQLite file of jcuts that survives what users do to it.
+
+Rollback journal (not WAL: that needs shared memory, which network file systems lack), full synchronisation, one
+short-lived connection per operation (safe across threads and forks), tables made by whoever comes first.  A damaged or
+foreign file is found before anything is read from it, and moved aside, never deleted, by callers that may do so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+BUSY_SECONDS = 30.0
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT)
+
+
+class ForeignFile(sqlite3.DatabaseError):
+    """The file is SQLite, but another program's or of another version."""
+
+
+class DamagedFile(ForeignFile):
+    """The file is ours, but not whole."""
+
+
+def is_damaged(error: BaseException) -> bool:
+    """Whether an error means that the contents are no use here; locked, full and read-only files are whole."""
+    if isinstance(error, ForeignFile):
+        return True
+    # The low byte is the primary code.
+    code = getattr(error, "sqlite_errorcode", None)
+    if code is not None:
+        return (code & 0xFF) in _DAMAGED
+    return isinstance(error, sqlite3.OperationalError) and "no such table" in str(error)
+
+
+class SqliteFile:
+    """One file.
+
+    Args: tables: statements that make the tables, separated by semicolons; application: id shown by file(1);
+    schema: version of the tables.
+    """
+
+    def __init__(self, path: Path, *, tables: str, application: int, schema: int) -> None:
+        self.path = path
+        self.tables, self.application, self.schema = tables, application, schema
+        self._checked = False
+
+    @contextlib.contextmanager
+    def open(self, *, write: bool) -> Iterator[sqlite3.Connection | None]:
+        """One connection; None if there is no database to read yet.
+
+        Raises: sqlite3.Error, OSError; ForeignFile if it is another program's or of another version; DamagedFile.
+        """
+        if write and not self.path.exists():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        elif not write and not self.path.exists():
+            yield None
+            return
+        db = sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level=None)
+        try:
+            db.execute("PRAGMA synchronous = FULL")
+            if not self._checked or write:
+                self._check(db, create=write)
+            yield db if self._checked else None
+        finally:
+            db.close()
+
+    def set_aside(self, number: int) -> Path | None:
+        """Moves the file (and its journal, which belongs to it) out of the way; None if another process was faster.
+
+        Raises: OSError if it cannot be moved.
+        """
+        self._checked = False
+        aside = self.path.with_name(f"{self.path.name}.aside-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{number}")
+        journal = self.path.with_name(self.path.name + "-journal")
+        try:
+            os.replace(self.path, aside)
+        except FileNotFoundError:
+            return None
+        if journal.exists():
+            os.replace(journal, aside.with_name(aside.name + "-journal"))
+        return aside
+
+    def _check(self, db: sqlite3.Connection, *, create: bool) -> None:
+        """Is this our database, whole and of this schema?  An empty file is made into one when ``create``."""
+        version = db.execute("PRAGMA user_version").fetchone()[0]
+        owner = db.execute("PRAGMA application_id").fetchone()[0]
+        if (owner, version) == (0, 0) and not db.execute("SELECT name FROM sqlite_master").fetchall():
+            if not create:
+                return
+            db.execute("PRAGMA journal_mode = DELETE")
+            db.execute("BEGIN IMMEDIATE")
+            # Another process may have made the tables while this one waited for the lock.
+            if not db.execute("SELECT name FROM sqlite_master").fetchall():
+                for statement in self.tables.split(";"):
+                    if statement.strip():
+                        db.execute(statement)
+                db.execute(f"PRAGMA application_id = {self.application}")
+                db.execute(f"PRAGMA user_version = {self.schema}")
+            db.execute("COMMIT")
+            self._checked = True
+            return
+        if owner != self.application or version != self.schema:
+            raise ForeignFile(f"schema version {version} of application {owner:#x}, this jcuts writes {self.schema}")
+        if not self._checked:
+            verdict = db.execute("PRAGMA integrity_check(1)").fetchone()[0]
+            if verdict != "ok":
+                raise DamagedFile(f"integrity check: {verdict}")
+            self._checked = True

@@ -1,0 +1,272 @@
+"""Whole programs by name, which of them compete, and whether one that was rewritten is still right.
+
+    xla                            plain jax.jit
+    jcuts                          jcuts' kernels, program as it is
+    jcuts/scales+dots/anchored     rewritten, kernels only where a reduction, window or convolution is (`settings.Form`)
+    ...:graphs                     any of them with compiler options
+
+On a CPU there is one form, and compiler options multiply it.  On a GPU what a function costs depends on how many
+kernels a step launches and on what XLA can still fuse, which no subset shows by itself: a few whole programs compete.
+Their kernels are tuned per subset, and most forms share them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jcuts import guard
+from jcuts.base import fingerprint
+from jcuts.base.errors import UsageError
+from jcuts.base.settings import Form
+from jcuts.trace import jaxapi, rewrite
+from jcuts.trace.inline import inline
+from jcuts.trace.simplify import simplify
+from jcuts.tune.widen import evaluate, widened_dtype
+
+log = logging.getLogger("jcuts")
+
+GPUS = ("gpu", "cuda")
+FLOOR_ULP = 4.0
+MOST = 4.0  # a single element may be that many times as far off as the whole output (`tune.check` has the same)
+LEAN: dict[str, Any] = {"xla_gpu_autotune_level": 0}  # the float64 program runs once: nothing is worth tuning in it
+
+
+# -- names ----------------------------------------------------------------------------------------------------------
+def name_of(form: Form | None, option: str = "") -> str:
+    """Name of the jcuts program of a form."""
+    text = "" if form is None else str(form)
+    return guard.JCUTS + (f"/{text}" if text else "") + (f":{option}" if option else "")
+
+
+def form_of(name: str) -> Form | None:
+    """The form that a program's name stands for; None for the plain one, and for XLA's own.
+
+    Raises: UsageError: an impossible form.
+    """
+    _, _, text = name.partition(":")[0].partition("/")
+    return Form.parse(text) if text else None
+
+
+def is_xla(name: str) -> bool:
+    """Whether a program is the user's own, left to XLA."""
+    return name.partition(":")[0] == guard.XLA
+
+
+def is_known(name: str, platform: str, uses_jcuts: bool) -> bool:
+    """Whether a stored name means a program that this process can make.
+
+    Args: uses_jcuts: whether the plain form has any kernel.
+    """
+    option = name.partition(":")[2]
+    if option and compiler_options(name, platform) is None:
+        return False
+    if is_xla(name):
+        return True
+    try:
+        form = form_of(name)
+    except UsageError:
+        return False
+    if form is None:
+        return uses_jcuts and name.startswith(guard.JCUTS)
+    return platform in GPUS and not set(form.rewrites) - set(rewrite.RULES)
+
+
+def _family(platform: str) -> str:
+    return "cuda" if platform in GPUS else platform
+
+
+def compiler_options(name: str, platform: str) -> dict[str, Any] | None:
+    """Compiler options of a program (None for none, or for a name that this version does not know)."""
+    return guard.OPTIONS.get(_family(platform), {}).get(name.partition(":")[2])
+
+
+def options(platform: str) -> tuple[str, ...]:
+    """Compiler options that are tried on a platform: on a GPU the first of the list that this jaxlib accepts."""
+    names = tuple(guard.OPTIONS.get(_family(platform), {}))
+    if platform not in GPUS:
+        return names
+    return next(((name,) for name in names if _accepts(name, platform)), ())
+
+
+@functools.cache
+def _accepts(name: str, platform: str) -> bool:
+    chosen = compiler_options(f"{guard.XLA}:{name}", platform)
+    try:
+        with jax.default_device(jax.local_devices(backend=platform)[0]):
+            jax.jit(lambda x: x + 1, compiler_options=chosen).lower(np.float32(0)).compile()
+    except Exception as error:  # other versions know other options, and refuse those that they do not know
+        log.info("compiler options %r are not accepted: %s", name, str(error).splitlines()[0] if str(error) else error)
+        return False
+    return True
+
+
+# -- which compete --------------------------------------------------------------------------------------------------
+def planned(closed: jaxapi.Closed, platform: str, plan: Callable[[Form | None], Any]) -> dict[Form | None, Any]:
+    """Outcomes of the forms that are worth a race, the plainest first; those that change nothing are left out.
+
+    Args: plan: gives the pipeline's outcome for a form (tuning its subsets).
+
+    `rewrite`'s folding of constants takes work away and adds none, so it is in every form (and checked against float64
+    with it).  Products in place of convolutions, and which subsets are worth cutting out of XLA's fusions, are raced.
+    """
+    plain: Form | None = None
+    rules = rewrite.applicable(simplify(inline(closed))) if platform in GPUS else ()
+    folded = tuple(name for name in rules if name == "scales")
+    found: dict[Form | None, Any] = {}
+    seen: set[tuple[tuple[str, ...], int]] = set()
+
+    def add(form: Form | None) -> None:
+        outcome = plan(form)
+        kernels = getattr(outcome.report, "kernels", 0)
+        key = (() if form is None else form.rewrites, kernels)
+        if outcome.closed is not closed and key not in seen:
+            seen.add(key)
+            found[form] = outcome
+
+    add(Form(folded) if folded else plain)
+    if platform in GPUS:
+        every = [folded, *((*folded, name) for name in rules if name not in folded)]
+        for rewrites in every:
+            for regions in ("all", "anchored", "none"):
+                if rewrites or regions == "anchored":
+                    add(Form(rewrites, regions))
+    return found
+
+
+def programs(forms: Sequence[Form | None], extra: Sequence[str]) -> list[str]:
+    """Names in the fixed order that decides ties: the plainer program wins.
+
+    With several forms only the first is tried without compiler options.
+    """
+    names = [guard.XLA, *(f"{guard.XLA}:{option}" for option in extra)]
+    if forms:
+        names.append(name_of(forms[0]))
+        names += [name_of(form, option) for form in forms for option in extra]
+        names += [name_of(form) for form in forms[1:] if not extra]
+    return names
+
+
+def compile_ahead(lowered: Mapping[str, Callable[[], Any]]) -> None:
+    """Compiles several programs at once; each then runs without compiling.
+
+    Lowering stays on this thread.  Programs whose products and convolutions are those of another come after it: XLA
+    finds in memory which of its algorithms were fastest.  A program that fails here fails again when it is run, where
+    that is dealt with.
+    """
+    made = {}
+    for name, lower in lowered.items():
+        with contextlib.suppress(Exception):
+            made[name] = lower()
+    first = {_arithmetic(name): name for name in reversed(made)}.values()
+    for wave in ([n for n in made if n in first], [n for n in made if n not in first]):
+        with ThreadPoolExecutor(max(1, min(len(wave), fingerprint.usable_cores()))) as pool:
+            for name, future in {name: pool.submit(made[name].compile) for name in wave}.items():
+                if (error := future.exception()) is not None:
+                    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+                    log.info("program %s does not compile: %s", name, text)
+
+
+def _arithmetic(name: str) -> tuple[str, ...]:
+    """What decides which products and convolutions a program has."""
+    form = None if is_xla(name) else form_of(name)
+    return () if form is None else form.rewrites
+
+
+# -- right or wrong -------------------------------------------------------------------------------------------------
+class Exact:
+    """Judges rewritten programs by a float64 run of the user's own, made when it is first needed.
+
+    With e(a) = |a - r| / |r| in L2 norm over an output and m(a) = max |a - r| / rms(r), a result c is right where
+        e(c) <= tolerance * e(xla) + floor   and   m(c) <= 4 tolerance * m(xla) + floor,
+    with floor = 4 eps sqrt(longest sum of products).
+
+    Args: closed: the user's program; leaves: its arguments; tolerance: as a multiple of XLA's own error.
+    """
+
+    def __init__(self, closed: jaxapi.Closed, leaves: Sequence[Any], tolerance: float, platform: str) -> None:
+        self.closed, self.leaves, self.tolerance, self.platform = closed, leaves, tolerance, platform
+        self._reference: list[np.ndarray] | None = None
+        self._failure = ""
+
+    def __call__(self, name: str, xla: Any, result: Any) -> str | None:
+        """Why a program's result is not good enough, None if it is (or if nothing was rewritten)."""
+        form = None if is_xla(name) else form_of(name)
+        if form is None or not form.rewrites:
+            return None
+        reference = self.reference()
+        if reference is None:
+            return f"its rewrites cannot be checked: {self._failure}"
+        kept = jax.tree.leaves(xla, is_leaf=lambda x: x is None)
+        floor = FLOOR_ULP * math.sqrt(longest_sum(self.closed))
+        for i, (r, x, c) in enumerate(zip(reference, kept, jax.tree.leaves(result), strict=True)):
+            if x is None or not jnp.issubdtype(c.dtype, np.floating):
+                continue
+            why = _too_far(r, np.asarray(x), np.asarray(c), self.tolerance, floor * float(jnp.finfo(c.dtype).eps))
+            if why:
+                return f"output {i} {why}"
+        return None
+
+    def reference(self) -> list[np.ndarray] | None:
+        """The float64 results, None where they cannot be had."""
+        if self._reference is None and not self._failure:
+            try:
+                self._reference = self._run()
+            except Exception as error:  # memory, a primitive without a float64 form: then no rewrite is trusted
+                self._failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return self._reference
+
+    def _run(self) -> list[np.ndarray]:
+        jaxpr, consts = self.closed.jaxpr, self.closed.consts
+        # Constants as arguments: XLA would fold them, slowly, into a program that runs once.
+        opened = jaxapi.make_closed(
+            [], [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns, [], like=self.closed
+        )
+        lean = LEAN if self.platform in GPUS else None
+        with jax.enable_x64(True):
+            wide = [jnp.asarray(x, widened_dtype(jnp.result_type(x))) for x in (*consts, *self.leaves)]
+            program = jax.jit(lambda xs: evaluate(opened, xs), compiler_options=lean)
+            return [np.asarray(x) for x in program(wide)]
+
+
+def _too_far(r: np.ndarray, x: np.ndarray, c: np.ndarray, tolerance: float, floor: float) -> str:
+    x, c = x.astype(np.float64), c.astype(np.float64)
+    finite = np.isfinite(r) & np.isfinite(x) & np.isfinite(c)
+    r, x, c = r[finite], x[finite], c[finite]
+    size = float(np.linalg.norm(r))
+    if not r.size or not size:
+        return ""
+    rms = size / math.sqrt(r.size)
+    for what, factor, of in (
+        ("in L2 norm", 1.0, lambda a: float(np.linalg.norm(a - r)) / size),
+        ("in one element", MOST, lambda a: float(np.abs(a - r).max()) / rms),
+    ):
+        mine, limit = of(c), factor * tolerance * of(x) + floor
+        if not mine <= limit:
+            return f"is off by {mine:.3g} of float64 {what}, allowed {limit:.3g} (XLA's own error is {of(x):.3g})"
+    return ""
+
+
+def longest_sum(closed: jaxapi.Closed) -> int:
+    """Most products that one convolution or matrix product of a program sums up, at least 1."""
+    longest = 1
+    for eqn in closed.jaxpr.eqns:
+        name = jaxapi.primitive_name(eqn)
+        if name == rewrite.CONVOLUTION:
+            weights, spec = eqn.invars[1].aval, eqn.params["dimension_numbers"].rhs_spec
+            longest = max(longest, weights.size // max(1, weights.shape[spec[0]]))
+        elif name == rewrite.DOT:
+            contracted = eqn.params["dimension_numbers"][0][0]
+            longest = max(longest, math.prod(eqn.invars[0].aval.shape[d] for d in contracted))
+        for _, _, body in jaxapi.inner_jaxprs(eqn):
+            longest = max(longest, longest_sum(body))
+    return longest

@@ -1,0 +1,349 @@
+"""The benchmark database: times of convolution kernels that outlive the process, shared by people and machines.
+
+One SQLite file (`base/sqlitefile.py`).  Its keys are honest: device name, driver and library versions, everything of
+the convolution (dtype and layout included), batch size, algorithm, math.  All times of one (device, convolution, batch)
+are written in one transaction, so what is there is complete.
+
+The file is named by its user and may be shared: one of another schema version, or of another program, is refused and
+left alone.  A damaged one is moved aside by a writer, and refused by a reader.  What cannot be written (full disk,
+read-only folder) is kept in memory and said once: a benchmark of minutes is not lost to the process that ran it.
+On network file systems give every writer a file of its own, and merge them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jcuts.base.errors import CacheError, UsageError
+from jcuts.base.sqlitefile import DamagedFile, ForeignFile, SqliteFile, is_damaged
+from jcuts.microbatch.convolution import Convolution
+from jcuts.microbatch.errors import ForeignDeviceError, MissingTimesError
+from jcuts.microbatch.network import Network
+from jcuts.microbatch.table import Micro, Table
+
+SCHEMA = 1
+APPLICATION_ID = 0x6A636D62  # 'jcmb', shown by file(1)
+_log = logging.getLogger("jcuts.microbatch")
+
+_TABLES = """
+CREATE TABLE devices (
+    id INTEGER PRIMARY KEY, name TEXT NOT NULL, driver TEXT NOT NULL, library TEXT NOT NULL,
+    UNIQUE (name, driver, library));
+CREATE TABLE convolutions (id INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE, description TEXT NOT NULL);
+CREATE TABLE searched (
+    device INTEGER NOT NULL REFERENCES devices, convolution INTEGER NOT NULL REFERENCES convolutions,
+    batch INTEGER NOT NULL, created REAL NOT NULL, PRIMARY KEY (device, convolution, batch)) WITHOUT ROWID;
+CREATE TABLE timings (
+    device INTEGER NOT NULL, convolution INTEGER NOT NULL, batch INTEGER NOT NULL,
+    algorithm TEXT NOT NULL, math TEXT NOT NULL, seconds REAL NOT NULL, workspace INTEGER NOT NULL,
+    PRIMARY KEY (device, convolution, batch, algorithm, math)) WITHOUT ROWID;
+CREATE TABLE networks (name TEXT PRIMARY KEY, description TEXT NOT NULL, created REAL NOT NULL);
+"""
+
+
+@dataclass(frozen=True, order=True)
+class Device:
+    """What times are valid for.
+
+    Attributes: name: e.g. "NVIDIA H200"; driver: its version; library: everything else that decides times, with
+    versions, e.g. "cuDNN 9.19.0, jaxlib 0.11.2".
+    """
+
+    name: str
+    driver: str
+    library: str
+
+    def __str__(self) -> str:
+        return f"{self.name} (driver {self.driver}, {self.library})"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Everything measured of one convolution at one batch size on one device, and when (seconds since 1970)."""
+
+    device: Device
+    convolution: Convolution
+    batch: int
+    micros: tuple[Micro, ...]
+    created: float
+
+
+class Database:
+    """Times by device, convolution and batch size; networks by name.
+
+    Args: path: the file, made with its folders when something is first written; None: in memory only.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None) -> None:
+        self.path = None if path is None else Path(path)
+        self._file = self.path and SqliteFile(self.path, tables=_TABLES, application=APPLICATION_ID, schema=SCHEMA)
+        self._memory: dict[tuple[Device, str, int], Entry] = {}
+        self._networks: dict[str, Network] = {}
+        self._lock = threading.RLock()
+        self.errors: list[CacheError] = []
+
+    # Writing ---------------------------------------------------------------------------------------------------------
+
+    def record(self, device: Device, convolution: Convolution, batch: int, micros: Sequence[Micro]) -> None:
+        """Stores what was measured of one convolution at one batch size, replacing what was known.
+
+        ``micros`` may be empty: no algorithm runs this convolution, and nobody needs to try again.
+        Raises: UsageError if a micro-configuration has another batch size, or occurs twice; CacheError if the file is
+        another program's or of another version.
+        """
+        entry = _entry(device, convolution, batch, micros, time.time())
+        with self._lock:
+            if not self._write(lambda db: _insert(db, entry)):
+                self._memory[device, convolution.key, batch] = entry
+
+    def record_network(self, network: Network) -> None:
+        """Stores a network under its name, replacing an earlier one.  Raises: as `record`."""
+        with self._lock:
+            if not self._write(lambda db: _insert_network(db, network, time.time())):
+                self._networks[network.name] = network
+
+    def merge(self, paths: Iterable[str | os.PathLike[str]]) -> int:
+        """Takes over the entries and networks of other databases, all of them or none; of two the newer stays.
+
+        Returns: entries taken over.
+        Raises: CacheError if a file is missing, damaged, or not such a database, or if this one cannot be written.
+        """
+        others = [Database(path) for path in paths]
+        fresh: dict[tuple[Device, str, int], Entry] = {}
+        networks: dict[str, tuple[Network, float]] = {}
+        for other in others:
+            if other.path is not None and not other.path.exists():
+                raise CacheError(f"{other.path}: no such file", path=str(other.path))
+            for entry in other.entries():
+                key = (entry.device, entry.convolution.key, entry.batch)
+                if key not in fresh or entry.created > fresh[key].created:
+                    fresh[key] = entry
+            for network, created in other._stored_networks():
+                if network.name not in networks or created > networks[network.name][1]:
+                    networks[network.name] = (network, created)
+        known = {(entry.device, entry.convolution.key, entry.batch): entry.created for entry in self.entries()}
+        known_networks = {network.name: created for network, created in self._stored_networks()}
+        taken = [entry for key, entry in fresh.items() if entry.created > known.get(key, -1.0)]
+
+        def work(db: sqlite3.Connection) -> None:
+            for entry in taken:
+                _insert(db, entry)
+            for network, created in networks.values():
+                if created > known_networks.get(network.name, -1.0):
+                    _insert_network(db, network, created)
+
+        if not self._write(work):
+            raise self.errors[-1] if self.errors else CacheError("a database in memory cannot take over others")
+        return len(taken)
+
+    # Reading ---------------------------------------------------------------------------------------------------------
+
+    def devices(self) -> tuple[Device, ...]:
+        """Devices with times, sorted."""
+        rows = self._read("SELECT name, driver, library FROM devices WHERE id IN (SELECT device FROM searched)", ())
+        return tuple(sorted({Device(*row) for row in rows} | {key[0] for key in self._memory}))
+
+    def device(self, name: str | None = None) -> Device:
+        """The device of this name, or that contains it as text; None: the only one.
+
+        Raises: ForeignDeviceError if there is none, or more than one.
+        """
+        known = self.devices()
+        found = [device for device in known if name is None or name.lower() in str(device).lower()]
+        found = [device for device in found if device.name == name] or found
+        if len(found) != 1:
+            what = "no times at all" if not known else "; ".join(map(str, found or known))
+            problem = f"no times of {name!r}" if not found else "more than one device"
+            raise ForeignDeviceError(
+                f"{self._where}: {problem}; it has: {what}", device=name, known=tuple(map(str, known))
+            )
+        return found[0]
+
+    def missing(self, device: Device, convolution: Convolution, sizes: Iterable[int]) -> tuple[int, ...]:
+        """Batch sizes that were not measured yet, in the given order."""
+        known = {entry.batch for entry in self._entries(device, convolution)}
+        return tuple(size for size in sizes if size not in known)
+
+    def table(self, device: Device, convolution: Convolution) -> Table:
+        """Everything measured of a convolution on a device.
+
+        Raises: ForeignDeviceError if the database does not know the device; MissingTimesError if it does not know the
+        convolution there; CacheError if the file cannot be used.
+        """
+        entries = self._entries(device, convolution)
+        if not entries:
+            known = self.devices()
+            if device not in known:
+                raise ForeignDeviceError(
+                    f"{self._where}: no times of {device}; it has: {'; '.join(map(str, known)) or 'none'}",
+                    device=str(device),
+                    known=tuple(map(str, known)),
+                )
+            raise MissingTimesError(f"{self._where}: no times of {convolution} on {device}", convolution=convolution)
+        return Table(convolution, tuple(micro for entry in entries for micro in entry.micros))
+
+    def networks(self) -> tuple[Network, ...]:
+        """Networks by name."""
+        found = {network.name: network for network, _ in self._stored_networks()}
+        return tuple(found[name] for name in sorted(found))
+
+    def network(self, name: str | None = None) -> Network:
+        """The network of this name; None: the only one.
+
+        Raises: MissingTimesError if there is none, or more than one.
+        """
+        known = {network.name: network for network in self.networks()}
+        if name is None and len(known) == 1:
+            return next(iter(known.values()))
+        if name not in known:
+            problem = "which network?" if name is None else f"no network {name!r}"
+            names = ", ".join(known) or "none"
+            raise MissingTimesError(f"{self._where}: {problem} it has: {names}", network=name, known=tuple(known))
+        return known[name]
+
+    def entries(self) -> list[Entry]:
+        """Everything, oldest first."""
+        found = {
+            (entry.device, entry.convolution.key, entry.batch): entry for entry in self._load("", ())
+        } | self._memory
+        return sorted(found.values(), key=lambda e: (e.created, e.device, e.convolution.key, e.batch))
+
+    # Inside ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def _where(self) -> str:
+        return str(self.path) if self.path else "benchmark database"
+
+    def _entries(self, device: Device, convolution: Convolution) -> list[Entry]:
+        condition = "AND d.name = ? AND d.driver = ? AND d.library = ? AND c.key = ?"
+        key = convolution.key
+        found = {e.batch: e for e in self._load(condition, (device.name, device.driver, device.library, key))}
+        found |= {e.batch: e for (d, k, _), e in list(self._memory.items()) if (d, k) == (device, key)}
+        return [found[batch] for batch in sorted(found)]
+
+    def _load(self, condition: str, values: tuple[object, ...]) -> list[Entry]:
+        # One statement: a writer's transaction is seen whole or not at all.
+        rows = self._read(
+            "SELECT d.name, d.driver, d.library, c.description, s.batch, s.created, t.algorithm, t.math, t.seconds,"
+            " t.workspace FROM searched s JOIN devices d ON d.id = s.device JOIN convolutions c ON c.id = s.convolution"
+            " LEFT JOIN timings t ON t.device = s.device AND t.convolution = s.convolution AND t.batch = s.batch"
+            f" WHERE 1 {condition} ORDER BY s.device, s.convolution, s.batch, t.algorithm, t.math",
+            values,
+        )
+        grouped: dict[tuple[Any, ...], list[Micro]] = {}
+        try:
+            for *owner, algorithm, maths, seconds, workspace in rows:
+                micros = grouped.setdefault(tuple(owner), [])
+                if algorithm is not None:
+                    micros.append(Micro(owner[4], algorithm, maths, seconds, workspace))
+            texts = {text: Convolution.from_json(json.loads(text)) for text in {owner[3] for owner in grouped}}
+            return [
+                Entry(Device(*owner[:3]), texts[owner[3]], owner[4], tuple(micros), owner[5])
+                for owner, micros in grouped.items()
+            ]
+        except (UsageError, ValueError, TypeError) as error:  # somebody edited a row
+            raise CacheError(f"{self._where}: an entry cannot be understood: {error}", path=self._where) from None
+
+    def _stored_networks(self) -> list[tuple[Network, float]]:
+        rows = self._read("SELECT description, created FROM networks ORDER BY name", ())
+        try:
+            found = [(Network.from_json(json.loads(text)), created) for text, created in rows]
+        except (UsageError, ValueError) as error:
+            raise CacheError(f"{self._where}: a network cannot be understood: {error}", path=self._where) from None
+        return found + [(network, time.time()) for network in list(self._networks.values())]
+
+    def _read(self, query: str, values: tuple[object, ...]) -> list[Any]:
+        if self._file is None:
+            return []
+        with self._lock:
+            try:
+                with self._file.open(write=False) as db:
+                    return [] if db is None else db.execute(query, values).fetchall()
+            except (sqlite3.Error, OSError) as error:
+                raise CacheError(f"{self._where}: cannot be read as a benchmark database: {error}", path=self._where) \
+                    from None  # fmt: skip
+
+    def _write(self, work: Callable[[sqlite3.Connection], None]) -> bool:
+        """Runs one transaction; False when nothing reached the disk."""
+        if self._file is None:
+            return False
+        for attempt in (0, 1):
+            try:
+                with self._file.open(write=True) as db:
+                    if db is None:
+                        return False
+                    db.execute("BEGIN IMMEDIATE")
+                    work(db)
+                    db.execute("COMMIT")
+                    return True
+            except (sqlite3.Error, OSError) as error:
+                if _is_foreign(error):
+                    raise CacheError(f"{self._where}: not written: {error}", path=self._where) from None
+                if attempt == 0 and is_damaged(error):
+                    self._set_aside(error)
+                    continue
+                self._report(f"{self._where}: cannot be written ({error}): times are kept in memory only")
+        return False
+
+    def _set_aside(self, why: Exception) -> None:
+        assert self._file is not None
+        try:
+            aside = self._file.set_aside(len(self.errors))
+        except OSError as error:
+            self._report(f"{self._where}: damaged ({why}), and cannot be moved aside: {error}")
+            return
+        if aside is not None:
+            self._report(f"{self._where}: damaged ({why}): moved to {aside}, a fresh one is started")
+
+    def _report(self, message: str) -> None:
+        if not any(known.message == message for known in self.errors):
+            self.errors.append(CacheError(message, path=self._where))
+            _log.warning("%s", message)
+
+
+def _is_foreign(error: Exception) -> bool:
+    """Not a benchmark database of this version: somebody else's file, and none of our business."""
+    if isinstance(error, ForeignFile):
+        return not isinstance(error, DamagedFile)
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_NOTADB
+
+
+def _entry(device: Device, convolution: Convolution, batch: int, micros: Sequence[Micro], created: float) -> Entry:
+    if any(micro.batch != batch for micro in micros):
+        raise UsageError(f"times of other batch sizes among those of {batch}", batch=batch)
+    Table(convolution, tuple(micros))  # checks maths and doubles
+    return Entry(device, convolution, batch, tuple(micros), created)
+
+
+def _insert(db: sqlite3.Connection, entry: Entry) -> None:
+    device, convolution = entry.device, entry.convolution
+    triple = (device.name, device.driver, device.library)
+    db.execute("INSERT OR IGNORE INTO devices (name, driver, library) VALUES (?, ?, ?)", triple)
+    db.execute(
+        "INSERT OR IGNORE INTO convolutions (key, description) VALUES (?, ?)",
+        (convolution.key, json.dumps(convolution.to_json(), sort_keys=True)),
+    )
+    where = "name = ? AND driver = ? AND library = ?"
+    (d,) = db.execute(f"SELECT id FROM devices WHERE {where}", triple).fetchone()
+    (c,) = db.execute("SELECT id FROM convolutions WHERE key = ?", (convolution.key,)).fetchone()
+    owner = (d, c, entry.batch)
+    db.execute("DELETE FROM timings WHERE device = ? AND convolution = ? AND batch = ?", owner)
+    db.execute("INSERT OR REPLACE INTO searched VALUES (?, ?, ?, ?)", (*owner, entry.created))
+    db.executemany(
+        "INSERT INTO timings VALUES (?, ?, ?, ?, ?, ?, ?)",
+        [(*owner, m.algorithm, m.math, m.seconds, m.workspace) for m in entry.micros],
+    )
+
+
+def _insert_network(db: sqlite3.Connection, network: Network, created: float) -> None:
+    text = json.dumps(network.to_json(), sort_keys=True)
+    db.execute("INSERT OR REPLACE INTO networks VALUES (?, ?, ?)", (network.name, text, created))

@@ -1,0 +1,27 @@
+"""What can go wrong when batches are divided."""
+
+from __future__ import annotations
+
+from jcuts.base.errors import CacheError, JcutsError
+
+
+class NoDivisionError(JcutsError):
+    """Nothing that was measured adds up to the batch within the limit.
+
+    Attributes: ``limit`` [B] and, if some limit is large enough, ``least``, the smallest one [B] (else None).
+    """
+
+
+class NoSplitError(JcutsError):
+    """No sizes with known times add up to the batch over these devices."""
+
+
+class ForeignDeviceError(CacheError):
+    """The database knows other devices only: their times say nothing about this one.
+
+    Attributes: ``device`` (what was asked for) and ``known`` (what there is).
+    """
+
+
+class MissingTimesError(CacheError):
+    """The database knows the device, but not this convolution at these batch sizes."""

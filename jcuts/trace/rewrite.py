@@ -1,0 +1,381 @@
+"""Rewrites of a flat program that keep its meaning but not its roundings: candidates, chosen by measurement.
+
+    scales   y = conv(x, w) * s   ->  conv(x, w * s)          w, s constants, s one factor per output channel
+    dots     conv(x, w), 1x1      ->  dot(x, w)               no padding, stride, dilation or groups
+
+`scales` turns an inference batch norm, also one behind a bias, into one addition, which XLA and jcuts fuse into what
+makes or uses it.  Weights
+and factors must be constants: an argument would be multiplied again in every call.  `dots` hands a pointwise
+convolution to the matrix product's libraries and to XLA's own fused products.  Both change roundings (of a weight; of
+the order of a sum), so whoever uses them checks results against float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from jcuts.trace import jaxapi
+from jcuts.trace.simplify import simplify
+
+CONTROL_FLOW = ("scan", "while", "cond")
+CONVOLUTION, DOT, MULTIPLY, ADD = "conv_general_dilated", "dot_general", "mul", "add"
+BETWEEN = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims")
+FLOATS = ("float32", "float64")
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """A program after rewriting.
+
+    Attributes:
+        closed: the program. counts: rule -> how often it was applied (rules that found nothing are missing).
+    """
+
+    closed: jaxapi.Closed
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        if not self.counts:
+            return "rewrites: none applied"
+        return "rewrites: " + ", ".join(f"{name} {count} times" for name, count in self.counts.items())
+
+
+Rule = Callable[[jaxapi.Closed], tuple[jaxapi.Closed, int]]
+
+
+def rewritten(closed: jaxapi.Closed, rules: Sequence[str]) -> Rewritten:
+    """Applies rules, in the order of `RULES`, to a program that `simplify` has seen, and to its loop bodies.
+
+    Raises: KeyError for a rule that there is not.
+    """
+    counts: dict[str, int] = {}
+    unknown = set(rules) - set(RULES)
+    if unknown:
+        raise KeyError(f"unknown rewrites {sorted(unknown)}: choose from {list(RULES)}")
+    for name in (name for name in RULES if name in rules):
+        closed, count = _everywhere(closed, RULES[name])
+        if count:
+            counts[name] = count
+            closed = simplify(closed)  # products of constants that a rule made, broadcasts that it left behind
+    return Rewritten(closed, counts)
+
+
+def applicable(closed: jaxapi.Closed) -> tuple[str, ...]:
+    """The rules that change a program."""
+    return tuple(name for name, rule in RULES.items() if _everywhere(closed, rule)[1])
+
+
+def _everywhere(closed: jaxapi.Closed, rule: Rule) -> tuple[jaxapi.Closed, int]:
+    total, eqns = 0, []
+    for eqn in closed.jaxpr.eqns:
+        if jaxapi.primitive_name(eqn) in CONTROL_FLOW:
+            bodies = [_everywhere(body, rule) for _, _, body in jaxapi.inner_jaxprs(eqn)]
+            # These primitives pass no constants to their bodies.
+            if any(count for _, count in bodies) and not any(body.consts for body, _ in bodies):
+                total += sum(count for _, count in bodies)
+                eqn = jaxapi.with_inner_jaxprs(eqn, [body for body, _ in bodies])
+        eqns.append(eqn)
+    if total:
+        closed = jaxapi.with_eqns(closed, eqns)
+    closed, count = rule(closed)
+    return closed, total + count
+
+
+# -- a pointwise convolution as a product ---------------------------------------------------------------------------
+def _is_pointwise(eqn: Any) -> bool:
+    p, (lhs, rhs) = eqn.params, eqn.invars
+    numbers = p["dimension_numbers"]
+    taps = [rhs.aval.shape[d] for d in numbers.rhs_spec[2:]]
+    return (
+        all(n == 1 for n in (*taps, *p["window_strides"], *p["lhs_dilation"], p["feature_group_count"]))
+        and p["batch_group_count"] == 1
+        and all(low == high == 0 for low, high in p["padding"])
+        and lhs.aval.size > 0
+        and rhs.aval.size > 0
+        # Features innermost on both sides: the product then reads and writes both as they lie.
+        and numbers.lhs_spec[1] == numbers.out_spec[1] == len(numbers.lhs_spec) - 1
+        and _kept_order(numbers)
+    )
+
+
+def _kept_order(numbers: Any) -> bool:
+    """Whether batch and space lie in the same order in the operand and in the result."""
+    return (numbers.lhs_spec[0], *numbers.lhs_spec[2:]) == (numbers.out_spec[0], *numbers.out_spec[2:])
+
+
+def _dots(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
+    eqns: list[Any] = []
+    count = 0
+    for eqn in closed.jaxpr.eqns:
+        if jaxapi.primitive_name(eqn) == CONVOLUTION and _is_pointwise(eqn):
+            eqns.extend(_as_dot(eqn))
+            count += 1
+        else:
+            eqns.append(eqn)
+    return (jaxapi.with_eqns(closed, eqns), count) if count else (closed, 0)
+
+
+def _as_dot(eqn: Any) -> list[Any]:
+    """(N, H, W, C) x (C, K) -> (N, H, W, K): all but the features of the operand are rows, as they lie."""
+    lhs, rhs = eqn.invars
+    spec = eqn.params["dimension_numbers"].rhs_spec
+    features, made = rhs.aval.shape[spec[1]], rhs.aval.shape[spec[0]]
+    swapped = spec[0] < spec[1]  # weights lie as (K, C)
+    weights = _var((made, features) if swapped else (features, made), rhs.aval)
+    params = {
+        "dimension_numbers": (((lhs.aval.ndim - 1,), (1 if swapped else 0,)), ((), ())),
+        "precision": eqn.params["precision"],
+        "preferred_element_type": eqn.params["preferred_element_type"],
+        "out_sharding": None,
+    }
+    return [
+        _reshape(rhs, weights, eqn),
+        jaxapi.new_eqn([lhs, weights], eqn.outvars, jax.lax.dot_general_p, params, like=eqn),
+    ]
+
+
+def _var(shape: Sequence[int], like: Any) -> Any:
+    return jaxapi.new_var(jaxapi.ShapedArray(tuple(shape), like.dtype))
+
+
+def _reshape(source: Any, target: Any, like: Any) -> Any:
+    params = {"new_sizes": tuple(target.aval.shape), "dimensions": None, "sharding": None}
+    return jaxapi.new_eqn([source], [target], jax.lax.reshape_p, params, like=like)
+
+
+# -- a factor per channel in the weights ----------------------------------------------------------------------------
+def _scales(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
+    """Factors behind a bias go before it, factors into the weights, then biases of one result become one."""
+    closed, _ = _swapped(closed)
+    closed, count = _absorbed(closed)
+    if count:
+        closed, _ = _joined(closed)
+    return closed, count
+
+
+class _Program:
+    """A program being rewritten: who makes and who uses what, which values are constants."""
+
+    def __init__(self, closed: jaxapi.Closed) -> None:
+        self.closed, jaxpr = closed, closed.jaxpr
+        self.consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        self.made = {v: e for e in jaxpr.eqns for v in e.outvars}
+        self.uses = Counter(a for e in jaxpr.eqns for a in e.invars if not jaxapi.is_literal(a))
+        self.uses.update(v for v in jaxpr.outvars if not jaxapi.is_literal(v))
+
+    def maker(self, atom: Any, name: str = "") -> Any:
+        """The equation whose only user uses it here; None for other values, and for other primitives than ``name``."""
+        eqn = None if jaxapi.is_literal(atom) else self.made.get(atom)
+        alone = eqn is not None and self.uses[atom] == 1 and (not name or jaxapi.primitive_name(eqn) == name)
+        return eqn if alone else None
+
+    def product(self, atom: Any) -> Any:
+        """The convolution or matrix product, used here alone, that makes a value."""
+        eqn = self.maker(atom)
+        return eqn if eqn is not None and jaxapi.primitive_name(eqn) in (CONVOLUTION, DOT) else None
+
+    def operand(self, values: np.ndarray, product: Any, like: Any, eqn: Any) -> tuple[Any, list[Any]]:
+        """Values per channel as an operand in place of ``like``, and the equation that broadcasts them if it needs one.
+
+        Args: eqn: where it is used.
+        """
+        place, shape = _channel(product), eqn.outvars[0].aval.shape
+        assert place is not None  # the caller asked
+        narrow = [1] * len(shape)
+        narrow[place[0]] = values.size
+        dtype = eqn.outvars[0].aval.dtype
+        constant = _var(narrow, eqn.outvars[0].aval)
+        self.consts[constant] = jax.numpy.asarray(values.reshape(narrow), dtype)
+        if list(like.aval.shape) == narrow:
+            return constant, []
+        wide = _var(shape, eqn.outvars[0].aval)
+        params = {"shape": tuple(shape), "broadcast_dimensions": tuple(range(len(shape))), "sharding": None}
+        return wide, [jaxapi.new_eqn([constant], [wide], jax.lax.broadcast_in_dim_p, params, like=eqn)]
+
+    def with_eqns(self, replaced: dict[int, list[Any]]) -> jaxapi.Closed:
+        """The program in which equations, by their id, are replaced by others."""
+        jaxpr = self.closed.jaxpr
+        eqns = [new for e in jaxpr.eqns for new in replaced.get(id(e), [e])]
+        return jaxapi.make_closed(
+            list(self.consts), jaxpr.invars, jaxpr.outvars, eqns, list(self.consts.values()), like=self.closed
+        )
+
+
+def _floats(eqn: Any, name: str) -> bool:
+    return jaxapi.primitive_name(eqn) == name and str(eqn.outvars[0].aval.dtype) in FLOATS
+
+
+def _swapped(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
+    """(y + b) * s -> y * s + b s, where y is a product whose weights can take s."""
+    program = _Program(closed)
+    replaced: dict[int, list[Any]] = {}
+    for eqn in closed.jaxpr.eqns:
+        if not _floats(eqn, MULTIPLY):
+            continue
+        for total, factor in (eqn.invars, eqn.invars[::-1]):
+            addition = program.maker(total, ADD)
+            if addition is None:
+                continue
+            for y, bias in (addition.invars, addition.invars[::-1]):
+                product = program.product(y)
+                if product is None:
+                    continue
+                scale, shift = (_per_channel(a, product, program.made, program.consts) for a in (factor, bias))
+                if scale is None or shift is None or _scaled(product, scale, program.consts) is None:
+                    continue
+                moved = shift.astype(np.float64) * scale.astype(np.float64)
+                if not np.isfinite(moved.astype(eqn.outvars[0].aval.dtype)).all():
+                    continue
+                operand, before = program.operand(moved, product, bias, eqn)
+                scaled = _var(eqn.outvars[0].aval.shape, eqn.outvars[0].aval)
+                replaced[id(addition)] = []
+                replaced[id(eqn)] = [
+                    *before,
+                    eqn.replace(invars=[y, factor], outvars=[scaled]),
+                    addition.replace(invars=[scaled, operand], outvars=eqn.outvars),
+                ]
+                break
+            if id(eqn) in replaced:
+                break
+    return (program.with_eqns(replaced), len(replaced)) if replaced else (closed, 0)
+
+
+def _joined(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
+    """(y + b) + c -> y + (b + c), where y is a product and b and c are constants per channel."""
+    program = _Program(closed)
+    replaced: dict[int, list[Any]] = {}
+    for eqn in closed.jaxpr.eqns:
+        if not _floats(eqn, ADD):
+            continue
+        for total, second in (eqn.invars, eqn.invars[::-1]):
+            addition = program.maker(total, ADD)
+            if addition is None or id(addition) in replaced:
+                continue
+            for y, first in (addition.invars, addition.invars[::-1]):
+                product = program.product(y)
+                if product is None:
+                    continue
+                shifts = [_per_channel(a, product, program.made, program.consts) for a in (first, second)]
+                if shifts[0] is None or shifts[1] is None:
+                    continue
+                joined = shifts[0].astype(np.float64) + shifts[1].astype(np.float64)
+                operand, before = program.operand(joined, product, second, eqn)
+                replaced[id(addition)] = []
+                replaced[id(eqn)] = [*before, eqn.replace(invars=[y, operand])]
+                break
+            if id(eqn) in replaced:
+                break
+    return (program.with_eqns(replaced), len(replaced)) if replaced else (closed, 0)
+
+
+def _absorbed(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
+    """y * s -> the product that makes y, its weights times s."""
+    program = _Program(closed)
+    replaced: dict[int, list[Any]] = {}
+    count = 0
+    for eqn in closed.jaxpr.eqns:
+        if not _floats(eqn, MULTIPLY):
+            continue
+        for y, factor in (eqn.invars, eqn.invars[::-1]):
+            product = program.product(y)
+            if product is None:
+                continue
+            scale = _per_channel(factor, product, program.made, program.consts)
+            if scale is None or (scaled := _scaled(product, scale, program.consts)) is None:
+                continue
+            weights = jaxapi.new_var(product.invars[1].aval)
+            program.consts[weights] = scaled
+            replaced[id(product)] = [
+                product.replace(invars=[product.invars[0], weights, *product.invars[2:]], outvars=eqn.outvars)
+            ]
+            replaced[id(eqn)] = []
+            count += 1
+            break
+    return (program.with_eqns(replaced), count) if count else (closed, 0)
+
+
+def _channel(product: Any) -> tuple[int, int] | None:
+    """Dimension of the result, and of the weights, that one factor per output channel belongs to."""
+    if jaxapi.primitive_name(product) == CONVOLUTION:
+        numbers = product.params["dimension_numbers"]
+        return (numbers.out_spec[1], numbers.rhs_spec[0]) if product.params["batch_group_count"] == 1 else None
+    if jaxapi.primitive_name(product) == DOT:
+        (_, contracted), (_, batched) = product.params["dimension_numbers"]
+        free = [d for d in range(product.invars[1].aval.ndim) if d not in (*contracted, *batched)]
+        return (product.outvars[0].aval.ndim - 1, free[0]) if len(free) == 1 else None
+    return None
+
+
+def _per_channel(factor: Any, product: Any, made: dict[Any, Any], constants: dict[Any, Any]) -> np.ndarray | None:
+    """The factors, one per output channel; None where they are no constants or vary along another dimension."""
+    place = _channel(product)
+    if place is None:
+        return None
+    shape = product.outvars[0].aval.shape
+    if jaxapi.is_literal(factor):
+        return np.full(shape[place[0]], factor.val) if np.ndim(factor.val) == 0 else None
+    value = _constant(factor, made, constants)
+    if value is None:
+        return None
+    if value.ndim == 0:
+        return np.full(shape[place[0]], value)
+    wanted = [1] * len(shape)
+    wanted[place[0]] = shape[place[0]]
+    return value.reshape(-1) if list(value.shape) == wanted else None
+
+
+def _constant(atom: Any, made: dict[Any, Any], constants: dict[Any, Any]) -> np.ndarray | None:
+    """A constant, before the broadcast to the whole result (its dimensions then are 1)."""
+    chain = []
+    while atom in made and jaxapi.primitive_name(made[atom]) in BETWEEN:
+        chain.append(made[atom])
+        atom = chain[-1].invars[0]
+        if jaxapi.is_literal(atom):
+            return np.asarray(atom.val) if np.ndim(atom.val) == 0 else None
+    value = constants.get(atom)
+    if value is None or jaxapi.is_tracer(value) or not hasattr(value, "dtype"):
+        return None
+    found = np.asarray(value)
+    for eqn in reversed(chain):
+        target = eqn.outvars[0].aval
+        if jaxapi.primitive_name(eqn) == "broadcast_in_dim":
+            placed = [1] * target.ndim
+            for own, where in enumerate(eqn.params["broadcast_dimensions"]):
+                placed[where] = found.shape[own]
+            found = found.reshape(placed)
+        elif math.prod(target.shape) == found.size:
+            found = found.reshape(target.shape)
+        else:
+            return None
+    return found
+
+
+def _scaled(product: Any, scale: np.ndarray, constants: dict[Any, Any]) -> Any:
+    """Weights times factors, in the weights' own type; None where they are no constants or leave its range."""
+    atom = product.invars[1]
+    value = None if jaxapi.is_literal(atom) else constants.get(atom)
+    place = _channel(product)
+    if value is None or place is None or jaxapi.is_tracer(value) or not hasattr(value, "dtype"):
+        return None
+    if value.size == 0 or str(value.dtype) not in FLOATS or value.dtype != product.outvars[0].aval.dtype:
+        return None
+    shape = [1] * value.ndim
+    shape[place[1]] = scale.size
+    weights = np.asarray(value)
+    with np.errstate(all="ignore"):
+        found = (weights.astype(np.float64) * scale.astype(np.float64).reshape(shape)).astype(weights.dtype)
+    tiny = np.finfo(weights.dtype).smallest_normal
+    # A weight that overflows, or that falls below the normal numbers, has lost what the factor alone would keep.
+    lost = ~np.isfinite(found) | ((np.abs(found) < tiny) & (weights != 0) & (scale.reshape(shape) != 0))
+    return None if lost.any() or not np.isfinite(scale).all() else jax.numpy.asarray(found)
+
+
+RULES: dict[str, Rule] = {"scales": _scales, "dots": _dots}
+"""Every rewrite by its name, in the order in which they are applied."""

@@ -1,0 +1,137 @@
+"""Whole programs by name, the race of forms (on the CPU, which is told to act as a GPU here), and the float64 judge."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jcuts
+from jcuts import api, forms, guard
+from jcuts.base.errors import UsageError
+from jcuts.base.settings import Form
+from jcuts.trace import jaxapi
+
+RNG = np.random.default_rng(5)
+
+
+def values(*shape):
+    return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
+
+
+WEIGHTS = (values(1, 1, 8, 16), values(16), values(16), values(3, 3, 1, 16))
+
+
+def block(x):
+    """A pointwise convolution with a folded batch norm, then a depthwise one."""
+    w, s, b, d = WEIGHTS
+    numbers = ("NHWC", "HWIO", "NHWC")
+    x = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
+    x = jnp.clip(x * s + b, 0.0, 6.0)
+    return lax.conv_general_dilated(x, d, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=16)
+
+
+@pytest.mark.parametrize("form", [Form(("scales", "dots")), Form((), "anchored"), Form(("dots",), "none")])
+def test_names_and_forms_are_inverse(form):
+    assert Form.parse(str(form)) == form
+    assert forms.form_of(forms.name_of(form, "graphs")) == form and forms.is_known(forms.name_of(form), "cuda", False)
+
+
+def test_names():
+    assert forms.name_of(None) == "jcuts" and forms.form_of("jcuts:graphs") is None and Form() == Form.parse("")
+    assert forms.programs([Form(("scales",)), Form(("scales", "dots"), "none")], ("graphs",)) == [
+        "xla", "xla:graphs", "jcuts/scales", "jcuts/scales:graphs", "jcuts/scales+dots/none:graphs",
+    ]  # fmt: skip
+    assert forms.programs([None], ("wide",)) == ["xla", "xla:wide", "jcuts", "jcuts:wide"]
+    assert forms.programs([], ()) == ["xla"]
+
+
+@pytest.mark.parametrize(
+    ("name", "platform", "known"),
+    [
+        ("xla", "cpu", True),
+        ("xla:wide", "cpu", True),
+        ("xla:graphs", "cpu", False),
+        ("jcuts", "cpu", True),
+        ("jcuts/dots", "cpu", False),
+        ("jcuts/dots/anchored:graphs", "cuda", True),
+        ("jcuts/halves", "cuda", False),
+        ("jcuts/dots/most", "cuda", False),
+        ("jcuts:gone", "cuda", False),
+    ],
+)
+def test_stored_names_are_checked(name, platform, known):
+    assert forms.is_known(name, platform, True) is known
+
+
+def test_impossible_regions_are_an_error():
+    with pytest.raises(UsageError, match="most"):
+        Form((), "most")
+
+
+def test_forms_race_and_the_decision_is_kept(monkeypatch, tmp_path):
+    monkeypatch.setattr(forms, "GPUS", ("cpu",))
+    store = guard.MemoryStore()
+    api.set_default_store(store)
+    try:
+        x = values(2, 12, 12, 8)
+        made = jcuts.optimize(lambda x: block(x))
+        want = jax.jit(block)(x)
+        np.testing.assert_allclose(made(x), want, rtol=1e-4, atol=1e-4)
+        decision = made.decision(x)
+        assert decision.measured and "jcuts/scales+dots/none:graphs" in {*decision.speed, *decision.rejected}
+        assert not any("cannot be checked" in why for why in decision.rejected.values())
+        report = made.explain(x)
+        assert report.guard["chosen"] == decision.chosen
+        if not forms.is_xla(decision.chosen):
+            assert any("rewrites: scales" in note for note in report.notes)
+        text = made.chosen(x).compile().as_text()
+        assert "HloModule" in text
+        again = jcuts.optimize(lambda x: block(x))
+        np.testing.assert_array_equal(again(x), made(x))
+        assert again.decision(x).chosen == decision.chosen
+    finally:
+        api.set_default_store(None)
+
+
+def test_options_that_a_version_does_not_know_are_left_out(monkeypatch):
+    monkeypatch.setattr(forms, "GPUS", ("cpu",))
+    forms._accepts.cache_clear()
+    known = guard.OPTIONS["cuda"]["graph1"]
+    monkeypatch.setitem(guard.OPTIONS, "cuda", {"first": {"xla_gpu_no_such_option": 1}, "second": known})
+    assert forms.options("cpu") == ("second",)
+    monkeypatch.setitem(guard.OPTIONS, "cuda", {"first": {"xla_gpu_no_such_option": 1}})
+    assert forms.options("cpu") == ()
+    forms._accepts.cache_clear()
+
+
+def test_the_judge_compares_with_float64():
+    x = values(3, 5, 5, 8)
+    closed = jaxapi.closed_jaxpr_of(block, x)
+    judge = forms.Exact(closed, [x], 2.0, "cpu")
+    exact = judge.reference()[0]
+    assert exact.dtype == np.float64
+    good = np.asarray(jax.jit(block)(x))
+    np.testing.assert_allclose(good, exact, atol=1e-4)
+    name = "jcuts/dots:graphs"
+    assert judge(name, [good], [jnp.asarray(good)]) is None
+    everywhere = good * np.float32(1 + 3e-5)
+    assert "in L2 norm" in judge(name, [good], [jnp.asarray(everywhere)])
+    assert judge("jcuts", [good], [jnp.asarray(everywhere)]) is None  # not rewritten: checked subset by subset
+    once = good.copy()
+    once[0, 2, 3, 4] += np.float32(6e-5)
+    assert "in one element" in judge(name, [good], [jnp.asarray(once)])
+    assert forms.longest_sum(closed) == 9
+
+
+def test_rewrites_that_cannot_be_checked_are_not_used(monkeypatch):
+    x = values(3, 5, 5, 8)
+    judge = forms.Exact(jaxapi.closed_jaxpr_of(block, x), [x], 2.0, "cpu")
+
+    def fail(*_, **__):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(forms, "evaluate", fail)
+    assert "cannot be checked: MemoryError: no room" in judge("jcuts/dots", [x], [x])

@@ -22,7 +22,7 @@ import numpy as np
 
 from jcuts import levels, pipeline, search
 from jcuts.base import knobs
-from jcuts.base.errors import AccuracyRejected, CompileRejected, NativeError, Refusal
+from jcuts.base.errors import AccuracyRejected, CompileRejected, NativeError
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.dfg.program import Program
 from jcuts.tune import driver, gpu
@@ -70,15 +70,12 @@ def every_kernel(seed: int) -> Iterator[tuple[list[pipeline.Level], Any]]:
         levels.add_candidates((s for level in everywhere for s in level.subsets), "cuda")
         chosen: dict[str, Program | None] = {}
         for level in everywhere:
-            level.leave_out_formless("cuda")
+            level.leave(lambda subset: "" if subset.ranked else "no kernel form on cuda")
             for subset in level.subsets:
                 if subset.identity not in chosen:
                     chosen[subset.identity] = _schedule([p for p, _ in subset.ranked], rng)
                 subset.chosen, subset.origin = chosen[subset.identity], "estimated"
-                if subset.chosen is None:
-                    refusal = Refusal(subset.program.template, "every schedule was refused")
-                    level.left_out.update(dict.fromkeys(subset.members, refusal))
-            level.subsets = [s for s in level.subsets if s.chosen is not None]
+            level.leave(lambda subset: "" if subset.chosen is not None else "every schedule was refused")
         return search.Summary("greedy")
 
     watch = plans.Watch()

@@ -136,7 +136,7 @@ def _block(program: Program, phase: Phase, block: int, threads: int) -> tuple[fl
         touched.setdefault(store.buffer, []).append(_numbers(store.address, outside, inside) * sizes[store.buffer])
     sectors = sum(np.unique(np.concatenate(found) // SECTOR).size for found in touched.values())
     starts = np.broadcast_to(inside, (threads, *inside.shape[1:])) if inside.ndim else np.ones((threads, 1), bool)
-    active = starts.reshape(threads, -1).any(axis=1)
+    active = np.asarray(starts.reshape(threads, -1).any(axis=1))
     return sectors, _lines(phase, env, sizes, active), float(active.mean())
 
 

@@ -1,206 +1,345 @@
-"""Is pruning by the estimate safe?  Candidates sampled without the model, all measured; rank and loss of the choice.
+"""Is pruning by the estimate safe?  Candidates drawn without the model, all compiled, all timed.
 
-    python benchmarks/pruning.py [--candidates 120] [--json out.json] [OPERATION ...]
+    python benchmarks/pruning.py [--candidates 520] [--jobs 16] [--json out.json] [OPERATION ...]
 
-For each operation, schedules are drawn at random from the whole space (lane axis, register tile, reduction unrolling,
-loop order, packing) and the enumeration's own candidates are added.  All are compiled and timed on one thread (least of
-several runs).  Reported: where the estimate's first choice, and the best of its top T%, stand among everything
-measured, and how often a measured time was shorter than its bound (never, or the model is wrong).
+First everything is compiled in parallel processes into a cache of object code that a second run finds.  Then every
+operation is timed in a process of its own on a pinned core (`--timers` of them at once): each kernel once, those not
+hopelessly slow again, and those near the best in rounds of shuffled order, so that a slow moment of the machine hits
+all alike.  A time is the least of all runs; a kernel's noise is how far the leasts of even and of odd rounds lie apart.
+The JSON is written after every operation; `--resume` keeps what it holds.
+
+Reported per operation: the model's first choice among everything measured, the best of those that the product would
+have measured (its own limits, `JCUTS_MAX_CANDIDATES` and `JCUTS_TOP_PERCENT`), how score and time correlate, and in how
+many kernels a measured time was below its bound (never, or the model is wrong).
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import ctypes
 import json
+import multiprocessing
+import os
 import random
+import statistics
 import sys
+import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
 
-from jcuts.base.errors import JcutsError
-from jcuts.base.fingerprint import versions
-from jcuts.codegen.compile import compile_program
-from jcuts.dfg.program import Program
-from jcuts.region import choose, pack, plans, schedule
-from jcuts.region.bound import bound, host_arch
-from jcuts.region.build import build
-from jcuts.region.graph import build_graph
-from jcuts.trace.inline import inline
-from jcuts.trace.simplify import simplify
-from jcuts.xla import linker, native
-
-NHWC = ("NHWC", "HWIO", "NHWC")
+HOPELESS = 4.0  # times the least time: one run is enough, unless it was so short that an interruption decides
+SHORT = 2e-3  # seconds
+NEAR = 1.3  # times the least time: measured in rounds
+SLICE = 4e-4  # seconds of runs per kernel and round
+ROUNDS = 6
 
 
-def conv(x: tuple[int, ...], w: tuple[int, ...], stride: int = 1, groups: int = 1, padding: str = "SAME") -> Any:
-    """A convolution with bias and ReLU."""
+def compile_one(text: str) -> str:
+    """Compiles a program into the object cache, unless it is there; '' or why not (runs in a worker)."""
+    from jcuts.base.errors import JcutsError
+    from jcuts.codegen.compile import compile_program, kernel_digest
+    from jcuts.codegen.target import host_target
+    from jcuts.dfg.program import Program
+    from jcuts.xla import objects
 
-    def run(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
-        y = jax.lax.conv_general_dilated(
-            a, b, (stride, stride), padding, dimension_numbers=NHWC, feature_group_count=groups
+    program = Program.from_json(text)
+    try:
+        if objects.fetch(kernel_digest(program, host_target())) is None:
+            objects.store(compile_program(program, host_target()))
+    except JcutsError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def compile_all(texts: list[str], jobs: int) -> dict[str, str]:
+    """Why programs did not compile, by their text."""
+    failed: dict[str, str] = {}
+    start = time.perf_counter()
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=spawn) as workers:
+        chunk = max(1, min(16, len(texts) // (8 * jobs) + 1))
+        for number, (text, why) in enumerate(zip(texts, workers.map(compile_one, texts, chunksize=chunk), strict=True)):
+            if why:
+                failed[text] = why
+            if number % 500 == 499:
+                print(f"  compiled {number + 1} of {len(texts)}, {time.perf_counter() - start:.0f} s", flush=True)
+    return failed
+
+
+@dataclass
+class Timed:
+    """A linked kernel and the least times of its rounds [s]."""
+
+    address: int
+    tiles: int
+    scratch: int
+    screened: float = 0.0
+    rounds: list[float] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """The least time that was ever seen."""
+        return min([self.screened, *self.rounds])
+
+    @property
+    def noise(self) -> float:
+        """How far the leasts of even and of odd rounds lie apart, relative."""
+        even, odd = min(self.rounds[::2]), min(self.rounds[1::2])
+        return abs(even - odd) / min(even, odd)
+
+
+def aligned(array: Any) -> Any:
+    """A copy that starts at a cache line, as XLA's buffers do: elsewhere every wide load would straddle two."""
+    import numpy as np
+
+    room = np.empty(array.nbytes + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    copy = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+class Bench:
+    """The operands of one operation, and one thread that runs kernels on them."""
+
+    def __init__(self, operands: list[Any], outputs: list[tuple[tuple[int, ...], str]], scratch: int) -> None:
+        import numpy as np
+
+        from jcuts.xla import native
+
+        self.run = native.load().jcuts_bench
+        self.results = [aligned(np.zeros(shape, dtype)) for shape, dtype in outputs]
+        self.buffers = [aligned(a) for a in operands] + self.results
+        self.pointers = (ctypes.c_void_p * len(self.buffers))(*[b.ctypes.data for b in self.buffers])
+        self.room = np.zeros(scratch + 192, np.uint8)
+        self.scratch = (self.room.ctypes.data + 63) // 64 * 64
+
+    def least(self, kernel: Timed, runs: int) -> float:
+        """Least time of some runs [s]."""
+        out = (ctypes.c_double * runs)()
+        self.run(kernel.address, self.pointers, kernel.tiles, self.scratch, kernel.scratch, 1, runs, out)
+        return min(out)
+
+    def computes(self, kernel: Timed, expected: list[Any]) -> bool:
+        """Whether one run from poisoned results gives what is expected (schedules change the order of sums only)."""
+        import numpy as np
+
+        for result in self.results:
+            result.fill(np.nan)
+        kernel.screened = self.least(kernel, 1)
+        return all(
+            np.allclose(r, e, rtol=1e-3, atol=1e-3 * float(np.abs(e).max()))
+            for r, e in zip(self.results, expected, strict=True)
         )
-        return jnp.maximum(y + c, 0)
-
-    return run, (x, w, (w[-1],))
 
 
-def pool(x: tuple[int, ...]) -> Any:
-    """Max pooling 3x3, stride 2."""
-
-    def run(a: jax.Array) -> jax.Array:
-        return jax.lax.reduce_window(a, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
-
-    return run, (x,)
-
-
-OPERATIONS: dict[str, Any] = {
-    "conv3x3 56x56x64": conv((1, 56, 56, 64), (3, 3, 64, 64)),
-    "conv3x3 14x14x256": conv((1, 14, 14, 256), (3, 3, 256, 256)),
-    "conv7x7/2 first layer": conv((1, 224, 224, 3), (7, 7, 3, 64), 2),
-    "conv1x1 56x56 24->144": conv((1, 56, 56, 24), (1, 1, 24, 144)),
-    "conv1x1 14x14 576->96": conv((1, 14, 14, 576), (1, 1, 576, 96)),
-    "conv1x1 7x7 960->320": conv((1, 7, 7, 960), (1, 1, 960, 320)),
-    "depthwise 112x112x32": conv((1, 112, 112, 32), (3, 3, 1, 32), 1, 32),
-    "depthwise 14x14x576": conv((1, 14, 14, 576), (3, 3, 1, 576), 1, 576),
-    "depthwise/2 56x56x144": conv((1, 56, 56, 144), (3, 3, 1, 144), 2, 144),
-    "max pool 112x112x64": pool((1, 112, 112, 64)),
-    "matmul 512x512x512": (lambda a, b: a @ b, ((512, 512), (512, 512))),
-    "matmul x.T y 784x1000x800": (lambda a, b: a.T @ b, ((800, 784), (800, 1000))),
-    "row sum 1000x1003": (lambda a: a.sum(-1), ((1000, 1003),)),
-    "column sum 1000x1003": (lambda a: a.sum(0), ((1000, 1003),)),
-}
-
-
-def unscheduled(fn: Any, shapes: tuple[tuple[int, ...], ...]) -> tuple[Program, list[np.ndarray]]:
-    """The operation's program and operands."""
-    rng = np.random.default_rng(0)
-    args = [rng.standard_normal(s).astype(np.float32) for s in shapes]
-    flat = simplify(inline(jax.make_jaxpr(fn)(*args)))
-    graph = build_graph(flat.jaxpr)
-    everything = frozenset(n.number for n in graph.nodes)
-    program = build(graph, everything)
-    if not isinstance(program, Program):
-        raise SystemExit(f"not one kernel: {program}")
-    places = {graph.of_var[v]: a for v, a in zip(flat.jaxpr.invars, args, strict=True)}
-    return schedule.collapsed(program), [places[t] for t in graph.subset_inputs(everything)]
-
-
-def random_candidate(plain: Program, rng: random.Random, lanes: int, registers: int) -> Program | None:
-    """A schedule drawn without the model."""
-    phase = plain.phases[0]
-    if rng.random() < 0.25:
-        options = [p for p, _ in pack.packings(plain, lanes, registers)]
-        if options:
-            return pack.apply(plain, rng.choice(options), 1)
-    everything = [*phase.axes, *phase.reds]
-    lane = rng.choice(everything)
-    width = lanes
-    while width > 2 and width // 2 >= lane.extent:
-        width //= 2
-    tile: dict[str, int] = {}
-    for axis in phase.axes:
-        if rng.random() < 0.6:
-            tile[axis.name] = rng.choice([1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14])
-    size = 1
-    for name, count in tile.items():
-        size *= min(count, next(a.extent for a in phase.axes if a.name == name))
-    if size > 2 * registers:
-        return None
-    reds = {r.name: rng.choice([1, 2, 3, 4, 7]) for r in phase.reds}
-    order = [a.name for a in phase.axes]
-    rng.shuffle(order)
-    chains = ((lane.name, reds[lane.name]),) if lane.name in reds else ()
-    drawn = schedule.Schedule(
-        width, lane.name, tuple(sorted(tile.items())), tuple(order), tuple(sorted(reds.items())), chains
-    )
-    return schedule.apply(plain, drawn)
-
-
-def seconds(program: Program, operands: list[np.ndarray], runs: int = 7) -> float:
-    """Least time of several runs on one thread [s]."""
-    kernel = compile_program(program)
-    address = linker.link(kernel.object_code, kernel.symbol)
-    buffers = [np.ascontiguousarray(a) for a in operands] + [np.zeros(s, d) for s, d in kernel.outputs]
-    pointers = (ctypes.c_void_p * len(buffers))(*[b.ctypes.data for b in buffers])
-    scratch = np.zeros(kernel.scratch_bytes + 192, np.uint8)
-    aligned = (scratch.ctypes.data + 63) // 64 * 64
-    out = (ctypes.c_double * runs)()
-    native.load().jcuts_bench(
-        address, pointers, kernel.tiles, aligned, kernel.scratch_bytes, 1, runs, out
-    )
-    return min(out)
-
-
-def study(name: str, count: int, seed: int) -> dict[str, Any]:
-    """Everything measured for one operation."""
-    fn, shapes = OPERATIONS[name]
-    plain, operands = unscheduled(fn, shapes)
-    machine = choose.Machine(host_arch().simd_bits // 8, host_arch().vector_registers, 1)
-    ranked = plans.candidates(plain, machine, 10_000)
+def time_all(kernels: list[Timed], kept: list[bool], bench: Bench, expected: list[Any], seed: str) -> list[bool]:
+    """Times every kernel; returns which computed the right result (the others have no rounds)."""
+    right = [bench.computes(kernel, expected) for kernel in kernels]
+    fine = [kernel for kernel, good in zip(kernels, right, strict=True) if good]
+    best = min(kernel.screened for kernel in fine)
+    for kernel in fine:  # whoever was interrupted gets another chance
+        if kernel.screened < HOPELESS * best or kernel.screened < SHORT:
+            kernel.screened = min(kernel.screened, bench.least(kernel, 2))
+    best = min(kernel.screened for kernel in fine)
+    chosen = [kernel for kernel, wanted in zip(kernels, kept, strict=True) if wanted]
+    near = [k for k in fine if k.screened <= NEAR * best or (any(k is c for c in chosen) and k.screened < 9 * best)]
     rng = random.Random(seed)
-    pool_of: dict[str, tuple[Program, float | None]] = {p.digest: (p, s) for p, s in ranked[:count]}
-    lanes = choose.lanes_of(plain, machine)
-    tries = 0
-    sampled = 0
-    while sampled < count and tries < 40 * count:
-        tries += 1
-        program = random_candidate(plain, rng, lanes, machine.registers)
-        if program is not None and program.digest not in pool_of:
-            pool_of[program.digest] = (program, None)
-            sampled += 1
-    times: dict[str, float] = {}
-    violations = 0
-    for digest, (program, _) in pool_of.items():
-        try:
-            times[digest] = seconds(program, operands)
-        except JcutsError:
-            continue
-        violations += times[digest] < bound(program).seconds
-    best = min(times.values())
-    chosen = [p.digest for p, _ in ranked[:count] if p.digest in times]
-    keep = max(1, min(len(chosen), round(0.01 * len(ranked)) or 1, 16))
-    order = sorted(times.values())
-    top = min(times[d] for d in chosen[:keep])
-    few = min(times[d] for d in chosen[:8])
+    for _ in range(ROUNDS):
+        rng.shuffle(near)
+        for kernel in near:
+            bench.least(kernel, 1)  # its own code and the operands come back into the caches
+            kernel.rounds.append(bench.least(kernel, max(2, min(40, int(SLICE / kernel.screened)))))
+    return right
+
+
+def spearman(x: list[float], y: list[float]) -> float:
+    """Rank correlation of Spearman; ties share their mean rank."""
+    import numpy as np
+
+    def ranks(values: list[float]) -> Any:
+        _, place, count = np.unique(np.asarray(values), return_inverse=True, return_counts=True)
+        last = np.cumsum(count)
+        return (last - (count - 1) / 2)[place]
+
+    if len(x) < 2:
+        return float("nan")
+    a, b = ranks(x), ranks(y)
+    return float(np.corrcoef(a, b)[0, 1]) if a.std() and b.std() else float("nan")
+
+
+def kendall(x: list[float], y: list[float]) -> float:
+    """Rank correlation tau-b of Kendall."""
+    import numpy as np
+
+    a, b = np.asarray(x), np.asarray(y)
+    upper = np.triu_indices(len(a), 1)
+    p, q = np.sign(a[:, None] - a[None, :])[upper], np.sign(b[:, None] - b[None, :])[upper]
+    ties = np.sqrt(float((p != 0).sum()) * float((q != 0).sum()))
+    return float((p * q).sum() / ties) if ties else float("nan")
+
+
+def study(job: tuple[str, int, int, frozenset[str]]) -> dict[str, Any]:
+    """Everything measured for one operation: (name, candidates, seed, digests of programs that did not compile)."""
+    import numpy as np
+
+    from jcuts.arch.detect import describe_cpu
+    from jcuts.region.bound import bound
+    from jcuts.xla import linker
+    from jcuts.xla.kernels import kernel_for
+
+    name, count, seed, failed = job
+    everything, operands, reference = pool_of(name, count, seed)
+    pool = [c for c in everything if c.program.digest not in failed]
+    core = describe_cpu(cores=1)
+    compiled = [kernel_for(c.program) for c in pool]
+    kernels = [Timed(linker.link(k.object_code, k.symbol), k.tiles, k.scratch_bytes) for k in compiled]
+    bench = Bench(operands, list(compiled[0].outputs), max(k.scratch_bytes for k in compiled))
+    expected = [np.asarray(x) for x in _tuple(reference(*operands))]
+    right = time_all(kernels, [c.kept >= 0 for c in pool], bench, expected, name)
+    rows = [(c, k, bound(c.program, core).seconds) for c, k, fine in zip(pool, kernels, right, strict=True) if fine]
+    rows.sort(key=lambda row: row[1].seconds)
+    best = rows[0][1].seconds
+    kept = [(place, row) for place, row in enumerate(rows) if row[0].kept >= 0]
+    first_place, first = next((place, row) for place, row in kept if row[0].kept == 0)
+    kept_place, kept_best = kept[0]
+    pair = next((row for place, row in kept if row[0].kept < 2))
+    scored = [row for row in rows if row[0].score > 0]
+    times, scores = [r[1].seconds for r in scored], [-r[0].score for r in scored]
+    noise = [k.noise for _, k, _ in rows if k.rounds]
+    sources = [c.source for c, _, _ in rows]
     return {
-        "operation": name, "measured": len(times), "sampled_without_model": sampled, "enumerated": len(ranked),
-        "best_us": best * 1e6, "first_us": times[chosen[0]] * 1e6, "first_rank": order.index(times[chosen[0]]) + 1,
-        "loss_top_1_percent": top / best - 1, "kept_top_1_percent": keep, "loss_top_8": few / best - 1,
-        "worst_us": order[-1] * 1e6, "bound_violations": violations,
+        "operation": name, "measured": len(rows), "drawn": sources.count("drawn"),
+        "enumerated": sources.count("enumerated"), "failed": len(everything) - len(pool), "wrong": right.count(False),
+        "kept": len(kept), "best_us": best * 1e6, "best_source": rows[0][0].source,
+        "median_us": statistics.median(r[1].seconds for r in rows) * 1e6, "worst_us": rows[-1][1].seconds * 1e6,
+        "first_rank": first_place + 1, "first_loss": first[1].seconds / best - 1,
+        "kept_rank": kept_place + 1, "kept_loss": kept_best[1].seconds / best - 1,
+        "pair_loss": pair[1].seconds / best - 1,
+        "spearman": spearman(scores, times), "kendall": kendall(scores, times),
+        "noise_median": statistics.median(noise), "noise_p95": float(np.quantile(noise, 0.95)),
+        "bound_violations": sum(k.seconds < b for _, k, b in rows), "bound_over_best": max(b for *_, b in rows) / best,
+        "candidates": [_row(*row) for row in rows],
     }  # fmt: skip
+
+
+def pool_of(name: str, count: int, seed: int) -> tuple[list[Any], list[Any], Any]:
+    """The candidates of an operation, its operands and its function: the same in every process."""
+    import pruning_space as space
+
+    plain, operands, reference = space.unscheduled(space.OPERATIONS[name])
+    return space.candidates(plain, space.machine(), count, f"{seed}:{name}"), operands, reference
+
+
+def pin(cores: Any) -> None:
+    """A worker takes the next core for itself."""
+    os.sched_setaffinity(0, {cores.get()})
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+def _row(candidate: Any, kernel: Timed, bound: float) -> list[Any]:
+    """digest, d(rawn) or e(numerated), place among the kept, score, bound, least time and median of rounds [us]."""
+    median = statistics.median(kernel.rounds) * 1e6 if kernel.rounds else None
+    numbers = (candidate.score, bound * 1e6, kernel.seconds * 1e6, median)
+    return [
+        candidate.program.digest[:8], candidate.source[0], candidate.kept,
+        *(None if n is None else float(f"{n:.4g}") for n in numbers),
+    ]  # fmt: skip
+
+
+COLUMNS = ["digest", "source", "kept", "score", "bound_us", "least_us", "median_us"]
+HEAD = (
+    "| operation | measured (drawn) | best us | worst | first: rank | loss | kept | loss of best kept | of first 2 | "
+    "Spearman | Kendall | noise | bound broken |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def line(row: dict[str, Any]) -> str:
+    """One line of the table."""
+    return (
+        f"| {row['operation']} | {row['measured']} ({row['drawn']}) | {row['best_us']:.1f} | {row['worst_us']:.0f} | "
+        f"{row['first_rank']} | {row['first_loss']:.1%} | {row['kept']} | {row['kept_loss']:.1%} | "
+        f"{row['pair_loss']:.1%} | {row['spearman']:.2f} | {row['kendall']:.2f} | "
+        f"{row['noise_median']:.1%} | {row['bound_violations']} |"
+    )
 
 
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("operations", nargs="*", default=list(OPERATIONS))
-    parser.add_argument("--candidates", type=int, default=120)
+    parser.add_argument("operations", nargs="*")
+    parser.add_argument("--candidates", type=int, default=520, help="least pool of an operation")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that compile")
+    parser.add_argument("--compile-only", action="store_true", help="fill the cache, time nothing")
+    parser.add_argument("--timers", type=int, default=1, help="operations that are timed at once, a core each")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "jcuts_pruning")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--resume", action="store_true", help="keep the operations that the JSON holds")
     options = parser.parse_args()
-    rows = []
-    for name in options.operations:
-        row = study(name, options.candidates, options.seed)
-        rows.append(row)
-        print(
-            f"{name:26} measured {row['measured']:4} best {row['best_us']:8.1f} us"
-            f"  worst {row['worst_us']:9.1f}  first choice {row['first_us']:8.1f} (rank {row['first_rank']:3})"
-            f"  loss top 1% ({row['kept_top_1_percent']}) {row['loss_top_1_percent']:6.1%}"
-            f"  top 8 {row['loss_top_8']:6.1%}"
-            f"  bound violations {row['bound_violations']}",
-            flush=True,
-        )
-        if options.json:
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            data = {"date": time.strftime("%Y-%m-%d"), "cpu": host_arch().name, "versions": versions(), "rows": rows}
-            options.json.write_text(json.dumps(data, indent=1) + "\n")
+    os.environ["JCUTS_CACHE_DIR"] = str(options.cache)
+    os.environ.setdefault("JCUTS_CACHE_MAX_MB", "8192")
+
+    import pruning_space as space
+
+    from jcuts.base.fingerprint import versions
+    from jcuts.dfg.program import Program
+    from jcuts.region.bound import host_arch
+
+    head = {"date": time.strftime("%Y-%m-%d"), "cpu": host_arch().name, "versions": versions(), "seed": options.seed}
+    rows: list[dict[str, Any]] = []
+    if options.resume and options.json and options.json.exists():
+        rows = json.loads(options.json.read_text())["rows"]
+    done = {row["operation"] for row in rows}
+    names = [n for n in options.operations or list(space.OPERATIONS) if n not in done]
+    begin = time.perf_counter()
+    texts = [c.program.to_text() for n in names for c in pool_of(n, options.candidates, options.seed)[0]]
+    print(f"{len(texts)} candidates of {len(names)} operations on {head['cpu']}, {options.jobs} compilers", flush=True)
+    why = compile_all(texts, options.jobs)
+    failed = frozenset(Program.from_json(text).digest for text in why)
+    print(f"compiled in {time.perf_counter() - begin:.0f} s; {len(failed)} failed", flush=True)
+    if options.compile_only:
+        return 0
+    print(HEAD, flush=True)
+
+    spawn = multiprocessing.get_context("spawn")
+    cores = spawn.Queue()
+    for core in sorted(os.sched_getaffinity(0), reverse=True)[: options.timers]:
+        cores.put(core)
+    with concurrent.futures.ProcessPoolExecutor(options.timers, spawn, initializer=pin, initargs=(cores,)) as workers:
+        jobs = [workers.submit(study, (name, options.candidates, options.seed, failed)) for name in names]
+        for job in concurrent.futures.as_completed(jobs):
+            rows.append(job.result())
+            print(line(rows[-1]), flush=True)
+            if options.json:
+                options.json.parent.mkdir(parents=True, exist_ok=True)
+                rows.sort(key=lambda row: list(space.OPERATIONS).index(row["operation"]))
+                data = {**head, "summary": summary(rows), "columns": COLUMNS, "rows": rows}
+                options.json.write_text(json.dumps(data, separators=(",", ":")) + "\n")
+    print(json.dumps(summary(rows)))
+    print(f"{time.perf_counter() - begin:.0f} s in all")
     return 0
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The figures over all operations."""
+    losses = [row["kept_loss"] for row in rows]
+    return {
+        "operations": len(rows), **{key: sum(row[key] for row in rows) for key in
+                                    ("measured", "drawn", "failed", "wrong", "bound_violations")},
+        "kept_loss_median": statistics.median(losses), "kept_loss_worst": max(losses),
+        "first_loss_median": statistics.median(row["first_loss"] for row in rows),
+        "first_rank_share_median": statistics.median(row["first_rank"] / row["measured"] for row in rows),
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from jcuts.base.errors import Refusal
 from jcuts.base.settings import Settings
 from jcuts.dfg.program import Program
 from jcuts.region import choose, find, gpu, plans
+from jcuts.region.bound import host_arch, machine_of
 from jcuts.region.build import build
 from jcuts.region.graph import MOST_JOINED, MOST_SWITCHED, TensorGraph, build_graph
 from jcuts.region.legality import Dag, is_acyclic_cover, is_convex
@@ -162,7 +163,7 @@ def machine() -> choose.Machine:
     from jcuts.xla.call import pool_threads
 
     target = host_target()
-    return choose.Machine(target.vector_bytes, target.registers, pool_threads())
+    return machine_of(host_arch(), target.vector_bytes, target.registers, pool_threads())
 
 
 def add_candidates(subsets: Iterable[Subset], platform: str = "cpu") -> None:

@@ -14,6 +14,11 @@ COPY_TRAFFIC = 1.5
 """Bytes moved over bytes counted by a plain copy: it reads n, writes n, and may read the written lines first (3n / 2n).
 Measured copy bandwidth times this is a ceiling of what other access mixes can reach."""
 
+UNMEASURED_CEILING = {"l3": 64.0, "dram": 16.0}
+"""Byte per cycle and core that no core takes from these levels when nothing was measured: a line per cycle from L3 (its
+port is 32 bytes wide in both directions on AMD's cores, 64 on Intel's); from DRAM what 48 outstanding lines give at
+50 ns, three times what most cores sustain."""
+
 GEMM_CEILING = 1.1
 """A library GEMM stays at least 10% below peak: ``CpuArch.calibrated`` raises a clock that says otherwise."""
 
@@ -131,7 +136,8 @@ class CpuArch:
         """Byte/s that no access pattern exceeds at a level (what the bound uses).
 
         L1 is bounded by the load and store ports, L2 by a 64-byte bus each way per cycle, L3 and DRAM by the
-        measured copy times ``COPY_TRAFFIC``.  A slower level is never allowed a higher ceiling than a faster one.
+        measured copy times ``COPY_TRAFFIC``, or by ``UNMEASURED_CEILING``.  A slower level is never allowed a higher
+        ceiling than a faster one.
         """
         self._check(level)
         l1 = self.measured("l1")
@@ -140,8 +146,25 @@ class CpuArch:
             return l1
         if level == "l2":
             return l2
-        l3 = min(l2, COPY_TRAFFIC * max(self.measured("l3"), self.measured("dram")))
-        return l3 if level == "l3" else min(l3, COPY_TRAFFIC * self.measured("dram"))
+        dram = self._far_ceiling("dram")
+        l3 = min(l2, max(self._far_ceiling("l3"), dram))
+        return l3 if level == "l3" else min(l3, dram)
+
+    def _far_ceiling(self, level: str) -> float:
+        if level in self.bandwidth:
+            return COPY_TRAFFIC * self.bandwidth[level]
+        return self.cores * self.frequency * UNMEASURED_CEILING[level]
+
+    def likely(self, level: str) -> float:
+        """Byte/s that a good kernel reaches at a level: what predictions use, between `measured` and `ceiling`."""
+        if level in ("l1", "l2"):
+            return self.ceiling(level)
+        return min(self.ceiling(level), COPY_TRAFFIC * max(self.measured(level), self.measured("dram")))
+
+    def above(self, level: str) -> float:
+        """Bytes that the faster levels may hold together, each of other data (the next one's victims)."""
+        self._check(level)
+        return sum(self.capacity(faster) for faster in LEVELS[: LEVELS.index(level)])
 
     def resident_level(self, footprint: float) -> str:
         """The fastest level whose size over all cores holds ``footprint`` bytes."""

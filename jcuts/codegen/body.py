@@ -6,6 +6,7 @@ them can be hoisted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from jcuts.codegen import lanes as L
 from jcuts.dfg.index import Index
 from jcuts.dfg.node import Graph, Guard, Node
 from jcuts.dfg.program import Acc, Axis, Buffer, Phase, Red
-from jcuts.dfg.tile import Extent, Point, Tile, body_tile, exit_tile
+from jcuts.dfg.tile import Extent, Point, Term, Tile, body_tile, exit_tile
 from jcuts.ops.window import identity
 
 MANY_STORES = 16
@@ -188,13 +189,42 @@ class BodyEmitter:
         tile = body_tile(self.phase, self.axes, reds, known)
         inner = self.phase.reds[-1].name
         frame = self._frame(bases, known, self._active_red)
-        wanted: set[int] = set()
-        for _, _, number, values in tile.terms:
-            product = self._product(tile.graph, self.phase.accs[number], values)
-            wanted.update(product if product else values)
-        emitted = self._nodes(frame, tile, wanted, inner if inner in bases else "")
-        for point, red_point, number, values in tile.terms:
+        moving = inner if inner in bases else ""
+        masked = self._masked_loads(tile)
+        emitted: dict[int, E.Lanes] = {}
+        order = self._in_register_order(tile)
+        wanted = [self._product(tile.graph, self.phase.accs[t[2]], t[3]) or t[3] for t in order]
+        if not self._broadcasts():
+            self._nodes(frame, tile, set().union(*wanted), moving, emitted=emitted, masked=masked)
+        for (point, red_point, number, values), needed in zip(order, wanted, strict=True):
+            self._nodes(frame, tile, set(needed), moving, emitted=emitted, masked=masked)
             self._contribute(frame, tile, emitted, point, self._chain(red_point), number, values)
+
+    def _broadcasts(self) -> bool:
+        """Whether some load is one element for all lanes: then values are loaded where they are used.
+
+        Without one (a depthwise window) several points use every vector: LLVM does better with all loads in front.
+        """
+        loads = (n for n in self.phase.body.nodes if n.op == "load" and n.index is not None)
+        return any(self.vector not in n.index.axes() for n in loads if n.index is not None)
+
+    def _in_register_order(self, tile: Tile) -> list[Term]:
+        """The contributions of each reduction point so that the fewer operands stay in registers.
+
+        Row by row, a tile's V vectors stay and its R broadcasts come one at a time; vector by vector the reverse.  LLVM
+        keeps this order, and spills where accumulators and what stays exceed the registers.
+        """
+        counts = dict(self.shape.counts)
+        vectors = counts.get(self.vector, 1)
+        rows = math.prod(counts.values()) // max(1, vectors)
+        steps = {red_point: step for step, red_point in enumerate(dict.fromkeys(term[1] for term in tile.terms))}
+
+        def place(term: Term) -> tuple[object, ...]:
+            lane = dict(term[0]).get(self.vector, 0)
+            others = tuple(offset for name, offset in term[0] if name != self.vector)
+            return (steps[term[1]], others, lane) if vectors <= rows else (steps[term[1]], lane, others)
+
+        return sorted(tile.terms, key=place)
 
     def _chain(self, red_point: Point) -> int:
         """Which independent accumulator an unrolled reduction point feeds."""
@@ -315,12 +345,10 @@ class BodyEmitter:
         inner: str,
         accs: Mapping[tuple[int, Point], E.Lanes] | None = None,
         emitted: dict[int, E.Lanes] | None = None,
+        masked: Mapping[int, int] | None = None,
     ) -> dict[int, E.Lanes]:
         """Emits what ``wanted`` needs and is not there yet, in reverse post-order of the uses (arguments first)."""
         emitted = {} if emitted is None else emitted
-        masked = {}
-        if frame.vector and not self.lane_reduced and self.shape.active and accs is None:
-            masked = self._masked_loads(tile)
         for number in tile.graph.needed(wanted):
             if number in emitted:
                 continue
@@ -338,6 +366,8 @@ class BodyEmitter:
 
     def _masked_loads(self, tile: Tile) -> dict[int, int]:
         """Body nodes that only the last, partly dead vector of the tile uses: their loads must be masked."""
+        if not self.vector or self.lane_reduced or not self.shape.active:
+            return {}
         full: set[int] = set()
         part: set[int] = set()
         for point, _, _, values in tile.terms:

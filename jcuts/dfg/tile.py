@@ -16,6 +16,7 @@ from jcuts.dfg.node import Graph, Guard
 from jcuts.dfg.program import Phase
 
 Point = tuple[tuple[str, int], ...]
+Term = tuple[Point, Point, int, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Tile:
     """
 
     graph: Graph = field(default_factory=Graph)
-    terms: list[tuple[Point, Point, int, tuple[int, ...]]] = field(default_factory=list)
+    terms: list[Term] = field(default_factory=list)
     stores: list[tuple[Point, int, int, Index, tuple[Guard, ...]]] = field(default_factory=list)
     accs: dict[int, tuple[Point, int]] = field(default_factory=dict)
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from jcuts.arch.cpu import CpuArch
+from jcuts.arch.cpu import LEVELS, CpuArch
 from jcuts.base.errors import ModelError
 
 OPERATIONS = ("fma", "alu", "load", "store", "special")
@@ -80,7 +80,7 @@ class BoundReport:
         terms: every limit by itself, seconds: ``flop``, ``integer``, ``fma``, ``alu``, ``load``, ``store``, ``memory``,
             ``l2``, ``l1``.
         balance: factor >= 1 by which cores without a tile lengthen the compute terms (already in them).
-        level: where the compulsory traffic may come from at best (``l1``, ``l2``, ``l3``, ``dram``).
+        level: the fastest level that holds all of the compulsory traffic (``l1``, ``l2``, ``l3``, ``dram``).
     """
 
     seconds: float
@@ -108,12 +108,12 @@ def bound(work: CpuWork, arch: CpuArch) -> BoundReport:
     """Lower bound on the time of a kernel.
 
         seconds = max( balance * (FLOP / peak, instructions / ports),
-                       compulsory bytes / ceiling of the fastest level that holds the footprint,
+                       for every level: (compulsory bytes - what faster levels hold) / ceiling of the level,
                        L2 bytes / L2 ceiling,  L1 bytes / L1 ceiling )
 
-    Inputs may still be in a cache from the previous call, hence the level by footprint.  ``balance`` counts full tiles
-    only: the busiest core has ceil(tiles / cores) of them.  Floating-point kinds share the
-    same ports, so their times add up.
+    Inputs may still be in a cache from the previous call: only what the faster levels cannot hold must come from a
+    slower one.  ``balance`` counts full tiles only: the busiest core has ceil(tiles / cores) of them.  Floating-point
+    kinds share the same ports, so their times add up.
 
     Returns: a ``BoundReport``; seconds >= 0.
     """
@@ -135,7 +135,7 @@ def bound(work: CpuWork, arch: CpuArch) -> BoundReport:
     footprint = work.input_bytes + work.output_bytes
     level = arch.resident_level(footprint)
     terms = {name: balance * seconds for name, seconds in compute.items()}
-    terms["memory"] = footprint / arch.ceiling(level)
+    terms["memory"] = max((footprint - arch.above(level)) / arch.ceiling(level) for level in LEVELS)
     terms["l2"] = work.l2_bytes / arch.ceiling("l2")
     terms["l1"] = work.l1_bytes / arch.ceiling("l1")
     return BoundReport(max(terms.values()), terms, balance, level)

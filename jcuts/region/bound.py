@@ -12,6 +12,7 @@ from jcuts.estimate.cpu import BoundReport, CpuWork
 from jcuts.estimate.cpu import bound as cpu_bound
 from jcuts.region.gpu import GpuBound
 from jcuts.region.gpu import bound as gpu_bound
+from jcuts.region.machine import Machine
 
 FLOATS = frozenset({"float64", "float32", "bfloat16", "float16"})
 
@@ -20,6 +21,13 @@ FLOATS = frozenset({"float64", "float32", "bfloat16", "float16"})
 def host_arch() -> CpuArch:
     """This CPU as files describe it; nothing is measured, so that a bound does not depend on the day."""
     return describe_cpu()
+
+
+def machine_of(arch: CpuArch, vector_bytes: int, registers: int, threads: int) -> Machine:
+    """The CPU as the enumeration of schedules sees it, with the registers that the code generator uses."""
+    return Machine(
+        vector_bytes, registers, threads, arch.l1d, arch.l2, arch.fma_ports, arch.load_ports, arch.store_ports
+    )
 
 
 def work_of(program: Program, arch: CpuArch) -> CpuWork:

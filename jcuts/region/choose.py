@@ -1,35 +1,27 @@
 """Candidate schedules of a program for a CPU, best estimate first.
 
-The register tile is chosen by counting: loads per multiply-add that the tile needs (a load whose address does not move
-along an unrolled axis is shared by the points of that axis), lanes and rows wasted at the edges, and whether the
-accumulators fit the register file.
+Here is what is tried: lane axes along which memory runs, register tiles of rows and vectors whose accumulators fit the
+register file, short reductions unrolled, and the loop orders that keep one operand or the other in cache.  What each
+is worth is counted by `region.cycles`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 
 from jcuts.dfg.index import Index
-from jcuts.dfg.node import Graph, Node
+from jcuts.dfg.node import Node
 from jcuts.dfg.program import ITEM_SIZE, Axis, Phase, Program, Red
-from jcuts.region.schedule import Schedule
+from jcuts.region.cycles import cycles
+from jcuts.region.machine import Machine
+from jcuts.region.schedule import Schedule, apply
 
-FMA_LATENCY = 8  # independent accumulators that keep the multiply-add units busy
 SMALL_TASK = 30_000  # element operations below which a kernel is not split into tasks (about 5 microseconds)
 TASKS_PER_THREAD = 4
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What the enumeration needs to know of the CPU."""
-
-    vector_bytes: int
-    registers: int
-    threads: int
-    l1: int = 32 << 10
-    l2: int = 1 << 20
+SHORT = 7  # a reduction of at most so many points is unrolled
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14)
+COLUMNS = (1, 2, 3, 4, 6, 8)
 
 
 def lanes_of(program: Program, machine: Machine) -> int:
@@ -52,15 +44,21 @@ def candidates(program: Program, machine: Machine, limit: int = 8) -> list[tuple
     """Schedules with their score in (0, 1], best first, at least one."""
     phase = program.phases[0]
     lanes = lanes_of(program, machine)
-    if not phase.reds:
-        found = list(_map(program, phase, lanes, machine))
-    else:
-        found = list(_rooted(program, phase, lanes, machine))
-    best: dict[Schedule, float] = {}
-    for schedule, score in found:
-        best[schedule] = max(score, best.get(schedule, 0.0))
-    ranked = sorted(best.items(), key=lambda item: (-item[1], str(item[0])))
+    found = _rooted(phase, lanes, machine) if phase.reds else _map(phase, lanes, machine)
+    scored = {s: score(apply(program, s), machine) for s in dict.fromkeys(found)}
+    ranked = sorted(scored.items(), key=lambda item: (-item[1], str(item[0])))
     return ranked[:limit] or [(Schedule(), 0.0)]
+
+
+def score(program: Program, machine: Machine) -> float:
+    """The CPU's PUL of a scheduled program: its arithmetic's cycles at the machine's peak over its estimated cycles."""
+    lanes = lanes_of(program, machine)
+    phase = program.phases[-1]  # packing puts a copy in front
+    points = math.prod(a.extent for a in phase.axes)
+    inner = math.prod(r.extent for r in phase.reds)
+    steps = inner * len(phase.accs) if phase.reds else max(1, len(phase.stores))
+    least = points * steps / (lanes * machine.fma_ports)
+    return max(1e-6, min(1.0, least / cycles(program, machine)))
 
 
 def work(phase: Phase) -> int:
@@ -95,42 +93,68 @@ def blocks_for(
 
 
 # -- element-wise ---------------------------------------------------------------------------------------------------
-def _map(program: Program, phase: Phase, lanes: int, machine: Machine) -> Iterator[tuple[Schedule, float]]:
+def _map(phase: Phase, lanes: int, machine: Machine) -> Iterator[Schedule]:
     if not phase.axes:
-        yield Schedule(), 1.0
+        yield Schedule()
         return
     ranked = sorted(phase.axes, key=lambda a: (-_contiguity(phase, a.name), -phase.axes.index(a)))
-    for rank, axis in enumerate(ranked[:2]):
+    for axis in ranked[:2]:
         width = _fit(lanes, axis.extent)
+        others = [a for a in phase.axes if a is not axis]
         if width < 2:
-            yield Schedule(blocks=blocks_for(phase, list(phase.axes), {}, machine)), 0.05 / (rank + 1)
+            yield Schedule(blocks=blocks_for(phase, list(phase.axes), {}, machine))
             continue
-        vectors = -(-axis.extent // width)
-        heavy = len(phase.exit.nodes) > 24
-        for unroll in (1, 2, 4) if not heavy else (1, 2):
-            if unroll > vectors:
-                continue
-            order = (*(a.name for a in phase.axes if a is not axis), axis.name)
-            steps = {axis.name: unroll * width}
-            axes = [a for a in phase.axes if a is not axis] + [axis]
-            schedule = Schedule(
-                width, axis.name, ((axis.name, unroll),), order, blocks=blocks_for(phase, axes, steps, machine)
-            )
-            waste = axis.extent / (vectors * width)
-            score = waste * (0.9 if unroll == 1 else 1.0 if unroll == (2 if heavy else 4) else 0.95) / (1 + rank)
-            yield schedule, min(1.0, score * (1.0 if _contiguity(phase, axis.name) > 0 else 0.3))
+        # Rows along an axis that some operand is contiguous along: what a strided load brings in is used at once.
+        rows_axes = [a for a in others if _is_contiguous(phase, a.name)] or [None]
+        for rows_axis in (None, *rows_axes) if rows_axes[0] is not None else rows_axes:
+            for rows in (1,) if rows_axis is None else (2, 4, 8, 16):
+                for unroll in (1, 2, 4):
+                    if unroll > -(-axis.extent // width) or (rows_axis is not None and rows > rows_axis.extent):
+                        continue
+                    tile = {axis.name: unroll} | ({} if rows_axis is None else {rows_axis.name: rows})
+                    both = rows_axis is not None
+                    yield from _ordered(phase, axis, rows_axis, width, tile, (), (), machine, both)
+
+
+def _ordered(
+    phase: Phase, axis: Axis, rows_axis: Axis | None, width: int, tile: Mapping[str, int],
+    reds: tuple[tuple[str, int], ...], chains: tuple[tuple[str, int], ...], machine: Machine, both: bool,
+) -> Iterator[Schedule]:  # fmt: skip
+    """The schedule in its loop orders, each with the axis that tasks should split first.
+
+    Lanes outside rows keep the lane operand's panel in cache while rows stream by; rows outside lanes the reverse.
+    """
+    rest = [a.name for a in phase.axes if a is not axis and a is not rows_axis]
+    row = [rows_axis.name] if rows_axis is not None else []
+    inside, outside = (*rest, *row, axis.name), (axis.name, *rest, *row)
+    orders = [(inside, "")]
+    if both and all(r.extent <= SHORT for r in phase.reds):
+        orders.append((outside, axis.name))
+    elif both:
+        orders = [(outside, axis.name)]
+        if row or rest:
+            orders += [(outside, (row or rest)[0]), (inside, (rest or row)[0])]
+    steps = {**tile, axis.name: tile.get(axis.name, 1) * width}
+    for order, prefer in orders:
+        ordered = [next(a for a in phase.axes if a.name == n) for n in order]
+        blocks = blocks_for(phase, ordered, steps, machine, prefer)
+        yield Schedule(width, axis.name, tuple(sorted(tile.items())), order, reds, chains, blocks)
 
 
 def _contiguity(phase: Phase, axis: str) -> float:
     """How well memory accesses run along an axis: contiguous good, constant neutral, strided bad."""
-    total = 0.0
-    for graph in (phase.body, phase.exit):
-        for node in graph.nodes:
-            if node.op == "load" and node.index is not None:
-                total += _stride_value(node.index, axis)
-    for store in phase.stores:
-        total += 2 * _stride_value(store.address, axis)
-    return total
+    total = sum(_stride_value(index, axis) for index in _loaded(phase))
+    return total + sum(2 * _stride_value(store.address, axis) for store in phase.stores)
+
+
+def _is_contiguous(phase: Phase, axis: str) -> bool:
+    """Whether some load runs along an axis."""
+    return any(index.stride(axis) == 1 and not index.values() for index in _loaded(phase))
+
+
+def _loaded(phase: Phase) -> list[Index]:
+    nodes = (node for graph in (phase.body, phase.exit) for node in graph.nodes)
+    return [node.index for node in nodes if node.op == "load" and node.index is not None]
 
 
 def _stride_value(index: Index, axis: str) -> float:
@@ -150,7 +174,7 @@ def _fit(lanes: int, extent: int) -> int:
 
 
 # -- reductions, windows, contractions, convolutions ------------------------------------------------------------------
-def _rooted(program: Program, phase: Phase, lanes: int, machine: Machine) -> Iterator[tuple[Schedule, float]]:
+def _rooted(phase: Phase, lanes: int, machine: Machine) -> Iterator[Schedule]:
     choices: list[tuple[Axis | Red, float]] = []
     for axis in phase.axes:
         choices.append((axis, _contiguity(phase, axis.name)))
@@ -163,28 +187,33 @@ def _rooted(program: Program, phase: Phase, lanes: int, machine: Machine) -> Ite
         width = _fit(lanes, axis.extent)
         if width < 2:
             continue
-        weight = (1.0 if merit > 0 else 0.4) / (1 + rank)
         if isinstance(axis, Red):
-            yield from _lane_reduced(phase, axis, width, machine, weight)
+            yield from _lane_reduced(phase, axis, width, machine)
         else:
-            yield from _lane_parallel(program, phase, axis, width, machine, weight)
-    yield Schedule(blocks=blocks_for(phase, list(phase.axes), {}, machine)), 0.01
+            yield from _lane_parallel(phase, axis, width, machine)
+            if machine.fma_ports == 1 and width == lanes and lanes >= 8 and _straddles(phase, axis.name, lanes):
+                yield from _lane_parallel(phase, axis, width // 2, machine)
+    yield Schedule(blocks=blocks_for(phase, list(phase.axes), {}, machine))
+
+
+def _straddles(phase: Phase, axis: str, lanes: int) -> bool:
+    """Whether rows of vectors start anywhere in a line: cores that split vectors then lose less with half of one."""
+    rows = [i for i in _loaded(phase) if i.stride(axis) == 1 and not i.values()]
+    return any((i.stride(name) or 0) % lanes for i in rows for name in phase.ranges() if name != axis)
 
 
 def _taps(phase: Phase, budget: int) -> tuple[tuple[str, int], ...]:
     """Reduction axes that are unrolled completely: short ones, innermost first."""
     result = []
     for red in reversed(phase.reds):
-        if red.extent > 7 or red.extent > budget:
+        if red.extent > SHORT or red.extent > budget:
             break
         result.append((red.name, red.extent))
         budget //= red.extent
     return tuple(result)
 
 
-def _lane_reduced(
-    phase: Phase, axis: Red, width: int, machine: Machine, weight: float
-) -> Iterator[tuple[Schedule, float]]:
+def _lane_reduced(phase: Phase, axis: Red, width: int, machine: Machine) -> Iterator[Schedule]:
     vectors = -(-axis.extent // width)
     names = [a.name for a in phase.axes]
     for chains in (4, 2, 1):
@@ -196,74 +225,34 @@ def _lane_reduced(
                 continue
             unroll = ((inner.name, rows),) if rows > 1 and inner is not None else ()
             steps = {inner.name: rows} if inner is not None else {}
-            schedule = Schedule(
+            yield Schedule(
                 width, axis.name, unroll, tuple(names), ((axis.name, chains),), ((axis.name, chains),),
                 blocks_for(phase, list(phase.axes), steps, machine),
             )  # fmt: skip
-            score = weight * min(1.0, chains * rows / 4) * axis.extent / (vectors * width) * (0.8 if rows > 1 else 1.0)
-            yield schedule, max(1e-6, min(1.0, score))
 
 
-def _lane_parallel(
-    program: Program, phase: Phase, axis: Axis, width: int, machine: Machine, weight: float
-) -> Iterator[tuple[Schedule, float]]:
+def _lane_parallel(phase: Phase, axis: Axis, width: int, machine: Machine) -> Iterator[Schedule]:
     vectors = -(-axis.extent // width)
     others = [a for a in phase.axes if a is not axis]
     taps = _taps(phase, 32)
-    tap_count = math.prod(n for _, n in taps)
     inner_red = phase.reds[-1]
     loads = [n for n in phase.body.nodes if n.op == "load" and n.index is not None]
     # Rows: the axes along which some operand of the vector loads is shared, innermost first, at most two.
-    rows_axes: list[Axis | None] = [
-        *sorted(others, key=lambda a: (-_sharing(loads, a.name, axis.name), -phase.axes.index(a)))[:2],
-        None,
-    ]
-    for place, rows_axis in enumerate(rows_axes):
-        if rows_axis is None and others:
-            continue
-        row_options = [1] if rows_axis is None else _row_counts(rows_axis.extent)
-        for rows in row_options:
-            for count in (1, 2, 3, 4, 6, 8):
-                if count > vectors:
-                    continue
-                tile = {axis.name: count}
-                if rows_axis is not None:
-                    tile[rows_axis.name] = rows
-                vector_loads, scalar_loads = _tile_loads(loads, tile, axis.name, taps, phase)
+    shared = sorted(others, key=lambda a: (-_sharing(loads, a.name, axis.name), -phase.axes.index(a)))
+    for rows_axis in shared[:2] or [None]:
+        for rows in [1] if rows_axis is None else _row_counts(rows_axis.extent):
+            for count in COLUMNS if rows_axis is not None else ROWS:
                 accs = rows * count * len(phase.accs)
-                if accs + count + 1 > machine.registers:
+                if count > vectors or accs + min(rows, count) + 1 > machine.registers:
                     continue
-                red_unroll = dict(taps)
-                if not taps or inner_red.name not in red_unroll:
-                    red_unroll[inner_red.name] = 2 if accs >= 16 else 4
-                work_units = rows * count * max(1, tap_count) * max(1, len(phase.accs))
-                issue = work_units / max(work_units, 1.0 * vector_loads + 0.5 * scalar_loads)
-                fill = min(1.0, accs / FMA_LATENCY)
-                lanes_used = axis.extent / (-(-axis.extent // (width)) * width)
-                rows_used = 1.0
-                if rows_axis is not None:
-                    rows_used = _edge(rows_axis.extent, rows)
-                count_used = _edge(vectors, count)
-                score = (
-                    weight * (0.9 if place else 1.0) * issue * fill * lanes_used * rows_used * (0.5 + 0.5 * count_used)
-                )
-                for order, prefer in _orders(phase, axis, rows_axis):
-                    steps = {axis.name: count * width}
-                    if rows_axis is not None:
-                        steps[rows_axis.name] = rows
-                    ordered = [next(a for a in phase.axes if a.name == n) for n in order]
-                    blocks = blocks_for(phase, ordered, steps, machine, prefer)
-                    schedule = Schedule(
-                        width,
-                        axis.name,
-                        tuple(sorted(tile.items())),
-                        order,
-                        tuple(sorted(red_unroll.items())),
-                        (),
-                        blocks,
-                    )
-                    yield schedule, max(1e-6, min(1.0, score))
-                    score *= 0.97
+                tile = {axis.name: count} | ({} if rows_axis is None else {rows_axis.name: rows})
+                # Unrolled taps share what their windows overlap in; loops over them need fewer registers.
+                for unrolled in (taps, taps[:1]) if len(taps) > 1 else (taps,):
+                    reds = dict(unrolled)
+                    if inner_red.name not in reds:
+                        reds[inner_red.name] = 2 if accs >= 16 else 4
+                    fixed = tuple(sorted(reds.items()))
+                    yield from _ordered(phase, axis, rows_axis, width, tile, fixed, (), machine, both=True)
 
 
 def _sharing(loads: list[Node], axis: str, vector: str) -> int:
@@ -272,61 +261,4 @@ def _sharing(loads: list[Node], axis: str, vector: str) -> int:
 
 
 def _row_counts(extent: int) -> list[int]:
-    counts = [c for c in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14) if c <= extent]
-    return counts or [1]
-
-
-def _edge(extent: int, step: int) -> float:
-    """Share of full-tile efficiency that is left with a partial tile at the end."""
-    whole, rest = divmod(extent, step)
-    if not rest:
-        return 1.0
-    return extent / ((whole + 1) * step) if whole == 0 else extent / (whole * step + max(rest, min(step, 4)))
-
-
-def _tile_loads(
-    loads: list[Node], tile: dict[str, int], vector: str, taps: tuple[tuple[str, int], ...], phase: Phase
-) -> tuple[int, int]:
-    """Distinct vector and scalar loads of one tile, taps unrolled (equal addresses counted once)."""
-    vectors = scalars = 0
-    red_names = dict(taps)
-    for node in loads:
-        assert node.index is not None
-        spans = [(node.index.stride(n), c) for n, c in tile.items()] + [
-            (node.index.stride(n), c) for n, c in red_names.items()
-        ]
-        distinct = {0}
-        for stride, count in spans:
-            if stride is None:
-                distinct = {d * 1000 + k for d in distinct for k in range(count)}
-            elif stride:
-                step = stride
-                distinct = {d + step * k for d in distinct for k in range(count)}
-        if node.index.stride(vector) == 0:
-            scalars += len(distinct)
-        else:
-            vectors += len(distinct)
-    return vectors, scalars
-
-
-def _orders(phase: Phase, axis: Axis, rows_axis: Axis | None) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Loop orders and the axis that tasks should split first.
-
-    Lanes outside rows keeps the lane operand's panel in cache while rows stream by; rows outside lanes the reverse.
-    """
-    rest = [a.name for a in phase.axes if a is not axis and a is not rows_axis]
-    row = [rows_axis.name] if rows_axis is not None else []
-    small_taps = all(r.extent <= 7 for r in phase.reds)
-    if small_taps:
-        yield (*rest, *row, axis.name), ""
-        yield (axis.name, *rest, *row), axis.name
-        return
-    yield (axis.name, *rest, *row), axis.name
-    if row or rest:
-        yield (axis.name, *rest, *row), (row or rest)[0]
-        yield (*rest, *row, axis.name), (rest or row)[0]
-
-
-def graph_cost(graph: Graph) -> int:
-    """Nodes that cost an instruction."""
-    return sum(node.op not in ("const", "load", "index", "guard", "acc") for node in graph.nodes)
+    return [c for c in ROWS if c <= extent] or [1]

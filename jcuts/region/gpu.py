@@ -21,7 +21,7 @@ from jcuts.dfg.node import Node
 from jcuts.dfg.program import ITEM_SIZE, Axis, Phase, Program
 from jcuts.region import scan_gpu, statistics
 from jcuts.region.graph import MOST_SWITCHED
-from jcuts.region.scan import LANE, TIME
+from jcuts.region.scan_names import LANE, TIME
 from jcuts.region.schedule import collapsed, rewritten
 
 ACCESS = 16  # bytes of the widest access

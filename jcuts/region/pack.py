@@ -17,7 +17,7 @@ from jcuts.dfg.program import ITEM_SIZE, Axis, Buffer, Grid, Phase, Program, Red
 
 MIN_ROWS = 16  # rows that must share a panel for its copy to be cheap
 PANEL_LIMIT = 768 << 10  # bytes: must stay in a core's second-level cache
-TILES = ((12, 2), (14, 2), (10, 2), (8, 3), (7, 4), (6, 4), (9, 3), (8, 2), (7, 3), (4, 4), (14, 1), (7, 2), (4, 2))
+TILES = ((12, 2), (14, 2), (10, 2), (8, 3), (6, 4), (9, 3), (8, 2), (7, 3), (4, 4), (5, 4), (14, 1), (7, 2), (4, 2))
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Packing:
     lanes: int
 
 
-def packings(program: Program, lanes: int, registers: int) -> Iterator[tuple[Packing, float]]:
-    """Possible packings of an unscheduled single-phase program, with a score in (0, 1]."""
+def packings(program: Program, lanes: int, registers: int) -> Iterator[Packing]:
+    """Possible packings of an unscheduled single-phase program."""
     phase = program.phases[0]
     if len(program.phases) != 1 or not phase.reds or len(phase.accs) != 1:
         return
@@ -56,10 +56,7 @@ def packings(program: Program, lanes: int, registers: int) -> Iterator[tuple[Pac
                     node.dtype
                 ] > PANEL_LIMIT:
                     continue
-                yield (
-                    Packing(number, lane.name, rows.name, count, vectors, lanes),
-                    _score(phase, lane, rows, count, vectors, lanes, node),
-                )
+                yield Packing(number, lane.name, rows.name, count, vectors, lanes)
 
 
 def _packable(phase: Phase, node: Node, lane: str) -> bool:
@@ -69,36 +66,6 @@ def _packable(phase: Phase, node: Node, lane: str) -> bool:
     if stride is None or stride == 0:
         return False
     return any(node.index.stride(r.name) != 0 for r in phase.reds)
-
-
-def _score(phase: Phase, lane: Axis, rows: Axis, count: int, vectors: int, lanes: int, node: Node) -> float:
-    assert node.index is not None
-    units = count * vectors
-    issue = units / max(units, vectors + 0.5 * count)
-    fill = min(1.0, units / 8)
-    row_use = rows.extent / (-(-rows.extent // count) * count)
-    width = vectors * lanes
-    lane_use = (
-        lane.extent
-        / (-(-lane.extent // lanes) * lanes)
-        * (0.5 + 0.5 * lane.extent / (-(-lane.extent // width) * width))
-    )
-    copy = 1.0 if node.index.stride(lane.name) == 1 else 6.0
-    shared = math.prod(a.extent for a in phase.axes if node.index.stride(a.name) == 0)
-    return issue * fill * row_use * lane_use / (1.0 + copy / shared)
-
-
-def needs_packing(program: Program, machine_l1: int) -> bool:
-    """Is the lane operand strided, or its rows a large power of two apart?"""
-    phase = program.phases[0]
-    depth = math.prod(r.extent for r in phase.reds)
-    for node in phase.body.nodes:
-        if node.op != "load" or node.index is None or not phase.reds:
-            continue
-        stride = abs(node.index.stride(phase.reds[-1].name) or 0) * ITEM_SIZE[node.dtype]
-        if stride >= 1024 and stride % 1024 == 0 and depth * 64 >= machine_l1:
-            return True
-    return False
 
 
 def apply(program: Program, packing: Packing, threads: int) -> Program:

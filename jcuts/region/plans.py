@@ -38,7 +38,7 @@ def candidates(program: Program, machine: Machine, limit: int, percent: float = 
         return rows.schedules(program, machine, limit)
     plain = schedule.collapsed(program)
     options = [_Option(score, (False, s.order, s.vector), s) for s, score in choose.candidates(plain, machine, EVERY)]
-    options += _packed(plain, machine, limit)
+    options += _packed(plain, machine)
     keep = min(limit, max(LEAST, math.ceil(len(options) * percent / 100)))
     direct = [(_program(plain, option.params, machine), option.score) for option in _in_turns(options, keep)]
     return _with_others(direct, winograd_plans.candidates(program, machine), limit)
@@ -65,13 +65,13 @@ def _program(plain: Program, params: Schedule | Packing, machine: Machine) -> Pr
     return schedule.apply(plain, params)
 
 
-def _packed(plain: Program, machine: Machine, limit: int) -> list[_Option]:
+def _packed(plain: Program, machine: Machine) -> list[_Option]:
     lanes = choose.lanes_of(plain, machine)
-    found = sorted(pack.packings(plain, lanes, machine.registers), key=lambda item: (-item[1], str(item[0])))
-    urgent = pack.needs_packing(plain, machine.l1)
-    keep = found[: max(2, limit // 2 if urgent else limit // 4)]
-    weight = 1.05 if urgent else 0.95
-    return [_Option(min(1.0, score * weight), (True, p.lane, p.row), p) for p, score in keep]
+    options = []
+    for packing in pack.packings(plain, lanes, machine.registers):
+        worth = choose.score(pack.apply(plain, packing, 1), machine)
+        options.append(_Option(worth, (True, packing.lane, packing.row), packing))
+    return options
 
 
 def _in_turns(options: list[_Option], limit: int) -> list[_Option]:

@@ -18,10 +18,8 @@ from jcuts.ops.registry import FLOATS
 from jcuts.region.build import Builder, Declined, descendants, make_buffers, push_places
 from jcuts.region.choose import TASKS_PER_THREAD, Machine, lanes_of, work
 from jcuts.region.graph import OpNode, TensorGraph
+from jcuts.region.scan_names import CARRY, LANE, TIME
 
-CARRY = "carry"
-TIME = "t"
-LANE = "l"
 SMALL_TASK = 30_000  # element operations below which a scan is one task
 
 

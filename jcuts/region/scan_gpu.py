@@ -13,7 +13,7 @@ from jcuts.base.errors import IRError
 from jcuts.dfg.index import Index, flatten
 from jcuts.dfg.node import Graph, Guard, Node
 from jcuts.dfg.program import Acc, Axis, Buffer, Grid, Phase, Program, Red, Store
-from jcuts.region.scan import CARRY, TIME
+from jcuts.region.scan_names import CARRY, TIME
 
 GROUP, STEP = "g", "i"
 COMBINE = ("add", "mul", "max", "min")

@@ -40,14 +40,14 @@ def seconds(program: Program, arch: CpuArch | None = None) -> float:
     arch = arch or host_arch()
     work = work_of(program, arch)
     footprint = work.input_bytes + work.output_bytes
-    memory = footprint / arch.ceiling(arch.resident_level(footprint)) if footprint else 0.0
+    memory = footprint / arch.likely(arch.resident_level(footprint)) if footprint else 0.0
     return CALL_SECONDS + max(_compute_seconds(program, work, arch), memory)
 
 
 def traffic_seconds(size: float, arch: CpuArch | None = None) -> float:
     """Estimated time of an operation that XLA runs and that moves ``size`` bytes [s], > 0."""
     arch = arch or host_arch()
-    return CALL_SECONDS + size / arch.ceiling(arch.resident_level(size))
+    return CALL_SECONDS + size / arch.likely(arch.resident_level(size))
 
 
 def _compute_seconds(program: Program, work: CpuWork, arch: CpuArch) -> float:

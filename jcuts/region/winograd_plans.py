@@ -15,7 +15,8 @@ from dataclasses import replace
 
 from jcuts.dfg.program import ITEM_SIZE, Program
 from jcuts.region import toomcook
-from jcuts.region.choose import FMA_LATENCY, Machine, lanes_of
+from jcuts.region.choose import lanes_of
+from jcuts.region.machine import Machine
 from jcuts.region.winograd import Plan, apply
 from jcuts.region.winograd_form import Form, recognise
 
@@ -27,6 +28,7 @@ REGISTER_TILES = (
     (20, 1), (16, 1), (14, 1), (12, 1), (10, 2), (10, 1), (9, 2), (8, 2), (7, 2), (6, 3), (5, 4), (4, 4), (4, 2),
     (3, 6), (2, 8), (2, 4), (1, 8), (1, 4), (1, 1),
 )  # fmt: skip
+FMA_LATENCY = 8  # independent accumulators that keep the multiply-add units busy
 SPILL = 20  # accumulators from which on LLVM's code for 32 registers spills (measured: a third of the speed)
 BLOCKS = (4, 8, 16, 28, 56)  # tiles per block: enough to reuse a filter in registers, few enough for the cache
 FEATURES = (16, 32, 64, 128)

@@ -75,6 +75,17 @@ def test_constants_without_measurement():
     arch = make(bandwidth={})
     assert arch.measured("dram") == 2 * 3e9 * 4 and arch.measured("l3") == 2 * 3e9 * 12
     assert arch.ceiling("l2") >= arch.ceiling("l3") >= arch.ceiling("dram") > 0
+    # a line per cycle and core from L3; a quarter of that from DRAM
+    assert arch.ceiling("l3") == 2 * 3e9 * 64 and arch.ceiling("dram") == 2 * 3e9 * 16
+    # predictions stay with what kernels were seen to reach
+    assert arch.likely("l3") == 1.5 * arch.measured("l3") and arch.likely("dram") == 1.5 * arch.measured("dram")
+    assert arch.likely("l1") == arch.ceiling("l1") and arch.likely("l2") == arch.ceiling("l2")
+
+
+def test_what_faster_levels_hold():
+    arch = make()
+    assert arch.above("l1") == 0 and arch.above("l2") == arch.capacity("l1")
+    assert arch.above("dram") == sum(arch.capacity(level) for level in ("l1", "l2", "l3"))
 
 
 def test_calibration_raises_only_a_clock_that_is_too_low():

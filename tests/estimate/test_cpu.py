@@ -54,13 +54,23 @@ def test_balance_by_hand():
     assert edge.seconds == pytest.approx(1.0)
 
 
+L1, L2, L3 = 2 * 32768, 2 << 20, 16 << 20  # of both cores
+
+
 @pytest.mark.parametrize(
-    ("total", "level", "rate"),
-    [(60e3, "l1", 2 * 2e9 * 3 * 64), (1e6, "l2", 2 * 2e9 * 128), (10e6, "l3", 90e9), (100e6, "dram", 30e9)],
+    ("total", "level", "seconds"),
+    [
+        (60e3, "l1", 60e3 / (2 * 2e9 * 3 * 64)),
+        (1e6, "l2", (1e6 - L1) / (2 * 2e9 * 128)),
+        (10e6, "l3", (10e6 - L1 - L2) / 90e9),
+        (100e6, "dram", (100e6 - L1 - L2 - L3) / 30e9),
+        # a little more than L2 holds: all of it at L2's rate takes longer than the little at L3's
+        (L2 + 2e3, "l3", (L2 + 2e3 - L1) / (2 * 2e9 * 128)),
+    ],
 )
-def test_memory_term_uses_the_fastest_level_that_holds_everything(total, level, rate):
+def test_memory_term_charges_each_level_what_faster_ones_cannot_hold(total, level, seconds):
     found = bound(CpuWork(input_bytes=total / 2, output_bytes=total / 2), ARCH)
-    assert found.level == level and found.terms["memory"] == pytest.approx(total / rate)
+    assert found.level == level and found.terms["memory"] == pytest.approx(seconds)
 
 
 def test_port_terms_by_hand():

@@ -25,8 +25,8 @@ from jcuts.dfg.index import Index
 from jcuts.dfg.node import Graph, Guard, Node
 from jcuts.dfg.program import Axis, Buffer, Phase, Program
 from jcuts.ops.window import identity
-from jcuts.region.scan import CARRY, TIME
 from jcuts.region.scan_gpu import GROUP, STEP, associative
+from jcuts.region.scan_names import CARRY, TIME
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Random programs with GPU kernels, interpreted: PTX in a machine, the rest on the CPU (`random_programs/on_gpu.py`)."""
+"""Random programs with GPU kernels, interpreted: PTX in a machine, the rest on the CPU (`on_gpu.py`)."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,26 +28,48 @@ class Built:
     stack: int = 0
 
 
+class Compiler:
+    """Processes that compile; a context manager.  Kernels that are in the folder already are not compiled again."""
+
+    def __init__(self, folder: Path, capability: tuple[int, int], jobs: int = 0) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.capability = folder, capability
+        # No fork: the parent may have threads of JAX.
+        context = multiprocessing.get_context("spawn")
+        jobs = jobs or os.cpu_count() or 1
+        self.pool = ProcessPoolExecutor(jobs, mp_context=context) if jobs > 1 else None
+
+    def __enter__(self) -> Compiler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.pool is not None:
+            self.pool.shutdown(cancel_futures=True)
+
+    def start(self, programs: Iterable[Program]) -> Callable[[], dict[str, Built]]:
+        """Begins to compile; what it gives back waits for the results: digest -> what became of the program."""
+        unique = {p.digest: p for p in programs}
+        tasks = [
+            (json.dumps(p.to_json()), str(_path(self.folder, digest, self.capability)), self.capability)
+            for digest, p in unique.items()
+        ]
+        answers = map(_compile, tasks) if self.pool is None else self.pool.map(_compile, tasks, chunksize=4)
+
+        def wait() -> dict[str, Built]:
+            return {
+                digest: Built(None if reason else _path(self.folder, digest, self.capability), reason, stack)
+                for digest, (reason, stack) in zip(unique, answers, strict=True)
+            }
+
+        return wait
+
+
 def compile_all(
     programs: Iterable[Program], folder: Path, capability: tuple[int, int], jobs: int = 0
 ) -> dict[str, Built]:
-    """Digest -> kernel file. Kernels that are in the folder already are not compiled again."""
-    folder.mkdir(parents=True, exist_ok=True)
-    unique = {p.digest: p for p in programs}
-    jobs = jobs or os.cpu_count() or 1
-    tasks = [
-        (json.dumps(p.to_json()), str(_path(folder, digest, capability)), capability) for digest, p in unique.items()
-    ]
-    if jobs == 1 or len(tasks) < 2:
-        answers = [_compile(task) for task in tasks]
-    else:  # no fork: the parent may have threads of JAX
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(min(jobs, len(tasks)), mp_context=context) as pool:
-            answers = list(pool.map(_compile, tasks, chunksize=max(1, min(8, len(tasks) // (4 * jobs)))))
-    return {
-        digest: Built(None if reason else _path(folder, digest, capability), reason, stack)
-        for digest, (reason, stack) in zip(unique, answers, strict=True)
-    }
+    """Compiles programs and waits for all of them."""
+    with Compiler(folder, capability, jobs) as compiler:
+        return compiler.start(programs)()
 
 
 def _path(folder: Path, digest: str, capability: tuple[int, int]) -> Path:

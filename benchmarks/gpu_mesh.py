@@ -130,7 +130,7 @@ def on_a_mesh(study: Study) -> dict[str, Any]:
     first = study.started - before
     again = study.fresh(tune="auto")
     out = again(*arguments)
-    text = again.lower(*arguments).compile().as_text()
+    text = str(again.lower(*arguments).compile().as_text())
     row = {"measuring_processes": first, "at_the_second_time": study.started - before - first,
            "calls": text.count(f'"{study.target}"'), "all_gather": "all-gather" in text,
            "devices": len(out.sharding.device_set), "right": study.close(out)}  # fmt: skip
@@ -147,7 +147,7 @@ def in_shard_map(study: Study) -> dict[str, Any]:
     mapped = jax.jit(jax.shard_map(run, mesh=study.mesh(), in_specs=specs, out_specs=PartitionSpec("data")))
     arguments, before = study.sharded(), study.started
     out = mapped(*arguments)
-    calls = mapped.lower(*arguments).compile().as_text().count(f'"{study.target}"')
+    calls = str(mapped.lower(*arguments).compile().as_text()).count(f'"{study.target}"')
     row = {"measuring_processes": study.started - before, "calls": calls, "right": study.close(out)}
     return {**row, "ok": row["right"] and calls > 0 and row["measuring_processes"] == 0}
 
@@ -213,7 +213,8 @@ def replayed_on_each(study: Study) -> dict[str, Any]:
     bits, launched = set(), []
     for device in study.devices:
         arguments = jax.device_put(study.arguments, device)
-        compiled = jax.jit(lambda *xs: run(*xs)).lower(*arguments).compile({"xla_gpu_graph_min_graph_size": 1})
+        options: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 1}
+        compiled = jax.jit(lambda *xs: run(*xs)).lower(*arguments).compile(options)
         for _ in range(5):
             jax.block_until_ready(compiled(*arguments))
         before = cuda.executions()

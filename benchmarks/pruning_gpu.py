@@ -20,6 +20,7 @@ import json
 import math
 import os
 import random
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +35,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # JAX only traces; kernels run through the 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-from gpu_compile import compile_all  # noqa: E402
+from gpu_compile import Built, Compiler  # noqa: E402
 from jax import lax  # noqa: E402
 
 from jcuts.arch.load import load_gpu  # noqa: E402
@@ -54,9 +55,8 @@ from tests import programs  # noqa: E402
 SMS = 132
 THREADS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 HOPELESS = 4.0
-ROUNDS = 7
-CHECKED = 1 << 18  # bytes of each result, at both ends, that are compared
-BATCH = 64  # kernels whose graphs exist at the same time
+ROUNDS = 5
+CHECKED = 1 << 16  # bytes of each result, at both ends, that are compared
 
 
 def conv(x: Any, w: Any, b: Any, stride: int = 1) -> Any:
@@ -207,37 +207,52 @@ class Study:
         """Least and median time [s] of every kernel that is right, what was dropped, and the noise of a repetition."""
         inputs = self.operands()
         dropped = {"wrong": 0, "failed": 0, "hopeless": 0}
-        launchers: dict[str, runs.GpuLauncher] = {}
         right = _Results(device, next(iter(kernels.values())), inputs)
+        most = max(kernel.scratch_bytes for kernel in kernels.values())
+        rotation = runs.Rotation(device, next(iter(kernels.values())), inputs, most)
+        graphs: dict[str, Any] = {}
+        seen: dict[str, list[float]] = {}
+        best = math.inf
         try:
             for digest, kernel in kernels.items():
                 launcher = runs.GpuLauncher(kernel, device)
                 try:
-                    if right.same(launcher):
-                        launchers[digest] = launcher
-                    else:
+                    if not right.same(launcher):
                         dropped["wrong"] += 1
+                        continue
+                    graph = device.graph(lambda launcher=launcher: _chain(launcher, rotation))
                 except NativeError as error:
                     if runs.lost(error) or driver.is_lost(error):
                         raise
                     dropped["failed"] += 1
+                    continue
+                seen[digest] = [graph.seconds() / runs.CHAIN]
+                best = min(best, seen[digest][0])
+                if seen[digest][0] <= HOPELESS * best:
+                    graphs[digest] = graph
+                else:  # timed once, and kept with that time
+                    dropped["hopeless"] += 1
+                    graph.close()
+            good = {d: g for d, g in graphs.items() if seen[d][0] <= HOPELESS * best}
+            for digest in good:
+                seen[digest] = []  # the first run was cold
+            for _ in range(ROUNDS):
+                for digest, graph in good.items():
+                    seen[digest].append(graph.seconds() / runs.CHAIN)
+            times = {d: (min(values), statistics.median(values)) for d, values in seen.items()}
+            first = min(good, key=lambda d: times[d][1])
+            again = statistics.median(good[first].seconds() / runs.CHAIN for _ in range(ROUNDS))
         finally:
+            for graph in graphs.values():
+                graph.close()
+            rotation.free()
             right.free()
-        times: Times = {}
-        best = math.inf
-        for batch in _batches(list(launchers), BATCH):
-            quick = runs.screen({d: launchers[d] for d in batch}, inputs, rounds=1)
-            for digest, samples in quick.items():
-                times[digest] = (min(samples.seconds), samples.median)
-                best = min(best, times[digest][0])
-        good = [d for d in times if times[d][0] <= HOPELESS * best]
-        dropped["hopeless"] = len(times) - len(good)  # timed once, and kept with that time
-        for batch in _batches(good, BATCH):
-            for digest, samples in runs.screen({d: launchers[d] for d in batch}, inputs, rounds=ROUNDS).items():
-                times[digest] = (min(samples.seconds), samples.median)
-        first = min(good, key=lambda d: times[d][1])
-        again = runs.screen({first: launchers[first]}, inputs, rounds=ROUNDS)[first]
-        return times, dropped, abs(again.median / times[first][1] - 1)
+        return times, dropped, abs(again / times[first][1] - 1)
+
+
+def _chain(launcher: runs.GpuLauncher, rotation: runs.Rotation) -> None:
+    for number in range(runs.CHAIN):
+        launcher.launch(rotation.sets[number % len(rotation.sets)], rotation.scratch)
 
 
 class _Results:
@@ -278,11 +293,6 @@ class _Results:
         """Gives the memory back."""
         for address in (*self.operands, *self.results):
             self.device.release(address)
-
-
-def _batches(items: list[str], size: int) -> Iterator[list[str]]:
-    for start in range(0, len(items), size):
-        yield items[start : start + size]
 
 
 # -- what it shows ----------------------------------------------------------------------------------------------------
@@ -382,43 +392,52 @@ def main() -> int:
     if device is not None:
         capability = (device.attribute(75), device.attribute(76))
     studies = [Study(name, options.candidates, options.seed) for name in options.operations]
-    sampled = time.perf_counter() - start
-    folder = options.out / "kernels"
-    built = compile_all(
-        (p for s in studies for p in s.all.values()), folder, (capability[0], capability[1]), options.jobs
-    )
+    built: dict[str, Built] = {}
     result: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"), "gpu": arch.name, "versions": versions(), "candidates": options.candidates,
-        "sampling_seconds": round(sampled, 1), "compile_seconds": round(time.perf_counter() - start - sampled, 1),
-        "compiled": sum(b.path is not None for b in built.values()),
-        "refused_for_local_memory": sum(b.stack > 0 for b in built.values()),
-        "refused_for_other_reasons": sorted({b.reason[:160] for b in built.values() if b.reason and not b.stack})[:10],
         "rows": [],
     }  # fmt: skip
-    print(json.dumps({k: v for k, v in result.items() if k != "rows"}), flush=True)
     everything: dict[str, Any] = {}
-    for study in studies if device is not None else ():
-        if options.budget and time.perf_counter() - start > options.budget:
-            result["rows"].append({"operation": study.name, "skipped": "out of time"})
-            continue
-        began = time.perf_counter()
-        files = {d: built[d].path for d in study.all if built[d].path is not None}
-        kernels = {d: read_kernel(path) for d, path in files.items() if path is not None}
-        times, dropped, noise = study.measure(kernels, device)
-        one = sum(x.nbytes for x in study.operands()) + sum(b.bytes for b in study.program.outputs)
-        sets = min(runs.CHAIN, max(2, int(runs.COLD * device.l2_bytes // one) + 1))
-        row = row_of(study, times, kernels, arch, device.l2_bytes / sets)
-        row.update(dropped=dropped, noise=noise, seconds=round(time.perf_counter() - began, 1))
-        result["rows"].append(row)
-        everything[study.name] = [
-            [round(times[d][0] * 1e6, 3), round(times[d][1] * 1e6, 3), _describe(study.all[d]), _taken(kernels[d])]
-            for d in times
-        ]
-        _show(row)
-        (options.out / "pruning_gpu.json").write_text(json.dumps(result, indent=1) + "\n")
-        (options.out / "pruning_gpu_times.json").write_text(json.dumps(everything) + "\n")
+    with Compiler(options.out / "kernels", (capability[0], capability[1]), options.jobs) as compiler:
+        waiting = [(study, compiler.start(study.all.values())) for study in studies]
+        for study, wait in waiting:  # while one operation is timed, the next ones compile
+            if options.budget and time.perf_counter() - start > options.budget:
+                result["rows"].append({"operation": study.name, "skipped": "out of time"})
+                continue
+            found = wait()
+            built.update(found)
+            if device is None:
+                continue
+            row, times = measured(study, found, device, arch)
+            result["rows"].append(row)
+            everything[study.name] = times
+            _show(row)
+            (options.out / "pruning_gpu.json").write_text(json.dumps(result, indent=1) + "\n")
+            (options.out / "pruning_gpu_times.json").write_text(json.dumps(everything) + "\n")
+    result.update(
+        compiled=sum(b.path is not None for b in built.values()),
+        refused_for_local_memory=sum(b.stack > 0 for b in built.values()),
+        refused_for_other_reasons=sorted({b.reason[:160] for b in built.values() if b.reason and not b.stack})[:10],
+        seconds=round(time.perf_counter() - start, 1),
+    )
+    print(json.dumps({k: v for k, v in result.items() if k != "rows"}), flush=True)
     (options.out / "pruning_gpu.json").write_text(json.dumps(result, indent=1) + "\n")
     return int(any(row.get("bound", {}).get("violations") for row in result["rows"]))
+
+
+def measured(study: Study, built: dict[str, Built], device: Any, arch: Any) -> tuple[dict[str, Any], list[Any]]:
+    """The row of one operation, and [least us, median us, schedule, launches] of every kernel."""
+    began = time.perf_counter()
+    kernels = {d: read_kernel(b.path) for d, b in built.items() if b.path is not None}
+    times, dropped, noise = study.measure(kernels, device)
+    one = sum(b.bytes for b in (*study.program.inputs, *study.program.outputs))
+    sets = min(runs.CHAIN, max(2, int(runs.COLD * device.l2_bytes // one) + 1))
+    row = row_of(study, times, kernels, arch, device.l2_bytes / sets)
+    row.update(dropped=dropped, noise=noise, seconds=round(time.perf_counter() - began, 1))
+    return row, [
+        [round(times[d][0] * 1e6, 3), round(times[d][1] * 1e6, 3), _describe(study.all[d]), _taken(kernels[d])]
+        for d in times
+    ]
 
 
 def _show(row: dict[str, Any]) -> None:

@@ -1,9 +1,10 @@
 """A PTX machine in NumPy: runs the kernels that jcuts emits, with no GPU, and checks what a GPU would not.
 
 All threads of the grid run together, one instruction for all that stand at it; threads at smaller addresses go first,
-so that branches meet again.  A load or store outside the buffers, a misaligned access, a result byte written by two
-threads or never, a race in shared memory (a byte read or written by another thread without a barrier between) and a
-shuffle or barrier that some threads miss are errors.  Rounding is exact for float32 but for double roundings of FMAs.
+so that branches meet again, and barriers and shuffles wait for all of their block or warp.  A load or store outside the
+buffers, a misaligned access, a result byte written by two threads or never, a race in shared memory (a byte read or
+written by another thread without a barrier between) and a shuffle or barrier that some threads miss are errors.
+Rounding is exact for float32 but for double roundings of FMAs.
 """
 
 from __future__ import annotations
@@ -168,12 +169,20 @@ class Machine:
 
     def run(self, limit: int = 200_000) -> None:
         code, end = self.kernel.code, len(self.kernel.code)
+        waiting = np.zeros(self.count, bool)  # at a barrier or shuffle that others of their group have not reached
         for _ in range(limit):
-            here = int(self.pc.min())
-            if here >= end:
+            ready = (self.pc < end) & ~waiting
+            if not ready.any():
+                if waiting.any():
+                    raise Fault(f"only some threads reach {code[int(self.pc[waiting].min())].text}")
                 return
+            here = int(self.pc[ready].min())
             at = self.pc == here
             instruction = code[here]
+            if not self._complete(at, instruction):
+                waiting |= at
+                continue
+            waiting &= ~at
             on = at
             if instruction.predicate:
                 negated = instruction.predicate.startswith("!")
@@ -227,10 +236,8 @@ class Machine:
         elif name == "ret":
             self.pc[on] = len(self.kernel.code)
         elif name == "bar":
-            self._together(at, self.threads, ins)
             self.last_writer[:], self.last_reader[:] = -1, -1
         elif name == "shfl":
-            self._together(at, 32, ins)
             values = self.value(ins.operands[1], "b32")
             distance, place = int(ins.operands[2]), self.thread % 32
             if parts[2] == "bfly":
@@ -246,10 +253,13 @@ class Machine:
             with np.errstate(all="ignore"):
                 self._compute(ins, name, parts, kind, on)
 
-    def _together(self, at: np.ndarray, group: int, ins: Instruction) -> None:
-        groups = at.reshape(-1, group)
-        if (groups.any(1) != groups.all(1)).any():
-            raise Fault(f"only some threads reach {ins.text}")
+    def _complete(self, at: np.ndarray, ins: Instruction) -> bool:
+        """Whether whole blocks stand at a barrier, whole warps at a shuffle."""
+        name = ins.op.split(".")[0]
+        if name not in ("bar", "shfl"):
+            return True
+        groups = at.reshape(-1, self.threads if name == "bar" else 32)
+        return bool((groups.any(1) == groups.all(1)).all())
 
     def _access(self, ins: Instruction, parts: list[str], on: np.ndarray) -> None:
         space, kind = parts[1], parts[-1]

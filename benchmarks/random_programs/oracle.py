@@ -66,7 +66,9 @@ def in_windows(flags: np.ndarray, params: dict[str, Any]) -> np.ndarray:
     spread = spread[tuple(keep)]
     sizes, steps, holes = (params[k] for k in ("window_dimensions", "window_strides", "window_dilation"))
     reach = [(w - 1) * h + 1 for w, h in zip(sizes, holes, strict=True)]
-    out = np.zeros([(e - r) // s + 1 for e, r, s in zip(spread.shape, reach, steps, strict=True)], bool)
+    out = np.zeros([max(0, (e - r) // s + 1) for e, r, s in zip(spread.shape, reach, steps, strict=True)], bool)
+    if not out.size:
+        return out
     for place in itertools.product(*(range(w) for w in sizes)):
         window = tuple(
             slice(p * h, p * h + (e - 1) * s + 1, s) for p, h, s, e in zip(place, holes, steps, out.shape, strict=True)

@@ -117,6 +117,8 @@ class Grouper:
                 assert op is not None
                 if op.is_root:
                     read = self.graph.subset_inputs(cluster.members)
+                    if not read:  # reductions of constants and iotas
+                        break
                     large = max(read, key=lambda t: self.graph.tensors[t].type.size)
                     alike.setdefault((large, op.inputs[0].shape, op.info.get("axes")), []).append(number)
                     break

@@ -19,6 +19,7 @@ from jcuts.dfg.program import ITEM_SIZE, Phase, Program
 from jcuts.estimate.launches import SECTOR, LaunchScore, LaunchUse, score
 from jcuts.region.choose import work
 
+LINE, WARP, WIDEST = 128, 32, 16  # bytes, threads, bytes of the widest access
 TERMS = 1024  # terms of a reduction whose addresses are computed; longer ones are scaled up
 SAMPLES = 3  # blocks that are looked at
 MOST_POINTS = 1 << 21  # addresses per access and block; larger tiles count as compulsory traffic
@@ -39,32 +40,40 @@ def uses(program: Program, taken: Sequence[Taken]) -> list[LaunchUse]:
     partial = 0.0
     for number, (blocks, threads, registers, shared) in enumerate(taken):
         if number == 0:
-            moved, under_way = _moved(program, blocks, threads), _under_way(program)
+            moved, lines, active = _traffic(program, blocks, threads)
+            compulsory = _compulsory(program)
             split = int(str(dict(program.params).get("split", 1)))
             if len(taken) > 1:
                 partial = float(split * sum(b.size * 4 for b in program.outputs))
-                moved += partial
-            found.append(LaunchUse(blocks, threads, registers, shared, flop, moved, under_way))
+                moved, compulsory = moved + partial, compulsory + partial
+            under_way = _under_way(program) * active
+            found.append(LaunchUse(blocks, threads, registers, shared, flop, compulsory, moved, lines, under_way))
         else:
-            outputs = float(sum(b.bytes for b in program.outputs))
-            found.append(LaunchUse(blocks, threads, registers, shared, partial / 4, partial + outputs, 32.0))
+            total = partial + float(sum(b.bytes for b in program.outputs))
+            found.append(LaunchUse(blocks, threads, registers, shared, partial / 4, total, total, total / LINE, 32.0))
     return found
 
 
-def _moved(program: Program, blocks: int, threads: int) -> float:
-    """Bytes of all sectors that the launch's blocks move."""
-    compulsory = float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
+def _compulsory(program: Program) -> float:
+    return float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
+
+
+def _traffic(program: Program, blocks: int, threads: int) -> tuple[float, float, float]:
+    """Bytes of all sectors that the launch's blocks move, lines that its warps touch, share of threads with work."""
+    compulsory = _compulsory(program)
     params = dict(program.params)
     if params.get("cuda") != "point" or len(program.phases) != 1:
-        return compulsory * _passes(program)
+        moved = compulsory * _passes(program)
+        return moved, moved / LINE, 1.0
     phase = program.phases[0]
     terms = math.prod(r.extent for r in phase.reds)
     split = int(str(params.get("split", 1)))
     if split > 1 or threads * math.prod(a.unroll for a in phase.axes) * min(terms, TERMS) > MOST_POINTS:
-        return compulsory
+        return compulsory, compulsory / LINE, 1.0
     places = sorted({0, blocks // 2, max(0, blocks - 2)})[:SAMPLES]
-    found = [_sectors(program, phase, place, threads) for place in places]
-    return SECTOR * blocks * sum(found) / len(found) * max(1.0, terms / TERMS)
+    found = np.mean([_block(program, phase, place, threads) for place in places], axis=0)
+    longer = max(1.0, terms / TERMS)
+    return SECTOR * blocks * float(found[0]) * longer, blocks * float(found[1]), float(found[2])
 
 
 def _passes(program: Program) -> float:
@@ -109,8 +118,8 @@ def _distinct(index: Index, counts: Mapping[str, int]) -> int:
 
 
 # -- addresses of a block ---------------------------------------------------------------------------------------------
-def _sectors(program: Program, phase: Phase, block: int, threads: int) -> int:
-    """Distinct sectors that one block loads and stores."""
+def _block(program: Program, phase: Phase, block: int, threads: int) -> tuple[float, float, float]:
+    """Of one block: distinct sectors that it loads and stores, lines of all its warps' accesses, active threads."""
     env = _points(program, phase, block, threads)
     sizes = {b.name: ITEM_SIZE[b.dtype] for b in program.buffers}
     touched: dict[str, list[np.ndarray]] = {}
@@ -125,7 +134,38 @@ def _sectors(program: Program, phase: Phase, block: int, threads: int) -> int:
     for store in phase.stores:
         outside = {**env, **{r.name: np.int64(0) for r in phase.reds}}
         touched.setdefault(store.buffer, []).append(_numbers(store.address, outside, inside) * sizes[store.buffer])
-    return sum(np.unique(np.concatenate(found) // SECTOR).size for found in touched.values())
+    sectors = sum(np.unique(np.concatenate(found) // SECTOR).size for found in touched.values())
+    starts = np.broadcast_to(inside, (threads, *inside.shape[1:])) if inside.ndim else np.ones((threads, 1), bool)
+    active = np.asarray(starts.reshape(threads, -1).any(axis=1))
+    return sectors, _lines(phase, env, sizes, active), float(active.mean())
+
+
+def _lines(phase: Phase, env: Mapping[str, np.ndarray], sizes: Mapping[str, int], active: np.ndarray) -> float:
+    """128-byte lines that the accesses of all warps of a block touch, each access for itself.
+
+    Looked at is the first access of a tile; all others of the tile are taken to touch as many.
+    """
+    threads = active.size
+    lane = phase.axes[-1] if phase.axes else None
+    tile = {**{a.name: a.unroll for a in phase.axes}, **{r.name: r.extent for r in phase.reds}}
+    accesses = [(n.buffer, n.index, tile) for g in (phase.body, phase.exit) for n in g.nodes
+                if n.op == "load" and n.index is not None]  # fmt: skip
+    outputs = {a.name: a.unroll for a in phase.axes}
+    accesses += [(s.buffer, s.address, outputs) for s in phase.stores]
+    total = 0.0
+    for buffer, index, counts in accesses:
+        size = sizes[buffer]
+        joined = 1
+        if lane is not None and index.stride(lane.name) == 1:
+            joined = math.gcd(lane.unroll, max(1, WIDEST // size))
+        here = {name: values.reshape(values.shape[0], -1)[:, :1] for name, values in env.items()}
+        start = np.broadcast_to(np.asarray(_value(index, here)), (threads, 1)).reshape(-1) * size
+        numbers = np.where(active, start // LINE, -1)
+        ends = np.where(active, (start + joined * size - 1) // LINE, -1)
+        for warp in range(0, threads, WARP):
+            part = np.concatenate([numbers[warp : warp + WARP], ends[warp : warp + WARP]])
+            total += np.unique(part[part >= 0]).size * _distinct(index, counts) / joined
+    return total
 
 
 def _points(program: Program, phase: Phase, block: int, threads: int) -> dict[str, np.ndarray]:

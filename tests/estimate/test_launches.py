@@ -11,7 +11,9 @@ from jcuts.base.errors import ModelError
 from jcuts.estimate.launches import LATENCY_S, LAUNCH_S, LaunchUse, least_seconds, resident_blocks, score
 
 H200 = load_gpu("H200")
-USE = LaunchUse(blocks=8 * 132, threads=256, registers=32, shared=0, flop=1e6, moved=1e8, under_way=16.0)
+USE = LaunchUse(
+    blocks=8 * 132, threads=256, registers=32, shared=0, flop=1e6, compulsory=1e8, moved=1e8, lines=1e6, under_way=16.0
+)
 
 
 @pytest.mark.parametrize(
@@ -34,26 +36,37 @@ def test_resident_blocks(change, blocks):
 def test_a_memory_bound_launch_that_fills_the_gpu():
     found = score([USE], H200)
     assert found.resident_threads == 132 * 8 * 256
-    assert (found.latency, found.wb, found.r) == (1.0, 1.0, 1.0)
-    assert found.seconds == pytest.approx(1e8 / 4.815e12)
+    under_way = 132 * 8 * 256 * 16 / (4.815e12 * LATENCY_S)
+    assert found.latency == pytest.approx(1 / (1 + 0.5 / under_way))
+    assert (found.wb, found.r) == (pytest.approx(1 / 1.2), 1.0)  # one wave
     peak = 132 * 256 * 1.98e9
-    assert found.gm == pytest.approx((1e6 / 1e8) / (peak / 4.815e12))
+    moving = 1e8 / 4.815e12 + 0.5 * (1e8 / H200.bw_l2 + 1e6 / (132 * 1.98e9))
+    assert found.gm == pytest.approx(1e6 / peak / moving)
+    assert found.seconds == pytest.approx(moving / found.latency / found.wb)
     assert found.pul == pytest.approx(1e6 / peak / found.seconds)
 
 
-def test_too_few_bytes_under_way():
-    found = score([replace(USE, blocks=132, under_way=4.0)], H200)
-    assert found.latency == pytest.approx(132 * 256 * 4 / (4.815e12 * LATENCY_S))
-    assert found.seconds == pytest.approx(1e8 / 4.815e12 / found.latency)
+def test_half_the_levels_overlap():
+    one = score([USE], H200).gm
+    assert score([replace(USE, moved=1e9)], H200).gm < one and score([replace(USE, lines=1e8)], H200).gm < one
+    by_lines = score([replace(USE, lines=1e10)], H200)
+    assert by_lines.gm == pytest.approx(1e6 / (132 * 256 * 1.98e9) / (0.5 * 1e10 / (132 * 1.98e9)), rel=0.01)
 
 
-def test_a_block_too_many_costs_a_wave():
-    found = score([replace(USE, blocks=133, under_way=1e3)], H200)
-    assert found.wb == pytest.approx(133 / 132 / 2)
+def test_fewer_resident_threads_hide_less():
+    full, half = score([USE], H200), score([replace(USE, registers=64)], H200)
+    assert half.resident_threads == full.resident_threads // 2
+    under_way = 132 * 4 * 256 * 16 / (4.815e12 * LATENCY_S)
+    assert half.latency == pytest.approx(0.5**0.2 / (1 + 0.5 / under_way))
+
+
+def test_many_waves_leave_little_idle():
+    assert score([replace(USE, blocks=80 * 132)], H200).wb == pytest.approx(1 / 1.02)  # ten waves
+    assert score([replace(USE, blocks=1)], H200).wb == pytest.approx(1 / 1.2)
 
 
 def test_launches_add_up():
-    small = LaunchUse(4, 128, 32, 0, 1e3, 4096.0, 16.0)
+    small = LaunchUse(4, 128, 32, 0, 1e3, 4096.0, 4096.0, 32.0, 16.0)
     one, both = score([USE], H200), score([USE, small], H200)
     assert both.seconds == pytest.approx(one.seconds + LAUNCH_S)
     assert both.pul < one.pul

@@ -193,3 +193,11 @@ def intermediate_values(trace):
         results = results if eqn.primitive.multiple_results else [results]
         env.update(zip(eqn.outvars, results, strict=True))
     return env
+
+
+def test_reductions_of_nothing_but_constants_are_grouped():
+    def function(x):
+        return lax.iota(jnp.float32, 40).sum(), jnp.sin(lax.iota(jnp.float32, 40)).sum(), x * 2
+
+    traced = programs.trace(function, X)
+    assert not group(traced.graph).left_out

@@ -65,6 +65,29 @@ def test_halos_between_blocks():
     assert moved(program, 8) == pytest.approx(8 * (256 + 9 * 32 + (first + middle + middle) / 3))
 
 
+def lines(program, blocks):
+    (use,) = gpu_score.uses(program, [(blocks, dict(program.params)["threads"], 32, 0)])
+    return use.lines
+
+
+def test_lines_of_wide_and_narrow_accesses():
+    # A warp's 128 elements are four lines in one access of 16 bytes, or one line in each of four accesses.
+    wide = point(lambda x: x + 1, (zeros(4096),), 256, d0=4)
+    narrow = point(lambda x: x + 1, (zeros(4096),), 256)
+    assert lines(wide, 4) == lines(narrow, 16) == 2 * 4096 * 4 / 128
+
+
+def test_lines_of_a_transpose():
+    program = point(lambda x: x.T * 2, (zeros(64, 64),), 64)
+    assert lines(program, 64) == 64 * (64 + 2)  # a line per element of the operand, two lines of results
+
+
+def test_threads_without_work_load_nothing():
+    program = point(lambda x, b: x + b, (zeros(64, 32), zeros(32)), 256, ("d0", 2), ("d1", 128))
+    (use,) = gpu_score.uses(program, [(32, 256, 32, 0)])
+    assert use.under_way == 8 * 0.25  # 32 of 128 along d1
+
+
 def test_loads_under_way():
     (use,) = gpu_score.uses(point(lambda x: x + 1, (zeros(4096),), 256, d0=4), [(4, 256, 32, 0)])
     assert use.under_way == 16

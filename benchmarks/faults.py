@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import random
 import resource
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,7 +74,8 @@ def run_optimize(round_: str, _: str) -> bool:
 
     import jcuts
 
-    width = 32 + sum(map(ord, round_)) % 64
+    number = zlib.crc32(round_.encode())
+    width, height = 32 + number % 64, 20 + number // 64 % 16
 
     def network(x, w, k):
         y = jax.lax.conv_general_dilated(
@@ -83,7 +86,7 @@ def run_optimize(round_: str, _: str) -> bool:
 
     rng = np.random.default_rng(0)
     args = [
-        jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((2, 28, 28, 32), (32, width), (3, 3, 1, 32))
+        jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((2, height, 28, 32), (32, width), (3, 3, 1, 32))
     ]
     got = np.asarray(jcuts.optimize(network)(*args))
     return bool(np.allclose(got, np.asarray(jax.jit(network)(*args)), rtol=1e-4, atol=1e-6))
@@ -165,11 +168,18 @@ class Bench:
             start = time.monotonic()
             figures.judge(self.start(cache, name))
             whole = time.monotonic() - start
-        for i in range(kills):
+        hits = 0
+        for i in itertools.count():
+            if hits >= kills or i >= 3 * kills:
+                break
             victim = self.start(cache, f"kill{i}")
             time.sleep(self.rng.uniform(0.0, whole))
             family = descendants(victim.pid)
-            figures.note("killed while running", victim.poll() is None)
+            hit = victim.poll() is None
+            hits += hit
+            if not hit:
+                whole *= 0.9  # the machine has become quicker: later points would miss as well
+            figures.note("killed while running", hit)
             victim.send_signal(signal.SIGKILL)
             victim.communicate()
             figures.note("workers left behind", sum(not gone(pid) for pid in family))

@@ -85,9 +85,8 @@ def run_optimize(round_: str, _: str) -> bool:
         return jax.nn.softmax(jnp.tanh(y @ w), axis=-1)
 
     rng = np.random.default_rng(0)
-    args = [
-        jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((2, height, 28, 32), (32, width), (3, 3, 1, 32))
-    ]
+    shapes = ((2, height, 28, 32), (32, width), (3, 3, 1, 32))
+    args = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
     got = np.asarray(jcuts.optimize(network)(*args))
     return bool(np.allclose(got, np.asarray(jax.jit(network)(*args)), rtol=1e-4, atol=1e-6))
 

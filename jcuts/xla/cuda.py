@@ -20,6 +20,7 @@ from jcuts.base.errors import CacheError, NativeError
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.codegen.cuda.image import Image, is_image
 from jcuts.xla import native, objects
+from jcuts.xla.register import register_launcher
 
 log = logging.getLogger("jcuts.cuda")
 
@@ -189,11 +190,6 @@ def _resolve(digest: bytes) -> int:
         return 0
 
 
-_capsule_new = ctypes.pythonapi.PyCapsule_New
-_capsule_new.restype = ctypes.py_object
-_capsule_new.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-
-
 def ensure_registered() -> None:
     """Registers the launcher with XLA's CUDA platform, once per process (starts that backend: `register` says why).
 
@@ -208,29 +204,15 @@ def ensure_registered() -> None:
     with _lock:
         if _target_registered:
             return
-        try:
-            jax.ffi.register_ffi_type(
-                STATE_TYPE,
-                {
-                    "type_id": _capsule_new(lib.jcuts_cuda_state_type_id(), None, None),
-                    "type_info": _capsule_new(lib.jcuts_cuda_state_type_info(), None, None),
-                },
-                platform=PLATFORM,
-            )
-            jax.ffi.register_ffi_target(
-                TARGET,
-                {
-                    "instantiate": jax.ffi.pycapsule(lib.jcuts_cuda_launch_instantiate),
-                    "initialize": jax.ffi.pycapsule(lib.jcuts_cuda_launch_initialize),
-                    "execute": jax.ffi.pycapsule(lib.jcuts_cuda_launch_execute),
-                },
-                platform=PLATFORM,
-            )
-        except Exception as error:  # XLA's own error types differ from version to version
-            raise NativeError(
-                f"XLA refused jcuts' CUDA launcher: {error}. Rebuild jcuts against the installed jaxlib "
-                "(`make native`)", reason=str(error),
-            ) from error  # fmt: skip
+        register_launcher(
+            TARGET, STATE_TYPE, PLATFORM, "CUDA launcher",
+            (lib.jcuts_cuda_state_type_id(), lib.jcuts_cuda_state_type_info()),
+            {
+                "instantiate": lib.jcuts_cuda_launch_instantiate,
+                "initialize": lib.jcuts_cuda_launch_initialize,
+                "execute": lib.jcuts_cuda_launch_execute,
+            },
+        )  # fmt: skip
         _callback = native.RESOLVER(_resolve)
         lib.jcuts_cuda_set_resolver(_callback)
         # A compilation that outlives the interpreter must not call into it.

@@ -10,6 +10,7 @@ import atexit
 import ctypes
 import logging
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 from jcuts.base.errors import NativeError
@@ -85,6 +86,37 @@ _capsule_new.restype = ctypes.py_object
 _capsule_new.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
 
+def register_launcher(
+    target: str, state: str, platform: str, name: str, type_pointers: tuple[int, int], stages: Mapping[str, Any]
+) -> None:
+    """Registers a launcher's state type and its handler with XLA.
+
+    Args:
+        target, state, platform: what XLA is to call the handler and its state, and on which platform.
+        name: what messages call the launcher.
+        type_pointers: addresses of the state's id and info. stages: FFI stage -> function of the library.
+    Raises:
+        NativeError: XLA refuses it.
+    """
+    import jax
+
+    try:
+        identity, info = type_pointers
+        jax.ffi.register_ffi_type(
+            state,
+            {"type_id": _capsule_new(identity, None, None), "type_info": _capsule_new(info, None, None)},
+            platform=platform,
+        )
+        jax.ffi.register_ffi_target(
+            target, {stage: jax.ffi.pycapsule(function) for stage, function in stages.items()}, platform=platform
+        )
+    except Exception as error:  # XLA's own error types differ from version to version
+        raise NativeError(
+            f"XLA refused jcuts' {name}: {error}. Rebuild jcuts against the installed jaxlib (`make native`)",
+            reason=str(error),
+        ) from error
+
+
 def ensure_registered() -> None:
     """Registers the launcher with XLA, once per process.
 
@@ -104,28 +136,10 @@ def ensure_registered() -> None:
     with _lock:
         if _target_registered:
             return
-        try:
-            jax.ffi.register_ffi_type(
-                STATE_TYPE,
-                {
-                    "type_id": _capsule_new(lib.jcuts_state_type_id(), None, None),
-                    "type_info": _capsule_new(lib.jcuts_state_type_info(), None, None),
-                },
-                platform=PLATFORM,
-            )
-            jax.ffi.register_ffi_target(
-                TARGET,
-                {
-                    "instantiate": jax.ffi.pycapsule(lib.jcuts_cpu_launch_instantiate),
-                    "execute": jax.ffi.pycapsule(lib.jcuts_cpu_launch_execute),
-                },
-                platform=PLATFORM,
-            )
-        except Exception as error:  # XLA's own error types differ from version to version
-            raise NativeError(
-                f"XLA refused jcuts' launcher: {error}. Rebuild jcuts against the installed jaxlib (`make native`)",
-                reason=str(error),
-            ) from error
+        register_launcher(
+            TARGET, STATE_TYPE, PLATFORM, "launcher", (lib.jcuts_state_type_id(), lib.jcuts_state_type_info()),
+            {"instantiate": lib.jcuts_cpu_launch_instantiate, "execute": lib.jcuts_cpu_launch_execute},
+        )  # fmt: skip
         _callback = native.RESOLVER(_resolve)
         lib.jcuts_set_resolver(_callback)
         # A compilation that outlives the interpreter must not call into it.

@@ -135,6 +135,14 @@ class _Writer:
             rest = made
         return found
 
+    def _places_of_block(self, counts: dict[str, int]) -> None:
+        """Names the thread, and the block's place along every axis."""
+        self.line(1, "block = cuda.blockIdx.x")
+        self.line(1, "thread = cuda.threadIdx.x")
+        places = self._decoded(1, "block", counts)
+        for name in counts:
+            self.line(1, f"{name} = {places[name]}")
+
     def _variants(self, phase: Phase, depth: int) -> None:
         """One call per combination of full tiles and remainders; one set of them per operand of a switch."""
         switch = dict(self.program.params).get("switch")
@@ -214,11 +222,7 @@ class _Writer:
         axes = outer_axes(self.program)
         counts = {a.name: a.extent for a in axes[:-1]}
         counts[axes[-1].name] = -(-axes[-1].extent // shape.columns)
-        self.line(1, "block = cuda.blockIdx.x")
-        self.line(1, "thread = cuda.threadIdx.x")
-        places = self._decoded(1, "block", counts)
-        for axis in axes:
-            self.line(1, f"{axis.name} = {places[axis.name]}")
+        self._places_of_block(counts)
         for number, phase in enumerate(self.program.phases):
             self.line(1, f"# phase {number}: {phase.name}")
         name = f"{dict(self.program.params)['cuda']}_of_{shape.across}x{shape.deep}x{shape.vector}x{shape.chunks}"
@@ -232,11 +236,7 @@ class _Writer:
         phase = self._only_phase()
         shape = transposed_shape(self.program)
         counts = {a.name: tiles_of(a, phase, shape) for a in phase.axes}
-        self.line(1, "block = cuda.blockIdx.x")
-        self.line(1, "thread = cuda.threadIdx.x")
-        places = self._decoded(1, "block", counts)
-        for axis in phase.axes:
-            self.line(1, f"{axis.name} = {places[axis.name]}")
+        self._places_of_block(counts)
         name = f"transposed_{shape.rows}x{shape.columns}"
         self.variants[name] = shape
         self.line(1, f"{name}({', '.join([*self.names, *(a.name for a in phase.axes), 'thread'])})")

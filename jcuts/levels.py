@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jcuts.base import knobs
+from jcuts.base import fingerprint, knobs
 from jcuts.base.errors import Refusal
 from jcuts.base.settings import Settings
 from jcuts.dfg.program import Program
@@ -21,6 +22,8 @@ from jcuts.trace.canonical import canonical_digest
 from jcuts.trace.source import place
 from jcuts.xla import gpus
 from jcuts.xla.rebuild import subset_closed
+
+Ranked = list[tuple[Program, float]]
 
 CONTROL_FLOW = ("scan", "while", "cond")
 MIN_WORK = 2_000  # element operations below which a subset is not worth a kernel call of its own
@@ -40,7 +43,8 @@ class Subset:
     Attributes:
         members: equation numbers. program: unscheduled. inputs, outputs: variables of the level's jaxpr.
         closed: the subset as a function of its own; identity: its canonical digest.
-        ranked: scheduled programs, best estimate first. chosen: the winner, None where XLA keeps the subset.
+        ranking: makes `ranked`, once it is asked for: scoring every schedule takes time that a stored choice saves.
+        space: text that determines the ranking. chosen: the winner, None where XLA keeps the subset.
         origin: 'measured', 'estimated' or 'library'; choice: the tuner's answer with every time.
     """
 
@@ -50,10 +54,16 @@ class Subset:
     outputs: list[Any]
     closed: jaxapi.Closed
     identity: str
-    ranked: list[tuple[Program, float]] = field(default_factory=list)
+    ranking: Callable[[], Ranked] = list
+    space: str = ""
     chosen: Program | None = None
     origin: str = "library"
     choice: Any = None
+
+    @property
+    def ranked(self) -> Ranked:
+        """Scheduled programs with their ranking score, best first; none where there is no kernel form."""
+        return self.ranking()
 
 
 @dataclass
@@ -179,24 +189,19 @@ def has_form(program: Program) -> bool:
 
 
 def add_candidates(subsets: Iterable[Subset], platform: str = "cpu") -> None:
-    """Schedules for every distinct subset that has none yet; none where it has no kernel form on the platform."""
+    """Gives subsets that have none yet their ranking; equal programs share one, made when it is first asked for."""
     limit, percent = knobs.current().max_candidates, knobs.current().top_percent
     if platform == "cpu":
-        here = machine()
-
-        def schedules(program: Program) -> list[tuple[Program, float]]:
-            return plans.candidates(program, here, limit, percent)
+        here: Any = machine()
+        schedules: Callable[..., Ranked] = plans.candidates
     else:
-        device = gpus.machine()
-
-        def schedules(program: Program) -> list[tuple[Program, float]]:
-            return gpu.candidates(program, device, limit, percent)
-
-    known: dict[str, list[tuple[Program, float]]] = {}
+        here, schedules = gpus.machine(), gpu.candidates
+    known: dict[str, Callable[[], Ranked]] = {}
     for subset in subsets:
-        key = subset.program.digest
-        if subset.ranked:
-            known.setdefault(key, subset.ranked)
-        elif key not in known:
-            known[key] = schedules(subset.program)
-        subset.ranked = known[key]
+        if subset.space:
+            continue
+        program = subset.program
+        if program.digest not in known:
+            known[program.digest] = functools.cache(functools.partial(schedules, program, here, limit, percent))
+        subset.ranking = known[program.digest]
+        subset.space = fingerprint.digest(program.digest, repr(here), str(limit), str(percent))

@@ -277,13 +277,13 @@ def subset_report(level: Level, subset: Subset) -> SubsetReport:
             if m.label == "xla":
                 xla = m.seconds
             elif m.label == subset.choice.winner:
-                seconds = m.seconds
+                seconds, pul, bound = m.seconds, m.pul, m.bound_seconds
         if chosen is None:
             seconds, why = _lost(subset)
         rejected = [f"{r.label}: {r.message}" for r in subset.choice.rejections]
-    for program, score in subset.ranked:
-        if chosen is not None and program.digest == chosen.digest:
-            pul, bound = score, lower_bound(program).seconds
+    if chosen is not None and seconds is None:  # nothing was measured: the estimates that chose it
+        pul = next((score for program, score in subset.ranked if program.digest == chosen.digest), 0.0)
+        bound = lower_bound(chosen).seconds
     flop, moved = _flop(subset.program), _moved(subset.program)
     where = list(dict.fromkeys(n.where for n in nodes if n.where))
     return SubsetReport(

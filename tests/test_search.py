@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -142,7 +143,7 @@ def gpu_level(function, *args):
     level = levels.group(simplify(inline(closed)), AUTO, levels.Fuel())
     machine = gpu.GpuMachine(132)
     for subset in level.subsets:
-        subset.ranked = gpu.candidates(subset.program, machine, 4)
+        subset.ranking = functools.partial(gpu.candidates, subset.program, machine, 4)
     return level
 
 

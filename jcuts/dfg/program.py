@@ -233,9 +233,10 @@ class Program:
         """The inverse of `to_json` (plain data, or its JSON text). Raises IRError for another format."""
         if isinstance(data, str):
             data = json.loads(data)
+        found = data.get("format") if isinstance(data, dict) else None
+        if found != FORMAT:
+            raise IRError(f"kernel program of format {found!r}; this version reads {FORMAT}")
         assert isinstance(data, dict)
-        if data.get("format") != FORMAT:
-            raise IRError(f"kernel program of format {data.get('format')!r}; this version reads {FORMAT}")
         return Program(
             name=data["name"],
             template=data["template"],

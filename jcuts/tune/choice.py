@@ -78,6 +78,8 @@ class Choice:
         name: human-readable name of the subset.
         kernels: label -> digest of the compiled kernel, for the candidates that were measured (object cache key).
         digests: label -> digest of the candidate, for the same.
+        programs: label -> text of the kernel program, for those that some mode chooses: with it nobody has to make the
+            candidates again to know the winner.
     """
 
     problem: str
@@ -91,6 +93,7 @@ class Choice:
     name: str = ""
     kernels: dict[str, str] = field(default_factory=dict, hash=False)
     digests: dict[str, str] = field(default_factory=dict, hash=False)
+    programs: dict[str, str] = field(default_factory=dict, hash=False, repr=False)
 
     @property
     def kernel(self) -> str:
@@ -145,6 +148,7 @@ class Choice:
                 name=str(data.get("name", "")),
                 kernels={str(k): str(v) for k, v in data.get("kernels", {}).items()},
                 digests={str(k): str(v) for k, v in data.get("digests", {}).items()},
+                programs={str(k): str(v) for k, v in data.get("programs", {}).items()},
             )
             times = [float(m.seconds) for m in choice.measurements]
         except (KeyError, TypeError, ValueError, AttributeError) as error:

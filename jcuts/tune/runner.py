@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,7 +23,7 @@ from jcuts.tune.lock import default_patience, holder, is_hopeless, measuring_loc
 from jcuts.tune.pool import Answer, Pool
 from jcuts.tune.problem import Problem
 from jcuts.tune.replay import Recording
-from jcuts.tune.select import estimate, noise_margin, postponed, select, unknown
+from jcuts.tune.select import estimate, noise_margin, postponed, select, select_stored, unknown
 from jcuts.tune.store import Store, default_store
 from jcuts.tune.values import NORMAL
 from jcuts.tune.workshop import COMPILE, DEVICE, XLA, workshop
@@ -117,18 +117,8 @@ def _known(problems: dict[str, Problem], store: Store) -> dict[str, Choice]:
 def _selected(problem: Problem, choice: Choice, mode: str) -> Choice:
     if choice.origin != "measured":
         return choice
-    if not problem.candidates:  # looked up by `space` alone: the stored winners stand for their candidates
-        return choice if mode == "mixed" else select_stored(choice)
-    return select(problem, choice, mode)
-
-
-def select_stored(choice: Choice) -> Choice:
-    """The fastest kernel among the stored measurements, for problems whose candidates are not at hand."""
-    kernels = [m for m in choice.measurements if m.label in choice.kernels and m.method != "screen"]
-    if not kernels:
-        return choice.with_winner(LIBRARY, "")
-    best = min(kernels, key=lambda m: (m.seconds, m.label))
-    return choice.with_winner(best.label, choice.digests.get(best.label, ""))
+    # Looked up by `space` alone, the stored measurements stand for the candidates.
+    return select(problem, choice, mode) if problem.candidates else select_stored(choice, mode)
 
 
 @dataclass
@@ -413,16 +403,17 @@ class _Session:
             digests={c.label: c.digest for c in problem.candidates if c.label in labels},
         )
         choice = select(problem, choice, "mixed")
-        _persist(job, choice)
-        return choice
+        winners = {select(problem, choice, mode).winner for mode in ("mixed", "fusion")}
+        _persist(job, winners)
+        chosen = [c for c in problem.candidates if c.label in winners and c.kind == "program"]
+        return replace(choice, programs={c.label: c.payload for c in chosen})
 
 
-def _persist(job: _Job, choice: Choice) -> None:
-    """Puts the measured kernels that some mode may choose into the object cache: nobody compiles them again."""
+def _persist(job: _Job, winners: Iterable[str]) -> None:
+    """Puts the measured kernels that some mode chooses into the object cache: nobody compiles them again."""
     from jcuts.xla import objects
 
-    for mode in ("mixed", "fusion"):
-        winner = select(job.problem, choice, mode).winner
+    for winner in winners:
         if winner in job.kernels:
             with contextlib.suppress(CandidateRejected):
                 objects.store(read_kernel(job.kernels[winner]))

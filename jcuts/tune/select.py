@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from jcuts.base.errors import UsageError
@@ -61,6 +62,21 @@ def select(problem: Problem, choice: Choice, mode: str) -> Choice:
         return choice.with_winner(LIBRARY, "")
     winner = fastest(field, preference(problem), relative_margin=choice.margin)
     return choice.with_winner(winner, "" if winner == LIBRARY else problem.candidate(winner).digest)
+
+
+def select_stored(choice: Choice, mode: str) -> Choice:
+    """`select` for a problem whose candidates are not at hand: what was measured stands for them."""
+    if mode == "mixed":
+        return choice
+    field = tuple(m for m in choice.measurements if m.label in choice.kernels and m.method != "screen")
+    if not field:
+        return choice
+    winner = fastest(field, sorted(choice.kernels, key=_by_content(choice)), relative_margin=choice.margin)
+    return choice.with_winner(winner, choice.digests.get(winner, ""))
+
+
+def _by_content(choice: Choice) -> Callable[[str], str]:
+    return lambda label: choice.digests.get(label, label)
 
 
 def estimate(problem: Problem, mode: str) -> Choice:

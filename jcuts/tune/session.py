@@ -8,9 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from jcuts.base import knobs
+from jcuts.base.errors import IRError
 from jcuts.base.settings import Settings
+from jcuts.dfg.program import Program
 from jcuts.region.bound import bound
-from jcuts.tune.choice import LIBRARY
+from jcuts.tune.choice import LIBRARY, Choice
 from jcuts.tune.library import with_exports
 from jcuts.tune.problem import Candidate, Input, Output, Problem
 from jcuts.tune.runner import Progress, default_store, tune
@@ -81,22 +83,26 @@ def choose(
     how = settings if may_measure or settings.tune == "off" else replace(settings, tune="cached")
     used = {**_shares(subsets), **(shares or {})}
     problems: dict[str, Problem] = {}
-    closed_of: dict[str, Any] = {}
+    first_of: dict[str, Any] = {}
     for subset in subsets:
         if subset.identity not in problems:
             problem = make_problem(subset, settings, used[subset.identity], device)
+            if settings.tune == "off":
+                problem = with_candidates(problem, subset, used[subset.identity])
             problems[subset.identity] = problem
-            closed_of[problem.digest] = subset.closed
-    choices = tune(
-        list(problems.values()), store(), settings=how, progress=_progress,
-        prepare=lambda problem: with_exports(problem, closed_of[problem.digest], platform=problem.platform),
-    )  # fmt: skip
+            first_of[problem.digest] = subset
+
+    def prepare(problem: Problem) -> Problem:
+        subset = first_of[problem.digest]
+        full = with_candidates(problem, subset, used[subset.identity])
+        return with_exports(full, subset.closed, platform=problem.platform)
+
+    choices = tune(list(problems.values()), store(), settings=how, progress=_progress, prepare=prepare)
     for subset in subsets:
         problem = problems[subset.identity]
         choice = choices[problem.digest]
         subset.choice, subset.origin = choice, choice.origin
-        programs = {_label(p): p for p, _ in subset.ranked}
-        subset.chosen = programs.get(choice.winner)
+        subset.chosen = _winner(subset, choice)
         if choice.winner != LIBRARY and subset.chosen is None:
             subset.origin = "library"
         if subset.chosen is None and settings.mode != "mixed" and choice.origin == "library":
@@ -104,9 +110,33 @@ def choose(
     return used
 
 
+def _winner(subset: Any, choice: Choice) -> Program | None:
+    """The chosen program: as the choice holds it, else found among the subset's candidates."""
+    if choice.winner == LIBRARY:
+        return None
+    text = choice.programs.get(choice.winner, "")
+    try:
+        stored = Program.from_json(text) if text else None
+    except (IRError, ValueError, KeyError, TypeError):  # a person may have edited the row
+        stored = None
+    if stored is not None and _label(stored) == choice.winner:
+        return stored
+    return {_label(p): p for p, _ in subset.ranked}.get(choice.winner)
+
+
+def with_candidates(problem: Problem, subset: Any, candidates: int) -> Problem:
+    """The problem with the subset's best ``candidates`` candidates; its digest stays."""
+    return replace(
+        problem,
+        candidates=tuple(
+            Candidate("program", p.to_text(), _label(p), score, bound(p).seconds)
+            for p, score in subset.ranked[:candidates]
+        ),
+    )
+
+
 def make_problem(subset: Any, settings: Settings, candidates: int, device: str = "") -> Problem:
-    """The tuning problem of a subset with its best ``candidates`` candidates."""
-    kept = subset.ranked[:candidates]
+    """The tuning problem of a subset; its best ``candidates`` candidates are known by what determines them."""
     reduction = _terms(subset.program)
     outputs = tuple(
         Output(tuple(v.aval.shape), v.aval.dtype.name, reduction, v.aval.dtype.name not in FLOATS)
@@ -116,7 +146,7 @@ def make_problem(subset: Any, settings: Settings, candidates: int, device: str =
         identity=subset.identity,
         inputs=tuple(Input(tuple(v.aval.shape), v.aval.dtype.name, _recipe(subset, v)) for v in subset.inputs),
         outputs=outputs,
-        candidates=tuple(Candidate("program", p.to_text(), _label(p), score, bound(p).seconds) for p, score in kept),
+        space=f"{subset.space} {candidates}",
         tolerance=settings.tolerance,
         degree=degree(subset.closed),
         name=_name(subset),

@@ -1,0 +1,94 @@
+"""A stored choice carries its winner: on a warm start no candidate is made, let alone scored."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from jcuts import levels
+from jcuts.base.settings import Settings
+from jcuts.region import plans
+from jcuts.trace.inline import inline
+from jcuts.trace.simplify import simplify
+from jcuts.tune import runner, session
+from jcuts.tune.choice import Choice, Measurement
+from jcuts.tune.select import select
+from jcuts.tune.store import Store
+
+X = np.random.default_rng(0).standard_normal((96, 96)).astype(np.float32)
+
+
+def subsets(mode="mixed"):
+    closed = jax.make_jaxpr(lambda x, w: jax.nn.relu(x @ w + 1).sum(axis=0))(X, X)
+    top = levels.group(simplify(inline(closed)), Settings(mode=mode), levels.Fuel())
+    levels.add_candidates(top.subsets)
+    return top.subsets
+
+
+@pytest.fixture
+def store(monkeypatch):
+    store = Store(None, device="test", versions="1")
+    monkeypatch.setattr(session, "_store", store)
+    monkeypatch.setattr(session, "with_exports", lambda problem, closed, platform: problem)
+
+    def measure(problems, store, effort, prepare, progress, force):
+        for problem in problems:
+            full = prepare(problem)
+            labels = ["xla", *(c.label for c in full.candidates)]
+            times = tuple(Measurement(label, 1.0 / (k + 1), 0.0, 0.0, 5, "loop") for k, label in enumerate(labels))
+            digests = {c.label: c.digest for c in full.candidates}
+            choice = Choice(problem.digest, "xla", "", "measured", times, kernels=digests, digests=digests)
+            choice = select(full, choice, "mixed")
+            programs = {c.label: c.payload for c in full.candidates if c.label == choice.winner}
+            choice = Choice.from_json({**choice.to_json(), "programs": programs})
+            store.put(choice)
+            yield full, choice
+
+    monkeypatch.setattr(runner, "_measure_all", measure)
+    return store
+
+
+def unranked(monkeypatch):
+    def never(*args):
+        raise AssertionError("candidates were made")
+
+    monkeypatch.setattr(plans, "candidates", never)
+
+
+@pytest.mark.parametrize("mode", ["mixed", "fusion"])
+@pytest.mark.parametrize("may_measure", [True, False])
+def test_winners_come_from_the_database(store, monkeypatch, mode, may_measure):
+    first = subsets(mode)
+    session.choose(first, Settings(mode=mode), may_measure=True)
+    assert all(s.chosen is not None for s in first)
+    unranked(monkeypatch)
+    again = subsets(mode)
+    session.choose(again, Settings(mode=mode), may_measure=may_measure)
+    assert [s.chosen for s in again] == [s.chosen for s in first]
+    assert [s.origin for s in again] == ["measured"] * len(first)
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", "{}", '{"format": 1}', "another"])
+def test_a_damaged_program_is_made_again(store, damage):
+    first = subsets()
+    session.choose(first, Settings(), may_measure=True)
+    for subset in first:
+        choice = subset.choice
+        other = next(p.to_text() for p, _ in subset.ranked if p != subset.chosen)
+        texts = {choice.winner: other if damage == "another" else damage}
+        store.put(Choice.from_json({**choice.to_json(), "programs": texts}))
+    again = subsets()
+    session.choose(again, Settings(), may_measure=True)
+    assert [s.chosen for s in again] == [s.chosen for s in first]
+
+
+def test_what_decides_the_candidates_is_part_of_the_key(store, monkeypatch):
+    def keys():
+        return {session.make_problem(s, Settings(), 4).digest for s in subsets()}
+
+    before = keys()
+    assert before == keys()
+    assert before.isdisjoint({session.make_problem(s, Settings(), 5).digest for s in subsets()})
+    monkeypatch.setenv("JCUTS_TOP_PERCENT", "3")
+    assert before.isdisjoint(keys())

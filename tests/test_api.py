@@ -535,7 +535,8 @@ def test_equal_devices_share_a_decision(toy, monkeypatch):  # noqa: F811
     f(X)
     assert len(raced) == 1
     host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
-    keys = {f._store_key(f._closed((X,), {}), f._arguments.signature((x,), {}), "cpu") for x in (X, jax.device_put(X, host))}
+    signatures = [f._arguments.signature((x,), {}) for x in (X, jax.device_put(X, host))]
+    keys = {f._store_key(f._closed((X,), {}), signature, "cpu") for signature in signatures}
     assert len(keys) == 2
 
 

@@ -372,8 +372,8 @@ class Optimized:
             stored = None if force else self._stored(self._store_key(closed, signature, platform), platform, True)
             if stored is not None and stored.is_final:
                 return stored  # its kernels are in the database: lowering finds them there
-            found = self._plan_forms(closed, leaves, platform)
-            racing, outcomes, uses_jcuts = list(found), list(found.values()), bool(found)
+            found, outcomes = self._plan_forms(closed, leaves, platform)
+            racing, uses_jcuts = list(found), bool(found)
         else:
             outcomes = [plan(closed, self.settings, platform, may_measure=measure, examples=leaves)]
             uses_jcuts = outcomes[0].closed is not closed
@@ -402,12 +402,17 @@ class Optimized:
         self._guard_store().put_guard(key, decision.to_dict())
         return decision
 
-    def _plan_forms(self, closed: jaxapi.Closed, leaves: Sequence[Any], platform: str) -> dict[Form | None, Any]:
+    def _plan_forms(self, closed: jaxapi.Closed, leaves: Sequence[Any], platform: str
+                    ) -> tuple[list[Form | None], list[Any]]:
+        """The forms worth a race, and the outcomes of all: one that could not be measured may change nothing."""
+        outcomes = []
+
         def of_form(form: Form | None) -> Any:
-            return plan(closed, self._settings_for(form), platform, may_measure=True, examples=leaves)
+            outcomes.append(plan(closed, self._settings_for(form), platform, may_measure=True, examples=leaves))
+            return outcomes[-1]
 
         with session.workshop():
-            return forms.planned(closed, platform, of_form)
+            return list(forms.planned(closed, platform, of_form)), outcomes
 
     def _not_timed(self, closed: jaxapi.Closed, leaves: Sequence[Any]) -> str | None:
         if jaxapi.has_effects(closed):

@@ -501,6 +501,24 @@ def test_a_call_that_could_not_tune_is_tuned_by_a_later_one(busy, mode):
     assert measured(busy) == 3 and not f.decision(X).deferred
 
 
+def test_forms_that_could_not_be_measured_decide_nothing(busy, monkeypatch):
+    plan = sys.modules["jcuts.pipeline"].optimize_jaxpr
+
+    def unchanged(closed, *args, **kwargs):  # all was left to XLA for now
+        outcome = plan(closed, *args, **kwargs)
+        return outcome._replace(closed=closed) if busy.is_busy else outcome
+
+    monkeypatch.setattr(sys.modules["jcuts.pipeline"], "optimize_jaxpr", unchanged)
+    monkeypatch.setattr("jcuts.forms.GPUS", ("cpu",))
+    store = guard.MemoryStore()
+    f = Optimized(scaled, jcuts.optimize(scaled).settings, {}, store)
+    np.testing.assert_array_equal(f(X), X * 2)
+    assert f.decision(X).deferred and f.decision(X).chosen == guard.XLA and not store._kept
+    busy.is_busy, busy.now = False, 31.0
+    np.testing.assert_array_equal(f(X), X * 2)
+    assert not f.decision(X).deferred and store._kept
+
+
 def test_a_decision_taken_in_noise_is_measured_again_by_a_later_process(toy, monkeypatch):  # noqa: F811
     store, raced = guard.MemoryStore(), []
 

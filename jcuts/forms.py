@@ -30,6 +30,7 @@ from jcuts.base.errors import UsageError
 from jcuts.base.settings import Form
 from jcuts.trace import jaxapi, rewrite
 from jcuts.trace.inline import inline
+from jcuts.trace.products import CONVOLUTION, DOT
 from jcuts.trace.simplify import simplify
 from jcuts.tune.widen import evaluate, widened_dtype
 
@@ -262,10 +263,10 @@ def longest_sum(closed: jaxapi.Closed) -> int:
     longest = 1
     for eqn in closed.jaxpr.eqns:
         name = jaxapi.primitive_name(eqn)
-        if name == rewrite.CONVOLUTION:
+        if name == CONVOLUTION:
             weights, spec = eqn.invars[1].aval, eqn.params["dimension_numbers"].rhs_spec
             longest = max(longest, weights.size // max(1, weights.shape[spec[0]]))
-        elif name == rewrite.DOT:
+        elif name == DOT:
             contracted = eqn.params["dimension_numbers"][0][0]
             longest = max(longest, math.prod(eqn.invars[0].aval.shape[d] for d in contracted))
         for _, _, body in jaxapi.inner_jaxprs(eqn):

@@ -39,6 +39,7 @@ log = logging.getLogger("jcuts")
 GPUS = ("gpu", "cuda")
 FLOOR_ULP = 4.0
 MOST = 4.0  # a single element may be that many times as far off as the whole output (`tune.check` has the same)
+WITH_ALL = ("siblings",)  # rewrites that only race beside all others that apply
 LEAN: dict[str, Any] = {"xla_gpu_autotune_level": 0}  # the float64 program runs once: nothing is worth tuning in it
 
 
@@ -120,6 +121,8 @@ def planned(closed: jaxapi.Closed, platform: str, plan: Callable[[Form | None], 
     `rewrite`'s folding of constants takes work away and adds none, so it is in every form (and checked against float64
     with it).  Products in place of convolutions, and which subsets are worth cutting out of XLA's fusions, are raced;
     kernels take over what follows a product only beside `dots`: the library's convolutions compute that themselves.
+    The rules of `WITH_ALL` change whole blocks and join no other sets than the largest.  Two programs race them, as each
+    costs seconds of compilation: left to XLA, and with kernels for all but dense products, which they leave to libraries.
     """
     plain: Form | None = None
     rules = rewrite.applicable(simplify(inline(closed))) if platform in GPUS else ()
@@ -136,12 +139,15 @@ def planned(closed: jaxapi.Closed, platform: str, plan: Callable[[Form | None], 
 
     add(Form(folded) if folded else plain)
     if platform in GPUS:
-        every = [folded, *((*folded, name) for name in rules if name not in folded)]
+        every = [folded, *((*folded, name) for name in rules if name not in (*folded, *WITH_ALL))]
         for rewrites in every:
             for regions in ("all", "anchored", "none"):
                 if rewrites or regions == "anchored":
                     add(Form(rewrites, regions))
         add(Form(every[-1], "absorbing"))
+        if set(rules) & set(WITH_ALL):
+            add(Form(rules, "none"))
+            add(Form(rules, "absorbing"))
     return found
 
 

@@ -78,7 +78,7 @@ class Program:
         return made, [jaxapi.new_eqn([constant], [made], jax.lax.broadcast_in_dim_p, params, like=eqn)]
 
     def with_eqns(self, replaced: dict[int, list[Any]]) -> jaxapi.Closed:
-        """The program in which equations, by their id, are replaced by others; without the constants that nothing uses."""
+        """The program in which equations, by their id, are replaced by others, without constants that nothing uses."""
         jaxpr = self.closed.jaxpr
         eqns = [new for e in jaxpr.eqns for new in replaced.get(id(e), [e])]
         used = {a for e in eqns for a in e.invars if not jaxapi.is_literal(a)}

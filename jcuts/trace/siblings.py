@@ -232,4 +232,5 @@ def _side_by_side(
         return None
     if np.prod(others) * sum(widths) > SMALL:
         return None
-    return np.concatenate([np.broadcast_to(v, _wide(others, place, w)) for v, w in zip(values, widths, strict=True)], place)
+    shapes = [_wide(others, place, width) for width in widths]
+    return np.concatenate([np.broadcast_to(v, s) for v, s in zip(values, shapes, strict=True)], place)

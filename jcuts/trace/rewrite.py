@@ -120,7 +120,7 @@ def _in_scan(eqn: Any, body: jaxapi.Closed, consts: dict[Any, Any], rule: Rule) 
     bound, count = _everywhere(bound, rule)
     if not count:
         return eqn, 0
-    atoms = {id(value): atom for atom, value in consts.items()}
+    atoms: dict[int, Any] = {id(value): atom for atom, value in consts.items()}
     for var, value in zip(bound.jaxpr.constvars, bound.consts, strict=True):
         if id(value) not in atoms:
             atoms[id(value)] = jaxapi.new_var(var.aval)
@@ -130,7 +130,7 @@ def _in_scan(eqn: Any, body: jaxapi.Closed, consts: dict[Any, Any], rule: Rule) 
     opened = jaxapi.make_closed(
         [], [*bound.jaxpr.constvars, *bound.jaxpr.invars], bound.jaxpr.outvars, bound.jaxpr.eqns, [], like=bound
     )
-    params = {"num_consts": len(operands) + sum(kept[:fixed])}
+    params: dict[str, Any] = {"num_consts": len(operands) + sum(kept[:fixed])}
     if "linear" in eqn.params:
         linear = [flag for flag, k in zip(eqn.params["linear"], kept, strict=True) if k]
         params["linear"] = (*(False for _ in operands), *linear)

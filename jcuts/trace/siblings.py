@@ -138,8 +138,8 @@ def _joined(group: Sequence[_Sibling], program: Program, readers: dict[Any, Any]
     whole = new_value(_wide(parts[0].aval.shape, first.place, sum(widths)), parts[0].aval)
     eqns, gone = [first.eqn.replace(invars=invars, outvars=[whole])], [s.eqn for s in group]
     while True:
-        followers = [readers.get(part) if program.uses[part] == 1 else None for part in parts]
-        step = None if None in followers else _common(followers, parts, first.place, widths, program)
+        followers = [readers[part] for part in parts if program.uses[part] == 1 and part in readers]
+        step = _common(followers, parts, first.place, widths, program) if len(followers) == len(parts) else None
         if step is None:
             break
         operands, before = step

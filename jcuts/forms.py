@@ -39,7 +39,7 @@ log = logging.getLogger("jcuts")
 GPUS = ("gpu", "cuda")
 FLOOR_ULP = 4.0
 MOST = 4.0  # a single element may be that many times as far off as the whole output (`tune.check` has the same)
-WITH_ALL = ("siblings",)  # rewrites that only race beside all others that apply
+WITH_ALL = ("pools", "siblings")  # rewrites that only race beside all others that apply
 LEAN: dict[str, Any] = {"xla_gpu_autotune_level": 0}  # the float64 program runs once: nothing is worth tuning in it
 
 

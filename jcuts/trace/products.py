@@ -101,6 +101,14 @@ def channel_of(product: Any) -> tuple[int, int] | None:
     return None
 
 
+def is_point_by_point(convolution: Any) -> bool:
+    """Whether a convolution is one matrix product over features at every point: one tap, no stride, padding or groups."""
+    p, weights = convolution.params, convolution.invars[1].aval
+    taps = [weights.shape[d] for d in p["dimension_numbers"].rhs_spec[2:]]
+    ones = (*taps, *p["window_strides"], *p["lhs_dilation"], p["feature_group_count"], p["batch_group_count"])
+    return all(n == 1 for n in ones) and all(low == high == 0 for low, high in p["padding"])
+
+
 def constant_of(atom: Any, made: dict[Any, Any], constants: dict[Any, Any]) -> np.ndarray | None:
     """A constant, before the broadcast to the whole result (its dimensions then are 1)."""
     chain = []

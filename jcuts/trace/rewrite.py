@@ -2,6 +2,7 @@
 
     scales   y = conv(x, w) * s   ->  conv(x, w * s)          w, s constants, s one factor per output channel
     dots     conv(x, w), 1x1      ->  dot(x, w)               no padding, stride, dilation or groups
+    pools    pool(x . w), pool(x) . w  ->  each other, where that is less work                    (`trace/pools.py`)
     siblings x . w1, x . w2, ...  ->  parts of x . [w1 w2 ...]                                 (`trace/siblings.py`)
 
 `scales` turns an inference batch norm, also one behind a bias, into one addition, which XLA and jcuts fuse into what
@@ -22,7 +23,8 @@ import jax
 import numpy as np
 
 from jcuts.trace import jaxapi
-from jcuts.trace.products import CONVOLUTION, Program, channel_of, constant_of, new_value
+from jcuts.trace.pools import pools
+from jcuts.trace.products import CONVOLUTION, Program, channel_of, constant_of, is_point_by_point, new_value
 from jcuts.trace.siblings import siblings
 from jcuts.trace.simplify import simplify
 
@@ -141,13 +143,10 @@ def _in_scan(eqn: Any, body: jaxapi.Closed, consts: dict[Any, Any], rule: Rule) 
 
 # -- a pointwise convolution as a product ---------------------------------------------------------------------------
 def _is_pointwise(eqn: Any) -> bool:
-    p, (lhs, rhs) = eqn.params, eqn.invars
-    numbers = p["dimension_numbers"]
-    taps = [rhs.aval.shape[d] for d in numbers.rhs_spec[2:]]
+    lhs, rhs = eqn.invars
+    numbers = eqn.params["dimension_numbers"]
     return (
-        all(n == 1 for n in (*taps, *p["window_strides"], *p["lhs_dilation"], p["feature_group_count"]))
-        and p["batch_group_count"] == 1
-        and all(low == high == 0 for low, high in p["padding"])
+        is_point_by_point(eqn)
         and lhs.aval.size > 0
         and rhs.aval.size > 0
         # Features innermost on both sides: the product then reads and writes both as they lie.
@@ -338,5 +337,5 @@ def _scaled(product: Any, scale: np.ndarray, constants: dict[Any, Any]) -> Any:
     return None if lost.any() or not np.isfinite(scale).all() else jax.numpy.asarray(found)
 
 
-RULES: dict[str, Rule] = {"scales": _scales, "dots": _dots, "siblings": siblings}
+RULES: dict[str, Rule] = {"scales": _scales, "dots": _dots, "pools": pools, "siblings": siblings}
 """Every rewrite by its name, in the order in which they are applied."""

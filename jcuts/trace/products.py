@@ -102,7 +102,7 @@ def channel_of(product: Any) -> tuple[int, int] | None:
 
 
 def is_point_by_point(convolution: Any) -> bool:
-    """Whether a convolution is one matrix product over features at every point: one tap, no stride, padding or groups."""
+    """Whether a convolution is one matrix product over features at every point: one tap, no stride, padding, groups."""
     p, weights = convolution.params, convolution.invars[1].aval
     taps = [weights.shape[d] for d in p["dimension_numbers"].rhs_spec[2:]]
     ones = (*taps, *p["window_strides"], *p["lhs_dilation"], p["feature_group_count"], p["batch_group_count"])

@@ -6,11 +6,10 @@
     siblings x . w1, x . w2, ...  ->  parts of x . [w1 w2 ...]                                 (`trace/siblings.py`)
 
 `scales` turns an inference batch norm, also one behind a bias, into one addition, which XLA and jcuts fuse into what
-makes or uses it.  Weights
-and factors must be constants: an argument would be multiplied again in every call.  `dots` hands a pointwise
-convolution to the matrix product's libraries and to XLA's own fused products; `siblings` comes after it and takes
-convolutions as well.  All change roundings (of a weight; of the order of a sum), so whoever uses them checks results
-against float64.  A scan's body is rewritten with the constants that the scan hands to it.
+makes or uses it.  Weights and factors must be constants: an argument would be multiplied again in every call.  `dots`
+hands a pointwise convolution to the matrix product's libraries and to XLA's own fused products; `pools` and `siblings`
+come after it, and take convolutions as well.  All change roundings (of a weight; of the order of a sum), so whoever
+uses them checks results against float64.  A scan's body is rewritten with the constants that the scan hands to it.
 """
 
 from __future__ import annotations

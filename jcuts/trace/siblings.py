@@ -5,7 +5,10 @@
 The q, k and v of attention and the branches of an inception block are such siblings.  One product reads x once, fills
 more of a GPU than each of its parts, and is one launch.  Weights must be constants: arguments would be joined again in
 every call.  What follows all siblings alike, with constants per channel (biases, an activation), is done once, before
-the result is cut: XLA makes it part of the library's call, which a cut in between would prevent.
+the result is cut: XLA can make it part of the library's call, which a cut in between would prevent.
+
+XLA:GPU joins matrix products itself where one of them moves less than 32 MB (``xla_gpu_dot_merger_threshold_mb``), but
+cuts right behind them; it joins no convolutions.
 
 Siblings need nothing but x and constants, so the product stands where the first of them stood.
 """

@@ -110,7 +110,7 @@ def _in_scan(eqn: Any, body: jaxapi.Closed, consts: dict[Any, Any], rule: Rule) 
 
     Args: consts: of the program around it; constants that the body needs then are added.
     """
-    fixed, jaxpr = eqn.params["num_consts"], body.jaxpr
+    fixed, jaxpr = jaxapi.scan_constants(eqn), body.jaxpr
     known = {
         v: consts[a]
         for v, a in zip(jaxpr.invars[:fixed], eqn.invars[:fixed], strict=True)
@@ -131,13 +131,9 @@ def _in_scan(eqn: Any, body: jaxapi.Closed, consts: dict[Any, Any], rule: Rule) 
     opened = jaxapi.make_closed(
         [], [*bound.jaxpr.constvars, *bound.jaxpr.invars], bound.jaxpr.outvars, bound.jaxpr.eqns, [], like=bound
     )
-    params: dict[str, Any] = {"num_consts": len(operands) + sum(kept[:fixed])}
-    if "linear" in eqn.params:
-        linear = [flag for flag, k in zip(eqn.params["linear"], kept, strict=True) if k]
-        params["linear"] = (*(False for _ in operands), *linear)
-    eqn = jaxapi.with_inner_jaxprs(eqn, [opened])
     rest = [a for a, k in zip(eqn.invars, kept, strict=True) if k]
-    return eqn.replace(invars=[*operands, *rest], params={**eqn.params, **params}), count
+    fixed = len(operands) + sum(kept[:fixed])
+    return jaxapi.with_scan_body(eqn, [*operands, *rest], fixed, opened), count
 
 
 # -- a pointwise convolution as a product ---------------------------------------------------------------------------

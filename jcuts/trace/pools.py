@@ -4,8 +4,8 @@
     pool(dot(x, w))       ->  dot(pool(x), w)          fewer points to multiply at (a dense net's transition)
 
 ``pool`` sums over windows of space, ``dot`` (or a convolution of one point) over channels: each is linear and leaves
-the other's dimensions alone, so padding, strides and dilations of the window do not matter.  They are exchanged where the
-product then has no more points and fewer values lie between the two.  In the first form the product reads what its
+the other's dimensions alone, so padding, strides and dilations of the window do not matter.  They are exchanged where
+the product then has no more points and fewer values lie between the two.  In the first form the product reads what its
 neighbours in the block read, and `siblings` can join them.
 """
 

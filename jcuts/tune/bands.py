@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jcuts.tune import slabs
+
 BAND_BINADES = 8
 BAND_LEAST = 16
 
@@ -23,13 +25,13 @@ class Pool:
 
     def __init__(self, reference: np.ndarray, xla_error: np.ndarray, tiny: float) -> None:
         self._size = np.abs(reference)
-        self._scale = np.maximum(self._size, max(rms(reference), tiny))
+        self._scale = np.maximum(self._size, max(rms(reference, self._size), tiny))
         self._xla_error = xla_error
         self.xla = self.relative(xla_error)
 
     def relative(self, error: np.ndarray) -> float:
         """max_i error_i / max(|r_i|, s), with s the root mean square of r."""
-        return float(np.max(error / self._scale, initial=0.0))
+        return slabs.largest(error.size, lambda s: float(np.max(error[s] / self._scale[s], initial=0.0)))
 
     def by_magnitude(self, error: np.ndarray) -> list[tuple[float, float, float]]:
         """For each group of bands: the largest |r|, the largest of these errors, the largest of XLA's errors."""
@@ -54,19 +56,27 @@ class Pool:
         return band, groups, tops, _maxima(self._xla_error, band, count)
 
 
-def rms(values: np.ndarray) -> float:
-    """Root mean square, of numbers whose squares may overflow."""
-    most = float(np.max(np.abs(values), initial=0.0))
+def rms(values: np.ndarray, size: np.ndarray | None = None) -> float:
+    """Root mean square, of numbers whose squares may overflow; ``size``: their magnitudes, where they are at hand."""
+    flat = values.reshape(-1)
+    most = float(np.max(np.abs(flat) if size is None else size, initial=0.0))
     if not most > 0:
         return 0.0
-    scaled = (values / most).reshape(-1)
-    return most * math.sqrt(float(np.dot(scaled, scaled)) / max(1, scaled.size))
+
+    def squares(slab: slice) -> float:
+        scaled = flat[slab] / most
+        return float(np.dot(scaled, scaled))
+
+    return most * math.sqrt(math.fsum(slabs.each(flat.size, squares)) / max(1, flat.size))
 
 
 def _maxima(values: np.ndarray, band: np.ndarray, count: int) -> np.ndarray:
-    found = np.zeros(count)
-    np.maximum.at(found, band, values)
-    return found
+    def most(slab: slice) -> np.ndarray:
+        found = np.zeros(count)
+        np.maximum.at(found, band[slab], values[slab])
+        return found
+
+    return np.maximum.reduce(slabs.each(values.size, most), initial=0.0) if values.size else np.zeros(count)
 
 
 def _band_numbers(size: np.ndarray) -> tuple[np.ndarray, int]:
@@ -78,7 +88,7 @@ def _band_numbers(size: np.ndarray) -> tuple[np.ndarray, int]:
     least, most = (int(band.min()), int(band.max())) if band.size else (0, 0)
     band -= least - 1
     band[size == 0] = 0
-    return band, most - least + 2
+    return band.astype(np.int16), most - least + 2
 
 
 def _are_many(size: np.ndarray, band: np.ndarray, names: Sequence[int]) -> bool:

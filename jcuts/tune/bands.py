@@ -24,8 +24,10 @@ class Pool:
     """
 
     def __init__(self, reference: np.ndarray, xla_error: np.ndarray, tiny: float) -> None:
-        self._size = np.abs(reference)
-        self._scale = np.maximum(self._size, max(rms(reference, self._size), tiny))
+        self._size, self._scale = np.empty(reference.shape), np.empty(reference.shape)
+        slabs.each(reference.size, lambda s: np.abs(reference[s], out=self._size[s]))
+        least = max(rms(self._size), tiny)
+        slabs.each(reference.size, lambda s: np.maximum(self._size[s], least, out=self._scale[s]))
         self._xla_error = xla_error
         self.xla = self.relative(xla_error)
 
@@ -56,16 +58,16 @@ class Pool:
         return band, groups, tops, _maxima(self._xla_error, band, count)
 
 
-def rms(values: np.ndarray, size: np.ndarray | None = None) -> float:
-    """Root mean square, of numbers whose squares may overflow; ``size``: their magnitudes, where they are at hand."""
+def rms(values: np.ndarray) -> float:
+    """Root mean square, of numbers whose squares may overflow."""
     flat = values.reshape(-1)
-    most = float(np.max(np.abs(flat) if size is None else size, initial=0.0))
+    most = slabs.largest(flat.size, lambda s: float(np.max(np.abs(flat[s]), initial=0.0)))
     if not most > 0:
         return 0.0
 
     def squares(slab: slice) -> float:
         scaled = flat[slab] / most
-        return float(np.dot(scaled, scaled))
+        return float(np.sum(np.multiply(scaled, scaled, out=scaled)))  # a dot product would start threads of its own
 
     return most * math.sqrt(math.fsum(slabs.each(flat.size, squares)) / max(1, flat.size))
 
@@ -80,24 +82,32 @@ def _maxima(values: np.ndarray, band: np.ndarray, count: int) -> np.ndarray:
 
 
 def _band_numbers(size: np.ndarray) -> tuple[np.ndarray, int]:
-    """Band of each number, from 1 for the smallest (0 for the number 0), and one more than the largest band."""
-    # The exponent of `frexp`, of a number in [0.5, 1) * 2**exponent, divided by 8.
-    band = np.ascontiguousarray(size, np.float64).view(np.int64) >> 52
-    band -= 1022
-    band >>= BAND_BINADES.bit_length() - 1
-    least, most = (int(band.min()), int(band.max())) if band.size else (0, 0)
-    band -= least - 1
-    band[size == 0] = 0
-    return band.astype(np.int16), most - least + 2
+    """Band of each number, larger for larger numbers (0 for the number 0), and one more than the largest band."""
+    band = np.empty(size.shape, np.int16)
+
+    def fill(slab: slice) -> None:
+        # The exponent of `frexp`, of a number in [0.5, 1) * 2**exponent, divided by 8.
+        bits = np.ascontiguousarray(size[slab], np.float64).view(np.int64) >> 52
+        bits -= 1022
+        bits >>= BAND_BINADES.bit_length() - 1
+        bits += 1 + 1022 // BAND_BINADES + 1
+        bits[size[slab] == 0] = 0
+        band[slab] = bits
+
+    slabs.each(size.size, fill)
+    return band, 2 + 2 * (1024 // BAND_BINADES + 1)
 
 
 def _are_many(size: np.ndarray, band: np.ndarray, names: Sequence[int]) -> bool:
     """Whether these bands hold at least `BAND_LEAST` different numbers."""
-    found: set[float] = set()
+
+    def different(slab: slice) -> list[float]:
+        return np.unique(size[slab][np.isin(band[slab], names)])[:BAND_LEAST].tolist()
+
     step = 1 << 14  # a look at the first elements is enough for most
-    for start in range(0, size.size, step):
-        part = size[start : start + step][np.isin(band[start : start + step], names)]
-        found.update(np.unique(part)[:BAND_LEAST].tolist())
+    found: set[float] = set()
+    for start in range(0, min(size.size, 4 * step), step):
+        found.update(different(slice(start, start + step)))
         if len(found) >= BAND_LEAST:
             return True
-    return False
+    return len(found.union(*slabs.each(size.size, different))) >= BAND_LEAST

@@ -81,28 +81,53 @@ class Expected:
     @functools.cached_property
     def known(self) -> _Known:
         """What every candidate is compared with, made once for all of them (float outputs)."""
-        x, r = _flat(self.xla), _flat(self.reference)
-        rounded = r.astype(self.xla.dtype)
-        finite = bool(np.isfinite(x).all() and np.isfinite(rounded).all())
-        class_x = None if finite else _classes(x)
-        errors = np.abs(x - r) if class_x is None else np.where(class_x == 0, np.abs(x - r), 0.0)
-        if self.uncertainty is not None:
-            errors = np.maximum(errors, _flat(self.uncertainty))
-        kept = None if class_x is None else (class_x == 0) & np.isfinite(r)
-        return _Known(x, r, errors, class_x, None if finite else _classes(rounded.astype(np.float64)), kept)
+        x, r = np.asarray(self.xla).reshape(-1), _wide(self.reference)
+        unsure = None if self.uncertainty is None else _wide(self.uncertainty)
+        errors = np.empty(r.shape)
+
+        def fill(slab: slice) -> bool:
+            """XLA's errors; whether all is finite."""
+            wide = x[slab].astype(np.float64)
+            size = np.abs(wide - r[slab])
+            errors[slab] = size if unsure is None else np.maximum(size, unsure[slab])
+            return bool(np.isfinite(wide).all() and np.isfinite(r[slab].astype(x.dtype)).all())
+
+        with np.errstate(all="ignore"):
+            if all(slabs.each(r.size, fill)):
+                return _Known(x, r, errors, None, None, None)
+        class_x, class_r = np.empty(r.shape, np.int8), np.empty(r.shape, np.int8)
+        kept = np.empty(r.shape, bool)
+
+        def sort(slab: slice) -> None:
+            class_x[slab] = _classes(x[slab].astype(np.float64))
+            class_r[slab] = _classes(r[slab].astype(x.dtype).astype(np.float64))
+            kept[slab] = (class_x[slab] == 0) & np.isfinite(r[slab])
+            if unsure is None:
+                errors[slab][class_x[slab] != 0] = 0.0
+            else:
+                np.copyto(errors[slab], unsure[slab], where=class_x[slab] != 0)
+
+        with np.errstate(all="ignore"):
+            slabs.each(r.size, sort)
+        return _Known(x, r, errors, class_x, class_r, kept)
 
 
 @dataclass(frozen=True, eq=False)
 class _Known:
-    """One set, flattened, in float64: XLA's result, the reference, XLA's error, classes (None: both are all finite)."""
+    """One set, flattened: XLA's result, the reference, XLA's error, classes (None: both are all finite)."""
 
-    x: np.ndarray
+    result: np.ndarray
     r: np.ndarray
     errors: np.ndarray
     class_x: np.ndarray | None
     class_r: np.ndarray | None
     kept: np.ndarray | None
     """Where rules 3 to 5 apply to a result of XLA's own classes; None: everywhere."""
+
+    @functools.cached_property
+    def x(self) -> np.ndarray:
+        """XLA's result in float64."""
+        return self.result.astype(np.float64)
 
     def held(self, values: np.ndarray) -> np.ndarray:
         """The values where rules 3 to 5 apply."""
@@ -117,6 +142,11 @@ class _Known:
     def held_errors(self) -> np.ndarray:
         """XLA's errors there."""
         return self.held(self.errors)
+
+
+def _wide(array: np.ndarray) -> np.ndarray:
+    """Flattened, in float64; no copy of what is."""
+    return np.asarray(array).astype(np.float64, copy=False).reshape(-1)
 
 
 def _flat(array: np.ndarray) -> np.ndarray:
@@ -287,7 +317,7 @@ def _check_floats(
 @functools.lru_cache(maxsize=3)
 def _usual_pool(known: tuple[_Known, ...], tiny: float) -> Pool:
     """The pool of sets that are compared as a whole: one for all candidates (of a problem: normal, special, huge)."""
-    errors = _joined([_beyond(k.held_errors, tiny) for k in known])
+    errors = _joined([_less(k.held_errors, tiny) for k in known])
     return Pool(_joined([k.held_r for k in known]), errors, tiny)
 
 
@@ -371,6 +401,17 @@ def _errors(have: np.ndarray, known: _Known, tiny: float) -> np.ndarray:
 
     slabs.each(flat.size, fill)
     return known.held(errors)
+
+
+def _less(errors: np.ndarray, tiny: float) -> np.ndarray:
+    """`_beyond` of many."""
+    found = np.empty(errors.shape)
+
+    def fill(slab: slice) -> None:
+        found[slab] = _beyond(errors[slab], tiny)
+
+    slabs.each(errors.size, fill)
+    return found
 
 
 def _beyond(difference: np.ndarray, tiny: float) -> np.ndarray:

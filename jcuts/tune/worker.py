@@ -20,6 +20,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 import traceback
 from typing import Any
 
@@ -66,8 +67,10 @@ def serve() -> None:
         def announce(label: str, number: int = request["id"]) -> None:
             answers.write(json.dumps({"id": number, "event": "running", "label": label}) + "\n")
 
+        start = time.perf_counter()
         try:
             answer = {"id": request["id"], "ok": True, **REQUESTS[request["op"]](request, announce)}
+            answer.setdefault("seconds", time.perf_counter() - start)
         except CandidateRejected as error:
             answer = _failure(request, type(error).__name__, error.message, error.values)
         except Exception as error:  # a bug in one candidate's code path must not cost the others

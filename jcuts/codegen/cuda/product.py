@@ -1,0 +1,419 @@
+"""The *product* form: matrix products on matrix units, with everything that follows per element.
+
+A block computes a tile of ``rows x columns`` outputs.  Its threads copy tiles of both operands into a ring of ``stages``
+pieces of shared memory, several tiles ahead of the one at hand; warps take fragments of them, round them to what the
+units take (float32 to TF32) and multiply.  Warps share the tile's rows and columns, and, where ``deep`` is more than 1,
+the terms of every tile as well: their totals meet in shared memory and are added in the order of the warps.  The exit
+graph then runs on the accumulators in registers.
+
+The program is that of `region.products`; ``split`` groups of terms are an axis ``s`` of the outputs (`parts`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from jcuts.base.errors import CompileRejected
+from jcuts.codegen import elements as E
+from jcuts.codegen import lanes as L
+from jcuts.codegen.cuda import memory as M
+from jcuts.codegen.cuda import tensor
+from jcuts.codegen.cuda.builder import GpuBuilder
+from jcuts.codegen.cuda.product_tiles import Copier, Fragments, TileShape, columns_of, rows_of
+from jcuts.codegen.cuda.shared import WARP
+from jcuts.codegen.cuda.values import Emitter, store_all
+from jcuts.dfg.index import Index
+from jcuts.dfg.node import Graph, Guard, Node
+from jcuts.dfg.program import Buffer, Program
+from jcuts.region.products import COLUMNS, ROWS, TYPES, B, K, S, sides
+
+GROUP = 8  # tiles of rows whose blocks run side by side, so that they find the same columns in the L2 cache
+_HELD = "held"  # axis: the first column of those that one access takes
+
+
+@dataclass(frozen=True)
+class ProductShape:
+    """A block's work.
+
+    Attributes:
+        left, right: tiles of the operands.
+        warps: (along rows, along columns, along terms).
+        stages: tiles of each operand in shared memory.
+        share: tiles of terms of a block; ``terms``: of the whole sum.
+    """
+
+    left: TileShape
+    right: TileShape
+    warps: tuple[int, int, int]
+    stages: int
+    share: int
+    terms: int
+
+    @property
+    def stage(self) -> int:
+        """Bytes of one tile of both operands."""
+        return self.left.bytes + self.right.bytes
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return WARP * math.prod(self.warps)
+
+    @property
+    def partial(self) -> int:
+        """Bytes in which warps that share terms meet."""
+        return 4 * self.left.size * self.right.size * self.warps[2] if self.warps[2] > 1 else 0
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory of a block."""
+        return max(self.stage * self.stages, self.partial)
+
+    @property
+    def kind(self) -> str:
+        """What the matrix units take."""
+        return TYPES[self.left.side.dtype]
+
+
+def product_shape(program: Program) -> ProductShape:
+    """The work that a schedule gives to a block. Raises CompileRejected where its numbers do not fit each other."""
+    params, phase = dict(program.params), program.phases[0]
+    rows, columns, terms = _three(params["tile"])
+    along, across, deep = _three(params["warps"])
+    extents = phase.ranges()
+    total, split = extents[K], int(str(params.get("split", 1)))
+    share = -(-total // (terms * split))
+    left, right = sides(phase)
+    ragged = total % (terms * share * split) != 0
+    first = TileShape(left, extents[ROWS], rows, terms, rows // max(1, along), 0, ragged)
+    second = TileShape(right, extents[COLUMNS], columns, terms, columns // max(1, across), first.bytes, ragged)
+    shape = ProductShape(first, second, (along, across, deep), int(str(params["stages"])), share, total)
+    step = tensor.STEP // left.item * deep
+    fits = rows == along * first.warp and columns == across * second.warp and terms % step == 0
+    fits = fits and first.warp % 16 == 0 and second.warp % 16 == 0 and shape.stages >= 2
+    fits = fits and all(t.length % t.side.width == 0 for t in (first, second))
+    if not fits or shape.threads != int(str(params["threads"])):
+        raise CompileRejected(f"{program.name}: no product of tiles {params['tile']} by warps {params['warps']}")
+    return shape
+
+
+def _three(value: object) -> tuple[int, int, int]:
+    x, y, z = (int(v) for v in value)  # type: ignore[attr-defined]
+    return x, y, z
+
+
+def block_count(program: Program, shape: ProductShape) -> int:
+    """Blocks of the grid."""
+    others = math.prod(a.extent for a in program.phases[0].axes if a.name in (S, B))
+    return others * -(-shape.left.extent // shape.left.size) * -(-shape.right.extent // shape.right.size)
+
+
+class ProductEmitter:
+    """Emits the work of one thread."""
+
+    def __init__(
+        self, builder: GpuBuilder, program: Program, shape: ProductShape, buffers: Mapping[str, Buffer],
+        pointers: Mapping[str, L.Value], integers: Mapping[str, L.Value], symbol: str,
+    ) -> None:  # fmt: skip
+        self.builder, self.program, self.shape, self.buffers = builder, program, shape, buffers
+        self.phase, self.thread = program.phases[0], integers["thread"]
+        self.shared = tensor.dynamic_shared(builder, f"{symbol}_shared")
+        self.lane = builder.and_(self.thread, L.I32(WARP - 1))
+        along, across, _ = shape.warps
+        warp = builder.lshr(self.thread, L.I32(5))
+        self.deep = builder.udiv(warp, L.I32(along * across))
+        self.flat = builder.urem(warp, L.I32(along * across))
+        self.row_warp = builder.mul(builder.udiv(self.flat, L.I32(across)), L.I32(shape.left.warp))
+        self.column_warp = builder.mul(builder.urem(self.flat, L.I32(across)), L.I32(shape.right.warp))
+        self.variables = self._places(integers["block"])
+        ranges = {a.name: a.extent for a in self.phase.axes}
+        self.frame = M.Frame(builder, self.variables, pointers, ranges, {})
+
+    def emit(self) -> None:
+        """The tile: sums, what warps add up together, the exit graph."""
+        totals = self._sums()
+        if self.shape.warps[2] == 1:
+            self._exit(totals, None)
+            return
+        self._meet(totals)
+
+    # -- where the block stands ---------------------------------------------------------------------------------
+    def _places(self, block: L.Value) -> dict[str, L.Value]:
+        """First row and column of the block, batch, group of terms."""
+        builder, shape = self.builder, self.shape
+        rows = -(-shape.left.extent // shape.left.size)
+        columns = -(-shape.right.extent // shape.right.size)
+        found: dict[str, L.Value] = {}
+        others = [a for a in self.phase.axes if a.name in (S, B)]
+        rest, tile = block, block
+        if others:
+            tile, rest = builder.urem(block, L.I32(rows * columns)), builder.udiv(block, L.I32(rows * columns))
+        for axis in reversed(others):
+            found[axis.name] = rest if axis is others[0] else builder.urem(rest, L.I32(axis.extent))
+            rest = builder.udiv(rest, L.I32(axis.extent))
+        if columns == 1:
+            row, column = tile, L.I32(0)
+        elif rows <= GROUP:
+            row, column = builder.urem(tile, L.I32(rows)), builder.udiv(tile, L.I32(rows))
+        else:
+            first = builder.mul(builder.udiv(tile, L.I32(GROUP * columns)), L.I32(GROUP))
+            inside = builder.urem(tile, L.I32(GROUP * columns))
+            height: L.Value = L.I32(GROUP)
+            if rows % GROUP:
+                left = builder.sub(L.I32(rows), first)
+                height = builder.select(builder.icmp_signed("<", left, height), left, height)
+            row, column = builder.add(first, builder.urem(inside, height)), builder.udiv(inside, height)
+        found[ROWS] = builder.mul(row, L.I32(shape.left.size))
+        found[COLUMNS] = builder.mul(column, L.I32(shape.right.size))
+        return found
+
+    # -- sums ---------------------------------------------------------------------------------------------------
+    def _sums(self) -> list[list[list[L.Value]]]:
+        """Totals [tile of 16 rows][tile of 8 columns][4] of this warp."""
+        builder, shape = self.builder, self.shape
+        rows, columns = self.variables[ROWS], self.variables[COLUMNS]
+        copiers = [
+            Copier(builder, self.frame, tile, shape.threads, self.thread, start, self.shared)
+            for tile, start in ((shape.left, rows), (shape.right, columns))
+        ]
+        readers = [
+            Fragments(builder, tile, self.shared, warp, self.lane)
+            for tile, warp in ((shape.left, self.row_warp), (shape.right, self.column_warp))
+        ]
+        count, ahead = shape.share, shape.stages - 1
+        left: L.Value = L.I32(shape.terms)
+        starts: list[L.Value] = [L.I64(0)] * 2
+        if S in self.variables:
+            skipped = builder.mul(self.variables[S], L.I32(count * shape.left.terms))
+            left = builder.sub(left, skipped)
+            tiles = builder.sext(builder.mul(self.variables[S], L.I32(count)), L.I64)
+            starts = [builder.mul(tiles, L.I64(c.step)) for c in copiers]
+        for number in range(ahead):
+            if number < count:
+                for copier, start in zip(copiers, starts, strict=True):
+                    gone = builder.sub(left, L.I32(number * shape.left.terms))
+                    copier.start(builder.add(start, L.I64(number * copier.step)), L.I32(number * shape.stage), gone)
+            tensor.commit(builder)
+        return self._loop(copiers, readers, left, starts)
+
+    def _loop(
+        self, copiers: list[Copier], readers: list[Fragments], left: L.Value, starts: list[L.Value]
+    ) -> list[list[list[L.Value]]]:
+        builder, shape = self.builder, self.shape
+        count, ahead = shape.share, shape.stages - 1
+        ends = [builder.add(start, L.I64(ahead * c.step)) for c, start in zip(copiers, starts, strict=True)]
+        before = builder.block
+        loop, after = builder.append_basic_block("terms"), builder.append_basic_block("terms.done")
+        builder.branch(loop)
+        builder.position_at_end(loop)
+
+        def carried(kind: L.Type, start: L.Value) -> L.Value:
+            found = builder.phi(kind)
+            found.add_incoming(start, before)
+            return found
+
+        number = carried(L.I32, L.I32(0))
+        reading, writing = carried(L.I32, L.I32(0)), carried(L.I32, L.I32(ahead * shape.stage))
+        offsets = [carried(L.I64, end) for end in ends]
+        tiles = (shape.left.warp // 16, shape.right.warp // 8)
+        totals = [
+            [[carried(L.F32, L.F32(0.0)) for _ in range(4)] for _ in range(tiles[1])] for _ in range(tiles[0])
+        ]
+        sums = [[list(t) for t in row] for row in totals]
+        tensor.wait(builder, ahead - 1)
+        tensor.barrier(builder)
+        if count > ahead:
+            with builder.if_then(builder.icmp_signed("<", number, L.I32(count - ahead))):
+                done = builder.mul(builder.add(number, L.I32(ahead)), L.I32(shape.left.terms))
+                rest = builder.sub(left, done)
+                for copier, offset in zip(copiers, offsets, strict=True):
+                    copier.start(offset, writing, rest)
+        tensor.commit(builder)
+        self._multiply(readers, reading, sums)
+        for phi, value in (
+            (number, builder.add(number, L.I32(1))),
+            (reading, self._next(reading)),
+            (writing, self._next(writing)),
+            *((o, builder.add(o, L.I64(c.step))) for o, c in zip(offsets, copiers, strict=True)),
+            *((p, s) for row, made in zip(totals, sums, strict=True) for t, u in zip(row, made, strict=True)
+              for p, s in zip(t, u, strict=True)),
+        ):  # fmt: skip
+            phi.add_incoming(value, builder.block)
+            if phi is number:
+                following = value
+        builder.cbranch(builder.icmp_signed("<", following, L.I32(count)), loop, after)
+        builder.position_at_end(after)
+        return sums
+
+    def _next(self, stage: L.Value) -> L.Value:
+        """The piece of the ring after this one."""
+        builder, shape = self.builder, self.shape
+        moved = builder.add(stage, L.I32(shape.stage))
+        return builder.select(builder.icmp_signed("==", moved, L.I32(shape.stage * shape.stages)), L.I32(0), moved)
+
+    def _multiply(self, readers: list[Fragments], reading: L.Value, sums: list[list[list[L.Value]]]) -> None:
+        """One tile of terms, fragments one step ahead of the products."""
+        builder, shape = self.builder, self.shape
+        left, right = readers
+        steps = shape.left.terms // left.steps // shape.warps[2]
+        places = [reading, reading]
+        if shape.warps[2] > 1:
+            mine = [builder.mul(self.deep, L.I32(r.advance(steps * r.steps))) for r in readers]
+            places = [builder.add(reading, m) for m in mine]
+        near = (left.read(places[0], 0), right.read(places[1], 0))
+        for step in range(steps):
+            rows, columns = near
+            if step + 1 < steps:
+                term = (step + 1) * left.steps
+                near = (left.read(places[0], term), right.read(places[1], term))
+            for i, row in enumerate(rows):
+                for j, column in enumerate(columns):
+                    sums[i][j] = tensor.multiply(builder, shape.kind, row, column, sums[i][j])
+
+    # -- warps that share terms -----------------------------------------------------------------------------------
+    def _meet(self, totals: list[list[list[L.Value]]]) -> None:
+        """Adds up the totals of warps along the terms, in their order; each then finishes its share of the tile."""
+        builder, shape = self.builder, self.shape
+        deep = shape.warps[2]
+        across = WARP * shape.warps[0] * shape.warps[1] * 16
+        high, wide = len(totals), len(totals[0])
+        lane = builder.add(builder.mul(self.flat, L.I32(WARP)), self.lane)
+        place = builder.add(self.shared, builder.mul(lane, L.I32(16)))
+        tensor.wait(builder, 0)
+        tensor.barrier(builder)
+        mine = builder.add(place, builder.mul(self.deep, L.I32(high * wide * across)))
+        for number, tile in enumerate(t for row in totals for t in row):
+            tensor.write_four(builder, mine, number * across, tile)
+        tensor.barrier(builder)
+        if high % deep == 0:
+            rows, columns = high // deep, wide
+            skip, first = rows * wide, (builder.mul(self.deep, L.I32(16 * rows)), L.I32(0))
+        elif wide % (2 * deep) == 0:
+            rows, columns = high, wide // deep
+            skip, first = columns, (L.I32(0), builder.mul(self.deep, L.I32(8 * columns)))
+        else:
+            with builder.if_then(builder.icmp_signed("==", self.deep, L.I32(0))):
+                self._exit(self._added(place, high, wide, wide, across, deep), None)
+            return
+        place = builder.add(place, builder.mul(self.deep, L.I32(skip * across)))
+        self._exit(self._added(place, rows, columns, wide, across, deep), first)
+
+    def _added(
+        self, place: L.Value, rows: int, columns: int, wide: int, across: int, deep: int
+    ) -> list[list[list[L.Value]]]:
+        builder, shape = self.builder, self.shape
+        plane = (shape.left.warp // 16) * (shape.right.warp // 8) * across
+        found = []
+        for row in range(rows):
+            found.append([])
+            for column in range(columns):
+                offset = (row * wide + column) * across
+                total = tensor.read_four(builder, place, offset)
+                for other in range(1, deep):
+                    more = tensor.read_four(builder, place, offset + other * plane)
+                    total = [builder.fadd(x, y) for x, y in zip(total, more, strict=True)]
+                found[-1].append(total)
+        return found
+
+    # -- the exit graph -------------------------------------------------------------------------------------------
+    def _exit(self, totals: list[list[list[L.Value]]], first: tuple[L.Value, L.Value] | None) -> None:
+        """Runs the exit graph on a thread's accumulators and stores. ``first``: the first row and column of them."""
+        builder, shape = self.builder, self.shape
+        row_step, row_offsets = rows_of(shape.left)
+        column_step, column_offsets = columns_of(shape.right)
+        row_offsets, column_offsets = row_offsets[: len(totals)], column_offsets[: len(totals[0])]
+        row = builder.add(self.variables[ROWS], self.row_warp)
+        column = builder.add(self.variables[COLUMNS], self.column_warp)
+        if first is not None:
+            row, column = builder.add(row, first[0]), builder.add(column, first[1])
+        row = builder.add(row, builder.mul(builder.lshr(self.lane, L.I32(2)), L.I32(row_step)))
+        column = builder.add(column, builder.mul(builder.and_(self.lane, L.I32(3)), L.I32(column_step)))
+        points = _points(row_offsets, column_offsets)
+        extents = {ROWS: _reach(shape.left, row_offsets), COLUMNS: _reach(shape.right, column_offsets)}
+        ranges = {**self.frame.ranges, **extents}
+        variables = {**self.variables, ROWS: row, COLUMNS: column}
+        multiples = {ROWS: row_step, COLUMNS: column_step}
+        frame = M.Frame(builder, variables, self.frame.pointers, ranges, multiples)
+        held = shape.right.extent % column_step == 0  # neighbours in one access are inside together, or not at all
+        exit_ = self._guarded()
+        graph = Graph()
+        wanted = [s.value for s in self.phase.stores]
+        accs = [k for k, node in enumerate(exit_.nodes) if node.op == "acc"]
+        emitter = Emitter(frame, graph, self.buffers)
+        groups: list[tuple[int, int, list[tuple[str, Index, int]]]] = []
+        for down, runs in points:
+            for run in runs:
+                rows: list[tuple[str, Index, int]] = []
+                for offset, (i, j, k) in run:
+                    begin = run[0][0] if held else offset
+                    where = {
+                        ROWS: Index.axis(ROWS) + down,
+                        COLUMNS: Index.axis(COLUMNS) + offset,
+                        _HELD: Index.axis(COLUMNS) + begin,
+                    }
+                    given = graph.add(Node("acc", "float32", attrs=(("number", 0), ("point", (down, offset)))))
+                    emitter.give(given, E.Lanes(totals[i][j][k], "float32"))
+                    numbers = exit_.copy_into(graph, wanted, where, ranges, dict.fromkeys(accs, given))
+                    rows += [
+                        (s.buffer, s.address.substitute(where, ranges), number)
+                        for s, number in zip(self.phase.stores, numbers, strict=True)
+                    ]
+                    if not held:
+                        groups.append((down, offset, rows))
+                        rows = []
+                if held:
+                    groups.append((down, run[0][0], rows))
+        emitter.plan(number for _, _, rows in groups for _, _, number in rows)
+        for down, offset, rows in groups:
+            guards = (
+                Guard(Index.axis(ROWS) + down, None, shape.left.extent - 1),
+                Guard(Index.axis(COLUMNS) + offset, None, shape.right.extent - 1),
+            )
+            frame.live = M.condition(frame, guards)
+            store_all(emitter, rows)
+
+    def _guarded(self) -> Graph:
+        """The exit graph with loads that read nothing beyond the result."""
+        found, numbers = Graph(), {}
+        last = {ROWS: self.shape.left.extent - 1, COLUMNS: self.shape.right.extent - 1}
+        for number, node in enumerate(self.phase.exit.nodes):
+            index = None if node.index is None else node.index.renumber(numbers)
+            guards = tuple(Guard(g.index.renumber(numbers), g.low, g.high) for g in node.guards)
+            if node.op == "load" and index is not None:
+                used = {ROWS, COLUMNS} if index.values() else index.axes()
+                names = ((ROWS, ROWS), (COLUMNS, _HELD))
+                guards += tuple(Guard(Index.axis(name), None, last[axis]) for axis, name in names if axis in used)
+            value = 0 if node.op == "load" and node.value is None else node.value
+            args = tuple(numbers[a] for a in node.args)
+            numbers[number] = found.add(replace(node, args=args, index=index, guards=guards, value=value))
+        self.phase = replace(
+            self.phase, stores=tuple(replace(s, value=numbers[s.value]) for s in self.program.phases[0].stores)
+        )
+        return found
+
+
+Run = list[tuple[int, tuple[int, int, int]]]
+
+
+def _points(row_offsets: list[list[int]], column_offsets: list[list[int]]) -> list[tuple[int, list[Run]]]:
+    """A lane's outputs: (row offset, runs of neighbouring columns), each with the accumulator that holds it."""
+    found = []
+    for i, pair in enumerate(row_offsets):
+        for high, down in enumerate(pair):
+            columns = sorted(
+                (offset, (i, j, 2 * high + k)) for j, two in enumerate(column_offsets) for k, offset in enumerate(two)
+            )
+            runs: list[Run] = []
+            for offset, place in columns:
+                if not runs or offset != runs[-1][-1][0] + 1:
+                    runs.append([])
+                runs[-1].append((offset, place))
+            found.append((down, runs))
+    return found
+
+
+def _reach(tile: TileShape, offsets: list[list[int]]) -> int:
+    """One more than the largest first row (or column) of a lane: rows of the grid's tiles less what it adds."""
+    return -(-tile.extent // tile.size) * tile.size - max(o for pair in offsets for o in pair)

@@ -62,6 +62,14 @@ def _depthwise(stride: int) -> Callable[..., Any]:
     return function
 
 
+def _dense(x: Any, w: Any, b: Any) -> Any:
+    return jnp.maximum(x @ w + b, 0)
+
+
+def _pointwise(x: Any, w: Any, b: Any) -> Any:
+    return jnp.maximum(lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")) + b, 0)
+
+
 def _chain(x: Any, y: Any, b: Any) -> Any:
     return jnp.maximum(x * 1.5 + y, 0.0) * b + jnp.abs(x)
 
@@ -129,6 +137,12 @@ def _tables(indices: Any, *tables: Any) -> Any:
 
 
 DEPTHWISE = ((64, 112, 32), (64, 56, 144), (64, 28, 192), (64, 14, 576), (64, 7, 960))
+PRODUCTS = (
+    (3136, 64, 256), (3136, 144, 24), (784, 512, 128), (196, 1024, 256), (49, 960, 320), (12544, 32, 16),
+    (384, 768, 768), (384, 768, 3072), (384, 3072, 768), (1, 1280, 1000), (49, 511, 61), (50176, 256, 64),
+    (200704, 64, 256), (3072, 1024, 4096), (4096, 4096, 4096),
+)  # fmt: skip
+"""(rows, terms, columns) of matrix products: 1x1 convolutions of networks at batch 1, transformers, large ones."""
 DTYPES = ("float32", "bfloat16")
 
 
@@ -150,6 +164,7 @@ def cases() -> list[Case]:
             ]
     found.append(Case("full sum 16384x4096 float32", lambda x: x.sum(), (((16384, 4096), "float32"),)))
     found.append(Case("column sum 802816x32 float32", lambda x: x.sum(0), (((802816, 32), "float32"),)))
+    found += _products()
     for dtype in DTYPES:
         found += _windows(dtype)
         for shape in ((64, 112, 112, 32), (64, 56, 56, 144), (64, 14, 14, 576)):
@@ -180,6 +195,21 @@ def cases() -> list[Case]:
                 (count / table, 1.0),
             )
         )
+    return found
+
+
+def _products() -> list[Case]:
+    """Matrix products with bias and ReLU, at XLA's default precision."""
+    found = []
+    for m, k, n in PRODUCTS:
+        shapes = (((m, k), "float32"), ((k, n), "float32"), ((n,), "float32"))
+        found.append(Case(f"gemm {m}x{k}x{n} float32", _dense, shapes))
+    for m, k, n in PRODUCTS[6:9]:
+        shapes = (((m, k), "bfloat16"), ((k, n), "bfloat16"), ((n,), "bfloat16"))
+        found.append(Case(f"gemm {m}x{k}x{n} bfloat16", _dense, shapes))
+    for b, h, c, k in ((1, 56, 64, 256), (1, 14, 1024, 256), (1, 7, 960, 320)):
+        shapes = (((b, h, h, c), "float32"), ((1, 1, c, k), "float32"), ((k,), "float32"))
+        found.append(Case(f"gemm of a 1x1 convolution {b}x{h}x{h}x{c} to {k} float32", _pointwise, shapes))
     return found
 
 

@@ -83,12 +83,28 @@ def as_product(program: Program) -> Program | None:
     if len(free[right]) != 1:  # the columns of a thread's accumulators are neighbours in memory
         return None
     made = _renamed(program, loads[left], loads[right], red, batch, free[left], free[right][0])
-    return made if all(side is not None for side in _sides(made.phases[0])) else None
+    return made if all(side is not None for side in _sides(made.phases[0], red.extent)) else None
 
 
-def sides(phase: Phase) -> tuple[Side, Side]:
-    """Left and right operand of a product's phase."""
-    left, right = _sides(phase)
+def shares(total: int, terms: int, split: int) -> tuple[int, int]:
+    """(tiles of ``terms`` terms of a group, groups) of a sum that at most ``split`` groups of blocks share.
+
+    >>> shares(1000, 32, 5)
+    (7, 5)
+    """
+    tiles = -(-total // terms)
+    share = -(-tiles // split)
+    return share, -(-tiles // share)
+
+
+def summed(program: Program) -> int:
+    """Terms of the whole sum (of a group of them the program has guards for what lies beyond)."""
+    return int(str(dict(program.params).get("terms", program.phases[0].reds[0].extent)))
+
+
+def sides(program: Program) -> tuple[Side, Side]:
+    """Left and right operand of a product."""
+    left, right = _sides(program.phases[0], summed(program))
     assert left is not None and right is not None
     return left, right
 
@@ -136,14 +152,15 @@ def _renamed(
     return replace(program, phases=(phase,), params=())
 
 
-def _sides(phase: Phase) -> tuple[Side | None, Side | None]:
+def _sides(phase: Phase, total: int) -> tuple[Side | None, Side | None]:
     product = phase.body.nodes[phase.accs[0].values[0]]
-    ranges = phase.ranges()
+    if product.op == "select":  # of a group of terms, those that there are
+        product = phase.body.nodes[product.args[1]]
+    ranges = {**phase.ranges(), K: total}
     found = []
     for number, outer in zip(product.args, (ROWS, COLUMNS), strict=True):
         node = phase.body.nodes[number]
         node = phase.body.nodes[node.args[0]] if node.op == "widen" else node
-        assert node.index is not None
         found.append(_side(node, outer, ranges))
     return found[0], found[1]
 

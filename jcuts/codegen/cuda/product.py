@@ -27,7 +27,7 @@ from jcuts.codegen.cuda.values import Emitter, store_all
 from jcuts.dfg.index import Index
 from jcuts.dfg.node import Graph, Guard, Node
 from jcuts.dfg.program import Buffer, Program
-from jcuts.region.products import COLUMNS, ROWS, TYPES, B, K, S, sides
+from jcuts.region.products import COLUMNS, ROWS, TYPES, B, K, S, sides, summed
 
 GROUP = 8  # tiles of rows whose blocks run side by side, so that they find the same columns in the L2 cache
 _HELD = "held"  # axis: the first column of those that one access takes
@@ -83,10 +83,9 @@ def product_shape(program: Program) -> ProductShape:
     rows, columns, terms = _three(params["tile"])
     along, across, deep = _three(params["warps"])
     extents = phase.ranges()
-    total, split = extents[K], int(str(params.get("split", 1)))
-    share = -(-total // (terms * split))
-    left, right = sides(phase)
-    ragged = total % (terms * share * split) != 0
+    total, share = summed(program), -(-extents[K] // terms)
+    left, right = sides(program)
+    ragged = total % (terms * share) != 0
     first = TileShape(left, extents[ROWS], rows, terms, rows // max(1, along), 0, ragged)
     second = TileShape(right, extents[COLUMNS], columns, terms, columns // max(1, across), first.bytes, ragged)
     shape = ProductShape(first, second, (along, across, deep), int(str(params["stages"])), share, total)
@@ -184,26 +183,21 @@ class ProductEmitter:
         ]
         count, ahead = shape.share, shape.stages - 1
         left: L.Value = L.I32(shape.terms)
-        starts: list[L.Value] = [L.I64(0)] * 2
         if S in self.variables:
-            skipped = builder.mul(self.variables[S], L.I32(count * shape.left.terms))
-            left = builder.sub(left, skipped)
-            tiles = builder.sext(builder.mul(self.variables[S], L.I32(count)), L.I64)
-            starts = [builder.mul(tiles, L.I64(c.step)) for c in copiers]
+            left = builder.sub(left, builder.mul(self.variables[S], L.I32(count * shape.left.terms)))
         for number in range(ahead):
             if number < count:
-                for copier, start in zip(copiers, starts, strict=True):
-                    gone = builder.sub(left, L.I32(number * shape.left.terms))
-                    copier.start(builder.add(start, L.I64(number * copier.step)), L.I32(number * shape.stage), gone)
+                rest = builder.sub(left, L.I32(number * shape.left.terms))
+                for copier in copiers:
+                    copier.start(L.I64(number * copier.step), L.I32(number * shape.stage), rest)
             tensor.commit(builder)
-        return self._loop(copiers, readers, left, starts)
+        return self._loop(copiers, readers, left)
 
     def _loop(
-        self, copiers: list[Copier], readers: list[Fragments], left: L.Value, starts: list[L.Value]
+        self, copiers: list[Copier], readers: list[Fragments], left: L.Value
     ) -> list[list[list[L.Value]]]:
         builder, shape = self.builder, self.shape
         count, ahead = shape.share, shape.stages - 1
-        ends = [builder.add(start, L.I64(ahead * c.step)) for c, start in zip(copiers, starts, strict=True)]
         before = builder.block
         loop, after = builder.append_basic_block("terms"), builder.append_basic_block("terms.done")
         builder.branch(loop)
@@ -216,7 +210,7 @@ class ProductEmitter:
 
         number = carried(L.I32, L.I32(0))
         reading, writing = carried(L.I32, L.I32(0)), carried(L.I32, L.I32(ahead * shape.stage))
-        offsets = [carried(L.I64, end) for end in ends]
+        offsets = [carried(L.I64, L.I64(ahead * c.step)) for c in copiers]
         tiles = (shape.left.warp // 16, shape.right.warp // 8)
         totals = [
             [[carried(L.F32, L.F32(0.0)) for _ in range(4)] for _ in range(tiles[1])] for _ in range(tiles[0])

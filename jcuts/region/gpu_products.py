@@ -1,0 +1,173 @@
+"""Candidate schedules of matrix products for a GPU's matrix units, ranked by counted cycles.
+
+A block of a schedule is counted on its own multiprocessor, together with the blocks that run beside it there:
+
+    cycles = waves * (LATENCY + tiles * max(units, shared memory, issue, L2 cache, one warp's chain, loads under way)
+                      + exit) + what a split costs,   at least bytes / (memory bytes per cycle)
+
+The constants are those of Hopper and Ampere multiprocessors, rounded; a ranking needs no more, what is chosen is measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jcuts.dfg.program import ITEM_SIZE, Program
+from jcuts.region.gpu_tiles import WARP, Candidate, GpuMachine, scheduled
+from jcuts.region.products import COLUMNS, ROWS, B, K, Side, shares, sides
+
+MOST = 8
+"""Candidates of one product: each takes a few hundred milliseconds to compile and to measure."""
+TILES = (16, 32, 64, 128)
+WARP_TILES = (16, 32, 64)
+TERMS = (64, 128, 256)
+"""Bytes of terms per tile."""
+DEEP = (1, 2, 4)
+STAGES = (2, 3, 4, 6)
+SPLITS = (1, 2, 3, 4, 6, 8)
+STEP = 32
+"""Bytes of terms per instruction of a matrix unit."""
+MOST_SHARED = 96 << 10
+"""Bytes of shared memory of a block: every GPU since 8.0 has them, most hold two such blocks."""
+SHARED, REGISTERS, BLOCKS = 220 << 10, 65536, 16
+"""Of a multiprocessor: bytes of shared memory, registers, blocks at once (of small ones)."""
+UNIT = {4: 512.0, 2: 1024.0}
+"""Products per cycle and multiprocessor, by bytes of an operand."""
+PORT, L2, MEMORY = 128.0, 40.0, 2400.0
+"""Bytes per cycle: shared memory and L2 cache of a multiprocessor, memory of the whole GPU."""
+LATENCY, FETCH, EXIT, MEET, SECOND = 1300.0, 900.0, 500.0, 250.0, 2600.0
+"""Cycles: from launch to the first products; of a load; of an exit without its bytes; of warps that add up; of a launch."""
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """One schedule: a block's tile, its warps, tiles in shared memory, groups of terms."""
+
+    rows: int
+    columns: int
+    terms: int
+    warps: tuple[int, int, int]
+    stages: int
+    split: int
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return WARP * math.prod(self.warps)
+
+    def of(self, program: Program) -> Program:
+        """The scheduled program."""
+        more = (("split", self.split),) if self.split > 1 else ()
+        tile = (self.rows, self.columns, self.terms)
+        params = (("tile", tile), ("warps", self.warps), ("stages", self.stages), *more)
+        return scheduled(program, "product", self.threads, *params)
+
+
+def products(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    """Schedules of a program that `products.as_product` has made, at most `MOST`, the best of every kind of tile."""
+    counter = Counter(program, machine)
+    best: dict[tuple[int, ...], tuple[float, Tiling]] = {}
+    for tiling in _tilings(program, counter):
+        cycles = counter.cycles(tiling)
+        key = (tiling.rows, tiling.columns, tiling.warps[2], tiling.split)
+        if key not in best or cycles < best[key][0]:
+            best[key] = (cycles, tiling)
+    ranked = sorted(best.values(), key=lambda found: found[0])
+    for cycles, tiling in ranked[:MOST]:
+        yield tiling.of(program), min(1.0, counter.least / cycles)
+
+
+def _tilings(program: Program, counter: Counter) -> Iterator[Tiling]:
+    left, right = counter.sides
+    item = left.item
+    for rows, columns in itertools.product(_sizes(counter.rows), _sizes(counter.columns)):
+        for high, wide, deep, size in itertools.product(WARP_TILES, WARP_TILES, DEEP, TERMS):
+            terms = size // item
+            if rows % high or columns % wide or size % (STEP * deep) or high * wide > 64 * WARP:
+                continue
+            warps = (rows // high, columns // wide, deep)
+            if not 2 <= math.prod(warps) <= (16 if deep > 1 else 8) or (terms > counter.terms and size > TERMS[0]):
+                continue
+            if not all(_fits(side, terms, across) for side, across in ((left, rows), (right, columns))):
+                continue
+            blocks = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns)
+            splits = SPLITS if blocks < 2 * counter.machine.sms else SPLITS[:1]
+            for stages, split in itertools.product(STAGES, splits):
+                share, groups = shares(counter.terms, terms, split)
+                if groups != split or (split > 1 and share < 2) or stages > max(2, share + 1):
+                    continue
+                tiling = Tiling(rows, columns, terms, warps, stages, split)
+                if counter.shared(tiling) <= MOST_SHARED:
+                    yield tiling
+
+
+def _sizes(extent: int) -> list[int]:
+    """Tiles along an axis: none is more than twice as long as the axis."""
+    return [size for size in TILES if size == TILES[0] or size < 2 * extent]
+
+
+def _fits(side: Side, terms: int, across: int) -> bool:
+    return (terms if side.along_terms else across) % side.width == 0
+
+
+class Counter:
+    """Counts the cycles of a product's schedules."""
+
+    def __init__(self, program: Program, machine: GpuMachine) -> None:
+        phase = program.phases[0]
+        extents = phase.ranges()
+        self.machine, self.sides = machine, sides(program)
+        self.batch, self.rows, self.columns = (extents.get(name, 1) for name in (B, ROWS, COLUMNS))
+        self.terms, self.item = extents[K], self.sides[0].item
+        self.moved = float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
+        self.results = float(sum(b.bytes for b in program.outputs))
+        used = {n.buffer for n in phase.exit.nodes if n.op == "load"}
+        self.results += sum(b.bytes for b in program.inputs if b.name in used)
+        self.partial = float(sum(4 * b.size for b in program.outputs[:1]))
+        products = float(self.batch * self.rows * self.columns * self.terms)
+        self.least = max(self.moved / MEMORY, products / (machine.sms * UNIT[self.item]), LATENCY)
+
+    def shared(self, tiling: Tiling) -> int:
+        """Bytes of shared memory of a block, with padding."""
+        stage = 0
+        for side, size in zip(self.sides, (tiling.rows, tiling.columns), strict=True):
+            lines, length = (size, tiling.terms) if side.along_terms else (tiling.terms, size)
+            stage += lines * (length * self.item + 32)
+        meet = 4 * tiling.rows * tiling.columns * tiling.warps[2] if tiling.warps[2] > 1 else 0
+        return max(stage * tiling.stages, meet)
+
+    def cycles(self, tiling: Tiling) -> float:
+        """Estimated cycles of a launch, and of the second one where terms are split."""
+        rows, columns, deep = tiling.rows, tiling.columns, tiling.warps[2]
+        high, wide = rows // tiling.warps[0], columns // tiling.warps[1]
+        count = math.prod(tiling.warps)
+        blocks = self.batch * -(-self.rows // rows) * -(-self.columns // columns) * tiling.split
+        registers = 48 + high * wide // WARP + (high + wide) * STEP // 64
+        resident = min(SHARED // (self.shared(tiling) + 1024), REGISTERS // (tiling.threads * registers), BLOCKS)
+        resident = max(1, min(resident, self.machine.threads_per_sm // tiling.threads))
+        queue = -(-blocks // self.machine.sms)
+        beside, waves = min(resident, queue), -(-queue // resident)
+        steps = tiling.terms * self.item // STEP // deep  # instructions along the terms of a warp
+        tiles = (high // 16) * (wide // 8)
+        words = (high + wide) * tiling.terms * self.item / deep
+        inner = max(
+            beside * rows * columns * tiling.terms / UNIT[self.item],
+            beside * (count * words + (rows + columns) * tiling.terms * self.item) / PORT,
+            beside * count * steps * (2 * tiles + high // 4 + wide // 2) / 4,
+            beside * (rows + columns) * tiling.terms * self.item / L2,
+            60.0 + steps * (25.0 + 9.0 * tiles),
+        )
+        share, _ = shares(self.terms, tiling.terms, tiling.split)
+        if share > tiling.stages - 1:
+            inner = max(inner, FETCH / (tiling.stages - 1))
+        written = 4.0 * rows * columns * (1.0 if tiling.split > 1 else self.results / max(1.0, self.partial))
+        leave = EXIT + beside * written / L2
+        if deep > 1:
+            leave += MEET + beside * 8.0 * rows * columns * deep / PORT
+        total = max(waves * (LATENCY + share * inner + leave), self.moved / MEMORY + LATENCY)
+        if tiling.split > 1:
+            total += SECOND + (tiling.split + 1) * self.partial / MEMORY
+        return total

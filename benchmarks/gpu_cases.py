@@ -67,7 +67,8 @@ def _dense(x: Any, w: Any, b: Any) -> Any:
 
 
 def _pointwise(x: Any, w: Any, b: Any) -> Any:
-    return jnp.maximum(lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")) + b, 0)
+    y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return jnp.maximum(y + b, 0)
 
 
 def _chain(x: Any, y: Any, b: Any) -> Any:

@@ -74,7 +74,7 @@ def parse(ptx: str) -> Module:
             found = re.fullmatch(r"(\$?\w+):", line)
             if found:
                 labels[found.group(1)] = len(code)
-            elif line.startswith((".shared", ".local")):
+            elif line.startswith((".shared", ".local", ".pragma")):
                 continue
             elif line.startswith(".reg"):
                 inner += "%" not in line

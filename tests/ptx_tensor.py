@@ -1,7 +1,7 @@
 """What matrix products need of the PTX machine: asynchronous copies, matrices from shared memory, matrix units.
 
-A copy is under way from its instruction until its thread waits for its group: until then nobody may touch the bytes, and
-until a barrier after that nobody else may read them.
+A copy is under way from its instruction until its thread waits for its group: until then nobody may touch the bytes,
+and until a barrier after that nobody else may read them.
 """
 
 from __future__ import annotations

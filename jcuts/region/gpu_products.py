@@ -5,7 +5,8 @@ A block of a schedule is counted on its own multiprocessor, together with the bl
     cycles = waves * (LATENCY + tiles * max(units, shared memory, issue, L2 cache, one warp's chain, loads under way)
                       + exit) + what a split costs,   at least bytes / (memory bytes per cycle)
 
-The constants are those of Hopper and Ampere multiprocessors, rounded; a ranking needs no more, what is chosen is measured.
+The constants are those of Hopper and Ampere multiprocessors, rounded: a ranking needs no more, and what is chosen is
+measured.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jcuts.dfg.program import ITEM_SIZE, Program
+from jcuts.dfg.program import Program
 from jcuts.region.gpu_tiles import WARP, Candidate, GpuMachine, scheduled
 from jcuts.region.products import COLUMNS, ROWS, B, K, Side, shares, sides
 
@@ -39,7 +40,7 @@ UNIT = {4: 512.0, 2: 1024.0}
 PORT, L2, MEMORY = 128.0, 40.0, 2400.0
 """Bytes per cycle: shared memory and L2 cache of a multiprocessor, memory of the whole GPU."""
 LATENCY, FETCH, EXIT, MEET, SECOND = 1300.0, 900.0, 500.0, 250.0, 2600.0
-"""Cycles: from launch to the first products; of a load; of an exit without its bytes; of warps that add up; of a launch."""
+"""Cycles: to the first products; of a load; of an exit without its bytes; of warps that add up; of a second launch."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Matrix products in the form that `codegen.cuda.product` reads: axes ``b m n`` (``b`` where there is a batch), term ``k``.
+"""Matrix products in the form that `codegen.cuda.product` reads: axes ``m`` and ``n``, ``b`` of a batch, term ``k``.
 
 A contraction or a 1x1 convolution is such a product where each operand is one array, read without guards, whose
 addresses are linear in the summed axis:
@@ -132,10 +132,11 @@ def _renamed(
 ) -> Program:
     """The program over the axes b, m and n."""
     phase = program.phases[0]
-    extents = {name: math.prod(a.extent for a in group) for name, group in ((B, batch), (ROWS, rows), (COLUMNS, [column]))}
+    groups = {B: batch, ROWS: rows, COLUMNS: [column]}
+    extents = {name: math.prod(a.extent for a in group) for name, group in groups.items()}
     ranges = {**extents, K: red.extent}
     where = {red.name: Index.axis(K)}
-    for name, group in ((B, batch), (ROWS, rows), (COLUMNS, [column])):
+    for name, group in groups.items():
         places = unflatten(Index.axis(name), tuple(a.extent for a in group), ranges)
         where.update(zip((a.name for a in group), places, strict=True))
     made = rewritten(phase, lambda index: index.substitute(where, ranges))

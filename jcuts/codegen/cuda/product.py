@@ -1,10 +1,10 @@
 """The *product* form: matrix products on matrix units, with everything that follows per element.
 
-A block computes a tile of ``rows x columns`` outputs.  Its threads copy tiles of both operands into a ring of ``stages``
-pieces of shared memory, several tiles ahead of the one at hand; warps take fragments of them, round them to what the
-units take (float32 to TF32) and multiply.  Warps share the tile's rows and columns, and, where ``deep`` is more than 1,
-the terms of every tile as well: their totals meet in shared memory and are added in the order of the warps.  The exit
-graph then runs on the accumulators in registers.
+A block computes a tile of ``rows x columns`` outputs.  Its threads copy tiles of both operands into a ring of
+``stages`` pieces of shared memory, several tiles ahead of the one at hand; warps take fragments of them, round them to
+what the units take (float32 to TF32) and multiply.  Warps share the tile's rows and columns, and, where ``deep`` is
+more than 1, the terms of every tile as well: their totals meet in shared memory, added in the order of the warps.  The
+exit graph then runs on the accumulators in registers (`product_exit`).
 
 The program is that of `region.products`; ``split`` groups of terms are an axis ``s`` of the outputs (`parts`).
 """
@@ -16,21 +16,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from jcuts.base.errors import CompileRejected
-from jcuts.codegen import elements as E
 from jcuts.codegen import lanes as L
 from jcuts.codegen.cuda import memory as M
 from jcuts.codegen.cuda import tensor
 from jcuts.codegen.cuda.builder import GpuBuilder
-from jcuts.codegen.cuda.product_tiles import Copier, Fragments, TileShape, columns_of, rows_of
+from jcuts.codegen.cuda.product_exit import Totals, finish
+from jcuts.codegen.cuda.product_tiles import Copier, Fragments, TileShape
 from jcuts.codegen.cuda.shared import WARP
-from jcuts.codegen.cuda.values import Emitter, store_all
-from jcuts.dfg.index import Index
-from jcuts.dfg.node import Graph, Guard, Node
 from jcuts.dfg.program import Buffer, Program
 from jcuts.region.products import COLUMNS, ROWS, TYPES, B, K, S, sides, summed
 
 GROUP = 8  # tiles of rows whose blocks run side by side, so that they find the same columns in the L2 cache
-_HELD = "held"  # axis: the first column of those that one access takes
 
 
 @dataclass(frozen=True)
@@ -169,7 +165,7 @@ class ProductEmitter:
         return found
 
     # -- sums ---------------------------------------------------------------------------------------------------
-    def _sums(self) -> list[list[list[L.Value]]]:
+    def _sums(self) -> Totals:
         """Totals [tile of 16 rows][tile of 8 columns][4] of this warp."""
         builder, shape = self.builder, self.shape
         rows, columns = self.variables[ROWS], self.variables[COLUMNS]
@@ -193,9 +189,7 @@ class ProductEmitter:
             tensor.commit(builder)
         return self._loop(copiers, readers, left)
 
-    def _loop(
-        self, copiers: list[Copier], readers: list[Fragments], left: L.Value
-    ) -> list[list[list[L.Value]]]:
+    def _loop(self, copiers: list[Copier], readers: list[Fragments], left: L.Value) -> Totals:
         builder, shape = self.builder, self.shape
         count, ahead = shape.share, shape.stages - 1
         before = builder.block
@@ -212,9 +206,7 @@ class ProductEmitter:
         reading, writing = carried(L.I32, L.I32(0)), carried(L.I32, L.I32(ahead * shape.stage))
         offsets = [carried(L.I64, L.I64(ahead * c.step)) for c in copiers]
         tiles = (shape.left.warp // 16, shape.right.warp // 8)
-        totals = [
-            [[carried(L.F32, L.F32(0.0)) for _ in range(4)] for _ in range(tiles[1])] for _ in range(tiles[0])
-        ]
+        totals = [[[carried(L.F32, L.F32(0.0)) for _ in range(4)] for _ in range(tiles[1])] for _ in range(tiles[0])]
         sums = [[list(t) for t in row] for row in totals]
         tensor.wait(builder, ahead - 1)
         tensor.barrier(builder)
@@ -247,7 +239,7 @@ class ProductEmitter:
         moved = builder.add(stage, L.I32(shape.stage))
         return builder.select(builder.icmp_signed("==", moved, L.I32(shape.stage * shape.stages)), L.I32(0), moved)
 
-    def _multiply(self, readers: list[Fragments], reading: L.Value, sums: list[list[list[L.Value]]]) -> None:
+    def _multiply(self, readers: list[Fragments], reading: L.Value, sums: Totals) -> None:
         """One tile of terms, fragments one step ahead of the products."""
         builder, shape = self.builder, self.shape
         left, right = readers
@@ -267,7 +259,7 @@ class ProductEmitter:
                     sums[i][j] = tensor.multiply(builder, shape.kind, row, column, sums[i][j])
 
     # -- warps that share terms -----------------------------------------------------------------------------------
-    def _meet(self, totals: list[list[list[L.Value]]]) -> None:
+    def _meet(self, totals: Totals) -> None:
         """Adds up the totals of warps along the terms, in their order; each then finishes its share of the tile."""
         builder, shape = self.builder, self.shape
         deep = shape.warps[2]
@@ -294,9 +286,17 @@ class ProductEmitter:
         place = builder.add(place, builder.mul(self.deep, L.I32(skip * across)))
         self._exit(self._added(place, rows, columns, wide, across, deep), first)
 
-    def _added(
-        self, place: L.Value, rows: int, columns: int, wide: int, across: int, deep: int
-    ) -> list[list[list[L.Value]]]:
+    def _exit(self, totals: Totals, first: tuple[L.Value, L.Value] | None) -> None:
+        """The exit graph on a thread's accumulators. ``first``: the first row and column of them in the warp's tile."""
+        builder, shape = self.builder, self.shape
+        row = builder.add(self.variables[ROWS], self.row_warp)
+        column = builder.add(self.variables[COLUMNS], self.column_warp)
+        if first is not None:
+            row, column = builder.add(row, first[0]), builder.add(column, first[1])
+        frame = replace(self.frame, variables={**self.variables, ROWS: row, COLUMNS: column})
+        finish(frame, self.phase, (shape.left, shape.right), self.buffers, self.lane, totals)
+
+    def _added(self, place: L.Value, rows: int, columns: int, wide: int, across: int, deep: int) -> Totals:
         builder, shape = self.builder, self.shape
         plane = (shape.left.warp // 16) * (shape.right.warp // 8) * across
         found = []
@@ -310,104 +310,3 @@ class ProductEmitter:
                     total = [builder.fadd(x, y) for x, y in zip(total, more, strict=True)]
                 found[-1].append(total)
         return found
-
-    # -- the exit graph -------------------------------------------------------------------------------------------
-    def _exit(self, totals: list[list[list[L.Value]]], first: tuple[L.Value, L.Value] | None) -> None:
-        """Runs the exit graph on a thread's accumulators and stores. ``first``: the first row and column of them."""
-        builder, shape = self.builder, self.shape
-        row_step, row_offsets = rows_of(shape.left)
-        column_step, column_offsets = columns_of(shape.right)
-        row_offsets, column_offsets = row_offsets[: len(totals)], column_offsets[: len(totals[0])]
-        row = builder.add(self.variables[ROWS], self.row_warp)
-        column = builder.add(self.variables[COLUMNS], self.column_warp)
-        if first is not None:
-            row, column = builder.add(row, first[0]), builder.add(column, first[1])
-        row = builder.add(row, builder.mul(builder.lshr(self.lane, L.I32(2)), L.I32(row_step)))
-        column = builder.add(column, builder.mul(builder.and_(self.lane, L.I32(3)), L.I32(column_step)))
-        points = _points(row_offsets, column_offsets)
-        extents = {ROWS: _reach(shape.left, row_offsets), COLUMNS: _reach(shape.right, column_offsets)}
-        ranges = {**self.frame.ranges, **extents}
-        variables = {**self.variables, ROWS: row, COLUMNS: column}
-        multiples = {ROWS: row_step, COLUMNS: column_step}
-        frame = M.Frame(builder, variables, self.frame.pointers, ranges, multiples)
-        held = shape.right.extent % column_step == 0  # neighbours in one access are inside together, or not at all
-        exit_ = self._guarded()
-        graph = Graph()
-        wanted = [s.value for s in self.phase.stores]
-        accs = [k for k, node in enumerate(exit_.nodes) if node.op == "acc"]
-        emitter = Emitter(frame, graph, self.buffers)
-        groups: list[tuple[int, int, list[tuple[str, Index, int]]]] = []
-        for down, runs in points:
-            for run in runs:
-                rows: list[tuple[str, Index, int]] = []
-                for offset, (i, j, k) in run:
-                    begin = run[0][0] if held else offset
-                    where = {
-                        ROWS: Index.axis(ROWS) + down,
-                        COLUMNS: Index.axis(COLUMNS) + offset,
-                        _HELD: Index.axis(COLUMNS) + begin,
-                    }
-                    given = graph.add(Node("acc", "float32", attrs=(("number", 0), ("point", (down, offset)))))
-                    emitter.give(given, E.Lanes(totals[i][j][k], "float32"))
-                    numbers = exit_.copy_into(graph, wanted, where, ranges, dict.fromkeys(accs, given))
-                    rows += [
-                        (s.buffer, s.address.substitute(where, ranges), number)
-                        for s, number in zip(self.phase.stores, numbers, strict=True)
-                    ]
-                    if not held:
-                        groups.append((down, offset, rows))
-                        rows = []
-                if held:
-                    groups.append((down, run[0][0], rows))
-        emitter.plan(number for _, _, rows in groups for _, _, number in rows)
-        for down, offset, rows in groups:
-            guards = (
-                Guard(Index.axis(ROWS) + down, None, shape.left.extent - 1),
-                Guard(Index.axis(COLUMNS) + offset, None, shape.right.extent - 1),
-            )
-            frame.live = M.condition(frame, guards)
-            store_all(emitter, rows)
-
-    def _guarded(self) -> Graph:
-        """The exit graph with loads that read nothing beyond the result."""
-        found, numbers = Graph(), {}
-        last = {ROWS: self.shape.left.extent - 1, COLUMNS: self.shape.right.extent - 1}
-        for number, node in enumerate(self.phase.exit.nodes):
-            index = None if node.index is None else node.index.renumber(numbers)
-            guards = tuple(Guard(g.index.renumber(numbers), g.low, g.high) for g in node.guards)
-            if node.op == "load" and index is not None:
-                used = {ROWS, COLUMNS} if index.values() else index.axes()
-                names = ((ROWS, ROWS), (COLUMNS, _HELD))
-                guards += tuple(Guard(Index.axis(name), None, last[axis]) for axis, name in names if axis in used)
-            value = 0 if node.op == "load" and node.value is None else node.value
-            args = tuple(numbers[a] for a in node.args)
-            numbers[number] = found.add(replace(node, args=args, index=index, guards=guards, value=value))
-        self.phase = replace(
-            self.phase, stores=tuple(replace(s, value=numbers[s.value]) for s in self.program.phases[0].stores)
-        )
-        return found
-
-
-Run = list[tuple[int, tuple[int, int, int]]]
-
-
-def _points(row_offsets: list[list[int]], column_offsets: list[list[int]]) -> list[tuple[int, list[Run]]]:
-    """A lane's outputs: (row offset, runs of neighbouring columns), each with the accumulator that holds it."""
-    found = []
-    for i, pair in enumerate(row_offsets):
-        for high, down in enumerate(pair):
-            columns = sorted(
-                (offset, (i, j, 2 * high + k)) for j, two in enumerate(column_offsets) for k, offset in enumerate(two)
-            )
-            runs: list[Run] = []
-            for offset, place in columns:
-                if not runs or offset != runs[-1][-1][0] + 1:
-                    runs.append([])
-                runs[-1].append((offset, place))
-            found.append((down, runs))
-    return found
-
-
-def _reach(tile: TileShape, offsets: list[list[int]]) -> int:
-    """One more than the largest first row (or column) of a lane: rows of the grid's tiles less what it adds."""
-    return -(-tile.extent // tile.size) * tile.size - max(o for pair in offsets for o in pair)

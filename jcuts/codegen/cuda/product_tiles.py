@@ -1,10 +1,10 @@
 """One operand of a matrix product on its way through a block: global memory, shared memory, fragments.
 
 A tile of shared memory is as the operand lies in memory: lines of terms, one per row (or column), where neighbouring
-terms are neighbours; else lines of rows, one per term.  Lines are padded so that the reads of a warp meet no bank twice.
+terms are neighbours; else lines of rows, one per term.  Lines are padded so that a warp's reads meet no bank twice.
 
-Indices beyond the operand's last row are moved back onto it (what comes of them is never stored); terms beyond the last
-become zeros in both operands.
+Indices beyond the operand's last row are moved back onto it (what comes of them is never stored); terms beyond the
+last become zeros in both operands.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def _select(top: Level, settings: Settings, may_measure: bool, platform: str) ->
             for level in levels:
                 level.use(absorbed(level.graph, [(s.members, s.program) for s in level.subsets], has_form))
             add_candidates(_subsets(levels), platform)
-        _leave_on_gpu(levels, regions)
+        _leave_on_gpu(levels, regions, measured=settings.tune != "off")
     subsets = _subsets(levels)
     device = "" if platform == "cpu" else gpus.this().identity()
     shares = session.choose(subsets, settings, may_measure=may_measure, device=device)
@@ -94,11 +94,13 @@ def _select(top: Level, settings: Settings, may_measure: bool, platform: str) ->
     return _search(levels, settings, shares, key)
 
 
-def _leave_on_gpu(levels: Sequence[Level], regions: str) -> None:
+def _leave_on_gpu(levels: Sequence[Level], regions: str, *, measured: bool = True) -> None:
     """Leaves subsets to XLA that have no kernel form on a GPU, or no business being one.
 
     Element-wise subsets gain little over XLA's fusions, and cutting them out may cost more than that: only ``all``
-    tries them, the large ones, those that move most bytes.  ``absorbing`` leaves every product to the libraries.
+    tries them, the large ones, those that move most bytes.  Products compete with the libraries wherever they are
+    ``measured``, but for ``absorbing``: there their element-wise tails belong to the kernels that read them, and a product
+    alone is what libraries are best at.
     """
     traffic: dict[str, int] = {}
     for level in levels:
@@ -122,7 +124,8 @@ def _leave_on_gpu(levels: Sequence[Level], regions: str) -> None:
                 and (regions != "all" or subset.identity not in worth)
             ):
                 return TO_FUSE
-            return OF_LIBRARY if regions == "absorbing" and is_product(level.graph, subset.members) else ""
+            to_library = level.mixed and (regions == "absorbing" or not measured)
+            return OF_LIBRARY if to_library and is_product(level.graph, subset.members) else ""
 
         level.leave(reason)
 

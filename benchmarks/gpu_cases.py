@@ -66,9 +66,12 @@ def _dense(x: Any, w: Any, b: Any) -> Any:
     return jnp.maximum(x @ w + b, 0)
 
 
-def _pointwise(x: Any, w: Any, b: Any) -> Any:
-    y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-    return jnp.maximum(y + b, 0)
+def _convolution(stride: int) -> Callable[..., Any]:
+    def function(x: Any, w: Any, b: Any) -> Any:
+        y = lax.conv_general_dilated(x, w, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return jnp.maximum(y + b, 0)
+
+    return function
 
 
 def _chain(x: Any, y: Any, b: Any) -> Any:
@@ -144,6 +147,12 @@ PRODUCTS = (
     (200704, 64, 256), (3072, 1024, 4096), (4096, 4096, 4096),
 )  # fmt: skip
 """(rows, terms, columns) of matrix products: 1x1 convolutions of networks at batch 1, transformers, large ones."""
+CONVOLUTIONS = (
+    (1, 56, 64, 1, 1, 256), (1, 7, 960, 1, 1, 320), (1, 56, 64, 3, 1, 64), (1, 28, 128, 3, 1, 128),
+    (1, 14, 256, 3, 1, 256), (1, 7, 512, 3, 1, 512), (1, 28, 128, 3, 1, 32), (1, 56, 128, 3, 2, 128),
+    (1, 35, 64, 5, 1, 96), (64, 56, 64, 3, 1, 64), (64, 28, 128, 3, 1, 128),
+)  # fmt: skip
+"""(batch, height and width, channels, taps, stride, features) of dense convolutions."""
 DTYPES = ("float32", "bfloat16")
 
 
@@ -208,9 +217,10 @@ def _products() -> list[Case]:
     for m, k, n in PRODUCTS[6:9]:
         shapes = (((m, k), "bfloat16"), ((k, n), "bfloat16"), ((n,), "bfloat16"))
         found.append(Case(f"gemm {m}x{k}x{n} bfloat16", _dense, shapes))
-    for b, h, c, k in ((1, 56, 64, 256), (1, 14, 1024, 256), (1, 7, 960, 320)):
-        shapes = (((b, h, h, c), "float32"), ((1, 1, c, k), "float32"), ((k,), "float32"))
-        found.append(Case(f"gemm of a 1x1 convolution {b}x{h}x{h}x{c} to {k} float32", _pointwise, shapes))
+    for n, h, c, taps, stride, k in CONVOLUTIONS:
+        shapes = (((n, h, h, c), "float32"), ((taps, taps, c, k), "float32"), ((k,), "float32"))
+        size = f"{taps}x{taps}/{stride} {n}x{h}x{h}x{c} to {k} float32"
+        found.append(Case(f"dense convolution {size}", _convolution(stride), shapes))
     return found
 
 

@@ -99,8 +99,8 @@ def _leave_on_gpu(levels: Sequence[Level], regions: str, *, measured: bool = Tru
 
     Element-wise subsets gain little over XLA's fusions, and cutting them out may cost more than that: only ``all``
     tries them, the large ones, those that move most bytes.  Products compete with the libraries wherever they are
-    ``measured``, but for ``absorbing``: there their element-wise tails belong to the kernels that read them, and a product
-    alone is what libraries are best at.
+    ``measured``, but for ``absorbing``: there their element-wise tails belong to the kernels that read them, and a
+    product alone is what libraries are best at.
     """
     traffic: dict[str, int] = {}
     for level in levels:

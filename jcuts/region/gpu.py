@@ -81,9 +81,9 @@ def _all(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
         yield from maps(collapsed(program), machine)
         return
     length = math.prod(r.extent for r in phase.reds)
-    if program.template in ("contraction", "convolution") and (made := as_product(program)) is not None:
-        found = list(gpu_products.products(made, machine))
-        if found and made.phases[0].ranges()[ROWS] == 1:  # bound by memory: plain sums may be as fast, and are exact
+    made = as_product(program) if program.template in ("contraction", "convolution") else None
+    if made is not None and (found := list(gpu_products.products(made, machine))):
+        if made.phases[0].ranges()[ROWS] == 1:  # bound by memory: plain sums may be as fast, and are exact
             found = found[: gpu_products.MOST // 2]
             sums = list(_vector(made, machine))
             found += [(p, score / sums[0][1] * found[0][1]) for p, score in sums]

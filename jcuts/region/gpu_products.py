@@ -92,6 +92,8 @@ def _tilings(program: Program, counter: Counter) -> Iterator[Tiling]:
             warps = (rows // high, columns // wide, deep)
             if not 2 <= math.prod(warps) <= (16 if deep > 1 else 8) or (terms > counter.terms and size > TERMS[0]):
                 continue
+            if any(side.run % terms and side.run != counter.terms for side in counter.sides):
+                continue
             if not all(_fits(side, terms, across) for side, across in ((left, rows), (right, columns))):
                 continue
             blocks = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns)

@@ -130,6 +130,29 @@ def test_convolutions_with_everything_behind_them(tiling):
     compare(run(block, (x, w, b, r), tiling), [y, z])
 
 
+CONVOLUTIONS = {
+    "3x3": ((1, 7, 6, 16), (3, 3, 16, 20), {}),
+    "3x3 stride 2": ((2, 9, 8, 32), (3, 3, 32, 24), {"strides": (2, 2)}),
+    "5x1 uneven padding": ((1, 9, 11, 16), (5, 1, 16, 18), {"padding": ((2, 1), (0, 3))}),
+    "dilation": ((1, 12, 12, 32), (3, 3, 32, 40), {"dilation": (2, 2)}),
+    "one output": ((3, 7, 7, 16), (7, 7, 16, 33), {"padding": "VALID"}),
+    "one padded output": ((1, 2, 2, 16), (4, 4, 16, 16), {"padding": ((1, 1), (1, 1))}),
+}
+
+
+@compiled
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolutions_with_taps(name):
+    image, filters, params = CONVOLUTIONS[name]
+    x, w, b = normal(*image), normal(*filters), normal(filters[-1])
+    with jax.enable_x64(True):
+        wanted = np.maximum(np.asarray(conv(jnp.asarray(tf32(x)), jnp.asarray(tf32(w)), **params)) + b, 0)
+    for tiling in (
+        Tiling(32, 32, 16, (2, 2, 1), 3, 1), Tiling(64, 32, 16, (2, 1, 2), 2, 1), Tiling(16, 32, 16, (1, 1, 2), 4, 3),
+    ):  # fmt: skip
+        compare(run(lambda x, w, b: jax.nn.relu(conv(x, w, **params) + b), (x, w, b), tiling), [wanted])
+
+
 @compiled
 @pytest.mark.parametrize("size", [(49, 96, 40), (5, 200, 33), (1, 260, 72), (200, 33, 130)])
 def test_what_the_ranking_proposes_is_right(size):

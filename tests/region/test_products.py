@@ -42,6 +42,13 @@ PRODUCTS = {
         lambda x, w: conv(x, w, layout=("NCHW", "OIHW", "NCHW")), (normal(1, 12, 6, 6), normal(20, 12, 1, 1)),
         [(True, 4), (False, 4)],
     ),
+    "3x3": (
+        lambda x, w: conv(x, w, strides=(2, 1)), (normal(2, 9, 8, 24), normal(3, 3, 24, 12)), [(True, 4), (False, 4)],
+    ),
+    "5x1 without padding": (
+        lambda x, w: conv(x, w, padding="VALID", dilation=(2, 1)), (normal(1, 13, 8, 10), normal(5, 1, 10, 7)),
+        [(True, 2), (False, 1)],
+    ),
     "bfloat16": (lambda x, w: x @ w, (normal(5, 96).astype(jnp.bfloat16), normal(96, 32).astype(jnp.bfloat16)),
                  [(True, 8), (False, 8)]),
 }  # fmt: skip
@@ -64,19 +71,33 @@ def test_products_keep_their_meaning(name):
         np.testing.assert_array_equal(got, want)
 
 
+def test_runs_of_terms():
+    """Addresses are linear within the channels of a tap; where taps lie side by side without padding, within a row."""
+
+    def run(fn, *arguments):
+        return sides(as_product(programs.trace(fn, *arguments).program()))[0]
+
+    x, w = normal(1, 9, 9, 24), normal(3, 3, 24, 8)
+    assert (run(conv, x, w).run, run(conv, x, w).step) == (24, 1)
+    assert run(lambda x, w: conv(x, w, padding="VALID"), x, w).run == 72
+    assert run(lambda x, w: conv(x, w), x, normal(1, 1, 24, 8)).run == 24
+    assert len(run(conv, x, w).guards) == 2
+
+
 @pytest.mark.parametrize(
     "fn, arguments",
     [
         (lambda x, w: jnp.dot(x, w, precision="highest"), (normal(64, 64), normal(64, 64))),
         (lambda x, w: jnp.dot(x, w, precision=lax.Precision.HIGH), (normal(64, 64), normal(64, 64))),
         (lambda x, w: jnp.abs(x) @ w, (normal(64, 64), normal(64, 64))),
-        (lambda x, w: conv(x, w), (normal(1, 9, 9, 16), normal(3, 3, 16, 16))),
+        (lambda x, w: conv(x, w, groups=2), (normal(1, 9, 9, 16), normal(3, 3, 8, 16))),
+        (lambda x, w: conv(x, w, padding=((1, 1), (1, 1)), lhs=(2, 2)), (normal(1, 9, 9, 16), normal(3, 3, 16, 16))),
         (lambda x, w: x @ w, (normal(64, 4), normal(4, 64))),
         (lambda x, w: x @ w, (normal(63, 65).astype(jnp.bfloat16), normal(65, 63).astype(jnp.bfloat16))),
         (lambda x: x @ x.T, (np.ones((8, 16), np.int32),)),
         (lambda x: jnp.einsum("ab,ab->a", x, x), (normal(64, 64),)),
     ],
-    ids=["highest", "high", "prologue", "3x3", "few terms", "two bytes apart", "integers", "rows"],
+    ids=["highest", "high", "prologue", "groups", "stretched", "few terms", "two bytes apart", "integers", "rows"],
 )
 def test_what_is_no_product(fn, arguments):
     assert as_product(programs.trace(fn, *arguments).program()) is None

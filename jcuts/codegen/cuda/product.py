@@ -89,6 +89,7 @@ def product_shape(program: Program) -> ProductShape:
     fits = rows == along * first.warp and columns == across * second.warp and terms % step == 0
     fits = fits and first.warp % 16 == 0 and second.warp % 16 == 0 and shape.stages >= 2
     fits = fits and all(t.length % t.side.width == 0 for t in (first, second))
+    fits = fits and all(t.side.run % terms == 0 or t.side.run == extents[K] for t in (first, second))
     if not fits or shape.threads != int(str(params["threads"])):
         raise CompileRejected(f"{program.name}: no product of tiles {params['tile']} by warps {params['warps']}")
     return shape
@@ -123,7 +124,7 @@ class ProductEmitter:
         self.row_warp = builder.mul(builder.udiv(self.flat, L.I32(across)), L.I32(shape.left.warp))
         self.column_warp = builder.mul(builder.urem(self.flat, L.I32(across)), L.I32(shape.right.warp))
         self.variables = self._places(integers["block"])
-        ranges = {a.name: a.extent for a in self.phase.axes}
+        ranges = self.phase.ranges()
         self.frame = M.Frame(builder, self.variables, pointers, ranges, {})
 
     def emit(self) -> None:
@@ -170,7 +171,7 @@ class ProductEmitter:
         builder, shape = self.builder, self.shape
         rows, columns = self.variables[ROWS], self.variables[COLUMNS]
         copiers = [
-            Copier(builder, self.frame, tile, shape.threads, self.thread, start, self.shared)
+            Copier(self.frame, tile, shape.threads, self.thread, start, self.shared)
             for tile, start in ((shape.left, rows), (shape.right, columns))
         ]
         readers = [
@@ -185,7 +186,7 @@ class ProductEmitter:
             if number < count:
                 rest = builder.sub(left, L.I32(number * shape.left.terms))
                 for copier in copiers:
-                    copier.start(L.I64(number * copier.step), L.I32(number * shape.stage), rest)
+                    copier.start(L.I32(number * shape.left.terms), L.I32(number * shape.stage), rest)
             tensor.commit(builder)
         return self._loop(copiers, readers, left)
 
@@ -204,7 +205,6 @@ class ProductEmitter:
 
         number = carried(L.I32, L.I32(0))
         reading, writing = carried(L.I32, L.I32(0)), carried(L.I32, L.I32(ahead * shape.stage))
-        offsets = [carried(L.I64, L.I64(ahead * c.step)) for c in copiers]
         tiles = (shape.left.warp // 16, shape.right.warp // 8)
         totals = [[[carried(L.F32, L.F32(0.0)) for _ in range(4)] for _ in range(tiles[1])] for _ in range(tiles[0])]
         sums = [[list(t) for t in row] for row in totals]
@@ -214,15 +214,14 @@ class ProductEmitter:
             with builder.if_then(builder.icmp_signed("<", number, L.I32(count - ahead))):
                 done = builder.mul(builder.add(number, L.I32(ahead)), L.I32(shape.left.terms))
                 rest = builder.sub(left, done)
-                for copier, offset in zip(copiers, offsets, strict=True):
-                    copier.start(offset, writing, rest)
+                for copier in copiers:
+                    copier.start(done, writing, rest)
         tensor.commit(builder)
         self._multiply(readers, reading, sums)
         for phi, value in (
             (number, builder.add(number, L.I32(1))),
             (reading, self._next(reading)),
             (writing, self._next(writing)),
-            *((o, builder.add(o, L.I64(c.step))) for o, c in zip(offsets, copiers, strict=True)),
             *((p, s) for row, made in zip(totals, sums, strict=True) for t, u in zip(row, made, strict=True)
               for p, s in zip(t, u, strict=True)),
         ):  # fmt: skip

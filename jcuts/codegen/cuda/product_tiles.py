@@ -80,13 +80,15 @@ class _Piece:
     Attributes:
         source, constant: global address of the first tile's element (i64), and bytes to add.
         into, moved: shared address (i32), and bytes to add.
-        term: its first term in the tile (i32). condition: whether the thread has this piece, None if all do.
+        outer, term: its row (or column) in the operand, its first term in the tile (i32).
+        condition: whether the thread has this piece, None if all do.
     """
 
     source: L.Value
     constant: int
     into: L.Value
     moved: int
+    outer: L.Value
     term: L.Value
     condition: L.Value | None
 
@@ -95,13 +97,12 @@ class Copier:
     """Copies the tiles of one operand; every thread always has the same places of them."""
 
     def __init__(
-        self, builder: GpuBuilder, frame: M.Frame, shape: TileShape, threads: int, thread: L.Value, start: L.Value,
-        shared: L.Value,
-    ) -> None:  # fmt: skip
-        self.builder, self.shape = builder, shape
-        side = shape.side
+        self, frame: M.Frame, shape: TileShape, threads: int, thread: L.Value, start: L.Value, shared: L.Value
+    ) -> None:
+        """Args: start: the block's first row (or column)."""
+        self.builder, self.frame, self.shape = frame.builder, frame, shape
+        builder, side = self.builder, shape.side
         along = shape.length // side.width
-        self.step = _stride(side) * shape.terms * side.item
         self.places: list[_Piece] = []
         for number in range(-(-shape.pieces // threads)):
             first = number * threads
@@ -117,55 +118,66 @@ class Copier:
             into = builder.add(builder.mul(line, L.I32(shape.pitch)), builder.mul(column, L.I32(side.item)))
             into = builder.add(shared, builder.add(into, L.I32(shape.first)))
             outer, term = (line, column) if side.along_terms else (column, line)
-            source = self._source(frame, builder.add(start, outer), term)
-            self.places.append(_Piece(source, side.index.const * side.item, into, 0, term, condition))
+            outer = self._inside(builder.add(start, outer))
+            constant = side.by_place.const * side.item
+            self.places.append(_Piece(self._source(outer, term), constant, into, 0, outer, term, condition))
 
     def _moved(self, lines: int) -> _Piece | None:
         """The first piece so many lines further, where its address moves by a constant."""
         shape, piece = self.shape, self.places[0]
         side = shape.side
-        step = side.index.stride(side.outer if side.along_terms else K)
-        if step is None or (side.along_terms and shape.extent % shape.size):
+        if not side.along_terms:
+            term = self.builder.add(piece.term, L.I32(lines))
+            far = piece.constant + lines * side.step * side.item
+            return replace(piece, constant=far, moved=lines * shape.pitch, term=term)
+        step = side.index.stride(side.outer)
+        if step is None or side.guards or shape.extent % shape.size:
             return None
-        term = piece.term if side.along_terms else self.builder.add(piece.term, L.I32(lines))
-        far = piece.constant + lines * step * side.item
-        return replace(piece, constant=far, moved=lines * shape.pitch, term=term)
+        return replace(piece, constant=piece.constant + lines * step * side.item, moved=lines * shape.pitch)
 
-    def _source(self, frame: M.Frame, outer: L.Value, term: L.Value) -> L.Value:
-        """Address (i64) of an element, without the constant part of its index."""
+    def _inside(self, outer: L.Value) -> L.Value:
+        """A row (or the first of a few columns) that there is."""
         shape, builder = self.shape, self.builder
-        side = shape.side
-        if shape.extent % shape.size:
-            last = L.I32(shape.extent - (1 if side.along_terms else side.width))
-            outer = builder.select(builder.icmp_signed("<", outer, last), outer, last)
-        variables = {**frame.variables, side.outer: outer, K: term}
-        ranges = {**frame.ranges, side.outer: shape.extent, K: shape.terms}
-        here = M.Frame(builder, variables, frame.pointers, ranges, {})
-        place = M.index(here, Index(0, side.index.terms))
-        return builder.add(frame.pointers[side.buffer], builder.mul(builder.sext(place, L.I64), L.I64(side.item)))
+        if shape.extent % shape.size == 0:
+            return outer
+        last = L.I32(shape.extent - (1 if shape.side.along_terms else shape.side.width))
+        return builder.select(builder.icmp_signed("<", outer, last), outer, last)
 
-    def start(self, offset: L.Value, stage: L.Value, left: L.Value) -> None:
+    def _at(self, outer: L.Value | None, term: L.Value) -> M.Frame:
+        """Where rows, columns and terms are these."""
+        side, frame = self.shape.side, self.frame
+        variables = {**frame.variables, K: term, **({} if outer is None else {side.outer: outer})}
+        return replace(frame, variables=variables, cache={})
+
+    def _source(self, outer: L.Value, term: L.Value) -> L.Value:
+        """Address (i64) of an element of the first tile, without the constant part of its index."""
+        builder, side = self.builder, self.shape.side
+        place = M.index(self._at(outer, term), Index(0, side.by_place.terms))
+        place = builder.add(place, builder.mul(term, L.I32(side.step)))
+        return builder.add(self.frame.pointers[side.buffer], _bytes(builder, place, side.item))
+
+    def start(self, first: L.Value, stage: L.Value, left: L.Value) -> None:
         """Starts the copies of one tile.
 
-        Args: offset: bytes (i64) from the first tile; stage: bytes (i32) into shared memory; left: terms that are left.
+        Args: first: its first term in the block's group; stage: bytes into shared memory; left: terms from it on (i32).
         """
         builder, shape = self.builder, self.shape
+        side = shape.side
+        offset = _bytes(builder, M.index(self._at(None, first), side.by_terms), side.item)
         alive: dict[L.Value, L.Value] = {}
         for piece in self.places:
-            live = None
+            live = M.condition(self._at(piece.outer, first), side.guards)
             if shape.ragged:
                 if piece.term not in alive:
                     alive[piece.term] = builder.icmp_signed("<", piece.term, left)
-                live = alive[piece.term]
+                live = alive[piece.term] if live is None else builder.and_(live, alive[piece.term])
             target, source = builder.add(piece.into, stage), builder.add(piece.source, offset)
-            size = shape.side.width * shape.side.item
+            size = side.width * side.item
             tensor.copy(builder, (target, piece.moved), (source, piece.constant), size, live, piece.condition)
 
 
-def _stride(side: Side) -> int:
-    step = side.index.stride(K)
-    assert step is not None
-    return step
+def _bytes(builder: GpuBuilder, place: L.Value, item: int) -> L.Value:
+    return builder.mul(builder.sext(place, L.I64), L.I64(item))
 
 
 class Fragments:

@@ -353,7 +353,7 @@ class Machine:
     def _compute(self, ins: Instruction, name: str, parts: list[str], kind: str, on: np.ndarray) -> None:
         args = ins.operands[1:]
         if name == "cvt" and parts[2] == "tf32":
-            self.set(ins.operands[0], ptx_tensor.round_tf32(self.value(args[0], "f32")), on)
+            self.set(ins.operands[0], ptx_tensor.round_tf32(self.value(args[0], "f32"), even=parts[1] == "rn"), on)
         elif name == "cvt" and (parts[2].startswith("bf16") or parts[2].endswith("x2")):
             self.set(ins.operands[0], _narrow(parts[2], [self.value(x, "f32") for x in args]), on)
         elif name == "cvt":

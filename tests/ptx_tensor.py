@@ -88,10 +88,11 @@ class Pipeline:
             raise TensorFault(f"touches bytes of a copy that is under way: {text}")
 
 
-def round_tf32(values: np.ndarray) -> np.ndarray:
-    """float32 rounded to TF32: ten bits after the point, to nearest, ties away from zero."""
+def round_tf32(values: np.ndarray, *, even: bool = True) -> np.ndarray:
+    """float32 rounded to TF32: ten bits after the point, to nearest, ties to even or else away from zero."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    rounded = ((bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
+    half = np.uint32(0xFFF) + ((bits >> np.uint32(13)) & np.uint32(1)) if even else np.uint32(0x1000)
+    rounded = ((bits + half) & np.uint32(0xFFFFE000)).view(np.float32)
     return np.where(np.isfinite(values), rounded, values)
 
 

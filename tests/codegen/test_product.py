@@ -105,6 +105,17 @@ def test_layouts_and_types(layout, dtype, size):
 
 
 @compiled
+def test_older_units_round_ties_away_from_zero():
+    x, w = normal(32, 16), normal(16, 16)
+    x.view(np.uint32)[:] = x.view(np.uint32) & np.uint32(0xFFFFE000) | np.uint32(0x1000)  # nothing but ties
+    program = TILINGS[0].of(product_of(lambda x, w: x @ w, x, w))
+    for target, even in ((SM80, False), (SM90, True)):
+        kernel, ptx = compiler.compile_program(program, target), compiler.ptx_of(program, target)
+        rounded = [round_tf32(a, even=even).astype(np.float64) for a in (x, w)]
+        compare(ptx_machine.run_kernel(ptx, kernel, [x, w]), [rounded[0] @ rounded[1]])
+
+
+@compiled
 def test_the_result_may_be_transposed_and_batched():
     x, w = normal(37, 24), normal(24, 19)
     compare(run(lambda x, w: (x @ w).T * 2, (x, w), TILINGS[0]), [(tf32(x) @ tf32(w)).T * 2])
@@ -206,7 +217,7 @@ def test_the_machine_sees_what_pipelines_do_wrong():
     ptx = compiler.ptx_of(program, SM90)
     for change, what in (
         (lambda t: t.replace("cp.async.wait_group 1;", "cp.async.wait_group 2;"), "under way"),
-        (lambda t: t.replace("cvt.rna.tf32.f32", "mov.b32"), "not rounded"),
+        (lambda t: t.replace("cvt.rn.tf32.f32", "mov.b32"), "not rounded"),
     ):
         with pytest.raises(TensorFault, match=what):
             ptx_machine.run_kernel(change(ptx), kernel, [x, w])

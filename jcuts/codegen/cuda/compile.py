@@ -159,7 +159,7 @@ def _ptx(program: Program, source: CudaSource, target: CudaTarget, symbol: str) 
     try:
         with _lock:
             for name, shape in source.variants.items():
-                names[name] = _tile(program, shape, types, intrinsic, symbol)
+                names[name] = _tile(program, shape, types, intrinsic, symbol, target)
             for name, (kind, number) in source.helpers.items():
                 names[name] = _helper(kind, number, types, intrinsic)
             exec(compile(source.text, f"<jcuts {program.name}>", "exec"), names)
@@ -193,7 +193,9 @@ def _narrow(builder: Any, value: Any) -> Any:
     return builder.trunc(value, L.I32) if value.type.width > 32 else value
 
 
-def _tile(program: Program, shape: AnyShape, types: Any, intrinsic: Any, symbol: str) -> object:
+def _tile(
+    program: Program, shape: AnyShape, types: Any, intrinsic: Any, symbol: str, target: CudaTarget
+) -> object:
     """A numba intrinsic that emits what one thread does."""
     buffers = [b for b in program.buffers if b.role != "local"]
     axes = outer_axes(program) if isinstance(shape, ColumnRowsShape) else program.phases[0].axes
@@ -205,7 +207,7 @@ def _tile(program: Program, shape: AnyShape, types: Any, intrinsic: Any, symbol:
 
     def signature_of(*operands: Any) -> Any:
         def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            gpu = GpuBuilder(builder)
+            gpu = GpuBuilder(builder, target.capability)
             pointers = {
                 b.name: builder.ptrtoint(value, ir.IntType(64))
                 for b, value in zip(buffers, args[: len(buffers)], strict=True)

@@ -82,8 +82,12 @@ def read_pair(builder: GpuBuilder, place: L.Value, offset: int) -> list[L.Value]
 
 
 def to_tf32(builder: GpuBuilder, word: L.Value) -> L.Value:
-    """float32 bits rounded to TF32 (to nearest, ties away from zero); the unit would cut bits off."""
-    return asm(builder, "cvt.rna.tf32.f32 $0, $1;", L.I32, [builder.bitcast(word, L.F32)])
+    """float32 bits rounded to TF32, to nearest; the unit would cut bits off.
+
+    Ties go to even where that is one instruction (from capability 9.0 on), else away from zero.
+    """
+    how = "rn" if builder.capability >= (9, 0) else "rna"
+    return asm(builder, f"cvt.{how}.tf32.f32 $0, $1;", L.I32, [builder.bitcast(word, L.F32)])
 
 
 def multiply(

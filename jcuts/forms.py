@@ -119,6 +119,8 @@ def planned(closed: jaxapi.Closed, platform: str, plan: Callable[[Form | None], 
     `rewrite`'s folding of constants takes work away and adds none, so it is in every form (and checked against float64
     with it).  Products in place of convolutions, and which subsets are worth cutting out of XLA's fusions, are raced;
     kernels take over what follows a product only beside `dots`: the library's convolutions compute that themselves.
+    Products with kernels of their own are in `all` and `anchored`, each where it beat the library with all that follows
+    it; `absorbing` is the form without them.
     """
     plain: Form | None = None
     rules = rewrite.applicable(simplify(inline(closed))) if platform in GPUS else ()

@@ -160,8 +160,9 @@ class Machine:
 
     def __init__(
         self, module: Module, name: str, memory: Memory, arguments: Sequence[int], blocks: int, threads: int,
-        launched: int = 0,
+        launched: int = 0, cluster: int = 1,
     ):  # fmt: skip
+        self.cluster = cluster
         self.module, self.kernel, self.memory = module, module.kernels[name], memory
         self.blocks, self.threads, count = blocks, threads, blocks * threads
         self.count = count
@@ -243,7 +244,7 @@ class Machine:
             self.pc[on] = self.kernel.labels[ins.operands[0]]
         elif name == "ret":
             self.pc[on] = len(self.kernel.code)
-        elif name == "bar":
+        elif name == "bar" or (name == "barrier" and parts[2] == "wait"):
             self.last_writer[:], self.last_reader[:] = -1, -1
         elif name == "shfl":
             values = self.value(ins.operands[1], "b32")
@@ -257,6 +258,10 @@ class Machine:
             self.set(ins.operands[0], values[lane], on)
         elif name in ("ld", "st"):
             self._access(ins, parts, on)
+        elif name == "barrier":
+            pass  # arrives at the barrier that it then waits at
+        elif name == "mapa":
+            ptx_tensor.address_of_block(self, ins, on)
         elif name == "cp":
             self.pipeline.step(ins, parts, on)
         elif name == "ldmatrix":
@@ -270,9 +275,10 @@ class Machine:
     def _complete(self, at: np.ndarray, ins: Instruction) -> bool:
         """Whether whole blocks stand at a barrier, whole warps at a shuffle."""
         name = ins.op.split(".")[0]
-        if name not in ("bar", "shfl", "mma", "ldmatrix"):
+        size = {"bar": self.threads, "barrier": self.threads * self.cluster, "shfl": 32, "mma": 32, "ldmatrix": 32}
+        if name not in size:
             return True
-        groups = at.reshape(-1, self.threads if name == "bar" else 32)
+        groups = at.reshape(-1, size[name])
         return bool((groups.any(1) == groups.all(1)).all())
 
     def _access(self, ins: Instruction, parts: list[str], on: np.ndarray) -> None:
@@ -286,7 +292,7 @@ class Machine:
         live = np.flatnonzero(on)
         names = [n.strip() for n in ins.operands[0 if parts[0] == "ld" else 1].strip("{}").split(",")]
         address = self.address(where, "u64" if space == "global" else "u32", live)
-        if space == "shared":
+        if space.startswith("shared"):
             self._shared(parts[0], names, address, size, live, on, ins)
         elif parts[0] == "ld":
             found = self.memory.read(address, size * count, ins.text)
@@ -307,12 +313,14 @@ class Machine:
         self, address: np.ndarray, size: int, live: np.ndarray, ins: Instruction
     ) -> tuple[np.ndarray, np.ndarray]:
         """Block and bytes of accesses to shared memory."""
-        where = address.astype(np.int64)[:, None] + np.arange(size)
+        block, where = (live // self.threads)[:, None], address.astype(np.int64)[:, None] + np.arange(size)
+        if "shared::cluster" in ins.op:
+            block, where = ptx_tensor.in_cluster(self, block, where)
         if where.size and (where.max() >= self.shared.shape[1] or where.min() < 0):
             raise Fault(f"outside shared memory: {ins.text}")
         if (address % np.uint64(size)).any():
             raise Fault(f"misaligned: {ins.text}")
-        return (live // self.threads)[:, None], where
+        return block, where
 
     def claim(self, block: np.ndarray, where: np.ndarray, live: np.ndarray, ins: Instruction) -> None:
         """Nobody else has read or written the bytes since the last barrier."""
@@ -582,7 +590,8 @@ def run_kernel(ptx: str, kernel: CompiledKernel, operands: Sequence[np.ndarray])
     written = np.zeros(memory.data.size, bool)
     for (name, _), launch in zip(sorted(module.kernels.items()), image.launches, strict=True):
         arguments = [memory.places[b] + offset for b, offset in launch.arguments]
-        Machine(module, name, memory, arguments, launch.grid[0], launch.block[0], launch.shared).run()
+        Machine(module, name, memory, arguments, launch.grid[0], launch.block[0], launch.shared,
+                launch.cluster[0]).run()  # fmt: skip
         written |= memory.writer >= 0
         memory.settle()
     found = []

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tests.ptx_machine import Instruction, Machine
 
 WARP = 32
+BLOCK = 20  # bit from which on an address of shared memory names a block of the cluster
 
 
 class TensorFault(Exception):
@@ -94,6 +95,22 @@ def round_tf32(values: np.ndarray, *, even: bool = True) -> np.ndarray:
     half = np.uint32(0xFFF) + ((bits >> np.uint32(13)) & np.uint32(1)) if even else np.uint32(0x1000)
     rounded = ((bits + half) & np.uint32(0xFFFFE000)).view(np.float32)
     return np.where(np.isfinite(values), rounded, values)
+
+
+def address_of_block(machine: Machine, ins: Instruction, on: np.ndarray) -> None:
+    """mapa: the number of a block of the cluster goes into the upper bits of an address."""
+    place = machine.value(ins.operands[1], "u32")
+    rank = machine.value(ins.operands[2], "u32")
+    if (rank >= machine.cluster).any() or (place >> np.uint32(BLOCK)).any():
+        raise TensorFault(f"no such block in the cluster: {ins.text}")
+    machine.set(ins.operands[0], place | ((rank + np.uint32(1)) << np.uint32(BLOCK)), on)
+
+
+def in_cluster(machine: Machine, block: np.ndarray, where: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Block and bytes of an address that `address_of_block` made (or of one's own)."""
+    rank = where[:, :1] >> BLOCK
+    first = block // machine.cluster * machine.cluster
+    return np.where(rank > 0, first + rank - 1, block), where & ((1 << BLOCK) - 1)
 
 
 def read_matrices(machine: Machine, ins: Instruction, on: np.ndarray) -> None:

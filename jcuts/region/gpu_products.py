@@ -22,6 +22,8 @@ from jcuts.region.products import COLUMNS, ROWS, B, K, Side, shares, sides
 
 MOST = 8
 """Candidates of one product: each takes a few hundred milliseconds to compile and to measure."""
+AGAIN = 0.93
+"""What every further candidate that shares terms in the same way counts: where few are measured, they should differ."""
 TILES = (16, 32, 64, 128)
 WARP_TILES = (16, 32, 64)
 TERMS = (64, 128, 256)
@@ -29,6 +31,9 @@ TERMS = (64, 128, 256)
 DEEP = (1, 2, 4)
 STAGES = (2, 3, 4, 6)
 SPLITS = (1, 2, 3, 4, 6, 8)
+CLUSTERS = (2, 4, 8)
+CLUSTERED = (9, 0)
+"""Compute capability from which on blocks form clusters."""
 STEP = 32
 """Bytes of terms per instruction of a matrix unit."""
 MOST_SHARED = 96 << 10
@@ -39,13 +44,14 @@ UNIT = {4: 512.0, 2: 1024.0}
 """Products per cycle and multiprocessor, by bytes of an operand."""
 PORT, L2, MEMORY = 128.0, 40.0, 2400.0
 """Bytes per cycle: shared memory and L2 cache of a multiprocessor, memory of the whole GPU."""
-LATENCY, FETCH, EXIT, MEET, SECOND = 1300.0, 900.0, 500.0, 250.0, 2600.0
-"""Cycles: to the first products; of a load; of an exit without its bytes; of warps that add up; of a second launch."""
+LATENCY, FETCH, EXIT, MEET, CLUSTER, SECOND = 1300.0, 700.0, 500.0, 250.0, 700.0, 2600.0
+"""Cycles: to the first products; of a load; of an exit without its bytes; of warps that add up; of the barriers and far
+reads of a cluster; of a second launch."""
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """One schedule: a block's tile, its warps, tiles in shared memory, groups of terms."""
+    """One schedule: a block's tile, its warps, tiles in shared memory, groups of terms, blocks of a cluster."""
 
     rows: int
     columns: int
@@ -53,6 +59,7 @@ class Tiling:
     warps: tuple[int, int, int]
     stages: int
     split: int
+    cluster: int = 1
 
     @property
     def threads(self) -> int:
@@ -61,7 +68,8 @@ class Tiling:
 
     def of(self, program: Program) -> Program:
         """The scheduled program."""
-        more = (("split", self.split),) if self.split > 1 else ()
+        found = (("split", self.split), ("cluster", self.cluster))
+        more = tuple((name, count) for name, count in found if count > 1)
         tile = (self.rows, self.columns, self.terms)
         params = (("tile", tile), ("warps", self.warps), ("stages", self.stages), *more)
         return scheduled(program, "product", self.threads, *params)
@@ -73,12 +81,18 @@ def products(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     best: dict[tuple[int, ...], tuple[float, Tiling]] = {}
     for tiling in _tilings(program, counter):
         cycles = counter.cycles(tiling)
-        key = (tiling.rows, tiling.columns, tiling.warps[2], tiling.split)
+        key = (tiling.rows, tiling.columns, tiling.warps[2], tiling.split, tiling.cluster)
         if key not in best or cycles < best[key][0]:
             best[key] = (cycles, tiling)
-    ranked = sorted(best.values(), key=lambda found: found[0])
-    for cycles, tiling in ranked[:MOST]:
-        yield tiling.of(program), min(1.0, counter.least / cycles)
+    seen: dict[tuple[bool, ...], int] = {}
+    scored = []
+    for cycles, tiling in sorted(best.values(), key=lambda found: found[0]):
+        kind = (tiling.split > 1, tiling.cluster > 1, tiling.warps[2] > 1)
+        score = min(1.0, counter.least / cycles) * AGAIN ** seen.get(kind, 0)
+        seen[kind] = seen.get(kind, 0) + 1
+        scored.append((score, tiling))
+    for score, tiling in sorted(scored, key=lambda found: -found[0])[:MOST]:
+        yield tiling.of(program), score
 
 
 def _tilings(program: Program, counter: Counter) -> Iterator[Tiling]:
@@ -97,12 +111,15 @@ def _tilings(program: Program, counter: Counter) -> Iterator[Tiling]:
             if not all(_fits(side, terms, across) for side, across in ((left, rows), (right, columns))):
                 continue
             blocks = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns)
-            splits = SPLITS if blocks < 2 * counter.machine.sms else SPLITS[:1]
-            for stages, split in itertools.product(STAGES, splits):
-                share, groups = shares(counter.terms, terms, split)
-                if groups != split or (split > 1 and share < 2) or stages > max(2, share + 1):
+            few = blocks < 2 * counter.machine.sms
+            clusters = [(1, c) for c in CLUSTERS] if few and counter.machine.capability >= CLUSTERED else []
+            splits = [*((s, 1) for s in SPLITS if s == 1 or few), *clusters]
+            for stages, (split, cluster) in itertools.product(STAGES, splits):
+                ways = split * cluster
+                share, groups = shares(counter.terms, terms, ways)
+                if groups != ways or (ways > 1 and share < 2) or stages > max(2, share + 1):
                     continue
-                tiling = Tiling(rows, columns, terms, warps, stages, split)
+                tiling = Tiling(rows, columns, terms, warps, stages, split, cluster)
                 if counter.shared(tiling) <= MOST_SHARED:
                     yield tiling
 
@@ -139,7 +156,8 @@ class Counter:
         for side, size in zip(self.sides, (tiling.rows, tiling.columns), strict=True):
             lines, length = (size, tiling.terms) if side.along_terms else (tiling.terms, size)
             stage += lines * (length * self.item + 32)
-        meet = 4 * tiling.rows * tiling.columns * tiling.warps[2] if tiling.warps[2] > 1 else 0
+        alone = tiling.warps[2] == tiling.cluster == 1
+        meet = 0 if alone else 4 * tiling.rows * tiling.columns * tiling.warps[2]
         return max(stage * tiling.stages, meet)
 
     def cycles(self, tiling: Tiling) -> float:
@@ -147,7 +165,7 @@ class Counter:
         rows, columns, deep = tiling.rows, tiling.columns, tiling.warps[2]
         high, wide = rows // tiling.warps[0], columns // tiling.warps[1]
         count = math.prod(tiling.warps)
-        blocks = self.batch * -(-self.rows // rows) * -(-self.columns // columns) * tiling.split
+        blocks = self.batch * -(-self.rows // rows) * -(-self.columns // columns) * tiling.split * tiling.cluster
         registers = 48 + high * wide // WARP + (high + wide) * STEP // 64
         resident = min(SHARED // (self.shared(tiling) + 1024), REGISTERS // (tiling.threads * registers), BLOCKS)
         resident = max(1, min(resident, self.machine.threads_per_sm // tiling.threads))
@@ -163,13 +181,15 @@ class Counter:
             beside * (rows + columns) * tiling.terms * self.item / L2,
             60.0 + steps * (25.0 + 9.0 * tiles),
         )
-        share, _ = shares(self.terms, tiling.terms, tiling.split)
+        share, _ = shares(self.terms, tiling.terms, tiling.split * tiling.cluster)
         if share > tiling.stages - 1:
             inner = max(inner, FETCH / (tiling.stages - 1))
         written = 4.0 * rows * columns * (1.0 if tiling.split > 1 else self.results / max(1.0, self.partial))
-        leave = EXIT + beside * written / L2
-        if deep > 1:
+        leave = EXIT + beside * written / tiling.cluster / L2
+        if deep > 1 or tiling.cluster > 1:
             leave += MEET + beside * 8.0 * rows * columns * deep / PORT
+        if tiling.cluster > 1:
+            leave += CLUSTER + beside * 4.0 * rows * columns * deep / L2
         total = max(waves * (LATENCY + share * inner + leave), self.moved / MEMORY + LATENCY)
         if tiling.split > 1:
             total += SECOND + (tiling.split + 1) * self.partial / MEMORY

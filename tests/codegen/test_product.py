@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +21,7 @@ from jcuts.dfg.interpret import interpret
 from jcuts.dfg.verify import verify
 from jcuts.region import gpu
 from jcuts.region.gpu_products import Tiling
-from jcuts.region.products import as_product
+from jcuts.region.products import as_product, shares
 from jcuts.tune.check import Expected, check_output
 from jcuts.tune.problem import Output
 from tests import programs, ptx_machine
@@ -35,6 +37,8 @@ LIMIT = 2e-6
 TILINGS = [
     Tiling(32, 32, 16, (2, 2, 1), 3, 1), Tiling(64, 32, 32, (2, 1, 2), 2, 1), Tiling(16, 64, 32, (1, 2, 4), 4, 1),
     Tiling(32, 64, 16, (1, 2, 2), 3, 2), Tiling(16, 16, 32, (1, 1, 2), 6, 3),
+    Tiling(32, 32, 16, (2, 2, 1), 3, 1, 2), Tiling(16, 64, 16, (1, 2, 2), 2, 1, 4),
+    Tiling(64, 32, 16, (1, 2, 1), 3, 1, 3),
 ]  # fmt: skip
 
 
@@ -75,8 +79,9 @@ def dense(x, w, b):
 @pytest.mark.parametrize("size", [(64, 64, 64), (49, 40, 36), (37, 45, 53), (33, 101, 18), (1, 64, 40), (130, 24, 70)])
 def test_sizes_that_divide_nothing(size, tiling):
     m, k, n = size
-    if -(-k // tiling.terms) < tiling.split:
-        tiling = Tiling(tiling.rows, tiling.columns, tiling.terms, tiling.warps, tiling.stages, 1)
+    ways = tiling.split * tiling.cluster
+    if shares(k, tiling.terms, ways)[1] != ways:
+        tiling = replace(tiling, split=1, cluster=1)
     x, w, b = normal(m, k), normal(k, n), normal(n)
     compare(run(dense, (x, w, b), tiling), [np.maximum(tf32(x) @ tf32(w) + b, 0)])
 
@@ -100,7 +105,7 @@ def test_layouts_and_types(layout, dtype, size):
     exact = tf32 if dtype == "float32" else np.float64
     wanted = left(exact(x)) @ right(exact(w))
     limit = LIMIT if dtype == "float32" else float(jnp.finfo(jnp.dtype(dtype)).eps) * 2.1
-    for tiling in (Tiling(32, 32, 32, (2, 1, 2), 3, 1), Tiling(64, 32, 64, (2, 2, 1), 2, 1)):
+    for tiling in (Tiling(32, 32, 32, (2, 1, 2), 3, 1), Tiling(64, 32, 64, (2, 2, 1), 2, 1, 1)):
         compare(run(fn, (x, w), tiling), [wanted], limit)
 
 
@@ -160,6 +165,7 @@ def test_convolutions_with_taps(name):
         wanted = np.maximum(np.asarray(conv(jnp.asarray(tf32(x)), jnp.asarray(tf32(w)), **params)) + b, 0)
     for tiling in (
         Tiling(32, 32, 16, (2, 2, 1), 3, 1), Tiling(64, 32, 16, (2, 1, 2), 2, 1), Tiling(16, 32, 16, (1, 1, 2), 4, 3),
+        Tiling(32, 32, 16, (2, 1, 1), 3, 1, 2),
     ):  # fmt: skip
         compare(run(lambda x, w, b: jax.nn.relu(conv(x, w, **params) + b), (x, w, b), tiling), [wanted])
 
@@ -187,7 +193,8 @@ SHAPES = [(3136, 144, 24), (784, 512, 128), (49, 960, 320), (12544, 32, 16), (38
 def test_candidates_assemble_without_local_memory(size, target):
     m, k, n = size
     arguments = (np.zeros((m, k), np.float32), np.zeros((k, n), np.float32), np.zeros(n, np.float32))
-    for program, _ in gpu.candidates(programs.trace(dense, *arguments).program(), MACHINE, 3):
+    machine = replace(MACHINE, capability=target.capability)
+    for program, _ in gpu.candidates(programs.trace(dense, *arguments).program(), machine, 3):
         image = Image.unpack(compiler.compile_program(program, target).object_code)
         for launch in image.launches:
             assert launch.resources.stack == 0 and launch.shared <= 96 << 10
@@ -233,6 +240,9 @@ def test_refusals():
     ):  # fmt: skip
         with pytest.raises(CompileRejected, match="no product of tiles"):
             emit_source(tiling.of(program))
+    if not _WHY:
+        with pytest.raises(CompileRejected, match="clusters"):
+            compiler.compile_program(Tiling(32, 32, 16, (2, 2, 1), 3, 1, 2).of(program), SM80)
     large = Tiling(128, 128, 64, (2, 4, 1), 4, 1).of(program)
     assert product_shape(large).shared > SM80.max_shared
     if not _WHY:

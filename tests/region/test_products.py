@@ -122,12 +122,22 @@ def test_the_ranking_fills_the_machine_and_shares_operands():
     def best(m, k, n):
         found = gpu.candidates(programs.trace(lambda x, w: x @ w, normal(m, k), normal(k, n)).program(), MACHINE, 1)
         params = dict(found[0][0].params)
-        blocks = -(-m // params["tile"][0]) * -(-n // params["tile"][1]) * params.get("split", 1)
+        blocks = -(-m // params["tile"][0]) * -(-n // params["tile"][1]) * params.get("split", 1) * params.get("cluster", 1)
         return params["tile"], blocks
 
     tile, _ = best(2048, 256, 2048)
     assert tile[0] * tile[1] >= 64 * 128  # much work: operands are shared by many outputs
     assert best(49, 960, 320)[1] >= 66  # little: at least half of the multiprocessors have some
+
+
+def test_clusters_are_for_gpus_that_have_them():
+    program = programs.trace(lambda x, w: x @ w, normal(49, 960), normal(960, 320)).program()
+
+    def clusters(capability):
+        found = gpu.candidates(program, gpu.GpuMachine(132, capability=capability), 100)
+        return [dict(p.params).get("cluster", 1) for p, _ in found]
+
+    assert max(clusters((9, 0))) > 1 == max(clusters((8, 0)))
 
 
 def test_groups_of_terms():

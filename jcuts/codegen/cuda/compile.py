@@ -104,9 +104,8 @@ def compile_program(program: Program, target: CudaTarget) -> CompiledKernel:
                 stack=used.stack, registers=used.registers,
             )  # fmt: skip
         check_limits(program.name, used, source.threads, target, source.shared)
-        launches.append(
-            Launch(symbol, (source.blocks, 1, 1), (source.threads, 1, 1), part.arguments, source.shared, resources=used)
-        )
+        grid, block, cluster = ((n, 1, 1) for n in (source.blocks, source.threads, source.cluster))
+        launches.append(Launch(symbol, grid, block, part.arguments, source.shared, cluster, resources=used))
     image = Image(target.arch, program.name, tuple(launches), cubin)
     return CompiledKernel(
         digest=digest, symbol=SYMBOL, object_code=image.pack(), tiles=sum(s.blocks for s in emitted),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jcuts.base.errors import CompileRejected
@@ -30,7 +30,8 @@ AnyShape = Shape | TeamShape | ColumnShape | ColumnRowsShape | TransposedShape |
 class CudaSource:
     """Source text, the tiles that it calls by name, and the launch that it is written for.
 
-    ``shared``: bytes of shared memory that the launch gives to a block, beside what the kernel declares.
+    ``shared``: bytes of shared memory that the launch gives to a block, beside what the kernel declares; ``cluster``:
+    blocks of a cluster.
     """
 
     text: str
@@ -39,6 +40,7 @@ class CudaSource:
     variants: dict[str, AnyShape] = field(default_factory=dict)
     helpers: dict[str, tuple[str, int]] = field(default_factory=dict)
     shared: int = 0
+    cluster: int = 1
 
 
 def emit_source(program: Program) -> CudaSource:
@@ -73,10 +75,10 @@ class _Writer:
         self.helpers[name] = (kind, number)
         return f"{name}({value})"
 
-    def done(self, blocks: int, shared: int = 0) -> CudaSource:
+    def done(self, blocks: int) -> CudaSource:
         if blocks > GRID_LIMIT:
             raise CompileRejected(f"{self.program.name}: {blocks} blocks, a grid has at most {GRID_LIMIT}")
-        return CudaSource("\n".join(self.lines) + "\n", blocks, self.threads, self.variants, self.helpers, shared)
+        return CudaSource("\n".join(self.lines) + "\n", blocks, self.threads, self.variants, self.helpers)
 
     def point(self) -> CudaSource:
         phase = self._only_phase()
@@ -253,7 +255,7 @@ class _Writer:
         name = f"product_{shape.left.size}x{shape.right.size}x{shape.left.terms}"
         self.variants[name] = shape
         self.line(1, f"{name}({', '.join([*self.names, 'cuda.blockIdx.x', 'cuda.threadIdx.x'])})")
-        return self.done(block_count(self.program, shape), shape.shared)
+        return replace(self.done(block_count(self.program, shape)), shared=shape.shared, cluster=shape.cluster)
 
     def scan_columns(self) -> CudaSource:
         shape = scan_shape(self.program)

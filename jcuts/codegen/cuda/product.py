@@ -3,8 +3,8 @@
 A block computes a tile of ``rows x columns`` outputs.  Its threads copy tiles of both operands into a ring of
 ``stages`` pieces of shared memory, several tiles ahead of the one at hand; warps take fragments of them, round them to
 what the units take (float32 to TF32) and multiply.  Warps share the tile's rows and columns, and, where ``deep`` is
-more than 1, the terms of every tile as well: their totals meet in shared memory, added in the order of the warps.  The
-exit graph then runs on the accumulators in registers (`product_exit`).
+more than 1, the terms of every tile as well; so do the blocks of a ``cluster``.  Their totals meet in shared memory
+(`product_meet`).  The exit graph then runs on the accumulators in registers (`product_exit`).
 
 The program is that of `region.products`; ``split`` groups of terms are an axis ``s`` of the outputs (`parts`).
 """
@@ -21,10 +21,11 @@ from jcuts.codegen.cuda import memory as M
 from jcuts.codegen.cuda import tensor
 from jcuts.codegen.cuda.builder import GpuBuilder
 from jcuts.codegen.cuda.product_exit import Totals, finish
+from jcuts.codegen.cuda.product_meet import meet
 from jcuts.codegen.cuda.product_tiles import Copier, Fragments, TileShape
 from jcuts.codegen.cuda.shared import WARP
 from jcuts.dfg.program import Buffer, Program
-from jcuts.region.products import COLUMNS, ROWS, TYPES, B, K, S, sides, summed
+from jcuts.region.products import COLUMNS, ROWS, TYPES, B, K, S, shares, sides, summed
 
 GROUP = 8  # tiles of rows whose blocks run side by side, so that they find the same columns in the L2 cache
 
@@ -38,6 +39,7 @@ class ProductShape:
         warps: (along rows, along columns, along terms).
         stages: tiles of each operand in shared memory.
         share: tiles of terms of a block; ``terms``: of the whole sum.
+        cluster: blocks that share the terms of a tile and meet in their shared memory.
     """
 
     left: TileShape
@@ -46,6 +48,7 @@ class ProductShape:
     stages: int
     share: int
     terms: int
+    cluster: int
 
     @property
     def stage(self) -> int:
@@ -59,8 +62,9 @@ class ProductShape:
 
     @property
     def partial(self) -> int:
-        """Bytes in which warps that share terms meet."""
-        return 4 * self.left.size * self.right.size * self.warps[2] if self.warps[2] > 1 else 0
+        """Bytes in which warps and blocks that share terms meet."""
+        alone = self.warps[2] == self.cluster == 1
+        return 0 if alone else 4 * self.left.size * self.right.size * self.warps[2]
 
     @property
     def shared(self) -> int:
@@ -79,16 +83,18 @@ def product_shape(program: Program) -> ProductShape:
     rows, columns, terms = _three(params["tile"])
     along, across, deep = _three(params["warps"])
     extents = phase.ranges()
-    total, share = summed(program), -(-extents[K] // terms)
+    total, cluster = summed(program), int(str(params.get("cluster", 1)))
+    share, ranks = shares(extents[K], terms, cluster)
     left, right = sides(program)
-    ragged = total % (terms * share) != 0
+    ragged = total % (terms * share * (cluster if S not in extents else 1)) != 0
     first = TileShape(left, extents[ROWS], rows, terms, rows // max(1, along), 0, ragged)
     second = TileShape(right, extents[COLUMNS], columns, terms, columns // max(1, across), first.bytes, ragged)
-    shape = ProductShape(first, second, (along, across, deep), int(str(params["stages"])), share, total)
+    shape = ProductShape(first, second, (along, across, deep), int(str(params["stages"])), share, total, cluster)
     step = tensor.STEP // left.item * deep
     fits = rows == along * first.warp and columns == across * second.warp and terms % step == 0
     fits = fits and first.warp % 16 == 0 and second.warp % 16 == 0 and shape.stages >= 2
     fits = fits and all(t.length % t.side.width == 0 for t in (first, second))
+    fits = fits and ranks == cluster and (cluster == 1 or S not in extents)
     fits = fits and all(t.side.run % terms == 0 or t.side.run == extents[K] for t in (first, second))
     if not fits or shape.threads != int(str(params["threads"])):
         raise CompileRejected(f"{program.name}: no product of tiles {params['tile']} by warps {params['warps']}")
@@ -102,7 +108,7 @@ def _three(value: object) -> tuple[int, int, int]:
 
 def block_count(program: Program, shape: ProductShape) -> int:
     """Blocks of the grid."""
-    others = math.prod(a.extent for a in program.phases[0].axes if a.name in (S, B))
+    others = shape.cluster * math.prod(a.extent for a in program.phases[0].axes if a.name in (S, B))
     return others * -(-shape.left.extent // shape.left.size) * -(-shape.right.extent // shape.right.size)
 
 
@@ -123,17 +129,22 @@ class ProductEmitter:
         self.flat = builder.urem(warp, L.I32(along * across))
         self.row_warp = builder.mul(builder.udiv(self.flat, L.I32(across)), L.I32(shape.left.warp))
         self.column_warp = builder.mul(builder.urem(self.flat, L.I32(across)), L.I32(shape.right.warp))
-        self.variables = self._places(integers["block"])
+        self.rank, tile = L.I32(0), integers["block"]
+        if shape.cluster > 1:
+            if builder.capability < (9, 0):
+                raise CompileRejected(f"{program.name}: clusters of blocks need compute capability 9.0")
+            self.rank, tile = builder.urem(tile, L.I32(shape.cluster)), builder.udiv(tile, L.I32(shape.cluster))
+        self.variables = self._places(tile)
         ranges = self.phase.ranges()
         self.frame = M.Frame(builder, self.variables, pointers, ranges, {})
 
     def emit(self) -> None:
         """The tile: sums, what warps add up together, the exit graph."""
         totals = self._sums()
-        if self.shape.warps[2] == 1:
-            self._exit(totals, None)
-            return
-        self._meet(totals)
+        if self.shape.warps[2] == self.shape.cluster == 1:
+            self._exit(totals, L.I32(0), L.I32(0))
+        else:
+            self._meet(totals)
 
     # -- where the block stands ---------------------------------------------------------------------------------
     def _places(self, block: L.Value) -> dict[str, L.Value]:
@@ -180,17 +191,18 @@ class ProductEmitter:
         ]
         count, ahead = shape.share, shape.stages - 1
         left: L.Value = L.I32(shape.terms)
+        skipped = builder.mul(self.rank, L.I32(count * shape.left.terms))
         if S in self.variables:
             left = builder.sub(left, builder.mul(self.variables[S], L.I32(count * shape.left.terms)))
         for number in range(ahead):
             if number < count:
-                rest = builder.sub(left, L.I32(number * shape.left.terms))
+                first = builder.add(skipped, L.I32(number * shape.left.terms))
                 for copier in copiers:
-                    copier.start(L.I32(number * shape.left.terms), L.I32(number * shape.stage), rest)
+                    copier.start(first, L.I32(number * shape.stage), builder.sub(left, first))
             tensor.commit(builder)
-        return self._loop(copiers, readers, left)
+        return self._loop(copiers, readers, left, skipped)
 
-    def _loop(self, copiers: list[Copier], readers: list[Fragments], left: L.Value) -> Totals:
+    def _loop(self, copiers: list[Copier], readers: list[Fragments], left: L.Value, skipped: L.Value) -> Totals:
         builder, shape = self.builder, self.shape
         count, ahead = shape.share, shape.stages - 1
         before = builder.block
@@ -213,6 +225,7 @@ class ProductEmitter:
         if count > ahead:
             with builder.if_then(builder.icmp_signed("<", number, L.I32(count - ahead))):
                 done = builder.mul(builder.add(number, L.I32(ahead)), L.I32(shape.left.terms))
+                done = builder.add(done, skipped)
                 rest = builder.sub(left, done)
                 for copier in copiers:
                     copier.start(done, writing, rest)
@@ -257,55 +270,23 @@ class ProductEmitter:
                 for j, column in enumerate(columns):
                     sums[i][j] = tensor.multiply(builder, shape.kind, row, column, sums[i][j])
 
-    # -- warps that share terms -----------------------------------------------------------------------------------
+    # -- the exit -------------------------------------------------------------------------------------------------
     def _meet(self, totals: Totals) -> None:
-        """Adds up the totals of warps along the terms, in their order; each then finishes its share of the tile."""
+        """Adds up what warps and blocks have that share terms; each then finishes its share of the tile."""
         builder, shape = self.builder, self.shape
-        deep = shape.warps[2]
-        across = WARP * shape.warps[0] * shape.warps[1] * 16
-        high, wide = len(totals), len(totals[0])
         lane = builder.add(builder.mul(self.flat, L.I32(WARP)), self.lane)
-        place = builder.add(self.shared, builder.mul(lane, L.I32(16)))
-        tensor.wait(builder, 0)
-        tensor.barrier(builder)
-        mine = builder.add(place, builder.mul(self.deep, L.I32(high * wide * across)))
-        for number, tile in enumerate(t for row in totals for t in row):
-            tensor.write_four(builder, mine, number * across, tile)
-        tensor.barrier(builder)
-        if high % deep == 0:
-            rows, columns = high // deep, wide
-            skip, first = rows * wide, (builder.mul(self.deep, L.I32(16 * rows)), L.I32(0))
-        elif wide % (2 * deep) == 0:
-            rows, columns = high, wide // deep
-            skip, first = columns, (L.I32(0), builder.mul(self.deep, L.I32(8 * columns)))
-        else:
-            with builder.if_then(builder.icmp_signed("==", self.deep, L.I32(0))):
-                self._exit(self._added(place, high, wide, wide, across, deep), None)
-            return
-        place = builder.add(place, builder.mul(self.deep, L.I32(skip * across)))
-        self._exit(self._added(place, rows, columns, wide, across, deep), first)
+        lanes = WARP * shape.warps[0] * shape.warps[1]
+        deep, rank = (self.deep, shape.warps[2]), (self.rank, shape.cluster)
+        step = 2 if shape.right.lone else 1
+        meet(builder, totals, self.shared, lanes, lane, deep, rank, step, self._exit)
 
-    def _exit(self, totals: Totals, first: tuple[L.Value, L.Value] | None) -> None:
-        """The exit graph on a thread's accumulators. ``first``: the first row and column of them in the warp's tile."""
+    def _exit(self, totals: Totals, row: L.Value, column: L.Value) -> None:
+        """The exit graph on a thread's accumulators, the first of which have this row and column of the warp's tile."""
         builder, shape = self.builder, self.shape
-        row = builder.add(self.variables[ROWS], self.row_warp)
-        column = builder.add(self.variables[COLUMNS], self.column_warp)
-        if first is not None:
-            row, column = builder.add(row, first[0]), builder.add(column, first[1])
-        frame = replace(self.frame, variables={**self.variables, ROWS: row, COLUMNS: column})
+        variables = {
+            **self.variables,
+            ROWS: builder.add(builder.add(self.variables[ROWS], self.row_warp), row),
+            COLUMNS: builder.add(builder.add(self.variables[COLUMNS], self.column_warp), column),
+        }
+        frame = replace(self.frame, variables=variables)
         finish(frame, self.phase, (shape.left, shape.right), self.buffers, self.lane, totals)
-
-    def _added(self, place: L.Value, rows: int, columns: int, wide: int, across: int, deep: int) -> Totals:
-        builder, shape = self.builder, self.shape
-        plane = (shape.left.warp // 16) * (shape.right.warp // 8) * across
-        found = []
-        for row in range(rows):
-            found.append([])
-            for column in range(columns):
-                offset = (row * wide + column) * across
-                total = tensor.read_four(builder, place, offset)
-                for other in range(1, deep):
-                    more = tensor.read_four(builder, place, offset + other * plane)
-                    total = [builder.fadd(x, y) for x, y in zip(total, more, strict=True)]
-                found[-1].append(total)
-        return found

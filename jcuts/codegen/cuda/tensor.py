@@ -64,6 +64,17 @@ def barrier(builder: GpuBuilder) -> None:
     asm(builder, "bar.sync 0;", VOID, effects=True)
 
 
+def cluster_barrier(builder: GpuBuilder) -> None:
+    """Waits for all threads of the cluster; what they wrote into shared memory before is seen after it."""
+    asm(builder, "barrier.cluster.arrive.release.aligned;", VOID, effects=True)
+    asm(builder, "barrier.cluster.wait.acquire.aligned;", VOID, effects=True)
+
+
+def of_block(builder: GpuBuilder, place: L.Value, rank: int) -> L.Value:
+    """The address that a place of one's own shared memory has in another block of the cluster."""
+    return asm(builder, f"mapa.shared::cluster.u32 $0, $1, {rank};", L.I32, [place])
+
+
 def read_matrices(builder: GpuBuilder, place: L.Value, offset: int, *, transposed: bool = False) -> list[L.Value]:
     """Four 8x8 matrices of 16-bit elements; lane k gives the address of row ``k % 8`` of matrix ``k / 8``."""
     trans = ".trans" if transposed else ""
@@ -113,9 +124,10 @@ def write_four(builder: GpuBuilder, place: L.Value, offset: int, values: Sequenc
         [place, *(builder.bitcast(v, L.I32) for v in values)], effects=True)  # fmt: skip
 
 
-def read_four(builder: GpuBuilder, place: L.Value, offset: int) -> list[L.Value]:
-    """Takes four floats from shared memory."""
+def read_four(builder: GpuBuilder, place: L.Value, offset: int, *, cluster: bool = False) -> list[L.Value]:
+    """Takes four floats from shared memory. ``cluster``: from that of any block of the cluster, see `of_block`."""
+    space = "shared::cluster" if cluster else "shared"
     where = f"[$4+{offset}]" if offset else "[$4]"
-    text = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, {where};"
+    text = f"ld.{space}.v4.b32 {{$0, $1, $2, $3}}, {where};"
     found = asm(builder, text, ir.LiteralStructType([L.I32] * 4), [place], effects=True)
     return [builder.bitcast(builder.extract_value(found, k), L.F32) for k in range(4)]

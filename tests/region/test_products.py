@@ -122,8 +122,8 @@ def test_the_ranking_fills_the_machine_and_shares_operands():
     def best(m, k, n):
         found = gpu.candidates(programs.trace(lambda x, w: x @ w, normal(m, k), normal(k, n)).program(), MACHINE, 1)
         params = dict(found[0][0].params)
-        blocks = -(-m // params["tile"][0]) * -(-n // params["tile"][1]) * params.get("split", 1) * params.get("cluster", 1)
-        return params["tile"], blocks
+        tiles = -(-m // params["tile"][0]) * -(-n // params["tile"][1])
+        return params["tile"], tiles * params.get("split", 1) * params.get("cluster", 1)
 
     tile, _ = best(2048, 256, 2048)
     assert tile[0] * tile[1] >= 64 * 128  # much work: operands are shared by many outputs

@@ -87,6 +87,10 @@ def _all(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
             found = found[: gpu_products.MOST // 2]
             sums = list(_vector(made, machine))
             found += [(p, score / sums[0][1] * found[0][1]) for p, score in sums]
+        elif length <= TAPS:  # few terms: a thread may take them all, without rounding them
+            plain = sorted(_window(collapsed(program), machine), key=lambda item: (-item[1], item[0].digest))[:2]
+            best = found[0][1] * gpu_products.AGAIN
+            found = found[: gpu_products.MOST - 2] + [(p, score / plain[0][1] * best) for p, score in plain]
         yield from found
         return
     if program.template == "reduction":

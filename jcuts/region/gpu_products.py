@@ -21,7 +21,7 @@ from jcuts.region.gpu_tiles import WARP, Candidate, GpuMachine, scheduled
 from jcuts.region.products import COLUMNS, ROWS, B, K, Side, shares, sides
 
 MOST = 8
-"""Candidates of one product: each takes a few hundred milliseconds to compile and to measure."""
+"""Candidates of one product on matrix units: each takes a few hundred milliseconds to compile and to measure."""
 AGAIN = 0.93
 """What every further candidate that shares terms in the same way counts: where few are measured, they should differ."""
 TILES = (16, 32, 64, 128)

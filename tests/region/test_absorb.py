@@ -53,6 +53,33 @@ def primitives(graph, members):
     )
 
 
+def test_a_product_without_a_kernel_loses_what_stands_before_it():
+    def block(x, s, b, w, r):
+        y = lax.conv_general_dilated(jax.nn.relu(x * s + b), w, (1, 1), "SAME",
+                                     dimension_numbers=("NHWC", "HWIO", "NHWC"))  # fmt: skip
+        return jax.nn.relu(y + r * 0.5)
+
+    args = values(2, 6, 5, 32), values(32), values(32), values(3, 3, 32, 16), values(2, 6, 5, 16)
+    graph, before, _ = covers(block, *args)
+    (whole,) = before
+    after = absorb.bared(graph, before, has_form)
+    assert sorted(m for members, _ in after for m in members) == sorted(whole[0])
+    (head, first), (rest, second) = after
+    assert primitives(graph, head) == ["add", "max", "mul"]
+    assert primitives(graph, rest) == ["add", "conv_general_dilated", "max", "mul"]
+    assert not has_form(whole[1]) and has_form(second)
+    named = [dict(zip((tuple(a.shape) for a in args), map(np.asarray, args), strict=False))][0]
+    (operand,) = interpret(first, [args[0], args[1], args[2]])
+    np.testing.assert_allclose(operand, jax.nn.relu(args[0] * args[1] + args[2]), rtol=1e-6)
+    named[operand.shape] = operand
+    (got,) = interpret(second, [named[tuple(b.shape)] for b in second.inputs])
+    np.testing.assert_allclose(got, block(*args), rtol=1e-4, atol=1e-4)
+    # Nothing is cut off where it helps nothing, or where the kernel computes it itself.
+    graph, before, _ = covers(lambda a: jax.nn.relu(a) @ jnp.ones((96, 8), jnp.float64), values(7, 96))
+    assert absorb.bared(graph, before, lambda program: False) == before
+    assert absorb.bared(graph, before, lambda program: True) == before
+
+
 def test_a_depthwise_convolution_takes_the_activation_before_it():
     graph, before, after = covers(expanded, X, W, B, D)
     assert {m for members, _ in before for m in members} == {m for members, _ in after for m in members}

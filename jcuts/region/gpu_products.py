@@ -2,11 +2,11 @@
 
 A block of a schedule is counted on its own multiprocessor, together with the blocks that run beside it there:
 
-    cycles = waves * (LATENCY + tiles * max(units, shared memory, issue, L2 cache, one warp's chain, loads under way)
+    cycles = waves * (LATENCY + tiles * longest(units, shared memory, issue, L2 cache, a warp's chain, loads under way)
                       + exit) + what a split costs,   at least bytes / (memory bytes per cycle)
 
-The constants are those of Hopper and Ampere multiprocessors, rounded: a ranking needs no more, and what is chosen is
-measured.
+The constants are those of Hopper and Ampere multiprocessors, rounded; `UNIT`, `CHAIN` and `FETCH` are fitted to 72
+schedules of nine products on an H200. A ranking needs no more, and what is chosen is measured.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ MOST = 8
 """Candidates of one product on matrix units: each takes a few hundred milliseconds to compile and to measure."""
 AGAIN = 0.93
 """What every further candidate that shares terms in the same way counts: where few are measured, they should differ."""
-TILES = (16, 32, 64, 128)
-WARP_TILES = (16, 32, 64)
+TILES = (16, 32, 48, 64, 96, 128)
+WARP_TILES = (16, 32, 48, 64)
 TERMS = (64, 128, 256)
 """Bytes of terms per tile."""
 DEEP = (1, 2, 4)
@@ -40,11 +40,17 @@ MOST_SHARED = 96 << 10
 """Bytes of shared memory of a block: every GPU since 8.0 has them, most hold two such blocks."""
 SHARED, REGISTERS, BLOCKS = 220 << 10, 65536, 16
 """Of a multiprocessor: bytes of shared memory, registers, blocks at once (of small ones)."""
-UNIT = {4: 512.0, 2: 1024.0}
+UNIT = {4: 330.0, 2: 660.0}
 """Products per cycle and multiprocessor, by bytes of an operand."""
+LINE = 128.0
+"""Bytes of a line of the caches."""
+CHAIN = (100.0, 60.0, 16.0)
+"""Cycles of one warp, which waits for itself: per tile of terms, per instruction along them, per product of a step."""
+OVERLAP = 0.15
+"""What of a limit is left beside a larger one: they work at the same time, but not perfectly."""
 PORT, L2, MEMORY = 128.0, 40.0, 2400.0
 """Bytes per cycle: shared memory and L2 cache of a multiprocessor, memory of the whole GPU."""
-LATENCY, FETCH, EXIT, MEET, CLUSTER, SECOND = 1300.0, 700.0, 500.0, 250.0, 700.0, 2600.0
+LATENCY, FETCH, EXIT, MEET, CLUSTER, SECOND = 1300.0, 450.0, 500.0, 250.0, 700.0, 2600.0
 """Cycles: to the first products; of a load; of an exit without its bytes; of warps that add up; of the barriers and far
 reads of a cluster; of a second launch."""
 
@@ -117,7 +123,7 @@ def _tilings(program: Program, counter: Counter) -> Iterator[Tiling]:
             for stages, (split, cluster) in itertools.product(STAGES, splits):
                 ways = split * cluster
                 share, groups = shares(counter.terms, terms, ways)
-                if groups != ways or (ways > 1 and share < 2) or stages > max(2, share + 1):
+                if groups != ways or (ways > 1 and share < 2) or stages > share + 1 or (stages == 2 and share > 1):
                     continue
                 tiling = Tiling(rows, columns, terms, warps, stages, split, cluster)
                 if counter.shared(tiling) <= MOST_SHARED:
@@ -160,6 +166,14 @@ class Counter:
         meet = 0 if alone else 4 * tiling.rows * tiling.columns * tiling.warps[2]
         return max(stage * tiling.stages, meet)
 
+    def _copied(self, tiling: Tiling) -> float:
+        """Bytes of a tile of both operands; short lines count more, as whole lines are what moves."""
+        total = 0.0
+        for side, size in zip(self.sides, (tiling.rows, tiling.columns), strict=True):
+            line = (tiling.terms if side.along_terms else size) * self.item
+            total += size * tiling.terms * self.item * max(1.0, LINE / line) ** 0.5
+        return total
+
     def cycles(self, tiling: Tiling) -> float:
         """Estimated cycles of a launch, and of the second one where terms are split."""
         rows, columns, deep = tiling.rows, tiling.columns, tiling.warps[2]
@@ -174,16 +188,17 @@ class Counter:
         steps = tiling.terms * self.item // STEP // deep  # instructions along the terms of a warp
         tiles = (high // 16) * (wide // 8)
         words = (high + wide) * tiling.terms * self.item / deep
-        inner = max(
+        limits = [
             beside * rows * columns * tiling.terms / UNIT[self.item],
             beside * (count * words + (rows + columns) * tiling.terms * self.item) / PORT,
-            beside * count * steps * (2 * tiles + high // 4 + wide // 2) / 4,
-            beside * (rows + columns) * tiling.terms * self.item / L2,
-            60.0 + steps * (25.0 + 9.0 * tiles),
-        )
+            beside * count * steps * (2 * tiles + high // 4 + wide // 2 + high // 16 + wide // 8) / 4,
+            beside * self._copied(tiling) / L2,
+            CHAIN[0] + steps * (CHAIN[1] + CHAIN[2] * tiles),
+        ]
         share, _ = shares(self.terms, tiling.terms, tiling.split * tiling.cluster)
         if share > tiling.stages - 1:
-            inner = max(inner, FETCH / (tiling.stages - 1))
+            limits.append(FETCH / (tiling.stages - 1))
+        inner = max(limits) + OVERLAP * (sum(limits) - max(limits))
         written = 4.0 * rows * columns * (1.0 if tiling.split > 1 else self.results / max(1.0, self.partial))
         leave = EXIT + beside * written / tiling.cluster / L2
         if deep > 1 or tiling.cluster > 1:
@@ -192,5 +207,5 @@ class Counter:
             leave += CLUSTER + beside * 4.0 * rows * columns * deep / L2
         total = max(waves * (LATENCY + share * inner + leave), self.moved / MEMORY + LATENCY)
         if tiling.split > 1:
-            total += SECOND + (tiling.split + 1) * self.partial / MEMORY
+            total += SECOND + (2 * tiling.split + 1) * self.partial / MEMORY
         return total

@@ -184,6 +184,22 @@ def test_what_the_ranking_proposes_is_right(size):
         compare(found, [np.maximum(tf32(x) @ tf32(w) + b, 0) if units else exact])
 
 
+@compiled
+def test_the_code_is_what_the_tiling_says():
+    """Fragments in registers, whole accesses, no instruction more than the tile needs."""
+    x, w, b = (np.zeros(s, np.float32) for s in ((512, 4096), (4096, 256), (256,)))
+    ptx = compiler.ptx_of(Tiling(64, 64, 32, (2, 2, 1), 3, 1).of(product_of(dense, x, w, b)), SM90)
+    steps, rows, columns = 32 // 8, 32 // 16, 32 // 8
+    loops = ptx.count("mma.sync") // (steps * rows * columns)
+    assert loops >= 1 and ptx.count("mma.sync") == loops * steps * rows * columns
+    assert ptx.count("ldmatrix") == loops * steps * rows  # of the left operand
+    assert ptx.count("ld.shared.v2.b32") == loops * steps * columns  # of the right one: pairs of columns
+    assert ptx.count("cvt.rn.tf32") == loops * steps * (4 * rows + 2 * columns)
+    assert ptx.count("cp.async.cg.shared.global") == (2 + loops) * 2 * 64 * 32 * 4 // 16 // 128
+    assert ptx.count("st.global.v4.b32") == 64 * 64 // 4 // 128 and "st.global.b32" not in ptx
+    assert "ld.local" not in ptx and "st.local" not in ptx
+
+
 SHAPES = [(3136, 144, 24), (784, 512, 128), (49, 960, 320), (12544, 32, 16), (384, 768, 3072), (1, 1280, 1000)]
 
 

@@ -9,7 +9,9 @@ import pytest
 from jax import lax
 
 from jcuts.dfg.interpret import interpret
+from jcuts.dfg.program import Program
 from jcuts.region import absorb, find, gpu
+from jcuts.region.build import build
 from jcuts.region.graph import build_graph
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
@@ -54,30 +56,26 @@ def primitives(graph, members):
 
 
 def test_a_product_without_a_kernel_loses_what_stands_before_it():
-    def block(x, s, b, w, r):
-        y = lax.conv_general_dilated(jax.nn.relu(x * s + b), w, (1, 1), "SAME",
-                                     dimension_numbers=("NHWC", "HWIO", "NHWC"))  # fmt: skip
-        return jax.nn.relu(y + r * 0.5)
+    def block(x, s, w, r):
+        return jax.nn.relu(jnp.abs(x * s) @ w + r * 0.5)
 
-    args = values(2, 6, 5, 32), values(32), values(32), values(3, 3, 32, 16), values(2, 6, 5, 16)
-    graph, before, _ = covers(block, *args)
-    (whole,) = before
-    after = absorb.bared(graph, before, has_form)
-    assert sorted(m for members, _ in after for m in members) == sorted(whole[0])
-    (head, first), (rest, second) = after
-    assert primitives(graph, head) == ["add", "max", "mul"]
-    assert primitives(graph, rest) == ["add", "conv_general_dilated", "max", "mul"]
-    assert not has_form(whole[1]) and has_form(second)
-    named = [dict(zip((tuple(a.shape) for a in args), map(np.asarray, args), strict=False))][0]
-    (operand,) = interpret(first, [args[0], args[1], args[2]])
-    np.testing.assert_allclose(operand, jax.nn.relu(args[0] * args[1] + args[2]), rtol=1e-6)
-    named[operand.shape] = operand
-    (got,) = interpret(second, [named[tuple(b.shape)] for b in second.inputs])
+    args = values(12, 96), values(96), values(96, 8), values(12, 8)
+    closed = simplify(inline(jaxapi.closed_jaxpr_of(block, *args)))
+    graph = build_graph(closed.jaxpr)
+    everything = frozenset(range(len(graph.nodes)))
+    program = build(graph, everything)
+    assert isinstance(program, Program) and not has_form(program)
+    (head, first), (rest, second) = absorb.bared(graph, [(everything, program)], has_form)
+    assert head | rest == everything and not head & rest and has_form(second)
+    assert primitives(graph, head) == ["abs", "mul"]
+    assert primitives(graph, rest) == ["add", "dot_general", "max", "mul"]
+    known = {a.shape: np.asarray(a) for a in args}
+    (known[12, 96],) = interpret(first, [known[b.shape] for b in first.inputs])
+    (got,) = interpret(second, [known[b.shape] for b in second.inputs])
     np.testing.assert_allclose(got, block(*args), rtol=1e-4, atol=1e-4)
     # Nothing is cut off where it helps nothing, or where the kernel computes it itself.
-    graph, before, _ = covers(lambda a: jax.nn.relu(a) @ jnp.ones((96, 8), jnp.float64), values(7, 96))
-    assert absorb.bared(graph, before, lambda program: False) == before
-    assert absorb.bared(graph, before, lambda program: True) == before
+    for form in (True, False):
+        assert absorb.bared(graph, [(everything, program)], lambda _, form=form: form) == [(everything, program)]
 
 
 def test_a_depthwise_convolution_takes_the_activation_before_it():

@@ -57,8 +57,8 @@ def run_objects(round_: str, kinds: list[str], options: argparse.Namespace) -> d
 
     from jcuts.base.settings import Settings
     from jcuts.tune.choice import LIBRARY
+    from jcuts.tune.operations import KERNEL_KINDS
     from jcuts.tune.runner import Effort, default_store, tune
-    from jcuts.tune.worker import KERNEL_KINDS
     from jcuts.xla.call import call_kernel
 
     if options.cpu:

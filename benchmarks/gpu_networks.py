@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import logging
 import os
 import re
 import subprocess
@@ -69,6 +70,8 @@ def measure(spec: str, out: Path, dry: bool, seconds: float) -> dict[str, Any]:
     from jcuts.base import fingerprint
     from jcuts.tune import session
 
+    logging.basicConfig(level=logging.WARNING)
+    logging.getLogger("jcuts.tune").setLevel(logging.INFO)  # what each reference and check took
     platform = pretend(dry)
     option = next(iter(forms.options(platform)), "")
     fn, args = workload(spec, dry)

@@ -30,6 +30,7 @@ from jcuts.base.errors import UsageError
 from jcuts.base.settings import Form
 from jcuts.trace import jaxapi, rewrite
 from jcuts.trace.inline import inline
+from jcuts.trace.products import CONVOLUTION, DOT
 from jcuts.trace.simplify import simplify
 from jcuts.tune.widen import evaluate, widened_dtype
 
@@ -38,6 +39,7 @@ log = logging.getLogger("jcuts")
 GPUS = ("gpu", "cuda")
 FLOOR_ULP = 4.0
 MOST = 4.0  # a single element may be that many times as far off as the whole output (`tune.check` has the same)
+WITH_ALL = ("pools", "siblings")  # rewrites that only race beside all others that apply
 LEAN: dict[str, Any] = {"xla_gpu_autotune_level": 0}  # the float64 program runs once: nothing is worth tuning in it
 
 
@@ -121,6 +123,8 @@ def planned(closed: jaxapi.Closed, platform: str, plan: Callable[[Form | None], 
     kernels take over what follows a product only beside `dots`: the library's convolutions compute that themselves.
     Products with kernels of their own are in `all` and `anchored`, each where it beat the library with all that follows
     it; `absorbing` is the form without them.
+    The rules of `WITH_ALL` race only beside all others that apply, in two programs (each costs seconds of compilation):
+    left to XLA, and with kernels for all but dense products, since larger products are what these rules are for.
     """
     plain: Form | None = None
     rules = rewrite.applicable(simplify(inline(closed))) if platform in GPUS else ()
@@ -137,12 +141,15 @@ def planned(closed: jaxapi.Closed, platform: str, plan: Callable[[Form | None], 
 
     add(Form(folded) if folded else plain)
     if platform in GPUS:
-        every = [folded, *((*folded, name) for name in rules if name not in folded)]
+        every = [folded, *((*folded, name) for name in rules if name not in (*folded, *WITH_ALL))]
         for rewrites in every:
             for regions in ("all", "anchored", "none"):
                 if rewrites or regions == "anchored":
                     add(Form(rewrites, regions))
         add(Form(every[-1], "absorbing"))
+        if set(rules) & set(WITH_ALL):
+            add(Form(rules, "none"))
+            add(Form(rules, "absorbing"))
     return found
 
 
@@ -264,10 +271,10 @@ def longest_sum(closed: jaxapi.Closed) -> int:
     longest = 1
     for eqn in closed.jaxpr.eqns:
         name = jaxapi.primitive_name(eqn)
-        if name == rewrite.CONVOLUTION:
+        if name == CONVOLUTION:
             weights, spec = eqn.invars[1].aval, eqn.params["dimension_numbers"].rhs_spec
             longest = max(longest, weights.size // max(1, weights.shape[spec[0]]))
-        elif name == rewrite.DOT:
+        elif name == DOT:
             contracted = eqn.params["dimension_numbers"][0][0]
             longest = max(longest, math.prod(eqn.invars[0].aval.shape[d] for d in contracted))
         for _, _, body in jaxapi.inner_jaxprs(eqn):

@@ -470,7 +470,7 @@ def busy(toy, monkeypatch):  # noqa: F811
         return outcome._replace(report=Report(toy.is_busy and may_measure))
 
     monkeypatch.setattr(sys.modules["jcuts.pipeline"], "optimize_jaxpr", optimize_jaxpr)
-    monkeypatch.setattr("jcuts.api.time", types.SimpleNamespace(monotonic=lambda: toy.now))
+    monkeypatch.setattr("jcuts.optimized.time", types.SimpleNamespace(monotonic=lambda: toy.now))
     toy.now = 0.0
     return toy
 
@@ -501,6 +501,24 @@ def test_a_call_that_could_not_tune_is_tuned_by_a_later_one(busy, mode):
     assert measured(busy) == 3 and not f.decision(X).deferred
 
 
+def test_forms_that_could_not_be_measured_decide_nothing(busy, monkeypatch):
+    plan = sys.modules["jcuts.pipeline"].optimize_jaxpr
+
+    def unchanged(closed, *args, **kwargs):  # all was left to XLA for now
+        outcome = plan(closed, *args, **kwargs)
+        return outcome._replace(closed=closed) if busy.is_busy else outcome
+
+    monkeypatch.setattr(sys.modules["jcuts.pipeline"], "optimize_jaxpr", unchanged)
+    monkeypatch.setattr("jcuts.forms.GPUS", ("cpu",))
+    store = guard.MemoryStore()
+    f = Optimized(scaled, jcuts.optimize(scaled).settings, {}, store)
+    np.testing.assert_array_equal(f(X), X * 2)
+    assert f.decision(X).deferred and f.decision(X).chosen == guard.XLA and not store._kept
+    busy.is_busy, busy.now = False, 31.0
+    np.testing.assert_array_equal(f(X), X * 2)
+    assert not f.decision(X).deferred and store._kept
+
+
 def test_a_decision_taken_in_noise_is_measured_again_by_a_later_process(toy, monkeypatch):  # noqa: F811
     store, raced = guard.MemoryStore(), []
 
@@ -511,7 +529,7 @@ def test_a_decision_taken_in_noise_is_measured_again_by_a_later_process(toy, mon
     monkeypatch.setattr(guard, "decide", decide)
     settings = jcuts.optimize(scaled).settings
     for process in range(guard.MOST_TRIES + 2):
-        monkeypatch.setattr("jcuts.api._decided_here", set())
+        monkeypatch.setattr("jcuts.optimized._decided_here", set())
         for _ in range(2):  # within a process once is enough
             f = Optimized(scaled, settings, {}, store)
             f(X)
@@ -535,7 +553,8 @@ def test_equal_devices_share_a_decision(toy, monkeypatch):  # noqa: F811
     f(X)
     assert len(raced) == 1
     host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
-    keys = {f._store_key(f._closed((X,), {}), f._signature((x,), {}), "cpu") for x in (X, jax.device_put(X, host))}
+    signatures = [f._arguments.signature((x,), {}) for x in (X, jax.device_put(X, host))]
+    keys = {f._store_key(f._closed((X,), {}), signature, "cpu") for signature in signatures}
     assert len(keys) == 2
 
 
@@ -545,7 +564,7 @@ def test_explain_knows_what_an_earlier_process_decided(toy):  # noqa: F811
             return guard.Decision(guard.XLA, "kept", {}, 0.0, {}, True).to_dict()
 
     f = Optimized(scaled, jcuts.optimize(scaled).settings, {}, Kept())
-    assert f._kept(f._closed((X,), {}), f._signature((X,), {}), True).reason == "kept"
+    assert f._kept(f._closed((X,), {}), f._arguments.signature((X,), {}), True).reason == "kept"
 
 
 def test_disabled_explains_itself(monkeypatch):

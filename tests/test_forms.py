@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +24,7 @@ def values(*shape):
 
 
 WEIGHTS = (values(1, 1, 8, 16), values(16), values(16), values(3, 3, 1, 16))
+PAIR = (values(1, 1, 8, 4), values(1, 1, 8, 6))
 
 
 def block(x):
@@ -94,6 +97,28 @@ def test_forms_race_and_the_decision_is_kept(monkeypatch, tmp_path):
         assert again.decision(x).chosen == decision.chosen
     finally:
         api.set_default_store(None)
+
+
+def test_siblings_race_beside_all_other_rewrites_only():
+    names = ("NHWC", "HWIO", "NHWC")
+
+    def branches(x):
+        return [lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=names) for w in (PAIR[0], PAIR[1])]
+
+    def planned(function, *shape):
+        closed = jaxapi.closed_jaxpr_of(function, values(*shape))
+
+        def plan(form):
+            return types.SimpleNamespace(closed=None, report=types.SimpleNamespace(source=str(form)))
+
+        return [str(form) for form in forms.planned(closed, "cuda", plan) if form is not None]
+
+    assert planned(block, 1, 4, 4, 8)[-1] == "scales+dots/absorbing"
+    with_siblings = planned(branches, 1, 4, 4, 8)
+    assert with_siblings[-2:] == ["dots+siblings/none", "dots+siblings/absorbing"]
+    assert [name for name in with_siblings if "siblings" in name] == with_siblings[-2:]
+    products = planned(lambda x: [x @ WEIGHTS[0][0, 0], x @ PAIR[0][0, 0]], 4, 8)
+    assert products == ["plain/anchored", "plain/absorbing", "siblings/none", "siblings/absorbing"]
 
 
 def test_options_that_a_version_does_not_know_are_left_out(monkeypatch):

@@ -319,3 +319,21 @@ def test_a_missing_native_library_leaves_everything_to_xla(monkeypatch):
     ours = planned(with_sort)
     assert_close(ours(x), jax.jit(with_sort)(x))
     assert "it is gone" in ours.explain(x).notes[0]
+
+
+@pytest.mark.parametrize("bits", [(5, 10), (8, 7)])
+def test_float64_is_rounded_to_sixteen_bits_once(bits):
+    rng = np.random.default_rng(0)
+    count, (exponent, mantissa) = 400, bits
+    ties = 1 + (rng.integers(0, 1 << mantissa, count) + 0.5) / (1 << mantissa)
+    beside = ties + rng.choice([-1, 0, 1], count) * 2.0 ** -rng.integers(25, 52, count)  # float32 cannot tell
+    x = np.ldexp(beside, rng.integers(-12, 12, count)) * rng.choice([-1, 1], count)
+    ends = [0.0, -0.0, np.inf, -np.inf, np.nan, 65519.99999999, 65520.0, 6.1e-5, 6.103e-5, 5e-324, 1e300]
+    x = np.concatenate([x, ends])
+    with jax.enable_x64(True):
+        function = lambda x: jax.lax.reduce_precision(x, exponent, mantissa)  # noqa: E731
+        f = jcuts.optimize(function, mode="fusion", tune="off")
+        got, want = np.asarray(f(x)), np.asarray(jax.jit(function)(x))
+        assert f.explain(x).kernels == 1
+    np.testing.assert_array_equal(got, want)
+    assert (np.signbit(got) == np.signbit(want))[~np.isnan(want)].all()

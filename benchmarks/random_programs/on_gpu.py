@@ -93,15 +93,16 @@ def every_kernel(seed: int) -> Iterator[tuple[list[pipeline.Level], Any]]:
 
 
 def _schedule(ranked: Sequence[Program], rng: np.random.Generator) -> Program | None:
-    """A random schedule that compiles without local memory (others are no candidates of the tuner's either)."""
+    """A random schedule that compiles; what the emitter refuses for a resource is not the tuner's candidate either."""
     places = [0] if rng.random() < 0.4 else []
     for place in [*places, *(int(k) for k in rng.permutation(len(ranked)))]:
         try:
             kernel = kernel_for(ranked[place])
         except CompileRejected as error:
-            if "stack" not in error.values:
+            reason = "local memory" if "stack" in error.values else str(error.values.get("resource", ""))
+            if not reason:
                 raise
-            refused["local memory"] += 1
+            refused[reason] += 1
             continue
         _programs[kernel.digest] = ranked[place]
         return ranked[place]

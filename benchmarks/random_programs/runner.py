@@ -21,11 +21,11 @@ from jcuts.trace.inline import inline
 from jcuts.tune import sums
 from jcuts.tune.check import Expected, check_output
 from jcuts.tune.launch import Launcher, Schedule
+from jcuts.tune.operations import NOISE_ULP, TRUST_ULP, _range, _widen, distance
 from jcuts.tune.problem import Input, Output, Problem
 from jcuts.tune.session import degree
 from jcuts.tune.values import flushed, make_inputs, seed_kinds
 from jcuts.tune.widen import evaluate, is_wide
-from jcuts.tune.worker import NOISE_ULP, TRUST_ULP, _range, _widen, distance
 from jcuts.xla.call import call_kernel
 from jcuts.xla.kernels import kernel_for
 from random_programs import oracle

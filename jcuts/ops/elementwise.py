@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from jcuts.base.errors import Refusal
 from jcuts.dfg.index import Index
 from jcuts.ops.registry import (
@@ -154,6 +156,33 @@ def copy(eqn: Equation) -> Op | Refusal:
     return _same(eqn, "copy", {}, 0)
 
 
+def _narrowed(ctx: Context, value: int, dtype: str, narrow: str) -> int:
+    """The value through a narrower type and back."""
+    return ctx.apply("convert", dtype, ctx.apply("convert", narrow, value, source=dtype), source=narrow)
+
+
+def _nearer(ctx: Context, value: int, candidate: int, narrow: str) -> int:
+    """``candidate``, or its other neighbour in a 16-bit format if that is nearer to a float64 ``value``.
+
+    Conversions from float64 to 16 bits round twice, by way of float32.  That is once too often where the first rounding
+    meets a tie of the second: the float32 number on the other side of the value is then rounded to the right neighbour.
+    """
+    single = ctx.apply("convert", "float32", value, source="float64")
+    back = ctx.apply("convert", "float64", single, source="float32")
+    above, below = ctx.apply("lt", "bool", back, value), ctx.apply("lt", "bool", value, back)
+    towards = ctx.apply("select", "float32", above, ctx.const(math.inf, "float32"), single)
+    beyond = ctx.apply("select", "float32", below, ctx.const(-math.inf, "float32"), towards)  # itself where it is exact
+    beside = ctx.apply("nextafter", "float32", single, beyond)
+    small = ctx.apply("convert", narrow, beside, source="float32")
+    other = ctx.apply("convert", "float64", small, source=narrow)
+
+    def distance(found: int) -> int:
+        return ctx.apply("abs", "float64", ctx.apply("sub", "float64", value, found))
+
+    better = ctx.apply("lt", "bool", distance(other), distance(candidate))
+    return ctx.apply("select", "float64", better, other, candidate)
+
+
 @op_rule("reduce_precision")
 def reduce_precision(eqn: Equation) -> Op | Refusal:
     """Rounding to fewer exponent or mantissa bits: only the storage formats."""
@@ -172,8 +201,9 @@ def reduce_precision(eqn: Equation) -> Op | Refusal:
 
     def pull(ctx: Context, index: IndexTuple) -> int:
         value = ctx.input(0, index)
-        small = ctx.apply("convert", narrow, value, source=dtype)
-        wide = ctx.apply("convert", dtype, small, source=narrow)
+        wide = _narrowed(ctx, value, dtype, narrow)
+        if dtype == "float64" and narrow != "float32":
+            wide = _nearer(ctx, value, wide, narrow)
         if narrow == "bfloat16" and dtype == "float32":
             return wide  # the same exponents
         # XLA flushes what is still below the normal numbers after rounding to the short mantissa.

@@ -9,6 +9,7 @@ with its constants attached"; read it only through ``.jaxpr.eqns``, ``.jaxpr.inv
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import os
 from collections.abc import Callable, Sequence
@@ -284,6 +285,28 @@ def _like_kind(old: Any, new: Closed) -> Any:
     if new.consts:
         raise ValueError("an open jaxpr parameter cannot carry constants")
     return new.jaxpr
+
+
+def scan_constants(eqn: Eqn) -> int:
+    """How many operands of a ``scan``, its first, every step reads."""
+    if "ft_in" in eqn.params:  # jax 0.11
+        return len(eqn.params["ft_in"].unpack()[0])
+    return eqn.params["num_consts"]
+
+
+def with_scan_body(eqn: Eqn, operands: Sequence[Any], constants: int, body: Closed) -> Eqn:
+    """A ``scan`` with another body and other operands, of which every step reads the first ``constants``.
+
+    Carried values, what is scanned and results stay as they are.
+    """
+    params = dict(with_inner_jaxprs(eqn, [body]).params)
+    if "ft_in" in params:
+        trees: Any = importlib.import_module("jax._src.flattree")
+        _, carried, scanned = params["ft_in"].unpack()
+        params["ft_in"] = trees.pack((trees.nones(constants), carried, scanned))
+    else:
+        params["num_consts"] = constants
+    return eqn.replace(invars=list(operands), params=params)
 
 
 def primitive_name(eqn: Eqn) -> str:

@@ -2,18 +2,18 @@
 
     scales   y = conv(x, w) * s   ->  conv(x, w * s)          w, s constants, s one factor per output channel
     dots     conv(x, w), 1x1      ->  dot(x, w)               no padding, stride, dilation or groups
+    pools    pool(x . w), pool(x) . w  ->  each other, where that is less work                    (`trace/pools.py`)
+    siblings x . w1, x . w2, ...  ->  parts of x . [w1 w2 ...]                                 (`trace/siblings.py`)
 
 `scales` turns an inference batch norm, also one behind a bias, into one addition, which XLA and jcuts fuse into what
-makes or uses it.  Weights
-and factors must be constants: an argument would be multiplied again in every call.  `dots` hands a pointwise
-convolution to the matrix product's libraries and to XLA's own fused products.  Both change roundings (of a weight; of
-the order of a sum), so whoever uses them checks results against float64.
+makes or uses it.  Weights and factors must be constants: an argument would be multiplied again in every call.  `dots`
+hands a pointwise convolution to the matrix product's libraries and to XLA's own fused products; `pools` and `siblings`
+come after it, and take convolutions as well.  All change roundings (of a weight; of the order of a sum), so whoever
+uses them checks results against float64.  A scan's body is rewritten with the constants that the scan hands to it.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,11 +22,13 @@ import jax
 import numpy as np
 
 from jcuts.trace import jaxapi
+from jcuts.trace.pools import pools
+from jcuts.trace.products import CONVOLUTION, Program, channel_of, constant_of, is_point_by_point, new_value
+from jcuts.trace.siblings import siblings
 from jcuts.trace.simplify import simplify
 
 CONTROL_FLOW = ("scan", "while", "cond")
-CONVOLUTION, DOT, MULTIPLY, ADD = "conv_general_dilated", "dot_general", "mul", "add"
-BETWEEN = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims")
+MULTIPLY, ADD = "mul", "add"
 FLOATS = ("float32", "float64")
 
 
@@ -74,29 +76,72 @@ def applicable(closed: jaxapi.Closed) -> tuple[str, ...]:
 
 def _everywhere(closed: jaxapi.Closed, rule: Rule) -> tuple[jaxapi.Closed, int]:
     total, eqns = 0, []
+    consts = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     for eqn in closed.jaxpr.eqns:
-        if jaxapi.primitive_name(eqn) in CONTROL_FLOW:
-            bodies = [_everywhere(body, rule) for _, _, body in jaxapi.inner_jaxprs(eqn)]
-            # These primitives pass no constants to their bodies.
-            if any(count for _, count in bodies) and not any(body.consts for body, _ in bodies):
-                total += sum(count for _, count in bodies)
-                eqn = jaxapi.with_inner_jaxprs(eqn, [body for body, _ in bodies])
+        name = jaxapi.primitive_name(eqn)
+        bodies = [body for _, _, body in jaxapi.inner_jaxprs(eqn)] if name in CONTROL_FLOW else []
+        # These primitives pass no constants to their bodies.
+        if bodies and not any(body.consts for body in bodies):
+            if name == "scan":
+                eqn, count = _in_scan(eqn, bodies[0], consts, rule)
+            else:
+                eqn, count = _in_bodies(eqn, bodies, rule)
+            total += count
         eqns.append(eqn)
     if total:
-        closed = jaxapi.with_eqns(closed, eqns)
+        closed = jaxapi.make_closed(
+            list(consts), closed.jaxpr.invars, closed.jaxpr.outvars, eqns, list(consts.values()), like=closed
+        )
+        closed = Program(closed).with_eqns({})
     closed, count = rule(closed)
     return closed, total + count
 
 
+def _in_bodies(eqn: Any, bodies: Sequence[jaxapi.Closed], rule: Rule) -> tuple[Any, int]:
+    done = [_everywhere(body, rule) for body in bodies]
+    count = sum(count for _, count in done)
+    if not count or any(body.consts for body, _ in done):
+        return eqn, 0
+    return jaxapi.with_inner_jaxprs(eqn, [body for body, _ in done]), count
+
+
+def _in_scan(eqn: Any, body: jaxapi.Closed, consts: dict[Any, Any], rule: Rule) -> tuple[Any, int]:
+    """A scan whose body is rewritten with the constants of the program that it reads in every step.
+
+    Args: consts: of the program around it; constants that the body needs then are added.
+    """
+    fixed, jaxpr = jaxapi.scan_constants(eqn), body.jaxpr
+    known = {
+        v: consts[a]
+        for v, a in zip(jaxpr.invars[:fixed], eqn.invars[:fixed], strict=True)
+        if not jaxapi.is_literal(a) and a in consts
+    }
+    given = [v for v in jaxpr.invars if v not in known]
+    bound = jaxapi.make_closed(list(known), given, jaxpr.outvars, jaxpr.eqns, list(known.values()), like=body)
+    bound, count = _everywhere(bound, rule)
+    if not count:
+        return eqn, 0
+    atoms: dict[int, Any] = {id(value): atom for atom, value in consts.items()}
+    for var, value in zip(bound.jaxpr.constvars, bound.consts, strict=True):
+        if id(value) not in atoms:
+            atoms[id(value)] = jaxapi.new_var(var.aval)
+            consts[atoms[id(value)]] = value
+    kept = [v not in known for v in jaxpr.invars]
+    operands = [atoms[id(value)] for value in bound.consts]
+    opened = jaxapi.make_closed(
+        [], [*bound.jaxpr.constvars, *bound.jaxpr.invars], bound.jaxpr.outvars, bound.jaxpr.eqns, [], like=bound
+    )
+    rest = [a for a, k in zip(eqn.invars, kept, strict=True) if k]
+    fixed = len(operands) + sum(kept[:fixed])
+    return jaxapi.with_scan_body(eqn, [*operands, *rest], fixed, opened), count
+
+
 # -- a pointwise convolution as a product ---------------------------------------------------------------------------
 def _is_pointwise(eqn: Any) -> bool:
-    p, (lhs, rhs) = eqn.params, eqn.invars
-    numbers = p["dimension_numbers"]
-    taps = [rhs.aval.shape[d] for d in numbers.rhs_spec[2:]]
+    lhs, rhs = eqn.invars
+    numbers = eqn.params["dimension_numbers"]
     return (
-        all(n == 1 for n in (*taps, *p["window_strides"], *p["lhs_dilation"], p["feature_group_count"]))
-        and p["batch_group_count"] == 1
-        and all(low == high == 0 for low, high in p["padding"])
+        is_point_by_point(eqn)
         and lhs.aval.size > 0
         and rhs.aval.size > 0
         # Features innermost on both sides: the product then reads and writes both as they lie.
@@ -128,7 +173,7 @@ def _as_dot(eqn: Any) -> list[Any]:
     spec = eqn.params["dimension_numbers"].rhs_spec
     features, made = rhs.aval.shape[spec[1]], rhs.aval.shape[spec[0]]
     swapped = spec[0] < spec[1]  # weights lie as (K, C)
-    weights = _var((made, features) if swapped else (features, made), rhs.aval)
+    weights = new_value((made, features) if swapped else (features, made), rhs.aval)
     params = {
         "dimension_numbers": (((lhs.aval.ndim - 1,), (1 if swapped else 0,)), ((), ())),
         "precision": eqn.params["precision"],
@@ -139,10 +184,6 @@ def _as_dot(eqn: Any) -> list[Any]:
         _reshape(rhs, weights, eqn),
         jaxapi.new_eqn([lhs, weights], eqn.outvars, jax.lax.dot_general_p, params, like=eqn),
     ]
-
-
-def _var(shape: Sequence[int], like: Any) -> Any:
-    return jaxapi.new_var(jaxapi.ShapedArray(tuple(shape), like.dtype))
 
 
 def _reshape(source: Any, target: Any, like: Any) -> Any:
@@ -160,61 +201,13 @@ def _scales(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
     return closed, count
 
 
-class _Program:
-    """A program being rewritten: who makes and who uses what, which values are constants."""
-
-    def __init__(self, closed: jaxapi.Closed) -> None:
-        self.closed, jaxpr = closed, closed.jaxpr
-        self.consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-        self.made = {v: e for e in jaxpr.eqns for v in e.outvars}
-        self.uses = Counter(a for e in jaxpr.eqns for a in e.invars if not jaxapi.is_literal(a))
-        self.uses.update(v for v in jaxpr.outvars if not jaxapi.is_literal(v))
-
-    def maker(self, atom: Any, name: str = "") -> Any:
-        """The equation whose only user uses it here; None for other values, and for other primitives than ``name``."""
-        eqn = None if jaxapi.is_literal(atom) else self.made.get(atom)
-        alone = eqn is not None and self.uses[atom] == 1 and (not name or jaxapi.primitive_name(eqn) == name)
-        return eqn if alone else None
-
-    def product(self, atom: Any) -> Any:
-        """The convolution or matrix product, used here alone, that makes a value."""
-        eqn = self.maker(atom)
-        return eqn if eqn is not None and jaxapi.primitive_name(eqn) in (CONVOLUTION, DOT) else None
-
-    def operand(self, values: np.ndarray, product: Any, like: Any, eqn: Any) -> tuple[Any, list[Any]]:
-        """Values per channel as an operand in place of ``like``, and the equation that broadcasts them if it needs one.
-
-        Args: eqn: where it is used.
-        """
-        place, shape = _channel(product), eqn.outvars[0].aval.shape
-        assert place is not None  # the caller asked
-        narrow = [1] * len(shape)
-        narrow[place[0]] = values.size
-        dtype = eqn.outvars[0].aval.dtype
-        constant = _var(narrow, eqn.outvars[0].aval)
-        self.consts[constant] = jax.numpy.asarray(values.reshape(narrow), dtype)
-        if list(like.aval.shape) == narrow:
-            return constant, []
-        wide = _var(shape, eqn.outvars[0].aval)
-        params = {"shape": tuple(shape), "broadcast_dimensions": tuple(range(len(shape))), "sharding": None}
-        return wide, [jaxapi.new_eqn([constant], [wide], jax.lax.broadcast_in_dim_p, params, like=eqn)]
-
-    def with_eqns(self, replaced: dict[int, list[Any]]) -> jaxapi.Closed:
-        """The program in which equations, by their id, are replaced by others."""
-        jaxpr = self.closed.jaxpr
-        eqns = [new for e in jaxpr.eqns for new in replaced.get(id(e), [e])]
-        return jaxapi.make_closed(
-            list(self.consts), jaxpr.invars, jaxpr.outvars, eqns, list(self.consts.values()), like=self.closed
-        )
-
-
 def _floats(eqn: Any, name: str) -> bool:
     return jaxapi.primitive_name(eqn) == name and str(eqn.outvars[0].aval.dtype) in FLOATS
 
 
 def _swapped(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
     """(y + b) * s -> y * s + b s, where y is a product whose weights can take s."""
-    program = _Program(closed)
+    program = Program(closed)
     replaced: dict[int, list[Any]] = {}
     for eqn in closed.jaxpr.eqns:
         if not _floats(eqn, MULTIPLY):
@@ -234,7 +227,7 @@ def _swapped(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
                 if not np.isfinite(moved.astype(eqn.outvars[0].aval.dtype)).all():
                     continue
                 operand, before = program.operand(moved, product, bias, eqn)
-                scaled = _var(eqn.outvars[0].aval.shape, eqn.outvars[0].aval)
+                scaled = new_value(eqn.outvars[0].aval.shape, eqn.outvars[0].aval)
                 replaced[id(addition)] = []
                 replaced[id(eqn)] = [
                     *before,
@@ -249,7 +242,7 @@ def _swapped(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
 
 def _joined(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
     """(y + b) + c -> y + (b + c), where y is a product and b and c are constants per channel."""
-    program = _Program(closed)
+    program = Program(closed)
     replaced: dict[int, list[Any]] = {}
     for eqn in closed.jaxpr.eqns:
         if not _floats(eqn, ADD):
@@ -277,7 +270,7 @@ def _joined(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
 
 def _absorbed(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
     """y * s -> the product that makes y, its weights times s."""
-    program = _Program(closed)
+    program = Program(closed)
     replaced: dict[int, list[Any]] = {}
     count = 0
     for eqn in closed.jaxpr.eqns:
@@ -301,27 +294,15 @@ def _absorbed(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
     return (program.with_eqns(replaced), count) if count else (closed, 0)
 
 
-def _channel(product: Any) -> tuple[int, int] | None:
-    """Dimension of the result, and of the weights, that one factor per output channel belongs to."""
-    if jaxapi.primitive_name(product) == CONVOLUTION:
-        numbers = product.params["dimension_numbers"]
-        return (numbers.out_spec[1], numbers.rhs_spec[0]) if product.params["batch_group_count"] == 1 else None
-    if jaxapi.primitive_name(product) == DOT:
-        (_, contracted), (_, batched) = product.params["dimension_numbers"]
-        free = [d for d in range(product.invars[1].aval.ndim) if d not in (*contracted, *batched)]
-        return (product.outvars[0].aval.ndim - 1, free[0]) if len(free) == 1 else None
-    return None
-
-
 def _per_channel(factor: Any, product: Any, made: dict[Any, Any], constants: dict[Any, Any]) -> np.ndarray | None:
     """The factors, one per output channel; None where they are no constants or vary along another dimension."""
-    place = _channel(product)
+    place = channel_of(product)
     if place is None:
         return None
     shape = product.outvars[0].aval.shape
     if jaxapi.is_literal(factor):
         return np.full(shape[place[0]], factor.val) if np.ndim(factor.val) == 0 else None
-    value = _constant(factor, made, constants)
+    value = constant_of(factor, made, constants)
     if value is None:
         return None
     if value.ndim == 0:
@@ -331,37 +312,11 @@ def _per_channel(factor: Any, product: Any, made: dict[Any, Any], constants: dic
     return value.reshape(-1) if list(value.shape) == wanted else None
 
 
-def _constant(atom: Any, made: dict[Any, Any], constants: dict[Any, Any]) -> np.ndarray | None:
-    """A constant, before the broadcast to the whole result (its dimensions then are 1)."""
-    chain = []
-    while atom in made and jaxapi.primitive_name(made[atom]) in BETWEEN:
-        chain.append(made[atom])
-        atom = chain[-1].invars[0]
-        if jaxapi.is_literal(atom):
-            return np.asarray(atom.val) if np.ndim(atom.val) == 0 else None
-    value = constants.get(atom)
-    if value is None or jaxapi.is_tracer(value) or not hasattr(value, "dtype"):
-        return None
-    found = np.asarray(value)
-    for eqn in reversed(chain):
-        target = eqn.outvars[0].aval
-        if jaxapi.primitive_name(eqn) == "broadcast_in_dim":
-            placed = [1] * target.ndim
-            for own, where in enumerate(eqn.params["broadcast_dimensions"]):
-                placed[where] = found.shape[own]
-            found = found.reshape(placed)
-        elif math.prod(target.shape) == found.size:
-            found = found.reshape(target.shape)
-        else:
-            return None
-    return found
-
-
 def _scaled(product: Any, scale: np.ndarray, constants: dict[Any, Any]) -> Any:
     """Weights times factors, in the weights' own type; None where they are no constants or leave its range."""
     atom = product.invars[1]
     value = None if jaxapi.is_literal(atom) else constants.get(atom)
-    place = _channel(product)
+    place = channel_of(product)
     if value is None or place is None or jaxapi.is_tracer(value) or not hasattr(value, "dtype"):
         return None
     if value.size == 0 or str(value.dtype) not in FLOATS or value.dtype != product.outvars[0].aval.dtype:
@@ -377,5 +332,5 @@ def _scaled(product: Any, scale: np.ndarray, constants: dict[Any, Any]) -> Any:
     return None if lost.any() or not np.isfinite(scale).all() else jax.numpy.asarray(found)
 
 
-RULES: dict[str, Rule] = {"scales": _scales, "dots": _dots}
+RULES: dict[str, Rule] = {"scales": _scales, "dots": _dots, "pools": pools, "siblings": siblings}
 """Every rewrite by its name, in the order in which they are applied."""

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jcuts.tune import slabs
+
 BAND_BINADES = 8
 BAND_LEAST = 16
 
@@ -22,14 +24,16 @@ class Pool:
     """
 
     def __init__(self, reference: np.ndarray, xla_error: np.ndarray, tiny: float) -> None:
-        self._size = np.abs(reference)
-        self._scale = np.maximum(self._size, max(rms(reference), tiny))
+        self._size, self._scale = np.empty(reference.shape), np.empty(reference.shape)
+        slabs.each(reference.size, lambda s: np.abs(reference[s], out=self._size[s]))
+        least = max(rms(self._size), tiny)
+        slabs.each(reference.size, lambda s: np.maximum(self._size[s], least, out=self._scale[s]))
         self._xla_error = xla_error
         self.xla = self.relative(xla_error)
 
     def relative(self, error: np.ndarray) -> float:
         """max_i error_i / max(|r_i|, s), with s the root mean square of r."""
-        return float(np.max(error / self._scale, initial=0.0))
+        return slabs.largest(error.size, lambda s: float(np.max(error[s] / self._scale[s], initial=0.0)))
 
     def by_magnitude(self, error: np.ndarray) -> list[tuple[float, float, float]]:
         """For each group of bands: the largest |r|, the largest of these errors, the largest of XLA's errors."""
@@ -56,38 +60,54 @@ class Pool:
 
 def rms(values: np.ndarray) -> float:
     """Root mean square, of numbers whose squares may overflow."""
-    most = float(np.max(np.abs(values), initial=0.0))
+    flat = values.reshape(-1)
+    most = slabs.largest(flat.size, lambda s: float(np.max(np.abs(flat[s]), initial=0.0)))
     if not most > 0:
         return 0.0
-    scaled = (values / most).reshape(-1)
-    return most * math.sqrt(float(np.dot(scaled, scaled)) / max(1, scaled.size))
+
+    def squares(slab: slice) -> float:
+        scaled = flat[slab] / most
+        return float(np.sum(np.multiply(scaled, scaled, out=scaled)))  # a dot product would start threads of its own
+
+    return most * math.sqrt(math.fsum(slabs.each(flat.size, squares)) / max(1, flat.size))
 
 
 def _maxima(values: np.ndarray, band: np.ndarray, count: int) -> np.ndarray:
-    found = np.zeros(count)
-    np.maximum.at(found, band, values)
-    return found
+    def most(slab: slice) -> np.ndarray:
+        found = np.zeros(count)
+        np.maximum.at(found, band[slab], values[slab])
+        return found
+
+    return np.maximum.reduce(slabs.each(values.size, most), initial=0.0) if values.size else np.zeros(count)
 
 
 def _band_numbers(size: np.ndarray) -> tuple[np.ndarray, int]:
-    """Band of each number, from 1 for the smallest (0 for the number 0), and one more than the largest band."""
-    # The exponent of `frexp`, of a number in [0.5, 1) * 2**exponent, divided by 8.
-    band = np.ascontiguousarray(size, np.float64).view(np.int64) >> 52
-    band -= 1022
-    band >>= BAND_BINADES.bit_length() - 1
-    least, most = (int(band.min()), int(band.max())) if band.size else (0, 0)
-    band -= least - 1
-    band[size == 0] = 0
-    return band, most - least + 2
+    """Band of each number, larger for larger numbers (0 for the number 0), and one more than the largest band."""
+    band = np.empty(size.shape, np.int16)
+
+    def fill(slab: slice) -> None:
+        # The exponent of `frexp`, of a number in [0.5, 1) * 2**exponent, divided by 8.
+        bits = np.ascontiguousarray(size[slab], np.float64).view(np.int64) >> 52
+        bits -= 1022
+        bits >>= BAND_BINADES.bit_length() - 1
+        bits += 1 + 1022 // BAND_BINADES + 1
+        bits[size[slab] == 0] = 0
+        band[slab] = bits
+
+    slabs.each(size.size, fill)
+    return band, 2 + 2 * (1024 // BAND_BINADES + 1)
 
 
 def _are_many(size: np.ndarray, band: np.ndarray, names: Sequence[int]) -> bool:
     """Whether these bands hold at least `BAND_LEAST` different numbers."""
-    found: set[float] = set()
+
+    def different(slab: slice) -> list[float]:
+        return np.unique(size[slab][np.isin(band[slab], names)])[:BAND_LEAST].tolist()
+
     step = 1 << 14  # a look at the first elements is enough for most
-    for start in range(0, size.size, step):
-        part = size[start : start + step][np.isin(band[start : start + step], names)]
-        found.update(np.unique(part)[:BAND_LEAST].tolist())
+    found: set[float] = set()
+    for start in range(0, min(size.size, 4 * step), step):
+        found.update(different(slice(start, start + step)))
         if len(found) >= BAND_LEAST:
             return True
-    return False
+    return len(found.union(*slabs.each(size.size, different))) >= BAND_LEAST

@@ -46,6 +46,7 @@ import ml_dtypes
 import numpy as np
 
 from jcuts.base.errors import AccuracyRejected
+from jcuts.tune import slabs
 from jcuts.tune.bands import Pool, rms
 from jcuts.tune.problem import Output
 from jcuts.tune.values import NORMAL, dtype_of, is_float
@@ -80,25 +81,72 @@ class Expected:
     @functools.cached_property
     def known(self) -> _Known:
         """What every candidate is compared with, made once for all of them (float outputs)."""
-        x, r = _flat(self.xla), _flat(self.reference)
-        rounded = r.astype(self.xla.dtype)
-        finite = bool(np.isfinite(x).all() and np.isfinite(rounded).all())
-        class_x = None if finite else _classes(x)
-        errors = np.abs(x - r) if class_x is None else np.where(class_x == 0, np.abs(x - r), 0.0)
-        if self.uncertainty is not None:
-            errors = np.maximum(errors, _flat(self.uncertainty))
-        return _Known(x, r, errors, class_x, None if finite else _classes(rounded.astype(np.float64)))
+        x, r = np.asarray(self.xla).reshape(-1), _wide(self.reference)
+        unsure = None if self.uncertainty is None else _wide(self.uncertainty)
+        errors = np.empty(r.shape)
+
+        def fill(slab: slice) -> bool:
+            """XLA's errors; whether all is finite."""
+            wide = x[slab].astype(np.float64)
+            size = np.abs(wide - r[slab])
+            errors[slab] = size if unsure is None else np.maximum(size, unsure[slab])
+            return bool(np.isfinite(wide).all() and np.isfinite(r[slab].astype(x.dtype)).all())
+
+        with np.errstate(all="ignore"):
+            if all(slabs.each(r.size, fill)):
+                return _Known(x, r, errors, None, None, None)
+        class_x, class_r = np.empty(r.shape, np.int8), np.empty(r.shape, np.int8)
+        kept = np.empty(r.shape, bool)
+
+        def sort(slab: slice) -> None:
+            class_x[slab] = _classes(x[slab].astype(np.float64))
+            class_r[slab] = _classes(r[slab].astype(x.dtype).astype(np.float64))
+            kept[slab] = (class_x[slab] == 0) & np.isfinite(r[slab])
+            if unsure is None:
+                errors[slab][class_x[slab] != 0] = 0.0
+            else:
+                np.copyto(errors[slab], unsure[slab], where=class_x[slab] != 0)
+
+        with np.errstate(all="ignore"):
+            slabs.each(r.size, sort)
+        return _Known(x, r, errors, class_x, class_r, kept)
 
 
 @dataclass(frozen=True, eq=False)
 class _Known:
-    """One set, flattened, in float64: XLA's result, the reference, XLA's error, classes (None: both are all finite)."""
+    """One set, flattened: XLA's result, the reference, XLA's error, classes (None: both are all finite)."""
 
-    x: np.ndarray
+    result: np.ndarray
     r: np.ndarray
     errors: np.ndarray
     class_x: np.ndarray | None
     class_r: np.ndarray | None
+    kept: np.ndarray | None
+    """Where rules 3 to 5 apply to a result of XLA's own classes; None: everywhere."""
+
+    @functools.cached_property
+    def x(self) -> np.ndarray:
+        """XLA's result in float64."""
+        return self.result.astype(np.float64)
+
+    def held(self, values: np.ndarray) -> np.ndarray:
+        """The values where rules 3 to 5 apply."""
+        return values if self.kept is None else values[self.kept]
+
+    @functools.cached_property
+    def held_r(self) -> np.ndarray:
+        """The reference there."""
+        return self.held(self.r)
+
+    @functools.cached_property
+    def held_errors(self) -> np.ndarray:
+        """XLA's errors there."""
+        return self.held(self.errors)
+
+
+def _wide(array: np.ndarray) -> np.ndarray:
+    """Flattened, in float64; no copy of what is."""
+    return np.asarray(array).astype(np.float64, copy=False).reshape(-1)
 
 
 def _flat(array: np.ndarray) -> np.ndarray:
@@ -266,11 +314,11 @@ def _check_floats(
     return accuracy
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=3)
 def _usual_pool(known: tuple[_Known, ...], tiny: float) -> Pool:
-    """The pool of sets that are compared as a whole: one for all candidates."""
-    errors = np.concatenate([_beyond(k.errors, tiny) for k in known])
-    return Pool(np.concatenate([k.r for k in known]), errors, tiny)
+    """The pool of sets that are compared as a whole: one for all candidates (of a problem: normal, special, huge)."""
+    errors = _joined([_less(k.held_errors, tiny) for k in known])
+    return Pool(_joined([k.held_r for k in known]), errors, tiny)
 
 
 def _pool(sets: Sequence[_Set], tiny: float) -> Pool:
@@ -281,7 +329,7 @@ def _pool(sets: Sequence[_Set], tiny: float) -> Pool:
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    return np.concatenate(parts) if parts else np.zeros(0)
+    return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.zeros(0)
 
 
 def _prepare(
@@ -290,11 +338,12 @@ def _prepare(
     """Rules 1 and 2 on one set of inputs; the errors of what is left for rules 3-5."""
     info = ml_dtypes.finfo(dtype)
     tiny, most = float(info.smallest_normal), float(info.max)
-    c, known = _flat(have), want.known
+    known = want.known
     x, r = known.x, known.r
-    if want.low is None and known.class_x is None and spec.reduction > 1 and np.isfinite(c).all():
-        # The usual case: nothing is free, no class can differ, and zeros have no sign to keep.
-        return _Set(want.kind, r, _beyond(c - r, tiny), known.errors, whole=known)
+    if want.low is None and spec.reduction > 1 and _is_alike(have, known):
+        # The usual case: no class differs, and zeros have no sign to keep.
+        return _Set(want.kind, known.held_r, _errors(have, known, tiny), known.held_errors, whole=known)
+    c = _flat(have)
     free = np.zeros(r.shape, bool)
     moved, reached = np.zeros(r.shape, bool), None
     if want.low is not None and want.high is not None:
@@ -328,6 +377,41 @@ def _prepare(
     kept = ~free & (class_c == 0) & (class_x == 0) & np.isfinite(r)
     errors = (_beyond((c - r)[kept], tiny), _beyond(known.errors[kept], tiny))
     return _Set(want.kind, r[kept], *errors, None if reached is None else reached[kept])
+
+
+def _is_alike(have: np.ndarray, known: _Known) -> bool:
+    """Whether a result is finite, NaN, +inf and -inf just where XLA's is."""
+    flat = have.reshape(-1)
+
+    def alike(slab: slice) -> bool:
+        c = flat[slab].astype(np.float64)
+        if known.class_x is None:
+            return bool(np.isfinite(c).all())
+        return bool(np.array_equal(_classes(c), known.class_x[slab]))
+
+    return all(slabs.each(flat.size, alike))
+
+
+def _errors(have: np.ndarray, known: _Known, tiny: float) -> np.ndarray:
+    """err(c) wherever the rules look."""
+    flat, errors = have.reshape(-1), np.empty(known.r.shape)
+
+    def fill(slab: slice) -> None:
+        errors[slab] = _beyond(flat[slab].astype(np.float64) - known.r[slab], tiny)
+
+    slabs.each(flat.size, fill)
+    return known.held(errors)
+
+
+def _less(errors: np.ndarray, tiny: float) -> np.ndarray:
+    """`_beyond` of many."""
+    found = np.empty(errors.shape)
+
+    def fill(slab: slice) -> None:
+        found[slab] = _beyond(errors[slab], tiny)
+
+    slabs.each(errors.size, fill)
+    return found
 
 
 def _beyond(difference: np.ndarray, tiny: float) -> np.ndarray:

@@ -11,7 +11,7 @@ import numpy as np
 from jcuts.base.errors import CandidateRejected
 from jcuts.trace import jaxapi
 from jcuts.tune.problem import Problem
-from jcuts.tune.widen import evaluate, is_discrete, is_wide, widened_dtype
+from jcuts.tune.widen import evaluate, is_amplified, is_discrete, is_wide, widened_dtype
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class Exports:
         library: the subset as it is.
         reference: its float64 form, a function of (uint64 seed, float64[2] amplitudes, *widened inputs); see
             `widen.evaluate`.
-        perturb: whether it turns floats into discrete values, so that the reference must be run with noise too.
+        perturb: whether it turns floats into discrete values, or exponentiates sums, so that the reference must be run
+            with noise too.
         unsure: whether it computes in float64 itself, so that noise must tell how far the reference is to be trusted.
     """
 
@@ -51,7 +52,7 @@ def export_subset(closed: Any, *, platform: str = "cpu", name: str = "subset") -
         noise = (seed, amplitude) if perturb or unsure else None
         return evaluate(closed, args, noise=noise)
 
-    perturb, unsure = is_discrete(closed), is_wide(closed)
+    perturb, unsure = is_discrete(closed) or is_amplified(closed), is_wide(closed)
     try:
         plain = jax.export.export(jax.jit(library), platforms=[platform])(
             *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals)

@@ -121,7 +121,7 @@ class Problem:
         library: serialised `jax.export` of the subset, the library candidate (see `tune.library`).
         reference: serialised export of its float64 form; takes (noise seed, two noise amplitudes, *widened inputs).
         perturb: whether the reference must also be run with simulated rounding, because the subset turns floats into
-            discrete values (comparisons, argmax, casts).
+            discrete values (comparisons, argmax, casts) or exponentiates sums.
         unsure: whether noise in its float64 operations must tell how far the reference is to be trusted.
         degree: how often a value may be multiplied with others on its way through the subset; bounds the magnitudes of
             ``huge`` inputs so that intermediate products do not overflow (where they would, XLA's own answer depends

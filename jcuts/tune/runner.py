@@ -294,6 +294,7 @@ class _Session:
                 job.fail(answer)
                 self._finish(job)
                 return
+            _log.info("%s: reference made in %.2f s", job.problem.name, answer["seconds"])
             job.kinds = list(answer["kinds"])
             for candidate in job.problem.candidates:
                 if candidate.kind == "stablehlo" or candidate.label in job.compiled:
@@ -313,6 +314,7 @@ class _Session:
             if isinstance(answer, CandidateRejected):
                 job.reject(label, answer)
             else:
+                _log.info("%s: %s checked in %.2f s", job.problem.name, label, answer["seconds"])
                 job.passed.append(label)
             self._finish(job)
 

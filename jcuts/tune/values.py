@@ -153,8 +153,8 @@ def _floats(
         return out
     info = ml_dtypes.finfo(dtype)
     tiny, most, least = float(info.smallest_normal), float(info.max), float(info.smallest_subnormal)
-    # A long sum with one NaN in it is NaN: leave most of them alone.  Huge values are many enough to meet in products of
-    # both signs: with one such product, what clips the results (a ReLU) decides whether its scale is seen at all.
+    # A long sum with one NaN in it is NaN: leave most of them alone.  Huge values are so many that they meet in
+    # products of both signs: with one product, what clips results (a ReLU) decides whether its scale is seen at all.
     few = max(8, out.size // 64) if kind == HUGE else 8
     count = max(1, out.size // 8 if reduction <= 16 else min(few, out.size // 16))
     if kind == SPECIAL:

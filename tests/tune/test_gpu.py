@@ -10,7 +10,7 @@ import pytest
 from jcuts.base.errors import AccuracyRejected, NativeError, UsageError
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.codegen.cuda.image import SYMBOL, Image, Launch
-from jcuts.tune import driver, gpu, gpu_timing, worker
+from jcuts.tune import driver, gpu, gpu_timing, operations, shortage
 from jcuts.tune.problem import Input, Output, Problem
 
 AVAL = ((64,), "float32")
@@ -166,25 +166,25 @@ def test_a_full_gpu_is_told_from_a_broken_one(monkeypatch):
         raise NativeError("the CUDA driver cannot be opened: no such file")
 
     monkeypatch.setattr(driver, "device", full)
-    assert worker._is_memory(refused) and worker._no_backend(refused)
+    assert shortage.is_memory(refused) and shortage.no_backend(refused)
     monkeypatch.setattr(driver, "device", broken)
-    assert not worker._is_memory(refused)
+    assert not shortage.is_memory(refused)
     monkeypatch.setattr(driver, "device", NumpyDevice)
-    assert worker._is_memory(refused)  # it has 1 MiB
-    assert worker._is_memory(MemoryError()) and worker._is_memory(RuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
-    assert not worker._is_memory(RuntimeError("INTERNAL: something else"))
+    assert shortage.is_memory(refused)  # it has 1 MiB
+    assert shortage.is_memory(MemoryError()) and shortage.is_memory(RuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
+    assert not shortage.is_memory(RuntimeError("INTERNAL: something else"))
 
 
 def test_results_that_equal_accepted_ones_need_no_second_check(monkeypatch):
-    monkeypatch.setattr(worker, "_accepted", {})
+    monkeypatch.setattr(operations, "_accepted", {})
     first = [[np.float32([1, np.nan, -0.0])], [np.arange(3)]]
     verdict = [object(), object()]
-    assert worker._accepted_alike("p", first) is None
-    worker._accepted["p"] = [(first, verdict)]
+    assert operations._accepted_alike("p", first) is None
+    operations._accepted["p"] = [(first, verdict)]
     again = [[a.copy() for a in sets] for sets in first]
-    assert worker._accepted_alike("p", again) is verdict and worker._accepted_alike("q", again) is None
+    assert operations._accepted_alike("p", again) is verdict and operations._accepted_alike("q", again) is None
     again[0][0][2] = 0.0  # another sign is another result
-    assert worker._accepted_alike("p", again) is None
+    assert operations._accepted_alike("p", again) is None
 
 
 def test_programs_are_compared_as_chains():

@@ -14,7 +14,7 @@ from jcuts.tune.check import Expected, check_output
 from jcuts.tune.library import export_subset
 from jcuts.tune.problem import Output
 from jcuts.tune.values import NORMAL, SPECIAL
-from jcuts.tune.widen import evaluate, is_discrete
+from jcuts.tune.widen import evaluate, is_amplified, is_discrete
 
 X = np.random.default_rng(0).standard_normal((6, 8)).astype(np.float32)
 
@@ -104,6 +104,22 @@ def test_integers_and_custom_gradients():
 )
 def test_which_functions_are_discrete(function, expected):
     assert is_discrete(jaxapi.closed_jaxpr_of(function, X)) is expected
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda x: jnp.exp(x @ x.T), True),
+        (lambda x: jnp.expm1(jnp.tanh(x @ x.T) * 3), True),
+        (lambda x: jnp.exp(x) @ x.T, False),
+        (lambda x: jax.nn.softmax(x), False),
+        (lambda x: jnp.tanh(x @ x.T), False),
+        (lambda x: lax.fori_loop(0, 3, lambda i, c: jnp.exp2(c @ c.T), x[:3, :3]), True),
+        (lambda x: jnp.exp((x > 0).astype(jnp.int32).sum(1).astype(jnp.float32)), False),
+    ],
+)
+def test_which_functions_exponentiate_sums(function, expected):
+    assert is_amplified(jaxapi.closed_jaxpr_of(function, X)) is expected
 
 
 def test_noise_is_rounding_sized_reproducible_and_spares_exact_operations():

@@ -225,7 +225,8 @@ class ColumnRowsEmitter(TeamEmitter):
         plane = rows * layout.columns * size
         self.shared += (plane + layout.columns * size) * len(parts)
         if self.shared > STATIC:
-            raise CompileRejected(f"{self.program.name}: {self.shared} bytes of shared memory, there are {STATIC}")
+            message = f"{self.program.name}: {self.shared} bytes of shared memory, there are {STATIC}"
+            raise CompileRejected(message, resource="shared memory")
         place = reserve(builder, f"{self.symbol}_rows{self.reductions}", plane * len(parts))
         ends = reserve(builder, f"{self.symbol}_ends{self.reductions}", layout.columns * size * len(parts))
         there = builder.add(builder.mul(line, L.I32(layout.columns)), self.x)

@@ -188,7 +188,8 @@ class ColumnEmitter:
         line_bytes = rows * columns * size
         per_round = max(1, SHARED // (line_bytes * most))
         if line_bytes * most > 48 << 10:
-            raise CompileRejected(f"{self.program.name}: {line_bytes * most} bytes of shared memory per result")
+            message = f"{self.program.name}: {line_bytes * most} bytes of shared memory per result"
+            raise CompileRejected(message, resource="shared memory")
         place = reserve(builder, f"{self.symbol}_columns", min(per_round, len(todo)) * most * line_bytes)
         there = builder.add(builder.mul(line, L.I32(columns)), self.x)
         there = builder.add(place, builder.mul(there, L.I32(size)))

@@ -145,7 +145,7 @@ class TransposedEmitter:
         self.column = builder.mul(integers[self.lane.name], L.I32(shape.columns))
         self.loads = list(dict.fromkeys(staged(self.phase, shape.crossed)))
         if not self.loads:
-            raise CompileRejected(f"{program.name}: no operand lies along {shape.crossed}")
+            raise CompileRejected(f"{program.name}: no operand lies along {shape.crossed}", resource="staged operand")
 
     def emit(self) -> None:
         """Reads the operands' tiles, waits for the block, computes and writes."""

@@ -1,0 +1,239 @@
+"""Products of one operand with several constants as one product.
+
+    a = x . w1,  b = x . w2,  ...     ->     y = x . [w1 w2 ...],   a, b, ... = parts of y
+
+The q, k and v of attention and the branches of an inception block are such siblings.  One product reads x once, fills
+more of a GPU than each of its parts, and is one launch.  Weights must be constants: arguments would be joined again in
+every call.  What follows all siblings alike, with constants per channel (biases, an activation), is done once, before
+the result is cut: XLA can make it part of the library's call, which a cut in between would prevent.
+
+XLA:GPU joins matrix products itself where one of them moves less than 32 MB (``xla_gpu_dot_merger_threshold_mb``), but
+cuts right behind them; it joins no convolutions.
+
+Siblings need nothing but x and constants, so the product stands where the first of them stood.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jcuts.trace import jaxapi
+from jcuts.trace.products import CONVOLUTION, DOT, Program, constant_of, new_value
+from jcuts.trace.simplify import FOLD_LIMIT, SMALL
+
+MOST = 16
+"""Siblings of one product. Attention has 3, an inception block 4; each part is a slice that somebody must read."""
+
+ONE_OPERAND = frozenset(
+    {"abs", "convert_element_type", "copy", "erf", "erfc", "exp", "integer_pow", "logistic", "neg", "square", "tanh"}
+)
+MORE_OPERANDS = frozenset({"add", "clamp", "div", "max", "min", "mul", "sub"})
+
+
+@dataclass(frozen=True)
+class _Sibling:
+    """A product that may be joined with others of the same operand.
+
+    Attributes: eqn: the product. side: which operand the weights are. weights: their value. along: their dimension that
+        is joined. place: the same dimension of the result.
+    """
+
+    eqn: Any
+    side: int
+    weights: Any
+    along: int
+    place: int
+
+    @property
+    def width(self) -> int:
+        """Size of the joined dimension."""
+        return self.weights.shape[self.along]
+
+
+def siblings(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
+    """The program with its siblings joined, and how many products took the place of several."""
+    program = Program(closed)
+    groups: dict[Any, list[list[_Sibling]]] = {}
+    taken: set[int] = set()
+    for side in (1, 0):
+        for eqn in closed.jaxpr.eqns:
+            found = None if id(eqn) in taken else _candidate(eqn, side, program.consts)
+            if found is None:
+                continue
+            known = groups.setdefault(_key(found), [[]])
+            if not _fits(known[-1], found):
+                known.append([])
+            known[-1].append(found)
+        joined = [group for known in groups.values() for group in known if len(group) > 1]
+        taken.update(id(s.eqn) for group in joined for s in group)
+    if not taken:
+        return closed, 0
+    joined = [group for known in groups.values() for group in known if len(group) > 1]
+    replaced: dict[int, list[Any]] = {}
+    readers = {a: e for e in closed.jaxpr.eqns for a in e.invars if not jaxapi.is_literal(a)}
+    for group in joined:
+        eqns, gone = _joined(group, program, readers)
+        replaced.update((id(eqn), []) for eqn in gone)
+        replaced[id(group[0].eqn)] = eqns
+    return program.with_eqns(replaced), len(joined)
+
+
+def _candidate(eqn: Any, side: int, constants: dict[Any, Any]) -> _Sibling | None:
+    """A product whose operand ``side`` is a constant with a dimension to join along; None for other equations."""
+    name = jaxapi.primitive_name(eqn)
+    if name not in (CONVOLUTION, DOT) or eqn.params.get("out_sharding") is not None:
+        return None
+    shared, weights = eqn.invars[1 - side], eqn.invars[side]
+    if jaxapi.is_literal(shared) or jaxapi.is_literal(weights) or jaxapi.is_dropvar(eqn.outvars[0]):
+        return None
+    value = constants.get(weights)
+    if value is None or jaxapi.is_tracer(value) or not isinstance(getattr(value, "dtype", None), np.dtype):
+        return None
+    dimensions = _of_convolution(eqn, side) if name == CONVOLUTION else _of_dot(eqn, side)
+    if dimensions is None or not value.size or not eqn.outvars[0].aval.size:
+        return None
+    return _Sibling(eqn, side, value, *dimensions)
+
+
+def _of_convolution(eqn: Any, side: int) -> tuple[int, int] | None:
+    numbers = eqn.params["dimension_numbers"]
+    grouped = eqn.params["feature_group_count"] != 1 or eqn.params["batch_group_count"] != 1
+    return None if side != 1 or grouped else (numbers.rhs_spec[0], numbers.out_spec[1])
+
+
+def _of_dot(eqn: Any, side: int) -> tuple[int, int] | None:
+    """The first dimension of the weights that is neither summed nor a batch; results have batch, left, right."""
+    contracted, batched = eqn.params["dimension_numbers"]
+    free = [[d for d in range(a.aval.ndim) if d not in (*contracted[i], *batched[i])] for i, a in enumerate(eqn.invars)]
+    if not free[side]:
+        return None
+    return free[side][0], len(batched[0]) + (len(free[0]) if side == 1 else 0)
+
+
+def _key(found: _Sibling) -> Any:
+    """Equal for products that can be joined: but for the joined dimension all is the same."""
+    eqn, shape = found.eqn, list(found.weights.shape)
+    shape[found.along] = -1
+    params = str(sorted(eqn.params.items(), key=str))
+    kind = (jaxapi.primitive_name(eqn), params, str(found.weights.dtype), str(eqn.outvars[0].aval.dtype))
+    return (found.side, eqn.invars[1 - found.side], tuple(shape), *kind)
+
+
+def _fits(group: Sequence[_Sibling], found: _Sibling) -> bool:
+    """Whether a product may join others: the joined weights may be as large as any other constant that is folded."""
+    total = sum(s.weights.size * s.weights.dtype.itemsize for s in (*group, found))
+    return len(group) < MOST and total <= FOLD_LIMIT
+
+
+def _joined(group: Sequence[_Sibling], program: Program, readers: dict[Any, Any]) -> tuple[list[Any], list[Any]]:
+    """The product of several, what follows them all, and the slices; and the equations that these replace."""
+    first = group[0]
+    weights = np.concatenate([np.asarray(s.weights) for s in group], first.along)
+    invars = list(first.eqn.invars)
+    invars[first.side] = program.constant(weights, weights.dtype)
+    parts = [s.eqn.outvars[0] for s in group]
+    widths = [s.width for s in group]
+    whole = new_value(_wide(parts[0].aval.shape, first.place, sum(widths)), parts[0].aval)
+    eqns, gone = [first.eqn.replace(invars=invars, outvars=[whole])], [s.eqn for s in group]
+    while True:
+        followers = [readers[part] for part in parts if program.uses[part] == 1 and part in readers]
+        step = _common(followers, parts, first.place, widths, program) if len(followers) == len(parts) else None
+        if step is None:
+            break
+        operands, before = step
+        whole_after = new_value(_wide(parts[0].aval.shape, first.place, sum(widths)), followers[0].outvars[0].aval)
+        invars = [whole if operand is None else operand for operand in operands]
+        eqns += [*before, followers[0].replace(invars=invars, outvars=[whole_after])]
+        whole, parts = whole_after, [eqn.outvars[0] for eqn in followers]
+        gone += followers
+    return [*eqns, *_slices(whole, parts, first.place, widths, first.eqn)], gone
+
+
+def _wide(shape: Sequence[int], place: int, width: int) -> tuple[int, ...]:
+    return (*shape[:place], width, *shape[place + 1 :])
+
+
+def _slices(whole: Any, parts: Sequence[Any], place: int, widths: Sequence[int], like: Any) -> list[Any]:
+    made, start = [], 0
+    for part, width in zip(parts, widths, strict=True):
+        starts, limits = [0] * whole.aval.ndim, list(whole.aval.shape)
+        starts[place], limits[place] = start, start + width
+        params = {"start_indices": tuple(starts), "limit_indices": tuple(limits), "strides": None}
+        made.append(jaxapi.new_eqn([whole], [part], jax.lax.slice_p, params, like=like))
+        start += width
+    return made
+
+
+# -- what follows all siblings alike --------------------------------------------------------------------------------
+def _common(
+    followers: Sequence[Any], parts: Sequence[Any], place: int, widths: Sequence[int], program: Program
+) -> tuple[list[Any], list[Any]] | None:
+    """The operands of one equation in place of several (None for the whole itself), and equations that make them.
+
+    None where the equations differ in more than constants, or are not element-wise.
+    """
+    first, name = followers[0], jaxapi.primitive_name(followers[0])
+    if name not in ONE_OPERAND | MORE_OPERANDS or len(set(map(id, followers))) < len(followers):
+        return None
+    for eqn, part in zip(followers, parts, strict=True):
+        alike = jaxapi.primitive_name(eqn) == name and str(eqn.params) == str(first.params)
+        mine, its = eqn.outvars[0].aval, first.outvars[0].aval
+        if not alike or mine.shape != part.aval.shape or mine.dtype != its.dtype or jaxapi.is_dropvar(eqn.outvars[0]):
+            return None
+        if [a is part for a in eqn.invars] != [a is parts[0] for a in first.invars]:
+            return None
+    operands: list[Any] = []
+    before: list[Any] = []
+    for position, operand in enumerate(first.invars):
+        if operand is parts[0]:
+            operands.append(None)
+            continue
+        given = [eqn.invars[position] for eqn in followers]
+        if _one_value(given):
+            operands.append(operand)
+            continue
+        values = _side_by_side(given, parts, place, widths, program)
+        if values is None or name not in MORE_OPERANDS or name == "clamp":
+            return None
+        shape = _wide(parts[0].aval.shape, place, sum(widths))
+        wide = operand.aval.shape in ((), parts[0].aval.shape)
+        joined, made = program.broadcast(values, jaxapi.ShapedArray(shape, operand.aval.dtype), wide, first)
+        operands.append(joined)
+        before += made
+    return operands, before
+
+
+def _one_value(given: Sequence[Any]) -> bool:
+    """Whether all operands are the same number (a scalar, which fits any shape)."""
+    scalars = all(jaxapi.is_literal(a) and np.ndim(a.val) == 0 and a.aval.shape == () for a in given)
+    return scalars and len({(str(a.aval.dtype), np.asarray(a.val).tobytes()) for a in given}) == 1
+
+
+def _side_by_side(
+    given: Sequence[Any], parts: Sequence[Any], place: int, widths: Sequence[int], program: Program
+) -> np.ndarray | None:
+    """Constants of the siblings joined along the result's dimension ``place``, the others 1 where they can be.
+
+    None where one is no constant, where their types differ, or where they are too large to be worth joining.
+    """
+    rank = parts[0].aval.ndim
+    values = []
+    for atom, part in zip(given, parts, strict=True):
+        literal = jaxapi.is_literal(atom)
+        value = np.asarray(atom.val) if literal else constant_of(atom, program.made, program.consts)
+        if value is None or value.ndim not in (0, rank) or atom.aval.dtype != part.aval.dtype:
+            return None
+        values.append(value.reshape(value.shape or (1,) * rank))
+    try:
+        others = np.broadcast_shapes(*(_wide(v.shape, place, 1) for v in values))
+    except ValueError:
+        return None
+    if np.prod(others) * sum(widths) > SMALL:
+        return None
+    shapes = [_wide(others, place, width) for width in widths]
+    return np.concatenate([np.broadcast_to(v, s) for v, s in zip(values, shapes, strict=True)], place)

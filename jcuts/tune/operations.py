@@ -1,0 +1,444 @@
+"""What the measuring process does for each request: compile, make references, check, measure.
+
+A request is a JSON object (see `tune.worker`); arrays and kernels travel as files in the parent's private folder.  JAX
+is imported only by requests that need XLA.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jcuts.base.errors import AccuracyRejected, CandidateRejected, CompileRejected, WorkerFailed
+from jcuts.codegen.artifact import CompiledKernel
+from jcuts.codegen.cuda.image import is_image
+from jcuts.tune.check import NOISE_ULP, Accuracy, Expected, check_output
+from jcuts.tune.choice import LIBRARY
+from jcuts.tune.kernelfile import read_kernel, write_kernel
+from jcuts.tune.launch import Launcher, Schedule
+from jcuts.tune.noise import Samples
+from jcuts.tune.problem import Candidate, Problem, decode_bytes
+from jcuts.tune.shortage import is_memory
+from jcuts.tune.values import dtype_of, flushed, load, make_inputs, save, seed_kinds
+
+NOISE_RUNS = 6
+"""Runs with simulated rounding, of `NOISE_ULP`: XLA's own transcendental functions stay within a few ulp."""
+TRUST_ULP = 1.0
+"""Simulated rounding of a float64 operation, where it stands for XLA's own error (see `tune.check`)."""
+HOPELESS = 2.0
+"""A kernel this many times slower than the fastest in the quick screening is not timed against XLA."""
+
+MOST_ACCEPTED = 4
+"""Problems whose accepted results a process remembers."""
+Announce = Callable[[str], None]
+
+
+# Candidate kinds -----------------------------------------------------------------------------------------------------
+
+
+def _compile_program(candidate: Candidate) -> CompiledKernel:
+    from jcuts.codegen import compile as compiler
+    from jcuts.dfg.program import Program
+
+    return compiler.compile_program(Program.from_json(json.loads(candidate.payload)))
+
+
+def _load_object(candidate: Candidate) -> CompiledKernel:
+    data = json.loads(candidate.payload)
+    code = decode_bytes(data["object_code"])
+    if not code:
+        raise CompileRejected(f"candidate {candidate.label} has no object code", label=candidate.label)
+    return CompiledKernel(
+        candidate.digest[:32],
+        data["symbol"],
+        code,
+        data["tiles"],
+        data["scratch_bytes"],
+        tuple((tuple(shape), dtype) for shape, dtype in data["inputs"]),
+        tuple((tuple(shape), dtype) for shape, dtype in data["outputs"]),
+    )
+
+
+def _compile_cuda(problem: Problem, candidate: Candidate) -> CompiledKernel:
+    from jcuts.codegen.cuda.compile import compile_program
+    from jcuts.codegen.cuda.target import CudaTarget
+    from jcuts.dfg.program import Program
+
+    return compile_program(Program.from_json(json.loads(candidate.payload)), CudaTarget(problem.capability))
+
+
+KERNEL_KINDS: dict[str, Callable[[Candidate], CompiledKernel]] = {
+    "program": _compile_program,
+    "object": _load_object,
+}
+
+
+# Requests ------------------------------------------------------------------------------------------------------------
+
+
+def hello(_: dict[str, Any], __: Announce) -> dict[str, Any]:
+    """Answers that this process is up."""
+    return {"pid": os.getpid()}
+
+
+def compile_(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
+    """Compiles one candidate into the file ``out``."""
+    problem = _problem(request)
+    candidate = problem.candidate(request["label"])
+    start = time.perf_counter()
+    on_gpu = problem.device and candidate.kind == "program"
+    kernel = _compile_cuda(problem, candidate) if on_gpu else KERNEL_KINDS[candidate.kind](candidate)
+    wanted = (
+        tuple((i.shape, i.dtype) for i in problem.inputs),
+        tuple((o.shape, o.dtype) for o in problem.outputs),
+    )
+    if (kernel.inputs, kernel.outputs) != wanted:
+        raise CompileRejected(
+            f"candidate {candidate.label} computes {kernel.inputs} -> {kernel.outputs}, "
+            f"the subset {wanted[0]} -> {wanted[1]}",
+            label=candidate.label,
+            found=[kernel.inputs, kernel.outputs],
+        )
+    write_kernel(Path(request["out"]), kernel)
+    return {"kernel": kernel.digest, "bytes": len(kernel.object_code), "seconds": time.perf_counter() - start}
+
+
+def reference(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
+    """Makes the inputs, XLA's results and the float64 results (with their range under rounding) of every input set."""
+    jax = _jax()
+    problem, folder = _problem(request), Path(request["folder"])
+    if problem.library is None or problem.reference is None:
+        raise CandidateRejected(f"problem {problem.name} came without its exports", problem=problem.digest)
+    announce(LIBRARY)
+    library = _library(request["problem"])
+    wide = jax.jit(jax.export.deserialize(bytearray(problem.reference)).call)
+    kinds = seed_kinds(problem)
+    for number, kind in enumerate(kinds):
+        inputs = make_inputs(problem, kind, int(request["seed"]) + number)
+        widened = [_widen(x) for x in inputs]
+        xla = _leaves(jax, library(*inputs))
+        exact = _leaves(jax, wide(np.uint64(0), np.zeros(2), *widened))
+
+        # Every other run takes denormals for zeros.
+        both = (widened, [_widen(flushed(x)) for x in inputs] if problem.perturb else widened)
+
+        def runs(*amplitudes: float, both: tuple[list[np.ndarray], ...] = both) -> list[list[np.ndarray]]:
+            noise = np.array(amplitudes)
+            return [_leaves(jax, wide(np.uint64(n + 1), noise, *both[n % len(both)])) for n in range(NOISE_RUNS)]
+
+        noisy = runs(NOISE_ULP, NOISE_ULP) if problem.perturb else []
+        unsure = runs(0.0, TRUST_ULP, both=(widened,)) if problem.unsure else []
+        for i, value in enumerate(inputs):
+            save(folder / f"{number}.in{i}.npy", value)
+        for i, (x, r) in enumerate(zip(xla, exact, strict=True)):
+            save(folder / f"{number}.xla{i}.npy", x)
+            save(folder / f"{number}.ref{i}.npy", r)
+            if noisy:
+                low, high = _range([r, *(n[i] for n in noisy)])
+                save(folder / f"{number}.low{i}.npy", low)
+                save(folder / f"{number}.high{i}.npy", high)
+            if unsure:
+                save(folder / f"{number}.unsure{i}.npy", distance(r, [n[i] for n in unsure]))
+    return {"kinds": kinds}
+
+
+def check(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
+    """Runs one candidate on every input set, in several orders of its tiles, and applies the acceptance rule."""
+    problem = _problem(request)
+    candidate = problem.candidate(request["label"])
+    announce(candidate.label)
+    run = _xla_runner(candidate) if candidate.kind == "stablehlo" else _kernel_runner(request["kernel"])
+    expected = _all_expected(request["problem"], request["folder"], tuple(request["kinds"]))
+    got: list[list[np.ndarray]] = [[] for _ in problem.outputs]
+    for number in range(len(request["kinds"])):
+        results = run(_kept_inputs(request["problem"], request["folder"], number), number)
+        if len(results) != len(problem.outputs):
+            raise AccuracyRejected(
+                f"{candidate.label} gives {len(results)} results instead of {len(problem.outputs)}", rule="shape"
+            )
+        for i, result in enumerate(results):
+            got[i].append(result)
+    if (known := _accepted_alike(request["problem"], got)) is not None:
+        return {"accuracy": [asdict(a) for a in known]}
+    found: list[Accuracy] = [
+        check_output(i, spec, expected[i], got[i], problem.tolerance) for i, spec in enumerate(problem.outputs)
+    ]
+    _accepted.setdefault(request["problem"], []).append((got, found))
+    while len(_accepted) > MOST_ACCEPTED:
+        del _accepted[next(iter(_accepted))]
+    return {"accuracy": [asdict(a) for a in found]}
+
+
+_accepted: dict[str, list[tuple[list[list[np.ndarray]], list[Accuracy]]]] = {}
+"""Results that passed, by problem: most candidates differ in nothing but the order in which they do the same."""
+
+
+def _accepted_alike(path: str, got: list[list[np.ndarray]]) -> list[Accuracy] | None:
+    """The verdict on results that equal those of an accepted candidate bit by bit, None if there are none such."""
+    for results, verdict in _accepted.get(path, []):
+        pairs = ((a, b) for mine, theirs in zip(got, results, strict=True) for a, b in zip(mine, theirs, strict=True))
+        if all(a.shape == b.shape and a.dtype == b.dtype and np.array_equal(_bits(a), _bits(b)) for a, b in pairs):
+            return verdict
+    return None
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def measure(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
+    """Times XLA and the candidates that passed: all kernels quickly, then the best few against XLA, interleaved."""
+    jax = _jax()
+    from jcuts.base.errors import NativeError
+    from jcuts.tune import timing
+
+    problem, folder = _problem(request), Path(request["folder"])
+    if problem.device:
+        return _measure_on_gpu(jax, problem, folder, request, announce)
+    input_sets = [_inputs(problem, folder, n) for n in range(int(request["sets"]))]
+    launchers: dict[str, Launcher] = {}
+    for label, path in request["kernels"].items():
+        launchers[label] = Launcher(read_kernel(Path(path)))
+    answers: list[dict[str, Any]] = []
+    budget = float(request["seconds"])
+    finalists = list(launchers)
+    if len(finalists) > int(request["finalists"]):
+        quick = timing.screen(launchers, input_sets[0], seconds=budget, announce=announce)
+        # By the best time: a short burst of work elsewhere on the machine must not throw out the fastest.
+        best = {label: min(samples.seconds) for label, samples in quick.items()}
+        ranked = sorted(best, key=lambda label: best[label])
+        limit = HOPELESS * best[ranked[0]]
+        finalists = [label for label in ranked[: int(request["finalists"])] if best[label] <= limit]
+        answers += [_answer(label, quick[label], "screen") for label in quick if label not in finalists]
+    entries: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {LIBRARY: (_library(request["problem"]), {})}
+    direct: list[str] = []
+    for label in finalists:
+        try:
+            entries[label] = (timing.as_function(launchers[label].kernel), {})
+        except NativeError:
+            direct.append(label)
+    for label in request["stablehlo"]:
+        data = json.loads(problem.candidate(label).payload)
+        artifact = jax.export.deserialize(bytearray(decode_bytes(data["artifact"]) or b""))
+        entries[label] = (artifact.call, data["compiler_options"])
+    method, samples = timing.compare(
+        entries,
+        input_sets,
+        [(o.shape, o.dtype) for o in problem.outputs],
+        seconds=budget,
+        first=LIBRARY,
+        announce=announce,
+    )
+    answers += [_answer(label, s, method) for label, s in samples.items()]
+    for label in direct:  # no native library: the kernels cannot be called from XLA either, the times are informative
+        found = timing.screen({label: launchers[label]}, input_sets[0], seconds=budget, announce=announce)
+        answers.append(_answer(label, found[label], "direct"))
+    return {"measurements": answers, "overhead": timing.dispatch_overhead()}
+
+
+def _measure_on_gpu(
+    jax: Any, problem: Problem, folder: Path, request: dict[str, Any], announce: Announce
+) -> dict[str, Any]:
+    """The same on a GPU: kernels by CUDA events, the best few against XLA in chains."""
+    from jcuts.tune import driver, gpu, gpu_timing
+    from jcuts.xla.call import call_kernel
+
+    inputs = _inputs(problem, folder, 0)
+    kernels = {label: read_kernel(Path(path)) for label, path in request["kernels"].items()}
+    library = _library(request["problem"])
+    jax.block_until_ready(library(*inputs))  # the primary context is XLA's before it is ours
+    answers: list[dict[str, Any]] = []
+    finalists = list(kernels)
+    if len(finalists) > 1:
+        announce(finalists[0])
+        device = driver.device()
+        quick = gpu.screen({label: gpu.GpuLauncher(kernel, device) for label, kernel in kernels.items()}, inputs)
+        best = {label: min(samples.seconds) for label, samples in quick.items()}
+        ranked = sorted(best, key=lambda label: best[label])
+        limit = HOPELESS * best[ranked[0]]
+        finalists = [label for label in ranked[: int(request["finalists"])] if best[label] <= limit]
+        answers += [_answer(label, quick[label], "screen") for label in quick if label not in finalists]
+    entries: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {LIBRARY: (library, {})}
+    for label in finalists:
+        entries[label] = (functools.partial(call_kernel, kernels[label]), {})
+    for label in request["stablehlo"]:
+        data = json.loads(problem.candidate(label).payload)
+        artifact = jax.export.deserialize(bytearray(decode_bytes(data["artifact"]) or b""))
+        entries[label] = (artifact.call, data["compiler_options"])
+    budget = float(request["seconds"])
+    method, samples = gpu_timing.compare(entries, inputs, seconds=budget, announce=announce)
+    answers += [_answer(label, s, method) for label, s in samples.items()]
+    return {"measurements": answers, "overhead": gpu_timing.overhead()}
+
+
+REQUESTS: dict[str, Callable[[dict[str, Any], Announce], dict[str, Any]]] = {
+    "hello": hello,
+    "compile": compile_,
+    "reference": reference,
+    "check": check,
+    "measure": measure,
+}
+
+
+# Inside --------------------------------------------------------------------------------------------------------------
+
+
+def _jax() -> Any:
+    import jax
+    import jax.export
+
+    # Artifacts carry their own types; without this their 64-bit operands would be cut on the way in.
+    jax.config.update("jax_enable_x64", True)
+    return jax
+
+
+def _problem(request: dict[str, Any]) -> Problem:
+    return _read_problem(request["problem"])
+
+
+@functools.lru_cache(maxsize=4)
+def _read_problem(path: str) -> Problem:
+    return Problem.from_json(json.loads(Path(path).read_text()))
+
+
+@functools.lru_cache(maxsize=64)
+def _library(path: str) -> Any:
+    """XLA's side of a problem, jitted: what the reference has compiled serves the measurement too."""
+    jax = _jax()
+    return jax.jit(jax.export.deserialize(bytearray(_read_problem(path).library or b"")).call)
+
+
+def _leaves(jax: Any, tree: Any) -> list[np.ndarray]:
+    return [np.asarray(x) for x in jax.tree.leaves(tree)]
+
+
+def _widen(x: np.ndarray) -> np.ndarray:
+    if x.dtype.kind in "biu":
+        return x
+    return x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
+
+
+def _range(values: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Least and largest of each element; (-inf, inf) where even NaN, inf and finite alternate."""
+    if values[0].dtype.kind in "biu":
+        return np.minimum.reduce(values), np.maximum.reduce(values)
+    if values[0].dtype.kind == "c":
+        real, imag = (_range([part(v) for v in values]) for part in (np.real, np.imag))
+        return real[0] + 1j * imag[0], real[1] + 1j * imag[1]
+    with np.errstate(invalid="ignore"):
+        low, high = np.minimum.reduce(values), np.maximum.reduce(values)
+        kinds = np.stack([np.where(np.isfinite(v), 0.0, np.where(np.isnan(v), 2.0, np.sign(v))) for v in values])
+    varied = (kinds != kinds[0]).any(axis=0)
+    return np.where(varied, -np.inf, low), np.where(varied, np.inf, high)
+
+
+def distance(exact: np.ndarray, runs: Sequence[np.ndarray]) -> np.ndarray:
+    """How far runs get from the exact one in each element; 0 where they are not all finite, or not floats."""
+    if exact.dtype.kind in "biu":
+        return np.zeros(exact.shape)
+    if exact.dtype.kind == "c":
+        real, imag = (distance(part(exact), [part(r) for r in runs]) for part in (np.real, np.imag))
+        return real + 1j * imag
+    with np.errstate(invalid="ignore", over="ignore"):
+        most = np.maximum.reduce([np.abs(r - exact) for r in runs])
+    return np.where(np.isfinite(most), most, 0.0)
+
+
+def _inputs(problem: Problem, folder: Path, number: int) -> list[np.ndarray]:
+    return [load(folder / f"{number}.in{i}.npy", spec.shape, spec.dtype) for i, spec in enumerate(problem.inputs)]
+
+
+@functools.lru_cache(maxsize=1)
+def _all_expected(path: str, folder: str, kinds: tuple[str, ...]) -> list[list[Expected]]:
+    """What every output must look like, one entry per set of inputs: the same for all candidates of a problem."""
+    return [
+        [_expected(Path(folder), number, i, kind, spec.shape, spec.dtype) for number, kind in enumerate(kinds)]
+        for i, spec in enumerate(_read_problem(path).outputs)
+    ]
+
+
+@functools.lru_cache(maxsize=8)
+def _kept_inputs(path: str, folder: str, number: int) -> list[np.ndarray]:
+    """A set of inputs, read once for all candidates of a problem (which `Launcher` and `GpuLauncher` copy)."""
+    return _inputs(_read_problem(path), Path(folder), number)
+
+
+def _expected(folder: Path, number: int, i: int, kind: str, shape: tuple[int, ...], dtype: str) -> Expected:
+    kind_of = dtype_of(dtype).kind
+    wide = dtype if kind_of in "biu" else "complex128" if kind_of == "c" else "float64"
+    low, unsure = (folder / f"{number}.{name}{i}.npy" for name in ("low", "unsure"))
+    bounds: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
+    if low.exists():
+        bounds = (load(low, shape, wide), load(folder / f"{number}.high{i}.npy", shape, wide))
+    return Expected(
+        kind,
+        load(folder / f"{number}.xla{i}.npy", shape, dtype),
+        load(folder / f"{number}.ref{i}.npy", shape, wide),
+        *bounds,
+        load(unsure, shape, "float64" if kind_of in "biu" else wide) if unsure.exists() else None,
+    )
+
+
+def _kernel_runner(path: str) -> Callable[[list[np.ndarray], int], list[np.ndarray]]:
+    kernel = read_kernel(Path(path))
+    if is_image(kernel.object_code):
+        return _gpu_runner(kernel)
+    launcher = Launcher(kernel)
+    tiles = launcher.kernel.tiles
+    # Tiles are independent: any order, any grouping, several at once.  The poison is 0xAB.. or NaN.
+    schedules = (Schedule(), Schedule(1, backward=True), Schedule(max(1, tiles // 3), threads=2))
+
+    def run(inputs: list[np.ndarray], number: int) -> list[np.ndarray]:
+        return launcher.run(inputs, schedules[number % len(schedules)], poison=(0xAB, 0xFF)[number % 2])
+
+    return run
+
+
+def _gpu_runner(kernel: CompiledKernel) -> Callable[[list[np.ndarray], int], list[np.ndarray]]:
+    """Runs on the GPU through the driver, without JAX.  A lost context ends the process: the candidate is to blame."""
+    from jcuts.base.errors import NativeError
+    from jcuts.tune import driver, gpu
+
+    launcher = gpu.GpuLauncher(kernel, driver.device())
+
+    def run(inputs: list[np.ndarray], number: int) -> list[np.ndarray]:
+        try:
+            return launcher.run(inputs, poison=(0xAB, 0xFF)[number % 2])
+        except NativeError as error:
+            if gpu.lost(error) or driver.is_lost(error):
+                print(f"{kernel.digest}: {error.message}", file=sys.stderr, flush=True)
+                os._exit(70)
+            if is_memory(error):
+                raise WorkerFailed(error.message, **{**error.values, "reason": "memory"}) from error
+            raise CandidateRejected(error.message, **error.values) from error
+
+    return run
+
+
+def _xla_runner(candidate: Candidate) -> Callable[[list[np.ndarray], int], list[np.ndarray]]:
+    jax = _jax()
+    data = json.loads(candidate.payload)
+    exported = jax.export.deserialize(bytearray(decode_bytes(data["artifact"]) or b""))
+    program = jax.jit(exported.call, compiler_options=data["compiler_options"] or None)
+    return lambda inputs, _: _leaves(jax, program(*inputs))
+
+
+def _answer(label: str, samples: Samples, method: str) -> dict[str, Any]:
+    low, high = samples.quartiles
+    return {
+        "label": label,
+        "seconds": samples.median,
+        "low": low,
+        "high": high,
+        "runs": len(samples.seconds),
+        "method": method,
+    }

@@ -1,0 +1,31 @@
+"""Which errors say that others hold the memory, or the device: the candidate is not to blame."""
+
+from __future__ import annotations
+
+OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "OUT_OF_MEMORY")
+"""In messages of XLA and of the CUDA driver: others hold the memory; the candidate is not to blame."""
+CONTEXT_BYTES = 512 << 20
+"""About what JAX takes on a GPU before it computes anything."""
+
+
+def is_memory(error: Exception) -> bool:
+    """Whether an error says that memory ran out, on the host or on the device."""
+    if isinstance(error, MemoryError) or any(name in str(error) for name in OUT_OF_MEMORY):
+        return True
+    return no_backend(error) and _no_context()
+
+
+def no_backend(error: Exception) -> bool:
+    """JAX found no device in this process, although the parent uses one: the GPU is full or another's alone."""
+    return "Unable to initialize backend" in str(error)
+
+
+def _no_context() -> bool:
+    """Whether the driver has no memory for another context: JAX does not say why it finds no device."""
+    from jcuts.base.errors import NativeError
+    from jcuts.tune import driver
+
+    try:
+        return driver.device().free_bytes() < CONTEXT_BYTES
+    except NativeError as error:
+        return any(name in error.message for name in OUT_OF_MEMORY)

@@ -62,6 +62,18 @@ def _depthwise(stride: int) -> Callable[..., Any]:
     return function
 
 
+def _dense(x: Any, w: Any, b: Any) -> Any:
+    return jnp.maximum(x @ w + b, 0)
+
+
+def _convolution(stride: int) -> Callable[..., Any]:
+    def function(x: Any, w: Any, b: Any) -> Any:
+        y = lax.conv_general_dilated(x, w, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return jnp.maximum(y + b, 0)
+
+    return function
+
+
 def _chain(x: Any, y: Any, b: Any) -> Any:
     return jnp.maximum(x * 1.5 + y, 0.0) * b + jnp.abs(x)
 
@@ -129,6 +141,18 @@ def _tables(indices: Any, *tables: Any) -> Any:
 
 
 DEPTHWISE = ((64, 112, 32), (64, 56, 144), (64, 28, 192), (64, 14, 576), (64, 7, 960))
+PRODUCTS = (
+    (3136, 64, 256), (3136, 144, 24), (784, 512, 128), (196, 1024, 256), (49, 960, 320), (12544, 32, 16),
+    (384, 768, 768), (384, 768, 3072), (384, 3072, 768), (1, 1280, 1000), (49, 511, 61), (50176, 256, 64),
+    (200704, 64, 256), (3072, 1024, 4096), (4096, 4096, 4096),
+)  # fmt: skip
+"""(rows, terms, columns) of matrix products: 1x1 convolutions of networks at batch 1, transformers, large ones."""
+CONVOLUTIONS = (
+    (1, 56, 64, 1, 1, 256), (1, 7, 960, 1, 1, 320), (1, 56, 64, 3, 1, 64), (1, 28, 128, 3, 1, 128),
+    (1, 14, 256, 3, 1, 256), (1, 7, 512, 3, 1, 512), (1, 28, 128, 3, 1, 32), (1, 56, 128, 3, 2, 128),
+    (1, 35, 64, 5, 1, 96), (64, 56, 64, 3, 1, 64), (64, 28, 128, 3, 1, 128),
+)  # fmt: skip
+"""(batch, height and width, channels, taps, stride, features) of dense convolutions."""
 DTYPES = ("float32", "bfloat16")
 
 
@@ -150,6 +174,7 @@ def cases() -> list[Case]:
             ]
     found.append(Case("full sum 16384x4096 float32", lambda x: x.sum(), (((16384, 4096), "float32"),)))
     found.append(Case("column sum 802816x32 float32", lambda x: x.sum(0), (((802816, 32), "float32"),)))
+    found += _products()
     for dtype in DTYPES:
         found += _windows(dtype)
         for shape in ((64, 112, 112, 32), (64, 56, 56, 144), (64, 14, 14, 576)):
@@ -180,6 +205,22 @@ def cases() -> list[Case]:
                 (count / table, 1.0),
             )
         )
+    return found
+
+
+def _products() -> list[Case]:
+    """Matrix products with bias and ReLU, at XLA's default precision."""
+    found = []
+    for m, k, n in PRODUCTS:
+        shapes = (((m, k), "float32"), ((k, n), "float32"), ((n,), "float32"))
+        found.append(Case(f"gemm {m}x{k}x{n} float32", _dense, shapes))
+    for m, k, n in PRODUCTS[6:9]:
+        shapes = (((m, k), "bfloat16"), ((k, n), "bfloat16"), ((n,), "bfloat16"))
+        found.append(Case(f"gemm {m}x{k}x{n} bfloat16", _dense, shapes))
+    for n, h, c, taps, stride, k in CONVOLUTIONS:
+        shapes = (((n, h, h, c), "float32"), ((taps, taps, c, k), "float32"), ((k,), "float32"))
+        size = f"{taps}x{taps}/{stride} {n}x{h}x{h}x{c} to {k} float32"
+        found.append(Case(f"dense convolution {size}", _convolution(stride), shapes))
     return found
 
 

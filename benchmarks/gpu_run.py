@@ -56,14 +56,16 @@ def small_arguments(case: Any) -> list[Any]:
     return [jax.ShapeDtypeStruct(s, jnp.int32 if k.startswith("int32") else jnp.dtype(k)) for s, k in case.shapes]
 
 
-def scheduled(case: Any, sms: int, count: int = CANDIDATES) -> tuple[list[Any], str]:
+def scheduled(
+    case: Any, sms: int, count: int = CANDIDATES, capability: tuple[int, int] = (9, 0)
+) -> tuple[list[Any], str]:
     """The candidate programs of a case."""
     from jcuts.region import gpu
 
     program, why = program_of(case)
     if program is None:
         return [], why
-    found = gpu.candidates(program, gpu.GpuMachine(sms), count)
+    found = gpu.candidates(program, gpu.GpuMachine(sms, capability=capability), count)
     return [p for p, _ in found], "" if found else "no kernel form"
 
 
@@ -84,7 +86,7 @@ def build(folder: Path, sms: int, capability: tuple[int, int], only: str, count:
     folder.mkdir(parents=True, exist_ok=True)
     start, built, refused = time.perf_counter(), 0, 0
     for case in (c for c in cases() if wanted(c, only)):
-        programs, why = scheduled(case, sms, count)
+        programs, why = scheduled(case, sms, count, capability)
         if why:
             print(f"{case.name}: {why}")
         for program in programs:
@@ -168,7 +170,7 @@ def error_of(results: Sequence[Any], reference: Sequence[Any]) -> float:
     return worst
 
 
-def bench(case: Any, folder: Path | None, sms: int, most: int) -> dict[str, Any]:
+def bench(case: Any, folder: Path | None, sms: int, most: int, capability: tuple[int, int]) -> dict[str, Any]:
     """One case: every candidate against XLA, checked against float64 first."""
     import jax
     import jax.numpy as jnp
@@ -178,7 +180,7 @@ def bench(case: Any, folder: Path | None, sms: int, most: int) -> dict[str, Any]
 
     moved = case.moved()
     row: dict[str, Any] = {"case": case.name, "bytes": moved, "candidates": {}, "rejected": {}}
-    programs, why = scheduled(case, sms, most)
+    programs, why = scheduled(case, sms, most, capability)
     if why:
         return {**row, "skipped": why}
     sets_wanted = int(min(MOST_SETS, max(4, -(-ROTATED // max(moved, 1)))))
@@ -302,11 +304,11 @@ def run(out: Path, folder: Path | None, only: str, budget: float, tests: bool, w
     print(json.dumps(result["environment"], indent=1))
     from benchmarks.gpu_cases import cases
 
-    sms = 132
+    sms, capability = 132, (9, 0)
     try:
         from jcuts.xla import gpus
 
-        sms = gpus.this().sms
+        sms, capability = gpus.this().sms, gpus.this().capability
     except Exception as error:
         print(f"no GPU: {error}")
     print(f"{'case':52} {'XLA us':>9} {'jcuts us':>9} {'x':>5} {'GB/s':>6} {'/bound':>7} {'err':>8}")
@@ -317,7 +319,7 @@ def run(out: Path, folder: Path | None, only: str, budget: float, tests: bool, w
             result["cases"].append({"case": case.name, "skipped": "out of time"})
             continue
         try:
-            row = bench(case, folder, sms, most)
+            row = bench(case, folder, sms, most, capability)
         except Exception as error:
             row = {
                 "case": case.name,

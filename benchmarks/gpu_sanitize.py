@@ -93,7 +93,7 @@ def prepare(folder: Path, each: int, jobs: int, capability: tuple[int, int], onl
             if not isinstance(built, Program):
                 skipped[name] = str(built)
                 continue
-            ranked = [p for p, _ in gpu.candidates(built, gpu.GpuMachine(132), 1 << 20)]
+            ranked = [p for p, _ in gpu.candidates(built, gpu.GpuMachine(132, capability=capability), 1 << 20)]
             if not ranked:
                 skipped[name] = "no kernel form"
             # The best, and others from all over the list: other vectors, teams and splits.

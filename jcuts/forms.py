@@ -121,6 +121,8 @@ def planned(closed: jaxapi.Closed, platform: str, plan: Callable[[Form | None], 
     `rewrite`'s folding of constants takes work away and adds none, so it is in every form (and checked against float64
     with it).  Products in place of convolutions, and which subsets are worth cutting out of XLA's fusions, are raced;
     kernels take over what follows a product only beside `dots`: the library's convolutions compute that themselves.
+    Products with kernels of their own are in `all` and `anchored`, each where it beat the library with all that follows
+    it; `absorbing` is the form without them.
     The rules of `WITH_ALL` race only beside all others that apply, in two programs (each costs seconds of compilation):
     left to XLA, and with kernels for all but dense products, since larger products are what these rules are for.
     """

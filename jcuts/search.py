@@ -13,8 +13,10 @@ from typing import Any
 
 from jcuts.base import fingerprint, knobs
 from jcuts.base.settings import Settings
-from jcuts.levels import CONSTANT, OF_LIBRARY, TO_FUSE, Level, Subset, add_candidates, has_form
-from jcuts.region.absorb import absorbed, is_product
+from jcuts.dfg.program import Program
+from jcuts.levels import CONSTANT, OF_LIBRARY, TO_FUSE, Level, Subset, add_candidates
+from jcuts.levels import has_form as levels_has_form
+from jcuts.region.absorb import absorbed, bared, is_product
 from jcuts.region.explore import Space, explore
 from jcuts.region.legality import Subset as Members
 from jcuts.trace.canonical import canonical_digest
@@ -81,11 +83,23 @@ def _select(top: Level, settings: Settings, may_measure: bool, platform: str) ->
     add_candidates(_subsets(levels), platform)
     if platform != "cpu":
         regions = settings.form.regions if settings.form is not None else "all"
+        ranked = {s.program.digest: s for s in _subsets(levels)}
+        known: dict[str, bool] = {}
+
+        def has_form(program: Program) -> bool:
+            key = program.digest
+            if key not in known:
+                known[key] = bool(ranked[key].ranked) if key in ranked else levels_has_form(program)
+            return known[key]
+
+        for level in levels:
+            level.use(bared(level.graph, [(s.members, s.program) for s in level.subsets], has_form))
+        add_candidates(_subsets(levels), platform)
         if regions == "absorbing":
             for level in levels:
                 level.use(absorbed(level.graph, [(s.members, s.program) for s in level.subsets], has_form))
             add_candidates(_subsets(levels), platform)
-        _leave_on_gpu(levels, regions)
+        _leave_on_gpu(levels, regions, measured=settings.tune != "off")
     subsets = _subsets(levels)
     device = "" if platform == "cpu" else gpus.this().identity()
     shares = session.choose(subsets, settings, may_measure=may_measure, device=device)
@@ -94,11 +108,13 @@ def _select(top: Level, settings: Settings, may_measure: bool, platform: str) ->
     return _search(levels, settings, shares, key)
 
 
-def _leave_on_gpu(levels: Sequence[Level], regions: str) -> None:
+def _leave_on_gpu(levels: Sequence[Level], regions: str, *, measured: bool = True) -> None:
     """Leaves subsets to XLA that have no kernel form on a GPU, or no business being one.
 
     Element-wise subsets gain little over XLA's fusions, and cutting them out may cost more than that: only ``all``
-    tries them, the large ones, those that move most bytes.  ``absorbing`` leaves every product to the libraries.
+    tries them, the large ones, those that move most bytes.  Products compete with the libraries wherever they are
+    ``measured``, but for ``absorbing``: there their element-wise tails belong to the kernels that read them, and a
+    product alone is what libraries are best at.
     """
     traffic: dict[str, int] = {}
     for level in levels:
@@ -122,7 +138,8 @@ def _leave_on_gpu(levels: Sequence[Level], regions: str) -> None:
                 and (regions != "all" or subset.identity not in worth)
             ):
                 return TO_FUSE
-            return OF_LIBRARY if regions == "absorbing" and is_product(level.graph, subset.members) else ""
+            to_library = level.mixed and (regions == "absorbing" or not measured)
+            return OF_LIBRARY if to_library and is_product(level.graph, subset.members) else ""
 
         level.leave(reason)
 

@@ -18,6 +18,7 @@ import numpy as np
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.codegen.cuda.image import Image
 from jcuts.dfg.elementops import numpy_dtype
+from tests import ptx_tensor
 
 
 class Fault(Exception):
@@ -59,6 +60,8 @@ def parse(ptx: str) -> Module:
         total = -(-total // int(align)) * int(align)
         shared[name] = total
         total += int(size)
+    for align, name in re.findall(r"^\s*\.extern \.shared \.align (\d+) \.b8 (\w+)\[\];", text, re.MULTILINE):
+        shared[name] = -(-total // int(align)) * int(align)  # what the launch gives lies behind the rest
     if re.search(r"^\.(visible )?\.?func|^\.global|^\.const", text, re.MULTILINE):
         raise Fault("library code")
     kernels = {}
@@ -71,7 +74,7 @@ def parse(ptx: str) -> Module:
             found = re.fullmatch(r"(\$?\w+):", line)
             if found:
                 labels[found.group(1)] = len(code)
-            elif line.startswith((".shared", ".local")):
+            elif line.startswith((".shared", ".local", ".pragma")):
                 continue
             elif line.startswith(".reg"):
                 inner += "%" not in line
@@ -155,7 +158,11 @@ class Memory:
 class Machine:
     """Runs one launch."""
 
-    def __init__(self, module: Module, name: str, memory: Memory, arguments: Sequence[int], blocks: int, threads: int):
+    def __init__(
+        self, module: Module, name: str, memory: Memory, arguments: Sequence[int], blocks: int, threads: int,
+        launched: int = 0, cluster: int = 1,
+    ):  # fmt: skip
+        self.cluster = cluster
         self.module, self.kernel, self.memory = module, module.kernels[name], memory
         self.blocks, self.threads, count = blocks, threads, blocks * threads
         self.count = count
@@ -163,9 +170,11 @@ class Machine:
         self.thread = np.arange(count)
         self.pc = np.zeros(count, np.int64)
         self.registers: dict[str, np.ndarray] = {}
-        self.shared = np.zeros((blocks, max(1, module.shared_bytes)), np.uint8)
+        size = max([module.shared_bytes, *module.shared.values()]) + launched
+        self.shared = np.zeros((blocks, max(1, size)), np.uint8)
         self.last_writer = np.full(self.shared.shape, -1, np.int64)
         self.last_reader = np.full(self.shared.shape, -1, np.int64)
+        self.pipeline = ptx_tensor.Pipeline(self)
 
     def run(self, limit: int = 200_000) -> None:
         code, end = self.kernel.code, len(self.kernel.code)
@@ -235,7 +244,7 @@ class Machine:
             self.pc[on] = self.kernel.labels[ins.operands[0]]
         elif name == "ret":
             self.pc[on] = len(self.kernel.code)
-        elif name == "bar":
+        elif name == "bar" or (name == "barrier" and parts[2] == "wait"):
             self.last_writer[:], self.last_reader[:] = -1, -1
         elif name == "shfl":
             values = self.value(ins.operands[1], "b32")
@@ -249,6 +258,16 @@ class Machine:
             self.set(ins.operands[0], values[lane], on)
         elif name in ("ld", "st"):
             self._access(ins, parts, on)
+        elif name == "barrier":
+            pass  # arrives at the barrier that it then waits at
+        elif name == "mapa":
+            ptx_tensor.address_of_block(self, ins, on)
+        elif name == "cp":
+            self.pipeline.step(ins, parts, on)
+        elif name == "ldmatrix":
+            ptx_tensor.read_matrices(self, ins, on)
+        elif name == "mma":
+            ptx_tensor.multiply(self, ins, parts, on)
         else:
             with np.errstate(all="ignore"):
                 self._compute(ins, name, parts, kind, on)
@@ -256,9 +275,10 @@ class Machine:
     def _complete(self, at: np.ndarray, ins: Instruction) -> bool:
         """Whether whole blocks stand at a barrier, whole warps at a shuffle."""
         name = ins.op.split(".")[0]
-        if name not in ("bar", "shfl"):
+        size = {"bar": self.threads, "barrier": self.threads * self.cluster, "shfl": 32, "mma": 32, "ldmatrix": 32}
+        if name not in size:
             return True
-        groups = at.reshape(-1, self.threads if name == "bar" else 32)
+        groups = at.reshape(-1, size[name])
         return bool((groups.any(1) == groups.all(1)).all())
 
     def _access(self, ins: Instruction, parts: list[str], on: np.ndarray) -> None:
@@ -268,14 +288,12 @@ class Machine:
         if space == "param":
             self.set(ins.operands[0], np.full(self.count, self.arguments[where], np.uint64), on)
             return
-        base, _, offset = where.partition("+")
         size = np.dtype(_dtype(kind)).itemsize
         live = np.flatnonzero(on)
         names = [n.strip() for n in ins.operands[0 if parts[0] == "ld" else 1].strip("{}").split(",")]
-        address = self.value(base.strip(), "u64" if space == "global" else "u32")[live].astype(np.uint64)
-        address = address + np.uint64(int(offset or 0) % (1 << 64))
-        if space == "shared":
-            self._shared(parts[0], names[0], address, size, live, on, ins)
+        address = self.address(where, "u64" if space == "global" else "u32", live)
+        if space.startswith("shared"):
+            self._shared(parts[0], names, address, size, live, on, ins)
         elif parts[0] == "ld":
             found = self.memory.read(address, size * count, ins.text)
             for k, register in enumerate(names):
@@ -286,32 +304,65 @@ class Machine:
             parts_ = [self.value(n, f"b{8 * max(size, 1)}")[live].view(np.uint8).reshape(-1, size) for n in names]
             self.memory.write(address, np.concatenate(parts_, 1), live, ins.text)
 
-    def _shared(
-        self, what: str, name: str, address: np.ndarray, size: int, live: np.ndarray, on: np.ndarray, ins: Instruction
-    ) -> None:
-        block = (live // self.threads)[:, None]
-        where = address.astype(np.int64)[:, None] + np.arange(size)
-        if where.size and where.max() >= self.shared.shape[1]:
+    def address(self, where: str, kind: str, live: np.ndarray) -> np.ndarray:
+        """Byte addresses of an operand like ``[%r1+16]`` in the threads ``live``."""
+        base, _, offset = where.strip("[]").partition("+")
+        return self.value(base.strip(), kind)[live].astype(np.uint64) + np.uint64(int(offset or 0) % (1 << 64))
+
+    def shared_place(
+        self, address: np.ndarray, size: int, live: np.ndarray, ins: Instruction
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Block and bytes of accesses to shared memory."""
+        block, where = (live // self.threads)[:, None], address.astype(np.int64)[:, None] + np.arange(size)
+        if "shared::cluster" in ins.op:
+            block, where = ptx_tensor.in_cluster(self, block, where)
+        if where.size and (where.max() >= self.shared.shape[1] or where.min() < 0):
             raise Fault(f"outside shared memory: {ins.text}")
-        mine = live[:, None]
-        writer = self.last_writer[block, where]
-        if ((writer >= 0) & (writer != mine)).any():
-            raise Fault(f"race in shared memory: {ins.text}")
-        if what == "st":
-            reader = self.last_reader[block, where]
-            if ((reader >= 0) & (reader != mine)).any():
+        if (address % np.uint64(size)).any():
+            raise Fault(f"misaligned: {ins.text}")
+        return block, where
+
+    def claim(self, block: np.ndarray, where: np.ndarray, live: np.ndarray, ins: Instruction) -> None:
+        """Nobody else has read or written the bytes since the last barrier."""
+        for last in (self.last_writer[block, where], self.last_reader[block, where]):
+            if ((last >= 0) & (last != live[:, None])).any():
                 raise Fault(f"race in shared memory: {ins.text}")
-            self.shared[block, where] = self.value(name, f"b{8 * size}")[live].view(np.uint8).reshape(-1, size)
-            self.last_writer[block, where] = mine
-        else:
+
+    def fetch(
+        self, block: np.ndarray, where: np.ndarray, live: np.ndarray, ins: Instruction,
+        readers: np.ndarray | None = None,
+    ) -> np.ndarray:  # fmt: skip
+        """Bytes of shared memory that nobody else has written since the last barrier."""
+        writer = self.last_writer[block, where]
+        if ((writer >= 0) & (writer != live[:, None])).any():
+            raise Fault(f"race in shared memory: {ins.text}")
+        self.pipeline.check(block, where, ins.text)
+        self.last_reader[block, where] = (live if readers is None else readers)[:, None]
+        return self.shared[block, where]
+
+    def _shared(
+        self, what: str, names: list[str], address: np.ndarray, size: int, live: np.ndarray, on: np.ndarray,
+        ins: Instruction,
+    ) -> None:  # fmt: skip
+        block, where = self.shared_place(address, size * len(names), live, ins)
+        if what == "st":
+            self.claim(block, where, live, ins)
+            self.pipeline.check(block, where, ins.text)
+            parts = [self.value(n, f"b{8 * size}")[live].view(np.uint8).reshape(-1, size) for n in names]
+            self.shared[block, where] = np.concatenate(parts, 1)
+            self.last_writer[block, where] = live[:, None]
+            return
+        found = self.fetch(block, where, live, ins)
+        for k, name in enumerate(names):
             full = np.zeros((self.count, size), np.uint8)
-            full[live] = self.shared[block, where]
-            self.last_reader[block, where] = mine
+            full[live] = found[:, k * size : (k + 1) * size]
             self.set(name, full.view(UINT[size]).reshape(-1), on)
 
     def _compute(self, ins: Instruction, name: str, parts: list[str], kind: str, on: np.ndarray) -> None:
         args = ins.operands[1:]
-        if name == "cvt" and (parts[2].startswith("bf16") or parts[2].endswith("x2")):
+        if name == "cvt" and parts[2] == "tf32":
+            self.set(ins.operands[0], ptx_tensor.round_tf32(self.value(args[0], "f32"), even=parts[1] == "rn"), on)
+        elif name == "cvt" and (parts[2].startswith("bf16") or parts[2].endswith("x2")):
             self.set(ins.operands[0], _narrow(parts[2], [self.value(x, "f32") for x in args]), on)
         elif name == "cvt":
             self.set(ins.operands[0], _convert(self.value(args[0], kind), parts), on)
@@ -539,7 +590,8 @@ def run_kernel(ptx: str, kernel: CompiledKernel, operands: Sequence[np.ndarray])
     written = np.zeros(memory.data.size, bool)
     for (name, _), launch in zip(sorted(module.kernels.items()), image.launches, strict=True):
         arguments = [memory.places[b] + offset for b, offset in launch.arguments]
-        Machine(module, name, memory, arguments, launch.grid[0], launch.block[0]).run()
+        Machine(module, name, memory, arguments, launch.grid[0], launch.block[0], launch.shared,
+                launch.cluster[0]).run()  # fmt: skip
         written |= memory.writer >= 0
         memory.settle()
     found = []

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -155,12 +156,17 @@ def test_what_gpus_leave_to_xla(regions):
 
     def function(large, small, kernel):
         counts = jax.lax.reduce_window(np.ones((64, 64), np.float32), 0.0, jax.lax.add, (3, 3), (1, 1), "SAME")
-        return large * 2 + 1, small * 3 + 1, kernel @ kernel, jax.nn.softmax(large), counts
+        exact = jnp.dot(kernel, kernel, precision="highest")
+        return large * 2 + 1, small * 3 + 1, kernel @ kernel, jax.nn.softmax(large), counts, exact
 
-    level = gpu_level(function, large, small, kernel)
-    search._leave_on_gpu([level], regions)
-    kept = [sorted(level.graph.nodes[m].prim for m in s.members) for s in level.subsets]
-    assert any("exp" in members for members in kept) and (["add", "mul"] in kept) is not anchored
-    assert len(kept) == 2 - anchored  # neither the small one, nor the product, nor the constant
-    reasons = {r.reason for r in level.left_out.values()}
-    assert {"no kernel form on cuda", levels.TO_FUSE, levels.CONSTANT} <= reasons
+    for measured in (True, False):
+        level = gpu_level(function, large, small, kernel)
+        search._leave_on_gpu([level], regions, measured=measured)
+        kept = [sorted(level.graph.nodes[m].prim for m in s.members) for s in level.subsets]
+        assert any("exp" in members for members in kept) and (["add", "mul"] in kept) is not anchored
+        product = measured and regions != "absorbing"  # against the library it must win a measurement
+        assert (["dot_general"] in kept) is product
+        assert len(kept) == 2 - anchored + product  # neither the small one nor the constant
+        reasons = {r.reason for r in level.left_out.values()}
+        assert {"no kernel form on cuda", levels.TO_FUSE, levels.CONSTANT} <= reasons
+        assert (levels.OF_LIBRARY in reasons) is not product

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jcuts.base.errors import Refusal
 from jcuts.dfg.index import Index
+from jcuts.ops.precision import asked
 from jcuts.ops.reduction import accumulator_type, to_accumulator
 from jcuts.ops.registry import FLOATS, AccSpec, Context, Equation, IndexTuple, Op, ReduceSpec, op_rule
 
@@ -12,8 +13,8 @@ from jcuts.ops.registry import FLOATS, AccSpec, Context, Equation, IndexTuple, O
 def dot_general(eqn: Equation) -> Op | Refusal:
     """Output dimensions: batch, then the free dimensions of lhs, then those of rhs.
 
-    Every precision is computed with at least the operands' own precision: on a CPU there is no reduced-precision
-    matrix unit in use, so ``precision`` changes nothing.
+    Every precision is computed with at least the operands' own precision on a CPU, where no reduced-precision matrix
+    unit is in use; on a GPU ``precision`` decides whether one may be.
     """
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
     lhs, rhs = eqn.inputs
@@ -70,4 +71,5 @@ def dot_general(eqn: Equation) -> Op | Refusal:
         "m": tuple(range(batch, batch + len(free_l))),
         "n": tuple(range(batch + len(free_l), len(out.shape))),
     }
-    return Op(eqn.prim, "contraction", eqn.inputs, eqn.outputs, reduce=spec, cost=2 * depth, info={"roles": roles})
+    info = {"roles": roles, "precision": asked(precision)}
+    return Op(eqn.prim, "contraction", eqn.inputs, eqn.outputs, reduce=spec, cost=2 * depth, info=info)

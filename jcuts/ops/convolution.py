@@ -5,15 +5,9 @@ from __future__ import annotations
 from jcuts.base.errors import Refusal
 from jcuts.dfg.index import Index
 from jcuts.dfg.node import Guard
+from jcuts.ops.precision import asked
 from jcuts.ops.reduction import accumulator_type, to_accumulator
 from jcuts.ops.registry import FLOATS, AccSpec, Context, Equation, IndexTuple, Op, ReduceSpec, op_rule
-
-
-def _asked(precision: object) -> str:
-    """The precision that the caller asked for beyond the default, '' if none: algorithms that lose some are out."""
-    parts = precision if isinstance(precision, tuple) else (precision,)
-    names = [str(getattr(p, "name", p)).lower() for p in parts if p is not None]
-    return next((n for n in names if n in ("high", "highest")), "")
 
 
 @op_rule("conv_general_dilated")
@@ -97,7 +91,7 @@ def convolution(eqn: Equation) -> Op | Refusal:
     info = {
         "depthwise": depthwise,
         "groups": groups,
-        "precision": _asked(precision),
+        "precision": asked(precision),
         "taps": taps,
         "strides": strides,
         "roles": {"batch": (o_batch,), "space": tuple(o_space), "feature": (o_feature,)},

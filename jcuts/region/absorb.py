@@ -1,4 +1,4 @@
-"""Element-wise tails of subsets without a kernel, given to the kernel that reads them.
+"""Element-wise heads and tails of products: what stands before one is cut off, what follows may go to its reader.
 
 A product that stays with a vendor library ends where its library ends: what follows it is a pass over memory of its
 own, or part of the next kernel.  The greedy cover gives it to the product; where that has no kernel, the reader may
@@ -51,6 +51,43 @@ def absorbed(graph: TensorGraph, cover: Sequence[tuple[Subset, Program]], has_fo
         del found[reader], found[members]
         found[reader | tail], found[members - tail] = joined, rest
     return sorted(found.items(), key=lambda item: max(item[0]))
+
+
+def bared(graph: TensorGraph, cover: Sequence[tuple[Subset, Program]], has_form: Callable[[Program], bool]) -> Cover:
+    """The cover after products that have no kernel lost what computes their operands, where they have one without it.
+
+        { mul, add, max, convolution, add }     becomes     { mul, add, max } and { convolution, add }
+
+    Copies into shared memory take operands as they are; XLA makes one pass of what stands before them.
+    """
+    found: Cover = []
+    for members, program in cover:
+        head = _head(graph, members) if is_product(graph, members) else frozenset()
+        if not head or has_form(program):
+            found.append((members, program))
+            continue
+        before, rest = build(graph, head), build(graph, members - head)
+        if isinstance(before, Refusal) or isinstance(rest, Refusal) or not has_form(rest):
+            found.append((members, program))
+        else:
+            found += [(head, before), (members - head, rest)]
+    return sorted(found, key=lambda item: max(item[0]))
+
+
+def _head(graph: TensorGraph, members: Subset) -> Subset:
+    """What the one root of a subset needs of it; empty where there is not one root."""
+    roots = [m for m in members if _is_root(graph, m)]
+    if len(roots) != 1:
+        return frozenset()
+    head: set[int] = set()
+    stack = roots
+    while stack:
+        for tensor in graph.nodes[stack.pop()].inputs:
+            made = graph.tensors[tensor].producer
+            if made is not None and made in members and made not in head:
+                head.add(made)
+                stack.append(made)
+    return frozenset(head)
 
 
 def _is_root(graph: TensorGraph, member: int) -> bool:

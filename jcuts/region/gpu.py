@@ -2,9 +2,10 @@
 
 The forms (`codegen.cuda`): *point*, in which a thread computes a register tile of output points by itself, *team*, in
 which threads share the points of a reduced row, *columns* and its relatives, in which they share those of neighbouring
-outputs (`gpu_columns`), *transposed* (`gpu_maps`).  A schedule is data in the program: ``params`` name the form, the
-threads of a block and how work is shared; ``unroll`` of the axes is the register tile.  Programs that no form fits get
-no candidate and stay with XLA: dense products and convolutions are the vendor libraries' for now.
+outputs (`gpu_columns`), *transposed* (`gpu_maps`), *product* on matrix units (`gpu_products`).  A schedule is data in
+the program: ``params`` name the form, the threads of a block and how work is shared; ``unroll`` of the axes is the
+register tile.  Programs that no form fits get no candidate and stay with XLA: convolutions larger than 1x1, products of
+more than the default precision.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from jcuts.dfg.program import Axis, Phase, Program
-from jcuts.region import gpu_columns, statistics
+from jcuts.region import gpu_columns, gpu_products, statistics
 from jcuts.region.gpu_maps import maps
 from jcuts.region.gpu_tiles import (
     ACCESS,
@@ -32,6 +33,7 @@ from jcuts.region.gpu_tiles import (
     vectors,
     window_values,
 )
+from jcuts.region.products import ROWS, as_product, sides
 from jcuts.region.schedule import collapsed
 
 TEAMS = (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -79,6 +81,18 @@ def _all(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
         yield from maps(collapsed(program), machine)
         return
     length = math.prod(r.extent for r in phase.reds)
+    made = as_product(program) if program.template in ("contraction", "convolution") else None
+    if made is not None and (found := list(gpu_products.products(made, machine))):
+        if made.phases[0].ranges()[ROWS] == 1:  # bound by memory: plain sums may be as fast, and are exact
+            found = found[: gpu_products.MOST // 2]
+            sums = list(_vector(made, machine))
+            found += [(p, score / sums[0][1] * found[0][1]) for p, score in sums]
+        elif length <= TAPS:  # few terms: a thread may take them all, without rounding them
+            plain = sorted(_window(collapsed(program), machine), key=lambda item: (-item[1], item[0].digest))[:2]
+            best = found[0][1] * gpu_products.AGAIN
+            found = found[: gpu_products.MOST - 2] + [(p, score / plain[0][1] * best) for p, score in plain]
+        yield from found
+        return
     if program.template == "reduction":
         if _along_rows(phase):
             yield from _rows(program, machine)
@@ -88,6 +102,12 @@ def _all(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
         yield from gpu_columns.columns(collapsed(program), machine)
     elif length <= TAPS:
         yield from _window(collapsed(program), machine)
+
+
+def _vector(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    """A matrix times one vector as a sum of rows or of columns: the best few schedules."""
+    sums = _rows(program, machine) if sides(program)[1].along_terms else gpu_columns.columns(program, machine)
+    yield from sorted(sums, key=lambda found: (-found[1], found[0].digest))[: gpu_products.MOST // 2]
 
 
 def bound(program: Program) -> GpuBound:

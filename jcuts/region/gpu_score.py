@@ -18,6 +18,7 @@ from jcuts.dfg.node import Guard
 from jcuts.dfg.program import ITEM_SIZE, Phase, Program
 from jcuts.estimate.launches import SECTOR, LaunchScore, LaunchUse, score
 from jcuts.region.choose import work
+from jcuts.region.products import TYPES, sides
 
 LINE, WARP, WIDEST = 128, 32, 16  # bytes, threads, bytes of the widest access
 TERMS = 1024  # terms of a reduction whose addresses are computed; longer ones are scaled up
@@ -30,7 +31,15 @@ Taken = tuple[int, int, int, int]
 
 def score_of(program: Program, taken: Sequence[Taken], arch: GpuArch) -> LaunchScore:
     """PUL of a compiled program. Args: taken: one entry per launch, in order."""
-    return score(uses(program, taken), arch)
+    return score(uses(program, taken), arch, unit=unit_of(program))
+
+
+def unit_of(program: Program) -> str:
+    """The compute unit that does the work."""
+    if dict(program.params).get("cuda") != "product":
+        return "ffma"
+    kind = TYPES[sides(program)[0].dtype]
+    return {"tf32": "tf32_mma", "bf16": "bf16_mma", "f16": "fp16_mma"}[kind]
 
 
 def uses(program: Program, taken: Sequence[Taken]) -> list[LaunchUse]:
@@ -61,7 +70,12 @@ def _compulsory(program: Program) -> float:
 def _traffic(program: Program, blocks: int, threads: int) -> tuple[float, float, float]:
     """Bytes of all sectors that the launch's blocks move, lines that its warps touch, share of threads with work."""
     compulsory = _compulsory(program)
-    params = dict(program.params)
+    params: Any = dict(program.params)
+    if params.get("cuda") == "product":  # every block reads its rows and columns of the operands
+        rows, columns, _ = params["tile"]
+        terms = program.phases[0].reds[0].extent / params.get("split", 1) / params.get("cluster", 1)
+        moved = blocks * (rows + columns) * terms * sides(program)[0].item + sum(b.bytes for b in program.outputs)
+        return max(compulsory, moved), moved / LINE, 1.0
     if params.get("cuda") != "point" or len(program.phases) != 1:
         moved = compulsory * _passes(program)
         return moved, moved / LINE, 1.0
@@ -89,7 +103,11 @@ def _passes(program: Program) -> float:
 
 def _under_way(program: Program) -> float:
     """Bytes that a thread asks for before it needs the first of them."""
-    params = dict(program.params)
+    params: Any = dict(program.params)
+    if params.get("cuda") == "product":
+        rows, columns, terms = params["tile"]
+        stage = (rows + columns) * terms * sides(program)[0].item
+        return (params["stages"] - 1) * stage / params["threads"]
     total = 0.0
     for phase in program.phases[:1]:
         for graph in (phase.body, phase.exit):

@@ -25,10 +25,11 @@ Candidate = tuple[Program, float]
 
 @dataclass(frozen=True)
 class GpuMachine:
-    """What the enumeration needs to know of the GPU."""
+    """What the enumeration needs to know of the GPU: multiprocessors, their threads, compute capability."""
 
     sms: int
     threads_per_sm: int = 2048
+    capability: tuple[int, int] = (9, 0)
 
     @property
     def threads(self) -> int:

@@ -25,6 +25,8 @@ FLOATS = ("float64", "float32", "bfloat16", "float16")
 NEEDS_POSITIVE = frozenset({"sqrt", "rsqrt", "log", "log1p", "pow", "cbrt"})
 CANDIDATE_BUDGET = 96  # kernels that one session compiles, shared out by the subsets' work
 MIN_CANDIDATES = 2
+GPU_BALANCE = 64.0
+"""Operations that a GPU does while it moves a byte: between what its plain and its matrix units do."""
 
 _progress: Progress | None = None
 _store: Store | None = None
@@ -81,7 +83,7 @@ def choose(
     if not subsets:
         return {}
     how = settings if may_measure or settings.tune == "off" else replace(settings, tune="cached")
-    used = {**_shares(subsets), **(shares or {})}
+    used = {**_shares(subsets, bool(device)), **(shares or {})}
     problems: dict[str, Problem] = {}
     first_of: dict[str, Any] = {}
     for subset in subsets:
@@ -213,11 +215,18 @@ def degree(closed: Any) -> int:
     return highest
 
 
-def _shares(subsets: Sequence[Any]) -> dict[str, int]:
-    """How many candidates each distinct subset may have: in proportion to its share of the whole work."""
+def _shares(subsets: Sequence[Any], on_gpu: bool = False) -> dict[str, int]:
+    """How many candidates each distinct subset may have: in proportion to its share of the whole work.
+
+    On a GPU bytes count as well: most kernels wait for memory, and products have operations for next to nothing.
+    """
     weight: dict[str, float] = {}
     for subset in subsets:
-        weight[subset.identity] = weight.get(subset.identity, 0.0) + _work(subset.program)
+        cost = float(_work(subset.program))
+        if on_gpu:
+            moved = sum(b.bytes for b in subset.program.buffers if b.role != "local")
+            cost = moved + cost / GPU_BALANCE
+        weight[subset.identity] = weight.get(subset.identity, 0.0) + cost
     total = sum(weight.values()) or 1.0
     limit = knobs.current().max_candidates
     return {k: max(MIN_CANDIDATES, min(limit, round(CANDIDATE_BUDGET * w / total))) for k, w in weight.items()}

@@ -59,7 +59,7 @@ def target() -> CudaTarget:
 
 def machine() -> GpuMachine:
     """The GPU as the candidate enumeration sees it."""
-    return GpuMachine(this().sms)
+    return GpuMachine(this().sms, capability=this().capability)
 
 
 def unusable() -> str:

@@ -38,6 +38,8 @@ TEMPLATES = {
     "map": (lambda x, b: jnp.maximum(x, 0) * b, (zeros(64, 52), zeros(52))),
     "transpose": (lambda x: x.T * 2, (zeros(128, 96),)),
     "depthwise": (lambda x, w: conv(x, w, groups=20), (zeros(4, 15, 15, 20), zeros(3, 3, 1, 20))),
+    "product": (lambda x, w, b: jax.nn.relu(x @ w + b), (zeros(3136, 144), zeros(144, 24), zeros(24))),
+    "convolution": (lambda x, w: conv(x, w), (zeros(1, 28, 28, 128), zeros(3, 3, 128, 128))),
     "reduction": (lambda x: x.sum(1), (zeros(3000, 300),)),
     "columns": (lambda x: x.sum(0), (zeros(3000, 64),)),
     "filter_gradient": (cases._filter_gradient((3, 3)), (zeros(8, 28, 28, 64), zeros(8, 28, 28, 64))),
@@ -54,8 +56,8 @@ TEMPLATES = {
 }
 
 
-def candidates(fn, arguments, limit=1):
-    return [p for p, _ in gpu.candidates(programs.trace(fn, *arguments).program(), MACHINE, limit)]
+def candidates(fn, arguments, limit=1, machine=MACHINE):
+    return [p for p, _ in gpu.candidates(programs.trace(fn, *arguments).program(), machine, limit)]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -106,7 +108,7 @@ def test_split_programs_keep_their_meaning(name):
 @pytest.mark.parametrize("target", [SM80, SM90], ids=lambda t: t.arch)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_templates_assemble_without_local_memory(name, target):
-    (program,) = candidates(*TEMPLATES[name])
+    (program,) = candidates(*TEMPLATES[name], machine=gpu.GpuMachine(132, capability=target.capability))
     image = Image.unpack(compiler.compile_program(program, target).object_code)
     assert image.arch == target.arch and image.cubin[:4] == b"\x7fELF"
     for launch in image.launches:

@@ -9,7 +9,9 @@ import pytest
 from jax import lax
 
 from jcuts.dfg.interpret import interpret
+from jcuts.dfg.program import Program
 from jcuts.region import absorb, find, gpu
+from jcuts.region.build import build
 from jcuts.region.graph import build_graph
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
@@ -51,6 +53,29 @@ def primitives(graph, members):
         for m in members
         if graph.nodes[m].prim not in ("broadcast_in_dim", "reshape", "convert_element_type")
     )
+
+
+def test_a_product_without_a_kernel_loses_what_stands_before_it():
+    def block(x, s, w, r):
+        return jax.nn.relu(jnp.abs(x * s) @ w + r * 0.5)
+
+    args = values(12, 96), values(96), values(96, 8), values(12, 8)
+    closed = simplify(inline(jaxapi.closed_jaxpr_of(block, *args)))
+    graph = build_graph(closed.jaxpr)
+    everything = frozenset(range(len(graph.nodes)))
+    program = build(graph, everything)
+    assert isinstance(program, Program) and not has_form(program)
+    (head, first), (rest, second) = absorb.bared(graph, [(everything, program)], has_form)
+    assert head | rest == everything and not head & rest and has_form(second)
+    assert primitives(graph, head) == ["abs", "mul"]
+    assert primitives(graph, rest) == ["add", "dot_general", "max", "mul"]
+    known = {a.shape: np.asarray(a) for a in args}
+    (known[12, 96],) = interpret(first, [known[b.shape] for b in first.inputs])
+    (got,) = interpret(second, [known[b.shape] for b in second.inputs])
+    np.testing.assert_allclose(got, block(*args), rtol=1e-4, atol=1e-4)
+    # Nothing is cut off where it helps nothing, or where the kernel computes it itself.
+    for form in (True, False):
+        assert absorb.bared(graph, [(everything, program)], lambda _, form=form: form) == [(everything, program)]
 
 
 def test_a_depthwise_convolution_takes_the_activation_before_it():

@@ -14,6 +14,7 @@ from jcuts.region import gpu
 from jcuts.region.bound import bound
 from tests import programs
 from tests.gpu import cases
+from tests.ops.cases import conv
 
 MACHINE = gpu.GpuMachine(132)
 
@@ -57,10 +58,11 @@ def test_schedules_compute_the_same(name):
 @pytest.mark.parametrize(
     "fn, arguments",
     [
-        (lambda a, b: a @ b, (zeros(256, 256), zeros(256, 256))),
+        (lambda a, b: jnp.dot(a, b, precision="highest"), (zeros(256, 256), zeros(256, 256))),
+        (lambda x, w: conv(x, w), (zeros(1, 16, 16, 3), zeros(7, 7, 3, 64))),
         (lambda x: jax.lax.cumlogsumexp(x, 1), (zeros(64, 64),)),
     ],
-    ids=["contraction", "cumulative"],
+    ids=["contraction", "convolution", "cumulative"],
 )
 def test_programs_without_a_form_get_no_candidate(fn, arguments):
     assert gpu.candidates(program_of(fn, *arguments), MACHINE, 100) == []

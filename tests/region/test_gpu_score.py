@@ -10,6 +10,8 @@ import pytest
 
 from jcuts.arch.load import load_gpu
 from jcuts.region import gpu, gpu_score
+from jcuts.region.gpu_products import Tiling
+from jcuts.region.products import as_product
 from jcuts.region.schedule import collapsed
 from tests import programs
 from tests.ops.cases import conv
@@ -105,6 +107,17 @@ def test_a_split_pays_for_its_partial_results():
     partial = 64 * 64 * 4
     assert first.moved == 8192 * 64 * 4 + 64 * 4 + partial
     assert second.moved == partial + 64 * 4
+
+
+def test_blocks_of_a_product_read_their_rows_and_columns():
+    product = as_product(programs.trace(lambda x, w: x @ w, zeros(256, 512), zeros(512, 128)).program())
+    assert product is not None
+    tiling = Tiling(64, 32, 16, (2, 2, 1), 3, 1, 2)
+    (use,) = gpu_score.uses(tiling.of(product), [(4 * 4 * 2, 128, 64, 40_000)])
+    assert use.moved == 32 * (64 + 32) * 256 * 4 + 256 * 128 * 4
+    assert use.under_way == 2 * (64 + 32) * 16 * 4 / 128
+    found = gpu_score.score_of(tiling.of(product), [(32, 128, 64, 40_000)], H200)
+    assert 0 < found.pul < 1 and gpu_score.unit_of(tiling.of(product)) == "tf32_mma"
 
 
 def test_every_candidate_gets_a_score():

@@ -47,8 +47,8 @@ def asm(
 class GpuBuilder:
     """Wraps an ``ir.IRBuilder``; everything that is not redefined here is the builder's own."""
 
-    def __init__(self, builder: L.Builder) -> None:
-        self.plain = builder
+    def __init__(self, builder: L.Builder, capability: tuple[int, int] = (8, 0)) -> None:
+        self.plain, self.capability = builder, capability
         self.exact_division = False
         """Round float32 quotients correctly; else they are within 2 ulp (``div.full``, which is XLA's choice too)."""
 

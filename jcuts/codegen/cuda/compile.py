@@ -22,6 +22,7 @@ from jcuts.codegen.cuda.image import SYMBOL, Image, Launch, Resources
 from jcuts.codegen.cuda.moments import MomentsEmitter
 from jcuts.codegen.cuda.parts import parts
 from jcuts.codegen.cuda.point import PointEmitter, counted_by_tile, pinned
+from jcuts.codegen.cuda.product import ProductEmitter, ProductShape
 from jcuts.codegen.cuda.scan import ScanColumnsEmitter, ScanRowsEmitter, ScanShape, units
 from jcuts.codegen.cuda.target import REGISTERS, CudaTarget
 from jcuts.codegen.cuda.team import TeamEmitter, TeamShape
@@ -102,8 +103,9 @@ def compile_program(program: Program, target: CudaTarget) -> CompiledKernel:
                 f"{used.registers} registers): spills are not run",
                 stack=used.stack, registers=used.registers,
             )  # fmt: skip
-        check_limits(program.name, used, source.threads, target)
-        launches.append(Launch(symbol, (source.blocks, 1, 1), (source.threads, 1, 1), part.arguments, resources=used))
+        check_limits(program.name, used, source.threads, target, source.shared)
+        grid, block, cluster = ((n, 1, 1) for n in (source.blocks, source.threads, source.cluster))
+        launches.append(Launch(symbol, grid, block, part.arguments, source.shared, cluster, resources=used))
     image = Image(target.arch, program.name, tuple(launches), cubin)
     return CompiledKernel(
         digest=digest, symbol=SYMBOL, object_code=image.pack(), tiles=sum(s.blocks for s in emitted),
@@ -113,12 +115,16 @@ def compile_program(program: Program, target: CudaTarget) -> CompiledKernel:
     )  # fmt: skip
 
 
-def check_limits(name: str, used: Resources, threads: int, target: CudaTarget) -> None:
-    """Raises CompileRejected for a kernel that no multiprocessor of the target can hold one block of."""
-    if used.shared > target.max_shared:
+def check_limits(name: str, used: Resources, threads: int, target: CudaTarget, launched: int = 0) -> None:
+    """Raises CompileRejected for a kernel that no multiprocessor of the target can hold one block of.
+
+    Args: launched: bytes of shared memory that the launch adds to what the kernel declares.
+    """
+    shared = used.shared + launched
+    if shared > target.max_shared:
         raise CompileRejected(
-            f"{name}: a block needs {used.shared} bytes of shared memory, {target.arch} has {target.max_shared}",
-            shared=used.shared, limit=target.max_shared,
+            f"{name}: a block needs {shared} bytes of shared memory, {target.arch} has {target.max_shared}",
+            shared=shared, limit=target.max_shared,
         )  # fmt: skip
     warps = -(-threads // 32)
     taken = warps * -(-used.registers * 32 // 256) * 256
@@ -152,7 +158,7 @@ def _ptx(program: Program, source: CudaSource, target: CudaTarget, symbol: str) 
     try:
         with _lock:
             for name, shape in source.variants.items():
-                names[name] = _tile(program, shape, types, intrinsic, symbol)
+                names[name] = _tile(program, shape, types, intrinsic, symbol, target)
             for name, (kind, number) in source.helpers.items():
                 names[name] = _helper(kind, number, types, intrinsic)
             exec(compile(source.text, f"<jcuts {program.name}>", "exec"), names)
@@ -186,18 +192,21 @@ def _narrow(builder: Any, value: Any) -> Any:
     return builder.trunc(value, L.I32) if value.type.width > 32 else value
 
 
-def _tile(program: Program, shape: AnyShape, types: Any, intrinsic: Any, symbol: str) -> object:
+def _tile(
+    program: Program, shape: AnyShape, types: Any, intrinsic: Any, symbol: str, target: CudaTarget
+) -> object:
     """A numba intrinsic that emits what one thread does."""
     buffers = [b for b in program.buffers if b.role != "local"]
     axes = outer_axes(program) if isinstance(shape, ColumnRowsShape) else program.phases[0].axes
     integers = ["row", "lane"] if isinstance(shape, TeamShape) else [a.name for a in axes]
     if isinstance(shape, ScanShape):
         integers = [*units(program, shape), *(["thread"] if shape.rows else [])]
+    integers = ["block", "thread"] if isinstance(shape, ProductShape) else integers
     integers += ["thread"] if isinstance(shape, (ColumnShape, ColumnRowsShape, TransposedShape)) else []
 
     def signature_of(*operands: Any) -> Any:
         def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            gpu = GpuBuilder(builder)
+            gpu = GpuBuilder(builder, target.capability)
             pointers = {
                 b.name: builder.ptrtoint(value, ir.IntType(64))
                 for b, value in zip(buffers, args[: len(buffers)], strict=True)
@@ -233,6 +242,9 @@ def _emit(
         return
     if isinstance(shape, TransposedShape):
         TransposedEmitter(builder, program, shape, buffers, pointers, integers, symbol).emit()
+        return
+    if isinstance(shape, ProductShape):
+        ProductEmitter(builder, program, shape, buffers, pointers, integers, symbol).emit()
         return
     if isinstance(shape, ColumnShape):
         ColumnEmitter(builder, program, shape, buffers, pointers, integers, symbol).emit()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jcuts.base.errors import CompileRejected
@@ -12,6 +12,7 @@ from jcuts.codegen.cuda.column_rows import ColumnRowsShape, column_rows_shape, o
 from jcuts.codegen.cuda.columns import ColumnShape, lane_blocks, shape_of
 from jcuts.codegen.cuda.memory import LIMIT
 from jcuts.codegen.cuda.point import Shape, counted_by_tile
+from jcuts.codegen.cuda.product import ProductShape, block_count, product_shape
 from jcuts.codegen.cuda.scan import ScanShape, grid_of, scan_shape, units
 from jcuts.codegen.cuda.shared import WARP
 from jcuts.codegen.cuda.team import TeamShape, row_count, row_length
@@ -20,19 +21,26 @@ from jcuts.dfg.program import Phase, Program
 
 GRID_LIMIT = 2**31 - 1
 MAX_THREADS = 1024
-FORMS = ("point", "team", "columns", "column_rows", "moments", "transposed", "scan_columns", "scan_rows")
-AnyShape = Shape | TeamShape | ColumnShape | ColumnRowsShape | TransposedShape | ScanShape
+FORMS = ("point", "team", "columns", "column_rows", "moments", "transposed", "scan_columns", "scan_rows",
+         "product")  # fmt: skip
+AnyShape = Shape | TeamShape | ColumnShape | ColumnRowsShape | TransposedShape | ScanShape | ProductShape
 
 
 @dataclass
 class CudaSource:
-    """Source text, the tiles that it calls by name, and the launch that it is written for."""
+    """Source text, the tiles that it calls by name, and the launch that it is written for.
+
+    ``shared``: bytes of shared memory that the launch gives to a block, beside what the kernel declares; ``cluster``:
+    blocks of a cluster.
+    """
 
     text: str
     blocks: int
     threads: int
     variants: dict[str, AnyShape] = field(default_factory=dict)
     helpers: dict[str, tuple[str, int]] = field(default_factory=dict)
+    shared: int = 0
+    cluster: int = 1
 
 
 def emit_source(program: Program) -> CudaSource:
@@ -241,6 +249,13 @@ class _Writer:
         self.variants[name] = shape
         self.line(1, f"{name}({', '.join([*self.names, *(a.name for a in phase.axes), 'thread'])})")
         return self.done(math.prod(counts.values()))
+
+    def product(self) -> CudaSource:
+        shape = product_shape(self.program)
+        name = f"product_{shape.left.size}x{shape.right.size}x{shape.left.terms}"
+        self.variants[name] = shape
+        self.line(1, f"{name}({', '.join([*self.names, 'cuda.blockIdx.x', 'cuda.threadIdx.x'])})")
+        return replace(self.done(block_count(self.program, shape)), shared=shape.shared, cluster=shape.cluster)
 
     def scan_columns(self) -> CudaSource:
         shape = scan_shape(self.program)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda.within import guarded, only_terms
@@ -16,6 +17,7 @@ from jcuts.dfg.index import Index, flatten, unflatten
 from jcuts.dfg.node import Graph, Guard, Node
 from jcuts.dfg.program import Acc, Axis, Buffer, Phase, Program, Red, Store
 from jcuts.region import scan_gpu, statistics
+from jcuts.region.products import K, S, shares
 from jcuts.region.schedule import collapsed
 
 SCRATCH_ALIGN = 256
@@ -43,6 +45,8 @@ def parts(program: Program) -> tuple[list[Part], int]:
         kernels, partials = made.programs, list(made.scratch)
     elif dict(program.params).get("cuda") == "scan_columns":
         kernels, partials = _split_scan(program)
+    elif dict(program.params).get("cuda") == "product":
+        *kernels, partials = _split_product(program)
     else:
         *kernels, partials = _split_columns(program) if columns else _split(program)
     places, total = {}, 0
@@ -188,6 +192,30 @@ def _split_columns(program: Program) -> tuple[Program, Program, list[Buffer]]:
     tiles = tiled(program)
     made = tiles.phases[0]
     groups = made.axes[0].extent
+    first, partials, place = _first(tiles, phase, groups)
+    return first, _combined(program, partials, made.accs, place, groups), partials
+
+
+def _split_product(program: Program) -> tuple[Program, Program, list[Buffer]]:
+    """A product whose groups of terms are blocks of their own."""
+    phase = _splittable(program)
+    params: Any = dict(program.params)
+    terms, total = params["tile"][2], phase.reds[0].extent
+    share, groups = shares(total, terms, params["split"])
+    ranges = {**phase.ranges(), S: groups, K: share * terms}
+    term = Index.axis(S) * (share * terms) + Index.axis(K)
+    guard = Guard(term, None, total - 1)
+    body, numbers = guarded(phase.body, {K: term}, guard, ranges)
+    accs = _renumbered(phase, numbers) if guard.always(ranges) else only_terms(body, phase.accs, numbers, guard)
+    made = replace(phase, axes=(Axis(S, groups), *phase.axes), reds=(Red(K, share * terms),), accs=accs, body=body)
+    wide = replace(program, phases=(made,), params=(*program.params, ("terms", total)))
+    first, partials, place = _first(wide, phase, groups)
+    return first, _combined(program, partials, accs, place, groups), partials
+
+
+def _first(program: Program, phase: Phase, groups: int) -> tuple[Program, list[Buffer], Index]:
+    """The kernel that writes partial results group by group; ``program`` has the axis ``s`` already."""
+    made = program.phases[0]
     extents = tuple(a.extent for a in phase.axes)
     rows = math.prod(extents)
     place = flatten(tuple(Index.axis(a.name) for a in phase.axes), extents) + Index.axis("s") * rows
@@ -198,11 +226,19 @@ def _split_columns(program: Program) -> tuple[Program, Program, list[Buffer]]:
         for k, (p, a) in enumerate(zip(partials, made.accs, strict=True))
     )
     first = replace(
-        tiles, name=f"{program.name}_first", buffers=(*_read(program, phase.body), *partials),
+        program, name=f"{program.name}_first", buffers=(*_read(program, phase.body), *partials),
         phases=(replace(made, name=f"{phase.name}.first", exit=exit_, stores=stores),),
     )  # fmt: skip
-    axes = tuple(replace(a, unroll=1) for a in phase.axes)
-    second = collapsed(_second(program, partials, made.accs, place, groups, axes))
+    return first, partials, place
+
+
+def _combined(
+    program: Program, partials: list[Buffer], accs: tuple[Acc, ...], place: Index, groups: int
+) -> Program:
+    """The kernel that adds up partial results that lie group by group."""
+    axes = tuple(replace(a, unroll=1) for a in program.phases[0].axes)
+    rows = math.prod(a.extent for a in axes)
+    second = collapsed(_second(program, partials, accs, place, groups, axes))
     lane = second.phases[0].axes[-1].extent
     across = 32 if rows >= _MANY else 8
     while across > 1 and across // 2 >= lane:
@@ -211,7 +247,7 @@ def _split_columns(program: Program) -> tuple[Program, Program, list[Buffer]]:
     threads = max(128, min(512, across * deep))
     flight = min(8, -(-groups // (threads // across)))
     params = (("cuda", "columns"), ("threads", threads), ("across", across), ("flight", flight))
-    return first, tiled(replace(second, params=params)), partials
+    return tiled(replace(second, params=params))
 
 
 def _unroll(phase: Phase) -> int:

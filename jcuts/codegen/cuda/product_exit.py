@@ -1,0 +1,125 @@
+"""What a thread of the product form does with its accumulators: the exit graph, and stores that stay inside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from jcuts.codegen import elements as E
+from jcuts.codegen import lanes as L
+from jcuts.codegen.cuda import memory as M
+from jcuts.codegen.cuda.product_tiles import TileShape, columns_of, rows_of
+from jcuts.codegen.cuda.values import Emitter, store_all
+from jcuts.dfg.index import Index
+from jcuts.dfg.node import Graph, Guard, Node
+from jcuts.dfg.program import Buffer, Phase, Store
+from jcuts.region.products import COLUMNS, ROWS
+
+Totals = list[list[list[L.Value]]]
+"""Accumulators: [tile of 16 rows][tile of 8 columns][4]."""
+_HELD = "held"  # axis: the first column of those that one access takes
+
+
+def finish(
+    frame: M.Frame, phase: Phase, tiles: tuple[TileShape, TileShape], buffers: Mapping[str, Buffer], lane: L.Value,
+    totals: Totals,
+) -> None:  # fmt: skip
+    """Runs the exit graph on a lane's accumulators and stores the results.
+
+    Args:
+        frame: its rows and columns are the first ones of the accumulators of the whole warp.
+        tiles: the block's tiles of the left and the right operand.
+    """
+    builder = frame.builder
+    left, right = tiles
+    row_step, row_offsets = rows_of(left)
+    column_step, column_offsets = columns_of(right)
+    row_offsets, column_offsets = row_offsets[: len(totals)], column_offsets[: len(totals[0])]
+    row = builder.mul(builder.lshr(lane, L.I32(2)), L.I32(row_step))
+    column = builder.mul(builder.and_(lane, L.I32(3)), L.I32(column_step))
+    frame = replace(
+        frame,
+        variables={
+            **frame.variables,
+            ROWS: builder.add(frame.variables[ROWS], row),
+            COLUMNS: builder.add(frame.variables[COLUMNS], column),
+        },
+        ranges={**frame.ranges, ROWS: _reach(left, row_offsets), COLUMNS: _reach(right, column_offsets)},
+        multiples={ROWS: row_step, COLUMNS: column_step},
+        cache={},
+    )
+    exit_, stores = _guarded(phase, tiles)
+    wanted = [s.value for s in stores]
+    accs = [k for k, node in enumerate(exit_.nodes) if node.op == "acc"]
+    graph = Graph()
+    emitter = Emitter(frame, graph, buffers)
+    held = right.extent % column_step == 0  # neighbours in one access are inside together, or not at all
+    groups: list[tuple[int, int, list[tuple[str, Index, int]]]] = []
+    for down, runs in _points(row_offsets, column_offsets):
+        for run in runs if held else [[point] for many in runs for point in many]:
+            rows: list[tuple[str, Index, int]] = []
+            first = run[0][0]
+            for offset, (i, j, k) in run:
+                where = {
+                    ROWS: Index.axis(ROWS) + down,
+                    COLUMNS: Index.axis(COLUMNS) + offset,
+                    _HELD: Index.axis(COLUMNS) + first,
+                }
+                given = graph.add(Node("acc", "float32", attrs=(("number", 0), ("point", (down, offset)))))
+                emitter.give(given, E.Lanes(totals[i][j][k], "float32"))
+                numbers = exit_.copy_into(graph, wanted, where, frame.ranges, dict.fromkeys(accs, given))
+                rows += [
+                    (s.buffer, s.address.substitute(where, frame.ranges), number)
+                    for s, number in zip(stores, numbers, strict=True)
+                ]
+            groups.append((down, first, rows))
+    emitter.plan(number for _, _, rows in groups for _, _, number in rows)
+    for down, first, rows in groups:
+        guards = (
+            Guard(Index.axis(ROWS) + down, None, left.extent - 1),
+            Guard(Index.axis(COLUMNS) + first, None, right.extent - 1),
+        )
+        frame.live = M.condition(frame, guards)
+        store_all(emitter, rows)
+
+
+def _guarded(phase: Phase, tiles: tuple[TileShape, TileShape]) -> tuple[Graph, tuple[Store, ...]]:
+    """The exit graph and its stores, with loads that read nothing beyond the result."""
+    found, numbers = Graph(), {}
+    last = {axis: tile.extent - 1 for axis, tile in zip((ROWS, COLUMNS), tiles, strict=True)}
+    for number, node in enumerate(phase.exit.nodes):
+        index = None if node.index is None else node.index.renumber(numbers)
+        guards = tuple(Guard(g.index.renumber(numbers), g.low, g.high) for g in node.guards)
+        if node.op == "load" and index is not None:
+            used = {ROWS, COLUMNS} if index.values() else index.axes()
+            names = ((ROWS, ROWS), (COLUMNS, _HELD))
+            guards += tuple(Guard(Index.axis(name), None, last[axis]) for axis, name in names if axis in used)
+        value = 0 if node.op == "load" and node.value is None else node.value
+        args = tuple(numbers[a] for a in node.args)
+        numbers[number] = found.add(replace(node, args=args, index=index, guards=guards, value=value))
+    return found, tuple(replace(s, value=numbers[s.value]) for s in phase.stores)
+
+
+Run = list[tuple[int, tuple[int, int, int]]]
+
+
+def _points(row_offsets: list[list[int]], column_offsets: list[list[int]]) -> list[tuple[int, list[Run]]]:
+    """A lane's outputs: (row offset, runs of neighbouring columns), each with the accumulator that holds it."""
+    found = []
+    for i, pair in enumerate(row_offsets):
+        for high, down in enumerate(pair):
+            columns = sorted(
+                (offset, (i, j, 2 * high + k)) for j, two in enumerate(column_offsets) for k, offset in enumerate(two)
+            )
+            runs: list[Run] = []
+            for offset, place in columns:
+                if not runs or offset != runs[-1][-1][0] + 1:
+                    runs.append([])
+                runs[-1].append((offset, place))
+            found.append((down, runs))
+    return found
+
+
+def _reach(tile: TileShape, offsets: list[list[int]]) -> int:
+    """One more than the largest first row (or column) of a lane: rows of the grid's tiles less what it adds."""
+    return -(-tile.extent // tile.size) * tile.size - max(o for pair in offsets for o in pair)

@@ -1,0 +1,84 @@
+"""Where several warps, or the blocks of a cluster, have parts of the terms of one tile: they add up and share the tile.
+
+Every warp leaves its totals in its block's shared memory; then every one of them that can have a part of the tile takes
+it, adds up what all have for it, block by block and warp by warp, and goes on with the exit graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+from jcuts.codegen import lanes as L
+from jcuts.codegen.cuda import tensor
+from jcuts.codegen.cuda.builder import GpuBuilder
+from jcuts.codegen.cuda.product_exit import Totals
+
+FOUR = 16  # bytes of what a lane has of a tile of 16x8
+
+
+def portions(high: int, wide: int, step: int, sharers: int) -> tuple[int, int]:
+    """Into how many parts ``high`` rows and ``wide`` columns of tiles fall, for at most so many sharers.
+
+    Args: step: tiles side by side that stay together.
+
+    >>> portions(2, 4, 2, 4), portions(1, 4, 1, 2), portions(2, 2, 2, 8)
+    ((2, 2), (1, 2), (2, 1))
+    """
+    ways = [
+        (down, aside)
+        for down in range(1, high + 1)
+        for aside in range(1, wide // step + 1)
+        if high % down == 0 and wide % (step * aside) == 0 and down * aside <= sharers
+    ]
+    return max(ways, key=lambda way: (way[0] * way[1], way[0]))
+
+
+def meet(
+    builder: GpuBuilder, totals: Totals, shared: L.Value, lanes: int, lane: L.Value, deep: tuple[L.Value, int],
+    rank: tuple[L.Value, int], step: int, leave: Callable[[Totals, L.Value, L.Value], None],
+) -> None:  # fmt: skip
+    """Adds up the totals of warps and blocks, in their order.
+
+    Args:
+        lanes: of a block that have different parts of the tile; lane: the number of this one among them.
+        deep: number of the warp among those that share terms, and how many; rank: of the block in its cluster.
+        step: tiles of columns that stay together.
+        leave: is given totals, and the first row and column that they belong to in the warp's tile.
+    """
+    high, wide = len(totals), len(totals[0])
+    plane = lanes * FOUR
+    place = builder.add(shared, builder.mul(lane, L.I32(FOUR)))
+    tensor.wait(builder, 0)
+    tensor.barrier(builder)
+    mine = builder.add(place, builder.mul(deep[0], L.I32(high * wide * plane)))
+    for number, tile in enumerate(t for row in totals for t in row):
+        tensor.write_four(builder, mine, number * plane, tile)
+    together = tensor.barrier if rank[1] == 1 else tensor.cluster_barrier
+    together(builder)
+    down, aside = portions(high, wide, step, deep[1] * rank[1])
+    rows, columns = high // down, wide // aside
+    sharer = builder.add(builder.mul(rank[0], L.I32(deep[1])), deep[0])
+    idle = down * aside < deep[1] * rank[1]
+    with builder.if_then(builder.icmp_signed("<", sharer, L.I32(down * aside))) if idle else nullcontext():
+        row = builder.mul(builder.udiv(sharer, L.I32(aside)), L.I32(rows))
+        column = builder.mul(builder.urem(sharer, L.I32(aside)), L.I32(columns))
+        first = builder.mul(builder.add(builder.mul(row, L.I32(wide)), column), L.I32(plane))
+        places = [builder.add(place, first)]
+        if rank[1] > 1:
+            places = [tensor.of_block(builder, places[0], number) for number in range(rank[1])]
+        parts = [(p, number * high * wide * plane) for p in places for number in range(deep[1])]
+        found: Totals = []
+        for i in range(rows):
+            found.append([])
+            for j in range(columns):
+                offset = (i * wide + j) * plane
+                total: list[L.Value] | None = None
+                for where, skipped in parts:
+                    more = tensor.read_four(builder, where, offset + skipped, cluster=rank[1] > 1)
+                    total = more if total is None else [builder.fadd(x, y) for x, y in zip(total, more, strict=True)]
+                assert total is not None
+                found[-1].append(total)
+        leave(found, builder.mul(row, L.I32(16)), builder.mul(column, L.I32(8)))
+    if rank[1] > 1:
+        tensor.cluster_barrier(builder)  # no block may end while others read its shared memory

@@ -1,0 +1,249 @@
+"""One operand of a matrix product on its way through a block: global memory, shared memory, fragments.
+
+A tile of shared memory is as the operand lies in memory: lines of terms, one per row (or column), where neighbouring
+terms are neighbours; else lines of rows, one per term.  Lines are padded so that a warp's reads meet no bank twice.
+
+Indices beyond the operand's last row are moved back onto it (what comes of them is never stored); terms beyond the
+last become zeros in both operands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from jcuts.codegen import lanes as L
+from jcuts.codegen.cuda import memory as M
+from jcuts.codegen.cuda import tensor
+from jcuts.codegen.cuda.builder import GpuBuilder
+from jcuts.dfg.index import Index
+from jcuts.region.products import K, Side
+
+PAIR = 2  # neighbouring elements that a lane takes from a line of rows
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """A block's tile of one operand.
+
+    Attributes:
+        extent: rows (or columns) of the operand; ``size`` of them are the block's, ``terms`` terms at a time.
+        warp: rows of one warp.
+        first: bytes before the tile in a stage of shared memory.
+        ragged: the last tile of terms is not full.
+    """
+
+    side: Side
+    extent: int
+    size: int
+    terms: int
+    warp: int
+    first: int = 0
+    ragged: bool = False
+
+    @property
+    def lines(self) -> int:
+        """Lines of the tile in shared memory."""
+        return self.size if self.side.along_terms else self.terms
+
+    @property
+    def length(self) -> int:
+        """Elements of a line."""
+        return self.terms if self.side.along_terms else self.size
+
+    @property
+    def pitch(self) -> int:
+        """Bytes from one line to the next: 16 more than a multiple of 32 words for matrices, 32 for single words."""
+        words = 8 if self.lone else 4
+        length = self.length * self.side.item // 4
+        return 4 * (length + (words - length) % (32 if self.lone else 8))
+
+    @property
+    def lone(self) -> bool:
+        """Fragments are read word by word (lines of float32 rows), not as matrices."""
+        return not self.side.along_terms and self.side.item == 4
+
+    @property
+    def bytes(self) -> int:
+        """Of the tile in shared memory."""
+        return self.lines * self.pitch
+
+    @property
+    def pieces(self) -> int:
+        """Copies that fill the tile."""
+        return self.lines * (self.length // self.side.width)
+
+
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """What one thread copies at once.
+
+    Attributes:
+        source, constant: global address of the first tile's element (i64), and bytes to add.
+        into, moved: shared address (i32), and bytes to add.
+        outer, term: its row (or column) in the operand, its first term in the tile (i32).
+        condition: whether the thread has this piece, None if all do.
+    """
+
+    source: L.Value
+    constant: int
+    into: L.Value
+    moved: int
+    outer: L.Value
+    term: L.Value
+    condition: L.Value | None
+
+
+class Copier:
+    """Copies the tiles of one operand; every thread always has the same places of them."""
+
+    def __init__(
+        self, frame: M.Frame, shape: TileShape, threads: int, thread: L.Value, start: L.Value, shared: L.Value
+    ) -> None:
+        """Args: start: the block's first row (or column)."""
+        self.builder, self.frame, self.shape = frame.builder, frame, shape
+        builder, side = self.builder, shape.side
+        along = shape.length // side.width
+        self.places: list[_Piece] = []
+        for number in range(-(-shape.pieces // threads)):
+            first = number * threads
+            full = first + threads <= shape.pieces
+            condition = None if full else builder.icmp_unsigned("<", thread, L.I32(shape.pieces - first))
+            known = self._moved(first // along) if number and threads % along == 0 else None
+            if known is not None:
+                self.places.append(replace(known, condition=condition))
+                continue
+            piece = builder.add(thread, L.I32(first)) if first else thread
+            line, column = builder.udiv(piece, L.I32(along)), builder.urem(piece, L.I32(along))
+            column = builder.mul(column, L.I32(side.width))
+            into = builder.add(builder.mul(line, L.I32(shape.pitch)), builder.mul(column, L.I32(side.item)))
+            into = builder.add(shared, builder.add(into, L.I32(shape.first)))
+            outer, term = (line, column) if side.along_terms else (column, line)
+            outer = self._inside(builder.add(start, outer))
+            constant = side.by_place.const * side.item
+            self.places.append(_Piece(self._source(outer, term), constant, into, 0, outer, term, condition))
+
+    def _moved(self, lines: int) -> _Piece | None:
+        """The first piece so many lines further, where its address moves by a constant."""
+        shape, piece = self.shape, self.places[0]
+        side = shape.side
+        if not side.along_terms:
+            term = self.builder.add(piece.term, L.I32(lines))
+            far = piece.constant + lines * side.step * side.item
+            return replace(piece, constant=far, moved=lines * shape.pitch, term=term)
+        step = side.index.stride(side.outer)
+        if step is None or side.guards or shape.extent % shape.size:
+            return None
+        return replace(piece, constant=piece.constant + lines * step * side.item, moved=lines * shape.pitch)
+
+    def _inside(self, outer: L.Value) -> L.Value:
+        """A row (or the first of a few columns) that there is."""
+        shape, builder = self.shape, self.builder
+        if shape.extent % shape.size == 0:
+            return outer
+        last = L.I32(shape.extent - (1 if shape.side.along_terms else shape.side.width))
+        return builder.select(builder.icmp_signed("<", outer, last), outer, last)
+
+    def _at(self, outer: L.Value | None, term: L.Value) -> M.Frame:
+        """Where rows, columns and terms are these."""
+        side, frame = self.shape.side, self.frame
+        variables = {**frame.variables, K: term, **({} if outer is None else {side.outer: outer})}
+        return replace(frame, variables=variables, cache={})
+
+    def _source(self, outer: L.Value, term: L.Value) -> L.Value:
+        """Address (i64) of an element of the first tile, without the constant part of its index."""
+        builder, side = self.builder, self.shape.side
+        place = M.index(self._at(outer, term), Index(0, side.by_place.terms))
+        place = builder.add(place, builder.mul(term, L.I32(side.step)))
+        return builder.add(self.frame.pointers[side.buffer], _bytes(builder, place, side.item))
+
+    def start(self, first: L.Value, stage: L.Value, left: L.Value) -> None:
+        """Starts the copies of one tile.
+
+        Args: first: its first term in the block's group; stage: bytes into shared memory; left: terms from it on (i32).
+        """
+        builder, shape = self.builder, self.shape
+        side = shape.side
+        offset = _bytes(builder, M.index(self._at(None, first), side.by_terms), side.item)
+        alive: dict[L.Value, L.Value] = {}
+        for piece in self.places:
+            live = M.condition(self._at(piece.outer, first), side.guards)
+            if shape.ragged:
+                if piece.term not in alive:
+                    alive[piece.term] = builder.icmp_signed("<", piece.term, left)
+                live = alive[piece.term] if live is None else builder.and_(live, alive[piece.term])
+            target, source = builder.add(piece.into, stage), builder.add(piece.source, offset)
+            size = side.width * side.item
+            tensor.copy(builder, (target, piece.moved), (source, piece.constant), size, live, piece.condition)
+
+
+def _bytes(builder: GpuBuilder, place: L.Value, item: int) -> L.Value:
+    return builder.mul(builder.sext(place, L.I64), L.I64(item))
+
+
+class Fragments:
+    """Reads one operand's fragments of a warp."""
+
+    def __init__(self, builder: GpuBuilder, shape: TileShape, shared: L.Value, warp: L.Value, lane: L.Value) -> None:
+        """``warp``: the first row (or column) of the warp in the block's tile."""
+        self.builder, self.shape = builder, shape
+        left, pitch, item = shape.side.outer == "m", shape.pitch, shape.side.item
+        low = builder.and_(lane, L.I32(7))
+        eight = builder.and_(builder.lshr(lane, L.I32(3)), L.I32(1))
+        sixteen = builder.lshr(lane, L.I32(4))
+        if shape.lone:
+            line = builder.and_(lane, L.I32(3))
+            column = builder.mul(builder.lshr(lane, L.I32(2)), L.I32(PAIR))
+        elif shape.side.along_terms:  # matrices: rows, then terms, of the left operand; the other way of the right one
+            row, term = (eight, sixteen) if left else (sixteen, eight)
+            line = builder.add(low, builder.shl(row, L.I32(3)))
+            column = builder.mul(term, L.I32(16 // item))
+        else:
+            row, term = (eight, sixteen) if left else (sixteen, eight)
+            line = builder.add(low, builder.shl(term, L.I32(3)))
+            column = builder.shl(row, L.I32(3))
+        first = builder.mul(warp, L.I32(pitch if shape.side.along_terms else item))
+        place = builder.add(builder.mul(line, L.I32(pitch)), builder.mul(column, L.I32(item)))
+        self.place = builder.add(builder.add(shared, L.I32(shape.first)), builder.add(place, first))
+
+    @property
+    def steps(self) -> int:
+        """Terms of one instruction."""
+        return tensor.STEP // self.shape.side.item
+
+    def advance(self, terms: int) -> int:
+        """Bytes from one term to another in the tile."""
+        return terms * (self.shape.side.item if self.shape.side.along_terms else self.shape.pitch)
+
+    def read(self, stage: L.Value, term: int) -> list[list[L.Value]]:
+        """Registers per 16 rows (left: 4 of one tile; right: 2 each of two tiles), rounded to what the unit takes."""
+        builder, shape = self.builder, self.shape
+        side, left = shape.side, shape.side.outer == "m"
+        place, first = builder.add(self.place, stage), self.advance(term)
+        found: list[list[L.Value]] = []
+        for row in range(0, shape.warp, 16):
+            offset = first + row * (shape.pitch if side.along_terms else side.item)
+            if shape.lone:
+                near = tensor.read_pair(builder, place, offset)
+                far = tensor.read_pair(builder, place, offset + 4 * shape.pitch)
+                words = [*near, *far]
+                words = words if left else [near[0], far[0], near[1], far[1]]
+            else:
+                words = tensor.read_matrices(builder, place, offset, transposed=not side.along_terms)
+            if side.item == 4:
+                words = [tensor.to_tf32(builder, w) for w in words]
+            found += [words] if left else [words[:2], words[2:]]
+        return found
+
+
+def rows_of(shape: TileShape) -> tuple[int, list[list[int]]]:
+    """Which rows of a warp's tile a lane's results belong to: (factor of ``lane / 4``, offsets per 16 rows)."""
+    if shape.lone:
+        return PAIR, [[row, row + 1] for row in range(0, shape.warp, 16)]
+    return 1, [[row, row + 8] for row in range(0, shape.warp, 16)]
+
+
+def columns_of(shape: TileShape) -> tuple[int, list[list[int]]]:
+    """The same for columns: (factor of ``lane % 4``, offsets of the two results per tile of 8)."""
+    if shape.lone:  # tiles of even and of odd columns take turns
+        return 2 * PAIR, [[group + odd, group + 2 + odd] for group in range(0, shape.warp, 16) for odd in (0, 1)]
+    return 2, [[tile, tile + 1] for tile in range(0, shape.warp, 8)]

@@ -1,0 +1,133 @@
+"""Instructions of matrix products: copies that do not wait, fragments from shared memory, products of matrix units.
+
+Fragments are those of ``mma.m16n8k8`` (TF32) and ``mma.m16n8k16`` (16-bit floats): 32 bytes of terms at a time in both.
+Of the left operand a lane holds rows ``lane / 4`` and eight more, of the right one column ``lane / 4``; of the result
+rows ``lane / 4`` and eight more, columns ``2 * (lane % 4)`` and the next (PTX ISA, warp-level matrix instructions).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llvmlite import ir
+
+from jcuts.codegen import lanes as L
+from jcuts.codegen.cuda.builder import GpuBuilder, asm
+
+VOID = ir.VoidType()
+STEP = 32
+"""Bytes of terms of one operand row that one instruction takes."""
+
+
+def dynamic_shared(builder: GpuBuilder, name: str) -> L.Value:
+    """Address (i32) of the shared memory whose size the launch decides."""
+    found = ir.GlobalVariable(builder.module, ir.ArrayType(ir.IntType(8), 0), name, addrspace=3)
+    found.linkage, found.align = "external", 128  # type: ignore[attr-defined]
+    return builder.ptrtoint(found, L.I32)
+
+
+def copy(
+    builder: GpuBuilder, target: tuple[L.Value, int], source: tuple[L.Value, int], size: int, live: L.Value | None,
+    where: L.Value | None = None,
+) -> None:  # fmt: skip
+    """Starts a copy of ``size`` (4, 8 or 16) bytes from global into shared memory.
+
+    Args: target, source: addresses as (register, bytes to add). live: a condition under which it reads; else it writes
+        zeros. where: a condition under which it happens.
+    """
+    kind = "cg" if size == 16 else "ca"  # only whole 16 bytes may pass by the L1 cache
+    places = [f"[${k}{f'+{offset}' if offset else ''}]" for k, (_, offset) in enumerate((target, source))]
+    text, args = f"cp.async.{kind}.shared.global {places[0]}, {places[1]}, {size}", [target[0], source[0]]
+    if live is not None:
+        text += f", ${len(args)}"
+        args.append(builder.select(live, L.I32(size), L.I32(0)))
+    if where is not None:
+        text = f"{{ .reg .pred p; setp.ne.b32 p, ${len(args)}, 0; @p {text}; }}"
+        args.append(builder.zext(where, L.I32))
+    else:
+        text += ";"
+    asm(builder, text, VOID, args, effects=True)
+
+
+def commit(builder: GpuBuilder) -> None:
+    """Ends a group of copies."""
+    asm(builder, "cp.async.commit_group;", VOID, effects=True)
+
+
+def wait(builder: GpuBuilder, groups: int) -> None:
+    """Waits until at most so many of the thread's newest groups of copies are under way."""
+    asm(builder, f"cp.async.wait_group {groups};", VOID, effects=True)
+
+
+def barrier(builder: GpuBuilder) -> None:
+    """Waits for all threads of the block."""
+    asm(builder, "bar.sync 0;", VOID, effects=True)
+
+
+def cluster_barrier(builder: GpuBuilder) -> None:
+    """Waits for all threads of the cluster; what they wrote into shared memory before is seen after it."""
+    asm(builder, "barrier.cluster.arrive.release.aligned;", VOID, effects=True)
+    asm(builder, "barrier.cluster.wait.acquire.aligned;", VOID, effects=True)
+
+
+def of_block(builder: GpuBuilder, place: L.Value, rank: int) -> L.Value:
+    """The address that a place of one's own shared memory has in another block of the cluster."""
+    return asm(builder, f"mapa.shared::cluster.u32 $0, $1, {rank};", L.I32, [place])
+
+
+def read_matrices(builder: GpuBuilder, place: L.Value, offset: int, *, transposed: bool = False) -> list[L.Value]:
+    """Four 8x8 matrices of 16-bit elements; lane k gives the address of row ``k % 8`` of matrix ``k / 8``."""
+    trans = ".trans" if transposed else ""
+    where = f"[$4+{offset}]" if offset else "[$4]"
+    text = f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{$0, $1, $2, $3}}, {where};"
+    found = asm(builder, text, ir.LiteralStructType([L.I32] * 4), [place], effects=True)
+    return [builder.extract_value(found, k) for k in range(4)]
+
+
+def read_pair(builder: GpuBuilder, place: L.Value, offset: int) -> list[L.Value]:
+    """Two neighbouring words of shared memory."""
+    where = f"[$2+{offset}]" if offset else "[$2]"
+    text = f"ld.shared.v2.b32 {{$0, $1}}, {where};"
+    found = asm(builder, text, ir.LiteralStructType([L.I32] * 2), [place], effects=True)
+    return [builder.extract_value(found, k) for k in range(2)]
+
+
+def to_tf32(builder: GpuBuilder, word: L.Value) -> L.Value:
+    """float32 bits rounded to TF32, to nearest; the unit would cut bits off.
+
+    Ties go to even where that is one instruction (from capability 9.0 on), else away from zero.
+    """
+    how = "rn" if builder.capability >= (9, 0) else "rna"
+    return asm(builder, f"cvt.{how}.tf32.f32 $0, $1;", L.I32, [builder.bitcast(word, L.F32)])
+
+
+def multiply(
+    builder: GpuBuilder, kind: str, left: Sequence[L.Value], right: Sequence[L.Value], total: Sequence[L.Value]
+) -> list[L.Value]:
+    """``total + left * right`` of one 16x8 tile.
+
+    Args: kind: ``tf32``, ``bf16`` or ``f16``; left: 4 registers; right: 2; total: 4 floats.
+    """
+    shape = "m16n8k8" if kind == "tf32" else "m16n8k16"
+    text = (
+        f"mma.sync.aligned.{shape}.row.col.f32.{kind}.{kind}.f32 {{$0, $1, $2, $3}}, {{$4, $5, $6, $7}}, {{$8, $9}}, "
+        "{$10, $11, $12, $13};"
+    )
+    found = asm(builder, text, ir.LiteralStructType([L.F32] * 4), [*left, *right, *total])
+    return [builder.extract_value(found, k) for k in range(4)]
+
+
+def write_four(builder: GpuBuilder, place: L.Value, offset: int, values: Sequence[L.Value]) -> None:
+    """Puts four floats into shared memory."""
+    where = f"[$0+{offset}]" if offset else "[$0]"
+    asm(builder, f"st.shared.v4.b32 {where}, {{$1, $2, $3, $4}};", VOID,
+        [place, *(builder.bitcast(v, L.I32) for v in values)], effects=True)  # fmt: skip
+
+
+def read_four(builder: GpuBuilder, place: L.Value, offset: int, *, cluster: bool = False) -> list[L.Value]:
+    """Takes four floats from shared memory. ``cluster``: from that of any block of the cluster, see `of_block`."""
+    space = "shared::cluster" if cluster else "shared"
+    where = f"[$4+{offset}]" if offset else "[$4]"
+    text = f"ld.{space}.v4.b32 {{$0, $1, $2, $3}}, {where};"
+    found = asm(builder, text, ir.LiteralStructType([L.I32] * 4), [place], effects=True)
+    return [builder.bitcast(builder.extract_value(found, k), L.F32) for k in range(4)]

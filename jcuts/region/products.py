@@ -1,0 +1,243 @@
+"""Matrix products in the form that `codegen.cuda.product` reads: axes ``m`` and ``n``, ``b`` of a batch, term ``k``.
+
+A contraction or a convolution is such a product where each operand is one array:
+
+    out[b, m, n] = epilogue(sum over k of left[b, m, k] * right[b, k, n])
+
+A convolution's k counts taps and channels, m batch and space: addresses of the left operand hold quotients of both, and
+guards (padding, read as zeros).  Within *runs* of terms (the channels of a tap) addresses are linear.
+
+``left`` and ``right`` are named so that neighbouring n are neighbours in the first result: they may be the operands in
+either order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from jcuts.dfg.index import Atom, Index, unflatten
+from jcuts.dfg.node import Graph, Guard, Node
+from jcuts.dfg.program import ITEM_SIZE, Acc, Axis, Phase, Program, Red
+from jcuts.region.schedule import collapsed, rewritten
+
+B, ROWS, COLUMNS, K, S = "b", "m", "n", "k", "s"
+"""Axes: batch, rows, columns, the summed one, and the group of terms where a sum is split over the grid."""
+TYPES = {"float32": "tf32", "bfloat16": "bf16", "float16": "f16"}
+"""What the matrix units take of each storage type."""
+COPY = (16, 8, 4)
+"""Bytes of one asynchronous copy into shared memory."""
+LEAST_TERMS = 8
+
+
+@dataclass(frozen=True)
+class Side:
+    """One operand of a product.
+
+    Attributes:
+        buffer, dtype: the array. index: address of an element.
+        guards: where it is read; elsewhere it is zero.
+        outer: its axis that is not summed, m or n.
+        along_terms: neighbouring k are neighbours in memory, else neighbouring m (or n).
+        width: elements of one asynchronous copy.
+        run: terms from a multiple of which on so many addresses are ``step`` elements apart.
+    """
+
+    buffer: str
+    dtype: str
+    index: Index
+    guards: tuple[Guard, ...]
+    outer: str
+    along_terms: bool
+    width: int
+    run: int
+    step: int
+
+    @property
+    def by_terms(self) -> Index:
+        """The part of the address that the terms decide."""
+        return Index(0, tuple(t for t in self.index.terms if _axes(t[0]) & {K, S}))
+
+    @property
+    def by_place(self) -> Index:
+        """The part of the address that batch, row or column decide."""
+        return self.index - self.by_terms
+
+    @property
+    def item(self) -> int:
+        """Bytes of an element."""
+        return ITEM_SIZE[self.dtype]
+
+
+def as_product(program: Program) -> Program | None:
+    """The program as a product, unscheduled; None if it is none, or if its arithmetic must not be that of matrix units.
+
+    float32 products that ask for more than the default precision are none: matrix units round operands to TF32, which
+    is XLA's default on GPUs too.
+    """
+    if len(program.phases) != 1 or dict(program.params).get("precision"):
+        return None
+    program = collapsed(program)
+    phase = program.phases[0]
+    loads = _factors(phase)
+    if loads is None or math.prod(r.extent for r in phase.reds) < LEAST_TERMS:
+        return None
+    names = [a.name for a in (*phase.axes, *phase.reds)]
+    strides = [{a: n.index.stride(a) for a in names} for n in loads if n.index is not None]
+    if len(strides) != 2 or any(s is None for found in strides for s in found.values()):
+        return None
+    first, second = strides
+    if not all(first[r.name] and second[r.name] for r in phase.reds):
+        return None
+    if any(not first[a.name] and not second[a.name] for a in phase.axes):
+        return None
+    batch = [a for a in phase.axes if first[a.name] and second[a.name]]
+    free = [[a for a in phase.axes if found[a.name] and a not in batch] for found in strides]
+    last = next((a for a in phase.axes if phase.stores[0].address.stride(a.name) == 1), None)
+    if last is None or last in batch or any(s.guards for s in phase.stores):
+        return None
+    left, right = (1, 0) if last in free[0] else (0, 1)
+    if len(free[right]) != 1:  # the columns of a thread's accumulators are neighbours in memory
+        return None
+    if loads[right].guards or any(
+        g.index.values() or free[right][0].name in g.index.axes() for g in loads[left].guards
+    ):
+        return None
+    made = _renamed(program, loads[left], loads[right], batch, free[left], free[right][0])
+    return made if all(side is not None for side in _sides(made)) else None
+
+
+def shares(total: int, terms: int, split: int) -> tuple[int, int]:
+    """(tiles of ``terms`` terms of a group, groups) of a sum that at most ``split`` groups of blocks share.
+
+    >>> shares(1000, 32, 5)
+    (7, 5)
+    """
+    tiles = -(-total // terms)
+    share = -(-tiles // split)
+    return share, -(-tiles // share)
+
+
+def summed(program: Program) -> int:
+    """Terms of the whole sum (of a group of them the program has guards for what lies beyond)."""
+    return int(str(dict(program.params).get("terms", program.phases[0].reds[0].extent)))
+
+
+def sides(program: Program) -> tuple[Side, Side]:
+    """Left and right operand of a product."""
+    left, right = _sides(program)
+    assert left is not None and right is not None
+    return left, right
+
+
+def _factors(phase: Phase) -> tuple[Node, Node] | None:
+    """The two loads whose product is summed."""
+    if len(phase.accs) != 1 or (phase.accs[0].combine, phase.accs[0].dtype) != ("add", "float32"):
+        return None
+    product = phase.body.nodes[phase.accs[0].values[0]]
+    if product.op != "mul" or product.dtype != "float32":
+        return None
+    found = []
+    for number in product.args:
+        node = phase.body.nodes[number]
+        if node.op == "widen":
+            node = phase.body.nodes[node.args[0]]
+        if node.op != "load" or node.index is None or node.index.values() or node.dtype not in TYPES:
+            return None
+        if node.guards and node.value != 0:
+            return None
+        found.append(node)
+    return (found[0], found[1]) if found[0].dtype == found[1].dtype else None
+
+
+def _renamed(program: Program, left: Node, right: Node, batch: list[Axis], rows: list[Axis], column: Axis) -> Program:
+    """The program over the axes b, m and n, with one term axis."""
+    phase = program.phases[0]
+    groups: dict[str, Sequence[Axis | Red]] = {B: batch, ROWS: rows, COLUMNS: [column], K: phase.reds}
+    ranges = {name: math.prod(a.extent for a in group) for name, group in groups.items()}
+    where: dict[str, Index] = {}
+    for name, group in groups.items():
+        places = unflatten(Index.axis(name), tuple(a.extent for a in group), ranges)
+        where.update(zip((a.name for a in group), places, strict=True))
+    made = rewritten(phase, lambda index: index.substitute(where, ranges))
+    body = Graph()
+    factors = []
+    for node in (left, right):
+        assert node.index is not None
+        guards = tuple(Guard(g.index.substitute(where, ranges), g.low, g.high) for g in node.guards)
+        value = body.load(node.buffer, node.index.substitute(where, ranges), node.dtype, guards, 0.0)
+        factors.append(value if node.dtype == "float32" else body.apply("widen", "float32", value))
+    total = body.apply("mul", "float32", *factors)
+    axes = tuple(Axis(name, ranges[name]) for name in (B, ROWS, COLUMNS) if name != B or batch)
+    acc = Acc("add", "float32", (total,))
+    phase = replace(made, axes=axes, reds=(Red(K, ranges[K]),), accs=(acc,), body=body)
+    return replace(program, phases=(phase,), params=())
+
+
+# -- operands -------------------------------------------------------------------------------------------------------
+def _sides(program: Program) -> tuple[Side | None, Side | None]:
+    phase = program.phases[0]
+    product = phase.body.nodes[phase.accs[0].values[0]]
+    if product.op == "select":  # of a group of terms, those that there are
+        product = phase.body.nodes[product.args[1]]
+    ranges = phase.ranges()
+    group = Index.axis(S) * ranges[K] + Index.axis(K) if S in ranges else Index.axis(K)
+    found = []
+    for number, outer in zip(product.args, (ROWS, COLUMNS), strict=True):
+        node = phase.body.nodes[number]
+        node = phase.body.nodes[node.args[0]] if node.op == "widen" else node
+        guards = tuple(g for g in node.guards if g.index != group)
+        found.append(_side(replace(node, guards=guards), outer, ranges, summed(program)))
+    return found[0], found[1]
+
+
+def _side(node: Node, outer: str, ranges: dict[str, int], total: int) -> Side | None:
+    index = node.index
+    assert index is not None
+    run = math.gcd(_run(index), *(_run(g.index) for g in node.guards)) or ranges[K]
+    if any(_axes(atom) & {K, S} and _axes(atom) - {K, S} for atom, _ in index.terms):
+        return None
+    one, two = (_number(index, {K: k}) for k in (0, 1))
+    side = Side(node.buffer, node.dtype, index, node.guards, outer, False, 1, run, two - one)
+    for along in (True, False):
+        if (side.step if along else index.stride(outer)) != 1:
+            continue
+        place = side.by_place if along else side.by_place - Index.axis(outer)
+        steps = [place.const, *(coef for _, coef in place.terms), total if run == ranges[K] else run]
+        starts = range(0, ranges[K], run) if along else range(ranges[K])
+        if not along:
+            steps[-1] = ranges[outer]
+        steps += {_number(side.by_terms, {K: k, S: s}) for s in range(ranges.get(S, 1)) for k in starts}
+        for width in (b // side.item for b in COPY):
+            if all(step % width == 0 for step in steps):
+                return replace(side, along_terms=along, width=width)
+    return None
+
+
+def _axes(atom: Atom) -> frozenset[str]:
+    return Index(0, ((atom, 1),)).axes()
+
+
+def _run(index: Index) -> int:
+    """Up to which multiples of terms an expression is linear in k: it divides them all (0: it always is)."""
+    found = 0
+    for atom, _ in index.terms:
+        if atom.inner is not None and K in atom.inner.axes():
+            plain = atom.inner.stride(K)
+            found = math.gcd(found, _run(atom.inner))
+            if plain is None or plain:
+                rest = [c for a, c in atom.inner.terms if a.inner is None and a.name != K]
+                direct = any(a.name == K for a, _ in atom.inner.terms)
+                found = math.gcd(found, atom.modulus, atom.inner.const, *rest) if direct else found
+    return found
+
+
+def _number(index: Index, where: Mapping[str, int]) -> int:
+    """The expression at a point (axes that are not named are 0)."""
+    total = index.const
+    for atom, coef in index.terms:
+        part = where.get(atom.name, 0) if atom.inner is None else _number(atom.inner, where)
+        part = part // atom.modulus if atom.kind == "div" else part % atom.modulus if atom.kind == "mod" else part
+        total += coef * part
+    return total

@@ -1,0 +1,73 @@
+"""Matrix products on a GPU: every candidate, against float64 with operands rounded to TF32 (run with ``-m gpu``)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jcuts.region import gpu
+from jcuts.xla import gpus
+from jcuts.xla.call import call_kernel
+from jcuts.xla.kernels import kernel_for
+from tests import programs
+from tests.ops.cases import conv
+from tests.ptx_tensor import round_tf32
+
+pytestmark = pytest.mark.gpu
+LIMIT = 4e-6
+"""Allowed error over the root mean square: units add up with fewer bits than float32 has."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def usable():
+    why = gpus.unusable()
+    if why:
+        pytest.skip(why)
+
+
+def dense(x, w, b):
+    return jax.nn.relu(x @ w + b)
+
+
+def convolved(x, w, b):
+    return jnp.clip(conv(x, w) + b, 0.0, 6.0)
+
+
+CASES = {
+    "network": (dense, ((196, 1024), (1024, 256), (256,))),
+    "odd": (dense, ((131, 211), (211, 77), (77,))),
+    "one row": (dense, ((1, 1280), (1280, 1000), (1000,))),
+    "transposed": (lambda x, w, b: (x.T @ w.T + b).T, ((96, 120), (72, 96), (72,))),
+    "batch": (lambda q, k: jnp.einsum("bqhd,bkhd->bhqk", q, k), ((2, 65, 3, 32), (2, 70, 3, 32))),
+    "3x3": (convolved, ((2, 15, 14, 64), (3, 3, 64, 48), (48,))),
+    "3x3 deep": (convolved, ((1, 7, 7, 512), (3, 3, 512, 128), (128,))),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", CASES)
+def test_every_candidate(name, dtype):
+    fn, shapes = CASES[name]
+    rng = np.random.default_rng(len(name))
+    arguments = [rng.standard_normal(s).astype(jnp.dtype(dtype)) for s in shapes]
+    exact = [round_tf32(a) if dtype == "float32" and a.ndim > 1 else a for a in arguments]
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(a, np.float64)) for a in exact]
+        wanted = np.asarray(fn(*wide))
+        plain = np.asarray(fn(*[jnp.asarray(np.asarray(a, np.float64)) for a in arguments]))
+    traced = programs.trace(fn, *arguments)
+    found = gpu.candidates(traced.program(), gpus.machine(), 12)
+    if dtype != "float32" and name == "odd":
+        assert not found  # neighbours of two bytes cannot be copied alone
+        return
+    for program, _ in found:
+        kernel = kernel_for(program)
+        (got,) = jax.jit(lambda *xs, k=kernel: call_kernel(k, *xs))(*traced.operands())
+        again = jax.jit(lambda *xs, k=kernel: call_kernel(k, *xs))(*traced.operands())[0]
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(again))  # no matter in which order blocks ran
+        want = wanted if dict(program.params)["cuda"] == "product" else plain
+        error = np.abs(np.asarray(got, np.float64) - want).max() / np.sqrt(np.mean(np.square(want)))
+        limit = LIMIT if dtype == "float32" else 2.1 * float(jnp.finfo(jnp.dtype(dtype)).eps)
+        assert error <= limit * max(1.0, np.abs(want).max() if dtype != "float32" else 1.0), (program.params, error)

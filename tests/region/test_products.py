@@ -1,0 +1,146 @@
+"""Which programs are products, in what terms; their schedules are legal, few and ranked."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jcuts.dfg.interpret import interpret
+from jcuts.dfg.program import Program
+from jcuts.dfg.verify import verify
+from jcuts.region import gpu, gpu_products
+from jcuts.region.products import as_product, shares, sides
+from tests import programs
+from tests.ops.cases import conv
+
+MACHINE = gpu.GpuMachine(132)
+
+
+def normal(*shape, dtype=np.float32):
+    return np.random.default_rng(shape).standard_normal(shape).astype(dtype)
+
+
+PRODUCTS = {
+    "plain": (lambda x, w: x @ w, (normal(49, 96), normal(96, 32)), [(True, 4), (False, 4)]),
+    "odd": (lambda x, w: x @ w, (normal(7, 9), normal(9, 5)), [(True, 1), (False, 1)]),
+    "two by two": (lambda x, w: x @ w, (normal(7, 10), normal(10, 6)), [(True, 2), (False, 2)]),
+    "transposed": (lambda x, w: x.T @ w.T, (normal(96, 12), normal(32, 96)), [(False, 4), (True, 4)]),
+    "result transposed": (lambda x, w: (x @ w).T, (normal(12, 96), normal(96, 32)), [(False, 4), (True, 4)]),
+    "one row": (lambda x, w: x @ w, (normal(1, 96), normal(96, 32)), [(True, 4), (False, 4)]),
+    "batch": (
+        lambda q, k: jnp.einsum("bqhd,bkhd->bhqk", q, k), (normal(2, 8, 3, 16), normal(2, 9, 3, 16)),
+        [(True, 4), (True, 4)],
+    ),
+    "stride": (
+        lambda x, w: conv(x, w, strides=(2, 2)), (normal(1, 13, 14, 24), normal(1, 1, 24, 8)),
+        [(True, 4), (False, 4)],
+    ),
+    "channels first": (
+        lambda x, w: conv(x, w, layout=("NCHW", "OIHW", "NCHW")), (normal(1, 12, 6, 6), normal(20, 12, 1, 1)),
+        [(True, 4), (False, 4)],
+    ),
+    "3x3": (
+        lambda x, w: conv(x, w, strides=(2, 1)), (normal(2, 9, 8, 24), normal(3, 3, 24, 12)), [(True, 4), (False, 4)],
+    ),
+    "5x1 without padding": (
+        lambda x, w: conv(x, w, padding="VALID", dilation=(2, 1)), (normal(1, 13, 8, 10), normal(5, 1, 10, 7)),
+        [(True, 2), (False, 1)],
+    ),
+    "bfloat16": (lambda x, w: x @ w, (normal(5, 96).astype(jnp.bfloat16), normal(96, 32).astype(jnp.bfloat16)),
+                 [(True, 8), (False, 8)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_keep_their_meaning(name):
+    fn, arguments, layouts = PRODUCTS[name]
+
+    def more(*xs):
+        return jax.nn.relu(fn(*xs) * 2 + 1)
+
+    traced = programs.trace(more, *arguments)
+    program = traced.program()
+    product = as_product(program)
+    assert product is not None
+    verify(product)
+    assert [(s.along_terms, s.width) for s in sides(product)] == layouts
+    for got, want in zip(interpret(product, traced.operands()), interpret(program, traced.operands()), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_runs_of_terms():
+    """Addresses are linear within the channels of a tap; where taps lie side by side without padding, within a row."""
+
+    def run(fn, *arguments):
+        return sides(as_product(programs.trace(fn, *arguments).program()))[0]
+
+    x, w = normal(1, 9, 9, 24), normal(3, 3, 24, 8)
+    assert (run(conv, x, w).run, run(conv, x, w).step) == (24, 1)
+    assert run(lambda x, w: conv(x, w, padding="VALID"), x, w).run == 72
+    assert run(lambda x, w: conv(x, w), x, normal(1, 1, 24, 8)).run == 24
+    assert len(run(conv, x, w).guards) == 2
+
+
+@pytest.mark.parametrize(
+    "fn, arguments",
+    [
+        (lambda x, w: jnp.dot(x, w, precision="highest"), (normal(64, 64), normal(64, 64))),
+        (lambda x, w: jnp.dot(x, w, precision=lax.Precision.HIGH), (normal(64, 64), normal(64, 64))),
+        (lambda x, w: jnp.abs(x) @ w, (normal(64, 64), normal(64, 64))),
+        (lambda x, w: conv(x, w, groups=2), (normal(1, 9, 9, 16), normal(3, 3, 8, 16))),
+        (lambda x, w: conv(x, w, padding=((1, 1), (1, 1)), lhs=(2, 2)), (normal(1, 9, 9, 16), normal(3, 3, 16, 16))),
+        (lambda x, w: x @ w, (normal(64, 4), normal(4, 64))),
+        (lambda x, w: x @ w, (normal(63, 65).astype(jnp.bfloat16), normal(65, 63).astype(jnp.bfloat16))),
+        (lambda x: x @ x.T, (np.ones((8, 16), np.int32),)),
+        (lambda x: jnp.einsum("ab,ab->a", x, x), (normal(64, 64),)),
+    ],
+    ids=["highest", "high", "prologue", "groups", "stretched", "few terms", "two bytes apart", "integers", "rows"],
+)
+def test_what_is_no_product(fn, arguments):
+    assert as_product(programs.trace(fn, *arguments).program()) is None
+
+
+@pytest.mark.parametrize("size", [(49, 960, 320), (1, 100, 1000), (4096, 512, 4096), (13, 17, 19)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_schedules_are_few_legal_and_ranked(size, dtype):
+    m, k, n = (2 * x if dtype == "bfloat16" and x > 1 else x for x in size)
+    x, w = normal(m, k).astype(jnp.dtype(dtype)), normal(k, n).astype(jnp.dtype(dtype))
+    program = programs.trace(lambda x, w: x @ w, x, w).program()
+    found = gpu.candidates(program, MACHINE, 100)
+    assert 1 < len({p.digest for p, _ in found}) == len(found) <= gpu_products.MOST
+    assert [s for _, s in found] == sorted((s for _, s in found), reverse=True) and found[0][1] <= 1
+    for candidate, _ in found:
+        verify(candidate)
+        assert Program.from_json(candidate.to_text()).digest == candidate.digest
+        assert (candidate.inputs, candidate.outputs) == (program.inputs, program.outputs)
+
+
+def test_the_ranking_fills_the_machine_and_shares_operands():
+    def best(m, k, n):
+        found = gpu.candidates(programs.trace(lambda x, w: x @ w, normal(m, k), normal(k, n)).program(), MACHINE, 1)
+        params = dict(found[0][0].params)
+        tiles = -(-m // params["tile"][0]) * -(-n // params["tile"][1])
+        return params["tile"], tiles * params.get("split", 1) * params.get("cluster", 1)
+
+    tile, _ = best(2048, 256, 2048)
+    assert tile[0] * tile[1] >= 64 * 128  # much work: operands are shared by many outputs
+    assert best(49, 960, 320)[1] >= 66  # little: at least half of the multiprocessors have some
+
+
+def test_clusters_are_for_gpus_that_have_them():
+    program = programs.trace(lambda x, w: x @ w, normal(49, 960), normal(960, 320)).program()
+
+    def clusters(capability):
+        found = gpu.candidates(program, gpu.GpuMachine(132, capability=capability), 100)
+        return [dict(p.params).get("cluster", 1) for p, _ in found]
+
+    assert max(clusters((9, 0))) > 1 == max(clusters((8, 0)))
+
+
+def test_groups_of_terms():
+    for total, terms, split in ((1000, 32, 5), (64, 16, 8), (33, 16, 2), (7, 16, 1)):
+        share, groups = shares(total, terms, split)
+        assert groups <= split and share * groups * terms >= total > share * (groups - 1) * terms

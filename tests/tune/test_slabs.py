@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jcuts.base.errors import AccuracyRejected
-from jcuts.tune import slabs
+from jcuts.tune import operations, slabs
 from jcuts.tune.check import Expected, check_output
 from jcuts.tune.problem import Output
 
@@ -79,3 +79,11 @@ def test_errors_of_xla_count_beyond_the_smallest_normal_number(classes):
         got[1][0] = 0.0
     accuracy = check_output(0, Output((64,), "float16", 2), expected, got, 2.0)
     assert accuracy.xla == 0
+
+
+def test_complex_bounds_keep_their_parts_apart():
+    """A part whose class varies between runs has bounds of -inf and inf; the other part keeps its own."""
+    runs = [np.array([1.0 + 2.0j]), np.array([1.5 + 0.0j])]
+    runs[1].imag = np.inf
+    low, high = operations._range(runs)
+    assert (low.real, high.real) == (1.0, 1.5) and (low.imag, high.imag) == (-np.inf, np.inf)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -69,14 +71,21 @@ def test_winners_come_from_the_database(store, monkeypatch, mode, may_measure):
     assert [s.origin for s in again] == ["measured"] * len(first)
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", "{}", '{"format": 1}', "another"])
+def _with_body(text, body):
+    data = json.loads(text)
+    data["phases"][0]["body"] = body
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", "{}", '{"format": 1}', "another", "body"])
 def test_a_damaged_program_is_made_again(store, damage):
     first = subsets()
     session.choose(first, Settings(), may_measure=True)
     for subset in first:
         choice = subset.choice
         other = next(p.to_text() for p, _ in subset.ranked if p != subset.chosen)
-        texts = {choice.winner: other if damage == "another" else damage}
+        known = {"another": other, "body": _with_body(choice.programs[choice.winner], "x")}
+        texts = {choice.winner: known.get(damage, damage)}
         store.put(Choice.from_json({**choice.to_json(), "programs": texts}))
     again = subsets()
     session.choose(again, Settings(), may_measure=True)

@@ -50,7 +50,9 @@ def _product_first(product: Any, program: Program) -> dict[int, list[Any]] | Non
     if before > after or result.shape[channel] >= x.aval.shape[channel]:
         return None
     made = new_value(_with(x.aval.shape, channel, result.shape[channel]), result)
-    pooled = product.outvars[0] if division is None else new_value(result.shape, result)
+    # A division may repeat what was pooled along dimensions of 1.
+    shape = _with(pool.outvars[0].aval.shape, channel, result.shape[channel])
+    pooled = product.outvars[0] if division is None else new_value(shape, result)
     eqns = [
         product.replace(invars=[x, *product.invars[1:]], outvars=[made]),
         pool.replace(invars=[made], outvars=[pooled]),

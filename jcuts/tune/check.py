@@ -325,7 +325,8 @@ def _pool(sets: Sequence[_Set], tiny: float) -> Pool:
     whole = tuple(s.whole for s in sets if s.whole is not None)
     if len(whole) == len(sets) > 0:
         return _usual_pool(whole, tiny)
-    return Pool(_joined([s.reference for s in sets]), _joined([s.xla_error for s in sets]), tiny)
+    errors = [s.xla_error if s.whole is None else _less(s.xla_error, tiny) for s in sets]
+    return Pool(_joined([s.reference for s in sets]), _joined(errors), tiny)
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:

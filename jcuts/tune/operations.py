@@ -333,12 +333,19 @@ def _range(values: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         return np.minimum.reduce(values), np.maximum.reduce(values)
     if values[0].dtype.kind == "c":
         real, imag = (_range([part(v) for v in values]) for part in (np.real, np.imag))
-        return real[0] + 1j * imag[0], real[1] + 1j * imag[1]
+        return _complex(real[0], imag[0]), _complex(real[1], imag[1])
     with np.errstate(invalid="ignore"):
         low, high = np.minimum.reduce(values), np.maximum.reduce(values)
         kinds = np.stack([np.where(np.isfinite(v), 0.0, np.where(np.isnan(v), 2.0, np.sign(v))) for v in values])
     varied = (kinds != kinds[0]).any(axis=0)
     return np.where(varied, -np.inf, low), np.where(varied, np.inf, high)
+
+
+def _complex(real: np.ndarray, imag: np.ndarray) -> np.ndarray:
+    """Both parts as they are: ``real + 1j * imag`` makes NaN of a real part beside an infinite imaginary one."""
+    found = np.empty(np.shape(real), np.complex128)
+    found.real, found.imag = real, imag
+    return found
 
 
 def distance(exact: np.ndarray, runs: Sequence[np.ndarray]) -> np.ndarray:
@@ -347,7 +354,7 @@ def distance(exact: np.ndarray, runs: Sequence[np.ndarray]) -> np.ndarray:
         return np.zeros(exact.shape)
     if exact.dtype.kind == "c":
         real, imag = (distance(part(exact), [part(r) for r in runs]) for part in (np.real, np.imag))
-        return real + 1j * imag
+        return _complex(real, imag)
     with np.errstate(invalid="ignore", over="ignore"):
         most = np.maximum.reduce([np.abs(r - exact) for r in runs])
     return np.where(np.isfinite(most), most, 0.0)

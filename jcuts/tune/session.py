@@ -119,7 +119,7 @@ def _winner(subset: Any, choice: Choice) -> Program | None:
     text = choice.programs.get(choice.winner, "")
     try:
         stored = Program.from_json(text) if text else None
-    except (IRError, ValueError, KeyError, TypeError):  # a person may have edited the row
+    except (IRError, ValueError, KeyError, TypeError, AttributeError):  # a person may have edited the row
         stored = None
     if stored is not None and _label(stored) == choice.winner:
         return stored

@@ -155,3 +155,9 @@ def test_half_precision_stays():
     zero = np.zeros((), jnp.bfloat16)
     closed = flat(lambda x: lax.reduce_window(x, zero, lax.add, (1, 3, 3, 1), (1,) * 4, "SAME") @ w, x)
     assert order(closed) == "WP" and rewritten(closed, ("pools",)).counts == {}
+
+
+def test_a_division_that_repeats_what_was_pooled():
+    x, counts, w = values(1, 5, 5, 6), jnp.full((3, 5, 5, 1), 9.0), values(6, 2)
+    new = exchanged(lambda x, counts: lax.div(pool(x, 3), counts) @ w, x, counts)
+    assert order(new.closed) == "PW"

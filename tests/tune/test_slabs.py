@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jcuts.base.errors import AccuracyRejected
-from jcuts.tune import slabs
+from jcuts.tune import operations, slabs
 from jcuts.tune.check import Expected, check_output
 from jcuts.tune.problem import Output
 
@@ -63,3 +63,27 @@ def test_the_verdict_does_not_depend_on_slabs(monkeypatch, damage):
     assert verdict(expected, got) == whole
     if damage != "none":
         assert whole[0] == {"normal": "output", "small": "magnitude"}.get(damage, damage)
+
+
+@pytest.mark.parametrize("classes", ["alike", "one differs"])
+def test_errors_of_xla_count_beyond_the_smallest_normal_number(classes):
+    """XLA is off by half of it, which is no error: nor is it where another set is judged element by element."""
+    r = np.full(64, 2.0**-12)
+    tiny = 2.0**-14
+    x = (r + tiny / 2).astype(np.float16)
+    second = x.copy()
+    second[0] = np.inf  # on the way to a finite result: candidates are free there
+    expected = [Expected("normal", x, r), Expected("normal", second, r)]
+    got = [r.astype(np.float16), second.copy()]
+    if classes == "one differs":
+        got[1][0] = 0.0
+    accuracy = check_output(0, Output((64,), "float16", 2), expected, got, 2.0)
+    assert accuracy.xla == 0
+
+
+def test_complex_bounds_keep_their_parts_apart():
+    """A part whose class varies between runs has bounds of -inf and inf; the other part keeps its own."""
+    runs = [np.array([1.0 + 2.0j]), np.array([1.5 + 0.0j])]
+    runs[1].imag = np.inf
+    low, high = operations._range(runs)
+    assert (low.real, high.real) == (1.0, 1.5) and (low.imag, high.imag) == (-np.inf, np.inf)

@@ -30,6 +30,7 @@ MIN_WORK = 2_000  # element operations below which a subset is not worth a kerne
 TOO_LITTLE = "too little work for a kernel call of its own"
 TO_FUSE = "element-wise: XLA fuses it into what surrounds it"
 CONSTANT = "depends on no argument: XLA computes it once"
+MOST_RANKINGS = 1024
 NOT_ASKED = "the form has no kernels"
 OF_LIBRARY = "a product: the form leaves it to XLA's libraries"
 CHOICES = (TOO_LITTLE, TO_FUSE, CONSTANT, NOT_ASKED, OF_LIBRARY)
@@ -196,12 +197,17 @@ def add_candidates(subsets: Iterable[Subset], platform: str = "cpu") -> None:
         schedules: Callable[..., Ranked] = plans.candidates
     else:
         here, schedules = gpus.machine(), gpu.candidates
-    known: dict[str, Callable[[], Ranked]] = {}
     for subset in subsets:
         if subset.space:
             continue
-        program = subset.program
-        if program.digest not in known:
-            known[program.digest] = functools.cache(functools.partial(schedules, program, here, limit, percent))
-        subset.ranking = known[program.digest]
-        subset.space = fingerprint.digest(program.digest, repr(here), str(limit), str(percent))
+        subset.space = fingerprint.digest(subset.program.digest, repr(here), str(limit), str(percent))
+        if subset.space not in _rankings:
+            if len(_rankings) >= MOST_RANKINGS:
+                _rankings.clear()
+            ranking = functools.partial(schedules, subset.program, here, limit, percent)
+            _rankings[subset.space] = functools.cache(ranking)
+        subset.ranking = _rankings[subset.space]
+
+
+_rankings: dict[str, Callable[[], Ranked]] = {}
+"""By what determines them: the forms of a function have most subsets in common, and networks repeat theirs."""

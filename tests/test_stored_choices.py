@@ -52,6 +52,8 @@ def store(monkeypatch):
 
 
 def unranked(monkeypatch):
+    monkeypatch.setattr(levels, "_rankings", {})
+
     def never(*args):
         raise AssertionError("candidates were made")
 

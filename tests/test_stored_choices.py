@@ -103,3 +103,10 @@ def test_what_decides_the_candidates_is_part_of_the_key(store, monkeypatch):
     assert before.isdisjoint({session.make_problem(s, Settings(), 5).digest for s in subsets()})
     monkeypatch.setenv("JCUTS_TOP_PERCENT", "3")
     assert before.isdisjoint(keys())
+
+
+def test_progress_knows_how_many_kernels_come():
+    problems = [session.make_problem(s, Settings(), 4) for s in subsets()]
+    assert [p.expected for p in problems] == [4] * len(problems)
+    full = session.with_candidates(problems[0], subsets()[0], 4)
+    assert 0 < len(full.candidates) <= 4 and full.digest == problems[0].digest

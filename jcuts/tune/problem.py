@@ -128,6 +128,7 @@ class Problem:
             on how it happened to rewrite the products).
         name: for people.
         device: the GPU that it is tuned for, '' for this CPU.
+        expected: how many candidates there will be at most, where they are not made yet; for progress alone.
     """
 
     identity: str
@@ -143,6 +144,7 @@ class Problem:
     degree: int = 1
     name: str = ""
     device: str = ""
+    expected: int = 0
 
     def __post_init__(self) -> None:
         labels = [c.label for c in self.candidates]

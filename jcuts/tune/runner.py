@@ -173,7 +173,7 @@ def _measure_all(
     try:
         with workshop() as shop, shop.folder() as folder:
             session = _Session(shop.pool(platform, workers), effort, progress)
-            session.total = sum(len(problem.candidates) for problem in problems)
+            session.total = sum(len(problem.candidates) or problem.expected for problem in problems)
             for number, problem in enumerate(problems):
                 try:
                     full = prepare(problem) if prepare is not None else problem

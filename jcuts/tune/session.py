@@ -149,6 +149,7 @@ def make_problem(subset: Any, settings: Settings, candidates: int, device: str =
         inputs=tuple(Input(tuple(v.aval.shape), v.aval.dtype.name, _recipe(subset, v)) for v in subset.inputs),
         outputs=outputs,
         space=f"{subset.space} {candidates}",
+        expected=candidates,
         tolerance=settings.tolerance,
         degree=degree(subset.closed),
         name=_name(subset),

@@ -184,30 +184,38 @@ def machine() -> choose.Machine:
     return machine_of(host_arch(), target.vector_bytes, target.registers, pool_threads())
 
 
-def has_form(program: Program) -> bool:
-    """Whether a program can be a kernel on this process' GPUs."""
-    return bool(gpu.candidates(program, gpus.machine(), 1))
+_rankings: dict[str, Callable[[], Ranked]] = {}
+"""By what determines them: the forms of a function have most subsets in common, and networks repeat theirs."""
 
 
-def add_candidates(subsets: Iterable[Subset], platform: str = "cpu") -> None:
-    """Gives subsets that have none yet their ranking; equal programs share one, made when it is first asked for."""
+def _ranking_of(platform: str) -> Callable[[Program], tuple[str, Callable[[], Ranked]]]:
+    """A function that gives a program's ``space`` and ``ranking`` (see `Subset`) on the platform."""
     limit, percent = knobs.current().max_candidates, knobs.current().top_percent
     if platform == "cpu":
         here: Any = machine()
         schedules: Callable[..., Ranked] = plans.candidates
     else:
         here, schedules = gpus.machine(), gpu.candidates
-    for subset in subsets:
-        if subset.space:
-            continue
-        subset.space = fingerprint.digest(subset.program.digest, repr(here), str(limit), str(percent))
-        if subset.space not in _rankings:
+
+    def ranking_of(program: Program) -> tuple[str, Callable[[], Ranked]]:
+        space = fingerprint.digest(program.digest, repr(here), str(limit), str(percent))
+        if space not in _rankings:
             if len(_rankings) >= MOST_RANKINGS:
                 _rankings.clear()
-            ranking = functools.partial(schedules, subset.program, here, limit, percent)
-            _rankings[subset.space] = functools.cache(ranking)
-        subset.ranking = _rankings[subset.space]
+            _rankings[space] = functools.cache(functools.partial(schedules, program, here, limit, percent))
+        return space, _rankings[space]
+
+    return ranking_of
 
 
-_rankings: dict[str, Callable[[], Ranked]] = {}
-"""By what determines them: the forms of a function have most subsets in common, and networks repeat theirs."""
+def has_form(program: Program) -> bool:
+    """Whether a program can be a kernel on this process' GPUs."""
+    return bool(_ranking_of("cuda")(program)[1]())
+
+
+def add_candidates(subsets: Iterable[Subset], platform: str = "cpu") -> None:
+    """Gives subsets that have none yet their ranking; equal programs share one, made when it is first asked for."""
+    ranking_of = _ranking_of(platform)
+    for subset in subsets:
+        if not subset.space:
+            subset.space, subset.ranking = ranking_of(subset.program)

@@ -13,9 +13,7 @@ from typing import Any
 
 from jcuts.base import fingerprint, knobs
 from jcuts.base.settings import Settings
-from jcuts.dfg.program import Program
-from jcuts.levels import CONSTANT, OF_LIBRARY, TO_FUSE, Level, Subset, add_candidates
-from jcuts.levels import has_form as levels_has_form
+from jcuts.levels import CONSTANT, OF_LIBRARY, TO_FUSE, Level, Subset, add_candidates, has_form
 from jcuts.region.absorb import absorbed, bared, is_product
 from jcuts.region.explore import Space, explore
 from jcuts.region.legality import Subset as Members
@@ -83,15 +81,6 @@ def _select(top: Level, settings: Settings, may_measure: bool, platform: str) ->
     add_candidates(_subsets(levels), platform)
     if platform != "cpu":
         regions = settings.form.regions if settings.form is not None else "all"
-        ranked = {s.program.digest: s for s in _subsets(levels)}
-        known: dict[str, bool] = {}
-
-        def has_form(program: Program) -> bool:
-            key = program.digest
-            if key not in known:
-                known[key] = bool(ranked[key].ranked) if key in ranked else levels_has_form(program)
-            return known[key]
-
         for level in levels:
             level.use(bared(level.graph, [(s.members, s.program) for s in level.subsets], has_form))
         add_candidates(_subsets(levels), platform)

@@ -77,17 +77,7 @@ def bared(graph: TensorGraph, cover: Sequence[tuple[Subset, Program]], has_form:
 def _head(graph: TensorGraph, members: Subset) -> Subset:
     """What the one root of a subset needs of it; empty where there is not one root."""
     roots = [m for m in members if _is_root(graph, m)]
-    if len(roots) != 1:
-        return frozenset()
-    head: set[int] = set()
-    stack = roots
-    while stack:
-        for tensor in graph.nodes[stack.pop()].inputs:
-            made = graph.tensors[tensor].producer
-            if made is not None and made in members and made not in head:
-                head.add(made)
-                stack.append(made)
-    return frozenset(head)
+    return graph.ancestors(members, roots[0]) if len(roots) == 1 else frozenset()
 
 
 def _is_root(graph: TensorGraph, member: int) -> bool:

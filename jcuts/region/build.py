@@ -276,7 +276,7 @@ def _build_root(
     assert spec is not None
     after = descendants(graph, subset, root.number)
     before = subset - after - {root.number}
-    feeders = _ancestors(graph, subset, root.number)
+    feeders = graph.ancestors(subset, root.number)
     reduction = op.family == "reduction"
     if not reduction:
         for number in sorted(before & feeders):
@@ -365,18 +365,6 @@ def descendants(graph: TensorGraph, subset: frozenset[int], start: int) -> froze
             made = graph.tensors[tensor].producer
             if made == start or made in found:
                 found.add(number)
-    return frozenset(found)
-
-
-def _ancestors(graph: TensorGraph, subset: frozenset[int], start: int) -> frozenset[int]:
-    found: set[int] = set()
-    stack = [start]
-    while stack:
-        for tensor in graph.nodes[stack.pop()].inputs:
-            made = graph.tensors[tensor].producer
-            if made is not None and made in subset and made not in found:
-                found.add(made)
-                stack.append(made)
     return frozenset(found)
 
 

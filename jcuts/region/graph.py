@@ -55,6 +55,18 @@ class TensorGraph:
         number = self.tensors[tensor].producer
         return None if number is None else self.nodes[number]
 
+    def ancestors(self, members: frozenset[int], start: int) -> frozenset[int]:
+        """What an equation needs, directly or not, of ``members``."""
+        found: set[int] = set()
+        stack = [start]
+        while stack:
+            for tensor in self.nodes[stack.pop()].inputs:
+                made = self.tensors[tensor].producer
+                if made is not None and made in members and made not in found:
+                    found.add(made)
+                    stack.append(made)
+        return frozenset(found)
+
     def edges(self) -> set[tuple[int, int]]:
         """(producer, user) pairs of equation numbers."""
         return {

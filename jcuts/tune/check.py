@@ -81,8 +81,8 @@ class Expected:
     @functools.cached_property
     def known(self) -> _Known:
         """What every candidate is compared with, made once for all of them (float outputs)."""
-        x, r = np.asarray(self.xla).reshape(-1), _wide(self.reference)
-        unsure = None if self.uncertainty is None else _wide(self.uncertainty)
+        x, r = np.asarray(self.xla).reshape(-1), _flat(self.reference)
+        unsure = None if self.uncertainty is None else _flat(self.uncertainty)
         errors = np.empty(r.shape)
 
         def fill(slab: slice) -> bool:
@@ -144,13 +144,9 @@ class _Known:
         return self.held(self.errors)
 
 
-def _wide(array: np.ndarray) -> np.ndarray:
-    """Flattened, in float64; no copy of what is."""
-    return np.asarray(array).astype(np.float64, copy=False).reshape(-1)
-
-
 def _flat(array: np.ndarray) -> np.ndarray:
-    return np.asarray(array).astype(np.float64).reshape(-1)
+    """Flattened, in float64; no copy of what is: nobody writes into it."""
+    return np.asarray(array).astype(np.float64, copy=False).reshape(-1)
 
 
 @dataclass(frozen=True)

@@ -104,14 +104,12 @@ def measure(spec: str, out: Path, dry: bool, seconds: float) -> dict[str, Any]:
     row["errors"] = {name: error_of(jax.tree.leaves(call()), want) for name, call in calls.items()}
     row["launches"] = launches(calls["jcuts"])
     row["device_kernels"] = {}
-    for name, call in calls.items():
+    for name in ("flags", "jcuts"):
         try:
-            row["device_kernels"][name] = profiled(call, out / "profile")
+            row["device_kernels"][name] = profiled(calls[name], out / "profile")
         except Exception as error:
             note(f"no profile of {name}: {type(error).__name__}: {error}")
-    save(out, row)
-    row["hlo"] = {"jcuts": hlo_counts(ours.chosen(*args).compile().as_text())}
-    return row
+    return row | {"finished": True}
 
 
 def save(out: Path, row: dict[str, Any]) -> None:
@@ -293,7 +291,8 @@ def prove(spec: str, out: Path, dry: bool) -> dict[str, Any]:
     jax.block_until_ready(ours(*args))
     spent = time.perf_counter() - start
     decision = ours.decision(*args)
-    found = {"warm_first_call_seconds": spent, "chosen": decision and decision.chosen,
+    hlo = hlo_counts(ours.chosen(*args).compile().as_text())
+    found = {"warm_first_call_seconds": spent, "hlo": hlo, "chosen": decision and decision.chosen,
              **launches(lambda: ours(*args)), "thunks": thunks(folder)}  # fmt: skip
     note(f"{spec}: warm start {spent:.1f} s, {found['thunks']}")
     keep = [p for p in folder.rglob("*") if "thunk" in p.name]
@@ -468,7 +467,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     start = time.perf_counter()
     for spec in [] if options.table else options.networks:
         path = options.out / f"{label(spec)}.json"
-        for what, key in (("measure", "hlo"), ("prove", "proof"), ("torch", "torch")):
+        for what, key in (("measure", "finished"), ("prove", "proof"), ("torch", "torch")):
             row = json.loads(path.read_text()) if path.exists() else {}
             wanted = {"measure": True, "prove": options.proof, "torch": options.torch}[what]
             left = options.budget - (time.perf_counter() - start)

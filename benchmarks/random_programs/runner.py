@@ -19,10 +19,10 @@ from jcuts.base.errors import AccuracyRejected
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
 from jcuts.tune import sums
-from jcuts.tune.check import Expected, check_output
+from jcuts.tune.check import NOISE_ULP, Expected, check_output
 from jcuts.tune.launch import Launcher, Schedule
-from jcuts.tune.operations import NOISE_ULP, TRUST_ULP, _range, _widen, distance
 from jcuts.tune.problem import Input, Output, Problem
+from jcuts.tune.reference import TRUST_ULP, distance, value_range, widen
 from jcuts.tune.session import degree
 from jcuts.tune.values import flushed, make_inputs, seed_kinds
 from jcuts.tune.widen import evaluate, is_wide
@@ -158,7 +158,7 @@ def _prove(verdict: Verdict, keep: dict[str, Any]) -> None:
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # XLA:CPU has no code for some operations alone
                 others.append(_leaves(one(*values)))
         with jax.enable_x64(True):
-            wide = _leaves(exact(*(_widen(np.asarray(v)) for v in values)))
+            wide = _leaves(exact(*(widen(np.asarray(v)) for v in values)))
         verdict.nan_unlike_xla += unlike
         verdict.nan_unlike_any += oracle.nan_unlike(others, c)
         verdict.nan_unlike_float64 += oracle.nan_unlike([*others, wide], c)
@@ -305,12 +305,12 @@ def judge(
     unsure = noisy and is_wide(closed)
     with jax.enable_x64(True):
         for kind, values, results in zip(seed_kinds(problem), inputs, wanted, strict=True):
-            wide = [_widen(np.asarray(x)) for x in values]
+            wide = [widen(np.asarray(x)) for x in values]
             if not noisy:
                 expected.append([Expected(kind, x, r) for x, r in zip(results, _leaves(run_wide(*wide)), strict=True)])
                 continue
 
-            both = (wide, [_widen(flushed(np.asarray(x))) for x in values])  # every other run without denormals
+            both = (wide, [widen(flushed(np.asarray(x))) for x in values])  # every other run without denormals
 
             def runs(*amplitudes: float, both: tuple[list[Any], ...] = both) -> list[list[np.ndarray]]:
                 noise = np.array(amplitudes)
@@ -318,7 +318,7 @@ def judge(
 
             exact = _leaves(run_wide(np.uint64(0), np.zeros(2), *wide))
             ranged = runs(NOISE_ULP, NOISE_ULP)
-            ranges = [_range([r, *(run[i] for run in ranged)]) for i, r in enumerate(exact)]
+            ranges = [value_range([r, *(run[i] for run in ranged)]) for i, r in enumerate(exact)]
             trust: list[Any] = [None] * len(exact)
             if unsure:
                 moved = runs(0.0, TRUST_ULP, both=(wide,))

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,19 +21,16 @@ import numpy as np
 from jcuts.base.errors import AccuracyRejected, CandidateRejected, CompileRejected, WorkerFailed
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.codegen.cuda.image import is_image
-from jcuts.tune.check import NOISE_ULP, Accuracy, Expected, check_output
+from jcuts.tune import sample
+from jcuts.tune.check import Accuracy, Expected, check_output
 from jcuts.tune.choice import LIBRARY
 from jcuts.tune.kernelfile import read_kernel, write_kernel
 from jcuts.tune.launch import Launcher, Schedule
 from jcuts.tune.noise import Samples
-from jcuts.tune.problem import Candidate, Problem, decode_bytes
+from jcuts.tune.problem import Candidate, Output, Problem, decode_bytes
 from jcuts.tune.shortage import is_memory
-from jcuts.tune.values import dtype_of, flushed, load, make_inputs, save, seed_kinds
+from jcuts.tune.values import dtype_of, load
 
-NOISE_RUNS = 6
-"""Runs with simulated rounding, of `NOISE_ULP`: XLA's own transcendental functions stay within a few ulp."""
-TRUST_ULP = 1.0
-"""Simulated rounding of a float64 operation, where it stands for XLA's own error (see `tune.check`)."""
 HOPELESS = 2.0
 """A kernel this many times slower than the fastest in the quick screening is not timed against XLA."""
 
@@ -114,40 +111,14 @@ def compile_(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
 
 def reference(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     """Makes the inputs, XLA's results and the float64 results (with their range under rounding) of every input set."""
+    from jcuts.tune import reference as references
+
     jax = _jax()
-    problem, folder = _problem(request), Path(request["folder"])
+    problem = _problem(request)
     if problem.library is None or problem.reference is None:
         raise CandidateRejected(f"problem {problem.name} came without its exports", problem=problem.digest)
     announce(LIBRARY)
-    library = _library(request["problem"])
-    wide = jax.jit(jax.export.deserialize(bytearray(problem.reference)).call)
-    kinds = seed_kinds(problem)
-    for number, kind in enumerate(kinds):
-        inputs = make_inputs(problem, kind, int(request["seed"]) + number)
-        widened = [_widen(x) for x in inputs]
-        xla = _leaves(jax, library(*inputs))
-        exact = _leaves(jax, wide(np.uint64(0), np.zeros(2), *widened))
-
-        # Every other run takes denormals for zeros.
-        both = (widened, [_widen(flushed(x)) for x in inputs] if problem.perturb else widened)
-
-        def runs(*amplitudes: float, both: tuple[list[np.ndarray], ...] = both) -> list[list[np.ndarray]]:
-            noise = np.array(amplitudes)
-            return [_leaves(jax, wide(np.uint64(n + 1), noise, *both[n % len(both)])) for n in range(NOISE_RUNS)]
-
-        noisy = runs(NOISE_ULP, NOISE_ULP) if problem.perturb else []
-        unsure = runs(0.0, TRUST_ULP, both=(widened,)) if problem.unsure else []
-        for i, value in enumerate(inputs):
-            save(folder / f"{number}.in{i}.npy", value)
-        for i, (x, r) in enumerate(zip(xla, exact, strict=True)):
-            save(folder / f"{number}.xla{i}.npy", x)
-            save(folder / f"{number}.ref{i}.npy", r)
-            if noisy:
-                low, high = _range([r, *(n[i] for n in noisy)])
-                save(folder / f"{number}.low{i}.npy", low)
-                save(folder / f"{number}.high{i}.npy", high)
-            if unsure:
-                save(folder / f"{number}.unsure{i}.npy", distance(r, [n[i] for n in unsure]))
+    kinds = references.make(jax, problem, _library(request["problem"]), Path(request["folder"]), int(request["seed"]))
     return {"kinds": kinds}
 
 
@@ -158,7 +129,9 @@ def check(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     announce(candidate.label)
     run = _xla_runner(candidate) if candidate.kind == "stablehlo" else _kernel_runner(request["kernel"])
     expected = _all_expected(request["problem"], request["folder"], tuple(request["kinds"]))
+    seen = [sample.positions(problem, o) for o in problem.outputs]
     got: list[list[np.ndarray]] = [[] for _ in problem.outputs]
+    whole: list[np.ndarray] = []
     for number in range(len(request["kinds"])):
         results = run(_kept_inputs(request["problem"], request["folder"], number), number)
         if len(results) != len(problem.outputs):
@@ -166,16 +139,31 @@ def check(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
                 f"{candidate.label} gives {len(results)} results instead of {len(problem.outputs)}", rule="shape"
             )
         for i, result in enumerate(results):
-            got[i].append(result)
-    if (known := _accepted_alike(request["problem"], got)) is not None:
-        return {"accuracy": [asdict(a) for a in known]}
-    found: list[Accuracy] = [
-        check_output(i, spec, expected[i], got[i], problem.tolerance) for i, spec in enumerate(problem.outputs)
-    ]
-    _accepted.setdefault(request["problem"], []).append((got, found))
-    while len(_accepted) > MOST_ACCEPTED:
-        del _accepted[next(iter(_accepted))]
+            got[i].append(result if (where := seen[i]) is None else _taken(i, problem.outputs[i], result, where))
+        if number == 0:
+            whole = results
+    found = _accepted_alike(request["problem"], got)
+    if found is None:
+        found = [
+            check_output(i, spec, expected[i], got[i], problem.tolerance) for i, spec in enumerate(problem.outputs)
+        ]
+        _accepted.setdefault(request["problem"], []).append((got, found))
+        while len(_accepted) > MOST_ACCEPTED:
+            del _accepted[next(iter(_accepted))]
+    for i, where in enumerate(seen):
+        if where is not None:
+            sample.compare(i, _xla_whole(request["problem"], request["folder"], i), whole[i], found[i], where)
     return {"accuracy": [asdict(a) for a in found]}
+
+
+def _taken(index: int, spec: Output, result: np.ndarray, where: np.ndarray) -> np.ndarray:
+    if result.shape != spec.shape or result.dtype != dtype_of(spec.dtype):
+        raise AccuracyRejected(
+            f"output {index} is {result.dtype}{list(result.shape)}, XLA's is {spec.dtype}{list(spec.shape)}",
+            output=index,
+            rule="shape",
+        )
+    return result.reshape(-1)[where]
 
 
 _accepted: dict[str, list[tuple[list[list[np.ndarray]], list[Accuracy]]]] = {}
@@ -255,7 +243,7 @@ def _measure_on_gpu(
     inputs = _inputs(problem, folder, 0)
     kernels = {label: read_kernel(Path(path)) for label, path in request["kernels"].items()}
     library = _library(request["problem"])
-    jax.block_until_ready(library(*inputs))  # the primary context is XLA's before it is ours
+    jax.block_until_ready(jax.device_put(inputs))  # the primary context is XLA's before it is ours
     answers: list[dict[str, Any]] = []
     finalists = list(kernels)
     if len(finalists) > 1:
@@ -317,49 +305,6 @@ def _library(path: str) -> Any:
     return jax.jit(jax.export.deserialize(bytearray(_read_problem(path).library or b"")).call)
 
 
-def _leaves(jax: Any, tree: Any) -> list[np.ndarray]:
-    return [np.asarray(x) for x in jax.tree.leaves(tree)]
-
-
-def _widen(x: np.ndarray) -> np.ndarray:
-    if x.dtype.kind in "biu":
-        return x
-    return x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
-
-
-def _range(values: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Least and largest of each element; (-inf, inf) where even NaN, inf and finite alternate."""
-    if values[0].dtype.kind in "biu":
-        return np.minimum.reduce(values), np.maximum.reduce(values)
-    if values[0].dtype.kind == "c":
-        real, imag = (_range([part(v) for v in values]) for part in (np.real, np.imag))
-        return _complex(real[0], imag[0]), _complex(real[1], imag[1])
-    with np.errstate(invalid="ignore"):
-        low, high = np.minimum.reduce(values), np.maximum.reduce(values)
-        kinds = np.stack([np.where(np.isfinite(v), 0.0, np.where(np.isnan(v), 2.0, np.sign(v))) for v in values])
-    varied = (kinds != kinds[0]).any(axis=0)
-    return np.where(varied, -np.inf, low), np.where(varied, np.inf, high)
-
-
-def _complex(real: np.ndarray, imag: np.ndarray) -> np.ndarray:
-    """Both parts as they are: ``real + 1j * imag`` makes NaN of a real part beside an infinite imaginary one."""
-    found = np.empty(np.shape(real), np.complex128)
-    found.real, found.imag = real, imag
-    return found
-
-
-def distance(exact: np.ndarray, runs: Sequence[np.ndarray]) -> np.ndarray:
-    """How far runs get from the exact one in each element; 0 where they are not all finite, or not floats."""
-    if exact.dtype.kind in "biu":
-        return np.zeros(exact.shape)
-    if exact.dtype.kind == "c":
-        real, imag = (distance(part(exact), [part(r) for r in runs]) for part in (np.real, np.imag))
-        return _complex(real, imag)
-    with np.errstate(invalid="ignore", over="ignore"):
-        most = np.maximum.reduce([np.abs(r - exact) for r in runs])
-    return np.where(np.isfinite(most), most, 0.0)
-
-
 def _inputs(problem: Problem, folder: Path, number: int) -> list[np.ndarray]:
     return [load(folder / f"{number}.in{i}.npy", spec.shape, spec.dtype) for i, spec in enumerate(problem.inputs)]
 
@@ -367,9 +312,11 @@ def _inputs(problem: Problem, folder: Path, number: int) -> list[np.ndarray]:
 @functools.lru_cache(maxsize=1)
 def _all_expected(path: str, folder: str, kinds: tuple[str, ...]) -> list[list[Expected]]:
     """What every output must look like, one entry per set of inputs: the same for all candidates of a problem."""
+    problem = _read_problem(path)
+    seen = [sample.positions(problem, o) for o in problem.outputs]
     return [
-        [_expected(Path(folder), number, i, kind, spec.shape, spec.dtype) for number, kind in enumerate(kinds)]
-        for i, spec in enumerate(_read_problem(path).outputs)
+        [_expected(Path(folder), number, i, kind, spec, seen[i]) for number, kind in enumerate(kinds)]
+        for i, spec in enumerate(problem.outputs)
     ]
 
 
@@ -379,7 +326,15 @@ def _kept_inputs(path: str, folder: str, number: int) -> list[np.ndarray]:
     return _inputs(_read_problem(path), Path(folder), number)
 
 
-def _expected(folder: Path, number: int, i: int, kind: str, shape: tuple[int, ...], dtype: str) -> Expected:
+@functools.lru_cache(maxsize=2)
+def _xla_whole(path: str, folder: str, i: int) -> np.ndarray:
+    """All of XLA's result on the first set of inputs."""
+    spec = _read_problem(path).outputs[i]
+    return load(Path(folder) / f"0.whole{i}.npy", spec.shape, spec.dtype)
+
+
+def _expected(folder: Path, number: int, i: int, kind: str, spec: Output, seen: np.ndarray | None) -> Expected:
+    shape, dtype = spec.shape if seen is None else seen.shape, spec.dtype
     kind_of = dtype_of(dtype).kind
     wide = dtype if kind_of in "biu" else "complex128" if kind_of == "c" else "float64"
     low, unsure = (folder / f"{number}.{name}{i}.npy" for name in ("low", "unsure"))
@@ -436,7 +391,7 @@ def _xla_runner(candidate: Candidate) -> Callable[[list[np.ndarray], int], list[
     data = json.loads(candidate.payload)
     exported = jax.export.deserialize(bytearray(decode_bytes(data["artifact"]) or b""))
     program = jax.jit(exported.call, compiler_options=data["compiler_options"] or None)
-    return lambda inputs, _: _leaves(jax, program(*inputs))
+    return lambda inputs, _: [np.asarray(x) for x in jax.tree.leaves(program(*inputs))]
 
 
 def _answer(label: str, samples: Samples, method: str) -> dict[str, Any]:

@@ -17,9 +17,10 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jcuts.base import errors, knobs
@@ -58,7 +59,9 @@ class Task:
 class Worker:
     """One measuring process."""
 
-    def __init__(self, folder: Path, number: int, platform: str = "cpu") -> None:
+    def __init__(
+        self, folder: Path, number: int, platform: str = "cpu", more: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self.log = folder / f"worker{number}.log"
         with open(self.log, "wb") as log:
             # -P: a user's ./jax.py or ./numpy.py must not be imported instead of the real one.
@@ -67,7 +70,7 @@ class Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=_environment(platform),
+                env={**_environment(platform), **more},
             )
         _alive.add(self)
         assert self.process.stdout is not None and self.process.stdin is not None
@@ -165,13 +168,21 @@ class Pool:
         folder: private folder of the session, for logs.
         sizes: group name -> most processes; they start when there is work for them.
         platform: what JAX runs on there.
+        more: group name -> environment variables of its processes.
 
     Use it as a context manager: every process is gone when the block ends, however it ends.
     """
 
-    def __init__(self, folder: Path, sizes: dict[str, int], platform: str = "cpu") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        sizes: dict[str, int],
+        platform: str = "cpu",
+        more: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
+    ) -> None:
         self.folder = folder
         self.platform = platform
+        self.more = more
         self.sizes = sizes
         self.queues: dict[str, collections.deque[Task]] = {name: collections.deque() for name in sizes}
         self.workers: dict[str, list[Worker]] = {name: [] for name in sizes}
@@ -253,7 +264,7 @@ class Pool:
         if not sys.executable or self.failed_starts >= _MAX_STARTS:
             return None
         try:
-            worker = Worker(self.folder, self.started, self.platform)
+            worker = Worker(self.folder, self.started, self.platform, self.more.get(group, {}))
         except (OSError, ValueError, subprocess.SubprocessError):
             self.failed_starts = _MAX_STARTS
             return None

@@ -26,7 +26,7 @@ from jcuts.tune.replay import Recording
 from jcuts.tune.select import estimate, noise_margin, postponed, select, select_stored, unknown
 from jcuts.tune.store import Store, default_store
 from jcuts.tune.values import NORMAL
-from jcuts.tune.workshop import COMPILE, DEVICE, XLA, workshop
+from jcuts.tune.workshop import COMPILE, DEVICE, REFERENCE, XLA, workshop
 
 __all__ = ["Effort", "Progress", "default_store", "describe", "tune", "workshop"]
 _log = logging.getLogger("jcuts.tune")
@@ -283,13 +283,20 @@ class _Session:
         self.pool.submit(COMPILE, request, self.timeout, done)
 
     def _next_references(self) -> None:
-        while self.waiting and self.live < _LIVE_REFERENCES:
+        most = _LIVE_REFERENCES + self.pool.sizes.get(REFERENCE, 0)
+        while self.waiting and self.live < most:
             self._reference(self.waiting.pop(0))
 
     def _reference(self, job: _Job) -> None:
         self.live += 1
+        group = REFERENCE if REFERENCE in self.pool.sizes else XLA
 
         def done(answer: Answer | CandidateRejected) -> None:
+            nonlocal group
+            if isinstance(answer, CandidateRejected) and answer.values.get("reason") == "memory" and group != XLA:
+                group = XLA  # by itself it may fit
+                self.pool.submit(group, request, self.timeout, done)
+                return
             if isinstance(answer, CandidateRejected):
                 job.fail(answer)
                 self._finish(job)
@@ -302,7 +309,7 @@ class _Session:
             self._finish(job)
 
         request = {"op": "reference", "problem": str(job.file), "folder": str(job.folder), "seed": self.seed}
-        self.pool.submit(XLA, request, self.timeout, done)
+        self.pool.submit(group, request, self.timeout, done)
 
     def _check(self, job: _Job, label: str) -> None:
         job.checking += 1

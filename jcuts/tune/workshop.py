@@ -13,8 +13,14 @@ from pathlib import Path
 from jcuts.tune.pool import Pool
 
 _PREFIX = "jcuts-tune-"
-COMPILE, XLA, DEVICE = "compile", "xla", "device"
-"""Groups of processes: any number that compile and check, one that runs XLA and measures, one that holds a GPU."""
+COMPILE, XLA, DEVICE, REFERENCE = "compile", "xla", "device", "reference"
+"""Groups of processes: any number that compile and check, one that runs XLA and measures, one that holds a GPU, and
+several that make references on a GPU, where compiling them takes longer than running them."""
+MOST_REFERENCES = 4
+CORES_EACH = 4
+"""Cores for one that makes references."""
+_FRUGAL = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
+"""Several processes share a GPU: memory that one does not use goes back."""
 
 
 class Workshop:
@@ -36,7 +42,9 @@ class Workshop:
         key = (platform, workers)
         if key not in self.made:
             sizes = {COMPILE: workers, XLA: 1, DEVICE: 1}
-            self.made[key] = self.stack.enter_context(Pool(self._base(), sizes, platform))
+            if platform != "cpu":
+                sizes[REFERENCE] = max(1, min(MOST_REFERENCES, workers // CORES_EACH))
+            self.made[key] = self.stack.enter_context(Pool(self._base(), sizes, platform, {REFERENCE: _FRUGAL}))
         return self.made[key]
 
     @contextlib.contextmanager

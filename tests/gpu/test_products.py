@@ -16,7 +16,7 @@ from tests.ops.cases import conv
 from tests.ptx_tensor import round_tf32
 
 pytestmark = pytest.mark.gpu
-LIMIT = 4e-6
+LIMIT = 1e-5
 """Allowed error over the root mean square: units add up with fewer bits than float32 has."""
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jcuts.base.errors import AccuracyRejected
-from jcuts.tune import operations, slabs
+from jcuts.tune import reference, slabs
 from jcuts.tune.check import Expected, check_output
 from jcuts.tune.problem import Output
 
@@ -85,5 +85,5 @@ def test_complex_bounds_keep_their_parts_apart():
     """A part whose class varies between runs has bounds of -inf and inf; the other part keeps its own."""
     runs = [np.array([1.0 + 2.0j]), np.array([1.5 + 0.0j])]
     runs[1].imag = np.inf
-    low, high = operations._range(runs)
+    low, high = reference.value_range(runs)
     assert (low.real, high.real) == (1.0, 1.5) and (low.imag, high.imag) == (-np.inf, np.inf)

@@ -1,0 +1,140 @@
+"""XLA's results and the float64 ones, with their range under rounding, of every set of inputs: into files.
+
+Imports JAX only where it is called: the measuring process is to start fast.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jcuts.tune import sample
+from jcuts.tune.check import NOISE_ULP
+from jcuts.tune.problem import Problem
+from jcuts.tune.values import dtype_of, flushed, make_inputs, save, seed_kinds
+
+NOISE_RUNS = 6
+"""Runs with simulated rounding, of `NOISE_ULP`: XLA's own transcendental functions stay within a few ulp."""
+TRUST_ULP = 1.0
+"""Simulated rounding of a float64 operation, where it stands for XLA's own error (see `tune.check`)."""
+
+
+def make(jax: Any, problem: Problem, library: Callable[..., Any], folder: Path, seed: int) -> list[str]:
+    """Writes inputs, results and references of a problem, one number per set.
+
+    Args:
+        jax: the module, with 64-bit types.
+        problem: with its float64 form.
+        library: XLA's side of it, jitted.
+        folder: gets ``N.inK.npy``, ``N.xlaK.npy``, ``N.refK.npy``; ``lowK``, ``highK`` and ``unsureK`` where they
+            matter; ``0.wholeK.npy``: XLA's whole result where only a sample of an output is kept.
+        seed: of the first set of inputs.
+    Returns: the kinds of the sets (see `tune.values`).
+    """
+    wide = _wide(jax, problem)
+    seen = [sample.positions(problem, o) for o in problem.outputs]
+    look = functools.partial(leaves, jax, seen=[None if s is None else jax.device_put(s) for s in seen])
+    kinds = seed_kinds(problem)
+    for number, kind in enumerate(kinds):
+        inputs = make_inputs(problem, kind, seed + number)
+        for i, value in enumerate(inputs):
+            save(folder / f"{number}.in{i}.npy", value)
+        operands = jax.device_put(inputs)
+        results = library(*operands)
+        if number == 0:
+            for i, (x, s) in enumerate(zip(jax.tree.leaves(results), seen, strict=True)):
+                if s is not None:
+                    save(folder / f"{number}.whole{i}.npy", np.asarray(x))
+        xla = look(results)
+        del results
+        exact = look(wide(np.uint64(0), np.zeros(2), *operands))
+
+        # Every other run takes denormals for zeros.
+        both = (operands, jax.device_put([flushed(x) for x in inputs]) if problem.perturb else operands)
+
+        def runs(*amplitudes: float, both: tuple[list[Any], ...] = both) -> list[list[np.ndarray]]:
+            noise = np.array(amplitudes)
+            return [look(wide(np.uint64(n + 1), noise, *both[n % len(both)])) for n in range(NOISE_RUNS)]
+
+        noisy = runs(NOISE_ULP, NOISE_ULP) if problem.perturb else []
+        unsure = runs(0.0, TRUST_ULP, both=(operands,)) if problem.unsure else []
+        for i, (x, r) in enumerate(zip(xla, exact, strict=True)):
+            save(folder / f"{number}.xla{i}.npy", x)
+            save(folder / f"{number}.ref{i}.npy", r)
+            if noisy:
+                low, high = value_range([r, *(n[i] for n in noisy)])
+                save(folder / f"{number}.low{i}.npy", low)
+                save(folder / f"{number}.high{i}.npy", high)
+            if unsure:
+                save(folder / f"{number}.unsure{i}.npy", distance(r, [n[i] for n in unsure]))
+    return kinds
+
+
+def leaves(jax: Any, tree: Any, seen: Sequence[Any] = ()) -> list[np.ndarray]:
+    """Results as arrays; of those that are sampled the positions seen."""
+    found = jax.tree.leaves(tree)
+    if not any(s is not None for s in seen):
+        return [np.asarray(x) for x in found]
+    pairs = zip(found, seen, strict=True)
+    return [np.asarray(x if s is None else jax.numpy.take(jax.numpy.reshape(x, -1), s)) for x, s in pairs]
+
+
+def _wide(jax: Any, problem: Problem) -> Callable[..., Any]:
+    """The float64 form, of operands as they are: wide ones are made where it runs, except on a CPU.
+
+    A CPU's conversions may take denormals for zeros; a GPU's do not.
+    """
+    assert problem.reference is not None  # the caller looked
+    call = jax.export.deserialize(bytearray(problem.reference)).call
+    if problem.device and all(
+        dtype_of(i.dtype).itemsize > 1 or dtype_of(i.dtype).kind in "biu" for i in problem.inputs
+    ):
+        return jax.jit(lambda seed, noise, *xs: call(seed, noise, *[x.astype(_wide_type(x.dtype)) for x in xs]))
+    inner = jax.jit(call)
+    return lambda seed, noise, *xs: inner(seed, noise, *[widen(np.asarray(x)) for x in xs])
+
+
+def _wide_type(dtype: np.dtype) -> np.dtype:
+    return dtype if dtype.kind in "biu" else np.dtype(np.complex128 if dtype.kind == "c" else np.float64)
+
+
+def widen(x: np.ndarray) -> np.ndarray:
+    """The array in the type of its reference: float64, complex128; integers and booleans as they are."""
+    return x.astype(_wide_type(x.dtype), copy=False)
+
+
+def value_range(values: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Least and largest of each element; (-inf, inf) where even NaN, inf and finite alternate."""
+    if values[0].dtype.kind in "biu":
+        return np.minimum.reduce(values), np.maximum.reduce(values)
+    if values[0].dtype.kind == "c":
+        real, imag = (value_range([part(v) for v in values]) for part in (np.real, np.imag))
+        return _complex(real[0], imag[0]), _complex(real[1], imag[1])
+    with np.errstate(invalid="ignore"):
+        low, high = np.minimum.reduce(values), np.maximum.reduce(values)
+        kinds = np.stack([np.where(np.isfinite(v), 0.0, np.where(np.isnan(v), 2.0, np.sign(v))) for v in values])
+    varied = (kinds != kinds[0]).any(axis=0)
+    return np.where(varied, -np.inf, low), np.where(varied, np.inf, high)
+
+
+def _complex(real: np.ndarray, imag: np.ndarray) -> np.ndarray:
+    """Both parts as they are: ``real + 1j * imag`` makes NaN of a real part beside an infinite imaginary one."""
+    found = np.empty(np.shape(real), np.complex128)
+    found.real, found.imag = real, imag
+    return found
+
+
+def distance(exact: np.ndarray, runs: Sequence[np.ndarray]) -> np.ndarray:
+    """How far runs get from the exact one in each element; 0 where they are not all finite, or not floats."""
+    if exact.dtype.kind in "biu":
+        return np.zeros(exact.shape)
+    if exact.dtype.kind == "c":
+        real, imag = (distance(part(exact), [part(r) for r in runs]) for part in (np.real, np.imag))
+        return _complex(real, imag)
+    with np.errstate(invalid="ignore", over="ignore"):
+        most = np.maximum.reduce([np.abs(r - exact) for r in runs])
+    return np.where(np.isfinite(most), most, 0.0)

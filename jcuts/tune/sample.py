@@ -1,0 +1,91 @@
+"""Large results: a sample of their elements is held to the acceptance rule, all of them to XLA's result.
+
+A float64 reference of a hundred million elements costs seconds and gigabytes for every set of inputs.  Of such an
+output the rule (`tune.check`) sees whole runs of neighbours, drawn at random, with the first and the last ones among
+them; on ordinary inputs every single element is compared with XLA's as well.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import ml_dtypes
+import numpy as np
+
+from jcuts.base.errors import AccuracyRejected
+from jcuts.tune import slabs
+from jcuts.tune.bands import rms
+from jcuts.tune.check import CATASTROPHE, Accuracy
+from jcuts.tune.problem import Output, Problem
+from jcuts.tune.values import dtype_of, is_float
+
+LARGEST = 1 << 24
+"""Elements up to which the rule sees all of an output."""
+RUN = 512
+"""Neighbours that are looked at together."""
+RUNS = 1 << 13
+ENDS = 64
+"""Runs at either end that are always looked at."""
+
+
+def positions(problem: Problem, spec: Output) -> np.ndarray | None:
+    """Flat positions of the elements that the rule sees, ascending; None: all of them.
+
+    Where the subset turns floats into discrete values (`Problem.perturb`) results may rightly differ from XLA's here
+    and there, so that only the rule can judge them: it sees all.
+    """
+    size = math.prod(spec.shape)
+    if size <= LARGEST or problem.perturb or spec.exact or not is_float(dtype_of(spec.dtype)):
+        return None
+    return _drawn(size)
+
+
+@functools.lru_cache(maxsize=2)
+def _drawn(size: int) -> np.ndarray:
+    count = -(-size // RUN)
+    drawn = np.random.default_rng(size).choice(count, RUNS, replace=False)
+    runs = np.union1d(drawn, np.concatenate([np.arange(ENDS), np.arange(count - ENDS, count)]))
+    found = (runs[:, None] * RUN + np.arange(RUN)).reshape(-1)
+    return found[found < size]
+
+
+def compare(index: int, xla: np.ndarray, have: np.ndarray, found: Accuracy, seen: np.ndarray) -> None:
+    """Compares every element with XLA's; what the sample showed of both errors bounds how far they may be apart.
+
+    Args:
+        index: position of the output, for messages.
+        xla, have: both results on ordinary inputs, whole.
+        found: errors of the sample.
+        seen: positions of the sample.
+    Raises:
+        AccuracyRejected: with the first offending position.
+    """
+    x, c = xla.reshape(-1), have.reshape(-1)
+    scale = max(rms(x[seen].astype(np.float64)), float(np.finfo(np.float32).tiny))
+    limit = CATASTROPHE * (found.limit + found.xla) * _eps(have.dtype)
+
+    def worst(slab: slice) -> float:
+        a, b = c[slab].astype(np.float64), x[slab].astype(np.float64)
+        apart = np.abs(a - b) / np.maximum(np.abs(b), scale)
+        alike = (a == b) | (np.isnan(a) & np.isnan(b))
+        return float(np.max(np.where(alike, 0.0, np.where(np.isnan(apart), np.inf, apart)), initial=0.0))
+
+    parts = slabs.each(c.size, worst)
+    if max(parts, default=0.0) <= limit:
+        return
+    first = next(k for k, part in enumerate(parts) if part > limit)
+    apart, most = parts[first] / _eps(have.dtype), limit / _eps(have.dtype)
+    raise AccuracyRejected(
+        f"output {index}: one of the elements from {first * slabs.SLAB} on is {apart:.3g} ulp from XLA's, more than "
+        f"{most:.3g}, although a sample of all elements is accurate",
+        output=index,
+        rule="everywhere",
+        first=first * slabs.SLAB,
+        apart_ulp=apart,
+        limit_ulp=most,
+    )
+
+
+def _eps(dtype: np.dtype) -> float:
+    return float(ml_dtypes.finfo(dtype).eps)

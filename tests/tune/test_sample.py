@@ -1,0 +1,102 @@
+"""Large outputs: a sample of them is held to the rule, every element to XLA's."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jcuts.base.errors import AccuracyRejected
+from jcuts.tune import operations, sample, values
+from jcuts.tune.library import export_subset
+from jcuts.tune.problem import Candidate, Input, Output, Problem, stablehlo_payload
+
+SIZE = 300_007
+SPEC = Output((SIZE,), "float32")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Sizes that tests can afford."""
+    monkeypatch.setattr(sample, "LARGEST", 1 << 16)
+    monkeypatch.setattr(sample, "RUNS", 32)
+    monkeypatch.setattr(values, "PERIOD", 65_521)
+    sample._drawn.cache_clear()
+    yield
+    sample._drawn.cache_clear()
+
+
+def plain(x):
+    return x * 2.0 + 1.0
+
+
+def candidate(fn, label):
+    exported = jax.export.export(jax.jit(fn))(jax.ShapeDtypeStruct((SIZE,), jnp.float32))
+    return Candidate("stablehlo", stablehlo_payload(exported.serialize()), label)
+
+
+def run(tmp_path, device="", **candidates):
+    """The verdict on each candidate: None, or the rule that it breaks."""
+    made = tuple(candidate(fn, label) for label, fn in candidates.items())
+    problem = Problem("affine", (Input((SIZE,), "float32"),), (SPEC,), made, device=device)
+    exports = export_subset(jax.make_jaxpr(plain)(jax.ShapeDtypeStruct((SIZE,), jnp.float32)))
+    problem = problem.with_exports(exports.library, exports.reference, exports.perturb, exports.unsure)
+    file = tmp_path / "problem.json"
+    file.write_text(json.dumps(problem.to_json()))
+    said: list[str] = []
+    request = {"problem": str(file), "folder": str(tmp_path), "seed": 3}
+    with jax.enable_x64(True):
+        kinds = operations.reference(request, said.append)["kinds"]
+        found = {}
+        for label in candidates:
+            try:
+                operations.check({**request, "kinds": kinds, "label": label, "kernel": ""}, said.append)
+                found[label] = None
+            except AccuracyRejected as error:
+                found[label] = error.values["rule"]
+    return found
+
+
+def test_rule_sees_runs_with_both_ends():
+    seen = sample.positions(Problem("", (), (SPEC,)), SPEC)
+    assert seen is not None
+    assert (np.diff(seen) > 0).all()
+    assert seen[0] == 0
+    assert seen[-1] == SIZE - 1
+    assert len(seen) < SIZE // 2
+
+
+def test_small_discrete_and_integer_outputs_are_seen_whole():
+    assert sample.positions(Problem("", (), (SPEC,), perturb=True), SPEC) is None
+    for spec in (Output((1 << 16,), "float32"), Output((SIZE,), "int32"), Output((SIZE,), "float32", exact=True)):
+        assert sample.positions(Problem("", (), (spec,)), spec) is None
+
+
+@pytest.mark.parametrize("device", ["", "NVIDIA H200 9.0 x132"])
+def test_one_wrong_element_is_found_wherever_it_is(tmp_path, device):
+    seen = sample.positions(Problem("", (), (SPEC,)), SPEC)
+    unseen = int(np.setdiff1d(np.arange(SIZE), seen)[1000])
+    found = run(
+        tmp_path,
+        device,
+        right=lambda x: x + x + 1.0,
+        outside=lambda x: plain(x).at[unseen].add(1e-3),
+        nan=lambda x: plain(x).at[unseen].set(jnp.nan),
+        inside=lambda x: plain(x).at[int(seen[1000])].add(1.0),
+        everywhere=lambda x: plain(x) * (1.0 + 2e-5),
+    )
+    assert found == {"right": None, "outside": "everywhere", "nan": "everywhere", "inside": "output",
+                     "everywhere": "output"}  # fmt: skip
+
+
+def test_large_inputs_repeat_a_prime_number_of_values():
+    problem = Problem("", (Input((500, 601), "bfloat16"),), (SPEC,))
+    (made,) = values.make_inputs(problem, values.SPECIAL, 1)
+    assert made.shape == (500, 601)
+    flat = made.reshape(-1).astype(np.float32)
+    np.testing.assert_array_equal(flat[65_521 : 2 * 65_521], flat[:65_521])
+    assert np.isnan(flat).any()
+    assert len(np.unique(flat[:65_521])) > 1000

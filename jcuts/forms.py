@@ -123,8 +123,9 @@ def planned(closed: jaxapi.Closed, platform: str, plan: Callable[[Form | None], 
     kernels take over what follows a product only beside `dots`: the library's convolutions compute that themselves.
     Products with kernels of their own are in `all` and `anchored`, each where it beat the library with all that follows
     it; `absorbing` is the form without them.
-    The rules of `WITH_ALL` race only beside all others that apply, in two programs (each costs seconds of compilation):
-    left to XLA, and with kernels for all but dense products, since larger products are what these rules are for.
+    The rules of `WITH_ALL` race only beside all others that apply, in three programs (each costs seconds of
+    compilation): left to XLA, with kernels for everything, and with kernels for all but dense products, since larger
+    products are what these rules are for.
     """
     plain: Form | None = None
     rules = rewrite.applicable(simplify(inline(closed))) if platform in GPUS else ()
@@ -148,8 +149,8 @@ def planned(closed: jaxapi.Closed, platform: str, plan: Callable[[Form | None], 
                     add(Form(rewrites, regions))
         add(Form(every[-1], "absorbing"))
         if set(rules) & set(WITH_ALL):
-            add(Form(rules, "none"))
-            add(Form(rules, "absorbing"))
+            for regions in ("none", "all", "absorbing"):
+                add(Form(rules, regions))
     return found
 
 

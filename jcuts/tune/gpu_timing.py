@@ -70,14 +70,15 @@ def _sets(function: Callable[..., Any], inputs: Sequence[np.ndarray]) -> tuple[l
 def compare(
     entries: dict[str, tuple[Callable[..., Any], dict[str, Any]]], inputs: Sequence[np.ndarray], *, seconds: float,
     announce: Callable[[str], None],
-) -> tuple[str, dict[str, Samples]]:  # fmt: skip
+) -> tuple[str, dict[str, Samples], float]:  # fmt: skip
     """Interleaved times of traceable functions on the default device.
 
     Args: entries: label -> (function of the operands, XLA compiler options); inputs: one set of operands; seconds: most
         wall time for the samples of one; announce: is told which label runs next.
-    Returns: the method, and samples [s per execution] of every label.
+    Returns: the method, samples [s per execution] of every label, and what compiling took [s].
     """
     rotated, sets, shared = _sets(next(iter(entries.values()))[0], inputs)
+    start = time.perf_counter()
     launches = -(-CHAIN * LAUNCHES // len(sets))
     lowered = {
         label: jax.jit(chained(function, rotated), compiler_options={**OPTIONS, **options}).lower(sets, shared)
@@ -86,13 +87,14 @@ def compare(
     # Compiling takes longer than measuring; it runs none of the kernels.
     with ThreadPoolExecutor(len(lowered)) as pool:
         compiled = dict(zip(lowered, pool.map(lambda one: one.compile(), lowered.values()), strict=True))
+    spent = time.perf_counter() - start
     runs: dict[str, Callable[[], object]] = {}
     for label, program in compiled.items():
         announce(label)
         runs[label] = _sample(program, (sets, shared), launches)
         runs[label]()
     announce("")
-    return "chain", race(runs, seconds=seconds, inner=dict.fromkeys(runs, len(sets) * launches))
+    return "chain", race(runs, seconds=seconds, inner=dict.fromkeys(runs, len(sets) * launches)), spent
 
 
 def _sample(compiled: Any, operands: tuple[Any, ...], launches: int) -> Callable[[], object]:

@@ -263,9 +263,9 @@ def _measure_on_gpu(
         artifact = jax.export.deserialize(bytearray(decode_bytes(data["artifact"]) or b""))
         entries[label] = (artifact.call, data["compiler_options"])
     budget = float(request["seconds"])
-    method, samples = gpu_timing.compare(entries, inputs, seconds=budget, announce=announce)
+    method, samples, spent = gpu_timing.compare(entries, inputs, seconds=budget, announce=announce)
     answers += [_answer(label, s, method) for label, s in samples.items()]
-    return {"measurements": answers, "overhead": gpu_timing.overhead()}
+    return {"measurements": answers, "overhead": gpu_timing.overhead(), "compile_seconds": spent}
 
 
 REQUESTS: dict[str, Callable[[dict[str, Any], Announce], dict[str, Any]]] = {

@@ -261,7 +261,7 @@ class _Session:
     def finish(self) -> None:
         """Waits until every job is compiled and checked; nothing of the session runs then."""
         self.pool.drain()
-        self.pool.stop(DEVICE)  # it holds the GPU
+        self.pool.stop(DEVICE)  # they hold the GPU's memory
 
     def _compile(self, job: _Job, label: str) -> None:
         job.compiling += 1
@@ -315,7 +315,15 @@ class _Session:
         job.checking += 1
         kind = job.problem.candidate(label).kind
 
+        own = DEVICE if job.problem.device else COMPILE
+        group = XLA if kind == "stablehlo" else own
+
         def done(answer: Answer | CandidateRejected) -> None:
+            nonlocal group
+            if isinstance(answer, CandidateRejected) and answer.values.get("reason") == "memory" and group == DEVICE:
+                group = XLA  # beside others it did not fit
+                self.pool.submit(group, request, self.timeout, done)
+                return
             job.checking -= 1
             self.tell("check", job.problem.name)
             if isinstance(answer, CandidateRejected):
@@ -333,8 +341,7 @@ class _Session:
             "kinds": job.kinds,
             "kernel": str(job.kernels.get(label, "")),
         }
-        own = DEVICE if job.problem.device else COMPILE  # one process holds the GPU, any may hold a core
-        self.pool.submit(XLA if kind == "stablehlo" else own, request, self.timeout, done)
+        self.pool.submit(group, request, self.timeout, done)
 
     def _finish(self, job: _Job) -> None:
         """Frees the disk once nothing of a problem is compared any more, and lets the next problem in."""
@@ -368,6 +375,9 @@ class _Session:
             job.reject(str(guilty), answer)
             order.remove(str(guilty))
             answer = None
+        if isinstance(answer, dict):
+            made = float(answer.get("compile_seconds", 0.0))
+            _log.info("%s: measured in %.2f s, of which compiling %.2f s", job.problem.name, answer["seconds"], made)
         return self._choice(job, answer if isinstance(answer, dict) else None)
 
     def _measure_once(self, job: _Job, order: list[str]) -> Answer | CandidateRejected:

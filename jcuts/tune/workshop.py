@@ -14,11 +14,11 @@ from jcuts.tune.pool import Pool
 
 _PREFIX = "jcuts-tune-"
 COMPILE, XLA, DEVICE, REFERENCE = "compile", "xla", "device", "reference"
-"""Groups of processes: any number that compile and check, one that runs XLA and measures, one that holds a GPU, and
-several that make references on a GPU, where compiling them takes longer than running them."""
-MOST_REFERENCES = 4
+"""Groups of processes: any number that compile and check, one that runs XLA and measures, and on a GPU
+several that check kernels there and several that make references: they wait for copies and for XLA's compiler."""
+MOST_ON_GPU = 4
 CORES_EACH = 4
-"""Cores for one that makes references."""
+"""Cores for one of those."""
 _FRUGAL = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
 """Several processes share a GPU: memory that one does not use goes back."""
 
@@ -43,7 +43,7 @@ class Workshop:
         if key not in self.made:
             sizes = {COMPILE: workers, XLA: 1, DEVICE: 1}
             if platform != "cpu":
-                sizes[REFERENCE] = max(1, min(MOST_REFERENCES, workers // CORES_EACH))
+                sizes[REFERENCE] = sizes[DEVICE] = max(1, min(MOST_ON_GPU, workers // CORES_EACH))
             self.made[key] = self.stack.enter_context(Pool(self._base(), sizes, platform, {REFERENCE: _FRUGAL}))
         return self.made[key]
 

@@ -190,8 +190,9 @@ def test_results_that_equal_accepted_ones_need_no_second_check(monkeypatch):
 def test_programs_are_compared_as_chains():
     told = []
     programs = {"xla": (jax.jit(jnp.sin), {}), "other": (lambda x: jnp.sin(x) + 1, {})}
-    method, samples = gpu_timing.compare(programs, [np.ones((8, 8), np.float32)], seconds=0.01, announce=told.append)
-    assert method == "chain" and told == ["xla", "other", ""]
+    ones = [np.ones((8, 8), np.float32)]
+    method, samples, spent = gpu_timing.compare(programs, ones, seconds=0.01, announce=told.append)
+    assert spent > 0 and method == "chain" and told == ["xla", "other", ""]
     assert all(s.median > 0 and len(s.seconds) >= 5 for s in samples.values())
 
 

@@ -115,10 +115,10 @@ def test_siblings_race_beside_all_other_rewrites_only():
 
     assert planned(block, 1, 4, 4, 8)[-1] == "scales+dots/absorbing"
     with_siblings = planned(branches, 1, 4, 4, 8)
-    assert with_siblings[-3:] == ["dots+siblings/none", "dots+siblings/all", "dots+siblings/absorbing"]
+    assert with_siblings[-3:] == ["dots+siblings/none", "dots+siblings", "dots+siblings/absorbing"]
     assert [name for name in with_siblings if "siblings" in name] == with_siblings[-3:]
     products = planned(lambda x: [x @ WEIGHTS[0][0, 0], x @ PAIR[0][0, 0]], 4, 8)
-    assert products == ["plain/anchored", "plain/absorbing", "siblings/none", "siblings/all", "siblings/absorbing"]
+    assert products == ["plain/anchored", "plain/absorbing", "siblings/none", "siblings", "siblings/absorbing"]
 
 
 def test_options_that_a_version_does_not_know_are_left_out(monkeypatch):

@@ -234,6 +234,16 @@ class Pool:
             worker.stop()
         self.workers[group] = []
 
+    def shrink(self, group: str, size: int, heir: str = "") -> None:
+        """Lets a group have fewer workers: those that are too many end when they are idle.
+
+        Args: heir: the group that takes over what is queued where none are left.
+        """
+        self.sizes[group] = min(size, self.sizes[group])
+        if not self.sizes[group]:
+            self.queues[heir].extend(self.queues[group])
+            self.queues[group].clear()
+
     def abandon(self) -> None:
         """Forgets what is queued and ends every worker (they start again when needed)."""
         for name in self.workers:
@@ -248,17 +258,23 @@ class Pool:
         return [w for group in self.workers.values() for w in group]
 
     def _feed(self) -> None:
+        for group, workers in self.workers.items():
+            idle = [worker for worker in workers if worker.task is None]
+            for worker in idle[: max(0, len(workers) - self.sizes[group])]:
+                self._forget(worker)
+                worker.stop()
+                workers.remove(worker)
         for group, waiting in self.queues.items():
             while waiting:
-                idle = next((w for w in self.workers[group] if w.task is None), None)
-                if idle is None:
+                worker = next((w for w in self.workers[group] if w.task is None), None)
+                if worker is None:
                     if len(self.workers[group]) >= self.sizes[group]:
                         break
-                    idle = self._start(group)
-                    if idle is None:
+                    worker = self._start(group)
+                    if worker is None:
                         self._give_up(group)
                         break
-                idle.give(waiting.popleft())
+                worker.give(waiting.popleft())
 
     def _start(self, group: str) -> Worker | None:
         if not sys.executable or self.failed_starts >= _MAX_STARTS:

@@ -289,12 +289,13 @@ class _Session:
 
     def _reference(self, job: _Job) -> None:
         self.live += 1
-        group = REFERENCE if REFERENCE in self.pool.sizes else XLA
+        group = REFERENCE if self.pool.sizes.get(REFERENCE) else XLA
 
         def done(answer: Answer | CandidateRejected) -> None:
             nonlocal group
             if isinstance(answer, CandidateRejected) and answer.values.get("reason") == "memory" and group != XLA:
-                group = XLA  # by itself it may fit
+                group = XLA  # which has its share of the GPU
+                self._make_room()
                 self.pool.submit(group, request, self.timeout, done)
                 return
             if isinstance(answer, CandidateRejected):
@@ -311,6 +312,11 @@ class _Session:
         request = {"op": "reference", "problem": str(job.file), "folder": str(job.folder), "seed": self.seed}
         self.pool.submit(group, request, self.timeout, done)
 
+    def _make_room(self) -> None:
+        """After a shortage: every process takes some hundred megabytes of a GPU for itself."""
+        self.pool.shrink(REFERENCE, 0, XLA)
+        self.pool.shrink(DEVICE, 1)
+
     def _check(self, job: _Job, label: str) -> None:
         job.checking += 1
         kind = job.problem.candidate(label).kind
@@ -321,7 +327,8 @@ class _Session:
         def done(answer: Answer | CandidateRejected) -> None:
             nonlocal group
             if isinstance(answer, CandidateRejected) and answer.values.get("reason") == "memory" and group == DEVICE:
-                group = XLA  # beside others it did not fit
+                group = XLA
+                self._make_room()
                 self.pool.submit(group, request, self.timeout, done)
                 return
             job.checking -= 1

@@ -273,6 +273,23 @@ def test_no_space_for_session_files(monkeypatch, tmp_path, caplog):
     assert "stays with XLA" in caplog.text
 
 
+def test_a_smaller_group_ends_idle_processes_and_leaves_its_queue_to_another(tmp_path):
+    answers = []
+    with Pool(tmp_path, {"many": 3, "one": 1}) as pool:
+        for _ in range(3):
+            pool.submit("many", {"op": "hello"}, 60.0, answers.append)
+        pool.drain()
+        assert len(pool.pids()) == 3
+        pool.shrink("many", 1)
+        pool.poll()
+        assert len(pool.pids()) == 1
+        pool.submit("many", {"op": "hello"}, 60.0, answers.append)
+        pool.shrink("many", 0, "one")
+        pool.drain()
+        assert len(pool.pids()) == 1 and not pool.workers["many"]
+    assert [answer["ok"] for answer in answers] == [True] * 4
+
+
 def test_pool_reports_a_worker_that_answers_nonsense(tmp_path, monkeypatch):
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\nread line\necho nonsense\nsleep 60\n")

@@ -409,7 +409,12 @@ int Report(const Problem& problem, char* text, int64_t size) {
   return problem.empty() ? 0 : 1;
 }
 
+// Does nothing with results that must be computed all the same.
+ffi::Error Keep(ffi::RemainingArgs, ffi::RemainingRets) { return ffi::Error::Success(); }
+
 }  // namespace jcuts
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jcuts_keep, jcuts::Keep, ffi::Ffi::Bind().RemainingArgs().RemainingRets());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jcuts_cuda_launch_instantiate, jcuts::Instantiate,
                               ffi::Ffi::BindInstantiate()

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from jcuts.tune.noise import Samples, race
+from jcuts.xla import cuda
 
 CHAIN = 16  # most executions in a chain
 LEAST = 4
@@ -29,13 +30,14 @@ OPTIONS: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 1}
 
 
 def chained(function: Callable[..., Any], rotated: Sequence[int]) -> Callable[..., Any]:
-    """One execution per set of operands, in order; gives all results.
+    """One execution per set of operands, in order.
 
-    Every result goes through the barrier before the next execution, and out of the program: XLA drops whatever nothing
-    depends on, and merges executions on equal operands.
+    Every result goes through the barrier before the next execution, and all of them to `cuda.keep`: XLA drops whatever
+    nothing depends on, and merges executions on equal operands.  They are no results of the program: a call that
+    returns many arrays takes longer than small kernels do, and its graph is updated to their addresses every time.
 
     Args: rotated: positions of the operands that differ from set to set; the others come as ``shared``.
-    Returns: a function of (sets, shared).
+    Returns: a function of (sets, shared), which gives a number that means nothing.
     """
 
     def run(sets: Sequence[Sequence[Any]], shared: Sequence[Any]) -> Any:
@@ -48,7 +50,7 @@ def chained(function: Callable[..., Any], rotated: Sequence[int]) -> Callable[..
             operands, before = lax.optimization_barrier((tuple(operands), before))
             results.append(before)
             before = function(*operands)
-        return [*results, before]
+        return cuda.keep(jax.tree.leaves([*results, before]))
 
     return run
 

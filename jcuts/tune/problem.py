@@ -16,7 +16,7 @@ from typing import Any
 from jcuts.base.errors import UsageError
 
 FORMAT = 1
-GPU_TIMING = 2
+GPU_TIMING = 3
 """How kernels are timed on GPUs: times of another way are not compared with these."""
 RECIPES = ("normal", "positive", "bool", "integers", "given")
 CANDIDATE_KINDS = ("program", "object", "stablehlo")

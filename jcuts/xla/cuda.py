@@ -11,6 +11,7 @@ import ctypes
 import functools
 import logging
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ DRIVER = "libcuda.so.1"
 TARGET = "jcuts_cuda_launch"
 STATE_TYPE = "jcuts_cuda_launch_state"
 PLATFORM = "CUDA"
+KEEP = "jcuts_keep"
 _TEXT = 2048
 
 _lock = threading.RLock()
@@ -218,6 +220,24 @@ def ensure_registered() -> None:
         # A compilation that outlives the interpreter must not call into it.
         atexit.register(lib.jcuts_cuda_set_resolver, native.RESOLVER(0))
         _target_registered = True
+
+
+@functools.cache
+def _register_keep(platform: str) -> None:
+    execute = jax.ffi.pycapsule(load().jcuts_keep)
+    try:
+        jax.ffi.register_ffi_target(KEEP, {"execute": execute}, platform=platform)
+    except Exception as error:  # XLA's own error types differ from version to version
+        raise NativeError(f"XLA refused {KEEP}: {error}", reason=str(error)) from error
+
+
+def keep(arrays: Sequence[jax.Array]) -> jax.Array:
+    """A number that XLA can have only after it has computed every element of the arrays (its value means nothing).
+
+    Raises: NativeError: no launcher, or XLA refuses the call.
+    """
+    _register_keep("cpu" if jax.default_backend() == "cpu" else PLATFORM)
+    return jax.ffi.ffi_call(KEEP, jax.ShapeDtypeStruct((), np.float32))(*arrays)
 
 
 def call_kernel(kernel: CompiledKernel, *operands: Any) -> tuple[jax.Array, ...]:

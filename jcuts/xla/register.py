@@ -81,9 +81,9 @@ def _resolve(digest: bytes) -> int:
         return 0
 
 
-_capsule_new = ctypes.pythonapi.PyCapsule_New
-_capsule_new.restype = ctypes.py_object
-_capsule_new.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+# A function object of its own: JAX changes the argument types of `ctypes.pythonapi.PyCapsule_New`.
+_CAPSULE_NEW = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+_capsule_new = _CAPSULE_NEW(("PyCapsule_New", ctypes.pythonapi))
 
 
 def register_launcher(

@@ -204,9 +204,9 @@ def test_every_execution_of_a_chain_happens():
 
     rotated, sets, shared = gpu_timing._sets(product, [w, x])
     assert rotated == [1] and len(sets) == gpu_timing.CHAIN and len(shared) == 1
-    compiled = jax.jit(gpu_timing.chained(product, rotated)).lower(sets, shared).compile()
     one = jax.jit(product).lower(w, x).compile()
+    compiled = jax.jit(gpu_timing.chained(product, rotated)).lower(sets, shared).compile()
     flops = [c.cost_analysis()["flops"] for c in (compiled, one)]
     assert flops[0] > (len(sets) - 0.5) * flops[1]
-    for result in compiled(sets, shared)[1:]:
-        np.testing.assert_array_equal(result, product(w, x))
+    assert compiled.memory_analysis().temp_size_in_bytes >= len(sets) * x.nbytes
+    assert compiled(sets, shared).shape == ()

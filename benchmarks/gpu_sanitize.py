@@ -69,6 +69,9 @@ def every_case() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     for dtype in cases.DTYPES:
         for name, (fn, arguments) in cases.typed(dtype).items():
             yield f"{dtype} {name}", fn, arguments
+    for dtype in cases.MATRIX_TYPES:
+        for name, (fn, arguments) in cases.products(dtype).items():
+            yield f"{dtype} {name}", fn, arguments
 
 
 def prepare(folder: Path, each: int, jobs: int, capability: tuple[int, int], only: str) -> dict[str, Any]:

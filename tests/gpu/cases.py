@@ -197,6 +197,30 @@ def typed(dtype: str) -> dict[str, Case]:
     return found
 
 
+MATRIX_TYPES = ("float32", "bfloat16", "float16")
+
+
+def products(dtype: str) -> dict[str, Case]:
+    """Matrix products and convolutions for matrix units, with what follows them."""
+    names = ("NHWC", "HWIO", "NHWC")
+    left, right, bias = normal(196, 256, dtype=dtype), normal(256, 96, dtype=dtype, seed=1), normal(96, dtype=dtype)
+    image, taps = normal(1, 14, 14, 64, dtype=dtype), normal(3, 3, 64, 96, dtype=dtype, seed=1)
+
+    def conv(x: Any, w: Any, b: Any) -> Any:
+        return jnp.clip(lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=names) + b, 0, 6)
+
+    return {
+        "product, bias, ReLU": (lambda x, w, b: jax.nn.relu(x @ w + b), (left, right, bias)),
+        "product, residual": (lambda x, w, r: x @ w + r, (left, right, normal(196, 96, dtype=dtype, seed=2))),
+        "product of one row": (lambda x, w: x @ w, (left[:1], right)),
+        "products of a batch": (
+            lambda q, k: jnp.einsum("bqhd,bkhd->bhqk", q, k),
+            (normal(2, 64, 4, 32, dtype=dtype), normal(2, 72, 4, 32, dtype=dtype, seed=1)),
+        ),
+        "product, convolution 3x3": (conv, (image, taps, bias)),
+    }
+
+
 ELEMENTARY = (
     "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "erf", "erfc", "erf_inv", "sin", "cos", "tan", "asin",
     "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "sqrt", "rsqrt", "cbrt", "floor", "ceil", "round",

@@ -92,6 +92,11 @@ class Driver:
             )  # fmt: skip
             self.synchronize()  # ``data`` may be gone after this
 
+    def copy(self, to: int, source: int, size: int) -> None:
+        """Device to device, on the stream."""
+        if size:
+            self.call("cuMemcpyDtoDAsync_v2", Pointer(to), Pointer(source), Size(size), Pointer(self.stream))
+
     def download(self, address: int, size: int) -> np.ndarray:
         """Device to host, as bytes; after everything on the stream."""
         data = np.empty(size, np.uint8)

@@ -65,7 +65,8 @@ def _sets(function: Callable[..., Any], inputs: Sequence[np.ndarray]) -> tuple[l
     one = max(1, sum(inputs[k].nbytes for k in rotated))
     made = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(function, *inputs)))
     count = max(1, min(CHAIN, max(LEAST, COLD_BYTES // one + 1), MOST_BYTES // (one + made)))
-    sets = [tuple(jax.device_put(inputs[k]) for k in rotated) for _ in range(count)]
+    first = tuple(jax.device_put(inputs[k]) for k in rotated)
+    sets = [first, *(tuple(x.copy() for x in first) for _ in range(count - 1))]
     return rotated, sets, tuple(jax.device_put(x) for k, x in enumerate(inputs) if k not in rotated)
 
 

@@ -20,11 +20,11 @@ from jcuts.tune.check import CATASTROPHE, Accuracy
 from jcuts.tune.problem import Output, Problem
 from jcuts.tune.values import dtype_of, is_float
 
-LARGEST = 1 << 24
+LARGEST = 1 << 22
 """Elements up to which the rule sees all of an output."""
 RUN = 512
 """Neighbours that are looked at together."""
-RUNS = 1 << 13
+RUNS = 1 << 11
 ENDS = 64
 """Runs at either end that are always looked at."""
 

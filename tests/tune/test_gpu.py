@@ -41,6 +41,9 @@ class NumpyDevice:
         raw = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
         self.memory[address : address + raw.size] = raw
 
+    def copy(self, to, source, size):
+        self.memory[to : to + size] = self.memory[source : source + size]
+
     def download(self, address, size):
         return self.memory[address : address + size].copy()
 
@@ -130,10 +133,11 @@ def test_memory_is_set_and_copied_in_the_order_of_the_stream():
     device.lib, device.stream = Recorder(), 4711
     device.fill(256, 0xFF, 16)
     device.upload(256, X)
+    device.copy(512, 256, 16)
     device.download(256, 16)
     assert [name for name, _ in calls] == [
-        "cuMemsetD8Async", "cuMemcpyHtoDAsync_v2", "cuStreamSynchronize", "cuMemcpyDtoHAsync_v2",
-        "cuStreamSynchronize",
+        "cuMemsetD8Async", "cuMemcpyHtoDAsync_v2", "cuStreamSynchronize", "cuMemcpyDtoDAsync_v2",
+        "cuMemcpyDtoHAsync_v2", "cuStreamSynchronize",
     ]  # fmt: skip
     assert all(last.value == 4711 for _, last in calls)
 

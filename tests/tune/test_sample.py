@@ -20,7 +20,8 @@ SPEC = Output((SIZE,), "float32")
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Sizes that tests can afford."""
+    """Sizes that tests can afford, in a process that keeps its types of 32 bits."""
+    monkeypatch.setattr(operations, "_jax", lambda: jax)
     monkeypatch.setattr(sample, "LARGEST", 1 << 16)
     monkeypatch.setattr(sample, "RUNS", 32)
     monkeypatch.setattr(values, "PERIOD", 65_521)

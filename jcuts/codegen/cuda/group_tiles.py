@@ -1,0 +1,171 @@
+"""Operands of warp groups on their way: tiles in swizzled lines, float32 rounded to TF32 before it gets there.
+
+The units cut bits off float32 operands that they read from shared memory, so threads take them through registers: load,
+round, and store a tile later (`Rounding`).  They read float32 only along terms: where neighbours in memory are rows,
+threads load squares of 4x4 elements and store them the other way (`Turning`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from jcuts.codegen import lanes as L
+from jcuts.codegen.cuda import tensor, wgmma
+from jcuts.codegen.cuda.builder import GpuBuilder
+from jcuts.codegen.cuda.product_tiles import Copier, Piece, TileShape
+
+SQUARE = 4  # words of a piece
+SPAN = 32  # rows, and terms, of a warp's squares
+
+
+@dataclass(frozen=True)
+class GroupTile(TileShape):
+    """A tile in the layout of `codegen.cuda.wgmma`: its terms fill one line."""
+
+    @property
+    def by_terms(self) -> bool:
+        """Lines of shared memory hold terms of one row; else 64 rows of one term (16-bit types only)."""
+        return self.side.along_terms or self.side.item == 4
+
+    @property
+    def turned(self) -> bool:
+        """Its lines in shared memory lie across those in global memory."""
+        return self.by_terms and not self.side.along_terms
+
+    @property
+    def pitch(self) -> int:
+        """Bytes of a line."""
+        return wgmma.LINE
+
+    @property
+    def lone(self) -> bool:
+        """Never: no warp reads words of it."""
+        return False
+
+    @property
+    def block(self) -> int:
+        """Bytes of 64 rows of all terms."""
+        return wgmma.ROWS * wgmma.LINE
+
+    @property
+    def bytes(self) -> int:
+        """Of the tile in shared memory."""
+        return self.size * wgmma.LINE if self.by_terms else -(-self.size // wgmma.ROWS) * self.block
+
+    @property
+    def high(self) -> int:
+        """Rows from one tile of a warp's results to the next."""
+        return wgmma.ROWS
+
+    @property
+    def step(self) -> int:
+        """Bytes from the terms of one instruction to those of the next."""
+        return tensor.STEP if self.by_terms else tensor.STEP // self.side.item * wgmma.LINE
+
+    def place(self, builder: GpuBuilder, line: L.Value, column: L.Value) -> L.Value:
+        """Bytes from the tile's first one to an element of a line."""
+        byte = builder.mul(column, L.I32(self.side.item))
+        piece = builder.xor(builder.lshr(byte, L.I32(4)), line)
+        found = builder.add(builder.mul(line, L.I32(wgmma.LINE)), builder.shl(builder.and_(piece, L.I32(7)), L.I32(4)))
+        if self.side.width * self.side.item < wgmma.PIECE:
+            found = builder.add(found, builder.and_(byte, L.I32(wgmma.PIECE - 1)))
+        if not self.by_terms:
+            found = builder.add(found, builder.mul(builder.lshr(byte, L.I32(7)), L.I32(self.block)))
+        return found
+
+    def moved(self, lines: int) -> int | None:
+        """Bytes that a place moves with so many lines; None if that depends on the place."""
+        return lines * wgmma.LINE if lines % 8 == 0 else None
+
+    def words(self, threads: int) -> int:
+        """Registers in which a thread holds its share of a tile of float32."""
+        return -(-self.size * self.terms // (SQUARE * SQUARE * threads)) * SQUARE * SQUARE if self.turned else (
+            -(-self.pieces // threads) * self.side.width
+        )  # fmt: skip
+
+
+class Rounding(Copier):
+    """Takes tiles of float32 through registers."""
+
+    def load(self, first: L.Value, left: L.Value) -> list[L.Value]:
+        """Asks for one tile. Args and zeros as of `Copier.start`. Returns: words of this thread."""
+        found: list[L.Value] = []
+        for piece, source, live in self.sources(first, left):
+            found += self._words(piece, (source, piece.constant), live)
+        return found
+
+    def _words(self, piece: Piece, source: tuple[L.Value, int], live: L.Value | None) -> list[L.Value]:
+        if piece.condition is not None:
+            live = piece.condition if live is None else self.builder.and_(live, piece.condition)
+        return tensor.load_words(self.builder, source, self.shape.side.width, live)
+
+    def store(self, words: list[L.Value], stage: L.Value) -> None:
+        """Rounds the words of a tile and puts them into a stage of shared memory (bytes from the first one)."""
+        width = self.shape.side.width
+        rounded = [tensor.to_tf32(self.builder, w) for w in words]
+        for number, piece in enumerate(self.places):
+            target = self.builder.add(piece.into, stage)
+            mine = rounded[width * number : width * (number + 1)]
+            tensor.write_words(self.builder, target, piece.moved, mine, piece.condition)
+
+
+class Turning(Rounding):
+    """The same for operands whose neighbours in memory are rows (or columns).
+
+    Lanes of a warp: 8 squares side by side, 4 along terms; so that loads are whole lines and stores meet no bank twice.
+    """
+
+    def _find(self, threads: int, thread: L.Value, start: L.Value, shared: L.Value) -> None:
+        builder, shape, side = self.builder, self.shape, self.shape.side
+        low = builder.and_(thread, L.I32(1))
+        middle = builder.and_(builder.lshr(thread, L.I32(3)), L.I32(3))
+        near = builder.and_(builder.lshr(thread, L.I32(1)), L.I32(3))
+        beside = builder.add(builder.shl(middle, L.I32(1)), low)
+        total, halves = shape.size * shape.terms // SQUARE**2, 2  # a line is twice as long as the squares of a warp
+        for number in range(-(-total // threads)):
+            first = number * threads
+            condition = None if first + threads <= total else builder.icmp_unsigned("<", thread, L.I32(total - first))
+            far = first // (halves * SPAN) * SPAN
+            if number and shape.extent % shape.size == 0:
+                known = self.places[0]
+                far_bytes = known.constant + far * side.item
+                self.places.append(replace(known, constant=far_bytes, moved=far * wgmma.LINE, condition=condition))
+                continue
+            rest = builder.lshr(thread, L.I32(5))
+            chunk = builder.add(builder.shl(builder.and_(rest, L.I32(1)), L.I32(2)), near)
+            row = builder.add(builder.shl(builder.lshr(rest, L.I32(1)), L.I32(3)), beside)
+            row = builder.add(builder.mul(row, L.I32(SQUARE)), L.I32(far))
+            term = builder.mul(chunk, L.I32(SQUARE))
+            swizzled = builder.shl(builder.xor(chunk, builder.and_(row, L.I32(7))), L.I32(4))
+            into = builder.add(shared, builder.add(builder.mul(row, L.I32(wgmma.LINE)), swizzled))
+            outer = self._inside(builder.add(start, row))
+            constant = side.by_place.const * side.item
+            self.places.append(Piece(self._source(outer, term), constant, into, 0, outer, term, condition))
+
+    def load(self, first: L.Value, left: L.Value) -> list[L.Value]:
+        """Asks for one tile: of every square its lines of rows, one per term."""
+        builder, side = self.builder, self.shape.side
+        found: list[L.Value] = []
+        alive: dict[tuple[L.Value, int], L.Value] = {}
+        for piece, source, _ in self.sources(first, left):
+            for line in range(SQUARE):
+                live = None
+                if self.shape.ragged:
+                    key = (piece.term, line)
+                    if key not in alive:
+                        alive[key] = builder.icmp_signed("<", builder.add(piece.term, L.I32(line)), left)
+                    live = alive[key]
+                found += self._words(piece, (source, piece.constant + line * side.step * side.item), live)
+        return found
+
+    def store(self, words: list[L.Value], stage: L.Value) -> None:
+        """Rounds the words of a tile and puts them into a stage of shared memory, turned."""
+        builder = self.builder
+        rounded = [tensor.to_tf32(builder, w) for w in words]
+        for number, piece in enumerate(self.places):
+            target = builder.add(piece.into, stage)
+            square = rounded[SQUARE * SQUARE * number : SQUARE * SQUARE * (number + 1)]
+            for row in range(SQUARE):  # pieces of the lines of neighbouring rows
+                place = builder.xor(target, L.I32(row << 4)) if row else target
+                offset = piece.moved + row * wgmma.LINE
+                tensor.write_words(builder, place, offset, square[row::SQUARE], piece.condition)

@@ -1,0 +1,175 @@
+"""Candidate schedules of matrix products for warp groups (Hopper's ``wgmma``), ranked by counted cycles.
+
+Only products with enough to compute have any: their tiles are large, and every candidate costs compiling and measuring.
+Counted as in `region.gpu_products`; what differs is the rate of the units, and that they read both operands from shared
+memory at up to 128 bytes per cycle while threads write the next tiles there:
+
+    a group's instruction of 64 rows and n columns reads (64 + n) * 32 bytes for 64 * n * 32 / item products
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jcuts.dfg.program import Program
+from jcuts.region.gpu_products import CLUSTER, EXIT, FETCH, LATENCY, MEMORY, OVERLAP, PORT, SECOND, Counter
+from jcuts.region.gpu_products import L2 as CACHE
+from jcuts.region.gpu_tiles import WARP, Candidate, GpuMachine, scheduled
+from jcuts.region.products import Side, shares
+
+MOST = 5
+"""Candidates of one product for warp groups."""
+AGAIN = 0.95
+"""What every further candidate with as many blocks per tile counts."""
+GROUPED = (9, 0)
+"""The compute capability that has warp groups."""
+LEAST_POINTS, LEAST_PRODUCTS = 1 << 18, 1 << 27
+"""Outputs (16 tiles of 128x128) and products from which on there are candidates."""
+GROUP, HIGH, LINE = 4 * WARP, 64, 128
+"""Threads of a warp group, rows of its instruction, bytes of terms per tile."""
+SHAPES = (
+    (64, 64, 1), (64, 128, 1), (64, 192, 1), (64, 256, 1), (128, 64, 2), (128, 96, 2), (128, 128, 2), (128, 192, 2),
+    (128, 256, 2), (128, 64, 1), (128, 128, 1), (192, 128, 3), (192, 192, 3), (256, 64, 2), (256, 96, 2), (256, 128, 2),
+    (256, 128, 4),
+)  # fmt: skip
+"""(rows, columns, groups along the rows) of a block."""
+FLIGHTS, STAGES, ROUNDED_STAGES = (1, 2, 3), (4, 5, 6), 3
+"""float32: tiles that wait in registers, and tiles in shared memory; 16-bit types: tiles in shared memory."""
+SPLITS, CLUSTERS = (1, 2, 3, 4), (2, 4)
+MOST_SHARED, MOST_REGISTERS = 226 << 10, 232
+SHARED, FILE = 227 << 10, 65536
+"""Bytes of shared memory of a block, registers of a thread; of a multiprocessor: shared memory, registers."""
+UNIT = {4: 800.0, 2: 1600.0}
+"""Products per cycle and multiprocessor that long sums reach, by bytes of an operand."""
+ROUND = 160.0
+"""Cycles from one tile of terms to the next that the units cannot hide: a barrier, a fence, the issue."""
+
+
+@dataclass(frozen=True)
+class GroupTiling:
+    """One schedule: a block's tile, its warp groups along rows, tiles in shared memory and in registers, who shares terms."""
+
+    rows: int
+    columns: int
+    terms: int
+    groups: tuple[int, int]
+    stages: int
+    flight: int = 0
+    split: int = 1
+    cluster: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return GROUP * math.prod(self.groups)
+
+    def of(self, program: Program) -> Program:
+        """The scheduled program."""
+        found = (("flight", self.flight, 0), ("split", self.split, 1), ("cluster", self.cluster, 1))
+        more = tuple((name, count) for name, count, least in found if count > least)
+        tile = (self.rows, self.columns, self.terms)
+        params = (("tile", tile), ("groups", self.groups), ("stages", self.stages), *more)
+        return scheduled(program, "product", self.threads, *params)
+
+
+def grouped(program: Program, machine: GpuMachine, least: float) -> Iterator[Candidate]:
+    """Schedules of a program that `products.as_product` has made, at most `MOST`, best first.
+
+    Args: least: cycles that no schedule can fall below (`Counter.least`), with which scores are counted.
+    """
+    counter = GroupCounter(program, machine)
+    best: dict[tuple[int, ...], tuple[float, GroupTiling]] = {}
+    for tiling in tilings(counter):
+        cycles = counter.cycles(tiling)
+        key = (tiling.rows, tiling.columns, tiling.split, tiling.cluster)
+        if key not in best or cycles < best[key][0]:
+            best[key] = (cycles, tiling)
+    seen: dict[tuple[bool, bool], int] = {}
+    scored = []
+    for cycles, tiling in sorted(best.values(), key=lambda found: found[0]):
+        kind = (tiling.split > 1, tiling.cluster > 1)
+        scored.append((min(1.0, least / cycles) * AGAIN ** seen.get(kind, 0), tiling))
+        seen[kind] = seen.get(kind, 0) + 1
+    for score, tiling in sorted(scored, key=lambda found: -found[0])[:MOST]:
+        yield tiling.of(program), score
+
+
+def tilings(counter: GroupCounter) -> Iterator[GroupTiling]:
+    """All schedules that fit the product and the multiprocessor."""
+    points = counter.batch * counter.rows * counter.columns
+    if counter.machine.capability != GROUPED or points < LEAST_POINTS or points * counter.terms < LEAST_PRODUCTS:
+        return
+    terms = LINE // counter.item
+    if any(side.run % terms and side.run != counter.terms for side in counter.sides):
+        return
+    for rows, columns, along in SHAPES:
+        if rows >= 2 * counter.rows or columns >= 2 * counter.columns:
+            continue
+        if not all(_fits(side, size) for side, size in zip(counter.sides, (rows, columns), strict=True)):
+            continue
+        blocks = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns)
+        few = blocks < 2 * counter.machine.sms
+        ways = [*((s, 1) for s in SPLITS if s == 1 or few), *((1, c) for c in CLUSTERS if few)]
+        depths = [(ROUNDED_STAGES, f) for f in FLIGHTS] if counter.item == 4 else [(s, 0) for s in STAGES]
+        for (stages, flight), (split, cluster) in ((d, w) for d in depths for w in ways):
+            share, found = shares(counter.terms, terms, split * cluster)
+            if found != split * cluster or (found > 1 and share < 4) or (share > 4 and flight >= share):
+                continue
+            tiling = GroupTiling(rows, columns, terms, (along, 1), stages, flight, split, cluster)
+            if counter.shared(tiling) <= MOST_SHARED and counter.registers(tiling) <= MOST_REGISTERS:
+                yield tiling
+
+
+def _fits(side: Side, size: int) -> bool:
+    """Whether a tile can be copied in whole pieces of 16 bytes (float32 across terms: in squares)."""
+    if side.width * side.item != 16:
+        return False
+    return side.along_terms or (size % 32 == 0 and not side.guards)
+
+
+class GroupCounter(Counter):
+    """Counts the cycles of a product's schedules for warp groups."""
+
+    def shared(self, tiling: GroupTiling) -> int:  # type: ignore[override]
+        """Bytes of shared memory of a block."""
+        rows, columns = (
+            size if side.along_terms or side.item == 4 else -(-size // HIGH) * HIGH
+            for side, size in zip(self.sides, (tiling.rows, tiling.columns), strict=True)
+        )
+        return max((rows + columns) * LINE * tiling.stages, 4 * rows * columns if tiling.cluster > 1 else 0)
+
+    def registers(self, tiling: GroupTiling) -> int:
+        """32-bit registers of a thread, roughly."""
+        total = tiling.rows * tiling.columns // tiling.threads
+        waiting = tiling.flight * (tiling.rows + tiling.columns) * tiling.terms // tiling.threads
+        return 44 + total + waiting
+
+    def cycles(self, tiling: GroupTiling) -> float:  # type: ignore[override]
+        """Estimated cycles of a launch, and of the second one where terms are split."""
+        rows, columns, ways = tiling.rows, tiling.columns, tiling.split * tiling.cluster
+        blocks = self.batch * -(-self.rows // rows) * -(-self.columns // columns) * ways
+        resident = min(SHARED // (self.shared(tiling) + 1024), FILE // (tiling.threads * self.registers(tiling)))
+        resident = max(1, min(resident, self.machine.threads_per_sm // tiling.threads))
+        queue = -(-blocks // self.machine.sms)
+        beside, waves = min(resident, queue), -(-queue // resident)
+        copied = float((rows + columns) * LINE)
+        read = rows // HIGH * (HIGH + columns) * LINE
+        limits = [
+            beside * rows * columns * tiling.terms / UNIT[self.item],
+            beside * (read + copied * (2 if self.item == 4 else 1)) / PORT,
+            beside * copied / CACHE,
+            ROUND,
+        ]
+        share, _ = shares(self.terms, tiling.terms, ways)
+        limits.append(FETCH / (tiling.flight or tiling.stages - 2))
+        inner = max(limits) + OVERLAP * (sum(limits) - max(limits))
+        written = 4.0 * rows * columns * (1.0 if tiling.split > 1 else self.results / max(1.0, self.partial))
+        leave = EXIT + beside * written / tiling.cluster / CACHE
+        if tiling.cluster > 1:
+            leave += CLUSTER + beside * (8.0 * rows * columns / PORT + 4.0 * rows * columns / CACHE)
+        total = max(waves * (LATENCY + share * inner + leave), self.moved / MEMORY + LATENCY)
+        if tiling.split > 1:
+            total += SECOND + (2 * tiling.split + 1) * self.partial / MEMORY
+        return total

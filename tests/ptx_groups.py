@@ -51,7 +51,7 @@ class Units:
 
     def proxy_fence(self, on: np.ndarray) -> None:
         """fence.proxy.async: what these threads have written is seen by the units."""
-        held = self.unseen >= 0
+        held = (self.unseen >= 0) & ~self.machine.pipeline.busy  # copies that have arrived
         self.unseen[held & on[np.where(held, self.unseen, 0)]] = -1
 
     def step(self, ins: Instruction, parts: list[str], on: np.ndarray) -> None:

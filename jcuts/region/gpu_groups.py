@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jcuts.dfg.program import Program
+from jcuts.region import gpu_products
 from jcuts.region.gpu_products import CLUSTER, EXIT, FETCH, LATENCY, MEMORY, OVERLAP, PORT, SECOND, Counter
 from jcuts.region.gpu_products import L2 as CACHE
 from jcuts.region.gpu_tiles import WARP, Candidate, GpuMachine, scheduled
@@ -74,12 +75,23 @@ class GroupTiling:
         return scheduled(program, "product", self.threads, *params)
 
 
-def grouped(program: Program, machine: GpuMachine, least: float) -> Iterator[Candidate]:
-    """Schedules of a program that `products.as_product` has made, at most `MOST`, best first.
+def products(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    """Schedules of both families for a program that `products.as_product` has made, the best of every kind of tile.
 
-    Args: least: cycles that no schedule can fall below (`Counter.least`), with which scores are counted.
+    Scores are a bound over counted cycles: what must move at the memory's rate, or what must be multiplied at that of
+    the fastest units that the program has schedules for.
     """
     counter = GroupCounter(program, machine)
+    found = list(grouped(counter))
+    yield from found
+    if found:
+        yield from gpu_products.products(program, machine, gpu_products.MOST - len(found), counter.least)
+    else:
+        yield from gpu_products.products(program, machine)
+
+
+def grouped(counter: GroupCounter, most: int = MOST) -> Iterator[Candidate]:
+    """Schedules for warp groups, at most so many, best first."""
     best: dict[tuple[int, ...], tuple[float, GroupTiling]] = {}
     for tiling in tilings(counter):
         cycles = counter.cycles(tiling)
@@ -90,10 +102,10 @@ def grouped(program: Program, machine: GpuMachine, least: float) -> Iterator[Can
     scored = []
     for cycles, tiling in sorted(best.values(), key=lambda found: found[0]):
         kind = (tiling.split > 1, tiling.cluster > 1)
-        scored.append((min(1.0, least / cycles) * AGAIN ** seen.get(kind, 0), tiling))
+        scored.append((min(1.0, counter.least / cycles) * AGAIN ** seen.get(kind, 0), tiling))
         seen[kind] = seen.get(kind, 0) + 1
-    for score, tiling in sorted(scored, key=lambda found: -found[0])[:MOST]:
-        yield tiling.of(program), score
+    for score, tiling in sorted(scored, key=lambda found: -found[0])[:most]:
+        yield tiling.of(counter.program), score
 
 
 def tilings(counter: GroupCounter) -> Iterator[GroupTiling]:
@@ -131,6 +143,12 @@ def _fits(side: Side, size: int) -> bool:
 
 class GroupCounter(Counter):
     """Counts the cycles of a product's schedules for warp groups."""
+
+    def __init__(self, program: Program, machine: GpuMachine) -> None:
+        super().__init__(program, machine)
+        self.program = program
+        products = float(self.batch * self.rows * self.columns * self.terms)
+        self.least = max(self.moved / MEMORY, products / (machine.sms * UNIT[self.item]), LATENCY)
 
     def shared(self, tiling: GroupTiling) -> int:  # type: ignore[override]
         """Bytes of shared memory of a block."""

@@ -39,7 +39,7 @@ SHAPES = (
 FLIGHTS, STAGES, ROUNDED_STAGES = (1, 2, 3), (4, 5, 6), 3
 """float32: tiles that wait in registers, and tiles in shared memory; 16-bit types: tiles in shared memory."""
 SPLITS, CLUSTERS = (1, 2, 3, 4), (2, 4)
-MOST_SHARED, MOST_REGISTERS = 226 << 10, 232
+MOST_SHARED, MOST_REGISTERS = 226 << 10, 255
 SHARED, FILE = 227 << 10, 65536
 """Bytes of shared memory of a block, registers of a thread; of a multiprocessor: shared memory, registers."""
 UNIT = {4: 800.0, 2: 1600.0}
@@ -130,7 +130,8 @@ def tilings(counter: GroupCounter) -> Iterator[GroupTiling]:
             if found != split * cluster or (found > 1 and share < 4) or (share > 4 and flight >= share):
                 continue
             tiling = GroupTiling(rows, columns, terms, (along, 1), stages, flight, split, cluster)
-            if counter.shared(tiling) <= MOST_SHARED and counter.registers(tiling) <= MOST_REGISTERS:
+            registers = min(MOST_REGISTERS, FILE // tiling.threads)
+            if counter.shared(tiling) <= MOST_SHARED and counter.registers(tiling) <= registers:
                 yield tiling
 
 
@@ -162,7 +163,7 @@ class GroupCounter(Counter):
         """32-bit registers of a thread, roughly."""
         total = tiling.rows * tiling.columns // tiling.threads
         waiting = tiling.flight * (tiling.rows + tiling.columns) * tiling.terms // tiling.threads
-        return 44 + total + waiting
+        return (68 if self.item == 4 else 56) + total + waiting
 
     def cycles(self, tiling: GroupTiling) -> float:  # type: ignore[override]
         """Estimated cycles of a launch, and of the second one where terms are split."""

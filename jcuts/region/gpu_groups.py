@@ -50,7 +50,7 @@ ROUND = 160.0
 
 @dataclass(frozen=True)
 class GroupTiling:
-    """One schedule: a block's tile, its warp groups along rows, tiles in shared memory and in registers, who shares terms."""
+    """One schedule: a block's tile, its warp groups, tiles in shared memory and in registers, who shares terms."""
 
     rows: int
     columns: int

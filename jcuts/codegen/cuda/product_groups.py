@@ -1,4 +1,4 @@
-"""Matrix products by warp groups (``wgmma``): the second family of the *product* form, for products with much to compute.
+"""Matrix products by warp groups (``wgmma``): the second family of the *product* form, for much to compute.
 
 ``groups`` = (along rows, along columns): warp groups of a block, each with whole multiples of 64 rows.  16-bit operands
 are copied as `codegen.cuda.product` copies them, ``stages - 2`` tiles ahead: one is being multiplied and the one before

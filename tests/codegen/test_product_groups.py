@@ -37,7 +37,8 @@ from tests.ptx_tensor import TensorFault
 MACHINE = gpu.GpuMachine(132)
 ROUNDED = [
     GroupTiling(64, 64, 32, (1, 1), 3, 1), GroupTiling(128, 128, 32, (2, 1), 3, 2),
-    GroupTiling(64, 96, 32, (1, 1), 3, 3), GroupTiling(128, 64, 32, (1, 1), 3, 1), GroupTiling(64, 128, 32, (1, 2), 3, 1),
+    GroupTiling(64, 96, 32, (1, 1), 3, 3), GroupTiling(128, 64, 32, (1, 1), 3, 1),
+    GroupTiling(64, 128, 32, (1, 2), 3, 1),
     GroupTiling(64, 64, 32, (1, 1), 3, 1, 2), GroupTiling(128, 64, 32, (1, 1), 3, 1, 1, 2),
 ]  # fmt: skip
 """Of float32."""

@@ -136,6 +136,7 @@ class GroupEmitter(ProductEmitter):
             tensor.commit(builder)
         loop = _Loop(self, ahead)
         tensor.wait(builder, ahead - 1)
+        wgmma.proxy_fence(builder)
         loop.multiply()
         if count > ahead:
             with builder.if_then(builder.icmp_signed("<", loop.number, L.I32(count - ahead))):
@@ -155,6 +156,7 @@ class GroupEmitter(ProductEmitter):
         def store(words: list[list[L.Value]], stage: L.Value) -> None:
             for taker, mine in zip(takers, words, strict=True):
                 taker.store(mine, stage)
+            wgmma.proxy_fence(builder)
 
         tiles = [load(L.I32(number)) for number in range(min(count, 1 + shape.flight))]
         store(tiles[0], L.I32(0))
@@ -165,7 +167,10 @@ class GroupEmitter(ProductEmitter):
             held, values = [], iter(loop.held)
             for tile in waiting:
                 held.append([[next(values) for _ in words] for words in tile])
-            store(held[0], loop.writing)
+            # A branch keeps the conversions, which wait for loads, behind the products; loads come behind the fence,
+            # which would wait for them.
+            with builder.if_then(builder.icmp_signed("<", loop.number, L.I32(count - 1))):
+                store(held[0], loop.writing)
             held = held[1:]
             if count > 1 + shape.flight:
                 held.append(self._where(loop.number, count - 1 - shape.flight, load))
@@ -247,7 +252,6 @@ class _Loop:
 
     def multiply(self) -> None:
         """Waits for the tile and starts its products."""
-        wgmma.proxy_fence(self.builder)
         tensor.barrier(self.builder)
         self.sums = self.emitter.products(self.reading, self.totals)
 

@@ -37,7 +37,7 @@ from tests.ptx_tensor import TensorFault
 MACHINE = gpu.GpuMachine(132)
 ROUNDED = [
     GroupTiling(64, 64, 32, (1, 1), 3, 1), GroupTiling(128, 128, 32, (2, 1), 3, 2),
-    GroupTiling(64, 96, 32, (1, 1), 3, 3), GroupTiling(128, 64, 32, (1, 1), 3, 1),
+    GroupTiling(64, 96, 32, (1, 1), 3, 2), GroupTiling(128, 64, 32, (1, 1), 3, 1),
     GroupTiling(64, 128, 32, (1, 2), 3, 1),
     GroupTiling(64, 64, 32, (1, 1), 3, 1, 2), GroupTiling(128, 64, 32, (1, 1), 3, 1, 1, 2),
 ]  # fmt: skip
@@ -168,7 +168,7 @@ def test_the_code_is_what_the_tiling_says():
     words = (128 + 128) * 32 // 256
     assert ".target sm_90a" in ptx
     assert ptx.count("wgmma.mma_async.sync.aligned.m64n128k8.f32.tf32.tf32") == 4
-    assert ptx.count("wgmma.commit_group") == ptx.count("wgmma.fence") == ptx.count("fence.proxy.async") == 1
+    assert ptx.count("wgmma.commit_group") == ptx.count("wgmma.fence") == 1 == ptx.count("fence.proxy.async") - 1
     assert ptx.count("bar.sync") == 1
     assert ptx.count("cvt.rn.tf32") == 2 * words  # of the first tile, and in the loop
     assert ptx.count("st.shared.v4.b32") == 2 * words // 4 and "st.shared.b32" not in ptx

@@ -39,7 +39,7 @@ SHAPES = (
 FLIGHTS, STAGES, ROUNDED_STAGES = (1, 2, 3), (4, 5, 6), 3
 """float32: tiles that wait in registers, and tiles in shared memory; 16-bit types: tiles in shared memory."""
 SPLITS, CLUSTERS = (1, 2, 3, 4), (2, 4)
-MOST_SHARED, MOST_REGISTERS = 226 << 10, 255
+MOST_SHARED, MOST_REGISTERS = 226 << 10, 248
 SHARED, FILE = 227 << 10, 65536
 """Bytes of shared memory of a block, registers of a thread; of a multiprocessor: shared memory, registers."""
 UNIT = {4: 800.0, 2: 1600.0}

@@ -172,8 +172,8 @@ def test_the_code_is_what_the_tiling_says():
     assert ptx.count("bar.sync") == 1
     assert ptx.count("cvt.rn.tf32") == 2 * words  # of the first tile, and in the loop
     assert ptx.count("st.shared.v4.b32") == 2 * words // 4 and "st.shared.b32" not in ptx
-    assert ptx.count("ld.global.nc.v4.b32") == (1 + 2 + 1) * words // 4
-    assert ptx.count("st.global.v2.b32") == 128 * 128 // 2 // 256 and "st.global.b32" not in ptx
+    assert ptx.count("ld.global.nc.v4.b32") == (1 + 2 + 1) * words // 4 + 128 // 16  # the bias: four columns of each 16
+    assert ptx.count("st.global.v4.b32") == 128 * 128 // 4 // 256 and "st.global.b32" not in ptx
     arguments = [a.astype(jnp.bfloat16) for a in (x, w, b)]
     ptx = compiler.ptx_of(GroupTiling(128, 256, 64, (2, 1), 4).of(product_of(dense, *arguments)), SM90)
     loops = ptx.count("wgmma.fence")

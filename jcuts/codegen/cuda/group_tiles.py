@@ -13,6 +13,7 @@ from jcuts.codegen import lanes as L
 from jcuts.codegen.cuda import tensor, wgmma
 from jcuts.codegen.cuda.builder import GpuBuilder
 from jcuts.codegen.cuda.product_tiles import Copier, Piece, TileShape
+from jcuts.region.products import COLUMNS
 
 SQUARE = 4  # words of a piece
 SPAN = 32  # rows, and terms, of a warp's squares
@@ -53,6 +54,13 @@ class GroupTile(TileShape):
         return self.size * wgmma.LINE if self.by_terms else -(-self.size // wgmma.ROWS) * self.block
 
     @property
+    def beside(self) -> int:
+        """Tiles of 8 columns that take turns, so that a lane's results are as many pairs of neighbours."""
+        if self.side.outer != COLUMNS or not self.by_terms:
+            return 1
+        return 4 if self.side.item == 2 and self.warp % 32 == 0 else 2 if self.warp % 16 == 0 else 1
+
+    @property
     def high(self) -> int:
         """Rows from one tile of a warp's results to the next."""
         return wgmma.ROWS
@@ -65,6 +73,8 @@ class GroupTile(TileShape):
     def place(self, builder: GpuBuilder, line: L.Value, column: L.Value) -> L.Value:
         """Bytes from the tile's first one to an element of a line."""
         byte = builder.mul(column, L.I32(self.side.item))
+        if self.beside > 1:
+            line = self._turn(builder, line)
         piece = builder.xor(builder.lshr(byte, L.I32(4)), line)
         found = builder.add(builder.mul(line, L.I32(wgmma.LINE)), builder.shl(builder.and_(piece, L.I32(7)), L.I32(4)))
         if self.side.width * self.side.item < wgmma.PIECE:
@@ -75,7 +85,15 @@ class GroupTile(TileShape):
 
     def moved(self, lines: int) -> int | None:
         """Bytes that a place moves with so many lines; None if that depends on the place."""
-        return lines * wgmma.LINE if lines % 8 == 0 else None
+        return lines * wgmma.LINE if lines % (8 * self.beside) == 0 else None
+
+    def _turn(self, builder: GpuBuilder, line: L.Value) -> L.Value:
+        """The line of a column where tiles take turns: of 8 * t + 2 * q + e for column 2 * beside * q + 2 * t + e."""
+        bits = self.beside.bit_length() - 1
+        tile = builder.and_(builder.lshr(line, L.I32(1)), L.I32(self.beside - 1))
+        pair = builder.and_(builder.lshr(line, L.I32(1 + bits)), L.I32(3))
+        found = builder.add(builder.shl(tile, L.I32(3)), builder.shl(pair, L.I32(1)))
+        return builder.or_(found, builder.and_(line, L.I32(~(8 * self.beside - 1) | 1)))
 
     def words(self, threads: int) -> int:
         """Registers in which a thread holds its share of a tile of float32."""
@@ -117,10 +135,11 @@ class Turning(Rounding):
 
     def _find(self, threads: int, thread: L.Value, start: L.Value, shared: L.Value) -> None:
         builder, shape, side = self.builder, self.shape, self.shape.side
-        low = builder.and_(thread, L.I32(1))
-        middle = builder.and_(builder.lshr(thread, L.I32(3)), L.I32(3))
+        digits = [builder.and_(builder.lshr(thread, L.I32(bit)), L.I32(1)) for bit in (0, 3, 4)]
+        if shape.beside > 1:  # squares that differ in bit 1 lie half the banks apart
+            digits = [digits[1], digits[0], digits[2]]
+        beside = builder.or_(builder.shl(digits[2], L.I32(2)), builder.or_(builder.shl(digits[1], L.I32(1)), digits[0]))
         near = builder.and_(builder.lshr(thread, L.I32(1)), L.I32(3))
-        beside = builder.add(builder.shl(middle, L.I32(1)), low)
         total, halves = shape.size * shape.terms // SQUARE**2, 2  # a line is twice as long as the squares of a warp
         for number in range(-(-total // threads)):
             first = number * threads
@@ -136,8 +155,7 @@ class Turning(Rounding):
             row = builder.add(builder.shl(builder.lshr(rest, L.I32(1)), L.I32(3)), beside)
             row = builder.add(builder.mul(row, L.I32(SQUARE)), L.I32(far))
             term = builder.mul(chunk, L.I32(SQUARE))
-            swizzled = builder.shl(builder.xor(chunk, builder.and_(row, L.I32(7))), L.I32(4))
-            into = builder.add(shared, builder.add(builder.mul(row, L.I32(wgmma.LINE)), swizzled))
+            into = builder.add(shared, shape.place(builder, row, term))
             outer = self._inside(builder.add(start, row))
             constant = side.by_place.const * side.item
             self.places.append(Piece(self._source(outer, term), constant, into, 0, outer, term, condition))
@@ -166,6 +184,7 @@ class Turning(Rounding):
             target = builder.add(piece.into, stage)
             square = rounded[SQUARE * SQUARE * number : SQUARE * SQUARE * (number + 1)]
             for row in range(SQUARE):  # pieces of the lines of neighbouring rows
-                place = builder.xor(target, L.I32(row << 4)) if row else target
-                offset = piece.moved + row * wgmma.LINE
+                line = row if self.shape.beside == 1 else 8 * (row >> 1) + (row & 1)
+                place = builder.xor(target, L.I32((line & 7) << 4)) if line & 7 else target
+                offset = piece.moved + line * wgmma.LINE
                 tensor.write_words(builder, place, offset, square[row::SQUARE], piece.condition)

@@ -288,8 +288,7 @@ class ProductEmitter:
         lane = builder.add(builder.mul(self.flat, L.I32(WARP)), self.lane)
         lanes = WARP * shape.warps[0] * shape.warps[1]
         deep, rank = (self.deep, shape.warps[2]), (self.rank, shape.cluster)
-        step = 2 if shape.right.lone else 1
-        meet(builder, totals, self.shared, lanes, lane, deep, rank, step, shape.left.high, self._exit)
+        meet(builder, totals, self.shared, lanes, lane, deep, rank, shape.right.beside, shape.left.high, self._exit)
 
     def _exit(self, totals: Totals, row: L.Value, column: L.Value) -> None:
         """The exit graph on a thread's accumulators, the first of which have this row and column of the warp's tile."""

@@ -74,6 +74,11 @@ class TileShape:
         return self.lines * (self.length // self.side.width)
 
     @property
+    def beside(self) -> int:
+        """Tiles of 8 columns of a warp's results that stay together."""
+        return 2 if self.lone else 1
+
+    @property
     def high(self) -> int:
         """Rows from one tile of a warp's results to the next."""
         return 16
@@ -270,4 +275,6 @@ def columns_of(shape: TileShape) -> tuple[int, list[list[int]]]:
     """The same for columns: (factor of ``lane % 4``, offsets of the two results per tile of 8)."""
     if shape.lone:  # tiles of even and of odd columns take turns
         return 2 * PAIR, [[group + odd, group + 2 + odd] for group in range(0, shape.warp, 16) for odd in (0, 1)]
-    return 2, [[tile, tile + 1] for tile in range(0, shape.warp, 8)]
+    many = shape.beside
+    pairs = [group + 2 * tile for group in range(0, shape.warp, 8 * many) for tile in range(many)]
+    return 2 * many, [[first, first + 1] for first in pairs]

@@ -34,7 +34,7 @@ def schedules(case: Any, most: int) -> list[Any]:
     if made is None:
         return []
     machine = GpuMachine(132)
-    found = [p for p, _ in gpu_groups.grouped(gpu_groups.GroupCounter(made, machine), most)]
+    found = [p for p, _ in gpu_groups.grouped(gpu_groups.GroupCounter(made, machine), most, alike=True)]
     return found + [p for p, _ in gpu_products.products(made, machine, OTHERS)] if found else []
 
 

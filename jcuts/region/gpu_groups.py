@@ -9,6 +9,7 @@ memory at up to 128 bytes per cycle while threads write the next tiles there:
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,23 +30,24 @@ GROUPED = (9, 0)
 LEAST_POINTS, LEAST_PRODUCTS = 1 << 18, 1 << 27
 """Outputs (16 tiles of 128x128) and products from which on there are candidates."""
 GROUP, HIGH, LINE = 4 * WARP, 64, 128
-"""Threads of a warp group, rows of its instruction, bytes of terms per tile."""
+"""Threads of a warp group, rows of its instruction, bytes of a line of terms."""
 SHAPES = (
     (64, 64, 1), (64, 128, 1), (64, 192, 1), (64, 256, 1), (128, 64, 2), (128, 96, 2), (128, 128, 2), (128, 192, 2),
     (128, 256, 2), (128, 64, 1), (128, 128, 1), (192, 128, 3), (192, 192, 3), (256, 64, 2), (256, 96, 2), (256, 128, 2),
     (256, 128, 4),
 )  # fmt: skip
 """(rows, columns, groups along the rows) of a block."""
-FLIGHTS, STAGES, ROUNDED_STAGES = (1, 2, 3), (4, 5, 6), 3
-"""float32: tiles that wait in registers, and tiles in shared memory; 16-bit types: tiles in shared memory."""
+COPIED = ((1, 4, 0), (1, 5, 0), (1, 6, 0))
+ROUNDED = ((1, 2, 1), (1, 3, 1), (2, 2, 1), (2, 3, 1))
+"""(lines of terms per tile, tiles in shared memory, tiles that wait in registers), of 16-bit types and of float32."""
 SPLITS, CLUSTERS = (1, 2, 3, 4), (2, 4)
 MOST_SHARED, MOST_REGISTERS = 226 << 10, 248
 SHARED, FILE = 227 << 10, 65536
 """Bytes of shared memory of a block, registers of a thread; of a multiprocessor: shared memory, registers."""
 UNIT = {4: 800.0, 2: 1600.0}
 """Products per cycle and multiprocessor that long sums reach, by bytes of an operand."""
-ROUND = 160.0
-"""Cycles from one tile of terms to the next that the units cannot hide: a barrier, a fence, the issue."""
+ROUND, LOAD = 160.0, 900.0
+"""Cycles of a tile of terms: a barrier, a fence, the issue; from asking for a tile of float32 to having it."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +92,13 @@ def products(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
         yield from gpu_products.products(program, machine)
 
 
-def grouped(counter: GroupCounter, most: int = MOST) -> Iterator[Candidate]:
-    """Schedules for warp groups, at most so many, best first."""
+def grouped(counter: GroupCounter, most: int = MOST, *, alike: bool = False) -> Iterator[Candidate]:
+    """Schedules for warp groups, at most so many, best first; ``alike``: those that differ in their stages only too."""
     best: dict[tuple[int, ...], tuple[float, GroupTiling]] = {}
     for tiling in tilings(counter):
         cycles = counter.cycles(tiling)
         key = (tiling.rows, tiling.columns, tiling.split, tiling.cluster)
+        key += (tiling.terms, tiling.stages, *tiling.groups) if alike else ()
         if key not in best or cycles < best[key][0]:
             best[key] = (cycles, tiling)
     seen: dict[tuple[bool, bool], int] = {}
@@ -113,9 +116,6 @@ def tilings(counter: GroupCounter) -> Iterator[GroupTiling]:
     points = counter.batch * counter.rows * counter.columns
     if counter.machine.capability != GROUPED or points < LEAST_POINTS or points * counter.terms < LEAST_PRODUCTS:
         return
-    terms = LINE // counter.item
-    if any(side.run % terms and side.run != counter.terms for side in counter.sides):
-        return
     for rows, columns, along in SHAPES:
         if rows >= 2 * counter.rows or columns >= 2 * counter.columns:
             continue
@@ -124,10 +124,13 @@ def tilings(counter: GroupCounter) -> Iterator[GroupTiling]:
         blocks = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns)
         few = blocks < 2 * counter.machine.sms
         ways = [*((s, 1) for s in SPLITS if s == 1 or few), *((1, c) for c in CLUSTERS if few)]
-        depths = [(ROUNDED_STAGES, f) for f in FLIGHTS] if counter.item == 4 else [(s, 0) for s in STAGES]
-        for (stages, flight), (split, cluster) in ((d, w) for d in depths for w in ways):
+        depths = ROUNDED if counter.item == 4 else COPIED
+        for (lines, stages, flight), (split, cluster) in itertools.product(depths, ways):
+            terms = lines * LINE // counter.item
+            if any(side.run % terms and side.run != counter.terms for side in counter.sides):
+                continue
             share, found = shares(counter.terms, terms, split * cluster)
-            if found != split * cluster or (found > 1 and share < 4) or (share > 4 and flight >= share):
+            if found != split * cluster or (found > 1 and share < 4) or (lines > 1 and share < 3):
                 continue
             tiling = GroupTiling(rows, columns, terms, (along, 1), stages, flight, split, cluster)
             registers = min(MOST_REGISTERS, FILE // tiling.threads)
@@ -157,13 +160,14 @@ class GroupCounter(Counter):
             size if side.along_terms or side.item == 4 else -(-size // HIGH) * HIGH
             for side, size in zip(self.sides, (tiling.rows, tiling.columns), strict=True)
         )
-        return max((rows + columns) * LINE * tiling.stages, 4 * rows * columns if tiling.cluster > 1 else 0)
+        stage = (rows + columns) * tiling.terms * self.item
+        return max(stage * tiling.stages, 4 * rows * columns if tiling.cluster > 1 else 0)
 
     def registers(self, tiling: GroupTiling) -> int:
         """32-bit registers of a thread, roughly."""
         total = tiling.rows * tiling.columns // tiling.threads
         waiting = tiling.flight * (tiling.rows + tiling.columns) * tiling.terms // tiling.threads
-        return (68 if self.item == 4 else 56) + total + waiting
+        return 56 + total + waiting
 
     def cycles(self, tiling: GroupTiling) -> float:  # type: ignore[override]
         """Estimated cycles of a launch, and of the second one where terms are split."""
@@ -173,17 +177,17 @@ class GroupCounter(Counter):
         resident = max(1, min(resident, self.machine.threads_per_sm // tiling.threads))
         queue = -(-blocks // self.machine.sms)
         beside, waves = min(resident, queue), -(-queue // resident)
-        copied = float((rows + columns) * LINE)
-        read = rows // HIGH * (HIGH + columns) * LINE
+        line = tiling.terms * self.item
+        copied = float((rows + columns) * line)
+        read = rows // HIGH * (HIGH + columns) * line
         limits = [
             beside * rows * columns * tiling.terms / UNIT[self.item],
             beside * (read + copied * (2 if self.item == 4 else 1)) / PORT,
             beside * copied / CACHE,
-            ROUND,
+            LOAD if tiling.flight else FETCH / (tiling.stages - 2),
         ]
         share, _ = shares(self.terms, tiling.terms, ways)
-        limits.append(FETCH / (tiling.flight or tiling.stages - 2))
-        inner = max(limits) + OVERLAP * (sum(limits) - max(limits))
+        inner = max(limits) + OVERLAP * (sum(limits) - max(limits)) + (ROUND if beside == 1 else 0)
         written = 4.0 * rows * columns * (1.0 if tiling.split > 1 else self.results / max(1.0, self.partial))
         leave = EXIT + beside * written / tiling.cluster / CACHE
         if tiling.cluster > 1:

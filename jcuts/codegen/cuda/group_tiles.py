@@ -21,7 +21,7 @@ SPAN = 32  # rows, and terms, of a warp's squares
 
 @dataclass(frozen=True)
 class GroupTile(TileShape):
-    """A tile in the layout of `codegen.cuda.wgmma`: its terms fill one line."""
+    """A tile in the layout of `codegen.cuda.wgmma`: its terms fill one line, or several, *parts* of the tile."""
 
     @property
     def by_terms(self) -> bool:
@@ -44,14 +44,20 @@ class GroupTile(TileShape):
         return False
 
     @property
+    def part(self) -> int:
+        """Bytes of all rows' terms that fill one line."""
+        return self.size * wgmma.LINE
+
+    @property
     def block(self) -> int:
-        """Bytes of 64 rows of all terms."""
-        return wgmma.ROWS * wgmma.LINE
+        """Bytes from 64 rows to the next 64: of their lines in a part, or of all terms."""
+        return (wgmma.ROWS if self.by_terms else self.terms) * wgmma.LINE
 
     @property
     def bytes(self) -> int:
         """Of the tile in shared memory."""
-        return self.size * wgmma.LINE if self.by_terms else -(-self.size // wgmma.ROWS) * self.block
+        parts = self.terms * self.side.item // wgmma.LINE
+        return parts * self.part if self.by_terms else -(-self.size // wgmma.ROWS) * self.block
 
     @property
     def beside(self) -> int:
@@ -65,10 +71,12 @@ class GroupTile(TileShape):
         """Rows from one tile of a warp's results to the next."""
         return wgmma.ROWS
 
-    @property
-    def step(self) -> int:
-        """Bytes from the terms of one instruction to those of the next."""
-        return tensor.STEP if self.by_terms else tensor.STEP // self.side.item * wgmma.LINE
+    def step(self, number: int) -> int:
+        """Bytes from the first terms to those of an instruction."""
+        if not self.by_terms:
+            return number * (tensor.STEP // self.side.item) * wgmma.LINE
+        part, inside = divmod(number * tensor.STEP, wgmma.LINE)
+        return part * self.part + inside
 
     def place(self, builder: GpuBuilder, line: L.Value, column: L.Value) -> L.Value:
         """Bytes from the tile's first one to an element of a line."""
@@ -79,8 +87,9 @@ class GroupTile(TileShape):
         found = builder.add(builder.mul(line, L.I32(wgmma.LINE)), builder.shl(builder.and_(piece, L.I32(7)), L.I32(4)))
         if self.side.width * self.side.item < wgmma.PIECE:
             found = builder.add(found, builder.and_(byte, L.I32(wgmma.PIECE - 1)))
-        if not self.by_terms:
-            found = builder.add(found, builder.mul(builder.lshr(byte, L.I32(7)), L.I32(self.block)))
+        if not self.by_terms or self.terms * self.side.item > wgmma.LINE:
+            far = self.part if self.by_terms else self.block
+            found = builder.add(found, builder.mul(builder.lshr(byte, L.I32(7)), L.I32(far)))
         return found
 
     def moved(self, lines: int) -> int | None:
@@ -140,19 +149,21 @@ class Turning(Rounding):
             digits = [digits[1], digits[0], digits[2]]
         beside = builder.or_(builder.shl(digits[2], L.I32(2)), builder.or_(builder.shl(digits[1], L.I32(1)), digits[0]))
         near = builder.and_(builder.lshr(thread, L.I32(1)), L.I32(3))
-        total, halves = shape.size * shape.terms // SQUARE**2, 2  # a line is twice as long as the squares of a warp
+        total = shape.size * shape.terms // SQUARE**2
+        across = shape.terms // (SQUARE * SQUARE)  # warps side by side along the terms: a power of two
         for number in range(-(-total // threads)):
             first = number * threads
             condition = None if first + threads <= total else builder.icmp_unsigned("<", thread, L.I32(total - first))
-            far = first // (halves * SPAN) * SPAN
+            far = first // (across * SPAN) * SPAN
             if number and shape.extent % shape.size == 0:
                 known = self.places[0]
                 far_bytes = known.constant + far * side.item
                 self.places.append(replace(known, constant=far_bytes, moved=far * wgmma.LINE, condition=condition))
                 continue
             rest = builder.lshr(thread, L.I32(5))
-            chunk = builder.add(builder.shl(builder.and_(rest, L.I32(1)), L.I32(2)), near)
-            row = builder.add(builder.shl(builder.lshr(rest, L.I32(1)), L.I32(3)), beside)
+            chunk = builder.add(builder.shl(builder.and_(rest, L.I32(across - 1)), L.I32(2)), near)
+            row = builder.lshr(rest, L.I32(across.bit_length() - 1))
+            row = builder.add(builder.shl(row, L.I32(3)), beside)
             row = builder.add(builder.mul(row, L.I32(SQUARE)), L.I32(far))
             term = builder.mul(chunk, L.I32(SQUARE))
             into = builder.add(shared, shape.place(builder, row, term))

@@ -27,7 +27,7 @@ from jcuts.region.products import COLUMNS, ROWS, K, S, shares, sides, summed
 
 WARPS = 4  # of a group
 MOST_TOTALS = 128  # of a thread
-ROUNDED_STAGES = 3  # of shared memory, where tiles wait in registers
+ROUNDED_STAGES = (2, 3)  # of shared memory, where tiles wait in registers; of 3 two may be multiplied at once
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ def group_shape(program: Program) -> GroupShape:
     second = GroupTile(right, extents[COLUMNS], columns, terms, columns // max(1, across), first.bytes, ragged)
     stages, flight = int(str(params["stages"])), int(str(params.get("flight", 0)))
     shape = GroupShape(first, second, (WARPS * along, across, 1), stages, share, total, cluster, flight)
-    fits = rows == along * first.warp and columns == across * second.warp and terms * left.item == wgmma.LINE
+    fits = rows == along * first.warp and columns == across * second.warp and terms * left.item in (wgmma.LINE, 2 * wgmma.LINE)
     fits = fits and first.warp % wgmma.ROWS == 0 and second.warp % 8 == 0 and second.warp <= wgmma.WIDEST
     fits = fits and first.warp * second.warp <= MOST_TOTALS * WARP * WARPS
-    fits = fits and (flight > 0 and stages == ROUNDED_STAGES if left.item == 4 else flight == 0 and stages >= 3)
+    fits = fits and (flight > 0 and stages in ROUNDED_STAGES if left.item == 4 else flight == 0 and stages >= 3)
     fits = fits and ranks == cluster and (cluster == 1 or S not in extents)
     fits = fits and all(t.side.run % terms == 0 or t.side.run == extents[K] for t in (first, second))
     fits = fits and all(readable(t, number) for t, number in ((first, along), (second, across)))
@@ -204,7 +204,7 @@ class GroupEmitter(ProductEmitter):
     def _descriptor(self, tile: GroupTile, first: L.Value) -> L.Value:
         """Of a group's part of a tile, which begins at this row (or column), in the first stage."""
         builder = self.builder
-        into = builder.mul(first, L.I32(wgmma.LINE))  # 64 rows are a block of 64 lines in both layouts
+        into = builder.mul(first, L.I32(tile.block // wgmma.ROWS))
         place = builder.add(builder.add(self.shared, L.I32(tile.first)), into)
         return wgmma.descriptor(builder, place, tile.block, wgmma.ATOM)
 
@@ -213,13 +213,13 @@ class GroupEmitter(ProductEmitter):
         builder, shape = self.builder, self.shape
         stage = builder.zext(builder.lshr(reading, L.I32(4)), L.I64)
         left, right = (builder.add(base, stage) for base in self.bases)
-        steps = range(wgmma.LINE // tensor.STEP)
+        steps = range(shape.left.terms * shape.left.side.item // tensor.STEP)
         pairs = []
-        seconds = [wgmma.moved(builder, right, k * shape.right.step) for k in steps]
+        seconds = [wgmma.moved(builder, right, shape.right.step(k)) for k in steps]
         for row in range(shape.left.warp // wgmma.ROWS):
             start = row * shape.left.block
             pairs.append(
-                [(wgmma.moved(builder, left, start + k * shape.left.step), second) for k, second in enumerate(seconds)]
+                [(wgmma.moved(builder, left, start + shape.left.step(k)), second) for k, second in enumerate(seconds)]
             )
         turned = (not shape.left.by_terms, not shape.right.by_terms)
         return wgmma.multiply(builder, shape.kind, pairs, turned, totals)
@@ -260,9 +260,12 @@ class _Loop:
         self.following = values
 
     def end(self) -> Totals:
-        """Waits for the products of the round before, goes round, and after all rounds waits for the last ones."""
+        """Waits for the products of the round before (of this one, where its stage is written next), and goes round.
+
+        After all rounds it waits for the last products.
+        """
         builder = self.builder
-        wgmma.wait(builder, 1)
+        wgmma.wait(builder, 1 if self.emitter.shape.stages > 2 else 0)
         next_ = builder.add(self.number, L.I32(1))
         flat = [phi for rows in self.totals for tile in rows for phi in tile]
         sums = [value for rows in self.sums for tile in rows for value in tile]

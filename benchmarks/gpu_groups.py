@@ -22,8 +22,8 @@ sys.path.insert(0, str(ROOT))
 OTHERS = 2  # schedules of the other family
 
 
-def schedules(case: Any, most: int) -> list[Any]:
-    """Programs of one case, for an H100 or H200."""
+def schedules(case: Any, most: int, tiles: dict[str, list[list[Any]]]) -> list[Any]:
+    """Programs of one case, for an H100 or H200: the best by the ranking, or those asked for."""
     from benchmarks.gpu_run import program_of
     from jcuts.region import gpu_groups, gpu_products
     from jcuts.region.gpu import GpuMachine
@@ -34,6 +34,10 @@ def schedules(case: Any, most: int) -> list[Any]:
     if made is None:
         return []
     machine = GpuMachine(132)
+    asked = [t for part, listed in tiles.items() if part in case.name for t in listed]
+    if asked:
+        found = [gpu_groups.GroupTiling(*t[:3], (t[3], 1), *t[4:]).of(made) for t in asked]
+        return found + [p for p, _ in gpu_products.products(made, machine, 1)]
     found = [p for p, _ in gpu_groups.grouped(gpu_groups.GroupCounter(made, machine), most, alike=True)]
     return found + [p for p, _ in gpu_products.products(made, machine, OTHERS)] if found else []
 
@@ -62,6 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("gpu_groups"))
     parser.add_argument("--only", default="gemm", help="only cases whose name contains one of these")
     parser.add_argument("--most", type=int, default=20, help="schedules per case")
+    parser.add_argument("--tiles", type=Path, help="JSON: part of a case's name -> [rows, columns, terms, groups, "
+                        "stages, flight, split, cluster, copies] of every schedule wanted")  # fmt: skip
     parser.add_argument("--budget", type=float, default=200.0, help="seconds")
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--build", action="store_true", help="only compile; needs no GPU")
@@ -69,7 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = options.out / "kernels"
     folder.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
-    work = [(c, schedules(c, options.most)) for c in cases() if gpu_run.wanted(c, options.only)]
+    tiles = json.loads(options.tiles.read_text()) if options.tiles else {}
+    work = [(c, schedules(c, options.most, tiles)) for c in cases() if gpu_run.wanted(c, options.only)]
     work = [(case, programs) for case, programs in work if programs]
     jobs = [(p, folder) for _, programs in work for p in programs]
     with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
@@ -84,6 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         row = gpu_run.bench(case, folder, 132, 0, (9, 0), built)
         rows.append(row)
         gpu_run.show(row)
+        print(f"    {time.perf_counter() - start:.0f} s")
         for found in sorted(row["candidates"].values(), key=lambda c: c.get("median", 1e9)):
             params = {k: v for k, v in found["params"].items() if k not in ("cuda", "threads")}
             print(f"    {found.get('median', 0) * 1e6:9.2f} {found['error']:.1e} {params}")

@@ -7,6 +7,7 @@ threads load squares of 4x4 elements and store them the other way (`Turning`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from jcuts.codegen import lanes as L
@@ -111,20 +112,39 @@ class GroupTile(TileShape):
         )  # fmt: skip
 
 
+Wanted = tuple[tuple[L.Value, int], L.Value | None, L.Value | None]
+"""What a thread asks for at once: global address (register, bytes to add), whether it is there, whether it asks."""
+
+
 class Rounding(Copier):
-    """Takes tiles of float32 through registers."""
+    """Takes tiles of float32 through registers; they wait there, or as they are in shared memory."""
 
     def load(self, first: L.Value, left: L.Value) -> list[L.Value]:
         """Asks for one tile. Args and zeros as of `Copier.start`. Returns: words of this thread."""
-        found: list[L.Value] = []
-        for piece, source, live in self.sources(first, left):
-            found += self._words(piece, (source, piece.constant), live)
+        builder, found = self.builder, []
+        for source, live, condition in self.wanted(first, left):
+            if condition is not None:
+                live = condition if live is None else builder.and_(live, condition)
+            found += tensor.load_words(builder, source, self.shape.side.width, live)
         return found
 
-    def _words(self, piece: Piece, source: tuple[L.Value, int], live: L.Value | None) -> list[L.Value]:
-        if piece.condition is not None:
-            live = piece.condition if live is None else self.builder.and_(live, piece.condition)
-        return tensor.load_words(self.builder, source, self.shape.side.width, live)
+    def ask(self, first: L.Value, left: L.Value, place: L.Value, threads: int) -> None:
+        """The same into the thread's own places of shared memory: ``place`` and on, words of all threads in turn."""
+        size = 4 * self.shape.side.width
+        for number, (source, live, condition) in enumerate(self.wanted(first, left)):
+            tensor.copy(self.builder, (place, number * size * threads), source, size, live, condition)
+
+    def take(self, place: L.Value, threads: int) -> list[L.Value]:
+        """The words that `ask` has put there, after a wait for its group."""
+        width, found = self.shape.side.width, []
+        for number in range(self.shape.words(threads) // width):
+            found += tensor.read_words(self.builder, place, number * 4 * width * threads, width)
+        return found
+
+    def wanted(self, first: L.Value, left: L.Value) -> Iterator[Wanted]:
+        """The accesses of one tile."""
+        for piece, source, live in self.sources(first, left):
+            yield (source, piece.constant), live, piece.condition
 
     def store(self, words: list[L.Value], stage: L.Value) -> None:
         """Rounds the words of a tile and puts them into a stage of shared memory (bytes from the first one)."""
@@ -171,10 +191,9 @@ class Turning(Rounding):
             constant = side.by_place.const * side.item
             self.places.append(Piece(self._source(outer, term), constant, into, 0, outer, term, condition))
 
-    def load(self, first: L.Value, left: L.Value) -> list[L.Value]:
-        """Asks for one tile: of every square its lines of rows, one per term."""
+    def wanted(self, first: L.Value, left: L.Value) -> Iterator[Wanted]:
+        """Of every square its lines of rows, one per term."""
         builder, side = self.builder, self.shape.side
-        found: list[L.Value] = []
         alive: dict[tuple[L.Value, int], L.Value] = {}
         for piece, source, _ in self.sources(first, left):
             for line in range(SQUARE):
@@ -184,8 +203,7 @@ class Turning(Rounding):
                     if key not in alive:
                         alive[key] = builder.icmp_signed("<", builder.add(piece.term, L.I32(line)), left)
                     live = alive[key]
-                found += self._words(piece, (source, piece.constant + line * side.step * side.item), live)
-        return found
+                yield (source, piece.constant + line * side.step * side.item), live, piece.condition
 
     def store(self, words: list[L.Value], stage: L.Value) -> None:
         """Rounds the words of a tile and puts them into a stage of shared memory, turned."""

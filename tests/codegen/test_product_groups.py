@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import jax
@@ -37,14 +38,15 @@ from tests.ptx_tensor import TensorFault
 MACHINE = gpu.GpuMachine(132)
 ROUNDED = [
     GroupTiling(64, 64, 32, (1, 1), 3, 1), GroupTiling(128, 128, 32, (2, 1), 3, 2),
-    GroupTiling(64, 96, 32, (1, 1), 3, 2), GroupTiling(128, 64, 32, (1, 1), 3, 1),
-    GroupTiling(64, 128, 32, (1, 2), 3, 1),
+    GroupTiling(64, 96, 64, (1, 1), 2, 1), GroupTiling(128, 64, 32, (1, 1), 3, 1),
+    GroupTiling(64, 64, 32, (1, 1), 2, 0, copies=2), GroupTiling(64, 128, 32, (1, 2), 3, 0, copies=1),
     GroupTiling(64, 64, 32, (1, 1), 3, 1, 2), GroupTiling(128, 64, 32, (1, 1), 3, 1, 1, 2),
+    GroupTiling(64, 64, 32, (1, 1), 2, 0, 1, 2, 3),
 ]  # fmt: skip
 """Of float32."""
 COPIED = [
     GroupTiling(64, 64, 64, (1, 1), 3), GroupTiling(128, 128, 64, (2, 1), 4), GroupTiling(128, 96, 64, (1, 1), 3),
-    GroupTiling(64, 128, 64, (1, 2), 3), GroupTiling(64, 64, 64, (1, 1), 4, 0, 2),
+    GroupTiling(64, 128, 64, (1, 2), 3), GroupTiling(64, 64, 128, (1, 1), 3), GroupTiling(64, 64, 64, (1, 1), 4, 0, 2),
     GroupTiling(128, 64, 64, (2, 1), 3, 0, 1, 2),
 ]  # fmt: skip
 """Of 16-bit types."""
@@ -53,7 +55,7 @@ EPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10}
 
 @compiled
 @pytest.mark.parametrize("tiling", ROUNDED, ids=str)
-@pytest.mark.parametrize("size", [(128, 128, 128), (70, 100, 68), (200, 300, 132), (65, 76, 200)])
+@pytest.mark.parametrize("size", [(128, 128, 128), (70, 164, 68), (65, 76, 200)])
 def test_float32_of_sizes_that_divide_nothing(size, tiling):
     m, k, n = size
     x, w, b = normal(m, k), normal(k, n), normal(n)
@@ -63,7 +65,7 @@ def test_float32_of_sizes_that_divide_nothing(size, tiling):
 @compiled
 @pytest.mark.parametrize("dtype", EPS)
 @pytest.mark.parametrize("tiling", COPIED, ids=str)
-@pytest.mark.parametrize("size", [(128, 192, 128), (70, 200, 72), (200, 264, 136)])
+@pytest.mark.parametrize("size", [(128, 256, 128), (70, 264, 136)])
 def test_16_bit_types_of_sizes_that_divide_nothing(size, tiling, dtype):
     m, k, n = size
     x, w = normal(m, k).astype(jnp.dtype(dtype)), normal(k, n).astype(jnp.dtype(dtype))
@@ -82,6 +84,7 @@ def test_layouts(layout, dtype):
     wanted = left(exact(x)) @ right(exact(w))
     if dtype == "float32":
         compare(run(fn, (x, w), ROUNDED[1]), [wanted])
+        compare(run(fn, (x, w), ROUNDED[4]), [wanted])
     else:
         compare(run(fn, (x, w), COPIED[1]), [wanted], 2.1 * EPS[dtype])
 
@@ -105,7 +108,7 @@ def test_batches_and_transposed_results():
 
 
 @compiled
-@pytest.mark.parametrize("tiling", [ROUNDED[1], ROUNDED[3], ROUNDED[6]], ids=str)
+@pytest.mark.parametrize("tiling", [ROUNDED[1], ROUNDED[3], ROUNDED[8]], ids=str)
 def test_everything_behind_a_product(tiling):
     """Bias and ReLU6, a residual, GELU, and two results."""
 
@@ -141,7 +144,7 @@ def test_convolutions_with_taps(name, dtype):
 def test_the_machine_sees_what_pipelines_do_wrong():
     x, w = normal(64, 256), normal(256, 64)
     for tiling, arguments in (
-        (ROUNDED[0], (x, w)), (COPIED[0], tuple(a.astype(jnp.bfloat16) for a in (x, w))),
+        (ROUNDED[0], (x, w)), (ROUNDED[4], (x, w)), (COPIED[0], tuple(a.astype(jnp.bfloat16) for a in (x, w))),
     ):  # fmt: skip
         program = tiling.of(product_of(lambda x, w: x @ w, *arguments))
         kernel, ptx = compiler.compile_program(program, SM90), compiler.ptx_of(program, SM90)
@@ -149,12 +152,12 @@ def test_the_machine_sees_what_pipelines_do_wrong():
             (lambda t: t.replace("fence.proxy.async.shared::cta;", ""), "proxy fence"),
             (lambda t: t.replace("wgmma.fence.sync.aligned;", ""), "no wgmma.fence"),
             (lambda t: t.replace("bar.sync 0;", ""), "before a barrier|under way"),
-            (lambda t: t.replace("wgmma.wait_group.sync.aligned 1;", ""), "is reading"),
+            (lambda t: re.sub(r"wgmma.wait_group.sync.aligned [01];", "", t), "is reading"),
         ]
-        if tiling.flight:
+        if x.dtype == arguments[0].dtype:
             changes.append((lambda t: t.replace("cvt.rn.tf32.f32", "mov.b32"), "not rounded"))
-        else:
-            changes.append((lambda t: t.replace("cp.async.wait_group 0;", ""), "under way|proxy fence"))
+        if not tiling.flight:
+            changes.append((lambda t: re.sub(r"cp.async.wait_group \d;", "", t), "under way|proxy fence"))
         for change, what in changes:
             with pytest.raises((TensorFault, ptx_machine.Fault), match=what):
                 ptx_machine.run_kernel(change(ptx), kernel, arguments)
@@ -203,8 +206,9 @@ def test_refusals():
     x, w = normal(128, 128), normal(128, 128)
     program = product_of(lambda x, w: x @ w, x, w)
     for tiling in (
-        GroupTiling(96, 64, 32, (1, 1), 3, 1), GroupTiling(64, 64, 64, (1, 1), 3, 1),
+        GroupTiling(96, 64, 32, (1, 1), 3, 1), GroupTiling(64, 64, 16, (1, 1), 3, 1),
         GroupTiling(64, 64, 32, (1, 1), 4, 1), GroupTiling(64, 64, 32, (1, 1), 3, 0),
+        GroupTiling(64, 64, 32, (1, 1), 3, 1, copies=1),
         GroupTiling(128, 256, 32, (1, 1), 3, 1), GroupTiling(64, 288, 32, (1, 1), 3, 1),
     ):  # fmt: skip
         with pytest.raises(CompileRejected, match="no product of tiles"):
@@ -223,6 +227,8 @@ def test_what_a_block_takes():
     assert shape.threads == 256 and shape.shared == 3 * (128 + 256) * 128
     assert [t.words(shape.threads) for t in (shape.left, shape.right)] == [16, 32]
     assert (shape.left.turned, shape.right.turned) == (False, True)
+    shape = group_shape(GroupTiling(128, 192, 32, (2, 1), 2, 0, copies=3).of(product_of(lambda x, w: x @ w, x, w)))
+    assert shape.shared == (2 * (128 + 192) + 3 * (128 + 256)) * 128  # threads have whole squares each
     x, w = (a.astype(jnp.bfloat16) for a in (x, w))
     shape = group_shape(replace(GroupTiling(128, 96, 64, (2, 1), 4)).of(product_of(lambda x, w: x @ w, x, w)))
     assert shape.right.bytes == 2 * 64 * 128 and not shape.right.by_terms  # 96 columns take two blocks of 64

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 from jcuts.dfg.program import Program
 from jcuts.region import gpu_products
-from jcuts.region.gpu_products import CLUSTER, EXIT, FETCH, LATENCY, MEMORY, OVERLAP, PORT, SECOND, Counter
-from jcuts.region.gpu_products import L2 as CACHE
+from jcuts.region.gpu_products import CLUSTER, EXIT, FETCH, LATENCY, MEMORY, PORT, SECOND, Counter
 from jcuts.region.gpu_tiles import WARP, Candidate, GpuMachine, scheduled
 from jcuts.region.products import Side, shares
 
@@ -37,22 +36,29 @@ SHAPES = (
     (256, 128, 4),
 )  # fmt: skip
 """(rows, columns, groups along the rows) of a block."""
-COPIED = ((1, 4, 0), (1, 5, 0), (1, 6, 0))
-ROUNDED = ((1, 2, 1), (1, 3, 1), (2, 2, 1), (2, 3, 1))
-"""(lines of terms per tile, tiles in shared memory, tiles that wait in registers), of 16-bit types and of float32."""
+COPIED = ((1, 4, 0, 0), (1, 5, 0, 0), (1, 6, 0, 0), (2, 3, 0, 0))
+ROUNDED = (
+    (1, 2, 1, 0), (1, 3, 1, 0), (2, 2, 1, 0), (2, 3, 1, 0), (1, 2, 0, 1), (1, 2, 0, 2), (1, 2, 0, 3), (1, 2, 0, 4),
+    (1, 3, 0, 1), (1, 3, 0, 2), (1, 3, 0, 3), (1, 3, 0, 4),
+)  # fmt: skip
+"""Of 16-bit types and of float32: lines of terms per tile, tiles in shared memory, tiles that wait in registers, and
+in shared memory as they are."""
 SPLITS, CLUSTERS = (1, 2, 3, 4), (2, 4)
-MOST_SHARED, MOST_REGISTERS = 226 << 10, 248
+MOST_SHARED, MOST_REGISTERS, MOST_WAITING = 226 << 10, 248, 80
 SHARED, FILE = 227 << 10, 65536
-"""Bytes of shared memory of a block, registers of a thread; of a multiprocessor: shared memory, registers."""
+"""Bytes of shared memory of a block, registers of a thread, those of tiles on their way; of a multiprocessor: shared
+memory, registers."""
 UNIT = {4: 800.0, 2: 1600.0}
 """Products per cycle and multiprocessor that long sums reach, by bytes of an operand."""
-ROUND, LOAD = 160.0, 900.0
+CACHE, OVERLAP = 56.0, 0.1
+"""As in `region.gpu_products`, fitted to such tiles: bytes per cycle of the L2 cache, what is left of limits."""
+ROUND, LOAD = 100.0, 900.0
 """Cycles of a tile of terms: a barrier, a fence, the issue; from asking for a tile of float32 to having it."""
 
 
 @dataclass(frozen=True)
 class GroupTiling:
-    """One schedule: a block's tile, its warp groups, tiles in shared memory and in registers, who shares terms."""
+    """One schedule: a block's tile, its warp groups, tiles in shared memory and on their way, who shares terms."""
 
     rows: int
     columns: int
@@ -100,7 +106,7 @@ def grouped(counter: GroupCounter, most: int = MOST, *, alike: bool = False) -> 
     for tiling in tilings(counter):
         cycles = counter.cycles(tiling)
         key = (tiling.rows, tiling.columns, tiling.split, tiling.cluster)
-        key += (tiling.terms, tiling.stages, *tiling.groups) if alike else ()
+        key += (tiling.terms, tiling.stages, tiling.copies, *tiling.groups) if alike else ()
         if key not in best or cycles < best[key][0]:
             best[key] = (cycles, tiling)
     seen: dict[tuple[bool, bool], int] = {}
@@ -127,14 +133,14 @@ def tilings(counter: GroupCounter) -> Iterator[GroupTiling]:
         few = blocks < 2 * counter.machine.sms
         ways = [*((s, 1) for s in SPLITS if s == 1 or few), *((1, c) for c in CLUSTERS if few)]
         depths = ROUNDED if counter.item == 4 else COPIED
-        for (lines, stages, flight), (split, cluster) in itertools.product(depths, ways):
+        for (lines, stages, flight, copies), (split, cluster) in itertools.product(depths, ways):
             terms = lines * LINE // counter.item
             if any(side.run % terms and side.run != counter.terms for side in counter.sides):
                 continue
             share, found = shares(counter.terms, terms, split * cluster)
             if found != split * cluster or (found > 1 and share < 4) or (lines > 1 and share < 3):
                 continue
-            tiling = GroupTiling(rows, columns, terms, (along, 1), stages, flight, split, cluster)
+            tiling = GroupTiling(rows, columns, terms, (along, 1), stages, flight, split, cluster, copies)
             registers = min(MOST_REGISTERS, FILE // tiling.threads)
             if counter.shared(tiling) <= MOST_SHARED and counter.registers(tiling) <= registers:
                 yield tiling
@@ -163,13 +169,22 @@ class GroupCounter(Counter):
             for side, size in zip(self.sides, (tiling.rows, tiling.columns), strict=True)
         )
         stage = (rows + columns) * tiling.terms * self.item
-        return max(stage * tiling.stages, 4 * rows * columns if tiling.cluster > 1 else 0)
+        copied = 4 * tiling.threads * self._words(tiling) * tiling.copies
+        return max(stage * tiling.stages + copied, 4 * rows * columns if tiling.cluster > 1 else 0)
+
+    def _words(self, tiling: GroupTiling) -> int:
+        """What a thread takes of a tile of float32: whole pieces, or squares, of each operand."""
+        total = 0
+        for side, size in zip(self.sides, (tiling.rows, tiling.columns), strict=True):
+            piece = side.width if side.along_terms else 16
+            total += -(-size * tiling.terms // (piece * tiling.threads)) * piece
+        return total
 
     def registers(self, tiling: GroupTiling) -> int:
         """32-bit registers of a thread, roughly."""
         total = tiling.rows * tiling.columns // tiling.threads
-        waiting = tiling.flight * (tiling.rows + tiling.columns) * tiling.terms // tiling.threads
-        return 56 + total + waiting
+        waiting = tiling.flight * self._words(tiling)
+        return 56 + total + (waiting or 8) + (0 if waiting <= MOST_WAITING else MOST_REGISTERS)
 
     def cycles(self, tiling: GroupTiling) -> float:  # type: ignore[override]
         """Estimated cycles of a launch, and of the second one where terms are split."""
@@ -184,9 +199,9 @@ class GroupCounter(Counter):
         read = rows // HIGH * (HIGH + columns) * line
         limits = [
             beside * rows * columns * tiling.terms / UNIT[self.item],
-            beside * (read + copied * (2 if self.item == 4 else 1)) / PORT,
+            beside * (read + copied * (1 if self.item == 2 else 2 if tiling.flight else 3)) / PORT,
             beside * copied / CACHE,
-            LOAD if tiling.flight else FETCH / (tiling.stages - 2),
+            LOAD if tiling.flight else FETCH / (tiling.copies or tiling.stages - 2),
         ]
         share, _ = shares(self.terms, tiling.terms, ways)
         inner = max(limits) + OVERLAP * (sum(limits) - max(limits)) + (ROUND if beside == 1 else 0)

@@ -119,6 +119,8 @@ Wanted = tuple[tuple[L.Value, int], L.Value | None, L.Value | None]
 class Rounding(Copier):
     """Takes tiles of float32 through registers; they wait there, or as they are in shared memory."""
 
+    shape: GroupTile
+
     def load(self, first: L.Value, left: L.Value) -> list[L.Value]:
         """Asks for one tile. Args and zeros as of `Copier.start`. Returns: words of this thread."""
         builder, found = self.builder, []

@@ -36,7 +36,9 @@ def schedules(case: Any, most: int, tiles: dict[str, list[list[Any]]]) -> list[A
     machine = GpuMachine(132)
     asked = [t for part, listed in tiles.items() if part in case.name for t in listed]
     if asked:
-        found = [gpu_groups.GroupTiling(*t[:3], (t[3], 1), *t[4:]).of(made) for t in asked]
+        found = []
+        for rows, columns, terms, along, *more in asked:
+            found.append(gpu_groups.GroupTiling(rows, columns, terms, (along, 1), *more).of(made))
         return found + [p for p, _ in gpu_products.products(made, machine, 1)]
     found = [p for p, _ in gpu_groups.grouped(gpu_groups.GroupCounter(made, machine), most, alike=True)]
     return found + [p for p, _ in gpu_products.products(made, machine, OTHERS)] if found else []

@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="gemm", help="only cases whose name contains one of these")
     parser.add_argument("--most", type=int, default=20, help="schedules per case")
     parser.add_argument("--tiles", type=Path, help="JSON: part of a case's name -> [rows, columns, terms, groups, "
-                        "stages, flight, split, cluster, copies] of every schedule wanted")  # fmt: skip
+                        "stages, flight, split, cluster] of every schedule wanted")  # fmt: skip
     parser.add_argument("--budget", type=float, default=200.0, help="seconds")
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--build", action="store_true", help="only compile; needs no GPU")

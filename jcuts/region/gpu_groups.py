@@ -36,13 +36,9 @@ SHAPES = (
     (256, 128, 4),
 )  # fmt: skip
 """(rows, columns, groups along the rows) of a block."""
-COPIED = ((1, 4, 0, 0), (1, 5, 0, 0), (1, 6, 0, 0), (2, 3, 0, 0))
-ROUNDED = (
-    (1, 2, 1, 0), (1, 3, 1, 0), (2, 2, 1, 0), (2, 3, 1, 0), (1, 2, 0, 1), (1, 2, 0, 2), (1, 2, 0, 3), (1, 2, 0, 4),
-    (1, 3, 0, 1), (1, 3, 0, 2), (1, 3, 0, 3), (1, 3, 0, 4),
-)  # fmt: skip
-"""Of 16-bit types and of float32: lines of terms per tile, tiles in shared memory, tiles that wait in registers, and
-in shared memory as they are."""
+COPIED = ((1, 4, 0), (1, 5, 0), (1, 6, 0), (2, 3, 0))
+ROUNDED = ((1, 2, 1), (1, 3, 1), (2, 2, 1), (2, 3, 1))
+"""Of 16-bit types and of float32: lines of terms per tile, tiles in shared memory, tiles that wait in registers."""
 SPLITS, CLUSTERS = (1, 2, 3, 4), (2, 4)
 MOST_SHARED, MOST_REGISTERS, MOST_WAITING = 226 << 10, 248, 80
 SHARED, FILE = 227 << 10, 65536
@@ -52,8 +48,10 @@ UNIT = {4: 800.0, 2: 1600.0}
 """Products per cycle and multiprocessor that long sums reach, by bytes of an operand."""
 CACHE, OVERLAP = 56.0, 0.1
 """As in `region.gpu_products`, fitted to such tiles: bytes per cycle of the L2 cache, what is left of limits."""
-ROUND, LOAD = 100.0, 900.0
+ROUND, LOAD = 100.0, 700.0
 """Cycles of a tile of terms: a barrier, a fence, the issue; from asking for a tile of float32 to having it."""
+STORE, TURN = 0.6, 3.0
+"""As in `region.gpu_products`, fitted to such tiles: bytes per cycle of the L2 cache, what is left of limits."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,6 @@ class GroupTiling:
     flight: int = 0
     split: int = 1
     cluster: int = 1
-    copies: int = 0
 
     @property
     def threads(self) -> int:
@@ -77,8 +74,7 @@ class GroupTiling:
 
     def of(self, program: Program) -> Program:
         """The scheduled program."""
-        found = (("flight", self.flight, 0), ("copies", self.copies, 0))
-        found += (("split", self.split, 1), ("cluster", self.cluster, 1))
+        found = (("flight", self.flight, 0), ("split", self.split, 1), ("cluster", self.cluster, 1))
         more = tuple((name, count) for name, count, least in found if count > least)
         tile = (self.rows, self.columns, self.terms)
         params = (("tile", tile), ("groups", self.groups), ("stages", self.stages), *more)
@@ -106,7 +102,7 @@ def grouped(counter: GroupCounter, most: int = MOST, *, alike: bool = False) -> 
     for tiling in tilings(counter):
         cycles = counter.cycles(tiling)
         key = (tiling.rows, tiling.columns, tiling.split, tiling.cluster)
-        key += (tiling.terms, tiling.stages, tiling.copies, *tiling.groups) if alike else ()
+        key += (tiling.terms, tiling.stages, *tiling.groups) if alike else ()
         if key not in best or cycles < best[key][0]:
             best[key] = (cycles, tiling)
     seen: dict[tuple[bool, bool], int] = {}
@@ -133,14 +129,14 @@ def tilings(counter: GroupCounter) -> Iterator[GroupTiling]:
         few = blocks < 2 * counter.machine.sms
         ways = [*((s, 1) for s in SPLITS if s == 1 or few), *((1, c) for c in CLUSTERS if few)]
         depths = ROUNDED if counter.item == 4 else COPIED
-        for (lines, stages, flight, copies), (split, cluster) in itertools.product(depths, ways):
+        for (lines, stages, flight), (split, cluster) in itertools.product(depths, ways):
             terms = lines * LINE // counter.item
             if any(side.run % terms and side.run != counter.terms for side in counter.sides):
                 continue
             share, found = shares(counter.terms, terms, split * cluster)
             if found != split * cluster or (found > 1 and share < 4) or (lines > 1 and share < 3):
                 continue
-            tiling = GroupTiling(rows, columns, terms, (along, 1), stages, flight, split, cluster, copies)
+            tiling = GroupTiling(rows, columns, terms, (along, 1), stages, flight, split, cluster)
             registers = min(MOST_REGISTERS, FILE // tiling.threads)
             if counter.shared(tiling) <= MOST_SHARED and counter.registers(tiling) <= registers:
                 yield tiling
@@ -169,8 +165,7 @@ class GroupCounter(Counter):
             for side, size in zip(self.sides, (tiling.rows, tiling.columns), strict=True)
         )
         stage = (rows + columns) * tiling.terms * self.item
-        copied = 4 * tiling.threads * self._words(tiling) * tiling.copies
-        return max(stage * tiling.stages + copied, 4 * rows * columns if tiling.cluster > 1 else 0)
+        return max(stage * tiling.stages, 4 * rows * columns if tiling.cluster > 1 else 0)
 
     def _words(self, tiling: GroupTiling) -> int:
         """What a thread takes of a tile of float32: whole pieces, or squares, of each operand."""
@@ -199,12 +194,19 @@ class GroupCounter(Counter):
         read = rows // HIGH * (HIGH + columns) * line
         limits = [
             beside * rows * columns * tiling.terms / UNIT[self.item],
-            beside * (read + copied * (1 if self.item == 2 else 2 if tiling.flight else 3)) / PORT,
+            beside * (read + copied * (2 if tiling.flight else 1)) / PORT,
             beside * copied / CACHE,
-            LOAD if tiling.flight else FETCH / (tiling.copies or tiling.stages - 2),
+            LOAD if tiling.flight else FETCH / (tiling.stages - 2),
         ]
         share, _ = shares(self.terms, tiling.terms, ways)
-        inner = max(limits) + OVERLAP * (sum(limits) - max(limits)) + (ROUND if beside == 1 else 0)
+        inner = max(limits) + OVERLAP * (sum(limits) - max(limits)) 
+        inner += ROUND * (2 if tiling.stages == 2 else 1) if beside == 1 else 0.0
+        if tiling.flight:
+            stored = sum(
+                size * line * (1.0 if side.along_terms else TURN)
+                for side, size in zip(self.sides, (rows, columns), strict=True)
+            )
+            inner += beside * STORE * stored / PORT
         written = 4.0 * rows * columns * (1.0 if tiling.split > 1 else self.results / max(1.0, self.partial))
         leave = EXIT + beside * written / tiling.cluster / CACHE
         if tiling.cluster > 1:

@@ -39,9 +39,9 @@ MACHINE = gpu.GpuMachine(132)
 ROUNDED = [
     GroupTiling(64, 64, 32, (1, 1), 3, 1), GroupTiling(128, 128, 32, (2, 1), 3, 2),
     GroupTiling(64, 96, 64, (1, 1), 2, 1), GroupTiling(128, 64, 32, (1, 1), 3, 1),
-    GroupTiling(64, 64, 32, (1, 1), 2, 0, copies=2), GroupTiling(64, 128, 32, (1, 2), 3, 0, copies=1),
+    GroupTiling(64, 64, 64, (1, 1), 3, 1), GroupTiling(64, 128, 32, (1, 2), 3, 1),
     GroupTiling(64, 64, 32, (1, 1), 3, 1, 2), GroupTiling(128, 64, 32, (1, 1), 3, 1, 1, 2),
-    GroupTiling(64, 64, 32, (1, 1), 2, 0, 1, 2, 3),
+    GroupTiling(64, 64, 32, (1, 1), 2, 1, 1, 2),
 ]  # fmt: skip
 """Of float32."""
 COPIED = [
@@ -208,7 +208,6 @@ def test_refusals():
     for tiling in (
         GroupTiling(96, 64, 32, (1, 1), 3, 1), GroupTiling(64, 64, 16, (1, 1), 3, 1),
         GroupTiling(64, 64, 32, (1, 1), 4, 1), GroupTiling(64, 64, 32, (1, 1), 3, 0),
-        GroupTiling(64, 64, 32, (1, 1), 3, 1, copies=1),
         GroupTiling(128, 256, 32, (1, 1), 3, 1), GroupTiling(64, 288, 32, (1, 1), 3, 1),
     ):  # fmt: skip
         with pytest.raises(CompileRejected, match="no product of tiles"):
@@ -227,8 +226,6 @@ def test_what_a_block_takes():
     assert shape.threads == 256 and shape.shared == 3 * (128 + 256) * 128
     assert [t.words(shape.threads) for t in (shape.left, shape.right)] == [16, 32]
     assert (shape.left.turned, shape.right.turned) == (False, True)
-    shape = group_shape(GroupTiling(128, 192, 32, (2, 1), 2, 0, copies=3).of(product_of(lambda x, w: x @ w, x, w)))
-    assert shape.shared == (2 * (128 + 192) + 3 * (128 + 256)) * 128  # threads have whole squares each
     x, w = (a.astype(jnp.bfloat16) for a in (x, w))
     shape = group_shape(replace(GroupTiling(128, 96, 64, (2, 1), 4)).of(product_of(lambda x, w: x @ w, x, w)))
     assert shape.right.bytes == 2 * 64 * 128 and not shape.right.by_terms  # 96 columns take two blocks of 64

@@ -117,7 +117,7 @@ Wanted = tuple[tuple[L.Value, int], L.Value | None, L.Value | None]
 
 
 class Rounding(Copier):
-    """Takes tiles of float32 through registers; they wait there, or as they are in shared memory."""
+    """Takes tiles of float32 through registers."""
 
     shape: GroupTile
 
@@ -128,19 +128,6 @@ class Rounding(Copier):
             if condition is not None:
                 live = condition if live is None else builder.and_(live, condition)
             found += tensor.load_words(builder, source, self.shape.side.width, live)
-        return found
-
-    def ask(self, first: L.Value, left: L.Value, place: L.Value, threads: int) -> None:
-        """The same into the thread's own places of shared memory: ``place`` and on, words of all threads in turn."""
-        size = 4 * self.shape.side.width
-        for number, (source, live, condition) in enumerate(self.wanted(first, left)):
-            tensor.copy(self.builder, (place, number * size * threads), source, size, live, condition)
-
-    def take(self, place: L.Value, threads: int) -> list[L.Value]:
-        """The words that `ask` has put there, after a wait for its group."""
-        width, found = self.shape.side.width, []
-        for number in range(self.shape.words(threads) // width):
-            found += tensor.read_words(self.builder, place, number * 4 * width * threads, width)
         return found
 
     def wanted(self, first: L.Value, left: L.Value) -> Iterator[Wanted]:

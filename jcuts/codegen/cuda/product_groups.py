@@ -36,23 +36,12 @@ class GroupShape(ProductShape):
 
     Attributes:
         left, right: tiles of the operands.
-        flight, copies: tiles of float32 that wait in registers, or as they are in shared memory; 0 for 16-bit types.
+        flight: tiles of float32 that wait in registers, 0 for 16-bit types.
     """
 
     left: GroupTile
     right: GroupTile
     flight: int
-    copies: int
-
-    @property
-    def waiting(self) -> int:
-        """Bytes of shared memory of one tile that waits there as it is."""
-        return 4 * self.threads * (self.left.words(self.threads) + self.right.words(self.threads))
-
-    @property
-    def shared(self) -> int:
-        """Bytes of shared memory of a block."""
-        return max(self.stage * self.stages + self.waiting * self.copies, self.partial)
 
     @property
     def alignment(self) -> int:
@@ -73,14 +62,12 @@ def group_shape(program: Program) -> GroupShape:
     first = GroupTile(left, extents[ROWS], rows, terms, rows // max(1, along), 0, ragged)
     second = GroupTile(right, extents[COLUMNS], columns, terms, columns // max(1, across), first.bytes, ragged)
     stages, flight = int(str(params["stages"])), int(str(params.get("flight", 0)))
-    copies = int(str(params.get("copies", 0)))
-    shape = GroupShape(first, second, (WARPS * along, across, 1), stages, share, total, cluster, flight, copies)
+    shape = GroupShape(first, second, (WARPS * along, across, 1), stages, share, total, cluster, flight)
     fits = rows == along * first.warp and columns == across * second.warp
     fits = fits and terms * left.item in (wgmma.LINE, 2 * wgmma.LINE)
     fits = fits and first.warp % wgmma.ROWS == 0 and second.warp % 8 == 0 and second.warp <= wgmma.WIDEST
     fits = fits and first.warp * second.warp <= MOST_TOTALS * WARP * WARPS
-    waits = (flight > 0) + (copies > 0)
-    fits = fits and (waits == 1 and stages in ROUNDED_STAGES if left.item == 4 else waits == 0 and stages >= 3)
+    fits = fits and (flight > 0 and stages in ROUNDED_STAGES if left.item == 4 else flight == 0 and stages >= 3)
     fits = fits and ranks == cluster and (cluster == 1 or S not in extents)
     fits = fits and all(t.side.run % terms == 0 or t.side.run == extents[K] for t in (first, second))
     fits = fits and all(readable(t, number) for t, number in ((first, along), (second, across)))
@@ -126,14 +113,14 @@ class GroupEmitter(ProductEmitter):
             self._descriptor(tile, warp)
             for tile, warp in ((shape.left, self.group_row), (shape.right, self.column_warp))
         ]
-        if shape.left.side.item == 2:
+        if not shape.flight:
             copiers = [Copier(self.frame, t, shape.threads, self.thread, start, self.shared) for t, start in places]
             return self._copied(copiers, left, skipped)
         takers = [
             (Turning if t.turned else Rounding)(self.frame, t, shape.threads, self.thread, start, self.shared)
             for t, start in places
         ]
-        return (self._rounded if shape.flight else self._settled)(takers, left, skipped)
+        return self._rounded(takers, left, skipped)
 
     def _copied(self, copiers: Sequence[Copier], left: L.Value, skipped: L.Value) -> Totals:
         """16-bit operands: a ring of copies that do not wait."""
@@ -192,52 +179,6 @@ class GroupEmitter(ProductEmitter):
             else:  # nothing is left to ask for: the places move on
                 held.append([[L.I32(0) for _ in words] for words in waiting[0]])
             loop.hold([word for tile in held for words in tile for word in words])
-        return loop.end()
-
-    def _settled(self, takers: Sequence[Rounding], left: L.Value, skipped: L.Value) -> Totals:
-        """float32 operands: tiles wait in shared memory, each thread's share in places of its own."""
-        builder, shape = self.builder, self.shape
-        count, copies, threads = shape.share, shape.copies, shape.threads
-        first = builder.add(self.shared, L.I32(shape.stage * shape.stages))
-        own = [
-            builder.add(builder.add(first, builder.mul(self.thread, L.I32(4 * t.side.width))), L.I32(before))
-            for t, before in ((shape.left, 0), (shape.right, 4 * threads * shape.left.words(threads)))
-        ]
-
-        def ask(number: L.Value, ring: L.Value) -> None:
-            term = builder.add(builder.mul(number, L.I32(shape.left.terms)), skipped)
-            for taker, place in zip(takers, own, strict=True):
-                taker.ask(term, builder.sub(left, term), builder.add(place, ring), threads)
-
-        def round_(ring: L.Value, stage: L.Value) -> None:
-            for taker, place in zip(takers, own, strict=True):
-                taker.store(taker.take(builder.add(place, ring), threads), stage)
-            wgmma.proxy_fence(builder)
-
-        for number in range(copies):
-            if number < count:
-                ask(L.I32(number), L.I32(number * shape.waiting))
-            tensor.commit(builder)
-        tensor.wait(builder, copies - 1)
-        round_(L.I32(0), L.I32(0))
-        if copies < count:
-            ask(L.I32(copies), L.I32(0))
-        tensor.commit(builder)
-        loop = _Loop(self, 1, [L.I32(shape.waiting if copies > 1 else 0)])
-        loop.multiply()
-        tensor.wait(builder, copies - 1)
-        (ring,) = loop.held
-        if count > 1:
-            with builder.if_then(builder.icmp_signed("<", loop.number, L.I32(count - 1))):
-                round_(ring, loop.writing)
-        if count > 1 + copies:
-            with builder.if_then(builder.icmp_signed("<", loop.number, L.I32(count - 1 - copies))):
-                ask(builder.add(loop.number, L.I32(1 + copies)), ring)
-        tensor.commit(builder)
-        if copies > 1:
-            moved = builder.add(ring, L.I32(shape.waiting))
-            full = builder.icmp_signed("==", moved, L.I32(shape.waiting * copies))
-            loop.hold([builder.select(full, L.I32(0), moved)])
         return loop.end()
 
     def _where(self, number: L.Value, last: int, load: object) -> list[list[L.Value]]:

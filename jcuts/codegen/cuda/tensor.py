@@ -155,17 +155,6 @@ def write_words(
     asm(builder, text, VOID, args, effects=True)
 
 
-def read_words(builder: GpuBuilder, place: L.Value, offset: int, count: int) -> list[L.Value]:
-    """Takes 1, 2 or 4 words from shared memory."""
-    names = [f"${k}" for k in range(count)]
-    target = f"{{{', '.join(names)}}}" if count > 1 else names[0]
-    where = f"[${count}+{offset}]" if offset else f"[${count}]"
-    result = ir.LiteralStructType([L.I32] * count) if count > 1 else L.I32
-    text = f"ld.shared{f'.v{count}' if count > 1 else ''}.b32 {target}, {where};"
-    found = asm(builder, text, result, [place], effects=True)
-    return [builder.extract_value(found, k) for k in range(count)] if count > 1 else [found]
-
-
 def read_four(builder: GpuBuilder, place: L.Value, offset: int, *, cluster: bool = False) -> list[L.Value]:
     """Takes four floats from shared memory. ``cluster``: from that of any block of the cluster, see `of_block`."""
     space = "shared::cluster" if cluster else "shared"

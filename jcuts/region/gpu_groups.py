@@ -7,8 +7,8 @@ memory at up to 128 bytes per cycle while threads write the next tiles there:
     a group's instruction of 64 rows and n columns reads (64 + n) * 32 bytes for 64 * n * 32 / item products
 
 and that float32 takes threads time to round and store, three times as much where it is turned on the way.  The
-constants are fitted to some 100 schedules of eleven products on an H200: estimates of float32 are within 15 %, and of every
-product the schedule with the least cycles was the fastest or within 4 % of it.
+constants are fitted to some 100 schedules of eleven products on an H200: estimates of float32 are within 15 %, and of
+every product the schedule with the least cycles was the fastest or within 4 % of it.
 """
 
 from __future__ import annotations

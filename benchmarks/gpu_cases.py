@@ -214,7 +214,7 @@ def _products() -> list[Case]:
     for m, k, n in PRODUCTS:
         shapes = (((m, k), "float32"), ((k, n), "float32"), ((n,), "float32"))
         found.append(Case(f"gemm {m}x{k}x{n} float32", _dense, shapes))
-    for m, k, n in PRODUCTS[6:9]:
+    for m, k, n in (*PRODUCTS[6:9], *PRODUCTS[-2:]):
         shapes = (((m, k), "bfloat16"), ((k, n), "bfloat16"), ((n,), "bfloat16"))
         found.append(Case(f"gemm {m}x{k}x{n} bfloat16", _dense, shapes))
     for n, h, c, taps, stride, k in CONVOLUTIONS:

@@ -170,8 +170,11 @@ def error_of(results: Sequence[Any], reference: Sequence[Any]) -> float:
     return worst
 
 
-def bench(case: Any, folder: Path | None, sms: int, most: int, capability: tuple[int, int]) -> dict[str, Any]:
-    """One case: every candidate against XLA, checked against float64 first."""
+def bench(
+    case: Any, folder: Path | None, sms: int, most: int, capability: tuple[int, int],
+    programs: Sequence[Any] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """One case: every candidate (or the programs given) against XLA, checked against float64 first."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -180,9 +183,10 @@ def bench(case: Any, folder: Path | None, sms: int, most: int, capability: tuple
 
     moved = case.moved()
     row: dict[str, Any] = {"case": case.name, "bytes": moved, "candidates": {}, "rejected": {}}
-    programs, why = scheduled(case, sms, most, capability)
-    if why:
-        return {**row, "skipped": why}
+    if programs is None:
+        programs, why = scheduled(case, sms, most, capability)
+        if why:
+            return {**row, "skipped": why}
     sets_wanted = int(min(MOST_SETS, max(4, -(-ROTATED // max(moved, 1)))))
     heavy = sum(int(np.prod(s)) * 4 for s, _ in case.shapes)
     sets = [tuple(jax.device_put(x) for x in case.arguments(0))]

@@ -18,7 +18,7 @@ import numpy as np
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.codegen.cuda.image import Image
 from jcuts.dfg.elementops import numpy_dtype
-from tests import ptx_tensor
+from tests import ptx_groups, ptx_tensor
 
 
 class Fault(Exception):
@@ -175,6 +175,7 @@ class Machine:
         self.last_writer = np.full(self.shared.shape, -1, np.int64)
         self.last_reader = np.full(self.shared.shape, -1, np.int64)
         self.pipeline = ptx_tensor.Pipeline(self)
+        self.units = ptx_groups.Units(self)
 
     def run(self, limit: int = 200_000) -> None:
         code, end = self.kernel.code, len(self.kernel.code)
@@ -268,6 +269,10 @@ class Machine:
             ptx_tensor.read_matrices(self, ins, on)
         elif name == "mma":
             ptx_tensor.multiply(self, ins, parts, on)
+        elif name == "wgmma":
+            self.units.step(ins, parts, on)
+        elif name == "fence":
+            self.units.proxy_fence(on)
         else:
             with np.errstate(all="ignore"):
                 self._compute(ins, name, parts, kind, on)
@@ -275,7 +280,8 @@ class Machine:
     def _complete(self, at: np.ndarray, ins: Instruction) -> bool:
         """Whether whole blocks stand at a barrier, whole warps at a shuffle."""
         name = ins.op.split(".")[0]
-        size = {"bar": self.threads, "barrier": self.threads * self.cluster, "shfl": 32, "mma": 32, "ldmatrix": 32}
+        size = {"bar": self.threads, "barrier": self.threads * self.cluster, "shfl": 32, "mma": 32, "ldmatrix": 32,
+                "wgmma": ptx_groups.GROUP}  # fmt: skip
         if name not in size:
             return True
         groups = at.reshape(-1, size[name])
@@ -327,6 +333,7 @@ class Machine:
         for last in (self.last_writer[block, where], self.last_reader[block, where]):
             if ((last >= 0) & (last != live[:, None])).any():
                 raise Fault(f"race in shared memory: {ins.text}")
+        self.units.wrote(block, where, live[:, None], ins.text)
 
     def fetch(
         self, block: np.ndarray, where: np.ndarray, live: np.ndarray, ins: Instruction,

@@ -2,10 +2,10 @@
 
 The forms (`codegen.cuda`): *point*, in which a thread computes a register tile of output points by itself, *team*, in
 which threads share the points of a reduced row, *columns* and its relatives, in which they share those of neighbouring
-outputs (`gpu_columns`), *transposed* (`gpu_maps`), *product* on matrix units (`gpu_products`).  A schedule is data in
-the program: ``params`` name the form, the threads of a block and how work is shared; ``unroll`` of the axes is the
-register tile.  Programs that no form fits get no candidate and stay with XLA: convolutions larger than 1x1, products of
-more than the default precision.
+outputs (`gpu_columns`), *transposed* (`gpu_maps`), *product* on matrix units (`gpu_products`, `gpu_groups`).  A
+schedule is data in the program: ``params`` name the form, the threads of a block and how work is shared; ``unroll`` of
+the axes is the register tile.  Programs that no form fits get no candidate and stay with XLA: convolutions larger than
+1x1, products of more than the default precision.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from jcuts.dfg.program import Axis, Phase, Program
-from jcuts.region import gpu_columns, gpu_products, statistics
+from jcuts.region import gpu_columns, gpu_groups, gpu_products, statistics
 from jcuts.region.gpu_maps import maps
 from jcuts.region.gpu_tiles import (
     ACCESS,
@@ -82,7 +82,7 @@ def _all(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
         return
     length = math.prod(r.extent for r in phase.reds)
     made = as_product(program) if program.template in ("contraction", "convolution") else None
-    if made is not None and (found := list(gpu_products.products(made, machine))):
+    if made is not None and (found := list(gpu_groups.products(made, machine))):
         if made.phases[0].ranges()[ROWS] == 1:  # bound by memory: plain sums may be as fast, and are exact
             found = found[: gpu_products.MOST // 2]
             sums = list(_vector(made, machine))

@@ -81,9 +81,15 @@ class Tiling:
         return scheduled(program, "product", self.threads, *params)
 
 
-def products(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
-    """Schedules of a program that `products.as_product` has made, at most `MOST`, the best of every kind of tile."""
+def products(
+    program: Program, machine: GpuMachine, most: int = MOST, least: float | None = None
+) -> Iterator[Candidate]:
+    """Schedules of a program that `products.as_product` has made, at most so many, the best of every kind of tile.
+
+    Args: least: cycles that scores are counted with, where another family has faster units.
+    """
     counter = Counter(program, machine)
+    least = least or counter.least
     best: dict[tuple[int, ...], tuple[float, Tiling]] = {}
     for tiling in _tilings(program, counter):
         cycles = counter.cycles(tiling)
@@ -94,10 +100,10 @@ def products(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     scored = []
     for cycles, tiling in sorted(best.values(), key=lambda found: found[0]):
         kind = (tiling.split > 1, tiling.cluster > 1, tiling.warps[2] > 1)
-        score = min(1.0, counter.least / cycles) * AGAIN ** seen.get(kind, 0)
+        score = min(1.0, least / cycles) * AGAIN ** seen.get(kind, 0)
         seen[kind] = seen.get(kind, 0) + 1
         scored.append((score, tiling))
-    for score, tiling in sorted(scored, key=lambda found: -found[0])[:MOST]:
+    for score, tiling in sorted(scored, key=lambda found: -found[0])[:most]:
         yield tiling.of(program), score
 
 

@@ -41,6 +41,9 @@ CASES = {
     "one row": (dense, ((1, 1280), (1280, 1000), (1000,))),
     "transposed": (lambda x, w, b: (x.T @ w.T + b).T, ((96, 120), (72, 96), (72,))),
     "batch": (lambda q, k: jnp.einsum("bqhd,bkhd->bhqk", q, k), ((2, 65, 3, 32), (2, 70, 3, 32))),
+    "large": (dense, ((1000, 264), (264, 520), (520,))),
+    "large transposed": (lambda x, w, b: (x.T @ w.T + b).T, ((384, 640), (648, 384), (648,))),
+    "large 3x3": (convolved, ((16, 28, 28, 64), (3, 3, 64, 64), (64,))),
     "3x3": (convolved, ((2, 15, 14, 64), (3, 3, 64, 48), (48,))),
     "3x3 deep": (convolved, ((1, 7, 7, 512), (3, 3, 512, 128), (128,))),
 }

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jcuts.codegen.cuda.product_groups import group_shape
 from jcuts.dfg.interpret import interpret
 from jcuts.dfg.program import Program
 from jcuts.dfg.verify import verify
-from jcuts.region import gpu, gpu_products
+from jcuts.region import gpu, gpu_groups, gpu_products
 from jcuts.region.products import as_product, shares, sides
 from tests import programs
 from tests.ops.cases import conv
@@ -128,6 +129,32 @@ def test_the_ranking_fills_the_machine_and_shares_operands():
     tile, _ = best(2048, 256, 2048)
     assert tile[0] * tile[1] >= 64 * 128  # much work: operands are shared by many outputs
     assert best(49, 960, 320)[1] >= 66  # little: at least half of the multiprocessors have some
+
+
+@pytest.mark.parametrize("dtype, rate", [("float32", 800), ("bfloat16", 1600)])
+def test_large_products_are_for_warp_groups_too(dtype, rate):
+    """Both families are scored against one bound: 2 M N K operations at the rate of warp groups."""
+
+    def found(m, k, n, machine=MACHINE):
+        x, w = np.zeros((m, k), jnp.dtype(dtype)), np.zeros((k, n), jnp.dtype(dtype))
+        made = gpu.candidates(programs.trace(lambda x, w: x @ w, x, w).program(), machine, 100)
+        return [(dict(p.params), score) for p, score in made]
+
+    large = found(4096, 4096, 4096)
+    groups = [(params, score) for params, score in large if "groups" in params]
+    assert len(groups) == gpu_groups.MOST < len(large) == gpu_products.MOST
+    assert min(score for _, score in groups[:3]) > max(score for params, score in large if "warps" in params)
+    made = as_product(programs.trace(lambda x, w: x @ w, *(np.zeros((4096, 4096), jnp.dtype(dtype)),) * 2).program())
+    assert made is not None
+    counter = gpu_groups.GroupCounter(made, MACHINE)
+    assert counter.least == 4096**3 / (132 * rate)
+    for tiling in gpu_groups.tilings(counter):
+        assert counter.cycles(tiling) > counter.least
+        assert counter.shared(tiling) == group_shape(tiling.of(made)).shared
+    assert not any("groups" in params for params, _ in found(784, 512, 128))
+    for capability in ((8, 0), (10, 0)):
+        older = found(4096, 4096, 4096, gpu.GpuMachine(132, capability=capability))
+        assert older and not any("groups" in params for params, _ in older)
 
 
 def test_clusters_are_for_gpus_that_have_them():

@@ -26,8 +26,11 @@ _REGCOUNT, _FRAME_SIZE = 0x2F, 0x11
 _SIZED = 0x04
 
 
-def merged(sources: list[tuple[str, str]]) -> str:
-    """One PTX module of several: [(PTX of one kernel, the name that it gets)]."""
+def merged(sources: list[tuple[str, str]], arch: str = "") -> str:
+    """One PTX module of several: [(PTX of one kernel, the name that it gets)].
+
+    Args: arch: what the module asks for where that is more than the compiler wrote, e.g. ``sm_90a``.
+    """
     head, bodies = "", []
     for text, symbol in sources:
         found = _ENTRY.search(text)
@@ -39,6 +42,8 @@ def merged(sources: list[tuple[str, str]]) -> str:
         head = "\n".join(lines[: start + 1])
         bodies.append("\n".join(lines[start + 1 :]))
     head = re.sub(r"^\.version .*$", f".version {PTX_VERSION}", head, flags=re.MULTILINE)
+    if arch:
+        head = re.sub(r"^\.target .*$", f".target {arch}", head, flags=re.MULTILINE)
     return head + "\n" + "\n".join(bodies) + "\n"
 
 

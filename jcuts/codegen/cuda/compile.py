@@ -23,8 +23,9 @@ from jcuts.codegen.cuda.moments import MomentsEmitter
 from jcuts.codegen.cuda.parts import parts
 from jcuts.codegen.cuda.point import PointEmitter, counted_by_tile, pinned
 from jcuts.codegen.cuda.product import ProductEmitter, ProductShape
+from jcuts.codegen.cuda.product_groups import GroupEmitter, GroupShape
 from jcuts.codegen.cuda.scan import ScanColumnsEmitter, ScanRowsEmitter, ScanShape, units
-from jcuts.codegen.cuda.target import REGISTERS, CudaTarget
+from jcuts.codegen.cuda.target import GROUPED, REGISTERS, CudaTarget
 from jcuts.codegen.cuda.team import TeamEmitter, TeamShape
 from jcuts.codegen.cuda.transposed import TransposedEmitter, TransposedShape
 from jcuts.dfg.program import Program
@@ -92,7 +93,8 @@ def compile_program(program: Program, target: CudaTarget) -> CompiledKernel:
         source = emit_source(part.program)
         emitted.append(source)
         sources.append((_ptx(part.program, source, target, symbol), symbol))
-    cubin = assemble.assemble(assemble.merged(sources), target.arch)
+    arch = arch_of(program, target)
+    cubin = assemble.assemble(assemble.merged(sources, arch), arch)
     report = assemble.resources(cubin)
     launches = []
     for part, source, symbol in zip(found, emitted, symbols, strict=True):
@@ -106,13 +108,25 @@ def compile_program(program: Program, target: CudaTarget) -> CompiledKernel:
         check_limits(program.name, used, source.threads, target, source.shared)
         grid, block, cluster = ((n, 1, 1) for n in (source.blocks, source.threads, source.cluster))
         launches.append(Launch(symbol, grid, block, part.arguments, source.shared, cluster, resources=used))
-    image = Image(target.arch, program.name, tuple(launches), cubin)
+    image = Image(arch, program.name, tuple(launches), cubin)
     return CompiledKernel(
         digest=digest, symbol=SYMBOL, object_code=image.pack(), tiles=sum(s.blocks for s in emitted),
         scratch_bytes=scratch,
         inputs=tuple((b.shape, b.dtype) for b in program.inputs),
         outputs=tuple((b.shape, b.dtype) for b in program.outputs),
     )  # fmt: skip
+
+
+def arch_of(program: Program, target: CudaTarget) -> str:
+    """The architecture that a program is assembled for: products of warp groups ask for the one with its own features.
+
+    Raises: CompileRejected where the target has no warp groups.
+    """
+    if "groups" not in dict(program.params):
+        return target.arch
+    if target.capability != GROUPED:
+        raise CompileRejected(f"{program.name}: products of warp groups need compute capability 9.0, not {target.arch}")
+    return target.arch + "a"
 
 
 def check_limits(name: str, used: Resources, threads: int, target: CudaTarget, launched: int = 0) -> None:
@@ -149,7 +163,7 @@ def ptx_of(program: Program, target: CudaTarget) -> str:
     """PTX of all kernels of a program, for dumps and tests."""
     found, _ = parts(program)
     sources = [(_ptx(p.program, emit_source(p.program), target, f"k{n}"), f"k{n}") for n, p in enumerate(found)]
-    return assemble.merged(sources)
+    return assemble.merged(sources, arch_of(program, target))
 
 
 def _ptx(program: Program, source: CudaSource, target: CudaTarget, symbol: str) -> str:
@@ -244,7 +258,8 @@ def _emit(
         TransposedEmitter(builder, program, shape, buffers, pointers, integers, symbol).emit()
         return
     if isinstance(shape, ProductShape):
-        ProductEmitter(builder, program, shape, buffers, pointers, integers, symbol).emit()
+        multiplier = GroupEmitter if isinstance(shape, GroupShape) else ProductEmitter
+        multiplier(builder, program, shape, buffers, pointers, integers, symbol).emit()
         return
     if isinstance(shape, ColumnShape):
         ColumnEmitter(builder, program, shape, buffers, pointers, integers, symbol).emit()

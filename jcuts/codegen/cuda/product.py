@@ -72,6 +72,11 @@ class ProductShape:
         return max(self.stage * self.stages, self.partial)
 
     @property
+    def alignment(self) -> int:
+        """Bytes that divide the address of the shared memory."""
+        return 128
+
+    @property
     def kind(self) -> str:
         """What the matrix units take."""
         return TYPES[self.left.side.dtype]
@@ -80,8 +85,8 @@ class ProductShape:
 def product_shape(program: Program) -> ProductShape:
     """The work that a schedule gives to a block. Raises CompileRejected where its numbers do not fit each other."""
     params, phase = dict(program.params), program.phases[0]
-    rows, columns, terms = _three(params["tile"])
-    along, across, deep = _three(params["warps"])
+    rows, columns, terms = three(params["tile"])
+    along, across, deep = three(params["warps"])
     extents = phase.ranges()
     total, cluster = summed(program), int(str(params.get("cluster", 1)))
     share, ranks = shares(extents[K], terms, cluster)
@@ -101,7 +106,8 @@ def product_shape(program: Program) -> ProductShape:
     return shape
 
 
-def _three(value: object) -> tuple[int, int, int]:
+def three(value: object) -> tuple[int, int, int]:
+    """Three numbers of a schedule."""
     x, y, z = (int(v) for v in value)  # type: ignore[attr-defined]
     return x, y, z
 
@@ -121,14 +127,13 @@ class ProductEmitter:
     ) -> None:  # fmt: skip
         self.builder, self.program, self.shape, self.buffers = builder, program, shape, buffers
         self.phase, self.thread = program.phases[0], integers["thread"]
-        self.shared = tensor.dynamic_shared(builder, f"{symbol}_shared")
+        self.shared = tensor.dynamic_shared(builder, f"{symbol}_shared", shape.alignment)
         self.lane = builder.and_(self.thread, L.I32(WARP - 1))
         along, across, _ = shape.warps
         warp = builder.lshr(self.thread, L.I32(5))
         self.deep = builder.udiv(warp, L.I32(along * across))
         self.flat = builder.urem(warp, L.I32(along * across))
-        self.row_warp = builder.mul(builder.udiv(self.flat, L.I32(across)), L.I32(shape.left.warp))
-        self.column_warp = builder.mul(builder.urem(self.flat, L.I32(across)), L.I32(shape.right.warp))
+        self.row_warp, self.column_warp = self._warp_places(across)
         self.rank, tile = L.I32(0), integers["block"]
         if shape.cluster > 1:
             if builder.capability < (9, 0):
@@ -147,6 +152,12 @@ class ProductEmitter:
             self._meet(totals)
 
     # -- where the block stands ---------------------------------------------------------------------------------
+    def _warp_places(self, across: int) -> tuple[L.Value, L.Value]:
+        """First row and column of the warp in the block's tile."""
+        builder, shape = self.builder, self.shape
+        row = builder.mul(builder.udiv(self.flat, L.I32(across)), L.I32(shape.left.warp))
+        return row, builder.mul(builder.urem(self.flat, L.I32(across)), L.I32(shape.right.warp))
+
     def _places(self, block: L.Value) -> dict[str, L.Value]:
         """First row and column of the block, batch, group of terms."""
         builder, shape = self.builder, self.shape
@@ -233,8 +244,8 @@ class ProductEmitter:
         self._multiply(readers, reading, sums)
         for phi, value in (
             (number, builder.add(number, L.I32(1))),
-            (reading, self._next(reading)),
-            (writing, self._next(writing)),
+            (reading, self.next_stage(reading)),
+            (writing, self.next_stage(writing)),
             *((p, s) for row, made in zip(totals, sums, strict=True) for t, u in zip(row, made, strict=True)
               for p, s in zip(t, u, strict=True)),
         ):  # fmt: skip
@@ -245,7 +256,7 @@ class ProductEmitter:
         builder.position_at_end(after)
         return sums
 
-    def _next(self, stage: L.Value) -> L.Value:
+    def next_stage(self, stage: L.Value) -> L.Value:
         """The piece of the ring after this one."""
         builder, shape = self.builder, self.shape
         moved = builder.add(stage, L.I32(shape.stage))
@@ -277,8 +288,7 @@ class ProductEmitter:
         lane = builder.add(builder.mul(self.flat, L.I32(WARP)), self.lane)
         lanes = WARP * shape.warps[0] * shape.warps[1]
         deep, rank = (self.deep, shape.warps[2]), (self.rank, shape.cluster)
-        step = 2 if shape.right.lone else 1
-        meet(builder, totals, self.shared, lanes, lane, deep, rank, step, self._exit)
+        meet(builder, totals, self.shared, lanes, lane, deep, rank, shape.right.beside, shape.left.high, self._exit)
 
     def _exit(self, totals: Totals, row: L.Value, column: L.Value) -> None:
         """The exit graph on a thread's accumulators, the first of which have this row and column of the warp's tile."""

@@ -36,14 +36,14 @@ def portions(high: int, wide: int, step: int, sharers: int) -> tuple[int, int]:
 
 def meet(
     builder: GpuBuilder, totals: Totals, shared: L.Value, lanes: int, lane: L.Value, deep: tuple[L.Value, int],
-    rank: tuple[L.Value, int], step: int, leave: Callable[[Totals, L.Value, L.Value], None],
+    rank: tuple[L.Value, int], step: int, height: int, leave: Callable[[Totals, L.Value, L.Value], None],
 ) -> None:  # fmt: skip
     """Adds up the totals of warps and blocks, in their order.
 
     Args:
         lanes: of a block that have different parts of the tile; lane: the number of this one among them.
         deep: number of the warp among those that share terms, and how many; rank: of the block in its cluster.
-        step: tiles of columns that stay together.
+        step: tiles of columns that stay together; height: rows from one tile to the next.
         leave: is given totals, and the first row and column that they belong to in the warp's tile.
     """
     high, wide = len(totals), len(totals[0])
@@ -79,6 +79,6 @@ def meet(
                     total = more if total is None else [builder.fadd(x, y) for x, y in zip(total, more, strict=True)]
                 assert total is not None
                 found[-1].append(total)
-        leave(found, builder.mul(row, L.I32(16)), builder.mul(column, L.I32(8)))
+        leave(found, builder.mul(row, L.I32(height)), builder.mul(column, L.I32(8)))
     if rank[1] > 1:
         tensor.cluster_barrier(builder)  # no block may end while others read its shared memory

@@ -9,6 +9,7 @@ last become zeros in both operands.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from jcuts.codegen import lanes as L
@@ -72,9 +73,27 @@ class TileShape:
         """Copies that fill the tile."""
         return self.lines * (self.length // self.side.width)
 
+    @property
+    def beside(self) -> int:
+        """Tiles of 8 columns of a warp's results that stay together."""
+        return 2 if self.lone else 1
+
+    @property
+    def high(self) -> int:
+        """Rows from one tile of a warp's results to the next."""
+        return 16
+
+    def place(self, builder: GpuBuilder, line: L.Value, column: L.Value) -> L.Value:
+        """Bytes from the tile's first one to an element of a line."""
+        return builder.add(builder.mul(line, L.I32(self.pitch)), builder.mul(column, L.I32(self.side.item)))
+
+    def moved(self, lines: int) -> int | None:
+        """Bytes that a place moves with so many lines; None if that depends on the place."""
+        return lines * self.pitch
+
 
 @dataclass(frozen=True, eq=False)
-class _Piece:
+class Piece:
     """What one thread copies at once.
 
     Attributes:
@@ -101,9 +120,13 @@ class Copier:
     ) -> None:
         """Args: start: the block's first row (or column)."""
         self.builder, self.frame, self.shape = frame.builder, frame, shape
-        builder, side = self.builder, shape.side
+        self.places: list[Piece] = []
+        self._find(threads, thread, start, self.builder.add(shared, L.I32(shape.first)))
+
+    def _find(self, threads: int, thread: L.Value, start: L.Value, shared: L.Value) -> None:
+        """The thread's places; ``shared``: address of the tile in the first stage."""
+        builder, shape, side = self.builder, self.shape, self.shape.side
         along = shape.length // side.width
-        self.places: list[_Piece] = []
         for number in range(-(-shape.pieces // threads)):
             first = number * threads
             full = first + threads <= shape.pieces
@@ -115,25 +138,26 @@ class Copier:
             piece = builder.add(thread, L.I32(first)) if first else thread
             line, column = builder.udiv(piece, L.I32(along)), builder.urem(piece, L.I32(along))
             column = builder.mul(column, L.I32(side.width))
-            into = builder.add(builder.mul(line, L.I32(shape.pitch)), builder.mul(column, L.I32(side.item)))
-            into = builder.add(shared, builder.add(into, L.I32(shape.first)))
+            into = builder.add(shared, shape.place(builder, line, column))
             outer, term = (line, column) if side.along_terms else (column, line)
             outer = self._inside(builder.add(start, outer))
             constant = side.by_place.const * side.item
-            self.places.append(_Piece(self._source(outer, term), constant, into, 0, outer, term, condition))
+            self.places.append(Piece(self._source(outer, term), constant, into, 0, outer, term, condition))
 
-    def _moved(self, lines: int) -> _Piece | None:
+    def _moved(self, lines: int) -> Piece | None:
         """The first piece so many lines further, where its address moves by a constant."""
         shape, piece = self.shape, self.places[0]
-        side = shape.side
+        side, moved = shape.side, shape.moved(lines)
+        if moved is None:
+            return None
         if not side.along_terms:
             term = self.builder.add(piece.term, L.I32(lines))
             far = piece.constant + lines * side.step * side.item
-            return replace(piece, constant=far, moved=lines * shape.pitch, term=term)
+            return replace(piece, constant=far, moved=moved, term=term)
         step = side.index.stride(side.outer)
         if step is None or side.guards or shape.extent % shape.size:
             return None
-        return replace(piece, constant=piece.constant + lines * step * side.item, moved=lines * shape.pitch)
+        return replace(piece, constant=piece.constant + lines * step * side.item, moved=moved)
 
     def _inside(self, outer: L.Value) -> L.Value:
         """A row (or the first of a few columns) that there is."""
@@ -161,6 +185,13 @@ class Copier:
 
         Args: first: its first term in the block's group; stage: bytes into shared memory; left: terms from it on (i32).
         """
+        builder, size = self.builder, self.shape.side.width * self.shape.side.item
+        for piece, source, live in self.sources(first, left):
+            target = builder.add(piece.into, stage)
+            tensor.copy(builder, (target, piece.moved), (source, piece.constant), size, live, piece.condition)
+
+    def sources(self, first: L.Value, left: L.Value) -> Iterator[tuple[Piece, L.Value, L.Value | None]]:
+        """Of every piece of a tile: the global address, without its constant, and whether it is there (None: it is)."""
         builder, shape = self.builder, self.shape
         side = shape.side
         offset = _bytes(builder, M.index(self._at(None, first), side.by_terms), side.item)
@@ -171,9 +202,7 @@ class Copier:
                 if piece.term not in alive:
                     alive[piece.term] = builder.icmp_signed("<", piece.term, left)
                 live = alive[piece.term] if live is None else builder.and_(live, alive[piece.term])
-            target, source = builder.add(piece.into, stage), builder.add(piece.source, offset)
-            size = side.width * side.item
-            tensor.copy(builder, (target, piece.moved), (source, piece.constant), size, live, piece.condition)
+            yield piece, builder.add(piece.source, offset), live
 
 
 def _bytes(builder: GpuBuilder, place: L.Value, item: int) -> L.Value:
@@ -239,11 +268,13 @@ def rows_of(shape: TileShape) -> tuple[int, list[list[int]]]:
     """Which rows of a warp's tile a lane's results belong to: (factor of ``lane / 4``, offsets per 16 rows)."""
     if shape.lone:
         return PAIR, [[row, row + 1] for row in range(0, shape.warp, 16)]
-    return 1, [[row, row + 8] for row in range(0, shape.warp, 16)]
+    return 1, [[row, row + 8] for row in range(0, shape.warp, shape.high)]
 
 
 def columns_of(shape: TileShape) -> tuple[int, list[list[int]]]:
     """The same for columns: (factor of ``lane % 4``, offsets of the two results per tile of 8)."""
     if shape.lone:  # tiles of even and of odd columns take turns
         return 2 * PAIR, [[group + odd, group + 2 + odd] for group in range(0, shape.warp, 16) for odd in (0, 1)]
-    return 2, [[tile, tile + 1] for tile in range(0, shape.warp, 8)]
+    many = shape.beside
+    pairs = [group + 2 * tile for group in range(0, shape.warp, 8 * many) for tile in range(many)]
+    return 2 * many, [[first, first + 1] for first in pairs]

@@ -12,6 +12,8 @@ LEAST_SHARED = 49_152
 """What every GPU allows."""
 REGISTERS = 65_536
 """32-bit registers of a multiprocessor; a block must fit into them."""
+GROUPED = (9, 0)
+"""The compute capability whose warp groups multiply matrices (``wgmma``): no other one has them."""
 OLDEST = (8, 0)
 """Oldest compute capability: older GPUs lack asynchronous copies and maximum with NaN."""
 

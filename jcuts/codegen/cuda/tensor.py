@@ -19,10 +19,10 @@ STEP = 32
 """Bytes of terms of one operand row that one instruction takes."""
 
 
-def dynamic_shared(builder: GpuBuilder, name: str) -> L.Value:
-    """Address (i32) of the shared memory whose size the launch decides."""
+def dynamic_shared(builder: GpuBuilder, name: str, align: int = 128) -> L.Value:
+    """Address (i32), a multiple of ``align``, of the shared memory whose size the launch decides."""
     found = ir.GlobalVariable(builder.module, ir.ArrayType(ir.IntType(8), 0), name, addrspace=3)
-    found.linkage, found.align = "external", 128  # type: ignore[attr-defined]
+    found.linkage, found.align = "external", align  # type: ignore[attr-defined]
     return builder.ptrtoint(found, L.I32)
 
 
@@ -47,6 +47,25 @@ def copy(
     else:
         text += ";"
     asm(builder, text, VOID, args, effects=True)
+
+
+def load_words(builder: GpuBuilder, source: tuple[L.Value, int], count: int, live: L.Value | None) -> list[L.Value]:
+    """1, 2 or 4 neighbouring words of global memory; zeros, and nothing is read, where ``live`` does not hold."""
+    names = [f"${k}" for k in range(count)]
+    target = f"{{{', '.join(names)}}}" if count > 1 else names[0]
+    where = f"[${count}+{source[1]}]" if source[1] else f"[${count}]"
+    text, args = f"ld.global.nc{f'.v{count}' if count > 1 else ''}.b32 {target}, {where};", [source[0]]
+    outs = "=r"
+    if live is not None:
+        zeros = " ".join(f"mov.b32 {name}, 0;" for name in names)
+        text = f"{{ .reg .pred p; setp.ne.b32 p, ${count + 1}, 0; {zeros} @p {text} }}"
+        args.append(builder.zext(live, L.I32))
+        outs = "=&r"  # written before the address is read
+    result = ir.LiteralStructType([L.I32] * count) if count > 1 else L.I32
+    kind = ir.FunctionType(result, [a.type for a in args])
+    letters = ["l", "r"][: len(args)]
+    found = builder.call(ir.InlineAsm(kind, text, ",".join([outs] * count + letters), side_effect=True), args)
+    return [builder.extract_value(found, k) for k in range(count)] if count > 1 else [found]
 
 
 def commit(builder: GpuBuilder) -> None:
@@ -119,9 +138,21 @@ def multiply(
 
 def write_four(builder: GpuBuilder, place: L.Value, offset: int, values: Sequence[L.Value]) -> None:
     """Puts four floats into shared memory."""
-    where = f"[$0+{offset}]" if offset else "[$0]"
-    asm(builder, f"st.shared.v4.b32 {where}, {{$1, $2, $3, $4}};", VOID,
-        [place, *(builder.bitcast(v, L.I32) for v in values)], effects=True)  # fmt: skip
+    write_words(builder, place, offset, [builder.bitcast(v, L.I32) for v in values])
+
+
+def write_words(
+    builder: GpuBuilder, place: L.Value, offset: int, words: Sequence[L.Value], where: L.Value | None = None
+) -> None:
+    """Puts 1, 2 or 4 words into shared memory, in threads for which ``where`` holds."""
+    names = [f"${k + 1}" for k in range(len(words))]
+    source = f"{{{', '.join(names)}}}" if len(words) > 1 else names[0]
+    vector = f".v{len(words)}" if len(words) > 1 else ""
+    text, args = f"st.shared{vector}.b32 {f'[$0+{offset}]' if offset else '[$0]'}, {source};", [place, *words]
+    if where is not None:
+        text = f"{{ .reg .pred p; setp.ne.b32 p, ${len(args)}, 0; @p {text} }}"
+        args.append(builder.zext(where, L.I32))
+    asm(builder, text, VOID, args, effects=True)
 
 
 def read_four(builder: GpuBuilder, place: L.Value, offset: int, *, cluster: bool = False) -> list[L.Value]:

@@ -1,0 +1,107 @@
+"""Which tiles of warp groups win: many schedules of a few products against XLA and the best of the other family.
+
+    python benchmarks/gpu_groups.py --out results --only "gemm 384,gemm 4096" --most 20 --budget 200
+
+Needs a GPU of compute capability 9.0. Kernels compile in parallel first; then every case as in `gpu_run.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+OTHERS = 2  # schedules of the other family
+
+
+def schedules(case: Any, most: int, tiles: dict[str, list[list[Any]]]) -> list[Any]:
+    """Programs of one case, for an H100 or H200: the best by the ranking, or those asked for."""
+    from benchmarks.gpu_run import program_of
+    from jcuts.region import gpu_groups, gpu_products
+    from jcuts.region.gpu import GpuMachine
+    from jcuts.region.products import as_product
+
+    program, _ = program_of(case)
+    made = None if program is None else as_product(program)
+    if made is None:
+        return []
+    machine = GpuMachine(132)
+    asked = [t for part, listed in tiles.items() if part in case.name for t in listed]
+    if asked:
+        found = []
+        for rows, columns, terms, along, *more in asked:
+            found.append(gpu_groups.GroupTiling(rows, columns, terms, (along, 1), *more).of(made))
+        return found + [p for p, _ in gpu_products.products(made, machine, 1)]
+    found = [p for p, _ in gpu_groups.grouped(gpu_groups.GroupCounter(made, machine), most, alike=True)]
+    return found + [p for p, _ in gpu_products.products(made, machine, OTHERS)] if found else []
+
+
+def compiled(job: tuple[Any, Path]) -> str:
+    """Compiles one program into a file; returns what went wrong."""
+    from jcuts.base.errors import CompileRejected
+    from jcuts.codegen.cuda.compile import compile_program
+    from jcuts.codegen.cuda.target import CudaTarget
+    from jcuts.tune.kernelfile import write_kernel
+
+    program, folder = job
+    try:
+        write_kernel(folder / f"{program.digest}.kernel", compile_program(program, CudaTarget((9, 0))))
+        return ""
+    except CompileRejected as error:
+        return f"{dict(program.params)}: {str(error)[-160:]}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    from benchmarks import gpu_run
+    from benchmarks.gpu_cases import cases
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("gpu_groups"))
+    parser.add_argument("--only", default="gemm", help="only cases whose name contains one of these")
+    parser.add_argument("--most", type=int, default=20, help="schedules per case")
+    parser.add_argument("--tiles", type=Path, help="JSON: part of a case's name -> [rows, columns, terms, groups, "
+                        "stages, flight, split, cluster] of every schedule wanted")  # fmt: skip
+    parser.add_argument("--budget", type=float, default=200.0, help="seconds")
+    parser.add_argument("--workers", type=int, default=16)
+    parser.add_argument("--build", action="store_true", help="only compile; needs no GPU")
+    options = parser.parse_args(arguments)
+    folder = options.out / "kernels"
+    folder.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    tiles = json.loads(options.tiles.read_text()) if options.tiles else {}
+    work = [(c, schedules(c, options.most, tiles)) for c in cases() if gpu_run.wanted(c, options.only)]
+    work = [(case, programs) for case, programs in work if programs]
+    jobs = [(p, folder) for _, programs in work for p in programs]
+    with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
+        refused = [x for x in pool.map(compiled, jobs, chunksize=2) if x]
+    print(f"{len(jobs)} kernels, {len(refused)} refused, {time.perf_counter() - start:.0f} s", *refused, sep="\n")
+    rows: list[dict[str, Any]] = []
+    for case, programs in [] if options.build else work:
+        if time.perf_counter() - start > options.budget:
+            print(f"{case.name}: out of time")
+            continue
+        built = [p for p in programs if (folder / f"{p.digest}.kernel").exists()]
+        row = gpu_run.bench(case, folder, 132, 0, (9, 0), built)
+        rows.append(row)
+        gpu_run.show(row)
+        print(f"    {time.perf_counter() - start:.0f} s")
+        for found in sorted(row["candidates"].values(), key=lambda c: c.get("median", 1e9)):
+            params = {k: v for k, v in found["params"].items() if k not in ("cuda", "threads")}
+            print(f"    {found.get('median', 0) * 1e6:9.2f} {found['error']:.1e} {params}")
+        for why in row["rejected"].values():
+            print(f"    rejected {why[:200]}")
+        (options.out / "gpu_groups.json").write_text(json.dumps(rows, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

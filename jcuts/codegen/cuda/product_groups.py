@@ -1,0 +1,284 @@
+"""Matrix products by warp groups (``wgmma``): the second family of the *product* form, for much to compute.
+
+``groups`` = (along rows, along columns): warp groups of a block, each with whole multiples of 64 rows.  16-bit operands
+are copied as `codegen.cuda.product` copies them, ``stages - 2`` tiles ahead: one is being multiplied and the one before
+may still be.  float32 operands go through registers, where they are rounded (`group_tiles`), ``flight`` tiles ahead of
+the one that is stored while another is multiplied.  Either way one barrier per tile keeps the groups together.
+
+For compute capability 9.0 alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jcuts.base.errors import CompileRejected
+from jcuts.codegen import lanes as L
+from jcuts.codegen.cuda import tensor, wgmma
+from jcuts.codegen.cuda.group_tiles import SPAN, SQUARE, GroupTile, Rounding, Turning
+from jcuts.codegen.cuda.product import ProductEmitter, ProductShape, three
+from jcuts.codegen.cuda.product_exit import Totals
+from jcuts.codegen.cuda.product_tiles import Copier
+from jcuts.codegen.cuda.shared import WARP
+from jcuts.codegen.cuda.target import GROUPED
+from jcuts.dfg.program import Program
+from jcuts.region.products import COLUMNS, ROWS, K, S, shares, sides, summed
+
+WARPS = 4  # of a group
+MOST_TOTALS = 128  # of a thread
+ROUNDED_STAGES = (2, 3)  # of shared memory, where tiles wait in registers; of 3 two may be multiplied at once
+
+
+@dataclass(frozen=True)
+class GroupShape(ProductShape):
+    """A block's work.
+
+    Attributes:
+        left, right: tiles of the operands.
+        flight: tiles of float32 that wait in registers, 0 for 16-bit types.
+    """
+
+    left: GroupTile
+    right: GroupTile
+    flight: int
+
+    @property
+    def alignment(self) -> int:
+        """Bytes that divide the address of the shared memory."""
+        return wgmma.ATOM
+
+
+def group_shape(program: Program) -> GroupShape:
+    """The work that a schedule gives to a block. Raises CompileRejected where its numbers do not fit each other."""
+    params, phase = dict(program.params), program.phases[0]
+    rows, columns, terms = three(params["tile"])
+    along, across = (int(str(v)) for v in params["groups"])  # type: ignore[attr-defined]
+    extents = phase.ranges()
+    total, cluster = summed(program), int(str(params.get("cluster", 1)))
+    share, ranks = shares(extents[K], terms, cluster)
+    left, right = sides(program)
+    ragged = total % (terms * share * (cluster if S not in extents else 1)) != 0
+    first = GroupTile(left, extents[ROWS], rows, terms, rows // max(1, along), 0, ragged)
+    second = GroupTile(right, extents[COLUMNS], columns, terms, columns // max(1, across), first.bytes, ragged)
+    stages, flight = int(str(params["stages"])), int(str(params.get("flight", 0)))
+    shape = GroupShape(first, second, (WARPS * along, across, 1), stages, share, total, cluster, flight)
+    fits = rows == along * first.warp and columns == across * second.warp
+    fits = fits and terms * left.item in (wgmma.LINE, 2 * wgmma.LINE)
+    fits = fits and first.warp % wgmma.ROWS == 0 and second.warp % 8 == 0 and second.warp <= wgmma.WIDEST
+    fits = fits and first.warp * second.warp <= MOST_TOTALS * WARP * WARPS
+    fits = fits and (flight > 0 and stages in ROUNDED_STAGES if left.item == 4 else flight == 0 and stages >= 3)
+    fits = fits and ranks == cluster and (cluster == 1 or S not in extents)
+    fits = fits and all(t.side.run % terms == 0 or t.side.run == extents[K] for t in (first, second))
+    fits = fits and all(readable(t, number) for t, number in ((first, along), (second, across)))
+    if not fits or shape.threads != int(str(params["threads"])):
+        raise CompileRejected(f"{program.name}: no product of tiles {params['tile']} by groups {params['groups']}")
+    return shape
+
+
+def readable(tile: GroupTile, groups: int) -> bool:
+    """Whether threads can copy a tile, and so many groups beside each other read it."""
+    side = tile.side
+    if tile.turned:
+        return side.width == SQUARE and tile.size % SPAN == 0 and not side.guards
+    if not tile.by_terms and groups > 1 and tile.warp % wgmma.ROWS:
+        return False
+    return tile.length % side.width == 0
+
+
+class GroupEmitter(ProductEmitter):
+    """Emits the work of one thread."""
+
+    shape: GroupShape
+
+    def _warp_places(self, across: int) -> tuple[L.Value, L.Value]:
+        builder, shape = self.builder, self.shape
+        if builder.capability != GROUPED:
+            raise CompileRejected(f"{self.program.name}: products of warp groups need compute capability 9.0")
+        group = builder.lshr(self.flat, L.I32(2))
+        self.group_row = builder.mul(builder.udiv(group, L.I32(across)), L.I32(shape.left.warp))
+        slice_ = builder.mul(builder.and_(self.flat, L.I32(WARPS - 1)), L.I32(wgmma.ROWS // WARPS))
+        column = builder.mul(builder.urem(group, L.I32(across)), L.I32(shape.right.warp))
+        return builder.add(self.group_row, slice_), column
+
+    # -- sums ---------------------------------------------------------------------------------------------------
+    def _sums(self) -> Totals:
+        builder, shape = self.builder, self.shape
+        places = ((shape.left, self.variables[ROWS]), (shape.right, self.variables[COLUMNS]))
+        left: L.Value = L.I32(shape.terms)
+        skipped = builder.mul(self.rank, L.I32(shape.share * shape.left.terms))
+        if S in self.variables:
+            left = builder.sub(left, builder.mul(self.variables[S], L.I32(shape.share * shape.left.terms)))
+        self.bases = [
+            self._descriptor(tile, warp)
+            for tile, warp in ((shape.left, self.group_row), (shape.right, self.column_warp))
+        ]
+        if not shape.flight:
+            copiers = [Copier(self.frame, t, shape.threads, self.thread, start, self.shared) for t, start in places]
+            return self._copied(copiers, left, skipped)
+        takers = [
+            (Turning if t.turned else Rounding)(self.frame, t, shape.threads, self.thread, start, self.shared)
+            for t, start in places
+        ]
+        return self._rounded(takers, left, skipped)
+
+    def _copied(self, copiers: Sequence[Copier], left: L.Value, skipped: L.Value) -> Totals:
+        """16-bit operands: a ring of copies that do not wait."""
+        builder, shape = self.builder, self.shape
+        count, ahead = shape.share, shape.stages - 2
+
+        def start(number: L.Value, stage: L.Value) -> None:
+            first = builder.add(builder.mul(number, L.I32(shape.left.terms)), skipped)
+            for copier in copiers:
+                copier.start(first, stage, builder.sub(left, first))
+
+        for number in range(ahead):
+            if number < count:
+                start(L.I32(number), L.I32(number * shape.stage))
+            tensor.commit(builder)
+        loop = _Loop(self, ahead)
+        tensor.wait(builder, ahead - 1)
+        wgmma.proxy_fence(builder)
+        loop.multiply()
+        if count > ahead:
+            with builder.if_then(builder.icmp_signed("<", loop.number, L.I32(count - ahead))):
+                start(builder.add(loop.number, L.I32(ahead)), loop.writing)
+        tensor.commit(builder)
+        return loop.end()
+
+    def _rounded(self, takers: Sequence[Rounding], left: L.Value, skipped: L.Value) -> Totals:
+        """float32 operands: tiles wait in registers, are rounded, and stored beside the one that is multiplied."""
+        builder, shape = self.builder, self.shape
+        count = shape.share
+
+        def load(number: L.Value) -> list[list[L.Value]]:
+            first = builder.add(builder.mul(number, L.I32(shape.left.terms)), skipped)
+            return [taker.load(first, builder.sub(left, first)) for taker in takers]
+
+        def store(words: list[list[L.Value]], stage: L.Value) -> None:
+            for taker, mine in zip(takers, words, strict=True):
+                taker.store(mine, stage)
+            wgmma.proxy_fence(builder)
+
+        tiles = [load(L.I32(number)) for number in range(min(count, 1 + shape.flight))]
+        store(tiles[0], L.I32(0))
+        waiting = tiles[1:]
+        loop = _Loop(self, 1, [word for tile in waiting for words in tile for word in words])
+        loop.multiply()
+        if waiting:
+            held, values = [], iter(loop.held)
+            for tile in waiting:
+                held.append([[next(values) for _ in words] for words in tile])
+            # A branch keeps the conversions, which wait for loads, behind the products; loads come behind the fence,
+            # which would wait for them.
+            with builder.if_then(builder.icmp_signed("<", loop.number, L.I32(count - 1))):
+                store(held[0], loop.writing)
+            held = held[1:]
+            if count > 1 + shape.flight:
+                held.append(self._where(loop.number, count - 1 - shape.flight, load))
+            else:  # nothing is left to ask for: the places move on
+                held.append([[L.I32(0) for _ in words] for words in waiting[0]])
+            loop.hold([word for tile in held for words in tile for word in words])
+        return loop.end()
+
+    def _where(self, number: L.Value, last: int, load: object) -> list[list[L.Value]]:
+        """A tile asked for in the first ``last`` rounds; later anything."""
+        builder, ahead = self.builder, 1 + self.shape.flight
+        before, inside = builder.block, builder.append_basic_block("load")
+        after = builder.append_basic_block("load.done")
+        builder.cbranch(builder.icmp_signed("<", number, L.I32(last)), inside, after)
+        builder.position_at_end(inside)
+        found = load(builder.add(number, L.I32(ahead)))  # type: ignore[operator]
+        end = builder.block
+        builder.branch(after)
+        builder.position_at_end(after)
+        made = []
+        for words in found:
+            made.append([])
+            for word in words:
+                phi = builder.phi(L.I32)
+                phi.add_incoming(word, end)
+                phi.add_incoming(L.I32(L.ir.Undefined), before)
+                made[-1].append(phi)
+        return made
+
+    # -- what the units are told --------------------------------------------------------------------------------
+    def _descriptor(self, tile: GroupTile, first: L.Value) -> L.Value:
+        """Of a group's part of a tile, which begins at this row (or column), in the first stage."""
+        builder = self.builder
+        into = builder.mul(first, L.I32(tile.block // wgmma.ROWS))
+        place = builder.add(builder.add(self.shared, L.I32(tile.first)), into)
+        return wgmma.descriptor(builder, place, tile.block, wgmma.ATOM)
+
+    def products(self, reading: L.Value, totals: Totals) -> Totals:
+        """Starts the products of the tile in a stage (bytes from the first one)."""
+        builder, shape = self.builder, self.shape
+        stage = builder.zext(builder.lshr(reading, L.I32(4)), L.I64)
+        left, right = (builder.add(base, stage) for base in self.bases)
+        steps = range(shape.left.terms * shape.left.side.item // tensor.STEP)
+        pairs = []
+        seconds = [wgmma.moved(builder, right, shape.right.step(k)) for k in steps]
+        for row in range(shape.left.warp // wgmma.ROWS):
+            start = row * shape.left.block
+            pairs.append(
+                [(wgmma.moved(builder, left, start + shape.left.step(k)), second) for k, second in enumerate(seconds)]
+            )
+        turned = (not shape.left.by_terms, not shape.right.by_terms)
+        return wgmma.multiply(builder, shape.kind, pairs, turned, totals)
+
+
+class _Loop:
+    """The loop over tiles of terms, of which one is multiplied while the next is made ready."""
+
+    def __init__(self, emitter: GroupEmitter, ahead: int, held: Sequence[L.Value] = ()) -> None:
+        """Begins a round. Args: ahead: tiles between reading and writing; held: values that go round."""
+        builder, shape = emitter.builder, emitter.shape
+        self.emitter, self.builder, self.phis = emitter, builder, []
+        before = builder.block
+        self.loop, self.after = builder.append_basic_block("terms"), builder.append_basic_block("terms.done")
+        builder.branch(self.loop)
+        builder.position_at_end(self.loop)
+
+        def carried(kind: L.Type, start: L.Value) -> L.Value:
+            found = builder.phi(kind)
+            found.add_incoming(start, before)
+            return found
+
+        self.number = carried(L.I32, L.I32(0))
+        self.reading, self.writing = carried(L.I32, L.I32(0)), carried(L.I32, L.I32(ahead * shape.stage))
+        high, wide = shape.left.warp // wgmma.ROWS, shape.right.warp // 8
+        self.totals = [[[carried(L.F32, L.F32(0.0)) for _ in range(4)] for _ in range(wide)] for _ in range(high)]
+        self.held = [carried(L.I32, value) for value in held]
+        self.following: list[L.Value] = list(self.held)
+        self.sums: Totals = []
+
+    def multiply(self) -> None:
+        """Waits for the tile and starts its products."""
+        tensor.barrier(self.builder)
+        self.sums = self.emitter.products(self.reading, self.totals)
+
+    def hold(self, values: list[L.Value]) -> None:
+        """What goes into the next round."""
+        self.following = values
+
+    def end(self) -> Totals:
+        """Waits for the products of the round before (of this one, where its stage is written next), and goes round.
+
+        After all rounds it waits for the last products.
+        """
+        builder = self.builder
+        wgmma.wait(builder, 1 if self.emitter.shape.stages > 2 else 0)
+        next_ = builder.add(self.number, L.I32(1))
+        flat = [phi for rows in self.totals for tile in rows for phi in tile]
+        sums = [value for rows in self.sums for tile in rows for value in tile]
+        for phi, value in (
+            (self.number, next_), (self.reading, self.emitter.next_stage(self.reading)),
+            (self.writing, self.emitter.next_stage(self.writing)),
+            *zip(flat, sums, strict=True), *zip(self.held, self.following, strict=True),
+        ):  # fmt: skip
+            phi.add_incoming(value, builder.block)
+        builder.cbranch(
+            builder.icmp_signed("<", next_, L.I32(self.emitter.shape.share)), self.loop, self.after
+        )  # fmt: skip
+        builder.position_at_end(self.after)
+        return wgmma.finished(builder, self.sums)

@@ -1,0 +1,221 @@
+"""Candidate schedules of matrix products for warp groups (Hopper's ``wgmma``), ranked by counted cycles.
+
+Only products with enough to compute have any: their tiles are large, and every candidate costs compiling and measuring.
+Counted as in `region.gpu_products`; what differs is the rate of the units, and that they read both operands from shared
+memory at up to 128 bytes per cycle while threads write the next tiles there:
+
+    a group's instruction of 64 rows and n columns reads (64 + n) * 32 bytes for 64 * n * 32 / item products
+
+and that float32 takes threads time to round and store, three times as much where it is turned on the way.  The
+constants are fitted to some 100 schedules of eleven products on an H200: estimates of float32 are within 15 %, and of
+every product the schedule with the least cycles was the fastest or within 4 % of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jcuts.dfg.program import Program
+from jcuts.region import gpu_products
+from jcuts.region.gpu_products import CLUSTER, EXIT, FETCH, LATENCY, MEMORY, PORT, SECOND, Counter
+from jcuts.region.gpu_tiles import WARP, Candidate, GpuMachine, scheduled
+from jcuts.region.products import Side, shares
+
+MOST = 5
+"""Candidates of one product for warp groups."""
+AGAIN = 0.95
+"""What every further candidate with as many blocks per tile counts."""
+GROUPED = (9, 0)
+"""The compute capability that has warp groups."""
+LEAST_POINTS, LEAST_PRODUCTS = 1 << 18, 1 << 27
+"""Outputs (16 tiles of 128x128) and products from which on there are candidates."""
+GROUP, HIGH, LINE = 4 * WARP, 64, 128
+"""Threads of a warp group, rows of its instruction, bytes of a line of terms."""
+SHAPES = (
+    (64, 64, 1), (64, 128, 1), (64, 192, 1), (64, 256, 1), (128, 64, 2), (128, 96, 2), (128, 128, 2), (128, 192, 2),
+    (128, 256, 2), (128, 64, 1), (128, 128, 1), (192, 128, 3), (192, 192, 3), (256, 64, 2), (256, 96, 2), (256, 128, 2),
+    (256, 128, 4),
+)  # fmt: skip
+"""(rows, columns, groups along the rows) of a block."""
+COPIED = ((1, 4, 0), (1, 5, 0), (1, 6, 0), (2, 3, 0))
+ROUNDED = ((1, 2, 1), (1, 3, 1), (2, 2, 1), (2, 3, 1))
+"""Of 16-bit types and of float32: lines of terms per tile, tiles in shared memory, tiles that wait in registers."""
+SPLITS, CLUSTERS = (1, 2, 3, 4), (2, 4)
+MOST_SHARED, MOST_REGISTERS, MOST_WAITING = 226 << 10, 248, 80
+SHARED, FILE = 227 << 10, 65536
+"""Bytes of shared memory of a block, registers of a thread, those of tiles on their way; of a multiprocessor: shared
+memory, registers."""
+UNIT = {4: 800.0, 2: 1600.0}
+"""Products per cycle and multiprocessor that long sums reach, by bytes of an operand."""
+CACHE, OVERLAP = 56.0, 0.1
+"""As in `region.gpu_products`, fitted to such tiles: bytes per cycle of the L2 cache, what is left of limits."""
+ROUND, LOAD = 100.0, 700.0
+"""Cycles of a tile of terms: a barrier, a fence, the issue; from asking for a tile of float32 to having it."""
+STORE, TURN = 0.6, 3.0
+"""What rounding and storing float32 takes beside the units, in passes through the port; of turned tiles, over that."""
+
+
+@dataclass(frozen=True)
+class GroupTiling:
+    """One schedule: a block's tile, its warp groups, tiles in shared memory and on their way, who shares terms."""
+
+    rows: int
+    columns: int
+    terms: int
+    groups: tuple[int, int]
+    stages: int
+    flight: int = 0
+    split: int = 1
+    cluster: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return GROUP * math.prod(self.groups)
+
+    def of(self, program: Program) -> Program:
+        """The scheduled program."""
+        found = (("flight", self.flight, 0), ("split", self.split, 1), ("cluster", self.cluster, 1))
+        more = tuple((name, count) for name, count, least in found if count > least)
+        tile = (self.rows, self.columns, self.terms)
+        params = (("tile", tile), ("groups", self.groups), ("stages", self.stages), *more)
+        return scheduled(program, "product", self.threads, *params)
+
+
+def products(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    """Schedules of both families for a program that `products.as_product` has made, the best of every kind of tile.
+
+    Scores are a bound over counted cycles: what must move at the memory's rate, or what must be multiplied at that of
+    the fastest units that the program has schedules for.
+    """
+    counter = GroupCounter(program, machine)
+    found = list(grouped(counter))
+    yield from found
+    if found:
+        yield from gpu_products.products(program, machine, gpu_products.MOST - len(found), counter.least)
+    else:
+        yield from gpu_products.products(program, machine)
+
+
+def grouped(counter: GroupCounter, most: int = MOST, *, alike: bool = False) -> Iterator[Candidate]:
+    """Schedules for warp groups, at most so many, best first; ``alike``: those that differ in their stages only too."""
+    best: dict[tuple[int, ...], tuple[float, GroupTiling]] = {}
+    for tiling in tilings(counter):
+        cycles = counter.cycles(tiling)
+        key = (tiling.rows, tiling.columns, tiling.split, tiling.cluster)
+        key += (tiling.terms, tiling.stages, *tiling.groups) if alike else ()
+        if key not in best or cycles < best[key][0]:
+            best[key] = (cycles, tiling)
+    seen: dict[tuple[bool, bool], int] = {}
+    scored = []
+    for cycles, tiling in sorted(best.values(), key=lambda found: found[0]):
+        kind = (tiling.split > 1, tiling.cluster > 1)
+        scored.append((min(1.0, counter.least / cycles) * AGAIN ** seen.get(kind, 0), tiling))
+        seen[kind] = seen.get(kind, 0) + 1
+    for score, tiling in sorted(scored, key=lambda found: -found[0])[:most]:
+        yield tiling.of(counter.program), score
+
+
+def tilings(counter: GroupCounter) -> Iterator[GroupTiling]:
+    """All schedules that fit the product and the multiprocessor."""
+    points = counter.batch * counter.rows * counter.columns
+    if counter.machine.capability != GROUPED or points < LEAST_POINTS or points * counter.terms < LEAST_PRODUCTS:
+        return
+    for rows, columns, along in SHAPES:
+        if rows >= 2 * counter.rows or columns >= 2 * counter.columns:
+            continue
+        if not all(_fits(side, size) for side, size in zip(counter.sides, (rows, columns), strict=True)):
+            continue
+        blocks = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns)
+        few = blocks < 2 * counter.machine.sms
+        ways = [*((s, 1) for s in SPLITS if s == 1 or few), *((1, c) for c in CLUSTERS if few)]
+        depths = ROUNDED if counter.item == 4 else COPIED
+        for (lines, stages, flight), (split, cluster) in itertools.product(depths, ways):
+            terms = lines * LINE // counter.item
+            if any(side.run % terms and side.run != counter.terms for side in counter.sides):
+                continue
+            share, found = shares(counter.terms, terms, split * cluster)
+            if found != split * cluster or (found > 1 and share < 4) or (lines > 1 and share < 3):
+                continue
+            tiling = GroupTiling(rows, columns, terms, (along, 1), stages, flight, split, cluster)
+            registers = min(MOST_REGISTERS, FILE // tiling.threads)
+            if counter.shared(tiling) <= MOST_SHARED and counter.registers(tiling) <= registers:
+                yield tiling
+
+
+def _fits(side: Side, size: int) -> bool:
+    """Whether a tile can be copied in whole pieces of 16 bytes (float32 across terms: in squares)."""
+    if side.width * side.item != 16:
+        return False
+    return side.along_terms or (size % 32 == 0 and not side.guards)
+
+
+class GroupCounter(Counter):
+    """Counts the cycles of a product's schedules for warp groups."""
+
+    def __init__(self, program: Program, machine: GpuMachine) -> None:
+        super().__init__(program, machine)
+        self.program = program
+        products = float(self.batch * self.rows * self.columns * self.terms)
+        self.least = max(self.moved / MEMORY, products / (machine.sms * UNIT[self.item]), LATENCY)
+
+    def shared(self, tiling: GroupTiling) -> int:  # type: ignore[override]
+        """Bytes of shared memory of a block."""
+        rows, columns = (
+            size if side.along_terms or side.item == 4 else -(-size // HIGH) * HIGH
+            for side, size in zip(self.sides, (tiling.rows, tiling.columns), strict=True)
+        )
+        stage = (rows + columns) * tiling.terms * self.item
+        return max(stage * tiling.stages, 4 * rows * columns if tiling.cluster > 1 else 0)
+
+    def _words(self, tiling: GroupTiling) -> int:
+        """What a thread takes of a tile of float32: whole pieces, or squares, of each operand."""
+        total = 0
+        for side, size in zip(self.sides, (tiling.rows, tiling.columns), strict=True):
+            piece = side.width if side.along_terms else 16
+            total += -(-size * tiling.terms // (piece * tiling.threads)) * piece
+        return total
+
+    def registers(self, tiling: GroupTiling) -> int:
+        """32-bit registers of a thread, roughly."""
+        total = tiling.rows * tiling.columns // tiling.threads
+        waiting = tiling.flight * self._words(tiling)
+        return 56 + total + (waiting or 8) + (0 if waiting <= MOST_WAITING else MOST_REGISTERS)
+
+    def cycles(self, tiling: GroupTiling) -> float:  # type: ignore[override]
+        """Estimated cycles of a launch, and of the second one where terms are split."""
+        rows, columns, ways = tiling.rows, tiling.columns, tiling.split * tiling.cluster
+        blocks = self.batch * -(-self.rows // rows) * -(-self.columns // columns) * ways
+        resident = min(SHARED // (self.shared(tiling) + 1024), FILE // (tiling.threads * self.registers(tiling)))
+        resident = max(1, min(resident, self.machine.threads_per_sm // tiling.threads))
+        queue = -(-blocks // self.machine.sms)
+        beside, waves = min(resident, queue), -(-queue // resident)
+        line = tiling.terms * self.item
+        copied = float((rows + columns) * line)
+        read = rows // HIGH * (HIGH + columns) * line
+        limits = [
+            beside * rows * columns * tiling.terms / UNIT[self.item],
+            beside * (read + copied * (2 if tiling.flight else 1)) / PORT,
+            beside * copied / CACHE,
+            LOAD if tiling.flight else FETCH / (tiling.stages - 2),
+        ]
+        share, _ = shares(self.terms, tiling.terms, ways)
+        inner = max(limits) + OVERLAP * (sum(limits) - max(limits))
+        inner += ROUND * (2 if tiling.stages == 2 else 1) if beside == 1 else 0.0
+        if tiling.flight:
+            stored = sum(
+                size * line * (1.0 if side.along_terms else TURN)
+                for side, size in zip(self.sides, (rows, columns), strict=True)
+            )
+            inner += beside * STORE * stored / PORT
+        written = 4.0 * rows * columns * (1.0 if tiling.split > 1 else self.results / max(1.0, self.partial))
+        leave = EXIT + beside * written / tiling.cluster / CACHE
+        if tiling.cluster > 1:
+            leave += CLUSTER + beside * (8.0 * rows * columns / PORT + 4.0 * rows * columns / CACHE)
+        total = max(waves * (LATENCY + share * inner + leave), self.moved / MEMORY + LATENCY)
+        if tiling.split > 1:
+            total += SECOND + (2 * tiling.split + 1) * self.partial / MEMORY
+        return total

@@ -1,0 +1,231 @@
+"""Matrix products by warp groups: every layout, type and size against float64, through the PTX machine."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jcuts.base.errors import CompileRejected
+from jcuts.codegen.cuda import compile as compiler
+from jcuts.codegen.cuda.emit import emit_source
+from jcuts.codegen.cuda.image import Image
+from jcuts.codegen.cuda.product_groups import group_shape
+from jcuts.codegen.cuda.target import CudaTarget
+from jcuts.region import gpu
+from jcuts.region.gpu_groups import GroupTiling
+from tests import programs, ptx_machine
+from tests.codegen.test_product import (
+    CONVOLUTIONS,
+    LAYOUTS,
+    SM80,
+    SM90,
+    compare,
+    compiled,
+    dense,
+    normal,
+    product_of,
+    run,
+    tf32,
+)
+from tests.ops.cases import conv
+from tests.ptx_tensor import TensorFault
+
+MACHINE = gpu.GpuMachine(132)
+ROUNDED = [
+    GroupTiling(64, 64, 32, (1, 1), 3, 1), GroupTiling(128, 128, 32, (2, 1), 3, 2),
+    GroupTiling(64, 96, 64, (1, 1), 2, 1), GroupTiling(128, 64, 32, (1, 1), 3, 1),
+    GroupTiling(64, 64, 64, (1, 1), 3, 1), GroupTiling(64, 128, 32, (1, 2), 3, 1),
+    GroupTiling(64, 64, 32, (1, 1), 3, 1, 2), GroupTiling(128, 64, 32, (1, 1), 3, 1, 1, 2),
+    GroupTiling(64, 64, 32, (1, 1), 2, 1, 1, 2),
+]  # fmt: skip
+"""Of float32."""
+COPIED = [
+    GroupTiling(64, 64, 64, (1, 1), 3), GroupTiling(128, 128, 64, (2, 1), 4), GroupTiling(128, 96, 64, (1, 1), 3),
+    GroupTiling(64, 128, 64, (1, 2), 3), GroupTiling(64, 64, 128, (1, 1), 3), GroupTiling(64, 64, 64, (1, 1), 4, 0, 2),
+    GroupTiling(128, 64, 64, (2, 1), 3, 0, 1, 2),
+]  # fmt: skip
+"""Of 16-bit types."""
+EPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10}
+
+
+@compiled
+@pytest.mark.parametrize("tiling", ROUNDED, ids=str)
+@pytest.mark.parametrize("size", [(128, 128, 128), (70, 164, 68), (65, 76, 200)])
+def test_float32_of_sizes_that_divide_nothing(size, tiling):
+    m, k, n = size
+    x, w, b = normal(m, k), normal(k, n), normal(n)
+    compare(run(dense, (x, w, b), tiling), [np.maximum(tf32(x) @ tf32(w) + b, 0)])
+
+
+@compiled
+@pytest.mark.parametrize("dtype", EPS)
+@pytest.mark.parametrize("tiling", COPIED, ids=str)
+@pytest.mark.parametrize("size", [(128, 256, 128), (70, 264, 136)])
+def test_16_bit_types_of_sizes_that_divide_nothing(size, tiling, dtype):
+    m, k, n = size
+    x, w = normal(m, k).astype(jnp.dtype(dtype)), normal(k, n).astype(jnp.dtype(dtype))
+    wanted = x.astype(np.float64) @ w.astype(np.float64)
+    compare(run(lambda x, w: x @ w, (x, w), tiling), [wanted], 2.1 * EPS[dtype])
+
+
+@compiled
+@pytest.mark.parametrize("dtype", ["float32", *EPS])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout, dtype):
+    fn, left, right = LAYOUTS[layout]
+    m, k, n = 136, 88, 80
+    x, w = left(normal(m, k)).astype(jnp.dtype(dtype)), right(normal(k, n)).astype(jnp.dtype(dtype))
+    exact = tf32 if dtype == "float32" else np.float64
+    wanted = left(exact(x)) @ right(exact(w))
+    if dtype == "float32":
+        compare(run(fn, (x, w), ROUNDED[1]), [wanted])
+        compare(run(fn, (x, w), ROUNDED[4]), [wanted])
+    else:
+        compare(run(fn, (x, w), COPIED[1]), [wanted], 2.1 * EPS[dtype])
+
+
+@compiled
+def test_copies_of_less_than_a_piece():
+    x, w = normal(66, 70), normal(46, 70)
+    compare(run(lambda x, w: x @ w.T, (x, w), ROUNDED[0]), [tf32(x) @ tf32(w).T])
+    x, w = (a.astype(jnp.bfloat16) for a in (x, w))
+    wanted = x.astype(np.float64) @ w.astype(np.float64).T
+    compare(run(lambda x, w: x @ w.T, (x, w), COPIED[0]), [wanted], 2.1 * EPS["bfloat16"])
+
+
+@compiled
+def test_batches_and_transposed_results():
+    x, w = normal(68, 64), normal(64, 72)
+    compare(run(lambda x, w: (x @ w).T * 2, (x, w), ROUNDED[0]), [(tf32(x) @ tf32(w)).T * 2])
+    q, k = normal(2, 66, 3, 32), normal(2, 70, 3, 32)
+    scores = np.einsum("bqhd,bkhd->bhqk", tf32(q), tf32(k)) * 0.25
+    compare(run(lambda q, k: jnp.einsum("bqhd,bkhd->bhqk", q, k) * 0.25, (q, k), ROUNDED[0]), [scores])
+
+
+@compiled
+@pytest.mark.parametrize("tiling", [ROUNDED[1], ROUNDED[3], ROUNDED[8]], ids=str)
+def test_everything_behind_a_product(tiling):
+    """Bias and ReLU6, a residual, GELU, and two results."""
+
+    def block(x, w, b, r):
+        y = x @ w + b
+        return y, jax.nn.gelu(jnp.clip(y, 0.0, 6.0) + r)
+
+    x, w, b, r = normal(90, 64), normal(64, 100), normal(100), normal(90, 100)
+    y = tf32(x) @ tf32(w) + b
+    with jax.enable_x64(True):
+        z = np.asarray(jax.nn.gelu(jnp.asarray(np.clip(y, 0, 6) + r)))
+    compare(run(block, (x, w, b, r), tiling), [y, z])
+
+
+@compiled
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["3x3", "3x3 stride 2", "dilation", "one padded output"])
+def test_convolutions_with_taps(name, dtype):
+    (n, h, w_, _), (kh, kw, _, features), params = CONVOLUTIONS[name]
+    channels, tilings = (32, ROUNDED[:2]) if dtype == "float32" else (64, COPIED[:2])
+    features = -(-features // 8) * 8
+    x = normal(n, h, w_, channels).astype(jnp.dtype(dtype))
+    w = normal(kh, kw, channels, features).astype(jnp.dtype(dtype))
+    exact = tf32 if dtype == "float32" else np.float64
+    with jax.enable_x64(True):
+        wanted = np.asarray(conv(jnp.asarray(exact(x)), jnp.asarray(exact(w)), **params))
+    for tiling in tilings:
+        limit = 3e-6 if dtype == "float32" else 2.1 * EPS[dtype]
+        compare(run(lambda x, w: conv(x, w, **params), (x, w), tiling), [wanted], limit)
+
+
+@compiled
+def test_the_machine_sees_what_pipelines_do_wrong():
+    x, w = normal(64, 256), normal(256, 64)
+    for tiling, arguments in (
+        (ROUNDED[0], (x, w)), (ROUNDED[4], (x, w)), (COPIED[0], tuple(a.astype(jnp.bfloat16) for a in (x, w))),
+    ):  # fmt: skip
+        program = tiling.of(product_of(lambda x, w: x @ w, *arguments))
+        kernel, ptx = compiler.compile_program(program, SM90), compiler.ptx_of(program, SM90)
+        changes = [
+            (lambda t: t.replace("fence.proxy.async.shared::cta;", ""), "proxy fence"),
+            (lambda t: t.replace("wgmma.fence.sync.aligned;", ""), "no wgmma.fence"),
+            (lambda t: t.replace("bar.sync 0;", ""), "before a barrier|under way"),
+            (lambda t: re.sub(r"wgmma.wait_group.sync.aligned [01];", "", t), "is reading"),
+        ]
+        if x.dtype == arguments[0].dtype:
+            changes.append((lambda t: t.replace("cvt.rn.tf32.f32", "mov.b32"), "not rounded"))
+        if not tiling.flight:
+            changes.append((lambda t: re.sub(r"cp.async.wait_group \d;", "", t), "under way|proxy fence"))
+        for change, what in changes:
+            with pytest.raises((TensorFault, ptx_machine.Fault), match=what):
+                ptx_machine.run_kernel(change(ptx), kernel, arguments)
+
+
+@compiled
+def test_the_code_is_what_the_tiling_says():
+    """Whole accesses, no instruction more than the tile needs, and the architecture with warp groups."""
+    x, w, b = (np.zeros(s, np.float32) for s in ((512, 4096), (4096, 256), (256,)))
+    ptx = compiler.ptx_of(GroupTiling(128, 128, 32, (2, 1), 3, 2).of(product_of(dense, x, w, b)), SM90)
+    words = (128 + 128) * 32 // 256
+    assert ".target sm_90a" in ptx
+    assert ptx.count("wgmma.mma_async.sync.aligned.m64n128k8.f32.tf32.tf32") == 4
+    assert ptx.count("wgmma.commit_group") == ptx.count("wgmma.fence") == 1 == ptx.count("fence.proxy.async") - 1
+    assert ptx.count("bar.sync") == 1
+    assert ptx.count("cvt.rn.tf32") == 2 * words  # of the first tile, and in the loop
+    assert ptx.count("st.shared.v4.b32") == 2 * words // 4 and "st.shared.b32" not in ptx
+    assert ptx.count("ld.global.nc.v4.b32") == (1 + 2 + 1) * words // 4 + 128 // 16  # the bias: four columns of each 16
+    assert ptx.count("st.global.v4.b32") == 128 * 128 // 4 // 256 and "st.global.b32" not in ptx
+    arguments = [a.astype(jnp.bfloat16) for a in (x, w, b)]
+    ptx = compiler.ptx_of(GroupTiling(128, 256, 64, (2, 1), 4).of(product_of(dense, *arguments)), SM90)
+    loops = ptx.count("wgmma.fence")
+    assert ptx.count("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16") == 4 * loops
+    assert ptx.count("cp.async.cg.shared.global") == (2 + loops) * (128 + 256) * 128 // 16 // 256
+    assert "ld.local" not in ptx and "st.local" not in ptx
+
+
+@compiled
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("size", [(384, 768, 3072), (384, 3072, 768), (3072, 1024, 4096)])
+def test_candidates_assemble_without_local_memory(size, dtype):
+    m, k, n = size
+    arguments = [np.zeros(s, jnp.dtype(dtype)) for s in ((m, k), (k, n), (n,))]
+    found = [p for p, _ in gpu.candidates(programs.trace(dense, *arguments).program(), MACHINE, 8)]
+    grouped = [p for p in found if "groups" in dict(p.params)]
+    assert grouped and len(grouped) < len(found)
+    for program in grouped:
+        image = Image.unpack(compiler.compile_program(program, SM90).object_code)
+        assert image.arch == "sm_90a"
+        for launch in image.launches:
+            assert launch.resources.stack == 0 and launch.shared <= SM90.max_shared
+            assert launch.block[0] * launch.resources.registers <= 65536
+
+
+def test_refusals():
+    x, w = normal(128, 128), normal(128, 128)
+    program = product_of(lambda x, w: x @ w, x, w)
+    for tiling in (
+        GroupTiling(96, 64, 32, (1, 1), 3, 1), GroupTiling(64, 64, 16, (1, 1), 3, 1),
+        GroupTiling(64, 64, 32, (1, 1), 4, 1), GroupTiling(64, 64, 32, (1, 1), 3, 0),
+        GroupTiling(128, 256, 32, (1, 1), 3, 1), GroupTiling(64, 288, 32, (1, 1), 3, 1),
+    ):  # fmt: skip
+        with pytest.raises(CompileRejected, match="no product of tiles"):
+            emit_source(tiling.of(program))
+    narrow = product_of(lambda x, w: x @ w, x, normal(128, 126))
+    with pytest.raises(CompileRejected, match="no product of tiles"):  # squares need rows of 16 bytes
+        emit_source(ROUNDED[0].of(narrow))
+    for target in (SM80, CudaTarget((10, 0))):
+        with pytest.raises(CompileRejected, match=r"capability 9\.0"):
+            compiler.arch_of(ROUNDED[0].of(program), target)
+
+
+def test_what_a_block_takes():
+    x, w = np.zeros((512, 512), np.float32), np.zeros((512, 512), np.float32)
+    shape = group_shape(GroupTiling(128, 256, 32, (2, 1), 3, 1).of(product_of(lambda x, w: x @ w, x, w)))
+    assert shape.threads == 256 and shape.shared == 3 * (128 + 256) * 128
+    assert [t.words(shape.threads) for t in (shape.left, shape.right)] == [16, 32]
+    assert (shape.left.turned, shape.right.turned) == (False, True)
+    x, w = (a.astype(jnp.bfloat16) for a in (x, w))
+    shape = group_shape(replace(GroupTiling(128, 96, 64, (2, 1), 4)).of(product_of(lambda x, w: x @ w, x, w)))
+    assert shape.right.bytes == 2 * 64 * 128 and not shape.right.by_terms  # 96 columns take two blocks of 64

@@ -2,10 +2,10 @@
 
     python benchmarks/gpu_microbatch.py --out results/microbatch                     # everything, within --budget
     python benchmarks/gpu_microbatch.py --out /tmp/x --items validate alexnet --budget 120
-    python benchmarks/gpu_microbatch.py --out /tmp/x --dry-run                       # no GPU: the tests' cuDNN on the host
+    python benchmarks/gpu_microbatch.py --out /tmp/x --dry-run                       # no GPU: the tests' cuDNN
 
-Needs jax[cuda13] and jcuts' native libraries (`make native`).  Times go into ``<out>/times.sqlite``: a second run goes on
-where the first stopped.  Results are ``<out>/microbatch.json``, written after every step.
+Needs jax[cuda13] and jcuts' native libraries (`make native`).  Times go into ``<out>/times.sqlite``: a second run goes
+on where the first stopped.  Results are ``<out>/microbatch.json``, written after every step.
 
   validate   every algorithm of the three kernels through XLA, divided unevenly, both layouts, captured into graphs and
              not, against XLA's own convolution; no slice, concatenate or copy in the optimised program
@@ -150,7 +150,7 @@ def validate(run: Run) -> dict[str, Any]:
                     except Exception as error:
                         failures.append({**row, "graph": graph, "why": str(error)[:600]})
                 rows.append(row)
-            run.say(f"validate {c} {layout}: {len(set(by[3]) & set(by[5]))} algorithms, {len(failures)} failures so far")
+            run.say(f"validate {c} {layout}: {len(set(by[3]) & set(by[5]))} algorithms, {len(failures)} failures")
             if run.left < 0:
                 break
         left_out = measurer.left_out

@@ -33,9 +33,9 @@ MOST_CRASHES = 3
 _KERNEL_DRIVER = Path("/sys/module/nvidia/version")
 
 
-def default_database() -> Database:
-    """The user's: ``microbatch.sqlite`` below ``JCUTS_CACHE_DIR``."""
-    return Database(knobs.current().cache_dir / "microbatch.sqlite")
+def database_path() -> Path:
+    """The user's benchmark database: ``microbatch.sqlite`` below ``JCUTS_CACHE_DIR``."""
+    return knobs.current().cache_dir / "microbatch.sqlite"
 
 
 def this_device(platform: str) -> Device:

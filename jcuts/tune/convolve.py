@@ -276,8 +276,8 @@ class _Arena:
 def convolve_xla(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     """Times XLA's own convolution of ``batch`` samples, in every precision that a program can ask for.
 
-    Request: convolution (JSON), batch, seconds.  Answer: ``micros`` as of `convolve`; workspace is all that the compiled
-    program takes beside operands and result.
+    Request: convolution (JSON), batch, seconds.  Answer: ``micros`` as of `convolve`; workspace is all that the
+    compiled program takes beside operands and result.
     """
     import jax
 

@@ -20,7 +20,9 @@ import numpy as np
 
 from jcuts.base.errors import Refusal, UsageError
 from jcuts.microbatch.convolution import MATHS, Convolution
+from jcuts.microbatch.table import Division
 from jcuts.trace import jaxapi
+from jcuts.xla import cudnn
 
 LIBRARY = "xla"
 """Name of XLA's own convolution in tables."""
@@ -79,16 +81,22 @@ def _site(eqn: Any, spec: Any, maker: Callable[[Any], Any], dtype: str, precisio
     gradient = spec.lhs_spec[1] == 0 and spec.rhs_spec[1] == 0 and spec.lhs_spec[0] != 0
     if int(eqn.params["batch_group_count"]) != 1 or (gradient and not stretched):
         return _backward_filter(eqn, spec, dtype, precision)
-    reverse = maker(eqn.invars[1])
-    reversed_window = reverse is not None and jaxapi.primitive_name(reverse) == "rev" and (
-        sorted(reverse.params["dimensions"]) == sorted(spec.rhs_spec[2:]))  # fmt: skip
-    if stretched or (reversed_window and all(s == 1 for s in eqn.params["window_strides"])):
+    unreversed = _unreversed(eqn, spec, maker)
+    if stretched or (unreversed is not None and all(s == 1 for s in eqn.params["window_strides"])):
         site = _backward_data(eqn, spec, dtype, precision)
-        if isinstance(site, Site) and reversed_window:
-            return replace(site, operands=(site.operands[0], reverse.invars[0]), flipped=False)
+        if isinstance(site, Site) and unreversed is not None:
+            return replace(site, operands=(site.operands[0], unreversed), flipped=False)
         if isinstance(site, Site) or stretched:
             return site
     return _forward(eqn, spec, dtype, precision)
+
+
+def _unreversed(eqn: Any, spec: Any, maker: Callable[[Any], Any]) -> Any:
+    """The filter whose window is reversed to make the equation's, None if it is not made so."""
+    reverse = maker(eqn.invars[1])
+    if reverse is None or jaxapi.primitive_name(reverse) != "rev":
+        return None
+    return reverse.invars[0] if sorted(reverse.params["dimensions"]) == sorted(spec.rhs_spec[2:]) else None
 
 
 def _forward(eqn: Any, spec: Any, dtype: str, precision: str) -> Site | Refusal:
@@ -197,6 +205,36 @@ def asked(precision: Any, dtype: str) -> str | None:
     if dtype == "float32":
         return "float32" if jax.lax.Precision.HIGHEST in pair else "tf32"
     return {"float16": "float32"}.get(dtype, dtype)
+
+
+def call_site(site: Site, division: Division, result: Any, a: Any, b: Any, *, layer: str, platform: str) -> Any:
+    """The kernel by cuDNN, divided, on the values of the equation's operands (traceable).
+
+    Args: result: shape and dtype of the equation's result.  Others as of `cudnn.call`.
+    """
+    if site.regroup:
+        b = ungrouped(b, site.orders[1], site.convolution)
+    return cudnn.call(
+        site.convolution, division, (a, b), result, layer=layer, orders=site.orders, platform=platform,
+        flipped=site.flipped,
+    )  # fmt: skip
+
+
+def ungrouped(w: Any, order: Order, convolution: Convolution) -> Any:
+    """A grouped filter as the layer has it, from what autodiff made of it for the gradient of the input.
+
+        K/g x C  ->  K x C/g,    groups outermost in C before, in K after
+    """
+    groups = convolution.groups
+    outer, inner = order[0], order[-1] if convolution.layout == "NHWC" else order[1]
+    shape = list(w.shape)
+    split = [*shape[:inner], groups, shape[inner] // groups, *shape[inner + 1 :]]
+    dims = [d + (d > inner) for d in range(len(shape))]  # where the dimensions are now; the group is at `inner`
+    dims[inner] = inner + 1
+    order_out = [d for k in range(len(shape)) for d in ((inner, dims[k]) if k == outer else (dims[k],))]
+    shape[inner] //= groups
+    shape[outer] *= groups
+    return jax.lax.reshape(jax.lax.transpose(jax.lax.reshape(w, split), order_out), shape)
 
 
 # -- XLA's own ------------------------------------------------------------------------------------------------------

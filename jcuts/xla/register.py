@@ -81,9 +81,10 @@ def _resolve(digest: bytes) -> int:
         return 0
 
 
-_capsule_new = ctypes.pythonapi.PyCapsule_New
-_capsule_new.restype = ctypes.py_object
-_capsule_new.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+# A function object of our own: `jax.ffi.pycapsule` gives `ctypes.pythonapi.PyCapsule_New` other argument types.
+_capsule_new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
+    ("PyCapsule_New", ctypes.pythonapi)
+)
 
 
 def register_launcher(

@@ -4,14 +4,15 @@
     python benchmarks/gpu_microbatch.py --out /tmp/x --items validate alexnet --budget 120
     python benchmarks/gpu_microbatch.py --out /tmp/x --dry-run                       # no GPU: the tests' cuDNN
 
-Needs jax[cuda13] and jcuts' native libraries (`make native`).  Times go into ``<out>/times.sqlite``: a second run goes
-on where the first stopped.  Results are ``<out>/microbatch.json``, written after every step.
+Needs jax[cuda13] and jcuts' native libraries (`make native`).  Times go into ``microbatch.sqlite`` of the cache
+directory (``<out>/cache`` unless JCUTS_CACHE_DIR names one): a second run goes on where the first stopped.  Results are
+``<out>/microbatch.json``, written after every step.
 
   validate   every algorithm of the three kernels through XLA, divided unevenly, both layouts, captured into graphs and
              not, against XLA's own convolution; no slice, concatenate or copy in the optimised program
   alexnet    conv2 at batch 256 within 64 MiB, float32 HIGHEST and TF32: whole calls against each other
   deepbench  94 forward convolutions at 4 times their batch within 64 MiB
-  resnet     a ResNet-18 training step by jcuts.optimize(workspace_limit=..., total_workspace=...) against jax.jit
+  resnet     a ResNet-18 training step (float32 HIGHEST) with its convolutions divided, WR and WD, against jax.jit
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from benchmarks.microbatch_resnet import resnet  # noqa: E402
+
 MIB = 1 << 20
 LIMIT = 64 * MIB
 ITEMS = ("validate", "alexnet", "deepbench", "resnet")
@@ -41,12 +44,12 @@ class Run:
 
     def __init__(self, options: argparse.Namespace) -> None:
         from jcuts.microbatch.database import Database
-        from jcuts.tune.convolutions import this_device
+        from jcuts.tune.convolutions import database_path, this_device
 
         self.options, self.start = options, time.monotonic()
         self.out: Path = options.out
         self.platform = "cpu" if options.dry_run else "cuda"
-        self.database = Database(self.out / "times.sqlite")
+        self.database = Database(database_path())
         self.device = this_device(self.platform)
         self.report: dict[str, Any] = {"device": str(self.device), "dry_run": options.dry_run, "items": {}}
 
@@ -353,6 +356,7 @@ def main() -> int:
     parser.add_argument("--layers", nargs="+", type=int, help="rows of DeepBench; all of them by default")
     parser.add_argument("--graph", action="store_true", help="let XLA capture the calls into CUDA graphs")
     parser.add_argument("--dry-run", action="store_true", help="no GPU: the tests' cuDNN, tiny shapes")
+    parser.add_argument("--resnet-batch", type=int, default=64)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the measuring process needs room
@@ -365,7 +369,7 @@ def main() -> int:
         os.environ.update(JCUTS_CUDNN=str(fake), JAX_PLATFORMS="cpu")
     run = Run(options)
     run.say(f"{run.device}")
-    work = {"validate": validate, "alexnet": alexnet, "deepbench": deepbench}
+    work = {"validate": validate, "alexnet": alexnet, "deepbench": deepbench, "resnet": resnet}
     failed = False
     for item in options.items:
         if run.left < 10:

@@ -132,6 +132,11 @@ def divided(closed: jaxapi.Closed, settings: Settings, platform: str, *, may_mea
     return Divided(jaxapi.dce(rebuilt), rows, postponed=postponed)
 
 
+def sites(closed: jaxapi.Closed) -> list[Site | Refusal]:
+    """The convolutions of a flat program and of its loops' bodies, in program order."""
+    return [site for _, site in _walk(closed)]
+
+
 # -- finding --------------------------------------------------------------------------------------------------------
 def _found(closed: jaxapi.Closed) -> Iterator[tuple[str, Any, Site | Refusal]]:
     """Convolutions in program order: name, equation, kernel."""

@@ -48,7 +48,7 @@ def fill(fn, *args, own: float = 1.0, own_space: int = 0, own_algorithm: str = "
     database = Database(knobs.current().cache_dir / "microbatch.sqlite")
     device = this_device("cpu")
     flat = simplify(inline(jax.make_jaxpr(fn)(*args)))
-    found = [site for _, _, site in divide._found(flat) if isinstance(site, Site)]
+    found = [site for site in divide.sites(flat) if isinstance(site, Site)]
     for site in found:
         names = cudnn.algorithms(site.convolution.kind)
         rows = {

@@ -27,7 +27,7 @@ from jcuts.xla.convolutions import LIBRARY
 
 log = logging.getLogger("jcuts.tune")
 
-SECONDS = 1.5
+SECONDS = 0.3
 """Of measuring per convolution and batch size, shared by all algorithms; as much again for XLA's own."""
 MOST_CRASHES = 3
 _KERNEL_DRIVER = Path("/sys/module/nvidia/version")
@@ -92,9 +92,7 @@ class Measurer:
 
     def library(self, convolution: Convolution, batch: int) -> Sequence[Micro]:
         """XLA's own convolution; nothing if it cannot be measured."""
-        self._pool.stop("measure")  # its memory is XLA's now
         answer = self._ask("xla", {"op": "convolve_xla"}, convolution, batch)
-        self._pool.stop("xla")
         if isinstance(answer, CandidateRejected):
             self.left_out.append((str(convolution), batch, LIBRARY, answer.message))
             return ()
@@ -103,11 +101,17 @@ class Measurer:
     def _ask(
         self, group: str, request: dict[str, Any], convolution: Convolution, batch: int
     ) -> dict[str, Any] | CandidateRejected:
-        answers: list[Any] = []
         request = {**request, "convolution": convolution.to_json(), "batch": batch, "seconds": self.seconds}
-        self._pool.submit(group, request, knobs.current().tune_timeout_s, answers.append)
-        self._pool.drain()
-        return answers[0] if answers else WorkerFailed("the measuring process gave no answer", reason="start")
+        answer: Any = None
+        for _ in range(2):
+            answers: list[Any] = []
+            self._pool.submit(group, request, knobs.current().tune_timeout_s, answers.append)
+            self._pool.drain()
+            answer = answers[0] if answers else WorkerFailed("the measuring process gave no answer", reason="start")
+            if not isinstance(answer, CandidateRejected) or answer.values.get("reason") != "memory":
+                break
+            self._pool.abandon()  # what both processes keep is free now
+        return answer
 
 
 def _micros(answer: dict[str, Any], batch: int) -> tuple[Micro, ...]:

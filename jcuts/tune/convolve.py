@@ -5,7 +5,10 @@ Driver API only; XLA's own convolution is another request (`convolve_xla`), whic
 
 from __future__ import annotations
 
+import functools
 import itertools
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,9 +16,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jcuts.base.errors import NativeError
+from jcuts.base.errors import NativeError, WorkerFailed
 from jcuts.microbatch.convolution import MATHS, Convolution
 from jcuts.microbatch.table import Division, Micro
+from jcuts.tune.shortage import is_memory
 from jcuts.tune.values import dtype_of
 from jcuts.xla import cudnn
 from jcuts.xla.cudnn_plan import HOST, Plan, buffer_bytes
@@ -29,6 +33,8 @@ CHECKED_BYTES = 8 << 20
 """Of every result, what is compared with the first algorithm's."""
 ROUNDS = (3, 15)
 """Least and most samples of one algorithm; in between its share of the time decides."""
+HOPELESS = 2.0
+"""Slower by this than what needs no more workspace: a single sample is exact enough."""
 TOLERANCE = {"float64": 1e-10, "float32": 2e-3, "tf32": 1e-2, "float16": 5e-2}
 """Distance from the first algorithm's result, in L2 norm, from which an algorithm is broken: transforms (FFT, Winograd)
 in the same arithmetic are less exact than sums of products, and the library's own choices include them."""
@@ -153,8 +159,14 @@ class GpuBench:
 
 def noise(dtype: str, size: int) -> np.ndarray:
     """Normal numbers as bytes, at most 16 MiB, not more than ``size`` in whole numbers."""
+    item = dtype_of(dtype).itemsize
+    return _block(dtype)[: max(item, min(size, 16 << 20) // item * item)]
+
+
+@functools.cache
+def _block(dtype: str) -> np.ndarray:
     kind = dtype_of(dtype)
-    count = max(1, min(size, 16 << 20) // kind.itemsize)
+    count = (16 << 20) // kind.itemsize
     return np.random.default_rng(0).standard_normal(count, np.float32).astype(kind).view(np.uint8)
 
 
@@ -196,12 +208,22 @@ def convolve(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
             try:
                 seconds, space = arena.measure(algorithm, math, request.get("limit"), share)
                 micros.append({"algorithm": algorithm, "math": math, "seconds": seconds, "workspace": space})
-            except (NativeError, ValueError) as error:
-                if isinstance(error, NativeError) and error.values.get("call"):
-                    raise  # the driver's own: the context is in doubt
+            except ValueError as error:
                 left_out.append((label, str(error)))
+            except NativeError as error:
+                _survives(device, label, error)
+                left_out.append((label, error.message))
         announce("")
     return {"micros": micros, "left_out": left_out}
+
+
+def _survives(device: Bench, label: str, error: NativeError) -> None:
+    """Ends this process, which blames the algorithm, where nothing works on the device any more."""
+    try:
+        device.seconds(lambda: None)
+    except NativeError as second:
+        print(f"{label}: {error.message}; then {second.message}", file=sys.stderr, flush=True)
+        os._exit(70)
 
 
 class _Arena:
@@ -214,14 +236,21 @@ class _Arena:
         one = sum(self.sizes)
         if one > room:
             raise ValueError(f"{one} B of operands do not fit into {room} B")
-        count = max(1, min(MOST_SETS, -(-COLD_BYTES // one), room // (2 * one)))
-        self.sets = [tuple(device.allocate(size) for size in self.sizes) for _ in range(count)]
+        enough = 1 if 2 * one >= COLD_BYTES else min(MOST_SETS, -(-COLD_BYTES // one))
+        count = max(1, min(enough, room // (2 * one)))
+        try:
+            self.sets = [tuple(device.allocate(size) for size in self.sizes) for _ in range(count)]
+        except NativeError as error:
+            if is_memory(error):
+                raise WorkerFailed(error.message, **{**error.values, "reason": "memory"}) from error
+            raise
         for a, b, _ in self.sets:
             device.random(a, self.sizes[0], convolution.dtype)
             device.random(b, self.sizes[1], convolution.dtype)
         self.room = room - count * one
         self.space = (0, 0)  # address, bytes
         self.expected: np.ndarray | None = None
+        self.known: list[tuple[float, int]] = []  # seconds, workspace
 
     def measure(self, algorithm: str, math: str, limit: int | None, share: float) -> tuple[float, int]:
         """Seconds and workspace [B].  Raises: NativeError, ValueError: it is out, and why."""
@@ -245,7 +274,9 @@ class _Arena:
                 for a, b, out in self.sets:
                     plan.run(self.device.stream, a, b, out, self.space[0])
 
-            return self._time(once, share) / len(self.sets), plan.needed
+            seconds = self._time(once, share, plan.needed) / len(self.sets)
+            self.known.append((seconds, plan.needed))
+            return seconds, plan.needed
         finally:
             plan.close()
 
@@ -262,10 +293,13 @@ class _Arena:
         if off > allowed:
             raise ValueError(f"its result is off by {off:.2g} of the first algorithm's, allowed {allowed:g}")
 
-    def _time(self, once: Callable[[], None], share: float) -> float:
+    def _time(self, once: Callable[[], None], share: float, space: int) -> float:
         self.device.seconds(once)
-        start, samples = time.perf_counter(), []
-        for k in itertools.count(1):
+        start, samples = time.perf_counter(), [self.device.seconds(once)]
+        mine = samples[0] / len(self.sets)
+        if any(HOPELESS * seconds < mine and other <= space for seconds, other in self.known):
+            return samples[0]
+        for k in itertools.count(2):
             samples.append(self.device.seconds(once))
             if k >= ROUNDS[1] or (k >= ROUNDS[0] and time.perf_counter() - start > share):
                 return float(np.median(samples))

@@ -101,6 +101,7 @@ def resnet(run: Any) -> dict[str, Any]:
                 return {"batch": batch, "stopped": f"the budget was spent after {done} of {len(sites)} kernels"}
             measured(convolution, samples, run.database, measurer, library=False)
             done += 1
+    run.database.record_network(divide.network_of(flat, f"ResNet-18 step, batch {batch}"))
     run.say(f"resnet: {done} distinct kernels are timed")
 
     found: dict[str, Any] = {"batch": batch, "limit": limit}

@@ -25,6 +25,7 @@ from jcuts.microbatch.convolution import Convolution
 from jcuts.microbatch.database import Database, Device
 from jcuts.microbatch.desirable import desirable
 from jcuts.microbatch.errors import MissingTimesError, NoDivisionError
+from jcuts.microbatch.network import Network, Use
 from jcuts.microbatch.shown import DivisionReport
 from jcuts.microbatch.table import Division, Micro, Table
 from jcuts.microbatch.wd import divide_network
@@ -99,9 +100,9 @@ def generation(settings: Settings) -> str:
     path = timing.database_path()
     try:
         found = path.stat()
-        return f"{current.cudnn} {path} {found.st_mtime_ns} {found.st_size}"
+        return f"{current.cudnn} {current.cudnn_graphs} {path} {found.st_mtime_ns} {found.st_size}"
     except OSError:
-        return f"{current.cudnn} {path}"
+        return f"{current.cudnn} {current.cudnn_graphs} {path}"
 
 
 def divided(closed: jaxapi.Closed, settings: Settings, platform: str, *, may_measure: bool) -> Divided:
@@ -135,6 +136,17 @@ def divided(closed: jaxapi.Closed, settings: Settings, platform: str, *, may_mea
 def sites(closed: jaxapi.Closed) -> list[Site | Refusal]:
     """The convolutions of a flat program and of its loops' bodies, in program order."""
     return [site for _, site in _walk(closed)]
+
+
+def network_of(closed: jaxapi.Closed, name: str) -> Network:
+    """The convolutions of a flat program that cuDNN can do, for `microbatch.analysis` and its command line."""
+    found = ((layer, site) for layer, _, site in _found(closed))
+    return Network(
+        name,
+        tuple(
+            Use(layer, site.convolution, site.batch, site.precision) for layer, site in found if isinstance(site, Site)
+        ),
+    )
 
 
 # -- finding --------------------------------------------------------------------------------------------------------
@@ -314,6 +326,7 @@ def _call_eqns(use: _Use, platform: str) -> list[Any]:
     name = f"{use.layer} [{place(use.eqn)}]"
 
     def call(a: Any, b: Any) -> list[Any]:
-        return [call_site(site, division, out.aval, a, b, layer=name, platform=platform)]
+        graph = knobs.current().cudnn_graphs
+        return [call_site(site, division, out.aval, a, b, layer=name, platform=platform, graph=graph)]
 
     return traced_eqns(call, site.operands, [out], use.eqn)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
+
 import jax
 import numpy as np
 import pytest
+from rich.console import Console
 
 import jcuts
 from jcuts import divide, pipeline
@@ -93,6 +96,23 @@ def test_every_convolution_of_a_training_step_is_divided(host_cudnn, cache_dir):
     assert "5 of 5 convolutions by cuDNN: workspaces of 120.0 KiB in all, 24.0 KiB at once" in text
     assert "front of" in text and "ffi_call" not in text.split("note:")[0]
     assert report.to_dict()["divisions"][0]["workspace"] == 6 * SPACE
+    page = report.to_html(cache_dir / "page.html").read_text()
+    assert "<h2>Convolutions</h2>" in page and "conv5 backward-filter" in page
+    console = Console(record=True, width=220, file=io.StringIO())
+    console.print(report)
+    assert "Pareto fronts" in console.export_text()
+
+
+def test_the_network_for_offline_analysis(host_cudnn, cache_dir):
+    from jcuts.microbatch.analysis import analyse
+    from jcuts.trace.inline import inline
+    from jcuts.trace.simplify import simplify
+
+    args = arguments()
+    fill(step, *args)
+    network = divide.network_of(simplify(inline(jax.make_jaxpr(step)(*args))), "step")
+    found = analyse(network, Database(cache_dir / "microbatch.sqlite"), this_device("cpu"), total=12 * SPACE)
+    assert found.rows[0].use.name == "conv1 forward" and found.total <= 12 * SPACE
 
 
 def test_nothing_is_sliced_or_joined(host_cudnn, cache_dir):

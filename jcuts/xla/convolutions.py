@@ -207,7 +207,9 @@ def asked(precision: Any, dtype: str) -> str | None:
     return {"float16": "float32"}.get(dtype, dtype)
 
 
-def call_site(site: Site, division: Division, result: Any, a: Any, b: Any, *, layer: str, platform: str) -> Any:
+def call_site(
+    site: Site, division: Division, result: Any, a: Any, b: Any, *, layer: str, platform: str, graph: bool = False
+) -> Any:
     """The kernel by cuDNN, divided, on the values of the equation's operands (traceable).
 
     Args: result: shape and dtype of the equation's result.  Others as of `cudnn.call`.
@@ -216,7 +218,7 @@ def call_site(site: Site, division: Division, result: Any, a: Any, b: Any, *, la
         b = ungrouped(b, site.orders[1], site.convolution)
     return cudnn.call(
         site.convolution, division, (a, b), result, layer=layer, orders=site.orders, platform=platform,
-        flipped=site.flipped,
+        flipped=site.flipped, graph=graph,
     )  # fmt: skip
 
 

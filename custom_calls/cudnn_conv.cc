@@ -181,6 +181,14 @@ int jcuts_cudnn_set_library(const char* path, const char* fallback) {
   return 0;
 }
 
+// Which driver library is opened, for tests; only before its first use.  Returns 0, or 1 if it is open already.
+int jcuts_cudnn_set_driver(const char* path) {
+  std::lock_guard lock(jcuts::g_driver_mutex);
+  if (path == nullptr || jcuts::g_driver.load() != nullptr) return 1;
+  *jcuts::g_driver_path = path;
+  return 0;
+}
+
 // Version of cuDNN as it says it itself (9.19.0 is 91900); 0, and why in `text`, if it cannot be used.
 int64_t jcuts_cudnn_version(char* text, int64_t size) {
   jcuts::Cudnn& cudnn = jcuts::GetCudnn();

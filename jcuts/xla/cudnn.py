@@ -138,6 +138,7 @@ def _declare(lib: ctypes.CDLL) -> None:
         "jcuts_cudnn_host_type_id": (pointer, []),
         "jcuts_cudnn_host_type_info": (pointer, []),
         "jcuts_cudnn_set_library": (number, [text, text]),
+        "jcuts_cudnn_set_driver": (number, [text]),
         "jcuts_cudnn_version": (size, [text, size]),
         "jcuts_cudnn_plan": (pointer, [text, numbers, size, numbers, size, number, numbers, text, size]),
         "jcuts_cudnn_run": (number, [pointer, number, pointer, pointer, pointer, pointer, pointer, text, size]),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -188,6 +191,67 @@ def test_descriptors_go_with_the_executable_and_handles_stay(host_cudnn):
     assert host_cudnn.alive() <= before
 
 
+def test_threads_take_turns(host_cudnn):
+    c = of("strided", "backward_filter")
+    x, w, dy = arrays(c, 7)
+    expected = reference(c, x, w, dy)
+    program = compiled(c, division("backward_filter", 3, 3, 1), expected)
+    program(x, dy)
+    with ThreadPoolExecutor(8) as pool:
+        for found in pool.map(lambda _: np.asarray(program(x, dy)), range(40)):
+            np.testing.assert_array_equal(found, expected)
+
+
+ON_A_DEVICE = """
+import ctypes, json, sys
+import numpy as np
+from jcuts.base.errors import NativeError
+from jcuts.microbatch.convolution import Convolution
+from jcuts.microbatch.table import Division, Micro
+from jcuts.xla import cudnn
+from jcuts.xla.cudnn_plan import Plan
+
+assert cudnn.load().jcuts_cudnn_set_driver(sys.argv[1].encode()) == 0
+fake = ctypes.CDLL(sys.argv[2])
+fake.fake_log.restype = ctypes.c_char_p
+c = Convolution("forward", 1, 1, (3, 3), (2, 2))
+division = Division.of(Micro(n, "cudnn/IMPLICIT_GEMM", "float32", 1.0, 0) for n in (2, 1))
+found = {}
+try:
+    plan = Plan(c, division, 1)
+    x, w, y = np.ones((3, 1, 3, 3), "f"), np.ones((1, 1, 2, 2), "f"), np.zeros((3, 1, 2, 2), "f")
+    plan.run(7, x.ctypes.data, w.ctypes.data, y.ctypes.data, 0)
+    found["log"], found["y"] = fake.fake_log().decode(), y.tolist()
+    fake.fake_fail(b"SetStream")
+    plan.run(7, x.ctypes.data, w.ctypes.data, y.ctypes.data, 0)
+except NativeError as error:
+    found["error"] = error.message
+print(json.dumps(found))
+"""
+
+
+def on_a_device(tmp_path: Path, host_cudnn_path: Path, **more: str) -> dict:
+    driver = tmp_path / "libfake_cuda.so"
+    source = Path(__file__).with_name("fake_cuda.cc")
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or "g++"
+    subprocess.run([compiler, "-std=c++17", "-shared", "-fPIC", str(source), "-o", str(driver)], check=True)
+    text = python(ON_A_DEVICE, str(driver), str(host_cudnn_path), JCUTS_CUDNN=str(host_cudnn_path), **more)
+    return json.loads(text)
+
+
+def test_on_a_device_the_stream_is_set_once_per_call(host_cudnn_path, tmp_path):
+    found = on_a_device(tmp_path, host_cudnn_path)
+    assert found["y"] == [[[[4.0, 4.0], [4.0, 4.0]]]] * 3
+    names = [call.split()[0] for call in found["log"].split(";") if call]
+    assert names == ["Create", "SetStream", "Forward", "Forward"]
+    assert "cudnnSetStream failed: CUDNN_STATUS_EXECUTION_FAILED (5000)" in found["error"]
+
+
+def test_a_driver_without_a_device_is_an_error(host_cudnn_path, tmp_path):
+    found = on_a_device(tmp_path, host_cudnn_path, FAKE_NO_DEVICE="1")
+    assert "(forward): cuInit failed: CUDA_ERROR_NO_DEVICE" in found["error"]
+
+
 def failure(program, *arguments) -> str:
     with pytest.raises(Exception) as caught:  # XLA's own error type
         program(*arguments)[0].block_until_ready()
@@ -245,9 +309,10 @@ def test_which_cudnn(host_cudnn):
     assert "platform tpu" in cudnn.unusable("tpu")
 
 
-def python(code: str, **more: str) -> str:
+def python(code: str, *arguments: str, **more: str) -> str:
     env = {**os.environ, "PYTHONPATH": str(ROOT), **more}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=ROOT, check=False)
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -36,6 +36,8 @@ from benchmarks.microbatch_resnet import resnet  # noqa: E402
 
 MIB = 1 << 20
 LIMIT = 64 * MIB
+PRECISIONS = {"float32": ("float32", "tf32"), "float16": ("float16", "float32"), "bfloat16": ("float32",)}
+"""Storage to the least precisions that DeepBench is judged at."""
 ITEMS = ("validate", "alexnet", "deepbench", "resnet")
 
 
@@ -259,13 +261,13 @@ def deepbench(run: Run) -> dict[str, Any]:
                 row: dict[str, Any] = {"index": layer.index, "convolution": str(c), "batch": batch}
                 try:
                     table = only_cudnn(measured(c, batch, run.database, measurer, library=False))
-                    row.update(compared(run, table, batch, dtype))
+                    row.update({precision: compared(run, table, batch, precision) for precision in PRECISIONS[dtype]})
                 except JcutsError as error:
                     row["error"] = error.message[:500]
                 rows.append(row)
                 run.report["items"]["deepbench"] = found
                 run.save()
-            found[dtype]["summary"] = summary(rows)
+            found[dtype]["summary"] = {precision: summary(rows, precision) for precision in PRECISIONS[dtype]}
             run.say(f"deepbench {dtype}: {found[dtype]['summary']}")
     return found
 
@@ -283,9 +285,9 @@ def compared(run: Run, table: Any, batch: int, precision: str) -> dict[str, Any]
     return row
 
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(rows: list[dict[str, Any]], precision: str) -> dict[str, Any]:
     """Largest, arithmetic and geometric mean gain of the division over one call within the limit."""
-    gains = [row["gain"] for row in rows if "gain" in row]
+    gains = [row[precision]["gain"] for row in rows if "gain" in row.get(precision, {})]
     if not gains:
         return {"layers": len(rows)}
     return {

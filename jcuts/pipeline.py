@@ -161,6 +161,8 @@ def _plan(
     division = divide.divided(flat, settings, platform, may_measure=may_measure)
     flat = division.closed
     timed("divide", start)
+    if division.count:
+        dump.stage("divided", lambda: as_source(flat, name))
     if reason:
         notes = (f"no kernels: {reason}", *((division.note,) if division.note else ()))
         report = FunctionReport(name, settings.mode, platform, equations=len(flat.jaxpr.eqns),

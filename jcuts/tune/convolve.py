@@ -35,9 +35,9 @@ ROUNDS = (3, 15)
 """Least and most samples of one algorithm; in between its share of the time decides."""
 HOPELESS = 2.0
 """Slower by this than what needs no more workspace: a single sample is exact enough."""
-TOLERANCE = {"float64": 1e-10, "float32": 2e-3, "tf32": 1e-2, "float16": 5e-2}
-"""Distance from the first algorithm's result, in L2 norm, from which an algorithm is broken: transforms (FFT, Winograd)
-in the same arithmetic are less exact than sums of products, and the library's own choices include them."""
+TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "tf32": 1e-3, "float16": 5e-2}
+"""Distance from the first algorithm's result, in L2 norm, from which an algorithm is out.  In float32 it must be more
+exact than TF32, which is off by 3e-4; Winograd's algorithm with 5x5 windows is not (1e-3 to 5e-3 on an H200)."""
 
 EXACT = ("float64", "float32")
 """Arithmetic that comes first: the others are compared with it."""

@@ -54,11 +54,15 @@ class Measurer:
     """One device, through one measuring process; a context manager.
 
     Args: device: what times are recorded for; platform: 'cpu' (a cuDNN on the host) or 'cuda'; limit: workspaces above
-        this [B] are not measured; seconds: of measuring per batch size.
+        this [B] are not measured; seconds: of measuring per batch size; tolerance: a factor of `convolve.TOLERANCE`
+        (times of less exact algorithms belong into a database of their own).
     """
 
-    def __init__(self, device: Device, platform: str, *, limit: int | None = None, seconds: float = SECONDS) -> None:
-        self._device, self.limit, self.seconds = device, limit, seconds
+    def __init__(
+        self, device: Device, platform: str, *, limit: int | None = None, seconds: float = SECONDS,
+        tolerance: float = 1.0,
+    ) -> None:  # fmt: skip
+        self._device, self.limit, self.seconds, self.tolerance = device, limit, seconds, tolerance
         self.left_out: list[tuple[str, int, str, str]] = []
         self._folder = Path(tempfile.mkdtemp(prefix="jcuts-convolutions-"))
         self._pool = Pool(self._folder, {"measure": 1, "xla": 1}, platform)
@@ -79,7 +83,7 @@ class Measurer:
         """Every algorithm of cuDNN that runs.  Raises: WorkerFailed: no process can be started, or too many crashed."""
         skip: list[str] = []
         while True:
-            request = {"op": "convolve", "limit": self.limit, "skip": skip}
+            request = {"op": "convolve", "limit": self.limit, "skip": skip, "tolerance": self.tolerance}
             answer = self._ask("measure", request, convolution, batch)
             if not isinstance(answer, CandidateRejected):
                 self.left_out += [(str(convolution), batch, label, why) for label, why in answer["left_out"]]

@@ -184,7 +184,7 @@ def convolve(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     """Times every algorithm and math for ``batch`` samples of ``convolution`` within ``limit`` bytes of workspace.
 
     Request: convolution (JSON), batch, limit (None: what fits), seconds (of measuring, in all), skip (labels that
-    crashed an earlier process).
+    crashed an earlier process), tolerance (a factor of `TOLERANCE`).
     Answer: ``micros`` (algorithm, math, seconds, workspace) and ``left_out`` (label, why).
     """
     convolution, batch = Convolution.from_json(request["convolution"]), int(request["batch"])
@@ -198,7 +198,7 @@ def convolve(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     micros: list[dict[str, Any]] = []
     left_out: list[tuple[str, str]] = []
     with bench() as device:
-        arena = _Arena(device, convolution, batch)
+        arena = _Arena(device, convolution, batch, float(request.get("tolerance", 1.0)))
         for algorithm, math in pairs:
             label = f"{algorithm} {math}"
             if label in skip:
@@ -229,8 +229,8 @@ def _survives(device: Bench, label: str, error: NativeError) -> None:
 class _Arena:
     """Operands, results and workspace that all algorithms share."""
 
-    def __init__(self, device: Bench, convolution: Convolution, batch: int) -> None:
-        self.device, self.convolution, self.batch = device, convolution, batch
+    def __init__(self, device: Bench, convolution: Convolution, batch: int, tolerance: float) -> None:
+        self.device, self.convolution, self.batch, self.tolerance = device, convolution, batch, tolerance
         self.sizes = buffer_bytes(convolution, batch)
         room = int(SHARE * device.free_bytes())
         one = sum(self.sizes)
@@ -290,6 +290,7 @@ class _Arena:
         off = float(np.linalg.norm(values - self.expected)) / (float(np.linalg.norm(self.expected)) or 1.0)
         exact = MATHS[self.convolution.dtype][math]
         allowed = max(TOLERANCE[exact], 5e-2 if self.convolution.dtype in ("float16", "bfloat16") else 0.0)
+        allowed *= self.tolerance
         if off > allowed:
             raise ValueError(f"its result is off by {off:.2g} of the first algorithm's, allowed {allowed:g}")
 

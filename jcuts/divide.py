@@ -42,6 +42,7 @@ log = logging.getLogger("jcuts.divide")
 LOOPS = ("scan", "while", "cond")
 CONSTRAINT = "liveness"
 NOT_TIMED = "not timed yet"
+RACE = "mixed: plain XLA, which keeps to no workspace limit, competes as a whole; mode='fusion' keeps to it"
 
 
 @dataclass
@@ -67,7 +68,7 @@ class Divided:
 
     Attributes:
         closed: the program with its divided convolutions as calls.  rows: every convolution, for the report.
-        note: why none was looked at, or ''.  postponed: another process was measuring.
+        note: why none was looked at, or what to know of the answer, or ''.  postponed: another process was measuring.
     """
 
     closed: jaxapi.Closed
@@ -130,7 +131,8 @@ def divided(closed: jaxapi.Closed, settings: Settings, platform: str, *, may_mea
     if not any(use.replaced for use in uses):
         return Divided(closed, rows, postponed=postponed)
     rebuilt = _rebuilt(closed, {id(use.eqn): use for use in uses if use.replaced}, platform)
-    return Divided(jaxapi.dce(rebuilt), rows, postponed=postponed)
+    note = RACE if settings.mode == "mixed" else ""
+    return Divided(jaxapi.dce(rebuilt), rows, note=note, postponed=postponed)
 
 
 def sites(closed: jaxapi.Closed) -> list[Site | Refusal]:

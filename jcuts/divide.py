@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from jcuts.microbatch.database import Database, Device
 from jcuts.microbatch.desirable import desirable
 from jcuts.microbatch.errors import MissingTimesError, NoDivisionError
 from jcuts.microbatch.network import Network, Use
+from jcuts.microbatch.refine import sizes_between
 from jcuts.microbatch.shown import DivisionReport
 from jcuts.microbatch.table import Division, Micro, Table
 from jcuts.microbatch.wd import divide_network
@@ -180,7 +181,10 @@ def _take_times(
 ) -> bool:
     """Gives every use its table, measured now if need be; whether another process kept this one from measuring."""
     database = _database(str(timing.database_path()))
-    wanted = {(use.site.convolution, use.site.batch) for use in uses if isinstance(use.site, Site)}
+    wanted: dict[tuple[Convolution, int], set[str]] = {}
+    for use in uses:
+        if isinstance(use.site, Site):
+            wanted.setdefault((use.site.convolution, use.site.batch), set()).add(use.site.precision)
     found = {key: _known(database, device, *key) for key in wanted}
     with_library = settings.mode == "mixed"
     missing = [key for key, table in found.items() if table is None or (with_library and not _own(table, key[1]))]
@@ -188,7 +192,8 @@ def _take_times(
     if missing and may_measure:
         with measuring_lock(patience=default_patience()) as may:
             if may:
-                found.update(_measured(missing, database, device, platform, with_library))
+                todo = {key: wanted[key] for key in missing}
+                found.update(_measured(todo, settings, database, device, platform))
             else:
                 log.warning("%s is still measuring: convolutions stay with XLA, a later call measures", holder())
                 postponed = True
@@ -212,15 +217,20 @@ def _known(database: Database, device: Device, convolution: Convolution, batch: 
 
 
 def _measured(
-    keys: Sequence[tuple[Convolution, int]], database: Database, device: Device, platform: str, library: bool
-) -> dict[tuple[Convolution, int], Table | None]:
+    todo: Mapping[tuple[Convolution, int], set[str]], settings: Settings, database: Database, device: Device,
+    platform: str,
+) -> dict[tuple[Convolution, int], Table | None]:  # fmt: skip
+    """Measures powers of two, and then sizes in between that the limit makes worth it."""
     found: dict[tuple[Convolution, int], Table | None] = {}
+    library = settings.mode == "mixed"
     with timing.Measurer(device, platform) as measurer:
-        for convolution, batch in keys:
+        for (convolution, batch), precisions in todo.items():
             try:
-                found[convolution, batch] = timing.measured(
-                    convolution, batch, database, measurer, library=library
-                )
+                table = timing.measured(convolution, batch, database, measurer, library=library)
+                for precision in sorted(precisions):
+                    for size in sizes_between(_only_cudnn(table), batch, _limit(settings), precision=precision):
+                        timing.measured(convolution, size, database, measurer, policy="undivided", library=False)
+                found[convolution, batch] = database.table(device, convolution)
             except JcutsError as error:
                 log.warning("%s, batch %d, is left to XLA: %s", convolution, batch, error.message)
                 found[convolution, batch] = None
@@ -230,7 +240,7 @@ def _measured(
 # -- choosing -------------------------------------------------------------------------------------------------------
 def _choose(uses: Sequence[_Use], settings: Settings) -> None:
     """Sets every use's division, or why it has none."""
-    limits = [limit for limit in (settings.workspace_limit, settings.total_workspace) if limit is not None]
+    limit = _limit(settings)
     open_: list[_Use] = []
     for use in uses:
         if use.table is None or not isinstance(use.site, Site):
@@ -241,7 +251,7 @@ def _choose(uses: Sequence[_Use], settings: Settings) -> None:
             use.why = candidates
             continue
         try:
-            use.front = desirable(candidates, batch, min(limits), precision=precision)
+            use.front = desirable(candidates, batch, limit, precision=precision)
             open_.append(use)
         except NoDivisionError as error:
             use.why = error.message
@@ -255,7 +265,7 @@ def _choose(uses: Sequence[_Use], settings: Settings) -> None:
             use.chosen = division
     for use in open_:
         if settings.mode == "mixed" and use.replaced:
-            _prefer_library(use, min(limits))
+            _prefer_library(use, limit)
         if not use.replaced:
             use.why = "its own convolution is the fastest within the limit"
 
@@ -266,6 +276,15 @@ def _prefer_library(use: _Use, limit: int) -> None:
     own = wr.undivided(_only_library(use.table), use.site.batch, limit, precision=use.site.precision)
     if own is not None and own.ticks <= use.chosen.ticks:
         use.chosen = own
+
+
+def _limit(settings: Settings) -> int:
+    """Most that the workspace of one convolution may take [B]."""
+    return min(n for n in (settings.workspace_limit, settings.total_workspace) if n is not None)
+
+
+def _only_cudnn(table: Table) -> Table:
+    return replace(table, micros=tuple(m for m in table.micros if cudnn.is_cudnn(m.algorithm)))
 
 
 def _only_library(table: Table) -> Table:
@@ -281,8 +300,7 @@ def _candidates(table: Table, batch: int, *, mixed: bool) -> Table | str:
     own = _own(table, batch)
     if mixed and not own:
         return "its own convolution was not timed, so nothing is known to be faster"
-    ours = [m for m in table.micros if cudnn.is_cudnn(m.algorithm)]
-    return replace(table, micros=(*(own if mixed else ()), *ours))
+    return replace(table, micros=(*(own if mixed else ()), *_only_cudnn(table).micros))
 
 
 def _row(use: _Use, settings: Settings) -> DivisionReport:
@@ -293,10 +311,8 @@ def _row(use: _Use, settings: Settings) -> DivisionReport:
     row = DivisionReport(use.layer, str(site.convolution), where, site.batch, why=use.why)
     if use.table is None:
         return row
-    limit = min(n for n in (settings.workspace_limit, settings.total_workspace) if n is not None)
-    ours = replace(use.table, micros=tuple(m for m in use.table.micros if cudnn.is_cudnn(m.algorithm)))
     own = wr.undivided(_only_library(use.table), site.batch, precision=site.precision)
-    single = wr.undivided(ours, site.batch, limit, precision=site.precision)
+    single = wr.undivided(_only_cudnn(use.table), site.batch, _limit(settings), precision=site.precision)
     row = replace(
         row, undivided=single.seconds if single else None, xla_seconds=own.seconds if own else None,
         xla_workspace=own.workspace if own else None,

@@ -232,6 +232,22 @@ def test_missing_times_are_measured_at_the_first_call(host_cudnn, cache_dir):
     assert entry[1] == this_device("cpu")
 
 
+def test_sizes_that_fill_the_limit_are_measured_too(host_cudnn, cache_dir, monkeypatch):
+    asked = []
+
+    def between(table, batch, limit, *, precision):
+        asked.append((batch, limit, precision))
+        return (3,)
+
+    monkeypatch.setattr(divide, "sizes_between", between)
+    x, w = np.ones((4, 5, 5, 2), np.float32), np.ones((3, 3, 2, 2), np.float32)
+    with knobs.scope(max_candidates=1):
+        jcuts.optimize(layer, mode="fusion", workspace_limit=1 << 20, total_workspace=1 << 19)(x, w)
+    assert asked == [(4, 1 << 19, "tf32")]
+    sizes = {entry.batch for entry in Database(cache_dir / "microbatch.sqlite").entries()}
+    assert sizes == {1, 2, 3, 4}
+
+
 def test_a_crash_costs_one_algorithm(host_cudnn, cache_dir, monkeypatch):
     from jcuts.microbatch.convolution import Convolution
 

@@ -42,6 +42,8 @@ log = logging.getLogger("jcuts.divide")
 
 LOOPS = ("scan", "while", "cond")
 CONSTRAINT = "liveness"
+MARGIN = 0.05
+"""A division must be faster by this than a single call: times of many short calls add up their errors."""
 NOT_TIMED = "not timed yet"
 RACE = "mixed: plain XLA, which keeps to no workspace limit, competes as a whole; mode='fusion' keeps to it"
 
@@ -264,18 +266,19 @@ def _choose(uses: Sequence[_Use], settings: Settings) -> None:
         for use, division in zip(open_, shares.divisions, strict=True):
             use.chosen = division
     for use in open_:
-        if settings.mode == "mixed" and use.replaced:
-            _prefer_library(use, limit)
+        _prefer_simpler(use, limit, mixed=settings.mode == "mixed")
         if not use.replaced:
             use.why = "its own convolution is the fastest within the limit"
 
 
-def _prefer_library(use: _Use, limit: int) -> None:
-    """Leaves a use to XLA where that was measured to be as fast within the limit."""
+def _prefer_simpler(use: _Use, limit: int, *, mixed: bool) -> None:
+    """Takes a single call, or XLA's own convolution, where the division is not faster by more than `MARGIN`."""
     assert use.table is not None and use.chosen is not None and isinstance(use.site, Site)
-    own = wr.undivided(_only_library(use.table), use.site.batch, limit, precision=use.site.precision)
-    if own is not None and own.ticks <= use.chosen.ticks:
-        use.chosen = own
+    batch, precision = use.site.batch, use.site.precision
+    for table in (_only_cudnn(use.table), _only_library(use.table) if mixed else None):
+        one = wr.undivided(table, batch, limit, precision=precision) if table is not None else None
+        if one is not None and one.ticks <= (1 + MARGIN) * use.chosen.ticks:
+            use.chosen = one
 
 
 def _limit(settings: Settings) -> int:

@@ -136,7 +136,7 @@ def test_the_limit_decides(host_cudnn, cache_dir):
     close(optimized(net, workspace_limit=100)(*args), net(*args))
 
 
-@pytest.mark.parametrize("own, space, kept", [(0.39, 0, True), (0.41, 0, False), (0.01, 1 << 21, False)])
+@pytest.mark.parametrize("own, space, kept", [(0.41, 0, True), (0.43, 0, False), (0.01, 1 << 21, False)])
 def test_mixed_keeps_xla_where_that_is_fastest_within_the_limit(host_cudnn, cache_dir, own, space, kept):
     args = arguments()
     fill(net, *args, own=own, own_space=space)
@@ -145,6 +145,17 @@ def test_mixed_keeps_xla_where_that_is_fastest_within_the_limit(host_cudnn, cach
     assert [bool(row.division) for row in rows] == [not kept] * 2 and (divide.RACE in report.notes) != kept
     if kept:
         assert rows[0].why == "its own convolution is the fastest within the limit" and rows[0].xla_seconds == own
+
+
+def test_a_division_must_be_clearly_faster_than_a_single_call(host_cudnn, cache_dir):
+    args = arguments()
+    database = Database(cache_dir / "microbatch.sqlite")
+    for site in fill(net, *args):
+        names = cudnn.algorithms(site.convolution.kind)
+        single = Micro(BATCH, names[1], "tf32", 0.41, SPACE * BATCH)
+        database.record(this_device("cpu"), site.convolution, BATCH, [single])
+    rows = optimized(net, workspace_limit=1 << 20).explain(*args).divisions
+    assert all(row.division == "1 x 6 cudnn/IMPLICIT_PRECOMP_GEMM:tf32" for row in rows)
 
 
 def test_mixed_divides_nothing_while_xla_s_own_is_not_timed(host_cudnn, cache_dir):

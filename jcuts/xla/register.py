@@ -81,10 +81,9 @@ def _resolve(digest: bytes) -> int:
         return 0
 
 
-# A function object of our own: `jax.ffi.pycapsule` gives `ctypes.pythonapi.PyCapsule_New` other argument types.
-_capsule_new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
-    ("PyCapsule_New", ctypes.pythonapi)
-)
+# A function object of its own: JAX changes the argument types of `ctypes.pythonapi.PyCapsule_New`.
+_CAPSULE_NEW = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+_capsule_new = _CAPSULE_NEW(("PyCapsule_New", ctypes.pythonapi))
 
 
 def register_launcher(

@@ -5,7 +5,7 @@ CXX ?= g++
 PYTEST_ARGS ?= -n auto
 VENV := .venv
 BIN := $(VENV)/bin
-NATIVE := jcuts/_native/libjcuts_cpu.so jcuts/_native/libjcuts_cuda.so
+NATIVE := $(patsubst %,jcuts/_native/libjcuts_%.so,cpu cuda cudnn)
 
 # An environment is installed again when what decides its contents changes, and only then.
 INPUTS := pyproject.toml CMakeLists.txt $(wildcard custom_calls/*)
@@ -55,10 +55,14 @@ $(DEMO_STAMP): | $(BIN)/python
 # In place, for a source tree: one file each, no build system. `pip install` builds the same through CMakeLists.txt.
 native: $(NATIVE)
 
-jcuts/_native/libjcuts_%.so: custom_calls/launch_%.cc | $(BIN)/python
+jcuts/_native/libjcuts_cpu.so: custom_calls/launch_cpu.cc
+jcuts/_native/libjcuts_cuda.so: custom_calls/launch_cuda.cc
+jcuts/_native/libjcuts_cudnn.so: custom_calls/cudnn_conv.cc
+
+$(NATIVE): $(wildcard custom_calls/*.h) | $(BIN)/python
 	mkdir -p $(@D)
 	$(CXX) -std=c++17 -O2 -fPIC -shared -pthread -Wall -Wextra -Wno-unused-parameter \
-	  -isystem "$$($(BIN)/python -c 'import jax.ffi; print(jax.ffi.include_dir())')" $< -o $@.new -ldl
+	  -isystem "$$($(BIN)/python -c 'import jax.ffi; print(jax.ffi.include_dir())')" $(filter %.cc,$^) -o $@.new -ldl
 	mv $@.new $@
 
 clean:

@@ -46,7 +46,9 @@ def optimize(fn: Callable[..., Any] = _NOT_GIVEN, *, mode: str = "mixed",
         fn: the function; left out when used as ``@optimize(...)``.
         mode: ``mixed`` (jcuts and XLA compete), ``fusion`` or ``no_fusion``.
         static_argnums, static_argnames, donate_argnums: as for ``jax.jit``.
-        workspace_limit: bytes per convolution, or None.  total_workspace: bytes per network, or None.
+        workspace_limit: bytes of workspace per convolution, or None.  total_workspace: bytes of all workspaces that are
+            live at once, or None.  With either, convolutions on a GPU may run by cuDNN in pieces of the batch
+            (docs/microbatch.md); ``mixed`` keeps XLA's own where that is measured to be faster.
         tune: ``auto`` measures at the first concrete top-level call of each signature, ``cached`` uses earlier
             choices only, ``off`` the estimator alone.
         tolerance: allowed error as a multiple of XLA's own error against float64.

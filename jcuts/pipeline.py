@@ -4,6 +4,7 @@
     simplify    dead code, constants, shared broadcasts               trace/simplify.py
     rewrite     products with folded factors, convolutions as dots    trace/rewrite.py (what the form asks for)
     pieces      the batch in pieces where caches are too small        chunking.py, trace/chunks.py
+    divide      convolutions by cuDNN under a workspace limit         divide.py
     group       tensor graph -> subsets with unscheduled programs     region/find.py, region/build.py
     select      candidates per subset, choices, better partitions     search.py, region/{plans,explore}.py, tune/
     compile     winners -> object code                                codegen/compile.py, xla/objects.py
@@ -22,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jcuts import chunking, search
+from jcuts import chunking, divide, search
 from jcuts.base import fingerprint, knobs
 from jcuts.base.dump import open_dump
 from jcuts.base.errors import JcutsError, UnsupportedError
@@ -79,7 +80,7 @@ def optimize_jaxpr(
     """
     name = getattr(closed.jaxpr.debug_info, "func_name", "") or "function"
     reason = _unusable(platform)
-    if reason:
+    if reason and not divide.is_asked(settings):
         return Outcome(closed, FunctionReport(name, settings.mode, platform, notes=(f"left to XLA: {reason}",)))
     platform = "cpu" if platform == "cpu" else "cuda"
     program = fingerprint.digest(
@@ -89,7 +90,7 @@ def optimize_jaxpr(
         found = _memo.get(_memo_key(program, settings))
     if found is not None and (not may_measure or settings.tune != "auto" or _is_settled(found)):
         return found
-    outcome = _plan(closed, settings, platform, may_measure, examples, name)
+    outcome = _plan(closed, settings, platform, may_measure, name, reason)
     with _memo_lock:
         _memo[_memo_key(program, settings)] = outcome
         while len(_memo) > MEMO_LIMIT:
@@ -109,7 +110,8 @@ def _memo_key(program: str, settings: Settings) -> str:
     """A plan depends on the tuning database, but for ``tune="off"``."""
     from jcuts.tune import session
 
-    return fingerprint.digest(program, "" if settings.tune == "off" else str(session.generation()))
+    stored = "" if settings.tune == "off" else str(session.generation())
+    return fingerprint.digest(program, stored, divide.generation(settings))
 
 
 def forget() -> None:
@@ -119,7 +121,8 @@ def forget() -> None:
 
 
 def _is_settled(outcome: Outcome) -> bool:
-    return all(s.origin != "library" for s in outcome.report.subsets)
+    timed = all(row.why != divide.NOT_TIMED for row in outcome.report.divisions)
+    return timed and all(s.origin != "library" for s in outcome.report.subsets)
 
 
 def _plan(
@@ -127,9 +130,10 @@ def _plan(
     settings: Settings,
     platform: str,
     may_measure: bool,
-    examples: Sequence[Any] | None,
     name: str,
+    reason: str,
 ) -> Outcome:
+    """``reason``: why there are no kernels here, '' where there are: then convolutions alone are looked at."""
     clock: dict[str, float] = {}
     dump = open_dump(name)
     dump.stage("jaxpr", lambda: str(closed.jaxpr))
@@ -154,6 +158,18 @@ def _plan(
     if pieces is not None:
         dump.stage("pieces", lambda: as_source(flat, name))
     start = time.perf_counter()
+    division = divide.divided(flat, settings, platform, may_measure=may_measure)
+    flat = division.closed
+    timed("divide", start)
+    if division.count:
+        dump.stage("divided", lambda: as_source(flat, name))
+    if reason:
+        notes = (f"no kernels: {reason}", *((division.note,) if division.note else ()))
+        report = FunctionReport(name, settings.mode, platform, equations=len(flat.jaxpr.eqns),
+                                source=as_source(flat, name), seconds=clock, notes=notes,
+                                postponed=division.postponed, divisions=division.rows)  # fmt: skip
+        return Outcome(flat if division.count else closed, report)
+    start = time.perf_counter()
     top = group(flat, settings, Fuel(), platform)
     timed("group", start)
     dump.stage("subsets", lambda: "\n".join(s.program.dump() for level in top.everywhere() for s in level.subsets))
@@ -165,8 +181,9 @@ def _plan(
     timed("rebuild", start)
     dump.stage("rewritten", lambda: as_source(rebuilt, name))
     dump.stage("kernels", lambda: _kernel_texts(top), suffix="py")
-    notes = tuple(str(note) for note in (rewrites if rewrites.counts else None, pieces, partition) if note is not None)
-    report = _report(top, rebuilt, settings, platform, name, clock, notes)
+    texts = (rewrites if rewrites.counts else None, pieces, division.note or None, partition)
+    notes = tuple(str(note) for note in texts if note is not None)
+    report = _report(top, rebuilt, settings, platform, name, clock, notes, division)
     unable = [r for r in report.refusals if r.reason not in CHOICES]
     if settings.strict and unable:
         first = unable[0]
@@ -174,7 +191,8 @@ def _plan(
             f"strict=True: {first.op} at {first.where} is left to XLA: {first.reason}",
             op=first.op, where=first.where, reason=first.reason,
         )  # fmt: skip
-    untouched = not rewrites.counts and not any(s.chosen for level in top.everywhere() for s in level.subsets)
+    changed = rewrites.counts or division.count
+    untouched = not changed and not any(s.chosen for level in top.everywhere() for s in level.subsets)
     return Outcome(closed if untouched else rebuilt, report)
 
 
@@ -221,6 +239,7 @@ def _report(
     name: str,
     clock: dict[str, float],
     notes: tuple[str, ...],
+    division: divide.Divided,
 ) -> FunctionReport:
     grouped: OrderedDict[str, SubsetReport] = OrderedDict()
     refusals: Counter[tuple[str, str, str]] = Counter()
@@ -233,6 +252,8 @@ def _report(
             old = grouped.get(key)
             grouped[key] = one if old is None else _counted(old, one)
         for number, refusal in level.left_out.items():
+            if divide.is_ours(level.closed.jaxpr.eqns[number]):
+                continue
             refusals[refusal.op, refusal.reason, level.graph.nodes[number].where] += 1
     kept = [subset.program for level in top.everywhere() for subset in level.library]
     rows = tuple(RefusalReport(op, reason, where, n) for (op, reason, where), n in sorted(refusals.items()))
@@ -246,9 +267,10 @@ def _report(
         as_source(rebuilt, name),
         dict(clock),
         notes=notes,
-        postponed=any(
+        postponed=division.postponed or any(
             s.choice is not None and s.choice.is_postponed for level in top.everywhere() for s in level.subsets
         ),
+        divisions=division.rows,
         library={"flop": float(sum(_flop(p) for p in kept)), "bytes": float(sum(_moved(p) for p in kept))},
     )
 

@@ -7,6 +7,16 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from jcuts.microbatch.shown import (
+    DIVISION_HEADINGS,
+    FRONT_HEADINGS,
+    DivisionReport,
+    division_rows,
+    division_total,
+    front_rows,
+    microseconds,
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class SubsetReport:
@@ -59,7 +69,8 @@ class RefusalReport:
 class FunctionReport:
     """Everything about one planned function.
 
-    ``library`` is the 'flop' and 'bytes' of subsets that XLA keeps without a measurement (products on a GPU).
+    ``library`` is the 'flop' and 'bytes' of subsets that XLA keeps without a measurement (products on a GPU);
+    ``divisions`` are the convolutions under a workspace limit.
     """
 
     name: str
@@ -74,6 +85,7 @@ class FunctionReport:
     notes: tuple[str, ...] = ()
     postponed: bool = False
     library: dict[str, float] = field(default_factory=dict)
+    divisions: tuple[DivisionReport, ...] = ()
 
     def with_guard(self, decision: dict[str, Any]) -> FunctionReport:
         """The report with the whole-function decision attached."""
@@ -112,11 +124,6 @@ class FunctionReport:
         from jcuts.tables import report_tables
 
         return report_tables(self)
-
-
-def microseconds(value: float | None) -> str:
-    """A time in microseconds, '-' where unknown."""
-    return "-" if value is None else f"{value * 1e6:,.1f}"
 
 
 HEAVY = frozenset({"conv_general_dilated", "dot_general"})
@@ -189,10 +196,13 @@ def _text(report: FunctionReport) -> list[str]:
     if report.guard is not None:
         lines.append(guard_line(report))
         lines.extend(f"program {name} is out: {why}" for name, why in dropped(report))
-    table = [HEADINGS, *rows(report)] if report.subsets else []
-    widths = [min(48, max(len(r[k]) for r in table)) for k in range(len(HEADINGS))] if table else []
-    for row in table:
-        lines.append("  ".join(cell[: widths[k]].ljust(widths[k]) for k, cell in enumerate(row)).rstrip())
+    if report.subsets:
+        lines.extend(_columns([HEADINGS, *rows(report)]))
+    if report.divisions:
+        lines.extend(_columns([DIVISION_HEADINGS, *division_rows(report.divisions)]))
+        lines.extend(line for line in [division_total(report.divisions)] if line)
+        if fronts := front_rows(report.divisions):
+            lines.extend(_columns([FRONT_HEADINGS, *fronts]))
     lines.extend(f"XLA keeps {operations}: {why} [{where}]" for operations, why, where in reasons(report))
     lines.extend(f"rejected for {name}: {why}" for name, why in thrown_out(report))
     for refusal in report.refusals:
@@ -201,6 +211,11 @@ def _text(report: FunctionReport) -> list[str]:
     if report.seconds:
         lines.append("stages: " + ", ".join(f"{k} {v:.3f} s" for k, v in report.seconds.items()))
     return lines
+
+
+def _columns(table: list[list[str]]) -> list[str]:
+    widths = [min(48, max(len(row[k]) for row in table)) for k in range(len(table[0]))]
+    return ["  ".join(cell[: widths[k]].ljust(widths[k]) for k, cell in enumerate(row)).rstrip() for row in table]
 
 
 def _html(report: FunctionReport) -> str:
@@ -215,6 +230,11 @@ def _html(report: FunctionReport) -> str:
         if dropped(report):
             guard += table(["program that is out", "reason"], [list(row) for row in dropped(report)])
     lost, out = ([list(row) for row in part] for part in (reasons(report), thrown_out(report)))
+    divided = ""
+    if report.divisions:
+        divided = f"<h2>Convolutions</h2>{table(DIVISION_HEADINGS, division_rows(report.divisions))}"
+        divided += f"<p>{html.escape(division_total(report.divisions))}</p>"
+        divided += table(FRONT_HEADINGS, front_rows(report.divisions))
     refusals = [[str(r.count), r.op, r.reason, r.where] for r in report.refusals]
     return (
         "<!doctype html><meta charset='utf-8'><title>jcuts: " + html.escape(report.name) + "</title>"
@@ -223,6 +243,7 @@ def _html(report: FunctionReport) -> str:
         "th{background:#f3f3f3}tr:nth-child(even){background:#fafafa}pre{background:#f6f6f6;padding:1em;overflow:auto}</style>"
         f"<h1>{html.escape(report.name)}</h1><p>{html.escape(summary(report))}</p>{guard}"
         f"<h2>Subsets</h2>{table(HEADINGS, rows(report))}"
+        + divided
         + (f"<h2>Where XLA won</h2>{table(['operations', 'reason', 'where'], lost)}" if lost else "")
         + (f"<h2>Candidates thrown out</h2>{table(['subset', 'reason'], out)}" if out else "")
         + f"<h2>Left to XLA</h2>{table(['n', 'operation', 'reason', 'where'], refusals)}"

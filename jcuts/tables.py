@@ -9,6 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from jcuts.microbatch.shown import DIVISION_HEADINGS, FRONT_HEADINGS, division_rows, division_total, front_rows
 from jcuts.report import HEADINGS, FunctionReport, dropped, guard_line, reasons, rows, summary, thrown_out
 
 NUMBERS = frozenset({"n", "us", "XLA us", "gain", "bound us", "PUL"})
@@ -23,6 +24,11 @@ def report_tables(report: FunctionReport) -> RenderableType:
     parts.extend(Text(f"note: {note}", style="yellow") for note in report.notes)
     if report.subsets:
         parts.append(SubsetTable(report))
+    if report.divisions:
+        parts.append(text_table("Convolutions", DIVISION_HEADINGS, division_rows(report.divisions)))
+        parts.append(Text(division_total(report.divisions)))
+        if fronts := front_rows(report.divisions):
+            parts.append(text_table("Pareto fronts", FRONT_HEADINGS, fronts))
     if report.refusals:
         parts.append(refusal_table(report))
     if lost := reasons(report):

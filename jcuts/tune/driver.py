@@ -137,20 +137,20 @@ class Driver:
         return Graph(self, made)
 
 
-class Graph:
-    """A captured sequence of launches."""
+class Events:
+    """Two events: the device's time from one to the other."""
 
-    def __init__(self, driver: Driver, handle: ctypes.c_void_p) -> None:
-        self.driver, self.handle = driver, handle
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
         self.events = [Pointer(), Pointer()]
         for event in self.events:
             driver.call("cuEventCreate", ctypes.byref(event), ctypes.c_uint(0))
 
-    def seconds(self) -> float:
-        """Runs it once and gives its time between two events [s]."""
+    def seconds(self, work: Callable[[], None]) -> float:
+        """Time that what ``work`` puts on the stream takes [s]."""
         driver, stream = self.driver, Pointer(self.driver.stream)
         driver.call("cuEventRecord", self.events[0], stream)
-        driver.call("cuGraphLaunch", self.handle, stream)
+        work()
         driver.call("cuEventRecord", self.events[1], stream)
         driver.call("cuEventSynchronize", self.events[1])
         milliseconds = ctypes.c_float()
@@ -159,10 +159,27 @@ class Graph:
         return milliseconds.value * 1e-3
 
     def close(self) -> None:
-        """Frees it."""
-        self.driver.call("cuGraphExecDestroy", self.handle)
+        """Frees them."""
         for event in self.events:
             self.driver.call("cuEventDestroy_v2", event)
+
+
+class Graph:
+    """A captured sequence of launches."""
+
+    def __init__(self, driver: Driver, handle: ctypes.c_void_p) -> None:
+        self.driver, self.handle = driver, handle
+        self.events = Events(driver)
+
+    def seconds(self) -> float:
+        """Runs it once and gives its time between two events [s]."""
+        driver = self.driver
+        return self.events.seconds(lambda: driver.call("cuGraphLaunch", self.handle, Pointer(driver.stream)))
+
+    def close(self) -> None:
+        """Frees it."""
+        self.driver.call("cuGraphExecDestroy", self.handle)
+        self.events.close()
 
 
 def is_lost(error: NativeError) -> bool:

@@ -24,6 +24,7 @@ from jcuts.codegen.cuda.image import is_image
 from jcuts.tune import sample
 from jcuts.tune.check import Accuracy, Expected, check_output
 from jcuts.tune.choice import LIBRARY
+from jcuts.tune.convolve import convolve, convolve_xla
 from jcuts.tune.kernelfile import read_kernel, write_kernel
 from jcuts.tune.launch import Launcher, Schedule
 from jcuts.tune.noise import Samples
@@ -274,6 +275,8 @@ REQUESTS: dict[str, Callable[[dict[str, Any], Announce], dict[str, Any]]] = {
     "reference": reference,
     "check": check,
     "measure": measure,
+    "convolve": convolve,
+    "convolve_xla": convolve_xla,
 }
 
 

@@ -141,7 +141,7 @@ def _environment(platform: str = "cpu") -> dict[str, str]:
     env["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the parent holds most of a GPU's memory
     env["JCUTS_WORKER_PARENT"] = str(os.getpid())
     current = knobs.current()
-    for name in ("threads", "native", "cache_dir"):  # a `knobs.scope` of the parent is not in its environment
+    for name in ("threads", "native", "cache_dir", "cudnn"):  # a `knobs.scope` of the parent is not in its environment
         value = getattr(current, name)
         if value is not None:
             env[knobs.variable(name)] = str(value)

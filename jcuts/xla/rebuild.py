@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jcuts.base.errors import IRError
@@ -21,7 +21,17 @@ def subset_closed(
 
 def kernel_eqns(kernel: CompiledKernel, inputs: Sequence[Any], outputs: Sequence[Any], like: Any) -> list[Any]:
     """Equations that call a kernel on variables of the surrounding jaxpr."""
-    traced = jaxapi.new_closed_jaxpr(lambda *xs: call_kernel(kernel, *xs), [v.aval for v in inputs])
+    return traced_eqns(lambda *xs: call_kernel(kernel, *xs), inputs, outputs, like)
+
+
+def traced_eqns(
+    call: Callable[..., Sequence[Any]], inputs: Sequence[Any], outputs: Sequence[Any], like: Any
+) -> list[Any]:
+    """Equations of a traceable call, on variables of the surrounding jaxpr.
+
+    Raises: IRError: it closes over an array.
+    """
+    traced = jaxapi.new_closed_jaxpr(call, [v.aval for v in inputs])
     if traced.consts:
         raise IRError("a kernel call closed over a constant")
     names: dict[Any, Any] = dict(zip(traced.jaxpr.invars, inputs, strict=True))

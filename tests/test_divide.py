@@ -1,0 +1,285 @@
+"""Convolutions under a workspace limit in ``jcuts.optimize``, from a hand-written database and a cuDNN on the host."""
+
+from __future__ import annotations
+
+import io
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+import jcuts
+from jcuts import divide, pipeline
+from jcuts.base import knobs
+from jcuts.base.settings import Settings
+from jcuts.microbatch.database import Database
+from jcuts.microbatch.table import Micro
+from jcuts.trace import jaxapi
+from jcuts.tune.convolutions import Measurer, measured, this_device
+from jcuts.xla import cudnn
+from jcuts.xla.convolutions import Site
+
+SPACE = 4096  # bytes per sample and algorithm number, as tests/xla/fake_cudnn.cc asks for
+BATCH = 6
+FORMATS = ("NHWC", "HWIO", "NHWC")
+
+
+def layer(x, w, stride=1):
+    return jax.lax.conv_general_dilated(x, w, (stride, stride), ((1, 1), (1, 1)), dimension_numbers=FORMATS)
+
+
+def net(p, x):
+    y = jax.nn.relu(layer(x, p[0]))
+    return (layer(y, p[1], 2) ** 2).mean()
+
+
+def arguments():
+    rng = np.random.default_rng(0)
+    p = [rng.standard_normal(s).astype(np.float32) for s in ((3, 3, 4, 8), (3, 3, 8, 8))]
+    return p, rng.standard_normal((BATCH, 8, 8, 4)).astype(np.float32)
+
+
+def fill(fn, *args, own: float = 1.0, own_space: int = 0, own_algorithm: str = "xla") -> list[Site]:
+    """Times for every convolution of a function: half the batch by algorithm 2 is fastest, alone it is slow.
+
+        undivided, algorithm 0: 0.9 s    by 3, algorithm 2: 0.2 s each, 3 * 2 * 4096 B    by 1, algorithm 0: 0.3 s
+    """
+    from jcuts.trace.inline import inline
+    from jcuts.trace.simplify import simplify
+
+    database = Database(knobs.current().cache_dir / "microbatch.sqlite")
+    device = this_device("cpu")
+    flat = simplify(inline(jax.make_jaxpr(fn)(*args)))
+    found = [site for site in divide.sites(flat) if isinstance(site, Site)]
+    for site in found:
+        names = cudnn.algorithms(site.convolution.kind)
+        rows = {
+            site.batch: [Micro(site.batch, names[0], "tf32", 0.9, 0), Micro(site.batch, own_algorithm, "tf32", own,
+                                                                            own_space)],
+            3: [Micro(3, names[2], "tf32", 0.2, 3 * 2 * SPACE)],
+            1: [Micro(1, names[0], "tf32", 0.3, 0)],
+        }  # fmt: skip
+        for batch, micros in rows.items():
+            database.record(device, site.convolution, batch, micros)
+    return found
+
+
+def close(found, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), found, expected)
+
+
+def optimized(fn, **more):
+    return jcuts.optimize(fn, **{"tune": "cached", "mode": "fusion", **more})
+
+
+step = jax.value_and_grad(net)
+
+
+def test_every_convolution_of_a_training_step_is_divided(host_cudnn, cache_dir):
+    args = arguments()
+    fill(step, *args)
+    fast = optimized(step, workspace_limit=1 << 20)
+    report = fast.explain(*args)
+    assert [d.layer for d in report.divisions] == [
+        "conv1 forward", "conv2 forward", "conv3 backward-filter", "conv4 backward-data", "conv5 backward-filter"
+    ]  # fmt: skip
+    for row in report.divisions:
+        assert row.division.startswith("2 x 3 cudnn/") and row.division.endswith(":tf32")
+        assert row.seconds == pytest.approx(0.4) and row.undivided == 0.9 and row.workspace == 6 * SPACE
+        assert row.xla_seconds == 1.0 and len(row.front) == 2 and "test_divide.py" in row.where
+    host_cudnn.calls()
+    close(fast(*args), step(*args))
+    launched = [call for call in host_cudnn.calls() if "algorithm=" in call]
+    assert len(launched) == 10 and all("n=3 algorithm=2 math=0" in call for call in launched)
+    text = str(report)
+    assert "5 of 5 convolutions by cuDNN: workspaces of 120.0 KiB in all, 24.0 KiB at once" in text
+    assert "front of" in text and "ffi_call" not in text.split("note:")[0]
+    assert report.to_dict()["divisions"][0]["workspace"] == 6 * SPACE
+    page = report.to_html(cache_dir / "page.html").read_text()
+    assert "<h2>Convolutions</h2>" in page and "conv5 backward-filter" in page
+    console = Console(record=True, width=220, file=io.StringIO())
+    console.print(report)
+    assert "Pareto fronts" in console.export_text()
+
+
+def test_the_network_for_offline_analysis(host_cudnn, cache_dir):
+    from jcuts.microbatch.analysis import analyse
+    from jcuts.trace.inline import inline
+    from jcuts.trace.simplify import simplify
+
+    args = arguments()
+    fill(step, *args)
+    network = divide.network_of(simplify(inline(jax.make_jaxpr(step)(*args))), "step")
+    found = analyse(network, Database(cache_dir / "microbatch.sqlite"), this_device("cpu"), total=12 * SPACE)
+    assert found.rows[0].use.name == "conv1 forward" and found.total <= 12 * SPACE
+
+
+def test_nothing_is_sliced_or_joined(host_cudnn, cache_dir):
+    args = arguments()
+    fill(step, *args)
+    lowered = optimized(step, workspace_limit=1 << 20).lower(*args)
+    text = lowered.compile().as_text()
+    assert text.count('custom_call_target="jcuts_cudnn_host"') == 5
+    for word in (" slice(", " concatenate(", " dynamic-slice(", " dynamic-update-slice("):
+        assert word not in text
+    assert "reverse" not in text  # of filters, for gradients: cuDNN takes them as they are
+
+
+def test_the_limit_decides(host_cudnn, cache_dir):
+    args = arguments()
+    fill(net, *args)
+    (tight, _) = optimized(net, workspace_limit=100).explain(*args).divisions
+    assert tight.division == "1 x 6 cudnn/IMPLICIT_GEMM:tf32" and tight.workspace == 0
+    (total, _) = optimized(net, total_workspace=6 * SPACE).explain(*args).divisions
+    assert total.division.startswith("2 x 3") and total.workspace == 6 * SPACE
+    close(optimized(net, workspace_limit=100)(*args), net(*args))
+
+
+@pytest.mark.parametrize("own, space, kept", [(0.41, 0, True), (0.43, 0, False), (0.01, 1 << 21, False)])
+def test_mixed_keeps_xla_where_that_is_fastest_within_the_limit(host_cudnn, cache_dir, own, space, kept):
+    args = arguments()
+    fill(net, *args, own=own, own_space=space)
+    report = optimized(net, mode="mixed", workspace_limit=1 << 20).explain(*args)
+    rows = report.divisions
+    assert [bool(row.division) for row in rows] == [not kept] * 2 and (divide.RACE in report.notes) != kept
+    if kept:
+        assert rows[0].why == "its own convolution is the fastest within the limit" and rows[0].xla_seconds == own
+
+
+def test_a_division_must_be_clearly_faster_than_a_single_call(host_cudnn, cache_dir):
+    args = arguments()
+    database = Database(cache_dir / "microbatch.sqlite")
+    for site in fill(net, *args):
+        names = cudnn.algorithms(site.convolution.kind)
+        single = Micro(BATCH, names[1], "tf32", 0.41, SPACE * BATCH)
+        database.record(this_device("cpu"), site.convolution, BATCH, [single])
+    rows = optimized(net, workspace_limit=1 << 20).explain(*args).divisions
+    assert all(row.division == "1 x 6 cudnn/IMPLICIT_PRECOMP_GEMM:tf32" for row in rows)
+
+
+def test_mixed_divides_nothing_while_xla_s_own_is_not_timed(host_cudnn, cache_dir):
+    args = arguments()
+    fill(net, *args, own_algorithm="somebody's")
+    rows = optimized(net, mode="mixed", workspace_limit=1 << 20).explain(*args).divisions
+    assert all("not timed" in row.why and not row.division for row in rows)
+
+
+def test_what_was_not_measured_is_left_to_xla(host_cudnn, cache_dir):
+    args = arguments()
+    fast = optimized(net, workspace_limit=1 << 20)
+    assert {row.why for row in fast.explain(*args).divisions} == {divide.NOT_TIMED}
+    close(fast(*args), net(*args))
+    fill(net, *args)  # the plan that is remembered is not used any more
+    assert all(row.division for row in fast.explain(*args).divisions)
+
+
+def test_impossible_limits_and_layers_have_reasons(host_cudnn, cache_dir):
+    def odd(x, w):
+        return jax.lax.conv_general_dilated(x, w, (2, 2), ((0, 1), (0, 1)), dimension_numbers=FORMATS)
+
+    x, w = np.ones((2, 4, 4, 3), np.float32), np.ones((3, 3, 3, 2), np.float32)
+    (row,) = optimized(odd, workspace_limit=1 << 20).explain(x, w).divisions
+    assert "padding that differs" in row.why
+    report = optimized(net, workspace_limit=1 << 20, tune="off").explain(*arguments())
+    assert any("tune='off'" in note for note in report.notes) and not report.divisions
+
+
+def test_without_cudnn_a_note_says_so(cache_dir):
+    report = optimized(net, workspace_limit=1 << 20).explain(*arguments())
+    assert any("cuDNN does not compute on platform cpu" in note for note in report.notes)
+    assert not optimized(net).explain(*arguments()).notes or "cuDNN" not in str(optimized(net).explain(*arguments()))
+
+
+def test_transformations_of_the_result(host_cudnn, cache_dir):
+    p, x = arguments()
+    fast = optimized(net, workspace_limit=1 << 20)
+    fill(step, p, x)
+    close(jax.grad(lambda p: fast(p, x))(p), jax.grad(lambda p: net(p, x))(p))
+    batched = jax.vmap(net, (None, 0))
+    xs = np.stack([x, 2 * x])
+    fill(batched, p, xs)
+    host_cudnn.calls()
+    close(jax.vmap(fast, (None, 0))(p, xs), batched(p, xs))
+    assert any("algorithm=" in call for call in host_cudnn.calls())
+    close(jax.jit(lambda p: fast(p, x) + 1)(p), net(p, x) + 1)
+
+
+def test_bodies_of_loops(host_cudnn, cache_dir):
+    def loop(x, ws):
+        return jax.lax.scan(lambda x, w: (jax.nn.relu(layer(x, w)), None), x, ws)[0]
+
+    rng = np.random.default_rng(0)
+    x, ws = rng.standard_normal((4, 5, 5, 3)), rng.standard_normal((2, 3, 3, 3, 3))
+    args = x.astype(np.float32), ws.astype(np.float32)
+    fill(loop, *args)
+    fast = optimized(loop, workspace_limit=1 << 20)
+    (row,) = fast.explain(*args).divisions
+    assert row.division
+    close(fast(*args), loop(*args))
+
+
+def test_an_error_of_cudnn_names_the_layer(host_cudnn, cache_dir):
+    args = arguments()
+    fill(net, *args)
+    fast = optimized(net, workspace_limit=1 << 20)
+    fast(*args)
+    host_cudnn.fail("Forward")
+    with pytest.raises(Exception, match=r"convolution conv1 forward \[tests/test_divide.py:\d+ \(layer\)\]"):
+        fast(*args).block_until_ready()
+
+
+def test_missing_times_are_measured_at_the_first_call(host_cudnn, cache_dir):
+    def small(x, w):
+        return layer(x, w)
+
+    x, w = np.ones((3, 5, 5, 2), np.float32), np.ones((3, 3, 2, 2), np.float32)
+    with knobs.scope(max_candidates=1):
+        fast = jcuts.optimize(small, workspace_limit=1 << 20)
+        close(fast(x, w), small(x, w))
+    (row,) = fast.explain(x, w).divisions
+    assert row.xla_seconds is not None and row.front
+    (entry,) = {(e.convolution, e.device) for e in Database(cache_dir / "microbatch.sqlite").entries()}
+    assert entry[1] == this_device("cpu")
+
+
+def test_sizes_that_fill_the_limit_are_measured_too(host_cudnn, cache_dir, monkeypatch):
+    asked = []
+
+    def between(table, batch, limit, *, precision):
+        asked.append((batch, limit, precision))
+        return (3,)
+
+    monkeypatch.setattr(divide, "sizes_between", between)
+    x, w = np.ones((4, 5, 5, 2), np.float32), np.ones((3, 3, 2, 2), np.float32)
+    with knobs.scope(max_candidates=1):
+        jcuts.optimize(layer, mode="fusion", workspace_limit=1 << 20, total_workspace=1 << 19)(x, w)
+    assert asked == [(4, 1 << 19, "tf32")]
+    sizes = {entry.batch for entry in Database(cache_dir / "microbatch.sqlite").entries()}
+    assert sizes == {1, 2, 3, 4}
+
+
+def test_a_crash_costs_one_algorithm(host_cudnn, cache_dir, monkeypatch):
+    from jcuts.microbatch.convolution import Convolution
+
+    c = Convolution("forward", 2, 3, (6, 6), (3, 3))
+    monkeypatch.setenv("FAKE_CUDNN_CRASH", "2")
+    with Measurer(this_device("cpu"), "cpu", seconds=0.05) as measurer:
+        table = measured(c, 2, Database(None), measurer, policy="undivided", library=False)
+    names = {m.algorithm for m in table.micros}
+    assert "cudnn/IMPLICIT_GEMM" in names and "cudnn/GEMM" not in names and "cudnn/FFT" in names
+    assert [label for _, _, label, why in measurer.left_out if "crashed" in why] == [
+        "cudnn/GEMM float32", "cudnn/GEMM tf32"
+    ]  # fmt: skip
+
+
+def test_a_plan_without_kernels_still_divides(host_cudnn, cache_dir, monkeypatch):
+    args = arguments()
+    fill(net, *args)
+    monkeypatch.setattr(pipeline, "_unusable", lambda _: "no compiler")
+    closed = jax.make_jaxpr(net)(*args)
+    settings = Settings(mode="fusion", tune="cached", workspace_limit=1 << 20)
+    outcome = pipeline.optimize_jaxpr(closed, settings, platform="cpu", may_measure=False)
+    assert outcome.closed is not closed and "no kernels: no compiler" in outcome.report.notes
+    assert all(row.division for row in outcome.report.divisions)
+    close(jax.jit(lambda *xs: jaxapi.eval_closed(outcome.closed, *xs))(*jax.tree.leaves(args))[0], net(*args))

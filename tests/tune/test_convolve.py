@@ -1,0 +1,187 @@
+"""What the measuring process does for a convolution, on the host and on a device that only records."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jcuts.base.errors import NativeError, WorkerFailed
+from jcuts.microbatch.convolution import KINDS, Convolution
+from jcuts.tune import convolve, driver
+from jcuts.xla import cudnn
+from jcuts.xla.cudnn_plan import HOST, Plan, buffer_bytes
+
+SPACE = 4096
+
+
+def request(c: Convolution, batch: int = 3, **more):
+    return {"convolution": c.to_json(), "batch": batch, "seconds": 0.02, **more}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+def test_every_algorithm_has_a_time_and_a_workspace_or_a_reason(host_cudnn, kind, dtype):
+    c = Convolution(kind, 2, 4, (6, 5), (3, 3), padding=((1, 1), (1, 1)), groups=2, dtype=dtype)
+    labels = []
+    found = convolve.convolve(request(c), labels.append)
+    maths = {"float32": 2, "float64": 1, "float16": 4}[dtype]
+    names = cudnn.algorithms(kind)
+    assert len(found["micros"]) + len(found["left_out"]) == len(names) * maths
+    assert len(labels) == len(names) * maths + 1 and labels[-1] == ""
+    for micro in found["micros"]:
+        assert micro["workspace"] == SPACE * 3 * names.index(micro["algorithm"]) and micro["seconds"] > 0
+    assert all("CUDNN_STATUS_NOT_SUPPORTED" in why for _, why in found["left_out"])
+    assert bool(found["left_out"]) == (kind == "forward")  # DIRECT
+
+
+def test_a_limit_and_a_list_of_crashed_ones(host_cudnn):
+    c = Convolution("backward_data", 2, 4, (6, 5), (3, 3), dtype="float64")
+    found = convolve.convolve(request(c, limit=SPACE * 3, skip=["cudnn/ALGO_0 float64"]), lambda _: None)
+    assert [m["algorithm"] for m in found["micros"]] == ["cudnn/ALGO_1"]
+    reasons = dict(found["left_out"])
+    assert "crashed" in reasons["cudnn/ALGO_0 float64"] and "bytes" not in reasons["cudnn/FFT float64"]
+    assert f"needs {2 * 3 * SPACE} B of workspace, {3 * SPACE} B are allowed" in reasons["cudnn/FFT float64"]
+
+
+def test_a_wrong_result_is_out(host_cudnn, monkeypatch):
+    c = Convolution("forward", 2, 3, (5, 5), (3, 3), dtype="float64")
+    run = Plan.run
+
+    def spoilt(self, stream, a, b, out, space):
+        run(self, stream, a, b, out, space)
+        if self.needed == 2 * 3 * SPACE:  # GEMM
+            np.ctypeslib.as_array((np.ctypeslib.ctypes.c_double * 3).from_address(out))[:] += 1e3
+
+    monkeypatch.setattr(Plan, "run", spoilt)
+    found = convolve.convolve(request(c), lambda _: None)
+    assert "cudnn/GEMM" not in [m["algorithm"] for m in found["micros"]]
+    assert "is off by" in dict(found["left_out"])["cudnn/GEMM float64"]
+
+
+def test_xla_s_own(host_cudnn):
+    c = Convolution("backward_filter", 2, 3, (5, 5), (3, 3), layout="NHWC")
+    micros = convolve.convolve_xla(request(c), lambda _: None)["micros"]
+    assert [(m["algorithm"], m["math"]) for m in micros] == [("xla", "float32"), ("xla", "tf32")]
+    assert all(m["seconds"] > 0 and m["workspace"] >= 0 for m in micros)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sizes_are_those_of_the_library(host_cudnn, kind):
+    c = Convolution(kind, 4, 6, (5, 7), (3, 2), strides=(2, 1), groups=2, dtype="float16")
+    x, y, w = 2 * 3 * 4 * 35, 2 * 3 * 6 * 2 * 6, 2 * 6 * 2 * 6
+    expected = {"forward": (x, w, y), "backward_data": (y, w, x), "backward_filter": (x, y, w)}[kind]
+    assert buffer_bytes(c, 3) == expected
+    with pytest.raises(NativeError, match="out of range"):
+        Plan(c, _one(c), 99)
+    Plan(c, _one(c), HOST).close()
+
+
+def _one(c: Convolution):
+    from jcuts.microbatch.table import Division, Micro
+
+    return Division((Micro(3, cudnn.algorithms(c.kind)[0], "float32", 1.0, 0),))
+
+
+class Recorder:
+    """What `GpuBench` needs of a driver."""
+
+    ordinal, stream = 0, 7
+
+    def __init__(self, room: int = 1 << 30) -> None:
+        self.room, self.alive, self.events, self.broken = room, {}, 0, False
+        self.lib = object()
+
+    def call(self, name, *arguments):
+        if self.broken and name == "cuEventRecord":
+            raise NativeError("lost", call=name, code=700)
+        if name == "cuEventCreate":
+            self.events += 1
+        if name == "cuEventDestroy_v2":
+            self.events -= 1
+        if name == "cuEventElapsedTime":
+            arguments[0]._obj.value = 2.0
+
+    def free_bytes(self):
+        return self.room
+
+    def allocate(self, size):
+        if sum(self.alive.values()) + size > self.room:
+            raise NativeError("cuMemAlloc_v2 failed: CUDA_ERROR_OUT_OF_MEMORY (2)", call="cuMemAlloc_v2", code=2)
+        address = 1000 * (len(self.alive) + 1)
+        self.alive[address] = size
+        return address
+
+    def release(self, address):
+        del self.alive[address]
+
+    def fill(self, address, value, size): ...
+    def upload(self, address, values): ...
+
+    def download(self, address, size):
+        return np.zeros(size, np.uint8)
+
+
+class FakePlan:
+    """Of a library that knows one algorithm."""
+
+    ran = 0
+
+    def __init__(self, convolution, division, device):
+        (part,) = division.parts
+        if part.algorithm != "cudnn/GEMM":
+            raise NativeError("CUDNN_STATUS_NOT_SUPPORTED (3000)")
+        self.needed = 512
+
+    def run(self, stream, a, b, out, space):
+        assert stream == 7
+        FakePlan.ran += 1
+
+    def close(self): ...
+
+
+def on_a_gpu(monkeypatch, recorder: Recorder):
+    monkeypatch.setattr(driver, "device", lambda: recorder)
+    monkeypatch.setattr(convolve, "Plan", FakePlan)
+    monkeypatch.setattr(cudnn, "computes_on_host", lambda: False)
+    FakePlan.ran = 0
+
+
+def test_on_a_gpu_times_are_those_between_events_and_memory_is_given_back(monkeypatch):
+    recorder = Recorder()
+    on_a_gpu(monkeypatch, recorder)
+    c = Convolution("forward", 2, 3, (5, 5), (3, 3), dtype="float64")
+    found = convolve.convolve(request(c), lambda _: None)
+    (micro,) = found["micros"]
+    assert micro == {"algorithm": "cudnn/GEMM", "math": "float64", "seconds": 2e-3 / convolve.MOST_SETS,
+                     "workspace": 512}  # fmt: skip
+    assert FakePlan.ran > 3 * convolve.MOST_SETS and not recorder.alive and recorder.events == 0
+
+
+def test_a_full_gpu_is_nobody_s_fault(monkeypatch):
+    recorder = Recorder(room=10)
+    on_a_gpu(monkeypatch, recorder)
+    monkeypatch.setattr(recorder, "free_bytes", lambda: 1 << 30)
+    c = Convolution("forward", 2, 3, (5, 5), (3, 3))
+    with pytest.raises(WorkerFailed) as caught:
+        convolve.convolve(request(c), lambda _: None)
+    assert caught.value.values["reason"] == "memory"
+
+
+def test_a_lost_device_ends_the_process(monkeypatch):
+    recorder = Recorder()
+    on_a_gpu(monkeypatch, recorder)
+    ended = []
+
+    def run(self, *_):
+        recorder.broken = True
+        raise NativeError("CUDNN_STATUS_EXECUTION_FAILED (5000)")
+
+    def end(code):
+        ended.append(code)
+        raise SystemExit(code)
+
+    monkeypatch.setattr(FakePlan, "run", run)
+    monkeypatch.setattr(convolve.os, "_exit", end)
+    with pytest.raises(SystemExit):
+        convolve.convolve(request(Convolution("forward", 2, 3, (5, 5), (3, 3))), lambda _: None)
+    assert ended == [70]

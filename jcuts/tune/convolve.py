@@ -346,7 +346,7 @@ def _library_seconds(
     if jax.default_backend() != "cpu":
         from jcuts.tune import gpu_timing
 
-        _, samples = gpu_timing.compare({"xla": (function, {})}, inputs, seconds=seconds, announce=announce)
+        _, samples, _ = gpu_timing.compare({"xla": (function, {})}, inputs, seconds=seconds, announce=announce)
         return samples["xla"].median
     times = []
     for _ in range(ROUNDS[0] + 1):

@@ -62,12 +62,14 @@ def compare(index: int, xla: np.ndarray, have: np.ndarray, found: Accuracy, seen
         AccuracyRejected: with the first offending position.
     """
     x, c = xla.reshape(-1), have.reshape(-1)
-    scale = max(rms(x[seen].astype(np.float64)), float(np.finfo(np.float32).tiny))
+    looked = x[seen].astype(np.float64)
+    scale = max(rms(looked[np.isfinite(looked)]), float(np.finfo(np.float32).tiny))
     limit = CATASTROPHE * (found.limit + found.xla) * _eps(have.dtype)
 
     def worst(slab: slice) -> float:
         a, b = c[slab].astype(np.float64), x[slab].astype(np.float64)
-        apart = np.abs(a - b) / np.maximum(np.abs(b), scale)
+        with np.errstate(invalid="ignore"):  # of infinities
+            apart = np.abs(a - b) / np.maximum(np.abs(b), scale)
         alike = (a == b) | (np.isnan(a) & np.isnan(b))
         return float(np.max(np.where(alike, 0.0, np.where(np.isnan(apart), np.inf, apart)), initial=0.0))
 

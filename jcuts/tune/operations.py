@@ -37,6 +37,8 @@ HOPELESS = 2.0
 
 MOST_ACCEPTED = 4
 """Problems whose accepted results a process remembers."""
+POISON = (0xFF, 0xAB)
+"""What results hold before a run, by turns: NaN first, which differs from zero wherever all elements are compared."""
 Announce = Callable[[str], None]
 
 
@@ -359,11 +361,11 @@ def _kernel_runner(path: str) -> Callable[[list[np.ndarray], int], list[np.ndarr
         return _gpu_runner(kernel)
     launcher = Launcher(kernel)
     tiles = launcher.kernel.tiles
-    # Tiles are independent: any order, any grouping, several at once.  The poison is 0xAB.. or NaN.
+    # Tiles are independent: any order, any grouping, several at once.
     schedules = (Schedule(), Schedule(1, backward=True), Schedule(max(1, tiles // 3), threads=2))
 
     def run(inputs: list[np.ndarray], number: int) -> list[np.ndarray]:
-        return launcher.run(inputs, schedules[number % len(schedules)], poison=(0xAB, 0xFF)[number % 2])
+        return launcher.run(inputs, schedules[number % len(schedules)], poison=POISON[number % 2])
 
     return run
 
@@ -378,7 +380,7 @@ def _gpu_runner(kernel: CompiledKernel) -> Callable[[list[np.ndarray], int], lis
     def run(inputs: list[np.ndarray], number: int) -> list[np.ndarray]:
         try:
             # What it does to its operands does not depend on their values: one look is enough.
-            return launcher.run(inputs, poison=(0xAB, 0xFF)[number % 2], look=number == 0)
+            return launcher.run(inputs, poison=POISON[number % 2], look=number == 0)
         except NativeError as error:
             if gpu.lost(error) or driver.is_lost(error):
                 print(f"{kernel.digest}: {error.message}", file=sys.stderr, flush=True)

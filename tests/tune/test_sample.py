@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 
 from jcuts.base.errors import AccuracyRejected
 from jcuts.tune import operations, sample, values
+from jcuts.tune.check import Accuracy
 from jcuts.tune.library import export_subset
 from jcuts.tune.problem import Candidate, Input, Output, Problem, stablehlo_payload
 
@@ -91,6 +93,43 @@ def test_one_wrong_element_is_found_wherever_it_is(tmp_path, device):
     )
     assert found == {"right": None, "outside": "everywhere", "nan": "everywhere", "inside": "output",
                      "everywhere": "output"}  # fmt: skip
+
+
+def compared(xla, have):
+    seen = np.arange(0, xla.size, 2)
+    sample.compare(0, xla, have, Accuracy(0.5, 0.5, 5.0), seen)
+
+
+def test_what_is_not_finite_gives_no_scale():
+    xla = np.linspace(1.0, 2.0, 1000, dtype=np.float32)
+    xla[[0, 2, 4]] = np.nan, np.inf, -np.inf
+    xla[7] = 1e-9  # small beside the others: an absolute error of an ulp of those is none
+    right = np.where(np.isfinite(xla), xla + np.float32(2e-7), xla)
+    compared(xla, right)
+    with pytest.raises(AccuracyRejected):
+        compared(xla, np.where(np.isinf(xla), np.float32(1.0), right))
+    compared(np.full(1000, np.nan, np.float32), np.full(1000, np.nan, np.float32))
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_zeros_that_are_not_written_show_where_all_elements_are_compared(monkeypatch, gpu):
+    wanted = np.where(np.arange(1000) < 10, np.float32(0.0), np.float32(1.0))
+
+    class Idle:
+        def __init__(self, *_):
+            self.kernel = SimpleNamespace(tiles=4)
+
+        def run(self, inputs, *_, poison, **__):
+            return [np.where(wanted > 0, wanted, np.frombuffer(bytes([poison] * 4), np.float32))]
+
+    kernel = SimpleNamespace(object_code=b"", digest="idle")
+    monkeypatch.setattr(operations, "Launcher", Idle)
+    monkeypatch.setattr("jcuts.tune.gpu.GpuLauncher", Idle)
+    monkeypatch.setattr("jcuts.tune.driver.device", lambda: None)
+    monkeypatch.setattr(operations, "read_kernel", lambda _: kernel)
+    run = operations._gpu_runner(kernel) if gpu else operations._kernel_runner("")
+    with pytest.raises(AccuracyRejected):
+        compared(wanted, run([], 0)[0])
 
 
 def test_large_inputs_repeat_a_prime_number_of_values():

@@ -185,3 +185,11 @@ def test_a_lost_device_ends_the_process(monkeypatch):
     with pytest.raises(SystemExit):
         convolve.convolve(request(Convolution("forward", 2, 3, (5, 5), (3, 3))), lambda _: None)
     assert ended == [70]
+
+
+def test_results_of_a_few_bytes_are_compared_too():
+    arena = object.__new__(convolve._Arena)
+    arena.convolution, arena.tolerance, arena.expected = Convolution("forward", 1, 1, (3, 3), (3, 3)), 1.0, None
+    arena._check(np.ones(1, np.float32).view(np.uint8), "float32")
+    with pytest.raises(ValueError, match="off by"):
+        arena._check(np.full(1, 2.0, np.float32).view(np.uint8), "float32")

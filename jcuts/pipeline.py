@@ -80,7 +80,7 @@ def optimize_jaxpr(
     """
     name = getattr(closed.jaxpr.debug_info, "func_name", "") or "function"
     reason = _unusable(platform)
-    if reason and not divide.is_asked(settings):
+    if reason and not (divide.is_asked(settings) and platform in ("cpu", *gpus.NAMES)):
         return Outcome(closed, FunctionReport(name, settings.mode, platform, notes=(f"left to XLA: {reason}",)))
     platform = "cpu" if platform == "cpu" else "cuda"
     program = fingerprint.digest(

@@ -127,9 +127,9 @@ def divided(closed: jaxapi.Closed, settings: Settings, platform: str, *, may_mea
         device = timing.this_device(platform)
         postponed = _take_times(uses, settings, device, platform, may_measure and settings.tune == "auto")
         _choose(uses, settings)
-    except JcutsError as error:  # a database that cannot be read, a device that is gone: XLA computes everything
-        log.warning("no convolution is divided: %s", error.message)
-        return Divided(closed, note=f"no convolution is divided: {error.message}")
+    except (JcutsError, OSError) as error:  # no database, no device, no disk: XLA computes everything
+        log.warning("no convolution is divided: %s", error)
+        return Divided(closed, note=f"no convolution is divided: {error}")
     rows = tuple(_row(use, settings) for use in uses)
     if not any(use.replaced for use in uses):
         return Divided(closed, rows, postponed=postponed)

@@ -283,3 +283,21 @@ def test_a_plan_without_kernels_still_divides(host_cudnn, cache_dir, monkeypatch
     assert outcome.closed is not closed and "no kernels: no compiler" in outcome.report.notes
     assert all(row.division for row in outcome.report.divisions)
     close(jax.jit(lambda *xs: jaxapi.eval_closed(outcome.closed, *xs))(*jax.tree.leaves(args))[0], net(*args))
+
+
+def test_no_disk_to_measure_with_leaves_convolutions_to_xla(host_cudnn, cache_dir, monkeypatch):
+    def full(**_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("jcuts.tune.convolutions.tempfile.mkdtemp", full)
+    x, w = np.ones((3, 5, 5, 2), np.float32), np.ones((3, 3, 2, 2), np.float32)
+    closed = jax.make_jaxpr(layer)(x, w)
+    found = divide.divided(closed, Settings(workspace_limit=1 << 20), "cpu", may_measure=True)
+    assert found.closed is closed and "No space left on device" in found.note
+
+
+def test_other_platforms_are_left_alone(monkeypatch):
+    monkeypatch.setattr(divide, "divided", lambda *_, **__: pytest.fail("cuDNN is not for this platform"))
+    closed = jax.make_jaxpr(net)(*arguments())
+    outcome = pipeline.optimize_jaxpr(closed, Settings(workspace_limit=1 << 20), platform="tpu", may_measure=False)
+    assert outcome.closed is closed and outcome.report.notes == ("left to XLA: no kernels for platform tpu",)

@@ -375,6 +375,10 @@ class _Session:
             answer = self._measure_once(job, order)
             if not isinstance(answer, CandidateRejected):
                 break
+            if answer.values.get("reason") == "memory" and self.pool.sizes.get(REFERENCE):
+                self._make_room()
+                self.pool.stop(REFERENCE)  # idle, but not without memory of the GPU
+                continue
             guilty = answer.values.get("running")
             if not isinstance(answer, WorkerFailed) or guilty not in order:
                 job.fail(answer)  # XLA's own code, or the measuring itself

@@ -27,7 +27,7 @@ from jcuts.tune.problem import Candidate, Input, Output, Problem, stablehlo_payl
 from jcuts.tune.replay import Recording
 from jcuts.tune.runner import Effort, tune
 from jcuts.tune.store import Store
-from jcuts.tune.workshop import workshop
+from jcuts.tune.workshop import DEVICE, REFERENCE, XLA, workshop
 from tests.tune import objects
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +37,7 @@ import sys
 from jcuts.base import knobs
 from jcuts.tune.runner import Effort, tune
 from jcuts.tune.store import Store
-from jcuts.tune.workshop import workshop
+from jcuts.tune.workshop import DEVICE, REFERENCE, XLA, workshop
 from tests.tune import objects
 
 class Tell:
@@ -288,6 +288,29 @@ def test_a_smaller_group_ends_idle_processes_and_leaves_its_queue_to_another(tmp
         pool.drain()
         assert len(pool.pids()) == 1 and not pool.workers["many"]
     assert [answer["ok"] for answer in answers] == [True] * 4
+
+
+def test_idle_processes_give_up_their_share_of_a_gpu_where_measuring_runs_out_of_memory(tmp_path):
+    problem = objects.problem("right")
+    asked: list[bool] = []
+
+    class Shared(Pool):
+        def submit(self, group, request, timeout, done):
+            asked.append(bool(self.workers[REFERENCE]))
+            short = WorkerFailed("full", reason="memory", running="")
+            times = {"measurements": [{"label": "xla", "seconds": 1.0, "low": 1.0, "high": 1.0, "runs": 3,
+                                       "method": "chain"}], "overhead": 0.0, "seconds": 1.0}  # fmt: skip
+            done(short if asked[-1] else times)
+
+    with Shared(tmp_path, {XLA: 1, DEVICE: 2, REFERENCE: 2}) as pool:
+        Pool.submit(pool, REFERENCE, {"op": "hello"}, 60.0, lambda _: None)
+        pool.drain()
+        session = runner._Session(pool, QUICK, None)
+        job = runner._make_job(problem, tmp_path, 0)
+        job.kinds, job.passed = ["normal"], [problem.candidates[0].label]
+        choice = session.measure(job)
+        assert asked == [True, False] and not pool.pids()
+    assert choice.origin == "measured" and not job.transient
 
 
 def test_pool_reports_a_worker_that_answers_nonsense(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 
 import jax
@@ -301,3 +302,20 @@ def test_other_platforms_are_left_alone(monkeypatch):
     closed = jax.make_jaxpr(net)(*arguments())
     outcome = pipeline.optimize_jaxpr(closed, Settings(workspace_limit=1 << 20), platform="tpu", may_measure=False)
     assert outcome.closed is closed and outcome.report.notes == ("left to XLA: no kernels for platform tpu",)
+
+
+def test_what_another_process_kept_from_being_timed_is_timed_later(host_cudnn, cache_dir, monkeypatch):
+    x, w = np.ones((BATCH, 5, 5, 2), np.float32), np.ones((3, 3, 2, 2), np.float32)
+    fill(layer, x, w, own_algorithm="cudnn/GEMM")  # the library's own is missing
+    closed = jax.make_jaxpr(layer)(x, w)
+    settings = Settings(workspace_limit=1 << 20)
+
+    def planned():
+        return pipeline.optimize_jaxpr(closed, settings, platform="cpu", may_measure=True).report
+
+    monkeypatch.setattr(pipeline, "_unusable", lambda _: "no compiler")
+    with monkeypatch.context() as patch:
+        patch.setattr(divide, "measuring_lock", lambda **_: contextlib.nullcontext(False))
+        assert planned().postponed
+    report = planned()
+    assert not report.postponed and report.divisions[0].xla_seconds is not None

@@ -139,11 +139,11 @@ class _Job:
     transient: bool = False
     """The failure says nothing about the problem (no process, no disk): do not store it."""
     short: str = ""
-    """Something did not fit into the memory that others had left free: what was said of it."""
+    """Something did not fit into the memory, or on the disk, that others had left free: what was said of it."""
 
     def reject(self, label: str, error: CandidateRejected) -> None:
         self.rejected.append(Rejection.of(label, error))
-        if error.values.get("reason") == "memory":
+        if error.values.get("reason") in ("memory", "disk"):
             self.short = error.message
         _log.info("%s: %s rejected: %s", self.problem.name, label, error)
 
@@ -414,7 +414,7 @@ class _Session:
         base = Choice(problem.digest, LIBRARY, "", "library", (), tuple(job.rejected), name=problem.name)
         if job.short and (answer is None or all(m["label"] == LIBRARY for m in answer["measurements"])):
             job.transient = True
-            return postponed(problem, f"not enough free memory to measure ({job.short[:300]})")
+            return postponed(problem, f"not enough free memory, or disk, to measure ({job.short[:300]})")
         if answer is None:
             return base if job.failed else replace(base, origin="measured")
         estimates = {c.label: (c.bound_seconds, c.pul) for c in problem.candidates}

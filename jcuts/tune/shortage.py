@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "OUT_OF_MEMORY")
 """In messages of XLA and of the CUDA driver: others hold the memory; the candidate is not to blame."""
 CONTEXT_BYTES = 512 << 20
@@ -13,6 +15,12 @@ def is_memory(error: Exception) -> bool:
     if isinstance(error, MemoryError) or any(name in str(error) for name in OUT_OF_MEMORY):
         return True
     return no_backend(error) and _no_context()
+
+
+def is_disk(error: Exception) -> bool:
+    """Whether an error says that a file could not be written for want of space (NumPy's gives no number)."""
+    full = (errno.ENOSPC, errno.EDQUOT)
+    return isinstance(error, OSError) and (error.errno in full or "requested and" in str(error))
 
 
 def no_backend(error: Exception) -> bool:

@@ -27,7 +27,7 @@ from typing import Any
 from jcuts.base.errors import CandidateRejected, WorkerFailed
 from jcuts.tune.choice import plain
 from jcuts.tune.operations import REQUESTS
-from jcuts.tune.shortage import is_memory, no_backend
+from jcuts.tune.shortage import is_disk, is_memory, no_backend
 
 
 def _die_with_parent() -> None:
@@ -76,7 +76,8 @@ def serve() -> None:
         except Exception as error:  # a bug in one candidate's code path must not cost the others
             where = traceback.format_exc(limit=-3)
             message = f"{request['op']}: {type(error).__name__}: {error}"
-            more = {"reason": "memory"} if is_memory(error) else {"reason": "start"} if no_backend(error) else {}
+            reasons = {"memory": is_memory, "start": no_backend, "disk": is_disk}
+            more = {"reason": reason} if (reason := next((r for r, is_ in reasons.items() if is_(error)), "")) else {}
             answer = _failure(request, WorkerFailed.__name__, message, {"traceback": where, **more})
         answers.write(json.dumps(answer) + "\n")
 

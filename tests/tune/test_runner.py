@@ -19,7 +19,7 @@ from jcuts.base import knobs
 from jcuts.base.errors import CandidateRejected, WorkerFailed
 from jcuts.base.settings import Settings
 from jcuts.trace import jaxapi
-from jcuts.tune import runner
+from jcuts.tune import runner, shortage
 from jcuts.tune.library import export_subset, with_exports
 from jcuts.tune.lock import measuring_lock
 from jcuts.tune.pool import Pool
@@ -261,6 +261,24 @@ def test_no_process_can_be_started(monkeypatch):
     assert choice.uses_library
     assert choice.rejections[0].values["reason"] == "start"
     assert store.ls() == []  # says nothing about the problem
+
+
+def test_a_full_disk_in_a_measuring_process_says_nothing_of_the_problem(tmp_path, monkeypatch):
+    shown = "from jcuts.tune import values, worker\n"
+    shown += "values.save.__code__ = (lambda path, array: open('/dev/full', 'wb').write(bytes(1 << 16))).__code__\n"
+    (tmp_path / "full.py").write_text(shown + "worker.serve()\n")
+    start_ = subprocess.Popen
+    monkeypatch.setattr(
+        "jcuts.tune.pool.subprocess.Popen",
+        lambda command, **more: start_([sys.executable, "-P", str(tmp_path / "full.py")], **more),
+    )
+    store, problem = memory_store(), objects.problem("right")
+    (choice,) = tune([problem], store, effort=QUICK).values()
+    assert choice.uses_library and choice.is_postponed
+    assert store.lookup(problem.digest) is None
+    with pytest.raises(OSError) as caught, open("/dev/full", "wb", buffering=0) as file:
+        np.zeros(1 << 16).tofile(file)
+    assert shortage.is_disk(caught.value) and not shortage.is_disk(FileNotFoundError(2, "no such file"))
 
 
 def test_no_space_for_session_files(monkeypatch, tmp_path, caplog):

@@ -78,6 +78,7 @@ def _declare(lib: ctypes.CDLL) -> None:
         "jcuts_cuda_launch": (
             ctypes.c_int, [text, ctypes.c_int, pointer, ctypes.POINTER(pointer), size, pointer, text, size],
         ),
+        KEEP: (pointer, [pointer]),
     }  # fmt: skip
     for name, (result, arguments) in signatures.items():
         function = getattr(lib, name)

@@ -154,3 +154,15 @@ def test_an_object_file_is_no_image():
 
 def test_a_gpu_names_its_times():
     assert Gpu("NVIDIA H200", (9, 0), 132).identity() == "cuda NVIDIA H200 9.0 x132"
+
+
+def test_a_launcher_of_an_older_version_is_refused(monkeypatch):
+    class Older:
+        def __getattr__(self, name):
+            if name == cuda.KEEP:
+                raise AttributeError(f"undefined symbol: {name}")
+            return lambda: 0
+
+    monkeypatch.setattr(cuda.ctypes, "CDLL", lambda _: Older())
+    with pytest.raises(NativeError, match=r"jcuts_keep. Rebuild it with `make native`"):
+        cuda.load.__wrapped__()

@@ -88,23 +88,23 @@ def _wide(jax: Any, problem: Problem) -> Callable[..., Any]:
 
     A CPU's conversions may take denormals for zeros; a GPU's do not.
     """
+    from jcuts.tune.widen import widened_dtype
+
     assert problem.reference is not None  # the caller looked
     call = jax.export.deserialize(bytearray(problem.reference)).call
     if problem.device and all(
         dtype_of(i.dtype).itemsize > 1 or dtype_of(i.dtype).kind in "biu" for i in problem.inputs
     ):
-        return jax.jit(lambda seed, noise, *xs: call(seed, noise, *[x.astype(_wide_type(x.dtype)) for x in xs]))
+        return jax.jit(lambda seed, noise, *xs: call(seed, noise, *[x.astype(widened_dtype(x.dtype)) for x in xs]))
     inner = jax.jit(call)
     return lambda seed, noise, *xs: inner(seed, noise, *[widen(np.asarray(x)) for x in xs])
 
 
-def _wide_type(dtype: np.dtype) -> np.dtype:
-    return dtype if dtype.kind in "biu" else np.dtype(np.complex128 if dtype.kind == "c" else np.float64)
-
-
 def widen(x: np.ndarray) -> np.ndarray:
     """The array in the type of its reference: float64, complex128; integers and booleans as they are."""
-    return x.astype(_wide_type(x.dtype), copy=False)
+    from jcuts.tune.widen import widened_dtype
+
+    return x.astype(widened_dtype(x.dtype), copy=False)
 
 
 def value_range(values: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

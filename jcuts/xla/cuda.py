@@ -46,17 +46,7 @@ def load() -> ctypes.CDLL:
     Raises:
         NativeError: missing, unloadable, not jcuts' library, or built for another FFI version.
     """
-    path = native.library_path(LIBRARY)
-    try:
-        lib = ctypes.CDLL(str(path))
-        _declare(lib)
-    except (OSError, AttributeError) as error:
-        raise NativeError(
-            f"cannot load the CUDA launcher {path}: {error}. Rebuild it with `make native`", path=str(path)
-        ) from error
-    version = int(lib.jcuts_cuda_ffi_api_version())
-    native.check_version(divmod(version, 1000), native.runtime_ffi_version())
-    return lib
+    return native.opened(native.library_path(LIBRARY), "CUDA launcher", _declare, "jcuts_cuda_ffi_api_version")
 
 
 def _declare(lib: ctypes.CDLL) -> None:
@@ -80,10 +70,7 @@ def _declare(lib: ctypes.CDLL) -> None:
         ),
         KEEP: (pointer, [pointer]),
     }  # fmt: skip
-    for name, (result, arguments) in signatures.items():
-        function = getattr(lib, name)
-        function.restype = result
-        function.argtypes = arguments
+    native.declare(lib, signatures)
 
 
 def available() -> str:

@@ -114,15 +114,7 @@ def load() -> ctypes.CDLL:
 
     Raises: NativeError: missing, unloadable, not jcuts' library, or built for another FFI version.
     """
-    path = native.library_path(LIBRARY)
-    try:
-        lib = ctypes.CDLL(str(path))
-        _declare(lib)
-    except (OSError, AttributeError) as error:
-        raise NativeError(
-            f"cannot load the cuDNN library {path}: {error}. Rebuild it with `make native`", path=str(path)
-        ) from error
-    native.check_version(divmod(int(lib.jcuts_cudnn_ffi_api_version()), 1000), native.runtime_ffi_version())
+    lib = native.opened(native.library_path(LIBRARY), "cuDNN library", _declare, "jcuts_cudnn_ffi_api_version")
     chosen = knobs.current().cudnn
     lib.jcuts_cudnn_set_library(str(chosen or "").encode(), _installed().encode())
     return lib
@@ -144,10 +136,7 @@ def _declare(lib: ctypes.CDLL) -> None:
         "jcuts_cudnn_run": (number, [pointer, number, pointer, pointer, pointer, pointer, pointer, text, size]),
         "jcuts_cudnn_plan_free": (None, [pointer]),
     }
-    for name, (result, arguments) in signatures.items():
-        function = getattr(lib, name)
-        function.restype = result
-        function.argtypes = arguments
+    native.declare(lib, signatures)
 
 
 def _installed() -> str:

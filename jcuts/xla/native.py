@@ -10,7 +10,9 @@ import functools
 import importlib.util
 import re
 import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from jcuts.base import knobs
 from jcuts.base.errors import NativeError
@@ -109,10 +111,33 @@ def _declare(lib: ctypes.CDLL) -> None:
             [pointer, ctypes.POINTER(pointer), size, pointer, size, size, size, ctypes.POINTER(ctypes.c_double)],
         ),
     }
+    declare(lib, signatures)
+
+
+def declare(lib: ctypes.CDLL, signatures: Mapping[str, tuple[Any, list[Any]]]) -> None:
+    """Sets result and argument types of functions.  Raises: AttributeError: the library lacks one."""
     for name, (result, arguments) in signatures.items():
         function = getattr(lib, name)
         function.restype = result
         function.argtypes = arguments
+
+
+def opened(path: Path, what: str, declare: Callable[[ctypes.CDLL], None], version: str) -> ctypes.CDLL:
+    """A library of jcuts, checked.
+
+    Args: what: what messages call it; declare: sets its functions' types; version: its function that gives the FFI
+        version that it was built for.
+    Raises: NativeError: missing, unloadable, not jcuts' library, or built for another FFI version.
+    """
+    try:
+        lib = ctypes.CDLL(str(path))
+        declare(lib)
+    except (OSError, AttributeError) as error:
+        raise NativeError(
+            f"cannot load the {what} {path}: {error}. Rebuild it with `make native`", path=str(path)
+        ) from error
+    check_version(divmod(int(getattr(lib, version)()), 1000), runtime_ffi_version())
+    return lib
 
 
 def load() -> ctypes.CDLL:
@@ -125,16 +150,7 @@ def load() -> ctypes.CDLL:
     with _lock:
         lib = _loaded.get(path)
         if lib is None:
-            try:
-                lib = ctypes.CDLL(str(path))
-                _declare(lib)
-            except (OSError, AttributeError) as error:
-                raise NativeError(
-                    f"cannot load the native library {path}: {error}. Rebuild it with `make native`", path=str(path)
-                ) from error
-            version = int(lib.jcuts_ffi_api_version())
-            check_version(divmod(version, 1000), runtime_ffi_version())
-            _loaded[path] = lib
+            lib = _loaded[path] = opened(path, "native library", _declare, "jcuts_ffi_api_version")
         return lib
 
 

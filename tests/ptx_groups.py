@@ -1,7 +1,8 @@
 """What warp groups (``wgmma``) need of the PTX machine: descriptors, swizzled tiles, the units' own view of memory.
 
-Reads are under way from the instruction until its threads wait for its group: until then nobody may write the bytes,
-and until a barrier after that nobody else.  What threads have written is not seen before they pass a proxy fence.
+Reads are under way from the instruction until its threads wait for its group: until then nobody may write the bytes (nor
+these threads the registers) that it reads, and until a barrier after that nobody else the bytes.  What threads have
+written is not seen before they pass a proxy fence.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ _SHAPE = re.compile(r"m64n(\d+)k(\d+)")
 
 @dataclass
 class Reads:
-    """One instruction of one group of threads: the threads' number of it, and bytes of its block that it reads."""
+    """One instruction of one group of threads: the threads' number of it, bytes of its block and registers it reads."""
 
     group: int
     number: int
     block: int
     where: np.ndarray
+    registers: frozenset[str] = frozenset()
 
 
 class Units:
@@ -48,6 +50,12 @@ class Units:
         if self.reading[block, where].any():
             raise TensorFault(f"writes what a warp group is reading: {text}")
         self.unseen[block, where] = threads
+
+    def changes(self, name: str, on: np.ndarray) -> None:
+        """Threads write a register."""
+        for reads in self.under_way:
+            if name in reads.registers and on[reads.group * GROUP : (reads.group + 1) * GROUP].any():
+                raise TensorFault(f"writes register {name}, which a warp group is reading")
 
     def proxy_fence(self, on: np.ndarray) -> None:
         """fence.proxy.async: what these threads have written is seen by the units."""
@@ -90,6 +98,9 @@ class Units:
         threads = slice(group * GROUP, (group + 1) * GROUP)
         operands = []
         for number, (rows, across) in enumerate(zip((ROWS, columns), turned, strict=True)):
+            if ins.operands[1 + number].startswith("{"):
+                operands.append(self._fragments(ins.operands[1], kind, group, ins))
+                continue
             words = machine.value(ins.operands[1 + number], "u64")[threads]
             if (words != words[0]).any():
                 raise TensorFault(f"lanes with different descriptors: {ins.text[:60]}")
@@ -106,6 +117,21 @@ class Units:
             full = np.zeros(machine.count, np.float32)
             full[threads] = total[:, k].astype(np.float32)
             machine.set(name, full, on)
+
+    def _fragments(self, operand: str, kind: str, group: int, ins: Instruction) -> np.ndarray:
+        """The left operand [64, 8] that lanes hold: rows ``lane / 4`` and eight more, terms ``lane % 4`` and 4 more."""
+        assert kind == "tf32"
+        names = [n.strip() for n in operand.strip("{}").split(",")]
+        threads = slice(group * GROUP, (group + 1) * GROUP)
+        words = np.stack([self.machine.value(n, "b32")[threads] for n in names], -1)
+        _check_rounded(words, ins)
+        lane = np.arange(GROUP)
+        found = np.zeros((ROWS, 8))
+        for k in range(4):
+            found[lane // 32 * 16 + lane % 32 // 4 + 8 * (k % 2), lane % 4 + 4 * (k // 2)] = words.view(np.float32)[:, k]
+        none, block = np.zeros(0, np.int64), group * GROUP // self.machine.threads
+        self.under_way.append(Reads(group, int(self.committed[group]), block, none, frozenset(names)))
+        return found
 
     def _read(
         self, words: int, rows: int, terms: int, kind: str, turned: bool, group: int, ins: Instruction
@@ -139,6 +165,11 @@ class Units:
         self.reading[block, where] += 1
         self.under_way.append(Reads(group, int(self.committed[group]), block, where))
         data = np.ascontiguousarray(machine.shared[block, where])
-        if kind == "tf32" and (data.view(np.uint32) & np.uint32(0x1FFF)).any() and np.isfinite(data.view(dtype)).all():
-            raise TensorFault(f"operands that are not rounded to TF32: {ins.text[:60]}")
+        if kind == "tf32":
+            _check_rounded(data.view(np.uint32), ins)
         return data.view(dtype).astype(np.float64).reshape(rows, terms)
+
+
+def _check_rounded(words: np.ndarray, ins: Instruction) -> None:
+    if (words & np.uint32(0x1FFF)).any() and np.isfinite(words.view(np.float32)).all():
+        raise TensorFault(f"operands that are not rounded to TF32: {ins.text[:60]}")

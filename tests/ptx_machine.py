@@ -234,6 +234,8 @@ class Machine:
             bits = _extended(values, bits, 8)
         elif name.startswith(("%rs", "%h")):
             bits = _extended(values, bits, 2)
+        if self.units.under_way:
+            self.units.changes(name, on)
         old = self.registers.get(name)
         self.registers[name] = bits.copy() if old is None else np.where(on, bits, old.astype(bits.dtype))
 

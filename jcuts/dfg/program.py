@@ -29,12 +29,16 @@ ITEM_SIZE = {
 
 @dataclass(frozen=True)
 class Buffer:
-    """A dense row-major array. ``role`` is 'in', 'out' or 'local' (scratch, private to the running task)."""
+    """A dense row-major array. ``role`` is 'in', 'out' or 'local' (scratch, private to the running task).
+
+    ``tf32``: a float32 operand whose values are TF32 numbers (constants; the low 13 bits are 0).
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     role: str
+    tf32: bool = False
 
     @property
     def size(self) -> int:
@@ -222,7 +226,9 @@ class Program:
             "template": self.template,
             "params": [list(p) for p in self.params],
             "lanes": self.lanes,
-            "buffers": [[b.name, b.dtype, list(b.shape), b.role] for b in self.buffers],
+            "buffers": [
+                [b.name, b.dtype, list(b.shape), b.role, *([True] if b.tf32 else [])] for b in self.buffers
+            ],
             "grid": [[g.axis, g.extent, g.block] for g in self.grid],
             "serial": list(self.serial),
             "phases": [_phase_json(p) for p in self.phases],
@@ -242,7 +248,7 @@ class Program:
             template=data["template"],
             params=tuple((k, _hashable(v)) for k, v in data["params"]),
             lanes=data["lanes"],
-            buffers=tuple(Buffer(n, d, tuple(s), r) for n, d, s, r in data["buffers"]),
+            buffers=tuple(Buffer(n, d, tuple(s), r, *more) for n, d, s, r, *more in data["buffers"]),
             grid=tuple(Grid(*g) for g in data["grid"]),
             serial=tuple(data["serial"]),
             phases=tuple(_phase_from_json(p) for p in data["phases"]),

@@ -70,6 +70,7 @@ class GroupTiling:
     flight: int = 0
     split: int = 1
     cluster: int = 1
+    rounded: int = 0
 
     @property
     def threads(self) -> int:
@@ -79,6 +80,7 @@ class GroupTiling:
     def of(self, program: Program) -> Program:
         """The scheduled program."""
         found = (("flight", self.flight, 0), ("split", self.split, 1), ("cluster", self.cluster, 1))
+        found += (("rounded", self.rounded, 0),)
         more = tuple((name, count) for name, count, least in found if count > least)
         tile = (self.rows, self.columns, self.terms)
         params = (("tile", tile), ("groups", self.groups), ("stages", self.stages), *more)

@@ -18,6 +18,7 @@ from jcuts.codegen.cuda.product_groups import group_shape
 from jcuts.codegen.cuda.target import CudaTarget
 from jcuts.region import gpu
 from jcuts.region.gpu_groups import GroupTiling
+from jcuts.region.products import sides
 from tests import programs, ptx_machine
 from tests.codegen.test_product import (
     CONVOLUTIONS,
@@ -33,7 +34,7 @@ from tests.codegen.test_product import (
     tf32,
 )
 from tests.ops.cases import conv
-from tests.ptx_tensor import TensorFault
+from tests.ptx_tensor import TensorFault, round_tf32
 
 MACHINE = gpu.GpuMachine(132)
 ROUNDED = [
@@ -50,6 +51,13 @@ COPIED = [
     GroupTiling(128, 64, 64, (2, 1), 3, 0, 1, 2),
 ]  # fmt: skip
 """Of 16-bit types."""
+FRAGMENTS = [
+    GroupTiling(64, 64, 32, (1, 1), 3, rounded=1), GroupTiling(128, 128, 32, (2, 1), 4, rounded=1),
+    GroupTiling(128, 64, 32, (1, 1), 4, rounded=1), GroupTiling(64, 96, 64, (1, 1), 3, rounded=1),
+    GroupTiling(64, 128, 32, (1, 2), 3, rounded=1), GroupTiling(64, 64, 32, (1, 1), 4, 0, 2, rounded=1),
+    GroupTiling(128, 64, 32, (2, 1), 3, 0, 1, 2, rounded=1), GroupTiling(128, 64, 64, (1, 1), 3, rounded=1),
+]  # fmt: skip
+"""Of float32 whose right operand is rounded already."""
 EPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10}
 
 
@@ -60,6 +68,30 @@ def test_float32_of_sizes_that_divide_nothing(size, tiling):
     m, k, n = size
     x, w, b = normal(m, k), normal(k, n), normal(n)
     compare(run(dense, (x, w, b), tiling), [np.maximum(tf32(x) @ tf32(w) + b, 0)])
+
+
+def marked(program):
+    """The program with a right operand that is rounded already."""
+    right = sides(program)[1].buffer
+    return replace(program, buffers=tuple(replace(b, tf32=b.name == right) for b in program.buffers))
+
+
+def run_rounded(fn, arguments, tiling):
+    """The results of a kernel whose right operand, of rounded values, it takes as it is."""
+    program = tiling.of(marked(product_of(fn, *arguments)))
+    kernel = compiler.compile_program(program, SM90)
+    operands = programs.trace(fn, *arguments).operands()
+    return ptx_machine.run_kernel(compiler.ptx_of(program, SM90), kernel, operands)
+
+
+@compiled
+@pytest.mark.parametrize("tiling", FRAGMENTS, ids=str)
+@pytest.mark.parametrize("size", [(128, 128, 128), (70, 164, 68), (65, 76, 200), (64, 300, 64)])
+def test_rounded_weights_of_sizes_that_divide_nothing(size, tiling):
+    m, k, n = size
+    x, w, b = normal(m, k), round_tf32(normal(n, k, seed=1)), normal(n)
+    found = run_rounded(lambda x, w, b: jax.nn.relu(x @ w.T + b), (x, w, b), tiling)
+    compare(found, [np.maximum(tf32(x) @ w.T.astype(np.float64) + b, 0)], 3e-6)
 
 
 @compiled

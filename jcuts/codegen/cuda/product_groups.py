@@ -2,7 +2,8 @@
 
 ``groups`` = (along rows, along columns): warp groups of a block, each with whole multiples of 64 rows.  16-bit operands
 are copied as `codegen.cuda.product` copies them, ``stages - 2`` tiles ahead: one is being multiplied and the one before
-may still be.  float32 operands go through registers, where they are rounded (`group_tiles`), ``flight`` tiles ahead of
+may still be.  So are float32 operands whose right one is rounded already; the units take the left one from registers
+then (`group_fragments`).  Others go through registers, where they are rounded (`group_tiles`), ``flight`` tiles ahead of
 the one that is stored while another is multiplied.  Either way one barrier per tile keeps the groups together.
 
 For compute capability 9.0 alone.
@@ -15,7 +16,8 @@ from dataclasses import dataclass
 
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen import lanes as L
-from jcuts.codegen.cuda import tensor, wgmma
+from jcuts.codegen.cuda import group_fragments, tensor, wgmma
+from jcuts.codegen.cuda.group_fragments import Rows
 from jcuts.codegen.cuda.group_tiles import SPAN, SQUARE, GroupTile, Rounding, Turning
 from jcuts.codegen.cuda.product import ProductEmitter, ProductShape, three
 from jcuts.codegen.cuda.product_exit import Totals
@@ -36,12 +38,14 @@ class GroupShape(ProductShape):
 
     Attributes:
         left, right: tiles of the operands.
-        flight: tiles of float32 that wait in registers, 0 for 16-bit types.
+        flight: tiles of float32 that wait in registers, 0 where operands are copied.
+        rounded: the right operand is rounded already, and the left one is on its way to the units.
     """
 
     left: GroupTile
     right: GroupTile
     flight: int
+    rounded: bool
 
     @property
     def alignment(self) -> int:
@@ -62,12 +66,16 @@ def group_shape(program: Program) -> GroupShape:
     first = GroupTile(left, extents[ROWS], rows, terms, rows // max(1, along), 0, ragged)
     second = GroupTile(right, extents[COLUMNS], columns, terms, columns // max(1, across), first.bytes, ragged)
     stages, flight = int(str(params["stages"])), int(str(params.get("flight", 0)))
-    shape = GroupShape(first, second, (WARPS * along, across, 1), stages, share, total, cluster, flight)
+    rounded = bool(params.get("rounded", 0))
+    shape = GroupShape(first, second, (WARPS * along, across, 1), stages, share, total, cluster, flight, rounded)
     fits = rows == along * first.warp and columns == across * second.warp
     fits = fits and terms * left.item in (wgmma.LINE, 2 * wgmma.LINE)
     fits = fits and first.warp % wgmma.ROWS == 0 and second.warp % 8 == 0 and second.warp <= wgmma.WIDEST
     fits = fits and first.warp * second.warp <= MOST_TOTALS * WARP * WARPS
-    fits = fits and (flight > 0 and stages in ROUNDED_STAGES if left.item == 4 else flight == 0 and stages >= 3)
+    through = left.item == 4 and not rounded
+    fits = fits and (flight > 0 and stages in ROUNDED_STAGES if through else flight == 0 and stages >= 3)
+    if rounded:  # the units would cut bits off whatever else the right operand held
+        fits = fits and left.item == 4 and left.along_terms and right.along_terms and program.buffer(right.buffer).tf32
     fits = fits and ranks == cluster and (cluster == 1 or S not in extents)
     fits = fits and all(t.side.run % terms == 0 or t.side.run == extents[K] for t in (first, second))
     fits = fits and all(readable(t, number) for t, number in ((first, along), (second, across)))
@@ -113,6 +121,8 @@ class GroupEmitter(ProductEmitter):
             self._descriptor(tile, warp)
             for tile, warp in ((shape.left, self.group_row), (shape.right, self.column_warp))
         ]
+        if shape.rounded:
+            self.rows = Rows(builder, shape.left, self.shared, self.row_warp, self.lane)
         if not shape.flight:
             copiers = [Copier(self.frame, t, shape.threads, self.thread, start, self.shared) for t, start in places]
             return self._copied(copiers, left, skipped)
@@ -123,7 +133,7 @@ class GroupEmitter(ProductEmitter):
         return self._rounded(takers, left, skipped)
 
     def _copied(self, copiers: Sequence[Copier], left: L.Value, skipped: L.Value) -> Totals:
-        """16-bit operands: a ring of copies that do not wait."""
+        """Operands as they are: a ring of copies that do not wait."""
         builder, shape = self.builder, self.shape
         count, ahead = shape.share, shape.stages - 2
 
@@ -215,13 +225,15 @@ class GroupEmitter(ProductEmitter):
         builder, shape = self.builder, self.shape
         stage = builder.zext(builder.lshr(reading, L.I32(4)), L.I64)
         left, right = (builder.add(base, stage) for base in self.bases)
+        if shape.rounded:
+            return group_fragments.multiply(builder, self.rows, right, shape.right, reading, totals)
         steps = range(shape.left.terms * shape.left.side.item // tensor.STEP)
         pairs = []
         seconds = [wgmma.moved(builder, right, shape.right.step(k)) for k in steps]
         for row in range(shape.left.warp // wgmma.ROWS):
             start = row * shape.left.block
             pairs.append(
-                [(wgmma.moved(builder, left, start + shape.left.step(k)), second) for k, second in enumerate(seconds)]
+                [((wgmma.moved(builder, left, start + shape.left.step(k)),), second) for k, second in enumerate(seconds)]
             )
         turned = (not shape.left.by_terms, not shape.right.by_terms)
         return wgmma.multiply(builder, shape.kind, pairs, turned, totals)
@@ -267,7 +279,8 @@ class _Loop:
         After all rounds it waits for the last products.
         """
         builder = self.builder
-        wgmma.wait(builder, 1 if self.emitter.shape.stages > 2 else 0)
+        if not self.emitter.shape.rounded:  # else its steps wait for each other
+            wgmma.wait(builder, 1 if self.emitter.shape.stages > 2 else 0)
         next_ = builder.add(self.number, L.I32(1))
         flat = [phi for rows in self.totals for tile in rows for phi in tile]
         sums = [value for rows in self.sums for tile in rows for value in tile]

@@ -41,14 +41,16 @@ def moved(builder: GpuBuilder, found: L.Value, distance: int) -> L.Value:
 
 
 def multiply(
-    builder: GpuBuilder, kind: str, pairs: Sequence[Sequence[tuple[L.Value, L.Value]]],
+    builder: GpuBuilder, kind: str, pairs: Sequence[Sequence[tuple[Sequence[L.Value], L.Value]]],
     turned: tuple[bool, bool], totals: list[list[list[L.Value]]],
 ) -> list[list[list[L.Value]]]:  # fmt: skip
     """Starts ``totals + left * right``, one group of instructions; the sums are there after `finished`.
 
     Args:
         kind: ``tf32``, ``bf16`` or ``f16``.
-        pairs: descriptors of both operands: [64 rows of the result][step of `STEP` bytes of terms].
+        pairs: operands: [64 rows of the result][step of `STEP` bytes of terms]; the left one as its descriptor alone,
+            or as the four registers of a lane (fragments of ``mma.m16n8k8`` of a warp's 16 rows), which nothing may
+            change before the group has been waited for; the right one as its descriptor.
         turned: whether lines of the left, of the right operand hold rows of one term.
         totals: [64 rows][8 columns][4], of a lane.
     """
@@ -61,11 +63,14 @@ def multiply(
         for number, steps in enumerate(pairs):
             names = ", ".join(f"${number * each + k}" for k in range(each))
             first = 2 * len(flat) + len(args)
-            args += steps[step]
+            left, right = steps[step]
+            args += [*left, right]
+            last = first + len(left)
+            taken = f"${first}" if last == first + 1 else f"{{{', '.join(f'${k}' for k in range(first, last))}}}"
             how = "1, 1, 1" if item == 4 else f"1, 1, 1, {int(turned[0])}, {int(turned[1])}"
             lines.append(
                 f"wgmma.mma_async.sync.aligned.m{ROWS}n{columns}k{STEP // item}.f32.{kind}.{kind} "
-                f"{{{names}}}, ${first}, ${first + 1}, {how};"
+                f"{{{names}}}, {taken}, ${last}, {how};"
             )
     lines.append("wgmma.commit_group.sync.aligned;")
     return _shaped(_kept(builder, "\n\t".join(lines), flat, args), totals)
@@ -90,9 +95,9 @@ def proxy_fence(builder: GpuBuilder) -> None:
 def _kept(builder: GpuBuilder, text: str, flat: Sequence[L.Value], args: Sequence[L.Value]) -> list[L.Value]:
     """Inline PTX that changes registers where they are: ``$0`` .. are results and operands at once."""
     count = len(flat)
-    parts = [*["=f"] * count, *map(str, range(count)), *["l"] * len(args), "~{memory}"]
+    parts = [*["=f"] * count, *map(str, range(count)), *("l" if a.type == L.I64 else "r" for a in args), "~{memory}"]
     result = ir.LiteralStructType([L.F32] * count)
-    kind = ir.FunctionType(result, [L.F32] * count + [L.I64] * len(args))
+    kind = ir.FunctionType(result, [L.F32] * count + [a.type for a in args])
     found = builder.call(ir.InlineAsm(kind, text, ",".join(parts), side_effect=True), [*flat, *args])
     return [builder.extract_value(found, k) for k in range(count)]
 

@@ -1,0 +1,59 @@
+"""The left operand of a warp group on its way through registers: float32 that is rounded there, to TF32.
+
+Where the right operand is rounded before it is there (weights, `Buffer.tf32`), both are copied as they are, and the
+units read the right one from shared memory.  The left one they take from registers: a warp reads its 16 rows as
+matrices (``ldmatrix``: a lane gets the word of row ``lane / 4``, term ``lane % 4`` of each), rounds, and multiplies.
+The instructions of a step of terms are a group of their own; `AHEAD` such groups may be under way, and the fragments of
+as many steps wait in registers until the units have read them.
+"""
+
+from __future__ import annotations
+
+from jcuts.codegen import lanes as L
+from jcuts.codegen.cuda import tensor, wgmma
+from jcuts.codegen.cuda.builder import GpuBuilder
+from jcuts.codegen.cuda.group_tiles import GroupTile
+from jcuts.codegen.cuda.product_exit import Totals
+
+AHEAD = 3
+"""Steps of products that are under way while the fragments of the next are read."""
+
+
+class Rows:
+    """Fragments of the left operand, of the rows of one warp."""
+
+    def __init__(self, builder: GpuBuilder, tile: GroupTile, shared: L.Value, warp: L.Value, lane: L.Value) -> None:
+        """Args: warp: its first row in the block's tile."""
+        self.builder, self.tile = builder, tile
+        row = builder.add(warp, builder.and_(lane, L.I32(15)))
+        piece = builder.xor(builder.lshr(lane, L.I32(4)), builder.and_(lane, L.I32(7)))
+        place = builder.add(builder.mul(row, L.I32(wgmma.LINE)), builder.shl(piece, L.I32(4)))
+        self.place = builder.add(builder.add(shared, L.I32(tile.first)), place)
+
+    def read(self, stage: L.Value, step: int) -> list[list[L.Value]]:
+        """Registers per 64 rows of the group, of one step of terms of the tile in a stage, rounded."""
+        builder, tile = self.builder, self.tile
+        part, inside = divmod(tile.step(step), tile.part)
+        place = builder.add(self.place, stage)
+        if inside:
+            place = builder.xor(place, L.I32(inside))
+        found = []
+        for start in range(0, tile.warp // wgmma.ROWS * tile.block, tile.block):
+            words = tensor.read_matrices(builder, place, part * tile.part + start)
+            found.append([tensor.to_tf32(builder, word) for word in words])
+        return found
+
+
+def multiply(
+    builder: GpuBuilder, rows: Rows, right: L.Value, columns: GroupTile, reading: L.Value, totals: Totals
+) -> Totals:
+    """Starts the products of the tile in a stage, step by step.
+
+    Args: right: descriptor of the right operand's tile there; reading: bytes from the first stage.
+    """
+    for step in range(columns.terms * columns.side.item // tensor.STEP):
+        wgmma.wait(builder, AHEAD)
+        second = wgmma.moved(builder, right, columns.step(step))
+        pairs = [[(words, second)] for words in rows.read(reading, step)]
+        totals = wgmma.multiply(builder, "tf32", pairs, (False, False), totals)
+    return totals

@@ -39,10 +39,14 @@ SHAPES = (
     (128, 256, 2), (128, 64, 1), (128, 128, 1), (192, 128, 3), (192, 192, 3), (256, 64, 2), (256, 96, 2), (256, 128, 2),
     (256, 128, 4),
 )  # fmt: skip
-"""(rows, columns, groups along the rows) of a block."""
+NARROW = ((128, 32, 1), (128, 32, 2), (256, 32, 2), (256, 32, 4))
+"""(rows, columns, groups along the rows) of a block; narrow ones are for rounded weights of few columns."""
 COPIED = ((1, 4, 0), (1, 5, 0), (1, 6, 0), (2, 3, 0))
 ROUNDED = ((1, 2, 1), (1, 3, 1), (2, 2, 1), (2, 3, 1))
-"""Of 16-bit types and of float32: lines of terms per tile, tiles in shared memory, tiles that wait in registers."""
+"""Of copied operands (16-bit types, float32 with rounded weights) and of other float32: lines of terms per tile, tiles
+in shared memory, tiles that wait in registers."""
+FRAGMENTS = 16
+"""Registers of fragments on their way to the units, per 64 rows of a group."""
 SPLITS, CLUSTERS = (1, 2, 3, 4), (2, 4)
 MOST_SHARED, MOST_REGISTERS, MOST_WAITING = 226 << 10, 248, 80
 SHARED, FILE = 227 << 10, 65536
@@ -126,7 +130,7 @@ def tilings(counter: GroupCounter) -> Iterator[GroupTiling]:
     points = counter.batch * counter.rows * counter.columns
     if counter.machine.capability != GROUPED or points < LEAST_POINTS or points * counter.terms < LEAST_PRODUCTS:
         return
-    for rows, columns, along in SHAPES:
+    for rows, columns, along in (*SHAPES, *(NARROW if counter.rounded else ())):
         if rows >= 2 * counter.rows or columns >= 2 * counter.columns:
             continue
         if not all(_fits(side, size) for side, size in zip(counter.sides, (rows, columns), strict=True)):
@@ -134,7 +138,7 @@ def tilings(counter: GroupCounter) -> Iterator[GroupTiling]:
         blocks = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns)
         few = blocks < 2 * counter.machine.sms
         ways = [*((s, 1) for s in SPLITS if s == 1 or few), *((1, c) for c in CLUSTERS if few)]
-        depths = ROUNDED if counter.item == 4 else COPIED
+        depths = ROUNDED if counter.item == 4 and not counter.rounded else COPIED
         for (lines, stages, flight), (split, cluster) in itertools.product(depths, ways):
             terms = lines * LINE // counter.item
             if any(side.run % terms and side.run != counter.terms for side in counter.sides):
@@ -142,7 +146,7 @@ def tilings(counter: GroupCounter) -> Iterator[GroupTiling]:
             share, found = shares(counter.terms, terms, split * cluster)
             if found != split * cluster or (found > 1 and share < 4) or (lines > 1 and share < 3):
                 continue
-            tiling = GroupTiling(rows, columns, terms, (along, 1), stages, flight, split, cluster)
+            tiling = GroupTiling(rows, columns, terms, (along, 1), stages, flight, split, cluster, counter.rounded)
             registers = min(MOST_REGISTERS, FILE // tiling.threads)
             if counter.shared(tiling) <= MOST_SHARED and counter.registers(tiling) <= registers:
                 yield tiling
@@ -161,6 +165,8 @@ class GroupCounter(Counter):
     def __init__(self, program: Program, machine: GpuMachine) -> None:
         super().__init__(program, machine)
         self.program = program
+        by_terms = all(side.along_terms for side in self.sides)
+        self.rounded = int(by_terms and program.buffer(self.sides[1].buffer).tf32)
         products = float(self.batch * self.rows * self.columns * self.terms)
         self.least = max(self.moved / MEMORY, products / (machine.sms * UNIT[self.item]), LATENCY)
 
@@ -185,6 +191,8 @@ class GroupCounter(Counter):
         """32-bit registers of a thread, roughly."""
         total = tiling.rows * tiling.columns // tiling.threads
         waiting = tiling.flight * self._words(tiling)
+        if tiling.rounded:
+            waiting = FRAGMENTS * tiling.rows // tiling.groups[0] // HIGH
         return 56 + total + (waiting or 8) + (0 if waiting <= MOST_WAITING else MOST_REGISTERS)
 
     def cycles(self, tiling: GroupTiling) -> float:  # type: ignore[override]

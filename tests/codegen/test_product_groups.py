@@ -173,6 +173,19 @@ def test_convolutions_with_taps(name, dtype):
 
 
 @compiled
+@pytest.mark.parametrize("name", ["3x3", "3x3 stride 2", "dilation", "one padded output"])
+def test_convolutions_with_rounded_filters(name):
+    (n, h, w_, _), (kh, kw, _, features), params = CONVOLUTIONS[name]
+    features = -(-features // 8) * 8
+    x, w = normal(n, h, w_, 32), round_tf32(normal(features, kh, kw, 32))
+    layout = ("NHWC", "OHWI", "NHWC")
+    with jax.enable_x64(True):
+        wanted = np.asarray(conv(jnp.asarray(tf32(x)), jnp.asarray(w.astype(np.float64)), layout=layout, **params))
+    for tiling in (*FRAGMENTS[:3], GroupTiling(128, 32, 32, (2, 1), 3, rounded=1)):
+        compare(run_rounded(lambda x, w: conv(x, w, layout=layout, **params), (x, w), tiling), [wanted], 3e-6)
+
+
+@compiled
 def test_the_machine_sees_what_pipelines_do_wrong():
     x, w = normal(64, 256), normal(256, 64)
     for tiling, arguments in (
@@ -244,6 +257,14 @@ def test_refusals():
     ):  # fmt: skip
         with pytest.raises(CompileRejected, match="no product of tiles"):
             emit_source(tiling.of(program))
+    across = marked(program)  # weights that lie along columns
+    raw = product_of(lambda x, w: x @ w.T, x, w)  # weights that may not be rounded
+    turned = marked(product_of(lambda x, w: x.T @ w.T, x, w))
+    for wrong in (across, raw, turned, replace(marked(raw), params=(("rounded", 1),))):
+        for tiling in FRAGMENTS[:2] if wrong.params == () else [replace(FRAGMENTS[0], flight=1)]:
+            with pytest.raises(CompileRejected, match="no product of tiles"):
+                emit_source(tiling.of(wrong))
+    emit_source(FRAGMENTS[0].of(marked(raw)))
     narrow = product_of(lambda x, w: x @ w, x, normal(128, 126))
     with pytest.raises(CompileRejected, match="no product of tiles"):  # squares need rows of 16 bytes
         emit_source(ROUNDED[0].of(narrow))

@@ -1,0 +1,162 @@
+"""float32 products and convolutions whose weights are constants: kernels that take rounded weights as they are.
+
+    python benchmarks/gpu_constants.py --out results --most 10 --budget 150
+
+Every layer twice: with weights as networks have them (XLA, and the best schedule that rounds both operands), and with
+rounded weights along terms, as the rewrite `rounds` leaves them (XLA, and schedules of `rounded`).  Needs a GPU of
+compute capability 9.0; compiles in parallel first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.gpu_cases import Case  # noqa: E402
+from benchmarks.gpu_groups import compiled  # noqa: E402
+
+GEMMS = (
+    (4096, 4096, 4096), (3072, 1024, 4096), (384, 768, 768), (384, 768, 3072), (384, 3072, 768),
+    (50176, 256, 128), (12544, 1024, 256), (200704, 64, 256), (50176, 128, 512), (12544, 768, 128),
+    (50176, 512, 128), (3136, 512, 2048), (200704, 256, 64), (3136, 768, 128),
+)  # fmt: skip
+"""(rows, terms, columns): square and transformer ones, 1x1 convolutions of ResNet50 and DenseNet121 at batch 64."""
+CONVOLUTIONS = (
+    (64, 56, 64, 64), (64, 28, 128, 128), (64, 14, 256, 256), (64, 7, 512, 512), (64, 28, 128, 32), (64, 14, 128, 32),
+)  # fmt: skip
+"""(batch, height and width, channels, features) of 3x3 convolutions."""
+TF32 = np.uint32(0xFFFFE000)
+
+
+@dataclass(frozen=True)
+class Layer(Case):
+    """A layer whose weights (argument 1) are numbers of TF32."""
+
+    def arguments(self, seed: int) -> list[np.ndarray]:
+        found = super().arguments(seed)
+        found[1] = (found[1].view(np.uint32) & TF32).view(np.float32)
+        return found
+
+
+def _dense(along: bool) -> Any:
+    numbers = (((1,), (1 if along else 0,)), ((), ()))
+    return lambda x, w, b: jnp.maximum(lax.dot_general(x, w, numbers) + b, 0.0)
+
+
+def _convolution(along: bool) -> Any:
+    numbers = ("NHWC", "OHWI" if along else "HWIO", "NHWC")
+    return lambda x, w, b: jnp.maximum(
+        lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers) + b, 0.0
+    )
+
+
+def layers(along: bool) -> list[Layer]:
+    """All layers. Args: along: weights lie along terms."""
+    how, found = ("along terms" if along else "as they are"), []
+    for n, h, c, k in CONVOLUTIONS:
+        shapes = ((n, h, h, c), (k, 3, 3, c) if along else (3, 3, c, k), (k,))
+        name = f"convolution 3x3 {n}x{h}x{h}x{c} to {k} {how}"
+        found.append(Layer(name, _convolution(along), tuple((s, "float32") for s in shapes)))
+    for m, k, n in GEMMS:
+        shapes = ((m, k), (n, k) if along else (k, n), (n,))
+        found.append(Layer(f"gemm {m}x{k}x{n} {how}", _dense(along), tuple((s, "float32") for s in shapes)))
+    return sorted(found, key=lambda case: "4096x4096" not in case.name)
+
+
+def schedules(case: Case, most: int, along: bool, tiles: Sequence[Sequence[Any]]) -> list[Any]:
+    """The best programs by the ranking, with rounded weights, or without; and those of the other family."""
+    from benchmarks.gpu_run import program_of
+    from jcuts.region import gpu_groups, gpu_products
+    from jcuts.region.gpu import GpuMachine
+    from jcuts.region.products import as_product, sides
+
+    program, why = program_of(case)
+    made = None if program is None else as_product(program)
+    if made is None:
+        raise SystemExit(f"{case.name}: no product: {why}")
+    machine = GpuMachine(132)
+    if along:
+        right = sides(made)[1].buffer
+        made = replace(made, buffers=tuple(replace(b, tf32=b.name == right) for b in made.buffers))
+    if along and tiles:
+        return [
+            gpu_groups.GroupTiling(rows, columns, terms, (along, 1), stages, 0, split, cluster, 1).of(made)
+            for rows, columns, terms, along, stages, split, cluster in tiles
+        ]
+    counter = gpu_groups.GroupCounter(made, machine)
+    found = [p for p, _ in gpu_groups.grouped(counter, most)]
+    if along:  # and what stages and groups make of the best
+        more = [p for p, _ in gpu_groups.grouped(counter, most, alike=True)]
+        found += [p for p in more if p.digest not in {f.digest for f in found}][: most // 2]
+    return found + ([] if along else [p for p, _ in gpu_products.products(made, machine, 1)])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    from benchmarks import gpu_run
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("gpu_constants"))
+    parser.add_argument("--only", default="", help="only layers whose name contains one of these")
+    parser.add_argument("--most", type=int, default=10, help="schedules with rounded weights per layer")
+    parser.add_argument("--plain", type=int, default=2, help="schedules that round both operands per layer")
+    parser.add_argument("--tiles", type=Path, help="JSON: part of a layer's name -> [rows, columns, terms, groups, "
+                        "stages, split, cluster] of every schedule wanted")  # fmt: skip
+    parser.add_argument("--budget", type=float, default=150.0, help="seconds")
+    parser.add_argument("--workers", type=int, default=16)
+    parser.add_argument("--build", action="store_true", help="only compile; needs no GPU")
+    options = parser.parse_args(arguments)
+    folder = options.out / "kernels"
+    folder.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    tiles = json.loads(options.tiles.read_text()) if options.tiles else {}
+    work = []
+    for pair in zip(layers(True), layers(False), strict=True):
+        for case, along in zip(pair, (True, False), strict=True):
+            asked = [t for part, listed in tiles.items() if part in case.name for t in listed]
+            if gpu_run.wanted(case, options.only) and (not tiles or asked):
+                work.append((case, schedules(case, options.most if along else options.plain, along, asked)))
+    jobs = [(p, folder) for _, programs in work for p in programs]
+    with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
+        refused = [x for x in pool.map(compiled, jobs, chunksize=2) if x]
+    print(f"{len(jobs)} kernels, {len(refused)} refused, {time.perf_counter() - start:.0f} s", *refused, sep="\n")
+    rows: list[dict[str, Any]] = []
+    for case, programs in [] if options.build else work:
+        if time.perf_counter() - start > options.budget:
+            print(f"{case.name}: out of time")
+            continue
+        built = [p for p in programs if (folder / f"{p.digest}.kernel").exists()]
+        try:
+            row = gpu_run.bench(case, folder, 132, 0, (9, 0), built)
+        except Exception as error:
+            row = {"case": case.name, "failed": f"{type(error).__name__}: {error}"}
+        rows.append(row)
+        gpu_run.show(row)
+        print(f"    {time.perf_counter() - start:.0f} s, XLA's error {row.get('xla_error', 0):.1e}")
+        for found in sorted(row.get("candidates", {}).values(), key=lambda c: c.get("median", 1e9)):
+            params = {k: v for k, v in found["params"].items() if k not in ("cuda", "threads")}
+            print(f"    {found.get('median', 0) * 1e6:9.2f} {found['error']:.1e} {params}")
+        for why in row.get("rejected", {}).values():
+            print(f"    rejected {why[:200]}")
+        (options.out / "gpu_constants.json").write_text(json.dumps(rows, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

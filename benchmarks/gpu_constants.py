@@ -14,7 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -107,6 +107,76 @@ def schedules(case: Case, most: int, along: bool, tiles: Sequence[Sequence[Any]]
     return found + ([] if along else [p for p, _ in gpu_products.products(made, machine, 1)])
 
 
+def measured(pair: tuple[Case, Case], programs: Sequence[Sequence[Any]], folder: Path) -> dict[str, Any]:
+    """One layer: XLA with weights as they are ("xla") and along terms ("xla along"), and all programs, in turns."""
+    from benchmarks import gpu_run
+    from jcuts.tune.kernelfile import read_kernel
+    from jcuts.xla.call import call_kernel
+
+    along, plain = pair
+    row: dict[str, Any] = {"case": along.name.removesuffix(" along terms"), "programs": {}, "rejected": {}}
+    count = int(min(gpu_run.MOST_SETS, max(4, -(-gpu_run.ROTATED // along.moved()))))
+    x, w, b = (jnp.asarray(a) for a in along.arguments(0))
+    across = w.T if w.ndim == 2 else w.transpose(1, 2, 3, 0)
+    sets = [tuple(jax.block_until_ready(jnp.roll(a, k)) for a in (x, w, b, across)) for k in range(count)]
+    functions = {
+        "xla": lambda x, w, b, v: plain.function(x, v, b), "xla along": lambda x, w, b, v: along.function(x, w, b)
+    }  # fmt: skip
+    params: dict[str, Any] = {}
+    for kind, listed in zip(("rounded", "plain"), programs, strict=True):
+        for number, program in enumerate(listed):
+            path, name = folder / f"{program.digest}.kernel", f"{kind} {number}"
+            if not path.exists():
+                continue
+            kernel = read_kernel(path)
+            params[name] = {k: v for k, v in program.params if k not in ("cuda", "threads")}
+            functions[name] = lambda x, w, b, v, k=kernel, kind=kind: call_kernel(
+                k, *gpu_run.operands_of(k, (x, w if kind == "rounded" else v, b))
+            )
+    with jax.enable_x64(True):
+        wide = jax.jit(along.function)(*(a.astype(jnp.float64) for a in sets[0][:3]))
+        scale = float(jnp.sqrt(jnp.mean(wide * wide)))
+        off = jax.jit(lambda got, want: jnp.abs(got.astype(jnp.float64) - want).max())
+    compiled: dict[str, Any] = {}
+    lowered = {name: jax.jit(gpu_run.chain(f, count)).lower(sets) for name, f in functions.items()}
+    for name in ("xla", "xla along"):  # alone: they are tuned meanwhile
+        compiled[name] = lowered.pop(name).compile()
+    with ThreadPoolExecutor(12) as pool:
+        for name, future in {name: pool.submit(low.compile) for name, low in lowered.items()}.items():
+            try:
+                compiled[name] = future.result()
+            except Exception as error:
+                row["rejected"][name] = f"{type(error).__name__}: {str(error)[:300]}"
+    errors: dict[str, float] = {}
+    for name, chain in list(compiled.items()):
+        try:
+            got = jax.tree.leaves(chain(sets)[0])[0]
+            with jax.enable_x64(True):
+                errors[name] = float(off(got, wide)) / scale
+            if not errors[name] <= 4 * errors["xla"] + 1e-5:
+                row["rejected"][name] = f"error {errors[name]:.3g}, XLA's is {errors['xla']:.3g}: {params[name]}"
+                del compiled[name]
+        except Exception as error:
+            row["rejected"][name] = f"{type(error).__name__}: {str(error)[:300]}: {params.get(name)}"
+            del compiled[name]
+    for name, spent in gpu_run.timed(compiled, sets, count, sets[0][0]).items():
+        row["programs"][name] = {"params": params.get(name, {}), "error": errors[name], **spent}
+    return row
+
+
+def show(row: dict[str, Any]) -> None:
+    """A table of one layer."""
+    found = row["programs"]
+    best = {kind: min((p["median"] for n, p in found.items() if n.startswith(kind)), default=float("nan"))
+            for kind in ("xla", "rounded", "plain")}  # fmt: skip
+    print(f"{row['case']:44} XLA {best['xla'] * 1e6:8.2f}  rounded {best['rounded'] * 1e6:8.2f}  both rounded there "
+          f"{best['plain'] * 1e6:8.2f}  {best['xla'] / best['rounded']:.2f}x")  # fmt: skip
+    for name, p in sorted(found.items(), key=lambda item: item[1]["median"]):
+        print(f"    {p['median'] * 1e6:9.2f} {p['error']:.1e} {name} {p['params'] or ''}")
+    for name, why in row["rejected"].items():
+        print(f"    {name} rejected: {why[:200]}")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     from benchmarks import gpu_run
@@ -114,8 +184,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("gpu_constants"))
     parser.add_argument("--only", default="", help="only layers whose name contains one of these")
-    parser.add_argument("--most", type=int, default=10, help="schedules with rounded weights per layer")
-    parser.add_argument("--plain", type=int, default=2, help="schedules that round both operands per layer")
+    parser.add_argument("--most", type=int, default=8, help="schedules with rounded weights per layer (and half of it)")
+    parser.add_argument("--plain", type=int, default=1, help="schedules that round both operands per layer")
     parser.add_argument("--tiles", type=Path, help="JSON: part of a layer's name -> [rows, columns, terms, groups, "
                         "stages, split, cluster] of every schedule wanted")  # fmt: skip
     parser.add_argument("--budget", type=float, default=150.0, help="seconds")
@@ -128,32 +198,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tiles = json.loads(options.tiles.read_text()) if options.tiles else {}
     work = []
     for pair in zip(layers(True), layers(False), strict=True):
-        for case, along in zip(pair, (True, False), strict=True):
-            asked = [t for part, listed in tiles.items() if part in case.name for t in listed]
-            if gpu_run.wanted(case, options.only) and (not tiles or asked):
-                work.append((case, schedules(case, options.most if along else options.plain, along, asked)))
-    jobs = [(p, folder) for _, programs in work for p in programs]
+        asked = [t for part, listed in tiles.items() if part in pair[0].name for t in listed]
+        if gpu_run.wanted(pair[0], options.only) and (not tiles or asked):
+            found = [schedules(pair[0], options.most, True, asked), schedules(pair[1], options.plain, False, ())]
+            work.append((pair, found))
+    jobs = [(p, folder) for _, found in work for programs in found for p in programs]
     with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
         refused = [x for x in pool.map(compiled, jobs, chunksize=2) if x]
     print(f"{len(jobs)} kernels, {len(refused)} refused, {time.perf_counter() - start:.0f} s", *refused, sep="\n")
     rows: list[dict[str, Any]] = []
-    for case, programs in [] if options.build else work:
+    for pair, found in [] if options.build else work:
         if time.perf_counter() - start > options.budget:
-            print(f"{case.name}: out of time")
+            print(f"{pair[0].name}: out of time")
             continue
-        built = [p for p in programs if (folder / f"{p.digest}.kernel").exists()]
         try:
-            row = gpu_run.bench(case, folder, 132, 0, (9, 0), built)
+            rows.append(measured(pair, found, folder))
+            show(rows[-1])
         except Exception as error:
-            row = {"case": case.name, "failed": f"{type(error).__name__}: {error}"}
-        rows.append(row)
-        gpu_run.show(row)
-        print(f"    {time.perf_counter() - start:.0f} s, XLA's error {row.get('xla_error', 0):.1e}")
-        for found in sorted(row.get("candidates", {}).values(), key=lambda c: c.get("median", 1e9)):
-            params = {k: v for k, v in found["params"].items() if k not in ("cuda", "threads")}
-            print(f"    {found.get('median', 0) * 1e6:9.2f} {found['error']:.1e} {params}")
-        for why in row.get("rejected", {}).values():
-            print(f"    rejected {why[:200]}")
+            print(f"{pair[0].name}: {type(error).__name__}: {error}")
+        print(f"    {time.perf_counter() - start:.0f} s", flush=True)
         (options.out / "gpu_constants.json").write_text(json.dumps(rows, indent=1))
     return 0
 

@@ -1,8 +1,8 @@
 """What warp groups (``wgmma``) need of the PTX machine: descriptors, swizzled tiles, the units' own view of memory.
 
-Reads are under way from the instruction until its threads wait for its group: until then nobody may write the bytes (nor
-these threads the registers) that it reads, and until a barrier after that nobody else the bytes.  What threads have
-written is not seen before they pass a proxy fence.
+Reads are under way from the instruction until its threads wait for its group: until then nobody may write the bytes
+(nor these threads the registers) that it reads, and until a barrier after that nobody else the bytes.  What threads
+have written is not seen before they pass a proxy fence.
 """
 
 from __future__ import annotations
@@ -126,9 +126,9 @@ class Units:
         words = np.stack([self.machine.value(n, "b32")[threads] for n in names], -1)
         _check_rounded(words, ins)
         lane = np.arange(GROUP)
-        found = np.zeros((ROWS, 8))
+        row, term, found = lane // 32 * 16 + lane % 32 // 4, lane % 4, np.zeros((ROWS, 8))
         for k in range(4):
-            found[lane // 32 * 16 + lane % 32 // 4 + 8 * (k % 2), lane % 4 + 4 * (k // 2)] = words.view(np.float32)[:, k]
+            found[row + 8 * (k % 2), term + 4 * (k // 2)] = words.view(np.float32)[:, k]
         none, block = np.zeros(0, np.int64), group * GROUP // self.machine.threads
         self.under_way.append(Reads(group, int(self.committed[group]), block, none, frozenset(names)))
         return found

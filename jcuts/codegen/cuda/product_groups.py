@@ -3,8 +3,8 @@
 ``groups`` = (along rows, along columns): warp groups of a block, each with whole multiples of 64 rows.  16-bit operands
 are copied as `codegen.cuda.product` copies them, ``stages - 2`` tiles ahead: one is being multiplied and the one before
 may still be.  So are float32 operands whose right one is rounded already; the units take the left one from registers
-then (`group_fragments`).  Others go through registers, where they are rounded (`group_tiles`), ``flight`` tiles ahead of
-the one that is stored while another is multiplied.  Either way one barrier per tile keeps the groups together.
+then (`group_fragments`).  Others go through registers, where they are rounded (`group_tiles`), ``flight`` tiles ahead
+of the one that is stored while another is multiplied.  In any case one barrier per tile keeps the groups together.
 
 For compute capability 9.0 alone.
 """
@@ -231,10 +231,8 @@ class GroupEmitter(ProductEmitter):
         pairs = []
         seconds = [wgmma.moved(builder, right, shape.right.step(k)) for k in steps]
         for row in range(shape.left.warp // wgmma.ROWS):
-            start = row * shape.left.block
-            pairs.append(
-                [((wgmma.moved(builder, left, start + shape.left.step(k)),), second) for k, second in enumerate(seconds)]
-            )
+            first = [wgmma.moved(builder, left, row * shape.left.block + shape.left.step(k)) for k in steps]
+            pairs.append([((mine,), second) for mine, second in zip(first, seconds, strict=True)])
         turned = (not shape.left.by_terms, not shape.right.by_terms)
         return wgmma.multiply(builder, shape.kind, pairs, turned, totals)
 

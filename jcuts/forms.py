@@ -28,17 +28,20 @@ from jcuts import guard
 from jcuts.base import fingerprint
 from jcuts.base.errors import UsageError
 from jcuts.base.settings import Form
+from jcuts.region.gpu_groups import GROUPED
 from jcuts.trace import jaxapi, rewrite
 from jcuts.trace.inline import inline
 from jcuts.trace.products import CONVOLUTION, DOT
 from jcuts.trace.simplify import simplify
 from jcuts.tune.widen import evaluate, widened_dtype
+from jcuts.xla import gpus
 
 log = logging.getLogger("jcuts")
 
 GPUS = ("gpu", "cuda")
 FLOOR_ULP = 4.0
 MOST = 4.0  # a single element may be that many times as far off as the whole output (`tune.check` has the same)
+OF_CONSTANTS = ("scales", "rounds")  # rewrites that take work away and add none
 WITH_ALL = ("pools", "siblings")  # rewrites that only race beside all others that apply
 LEAN: dict[str, Any] = {"xla_gpu_autotune_level": 0}  # the float64 program runs once: nothing is worth tuning in it
 
@@ -118,9 +121,10 @@ def planned(closed: jaxapi.Closed, platform: str, plan: Callable[[Form | None], 
 
     Args: plan: gives the pipeline's outcome for a form (tuning its subsets).
 
-    `rewrite`'s folding of constants takes work away and adds none, so it is in every form (and checked against float64
-    with it).  Products in place of convolutions, and which subsets are worth cutting out of XLA's fusions, are raced;
-    kernels take over what follows a product only beside `dots`: the library's convolutions compute that themselves.
+    `rewrite`'s folding and rounding of constants take work away and add none, so they are in every form (and checked
+    against float64 with it).  Products in place of convolutions, and which subsets are worth cutting out of XLA's
+    fusions, are raced; kernels take over what follows a product only beside `dots`: the library's convolutions compute
+    that themselves.
     Products with kernels of their own are in `all` and `anchored`, each where it beat the library with all that follows
     it; `absorbing` is the form without them.
     The rules of `WITH_ALL` race only beside all others that apply, in three programs (each costs seconds of
@@ -129,7 +133,9 @@ def planned(closed: jaxapi.Closed, platform: str, plan: Callable[[Form | None], 
     """
     plain: Form | None = None
     rules = rewrite.applicable(simplify(inline(closed))) if platform in GPUS else ()
-    folded = tuple(name for name in rules if name == "scales")
+    if "rounds" in rules and gpus.machine().capability != GROUPED:
+        rules = tuple(name for name in rules if name != "rounds")
+    folded = tuple(name for name in rules if name in OF_CONSTANTS)
     found: dict[Form | None, Any] = {}
     seen: set[str] = set()
 

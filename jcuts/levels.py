@@ -19,6 +19,7 @@ from jcuts.region.legality import Dag, is_acyclic_cover, is_convex
 from jcuts.region.legality import Subset as Members
 from jcuts.trace import jaxapi
 from jcuts.trace.canonical import canonical_digest
+from jcuts.trace.rounding import rounded_constants
 from jcuts.trace.source import place
 from jcuts.xla import gpus
 from jcuts.xla.rebuild import subset_closed
@@ -47,6 +48,7 @@ class Subset:
         ranking: makes `ranked`, once it is asked for: scoring every schedule takes time that a stored choice saves.
         space: text that determines the ranking. chosen: the winner, None where XLA keeps the subset.
         origin: 'measured', 'estimated' or 'library'; choice: the tuner's answer with every time.
+        rounded: numbers of the inputs that are constants of TF32 numbers (they are part of the identity).
     """
 
     members: Members
@@ -60,6 +62,7 @@ class Subset:
     chosen: Program | None = None
     origin: str = "library"
     choice: Any = None
+    rounded: tuple[int, ...] = ()
 
     @property
     def ranked(self) -> Ranked:
@@ -99,7 +102,9 @@ class Level:
             inputs = [names[t] for t in self.graph.subset_inputs(members)]
             outputs = [names[t] for t in self.graph.subset_outputs(members)]
             part = subset_closed(self.closed, sorted(members), inputs, outputs)
-            self.made[members] = Subset(members, program, inputs, outputs, part, canonical_digest(part))
+            rounded = tuple(k for k, t in enumerate(self.graph.subset_inputs(members)) if self.graph.tensors[t].tf32)
+            identity = canonical_digest(part) + (f" tf32 {rounded}" if rounded else "")
+            self.made[members] = Subset(members, program, inputs, outputs, part, identity, rounded=rounded)
         return self.made[members]
 
     def use(self, cover: Iterable[tuple[Members, Program]]) -> None:
@@ -165,7 +170,10 @@ class Fuel:
 
 def group(closed: jaxapi.Closed, settings: Settings, fuel: Fuel, platform: str = "cpu") -> Level:
     """The level of a flat jaxpr with its greedy cover, and the levels of its loop bodies."""
-    graph = build_graph(closed.jaxpr, place, joined=MOST_JOINED if platform == "cpu" else MOST_SWITCHED)
+    if platform == "cpu":
+        graph = build_graph(closed.jaxpr, place, joined=MOST_JOINED)
+    else:
+        graph = build_graph(closed.jaxpr, place, joined=MOST_SWITCHED, tf32=rounded_constants(closed))
     grouping = find.group(graph, fuse=settings.mode != "no_fusion", fuel=fuel)
     level = Level(closed, graph, grouping, settings.mode == "mixed")
     for number, eqn in enumerate(closed.jaxpr.eqns):

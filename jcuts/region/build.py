@@ -236,9 +236,9 @@ def make_buffers(
     """Names and buffers of the operands and results."""
     ins = {tensor: f"in{k}" for k, tensor in enumerate(graph.subset_inputs(subset))}
     outs = {tensor: f"out{k}" for k, tensor in enumerate(outputs)}
-    buffers = [Buffer(n, graph.tensors[t].type.dtype, graph.tensors[t].type.shape, "in") for t, n in ins.items()]
-    buffers += [Buffer(n, graph.tensors[t].type.dtype, graph.tensors[t].type.shape, "out") for t, n in outs.items()]
-    return ins, outs, buffers
+    roles = ((ins, "in"), (outs, "out"))
+    tensors = [(name, graph.tensors[t], role) for names, role in roles for t, name in names.items()]
+    return ins, outs, [Buffer(name, t.type.dtype, t.type.shape, role, t.tf32) for name, t, role in tensors]
 
 
 def axes_of(shape: tuple[int, ...], prefix: str = "d") -> tuple[tuple[Axis, ...], IndexTuple, dict[str, int]]:

@@ -5,7 +5,7 @@ Reads jaxpr objects by attribute only (``eqn.primitive.name``, ``var.aval``), so
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,10 @@ from jcuts.ops import Equation, Op, TensorType, describe
 
 @dataclass
 class Tensor:
-    """A value of the program. ``producer``: an equation number or None; ``scalar``: its value if it is a literal."""
+    """A value of the program.
+
+    ``producer``: an equation number or None; ``scalar``: its value if it is a literal; ``tf32``: see `Buffer`.
+    """
 
     number: int
     type: TensorType
@@ -27,6 +30,7 @@ class Tensor:
     escapes: bool = False
     name: str = ""
     constant: bool = False
+    tf32: bool = False
 
 
 @dataclass
@@ -102,13 +106,13 @@ MOST_SWITCHED = 64
 
 def build_graph(
     jaxpr: Any, where: Callable[[Any], str] = lambda eqn: "", scalars: dict[Any, Scalar] | None = None,
-    joined: int = MOST_JOINED,
+    joined: int = MOST_JOINED, tf32: Collection[Any] = (),
 ) -> TensorGraph:  # fmt: skip
     """The graph of a flat jaxpr.
 
     Args: jaxpr: anything with ``constvars, invars, eqns, outvars``; where: equation -> "file:line (function)"; scalars:
         values of variables that are known numbers (closed-over Python scalars); joined: operands of the largest
-        concatenation that is not left to XLA.
+        concatenation that is not left to XLA; tf32: constants that are known to hold TF32 numbers only.
     """
     tensors: list[Tensor] = []
     of_var: dict[Any, int] = {}
@@ -134,7 +138,8 @@ def build_graph(
         return of_var[var]
 
     for var in jaxpr.constvars:
-        tensors[number_of(var)].constant = True
+        tensor = tensors[number_of(var)]
+        tensor.constant, tensor.tf32 = True, var in tf32
     for var in jaxpr.invars:
         number_of(var)
     nodes: list[OpNode] = []

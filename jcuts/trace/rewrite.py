@@ -4,12 +4,14 @@
     dots     conv(x, w), 1x1      ->  dot(x, w)               no padding, stride, dilation or groups
     pools    pool(x . w), pool(x) . w  ->  each other, where that is less work                    (`trace/pools.py`)
     siblings x . w1, x . w2, ...  ->  parts of x . [w1 w2 ...]                                 (`trace/siblings.py`)
+    rounds   x . w                ->  x . v^T, where v is w^T rounded to TF32                  (`trace/rounding.py`)
 
 `scales` turns an inference batch norm, also one behind a bias, into one addition, which XLA and jcuts fuse into what
 makes or uses it.  Weights and factors must be constants: an argument would be multiplied again in every call.  `dots`
 hands a pointwise convolution to the matrix product's libraries and to XLA's own fused products; `pools` and `siblings`
-come after it, and take convolutions as well.  All change roundings (of a weight; of the order of a sum), so whoever
-uses them checks results against float64.  A scan's body is rewritten with the constants that the scan hands to it.
+come after it, and take convolutions as well.  `rounds` does once what libraries do in every call, for kernels that ask
+for it.  All change roundings (of a weight; of the order of a sum), so whoever uses them checks results against float64.
+A scan's body is rewritten with the constants that the scan hands to it; its weights are not rounded.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import numpy as np
 from jcuts.trace import jaxapi
 from jcuts.trace.pools import pools
 from jcuts.trace.products import CONVOLUTION, Program, channel_of, constant_of, is_point_by_point, new_value
+from jcuts.trace.rounding import rounds
 from jcuts.trace.siblings import siblings
 from jcuts.trace.simplify import simplify
 
@@ -62,7 +65,7 @@ def rewritten(closed: jaxapi.Closed, rules: Sequence[str]) -> Rewritten:
     if unknown:
         raise KeyError(f"unknown rewrites {sorted(unknown)}: choose from {list(RULES)}")
     for name in (name for name in RULES if name in rules):
-        closed, count = _everywhere(closed, RULES[name])
+        closed, count = _applied(closed, name)
         if count:
             counts[name] = count
             closed = simplify(closed)  # products of constants that a rule made, broadcasts that it left behind
@@ -71,7 +74,11 @@ def rewritten(closed: jaxapi.Closed, rules: Sequence[str]) -> Rewritten:
 
 def applicable(closed: jaxapi.Closed) -> tuple[str, ...]:
     """The rules that change a program."""
-    return tuple(name for name, rule in RULES.items() if _everywhere(closed, rule)[1])
+    return tuple(name for name in RULES if _applied(closed, name)[1])
+
+
+def _applied(closed: jaxapi.Closed, name: str) -> tuple[jaxapi.Closed, int]:
+    return RULES[name](closed) if name in OUTSIDE else _everywhere(closed, RULES[name])
 
 
 def _everywhere(closed: jaxapi.Closed, rule: Rule) -> tuple[jaxapi.Closed, int]:
@@ -332,5 +339,7 @@ def _scaled(product: Any, scale: np.ndarray, constants: dict[Any, Any]) -> Any:
     return None if lost.any() or not np.isfinite(scale).all() else jax.numpy.asarray(found)
 
 
-RULES: dict[str, Rule] = {"scales": _scales, "dots": _dots, "pools": pools, "siblings": siblings}
+RULES: dict[str, Rule] = {"scales": _scales, "dots": _dots, "pools": pools, "siblings": siblings, "rounds": rounds}
+OUTSIDE = ("rounds",)
+"""Rules that leave bodies of control flow alone: kernels there do not know what their operands are."""
 """Every rewrite by its name, in the order in which they are applied."""

@@ -18,7 +18,7 @@ from jcuts.base.errors import UsageError
 FORMAT = 1
 GPU_TIMING = 3
 """How kernels are timed on GPUs: times of another way are not compared with these."""
-RECIPES = ("normal", "positive", "bool", "integers", "given")
+RECIPES = ("normal", "positive", "normal tf32", "positive tf32", "bool", "integers", "given")
 CANDIDATE_KINDS = ("program", "object", "stablehlo")
 _INTEGERS = re.compile(r"integers (-?\d+)\.\.(-?\d+)")
 
@@ -30,9 +30,10 @@ class Input:
     Attributes:
         shape: extents.
         dtype: NumPy/ml_dtypes name.
-        recipe: ``normal`` (standard normal), ``positive`` (|normal| + 0.1), ``integers lo..hi`` (both ends included),
-            ``bool``, or ``given``: the values in the file ``npy``, used unchanged in every check (indices, lengths
-            and loop conditions: random ones may not terminate).
+        recipe: ``normal`` (standard normal), ``positive`` (|normal| + 0.1), either with `` tf32`` behind it (cut to
+            TF32 numbers), ``integers lo..hi`` (both ends included), ``bool``, or ``given``: the values in the file
+            ``npy``, used unchanged in every check (indices, lengths and loop conditions: random ones may not
+            terminate).
         npy: path of the .npy file of a ``given`` input; not part of the problem's identity.
     """
 

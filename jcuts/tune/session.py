@@ -146,7 +146,10 @@ def make_problem(subset: Any, settings: Settings, candidates: int, device: str =
     )
     return Problem(
         identity=subset.identity,
-        inputs=tuple(Input(tuple(v.aval.shape), v.aval.dtype.name, _recipe(subset, v)) for v in subset.inputs),
+        inputs=tuple(
+            Input(tuple(v.aval.shape), v.aval.dtype.name, _recipe(subset, v) + (" tf32" if k in subset.rounded else ""))
+            for k, v in enumerate(subset.inputs)
+        ),
         outputs=outputs,
         space=f"{subset.space} {candidates}",
         expected=candidates,

@@ -13,6 +13,8 @@ import numpy as np
 from jcuts.base.errors import UsageError
 from jcuts.tune.problem import Input, Problem
 
+TF32, KEPT = " tf32", np.uint32(0xFFFFE000)
+"""How recipes end whose values are TF32 numbers, and the bits that they have."""
 NORMAL, SPECIAL, HUGE = "normal", "special", "huge"
 LEAST_SEEDS, MOST_SEEDS, WANTED_SAMPLES = 3, 16, 64
 LARGE = 1 << 22
@@ -119,7 +121,12 @@ def _make(spec: Input, kind: str, rng: np.random.Generator, reduction: int, degr
         return np.asarray(parts[0] + 1j * parts[1], dtype)
     if not is_float(dtype):
         raise UsageError(f"no recipe makes values of dtype {spec.dtype!r}", dtype=spec.dtype)
-    return _floats(spec, dtype, kind, rng, reduction, degree)
+    made = _floats(spec, dtype, kind, rng, reduction, degree)
+    if not spec.recipe.endswith(TF32):
+        return made
+    if dtype != np.float32:
+        raise UsageError(f"recipe {spec.recipe!r} is for float32, not {spec.dtype}", dtype=spec.dtype)
+    return (np.ascontiguousarray(made).view(np.uint32) & KEPT).view(np.float32)
 
 
 def _integers(spec: Input, dtype: np.dtype, kind: str, rng: np.random.Generator) -> np.ndarray:
@@ -148,7 +155,7 @@ def _floats(
     spec: Input, dtype: np.dtype, kind: str, rng: np.random.Generator, reduction: int, degree: int = 1
 ) -> np.ndarray:
     values = rng.standard_normal(spec.shape)
-    positive = spec.recipe == "positive"
+    positive = spec.recipe.startswith("positive")
     if positive:
         values = np.abs(values) + 0.1
     low, high = spec.integer_range() or (None, None)

@@ -14,7 +14,7 @@ from typing import Any
 from jcuts.base import fingerprint, knobs
 from jcuts.base.settings import Settings
 from jcuts.levels import CONSTANT, OF_LIBRARY, TO_FUSE, Level, Subset, add_candidates, has_form
-from jcuts.region.absorb import absorbed, bared, is_product
+from jcuts.region.absorb import absorbed, bared, headed, is_product
 from jcuts.region.explore import Space, explore
 from jcuts.region.legality import Subset as Members
 from jcuts.trace.canonical import canonical_digest
@@ -84,6 +84,10 @@ def _select(top: Level, settings: Settings, may_measure: bool, platform: str) ->
         for level in levels:
             level.use(bared(level.graph, [(s.members, s.program) for s in level.subsets], has_form))
         add_candidates(_subsets(levels), platform)
+        if regions != "absorbing":
+            for level in levels:
+                level.use(headed(level.graph, [(s.members, s.program) for s in level.subsets], has_form))
+            add_candidates(_subsets(levels), platform)
         if regions == "absorbing":
             for level in levels:
                 level.use(absorbed(level.graph, [(s.members, s.program) for s in level.subsets], has_form))

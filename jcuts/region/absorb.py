@@ -5,6 +5,8 @@ own, or part of the next kernel.  The greedy cover gives it to the product; wher
 take it:
 
     { dot, add, max, min } -> { depthwise }     becomes     { dot } -> { add, max, min, depthwise }
+
+What stands before a product may also become part of it, where its kernel has the operand in registers (`headed`).
 """
 
 from __future__ import annotations
@@ -22,6 +24,10 @@ Cover = list[tuple[Subset, Program]]
 
 CHEAP = 4.0
 """Cost of one operation that a window may repeat for every use: neighbouring points of a thread share the result."""
+
+
+PER_ELEMENT = ("elementwise", "layout")
+"""Families of operations that a product may repeat for every element of its left operand."""
 
 
 def is_product(graph: TensorGraph, members: Subset) -> bool:
@@ -72,6 +78,50 @@ def bared(graph: TensorGraph, cover: Sequence[tuple[Subset, Program]], has_form:
         else:
             found += [(head, before), (members - head, rest)]
     return sorted(found, key=lambda item: max(item[0]))
+
+
+def headed(graph: TensorGraph, cover: Sequence[tuple[Subset, Program]], has_form: Callable[[Program], bool]) -> Cover:
+    """The cover after products took over what is computed per element of their left operand, and for them alone.
+
+        { concatenate, mul, add, max } -> { dot }     becomes     { concatenate } -> { mul, add, max, dot }
+
+    Args: has_form: whether a program can be a kernel here: what passes through registers can be changed there.
+    """
+    found = dict(cover)
+    for members, _ in cover:
+        root = next((m for m in members if _is_root(graph, m)), None)
+        if root is None or members not in found or not is_product(graph, members):
+            continue
+        head = _before(graph, root, members, found)
+        joined = build(graph, members | head, cheap=CHEAP) if head else Refusal("subset", "nothing before it")
+        if isinstance(joined, Refusal) or not has_form(joined):
+            continue
+        owners = [s for s in found if s & head]
+        rests = {s - head: build(graph, s - head) for s in owners if s - head}
+        if any(isinstance(rest, Refusal) for rest in rests.values()):
+            continue
+        for taken in (members, *owners):
+            del found[taken]
+        found[members | head] = joined
+        found.update((s, rest) for s, rest in rests.items() if not isinstance(rest, Refusal))
+    return sorted(found.items(), key=lambda item: max(item[0]))
+
+
+def _before(graph: TensorGraph, root: int, members: Subset, cover: dict[Subset, Program]) -> Subset:
+    """Element-wise operations that make a product's left operand, used by nothing else, of subsets without a root."""
+    free = {m for s in cover if s != members and not any(_is_root(graph, k) for k in s) for m in s}
+    head: set[int] = set()
+    for number in range(root - 1, -1, -1):  # users come first
+        op, users = graph.nodes[number].op, _users(graph, number)
+        feeds = users <= head or (users <= head | {root} and _makes(graph, number, graph.nodes[root].inputs[0]))
+        plain = op is not None and op.family in PER_ELEMENT and not _escapes(graph, number)
+        if plain and number in free and users and feeds:
+            head.add(number)
+    return frozenset(head)
+
+
+def _makes(graph: TensorGraph, member: int, tensor: int) -> bool:
+    return tensor in graph.nodes[member].outputs
 
 
 def _head(graph: TensorGraph, members: Subset) -> Subset:

@@ -22,7 +22,7 @@ from jcuts.dfg.program import Program
 from jcuts.region import gpu_products
 from jcuts.region.gpu_products import CLUSTER, EXIT, FETCH, LATENCY, MEMORY, PORT, SECOND, Counter
 from jcuts.region.gpu_tiles import WARP, Candidate, GpuMachine, scheduled
-from jcuts.region.products import Side, shares
+from jcuts.region.products import Side, prologue, shares, vectors
 
 MOST = 5
 """Candidates of one product for warp groups."""
@@ -100,6 +100,8 @@ def products(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     counter = GroupCounter(program, machine)
     found = list(grouped(counter))
     yield from found
+    if counter.before:  # the other family copies operands as they are
+        return
     if found:
         yield from gpu_products.products(program, machine, gpu_products.MOST - len(found), counter.least)
     else:
@@ -144,6 +146,8 @@ def tilings(counter: GroupCounter) -> Iterator[GroupTiling]:
             if any(side.run % terms and side.run != counter.terms for side in counter.sides):
                 continue
             share, found = shares(counter.terms, terms, split * cluster)
+            if counter.before and (not counter.rounded or counter.terms % (terms * share * found)):
+                continue
             if found != split * cluster or (found > 1 and share < 4) or (lines > 1 and share < 3):
                 continue
             tiling = GroupTiling(rows, columns, terms, (along, 1), stages, flight, split, cluster, counter.rounded)
@@ -167,6 +171,7 @@ class GroupCounter(Counter):
         self.program = program
         by_terms = all(side.along_terms for side in self.sides)
         self.rounded = int(by_terms and program.buffer(self.sides[1].buffer).tf32)
+        self.before, self.vectors = prologue(program) is not None, len(vectors(program))
         products = float(self.batch * self.rows * self.columns * self.terms)
         self.least = max(self.moved / MEMORY, products / (machine.sms * UNIT[self.item]), LATENCY)
 
@@ -177,7 +182,9 @@ class GroupCounter(Counter):
             for side, size in zip(self.sides, (tiling.rows, tiling.columns), strict=True)
         )
         stage = (rows + columns) * tiling.terms * self.item
-        return max(stage * tiling.stages, 4 * rows * columns if tiling.cluster > 1 else 0)
+        share, _ = shares(self.terms, tiling.terms, tiling.split * tiling.cluster)
+        kept = 4 * self.vectors * share * tiling.terms
+        return max(stage * tiling.stages + kept, 4 * rows * columns if tiling.cluster > 1 else 0)
 
     def _words(self, tiling: GroupTiling) -> int:
         """What a thread takes of a tile of float32: whole pieces, or squares, of each operand."""

@@ -2,10 +2,13 @@
 
 A contraction or a convolution is such a product where each operand is one array:
 
-    out[b, m, n] = epilogue(sum over k of left[b, m, k] * right[b, k, n])
+    out[b, m, n] = epilogue(sum over k of prologue(left[b, m, k], vectors[k]) * right[b, k, n])
+
+The prologue, where there is one, is element-wise (a norm with known statistics, an activation) on float32.
 
 A convolution's k counts taps and channels, m batch and space: addresses of the left operand hold quotients of both, and
-guards (padding, read as zeros).  Within *runs* of terms (the channels of a tap) addresses are linear.
+guards (padding, read as zeros; such operands have no prologue).  Within *runs* of terms (the channels of a tap)
+addresses are linear.
 
 ``left`` and ``right`` are named so that neighbouring n are neighbours in the first result: they may be the operands in
 either order.
@@ -14,7 +17,7 @@ either order.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jcuts.dfg.index import Atom, Index, unflatten
@@ -29,6 +32,8 @@ TYPES = {"float32": "tf32", "bfloat16": "bf16", "float16": "f16"}
 COPY = (16, 8, 4)
 """Bytes of one asynchronous copy into shared memory."""
 LEAST_TERMS = 8
+PLAIN = ("load", "widen")
+"""Factors without a prologue."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,7 @@ def as_product(program: Program) -> Program | None:
     loads = _factors(phase)
     if loads is None or math.prod(r.extent for r in phase.reds) < LEAST_TERMS:
         return None
+    factors = phase.body.nodes[phase.accs[0].values[0]].args
     names = [a.name for a in (*phase.axes, *phase.reds)]
     strides = [{a: n.index.stride(a) for a in names} for n in loads if n.index is not None]
     if len(strides) != 2 or any(s is None for found in strides for s in found.values()):
@@ -100,11 +106,13 @@ def as_product(program: Program) -> Program | None:
     left, right = (1, 0) if last in free[0] else (0, 1)
     if len(free[right]) != 1:  # the columns of a thread's accumulators are neighbours in memory
         return None
+    if phase.body.nodes[factors[right]].op not in PLAIN:  # a prologue is for the operand that passes through registers
+        return None
     if loads[right].guards or any(
         g.index.values() or free[right][0].name in g.index.axes() for g in loads[left].guards
     ):
         return None
-    made = _renamed(program, loads[left], loads[right], batch, free[left], free[right][0])
+    made = _renamed(program, (factors[left], factors[right]), batch, free[left], free[right][0])
     return made if all(side is not None for side in _sides(made)) else None
 
 
@@ -140,10 +148,8 @@ def _factors(phase: Phase) -> tuple[Node, Node] | None:
         return None
     found = []
     for number in product.args:
-        node = phase.body.nodes[number]
-        if node.op == "widen":
-            node = phase.body.nodes[node.args[0]]
-        if node.op != "load" or node.index is None or node.index.values() or node.dtype not in TYPES:
+        node = _operand(phase.body, number, {r.name for r in phase.reds})
+        if node is None or node.index is None or node.index.values() or node.dtype not in TYPES:
             return None
         if node.guards and node.value != 0:
             return None
@@ -151,7 +157,41 @@ def _factors(phase: Phase) -> tuple[Node, Node] | None:
     return (found[0], found[1]) if found[0].dtype == found[1].dtype else None
 
 
-def _renamed(program: Program, left: Node, right: Node, batch: list[Axis], rows: list[Axis], column: Axis) -> Program:
+def prologue(program: Program) -> int | None:
+    """Number of the left factor in the body graph of a product, where it is more than a load."""
+    body = program.phases[0].body
+    number = _product(program.phases[0]).args[0]
+    return None if body.nodes[number].op in PLAIN else number
+
+
+def vectors(program: Program) -> list[Node]:
+    """What a product's prologue reads besides the left operand: loads that the term alone decides."""
+    number, body = prologue(program), program.phases[0].body
+    if number is None:
+        return []
+    nodes = [body.nodes[n] for n in body.needed([number])]
+    return [n for n in nodes if n.op == "load" and n.index is not None and n.index.axes() <= {K, S}]
+
+
+def _operand(body: Graph, number: int, terms: Collection[str]) -> Node | None:
+    """The load of a factor: itself, or the one in its prologue that more than the terms decides."""
+    node = body.nodes[number]
+    if node.op in PLAIN:
+        node = body.nodes[node.args[0]] if node.op == "widen" else node
+        return node if node.op == "load" else None
+    nodes = [body.nodes[n] for n in body.needed([number])]
+    loads = [n for n in nodes if n.op == "load"]
+    if any(not n.args and n.op not in ("load", "const") for n in nodes) or node.dtype != "float32":
+        return None  # guards, positions
+    if any(n.dtype != "float32" or n.guards or n.index is None or n.index.values() for n in loads):
+        return None
+    main = [n for n in loads if n.index is not None and not n.index.axes() <= set(terms)]
+    return main[0] if len(main) == 1 else None
+
+
+def _renamed(
+    program: Program, factors: tuple[int, int], batch: list[Axis], rows: list[Axis], column: Axis
+) -> Program:  # fmt: skip
     """The program over the axes b, m and n, with one term axis."""
     phase = program.phases[0]
     groups: dict[str, Sequence[Axis | Red]] = {B: batch, ROWS: rows, COLUMNS: [column], K: phase.reds}
@@ -162,13 +202,7 @@ def _renamed(program: Program, left: Node, right: Node, batch: list[Axis], rows:
         where.update(zip((a.name for a in group), places, strict=True))
     made = rewritten(phase, lambda index: index.substitute(where, ranges))
     body = Graph()
-    factors = []
-    for node in (left, right):
-        assert node.index is not None
-        guards = tuple(Guard(g.index.substitute(where, ranges), g.low, g.high) for g in node.guards)
-        value = body.load(node.buffer, node.index.substitute(where, ranges), node.dtype, guards, 0.0)
-        factors.append(value if node.dtype == "float32" else body.apply("widen", "float32", value))
-    total = body.apply("mul", "float32", *factors)
+    total = body.apply("mul", "float32", *phase.body.copy_into(body, factors, where, ranges))
     axes = tuple(Axis(name, ranges[name]) for name in (B, ROWS, COLUMNS) if name != B or batch)
     acc = Acc("add", "float32", (total,))
     phase = replace(made, axes=axes, reds=(Red(K, ranges[K]),), accs=(acc,), body=body)
@@ -178,18 +212,23 @@ def _renamed(program: Program, left: Node, right: Node, batch: list[Axis], rows:
 # -- operands -------------------------------------------------------------------------------------------------------
 def _sides(program: Program) -> tuple[Side | None, Side | None]:
     phase = program.phases[0]
-    product = phase.body.nodes[phase.accs[0].values[0]]
-    if product.op == "select":  # of a group of terms, those that there are
-        product = phase.body.nodes[product.args[1]]
-    ranges = phase.ranges()
+    product, ranges = _product(phase), phase.ranges()
     group = Index.axis(S) * ranges[K] + Index.axis(K) if S in ranges else Index.axis(K)
     found = []
     for number, outer in zip(product.args, (ROWS, COLUMNS), strict=True):
-        node = phase.body.nodes[number]
-        node = phase.body.nodes[node.args[0]] if node.op == "widen" else node
+        node = _operand(phase.body, number, (K, S))
+        if node is None:
+            return None, None
         guards = tuple(g for g in node.guards if g.index != group)
         found.append(_side(replace(node, guards=guards), outer, ranges, summed(program)))
     return found[0], found[1]
+
+
+def _product(phase: Phase) -> Node:
+    product = phase.body.nodes[phase.accs[0].values[0]]
+    if product.op == "select":  # of a group of terms, those that there are
+        product = phase.body.nodes[product.args[1]]
+    return product
 
 
 def _side(node: Node, outer: str, ranges: dict[str, int], total: int) -> Side | None:

@@ -13,8 +13,11 @@ from jcuts.dfg.program import Program
 from jcuts.region import absorb, find, gpu
 from jcuts.region.build import build
 from jcuts.region.graph import build_graph
+from jcuts.region.products import as_product, prologue, sides, vectors
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
+from jcuts.trace.rewrite import rewritten
+from jcuts.trace.rounding import rounded_constants
 from jcuts.trace.simplify import simplify
 
 RNG = np.random.default_rng(2)
@@ -110,3 +113,59 @@ def test_rows_take_a_residual():
     x, w, b = values(4, 96), values(96, 96), values(96)
     graph, before, after = covers(lambda x, w, b: jax.nn.softmax(x + (x @ w + b), -1), x, w, b)
     assert ["dot_general"] in [primitives(graph, m) for m, _ in after] and len(before) == len(after) == 2
+
+
+def round_weights(function, *args):
+    """The cover of a function with rounded weights, before and after products took what stands before them."""
+    closed = rewritten(simplify(inline(jax.make_jaxpr(function)(*args))), ("rounds",)).closed
+    graph = build_graph(closed.jaxpr, tf32=rounded_constants(closed))
+    before = absorb.bared(graph, find.group(graph).subsets, has_form)
+    after = absorb.headed(graph, before, has_form)
+    assert {m for members, _ in before for m in members} == {m for members, _ in after for m in members}
+    return graph, before, after
+
+
+W1, GAIN, SHIFT, BIAS = values(128, 64), values(128), values(128), values(64)
+
+
+def dense_layer(x, y):
+    """A layer of a densely connected network: what is joined goes on, its norm and activation are for one product."""
+    joined = jnp.concatenate([x, y], -1)
+    return joined, jax.nn.relu(jax.nn.relu(joined * GAIN + SHIFT) @ W1 + BIAS)
+
+
+def test_products_of_rounded_weights_take_what_stands_before_them():
+    half = jax.ShapeDtypeStruct((8, 64, 64, 64), jnp.float32)
+    graph, before, after = round_weights(dense_layer, half, half)
+    (product,) = [(m, p) for m, p in after if absorb.is_product(graph, m)]
+    assert primitives(graph, product[0]) == ["add", "add", "dot_general", "max", "max", "mul"]
+    assert [primitives(graph, m) for m, _ in after if m != product[0]] == [["concatenate"]]
+    assert len(after) == len(before) == 2
+    found = gpu.candidates(product[1], MACHINE, 100)
+    assert found and all(dict(p.params)["rounded"] for p, _ in found)
+    made = as_product(product[1])
+    assert made is not None and prologue(made) is not None and len(vectors(made)) == 2
+    assert sides(made)[0].along_terms
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (jax.nn.relu(x * GAIN), jax.nn.relu(x * GAIN) @ W1),  # a result, too
+        lambda x: jax.nn.relu(x @ values(128, 128) + GAIN) @ W1,  # the tail of another product
+        lambda x: jnp.cumsum(x, -1) @ W1,
+        lambda x: (x + x[::-1]) @ W1,  # two operands
+        lambda x: jnp.dot(jax.nn.relu(x), W1, precision="highest"),
+        lambda x: jnp.dot(jax.nn.relu(x), W1 + x[0, :, None]),  # not constant
+        lambda x: lax.conv_general_dilated(
+            jax.nn.relu(x.reshape(8, 64, 64, 128)), W3, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        ),  # padding is zero behind the activation
+    ],
+    ids=["a result", "a tail", "no element-wise operation", "two operands", "highest", "no constant", "padding"],
+)
+def test_what_stays_before_a_product(function):
+    _, before, after = round_weights(function, jax.ShapeDtypeStruct((32768, 128), jnp.float32))
+    assert after == before
+
+
+W3 = values(3, 3, 128, 64)

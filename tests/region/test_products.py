@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
-from jcuts.codegen.cuda.product_groups import group_shape
+from jcuts.base.errors import CompileRejected
+from jcuts.codegen.cuda.group_shape import group_shape
+from jcuts.codegen.cuda.product import product_shape
 from jcuts.dfg.interpret import interpret
 from jcuts.dfg.program import Program
 from jcuts.dfg.verify import verify
 from jcuts.region import gpu, gpu_groups, gpu_products
-from jcuts.region.products import as_product, shares, sides
+from jcuts.region.build import build
+from jcuts.region.products import as_product, prologue, shares, sides, vectors
 from tests import programs
 from tests.ops.cases import conv
 
@@ -72,6 +77,42 @@ def test_products_keep_their_meaning(name):
         np.testing.assert_array_equal(got, want)
 
 
+def test_what_is_computed_before_a_product():
+    """It stays what it was, and only warp groups whose weights are rounded have schedules for it."""
+
+    def norm(x, w, s, b):
+        return jax.nn.relu((x - b) * s) @ w.T
+
+    x, w, s, b = normal(4096, 512), normal(64, 512), normal(512), normal(512)
+    traced = programs.trace(norm, x, w, s, b)
+    program = build(traced.graph, traced.everything, cheap=4.0)
+    product = as_product(program)
+    assert product is not None and prologue(product) is not None
+    assert [str(n.index) for n in vectors(product)] == ["k", "k"]
+    verify(product)
+    small = [normal(8, 32), normal(5, 32), normal(32), normal(32)]
+    traced = programs.trace(norm, *small)
+    little = build(traced.graph, traced.everything, cheap=4.0)
+    for got, want in zip(interpret(as_product(little), traced.operands()), interpret(little, traced.operands()),
+                         strict=True):  # fmt: skip
+        np.testing.assert_array_equal(got, want)
+    assert gpu.candidates(program, MACHINE, 100) == []
+    right = sides(product)[1].buffer
+    rounded = replace(program, buffers=tuple(replace(b, tf32=b.name == right) for b in program.buffers))
+    found = [dict(p.params) for p, _ in gpu.candidates(rounded, MACHINE, 100)]
+    assert found and all(p["rounded"] and "groups" in p for p in found)
+    made = as_product(rounded)
+    for candidate, _ in gpu.candidates(rounded, MACHINE, 100):
+        verify(candidate)
+        assert Program.from_json(candidate.to_text()).digest == candidate.digest
+    counter = gpu_groups.GroupCounter(made, MACHINE)
+    assert counter.vectors == 2
+    for tiling in gpu_groups.tilings(counter):
+        assert counter.shared(tiling) == group_shape(tiling.of(made)).shared
+    with pytest.raises(CompileRejected, match="no product of tiles"):
+        product_shape(gpu_products.Tiling(32, 32, 16, (2, 2, 1), 3, 1).of(made))
+
+
 def test_runs_of_terms():
     """Addresses are linear within the channels of a tap; where taps lie side by side without padding, within a row."""
 
@@ -90,7 +131,10 @@ def test_runs_of_terms():
     [
         (lambda x, w: jnp.dot(x, w, precision="highest"), (normal(64, 64), normal(64, 64))),
         (lambda x, w: jnp.dot(x, w, precision=lax.Precision.HIGH), (normal(64, 64), normal(64, 64))),
-        (lambda x, w: jnp.abs(x) @ w, (normal(64, 64), normal(64, 64))),
+        (lambda x, w: x @ jnp.abs(w), (normal(64, 64), normal(64, 64))),
+        (lambda x, w: (x + x[::-1]) @ w, (normal(64, 64), normal(64, 64))),
+        (lambda x, w: (x * lax.iota(jnp.float32, 64)) @ w, (normal(64, 64), normal(64, 64))),
+        (lambda x, w: conv(jnp.abs(x), w), (normal(1, 9, 9, 16), normal(3, 3, 16, 16))),
         (lambda x, w: conv(x, w, groups=2), (normal(1, 9, 9, 16), normal(3, 3, 8, 16))),
         (lambda x, w: conv(x, w, padding=((1, 1), (1, 1)), lhs=(2, 2)), (normal(1, 9, 9, 16), normal(3, 3, 16, 16))),
         (lambda x, w: x @ w, (normal(64, 4), normal(4, 64))),
@@ -98,8 +142,9 @@ def test_runs_of_terms():
         (lambda x: x @ x.T, (np.ones((8, 16), np.int32),)),
         (lambda x: jnp.einsum("ab,ab->a", x, x), (normal(64, 64),)),
     ],
-    ids=["highest", "high", "prologue", "groups", "stretched", "few terms", "two bytes apart", "integers", "rows"],
-)
+    ids=["highest", "high", "computed weights", "two operands", "positions", "padding", "groups", "stretched", "few terms",
+         "two bytes apart", "integers", "rows"],
+)  # fmt: skip
 def test_what_is_no_product(fn, arguments):
     assert as_product(programs.trace(fn, *arguments).program()) is None
 

@@ -18,12 +18,13 @@ from jcuts.codegen.cuda.builder import GpuBuilder
 from jcuts.codegen.cuda.column_rows import ColumnRowsEmitter, ColumnRowsShape, outer_axes
 from jcuts.codegen.cuda.columns import ColumnEmitter, ColumnShape
 from jcuts.codegen.cuda.emit import AnyShape, CudaSource, emit_source
+from jcuts.codegen.cuda.group_shape import GroupShape
 from jcuts.codegen.cuda.image import SYMBOL, Image, Launch, Resources
 from jcuts.codegen.cuda.moments import MomentsEmitter
 from jcuts.codegen.cuda.parts import parts
 from jcuts.codegen.cuda.point import PointEmitter, counted_by_tile, pinned
 from jcuts.codegen.cuda.product import ProductEmitter, ProductShape
-from jcuts.codegen.cuda.product_groups import GroupEmitter, GroupShape
+from jcuts.codegen.cuda.product_groups import GroupEmitter
 from jcuts.codegen.cuda.scan import ScanColumnsEmitter, ScanRowsEmitter, ScanShape, units
 from jcuts.codegen.cuda.target import GROUPED, REGISTERS, CudaTarget
 from jcuts.codegen.cuda.team import TeamEmitter, TeamShape

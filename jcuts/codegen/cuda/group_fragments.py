@@ -12,6 +12,7 @@ from __future__ import annotations
 from jcuts.codegen import lanes as L
 from jcuts.codegen.cuda import tensor, wgmma
 from jcuts.codegen.cuda.builder import GpuBuilder
+from jcuts.codegen.cuda.group_prologue import Prologue
 from jcuts.codegen.cuda.group_tiles import GroupTile
 from jcuts.codegen.cuda.product_exit import Totals
 
@@ -31,29 +32,32 @@ class Rows:
         self.place = builder.add(builder.add(shared, L.I32(tile.first)), place)
 
     def read(self, stage: L.Value, step: int) -> list[list[L.Value]]:
-        """Registers per 64 rows of the group, of one step of terms of the tile in a stage, rounded."""
+        """Registers per 64 rows of the group, of one step of terms of the tile in a stage."""
         builder, tile = self.builder, self.tile
         part, inside = divmod(tile.step(step), tile.part)
         place = builder.add(self.place, stage)
         if inside:
             place = builder.xor(place, L.I32(inside))
-        found = []
-        for start in range(0, tile.warp // wgmma.ROWS * tile.block, tile.block):
-            words = tensor.read_matrices(builder, place, part * tile.part + start)
-            found.append([tensor.to_tf32(builder, word) for word in words])
-        return found
+        starts = range(0, tile.warp // wgmma.ROWS * tile.block, tile.block)
+        return [tensor.read_matrices(builder, place, part * tile.part + start) for start in starts]
 
 
 def multiply(
-    builder: GpuBuilder, rows: Rows, right: L.Value, columns: GroupTile, reading: L.Value, totals: Totals
-) -> Totals:
+    builder: GpuBuilder, rows: Rows, right: L.Value, columns: GroupTile, reading: L.Value, number: L.Value,
+    before: Prologue | None, totals: Totals,
+) -> Totals:  # fmt: skip
     """Starts the products of the tile in a stage, step by step.
 
-    Args: right: descriptor of the right operand's tile there; reading: bytes from the first stage.
+    Args: right: descriptor of the right operand's tile there; reading: bytes from the first stage; number: of the
+        tile in the block's terms; before: what is done to the left operand before it is rounded.
     """
+    terms = builder.mul(number, L.I32(columns.terms * columns.side.item)) if before is not None else None
     for step in range(columns.terms * columns.side.item // tensor.STEP):
         wgmma.wait(builder, AHEAD)
         second = wgmma.moved(builder, right, columns.step(step))
-        pairs = [[(words, second)] for words in rows.read(reading, step)]
+        fragments = rows.read(reading, step)
+        if before is not None:
+            fragments = before.apply(fragments, terms, step)
+        pairs = [[([tensor.to_tf32(builder, word) for word in words], second)] for words in fragments]
         totals = wgmma.multiply(builder, "tf32", pairs, (False, False), totals)
     return totals

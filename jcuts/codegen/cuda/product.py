@@ -25,7 +25,7 @@ from jcuts.codegen.cuda.product_meet import meet
 from jcuts.codegen.cuda.product_tiles import Copier, Fragments, TileShape
 from jcuts.codegen.cuda.shared import WARP
 from jcuts.dfg.program import Buffer, Program
-from jcuts.region.products import COLUMNS, ROWS, TYPES, B, K, S, shares, sides, summed
+from jcuts.region.products import COLUMNS, ROWS, TYPES, B, K, S, prologue, shares, sides, summed
 
 GROUP = 8  # tiles of rows whose blocks run side by side, so that they find the same columns in the L2 cache
 
@@ -99,7 +99,7 @@ def product_shape(program: Program) -> ProductShape:
     fits = rows == along * first.warp and columns == across * second.warp and terms % step == 0
     fits = fits and first.warp % 16 == 0 and second.warp % 16 == 0 and shape.stages >= 2
     fits = fits and all(t.length % t.side.width == 0 for t in (first, second))
-    fits = fits and ranks == cluster and (cluster == 1 or S not in extents)
+    fits = fits and ranks == cluster and (cluster == 1 or S not in extents) and prologue(program) is None
     fits = fits and all(t.side.run % terms == 0 or t.side.run == extents[K] for t in (first, second))
     if not fits or shape.threads != int(str(params["threads"])):
         raise CompileRejected(f"{program.name}: no product of tiles {params['tile']} by warps {params['warps']}")

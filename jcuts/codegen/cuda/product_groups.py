@@ -12,92 +12,26 @@ For compute capability 9.0 alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen import lanes as L
 from jcuts.codegen.cuda import group_fragments, tensor, wgmma
 from jcuts.codegen.cuda.group_fragments import Rows
-from jcuts.codegen.cuda.group_tiles import SPAN, SQUARE, GroupTile, Rounding, Turning
-from jcuts.codegen.cuda.product import ProductEmitter, ProductShape, three
+from jcuts.codegen.cuda.group_prologue import Prologue
+from jcuts.codegen.cuda.group_shape import WARPS, GroupShape
+from jcuts.codegen.cuda.group_tiles import GroupTile, Rounding, Turning
+from jcuts.codegen.cuda.product import ProductEmitter
 from jcuts.codegen.cuda.product_exit import Totals
 from jcuts.codegen.cuda.product_tiles import Copier
-from jcuts.codegen.cuda.shared import WARP
 from jcuts.codegen.cuda.target import GROUPED
-from jcuts.dfg.program import Program
-from jcuts.region.products import COLUMNS, ROWS, K, S, shares, sides, summed
-
-WARPS = 4  # of a group
-MOST_TOTALS = 128  # of a thread
-ROUNDED_STAGES = (2, 3)  # of shared memory, where tiles wait in registers; of 3 two may be multiplied at once
-
-
-@dataclass(frozen=True)
-class GroupShape(ProductShape):
-    """A block's work.
-
-    Attributes:
-        left, right: tiles of the operands.
-        flight: tiles of float32 that wait in registers, 0 where operands are copied.
-        rounded: the right operand is rounded already, and the left one is on its way to the units.
-    """
-
-    left: GroupTile
-    right: GroupTile
-    flight: int
-    rounded: bool
-
-    @property
-    def alignment(self) -> int:
-        """Bytes that divide the address of the shared memory."""
-        return wgmma.ATOM
-
-
-def group_shape(program: Program) -> GroupShape:
-    """The work that a schedule gives to a block. Raises CompileRejected where its numbers do not fit each other."""
-    params, phase = dict(program.params), program.phases[0]
-    rows, columns, terms = three(params["tile"])
-    along, across = (int(str(v)) for v in params["groups"])  # type: ignore[attr-defined]
-    extents = phase.ranges()
-    total, cluster = summed(program), int(str(params.get("cluster", 1)))
-    share, ranks = shares(extents[K], terms, cluster)
-    left, right = sides(program)
-    ragged = total % (terms * share * (cluster if S not in extents else 1)) != 0
-    first = GroupTile(left, extents[ROWS], rows, terms, rows // max(1, along), 0, ragged)
-    second = GroupTile(right, extents[COLUMNS], columns, terms, columns // max(1, across), first.bytes, ragged)
-    stages, flight = int(str(params["stages"])), int(str(params.get("flight", 0)))
-    rounded = bool(params.get("rounded", 0))
-    shape = GroupShape(first, second, (WARPS * along, across, 1), stages, share, total, cluster, flight, rounded)
-    fits = rows == along * first.warp and columns == across * second.warp
-    fits = fits and terms * left.item in (wgmma.LINE, 2 * wgmma.LINE)
-    fits = fits and first.warp % wgmma.ROWS == 0 and second.warp % 8 == 0 and second.warp <= wgmma.WIDEST
-    fits = fits and first.warp * second.warp <= MOST_TOTALS * WARP * WARPS
-    through = left.item == 4 and not rounded
-    fits = fits and (flight > 0 and stages in ROUNDED_STAGES if through else flight == 0 and stages >= 3)
-    if rounded:  # the units would cut bits off whatever else the right operand held
-        fits = fits and left.item == 4 and left.along_terms and right.along_terms and program.buffer(right.buffer).tf32
-    fits = fits and ranks == cluster and (cluster == 1 or S not in extents)
-    fits = fits and all(t.side.run % terms == 0 or t.side.run == extents[K] for t in (first, second))
-    fits = fits and all(readable(t, number) for t, number in ((first, along), (second, across)))
-    if not fits or shape.threads != int(str(params["threads"])):
-        raise CompileRejected(f"{program.name}: no product of tiles {params['tile']} by groups {params['groups']}")
-    return shape
-
-
-def readable(tile: GroupTile, groups: int) -> bool:
-    """Whether threads can copy a tile, and so many groups beside each other read it."""
-    side = tile.side
-    if tile.turned:
-        return side.width == SQUARE and tile.size % SPAN == 0 and not side.guards
-    if not tile.by_terms and groups > 1 and tile.warp % wgmma.ROWS:
-        return False
-    return tile.length % side.width == 0
+from jcuts.region.products import COLUMNS, ROWS, S, prologue
 
 
 class GroupEmitter(ProductEmitter):
     """Emits the work of one thread."""
 
     shape: GroupShape
+    before: Prologue | None = None
 
     def _warp_places(self, across: int) -> tuple[L.Value, L.Value]:
         builder, shape = self.builder, self.shape
@@ -123,6 +57,10 @@ class GroupEmitter(ProductEmitter):
         ]
         if shape.rounded:
             self.rows = Rows(builder, shape.left, self.shared, self.row_warp, self.lane)
+            if prologue(self.program) is not None:
+                behind = builder.add(self.shared, L.I32(shape.tiles))
+                self.before = Prologue(self.frame, self.program, shape.share * shape.left.terms, behind, self.lane)
+                self.before.start(skipped, shape.threads, self.thread)
         if not shape.flight:
             copiers = [Copier(self.frame, t, shape.threads, self.thread, start, self.shared) for t, start in places]
             return self._copied(copiers, left, skipped)
@@ -220,13 +158,15 @@ class GroupEmitter(ProductEmitter):
         place = builder.add(builder.add(self.shared, L.I32(tile.first)), into)
         return wgmma.descriptor(builder, place, tile.block, wgmma.ATOM)
 
-    def products(self, reading: L.Value, totals: Totals) -> Totals:
-        """Starts the products of the tile in a stage (bytes from the first one)."""
+    def products(self, number: L.Value, reading: L.Value, totals: Totals) -> Totals:
+        """Starts the products of a tile of the block's terms, in a stage (bytes from the first one)."""
         builder, shape = self.builder, self.shape
         stage = builder.zext(builder.lshr(reading, L.I32(4)), L.I64)
         left, right = (builder.add(base, stage) for base in self.bases)
         if shape.rounded:
-            return group_fragments.multiply(builder, self.rows, right, shape.right, reading, totals)
+            return group_fragments.multiply(
+                builder, self.rows, right, shape.right, reading, number, self.before, totals
+            )
         steps = range(shape.left.terms * shape.left.side.item // tensor.STEP)
         pairs = []
         seconds = [wgmma.moved(builder, right, shape.right.step(k)) for k in steps]
@@ -265,7 +205,7 @@ class _Loop:
     def multiply(self) -> None:
         """Waits for the tile and starts its products."""
         tensor.barrier(self.builder)
-        self.sums = self.emitter.products(self.reading, self.totals)
+        self.sums = self.emitter.products(self.number, self.reading, self.totals)
 
     def hold(self, values: list[L.Value]) -> None:
         """What goes into the next round."""

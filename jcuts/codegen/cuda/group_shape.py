@@ -1,0 +1,95 @@
+"""What a block of warp groups does: tiles, groups, stages, and what schedules must keep to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jcuts.base.errors import CompileRejected
+from jcuts.codegen.cuda import wgmma
+from jcuts.codegen.cuda.group_tiles import SPAN, SQUARE, GroupTile
+from jcuts.codegen.cuda.product import ProductShape, three
+from jcuts.codegen.cuda.shared import WARP
+from jcuts.dfg.program import Program
+from jcuts.region.products import COLUMNS, ROWS, K, S, prologue, shares, sides, summed, vectors
+
+WARPS = 4  # of a group
+MOST_TOTALS = 128  # of a thread
+ROUNDED_STAGES = (2, 3)  # of shared memory, where tiles wait in registers; of 3 two may be multiplied at once
+
+
+@dataclass(frozen=True)
+class GroupShape(ProductShape):
+    """A block's work.
+
+    Attributes:
+        left, right: tiles of the operands.
+        flight: tiles of float32 that wait in registers, 0 where operands are copied.
+        rounded: the right operand is rounded already, and the left one is on its way to the units.
+        vectors: values per term that its prologue takes.
+    """
+
+    left: GroupTile
+    right: GroupTile
+    flight: int
+    rounded: bool
+    vectors: int
+
+    @property
+    def tiles(self) -> int:
+        """Bytes of the tiles in shared memory."""
+        return self.stage * self.stages
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory of a block: tiles, and behind them vectors."""
+        return max(self.tiles + 4 * self.vectors * self.share * self.left.terms, self.partial)
+
+    @property
+    def alignment(self) -> int:
+        """Bytes that divide the address of the shared memory."""
+        return wgmma.ATOM
+
+
+def group_shape(program: Program) -> GroupShape:
+    """The work that a schedule gives to a block. Raises CompileRejected where its numbers do not fit each other."""
+    params, phase = dict(program.params), program.phases[0]
+    rows, columns, terms = three(params["tile"])
+    along, across = (int(str(v)) for v in params["groups"])  # type: ignore[attr-defined]
+    extents = phase.ranges()
+    total, cluster = summed(program), int(str(params.get("cluster", 1)))
+    share, ranks = shares(extents[K], terms, cluster)
+    left, right = sides(program)
+    ragged = total % (terms * share * (cluster if S not in extents else 1)) != 0
+    first = GroupTile(left, extents[ROWS], rows, terms, rows // max(1, along), 0, ragged)
+    second = GroupTile(right, extents[COLUMNS], columns, terms, columns // max(1, across), first.bytes, ragged)
+    stages, flight = int(str(params["stages"])), int(str(params.get("flight", 0)))
+    rounded = bool(params.get("rounded", 0))
+    shape = GroupShape(first, second, (WARPS * along, across, 1), stages, share, total, cluster, flight, rounded,
+                       len(vectors(program)))  # fmt: skip
+    fits = rows == along * first.warp and columns == across * second.warp
+    fits = fits and terms * left.item in (wgmma.LINE, 2 * wgmma.LINE)
+    fits = fits and first.warp % wgmma.ROWS == 0 and second.warp % 8 == 0 and second.warp <= wgmma.WIDEST
+    fits = fits and first.warp * second.warp <= MOST_TOTALS * WARP * WARPS
+    through = left.item == 4 and not rounded
+    fits = fits and (flight > 0 and stages in ROUNDED_STAGES if through else flight == 0 and stages >= 3)
+    if rounded:  # the units would cut bits off whatever else the right operand held
+        fits = fits and not (ragged and prologue(program) is not None)  # zeros would not stay zeros
+        fits = fits and left.item == 4 and left.along_terms and right.along_terms and program.buffer(right.buffer).tf32
+    else:
+        fits = fits and prologue(program) is None
+    fits = fits and ranks == cluster and (cluster == 1 or S not in extents)
+    fits = fits and all(t.side.run % terms == 0 or t.side.run == extents[K] for t in (first, second))
+    fits = fits and all(readable(t, number) for t, number in ((first, along), (second, across)))
+    if not fits or shape.threads != int(str(params["threads"])):
+        raise CompileRejected(f"{program.name}: no product of tiles {params['tile']} by groups {params['groups']}")
+    return shape
+
+
+def readable(tile: GroupTile, groups: int) -> bool:
+    """Whether threads can copy a tile, and so many groups beside each other read it."""
+    side = tile.side
+    if tile.turned:
+        return side.width == SQUARE and tile.size % SPAN == 0 and not side.guards
+    if not tile.by_terms and groups > 1 and tile.warp % wgmma.ROWS:
+        return False
+    return tile.length % side.width == 0

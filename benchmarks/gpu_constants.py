@@ -41,6 +41,8 @@ CONVOLUTIONS = (
     (64, 56, 64, 64), (64, 28, 128, 128), (64, 14, 256, 256), (64, 7, 512, 512), (64, 28, 128, 32), (64, 14, 128, 32),
 )  # fmt: skip
 """(batch, height and width, channels, features) of 3x3 convolutions."""
+NORMS = ((200704, 128, 128), (50176, 256, 128), (12544, 768, 128), (3136, 896, 128))
+"""(rows, terms, columns) of 1x1 convolutions behind a norm with known statistics and ReLU: DenseNet121 at batch 64."""
 TF32 = np.uint32(0xFFFFE000)
 
 
@@ -57,6 +59,11 @@ class Layer(Case):
 def _dense(along: bool) -> Any:
     numbers = (((1,), (1 if along else 0,)), ((), ()))
     return lambda x, w, b: jnp.maximum(lax.dot_general(x, w, numbers) + b, 0.0)
+
+
+def _norm(along: bool) -> Any:
+    dense = _dense(along)
+    return lambda x, w, b, s, t: dense(jnp.maximum(x * s + t, 0.0), w, b)
 
 
 def _convolution(along: bool) -> Any:
@@ -76,28 +83,40 @@ def layers(along: bool) -> list[Layer]:
     for m, k, n in GEMMS:
         shapes = ((m, k), (n, k) if along else (k, n), (n,))
         found.append(Layer(f"gemm {m}x{k}x{n} {how}", _dense(along), tuple((s, "float32") for s in shapes)))
+    for m, k, n in NORMS:
+        shapes = ((m, k), (n, k) if along else (k, n), (n,), (k,), (k,))
+        found.append(Layer(f"norm {m}x{k}x{n} {how}", _norm(along), tuple((s, "float32") for s in shapes)))
     return sorted(found, key=lambda case: "4096x4096" not in case.name)
 
 
 def schedules(case: Case, most: int, along: bool, tiles: Sequence[Sequence[Any]]) -> list[Any]:
     """The best programs by the ranking, with rounded weights, or without; and those of the other family."""
-    from benchmarks.gpu_run import program_of
+    from benchmarks.gpu_run import small_arguments
+    from jcuts.dfg.program import Program
     from jcuts.region import gpu_groups, gpu_products
+    from jcuts.region.absorb import CHEAP
+    from jcuts.region.build import build
     from jcuts.region.gpu import GpuMachine
-    from jcuts.region.products import as_product, sides
+    from jcuts.region.graph import build_graph
+    from jcuts.region.products import as_product, prologue, sides
+    from jcuts.trace.inline import inline
+    from jcuts.trace.simplify import simplify
 
-    program, why = program_of(case)
-    made = None if program is None else as_product(program)
+    graph = build_graph(simplify(inline(jax.make_jaxpr(case.function)(*small_arguments(case)))).jaxpr)
+    program = build(graph, frozenset(range(len(graph.nodes))), cheap=CHEAP)
+    made = as_product(program) if isinstance(program, Program) else None
     if made is None:
-        raise SystemExit(f"{case.name}: no product: {why}")
+        raise SystemExit(f"{case.name}: no product: {program}")
+    if prologue(made) is not None and not along:
+        return []
     machine = GpuMachine(132)
     if along:
         right = sides(made)[1].buffer
         made = replace(made, buffers=tuple(replace(b, tf32=b.name == right) for b in made.buffers))
     if along and tiles:
         return [
-            gpu_groups.GroupTiling(rows, columns, terms, (along, 1), stages, 0, split, cluster, 1).of(made)
-            for rows, columns, terms, along, stages, split, cluster in tiles
+            gpu_groups.GroupTiling(rows, columns, terms, (groups, 1), stages, 0, split, cluster, flags).of(made)
+            for rows, columns, terms, groups, stages, split, cluster, flags in tiles
         ]
     counter = gpu_groups.GroupCounter(made, machine)
     found = [p for p, _ in gpu_groups.grouped(counter, most)]
@@ -116,11 +135,12 @@ def measured(pair: tuple[Case, Case], programs: Sequence[Sequence[Any]], folder:
     along, plain = pair
     row: dict[str, Any] = {"case": along.name.removesuffix(" along terms"), "programs": {}, "rejected": {}}
     count = int(min(gpu_run.MOST_SETS, max(4, -(-gpu_run.ROTATED // along.moved()))))
-    x, w, b = (jnp.asarray(a) for a in along.arguments(0))
+    x, w, *more = (jnp.asarray(a) for a in along.arguments(0))
     across = w.T if w.ndim == 2 else w.transpose(1, 2, 3, 0)
-    sets = [tuple(jax.block_until_ready(jnp.roll(a, k)) for a in (x, w, b, across)) for k in range(count)]
+    sets = [tuple(jax.block_until_ready(jnp.roll(a, k)) for a in (x, w, across, *more)) for k in range(count)]
     functions = {
-        "xla": lambda x, w, b, v: plain.function(x, v, b), "xla along": lambda x, w, b, v: along.function(x, w, b)
+        "xla": lambda x, w, v, *more: plain.function(x, v, *more),
+        "xla along": lambda x, w, v, *more: along.function(x, w, *more),
     }  # fmt: skip
     params: dict[str, Any] = {}
     for kind, listed in zip(("rounded", "plain"), programs, strict=True):
@@ -130,11 +150,11 @@ def measured(pair: tuple[Case, Case], programs: Sequence[Sequence[Any]], folder:
                 continue
             kernel = read_kernel(path)
             params[name] = {k: v for k, v in program.params if k not in ("cuda", "threads")}
-            functions[name] = lambda x, w, b, v, k=kernel, kind=kind: call_kernel(
-                k, *gpu_run.operands_of(k, (x, w if kind == "rounded" else v, b))
+            functions[name] = lambda x, w, v, b, *more, k=kernel, kind=kind: call_kernel(
+                k, *gpu_run.operands_of(k, (x, w if kind == "rounded" else v, *more, b))
             )
     with jax.enable_x64(True):
-        wide = jax.jit(along.function)(*(a.astype(jnp.float64) for a in sets[0][:3]))
+        wide = jax.jit(along.function)(*(a.astype(jnp.float64) for a in (x, w, *more)))
         scale = float(jnp.sqrt(jnp.mean(wide * wide)))
         off = jax.jit(lambda got, want: jnp.abs(got.astype(jnp.float64) - want).max())
     compiled: dict[str, Any] = {}
@@ -187,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--most", type=int, default=8, help="schedules with rounded weights per layer (and half of it)")
     parser.add_argument("--plain", type=int, default=1, help="schedules that round both operands per layer")
     parser.add_argument("--tiles", type=Path, help="JSON: part of a layer's name -> [rows, columns, terms, groups, "
-                        "stages, split, cluster] of every schedule wanted")  # fmt: skip
+                        "stages, split, cluster, how] of every schedule wanted")  # fmt: skip
     parser.add_argument("--budget", type=float, default=150.0, help="seconds")
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--build", action="store_true", help="only compile; needs no GPU")

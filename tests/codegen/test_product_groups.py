@@ -211,6 +211,19 @@ def test_convolutions_with_taps(name, dtype):
 
 
 @compiled
+@pytest.mark.parametrize("flags", [3, 5, 7, 15])
+@pytest.mark.parametrize("size", [(128, 128, 128), (70, 164, 68), (64, 300, 64), (64, 96, 64), (64, 32, 64)])
+def test_flags(size, flags):
+    m, k, n = size
+    for tiling in FRAGMENTS:
+        if k >= tiling.terms * tiling.split * tiling.cluster * 2:
+            x, w = normal(m, k), round_tf32(normal(n, k, seed=1))
+            found = run_rounded(lambda x, w: x @ w.T, (x, w), replace(tiling, rounded=flags))
+            compare(found, [tf32(x) @ w.T.astype(np.float64)], 3e-6)
+            found = run_with_prologue(lambda x, w: jnp.abs(x) @ w.T, (x, w), replace(tiling, rounded=flags)) if k % 32 == 0 and k % (tiling.split*tiling.cluster*tiling.terms) == 0 else None
+
+
+@compiled
 @pytest.mark.parametrize("name", ["3x3", "3x3 stride 2", "dilation", "one padded output"])
 def test_convolutions_with_rounded_filters(name):
     (n, h, w_, _), (kh, kw, _, features), params = CONVOLUTIONS[name]
@@ -219,7 +232,7 @@ def test_convolutions_with_rounded_filters(name):
     layout = ("NHWC", "OHWI", "NHWC")
     with jax.enable_x64(True):
         wanted = np.asarray(conv(jnp.asarray(tf32(x)), jnp.asarray(w.astype(np.float64)), layout=layout, **params))
-    for tiling in (*FRAGMENTS[:3], GroupTiling(128, 32, 32, (2, 1), 3, rounded=1)):
+    for tiling in (*FRAGMENTS[:3], GroupTiling(128, 32, 32, (2, 1), 3, rounded=1), GroupTiling(128, 32, 32, (2, 1), 3, rounded=7)):
         compare(run_rounded(lambda x, w: conv(x, w, layout=layout, **params), (x, w), tiling), [wanted], 3e-6)
 
 

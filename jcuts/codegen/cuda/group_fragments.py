@@ -9,6 +9,8 @@ as many steps wait in registers until the units have read them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from jcuts.codegen import lanes as L
 from jcuts.codegen.cuda import tensor, wgmma
 from jcuts.codegen.cuda.builder import GpuBuilder
@@ -44,7 +46,7 @@ class Rows:
 
 def multiply(
     builder: GpuBuilder, rows: Rows, right: L.Value, columns: GroupTile, reading: L.Value, number: L.Value,
-    before: Prologue | None, totals: Totals,
+    before: Prologue | None, totals: Totals, beside: list[Iterator[None]], together: int,
 ) -> Totals:  # fmt: skip
     """Starts the products of the tile in a stage, step by step.
 
@@ -52,12 +54,19 @@ def multiply(
         tile in the block's terms; before: what is done to the left operand before it is rounded.
     """
     terms = builder.mul(number, L.I32(columns.terms * columns.side.item)) if before is not None else None
-    for step in range(columns.terms * columns.side.item // tensor.STEP):
-        wgmma.wait(builder, AHEAD)
-        second = wgmma.moved(builder, right, columns.step(step))
-        fragments = rows.read(reading, step)
-        if before is not None:
-            fragments = before.apply(fragments, terms, step)
-        pairs = [[([tensor.to_tf32(builder, word) for word in words], second)] for words in fragments]
+    steps = columns.terms * columns.side.item // tensor.STEP
+    for first in range(0, steps, together):
+        wgmma.wait(builder, AHEAD // together)
+        pairs: list[list[tuple[list[L.Value], L.Value]]] = []
+        for step in range(first, first + together):
+            second = wgmma.moved(builder, right, columns.step(step))
+            fragments = rows.read(reading, step)
+            if before is not None:
+                fragments = before.apply(fragments, terms, step)
+            pairs = pairs or [[] for _ in fragments]
+            for row, words in zip(pairs, fragments, strict=True):
+                row.append(([tensor.to_tf32(builder, word) for word in words], second))
         totals = wgmma.multiply(builder, "tf32", pairs, (False, False), totals)
+        for part in beside[first * len(beside) // steps : (first + together) * len(beside) // steps]:
+            next(part)
     return totals

@@ -33,6 +33,9 @@ class GroupShape(ProductShape):
     flight: int
     rounded: bool
     vectors: int
+    spread: bool = False
+    together: int = 1
+    cached: bool = False
 
     @property
     def tiles(self) -> int:
@@ -63,9 +66,10 @@ def group_shape(program: Program) -> GroupShape:
     first = GroupTile(left, extents[ROWS], rows, terms, rows // max(1, along), 0, ragged)
     second = GroupTile(right, extents[COLUMNS], columns, terms, columns // max(1, across), first.bytes, ragged)
     stages, flight = int(str(params["stages"])), int(str(params.get("flight", 0)))
-    rounded = bool(params.get("rounded", 0))
+    flags = int(str(params.get("rounded", 0)))
+    rounded = flags > 0
     shape = GroupShape(first, second, (WARPS * along, across, 1), stages, share, total, cluster, flight, rounded,
-                       len(vectors(program)))  # fmt: skip
+                       len(vectors(program)), bool(flags & 2), 2 if flags & 4 else 1, bool(flags & 8))  # fmt: skip
     fits = rows == along * first.warp and columns == across * second.warp
     fits = fits and terms * left.item in (wgmma.LINE, 2 * wgmma.LINE)
     fits = fits and first.warp % wgmma.ROWS == 0 and second.warp % 8 == 0 and second.warp <= wgmma.WIDEST

@@ -11,7 +11,7 @@ For compute capability 9.0 alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen import lanes as L
@@ -87,12 +87,30 @@ class GroupEmitter(ProductEmitter):
         loop = _Loop(self, ahead)
         tensor.wait(builder, ahead - 1)
         wgmma.proxy_fence(builder)
+        if shape.spread:
+            loop.multiply(self._beside(copiers, loop, count - ahead, left, skipped) if count > ahead else [])
+            tensor.commit(builder)
+            totals = loop.end()
+            tensor.wait(builder, 0)
+            return totals
         loop.multiply()
         if count > ahead:
             with builder.if_then(builder.icmp_signed("<", loop.number, L.I32(count - ahead))):
                 start(builder.add(loop.number, L.I32(ahead)), loop.writing)
         tensor.commit(builder)
         return loop.end()
+
+    def _beside(
+        self, copiers: Sequence[Copier], loop: _Loop, rounds: int, left: L.Value, skipped: L.Value
+    ) -> list[Iterator[None]]:
+        """Copies of a later tile, one after the other, in so many rounds of the loop."""
+        builder, shape = self.builder, self.shape
+        first = builder.add(builder.mul(builder.add(loop.number, L.I32(shape.share - rounds)), L.I32(shape.left.terms)), skipped)
+        where = builder.icmp_signed("<", loop.number, L.I32(rounds))
+        found: list[Iterator[None]] = []
+        for k, copier in enumerate(copiers):
+            found += [copier.copies(first, loop.writing, builder.sub(left, first), where, shape.cached and k == 0)] * len(copier.places)
+        return found
 
     def _rounded(self, takers: Sequence[Rounding], left: L.Value, skipped: L.Value) -> Totals:
         """float32 operands: tiles wait in registers, are rounded, and stored beside the one that is multiplied."""
@@ -158,14 +176,16 @@ class GroupEmitter(ProductEmitter):
         place = builder.add(builder.add(self.shared, L.I32(tile.first)), into)
         return wgmma.descriptor(builder, place, tile.block, wgmma.ATOM)
 
-    def products(self, number: L.Value, reading: L.Value, totals: Totals) -> Totals:
+    def products(
+        self, number: L.Value, reading: L.Value, totals: Totals, beside: list[Iterator[None]]
+    ) -> Totals:  # fmt: skip
         """Starts the products of a tile of the block's terms, in a stage (bytes from the first one)."""
         builder, shape = self.builder, self.shape
         stage = builder.zext(builder.lshr(reading, L.I32(4)), L.I64)
         left, right = (builder.add(base, stage) for base in self.bases)
         if shape.rounded:
             return group_fragments.multiply(
-                builder, self.rows, right, shape.right, reading, number, self.before, totals
+                builder, self.rows, right, shape.right, reading, number, self.before, totals, beside, shape.together
             )
         steps = range(shape.left.terms * shape.left.side.item // tensor.STEP)
         pairs = []
@@ -202,10 +222,10 @@ class _Loop:
         self.following: list[L.Value] = list(self.held)
         self.sums: Totals = []
 
-    def multiply(self) -> None:
-        """Waits for the tile and starts its products."""
+    def multiply(self, beside: Sequence[Iterator[None]] = ()) -> None:
+        """Waits for the tile and starts its products. Args: beside: copies that are started among them."""
         tensor.barrier(self.builder)
-        self.sums = self.emitter.products(self.number, self.reading, self.totals)
+        self.sums = self.emitter.products(self.number, self.reading, self.totals, list(beside))
 
     def hold(self, values: list[L.Value]) -> None:
         """What goes into the next round."""

@@ -185,10 +185,20 @@ class Copier:
 
         Args: first: its first term in the block's group; stage: bytes into shared memory; left: terms from it on (i32).
         """
+        for _ in self.copies(first, stage, left):
+            pass
+
+    def copies(
+        self, first: L.Value, stage: L.Value, left: L.Value, where: L.Value | None = None, cached: bool = False
+    ) -> Iterator[None]:
+        """Starts one copy of a tile at a time. Args: as of `start`; where: a condition under which it reads; else zeros."""
         builder, size = self.builder, self.shape.side.width * self.shape.side.item
         for piece, source, live in self.sources(first, left):
             target = builder.add(piece.into, stage)
-            tensor.copy(builder, (target, piece.moved), (source, piece.constant), size, live, piece.condition)
+            if where is not None:
+                live = where if live is None else builder.and_(live, where)
+            tensor.copy(builder, (target, piece.moved), (source, piece.constant), size, live, piece.condition, cached)
+            yield
 
     def sources(self, first: L.Value, left: L.Value) -> Iterator[tuple[Piece, L.Value, L.Value | None]]:
         """Of every piece of a tile: the global address, without its constant, and whether it is there (None: it is)."""

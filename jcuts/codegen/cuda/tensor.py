@@ -28,14 +28,14 @@ def dynamic_shared(builder: GpuBuilder, name: str, align: int = 128) -> L.Value:
 
 def copy(
     builder: GpuBuilder, target: tuple[L.Value, int], source: tuple[L.Value, int], size: int, live: L.Value | None,
-    where: L.Value | None = None,
+    where: L.Value | None = None, cached: bool = False,
 ) -> None:  # fmt: skip
     """Starts a copy of ``size`` (4, 8 or 16) bytes from global into shared memory.
 
     Args: target, source: addresses as (register, bytes to add). live: a condition under which it reads; else it writes
         zeros. where: a condition under which it happens.
     """
-    kind = "cg" if size == 16 else "ca"  # only whole 16 bytes may pass by the L1 cache
+    kind = "cg" if size == 16 and not cached else "ca"  # only whole 16 bytes may pass by the L1 cache
     places = [f"[${k}{f'+{offset}' if offset else ''}]" for k, (_, offset) in enumerate((target, source))]
     text, args = f"cp.async.{kind}.shared.global {places[0]}, {places[1]}, {size}", [target[0], source[0]]
     if live is not None:

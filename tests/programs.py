@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -12,8 +12,10 @@ import numpy as np
 from jcuts.base.errors import Refusal
 from jcuts.dfg.program import Program
 from jcuts.region import choose, rows, schedule
+from jcuts.region.absorb import CHEAP
 from jcuts.region.build import build
 from jcuts.region.graph import TensorGraph, build_graph
+from jcuts.region.products import as_product, sides
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
 from jcuts.trace.simplify import simplify
@@ -40,6 +42,20 @@ class Traced:
     def build(self, members: Sequence[int] | None = None) -> Program | Refusal:
         """The unscheduled program of some equations (all of them by default)."""
         return build(self.graph, self.everything if members is None else frozenset(members))
+
+    def rounded(self) -> Program:
+        """The program of a product, with what stands before it, whose weights are known to be rounded to TF32."""
+        built = build(self.graph, self.everything, cheap=CHEAP)
+        made = as_product(built) if isinstance(built, Program) else None
+        assert isinstance(built, Program) and made is not None, str(built)
+        right = sides(made)[1].buffer
+        return replace(built, buffers=tuple(replace(b, tf32=b.name == right) for b in built.buffers))
+
+    def product(self) -> Program:
+        """The same as a product."""
+        made = as_product(self.rounded())
+        assert made is not None
+        return made
 
     def program(self, members: Sequence[int] | None = None) -> Program:
         """The unscheduled program; a refusal fails the test."""

@@ -17,9 +17,8 @@ from jcuts.codegen.cuda.group_shape import group_shape
 from jcuts.codegen.cuda.image import Image
 from jcuts.codegen.cuda.target import CudaTarget
 from jcuts.region import gpu
-from jcuts.region.build import build
 from jcuts.region.gpu_groups import GroupTiling
-from jcuts.region.products import as_product, prologue, sides
+from jcuts.region.products import sides
 from tests import programs, ptx_machine
 from tests.codegen.test_product import (
     CONVOLUTIONS,
@@ -79,10 +78,10 @@ def marked(program):
 
 def run_rounded(fn, arguments, tiling):
     """The results of a kernel whose right operand, of rounded values, it takes as it is."""
-    program = tiling.of(marked(product_of(fn, *arguments)))
-    kernel = compiler.compile_program(program, SM90)
-    operands = programs.trace(fn, *arguments).operands()
-    return ptx_machine.run_kernel(compiler.ptx_of(program, SM90), kernel, operands)
+    traced = programs.trace(fn, *arguments)
+    program = tiling.of(traced.product())
+    kernel, ptx = compiler.compile_program(program, SM90), compiler.ptx_of(program, SM90)
+    return ptx_machine.run_kernel(ptx, kernel, traced.operands())
 
 
 @compiled
@@ -95,23 +94,13 @@ def test_rounded_weights_of_sizes_that_divide_nothing(size, tiling):
     compare(found, [np.maximum(tf32(x) @ w.T.astype(np.float64) + b, 0)], 3e-6)
 
 
-def run_with_prologue(fn, arguments, tiling):
-    """The same of a function that changes its left operand before the product."""
-    traced = programs.trace(fn, *arguments)
-    product = as_product(build(traced.graph, traced.everything, cheap=4.0))
-    assert product is not None and prologue(product) is not None
-    program = tiling.of(marked(product))
-    kernel, ptx = compiler.compile_program(program, SM90), compiler.ptx_of(program, SM90)
-    return ptx_machine.run_kernel(ptx, kernel, traced.operands())
-
-
 @compiled
 @pytest.mark.parametrize("tiling", FRAGMENTS, ids=str)
 def test_what_stands_before_a_product(tiling):
     """A norm with known statistics and an activation, between the units and shared memory."""
     m, k, n = 70, 256, 68
     x, w, s, b = normal(m, k), round_tf32(normal(n, k, seed=1)), normal(k), normal(k, seed=2)
-    found = run_with_prologue(lambda x, w, s, b: jax.nn.relu(x * s + b) @ w.T * 2, (x, w, s, b), tiling)
+    found = run_rounded(lambda x, w, s, b: jax.nn.relu(x * s + b) @ w.T * 2, (x, w, s, b), tiling)
     compare(found, [tf32(np.maximum(x * s + b, 0)) @ w.T.astype(np.float64) * 2], 3e-6)
 
 
@@ -120,15 +109,15 @@ def test_other_things_before_a_product():
     """Without a vector, with a number, with the operand twice, and on the way to a convolution of several taps."""
     x, w, s = normal(66, 96), round_tf32(normal(40, 96, seed=1)), normal(96)
     wide = w.T.astype(np.float64)
-    compare(run_with_prologue(lambda x, w: jnp.abs(x) @ w.T, (x, w), FRAGMENTS[0]), [tf32(np.abs(x)) @ wide], 3e-6)
+    compare(run_rounded(lambda x, w: jnp.abs(x) @ w.T, (x, w), FRAGMENTS[0]), [tf32(np.abs(x)) @ wide], 3e-6)
     clipped = tf32(np.clip(x - s, np.float32(-0.5), np.float32(0.25)) * x)
-    found = run_with_prologue(lambda x, w, s: (jnp.clip(x - s, -0.5, 0.25) * x) @ w.T, (x, w, s), FRAGMENTS[0])
+    found = run_rounded(lambda x, w, s: (jnp.clip(x - s, -0.5, 0.25) * x) @ w.T, (x, w, s), FRAGMENTS[0])
     compare(found, [clipped @ wide], 3e-6)
     x, w, s, layout = normal(2, 9, 8, 32), round_tf32(normal(24, 3, 3, 32)), normal(32), ("NHWC", "OHWI", "NHWC")
     valid = {"padding": "VALID", "layout": layout}
     with jax.enable_x64(True):
         wanted = conv(jnp.asarray(tf32(np.maximum(x * s, 0))), jnp.asarray(w.astype(np.float64)), **valid)
-    found = run_with_prologue(lambda x, w, s: conv(jax.nn.relu(x * s), w, **valid), (x, w, s), FRAGMENTS[0])
+    found = run_rounded(lambda x, w, s: conv(jax.nn.relu(x * s), w, **valid), (x, w, s), FRAGMENTS[0])
     compare(found, [np.asarray(wanted)], 3e-6)
 
 
@@ -220,7 +209,7 @@ def test_flags(size, flags):
             x, w = normal(m, k), round_tf32(normal(n, k, seed=1))
             found = run_rounded(lambda x, w: x @ w.T, (x, w), replace(tiling, rounded=flags))
             compare(found, [tf32(x) @ w.T.astype(np.float64)], 3e-6)
-            found = run_with_prologue(lambda x, w: jnp.abs(x) @ w.T, (x, w), replace(tiling, rounded=flags)) if k % 32 == 0 and k % (tiling.split*tiling.cluster*tiling.terms) == 0 else None
+            found = run_rounded(lambda x, w: jnp.abs(x) @ w.T, (x, w), replace(tiling, rounded=flags)) if k % 32 == 0 and k % (tiling.split*tiling.cluster*tiling.terms) == 0 else None
 
 
 @compiled

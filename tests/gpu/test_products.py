@@ -49,6 +49,38 @@ CASES = {
 }
 
 
+ALONG = ("NHWC", "OHWI", "NHWC")
+ROUNDED = {
+    "dense": (lambda x, w, b: jax.nn.relu(x @ w.T + b), ((4100, 520), (136, 520), (136,))),
+    "norm": (lambda x, w, s, t: jax.nn.relu(x * s + t) @ w.T, ((4100, 512), (136, 512), (512,), (512,))),
+    "activation": (lambda x, w: (jnp.clip(x, -0.5, 1.5) * x) @ w.T, ((700, 1024), (520, 1024))),
+    "3x3": (lambda x, w, b: conv(x, w, layout=ALONG) + b, ((16, 28, 28, 64), (64, 3, 3, 64), (64,))),
+    "3x3 to few": (lambda x, w, b: conv(x, w, layout=ALONG) + b, ((16, 28, 28, 64), (32, 3, 3, 64), (32,))),
+}
+"""Products whose weights are numbers of TF32."""
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_every_candidate_of_rounded_weights(name):
+    fn, shapes = ROUNDED[name]
+    rng = np.random.default_rng(len(name))
+    arguments = [rng.standard_normal(s).astype(np.float32) for s in shapes]
+    arguments[1] = round_tf32(arguments[1])
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(a, np.float64)) for a in arguments]
+        wanted, size = np.asarray(fn(*wide)), np.sqrt(np.prod(shapes[1][1:]))
+    traced = programs.trace(fn, *arguments)
+    found = gpu.candidates(traced.rounded(), gpus.machine(), 12)
+    assert found and any("rounded" in dict(p.params) for p, _ in found)
+    for program, _ in found:
+        kernel = kernel_for(program)
+        got, again = (jax.jit(lambda *xs, k=kernel: call_kernel(k, *xs))(*traced.operands())[0] for _ in range(2))
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(again))
+        # The left operand is rounded to 11 bits: errors of products that do not depend on each other add up.
+        error = np.sqrt(np.mean(np.square(np.asarray(got, np.float64) - wanted))) / size
+        assert error <= 2.0**-11, (program.params, error)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", CASES)
 def test_every_candidate(name, dtype):

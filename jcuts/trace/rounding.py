@@ -169,4 +169,6 @@ def _remembered(values: Any, order: Order, find: Any) -> Any:
 
 
 def _is_array(value: Any) -> bool:
-    return value is not None and not jaxapi.is_tracer(value) and hasattr(value, "dtype")
+    if isinstance(value, jax.Array) and not jaxapi.is_tracer(value):
+        return len(value.sharding.device_set) == 1 and value.is_fully_addressable
+    return isinstance(value, np.ndarray)

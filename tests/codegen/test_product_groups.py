@@ -287,6 +287,46 @@ def test_candidates_assemble_without_local_memory(size, dtype):
             assert launch.block[0] * launch.resources.registers <= 65536
 
 
+LAYERS = {
+    "dense": (lambda x, w, b: jax.nn.relu(x @ w.T + b), ((3072, 1024), (4096, 1024), (4096,))),
+    "few rows": (lambda x, w: x @ w.T, ((384, 3072), (768, 3072))),
+    "norm": (lambda x, w, s, b: jax.nn.relu(x * s + b) @ w.T, ((12544, 768), (128, 768), (768,), (768,))),
+    "3x3": (
+        lambda x, w, b: conv(x, w, layout=("NHWC", "OHWI", "NHWC")) + b, ((64, 14, 14, 256), (256, 3, 3, 256), (256,)),
+    ),
+    "3x3 to few": (lambda x, w: conv(x, w, layout=("NHWC", "OHWI", "NHWC")), ((64, 28, 28, 128), (32, 3, 3, 128))),
+}  # fmt: skip
+
+
+@compiled
+@pytest.mark.parametrize("name", LAYERS)
+def test_candidates_of_rounded_weights_assemble_without_local_memory(name):
+    fn, shapes = LAYERS[name]
+    program = programs.trace(fn, *(np.zeros(s, np.float32) for s in shapes)).rounded()
+    grouped = [p for p, _ in gpu.candidates(program, MACHINE, 8) if "groups" in dict(p.params)]
+    assert grouped and all(dict(p.params)["rounded"] for p in grouped)
+    for candidate in grouped:
+        image = Image.unpack(compiler.compile_program(candidate, SM90).object_code)
+        assert image.arch == "sm_90a"
+        for launch in image.launches:
+            assert launch.resources.stack == 0 and launch.shared <= SM90.max_shared
+            assert launch.block[0] * launch.resources.registers <= 65536
+
+
+@compiled
+def test_the_code_of_fragments_is_what_the_tiling_says():
+    """One matrix load per 64 rows and step, four roundings of it, and as many groups as may be under way."""
+    shapes = ((512, 4096), (256, 4096), (4096,), (4096,))
+    traced = programs.trace(lambda x, w, s, b: (x * s + b) @ w.T, *(np.zeros(s, np.float32) for s in shapes))
+    ptx = compiler.ptx_of(FRAGMENTS[1].of(traced.product()), SM90)
+    steps = ptx.count("wgmma.commit_group")
+    assert steps == ptx.count("wgmma.fence") == ptx.count("ldmatrix") and steps % 4 == 0
+    assert ptx.count("wgmma.mma_async.sync.aligned.m64n128k8.f32.tf32.tf32") == steps
+    assert ptx.count("cvt.rn.tf32") == 4 * steps == 2 * ptx.count("ld.shared.v2.b32")  # two vectors, two terms of each
+    assert ptx.count("fma.rn.f32") + ptx.count("mul.rn.f32") >= 4 * steps
+    assert "ld.local" not in ptx and "st.local" not in ptx and "st.shared" not in ptx
+
+
 def test_refusals():
     x, w = normal(128, 128), normal(128, 128)
     program = product_of(lambda x, w: x @ w, x, w)

@@ -115,8 +115,8 @@ def schedules(case: Case, most: int, along: bool, tiles: Sequence[Sequence[Any]]
         made = replace(made, buffers=tuple(replace(b, tf32=b.name == right) for b in made.buffers))
     if along and tiles:
         return [
-            gpu_groups.GroupTiling(rows, columns, terms, (groups, 1), stages, 0, split, cluster, flags).of(made)
-            for rows, columns, terms, groups, stages, split, cluster, flags in tiles
+            gpu_groups.GroupTiling(rows, columns, terms, (groups, 1), stages, 0, split, cluster, 1, *how).of(made)
+            for rows, columns, terms, groups, stages, split, cluster, *how in tiles
         ]
     counter = gpu_groups.GroupCounter(made, machine)
     found = [p for p, _ in gpu_groups.grouped(counter, most)]
@@ -207,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--most", type=int, default=8, help="schedules with rounded weights per layer (and half of it)")
     parser.add_argument("--plain", type=int, default=1, help="schedules that round both operands per layer")
     parser.add_argument("--tiles", type=Path, help="JSON: part of a layer's name -> [rows, columns, terms, groups, "
-                        "stages, split, cluster, how] of every schedule wanted")  # fmt: skip
+                        "stages, split, cluster, spread, steps, cached] of every schedule wanted")  # fmt: skip
     parser.add_argument("--budget", type=float, default=150.0, help="seconds")
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--build", action="store_true", help="only compile; needs no GPU")

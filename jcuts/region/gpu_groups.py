@@ -64,7 +64,10 @@ STORE, TURN = 0.6, 3.0
 
 @dataclass(frozen=True)
 class GroupTiling:
-    """One schedule: a block's tile, its warp groups, tiles in shared memory and on their way, who shares terms."""
+    """One schedule: a block's tile, its warp groups, tiles in shared memory and on their way, who shares terms.
+
+    ``rounded`` and what follows it: for rounded weights alone, see `codegen.cuda.group_shape`.
+    """
 
     rows: int
     columns: int
@@ -75,6 +78,9 @@ class GroupTiling:
     split: int = 1
     cluster: int = 1
     rounded: int = 0
+    spread: int = 0
+    steps: int = 1
+    cached: int = 0
 
     @property
     def threads(self) -> int:
@@ -84,7 +90,8 @@ class GroupTiling:
     def of(self, program: Program) -> Program:
         """The scheduled program."""
         found = (("flight", self.flight, 0), ("split", self.split, 1), ("cluster", self.cluster, 1))
-        found += (("rounded", self.rounded, 0),)
+        found += (("rounded", self.rounded, 0), ("spread", self.spread, 0), ("steps", self.steps, 1))
+        found += (("cached", self.cached, 0),)
         more = tuple((name, count) for name, count, least in found if count > least)
         tile = (self.rows, self.columns, self.terms)
         params = (("tile", tile), ("groups", self.groups), ("stages", self.stages), *more)

@@ -199,17 +199,22 @@ def test_convolutions_with_taps(name, dtype):
         compare(run(lambda x, w: conv(x, w, **params), (x, w), tiling), [wanted], limit)
 
 
+WAYS = {"spread": {"spread": 1}, "two steps": {"steps": 2}, "all": {"spread": 1, "steps": 2, "cached": 1}}
+"""Of starting copies and products."""
+
+
 @compiled
-@pytest.mark.parametrize("flags", [3, 5, 7, 15])
-@pytest.mark.parametrize("size", [(128, 128, 128), (70, 164, 68), (64, 300, 64), (64, 96, 64), (64, 32, 64)])
-def test_flags(size, flags):
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("tiling", [FRAGMENTS[k] for k in (0, 1, 3, 5, 6)], ids=str)
+@pytest.mark.parametrize("size", [(70, 164, 68), (64, 300, 64), (130, 128, 64)])
+def test_ways_of_starting_copies_and_products(size, tiling, way):
     m, k, n = size
-    for tiling in FRAGMENTS:
-        if k >= tiling.terms * tiling.split * tiling.cluster * 2:
-            x, w = normal(m, k), round_tf32(normal(n, k, seed=1))
-            found = run_rounded(lambda x, w: x @ w.T, (x, w), replace(tiling, rounded=flags))
-            compare(found, [tf32(x) @ w.T.astype(np.float64)], 3e-6)
-            found = run_rounded(lambda x, w: jnp.abs(x) @ w.T, (x, w), replace(tiling, rounded=flags)) if k % 32 == 0 and k % (tiling.split*tiling.cluster*tiling.terms) == 0 else None
+    x, w = normal(m, k), round_tf32(normal(n, k, seed=1))
+    tiling = replace(tiling, **WAYS[way])
+    compare(run_rounded(lambda x, w: x @ w.T, (x, w), tiling), [tf32(x) @ w.T.astype(np.float64)], 3e-6)
+    if k % (tiling.terms * tiling.split * tiling.cluster) == 0:
+        found = run_rounded(lambda x, w: jnp.abs(x) @ w.T, (x, w), tiling)
+        compare(found, [np.abs(tf32(x)) @ w.T.astype(np.float64)], 3e-6)
 
 
 @compiled
@@ -221,7 +226,8 @@ def test_convolutions_with_rounded_filters(name):
     layout = ("NHWC", "OHWI", "NHWC")
     with jax.enable_x64(True):
         wanted = np.asarray(conv(jnp.asarray(tf32(x)), jnp.asarray(w.astype(np.float64)), layout=layout, **params))
-    for tiling in (*FRAGMENTS[:3], GroupTiling(128, 32, 32, (2, 1), 3, rounded=1), GroupTiling(128, 32, 32, (2, 1), 3, rounded=7)):
+    narrow = GroupTiling(128, 32, 32, (2, 1), 3, rounded=1)
+    for tiling in (*FRAGMENTS[:3], narrow, replace(narrow, spread=1, cached=1)):
         compare(run_rounded(lambda x, w: conv(x, w, layout=layout, **params), (x, w), tiling), [wanted], 3e-6)
 
 

@@ -3,8 +3,8 @@
 Where the right operand is rounded before it is there (weights, `Buffer.tf32`), both are copied as they are, and the
 units read the right one from shared memory.  The left one they take from registers: a warp reads its 16 rows as
 matrices (``ldmatrix``: a lane gets the word of row ``lane / 4``, term ``lane % 4`` of each), rounds, and multiplies.
-The instructions of a step of terms are a group of their own; `AHEAD` such groups may be under way, and the fragments of
-as many steps wait in registers until the units have read them.
+The instructions of a step of terms (or of two) are a group of their own; `AHEAD` steps may be under way, and the
+fragments of as many wait in registers until the units have read them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ from jcuts.codegen import lanes as L
 from jcuts.codegen.cuda import tensor, wgmma
 from jcuts.codegen.cuda.builder import GpuBuilder
 from jcuts.codegen.cuda.group_prologue import Prologue
+from jcuts.codegen.cuda.group_shape import AHEAD
 from jcuts.codegen.cuda.group_tiles import GroupTile
 from jcuts.codegen.cuda.product_exit import Totals
-
-AHEAD = 3
-"""Steps of products that are under way while the fragments of the next are read."""
 
 
 class Rows:
@@ -51,7 +49,8 @@ def multiply(
     """Starts the products of the tile in a stage, step by step.
 
     Args: right: descriptor of the right operand's tile there; reading: bytes from the first stage; number: of the
-        tile in the block's terms; before: what is done to the left operand before it is rounded.
+        tile in the block's terms; before: what is done to the left operand before it is rounded; beside: copies, each
+        of which is started behind some step; together: steps that are one group.
     """
     terms = builder.mul(number, L.I32(columns.terms * columns.side.item)) if before is not None else None
     steps = columns.terms * columns.side.item // tensor.STEP

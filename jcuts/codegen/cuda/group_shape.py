@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jcuts.base.errors import CompileRejected
-from jcuts.codegen.cuda import wgmma
+from jcuts.codegen.cuda import tensor, wgmma
 from jcuts.codegen.cuda.group_tiles import SPAN, SQUARE, GroupTile
 from jcuts.codegen.cuda.product import ProductShape, three
 from jcuts.codegen.cuda.shared import WARP
@@ -14,6 +14,8 @@ from jcuts.region.products import COLUMNS, ROWS, K, S, prologue, shares, sides, 
 
 WARPS = 4  # of a group
 MOST_TOTALS = 128  # of a thread
+AHEAD = 3
+"""Steps of products that may be under way while fragments of the next are read."""
 ROUNDED_STAGES = (2, 3)  # of shared memory, where tiles wait in registers; of 3 two may be multiplied at once
 
 
@@ -26,6 +28,9 @@ class GroupShape(ProductShape):
         flight: tiles of float32 that wait in registers, 0 where operands are copied.
         rounded: the right operand is rounded already, and the left one is on its way to the units.
         vectors: values per term that its prologue takes.
+        spread: whether copies are started among the steps of the products, not behind them.
+        steps: of terms, of a tile of rounded weights that are one group of instructions.
+        cached: whether the left operand is copied through the L1 cache (taps of convolutions are neighbours).
     """
 
     left: GroupTile
@@ -33,9 +38,9 @@ class GroupShape(ProductShape):
     flight: int
     rounded: bool
     vectors: int
-    spread: bool = False
-    together: int = 1
-    cached: bool = False
+    spread: bool
+    steps: int
+    cached: bool
 
     @property
     def tiles(self) -> int:
@@ -66,10 +71,10 @@ def group_shape(program: Program) -> GroupShape:
     first = GroupTile(left, extents[ROWS], rows, terms, rows // max(1, along), 0, ragged)
     second = GroupTile(right, extents[COLUMNS], columns, terms, columns // max(1, across), first.bytes, ragged)
     stages, flight = int(str(params["stages"])), int(str(params.get("flight", 0)))
-    flags = int(str(params.get("rounded", 0)))
-    rounded = flags > 0
+    rounded, steps = bool(params.get("rounded", 0)), int(str(params.get("steps", 1)))
+    spread, cached = bool(params.get("spread", 0)), bool(params.get("cached", 0))
     shape = GroupShape(first, second, (WARPS * along, across, 1), stages, share, total, cluster, flight, rounded,
-                       len(vectors(program)), bool(flags & 2), 2 if flags & 4 else 1, bool(flags & 8))  # fmt: skip
+                       len(vectors(program)), spread, steps, cached)  # fmt: skip
     fits = rows == along * first.warp and columns == across * second.warp
     fits = fits and terms * left.item in (wgmma.LINE, 2 * wgmma.LINE)
     fits = fits and first.warp % wgmma.ROWS == 0 and second.warp % 8 == 0 and second.warp <= wgmma.WIDEST
@@ -79,8 +84,9 @@ def group_shape(program: Program) -> GroupShape:
     if rounded:  # the units would cut bits off whatever else the right operand held
         fits = fits and not (ragged and prologue(program) is not None)  # zeros would not stay zeros
         fits = fits and left.item == 4 and left.along_terms and right.along_terms and program.buffer(right.buffer).tf32
+        fits = fits and terms * left.item // tensor.STEP % steps == 0 and steps <= AHEAD
     else:
-        fits = fits and prologue(program) is None
+        fits = fits and prologue(program) is None and (spread, steps, cached) == (False, 1, False)
     fits = fits and ranks == cluster and (cluster == 1 or S not in extents)
     fits = fits and all(t.side.run % terms == 0 or t.side.run == extents[K] for t in (first, second))
     fits = fits and all(readable(t, number) for t, number in ((first, along), (second, across)))

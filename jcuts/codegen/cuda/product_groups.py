@@ -63,6 +63,7 @@ class GroupEmitter(ProductEmitter):
                 self.before.start(skipped, shape.threads, self.thread)
         if not shape.flight:
             copiers = [Copier(self.frame, t, shape.threads, self.thread, start, self.shared) for t, start in places]
+            copiers[0].cached = shape.cached
             return self._copied(copiers, left, skipped)
         takers = [
             (Turning if t.turned else Rounding)(self.frame, t, shape.threads, self.thread, start, self.shared)
@@ -105,11 +106,12 @@ class GroupEmitter(ProductEmitter):
     ) -> list[Iterator[None]]:
         """Copies of a later tile, one after the other, in so many rounds of the loop."""
         builder, shape = self.builder, self.shape
-        first = builder.add(builder.mul(builder.add(loop.number, L.I32(shape.share - rounds)), L.I32(shape.left.terms)), skipped)
-        where = builder.icmp_signed("<", loop.number, L.I32(rounds))
+        number = builder.add(loop.number, L.I32(shape.share - rounds))
+        first = builder.add(builder.mul(number, L.I32(shape.left.terms)), skipped)
+        left, where = builder.sub(left, first), builder.icmp_signed("<", loop.number, L.I32(rounds))
         found: list[Iterator[None]] = []
-        for k, copier in enumerate(copiers):
-            found += [copier.copies(first, loop.writing, builder.sub(left, first), where, shape.cached and k == 0)] * len(copier.places)
+        for copier in copiers:  # what is not there is zeros in a stage that nobody reads: no branch among the products
+            found += [copier.copies(first, loop.writing, left, where)] * len(copier.places)
         return found
 
     def _rounded(self, takers: Sequence[Rounding], left: L.Value, skipped: L.Value) -> Totals:
@@ -185,7 +187,7 @@ class GroupEmitter(ProductEmitter):
         left, right = (builder.add(base, stage) for base in self.bases)
         if shape.rounded:
             return group_fragments.multiply(
-                builder, self.rows, right, shape.right, reading, number, self.before, totals, beside, shape.together
+                builder, self.rows, right, shape.right, reading, number, self.before, totals, beside, shape.steps
             )
         steps = range(shape.left.terms * shape.left.side.item // tensor.STEP)
         pairs = []

@@ -113,7 +113,12 @@ class Piece:
 
 
 class Copier:
-    """Copies the tiles of one operand; every thread always has the same places of them."""
+    """Copies the tiles of one operand; every thread always has the same places of them.
+
+    ``cached``: whether copies of 16 bytes go by the L1 cache.
+    """
+
+    cached = False
 
     def __init__(
         self, frame: M.Frame, shape: TileShape, threads: int, thread: L.Value, start: L.Value, shared: L.Value
@@ -189,15 +194,18 @@ class Copier:
             pass
 
     def copies(
-        self, first: L.Value, stage: L.Value, left: L.Value, where: L.Value | None = None, cached: bool = False
-    ) -> Iterator[None]:
-        """Starts one copy of a tile at a time. Args: as of `start`; where: a condition under which it reads; else zeros."""
+        self, first: L.Value, stage: L.Value, left: L.Value, where: L.Value | None = None
+    ) -> Iterator[None]:  # fmt: skip
+        """Starts one copy of a tile at a time.
+
+        Args: as of `start`; where: a condition under which it reads, else it writes zeros.
+        """
         builder, size = self.builder, self.shape.side.width * self.shape.side.item
         for piece, source, live in self.sources(first, left):
             target = builder.add(piece.into, stage)
             if where is not None:
                 live = where if live is None else builder.and_(live, where)
-            tensor.copy(builder, (target, piece.moved), (source, piece.constant), size, live, piece.condition, cached)
+            tensor.copy(builder, (target, piece.moved), (source, piece.constant), size, live, piece.condition, self.cached)
             yield
 
     def sources(self, first: L.Value, left: L.Value) -> Iterator[tuple[Piece, L.Value, L.Value | None]]:

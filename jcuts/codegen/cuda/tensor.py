@@ -33,7 +33,7 @@ def copy(
     """Starts a copy of ``size`` (4, 8 or 16) bytes from global into shared memory.
 
     Args: target, source: addresses as (register, bytes to add). live: a condition under which it reads; else it writes
-        zeros. where: a condition under which it happens.
+        zeros. where: a condition under which it happens. cached: by the L1 cache, whatever its size.
     """
     kind = "cg" if size == 16 and not cached else "ca"  # only whole 16 bytes may pass by the L1 cache
     places = [f"[${k}{f'+{offset}' if offset else ''}]" for k, (_, offset) in enumerate((target, source))]

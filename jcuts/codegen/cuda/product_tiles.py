@@ -205,7 +205,8 @@ class Copier:
             target = builder.add(piece.into, stage)
             if where is not None:
                 live = where if live is None else builder.and_(live, where)
-            tensor.copy(builder, (target, piece.moved), (source, piece.constant), size, live, piece.condition, self.cached)
+            places = (target, piece.moved), (source, piece.constant)
+            tensor.copy(builder, *places, size, live, piece.condition, self.cached)
             yield
 
     def sources(self, first: L.Value, left: L.Value) -> Iterator[tuple[Piece, L.Value, L.Value | None]]:

@@ -71,7 +71,7 @@ def measure(spec: str, out: Path, dry: bool, seconds: float) -> dict[str, Any]:
     from jcuts.tune import session
 
     logging.basicConfig(level=logging.WARNING)
-    logging.getLogger("jcuts.tune").setLevel(logging.INFO)  # what each reference and check took
+    logging.getLogger("jcuts").setLevel(logging.INFO)  # what each stage of tuning took
     platform = pretend(dry)
     option = next(iter(forms.options(platform)), "")
     fn, args = workload(spec, dry)

@@ -392,12 +392,13 @@ class Optimized:
         stored = self._stored(key, platform, uses_jcuts)
         if stored is not None and not force and (stored.is_final or key in _decided_here):
             return stored
-        names = forms.programs(racing, forms.options(platform))
+        names, start = forms.programs(racing, forms.options(platform)), time.perf_counter()
         again = stored if not force else None
         exact = forms.Exact(closed, leaves, self.settings.tolerance, platform)
         decision = self._race(args, kwargs, placement, platform, again.open_between(names) if again else names, exact)
         if again is not None:
             decision = dataclasses.replace(decision, tries=again.tries + 1)
+        log.info("%d whole programs compared in %.2f s", len(names), time.perf_counter() - start)
         _decided_here.add(key)
         self._guard_store().put_guard(key, decision.to_dict())
         return decision
@@ -412,6 +413,11 @@ class Optimized:
             return outcomes[-1]
 
         with session.workshop():
+            with session.gathering():  # these have all problems of the others
+                for form in forms.worth_planning(closed, platform):
+                    if form is None or form.regions in ("all", "absorbing"):
+                        of_form(form)
+            outcomes.clear()
             return list(forms.planned(closed, platform, of_form)), outcomes
 
     def _not_timed(self, closed: jaxapi.Closed, leaves: Sequence[Any]) -> str | None:

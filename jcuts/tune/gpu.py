@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -162,9 +162,13 @@ class Rotation:
             self.device.release(address)
 
 
-def screen(launchers: dict[str, GpuLauncher], inputs: Sequence[np.ndarray], *, rounds: int = 7) -> dict[str, Samples]:
+def screen(
+    launchers: dict[str, GpuLauncher], inputs: Sequence[np.ndarray], *, rounds: int = 7,
+    announce: Callable[[str], None] = lambda _: None,
+) -> dict[str, Samples]:  # fmt: skip
     """Times of kernels by CUDA events: graphs of `CHAIN` executions on rotated inputs, kernels taking turns.
 
+    Args: announce: is told which kernel runs next.
     Returns: label -> samples [s per execution].
     """
     if not launchers:
@@ -177,6 +181,7 @@ def screen(launchers: dict[str, GpuLauncher], inputs: Sequence[np.ndarray], *, r
     times: dict[str, list[float]] = {label: [] for label in launchers}
     try:
         for label, launcher in launchers.items():
+            announce(label)
             launcher.launch(rotation.sets[0], rotation.scratch)  # loads the code: not while capturing
             device.synchronize()
 
@@ -188,6 +193,7 @@ def screen(launchers: dict[str, GpuLauncher], inputs: Sequence[np.ndarray], *, r
             graphs[label].seconds()
         for _ in range(rounds):
             for label, graph in graphs.items():
+                announce(label)
                 times[label].append(graph.seconds() / CHAIN)
     finally:
         for graph in graphs.values():
@@ -205,3 +211,8 @@ def lost(error: NativeError) -> bool:
     """Whether the process must end after this error: its context is beyond repair."""
     text = error.message
     return any(name in text for name in _LOST)
+
+
+def tells_of_loss(text: str) -> bool:
+    """The same of what XLA says about the driver."""
+    return any(f"CUDA_ERROR_{name}" in text for name in _LOST)

@@ -192,11 +192,12 @@ def test_results_that_equal_accepted_ones_need_no_second_check(monkeypatch):
 
 
 def test_programs_are_compared_as_chains():
-    told = []
     programs = {"xla": (jax.jit(jnp.sin), {}), "other": (lambda x: jnp.sin(x) + 1, {})}
-    ones = [np.ones((8, 8), np.float32)]
-    method, samples, spent = gpu_timing.compare(programs, ones, seconds=0.01, announce=told.append)
-    assert spent > 0 and method == "chain" and told == ["xla", "other", ""]
+    bench = gpu_timing.Bench(programs["xla"][0], [np.ones((8, 8), np.float32)])
+    for label, program in bench.compiled(programs).items():
+        bench.add(label, program)
+    samples = bench.race(0.01)
+    assert bench.compile_seconds > 0 and set(samples) == {"xla", "other"} and bench.quick("other") > 0
     assert all(s.median > 0 and len(s.seconds) >= 5 for s in samples.values())
 
 
@@ -206,10 +207,14 @@ def test_every_execution_of_a_chain_happens():
     def product(w, x):
         return x @ w @ w.T
 
-    rotated, sets, shared = gpu_timing._sets(product, [w, x])
-    assert rotated == [1] and len(sets) == gpu_timing.CHAIN and len(shared) == 1
+    bench = gpu_timing.Bench(product, [w, x])
+    sets, shared = bench.sets, bench.shared
+    assert bench.layout.rotated == (1,) and len(sets) == gpu_timing.CHAIN and len(shared) == 1
     one = jax.jit(product).lower(w, x).compile()
-    compiled = jax.jit(gpu_timing.chained(product, rotated)).lower(sets, shared).compile()
+    # Compiled ahead from shapes alone it is the same program.
+    specs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (w, x)]
+    compiled = gpu_timing.lowered(product, gpu_timing.layout(product, specs), specs, {}).compile()
+    assert set(bench.compiled({"a": (product, {})})) == {"a"}
     flops = [c.cost_analysis()["flops"] for c in (compiled, one)]
     assert flops[0] > (len(sets) - 0.5) * flops[1]
     assert compiled.memory_analysis().temp_size_in_bytes >= len(sets) * x.nbytes

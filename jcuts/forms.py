@@ -180,7 +180,8 @@ def compile_ahead(lowered: Mapping[str, Callable[[], Any]]) -> None:
         with contextlib.suppress(Exception):
             made[name] = lower()
     begin = time.perf_counter()
-    first = {_arithmetic(name): name for name in reversed(made)}.values()
+    # Plain XLA comes after another: programs with options may know algorithms already (`tune.autotuned`).
+    first = {_arithmetic(name): name for name in sorted(made, key=lambda name: ":" in name)}.values()
     for wave in ([n for n in made if n in first], [n for n in made if n not in first]):
         with ThreadPoolExecutor(max(1, min(len(wave), fingerprint.usable_cores()))) as pool:
             for name, future in {name: pool.submit(made[name].compile) for name in wave}.items():

@@ -33,7 +33,7 @@ from jcuts.primitive.sharding import OtherPlacement, Placement, expected
 from jcuts.report import FunctionReport
 from jcuts.trace import jaxapi
 from jcuts.trace.capture import Capture, capture, function_name
-from jcuts.tune import session
+from jcuts.tune import autotuned, session
 
 log = logging.getLogger("jcuts")
 
@@ -274,7 +274,7 @@ class Optimized:
     def _settings_for(self, form: Form | None) -> Settings:
         return self.settings if form is None else dataclasses.replace(self.settings, form=form)
 
-    def _program(self, name: str, placement: Placement, platform: str) -> _Program:
+    def _program(self, name: str, placement: Placement, platform: str, more: dict[str, Any] | None = None) -> _Program:
         key = (name, placement)
         if key not in self._programs:
             inner = self._fn
@@ -289,6 +289,7 @@ class Optimized:
                 return inner(*args, **kwargs)
 
             options = forms.compiler_options(name, platform)
+            options = {**options, **(more or {})} if options else None
             jitted = self._jit(carrier, compiler_options=options) if options else self._jit(carrier)
             self._programs[key] = _Program(name, placement, Permitted(jitted, token, placement))
         return self._programs[key]
@@ -442,8 +443,9 @@ class Optimized:
 
     def _race(self, args: Any, kwargs: Any, placement: Placement, platform: str, names: Sequence[str],
               exact: forms.Exact) -> guard.Decision:
-        calls = {name: self._program(name, placement, platform).call for name in names}
         on_gpu = platform in forms.GPUS
+        more = autotuned.options() if on_gpu else {}
+        calls = {name: self._program(name, placement, platform, more).call for name in names}
         if on_gpu:
             forms.compile_ahead({name: functools.partial(call.lower, *args, **kwargs) for name, call in calls.items()})
         # Options can do more on a GPU than everything else: there no program does without them.

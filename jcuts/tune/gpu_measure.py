@@ -79,7 +79,7 @@ def measure(
         if chosen:
             device = driver.device()
             made = {label: gpu.GpuLauncher(kernel, device) for label, kernel in kernels.items()}
-            quick = gpu.screen(made, inputs, announce=announce)
+            quick = gpu.screen(made, inputs, announce=announce, there=bench.addresses())
             announce("")
             best = {label: min(samples.seconds) for label, samples in quick.items()}
             ranked = sorted(best, key=lambda label: best[label])

@@ -100,6 +100,17 @@ class Bench:
         self.runs: dict[str, Callable[[], object]] = {}
         self.compile_seconds = 0.0
 
+    def addresses(self) -> list[list[int]]:
+        """Where the operands of every execution lie."""
+        jax.block_until_ready((self.sets, self.shared))
+        found = []
+        for own in self.sets:
+            operands = list(self.shared)
+            for position, x in zip(self.layout.rotated, own, strict=True):
+                operands.insert(position, x)
+            found.append([x.unsafe_buffer_pointer() for x in operands])
+        return found
+
     def compiled(self, entries: Mapping[str, tuple[Callable[..., Any], dict[str, Any]]]) -> dict[str, Any]:
         """Compiles chains, all at once. Args: entries: label -> (function of the operands, XLA compiler options)."""
         if not entries:

@@ -30,7 +30,7 @@ from jcuts.tune.launch import Launcher, Schedule
 from jcuts.tune.noise import HOPELESS, Samples
 from jcuts.tune.problem import Candidate, Output, Problem, decode_bytes
 from jcuts.tune.shortage import is_memory
-from jcuts.tune.values import NORMAL, dtype_of, load, make_inputs
+from jcuts.tune.values import dtype_of, load, timing_inputs
 
 MOST_ACCEPTED = 4
 """Problems whose accepted results a process remembers."""
@@ -264,7 +264,7 @@ def _optioned(problem: Problem, request: dict[str, Any]) -> dict[str, tuple[Call
 def _input_sets(problem: Problem, folder: Path, request: dict[str, Any]) -> list[list[np.ndarray]]:
     """Those of the references; one of its own where candidates are timed before there are any."""
     known = int(request["sets"])
-    return [_inputs(problem, folder, n) for n in range(known)] or [make_inputs(problem, NORMAL, int(request["seed"]))]
+    return [_inputs(problem, folder, n) for n in range(known)] or [timing_inputs(problem)]
 
 
 def compile_ahead(request: dict[str, Any], _: Announce) -> dict[str, Any]:

@@ -260,7 +260,6 @@ class Session:
             "problem": str(job.file),
             "folder": str(job.folder),
             "sets": min(3, (job.kinds or []).count(NORMAL)),
-            "seed": self.seed,
             "mode": self.mode,
             "kernels": {label: str(job.kernels[label]) for label in order if label in job.kernels},
             "stablehlo": [label for label in order if label not in job.kernels],

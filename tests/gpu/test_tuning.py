@@ -8,7 +8,7 @@ import pytest
 
 import jcuts
 from jcuts.base import knobs
-from jcuts.tune.choice import UNCHECKED
+from jcuts.tune.choice import SCREENED, UNCHECKED
 from jcuts.tune.runner import Effort, tune
 from jcuts.tune.store import Store
 from jcuts.xla import gpus
@@ -45,7 +45,7 @@ def test_bad_candidates_cost_themselves_only(tmp_path):
     rejected = {r.label: r.error for r in choice.rejections}
     assert rejected["illegal"] == rejected["hangs"] == rejected["trap"] == "WorkerFailed", choice
     # Those that are wrong are found out before they win; who would not win is not looked at.
-    unchecked = {m.label for m in choice.measurements if m.method == UNCHECKED}
+    unchecked = {m.label for m in choice.measurements if m.method in (SCREENED, UNCHECKED)}
     for label in ("wrong", "beside", "clobbers"):
         assert rejected.get(label) == "AccuracyRejected" or label in unchecked, choice
     assert choice.winner in ("right", "xla") and set(choice.kernels) <= {"right"}

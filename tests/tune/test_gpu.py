@@ -10,7 +10,7 @@ import pytest
 from jcuts.base.errors import AccuracyRejected, NativeError, UsageError
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.codegen.cuda.image import SYMBOL, Image, Launch
-from jcuts.tune import driver, gpu, gpu_timing, operations, shortage
+from jcuts.tune import autotuned, driver, gpu, gpu_timing, operations, shortage, values
 from jcuts.tune.problem import Input, Output, Problem
 
 AVAL = ((64,), "float32")
@@ -112,6 +112,43 @@ def test_rotated_inputs_exceed_the_cache():
         np.testing.assert_array_equal(device.download(operands[0], 256).view(np.float32), X)
     rotation.free()
     assert not device.live
+
+
+def test_operands_that_are_there_are_not_copied():
+    device = NumpyDevice()
+    there = [[4096], [8192], [12288]]
+    rotation = gpu.Rotation(device, KERNEL, [X], 128, there)
+    assert [operands for operands, _ in rotation.sets] == [4096, 8192, 12288] and len(rotation.owned) == 4
+    rotation.free()
+    assert not device.live
+    bench = gpu_timing.Bench(lambda w, x: w @ x, [np.ones((64, 64), np.float32), np.ones((64, 2), np.float32)])
+    first, second = bench.addresses()[:2]
+    assert len(first) == 2 and first[0] != second[0] and first[1] == second[1]
+
+
+def test_values_that_are_only_timed_are_made_once():
+    spec = [Input((3, 5), "float32"), Input((values.PERIOD + 7,), "float32"), Input((4,), "int32", "integers 0..3")]
+    problem = Problem("i", tuple(spec), (Output((3, 5), "float32", 1, False),), space="s")
+    small, large, whole = values.timing_inputs(problem)
+    assert small.shape == (3, 5) and large.shape == (values.PERIOD + 7,) and whole.dtype == np.int32
+    np.testing.assert_array_equal(small.reshape(-1), large[:15])
+    np.testing.assert_array_equal(large[values.PERIOD :], large[:7])
+    assert set(whole) <= {0, 1, 2, 3} and abs(float(large.std()) - 1) < 0.01
+
+
+def test_only_one_process_adds_to_what_xla_has_timed(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", f"--a=1 --{autotuned.OPTION}=/users --b=2")
+    assert autotuned.flags(shared=False) == {"XLA_FLAGS": "--a=1 --b=2"}
+    assert autotuned.flags(shared=True) == {"XLA_FLAGS": f"--a=1 --b=2 --{autotuned.OPTION}={autotuned.folder()}"}
+    assert autotuned.options() == {}  # the user's own folder is used where there is one
+    monkeypatch.setenv("XLA_FLAGS", "--a=1")
+    assert autotuned.options() == {autotuned.OPTION: str(autotuned.folder())} and autotuned.folder().is_dir()
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", "/cache")
+    try:
+        assert autotuned.options() == {}
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
 
 
 def test_lost_contexts_are_told_from_refusals():

@@ -147,13 +147,17 @@ def test_candidates_that_are_checked_last_win_only_if_they_are_right():
     assert {"garbage", "abort", "segfault", "forever", "greedy"} <= set(reasons)
     wrong = {label for label, error in reasons.items() if error == "AccuracyRejected"}
     methods = {m.label: m.method for m in choice.measurements}
-    assert wrong and not wrong & set(methods)
+    assert not wrong & set(methods)
     # Whatever nobody looked at has a time that counts for nothing, and no kernel in the choice.
     unchecked = {label for label, method in methods.items() if method == UNCHECKED}
     assert {choice.winner} == set(choice.kernels) == set(methods) - unchecked - {"xla"}
     assert unchecked | wrong | {choice.winner} >= {"wrong", "nan", "slow"}
     kept = store.lookup(problem.digest)
     assert kept is not None and kept.measurements == choice.measurements and kept.winner in ("xla", choice.winner)
+    (choice,) = tune([objects.problem("wrong", "nan")], store, effort=effort, settings=Settings(mode="fusion")).values()
+    assert choice.uses_library and {r.label: r.error for r in choice.rejections} == dict.fromkeys(
+        ("wrong", "nan"), "AccuracyRejected"
+    )
     assert [p for p in Path(os.environ["TMPDIR"]).iterdir() if p.is_dir()] == []
 
 

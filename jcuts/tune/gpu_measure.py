@@ -10,7 +10,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,10 +36,10 @@ Function = Callable[..., Any]
 _ahead: dict[str, Any] = {}  # XLA's chains, by the problem's file
 
 
-def compile_ahead(problems: Mapping[str, tuple[Problem, Function]]) -> int:
+def compile_ahead(problems: Mapping[str, tuple[Problem, Function]], announce: Announce) -> int:
     """Compiles the chains of XLA's side on all cores.  One that fails is left to `measure`, where it fails again.
 
-    Args: problems: file of each -> it and XLA's function.
+    Args: problems: file of each -> it and XLA's function; announce: is told whenever one more is done.
     Returns: how many were compiled.
     """
     lowered = {}
@@ -50,8 +50,11 @@ def compile_ahead(problems: Mapping[str, tuple[Problem, Function]]) -> int:
         except Exception as error:
             print(f"{problem.name} is not lowered ahead: {error}", file=sys.stderr)
     with ThreadPoolExecutor(max(1, min(len(lowered), fingerprint.usable_cores()))) as pool:
-        made = {path: pool.submit(one.compile) for path, one in lowered.items()}
-    _ahead.update({path: future.result() for path, future in made.items() if future.exception() is None})
+        made = {pool.submit(one.compile): path for path, one in lowered.items()}
+        for future in as_completed(made):
+            announce("")
+            if future.exception() is None:
+                _ahead[made[future]] = future.result()
     return len(made)
 
 

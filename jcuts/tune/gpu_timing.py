@@ -25,7 +25,7 @@ from jcuts.xla import cuda
 CHAIN = 16  # most executions in a chain
 LEAST = 4
 SHARED = 4  # an operand of less than the largest one's size over this is the same in all executions
-LAUNCHES = 4  # whole chains per sample
+LAUNCHES, SAMPLE = 4, 1e-3  # most whole chains per sample, and what a sample takes at least where fewer do [s]
 COLD_BYTES = 192 << 20  # of rotated operands: three times the largest L2 cache there is
 MOST_BYTES = 8 << 30
 OPTIONS: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 1}
@@ -96,7 +96,7 @@ class Bench:
         first = tuple(jax.device_put(inputs[k]) for k in self.layout.rotated)
         self.sets = [first, *(tuple(x.copy() for x in first) for _ in range(self.layout.count - 1))]
         self.shared = tuple(jax.device_put(x) for k, x in enumerate(inputs) if k not in self.layout.rotated)
-        self.launches = -(-CHAIN * LAUNCHES // self.layout.count)
+        self.launches = 0  # of a chain in a sample: known once one has run
         self.runs: dict[str, Callable[[], object]] = {}
         self.compile_seconds = 0.0
 
@@ -136,6 +136,13 @@ class Bench:
             return jax.block_until_ready(out)
 
         self.runs[label] = run
+        if not self.launches:
+            self.launches = 1
+            run()
+            start = time.perf_counter()
+            run()
+            enough = math.ceil(SAMPLE / (time.perf_counter() - start))
+            self.launches = min(enough, -(-CHAIN * LAUNCHES // self.layout.count))
         run()
 
     def quick(self, label: str, times: int = 3) -> float:

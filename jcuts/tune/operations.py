@@ -267,12 +267,13 @@ def _input_sets(problem: Problem, folder: Path, request: dict[str, Any]) -> list
     return [_inputs(problem, folder, n) for n in range(known)] or [timing_inputs(problem)]
 
 
-def compile_ahead(request: dict[str, Any], _: Announce) -> dict[str, Any]:
+def compile_ahead(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     """Compiles XLA's side of several GPU problems, as `measure` runs it."""
     _jax()
     from jcuts.tune import gpu_measure
 
-    made = gpu_measure.compile_ahead({path: (_read_problem(path), _library(path)) for path in request["problems"]})
+    problems = {path: (_read_problem(path), _library(path)) for path in request["problems"]}
+    made = gpu_measure.compile_ahead(problems, announce)
     return {"programs": made}
 
 

@@ -8,7 +8,7 @@
 Every network runs in a process of its own, with its weights as arguments or closed over; all programs take turns.
 `step` waits for every call, `stream` only for the last of many.  Errors are against XLA at the highest precision.
 With `--proof` a second process, which finds the tuning database, shows what a warm start costs and what the CUDA
-graphs hold.  Tuning database and XLA's autotuning results stay in the output folder: a run that was cut goes on there.
+graphs hold.  The tuning database stays in the output folder: a run that was cut goes on there.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def measure(spec: str, out: Path, dry: bool, seconds: float) -> dict[str, Any]:
     from jcuts.tune import session
 
     logging.basicConfig(level=logging.WARNING)
-    logging.getLogger("jcuts.tune").setLevel(logging.INFO)  # what each reference and check took
+    logging.getLogger("jcuts").setLevel(logging.INFO)  # what each stage of tuning took
     platform = pretend(dry)
     option = next(iter(forms.options(platform)), "")
     fn, args = workload(spec, dry)
@@ -388,9 +388,7 @@ def label(spec: str) -> str:
 
 def child(what: str, spec: str, options: argparse.Namespace, limit: float) -> dict[str, Any]:
     """One network in a fresh process."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_per_fusion_autotune_cache_dir={options.out / 'autotune'}"
-    (options.out / "autotune").mkdir(exist_ok=True)
-    environment = {**os.environ, "JCUTS_CACHE_DIR": str(options.out / "cache"), "XLA_FLAGS": flags.strip(),
+    environment = {**os.environ, "JCUTS_CACHE_DIR": str(options.out / "cache"),
                    "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3",
                    **({"JAX_PLATFORMS": "cpu", "JCUTS_MAX_CANDIDATES": "1"} if options.dry else {})}  # fmt: skip
     command = [sys.executable, __file__, spec, "--out", str(options.out), "--child", what,

@@ -16,6 +16,7 @@ import contextlib
 import functools
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -131,33 +132,32 @@ def planned(closed: jaxapi.Closed, platform: str, plan: Callable[[Form | None], 
     compilation): left to XLA, with kernels for everything, and with kernels for all but dense products, since larger
     products are what these rules are for.
     """
-    plain: Form | None = None
-    rules = rewrite.applicable(simplify(inline(closed))) if platform in GPUS else ()
-    if "rounds" in rules and gpus.machine().capability != GROUPED:
-        rules = tuple(name for name in rules if name != "rounds")
-    folded = tuple(name for name in rules if name in OF_CONSTANTS)
     found: dict[Form | None, Any] = {}
     seen: set[str] = set()
-
-    def add(form: Form | None) -> None:
+    for form in worth_planning(closed, platform):
         outcome = plan(form)
         text = getattr(outcome.report, "source", "")  # equal programs are one candidate
         if outcome.closed is not closed and text not in seen:
             seen.add(text)
             found[form] = outcome
+    return found
 
-    add(Form(folded) if folded else plain)
+
+def worth_planning(closed: jaxapi.Closed, platform: str) -> list[Form | None]:
+    """The forms that `planned` looks at, in its order."""
+    rules = rewrite.applicable(simplify(inline(closed))) if platform in GPUS else ()
+    if "rounds" in rules and gpus.machine().capability != GROUPED:
+        rules = tuple(name for name in rules if name != "rounds")
+    folded = tuple(name for name in rules if name in OF_CONSTANTS)
+    found: list[Form | None] = [Form(folded) if folded else None]
     if platform in GPUS:
         every = [folded, *((*folded, name) for name in rules if name not in (*folded, *WITH_ALL))]
         for rewrites in every:
-            for regions in ("all", "anchored", "none"):
-                if rewrites or regions == "anchored":
-                    add(Form(rewrites, regions))
-        add(Form(every[-1], "absorbing"))
+            found += [Form(rewrites, r) for r in ("all", "anchored", "none") if rewrites or r == "anchored"]
+        found.append(Form(every[-1], "absorbing"))
         if set(rules) & set(WITH_ALL):
-            for regions in ("none", "all", "absorbing"):
-                add(Form(rules, regions))
-    return found
+            found += [Form(rules, regions) for regions in ("none", "all", "absorbing")]
+    return list(dict.fromkeys(found))
 
 
 def programs(forms: Sequence[Form | None], extra: Sequence[str]) -> list[str]:
@@ -181,16 +181,21 @@ def compile_ahead(lowered: Mapping[str, Callable[[], Any]]) -> None:
     that is dealt with.
     """
     made = {}
+    start = time.perf_counter()
     for name, lower in lowered.items():
         with contextlib.suppress(Exception):
             made[name] = lower()
-    first = {_arithmetic(name): name for name in reversed(made)}.values()
+    begin = time.perf_counter()
+    # Plain XLA comes after another: programs with options may know algorithms already (`tune.autotuned`).
+    first = {_arithmetic(name): name for name in sorted(made, key=lambda name: ":" in name)}.values()
     for wave in ([n for n in made if n in first], [n for n in made if n not in first]):
         with ThreadPoolExecutor(max(1, min(len(wave), fingerprint.usable_cores()))) as pool:
             for name, future in {name: pool.submit(made[name].compile) for name in wave}.items():
                 if (error := future.exception()) is not None:
                     text = str(error).splitlines()[0] if str(error) else type(error).__name__
                     log.info("program %s does not compile: %s", name, text)
+    spent = time.perf_counter() - begin
+    log.info("%d programs lowered in %.2f s, compiled in %.2f s", len(made), begin - start, spent)
 
 
 def _arithmetic(name: str) -> tuple[str, ...]:
@@ -236,8 +241,10 @@ class Exact:
     def reference(self) -> list[np.ndarray] | None:
         """The float64 results, None where they cannot be had."""
         if self._reference is None and not self._failure:
+            start = time.perf_counter()
             try:
                 self._reference = self._run()
+                log.info("the program in float64: %.2f s", time.perf_counter() - start)
             except Exception as error:  # memory, a primitive without a float64 form: then no rewrite is trusted
                 self._failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return self._reference

@@ -33,7 +33,7 @@ from jcuts.primitive.sharding import OtherPlacement, Placement, expected
 from jcuts.report import FunctionReport
 from jcuts.trace import jaxapi
 from jcuts.trace.capture import Capture, capture, function_name
-from jcuts.tune import session
+from jcuts.tune import autotuned, session
 
 log = logging.getLogger("jcuts")
 
@@ -274,7 +274,7 @@ class Optimized:
     def _settings_for(self, form: Form | None) -> Settings:
         return self.settings if form is None else dataclasses.replace(self.settings, form=form)
 
-    def _program(self, name: str, placement: Placement, platform: str) -> _Program:
+    def _program(self, name: str, placement: Placement, platform: str, more: dict[str, Any] | None = None) -> _Program:
         key = (name, placement)
         if key not in self._programs:
             inner = self._fn
@@ -289,6 +289,7 @@ class Optimized:
                 return inner(*args, **kwargs)
 
             options = forms.compiler_options(name, platform)
+            options = {**options, **(more or {})} if options else None
             jitted = self._jit(carrier, compiler_options=options) if options else self._jit(carrier)
             self._programs[key] = _Program(name, placement, Permitted(jitted, token, placement))
         return self._programs[key]
@@ -392,12 +393,13 @@ class Optimized:
         stored = self._stored(key, platform, uses_jcuts)
         if stored is not None and not force and (stored.is_final or key in _decided_here):
             return stored
-        names = forms.programs(racing, forms.options(platform))
+        names, start = forms.programs(racing, forms.options(platform)), time.perf_counter()
         again = stored if not force else None
         exact = forms.Exact(closed, leaves, self.settings.tolerance, platform)
         decision = self._race(args, kwargs, placement, platform, again.open_between(names) if again else names, exact)
         if again is not None:
             decision = dataclasses.replace(decision, tries=again.tries + 1)
+        log.info("%d whole programs compared in %.2f s", len(names), time.perf_counter() - start)
         _decided_here.add(key)
         self._guard_store().put_guard(key, decision.to_dict())
         return decision
@@ -412,6 +414,11 @@ class Optimized:
             return outcomes[-1]
 
         with session.workshop():
+            with session.gathering():  # these have all problems of the others
+                for form in forms.worth_planning(closed, platform):
+                    if form is None or form.regions in ("all", "absorbing"):
+                        of_form(form)
+            outcomes.clear()
             return list(forms.planned(closed, platform, of_form)), outcomes
 
     def _not_timed(self, closed: jaxapi.Closed, leaves: Sequence[Any]) -> str | None:
@@ -436,8 +443,9 @@ class Optimized:
 
     def _race(self, args: Any, kwargs: Any, placement: Placement, platform: str, names: Sequence[str],
               exact: forms.Exact) -> guard.Decision:
-        calls = {name: self._program(name, placement, platform).call for name in names}
         on_gpu = platform in forms.GPUS
+        more = autotuned.options() if on_gpu else {}
+        calls = {name: self._program(name, placement, platform, more).call for name in names}
         if on_gpu:
             forms.compile_ahead({name: functools.partial(call.lower, *args, **kwargs) for name, call in calls.items()})
         # Options can do more on a GPU than everything else: there no program does without them.

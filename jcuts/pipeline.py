@@ -38,6 +38,7 @@ from jcuts.trace.inline import inline
 from jcuts.trace.rewrite import Rewritten, rewritten
 from jcuts.trace.simplify import simplify
 from jcuts.trace.source import as_source
+from jcuts.tune.choice import LIBRARY, SCREENED
 from jcuts.xla import gpus, native
 from jcuts.xla.kernels import kernel_for, source_text
 from jcuts.xla.rebuild import in_order, kernel_eqns
@@ -331,9 +332,9 @@ def _lost(subset: Subset) -> tuple[float | None, str]:
     assert choice is not None  # the caller looked
     if choice.is_postponed:
         return None, choice.rejections[0].message
-    kernels = [m for m in choice.measurements if m.label in choice.kernels]
-    met = [m for m in kernels if m.method != "screen"] or kernels
-    xla = choice.seconds("xla")
+    kernels = [m for m in choice.measurements if m.label != LIBRARY]
+    met = [m for m in kernels if m.method != SCREENED] or kernels
+    xla = choice.seconds(LIBRARY)
     if met and xla is not None:
         best = min(met, key=lambda m: m.seconds)
         gain = xla / best.seconds

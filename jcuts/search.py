@@ -79,6 +79,7 @@ def _select(top: Level, settings: Settings, may_measure: bool, platform: str) ->
         session.choose(subsets, settings, may_measure=may_measure, shares=_shares(stored))
         return Summary("stored")
     add_candidates(_subsets(levels), platform)
+    shares = None
     if platform != "cpu":
         regions = settings.form.regions if settings.form is not None else "all"
         for level in levels:
@@ -92,11 +93,14 @@ def _select(top: Level, settings: Settings, may_measure: bool, platform: str) ->
             for level in levels:
                 level.use(absorbed(level.graph, [(s.members, s.program) for s in level.subsets], has_form))
             add_candidates(_subsets(levels), platform)
+        # Before any are left: the forms that leave some share the problems, and so the times, of those that do not.
+        shares = session.shares_of([s for s in _subsets(levels) if s.ranked], on_gpu=True)
         _leave_on_gpu(levels, regions, measured=settings.tune != "off")
     subsets = _subsets(levels)
     device = "" if platform == "cpu" else gpus.this().identity()
-    shares = session.choose(subsets, settings, may_measure=may_measure, device=device)
-    if not searching or settings.tune != "auto" or not may_measure or not subsets or _postponed(subsets):
+    shares = session.choose(subsets, settings, may_measure=may_measure, shares=shares, device=device)
+    unknown = session.is_gathering() or _postponed(subsets)
+    if not searching or settings.tune != "auto" or not may_measure or not subsets or unknown:
         return Summary("greedy")
     return _search(levels, settings, shares, key)
 

@@ -121,6 +121,16 @@ def test_siblings_race_beside_all_other_rewrites_only():
     assert products == ["plain/anchored", "plain/absorbing", "siblings/none", "siblings", "siblings/absorbing"]
 
 
+def test_weights_are_rounded_in_every_form_where_there_are_warp_groups(monkeypatch):
+    w = values(256, 128)
+    closed = jaxapi.closed_jaxpr_of(lambda x: x @ w, values(4096, 256))
+    for capability, wanted in (((9, 0), ["rounds", "rounds/anchored", "rounds/none", "rounds/absorbing"]),
+                               ((8, 0), ["None", "plain/anchored", "plain/absorbing"])):  # fmt: skip
+        machine = types.SimpleNamespace(capability=capability)
+        monkeypatch.setattr(forms.gpus, "machine", lambda machine=machine: machine)
+        assert [str(form) for form in forms.worth_planning(closed, "cuda")] == wanted
+
+
 def test_options_that_a_version_does_not_know_are_left_out(monkeypatch):
     monkeypatch.setattr(forms, "GPUS", ("cpu",))
     forms._accepts.cache_clear()

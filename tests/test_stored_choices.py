@@ -34,7 +34,7 @@ def store(monkeypatch):
     monkeypatch.setattr(session, "_store", store)
     monkeypatch.setattr(session, "with_exports", lambda problem, closed, platform: problem)
 
-    def measure(problems, store, effort, prepare, progress, force):
+    def measure(problems, asked, prepare):
         for problem in problems:
             full = prepare(problem)
             labels = ["xla", *(c.label for c in full.candidates)]
@@ -44,7 +44,7 @@ def store(monkeypatch):
             choice = select(full, choice, "mixed")
             programs = {c.label: c.payload for c in full.candidates if c.label == choice.winner}
             choice = Choice.from_json({**choice.to_json(), "programs": programs})
-            store.put(choice)
+            asked.store.put(choice)
             yield full, choice
 
     monkeypatch.setattr(runner, "_measure_all", measure)

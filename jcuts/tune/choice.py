@@ -16,6 +16,10 @@ POSTPONED = "Postponed"
 """Error name of a rejection that stands for a wait in vain: nothing is known about the subset yet."""
 
 ORIGINS = ("measured", "estimated", "library")
+SCREENED = "screen"
+"""Method of a time from the quick screening alone."""
+UNCHECKED = "unchecked"
+"""Method of a time of a candidate that could not win, so that nobody looked whether it is right."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,8 @@ class Measurement:
         seconds: median [s].
         low, high: first and third quartile [s].
         runs: number of timed samples.
-        method: how it was timed (``loop`` and ``call`` go through a jitted JAX callable, ``direct`` does not).
+        method: how it was timed (``loop``, ``call`` and ``chain`` go through a jitted JAX callable, ``direct`` does
+            not; `SCREENED` and `UNCHECKED` are for reports only).
         bound_seconds: lower bound of the estimator [s], 0 where unknown.
         pul: estimator's upper bound on the share of peak, 0 where unknown.
     """
@@ -40,6 +45,11 @@ class Measurement:
     method: str
     bound_seconds: float = 0.0
     pul: float = 0.0
+
+    @property
+    def is_contest(self) -> bool:
+        """Whether it may decide who wins."""
+        return self.method not in (SCREENED, UNCHECKED)
 
     @property
     def spread(self) -> float:
@@ -113,6 +123,11 @@ class Choice:
     def seconds(self, label: str) -> float | None:
         """Measured time of a candidate [s], None if it was not measured."""
         return next((m.seconds for m in self.measurements if m.label == label), None)
+
+    def is_enough(self, mode: str) -> bool:
+        """Whether a mode can choose by it: those that want a kernel need one that was checked, if there is any."""
+        ours = [m for m in self.measurements if m.label != LIBRARY]
+        return mode == "mixed" or not ours or any(m.is_contest for m in ours)
 
     @property
     def speedup(self) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -127,30 +127,38 @@ class GpuLauncher:
 class Rotation:
     """Several sets of operands and results of one problem, together larger than the L2 cache.
 
-    Args: kernel: any kernel of the problem (all have its operands and results); inputs: one set of operands.
+    Args:
+        kernel: any kernel of the problem (all have its operands and results).
+        inputs: one set of operands.
+        scratch: bytes that one launch needs.
+        there: addresses of sets of operands that are on the device already, instead of copies of ``inputs``.
     """
 
-    def __init__(self, device: Device, kernel: CompiledKernel, inputs: Sequence[np.ndarray], scratch: int) -> None:
+    def __init__(
+        self, device: Device, kernel: CompiledKernel, inputs: Sequence[np.ndarray], scratch: int,
+        there: Sequence[Sequence[int]] = (),
+    ) -> None:  # fmt: skip
         self.device = device
+        known = len(inputs)
         sizes = [x.nbytes for x in inputs] + [_bytes(shape, dtype) for shape, dtype in kernel.outputs]
-        one = sum(-(-size // 256) * 256 for size in sizes) or 256
-        wanted = min(CHAIN, max(2, int(COLD * device.l2_bytes // one) + 1))
+        one = sum(-(-size // 256) * 256 for size in sizes[known if there else 0 :]) or 256
+        wanted = len(there) or min(CHAIN, max(2, int(COLD * device.l2_bytes // one) + 1))
         self.sets: list[list[int]] = []
         self.owned: list[int] = []
         room = SHARE * device.free_bytes()
         count = min(wanted, int(room // one))
         if count < 1:
             raise WorkerFailed(
-                f"{one} bytes of operands and results do not fit into the {int(room)} free ones", reason="memory"
+                f"{one} bytes of operands or results do not fit into the {int(room)} free ones", reason="memory"
             )
-        for _ in range(count):
-            addresses = []
-            for number, size in enumerate(sizes):
+        for position in range(count):
+            addresses = list(there[position]) if there else []
+            for number, size in list(enumerate(sizes))[len(addresses) :]:
                 addresses.append(device.allocate(size))
                 self.owned.append(addresses[-1])
-                if number < len(inputs) and self.sets:
+                if number < known and self.sets:
                     device.copy(addresses[-1], self.sets[0][number], size)
-                elif number < len(inputs):
+                elif number < known:
                     device.upload(addresses[-1], inputs[number])
             self.sets.append(addresses)
         self.scratch = device.allocate(max(1, scratch))
@@ -162,9 +170,13 @@ class Rotation:
             self.device.release(address)
 
 
-def screen(launchers: dict[str, GpuLauncher], inputs: Sequence[np.ndarray], *, rounds: int = 7) -> dict[str, Samples]:
+def screen(
+    launchers: dict[str, GpuLauncher], inputs: Sequence[np.ndarray], *, rounds: int = 7,
+    announce: Callable[[str], None] = lambda _: None, there: Sequence[Sequence[int]] = (),
+) -> dict[str, Samples]:  # fmt: skip
     """Times of kernels by CUDA events: graphs of `CHAIN` executions on rotated inputs, kernels taking turns.
 
+    Args: announce: is told which kernel runs next; there: as of `Rotation`.
     Returns: label -> samples [s per execution].
     """
     if not launchers:
@@ -172,11 +184,12 @@ def screen(launchers: dict[str, GpuLauncher], inputs: Sequence[np.ndarray], *, r
     first = next(iter(launchers.values()))
     device = first.device
     most = max(launcher.kernel.scratch_bytes for launcher in launchers.values())
-    rotation = Rotation(device, first.kernel, inputs, most)
+    rotation = Rotation(device, first.kernel, inputs, most, there)
     graphs = {}
     times: dict[str, list[float]] = {label: [] for label in launchers}
     try:
         for label, launcher in launchers.items():
+            announce(label)
             launcher.launch(rotation.sets[0], rotation.scratch)  # loads the code: not while capturing
             device.synchronize()
 
@@ -188,6 +201,7 @@ def screen(launchers: dict[str, GpuLauncher], inputs: Sequence[np.ndarray], *, r
             graphs[label].seconds()
         for _ in range(rounds):
             for label, graph in graphs.items():
+                announce(label)
                 times[label].append(graph.seconds() / CHAIN)
     finally:
         for graph in graphs.values():
@@ -205,3 +219,8 @@ def lost(error: NativeError) -> bool:
     """Whether the process must end after this error: its context is beyond repair."""
     text = error.message
     return any(name in text for name in _LOST)
+
+
+def tells_of_loss(text: str) -> bool:
+    """The same of what XLA says about the driver."""
+    return any(f"CUDA_ERROR_{name}" in text for name in _LOST)

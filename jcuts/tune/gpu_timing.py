@@ -8,22 +8,24 @@ Both kinds of candidate take the same path.
 from __future__ import annotations
 
 import functools
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
 
-from jcuts.tune.noise import Samples, race
+from jcuts.tune.noise import Samples, interleave, race
 from jcuts.xla import cuda
 
 CHAIN = 16  # most executions in a chain
 LEAST = 4
 SHARED = 4  # an operand of less than the largest one's size over this is the same in all executions
-LAUNCHES = 4  # whole chains per sample
+LAUNCHES, SAMPLE = 4, 1e-3  # most whole chains per sample, and what a sample takes at least where fewer do [s]
 COLD_BYTES = 192 << 20  # of rotated operands: three times the largest L2 cache there is
 MOST_BYTES = 8 << 30
 OPTIONS: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 1}
@@ -55,59 +57,120 @@ def chained(function: Callable[..., Any], rotated: Sequence[int]) -> Callable[..
     return run
 
 
-def _sets(function: Callable[..., Any], inputs: Sequence[np.ndarray]) -> tuple[list[int], list[Any], tuple[Any, ...]]:
-    """Which operands differ between executions, their copies for every execution, and the others.
+@dataclass(frozen=True)
+class Layout:
+    """Which operands differ between the executions of a chain, and how many executions there are."""
+
+    rotated: tuple[int, ...]
+    count: int
+
+
+def layout(function: Callable[..., Any], operands: Sequence[Any]) -> Layout:
+    """The chain of a function of operands of these shapes and dtypes.
 
     Only large operands are copied: the fewer arguments a program has, the sooner it is launched.
     """
-    largest = max((x.nbytes for x in inputs), default=0)
-    rotated = [k for k, x in enumerate(inputs) if SHARED * x.nbytes >= largest]
-    one = max(1, sum(inputs[k].nbytes for k in rotated))
-    made = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(function, *inputs)))
-    count = max(1, min(CHAIN, max(LEAST, COLD_BYTES // one + 1), MOST_BYTES // (one + made)))
-    first = tuple(jax.device_put(inputs[k]) for k in rotated)
-    sets = [first, *(tuple(x.copy() for x in first) for _ in range(count - 1))]
-    return rotated, sets, tuple(jax.device_put(x) for k, x in enumerate(inputs) if k not in rotated)
+    sizes = [math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in operands]
+    rotated = tuple(k for k, size in enumerate(sizes) if SHARED * size >= max(sizes))
+    one = max(1, sum(sizes[k] for k in rotated))
+    made = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(function, *operands)))
+    return Layout(rotated, max(1, min(CHAIN, max(LEAST, COLD_BYTES // one + 1), MOST_BYTES // (one + made))))
+
+
+def lowered(function: Callable[..., Any], shape: Layout, operands: Sequence[Any], options: dict[str, Any]) -> Any:
+    """The chain as a `jax.stages.Lowered`. Args: operands: arrays, or their shapes and dtypes."""
+    own = tuple(operands[k] for k in shape.rotated)
+    shared = tuple(x for k, x in enumerate(operands) if k not in shape.rotated)
+    program = jax.jit(chained(function, shape.rotated), compiler_options={**OPTIONS, **options})
+    return program.lower([own] * shape.count, shared)
+
+
+class Bench:
+    """Chains of one problem on the default device, with operands of their own for every execution.
+
+    Args: function: any of the problem's (all have its operands and results); inputs: one set of operands.
+    """
+
+    def __init__(self, function: Callable[..., Any], inputs: Sequence[np.ndarray]) -> None:
+        self.inputs, self.layout = inputs, layout(function, inputs)
+        first = tuple(jax.device_put(inputs[k]) for k in self.layout.rotated)
+        self.sets = [first, *(tuple(x.copy() for x in first) for _ in range(self.layout.count - 1))]
+        self.shared = tuple(jax.device_put(x) for k, x in enumerate(inputs) if k not in self.layout.rotated)
+        self.launches = 0  # of a chain in a sample: known once one has run
+        self.runs: dict[str, Callable[[], object]] = {}
+        self.compile_seconds = 0.0
+
+    def addresses(self) -> list[list[int]]:
+        """Where the operands of every execution lie."""
+        jax.block_until_ready((self.sets, self.shared))
+        found = []
+        for own in self.sets:
+            operands = list(self.shared)
+            for position, x in zip(self.layout.rotated, own, strict=True):
+                operands.insert(position, x)
+            found.append([x.unsafe_buffer_pointer() for x in operands])
+        return found
+
+    def compiled(self, entries: Mapping[str, tuple[Callable[..., Any], dict[str, Any]]]) -> dict[str, Any]:
+        """Compiles chains, all at once. Args: entries: label -> (function of the operands, XLA compiler options)."""
+        if not entries:
+            return {}
+        start = time.perf_counter()
+        made = {
+            label: lowered(function, self.layout, self.inputs, options)
+            for label, (function, options) in entries.items()
+        }
+        # Compiling takes longer than measuring; it runs none of the kernels.
+        with ThreadPoolExecutor(len(made)) as pool:
+            found = dict(zip(made, pool.map(lambda one: one.compile(), made.values()), strict=True))
+        self.compile_seconds += time.perf_counter() - start
+        return found
+
+    def add(self, label: str, program: Any) -> None:
+        """Takes a compiled chain into the race, and runs it once."""
+
+        def run() -> object:
+            out = None
+            for _ in range(self.launches):
+                out = program(self.sets, self.shared)
+            return jax.block_until_ready(out)
+
+        self.runs[label] = run
+        if not self.launches:
+            self.launches = 1
+            run()
+            start = time.perf_counter()
+            run()
+            enough = math.ceil(SAMPLE / (time.perf_counter() - start))
+            self.launches = min(enough, -(-CHAIN * LAUNCHES // self.layout.count))
+        run()
+
+    def quick(self, label: str, times: int = 3) -> float:
+        """The shortest time of an execution in a few runs [s]."""
+        found = interleave({label: self.runs[label]}, seconds=0.0, least=times, most=times)[label]
+        return min(found.seconds) / (self.layout.count * self.launches)
+
+    def race(self, seconds: float) -> dict[str, Samples]:
+        """Samples of all [s per execution], taking turns. Args: seconds: most wall time for the samples of one."""
+        return race(self.runs, seconds=seconds, inner=dict.fromkeys(self.runs, self.layout.count * self.launches))
 
 
 def compare(
-    entries: dict[str, tuple[Callable[..., Any], dict[str, Any]]], inputs: Sequence[np.ndarray], *, seconds: float,
+    entries: Mapping[str, tuple[Callable[..., Any], dict[str, Any]]], inputs: Sequence[np.ndarray], *, seconds: float,
     announce: Callable[[str], None],
 ) -> tuple[str, dict[str, Samples], float]:  # fmt: skip
-    """Interleaved times of traceable functions on the default device.
+    """Interleaved times of traceable functions.
 
     Args: entries: label -> (function of the operands, XLA compiler options); inputs: one set of operands; seconds: most
         wall time for the samples of one; announce: is told which label runs next.
     Returns: the method, samples [s per execution] of every label, and what compiling took [s].
     """
-    rotated, sets, shared = _sets(next(iter(entries.values()))[0], inputs)
-    start = time.perf_counter()
-    launches = -(-CHAIN * LAUNCHES // len(sets))
-    lowered = {
-        label: jax.jit(chained(function, rotated), compiler_options={**OPTIONS, **options}).lower(sets, shared)
-        for label, (function, options) in entries.items()
-    }
-    # Compiling takes longer than measuring; it runs none of the kernels.
-    with ThreadPoolExecutor(len(lowered)) as pool:
-        compiled = dict(zip(lowered, pool.map(lambda one: one.compile(), lowered.values()), strict=True))
-    spent = time.perf_counter() - start
-    runs: dict[str, Callable[[], object]] = {}
-    for label, program in compiled.items():
+    bench = Bench(next(iter(entries.values()))[0], inputs)
+    for label, program in bench.compiled(entries).items():
         announce(label)
-        runs[label] = _sample(program, (sets, shared), launches)
-        runs[label]()
+        bench.add(label, program)
     announce("")
-    return "chain", race(runs, seconds=seconds, inner=dict.fromkeys(runs, len(sets) * launches)), spent
-
-
-def _sample(compiled: Any, operands: tuple[Any, ...], launches: int) -> Callable[[], object]:
-    def run() -> object:
-        out = None
-        for _ in range(launches):
-            out = compiled(*operands)
-        return jax.block_until_ready(out)
-
-    return run
+    return "chain", bench.race(seconds), bench.compile_seconds
 
 
 @functools.cache

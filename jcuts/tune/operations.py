@@ -23,17 +23,14 @@ from jcuts.codegen.artifact import CompiledKernel
 from jcuts.codegen.cuda.image import is_image
 from jcuts.tune import sample
 from jcuts.tune.check import Accuracy, Expected, check_output
-from jcuts.tune.choice import LIBRARY
+from jcuts.tune.choice import LIBRARY, SCREENED
 from jcuts.tune.convolve import convolve, convolve_xla
 from jcuts.tune.kernelfile import read_kernel, write_kernel
 from jcuts.tune.launch import Launcher, Schedule
-from jcuts.tune.noise import Samples
+from jcuts.tune.noise import HOPELESS, Samples
 from jcuts.tune.problem import Candidate, Output, Problem, decode_bytes
 from jcuts.tune.shortage import is_memory
-from jcuts.tune.values import dtype_of, load
-
-HOPELESS = 2.0
-"""A kernel this many times slower than the fastest in the quick screening is not timed against XLA."""
+from jcuts.tune.values import dtype_of, load, timing_inputs
 
 MOST_ACCEPTED = 4
 """Problems whose accepted results a process remembers."""
@@ -188,16 +185,17 @@ def _bits(array: np.ndarray) -> np.ndarray:
 
 def measure(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     """Times XLA and the candidates that passed: all kernels quickly, then the best few against XLA, interleaved."""
-    jax = _jax()
+    _jax()
     from jcuts.base.errors import NativeError
     from jcuts.tune import timing
 
     problem, folder = _problem(request), Path(request["folder"])
     if problem.device:
-        return _measure_on_gpu(jax, problem, folder, request, announce)
-    input_sets = [_inputs(problem, folder, n) for n in range(int(request["sets"]))]
+        return _measure_on_gpu(problem, folder, request, announce)
+    input_sets = _input_sets(problem, folder, request)
     launchers: dict[str, Launcher] = {}
     for label, path in request["kernels"].items():
+        announce(label)
         launchers[label] = Launcher(read_kernel(Path(path)))
     answers: list[dict[str, Any]] = []
     budget = float(request["seconds"])
@@ -209,7 +207,7 @@ def measure(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
         ranked = sorted(best, key=lambda label: best[label])
         limit = HOPELESS * best[ranked[0]]
         finalists = [label for label in ranked[: int(request["finalists"])] if best[label] <= limit]
-        answers += [_answer(label, quick[label], "screen") for label in quick if label not in finalists]
+        answers += [_answer(label, quick[label], SCREENED) for label in quick if label not in finalists]
     entries: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {LIBRARY: (_library(request["problem"]), {})}
     direct: list[str] = []
     for label in finalists:
@@ -217,10 +215,7 @@ def measure(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
             entries[label] = (timing.as_function(launchers[label].kernel), {})
         except NativeError:
             direct.append(label)
-    for label in request["stablehlo"]:
-        data = json.loads(problem.candidate(label).payload)
-        artifact = jax.export.deserialize(bytearray(decode_bytes(data["artifact"]) or b""))
-        entries[label] = (artifact.call, data["compiler_options"])
+    entries |= _optioned(problem, request)
     method, samples = timing.compare(
         entries,
         input_sets,
@@ -236,39 +231,50 @@ def measure(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     return {"measurements": answers, "overhead": timing.dispatch_overhead()}
 
 
-def _measure_on_gpu(
-    jax: Any, problem: Problem, folder: Path, request: dict[str, Any], announce: Announce
-) -> dict[str, Any]:
-    """The same on a GPU: kernels by CUDA events, the best few against XLA in chains."""
-    from jcuts.tune import driver, gpu, gpu_timing
-    from jcuts.xla.call import call_kernel
+def _measure_on_gpu(problem: Problem, folder: Path, request: dict[str, Any], announce: Announce) -> dict[str, Any]:
+    """The same on a GPU."""
+    from jcuts.tune import gpu_measure, gpu_timing
 
-    inputs = _inputs(problem, folder, 0)
-    kernels = {label: read_kernel(Path(path)) for label, path in request["kernels"].items()}
-    library = _library(request["problem"])
-    jax.block_until_ready(jax.device_put(inputs))  # the primary context is XLA's before it is ours
-    answers: list[dict[str, Any]] = []
-    finalists = list(kernels)
-    if len(finalists) > 1:
-        announce(finalists[0])
-        device = driver.device()
-        quick = gpu.screen({label: gpu.GpuLauncher(kernel, device) for label, kernel in kernels.items()}, inputs)
-        best = {label: min(samples.seconds) for label, samples in quick.items()}
-        ranked = sorted(best, key=lambda label: best[label])
-        limit = HOPELESS * best[ranked[0]]
-        finalists = [label for label in ranked[: int(request["finalists"])] if best[label] <= limit]
-        answers += [_answer(label, quick[label], "screen") for label in quick if label not in finalists]
-    entries: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {LIBRARY: (library, {})}
-    for label in finalists:
-        entries[label] = (functools.partial(call_kernel, kernels[label]), {})
+    found, spent = gpu_measure.measure(
+        request["problem"],
+        _library(request["problem"]),
+        _input_sets(problem, folder, request)[0],
+        {label: read_kernel(Path(path)) for label, path in request["kernels"].items()},
+        _optioned(problem, request),
+        seconds=float(request["seconds"]),
+        finalists=int(request["finalists"]),
+        mixed=request["mode"] == "mixed",
+        announce=announce,
+    )
+    answers = [_answer(label, samples, method) for label, (method, samples) in found.items()]
+    return {"measurements": answers, "overhead": gpu_timing.overhead(), "compile_seconds": spent}
+
+
+def _optioned(problem: Problem, request: dict[str, Any]) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
+    """XLA's program with compiler options, for every candidate that is one."""
+    jax = _jax()
+    found = {}
     for label in request["stablehlo"]:
         data = json.loads(problem.candidate(label).payload)
         artifact = jax.export.deserialize(bytearray(decode_bytes(data["artifact"]) or b""))
-        entries[label] = (artifact.call, data["compiler_options"])
-    budget = float(request["seconds"])
-    method, samples, spent = gpu_timing.compare(entries, inputs, seconds=budget, announce=announce)
-    answers += [_answer(label, s, method) for label, s in samples.items()]
-    return {"measurements": answers, "overhead": gpu_timing.overhead(), "compile_seconds": spent}
+        found[label] = (artifact.call, data["compiler_options"])
+    return found
+
+
+def _input_sets(problem: Problem, folder: Path, request: dict[str, Any]) -> list[list[np.ndarray]]:
+    """Those of the references; one of its own where candidates are timed before there are any."""
+    known = int(request["sets"])
+    return [_inputs(problem, folder, n) for n in range(known)] or [timing_inputs(problem)]
+
+
+def compile_ahead(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
+    """Compiles XLA's side of several GPU problems, as `measure` runs it."""
+    _jax()
+    from jcuts.tune import gpu_measure
+
+    problems = {path: (_read_problem(path), _library(path)) for path in request["problems"]}
+    made = gpu_measure.compile_ahead(problems, announce)
+    return {"programs": made}
 
 
 REQUESTS: dict[str, Callable[[dict[str, Any], Announce], dict[str, Any]]] = {
@@ -276,6 +282,7 @@ REQUESTS: dict[str, Callable[[dict[str, Any], Announce], dict[str, Any]]] = {
     "compile": compile_,
     "reference": reference,
     "check": check,
+    "compile_ahead": compile_ahead,
     "measure": measure,
     "convolve": convolve,
     "convolve_xla": convolve_xla,

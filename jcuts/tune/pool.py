@@ -320,7 +320,7 @@ class Pool:
                 worker.running = str(answer.get("label", ""))
                 continue
             worker.task, worker.deadline = None, float("inf")
-            task.done(answer if answer.get("ok") else _error(answer))
+            task.done(answer if answer.get("ok") else _error(answer, worker.running))
 
     def _fail(self, worker: Worker, what: str, **values: object) -> None:
         task = worker.task
@@ -357,10 +357,10 @@ def _status(code: int) -> str:
     return f"signal {-code}"
 
 
-def _error(answer: Answer) -> CandidateRejected:
+def _error(answer: Answer, running: str) -> CandidateRejected:
     kind = getattr(errors, str(answer.get("error")), WorkerFailed)
     if not (isinstance(kind, type) and issubclass(kind, CandidateRejected)):
         kind = WorkerFailed
     values = answer.get("values")
     safe = {k: v for k, v in (values if isinstance(values, dict) else {}).items() if k not in ("message", "values")}
-    return kind(str(answer.get("message", "no reason given")), **safe)
+    return kind(str(answer.get("message", "no reason given")), **{"running": running, **safe})

@@ -19,6 +19,8 @@ from jcuts.tune.values import dtype_of, flushed, make_inputs, save, seed_kinds
 
 NOISE_RUNS = 6
 """Runs with simulated rounding, of `NOISE_ULP`: XLA's own transcendental functions stay within a few ulp."""
+LEAN: dict[str, Any] = {"xla_gpu_autotune_level": 0}
+"""Compiler options on a GPU: these programs run a few times, and several processes time nothing side by side."""
 TRUST_ULP = 1.0
 """Simulated rounding of a float64 operation, where it stands for XLA's own error (see `tune.check`)."""
 
@@ -36,6 +38,8 @@ def make(jax: Any, problem: Problem, library: Callable[..., Any], folder: Path, 
     Returns: the kinds of the sets (see `tune.values`).
     """
     wide = _wide(jax, problem)
+    if problem.device:  # on a CPU what is compiled here serves measuring too
+        library = jax.jit(library, compiler_options=LEAN)
     seen = [sample.positions(problem, o) for o in problem.outputs]
     look = functools.partial(leaves, jax, seen=[None if s is None else jax.device_put(s) for s in seen])
     kinds = seed_kinds(problem)
@@ -95,8 +99,11 @@ def _wide(jax: Any, problem: Problem) -> Callable[..., Any]:
     if problem.device and all(
         dtype_of(i.dtype).itemsize > 1 or dtype_of(i.dtype).kind in "biu" for i in problem.inputs
     ):
-        return jax.jit(lambda seed, noise, *xs: call(seed, noise, *[x.astype(widened_dtype(x.dtype)) for x in xs]))
-    inner = jax.jit(call)
+        return jax.jit(
+            lambda seed, noise, *xs: call(seed, noise, *[x.astype(widened_dtype(x.dtype)) for x in xs]),
+            compiler_options=LEAN,
+        )
+    inner = jax.jit(call, compiler_options=LEAN if problem.device else None)
     return lambda seed, noise, *xs: inner(seed, noise, *[widen(np.asarray(x)) for x in xs])
 
 

@@ -14,7 +14,7 @@ from jcuts.tune.problem import Problem
 
 def noise_margin(measurements: tuple[Measurement, ...]) -> float:
     """The relative noise margin of one session of measurements (see `noise.margin`), of those that may win."""
-    field = [m for m in measurements if m.method != "screen"]
+    field = [m for m in measurements if m.is_contest]
     limit = CONTENDER * min((m.seconds for m in field), default=0.0)
     return margin([standard_error(m.seconds, m.low, m.high, m.runs) for m in field if m.seconds <= limit])
 
@@ -55,7 +55,7 @@ def select(problem: Problem, choice: Choice, mode: str) -> Choice:
     kernels = {c.label for c in problem.candidates if c.kind != "stablehlo"}
     known = {c.label for c in problem.candidates} | {LIBRARY}
     # Times of different methods are not compared; screening only dropped the slow ones.
-    field = tuple(m for m in choice.measurements if m.label in known and m.method != "screen")
+    field = tuple(m for m in choice.measurements if m.label in known and m.is_contest)
     if mode != "mixed" and any(m.label in kernels for m in field):
         field = tuple(m for m in field if m.label in kernels)
     if not field:
@@ -68,7 +68,7 @@ def select_stored(choice: Choice, mode: str) -> Choice:
     """`select` for a problem whose candidates are not at hand: what was measured stands for them."""
     if mode == "mixed":
         return choice
-    field = tuple(m for m in choice.measurements if m.label in choice.kernels and m.method != "screen")
+    field = tuple(m for m in choice.measurements if m.label in choice.kernels and m.is_contest)
     if not field:
         return choice
     winner = fastest(field, sorted(choice.kernels, key=_by_content(choice)), relative_margin=choice.margin)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +21,8 @@ from jcuts.tune.runner import Progress, default_store, tune
 from jcuts.tune.store import Store
 from jcuts.tune.workshop import workshop
 
-__all__ = ["choose", "generation", "make_problem", "progress", "set_progress", "set_store", "store", "workshop"]
+__all__ = ["choose", "gathering", "generation", "is_gathering", "make_problem", "progress", "set_progress", "set_store",
+           "shares_of", "store", "workshop"]  # fmt: skip
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 NEEDS_POSITIVE = frozenset({"sqrt", "rsqrt", "log", "log1p", "pow", "cbrt"})
@@ -62,6 +65,38 @@ def generation() -> tuple[int, int]:
     return store().generation()
 
 
+class _Gathered(threading.local):
+    """What `choose` would measure on this thread: digest -> (problem, what prepares it); None: it measures."""
+
+    problems: dict[str, tuple[Problem, Callable[[Problem], Problem]]] | None = None
+    settings: Settings | None = None
+
+
+_gathered = _Gathered()
+
+
+@contextlib.contextmanager
+def gathering() -> Iterator[None]:
+    """Calls of `choose` inside that may measure only note their problems, which one session tunes when the block ends.
+
+    They give the choices that are known so far: whoever needs the others asks again after the block.
+    """
+    _gathered.problems = {}
+    try:
+        yield
+        noted, settings = _gathered.problems, _gathered.settings
+    finally:
+        _gathered.problems = _gathered.settings = None
+    if noted and settings is not None:
+        tune([problem for problem, _ in noted.values()], store(), settings=settings, progress=_progress,
+             prepare=lambda problem: noted[problem.digest][1](problem))  # fmt: skip
+
+
+def is_gathering() -> bool:
+    """Whether choices are not the last word yet."""
+    return _gathered.problems is not None
+
+
 def choose(
     subsets: Sequence[Any],
     settings: Settings,
@@ -82,8 +117,9 @@ def choose(
     """
     if not subsets:
         return {}
-    how = settings if may_measure or settings.tune == "off" else replace(settings, tune="cached")
-    used = {**_shares(subsets, bool(device)), **(shares or {})}
+    later = _gathered.problems is not None and may_measure and settings.tune == "auto"
+    how = settings if (may_measure and not later) or settings.tune == "off" else replace(settings, tune="cached")
+    used = {**shares_of(subsets, bool(device)), **(shares or {})}
     problems: dict[str, Problem] = {}
     first_of: dict[str, Any] = {}
     for subset in subsets:
@@ -99,6 +135,9 @@ def choose(
         full = with_candidates(problem, subset, used[subset.identity])
         return with_exports(full, subset.closed, platform=problem.platform)
 
+    if later and _gathered.problems is not None:
+        _gathered.settings = settings
+        _gathered.problems |= {problem.digest: (problem, prepare) for problem in problems.values()}
     choices = tune(list(problems.values()), store(), settings=how, progress=_progress, prepare=prepare)
     for subset in subsets:
         problem = problems[subset.identity]
@@ -219,7 +258,7 @@ def degree(closed: Any) -> int:
     return highest
 
 
-def _shares(subsets: Sequence[Any], on_gpu: bool = False) -> dict[str, int]:
+def shares_of(subsets: Sequence[Any], on_gpu: bool = False) -> dict[str, int]:
     """How many candidates each distinct subset may have: in proportion to its share of the whole work.
 
     On a GPU bytes count as well: most kernels wait for memory, and products have operations for next to nothing.

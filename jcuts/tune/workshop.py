@@ -10,9 +10,9 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from jcuts.tune import autotuned
 from jcuts.tune.pool import Pool
 
-_PREFIX = "jcuts-tune-"
 COMPILE, XLA, DEVICE, REFERENCE = "compile", "xla", "device", "reference"
 """Groups of processes: any number that compile and check, one that runs XLA and measures, and on a GPU
 several that check kernels there and several that make references: they wait for copies and for XLA's compiler."""
@@ -44,7 +44,11 @@ class Workshop:
             sizes = {COMPILE: workers, XLA: 1, DEVICE: 1}
             if platform != "cpu":
                 sizes[REFERENCE] = sizes[DEVICE] = max(1, min(MOST_ON_GPU, workers // CORES_EACH))
-            self.made[key] = self.stack.enter_context(Pool(self._base(), sizes, platform, {REFERENCE: _FRUGAL}))
+            more = {} if platform == "cpu" else {
+                XLA: autotuned.flags(shared=True),
+                REFERENCE: {**_FRUGAL, **autotuned.flags(shared=False)},
+            }  # fmt: skip
+            self.made[key] = self.stack.enter_context(Pool(self._base(), sizes, platform, more))
         return self.made[key]
 
     @contextlib.contextmanager
@@ -85,12 +89,12 @@ def workshop() -> Iterator[Workshop]:
 def _session_folder() -> Iterator[Path]:
     """A private folder (mode 0700) for one session; those of dead sessions are removed."""
     base = Path(tempfile.gettempdir())
-    for old in base.glob(_PREFIX + "*"):
+    for old in base.glob(autotuned.PREFIX + "*"):
         with contextlib.suppress(OSError, ValueError):
-            owner = int(old.name[len(_PREFIX) :].split("-")[0])
+            owner = int(old.name[len(autotuned.PREFIX) :].split("-")[0])
             if old.stat().st_uid == os.getuid() and not _is_alive(owner):
                 shutil.rmtree(old, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=base))
+    folder = Path(tempfile.mkdtemp(prefix=f"{autotuned.PREFIX}{os.getpid()}-", dir=base))
     try:
         yield folder
     finally:

@@ -8,6 +8,7 @@ import pytest
 
 import jcuts
 from jcuts.base import knobs
+from jcuts.tune.choice import SCREENED, UNCHECKED
 from jcuts.tune.runner import Effort, tune
 from jcuts.tune.store import Store
 from jcuts.xla import gpus
@@ -42,9 +43,12 @@ def test_bad_candidates_cost_themselves_only(tmp_path):
         store = Store(None, device="d", versions="v")
         choice = tune([problem], store, effort=Effort(seconds=0.05, timeout=8.0, workers=2, seed=1))[problem.digest]
     rejected = {r.label: r.error for r in choice.rejections}
-    assert set(rejected) == set(names) - {"right"}, choice
-    assert rejected["illegal"] == rejected["hangs"] == rejected["trap"] == "WorkerFailed"
-    assert rejected["wrong"] == rejected["beside"] == rejected["clobbers"] == "AccuracyRejected"
+    assert rejected["illegal"] == rejected["hangs"] == rejected["trap"] == "WorkerFailed", choice
+    # Those that are wrong are found out before they win; who would not win is not looked at.
+    unchecked = {m.label for m in choice.measurements if m.method in (SCREENED, UNCHECKED)}
+    for label in ("wrong", "beside", "clobbers"):
+        assert rejected.get(label) == "AccuracyRejected" or label in unchecked, choice
+    assert choice.winner in ("right", "xla") and set(choice.kernels) <= {"right"}
     assert choice.seconds("right") and choice.seconds("xla")
     # This process is unharmed.
     assert float(jax.jit(lambda a: a.sum())(np.ones(100, np.float32))) == 100.0

@@ -10,7 +10,7 @@ import pytest
 from jcuts.base.errors import AccuracyRejected, NativeError, UsageError
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.codegen.cuda.image import SYMBOL, Image, Launch
-from jcuts.tune import driver, gpu, gpu_timing, operations, shortage
+from jcuts.tune import autotuned, driver, gpu, gpu_timing, operations, shortage, values
 from jcuts.tune.problem import Input, Output, Problem
 
 AVAL = ((64,), "float32")
@@ -114,6 +114,43 @@ def test_rotated_inputs_exceed_the_cache():
     assert not device.live
 
 
+def test_operands_that_are_there_are_not_copied():
+    device = NumpyDevice()
+    there = [[4096], [8192], [12288]]
+    rotation = gpu.Rotation(device, KERNEL, [X], 128, there)
+    assert [operands for operands, _ in rotation.sets] == [4096, 8192, 12288] and len(rotation.owned) == 4
+    rotation.free()
+    assert not device.live
+    bench = gpu_timing.Bench(lambda w, x: w @ x, [np.ones((64, 64), np.float32), np.ones((64, 2), np.float32)])
+    first, second = bench.addresses()[:2]
+    assert len(first) == 2 and first[0] != second[0] and first[1] == second[1]
+
+
+def test_values_that_are_only_timed_are_made_once():
+    spec = [Input((3, 5), "float32"), Input((values.PERIOD + 7,), "float32"), Input((4,), "int32", "integers 0..3")]
+    problem = Problem("i", tuple(spec), (Output((3, 5), "float32", 1, False),), space="s")
+    small, large, whole = values.timing_inputs(problem)
+    assert small.shape == (3, 5) and large.shape == (values.PERIOD + 7,) and whole.dtype == np.int32
+    np.testing.assert_array_equal(small.reshape(-1), large[:15])
+    np.testing.assert_array_equal(large[values.PERIOD :], large[:7])
+    assert set(whole) <= {0, 1, 2, 3} and abs(float(large.std()) - 1) < 0.01
+
+
+def test_only_one_process_adds_to_what_xla_has_timed(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", f"--a=1 --{autotuned.OPTION}=/users --b=2")
+    assert autotuned.flags(shared=False) == {"XLA_FLAGS": "--a=1 --b=2"}
+    assert autotuned.flags(shared=True) == {"XLA_FLAGS": f"--a=1 --b=2 --{autotuned.OPTION}={autotuned.folder()}"}
+    assert autotuned.options() == {}  # the user's own folder is used where there is one
+    monkeypatch.setenv("XLA_FLAGS", "--a=1")
+    assert autotuned.options() == {autotuned.OPTION: str(autotuned.folder())} and autotuned.folder().is_dir()
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", "/cache")
+    try:
+        assert autotuned.options() == {}
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
 def test_lost_contexts_are_told_from_refusals():
     lost = NativeError("cuLaunchKernelEx failed: CUDA_ERROR_ILLEGAL_ADDRESS (700)", code=700)
     refused = NativeError("cuMemAlloc_v2 failed: CUDA_ERROR_OUT_OF_MEMORY (2)", code=2)
@@ -192,11 +229,12 @@ def test_results_that_equal_accepted_ones_need_no_second_check(monkeypatch):
 
 
 def test_programs_are_compared_as_chains():
-    told = []
     programs = {"xla": (jax.jit(jnp.sin), {}), "other": (lambda x: jnp.sin(x) + 1, {})}
-    ones = [np.ones((8, 8), np.float32)]
-    method, samples, spent = gpu_timing.compare(programs, ones, seconds=0.01, announce=told.append)
-    assert spent > 0 and method == "chain" and told == ["xla", "other", ""]
+    bench = gpu_timing.Bench(programs["xla"][0], [np.ones((8, 8), np.float32)])
+    for label, program in bench.compiled(programs).items():
+        bench.add(label, program)
+    samples = bench.race(0.01)
+    assert bench.compile_seconds > 0 and set(samples) == {"xla", "other"} and bench.quick("other") > 0
     assert all(s.median > 0 and len(s.seconds) >= 5 for s in samples.values())
 
 
@@ -206,10 +244,14 @@ def test_every_execution_of_a_chain_happens():
     def product(w, x):
         return x @ w @ w.T
 
-    rotated, sets, shared = gpu_timing._sets(product, [w, x])
-    assert rotated == [1] and len(sets) == gpu_timing.CHAIN and len(shared) == 1
+    bench = gpu_timing.Bench(product, [w, x])
+    sets, shared = bench.sets, bench.shared
+    assert bench.layout.rotated == (1,) and len(sets) == gpu_timing.CHAIN and len(shared) == 1
     one = jax.jit(product).lower(w, x).compile()
-    compiled = jax.jit(gpu_timing.chained(product, rotated)).lower(sets, shared).compile()
+    # Compiled ahead from shapes alone it is the same program.
+    specs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (w, x)]
+    compiled = gpu_timing.lowered(product, gpu_timing.layout(product, specs), specs, {}).compile()
+    assert set(bench.compiled({"a": (product, {})})) == {"a"}
     flops = [c.cost_analysis()["flops"] for c in (compiled, one)]
     assert flops[0] > (len(sets) - 0.5) * flops[1]
     assert compiled.memory_analysis().temp_size_in_bytes >= len(sets) * x.nbytes

@@ -19,13 +19,16 @@ from jcuts.base import knobs
 from jcuts.base.errors import CandidateRejected, WorkerFailed
 from jcuts.base.settings import Settings
 from jcuts.trace import jaxapi
-from jcuts.tune import runner, shortage
+from jcuts.tune import shortage
+from jcuts.tune.choice import UNCHECKED
+from jcuts.tune.job import make_job
 from jcuts.tune.library import export_subset, with_exports
 from jcuts.tune.lock import measuring_lock
 from jcuts.tune.pool import Pool
 from jcuts.tune.problem import Candidate, Input, Output, Problem, stablehlo_payload
 from jcuts.tune.replay import Recording
 from jcuts.tune.runner import Effort, tune
+from jcuts.tune.stages import Session
 from jcuts.tune.store import Store
 from jcuts.tune.workshop import DEVICE, REFERENCE, XLA, workshop
 from tests.tune import objects
@@ -134,11 +137,48 @@ def test_every_bad_candidate_is_rejected_and_the_rest_goes_on():
     assert [p for p in Path(os.environ["TMPDIR"]).iterdir() if p.is_dir()] == []
 
 
+def test_candidates_that_are_checked_last_win_only_if_they_are_right():
+    problem = objects.problem(*objects.KINDS)
+    store = memory_store()
+    effort = Effort(seconds=0.02, finalists=99, timeout=3.0, workers=2, checks_last=True)
+    (choice,) = tune([problem], store, effort=effort, settings=Settings(mode="fusion")).values()
+    reasons = {r.label: r.error for r in choice.rejections}
+    assert choice.winner in ("right", "slow") and choice.origin == "measured" and choice.kernel
+    assert {"garbage", "abort", "segfault", "forever", "greedy"} <= set(reasons)
+    wrong = {label for label, error in reasons.items() if error == "AccuracyRejected"}
+    methods = {m.label: m.method for m in choice.measurements}
+    assert not wrong & set(methods)
+    # Whatever nobody looked at has a time that counts for nothing, and no kernel in the choice.
+    unchecked = {label for label, method in methods.items() if method == UNCHECKED}
+    assert {choice.winner} == set(choice.kernels) == set(methods) - unchecked - {"xla"}
+    assert unchecked | wrong | {choice.winner} >= {"wrong", "nan", "slow"}
+    kept = store.lookup(problem.digest)
+    assert kept is not None and kept.measurements == choice.measurements and kept.winner in ("xla", choice.winner)
+    (choice,) = tune([objects.problem("wrong", "nan")], store, effort=effort, settings=Settings(mode="fusion")).values()
+    assert choice.uses_library and {r.label: r.error for r in choice.rejections} == dict.fromkeys(
+        ("wrong", "nan"), "AccuracyRejected"
+    )
+    assert [p for p in Path(os.environ["TMPDIR"]).iterdir() if p.is_dir()] == []
+
+
+def test_a_mode_that_wants_a_kernel_measures_again_where_none_was_checked():
+    problem = objects.problem("slow")
+    store = memory_store()
+    effort = Effort(seconds=0.02, timeout=20.0, workers=2, seed=1, checks_last=True)
+    (mixed,) = tune([problem], store, effort=effort).values()
+    assert mixed.uses_library and {m.label for m in mixed.measurements} == {"xla", "slow"} and not mixed.kernels
+    assert not mixed.rejections and not mixed.is_enough("fusion")
+    (forced,) = tune([problem], store, settings=Settings(mode="fusion"), effort=effort).values()
+    assert forced.winner == "slow" and forced.is_enough("fusion")
+    (again,) = tune([problem], store).values()
+    assert again.uses_library and again.kernels
+
+
 def test_database_estimates_and_unknown_need_no_process(monkeypatch):
     def never(*_, **__):
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr(runner, "Pool", never)
+    monkeypatch.setattr("jcuts.tune.workshop.Pool", never)
     problem = objects.problem("right", "wrong", exports=False)
     store = memory_store()
     assert tune([problem], store, settings=Settings(tune="cached"))[problem.digest].origin == "library"
@@ -323,10 +363,12 @@ def test_idle_processes_give_up_their_share_of_a_gpu_where_measuring_runs_out_of
     with Shared(tmp_path, {XLA: 1, DEVICE: 2, REFERENCE: 2}) as pool:
         Pool.submit(pool, REFERENCE, {"op": "hello"}, 60.0, lambda _: None)
         pool.drain()
-        session = runner._Session(pool, QUICK, None)
-        job = runner._make_job(problem, tmp_path, 0)
-        job.kinds, job.passed = ["normal"], [problem.candidates[0].label]
-        choice = session.measure(job)
+        session = Session(pool, QUICK, None)
+        job = make_job(problem, tmp_path, 0)
+        label = problem.candidates[0].label
+        job.kinds, job.passed, job.compiled = ["normal"], [label], {label: "digest"}
+        session.measure(job)
+        choice = job.choice()
         assert asked == [True, False] and not pool.pids()
     assert choice.origin == "measured" and not job.transient
 

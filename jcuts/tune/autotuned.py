@@ -1,0 +1,48 @@
+"""XLA's own autotuning on GPUs, shared between the process that measures and the user's.
+
+XLA times its algorithms for every product and convolution of a program: half a second each.  What the measuring process
+has found, with the GPU to itself, is read by the whole programs that the user's process compares afterwards, from a
+folder that lives as long as that process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+OPTION = "xla_gpu_per_fusion_autotune_cache_dir"
+PREFIX = "jcuts-tune-"
+"""Of folders that belong to the process whose number follows."""
+
+
+@functools.cache
+def folder() -> Path:
+    """This process' folder; it is removed at exit (after a kill by the next process that tunes)."""
+    made = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-xla-"))
+    owner = os.getpid()
+    atexit.register(lambda: os.getpid() == owner and shutil.rmtree(made, ignore_errors=True))  # not in a fork
+    return made
+
+
+def flags(*, shared: bool) -> dict[str, str]:
+    """``XLA_FLAGS`` for another process.
+
+    Args: shared: whether it may add to the folder; a process that does not have the GPU to itself may not, and not to a
+        folder of the user's either.
+    """
+    mine = re.sub(rf"(^|\s)--{OPTION}(=|\s+)\S+", "", os.environ.get("XLA_FLAGS", "")).strip()
+    return {"XLA_FLAGS": f"{mine} --{OPTION}={folder()}".strip() if shared else mine}
+
+
+def options() -> dict[str, Any]:
+    """Compiler options for programs of this process, none where it keeps such results itself."""
+    import jax
+
+    keeps = OPTION in os.environ.get("XLA_FLAGS", "") or getattr(jax.config, "jax_compilation_cache_dir", None)
+    return {} if keeps or not folder.cache_info().currsize else {OPTION: str(folder())}

@@ -1,0 +1,144 @@
+"""One problem on its way through a session, and the choice that comes of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from jcuts.base.errors import CandidateRejected
+from jcuts.tune.choice import LIBRARY, SCREENED, UNCHECKED, Choice, Measurement, Rejection
+from jcuts.tune.kernelfile import read_kernel
+from jcuts.tune.pool import Answer
+from jcuts.tune.problem import Problem
+from jcuts.tune.select import noise_margin, postponed, select
+
+_log = logging.getLogger("jcuts.tune")
+
+
+@dataclass
+class Job:
+    """What a session knows of one problem so far.
+
+    Attributes:
+        problem, folder, file: with its candidates; where its files are; the problem's own.
+        kernels: label -> file of the compiled kernel; compiled: label -> its digest, of those that compile.
+        passed: labels of candidates that were checked and are right.
+        rejected: candidates that are out, with the reason.
+        compiling, checking: requests under way.
+        kinds: of the sets of inputs (`tune.values`), once references are made.
+        answer: what measuring gave.
+        failed: XLA itself could not be run: nothing can be compared.
+        transient: the failure says nothing about the problem (no process, no disk): do not store it.
+        short: something did not fit into the memory, or on the disk, that others had left free: what was said of it.
+    """
+
+    problem: Problem
+    folder: Path
+    file: Path
+    kernels: dict[str, Path] = field(default_factory=dict)
+    compiled: dict[str, str] = field(default_factory=dict)
+    passed: list[str] = field(default_factory=list)
+    rejected: list[Rejection] = field(default_factory=list)
+    compiling: int = 0
+    checking: int = 0
+    kinds: list[str] | None = None
+    answer: Answer | None = None
+    failed: bool = False
+    transient: bool = False
+    short: str = ""
+
+    def reject(self, label: str, error: CandidateRejected) -> None:
+        """Takes a candidate out."""
+        self.rejected.append(Rejection.of(label, error))
+        if error.values.get("reason") in ("memory", "disk"):
+            self.short = error.message
+        _log.info("%s: %s rejected: %s", self.problem.name, label, error)
+
+    def fail(self, error: CandidateRejected) -> None:
+        """Gives the problem up."""
+        self.failed = True
+        self.transient = error.values.get("reason") == "start"
+        self.reject(LIBRARY, error)
+
+    @property
+    def candidates(self) -> list[str]:
+        """Labels that can be run, in the problem's order."""
+        out = {r.label for r in self.rejected}
+        return [
+            c.label
+            for c in self.problem.candidates
+            if c.label not in out and (c.kind == "stablehlo" or c.label in self.compiled)
+        ]
+
+    def contender(self, mode: str) -> str | None:
+        """The candidate that a mode would choose by its time and that was not checked; None if there is none."""
+        if self.answer is None or self.failed:
+            return None
+        usable = {LIBRARY, *self.candidates}
+        field_ = tuple(m for m in self._measurements() if m.label in usable)
+        base = Choice(self.problem.digest, LIBRARY, "", "measured", field_, margin=noise_margin(field_))
+        winner = select(self.problem, base, mode).winner
+        return None if winner == LIBRARY or winner in self.passed else winner
+
+    def choice(self) -> Choice:
+        """The choice that all this makes."""
+        problem, answer = self.problem, self.answer
+        base = Choice(problem.digest, LIBRARY, "", "library", (), tuple(self.rejected), name=problem.name)
+        measured = self._measurements()
+        if self.short and not any(m.label in self.passed for m in measured):
+            self.transient = True
+            return postponed(problem, f"not enough free memory, or disk, to measure ({self.short[:300]})")
+        if answer is None or self.failed:
+            return base if self.failed else replace(base, origin="measured")
+        out = {r.label for r in self.rejected}
+        measurements = tuple(self._judged(m) for m in measured if m.label not in out)
+        labels = {m.label for m in measurements if m.label in self.passed}
+        choice = replace(
+            base,
+            origin="measured",
+            measurements=measurements,
+            margin=noise_margin(measured),
+            overhead_seconds=float(answer["overhead"]),
+            kernels={label: digest for label, digest in self.compiled.items() if label in labels},
+            digests={c.label: c.digest for c in problem.candidates if c.label in labels},
+        )
+        choice = select(problem, choice, "mixed")
+        winners = {select(problem, choice, mode).winner for mode in ("mixed", "fusion")}
+        self._persist(winners)
+        chosen = [c for c in problem.candidates if c.label in winners and c.kind == "program"]
+        return replace(choice, programs={c.label: c.payload for c in chosen})
+
+    def _measurements(self) -> tuple[Measurement, ...]:
+        estimates = {c.label: (c.bound_seconds, c.pul) for c in self.problem.candidates}
+        found = []
+        for entry in () if self.answer is None else self.answer["measurements"]:
+            bound, pul = estimates.get(entry["label"], (0.0, 0.0))
+            found.append(Measurement(**entry, bound_seconds=bound, pul=pul))
+        return tuple(found)
+
+    def _judged(self, measured: Measurement) -> Measurement:
+        """A time says nothing about whether the candidate is right."""
+        known = measured.label == LIBRARY or measured.label in self.passed or measured.method == SCREENED
+        return measured if known else replace(measured, method=UNCHECKED)
+
+    def _persist(self, winners: Iterable[str]) -> None:
+        """Puts the kernels that some mode chooses into the object cache: nobody compiles them again."""
+        from jcuts.xla import objects
+
+        for winner in winners:
+            if winner in self.kernels:
+                with contextlib.suppress(CandidateRejected):
+                    objects.store(read_kernel(self.kernels[winner]))
+
+
+def make_job(problem: Problem, folder: Path, number: int) -> Job:
+    """A job with a folder of its own inside the session's, and the problem's file in it."""
+    own = folder / f"p{number}"
+    own.mkdir()
+    file = own / "problem.json"
+    file.write_text(json.dumps(problem.to_json()))
+    return Job(problem, own, file)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +33,7 @@ MIN_WORK = 2_000  # element operations below which a subset is not worth a kerne
 TOO_LITTLE = "too little work for a kernel call of its own"
 TO_FUSE = "element-wise: XLA fuses it into what surrounds it"
 CONSTANT = "depends on no argument: XLA computes it once"
-MOST_RANKINGS = 1024
+MOST_RANKINGS, MOST_GROUPED = 1024, 16
 NOT_ASKED = "the form has no kernels"
 OF_LIBRARY = "a product: the form leaves it to XLA's libraries"
 CHOICES = (TOO_LITTLE, TO_FUSE, CONSTANT, NOT_ASKED, OF_LIBRARY)
@@ -168,13 +170,33 @@ class Fuel:
         return self.left >= 0
 
 
-def group(closed: jaxapi.Closed, settings: Settings, fuel: Fuel, platform: str = "cpu") -> Level:
-    """The level of a flat jaxpr with its greedy cover, and the levels of its loop bodies."""
+_grouped: OrderedDict[tuple[int, bool, str], tuple[jaxapi.Closed, TensorGraph, find.Grouping]] = OrderedDict()
+"""By the identity of a jaxpr, which is kept with it: forms of a function differ in less than their graph."""
+_grouped_lock = threading.Lock()
+
+
+def _grouping(closed: jaxapi.Closed, fuse: bool, fuel: Fuel, platform: str) -> tuple[TensorGraph, find.Grouping]:
+    key = (id(closed), fuse, platform)
+    with _grouped_lock:
+        known = _grouped.get(key)
+    if known is not None and fuel.left is None:
+        return known[1:]
     if platform == "cpu":
         graph = build_graph(closed.jaxpr, place, joined=MOST_JOINED)
     else:
         graph = build_graph(closed.jaxpr, place, joined=MOST_SWITCHED, tf32=rounded_constants(closed))
-    grouping = find.group(graph, fuse=settings.mode != "no_fusion", fuel=fuel)
+    grouping = find.group(graph, fuse=fuse, fuel=fuel)
+    if fuel.left is None:
+        with _grouped_lock:
+            _grouped[key] = (closed, graph, grouping)
+            while len(_grouped) > MOST_GROUPED:
+                _grouped.popitem(last=False)
+    return graph, grouping
+
+
+def group(closed: jaxapi.Closed, settings: Settings, fuel: Fuel, platform: str = "cpu") -> Level:
+    """The level of a flat jaxpr with its greedy cover, and the levels of its loop bodies."""
+    graph, grouping = _grouping(closed, settings.mode != "no_fusion", fuel, platform)
     level = Level(closed, graph, grouping, settings.mode == "mixed")
     for number, eqn in enumerate(closed.jaxpr.eqns):
         if jaxapi.primitive_name(eqn) in CONTROL_FLOW:

@@ -393,13 +393,13 @@ class Optimized:
         stored = self._stored(key, platform, uses_jcuts)
         if stored is not None and not force and (stored.is_final or key in _decided_here):
             return stored
-        names, start = forms.programs(racing, forms.options(platform)), time.perf_counter()
+        names, start = forms.programs(racing, forms.options(platform)), time.monotonic()
         again = stored if not force else None
         exact = forms.Exact(closed, leaves, self.settings.tolerance, platform)
         decision = self._race(args, kwargs, placement, platform, again.open_between(names) if again else names, exact)
         if again is not None:
             decision = dataclasses.replace(decision, tries=again.tries + 1)
-        log.info("%d whole programs compared in %.2f s", len(names), time.perf_counter() - start)
+        log.info("%d whole programs compared in %.2f s", len(names), time.monotonic() - start)
         _decided_here.add(key)
         self._guard_store().put_guard(key, decision.to_dict())
         return decision

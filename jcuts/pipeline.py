@@ -19,7 +19,7 @@ import logging
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from jcuts import chunking, divide, search
 from jcuts.base import fingerprint, knobs
 from jcuts.base.dump import open_dump
 from jcuts.base.errors import JcutsError, UnsupportedError
-from jcuts.base.settings import Settings
+from jcuts.base.settings import Form, Settings
 from jcuts.levels import CHOICES, NOT_ASKED, Fuel, Level, Subset, group
 from jcuts.region import choose
 from jcuts.region.bound import bound as lower_bound
@@ -45,7 +45,7 @@ from jcuts.xla.rebuild import in_order, kernel_eqns
 
 log = logging.getLogger("jcuts.pipeline")
 
-MEMO_LIMIT = 64
+MEMO_LIMIT, SHARED_LIMIT = 64, 6
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class Outcome:
 
 
 _memo: OrderedDict[str, Outcome] = OrderedDict()
+_shared: OrderedDict[str, Any] = OrderedDict()
 _memo_lock = threading.Lock()
 
 
@@ -84,19 +85,33 @@ def optimize_jaxpr(
     if reason and not (divide.is_asked(settings) and platform in ("cpu", *gpus.NAMES)):
         return Outcome(closed, FunctionReport(name, settings.mode, platform, notes=(f"left to XLA: {reason}",)))
     platform = "cpu" if platform == "cpu" else "cuda"
-    program = fingerprint.digest(
-        canonical_digest(closed, consts="digest"), repr(settings), platform, knobs.current().fuel, knobs.current().chunk
-    )
+    original = canonical_digest(closed, consts="digest")
+    program = fingerprint.digest(original, repr(settings), platform, knobs.current().fuel, knobs.current().chunk)
     with _memo_lock:
         found = _memo.get(_memo_key(program, settings))
     if found is not None and (not may_measure or settings.tune != "auto" or _is_settled(found)):
         return found
-    outcome = _plan(closed, settings, platform, may_measure, name, reason)
+    outcome = _plan(closed, settings, platform, may_measure, name, reason, original)
     with _memo_lock:
         _memo[_memo_key(program, settings)] = outcome
         while len(_memo) > MEMO_LIMIT:
             _memo.popitem(last=False)
     return outcome
+
+
+def _once(key: str, form: Form | None, make: Callable[[], Any]) -> Any:
+    """What the forms of a function have in common, made once for all of them (`levels.group` knows it again)."""
+    with _memo_lock:
+        known = _shared.get(key)
+    if known is not None:
+        return known
+    made = make()
+    if form is not None:
+        with _memo_lock:
+            _shared[key] = made
+            while len(_shared) > SHARED_LIMIT:
+                _shared.popitem(last=False)
+    return made
 
 
 def _unusable(platform: str) -> str:
@@ -119,6 +134,7 @@ def forget() -> None:
     """Drops memoised plans (tests; after the database changed)."""
     with _memo_lock:
         _memo.clear()
+        _shared.clear()
 
 
 def _is_settled(outcome: Outcome) -> bool:
@@ -133,6 +149,7 @@ def _plan(
     may_measure: bool,
     name: str,
     reason: str,
+    original: str,
 ) -> Outcome:
     """``reason``: why there are no kernels here, '' where there are: then convolutions alone are looked at."""
     clock: dict[str, float] = {}
@@ -143,12 +160,15 @@ def _plan(
         clock[stage] = clock.get(stage, 0.0) + time.perf_counter() - start
 
     start = time.perf_counter()
-    flat = simplify(inline(closed))
-    timed("inline", start)
-    dump.stage("flat", lambda: as_source(flat, name))
-    start = time.perf_counter()
     form = settings.form
-    rewrites = rewritten(flat, form.rewrites) if form is not None and form.rewrites else Rewritten(flat)
+    inlined = _once(f"{original} inlined", form, lambda: simplify(inline(closed)))
+    timed("inline", start)
+    dump.stage("flat", lambda: as_source(inlined, name))
+    start = time.perf_counter()
+    rewrites = Rewritten(inlined)
+    if form is not None and form.rewrites:
+        rules = form.rewrites
+        rewrites = _once(f"{original} {rules}", form, lambda: rewritten(inlined, rules))
     flat = rewrites.closed
     timed("rewrite", start)
     if rewrites.counts:

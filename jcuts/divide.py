@@ -189,7 +189,12 @@ def _take_times(
             wanted.setdefault((use.site.convolution, use.site.batch), set()).add(use.site.precision)
     found = {key: _known(database, device, *key) for key in wanted}
     with_library = settings.mode == "mixed"
-    missing = [key for key, table in found.items() if table is None or (with_library and not _own(table, key[1]))]
+    limit = _limit(settings)
+    missing = [
+        key for key, table in found.items()
+        if table is None or database.missing(device, key[0], (key[1],), limit=limit)
+        or (with_library and not _own(table, key[1]) and LIBRARY not in database.remarks(device, *key))
+    ]  # fmt: skip
     postponed = False
     if missing and may_measure:
         with measuring_lock(patience=default_patience()) as may:
@@ -211,7 +216,7 @@ def _take_times(
 def _known(database: Database, device: Device, convolution: Convolution, batch: int) -> Table | None:
     """The table of a convolution, None if its whole batch was never measured."""
     try:
-        if database.missing(device, convolution, (batch,)):
+        if database.missing(device, convolution, (batch,), limit=0):
             return None
         return database.table(device, convolution)
     except MissingTimesError:
@@ -225,7 +230,7 @@ def _measured(
     """Measures powers of two, and then sizes in between that the limit makes worth it."""
     found: dict[tuple[Convolution, int], Table | None] = {}
     library = settings.mode == "mixed"
-    with timing.Measurer(device, platform) as measurer:
+    with timing.Measurer(device, platform, asked=_limit(settings)) as measurer:
         for (convolution, batch), precisions in todo.items():
             try:
                 table = timing.measured(convolution, batch, database, measurer, library=library)

@@ -14,6 +14,7 @@ import jcuts
 from jcuts import divide, pipeline
 from jcuts.base import knobs
 from jcuts.base.settings import Settings
+from jcuts.microbatch.benchmark import Found
 from jcuts.microbatch.database import Database
 from jcuts.microbatch.table import Micro
 from jcuts.trace import jaxapi
@@ -302,6 +303,76 @@ def test_other_platforms_are_left_alone(monkeypatch):
     closed = jax.make_jaxpr(net)(*arguments())
     outcome = pipeline.optimize_jaxpr(closed, Settings(workspace_limit=1 << 20), platform="tpu", may_measure=False)
     assert outcome.closed is closed and outcome.report.notes == ("left to XLA: no kernels for platform tpu",)
+
+
+def test_16_bit_micro_batches_begin_at_16_bytes(host_cudnn, cache_dir):
+    def odd(x, w):  # 5 x 5 x 3 numbers per sample: only 8 of them are a multiple of 16 bytes
+        return layer(x, w)
+
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((19, 5, 5, 3)).astype(np.float16)
+    w = rng.standard_normal((3, 3, 3, 3)).astype(np.float16)
+    (site,) = (s for s in divide.sites(jax.make_jaxpr(odd)(x, w)) if isinstance(s, Site))
+    names = cudnn.algorithms("forward")
+    database = Database(cache_dir / "microbatch.sqlite")
+    for batch, seconds in ((1, 0.01), (2, 0.01), (3, 0.02), (8, 0.1), (16, 0.5), (19, 9.0)):
+        micro = Micro(batch, names[2], "float32", seconds, 2 * batch * SPACE)
+        database.record(this_device("cpu"), site.convolution, batch, [micro])
+    fast = optimized(odd, workspace_limit=1 << 20)
+    (row,) = fast.explain(x, w).divisions
+    assert row.division == "2 x 8 cudnn/GEMM:float32 + 1 x 3 cudnn/GEMM:float32"
+    host_cudnn.calls()
+    np.testing.assert_allclose(fast(x, w), odd(x, w), rtol=2e-3, atol=2e-3)
+    launched = [call for call in host_cudnn.calls() if "algorithm=" in call]
+    assert len(launched) == 3 and all("at=0,0" in call for call in launched)
+
+
+def test_times_taken_otherwise_are_not_used(host_cudnn, cache_dir, monkeypatch):
+    args = arguments()
+    fill(net, *args)
+    closed, settings = jax.make_jaxpr(net)(*args), Settings(mode="fusion", tune="cached", workspace_limit=1 << 20)
+    assert divide.divided(closed, settings, "cpu", may_measure=False).count == 2
+    monkeypatch.setattr("jcuts.tune.convolutions.TIMING", 10**6)
+    rows = divide.divided(closed, settings, "cpu", may_measure=False).rows
+    assert {row.why for row in rows} == {divide.NOT_TIMED}
+    assert this_device("cpu", tolerance=60.0) != this_device("cpu")
+    with knobs.scope(cudnn_graphs=True):
+        assert "in calls" in this_device("cpu").library  # the host has no graphs
+
+
+def test_a_library_that_fails_is_asked_once(host_cudnn, cache_dir, monkeypatch):
+    asked = []
+
+    def library(self, convolution, batch):
+        asked.append(batch)
+        return Found((), {"xla": "it crashed"})
+
+    monkeypatch.setattr(Measurer, "library", library)
+    x, w = np.ones((BATCH, 5, 5, 2), np.float32), np.ones((3, 3, 2, 2), np.float32)
+    closed = jax.make_jaxpr(layer)(x, w)
+    for _ in range(2):
+        divide._database.cache_clear()  # another process
+        found = divide.divided(closed, Settings(workspace_limit=1 << 20), "cpu", may_measure=True)
+        assert "not timed" in found.rows[0].why
+    assert asked == [BATCH]
+
+
+def test_what_lacked_memory_is_measured_again_where_it_fits_the_limit(host_cudnn, cache_dir, monkeypatch):
+    x, w = np.ones((BATCH, 5, 5, 2), np.float32), np.ones((3, 3, 2, 2), np.float32)
+    (site,) = fill(layer, x, w)
+    device, database = this_device("cpu"), Database(cache_dir / "microbatch.sqlite")
+    known = [m for m in database.table(device, site.convolution).micros if m.batch == BATCH]
+    database.record(device, site.convolution, BATCH, known, remarks={"memory": "1000"})
+    closed, asked = jax.make_jaxpr(layer)(x, w), []
+    call = Measurer.__call__
+    monkeypatch.setattr(Measurer, "__call__", lambda self, c, n: asked.append(n) or call(self, c, n))
+    for limit, settled in ((999, True), (1000, False)):
+        divide._database.cache_clear()
+        asked.clear()
+        settings = Settings(mode="fusion", workspace_limit=limit)
+        divide.divided(closed, settings, "cpu", may_measure=True)
+        assert (BATCH in asked) != settled
+    assert divide.divided(closed, settings, "cpu", may_measure=False).rows[0].why != divide.NOT_TIMED
 
 
 def test_what_another_process_kept_from_being_timed_is_timed_later(host_cudnn, cache_dir, monkeypatch):

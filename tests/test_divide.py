@@ -253,7 +253,7 @@ def test_sizes_that_fill_the_limit_are_measured_too(host_cudnn, cache_dir, monke
         return (3,)
 
     monkeypatch.setattr(divide, "sizes_between", between)
-    x, w = np.ones((4, 5, 5, 2), np.float32), np.ones((3, 3, 2, 2), np.float32)
+    x, w = np.ones((4, 5, 5, 4), np.float32), np.ones((3, 3, 4, 4), np.float32)
     with knobs.scope(max_candidates=1):
         jcuts.optimize(layer, mode="fusion", workspace_limit=1 << 20, total_workspace=1 << 19)(x, w)
     assert asked == [(4, 1 << 19, "tf32")]

@@ -189,8 +189,8 @@ class Database:
     ) -> tuple[int, ...]:
         """Batch sizes that were not measured yet, in the given order.
 
-        Where an earlier process had no memory for an algorithm whose workspace is within the limit [B], its times are no
-        answer.
+        Where an earlier process had no memory for an algorithm whose workspace is within the limit [B], its times do
+        not count.
         """
         known = {
             entry.batch

@@ -149,6 +149,45 @@ def test_mixed_keeps_xla_where_that_is_fastest_within_the_limit(host_cudnn, cach
         assert rows[0].why == "its own convolution is the fastest within the limit" and rows[0].xla_seconds == own
 
 
+def decided(args, own_space, limit):
+    fill(net, *args, own=1e-9, own_space=own_space)
+    fast = jcuts.optimize(net, mode="mixed", workspace_limit=limit)  # decisions are kept by limit
+    with knobs.scope(max_candidates=1):
+        close(fast(*args), net(*args))
+    return fast.decision(*args), fast.explain(*args)
+
+
+def test_plain_xla_is_no_candidate_where_it_takes_more_than_the_limit(host_cudnn, cache_dir):
+    decision, report = decided(arguments(), 1 << 21, 1 << 20)
+    assert decision.chosen.startswith("jcuts") and all(row.division for row in report.divisions)
+    assert "conv1 forward (2.0 MiB), conv2 forward (2.0 MiB)" in decision.rejected["xla"]
+    assert "more workspace than is allowed" in str(report) and not any("nothing else fits" in n for n in report.notes)
+
+
+def test_plain_xla_competes_where_it_keeps_to_the_limit(host_cudnn, cache_dir):
+    decision, report = decided(arguments(), 1 << 20, 2 << 20)
+    assert "xla" not in decision.rejected and not any(row.division for row in report.divisions)
+
+
+def test_where_nothing_keeps_the_limit_xla_competes_and_a_note_says_so(host_cudnn, cache_dir):
+    args = arguments()
+    sites_ = fill(net, *args, own=1e-9, own_space=1 << 21)
+    first = cudnn.algorithms("forward")[0]
+    big, own = Micro(BATCH, first, "tf32", 0.9, 1 << 22), Micro(BATCH, "xla", "tf32", 1e-9, 1 << 21)
+    database, device = Database(cache_dir / "microbatch.sqlite"), this_device("cpu")
+    database.record(device, sites_[0].convolution, BATCH, [big, own])
+    for size in (1, 3):
+        database.record(device, sites_[0].convolution, size, [])
+    fast = jcuts.optimize(net, mode="mixed", workspace_limit=(1 << 20) + 1)
+    with knobs.scope(max_candidates=1):
+        close(fast(*args), net(*args))
+    report = fast.explain(*args)
+    assert "xla" not in fast.decision(*args).rejected
+    assert [bool(row.division) for row in report.divisions] == [False, True]
+    note = "XLA's own convolutions take more than 1.0 MiB, and nothing else fits: conv1 forward (2.0 MiB)"
+    assert any(note in text for text in report.notes)
+
+
 def test_a_division_must_be_clearly_faster_than_a_single_call(host_cudnn, cache_dir):
     args = arguments()
     database = Database(cache_dir / "microbatch.sqlite")

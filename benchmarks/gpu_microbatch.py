@@ -1,4 +1,4 @@
-"""Divided convolutions on a GPU: right answers, DeepBench under a workspace limit, AlexNet's conv2, a ResNet-18 step.
+"""Divided convolutions on a GPU: right answers, and AlexNet's conv2 under a workspace limit.
 
     python benchmarks/gpu_microbatch.py --out results/microbatch                     # everything, within --budget
     python benchmarks/gpu_microbatch.py --out /tmp/x --items validate alexnet --budget 120
@@ -11,15 +11,14 @@ directory (``<out>/cache`` unless JCUTS_CACHE_DIR names one): a second run goes 
   validate   every algorithm of the three kernels through XLA, divided unevenly, both layouts, captured into graphs and
              not, against XLA's own convolution; no slice, concatenate or copy in the optimised program
   alexnet    conv2 at batch 256 within 64 MiB, float32 HIGHEST and TF32: whole calls against each other
-  deepbench  94 forward convolutions at 4 times their batch within 64 MiB
-  resnet     a ResNet-18 training step (float32 HIGHEST) with its convolutions divided, WR and WD, against jax.jit
+
+Networks, DeepBench and whole training steps: `gpu_microbatch_tables.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import shutil
 import subprocess
@@ -32,18 +31,15 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from benchmarks.microbatch_resnet import resnet  # noqa: E402
 
 MIB = 1 << 20
 LIMIT = 64 * MIB
-PRECISIONS = {"float32": ("float32", "tf32"), "float16": ("float16", "float32"), "bfloat16": ("float32",)}
-"""Storage to the least precisions that DeepBench is judged at."""
 KINDS = ("forward", "backward_data", "backward_filter")
 LOOSE = 60.0
 """Factor of the tolerance that admits Winograd's algorithm with 5x5 windows in float32, which XLA itself may choose."""
 BETWEEN = (12, 20, 24, 28, 40, 48)
 """Sizes of conv2 that are measured beside powers of two."""
-ITEMS = ("validate", "alexnet", "deepbench", "resnet")
+ITEMS = ("validate", "alexnet")
 
 
 class Run:
@@ -243,88 +239,16 @@ def whole_calls(run: Run, c: Any, batch: int, chosen: dict[str, Any], precision:
         }
     if run.platform == "cuda":
         entries = {name: (function, {}) for name, function in functions.items()}
-        _, samples = gpu_timing.compare(entries, inputs, seconds=1.0, announce=lambda _: None)
+        _, samples, _ = gpu_timing.compare(entries, inputs, seconds=1.0, announce=lambda _: None)
         for name, one in samples.items():
             answer[name]["seconds"] = one.median
     return answer
-
-
-# -- deepbench ------------------------------------------------------------------------------------------------------
-def deepbench(run: Run) -> dict[str, Any]:
-    """The 94 layers at 4 times their batch: best single call and best division within the limit."""
-    from jcuts.base.errors import JcutsError
-    from jcuts.microbatch.deepbench import layers
-    from jcuts.tune.convolutions import Measurer, measured
-
-    found: dict[str, Any] = {}
-    with Measurer(run.device, run.platform, seconds=run.options.seconds) as measurer:
-        for dtype in run.options.dtypes:
-            rows: list[dict[str, Any]] = []
-            found[dtype] = {"layers": rows}
-            # Every third first: what a short budget leaves out is spread over the applications.
-            for layer in sorted(layers("forward", dtype), key=lambda layer: (layer.index % 3, layer.index)):
-                if run.options.layers and layer.index not in run.options.layers:
-                    continue
-                if run.left < 15:
-                    found[dtype]["stopped"] = f"the budget was spent after {len(rows)} layers"
-                    break
-                c, batch = reduced(run, layer)
-                row: dict[str, Any] = {"index": layer.index, "convolution": str(c), "batch": batch}
-                try:
-                    table = only_cudnn(measured(c, batch, run.database, measurer, library=False))
-                    row.update({precision: compared(run, table, batch, precision) for precision in PRECISIONS[dtype]})
-                except JcutsError as error:
-                    row["error"] = error.message[:500]
-                rows.append(row)
-                run.report["items"]["deepbench"] = found
-                run.save()
-            found[dtype]["summary"] = {precision: summary(rows, precision) for precision in PRECISIONS[dtype]}
-            run.say(f"deepbench {dtype}: {found[dtype]['summary']}")
-    return found
-
-
-def compared(run: Run, table: Any, batch: int, precision: str) -> dict[str, Any]:
-    """One call and a division within the limit, and the gain."""
-    from jcuts.microbatch import wr
-
-    one = wr.undivided(table, batch, limit_of(run), precision=precision)
-    divided = divide_or_none(table, batch, limit_of(run), precision)
-    free = wr.undivided(table, batch, precision=precision)
-    row = {"undivided": description(one), "divided": description(divided), "unlimited": description(free)}
-    if one is not None and divided is not None:
-        row["gain"] = one.seconds / divided.seconds
-    return row
-
-
-def summary(rows: list[dict[str, Any]], precision: str) -> dict[str, Any]:
-    """Largest, arithmetic and geometric mean gain of the division over one call within the limit."""
-    gains = [row[precision]["gain"] for row in rows if "gain" in row.get(precision, {})]
-    if not gains:
-        return {"layers": len(rows)}
-    return {
-        "layers": len(rows), "compared": len(gains), "largest": max(gains), "mean": sum(gains) / len(gains),
-        "geometric mean": math.exp(sum(map(math.log, gains)) / len(gains)), "above 1.05": sum(g > 1.05 for g in gains),
-    }  # fmt: skip
 
 
 # -- what they share ------------------------------------------------------------------------------------------------
 def limit_of(run: Run) -> int:
     """Bytes of workspace per convolution."""
     return 64 << 10 if run.options.dry_run else LIMIT
-
-
-def reduced(run: Run, layer: Any) -> tuple[Any, int]:
-    """A layer and its batch; in a dry run one that a plain loop can compute."""
-    from jcuts.microbatch.convolution import Convolution
-
-    if not run.options.dry_run:
-        return layer.convolution, 4 * layer.batch
-    data = layer.convolution.to_json()
-    window = [min(2, w) for w in data["window"]]
-    return Convolution.from_json({
-        **data, "channels": min(3, data["channels"]), "outputs": min(3, data["outputs"]), "spatial": [5, 5],
-        "window": window, "strides": [1, 1], "padding": [[0, 0], [0, 0]],
-    }), 4  # fmt: skip
 
 
 def only_cudnn(table: Any) -> Any:
@@ -359,13 +283,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--items", nargs="+", choices=ITEMS, default=list(ITEMS))
     parser.add_argument("--budget", type=float, default=480.0, help="seconds in all; what is left undone is said")
-    parser.add_argument("--seconds", type=float, default=0.15, help="of timing per convolution and batch size")
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "float16"], help="of DeepBench")
-    parser.add_argument("--layers", nargs="+", type=int, help="rows of DeepBench; all of them by default")
     parser.add_argument("--graph", action="store_true", help="let XLA capture the calls into CUDA graphs")
     parser.add_argument("--dry-run", action="store_true", help="no GPU: the tests' cuDNN, tiny shapes")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS, help="of AlexNet's conv2")
-    parser.add_argument("--resnet-batch", type=int, default=64)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the measuring process needs room
@@ -378,7 +298,7 @@ def main() -> int:
         os.environ.update(JCUTS_CUDNN=str(fake), JAX_PLATFORMS="cpu")
     run = Run(options)
     run.say(f"{run.device}")
-    work = {"validate": validate, "alexnet": alexnet, "deepbench": deepbench, "resnet": resnet}
+    work = {"validate": validate, "alexnet": alexnet}
     failed = False
     for item in options.items:
         if run.left < 10:

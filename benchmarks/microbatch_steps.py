@@ -1,0 +1,204 @@
+"""Whole training steps in processes of their own: time, peak memory, and gradients against plain jax.jit and float64.
+
+    spec     plain: plain jax.jit; float64: plain, in float64; limit: WR [B]; total: WD with the paper's constraint [B];
+             single: single calls of cuDNN only; mixed: XLA's own convolutions compete; launched: no CUDA graphs
+
+All processes compile at once; then they run one after the other, each alone on the device.  Run by
+`gpu_microbatch_tables.py`, which has filled the database.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+NO_LIMIT = 1 << 45
+WARM, TIMED, QUEUED = 2, 12, 12
+
+
+def measure(
+    specs: Sequence[dict[str, Any]], folder: Path, *, seconds: float, flush: Callable[[Any], None]
+) -> list[Any]:
+    """Answers of all programs, in order; of those that fail or take too long ``{"error": why}``.
+
+    Args: specs: each with ``name`` and ``id``; folder: for gradients, deleted by the caller; flush: is given what is
+    known after every program.
+    """
+    env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": str(ROOT)}
+    end = time.monotonic() + seconds
+    running = []
+    for spec in specs:
+        more = {"JAX_PLATFORMS": "cpu" if spec["dry"] else "cuda"}
+        if spec.get("float64"):
+            more["JAX_ENABLE_X64"] = "1"
+        with open(folder / f"{spec['id']}.log", "wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, __file__, json.dumps(spec), str(folder)], stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, stderr=log, env={**env, **more}, text=True,
+            )  # fmt: skip
+        lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=_forward, args=(process, lines), daemon=True).start()
+        running.append((process, lines))
+    found: list[Any] = []
+    try:
+        ready = [_next(lines, end) for _, lines in running]
+        for spec, (process, lines), said in zip(specs, running, ready, strict=True):
+            answer: Any = {"error": _words(folder, spec)}
+            if said == "ready" and time.monotonic() < end and process.stdin is not None:
+                process.stdin.write("go\n")
+                process.stdin.flush()
+                text = _next(lines, end)
+                answer = json.loads(text) if text.startswith("{") else {"error": _words(folder, spec)}
+            elif time.monotonic() >= end:
+                answer = {"error": "the budget was spent"}
+            process.kill()
+            process.wait()
+            found.append({"name": spec["name"], **answer})
+            flush(found)
+    finally:
+        for process, _ in running:
+            process.kill()
+    return found
+
+
+def _forward(process: subprocess.Popen[str], lines: queue.SimpleQueue[str]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.put(line.strip())
+    lines.put("")
+
+
+def _next(lines: queue.SimpleQueue[str], end: float) -> str:
+    try:
+        return lines.get(timeout=max(0.1, end - time.monotonic()))
+    except queue.Empty:
+        return ""
+
+
+def _words(folder: Path, spec: dict[str, Any]) -> str:
+    text = (folder / f"{spec['id']}.log").read_text(errors="replace").strip()
+    return text[-600:] or "no answer in time"
+
+
+# -- one process ----------------------------------------------------------------------------------------------------
+def program(spec: dict[str, Any], closed: Any) -> tuple[Any, dict[str, Any]]:
+    """The step with its convolutions as the spec says, and what was chosen."""
+    from jcuts import divide
+    from jcuts.base.settings import Settings
+    from jcuts.microbatch import wr
+    from jcuts.trace.inline import inline
+    from jcuts.trace.simplify import simplify
+    from jcuts.xla.convolutions import call_site
+
+    if spec.get("plain") or spec.get("float64"):
+        return closed, {}
+    if spec.get("single"):
+        divide.desirable = lambda table, batch, limit, **more: (wr.undivided(table, batch, limit, **more),)
+    if spec.get("launched"):
+        divide.call_site = lambda *args, **more: call_site(*args, **{**more, "graph": False})
+    if spec.get("total") is not None:
+        divide.CONSTRAINT = "paper"
+    settings = Settings(
+        mode="mixed" if spec.get("mixed") else "fusion", tune="cached", workspace_limit=spec.get("limit"),
+        total_workspace=spec.get("total"),
+    )  # fmt: skip
+    made = divide.divided(simplify(inline(closed)), settings, "cpu" if spec["dry"] else "cuda", may_measure=False)
+    spaces = [row.workspace for row in made.rows if row.division]
+    said = {
+        "note": made.note, "by cuDNN": made.count, "convolutions": len(made.rows),
+        "in pieces": sum(row.division.split(" ")[0] != "1" or "+" in row.division for row in made.rows if row.division),
+        "sum of workspaces": sum(spaces), "largest workspace": max(spaces, default=0),
+        "seconds of convolutions": sum(row.seconds or 0.0 for row in made.rows),
+        "left": sorted({row.why for row in made.rows if row.why}),
+        "layers": [[row.layer, row.division or row.why] for row in made.rows],
+    }  # fmt: skip
+    return made.closed, said
+
+
+def child(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Compiles, says so, waits, runs."""
+    import jax
+    import numpy as np
+
+    from benchmarks.microbatch_models import gradients, inputs_of
+    from jcuts.trace import jaxapi
+
+    start = time.monotonic()
+    arguments = inputs_of(spec["network"], spec["batch"], tiny=spec["dry"])
+    if spec.get("float64"):
+        wide = jax.tree.map(lambda a: a.astype(np.float64) if a.dtype == np.float32 else a, arguments)
+        arguments = wide
+    leaves, tree = jax.tree.flatten(arguments)
+    step = gradients(spec["network"], "highest" if spec["precision"] == "float32" else "default")
+    closed = jax.make_jaxpr(lambda *xs: jax.tree.leaves(step(*jax.tree.unflatten(tree, xs))))(*leaves)
+
+    def made(spec: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        chosen, said = program(spec, closed)
+        compiled = jax.jit(lambda *xs: jaxapi.eval_closed(chosen, *xs)).lower(*leaves).compile()
+        analysis = compiled.memory_analysis()
+        return compiled, {**said, "temporary bytes": analysis and int(analysis.temp_size_in_bytes)}
+
+    compiled, said = made(spec)
+    said["compile seconds"] = round(time.monotonic() - start, 1)
+    print("ready", flush=True)
+    if sys.stdin.readline().strip() != "go":
+        raise SystemExit(0)
+    inputs = [jax.device_put(leaf) for leaf in leaves]
+    try:
+        result = jax.block_until_ready(compiled(*inputs))
+    except Exception as error:
+        if spec.get("launched") or spec.get("plain"):
+            raise
+        compiled, said = made({**spec, "launched": True})
+        said["in graphs"] = str(error)[:400]
+        result = jax.block_until_ready(compiled(*inputs))
+    np.savez(folder / f"{spec['id']}.npz", *[np.asarray(x) for x in result])
+    times, count = [], 1 if spec["dry"] or spec.get("float64") else TIMED
+    for k in range(WARM + count):
+        result = None
+        begin = time.perf_counter()
+        result = jax.block_until_ready(compiled(*inputs))
+        times += [time.perf_counter() - begin] if k >= WARM else []
+    begin = time.perf_counter()
+    for _ in range(count):
+        result = compiled(*inputs)
+    jax.block_until_ready(result)
+    queued = (time.perf_counter() - begin) / count
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return {**said, "loss": float(np.load(folder / f"{spec['id']}.npz")["arr_0"]), "seconds": float(np.median(times)),
+            "quartiles": [float(q) for q in np.quantile(times, (0.25, 0.75))], "seconds queued": queued,
+            "peak bytes": stats.get("peak_bytes_in_use")}  # fmt: skip
+
+
+def distances(folder: Path, spec: dict[str, Any], other: dict[str, Any]) -> dict[str, float] | None:
+    """Of one program's gradients from another's in L2 norm: all of them together, and the worst array."""
+    import numpy as np
+
+    files = [folder / f"{s['id']}.npz" for s in (spec, other)]
+    if not all(file.exists() for file in files):
+        return None
+    with np.load(files[0]) as mine, np.load(files[1]) as theirs:
+        apart, size, worst = 0.0, 0.0, 0.0
+        for name in mine.files[1:]:
+            a, b = mine[name].astype(np.float64), theirs[name].astype(np.float64)
+            d, n = float(np.sum((a - b) ** 2)), float(np.sum(b**2))
+            apart, size, worst = apart + d, size + n, max(worst, (d / n) ** 0.5 if n else 0.0)
+    return {"all": (apart / size) ** 0.5 if size else 0.0, "worst": worst}
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    # Steps are read from, and answered on, the descriptors; whatever prints goes to stderr.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    sys.stdout = answers
+    print(json.dumps(child(json.loads(sys.argv[1]), Path(sys.argv[2]))), flush=True)

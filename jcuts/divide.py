@@ -224,7 +224,8 @@ def _take_times(
         with measuring_lock(patience=default_patience()) as may:
             if may:
                 todo = {key: wanted[key] for key in missing}
-                found.update(_measured(todo, settings, database, device, platform))
+                made, postponed = _measured(todo, settings, database, device, platform)
+                found.update(made)
             else:
                 log.warning("%s is still measuring: convolutions stay with XLA, a later call measures", holder())
                 postponed = True
@@ -250,9 +251,13 @@ def _known(database: Database, device: Device, convolution: Convolution, batch: 
 def _measured(
     todo: Mapping[tuple[Convolution, int], set[str]], settings: Settings, database: Database, device: Device,
     platform: str,
-) -> dict[tuple[Convolution, int], Table | None]:  # fmt: skip
-    """Measures powers of two, and then sizes in between that the limit makes worth it."""
+) -> tuple[dict[tuple[Convolution, int], Table | None], bool]:  # fmt: skip
+    """Measures powers of two, and then sizes in between that the limit makes worth it.
+
+    Returns: tables, None where nothing could be measured; and whether that was for want of memory or the like.
+    """
     found: dict[tuple[Convolution, int], Table | None] = {}
+    postponed = False
     library = settings.mode == "mixed"
     with timing.Measurer(device, platform, asked=_limit(settings)) as measurer:
         for (convolution, batch), precisions in todo.items():
@@ -265,7 +270,8 @@ def _measured(
             except JcutsError as error:
                 log.warning("%s, batch %d, is left to XLA: %s", convolution, batch, error.message)
                 found[convolution, batch] = None
-    return found
+                postponed |= error.values.get("reason") in timing.LATER
+    return found, postponed
 
 
 # -- choosing -------------------------------------------------------------------------------------------------------

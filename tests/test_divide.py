@@ -13,6 +13,7 @@ from rich.console import Console
 import jcuts
 from jcuts import divide, pipeline
 from jcuts.base import knobs
+from jcuts.base.errors import WorkerFailed
 from jcuts.base.settings import Settings
 from jcuts.microbatch.benchmark import Found
 from jcuts.microbatch.database import Database
@@ -377,6 +378,22 @@ def test_times_taken_otherwise_are_not_used(host_cudnn, cache_dir, monkeypatch):
     assert this_device("cpu", tolerance=60.0) != this_device("cpu")
     with knobs.scope(cudnn_graphs=True):
         assert "in calls" in this_device("cpu").library  # the host has no graphs
+
+
+@pytest.mark.parametrize("reason, later", [("memory", True), ("disk", True), ("timeout", False)])
+def test_what_is_nobody_s_fault_is_tried_again(host_cudnn, cache_dir, monkeypatch, reason, later):
+    x, w = np.ones((BATCH, 5, 5, 2), np.float32), np.ones((3, 3, 2, 2), np.float32)
+    (site,) = fill(layer, x, w, own_algorithm="cudnn/GEMM")  # the library's own is missing, and nothing else
+    for size in (2, 4):
+        Database(cache_dir / "microbatch.sqlite").record(this_device("cpu"), site.convolution, size, [])
+    closed = jax.make_jaxpr(layer)(x, w)
+    failure = WorkerFailed("as the test asked", reason=reason)
+    monkeypatch.setattr(Measurer, "_ask", lambda *_: failure)
+    found = divide.divided(closed, Settings(workspace_limit=1 << 20), "cpu", may_measure=True)
+    assert found.postponed == later and not found.rows[0].division
+    divide._database.cache_clear()  # another process
+    remarks = Database(cache_dir / "microbatch.sqlite").remarks(this_device("cpu"), site.convolution, BATCH)
+    assert remarks == ({} if later else {"xla": "as the test asked"})
 
 
 def test_a_library_that_fails_is_asked_once(host_cudnn, cache_dir, monkeypatch):

@@ -33,8 +33,8 @@ ENDS = 64
 """Runs at either end that are always looked at."""
 TAIL = 64
 """Largest distances of the sample that its tail is known by."""
-MOST_GROWTH = 1e3
-"""However heavy a tail is: numbers that nobody wrote, or of another place, must show."""
+MOST_APART = 0.25
+"""Relative distance that no tail explains: numbers of another place must show."""
 
 
 def positions(problem: Problem, spec: Output) -> np.ndarray | None:
@@ -62,7 +62,7 @@ def compare(index: int, xla: np.ndarray, have: np.ndarray, found: Accuracy, seen
     """Compares every element with XLA's; what the sample showed of both errors bounds how far they may be apart.
 
         |c_i - x_i| - tiny  <=  4 (limit + XLA's error) growth * max(|x_i|, rms),     (`tune.check`, rule 3)
-        growth = (N / n)^(1 / a)  with Hill's estimate of a from the sample's distances
+        growth = (N / n)^(1 / a)  with Hill's estimate of a from the sample's distances; nothing beyond 1/4
 
     Infinities count as the largest finite number: beside it a result may be either (rule 1).
     Args:
@@ -85,7 +85,8 @@ def compare(index: int, xla: np.ndarray, have: np.ndarray, found: Accuracy, seen
         return np.where(np.isnan(a) & np.isnan(b), 0.0, np.where(np.isnan(apart), np.inf, apart))
 
     growth = _growth(distances(c[seen], x[seen]), x.size)
-    limit = CATASTROPHE * (found.limit + found.xla) * growth * _eps(have.dtype)
+    limit = CATASTROPHE * (found.limit + found.xla) * _eps(have.dtype)
+    limit = max(limit, min(limit * growth, MOST_APART))
 
     def worst(slab: slice) -> float:
         return float(np.max(distances(c[slab], x[slab]), initial=0.0))
@@ -112,7 +113,7 @@ def _growth(seen: np.ndarray, size: int) -> float:
     if len(top) <= TAIL or seen.size >= size:
         return 1.0
     heaviness = float(np.mean(np.log(top[1:] / top[0])))  # Hill: 1 / a
-    return min(MOST_GROWTH, (size / seen.size) ** heaviness)
+    return (size / seen.size) ** heaviness
 
 
 def _eps(dtype: np.dtype) -> float:

@@ -14,6 +14,7 @@
 Needs jax[cuda13] and jcuts' native libraries (`make native`).  Every time goes into the database below --out and into
 ``tables.json``; a run that is cut goes on with the same --out, elsewhere with ``--start tables.json``.  Sizes are B,
 B/2, B/4, ... until the fastest algorithm of a size fits the smallest limit: smaller ones take longer and need no less.
+Algorithms that take four times as long as the fastest of a size are not measured for smaller ones.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ from benchmarks.microbatch_networks import training_step  # noqa: E402
 MIB = 1 << 20
 BATCHES = {"ResNet-18": 128, "AlexNet": 256, "ResNet-50": 64, "DenseNet-40": 256}
 MODES = {"float32": "float32 HIGHEST", "tf32": "TF32"}
+FAR = 4.0
+"""An algorithm that takes this many times as long as the fastest of a size is not measured for smaller ones."""
 ITEMS = ("steps", "deepbench", "networks", "mixed")
 
 
@@ -61,6 +64,9 @@ class Run:
         self.left_out: list[Any] = []
         if options.start:
             self.take(json.loads(options.start.read_text(encoding="utf-8")))
+        for entry in self.database.entries():
+            if entry.device == self.device and entry.convolution.key not in self.kernels:
+                self.note(entry.convolution)
 
     @property
     def left(self) -> float:
@@ -78,6 +84,10 @@ class Run:
     def say(self, text: str) -> None:
         """One line of progress."""
         print(f"[{time.monotonic() - self.start:6.1f} s] {text}", flush=True)
+
+    def save_tables(self) -> None:
+        """Writes every time of this run, and those of earlier runs with the same --out."""
+        self.save("tables", list(self.kernels.values()))
 
     def take(self, data: dict[str, Any]) -> None:
         """Times of an earlier run on the same device and libraries."""
@@ -101,17 +111,20 @@ class Run:
         from jcuts.microbatch.refine import sizes_between
         from jcuts.tune.convolutions import measured
 
-        size = batch
+        size, measurer.unwanted = batch, frozenset()
         while size:
             table = measured(convolution, size, self.database, measurer, policy="undivided", library=False)
             best = [wr.undivided(table, size, precision=p) for p in precisions]
             if all(one is None or one.workspace <= min(limits) for one in best) and any(best):
                 break
+            lacking = self.database.remarks(self.device, convolution, size)
+            measurer.unwanted = frozenset() if lacking else slow(table, size, precisions)
             size = size // 2 // convolution.unit * convolution.unit
         for limit in limits if size < batch else ():
             for precision in precisions:
                 for size in sizes_between(table, batch, limit, precision=precision)[:1]:
                     table = measured(convolution, size, self.database, measurer, policy="undivided", library=False)
+        measurer.unwanted = frozenset()
         self.note(convolution)
         return table
 
@@ -128,6 +141,20 @@ class Run:
 
         # Whoever looks for larger workspaces than the largest limit looks for a bound, not for a division.
         return Measurer(self.device, self.platform, asked=max(self.limits), seconds=self.options.seconds)
+
+
+def slow(table: Any, size: int, precisions: Sequence[str]) -> frozenset[str]:
+    """Algorithms that are far from the fastest of a size at every precision, or do not run: not measured for less."""
+    from jcuts.microbatch.convolution import MATHS
+    from jcuts.xla import cudnn
+
+    kept: set[str] = set()
+    for precision in precisions:
+        mine = [m for m in table.candidates(size, precision=precision) if m.batch == size]
+        best = min((m.seconds for m in mine), default=0.0)
+        kept |= {f"{m.algorithm.removesuffix(cudnn.LAUNCHED)} {m.math}" for m in mine if m.seconds <= FAR * best}
+    every = {f"{a} {m}" for a in cudnn.algorithms(table.convolution.kind) for m in MATHS[table.convolution.dtype]}
+    return frozenset(every - kept)
 
 
 def kernels_of(run: Run, name: str) -> Any:
@@ -159,90 +186,117 @@ def fill_network(run: Run, name: str, *, library: bool = False, spare: float = 2
     with run.measurer() as measurer:
         for done, use in enumerate(uses):
             if run.left < spare:
-                run.save("tables", list(run.kernels.values()))
+                run.save_tables()
                 return network, f"the budget was spent after {done} of {len(uses)} kernels"
             run.fill(measurer, use.convolution, use.batch, run.limits, tuple(MODES))
             if library:
                 measured(use.convolution, use.batch, run.database, measurer, policy="undivided")
         run.left_out += measurer.left_out
-    run.save("tables", list(run.kernels.values()))
+    run.save_tables()
     run.say(f"{name}: {len(uses)} distinct kernels are timed")
     return network, ""
 
 
 # -- steps ----------------------------------------------------------------------------------------------------------
-def programs(run: Run, network: Any, name: str, precision: str) -> list[dict[str, Any]]:
-    """What is run of a network in a precision."""
+STEPS = {
+    ("ResNet-18", "float32"): (
+        "WR", "single", "no limit", "plain", "float64", "WD", "WR at WD's largest", "small", "large", "launched",
+        "no workspace",
+    ),
+    ("AlexNet", "tf32"): ("WR", "single", "no limit", "plain", "launched", "WD", "WR at WD's largest"),
+    ("ResNet-18", "tf32"): ("WR", "single", "no limit", "plain"),
+    ("AlexNet", "float32"): ("WR", "single", "no limit", "plain"),
+}  # fmt: skip
+"""Programs, the most important first."""
+SECOND = (("ResNet-18", "tf32"), ("AlexNet", "float32"))
+"""Their plain programs, for which XLA times algorithms on the device, come when everything else has run."""
+
+
+def bases(run: Run, names: Sequence[str]) -> list[dict[str, Any]]:
+    """What is known of all programs before anything is timed."""
+    made = []
+    for name in names:
+        for precision in run.options.precisions:
+            for what in STEPS[name, precision]:
+                made.append({
+                    "id": f"{name}-{precision}-{len(made)}", "what": what, "network": name,
+                    "batch": 4 if run.dry else BATCHES[name], "precision": precision, "dry": run.dry,
+                    "float64": what == "float64",
+                })  # fmt: skip
+    return made
+
+
+def specs_of(run: Run, network: Any, mine: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The programs of a network, which is timed, in one precision."""
     from jcuts.microbatch.analysis import analyse
 
     small, middle, large = run.limits
-    uses = tuple(dataclasses.replace(use, precision=precision) for use in network.uses)
+    uses = tuple(dataclasses.replace(use, precision=mine[0]["precision"]) for use in network.uses)
     network = dataclasses.replace(network, uses=uses)
     total = analyse(network, run.database, run.device, limit=middle).total
-    shared = analyse(network, run.database, run.device, total=total)
-    peak = max(row.division.workspace for row in shared.rows)
-    made: list[dict[str, Any]] = [
-        {"name": "plain jax.jit", "plain": True},
-        {"name": "single calls, no limit", "limit": microbatch_steps.NO_LIMIT, "single": True},
-        {"name": f"single calls, {text(middle)}", "limit": middle, "single": True},
-        {"name": f"WR {text(middle)}", "limit": middle},
-    ]
-    if precision == "float32" or not run.options.short:
-        made += [
-            {"name": f"WR {text(small)}", "limit": small},
-            {"name": f"WR {text(large)}", "limit": large},
-            {"name": f"WD at WR's total of {text(total)}", "total": total},
-            {"name": f"WR at WD's largest workspace of {text(peak)}", "limit": peak},
-            {"name": f"WR {text(middle)}, launched one by one", "limit": middle, "launched": True},
-        ]
-    if precision == "float32" and name == "ResNet-18":
-        made.append({"name": "float64", "float64": True})
-    base = {"network": name, "batch": network.uses[0].batch, "precision": precision, "dry": run.dry}
-    return [{**base, **spec, "id": f"{name}-{precision}-{k}"} for k, spec in enumerate(made)]
+    peak = max(row.division.workspace for row in analyse(network, run.database, run.device, total=total).rows)
+    known: dict[str, dict[str, Any]] = {
+        "plain": {"name": "plain jax.jit", "plain": True},
+        "WR": {"name": f"WR {text(middle)}", "limit": middle},
+        "single": {"name": f"single calls, {text(middle)}", "limit": middle, "single": True},
+        "no limit": {"name": "single calls, no limit", "limit": microbatch_steps.NO_LIMIT, "single": True},
+        "WD": {"name": f"WD at WR's total of {text(total)}", "total": total},
+        "WR at WD's largest": {"name": f"WR at WD's largest workspace of {text(peak)}", "limit": peak},
+        "launched": {"name": f"WR {text(middle)}, launched one by one", "limit": middle, "launched": True},
+        "no workspace": {"name": "single calls, no workspace", "limit": 0, "single": True, "once": True},
+        "float64": {"name": "float64", "once": True},
+        "small": {"name": f"WR {text(small)}", "limit": small},
+        "large": {"name": f"WR {text(large)}", "limit": large},
+    }
+    return [{**base, **known[base["what"]]} for base in mine]
 
 
 def steps(run: Run) -> Any:
     """Whole steps of two networks."""
+    names = run.options.networks or ("ResNet-18", "AlexNet")
     found: dict[str, Any] = {}
-    specs: list[dict[str, Any]] = []
-    for name in run.options.networks or ("ResNet-18", "AlexNet"):
-        network, why = fill_network(run, name, spare=80.0)
-        if why:
-            found[name] = {"stopped": why}
-            continue
-        for precision in run.options.precisions:
-            specs += programs(run, network, name, precision)
-    return race(run, "steps", specs, found)
+    with tempfile.TemporaryDirectory() as folder, microbatch_steps.Race(bases(run, names), Path(folder)) as race:
+        later: list[dict[str, Any]] = []
+        started = bases(run, names)
+        for name in names:
+            network, why = fill_network(run, name, spare=50.0)
+            if why:
+                found[name] = {"stopped": why}
+                continue
+            for precision in run.options.precisions:
+                mine = [base for base in started if (base["network"], base["precision"]) == (name, precision)]
+                specs = specs_of(run, network, mine)
+                # XLA times its algorithms while it compiles: not beside our own timing.
+                race.compile([spec for spec in specs if not spec.get("plain")])
+                later += [spec for spec in specs if spec.get("plain")]
+        second = [spec for spec in later if (spec["network"], spec["precision"]) in SECOND]
+        race.compile([spec for spec in later if spec not in second])
+        finished(run, "steps", race, found)
+        if second and run.left > 20:
+            race.compile(second)
+            finished(run, "steps", race, found)
+    return found
 
 
-def race(run: Run, item: str, specs: list[dict[str, Any]], found: dict[str, Any]) -> Any:
-    """Runs the programs and compares their gradients."""
-    with tempfile.TemporaryDirectory() as folder:
-        at = Path(folder)
-
-        def flush(answers: list[Any]) -> None:
-            for spec, answer in zip(specs, answers, strict=False):
-                row = found.setdefault(f"{spec['network']}, batch {spec['batch']}, {MODES[spec['precision']]}", {})
-                if answer["name"] in row:
-                    continue
-                mine = [s for s in specs if (s["network"], s["precision"]) == (spec["network"], spec["precision"])]
-                off = {}
-                for other in (s for s in mine if (s.get("plain") or s.get("float64")) and s is not spec):
-                    off[f"gradients from {other['name']}"] = microbatch_steps.distances(at, spec, other)
-                row[answer["name"]] = {**answer, **off}
-                shown = {k: answer[k] for k in ("seconds", "peak bytes", "error") if k in answer}
-                run.say(f"{spec['network']} {spec['precision']} {answer['name']}: {shown} {off}")
-            run.save(item, found)
-
-        microbatch_steps.measure(specs, at, seconds=max(20.0, run.left), flush=flush)
-        # Distances from programs that ran later.
-        for spec in specs:
-            row = found[f"{spec['network']}, batch {spec['batch']}, {MODES[spec['precision']]}"]
-            for other in specs:
-                same = (other["network"], other["precision"]) == (spec["network"], spec["precision"])
-                if same and other.get("float64") and other is not spec and spec["name"] in row:
-                    off = microbatch_steps.distances(at, spec, other)
-                    row[spec["name"]][f"gradients from {other['name']}"] = off
+def finished(run: Run, item: str, race: microbatch_steps.Race, found: dict[str, Any]) -> Any:
+    """Runs what is compiled or compiling, then compares gradients."""
+    now = time.monotonic()
+    specs = list(race.specs.values())
+    left = run.left - 0.1 * len(specs)
+    for spec, answer in race.run(ready=now + max(5.0, left - 1.2 * race.waiting), end=now + max(8.0, left)):
+        row = found.setdefault(f"{spec['network']}, batch {spec['batch']}, {MODES[spec['precision']]}", {})
+        row[spec["name"]] = answer
+        shown = {k: answer[k] for k in ("seconds", "peak bytes", "error") if k in answer}
+        run.say(f"{spec['network']} {spec['precision']} {spec['name']}: {shown}")
+        run.save(item, found)
+    for spec in specs:
+        row = found[f"{spec['network']}, batch {spec['batch']}, {MODES[spec['precision']]}"]
+        for other in specs:
+            same = (other["network"], other["precision"]) == (spec["network"], spec["precision"])
+            reference = other.get("plain") or other.get("float64") or other["what"] == "no workspace"
+            if same and reference and other is not spec and spec["name"] in row:
+                off = microbatch_steps.distances(race.folder, spec, other)
+                row[spec["name"]][f"gradients from {other['name']}"] = off
     run.save(item, found)
     return found
 
@@ -254,22 +308,23 @@ def mixed(run: Run) -> Any:
 
     name = "AlexNet"
     network, why = fill_network(run, name, library=True, spare=40.0)
-    found: dict[str, Any] = {"stopped": why} if why else {}
+    if why:
+        return {"stopped": why}
     rows = []
-    for use in {use.convolution.key: use for use in network.uses}.values() if not why else ():
+    for use in {use.convolution.key: use for use in network.uses}.values():
         table = run.database.table(run.device, use.convolution)
         own = dataclasses.replace(table, micros=tuple(m for m in table.micros if m.algorithm == LIBRARY))
         for precision in MODES:
             one = wr.undivided(own, use.batch, precision=precision)
             rows.append([str(use.convolution), precision, description(one)])
-    found["XLA's own"] = rows
     specs = []
-    for precision in run.options.precisions if not why else ():
+    for precision in run.options.precisions:
         base = {"network": name, "batch": network.uses[0].batch, "precision": precision, "dry": run.dry}
-        for k, more in enumerate(({"name": "plain jax.jit", "plain": True}, {"name": "mixed", "limit": run.limits[1],
-                                                                           "mixed": True})):  # fmt: skip
-            specs.append({**base, **more, "id": f"mixed-{precision}-{k}"})
-    return race(run, "mixed", specs, found)
+        for what, more in {"plain jax.jit": {"plain": True}, "mixed": {"limit": run.limits[1], "mixed": True}}.items():
+            specs.append({**base, **more, "name": what, "what": what, "id": f"mixed-{precision}-{len(specs)}"})
+    with tempfile.TemporaryDirectory() as folder, microbatch_steps.Race(specs, Path(folder)) as race:
+        race.compile(specs)
+        return {**finished(run, "mixed", race, {}), "XLA's own": rows}
 
 
 # -- tables ---------------------------------------------------------------------------------------------------------
@@ -304,7 +359,7 @@ def deepbench(run: Run) -> Any:
                     found["modes"][mode] = {"summary": summary(mine), "layers": mine}
                 run.save("deepbench", found)
             run.say(f"deepbench {dtype}: " + json.dumps({mode: summary(mine) for mode, mine in rows.items()}))
-            run.save("tables", list(run.kernels.values()))
+            run.save_tables()
         run.left_out += measurer.left_out
     return found
 
@@ -424,7 +479,6 @@ def main() -> int:
     parser.add_argument("--layers", nargs="+", type=int, help="rows of DeepBench; all of them by default")
     parser.add_argument("--networks", nargs="+", choices=list(BATCHES), help="of steps and networks")
     parser.add_argument("--precisions", nargs="+", choices=list(MODES), default=list(MODES), help="of steps")
-    parser.add_argument("--short", action="store_true", help="steps in TF32: the four programs that matter most")
     parser.add_argument("--dry-run", action="store_true", help="no GPU: the tests' cuDNN, tiny shapes")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -451,7 +505,7 @@ def main() -> int:
             failed = True
             run.say(f"{item} failed: {traceback.format_exc()}")
             (run.out / f"{item}_error.txt").write_text(traceback.format_exc())
-        run.save("tables", list(run.kernels.values()))
+        run.save_tables()
     run.save("left_out", run.left_out[:400])
     run.say(f"written to {run.out}")
     return int(failed)

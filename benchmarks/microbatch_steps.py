@@ -3,12 +3,13 @@
     spec     plain: plain jax.jit; float64: plain, in float64; limit: WR [B]; total: WD with the paper's constraint [B];
              single: single calls of cuDNN only; mixed: XLA's own convolutions compete; launched: no CUDA graphs
 
-All processes compile at once; then they run one after the other, each alone on the device.  Run by
-`gpu_microbatch_tables.py`, which has filled the database.
+All processes import, trace and compile at once; then they run one after the other, each alone on the device.  Run by
+`gpu_microbatch_tables.py`, which fills the database meanwhile.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -16,58 +17,92 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_LIMIT = 1 << 45
-WARM, TIMED, QUEUED = 2, 12, 12
+WARM, TIMED = 2, 8
 
 
-def measure(
-    specs: Sequence[dict[str, Any]], folder: Path, *, seconds: float, flush: Callable[[Any], None]
-) -> list[Any]:
-    """Answers of all programs, in order; of those that fail or take too long ``{"error": why}``.
+class Race:
+    """Programs that compile in processes of their own, and take turns.
 
-    Args: specs: each with ``name`` and ``id``; folder: for gradients, deleted by the caller; flush: is given what is
-    known after every program.
+    Args: bases: of every program ``id``, ``network``, ``batch``, ``precision``, ``dry``, and ``float64`` where it is;
+    folder: for gradients, deleted by the caller.  A context manager: no process outlives it.
     """
-    env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": str(ROOT)}
-    end = time.monotonic() + seconds
-    running = []
-    for spec in specs:
-        more = {"JAX_PLATFORMS": "cpu" if spec["dry"] else "cuda"}
-        if spec.get("float64"):
-            more["JAX_ENABLE_X64"] = "1"
-        with open(folder / f"{spec['id']}.log", "wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, __file__, json.dumps(spec), str(folder)], stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, stderr=log, env={**env, **more}, text=True,
-            )  # fmt: skip
-        lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        threading.Thread(target=_forward, args=(process, lines), daemon=True).start()
-        running.append((process, lines))
-    found: list[Any] = []
-    try:
-        ready = [_next(lines, end) for _, lines in running]
-        for spec, (process, lines), said in zip(specs, running, ready, strict=True):
-            answer: Any = {"error": _words(folder, spec)}
-            if said == "ready" and time.monotonic() < end and process.stdin is not None:
-                process.stdin.write("go\n")
-                process.stdin.flush()
-                text = _next(lines, end)
-                answer = json.loads(text) if text.startswith("{") else {"error": _words(folder, spec)}
-            elif time.monotonic() >= end:
-                answer = {"error": "the budget was spent"}
+
+    def __init__(self, bases: Sequence[dict[str, Any]], folder: Path) -> None:
+        self.folder = folder
+        self.running: dict[str, tuple[subprocess.Popen[str], queue.SimpleQueue[str]]] = {}
+        self.specs: dict[str, dict[str, Any]] = {}
+        self.done: set[str] = set()
+        env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": str(ROOT)}
+        for base in bases:
+            more = {"JAX_PLATFORMS": "cpu" if base["dry"] else "cuda"}
+            if base.get("float64"):
+                more["JAX_ENABLE_X64"] = "1"
+            with open(folder / f"{base['id']}.log", "wb") as log:
+                process = subprocess.Popen(
+                    [sys.executable, __file__, json.dumps(base), str(folder)], stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE, stderr=log, env={**env, **more}, text=True,
+                )  # fmt: skip
+            lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+            threading.Thread(target=_forward, args=(process, lines), daemon=True).start()
+            self.running[base["id"]] = (process, lines)
+
+    def __enter__(self) -> Race:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process, _lines in self.running.values():
             process.kill()
             process.wait()
-            found.append({"name": spec["name"], **answer})
-            flush(found)
-    finally:
-        for process, _ in running:
+
+    def compile(self, specs: Sequence[dict[str, Any]]) -> None:
+        """Says what some of them are: they compile."""
+        for spec in specs:
+            self.specs[spec["id"]] = spec
+            self._say(spec["id"], json.dumps(spec))
+
+    def run(self, *, ready: float, end: float) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """(spec, answer) of all that did not run yet; of those that fail or take too long ``{"error": why}``.
+
+        Args: times of `time.monotonic` when waiting for the last ones to compile ends, and when everything does.
+        """
+        waiting = {name: spec for name, spec in self.specs.items() if name not in self.done}
+        self.done |= set(waiting)
+        said = {name: _next(self.running[name][1], ready) for name in waiting}
+        while waiting:
+            name = next((n for n in waiting if said[n]), next(iter(waiting)))  # who is ready comes first
+            spec = waiting.pop(name)
+            text = said[name] or _next(self.running[name][1], end)
+            if text == "ready" and time.monotonic() < end:
+                self._say(name, "go")
+                text = _next(self.running[name][1], end)
+            answer = json.loads(text) if text.startswith("{") else {"error": self._words(name, end)}
+            process = self.running[name][0]
             process.kill()
-    return found
+            process.wait()
+            yield spec, answer
+
+    @property
+    def waiting(self) -> int:
+        """Programs that did not run yet."""
+        return len(self.specs) - len(self.done)
+
+    def _say(self, name: str, text: str) -> None:
+        stdin = self.running[name][0].stdin
+        assert stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            stdin.write(text + "\n")
+            stdin.flush()
+
+    def _words(self, name: str, end: float) -> str:
+        if time.monotonic() >= end:
+            return "the budget was spent"
+        return (self.folder / f"{name}.log").read_text(errors="replace").strip()[-600:] or "no answer in time"
 
 
 def _forward(process: subprocess.Popen[str], lines: queue.SimpleQueue[str]) -> None:
@@ -79,14 +114,9 @@ def _forward(process: subprocess.Popen[str], lines: queue.SimpleQueue[str]) -> N
 
 def _next(lines: queue.SimpleQueue[str], end: float) -> str:
     try:
-        return lines.get(timeout=max(0.1, end - time.monotonic()))
+        return lines.get(timeout=max(0.01, end - time.monotonic()))
     except queue.Empty:
         return ""
-
-
-def _words(folder: Path, spec: dict[str, Any]) -> str:
-    text = (folder / f"{spec['id']}.log").read_text(errors="replace").strip()
-    return text[-600:] or "no answer in time"
 
 
 # -- one process ----------------------------------------------------------------------------------------------------
@@ -124,26 +154,32 @@ def program(spec: dict[str, Any], closed: Any) -> tuple[Any, dict[str, Any]]:
     return made.closed, said
 
 
-def child(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Compiles, says so, waits, runs."""
+def child(base: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Traces, hears what program it is, compiles, says so, waits, runs."""
     import jax
     import numpy as np
 
     from benchmarks.microbatch_models import gradients, inputs_of
     from jcuts.trace import jaxapi
 
-    start = time.monotonic()
-    arguments = inputs_of(spec["network"], spec["batch"], tiny=spec["dry"])
-    if spec.get("float64"):
+    arguments = inputs_of(base["network"], base["batch"], tiny=base["dry"])
+    if base.get("float64"):
         wide = jax.tree.map(lambda a: a.astype(np.float64) if a.dtype == np.float32 else a, arguments)
         arguments = wide
     leaves, tree = jax.tree.flatten(arguments)
-    step = gradients(spec["network"], "highest" if spec["precision"] == "float32" else "default")
+    step = gradients(base["network"], "highest" if base["precision"] == "float32" else "default")
     closed = jax.make_jaxpr(lambda *xs: jax.tree.leaves(step(*jax.tree.unflatten(tree, xs))))(*leaves)
+
+    heard = sys.stdin.readline()
+    if not heard.strip():
+        raise SystemExit(0)
+    spec = json.loads(heard)
+    start = time.monotonic()
+    lean = {"xla_gpu_autotune_level": 0} if spec.get("float64") and not spec["dry"] else None
 
     def made(spec: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         chosen, said = program(spec, closed)
-        compiled = jax.jit(lambda *xs: jaxapi.eval_closed(chosen, *xs)).lower(*leaves).compile()
+        compiled = jax.jit(lambda *xs: jaxapi.eval_closed(chosen, *xs), compiler_options=lean).lower(*leaves).compile()
         analysis = compiled.memory_analysis()
         return compiled, {**said, "temporary bytes": analysis and int(analysis.temp_size_in_bytes)}
 
@@ -161,8 +197,8 @@ def child(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
         compiled, said = made({**spec, "launched": True})
         said["in graphs"] = str(error)[:400]
         result = jax.block_until_ready(compiled(*inputs))
-    np.savez(folder / f"{spec['id']}.npz", *[np.asarray(x) for x in result])
-    times, count = [], 1 if spec["dry"] or spec.get("float64") else TIMED
+    np.savez(folder / f"{spec['id']}.npz", *[_some(np.asarray(x)) for x in result])
+    times, count = [], 1 if spec["dry"] or spec.get("once") else TIMED
     for k in range(WARM + count):
         result = None
         begin = time.perf_counter()
@@ -177,6 +213,11 @@ def child(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {**said, "loss": float(np.load(folder / f"{spec['id']}.npz")["arr_0"]), "seconds": float(np.median(times)),
             "quartiles": [float(q) for q in np.quantile(times, (0.25, 0.75))], "seconds queued": queued,
             "peak bytes": stats.get("peak_bytes_in_use")}  # fmt: skip
+
+
+def _some(array: Any) -> Any:
+    """Every 16th element of large arrays: gradients of dense layers would take longer to compare than to compute."""
+    return array.reshape(-1)[::16] if array.size > 1 << 18 else array
 
 
 def distances(folder: Path, spec: dict[str, Any], other: dict[str, Any]) -> dict[str, float] | None:

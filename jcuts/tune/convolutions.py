@@ -71,6 +71,8 @@ class Measurer:
     Args: device: what times are recorded for; platform: 'cpu' (a cuDNN on the host) or 'cuda'; limit: workspaces above
         this [B] are not measured; asked: no larger one [B] is worth freeing memory for; seconds: of measuring per batch
         size; tolerance: as the device was made with.
+    Attributes: unwanted: algorithms with their maths ("cudnn/FFT tf32") that are not measured; whoever sets it records
+        times that are not everything.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Measurer:
     ) -> None:  # fmt: skip
         self._device, self.limit, self.asked, self.seconds, self.tolerance = device, limit, asked, seconds, tolerance
         self._graphs = _in_graphs(platform)
+        self.unwanted: frozenset[str] = frozenset()
         self.left_out: list[tuple[str, int, str, str]] = []
         self._folder = Path(tempfile.mkdtemp(prefix="jcuts-convolutions-"))
         self._pool = Pool(self._folder, {"measure": 1, "xla": 1}, platform)
@@ -101,7 +104,7 @@ class Measurer:
         while True:
             request = {
                 "op": "convolve", "limit": self.limit, "skip": skip, "tolerance": self.tolerance,
-                "graphs": self._graphs,
+                "graphs": self._graphs, "unwanted": sorted(self.unwanted),
             }  # fmt: skip
             answer = self._ask("measure", request, convolution, batch)
             if not isinstance(answer, CandidateRejected):

@@ -66,7 +66,8 @@ def convolve(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     """Times every algorithm and math for ``batch`` samples of ``convolution`` within ``limit`` bytes of workspace.
 
     Request: convolution (JSON), batch, limit (None: what fits), seconds (of measuring, in all), skip (labels that
-    crashed an earlier process), tolerance (a factor of `TOLERANCE`), graphs (whether calls are captured).
+    crashed an earlier process), unwanted (labels that are not asked for), tolerance (a factor of `TOLERANCE`), graphs
+    (whether calls are captured).
     Answer: ``micros`` (algorithm, math, seconds, workspace); ``left_out`` (label, why); ``lacking``: the least
     workspace for which there was no memory now [B], or None.
     """
@@ -77,7 +78,9 @@ def convolve(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
         for math_name in sorted(MATHS[convolution.dtype], key=lambda m: (MATHS[convolution.dtype][m] not in EXACT, m))
         for algorithm in cudnn.algorithms(convolution.kind)
     ]
-    share = float(request["seconds"]) / len(pairs)
+    unwanted = set(request.get("unwanted", ()))
+    pairs = [pair for pair in pairs if " ".join(pair) not in unwanted]
+    share = float(request["seconds"]) / max(1, len(pairs))
     micros: list[dict[str, Any]] = []
     left_out: list[tuple[str, str]] = []
     lacking: list[int] = []

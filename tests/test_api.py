@@ -470,7 +470,7 @@ def busy(toy, monkeypatch):  # noqa: F811
         return outcome._replace(report=Report(toy.is_busy and may_measure))
 
     monkeypatch.setattr(sys.modules["jcuts.pipeline"], "optimize_jaxpr", optimize_jaxpr)
-    monkeypatch.setattr("jcuts.optimized.time", types.SimpleNamespace(monotonic=lambda: toy.now))
+    monkeypatch.setattr("jcuts.optimized.time", types.SimpleNamespace(monotonic=lambda: toy.now, perf_counter=lambda: 0.0))
     toy.now = 0.0
     return toy
 

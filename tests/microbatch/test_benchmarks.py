@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from benchmarks import gpu_microbatch_tables, microbatch_offline
 from benchmarks.gpu_microbatch_tables import BATCHES, traced
 from benchmarks.microbatch_networks import training_step
 
@@ -22,6 +24,21 @@ def test_the_listed_convolutions_are_those_of_the_step(name, kernels):
     listed = [use.convolution for use in training_step(name, BATCHES[name]).uses]
     found = [use.convolution for use in traced(name, BATCHES[name], tiny=False).uses]
     assert len(listed) == len(found) == kernels and set(listed) == set(found)
+
+
+def test_measured_times_are_analysed_without_a_device():
+    file = ROOT / "benchmarks" / "results" / "gpu_microbatch_tables_h200_2026-11-22.json"
+    database, device = microbatch_offline.database_of(file)
+    found = dict(microbatch_offline.networks(database, device))
+    assert {name.split(",")[0] for name in found} == {"DeepBench"} and len(found) == 3
+    run = SimpleNamespace(database=database, device=device, limits=(64 << 20,))
+    name, network = next(iter(found.items()))
+    row = gpu_microbatch_tables.compared_network(run, network)
+    entry = row["64 MiB"]
+    # At the total that WR takes WD is as fast at least; at the largest workspace that WD takes WR is.
+    assert entry["WD at 1 of that sum"]["seconds"] <= entry["WR seconds"] < entry["single calls"]
+    assert entry["WD at 1 of that sum"]["WR at its largest"] <= entry["WD at 1 of that sum"]["seconds"]
+    assert name in microbatch_offline.lines(name, row)[0]
 
 
 def test_tables_go_on_where_they_were_cut(tmp_path):

@@ -16,6 +16,7 @@ from jcuts.base import knobs
 from jcuts.base.errors import WorkerFailed
 from jcuts.base.settings import Settings
 from jcuts.microbatch.benchmark import Found
+from jcuts.microbatch.convolution import Convolution
 from jcuts.microbatch.database import Database
 from jcuts.microbatch.table import Micro
 from jcuts.trace import jaxapi
@@ -302,8 +303,6 @@ def test_sizes_that_fill_the_limit_are_measured_too(host_cudnn, cache_dir, monke
 
 
 def test_a_crash_costs_one_algorithm(host_cudnn, cache_dir, monkeypatch):
-    from jcuts.microbatch.convolution import Convolution
-
     c = Convolution("forward", 2, 3, (6, 6), (3, 3))
     monkeypatch.setenv("FAKE_CUDNN_CRASH", "2")
     with Measurer(this_device("cpu"), "cpu", seconds=0.05) as measurer:
@@ -313,6 +312,17 @@ def test_a_crash_costs_one_algorithm(host_cudnn, cache_dir, monkeypatch):
     assert [label for _, _, label, why in measurer.left_out if "crashed" in why] == [
         "cudnn/GEMM float32", "cudnn/GEMM tf32"
     ]  # fmt: skip
+
+
+def test_too_many_crashes_are_remembered(host_cudnn, cache_dir, monkeypatch):
+    monkeypatch.setattr("jcuts.tune.convolutions.MOST_CRASHES", 1)
+    monkeypatch.setenv("FAKE_CUDNN_CRASH", "2")  # with float32 and with TF32
+    c, database = Convolution("forward", 2, 3, (6, 6), (3, 3)), Database(cache_dir / "microbatch.sqlite")
+    with Measurer(this_device("cpu"), "cpu", seconds=0.05) as measurer:
+        assert not measured(c, 2, database, measurer, policy="undivided", library=False).micros
+    remarks = Database(cache_dir / "microbatch.sqlite").remarks(this_device("cpu"), c, 2)
+    assert remarks["crashed"].startswith("cudnn/GEMM tf32")
+    assert not database.missing(this_device("cpu"), c, (2,))
 
 
 def test_a_plan_without_kernels_still_divides(host_cudnn, cache_dir, monkeypatch):

@@ -99,7 +99,10 @@ class Measurer:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def __call__(self, convolution: Convolution, batch: int) -> Sequence[Micro]:
-        """Every algorithm of cuDNN that runs.  Raises: WorkerFailed: no process can be started, or too many crashed."""
+        """Every algorithm of cuDNN that runs; none, and a remark, where too many crash the process.
+
+        Raises: WorkerFailed: no process can be started, or it fails before any algorithm runs.
+        """
         skip: list[str] = []
         while True:
             request = {
@@ -113,8 +116,11 @@ class Measurer:
                 return Found(_micros(answer, batch), {} if lacking is None else {MEMORY: str(lacking)})
             running = str(answer.values.get("running") or "")
             log.warning("%s, batch %d: %s (%s)", convolution, batch, answer.message, running or "before any algorithm")
-            if not running or running in skip or len(skip) >= MOST_CRASHES:
+            if not running or answer.values.get("reason") in LATER:
                 raise answer
+            if running in skip or len(skip) >= MOST_CRASHES:
+                self.left_out.append((str(convolution), batch, running, answer.message))
+                return Found((), {"crashed": f"{running}: {answer.message}"})
             skip.append(running)
 
     def library(self, convolution: Convolution, batch: int) -> Sequence[Micro]:

@@ -392,7 +392,10 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "geometric mean": mean(gains), "above 1.05": sum(g > 1.05 for g in gains),
         "quartiles": [gains[len(gains) * k // 4] for k in (1, 2, 3)],
         "layers that the limit costs over 5%": len(hit), "their mean gain": mean([row["gain"] for row in hit]),
-        "no limit over single, geometric mean": mean(lost),
+        "a single call costs them": mean([row["lost"] for row in hit]),
+        "a division costs them": mean([row["left"] for row in hit]),
+        "a single call costs all": mean(lost),
+        "seconds": {k: sum(row[k][1] for row in rows if "gain" in row) for k in ("single", "divided", "no limit")},
     }  # fmt: skip
 
 

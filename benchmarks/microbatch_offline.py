@@ -18,7 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from benchmarks.gpu_microbatch_tables import BATCHES, MIB, MODES, compared_network, text  # noqa: E402
+from benchmarks.gpu_microbatch_tables import BATCHES, MIB, MODES, compared, compared_network, summary, text  # noqa: E402
 from benchmarks.microbatch_networks import training_step  # noqa: E402
 from jcuts.base.errors import JcutsError  # noqa: E402
 from jcuts.microbatch.convolution import Convolution  # noqa: E402
@@ -90,6 +90,12 @@ def main() -> int:
         # Of DeepBench's layers no sizes were timed below those that fit 64 MiB.
         limits = (64 * MIB, 512 * MIB) if network.name == "DeepBench" else (8 * MIB, 64 * MIB, 512 * MIB)
         run = SimpleNamespace(database=database, device=device, limits=limits)
+        if network.name == "DeepBench":
+            tables = [database.table(device, use.convolution) for use in network.uses]
+            pairs = zip(network.uses, tables, strict=True)
+            rows = [compared(table, use.batch, 64 * MIB, str(use.precision)) for use, table in pairs]
+            found[f"{name}, 64 MiB, layer by layer"] = summary(rows)
+            print(f"{name}, 64 MiB, layer by layer: {json.dumps(summary(rows))}")
         try:
             found[name] = compared_network(run, network)  # type: ignore[arg-type]
         except JcutsError as error:

@@ -1,4 +1,4 @@
-"""Divided convolutions on a GPU: right answers, DeepBench under a workspace limit, AlexNet's conv2, a ResNet-18 step.
+"""Divided convolutions on a GPU: right answers, and AlexNet's conv2 under a workspace limit.
 
     python benchmarks/gpu_microbatch.py --out results/microbatch                     # everything, within --budget
     python benchmarks/gpu_microbatch.py --out /tmp/x --items validate alexnet --budget 120
@@ -11,15 +11,14 @@ directory (``<out>/cache`` unless JCUTS_CACHE_DIR names one): a second run goes 
   validate   every algorithm of the three kernels through XLA, divided unevenly, both layouts, captured into graphs and
              not, against XLA's own convolution; no slice, concatenate or copy in the optimised program
   alexnet    conv2 at batch 256 within 64 MiB, float32 HIGHEST and TF32: whole calls against each other
-  deepbench  94 forward convolutions at 4 times their batch within 64 MiB
-  resnet     a ResNet-18 training step (float32 HIGHEST) with its convolutions divided, WR and WD, against jax.jit
+
+Networks, DeepBench and whole training steps: `gpu_microbatch_tables.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import shutil
 import subprocess
@@ -32,18 +31,15 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from benchmarks.microbatch_resnet import resnet  # noqa: E402
 
 MIB = 1 << 20
 LIMIT = 64 * MIB
-PRECISIONS = {"float32": ("float32", "tf32"), "float16": ("float16", "float32"), "bfloat16": ("float32",)}
-"""Storage to the least precisions that DeepBench is judged at."""
 KINDS = ("forward", "backward_data", "backward_filter")
 LOOSE = 60.0
 """Factor of the tolerance that admits Winograd's algorithm with 5x5 windows in float32, which XLA itself may choose."""
 BETWEEN = (12, 20, 24, 28, 40, 48)
 """Sizes of conv2 that are measured beside powers of two."""
-ITEMS = ("validate", "alexnet", "deepbench", "resnet")
+ITEMS = ("validate", "alexnet")
 
 
 class Run:
@@ -103,10 +99,10 @@ def calls(run: Run, convolution: Any, division: Any, *, graph: bool) -> Callable
     result = jax.eval_shape(function, *avals)
     same = tuple(range(len(result.shape)))
 
-    def divided(a: Any, b: Any) -> Any:
+    def divided(a: Any, b: Any, *onto: Any) -> Any:
         return cudnn.call(
             convolution, division, (a, b), result, layer=str(convolution), orders=[same] * 3, platform=run.platform,
-            graph=graph,
+            graph=graph, onto=onto[0] if onto else None,
         )  # fmt: skip
 
     return divided
@@ -125,7 +121,7 @@ def validate(run: Run) -> dict[str, Any]:
 
     small = run.options.dry_run
     extent, channels, outputs = (8, 4, 6) if small else (28, 32, 48)
-    rows, failures = [], []
+    rows, failures, policies = [], [], []
     cases = [
         (kind, layout, dtype, more)
         for kind in KINDS
@@ -141,31 +137,67 @@ def validate(run: Run) -> dict[str, Any]:
             by = {n: {(m.algorithm, m.math): m for m in measurer(c, n)} for n in (3, 5)}
             function, avals = library_function(c, 13, jax.lax.Precision.HIGHEST)
             a, b = (noise(aval, seed) for seed, aval in enumerate(avals))
+            onto = noise(jax.eval_shape(function, *avals), 2)
             expected = np.asarray(jax.jit(function)(a, b), np.float64)
             for key in sorted(set(by[3]) & set(by[5])):
                 division = Division.of([by[5][key], by[5][key], by[3][key]])
                 row = {"kernel": kind, "layout": layout, "dtype": dtype, **more, "algorithm": key[0], "math": key[1],
                        "workspace": division.workspace}  # fmt: skip
-                for graph in (False, True) if not more else (False,):
+                # Its own result, captured, and added to what is there (beta = 1).
+                for name in ("plain", "graph", "added") if not more else ("plain",):
                     try:
                         options = None if run.platform == "cpu" else {"xla_gpu_graph_min_graph_size": 1}
-                        program = jax.jit(calls(run, c, division, graph=graph), compiler_options=options)
-                        compiled = program.lower(a, b).compile()
-                        found = [np.asarray(compiled(a, b), np.float64) for _ in range(3)]
-                        off = max(float(np.linalg.norm(f - expected) / np.linalg.norm(expected)) for f in found)
-                        row["graph" if graph else "plain"] = {"off": off, "operations": operations(compiled.as_text())}
-                        exact = dtype == "float32" and key[1] == "float32"
-                        if not off < (1e-3 if exact else 6e-2 if key[1].startswith("float16") else 2e-2):
+                        program = jax.jit(calls(run, c, division, graph=name == "graph"), compiler_options=options)
+                        operands = (a, b, onto) if name == "added" else (a, b)
+                        wanted = expected + np.asarray(onto, np.float64) if name == "added" else expected
+                        compiled = program.lower(*operands).compile()
+                        found = [np.asarray(compiled(*operands), np.float64) for _ in range(3)]
+                        off = max(float(np.linalg.norm(f - wanted) / np.linalg.norm(wanted)) for f in found)
+                        row[name] = {"off": off, "operations": operations(compiled.as_text())}
+                        if not off < allowed(dtype, key[1]):
                             failures.append({**row, "why": f"off by {off:.2g}"})
                     except Exception as error:
-                        failures.append({**row, "graph": graph, "why": str(error)[:600]})
+                        failures.append({**row, "as": name, "why": str(error)[:600]})
                 rows.append(row)
+            if not more:
+                policies += by_policy(run, c, measurer, (a, b), expected, failures)
             run.say(f"validate {c} {layout}: {len(set(by[3]) & set(by[5]))} algorithms, {len(failures)} failures")
             if run.left < 0:
                 break
         left_out = measurer.left_out
     moved = [row for row in rows if set(row.get("plain", {}).get("operations", {})) - {"custom-call"}]
-    return {"rows": rows, "failures": failures, "moving": len(moved), "left_out": left_out[:60]}
+    return {
+        "rows": rows, "policies": policies, "failures": failures, "moving": len(moved), "left_out": left_out[:60]
+    }  # fmt: skip
+
+
+def allowed(dtype: str, math: str) -> float:
+    """Distance from XLA's own result with HIGHEST in L2 norm."""
+    exact = dtype == "float32" and math == "float32"
+    return 1e-3 if exact else 6e-2 if math.startswith("float16") else 2e-2
+
+
+def by_policy(
+    run: Run, c: Any, measurer: Any, operands: tuple[Any, Any], expected: Any, failures: list[Any]
+) -> list[Any]:
+    """The fastest divisions of 13 samples that the policies allow, within half of what the fastest call takes."""
+    import jax
+    import numpy as np
+
+    from jcuts.microbatch import wr
+    from jcuts.microbatch.table import POLICIES, Table
+
+    table = Table(c, tuple(m for size in range(1, 14) for m in measurer(c, size)), c.unit)
+    free = wr.undivided(table, 13)
+    rows = []
+    for policy in POLICIES:
+        division = wr.divide(table, 13, free.workspace // 2 if free else None, policy=policy)
+        found = np.asarray(jax.jit(calls(run, c, division, graph=False))(*operands), np.float64)
+        off = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+        rows.append([str(c), c.layout, policy, str(division), off])
+        if not off < max(allowed(c.dtype, part.math) for part in division.parts):
+            failures.append({"policy": rows[-1], "why": f"off by {off:.2g}"})
+    return rows
 
 
 # -- alexnet --------------------------------------------------------------------------------------------------------
@@ -243,88 +275,16 @@ def whole_calls(run: Run, c: Any, batch: int, chosen: dict[str, Any], precision:
         }
     if run.platform == "cuda":
         entries = {name: (function, {}) for name, function in functions.items()}
-        _, samples = gpu_timing.compare(entries, inputs, seconds=1.0, announce=lambda _: None)
+        _, samples, _ = gpu_timing.compare(entries, inputs, seconds=1.0, announce=lambda _: None)
         for name, one in samples.items():
             answer[name]["seconds"] = one.median
     return answer
-
-
-# -- deepbench ------------------------------------------------------------------------------------------------------
-def deepbench(run: Run) -> dict[str, Any]:
-    """The 94 layers at 4 times their batch: best single call and best division within the limit."""
-    from jcuts.base.errors import JcutsError
-    from jcuts.microbatch.deepbench import layers
-    from jcuts.tune.convolutions import Measurer, measured
-
-    found: dict[str, Any] = {}
-    with Measurer(run.device, run.platform, seconds=run.options.seconds) as measurer:
-        for dtype in run.options.dtypes:
-            rows: list[dict[str, Any]] = []
-            found[dtype] = {"layers": rows}
-            # Every third first: what a short budget leaves out is spread over the applications.
-            for layer in sorted(layers("forward", dtype), key=lambda layer: (layer.index % 3, layer.index)):
-                if run.options.layers and layer.index not in run.options.layers:
-                    continue
-                if run.left < 15:
-                    found[dtype]["stopped"] = f"the budget was spent after {len(rows)} layers"
-                    break
-                c, batch = reduced(run, layer)
-                row: dict[str, Any] = {"index": layer.index, "convolution": str(c), "batch": batch}
-                try:
-                    table = only_cudnn(measured(c, batch, run.database, measurer, library=False))
-                    row.update({precision: compared(run, table, batch, precision) for precision in PRECISIONS[dtype]})
-                except JcutsError as error:
-                    row["error"] = error.message[:500]
-                rows.append(row)
-                run.report["items"]["deepbench"] = found
-                run.save()
-            found[dtype]["summary"] = {precision: summary(rows, precision) for precision in PRECISIONS[dtype]}
-            run.say(f"deepbench {dtype}: {found[dtype]['summary']}")
-    return found
-
-
-def compared(run: Run, table: Any, batch: int, precision: str) -> dict[str, Any]:
-    """One call and a division within the limit, and the gain."""
-    from jcuts.microbatch import wr
-
-    one = wr.undivided(table, batch, limit_of(run), precision=precision)
-    divided = divide_or_none(table, batch, limit_of(run), precision)
-    free = wr.undivided(table, batch, precision=precision)
-    row = {"undivided": description(one), "divided": description(divided), "unlimited": description(free)}
-    if one is not None and divided is not None:
-        row["gain"] = one.seconds / divided.seconds
-    return row
-
-
-def summary(rows: list[dict[str, Any]], precision: str) -> dict[str, Any]:
-    """Largest, arithmetic and geometric mean gain of the division over one call within the limit."""
-    gains = [row[precision]["gain"] for row in rows if "gain" in row.get(precision, {})]
-    if not gains:
-        return {"layers": len(rows)}
-    return {
-        "layers": len(rows), "compared": len(gains), "largest": max(gains), "mean": sum(gains) / len(gains),
-        "geometric mean": math.exp(sum(map(math.log, gains)) / len(gains)), "above 1.05": sum(g > 1.05 for g in gains),
-    }  # fmt: skip
 
 
 # -- what they share ------------------------------------------------------------------------------------------------
 def limit_of(run: Run) -> int:
     """Bytes of workspace per convolution."""
     return 64 << 10 if run.options.dry_run else LIMIT
-
-
-def reduced(run: Run, layer: Any) -> tuple[Any, int]:
-    """A layer and its batch; in a dry run one that a plain loop can compute."""
-    from jcuts.microbatch.convolution import Convolution
-
-    if not run.options.dry_run:
-        return layer.convolution, 4 * layer.batch
-    data = layer.convolution.to_json()
-    window = [min(2, w) for w in data["window"]]
-    return Convolution.from_json({
-        **data, "channels": min(3, data["channels"]), "outputs": min(3, data["outputs"]), "spatial": [5, 5],
-        "window": window, "strides": [1, 1], "padding": [[0, 0], [0, 0]],
-    }), 4  # fmt: skip
 
 
 def only_cudnn(table: Any) -> Any:
@@ -359,13 +319,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--items", nargs="+", choices=ITEMS, default=list(ITEMS))
     parser.add_argument("--budget", type=float, default=480.0, help="seconds in all; what is left undone is said")
-    parser.add_argument("--seconds", type=float, default=0.15, help="of timing per convolution and batch size")
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "float16"], help="of DeepBench")
-    parser.add_argument("--layers", nargs="+", type=int, help="rows of DeepBench; all of them by default")
     parser.add_argument("--graph", action="store_true", help="let XLA capture the calls into CUDA graphs")
     parser.add_argument("--dry-run", action="store_true", help="no GPU: the tests' cuDNN, tiny shapes")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS, help="of AlexNet's conv2")
-    parser.add_argument("--resnet-batch", type=int, default=64)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the measuring process needs room
@@ -378,7 +334,7 @@ def main() -> int:
         os.environ.update(JCUTS_CUDNN=str(fake), JAX_PLATFORMS="cpu")
     run = Run(options)
     run.say(f"{run.device}")
-    work = {"validate": validate, "alexnet": alexnet, "deepbench": deepbench, "resnet": resnet}
+    work = {"validate": validate, "alexnet": alexnet}
     failed = False
     for item in options.items:
         if run.left < 10:

@@ -13,6 +13,7 @@ times.  database: writers at the same time, kill -9, foreign devices and files.
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import os
 import random
@@ -242,8 +243,8 @@ def run_database(writers: int, records: int, kills: int) -> dict[str, Any]:
             except CacheError:
                 damaged += 1
                 continue
-            lost += sum(size not in table.sizes for size in range(1, reported + 1))
-            per_size = {size: sum(m.batch == size for m in table.micros) for size in table.sizes}
+            per_size = collections.Counter(micro.batch for micro in table.micros)
+            lost += len(set(range(1, reported + 1)) - set(per_size))
             torn += sum(count != len(Modelled()(kernel, size)) for size, count in per_size.items())
             reported = max(table.sizes)
         found["kill -9"] = {"kills": kills, "records": reported, "lost": lost, "torn": torn, "damaged": damaged}

@@ -6,7 +6,7 @@ database; what is missing there is measured, where that is allowed.
 
 In ``mixed`` mode XLA's own convolution is a candidate like any other, with what it was measured to take: it keeps the
 equation unless something faster is within the limit.  In the other modes cuDNN's division is used wherever there is
-one.
+one.  Whole programs that take more than the limit are no candidates while others keep it (`over_limit`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jcuts.microbatch.desirable import desirable
 from jcuts.microbatch.errors import MissingTimesError, NoDivisionError
 from jcuts.microbatch.network import Network, Use
 from jcuts.microbatch.refine import sizes_between
-from jcuts.microbatch.shown import DivisionReport
+from jcuts.microbatch.shown import DivisionReport, size_text
 from jcuts.microbatch.table import Division, Micro, Table
 from jcuts.microbatch.wd import divide_network
 from jcuts.trace import jaxapi
@@ -45,7 +45,8 @@ CONSTRAINT = "liveness"
 MARGIN = 0.05
 """A division must be faster by this than a single call: times of many short calls add up their errors."""
 NOT_TIMED = "not timed yet"
-RACE = "mixed: plain XLA, which keeps to no workspace limit, competes as a whole; mode='fusion' keeps to it"
+RACE = "mixed: plain XLA competes as a whole where its convolutions keep to the limit; mode='fusion' always divides"
+"""Said where something is divided."""
 
 
 @dataclass
@@ -131,11 +132,34 @@ def divided(closed: jaxapi.Closed, settings: Settings, platform: str, *, may_mea
         log.warning("no convolution is divided: %s", error)
         return Divided(closed, note=f"no convolution is divided: {error}")
     rows = tuple(_row(use, settings) for use in uses)
+    broken = _not_kept(rows, settings)
     if not any(use.replaced for use in uses):
-        return Divided(closed, rows, postponed=postponed)
+        return Divided(closed, rows, note=broken, postponed=postponed)
     rebuilt = _rebuilt(closed, {id(use.eqn): use for use in uses if use.replaced}, platform)
-    note = RACE if settings.mode == "mixed" else ""
-    return Divided(jaxapi.dce(rebuilt), rows, note=note, postponed=postponed)
+    notes = [RACE] * (settings.mode == "mixed") + [broken] * bool(broken)
+    return Divided(jaxapi.dce(rebuilt), rows, note="; ".join(notes), postponed=postponed)
+
+
+def over_limit(rows: Sequence[DivisionReport], settings: Settings, *, by_xla: bool) -> list[str]:
+    """Convolutions that take more workspace than the limit, as far as that was measured: name and bytes.
+
+    Args: rows: of a program's report; by_xla: XLA computes all of them, as in the user's own program.
+    """
+    if not is_asked(settings):
+        return []
+    left = [row for row in rows if by_xla or not row.division]
+    return [
+        f"{row.layer} ({size_text(row.xla_workspace)})" for row in left if (row.xla_workspace or 0) > _limit(settings)
+    ]
+
+
+def _not_kept(rows: Sequence[DivisionReport], settings: Settings) -> str:
+    """What to know where the limit is not kept, or ''."""
+    broken = over_limit(rows, settings, by_xla=False)
+    if not broken:
+        return ""
+    limit = size_text(_limit(settings))
+    return f"XLA's own convolutions take more than {limit}, and nothing else fits: {', '.join(broken)}"
 
 
 def sites(closed: jaxapi.Closed) -> list[Site | Refusal]:
@@ -189,13 +213,19 @@ def _take_times(
             wanted.setdefault((use.site.convolution, use.site.batch), set()).add(use.site.precision)
     found = {key: _known(database, device, *key) for key in wanted}
     with_library = settings.mode == "mixed"
-    missing = [key for key, table in found.items() if table is None or (with_library and not _own(table, key[1]))]
+    limit = _limit(settings)
+    missing = [
+        key for key, table in found.items()
+        if table is None or database.missing(device, key[0], (key[1],), limit=limit)
+        or (with_library and not _own(table, key[1]) and LIBRARY not in database.remarks(device, *key))
+    ]  # fmt: skip
     postponed = False
     if missing and may_measure:
         with measuring_lock(patience=default_patience()) as may:
             if may:
                 todo = {key: wanted[key] for key in missing}
-                found.update(_measured(todo, settings, database, device, platform))
+                made, postponed = _measured(todo, settings, database, device, platform)
+                found.update(made)
             else:
                 log.warning("%s is still measuring: convolutions stay with XLA, a later call measures", holder())
                 postponed = True
@@ -211,7 +241,7 @@ def _take_times(
 def _known(database: Database, device: Device, convolution: Convolution, batch: int) -> Table | None:
     """The table of a convolution, None if its whole batch was never measured."""
     try:
-        if database.missing(device, convolution, (batch,)):
+        if database.missing(device, convolution, (batch,), limit=0):
             return None
         return database.table(device, convolution)
     except MissingTimesError:
@@ -221,11 +251,15 @@ def _known(database: Database, device: Device, convolution: Convolution, batch: 
 def _measured(
     todo: Mapping[tuple[Convolution, int], set[str]], settings: Settings, database: Database, device: Device,
     platform: str,
-) -> dict[tuple[Convolution, int], Table | None]:  # fmt: skip
-    """Measures powers of two, and then sizes in between that the limit makes worth it."""
+) -> tuple[dict[tuple[Convolution, int], Table | None], bool]:  # fmt: skip
+    """Measures powers of two, and then sizes in between that the limit makes worth it.
+
+    Returns: tables, None where nothing could be measured; and whether that was for want of memory or the like.
+    """
     found: dict[tuple[Convolution, int], Table | None] = {}
+    postponed = False
     library = settings.mode == "mixed"
-    with timing.Measurer(device, platform) as measurer:
+    with timing.Measurer(device, platform, asked=_limit(settings)) as measurer:
         for (convolution, batch), precisions in todo.items():
             try:
                 table = timing.measured(convolution, batch, database, measurer, library=library)
@@ -236,7 +270,8 @@ def _measured(
             except JcutsError as error:
                 log.warning("%s, batch %d, is left to XLA: %s", convolution, batch, error.message)
                 found[convolution, batch] = None
-    return found
+                postponed |= error.values.get("reason") in timing.LATER
+    return found, postponed
 
 
 # -- choosing -------------------------------------------------------------------------------------------------------

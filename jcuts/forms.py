@@ -25,10 +25,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jcuts import guard
+from jcuts import divide, guard
 from jcuts.base import fingerprint
 from jcuts.base.errors import UsageError
-from jcuts.base.settings import Form
+from jcuts.base.settings import Form, Settings
+from jcuts.microbatch.shown import DivisionReport
 from jcuts.region.gpu_groups import GROUPED
 from jcuts.trace import jaxapi, rewrite
 from jcuts.trace.inline import inline
@@ -171,6 +172,28 @@ def programs(forms: Sequence[Form | None], extra: Sequence[str]) -> list[str]:
         names += [name_of(form, option) for form in forms for option in extra]
         names += [name_of(form) for form in forms[1:] if not extra]
     return names
+
+
+def barred(
+    names: Sequence[str], rows: Mapping[Form | None, Sequence[DivisionReport]], settings: Settings
+) -> dict[str, str]:
+    """Programs whose convolutions take more than the workspace limit, with the reason; none where no program keeps it.
+
+    Args: names: of whole programs; rows: the convolutions of those that are jcuts'.
+    """
+    if not rows or not divide.is_asked(settings):
+        return {}
+    # Rewrites make products of some convolutions: the longest list is the user's program's.
+    plain = divide.over_limit(max(rows.values(), key=len), settings, by_xla=True)
+    ours = {form: divide.over_limit(mine, settings, by_xla=False) for form, mine in rows.items()}
+    if plain and all(ours.values()):
+        return {}
+    found = {}
+    for name in names:
+        mine = plain if is_xla(name) else ours.get(form_of(name), [])
+        if mine:
+            found[name] = f"it takes more workspace than is allowed, where others do not: {', '.join(mine)}"
+    return found
 
 
 def compile_ahead(lowered: Mapping[str, Callable[[], Any]]) -> None:

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import jax
@@ -154,6 +155,7 @@ class Decision:
 def decide(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]],
            *, donates: bool, seconds: float = 0.6, limit: float = 60.0, chunk: float = 3e-4,
            verify: Callable[[str, Any, Any], str | None] | None = None, options_gain: float = OPTIONS_GAIN,
+           barred: Mapping[str, str] = MappingProxyType({}),
            clock: Callable[[], float] = time.perf_counter) -> Decision:
     """Time whole programs on the same arguments and choose.
 
@@ -166,11 +168,13 @@ def decide(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], tup
         chunk: wall time of one sample [s]: so many executions in a row, of which only the last is waited for.
         options_gain: most that compiler options can gain: a program slower than that is not compiled with them.
         verify: ``(candidate, reference result, result)`` -> why the result is not right, or None.
+        barred: candidates that may not be chosen while others may, with the reason; plain XLA is timed all the same.
         clock: monotonic seconds.
 
     Returns: the fastest candidate, or the first in order within the noise margin of it.  Nothing rests on one run.
     """
-    rejected: dict[str, str] = {}
+    rejected = {name: why for name, why in barred.items() if name in calls}
+    calls = {name: call for name, call in calls.items() if name == XLA or name not in barred}
     runs: dict[str, Callable[[], Any]] = {}
     reference: Any = None
     quick: dict[str, float] = {}  # shorter of two runs of the programs without options
@@ -180,7 +184,7 @@ def decide(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], tup
             args, kwargs = fresh_args()
             return jax.block_until_ready(call(*args, **kwargs))
 
-        if ":" in name and (why := _not_worth_options(name.partition(":")[0], quick, options_gain)) is not None:
+        if ":" in name and (why := _not_worth_options(name.partition(":")[0], quick, options_gain, barred)) is not None:
             rejected[name] = why
             continue
         try:
@@ -202,7 +206,7 @@ def decide(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], tup
         runs[name] = run
     runs = {name: runs[name] for name in calls if name in runs}  # back in tie order
     warm = _warm(runs, clock)
-    best = min(min(times) for times in warm.values())
+    best = min((min(times) for name, times in warm.items() if name not in barred), default=min(warm[XLA]))
     for name in [n for n, times in warm.items() if min(times) > _HOPELESS * best and n != XLA]:
         rejected[name] = (f"{min(warm[name]) / best:.1f} times the time of the best program in the shortest of "
                           f"{len(warm[name])} runs ({_ms(min(warm[name]))} against {_ms(best)})")
@@ -219,12 +223,12 @@ def decide(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], tup
         return _sample(chosen, fresh_args, max(1, min(200, math.ceil(chunk / max(best, 1e-7)))), donates, seconds,
                        rounds, clock)
 
-    first = _choose(sample(list(runs), seconds / 3 if is_clear else seconds), rejected)
+    first = _choose(sample(list(runs), seconds / 3 if is_clear else seconds), rejected, barred)
     if first.chosen == XLA or (is_clear and first.speed[first.chosen][1] > _HOPELESS) or clock() - start > limit:
         return first
     # A gain has to show twice: one burst of another process must not send the user away from plain jax.jit.
     leader = max(first.speed, key=lambda name: first.speed[name][0])
-    second = _choose(sample([n for n in runs if n in (XLA, first.chosen, leader)], seconds / 2), rejected)
+    second = _choose(sample([n for n in runs if n in (XLA, first.chosen, leader)], seconds / 2), rejected, barred)
     base = second.seconds[XLA]
     others = {name: base / ratio[0] for name, ratio in first.speed.items() if name not in second.seconds}
     noisy = first.noisy or second.noisy or second.chosen == XLA
@@ -232,11 +236,11 @@ def decide(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], tup
                                noisy=noisy)
 
 
-def _not_worth_options(base: str, quick: Mapping[str, float], gain: float) -> str | None:
+def _not_worth_options(base: str, quick: Mapping[str, float], gain: float, barred: Mapping[str, str]) -> str | None:
     """Why a program is not compiled again with options, or None."""
     if quick[XLA] > _LONG:
         return f"not tried: one call of plain jax.jit takes more than {_LONG:g} s"
-    best = min(quick, key=lambda name: quick[name])
+    best = min([name for name in quick if name not in barred] or quick, key=lambda name: quick[name])
     if base in quick and quick[base] > gain * quick[best]:
         return f"not tried: {best} is {quick[base] / quick[best]:.1f} times as fast as {base}, more than options change"
     return None
@@ -307,12 +311,14 @@ def _error(ratios: noise.Samples) -> float:
     return 2.0 * noise.standard_error(ratios.median, *ratios.quartiles, len(ratios.seconds))
 
 
-def _choose(samples: Mapping[str, noise.Samples], rejected: dict[str, str]) -> Decision:
+def _choose(samples: Mapping[str, noise.Samples], rejected: dict[str, str],
+            barred: Mapping[str, str] = MappingProxyType({})) -> Decision:
     """The fastest by paired ratios; the plainer program where they tell two apart by less than the margin."""
+    allowed = [name for name in samples if name not in barred] or list(samples)
     plain = samples[XLA]
     ratios = {name: _paired(s, plain) for name, s in samples.items()}
     speed = {name: (r.median, *r.quartiles) for name, r in ratios.items()}
-    best = max(speed, key=lambda name: speed[name][0])
+    best = max(allowed, key=lambda name: speed[name][0])
     margins = {}
 
     def is_equal(name: str) -> bool:
@@ -322,7 +328,7 @@ def _choose(samples: Mapping[str, noise.Samples], rejected: dict[str, str]) -> D
         return against.median <= 1 + margins[name] or (
             name == XLA and plain.quartiles[0] <= samples[best].quartiles[0] * (1 + _LEAST_GAIN))
 
-    chosen = next(name for name in samples if name == best or is_equal(name))
+    chosen = next(name for name in allowed if name == best or is_equal(name))
     scattered = max((_error(ratios[name]) for name in {best, chosen}), default=0.0) > _NOISY
     noisy = scattered and speed[chosen][1] < _CLEAR
     seconds = {name: plain.median / s[0] for name, s in speed.items()}

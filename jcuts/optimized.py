@@ -15,16 +15,17 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
-from jcuts import forms, guard, progress
+from jcuts import divide, forms, guard, progress
 from jcuts.arguments import Arguments, Signature, place_text, platform_of
 from jcuts.base import knobs
 from jcuts.base.fingerprint import digest, versions
 from jcuts.base.settings import Form, Settings
+from jcuts.microbatch.shown import DivisionReport
 from jcuts.permission import Permitted, Undecided, own_trace, permission
 from jcuts.primitive import shard_local
 from jcuts.primitive.call import jcuts_call, register_late_rules
@@ -361,6 +362,7 @@ class Optimized:
             out_tree = jax.tree.structure(traced.out_info)
             permission.traced = self, Capture(closed, [], out_tree, function_name(self._fn))
         racing: list[Form | None] = []
+        rows: dict[Form | None, Sequence[DivisionReport]] = {}
         if placement.shardings:
             parts = shard_local.split(closed, placement)
             if isinstance(parts, str):
@@ -369,16 +371,19 @@ class Optimized:
                 parts, lambda part: plan(part, self.settings, platform, may_measure=measure))
             uses_jcuts = any(o.closed is not p.closed for o, p in zip(outcomes, parts.parts, strict=True))
             racing = [None] if uses_jcuts else []
+            rows = {None: [row for o in outcomes for row in _divisions(o)]}
         elif measure and self._may_race(closed, leaves, platform):
             stored = None if force else self._stored(self._store_key(closed, signature, platform), platform, True)
             if stored is not None and stored.is_final:
                 return stored  # its kernels are in the database: lowering finds them there
             found, outcomes = self._plan_forms(closed, leaves, platform)
             racing, uses_jcuts = list(found), bool(found)
+            rows = {form: _divisions(outcome) for form, outcome in found.items()}
         else:
             outcomes = [plan(closed, self.settings, platform, may_measure=measure, examples=leaves)]
             uses_jcuts = outcomes[0].closed is not closed
             racing = [None] if uses_jcuts else []
+            rows = {None: _divisions(outcomes[0])}
         if measure and any(getattr(o.report, "postponed", False) for o in outcomes):
             name = guard.XLA if self.settings.mode == "mixed" else guard.JCUTS
             return guard.Decision(name, "kernels could not be measured now: a later call tunes", deferred=True)
@@ -396,7 +401,9 @@ class Optimized:
         names, start = forms.programs(racing, forms.options(platform)), time.monotonic()
         again = stored if not force else None
         exact = forms.Exact(closed, leaves, self.settings.tolerance, platform)
-        decision = self._race(args, kwargs, placement, platform, again.open_between(names) if again else names, exact)
+        barred = forms.barred(names, rows if racing else {}, self.settings)
+        open_ = [n for n in (again.open_between(names) if again else names) if n == guard.XLA or n not in barred]
+        decision = self._race(args, kwargs, placement, platform, open_, exact, barred)
         if again is not None:
             decision = dataclasses.replace(decision, tries=again.tries + 1)
         log.info("%d whole programs compared in %.2f s", len(names), time.monotonic() - start)
@@ -405,7 +412,7 @@ class Optimized:
         return decision
 
     def _plan_forms(self, closed: jaxapi.Closed, leaves: Sequence[Any], platform: str
-                    ) -> tuple[list[Form | None], list[Any]]:
+                    ) -> tuple[dict[Form | None, Any], list[Any]]:
         """The forms worth a race, and the outcomes of all: one that could not be measured may change nothing."""
         outcomes = []
 
@@ -419,7 +426,7 @@ class Optimized:
                     if form is None or form.regions in ("all", "absorbing"):
                         of_form(form)
             outcomes.clear()
-            return list(forms.planned(closed, platform, of_form)), outcomes
+            return forms.planned(closed, platform, of_form), outcomes
 
     def _not_timed(self, closed: jaxapi.Closed, leaves: Sequence[Any]) -> str | None:
         if jaxapi.has_effects(closed):
@@ -442,7 +449,7 @@ class Optimized:
         return decision
 
     def _race(self, args: Any, kwargs: Any, placement: Placement, platform: str, names: Sequence[str],
-              exact: forms.Exact) -> guard.Decision:
+              exact: forms.Exact, barred: Mapping[str, str]) -> guard.Decision:
         on_gpu = platform in forms.GPUS
         more = autotuned.options() if on_gpu else {}
         calls = {name: self._program(name, placement, platform, more).call for name in names}
@@ -451,7 +458,7 @@ class Optimized:
         # Options can do more on a GPU than everything else: there no program does without them.
         return guard.decide({name: call.permitted for name, call in calls.items()},
                             lambda: self._arguments.copies(args, kwargs), donates=self._arguments.donates,
-                            verify=exact, chunk=2e-3 if on_gpu else 3e-4,
+                            verify=exact, barred=barred, chunk=2e-3 if on_gpu else 3e-4,
                             options_gain=math.inf if on_gpu else guard.OPTIONS_GAIN)
 
     # ------------------------------------------------------------ keys
@@ -466,8 +473,9 @@ class Optimized:
     def _store_key(self, closed: jaxapi.Closed, signature: Signature, platform: str) -> str:
         places = "; ".join(place_text(place) for _, place in signature.leaves)
         kinds = sorted({d.device_kind for d in jax.local_devices() if d.platform == platform})
-        return digest("guard", jaxapi.canonical_text(closed), repr(self.settings), platform, ",".join(kinds), places,
-                      repr(self._options), repr(sorted(versions().items())))
+        limits = ("limits 1",) if divide.is_asked(self.settings) else ()  # changes with what they allow
+        return digest("guard", *limits, jaxapi.canonical_text(closed), repr(self.settings), platform, ",".join(kinds),
+                      places, repr(self._options), repr(sorted(versions().items())))
 
 
 class BoundOptimized:
@@ -489,6 +497,10 @@ class BoundOptimized:
 
     def __repr__(self) -> str:
         return f"<bound {self.__func__!r} of {self.__self__!r}>"
+
+
+def _divisions(outcome: Any) -> Sequence[DivisionReport]:
+    return getattr(outcome.report, "divisions", ())
 
 
 def _with_decision(report: Any, decision: guard.Decision) -> Any:

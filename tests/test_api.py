@@ -470,7 +470,8 @@ def busy(toy, monkeypatch):  # noqa: F811
         return outcome._replace(report=Report(toy.is_busy and may_measure))
 
     monkeypatch.setattr(sys.modules["jcuts.pipeline"], "optimize_jaxpr", optimize_jaxpr)
-    monkeypatch.setattr("jcuts.optimized.time", types.SimpleNamespace(monotonic=lambda: toy.now))
+    clock = types.SimpleNamespace(monotonic=lambda: toy.now, perf_counter=lambda: 0.0)
+    monkeypatch.setattr("jcuts.optimized.time", clock)
     toy.now = 0.0
     return toy
 

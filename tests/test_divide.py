@@ -13,7 +13,10 @@ from rich.console import Console
 import jcuts
 from jcuts import divide, pipeline
 from jcuts.base import knobs
+from jcuts.base.errors import WorkerFailed
 from jcuts.base.settings import Settings
+from jcuts.microbatch.benchmark import Found
+from jcuts.microbatch.convolution import Convolution
 from jcuts.microbatch.database import Database
 from jcuts.microbatch.table import Micro
 from jcuts.trace import jaxapi
@@ -148,6 +151,45 @@ def test_mixed_keeps_xla_where_that_is_fastest_within_the_limit(host_cudnn, cach
         assert rows[0].why == "its own convolution is the fastest within the limit" and rows[0].xla_seconds == own
 
 
+def decided(args, own_space, limit):
+    fill(net, *args, own=1e-9, own_space=own_space)
+    fast = jcuts.optimize(net, mode="mixed", workspace_limit=limit)  # decisions are kept by limit
+    with knobs.scope(max_candidates=1):
+        close(fast(*args), net(*args))
+    return fast.decision(*args), fast.explain(*args)
+
+
+def test_plain_xla_is_no_candidate_where_it_takes_more_than_the_limit(host_cudnn, cache_dir):
+    decision, report = decided(arguments(), 1 << 21, 1 << 20)
+    assert decision.chosen.startswith("jcuts") and all(row.division for row in report.divisions)
+    assert "conv1 forward (2.0 MiB), conv2 forward (2.0 MiB)" in decision.rejected["xla"]
+    assert "more workspace than is allowed" in str(report) and not any("nothing else fits" in n for n in report.notes)
+
+
+def test_plain_xla_competes_where_it_keeps_to_the_limit(host_cudnn, cache_dir):
+    decision, report = decided(arguments(), 1 << 20, 2 << 20)
+    assert "xla" not in decision.rejected and not any(row.division for row in report.divisions)
+
+
+def test_where_nothing_keeps_the_limit_xla_competes_and_a_note_says_so(host_cudnn, cache_dir):
+    args = arguments()
+    sites_ = fill(net, *args, own=1e-9, own_space=1 << 21)
+    first = cudnn.algorithms("forward")[0]
+    big, own = Micro(BATCH, first, "tf32", 0.9, 1 << 22), Micro(BATCH, "xla", "tf32", 1e-9, 1 << 21)
+    database, device = Database(cache_dir / "microbatch.sqlite"), this_device("cpu")
+    database.record(device, sites_[0].convolution, BATCH, [big, own])
+    for size in (1, 3):
+        database.record(device, sites_[0].convolution, size, [])
+    fast = jcuts.optimize(net, mode="mixed", workspace_limit=(1 << 20) + 1)
+    with knobs.scope(max_candidates=1):
+        close(fast(*args), net(*args))
+    report = fast.explain(*args)
+    assert "xla" not in fast.decision(*args).rejected
+    assert [bool(row.division) for row in report.divisions] == [False, True]
+    note = "XLA's own convolutions take more than 1.0 MiB, and nothing else fits: conv1 forward (2.0 MiB)"
+    assert any(note in text for text in report.notes)
+
+
 def test_a_division_must_be_clearly_faster_than_a_single_call(host_cudnn, cache_dir):
     args = arguments()
     database = Database(cache_dir / "microbatch.sqlite")
@@ -252,7 +294,7 @@ def test_sizes_that_fill_the_limit_are_measured_too(host_cudnn, cache_dir, monke
         return (3,)
 
     monkeypatch.setattr(divide, "sizes_between", between)
-    x, w = np.ones((4, 5, 5, 2), np.float32), np.ones((3, 3, 2, 2), np.float32)
+    x, w = np.ones((4, 5, 5, 4), np.float32), np.ones((3, 3, 4, 4), np.float32)
     with knobs.scope(max_candidates=1):
         jcuts.optimize(layer, mode="fusion", workspace_limit=1 << 20, total_workspace=1 << 19)(x, w)
     assert asked == [(4, 1 << 19, "tf32")]
@@ -261,8 +303,6 @@ def test_sizes_that_fill_the_limit_are_measured_too(host_cudnn, cache_dir, monke
 
 
 def test_a_crash_costs_one_algorithm(host_cudnn, cache_dir, monkeypatch):
-    from jcuts.microbatch.convolution import Convolution
-
     c = Convolution("forward", 2, 3, (6, 6), (3, 3))
     monkeypatch.setenv("FAKE_CUDNN_CRASH", "2")
     with Measurer(this_device("cpu"), "cpu", seconds=0.05) as measurer:
@@ -272,6 +312,17 @@ def test_a_crash_costs_one_algorithm(host_cudnn, cache_dir, monkeypatch):
     assert [label for _, _, label, why in measurer.left_out if "crashed" in why] == [
         "cudnn/GEMM float32", "cudnn/GEMM tf32"
     ]  # fmt: skip
+
+
+def test_too_many_crashes_are_remembered(host_cudnn, cache_dir, monkeypatch):
+    monkeypatch.setattr("jcuts.tune.convolutions.MOST_CRASHES", 1)
+    monkeypatch.setenv("FAKE_CUDNN_CRASH", "2")  # with float32 and with TF32
+    c, database = Convolution("forward", 2, 3, (6, 6), (3, 3)), Database(cache_dir / "microbatch.sqlite")
+    with Measurer(this_device("cpu"), "cpu", seconds=0.05) as measurer:
+        assert not measured(c, 2, database, measurer, policy="undivided", library=False).micros
+    remarks = Database(cache_dir / "microbatch.sqlite").remarks(this_device("cpu"), c, 2)
+    assert remarks["crashed"].startswith("cudnn/GEMM tf32")
+    assert not database.missing(this_device("cpu"), c, (2,))
 
 
 def test_a_plan_without_kernels_still_divides(host_cudnn, cache_dir, monkeypatch):
@@ -302,6 +353,92 @@ def test_other_platforms_are_left_alone(monkeypatch):
     closed = jax.make_jaxpr(net)(*arguments())
     outcome = pipeline.optimize_jaxpr(closed, Settings(workspace_limit=1 << 20), platform="tpu", may_measure=False)
     assert outcome.closed is closed and outcome.report.notes == ("left to XLA: no kernels for platform tpu",)
+
+
+def test_16_bit_micro_batches_begin_at_16_bytes(host_cudnn, cache_dir):
+    def odd(x, w):  # 5 x 5 x 3 numbers per sample: only 8 of them are a multiple of 16 bytes
+        return layer(x, w)
+
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((19, 5, 5, 3)).astype(np.float16)
+    w = rng.standard_normal((3, 3, 3, 3)).astype(np.float16)
+    (site,) = (s for s in divide.sites(jax.make_jaxpr(odd)(x, w)) if isinstance(s, Site))
+    names = cudnn.algorithms("forward")
+    database = Database(cache_dir / "microbatch.sqlite")
+    for batch, seconds in ((1, 0.01), (2, 0.01), (3, 0.02), (8, 0.1), (16, 0.5), (19, 9.0)):
+        micro = Micro(batch, names[2], "float32", seconds, 2 * batch * SPACE)
+        database.record(this_device("cpu"), site.convolution, batch, [micro])
+    fast = optimized(odd, workspace_limit=1 << 20)
+    (row,) = fast.explain(x, w).divisions
+    assert row.division == "2 x 8 cudnn/GEMM:float32 + 1 x 3 cudnn/GEMM:float32"
+    host_cudnn.calls()
+    np.testing.assert_allclose(fast(x, w), odd(x, w), rtol=2e-3, atol=2e-3)
+    launched = [call for call in host_cudnn.calls() if "algorithm=" in call]
+    assert len(launched) == 3 and all("at=0,0" in call for call in launched)
+
+
+def test_times_taken_otherwise_are_not_used(host_cudnn, cache_dir, monkeypatch):
+    args = arguments()
+    fill(net, *args)
+    closed, settings = jax.make_jaxpr(net)(*args), Settings(mode="fusion", tune="cached", workspace_limit=1 << 20)
+    assert divide.divided(closed, settings, "cpu", may_measure=False).count == 2
+    monkeypatch.setattr("jcuts.tune.convolutions.TIMING", 10**6)
+    rows = divide.divided(closed, settings, "cpu", may_measure=False).rows
+    assert {row.why for row in rows} == {divide.NOT_TIMED}
+    assert this_device("cpu", tolerance=60.0) != this_device("cpu")
+    with knobs.scope(cudnn_graphs=True):
+        assert "in calls" in this_device("cpu").library  # the host has no graphs
+
+
+@pytest.mark.parametrize("reason, later", [("memory", True), ("disk", True), ("timeout", False)])
+def test_what_is_nobody_s_fault_is_tried_again(host_cudnn, cache_dir, monkeypatch, reason, later):
+    x, w = np.ones((BATCH, 5, 5, 2), np.float32), np.ones((3, 3, 2, 2), np.float32)
+    (site,) = fill(layer, x, w, own_algorithm="cudnn/GEMM")  # the library's own is missing, and nothing else
+    for size in (2, 4):
+        Database(cache_dir / "microbatch.sqlite").record(this_device("cpu"), site.convolution, size, [])
+    closed = jax.make_jaxpr(layer)(x, w)
+    failure = WorkerFailed("as the test asked", reason=reason)
+    monkeypatch.setattr(Measurer, "_ask", lambda *_: failure)
+    found = divide.divided(closed, Settings(workspace_limit=1 << 20), "cpu", may_measure=True)
+    assert found.postponed == later and not found.rows[0].division
+    divide._database.cache_clear()  # another process
+    remarks = Database(cache_dir / "microbatch.sqlite").remarks(this_device("cpu"), site.convolution, BATCH)
+    assert remarks == ({} if later else {"xla": "as the test asked"})
+
+
+def test_a_library_that_fails_is_asked_once(host_cudnn, cache_dir, monkeypatch):
+    asked = []
+
+    def library(self, convolution, batch):
+        asked.append(batch)
+        return Found((), {"xla": "it crashed"})
+
+    monkeypatch.setattr(Measurer, "library", library)
+    x, w = np.ones((BATCH, 5, 5, 2), np.float32), np.ones((3, 3, 2, 2), np.float32)
+    closed = jax.make_jaxpr(layer)(x, w)
+    for _ in range(2):
+        divide._database.cache_clear()  # another process
+        found = divide.divided(closed, Settings(workspace_limit=1 << 20), "cpu", may_measure=True)
+        assert "not timed" in found.rows[0].why
+    assert asked == [BATCH]
+
+
+def test_what_lacked_memory_is_measured_again_where_it_fits_the_limit(host_cudnn, cache_dir, monkeypatch):
+    x, w = np.ones((BATCH, 5, 5, 2), np.float32), np.ones((3, 3, 2, 2), np.float32)
+    (site,) = fill(layer, x, w)
+    device, database = this_device("cpu"), Database(cache_dir / "microbatch.sqlite")
+    known = [m for m in database.table(device, site.convolution).micros if m.batch == BATCH]
+    database.record(device, site.convolution, BATCH, known, remarks={"memory": "1000"})
+    closed, asked = jax.make_jaxpr(layer)(x, w), []
+    call = Measurer.__call__
+    monkeypatch.setattr(Measurer, "__call__", lambda self, c, n: asked.append(n) or call(self, c, n))
+    for limit, settled in ((999, True), (1000, False)):
+        divide._database.cache_clear()
+        asked.clear()
+        settings = Settings(mode="fusion", workspace_limit=limit)
+        divide.divided(closed, settings, "cpu", may_measure=True)
+        assert (BATCH in asked) != settled
+    assert divide.divided(closed, settings, "cpu", may_measure=False).rows[0].why != divide.NOT_TIMED
 
 
 def test_what_another_process_kept_from_being_timed_is_timed_later(host_cudnn, cache_dir, monkeypatch):

@@ -35,6 +35,23 @@ def decide(clock, **programs):
     return guard.decide(calls, lambda: ((), {}), donates=False, clock=clock)
 
 
+def test_who_is_barred_is_timed_only_as_plain_xla_and_never_chosen():
+    clock = Clock()
+    calls = {name: clock.program(name, s) for name, s in
+             {"xla": 0.001, "xla:wide": 0.0005, "jcuts": 0.006, "jcuts:wide": 0.007}.items()}
+    barred = {"xla": "730 MiB", "xla:wide": "730 MiB"}
+    decision = guard.decide(calls, lambda: ((), {}), donates=False, clock=clock, barred=barred)
+    assert decision.chosen == "jcuts" and "xla:wide" not in clock.calls
+    assert decision.rejected["xla"] == "730 MiB" and decision.speed["jcuts"][0] == pytest.approx(1 / 6)
+
+    def broken():
+        raise RuntimeError("no memory")
+
+    calls = {"xla": clock.program("xla", 0.001), "jcuts": broken}
+    decision = guard.decide(calls, lambda: ((), {}), donates=False, clock=clock, barred={"xla": "730 MiB"})
+    assert decision.chosen == "xla"  # nothing else is left
+
+
 def disturbed(seconds, calls, extra=0.006):
     return lambda n: seconds + (extra if n in calls else 0.0)
 

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from jcuts.base.errors import UsageError
 from jcuts.microbatch.convolution import Convolution
 from jcuts.microbatch.database import Database, Device
 from jcuts.microbatch.errors import ForeignDeviceError
-from jcuts.microbatch.table import Micro, Table, policy_sizes
+from jcuts.microbatch.table import Micro, Table, policy_sizes, usable_sizes
+
+
+class Found(tuple[Micro, ...]):
+    """What a measurer found, with remarks for the database (`Database.record`)."""
+
+    remarks: Mapping[str, str]
+
+    def __new__(cls, micros: Iterable[Micro], remarks: Mapping[str, str] | None = None) -> Found:
+        """A tuple with an attribute."""
+        made = super().__new__(cls, tuple(micros))
+        made.remarks = dict(remarks or {})
+        return made
 
 
 class Measurer(Protocol):
@@ -36,6 +48,7 @@ def benchmark(
     measurers: Sequence[Measurer],
     *,
     policy: str = "powerOfTwo",
+    limit: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Table:
     """Measures the missing micro-batch sizes of a policy and returns everything that is known.
@@ -43,7 +56,8 @@ def benchmark(
     The sizes are dealt to the measurers as they come free, the largest first; each is stored as soon as it is measured,
     so an interrupted benchmark goes on where it was.
 
-    Args: measurers: one per device, all of one kind; progress: called with (sizes done, sizes to do).
+    Args: measurers: one per device, all of one kind; limit: workspace that is asked for [B]: times that lack only
+    larger ones are complete; progress: called with (sizes done, sizes to do).
     Raises: UsageError without measurers; ForeignDeviceError if they are not of one kind; what a measurer raises.
     """
     if not measurers:
@@ -55,7 +69,8 @@ def benchmark(
                 f"{other.device} cannot share a benchmark with {device}", device=str(other.device), known=(str(device),)
             )
     todo: queue.SimpleQueue[int] = queue.SimpleQueue()
-    missing = database.missing(device, convolution, policy_sizes(policy, batch))
+    sizes = usable_sizes(policy_sizes(policy, batch), batch, convolution.unit)
+    missing = database.missing(device, convolution, sizes, limit=limit)
     for size in reversed(missing):
         todo.put(size)
     failures: list[BaseException] = []
@@ -70,9 +85,9 @@ def benchmark(
             except queue.Empty:
                 return
             try:
-                micros = tuple(measurer(convolution, size))
+                micros = measurer(convolution, size)
                 with lock:
-                    database.record(device, convolution, size, micros)
+                    database.record(device, convolution, size, micros, remarks=getattr(micros, "remarks", {}))
                     done += 1
                     if progress is not None:
                         progress(done, len(missing))

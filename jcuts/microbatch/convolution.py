@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 from jcuts.base import fingerprint
 from jcuts.base.errors import UsageError
 
+ALIGNMENT = 16
+"""Bytes that kernels may load at once: every micro-batch begins at a multiple of it."""
 KINDS = ("forward", "backward_data", "backward_filter")
 LAYOUTS = ("NCHW", "NHWC")
 
@@ -51,7 +54,7 @@ def admitted(dtype: str, precision: str) -> tuple[str, ...]:
         raise UsageError(f"dtype {dtype!r} is unknown: choose one of {tuple(MATHS)}", dtype=dtype)
     if precision not in ADMITS:
         raise UsageError(f"precision {precision!r} is unknown: choose one of {tuple(ADMITS)}", precision=precision)
-    found = tuple(math for math, exact in MATHS[dtype].items() if exact in ADMITS[precision])
+    found = tuple(name for name, exact in MATHS[dtype].items() if exact in ADMITS[precision])
     if not found:
         raise UsageError(f"{dtype} convolutions cannot compute in {precision}", dtype=dtype, precision=precision)
     return found
@@ -115,6 +118,13 @@ class Convolution:
     def key(self) -> str:
         """Digest of everything that a time depends on, but device and batch size."""
         return fingerprint.digest("convolution 1", self.to_json())
+
+    @property
+    def unit(self) -> int:
+        """Least number of samples after which image and result are at multiples of `ALIGNMENT` bytes again."""
+        item = {"float64": 8, "float32": 4}.get(self.dtype, 2)
+        image, result = math.prod(self.spatial) * self.channels, math.prod(self.result) * self.outputs
+        return ALIGNMENT // math.gcd(ALIGNMENT, item * image, item * result)
 
     def flops(self, batch: int) -> int:
         """Multiply-adds of a batch, counted twice [FLOP]; the same for the three kinds."""

@@ -4,6 +4,9 @@ One SQLite file (`base/sqlitefile.py`).  Its keys are honest: device name, drive
 the convolution (dtype and layout included), batch size, algorithm, math.  All times of one (device, convolution, batch)
 are written in one transaction, so what is there is complete.
 
+Remarks beside them say what is not there: ``memory``, the least workspace [B] for which there was no memory (whoever
+allows that much measures again), or a library that refused, and why.
+
 The file is named by its user and may be shared: one of another schema version, or of another program, is refused and
 left alone.  A damaged one is moved aside by a writer, and refused by a reader.  What cannot be written (full disk,
 read-only folder) is kept in memory and said once: a benchmark of minutes is not lost to the process that ran it.
@@ -18,8 +21,8 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,13 @@ SCHEMA = 1
 APPLICATION_ID = 0x6A636D62  # 'jcmb', shown by file(1)
 _log = logging.getLogger("jcuts.microbatch")
 
+MEMORY = "memory"
+_REMARKS = """
+CREATE TABLE IF NOT EXISTS remarks (
+    device INTEGER NOT NULL, convolution INTEGER NOT NULL, batch INTEGER NOT NULL, name TEXT NOT NULL,
+    value TEXT NOT NULL, PRIMARY KEY (device, convolution, batch, name)) WITHOUT ROWID
+"""
+"""Files made before there were remarks get the table with the first of them."""
 _TABLES = """
 CREATE TABLE devices (
     id INTEGER PRIMARY KEY, name TEXT NOT NULL, driver TEXT NOT NULL, library TEXT NOT NULL,
@@ -75,6 +85,7 @@ class Entry:
     batch: int
     micros: tuple[Micro, ...]
     created: float
+    remarks: Mapping[str, str] = field(default_factory=dict, compare=False)
 
 
 class Database:
@@ -88,20 +99,25 @@ class Database:
         self._file = self.path and SqliteFile(self.path, tables=_TABLES, application=APPLICATION_ID, schema=SCHEMA)
         self._memory: dict[tuple[Device, str, int], Entry] = {}
         self._networks: dict[str, Network] = {}
+        self._fresh: set[tuple[Device, str, int]] = set()
         self._lock = threading.RLock()
         self.errors: list[CacheError] = []
 
     # Writing ---------------------------------------------------------------------------------------------------------
 
-    def record(self, device: Device, convolution: Convolution, batch: int, micros: Sequence[Micro]) -> None:
+    def record(
+        self, device: Device, convolution: Convolution, batch: int, micros: Sequence[Micro], *,
+        remarks: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
         """Stores what was measured of one convolution at one batch size, replacing what was known.
 
-        ``micros`` may be empty: no algorithm runs this convolution, and nobody needs to try again.
+        ``micros`` may be empty: no algorithm runs this convolution, and nobody needs to try again.  Remarks: see above.
         Raises: UsageError if a micro-configuration has another batch size, or occurs twice; CacheError if the file is
         another program's or of another version.
         """
-        entry = _entry(device, convolution, batch, micros, time.time())
+        entry = _entry(device, convolution, batch, micros, time.time(), remarks or {})
         with self._lock:
+            self._fresh.add((device, convolution.key, batch))
             if not self._write(lambda db: _insert(db, entry)):
                 self._memory[device, convolution.key, batch] = entry
 
@@ -168,10 +184,24 @@ class Database:
             )
         return found[0]
 
-    def missing(self, device: Device, convolution: Convolution, sizes: Iterable[int]) -> tuple[int, ...]:
-        """Batch sizes that were not measured yet, in the given order."""
-        known = {entry.batch for entry in self._entries(device, convolution)}
+    def missing(
+        self, device: Device, convolution: Convolution, sizes: Iterable[int], *, limit: int | None = None
+    ) -> tuple[int, ...]:
+        """Batch sizes that were not measured yet, in the given order.
+
+        Where an earlier process had no memory for an algorithm whose workspace is within the limit [B], its times do
+        not count.
+        """
+        known = {
+            entry.batch
+            for entry in self._entries(device, convolution)
+            if (device, convolution.key, entry.batch) in self._fresh or not _lacks(entry, limit)
+        }
         return tuple(size for size in sizes if size not in known)
+
+    def remarks(self, device: Device, convolution: Convolution, batch: int) -> Mapping[str, str]:
+        """Remarks on one convolution at one batch size."""
+        return next((e.remarks for e in self._entries(device, convolution) if e.batch == batch), {})
 
     def table(self, device: Device, convolution: Convolution) -> Table:
         """Everything measured of a convolution on a device.
@@ -189,7 +219,8 @@ class Database:
                     known=tuple(map(str, known)),
                 )
             raise MissingTimesError(f"{self._where}: no times of {convolution} on {device}", convolution=convolution)
-        return Table(convolution, tuple(micro for entry in entries for micro in entry.micros))
+        micros = tuple(micro for entry in entries for micro in entry.micros)
+        return Table(convolution, micros, convolution.unit)
 
     def networks(self) -> tuple[Network, ...]:
         """Networks by name."""
@@ -239,6 +270,7 @@ class Database:
             f" WHERE 1 {condition} ORDER BY s.device, s.convolution, s.batch, t.algorithm, t.math",
             values,
         )
+        remarks = self._load_remarks()
         grouped: dict[tuple[Any, ...], list[Micro]] = {}
         try:
             for *owner, algorithm, maths, seconds, workspace in rows:
@@ -247,11 +279,26 @@ class Database:
                     micros.append(Micro(owner[4], algorithm, maths, seconds, workspace))
             texts = {text: Convolution.from_json(json.loads(text)) for text in {owner[3] for owner in grouped}}
             return [
-                Entry(Device(*owner[:3]), texts[owner[3]], owner[4], tuple(micros), owner[5])
+                Entry(
+                    Device(*owner[:3]), texts[owner[3]], owner[4], tuple(micros), owner[5], remarks.get(owner[:5], {})
+                )
                 for owner, micros in grouped.items()
             ]
         except (UsageError, ValueError, TypeError) as error:  # somebody edited a row
             raise CacheError(f"{self._where}: an entry cannot be understood: {error}", path=self._where) from None
+
+    def _load_remarks(self) -> dict[tuple[Any, ...], dict[str, str]]:
+        if not self._read("SELECT 1 FROM sqlite_master WHERE name = 'remarks'", ()):
+            return {}
+        rows = self._read(
+            "SELECT d.name, d.driver, d.library, c.description, r.batch, r.name, r.value FROM remarks r"
+            " JOIN devices d ON d.id = r.device JOIN convolutions c ON c.id = r.convolution",
+            (),
+        )
+        found: dict[tuple[Any, ...], dict[str, str]] = {}
+        for *owner, name, value in rows:
+            found.setdefault(tuple(owner), {})[name] = value
+        return found
 
     def _stored_networks(self) -> list[tuple[Network, float]]:
         rows = self._read("SELECT description, created FROM networks ORDER BY name", ())
@@ -317,11 +364,20 @@ def _is_foreign(error: Exception) -> bool:
     return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_NOTADB
 
 
-def _entry(device: Device, convolution: Convolution, batch: int, micros: Sequence[Micro], created: float) -> Entry:
+def _lacks(entry: Entry, limit: int | None) -> bool:
+    """Whether there was no memory for workspaces within a limit."""
+    least = entry.remarks.get(MEMORY, "")
+    return least.isdigit() and (limit is None or int(least) <= limit)
+
+
+def _entry(
+    device: Device, convolution: Convolution, batch: int, micros: Sequence[Micro], created: float,
+    remarks: Mapping[str, str],
+) -> Entry:  # fmt: skip
     if any(micro.batch != batch for micro in micros):
         raise UsageError(f"times of other batch sizes among those of {batch}", batch=batch)
     Table(convolution, tuple(micros))  # checks maths and doubles
-    return Entry(device, convolution, batch, tuple(micros), created)
+    return Entry(device, convolution, batch, tuple(micros), created, dict(remarks))
 
 
 def _insert(db: sqlite3.Connection, entry: Entry) -> None:
@@ -342,6 +398,9 @@ def _insert(db: sqlite3.Connection, entry: Entry) -> None:
         "INSERT INTO timings VALUES (?, ?, ?, ?, ?, ?, ?)",
         [(*owner, m.algorithm, m.math, m.seconds, m.workspace) for m in entry.micros],
     )
+    db.execute(_REMARKS)
+    db.execute("DELETE FROM remarks WHERE device = ? AND convolution = ? AND batch = ?", owner)
+    db.executemany("INSERT INTO remarks VALUES (?, ?, ?, ?, ?)", [(*owner, *pair) for pair in entry.remarks.items()])
 
 
 def _insert_network(db: sqlite3.Connection, network: Network, created: float) -> None:

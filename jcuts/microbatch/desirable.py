@@ -42,7 +42,7 @@ def desirable(
     best = NEVER
     for begin in range(0, len(spaces), BLOCK):
         block = np.array(spaces[begin : begin + BLOCK], np.int64)
-        keys, divisions = _staircase(micros, batch, block)
+        keys, divisions = _staircase(micros, batch, block, table.unit)
         for column, key in enumerate(keys.tolist()):
             if key // (batch + 1) < best // (batch + 1):
                 best = key
@@ -73,7 +73,7 @@ def _front_per_size(micros: list[Micro]) -> list[Micro]:
     return found
 
 
-def _staircase(micros: list[Micro], batch: int, spaces: NDArray[np.int64]):
+def _staircase(micros: list[Micro], batch: int, spaces: NDArray[np.int64], unit: int):
     """(F_batch at every workspace, function: column -> its division)."""
     sizes = sorted({micro.batch for micro in micros})
     costs = np.full((len(sizes), len(spaces)), NEVER, np.int64)
@@ -86,6 +86,8 @@ def _staircase(micros: list[Micro], batch: int, spaces: NDArray[np.int64]):
     keys[0] = 0
     columns = np.arange(len(spaces))
     for b in range(sizes[0], batch + 1):
+        if b % unit and b != batch:
+            continue  # nothing may follow
         count = int(np.searchsorted(array, b, side="right"))
         sums = keys[b - array[:count]] + costs[:count]
         first = sums.argmin(axis=0)
@@ -100,6 +102,6 @@ def _staircase(micros: list[Micro], batch: int, spaces: NDArray[np.int64]):
             part = best[sizes[choice[left, column]]]
             parts.append(part)
             left -= part.batch
-        return Division.of(parts)
+        return Division.of(parts, unit)
 
     return keys[batch], division

@@ -45,6 +45,7 @@ def sizes_between(table: Table, batch: int, limit: int | None, *, precision: str
                 continue
             room = (limit - small.workspace) / (large.workspace - small.workspace)
             size = small.batch + int((large.batch - small.batch) * room)
+            size -= size % table.unit
             if size > small.batch and size not in table.sizes:
                 found[size] = min(found.get(size, float("inf")), large.seconds / large.batch)
     return tuple(sorted(found, key=lambda size: (found[size], size))[:MOST])

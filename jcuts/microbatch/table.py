@@ -36,6 +36,17 @@ def policy_sizes(policy: str, batch: int) -> tuple[int, ...]:
     raise UsageError(f"policy {policy!r} is unknown: choose one of {POLICIES}", policy=policy)
 
 
+def usable_sizes(sizes: Iterable[int], batch: int, unit: int) -> tuple[int, ...]:
+    """Of these micro-batch sizes those that a division of ``batch`` may have, and what is left of whole units.
+
+    >>> usable_sizes((1, 2, 4, 8, 16, 20), 20, 8)
+    (4, 8, 16, 20)
+    """
+    rest = batch % unit
+    found = {s for s in sizes if s == batch or s % unit in (0, rest)}
+    return tuple(sorted(found | ({rest} if rest and len(found) > 1 else set())))
+
+
 def check_batch(batch: object) -> None:
     """Raises: UsageError unless ``batch`` is an integer >= 1."""
     if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
@@ -79,15 +90,19 @@ class Micro:
 class Division:
     """A configuration of the paper: micro-batches that run one after the other and share one workspace.
 
-    ``parts``: the largest first; equal ones together.
+    ``parts``: the largest first; equal ones together; last one that is no multiple of the table's unit.
     """
 
     parts: tuple[Micro, ...]
 
     @classmethod
-    def of(cls, parts: Iterable[Micro]) -> Division:
-        """Puts parts into the canonical order."""
-        return cls(tuple(sorted(parts, key=lambda m: (-m.batch, m.algorithm, m.math, m.workspace, m.seconds))))
+    def of(cls, parts: Iterable[Micro], unit: int = 1) -> Division:
+        """Puts parts into the canonical order: the largest first, but last what is no multiple of ``unit``."""
+
+        def key(m: Micro) -> tuple[object, ...]:
+            return (m.batch % unit != 0, -m.batch, m.algorithm, m.math, m.workspace, m.seconds)
+
+        return cls(tuple(sorted(parts, key=key)))
 
     @property
     def batch(self) -> int:
@@ -137,11 +152,13 @@ class Division:
 class Table:
     """Everything measured of one convolution kernel on one device.
 
+    Attributes: unit: micro-batches begin at multiples of so many samples (`Convolution.unit`).
     Raises: UsageError for a math that the dtype does not have, or two entries of one (batch, algorithm, math).
     """
 
     convolution: Convolution
     micros: tuple[Micro, ...]
+    unit: int = 1
 
     def __post_init__(self) -> None:
         maths = admitted(self.convolution.dtype, _loosest(self.convolution.dtype))

@@ -2,7 +2,8 @@
 
     T(0) = 0,   T(b) = min over sizes s <= b of T_mu(s) + T(b - s)
 
-``T_mu(s)`` is the fastest micro-configuration of s samples within the limit (paper III-B).
+``T_mu(s)`` is the fastest micro-configuration of s samples within the limit (paper III-B).  Where micro-batches must
+begin at multiples of a table's unit, b - s is such a multiple: only the last micro-batch may have any size.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def divide(
     Raises: NoDivisionError if no sizes within the limit add up to the batch; UsageError for bad arguments.
     """
     best = fastest(table.candidates(batch, limit=limit, policy=policy, precision=precision))
-    keys, choice = _solve(best, batch)
+    keys, choice = _solve(best, batch, table.unit)
     if keys[batch] >= NEVER:
         raise no_division(table, batch, limit, policy, precision)
     parts, left = [], batch
@@ -35,7 +36,7 @@ def divide(
         part = best[choice[left]]
         parts.append(part)
         left -= part.batch
-    return Division.of(parts)
+    return Division.of(parts, table.unit)
 
 
 def times(
@@ -43,7 +44,7 @@ def times(
 ) -> NDArray[np.float64]:
     """Seconds of the fastest division of b samples for every b = 0 ... batch (infinite where there is none)."""
     best = fastest(table.candidates(batch, limit=limit, policy=policy, precision=precision))
-    keys, _ = _solve(best, batch)
+    keys, _ = _solve(best, batch, table.unit)
     return np.where(keys < NEVER, (keys // (batch + 1)) * TICK, np.inf)
 
 
@@ -70,7 +71,7 @@ def no_division(table: Table, batch: int, limit: int | None, policy: str, precis
     while low < high:  # a larger limit never loses a division
         middle = (low + high) // 2
         best = fastest(table.candidates(batch, limit=spaces[middle], policy=policy, precision=precision))
-        if _solve(best, batch)[0][batch] < NEVER:
+        if _solve(best, batch, table.unit)[0][batch] < NEVER:
             high = middle
         else:
             low = middle + 1
@@ -101,17 +102,19 @@ def _rank(micro: Micro) -> tuple[int, int, str, str]:
     return (micro.ticks, micro.workspace, micro.algorithm, micro.math)
 
 
-def _solve(best: list[Micro], batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _solve(best: list[Micro], batch: int, unit: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """(key of the best division of b samples, index in ``best`` of its first part) for b = 0 ... batch."""
     keys = np.full(batch + 1, NEVER, np.int64)
     choice = np.zeros(batch + 1, np.int64)
     keys[0] = 0
+    begins = keys.copy()  # what another micro-batch may follow
     sizes = np.array([micro.batch for micro in best], np.int64)
     costs = np.array([scaled(micro, batch) for micro in best], np.int64)
     for b in range(int(sizes[0]) if len(best) else batch + 1, batch + 1):
         count = int(np.searchsorted(sizes, b, side="right"))
-        sums = keys[b - sizes[:count]] + costs[:count]
+        sums = begins[b - sizes[:count]] + costs[:count]
         first = int(sums.argmin())
         if sums[first] < NEVER:
             keys[b], choice[b] = sums[first], first
+            begins[b] = keys[b] if b % unit == 0 else NEVER
     return keys, choice

@@ -17,10 +17,11 @@ import jaxlib.version
 
 from jcuts.base import knobs
 from jcuts.base.errors import CandidateRejected, WorkerFailed
-from jcuts.microbatch.benchmark import benchmark
+from jcuts.microbatch.benchmark import Found, benchmark
 from jcuts.microbatch.convolution import Convolution
-from jcuts.microbatch.database import Database, Device
+from jcuts.microbatch.database import MEMORY, Database, Device
 from jcuts.microbatch.table import Micro, Table
+from jcuts.tune.convolve import TIMING
 from jcuts.tune.pool import Pool
 from jcuts.xla import cuda, cudnn, gpus
 from jcuts.xla.convolutions import LIBRARY
@@ -30,6 +31,8 @@ log = logging.getLogger("jcuts.tune")
 SECONDS = 0.3
 """Of measuring per convolution and batch size, shared by all algorithms; as much again for XLA's own."""
 MOST_CRASHES = 3
+LATER = ("memory", "start", "disk")
+"""Reasons of failures that are nobody's fault and may be gone tomorrow."""
 _KERNEL_DRIVER = Path("/sys/module/nvidia/version")
 
 
@@ -38,9 +41,16 @@ def database_path() -> Path:
     return knobs.current().cache_dir / "microbatch.sqlite"
 
 
-def this_device(platform: str) -> Device:
-    """What times measured here are valid for.  Raises: NativeError: no cuDNN."""
-    library = f"cuDNN {cudnn.version()}, jaxlib {jaxlib.version.__version__}"
+def this_device(platform: str, *, tolerance: float = 1.0) -> Device:
+    """What times measured here are valid for: also how they are taken, and how exact algorithms must be.
+
+    Args: tolerance: a factor of `convolve.TOLERANCE`.  Raises: NativeError: no cuDNN.
+    """
+    method = "graphs" if _in_graphs(platform) else "calls"
+    library = (
+        f"cuDNN {cudnn.version()}, jaxlib {jaxlib.version.__version__}, timing {TIMING} in {method}, "
+        f"tolerance {tolerance:g}"
+    )
     if platform == "cpu":
         return Device("host", "none", library)
     try:
@@ -50,19 +60,28 @@ def this_device(platform: str) -> Device:
     return Device(gpus.this().name, driver, library)
 
 
+def _in_graphs(platform: str) -> bool:
+    """Whether calls are timed in CUDA graphs, as they will run."""
+    return platform != "cpu" and knobs.current().cudnn_graphs
+
+
 class Measurer:
     """One device, through one measuring process; a context manager.
 
     Args: device: what times are recorded for; platform: 'cpu' (a cuDNN on the host) or 'cuda'; limit: workspaces above
-        this [B] are not measured; seconds: of measuring per batch size; tolerance: a factor of `convolve.TOLERANCE`
-        (times of less exact algorithms belong into a database of their own).
+        this [B] are not measured; asked: no larger one [B] is worth freeing memory for; seconds: of measuring per batch
+        size; tolerance: as the device was made with.
+    Attributes: unwanted: algorithms with their maths ("cudnn/FFT tf32") that are not measured; whoever sets it records
+        times that are not everything.
     """
 
     def __init__(
-        self, device: Device, platform: str, *, limit: int | None = None, seconds: float = SECONDS,
-        tolerance: float = 1.0,
+        self, device: Device, platform: str, *, limit: int | None = None, asked: int | None = None,
+        seconds: float = SECONDS, tolerance: float = 1.0,
     ) -> None:  # fmt: skip
-        self._device, self.limit, self.seconds, self.tolerance = device, limit, seconds, tolerance
+        self._device, self.limit, self.asked, self.seconds, self.tolerance = device, limit, asked, seconds, tolerance
+        self._graphs = _in_graphs(platform)
+        self.unwanted: frozenset[str] = frozenset()
         self.left_out: list[tuple[str, int, str, str]] = []
         self._folder = Path(tempfile.mkdtemp(prefix="jcuts-convolutions-"))
         self._pool = Pool(self._folder, {"measure": 1, "xla": 1}, platform)
@@ -80,26 +99,41 @@ class Measurer:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def __call__(self, convolution: Convolution, batch: int) -> Sequence[Micro]:
-        """Every algorithm of cuDNN that runs.  Raises: WorkerFailed: no process can be started, or too many crashed."""
+        """Every algorithm of cuDNN that runs; none, and a remark, where too many crash the process.
+
+        Raises: WorkerFailed: no process can be started, or it fails before any algorithm runs.
+        """
         skip: list[str] = []
         while True:
-            request = {"op": "convolve", "limit": self.limit, "skip": skip, "tolerance": self.tolerance}
+            request = {
+                "op": "convolve", "limit": self.limit, "skip": skip, "tolerance": self.tolerance,
+                "graphs": self._graphs, "unwanted": sorted(self.unwanted),
+            }  # fmt: skip
             answer = self._ask("measure", request, convolution, batch)
             if not isinstance(answer, CandidateRejected):
                 self.left_out += [(str(convolution), batch, label, why) for label, why in answer["left_out"]]
-                return _micros(answer, batch)
+                lacking = answer.get("lacking")
+                return Found(_micros(answer, batch), {} if lacking is None else {MEMORY: str(lacking)})
             running = str(answer.values.get("running") or "")
             log.warning("%s, batch %d: %s (%s)", convolution, batch, answer.message, running or "before any algorithm")
-            if not running or running in skip or len(skip) >= MOST_CRASHES:
+            if not running or answer.values.get("reason") in LATER:
                 raise answer
+            if running in skip or len(skip) >= MOST_CRASHES:
+                self.left_out.append((str(convolution), batch, running, answer.message))
+                return Found((), {"crashed": f"{running}: {answer.message}"})
             skip.append(running)
 
     def library(self, convolution: Convolution, batch: int) -> Sequence[Micro]:
-        """XLA's own convolution; nothing if it cannot be measured."""
+        """XLA's own convolution; nothing, and a remark, if it cannot be measured.
+
+        Raises: WorkerFailed: others hold the memory, or no process can be started: a later process may have more luck.
+        """
         answer = self._ask("xla", {"op": "convolve_xla"}, convolution, batch)
         if isinstance(answer, CandidateRejected):
             self.left_out.append((str(convolution), batch, LIBRARY, answer.message))
-            return ()
+            if answer.values.get("reason") in LATER:
+                raise answer
+            return Found((), {LIBRARY: answer.message})
         return _micros(answer, batch)
 
     def _ask(
@@ -112,10 +146,18 @@ class Measurer:
             self._pool.submit(group, request, knobs.current().tune_timeout_s, answers.append)
             self._pool.drain()
             answer = answers[0] if answers else WorkerFailed("the measuring process gave no answer", reason="start")
-            if not isinstance(answer, CandidateRejected) or answer.values.get("reason") != "memory":
+            if not self._may_fit_alone(answer):
                 break
             self._pool.abandon()  # what both processes keep is free now
         return answer
+
+    def _may_fit_alone(self, answer: Any) -> bool:
+        """Whether there was too little memory, of which our own processes hold some."""
+        if isinstance(answer, CandidateRejected):
+            return answer.values.get("reason") == "memory"
+        least = answer.get("lacking")
+        wanted = least is not None and (self.asked is None or least <= self.asked)
+        return wanted and bool(self._pool.workers["xla"])
 
 
 def _micros(answer: dict[str, Any], batch: int) -> tuple[Micro, ...]:
@@ -133,9 +175,14 @@ def measured(
 
     Raises: as `Measurer` and `database.Database`.
     """
-    table = benchmark(convolution, batch, database, (measurer,), policy=policy)
-    if not library or any(m.algorithm == LIBRARY and m.batch == batch for m in table.micros):
+    device = measurer.device
+    table = benchmark(convolution, batch, database, (measurer,), policy=policy, limit=measurer.asked)
+    remarks = database.remarks(device, convolution, batch)
+    if not library or LIBRARY in remarks or any(m.algorithm == LIBRARY and m.batch == batch for m in table.micros):
         return table
     mine = [m for m in table.micros if m.batch == batch]
-    database.record(measurer.device, convolution, batch, [*mine, *measurer.library(convolution, batch)])
-    return database.table(measurer.device, convolution)
+    own = measurer.library(convolution, batch)
+    database.record(
+        device, convolution, batch, [*mine, *own], remarks={**remarks, **getattr(own, "remarks", {})}
+    )  # fmt: skip
+    return database.table(device, convolution)

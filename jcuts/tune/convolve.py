@@ -5,216 +5,107 @@ Driver API only; XLA's own convolution is another request (`convolve_xla`), whic
 
 from __future__ import annotations
 
-import functools
-import itertools
+import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from jcuts.base.errors import NativeError, WorkerFailed
 from jcuts.microbatch.convolution import MATHS, Convolution
 from jcuts.microbatch.table import Division, Micro
+from jcuts.tune.benches import Bench, bench, noise
 from jcuts.tune.shortage import is_memory
 from jcuts.tune.values import dtype_of
 from jcuts.xla import cudnn
-from jcuts.xla.cudnn_plan import HOST, Plan, buffer_bytes
+from jcuts.xla.cudnn_plan import Plan, buffer_bytes
 
+TIMING = 2
+"""Changes with how times are taken, and with what counts as right: times of another version are not used."""
 COLD_BYTES = 192 << 20
 """Operands that are rotated through cover this: more than any L2 cache."""
 MOST_SETS = 16
 SHARE = 0.6
 """Share of the free memory that measuring may take."""
-CHECKED_BYTES = 8 << 20
-"""Of every result, what is compared with the first algorithm's."""
+RUN_BYTES = 8 << 10
+RUNS = 256
+"""Of a larger result so many runs of neighbours are compared with the first algorithm's: drawn at random, with the
+first and the last one among them."""
+RUN_FACTOR = 8.0
+"""One run may be off by this times as much as all of them: an error of one place does not hide among the others."""
 ROUNDS = (3, 15)
 """Least and most samples of one algorithm; in between its share of the time decides."""
 HOPELESS = 2.0
 """Slower by this than what needs no more workspace: a single sample is exact enough."""
+LAUNCH_SECONDS = 1e-4
+"""More than launching one call costs: shorter times of calls that are not in graphs may be the processor's."""
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "tf32": 1e-3, "float16": 5e-2}
 """Distance from the first algorithm's result, in L2 norm, from which an algorithm is out.  In float32 it must be more
 exact than TF32, which is off by 3e-4; Winograd's algorithm with 5x5 windows is not (1e-3 to 5e-3 on an H200)."""
 
 EXACT = ("float64", "float32")
 """Arithmetic that comes first: the others are compared with it."""
+_NO_ROOM = ("ALLOC_FAILED", "ALLOCATION_FAILED")
+"""In cuDNN's errors: memory that it wanted for itself."""
 
 Announce = Callable[[str], None]
 
 
-class Bench(Protocol):
-    """A device as this file needs it."""
+class NoRoom(ValueError):
+    """An algorithm for which there is no memory now.  Attributes: needed: bytes of workspace."""
 
-    number: int
-    stream: int
-
-    def free_bytes(self) -> int: ...
-    def allocate(self, size: int) -> int: ...
-    def release(self, address: int) -> None: ...
-    def random(self, address: int, size: int, dtype: str) -> None: ...
-    def read(self, address: int, size: int) -> np.ndarray: ...
-    def clear(self, address: int, size: int) -> None: ...
-    def seconds(self, work: Callable[[], None]) -> float: ...
-    def close(self) -> None: ...
-
-
-class HostBench:
-    """Host memory, for a cuDNN that computes there."""
-
-    number, stream = HOST, 0
-
-    def __init__(self) -> None:
-        self.kept: dict[int, np.ndarray] = {}
-
-    def free_bytes(self) -> int:
-        """Enough for tests [B]."""
-        return 1 << 30
-
-    def allocate(self, size: int) -> int:
-        """Memory; its address."""
-        array = np.empty(max(1, size), np.uint8)
-        self.kept[array.ctypes.data] = array
-        return array.ctypes.data
-
-    def release(self, address: int) -> None:
-        """Frees what `allocate` gave."""
-        del self.kept[address]
-
-    def random(self, address: int, size: int, dtype: str) -> None:
-        """Normal numbers."""
-        self.kept[address][:size] = np.resize(noise(dtype, size), size)
-
-    def read(self, address: int, size: int) -> np.ndarray:
-        """Its first bytes."""
-        return self.kept[address][:size].copy()
-
-    def clear(self, address: int, size: int) -> None:
-        """Bytes that are no numbers."""
-        self.kept[address][:size] = 0xFF
-
-    def seconds(self, work: Callable[[], None]) -> float:
-        """Wall time [s]."""
-        start = time.perf_counter()
-        work()
-        return time.perf_counter() - start
-
-    def close(self) -> None:
-        """Frees everything."""
-        self.kept.clear()
-
-
-class GpuBench:
-    """The first GPU through the driver."""
-
-    def __init__(self) -> None:
-        from jcuts.tune import driver
-
-        self.driver = driver.device()
-        self.number, self.stream = self.driver.ordinal, self.driver.stream
-        self.kept: list[int] = []
-        self.events = driver.Events(self.driver)
-
-    def free_bytes(self) -> int:
-        """Free on the device [B]."""
-        return self.driver.free_bytes()
-
-    def allocate(self, size: int) -> int:
-        """Memory; its address."""
-        self.kept.append(self.driver.allocate(size))
-        return self.kept[-1]
-
-    def release(self, address: int) -> None:
-        """Frees what `allocate` gave."""
-        self.kept.remove(address)
-        self.driver.release(address)
-
-    def random(self, address: int, size: int, dtype: str) -> None:
-        """Normal numbers: a block of them, again and again."""
-        block = noise(dtype, size)
-        for start in range(0, size, block.nbytes):
-            self.driver.upload(address + start, block[: min(block.nbytes, size - start)])
-
-    def read(self, address: int, size: int) -> np.ndarray:
-        """Its first bytes."""
-        return self.driver.download(address, size)
-
-    def clear(self, address: int, size: int) -> None:
-        """Bytes that are no numbers."""
-        self.driver.fill(address, 0xFF, size)
-
-    def seconds(self, work: Callable[[], None]) -> float:
-        """Time between two events [s]."""
-        return self.events.seconds(work)
-
-    def close(self) -> None:
-        """Frees everything."""
-        self.events.close()
-        for address in self.kept:
-            self.driver.release(address)
-        self.kept.clear()
-
-
-def noise(dtype: str, size: int) -> np.ndarray:
-    """Normal numbers as bytes, at most 16 MiB, not more than ``size`` in whole numbers."""
-    item = dtype_of(dtype).itemsize
-    return _block(dtype)[: max(item, min(size, 16 << 20) // item * item)]
-
-
-@functools.cache
-def _block(dtype: str) -> np.ndarray:
-    kind = dtype_of(dtype)
-    count = (16 << 20) // kind.itemsize
-    return np.random.default_rng(0).standard_normal(count, np.float32).astype(kind).view(np.uint8)
-
-
-@contextmanager
-def bench() -> Iterator[Bench]:
-    """The device to measure on, and all memory freed afterwards.  Raises: NativeError where there is none."""
-    made: Bench = HostBench() if cudnn.computes_on_host() else GpuBench()
-    try:
-        yield made
-    finally:
-        made.close()
+    def __init__(self, text: str, needed: int) -> None:
+        super().__init__(text)
+        self.needed = needed
 
 
 def convolve(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     """Times every algorithm and math for ``batch`` samples of ``convolution`` within ``limit`` bytes of workspace.
 
     Request: convolution (JSON), batch, limit (None: what fits), seconds (of measuring, in all), skip (labels that
-    crashed an earlier process), tolerance (a factor of `TOLERANCE`).
-    Answer: ``micros`` (algorithm, math, seconds, workspace) and ``left_out`` (label, why).
+    crashed an earlier process), unwanted (labels that are not asked for), tolerance (a factor of `TOLERANCE`), graphs
+    (whether calls are captured).
+    Answer: ``micros`` (algorithm, math, seconds, workspace); ``left_out`` (label, why); ``lacking``: the least
+    workspace for which there was no memory now [B], or None.
     """
     convolution, batch = Convolution.from_json(request["convolution"]), int(request["batch"])
     skip = set(request.get("skip", ()))
     pairs = [
-        (algorithm, math)
-        for math in sorted(MATHS[convolution.dtype], key=lambda m: (MATHS[convolution.dtype][m] not in EXACT, m))
+        (algorithm, math_name)
+        for math_name in sorted(MATHS[convolution.dtype], key=lambda m: (MATHS[convolution.dtype][m] not in EXACT, m))
         for algorithm in cudnn.algorithms(convolution.kind)
     ]
-    share = float(request["seconds"]) / len(pairs)
+    unwanted = set(request.get("unwanted", ()))
+    pairs = [pair for pair in pairs if " ".join(pair) not in unwanted]
+    share = float(request["seconds"]) / max(1, len(pairs))
     micros: list[dict[str, Any]] = []
     left_out: list[tuple[str, str]] = []
+    lacking: list[int] = []
     with bench() as device:
-        arena = _Arena(device, convolution, batch, float(request.get("tolerance", 1.0)))
-        for algorithm, math in pairs:
-            label = f"{algorithm} {math}"
+        arena = _Arena(
+            device, convolution, batch, float(request.get("tolerance", 1.0)), bool(request.get("graphs", False))
+        )
+        for algorithm, math_name in pairs:
+            label = f"{algorithm} {math_name}"
             if label in skip:
                 left_out.append((label, "it crashed the measuring process"))
                 continue
             announce(label)
             try:
-                seconds, space = arena.measure(algorithm, math, request.get("limit"), share)
-                micros.append({"algorithm": algorithm, "math": math, "seconds": seconds, "workspace": space})
+                micros.append(arena.measure(algorithm, math_name, request.get("limit"), share))
+            except NoRoom as error:
+                lacking.append(error.needed)
+                left_out.append((label, str(error)))
             except ValueError as error:
                 left_out.append((label, str(error)))
             except NativeError as error:
                 _survives(device, label, error)
                 left_out.append((label, error.message))
         announce("")
-    return {"micros": micros, "left_out": left_out}
+    return {"micros": micros, "left_out": left_out, "lacking": min(lacking, default=None)}
 
 
 def _survives(device: Bench, label: str, error: NativeError) -> None:
@@ -229,8 +120,11 @@ def _survives(device: Bench, label: str, error: NativeError) -> None:
 class _Arena:
     """Operands, results and workspace that all algorithms share."""
 
-    def __init__(self, device: Bench, convolution: Convolution, batch: int, tolerance: float) -> None:
-        self.device, self.convolution, self.batch, self.tolerance = device, convolution, batch, tolerance
+    def __init__(
+        self, device: Bench, convolution: Convolution, batch: int, tolerance: float, graphs: bool = False
+    ) -> None:
+        self.device, self.convolution, self.batch = device, convolution, batch
+        self.tolerance, self.graphs = tolerance, graphs
         self.sizes = buffer_bytes(convolution, batch)
         room = int(SHARE * device.free_bytes())
         one = sum(self.sizes)
@@ -248,63 +142,110 @@ class _Arena:
             device.random(a, self.sizes[0], convolution.dtype)
             device.random(b, self.sizes[1], convolution.dtype)
         self.room = room - count * one
+        self.ever = int(SHARE * device.total_bytes()) - count * one
         self.space = (0, 0)  # address, bytes
+        self.runs = _runs(self.sizes[2])
         self.expected: np.ndarray | None = None
         self.known: list[tuple[float, int]] = []  # seconds, workspace
 
-    def measure(self, algorithm: str, math: str, limit: int | None, share: float) -> tuple[float, int]:
-        """Seconds and workspace [B].  Raises: NativeError, ValueError: it is out, and why."""
-        probe = Division((Micro(self.batch, algorithm, math, 1.0, 0),))
+    def measure(self, algorithm: str, math_name: str, limit: int | None, share: float) -> dict[str, Any]:
+        """One of an answer's ``micros``.  Raises: NativeError, NoRoom, ValueError: it is out, and why."""
+        probe = Division((Micro(self.batch, algorithm, math_name, 1.0, 0),))
         plan = Plan(self.convolution, probe, self.device.number)
         try:
-            most = self.room if limit is None else min(limit, self.room)
-            if plan.needed > most:
-                raise ValueError(f"needs {plan.needed} B of workspace, {most} B are allowed")
-            if plan.needed > self.space[1]:
-                if self.space[1]:
-                    self.device.release(self.space[0])
-                self.space = (0, 0)
-                self.space = (self.device.allocate(plan.needed), plan.needed)
+            self._provide(plan.needed, limit)
             a, b, out = self.sets[0]
             self.device.clear(out, self.sizes[2])
             plan.run(self.device.stream, a, b, out, self.space[0])
-            self._check(self.device.read(out, min(self.sizes[2], CHECKED_BYTES)), math)
+            self._check(self._read(out), math_name)
 
             def once() -> None:
                 for a, b, out in self.sets:
                     plan.run(self.device.stream, a, b, out, self.space[0])
 
-            seconds = self._time(once, share, plan.needed) / len(self.sets)
+            seconds, captured = self._time(once, share, plan.needed)
             self.known.append((seconds, plan.needed))
-            return seconds, plan.needed
+            name = algorithm if captured or not self.graphs else algorithm + cudnn.LAUNCHED
+            return {"algorithm": name, "math": math_name, "seconds": seconds, "workspace": plan.needed}
+        except NativeError as error:
+            if is_memory(error) or any(name in error.message for name in _NO_ROOM):
+                raise NoRoom(error.message, plan.needed) from error
+            raise
         finally:
             plan.close()
 
-    def _check(self, found: np.ndarray, math: str) -> None:
+    def _provide(self, needed: int, limit: int | None) -> None:
+        most = self.room if limit is None else min(limit, self.room)
+        if needed > most:
+            text = f"needs {needed} B of workspace, {most} B are allowed"
+            if needed <= (self.ever if limit is None else min(limit, self.ever)):
+                raise NoRoom(text, needed)
+            raise ValueError(text)
+        if needed > self.space[1]:
+            if self.space[1]:
+                self.device.release(self.space[0])
+            self.space = (0, 0)
+            self.space = (self.device.allocate(needed), needed)
+
+    def _read(self, out: int) -> np.ndarray:
+        return np.concatenate([self.device.read(out, start, size) for start, size in self.runs])
+
+    def _check(self, found: np.ndarray, math_name: str) -> None:
         values = found.view(dtype_of(self.convolution.dtype)).astype(np.float64)
         if not np.isfinite(values).all():
             raise ValueError("its result is not finite")
         if self.expected is None:
             self.expected = values
             return
-        off = float(np.linalg.norm(values - self.expected)) / (float(np.linalg.norm(self.expected)) or 1.0)
-        exact = MATHS[self.convolution.dtype][math]
+        apart, scale = values - self.expected, math.sqrt(float(np.mean(self.expected**2))) or 1.0
+        off = math.sqrt(float(np.mean(apart**2))) / scale
+        exact = MATHS[self.convolution.dtype][math_name]
         allowed = max(TOLERANCE[exact], 5e-2 if self.convolution.dtype in ("float16", "bfloat16") else 0.0)
         allowed *= self.tolerance
         if off > allowed:
             raise ValueError(f"its result is off by {off:.2g} of the first algorithm's, allowed {allowed:g}")
+        begin = 0
+        for start, size in self.runs:
+            end = begin + size // dtype_of(self.convolution.dtype).itemsize
+            off = math.sqrt(float(np.mean(apart[begin:end] ** 2))) / scale
+            if off > RUN_FACTOR * allowed:
+                raise ValueError(f"its result is off by {off:.2g} of the first algorithm's from byte {start} on")
+            begin = end
 
-    def _time(self, once: Callable[[], None], share: float, space: int) -> float:
-        self.device.seconds(once)
-        start, samples = time.perf_counter(), [self.device.seconds(once)]
-        mine = samples[0] / len(self.sets)
-        if any(HOPELESS * seconds < mine and other <= space for seconds, other in self.known):
-            return samples[0]
-        for k in itertools.count(2):
-            samples.append(self.device.seconds(once))
-            if k >= ROUNDS[1] or (k >= ROUNDS[0] and time.perf_counter() - start > share):
-                return float(np.median(samples))
-        raise AssertionError("unreachable")
+    def _time(self, once: Callable[[], None], share: float, space: int) -> tuple[float, bool]:
+        """Seconds of one call, and whether it was captured."""
+        count = len(self.sets)
+        first = self.device.seconds(once)
+        if first > count * LAUNCH_SECONDS and self._is_hopeless(first / count, space):
+            first = min(first, self.device.seconds(once))
+            if self._is_hopeless(first / count, space):
+                return first / count, True
+        chain = self.device.chain(once, first, graphs=self.graphs)
+        try:
+            chain.seconds()
+            per = count * chain.repeats
+            start, samples = time.perf_counter(), [chain.seconds() / per]
+            while len(samples) < ROUNDS[1] and not self._is_hopeless(samples[0], space):
+                if len(samples) >= ROUNDS[0] and time.perf_counter() - start > share:
+                    break
+                samples.append(chain.seconds() / per)
+            return float(np.median(samples)), chain.captured
+        finally:
+            chain.close()
+
+    def _is_hopeless(self, seconds: float, space: int) -> bool:
+        return any(HOPELESS * known < seconds and other <= space for known, other in self.known)
+
+
+def _runs(size: int) -> list[tuple[int, int]]:
+    """(first byte, bytes) of what is compared of a result: all of a small one, runs of neighbours of a large one."""
+    count = -(-size // RUN_BYTES)
+    if count <= RUNS:
+        return [(0, size)]
+    drawn = np.random.default_rng(size).choice(np.arange(1, count - 1), RUNS - 2, replace=False)
+    # The last one ends with the result: with a batch's last sample.
+    starts = [*sorted(RUN_BYTES * int(k) for k in (0, *drawn)), size - RUN_BYTES]
+    return [(start, RUN_BYTES) for start in starts]
 
 
 # -- XLA's own --------------------------------------------------------------------------------------------------------
@@ -320,15 +261,15 @@ def convolve_xla(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
 
     convolution, batch = Convolution.from_json(request["convolution"]), int(request["batch"])
     micros = []
-    for math, precision in library_maths(convolution.dtype).items():
+    for math_name, precision in library_maths(convolution.dtype).items():
         function, avals = library_function(convolution, batch, precision)
-        announce(f"{LIBRARY} {math}")
+        announce(f"{LIBRARY} {math_name}")
         inputs = [_normal(aval) for aval in avals]
         compiled = jax.jit(function).lower(*inputs).compile()
         analysis = compiled.memory_analysis()
         space = int(analysis.temp_size_in_bytes) if analysis is not None else 0
         seconds = _library_seconds(compiled, function, inputs, float(request["seconds"]), announce)
-        micros.append({"algorithm": LIBRARY, "math": math, "seconds": seconds, "workspace": space})
+        micros.append({"algorithm": LIBRARY, "math": math_name, "seconds": seconds, "workspace": space})
     announce("")
     return {"micros": micros}
 

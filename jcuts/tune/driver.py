@@ -65,6 +65,12 @@ class Driver:
         self.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
         return int(free.value)
 
+    def total_bytes(self) -> int:
+        """Memory of the device, whoever holds it [B]."""
+        free, total = Size(), Size()
+        self.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        return int(total.value)
+
     def allocate(self, size: int) -> int:
         """Device memory; its address."""
         pointer = Pointer()

@@ -3,6 +3,10 @@
 A float64 reference of a hundred million elements costs seconds and gigabytes for every set of inputs.  Of such an
 output the rule (`tune.check`) sees whole runs of neighbours, drawn at random, with the first and the last ones among
 them; on ordinary inputs every single element is compared with XLA's as well.
+
+How far two right results may be apart somewhere among N elements, n of them seen, follows from the sample: distances
+with a light tail hardly grow from n elements to N, those with a heavy one (quotients by numbers that may be next to
+nothing, sums that cancel) grow as (N / n)^(1 / a), with a the tail's index.
 """
 
 from __future__ import annotations
@@ -27,6 +31,10 @@ RUN = 512
 RUNS = 1 << 11
 ENDS = 64
 """Runs at either end that are always looked at."""
+TAIL = 64
+"""Largest distances of the sample that its tail is known by."""
+MOST_APART = 0.25
+"""Relative distance that no tail explains: numbers of another place must show."""
 
 
 def positions(problem: Problem, spec: Output) -> np.ndarray | None:
@@ -53,6 +61,10 @@ def _drawn(size: int) -> np.ndarray:
 def compare(index: int, xla: np.ndarray, have: np.ndarray, found: Accuracy, seen: np.ndarray) -> None:
     """Compares every element with XLA's; what the sample showed of both errors bounds how far they may be apart.
 
+        |c_i - x_i| - tiny  <=  4 (limit + XLA's error) growth * max(|x_i|, rms),     (`tune.check`, rule 3)
+        growth = (N / n)^(1 / a)  with Hill's estimate of a from the sample's distances; nothing beyond 1/4
+
+    Infinities count as the largest finite number: beside it a result may be either (rule 1).
     Args:
         index: position of the output, for messages.
         xla, have: both results on ordinary inputs, whole.
@@ -62,16 +74,22 @@ def compare(index: int, xla: np.ndarray, have: np.ndarray, found: Accuracy, seen
         AccuracyRejected: with the first offending position.
     """
     x, c = xla.reshape(-1), have.reshape(-1)
+    info = ml_dtypes.finfo(have.dtype)
+    tiny, most_finite = float(info.smallest_normal), float(info.max)
     looked = x[seen].astype(np.float64)
     scale = max(rms(looked[np.isfinite(looked)]), float(np.finfo(np.float32).tiny))
+
+    def distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        a, b = (np.clip(v.astype(np.float64), -most_finite, most_finite) for v in (a, b))
+        apart = np.maximum(np.abs(a - b) - tiny, 0.0) / np.maximum(np.abs(b), scale)
+        return np.where(np.isnan(a) & np.isnan(b), 0.0, np.where(np.isnan(apart), np.inf, apart))
+
+    growth = _growth(distances(c[seen], x[seen]), x.size)
     limit = CATASTROPHE * (found.limit + found.xla) * _eps(have.dtype)
+    limit = max(limit, min(limit * growth, MOST_APART))
 
     def worst(slab: slice) -> float:
-        a, b = c[slab].astype(np.float64), x[slab].astype(np.float64)
-        with np.errstate(invalid="ignore"):  # of infinities
-            apart = np.abs(a - b) / np.maximum(np.abs(b), scale)
-        alike = (a == b) | (np.isnan(a) & np.isnan(b))
-        return float(np.max(np.where(alike, 0.0, np.where(np.isnan(apart), np.inf, apart)), initial=0.0))
+        return float(np.max(distances(c[slab], x[slab]), initial=0.0))
 
     parts = slabs.each(c.size, worst)
     if max(parts, default=0.0) <= limit:
@@ -87,6 +105,15 @@ def compare(index: int, xla: np.ndarray, have: np.ndarray, found: Accuracy, seen
         apart_ulp=apart,
         limit_ulp=most,
     )
+
+
+def _growth(seen: np.ndarray, size: int) -> float:
+    """How much larger the largest of ``size`` distances may be than the largest of a sample; 1 for light tails."""
+    top = np.sort(seen[np.isfinite(seen) & (seen > 0)])[-TAIL - 1 :]
+    if len(top) <= TAIL or seen.size >= size:
+        return 1.0
+    heaviness = float(np.mean(np.log(top[1:] / top[0])))  # Hill: 1 / a
+    return (size / seen.size) ** heaviness
 
 
 def _eps(dtype: np.dtype) -> float:

@@ -31,6 +31,8 @@ TARGETS = {"cuda": "jcuts_cudnn_conv", "cpu": "jcuts_cudnn_host"}
 GRAPH_TARGET = "jcuts_cudnn_conv_graph"
 PREFIX = "cudnn/"
 """What the names of cuDNN's algorithms begin with in tables."""
+LAUNCHED = "/launched"
+"""What they end with where the algorithm cannot be captured into CUDA graphs although it was tried."""
 
 _TEXT = 2048
 _lock = threading.RLock()
@@ -99,11 +101,12 @@ def part_numbers(convolution: Convolution, division: Division) -> list[int]:
     names, maths = algorithms(convolution.kind), _MATHS[convolution.dtype]
     found: list[int] = []
     for count, part in division.runs:
-        if part.algorithm not in names or part.math not in maths:
+        name = part.algorithm.removesuffix(LAUNCHED)
+        if name not in names or part.math not in maths:
             raise UsageError(
                 f"cuDNN has no {part.algorithm!r} with {part.math!r} for {convolution}", algorithm=part.algorithm
             )
-        found += [count, part.batch, names.index(part.algorithm), *maths[part.math]]
+        found += [count, part.batch, names.index(name), *maths[part.math]]
     return found
 
 
@@ -244,7 +247,7 @@ def call(
         platform: 'cuda' or 'cpu'.
         flipped: the window is reversed.
         onto: an array to add to, of the result's shape, or None.
-        graph: XLA may capture the call into a CUDA graph.
+        graph: XLA may capture the call into a CUDA graph, unless an algorithm is known to refuse that.
     Raises: UsageError: cuDNN has no such algorithm or padding; NativeError: no library.
     """
     ensure_registered(platform)
@@ -255,8 +258,9 @@ def call(
     given = [*operands] if onto is None else [*operands, onto]
     # Row-major on both sides of the call: where arrays are in the order of memory already, nothing is left of this.
     inputs = [_transposed(x, order) for x, order in zip(given, orders, strict=False)]
+    graph = graph and platform == "cuda" and not any(part.algorithm.endswith(LAUNCHED) for part in division.parts)
     ffi_call = jax.ffi.ffi_call(
-        GRAPH_TARGET if graph and platform == "cuda" else TARGETS[platform], results, has_side_effect=False,
+        GRAPH_TARGET if graph else TARGETS[platform], results, has_side_effect=False,
         input_output_aliases=None if onto is None else {2: 0},
     )  # fmt: skip
     outputs = ffi_call(

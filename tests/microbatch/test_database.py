@@ -91,6 +91,44 @@ def test_keys_tell_devices_and_convolutions_apart(tmp_path):
             database.table(H200, other)
 
 
+def test_remarks_are_kept_and_replaced_with_the_times(tmp_path):
+    path = tmp_path / "times.db"
+    c = convolution()
+    Database(path).record(H200, c, 4, micros(4), remarks={"memory": "1000", "xla": "it crashed"})
+    Database(path).record(H200, c, 2, micros(2))
+    again = Database(path)
+    assert dict(again.remarks(H200, c, 4)) == {"memory": "1000", "xla": "it crashed"}
+    assert not again.remarks(H200, c, 2) and not again.remarks(V100, c, 4)
+    merged = Database(tmp_path / "all.db")
+    merged.merge([path])
+    assert merged.remarks(H200, c, 4)["memory"] == "1000"
+    again.record(H200, c, 4, micros(4))
+    assert not Database(path).remarks(H200, c, 4)
+
+
+def test_times_that_lack_memory_are_measured_again_by_others(tmp_path):
+    path, c = tmp_path / "times.db", convolution()
+    database = Database(path)
+    database.record(H200, c, 4, micros(4), remarks={"memory": "1000"})
+    assert not database.missing(H200, c, (4,)), "this process has just tried"
+    later = Database(path)
+    assert later.missing(H200, c, (4,)) == later.missing(H200, c, (4,), limit=1000) == (4,)
+    assert not later.missing(H200, c, (4,), limit=999)
+    assert later.table(H200, c).sizes == (4,)
+
+
+def test_a_file_without_remarks_gets_them(tmp_path):
+    path, c = tmp_path / "times.db", convolution()
+    Database(path).record(H200, c, 4, micros(4))
+    with sqlite3.connect(path) as db:
+        db.execute("DROP TABLE remarks")
+    db.close()
+    database = Database(path)
+    assert database.table(H200, c).sizes == (4,) and not database.remarks(H200, c, 4)
+    database.record(H200, c, 2, micros(2), remarks={"xla": "why"})
+    assert Database(path).remarks(H200, c, 2) == {"xla": "why"}
+
+
 @pytest.mark.parametrize(
     "other",
     [

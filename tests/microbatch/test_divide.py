@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,9 +12,10 @@ from hypothesis import strategies as st
 
 from jcuts.base.errors import UsageError
 from jcuts.microbatch import wr
+from jcuts.microbatch.convolution import Convolution
 from jcuts.microbatch.desirable import BLOCK, desirable
 from jcuts.microbatch.errors import NoDivisionError
-from jcuts.microbatch.table import Division, Micro, Table, policy_sizes
+from jcuts.microbatch.table import Division, Micro, Table, policy_sizes, usable_sizes
 from tests.microbatch import reference
 from tests.microbatch.cases import convolution, random_limit, random_table
 
@@ -39,6 +41,37 @@ def test_hand_count():
     assert [(round(d.seconds * 1e6), d.workspace // MIB) for d in desirable(table, 8)] == [
         (30, 0), (12, 30), (8, 60), (6, 120),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_micro_batches_begin_at_multiples_of_the_unit(seed):
+    rng = np.random.default_rng(seed)
+    batch, unit = int(rng.integers(1, 12)), int(rng.choice((1, 2, 4, 8)))
+    table = replace(random_table(rng, batch, missing=0.2), unit=unit)
+    limit = random_limit(rng, table)
+    best: dict[int, int] = {}
+    for micro in table.candidates(batch, limit=limit):
+        best[micro.batch] = min(micro.ticks, best.get(micro.batch, micro.ticks))
+    sums = [
+        sum(best[part] for part in parts) for parts in reference.compositions(batch)
+        if all(part in best for part in parts) and all(start % unit == 0 for start in itertools.accumulate(parts[:-1]))
+    ]  # fmt: skip
+    if not sums:
+        with pytest.raises(NoDivisionError):
+            wr.divide(table, batch, limit)
+        return
+    for found in (wr.divide(table, batch, limit), desirable(table, batch, limit)[-1]):
+        assert found.ticks == min(sums) and found.batch == batch
+        assert all(start % unit == 0 for start, _ in found.offsets)
+
+
+def test_units_of_16_bytes():
+    assert convolution(dtype="float16").unit == 1  # 14 x 14 x 8 and 14 x 14 x 16 numbers
+    for channels, dtype, unit in ((3, "float16", 8), (3, "float32", 4), (3, "float64", 2), (2, "bfloat16", 4)):
+        c = Convolution("backward_filter", channels, 4 * channels, (3, 5), (1, 1), dtype=dtype)
+        assert c.unit == unit
+    assert usable_sizes(policy_sizes("powerOfTwo", 13), 13, 8) == (5, 8, 13)
+    assert usable_sizes((1, 2, 4, 8, 16), 16, 4) == (4, 8, 16)
 
 
 @pytest.mark.parametrize("seed", range(150))

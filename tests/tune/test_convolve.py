@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from jcuts.base.errors import NativeError, WorkerFailed
 from jcuts.microbatch.convolution import KINDS, Convolution
-from jcuts.tune import convolve, driver
+from jcuts.tune import benches, convolve, driver
 from jcuts.xla import cudnn
 from jcuts.xla.cudnn_plan import HOST, Plan, buffer_bytes
 
@@ -89,6 +91,7 @@ class Recorder:
 
     def __init__(self, room: int = 1 << 30) -> None:
         self.room, self.alive, self.events, self.broken = room, {}, 0, False
+        self.graphs, self.captures = 0, True
         self.lib = object()
 
     def call(self, name, *arguments):
@@ -104,6 +107,16 @@ class Recorder:
     def free_bytes(self):
         return self.room
 
+    def total_bytes(self):
+        return 1 << 30
+
+    def graph(self, work):
+        work()
+        if not self.captures:
+            raise NativeError("cuStreamEndCapture failed", call="cuStreamEndCapture", code=901)
+        self.graphs += 1
+        return RecordedGraph(self)
+
     def allocate(self, size):
         if sum(self.alive.values()) + size > self.room:
             raise NativeError("cuMemAlloc_v2 failed: CUDA_ERROR_OUT_OF_MEMORY (2)", call="cuMemAlloc_v2", code=2)
@@ -116,9 +129,21 @@ class Recorder:
 
     def fill(self, address, value, size): ...
     def upload(self, address, values): ...
+    def copy(self, to, source, size): ...
 
     def download(self, address, size):
         return np.zeros(size, np.uint8)
+
+
+class RecordedGraph:
+    def __init__(self, recorder):
+        self.recorder = recorder
+
+    def seconds(self):
+        return 4e-3
+
+    def close(self):
+        self.recorder.graphs -= 1
 
 
 class FakePlan:
@@ -157,6 +182,50 @@ def test_on_a_gpu_times_are_those_between_events_and_memory_is_given_back(monkey
     assert FakePlan.ran > 3 * convolve.MOST_SETS and not recorder.alive and recorder.events == 0
 
 
+@pytest.mark.parametrize("captures", [True, False])
+def test_in_graphs_the_processor_launches_once(monkeypatch, captures):
+    recorder = Recorder()
+    recorder.captures = captures
+    on_a_gpu(monkeypatch, recorder)
+    c = Convolution("forward", 2, 3, (5, 5), (3, 3), dtype="float64")
+    (micro,) = convolve.convolve(request(c, graphs=True), lambda _: None)["micros"]
+    seconds = (4e-3 if captures else 2e-3) / convolve.MOST_SETS
+    name = "cudnn/GEMM" if captures else "cudnn/GEMM/launched"
+    assert (micro["algorithm"], micro["seconds"]) == (name, seconds) and not recorder.graphs and not recorder.events
+
+
+def test_short_calls_are_repeated_in_a_chain():
+    recorder = Recorder()
+    passes = []
+    made = object.__new__(benches.GpuBench)
+    made.driver, made.events = recorder, SimpleNamespace(seconds=lambda work: work() or 1.0)
+    chain = made.chain(lambda: passes.append(1), benches.CHAIN_SECONDS / 3.5, graphs=True)
+    assert chain.repeats == len(passes) == 4 and made.chain(lambda: None, 1.0, graphs=False).repeats == 1
+
+
+def test_what_lacks_memory_now_is_said(monkeypatch):
+    recorder = Recorder(room=1 << 28)
+    on_a_gpu(monkeypatch, recorder)
+    c = Convolution("forward", 2, 3, (5, 5), (3, 3), dtype="float64")
+    needs = {"cudnn/GEMM": 1 << 28, "cudnn/FFT": 1 << 29, "cudnn/DIRECT": 1 << 40}
+
+    def init(self, convolution, division, device):
+        self.needed = needs.get(division.parts[0].algorithm, 512)
+
+    monkeypatch.setattr(FakePlan, "__init__", init)
+    found = convolve.convolve(request(c), lambda _: None)
+    assert found["lacking"] == 1 << 28 and len(found["micros"]) == 5
+    assert sorted(label.split()[0] for label, _ in found["left_out"]) == ["cudnn/DIRECT", "cudnn/FFT", "cudnn/GEMM"]
+    # More than the device can ever give, and what the limit forbids, are no shortage.
+    assert convolve.convolve(request(c, limit=1 << 20), lambda _: None)["lacking"] is None
+
+    def refuse(self, *_):
+        raise NativeError("CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED (4005)")
+
+    monkeypatch.setattr(FakePlan, "run", refuse)
+    assert convolve.convolve(request(c), lambda _: None)["lacking"] == 512
+
+
 def test_a_full_gpu_is_nobody_s_fault(monkeypatch):
     recorder = Recorder(room=10)
     on_a_gpu(monkeypatch, recorder)
@@ -187,9 +256,41 @@ def test_a_lost_device_ends_the_process(monkeypatch):
     assert ended == [70]
 
 
-def test_results_of_a_few_bytes_are_compared_too():
+def arena_of(size: int) -> convolve._Arena:
     arena = object.__new__(convolve._Arena)
     arena.convolution, arena.tolerance, arena.expected = Convolution("forward", 1, 1, (3, 3), (3, 3)), 1.0, None
+    arena.runs = convolve._runs(size)
+    return arena
+
+
+def test_results_of_a_few_bytes_are_compared_too():
+    arena = arena_of(4)
     arena._check(np.ones(1, np.float32).view(np.uint8), "float32")
     with pytest.raises(ValueError, match="off by"):
         arena._check(np.full(1, 2.0, np.float32).view(np.uint8), "float32")
+
+
+def test_large_results_are_compared_everywhere_and_to_the_end():
+    size = convolve.RUN_BYTES * 5000 + 4
+    runs = convolve._runs(size)
+    starts = [start for start, _ in runs]
+    assert len(runs) == convolve.RUNS and starts == sorted(starts) and starts[0] == 0
+    assert runs[-1] == (size - convolve.RUN_BYTES, convolve.RUN_BYTES)
+    assert max(np.diff(starts)) < size / 20  # everywhere
+    arena = arena_of(size)
+    device = benches.HostBench()
+    arena.device, out = device, device.allocate(size)
+    values = np.random.default_rng(1).standard_normal(size // 4).astype(np.float32)
+    device.kept[out][:] = values.view(np.uint8)
+    arena._check(arena._read(out), "float32")
+    arena._check(arena._read(out), "float32")
+    values[-16:] += 0.1  # of all that is compared 7e-4 in L2 norm, more than TF32 may have: in its run it shows
+    device.kept[out][:] = values.view(np.uint8)
+    with pytest.raises(ValueError, match="off by"):
+        arena._check(arena._read(out), "float32")
+    values[-16:] -= 0.1
+    values[-1] += 0.5
+    device.kept[out][:] = values.view(np.uint8)
+    arena.tolerance = 10.0
+    with pytest.raises(ValueError, match=f"from byte {size - convolve.RUN_BYTES} on"):
+        arena._check(arena._read(out), "float32")

@@ -111,6 +111,55 @@ def test_what_is_not_finite_gives_no_scale():
     compared(np.full(1000, np.nan, np.float32), np.full(1000, np.nan, np.float32))
 
 
+def test_right_results_with_a_heavy_tail_are_accepted():
+    rng = np.random.default_rng(5)
+    size = 1 << 21
+    a, b = rng.standard_normal(size), rng.standard_normal(size)
+
+    def quotient(noise_of):  # the denominator, a sum that cancels, is off by roundings: Cauchy's tail
+        noise = np.random.default_rng(noise_of).uniform(-1e-9, 1e-9, size)
+        return (a / (b + noise)).astype(np.float32)
+
+    xla, have = quotient(1), quotient(2)
+    seen = np.sort(rng.choice(size, size // 64, replace=False))
+    exact = a / b
+    scale = np.sqrt(np.mean(exact[seen] ** 2))
+    eps = float(np.finfo(np.float32).eps)
+    own = float(np.max(np.abs(xla[seen] - exact[seen]) / np.maximum(np.abs(exact[seen]), scale))) / eps
+    found = Accuracy(own, own, 2 * own + 4)
+    apart = np.abs(have.astype(np.float64) - xla) / np.maximum(np.abs(xla.astype(np.float64)), scale)
+    assert apart.max() / eps > sample.CATASTROPHE * (found.limit + found.xla)  # by the sample's errors alone it is out
+    sample.compare(0, xla, have, found, seen)
+    wrong = have.copy()
+    wrong[int(np.setdiff1d(np.arange(1000), seen)[0])] = np.nan
+    with pytest.raises(AccuracyRejected):
+        sample.compare(0, xla, wrong, found, seen)
+    shifted = have.copy()
+    shifted[1000:1500] = have[2000:2500]  # of another place
+    with pytest.raises(AccuracyRejected):
+        sample.compare(0, xla, shifted, found, seen)
+
+
+def test_a_light_tail_leaves_the_limit_as_it_is():
+    rng = np.random.default_rng(6)
+    for draw in (rng.uniform(0, 1, 1 << 16), np.abs(rng.standard_normal(1 << 16)), np.zeros(1 << 16)):
+        assert sample._growth(draw, 1 << 22) < 2.0
+    assert sample._growth(np.abs(rng.standard_cauchy(1 << 16)), 1 << 22) > 20.0
+
+
+def test_the_largest_finite_number_is_next_to_infinity():
+    xla = np.full(1000, 1.0, np.float16)
+    xla[::7] = np.inf
+    near = np.where(np.isinf(xla), np.float16(65504), xla)
+    compared(xla, near)
+    with pytest.raises(AccuracyRejected):
+        compared(xla, np.where(np.isinf(xla), np.float16(30000), xla))
+    with pytest.raises(AccuracyRejected):
+        compared(xla, np.where(np.isinf(xla), -xla, xla))
+    denormal = np.full(1000, 3e-39, np.float32)
+    compared(denormal, np.zeros(1000, np.float32))
+
+
 @pytest.mark.parametrize("gpu", [False, True])
 def test_zeros_that_are_not_written_show_where_all_elements_are_compared(monkeypatch, gpu):
     wanted = np.where(np.arange(1000) < 10, np.float32(0.0), np.float32(1.0))

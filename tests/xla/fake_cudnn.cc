@@ -118,11 +118,12 @@ bool Fits(const Tensor& x, const Tensor& w, const Tensor& y, const Conv& c) {
   return x.size[0] == y.size[0] && x.size[1] == w.size[1] * c.groups && y.size[1] == w.size[0];
 }
 int Begin(const char* name, int kind, const Tensor& x, const Tensor& w, const Tensor& y, const Conv& c, int algorithm,
-          void* space, size_t bytes, const void* beta) {
+          void* space, size_t bytes, const void* beta, const void* image, const void* result) {
   char text[200];
   double b = x.type == 1 ? *static_cast<const double*>(beta) : *static_cast<const float*>(beta);
-  std::snprintf(text, sizeof text, "%s n=%d algorithm=%d math=%d compute=%d beta=%g space=%zu;", name, x.size[0],
-                algorithm, c.math, c.compute, b, bytes);
+  std::snprintf(text, sizeof text, "%s n=%d algorithm=%d math=%d compute=%d beta=%g space=%zu at=%zu,%zu;", name, x.size[0],
+                algorithm, c.math, c.compute, b, bytes, reinterpret_cast<size_t>(image) % 16,
+                reinterpret_cast<size_t>(result) % 16);
   *g_log += text;
   const char* crash = std::getenv("FAKE_CUDNN_CRASH");
   if (crash != nullptr && std::atoi(crash) == algorithm) std::abort();
@@ -211,7 +212,7 @@ int cudnnGetConvolutionBackwardFilterWorkspaceSize(void*, void* x, void* y, void
 }
 int cudnnConvolutionForward(void*, const void* alpha, void* xd, const void* x, void* wd, const void* w, void* c,
                             int algorithm, void* space, size_t bytes, const void* beta, void* yd, void* y) {
-  if (int s = Begin("Forward", 0, T(xd), T(wd), T(yd), C(c), algorithm, space, bytes, beta)) return s;
+  if (int s = Begin("Forward", 0, T(xd), T(wd), T(yd), C(c), algorithm, space, bytes, beta, x, y)) return s;
   Compute(T(xd), T(wd), T(yd), C(c), T(yd), y, alpha, beta, [&](auto& sums, int64_t xi, int64_t wi, int64_t yi) {
     sums[static_cast<size_t>(yi)] += Load(x, T(xd).type, xi) * Load(w, T(wd).type, wi);
   });
@@ -219,7 +220,7 @@ int cudnnConvolutionForward(void*, const void* alpha, void* xd, const void* x, v
 }
 int cudnnConvolutionBackwardData(void*, const void* alpha, void* wd, const void* w, void* yd, const void* y, void* c,
                                  int algorithm, void* space, size_t bytes, const void* beta, void* xd, void* x) {
-  if (int s = Begin("BackwardData", 1, T(xd), T(wd), T(yd), C(c), algorithm, space, bytes, beta)) return s;
+  if (int s = Begin("BackwardData", 1, T(xd), T(wd), T(yd), C(c), algorithm, space, bytes, beta, x, y)) return s;
   Compute(T(xd), T(wd), T(yd), C(c), T(xd), x, alpha, beta, [&](auto& sums, int64_t xi, int64_t wi, int64_t yi) {
     sums[static_cast<size_t>(xi)] += Load(y, T(yd).type, yi) * Load(w, T(wd).type, wi);
   });
@@ -227,7 +228,7 @@ int cudnnConvolutionBackwardData(void*, const void* alpha, void* wd, const void*
 }
 int cudnnConvolutionBackwardFilter(void*, const void* alpha, void* xd, const void* x, void* yd, const void* y, void* c,
                                    int algorithm, void* space, size_t bytes, const void* beta, void* wd, void* w) {
-  if (int s = Begin("BackwardFilter", 2, T(xd), T(wd), T(yd), C(c), algorithm, space, bytes, beta)) return s;
+  if (int s = Begin("BackwardFilter", 2, T(xd), T(wd), T(yd), C(c), algorithm, space, bytes, beta, x, y)) return s;
   Compute(T(xd), T(wd), T(yd), C(c), T(wd), w, alpha, beta, [&](auto& sums, int64_t xi, int64_t wi, int64_t yi) {
     sums[static_cast<size_t>(wi)] += Load(x, T(xd).type, xi) * Load(y, T(yd).type, yi);
   });

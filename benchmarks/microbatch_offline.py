@@ -1,0 +1,111 @@
+"""WR and WD on measured times, without a device: networks, and DeepBench's layers as one network.
+
+    python benchmarks/microbatch_offline.py benchmarks/results/gpu_microbatch_tables_h200_2026-11-22.json
+    python benchmarks/microbatch_offline.py results/tables.json --json results/offline.json
+
+The file is what `gpu_microbatch_tables.py` writes.  A network is shown where the times of all of its kernels are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from benchmarks.gpu_microbatch_tables import BATCHES, MIB, MODES, compared, compared_network, summary, text  # noqa: E402
+from benchmarks.microbatch_networks import training_step  # noqa: E402
+from jcuts.base.errors import JcutsError  # noqa: E402
+from jcuts.microbatch.convolution import Convolution  # noqa: E402
+from jcuts.microbatch.database import Database, Device  # noqa: E402
+from jcuts.microbatch.deepbench import layers  # noqa: E402
+from jcuts.microbatch.network import Network, Use  # noqa: E402
+from jcuts.microbatch.table import Micro  # noqa: E402
+
+
+def database_of(file: Path) -> tuple[Database, Device]:
+    """The times of a file."""
+    data = json.loads(file.read_text(encoding="utf-8"))
+    database, device = Database(None), Device(data["device"], "", "")
+    for row in data["tables"]:
+        convolution = Convolution.from_json(row["convolution"])
+        for size, micros in row["sizes"].items():
+            database.record(device, convolution, int(size), [Micro(int(size), *micro) for micro in micros])
+    return database, device
+
+
+def networks(database: Database, device: Device) -> list[tuple[str, Network]]:
+    """Whatever is there whole: training steps, and the layers of DeepBench with 4 times their batch."""
+    found = []
+    for name, batch in BATCHES.items():
+        step = training_step(name, batch)
+        for precision, mode in MODES.items():
+            uses = tuple(dataclasses.replace(use, precision=precision) for use in step.uses)
+            found.append((f"{name}, batch {batch}, {mode}", dataclasses.replace(step, uses=uses)))
+    for dtype, precision, mode in (
+        ("float32", "float32", MODES["float32"]), ("float32", "tf32", MODES["tf32"]), ("float16", "float32", "half"),
+    ):  # fmt: skip
+        uses = [Use(f"{c.index}", c.convolution, 4 * c.batch, precision) for c in layers("forward", dtype)]
+        there = tuple(u for u in uses if not database.missing(device, u.convolution, (u.batch,)))
+        if there:
+            found.append((f"DeepBench, {len(there)} layers, {mode}", Network("DeepBench", there)))
+    return [(name, n) for name, n in found if all(
+        not database.missing(device, use.convolution, (use.batch,)) for use in n.uses
+    )]  # fmt: skip
+
+
+def lines(name: str, row: dict[str, Any]) -> list[str]:
+    """One network as text."""
+    free = row["no limit"]
+    out = [f"{name}: {row['kernels']} kernels; without a limit {1e3 * free['seconds']:.2f} ms, "
+           f"{text(free['sum'])} in all, {text(free['largest'])} the largest"]  # fmt: skip
+    for limit, entry in row.items():
+        if not isinstance(entry, dict) or "WR seconds" not in entry:
+            continue
+        single = "-" if entry["single calls"] is None else f"{1e3 * entry['single calls']:.2f}"
+        wr_ms = 1e3 * entry["WR seconds"]
+        out.append(f"  {limit}: WR {wr_ms:.2f} ms, single calls {single}; {text(entry['sum'])} in all")
+        for share, wd in entry.items():
+            if isinstance(wd, dict):
+                ms, there = 1e3 * wd["seconds"], 1e3 * wd["WR at its largest"]
+                proven = "" if wd["proven"] else ", not proven"
+                out.append(f"    {share}: {ms:.2f} ms, largest {text(wd['largest'])} (WR there {there:.2f} ms){proven}")
+    return out
+
+
+def main() -> int:
+    """Prints every network."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", type=Path)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    database, device = database_of(options.tables)
+    found: dict[str, Any] = {"device": device.name}
+    for name, network in networks(database, device):
+        # Of DeepBench's layers no sizes were timed below those that fit 64 MiB.
+        limits = (64 * MIB, 512 * MIB) if network.name == "DeepBench" else (8 * MIB, 64 * MIB, 512 * MIB)
+        run = SimpleNamespace(database=database, device=device, limits=limits)
+        if network.name == "DeepBench":
+            tables = [database.table(device, use.convolution) for use in network.uses]
+            pairs = zip(network.uses, tables, strict=True)
+            rows = [compared(table, use.batch, 64 * MIB, str(use.precision)) for use, table in pairs]
+            found[f"{name}, 64 MiB, layer by layer"] = summary(rows)
+            print(f"{name}, 64 MiB, layer by layer: {json.dumps(summary(rows))}")
+        try:
+            found[name] = compared_network(run, network)  # type: ignore[arg-type]
+        except JcutsError as error:
+            print(f"{name}: {error.message[:200]}")
+            continue
+        print("\n".join(lines(name, found[name])), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -256,3 +259,18 @@ def test_every_execution_of_a_chain_happens():
     assert flops[0] > (len(sets) - 0.5) * flops[1]
     assert compiled.memory_analysis().temp_size_in_bytes >= len(sets) * x.nbytes
     assert compiled(sets, shared).shape == ()
+
+
+def test_operands_are_freed_as_soon_as_a_problem_is_measured():
+    gc.collect()
+    gc.disable()  # nothing may wait for the collector: the next problem needs the memory
+    try:
+        bench = gpu_timing.Bench(jnp.sin, [np.ones((8, 8), np.float32)])
+        for label, program in bench.compiled({"xla": (jnp.sin, {})}).items():
+            bench.add(label, program)
+        bench.race(0.0)
+        operand = weakref.ref(bench.sets[0][0])
+        del bench, program
+        assert operand() is None
+    finally:
+        gc.enable()

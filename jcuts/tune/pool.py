@@ -104,8 +104,10 @@ class Worker:
                 chunk = os.read(self.process.stdout.fileno(), 1 << 16)
             except BlockingIOError:
                 break
-            if not chunk:
+            if not chunk and b"\n" not in self.buffer:
                 return None
+            if not chunk:  # its last words first: they say what was running
+                break
             self.buffer += chunk
             if len(self.buffer) > _MAX_LINE:
                 raise ValueError("an answer of more than 64 MiB")

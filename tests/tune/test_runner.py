@@ -385,6 +385,21 @@ def test_pool_reports_a_worker_that_answers_nonsense(tmp_path, monkeypatch):
     assert isinstance(answers[0], WorkerFailed) and answers[0].values["reason"] == "protocol"
 
 
+def test_what_a_process_said_just_before_its_end_is_heard(tmp_path, monkeypatch):
+    script = tmp_path / "python"
+    running = '{\\"id\\": 1, \\"event\\": \\"running\\", \\"label\\": \\"%s\\"}'
+    script.write_text(f'#!/bin/sh\nread line\necho "{running % "first"}"\necho "{running % "guilty"}"\nexit 70\n')
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    answers = []
+    with Pool(tmp_path, {"g": 1}) as pool:
+        pool.submit("g", {"op": "hello"}, 5.0, answers.append)
+        pool.poll()
+        time.sleep(0.5)  # this process was busy: all comes at once
+        pool.drain()
+    assert answers[0].values["running"] == "guilty" and answers[0].values["status"] == 70
+
+
 def test_workers_are_gone_after_an_exception(tmp_path):
     pids: list[int] = []
     with pytest.raises(KeyboardInterrupt), Pool(tmp_path, {"g": 2}) as pool:

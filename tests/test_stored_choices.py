@@ -14,7 +14,7 @@ from jcuts.region import plans
 from jcuts.trace.inline import inline
 from jcuts.trace.simplify import simplify
 from jcuts.tune import runner, session
-from jcuts.tune.choice import Choice, Measurement
+from jcuts.tune.choice import UNCHECKED, Choice, Measurement, Rejection
 from jcuts.tune.select import select
 from jcuts.tune.store import Store
 
@@ -110,3 +110,17 @@ def test_progress_knows_how_many_kernels_come():
     assert [p.expected for p in problems] == [4] * len(problems)
     full = session.with_candidates(problems[0], subsets()[0], 4)
     assert 0 < len(full.candidates) <= 4 and full.digest == problems[0].digest
+
+
+def test_what_was_found_wrong_is_no_estimate(store):
+    """A mode that wants a kernel and may not measure follows the estimate, but past what another mode saw rejected."""
+    for subset in (first := subsets("fusion")):
+        problem = session.make_problem(subset, Settings(mode="fusion"), session.shares_of(first)[subset.identity])
+        labels = [session._label(p) for p, _ in subset.ranked]
+        wrong = Rejection(labels[0], "AccuracyRejected", "wrong")
+        times = (Measurement("xla", 1.0, 1.0, 1.0, 5, "chain"), Measurement(labels[1], 2.0, 2.0, 2.0, 5, UNCHECKED))
+        store.put(Choice(problem.digest, "xla", "", "measured", times, (wrong,)))
+    again = subsets("fusion")
+    session.choose(again, Settings(mode="fusion"), may_measure=False)
+    assert [s.chosen for s in again] == [s.ranked[1][0] for s in again]
+    assert [s.origin for s in again] == ["estimated"] * len(again)

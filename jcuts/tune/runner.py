@@ -57,7 +57,8 @@ def tune(
     unique = {p.digest: p for p in problems}
     if settings.tune == "off":
         return {digest: estimate(p, settings.mode) for digest, p in unique.items()}
-    known = {} if force else _known(unique, store, settings.mode)
+    stored = {} if force else _stored(unique, store)
+    known = {digest: choice for digest, choice in stored.items() if choice.is_enough(settings.mode)}
     missing = {digest: p for digest, p in unique.items() if digest not in known}
     if settings.tune == "auto" and missing:
         asked = _Asked(store, effort, settings.mode, progress, force)
@@ -69,7 +70,10 @@ def tune(
         choice = known.get(digest)
         if choice is not None and recording is not None and choice.measurements:
             recording.add(problem, choice)
-        out[digest] = unknown(problem) if choice is None else _selected(problem, choice, settings.mode)
+        # What is out in one mode is out in all.
+        rejections = stored[digest].rejections if digest in stored else ()
+        least = replace(unknown(problem), rejections=rejections)
+        out[digest] = least if choice is None else _selected(problem, choice, settings.mode)
     return out
 
 
@@ -89,9 +93,9 @@ class _Asked:
         return choice if choice is not None and choice.is_enough(self.mode) else None
 
 
-def _known(problems: dict[str, Problem], store: Store, mode: str) -> dict[str, Choice]:
+def _stored(problems: dict[str, Problem], store: Store) -> dict[str, Choice]:
     found = {digest: store.lookup(digest) for digest in problems}
-    return {digest: choice for digest, choice in found.items() if choice is not None and choice.is_enough(mode)}
+    return {digest: choice for digest, choice in found.items() if choice is not None}
 
 
 def _selected(problem: Problem, choice: Choice, mode: str) -> Choice:

@@ -20,7 +20,7 @@ from jcuts.base.errors import CandidateRejected, WorkerFailed
 from jcuts.base.settings import Settings
 from jcuts.trace import jaxapi
 from jcuts.tune import shortage
-from jcuts.tune.choice import UNCHECKED
+from jcuts.tune.choice import SCREENED, UNCHECKED
 from jcuts.tune.job import make_job
 from jcuts.tune.library import export_subset, with_exports
 from jcuts.tune.lock import measuring_lock
@@ -28,6 +28,7 @@ from jcuts.tune.pool import Pool
 from jcuts.tune.problem import Candidate, Input, Output, Problem, stablehlo_payload
 from jcuts.tune.replay import Recording
 from jcuts.tune.runner import Effort, tune
+from jcuts.tune.select import select_stored
 from jcuts.tune.stages import Session
 from jcuts.tune.store import Store
 from jcuts.tune.workshop import DEVICE, REFERENCE, XLA, workshop
@@ -172,6 +173,21 @@ def test_a_mode_that_wants_a_kernel_measures_again_where_none_was_checked():
     assert forced.winner == "slow" and forced.is_enough("fusion")
     (again,) = tune([problem], store).values()
     assert again.uses_library and again.kernels
+
+
+def test_where_all_that_raced_are_wrong_a_mode_that_wants_a_kernel_takes_one_that_did_not():
+    problem = objects.problem("wrong", "nan", "slow")
+    store = memory_store()
+    effort = Effort(seconds=0.02, finalists=2, timeout=20.0, workers=2, seed=1, checks_last=True)
+    (forced,) = tune([problem], store, settings=Settings(mode="fusion"), effort=effort).values()
+    assert {r.label for r in forced.rejections} == {"wrong", "nan"}
+    assert {m.label: m.method for m in forced.measurements}["slow"] == SCREENED
+    assert forced.winner == "slow" and forced.kernels and forced.is_enough("fusion")
+    # Nothing is left to find out: neither this mode nor the other measures again.
+    kept = store.lookup(problem.digest)
+    assert kept is not None and select_stored(kept, "fusion").winner == "slow"
+    assert tune([problem], store, settings=Settings(mode="fusion", tune="cached"))[problem.digest].winner == "slow"
+    assert tune([problem], store, settings=Settings(tune="cached"))[problem.digest].uses_library
 
 
 def test_database_estimates_and_unknown_need_no_process(monkeypatch):

@@ -21,7 +21,7 @@ from jcuts.base.settings import Settings
 from jcuts.trace import jaxapi
 from jcuts.tune import shortage
 from jcuts.tune.choice import SCREENED, UNCHECKED
-from jcuts.tune.job import make_job
+from jcuts.tune.job import Job, make_job
 from jcuts.tune.library import export_subset, with_exports
 from jcuts.tune.lock import measuring_lock
 from jcuts.tune.pool import Pool
@@ -173,6 +173,44 @@ def test_a_mode_that_wants_a_kernel_measures_again_where_none_was_checked():
     assert forced.winner == "slow" and forced.is_enough("fusion")
     (again,) = tune([problem], store).values()
     assert again.uses_library and again.kernels
+
+
+def measured_job(folder: Path, times: dict[str, tuple[float, float]]) -> Job:
+    """A job whose candidates took so long [s], with a half width of the middle half of the samples [s]."""
+    folder.mkdir(exist_ok=True)
+    job = make_job(objects.problem(*(label for label in times if label != "xla")), folder, 0)
+    job.compiled = dict.fromkeys((c.label for c in job.problem.candidates), "digest")
+    entries = [{"label": label, "seconds": t, "low": t - w, "high": t + w, "runs": 4, "method": "chain"}
+               for label, (t, w) in times.items()]  # fmt: skip
+    job.answer = {"measurements": entries, "overhead": 0.0, "seconds": 1.0}
+    return job
+
+
+def test_who_is_checked_is_who_wins_in_the_end(tmp_path):
+    first, second = sorted(objects.problem("right", "slow").candidates, key=lambda c: c.digest)
+    # Both kernels beat XLA, are equal to each other, and the preferred one alone is too close to XLA.
+    noisy = {"xla": (1.12, 0.1), first.label: (1.08, 0.1), second.label: (1.0, 0.1)}
+    job = measured_job(tmp_path / "ties", noisy)
+    checked = []
+    while (label := job.contender("mixed")) is not None:
+        checked.append(label)
+        job.passed.append(label)
+    assert checked == [first.label, second.label]
+    assert job.choice().winner == first.label
+    # Without the faster one there is nothing to be sure of.
+    job = measured_job(tmp_path / "wrong", noisy)
+    job.passed.append(first.label)
+    job.reject(second.label, CandidateRejected("wrong"))
+    assert job.contender("mixed") is None and job.choice().uses_library
+
+
+def test_noise_of_a_wrong_candidate_is_no_noise_of_the_others(tmp_path):
+    job = measured_job(tmp_path / "noise", {"xla": (1.0, 0.001), "wrong": (0.8, 0.1), "right": (0.95, 0.001)})
+    job.reject("wrong", CandidateRejected("wrong"))
+    assert job.contender("mixed") == "right"
+    job.passed.append("right")
+    assert job.contender("mixed") is None
+    assert job.choice().winner == "right" and job.choice().margin == 0.01
 
 
 def test_where_all_that_raced_are_wrong_a_mode_that_wants_a_kernel_takes_one_that_did_not():

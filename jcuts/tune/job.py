@@ -101,7 +101,7 @@ class Job:
         problem, answer = self.problem, self.answer
         base = Choice(problem.digest, LIBRARY, "", "library", (), tuple(self.rejected), name=problem.name)
         measured = self._measurements()
-        if self.short and not any(m.label in self.passed for m in measured):
+        if self.short and not any(m.label in self.passed for m in measured) and not self._is_settled():
             self.transient = True
             return postponed(problem, f"not enough free memory, or disk, to measure ({self.short[:300]})")
         if answer is None or self.failed:
@@ -131,6 +131,12 @@ class Job:
             bound, pul = estimates.get(entry["label"], (0.0, 0.0))
             found.append(Measurement(**entry, bound_seconds=bound, pul=pul))
         return tuple(found)
+
+    def _is_settled(self) -> bool:
+        """Whether XLA has won all the same: against some kernel, and whatever found no room was not measured."""
+        starved = {r.label for r in self.rejected if r.values.get("reason") in ("memory", "disk")}
+        met = {m.label for m in self._left()} - {LIBRARY}
+        return bool(met) and not self.failed and not starved & {m.label for m in self._measurements()}
 
     def _left(self) -> tuple[Measurement, ...]:
         """Those of XLA and of candidates that are not out."""

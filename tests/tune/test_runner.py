@@ -592,3 +592,21 @@ def test_one_greedy_candidate_does_not_postpone_the_others():
     assert choice.origin == "measured" and choice.seconds("right")
     assert [r.label for r in choice.rejections] == ["greedy"]
     assert store.lookup(problem.digest) is not None
+
+
+def test_what_fits_nowhere_does_not_keep_the_win_of_xla_from_being_stored():
+    store = memory_store()
+    problem = objects.problem("greedy", "slow")
+    effort = Effort(seconds=0.02, timeout=20.0, workers=2, seed=1, checks_last=True)
+    (choice,) = tune([problem], store, effort=effort).values()
+    assert choice.origin == "measured" and choice.uses_library and choice.seconds("slow")
+    assert [r.label for r in choice.rejections] == ["greedy"] and store.lookup(problem.digest) is not None
+
+
+@pytest.mark.parametrize("label", ["right", "xla"])
+def test_a_shortage_while_the_fastest_is_checked_postpones(tmp_path, label):
+    job = measured_job(tmp_path, {"xla": (1.0, 0.001), "right": (0.5, 0.001), "slow": (2.0, 0.001)})
+    short = WorkerFailed("full", reason="memory")
+    job.fail(short) if label == "xla" else job.reject(label, short)
+    assert job.contender("mixed") is None
+    assert job.choice().is_postponed and job.transient

@@ -108,7 +108,7 @@ def _selected(problem: Problem, choice: Choice, mode: str) -> Choice:
 def _measure_all(
     problems: Sequence[Problem], asked: _Asked, prepare: Callable[[Problem], Problem] | None
 ) -> Iterator[tuple[Problem, Choice]]:
-    """Compiles and checks in peace with other processes; only measuring asks for the machine."""
+    """Compiles in peace with other processes, and checks if that comes first; measuring asks for the machine."""
     if not problems:
         return
     if is_hopeless():
@@ -146,9 +146,10 @@ def _measure_in_turn(session: Session, asked: _Asked) -> Iterator[tuple[Problem,
         session.progress.update("wait", 0, len(jobs), "")
     patience = default_patience() if asked.effort.patience is None else asked.effort.patience
     open_: list[Job] = []  # measured, but whether the fastest is right is not known yet
+    made: dict[str, Choice] = {}
 
     def finished(job: Job) -> tuple[Problem, Choice]:
-        choice = job.choice()
+        choice = made[job.problem.digest] = job.choice()
         if not job.transient:
             asked.store.put(choice)
         return job.problem, choice
@@ -171,11 +172,11 @@ def _measure_in_turn(session: Session, asked: _Asked) -> Iterator[tuple[Problem,
                     open_.append(job)
                 else:
                     yield finished(job)
+        session.verify(open_, finished)  # under the lock: who waits for it finds all results, and measures in peace
+        for job in open_:
+            yield job.problem, made.get(job.problem.digest) or finished(job)[1]
         if busy and missing and not all(asked.stored(job.problem) for job in missing):
             _log.warning("%s is still measuring: this call goes on with XLA, a later call tunes", busy)
-    session.verify(open_)
-    for job in open_:
-        yield finished(job)
 
 
 def describe(choice: Choice) -> dict[str, Any]:

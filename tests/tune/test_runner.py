@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -610,3 +611,32 @@ def test_a_shortage_while_the_fastest_is_checked_postpones(tmp_path, label):
     job.fail(short) if label == "xla" else job.reject(label, short)
     assert job.contender("mixed") is None
     assert job.choice().is_postponed and job.transient
+
+
+def test_what_was_checked_before_an_interruption_is_stored():
+    class Impatient:
+        def update(self, stage, done, total, name):
+            if (stage, done) == ("check", 2):
+                raise KeyboardInterrupt
+
+    problems, store = [objects.problem("right", name=f"n{i}") for i in range(2)], memory_store()
+    effort = Effort(seconds=0.02, timeout=20.0, workers=2, seed=1, checks_last=True)
+    with pytest.raises(KeyboardInterrupt):
+        tune(problems, store, settings=Settings(mode="fusion"), effort=effort, progress=Impatient())
+    assert [c is not None and bool(c.kernels) for c in map(store.lookup, [p.digest for p in problems])].count(True) == 1
+
+
+def test_who_waits_for_the_machine_finds_all_results(monkeypatch):
+    store, problem = memory_store(), objects.problem("right")
+    found = []
+
+    @contextlib.contextmanager
+    def lock(**more):
+        with measuring_lock(**more) as may:
+            yield may
+            found.append(store.lookup(problem.digest))
+
+    monkeypatch.setattr("jcuts.tune.runner.measuring_lock", lock)
+    effort = Effort(seconds=0.02, timeout=20.0, workers=2, seed=1, checks_last=True)
+    (choice,) = tune([problem], store, settings=Settings(mode="fusion"), effort=effort).values()
+    assert choice.kernels and found[0] is not None and found[0].kernels == choice.kernels

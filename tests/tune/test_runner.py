@@ -20,7 +20,7 @@ from jcuts.base import knobs
 from jcuts.base.errors import CandidateRejected, WorkerFailed
 from jcuts.base.settings import Settings
 from jcuts.trace import jaxapi
-from jcuts.tune import shortage
+from jcuts.tune import operations, shortage
 from jcuts.tune.choice import SCREENED, UNCHECKED
 from jcuts.tune.job import Job, make_job
 from jcuts.tune.library import export_subset, with_exports
@@ -640,3 +640,27 @@ def test_who_waits_for_the_machine_finds_all_results(monkeypatch):
     effort = Effort(seconds=0.02, timeout=20.0, workers=2, seed=1, checks_last=True)
     (choice,) = tune([problem], store, settings=Settings(mode="fusion"), effort=effort).values()
     assert choice.kernels and found[0] is not None and found[0].kernels == choice.kernels
+
+
+@pytest.mark.parametrize("finalists", [1, 2])
+def test_what_fails_between_candidates_is_the_fault_of_none(tmp_path, monkeypatch, finalists):
+    job = make_job(objects.problem("right", "slow"), tmp_path, 0)
+    kernels = {}
+    for label in ("right", "slow"):
+        kernels[label] = str(tmp_path / f"{label}.kernel")
+        operations.compile_({"problem": str(job.file), "label": label, "out": kernels[label]}, lambda _: None)
+    told: list[str] = []
+
+    def full(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr("jcuts.tune.timing.compare", full)
+    request = {"problem": str(job.file), "folder": str(tmp_path), "sets": 0, "kernels": kernels, "stablehlo": [],
+               "seconds": 0.01, "finalists": finalists}  # fmt: skip
+    before = jax.config.jax_enable_x64
+    try:
+        with pytest.raises(MemoryError):
+            operations.measure(request, told.append)
+    finally:
+        jax.config.update("jax_enable_x64", before)
+    assert {"right", "slow"} < set(told) and told[-1] == ""

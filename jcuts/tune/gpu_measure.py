@@ -39,11 +39,12 @@ _ahead: dict[str, Any] = {}  # XLA's chains, by the problem's file
 def compile_ahead(problems: Mapping[str, tuple[Problem, Function]], announce: Announce) -> int:
     """Compiles the chains of XLA's side on all cores.  One that fails is left to `measure`, where it fails again.
 
-    Args: problems: file of each -> it and XLA's function; announce: is told whenever one more is done.
+    Args: problems: file of each -> it and XLA's function; announce: is told before each is lowered and when it is compiled.
     Returns: how many were compiled.
     """
     lowered = {}
     for path, (problem, function) in problems.items():
+        announce("")
         specs = [jax.ShapeDtypeStruct(i.shape, dtype_of(i.dtype)) for i in problem.inputs]
         try:
             lowered[path] = gpu_timing.lowered(function, gpu_timing.layout(function, specs), specs, {})

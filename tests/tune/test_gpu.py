@@ -13,7 +13,7 @@ import pytest
 from jcuts.base.errors import AccuracyRejected, NativeError, UsageError
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.codegen.cuda.image import SYMBOL, Image, Launch
-from jcuts.tune import autotuned, driver, gpu, gpu_timing, operations, shortage, values
+from jcuts.tune import autotuned, driver, gpu, gpu_measure, gpu_timing, operations, shortage, values
 from jcuts.tune.problem import Input, Output, Problem
 
 AVAL = ((64,), "float32")
@@ -152,6 +152,25 @@ def test_only_one_process_adds_to_what_xla_has_timed(monkeypatch):
         assert autotuned.options() == {}
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_flags_in_a_file_are_the_users_too(monkeypatch, tmp_path):
+    (tmp_path / "flags").write_text(f"--a=1\n--{autotuned.OPTION}=/users\n")
+    monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "flags"))
+    mine = f"--{autotuned.OPTION}={autotuned.folder()}"
+    assert [autotuned.flags(shared=s)["XLA_FLAGS"].split() for s in (False, True)] == [["--a=1"], ["--a=1", mine]]
+    assert autotuned.options() == {}
+    monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "none"))  # XLA goes on without
+    assert autotuned.flags(shared=True) == {"XLA_FLAGS": mine}
+
+
+def test_compiling_ahead_tells_of_every_step(monkeypatch):
+    told = []
+    monkeypatch.setattr(gpu_timing, "lowered", lambda *_: told.append("lowered") or jax.jit(jnp.sin).lower(X))
+    problem = Problem("i", (Input((64,), "float32"),), (Output((64,), "float32", 1, False),), space="s")
+    monkeypatch.setattr(gpu_measure, "_ahead", {})
+    assert gpu_measure.compile_ahead({"a": (problem, jnp.sin), "b": (problem, jnp.sin)}, told.append) == 2
+    assert told == ["", "lowered", "", "lowered", "", ""] and set(gpu_measure._ahead) == {"a", "b"}
 
 
 def test_lost_contexts_are_told_from_refusals():

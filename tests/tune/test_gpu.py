@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
 
@@ -114,6 +115,42 @@ def test_rotated_inputs_exceed_the_cache():
     for operands in rotation.sets:
         np.testing.assert_array_equal(device.download(operands[0], 256).view(np.float32), X)
     rotation.free()
+    assert not device.live
+
+
+class SmallDevice(NumpyDevice):
+    """A device on which no more than so many bytes can be had at once."""
+
+    def __init__(self, most):
+        super().__init__()
+        self.most = most
+
+    def allocate(self, size):
+        if size > self.most:
+            raise NativeError("cuMemAlloc_v2 failed: CUDA_ERROR_OUT_OF_MEMORY (2)", code=2)
+        return super().allocate(size)
+
+
+def test_scratch_that_does_not_fit_is_the_fault_of_who_wants_it():
+    device, told = SmallDevice(1024), []
+    kernels = {"small": KERNEL, "greedy": dataclasses.replace(KERNEL, scratch_bytes=1 << 40)}
+    made = {label: gpu.GpuLauncher(kernel, device) for label, kernel in kernels.items()}
+    with pytest.raises(NativeError, match="OUT_OF_MEMORY"):
+        gpu.screen(made, [X], announce=told.append)
+    assert told == ["greedy"] and not device.live
+
+
+def test_operands_that_do_not_fit_are_no_candidates_fault():
+    device, told = SmallDevice(128), []
+    with pytest.raises(NativeError, match="OUT_OF_MEMORY"):
+        gpu.screen({"only": gpu.GpuLauncher(KERNEL, device)}, [X], announce=told.append)
+    assert told == ["only", ""] and not device.live
+
+
+def test_a_rotation_that_does_not_fit_leaves_nothing_behind():
+    device = SmallDevice(256)  # operands and results fit
+    with pytest.raises(NativeError, match="OUT_OF_MEMORY"):
+        gpu.Rotation(device, KERNEL, [X], 1024)
     assert not device.live
 
 

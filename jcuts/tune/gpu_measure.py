@@ -39,7 +39,7 @@ _ahead: dict[str, Any] = {}  # XLA's chains, by the problem's file
 def compile_ahead(problems: Mapping[str, tuple[Problem, Function]], announce: Announce) -> int:
     """Compiles the chains of XLA's side on all cores.  One that fails is left to `measure`, where it fails again.
 
-    Args: problems: file of each -> it and XLA's function; announce: is told before each is lowered and when it is compiled.
+    Args: problems: file of each -> it and XLA's function; announce: is told of every step.
     Returns: how many were compiled.
     """
     lowered = {}

@@ -236,6 +236,10 @@ class Pool:
             worker.stop()
         self.workers[group] = []
 
+    def is_busy(self, group: str) -> bool:
+        """Whether anything is queued or under way there."""
+        return bool(self.queues[group]) or any(w.task is not None for w in self.workers[group])
+
     def shrink(self, group: str, size: int, heir: str = "") -> None:
         """Lets a group have fewer workers: those that are too many end when they are idle.
 

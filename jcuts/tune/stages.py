@@ -164,7 +164,10 @@ class Session:
         def heard(answer: Answer | CandidateRejected) -> None:
             short = isinstance(answer, CandidateRejected) and answer.values.get("reason") == "memory"
             if short and group in (REFERENCE, DEVICE):
+                anew = bool(self.pool.sizes.get(REFERENCE)) and not self.pool.is_busy(XLA)
                 self._make_room()
+                if anew:
+                    self.pool.stop(XLA)  # which keeps the memory that it has measured with
                 self.pool.submit(XLA, request, self.timeout, done)
             else:
                 done(answer)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -426,6 +427,33 @@ def test_idle_processes_give_up_their_share_of_a_gpu_where_measuring_runs_out_of
         choice = job.choice()
         assert asked == [True, False] and not pool.pids()
     assert choice.origin == "measured" and not job.transient
+
+
+def test_after_a_shortage_the_measuring_process_starts_anew_without_what_it_measured_with(tmp_path):
+    class Full(Pool):
+        def submit(self, group, request, timeout, done):
+            if group == REFERENCE:
+                done(WorkerFailed("full", reason="memory", running=""))
+            else:
+                super().submit(group, request, timeout, done)
+
+    answers: list[Any] = []
+    with Full(tmp_path, {XLA: 1, DEVICE: 2, REFERENCE: 2}) as pool:
+        session = Session(pool, QUICK, None)
+        for _ in range(3):
+            session._submit(XLA, {"op": "hello"}, answers.append)
+            pool.drain()
+            Pool.submit(pool, REFERENCE, {"op": "hello"}, 60.0, lambda _: None)  # goes to the heir
+            session._submit(REFERENCE, {"op": "hello"}, answers.append)
+            pool.drain()
+        pids = [answer["pid"] for answer in answers]
+        assert pids[0] != pids[1] and set(pids[1:]) == {pids[1]} and pool.pids() == [pids[1]]
+        # What runs there meanwhile is left alone.
+        pool.sizes[REFERENCE] = 2
+        session._submit(XLA, {"op": "hello"}, answers.append)
+        session._submit(REFERENCE, {"op": "hello"}, answers.append)
+        pool.drain()
+        assert [answer["pid"] for answer in answers[-2:]] == [pids[1]] * 2
 
 
 def test_pool_reports_a_worker_that_answers_nonsense(tmp_path, monkeypatch):

@@ -124,3 +124,29 @@ def test_what_was_found_wrong_is_no_estimate(store):
     session.choose(again, Settings(mode="fusion"), may_measure=False)
     assert [s.chosen for s in again] == [s.ranked[1][0] for s in again]
     assert [s.origin for s in again] == ["estimated"] * len(again)
+
+
+def test_what_is_gathered_is_measured_in_one_session(store, monkeypatch):
+    sessions = []
+    measure = runner._measure_all
+
+    def counted(problems, *more):
+        sessions.append([p.digest for p in problems])
+        yield from measure(problems, *more)
+
+    monkeypatch.setattr(runner, "_measure_all", counted)
+    first, second = subsets(), subsets("no_fusion")
+    with session.gathering():
+        for some in (first, second, first):
+            session.choose(some, Settings(), may_measure=True)
+            session.choose(some, Settings(), may_measure=False)
+            assert [s.chosen for s in some] == [None] * len(some) and session.is_gathering()
+    assert not session.is_gathering() and len(sessions) == 1
+    assert len(set(sessions[0])) == len(sessions[0]) == len({s.identity for s in (*first, *second)})
+    for some in (first, second):
+        session.choose(some, Settings(), may_measure=False)
+        assert [s.origin for s in some] == ["measured"] * len(some)
+    with pytest.raises(KeyboardInterrupt), session.gathering():
+        session.choose(subsets("no_fusion"), Settings(tolerance=3.0), may_measure=True)
+        raise KeyboardInterrupt
+    assert not session.is_gathering() and len(sessions) == 1

@@ -103,7 +103,8 @@ class Job:
         measured = self._measurements()
         if self.short and not any(m.label in self.passed for m in measured) and not self._is_settled():
             self.transient = True
-            return postponed(problem, f"not enough free memory, or disk, to measure ({self.short[:300]})")
+            later = postponed(problem, f"not enough free memory, or disk, to measure ({self.short[:300]})")
+            return replace(later, rejections=(*later.rejections, *self.rejected))
         if answer is None or self.failed:
             return base if self.failed else replace(base, origin="measured")
         field_ = self._left()

@@ -641,6 +641,14 @@ def test_a_shortage_while_the_fastest_is_checked_postpones(tmp_path, label):
     assert job.choice().is_postponed and job.transient
 
 
+def test_a_postponed_choice_knows_who_is_wrong():
+    """A mode that wants a kernel follows the estimate meanwhile: not to one that was just rejected."""
+    problem = objects.problem("wrong", "greedy")
+    (choice,) = tune([problem], memory_store(), settings=Settings(mode="fusion"), effort=QUICK).values()
+    assert choice.is_postponed and choice.rejections[0].label == "xla"
+    assert {r.label: r.error for r in choice.rejections[1:]} == {"wrong": "AccuracyRejected", "greedy": "WorkerFailed"}
+
+
 def test_what_was_checked_before_an_interruption_is_stored():
     class Impatient:
         def update(self, stage, done, total, name):

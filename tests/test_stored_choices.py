@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jcuts import levels
+from jcuts import levels, pipeline
 from jcuts.base.settings import Settings
 from jcuts.region import plans
 from jcuts.trace.inline import inline
@@ -150,3 +150,13 @@ def test_what_is_gathered_is_measured_in_one_session(store, monkeypatch):
         session.choose(subsets("no_fusion"), Settings(tolerance=3.0), may_measure=True)
         raise KeyboardInterrupt
     assert not session.is_gathering() and len(sessions) == 1
+
+
+def test_a_plan_by_estimates_is_no_reason_not_to_measure(store):
+    """Explaining, or a trace, may come before the first call."""
+    pipeline.forget()
+    closed = jax.make_jaxpr(lambda x, w: jax.nn.relu(x @ w + 2).sum(axis=0))(X, X)
+    for may_measure, origin in ((False, "estimated"), (True, "measured"), (False, "measured")):
+        plan = pipeline.optimize_jaxpr(closed, Settings(mode="fusion"), platform="cpu", may_measure=may_measure)
+        assert {s.origin for s in plan.report.subsets} == {origin}
+    pipeline.forget()

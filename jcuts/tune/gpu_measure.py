@@ -73,11 +73,11 @@ def measure(
         mixed: whether kernels that are far behind XLA are of no interest.
     Returns: label -> (method, samples [s per execution]), and what compiling took [s].
     """
-    jax.block_until_ready(jax.device_put(list(inputs)))  # the primary context is XLA's before it is ours
-    announce("")
-    bench = gpu_timing.Bench(library, inputs)
     found: dict[str, tuple[str, Samples]] = {}
     with _to_the_death():
+        jax.block_until_ready(jax.device_put(list(inputs)))  # the primary context is XLA's before it is ours
+        announce("")
+        bench = gpu_timing.Bench(library, inputs)
         bench.add(LIBRARY, _ahead.pop(path, None) or bench.compiled({LIBRARY: (library, {})})[LIBRARY])
         chosen = list(kernels)
         if chosen:

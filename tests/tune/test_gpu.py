@@ -330,3 +330,19 @@ def test_operands_are_freed_as_soon_as_a_problem_is_measured():
         assert operand() is None
     finally:
         gc.enable()
+
+
+def test_a_process_whose_device_is_lost_ends_before_the_next_problem(monkeypatch):
+    def lost(*_):
+        raise RuntimeError("INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered")
+
+    class Ended(BaseException):
+        pass
+
+    def end(code):
+        raise Ended(code)
+
+    monkeypatch.setattr(gpu_timing, "Bench", lost)
+    monkeypatch.setattr("jcuts.tune.gpu_measure.os._exit", end)
+    with pytest.raises(Ended, match="70"):
+        gpu_measure.measure("p", jnp.sin, [X], {}, {}, seconds=0.0, finalists=1, mixed=True, announce=lambda _: None)

@@ -139,7 +139,7 @@ def forget() -> None:
 
 def _is_settled(outcome: Outcome) -> bool:
     timed = not outcome.report.postponed and all(row.why != divide.NOT_TIMED for row in outcome.report.divisions)
-    return timed and all(s.origin != "library" for s in outcome.report.subsets)
+    return timed and all(s.origin == "measured" for s in outcome.report.subsets)
 
 
 def _plan(

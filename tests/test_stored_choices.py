@@ -8,13 +8,13 @@ import jax
 import numpy as np
 import pytest
 
-from jcuts import levels
+from jcuts import levels, pipeline
 from jcuts.base.settings import Settings
 from jcuts.region import plans
 from jcuts.trace.inline import inline
 from jcuts.trace.simplify import simplify
 from jcuts.tune import runner, session
-from jcuts.tune.choice import Choice, Measurement
+from jcuts.tune.choice import UNCHECKED, Choice, Measurement, Rejection
 from jcuts.tune.select import select
 from jcuts.tune.store import Store
 
@@ -110,3 +110,53 @@ def test_progress_knows_how_many_kernels_come():
     assert [p.expected for p in problems] == [4] * len(problems)
     full = session.with_candidates(problems[0], subsets()[0], 4)
     assert 0 < len(full.candidates) <= 4 and full.digest == problems[0].digest
+
+
+def test_what_was_found_wrong_is_no_estimate(store):
+    """A mode that wants a kernel and may not measure follows the estimate, but past what another mode saw rejected."""
+    for subset in (first := subsets("fusion")):
+        problem = session.make_problem(subset, Settings(mode="fusion"), session.shares_of(first)[subset.identity])
+        labels = [session._label(p) for p, _ in subset.ranked]
+        wrong = Rejection(labels[0], "AccuracyRejected", "wrong")
+        times = (Measurement("xla", 1.0, 1.0, 1.0, 5, "chain"), Measurement(labels[1], 2.0, 2.0, 2.0, 5, UNCHECKED))
+        store.put(Choice(problem.digest, "xla", "", "measured", times, (wrong,)))
+    again = subsets("fusion")
+    session.choose(again, Settings(mode="fusion"), may_measure=False)
+    assert [s.chosen for s in again] == [s.ranked[1][0] for s in again]
+    assert [s.origin for s in again] == ["estimated"] * len(again)
+
+
+def test_what_is_gathered_is_measured_in_one_session(store, monkeypatch):
+    sessions = []
+    measure = runner._measure_all
+
+    def counted(problems, *more):
+        sessions.append([p.digest for p in problems])
+        yield from measure(problems, *more)
+
+    monkeypatch.setattr(runner, "_measure_all", counted)
+    first, second = subsets(), subsets("no_fusion")
+    with session.gathering():
+        for some in (first, second, first):
+            session.choose(some, Settings(), may_measure=True)
+            session.choose(some, Settings(), may_measure=False)
+            assert [s.chosen for s in some] == [None] * len(some) and session.is_gathering()
+    assert not session.is_gathering() and len(sessions) == 1
+    assert len(set(sessions[0])) == len(sessions[0]) == len({s.identity for s in (*first, *second)})
+    for some in (first, second):
+        session.choose(some, Settings(), may_measure=False)
+        assert [s.origin for s in some] == ["measured"] * len(some)
+    with pytest.raises(KeyboardInterrupt), session.gathering():
+        session.choose(subsets("no_fusion"), Settings(tolerance=3.0), may_measure=True)
+        raise KeyboardInterrupt
+    assert not session.is_gathering() and len(sessions) == 1
+
+
+def test_a_plan_by_estimates_is_no_reason_not_to_measure(store):
+    """Explaining, or a trace, may come before the first call."""
+    pipeline.forget()
+    closed = jax.make_jaxpr(lambda x, w: jax.nn.relu(x @ w + 2).sum(axis=0))(X, X)
+    for may_measure, origin in ((False, "estimated"), (True, "measured"), (False, "measured")):
+        plan = pipeline.optimize_jaxpr(closed, Settings(mode="fusion"), platform="cpu", may_measure=may_measure)
+        assert {s.origin for s in plan.report.subsets} == {origin}
+    pipeline.forget()

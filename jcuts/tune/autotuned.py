@@ -36,7 +36,7 @@ def flags(*, shared: bool) -> dict[str, str]:
     Args: shared: whether it may add to the folder; a process that does not have the GPU to itself may not, and not to a
         folder of the user's either.
     """
-    mine = re.sub(rf"(^|\s)--{OPTION}(=|\s+)\S+", "", os.environ.get("XLA_FLAGS", "")).strip()
+    mine = re.sub(rf"(^|\s)--{OPTION}(=|\s+)\S+", "", _own()).strip()
     return {"XLA_FLAGS": f"{mine} --{OPTION}={folder()}".strip() if shared else mine}
 
 
@@ -44,5 +44,16 @@ def options() -> dict[str, Any]:
     """Compiler options for programs of this process, none where it keeps such results itself."""
     import jax
 
-    keeps = OPTION in os.environ.get("XLA_FLAGS", "") or getattr(jax.config, "jax_compilation_cache_dir", None)
+    keeps = OPTION in _own() or getattr(jax.config, "jax_compilation_cache_dir", None)
     return {} if keeps or not folder.cache_info().currsize else {OPTION: str(folder())}
+
+
+def _own() -> str:
+    """The user's flags: the variable holds them, or names a file that does, as XLA reads it."""
+    given = os.environ.get("XLA_FLAGS", "").strip()
+    if not given or given.startswith("-"):
+        return given
+    try:
+        return Path(given).read_text(errors="replace").strip()
+    except OSError:
+        return ""

@@ -86,7 +86,7 @@ class Choice:
         margin: relative noise margin inside which times counted as equal.
         overhead_seconds: cost of dispatching an empty jitted function, reported, not part of the times [s].
         name: human-readable name of the subset.
-        kernels: label -> digest of the compiled kernel, for the candidates that were measured (object cache key).
+        kernels: label -> digest of the compiled kernel, for those that were measured and are right (object cache key).
         digests: label -> digest of the candidate, for the same.
         programs: label -> text of the kernel program, for those that some mode chooses: with it nobody has to make the
             candidates again to know the winner.
@@ -127,7 +127,7 @@ class Choice:
     def is_enough(self, mode: str) -> bool:
         """Whether a mode can choose by it: those that want a kernel need one that was checked, if there is any."""
         ours = [m for m in self.measurements if m.label != LIBRARY]
-        return mode == "mixed" or not ours or any(m.is_contest for m in ours)
+        return mode == "mixed" or not ours or any(m.is_contest or m.label in self.kernels for m in ours)
 
     @property
     def speedup(self) -> float | None:

@@ -151,18 +151,22 @@ class Rotation:
             raise WorkerFailed(
                 f"{one} bytes of operands or results do not fit into the {int(room)} free ones", reason="memory"
             )
-        for position in range(count):
-            addresses = list(there[position]) if there else []
-            for number, size in list(enumerate(sizes))[len(addresses) :]:
-                addresses.append(device.allocate(size))
-                self.owned.append(addresses[-1])
-                if number < known and self.sets:
-                    device.copy(addresses[-1], self.sets[0][number], size)
-                elif number < known:
-                    device.upload(addresses[-1], inputs[number])
-            self.sets.append(addresses)
-        self.scratch = device.allocate(max(1, scratch))
-        self.owned.append(self.scratch)
+        try:
+            for position in range(count):
+                addresses = list(there[position]) if there else []
+                for number, size in list(enumerate(sizes))[len(addresses) :]:
+                    addresses.append(device.allocate(size))
+                    self.owned.append(addresses[-1])
+                    if number < known and self.sets:
+                        device.copy(addresses[-1], self.sets[0][number], size)
+                    elif number < known:
+                        device.upload(addresses[-1], inputs[number])
+                self.sets.append(addresses)
+            self.scratch = device.allocate(max(1, scratch))
+            self.owned.append(self.scratch)
+        except BaseException:
+            self.free()
+            raise
 
     def free(self) -> None:
         """Gives the memory back."""
@@ -183,7 +187,11 @@ def screen(
         return {}
     first = next(iter(launchers.values()))
     device = first.device
-    most = max(launcher.kernel.scratch_bytes for launcher in launchers.values())
+    scratch = {label: launcher.kernel.scratch_bytes for label, launcher in launchers.items()}
+    greediest = max(scratch, key=lambda label: scratch[label])
+    announce(greediest)  # nobody else is to blame if this alone does not fit
+    device.release(device.allocate(max(1, most := scratch[greediest])))
+    announce("")
     rotation = Rotation(device, first.kernel, inputs, most, there)
     graphs = {}
     times: dict[str, list[float]] = {label: [] for label in launchers}

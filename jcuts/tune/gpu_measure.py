@@ -39,11 +39,12 @@ _ahead: dict[str, Any] = {}  # XLA's chains, by the problem's file
 def compile_ahead(problems: Mapping[str, tuple[Problem, Function]], announce: Announce) -> int:
     """Compiles the chains of XLA's side on all cores.  One that fails is left to `measure`, where it fails again.
 
-    Args: problems: file of each -> it and XLA's function; announce: is told whenever one more is done.
+    Args: problems: file of each -> it and XLA's function; announce: is told of every step.
     Returns: how many were compiled.
     """
     lowered = {}
     for path, (problem, function) in problems.items():
+        announce("")
         specs = [jax.ShapeDtypeStruct(i.shape, dtype_of(i.dtype)) for i in problem.inputs]
         try:
             lowered[path] = gpu_timing.lowered(function, gpu_timing.layout(function, specs), specs, {})
@@ -72,11 +73,11 @@ def measure(
         mixed: whether kernels that are far behind XLA are of no interest.
     Returns: label -> (method, samples [s per execution]), and what compiling took [s].
     """
-    jax.block_until_ready(jax.device_put(list(inputs)))  # the primary context is XLA's before it is ours
-    announce("")
-    bench = gpu_timing.Bench(library, inputs)
     found: dict[str, tuple[str, Samples]] = {}
     with _to_the_death():
+        jax.block_until_ready(jax.device_put(list(inputs)))  # the primary context is XLA's before it is ours
+        announce("")
+        bench = gpu_timing.Bench(library, inputs)
         bench.add(LIBRARY, _ahead.pop(path, None) or bench.compiled({LIBRARY: (library, {})})[LIBRARY])
         chosen = list(kernels)
         if chosen:

@@ -97,7 +97,7 @@ class Bench:
         self.sets = [first, *(tuple(x.copy() for x in first) for _ in range(self.layout.count - 1))]
         self.shared = tuple(jax.device_put(x) for k, x in enumerate(inputs) if k not in self.layout.rotated)
         self.launches = 0  # of a chain in a sample: known once one has run
-        self.runs: dict[str, Callable[[], object]] = {}
+        self.programs: dict[str, Any] = {}  # no closures over this: the operands go with the last name of it
         self.compile_seconds = 0.0
 
     def addresses(self) -> list[list[int]]:
@@ -129,30 +129,32 @@ class Bench:
     def add(self, label: str, program: Any) -> None:
         """Takes a compiled chain into the race, and runs it once."""
 
-        def run() -> object:
-            out = None
-            for _ in range(self.launches):
-                out = program(self.sets, self.shared)
-            return jax.block_until_ready(out)
-
-        self.runs[label] = run
+        self.programs[label] = program
         if not self.launches:
             self.launches = 1
-            run()
+            self._run(program)
             start = time.perf_counter()
-            run()
+            self._run(program)
             enough = math.ceil(SAMPLE / (time.perf_counter() - start))
             self.launches = min(enough, -(-CHAIN * LAUNCHES // self.layout.count))
-        run()
+        self._run(program)
+
+    def _run(self, program: Any) -> object:
+        out = None
+        for _ in range(self.launches):
+            out = program(self.sets, self.shared)
+        return jax.block_until_ready(out)
 
     def quick(self, label: str, times: int = 3) -> float:
         """The shortest time of an execution in a few runs [s]."""
-        found = interleave({label: self.runs[label]}, seconds=0.0, least=times, most=times)[label]
+        runs = {label: functools.partial(self._run, self.programs[label])}
+        found = interleave(runs, seconds=0.0, least=times, most=times)[label]
         return min(found.seconds) / (self.layout.count * self.launches)
 
     def race(self, seconds: float) -> dict[str, Samples]:
         """Samples of all [s per execution], taking turns. Args: seconds: most wall time for the samples of one."""
-        return race(self.runs, seconds=seconds, inner=dict.fromkeys(self.runs, self.layout.count * self.launches))
+        runs = {label: functools.partial(self._run, program) for label, program in self.programs.items()}
+        return race(runs, seconds=seconds, inner=dict.fromkeys(runs, self.layout.count * self.launches))
 
 
 def compare(

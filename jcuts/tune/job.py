@@ -75,33 +75,46 @@ class Job:
         ]
 
     def contender(self, mode: str) -> str | None:
-        """The candidate that a mode would choose by its time and that was not checked; None if there is none."""
+        """The candidate that must be checked next, so that a mode can choose; None where that is settled.
+
+        It is the one that the mode would choose by its time.  Where that one is right, but would not win against XLA
+        (or another that is right) without faster ones that nobody has looked at, it is the fastest of these.
+        """
         if self.answer is None or self.failed:
             return None
-        usable = {LIBRARY, *self.candidates}
-        field_ = tuple(m for m in self._measurements() if m.label in usable)
+        field_ = self._left()
+        ours = [m for m in field_ if m.label in self.compiled]
+        if mode != "mixed" and ours and not any(m.is_contest for m in ours):  # all that were in the race are wrong
+            right = any(m.label in self.passed for m in ours)
+            return None if right else min(ours, key=lambda m: m.seconds).label
         base = Choice(self.problem.digest, LIBRARY, "", "measured", field_, margin=noise_margin(field_))
         winner = select(self.problem, base, mode).winner
-        return None if winner == LIBRARY or winner in self.passed else winner
+        if winner == LIBRARY or winner not in self.passed:
+            return None if winner == LIBRARY else winner
+        known = tuple(m for m in field_ if m.label == LIBRARY or m.label in self.passed)
+        if select(self.problem, replace(base, measurements=known), mode).winner == winner:
+            return None
+        return min((m for m in field_ if m.is_contest and m not in known), key=lambda m: m.seconds).label
 
     def choice(self) -> Choice:
         """The choice that all this makes."""
         problem, answer = self.problem, self.answer
         base = Choice(problem.digest, LIBRARY, "", "library", (), tuple(self.rejected), name=problem.name)
         measured = self._measurements()
-        if self.short and not any(m.label in self.passed for m in measured):
+        if self.short and not any(m.label in self.passed for m in measured) and not self._is_settled():
             self.transient = True
-            return postponed(problem, f"not enough free memory, or disk, to measure ({self.short[:300]})")
+            later = postponed(problem, f"not enough free memory, or disk, to measure ({self.short[:300]})")
+            return replace(later, rejections=(*later.rejections, *self.rejected))
         if answer is None or self.failed:
             return base if self.failed else replace(base, origin="measured")
-        out = {r.label for r in self.rejected}
-        measurements = tuple(self._judged(m) for m in measured if m.label not in out)
+        field_ = self._left()
+        measurements = tuple(self._judged(m) for m in field_)
         labels = {m.label for m in measurements if m.label in self.passed}
         choice = replace(
             base,
             origin="measured",
             measurements=measurements,
-            margin=noise_margin(measured),
+            margin=noise_margin(field_),
             overhead_seconds=float(answer["overhead"]),
             kernels={label: digest for label, digest in self.compiled.items() if label in labels},
             digests={c.label: c.digest for c in problem.candidates if c.label in labels},
@@ -119,6 +132,17 @@ class Job:
             bound, pul = estimates.get(entry["label"], (0.0, 0.0))
             found.append(Measurement(**entry, bound_seconds=bound, pul=pul))
         return tuple(found)
+
+    def _is_settled(self) -> bool:
+        """Whether XLA has won all the same: against some kernel, and whatever found no room was not measured."""
+        starved = {r.label for r in self.rejected if r.values.get("reason") in ("memory", "disk")}
+        met = {m.label for m in self._left()} - {LIBRARY}
+        return bool(met) and not self.failed and not starved & {m.label for m in self._measurements()}
+
+    def _left(self) -> tuple[Measurement, ...]:
+        """Those of XLA and of candidates that are not out."""
+        out = {r.label for r in self.rejected}
+        return tuple(m for m in self._measurements() if m.label not in out)
 
     def _judged(self, measured: Measurement) -> Measurement:
         """A time says nothing about whether the candidate is right."""

@@ -197,11 +197,13 @@ def measure(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     for label, path in request["kernels"].items():
         announce(label)
         launchers[label] = Launcher(read_kernel(Path(path)))
+    announce("")
     answers: list[dict[str, Any]] = []
     budget = float(request["seconds"])
     finalists = list(launchers)
     if len(finalists) > int(request["finalists"]):
         quick = timing.screen(launchers, input_sets[0], seconds=budget, announce=announce)
+        announce("")
         # By the best time: a short burst of work elsewhere on the machine must not throw out the fastest.
         best = {label: min(samples.seconds) for label, samples in quick.items()}
         ranked = sorted(best, key=lambda label: best[label])

@@ -104,8 +104,10 @@ class Worker:
                 chunk = os.read(self.process.stdout.fileno(), 1 << 16)
             except BlockingIOError:
                 break
-            if not chunk:
+            if not chunk and b"\n" not in self.buffer:
                 return None
+            if not chunk:  # its last words first: they say what was running
+                break
             self.buffer += chunk
             if len(self.buffer) > _MAX_LINE:
                 raise ValueError("an answer of more than 64 MiB")
@@ -233,6 +235,10 @@ class Pool:
             self._forget(worker)
             worker.stop()
         self.workers[group] = []
+
+    def is_busy(self, group: str) -> bool:
+        """Whether anything is queued or under way there."""
+        return bool(self.queues[group]) or any(w.task is not None for w in self.workers[group])
 
     def shrink(self, group: str, size: int, heir: str = "") -> None:
         """Lets a group have fewer workers: those that are too many end when they are idle.

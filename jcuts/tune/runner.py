@@ -57,7 +57,8 @@ def tune(
     unique = {p.digest: p for p in problems}
     if settings.tune == "off":
         return {digest: estimate(p, settings.mode) for digest, p in unique.items()}
-    known = {} if force else _known(unique, store, settings.mode)
+    stored = {} if force else _stored(unique, store)
+    known = {digest: choice for digest, choice in stored.items() if choice.is_enough(settings.mode)}
     missing = {digest: p for digest, p in unique.items() if digest not in known}
     if settings.tune == "auto" and missing:
         asked = _Asked(store, effort, settings.mode, progress, force)
@@ -69,7 +70,10 @@ def tune(
         choice = known.get(digest)
         if choice is not None and recording is not None and choice.measurements:
             recording.add(problem, choice)
-        out[digest] = unknown(problem) if choice is None else _selected(problem, choice, settings.mode)
+        # What is out in one mode is out in all.
+        rejections = stored[digest].rejections if digest in stored else ()
+        least = replace(unknown(problem), rejections=rejections)
+        out[digest] = least if choice is None else _selected(problem, choice, settings.mode)
     return out
 
 
@@ -89,9 +93,9 @@ class _Asked:
         return choice if choice is not None and choice.is_enough(self.mode) else None
 
 
-def _known(problems: dict[str, Problem], store: Store, mode: str) -> dict[str, Choice]:
+def _stored(problems: dict[str, Problem], store: Store) -> dict[str, Choice]:
     found = {digest: store.lookup(digest) for digest in problems}
-    return {digest: choice for digest, choice in found.items() if choice is not None and choice.is_enough(mode)}
+    return {digest: choice for digest, choice in found.items() if choice is not None}
 
 
 def _selected(problem: Problem, choice: Choice, mode: str) -> Choice:
@@ -104,7 +108,7 @@ def _selected(problem: Problem, choice: Choice, mode: str) -> Choice:
 def _measure_all(
     problems: Sequence[Problem], asked: _Asked, prepare: Callable[[Problem], Problem] | None
 ) -> Iterator[tuple[Problem, Choice]]:
-    """Compiles and checks in peace with other processes; only measuring asks for the machine."""
+    """Compiles in peace with other processes, and checks if that comes first; measuring asks for the machine."""
     if not problems:
         return
     if is_hopeless():
@@ -142,9 +146,10 @@ def _measure_in_turn(session: Session, asked: _Asked) -> Iterator[tuple[Problem,
         session.progress.update("wait", 0, len(jobs), "")
     patience = default_patience() if asked.effort.patience is None else asked.effort.patience
     open_: list[Job] = []  # measured, but whether the fastest is right is not known yet
+    made: dict[str, Choice] = {}
 
     def finished(job: Job) -> tuple[Problem, Choice]:
-        choice = job.choice()
+        choice = made[job.problem.digest] = job.choice()
         if not job.transient:
             asked.store.put(choice)
         return job.problem, choice
@@ -167,11 +172,11 @@ def _measure_in_turn(session: Session, asked: _Asked) -> Iterator[tuple[Problem,
                     open_.append(job)
                 else:
                     yield finished(job)
+        session.verify(open_, finished)  # under the lock: who waits for it finds all results, and measures in peace
+        for job in open_:
+            yield job.problem, made.get(job.problem.digest) or finished(job)[1]
         if busy and missing and not all(asked.stored(job.problem) for job in missing):
             _log.warning("%s is still measuring: this call goes on with XLA, a later call tunes", busy)
-    session.verify(open_)
-    for job in open_:
-        yield finished(job)
 
 
 def describe(choice: Choice) -> dict[str, Any]:

@@ -44,8 +44,8 @@ def preference(problem: Problem) -> list[str]:
 def select(problem: Problem, choice: Choice, mode: str) -> Choice:
     """The winner for a mode, from the measurements that a choice holds.
 
-    ``mixed``: whoever is fastest, XLA included.  ``fusion`` and ``no_fusion``: the fastest jcuts kernel, XLA only if
-    no kernel survived (the two differ in the subsets they are asked about, not here).
+    ``mixed``: whoever is fastest, XLA included.  ``fusion`` and ``no_fusion``: the fastest jcuts kernel, one that was
+    only screened if no other survived, XLA if none did (the two differ in the subsets they are asked about, not here).
 
     Raises:
         UsageError: an unknown mode.
@@ -56,8 +56,9 @@ def select(problem: Problem, choice: Choice, mode: str) -> Choice:
     known = {c.label for c in problem.candidates} | {LIBRARY}
     # Times of different methods are not compared; screening only dropped the slow ones.
     field = tuple(m for m in choice.measurements if m.label in known and m.is_contest)
-    if mode != "mixed" and any(m.label in kernels for m in field):
-        field = tuple(m for m in field if m.label in kernels)
+    if mode != "mixed":
+        checked = tuple(m for m in choice.measurements if m.label in kernels and m.label in choice.kernels)
+        field = tuple(m for m in field if m.label in kernels) or checked or field
     if not field:
         return choice.with_winner(LIBRARY, "")
     winner = fastest(field, preference(problem), relative_margin=choice.margin)
@@ -68,7 +69,8 @@ def select_stored(choice: Choice, mode: str) -> Choice:
     """`select` for a problem whose candidates are not at hand: what was measured stands for them."""
     if mode == "mixed":
         return choice
-    field = tuple(m for m in choice.measurements if m.label in choice.kernels and m.is_contest)
+    checked = tuple(m for m in choice.measurements if m.label in choice.kernels)
+    field = tuple(m for m in checked if m.is_contest) or checked
     if not field:
         return choice
     winner = fastest(field, sorted(choice.kernels, key=_by_content(choice)), relative_margin=choice.margin)

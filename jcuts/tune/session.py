@@ -147,7 +147,9 @@ def choose(
         if choice.winner != LIBRARY and subset.chosen is None:
             subset.origin = "library"
         if subset.chosen is None and settings.mode != "mixed" and choice.origin == "library":
-            subset.chosen, subset.origin = subset.ranked[0][0], "estimated"
+            out = {r.label for r in choice.rejections}
+            subset.chosen = next((p for p, _ in subset.ranked if not out or _label(p) not in out), None)
+            subset.origin = "library" if subset.chosen is None else "estimated"
     return used
 
 

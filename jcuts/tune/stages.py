@@ -73,6 +73,7 @@ class Session:
         self.seed = effort.seed if effort.seed is not None else current.seed
         self.checks_last = pool.platform != "cpu" if effort.checks_last is None else effort.checks_last
         self.waiting: list[Job] = []
+        self.settled: Callable[[Job], object] = lambda job: None
         self.live = 0
         self.counts = {"compile": 0, "check": 0, "measure": 0}
         self.total = 0
@@ -102,8 +103,12 @@ class Session:
         self.pool.drain()
         self.pool.stop(DEVICE)  # they hold the GPU's memory
 
-    def verify(self, jobs: list[Job]) -> None:
-        """Checks of every measured job the candidates that would win, one after the other, until one is right."""
+    def verify(self, jobs: list[Job], settled: Callable[[Job], object]) -> None:
+        """Checks of every measured job the candidates that would win, one after the other, until one is right.
+
+        Args: settled: is told of each job as soon as that is known.
+        """
+        self.settled = settled
         self.waiting += [job for job in jobs if job.contender(self.mode) is not None]
         self.counts["check"], self.total = 0, len(self.waiting)
         self._next_references()
@@ -159,7 +164,10 @@ class Session:
         def heard(answer: Answer | CandidateRejected) -> None:
             short = isinstance(answer, CandidateRejected) and answer.values.get("reason") == "memory"
             if short and group in (REFERENCE, DEVICE):
+                anew = bool(self.pool.sizes.get(REFERENCE)) and not self.pool.is_busy(XLA)
                 self._make_room()
+                if anew:
+                    self.pool.stop(XLA)  # which keeps the memory that it has measured with
                 self.pool.submit(XLA, request, self.timeout, done)
             else:
                 done(answer)
@@ -209,6 +217,7 @@ class Session:
         if not settled or (job.failed and job.checking):
             return
         if not (job.folder / "settled").exists():
+            self.settled(job)
             (job.folder / "settled").touch()
             keep = 0 if self.checks_last or not job.kinds else job.kinds.count(NORMAL)
             for path in job.folder.glob("*.npy"):

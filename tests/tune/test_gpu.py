@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +14,7 @@ import pytest
 from jcuts.base.errors import AccuracyRejected, NativeError, UsageError
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.codegen.cuda.image import SYMBOL, Image, Launch
-from jcuts.tune import autotuned, driver, gpu, gpu_timing, operations, shortage, values
+from jcuts.tune import autotuned, driver, gpu, gpu_measure, gpu_timing, operations, shortage, values
 from jcuts.tune.problem import Input, Output, Problem
 
 AVAL = ((64,), "float32")
@@ -114,6 +118,42 @@ def test_rotated_inputs_exceed_the_cache():
     assert not device.live
 
 
+class SmallDevice(NumpyDevice):
+    """A device on which no more than so many bytes can be had at once."""
+
+    def __init__(self, most):
+        super().__init__()
+        self.most = most
+
+    def allocate(self, size):
+        if size > self.most:
+            raise NativeError("cuMemAlloc_v2 failed: CUDA_ERROR_OUT_OF_MEMORY (2)", code=2)
+        return super().allocate(size)
+
+
+def test_scratch_that_does_not_fit_is_the_fault_of_who_wants_it():
+    device, told = SmallDevice(1024), []
+    kernels = {"small": KERNEL, "greedy": dataclasses.replace(KERNEL, scratch_bytes=1 << 40)}
+    made = {label: gpu.GpuLauncher(kernel, device) for label, kernel in kernels.items()}
+    with pytest.raises(NativeError, match="OUT_OF_MEMORY"):
+        gpu.screen(made, [X], announce=told.append)
+    assert told == ["greedy"] and not device.live
+
+
+def test_operands_that_do_not_fit_are_no_candidates_fault():
+    device, told = SmallDevice(128), []
+    with pytest.raises(NativeError, match="OUT_OF_MEMORY"):
+        gpu.screen({"only": gpu.GpuLauncher(KERNEL, device)}, [X], announce=told.append)
+    assert told == ["only", ""] and not device.live
+
+
+def test_a_rotation_that_does_not_fit_leaves_nothing_behind():
+    device = SmallDevice(256)  # operands and results fit
+    with pytest.raises(NativeError, match="OUT_OF_MEMORY"):
+        gpu.Rotation(device, KERNEL, [X], 1024)
+    assert not device.live
+
+
 def test_operands_that_are_there_are_not_copied():
     device = NumpyDevice()
     there = [[4096], [8192], [12288]]
@@ -149,6 +189,25 @@ def test_only_one_process_adds_to_what_xla_has_timed(monkeypatch):
         assert autotuned.options() == {}
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_flags_in_a_file_are_the_users_too(monkeypatch, tmp_path):
+    (tmp_path / "flags").write_text(f"--a=1\n--{autotuned.OPTION}=/users\n")
+    monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "flags"))
+    mine = f"--{autotuned.OPTION}={autotuned.folder()}"
+    assert [autotuned.flags(shared=s)["XLA_FLAGS"].split() for s in (False, True)] == [["--a=1"], ["--a=1", mine]]
+    assert autotuned.options() == {}
+    monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "none"))  # XLA goes on without
+    assert autotuned.flags(shared=True) == {"XLA_FLAGS": mine}
+
+
+def test_compiling_ahead_tells_of_every_step(monkeypatch):
+    told = []
+    monkeypatch.setattr(gpu_timing, "lowered", lambda *_: told.append("lowered") or jax.jit(jnp.sin).lower(X))
+    problem = Problem("i", (Input((64,), "float32"),), (Output((64,), "float32", 1, False),), space="s")
+    monkeypatch.setattr(gpu_measure, "_ahead", {})
+    assert gpu_measure.compile_ahead({"a": (problem, jnp.sin), "b": (problem, jnp.sin)}, told.append) == 2
+    assert told == ["", "lowered", "", "lowered", "", ""] and set(gpu_measure._ahead) == {"a", "b"}
 
 
 def test_lost_contexts_are_told_from_refusals():
@@ -256,3 +315,34 @@ def test_every_execution_of_a_chain_happens():
     assert flops[0] > (len(sets) - 0.5) * flops[1]
     assert compiled.memory_analysis().temp_size_in_bytes >= len(sets) * x.nbytes
     assert compiled(sets, shared).shape == ()
+
+
+def test_operands_are_freed_as_soon_as_a_problem_is_measured():
+    gc.collect()
+    gc.disable()  # nothing may wait for the collector: the next problem needs the memory
+    try:
+        bench = gpu_timing.Bench(jnp.sin, [np.ones((8, 8), np.float32)])
+        for label, program in bench.compiled({"xla": (jnp.sin, {})}).items():
+            bench.add(label, program)
+        bench.race(0.0)
+        operand = weakref.ref(bench.sets[0][0])
+        del bench, program
+        assert operand() is None
+    finally:
+        gc.enable()
+
+
+def test_a_process_whose_device_is_lost_ends_before_the_next_problem(monkeypatch):
+    def lost(*_):
+        raise RuntimeError("INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered")
+
+    class Ended(BaseException):
+        pass
+
+    def end(code):
+        raise Ended(code)
+
+    monkeypatch.setattr(gpu_timing, "Bench", lost)
+    monkeypatch.setattr("jcuts.tune.gpu_measure.os._exit", end)
+    with pytest.raises(Ended, match="70"):
+        gpu_measure.measure("p", jnp.sin, [X], {}, {}, seconds=0.0, finalists=1, mixed=True, announce=lambda _: None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +21,16 @@ from jcuts.base import knobs
 from jcuts.base.errors import CandidateRejected, WorkerFailed
 from jcuts.base.settings import Settings
 from jcuts.trace import jaxapi
-from jcuts.tune import shortage
-from jcuts.tune.choice import UNCHECKED
-from jcuts.tune.job import make_job
+from jcuts.tune import operations, shortage
+from jcuts.tune.choice import SCREENED, UNCHECKED
+from jcuts.tune.job import Job, make_job
 from jcuts.tune.library import export_subset, with_exports
 from jcuts.tune.lock import measuring_lock
 from jcuts.tune.pool import Pool
 from jcuts.tune.problem import Candidate, Input, Output, Problem, stablehlo_payload
 from jcuts.tune.replay import Recording
 from jcuts.tune.runner import Effort, tune
+from jcuts.tune.select import select_stored
 from jcuts.tune.stages import Session
 from jcuts.tune.store import Store
 from jcuts.tune.workshop import DEVICE, REFERENCE, XLA, workshop
@@ -172,6 +175,59 @@ def test_a_mode_that_wants_a_kernel_measures_again_where_none_was_checked():
     assert forced.winner == "slow" and forced.is_enough("fusion")
     (again,) = tune([problem], store).values()
     assert again.uses_library and again.kernels
+
+
+def measured_job(folder: Path, times: dict[str, tuple[float, float]]) -> Job:
+    """A job whose candidates took so long [s], with a half width of the middle half of the samples [s]."""
+    folder.mkdir(exist_ok=True)
+    job = make_job(objects.problem(*(label for label in times if label != "xla")), folder, 0)
+    job.compiled = dict.fromkeys((c.label for c in job.problem.candidates), "digest")
+    entries = [{"label": label, "seconds": t, "low": t - w, "high": t + w, "runs": 4, "method": "chain"}
+               for label, (t, w) in times.items()]  # fmt: skip
+    job.answer = {"measurements": entries, "overhead": 0.0, "seconds": 1.0}
+    return job
+
+
+def test_who_is_checked_is_who_wins_in_the_end(tmp_path):
+    first, second = sorted(objects.problem("right", "slow").candidates, key=lambda c: c.digest)
+    # Both kernels beat XLA, are equal to each other, and the preferred one alone is too close to XLA.
+    noisy = {"xla": (1.12, 0.1), first.label: (1.08, 0.1), second.label: (1.0, 0.1)}
+    job = measured_job(tmp_path / "ties", noisy)
+    checked = []
+    while (label := job.contender("mixed")) is not None:
+        checked.append(label)
+        job.passed.append(label)
+    assert checked == [first.label, second.label]
+    assert job.choice().winner == first.label
+    # Without the faster one there is nothing to be sure of.
+    job = measured_job(tmp_path / "wrong", noisy)
+    job.passed.append(first.label)
+    job.reject(second.label, CandidateRejected("wrong"))
+    assert job.contender("mixed") is None and job.choice().uses_library
+
+
+def test_noise_of_a_wrong_candidate_is_no_noise_of_the_others(tmp_path):
+    job = measured_job(tmp_path / "noise", {"xla": (1.0, 0.001), "wrong": (0.8, 0.1), "right": (0.95, 0.001)})
+    job.reject("wrong", CandidateRejected("wrong"))
+    assert job.contender("mixed") == "right"
+    job.passed.append("right")
+    assert job.contender("mixed") is None
+    assert job.choice().winner == "right" and job.choice().margin == 0.01
+
+
+def test_where_all_that_raced_are_wrong_a_mode_that_wants_a_kernel_takes_one_that_did_not():
+    problem = objects.problem("wrong", "nan", "slow")
+    store = memory_store()
+    effort = Effort(seconds=0.02, finalists=2, timeout=20.0, workers=2, seed=1, checks_last=True)
+    (forced,) = tune([problem], store, settings=Settings(mode="fusion"), effort=effort).values()
+    assert {r.label for r in forced.rejections} == {"wrong", "nan"}
+    assert {m.label: m.method for m in forced.measurements}["slow"] == SCREENED
+    assert forced.winner == "slow" and forced.kernels and forced.is_enough("fusion")
+    # Nothing is left to find out: neither this mode nor the other measures again.
+    kept = store.lookup(problem.digest)
+    assert kept is not None and select_stored(kept, "fusion").winner == "slow"
+    assert tune([problem], store, settings=Settings(mode="fusion", tune="cached"))[problem.digest].winner == "slow"
+    assert tune([problem], store, settings=Settings(tune="cached"))[problem.digest].uses_library
 
 
 def test_database_estimates_and_unknown_need_no_process(monkeypatch):
@@ -373,6 +429,33 @@ def test_idle_processes_give_up_their_share_of_a_gpu_where_measuring_runs_out_of
     assert choice.origin == "measured" and not job.transient
 
 
+def test_after_a_shortage_the_measuring_process_starts_anew_without_what_it_measured_with(tmp_path):
+    class Full(Pool):
+        def submit(self, group, request, timeout, done):
+            if group == REFERENCE:
+                done(WorkerFailed("full", reason="memory", running=""))
+            else:
+                super().submit(group, request, timeout, done)
+
+    answers: list[Any] = []
+    with Full(tmp_path, {XLA: 1, DEVICE: 2, REFERENCE: 2}) as pool:
+        session = Session(pool, QUICK, None)
+        for _ in range(3):
+            session._submit(XLA, {"op": "hello"}, answers.append)
+            pool.drain()
+            Pool.submit(pool, REFERENCE, {"op": "hello"}, 60.0, lambda _: None)  # goes to the heir
+            session._submit(REFERENCE, {"op": "hello"}, answers.append)
+            pool.drain()
+        pids = [answer["pid"] for answer in answers]
+        assert pids[0] != pids[1] and set(pids[1:]) == {pids[1]} and pool.pids() == [pids[1]]
+        # What runs there meanwhile is left alone.
+        pool.sizes[REFERENCE] = 2
+        session._submit(XLA, {"op": "hello"}, answers.append)
+        session._submit(REFERENCE, {"op": "hello"}, answers.append)
+        pool.drain()
+        assert [answer["pid"] for answer in answers[-2:]] == [pids[1]] * 2
+
+
 def test_pool_reports_a_worker_that_answers_nonsense(tmp_path, monkeypatch):
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\nread line\necho nonsense\nsleep 60\n")
@@ -383,6 +466,21 @@ def test_pool_reports_a_worker_that_answers_nonsense(tmp_path, monkeypatch):
         pool.submit("g", {"op": "hello"}, 5.0, answers.append)
         pool.drain()
     assert isinstance(answers[0], WorkerFailed) and answers[0].values["reason"] == "protocol"
+
+
+def test_what_a_process_said_just_before_its_end_is_heard(tmp_path, monkeypatch):
+    script = tmp_path / "python"
+    running = '{\\"id\\": 1, \\"event\\": \\"running\\", \\"label\\": \\"%s\\"}'
+    script.write_text(f'#!/bin/sh\nread line\necho "{running % "first"}"\necho "{running % "guilty"}"\nexit 70\n')
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    answers = []
+    with Pool(tmp_path, {"g": 1}) as pool:
+        pool.submit("g", {"op": "hello"}, 5.0, answers.append)
+        pool.poll()
+        time.sleep(0.5)  # this process was busy: all comes at once
+        pool.drain()
+    assert answers[0].values["running"] == "guilty" and answers[0].values["status"] == 70
 
 
 def test_workers_are_gone_after_an_exception(tmp_path):
@@ -523,3 +621,82 @@ def test_one_greedy_candidate_does_not_postpone_the_others():
     assert choice.origin == "measured" and choice.seconds("right")
     assert [r.label for r in choice.rejections] == ["greedy"]
     assert store.lookup(problem.digest) is not None
+
+
+def test_what_fits_nowhere_does_not_keep_the_win_of_xla_from_being_stored():
+    store = memory_store()
+    problem = objects.problem("greedy", "slow")
+    effort = Effort(seconds=0.02, timeout=20.0, workers=2, seed=1, checks_last=True)
+    (choice,) = tune([problem], store, effort=effort).values()
+    assert choice.origin == "measured" and choice.uses_library and choice.seconds("slow")
+    assert [r.label for r in choice.rejections] == ["greedy"] and store.lookup(problem.digest) is not None
+
+
+@pytest.mark.parametrize("label", ["right", "xla"])
+def test_a_shortage_while_the_fastest_is_checked_postpones(tmp_path, label):
+    job = measured_job(tmp_path, {"xla": (1.0, 0.001), "right": (0.5, 0.001), "slow": (2.0, 0.001)})
+    short = WorkerFailed("full", reason="memory")
+    job.fail(short) if label == "xla" else job.reject(label, short)
+    assert job.contender("mixed") is None
+    assert job.choice().is_postponed and job.transient
+
+
+def test_a_postponed_choice_knows_who_is_wrong():
+    """A mode that wants a kernel follows the estimate meanwhile: not to one that was just rejected."""
+    problem = objects.problem("wrong", "greedy")
+    (choice,) = tune([problem], memory_store(), settings=Settings(mode="fusion"), effort=QUICK).values()
+    assert choice.is_postponed and choice.rejections[0].label == "xla"
+    assert {r.label: r.error for r in choice.rejections[1:]} == {"wrong": "AccuracyRejected", "greedy": "WorkerFailed"}
+
+
+def test_what_was_checked_before_an_interruption_is_stored():
+    class Impatient:
+        def update(self, stage, done, total, name):
+            if (stage, done) == ("check", 2):
+                raise KeyboardInterrupt
+
+    problems, store = [objects.problem("right", name=f"n{i}") for i in range(2)], memory_store()
+    effort = Effort(seconds=0.02, timeout=20.0, workers=2, seed=1, checks_last=True)
+    with pytest.raises(KeyboardInterrupt):
+        tune(problems, store, settings=Settings(mode="fusion"), effort=effort, progress=Impatient())
+    assert [c is not None and bool(c.kernels) for c in map(store.lookup, [p.digest for p in problems])].count(True) == 1
+
+
+def test_who_waits_for_the_machine_finds_all_results(monkeypatch):
+    store, problem = memory_store(), objects.problem("right")
+    found = []
+
+    @contextlib.contextmanager
+    def lock(**more):
+        with measuring_lock(**more) as may:
+            yield may
+            found.append(store.lookup(problem.digest))
+
+    monkeypatch.setattr("jcuts.tune.runner.measuring_lock", lock)
+    effort = Effort(seconds=0.02, timeout=20.0, workers=2, seed=1, checks_last=True)
+    (choice,) = tune([problem], store, settings=Settings(mode="fusion"), effort=effort).values()
+    assert choice.kernels and found[0] is not None and found[0].kernels == choice.kernels
+
+
+@pytest.mark.parametrize("finalists", [1, 2])
+def test_what_fails_between_candidates_is_the_fault_of_none(tmp_path, monkeypatch, finalists):
+    job = make_job(objects.problem("right", "slow"), tmp_path, 0)
+    kernels = {}
+    for label in ("right", "slow"):
+        kernels[label] = str(tmp_path / f"{label}.kernel")
+        operations.compile_({"problem": str(job.file), "label": label, "out": kernels[label]}, lambda _: None)
+    told: list[str] = []
+
+    def full(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr("jcuts.tune.timing.compare", full)
+    request = {"problem": str(job.file), "folder": str(tmp_path), "sets": 0, "kernels": kernels, "stablehlo": [],
+               "seconds": 0.01, "finalists": finalists}  # fmt: skip
+    before = jax.config.jax_enable_x64
+    try:
+        with pytest.raises(MemoryError):
+            operations.measure(request, told.append)
+    finally:
+        jax.config.update("jax_enable_x64", before)
+    assert {"right", "slow"} < set(told) and told[-1] == ""

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from jcuts.dfg.program import Axis, Phase, Program
-from jcuts.region import gpu_columns, gpu_groups, gpu_products, statistics
+from jcuts.region import gpu_columns, gpu_groups, gpu_patches, gpu_products, statistics
 from jcuts.region.gpu_maps import maps
 from jcuts.region.gpu_tiles import (
     ACCESS,
@@ -91,6 +91,12 @@ def _all(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
             plain = sorted(_window(collapsed(program), machine), key=lambda item: (-item[1], item[0].digest))[:2]
             best = found[0][1] * gpu_products.AGAIN
             found = found[: gpu_products.MOST - 2] + [(p, score / plain[0][1] * best) for p, score in plain]
+        yield from found
+        return
+    if program.template == "convolution" and (found := list(gpu_patches.products(program, machine))):
+        if length <= TAPS:
+            plain = sorted(_window(collapsed(program), machine), key=lambda item: (-item[1], item[0].digest))[:2]
+            found = found[: gpu_products.MOST - 2] + [(p, score * gpu_products.AGAIN) for p, score in plain]
         yield from found
         return
     if program.template == "reduction":

@@ -22,6 +22,7 @@ from jcuts.codegen.cuda.group_shape import GroupShape
 from jcuts.codegen.cuda.image import SYMBOL, Image, Launch, Resources
 from jcuts.codegen.cuda.moments import MomentsEmitter
 from jcuts.codegen.cuda.parts import parts
+from jcuts.codegen.cuda.patch import PatchEmitter
 from jcuts.codegen.cuda.point import PointEmitter, counted_by_tile, pinned
 from jcuts.codegen.cuda.product import ProductEmitter, ProductShape
 from jcuts.codegen.cuda.product_groups import GroupEmitter
@@ -31,6 +32,7 @@ from jcuts.codegen.cuda.team import TeamEmitter, TeamShape
 from jcuts.codegen.cuda.transposed import TransposedEmitter, TransposedShape
 from jcuts.dfg.program import Program
 from jcuts.dfg.verify import verify
+from jcuts.region.patch_tiles import PatchShape
 
 _lock = threading.RLock()
 _SLOW_PATHS = frozenset({"sin", "cos", "tan"})
@@ -216,7 +218,7 @@ def _tile(
     integers = ["row", "lane"] if isinstance(shape, TeamShape) else [a.name for a in axes]
     if isinstance(shape, ScanShape):
         integers = [*units(program, shape), *(["thread"] if shape.rows else [])]
-    integers = ["block", "thread"] if isinstance(shape, ProductShape) else integers
+    integers = ["block", "thread"] if isinstance(shape, (ProductShape, PatchShape)) else integers
     integers += ["thread"] if isinstance(shape, (ColumnShape, ColumnRowsShape, TransposedShape)) else []
 
     def signature_of(*operands: Any) -> Any:
@@ -261,6 +263,9 @@ def _emit(
     if isinstance(shape, ProductShape):
         multiplier = GroupEmitter if isinstance(shape, GroupShape) else ProductEmitter
         multiplier(builder, program, shape, buffers, pointers, integers, symbol).emit()
+        return
+    if isinstance(shape, PatchShape):
+        PatchEmitter(builder, program, shape, buffers, pointers, integers, symbol).emit()
         return
     if isinstance(shape, ColumnShape):
         ColumnEmitter(builder, program, shape, buffers, pointers, integers, symbol).emit()

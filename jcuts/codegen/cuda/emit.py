@@ -12,6 +12,7 @@ from jcuts.codegen.cuda.column_rows import ColumnRowsShape, column_rows_shape, o
 from jcuts.codegen.cuda.columns import ColumnShape, lane_blocks, shape_of
 from jcuts.codegen.cuda.group_shape import group_shape
 from jcuts.codegen.cuda.memory import LIMIT
+from jcuts.codegen.cuda.patch import patch_shape
 from jcuts.codegen.cuda.point import Shape, counted_by_tile
 from jcuts.codegen.cuda.product import ProductShape, block_count, product_shape
 from jcuts.codegen.cuda.scan import ScanShape, grid_of, scan_shape, units
@@ -19,12 +20,13 @@ from jcuts.codegen.cuda.shared import WARP
 from jcuts.codegen.cuda.team import TeamShape, row_count, row_length
 from jcuts.codegen.cuda.transposed import TransposedShape, tiles_of, transposed_shape
 from jcuts.dfg.program import Phase, Program
+from jcuts.region.patch_tiles import PatchShape
 
 GRID_LIMIT = 2**31 - 1
 MAX_THREADS = 1024
 FORMS = ("point", "team", "columns", "column_rows", "moments", "transposed", "scan_columns", "scan_rows",
-         "product")  # fmt: skip
-AnyShape = Shape | TeamShape | ColumnShape | ColumnRowsShape | TransposedShape | ScanShape | ProductShape
+         "product", "patch")  # fmt: skip
+AnyShape = Shape | TeamShape | ColumnShape | ColumnRowsShape | TransposedShape | ScanShape | ProductShape | PatchShape
 
 
 @dataclass
@@ -258,6 +260,13 @@ class _Writer:
         self.variants[name] = shape
         self.line(1, f"{name}({', '.join([*self.names, 'cuda.blockIdx.x', 'cuda.threadIdx.x'])})")
         return replace(self.done(block_count(self.program, shape)), shared=shape.shared, cluster=shape.cluster)
+
+    def patch(self) -> CudaSource:
+        shape = patch_shape(self.program)
+        name = f"patch_{shape.rows}x{shape.pixels}x{shape.columns}"
+        self.variants[name] = shape
+        self.line(1, f"{name}({', '.join([*self.names, 'cuda.blockIdx.x', 'cuda.threadIdx.x'])})")
+        return replace(self.done(math.prod(shape.blocks)), shared=shape.shared)
 
     def scan_columns(self) -> CudaSource:
         shape = scan_shape(self.program)

@@ -103,6 +103,12 @@ def read_matrices(builder: GpuBuilder, place: L.Value, offset: int, *, transpose
     return [builder.extract_value(found, k) for k in range(4)]
 
 
+def read_word(builder: GpuBuilder, place: L.Value, offset: int) -> L.Value:
+    """One word of shared memory."""
+    where = f"[$1+{offset}]" if offset else "[$1]"
+    return asm(builder, f"ld.shared.b32 $0, {where};", L.I32, [place], effects=True)
+
+
 def read_pair(builder: GpuBuilder, place: L.Value, offset: int) -> list[L.Value]:
     """Two neighbouring words of shared memory."""
     where = f"[$2+{offset}]" if offset else "[$2]"

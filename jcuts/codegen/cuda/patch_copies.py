@@ -1,0 +1,104 @@
+"""What the patch form copies into shared memory: patches of the image, and the filters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from jcuts.codegen import lanes as L
+from jcuts.codegen.cuda import memory as M
+from jcuts.codegen.cuda import tensor
+from jcuts.codegen.cuda.builder import GpuBuilder
+from jcuts.region.patch_tiles import FOUR, STEP, PatchShape
+from jcuts.region.products import COLUMNS, ROWS, K
+
+FLIGHT = 8
+"""Pieces of filters that a thread loads before it stores the first."""
+
+
+class PatchCopier:
+    """Copies patches; every thread always has the same pieces of them."""
+
+    def __init__(self, frame: M.Frame, shape: PatchShape, shared: L.Value) -> None:
+        self.frame, self.shape, self.shared = frame, shape, shared
+
+    def start(self, places: Mapping[str, L.Value], stage: L.Value, thread: L.Value) -> None:
+        """Starts the copies of the patch of a tile whose first output is at ``places``, zeros outside the image."""
+        builder, shape, found = self.frame.builder, self.shape, self.shape.patches
+        at = replace(self.frame, variables=dict(places), cache={})
+        first: L.Value = L.I32(found.start[0])
+        if found.vertical is not None:
+            first = builder.add(builder.mul(places[found.vertical.name], L.I32(found.step[0])), first)
+        begin = builder.mul(places[ROWS], L.I32(found.step[1]))
+        begin = builder.add(begin, L.I32(found.start[1] - shape.early))
+        base = builder.mul(builder.sext(M.index(at, found.base), L.I64), L.I64(FOUR))
+        base = builder.add(self.frame.pointers[found.image], base)
+        into = builder.add(self.shared, stage)
+        along = shape.length // shape.width
+        pieces, threads = shape.lines * along, shape.threads
+        for start in range(0, pieces, threads):
+            piece = builder.add(thread, L.I32(start)) if start else thread
+            where = None if start + threads <= pieces else builder.icmp_unsigned("<", piece, L.I32(pieces))
+            line, place = builder.udiv(piece, L.I32(along)), builder.urem(piece, L.I32(along))
+            place = builder.mul(place, L.I32(shape.width))
+            moved = builder.add(builder.mul(line, L.I32(shape.pitch)), place)
+            target = builder.add(into, builder.mul(moved, L.I32(FOUR)))
+            line, place = builder.add(line, first), builder.add(place, begin)
+            live = builder.and_(
+                builder.icmp_unsigned("<", line, L.I32(found.lines)),
+                builder.icmp_unsigned("<", place, L.I32(found.length)),
+            )
+            offset = builder.add(builder.mul(line, L.I32(found.length)), place)
+            source = builder.add(base, builder.mul(builder.sext(offset, L.I64), L.I64(FOUR)))
+            tensor.copy(builder, (target, 0), (source, 0), FOUR * shape.width, live, where)
+
+
+class Filters:
+    """The filters of a block: one line of columns per term, rounded; zeros for terms and columns that there are not."""
+
+    def __init__(self, frame: M.Frame, shape: PatchShape, thread: L.Value, into: L.Value) -> None:
+        """Args: into: their address in shared memory."""
+        self.frame, self.shape, self.thread, self.into = frame, shape, thread, into
+        self.builder: GpuBuilder = frame.builder
+        ranges = {K: len(shape.patches.terms), COLUMNS: -(-shape.patches.columns // shape.columns) * shape.columns}
+        self.frame = replace(frame, ranges=ranges)
+
+    @property
+    def width(self) -> int:
+        """Elements of one load: columns that lie side by side."""
+        index, columns = self.shape.patches.weights, self.shape.patches.columns
+        if index.stride(COLUMNS) != 1:
+            return 1
+        steps = [index.const, columns, *(c for atom, c in index.terms if (atom.kind, atom.name) != ("axis", COLUMNS))]
+        return next(w for w in (FOUR, 2, 1) if all(step % w == 0 for step in steps))
+
+    def copy(self) -> None:
+        """Loads, rounds and stores this thread's share."""
+        builder, shape, width = self.builder, self.shape, self.width
+        along = shape.columns // width
+        pieces = shape.steps * STEP * along
+        starts = list(range(0, pieces, shape.threads))
+        for group in (starts[k : k + FLIGHT] for k in range(0, len(starts), FLIGHT)):
+            held = []
+            for start in group:
+                piece = builder.add(self.thread, L.I32(start)) if start else self.thread
+                inside = start + shape.threads <= pieces
+                where = None if inside else builder.icmp_unsigned("<", piece, L.I32(pieces))
+                line, column = builder.udiv(piece, L.I32(along)), builder.urem(piece, L.I32(along))
+                column = builder.mul(column, L.I32(width))
+                place = builder.add(builder.mul(line, L.I32(shape.filters_pitch)), column)
+                target = builder.add(self.into, builder.mul(place, L.I32(FOUR)))
+                held.append((self._load(line, column, width), target, where))
+            for words, target, where in held:
+                rounded = [tensor.to_tf32(builder, word) for word in words]
+                tensor.write_words(builder, target, 0, rounded, where)
+
+    def _load(self, term: L.Value, column: L.Value, width: int) -> list[L.Value]:
+        builder, found = self.builder, self.shape.patches
+        column = builder.add(self.frame.variables[COLUMNS], column)
+        live = builder.icmp_unsigned("<", term, L.I32(len(found.terms)))
+        if found.columns % self.shape.columns:
+            live = builder.and_(live, builder.icmp_unsigned("<", column, L.I32(found.columns)))
+        at = replace(self.frame, variables={K: term, COLUMNS: column}, cache={})
+        offset = builder.mul(builder.sext(M.index(at, found.weights), L.I64), L.I64(FOUR))
+        return tensor.load_words(builder, (builder.add(self.frame.pointers[found.filters], offset), 0), width, live)

@@ -1,0 +1,179 @@
+"""Geometry of a block that multiplies a patch of an image by filters: what lies where in its shared memory.
+
+A block computes ``rows x pixels`` outputs of ``columns`` filters.  The patch that their windows cover is as it lies in
+memory, line by line; a line begins up to three elements early, so that copies of 16 bytes are aligned.  Filters lie
+behind it, one line of columns per term.
+
+Terms are numbered in fours.  A lane of a warp holds terms ``lane % 4`` of two fours and pixel ``lane / 4`` of its
+fragment: a four is a *pattern* (where its terms lie, seen from the first one), for which a lane has one address, and a
+constant.  Fragments take neighbouring pixels, or every second one, whichever meets fewer banks twice.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from jcuts.dfg.program import Program
+from jcuts.region.gpu_tiles import WARP
+from jcuts.region.patches import Patches, patches
+
+BANKS = 32
+FOUR = 4
+"""Terms of a quarter of a warp, elements of the widest copy, bytes of an element."""
+STEP = 8
+"""Terms of an instruction."""
+TILE = 16
+"""Pixels of an instruction, and columns whose results a lane stores in one access."""
+BESIDE = 8
+"""Words by which lines of filters are shifted against each other: terms of a four meet different banks."""
+
+
+@dataclass(frozen=True)
+class PatchShape:
+    """A block's work.
+
+    Attributes:
+        rows, pixels, columns: outputs of a tile. warps: along each of them.
+        stages: patches in shared memory. share: tiles that a block computes one after the other.
+    """
+
+    patches: Patches
+    rows: int
+    pixels: int
+    columns: int
+    warps: tuple[int, int, int]
+    stages: int
+    share: int
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return WARP * math.prod(self.warps)
+
+    @property
+    def warp(self) -> tuple[int, int, int]:
+        """Outputs of a warp's tile."""
+        high, wide, across = self.warps
+        return self.rows // high, self.pixels // wide, self.columns // across
+
+    @property
+    def fits(self) -> bool:
+        """Whether warps have whole fragments."""
+        whole = all(t % w == 0 for t, w in zip((self.rows, self.pixels, self.columns), self.warps, strict=True))
+        return whole and self.warp[1] % TILE == 0 and self.warp[2] % TILE == 0 and self.stages in (1, 2)
+
+    # -- tiles --------------------------------------------------------------------------------------------------
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Tiles of an image: down and across."""
+        return -(-self.patches.rows // self.rows), -(-self.patches.outputs // self.pixels)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of all images."""
+        return self.patches.images * math.prod(self.counts)
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """Blocks along the filters, and those that share the tiles."""
+        return -(-self.patches.columns // self.columns), -(-self.tiles // self.share)
+
+    # -- the patch ----------------------------------------------------------------------------------------------
+    @property
+    def early(self) -> int:
+        """Elements before the first one that a line of the patch needs."""
+        return self.patches.start[1] % self.width
+
+    @cached_property
+    def width(self) -> int:
+        """Elements of one copy."""
+        found = self.patches
+        image = found.lines * found.length
+        steps = (found.length, found.step[1] * self.pixels, image)
+        return next(w for w in (FOUR, 2, 1) if all(step % w == 0 for step in steps))
+
+    @property
+    def lines(self) -> int:
+        """Of a patch."""
+        return (self.rows - 1) * self.patches.step[0] + self.patches.reach[0]
+
+    @property
+    def length(self) -> int:
+        """Elements of a line that are copied."""
+        found = self.early + (self.pixels - 1) * self.patches.step[1] + self.patches.reach[1]
+        return -(-found // self.width) * self.width
+
+    @cached_property
+    def pitch(self) -> int:
+        """Elements from one line to the next: the first length with fewest reads that wait for a bank."""
+        choices = range(self.length, self.length + BANKS, self.width)
+        return min(choices, key=lambda pitch: (self.waits(pitch), pitch))
+
+    @property
+    def patch(self) -> int:
+        """Bytes of a patch, a multiple of 16."""
+        return -(-self.lines * self.pitch // FOUR) * FOUR * FOUR
+
+    # -- terms --------------------------------------------------------------------------------------------------
+    @property
+    def steps(self) -> int:
+        """Instructions along the terms."""
+        return -(-len(self.patches.terms) // STEP)
+
+    def places(self, pitch: int | None = None) -> list[list[int]]:
+        """Elements of the patch from a pixel's first one to its terms, in fours; the last term stands for those beyond."""
+        pitch = self.pitch if pitch is None else pitch
+        found = [line * pitch + element for line, element in self.patches.terms]
+        found += [found[-1]] * (self.steps * STEP - len(found))
+        return [found[k : k + FOUR] for k in range(0, len(found), FOUR)]
+
+    def waits(self, pitch: int | None = None) -> int:
+        """Cycles of all reads of a fragment's fours: one each where all banks are different."""
+        apart = [k * self.apart * self.patches.step[1] for k in range(WARP // FOUR)]
+        return sum(_conflicts([a + t for a in apart for t in four]) for four in self.places(pitch))
+
+    @cached_property
+    def apart(self) -> int:
+        """From one pixel to the next of a fragment's upper half: 1, or 2 with the lower half between them."""
+
+        def cost(apart: int) -> int:
+            return _conflicts([k * apart * self.patches.step[1] + t for k in range(WARP // FOUR) for t in range(FOUR)])
+
+        return min((1, 2), key=cost)
+
+    # -- shared memory --------------------------------------------------------------------------------------------
+    @property
+    def filters_pitch(self) -> int:
+        """Words from one line of filters to the next."""
+        return self.columns + (BESIDE - self.columns) % BANKS
+
+    @property
+    def filters(self) -> int:
+        """Bytes of the filters, with zeros for terms that there are not."""
+        return self.steps * STEP * self.filters_pitch * FOUR
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory of a block: patches, filters."""
+        return self.stages * self.patch + self.filters
+
+
+def _conflicts(words: list[int]) -> int:
+    """Cycles of a read: how many different words the busiest bank has."""
+    banks: dict[int, set[int]] = {}
+    for word in words:
+        banks.setdefault(word % BANKS, set()).add(word)
+    return max(len(found) for found in banks.values())
+
+
+def shape_of(program: Program) -> PatchShape:
+    """The work that a schedule (`gpu_patches`) gives to a block."""
+    params: Any = dict(program.params)
+    rows, pixels, columns = params["tile"]
+    high, wide, across = params["warps"]
+    return PatchShape(
+        patches(program), rows, pixels, columns, (high, wide, across), int(params["stages"]), int(params["share"])
+    )

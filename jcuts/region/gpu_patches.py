@@ -15,6 +15,7 @@ from jcuts.dfg.program import Program
 from jcuts.region.gpu_products import (
     AGAIN,
     BLOCKS,
+    CHAIN,
     EXIT,
     L2,
     LATENCY,
@@ -51,7 +52,7 @@ def products(program: Program, machine: GpuMachine, most: int = MOST) -> Iterato
     if made is None:
         return
     best: dict[tuple[int, ...], tuple[float, PatchShape]] = {}
-    for shape in _shapes(made):
+    for shape in shapes(made):
         count = cycles(made, shape, machine)
         key = (shape.rows * shape.pixels, shape.columns, shape.stages)
         if key not in best or count < best[key][0]:
@@ -69,7 +70,8 @@ def of(program: Program, shape: PatchShape) -> Program:
     return scheduled(program, "patch", shape.threads, *params)
 
 
-def _shapes(program: Program) -> Iterator[PatchShape]:
+def shapes(program: Program) -> Iterator[PatchShape]:
+    """All schedules that fit."""
     found = patches(program)
     widths = [c for c in COLUMNS if c == COLUMNS[0] or c < found.columns + TILE]
     for rows, pixels in TILES:
@@ -115,12 +117,12 @@ def cycles(program: Program, shape: PatchShape, machine: GpuMachine) -> float:
     """Estimated cycles of a launch."""
     high, long, broad = shape.warp
     outputs, warps = shape.rows * shape.pixels, math.prod(shape.warps)
-    registers = 44 + high * long * broad // WARP + high * long // 4 + broad // 2
+    registers = 30 + high * long * broad // WARP + high * long * 6 // 5 + broad // 5
     resident = min(SHARED // (shape.shared + 1024), REGISTERS // (shape.threads * registers), BLOCKS)
     resident = max(1, min(resident, machine.threads_per_sm // shape.threads))
     queue = -(-math.prod(shape.blocks) // machine.sms)
     beside, waves = min(resident, queue), queue / min(resident, queue)
-    waits = shape.waits() / len(shape.places())
+    waits = shape.waits / len(shape.places)
     read = warps * shape.steps * 2 * FOUR * (high * long * waits + broad) * FOUR
     pieces = shape.lines * shape.length / shape.width
     tiles = high * long // TILE * (broad // 8)
@@ -132,10 +134,12 @@ def cycles(program: Program, shape: PatchShape, machine: GpuMachine) -> float:
         beside * read / PORT,
         beside * issued / 4,
         beside * copied / L2,
+        shape.steps * (CHAIN[1] + CHAIN[2] * tiles),
     ]
     inner = max(limits) + OVERLAP * (sum(limits) - max(limits))
     alone = LATENCY / beside if shape.stages == 1 else EXIT / beside  # what blocks beside it do not hide
     filters = beside * shape.filters / L2
     share = min(shape.share, shape.tiles)
     total = max(1.0, waves) * (LATENCY + filters + share * (inner + alone) + EXIT)
-    return max(total, _moved(program) / MEMORY + LATENCY)
+    memory = _moved(program) / MEMORY + LATENCY
+    return max(total, memory) + OVERLAP * min(total, memory)

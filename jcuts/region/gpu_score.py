@@ -18,6 +18,7 @@ from jcuts.dfg.node import Guard
 from jcuts.dfg.program import ITEM_SIZE, Phase, Program
 from jcuts.estimate.launches import SECTOR, LaunchScore, LaunchUse, score
 from jcuts.region.choose import work
+from jcuts.region.patch_tiles import shape_of
 from jcuts.region.products import TYPES, sides
 
 LINE, WARP, WIDEST = 128, 32, 16  # bytes, threads, bytes of the widest access
@@ -36,6 +37,8 @@ def score_of(program: Program, taken: Sequence[Taken], arch: GpuArch) -> LaunchS
 
 def unit_of(program: Program) -> str:
     """The compute unit that does the work."""
+    if dict(program.params).get("cuda") == "patch":
+        return "tf32_mma"
     if dict(program.params).get("cuda") != "product":
         return "ffma"
     kind = TYPES[sides(program)[0].dtype]
@@ -76,6 +79,11 @@ def _traffic(program: Program, blocks: int, threads: int) -> tuple[float, float,
         terms = program.phases[0].reds[0].extent / params.get("split", 1) / params.get("cluster", 1)
         moved = blocks * (rows + columns) * terms * sides(program)[0].item + sum(b.bytes for b in program.outputs)
         return max(compulsory, moved), moved / LINE, 1.0
+    if params.get("cuda") == "patch":
+        shape = shape_of(program)
+        read = shape.tiles * shape.blocks[0] * shape.lines * shape.length + math.prod(shape.blocks) * shape.filters // 4
+        moved = 4.0 * read + sum(b.bytes for b in program.outputs)
+        return max(compulsory, moved), moved / LINE, 1.0
     if params.get("cuda") != "point" or len(program.phases) != 1:
         moved = compulsory * _passes(program)
         return moved, moved / LINE, 1.0
@@ -108,6 +116,8 @@ def _under_way(program: Program) -> float:
         rows, columns, terms = params["tile"]
         stage = (rows + columns) * terms * sides(program)[0].item
         return (params["stages"] - 1) * stage / params["threads"]
+    if params.get("cuda") == "patch":
+        return shape_of(program).patch / params["threads"]
     total = 0.0
     for phase in program.phases[:1]:
         for graph in (phase.body, phase.exit):

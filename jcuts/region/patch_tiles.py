@@ -11,6 +11,7 @@ constant.  Fragments take neighbouring pixels, or every second one, whichever me
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +19,7 @@ from typing import Any
 
 from jcuts.dfg.program import Program
 from jcuts.region.gpu_tiles import WARP
-from jcuts.region.patches import Patches, patches
+from jcuts.region.patches import Patches, Place, patches
 
 BANKS = 32
 FOUR = 4
@@ -63,7 +64,7 @@ class PatchShape:
     def fits(self) -> bool:
         """Whether warps have whole fragments."""
         whole = all(t % w == 0 for t, w in zip((self.rows, self.pixels, self.columns), self.warps, strict=True))
-        return whole and self.warp[1] % TILE == 0 and self.warp[2] % TILE == 0 and self.stages in (1, 2)
+        return whole and (self.rows == 1 or self.patches.vertical is not None) and self.warp[1] % TILE == 0 and self.warp[2] % TILE == 0 and self.stages in (1, 2)
 
     # -- tiles --------------------------------------------------------------------------------------------------
     @property
@@ -106,11 +107,14 @@ class PatchShape:
         found = self.early + (self.pixels - 1) * self.patches.step[1] + self.patches.reach[1]
         return -(-found // self.width) * self.width
 
-    @cached_property
+    @property
     def pitch(self) -> int:
         """Elements from one line to the next: the first length with fewest reads that wait for a bank."""
-        choices = range(self.length, self.length + BANKS, self.width)
-        return min(choices, key=lambda pitch: (self.waits(pitch), pitch))
+        return self._layout[0]
+
+    @cached_property
+    def _layout(self) -> tuple[int, int]:
+        return _best_pitch(self.patches.terms, self.patches.step[1] * self.apart, self.length, self.width)
 
     @property
     def patch(self) -> int:
@@ -123,17 +127,15 @@ class PatchShape:
         """Instructions along the terms."""
         return -(-len(self.patches.terms) // STEP)
 
-    def places(self, pitch: int | None = None) -> list[list[int]]:
-        """Elements of the patch from a pixel's first one to its terms, in fours; the last term stands for those beyond."""
-        pitch = self.pitch if pitch is None else pitch
-        found = [line * pitch + element for line, element in self.patches.terms]
-        found += [found[-1]] * (self.steps * STEP - len(found))
-        return [found[k : k + FOUR] for k in range(0, len(found), FOUR)]
+    @cached_property
+    def places(self) -> list[list[int]]:
+        """Elements of the patch from a pixel's first one to its terms, in fours; the last stands for those beyond."""
+        return _fours(self.patches.terms, self.pitch)
 
-    def waits(self, pitch: int | None = None) -> int:
+    @property
+    def waits(self) -> int:
         """Cycles of all reads of a fragment's fours: one each where all banks are different."""
-        apart = [k * self.apart * self.patches.step[1] for k in range(WARP // FOUR)]
-        return sum(_conflicts([a + t for a in apart for t in four]) for four in self.places(pitch))
+        return self._layout[1]
 
     @cached_property
     def apart(self) -> int:
@@ -159,6 +161,22 @@ class PatchShape:
     def shared(self) -> int:
         """Bytes of shared memory of a block: patches, filters."""
         return self.stages * self.patch + self.filters
+
+
+@functools.lru_cache(256)
+def _best_pitch(terms: tuple[Place, ...], apart: int, length: int, width: int) -> tuple[int, int]:
+    """(pitch, cycles of the reads) with pixels that are so many elements apart."""
+
+    def waits(pitch: int) -> int:
+        return sum(_conflicts([k * apart + t for k in range(WARP // FOUR) for t in four]) for four in _fours(terms, pitch))
+
+    return min(((pitch, waits(pitch)) for pitch in range(length, length + BANKS, width)), key=lambda found: found[::-1])
+
+
+def _fours(terms: tuple[Place, ...], pitch: int) -> list[list[int]]:
+    found = [line * pitch + element for line, element in terms]
+    found += [found[-1]] * (-len(found) % STEP)
+    return [found[k : k + FOUR] for k in range(0, len(found), FOUR)]
 
 
 def _conflicts(words: list[int]) -> int:

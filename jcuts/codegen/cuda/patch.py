@@ -21,10 +21,9 @@ from jcuts.codegen.cuda.product_exit import Totals, finish
 from jcuts.codegen.cuda.product_tiles import TileShape
 from jcuts.codegen.cuda.shared import WARP
 from jcuts.dfg.index import Index
-from jcuts.dfg.program import Buffer, Phase, Program
+from jcuts.dfg.program import Buffer, Program
 from jcuts.region.patch_tiles import FOUR, STEP, TILE, PatchShape, shape_of
 from jcuts.region.products import COLUMNS, ROWS, Side
-from jcuts.region.schedule import rewritten
 
 EIGHT = 8  # rows of outputs of a fragment's half, columns of a fragment
 
@@ -146,7 +145,7 @@ class PatchEmitter:
         place = builder.add(self.shared, builder.mul(builder.add(place, L.I32(shape.early)), L.I32(FOUR)))
         term = builder.and_(self.lane, L.I32(3))
         found: dict[tuple[int, ...], L.Value] = {}
-        for four in shape.places():
+        for four in shape.places:
             pattern = tuple(t - four[0] for t in four)
             if pattern in found:
                 continue
@@ -196,7 +195,7 @@ class PatchEmitter:
                 words = []
                 for half in (0, 1):
                     number = 2 * step + half
-                    four = shape.places()[number]
+                    four = shape.places[number]
                     real = len(shape.patches.terms) - FOUR * number
                     for more in (0, lower):
                         if real <= 0:
@@ -237,26 +236,11 @@ class PatchEmitter:
             TileShape(_side(COLUMNS, False), found.columns, shape.columns, STEP, broad),
         )
         frame = replace(self.frame, variables=variables)
-        if found.vertical is None:
-            finish(frame, self.phase, tiles, self.buffers, lane, totals)
-            return
-        name, last = found.vertical.name, found.rows - 1
-        variables[name] = builder.add(variables[name], self.row)
-        frame.ranges = {**self.frame.ranges, name: shape.counts[0] * shape.rows - high + 1}
-        for row in range(high):
-            phase = _moved(self.phase, name, row, frame.ranges)
-            mine = totals[row * long // TILE : (row + 1) * long // TILE]
-            if found.rows % shape.rows == 0:
-                finish(frame, phase, tiles, self.buffers, lane, mine)
-                continue
-            with builder.if_then(builder.icmp_signed("<=", variables[name], L.I32(last - row))):
-                finish(frame, phase, tiles, self.buffers, lane, mine)
-
-
-def _moved(phase: Phase, axis: str, by: int, ranges: Mapping[str, int]) -> Phase:
-    """The phase as it is so many points further along an axis: a constant of its addresses."""
-    where = {axis: Index.axis(axis) + by}
-    return rewritten(phase, lambda index: index.substitute(where, ranges)) if by else phase
+        if found.vertical is not None:
+            name = found.vertical.name
+            variables[name] = builder.add(variables[name], self.row)
+            frame.ranges = {**frame.ranges, name: shape.counts[0] * shape.rows - high + 1}
+        finish(frame, self.phase, tiles, self.buffers, lane, totals, found.vertical)
 
 
 def _fresh(builder: GpuBuilder, value: L.Value) -> L.Value:

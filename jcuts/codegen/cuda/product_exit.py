@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from jcuts.codegen.cuda.product_tiles import TileShape, columns_of, rows_of
 from jcuts.codegen.cuda.values import Emitter, store_all
 from jcuts.dfg.index import Index
 from jcuts.dfg.node import Graph, Guard, Node
-from jcuts.dfg.program import Buffer, Phase, Store
+from jcuts.dfg.program import Axis, Buffer, Phase, Store
 from jcuts.region.products import COLUMNS, ROWS
 
 Totals = list[list[list[L.Value]]]
@@ -22,19 +23,21 @@ _HELD = "held"  # axis: the first column of those that one access takes
 
 def finish(
     frame: M.Frame, phase: Phase, tiles: tuple[TileShape, TileShape], buffers: Mapping[str, Buffer], lane: L.Value,
-    totals: Totals,
+    totals: Totals, further: Axis | None = None,
 ) -> None:  # fmt: skip
     """Runs the exit graph on a lane's accumulators and stores the results.
 
     Args:
         frame: its rows and columns are the first ones of the accumulators of the whole warp.
         tiles: the block's tiles of the left and the right operand.
+        further: an axis along which the warp has several such tiles; ``frame`` has its first point.
     """
     builder = frame.builder
     left, right = tiles
     row_step, row_offsets = rows_of(left)
     column_step, column_offsets = columns_of(right)
     row_offsets, column_offsets = row_offsets[: len(totals)], column_offsets[: len(totals[0])]
+    many, each = len(totals) // len(row_offsets), len(row_offsets)
     row = builder.mul(builder.lshr(lane, L.I32(2)), L.I32(row_step))
     column = builder.mul(builder.and_(lane, L.I32(3)), L.I32(column_step))
     frame = replace(
@@ -48,14 +51,15 @@ def finish(
         multiples={ROWS: row_step, COLUMNS: column_step},
         cache={},
     )
-    exit_, stores = _guarded(phase, tiles)
+    exit_, stores = _guarded(phase, tiles, further)
     wanted = [s.value for s in stores]
     accs = [k for k, node in enumerate(exit_.nodes) if node.op == "acc"]
     graph = Graph()
     emitter = Emitter(frame, graph, buffers)
     held = right.extent % column_step == 0  # neighbours in one access are inside together, or not at all
-    groups: list[tuple[int, int, list[tuple[str, Index, int]]]] = []
-    for down, runs in _points(row_offsets, column_offsets):
+    groups: list[tuple[int, int, int, list[tuple[str, Index, int]]]] = []
+    points = _points(row_offsets, column_offsets)
+    for far, (down, runs) in itertools.product(range(many), points):
         for run in runs if held else [[point] for many in runs for point in many]:
             rows: list[tuple[str, Index, int]] = []
             first = run[0][0]
@@ -64,35 +68,42 @@ def finish(
                     ROWS: Index.axis(ROWS) + down,
                     COLUMNS: Index.axis(COLUMNS) + offset,
                     _HELD: Index.axis(COLUMNS) + first,
+                    **({} if further is None else {further.name: Index.axis(further.name) + far}),
                 }
-                given = graph.add(Node("acc", "float32", attrs=(("number", 0), ("point", (down, offset)))))
-                emitter.give(given, E.Lanes(totals[i][j][k], "float32"))
+                given = graph.add(Node("acc", "float32", attrs=(("number", 0), ("point", (far, down, offset)))))
+                emitter.give(given, E.Lanes(totals[far * each + i][j][k], "float32"))
                 numbers = exit_.copy_into(graph, wanted, where, frame.ranges, dict.fromkeys(accs, given))
                 rows += [
                     (s.buffer, s.address.substitute(where, frame.ranges), number)
                     for s, number in zip(stores, numbers, strict=True)
                 ]
-            groups.append((down, first, rows))
-    emitter.plan(number for _, _, rows in groups for _, _, number in rows)
-    for down, first, rows in groups:
+            groups.append((far, down, first, rows))
+    emitter.plan(number for *_, rows in groups for _, _, number in rows)
+    for far, down, first, rows in groups:
         guards = (
             Guard(Index.axis(ROWS) + down, None, left.extent - 1),
             Guard(Index.axis(COLUMNS) + first, None, right.extent - 1),
+            *(() if further is None else (Guard(Index.axis(further.name) + far, None, further.extent - 1),)),
         )
         frame.live = M.condition(frame, guards)
         store_all(emitter, rows)
 
 
-def _guarded(phase: Phase, tiles: tuple[TileShape, TileShape]) -> tuple[Graph, tuple[Store, ...]]:
+def _guarded(
+    phase: Phase, tiles: tuple[TileShape, TileShape], further: Axis | None
+) -> tuple[Graph, tuple[Store, ...]]:
     """The exit graph and its stores, with loads that read nothing beyond the result."""
     found, numbers = Graph(), {}
     last = {axis: tile.extent - 1 for axis, tile in zip((ROWS, COLUMNS), tiles, strict=True)}
+    names = [(ROWS, ROWS), (COLUMNS, _HELD)]
+    if further is not None:
+        last[further.name] = further.extent - 1
+        names.append((further.name, further.name))
     for number, node in enumerate(phase.exit.nodes):
         index = None if node.index is None else node.index.renumber(numbers)
         guards = tuple(Guard(g.index.renumber(numbers), g.low, g.high) for g in node.guards)
         if node.op == "load" and index is not None:
-            used = {ROWS, COLUMNS} if index.values() else index.axes()
-            names = ((ROWS, ROWS), (COLUMNS, _HELD))
+            used = set(last) if index.values() else index.axes()
             guards += tuple(Guard(Index.axis(name), None, last[axis]) for axis, name in names if axis in used)
         value = 0 if node.op == "load" and node.value is None else node.value
         args = tuple(numbers[a] for a in node.args)

@@ -1,0 +1,122 @@
+"""Networks' first convolutions, with bias and activation: schedules of the patch form against XLA.
+
+    python benchmarks/gpu_first_layers.py --out results --most 14 --budget 50
+
+Needs a GPU. Kernels compile in parallel first; then every layer as in `gpu_run.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+OTHERS = 1  # candidates of other forms
+
+
+def layers() -> list[Any]:
+    """ResNet50 and DenseNet121, InceptionV3, MobileNetV2 and EfficientNet; 64 images and one."""
+    import jax
+    import jax.numpy as jnp
+    from jax import lax
+
+    from benchmarks.gpu_cases import Case
+
+    def layer(end: Callable[..., Any], padding: Any) -> Callable[..., Any]:
+        names = ("NHWC", "HWIO", "NHWC")
+        return lambda x, w, b: end(lax.conv_general_dilated(x, w, (2, 2), padding, dimension_numbers=names) + b)
+
+    def relu6(x: Any) -> Any:
+        return jnp.clip(x, 0.0, 6.0)
+
+    found = []
+    for name, size, taps, columns, padding, end in (
+        ("ResNet50", 224, 7, 64, ((3, 3), (3, 3)), jax.nn.relu),
+        ("MobileNetV2", 224, 3, 32, "SAME", relu6),
+        ("InceptionV3", 299, 3, 32, "VALID", jax.nn.relu),
+    ):
+        for batch in (64, 1):
+            shapes = ((batch, size, size, 3), (taps, taps, 3, columns), (columns,))
+            made = Case(f"{name}, batch {batch}", layer(end, padding), tuple((s, "float32") for s in shapes))
+            found.append(made)
+    return sorted(found, key=lambda case: case.name.endswith(" 1"))
+
+
+def schedules(case: Any, most: int) -> list[Any]:
+    """The best share of tiles of every tile, as ranked; then candidates of other forms."""
+    from benchmarks.gpu_run import program_of
+    from jcuts.region import gpu, gpu_patches
+    from jcuts.region.patches import as_patches
+
+    program, _ = program_of(case)
+    made = None if program is None else as_patches(program)
+    if made is None:
+        return []
+    machine = gpu.GpuMachine(132)
+    best: dict[Any, Any] = {}
+    for shape in gpu_patches.shapes(made):
+        count = gpu_patches.cycles(made, shape, machine)
+        key = (shape.rows, shape.pixels, shape.columns, shape.warps, shape.stages)
+        if key not in best or count < best[key][0]:
+            best[key] = (count, shape)
+    ranked = sorted(best.values(), key=lambda found: found[0])
+    chosen = [p for p, _ in gpu_patches.products(program, machine, most)]
+    names = {p.digest for p in chosen}
+    more = [gpu_patches.of(made, shape) for _, shape in ranked]
+    chosen += [p for p in more if p.digest not in names][: max(0, most - len(chosen))]
+    others = [p for p, _ in gpu.candidates(program, machine, 20) if dict(p.params)["cuda"] != "patch"]
+    return chosen + others[:OTHERS]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    from benchmarks import gpu_run
+    from benchmarks.gpu_groups import compiled
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("gpu_first_layers"))
+    parser.add_argument("--kernels", type=Path, help="folder for compiled kernels (a folder of --out)")
+    parser.add_argument("--only", default="", help="only layers whose name contains one of these")
+    parser.add_argument("--most", type=int, default=14, help="schedules per layer")
+    parser.add_argument("--budget", type=float, default=50.0, help="seconds")
+    parser.add_argument("--workers", type=int, default=16)
+    parser.add_argument("--build", action="store_true", help="only compile; needs no GPU")
+    options = parser.parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    folder = options.kernels or options.out / "kernels"
+    folder.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    work = [(case, schedules(case, options.most)) for case in layers() if gpu_run.wanted(case, options.only)]
+    jobs = [(p, folder) for _, programs in work for p in programs]
+    with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
+        refused = [x for x in pool.map(compiled, jobs, chunksize=2) if x]
+    print(f"{len(jobs)} kernels, {len(refused)} refused, {time.perf_counter() - start:.0f} s", *refused, sep="\n")
+    rows: list[dict[str, Any]] = []
+    for case, programs in [] if options.build else work:
+        if time.perf_counter() - start > options.budget:
+            print(f"{case.name}: out of time")
+            continue
+        built = [p for p in programs if (folder / f"{p.digest}.kernel").exists()]
+        row = gpu_run.bench(case, folder, 132, 0, (9, 0), built)
+        rows.append(row)
+        gpu_run.show(row)
+        print(f"    {time.perf_counter() - start:.0f} s")
+        for found in sorted(row["candidates"].values(), key=lambda c: c.get("median", 1e9)):
+            params = {k: v for k, v in found["params"].items() if k != "threads"}
+            print(f"    {found.get('median', 0) * 1e6:9.2f} {found['error']:.1e} {params}")
+        for why in row["rejected"].values():
+            print(f"    rejected {why[:200]}")
+        (options.out / "gpu_first_layers.json").write_text(json.dumps(rows, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

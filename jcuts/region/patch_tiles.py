@@ -64,7 +64,8 @@ class PatchShape:
     def fits(self) -> bool:
         """Whether warps have whole fragments."""
         whole = all(t % w == 0 for t, w in zip((self.rows, self.pixels, self.columns), self.warps, strict=True))
-        return whole and (self.rows == 1 or self.patches.vertical is not None) and self.warp[1] % TILE == 0 and self.warp[2] % TILE == 0 and self.stages in (1, 2)
+        whole = whole and self.warp[1] % TILE == 0 and self.warp[2] % TILE == 0
+        return whole and self.stages in (1, 2) and (self.rows == 1 or self.patches.vertical is not None)
 
     # -- tiles --------------------------------------------------------------------------------------------------
     @property
@@ -168,7 +169,8 @@ def _best_pitch(terms: tuple[Place, ...], apart: int, length: int, width: int) -
     """(pitch, cycles of the reads) with pixels that are so many elements apart."""
 
     def waits(pitch: int) -> int:
-        return sum(_conflicts([k * apart + t for k in range(WARP // FOUR) for t in four]) for four in _fours(terms, pitch))
+        pixels = range(0, WARP // FOUR * apart, apart)
+        return sum(_conflicts([pixel + term for pixel in pixels for term in four]) for four in _fours(terms, pitch))
 
     return min(((pitch, waits(pitch)) for pitch in range(length, length + BANKS, width)), key=lambda found: found[::-1])
 

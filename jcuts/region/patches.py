@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from jcuts.dfg.index import Index, unflatten
-from jcuts.dfg.node import Guard, Node
+from jcuts.dfg.node import Graph, Guard, Node
 from jcuts.dfg.program import Axis, Phase, Program, Red
 from jcuts.region.products import COLUMNS, LEAST_TERMS, ROWS, K, _factors
 from jcuts.region.schedule import rewritten
@@ -74,7 +74,7 @@ def as_patches(program: Program) -> Program | None:
     """The program with its axes named as `patches` expects, unscheduled; None if it is no such convolution."""
     if len(program.phases) != 1 or dict(program.params).get("precision"):
         return None
-    phase = program.phases[0]
+    phase = _without_pads(program.phases[0])
     loads = _operands(phase)
     if loads is None:
         return None
@@ -97,6 +97,28 @@ def patches(program: Program) -> Patches:
     found = _patches(program)
     assert found is not None
     return found
+
+
+def _without_pads(phase: Phase) -> Phase:
+    """The phase with factors that zeros surround (`pad`) as loads that are guarded by themselves."""
+    if len(phase.accs) != 1 or len(phase.accs[0].values) != 1:
+        return phase
+    nodes = phase.body.nodes
+    product = nodes[phase.accs[0].values[0]]
+    if product.op != "mul":
+        return phase
+    body, args = Graph(), []
+    for number in product.args:
+        node = nodes[number]
+        if node.op == "select":
+            holds, load, zero = (nodes[a] for a in node.args)
+            zero = nodes[zero.args[0]] if zero.op == "convert" else zero
+            known = (holds.op, load.op, zero.op, zero.value, load.value) == ("guard", "load", "const", 0, 0)
+            node = load if known and holds.guards == load.guards else node
+        if node.op != "load":
+            return phase
+        args.append(body.add(node))
+    return replace(phase, body=body, accs=(replace(phase.accs[0], values=(body.apply("mul", "float32", *args),)),))
 
 
 def _operands(phase: Phase) -> tuple[Node, Node] | None:

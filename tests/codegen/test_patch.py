@@ -123,7 +123,9 @@ def test_everything_behind_them():
 
     x, w, s, b, r = normal(2, 11, 33, 3), normal(3, 3, 3, 18), normal(18), normal(18, seed=1), normal(2, 6, 17, 18)
     with jax.enable_x64(True):
-        y, z = (np.asarray(v) for v in block(*(jnp.asarray(a) for a in (tf32(x), tf32(w), *map(np.float64, (s, b, r))))))
+        y, z = (
+            np.asarray(v) for v in block(*(jnp.asarray(a) for a in (tf32(x), tf32(w), *map(np.float64, (s, b, r)))))
+        )
     traced = programs.trace(block, x, w, s, b, r)
     made = as_patches(traced.program())
     for tile in TILES[:2]:
@@ -198,7 +200,9 @@ def test_the_code_is_what_the_tile_says():
     ptx = compiler.ptx_of(shaped(as_patches(program), 4, 32, 64, (4, 1, 1), 1, 1), SM90)
     steps = -(-147 // 8)
     assert ptx.count("mma.sync") == steps * 2 * 8
-    assert ptx.count("ld.shared.b32") == 37 * 2 * 2  # fours of terms: 37 of 38 are there, two rows each of two fragments
+    assert (
+        ptx.count("ld.shared.b32") == 37 * 2 * 2
+    )  # fours of terms: 37 of 38 are there, two rows each of two fragments
     assert ptx.count("ld.shared.v2.b32") == steps * 8
     assert ptx.count("cp.async.ca") == 0 and ptx.count("cp.async.cg.shared.global") == -(-13 * 53 // 128)
     assert ptx.count("st.global.v4.b32") == 4 * 32 * 64 // 4 // 128 and "st.global.b32" not in ptx

@@ -59,7 +59,10 @@ def test_schedules_compute_the_same(name):
     "fn, arguments",
     [
         (lambda a, b: jnp.dot(a, b, precision="highest"), (zeros(256, 256), zeros(256, 256))),
-        (lambda x, w: conv(x, w), (zeros(1, 16, 16, 3), zeros(7, 7, 3, 64))),
+        (
+            lambda x, w: conv(x, w, layout=("NCHW", "OIHW", "NCHW")),
+            (zeros(1, 3, 16, 16), zeros(64, 3, 7, 7)),
+        ),
         (lambda x: jax.lax.cumlogsumexp(x, 1), (zeros(64, 64),)),
     ],
     ids=["contraction", "convolution", "cumulative"],

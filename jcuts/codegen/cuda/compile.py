@@ -209,9 +209,7 @@ def _narrow(builder: Any, value: Any) -> Any:
     return builder.trunc(value, L.I32) if value.type.width > 32 else value
 
 
-def _tile(
-    program: Program, shape: AnyShape, types: Any, intrinsic: Any, symbol: str, target: CudaTarget
-) -> object:
+def _tile(program: Program, shape: AnyShape, types: Any, intrinsic: Any, symbol: str, target: CudaTarget) -> object:
     """A numba intrinsic that emits what one thread does."""
     buffers = [b for b in program.buffers if b.role != "local"]
     axes = outer_axes(program) if isinstance(shape, ColumnRowsShape) else program.phases[0].axes

@@ -1,13 +1,14 @@
 """The *patch* form: convolutions with few channels on matrix units, with everything that follows them.
 
-A block copies the patch of the image that a tile of outputs needs (`region.patch_tiles`) into shared memory, zeros where
-it lies outside the image, and keeps the filters there, rounded to TF32.  Fragments of the left operand are read from
-the patch where they lie: nothing is laid out as a matrix.  Terms beyond the last have zeros for filters and, since the
-patch may hold infinities, for pixels too.  With two stages the next tile's patch is on its way during the products.
+A block copies the patch of the image that a tile of outputs needs (`region.patch_tiles`) into shared memory, zeros
+where it lies outside the image, and keeps the filters there, rounded to TF32.  Fragments of the left operand are read
+from the patch where they lie: nothing is laid out as a matrix.  Terms beyond the last have zeros for filters and, since
+the patch may hold infinities, for pixels too.  With two stages the next tile's patch is on its way during the products.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -149,7 +150,7 @@ class PatchEmitter:
             pattern = tuple(t - four[0] for t in four)
             if pattern in found:
                 continue
-            if len({b - a for a, b in zip(pattern, pattern[1:], strict=False)}) == 1:
+            if len({b - a for a, b in itertools.pairwise(pattern)}) == 1:
                 moved = builder.mul(term, L.I32(FOUR * pattern[1]))
             else:
                 moved = L.I32(0)

@@ -89,9 +89,7 @@ def finish(
         store_all(emitter, rows)
 
 
-def _guarded(
-    phase: Phase, tiles: tuple[TileShape, TileShape], further: Axis | None
-) -> tuple[Graph, tuple[Store, ...]]:
+def _guarded(phase: Phase, tiles: tuple[TileShape, TileShape], further: Axis | None) -> tuple[Graph, tuple[Store, ...]]:
     """The exit graph and its stores, with loads that read nothing beyond the result."""
     found, numbers = Graph(), {}
     last = {axis: tile.extent - 1 for axis, tile in zip((ROWS, COLUMNS), tiles, strict=True)}

@@ -56,13 +56,13 @@ def schedules(case: Any, most: int) -> list[Any]:
     from jcuts.region import gpu, gpu_patches
     from jcuts.region.patches import as_patches
 
-    program, _ = program_of(case)
+    program = program_of(case)[0]
     made = None if program is None else as_patches(program)
     if made is None:
         return []
     machine = gpu.GpuMachine(132)
     best: dict[Any, Any] = {}
-    for shape in gpu_patches.shapes(made):
+    for shape in gpu_patches.shapes(made, machine):
         count = gpu_patches.cycles(made, shape, machine)
         key = (shape.rows, shape.pixels, shape.columns, shape.warps, shape.stages)
         if key not in best or count < best[key][0]:

@@ -38,10 +38,14 @@ COLUMNS = (16, 32, 64, 96, 128)
 WARP_PIXELS = (16, 32, 64)
 WARP_COLUMNS = (32, 64, 16, 48)
 SHARES = (1, 2, 4, 8, 16)
+RESIDENT = (1, 2, 3, 4, 6, 8)
+"""Blocks of a multiprocessor that are to share all tiles evenly."""
 PIECE = 14.0
 """Instructions of one copy of a patch: its place, whether it is inside the image, its address."""
 RESULT = 3.0
 """Instructions per result of a thread: what follows the sum, and its share of the addresses."""
+MOST_SHARE = 64
+"""Tiles of a block."""
 MOST_STEPS = 1400
 """Products of matrix units that one thread's code may have: it is unrolled."""
 
@@ -52,7 +56,7 @@ def products(program: Program, machine: GpuMachine, most: int = MOST) -> Iterato
     if made is None:
         return
     best: dict[tuple[int, ...], tuple[float, PatchShape]] = {}
-    for shape in shapes(made):
+    for shape in shapes(made, machine):
         count = cycles(made, shape, machine)
         key = (shape.rows * shape.pixels, shape.columns, shape.stages)
         if key not in best or count < best[key][0]:
@@ -70,16 +74,19 @@ def of(program: Program, shape: PatchShape) -> Program:
     return scheduled(program, "patch", shape.threads, *params)
 
 
-def shapes(program: Program) -> Iterator[PatchShape]:
+def shapes(program: Program, machine: GpuMachine) -> Iterator[PatchShape]:
     """All schedules that fit."""
     found = patches(program)
     widths = [c for c in COLUMNS if c == COLUMNS[0] or c < found.columns + TILE]
     for rows, pixels in TILES:
         if (rows > 1 and rows >= 2 * found.rows) or pixels >= 2 * max(TILE, found.outputs):
             continue
+        tiles = PatchShape(found, rows, pixels, TILE, (1, 1, 1), 1, 1).tiles
+        even = {-(-tiles // (count * machine.sms)) for count in RESIDENT}
+        shares = sorted({*SHARES, *(share for share in even if share <= MOST_SHARE)})
         for columns in widths:
             for warps in _warps(rows, pixels, columns):
-                for share in SHARES:
+                for share in shares:
                     for stages in (1, 2) if share > 1 else (1,):
                         shape = PatchShape(found, rows, pixels, columns, warps, stages, share)
                         products = shape.steps * math.prod(shape.warp) // (TILE * 8)

@@ -57,7 +57,9 @@ def schedules(case: Any, most: int) -> list[Any]:
     from jcuts.region.patches import as_patches
 
     program = program_of(case)[0]
-    made = None if program is None else as_patches(program)
+    if program is None:
+        return []
+    made = as_patches(program)
     if made is None:
         return []
     machine = gpu.GpuMachine(132)

@@ -40,8 +40,8 @@ WARP_COLUMNS = (32, 64, 16, 48)
 SHARES = (1, 2, 4, 8, 16)
 RESIDENT = (1, 2, 3, 4, 6, 8)
 """Blocks of a multiprocessor that are to share all tiles evenly."""
-PIECE = 14.0
-"""Instructions of one copy of a patch: its place, whether it is inside the image, its address."""
+PIECE = 6.0
+"""Instructions of one copy of a patch: whether it is inside the image, and itself."""
 RESULT = 3.0
 """Instructions per result of a thread: what follows the sum, and its share of the addresses."""
 MOST_SHARE = 64
@@ -131,9 +131,8 @@ def cycles(program: Program, shape: PatchShape, machine: GpuMachine) -> float:
     beside, waves = min(resident, queue), queue / min(resident, queue)
     waits = shape.waits / len(shape.places)
     read = warps * shape.steps * 2 * FOUR * (high * long * waits + broad) * FOUR
-    pieces = shape.lines * shape.length / shape.width
     tiles = high * long // TILE * (broad // 8)
-    issued = warps * shape.steps * (tiles + high * long // 2 + broad // 4) + pieces / WARP * PIECE
+    issued = warps * shape.steps * (tiles + high * long // 2 + broad // 4) + warps * shape.copies(shape.beside) * PIECE
     issued += RESULT * outputs * shape.columns / WARP
     copied = FOUR * (shape.lines * shape.length + outputs * shape.columns)
     limits = [

@@ -28,7 +28,7 @@ STEP = 8
 """Terms of an instruction."""
 TILE = 16
 """Pixels of an instruction, and columns whose results a lane stores in one access."""
-BESIDE = 8
+SHIFT = 8
 """Words by which lines of filters are shifted against each other: terms of a four meet different banks."""
 
 
@@ -108,6 +108,16 @@ class PatchShape:
         found = self.early + (self.pixels - 1) * self.patches.step[1] + self.patches.reach[1]
         return -(-found // self.width) * self.width
 
+    @cached_property
+    def beside(self) -> int:
+        """Threads that copy a line together."""
+        pieces = self.length // self.width
+        return min((2**k for k in range(2, 6)), key=lambda count: (self.copies(count), abs(count - pieces)))
+
+    def copies(self, beside: int) -> int:
+        """Copies of a thread."""
+        return -(-self.lines // (self.threads // beside)) * -(-self.length // self.width // beside)
+
     @property
     def pitch(self) -> int:
         """Elements from one line to the next: the first length with fewest reads that wait for a bank."""
@@ -151,7 +161,7 @@ class PatchShape:
     @property
     def filters_pitch(self) -> int:
         """Words from one line of filters to the next."""
-        return self.columns + (BESIDE - self.columns) % BANKS
+        return self.columns + (SHIFT - self.columns) % BANKS
 
     @property
     def filters(self) -> int:

@@ -17,7 +17,7 @@ FLIGHT = 8
 
 
 class PatchCopier:
-    """Copies patches; every thread always has the same pieces of them."""
+    """Copies patches: some threads beside each other take a line, the next ones the next line."""
 
     def __init__(self, frame: M.Frame, shape: PatchShape, shared: L.Value) -> None:
         self.frame, self.shape, self.shared = frame, shape, shared
@@ -33,24 +33,30 @@ class PatchCopier:
         begin = builder.add(begin, L.I32(found.start[1] - shape.early))
         base = builder.mul(builder.sext(M.index(at, found.base), L.I64), L.I64(FOUR))
         base = builder.add(self.frame.pointers[found.image], base)
-        into = builder.add(self.shared, stage)
-        along = shape.length // shape.width
-        pieces, threads = shape.lines * along, shape.threads
-        for start in range(0, pieces, threads):
-            piece = builder.add(thread, L.I32(start)) if start else thread
-            where = None if start + threads <= pieces else builder.icmp_unsigned("<", piece, L.I32(pieces))
-            line, place = builder.udiv(piece, L.I32(along)), builder.urem(piece, L.I32(along))
-            place = builder.mul(place, L.I32(shape.width))
-            moved = builder.add(builder.mul(line, L.I32(shape.pitch)), place)
-            target = builder.add(into, builder.mul(moved, L.I32(FOUR)))
-            line, place = builder.add(line, first), builder.add(place, begin)
-            live = builder.and_(
-                builder.icmp_unsigned("<", line, L.I32(found.lines)),
-                builder.icmp_unsigned("<", place, L.I32(found.length)),
-            )
-            offset = builder.add(builder.mul(line, L.I32(found.length)), place)
-            source = builder.add(base, builder.mul(builder.sext(offset, L.I64), L.I64(FOUR)))
-            tensor.copy(builder, (target, 0), (source, 0), FOUR * shape.width, live, where)
+        line, column = builder.udiv(thread, L.I32(shape.beside)), builder.urem(thread, L.I32(shape.beside))
+        place = builder.mul(column, L.I32(shape.width))
+        target = builder.add(builder.mul(line, L.I32(shape.pitch)), place)
+        target = builder.add(builder.add(self.shared, stage), builder.mul(target, L.I32(FOUR)))
+        down, right = builder.add(line, first), builder.add(begin, place)
+        offset = builder.add(builder.mul(down, L.I32(found.length)), right)
+        source = builder.add(base, builder.mul(builder.sext(offset, L.I64), L.I64(FOUR)))
+        abreast, pieces = shape.threads // shape.beside, shape.length // shape.width
+        for above in range(0, shape.lines, abreast):
+            there = None
+            if above + abreast > shape.lines:
+                there = builder.icmp_unsigned("<", line, L.I32(shape.lines - above))
+            inside = builder.icmp_unsigned("<", builder.add(down, L.I32(above)), L.I32(found.lines))
+            for left in range(0, pieces, shape.beside):
+                where = there
+                if left + shape.beside > pieces:
+                    held = builder.icmp_unsigned("<", column, L.I32(pieces - left))
+                    where = held if where is None else builder.and_(where, held)
+                end = builder.add(right, L.I32(left * shape.width))
+                live = builder.and_(inside, builder.icmp_unsigned("<", end, L.I32(found.length)))
+                moved = (above * shape.pitch + left * shape.width, above * found.length + left * shape.width)
+                tensor.copy(
+                    builder, (target, FOUR * moved[0]), (source, FOUR * moved[1]), FOUR * shape.width, live, where
+                )  # fmt: skip
 
 
 class Filters:

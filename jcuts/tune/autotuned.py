@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 OPTION = "xla_gpu_per_fusion_autotune_cache_dir"
+MODE = "xla_gpu_experimental_autotune_cache_mode"
 PREFIX = "jcuts-tune-"
 """Of folders that belong to the process whose number follows."""
 
@@ -46,6 +47,26 @@ def options() -> dict[str, Any]:
 
     keeps = OPTION in _own() or getattr(jax.config, "jax_compilation_cache_dir", None)
     return {} if keeps or not folder.cache_info().currsize else {OPTION: str(folder())}
+
+
+@functools.cache
+def reading(place: str) -> dict[str, Any]:
+    """Compiler options for a process that runs XLA's programs beside others: it takes what was timed and adds nothing.
+
+    What it has to time itself may come out wrong, for itself alone.  It must not go without: the algorithms that XLA
+    takes untimed are others, in float32 instead of TF32 or with infinities spread over their tiles.
+
+    Args: place: a process' `folder`; '' for none.
+    """
+    import jax
+    import numpy as np
+
+    found = {OPTION: place, MODE: "AUTOTUNE_CACHE_MODE_READ"} if place else {}
+    try:
+        jax.jit(lambda x: x + 1, compiler_options=found).lower(np.float32(0)).compile()
+    except Exception:  # a version of XLA that does not know them
+        return {}
+    return found
 
 
 def _own() -> str:

@@ -118,7 +118,9 @@ def reference(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     if problem.library is None or problem.reference is None:
         raise CandidateRejected(f"problem {problem.name} came without its exports", problem=problem.digest)
     announce(LIBRARY)
-    kinds = references.make(jax, problem, _library(request["problem"]), Path(request["folder"]), int(request["seed"]))
+    kinds = references.make(
+        jax, problem, _library(request["problem"]), Path(request["folder"]), int(request["seed"]), request["autotuned"]
+    )
     return {"kinds": kinds}
 
 

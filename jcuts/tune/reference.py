@@ -12,20 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from jcuts.tune import sample
+from jcuts.tune import autotuned, sample
 from jcuts.tune.check import NOISE_ULP
 from jcuts.tune.problem import Problem
 from jcuts.tune.values import dtype_of, flushed, make_inputs, save, seed_kinds
 
 NOISE_RUNS = 6
 """Runs with simulated rounding, of `NOISE_ULP`: XLA's own transcendental functions stay within a few ulp."""
-LEAN: dict[str, Any] = {"xla_gpu_autotune_level": 0}
-"""Compiler options on a GPU: these programs run a few times, and several processes time nothing side by side."""
 TRUST_ULP = 1.0
 """Simulated rounding of a float64 operation, where it stands for XLA's own error (see `tune.check`)."""
 
 
-def make(jax: Any, problem: Problem, library: Callable[..., Any], folder: Path, seed: int) -> list[str]:
+def make(jax: Any, problem: Problem, library: Callable[..., Any], folder: Path, seed: int,
+         autotuned_in: str = "") -> list[str]:  # fmt: skip
     """Writes inputs, results and references of a problem, one number per set.
 
     Args:
@@ -35,11 +34,12 @@ def make(jax: Any, problem: Problem, library: Callable[..., Any], folder: Path, 
         folder: gets ``N.inK.npy``, ``N.xlaK.npy``, ``N.refK.npy``; ``lowK``, ``highK`` and ``unsureK`` where they
             matter; ``0.wholeK.npy``: XLA's whole result where only a sample of an output is kept.
         seed: of the first set of inputs.
+        autotuned_in: where the measuring process has left which algorithms XLA takes (on a GPU).
     Returns: the kinds of the sets (see `tune.values`).
     """
     wide = _wide(jax, problem)
-    if problem.device:  # on a CPU what is compiled here serves measuring too
-        library = jax.jit(library, compiler_options=LEAN)
+    if autotuned_in:
+        library = jax.jit(library, compiler_options=autotuned.reading(autotuned_in))
     seen = [sample.positions(problem, o) for o in problem.outputs]
     look = functools.partial(leaves, jax, seen=[None if s is None else jax.device_put(s) for s in seen])
     kinds = seed_kinds(problem)
@@ -100,10 +100,9 @@ def _wide(jax: Any, problem: Problem) -> Callable[..., Any]:
         dtype_of(i.dtype).itemsize > 1 or dtype_of(i.dtype).kind in "biu" for i in problem.inputs
     ):
         return jax.jit(
-            lambda seed, noise, *xs: call(seed, noise, *[x.astype(widened_dtype(x.dtype)) for x in xs]),
-            compiler_options=LEAN,
+            lambda seed, noise, *xs: call(seed, noise, *[x.astype(widened_dtype(x.dtype)) for x in xs])
         )
-    inner = jax.jit(call, compiler_options=LEAN if problem.device else None)
+    inner = jax.jit(call)
     return lambda seed, noise, *xs: inner(seed, noise, *[widen(np.asarray(x)) for x in xs])
 
 

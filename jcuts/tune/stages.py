@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from jcuts.base import knobs
 from jcuts.base.errors import CandidateRejected
+from jcuts.tune import autotuned
 from jcuts.tune.job import Job
 from jcuts.tune.pool import Answer, Pool
 from jcuts.tune.values import NORMAL
@@ -155,7 +156,14 @@ class Session:
                     self._check(job, label)
             self._finish(job)
 
-        request = {"op": "reference", "problem": str(job.file), "folder": str(job.folder), "seed": self.seed}
+        place = str(autotuned.folder()) if job.problem.device else ""
+        request = {
+            "op": "reference",
+            "problem": str(job.file),
+            "folder": str(job.folder),
+            "seed": self.seed,
+            "autotuned": place,
+        }
         self._submit(REFERENCE if self.pool.sizes.get(REFERENCE) else XLA, request, done)
 
     def _submit(self, group: str, request: dict[str, Any], done: Callable[[Answer | CandidateRejected], None]) -> None:

@@ -176,6 +176,14 @@ def test_values_that_are_only_timed_are_made_once():
     assert set(whole) <= {0, 1, 2, 3} and abs(float(large.std()) - 1) < 0.01
 
 
+def test_references_run_what_was_timed(tmp_path):
+    options = autotuned.reading(str(tmp_path))
+    assert options[autotuned.OPTION] == str(tmp_path) and options[autotuned.MODE].endswith("READ")
+    assert autotuned.reading("") == {}
+    jax.jit(lambda x: x @ x, compiler_options=options)(np.ones((4, 4), np.float32))
+    assert not list(tmp_path.iterdir())
+
+
 def test_only_one_process_adds_to_what_xla_has_timed(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", f"--a=1 --{autotuned.OPTION}=/users --b=2")
     assert autotuned.flags(shared=False) == {"XLA_FLAGS": "--a=1 --b=2"}

@@ -28,6 +28,8 @@ MOST = 5
 """Tilings of one product for warp groups."""
 AGAIN = 0.95
 """What every further candidate with as many blocks per tile counts."""
+BESIDE = 64
+"""Registers for each operand that is added to the results element by element: the assembler asks for it early."""
 GROUPED = (9, 0)
 """The compute capability that has warp groups."""
 LEAST_POINTS, LEAST_PRODUCTS = 1 << 18, 1 << 27
@@ -205,6 +207,8 @@ class GroupCounter(Counter):
 
     def __init__(self, program: Program, machine: GpuMachine) -> None:
         super().__init__(program, machine)
+        used = {n.buffer for n in program.phases[0].exit.nodes if n.op == "load"}
+        self.beside = sum(b.name in used and b.size >= program.outputs[0].size for b in program.inputs)
         self.program = program
         by_terms = all(side.along_terms for side in self.sides)
         self.rounded = int(by_terms and program.buffer(self.sides[1].buffer).tf32)
@@ -238,6 +242,7 @@ class GroupCounter(Counter):
         waiting = tiling.flight * self._words(tiling)
         if tiling.rounded:
             waiting = FRAGMENTS * tiling.rows // tiling.groups[0] // HIGH
+        total += BESIDE * self.beside if tiling.rounded else 0
         return 56 + total + (waiting or 8) + (0 if waiting <= MOST_WAITING else MOST_REGISTERS)
 
     def _blocks(self, tiling: GroupTiling) -> tuple[int, int]:

@@ -97,6 +97,27 @@ def test_convolutions(name, tile):
 
 
 @compiled
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_16_bits(name, dtype):
+    image, filters, params = CONVOLUTIONS[name]
+    columns = filters[0] if "layout" in params else filters[-1]
+    x, w, b = (normal(*s).astype(jnp.dtype(dtype)) for s in (image, filters, (columns,)))
+    traced = programs.trace(layer(params), x, w, b)
+    made = as_patches(traced.program())
+    assert made is not None
+    found = [p for p, _ in gpu_patches.products(traced.program(), MACHINE)]
+    even = image[2] * image[3] % 2 == 0
+    assert bool(found) == even
+    with jax.enable_x64(True):
+        want = np.asarray(layer(params)(*(jnp.asarray(a.astype(np.float64)) for a in (x, w, b))))
+    tile = (1, 32, 32, (1, 2, 1), 1, 2) if patches(made).vertical is None else TILES[1]
+    for program in [shaped(made, *tile), *found[:1]] if even else []:
+        (got,) = results(program, traced.operands())
+        compare(got, want, float(jnp.finfo(jnp.dtype(dtype)).eps) * 4)
+
+
+@compiled
 def test_pixels_that_are_not_finite_stay_in_their_windows():
     """Zeros for terms beyond the last, and neighbours of a window in shared memory, never meet an infinity."""
     image, filters, params = CONVOLUTIONS["7x7 odd"]
@@ -181,10 +202,13 @@ LAYERS = {
 
 @compiled
 @pytest.mark.parametrize("target", [SM80, SM90], ids=lambda t: t.arch)
-@pytest.mark.parametrize("name", LAYERS)
-def test_candidates_assemble_without_local_memory(name, target):
+@pytest.mark.parametrize(
+    "name, dtype", [*((name, "float32") for name in LAYERS), ("ResNet50", "bfloat16"), ("MobileNetV2", "float16")]
+)
+def test_candidates_assemble_without_local_memory(name, dtype, target):
     image, filters, params = LAYERS[name]
-    program = programs.trace(layer(params), zeros(*image), zeros(*filters), zeros(filters[-1])).program()
+    arguments = [np.zeros(s, jnp.dtype(dtype)) for s in (image, filters, filters[-1:])]
+    program = programs.trace(layer(params), *arguments).program()
     found = [p for p, _ in gpu.candidates(program, MACHINE, 8) if dict(p.params)["cuda"] == "patch"]
     assert len(found) > 4
     for candidate in found[:4]:

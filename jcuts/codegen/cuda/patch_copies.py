@@ -72,8 +72,11 @@ class Filters:
         """Args: into: their address in shared memory."""
         self.shape, self.thread, self.into = shape, thread, into
         self.builder: GpuBuilder = frame.builder
-        ranges = {K: shape.steps * LINES * self.many, COLUMNS: shape.blocks[0] * shape.columns}
-        self.frame = replace(frame, ranges=ranges)
+        along = shape.columns // self.width
+        self.pieces = shape.steps * LINES * along
+        turns = -(-self.pieces // shape.threads)  # in the last one, some threads are beyond the last line
+        lines = -(-turns * shape.threads // along)
+        self.frame = replace(frame, ranges={K: lines * self.many, COLUMNS: shape.blocks[0] * shape.columns})
 
     @property
     def many(self) -> int:
@@ -93,7 +96,7 @@ class Filters:
         """Loads, rounds and stores this thread's share."""
         builder, shape, width = self.builder, self.shape, self.width
         along = shape.columns // width
-        pieces = shape.steps * LINES * along
+        pieces = self.pieces
         starts = list(range(0, pieces, shape.threads))
         for group in (starts[k : k + FLIGHT] for k in range(0, len(starts), FLIGHT)):
             held = []

@@ -159,7 +159,11 @@ def test_random_layers(seed):
     with jax.enable_x64(True):
         want = np.asarray(layer(params, jnp.tanh)(*map(jnp.asarray, exact), jnp.asarray(b.astype(np.float64))))
     for program in {p.digest: p for p in (found[0], found[int(rng.integers(len(found)))])}.values():
-        (got,) = results(program, traced.operands())
+        try:
+            (got,) = results(program, traced.operands())
+        except CompileRejected as error:  # assemblers differ: tuning leaves such schedules out
+            assert "local memory" in error.message
+            continue
         compare(got, want, 4e-6 if dtype == "float32" else float(jnp.finfo(jnp.dtype(dtype)).eps) * 4)
 
 

@@ -47,7 +47,10 @@ def layers() -> list[Any]:
             shapes = ((batch, size, size, 3), (taps, taps, 3, columns), (columns,))
             made = Case(f"{name}, batch {batch}", layer(end, padding), tuple((s, "float32") for s in shapes))
             found.append(made)
-    return sorted(found, key=lambda case: case.name.endswith(" 1"))
+            if size % 2 == 0 and batch > 1:
+                short = tuple((s, "bfloat16") for s in shapes)
+                found.append(Case(f"{name} bfloat16, batch {batch}", layer(end, padding), short))
+    return sorted(found, key=lambda case: ("bfloat16" in case.name, case.name.endswith(" 1")))
 
 
 def schedules(case: Any, most: int) -> list[Any]:

@@ -29,10 +29,10 @@ from jcuts.region.gpu_products import (
     UNIT,
 )
 from jcuts.region.gpu_tiles import WARP, Candidate, GpuMachine, scheduled
-from jcuts.region.patch_tiles import FOUR, TILE, PatchShape
+from jcuts.region.patch_tiles import DEPTH, LINES, TILE, WORD, PatchShape
 from jcuts.region.patches import as_patches, patches
 
-TILES = ((2, 32), (4, 16), (4, 32), (8, 16), (2, 64), (8, 32), (16, 16), (4, 64))
+TILES = ((2, 32), (4, 16), (4, 32), (8, 16), (2, 64), (8, 32), (16, 16), (4, 64), (1, 32), (1, 64), (1, 128))
 """Rows and neighbours of a block's tile."""
 COLUMNS = (16, 32, 64, 96, 128)
 WARP_PIXELS = (16, 32, 64)
@@ -79,7 +79,7 @@ def shapes(program: Program, machine: GpuMachine) -> Iterator[PatchShape]:
     found = patches(program)
     widths = [c for c in COLUMNS if c == COLUMNS[0] or c < found.columns + TILE]
     for rows, pixels in TILES:
-        if (rows > 1 and rows >= 2 * found.rows) or pixels >= 2 * max(TILE, found.outputs):
+        if rows >= 2 * found.rows > 2 or (rows == 1) != (found.rows == 1) or pixels >= 2 * max(TILE, found.outputs):
             continue
         tiles = PatchShape(found, rows, pixels, TILE, (1, 1, 1), 1, 1).tiles
         even = {-(-tiles // (count * machine.sms)) for count in RESIDENT}
@@ -113,7 +113,7 @@ def least(program: Program, machine: GpuMachine) -> float:
     found = patches(program)
     outputs = found.images * found.rows * found.outputs
     multiplied = float(outputs * found.columns * len(found.terms))
-    return max(_moved(program) / MEMORY, multiplied / (machine.sms * UNIT[FOUR]), LATENCY)
+    return max(_moved(program) / MEMORY, multiplied / (machine.sms * UNIT[found.item]), LATENCY)
 
 
 def _moved(program: Program) -> float:
@@ -130,13 +130,15 @@ def cycles(program: Program, shape: PatchShape, machine: GpuMachine) -> float:
     queue = -(-math.prod(shape.blocks) // machine.sms)
     beside, waves = min(resident, queue), queue / min(resident, queue)
     waits = shape.waits / len(shape.places)
-    read = warps * shape.steps * 2 * FOUR * (high * long * waits + broad) * FOUR
+    item = shape.patches.item
+    read = warps * shape.steps * WORD * (high * long * waits * DEPTH // item + broad * LINES)
     tiles = high * long // TILE * (broad // 8)
-    issued = warps * shape.steps * (tiles + high * long // 2 + broad // 4) + warps * shape.copies(shape.beside) * PIECE
+    issued = warps * shape.steps * (tiles + high * long * 2 // item + broad // 4)
+    issued += warps * shape.copies(shape.beside) * PIECE
     issued += RESULT * outputs * shape.columns / WARP
-    copied = FOUR * (shape.lines * shape.length + outputs * shape.columns)
+    copied = item * (shape.lines * shape.length + outputs * shape.columns)
     limits = [
-        beside * shape.steps * 8 * outputs * shape.columns / UNIT[FOUR],
+        beside * shape.steps * (DEPTH // item) * outputs * shape.columns / UNIT[item],
         beside * read / PORT,
         beside * issued / 4,
         beside * copied / L2,

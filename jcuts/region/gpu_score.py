@@ -19,6 +19,7 @@ from jcuts.dfg.program import ITEM_SIZE, Phase, Program
 from jcuts.estimate.launches import SECTOR, LaunchScore, LaunchUse, score
 from jcuts.region.choose import work
 from jcuts.region.patch_tiles import shape_of
+from jcuts.region.patches import patches
 from jcuts.region.products import TYPES, sides
 
 LINE, WARP, WIDEST = 128, 32, 16  # bytes, threads, bytes of the widest access
@@ -37,11 +38,10 @@ def score_of(program: Program, taken: Sequence[Taken], arch: GpuArch) -> LaunchS
 
 def unit_of(program: Program) -> str:
     """The compute unit that does the work."""
-    if dict(program.params).get("cuda") == "patch":
-        return "tf32_mma"
-    if dict(program.params).get("cuda") != "product":
+    form = dict(program.params).get("cuda")
+    if form not in ("product", "patch"):
         return "ffma"
-    kind = TYPES[sides(program)[0].dtype]
+    kind = TYPES[sides(program)[0].dtype if form == "product" else patches(program).dtype]
     return {"tf32": "tf32_mma", "bf16": "bf16_mma", "f16": "fp16_mma"}[kind]
 
 
@@ -82,7 +82,7 @@ def _traffic(program: Program, blocks: int, threads: int) -> tuple[float, float,
     if params.get("cuda") == "patch":
         shape = shape_of(program)
         read = shape.tiles * shape.blocks[0] * shape.lines * shape.length + math.prod(shape.blocks) * shape.filters // 4
-        moved = 4.0 * read + sum(b.bytes for b in program.outputs)
+        moved = float(shape.patches.item * read) + sum(b.bytes for b in program.outputs)
         return max(compulsory, moved), moved / LINE, 1.0
     if params.get("cuda") != "point" or len(program.phases) != 1:
         moved = compulsory * _passes(program)

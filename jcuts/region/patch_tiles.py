@@ -23,9 +23,11 @@ from jcuts.region.patches import Patches, Place, patches
 
 BANKS = 32
 FOUR = 4
-"""Terms of a quarter of a warp, elements of the widest copy, bytes of an element."""
-STEP = 8
-"""Terms of an instruction."""
+"""Terms that a quarter of a warp's lanes hold."""
+WORD, ACCESS, DEPTH = 4, 16, 32
+"""Bytes: of a bank's word, of the widest copy, of an instruction's terms of one pixel."""
+LINES = DEPTH // WORD
+"""Lines of filters of an instruction."""
 TILE = 16
 """Pixels of an instruction, and columns whose results a lane stores in one access."""
 SHIFT = 8
@@ -64,7 +66,7 @@ class PatchShape:
     def fits(self) -> bool:
         """Whether warps have whole fragments."""
         whole = all(t % w == 0 for t, w in zip((self.rows, self.pixels, self.columns), self.warps, strict=True))
-        whole = whole and self.warp[1] % TILE == 0 and self.warp[2] % TILE == 0
+        whole = whole and self.width > 0 and self.warp[1] % TILE == 0 and self.warp[2] % TILE == 0
         return whole and self.stages in (1, 2) and (self.rows == 1 or self.patches.vertical is not None)
 
     # -- tiles --------------------------------------------------------------------------------------------------
@@ -91,11 +93,12 @@ class PatchShape:
 
     @cached_property
     def width(self) -> int:
-        """Elements of one copy."""
+        """Elements of one copy; 0 where lines are not even words."""
         found = self.patches
         image = found.lines * found.length
         steps = (found.length, found.step[1] * self.pixels, image)
-        return next(w for w in (FOUR, 2, 1) if all(step % w == 0 for step in steps))
+        widths = (size // found.item for size in (ACCESS, 8, WORD))
+        return next((w for w in widths if all(step % w == 0 for step in steps)), 0)
 
     @property
     def lines(self) -> int:
@@ -125,23 +128,34 @@ class PatchShape:
 
     @cached_property
     def _layout(self) -> tuple[int, int]:
-        return _best_pitch(self.patches.terms, self.patches.step[1] * self.apart, self.length, self.width)
+        return _best_pitch(
+            self.patches.terms, self.patches.step[1] * self.apart, self.length, self.width, self.patches.item
+        )
 
     @property
     def patch(self) -> int:
         """Bytes of a patch, a multiple of 16."""
-        return -(-self.lines * self.pitch // FOUR) * FOUR * FOUR
+        return -(-self.lines * self.pitch * self.patches.item // ACCESS) * ACCESS
 
     # -- terms --------------------------------------------------------------------------------------------------
     @property
     def steps(self) -> int:
         """Instructions along the terms."""
-        return -(-len(self.patches.terms) // STEP)
+        return -(-len(self.patches.terms) * self.patches.item // DEPTH)
 
     @cached_property
     def places(self) -> list[list[int]]:
-        """Elements of the patch from a pixel's first one to its terms, in fours; the last stands for those beyond."""
-        return _fours(self.patches.terms, self.pitch)
+        """Elements of the patch from a pixel's first one to its terms, in fours; the last stands for those beyond.
+
+        Of 16-bit floats a four of even terms comes before that of the odd ones beside them.
+        """
+        return _fours(self.patches.terms, self.pitch, self.patches.item)
+
+    def real(self, four: int) -> int:
+        """How many terms of a four there are."""
+        many = WORD // self.patches.item
+        first = four // many * many * FOUR + four % many
+        return max(0, min(FOUR, -((first - len(self.patches.terms)) // many)))
 
     @property
     def waits(self) -> int:
@@ -153,7 +167,10 @@ class PatchShape:
         """From one pixel to the next of a fragment's upper half: 1, or 2 with the lower half between them."""
 
         def cost(apart: int) -> int:
-            return _conflicts([k * apart * self.patches.step[1] + t for k in range(WARP // FOUR) for t in range(FOUR)])
+            many = WORD // self.patches.item
+            terms = range(0, FOUR * many, many)
+            places = [k * apart * self.patches.step[1] + t for k in range(WARP // FOUR) for t in terms]
+            return _conflicts([place // many for place in places])
 
         return min((1, 2), key=cost)
 
@@ -166,7 +183,7 @@ class PatchShape:
     @property
     def filters(self) -> int:
         """Bytes of the filters, with zeros for terms that there are not."""
-        return self.steps * STEP * self.filters_pitch * FOUR
+        return self.steps * LINES * self.filters_pitch * WORD
 
     @property
     def shared(self) -> int:
@@ -175,20 +192,23 @@ class PatchShape:
 
 
 @functools.lru_cache(256)
-def _best_pitch(terms: tuple[Place, ...], apart: int, length: int, width: int) -> tuple[int, int]:
+def _best_pitch(terms: tuple[Place, ...], apart: int, length: int, width: int, item: int) -> tuple[int, int]:
     """(pitch, cycles of the reads) with pixels that are so many elements apart."""
 
     def waits(pitch: int) -> int:
         pixels = range(0, WARP // FOUR * apart, apart)
-        return sum(_conflicts([pixel + term for pixel in pixels for term in four]) for four in _fours(terms, pitch))
+        fours = _fours(terms, pitch, item)
+        return sum(_conflicts([(pixel + term) * item // WORD for pixel in pixels for term in four]) for four in fours)
 
-    return min(((pitch, waits(pitch)) for pitch in range(length, length + BANKS, width)), key=lambda found: found[::-1])
+    pitches = range(length, length + BANKS * WORD // item, width)
+    return min(((pitch, waits(pitch)) for pitch in pitches), key=lambda found: found[::-1])
 
 
-def _fours(terms: tuple[Place, ...], pitch: int) -> list[list[int]]:
+def _fours(terms: tuple[Place, ...], pitch: int, item: int) -> list[list[int]]:
     found = [line * pitch + element for line, element in terms]
-    found += [found[-1]] * (-len(found) % STEP)
-    return [found[k : k + FOUR] for k in range(0, len(found), FOUR)]
+    found += [found[-1]] * (-len(found) % (DEPTH // item))
+    many = WORD // item
+    return [found[k + n : k + many * FOUR : many] for k in range(0, len(found), many * FOUR) for n in range(many)]
 
 
 def _conflicts(words: list[int]) -> int:

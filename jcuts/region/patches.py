@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 
 from jcuts.dfg.index import Index, unflatten
 from jcuts.dfg.node import Graph, Guard, Node
-from jcuts.dfg.program import Axis, Phase, Program, Red
-from jcuts.region.products import COLUMNS, LEAST_TERMS, ROWS, K, _factors
+from jcuts.dfg.program import ITEM_SIZE, Axis, Phase, Program, Red
+from jcuts.region.products import COLUMNS, LEAST_TERMS, ROWS, TYPES, K, _factors
 from jcuts.region.schedule import rewritten
 
 MOST_TERMS = 320
@@ -33,7 +33,7 @@ class Patches:
     """How outputs read an image; the axis of neighbouring outputs is m, that of the filters n (as in `products`).
 
     Attributes:
-        image, filters: buffers. base: the address of an image by the axes ``others``.
+        image, filters: buffers of type ``dtype``. base: the address of an image by the axes ``others``.
         lines, length: of an image. vertical: the axis along which lines move (None: there is one row of outputs).
         start: place of the first output's window, perhaps outside the image. step: what the next row and the next
             output move. terms: place of every term in its window.
@@ -42,6 +42,7 @@ class Patches:
 
     image: str
     filters: str
+    dtype: str
     base: Index
     others: tuple[Axis, ...]
     vertical: Axis | None
@@ -53,6 +54,11 @@ class Patches:
     step: Place
     terms: tuple[Place, ...]
     weights: Index
+
+    @property
+    def item(self) -> int:
+        """Bytes of an element."""
+        return ITEM_SIZE[self.dtype]
 
     @property
     def rows(self) -> int:
@@ -125,7 +131,7 @@ def _operands(phase: Phase) -> tuple[Node, Node] | None:
     """(image, filters): two loads whose product is summed, of which one does not depend on the columns."""
     loads = _factors(phase)
     columns = [a.name for a in phase.axes if phase.stores[0].address.stride(a.name) == 1]
-    if loads is None or len(columns) != 1 or loads[0].dtype != "float32":
+    if loads is None or len(columns) != 1 or loads[0].dtype not in TYPES:
         return None
     image, filters = loads if loads[0].index is not None and columns[0] not in loads[0].index.axes() else loads[::-1]
     assert image.index is not None and filters.index is not None
@@ -181,7 +187,8 @@ def _patches(program: Program) -> Patches | None:
         at = dict(zip((r.name for r in phase.reds), point, strict=True))
         places.append((_at(line, at), _at(element, at)))
     return Patches(
-        image=image.buffer, filters=filters.buffer, base=_sum({a.name: strides[a.name] for a in others}),
+        image=image.buffer, filters=filters.buffer, dtype=image.dtype,
+        base=_sum({a.name: strides[a.name] for a in others}),
         others=others, vertical=vertical[0] if vertical else None, outputs=ranges[ROWS], columns=ranges[COLUMNS],
         lines=lines, length=length, start=start,
         step=(strides[vertical[0].name] // length if vertical else 1, strides[ROWS]), terms=tuple(places),

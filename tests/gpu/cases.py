@@ -218,12 +218,12 @@ def products(dtype: str) -> dict[str, Case]:
             (normal(2, 64, 4, 32, dtype=dtype), normal(2, 72, 4, 32, dtype=dtype, seed=1)),
         ),
         "product, convolution 3x3": (conv, (image, taps, bias)),
-        **({"patch, first layer": (conv, _first_layer())} if dtype == "float32" else {}),
+        "patch, first layer": (conv, _first_layer(dtype)),
     }
 
 
-def _first_layer() -> tuple[np.ndarray, ...]:
-    return normal(2, 37, 45, 3), normal(7, 7, 3, 40), normal(40)
+def _first_layer(dtype: str) -> tuple[np.ndarray, ...]:
+    return normal(2, 37, 46, 3, dtype=dtype), normal(7, 7, 3, 40, dtype=dtype), normal(40, dtype=dtype)
 
 
 ELEMENTARY = (

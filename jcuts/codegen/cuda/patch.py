@@ -12,6 +12,8 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 
+from llvmlite import ir
+
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen import lanes as L
 from jcuts.codegen.cuda import memory as M
@@ -23,8 +25,8 @@ from jcuts.codegen.cuda.product_tiles import TileShape
 from jcuts.codegen.cuda.shared import WARP
 from jcuts.dfg.index import Index
 from jcuts.dfg.program import Buffer, Program
-from jcuts.region.patch_tiles import FOUR, STEP, TILE, PatchShape, shape_of
-from jcuts.region.products import COLUMNS, ROWS, Side
+from jcuts.region.patch_tiles import FOUR, LINES, TILE, WORD, PatchShape, shape_of
+from jcuts.region.products import COLUMNS, ROWS, TYPES, Side
 
 EIGHT = 8  # rows of outputs of a fragment's half, columns of a fragment
 
@@ -138,12 +140,12 @@ class PatchEmitter:
     # -- products -------------------------------------------------------------------------------------------------
     def _patterns(self) -> dict[tuple[int, ...], L.Value]:
         """For every pattern of four terms the address of this lane's one, for its first pixel and the first stage."""
-        builder, shape = self.builder, self.shape
+        builder, shape, item = self.builder, self.shape, self.shape.patches.item
         down, across = shape.patches.step
         pixel = builder.mul(builder.lshr(self.lane, L.I32(2)), L.I32(shape.apart))
         place = builder.mul(builder.add(self.pixel, pixel), L.I32(across))
         place = builder.add(place, builder.mul(self.row, L.I32(down * shape.pitch)))
-        place = builder.add(self.shared, builder.mul(builder.add(place, L.I32(shape.early)), L.I32(FOUR)))
+        place = builder.add(self.shared, builder.mul(builder.add(place, L.I32(shape.early)), L.I32(item)))
         term = builder.and_(self.lane, L.I32(3))
         found: dict[tuple[int, ...], L.Value] = {}
         for four in shape.places:
@@ -151,27 +153,27 @@ class PatchEmitter:
             if pattern in found:
                 continue
             if len({b - a for a, b in itertools.pairwise(pattern)}) == 1:
-                moved = builder.mul(term, L.I32(FOUR * pattern[1]))
+                moved = builder.mul(term, L.I32(item * pattern[1]))
             else:
                 moved = L.I32(0)
                 for number in (1, 2, 3):
                     holds = builder.icmp_signed("==", term, L.I32(number))
-                    moved = builder.select(holds, L.I32(FOUR * pattern[number]), moved)
+                    moved = builder.select(holds, L.I32(item * pattern[number]), moved)
             found[pattern] = builder.add(place, moved)
         return found
 
     def _columns(self) -> L.Value:
         """Address of this lane's first two filters of its first term."""
         builder, shape = self.builder, self.shape
-        line = builder.mul(builder.and_(self.lane, L.I32(3)), L.I32(FOUR * shape.filters_pitch))
+        line = builder.mul(builder.and_(self.lane, L.I32(3)), L.I32(WORD * shape.filters_pitch))
         column = builder.add(self.column, builder.mul(builder.lshr(self.lane, L.I32(2)), L.I32(2)))
-        return builder.add(self.filters.into, builder.add(line, builder.mul(column, L.I32(FOUR))))
+        return builder.add(self.filters.into, builder.add(line, builder.mul(column, L.I32(WORD))))
 
     def _sums(self, patterns: dict[tuple[int, ...], L.Value], columns: L.Value, stage: L.Value) -> Totals:
         """Totals of this warp [row, then 16 outputs][8 columns][4], fragments one step ahead of the products."""
         builder, shape = self.builder, self.shape
         high, long, broad = shape.warp
-        count = high * long // TILE
+        count, kind = high * long // TILE, TYPES[shape.patches.dtype]
         sums: Totals = [[[L.F32(0.0)] * 4 for _ in range(broad // EIGHT)] for _ in range(count)]
         places = {p: builder.add(v, stage) for p, v in patterns.items()} if shape.stages > 1 else patterns
         near = (self._left(places, 0), self._right(columns, 0))
@@ -181,7 +183,7 @@ class PatchEmitter:
                 near = (self._left(places, step + 1), self._right(columns, step + 1))
             for i, row in enumerate(rows):
                 for j, column in enumerate(filters):
-                    sums[i][j] = tensor.multiply(builder, "tf32", row, column, sums[i][j])
+                    sums[i][j] = tensor.multiply(builder, kind, row, column, sums[i][j])
         return sums
 
     def _left(self, patterns: dict[tuple[int, ...], L.Value], step: int) -> list[list[L.Value]]:
@@ -189,37 +191,47 @@ class PatchEmitter:
         builder, shape = self.builder, self.shape
         high, long, _ = shape.warp
         down, across = shape.patches.step
-        lower = 1 if shape.apart == 2 else EIGHT
+        lower, many = 1 if shape.apart == 2 else EIGHT, WORD // shape.patches.item
         found = []
         for row in range(high):
             for pixel in range(0, long, TILE):
                 words = []
                 for half in (0, 1):
-                    number = 2 * step + half
-                    four = shape.places[number]
-                    real = len(shape.patches.terms) - FOUR * number
                     for more in (0, lower):
-                        if real <= 0:
-                            words.append(L.I32(0))
-                            continue
-                        offset = four[0] + row * down * shape.pitch + (pixel + more) * across
-                        address = patterns[tuple(t - four[0] for t in four)]
-                        word = tensor.to_tf32(builder, tensor.read_word(builder, address, FOUR * offset))
-                        if real < FOUR:
-                            term = builder.and_(self.lane, L.I32(3))
-                            word = builder.select(builder.icmp_signed("<", term, L.I32(real)), word, L.I32(0))
-                        words.append(word)
+                        offset = row * down * shape.pitch + (pixel + more) * across
+                        fours = range((2 * step + half) * many, (2 * step + half + 1) * many)
+                        terms = [self._term(patterns, four, offset) for four in fours]
+                        words.append(terms[0] if many == 1 else tensor.two_halves(builder, *terms))
                 found.append(words)
         return found
+
+    def _term(self, patterns: dict[tuple[int, ...], L.Value], four: int, offset: int) -> L.Value:
+        """This lane's term of a four, of the pixel that is so many elements behind its first one."""
+        builder, shape = self.builder, self.shape
+        item, real = shape.patches.item, shape.real(four)
+        kind = L.I32 if item == WORD else ir.IntType(16)
+        if real == 0:
+            return kind(0)
+        places = shape.places[four]
+        address = patterns[tuple(t - places[0] for t in places)]
+        offset = item * (places[0] + offset)
+        if item == WORD:
+            value = tensor.to_tf32(builder, tensor.read_word(builder, address, offset))
+        else:
+            value = tensor.read_half(builder, address, offset)
+        if real == FOUR:
+            return value
+        term = builder.and_(self.lane, L.I32(3))
+        return builder.select(builder.icmp_signed("<", term, L.I32(real)), value, kind(0))
 
     def _right(self, place: L.Value, step: int) -> list[list[L.Value]]:
         """Two registers per 8 columns: even and odd ones of 16 take turns."""
         shape = self.shape
         found = []
         for column in range(0, shape.warp[2], TILE):
-            offset = FOUR * (step * STEP * shape.filters_pitch + column)
+            offset = WORD * (step * LINES * shape.filters_pitch + column)
             near = tensor.read_pair(self.builder, place, offset)
-            far = tensor.read_pair(self.builder, place, offset + FOUR * FOUR * shape.filters_pitch)
+            far = tensor.read_pair(self.builder, place, offset + WORD * FOUR * shape.filters_pitch)
             found += [[near[0], far[0]], [near[1], far[1]]]
         return found
 
@@ -233,8 +245,8 @@ class PatchEmitter:
         variables[ROWS] = builder.add(variables[ROWS], self.pixel)
         variables[COLUMNS] = builder.add(variables[COLUMNS], self.column)
         tiles = (
-            TileShape(_side(ROWS, shape.apart == 1), found.outputs, shape.pixels, STEP, long),
-            TileShape(_side(COLUMNS, False), found.columns, shape.columns, STEP, broad),
+            TileShape(_side(ROWS, shape.apart == 1), found.outputs, shape.pixels, LINES, long),
+            TileShape(_side(COLUMNS, False), found.columns, shape.columns, LINES, broad),
         )
         frame = replace(self.frame, variables=variables)
         if found.vertical is not None:
@@ -251,4 +263,4 @@ def _fresh(builder: GpuBuilder, value: L.Value) -> L.Value:
 
 def _side(outer: str, along_terms: bool) -> Side:
     """What `product_exit` asks of an operand: how a lane's results are spread."""
-    return Side("", "float32", Index(), (), outer, along_terms, 1, STEP, 1)
+    return Side("", "float32", Index(), (), outer, along_terms, 1, LINES, 1)

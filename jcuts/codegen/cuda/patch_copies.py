@@ -9,7 +9,9 @@ from jcuts.codegen import lanes as L
 from jcuts.codegen.cuda import memory as M
 from jcuts.codegen.cuda import tensor
 from jcuts.codegen.cuda.builder import GpuBuilder
-from jcuts.region.patch_tiles import FOUR, STEP, PatchShape
+from jcuts.dfg.index import Index
+from jcuts.dfg.node import Guard
+from jcuts.region.patch_tiles import FOUR, LINES, WORD, PatchShape
 from jcuts.region.products import COLUMNS, ROWS, K
 
 FLIGHT = 8
@@ -25,21 +27,22 @@ class PatchCopier:
     def start(self, places: Mapping[str, L.Value], stage: L.Value, thread: L.Value) -> None:
         """Starts the copies of the patch of a tile whose first output is at ``places``, zeros outside the image."""
         builder, shape, found = self.frame.builder, self.shape, self.shape.patches
+        item = found.item
         at = replace(self.frame, variables=dict(places), cache={})
         first: L.Value = L.I32(found.start[0])
         if found.vertical is not None:
             first = builder.add(builder.mul(places[found.vertical.name], L.I32(found.step[0])), first)
         begin = builder.mul(places[ROWS], L.I32(found.step[1]))
         begin = builder.add(begin, L.I32(found.start[1] - shape.early))
-        base = builder.mul(builder.sext(M.index(at, found.base), L.I64), L.I64(FOUR))
+        base = builder.mul(builder.sext(M.index(at, found.base), L.I64), L.I64(item))
         base = builder.add(self.frame.pointers[found.image], base)
         line, column = builder.udiv(thread, L.I32(shape.beside)), builder.urem(thread, L.I32(shape.beside))
         place = builder.mul(column, L.I32(shape.width))
         target = builder.add(builder.mul(line, L.I32(shape.pitch)), place)
-        target = builder.add(builder.add(self.shared, stage), builder.mul(target, L.I32(FOUR)))
+        target = builder.add(builder.add(self.shared, stage), builder.mul(target, L.I32(item)))
         down, right = builder.add(line, first), builder.add(begin, place)
         offset = builder.add(builder.mul(down, L.I32(found.length)), right)
-        source = builder.add(base, builder.mul(builder.sext(offset, L.I64), L.I64(FOUR)))
+        source = builder.add(base, builder.mul(builder.sext(offset, L.I64), L.I64(item)))
         abreast, pieces = shape.threads // shape.beside, shape.length // shape.width
         for above in range(0, shape.lines, abreast):
             there = None
@@ -55,23 +58,34 @@ class PatchCopier:
                 live = builder.and_(inside, builder.icmp_unsigned("<", end, L.I32(found.length)))
                 moved = (above * shape.pitch + left * shape.width, above * found.length + left * shape.width)
                 tensor.copy(
-                    builder, (target, FOUR * moved[0]), (source, FOUR * moved[1]), FOUR * shape.width, live, where
+                    builder, (target, item * moved[0]), (source, item * moved[1]), item * shape.width, live, where
                 )  # fmt: skip
 
 
 class Filters:
-    """The filters of a block: one line of columns per term, rounded; zeros for terms and columns that there are not."""
+    """The filters of a block, zeros for terms and columns that there are not.
+
+    A line of columns per term, rounded to TF32, or per two terms of 16 bits: a word has both.
+    """
 
     def __init__(self, frame: M.Frame, shape: PatchShape, thread: L.Value, into: L.Value) -> None:
         """Args: into: their address in shared memory."""
-        self.frame, self.shape, self.thread, self.into = frame, shape, thread, into
+        self.shape, self.thread, self.into = shape, thread, into
         self.builder: GpuBuilder = frame.builder
-        ranges = {K: len(shape.patches.terms), COLUMNS: -(-shape.patches.columns // shape.columns) * shape.columns}
-        self.frame = replace(frame, ranges=ranges)
+        along = shape.columns // self.width
+        self.pieces = shape.steps * LINES * along
+        turns = -(-self.pieces // shape.threads)  # in the last one, some threads are beyond the last line
+        lines = -(-turns * shape.threads // along)
+        self.frame = replace(frame, ranges={K: lines * self.many, COLUMNS: shape.blocks[0] * shape.columns})
+
+    @property
+    def many(self) -> int:
+        """Terms of a line."""
+        return WORD // self.shape.patches.item
 
     @property
     def width(self) -> int:
-        """Elements of one load: columns that lie side by side."""
+        """Columns of one load that lie side by side."""
         index, columns = self.shape.patches.weights, self.shape.patches.columns
         if index.stride(COLUMNS) != 1:
             return 1
@@ -82,7 +96,7 @@ class Filters:
         """Loads, rounds and stores this thread's share."""
         builder, shape, width = self.builder, self.shape, self.width
         along = shape.columns // width
-        pieces = shape.steps * STEP * along
+        pieces = self.pieces
         starts = list(range(0, pieces, shape.threads))
         for group in (starts[k : k + FLIGHT] for k in range(0, len(starts), FLIGHT)):
             held = []
@@ -93,18 +107,27 @@ class Filters:
                 line, column = builder.udiv(piece, L.I32(along)), builder.urem(piece, L.I32(along))
                 column = builder.mul(column, L.I32(width))
                 place = builder.add(builder.mul(line, L.I32(shape.filters_pitch)), column)
-                target = builder.add(self.into, builder.mul(place, L.I32(FOUR)))
-                held.append((self._load(line, column, width), target, where))
-            for words, target, where in held:
-                rounded = [tensor.to_tf32(builder, word) for word in words]
-                tensor.write_words(builder, target, 0, rounded, where)
+                target = builder.add(self.into, builder.mul(place, L.I32(WORD)))
+                held.append((self._loads(line, column), target, where))
+            for terms, target, where in held:
+                tensor.write_words(builder, target, 0, self._words(terms), where)
 
-    def _load(self, term: L.Value, column: L.Value, width: int) -> list[L.Value]:
+    def _loads(self, line: L.Value, column: L.Value) -> list[list[L.Value]]:
+        """Of every term of a line its neighbouring columns, as integers."""
         builder, found = self.builder, self.shape.patches
         column = builder.add(self.frame.variables[COLUMNS], column)
-        live = builder.icmp_unsigned("<", term, L.I32(len(found.terms)))
-        if found.columns % self.shape.columns:
-            live = builder.and_(live, builder.icmp_unsigned("<", column, L.I32(found.columns)))
-        at = replace(self.frame, variables={K: term, COLUMNS: column}, cache={})
-        offset = builder.mul(builder.sext(M.index(at, found.weights), L.I64), L.I64(FOUR))
-        return tensor.load_words(builder, (builder.add(self.frame.pointers[found.filters], offset), 0), width, live)
+        guards = (
+            Guard(Index.axis(K), None, len(found.terms) - 1), Guard(Index.axis(COLUMNS), None, found.columns - 1),
+        )  # fmt: skip
+        loads = []
+        for number in range(self.many):
+            term = builder.add(builder.mul(line, L.I32(self.many)), L.I32(number))
+            at = replace(self.frame, variables={K: term, COLUMNS: column}, cache={})
+            loads.append(M.load(at, found.filters, found.item, found.weights, self.width, guards, 0))
+        return loads
+
+    def _words(self, terms: list[list[L.Value]]) -> list[L.Value]:
+        builder = self.builder
+        if self.many == 1:
+            return [tensor.to_tf32(builder, word) for word in terms[0]]
+        return [tensor.two_halves(builder, low, high) for low, high in zip(*terms, strict=True)]

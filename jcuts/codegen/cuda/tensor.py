@@ -109,6 +109,17 @@ def read_word(builder: GpuBuilder, place: L.Value, offset: int) -> L.Value:
     return asm(builder, f"ld.shared.b32 $0, {where};", L.I32, [place], effects=True)
 
 
+def read_half(builder: GpuBuilder, place: L.Value, offset: int) -> L.Value:
+    """16 bits of shared memory."""
+    where = f"[$1+{offset}]" if offset else "[$1]"
+    return asm(builder, f"ld.shared.b16 $0, {where};", ir.IntType(16), [place], effects=True)
+
+
+def two_halves(builder: GpuBuilder, low: L.Value, high: L.Value) -> L.Value:
+    """A word of two halves of 16 bits."""
+    return builder.or_(builder.zext(low, L.I32), builder.shl(builder.zext(high, L.I32), L.I32(16)))
+
+
 def read_pair(builder: GpuBuilder, place: L.Value, offset: int) -> list[L.Value]:
     """Two neighbouring words of shared memory."""
     where = f"[$2+{offset}]" if offset else "[$2]"

@@ -163,7 +163,7 @@ def grouped(counter: GroupCounter, most: int = MOST, *, alike: bool = False) -> 
     for score, tiling in chosen:
         yield tiling.of(counter.program), score
     for score, tiling in chosen[:SPREAD] if counter.rounded else ():
-        yield replace(tiling, spread=1).of(counter.program), AGAIN * score
+        yield replace(tiling, spread=1, steps=2).of(counter.program), AGAIN * score
 
 
 def tilings(counter: GroupCounter) -> Iterator[GroupTiling]:

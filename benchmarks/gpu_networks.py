@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_networks.py --out results MobileNetV2:1:closed MobileNetV2:64:args
     python benchmarks/gpu_networks.py --out results              # everything; what is in results already is skipped
+    python benchmarks/gpu_networks.py --out results --gpus 4     # on four equal GPUs side by side
     python benchmarks/gpu_networks.py --out results --table      # the table of what is there
     python benchmarks/gpu_networks.py --out dry --dry MobileNetV2:2:closed   # small networks on this CPU: finds typos
 
@@ -19,11 +20,14 @@ import json
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -242,8 +246,6 @@ def launches(call: Callable[[], Any], steps: int = 50) -> dict[str, int]:
 
 def profiled(call: Callable[[], Any], folder: Path, steps: int = 10) -> dict[str, Any]:
     """Kernels per step and their time [s], as the profiler saw them on the GPU's streams."""
-    import shutil
-
     import jax
 
     shutil.rmtree(folder, ignore_errors=True)
@@ -386,12 +388,27 @@ def label(spec: str) -> str:
     return spec.replace(":", "_b")
 
 
-def child(what: str, spec: str, options: argparse.Namespace, limit: float) -> dict[str, Any]:
+def lane_of(number: int, options: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
+    """Environment and command prefix of one GPU's processes: their own lock for measuring, a share of the cores."""
+    if options.gpus == 1:
+        return {}, []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    device = visible[number] if len(visible) >= options.gpus else str(number)
+    places = options.out / f"tmp{number}"
+    places.mkdir(exist_ok=True)
+    cores = sorted(os.sched_getaffinity(0))
+    mine = cores[number * len(cores) // options.gpus : (number + 1) * len(cores) // options.gpus] or cores
+    prefix = ["taskset", "-c", ",".join(map(str, mine))] if shutil.which("taskset") else []
+    return {"CUDA_VISIBLE_DEVICES": device, "TMPDIR": str(places)}, prefix
+
+
+def child(what: str, spec: str, options: argparse.Namespace, limit: float, lane: int = 0) -> dict[str, Any]:
     """One network in a fresh process."""
+    more, prefix = lane_of(lane, options)
     environment = {**os.environ, "JCUTS_CACHE_DIR": str(options.out / "cache"),
-                   "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3",
+                   "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3", **more,
                    **({"JAX_PLATFORMS": "cpu", "JCUTS_MAX_CANDIDATES": "1"} if options.dry else {})}  # fmt: skip
-    command = [sys.executable, __file__, spec, "--out", str(options.out), "--child", what,
+    command = [*prefix, sys.executable, __file__, spec, "--out", str(options.out), "--child", what,
                "--seconds", str(options.seconds), *(["--dry"] if options.dry else [])]  # fmt: skip
     log = options.out / f"{label(spec)}_{what}.log"
     with log.open("w") as errors:
@@ -435,6 +452,24 @@ def table(out: Path) -> str:
     return "\n".join(lines)
 
 
+def one(spec: str, options: argparse.Namespace, left: Callable[[], float], lane: int) -> None:
+    """Runs what is missing of one network's file. Args: left: seconds of the budget."""
+    path = options.out / f"{label(spec)}.json"
+    for what, key in (("measure", "finished"), ("prove", "proof"), ("torch", "torch")):
+        row = json.loads(path.read_text()) if path.exists() else {}
+        wanted = {"measure": True, "prove": options.proof, "torch": options.torch}[what]
+        if key in row or not wanted or (what == "prove" and "times" not in row):
+            continue
+        if left() < (options.least if what == "measure" else 0):
+            print(f"{spec}: not begun, {max(0.0, left()):.0f} s are left")
+            break
+        found = child(what, spec, options, min(options.limit, left() + 20), lane)
+        row = json.loads(path.read_text()) if path.exists() else {}
+        row.pop("failed", None)
+        row |= {"network": spec, **(found if what == "measure" else {key: found})}
+        path.write_text(json.dumps(row, indent=1) + "\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -444,6 +479,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=540.0, help="seconds for one network")
     parser.add_argument("--least", type=float, default=90.0, help="seconds that must be left to begin a network")
     parser.add_argument("--seconds", type=float, default=6.0, help="of timing per network")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs that take the next network each")
     parser.add_argument("--dry", action="store_true", help="small networks on the CPU")
     parser.add_argument("--proof", action="store_true", help="a second process: warm start, contents of the graphs")
     parser.add_argument("--torch", action="store_true", help="torch.compile as well")
@@ -462,23 +498,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             result = measure(spec, options.out, options.dry, options.seconds)
         print(json.dumps(result))
         return 0
-    start = time.perf_counter()
-    for spec in [] if options.table else options.networks:
-        path = options.out / f"{label(spec)}.json"
-        for what, key in (("measure", "finished"), ("prove", "proof"), ("torch", "torch")):
-            row = json.loads(path.read_text()) if path.exists() else {}
-            wanted = {"measure": True, "prove": options.proof, "torch": options.torch}[what]
-            left = options.budget - (time.perf_counter() - start)
-            if key in row or not wanted or (what != "measure" and "times" not in row):
-                continue
-            if left < (options.least if what == "measure" else 0):
-                print(f"{spec}: not begun, {max(0.0, left):.0f} s are left")
-                break
-            found = child(what, spec, options, min(options.limit, left + 20))
-            row = json.loads(path.read_text()) if path.exists() else {}
-            row.pop("failed", None)
-            row |= {"network": spec, **(found if what == "measure" else {key: found})}
-            path.write_text(json.dumps(row, indent=1) + "\n")
+    if not options.table:
+        start = time.perf_counter()
+        waiting = iter(options.networks)
+        lock = threading.Lock()
+
+        def lane(number: int) -> None:
+            while True:
+                with lock:
+                    spec = next(waiting, None)
+                if spec is None:
+                    return
+                one(spec, options, lambda: options.budget - (time.perf_counter() - start), number)
+
+        with ThreadPoolExecutor(options.gpus) as pool:
+            list(pool.map(lane, range(options.gpus)))
     print(table(options.out))
     return 0
 

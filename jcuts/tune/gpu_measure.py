@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -63,7 +64,7 @@ def measure(
     path: str, library: Function, inputs: Sequence[np.ndarray], kernels: Mapping[str, CompiledKernel],
     others: Mapping[str, tuple[Function, dict[str, Any]]], *, seconds: float, finalists: int, mixed: bool,
     announce: Announce,
-) -> tuple[dict[str, tuple[str, Samples]], float]:  # fmt: skip
+) -> tuple[dict[str, tuple[str, Samples]], dict[str, float]]:  # fmt: skip
     """Times of all candidates of a problem.
 
     Args:
@@ -71,14 +72,23 @@ def measure(
         kernels: label -> kernel; others: label -> (function, XLA compiler options).
         seconds: most wall time for the samples of one; finalists: kernels that are timed in chains.
         mixed: whether kernels that are far behind XLA are of no interest.
-    Returns: label -> (method, samples [s per execution]), and what compiling took [s].
+    Returns: label -> (method, samples [s per execution]), and what the parts of this took [s].
     """
     found: dict[str, tuple[str, Samples]] = {}
+    parts: dict[str, float] = {}
+    last = time.perf_counter()
+
+    def done(part: str) -> None:
+        nonlocal last
+        parts[part], last = time.perf_counter() - last, time.perf_counter()
+
     with _to_the_death():
-        jax.block_until_ready(jax.device_put(list(inputs)))  # the primary context is XLA's before it is ours
+        jax.block_until_ready(jax.device_put(np.float32(0)))  # the primary context is XLA's before it is ours
         announce("")
         bench = gpu_timing.Bench(library, inputs)
+        done("operands")
         bench.add(LIBRARY, _ahead.pop(path, None) or bench.compiled({LIBRARY: (library, {})})[LIBRARY])
+        done("xla")
         chosen = list(kernels)
         if chosen:
             device = driver.device()
@@ -92,13 +102,16 @@ def measure(
                 limit = min(limit, BEHIND * bench.quick(LIBRARY))
             chosen = [label for label in ranked[:finalists] if best[label] <= limit]
             found = {label: (SCREENED, quick[label]) for label in quick if label not in chosen}
+        done("screening")
         entries = {label: (functools.partial(call_kernel, kernels[label]), {}) for label in chosen} | dict(others)
         for label, program in bench.compiled(entries).items():
             announce(label)
             bench.add(label, program)
+        done("chains")
         announce("")
         found |= {label: ("chain", samples) for label, samples in bench.race(seconds).items()}
-    return found, bench.compile_seconds
+        done("race")
+    return found, parts
 
 
 @contextmanager

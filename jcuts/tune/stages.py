@@ -267,8 +267,8 @@ class Session:
             answer = None
         if isinstance(answer, dict):
             job.answer = answer
-            made = float(answer.get("compile_seconds", 0.0))
-            _log.info("%s: measured in %.2f s, of which compiling %.2f s", job.problem.name, answer["seconds"], made)
+            parts = ", ".join(f"{part} {float(spent):.2f}" for part, spent in answer.get("parts", {}).items())
+            _log.info("%s: measured in %.2f s (%s)", job.problem.name, answer["seconds"], parts)
 
     def _measure_once(self, job: Job, order: list[str]) -> Answer | CandidateRejected:
         kept: list[Answer | CandidateRejected] = []

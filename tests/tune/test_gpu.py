@@ -305,6 +305,16 @@ def test_programs_are_compared_as_chains():
     assert all(s.median > 0 and len(s.seconds) >= 5 for s in samples.values())
 
 
+def test_a_problem_without_kernels_is_measured_by_chains_alone():
+    told = []
+    other = {"other": (lambda x: jnp.sin(x) + 1, {})}
+    found, parts = gpu_measure.measure("p", jax.jit(jnp.sin), [np.ones((8, 8), np.float32)], {}, other, seconds=0.01,
+                                       finalists=3, mixed=True, announce=told.append)  # fmt: skip
+    assert {label: method for label, (method, _) in found.items()} == {"xla": "chain", "other": "chain"}
+    assert set(parts) == {"operands", "xla", "screening", "chains", "race"} and min(parts.values()) >= 0
+    assert told[-2:] == ["other", ""]
+
+
 def test_every_execution_of_a_chain_happens():
     x, w = np.ones((64, 64), np.float32), np.ones((64, 2), np.float32)
 

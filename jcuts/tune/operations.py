@@ -118,9 +118,8 @@ def reference(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     if problem.library is None or problem.reference is None:
         raise CandidateRejected(f"problem {problem.name} came without its exports", problem=problem.digest)
     announce(LIBRARY)
-    kinds = references.make(
-        jax, problem, _library(request["problem"]), Path(request["folder"]), int(request["seed"]), request["autotuned"]
-    )
+    place, folder = str(request.get("autotuned", "")), Path(request["folder"])
+    kinds = references.make(jax, problem, _library(request["problem"]), folder, int(request["seed"]), place)
     return {"kinds": kinds}
 
 

@@ -300,7 +300,10 @@ def test_bert_has_one_group_per_layer():
 
 @pytest.mark.parametrize(
     ("name", "size", "groups", "fewer"),
-    [pytest.param("InceptionV3", 75, 10, 19, marks=pytest.mark.slow), ("ResNet50", 32, 4, 4)],
+    [
+        pytest.param("InceptionV3", 75, 10, 19, marks=pytest.mark.slow),
+        pytest.param("ResNet50", 32, 4, 4, marks=pytest.mark.slow),
+    ],
 )
 def test_networks(name, size, groups, fewer):
     pytest.importorskip("keras")

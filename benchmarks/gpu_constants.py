@@ -14,9 +14,8 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu_cases import Case  # noqa: E402
-from benchmarks.gpu_groups import compiled  # noqa: E402
+from benchmarks.gpu_groups import build  # noqa: E402
 
 GEMMS = (
     (4096, 4096, 4096), (3072, 1024, 4096), (384, 768, 768), (384, 768, 3072), (384, 3072, 768),
@@ -222,10 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if gpu_run.wanted(pair[0], options.only) and (not tiles or asked):
             found = [schedules(pair[0], options.most, True, asked), schedules(pair[1], options.plain, False, ())]
             work.append((pair, found))
-    jobs = [(p, folder) for _, found in work for programs in found for p in programs]
-    with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
-        refused = [x for x in pool.map(compiled, jobs, chunksize=2) if x]
-    print(f"{len(jobs)} kernels, {len(refused)} refused, {time.perf_counter() - start:.0f} s", *refused, sep="\n")
+    build([p for _, found in work for programs in found for p in programs], folder, options.workers, start)
     rows: list[dict[str, Any]] = []
     for pair, found in [] if options.build else work:
         if time.perf_counter() - start > options.budget:

@@ -8,12 +8,9 @@ Needs a GPU. Kernels compile in parallel first; then every layer as in `gpu_run.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +81,7 @@ def schedules(case: Any, most: int) -> list[Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     from benchmarks import gpu_run
-    from benchmarks.gpu_groups import compiled
+    from benchmarks.gpu_groups import build, race
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("gpu_first_layers"))
@@ -100,26 +97,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     work = [(case, schedules(case, options.most)) for case in layers() if gpu_run.wanted(case, options.only)]
-    jobs = [(p, folder) for _, programs in work for p in programs]
-    with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
-        refused = [x for x in pool.map(compiled, jobs, chunksize=2) if x]
-    print(f"{len(jobs)} kernels, {len(refused)} refused, {time.perf_counter() - start:.0f} s", *refused, sep="\n")
-    rows: list[dict[str, Any]] = []
-    for case, programs in [] if options.build else work:
-        if time.perf_counter() - start > options.budget:
-            print(f"{case.name}: out of time")
-            continue
-        built = [p for p in programs if (folder / f"{p.digest}.kernel").exists()]
-        row = gpu_run.bench(case, folder, 132, 0, (9, 0), built)
-        rows.append(row)
-        gpu_run.show(row)
-        print(f"    {time.perf_counter() - start:.0f} s")
-        for found in sorted(row["candidates"].values(), key=lambda c: c.get("median", 1e9)):
-            params = {k: v for k, v in found["params"].items() if k != "threads"}
-            print(f"    {found.get('median', 0) * 1e6:9.2f} {found['error']:.1e} {params}")
-        for why in row["rejected"].values():
-            print(f"    rejected {why[:200]}")
-        (options.out / "gpu_first_layers.json").write_text(json.dumps(rows, indent=1))
+    build([p for _, programs in work for p in programs], folder, options.workers, start)
+    if not options.build:
+        race(work, folder, options.out / "gpu_first_layers.json", options.budget, start)
     return 0
 
 

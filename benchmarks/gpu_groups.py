@@ -59,6 +59,40 @@ def compiled(job: tuple[Any, Path]) -> str:
         return f"{dict(program.params)}: {str(error)[-160:]}"
 
 
+def build(programs: Sequence[Any], folder: Path, workers: int, start: float) -> None:
+    """Compiles programs into a folder in parallel, and tells of those that are refused. Args: start: of the clock."""
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        refused = [x for x in pool.map(compiled, [(p, folder) for p in programs], chunksize=2) if x]
+    print(f"{len(programs)} kernels, {len(refused)} refused, {time.perf_counter() - start:.0f} s", *refused, sep="\n")
+
+
+def race(work: Sequence[tuple[Any, Sequence[Any]]], folder: Path, out: Path, budget: float, start: float,
+         hidden: Sequence[str] = ("threads",)) -> None:  # fmt: skip
+    """Times the schedules of cases against XLA, within a budget; shows them, best first.
+
+    Args: work: cases with programs; folder: of their kernels; out: file of the rows, written after every case; budget,
+        start: seconds and the clock's start; hidden: parameters that are not shown.
+    """
+    from benchmarks import gpu_run
+
+    rows: list[dict[str, Any]] = []
+    for case, programs in work:
+        if time.perf_counter() - start > budget:
+            print(f"{case.name}: out of time")
+            continue
+        built = [p for p in programs if (folder / f"{p.digest}.kernel").exists()]
+        row = gpu_run.bench(case, folder, 132, 0, (9, 0), built)
+        rows.append(row)
+        gpu_run.show(row)
+        print(f"    {time.perf_counter() - start:.0f} s")
+        for found in sorted(row["candidates"].values(), key=lambda c: c.get("median", 1e9)):
+            params = {k: v for k, v in found["params"].items() if k not in hidden}
+            print(f"    {found.get('median', 0) * 1e6:9.2f} {found['error']:.1e} {params}")
+        for why in row["rejected"].values():
+            print(f"    rejected {why[:200]}")
+        out.write_text(json.dumps(rows, indent=1))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     from benchmarks import gpu_run
@@ -80,26 +114,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tiles = json.loads(options.tiles.read_text()) if options.tiles else {}
     work = [(c, schedules(c, options.most, tiles)) for c in cases() if gpu_run.wanted(c, options.only)]
     work = [(case, programs) for case, programs in work if programs]
-    jobs = [(p, folder) for _, programs in work for p in programs]
-    with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
-        refused = [x for x in pool.map(compiled, jobs, chunksize=2) if x]
-    print(f"{len(jobs)} kernels, {len(refused)} refused, {time.perf_counter() - start:.0f} s", *refused, sep="\n")
-    rows: list[dict[str, Any]] = []
-    for case, programs in [] if options.build else work:
-        if time.perf_counter() - start > options.budget:
-            print(f"{case.name}: out of time")
-            continue
-        built = [p for p in programs if (folder / f"{p.digest}.kernel").exists()]
-        row = gpu_run.bench(case, folder, 132, 0, (9, 0), built)
-        rows.append(row)
-        gpu_run.show(row)
-        print(f"    {time.perf_counter() - start:.0f} s")
-        for found in sorted(row["candidates"].values(), key=lambda c: c.get("median", 1e9)):
-            params = {k: v for k, v in found["params"].items() if k not in ("cuda", "threads")}
-            print(f"    {found.get('median', 0) * 1e6:9.2f} {found['error']:.1e} {params}")
-        for why in row["rejected"].values():
-            print(f"    rejected {why[:200]}")
-        (options.out / "gpu_groups.json").write_text(json.dumps(rows, indent=1))
+    build([p for _, programs in work for p in programs], folder, options.workers, start)
+    if not options.build:
+        race(work, folder, options.out / "gpu_groups.json", options.budget, start, hidden=("cuda", "threads"))
     return 0
 
 

@@ -313,6 +313,19 @@ def description(division: Any) -> dict[str, Any] | None:
     return {"division": str(division), "seconds": division.seconds, "workspace": division.workspace}
 
 
+def prepare(out: Path, dry_run: bool) -> None:
+    """Settles the environment of a run, before JAX is imported; a dry one computes by the tests' cuDNN on the CPU."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the measuring process needs room
+    os.environ.setdefault("JCUTS_CACHE_DIR", str((out / "cache").resolve()))
+    if not dry_run:
+        return
+    fake = (out / "libhost_cudnn.so").resolve()
+    compiler = os.environ.get("CXX") or shutil.which("g++") or "c++"
+    source = str(ROOT / "tests" / "xla" / "fake_cudnn.cc")
+    subprocess.run([compiler, "-std=c++17", "-O2", "-shared", "-fPIC", source, "-o", str(fake)], check=True)
+    os.environ.update(JCUTS_CUDNN=str(fake), JAX_PLATFORMS="cpu")
+
+
 def main() -> int:
     """Runs the items that were asked for, in order, and writes the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -324,14 +337,7 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS, help="of AlexNet's conv2")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the measuring process needs room
-    os.environ.setdefault("JCUTS_CACHE_DIR", str((options.out / "cache").resolve()))
-    if options.dry_run:
-        fake = (options.out / "libhost_cudnn.so").resolve()
-        compiler = os.environ.get("CXX") or shutil.which("g++") or "c++"
-        source = str(ROOT / "tests" / "xla" / "fake_cudnn.cc")
-        subprocess.run([compiler, "-std=c++17", "-O1", "-shared", "-fPIC", source, "-o", str(fake)], check=True)
-        os.environ.update(JCUTS_CUDNN=str(fake), JAX_PLATFORMS="cpu")
+    prepare(options.out, options.dry_run)
     run = Run(options)
     run.say(f"{run.device}")
     work = {"validate": validate, "alexnet": alexnet}

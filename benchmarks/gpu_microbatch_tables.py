@@ -24,8 +24,6 @@ import dataclasses
 import json
 import math
 import os
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,6 +35,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmarks import microbatch_steps  # noqa: E402
+from benchmarks.gpu_microbatch import prepare  # noqa: E402
 from benchmarks.microbatch_models import gradients, inputs_of  # noqa: E402
 from benchmarks.microbatch_networks import training_step  # noqa: E402
 
@@ -485,15 +484,8 @@ def main() -> int:
     parser.add_argument("--dry-run", action="store_true", help="no GPU: the tests' cuDNN, tiny shapes")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the measuring process needs room
-    os.environ.setdefault("JCUTS_CACHE_DIR", str((options.out / "cache").resolve()))
     os.environ.setdefault("JCUTS_CUDNN_GRAPHS", "1")
-    if options.dry_run:
-        fake = (options.out / "libhost_cudnn.so").resolve()
-        compiler = os.environ.get("CXX") or shutil.which("g++") or "c++"
-        source = str(ROOT / "tests" / "xla" / "fake_cudnn.cc")
-        subprocess.run([compiler, "-std=c++17", "-O2", "-shared", "-fPIC", source, "-o", str(fake)], check=True)
-        os.environ.update(JCUTS_CUDNN=str(fake), JAX_PLATFORMS="cpu")
+    prepare(options.out, options.dry_run)
     run = Run(options)
     run.say(str(run.device))
     work = {"steps": steps, "deepbench": deepbench, "networks": networks, "mixed": mixed}

@@ -107,10 +107,10 @@ class Session:
     def verify(self, jobs: list[Job], settled: Callable[[Job], object]) -> None:
         """Checks of every measured job the candidates that would win, one after the other, until one is right.
 
-        Args: settled: is told of each job as soon as that is known.
+        Args: jobs: such as have a contender; settled: is told of each job as soon as that is known.
         """
         self.settled = settled
-        self.waiting += [job for job in jobs if job.contender(self.mode) is not None]
+        self.waiting += jobs
         self.counts["check"], self.total = 0, len(self.waiting)
         self._next_references()
         self.finish()

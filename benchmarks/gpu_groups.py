@@ -67,11 +67,11 @@ def build(programs: Sequence[Any], folder: Path, workers: int, start: float) -> 
 
 
 def race(work: Sequence[tuple[Any, Sequence[Any]]], folder: Path, out: Path, budget: float, start: float,
-         hidden: Sequence[str] = ("threads",)) -> None:  # fmt: skip
+         hidden: Sequence[str] = ("threads",), graphs: bool = False) -> None:  # fmt: skip
     """Times the schedules of cases against XLA, within a budget; shows them, best first.
 
     Args: work: cases with programs; folder: of their kernels; out: file of the rows, written after every case; budget,
-        start: seconds and the clock's start; hidden: parameters that are not shown.
+        start: seconds and the clock's start; hidden: parameters that are not shown; graphs: as of `gpu_run.bench`.
     """
     from benchmarks import gpu_run
 
@@ -81,7 +81,7 @@ def race(work: Sequence[tuple[Any, Sequence[Any]]], folder: Path, out: Path, bud
             print(f"{case.name}: out of time")
             continue
         built = [p for p in programs if (folder / f"{p.digest}.kernel").exists()]
-        row = gpu_run.bench(case, folder, 132, 0, (9, 0), built)
+        row = gpu_run.bench(case, folder, 132, 0, (9, 0), built, graphs)
         rows.append(row)
         gpu_run.show(row)
         print(f"    {time.perf_counter() - start:.0f} s")

@@ -37,15 +37,18 @@ def program_of(case: Any) -> Any:
     import jax
 
     from jcuts.region import find
+    from jcuts.region.attend import attended
     from jcuts.region.graph import MOST_SWITCHED, build_graph
     from jcuts.trace.inline import inline
     from jcuts.trace.simplify import simplify
 
     closed = simplify(inline(jax.make_jaxpr(case.function)(*small_arguments(case))))
-    grouping = find.group(build_graph(closed.jaxpr, joined=MOST_SWITCHED))
-    if len(grouping.subsets) != 1 or grouping.left_out:
-        return None, f"{len(grouping.subsets)} kernels, left out: {list(map(str, grouping.left_out.values()))}"
-    return grouping.subsets[0][1], ""
+    graph = build_graph(closed.jaxpr, joined=MOST_SWITCHED)
+    grouping = find.group(graph)
+    subsets = attended(graph, grouping.subsets)
+    if len(subsets) != 1 or grouping.left_out:
+        return None, f"{len(subsets)} kernels, left out: {list(map(str, grouping.left_out.values()))}"
+    return subsets[0][1], ""
 
 
 def small_arguments(case: Any) -> list[Any]:
@@ -172,9 +175,12 @@ def error_of(results: Sequence[Any], reference: Sequence[Any]) -> float:
 
 def bench(
     case: Any, folder: Path | None, sms: int, most: int, capability: tuple[int, int],
-    programs: Sequence[Any] | None = None,
+    programs: Sequence[Any] | None = None, graphs: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """One case: every candidate (or the programs given) against XLA, checked against float64 first."""
+    """One case: every candidate (or the programs given) against XLA, checked against float64 first.
+
+    Args: graphs: XLA may also put everything into CUDA graphs; the faster program counts.
+    """
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -205,6 +211,10 @@ def bench(
     plain = jax.jit(case.function)
     row["xla_error"] = error_of(jax.tree.leaves(plain(*sets[0])), reference)
     compiled = {"xla": jax.jit(chain(case.function, count)).lower(sets).compile()}
+    if graphs:
+        from jcuts.guard import OPTIONS
+
+        compiled["xla graphs"] = jax.jit(chain(case.function, count)).lower(sets).compile(OPTIONS["cuda"]["graphs"])
     schedules = {}
     for number, program in enumerate(programs):
         label = f"{number}"
@@ -226,6 +236,9 @@ def bench(
             row["rejected"][label] = f"{type(error).__name__}: {str(error)[:300]}: {schedules[label]}"
     times = timed(compiled, sets, count, sets[0][0])
     row["xla"] = times.pop("xla")
+    if graphs:
+        row["xla_plain"], row["xla_graphs"] = row["xla"], times.pop("xla graphs")
+        row["xla"] = min(row["xla_plain"], row["xla_graphs"], key=lambda spent: spent["median"])
     for label, spent in times.items():
         row["candidates"][label].update(spent)
     if times:

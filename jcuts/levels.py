@@ -6,7 +6,7 @@ import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jcuts.base import fingerprint, knobs
@@ -14,6 +14,7 @@ from jcuts.base.errors import Refusal
 from jcuts.base.settings import Settings
 from jcuts.dfg.program import Program
 from jcuts.region import choose, find, gpu, plans
+from jcuts.region.attend import attended
 from jcuts.region.bound import host_arch, machine_of
 from jcuts.region.build import build
 from jcuts.region.graph import MOST_JOINED, MOST_SWITCHED, TensorGraph, build_graph
@@ -186,6 +187,8 @@ def _grouping(closed: jaxapi.Closed, fuse: bool, fuel: Fuel, platform: str) -> t
     else:
         graph = build_graph(closed.jaxpr, place, joined=MOST_SWITCHED, tf32=rounded_constants(closed))
     grouping = find.group(graph, fuse=fuse, fuel=fuel)
+    if fuse and platform != "cpu":
+        grouping = replace(grouping, subsets=attended(graph, grouping.subsets, fuel))
     if fuel.left is None:
         with _grouped_lock:
             _grouped[key] = (closed, graph, grouping)

@@ -135,7 +135,8 @@ def _leave_on_gpu(levels: Sequence[Level], regions: str, *, measured: bool = Tru
                 and (regions != "all" or subset.identity not in worth)
             ):
                 return TO_FUSE
-            to_library = level.mixed and (regions == "absorbing" or not measured)
+            alone = subset.program.template != "attention"
+            to_library = level.mixed and alone and (regions == "absorbing" or not measured)
             return OF_LIBRARY if to_library and is_product(level.graph, subset.members) else ""
 
         level.leave(reason)

@@ -11,8 +11,9 @@ import numpy as np
 
 from jcuts.base.errors import Refusal
 from jcuts.dfg.program import Program
-from jcuts.region import choose, rows, schedule
+from jcuts.region import choose, find, rows, schedule
 from jcuts.region.absorb import CHEAP
+from jcuts.region.attend import attended
 from jcuts.region.build import build
 from jcuts.region.graph import TensorGraph, build_graph
 from jcuts.region.products import as_product, sides
@@ -63,11 +64,21 @@ class Traced:
         assert isinstance(built, Program), str(built)
         return built
 
-    def operands(self) -> list[np.ndarray]:
-        """Operands of the program of all equations, in its order."""
+    def attention(self) -> tuple[frozenset[int], Program]:
+        """The one subset that is an attention, and its program."""
+        cover = attended(self.graph, find.group(self.graph).subsets)
+        ((members, program),) = [found for found in cover if found[1].template == "attention"]
+        return members, program
+
+    def operands(self, members: frozenset[int] | None = None) -> list[np.ndarray]:
+        """Operands of the program of some equations (all of them by default), in its order."""
         values = dict(zip((*self.closed.jaxpr.constvars, *self.closed.jaxpr.invars), self._values(), strict=True))
+        for eqn in self.closed.jaxpr.eqns if members is not None else ():  # operands that the function computes
+            found = eqn.primitive.bind(*(v.val if hasattr(v, "val") else values[v] for v in eqn.invars), **eqn.params)
+            found = found if eqn.primitive.multiple_results else [found]
+            values.update(zip(eqn.outvars, map(np.asarray, found), strict=True))
         names = {number: var for var, number in self.graph.of_var.items()}
-        return [values[names[t]] for t in self.graph.subset_inputs(self.everything)]
+        return [values[names[t]] for t in self.graph.subset_inputs(members or self.everything)]
 
     def _values(self) -> list[np.ndarray]:
         return [np.asarray(c) for c in self.closed.consts] + list(self.arguments)

@@ -9,8 +9,9 @@ because what lies between is no kernel: `attended` looks for the whole in a cove
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +20,12 @@ from jcuts.dfg.index import Index, flatten
 from jcuts.dfg.program import Acc, Axis, Grid, Phase, Program, Red, Store
 from jcuts.ops.registry import IndexTuple
 from jcuts.region import rows as R
+from jcuts.region.attention import recognise
 from jcuts.region.build import Declined, acc_node, build, descendants, push_places
 from jcuts.region.graph import OpNode, TensorGraph
 from jcuts.region.legality import Dag, Subset, is_acyclic_cover, is_convex
+
+log = logging.getLogger("jcuts.region")
 
 Cover = list[tuple[Subset, Program]]
 BETWEEN = ("elementwise", "layout", "reduction")
@@ -41,29 +45,28 @@ class Found:
     between: Subset
 
 
-def attended(graph: TensorGraph, cover: Sequence[tuple[Subset, Program]]) -> tuple[Cover, list[Refusal]]:
-    """The cover in which every attention is one subset, and why some look-alikes are none.
+def attended(
+    graph: TensorGraph, cover: Sequence[tuple[Subset, Program]], fuel: Callable[[], bool] = lambda: True
+) -> Cover:  # fmt: skip
+    """The cover in which every attention that a GPU kernel can take is one subset.
 
     What is left of a subset that gave operations away must still be a program, and all must be able to run in some order.
     """
     seconds = [n for n in graph.nodes if n.op is not None and n.op.family == "contraction"]
-    if len(seconds) < 2:
-        return list(cover), []
-    found, refused = dict(cover), []
-    dag = None
-    for node in seconds:
+    found, dag = dict(cover), None
+    for node in seconds if len(seconds) > 1 else []:
         pair = find(graph, node)
         if isinstance(pair, Refusal):
-            refused.append(pair)
+            log.info("no attention: %s", pair)
         if not isinstance(pair, Found):
             continue
         dag = dag or Dag.of((n.number for n in graph.nodes), graph.edges())
         made = _exchanged(graph, found, pair, dag)
         if isinstance(made, Refusal):
-            refused.append(made)
-        else:
+            log.info("no attention: %s", made)
+        elif fuel():
             found = made
-    return sorted(found.items(), key=lambda item: max(item[0])), refused
+    return sorted(found.items(), key=lambda item: max(item[0]))
 
 
 def find(graph: TensorGraph, second: OpNode) -> Found | Refusal | None:
@@ -132,7 +135,10 @@ def _exchanged(
     for members in dict.fromkeys((_with_layout(graph, core | tail, cover), core | tail, core)):
         made = build_attention(graph, members, pair)
         if isinstance(made, Program):
-            break
+            known = recognise(made)
+            if not isinstance(known, Refusal):
+                break
+            made = known
     if isinstance(made, Refusal):
         return made
     found = {s: p for s, p in cover.items() if not s & members}

@@ -13,10 +13,13 @@ from typing import Any
 import numpy as np
 
 from jcuts.arch.gpu import GpuArch
+from jcuts.base.errors import Refusal
 from jcuts.dfg.index import Index
 from jcuts.dfg.node import Guard
 from jcuts.dfg.program import ITEM_SIZE, Phase, Program
 from jcuts.estimate.launches import SECTOR, LaunchScore, LaunchUse, score
+from jcuts.region import attention_tiles
+from jcuts.region.attention import recognise
 from jcuts.region.choose import work
 from jcuts.region.patch_tiles import shape_of
 from jcuts.region.patches import patches
@@ -39,9 +42,13 @@ def score_of(program: Program, taken: Sequence[Taken], arch: GpuArch) -> LaunchS
 def unit_of(program: Program) -> str:
     """The compute unit that does the work."""
     form = dict(program.params).get("cuda")
-    if form not in ("product", "patch"):
+    if form not in ("product", "patch", "attention"):
         return "ffma"
-    kind = TYPES[sides(program)[0].dtype if form == "product" else patches(program).dtype]
+    if form == "attention":
+        dtype = program.inputs[0].dtype if isinstance(found := recognise(program), Refusal) else found.key.dtype
+    else:
+        dtype = sides(program)[0].dtype if form == "product" else patches(program).dtype
+    kind = TYPES[dtype]
     return {"tf32": "tf32_mma", "bf16": "bf16_mma", "f16": "fp16_mma"}[kind]
 
 
@@ -79,6 +86,11 @@ def _traffic(program: Program, blocks: int, threads: int) -> tuple[float, float,
         terms = program.phases[0].reds[0].extent / params.get("split", 1) / params.get("cluster", 1)
         moved = blocks * (rows + columns) * terms * sides(program)[0].item + sum(b.bytes for b in program.outputs)
         return max(compulsory, moved), moved / LINE, 1.0
+    if params.get("cuda") == "attention" and not isinstance(tile := attention_tiles.shape_of(program), Refusal):
+        known = tile.attention  # every block reads all keys and values of its head
+        line = known.key.length * known.key.item + known.value.length * known.value.item
+        moved = max(compulsory, math.prod(tile.blocks) * known.keys * line + sum(b.bytes for b in program.outputs))
+        return moved, moved / LINE, 1.0
     if params.get("cuda") == "patch":
         shape = shape_of(program)
         read = shape.tiles * shape.blocks[0] * shape.lines * shape.length + math.prod(shape.blocks) * shape.filters // 4

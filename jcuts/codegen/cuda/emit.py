@@ -37,7 +37,8 @@ class CudaSource:
     """Source text, the tiles that it calls by name, and the launch that it is written for.
 
     ``shared``: bytes of shared memory that the launch gives to a block, beside what the kernel declares; ``cluster``:
-    blocks of a cluster.
+    blocks of a cluster; ``resident``: blocks that a multiprocessor is to hold at once (0: the assembler's choice, which
+    may spill registers for the sake of more).
     """
 
     text: str
@@ -47,6 +48,7 @@ class CudaSource:
     helpers: dict[str, tuple[str, int]] = field(default_factory=dict)
     shared: int = 0
     cluster: int = 1
+    resident: int = 0
 
 
 def emit_source(program: Program) -> CudaSource:
@@ -276,7 +278,7 @@ class _Writer:
         name = f"attention_{shape.rows}x{shape.keys}"
         self.variants[name] = shape
         self.line(1, f"{name}({', '.join([*self.names, 'cuda.blockIdx.x', 'cuda.threadIdx.x'])})")
-        return replace(self.done(math.prod(shape.blocks)), shared=shape.shared)
+        return replace(self.done(math.prod(shape.blocks)), shared=shape.shared, resident=1)
 
     def scan_columns(self) -> CudaSource:
         shape = scan_shape(self.program)

@@ -1,0 +1,112 @@
+"""Attention of BERT-base (12 heads of 64), scores that never leave a multiprocessor: schedules against XLA.
+
+    python benchmarks/gpu_attention.py --out results --most 10 --budget 150
+
+Needs a GPU. Kernels compile in parallel first; then every size as in `gpu_run.py`. XLA is timed with its default options
+and with everything in CUDA graphs; the faster one counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+HEADS, DEPTH = 12, 64
+SIZES = ((8, 384), (1, 384), (8, 512), (1, 512), (8, 128), (1, 128), (8, 1024), (1, 1024))
+"""(batch, length), the most wanted first."""
+
+
+def attention(q: Any, k: Any, v: Any) -> Any:
+    """What `workloads.bert` computes between its projections."""
+    import jax
+    import jax.numpy as jnp
+
+    weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) * DEPTH**-0.5, -1)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(*q.shape[:2], HEADS * DEPTH)
+
+
+def cases() -> list[Any]:
+    """All sizes in float32, then in bfloat16; then one with a mask."""
+    import jax
+    import jax.numpy as jnp
+
+    from benchmarks.gpu_cases import Case
+
+    found = []
+    for kind in ("float32", "bfloat16"):
+        for batch, length in SIZES:
+            shapes = (((batch, length, HEADS, DEPTH), kind),) * 3
+            found.append(Case(f"{kind} batch {batch} length {length}", attention, shapes))
+
+    def masked(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * DEPTH**-0.5 + bias[:, None, None, :]
+        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, -1), v)
+
+    shapes = (((8, 384, HEADS, DEPTH), "float32"),) * 3
+    found.append(Case("float32 batch 8 length 384 bias", masked, (*shapes, ((8, 384), "float32"))))
+    return found
+
+
+def schedules(case: Any, most: int, every: bool) -> list[Any]:
+    """The best schedules as ranked; with ``every``, the best stages of every tile and kind of rounding."""
+    from benchmarks.gpu_run import program_of
+    from jcuts.base.errors import Refusal
+    from jcuts.region import gpu_attention
+    from jcuts.region.attention import recognise
+    from jcuts.region.gpu_tiles import GpuMachine
+
+    program = program_of(case)[0]
+    known = None if program is None else recognise(program)
+    if program is None or known is None or isinstance(known, Refusal):
+        print(f"{case.name}: {known}")
+        return []
+    machine = GpuMachine(132)
+    chosen = [p for p, _ in gpu_attention.products(program, machine, most)]
+    if not every:
+        return chosen
+    best: dict[Any, Any] = {}
+    for shape in gpu_attention.shapes(known):
+        count = gpu_attention.cycles(shape, program, machine)
+        key = (shape.rows, shape.keys, shape.warps, shape.stages > 2, shape.rounded)
+        if key not in best or count < best[key][0]:
+            best[key] = (count, shape)
+    names = {p.digest for p in chosen}
+    more = [gpu_attention.of(program, shape) for _, shape in sorted(best.values(), key=lambda found: found[0])]
+    return chosen + [p for p in more if p.digest not in names][: max(0, 3 * most - len(chosen))]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    from benchmarks import gpu_run
+    from benchmarks.gpu_groups import build, race
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("gpu_attention"))
+    parser.add_argument("--kernels", type=Path, help="folder for compiled kernels (a folder of --out)")
+    parser.add_argument("--only", default="", help="only sizes whose name contains one of these, separated by commas")
+    parser.add_argument("--most", type=int, default=8, help="schedules per size")
+    parser.add_argument("--every", default="batch 8 length 384", help="sizes of which three times as many are timed")
+    parser.add_argument("--budget", type=float, default=150.0, help="seconds")
+    parser.add_argument("--workers", type=int, default=16)
+    parser.add_argument("--build", action="store_true", help="only compile; needs no GPU")
+    options = parser.parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    folder = options.kernels or options.out / "kernels"
+    folder.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    wanted = [case for case in cases() if gpu_run.wanted(case, options.only)]
+    work = [(c, schedules(c, options.most, bool(options.every) and options.every in c.name)) for c in wanted]
+    build([p for _, programs in work for p in programs], folder, options.workers, start)
+    if not options.build:
+        race(work, folder, options.out / "gpu_attention.json", options.budget, start, graphs=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

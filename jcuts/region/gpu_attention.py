@@ -1,0 +1,147 @@
+"""Candidate schedules of attention for a GPU's matrix units, ranked by counted cycles.
+
+A multiprocessor has ``queue`` blocks to run, ``resident`` of them at once:
+
+    cycles = sum over its waves of max(blocks * work, LATENCY + tiles * chain + EXIT),  at least bytes / memory
+    work = tiles * longest(units, shared memory, issue, L2 cache)    chain = what one warp waits for itself
+
+as in `gpu_products`, whose constants these are. What is chosen is measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+from jcuts.base.errors import Refusal
+from jcuts.dfg.program import Program
+from jcuts.region.attention import Attention, recognise
+from jcuts.region.attention_tiles import EIGHT, SIXTEEN, STEP, AttentionShape
+from jcuts.region.gpu_products import (
+    AGAIN,
+    BLOCKS,
+    EXIT,
+    L2,
+    LATENCY,
+    MEMORY,
+    MOST,
+    MOST_SHARED,
+    OVERLAP,
+    PORT,
+    REGISTERS,
+    SHARED,
+    UNIT,
+)
+from jcuts.region.gpu_tiles import WARP, Candidate, GpuMachine, scheduled
+
+HIGH, WIDE = (16, 32), (16, 32, 64)
+"""Rows and keys of a warp."""
+WARPS, PARTS = (1, 2, 3, 4, 6, 8), (1, 2, 4, 8)
+"""Warps along rows, along keys."""
+STAGES = (2, 3, 4)
+MOST_WARPS, FEWEST_WARPS = 12, 2
+PER_SCORE = 8.0
+"""Instructions per score of a lane besides the program's own: largest, difference, exponential, sum, rounding."""
+WAIT, FRAGMENT, SOFTMAX = 150.0, 45.0, 250.0
+"""Cycles of one warp that waits for itself: per tile; per step along the depth or the keys; per softmax of a tile."""
+OWN, PER_VALUE = 20.0, 1.24
+"""Registers of a thread: a base, and per value that it must keep (fitted to 19 kernels within 5 %)."""
+MOST_REGISTERS = 258.0
+
+
+def products(program: Program, machine: GpuMachine, most: int = MOST) -> Iterator[Candidate]:
+    """Schedules of an attention, at most so many, the best of every kind of tile; none for other programs."""
+    attention = recognise(program)
+    if isinstance(attention, Refusal):
+        return
+    best: dict[tuple[object, ...], tuple[float, AttentionShape]] = {}
+    for shape in shapes(attention):
+        count = cycles(shape, program, machine)
+        key = (shape.rows, shape.warps, shape.rounded)
+        if key not in best or count < best[key][0]:
+            best[key] = (count, shape)
+    least = min(bound(attention, program, machine), *(count for count, _ in best.values())) if best else 0.0
+    seen: dict[object, int] = {}
+    scored = []
+    for count, shape in sorted(best.values(), key=lambda found: found[0]):
+        kind = (shape.warp[0], shape.rounded)
+        scored.append((least / count * AGAIN ** seen.get(kind, 0), shape))
+        seen[kind] = seen.get(kind, 0) + 1
+    for score, shape in sorted(scored, key=lambda found: -found[0])[:most]:
+        yield of(program, shape), score
+
+
+def of(program: Program, shape: AttentionShape) -> Program:
+    """The scheduled program."""
+    more = (("rounded", True),) if shape.rounded else ()
+    params = (("tile", (shape.rows, shape.keys)), ("warps", shape.warps), ("stages", shape.stages), *more)
+    return scheduled(program, "attention", shape.threads, *params)
+
+
+def shapes(attention: Attention) -> Iterator[AttentionShape]:
+    """What a block may do, within registers and shared memory."""
+    rounded = (False, True) if attention.kind == "tf32" else (False,)
+    for high, wide, along, parts in itertools.product(HIGH, WIDE, WARPS, PARTS):
+        rows, keys = high * along, wide * parts
+        if not FEWEST_WARPS <= along * parts <= MOST_WARPS or (rows > SIXTEEN and rows >= 2 * attention.rows):
+            continue
+        if keys > SIXTEEN and keys >= 2 * attention.keys:
+            continue
+        for stages, early in itertools.product(STAGES, rounded):
+            shape = AttentionShape(attention, rows, keys, (along, parts), stages, early)
+            if stages > 2 and stages > shape.tiles:
+                continue
+            if shape.fits and shape.shared <= MOST_SHARED and registers(shape) <= min(MOST_REGISTERS, room(shape)):
+                yield shape
+
+
+def registers(shape: AttentionShape) -> float:
+    """Of a thread: fragments of queries, sums of values, scores."""
+    high, wide = shape.warp
+    kept = high // SIXTEEN * 4 * (shape.steps + shape.features // EIGHT + wide // EIGHT)
+    return OWN + PER_VALUE * kept
+
+
+def room(shape: AttentionShape) -> float:
+    """Registers that a thread of one block can have."""
+    return REGISTERS / shape.threads
+
+
+def bound(attention: Attention, program: Program, machine: GpuMachine) -> float:
+    """Cycles below which no schedule is: units, memory."""
+    work = attention.batches * attention.rows * attention.keys * (attention.key.length + attention.value.length)
+    moved = float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
+    return max(work / (machine.sms * 2 * UNIT[attention.key.item]), moved / MEMORY, LATENCY)
+
+
+def cycles(shape: AttentionShape, program: Program, machine: GpuMachine) -> float:
+    """Estimated cycles of a launch."""
+    attention = shape.attention
+    item, (high, wide), (along, parts) = attention.key.item, shape.warp, shape.warps
+    depth, features = shape.steps * STEP // item, shape.features
+    count, bands = along * parts, high // SIXTEEN
+    line = (depth + features) * item
+    values = wide * item // STEP  # steps along the keys of a warp
+    products = bands * (wide // EIGHT * shape.steps + features // EIGHT * values)
+    reads = wide // SIXTEEN * shape.steps + features // SIXTEEN * values * (2 if item == 4 else 1)
+    turned = 4 * reads if item == 4 and not shape.rounded else 0
+    each = high * wide / WARP * (PER_SCORE + attention.between) + high * features / WARP
+    copies = shape.keys * line / 16 / WARP
+    early = 2 * copies + 4 * copies if shape.rounded else 0
+    limits = [
+        shape.rows * shape.keys * (depth + features) / UNIT[item],
+        (along + 1 + (2 if shape.rounded else 0)) * shape.keys * line / PORT,
+        (count * (products + reads + turned + each) + 2 * copies + early) / 4,
+        shape.keys * line / L2,
+    ]
+    work = shape.tiles * (max(limits) + OVERLAP * (sum(limits) - max(limits)))
+    chain = WAIT + FRAGMENT * (shape.steps + values) + SOFTMAX * high / SIXTEEN + 4.0 * products
+    own = LATENCY + shape.tiles * chain + EXIT * (1 if parts == 1 else 2)
+    taken = -(-registers(shape) // EIGHT) * EIGHT * shape.threads
+    resident = min(SHARED // (shape.shared + 1024), REGISTERS // taken, BLOCKS, machine.threads_per_sm // shape.threads)
+    resident = max(1, int(resident))
+    full, rest = divmod(-(-math.prod(shape.blocks) // machine.sms), resident)
+    total = full * max(resident * work, own) + (max(rest * work, own) if rest else 0.0)
+    moved = float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
+    return max(total, moved / MEMORY + LATENCY)

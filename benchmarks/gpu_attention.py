@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_attention.py --out results --most 10 --budget 150
 
-Needs a GPU. Kernels compile in parallel first; then every size as in `gpu_run.py`. XLA is timed with its default options
-and with everything in CUDA graphs; the faster one counts.
+Needs a GPU. Kernels compile in parallel first; then every size as in `gpu_run.py`. XLA is timed with its default
+options and with everything in CUDA graphs; the faster one counts.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     scores = chain(queries . keys);  weights = softmax(scores);  out = tail(weights . values)
 
-The *attention* form runs row by row, as the rows form does: a phase computes the scores of one query and keeps them, one
-finds their largest, one the sum of exponentials, one the weights, the last one multiplies. No greedy merge leads there,
-because what lies between is no kernel: `attended` looks for the whole in a cover.
+The *attention* form runs row by row, as the rows form does: a phase computes the scores of one query and keeps them,
+one finds their largest, one the sum of exponentials, one the weights, the last one multiplies.  No greedy merge leads
+there, because what lies between is no kernel: `attended` looks for the whole in a cover.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ Cover = list[tuple[Subset, Program]]
 BETWEEN = ("elementwise", "layout", "reduction")
 """Families of operations that may lie between the two products."""
 MOST_BETWEEN = 48
-MEMBERS = "attention"
-"""The template's name."""
+TEMPLATE = "attention"
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,8 @@ def attended(
 ) -> Cover:  # fmt: skip
     """The cover in which every attention that a GPU kernel can take is one subset.
 
-    What is left of a subset that gave operations away must still be a program, and all must be able to run in some order.
+    What is left of a subset that gave operations away must still be a program, and all must be able to run in some
+    order.
     """
     seconds = [n for n in graph.nodes if n.op is not None and n.op.family == "contraction"]
     found, dag = dict(cover), None
@@ -230,7 +230,7 @@ def _build(graph: TensorGraph, subset: Subset, pair: Found, name: str) -> Progra
     grid = tuple(Grid(a.name, a.extent, a.extent) for a in made.axes)
     asked = [op.info.get("precision") for op in (first.op, second.op) if op is not None]
     params = tuple(("precision", p) for p in asked[:1] if p) or tuple(("precision", p) for p in asked[1:] if p)
-    return Program(name, buffers, grid, serial, phases, 1, MEMBERS, params)
+    return Program(name, buffers, grid, serial, phases, 1, TEMPLATE, params)
 
 
 def _reduced(root: OpNode) -> tuple[int, ...]:
@@ -275,7 +275,7 @@ def _values(made: R._Rows, second: OpNode, weights: int, outputs: list[int]) -> 
     terms_of = [n for n, _ in spec.reds]
     index, reds = [Index.axis(f"n{d}") for d in range(len(out))], [Index()] * len(terms_of)
     for place, part in enumerate(read):
-        (atom, _), = part.terms
+        ((atom, _),) = part.terms
         if atom.name in terms_of:
             reds[terms_of.index(atom.name)] = made.index[place]
         else:

@@ -2,9 +2,9 @@
 
     out[b, m, f] = tail(sum over n of softmax(chain(sum over k of query[b, m, k] key[b, n, k]))[n] * value[b, n, f])
 
-Rows of the scores are ``m``, keys ``n`` (as rows and columns of a product); ``f`` is called ``n`` again behind the second
-product.  Any strides will do as long as neighbouring k of queries and keys and neighbouring f of values are neighbours
-in memory, so that operands may be slices of one array.
+Rows of the scores are ``m``, keys ``n`` (as rows and columns of a product); ``f`` is called ``n`` again behind the
+second product.  Any strides will do as long as neighbouring k of queries and keys and neighbouring f of values are
+neighbours in memory, so that operands may be slices of one array.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Attention:
 
     Attributes:
         batch: axes of the grid besides the rows.
-        scores: the first phase over ``m`` and ``n``; result: the last one over ``m`` and ``n``, which are features here.
+        scores: the first phase over ``m`` and ``n``; result: the last one over ``m`` and the features ``n``.
     """
 
     query: Operand
@@ -195,8 +195,6 @@ def _operands(program: Program, scores: Phase, result: Phase, weights: str) -> A
         if isinstance(side, Refusal):
             return side
         sides.append(side)
-    if any(_reads_features(s, result.axes[-1]) for s in (scores,)):
-        return _no("its scores depend on features")
     names = {row.name: ROWS}
     first = _renamed(scores, {**names, key_axis.name: COLUMNS})
     last = _renamed(result, {**names, feature.name: COLUMNS})
@@ -204,11 +202,8 @@ def _operands(program: Program, scores: Phase, result: Phase, weights: str) -> A
         return _no("results with guards")
     if not any(s.address.stride(COLUMNS) == 1 for s in last.stores):
         return _no("its features are no neighbours in the result")
-    return Attention(*sides, batch, first, last)
-
-
-def _reads_features(phase: Phase, feature: Axis) -> bool:
-    return any(n.index is not None and feature.name in n.index.axes() for n in phase.exit.nodes)
+    queries, keys, values = sides
+    return Attention(queries, keys, values, batch, first, last)
 
 
 def _factors(phase: Phase) -> tuple[Node, Node] | None:

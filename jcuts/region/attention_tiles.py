@@ -2,9 +2,8 @@
 
 A block takes ``rows`` queries of one head and walks over the keys, ``keys`` at a time: tiles of keys and of values lie
 side by side in a ring of ``stages``.  Warps share the rows, and, where ``warps[1]`` is more than 1, the keys of every
-tile: those meet in the end.  Lines are padded so that a warp's reads meet no bank twice: 16 bytes for keys and for 16-bit
-values, read as matrices; lines of float32 values are read as pairs of two lines that follow each other, for which the
-padding is 16 bytes as well.
+tile: those meet in the end.  Lines have an odd number of 16 bytes, so that a warp's reads meet no bank twice: keys and
+16-bit values are read as matrices, float32 values as pairs of neighbours of two lines that follow each other.
 """
 
 from __future__ import annotations

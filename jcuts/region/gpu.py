@@ -3,9 +3,10 @@
 The forms (`codegen.cuda`): *point*, in which a thread computes a register tile of output points by itself, *team*, in
 which threads share the points of a reduced row, *columns* and its relatives, in which they share those of neighbouring
 outputs (`gpu_columns`), *transposed* (`gpu_maps`), *product* on matrix units (`gpu_products`, `gpu_groups`),
-*patch* for convolutions with few channels (`gpu_patches`), *attention* (`gpu_attention`).  A schedule is data in the program: ``params`` name the
-form, the threads of a block and how work is shared; ``unroll`` of the axes is the register tile.  Programs that no form
-fits get no candidate and stay with XLA: products of more than the default precision, convolutions with groups.
+*patch* for convolutions with few channels (`gpu_patches`), *attention* (`gpu_attention`).  A schedule is data in the
+program: ``params`` name the form, the threads of a block and how work is shared; ``unroll`` of the axes is the register
+tile.  Programs that no form fits get no candidate and stay with XLA: products of more than the default precision,
+convolutions with groups.
 """
 
 from __future__ import annotations

@@ -135,7 +135,8 @@ MASKS = {
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name, dtype):
     mask, shape = MASKS[name]
-    q, k, v = (normal(*s, seed=n).astype(jnp.dtype(dtype)) for n, s in enumerate(((2, 37, 3, 8), (2, 53, 3, 8), (2, 53, 3, 8))))
+    shapes = enumerate(((2, 37, 3, 8), (2, 53, 3, 8), (2, 53, 3, 8)))
+    q, k, v = (normal(*s, seed=n).astype(jnp.dtype(dtype)) for n, s in shapes)
     m = np.random.default_rng(3).random(shape) < 0.7
     m[..., 20:40] = False  # whole tiles of keys without a score
     program, operands = traced(_masked(mask), q, k, v, m)

@@ -2,9 +2,10 @@
 
 A block's warps keep their queries' fragments in registers.  Tiles of keys and values stream through a ring of shared
 memory; the scores of a tile exist as accumulators only: what the program does with a score happens there, then rows
-find their largest score (in four lanes), take exponentials of the differences, and multiply them by the values.  Where a
-tile has a larger score than all before, what has been added up so far shrinks accordingly: sums are those of exponentials
-relative to the largest score yet, as exact as if it were known before.  A row whose scores are all -inf gives 0 / 0.
+find their largest score (in four lanes), take exponentials of the differences, and multiply them by the values.  Where
+a tile has a larger score than all before, what has been added up so far shrinks accordingly: sums are those of
+exponentials relative to the largest score yet, as exact as if it were known before.  A row whose scores are all -inf
+gives 0 / 0.
 
 Warps that share the keys of a tile meet in shared memory in the end (`AttentionShape.warps`).
 """
@@ -181,7 +182,8 @@ class AttentionEmitter:
         first = builder.mul(number, L.I32(shape.keys))
         first = builder.add(first, builder.mul(self.part, L.I32(shape.warp[1])))
         scores = self._chain(self._scores(stage), first)
-        rows = [[t for tile in scores[r // 2] for t in tile[2 * (r % 2) : 2 * (r % 2) + 2]] for r in range(len(state.sums))]
+        halves = [(band, first) for band in scores for first in (0, 2)]
+        rows = [[value for tile in band for value in tile[first : first + 2]] for band, first in halves]
         largest, sums, factors, weights = [], [], [], []
         for r, row in enumerate(rows):
             most = self._quad(_pairwise(builder, row, self._most), self._most)

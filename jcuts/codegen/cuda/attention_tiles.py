@@ -7,7 +7,6 @@ values are read in that order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from jcuts.codegen import lanes as L
@@ -15,7 +14,7 @@ from jcuts.codegen.cuda import memory as M
 from jcuts.codegen.cuda import tensor
 from jcuts.codegen.cuda.builder import GpuBuilder
 from jcuts.region.attention import Operand
-from jcuts.region.attention_tiles import SIXTEEN, STEP, AttentionShape
+from jcuts.region.attention_tiles import EIGHT, SIXTEEN, STEP, AttentionShape
 
 WORD, FOUR, WIDEST = 4, 4, 16
 
@@ -161,13 +160,12 @@ def queries(
     return found
 
 
-EIGHT = 8
-
-
 class TileReader:
     """Reads a warp's fragments of keys and values."""
 
-    def __init__(self, builder: GpuBuilder, shape: AttentionShape, shared: L.Value, keys: L.Value, lane: L.Value) -> None:
+    def __init__(
+        self, builder: GpuBuilder, shape: AttentionShape, shared: L.Value, keys: L.Value, lane: L.Value
+    ) -> None:
         """Args: keys: the warp's first key in a tile."""
         self.builder, self.shape = builder, shape
         attention = shape.attention
@@ -214,6 +212,3 @@ class TileReader:
         if self.item != WORD or self.shape.rounded:
             return words
         return [tensor.to_tf32(self.builder, w) for w in words]
-
-
-Variables = Mapping[str, L.Value]

@@ -28,7 +28,7 @@ from jcuts.region.legality import Dag, Subset, is_acyclic_cover, is_convex
 log = logging.getLogger("jcuts.region")
 
 Cover = list[tuple[Subset, Program]]
-BETWEEN = ("elementwise", "layout", "reduction")
+BETWEEN = ("elementwise", "layout", "reduction", "constant")
 """Families of operations that may lie between the two products."""
 MOST_BETWEEN = 48
 TEMPLATE = "attention"
@@ -49,8 +49,7 @@ def attended(
 ) -> Cover:  # fmt: skip
     """The cover in which every attention that a GPU kernel can take is one subset.
 
-    What is left of a subset that gave operations away must still be a program, and all must be able to run in some
-    order.
+    What is left of a subset that gave operations away becomes a subset of its own, or several.
     """
     seconds = [n for n in graph.nodes if n.op is not None and n.op.family == "contraction"]
     found, dag = dict(cover), None
@@ -76,8 +75,7 @@ def find(graph: TensorGraph, second: OpNode) -> Found | Refusal | None:
         if made is None or made.op is None or made.op.family == "contraction":
             continue
         between, firsts = _walk(graph, tensor)
-        roots = [n for n in between if (op := graph.nodes[n].op) is not None and op.is_root]
-        if len(roots) < 2 or len(firsts) != 1:
+        if len(firsts) != 1 or not {"reduce_max", "reduce_sum"} <= {graph.nodes[n].prim for n in between}:
             continue
         if len(between) > MOST_BETWEEN:
             return Refusal(second.prim, f"more than {MOST_BETWEEN} operations between two products")
@@ -146,9 +144,8 @@ def _exchanged(
         rest = owner - members
         if owner & members and rest:
             left = build(graph, rest)
-            if isinstance(left, Refusal):
-                return Refusal(left.op, f"what an attention leaves of a kernel is none: {left.reason}")
-            found[rest] = left
+            parts = [rest] if isinstance(left, Program) else [frozenset({n}) for n in rest]
+            found.update((s, p) for s in parts if isinstance(p := build(graph, s), Program))
     found[members] = made
     alone = [frozenset({n}) for n in dag.nodes - {n for s in found for n in s}]
     if not is_convex(dag, members) or not is_acyclic_cover(dag, [*found, *alone]):
@@ -157,14 +154,16 @@ def _exchanged(
 
 
 def _with_layout(graph: TensorGraph, members: Subset, cover: dict[Subset, Program]) -> Subset:
-    """The operations with slices, reshapes and the like of their operands that serve nothing else."""
+    """The operations with slices, reshapes and numbers that make their operands and serve nothing else."""
     free = {n for s in cover for n in s}
     grown = set(members)
     while True:
         more = set()
         for tensor in graph.subset_inputs(frozenset(grown)):
             made = graph.producer(tensor)
-            if made is None or made.op is None or made.op.family != "layout" or made.number not in free:
+            if made is None or made.op is None or made.number not in free or made.op.is_root:
+                continue
+            if made.op.family not in ("layout", "constant") and graph.tensors[tensor].type.size > 1:
                 continue
             users = {u for t in made.outputs for u in graph.tensors[t].users}
             if users <= grown and not any(graph.tensors[t].escapes for t in made.outputs):

@@ -123,7 +123,13 @@ def _masked(mask):
     return fn
 
 
+def _causal(s, m):
+    rows, keys = (jax.lax.broadcasted_iota(jnp.int32, s.shape, d) for d in (2, 3))
+    return jnp.where(keys <= rows + 8, s, -jnp.inf)
+
+
 MASKS = {
+    "causal": (_causal, (1,)),
     "keys": (lambda s, m: jnp.where(m[:, None, None, :], s, -jnp.inf), (2, 53)),
     "bias": (lambda s, m: s + jnp.where(m, 0.0, -1e9).astype(s.dtype)[:, None], (2, 37, 53)),
     "capped": (lambda s, m: jnp.tanh(s / 3) * 3 + jnp.where(m, 0, -30.0).astype(s.dtype), (3, 37, 53)),

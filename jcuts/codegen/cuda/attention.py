@@ -12,33 +12,23 @@ Warps that share the keys of a tile meet in shared memory in the end (`Attention
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from llvmlite import ir
-
 from jcuts.base.errors import CompileRejected, Refusal
-from jcuts.codegen import elements as E
 from jcuts.codegen import lanes as L
 from jcuts.codegen.cuda import memory as M
 from jcuts.codegen.cuda import special, tensor
+from jcuts.codegen.cuda.attention_chain import LEAST, Tile, chained
 from jcuts.codegen.cuda.attention_tiles import TileCopier, TileReader, queries
 from jcuts.codegen.cuda.builder import GpuBuilder, asm
 from jcuts.codegen.cuda.product_exit import finish
 from jcuts.codegen.cuda.product_tiles import TileShape
 from jcuts.codegen.cuda.shared import WARP, shuffle
-from jcuts.codegen.cuda.values import Emitter
 from jcuts.dfg.index import Index
-from jcuts.dfg.node import Graph, Guard, Node
-from jcuts.dfg.program import Buffer, Phase, Program
+from jcuts.dfg.program import Buffer, Program
 from jcuts.region.attention_tiles import EIGHT, SIXTEEN, STATE, STEP, AttentionShape, shape_of
 from jcuts.region.products import COLUMNS, ROWS, Side
-
-LEAST = ir.Constant(L.F32, -math.inf)
-Tile = list[list[list[L.Value]]]
-"""Accumulators: [16 rows][8 columns][4]."""
 
 
 def attention_shape(program: Program) -> AttentionShape:
@@ -181,7 +171,7 @@ class AttentionEmitter:
         builder, shape = self.builder, self.shape
         first = builder.mul(number, L.I32(shape.keys))
         first = builder.add(first, builder.mul(self.part, L.I32(shape.warp[1])))
-        scores = self._chain(self._scores(stage), first)
+        scores = chained(self.frame, shape, self.buffers, self._scores(stage), (self.row, first), self.lane)
         halves = [(band, first) for band in scores for first in (0, 2)]
         rows = [[value for tile in band for value in tile[first : first + 2]] for band, first in halves]
         largest, sums, factors, weights = [], [], [], []
@@ -252,41 +242,6 @@ class AttentionEmitter:
         for distance in (1, 2):
             value = join(value, shuffle(self.builder, value, distance))
         return value
-
-    def _chain(self, scores: Tile, first: L.Value) -> Tile:
-        """What the program makes of the scores; -inf for keys beyond the last. Args: first: the warp's first key."""
-        builder, shape = self.builder, self.shape
-        phase, keys = self.attention.scores, self.attention.keys
-        row = builder.add(self.row, builder.lshr(self.lane, L.I32(2)))
-        key = builder.add(first, builder.mul(builder.and_(self.lane, L.I32(3)), L.I32(2)))
-        ranges = {ROWS: shape.blocks[1] * shape.rows - shape.warp[0] + EIGHT,
-                  COLUMNS: shape.tiles * shape.keys - shape.warp[1] + EIGHT}  # fmt: skip
-        frame = replace(
-            self.frame, variables={**self.frame.variables, ROWS: row, COLUMNS: key},
-            ranges={**self.frame.ranges, **ranges}, multiples={COLUMNS: 2}, cache={},
-        )  # fmt: skip
-        made, wanted = _inside(phase, {ROWS: self.attention.rows, COLUMNS: keys}, frame)
-        accs = [n for n, node in enumerate(made.nodes) if node.op == "acc"]
-        graph = Graph()
-        emitter = Emitter(frame, graph, self.buffers)
-        numbers: dict[tuple[int, int, int], int] = {}
-        for i, j, k in itertools.product(range(len(scores)), range(len(scores[0])), range(4)):
-            down, across = i * SIXTEEN + EIGHT * (k // 2), j * EIGHT + k % 2
-            given = graph.add(Node("acc", "float32", attrs=(("number", 0), ("point", (down, across)))))
-            emitter.give(given, E.Lanes(scores[i][j][k], "float32"))
-            where = {ROWS: Index.axis(ROWS) + down, COLUMNS: Index.axis(COLUMNS) + across}
-            (numbers[i, j, k],) = made.copy_into(graph, [wanted], where, frame.ranges, dict.fromkeys(accs, given))
-        emitter.plan(numbers.values())
-        places = list(numbers)
-        values = dict(zip(places, emitter.emit([numbers[p] for p in places]), strict=True))
-        found = [[[values[i, j, k].value for k in range(4)] for j in range(len(row))] for i, row in enumerate(scores)]
-        if keys % shape.keys:
-            for j, k in itertools.product(range(len(scores[0])), range(2)):
-                there = builder.icmp_signed("<", key, L.I32(keys - j * EIGHT - k))
-                for row_ in found:
-                    for half in (k, k + 2):
-                        row_[j][half] = builder.select(there, row_[j][half], LEAST)
-        return found
 
     # -- the end ------------------------------------------------------------------------------------------------
     def _meet(self, state: State) -> None:
@@ -368,18 +323,3 @@ def _pairwise(builder: GpuBuilder, values: list[L.Value], join) -> L.Value:  # t
 def _finite(builder: GpuBuilder, most: L.Value) -> L.Value:
     """The largest score, 0 where there is none yet but -inf: exponentials of -inf are 0 then, not of a NaN."""
     return builder.select(builder.fcmp_ordered("==", most, LEAST), L.F32(0.0), most)
-
-
-def _inside(phase: Phase, extents: Mapping[str, int], frame: M.Frame) -> tuple[Graph, int]:
-    """The chain of a score, with loads that read nothing beyond the last row and key; and its result."""
-    found, numbers = Graph(), {}
-    for number, node in enumerate(phase.exit.nodes):
-        index = None if node.index is None else node.index.renumber(numbers)
-        guards = tuple(Guard(g.index.renumber(numbers), g.low, g.high) for g in node.guards)
-        if node.op == "load" and index is not None:
-            used = set(extents) if index.values() else index.axes()
-            guards += tuple(Guard(Index.axis(a), None, e - 1) for a, e in extents.items() if a in used)
-        value = 0 if node.op == "load" and node.value is None else node.value
-        args = tuple(numbers[a] for a in node.args)
-        numbers[number] = found.add(replace(node, args=args, index=index, guards=guards, value=value))
-    return found, numbers[phase.stores[0].value]

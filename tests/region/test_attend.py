@@ -1,0 +1,159 @@
+"""Attention as one subset: where it is found, what its program is, and why look-alikes are none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import workloads
+from jcuts.base.errors import Refusal
+from jcuts.region import find, gpu, gpu_attention
+from jcuts.region.attend import attended
+from jcuts.region.attention import Attention, recognise
+from jcuts.region.attention_tiles import shape_of
+from jcuts.region.graph import build_graph
+from jcuts.region.legality import Dag, is_acyclic_cover
+from jcuts.trace import jaxapi
+from jcuts.trace.inline import inline
+from jcuts.trace.rewrite import rewritten
+from jcuts.trace.simplify import simplify
+
+MACHINE = gpu.GpuMachine(132)
+
+
+def covered(fn, *args, rules=()):
+    """Graph, and cover with attentions, of a function."""
+    closed = simplify(inline(jaxapi.closed_jaxpr_of(fn, *args)))
+    closed = rewritten(closed, rules).closed if rules else closed
+    graph = build_graph(closed.jaxpr)
+    return graph, attended(graph, find.group(graph).subsets)
+
+
+def attentions(cover):
+    return [(members, program) for members, program in cover if program.template == "attention"]
+
+
+def plain(q, k, v, chain=lambda s: s, weigh=lambda w: w, **more):
+    scores = chain(jnp.einsum("bqhd,bkhd->bhqk", q, k, **more))
+    return jnp.einsum("bhqk,bkhd->bqhd", weigh(jax.nn.softmax(scores, -1)), v)
+
+
+def operands(*shape, dtype: Any = np.float32):
+    return tuple(np.zeros(shape, dtype) for _ in range(3))
+
+
+@pytest.mark.parametrize("rules", [(), ("siblings",)])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_every_layer_of_bert_has_one(layers, rules):
+    fn, args = workloads.bert(2, length=64, layers=layers, width=128, heads=2, vocabulary=50, closed=True)
+    graph, cover = covered(fn, *args, rules=rules)
+    found = attentions(cover)
+    assert len(found) == layers
+    taken = [n for members, _ in cover for n in members]
+    assert len(taken) == len(set(taken))
+    dag = Dag.of((n.number for n in graph.nodes), graph.edges())
+    alone = [frozenset({n}) for n in dag.nodes - set(taken)]
+    assert is_acyclic_cover(dag, [*(members for members, _ in cover), *alone])
+    for members, program in found:
+        prims = [graph.nodes[n].prim for n in sorted(members)]
+        assert prims.count("dot_general") == 2 and {"reduce_max", "exp", "reduce_sum", "div"} <= set(prims)
+        known = recognise(program)
+        assert isinstance(known, Attention)
+        assert (known.batches, known.rows, known.keys, known.between) == (4, 64, 64, 1)
+        assert str(known) == "4 x 64 queries, 64 keys of 64, values of 64, float32, 1 operations on a score"
+        if rules:  # one product of queries, keys and values: its parts are read where they lie
+            assert [b.shape for b in program.inputs] == [(2, 64, 384)]
+            assert [side.base.const for side in (known.query, known.key, known.value)] == [0, 128, 256]
+        assert [b.shape for b in program.outputs] == [(2, 64, 128)]
+
+
+def test_encoder():
+    fn, args = workloads.encoder(batch=2, length=32, width=64, heads=4, hidden=128)
+    (_, program), = attentions(covered(fn, *args)[1])  # fmt: skip
+    assert list(gpu.candidates(program, MACHINE, 4))
+
+
+def test_masks_of_all_kinds_belong_to_it():
+    def causal(s):
+        rows, keys = (jax.lax.broadcasted_iota(jnp.int32, s.shape, d) for d in (2, 3))
+        return jnp.where(rows >= keys, s * 0.5, -jnp.inf)
+
+    graph, cover = covered(lambda q, k, v: plain(q, k, v, causal), *operands(2, 24, 3, 16))
+    ((members, program),) = attentions(cover)
+    assert len(members) == len(graph.nodes) and len(program.inputs) == 3
+    known = recognise(program)
+    assert isinstance(known, Attention) and known.between >= 3
+
+
+def test_a_cap_and_a_bias():
+    def fn(q, k, v, bias):
+        return plain(q, k, v, lambda s: 30 * jnp.tanh(s / 30) + bias)
+
+    ((_, program),) = attentions(covered(fn, *operands(1, 24, 2, 16), np.zeros((2, 24, 24), np.float32))[1])
+    known = recognise(program)
+    assert isinstance(known, Attention) and len(program.inputs) == 4
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda q, k, v: plain(q, k, v, weigh=lambda w: w * w),
+        lambda q, k, v: plain(q, k, v, precision="highest"),
+        lambda q, k, v: plain(q[..., :20], k[..., :20], v),
+        lambda q, k, v: jnp.einsum("bhqk,bkhd->bqhd", jnp.einsum("bqhd,bkhd->bhqk", q, k) * 2, v),
+        lambda q, k, v: jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k), 2), v),
+    ],
+    ids=["other weights", "precision", "depth", "no softmax", "another dimension"],
+)
+def test_look_alikes_are_left_as_they_were(fn):
+    closed = simplify(inline(jaxapi.closed_jaxpr_of(fn, *operands(2, 24, 3, 32))))
+    graph = build_graph(closed.jaxpr)
+    before = find.group(graph).subsets
+    assert attended(graph, before) == sorted(before, key=lambda item: max(item[0]))
+
+
+def test_weights_that_are_a_result_keep_the_products_apart():
+    def fn(q, k, v):
+        weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k), -1)
+        return jnp.einsum("bhqk,bkhd->bqhd", weights, v), weights
+
+    assert not attentions(covered(fn, *operands(2, 24, 3, 32))[1])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("batch", "length"), [(1, 384), (8, 384), (8, 1024), (1, 37)])
+def test_schedules(batch, length, dtype):
+    arrays = operands(batch, length, 12, 64, dtype=jnp.dtype(dtype))
+    ((_, program),) = attentions(covered(plain, *arrays)[1])
+    found = gpu.candidates(program, MACHINE, 8)
+    assert len(found) >= 4 and all(0 < score <= 1 for _, score in found)
+    known = recognise(program)
+    assert isinstance(known, Attention)
+    for candidate, _ in found:
+        shape = shape_of(candidate)
+        assert not isinstance(shape, Refusal) and shape.fits
+        cycles = gpu_attention.cycles(shape, candidate, MACHINE)
+        assert cycles >= gpu_attention.bound(known, program, MACHINE)
+        assert candidate.renamed("x").digest == candidate.digest and shape.shared <= 227 << 10
+
+
+def test_lines_of_shared_memory_meet_no_bank_twice():
+    """Eight lines of 16 bytes read as a matrix; of float32 values pairs of every second line."""
+    for depth in range(8, 129, 8):
+        for dtype in ("float32", "bfloat16"):
+            arrays = operands(1, 32, 2, depth, dtype=jnp.dtype(dtype))
+            ((_, program),) = attentions(covered(plain, *arrays)[1])
+            for candidate, _ in gpu.candidates(program, MACHINE, 1):
+                shape = shape_of(candidate)
+                assert not isinstance(shape, Refusal)
+                key, value = (shape.pitch(side) for side in (shape.attention.key, shape.attention.value))
+                for pitch in (key,) if dtype == "float32" else (key, value):
+                    assert len({(line * pitch // 4 + word) % 32 for line in range(8) for word in range(4)}) == 32
+                if dtype == "float32":  # half a warp at once
+                    lanes = [(lane // 4, lane % 4) for lane in range(16)]
+                    words = [(2 * low * value // 4 + 2 * high + k) % 32 for high, low in lanes for k in range(2)]
+                    assert len(set(words)) == 32

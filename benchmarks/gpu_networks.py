@@ -44,14 +44,20 @@ DRY = {"size": 96, "bert": {"layers": 2, "width": 64, "heads": 4, "length": 32, 
 
 
 def workload(spec: str, dry: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Function and arguments of ``NAME:BATCH:FORM``."""
+    """Function and arguments of ``NAME:BATCH:FORM`` or ``NAME:BATCH:FORM:DTYPE``."""
     import workloads
 
-    name, batch, form = spec.split(":")
-    closed, count = form == "closed", int(batch)
+    name, count, form, dtype = parts(spec)
+    closed = form == "closed"
     if name == "bert":
         return workloads.bert(count, closed=closed, **(DRY["bert"] if dry else {}))
-    return workloads.network(name, count, closed=closed, size=DRY["size"] if dry else None)
+    return workloads.network(name, count, closed=closed, dtype=dtype, size=DRY["size"] if dry else None)
+
+
+def parts(spec: str) -> tuple[str, int, str, str]:
+    """Network, batch, calling form and type of numbers of a workload's name."""
+    name, batch, form, *dtype = spec.split(":")
+    return name, int(batch), form, dtype[0] if dtype else "float32"
 
 
 def named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -331,52 +337,6 @@ def thunks(folder: Path) -> dict[str, Any]:
     return {**counts, "file": files[-1].name}
 
 
-# -- torch ----------------------------------------------------------------------------------------------------------
-TORCH = {"MobileNetV2": "mobilenet_v2", "ResNet50": "resnet50", "DenseNet121": "densenet121",
-         "InceptionV3": "inception_v3"}  # fmt: skip
-
-
-def torch_side(spec: str, seconds: float) -> dict[str, Any]:
-    """torchvision's network under torch.compile with CUDA graphs, channels last, TF32."""
-    import torch  # pyright: ignore[reportMissingImports]
-    import torchvision  # pyright: ignore[reportMissingImports]
-
-    name, batch, _ = spec.split(":")
-    if name not in TORCH:
-        return {"skipped": "torchvision has no such network"}
-    torch.set_float32_matmul_precision("high")
-    torch.backends.cudnn.allow_tf32 = True
-    size = 299 if name == "InceptionV3" else 224
-    more = {"init_weights": False} if name == "InceptionV3" else {}
-    model = getattr(torchvision.models, TORCH[name])(weights=None, **more).eval().cuda()
-    model = model.to(memory_format=torch.channels_last)
-    x = torch.randn(int(batch), 3, size, size, device="cuda").to(memory_format=torch.channels_last)
-    result: dict[str, Any] = {"torch": torch.__version__}
-    with torch.no_grad():
-        run = torch.compile(model, mode="reduce-overhead")
-        start = time.perf_counter()
-        for _ in range(4):
-            run(x)
-        torch.cuda.synchronize()
-        result["compile_seconds"] = time.perf_counter() - start
-        step, stream = [], []
-        begin = time.perf_counter()
-        while len(step) < ROUNDS and time.perf_counter() - begin < seconds:
-            few = []
-            for _ in range(10):
-                start = time.perf_counter()
-                run(x)
-                torch.cuda.synchronize()
-                few.append(time.perf_counter() - start)
-            step.append(sorted(few)[5])
-            start = time.perf_counter()
-            for _ in range(STREAM):
-                run(x)
-            torch.cuda.synchronize()
-            stream.append((time.perf_counter() - start) / STREAM)
-    return {**result, "step": quartiles(step), "stream": quartiles(stream)}
-
-
 # -- the command ----------------------------------------------------------------------------------------------------
 def note(text: str) -> None:
     """Progress, on stderr."""
@@ -452,6 +412,13 @@ def table(out: Path) -> str:
     return "\n".join(lines)
 
 
+def twins(out: Path, spec: str) -> list[Path]:
+    """Results of the same network in the other calling form."""
+    name, batch, form, *dtype = spec.split(":")
+    others = [":".join((name, batch, other, *dtype)) for other in FORMS if other != form]
+    return [path for path in (out / f"{label(other)}.json" for other in others) if path.exists()]
+
+
 def one(spec: str, options: argparse.Namespace, left: Callable[[], float], lane: int) -> None:
     """Runs what is missing of one network's file. Args: left: seconds of the budget."""
     path = options.out / f"{label(spec)}.json"
@@ -459,6 +426,10 @@ def one(spec: str, options: argparse.Namespace, left: Callable[[], float], lane:
         row = json.loads(path.read_text()) if path.exists() else {}
         wanted = {"measure": True, "prove": options.proof, "torch": options.torch}[what]
         if key in row or not wanted or (what == "prove" and "times" not in row):
+            continue
+        known = [p for p in twins(options.out, spec) if what == "torch" and "torch" in json.loads(p.read_text())]
+        if known:  # torch has one calling form
+            path.write_text(json.dumps({**row, "torch": json.loads(known[0].read_text())["torch"]}, indent=1) + "\n")
             continue
         if left() < (options.least if what == "measure" else 0):
             print(f"{spec}: not begun, {max(0.0, left()):.0f} s are left")
@@ -473,7 +444,9 @@ def one(spec: str, options: argparse.Namespace, left: Callable[[], float], lane:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("networks", nargs="*", default=DEFAULT, help="NAME:BATCH:closed or NAME:BATCH:args")
+    parser.add_argument(
+        "networks", nargs="*", default=DEFAULT, help="NAME:BATCH:closed or :args, then perhaps :bfloat16"
+    )
     parser.add_argument("--out", type=Path, default=Path("gpu_networks"))
     parser.add_argument("--budget", type=float, default=1e9, help="seconds; a network is not begun after them")
     parser.add_argument("--limit", type=float, default=540.0, help="seconds for one network")
@@ -491,7 +464,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.child:
         spec = options.networks[0]
         if options.child == "torch":
-            result = torch_side(spec, options.seconds)
+            import gpu_torch
+
+            result = gpu_torch.measure(spec, options.seconds)
         elif options.child == "prove":
             result = prove(spec, options.out, options.dry)
         else:

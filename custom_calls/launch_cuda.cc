@@ -296,9 +296,26 @@ int Report(const Problem& problem, char* text, int64_t size) {
 // Does nothing with results that must be computed all the same.
 ffi::Error Keep(ffi::RemainingArgs, ffi::RemainingRets) { return ffi::Error::Success(); }
 
+// Told of every mark in a program as it is executed, with the mark's number and XLA's stream.
+using Hook = void (*)(int64_t, CUstream);
+std::atomic<Hook> g_hook{nullptr};
+
+// Likewise; also tells the hook.  Never part of a CUDA graph: the host comes by at every execution.
+static ffi::Error Mark(CUstream stream, int64_t number, ffi::RemainingArgs, ffi::RemainingRets) {
+  if (Hook hook = g_hook.load(std::memory_order_acquire); hook != nullptr) hook(number, stream);
+  return ffi::Error::Success();
+}
+
 }  // namespace jcuts
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jcuts_keep, jcuts::Keep, ffi::Ffi::Bind().RemainingArgs().RemainingRets());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jcuts_mark, jcuts::Mark,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<jcuts::CUstream>>()
+                                  .Attr<int64_t>("number")
+                                  .RemainingArgs()
+                                  .RemainingRets());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jcuts_cuda_launch_instantiate, jcuts::Instantiate,
                               ffi::Ffi::BindInstantiate()
@@ -381,6 +398,8 @@ int jcuts_cuda_unregister(const char* digest) { return jcuts::GetTable().Erase(d
 int jcuts_cuda_is_registered(const char* digest) { return jcuts::GetTable().Find(digest) != nullptr ? 1 : 0; }
 
 void jcuts_cuda_set_resolver(jcuts::Resolver resolver) { jcuts::g_resolver.store(resolver, std::memory_order_release); }
+
+void jcuts_cuda_set_hook(jcuts::Hook hook) { jcuts::g_hook.store(hook, std::memory_order_release); }
 
 // Loads a registered image on a device (needed once) and launches it on a stream, as XLA would: for measuring and
 // tests.  `buffers` are device addresses of operands and results.  Returns 0, or 1 and the reason in `text`.

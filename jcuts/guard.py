@@ -329,6 +329,10 @@ def _choose(samples: Mapping[str, noise.Samples], rejected: dict[str, str],
             name == XLA and plain.quartiles[0] <= samples[best].quartiles[0] * (1 + _LEAST_GAIN))
 
     chosen = next(name for name in allowed if name == best or is_equal(name))
+    if chosen != XLA:  # with options it is as plain as without: noise says nothing against those that look better
+        alike = [name for name in allowed if name.split(":")[0] == chosen.split(":")[0]]
+        likely = max(alike, key=lambda name: speed[name][0])
+        chosen = likely if speed[likely][0] > speed[chosen][0] * (1 + _LEAST_GAIN) else chosen
     scattered = max((_error(ratios[name]) for name in {best, chosen}), default=0.0) > _NOISY
     noisy = scattered and speed[chosen][1] < _CLEAR
     seconds = {name: plain.median / s[0] for name, s in speed.items()}

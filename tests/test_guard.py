@@ -187,3 +187,14 @@ def test_options_that_may_gain_everything_are_tried_for_every_program():
     calls = {name.replace("__", ":"): clock.program(name, seconds) for name, seconds in programs.items()}
     decision = guard.decide(calls, lambda: ((), {}), donates=False, clock=clock, options_gain=float("inf"))
     assert decision.chosen == "xla:graphs"
+
+
+def test_options_make_no_program_less_plain():
+    def samples(value):
+        return noise.Samples((value, 1.3 * value, 0.8 * value, value, value) * 2)
+
+    names = {"xla": 4.0, "jcuts": 1.06, "jcuts:graphs": 1.02, "jcuts/scales:graphs": 1.0}
+    found = guard._choose({name: samples(value) for name, value in names.items()}, {})
+    assert found.chosen == "jcuts:graphs" and "equal within the noise" in found.reason
+    found = guard._choose({name: samples(1.0) for name in ("xla", "xla:graphs")}, {})
+    assert found.chosen == "xla"

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
@@ -41,6 +43,7 @@ class Driver:
         self.call("cuDeviceGet", ctypes.byref(handle), ctypes.c_int(device))
         self.handle = handle
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
+        self.context = context
         self.call("cuCtxSetCurrent", context)
         stream = Pointer()
         self.call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(1))
@@ -114,6 +117,30 @@ class Driver:
         return data
 
     # -- running --------------------------------------------------------------------------------------------------
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """The device's context is the calling thread's inside."""
+        self.call("cuCtxPushCurrent_v2", self.context)
+        try:
+            yield
+        finally:
+            popped = Pointer()
+            self.call("cuCtxPopCurrent_v2", ctypes.byref(popped))
+
+    def function(self, ptx: bytes, name: str) -> ctypes.c_void_p:
+        """A kernel that the driver compiles; never unloaded."""
+        module, function = Pointer(), Pointer()
+        self.call("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(ptx))
+        self.call("cuModuleGetFunction", ctypes.byref(function), module, ctypes.c_char_p(name.encode()))
+        return function
+
+    def launch(self, function: ctypes.c_void_p, stream: int, *arguments: Any) -> None:
+        """Launches one thread of a kernel. Args: arguments: ctypes values."""
+        table = (Pointer * len(arguments))(*(ctypes.addressof(a) for a in arguments))
+        one = ctypes.c_uint(1)
+        self.call("cuLaunchKernel", function, one, one, one, one, one, one, ctypes.c_uint(0), Pointer(stream), table,
+                  None)  # fmt: skip
+
     def synchronize(self) -> None:
         """Waits for the stream."""
         self.call("cuStreamSynchronize", Pointer(self.stream))
@@ -154,10 +181,18 @@ class Events:
 
     def seconds(self, work: Callable[[], None]) -> float:
         """Time that what ``work`` puts on the stream takes [s]."""
-        driver, stream = self.driver, Pointer(self.driver.stream)
-        driver.call("cuEventRecord", self.events[0], stream)
+        self.record(0, self.driver.stream)
         work()
-        driver.call("cuEventRecord", self.events[1], stream)
+        self.record(1, self.driver.stream)
+        return self.elapsed()
+
+    def record(self, number: int, stream: int) -> None:
+        """Puts one of them on a stream."""
+        self.driver.call("cuEventRecord", self.events[number], Pointer(stream))
+
+    def elapsed(self) -> float:
+        """Time between them, once both have been [s]."""
+        driver = self.driver
         driver.call("cuEventSynchronize", self.events[1])
         milliseconds = ctypes.c_float()
         name = "cuEventElapsedTime_v2" if hasattr(driver.lib, "cuEventElapsedTime_v2") else "cuEventElapsedTime"

@@ -7,6 +7,7 @@ candidate announced last is to blame.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import sys
 import time
@@ -31,6 +32,9 @@ from jcuts.xla.call import call_kernel
 BEHIND = 1.5
 """Where the quick screening finds every kernel this many times slower than XLA, none is timed any further."""
 
+SMALL_BYTES = 64 << 20
+"""Chains with operands of at most this many bytes run once, side by side, before any is timed."""
+
 Announce = Callable[[str], None]
 Function = Callable[..., Any]
 
@@ -39,6 +43,9 @@ _ahead: dict[str, Any] = {}  # XLA's chains, by the problem's file
 
 def compile_ahead(problems: Mapping[str, tuple[Problem, Function]], announce: Announce) -> int:
     """Compiles the chains of XLA's side on all cores.  One that fails is left to `measure`, where it fails again.
+
+    Then every small one runs once: some libraries compile on the host when a call is executed first, seconds for a
+    chain, and do that on all cores here.
 
     Args: problems: file of each -> it and XLA's function; announce: is told of every step.
     Returns: how many were compiled.
@@ -57,7 +64,22 @@ def compile_ahead(problems: Mapping[str, tuple[Problem, Function]], announce: An
             announce("")
             if future.exception() is None:
                 _ahead[made[future]] = future.result()
+        small = [path for path in made.values() if path in _ahead and _bytes(lowered[path]) <= SMALL_BYTES]
+        for run in as_completed([pool.submit(_run_once, _ahead[path], lowered[path]) for path in small]):
+            announce("")
+            if (error := run.exception()) is not None:
+                print(f"a program did not run ahead: {error}", file=sys.stderr)
     return len(made)
+
+
+def _bytes(program: Any) -> int:
+    """What the operands of a lowered program take."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(program.args_info))
+
+
+def _run_once(compiled: Any, program: Any) -> None:
+    args, _ = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype)), program.args_info)
+    jax.block_until_ready(compiled(*args))
 
 
 def measure(

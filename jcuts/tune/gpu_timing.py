@@ -2,6 +2,7 @@
 
 A program is timed as a jitted chain of executions on inputs of their own, together larger than the L2 cache, each
 waiting for the one before, inside CUDA graphs as far as XLA makes them: what a subset costs inside a larger function.
+The time is the device's (`stopwatch`): what the host takes to launch small kernels hides behind a kernel that waits.
 Both kinds of candidate take the same path.
 """
 
@@ -20,6 +21,7 @@ import numpy as np
 from jax import lax
 
 from jcuts.tune.noise import Samples, interleave, race
+from jcuts.tune.stopwatch import stopwatch
 from jcuts.xla import cuda
 
 CHAIN = 16  # most executions in a chain
@@ -34,6 +36,7 @@ OPTIONS: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 1}
 def chained(function: Callable[..., Any], rotated: Sequence[int]) -> Callable[..., Any]:
     """One execution per set of operands, in order.
 
+    The device's time from before the first execution to after the last can be taken (`stopwatch`).
     Every result goes through the barrier before the next execution, and all of them to `cuda.keep`: XLA drops whatever
     nothing depends on, and merges executions on equal operands.  They are no results of the program: a call that
     returns many arrays takes longer than small kernels do, and its graph is updated to their addresses every time.
@@ -43,12 +46,15 @@ def chained(function: Callable[..., Any], rotated: Sequence[int]) -> Callable[..
     """
 
     def run(sets: Sequence[Sequence[Any]], shared: Sequence[Any]) -> Any:
-        results = []
+        results: list[Any] = []
         before: Any = ()
         for own in sets:
             operands = list(shared)
             for position, x in zip(rotated, own, strict=True):
                 operands.insert(position, x)
+            if operands and not results:
+                smallest = min(range(len(operands)), key=lambda k: operands[k].size)
+                operands[smallest] = cuda.begin(operands[smallest])
             operands, before = lax.optimization_barrier((tuple(operands), before))
             results.append(before)
             before = function(*operands)
@@ -96,6 +102,7 @@ class Bench:
         first = tuple(jax.device_put(inputs[k]) for k in self.layout.rotated)
         self.sets = [first, *(tuple(x.copy() for x in first) for _ in range(self.layout.count - 1))]
         self.shared = tuple(jax.device_put(x) for k, x in enumerate(inputs) if k not in self.layout.rotated)
+        self.watch = stopwatch() if inputs else None  # no operand, no mark before the first execution
         self.launches = 0  # of a chain in a sample: known once one has run
         self.programs: dict[str, Any] = {}  # no closures over this: the operands go with the last name of it
         self.compile_seconds = 0.0
@@ -128,7 +135,6 @@ class Bench:
 
     def add(self, label: str, program: Any) -> None:
         """Takes a compiled chain into the race, and runs it once."""
-
         self.programs[label] = program
         if not self.launches:
             self.launches = 1
@@ -136,7 +142,7 @@ class Bench:
             start = time.perf_counter()
             self._run(program)
             enough = math.ceil(SAMPLE / (time.perf_counter() - start))
-            self.launches = min(enough, -(-CHAIN * LAUNCHES // self.layout.count))
+            self.launches = 1 if self.watch else min(enough, -(-CHAIN * LAUNCHES // self.layout.count))
         self._run(program)
 
     def _run(self, program: Any) -> object:
@@ -145,16 +151,21 @@ class Bench:
             out = program(self.sets, self.shared)
         return jax.block_until_ready(out)
 
+    def _timed(self, label: str) -> Callable[[], object]:
+        run = functools.partial(self._run, self.programs[label])
+        return functools.partial(self.watch.seconds, run) if self.watch else run
+
     def quick(self, label: str, times: int = 3) -> float:
         """The shortest time of an execution in a few runs [s]."""
-        runs = {label: functools.partial(self._run, self.programs[label])}
-        found = interleave(runs, seconds=0.0, least=times, most=times)[label]
+        runs = {label: self._timed(label)}
+        found = interleave(runs, seconds=0.0, least=times, most=times, told=self.watch is not None)[label]
         return min(found.seconds) / (self.layout.count * self.launches)
 
     def race(self, seconds: float) -> dict[str, Samples]:
         """Samples of all [s per execution], taking turns. Args: seconds: most wall time for the samples of one."""
-        runs = {label: functools.partial(self._run, program) for label, program in self.programs.items()}
-        return race(runs, seconds=seconds, inner=dict.fromkeys(runs, self.layout.count * self.launches))
+        runs = {label: self._timed(label) for label in self.programs}
+        inner = dict.fromkeys(runs, self.layout.count * self.launches)
+        return race(runs, seconds=seconds, inner=inner, told=self.watch is not None)
 
 
 def compare(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 LEAST_MARGIN = 0.01
 """No two programs that differ by less than this are told apart, however quiet the machine looks."""
@@ -67,13 +68,14 @@ def margin(errors: Sequence[float]) -> float:
 
 
 def interleave(
-    runs: dict[str, Callable[[], object]],
+    runs: Mapping[str, Callable[[], Any]],
     *,
     seconds: float = 0.5,
     least: int = 5,
     most: int = 200,
     inner: dict[str, int] | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    told: bool = False,
 ) -> dict[str, Samples]:
     """Samples every callable in turn (A B C, C B A, A B C, ...), so that a drifting clock hits all of them alike.
 
@@ -83,6 +85,7 @@ def interleave(
         least, most: limits on the samples per callable.
         inner: executions that one call of each makes (times are divided by it), 1 by default.
         clock: monotonic seconds.
+        told: the callables return what they took [s]: that is taken, not the clock's.
     Returns: samples per execution, for each name.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -92,21 +95,22 @@ def interleave(
     while runs and count < most and (count < least or clock() < end):
         for name in list(runs) if forward else reversed(list(runs)):
             start = clock()
-            runs[name]()
-            times[name].append((clock() - start) / (inner or {}).get(name, 1))
+            own = runs[name]()
+            times[name].append((own if told else clock() - start) / (inner or {}).get(name, 1))
         forward = not forward
         count += 1
     return {name: Samples(tuple(values)) for name, values in times.items()}
 
 
 def race(
-    runs: dict[str, Callable[[], object]],
+    runs: Mapping[str, Callable[[], Any]],
     *,
     seconds: float,
     least: int = 7,
     most: int = 200,
     inner: dict[str, int] | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    told: bool = False,
 ) -> dict[str, Samples]:
     """Samples in turn like `interleave`, spending the time where it decides.
 
@@ -114,7 +118,7 @@ def race(
     sampled no more; the race ends when the margin of those left is `CLOSE_MARGIN`, or `LONE_MARGIN` for one alone.
 
     Args:
-        runs, least, most, inner, clock: as for `interleave`.
+        runs, least, most, inner, clock, told: as for `interleave`.
         seconds: most wall time to spend per callable that is still in the race.
     Returns: samples per execution, for each name: at least ``least``, more for those that stayed longer.
     """
@@ -123,7 +127,7 @@ def race(
     rounds = 0
     while live and rounds < most:
         count = least if rounds == 0 else _LOOK_EVERY
-        part = interleave(live, seconds=0.0, least=count, most=count, inner=inner, clock=clock)
+        part = interleave(live, seconds=0.0, least=count, most=count, inner=inner, clock=clock, told=told)
         for name, samples in part.items():
             found[name] += samples.seconds
         rounds += count

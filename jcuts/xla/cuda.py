@@ -30,7 +30,9 @@ DRIVER = "libcuda.so.1"
 TARGET = "jcuts_cuda_launch"
 STATE_TYPE = "jcuts_cuda_launch_state"
 PLATFORM = "CUDA"
-KEEP = "jcuts_keep"
+KEEP, MARK = "jcuts_keep", "jcuts_mark"
+HOOK = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_void_p)
+"""Is told the number of a mark and the CUDA stream that it is executed on."""
 _TEXT = 2048
 
 _lock = threading.RLock()
@@ -68,7 +70,9 @@ def _declare(lib: ctypes.CDLL) -> None:
         "jcuts_cuda_launch": (
             ctypes.c_int, [text, ctypes.c_int, pointer, ctypes.POINTER(pointer), size, pointer, text, size],
         ),
+        "jcuts_cuda_set_hook": (None, [HOOK]),
         KEEP: (pointer, [pointer]),
+        MARK: (pointer, [pointer]),
     }  # fmt: skip
     native.declare(lib, signatures)
 
@@ -116,13 +120,13 @@ def add_kernel(kernel: CompiledKernel, *, persist: bool = True) -> None:
     """
     with _lock:
         if kernel.digest not in _known:
-            _register(kernel)
+            _register_image(kernel)
             _known[kernel.digest] = kernel
     if persist:
         objects.store(kernel)
 
 
-def _register(kernel: CompiledKernel) -> None:
+def _register_image(kernel: CompiledKernel) -> None:
     try:
         image = Image.unpack(kernel.object_code)
     except CacheError as error:
@@ -211,21 +215,44 @@ def ensure_registered() -> None:
 
 
 @functools.cache
-def _register_keep(platform: str) -> None:
-    execute = jax.ffi.pycapsule(load().jcuts_keep)
+def _register(name: str, platform: str) -> None:
+    execute = jax.ffi.pycapsule(getattr(load(), name))
     try:
-        jax.ffi.register_ffi_target(KEEP, {"execute": execute}, platform=platform)
+        jax.ffi.register_ffi_target(name, {"execute": execute}, platform=platform)
     except Exception as error:  # XLA's own error types differ from version to version
-        raise NativeError(f"XLA refused {KEEP}: {error}", reason=str(error)) from error
+        raise NativeError(f"XLA refused {name}: {error}", reason=str(error)) from error
+
+
+def begin(x: jax.Array) -> jax.Array:
+    """The same array; on a GPU the hook is told of mark 0 before anything that depends on the result is executed.
+
+    Raises: NativeError: no launcher, or XLA refuses the call.
+    """
+    if jax.default_backend() == "cpu":
+        return x
+    _register(MARK, PLATFORM)
+    same = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.ffi.ffi_call(MARK, same, has_side_effect=True, input_output_aliases={0: 0})(x, number=np.int64(0))
 
 
 def keep(arrays: Sequence[jax.Array]) -> jax.Array:
     """A number that XLA can have only after it has computed every element of the arrays (its value means nothing).
 
+    On a GPU the hook is told of mark 1 when they have been launched.
+
     Raises: NativeError: no launcher, or XLA refuses the call.
     """
-    _register_keep("cpu" if jax.default_backend() == "cpu" else PLATFORM)
-    return jax.ffi.ffi_call(KEEP, jax.ShapeDtypeStruct((), np.float32))(*arrays)
+    number = jax.ShapeDtypeStruct((), np.float32)
+    if jax.default_backend() == "cpu":
+        _register(KEEP, "cpu")
+        return jax.ffi.ffi_call(KEEP, number)(*arrays)
+    _register(MARK, PLATFORM)
+    return jax.ffi.ffi_call(MARK, number, has_side_effect=True)(*arrays, number=np.int64(1))
+
+
+def set_hook(hook: Any) -> None:
+    """Who is told of marks, a `HOOK`, or None. The caller keeps it alive."""
+    load().jcuts_cuda_set_hook(hook or HOOK(0))
 
 
 def call_kernel(kernel: CompiledKernel, *operands: Any) -> tuple[jax.Array, ...]:

@@ -1,0 +1,125 @@
+"""What the device takes between two marks, with a device and a launcher of this file's own."""
+
+from __future__ import annotations
+
+import contextlib
+
+import jax
+import numpy as np
+import pytest
+
+from jcuts.base.errors import NativeError
+from jcuts.tune import driver, gpu_measure, noise, stopwatch
+
+
+class Device:
+    """Notes what is put on its stream."""
+
+    def __init__(self):
+        self.done = []
+
+    def function(self, ptx, name):
+        assert b".entry " + name.encode() in ptx
+        return name
+
+    @contextlib.contextmanager
+    def current(self):
+        self.done.append("push")
+        yield
+        self.done.append("pop")
+
+    def launch(self, function, stream, nanoseconds):
+        self.done.append((function, stream, nanoseconds.value))
+
+
+class Events:
+    def __init__(self, device):
+        self.device = device
+
+    def record(self, number, stream):
+        self.device.done.append((number, stream))
+
+    def elapsed(self):
+        return 3e-6
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    device, hooks, clock = Device(), [], [0.0]
+    monkeypatch.setattr(driver, "device", lambda: device)
+    monkeypatch.setattr(driver, "Events", Events)
+    monkeypatch.setattr(stopwatch.cuda, "set_hook", hooks.append)
+    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: clock[0])
+    made = stopwatch.Stopwatch()
+    made.clock, made.hook = clock, hooks[0]
+    return made
+
+
+def program(watch, host, marks=(0, 1)):
+    """A call whose marks the host passes so many seconds apart."""
+
+    def run():
+        for number in marks:
+            watch.clock[0] += host * number
+            watch.hook(number, 77)
+
+    return run
+
+
+def test_events_stand_around_a_program_behind_a_kernel_that_waits(watch):
+    assert watch.seconds(program(watch, 10e-6)) == 3e-6
+    wait = ("wait", 77, int(stopwatch.LEAST_DELAY * 1e9))
+    assert watch.device.done == ["push", wait, (0, 77), "pop", "push", (1, 77), "pop"]
+
+
+def test_the_wait_outlasts_the_host(watch):
+    assert watch.seconds(program(watch, 1e-3)) == 3e-6
+    waits = [x[2] for x in watch.device.done if x[0] == "wait"]
+    assert waits == [int(stopwatch.LEAST_DELAY * 1e9), int(2 * stopwatch.AHEAD * 1e6)]
+    watch.seconds(program(watch, 1e-3))  # it stays so
+    assert len([x for x in watch.device.done if x[0] == "wait"]) == 3
+    watch.seconds(program(watch, 1.0))  # but not for ever
+    assert watch.delay == stopwatch.MOST_DELAY
+
+
+@pytest.mark.parametrize("marks", [(), (0,), (1,)])
+def test_a_program_without_marks_has_no_time(watch, marks):
+    watch.seconds(program(watch, 1e-6))
+    with pytest.raises(NativeError, match="no marks"):
+        watch.seconds(program(watch, 1e-6, marks))
+
+
+def test_what_the_driver_refuses_inside_is_raised_outside(watch, monkeypatch):
+    def refuse(*_):
+        raise NativeError("cuEventRecord failed", code=700)
+
+    monkeypatch.setattr(watch.events, "record", refuse)
+    with pytest.raises(NativeError, match="cuEventRecord"):
+        watch.seconds(program(watch, 1e-6))
+
+
+def test_without_a_gpu_there_is_no_stopwatch():
+    assert stopwatch.stopwatch() is None
+
+
+def test_callables_may_tell_what_they_took():
+    runs = {"a": iter([2.0, 4.0, 6.0]).__next__, "b": iter([1.0, 1.0, 1.0]).__next__}
+    found = noise.interleave(runs, seconds=0.0, least=3, most=3, inner={"a": 2, "b": 1}, told=True)
+    assert found["a"].seconds == (1.0, 2.0, 3.0) and found["b"].median == 1.0
+    found = noise.race({"a": lambda: 2.0, "b": lambda: 9.0}, seconds=1.0, told=True)
+    assert found["a"].median == 2.0 and found["b"].median == 9.0
+
+
+def test_small_chains_run_once_before_any_is_timed(monkeypatch):
+    ran = []
+    problem = type("P", (), {"name": "p", "inputs": [type("I", (), {"shape": (4, 8), "dtype": "float32"})] * 2})
+    real = gpu_measure._run_once
+    monkeypatch.setattr(gpu_measure, "_run_once", lambda *a: ran.append(real(*a)))
+    monkeypatch.setattr(gpu_measure, "_ahead", {})
+    told = []
+    problems = {"a": (problem, jax.jit(lambda x, y: x + y)), "b": (problem, jax.jit(lambda x, y: np.sin(x)))}
+    assert gpu_measure.compile_ahead(problems, told.append) == 1 and set(gpu_measure._ahead) == {"a"}
+    assert ran == [None] and set(told) == {""}
+    monkeypatch.setattr(gpu_measure, "SMALL_BYTES", 100)
+    gpu_measure.compile_ahead(problems, told.append)
+    assert len(ran) == 1

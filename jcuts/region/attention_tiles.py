@@ -31,6 +31,7 @@ class AttentionShape:
     Attributes:
         rows, keys: of its tiles. warps: along rows, along keys. stages: tiles of keys and values in shared memory.
         rounded: float32 tiles are rounded where they lie, once, instead of by every warp that reads them.
+        paired: a warp computes the scores of the next tile among the exponentials of the one at hand.
     """
 
     attention: Attention
@@ -39,6 +40,7 @@ class AttentionShape:
     warps: tuple[int, int]
     stages: int
     rounded: bool = False
+    paired: bool = False
 
     @property
     def threads(self) -> int:
@@ -54,8 +56,8 @@ class AttentionShape:
     def fits(self) -> bool:
         """Whether warps have whole fragments."""
         high, wide = self.warp
-        whole = self.rows == high * self.warps[0] and self.keys == wide * self.warps[1]
-        return whole and high > 0 and wide > 0 and high % SIXTEEN == 0 and wide % SIXTEEN == 0 and self.stages >= 1
+        whole = self.rows == high * self.warps[0] and self.keys == wide * self.warps[1] and high > 0 and wide > 0
+        return whole and high % SIXTEEN == wide % SIXTEEN == 0 and self.stages >= (3 if self.paired else 1)
 
     @property
     def steps(self) -> int:
@@ -112,4 +114,5 @@ def shape_of(program: Program) -> AttentionShape | Refusal:
         return found
     high, across = (int(v) for v in params["warps"])
     rows, keys = (int(v) for v in params["tile"])
-    return AttentionShape(found, rows, keys, (high, across), int(params["stages"]), bool(params.get("rounded", False)))
+    more = [bool(params.get(name, False)) for name in ("rounded", "paired")]
+    return AttentionShape(found, rows, keys, (high, across), int(params["stages"]), *more)

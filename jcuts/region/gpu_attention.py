@@ -74,7 +74,7 @@ def products(program: Program, machine: GpuMachine, most: int = MOST) -> Iterato
 
 def of(program: Program, shape: AttentionShape) -> Program:
     """The scheduled program."""
-    more = (("rounded", True),) if shape.rounded else ()
+    more = tuple((name, True) for name in ("rounded", "paired") if getattr(shape, name))
     params = (("tile", (shape.rows, shape.keys)), ("warps", shape.warps), ("stages", shape.stages), *more)
     return scheduled(program, "attention", shape.threads, *params)
 

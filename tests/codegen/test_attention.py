@@ -32,11 +32,12 @@ SHAPES = {
     "bert": ((1, 40, 2, 64), (1, 40, 2, 64), 64),
     "deep": ((1, 18, 1, 128), (1, 33, 1, 128), 104),
 }
-HIGH = {"bert": (64, 48, (2, 1), 2, False), "odd": (32, 64, (1, 2), 2, True)}
+HIGH = {"bert": (64, 16, (2, 1), 3, True, True), "odd": (32, 64, (1, 2), 2, True)}
 """Tiles of warps of 32 rows."""
 TILES = [
     (32, 32, (2, 1), 2, False), (16, 64, (1, 2), 2, True), (32, 16, (1, 1), 3, False), (32, 64, (1, 4), 1, False),
-    (48, 64, (3, 2), 2, True), (32, 48, (2, 1), 2, False),
+    (48, 64, (3, 2), 2, True), (32, 48, (2, 1), 2, False), (32, 32, (2, 1), 3, False, True),
+    (16, 32, (1, 2), 4, True, True),
 ]  # fmt: skip
 
 
@@ -51,12 +52,12 @@ def traced(fn, *arguments):
     return program, made.operands(members)
 
 
-def shaped(program, rows, keys, warps, stages, rounded=False):
+def shaped(program, rows, keys, warps, stages, rounded=False, paired=False):
     """A program with one schedule."""
     known = recognise(program)
     assert not isinstance(known, Refusal), str(known)
     rounded = rounded and known.kind == "tf32"
-    return gpu_attention.of(program, AttentionShape(known, rows, keys, warps, stages, rounded))
+    return gpu_attention.of(program, AttentionShape(known, rows, keys, warps, stages, rounded, paired))
 
 
 def results(program, operands, target=SM90):
@@ -110,7 +111,7 @@ def test_16_bits(name, dtype):
     query, key, features = SHAPES[name]
     arrays = [a.astype(jnp.dtype(dtype)) for a in (normal(*query), normal(*key, seed=1), normal(*key[:3], features))]
     program, operands = traced(attention(), *arrays)
-    for tile in TILES[:5:2]:
+    for tile in TILES[:7:2]:
         (got,) = results(shaped(program, *tile), operands)
         compare(got, exact(attention(), *arrays), LIMIT[dtype])
 
@@ -146,7 +147,7 @@ def test_masks(name, dtype):
     m = np.random.default_rng(3).random(shape) < 0.7
     m[..., 20:40] = False  # whole tiles of keys without a score
     program, operands = traced(_masked(mask), q, k, v, m)
-    for tile in (TILES[0], (32, 16, (1, 1), 2, False), (32, 32, (2, 2), 2, True)):
+    for tile in (TILES[0], (32, 16, (1, 1), 2, False), (32, 32, (2, 2), 3, True, True)):
         (got,) = results(shaped(program, *tile), operands)
         compare(got, exact(_masked(mask), q, k, v, m), LIMIT[dtype])
 
@@ -162,7 +163,7 @@ def test_rows_without_a_key_and_infinite_scores_are_as_those_of_xla():
     assert np.isnan(want[1]).all() and 0 < np.isnan(want[0]).sum() < want[0].size
     program, operands = traced(_masked(mask), q, k, v, m)
     with np.errstate(all="ignore"):
-        for tile in (TILES[0], TILES[3]):
+        for tile in (TILES[0], TILES[3], TILES[6]):
             (got,) = results(shaped(program, *tile), operands)
             np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
             np.testing.assert_allclose(got, want, rtol=0.02, atol=5e-3)

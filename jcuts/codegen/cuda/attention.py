@@ -12,22 +12,23 @@ Warps that share the keys of a tile meet in shared memory in the end (`Attention
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 from jcuts.base.errors import CompileRejected, Refusal
 from jcuts.codegen import lanes as L
 from jcuts.codegen.cuda import memory as M
-from jcuts.codegen.cuda import special, tensor
-from jcuts.codegen.cuda.attention_chain import LEAST, Tile, chained
+from jcuts.codegen.cuda import tensor
+from jcuts.codegen.cuda.attention_chain import Tile, chained
+from jcuts.codegen.cuda.attention_rows import FOUR, Softmax, State, joined, put, quad, scaled, tiles_of
 from jcuts.codegen.cuda.attention_tiles import TileCopier, TileReader, queries
 from jcuts.codegen.cuda.builder import GpuBuilder, asm
 from jcuts.codegen.cuda.product_exit import finish
 from jcuts.codegen.cuda.product_tiles import TileShape
-from jcuts.codegen.cuda.shared import WARP, shuffle
+from jcuts.codegen.cuda.shared import WARP
 from jcuts.dfg.index import Index
 from jcuts.dfg.program import Buffer, Program
-from jcuts.region.attention_tiles import EIGHT, SIXTEEN, STATE, STEP, AttentionShape, shape_of
+from jcuts.region.attention_tiles import EIGHT, SIXTEEN, STEP, AttentionShape, shape_of
 from jcuts.region.products import COLUMNS, ROWS, Side
 
 
@@ -40,19 +41,6 @@ def attention_shape(program: Program) -> AttentionShape:
     if not shape.fits or shape.threads != int(str(params["threads"])):
         raise CompileRejected(f"{program.name}: no attention of tiles {params['tile']} by warps {params['warps']}")
     return shape
-
-
-@dataclass
-class State:
-    """What a warp has: largest scores and sums per lane's rows, sums of values."""
-
-    largest: list[L.Value]
-    sums: list[L.Value]
-    out: Tile
-
-    def values(self) -> list[L.Value]:
-        """All of it."""
-        return [*self.largest, *self.sums, *(v for row in self.out for tile in row for v in tile)]
 
 
 class AttentionEmitter:
@@ -100,11 +88,11 @@ class AttentionEmitter:
             builder, shape, self.shared, builder.mul(self.part, L.I32(shape.warp[1])), self.lane
         )  # fmt: skip
         self.queries = queries(self.frame, shape, self.row, self.lane)
-        state = self._walk(ahead)
+        state = self._paired(ahead) if shape.paired else self._walk(ahead)
         if shape.warps[1] == 1:
             self._finish(state)
-            return
-        self._meet(state)
+        else:
+            self._meet(state)
 
     def _start(self, tile: L.Value, stage: L.Value) -> None:
         for copier in self.copiers:
@@ -112,91 +100,111 @@ class AttentionEmitter:
 
     # -- the walk over the keys ---------------------------------------------------------------------------------
     def _walk(self, ahead: int) -> State:
+        """Tile after tile: scores, exponentials, values."""
         builder, shape = self.builder, self.shape
+
+        def body(number: L.Value, values: list[L.Value]) -> list[L.Value]:
+            reading, writing = values[:2]
+            self._arrived(ahead - 1, reading)
+            if shape.stages > 1:
+                self._next(builder.add(number, L.I32(ahead)), writing)
+            scores: Tile = []
+            _drain(self._scores(reading, scores))
+            softmax = self._softmax(number, State.of(values[2:], shape), scores)
+            _drain(softmax.pieces())
+            self._values(reading, softmax)
+            if shape.stages == 1:
+                tensor.barrier(builder)
+                self._next(builder.add(number, L.I32(1)), reading)
+            return [self._after(reading), self._after(writing), *softmax.state.values()]
+
+        start = [L.I32(0), L.I32(ahead % shape.stages * shape.stage), *State.none(shape).values()]
+        return State.of(self._loop(shape.tiles, start, body)[2:], shape)
+
+    def _paired(self, ahead: int) -> State:
+        """The scores of the next tile among the exponentials of this one: units and the rest work at once."""
+        builder, shape = self.builder, self.shape
+        bands = shape.warp[0] // SIXTEEN
+        rows = len(State.none(shape).values())
+        self._arrived(ahead - 1, L.I32(0))
+        scores: Tile = []
+        _drain(self._scores(L.I32(0), scores))
+
+        def body(number: L.Value, values: list[L.Value]) -> list[L.Value]:
+            reading, writing, *rest = values
+            following = self._after(reading)
+            self._arrived(ahead - 2, following)
+            self._next(builder.add(number, L.I32(ahead)), writing)
+            softmax = self._softmax(number, State.of(rest[:rows], shape), tiles_of(rest[rows:], bands))
+            work, coming = softmax.pieces(), []
+            for _ in self._scores(following, coming):
+                for _ in range(-(-softmax.count // shape.steps)):
+                    next(work, None)
+            _drain(work)
+            self._values(reading, softmax)
+            return [following, self._after(writing), *softmax.state.values(), *_flat(coming)]
+
+        start = [L.I32(0), L.I32(ahead * shape.stage), *State.none(shape).values(), *_flat(scores)]
+        reading, _, *rest = self._loop(shape.tiles - 1, start, body) if shape.tiles > 1 else start
+        softmax = self._softmax(
+            L.I32(shape.tiles - 1), State.of(rest[:rows], shape), tiles_of(rest[rows:], bands), last=True
+        )  # fmt: skip
+        _drain(softmax.pieces())
+        self._values(reading, softmax)
+        return softmax.state
+
+    def _loop(
+        self, count: int, start: list[L.Value], body: Callable[[L.Value, list[L.Value]], list[L.Value]]
+    ) -> list[L.Value]:
+        """Runs ``body`` for the numbers below ``count``, with values that it hands on; returns the last ones."""
+        builder = self.builder
         before = builder.block
         loop, after = builder.append_basic_block("keys"), builder.append_basic_block("keys.done")
         builder.branch(loop)
         builder.position_at_end(loop)
-        carried = []
-
-        def phi(kind: L.Type, start: L.Value) -> L.Value:
-            found = builder.phi(kind)
-            found.add_incoming(start, before)
-            carried.append(found)
-            return found
-
-        number, reading = phi(L.I32, L.I32(0)), phi(L.I32, L.I32(0))
-        writing = phi(L.I32, L.I32(ahead % shape.stages * shape.stage))
-        bands, tiles = shape.warp[0] // SIXTEEN, shape.features // EIGHT
-        state = State(
-            [phi(L.F32, LEAST) for _ in range(2 * bands)],
-            [phi(L.F32, L.F32(0.0)) for _ in range(2 * bands)],
-            [[[phi(L.F32, L.F32(0.0)) for _ in range(4)] for _ in range(tiles)] for _ in range(bands)],
-        )
-        tensor.wait(builder, ahead - 1)
-        if shape.rounded:
-            for copier in self.copiers:
-                copier.round(reading)
-        tensor.barrier(builder)
+        number = builder.phi(L.I32)
+        number.add_incoming(L.I32(0), before)
+        carried = [builder.phi(value.type) for value in start]
+        for variable, value in zip(carried, start, strict=True):
+            variable.add_incoming(value, before)
+        made = body(number, carried)
         following = builder.add(number, L.I32(1))
-        if shape.stages > 1:
-            self._next(builder.add(number, L.I32(ahead)), writing)
-            tensor.commit(builder)
-        made = self._tile(number, reading, state)
-        if shape.stages == 1:
-            tensor.barrier(builder)
-            self._next(following, reading)
-            tensor.commit(builder)
-        moved = [following, self._after(reading), self._after(writing), *made.values()]
-        for variable, value in zip(carried, moved, strict=True):
+        number.add_incoming(following, builder.block)
+        for variable, value in zip(carried, made, strict=True):
             variable.add_incoming(value, builder.block)
-        builder.cbranch(builder.icmp_signed("<", following, L.I32(shape.tiles)), loop, after)
+        builder.cbranch(builder.icmp_signed("<", following, L.I32(count)), loop, after)
         builder.position_at_end(after)
         return made
 
+    def _arrived(self, under_way: int, stage: L.Value) -> None:
+        """Waits for copies until so many groups are left; the tile of this stage is ready for all."""
+        tensor.wait(self.builder, under_way)
+        if self.shape.rounded:
+            for copier in self.copiers:
+                copier.round(stage)
+        tensor.barrier(self.builder)
+
     def _next(self, tile: L.Value, stage: L.Value) -> None:
+        """Starts the copies of a tile, if there is one."""
         builder = self.builder
         with builder.if_then(builder.icmp_signed("<", tile, L.I32(self.shape.tiles))):
             self._start(tile, stage)
+        tensor.commit(builder)
 
     def _after(self, stage: L.Value) -> L.Value:
+        """The stage behind this one."""
         builder, shape = self.builder, self.shape
         if shape.stages == 1:
             return stage
         moved = builder.add(stage, L.I32(shape.stage))
         return builder.select(builder.icmp_signed("==", moved, L.I32(shape.stage * shape.stages)), L.I32(0), moved)
 
-    def _tile(self, number: L.Value, stage: L.Value, state: State) -> State:
-        """One tile of keys: scores, exponentials, values."""
-        builder, shape = self.builder, self.shape
-        first = builder.mul(number, L.I32(shape.keys))
-        first = builder.add(first, builder.mul(self.part, L.I32(shape.warp[1])))
-        scores = chained(self.frame, shape, self.buffers, self._scores(stage), (self.row, first), self.lane)
-        halves = [(band, first) for band in scores for first in (0, 2)]
-        rows = [[value for tile in band for value in tile[first : first + 2]] for band, first in halves]
-        largest, sums, factors, weights = [], [], [], []
-        for r, row in enumerate(rows):
-            most = self._quad(_pairwise(builder, row, self._most), self._most)
-            most = self._most(state.largest[r], most)
-            base = _finite(builder, most)
-            factor = special.weight(builder, builder.fsub(state.largest[r], base))
-            taken = [special.weight(builder, builder.fsub(s, base)) for s in row]
-            total = _pairwise(builder, taken, builder.fadd)
-            largest.append(most)
-            factors.append(factor)
-            weights.append(taken)
-            sums.append(builder.fadd(builder.fmul(state.sums[r], factor), total))
-        out = [
-            [[builder.fmul(v, factors[2 * i + k // 2]) for k, v in enumerate(tile)] for tile in row]
-            for i, row in enumerate(state.out)
-        ]
-        self._values(stage, weights, out)
-        return State(largest, sums, out)
-
-    def _scores(self, stage: L.Value) -> Tile:
+    # -- a tile of keys -----------------------------------------------------------------------------------------
+    def _scores(self, stage: L.Value, found: Tile) -> Iterator[None]:
+        """Products of queries and keys, put into ``found``; a step along the depth at a time."""
         builder, shape = self.builder, self.shape
         bands, pairs = shape.warp[0] // SIXTEEN, shape.warp[1] // SIXTEEN
-        found = [[[L.F32(0.0)] * 4 for _ in range(2 * pairs)] for _ in range(bands)]
+        found += [[[L.F32(0.0)] * 4 for _ in range(2 * pairs)] for _ in range(bands)]
         near = [self.reader.keys(stage, pair, 0) for pair in range(pairs)]
         for step in range(shape.steps):
             now = near
@@ -207,16 +215,24 @@ class AttentionEmitter:
                     for j, right in enumerate(two):
                         at = 2 * pair + j
                         found[i][at] = tensor.multiply(builder, self.attention.kind, band[step], right, found[i][at])
-        return found
+            yield
 
-    def _values(self, stage: L.Value, weights: list[list[L.Value]], out: Tile) -> None:
-        """Adds weights times values. Args: weights: of every row of the lane, [8 keys][2]."""
+    def _softmax(self, number: L.Value, state: State, scores: Tile, last: bool = False) -> Softmax:
+        """The softmax of what the program makes of a tile's products."""
         builder, shape = self.builder, self.shape
+        first = builder.mul(number, L.I32(shape.keys))
+        first = builder.add(first, builder.mul(self.part, L.I32(shape.warp[1])))
+        ragged = bool(self.attention.keys % shape.keys) and (last or not shape.paired)
+        made = chained(self.frame, shape, self.buffers, scores, (self.row, first), self.lane, ragged)
+        return Softmax(builder, state, made)
+
+    def _values(self, stage: L.Value, softmax: Softmax) -> None:
+        """Adds weights times values."""
+        builder, shape = self.builder, self.shape
+        weights, out = softmax.weights, softmax.state.out
         keys = STEP // self.attention.value.item
         for first in range(0, shape.warp[1], keys):
-            left = [
-                self._left(weights[2 * i], weights[2 * i + 1], first // EIGHT) for i in range(len(out))
-            ]  # fmt: skip
+            left = [self._left(weights[2 * i], weights[2 * i + 1], first // EIGHT) for i in range(len(out))]
             for column in range(0, shape.features, SIXTEEN):
                 for j, right in enumerate(self.reader.values(stage, first, column)):
                     at = column // EIGHT + j
@@ -233,76 +249,29 @@ class AttentionEmitter:
         pairs = [(row[2 * e], row[2 * e + 1]) for e in (eight, eight + 1) for row in (upper, lower)]
         return [asm(builder, text, L.I32, [high, low]) for low, high in pairs]
 
-    # -- rows ---------------------------------------------------------------------------------------------------
-    def _most(self, a: L.Value, b: L.Value) -> L.Value:
-        return asm(self.builder, "max.NaN.f32 $0, $1, $2;", L.F32, [a, b])
-
-    def _quad(self, value: L.Value, join) -> L.Value:  # type: ignore[no-untyped-def]
-        """What the four lanes of a row have together."""
-        for distance in (1, 2):
-            value = join(value, shuffle(self.builder, value, distance))
-        return value
-
     # -- the end ------------------------------------------------------------------------------------------------
     def _meet(self, state: State) -> None:
         """Warps that have shared the keys: all but the first put down what they have, the first one takes it."""
         builder, shape = self.builder, self.shape
         tensor.wait(builder, 0)
         tensor.barrier(builder)
-        place = builder.mul(builder.sub(self.part, L.I32(1)), L.I32(shape.warps[0] * shape.state))
-        place = builder.add(builder.add(place, builder.mul(self.band, L.I32(shape.state))), self.shared)
-        mine = builder.add(place, builder.mul(self.lane, L.I32(16)))
-        fours = [tile for row in state.out for tile in row]
-        rest = [*state.largest, *state.sums]
-        fours += [rest[k : k + 4] for k in range(0, len(rest), 4)]
+        place = builder.add(builder.mul(self.band, L.I32(shape.state)), builder.mul(self.lane, L.I32(FOUR)))
+        place = builder.add(self.shared, place)
+        every = shape.warps[0] * shape.state
         with builder.if_then(builder.icmp_signed(">", self.part, L.I32(0))):
-            for number, four in enumerate(fours):
-                tensor.write_four(builder, mine, number * 16 * WARP, four)
+            mine = builder.mul(builder.sub(self.part, L.I32(1)), L.I32(every))
+            put(builder, state, builder.add(place, mine))
         tensor.barrier(builder)
         with builder.if_then(builder.icmp_signed("==", self.part, L.I32(0))):
             for other in range(shape.warps[1] - 1):
-                start = builder.add(self.shared, builder.mul(self.band, L.I32(shape.state)))
-                start = builder.add(start, builder.mul(self.lane, L.I32(16)))
-                state = self._joined(state, start, other * shape.warps[0] * shape.state)
+                state = joined(builder, state, place, other * every)
             self._finish(state)
-
-    def _joined(self, state: State, place: L.Value, offset: int) -> State:
-        """This warp's sums with those of another one."""
-        builder = self.builder
-
-        def four(number: int) -> list[L.Value]:
-            return tensor.read_four(builder, place, offset + number * 16 * WARP)
-
-        count, rows = sum(map(len, state.out)), len(state.sums)
-        rest = [v for k in range(rows * STATE // 4) for v in four(count + k)]
-        largest, sums, mine, theirs = [], [], [], []
-        for r in range(rows):
-            most = self._most(state.largest[r], rest[r])
-            base = _finite(builder, most)
-            mine.append(special.weight(builder, builder.fsub(state.largest[r], base)))
-            theirs.append(special.weight(builder, builder.fsub(rest[r], base)))
-            largest.append(most)
-            sums.append(builder.fadd(builder.fmul(state.sums[r], mine[r]), builder.fmul(rest[rows + r], theirs[r])))
-        out: Tile = []
-        for i, row in enumerate(state.out):
-            out.append([])
-            for j, tile in enumerate(row):
-                other = four(i * len(row) + j)
-                rows_of = [2 * i + k // 2 for k in range(4)]
-                out[-1].append([
-                    builder.fadd(builder.fmul(v, mine[r]), builder.fmul(w, theirs[r]))
-                    for v, w, r in zip(tile, other, rows_of, strict=True)
-                ])  # fmt: skip
-        return State(largest, sums, out)
 
     def _finish(self, state: State) -> None:
         """Divides by the sums of exponentials; then what follows the second product."""
         builder, shape, attention = self.builder, self.shape, self.attention
-        ones = [builder.fdiv(L.F32(1.0), self._quad(total, builder.fadd)) for total in state.sums]
-        totals = [
-            [[builder.fmul(v, ones[2 * i + k // 2]) for k, v in enumerate(tile)] for tile in row]
-            for i, row in enumerate(state.out)
-        ]
+        ones = [builder.fdiv(L.F32(1.0), quad(builder, total, lambda b, x, y: b.fadd(x, y))) for total in state.sums]
+        totals = scaled(builder, state.out, ones)
         variables = {**self.frame.variables, ROWS: self.row, COLUMNS: L.I32(0)}
         frame = replace(self.frame, variables=variables)
         value = attention.value
@@ -313,13 +282,10 @@ class AttentionEmitter:
         finish(frame, attention.result, tiles, self.buffers, self.lane, totals)
 
 
-def _pairwise(builder: GpuBuilder, values: list[L.Value], join) -> L.Value:  # type: ignore[no-untyped-def]
-    """All values joined as a tree."""
-    while len(values) > 1:
-        values = [join(*values[k : k + 2]) if k + 1 < len(values) else values[k] for k in range(0, len(values), 2)]
-    return values[0]
+def _drain(work: Iterator[None]) -> None:
+    for _ in work:
+        pass
 
 
-def _finite(builder: GpuBuilder, most: L.Value) -> L.Value:
-    """The largest score, 0 where there is none yet but -inf: exponentials of -inf are 0 then, not of a NaN."""
-    return builder.select(builder.fcmp_ordered("==", most, LEAST), L.F32(0.0), most)
+def _flat(tiles: Tile) -> list[L.Value]:
+    return [value for band in tiles for tile in band for value in tile]

@@ -9,6 +9,7 @@ options and with everything in CUDA graphs; the faster one counts.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -53,12 +54,13 @@ def cases() -> list[Any]:
     return found
 
 
-def schedules(case: Any, most: int, every: bool) -> list[Any]:
-    """The best schedules as ranked; with ``every``, the best stages of every tile and kind of rounding."""
+def schedules(case: Any, most: int, tiles: dict[str, list[list[Any]]]) -> list[Any]:
+    """The best schedules as ranked, or those asked for."""
     from benchmarks.gpu_run import program_of
     from jcuts.base.errors import Refusal
     from jcuts.region import gpu_attention
     from jcuts.region.attention import recognise
+    from jcuts.region.attention_tiles import VARIANTS, AttentionShape
     from jcuts.region.gpu_tiles import GpuMachine
 
     program = program_of(case)[0]
@@ -67,18 +69,15 @@ def schedules(case: Any, most: int, every: bool) -> list[Any]:
         print(f"{case.name}: {known}")
         return []
     machine = GpuMachine(132)
-    chosen = [p for p, _ in gpu_attention.products(program, machine, most)]
-    if not every:
-        return chosen
-    best: dict[Any, Any] = {}
-    for shape in gpu_attention.shapes(known):
-        count = gpu_attention.cycles(shape, program, machine)
-        key = (shape.rows, shape.keys, shape.warps, shape.stages > 2, shape.rounded)
-        if key not in best or count < best[key][0]:
-            best[key] = (count, shape)
-    names = {p.digest for p in chosen}
-    more = [gpu_attention.of(program, shape) for _, shape in sorted(best.values(), key=lambda found: found[0])]
-    return chosen + [p for p in more if p.digest not in names][: max(0, 3 * most - len(chosen))]
+    asked = tiles.get(case.name)
+    if asked is None:
+        return [p for p, _ in gpu_attention.products(program, machine, most)]
+    found = []
+    for rows, keys, along, parts, stages, *variants in asked:
+        flags = (name in variants for name in VARIANTS)
+        shape = AttentionShape(known, rows, keys, (along, parts), stages, *flags)
+        found.append(gpu_attention.of(program, shape))
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -91,7 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kernels", type=Path, help="folder for compiled kernels (a folder of --out)")
     parser.add_argument("--only", default="", help="only sizes whose name contains one of these, separated by commas")
     parser.add_argument("--most", type=int, default=8, help="schedules per size")
-    parser.add_argument("--every", default="batch 8 length 384", help="sizes of which three times as many are timed")
+    parser.add_argument("--tiles", type=Path, help="JSON: name of a size -> [rows, keys, warps along rows, warps along "
+                        "keys, stages, names of variants ...] of every schedule wanted")  # fmt: skip
     parser.add_argument("--budget", type=float, default=150.0, help="seconds")
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--build", action="store_true", help="only compile; needs no GPU")
@@ -101,10 +101,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     wanted = [case for case in cases() if gpu_run.wanted(case, options.only)]
-    work = [(c, schedules(c, options.most, bool(options.every) and options.every in c.name)) for c in wanted]
+    tiles = json.loads(options.tiles.read_text()) if options.tiles else {}
+    work = [(c, schedules(c, options.most, tiles)) for c in wanted if not tiles or c.name in tiles]
     build([p for _, programs in work for p in programs], folder, options.workers, start)
     if not options.build:
-        race(work, folder, options.out / "gpu_attention.json", options.budget, start, graphs=True)
+        race(work, folder, options.out / "gpu_attention.json", options.budget, start, graphs=not tiles)
     return 0
 
 

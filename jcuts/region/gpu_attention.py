@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from jcuts.base.errors import Refusal
 from jcuts.dfg.program import Program
 from jcuts.region.attention import Attention, recognise
-from jcuts.region.attention_tiles import EIGHT, SIXTEEN, STEP, AttentionShape
+from jcuts.region.attention_tiles import EIGHT, SIXTEEN, STEP, VARIANTS, AttentionShape
 from jcuts.region.gpu_products import (
     AGAIN,
     BLOCKS,
@@ -41,10 +41,14 @@ WARPS, PARTS = (1, 2, 3, 4, 6, 8), (1, 2, 4, 8)
 """Warps along rows, along keys."""
 STAGES = (2, 3, 4)
 MOST_WARPS, FEWEST_WARPS = 12, 2
+FEW, FEW_SHARED = 264, 208 << 10
+"""So few blocks may take more shared memory each, where a multiprocessor has it."""
 PER_SCORE = 8.0
 """Instructions per score of a lane besides the program's own: largest, difference, exponential, sum, rounding."""
 WAIT, FRAGMENT, SOFTMAX = 150.0, 45.0, 250.0
 """Cycles of one warp that waits for itself: per tile; per step along the depth or the keys; per softmax of a tile."""
+QUARTERS = 4
+"""Parts of a multiprocessor, each with registers and warps of its own."""
 OWN, PER_VALUE = 20.0, 1.24
 """Registers of a thread: a base, and per value that it must keep (fitted to 19 kernels within 5 %)."""
 MOST_REGISTERS = 258.0
@@ -56,7 +60,7 @@ def products(program: Program, machine: GpuMachine, most: int = MOST) -> Iterato
     if isinstance(attention, Refusal):
         return
     best: dict[tuple[object, ...], tuple[float, AttentionShape]] = {}
-    for shape in shapes(attention):
+    for shape in shapes(attention, machine):
         count = cycles(shape, program, machine)
         key = (shape.rows, shape.warps, shape.rounded)
         if key not in best or count < best[key][0]:
@@ -74,33 +78,35 @@ def products(program: Program, machine: GpuMachine, most: int = MOST) -> Iterato
 
 def of(program: Program, shape: AttentionShape) -> Program:
     """The scheduled program."""
-    more = tuple((name, True) for name in ("rounded", "paired") if getattr(shape, name))
+    more = tuple((name, True) for name in VARIANTS if getattr(shape, name))
     params = (("tile", (shape.rows, shape.keys)), ("warps", shape.warps), ("stages", shape.stages), *more)
     return scheduled(program, "attention", shape.threads, *params)
 
 
-def shapes(attention: Attention) -> Iterator[AttentionShape]:
+def shapes(attention: Attention, machine: GpuMachine) -> Iterator[AttentionShape]:
     """What a block may do, within registers and shared memory."""
     rounded = (False, True) if attention.kind == "tf32" else (False,)
+    most = FEW_SHARED if machine.capability >= (9, 0) else MOST_SHARED
     for high, wide, along, parts in itertools.product(HIGH, WIDE, WARPS, PARTS):
         rows, keys = high * along, wide * parts
         if not FEWEST_WARPS <= along * parts <= MOST_WARPS or (rows > SIXTEEN and rows >= 2 * attention.rows):
             continue
         if keys > SIXTEEN and keys >= 2 * attention.keys:
             continue
-        for stages, early in itertools.product(STAGES, rounded):
-            shape = AttentionShape(attention, rows, keys, (along, parts), stages, early)
-            if stages > 2 and stages > shape.tiles:
+        for stages, *variant in itertools.product(STAGES, rounded, (False, True), (False, True)):
+            shape = AttentionShape(attention, rows, keys, (along, parts), stages, *variant)
+            if (stages > 2 and stages > shape.tiles) or (shape.shared > MOST_SHARED and math.prod(shape.blocks) > FEW):
                 continue
-            if shape.fits and shape.shared <= MOST_SHARED and registers(shape) <= min(MOST_REGISTERS, room(shape)):
+            if shape.fits and shape.shared <= most and registers(shape) <= min(MOST_REGISTERS, room(shape)):
                 yield shape
 
 
 def registers(shape: AttentionShape) -> float:
     """Of a thread: fragments of queries, sums of values, scores."""
     high, wide = shape.warp
-    kept = high // SIXTEEN * 4 * (shape.steps + shape.features // EIGHT + wide // EIGHT)
-    return OWN + PER_VALUE * kept
+    kept = 0 if shape.parked else shape.steps
+    kept += shape.features // EIGHT + wide // EIGHT * (2 if shape.paired else 1)
+    return OWN + PER_VALUE * high // SIXTEEN * 4 * kept
 
 
 def room(shape: AttentionShape) -> float:
@@ -138,9 +144,9 @@ def cycles(shape: AttentionShape, program: Program, machine: GpuMachine) -> floa
     work = shape.tiles * (max(limits) + OVERLAP * (sum(limits) - max(limits)))
     chain = WAIT + FRAGMENT * (shape.steps + values) + SOFTMAX * high / SIXTEEN + 4.0 * products
     own = LATENCY + shape.tiles * chain + EXIT * (1 if parts == 1 else 2)
-    taken = -(-registers(shape) // EIGHT) * EIGHT * shape.threads
-    resident = min(SHARED // (shape.shared + 1024), REGISTERS // taken, BLOCKS, machine.threads_per_sm // shape.threads)
-    resident = max(1, int(resident))
+    taken = -(-registers(shape) // EIGHT) * EIGHT * WARP
+    beside = QUARTERS * int(REGISTERS // QUARTERS // taken) // count
+    resident = max(1, min(SHARED // (shape.shared + 1024), beside, BLOCKS, machine.threads_per_sm // shape.threads))
     full, rest = divmod(-(-math.prod(shape.blocks) // machine.sms), resident)
     total = full * max(resident * work, own) + (max(rest * work, own) if rest else 0.0)
     moved = float(sum(b.bytes for b in (*program.inputs, *program.outputs)))

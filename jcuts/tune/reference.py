@@ -99,9 +99,7 @@ def _wide(jax: Any, problem: Problem) -> Callable[..., Any]:
     if problem.device and all(
         dtype_of(i.dtype).itemsize > 1 or dtype_of(i.dtype).kind in "biu" for i in problem.inputs
     ):
-        return jax.jit(
-            lambda seed, noise, *xs: call(seed, noise, *[x.astype(widened_dtype(x.dtype)) for x in xs])
-        )
+        return jax.jit(lambda seed, noise, *xs: call(seed, noise, *[x.astype(widened_dtype(x.dtype)) for x in xs]))
     inner = jax.jit(call)
     return lambda seed, noise, *xs: inner(seed, noise, *[widen(np.asarray(x)) for x in xs])
 

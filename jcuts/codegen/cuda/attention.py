@@ -21,7 +21,7 @@ from jcuts.codegen.cuda import memory as M
 from jcuts.codegen.cuda import tensor
 from jcuts.codegen.cuda.attention_chain import Tile, chained
 from jcuts.codegen.cuda.attention_rows import FOUR, Softmax, State, joined, put, quad, scaled, tiles_of
-from jcuts.codegen.cuda.attention_tiles import TileCopier, TileReader, queries
+from jcuts.codegen.cuda.attention_tiles import Parked, TileCopier, TileReader, queries
 from jcuts.codegen.cuda.builder import GpuBuilder, asm
 from jcuts.codegen.cuda.product_exit import finish
 from jcuts.codegen.cuda.product_tiles import TileShape
@@ -87,7 +87,11 @@ class AttentionEmitter:
         self.reader = TileReader(
             builder, shape, self.shared, builder.mul(self.part, L.I32(shape.warp[1])), self.lane
         )  # fmt: skip
-        self.queries = queries(self.frame, shape, self.row, self.lane)
+        fragments = queries(self.frame, shape, self.row, self.lane)
+        self.query = lambda band, step: fragments[band][step]
+        if shape.parked:
+            place = builder.add(self.shared, L.I32(shape.stages * shape.stage))
+            self.query = Parked(builder, fragments, place, self.thread).fragment
         state = self._paired(ahead) if shape.paired else self._walk(ahead)
         if shape.warps[1] == 1:
             self._finish(state)
@@ -210,11 +214,12 @@ class AttentionEmitter:
             now = near
             if step + 1 < shape.steps:
                 near = [self.reader.keys(stage, pair, step + 1) for pair in range(pairs)]
+            left = [self.query(i, step) for i in range(bands)]
             for pair, two in enumerate(now):
-                for i, band in enumerate(self.queries):
+                for i, band in enumerate(left):
                     for j, right in enumerate(two):
                         at = 2 * pair + j
-                        found[i][at] = tensor.multiply(builder, self.attention.kind, band[step], right, found[i][at])
+                        found[i][at] = tensor.multiply(builder, self.attention.kind, band, right, found[i][at])
             yield
 
     def _softmax(self, number: L.Value, state: State, scores: Tile, last: bool = False) -> Softmax:

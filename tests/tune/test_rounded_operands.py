@@ -93,7 +93,7 @@ def test_where_xla_does_not_round_candidates_may(tmp_path):
     with pytest.raises(AccuracyRejected):
         check_output(0, spec, [e[0] for e in expected], rounded, 2.0)
     found = check_output(0, spec, [e[1] for e in expected], rounded, 2.0)
-    assert found.candidate <= found.xla < found.limit
+    assert found.candidate < 1.01 * found.xla < found.limit
     with pytest.raises(AccuracyRejected):  # but no coarser
         check_output(0, spec, [e[1] for e in expected], coarse, 2.0)
 

@@ -33,6 +33,10 @@ Where the program computes in float64 itself, float64 is no wider than what it j
 often it is 0 because both made the same roundings.  There XLA's error is what rounding does to float64 arithmetic: the
 largest distance from r of runs in which every float64 operation (no narrower one) is off by up to an ulp.
 err(x) is the larger of this ``uncertainty`` and |x - r|; err(c) stays as it is.
+
+On GPUs the default precision of float32 products lets operands be rounded to TF32, and XLA's autotuning decides by time
+whether they are: the same function is more or less precise from one run, or one batch size, to the next.  Where XLA
+took an algorithm that does not round, how far rounded operands move the reference counts as ``uncertainty`` too.
 """
 
 from __future__ import annotations

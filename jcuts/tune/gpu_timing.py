@@ -24,7 +24,7 @@ from jcuts.tune.noise import Samples, interleave, race
 from jcuts.tune.stopwatch import stopwatch
 from jcuts.xla import cuda
 
-CHAIN = 16  # most executions in a chain
+CHAIN = 8  # most executions in a chain
 LEAST = 4
 SHARED = 4  # an operand of less than the largest one's size over this is the same in all executions
 LAUNCHES, SAMPLE = 4, 1e-3  # most whole chains per sample, and what a sample takes at least where fewer do [s]

@@ -11,7 +11,7 @@ import numpy as np
 from jcuts.base.errors import CandidateRejected
 from jcuts.trace import jaxapi
 from jcuts.tune.problem import Problem
-from jcuts.tune.widen import evaluate, is_amplified, is_discrete, is_wide, widened_dtype
+from jcuts.tune.widen import evaluate, is_amplified, is_discrete, is_wide, rounds_operands, widened_dtype
 
 
 @dataclass(frozen=True)
@@ -20,17 +20,19 @@ class Exports:
 
     Attributes:
         library: the subset as it is.
-        reference: its float64 form, a function of (uint64 seed, float64[2] amplitudes, *widened inputs); see
-            `widen.evaluate`.
+        reference: its float64 form, a function of (uint64 seed, float64[3], *widened inputs): two amplitudes of
+            noise, and whether operands are rounded (see `widen.evaluate`).
         perturb: whether it turns floats into discrete values, or exponentiates sums, so that the reference must be run
             with noise too.
         unsure: whether it computes in float64 itself, so that noise must tell how far the reference is to be trusted.
+        rounds: whether its products may round their operands to TF32.
     """
 
     library: bytes
     reference: bytes
     perturb: bool
     unsure: bool = False
+    rounds: bool = False
 
 
 def export_subset(closed: Any, *, platform: str = "cpu", name: str = "subset") -> Exports:
@@ -49,10 +51,11 @@ def export_subset(closed: Any, *, platform: str = "cpu", name: str = "subset") -
         return jaxapi.eval_closed(closed, *args)
 
     def reference(seed: Any, amplitude: Any, *args: Any) -> Any:
-        noise = (seed, amplitude) if perturb or unsure else None
-        return evaluate(closed, args, noise=noise)
+        noise = (seed, amplitude[:2]) if perturb or unsure else None
+        return evaluate(closed, args, noise=noise, rounded=amplitude[2] if rounds else None)
 
     perturb, unsure = is_discrete(closed) or is_amplified(closed), is_wide(closed)
+    rounds = platform != "cpu" and rounds_operands(closed)
     try:
         plain = jax.export.export(jax.jit(library), platforms=[platform])(
             *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals)
@@ -60,10 +63,10 @@ def export_subset(closed: Any, *, platform: str = "cpu", name: str = "subset") -
         with jax.enable_x64(True):
             wide = jax.export.export(jax.jit(reference, keep_unused=True), platforms=[platform])(
                 jax.ShapeDtypeStruct((), np.dtype(np.uint64)),
-                jax.ShapeDtypeStruct((2,), np.dtype(np.float64)),
+                jax.ShapeDtypeStruct((3,), np.dtype(np.float64)),
                 *(jax.ShapeDtypeStruct(a.shape, widened_dtype(a.dtype)) for a in avals),
             )
-        return Exports(bytes(plain.serialize()), bytes(wide.serialize()), perturb, unsure)
+        return Exports(bytes(plain.serialize()), bytes(wide.serialize()), perturb, unsure, rounds)
     except Exception as error:  # JAX raises many kinds here; all of them mean that this subset cannot be exported
         raise CandidateRejected(
             f"{name} cannot be exported for measuring: {type(error).__name__}: {error}", subset=name
@@ -73,4 +76,4 @@ def export_subset(closed: Any, *, platform: str = "cpu", name: str = "subset") -
 def with_exports(problem: Problem, closed: Any, *, platform: str = "cpu") -> Problem:
     """The problem with its artifacts."""
     exports = export_subset(closed, platform=platform, name=problem.name or problem.digest[:12])
-    return problem.with_exports(exports.library, exports.reference, exports.perturb, exports.unsure)
+    return problem.with_exports(exports.library, exports.reference, exports.perturb, exports.unsure, exports.rounds)

@@ -16,9 +16,10 @@ from typing import Any
 from jcuts.base.errors import UsageError
 
 FORMAT = 1
-GPU_TIMING = 3
+GPU_TIMING = 4
 """How kernels are timed on GPUs: times of another way are not compared with these."""
-RECIPES = ("normal", "positive", "normal tf32", "positive tf32", "bool", "integers", "given")
+RECIPES = (*(kind + more for kind in ("normal", "positive") for more in ("", " finite", " tf32", " finite tf32")),
+           "bool", "integers", "given")  # fmt: skip
 CANDIDATE_KINDS = ("program", "object", "stablehlo")
 _INTEGERS = re.compile(r"integers (-?\d+)\.\.(-?\d+)")
 
@@ -30,10 +31,10 @@ class Input:
     Attributes:
         shape: extents.
         dtype: NumPy/ml_dtypes name.
-        recipe: ``normal`` (standard normal), ``positive`` (|normal| + 0.1), either with `` tf32`` behind it (cut to
-            TF32 numbers), ``integers lo..hi`` (both ends included), ``bool``, or ``given``: the values in the file
-            ``npy``, used unchanged in every check (indices, lengths and loop conditions: random ones may not
-            terminate).
+        recipe: ``normal`` (standard normal), ``positive`` (|normal| + 0.1), either with `` finite`` (never NaN or
+            infinite) and `` tf32`` (cut to TF32 numbers) behind it, ``integers lo..hi`` (both ends included),
+            ``bool``, or ``given``: the values in the file ``npy``, used unchanged in every check (indices, lengths and
+            loop conditions: random ones may not terminate).
         npy: path of the .npy file of a ``given`` input; not part of the problem's identity.
     """
 
@@ -120,10 +121,11 @@ class Problem:
             or export has been made.
         tolerance: allowed error as a multiple of XLA's own.
         library: serialised `jax.export` of the subset, the library candidate (see `tune.library`).
-        reference: serialised export of its float64 form; takes (noise seed, two noise amplitudes, *widened inputs).
+        reference: serialised export of its float64 form; takes (noise seed, three amplitudes, *widened inputs).
         perturb: whether the reference must also be run with simulated rounding, because the subset turns floats into
             discrete values (comparisons, argmax, casts) or exponentiates sums.
         unsure: whether noise in its float64 operations must tell how far the reference is to be trusted.
+        rounds: whether its products may round their operands to TF32 (`widen.rounds_operands`).
         degree: how often a value may be multiplied with others on its way through the subset; bounds the magnitudes of
             ``huge`` inputs so that intermediate products do not overflow (where they would, XLA's own answer depends
             on how it happened to rewrite the products).
@@ -142,6 +144,7 @@ class Problem:
     reference: bytes | None = field(default=None, repr=False)
     perturb: bool = False
     unsure: bool = False
+    rounds: bool = False
     degree: int = 1
     name: str = ""
     device: str = ""
@@ -184,9 +187,10 @@ class Problem:
             raise UsageError(f"device {self.device!r} does not say its compute capability", device=self.device)
         return int(found[1]), int(found[2])
 
-    def with_exports(self, library: bytes, reference: bytes, perturb: bool, unsure: bool = False) -> Problem:
+    def with_exports(self, library: bytes, reference: bytes, perturb: bool, unsure: bool = False,
+                     rounds: bool = False) -> Problem:  # fmt: skip
         """The same problem with its library and reference artifacts; the digest does not change."""
-        return replace(self, library=library, reference=reference, perturb=perturb, unsure=unsure)
+        return replace(self, library=library, reference=reference, perturb=perturb, unsure=unsure, rounds=rounds)
 
     def candidate(self, label: str) -> Candidate:
         """The candidate of that label.
@@ -214,6 +218,7 @@ class Problem:
             "tolerance": self.tolerance,
             "perturb": self.perturb,
             "unsure": self.unsure,
+            "rounds": self.rounds,
             "degree": self.degree,
             "inputs": [
                 {"shape": list(i.shape), "dtype": i.dtype, "recipe": i.recipe, "npy": i.npy} for i in self.inputs
@@ -260,6 +265,7 @@ class Problem:
                 reference=decode_bytes(data.get("reference")),
                 perturb=bool(data.get("perturb", False)),
                 unsure=bool(data.get("unsure", False)),
+                rounds=bool(data.get("rounds", False)),
                 degree=int(data.get("degree", 1)),
                 name=data.get("name", ""),
                 device=data.get("device", ""),

@@ -15,10 +15,12 @@ import numpy as np
 from jcuts.tune import autotuned, sample
 from jcuts.tune.check import NOISE_ULP
 from jcuts.tune.problem import Problem
-from jcuts.tune.values import dtype_of, flushed, make_inputs, save, seed_kinds
+from jcuts.tune.values import dtype_of, flushed, is_float, make_inputs, save, seed_kinds
 
 NOISE_RUNS = 6
 """Runs with simulated rounding, of `NOISE_ULP`: XLA's own transcendental functions stay within a few ulp."""
+FINER = 2.0**-15
+"""An error of a product relative to its result below this is none of TF32 operands, whose roundings are up to 2^-11."""
 TRUST_ULP = 1.0
 """Simulated rounding of a float64 operation, where it stands for XLA's own error (see `tune.check`)."""
 
@@ -37,7 +39,7 @@ def make(jax: Any, problem: Problem, library: Callable[..., Any], folder: Path, 
         autotuned_in: where the measuring process has left which algorithms XLA takes (on a GPU).
     Returns: the kinds of the sets (see `tune.values`).
     """
-    wide = _wide(jax, problem)
+    wide, rounds = _wide(jax, problem), False
     if autotuned_in:
         library = jax.jit(library, compiler_options=autotuned.reading(autotuned_in))
     seen = [sample.positions(problem, o) for o in problem.outputs]
@@ -55,17 +57,20 @@ def make(jax: Any, problem: Problem, library: Callable[..., Any], folder: Path, 
                     save(folder / f"{number}.whole{i}.npy", np.asarray(x))
         xla = look(results)
         del results
-        exact = look(wide(np.uint64(0), np.zeros(2), *operands))
+        exact = look(wide(np.uint64(0), np.zeros(3), *operands))
+        if number == 0:
+            rounds = problem.rounds and any(map(is_finer_than_tf32, xla, exact))
 
         # Every other run takes denormals for zeros.
         both = (operands, jax.device_put([flushed(x) for x in inputs]) if problem.perturb else operands)
 
         def runs(*amplitudes: float, both: tuple[list[Any], ...] = both) -> list[list[np.ndarray]]:
-            noise = np.array(amplitudes)
+            noise = np.array([*amplitudes, 0.0])
             return [look(wide(np.uint64(n + 1), noise, *both[n % len(both)])) for n in range(NOISE_RUNS)]
 
         noisy = runs(NOISE_ULP, NOISE_ULP) if problem.perturb else []
         unsure = runs(0.0, TRUST_ULP, both=(operands,)) if problem.unsure else []
+        unsure += [look(wide(np.uint64(0), np.array([0.0, 0.0, 1.0]), *operands))] if rounds else []
         for i, (x, r) in enumerate(zip(xla, exact, strict=True)):
             save(folder / f"{number}.xla{i}.npy", x)
             save(folder / f"{number}.ref{i}.npy", r)
@@ -76,6 +81,15 @@ def make(jax: Any, problem: Problem, library: Callable[..., Any], folder: Path, 
             if unsure:
                 save(folder / f"{number}.unsure{i}.npy", distance(r, [n[i] for n in unsure]))
     return kinds
+
+
+def is_finer_than_tf32(xla: np.ndarray, exact: np.ndarray) -> bool:
+    """Whether XLA took an algorithm of more precision than asked for; the next time it may take another."""
+    if not is_float(xla.dtype):
+        return False
+    with np.errstate(invalid="ignore", over="ignore"):
+        error = np.linalg.norm(xla.astype(np.float64).reshape(-1) - exact.reshape(-1))
+        return bool(error <= FINER * np.linalg.norm(exact.reshape(-1)))
 
 
 def leaves(jax: Any, tree: Any, seen: Sequence[Any] = ()) -> list[np.ndarray]:

@@ -225,7 +225,21 @@ def _recipe(subset: Any, var: Any) -> str:
         return "bool"
     if dtype not in FLOATS:
         return "integers 0..100" if dtype.startswith("u") else "integers -100..100"
-    return "positive" if _feeds(subset.closed, var) else "normal"
+    kind = "positive" if _feeds(subset.closed, var) else "normal"
+    return kind + " finite" * _meets_padding(subset.closed, var)
+
+
+def _meets_padding(closed: Any, var: Any) -> bool:
+    """Is this input a convolution's filter whose products with padding are left out by some algorithms?
+
+    Zero times an infinite number is NaN: such filters tell algorithms apart that XLA chooses between by time.
+    """
+    for eqn in closed.jaxpr.eqns:
+        if eqn.primitive.name == "conv_general_dilated" and any(a is var for a in eqn.invars[1:]):
+            holes = any(d != 1 for d in eqn.params["lhs_dilation"])
+            if holes or any(n != 0 for pair in eqn.params["padding"] for n in pair):
+                return True
+    return False
 
 
 def _feeds(closed: Any, var: Any) -> bool:

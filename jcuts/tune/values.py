@@ -14,6 +14,8 @@ import numpy as np
 from jcuts.base.errors import UsageError
 from jcuts.tune.problem import Input, Problem
 
+FINITE = " finite"
+"""What recipes hold whose values are never NaN or infinite."""
 TF32, KEPT = " tf32", np.uint32(0xFFFFE000)
 """How recipes end whose values are TF32 numbers, and the bits that they have."""
 NORMAL, SPECIAL, HUGE = "normal", "special", "huge"
@@ -191,6 +193,8 @@ def _floats(
     if kind == SPECIAL:
         # Overflowing conversions are meant: some small floats lack infinities.
         special = [0.0, -0.0, np.inf, -np.inf, np.nan, least, -least, tiny / 2, -tiny / 2, tiny, 1.0, -1.0, 0.5]
+        if FINITE in spec.recipe:
+            special = [v for v in special if math.isfinite(v)]
         if positive:
             special = [v for v in special if not (v < 0 or math.copysign(1.0, v) < 0)]
     else:

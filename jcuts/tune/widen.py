@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jcuts.ops.precision import asked
 from jcuts.trace import jaxapi
 from jcuts.tune import accurate, sums
 
@@ -107,7 +108,27 @@ def is_wide(closed: Any) -> bool:
     return False
 
 
-def evaluate(closed: Any, args: Sequence[Any], *, noise: tuple[Any, Any] | None = None) -> list[Any]:
+def takes_tf32(eqn: Any) -> bool:
+    """Whether a GPU may round this equation's operands to TF32: a float32 product that asks for no more."""
+    return (
+        eqn.primitive.name in ("dot_general", "conv_general_dilated")
+        and all(v.aval.dtype == np.float32 for v in eqn.invars)
+        and not asked(eqn.params.get("precision"))
+        and eqn.params.get("algorithm") is None
+    )
+
+
+def rounds_operands(closed: Any) -> bool:
+    """Whether any product of the function may, its loops and branches included."""
+    return any(
+        takes_tf32(eqn) or any(rounds_operands(inner) for _, _, inner in jaxapi.inner_jaxprs(eqn))
+        for eqn in closed.jaxpr.eqns
+    )
+
+
+def evaluate(
+    closed: Any, args: Sequence[Any], *, noise: tuple[Any, Any] | None = None, rounded: Any = None
+) -> list[Any]:
     """Evaluates ``closed`` in float64.  Call it under ``jax.enable_x64``; it can be traced.
 
     Args:
@@ -115,9 +136,10 @@ def evaluate(closed: Any, args: Sequence[Any], *, noise: tuple[Any, Any] | None 
         args: its arguments, floats already widened.
         noise: (seed, amplitude in ulp) of the simulated rounding; amplitude 0, or None, is exact.  Two amplitudes, a
             vector, are those of operations narrower than float64 and of float64 ones.
+        rounded: a number; where it is not 0, operands of products are rounded to TF32 if a GPU may (`takes_tf32`).
     Returns: the results, floats as float64.
     """
-    return _Evaluator(noise).closed(closed, args)
+    return _Evaluator(noise, rounded).closed(closed, args)
 
 
 def _is_inexact(aval: Any) -> bool:
@@ -125,8 +147,8 @@ def _is_inexact(aval: Any) -> bool:
 
 
 class _Evaluator:
-    def __init__(self, noise: tuple[Any, Any] | None) -> None:
-        self.noise = noise
+    def __init__(self, noise: tuple[Any, Any] | None, cut: Any = None) -> None:
+        self.noise, self.cut = noise, cut
         self.count = 0  # rounding operations met so far: each gets its own noise
 
     def closed(self, closed: Any, args: Sequence[Any]) -> list[Any]:
@@ -160,6 +182,8 @@ class _Evaluator:
             return self.closed(bodies[0], values)
         if inner:
             return _narrow_bind(eqn, values)
+        if self.cut is not None and takes_tf32(eqn):
+            values = [jnp.where(self.cut != 0, lax.reduce_precision(v, 8, 10), v) for v in values]
         own = accurate.RULES.get(name)
         if own is not None and own.applies(eqn):
             return self.rounded(eqn, values, [own.function(eqn, *values)])

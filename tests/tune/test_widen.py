@@ -152,7 +152,7 @@ def test_export_runs_and_agrees():
     (got,) = library.call(X)
     with jax.enable_x64(True):
         (wide,) = jax.export.deserialize(bytearray(exports.reference)).call(
-            np.uint64(0), np.zeros(2), X.astype(np.float64)
+            np.uint64(0), np.zeros(3), X.astype(np.float64)
         )
     np.testing.assert_allclose(wide, np.tanh(X.astype(np.float64)).sum(1), rtol=1e-13)
     np.testing.assert_allclose(got, wide, rtol=1e-5)
@@ -187,7 +187,7 @@ def test_a_kernel_that_keeps_the_nans_of_windows_passes_and_one_that_makes_some_
     for kind, values in ((NORMAL, x), (SPECIAL, broken)):
         (xla,) = library.call(values)
         with jax.enable_x64(True):
-            (wide,) = reference.call(np.uint64(0), np.zeros(2), values.astype(np.float64))
+            (wide,) = reference.call(np.uint64(0), np.zeros(3), values.astype(np.float64))
         expected.append(Expected(kind, np.asarray(xla), np.asarray(wide)))
         pairs = values[: extent // 2 * 2].reshape(-1, 2)
         right.append(np.minimum(pairs[:, 0], pairs[:, 1]) * np.float32(3))

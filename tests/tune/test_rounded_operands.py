@@ -1,0 +1,136 @@
+"""Products whose operands a GPU may round to TF32, and filters that meet padding."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jcuts.base.errors import AccuracyRejected
+from jcuts.trace import jaxapi
+from jcuts.trace.rounding import round_tf32
+from jcuts.tune import reference, session
+from jcuts.tune.check import Expected, check_output
+from jcuts.tune.library import export_subset
+from jcuts.tune.problem import Input, Output, Problem
+from jcuts.tune.values import NORMAL, SPECIAL, make_inputs
+from jcuts.tune.widen import evaluate, rounds_operands
+
+RNG = np.random.default_rng(11)
+A, B = (RNG.standard_normal(shape).astype(np.float32) for shape in ((37, 53), (53, 21)))
+
+
+def closed(function, *args):
+    return jaxapi.closed_jaxpr_of(function, *args)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda a, b: jnp.tanh(a @ b), True),
+        (lambda a, b: lax.fori_loop(0, 2, lambda _, x: x + a @ b, jnp.zeros((37, 21))), True),
+        (lambda a, b: jnp.dot(a, b, precision="highest"), False),
+        (lambda a, b: jnp.dot(a, b, precision="high"), False),
+        (lambda a, b: a.astype(jnp.bfloat16) @ b.astype(jnp.bfloat16), False),
+        (lambda a, b: a.sum() + b.sum(), False),
+    ],
+)
+def test_which_products_may_round(function, expected):
+    assert rounds_operands(closed(function, A, B)) is expected
+
+
+def test_the_reference_rounds_operands_on_demand():
+    program = closed(lambda a, b: jnp.maximum(a @ b, 0), A, B)
+    with jax.enable_x64(True):
+        wide = [x.astype(np.float64) for x in (A, B)]
+        for flag, operands in ((0.0, wide), (1.0, [round_tf32(x).astype(np.float64) for x in (A, B)])):
+            (got,) = evaluate(program, wide, rounded=jnp.float64(flag))
+            np.testing.assert_allclose(got, np.maximum(operands[0] @ operands[1], 0), rtol=1e-13, atol=1e-13)
+
+
+def test_only_exports_for_gpus_round():
+    program = closed(lambda a, b: a @ b, A, B)
+    assert export_subset(program, platform="cuda").rounds and not export_subset(program).rounds
+
+
+def made(folder, library, rounds=True):
+    """The sets of a product's problem whose XLA side is ``library``."""
+    inputs = tuple(Input(x.shape, "float32") for x in (A, B))
+    problem = Problem("p", inputs, (Output((37, 21), "float32", 53, False),), rounds=rounds)
+    program = closed(lambda a, b: a @ b, A, B)
+    with jax.enable_x64(True):
+
+        def wide(seed, amplitude, *args):
+            return evaluate(program, args, rounded=amplitude[2])
+
+        specs = [jax.ShapeDtypeStruct(s, t) for s, t in (((), np.uint64), ((3,), np.float64))]
+        export = jax.export.export(jax.jit(wide, keep_unused=True))(
+            *specs, *(jax.ShapeDtypeStruct(x.shape, np.float64) for x in (A, B))
+        )
+        problem = problem.with_exports(b"", bytes(export.serialize()), False, False, rounds)
+        kinds = reference.make(jax, problem, jax.jit(library), folder, 5)
+    return problem, kinds
+
+
+def cut(a, b, bits=10):
+    return lax.reduce_precision(a, 8, bits) @ lax.reduce_precision(b, 8, bits)
+
+
+def test_where_xla_does_not_round_candidates_may(tmp_path):
+    problem, kinds = made(tmp_path, lambda a, b: a @ b)
+    expected, exact, rounded, coarse = [], [], [], []
+    for n, kind in enumerate(kinds):
+        x, r, unsure = (np.load(tmp_path / f"{n}.{name}0.npy") for name in ("xla", "ref", "unsure"))
+        a, b = (np.load(tmp_path / f"{n}.in{k}.npy") for k in range(2))
+        expected.append((Expected(kind, x, r), Expected(kind, x, r, None, None, unsure)))
+        exact.append(x)
+        rounded.append(np.asarray(cut(a, b)))
+        coarse.append(np.asarray(cut(a, b, 6)))
+    spec = problem.outputs[0]
+    check_output(0, spec, [e[0] for e in expected], exact, 2.0)
+    with pytest.raises(AccuracyRejected):
+        check_output(0, spec, [e[0] for e in expected], rounded, 2.0)
+    found = check_output(0, spec, [e[1] for e in expected], rounded, 2.0)
+    assert found.candidate < 1.01 * found.xla < found.limit
+    with pytest.raises(AccuracyRejected):  # but no coarser
+        check_output(0, spec, [e[1] for e in expected], coarse, 2.0)
+
+
+@pytest.mark.parametrize(("library", "rounds"), [(cut, True), (lambda a, b: a @ b, False)])
+def test_otherwise_its_own_error_stands(tmp_path, library, rounds):
+    made(tmp_path, library, rounds)
+    assert not list(tmp_path.glob("*.unsure*"))
+
+
+def convolution(padding, holes=1):
+    def function(x, w):
+        return lax.conv_general_dilated(x, w, (1, 1), padding, lhs_dilation=(holes, holes))
+
+    return closed(function, np.zeros((1, 3, 8, 8), np.float32), np.zeros((4, 3, 3, 3), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        (convolution(((1, 1), (1, 1))), True),
+        (convolution(((0, 0), (0, 0))), False),
+        (convolution(((0, 0), (0, 0)), 2), True),
+    ],
+)
+def test_filters_that_meet_padding_are_finite(program, expected):
+    x, w = program.jaxpr.invars
+    subset = type("Subset", (), {"closed": program})
+    assert session._recipe(subset, x) == "normal"
+    assert session._recipe(subset, w) == ("normal finite" if expected else "normal")
+
+
+def test_finite_values_are_special_all_the_same():
+    inputs = tuple(Input((41, 41), "float32", recipe) for recipe in ("normal finite", "normal finite tf32", "normal"))
+    problem = Problem("p", inputs, (Output((41, 41), "float32", 1, False),))
+    one, two, three = make_inputs(problem, SPECIAL, 3)
+    assert np.isfinite(one).all() and np.isfinite(two).all() and not np.isfinite(three).all()
+    assert (one == 0).any() and (np.abs(one[one != 0]) < 1e-38).any()
+    assert np.array_equal(two, round_tf32(two))
+    assert not np.array_equal(make_inputs(problem, NORMAL, 3)[0], one)

@@ -49,9 +49,9 @@ WAIT, FRAGMENT, SOFTMAX = 150.0, 45.0, 250.0
 """Cycles of one warp that waits for itself: per tile; per step along the depth or the keys; per softmax of a tile."""
 QUARTERS = 4
 """Parts of a multiprocessor, each with registers and warps of its own."""
-OWN, PER_VALUE = 20.0, 1.24
-"""Registers of a thread: a base, and per value that it must keep (fitted to 19 kernels within 5 %)."""
-MOST_REGISTERS = 258.0
+OWN, PER_VALUE, PER_KEYS, PER_BAND = 19.0, 0.825, 7.0, 26.0
+"""Registers of a thread: a base, per value that it must keep, per 16 keys and per 16 rows (fitted to 23 kernels)."""
+MOST_REGISTERS = 256.0
 
 
 def products(program: Program, machine: GpuMachine, most: int = MOST) -> Iterator[Candidate]:
@@ -106,7 +106,8 @@ def registers(shape: AttentionShape) -> float:
     high, wide = shape.warp
     kept = 0 if shape.parked else shape.steps
     kept += shape.features // EIGHT + wide // EIGHT * (2 if shape.paired else 1)
-    return OWN + PER_VALUE * high // SIXTEEN * 4 * kept
+    bands = high // SIXTEEN
+    return OWN + PER_VALUE * bands * 4 * kept + PER_KEYS * wide / SIXTEEN + PER_BAND * bands
 
 
 def room(shape: AttentionShape) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,9 +34,9 @@ SHAPES = {
     "bert": ((1, 40, 2, 64), (1, 40, 2, 64), 64),
     "deep": ((1, 18, 1, 128), (1, 33, 1, 128), 104),
 }
-HIGH = {"bert": (64, 16, (2, 1), 3, True, True), "odd": (32, 64, (1, 2), 2, True, False, True)}
+HIGH: dict[str, Any] = {"bert": (64, 16, (2, 1), 3, True, True), "odd": (32, 64, (1, 2), 2, True, False, True)}
 """Tiles of warps of 32 rows."""
-TILES = [
+TILES: list[Any] = [
     (32, 32, (2, 1), 2, False), (16, 64, (1, 2), 2, True), (32, 16, (1, 1), 3, False), (32, 64, (1, 4), 1, False),
     (48, 64, (3, 2), 2, True), (32, 48, (2, 1), 2, False), (32, 32, (2, 1), 3, False, True),
     (16, 32, (1, 2), 4, True, True), (48, 32, (3, 1), 2, False, False, True), (32, 64, (2, 2), 3, True, True, True),
@@ -52,12 +54,13 @@ def traced(fn, *arguments):
     return program, made.operands(members)
 
 
-def shaped(program, rows, keys, warps, stages, rounded=False, paired=False, parked=False):
+def shaped(program, rows: int, keys: int, warps: tuple[int, int], stages: int, *variants: bool):
     """A program with one schedule."""
     known = recognise(program)
     assert not isinstance(known, Refusal), str(known)
+    rounded, *more = (*variants, False)
     rounded = rounded and known.kind == "tf32"
-    return gpu_attention.of(program, AttentionShape(known, rows, keys, warps, stages, rounded, paired, parked))
+    return gpu_attention.of(program, AttentionShape(known, rows, keys, warps, stages, rounded, *more[:2]))
 
 
 def results(program, operands, target=SM90):
@@ -79,9 +82,11 @@ def compare(got, want, limit):
     assert error < limit, error
 
 
+PAIRS = [(name, tile) for n, name in enumerate(SHAPES) for k, tile in enumerate(TILES) if (n + k) % 3 == 0]
+
+
 @compiled
-@pytest.mark.parametrize("tile", TILES, ids=str)
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("name", "tile"), PAIRS, ids=str)
 def test_shapes_and_tiles(name, tile):
     query, key, features = SHAPES[name]
     arrays = normal(*query), normal(*key, seed=1), normal(*key[:3], features, seed=2)
@@ -111,7 +116,7 @@ def test_16_bits(name, dtype):
     query, key, features = SHAPES[name]
     arrays = [a.astype(jnp.dtype(dtype)) for a in (normal(*query), normal(*key, seed=1), normal(*key[:3], features))]
     program, operands = traced(attention(), *arrays)
-    for tile in TILES[::3]:
+    for tile in (TILES[1], TILES[6]):
         (got,) = results(shaped(program, *tile), operands)
         compare(got, exact(attention(), *arrays), LIMIT[dtype])
 
@@ -137,6 +142,9 @@ MASKS = {
 }
 
 
+MASKED: list[Any] = [(32, 16, (1, 1), 2, False), (32, 32, (2, 2), 3, True, True)]
+
+
 @compiled
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", MASKS)
@@ -147,7 +155,7 @@ def test_masks(name, dtype):
     m = np.random.default_rng(3).random(shape) < 0.7
     m[..., 20:40] = False  # whole tiles of keys without a score
     program, operands = traced(_masked(mask), q, k, v, m)
-    for tile in (TILES[0], (32, 16, (1, 1), 2, False), (32, 32, (2, 2), 3, True, True)):
+    for tile in MASKED:
         (got,) = results(shaped(program, *tile), operands)
         compare(got, exact(_masked(mask), q, k, v, m), LIMIT[dtype])
 
@@ -211,7 +219,7 @@ def test_a_schedule_that_does_not_fit_is_refused():
 
 @compiled
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("length", [128, 384, 1024])
+@pytest.mark.parametrize("length", [128, 384])
 def test_ranked_schedules_of_bert_assemble_without_spills(length, dtype):
     array = np.zeros((8, length, 12, 64), jnp.dtype(dtype))
     program, _ = traced(attention(), array, array, array)

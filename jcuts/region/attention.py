@@ -122,9 +122,10 @@ def _softmax(scores: Phase, middle: list[Phase]) -> str | Refusal:
     kept = scores.stores[0].buffer
     if [a.combine for a in largest.accs] != ["max"] or [a.combine for a in total.accs] != ["add"] or last.reds:
         return _no("its rows are not divided by a sum of exponentials")
-    if not _is_load(largest.body, largest.accs[0].values[0], kept) or not _is_largest(largest):
-        return _no("it takes the largest of something else than its scores")
     most = largest.stores[0].buffer
+    whole = _strip(largest.exit, largest.stores[0].value).op == "acc"
+    if not whole or not _is_load(largest.body, largest.accs[0].values[0], kept):
+        return _no("it takes the largest of something else than its scores")
     if not _is_exponential(total.body, total.accs[0].values[0], kept, most):
         return _no("it sums something else than exponentials of scores")
     exit_, value = total.exit, total.stores[0].value
@@ -151,21 +152,21 @@ def _is_load(graph: Graph, number: int, buffer: str) -> bool:
     return node.op == "load" and node.buffer == buffer
 
 
-def _is_largest(phase: Phase) -> bool:
-    node = _strip(phase.exit, phase.stores[0].value)
+def _is_largest(graph: Graph, number: int, buffer: str) -> bool:
+    """The largest score, or the larger of it and -inf."""
+    node = _strip(graph, number)
     if node.op == "max":
-        parts = [_strip(phase.exit, a) for a in node.args]
-        least = [p for p in parts if p.op == "const" and p.value == -math.inf]
-        return len(least) == 1 and any(p.op == "acc" for p in parts)
-    return node.op == "acc"
+        least = [a for a in node.args if (n := _strip(graph, a)).op == "const" and n.value == -math.inf]
+        return len(least) == 1 and any(_is_load(graph, a, buffer) for a in node.args)
+    return _is_load(graph, number, buffer)
 
 
 def _is_exponential(graph: Graph, number: int, scores: str, most: str) -> bool:
     node = _strip(graph, number)
     inner = _strip(graph, node.args[0]) if node.op == "exp" else node
-    return node.op == "exp" and inner.op == "sub" and all(
-        _is_load(graph, a, b) for a, b in zip(inner.args, (scores, most), strict=True)
-    )  # fmt: skip
+    if (node.op, inner.op) != ("exp", "sub"):
+        return False
+    return _is_load(graph, inner.args[0], scores) and _is_largest(graph, inner.args[1], most)
 
 
 # -- operands -------------------------------------------------------------------------------------------------------

@@ -202,6 +202,24 @@ def test_slices_of_one_array():
 
 
 @compiled
+@pytest.mark.parametrize("heads", [4, 2])
+def test_what_jax_makes_of_it(heads):
+    """`jax.nn.dot_product_attention`: transposes between scores and weights, keys that several heads share, a mask."""
+
+    def fn(q, k, v, bias):
+        return jax.nn.dot_product_attention(q, k, v, bias=bias, is_causal=True)
+
+    arrays = normal(2, 20, 4, 16), normal(2, 20, heads, 16, seed=1), normal(2, 20, heads, 16, seed=2)
+    bias = round_tf32(normal(1, 4, 20, 20))
+    program, operands = traced(fn, *arrays, bias)
+    (read,) = interpret(program, [round_tf32(x) if x.dtype == np.float32 else x for x in operands])
+    (got,) = results(shaped(program, *TILES[0]), operands)
+    want = exact(fn, *arrays, bias)
+    compare(read, want, 1e-5)
+    compare(got, want, LIMIT["float32"])
+
+
+@compiled
 def test_capability_8():
     arrays = normal(1, 20, 2, 16), normal(1, 33, 2, 16, seed=1), normal(1, 33, 2, 16, seed=2)
     program, operands = traced(attention(), *arrays)

@@ -89,6 +89,17 @@ def test_masks_of_all_kinds_belong_to_it():
     assert isinstance(known, Attention) and known.between >= 3
 
 
+@pytest.mark.parametrize("more", [{}, {"is_causal": True}, {"mask": np.ones((2, 1, 24, 24), bool)}], ids=str)
+@pytest.mark.parametrize("heads", [6, 3])
+def test_what_jax_makes_of_it(heads, more):
+    """Transposes lie between the scores and their weights; keys that heads share are read once per head."""
+    q, k, v = (np.zeros((2, 24, n, 16), np.float32) for n in (6, heads, heads))
+    _, cover = covered(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, **more), q, k, v)
+    ((_, program),) = attentions(cover)
+    known = recognise(program)
+    assert isinstance(known, Attention) and (known.batches, known.rows, known.keys) == (12, 24, 24)
+
+
 def test_a_cap_and_a_bias():
     def fn(q, k, v, bias):
         return plain(q, k, v, lambda s: 30 * jnp.tanh(s / 30) + bias)

@@ -60,7 +60,7 @@ def schedules(case: Any, most: int, tiles: dict[str, list[list[Any]]]) -> list[A
     from jcuts.base.errors import Refusal
     from jcuts.region import gpu_attention
     from jcuts.region.attention import recognise
-    from jcuts.region.attention_tiles import VARIANTS, AttentionShape
+    from jcuts.region.attention_tiles import AttentionShape
     from jcuts.region.gpu_tiles import GpuMachine
 
     program = program_of(case)[0]
@@ -73,9 +73,8 @@ def schedules(case: Any, most: int, tiles: dict[str, list[list[Any]]]) -> list[A
     if asked is None:
         return [p for p, _ in gpu_attention.products(program, machine, most)]
     found = []
-    for rows, keys, along, parts, stages, *variants in asked:
-        flags = (name in variants for name in VARIANTS)
-        shape = AttentionShape(known, rows, keys, (along, parts), stages, *flags)
+    for rows, keys, along, parts, stages, *rounded in asked:
+        shape = AttentionShape(known, rows, keys, (along, parts), stages, bool(rounded))
         found.append(gpu_attention.of(program, shape))
     return found
 
@@ -91,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="only sizes whose name contains one of these, separated by commas")
     parser.add_argument("--most", type=int, default=8, help="schedules per size")
     parser.add_argument("--tiles", type=Path, help="JSON: name of a size -> [rows, keys, warps along rows, warps along "
-                        "keys, stages, names of variants ...] of every schedule wanted")  # fmt: skip
+                        "keys, stages, 1 if rounded] of every schedule wanted")  # fmt: skip
     parser.add_argument("--budget", type=float, default=150.0, help="seconds")
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--build", action="store_true", help="only compile; needs no GPU")

@@ -8,6 +8,9 @@ from jcuts.ops.precision import asked
 from jcuts.ops.reduction import accumulator_type, to_accumulator
 from jcuts.ops.registry import FLOATS, AccSpec, Context, Equation, IndexTuple, Op, ReduceSpec, op_rule
 
+EXACT = {"BF16_BF16_F32": "bfloat16", "F16_F16_F32": "float16"}
+"""Algorithms whose products are exact and whose sums are float32, and the type of operands that they are for."""
+
 
 @op_rule("dot_general")
 def dot_general(eqn: Equation) -> Op | Refusal:
@@ -20,7 +23,8 @@ def dot_general(eqn: Equation) -> Op | Refusal:
     lhs, rhs = eqn.inputs
     out = eqn.outputs[0]
     precision = eqn.params.get("precision")
-    if precision is not None and "Algorithm" in type(precision).__name__:
+    exact = EXACT.get(getattr(precision, "name", ""))  # what is done with such operands anyway
+    if "Algorithm" in type(precision).__name__ and {lhs.dtype, rhs.dtype} != {exact}:
         return Refusal(eqn.prim, f"precision={precision} names an algorithm; only XLA honours it")
     if eqn.params.get("out_sharding") is not None:
         return Refusal(eqn.prim, "out_sharding")

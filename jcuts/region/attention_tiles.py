@@ -22,8 +22,6 @@ STATE = 2
 """Words that a row of scores keeps: its largest score, its sum."""
 EIGHT = 8
 """Rows of which a lane of a warp has one."""
-VARIANTS = ("rounded", "paired", "parked")
-"""What a schedule may say besides its sizes, see `AttentionShape`."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +31,6 @@ class AttentionShape:
     Attributes:
         rows, keys: of its tiles. warps: along rows, along keys. stages: tiles of keys and values in shared memory.
         rounded: float32 tiles are rounded where they lie, once, instead of by every warp that reads them.
-        paired: a warp computes the scores of the next tile among the exponentials of the one at hand.
-        parked: a warp keeps its queries' fragments in shared memory, not in registers.
     """
 
     attention: Attention
@@ -43,8 +39,6 @@ class AttentionShape:
     warps: tuple[int, int]
     stages: int
     rounded: bool = False
-    paired: bool = False
-    parked: bool = False
 
     @property
     def threads(self) -> int:
@@ -61,7 +55,7 @@ class AttentionShape:
         """Whether warps have whole fragments."""
         high, wide = self.warp
         whole = self.rows == high * self.warps[0] and self.keys == wide * self.warps[1] and high > 0 and wide > 0
-        return whole and high % SIXTEEN == wide % SIXTEEN == 0 and self.stages >= (3 if self.paired else 1)
+        return whole and high % SIXTEEN == wide % SIXTEEN == 0 and self.stages >= 1
 
     @property
     def steps(self) -> int:
@@ -97,12 +91,7 @@ class AttentionShape:
     @property
     def shared(self) -> int:
         """Bytes of shared memory of a block."""
-        return max(self.stages * self.stage + self.fragments, self.state * self.warps[0] * (self.warps[1] - 1))
-
-    @property
-    def fragments(self) -> int:
-        """Bytes of the queries' fragments of a block's warps that are parked."""
-        return 16 * self.threads * self.warp[0] // SIXTEEN * self.steps if self.parked else 0
+        return max(self.stages * self.stage, self.state * self.warps[0] * (self.warps[1] - 1))
 
     @property
     def tiles(self) -> int:
@@ -123,5 +112,4 @@ def shape_of(program: Program) -> AttentionShape | Refusal:
         return found
     high, across = (int(v) for v in params["warps"])
     rows, keys = (int(v) for v in params["tile"])
-    more = [bool(params.get(name, False)) for name in VARIANTS]
-    return AttentionShape(found, rows, keys, (high, across), int(params["stages"]), *more)
+    return AttentionShape(found, rows, keys, (high, across), int(params["stages"]), bool(params.get("rounded", False)))

@@ -90,10 +90,10 @@ def test_masks_of_all_kinds_belong_to_it():
 
 
 @pytest.mark.parametrize("more", [{}, {"is_causal": True}, {"mask": np.ones((2, 1, 24, 24), bool)}], ids=str)
-@pytest.mark.parametrize("heads", [6, 3])
-def test_what_jax_makes_of_it(heads, more):
+@pytest.mark.parametrize(("heads", "dtype"), [(6, "float32"), (3, "float32"), (3, "bfloat16")])
+def test_what_jax_makes_of_it(heads, dtype, more):
     """Transposes lie between the scores and their weights; keys that heads share are read once per head."""
-    q, k, v = (np.zeros((2, 24, n, 16), np.float32) for n in (6, heads, heads))
+    q, k, v = (np.zeros((2, 24, n, 16), jnp.dtype(dtype)) for n in (6, heads, heads))
     _, cover = covered(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, **more), q, k, v)
     ((_, program),) = attentions(cover)
     known = recognise(program)

@@ -12,7 +12,7 @@ Warps that share the keys of a tile meet in shared memory in the end (`Attention
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from jcuts.base.errors import CompileRejected, Refusal
@@ -20,8 +20,8 @@ from jcuts.codegen import lanes as L
 from jcuts.codegen.cuda import memory as M
 from jcuts.codegen.cuda import tensor
 from jcuts.codegen.cuda.attention_chain import Tile, chained
-from jcuts.codegen.cuda.attention_rows import FOUR, Softmax, State, joined, put, quad, scaled, tiles_of
-from jcuts.codegen.cuda.attention_tiles import Parked, TileCopier, TileReader, queries
+from jcuts.codegen.cuda.attention_rows import FOUR, State, joined, put, quad, scaled, softmax
+from jcuts.codegen.cuda.attention_tiles import TileCopier, TileReader, queries
 from jcuts.codegen.cuda.builder import GpuBuilder, asm
 from jcuts.codegen.cuda.product_exit import finish
 from jcuts.codegen.cuda.product_tiles import TileShape
@@ -87,12 +87,8 @@ class AttentionEmitter:
         self.reader = TileReader(
             builder, shape, self.shared, builder.mul(self.part, L.I32(shape.warp[1])), self.lane
         )  # fmt: skip
-        fragments = queries(self.frame, shape, self.row, self.lane)
-        self.query = lambda band, step: fragments[band][step]
-        if shape.parked:
-            place = builder.add(self.shared, L.I32(shape.stages * shape.stage))
-            self.query = Parked(builder, fragments, place, self.thread).fragment
-        state = self._paired(ahead) if shape.paired else self._walk(ahead)
+        self.queries = queries(self.frame, shape, self.row, self.lane)
+        state = self._walk(ahead)
         if shape.warps[1] == 1:
             self._finish(state)
         else:
@@ -112,50 +108,15 @@ class AttentionEmitter:
             self._arrived(ahead - 1, reading)
             if shape.stages > 1:
                 self._next(builder.add(number, L.I32(ahead)), writing)
-            scores: Tile = []
-            _drain(self._scores(reading, scores))
-            softmax = self._softmax(number, State.of(values[2:], shape), scores)
-            _drain(softmax.pieces())
-            self._values(reading, softmax)
+            made, weights = self._softmax(number, State.of(values[2:], shape), self._scores(reading))
+            self._values(reading, weights, made.out)
             if shape.stages == 1:
                 tensor.barrier(builder)
                 self._next(builder.add(number, L.I32(1)), reading)
-            return [self._after(reading), self._after(writing), *softmax.state.values()]
+            return [self._after(reading), self._after(writing), *made.values()]
 
         start = [L.I32(0), L.I32(ahead % shape.stages * shape.stage), *State.none(shape).values()]
         return State.of(self._loop(shape.tiles, start, body)[2:], shape)
-
-    def _paired(self, ahead: int) -> State:
-        """The scores of the next tile among the exponentials of this one: units and the rest work at once."""
-        builder, shape = self.builder, self.shape
-        bands = shape.warp[0] // SIXTEEN
-        rows = len(State.none(shape).values())
-        self._arrived(ahead - 1, L.I32(0))
-        scores: Tile = []
-        _drain(self._scores(L.I32(0), scores))
-
-        def body(number: L.Value, values: list[L.Value]) -> list[L.Value]:
-            reading, writing, *rest = values
-            following = self._after(reading)
-            self._arrived(ahead - 2, following)
-            self._next(builder.add(number, L.I32(ahead)), writing)
-            softmax = self._softmax(number, State.of(rest[:rows], shape), tiles_of(rest[rows:], bands))
-            work, coming = softmax.pieces(), []
-            for _ in self._scores(following, coming):
-                for _ in range(-(-softmax.count // shape.steps)):
-                    next(work, None)
-            _drain(work)
-            self._values(reading, softmax)
-            return [following, self._after(writing), *softmax.state.values(), *_flat(coming)]
-
-        start = [L.I32(0), L.I32(ahead * shape.stage), *State.none(shape).values(), *_flat(scores)]
-        reading, _, *rest = self._loop(shape.tiles - 1, start, body) if shape.tiles > 1 else start
-        softmax = self._softmax(
-            L.I32(shape.tiles - 1), State.of(rest[:rows], shape), tiles_of(rest[rows:], bands), last=True
-        )  # fmt: skip
-        _drain(softmax.pieces())
-        self._values(reading, softmax)
-        return softmax.state
 
     def _loop(
         self, count: int, start: list[L.Value], body: Callable[[L.Value, list[L.Value]], list[L.Value]]
@@ -204,37 +165,33 @@ class AttentionEmitter:
         return builder.select(builder.icmp_signed("==", moved, L.I32(shape.stage * shape.stages)), L.I32(0), moved)
 
     # -- a tile of keys -----------------------------------------------------------------------------------------
-    def _scores(self, stage: L.Value, found: Tile) -> Iterator[None]:
-        """Products of queries and keys, put into ``found``; a step along the depth at a time."""
+    def _scores(self, stage: L.Value) -> Tile:
+        """Products of queries and keys."""
         builder, shape = self.builder, self.shape
         bands, pairs = shape.warp[0] // SIXTEEN, shape.warp[1] // SIXTEEN
-        found += [[[L.F32(0.0)] * 4 for _ in range(2 * pairs)] for _ in range(bands)]
+        found = [[[L.F32(0.0)] * 4 for _ in range(2 * pairs)] for _ in range(bands)]
         near = [self.reader.keys(stage, pair, 0) for pair in range(pairs)]
         for step in range(shape.steps):
             now = near
             if step + 1 < shape.steps:
                 near = [self.reader.keys(stage, pair, step + 1) for pair in range(pairs)]
-            left = [self.query(i, step) for i in range(bands)]
             for pair, two in enumerate(now):
-                for i, band in enumerate(left):
+                for i, band in enumerate(self.queries):
                     for j, right in enumerate(two):
                         at = 2 * pair + j
-                        found[i][at] = tensor.multiply(builder, self.attention.kind, band, right, found[i][at])
-            yield
+                        found[i][at] = tensor.multiply(builder, self.attention.kind, band[step], right, found[i][at])
+        return found
 
-    def _softmax(self, number: L.Value, state: State, scores: Tile, last: bool = False) -> Softmax:
+    def _softmax(self, number: L.Value, state: State, scores: Tile) -> tuple[State, list[list[L.Value]]]:
         """The softmax of what the program makes of a tile's products."""
         builder, shape = self.builder, self.shape
         first = builder.mul(number, L.I32(shape.keys))
         first = builder.add(first, builder.mul(self.part, L.I32(shape.warp[1])))
-        ragged = bool(self.attention.keys % shape.keys) and (last or not shape.paired)
-        made = chained(self.frame, shape, self.buffers, scores, (self.row, first), self.lane, ragged)
-        return Softmax(builder, state, made)
+        return softmax(builder, state, chained(self.frame, shape, self.buffers, scores, (self.row, first), self.lane))
 
-    def _values(self, stage: L.Value, softmax: Softmax) -> None:
-        """Adds weights times values."""
+    def _values(self, stage: L.Value, weights: list[list[L.Value]], out: Tile) -> None:
+        """Adds weights times values to the accumulators."""
         builder, shape = self.builder, self.shape
-        weights, out = softmax.weights, softmax.state.out
         keys = STEP // self.attention.value.item
         for first in range(0, shape.warp[1], keys):
             left = [self._left(weights[2 * i], weights[2 * i + 1], first // EIGHT) for i in range(len(out))]
@@ -285,12 +242,3 @@ class AttentionEmitter:
                          shape.warp[0])  # fmt: skip
         tiles = (rows, TileShape(side, value.length, shape.features, STEP, shape.features))
         finish(frame, attention.result, tiles, self.buffers, self.lane, totals)
-
-
-def _drain(work: Iterator[None]) -> None:
-    for _ in work:
-        pass
-
-
-def _flat(tiles: Tile) -> list[L.Value]:
-    return [value for band in tiles for tile in band for value in tile]

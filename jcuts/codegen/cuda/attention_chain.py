@@ -26,12 +26,9 @@ Tile = list[list[list[L.Value]]]
 
 def chained(
     frame: M.Frame, shape: AttentionShape, buffers: Mapping[str, Buffer], scores: Tile, first: tuple[L.Value, L.Value],
-    lane: L.Value, ragged: bool,
+    lane: L.Value,
 ) -> Tile:  # fmt: skip
-    """What the program makes of a warp's products.
-
-    Args: first: its row and key; ragged: keys beyond the last get -inf.
-    """
+    """What the program makes of a warp's products; -inf for keys beyond the last. Args: first: its row and key."""
     builder, attention = frame.builder, shape.attention
     phase, keys = attention.scores, attention.keys
     row = builder.add(first[0], builder.lshr(lane, L.I32(2)))
@@ -57,7 +54,7 @@ def chained(
     places = list(numbers)
     values = dict(zip(places, emitter.emit([numbers[p] for p in places]), strict=True))
     found = [[[values[i, j, k].value for k in range(4)] for j in range(len(row))] for i, row in enumerate(scores)]
-    if ragged:
+    if keys % shape.keys:
         for j, k in itertools.product(range(len(scores[0])), range(2)):
             there = builder.icmp_signed("<", key, L.I32(keys - j * EIGHT - k))
             for row_ in found:

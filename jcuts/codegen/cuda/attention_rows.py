@@ -5,7 +5,7 @@ A lane has two rows of every sixteen; four lanes share a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jcuts.codegen import lanes as L
@@ -15,8 +15,6 @@ from jcuts.codegen.cuda.builder import GpuBuilder, asm
 from jcuts.codegen.cuda.shared import WARP, shuffle
 from jcuts.region.attention_tiles import EIGHT, SIXTEEN, STATE, AttentionShape
 
-PIECE = 8
-"""Scores whose exponentials are one piece of work."""
 FOUR = 16
 """Bytes that a lane hands over at once."""
 
@@ -54,40 +52,20 @@ def tiles_of(values: Sequence[L.Value], bands: int) -> Tile:
     return [fours[k : k + across] for k in range(0, len(fours), across)]
 
 
-class Softmax:
-    """What a tile of scores adds to the state; its work comes in pieces, among which others may do theirs."""
-
-    def __init__(self, builder: GpuBuilder, state: State, scores: Tile) -> None:
-        self.builder, self.before = builder, state
-        halves = [(band, first) for band in scores for first in (0, 2)]
-        self.rows = [[value for tile in band for value in tile[first : first + 2]] for band, first in halves]
-        self.weights: list[list[L.Value]] = [[] for _ in self.rows]
-        self.state = State([], [], [])
-
-    @property
-    def count(self) -> int:
-        """Pieces of work."""
-        return len(self.rows) * (1 + -(-len(self.rows[0]) // PIECE)) + 1
-
-    def pieces(self) -> Iterator[None]:
-        """Does the work: afterwards there are weights, and the state without what they are multiplied by."""
-        builder, before = self.builder, self.before
-        bases, factors = [], []
-        for row, old in zip(self.rows, before.largest, strict=True):
-            most = larger(builder, old, quad(builder, _pairwise(row, lambda a, b: larger(builder, a, b)), larger))
-            base = _finite(builder, most)
-            self.state.largest.append(most)
-            bases.append(base)
-            factors.append(special.weight(builder, builder.fsub(old, base)))
-            yield
-        for row, found, base in zip(self.rows, self.weights, bases, strict=True):
-            for first in range(0, len(row), PIECE):
-                found += [special.weight(builder, builder.fsub(s, base)) for s in row[first : first + PIECE]]
-                yield
-        for found, old, factor in zip(self.weights, before.sums, factors, strict=True):
-            self.state.sums.append(builder.fadd(builder.fmul(old, factor), _pairwise(found, builder.fadd)))
-        self.state.out = scaled(builder, before.out, factors)
-        yield
+def softmax(builder: GpuBuilder, state: State, scores: Tile) -> tuple[State, list[list[L.Value]]]:
+    """The state with a tile of scores, sums of values without it, and the weights of every row of the lane."""
+    halves = [(band, first) for band in scores for first in (0, 2)]
+    rows = [[value for tile in band for value in tile[first : first + 2]] for band, first in halves]
+    made, factors, weights = State([], [], []), [], []
+    for row, old, total in zip(rows, state.largest, state.sums, strict=True):
+        most = larger(builder, old, quad(builder, _pairwise(row, lambda a, b: larger(builder, a, b)), larger))
+        base = _finite(builder, most)
+        factors.append(special.weight(builder, builder.fsub(old, base)))
+        weights.append([special.weight(builder, builder.fsub(score, base)) for score in row])
+        made.largest.append(most)
+        made.sums.append(builder.fadd(builder.fmul(total, factors[-1]), _pairwise(weights[-1], builder.fadd)))
+    made.out = scaled(builder, state.out, factors)
+    return made, weights
 
 
 def larger(builder: GpuBuilder, a: L.Value, b: L.Value) -> L.Value:

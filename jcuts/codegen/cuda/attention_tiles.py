@@ -13,7 +13,6 @@ from jcuts.codegen import lanes as L
 from jcuts.codegen.cuda import memory as M
 from jcuts.codegen.cuda import tensor
 from jcuts.codegen.cuda.builder import GpuBuilder
-from jcuts.codegen.cuda.shared import WARP
 from jcuts.region.attention import Operand
 from jcuts.region.attention_tiles import EIGHT, SIXTEEN, STEP, AttentionShape
 
@@ -159,30 +158,6 @@ def queries(
             steps.append(fragment)
         found.append(steps)
     return found
-
-
-class Parked:
-    """A warp's fragments of the queries in shared memory, each where its own thread reads it again."""
-
-    def __init__(
-        self, builder: GpuBuilder, fragments: list[list[list[L.Value]]], shared: L.Value, thread: L.Value
-    ) -> None:  # fmt: skip
-        self.builder, self.steps = builder, len(fragments[0])
-        each = len(fragments) * self.steps * WIDEST * WARP
-        warp, lane = builder.lshr(thread, L.I32(5)), builder.and_(thread, L.I32(WARP - 1))
-        self.place = builder.add(builder.mul(warp, L.I32(each)), builder.mul(lane, L.I32(WIDEST)))
-        self.place = builder.add(shared, self.place)
-        for band, steps in enumerate(fragments):
-            for step, words in enumerate(steps):
-                tensor.write_words(builder, self.place, self._offset(band, step), words)
-
-    def _offset(self, band: int, step: int) -> int:
-        return (band * self.steps + step) * WIDEST * WARP
-
-    def fragment(self, band: int, step: int) -> list[L.Value]:
-        """Four registers of 16 rows."""
-        found = tensor.read_four(self.builder, self.place, self._offset(band, step))
-        return [self.builder.bitcast(value, L.I32) for value in found]
 
 
 class TileReader:

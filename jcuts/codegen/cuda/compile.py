@@ -14,6 +14,7 @@ from jcuts.base.errors import CompileRejected, JcutsError
 from jcuts.codegen import lanes as L
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.codegen.cuda import assemble
+from jcuts.codegen.cuda.block import BlockEmitter
 from jcuts.codegen.cuda.builder import GpuBuilder
 from jcuts.codegen.cuda.column_rows import ColumnRowsEmitter, ColumnRowsShape, outer_axes
 from jcuts.codegen.cuda.columns import ColumnEmitter, ColumnShape
@@ -32,6 +33,7 @@ from jcuts.codegen.cuda.team import TeamEmitter, TeamShape
 from jcuts.codegen.cuda.transposed import TransposedEmitter, TransposedShape
 from jcuts.dfg.program import Program
 from jcuts.dfg.verify import verify
+from jcuts.region.block_tiles import BlockShape
 from jcuts.region.patch_tiles import PatchShape
 
 _lock = threading.RLock()
@@ -216,7 +218,7 @@ def _tile(program: Program, shape: AnyShape, types: Any, intrinsic: Any, symbol:
     integers = ["row", "lane"] if isinstance(shape, TeamShape) else [a.name for a in axes]
     if isinstance(shape, ScanShape):
         integers = [*units(program, shape), *(["thread"] if shape.rows else [])]
-    integers = ["block", "thread"] if isinstance(shape, (ProductShape, PatchShape)) else integers
+    integers = ["block", "thread"] if isinstance(shape, (ProductShape, PatchShape, BlockShape)) else integers
     integers += ["thread"] if isinstance(shape, (ColumnShape, ColumnRowsShape, TransposedShape)) else []
 
     def signature_of(*operands: Any) -> Any:
@@ -264,6 +266,9 @@ def _emit(
         return
     if isinstance(shape, PatchShape):
         PatchEmitter(builder, program, shape, buffers, pointers, integers, symbol).emit()
+        return
+    if isinstance(shape, BlockShape):
+        BlockEmitter(builder, program, shape, buffers, pointers, integers, symbol).emit()
         return
     if isinstance(shape, ColumnShape):
         ColumnEmitter(builder, program, shape, buffers, pointers, integers, symbol).emit()

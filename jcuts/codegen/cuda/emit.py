@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jcuts.base.errors import CompileRejected
+from jcuts.codegen.cuda.block import block_shape
 from jcuts.codegen.cuda.column_rows import ColumnRowsShape, column_rows_shape, outer_axes
 from jcuts.codegen.cuda.columns import ColumnShape, lane_blocks, shape_of
 from jcuts.codegen.cuda.group_shape import group_shape
@@ -20,13 +21,14 @@ from jcuts.codegen.cuda.shared import WARP
 from jcuts.codegen.cuda.team import TeamShape, row_count, row_length
 from jcuts.codegen.cuda.transposed import TransposedShape, tiles_of, transposed_shape
 from jcuts.dfg.program import Phase, Program
+from jcuts.region.block_tiles import BlockShape
 from jcuts.region.patch_tiles import PatchShape
 
 GRID_LIMIT = 2**31 - 1
 MAX_THREADS = 1024
 FORMS = ("point", "team", "columns", "column_rows", "moments", "transposed", "scan_columns", "scan_rows",
-         "product", "patch")  # fmt: skip
-AnyShape = Shape | TeamShape | ColumnShape | ColumnRowsShape | TransposedShape | ScanShape | ProductShape | PatchShape
+         "product", "patch", "block")  # fmt: skip
+AnyShape = Shape | TeamShape | ColumnShape | ColumnRowsShape | TransposedShape | ScanShape | ProductShape | PatchShape | BlockShape
 
 
 @dataclass
@@ -267,6 +269,13 @@ class _Writer:
         self.variants[name] = shape
         self.line(1, f"{name}({', '.join([*self.names, 'cuda.blockIdx.x', 'cuda.threadIdx.x'])})")
         return replace(self.done(math.prod(shape.blocks)), shared=shape.shared)
+
+    def block(self) -> CudaSource:
+        shape = block_shape(self.program)
+        name = f"block_{shape.images}x{shape.rows}x{shape.columns}x{shape.chunk}"
+        self.variants[name] = shape
+        self.line(1, f"{name}({', '.join([*self.names, 'cuda.blockIdx.x', 'cuda.threadIdx.x'])})")
+        return replace(self.done(shape.tiles), shared=shape.shared)
 
     def scan_columns(self) -> CudaSource:
         shape = scan_shape(self.program)

@@ -231,9 +231,12 @@ def _bytes(builder: GpuBuilder, place: L.Value, item: int) -> L.Value:
 class Fragments:
     """Reads one operand's fragments of a warp."""
 
-    def __init__(self, builder: GpuBuilder, shape: TileShape, shared: L.Value, warp: L.Value, lane: L.Value) -> None:
-        """``warp``: the first row (or column) of the warp in the block's tile."""
-        self.builder, self.shape = builder, shape
+    def __init__(
+        self, builder: GpuBuilder, shape: TileShape, shared: L.Value, warp: L.Value, lane: L.Value,
+        rounded: bool = False,
+    ) -> None:  # fmt: skip
+        """``warp``: the first row (or column) of the warp in the block's tile; ``rounded``: it holds TF32 numbers."""
+        self.builder, self.shape, self.rounded = builder, shape, rounded
         left, pitch, item = shape.side.outer == "m", shape.pitch, shape.side.item
         low = builder.and_(lane, L.I32(7))
         eight = builder.and_(builder.lshr(lane, L.I32(3)), L.I32(1))
@@ -277,7 +280,7 @@ class Fragments:
                 words = words if left else [near[0], far[0], near[1], far[1]]
             else:
                 words = tensor.read_matrices(builder, place, offset, transposed=not side.along_terms)
-            if side.item == 4:
+            if side.item == 4 and not self.rounded:
                 words = [tensor.to_tf32(builder, w) for w in words]
             found += [words] if left else [words[:2], words[2:]]
         return found

@@ -20,7 +20,7 @@ from typing import Any
 from jcuts.base.errors import Refusal
 from jcuts.dfg.program import Program
 from jcuts.region.blocks import Block, Place, block
-from jcuts.region.products import Side, sides
+from jcuts.region.products import Side
 
 WARP, BANKS, WORD = 32, 32, 4
 ROW_TILE, COLUMN_TILE, STEP = 16, 16, 8
@@ -174,7 +174,7 @@ class BlockShape:
     @property
     def patch_pitch(self) -> int:
         """Words of a pixel of the patch: stores of fragments meet no bank twice."""
-        apart = 8 if sides(self.block.expand)[1].along_terms else 16
+        apart = 8 if self.block.weights[0].along_terms else 16
         return self.chunk + (apart - self.chunk) % (2 * apart)
 
     @property
@@ -185,7 +185,7 @@ class BlockShape:
     @cached_property
     def sizes(self) -> tuple[int, int, int, int, int]:
         """Bytes: input, a piece of either product's weights, patch, the windows' results."""
-        first, second = sides(self.block.expand)[1], sides(self.block.project)[1]
+        first, second = self.block.weights
         words = (
             self.high * self.expand[0] * ROW_TILE * self.input_pitch,
             _weights(first, self.chunk, self.terms),
@@ -218,5 +218,3 @@ def shape_of(program: Program) -> BlockShape | None:
     images, rows, columns = params["tile"]
     expand, project, strip = (tuple(params[name]) for name in ("expand", "project", "strip"))
     return BlockShape(found, images, rows, columns, int(params["chunk"]), expand, project, strip)
-
-

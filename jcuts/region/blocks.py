@@ -4,8 +4,9 @@
     deep = chain(depthwise(wide))              phase 2, into a local buffer
     out  = exit(deep[pixel, :] @ project)      phase 3
 
-The phases are those of three programs that `build` made, joined by their buffers.  A kernel (`codegen.cuda.block`)
-keeps no local buffer as a whole: it goes through their channels in pieces.  Chains may read vectors along channels.
+The phases are those of three programs that `build` made, joined by their buffers (`block_cover`).  A kernel
+(`codegen.cuda.block`) keeps no local buffer as a whole: it goes through their channels in pieces.  Chains may read
+vectors along channels.
 """
 
 from __future__ import annotations
@@ -14,16 +15,14 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from jcuts.base.errors import Refusal
 from jcuts.dfg.index import Index
-from jcuts.dfg.node import Graph, Guard, Node
-from jcuts.dfg.program import Axis, Buffer, Phase, Program
-from jcuts.region.build import make_buffers
-from jcuts.region.graph import TensorGraph
-from jcuts.region.legality import Subset
+from jcuts.dfg.node import Guard, Node
+from jcuts.dfg.program import Axis, Phase, Program
 from jcuts.region.patches import without_pads
-from jcuts.region.products import COLUMNS, ROWS, B, K, as_product, prologue, sides
+from jcuts.region.products import COLUMNS, ROWS, B, K, Side, as_product, prologue, sides
 
 TEMPLATE = "block"
 MOST_TAPS = 49
@@ -66,12 +65,17 @@ class Block:
     window: Window
     project: Program
 
-    @property
+    @cached_property
+    def weights(self) -> tuple[Side, Side]:
+        """Right operands of the products."""
+        return sides(self.expand)[1], sides(self.project)[1]
+
+    @cached_property
     def terms(self) -> int:
         """Channels of the input."""
         return self.expand.phases[0].ranges()[K]
 
-    @property
+    @cached_property
     def columns(self) -> int:
         """Channels of the result."""
         return self.project.phases[0].ranges()[COLUMNS]
@@ -89,47 +93,10 @@ class Block:
         return float(channels * (pixels * self.terms + outputs * (self.columns + len(self.window.taps))))
 
 
-def compose(graph: TensorGraph, parts: Sequence[tuple[Subset, Program]], name: str = "kernel") -> Program | Refusal:
-    """One program of several subsets, each of which makes the one tensor that only the next one reads."""
-    union = frozenset(m for members, _ in parts for m in members)
-    results = graph.subset_outputs(union)
-    ins, outs, buffers = make_buffers(graph, union, results)
-    names = {**ins, **outs}
-    for number, (members, _) in enumerate(parts[:-1]):
-        made = graph.subset_outputs(members)
-        if len(made) != 1 or made[0] in outs:
-            return Refusal("block", "a value between the products is needed elsewhere")
-        kind = graph.tensors[made[0]].type
-        names[made[0]] = f"mid{number}"
-        buffers.append(Buffer(f"mid{number}", kind.dtype, kind.shape, "local"))
-    phases = []
-    for members, program in parts:
-        if len(program.phases) != 1:
-            return Refusal("block", "a part of several phases")
-        mine = {f"in{k}": names[t] for k, t in enumerate(graph.subset_inputs(members))}
-        mine.update((f"out{k}", names[t]) for k, t in enumerate(graph.subset_outputs(members)))
-        phases.append(_over(program.phases[0], mine))
-    program = Program(name, tuple(buffers), (), (), tuple(phases), 1, TEMPLATE)
-    found = block(program, [program for _, program in parts])
-    return found if isinstance(found, Refusal) else program
-
-
-def _over(phase: Phase, names: Mapping[str, str]) -> Phase:
-    """The phase with other names of buffers."""
-
-    def graph(old: Graph) -> Graph:
-        return Graph([replace(node, buffer=names[node.buffer]) if node.buffer else node for node in old.nodes])
-
-    stores = tuple(replace(s, buffer=names[s.buffer]) for s in phase.stores)
-    return replace(phase, body=graph(phase.body), exit=graph(phase.exit), stores=stores)
-
-
-def block(program: Program, parts: Sequence[Program] = ()) -> Block | Refusal:
-    """How a program of this form is computed, or why it cannot be one kernel. Args: parts: it was composed of."""
+def block(program: Program) -> Block | Refusal:
+    """How a program of this form is computed, or why it cannot be one kernel."""
     if len(program.phases) != 3:
         return Refusal("block", f"{len(program.phases)} phases, a block has 3")
-    if any(dict(part.params).get("precision") for part in (*parts[:1], *parts[2:])):
-        return Refusal("block", "its products ask for more than the default precision")
     first, second, third = program.phases
     expand, project = (_product(program, phase) for phase in (first, third))
     if expand is None or project is None:
@@ -169,7 +136,7 @@ def _dense(address: Index, columns: int) -> bool:
 def _plain(phase: Phase, axis: str) -> bool:
     """Whether an exit graph reads vectors along one axis only."""
     for node in phase.exit.nodes:
-        if node.op in ("index", "guard") or node.guards or not node.dtype == "float32":
+        if node.op in ("index", "guard") or node.guards or node.dtype != "float32":
             return False
         if node.op == "load" and (node.index is None or node.index.values() or not node.index.axes() <= {axis}):
             return False
@@ -276,7 +243,9 @@ def _held(guards: Sequence[Guard], index: Index, extent: int, ranges: Mapping[st
     return inside and below <= {0} and above <= {extent - 1}
 
 
-def _outputs(phase: Phase, moves: tuple[Index, Index], channel: Axis, shape: tuple[int, ...]) -> tuple[Place, Place] | None:
+def _outputs(
+    phase: Phase, moves: tuple[Index, Index], channel: Axis, shape: tuple[int, ...]
+) -> tuple[Place, Place] | None:
     """Rows and columns of the outputs, and what the next one moves; None where they are stored in another order."""
     down = [a for a in phase.axes if moves[0].stride(a.name)]
     across = [a for a in phase.axes if moves[1].stride(a.name)]

@@ -29,7 +29,7 @@ from jcuts.codegen.cuda.product_tiles import Copier, Fragments, TileShape, colum
 from jcuts.codegen.cuda.shared import WARP
 from jcuts.dfg.program import Buffer, Program
 from jcuts.region.block_tiles import ROW_TILE, STEP, WORD, BlockShape, shape_of
-from jcuts.region.products import COLUMNS, sides
+from jcuts.region.products import COLUMNS
 
 EIGHT = 8
 
@@ -68,7 +68,7 @@ class BlockEmitter:
         self.out_row = builder.mul(builder.udiv(warp, L.I32(shape.project[1])), L.I32(ROW_TILE * shape.tall))
         self.out_column = builder.mul(builder.urem(warp, L.I32(shape.project[1])), L.I32(shape.broad))
         block = shape.block
-        (_, first), (_, second) = sides(block.expand), sides(block.project)
+        first, second = block.weights
         ragged = block.terms % STEP != 0, block.channels % shape.chunk != 0
         self.up = TileShape(first, block.channels, shape.chunk, shape.terms, width, 0, ragged[0])
         columns = shape.broad * shape.project[1]

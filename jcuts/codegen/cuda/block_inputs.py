@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from jcuts.codegen import lanes as L
 from jcuts.codegen.cuda import memory as M
 from jcuts.codegen.cuda import tensor
@@ -45,13 +47,12 @@ class PixelCopier:
         """Rounds what this thread has copied to TF32."""
         builder = self.builder
         for target, _, _, where in self._pieces():
-            if self.width == ACCESS and where is None:
-                words = [builder.bitcast(x, L.I32) for x in tensor.read_four(builder, target, 0)]
+            with builder.if_then(where) if where is not None else nullcontext():
+                if self.width == ACCESS:
+                    words = [builder.bitcast(x, L.I32) for x in tensor.read_four(builder, target, 0)]
+                else:
+                    words = [tensor.read_word(builder, target, WORD * k) for k in range(self.width)]
                 tensor.write_words(builder, target, 0, [tensor.to_tf32(builder, w) for w in words])
-                continue
-            safe = target if where is None else builder.select(where, target, self.shared)
-            words = [tensor.read_word(builder, safe, WORD * k) for k in range(self.width)]
-            tensor.write_words(builder, target, 0, [tensor.to_tf32(builder, w) for w in words], where)
 
     def _pieces(self) -> list[tuple[L.Value, L.Value, L.Value, L.Value | None]]:
         """(shared address, line, its element, whether there is such a piece) of every copy of this thread."""

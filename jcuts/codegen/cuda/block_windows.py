@@ -11,8 +11,8 @@ from jcuts.codegen import lanes as L
 from jcuts.codegen.cuda import memory as M
 from jcuts.codegen.cuda import tensor
 from jcuts.codegen.cuda.block_chain import Chain
-from jcuts.dfg.node import Guard
 from jcuts.dfg.index import Index
+from jcuts.dfg.node import Guard
 from jcuts.dfg.program import Buffer
 from jcuts.region.block_tiles import WORD, BlockShape
 
@@ -42,12 +42,8 @@ class Windows:
             image, row = L.I32(0), rest
             if shape.images > 1:
                 image, row = builder.udiv(rest, L.I32(down)), builder.urem(rest, L.I32(down))
-            line = builder.add(
-                builder.mul(image, L.I32(shape.patch[0])), builder.mul(row, L.I32(high * step[0]))
-            )
-            pixel = builder.add(
-                builder.mul(line, L.I32(shape.patch[1])), builder.mul(column, L.I32(wide * step[1]))
-            )
+            line = builder.add(builder.mul(image, L.I32(shape.patch[0])), builder.mul(row, L.I32(high * step[0])))
+            pixel = builder.add(builder.mul(line, L.I32(shape.patch[1])), builder.mul(column, L.I32(wide * step[1])))
             source = builder.add(builder.mul(pixel, L.I32(shape.patch_pitch)), self.channel)
             line = builder.add(builder.mul(image, L.I32(shape.rows)), builder.mul(row, L.I32(high)))
             pixel = builder.add(builder.mul(line, L.I32(shape.columns)), builder.mul(column, L.I32(wide)))

@@ -185,7 +185,7 @@ def _ptx(program: Program, source: CudaSource, target: CudaTarget, symbol: str) 
             signature = tuple(pointer for b in program.buffers if b.role != "local")
             text, _ = cuda.compile(
                 names["kernel"], signature, device=False, abi="numba", cc=target.capability, output="ptx",
-                launch_bounds=source.threads,
+                launch_bounds=(source.threads, source.least) if source.least else source.threads,
             )  # fmt: skip
     except JcutsError:
         raise

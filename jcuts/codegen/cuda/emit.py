@@ -28,7 +28,10 @@ GRID_LIMIT = 2**31 - 1
 MAX_THREADS = 1024
 FORMS = ("point", "team", "columns", "column_rows", "moments", "transposed", "scan_columns", "scan_rows",
          "product", "patch", "block")  # fmt: skip
-AnyShape = Shape | TeamShape | ColumnShape | ColumnRowsShape | TransposedShape | ScanShape | ProductShape | PatchShape | BlockShape
+AnyShape = (
+    Shape | TeamShape | ColumnShape | ColumnRowsShape | TransposedShape | ScanShape | ProductShape | PatchShape
+    | BlockShape
+)  # fmt: skip
 
 
 @dataclass
@@ -36,7 +39,8 @@ class CudaSource:
     """Source text, the tiles that it calls by name, and the launch that it is written for.
 
     ``shared``: bytes of shared memory that the launch gives to a block, beside what the kernel declares; ``cluster``:
-    blocks of a cluster.
+    blocks of a cluster; ``least``: blocks that a multiprocessor is to have registers for at least (0: the assembler
+    chooses, and may spill a few for one more).
     """
 
     text: str
@@ -46,6 +50,7 @@ class CudaSource:
     helpers: dict[str, tuple[str, int]] = field(default_factory=dict)
     shared: int = 0
     cluster: int = 1
+    least: int = 0
 
 
 def emit_source(program: Program) -> CudaSource:
@@ -275,7 +280,7 @@ class _Writer:
         name = f"block_{shape.images}x{shape.rows}x{shape.columns}x{shape.chunk}"
         self.variants[name] = shape
         self.line(1, f"{name}({', '.join([*self.names, 'cuda.blockIdx.x', 'cuda.threadIdx.x'])})")
-        return replace(self.done(shape.tiles), shared=shape.shared)
+        return replace(self.done(shape.tiles), shared=shape.shared, least=1)
 
     def scan_columns(self) -> CudaSource:
         shape = scan_shape(self.program)

@@ -3,9 +3,10 @@
 The forms (`codegen.cuda`): *point*, in which a thread computes a register tile of output points by itself, *team*, in
 which threads share the points of a reduced row, *columns* and its relatives, in which they share those of neighbouring
 outputs (`gpu_columns`), *transposed* (`gpu_maps`), *product* on matrix units (`gpu_products`, `gpu_groups`),
-*patch* for convolutions with few channels (`gpu_patches`).  A schedule is data in the program: ``params`` name the
-form, the threads of a block and how work is shared; ``unroll`` of the axes is the register tile.  Programs that no form
-fits get no candidate and stay with XLA: products of more than the default precision, convolutions with groups.
+*patch* for convolutions with few channels (`gpu_patches`), *block* for inverted residuals (`gpu_blocks`).  A schedule
+is data in the program: ``params`` name the form, the threads of a block and how work is shared; ``unroll`` of the axes
+is the register tile.  Programs that no form fits get no candidate and stay with XLA: products of more than the default
+precision, convolutions with groups.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from jcuts.dfg.program import Axis, Phase, Program
-from jcuts.region import gpu_columns, gpu_groups, gpu_patches, gpu_products, statistics
+from jcuts.region import gpu_blocks, gpu_columns, gpu_groups, gpu_patches, gpu_products, statistics
+from jcuts.region.blocks import TEMPLATE as BLOCK
 from jcuts.region.gpu_maps import maps
 from jcuts.region.gpu_tiles import (
     ACCESS,
@@ -66,6 +68,9 @@ def candidates(program: Program, machine: GpuMachine, limit: int, percent: float
 def _all(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     if program.template == "scan":
         yield from gpu_columns.scans(program, machine)
+        return
+    if program.template == BLOCK:
+        yield from gpu_blocks.products(program, machine)
         return
     phase = program.phases[0]
     if len(program.phases) > 1:

@@ -1,6 +1,8 @@
 """Blocks (`blocks`) in a cover: which subsets make one, and their program.
 
-{ dot, add, clamp } -> { depthwise, add, clamp } -> { dot, add }     becomes     one subset
+    { dot, add, clamp } -> { depthwise, add, clamp } -> { dot, add }     becomes     one subset
+
+or, where the first is none that fits, the last two.
 """
 
 from __future__ import annotations
@@ -44,14 +46,16 @@ def joined(graph: TensorGraph, cover: Sequence[Part], has_form: Callable[[Progra
     for members in sorted(programs, key=max):
         reads = [maker[t] for t in graph.subset_inputs(members) if t in maker]
         reader = _reader(graph, members, programs)
-        for before in reads:
-            if reader is None or taken & {before, members, reader} or before == reader:
+        if reader is None:
+            continue
+        for subsets in (*((before, members, reader) for before in reads), (members, reader)):
+            if taken & set(subsets) or len(set(subsets)) < len(subsets):
                 continue
-            parts = tuple((part, programs[part]) for part in (before, members, reader))
+            parts = tuple((part, programs[part]) for part in subsets)
             program = compose(graph, parts)
             if isinstance(program, Program) and has_form(program):
                 found.append(Joined(program, parts))
-                taken |= {before, members, reader}
+                taken |= set(subsets)
                 break
     return found
 
@@ -84,7 +88,7 @@ def compose(graph: TensorGraph, parts: Sequence[Part], name: str = "kernel") -> 
             return Refusal("block", "a part of several phases")
         mine = {f"in{k}": names[t] for k, t in enumerate(graph.subset_inputs(members))}
         mine.update((f"out{k}", names[t]) for k, t in enumerate(graph.subset_outputs(members)))
-        if dict(program.params).get("precision") and program is not parts[1][1]:
+        if dict(program.params).get("precision") and program is not parts[-2][1]:
             return Refusal("block", "its products ask for more than the default precision")
         phases.append(_over(program.phases[0], mine))
     program = Program(name, tuple(buffers), (), (), tuple(phases), 1, TEMPLATE)

@@ -7,7 +7,9 @@ of all pixels that windows cover; those outside the image stay zero.  Channels b
 
     expand a piece -> patch | barrier | windows -> deep | barrier | project: sums in registers += deep @ weights
 
-Shared memory: input pixels, two pieces of both products' weights, the patch, the windows' results.
+Where there is nothing to expand, a piece of the operand's channels is copied, and there are two patches.
+
+Shared memory: input pixels, two pieces of both products' weights, patches, the windows' results.
 """
 
 from __future__ import annotations
@@ -158,7 +160,7 @@ class BlockShape:
     @property
     def held(self) -> bool:
         """Whether a warp keeps its input pixels in registers."""
-        return self.high * self.terms // 2 <= HELD
+        return self.terms > 0 and self.high * self.terms // 2 <= HELD
 
     @property
     def strips(self) -> int:
@@ -174,7 +176,8 @@ class BlockShape:
     @property
     def patch_pitch(self) -> int:
         """Words of a pixel of the patch: stores of fragments meet no bank twice."""
-        apart = 8 if self.block.weights[0].along_terms else 16
+        first = self.block.weights[0]
+        apart = 8 if first is None or first.along_terms else 16
         return self.chunk + (apart - self.chunk) % (2 * apart)
 
     @property
@@ -187,8 +190,8 @@ class BlockShape:
         """Bytes: input, a piece of either product's weights, patch, the windows' results."""
         first, second = self.block.weights
         words = (
-            self.high * self.expand[0] * ROW_TILE * self.input_pitch,
-            _weights(first, self.chunk, self.terms),
+            0 if first is None else self.high * self.expand[0] * ROW_TILE * self.input_pitch,
+            0 if first is None else _weights(first, self.chunk, self.terms),
             _weights(second, self.broad * self.project[1], self.chunk),
             self.images * math.prod(self.patch) * self.patch_pitch,
             self.tall * self.project[0] * ROW_TILE * self.deep_pitch,
@@ -197,10 +200,15 @@ class BlockShape:
         return down, up, back, patch, deep
 
     @property
+    def patches(self) -> int:
+        """How many there are: where the next one is copied meanwhile, two."""
+        return 2 if self.block.expand is None else 1
+
+    @property
     def shared(self) -> int:
         """Bytes of shared memory of a thread block."""
         first, up, down, patch, deep = self.sizes
-        return first + 2 * (up + down) + patch + deep
+        return first + 2 * (up + down) + self.patches * patch + deep
 
 
 def _weights(side: Side, size: int, terms: int) -> int:

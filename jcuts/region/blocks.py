@@ -1,5 +1,7 @@
 """Blocks of inverted residuals: a product per pixel, a depthwise convolution, a product per pixel, as one program.
 
+The first product may be missing: then the windows lie in an operand.
+
     wide = chain(x[pixel, :] @ expand)         phase 1, into a local buffer
     deep = chain(depthwise(wide))              phase 2, into a local buffer
     out  = exit(deep[pixel, :] @ project)      phase 3
@@ -35,7 +37,7 @@ class Window:
     """The depthwise convolution: output (y, x) of channel e reads rows ``y * step + start + tap`` of the image.
 
     Attributes:
-        image: (images, rows, columns, channels) of the array it slides over; outputs: rows and columns.
+        image: (images, rows, columns, channels) of the array it slides over, ``image_buffer``; outputs: rows, columns.
         step, start: rows and columns. taps: place of each in the window; weights: address of each by ``channel``.
         channel: the axis of channels; phase: with the exit graph that follows.
     """
@@ -46,6 +48,7 @@ class Window:
     start: Place
     taps: tuple[Place, ...]
     weights: tuple[Index, ...]
+    image_buffer: str
     filters: str
     channel: str
     phase: Phase
@@ -58,22 +61,25 @@ class Window:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """A block: the two products (one phase each, axes of `products`), and what lies between them."""
+    """A block: the two products (one phase each, axes of `products`), and what lies between them.
+
+    ``expand`` is None where there is no product before the windows.
+    """
 
     program: Program
-    expand: Program
+    expand: Program | None
     window: Window
     project: Program
 
     @cached_property
-    def weights(self) -> tuple[Side, Side]:
+    def weights(self) -> tuple[Side | None, Side]:
         """Right operands of the products."""
-        return sides(self.expand)[1], sides(self.project)[1]
+        return None if self.expand is None else sides(self.expand)[1], sides(self.project)[1]
 
     @cached_property
     def terms(self) -> int:
-        """Channels of the input."""
-        return self.expand.phases[0].ranges()[K]
+        """Channels of the first product's operand; 0 where there is none."""
+        return 0 if self.expand is None else self.expand.phases[0].ranges()[K]
 
     @cached_property
     def columns(self) -> int:
@@ -95,28 +101,43 @@ class Block:
 
 def block(program: Program) -> Block | Refusal:
     """How a program of this form is computed, or why it cannot be one kernel."""
-    if len(program.phases) != 3:
-        return Refusal("block", f"{len(program.phases)} phases, a block has 3")
-    first, second, third = program.phases
-    expand, project = (_product(program, phase) for phase in (first, third))
-    if expand is None or project is None:
-        return Refusal("block", "no products of rows of one array and all terms of another")
+    if len(program.phases) not in (2, 3):
+        return Refusal("block", f"{len(program.phases)} phases, a block has 2 or 3")
+    *first, second, third = program.phases
+    project = _product(program, third)
     window = _window(program, second)
     if isinstance(window, Refusal):
         return window
-    images, rows, columns, channels = window.image
-    read, made = expand.phases[0].ranges(), project.phases[0].ranges()
-    pixels = images * rows * columns, images * math.prod(window.outputs)
-    if (read[ROWS], read[COLUMNS], made[ROWS], made[K]) != (pixels[0], channels, pixels[1], channels):
-        return Refusal("block", "the products do not go along the image's pixels and channels")
-    if first.stores[0].buffer != _image(program, second) or sides(project)[0].buffer != second.stores[0].buffer:
+    images, _, _, channels = window.image
+    shape = project.phases[0].ranges() if project is not None else {}
+    outputs = images * math.prod(window.outputs)
+    if project is None or (shape[ROWS], shape[K]) != (outputs, channels):
+        return Refusal("block", "no product of the windows' channels")
+    if sides(project)[0].buffer != second.stores[0].buffer or len(second.stores) != 1:
         return Refusal("block", "the phases do not read what the one before makes")
-    if not _dense(expand.phases[0].stores[0].address, channels) or len(first.stores) != 1 or len(second.stores) != 1:
+    if not _plain(second, window.channel):
+        return Refusal("block", "an operand between the products is no vector along channels")
+    if not first:
+        return Block(program, None, window, project)
+    expand = _expand(program, first[0], window, _image(second, window.channel))
+    return expand if isinstance(expand, Refusal) else Block(program, expand, window, project)
+
+
+def _expand(program: Program, phase: Phase, window: Window, image: str) -> Program | Refusal:
+    """The product before the windows."""
+    expand = _product(program, phase)
+    if expand is None:
+        return Refusal("block", "no products of rows of one array and all terms of another")
+    shape = expand.phases[0].ranges()
+    if (shape[ROWS], shape[COLUMNS]) != (math.prod(window.image[:3]), window.image[3]):
+        return Refusal("block", "the products do not go along the image's pixels and channels")
+    if phase.stores[0].buffer != image:
+        return Refusal("block", "the phases do not read what the one before makes")
+    if not _dense(expand.phases[0].stores[0].address, window.image[3]) or len(phase.stores) != 1:
         return Refusal("block", "a value between the products is not stored as it lies in memory")
-    for phase, axis in ((expand.phases[0], COLUMNS), (second, window.channel)):
-        if not _plain(phase, axis):
-            return Refusal("block", "an operand between the products is no vector along channels")
-    return Block(program, expand, window, project)
+    if not _plain(expand.phases[0], COLUMNS):
+        return Refusal("block", "an operand between the products is no vector along channels")
+    return expand
 
 
 def _product(program: Program, phase: Phase) -> Program | None:
@@ -144,15 +165,18 @@ def _plain(phase: Phase, axis: str) -> bool:
 
 
 # -- the window -----------------------------------------------------------------------------------------------------
-def _image(program: Program, phase: Phase) -> str:
-    local = {b.name for b in program.locals}
-    return next((n.buffer for n in phase.body.nodes if n.op == "load" and n.buffer in local), "")
+def _image(phase: Phase, channel: str) -> str:
+    """The buffer that windows slide over: more than a tap and a channel decide what is read."""
+    taps = {channel, *(r.name for r in phase.reds)}
+    loads = [n for n in phase.body.nodes if n.op == "load" and n.index is not None and not n.index.axes() <= taps]
+    return loads[0].buffer if len(loads) == 1 else ""
 
 
 def _window(program: Program, phase: Phase) -> Window | Refusal:
     no = Refusal("block", "what lies between the products is no depthwise convolution")
     phase = without_pads(phase)
-    name = _image(program, phase)
+    last = [a.name for a in phase.axes if phase.stores[0].address.stride(a.name) == 1]
+    name = _image(phase, last[0]) if last else ""
     if len(phase.accs) != 1 or (phase.accs[0].combine, phase.accs[0].dtype) != ("add", "float32") or not name:
         return no
     product = phase.body.nodes[phase.accs[0].values[0]]
@@ -180,7 +204,7 @@ def _window(program: Program, phase: Phase) -> Window | Refusal:
     if len(taps) > MOST_TAPS:
         return no
     addresses = tuple(weights.index.substitute({n: Index(v) for n, v in at.items()}, phase.ranges()) for at in where)
-    return Window(shape, outputs, step, start, taps, addresses, weights.buffer, channel[0].name, phase)  # type: ignore[arg-type]
+    return Window(shape, outputs, step, start, taps, addresses, name, weights.buffer, channel[0].name, phase)  # type: ignore[arg-type]
 
 
 def _moves(image: Node, phase: Phase, shape: tuple[int, ...]) -> tuple[Index, Index] | None:

@@ -56,6 +56,8 @@ WAIT, ALONE = 500.0, 2.0
 """Cycles of a piece that a thread block waits for barriers and first reads; of a warp's instruction, alone."""
 AROUND = 40.0
 """Instructions of a warp per piece: loop, copies, addresses."""
+PIECE = 6.0
+"""Instructions of a copy of a piece of an operand."""
 FRAGMENT = 1024
 """Products of an instruction."""
 MANY = 4
@@ -151,7 +153,7 @@ def _covered(found: Block, strip: tuple[int, int]) -> int:
 def _small(shape: BlockShape) -> bool:
     wide = shape.chunk // shape.expand[1] // 8
     unrolled = shape.high * wide * shape.terms // STEP + shape.tall * shape.broad // 8 * shape.chunk // STEP
-    sums, piece = shape.tall * shape.broad // 2, shape.high * wide * 4
+    sums, piece = shape.tall * shape.broad // 2, shape.high * wide * 4 if shape.terms else 0
     return sums <= MOST_SUMS and piece <= MOST_WIDE and unrolled <= MOST_UNROLLED and _registers(shape) <= 232
 
 
@@ -159,7 +161,7 @@ def _registers(shape: BlockShape) -> int:
     """An estimate of what a thread takes."""
     wide = shape.chunk // shape.expand[1] // 8
     held = shape.high * shape.terms // 2 if shape.held else 8
-    expand = shape.high * wide * 4 + 4 * shape.high
+    expand = (shape.high * wide + shape.high) * 4 if shape.terms else shape.pixels * shape.chunk // shape.threads // 2
     windows = math.prod(shape.strip) + _covered(shape.block, shape.strip) // 2
     return 36 + shape.tall * shape.broad // 2 + held + max(expand, windows) + len(shape.block.window.taps)
 
@@ -187,7 +189,8 @@ def cycles(shape: BlockShape, machine: GpuMachine) -> float:
     waves = math.ceil(waves) if waves < MANY else waves
     phases = _products(shape), _windows(shape)
     limits = [sum(limit) for limit in zip(*(p[:3] for p in phases), strict=True)]
-    limits.append(WORD * shape.chunk * (found.terms + found.columns) / L2)
+    copied = found.terms + found.columns + (shape.pixels if found.expand is None else 0)
+    limits.append(WORD * shape.chunk * copied / L2)
     busy = max(limits) + OVERLAP * (sum(limits) - max(limits))
     # Barriers keep a block's phases apart, and a warp waits for itself: only blocks beside each other fill the gaps.
     alone = sum(max(*p[:3], p[3] * ALONE / warps) for p in phases) + WAIT
@@ -210,11 +213,15 @@ def _products(shape: BlockShape) -> Counted:
     multiplied = chunk * (pixels * shape.terms + outputs * columns)
     words = shape.expand[0] * chunk * shape.terms + shape.pixels * chunk + shape.project[1] * outputs * chunk
     words += shape.project[0] * chunk * columns + chunk * (shape.terms + columns)
-    first, second = (0 if found.program.buffer(side.buffer).tf32 else 4 for side in found.weights)
-    issued = multiplied / FRAGMENT + pixels * chunk * (_steps(found.expand.phases[0]) + 0.6) / WARP
+    first, second = (0 if s is None or found.program.buffer(s.buffer).tf32 else 4 for s in found.weights)
+    issued = multiplied / FRAGMENT + warps * AROUND
+    if found.expand is not None:
+        issued += pixels * chunk * (_steps(found.expand.phases[0]) + 0.6) / WARP
+    else:
+        issued += shape.pixels * chunk / 4 * PIECE / WARP
     issued += warps * (chunk / shape.expand[1] / 16) * shape.terms / STEP * (1 + first)
-    issued += warps * (chunk / STEP * (shape.tall + shape.broad / 16 * (1 + second)) + AROUND)
-    if not shape.held:
+    issued += warps * chunk / STEP * (shape.tall + shape.broad / 16 * (1 + second))
+    if not shape.held and shape.terms:
         words += shape.expand[1] * pixels * shape.terms
         issued += warps * shape.high * shape.terms / STEP
     return multiplied / UNIT[WORD], WORD * words / PORT, issued / 4, issued

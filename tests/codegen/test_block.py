@@ -35,7 +35,10 @@ the products, less exact here than in float64, rounds the other way."""
 
 @dataclass(frozen=True)
 class Layers:
-    """A block: image, filter of the window, expanded channels, features; filters of products as (O, H, W, I)?"""
+    """A block: image, filter of the window, expanded channels, features; filters of products as (O, H, W, I)?
+
+    ``alone``: without a product before the window.
+    """
 
     image: tuple[int, int, int, int]
     window: tuple[int, int]
@@ -46,6 +49,7 @@ class Layers:
     dilation: tuple[int, int] = (1, 1)
     along: bool = True
     residual: bool = False
+    alone: bool = False
 
     def arguments(self) -> list[np.ndarray]:
         """Random operands."""
@@ -61,14 +65,19 @@ class Layers:
 
     def __call__(self, x, w, b, f, c, v, d, between=lambda y: y):
         numbers = ("NHWC", "OHWI" if self.along else "HWIO", "NHWC")
-        wide = jax.nn.relu6(lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers) + b)
+        wide = x if self.alone else product(x, w, numbers) + b
+        wide = wide if self.alone else jax.nn.relu6(wide)
         deep = lax.conv_general_dilated(
             wide, f, self.strides, self.padding, rhs_dilation=self.dilation, feature_group_count=self.wide,
             dimension_numbers=("NHWC", "HWIO", "NHWC"),
         )  # fmt: skip
         deep = between(jax.nn.relu6(deep + c))
-        found = lax.conv_general_dilated(deep, v, (1, 1), "SAME", dimension_numbers=numbers) + d
+        found = product(deep, v, numbers) + d
         return found + x if self.residual else found
+
+
+def product(x, w, numbers):
+    return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
 
 
 def normal(*shape, seed=0):
@@ -111,7 +120,7 @@ def wanted(layers, arguments, even=True):
     with jax.enable_x64(True):
         wide = [jnp.asarray(a.astype(np.float64)) for a in arguments]
         x = wide[0]
-        for place in (0, 1, 5):
+        for place in (1, 5) if layers.alone else (0, 1, 5):
             wide[place] = rounded(arguments[place])
         found = replace(layers, residual=False)(*wide, between=rounded)
         return np.asarray(found + x if layers.residual else found)
@@ -133,6 +142,8 @@ BLOCKS = {
     "without padding": Layers((2, 10, 12, 16), (3, 3), 32, 24, padding="VALID"),
     "uneven padding": Layers((1, 10, 12, 16), (3, 2), 32, 24, (1, 2), padding=((2, 0), (1, 3))),
     "dilation": Layers((1, 12, 12, 16), (3, 3), 32, 24, dilation=(2, 1), along=False),
+    "nothing to expand": Layers((2, 11, 9, 20), (3, 3), 20, 24, alone=True),
+    "nothing to expand, stride 2": Layers((1, 14, 13, 48), (3, 3), 48, 33, (2, 2), along=False, alone=True),
     "many channels": Layers((2, 7, 7, 88), (3, 3), 64, 72),
 }
 TILES = [

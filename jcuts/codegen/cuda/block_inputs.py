@@ -31,6 +31,7 @@ class PixelCopier:
     def start(self) -> None:
         """Starts this thread's copies."""
         builder, shape, terms = self.builder, self.shape, self.shape.block.terms
+        assert shape.block.expand is not None
         base = self.frame.pointers[sides(shape.block.expand)[0].buffer]
         for target, line, part, where in self._pieces():
             pixel, live = self.place.of_input(line)
@@ -69,6 +70,41 @@ class PixelCopier:
             place = builder.add(builder.mul(line, L.I32(shape.input_pitch)), part)
             found.append((builder.add(self.shared, builder.mul(place, L.I32(WORD))), line, part, where))
         return found
+
+
+class PieceCopier:
+    """A piece of channels of an operand's pixels, each at its place in a patch; zeros for channels there are not."""
+
+    def __init__(self, frame: M.Frame, shape: BlockShape, place: Place, thread: L.Value, patch: L.Value) -> None:
+        self.frame, self.shape, self.place, self.thread, self.patch = frame, shape, place, thread, patch
+
+    def start(self, first: L.Value, skipped: L.Value) -> None:
+        """Starts this thread's copies. Args: first: channel; skipped: bytes before the patch."""
+        builder, shape = self.frame.builder, self.shape
+        channels, base = shape.block.channels, self.frame.pointers[shape.block.window.image_buffer]
+        width = next(w for w in (ACCESS, 2, 1) if channels % w == 0)
+        along = shape.chunk // width
+        pieces = shape.pixels * along
+        for start in range(0, pieces, shape.threads):
+            piece = builder.add(self.thread, L.I32(start)) if start else self.thread
+            where = None
+            if start + shape.threads > pieces:
+                where = builder.icmp_unsigned("<", piece, L.I32(pieces))
+            pixel, part = builder.udiv(piece, L.I32(along)), builder.urem(piece, L.I32(along))
+            part = builder.mul(part, L.I32(width))
+            number, live = self.place.of_input(pixel)
+            line, inside = self.place.in_patch(pixel)
+            if inside is not None:
+                where = inside if where is None else builder.and_(where, inside)
+            channel = builder.add(first, part)
+            if channels % shape.chunk:
+                real = builder.icmp_signed("<", channel, L.I32(channels))
+                live = real if live is None else builder.and_(live, real)
+            source = builder.add(builder.mul(number, L.I32(channels)), channel)
+            source = builder.mul(builder.sext(source, L.I64), L.I64(WORD))
+            target = builder.add(builder.mul(line, L.I32(shape.patch_pitch)), part)
+            target = builder.add(builder.add(self.patch, skipped), builder.mul(target, L.I32(WORD)))
+            tensor.copy(builder, (target, 0), (builder.add(base, source), 0), WORD * width, live, where)
 
 
 class ColumnCopier(Copier):

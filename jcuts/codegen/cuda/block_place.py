@@ -48,7 +48,7 @@ class Place:
         image, row, column = self.split(pixel, shape.span)
         row, column = builder.add(row, self.shift[0]), builder.add(column, self.shift[1])
         inside = None
-        if shape.pixels % (16 * shape.expand[0]):
+        if shape.pixels % (16 * shape.expand[0]) and shape.block.expand is not None:
             inside = builder.icmp_unsigned("<", pixel, L.I32(shape.pixels))
         for place, size, leaves in zip((row, column), shape.patch, shape.leaves, strict=True):
             if leaves:
@@ -65,7 +65,7 @@ class Place:
         image = builder.add(self.image, image)
         row, column = builder.add(row, self.origin[0]), builder.add(column, self.origin[1])
         inside = None
-        if shape.pixels % (16 * shape.expand[0]):
+        if shape.pixels % (16 * shape.expand[0]) and shape.block.expand is not None:
             inside = builder.icmp_unsigned("<", pixel, L.I32(shape.pixels))
         if images % shape.images:
             holds = builder.icmp_signed("<", image, L.I32(images))

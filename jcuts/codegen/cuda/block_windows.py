@@ -64,8 +64,8 @@ class Windows:
         words = [M.load(frame, window.filters, WORD, address, 1, guards, 0)[0] for address in window.weights]
         return [builder.bitcast(word, L.F32) for word in words]
 
-    def compute(self, first: L.Value, filters: list[L.Value]) -> None:
-        """All strips of the piece that begins at channel ``first``."""
+    def compute(self, first: L.Value, filters: list[L.Value], skipped: L.Value) -> None:
+        """All strips of the piece that begins at channel ``first``. Args: skipped: bytes before its patch."""
         builder, channels = self.builder, self.shape.block.channels
         channel = builder.add(first, self.channel)
         real = None
@@ -73,7 +73,7 @@ class Windows:
             real = builder.icmp_signed("<", channel, L.I32(channels))
         for source, target, inside in self.places:
             with builder.if_then(inside) if inside is not None else nullcontext():
-                self._strip(channel, source, target, filters, real)
+                self._strip(channel, builder.add(source, skipped), target, filters, real)
 
     def _strip(
         self, channel: L.Value, source: L.Value, target: L.Value, filters: list[L.Value], real: L.Value | None

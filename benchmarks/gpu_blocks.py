@@ -32,20 +32,23 @@ from benchmarks.gpu_groups import build  # noqa: E402
 BLOCKS = (
     (56, 24, 144, 1, 24), (56, 24, 144, 2, 32), (28, 32, 192, 1, 32), (112, 16, 96, 2, 24), (14, 96, 576, 1, 96),
     (28, 32, 192, 2, 64), (14, 64, 384, 1, 64), (14, 64, 384, 1, 96), (14, 96, 576, 2, 160), (7, 160, 960, 1, 160),
-    (7, 160, 960, 1, 320),
+    (7, 160, 960, 1, 320), (112, 0, 32, 1, 16), (112, 0, 32, 1, 64), (112, 0, 64, 2, 128), (56, 0, 128, 1, 128),
+    (28, 0, 256, 1, 256),
 )  # fmt: skip
-"""(height and width, channels, expanded, stride, features) of MobileNetV2's blocks at 224x224."""
+"""(height and width, channels, expanded, stride, features) of MobileNetV2's blocks at 224x224; without channels of
+their own: its first one, and MobileNet's."""
 
 
-def function(stride: int, along: bool, residual: bool) -> Callable[..., Any]:
-    """A block. Args: along: filters of the products are (O, H, W, I)."""
+def function(stride: int, along: bool, residual: bool, alone: bool) -> Callable[..., Any]:
+    """A block. Args: along: filters of the products are (O, H, W, I); alone: nothing is expanded."""
     numbers = ("NHWC", "OHWI" if along else "HWIO", "NHWC")
 
     def product(x: Any, w: Any) -> Any:
         return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
 
-    def block(x: Any, w: Any, b: Any, f: Any, c: Any, v: Any, d: Any) -> Any:
-        wide = jax.nn.relu6(product(x, w) + b)
+    def block(x: Any, *more: Any) -> Any:
+        *first, f, c, v, d = more
+        wide = x if alone else jax.nn.relu6(product(x, first[0]) + first[1])
         names = ("NHWC", "HWIO", "NHWC")
         deep = lax.conv_general_dilated(wide, f, (stride, stride), "SAME", dimension_numbers=names,
                                         feature_group_count=wide.shape[-1])  # fmt: skip
@@ -62,13 +65,21 @@ def cases(batch: int) -> list[tuple[Case, Case]]:
         residual = stride == 1 and channels == features
         pair = []
         for along in (True, False):
-            shapes: list[tuple[int, ...]] = [(batch, size, size, channels)]
-            shapes += [(wide, 1, 1, channels) if along else (1, 1, channels, wide), (wide,), (3, 3, 1, wide), (wide,)]
-            shapes += [(features, 1, 1, wide) if along else (1, 1, wide, features), (features,)]
-            name = f"{batch}x{size}x{size}x{channels} to {wide} stride {stride} to {features}"
-            pair.append(Case(name, function(stride, along, residual), tuple((s, "float32") for s in shapes)))
+            shapes: list[tuple[int, ...]] = [(batch, size, size, channels or wide)]
+            if channels:
+                shapes += [(wide, 1, 1, channels) if along else (1, 1, channels, wide), (wide,)]
+            shapes += [(3, 3, 1, wide), (wide,), (features, 1, 1, wide) if along else (1, 1, wide, features), (features,)]
+            name = f"{batch}x{size}x{size}x" + (f"{channels} to {wide}" if channels else f"{wide}")
+            name += f" stride {stride} to {features}"
+            made = function(stride, along, residual, not channels)
+            pair.append(Case(name, made, tuple((s, "float32") for s in shapes)))
         found.append((pair[0], pair[1]))
     return found
+
+
+def products(arguments: int) -> tuple[int, ...]:
+    """Which of so many arguments are weights of products."""
+    return (1, 5) if arguments == 7 else (3,)
 
 
 def operands(case: Case) -> list[np.ndarray]:
@@ -76,9 +87,9 @@ def operands(case: Case) -> list[np.ndarray]:
     from jcuts.trace.rounding import round_tf32
 
     found = case.arguments(0)
-    for place in (1, 5):
+    for place in products(len(found)):
         found[place] = round_tf32(found[place] / np.float32(np.sqrt(found[place].shape[-1])))
-    found[3] /= np.float32(3)
+    found[-4] /= np.float32(3)
     return found
 
 
@@ -96,7 +107,7 @@ def program_of(case: Case, rounded: bool) -> Any:
     found = joined(graph, find.group(graph).subsets, lambda program: True)
     if len(found) != 1 or len(found[0].members) != len(graph.nodes):
         raise SystemExit(f"{case.name}: no block: {found}")
-    shapes = {case.shapes[1][0], case.shapes[5][0]}
+    shapes = {case.shapes[place][0] for place in products(len(case.shapes))}
     program = found[0].program
     return replace(program, buffers=tuple(replace(b, tf32=rounded and b.shape in shapes) for b in program.buffers))
 
@@ -134,22 +145,28 @@ def measured(pair: tuple[Case, Case], programs: Sequence[Any], folder: Path, mos
         "rejected": {},
     }  # fmt: skip
     count = int(min(most, max(4, -(-gpu_run.ROTATED // along.moved()))))
-    x, w, b, f, c, v, d = (jnp.asarray(a) for a in operands(along))
-    turned = [a.transpose(1, 2, 3, 0) for a in (w, v)]
-    sets = [tuple(jax.block_until_ready(jnp.roll(a, k)) for a in (x, w, b, f, c, v, d, *turned)) for k in range(count)]
-    functions: dict[str, Any] = {
-        "xla": lambda x, w, b, f, c, v, d, w2, v2: plain.function(x, w2, b, f, c, v2, d),
-        "xla along": lambda x, w, b, f, c, v, d, w2, v2: along.function(x, w, b, f, c, v, d),
-    }  # fmt: skip
+    found = [jnp.asarray(a) for a in operands(along)]
+    places = products(len(found))
+    turned = [found[place].transpose(1, 2, 3, 0) for place in places]
+    sets = [tuple(jax.block_until_ready(jnp.roll(a, k)) for a in (*found, *turned)) for k in range(count)]
+    many = len(found)
+
+    def as_they_are(*xs: Any) -> Any:
+        mine = list(xs[:many])
+        for place, weights in zip(places, xs[many:], strict=True):
+            mine[place] = weights
+        return plain.function(*mine)
+
+    functions: dict[str, Any] = {"xla": as_they_are, "xla along": lambda *xs: along.function(*xs[:many])}
     params: dict[str, Any] = {}
     for number, program in enumerate(programs):
         path, name = folder / f"{program.digest}.kernel", f"block {number}"
         if path.exists():
             kernel = read_kernel(path)
             params[name] = {k: p for k, p in program.params if k != "cuda"}
-            functions[name] = lambda *xs, k=kernel: call_kernel(k, *gpu_run.operands_of(k, xs[:7]))
+            functions[name] = lambda *xs, k=kernel: call_kernel(k, *gpu_run.operands_of(k, xs[:many]))
     with jax.enable_x64(True):
-        wide = jax.jit(along.function)(*(a.astype(jnp.float64) for a in (x, w, b, f, c, v, d)))
+        wide = jax.jit(along.function)(*(a.astype(jnp.float64) for a in found))
         scale = float(jnp.sqrt(jnp.mean(wide * wide)))
         off = jax.jit(lambda got, want: jnp.abs(got.astype(jnp.float64) - want).max())
     lowered = {name: jax.jit(gpu_run.chain(g, count)).lower(sets) for name, g in functions.items()}

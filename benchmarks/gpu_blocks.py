@@ -68,7 +68,8 @@ def cases(batch: int) -> list[tuple[Case, Case]]:
             shapes: list[tuple[int, ...]] = [(batch, size, size, channels or wide)]
             if channels:
                 shapes += [(wide, 1, 1, channels) if along else (1, 1, channels, wide), (wide,)]
-            shapes += [(3, 3, 1, wide), (wide,), (features, 1, 1, wide) if along else (1, 1, wide, features), (features,)]
+            shapes += [(3, 3, 1, wide), (wide,)]
+            shapes += [(features, 1, 1, wide) if along else (1, 1, wide, features), (features,)]
             name = f"{batch}x{size}x{size}x" + (f"{channels} to {wide}" if channels else f"{wide}")
             name += f" stride {stride} to {features}"
             made = function(stride, along, residual, not channels)

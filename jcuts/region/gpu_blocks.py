@@ -54,6 +54,8 @@ LEAST_ROOM = 98 << 10
 """Bytes of shared memory that a thread block may ask for, by compute capability: 1 KiB less than there are."""
 WAIT, ALONE = 500.0, 2.0
 """Cycles of a piece that a thread block waits for barriers and first reads; of a warp's instruction, alone."""
+QUARTERS = 4
+"""Parts of a multiprocessor, each with warps of its own."""
 AROUND = 40.0
 """Instructions of a warp per piece: loop, copies, addresses."""
 PIECE = 6.0
@@ -193,7 +195,8 @@ def cycles(shape: BlockShape, machine: GpuMachine) -> float:
     limits.append(WORD * shape.chunk * copied / L2)
     busy = max(limits) + OVERLAP * (sum(limits) - max(limits))
     # Barriers keep a block's phases apart, and a warp waits for itself: only blocks beside each other fill the gaps.
-    alone = sum(max(*p[:3], p[3] * ALONE / warps) for p in phases) + WAIT
+    uneven = -(-warps // QUARTERS) * QUARTERS / warps
+    alone = sum(max(uneven * p[0], p[1], uneven * p[2], p[3] * ALONE / warps) for p in phases) + WAIT
     moved = WORD * (shape.pixels * found.terms + 2 * shape.outputs * found.columns) / L2
     busy, alone = shape.pieces * busy + moved, LATENCY + shape.pieces * alone + moved + EXIT
     total = waves * (max(beside * busy, alone) + OVERLAP * min(beside * busy, alone))

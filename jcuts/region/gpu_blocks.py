@@ -190,7 +190,7 @@ def cycles(shape: BlockShape, machine: GpuMachine) -> float:
     waves = queue / beside
     waves = math.ceil(waves) if waves < MANY else waves
     phases = _products(shape), _windows(shape)
-    limits = [sum(limit) for limit in zip(*(p[:3] for p in phases), strict=True)]
+    limits = [float(sum(limit)) for limit in zip(*(p[:3] for p in phases), strict=True)]
     copied = found.terms + found.columns + (shape.pixels if found.expand is None else 0)
     limits.append(WORD * shape.chunk * copied / L2)
     busy = max(limits) + OVERLAP * (sum(limits) - max(limits))

@@ -30,7 +30,7 @@ MOST_PER_ROUND = 6
 """Distinct subsets measured per round beyond the greedy cover: most of a session's time is compiling candidates."""
 LEAST_MOVED = 1 << 20
 """Bytes below which an element-wise kernel on a GPU takes as long as its launch, whoever makes it."""
-BLOCK_CANDIDATES = 6
+BLOCK_CANDIDATES = 8
 """Kernels tried for a block of several reductions."""
 MOST_ELEMENTWISE = 12
 """Distinct element-wise subsets that are tried on a GPU."""

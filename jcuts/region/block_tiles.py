@@ -9,7 +9,8 @@ of all pixels that windows cover; those outside the image stay zero.  Channels b
 
 Where there is nothing to expand, a piece of the operand's channels is copied, and there are two patches.
 
-Shared memory: input pixels, two pieces of both products' weights, patches, the windows' results.
+Shared memory: two pieces of both products' weights, input pixels, patches, the windows' results. Input pixels may be
+*held* in registers, each lane its share, read once: then patches take their place.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ WARP, BANKS, WORD = 32, 32, 4
 ROW_TILE, COLUMN_TILE, STEP = 16, 16, 8
 """Rows and columns that fragments are read for at once, terms of an instruction."""
 HELD = 40
-"""Registers that a lane's share of the input pixels may take: then they are read once."""
+"""Most registers of a lane's share of the input pixels."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class BlockShape:
         images, rows, columns: outputs of a tile. chunk: channels of a piece.
         expand, project: warps along pixels and along channels of both products.
         strip: outputs (rows, columns) that a thread computes of a channel's windows.
+        held: a warp keeps its input pixels in registers. beside: blocks that are to fit on a multiprocessor at least.
     """
 
     block: Block
@@ -49,6 +51,8 @@ class BlockShape:
     expand: Place
     project: Place
     strip: Place
+    held: bool = False
+    beside: int = 1
 
     @property
     def threads(self) -> int:
@@ -62,7 +66,7 @@ class BlockShape:
         found = math.prod(self.expand) == math.prod(self.project) and self.threads <= 1024
         found = found and self.chunk % (COLUMN_TILE * self.expand[1]) == 0 and self.threads % self.chunk == 0
         found = found and self.rows % self.strip[0] == self.columns % self.strip[1] == 0
-        return found and (self.images == 1 or whole) and self.patch[0] > 0
+        return found and (self.images == 1 or whole) and (not self.held or 0 < self.share <= HELD)
 
     # -- tiles --------------------------------------------------------------------------------------------------
     @property
@@ -122,6 +126,11 @@ class BlockShape:
         return down, across
 
     @property
+    def even(self) -> bool:
+        """Whether neighbouring expanded pixels have neighbouring places in the patch, beyond the ends of rows too."""
+        return self.span[1] == self.patch[1] and (self.images == 1 or self.span[0] == self.patch[0])
+
+    @property
     def pixels(self) -> int:
         """Input pixels of a tile."""
         return self.images * math.prod(self.span)
@@ -158,9 +167,9 @@ class BlockShape:
         return -(-self.block.channels // self.chunk)
 
     @property
-    def held(self) -> bool:
-        """Whether a warp keeps its input pixels in registers."""
-        return self.terms > 0 and self.high * self.terms // 2 <= HELD
+    def share(self) -> int:
+        """Registers of a lane for a warp's input pixels."""
+        return self.high * self.terms // 2
 
     @property
     def strips(self) -> int:
@@ -207,8 +216,14 @@ class BlockShape:
     @property
     def shared(self) -> int:
         """Bytes of shared memory of a thread block."""
-        first, up, down, patch, deep = self.sizes
-        return first + 2 * (up + down) + self.patches * patch + deep
+        first, _, _, patch, deep = self.sizes
+        later = self.patches * patch + deep
+        return self.weights + (max(first, later) if self.held else first + later)
+
+    @property
+    def weights(self) -> int:
+        """Bytes of two pieces of both products' weights."""
+        return 2 * sum(self.sizes[1:3])
 
 
 def _weights(side: Side, size: int, terms: int) -> int:
@@ -225,4 +240,5 @@ def shape_of(program: Program) -> BlockShape | None:
         return None
     images, rows, columns = params["tile"]
     expand, project, strip = (tuple(params[name]) for name in ("expand", "project", "strip"))
-    return BlockShape(found, images, rows, columns, int(params["chunk"]), expand, project, strip)
+    more = bool(params.get("held", False)), int(params.get("beside", 1))
+    return BlockShape(found, images, rows, columns, int(params["chunk"]), expand, project, strip, *more)

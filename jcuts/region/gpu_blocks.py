@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from jcuts.base.errors import Refusal
 from jcuts.dfg.program import Phase, Program
@@ -24,7 +25,6 @@ from jcuts.region.gpu_products import (
     L2,
     LATENCY,
     MEMORY,
-    MOST,
     OVERLAP,
     PORT,
     REGISTERS,
@@ -32,6 +32,8 @@ from jcuts.region.gpu_products import (
 )
 from jcuts.region.gpu_tiles import WARP, Candidate, GpuMachine, scheduled
 
+LISTED = 80
+"""Schedules that are ranked: by default a tenth of them is measured."""
 EDGES = (4, 7, 8, 14, 16, 28)
 """Outputs along an edge of a tile."""
 IMAGES = (1, 2, 4)
@@ -47,6 +49,10 @@ MOST_PIXELS, MOST_OUTPUTS = 480, 256
 """Of a tile."""
 MOST_SUMS, MOST_WIDE = 96, 64
 """Registers of a thread for its sums: of the results, of a piece."""
+CROWDED = 2
+"""Best schedules that are also tried with one more block beside the others."""
+SPARED = 1.17
+"""What the assembler may have to do without, as a factor of the registers that there are."""
 MOST_UNROLLED = 400
 """Products of matrix units that one thread's code may have per piece."""
 ROOM = {(9, 0): 226 << 10, (8, 0): 162 << 10, (8, 7): 162 << 10}
@@ -66,7 +72,7 @@ MANY = 4
 """Waves from which on the last one counts for what it is."""
 
 
-def products(program: Program, machine: GpuMachine, most: int = MOST) -> Iterator[Candidate]:
+def products(program: Program, machine: GpuMachine, most: int = LISTED) -> Iterator[Candidate]:
     """Schedules of a block, at most so many; none for other programs."""
     found = block(program)
     if isinstance(found, Refusal):
@@ -74,11 +80,15 @@ def products(program: Program, machine: GpuMachine, most: int = MOST) -> Iterato
     best: dict[tuple[int, ...], tuple[float, BlockShape]] = {}
     for shape in shapes(found, machine):
         count = cycles(shape, machine)
-        key = (shape.images, shape.rows, shape.columns, shape.chunk)
+        key = (shape.images, shape.rows, shape.columns, shape.chunk, shape.held)
         if key not in best or count < best[key][0]:
             best[key] = (count, shape)
     floor = least(found, machine)
     ranked = sorted(best.values(), key=lambda item: item[0])[:most]
+    for place, (count, shape) in enumerate(ranked[:CROWDED]):
+        more = [(max(count, cycles(other, machine)), other) for other in _crowded(shape, machine)]
+        ranked[2 * place + 1 : 2 * place + 1] = more or [(math.inf, shape)]
+    ranked = [found for found in ranked if found[0] < math.inf][:most]
     for place, (count, shape) in enumerate(ranked):
         yield of(program, shape), min(1.0, floor / count) * AGAIN**place
 
@@ -87,7 +97,8 @@ def of(program: Program, shape: BlockShape) -> Program:
     """The scheduled program."""
     params = (
         ("tile", (shape.images, shape.rows, shape.columns)), ("chunk", shape.chunk), ("expand", shape.expand),
-        ("project", shape.project), ("strip", shape.strip),
+        ("project", shape.project), ("strip", shape.strip), *((("held", True),) if shape.held else ()),
+        *((("beside", shape.beside),) if shape.beside > 1 else ()),
     )  # fmt: skip
     return scheduled(program, "block", shape.threads, *params)
 
@@ -111,12 +122,30 @@ def shapes(found: Block, machine: GpuMachine) -> Iterator[BlockShape]:
                 if chunk >= found.channels + COLUMN_TILE:
                     continue
                 for warps in WARPS:
-                    shape = _divided(plain, chunk, warps)
-                    if shape is not None and shape.fits and shape.shared <= room and _small(shape):
-                        yield shape
+                    for held in (False, True):
+                        shape = _divided(plain, chunk, warps, held)
+                        if shape is not None and shape.fits and shape.shared <= room and _small(shape):
+                            yield replace(shape, beside=max(1, min(_usual(shape), _most(shape, machine))))
 
 
-def _divided(plain: BlockShape, chunk: int, warps: int) -> BlockShape | None:
+def _crowded(shape: BlockShape, machine: GpuMachine) -> Iterator[BlockShape]:
+    """The same with one more block beside the others, where the registers may do."""
+    more = _usual(shape) + 1
+    if more <= _most(shape, machine) and more * shape.threads * _registers(shape) <= SPARED * REGISTERS:
+        yield replace(shape, beside=more)
+
+
+def _usual(shape: BlockShape) -> int:
+    """Blocks of a multiprocessor that there are registers for."""
+    return max(1, REGISTERS // (shape.threads * _registers(shape)))
+
+
+def _most(shape: BlockShape, machine: GpuMachine) -> int:
+    """And that there is other room for."""
+    return min(machine.threads_per_sm // shape.threads, BLOCKS, ROOM[9, 0] // (shape.shared + 1024))
+
+
+def _divided(plain: BlockShape, chunk: int, warps: int, held: bool) -> BlockShape | None:
     """The work divided among warps: fewest fragments of a warp, then fewest reads."""
     found = plain.block
     if warps * WARP % chunk:
@@ -141,9 +170,8 @@ def _divided(plain: BlockShape, chunk: int, warps: int) -> BlockShape | None:
         return turns * (_covered(found, strip) + math.prod(strip) * (2 + len(found.window.taps) / 4) + 12)
 
     strip = min(strips, key=work)
-    return BlockShape(
-        found, plain.images, plain.rows, plain.columns, chunk, (warps // first, first), (warps // second, second), strip
-    )
+    shares = (warps // first, first), (warps // second, second)
+    return BlockShape(found, plain.images, plain.rows, plain.columns, chunk, *shares, strip, held)
 
 
 def _covered(found: Block, strip: tuple[int, int]) -> int:
@@ -162,7 +190,7 @@ def _small(shape: BlockShape) -> bool:
 def _registers(shape: BlockShape) -> int:
     """An estimate of what a thread takes."""
     wide = shape.chunk // shape.expand[1] // 8
-    held = shape.high * shape.terms // 2 if shape.held else 8
+    held = shape.share if shape.held else 8
     expand = (shape.high * wide + shape.high) * 4 if shape.terms else shape.pixels * shape.chunk // shape.threads // 2
     windows = math.prod(shape.strip) + _covered(shape.block, shape.strip) // 2
     return 36 + shape.tall * shape.broad // 2 + held + max(expand, windows) + len(shape.block.window.taps)
@@ -183,10 +211,8 @@ def _moved(found: Block) -> float:
 def cycles(shape: BlockShape, machine: GpuMachine) -> float:
     """Estimated cycles of a launch."""
     found, warps = shape.block, math.prod(shape.expand)
-    resident = min(ROOM[9, 0] // (shape.shared + 1024), REGISTERS // (shape.threads * _registers(shape)), BLOCKS)
-    resident = max(1, min(resident, machine.threads_per_sm // shape.threads))
     queue = -(-shape.tiles // machine.sms)
-    beside = min(resident, queue)
+    beside = min(shape.beside, queue)
     waves = queue / beside
     waves = math.ceil(waves) if waves < MANY else waves
     phases = _products(shape), _windows(shape)

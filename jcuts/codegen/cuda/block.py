@@ -54,9 +54,9 @@ class BlockEmitter:
         self.place = Place(builder, shape, integers["block"])
         self.frame = M.Frame(builder, {}, pointers, {}, {})
         shared = tensor.dynamic_shared(builder, f"{symbol}_shared")
-        inputs, up, down, patch, _ = shape.sizes
-        weights = builder.add(shared, L.I32(inputs + 2 * up))
-        self.patch = builder.add(weights, L.I32(2 * down))
+        inputs, up, _, patch, _ = shape.sizes
+        weights, pixels = builder.add(shared, L.I32(2 * up)), builder.add(shared, L.I32(shape.weights))
+        self.patch = pixels if shape.held else builder.add(pixels, L.I32(inputs))
         self.deep = builder.add(self.patch, L.I32(shape.patches * patch))
         self.row = builder.mul(builder.udiv(warp, L.I32(shape.project[1])), L.I32(ROW_TILE * shape.tall))
         self.column = builder.mul(builder.urem(warp, L.I32(shape.project[1])), L.I32(shape.broad))
@@ -71,7 +71,8 @@ class BlockEmitter:
         if shape.block.expand is None:
             self.first = Copies(self.frame, shape, self.place, self.thread, self.patch)
         else:
-            self.first = Expansion(self.frame, shape, self.place, self.thread, shared, self.patch, buffers)
+            places = shared, pixels, self.patch
+            self.first = Expansion(self.frame, shape, self.place, self.thread, places, buffers)
         self.windows = Windows(self.frame, shape, self.thread, self.patch, self.deep, buffers)
 
     def emit(self) -> None:
@@ -79,14 +80,24 @@ class BlockEmitter:
         builder, shape = self.builder, self.shape
         self.first.start()
         tensor.commit(builder)
-        _, _, _, patch, deep = shape.sizes
-        clear(builder, self.patch, shape.patches * patch + deep, self.thread, shape.threads)
+        if not shape.held:
+            self._clear()
         tensor.wait(builder, 0)
         self.first.arrived()
         tensor.barrier(builder)
-        self.first.hold()
+        if shape.held:
+            self.first.hold()
+            tensor.barrier(builder)
+            self._clear()
+            tensor.barrier(builder)
         totals = self._loop()
         leave(self.frame, shape, self.place, self.down, self.buffers, self.lane, self.row, self.column, totals)
+
+    def _clear(self) -> None:
+        """Zeros where pixels outside the image are, and results beyond the tile's."""
+        _, _, _, patch, deep = self.shape.sizes
+        size = self.shape.patches * patch + deep
+        clear(self.builder, self.patch, size, self.thread, self.shape.threads)
 
     def _loop(self) -> Totals:
         """All pieces of channels."""

@@ -10,7 +10,7 @@ from jcuts.codegen.cuda import tensor
 from jcuts.codegen.cuda.block_chain import Chain
 from jcuts.codegen.cuda.block_inputs import ColumnCopier, PieceCopier, PixelCopier
 from jcuts.codegen.cuda.block_place import Place
-from jcuts.codegen.cuda.builder import GpuBuilder
+from jcuts.codegen.cuda.builder import GpuBuilder, asm
 from jcuts.codegen.cuda.product_exit import Totals
 from jcuts.codegen.cuda.product_tiles import Fragments, TileShape, columns_of
 from jcuts.codegen.cuda.shared import WARP
@@ -25,11 +25,12 @@ class Expansion:
     """Fragments of input pixels times pieces of weights, and what follows."""
 
     def __init__(
-        self, frame: M.Frame, shape: BlockShape, place: Place, thread: L.Value, shared: L.Value, patch: L.Value,
-        buffers: Mapping[str, Buffer],
+        self, frame: M.Frame, shape: BlockShape, place: Place, thread: L.Value,
+        places: tuple[L.Value, L.Value, L.Value], buffers: Mapping[str, Buffer],
     ) -> None:  # fmt: skip
-        """Args: shared: where the input begins, and behind it the weights."""
-        self.frame, self.shape, self.builder, self.patch = frame, shape, frame.builder, patch
+        """Args: places: of weights, input pixels and patch in shared memory."""
+        weights, pixels, self.patch = places
+        self.frame, self.shape, self.builder = frame, shape, frame.builder
         builder, block, side = self.builder, shape.block, shape.block.weights[0]
         assert side is not None and block.expand is not None
         self.lane, warp = builder.and_(thread, L.I32(WARP - 1)), builder.lshr(thread, L.I32(5))
@@ -37,14 +38,20 @@ class Expansion:
         width = shape.chunk // shape.expand[1]
         self.column = builder.mul(builder.urem(warp, L.I32(shape.expand[1])), L.I32(width))
         self.tile = TileShape(side, block.channels, shape.chunk, shape.terms, width, 0, block.terms % STEP != 0)
-        self.pixels = PixelCopier(frame, shape, place, thread, shared)
-        weights = builder.add(shared, L.I32(shape.sizes[0]))
+        self.pixels = PixelCopier(frame, shape, place, thread, pixels)
         self.copier = ColumnCopier(frame, self.tile, shape.threads, thread, L.I32(0), weights)
         rounded = buffers[side.buffer].tf32
         self.fragments = Fragments(builder, self.tile, weights, self.column, self.lane, rounded)
-        self.left = left_fragments(builder, self.lane, shared, row, shape.input_pitch)
+        self.left = left_fragments(builder, self.lane, pixels, row, shape.input_pitch)
         quad = builder.add(row, builder.lshr(self.lane, L.I32(2)))
-        self.rows = [place.in_patch(builder.add(quad, L.I32(EIGHT * n))) for n in range(2 * shape.high)]
+        rows = [place.in_patch(builder.add(quad, L.I32(EIGHT * n))) for n in range(2 * shape.high)]
+        self.rows = [row for row, _ in rows[:1]] if shape.even else [row for row, _ in rows]
+        self.inside: L.Value | None = None
+        if any(inside is not None for _, inside in rows):
+            self.inside = L.I32(0)
+            for number, (_, inside) in enumerate(rows):
+                bit = builder.zext(L.I1(1) if inside is None else inside, L.I32)
+                self.inside = builder.or_(self.inside, builder.shl(bit, L.I32(number)))
         self.chain = Chain(frame, block.expand.phases[0], COLUMNS, block.channels, shape.chunk, buffers)
         self.held: list[list[list[L.Value]]] | None = None
 
@@ -64,9 +71,8 @@ class Expansion:
             self.pixels.round()
 
     def hold(self) -> None:
-        """The input is there."""
-        if self.shape.held:
-            self.held = [self._pixels(step) for step in range(self.shape.terms // STEP)]
+        """The input is there: takes it into registers."""
+        self.held = [self._pixels(step) for step in range(self.shape.terms // STEP)]
 
     def source(self, odd: L.Value) -> L.Value:
         """Bytes before the patch of a piece."""
@@ -91,12 +97,21 @@ class Expansion:
             [[(offset, [row[j][2 * half + k] for row in sums for half in (0, 1)]) for offset, (j, k) in run]
              for run in runs],
         )  # fmt: skip
-        for number, (place, inside) in enumerate(self.rows):
+        targets = []
+        for place in self.rows:
             target = builder.add(builder.mul(place, L.I32(shape.patch_pitch)), mine)
-            target = builder.add(self.patch, builder.mul(target, L.I32(WORD)))
+            targets.append(builder.add(self.patch, builder.mul(target, L.I32(WORD))))
+        bits = None  # one register for all rows: what is made of it must not be computed before the loop
+        if self.inside is not None:
+            bits = asm(builder, "mov.b32 $0, $1;", L.I32, [self.inside], effects=True)
+        for number in range(2 * shape.high):
+            target, offset = (targets[0], EIGHT * number * shape.patch_pitch) if shape.even else (targets[number], 0)
+            inside = None
+            if bits is not None:
+                inside = builder.icmp_unsigned("!=", builder.and_(bits, L.I32(1 << number)), L.I32(0))
             for run, found in zip(runs, values, strict=True):
                 words = [builder.bitcast(column[number], L.I32) for column in found]
-                tensor.write_words(builder, target, WORD * run[0][0], words, inside)
+                tensor.write_words(builder, target, WORD * (offset + run[0][0]), words, inside)
 
     def _pixels(self, step: int) -> list[list[L.Value]]:
         """Fragments of the input pixels."""
@@ -126,7 +141,7 @@ class Copies:
         tensor.wait(self.builder, 0)
 
     def hold(self) -> None:
-        """The first piece is there."""
+        """There is nothing to keep."""
 
     def ahead(self, first: L.Value, odd: L.Value) -> None:
         """Starts the copies of the piece of channels that begins at ``first``."""

@@ -280,7 +280,7 @@ class _Writer:
         name = f"block_{shape.images}x{shape.rows}x{shape.columns}x{shape.chunk}"
         self.variants[name] = shape
         self.line(1, f"{name}({', '.join([*self.names, 'cuda.blockIdx.x', 'cuda.threadIdx.x'])})")
-        return replace(self.done(shape.tiles), shared=shape.shared, least=1)
+        return replace(self.done(shape.tiles), shared=shape.shared, least=shape.beside)
 
     def scan_columns(self) -> CudaSource:
         shape = scan_shape(self.program)

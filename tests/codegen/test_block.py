@@ -167,6 +167,22 @@ def test_blocks(name, tile):
 
 
 @compiled
+def test_pixels_that_are_not_finite_stay_in_their_windows():
+    """Neither zeros around the image, nor those beyond the last channel or pixel, meet them."""
+    layers = BLOCKS["odd"]
+    arguments = layers.arguments()
+    arguments[0][0, 3, 5, 1], arguments[0][1, 0, 0, 2], arguments[0][2, 14, 12, 19] = np.nan, np.inf, -np.inf
+    program, traced = program_of(layers, arguments)
+    with np.errstate(invalid="ignore"):
+        want = np.asarray(layers(*arguments))
+        for tile in TILES[:2]:
+            got = results(gpu_blocks.of(program, shape_of(program, *tile)), traced)
+            np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
+            np.testing.assert_allclose(got, want, rtol=0.05, atol=0.05)
+    assert 0 < (~np.isfinite(want)).sum() < want.size / 4
+
+
+@compiled
 @pytest.mark.parametrize("images", [2, 4])
 def test_several_images_of_a_block(images):
     layers = Layers((5, 7, 7, 16), (3, 3), 48, 24)

@@ -115,6 +115,9 @@ def block(program: Program) -> Block | Refusal:
         return Refusal("block", "no product of the windows' channels")
     if sides(project)[0].buffer != second.stores[0].buffer or len(second.stores) != 1:
         return Refusal("block", "the phases do not read what the one before makes")
+    local = {b.name for b in program.buffers if b.role == "local"}
+    if any(node.op == "load" and node.buffer in local for node in third.exit.nodes):
+        return Refusal("block", "a value between the products is needed behind them")
     if not _plain(second, window.channel):
         return Refusal("block", "an operand between the products is no vector along channels")
     if not first:

@@ -128,12 +128,14 @@ def bound(program: Program) -> GpuBound:
     """
     moved = sum(b.bytes for b in program.outputs)
     for buffer in program.inputs:
-        loads = [n for p in program.phases for n in loads_of(p) if n.buffer == buffer.name]
-        whole = loads and all(not n.guards and n.index is not None and not n.index.values() for n in loads)
-        covered = 1
-        for axis in {a for n in loads if n.index is not None for a in n.index.axes()}:
-            covered *= max((p.ranges().get(axis, 1) for p in program.phases), default=1)
-        if whole and covered >= buffer.size:
+        loads = [(p.ranges(), n) for p in program.phases for n in loads_of(p) if n.buffer == buffer.name]
+        if any(n.guards or n.index is None or n.index.values() for _, n in loads):
+            continue
+        # One load must cover it: several may cover the same part.
+        covered = max(
+            (math.prod(r.get(a, 1) for a in n.index.axes()) for r, n in loads if n.index is not None), default=0
+        )
+        if covered >= buffer.size:
             moved += buffer.bytes
     return GpuBound(moved / fastest_memory(), moved)
 

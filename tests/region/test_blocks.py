@@ -124,6 +124,16 @@ def test_what_makes_no_block():
     refused = compose(traced.graph, cover)
     assert isinstance(refused, Refusal) and "no depthwise" in refused.reason
 
+    def skipped(x, f, v):
+        deep = lax.conv_general_dilated(x, f, (1, 1), "SAME", feature_group_count=16, dimension_numbers=NUMBERS)
+        return deep + lax.conv_general_dilated(deep, v, (1, 1), "SAME", dimension_numbers=NUMBERS)
+
+    shapes = (2, 8, 9, 16), (3, 3, 1, 16), (1, 1, 16, 16)
+    traced, cover = cover_of(skipped, *(np.zeros(s, np.float32) for s in shapes))
+    assert not joined(traced.graph, cover, yes)
+    refused = compose(traced.graph, cover)
+    assert isinstance(refused, Refusal) and "needed behind" in refused.reason
+
     def exact(*arguments):
         with jax.default_matmul_precision("highest"):
             return layers(*arguments)

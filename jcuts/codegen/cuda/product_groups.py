@@ -2,9 +2,10 @@
 
 ``groups`` = (along rows, along columns): warp groups of a block, each with whole multiples of 64 rows.  16-bit operands
 are copied as `codegen.cuda.product` copies them, ``stages - 2`` tiles ahead: one is being multiplied and the one before
-may still be.  So are float32 operands whose right one is rounded already; the units take the left one from registers
-then (`group_fragments`).  Others go through registers, where they are rounded (`group_tiles`), ``flight`` tiles ahead
-of the one that is stored while another is multiplied.  In any case one barrier per tile keeps the groups together.
+may still be.  Where a block has no more tiles than stages, all are under way from the beginning.  The same goes for
+float32 operands whose right one is rounded already; the units take the left one from registers then
+(`group_fragments`).  Others go through registers, where they are rounded (`group_tiles`), ``flight`` tiles ahead of the
+one that is stored while another is multiplied.  In any case one barrier per tile keeps the groups together.
 
 For compute capability 9.0 alone.
 """
@@ -22,7 +23,9 @@ from jcuts.codegen.cuda.group_shape import WARPS, GroupShape
 from jcuts.codegen.cuda.group_tiles import GroupTile, Rounding, Turning
 from jcuts.codegen.cuda.product import ProductEmitter
 from jcuts.codegen.cuda.product_exit import Totals
+from jcuts.codegen.cuda.product_meet import push
 from jcuts.codegen.cuda.product_tiles import Copier
+from jcuts.codegen.cuda.shared import WARP
 from jcuts.codegen.cuda.target import GROUPED
 from jcuts.region.products import COLUMNS, ROWS, S, prologue
 
@@ -42,6 +45,25 @@ class GroupEmitter(ProductEmitter):
         slice_ = builder.mul(builder.and_(self.flat, L.I32(WARPS - 1)), L.I32(wgmma.ROWS // WARPS))
         column = builder.mul(builder.urem(group, L.I32(across)), L.I32(shape.right.warp))
         return builder.add(self.group_row, slice_), column
+
+    def emit(self) -> None:
+        """The tile; see `ProductEmitter.emit`."""
+        if self.shape.push and self.shape.apart:  # nobody writes into a block that has not begun
+            tensor.cluster_arrive(self.builder)
+        super().emit()
+
+    def _meet(self, totals: Totals) -> None:
+        """Adds up what the blocks of a cluster have."""
+        builder, shape = self.builder, self.shape
+        if not shape.push:
+            super()._meet(totals)
+            return
+        tensor.wait(builder, 0)
+        (tensor.cluster_wait if shape.apart else tensor.cluster_barrier)(builder)
+        place = builder.add(self.shared, L.I32(shape.shared - shape.room if shape.apart else 0))
+        lane = builder.add(builder.mul(self.flat, L.I32(WARP)), self.lane)
+        rank, height = (self.rank, shape.cluster), shape.left.high
+        push(builder, totals, place, lane, shape.threads, rank, shape.right.beside, height, self._exit)
 
     # -- sums ---------------------------------------------------------------------------------------------------
     def _sums(self) -> Totals:
@@ -74,7 +96,7 @@ class GroupEmitter(ProductEmitter):
     def _copied(self, copiers: Sequence[Copier], left: L.Value, skipped: L.Value) -> Totals:
         """Operands as they are: a ring of copies that do not wait."""
         builder, shape = self.builder, self.shape
-        count, ahead = shape.share, shape.stages - 2
+        count, ahead = shape.share, shape.ahead
 
         def start(number: L.Value, stage: L.Value) -> None:
             first = builder.add(builder.mul(number, L.I32(shape.left.terms)), skipped)

@@ -82,3 +82,52 @@ def meet(
         leave(found, builder.mul(row, L.I32(height)), builder.mul(column, L.I32(8)))
     if rank[1] > 1:
         tensor.cluster_barrier(builder)  # no block may end while others read its shared memory
+
+
+def room(high: int, wide: int, step: int, sharers: int, lanes: int) -> int:
+    """Bytes of shared memory in which a block gets what the others of its cluster have for it (`push`).
+
+    >>> room(1, 24, 2, 4, 128)
+    49152
+    """
+    down, aside = portions(high, wide, step, sharers)
+    return sharers * (high * wide // (down * aside)) * lanes * FOUR
+
+
+def push(
+    builder: GpuBuilder, totals: Totals, place: L.Value, lane: L.Value, lanes: int, rank: tuple[L.Value, int],
+    step: int, height: int, leave: Callable[[Totals, L.Value, L.Value], None],
+) -> None:  # fmt: skip
+    """The same among the blocks of a cluster alone: each writes what it has into the memory of the one that needs it.
+
+    Args: place: of `room` bytes that nobody uses in any block of the cluster.
+    """
+    high, wide = len(totals), len(totals[0])
+    plane, (number, sharers) = lanes * FOUR, rank
+    down, aside = portions(high, wide, step, sharers)
+    rows, columns = high // down, wide // aside
+    each = rows * columns
+    place = builder.add(place, builder.mul(lane, L.I32(FOUR)))
+    mine = builder.add(place, builder.mul(number, L.I32(each * plane)))
+    for part in range(down * aside):
+        first, left = part // aside * rows, part % aside * columns
+        there = tensor.of_block(builder, mine, part)
+        for k in range(each):
+            tile = totals[first + k // columns][left + k % columns]
+            tensor.write_four(builder, there, k * plane, tile, cluster=True)
+    tensor.cluster_barrier(builder)
+    idle = down * aside < sharers
+    with builder.if_then(builder.icmp_signed("<", number, L.I32(down * aside))) if idle else nullcontext():
+        found: Totals = []
+        for i in range(rows):
+            found.append([])
+            for j in range(columns):
+                total: list[L.Value] | None = None
+                for sender in range(sharers):
+                    more = tensor.read_four(builder, place, (sender * each + i * columns + j) * plane)
+                    total = more if total is None else [builder.fadd(x, y) for x, y in zip(total, more, strict=True)]
+                assert total is not None
+                found[-1].append(total)
+        row = builder.mul(builder.udiv(number, L.I32(aside)), L.I32(rows * height))
+        column = builder.mul(builder.urem(number, L.I32(aside)), L.I32(columns * 8))
+        leave(found, row, column)

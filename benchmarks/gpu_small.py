@@ -118,7 +118,9 @@ def sweep(counter: Any, most: int) -> list[Any]:
         met = 600 + rows * columns * 4 / 30 if cluster > 1 else 0.0
         cycles = 3000 + queue * (work + met + rows * columns * 4 / 45 / cluster)
         groups = (rows // 64, 1)
-        scored.append((cycles, GroupTiling(rows, columns, 32, groups, stages, 0, 1, cluster, 1, push=int(cluster > 1))))
+        scored.append(
+            (cycles, GroupTiling(rows, columns, 32, groups, stages, 0, 1, cluster, 1, push=int(cluster > 1), early=1))
+        )
     scored.sort(key=lambda pair: pair[0])
     found: list[Any] = []
     for _, tiling in scored:
@@ -126,9 +128,10 @@ def sweep(counter: Any, most: int) -> list[Any]:
             found.append(tiling)
     more: list[Any] = []
     for tiling in found[:3]:
+        more.append(replace(tiling, early=0))
         if tiling.cluster > 1:
             more.append(replace(tiling, push=0))
-        if tiling.columns % 32 == 0:
+        if tiling.columns % 32 == 0 and tiling.rows <= 128:
             more.append(replace(tiling, groups=(tiling.groups[0], 2)))
         more.append(replace(tiling, steps=2))
         if tiling.stages > 4:

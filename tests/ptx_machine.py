@@ -261,6 +261,8 @@ class Machine:
             self.set(ins.operands[0], values[lane], on)
         elif name in ("ld", "st"):
             self._access(ins, parts, on)
+        elif name == "prefetch":
+            self.memory.read(self.address(ins.operands[0], "u64", np.flatnonzero(on)), 4, ins.text)
         elif name == "barrier":
             pass  # arrives at the barrier that it then waits at
         elif name == "mapa":

@@ -34,6 +34,7 @@ class GroupShape(ProductShape):
         steps: of terms, of a tile of rounded weights that are one group of instructions.
         cached: whether the left operand is copied through the L1 cache (taps of convolutions are neighbours).
         push: whether blocks of a cluster write their totals into each other's memory, not read them there.
+        early: whether what is added to the results is asked for before the products.
     """
 
     left: GroupTile
@@ -45,6 +46,7 @@ class GroupShape(ProductShape):
     steps: int
     cached: bool
     push: bool
+    early: bool
 
     @property
     def ahead(self) -> int:
@@ -97,7 +99,8 @@ def group_shape(program: Program) -> GroupShape:
     rounded, steps = bool(params.get("rounded", 0)), int(str(params.get("steps", 1)))
     spread, cached = bool(params.get("spread", 0)), bool(params.get("cached", 0))
     shape = GroupShape(first, second, (WARPS * along, across, 1), stages, share, total, cluster, flight, rounded,
-                       len(vectors(program)), spread, steps, cached, bool(params.get("push", 0)))  # fmt: skip
+                       len(vectors(program)), spread, steps, cached, bool(params.get("push", 0)),
+                       bool(params.get("early", 0)))  # fmt: skip
     fits = rows == along * first.warp and columns == across * second.warp
     fits = fits and terms * left.item in (wgmma.LINE, 2 * wgmma.LINE)
     fits = fits and first.warp % wgmma.ROWS == 0 and second.warp % 8 == 0 and second.warp <= wgmma.WIDEST

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen import lanes as L
-from jcuts.codegen.cuda import group_fragments, tensor, wgmma
+from jcuts.codegen.cuda import group_fragments, product_early, tensor, wgmma
 from jcuts.codegen.cuda.group_fragments import Rows
 from jcuts.codegen.cuda.group_prologue import Prologue
 from jcuts.codegen.cuda.group_shape import WARPS, GroupShape
@@ -107,6 +107,9 @@ class GroupEmitter(ProductEmitter):
             if number < count:
                 start(L.I32(number), L.I32(number * shape.stage))
             tensor.commit(builder)
+        if shape.early:
+            thread, rank = (self.thread, shape.threads), (self.rank, shape.cluster)
+            product_early.ask(self.frame, self.phase, (shape.left, shape.right), thread, rank)
         loop = _Loop(self, ahead)
         tensor.wait(builder, ahead - 1)
         wgmma.proxy_fence(builder)

@@ -18,7 +18,7 @@ from jcuts.codegen.cuda.image import Image
 from jcuts.codegen.cuda.target import CudaTarget
 from jcuts.region import gpu
 from jcuts.region.gpu_groups import GroupTiling
-from jcuts.region.products import sides
+from jcuts.region.products import shares, sides
 from tests import programs, ptx_machine
 from tests.codegen.test_product import (
     CONVOLUTIONS,
@@ -58,6 +58,15 @@ FRAGMENTS = [
     GroupTiling(128, 64, 32, (2, 1), 3, 0, 1, 2, rounded=1), GroupTiling(128, 64, 64, (1, 1), 3, rounded=1),
 ]  # fmt: skip
 """Of float32 whose right operand is rounded already."""
+SHORT = [
+    GroupTiling(64, 64, 32, (1, 1), 10, rounded=1, early=1),  # a stage for every tile of terms
+    GroupTiling(128, 64, 32, (2, 1), 2, cluster=5, rounded=1, push=1),  # the last blocks have fewer terms
+    GroupTiling(64, 64, 32, (1, 1), 2, cluster=8, rounded=1, push=1, early=1),  # more blocks than parts of the tile
+    GroupTiling(64, 192, 32, (1, 1), 6, cluster=2, rounded=1, push=1, early=1),  # totals over the tiles of terms
+    GroupTiling(64, 96, 32, (1, 2), 3, cluster=4, rounded=1, push=1, steps=2),
+    GroupTiling(128, 64, 32, (1, 1), 4, cluster=3, rounded=1, push=1, spread=1),
+]  # fmt: skip
+"""Of few rows: all tiles under way at once, blocks that push totals, results asked for early."""
 EPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10}
 
 
@@ -92,6 +101,28 @@ def test_rounded_weights_of_sizes_that_divide_nothing(size, tiling):
     x, w, b = normal(m, k), round_tf32(normal(n, k, seed=1)), normal(n)
     found = run_rounded(lambda x, w, b: jax.nn.relu(x @ w.T + b), (x, w, b), tiling)
     compare(found, [np.maximum(tf32(x) @ w.T.astype(np.float64) + b, 0)], 3e-6)
+
+
+@compiled
+@pytest.mark.parametrize("tiling", SHORT, ids=str)
+@pytest.mark.parametrize("size", [(128, 320, 128), (70, 300, 68), (49, 256, 200), (130, 290, 64)])
+def test_few_rows(size, tiling):
+    """Everything that may follow: vectors, a matrix beside the result, one across it, several results."""
+    m, k, n = size
+    if shares(k, 32, tiling.cluster)[1] != tiling.cluster:
+        pytest.skip("not so many parts of the terms")
+    tiling = replace(tiling, stages=min(tiling.stages, shares(k, 32, tiling.cluster)[0]))
+    x, w, b, r, t = normal(m, k), round_tf32(normal(n, k, seed=1)), normal(n), normal(m, n, seed=2), normal(n, m)
+
+    def layer(x, w, b, r, t):
+        y = jax.nn.relu(x @ w.T + b)
+        return y + r, y - t.T
+
+    y = np.maximum(tf32(x) @ w.T.astype(np.float64) + b, 0)
+    compare(run_rounded(layer, (x, w, b, r, t), tiling), [y + r, y - t.T], 3e-6)
+    if k % (32 * tiling.cluster) == 0:
+        found = run_rounded(lambda x, w, s: jax.nn.relu(x * s) @ w.T, (x, w, normal(k)), tiling)
+        compare(found, [tf32(np.maximum(x * normal(k), 0)) @ w.T.astype(np.float64)], 3e-6)
 
 
 @compiled
@@ -252,6 +283,23 @@ def test_the_machine_sees_what_pipelines_do_wrong():
         for change, what in changes:
             with pytest.raises((TensorFault, ptx_machine.Fault), match=what):
                 ptx_machine.run_kernel(change(ptx), kernel, arguments)
+
+
+@compiled
+def test_the_machine_sees_what_clusters_do_wrong():
+    x, w = normal(64, 256), round_tf32(normal(64, 256, seed=1))
+    for tiling, wait in ((SHORT[2], "may not have begun"), (replace(SHORT[3], columns=256, stages=5), "race")):
+        traced = programs.trace(lambda x, w: x @ w.T, x, w)
+        program = replace(tiling, stages=min(4, tiling.stages)).of(traced.product())
+        kernel, ptx = compiler.compile_program(program, SM90), compiler.ptx_of(program, SM90)
+        for change, what in (
+            ("barrier.cluster.wait.aligned;", wait),
+            ("mbarrier.init.shared.b64", "no barrier"),
+            ("cp.async.wait_group", "under way|before a barrier"),
+        ):  # fmt: skip
+            changed = re.sub(rf"^.*{change}.*$", "", ptx, flags=re.MULTILINE)
+            with pytest.raises((TensorFault, ptx_machine.Fault), match=what):
+                ptx_machine.run_kernel(changed, kernel, traced.operands())
 
 
 @compiled

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda import tensor, wgmma
+from jcuts.codegen.cuda.cluster import BARRIER
 from jcuts.codegen.cuda.group_tiles import SPAN, SQUARE, GroupTile
 from jcuts.codegen.cuda.product import ProductShape, three
 from jcuts.codegen.cuda.product_meet import room
@@ -63,7 +64,7 @@ class GroupShape(ProductShape):
         """Bytes of shared memory of a block: tiles, and behind them vectors."""
         kept = self.tiles + 4 * self.vectors * self.share * self.left.terms
         if self.push:
-            return kept + self.room if self.apart else max(kept, self.room)
+            return (kept + self.room if self.apart else max(kept, self.room)) + BARRIER
         return max(kept, self.partial)
 
     @property
@@ -75,7 +76,7 @@ class GroupShape(ProductShape):
     @property
     def apart(self) -> bool:
         """Whether that lies behind everything else."""
-        return self.tiles + 4 * self.vectors * self.share * self.left.terms + self.room <= MOST_SHARED
+        return self.tiles + 4 * self.vectors * self.share * self.left.terms + self.room + BARRIER <= MOST_SHARED
 
     @property
     def alignment(self) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen import lanes as L
-from jcuts.codegen.cuda import group_fragments, product_early, tensor, wgmma
+from jcuts.codegen.cuda import cluster, group_fragments, product_early, tensor, wgmma
 from jcuts.codegen.cuda.group_fragments import Rows
 from jcuts.codegen.cuda.group_prologue import Prologue
 from jcuts.codegen.cuda.group_shape import WARPS, GroupShape
@@ -48,8 +48,12 @@ class GroupEmitter(ProductEmitter):
 
     def emit(self) -> None:
         """The tile; see `ProductEmitter.emit`."""
-        if self.shape.push and self.shape.apart:  # nobody writes into a block that has not begun
-            tensor.cluster_arrive(self.builder)
+        builder, shape = self.builder, self.shape
+        if shape.push:
+            barrier = builder.add(self.shared, L.I32(shape.shared - cluster.BARRIER))
+            cluster.expect(builder, barrier, shape.room, self.thread)
+            if shape.apart:  # nobody writes into a block that has not begun
+                cluster.arrive(builder)
         super().emit()
 
     def _meet(self, totals: Totals) -> None:
@@ -59,11 +63,14 @@ class GroupEmitter(ProductEmitter):
             super()._meet(totals)
             return
         tensor.wait(builder, 0)
-        (tensor.cluster_wait if shape.apart else tensor.cluster_barrier)(builder)
-        place = builder.add(self.shared, L.I32(shape.shared - shape.room if shape.apart else 0))
+        if not shape.apart:
+            cluster.arrive(builder)
+            cluster.wait(builder)
+        end = shape.shared - cluster.BARRIER
+        places = [builder.add(self.shared, L.I32(n)) for n in (end - shape.room if shape.apart else 0, end)]
         lane = builder.add(builder.mul(self.flat, L.I32(WARP)), self.lane)
-        rank, height = (self.rank, shape.cluster), shape.left.high
-        push(builder, totals, place, lane, shape.threads, rank, shape.right.beside, height, self._exit)
+        rank, high = (self.rank, shape.cluster), shape.left.high
+        push(builder, totals, (places[0], places[1]), lane, shape.threads, rank, shape.right.beside, high, self._exit)
 
     # -- sums ---------------------------------------------------------------------------------------------------
     def _sums(self) -> Totals:
@@ -103,10 +110,17 @@ class GroupEmitter(ProductEmitter):
             for copier in copiers:
                 copier.start(first, stage, builder.sub(left, first))
 
+        steady = all(copier.steady for copier in copiers)
+        ways = [copier.series(skipped, builder.sub(left, skipped)) for copier in copiers if steady]
         for number in range(ahead):
-            if number < count:
+            if number < count and steady:
+                for way in ways:
+                    way(number, number * shape.stage)
+            elif number < count:
                 start(L.I32(number), L.I32(number * shape.stage))
             tensor.commit(builder)
+        if shape.push and shape.apart:
+            cluster.wait(builder)
         if shape.early:
             thread, rank = (self.thread, shape.threads), (self.rank, shape.cluster)
             product_early.ask(self.frame, self.phase, (shape.left, shape.right), thread, rank)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 from jcuts.codegen import lanes as L
-from jcuts.codegen.cuda import tensor
+from jcuts.codegen.cuda import cluster, tensor
 from jcuts.codegen.cuda.builder import GpuBuilder
 from jcuts.codegen.cuda.product_exit import Totals
 
@@ -95,29 +95,29 @@ def room(high: int, wide: int, step: int, sharers: int, lanes: int) -> int:
 
 
 def push(
-    builder: GpuBuilder, totals: Totals, place: L.Value, lane: L.Value, lanes: int, rank: tuple[L.Value, int],
-    step: int, height: int, leave: Callable[[Totals, L.Value, L.Value], None],
+    builder: GpuBuilder, totals: Totals, places: tuple[L.Value, L.Value], lane: L.Value, lanes: int,
+    rank: tuple[L.Value, int], step: int, height: int, leave: Callable[[Totals, L.Value, L.Value], None],
 ) -> None:  # fmt: skip
-    """The same among the blocks of a cluster alone: each writes what it has into the memory of the one that needs it.
+    """The same among the blocks of a cluster alone: each stores what it has into the memory of the one that needs it.
 
-    Args: place: of `room` bytes that nobody uses in any block of the cluster.
+    Args: places: of `room` bytes that nobody uses in any block of the cluster, and of a barrier that expects them.
     """
     high, wide = len(totals), len(totals[0])
     plane, (number, sharers) = lanes * FOUR, rank
     down, aside = portions(high, wide, step, sharers)
     rows, columns = high // down, wide // aside
     each = rows * columns
-    place = builder.add(place, builder.mul(lane, L.I32(FOUR)))
+    place = builder.add(places[0], builder.mul(lane, L.I32(FOUR)))
     mine = builder.add(place, builder.mul(number, L.I32(each * plane)))
     for part in range(down * aside):
         first, left = part // aside * rows, part % aside * columns
-        there = tensor.of_block(builder, mine, part)
+        there, barrier = (tensor.of_block(builder, p, part) for p in (mine, places[1]))
         for k in range(each):
             tile = totals[first + k // columns][left + k % columns]
-            tensor.write_four(builder, there, k * plane, tile, cluster=True)
-    tensor.cluster_barrier(builder)
+            cluster.store(builder, there, k * plane, tile, barrier)
     idle = down * aside < sharers
     with builder.if_then(builder.icmp_signed("<", number, L.I32(down * aside))) if idle else nullcontext():
+        cluster.wait_for(builder, places[1])
         found: Totals = []
         for i in range(rows):
             found.append([])

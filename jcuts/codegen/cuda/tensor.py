@@ -104,17 +104,7 @@ def barrier(builder: GpuBuilder) -> None:
 
 def cluster_barrier(builder: GpuBuilder) -> None:
     """Waits for all threads of the cluster; what they wrote into shared memory before is seen after it."""
-    cluster_arrive(builder)
-    cluster_wait(builder)
-
-
-def cluster_arrive(builder: GpuBuilder) -> None:
-    """Tells the cluster that this thread has come here, without waiting."""
     asm(builder, "barrier.cluster.arrive.release.aligned;", VOID, effects=True)
-
-
-def cluster_wait(builder: GpuBuilder) -> None:
-    """Waits until all threads of the cluster have arrived."""
     asm(builder, "barrier.cluster.wait.acquire.aligned;", VOID, effects=True)
 
 
@@ -182,16 +172,9 @@ def multiply(
     return [builder.extract_value(found, k) for k in range(4)]
 
 
-def write_four(
-    builder: GpuBuilder, place: L.Value, offset: int, values: Sequence[L.Value], *, cluster: bool = False
-) -> None:  # fmt: skip
-    """Puts four floats into shared memory. ``cluster``: into that of any block of the cluster, see `of_block`."""
-    words = [builder.bitcast(v, L.I32) for v in values]
-    if not cluster:
-        write_words(builder, place, offset, words)
-        return
-    where = f"[$0+{offset}]" if offset else "[$0]"
-    asm(builder, f"st.shared::cluster.v4.b32 {where}, {{$1, $2, $3, $4}};", VOID, [place, *words], effects=True)
+def write_four(builder: GpuBuilder, place: L.Value, offset: int, values: Sequence[L.Value]) -> None:
+    """Puts four floats into shared memory."""
+    write_words(builder, place, offset, [builder.bitcast(v, L.I32) for v in values])
 
 
 def write_words(

@@ -230,7 +230,13 @@ def test_convolutions_with_taps(name, dtype):
         compare(run(lambda x, w: conv(x, w, **params), (x, w), tiling), [wanted], limit)
 
 
-WAYS = {"spread": {"spread": 1}, "two steps": {"steps": 2}, "all": {"spread": 1, "steps": 2, "cached": 1}}
+WAYS = {
+    "spread": {"spread": 1},
+    "two steps": {"steps": 2},
+    "tiles": {"steps": 0},
+    "both": {"spread": 1, "steps": 0},
+    "all": {"spread": 1, "steps": 2, "cached": 1},
+}
 """Of starting copies and products."""
 
 
@@ -242,6 +248,7 @@ def test_ways_of_starting_copies_and_products(size, tiling, way):
     m, k, n = size
     x, w = normal(m, k), round_tf32(normal(n, k, seed=1))
     tiling = replace(tiling, **WAYS[way])
+    tiling = tiling if tiling.steps else replace(tiling, steps=tiling.terms // 8)
     compare(run_rounded(lambda x, w: x @ w.T, (x, w), tiling), [tf32(x) @ w.T.astype(np.float64)], 3e-6)
     if k % (tiling.terms * tiling.split * tiling.cluster) == 0:
         found = run_rounded(lambda x, w: jnp.abs(x) @ w.T, (x, w), tiling)

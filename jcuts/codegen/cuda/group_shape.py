@@ -55,6 +55,16 @@ class GroupShape(ProductShape):
         return self.share if self.stages >= self.share else self.stages - 2
 
     @property
+    def whole(self) -> bool:
+        """Whether all steps of a tile are one group of instructions."""
+        return self.rounded and self.steps == self.left.terms * self.left.side.item // tensor.STEP
+
+    @property
+    def together(self) -> int:
+        """Tiles of a round of the loop: two where the fragments of both are in registers at once."""
+        return min(2, self.share) if self.whole else 1
+
+    @property
     def tiles(self) -> int:
         """Bytes of the tiles in shared memory."""
         return self.stage * self.stages
@@ -111,7 +121,9 @@ def group_shape(program: Program) -> GroupShape:
     if rounded:  # the units would cut bits off whatever else the right operand held
         fits = fits and not (ragged and prologue(program) is not None)  # zeros would not stay zeros
         fits = fits and left.item == 4 and left.along_terms and right.along_terms and program.buffer(right.buffer).tf32
-        fits = fits and terms * left.item // tensor.STEP % steps == 0 and steps <= AHEAD
+        fits = fits and terms * left.item // tensor.STEP % steps == 0 and (
+            steps <= AHEAD or steps == terms * left.item // tensor.STEP
+        )
     else:
         fits = fits and prologue(program) is None and (spread, steps, cached) == (False, 1, False)
     fits = fits and ranks == cluster and (cluster == 1 or S not in extents)

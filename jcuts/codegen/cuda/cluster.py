@@ -12,9 +12,6 @@ from jcuts.codegen import lanes as L
 from jcuts.codegen.cuda.builder import GpuBuilder, asm
 from jcuts.codegen.cuda.tensor import VOID
 
-BARRIER = 8
-"""Bytes of a barrier in shared memory, which divide its address."""
-
 
 def arrive(builder: GpuBuilder) -> None:
     """Tells the cluster that this thread has come here, and nothing of what it has written."""

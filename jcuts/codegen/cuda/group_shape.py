@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda import tensor, wgmma
-from jcuts.codegen.cuda.cluster import BARRIER
 from jcuts.codegen.cuda.group_tiles import SPAN, SQUARE, GroupTile
 from jcuts.codegen.cuda.product import ProductShape, three
-from jcuts.codegen.cuda.product_meet import room
 from jcuts.codegen.cuda.shared import WARP
 from jcuts.dfg.program import Program
+from jcuts.region.gpu_group_tiling import BARRIER, room
 from jcuts.region.products import COLUMNS, ROWS, K, S, prologue, shares, sides, summed, vectors
 
 WARPS = 4  # of a group

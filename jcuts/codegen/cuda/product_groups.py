@@ -27,6 +27,7 @@ from jcuts.codegen.cuda.product_meet import push
 from jcuts.codegen.cuda.product_tiles import Copier
 from jcuts.codegen.cuda.shared import WARP
 from jcuts.codegen.cuda.target import GROUPED
+from jcuts.region.gpu_group_tiling import BARRIER
 from jcuts.region.products import COLUMNS, ROWS, S, prologue
 
 
@@ -50,7 +51,7 @@ class GroupEmitter(ProductEmitter):
         """The tile; see `ProductEmitter.emit`."""
         builder, shape = self.builder, self.shape
         if shape.push:
-            barrier = builder.add(self.shared, L.I32(shape.shared - cluster.BARRIER))
+            barrier = builder.add(self.shared, L.I32(shape.shared - BARRIER))
             cluster.expect(builder, barrier, shape.room, self.thread)
             if shape.apart:  # nobody writes into a block that has not begun
                 cluster.arrive(builder)
@@ -66,7 +67,7 @@ class GroupEmitter(ProductEmitter):
         if not shape.apart:
             cluster.arrive(builder)
             cluster.wait(builder)
-        end = shape.shared - cluster.BARRIER
+        end = shape.shared - BARRIER
         places = [builder.add(self.shared, L.I32(n)) for n in (end - shape.room if shape.apart else 0, end)]
         lane = builder.add(builder.mul(self.flat, L.I32(WARP)), self.lane)
         rank, high = (self.rank, shape.cluster), shape.left.high

@@ -13,25 +13,7 @@ from jcuts.codegen import lanes as L
 from jcuts.codegen.cuda import cluster, tensor
 from jcuts.codegen.cuda.builder import GpuBuilder
 from jcuts.codegen.cuda.product_exit import Totals
-
-FOUR = 16  # bytes of what a lane has of a tile of 16x8
-
-
-def portions(high: int, wide: int, step: int, sharers: int) -> tuple[int, int]:
-    """Into how many parts ``high`` rows and ``wide`` columns of tiles fall, for at most so many sharers.
-
-    Args: step: tiles side by side that stay together.
-
-    >>> portions(2, 4, 2, 4), portions(1, 4, 1, 2), portions(2, 2, 2, 8)
-    ((2, 2), (1, 2), (2, 1))
-    """
-    ways = [
-        (down, aside)
-        for down in range(1, high + 1)
-        for aside in range(1, wide // step + 1)
-        if high % down == 0 and wide % (step * aside) == 0 and down * aside <= sharers
-    ]
-    return max(ways, key=lambda way: (way[0] * way[1], way[0]))
+from jcuts.region.gpu_group_tiling import FOUR, portions
 
 
 def meet(
@@ -82,16 +64,6 @@ def meet(
         leave(found, builder.mul(row, L.I32(height)), builder.mul(column, L.I32(8)))
     if rank[1] > 1:
         tensor.cluster_barrier(builder)  # no block may end while others read its shared memory
-
-
-def room(high: int, wide: int, step: int, sharers: int, lanes: int) -> int:
-    """Bytes of shared memory in which a block gets what the others of its cluster have for it (`push`).
-
-    >>> room(1, 24, 2, 4, 128)
-    49152
-    """
-    down, aside = portions(high, wide, step, sharers)
-    return sharers * (high * wide // (down * aside)) * lanes * FOUR
 
 
 def push(

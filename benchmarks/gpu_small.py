@@ -94,49 +94,27 @@ def product(case: Layer) -> Any:
 
 
 def sweep(counter: Any, most: int) -> list[Any]:
-    """Tilings of a product over tiles, clusters, stages and ways of meeting, the best by a rough count."""
+    """Tilings of a product, the best by their counted cycles, and what else could be done with the first ones."""
     from dataclasses import replace
 
-    from jcuts.region.gpu_groups import MOST_SHARED, GroupTiling
-    from jcuts.region.products import shares
+    from jcuts.region import gpu_groups
 
-    scored = []
-    for rows, columns, cluster in itertools.product((64, 128, 192), (32, 64, 96, 128, 192, 256), range(1, 9)):
-        if (rows > 64 and rows >= 2 * counter.rows) or columns >= 2 * counter.columns:
-            continue
-        share, ranks = shares(counter.terms, 32, cluster)
-        if ranks != cluster or (counter.before and counter.terms % (32 * share * ranks)):
-            continue
-        blocks = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns) * cluster
-        stage = (rows + columns) * 128
-        room = 4 * rows * columns + 8 * counter.vectors * share * 32 if cluster > 1 else 0
-        stages = min(share, (MOST_SHARED - room) // stage)
-        if stages < min(4, share) or rows * columns > 128 * 128 * (rows // 64):
-            continue
-        queue = -(-blocks // 132)
-        work = max((rows + columns) * share * 128 / 45, rows * columns * share * 32 / 800)
-        met = 600 + rows * columns * 4 / 30 if cluster > 1 else 0.0
-        cycles = 3000 + queue * (work + met + rows * columns * 4 / 45 / cluster)
-        groups = (rows // 64, 1)
-        scored.append(
-            (cycles, GroupTiling(rows, columns, 32, groups, stages, 0, 1, cluster, 1, push=int(cluster > 1), early=1))
-        )
-    scored.sort(key=lambda pair: pair[0])
-    found: list[Any] = []
-    for _, tiling in scored:
-        if sum((f.rows, f.columns) == (tiling.rows, tiling.columns) for f in found) < 2 and len(found) < most:
-            found.append(tiling)
+    found: dict[tuple[int, ...], Any] = {}
+    for tiling in sorted(gpu_groups.tilings(counter), key=counter.cycles):
+        if tiling.split == 1:
+            found.setdefault((tiling.rows, tiling.columns, tiling.cluster), tiling)
+    chosen = list(found.values())[:most]
     more: list[Any] = []
-    for tiling in found[:3]:
-        more.append(replace(tiling, early=0))
+    for tiling in chosen[:3]:
+        ways = [{"steps": 1}, {"steps": 2}, {"early": 0}, {"terms": 64, "stages": max(1, tiling.stages // 2)}]
         if tiling.cluster > 1:
-            more.append(replace(tiling, push=0))
-        if tiling.columns % 32 == 0 and tiling.rows <= 128:
-            more.append(replace(tiling, groups=(tiling.groups[0], 2)))
-        more.append(replace(tiling, steps=2))
+            ways.append({"push": 0})
         if tiling.stages > 4:
-            more.append(replace(tiling, stages=4))
-    return found + more
+            ways.append({"stages": 4})
+        if tiling.stages < counter.share(tiling):
+            ways.append({"spread": 1})
+        more += [replace(tiling, **way) for way in ways]
+    return [tiling for tiling in chosen + more if counter.fits(tiling)]
 
 
 def schedules(case: Layer, most: int) -> list[Any]:
@@ -147,7 +125,7 @@ def schedules(case: Layer, most: int) -> list[Any]:
     made = product(case)
     counter = gpu_groups.GroupCounter(made, GpuMachine(132))
     found = [tiling.of(made) for tiling in sweep(counter, most)]
-    found += [p for p, _ in gpu_groups.grouped(counter, 2)]
+    found += [p for p, _ in gpu_groups.grouped(counter)]
     if not counter.before:
         found += [p for p, _ in gpu_products.products(made, GpuMachine(132), 1)]
     return list({p.digest: p for p in found}.values())
@@ -155,12 +133,14 @@ def schedules(case: Layer, most: int) -> list[Any]:
 
 def fixed() -> list[tuple[Layer, list[Any]]]:
     """Products of few and many terms by the same tilings."""
-    from jcuts.region.gpu_groups import GroupTiling
+    from jcuts.region.gpu_group_tiling import GroupTiling
 
     found: dict[tuple[int, int], list[Any]] = {}
     for rows, columns, terms, groups, stages, split, cluster, total, wide in FIXED:
-        for push in (0, 1) if cluster > 1 else (0,):
-            tiling = GroupTiling(rows, columns, terms, (groups, 1), stages, 0, split, cluster, 1, push=push)
+        for steps, push in ((1, 0), (0, 0), (0, 1)) if cluster > 1 else ((1, 0), (0, 0)):
+            tiling = GroupTiling(
+                rows, columns, terms, (groups, 1), stages, 0, split, cluster, 1, steps=steps, push=push
+            )
             found.setdefault((total, wide), []).append(tiling)
     pairs = []
     for (total, wide), listed in found.items():
@@ -250,7 +230,7 @@ def show(row: dict[str, Any]) -> None:
         print(f"    {name} rejected: {why[:200]}")
 
 
-def floor(folder: Path) -> dict[str, float]:
+def floor() -> dict[str, float]:
     """What a link of a chain takes that computes next to nothing: XLA's."""
     from jcuts.guard import OPTIONS
     from jcuts.tune.gpu_timing import compare
@@ -259,6 +239,40 @@ def floor(folder: Path) -> dict[str, float]:
     entries = {"xla": (lambda x: x + 1, {}), "xla graphs": (lambda x: x + 1, OPTIONS["cuda"]["graphs"])}
     _, samples, _ = compare(entries, [x], seconds=0.1, announce=lambda _: None)
     return {name: float(np.median(found.seconds)) for name, found in samples.items()}
+
+
+def clusters_at_once(folder: Path) -> dict[str, int]:
+    """How many clusters of so many blocks the device has at once, one block per multiprocessor, or two."""
+    import ctypes
+
+    from jcuts.codegen.cuda.image import Image
+    from jcuts.tune.driver import device
+    from jcuts.tune.kernelfile import read_kernel
+
+    class Attribute(ctypes.Structure):
+        _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16))
+
+    class Config(ctypes.Structure):
+        _fields_ = (
+            ("sizes", ctypes.c_uint * 6), ("shared", ctypes.c_uint), ("stream", ctypes.c_void_p),
+            ("attributes", ctypes.POINTER(Attribute)), ("count", ctypes.c_uint),
+        )  # fmt: skip
+
+    driver, found = device(), {}
+    image = Image.unpack(read_kernel(next(folder.glob("*.kernel"))).object_code)
+    module, kernel = ctypes.c_void_p(), ctypes.c_void_p()
+    driver.call("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(image.cubin))
+    name = ctypes.c_char_p(image.launches[0].symbol.encode())
+    driver.call("cuModuleGetFunction", ctypes.byref(kernel), module, name)
+    driver.call("cuFuncSetAttribute", kernel, ctypes.c_int(8), ctypes.c_int(200 << 10))
+    for blocks, shared in itertools.product(range(1, 9), (200 << 10, 100 << 10)):
+        attribute = Attribute(id=4, value=(ctypes.c_uint * 16)(blocks, 1, 1))
+        sizes = (ctypes.c_uint * 6)(blocks * 64, 1, 1, image.launches[0].block[0], 1, 1)
+        config = Config(sizes, shared, driver.stream, ctypes.pointer(attribute), 1)
+        count = ctypes.c_int()
+        driver.call("cuOccupancyMaxActiveClusters", ctypes.byref(count), kernel, ctypes.byref(config))
+        found[f"{blocks} blocks, {shared >> 10} KiB"] = count.value
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -287,7 +301,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     build([p for _, _, programs in work for p in programs], folder, options.workers, start)
     if options.build:
         return 0
-    rows: list[dict[str, Any]] = [{"floor": floor(folder)}]
+    rows: list[dict[str, Any]] = [{"floor": floor()}]
+    try:
+        rows[0]["clusters"] = clusters_at_once(folder)
+    except Exception as error:
+        print(f"clusters: {type(error).__name__}: {error}")
     print(rows[0])
     for case, plain, programs in work:
         if time.perf_counter() - start > options.budget:

@@ -36,6 +36,8 @@ LEAST_POINTS, LEAST_PRODUCTS = 1 << 18, 1 << 27
 """Outputs (16 tiles of 128x128) and products from which on there are candidates."""
 FEW_ROWS, FEW_PRODUCTS = 33, 1 << 22
 """Rows and products from which on there are some for rounded weights."""
+FEW_POINTS = 128 * 128
+"""Outputs per multiprocessor up to which a product has few blocks."""
 SHAPES = (
     (64, 64, 1), (64, 128, 1), (64, 192, 1), (64, 256, 1), (128, 64, 2), (128, 96, 2), (128, 128, 2), (128, 192, 2),
     (128, 256, 2), (128, 64, 1), (128, 128, 1), (192, 128, 3), (192, 192, 3), (256, 64, 2), (256, 96, 2), (256, 128, 2),
@@ -98,7 +100,7 @@ def grouped(counter: GroupCounter, most: int = MOST, *, alike: bool = False) -> 
     for tiling in tilings(counter):
         cycles = counter.cycles(tiling)
         key = (tiling.rows, tiling.columns, tiling.split, tiling.cluster)
-        key += (tiling.terms, tiling.stages, *tiling.groups) if alike else (tiling.rounded and tiling.stages == 3,)
+        key += (tiling.terms, tiling.stages, *tiling.groups) if alike else (tiling.rounded and not tiling.early and tiling.stages == 3,)
         if key not in best or cycles < best[key][0]:
             best[key] = (cycles, tiling)
     seen: dict[tuple[bool, bool], int] = {}
@@ -111,10 +113,11 @@ def grouped(counter: GroupCounter, most: int = MOST, *, alike: bool = False) -> 
     for score, tiling in chosen:
         yield tiling.of(counter.program), score
     for score, tiling in chosen[:SPREAD] if counter.rounded else ():
-        if not tiling.steps:
-            others = [replace(tiling, spread=1)] if tiling.stages < counter.share(tiling) else []
-        else:
-            others = [replace(tiling, spread=1, steps=2), replace(tiling, steps=0)]
+        others = [replace(tiling, spread=1, steps=2)]
+        if tiling.steps:
+            others.append(replace(tiling, steps=0))
+        elif tiling.stages >= counter.share(tiling):  # no copies are left to be spread
+            others = [replace(tiling, steps=2)]
         for other in others:
             if counter.fits(other):
                 yield other.of(counter.program), AGAIN * score
@@ -132,7 +135,8 @@ def tilings(counter: GroupCounter) -> Iterator[GroupTiling]:
         tiles, sms = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns), counter.machine.sms
         few = tiles < 2 * sms
         clusters = WIDE_CLUSTERS if counter.rounded else CLUSTERS
-        splits = few and (not counter.rounded or 2 * clusters[-1] * tiles < sms)  # a cluster is faster, where it is enough
+        # a cluster that stores is faster, where it is large enough
+        splits = few and (not counter.rounded or 2 * clusters[-1] * tiles < sms)
         for split, cluster in [*((s, 1) for s in SPLITS if s == 1 or splits), *((1, c) for c in clusters if few)]:
             for tiling in _depths(counter, (rows, columns, along), split, cluster, few):
                 if counter.fits(tiling):
@@ -141,8 +145,8 @@ def tilings(counter: GroupCounter) -> Iterator[GroupTiling]:
 
 def _enough(counter: GroupCounter) -> bool:
     points = counter.batch * counter.rows * counter.columns
-    if counter.rounded and counter.rows >= FEW_ROWS and points * counter.terms >= FEW_PRODUCTS:
-        return True
+    if counter.rounded and counter.rows >= FEW_ROWS and counter.terms * counter.item >= LINE:
+        return points * counter.terms >= FEW_PRODUCTS
     return points >= LEAST_POINTS and points * counter.terms >= LEAST_PRODUCTS
 
 
@@ -192,7 +196,9 @@ class GroupCounter(Counter):
         self.rounded = int(by_terms and program.buffer(self.sides[1].buffer).tf32)
         self.before, self.vectors = prologue(program) is not None, len(vectors(program))
         products = float(self.batch * self.rows * self.columns * self.terms)
-        unit = gpu_rounded.RATES.unit if self.rounded else UNIT[self.item]
+        few = self.batch * self.rows * self.columns <= machine.sms * FEW_POINTS
+        self.rates = gpu_rounded.FEW_RATES if few else gpu_rounded.RATES
+        unit = self.rates.unit if self.rounded else UNIT[self.item]
         self.least = max(self.moved / MEMORY, products / (machine.sms * unit), LATENCY)
 
     def share(self, tiling: GroupTiling) -> int:
@@ -250,7 +256,7 @@ class GroupCounter(Counter):
         rows, columns, ways = tiling.rows, tiling.columns, tiling.split * tiling.cluster
         beside, waves = self._blocks(tiling)
         if tiling.rounded:
-            return gpu_rounded.cycles(self, tiling, beside, waves)
+            return gpu_rounded.cycles(self, tiling, beside, waves, self.rates)
         line = tiling.terms * self.item
         copied = float((rows + columns) * line)
         read = rows // HIGH * (HIGH + columns) * line

@@ -100,7 +100,8 @@ def grouped(counter: GroupCounter, most: int = MOST, *, alike: bool = False) -> 
     for tiling in tilings(counter):
         cycles = counter.cycles(tiling)
         key = (tiling.rows, tiling.columns, tiling.split, tiling.cluster)
-        key += (tiling.terms, tiling.stages, *tiling.groups) if alike else (tiling.rounded and not tiling.early and tiling.stages == 3,)
+        three = tiling.rounded and not tiling.early and tiling.stages == 3  # more blocks side by side
+        key += (tiling.terms, tiling.stages, *tiling.groups) if alike else (three,)
         if key not in best or cycles < best[key][0]:
             best[key] = (cycles, tiling)
     seen: dict[tuple[bool, bool], int] = {}

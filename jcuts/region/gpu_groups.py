@@ -59,7 +59,7 @@ ENOUGH, SPREAD = 3, 2
 that are tried with copies among the steps of products, too."""
 SPLITS, CLUSTERS, WIDE_CLUSTERS = (1, 2, 3, 4), (2, 4), (2, 3, 4, 5, 6, 7, 8)
 """Groups of terms, blocks of a cluster; of one whose blocks store into each other's memory."""
-AT_ONCE = {1: 132, 2: 66, 3: 42, 4: 30, 5: 22, 6: 17, 7: 16, 8: 14}
+AT_ONCE = {1: 132, 2: 66, 3: 42, 4: 30, 5: 22, 6: 15, 7: 14, 8: 13}
 """Clusters of so many blocks that 132 multiprocessors have at once, one block each: they lie in groups."""
 MOST_UNDER_WAY = 12
 """Tiles of a block that are copied at once."""
@@ -104,10 +104,10 @@ def grouped(counter: GroupCounter, most: int = MOST, *, alike: bool = False) -> 
         key += (tiling.terms, tiling.stages, *tiling.groups) if alike else (three,)
         if key not in best or cycles < best[key][0]:
             best[key] = (cycles, tiling)
-    seen: dict[tuple[bool, bool], int] = {}
+    seen: dict[tuple[bool, int], int] = {}
     scored = []
     for cycles, tiling in sorted(best.values(), key=lambda found: found[0]):
-        kind = (tiling.split > 1, tiling.cluster > 1)
+        kind = (tiling.split > 1, tiling.cluster if tiling.push else int(tiling.cluster > 1))
         scored.append((min(1.0, counter.least / cycles) * AGAIN ** seen.get(kind, 0), tiling))
         seen[kind] = seen.get(kind, 0) + 1
     chosen = sorted(scored, key=lambda found: -found[0])[:most]

@@ -351,7 +351,10 @@ def test_candidates_assemble_without_local_memory(size, dtype):
 LAYERS = {
     "dense": (lambda x, w, b: jax.nn.relu(x @ w.T + b), ((3072, 1024), (4096, 1024), (4096,))),
     "few rows": (lambda x, w: x @ w.T, ((384, 3072), (768, 3072))),
+    "49 rows": (lambda x, w, b, r: jax.nn.relu(x @ w.T + b + r), ((49, 512), (2048, 512), (2048,), (49, 2048))),
+    "gelu": (lambda x, w, b: jax.nn.gelu(x @ w.T + b, approximate=False), ((384, 768), (3072, 768), (3072,))),
     "norm": (lambda x, w, s, b: jax.nn.relu(x * s + b) @ w.T, ((12544, 768), (128, 768), (768,), (768,))),
+    "norm of few rows": (lambda x, w, s, b: jax.nn.relu(x * s + b) @ w.T, ((196, 768), (128, 768), (768,), (768,))),
     "3x3": (
         lambda x, w, b: conv(x, w, layout=("NHWC", "OHWI", "NHWC")) + b, ((64, 14, 14, 256), (256, 3, 3, 256), (256,)),
     ),

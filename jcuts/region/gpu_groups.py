@@ -128,18 +128,18 @@ def tilings(counter: GroupCounter) -> Iterator[GroupTiling]:
     """All schedules that fit the product and the multiprocessor."""
     if counter.machine.capability != GROUPED or not _enough(counter):
         return
-    for rows, columns, along in (*SHAPES, *((*NARROW, *SHORT) if counter.rounded else ())):
+    for rows, columns, along in (*SHAPES, *((*NARROW, *(SHORT if counter.short else ())) if counter.rounded else ())):
         if rows >= 2 * counter.rows or columns >= 2 * counter.columns:
             continue
         if not all(_fits(side, size) for side, size in zip(counter.sides, (rows, columns), strict=True)):
             continue
         tiles, sms = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns), counter.machine.sms
         few = tiles < 2 * sms
-        clusters = WIDE_CLUSTERS if counter.rounded else CLUSTERS
+        clusters = WIDE_CLUSTERS if counter.short else CLUSTERS
         # a cluster that stores is faster, where it is large enough
-        splits = few and (not counter.rounded or 2 * clusters[-1] * tiles < sms)
+        splits = few and (not counter.short or 2 * clusters[-1] * tiles < sms)
         for split, cluster in [*((s, 1) for s in SPLITS if s == 1 or splits), *((1, c) for c in clusters if few)]:
-            for tiling in _depths(counter, (rows, columns, along), split, cluster, few):
+            for tiling in _depths(counter, (rows, columns, along), split, cluster):
                 if counter.fits(tiling):
                     yield tiling
 
@@ -152,13 +152,13 @@ def _enough(counter: GroupCounter) -> bool:
 
 
 def _depths(
-    counter: GroupCounter, block: tuple[int, int, int], split: int, cluster: int, few: bool
+    counter: GroupCounter, block: tuple[int, int, int], split: int, cluster: int
 ) -> Iterator[GroupTiling]:  # fmt: skip
     """Tiles of terms of a block: how long they are, and how many lie in shared memory or are on their way."""
     rows, columns, along = block
     depths = list(WEIGHTS if counter.rounded else ROUNDED if counter.item == 4 else COPIED)
     share, _ = shares(counter.terms, LINE // counter.item, split * cluster)
-    if counter.rounded and share <= MOST_UNDER_WAY:
+    if counter.short and share <= MOST_UNDER_WAY:
         depths = [(1, share, 0), *(depth for depth in depths if depth[1] < share)]
     for lines, stages, flight in depths:
         terms = lines * LINE // counter.item
@@ -169,12 +169,11 @@ def _depths(
             continue
         if found != split * cluster or (lines > 1 and share < 3):
             continue
-        if found > 1 and share < (2 if counter.rounded and split == 1 else 4):
+        if found > 1 and share < (2 if counter.short and split == 1 else 4):
             continue
         yield GroupTiling(
             rows, columns, terms, (along, 1), stages, flight, split, cluster, counter.rounded,
-            steps=0 if counter.rounded and few else 1, push=int(counter.rounded and cluster > 1),
-            early=int(counter.rounded and few),
+            steps=0 if counter.short else 1, push=int(counter.rounded and cluster > 1), early=int(counter.short),
         )  # fmt: skip
 
 
@@ -197,8 +196,8 @@ class GroupCounter(Counter):
         self.rounded = int(by_terms and program.buffer(self.sides[1].buffer).tf32)
         self.before, self.vectors = prologue(program) is not None, len(vectors(program))
         products = float(self.batch * self.rows * self.columns * self.terms)
-        few = self.batch * self.rows * self.columns <= machine.sms * FEW_POINTS
-        self.rates = gpu_rounded.FEW_RATES if few else gpu_rounded.RATES
+        self.short = bool(self.rounded) and self.batch * self.rows * self.columns <= machine.sms * FEW_POINTS
+        self.rates = gpu_rounded.FEW_RATES if self.short else gpu_rounded.RATES
         unit = self.rates.unit if self.rounded else UNIT[self.item]
         self.least = max(self.moved / MEMORY, products / (machine.sms * unit), LATENCY)
 

@@ -9,7 +9,7 @@ last become zeros in both operands.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from jcuts.codegen import lanes as L
@@ -208,6 +208,34 @@ class Copier:
             places = (target, piece.moved), (source, piece.constant)
             tensor.copy(builder, *places, size, live, piece.condition, self.cached)
             yield
+
+    @property
+    def steady(self) -> bool:
+        """Whether one tile's addresses lie a constant distance behind those of the tile before."""
+        side = self.shape.side
+        return side.index.stride(K) is not None and not side.guards
+
+    def series(self, first: L.Value, left: L.Value) -> Callable[[int, int], None]:
+        """A way to start the copies of several tiles that shares their addresses.
+
+        Args: as of `start`. Returns: a function of a tile's number and of its place in shared memory [B].
+        """
+        builder, shape = self.builder, self.shape
+        side, size = shape.side, shape.side.width * shape.side.item
+        far = (side.index.stride(K) or 0) * shape.terms * side.item
+        places = [(piece, builder.add(source, L.I64(piece.constant))) for piece, source, _ in self.sources(first, left)]
+        alive: dict[tuple[L.Value, int], L.Value] = {}
+
+        def start(number: int, stage: int) -> None:
+            for piece, source in places:
+                key = piece.term, number
+                if shape.ragged and key not in alive:
+                    term = builder.add(piece.term, L.I32(number * shape.terms)) if number else piece.term
+                    alive[key] = builder.icmp_signed("<", term, left)
+                target = piece.into, piece.moved + stage
+                tensor.copy(builder, target, (source, number * far), size, alive.get(key), piece.condition, self.cached)
+
+        return start
 
     def sources(self, first: L.Value, left: L.Value) -> Iterator[tuple[Piece, L.Value, L.Value | None]]:
         """Of every piece of a tile: the global address, without its constant, and whether it is there (None: it is)."""

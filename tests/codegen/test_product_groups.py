@@ -126,6 +126,16 @@ def test_few_rows(size, tiling):
 
 
 @compiled
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, bool])
+def test_narrow_operands_are_asked_for_wherever_they_lie(dtype):
+    x, w = normal(49, 256), round_tf32(normal(200, 256, seed=1))
+    b = (normal(201, seed=2) > 0).astype(dtype) if dtype is bool else normal(201, seed=2).astype(dtype)
+    tiling = GroupTiling(64, 96, 32, (1, 2), 8, rounded=1, early=1)
+    found = run_rounded(lambda x, w, b: x @ w.T + b[1:].astype(jnp.float32), (x, w, b), tiling)
+    compare(found, [tf32(x) @ w.T.astype(np.float64) + b[1:].astype(np.float64)], 3e-6)
+
+
+@compiled
 @pytest.mark.parametrize("tiling", FRAGMENTS, ids=str)
 def test_what_stands_before_a_product(tiling):
     """A norm with known statistics and an activation, between the units and shared memory."""

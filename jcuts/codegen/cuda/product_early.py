@@ -60,7 +60,8 @@ def ask(
             }
             here = replace(frame, variables={**frame.variables, **where}, cache={})
             source = M.address(here, node.buffer, item, node.index)
-            (tensor.prefetch if rows > 1 else tensor.touch)(builder, source, live)
+            # A word of narrower elements may lie across its own alignment.
+            (tensor.prefetch if rows > 1 or item < 4 else tensor.touch)(builder, source, live)
 
 
 def _inside(builder: GpuBuilder, place: L.Value, extent: int) -> L.Value:

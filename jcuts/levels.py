@@ -133,6 +133,13 @@ class Level:
                 kept.append(subset)
         self.subsets = kept
 
+    def replace(self, subset: Subset) -> None:
+        """Makes one subset of what its operations are in now: others, or left to XLA."""
+        for kept in (self.subsets, self.library):
+            kept[:] = [s for s in kept if not s.members & subset.members]
+        self.left_out = {m: why for m, why in self.left_out.items() if m not in subset.members}
+        self.subsets = sorted([*self.subsets, subset], key=lambda s: max(s.members))
+
     def is_anchored(self, members: Members) -> bool:
         """Whether an operation among them collects many elements into one."""
         return any(op is not None and op.is_root for op in (self.graph.nodes[m].op for m in members))

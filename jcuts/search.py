@@ -7,6 +7,7 @@ choices of its subsets; it explores nothing.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from jcuts.base import fingerprint, knobs
 from jcuts.base.settings import Settings
 from jcuts.levels import CONSTANT, OF_LIBRARY, TO_FUSE, Level, Subset, add_candidates, has_form
 from jcuts.region.absorb import absorbed, bared, headed, is_product
+from jcuts.region.block_cover import joined
 from jcuts.region.explore import Space, explore
 from jcuts.region.legality import Subset as Members
 from jcuts.trace.canonical import canonical_digest
@@ -28,6 +30,8 @@ MOST_PER_ROUND = 6
 """Distinct subsets measured per round beyond the greedy cover: most of a session's time is compiling candidates."""
 LEAST_MOVED = 1 << 20
 """Bytes below which an element-wise kernel on a GPU takes as long as its launch, whoever makes it."""
+BLOCK_CANDIDATES = 8
+"""Kernels tried for a block of several reductions."""
 MOST_ELEMENTWISE = 12
 """Distinct element-wise subsets that are tried on a GPU."""
 
@@ -79,7 +83,7 @@ def _select(top: Level, settings: Settings, may_measure: bool, platform: str) ->
         session.choose(subsets, settings, may_measure=may_measure, shares=_shares(stored))
         return Summary("stored")
     add_candidates(_subsets(levels), platform)
-    shares = None
+    shares, blocks = None, []
     if platform != "cpu":
         regions = settings.form.regions if settings.form is not None else "all"
         for level in levels:
@@ -95,14 +99,43 @@ def _select(top: Level, settings: Settings, may_measure: bool, platform: str) ->
             add_candidates(_subsets(levels), platform)
         # Before any are left: the forms that leave some share the problems, and so the times, of those that do not.
         shares = session.shares_of([s for s in _subsets(levels) if s.ranked], on_gpu=True)
+        if regions in ("all", "anchored") and settings.mode != "no_fusion" and settings.tune != "off":
+            blocks = _blocks(levels)
+            shares.update({s.identity: BLOCK_CANDIDATES for _, s, _ in blocks})
         _leave_on_gpu(levels, regions, measured=settings.tune != "off")
     subsets = _subsets(levels)
     device = "" if platform == "cpu" else gpus.this().identity()
-    shares = session.choose(subsets, settings, may_measure=may_measure, shares=shares, device=device)
+    rivals = [subset for _, subset, _ in blocks]
+    shares = session.choose([*subsets, *rivals], settings, may_measure=may_measure, shares=shares, device=device)
+    for level, subset, parts in blocks:
+        if _is_better(subset, parts):
+            level.replace(subset)
     unknown = session.is_gathering() or _postponed(subsets)
     if not searching or settings.tune != "auto" or not may_measure or not subsets or unknown:
         return Summary("greedy")
     return _search(levels, settings, shares, key)
+
+
+def _blocks(levels: Sequence[Level]) -> list[tuple[Level, Subset, list[Subset]]]:
+    """Subsets that could be one kernel, each with its level and its parts (`region.block_cover`)."""
+    if knobs.current().fuel is not None:
+        return []
+    found = []
+    for level in levels:
+        cover = [(s.members, s.program) for s in level.subsets]
+        for block in joined(level.graph, cover, has_form):
+            parts = [level.subset(members, program) for members, program in block.parts]
+            found.append((level, level.subset(block.members, block.program), parts))
+    add_candidates([subset for _, subset, _ in found], "cuda")
+    return found
+
+
+def _is_better(subset: Subset, parts: Sequence[Subset]) -> bool:
+    """Whether a kernel was measured to be faster than XLA's code for its operations, and than its parts together."""
+    mine, each = _measured(subset), [_measured(part) for part in parts]
+    if subset.chosen is None or mine is None:
+        return False
+    return mine < sum(time if time is not None else math.inf for time in each)
 
 
 def _leave_on_gpu(levels: Sequence[Level], regions: str, *, measured: bool = True) -> None:

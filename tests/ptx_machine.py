@@ -18,7 +18,7 @@ import numpy as np
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.codegen.cuda.image import Image
 from jcuts.dfg.elementops import numpy_dtype
-from tests import ptx_groups, ptx_tensor
+from tests import ptx_cluster, ptx_groups, ptx_tensor
 
 
 class Fault(Exception):
@@ -176,6 +176,7 @@ class Machine:
         self.last_reader = np.full(self.shared.shape, -1, np.int64)
         self.pipeline = ptx_tensor.Pipeline(self)
         self.units = ptx_groups.Units(self)
+        self.barriers = ptx_cluster.Barriers(self)
 
     def run(self, limit: int = 200_000) -> None:
         code, end = self.kernel.code, len(self.kernel.code)
@@ -249,6 +250,8 @@ class Machine:
             self.pc[on] = len(self.kernel.code)
         elif name == "bar" or (name == "barrier" and parts[2] == "wait"):
             self.last_writer[:], self.last_reader[:] = -1, -1
+            if name == "barrier":
+                self.barriers.meet()
         elif name == "shfl":
             values = self.value(ins.operands[1], "b32")
             distance, place = int(ins.operands[2]), self.thread % 32
@@ -259,8 +262,12 @@ class Machine:
             else:
                 lane = self.thread - place + distance
             self.set(ins.operands[0], values[lane], on)
+        elif ins.op.startswith("st.async"):
+            self.barriers.store(ins, on)
         elif name in ("ld", "st"):
             self._access(ins, parts, on)
+        elif name == "prefetch":
+            self.memory.read(self.address(ins.operands[0], "u64", np.flatnonzero(on)), 4, ins.text)
         elif name == "barrier":
             pass  # arrives at the barrier that it then waits at
         elif name == "mapa":
@@ -273,6 +280,10 @@ class Machine:
             ptx_tensor.multiply(self, ins, parts, on)
         elif name == "wgmma":
             self.units.step(ins, parts, on)
+        elif name == "mbarrier":
+            self.barriers.step(ins, parts, on)
+        elif ins.op.startswith("fence.mbarrier_init"):
+            pass  # all of a cluster pass a barrier before anybody stores
         elif name == "fence":
             self.units.proxy_fence(on)
         else:

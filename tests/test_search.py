@@ -139,13 +139,28 @@ def test_fuel_keeps_the_greedy_cover(store, clock, monkeypatch):
     assert search.select(top, AUTO, may_measure=True).origin == "greedy"
 
 
-def gpu_level(function, *args):
+def gpu_level(function, *args, platform="cpu"):
     closed = jax.make_jaxpr(function)(*args)
-    level = levels.group(simplify(inline(closed)), AUTO, levels.Fuel())
+    level = levels.group(simplify(inline(closed)), AUTO, levels.Fuel(), platform)
     machine = gpu.GpuMachine(132)
     for subset in level.subsets:
         subset.ranking = functools.partial(gpu.candidates, subset.program, machine, 4)
     return level
+
+
+@pytest.mark.parametrize("regions", ["all", "anchored", "absorbing"])
+@pytest.mark.parametrize("measured", [True, False])
+def test_attention_is_a_kernel_wherever_products_stay(regions, measured):
+    def function(q, k, v, w):
+        return (jax.nn.dot_product_attention(q, k, v) @ w) * 2
+
+    q, w = np.ones((2, 64, 4, 32), np.float32), np.ones((32, 32), np.float32)
+    level = gpu_level(function, q, q, q, w, platform="cuda")
+    search._leave_on_gpu([level], regions, measured=measured)
+    kinds = [s.program.template for s in level.subsets]
+    assert kinds == ["attention", *(["contraction"] if measured and regions != "absorbing" else [])]
+    on_a_cpu = gpu_level(function, q, q, q, w)
+    assert not any(s.program.template == "attention" for s in on_a_cpu.subsets)
 
 
 @pytest.mark.parametrize("regions", ["all", "anchored", "absorbing"])
@@ -170,3 +185,49 @@ def test_what_gpus_leave_to_xla(regions):
         reasons = {r.reason for r in level.left_out.values()}
         assert {"no kernel form on cuda", levels.TO_FUSE, levels.CONSTANT} <= reasons
         assert (levels.OF_LIBRARY in reasons) is not product
+
+
+def inverted(x, w, f, v):
+    names = ("NHWC", "HWIO", "NHWC")
+    wide = jax.nn.relu6(jnp.einsum("nhwc,ce->nhwe", x, w))
+    deep = jax.lax.conv_general_dilated(wide, f, (1, 1), "SAME", dimension_numbers=names, feature_group_count=48)
+    return jnp.einsum("nhwe,ec->nhwc", jax.nn.relu6(deep), v) + x
+
+
+@pytest.mark.parametrize("times, whole", [((3.0, 2.0, 2.0, 6.0), True), ((3.0, 2.0, 2.0, 8.0), False),
+                                          ((3.0, None, 2.0, 8.0), True), ((3.0, 2.0, 2.0, None), False)])  # fmt: skip
+def test_a_block_takes_the_place_of_its_parts_where_it_is_measured_to_be_faster(times, whole, monkeypatch):
+    shapes = (8, 28, 28, 16), (16, 48), (3, 3, 1, 48), (48, 16)
+    level = gpu_level(inverted, *(np.ones(s, np.float32) for s in shapes))
+    monkeypatch.setattr(levels.gpus, "machine", lambda: gpu.GpuMachine(132))
+    monkeypatch.setattr(search.gpus, "this", lambda: levels.gpus.Gpu("H200", (9, 0), 132))
+    asked = []
+
+    def choose(subsets, settings, *, may_measure, shares, device):
+        asked.extend(subsets)
+        by_size = sorted(subsets, key=lambda s: len(s.program.phases))
+        parts, (block,) = by_size[:-1], by_size[-1:]
+        assert [len(s.program.phases) for s in (*parts, block)] == [1, 1, 1, 3]
+        assert shares[block.identity] == search.BLOCK_CANDIDATES and len(block.ranked) > 2
+        for subset, time in zip((*parts, block), times, strict=True):
+            subset.chosen = None if time is None else subset.ranked[0][0]
+            subset.choice = Measured(time)
+        return shares
+
+    monkeypatch.setattr(search.session, "choose", choose)
+    search.select(level, AUTO, may_measure=True, platform="cuda")
+    assert len(asked) == 4 and (len(level.subsets) == 1) is whole
+    if whole:
+        chosen = level.subsets[0].chosen
+        assert chosen is not None and dict(chosen.params)["cuda"] == "block"
+        assert level.subsets[0].members == frozenset(range(len(level.graph.nodes))) and not level.left_out
+
+
+@dataclasses.dataclass
+class Measured:
+    time: float | None
+    winner: str = ""
+    is_postponed: bool = False
+
+    def seconds(self, winner):
+        return self.time

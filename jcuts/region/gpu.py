@@ -3,10 +3,10 @@
 The forms (`codegen.cuda`): *point*, in which a thread computes a register tile of output points by itself, *team*, in
 which threads share the points of a reduced row, *columns* and its relatives, in which they share those of neighbouring
 outputs (`gpu_columns`), *transposed* (`gpu_maps`), *product* on matrix units (`gpu_products`, `gpu_groups`),
-*patch* for convolutions with few channels (`gpu_patches`), *attention* (`gpu_attention`).  A schedule is data in the
-program: ``params`` name the form, the threads of a block and how work is shared; ``unroll`` of the axes is the register
-tile.  Programs that no form fits get no candidate and stay with XLA: products of more than the default precision,
-convolutions with groups.
+*patch* for convolutions with few channels (`gpu_patches`), *block* for inverted residuals (`gpu_blocks`), *attention*
+(`gpu_attention`).  A schedule is data in the program: ``params`` name the form, the threads of a block and how work is
+shared; ``unroll`` of the axes is the register tile.  Programs that no form fits get no candidate and stay with XLA:
+products of more than the default precision, convolutions with groups.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from jcuts.dfg.program import Axis, Phase, Program
-from jcuts.region import gpu_attention, gpu_columns, gpu_groups, gpu_patches, gpu_products, statistics
+from jcuts.region import gpu_attention, gpu_blocks, gpu_columns, gpu_groups, gpu_patches, gpu_products, statistics
+from jcuts.region.attend_program import TEMPLATE as ATTENTION
+from jcuts.region.blocks import TEMPLATE as BLOCK
 from jcuts.region.gpu_maps import maps
 from jcuts.region.gpu_tiles import (
     ACCESS,
@@ -68,8 +70,11 @@ def _all(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     if program.template == "scan":
         yield from gpu_columns.scans(program, machine)
         return
-    if program.template == "attention":
+    if program.template == ATTENTION:
         yield from gpu_attention.products(program, machine)
+        return
+    if program.template == BLOCK:
+        yield from gpu_blocks.products(program, machine)
         return
     phase = program.phases[0]
     if len(program.phases) > 1:
@@ -127,12 +132,14 @@ def bound(program: Program) -> GpuBound:
     """
     moved = sum(b.bytes for b in program.outputs)
     for buffer in program.inputs:
-        loads = [n for p in program.phases for n in loads_of(p) if n.buffer == buffer.name]
-        whole = loads and all(not n.guards and n.index is not None and not n.index.values() for n in loads)
-        covered = 1
-        for axis in {a for n in loads if n.index is not None for a in n.index.axes()}:
-            covered *= max((p.ranges().get(axis, 1) for p in program.phases), default=1)
-        if whole and covered >= buffer.size:
+        loads = [(p.ranges(), n) for p in program.phases for n in loads_of(p) if n.buffer == buffer.name]
+        if any(n.guards or n.index is None or n.index.values() for _, n in loads):
+            continue
+        # One load must cover it: several may cover the same part.
+        covered = max(
+            (math.prod(r.get(a, 1) for a in n.index.axes()) for r, n in loads if n.index is not None), default=0
+        )
+        if covered >= buffer.size:
             moved += buffer.bytes
     return GpuBound(moved / fastest_memory(), moved)
 

@@ -13,15 +13,15 @@ every product the schedule with the least cycles was the fastest or within 4 % o
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from jcuts.dfg.program import Program
-from jcuts.region import gpu_products
-from jcuts.region.gpu_products import CLUSTER, EXIT, FETCH, LATENCY, MEMORY, PORT, SECOND, STEP, Counter
-from jcuts.region.gpu_tiles import WARP, Candidate, GpuMachine, scheduled
+from jcuts.region import gpu_products, gpu_rounded
+from jcuts.region.gpu_group_tiling import BARRIER, HIGH, LINE, GroupTiling
+from jcuts.region.gpu_products import CLUSTER, EXIT, FETCH, LATENCY, MEMORY, PORT, SECOND, Counter
+from jcuts.region.gpu_tiles import Candidate, GpuMachine
 from jcuts.region.products import Side, prologue, shares, vectors
 
 MOST = 5
@@ -34,26 +34,35 @@ GROUPED = (9, 0)
 """The compute capability that has warp groups."""
 LEAST_POINTS, LEAST_PRODUCTS = 1 << 18, 1 << 27
 """Outputs (16 tiles of 128x128) and products from which on there are candidates."""
-GROUP, HIGH, LINE = 4 * WARP, 64, 128
-"""Threads of a warp group, rows of its instruction, bytes of a line of terms."""
+FEW_ROWS, FEW_PRODUCTS = 33, 1 << 22
+"""Rows and products from which on there are some for rounded weights."""
+FEW_POINTS = 128 * 128
+"""Outputs per multiprocessor up to which a product has few blocks."""
 SHAPES = (
     (64, 64, 1), (64, 128, 1), (64, 192, 1), (64, 256, 1), (128, 64, 2), (128, 96, 2), (128, 128, 2), (128, 192, 2),
     (128, 256, 2), (128, 64, 1), (128, 128, 1), (192, 128, 3), (192, 192, 3), (256, 64, 2), (256, 96, 2), (256, 128, 2),
     (256, 128, 4),
 )  # fmt: skip
 NARROW = ((128, 32, 1), (128, 32, 2), (256, 32, 2), (256, 32, 4))
-"""(rows, columns, groups along the rows) of a block; narrow ones are for rounded weights of few columns."""
+SHORT = ((64, 32, 1), (64, 96, 1), (192, 64, 3), (192, 96, 3))
+"""(rows, columns, groups along the rows) of a block; narrow ones are for rounded weights of few columns, short ones for
+products of few blocks."""
 COPIED = ((1, 4, 0), (1, 5, 0), (1, 6, 0), (2, 3, 0))
 ROUNDED = ((1, 2, 1), (1, 3, 1), (2, 2, 1), (2, 3, 1))
 WEIGHTS = ((1, 3, 0), (1, 4, 0), (1, 5, 0), (1, 6, 0))
 """Of 16-bit types, of float32, of float32 with rounded weights: lines of terms per tile, tiles in shared memory, tiles
 that wait in registers."""
-FRAGMENTS = 16
-"""Registers of fragments on their way to the units, per 64 rows of a group."""
+FRAGMENTS, WHOLE = 16, 32
+"""Registers of fragments on their way to the units, per 64 rows of a group; where all steps of a tile are one group."""
 ENOUGH, SPREAD = 3, 2
 """Schedules for warp groups from which on those of the other family are not looked for; schedules of rounded weights
 that are tried with copies among the steps of products, too."""
-SPLITS, CLUSTERS = (1, 2, 3, 4), (2, 4)
+SPLITS, CLUSTERS, WIDE_CLUSTERS = (1, 2, 3, 4), (2, 4), (2, 3, 4, 5, 6, 7, 8)
+"""Groups of terms, blocks of a cluster; of one whose blocks store into each other's memory."""
+AT_ONCE = {1: 132, 2: 66, 3: 42, 4: 30, 5: 22, 6: 15, 7: 14, 8: 13}
+"""Clusters of so many blocks that 132 multiprocessors have at once, one block each: they lie in groups."""
+MOST_UNDER_WAY = 12
+"""Tiles of a block that are copied at once."""
 MOST_SHARED, MOST_REGISTERS, MOST_WAITING = 226 << 10, 248, 80
 SHARED, FILE = 227 << 10, 65536
 """Bytes of shared memory of a block, registers of a thread, those of tiles on their way; of a multiprocessor: shared
@@ -66,65 +75,6 @@ ROUND, LOAD = 100.0, 700.0
 """Cycles of a tile of terms: a barrier, a fence, the issue; from asking for a tile of float32 to having it."""
 STORE, TURN = 0.6, 3.0
 """What rounding and storing float32 takes beside the units, in passes through the port; of turned tiles, over that."""
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Constants of rounded weights: products and bytes of the L2 cache per cycle, cycles, shares of what overlaps.
-
-    ``fetch`` is a load's, ``step`` a group of instructions' that nothing hides, ``memory`` what is left of its time.
-    """
-
-    unit: float
-    cache: float
-    fetch: float
-    round: float
-    step: float
-    latency: float
-    cluster: float
-    overlap: float
-    memory: float
-
-
-RATES = Rates(910.0, 62.0, 900.0, 50.0, 19.0, 3600.0, 4200.0, 0.15, 0.29)
-"""Fitted to 115 schedules of 20 products and convolutions on an H200: 14 % off in the mean square; the schedule with
-the least cycles took 2 % more than the fastest, on average."""
-
-
-@dataclass(frozen=True)
-class GroupTiling:
-    """One schedule: a block's tile, its warp groups, tiles in shared memory and on their way, who shares terms.
-
-    ``rounded`` and what follows it: for rounded weights alone, see `codegen.cuda.group_shape`.
-    """
-
-    rows: int
-    columns: int
-    terms: int
-    groups: tuple[int, int]
-    stages: int
-    flight: int = 0
-    split: int = 1
-    cluster: int = 1
-    rounded: int = 0
-    spread: int = 0
-    steps: int = 1
-    cached: int = 0
-
-    @property
-    def threads(self) -> int:
-        """Of a block."""
-        return GROUP * math.prod(self.groups)
-
-    def of(self, program: Program) -> Program:
-        """The scheduled program."""
-        found = (("flight", self.flight, 0), ("split", self.split, 1), ("cluster", self.cluster, 1))
-        found += (("rounded", self.rounded, 0), ("spread", self.spread, 0), ("steps", self.steps, 1))
-        found += (("cached", self.cached, 0),)
-        more = tuple((name, count) for name, count, least in found if count > least)
-        tile = (self.rows, self.columns, self.terms)
-        params = (("tile", tile), ("groups", self.groups), ("stages", self.stages), *more)
-        return scheduled(program, "product", self.threads, *params)
 
 
 def products(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
@@ -150,49 +100,81 @@ def grouped(counter: GroupCounter, most: int = MOST, *, alike: bool = False) -> 
     for tiling in tilings(counter):
         cycles = counter.cycles(tiling)
         key = (tiling.rows, tiling.columns, tiling.split, tiling.cluster)
-        key += (tiling.terms, tiling.stages, *tiling.groups) if alike else (tiling.rounded and tiling.stages == 3,)
+        three = tiling.rounded and not tiling.early and tiling.stages == 3  # more blocks side by side
+        key += (tiling.terms, tiling.stages, *tiling.groups) if alike else (three,)
         if key not in best or cycles < best[key][0]:
             best[key] = (cycles, tiling)
-    seen: dict[tuple[bool, bool], int] = {}
+    seen: dict[tuple[bool, int], int] = {}
     scored = []
     for cycles, tiling in sorted(best.values(), key=lambda found: found[0]):
-        kind = (tiling.split > 1, tiling.cluster > 1)
+        kind = (tiling.split > 1, tiling.cluster if tiling.push else int(tiling.cluster > 1))
         scored.append((min(1.0, counter.least / cycles) * AGAIN ** seen.get(kind, 0), tiling))
         seen[kind] = seen.get(kind, 0) + 1
     chosen = sorted(scored, key=lambda found: -found[0])[:most]
     for score, tiling in chosen:
         yield tiling.of(counter.program), score
     for score, tiling in chosen[:SPREAD] if counter.rounded else ():
-        yield replace(tiling, spread=1, steps=2).of(counter.program), AGAIN * score
+        others = [replace(tiling, spread=1, steps=2)]
+        if tiling.steps:
+            others.append(replace(tiling, steps=0))
+        elif tiling.stages >= counter.share(tiling):  # no copies are left to be spread
+            others = [replace(tiling, steps=2)]
+        for other in others:
+            if counter.fits(other):
+                yield other.of(counter.program), AGAIN * score
 
 
 def tilings(counter: GroupCounter) -> Iterator[GroupTiling]:
     """All schedules that fit the product and the multiprocessor."""
-    points = counter.batch * counter.rows * counter.columns
-    if counter.machine.capability != GROUPED or points < LEAST_POINTS or points * counter.terms < LEAST_PRODUCTS:
+    if counter.machine.capability != GROUPED or not _enough(counter):
         return
-    for rows, columns, along in (*SHAPES, *(NARROW if counter.rounded else ())):
+    for rows, columns, along in (*SHAPES, *((*NARROW, *(SHORT if counter.short else ())) if counter.rounded else ())):
         if rows >= 2 * counter.rows or columns >= 2 * counter.columns:
             continue
         if not all(_fits(side, size) for side, size in zip(counter.sides, (rows, columns), strict=True)):
             continue
-        blocks = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns)
-        few = blocks < 2 * counter.machine.sms
-        ways = [*((s, 1) for s in SPLITS if s == 1 or few), *((1, c) for c in CLUSTERS if few)]
-        depths = WEIGHTS if counter.rounded else ROUNDED if counter.item == 4 else COPIED
-        for (lines, stages, flight), (split, cluster) in itertools.product(depths, ways):
-            terms = lines * LINE // counter.item
-            if any(side.run % terms and side.run != counter.terms for side in counter.sides):
-                continue
-            share, found = shares(counter.terms, terms, split * cluster)
-            if counter.before and (not counter.rounded or counter.terms % (terms * share * found)):
-                continue
-            if found != split * cluster or (found > 1 and share < 4) or (lines > 1 and share < 3):
-                continue
-            tiling = GroupTiling(rows, columns, terms, (along, 1), stages, flight, split, cluster, counter.rounded)
-            registers = min(MOST_REGISTERS, FILE // tiling.threads)
-            if counter.shared(tiling) <= MOST_SHARED and counter.registers(tiling) <= registers:
-                yield tiling
+        tiles, sms = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns), counter.machine.sms
+        few = tiles < 2 * sms
+        clusters = WIDE_CLUSTERS if counter.short else CLUSTERS
+        # a cluster that stores is faster, where it is large enough
+        splits = few and (not counter.short or 2 * clusters[-1] * tiles < sms)
+        for split, cluster in [*((s, 1) for s in SPLITS if s == 1 or splits), *((1, c) for c in clusters if few)]:
+            for tiling in _depths(counter, (rows, columns, along), split, cluster):
+                if counter.fits(tiling):
+                    yield tiling
+
+
+def _enough(counter: GroupCounter) -> bool:
+    points = counter.batch * counter.rows * counter.columns
+    if counter.rounded and counter.rows >= FEW_ROWS and counter.terms * counter.item >= LINE:
+        return points * counter.terms >= FEW_PRODUCTS
+    return points >= LEAST_POINTS and points * counter.terms >= LEAST_PRODUCTS
+
+
+def _depths(
+    counter: GroupCounter, block: tuple[int, int, int], split: int, cluster: int
+) -> Iterator[GroupTiling]:  # fmt: skip
+    """Tiles of terms of a block: how long they are, and how many lie in shared memory or are on their way."""
+    rows, columns, along = block
+    depths = list(WEIGHTS if counter.rounded else ROUNDED if counter.item == 4 else COPIED)
+    share, _ = shares(counter.terms, LINE // counter.item, split * cluster)
+    if counter.short and share <= MOST_UNDER_WAY:
+        depths = [(1, share, 0), *(depth for depth in depths if depth[1] < share)]
+    for lines, stages, flight in depths:
+        terms = lines * LINE // counter.item
+        if any(side.run % terms and side.run != counter.terms for side in counter.sides):
+            continue
+        share, found = shares(counter.terms, terms, split * cluster)
+        if counter.before and (not counter.rounded or counter.terms % (terms * share * found)):
+            continue
+        if found != split * cluster or (lines > 1 and share < 3):
+            continue
+        if found > 1 and share < (2 if counter.short and split == 1 else 4):
+            continue
+        yield GroupTiling(
+            rows, columns, terms, (along, 1), stages, flight, split, cluster, counter.rounded,
+            steps=0 if counter.short else 1, push=int(counter.rounded and cluster > 1), early=int(counter.short),
+        )  # fmt: skip
 
 
 def _fits(side: Side, size: int) -> bool:
@@ -214,8 +196,19 @@ class GroupCounter(Counter):
         self.rounded = int(by_terms and program.buffer(self.sides[1].buffer).tf32)
         self.before, self.vectors = prologue(program) is not None, len(vectors(program))
         products = float(self.batch * self.rows * self.columns * self.terms)
-        unit = RATES.unit if self.rounded else UNIT[self.item]
+        self.short = bool(self.rounded) and self.batch * self.rows * self.columns <= machine.sms * FEW_POINTS
+        self.rates = gpu_rounded.FEW_RATES if self.short else gpu_rounded.RATES
+        unit = self.rates.unit if self.rounded else UNIT[self.item]
         self.least = max(self.moved / MEMORY, products / (machine.sms * unit), LATENCY)
+
+    def share(self, tiling: GroupTiling) -> int:
+        """Tiles of terms of a block."""
+        return shares(self.terms, tiling.terms, tiling.split * tiling.cluster)[0]
+
+    def fits(self, tiling: GroupTiling) -> bool:
+        """Whether a multiprocessor has a block's shared memory and registers."""
+        registers = min(MOST_REGISTERS, FILE // tiling.threads)
+        return self.shared(tiling) <= MOST_SHARED and self.registers(tiling) <= registers
 
     def shared(self, tiling: GroupTiling) -> int:  # type: ignore[override]
         """Bytes of shared memory of a block."""
@@ -223,10 +216,12 @@ class GroupCounter(Counter):
             size if side.along_terms or side.item == 4 else -(-size // HIGH) * HIGH
             for side, size in zip(self.sides, (tiling.rows, tiling.columns), strict=True)
         )
-        stage = (rows + columns) * tiling.terms * self.item
-        share, _ = shares(self.terms, tiling.terms, tiling.split * tiling.cluster)
-        kept = 4 * self.vectors * share * tiling.terms
-        return max(stage * tiling.stages + kept, 4 * rows * columns if tiling.cluster > 1 else 0)
+        kept = (rows + columns) * tiling.terms * self.item * tiling.stages
+        kept += 4 * self.vectors * self.share(tiling) * tiling.terms
+        if not tiling.push:
+            return max(kept, 4 * rows * columns if tiling.cluster > 1 else 0)
+        apart = kept + tiling.room + BARRIER
+        return apart if apart <= SHARED else max(kept, tiling.room) + BARRIER
 
     def _words(self, tiling: GroupTiling) -> int:
         """What a thread takes of a tile of float32: whole pieces, or squares, of each operand."""
@@ -241,45 +236,27 @@ class GroupCounter(Counter):
         total = tiling.rows * tiling.columns // tiling.threads
         waiting = tiling.flight * self._words(tiling)
         if tiling.rounded:
-            waiting = FRAGMENTS * tiling.rows // tiling.groups[0] // HIGH
+            waiting = (FRAGMENTS if tiling.steps else WHOLE) * tiling.rows // tiling.groups[0] // HIGH
         total += BESIDE * self.beside if tiling.rounded else 0
         return 56 + total + (waiting or 8) + (0 if waiting <= MOST_WAITING else MOST_REGISTERS)
 
     def _blocks(self, tiling: GroupTiling) -> tuple[int, int]:
         """Blocks side by side on a multiprocessor, and how often they are replaced."""
-        blocks = self.batch * -(-self.rows // tiling.rows) * -(-self.columns // tiling.columns)
+        tiles = self.batch * -(-self.rows // tiling.rows) * -(-self.columns // tiling.columns)
         resident = min(SHARED // (self.shared(tiling) + 1024), FILE // (tiling.threads * self.registers(tiling)))
         resident = max(1, min(resident, self.machine.threads_per_sm // tiling.threads))
-        queue = -(-blocks * tiling.split * tiling.cluster // self.machine.sms)
-        return min(resident, queue), -(-queue // resident)
-
-    def _rounded(self, tiling: GroupTiling, beside: int, waves: int) -> float:
-        """The same of rounded weights."""
-        rows, columns, rates, line = tiling.rows, tiling.columns, RATES, tiling.terms * self.item
-        copied, read = float((rows + columns) * line), rows // HIGH * (HIGH + columns) * line
-        limits = [
-            beside * rows * columns * tiling.terms / rates.unit, beside * (read + copied) / PORT,
-            beside * copied / rates.cache, rates.fetch / (tiling.stages - 2) + rates.round,
-        ]  # fmt: skip
-        share, _ = shares(self.terms, tiling.terms, tiling.split * tiling.cluster)
-        inner = max(limits) + rates.overlap * (sum(limits) - max(limits))
-        if beside == 1:  # nobody else fills the gaps between groups of instructions
-            inner += rates.step * line / STEP * (rows // HIGH / tiling.groups[0])
-        written = 4.0 * rows * columns * (1.0 if tiling.split > 1 else self.results / max(1.0, self.partial))
-        leave = EXIT + beside * written / tiling.cluster / rates.cache
-        if tiling.cluster > 1:
-            leave += rates.cluster + beside * 4.0 * rows * columns * (2 / PORT + 1 / rates.cache)
-        moved = self.moved / MEMORY
-        total = waves * (rates.latency + share * inner + leave)
-        total = max(total, moved + rates.latency) + rates.memory * min(total, moved)
-        return total + (SECOND + (2 * tiling.split + 1) * self.partial / MEMORY if tiling.split > 1 else 0.0)
+        queue = -(-tiles * tiling.split * tiling.cluster // self.machine.sms)
+        if not tiling.push:
+            return min(resident, queue), -(-queue // resident)
+        once = AT_ONCE[tiling.cluster] * self.machine.sms / AT_ONCE[1]  # clusters, one block per multiprocessor
+        return min(resident, queue), math.ceil(tiles / (resident * once))
 
     def cycles(self, tiling: GroupTiling) -> float:  # type: ignore[override]
         """Estimated cycles of a launch, and of the second one where terms are split."""
         rows, columns, ways = tiling.rows, tiling.columns, tiling.split * tiling.cluster
         beside, waves = self._blocks(tiling)
         if tiling.rounded:
-            return self._rounded(tiling, beside, waves)
+            return gpu_rounded.cycles(self, tiling, beside, waves, self.rates)
         line = tiling.terms * self.item
         copied = float((rows + columns) * line)
         read = rows // HIGH * (HIGH + columns) * line

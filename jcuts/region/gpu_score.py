@@ -20,6 +20,8 @@ from jcuts.dfg.program import ITEM_SIZE, Phase, Program
 from jcuts.estimate.launches import SECTOR, LaunchScore, LaunchUse, score
 from jcuts.region import attention_tiles
 from jcuts.region.attention import recognise
+from jcuts.region.block_tiles import WORD
+from jcuts.region.block_tiles import shape_of as tile_of
 from jcuts.region.choose import work
 from jcuts.region.patch_tiles import shape_of
 from jcuts.region.patches import patches
@@ -42,6 +44,8 @@ def score_of(program: Program, taken: Sequence[Taken], arch: GpuArch) -> LaunchS
 def unit_of(program: Program) -> str:
     """The compute unit that does the work."""
     form = dict(program.params).get("cuda")
+    if form == "block":
+        return "tf32_mma"
     if form not in ("product", "patch", "attention"):
         return "ffma"
     if form == "attention":
@@ -96,6 +100,11 @@ def _traffic(program: Program, blocks: int, threads: int) -> tuple[float, float,
         read = shape.tiles * shape.blocks[0] * shape.lines * shape.length + math.prod(shape.blocks) * shape.filters // 4
         moved = float(shape.patches.item * read) + sum(b.bytes for b in program.outputs)
         return max(compulsory, moved), moved / LINE, 1.0
+    if params.get("cuda") == "block" and (tile := tile_of(program)) is not None:
+        weights = tile.block.channels * (tile.block.terms + tile.block.columns)
+        moved = float(WORD * tile.tiles * (tile.pixels * tile.block.terms + weights))
+        moved += 2 * sum(b.bytes for b in program.outputs)
+        return max(compulsory, moved), moved / LINE, 1.0
     if params.get("cuda") != "point" or len(program.phases) != 1:
         moved = compulsory * _passes(program)
         return moved, moved / LINE, 1.0
@@ -130,6 +139,8 @@ def _under_way(program: Program) -> float:
         return (params["stages"] - 1) * stage / params["threads"]
     if params.get("cuda") == "patch":
         return shape_of(program).patch / params["threads"]
+    if params.get("cuda") == "block" and (tile := tile_of(program)) is not None:
+        return WORD * tile.chunk * (tile.block.terms + tile.block.columns) / params["threads"]
     total = 0.0
     for phase in program.phases[:1]:
         for graph in (phase.body, phase.exit):

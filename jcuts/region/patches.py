@@ -80,7 +80,7 @@ def as_patches(program: Program) -> Program | None:
     """The program with its axes named as `patches` expects, unscheduled; None if it is no such convolution."""
     if len(program.phases) != 1 or dict(program.params).get("precision"):
         return None
-    phase = _without_pads(program.phases[0])
+    phase = without_pads(program.phases[0])
     loads = _operands(phase)
     if loads is None:
         return None
@@ -105,7 +105,7 @@ def patches(program: Program) -> Patches:
     return found
 
 
-def _without_pads(phase: Phase) -> Phase:
+def without_pads(phase: Phase) -> Phase:
     """The phase with factors that zeros surround (`pad`) as loads that are guarded by themselves."""
     if len(phase.accs) != 1 or len(phase.accs[0].values) != 1:
         return phase

@@ -5,8 +5,8 @@
 At the default precision XLA's libraries round both operands to TF32 (10 bits after the point, to nearest) in every
 call; constants can be rounded once, which changes nothing in what such a product computes.  Kernels for warp groups
 (`codegen.cuda.product_groups`) then take weights as they are: `rounded_constants` says which ones.  Nothing else is
-rounded: not arguments, not other types, not products of a higher precision, and not small ones, which libraries may
-compute without matrix units.
+rounded: not arguments, not other types, not products of a higher precision, and not small ones or those of a few rows,
+which libraries may compute without matrix units.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from jcuts.trace.products import CONVOLUTION, DOT, Program
 
 LEAST_POINTS, LEAST_PRODUCTS = 1 << 18, 1 << 27
 """Outputs and products from which on weights are rounded: those of `region.gpu_groups`."""
+FEW_ROWS, FEW_PRODUCTS = 33, 1 << 22
+"""Rows and products from which on those of products without taps are."""
 LEAST_COLUMNS, PIECE, LINE = 17, 4, 32
 """Output channels from which on there are such kernels; terms of a copy; what channels of taps are multiples of."""
 LOW = np.uint32(0x1FFF)
@@ -87,8 +89,10 @@ def _order(eqn: Any) -> Order | None:
         return None
     shape = eqn.invars[1].aval.shape
     columns, terms, points = shape[order[0]], math.prod(shape[d] for d in order[1:]), eqn.outvars[0].aval.size
-    large = points >= LEAST_POINTS and points * terms >= LEAST_PRODUCTS
-    return order if large and columns >= LEAST_COLUMNS and terms % PIECE == 0 else None
+    enough = points >= LEAST_POINTS and points * terms >= LEAST_PRODUCTS
+    if terms >= LINE and math.prod(shape[d] for d in order[1:-1]) == 1:
+        enough = enough or (points >= FEW_ROWS * columns and points * terms >= FEW_PRODUCTS)
+    return order if enough and columns >= LEAST_COLUMNS and terms % PIECE == 0 else None
 
 
 def _order_of_dot(eqn: Any) -> Order | None:

@@ -203,7 +203,7 @@ def _foldable(eqn: Any, known: set[Any]) -> bool:
 def _copied(closed: jaxapi.Closed) -> jaxapi.Closed:
     cheap: dict[Any, Any] = {}
     for eqn in closed.jaxpr.eqns:
-        if jaxapi.primitive_name(eqn) in CHEAP and _grows(eqn):
+        if (jaxapi.primitive_name(eqn) in CHEAP and _grows(eqn)) or _is_number(eqn):
             cheap[eqn.outvars[0]] = eqn
     uses: Counter[Any] = Counter()
     for eqn in closed.jaxpr.eqns:
@@ -222,6 +222,11 @@ def _copied(closed: jaxapi.Closed) -> jaxapi.Closed:
             eqn = eqn.replace(invars=[a if jaxapi.is_literal(a) else new.get(a, a) for a in eqn.invars])
         eqns.append(eqn)
     return jaxapi.dce(jaxapi.with_eqns(closed, eqns))
+
+
+def _is_number(eqn: Any) -> bool:
+    """Whether an equation converts a known number, which then is one in every subset that uses it."""
+    return jaxapi.primitive_name(eqn) == "convert_element_type" and jaxapi.is_literal(eqn.invars[0])
 
 
 def _grows(eqn: Any) -> bool:

@@ -69,6 +69,20 @@ def reading(place: str) -> dict[str, Any]:
     return found
 
 
+@functools.cache
+def untimed() -> dict[str, Any]:
+    """Compiler options for a program whose algorithms XLA takes as they come, {} where it does not know the option."""
+    import jax
+    import numpy as np
+
+    found = {"xla_gpu_autotune_level": 0}
+    try:
+        jax.jit(lambda x: x + 1, compiler_options=found).lower(np.float32(0)).compile()
+    except Exception:
+        return {}
+    return found
+
+
 def _own() -> str:
     """The user's flags: the variable holds them, or names a file that does, as XLA reads it."""
     given = os.environ.get("XLA_FLAGS", "").strip()

@@ -170,7 +170,7 @@ def test_storage_types(dtype):
 
 
 @compiled
-@pytest.mark.parametrize("name", ["exp", "exp2", "logistic", "tanh", "rsqrt"])
+@pytest.mark.parametrize("name", ["exp", "exp2", "logistic", "tanh", "rsqrt", "erfc"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_special_functions_keep_their_bound(name, dtype):
     """The units' own error is not simulated: what is left is that of the formulas."""

@@ -18,7 +18,7 @@ from jcuts.codegen.cuda.image import Image
 from jcuts.codegen.cuda.target import CudaTarget
 from jcuts.region import gpu
 from jcuts.region.gpu_groups import GroupTiling
-from jcuts.region.products import sides
+from jcuts.region.products import shares, sides
 from tests import programs, ptx_machine
 from tests.codegen.test_product import (
     CONVOLUTIONS,
@@ -58,6 +58,15 @@ FRAGMENTS = [
     GroupTiling(128, 64, 32, (2, 1), 3, 0, 1, 2, rounded=1), GroupTiling(128, 64, 64, (1, 1), 3, rounded=1),
 ]  # fmt: skip
 """Of float32 whose right operand is rounded already."""
+SHORT = [
+    GroupTiling(64, 64, 32, (1, 1), 10, rounded=1, early=1),  # a stage for every tile of terms
+    GroupTiling(128, 64, 32, (2, 1), 2, cluster=5, rounded=1, push=1),  # the last blocks have fewer terms
+    GroupTiling(64, 64, 32, (1, 1), 2, cluster=8, rounded=1, push=1, early=1),  # more blocks than parts of the tile
+    GroupTiling(64, 192, 32, (1, 1), 6, cluster=2, rounded=1, push=1, early=1),  # totals over the tiles of terms
+    GroupTiling(64, 96, 32, (1, 2), 3, cluster=4, rounded=1, push=1, steps=2),
+    GroupTiling(128, 64, 32, (1, 1), 4, cluster=3, rounded=1, push=1, spread=1),
+]  # fmt: skip
+"""Of few rows: all tiles under way at once, blocks that push totals, results asked for early."""
 EPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10}
 
 
@@ -92,6 +101,38 @@ def test_rounded_weights_of_sizes_that_divide_nothing(size, tiling):
     x, w, b = normal(m, k), round_tf32(normal(n, k, seed=1)), normal(n)
     found = run_rounded(lambda x, w, b: jax.nn.relu(x @ w.T + b), (x, w, b), tiling)
     compare(found, [np.maximum(tf32(x) @ w.T.astype(np.float64) + b, 0)], 3e-6)
+
+
+@compiled
+@pytest.mark.parametrize("tiling", SHORT, ids=str)
+@pytest.mark.parametrize("size", [(128, 320, 128), (70, 300, 68), (49, 256, 200), (130, 290, 64)])
+def test_few_rows(size, tiling):
+    """Everything that may follow: vectors, a matrix beside the result, one across it, several results."""
+    m, k, n = size
+    if shares(k, 32, tiling.cluster)[1] != tiling.cluster:
+        pytest.skip("not so many parts of the terms")
+    tiling = replace(tiling, stages=min(tiling.stages, shares(k, 32, tiling.cluster)[0]))
+    x, w, b, r, t = normal(m, k), round_tf32(normal(n, k, seed=1)), normal(n), normal(m, n, seed=2), normal(n, m)
+
+    def layer(x, w, b, r, t):
+        y = jax.nn.relu(x @ w.T + b)
+        return y + r, y - t.T
+
+    y = np.maximum(tf32(x) @ w.T.astype(np.float64) + b, 0)
+    compare(run_rounded(layer, (x, w, b, r, t), tiling), [y + r, y - t.T], 3e-6)
+    if k % (32 * tiling.cluster) == 0:
+        found = run_rounded(lambda x, w, s: jax.nn.relu(x * s) @ w.T, (x, w, normal(k)), tiling)
+        compare(found, [tf32(np.maximum(x * normal(k), 0)) @ w.T.astype(np.float64)], 3e-6)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, bool])
+def test_narrow_operands_are_asked_for_wherever_they_lie(dtype):
+    x, w = normal(49, 256), round_tf32(normal(200, 256, seed=1))
+    b = (normal(201, seed=2) > 0).astype(dtype) if dtype is bool else normal(201, seed=2).astype(dtype)
+    tiling = GroupTiling(64, 96, 32, (1, 2), 8, rounded=1, early=1)
+    found = run_rounded(lambda x, w, b: x @ w.T + b[1:].astype(jnp.float32), (x, w, b), tiling)
+    compare(found, [tf32(x) @ w.T.astype(np.float64) + b[1:].astype(np.float64)], 3e-6)
 
 
 @compiled
@@ -199,7 +240,13 @@ def test_convolutions_with_taps(name, dtype):
         compare(run(lambda x, w: conv(x, w, **params), (x, w), tiling), [wanted], limit)
 
 
-WAYS = {"spread": {"spread": 1}, "two steps": {"steps": 2}, "all": {"spread": 1, "steps": 2, "cached": 1}}
+WAYS = {
+    "spread": {"spread": 1},
+    "two steps": {"steps": 2},
+    "tiles": {"steps": 0},
+    "both": {"spread": 1, "steps": 0},
+    "all": {"spread": 1, "steps": 2, "cached": 1},
+}
 """Of starting copies and products."""
 
 
@@ -211,6 +258,7 @@ def test_ways_of_starting_copies_and_products(size, tiling, way):
     m, k, n = size
     x, w = normal(m, k), round_tf32(normal(n, k, seed=1))
     tiling = replace(tiling, **WAYS[way])
+    tiling = tiling if tiling.steps else replace(tiling, steps=tiling.terms // 8)
     compare(run_rounded(lambda x, w: x @ w.T, (x, w), tiling), [tf32(x) @ w.T.astype(np.float64)], 3e-6)
     if k % (tiling.terms * tiling.split * tiling.cluster) == 0:
         found = run_rounded(lambda x, w: jnp.abs(x) @ w.T, (x, w), tiling)
@@ -255,6 +303,23 @@ def test_the_machine_sees_what_pipelines_do_wrong():
 
 
 @compiled
+def test_the_machine_sees_what_clusters_do_wrong():
+    x, w = normal(64, 256), round_tf32(normal(64, 256, seed=1))
+    for tiling in SHORT[2:4]:
+        traced = programs.trace(lambda x, w: x @ w.T, x, w)
+        program = tiling.of(traced.product())
+        kernel, ptx = compiler.compile_program(program, SM90), compiler.ptx_of(program, SM90)
+        for change, what in (
+            ("barrier.cluster.wait.aligned;", "may not have begun"),
+            ("mbarrier.init.shared.b64", "no barrier"),
+            ("cp.async.wait_group", "under way|before a barrier"),
+        ):  # fmt: skip
+            changed = re.sub(rf"^.*{change}.*$", "", ptx, flags=re.MULTILINE)
+            with pytest.raises((TensorFault, ptx_machine.Fault), match=what):
+                ptx_machine.run_kernel(changed, kernel, traced.operands())
+
+
+@compiled
 def test_the_code_is_what_the_tiling_says():
     """Whole accesses, no instruction more than the tile needs, and the architecture with warp groups."""
     x, w, b = (np.zeros(s, np.float32) for s in ((512, 4096), (4096, 256), (256,)))
@@ -296,7 +361,10 @@ def test_candidates_assemble_without_local_memory(size, dtype):
 LAYERS = {
     "dense": (lambda x, w, b: jax.nn.relu(x @ w.T + b), ((3072, 1024), (4096, 1024), (4096,))),
     "few rows": (lambda x, w: x @ w.T, ((384, 3072), (768, 3072))),
+    "49 rows": (lambda x, w, b, r: jax.nn.relu(x @ w.T + b + r), ((49, 512), (2048, 512), (2048,), (49, 2048))),
+    "gelu": (lambda x, w, b: jax.nn.gelu(x @ w.T + b, approximate=False), ((384, 768), (3072, 768), (3072,))),
     "norm": (lambda x, w, s, b: jax.nn.relu(x * s + b) @ w.T, ((12544, 768), (128, 768), (768,), (768,))),
+    "norm of few rows": (lambda x, w, s, b: jax.nn.relu(x * s + b) @ w.T, ((196, 768), (128, 768), (768,), (768,))),
     "3x3": (
         lambda x, w, b: conv(x, w, layout=("NHWC", "OHWI", "NHWC")) + b, ((64, 14, 14, 256), (256, 3, 3, 256), (256,)),
     ),

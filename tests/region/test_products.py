@@ -101,7 +101,7 @@ def test_what_is_computed_before_a_product():
     rounded = replace(program, buffers=tuple(replace(b, tf32=b.name == right) for b in program.buffers))
     found = [dict(p.params) for p, _ in gpu.candidates(rounded, MACHINE, 100)]
     assert found and all(p["rounded"] and "groups" in p for p in found)
-    assert sum("spread" in p for p in found) == gpu_groups.SPREAD
+    assert sum(p.get("steps") == 2 for p in found) == gpu_groups.SPREAD and any("spread" in p for p in found)
     made = as_product(rounded)
     for candidate, _ in gpu.candidates(rounded, MACHINE, 100):
         verify(candidate)
@@ -215,6 +215,22 @@ def test_cycles_of_rounded_weights():
     moved = 4 * (x.size + w.size + 12 * 128 * 11 * 256) / 2400
     assert counter.cycles(tiling) == pytest.approx(total + 0.29 * moved)
     assert counter.least == 12 * 128 * 11 * 256 * 4096 / (132 * 910)
+
+
+def test_cycles_of_few_rows():
+    """By hand: 24 clusters of four blocks of 64x192, each of which copies its six tiles of terms at once."""
+    x, w = np.zeros((384, 768), np.float32), np.zeros((768, 768), np.float32)
+    counter = gpu_groups.GroupCounter(programs.trace(lambda x, w: x @ w.T, x, w).product(), MACHINE)
+    tiling = gpu_groups.GroupTiling(64, 192, 32, (1, 1), 6, cluster=4, rounded=1, steps=0, push=1, early=1)
+    assert tiling in set(gpu_groups.tilings(counter))
+    limits = [64 * 192 * 32 / 910, 2 * (64 + 192) * 128 / 128, (64 + 192) * 128 / 80, 900 / 6 + 10]
+    tile = limits[1] + 0.1 * (limits[0] + limits[2] + limits[3]) + 42
+    total = 2880 + 6 * tile + 500 + 4 * 64 * 192 / 4 / 80 + 1810 + 4 * 64 * 192 * (2 / 128 + 1 / 80)
+    moved = 4 * (x.size + w.size + x.size) / 2400
+    assert counter.cycles(tiling) == pytest.approx(total + 1.34 * moved)
+    for other in gpu_groups.tilings(counter):
+        assert counter.cycles(other) > counter.least
+        assert counter.shared(other) == group_shape(other.of(counter.program)).shared
 
 
 def test_clusters_are_for_gpus_that_have_them():

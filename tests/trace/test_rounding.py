@@ -59,6 +59,7 @@ FILTER, ROW = values(3, 3, 32, 64), values(3, 32, 64)
 SQUARE = values(128, 128)
 WEIGHTS = {
     "dot": (lambda x: x @ W, shape(4096, 256), (128, 256), lambda w: w.T, W),
+    "dot of few rows": (lambda x: x @ W, shape(7, 49, 256), (128, 256), lambda w: w.T, W),
     "dot of three dimensions": (lambda x: x @ W, shape(16, 256, 256), (128, 256), lambda w: w.T, W),
     "already along terms": (lambda x: x @ W.T, shape(16384, 128), (256, 128), lambda w: w, W),
     "two dimensions of terms": (
@@ -96,6 +97,7 @@ def test_weights_of_large_products_are_turned_and_rounded_once(name):
     assert np.linalg.norm(got - wide) < 2.0**-11 * np.linalg.norm(wide)
 
 
+LONG = values(1024, 512)
 LARGE, FEW, HALF = values(256, 128), values(4, 128), values(256, 128).astype(jnp.bfloat16)
 GROUPS, CHANNELS = values(3, 3, 16, 64), values(3, 3, 3, 64)
 INFINITE, TOO_LARGE = (LARGE.at[0, 0].set(v) for v in (jnp.inf, jnp.finfo(jnp.float32).max))
@@ -109,6 +111,8 @@ LEFT = {
     ),
     "one is highest": (lambda x: jnp.dot(x, LARGE, precision=("default", "highest")), shape(4096, 256)),
     "small": (lambda x: x @ LARGE, shape(64, 256)),
+    "few rows": (lambda x: x @ LONG, shape(32, 1024)),
+    "taps": (lambda x: conv(x, FILTER), shape(1, 28, 28, 32)),
     "few products": (lambda x: x @ FEW, shape(16384, 4)),
     "half": (lambda x: x @ HALF, shape(4096, 256, dtype=jnp.bfloat16)),
     "left": (lambda x: LARGE @ x, shape(128, 8192)),
@@ -162,6 +166,7 @@ def test_weights_are_rounded_once_for_all_forms():
 
 def test_sizes_are_those_of_the_kernels():
     assert rounding.LEAST_POINTS == gpu_groups.LEAST_POINTS and rounding.LEAST_PRODUCTS == gpu_groups.LEAST_PRODUCTS
+    assert rounding.FEW_ROWS == gpu_groups.FEW_ROWS and rounding.FEW_PRODUCTS == gpu_groups.FEW_PRODUCTS
     assert rounding.LINE * 4 == gpu_groups.LINE
     assert min(columns for _, columns, _ in gpu_groups.NARROW) // 2 + 1 == rounding.LEAST_COLUMNS
 

@@ -134,3 +134,37 @@ def test_finite_values_are_special_all_the_same():
     assert (one == 0).any() and (np.abs(one[one != 0]) < 1e-38).any()
     assert np.array_equal(two, round_tf32(two))
     assert not np.array_equal(make_inputs(problem, NORMAL, 3)[0], one)
+
+
+def product(a, b):
+    return a @ b
+
+
+def windows(x, w):
+    return lax.conv_general_dilated(x, w, (1, 1), "VALID")
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "options"),
+    [
+        (product, [A.shape, B.shape], {"xla_gpu_autotune_level": 0}),
+        (windows, [(1, 3, 8, 8), (4, 3, 3, 3)], {}),
+    ],
+)
+def test_only_products_run_untimed_algorithms_in_float64(monkeypatch, function, shapes, options):
+    exports = export_subset(closed(function, *(np.zeros(s, np.float32) for s in shapes)))
+    problem = Problem("p", tuple(Input(s, "float32") for s in shapes), (Output((1,), "float32", 1, False),),
+                      device="cuda X 9.0 x1").with_exports(exports.library, exports.reference, False)  # fmt: skip
+    asked = []
+    monkeypatch.setattr(reference.autotuned, "untimed", lambda: {"xla_gpu_autotune_level": 0})
+
+    class Jax:
+        export = jax.export
+
+        @staticmethod
+        def jit(function, compiler_options=None):
+            asked.append(compiler_options)
+            return function
+
+    reference._wide(Jax, problem)
+    assert asked[0] == options

@@ -20,6 +20,8 @@ from jcuts.codegen.cuda.image import Resources
 
 PTX_VERSION = "8.0"
 """Oldest PTX version that knows everything emitted here: assemblers of CUDA 12.0 and newer read it."""
+FAR_STORES, PTX_OF_FAR_STORES = "st.async", "8.1"
+"""Stores into another block's shared memory, and the PTX version (CUDA 12.1) that they need."""
 _TIMEOUT = 120.0
 _ENTRY = re.compile(r"^\.visible \.entry (\S+)\(", re.MULTILINE)
 _REGCOUNT, _FRAME_SIZE = 0x2F, 0x11
@@ -41,7 +43,8 @@ def merged(sources: list[tuple[str, str]], arch: str = "") -> str:
         start = next(k for k, x in enumerate(lines) if x.startswith(".address_size"))
         head = "\n".join(lines[: start + 1])
         bodies.append("\n".join(lines[start + 1 :]))
-    head = re.sub(r"^\.version .*$", f".version {PTX_VERSION}", head, flags=re.MULTILINE)
+    version = PTX_VERSION if not any(FAR_STORES in body for body in bodies) else PTX_OF_FAR_STORES
+    head = re.sub(r"^\.version .*$", f".version {version}", head, flags=re.MULTILINE)
     if arch:
         head = re.sub(r"^\.target .*$", f".target {arch}", head, flags=re.MULTILINE)
     return head + "\n" + "\n".join(bodies) + "\n"

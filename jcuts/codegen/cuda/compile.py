@@ -15,6 +15,7 @@ from jcuts.codegen import lanes as L
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.codegen.cuda import assemble
 from jcuts.codegen.cuda.attention import AttentionEmitter
+from jcuts.codegen.cuda.block import BlockEmitter
 from jcuts.codegen.cuda.builder import GpuBuilder
 from jcuts.codegen.cuda.column_rows import ColumnRowsEmitter, ColumnRowsShape, outer_axes
 from jcuts.codegen.cuda.columns import ColumnEmitter, ColumnShape
@@ -34,6 +35,7 @@ from jcuts.codegen.cuda.transposed import TransposedEmitter, TransposedShape
 from jcuts.dfg.program import Program
 from jcuts.dfg.verify import verify
 from jcuts.region.attention_tiles import AttentionShape
+from jcuts.region.block_tiles import BlockShape
 from jcuts.region.patch_tiles import PatchShape
 
 _lock = threading.RLock()
@@ -185,7 +187,7 @@ def _ptx(program: Program, source: CudaSource, target: CudaTarget, symbol: str) 
             signature = tuple(pointer for b in program.buffers if b.role != "local")
             text, _ = cuda.compile(
                 names["kernel"], signature, device=False, abi="numba", cc=target.capability, output="ptx",
-                launch_bounds=(source.threads, source.resident) if source.resident else source.threads,
+                launch_bounds=(source.threads, source.least) if source.least else source.threads,
             )  # fmt: skip
     except JcutsError:
         raise
@@ -218,7 +220,8 @@ def _tile(program: Program, shape: AnyShape, types: Any, intrinsic: Any, symbol:
     integers = ["row", "lane"] if isinstance(shape, TeamShape) else [a.name for a in axes]
     if isinstance(shape, ScanShape):
         integers = [*units(program, shape), *(["thread"] if shape.rows else [])]
-    integers = ["block", "thread"] if isinstance(shape, (ProductShape, PatchShape, AttentionShape)) else integers
+    blocks = (ProductShape, PatchShape, BlockShape, AttentionShape)
+    integers = ["block", "thread"] if isinstance(shape, blocks) else integers
     integers += ["thread"] if isinstance(shape, (ColumnShape, ColumnRowsShape, TransposedShape)) else []
 
     def signature_of(*operands: Any) -> Any:
@@ -269,6 +272,9 @@ def _emit(
         return
     if isinstance(shape, AttentionShape):
         AttentionEmitter(builder, program, shape, buffers, pointers, integers, symbol).emit()
+        return
+    if isinstance(shape, BlockShape):
+        BlockEmitter(builder, program, shape, buffers, pointers, integers, symbol).emit()
         return
     if isinstance(shape, ColumnShape):
         ColumnEmitter(builder, program, shape, buffers, pointers, integers, symbol).emit()

@@ -9,6 +9,7 @@ from typing import Any
 
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda.attention import attention_shape
+from jcuts.codegen.cuda.block import block_shape
 from jcuts.codegen.cuda.column_rows import ColumnRowsShape, column_rows_shape, outer_axes
 from jcuts.codegen.cuda.columns import ColumnShape, lane_blocks, shape_of
 from jcuts.codegen.cuda.group_shape import group_shape
@@ -22,14 +23,17 @@ from jcuts.codegen.cuda.team import TeamShape, row_count, row_length
 from jcuts.codegen.cuda.transposed import TransposedShape, tiles_of, transposed_shape
 from jcuts.dfg.program import Phase, Program
 from jcuts.region.attention_tiles import AttentionShape
+from jcuts.region.block_tiles import BlockShape
 from jcuts.region.patch_tiles import PatchShape
 
 GRID_LIMIT = 2**31 - 1
 MAX_THREADS = 1024
 FORMS = ("point", "team", "columns", "column_rows", "moments", "transposed", "scan_columns", "scan_rows",
-         "product", "patch", "attention")  # fmt: skip
-AnyShape = (Shape | TeamShape | ColumnShape | ColumnRowsShape | TransposedShape | ScanShape | ProductShape | PatchShape
-            | AttentionShape)  # fmt: skip
+         "product", "patch", "block", "attention")  # fmt: skip
+AnyShape = (
+    Shape | TeamShape | ColumnShape | ColumnRowsShape | TransposedShape | ScanShape | ProductShape | PatchShape
+    | BlockShape | AttentionShape
+)  # fmt: skip
 
 
 @dataclass
@@ -37,8 +41,8 @@ class CudaSource:
     """Source text, the tiles that it calls by name, and the launch that it is written for.
 
     ``shared``: bytes of shared memory that the launch gives to a block, beside what the kernel declares; ``cluster``:
-    blocks of a cluster; ``resident``: blocks that a multiprocessor is to hold at once (0: the assembler's choice, which
-    may spill registers for the sake of more).
+    blocks of a cluster; ``least``: blocks that a multiprocessor is to have registers for at least (0: the assembler
+    chooses, and may spill a few for one more).
     """
 
     text: str
@@ -48,7 +52,7 @@ class CudaSource:
     helpers: dict[str, tuple[str, int]] = field(default_factory=dict)
     shared: int = 0
     cluster: int = 1
-    resident: int = 0
+    least: int = 0
 
 
 def emit_source(program: Program) -> CudaSource:
@@ -278,7 +282,14 @@ class _Writer:
         name = f"attention_{shape.rows}x{shape.keys}"
         self.variants[name] = shape
         self.line(1, f"{name}({', '.join([*self.names, 'cuda.blockIdx.x', 'cuda.threadIdx.x'])})")
-        return replace(self.done(math.prod(shape.blocks)), shared=shape.shared, resident=1)
+        return replace(self.done(math.prod(shape.blocks)), shared=shape.shared, least=1)
+
+    def block(self) -> CudaSource:
+        shape = block_shape(self.program)
+        name = f"block_{shape.images}x{shape.rows}x{shape.columns}x{shape.chunk}"
+        self.variants[name] = shape
+        self.line(1, f"{name}({', '.join([*self.names, 'cuda.blockIdx.x', 'cuda.threadIdx.x'])})")
+        return replace(self.done(shape.tiles), shared=shape.shared, least=shape.beside)
 
     def scan_columns(self) -> CudaSource:
         shape = scan_shape(self.program)

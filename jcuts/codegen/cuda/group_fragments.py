@@ -4,7 +4,8 @@ Where the right operand is rounded before it is there (weights, `Buffer.tf32`), 
 units read the right one from shared memory.  The left one they take from registers: a warp reads its 16 rows as
 matrices (``ldmatrix``: a lane gets the word of row ``lane / 4``, term ``lane % 4`` of each), rounds, and multiplies.
 The instructions of a step of terms (or of two) are a group of their own; `AHEAD` steps may be under way, and the
-fragments of as many wait in registers until the units have read them.
+fragments of as many wait in registers until the units have read them.  Or all steps of a tile are one group: then a
+tile's fragments are read while the one before is multiplied, which takes twice as many registers and waits least.
 """
 
 from __future__ import annotations
@@ -54,8 +55,10 @@ def multiply(
     """
     terms = builder.mul(number, L.I32(columns.terms * columns.side.item)) if before is not None else None
     steps = columns.terms * columns.side.item // tensor.STEP
+    whole = together == steps  # fragments of the next tile are read while this one is multiplied
     for first in range(0, steps, together):
-        wgmma.wait(builder, AHEAD // together)
+        if not whole:
+            wgmma.wait(builder, AHEAD // together)
         pairs: list[list[tuple[list[L.Value], L.Value]]] = []
         for step in range(first, first + together):
             second = wgmma.moved(builder, right, columns.step(step))
@@ -68,4 +71,6 @@ def multiply(
         totals = wgmma.multiply(builder, "tf32", pairs, (False, False), totals)
         for part in beside[first * len(beside) // steps : (first + together) * len(beside) // steps]:
             next(part)
+    if whole:
+        wgmma.wait(builder, 1)
     return totals

@@ -10,10 +10,12 @@ from jcuts.codegen.cuda.group_tiles import SPAN, SQUARE, GroupTile
 from jcuts.codegen.cuda.product import ProductShape, three
 from jcuts.codegen.cuda.shared import WARP
 from jcuts.dfg.program import Program
+from jcuts.region.gpu_group_tiling import BARRIER, room
 from jcuts.region.products import COLUMNS, ROWS, K, S, prologue, shares, sides, summed, vectors
 
 WARPS = 4  # of a group
 MOST_TOTALS = 128  # of a thread
+MOST_SHARED = 227 << 10  # bytes of a block
 AHEAD = 3
 """Steps of products that may be under way while fragments of the next are read."""
 ROUNDED_STAGES = (2, 3)  # of shared memory, where tiles wait in registers; of 3 two may be multiplied at once
@@ -31,6 +33,8 @@ class GroupShape(ProductShape):
         spread: whether copies are started among the steps of the products, not behind them.
         steps: of terms, of a tile of rounded weights that are one group of instructions.
         cached: whether the left operand is copied through the L1 cache (taps of convolutions are neighbours).
+        push: whether blocks of a cluster write their totals into each other's memory, not read them there.
+        early: whether what is added to the results is asked for before the products.
     """
 
     left: GroupTile
@@ -41,6 +45,23 @@ class GroupShape(ProductShape):
     spread: bool
     steps: int
     cached: bool
+    push: bool
+    early: bool
+
+    @property
+    def ahead(self) -> int:
+        """Tiles whose copies are started before the first is multiplied."""
+        return self.share if self.stages >= self.share else self.stages - 2
+
+    @property
+    def whole(self) -> bool:
+        """Whether all steps of a tile are one group of instructions."""
+        return self.rounded and self.steps == self.left.terms * self.left.side.item // tensor.STEP
+
+    @property
+    def together(self) -> int:
+        """Tiles of a round of the loop: two where the fragments of both are in registers at once."""
+        return min(2, self.share) if self.whole else 1
 
     @property
     def tiles(self) -> int:
@@ -50,7 +71,21 @@ class GroupShape(ProductShape):
     @property
     def shared(self) -> int:
         """Bytes of shared memory of a block: tiles, and behind them vectors."""
-        return max(self.tiles + 4 * self.vectors * self.share * self.left.terms, self.partial)
+        kept = self.tiles + 4 * self.vectors * self.share * self.left.terms
+        if self.push:
+            return (kept + self.room if self.apart else max(kept, self.room)) + BARRIER
+        return max(kept, self.partial)
+
+    @property
+    def room(self) -> int:
+        """Bytes in which a block gets what the others of its cluster push."""
+        high, wide = self.left.warp // wgmma.ROWS, self.right.warp // 8
+        return room(high, wide, self.right.beside, self.cluster, self.threads)
+
+    @property
+    def apart(self) -> bool:
+        """Whether that lies behind everything else."""
+        return self.tiles + 4 * self.vectors * self.share * self.left.terms + self.room + BARRIER <= MOST_SHARED
 
     @property
     def alignment(self) -> int:
@@ -74,17 +109,20 @@ def group_shape(program: Program) -> GroupShape:
     rounded, steps = bool(params.get("rounded", 0)), int(str(params.get("steps", 1)))
     spread, cached = bool(params.get("spread", 0)), bool(params.get("cached", 0))
     shape = GroupShape(first, second, (WARPS * along, across, 1), stages, share, total, cluster, flight, rounded,
-                       len(vectors(program)), spread, steps, cached)  # fmt: skip
+                       len(vectors(program)), spread, steps, cached, bool(params.get("push", 0)),
+                       bool(params.get("early", 0)))  # fmt: skip
     fits = rows == along * first.warp and columns == across * second.warp
     fits = fits and terms * left.item in (wgmma.LINE, 2 * wgmma.LINE)
     fits = fits and first.warp % wgmma.ROWS == 0 and second.warp % 8 == 0 and second.warp <= wgmma.WIDEST
     fits = fits and first.warp * second.warp <= MOST_TOTALS * WARP * WARPS
     through = left.item == 4 and not rounded
-    fits = fits and (flight > 0 and stages in ROUNDED_STAGES if through else flight == 0 and stages >= 3)
+    fits = fits and (flight > 0 and stages in ROUNDED_STAGES if through else flight == 0 and stages >= min(3, share))
     if rounded:  # the units would cut bits off whatever else the right operand held
         fits = fits and not (ragged and prologue(program) is not None)  # zeros would not stay zeros
         fits = fits and left.item == 4 and left.along_terms and right.along_terms and program.buffer(right.buffer).tf32
-        fits = fits and terms * left.item // tensor.STEP % steps == 0 and steps <= AHEAD
+        fits = fits and terms * left.item // tensor.STEP % steps == 0 and (
+            steps <= AHEAD or steps == terms * left.item // tensor.STEP
+        )
     else:
         fits = fits and prologue(program) is None and (spread, steps, cached) == (False, 1, False)
     fits = fits and ranks == cluster and (cluster == 1 or S not in extents)

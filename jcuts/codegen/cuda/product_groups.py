@@ -2,9 +2,10 @@
 
 ``groups`` = (along rows, along columns): warp groups of a block, each with whole multiples of 64 rows.  16-bit operands
 are copied as `codegen.cuda.product` copies them, ``stages - 2`` tiles ahead: one is being multiplied and the one before
-may still be.  So are float32 operands whose right one is rounded already; the units take the left one from registers
-then (`group_fragments`).  Others go through registers, where they are rounded (`group_tiles`), ``flight`` tiles ahead
-of the one that is stored while another is multiplied.  In any case one barrier per tile keeps the groups together.
+may still be.  Where a block has no more tiles than stages, all are under way from the beginning.  The same goes for
+float32 operands whose right one is rounded already; the units take the left one from registers then
+(`group_fragments`).  Others go through registers, where they are rounded (`group_tiles`), ``flight`` tiles ahead of the
+one that is stored while another is multiplied.  In any case one barrier per tile keeps the groups together.
 
 For compute capability 9.0 alone.
 """
@@ -15,15 +16,18 @@ from collections.abc import Iterator, Sequence
 
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen import lanes as L
-from jcuts.codegen.cuda import group_fragments, tensor, wgmma
+from jcuts.codegen.cuda import cluster, group_fragments, product_early, tensor, wgmma
 from jcuts.codegen.cuda.group_fragments import Rows
 from jcuts.codegen.cuda.group_prologue import Prologue
 from jcuts.codegen.cuda.group_shape import WARPS, GroupShape
 from jcuts.codegen.cuda.group_tiles import GroupTile, Rounding, Turning
 from jcuts.codegen.cuda.product import ProductEmitter
 from jcuts.codegen.cuda.product_exit import Totals
+from jcuts.codegen.cuda.product_meet import push
 from jcuts.codegen.cuda.product_tiles import Copier
+from jcuts.codegen.cuda.shared import WARP
 from jcuts.codegen.cuda.target import GROUPED
+from jcuts.region.gpu_group_tiling import BARRIER
 from jcuts.region.products import COLUMNS, ROWS, S, prologue
 
 
@@ -42,6 +46,32 @@ class GroupEmitter(ProductEmitter):
         slice_ = builder.mul(builder.and_(self.flat, L.I32(WARPS - 1)), L.I32(wgmma.ROWS // WARPS))
         column = builder.mul(builder.urem(group, L.I32(across)), L.I32(shape.right.warp))
         return builder.add(self.group_row, slice_), column
+
+    def emit(self) -> None:
+        """The tile; see `ProductEmitter.emit`."""
+        builder, shape = self.builder, self.shape
+        if shape.push:
+            barrier = builder.add(self.shared, L.I32(shape.shared - BARRIER))
+            cluster.expect(builder, barrier, shape.room, self.thread)
+            if shape.apart:  # nobody writes into a block that has not begun
+                cluster.arrive(builder)
+        super().emit()
+
+    def _meet(self, totals: Totals) -> None:
+        """Adds up what the blocks of a cluster have."""
+        builder, shape = self.builder, self.shape
+        if not shape.push:
+            super()._meet(totals)
+            return
+        tensor.wait(builder, 0)
+        if not shape.apart:
+            cluster.arrive(builder)
+            cluster.wait(builder)
+        end = shape.shared - BARRIER
+        places = [builder.add(self.shared, L.I32(n)) for n in (end - shape.room if shape.apart else 0, end)]
+        lane = builder.add(builder.mul(self.flat, L.I32(WARP)), self.lane)
+        rank, high = (self.rank, shape.cluster), shape.left.high
+        push(builder, totals, (places[0], places[1]), lane, shape.threads, rank, shape.right.beside, high, self._exit)
 
     # -- sums ---------------------------------------------------------------------------------------------------
     def _sums(self) -> Totals:
@@ -74,32 +104,51 @@ class GroupEmitter(ProductEmitter):
     def _copied(self, copiers: Sequence[Copier], left: L.Value, skipped: L.Value) -> Totals:
         """Operands as they are: a ring of copies that do not wait."""
         builder, shape = self.builder, self.shape
-        count, ahead = shape.share, shape.stages - 2
+        count, ahead = shape.share, shape.ahead
 
         def start(number: L.Value, stage: L.Value) -> None:
             first = builder.add(builder.mul(number, L.I32(shape.left.terms)), skipped)
             for copier in copiers:
                 copier.start(first, stage, builder.sub(left, first))
 
+        steady = all(copier.steady for copier in copiers)
+        ways = [copier.series(skipped, builder.sub(left, skipped)) for copier in copiers if steady]
         for number in range(ahead):
-            if number < count:
+            if number < count and steady:
+                for way in ways:
+                    way(number, number * shape.stage)
+            elif number < count:
                 start(L.I32(number), L.I32(number * shape.stage))
             tensor.commit(builder)
+        if shape.push and shape.apart:
+            cluster.wait(builder)
+        if shape.early:
+            thread, rank = (self.thread, shape.threads), (self.rank, shape.cluster)
+            product_early.ask(self.frame, self.phase, (shape.left, shape.right), thread, rank)
         loop = _Loop(self, ahead)
-        tensor.wait(builder, ahead - 1)
-        wgmma.proxy_fence(builder)
-        if shape.spread:
-            loop.multiply(self._beside(copiers, loop, count - ahead, left, skipped) if count > ahead else [])
+
+        def tile() -> None:
+            tensor.wait(builder, ahead - 1)
+            wgmma.proxy_fence(builder)
+            if shape.spread:
+                loop.multiply(self._beside(copiers, loop, count - ahead, left, skipped) if count > ahead else [])
+            else:
+                loop.multiply()
+                if count > ahead:
+                    with builder.if_then(builder.icmp_signed("<", loop.number, L.I32(count - ahead))):
+                        start(builder.add(loop.number, L.I32(ahead)), loop.writing)
             tensor.commit(builder)
-            totals = loop.end()
+            loop.advance()
+
+        for _ in range(shape.together):
+            tile()
+        loop.close()
+        for _ in range(count % shape.together):
+            tile()
+        totals = loop.end()
+        if shape.spread:
             tensor.wait(builder, 0)
-            return totals
-        loop.multiply()
-        if count > ahead:
-            with builder.if_then(builder.icmp_signed("<", loop.number, L.I32(count - ahead))):
-                start(builder.add(loop.number, L.I32(ahead)), loop.writing)
-        tensor.commit(builder)
-        return loop.end()
+        return totals
 
     def _beside(
         self, copiers: Sequence[Copier], loop: _Loop, rounds: int, left: L.Value, skipped: L.Value
@@ -147,6 +196,8 @@ class GroupEmitter(ProductEmitter):
             else:  # nothing is left to ask for: the places move on
                 held.append([[L.I32(0) for _ in words] for words in waiting[0]])
             loop.hold([word for tile in held for words in tile for word in words])
+        loop.advance()
+        loop.close()
         return loop.end()
 
     def _where(self, number: L.Value, last: int, load: object) -> list[list[L.Value]]:
@@ -205,7 +256,7 @@ class _Loop:
     def __init__(self, emitter: GroupEmitter, ahead: int, held: Sequence[L.Value] = ()) -> None:
         """Begins a round. Args: ahead: tiles between reading and writing; held: values that go round."""
         builder, shape = emitter.builder, emitter.shape
-        self.emitter, self.builder, self.phis = emitter, builder, []
+        self.emitter, self.builder = emitter, builder
         before = builder.block
         self.loop, self.after = builder.append_basic_block("terms"), builder.append_basic_block("terms.done")
         builder.branch(self.loop)
@@ -221,37 +272,38 @@ class _Loop:
         high, wide = shape.left.warp // wgmma.ROWS, shape.right.warp // 8
         self.totals = [[[carried(L.F32, L.F32(0.0)) for _ in range(4)] for _ in range(wide)] for _ in range(high)]
         self.held = [carried(L.I32, value) for value in held]
-        self.following: list[L.Value] = list(self.held)
-        self.sums: Totals = []
+        self.carried = [self.number, self.reading, self.writing, *self._flat(), *self.held]
 
     def multiply(self, beside: Sequence[Iterator[None]] = ()) -> None:
         """Waits for the tile and starts its products. Args: beside: copies that are started among them."""
         tensor.barrier(self.builder)
-        self.sums = self.emitter.products(self.number, self.reading, self.totals, list(beside))
+        self.totals = self.emitter.products(self.number, self.reading, self.totals, list(beside))
 
     def hold(self, values: list[L.Value]) -> None:
         """What goes into the next round."""
-        self.following = values
+        self.held = values
+
+    def advance(self) -> None:
+        """Waits for the products of the tile before (of this one, where its stage is written next); on to the next."""
+        builder, shape = self.builder, self.emitter.shape
+        if not shape.rounded:  # else its steps wait for each other
+            wgmma.wait(builder, 1 if shape.stages > 2 else 0)
+        self.number = builder.add(self.number, L.I32(1))
+        self.reading, self.writing = (self.emitter.next_stage(stage) for stage in (self.reading, self.writing))
+
+    def close(self) -> None:
+        """Goes round as long as there are tiles for a whole round."""
+        builder, shape = self.builder, self.emitter.shape
+        values = [self.number, self.reading, self.writing, *self._flat(), *self.held]
+        for phi, value in zip(self.carried, values, strict=True):
+            phi.add_incoming(value, builder.block)
+        last = L.I32(shape.share // shape.together * shape.together)
+        builder.cbranch(builder.icmp_signed("<", self.number, last), self.loop, self.after)
+        builder.position_at_end(self.after)
 
     def end(self) -> Totals:
-        """Waits for the products of the round before (of this one, where its stage is written next), and goes round.
+        """The sums, after all products."""
+        return wgmma.finished(self.builder, self.totals)
 
-        After all rounds it waits for the last products.
-        """
-        builder = self.builder
-        if not self.emitter.shape.rounded:  # else its steps wait for each other
-            wgmma.wait(builder, 1 if self.emitter.shape.stages > 2 else 0)
-        next_ = builder.add(self.number, L.I32(1))
-        flat = [phi for rows in self.totals for tile in rows for phi in tile]
-        sums = [value for rows in self.sums for tile in rows for value in tile]
-        for phi, value in (
-            (self.number, next_), (self.reading, self.emitter.next_stage(self.reading)),
-            (self.writing, self.emitter.next_stage(self.writing)),
-            *zip(flat, sums, strict=True), *zip(self.held, self.following, strict=True),
-        ):  # fmt: skip
-            phi.add_incoming(value, builder.block)
-        builder.cbranch(
-            builder.icmp_signed("<", next_, L.I32(self.emitter.shape.share)), self.loop, self.after
-        )  # fmt: skip
-        builder.position_at_end(self.after)
-        return wgmma.finished(builder, self.sums)
+    def _flat(self) -> list[L.Value]:
+        return [value for rows in self.totals for tile in rows for value in tile]

@@ -10,28 +10,10 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 from jcuts.codegen import lanes as L
-from jcuts.codegen.cuda import tensor
+from jcuts.codegen.cuda import cluster, tensor
 from jcuts.codegen.cuda.builder import GpuBuilder
 from jcuts.codegen.cuda.product_exit import Totals
-
-FOUR = 16  # bytes of what a lane has of a tile of 16x8
-
-
-def portions(high: int, wide: int, step: int, sharers: int) -> tuple[int, int]:
-    """Into how many parts ``high`` rows and ``wide`` columns of tiles fall, for at most so many sharers.
-
-    Args: step: tiles side by side that stay together.
-
-    >>> portions(2, 4, 2, 4), portions(1, 4, 1, 2), portions(2, 2, 2, 8)
-    ((2, 2), (1, 2), (2, 1))
-    """
-    ways = [
-        (down, aside)
-        for down in range(1, high + 1)
-        for aside in range(1, wide // step + 1)
-        if high % down == 0 and wide % (step * aside) == 0 and down * aside <= sharers
-    ]
-    return max(ways, key=lambda way: (way[0] * way[1], way[0]))
+from jcuts.region.gpu_group_tiling import FOUR, portions
 
 
 def meet(
@@ -82,3 +64,42 @@ def meet(
         leave(found, builder.mul(row, L.I32(height)), builder.mul(column, L.I32(8)))
     if rank[1] > 1:
         tensor.cluster_barrier(builder)  # no block may end while others read its shared memory
+
+
+def push(
+    builder: GpuBuilder, totals: Totals, places: tuple[L.Value, L.Value], lane: L.Value, lanes: int,
+    rank: tuple[L.Value, int], step: int, height: int, leave: Callable[[Totals, L.Value, L.Value], None],
+) -> None:  # fmt: skip
+    """The same among the blocks of a cluster alone: each stores what it has into the memory of the one that needs it.
+
+    Args: places: of `room` bytes that nobody uses in any block of the cluster, and of a barrier that expects them.
+    """
+    high, wide = len(totals), len(totals[0])
+    plane, (number, sharers) = lanes * FOUR, rank
+    down, aside = portions(high, wide, step, sharers)
+    rows, columns = high // down, wide // aside
+    each = rows * columns
+    place = builder.add(places[0], builder.mul(lane, L.I32(FOUR)))
+    mine = builder.add(place, builder.mul(number, L.I32(each * plane)))
+    for part in range(down * aside):
+        first, left = part // aside * rows, part % aside * columns
+        there, barrier = (tensor.of_block(builder, p, part) for p in (mine, places[1]))
+        for k in range(each):
+            tile = totals[first + k // columns][left + k % columns]
+            cluster.store(builder, there, k * plane, tile, barrier)
+    idle = down * aside < sharers
+    with builder.if_then(builder.icmp_signed("<", number, L.I32(down * aside))) if idle else nullcontext():
+        cluster.wait_for(builder, places[1])
+        found: Totals = []
+        for i in range(rows):
+            found.append([])
+            for j in range(columns):
+                total: list[L.Value] | None = None
+                for sender in range(sharers):
+                    more = tensor.read_four(builder, place, (sender * each + i * columns + j) * plane)
+                    total = more if total is None else [builder.fadd(x, y) for x, y in zip(total, more, strict=True)]
+                assert total is not None
+                found[-1].append(total)
+        row = builder.mul(builder.udiv(number, L.I32(aside)), L.I32(rows * height))
+        column = builder.mul(builder.urem(number, L.I32(aside)), L.I32(columns * 8))
+        leave(found, row, column)

@@ -9,7 +9,7 @@ last become zeros in both operands.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from jcuts.codegen import lanes as L
@@ -209,6 +209,34 @@ class Copier:
             tensor.copy(builder, *places, size, live, piece.condition, self.cached)
             yield
 
+    @property
+    def steady(self) -> bool:
+        """Whether one tile's addresses lie a constant distance behind those of the tile before."""
+        side = self.shape.side
+        return side.index.stride(K) is not None and not side.guards
+
+    def series(self, first: L.Value, left: L.Value) -> Callable[[int, int], None]:
+        """A way to start the copies of several tiles that shares their addresses.
+
+        Args: as of `start`. Returns: a function of a tile's number and of its place in shared memory [B].
+        """
+        builder, shape = self.builder, self.shape
+        side, size = shape.side, shape.side.width * shape.side.item
+        far = (side.index.stride(K) or 0) * shape.terms * side.item
+        places = [(piece, builder.add(source, L.I64(piece.constant))) for piece, source, _ in self.sources(first, left)]
+        alive: dict[tuple[L.Value, int], L.Value] = {}
+
+        def start(number: int, stage: int) -> None:
+            for piece, source in places:
+                key = piece.term, number
+                if shape.ragged and key not in alive:
+                    term = builder.add(piece.term, L.I32(number * shape.terms)) if number else piece.term
+                    alive[key] = builder.icmp_signed("<", term, left)
+                target = piece.into, piece.moved + stage
+                tensor.copy(builder, target, (source, number * far), size, alive.get(key), piece.condition, self.cached)
+
+        return start
+
     def sources(self, first: L.Value, left: L.Value) -> Iterator[tuple[Piece, L.Value, L.Value | None]]:
         """Of every piece of a tile: the global address, without its constant, and whether it is there (None: it is)."""
         builder, shape = self.builder, self.shape
@@ -231,9 +259,12 @@ def _bytes(builder: GpuBuilder, place: L.Value, item: int) -> L.Value:
 class Fragments:
     """Reads one operand's fragments of a warp."""
 
-    def __init__(self, builder: GpuBuilder, shape: TileShape, shared: L.Value, warp: L.Value, lane: L.Value) -> None:
-        """``warp``: the first row (or column) of the warp in the block's tile."""
-        self.builder, self.shape = builder, shape
+    def __init__(
+        self, builder: GpuBuilder, shape: TileShape, shared: L.Value, warp: L.Value, lane: L.Value,
+        rounded: bool = False,
+    ) -> None:  # fmt: skip
+        """``warp``: the first row (or column) of the warp in the block's tile; ``rounded``: it holds TF32 numbers."""
+        self.builder, self.shape, self.rounded = builder, shape, rounded
         left, pitch, item = shape.side.outer == "m", shape.pitch, shape.side.item
         low = builder.and_(lane, L.I32(7))
         eight = builder.and_(builder.lshr(lane, L.I32(3)), L.I32(1))
@@ -277,7 +308,7 @@ class Fragments:
                 words = words if left else [near[0], far[0], near[1], far[1]]
             else:
                 words = tensor.read_matrices(builder, place, offset, transposed=not side.along_terms)
-            if side.item == 4:
+            if side.item == 4 and not self.rounded:
                 words = [tensor.to_tf32(builder, w) for w in words]
             found += [words] if left else [words[:2], words[2:]]
         return found

@@ -16,6 +16,7 @@ from llvmlite import ir
 from jcuts.codegen import lanes as L
 from jcuts.codegen.cuda.builder import GpuBuilder, asm
 from jcuts.codegen.vecmath.expr import Num, horner
+from jcuts.codegen.vecmath.f32 import F32
 
 LOG2_E = 1.4426950216293335  # float32 nearest log2(e)
 LOG2_E_LOW = 1.9259629911266175e-08  # what is left of log2(e)
@@ -27,9 +28,9 @@ TANH = (-0.33333298563957214, 0.13331915438175201, -0.053783293813467026, 0.0207
 HALVES = ("bfloat16", "float16")
 ERROR_ULP: dict[tuple[str, str], float] = {
     ("exp", "float32"): 3.5, ("exp2", "float32"): 2.5, ("logistic", "float32"): 5.0, ("tanh", "float32"): 4.0,
-    ("rsqrt", "float32"): 2.5,
+    ("rsqrt", "float32"): 2.5, ("erfc", "float32"): 8.0,
     ("exp", "half"): 0.1, ("exp2", "half"): 0.1, ("logistic", "half"): 0.6, ("tanh", "half"): 0.6,
-    ("rsqrt", "half"): 0.1,
+    ("rsqrt", "half"): 0.1, ("erfc", "half"): 0.1,
 }  # fmt: skip
 
 
@@ -100,8 +101,26 @@ def _rsqrt(x: Num) -> Num:
     return _unit(x, "rsqrt.approx.f32")
 
 
+def _erfc(x: Num) -> Num:
+    """As in `vecmath.error_function`, without its branches; what the unit's reciprocal lost is put back there too."""
+    (pole,), (zero,) = (F32.polynomials[name] for name in ("ERFC_POLE", "ERFC_ZERO"))
+    size = abs(x)
+    near = 1.0 - x.fma(F32.poly("ERF", x * x), x)
+    y = _clamped(size, 0.0, zero)
+    bottom = y + pole
+    inverse = _unit(bottom, "rcp.approx.ftz.f32")
+    low = inverse * (inverse.fma(-bottom, 1.0) - (y - (bottom - pole)) * inverse)
+    g = F32.poly("ERFC", low.fma(-2.0 * pole, inverse.fma(-2.0 * pole, 1.0)))
+    g = g.fma(inverse, g * low)
+    square = y * y
+    tail = _exp(-square)
+    tail = tail.fma(-y.fma(y, -square), tail) * g
+    return tail.where(x < 0.0, 2.0 - tail).where(size < 0.65, near)
+
+
 _FLOAT32: dict[str, Callable[[Num], Num]] = {
     "exp": _exp, "exp2": _exp2, "logistic": _logistic, "tanh": _tanh, "rsqrt": _rsqrt,
+    "erfc": _erfc,
 }  # fmt: skip
 _HALF: dict[str, Callable[[Num], Num]] = {
     "exp": _exp_half,
@@ -109,6 +128,7 @@ _HALF: dict[str, Callable[[Num], Num]] = {
     "logistic": _logistic_half,
     "tanh": _tanh_half,
     "rsqrt": _rsqrt,
+    "erfc": _erfc,
 }
 
 

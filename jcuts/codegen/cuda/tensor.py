@@ -68,6 +68,25 @@ def load_words(builder: GpuBuilder, source: tuple[L.Value, int], count: int, liv
     return [builder.extract_value(found, k) for k in range(count)] if count > 1 else [found]
 
 
+def prefetch(builder: GpuBuilder, source: tuple[L.Value, int], live: L.Value | None) -> None:
+    """Asks for a place of global memory, to lie in the L2 cache. ``live``: a condition."""
+    _early(builder, "prefetch.global.L2 ", source, live)
+
+
+def touch(builder: GpuBuilder, source: tuple[L.Value, int], live: L.Value | None) -> None:
+    """Reads a word of global memory that nobody writes, for it to lie in the L1 cache. ``live``: a condition."""
+    _early(builder, "ld.global.nc.b32 r, ", source, live)
+
+
+def _early(builder: GpuBuilder, text: str, source: tuple[L.Value, int], live: L.Value | None) -> None:
+    place, args = f"[$0+{source[1]}]" if source[1] else "[$0]", [source[0]]
+    text = f"{text}{place};"
+    if live is not None:
+        text = f".reg .pred p; setp.ne.b32 p, $1, 0; @p {text}"
+        args.append(builder.zext(live, L.I32))
+    asm(builder, f"{{ .reg .b32 r; {text} }}", VOID, args, effects=True)
+
+
 def commit(builder: GpuBuilder) -> None:
     """Ends a group of copies."""
     asm(builder, "cp.async.commit_group;", VOID, effects=True)

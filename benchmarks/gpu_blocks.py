@@ -1,0 +1,260 @@
+"""MobileNetV2's inverted residual blocks in one kernel against XLA, weights rounded once as `rounds` leaves them.
+
+    python benchmarks/gpu_blocks.py --out results --most 8 --budget 150
+
+XLA has weights as networks have them and as `rounds` leaves them, with and without CUDA graphs. Needs a GPU. Kernels
+compile in parallel first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.gpu_cases import Case  # noqa: E402
+from benchmarks.gpu_groups import build  # noqa: E402
+
+BLOCKS = (
+    (56, 24, 144, 1, 24), (56, 24, 144, 2, 32), (28, 32, 192, 1, 32), (112, 16, 96, 2, 24), (14, 96, 576, 1, 96),
+    (28, 32, 192, 2, 64), (14, 64, 384, 1, 64), (14, 64, 384, 1, 96), (14, 96, 576, 2, 160), (7, 160, 960, 1, 160),
+    (7, 160, 960, 1, 320), (112, 0, 32, 1, 16), (112, 0, 32, 1, 64), (112, 0, 64, 2, 128), (56, 0, 128, 1, 128),
+    (28, 0, 256, 1, 256),
+)  # fmt: skip
+"""(height and width, channels, expanded, stride, features) of MobileNetV2's blocks at 224x224; without channels of
+their own: its first one, and MobileNet's."""
+
+
+def function(stride: int, along: bool, residual: bool, alone: bool) -> Callable[..., Any]:
+    """A block. Args: along: filters of the products are (O, H, W, I); alone: nothing is expanded."""
+    numbers = ("NHWC", "OHWI" if along else "HWIO", "NHWC")
+
+    def product(x: Any, w: Any) -> Any:
+        return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
+
+    def block(x: Any, *more: Any) -> Any:
+        *first, f, c, v, d = more
+        wide = x if alone else jax.nn.relu6(product(x, first[0]) + first[1])
+        names = ("NHWC", "HWIO", "NHWC")
+        deep = lax.conv_general_dilated(wide, f, (stride, stride), "SAME", dimension_numbers=names,
+                                        feature_group_count=wide.shape[-1])  # fmt: skip
+        found = product(jax.nn.relu6(deep + c), v) + d
+        return found + x if residual else found
+
+    return block
+
+
+def cases(batch: int) -> list[tuple[Case, Case]]:
+    """Every block with weights along terms, and as networks have them."""
+    found = []
+    for size, channels, wide, stride, features in BLOCKS:
+        residual = stride == 1 and channels == features
+        pair = []
+        for along in (True, False):
+            shapes: list[tuple[int, ...]] = [(batch, size, size, channels or wide)]
+            if channels:
+                shapes += [(wide, 1, 1, channels) if along else (1, 1, channels, wide), (wide,)]
+            shapes += [(3, 3, 1, wide), (wide,)]
+            shapes += [(features, 1, 1, wide) if along else (1, 1, wide, features), (features,)]
+            name = f"{batch}x{size}x{size}x" + (f"{channels} to {wide}" if channels else f"{wide}")
+            name += f" stride {stride} to {features}"
+            made = function(stride, along, residual, not channels)
+            pair.append(Case(name, made, tuple((s, "float32") for s in shapes)))
+        found.append((pair[0], pair[1]))
+    return found
+
+
+def products(arguments: int) -> tuple[int, ...]:
+    """Which of so many arguments are weights of products."""
+    return (1, 5) if arguments == 7 else (3,)
+
+
+def operands(case: Case) -> list[np.ndarray]:
+    """Values whose sums are of the size of 1; weights of both products are TF32 numbers."""
+    from jcuts.trace.rounding import round_tf32
+
+    found = case.arguments(0)
+    for place in products(len(found)):
+        found[place] = round_tf32(found[place] / np.float32(np.sqrt(found[place].shape[-1])))
+    found[-4] /= np.float32(3)
+    return found
+
+
+def program_of(case: Case, rounded: bool) -> Any:
+    """The unscheduled program of a block."""
+    from benchmarks.gpu_run import small_arguments
+    from jcuts.region import find
+    from jcuts.region.block_cover import joined
+    from jcuts.region.graph import build_graph
+    from jcuts.trace.inline import inline
+    from jcuts.trace.simplify import simplify
+
+    closed = simplify(inline(jax.make_jaxpr(case.function)(*small_arguments(case))))
+    graph = build_graph(closed.jaxpr)
+    found = joined(graph, find.group(graph).subsets, lambda program: True)
+    if len(found) != 1 or len(found[0].members) != len(graph.nodes):
+        raise SystemExit(f"{case.name}: no block: {found}")
+    shapes = {case.shapes[place][0] for place in products(len(case.shapes))}
+    program = found[0].program
+    return replace(program, buffers=tuple(replace(b, tf32=rounded and b.shape in shapes) for b in program.buffers))
+
+
+def schedules(case: Case, most: int, rounded: bool) -> list[Any]:
+    """The best by the ranking, then the best of other numbers of warps and pieces."""
+    from jcuts.region import gpu_blocks
+    from jcuts.region.blocks import Block, block
+    from jcuts.region.gpu import GpuMachine
+
+    program, machine = program_of(case, rounded), GpuMachine(132)
+    found = block(program)
+    assert isinstance(found, Block)
+    chosen = [p for p, _ in gpu_blocks.products(program, machine, -(-most // 2))]
+    names = {p.digest for p in chosen}
+    best: dict[Any, Any] = {}
+    for shape in gpu_blocks.shapes(found, machine):
+        count, key = gpu_blocks.cycles(shape, machine), (shape.chunk, shape.threads)
+        if key not in best or count < best[key][0]:
+            best[key] = (count, shape)
+    more = [gpu_blocks.of(program, shape) for _, shape in sorted(best.values(), key=lambda item: item[0])]
+    return chosen + [p for p in more if p.digest not in names][: most - len(chosen)]
+
+
+def measured(pair: tuple[Case, Case], programs: Sequence[Any], folder: Path, most: int) -> dict[str, Any]:
+    """One block: XLA with weights as they are ("xla") and along terms, and all programs, in turns."""
+    from benchmarks import gpu_run
+    from jcuts import guard
+    from jcuts.tune.kernelfile import read_kernel
+    from jcuts.xla.call import call_kernel
+
+    along, plain = pair
+    row: dict[str, Any] = {
+        "case": along.name, "bytes": along.moved(), "bound": along.moved() / gpu_run.CEILING, "programs": {},
+        "rejected": {},
+    }  # fmt: skip
+    count = int(min(most, max(4, -(-gpu_run.ROTATED // along.moved()))))
+    found = [jnp.asarray(a) for a in operands(along)]
+    places = products(len(found))
+    turned = [found[place].transpose(1, 2, 3, 0) for place in places]
+    sets = [tuple(jax.block_until_ready(jnp.roll(a, k)) for a in (*found, *turned)) for k in range(count)]
+    many = len(found)
+
+    def as_they_are(*xs: Any) -> Any:
+        mine = list(xs[:many])
+        for place, weights in zip(places, xs[many:], strict=True):
+            mine[place] = weights
+        return plain.function(*mine)
+
+    functions: dict[str, Any] = {"xla": as_they_are, "xla along": lambda *xs: along.function(*xs[:many])}
+    params: dict[str, Any] = {}
+    for number, program in enumerate(programs):
+        path, name = folder / f"{program.digest}.kernel", f"block {number}"
+        if path.exists():
+            kernel = read_kernel(path)
+            params[name] = {k: p for k, p in program.params if k != "cuda"}
+            functions[name] = lambda *xs, k=kernel: call_kernel(k, *gpu_run.operands_of(k, xs[:many]))
+    with jax.enable_x64(True):
+        wide = jax.jit(along.function)(*(a.astype(jnp.float64) for a in found))
+        scale = float(jnp.sqrt(jnp.mean(wide * wide)))
+        off = jax.jit(lambda got, want: jnp.abs(got.astype(jnp.float64) - want).max())
+    lowered = {name: jax.jit(gpu_run.chain(g, count)).lower(sets) for name, g in functions.items()}
+    compiled: dict[str, Any] = {}
+    for name in ("xla", "xla along"):  # alone: they are tuned meanwhile
+        low = lowered.pop(name)
+        compiled[name] = low.compile()
+        for option, values in guard.OPTIONS["cuda"].items():
+            try:
+                compiled[f"{name} {option}"] = low.compile(compiler_options=values)
+                break
+            except Exception as error:
+                row["rejected"][f"{name} {option}"] = str(error)[:200]
+    with ThreadPoolExecutor(12) as pool:
+        for name, future in {name: pool.submit(low.compile) for name, low in lowered.items()}.items():
+            try:
+                compiled[name] = future.result()
+            except Exception as error:
+                row["rejected"][name] = f"{type(error).__name__}: {str(error)[:300]}"
+    errors: dict[str, float] = {}
+    for name, chain in list(compiled.items()):
+        try:
+            got = jax.tree.leaves(chain(sets)[0])[0]
+            with jax.enable_x64(True):
+                errors[name] = float(off(got, wide)) / scale
+            if not errors[name] <= 4 * errors["xla"] + 1e-5:
+                row["rejected"][name] = f"error {errors[name]:.3g}, XLA's is {errors['xla']:.3g}: {params.get(name)}"
+                del compiled[name]
+        except Exception as error:
+            row["rejected"][name] = f"{type(error).__name__}: {str(error)[:300]}: {params.get(name)}"
+            del compiled[name]
+    for name, spent in gpu_run.timed(compiled, sets, count, sets[0][0]).items():
+        row["programs"][name] = {"params": params.get(name, {}), "error": errors[name], **spent}
+    return row
+
+
+def show(row: dict[str, Any]) -> None:
+    """A table of one block."""
+    found = row["programs"]
+    best = {kind: min((p["median"] for n, p in found.items() if n.startswith(kind)), default=float("nan"))
+            for kind in ("xla", "block")}  # fmt: skip
+    print(f"{row['case']:44} XLA {best['xla'] * 1e6:8.2f}  block {best['block'] * 1e6:8.2f}  bound "
+          f"{row['bound'] * 1e6:6.2f}  {best['xla'] / best['block']:.2f}x")  # fmt: skip
+    for name, p in sorted(found.items(), key=lambda item: item[1]["median"]):
+        print(f"    {p['median'] * 1e6:9.2f} {p['error']:.1e} {name} {p['params'] or ''}")
+    for name, why in row["rejected"].items():
+        print(f"    {name} rejected: {why[:200]}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    from benchmarks import gpu_run
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("gpu_blocks"))
+    parser.add_argument("--kernels", type=Path, help="folder for compiled kernels (a folder of --out)")
+    parser.add_argument("--only", default="", help="only blocks whose name contains one of these")
+    parser.add_argument("--batches", default="64", help="separated by commas")
+    parser.add_argument("--most", type=int, default=8, help="schedules per block")
+    parser.add_argument("--sets", type=int, default=12, help="sets of operands that executions take turns with")
+    parser.add_argument("--plain", action="store_true", help="weights are not known to be rounded")
+    parser.add_argument("--budget", type=float, default=150.0, help="seconds")
+    parser.add_argument("--workers", type=int, default=16)
+    parser.add_argument("--build", action="store_true", help="only compile; needs no GPU")
+    options = parser.parse_args(arguments)
+    folder = options.kernels or options.out / "kernels"
+    for path in (options.out, folder):
+        path.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    pairs = [pair for batch in options.batches.split(",") for pair in cases(int(batch))]
+    work = [(pair, schedules(pair[0], options.most, not options.plain))
+            for pair in pairs if gpu_run.wanted(pair[0], options.only)]  # fmt: skip
+    build([p for _, programs in work for p in programs], folder, options.workers, start)
+    rows: list[dict[str, Any]] = []
+    for pair, programs in [] if options.build else work:
+        if time.perf_counter() - start > options.budget:
+            print(f"{pair[0].name}: out of time")
+            continue
+        try:
+            rows.append(measured(pair, programs, folder, options.sets))
+            show(rows[-1])
+        except Exception as error:
+            print(f"{pair[0].name}: {type(error).__name__}: {error}")
+        print(f"    {time.perf_counter() - start:.0f} s", flush=True)
+        (options.out / "gpu_blocks.json").write_text(json.dumps(rows, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

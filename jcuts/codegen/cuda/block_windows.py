@@ -1,0 +1,101 @@
+"""The depthwise convolution of the *block* form: from the patch in shared memory to operands of the second product."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+
+from jcuts.codegen import lanes as L
+from jcuts.codegen.cuda import memory as M
+from jcuts.codegen.cuda import tensor
+from jcuts.codegen.cuda.block_chain import Chain
+from jcuts.dfg.index import Index
+from jcuts.dfg.node import Guard
+from jcuts.dfg.program import Buffer
+from jcuts.region.block_tiles import WORD, BlockShape
+
+
+class Windows:
+    """A thread has one channel of a piece and some strips of its outputs: neighbours share the pixels they read."""
+
+    def __init__(
+        self, frame: M.Frame, shape: BlockShape, thread: L.Value, patch: L.Value, deep: L.Value,
+        buffers: Mapping[str, Buffer],
+    ) -> None:  # fmt: skip
+        self.frame, self.shape, self.builder = frame, shape, frame.builder
+        builder, window, chunk = self.builder, shape.block.window, shape.chunk
+        self.channel = builder.urem(thread, L.I32(chunk))
+        group = builder.udiv(thread, L.I32(chunk))
+        self.chain = Chain(frame, window.phase, window.channel, shape.block.channels, chunk, buffers)
+        self.groups = shape.threads // chunk
+        self.places: list[tuple[L.Value, L.Value, L.Value | None]] = []
+        (high, wide), step = shape.strip, window.step
+        down, across = shape.rows // high, shape.columns // wide
+        for first in range(0, shape.strips, self.groups):
+            strip = builder.add(group, L.I32(first)) if first else group
+            inside = None
+            if first + self.groups > shape.strips:
+                inside = builder.icmp_unsigned("<", strip, L.I32(shape.strips))
+            rest, column = builder.udiv(strip, L.I32(across)), builder.urem(strip, L.I32(across))
+            image, row = L.I32(0), rest
+            if shape.images > 1:
+                image, row = builder.udiv(rest, L.I32(down)), builder.urem(rest, L.I32(down))
+            line = builder.add(builder.mul(image, L.I32(shape.patch[0])), builder.mul(row, L.I32(high * step[0])))
+            pixel = builder.add(builder.mul(line, L.I32(shape.patch[1])), builder.mul(column, L.I32(wide * step[1])))
+            source = builder.add(builder.mul(pixel, L.I32(shape.patch_pitch)), self.channel)
+            line = builder.add(builder.mul(image, L.I32(shape.rows)), builder.mul(row, L.I32(high)))
+            pixel = builder.add(builder.mul(line, L.I32(shape.columns)), builder.mul(column, L.I32(wide)))
+            target = builder.add(builder.mul(pixel, L.I32(shape.deep_pitch)), self.channel)
+            self.places.append((
+                builder.add(patch, builder.mul(source, L.I32(WORD))),
+                builder.add(deep, builder.mul(target, L.I32(WORD))), inside,
+            ))  # fmt: skip
+
+    def filters(self, first: L.Value) -> list[L.Value]:
+        """This thread's filter of the piece of channels that begins at ``first``."""
+        builder, window, channels = self.builder, self.shape.block.window, self.shape.block.channels
+        frame = replace(
+            self.frame, variables={window.channel: builder.add(first, self.channel)}, cache={}, values={},
+            ranges={window.channel: self.shape.pieces * self.shape.chunk},
+        )  # fmt: skip
+        guards = (Guard(Index.axis(window.channel), None, channels - 1),)
+        words = [M.load(frame, window.filters, WORD, address, 1, guards, 0)[0] for address in window.weights]
+        return [builder.bitcast(word, L.F32) for word in words]
+
+    def compute(self, first: L.Value, filters: list[L.Value], skipped: L.Value) -> None:
+        """All strips of the piece that begins at channel ``first``. Args: skipped: bytes before its patch."""
+        builder, channels = self.builder, self.shape.block.channels
+        channel = builder.add(first, self.channel)
+        real = None
+        if channels % self.shape.chunk:
+            real = builder.icmp_signed("<", channel, L.I32(channels))
+        for source, target, inside in self.places:
+            with builder.if_then(inside) if inside is not None else nullcontext():
+                self._strip(channel, builder.add(source, skipped), target, filters, real)
+
+    def _strip(
+        self, channel: L.Value, source: L.Value, target: L.Value, filters: list[L.Value], real: L.Value | None
+    ) -> None:
+        builder, shape, window = self.builder, self.shape, self.shape.block.window
+        (high, wide), (down, across) = shape.strip, window.step
+        outputs = list(itertools.product(range(high), range(wide)))
+        sums: dict[tuple[int, int], L.Value] = {place: L.F32(0.0) for place in outputs}
+        pixels: dict[tuple[int, int], L.Value] = {}
+        uses = sorted(
+            ((i * down + row, j * across + column), number, (i, j))
+            for i, j in outputs
+            for number, (row, column) in enumerate(window.taps)
+        )
+        for pixel, number, output in uses:
+            if pixel not in pixels:
+                offset = WORD * (pixel[0] * shape.patch[1] + pixel[1]) * shape.patch_pitch
+                pixels[pixel] = builder.bitcast(tensor.read_word(builder, source, offset), L.F32)
+            sums[output] = L.fma(builder, pixels[pixel], filters[number], sums[output])
+        ((values,),) = self.chain.apply(channel, 1, [[(0, [sums[place] for place in outputs])]])
+        for (i, j), value in zip(outputs, values, strict=True):
+            word = tensor.to_tf32(builder, builder.bitcast(value, L.I32))
+            if real is not None:
+                word = builder.select(real, word, L.I32(0))
+            tensor.write_words(builder, target, WORD * (i * shape.columns + j) * shape.deep_pitch, [word])

@@ -1,0 +1,94 @@
+"""A schedule for warp groups, and what counting needs to know of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from jcuts.dfg.program import Program
+from jcuts.region.gpu_products import STEP
+from jcuts.region.gpu_tiles import WARP, scheduled
+
+GROUP, HIGH, LINE = 4 * WARP, 64, 128
+"""Threads of a warp group, rows of its instruction, bytes of a line of terms."""
+FOUR = 16
+"""Bytes of what a lane has of a tile of results: four floats."""
+BARRIER = 8
+"""Bytes of a barrier of a cluster in shared memory, which divide its address."""
+
+
+def portions(high: int, wide: int, step: int, sharers: int) -> tuple[int, int]:
+    """Into how many parts ``high`` rows and ``wide`` columns of tiles fall, for at most so many sharers.
+
+    Args: step: tiles side by side that stay together.
+
+    >>> portions(2, 4, 2, 4), portions(1, 4, 1, 2), portions(2, 2, 2, 8)
+    ((2, 2), (1, 2), (2, 1))
+    """
+    ways = [
+        (down, aside)
+        for down in range(1, high + 1)
+        for aside in range(1, wide // step + 1)
+        if high % down == 0 and wide % (step * aside) == 0 and down * aside <= sharers
+    ]
+    return max(ways, key=lambda way: (way[0] * way[1], way[0]))
+
+
+def room(high: int, wide: int, step: int, sharers: int, lanes: int) -> int:
+    """Bytes of shared memory in which a block gets what all blocks of its cluster have for it.
+
+    >>> room(1, 24, 2, 4, 128)
+    49152
+    """
+    down, aside = portions(high, wide, step, sharers)
+    return sharers * (high * wide // (down * aside)) * lanes * FOUR
+
+
+@dataclass(frozen=True)
+class GroupTiling:
+    """One schedule: a block's tile, its warp groups, tiles in shared memory and on their way, who shares terms.
+
+    ``rounded`` and what follows it: for rounded weights alone, see `codegen.cuda.group_shape`; ``steps`` is 0 where all
+    steps of a tile are one group of instructions.
+    """
+
+    rows: int
+    columns: int
+    terms: int
+    groups: tuple[int, int]
+    stages: int
+    flight: int = 0
+    split: int = 1
+    cluster: int = 1
+    rounded: int = 0
+    spread: int = 0
+    steps: int = 1
+    cached: int = 0
+    push: int = 0
+    early: int = 0
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return GROUP * math.prod(self.groups)
+
+    @property
+    def group(self) -> int:
+        """Steps of terms that are one group of instructions: those of float32, the only ones that choose."""
+        return self.steps or self.terms * 4 // STEP
+
+    @property
+    def room(self) -> int:
+        """Bytes in which blocks of a cluster store into each other's memory."""
+        high, wide = self.rows // self.groups[0] // HIGH, self.columns // self.groups[1] // 8
+        return room(high, wide, 1 if wide % 2 else 2, self.cluster, self.threads)
+
+    def of(self, program: Program) -> Program:
+        """The scheduled program."""
+        found = (("flight", self.flight, 0), ("split", self.split, 1), ("cluster", self.cluster, 1))
+        found += (("rounded", self.rounded, 0), ("spread", self.spread, 0), ("steps", self.group, 1))
+        found += (("cached", self.cached, 0), ("push", self.push, 0), ("early", self.early, 0))
+        more = tuple((name, count) for name, count, least in found if count > least)
+        tile = (self.rows, self.columns, self.terms)
+        params = (("tile", tile), ("groups", self.groups), ("stages", self.stages), *more)
+        return scheduled(program, "product", self.threads, *params)

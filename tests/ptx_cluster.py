@@ -1,0 +1,107 @@
+"""What blocks of a cluster that store into each other's memory need of the PTX machine: barriers that count bytes.
+
+A byte that was stored is under way until a thread of the block that has it has seen the barrier full: until then
+nobody may touch it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tests.ptx_tensor import TensorFault
+
+if TYPE_CHECKING:
+    from tests.ptx_machine import Instruction, Machine
+
+
+@dataclass
+class Barrier:
+    """Of one block: arrivals that it still waits for, bytes that it expects less those that came, what came.
+
+    ``open``: all blocks of the cluster know of it.
+    """
+
+    pending: int
+    bytes: int = 0
+    open: bool = False
+    places: list[np.ndarray] = field(default_factory=list)
+
+
+class Barriers:
+    """All barriers in shared memory: (block, address) -> barrier."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.known: dict[tuple[int, int], Barrier] = {}
+
+    def step(self, ins: Instruction, parts: list[str], on: np.ndarray) -> None:
+        """mbarrier.init, mbarrier.arrive.expect_tx, mbarrier.try_wait.parity."""
+        machine, live = self.machine, np.flatnonzero(on)
+        address = machine.address(ins.operands[0 if parts[1] == "init" else 1], "u32", live).astype(np.int64)
+        if (address % 8).any():
+            raise TensorFault(f"misaligned: {ins.text}")
+        full = np.zeros(machine.count, bool)
+        for key, mine in _groups(live // machine.threads, address):
+            if parts[1] == "init":
+                if key in self.known or mine.sum() > 1:
+                    raise TensorFault(f"a barrier is made twice: {ins.text}")
+                self.known[key] = Barrier(int(ins.operands[1]))
+                continue
+            barrier = self._at(key, ins)
+            if parts[1] == "arrive":
+                barrier.pending -= int(mine.sum())
+                barrier.bytes += int(ins.operands[2]) * int(mine.sum())
+            elif barrier.pending == 0 and barrier.bytes == 0:
+                full[live[mine]] = True
+                self._seen(key[0], barrier)
+        if parts[1] == "try_wait":
+            machine.set(ins.operands[0], full, on)
+
+    def meet(self) -> None:
+        """All blocks of every cluster have passed a barrier."""
+        for barrier in self.known.values():
+            barrier.open = True
+
+    def store(self, ins: Instruction, on: np.ndarray) -> None:
+        """st.async of words."""
+        machine, live = self.machine, np.flatnonzero(on)
+        names = [n.strip() for n in ins.operands[1].strip("{}").split(",")]
+        size = 4 * len(names)
+        block, where = machine.shared_place(machine.address(ins.operands[0], "u32", live), size, live, ins)
+        there, place = machine.shared_place(machine.address(ins.operands[2], "u32", live), 8, live, ins)
+        if (block[:, 0] != there[:, 0]).any():
+            raise TensorFault(f"tells another block than it stores to: {ins.text}")
+        machine.claim(block, where, live, ins)
+        machine.pipeline.check(block, where, ins.text)
+        words = [machine.value(n, "b32")[live].view(np.uint8).reshape(-1, 4) for n in names]
+        machine.shared[block, where] = np.concatenate(words, 1)
+        machine.pipeline.busy[block, where] = True
+        for key, mine in _groups(there[:, 0], place[:, 0]):
+            barrier = self._at(key, ins)
+            if not barrier.open:
+                raise TensorFault(f"stores into a block that may not have begun: {ins.text}")
+            barrier.bytes -= size * int(mine.sum())
+            barrier.places.append(where[mine])
+
+    def _at(self, key: tuple[int, int], ins: Instruction) -> Barrier:
+        if key not in self.known:
+            raise TensorFault(f"no barrier there: {ins.text}")
+        return self.known[key]
+
+    def _seen(self, block: int, barrier: Barrier) -> None:
+        for where in barrier.places:
+            self.machine.pipeline.busy[block, where] = False
+            self.machine.last_writer[block, where] = -1
+            self.machine.last_reader[block, where] = -1
+        barrier.places = []
+
+
+def _groups(block: np.ndarray, address: np.ndarray) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
+    """Which threads name which barrier."""
+    for mine in np.unique(block):
+        for place in np.unique(address[block == mine]):
+            yield (int(mine), int(place)), (block == mine) & (address == place)

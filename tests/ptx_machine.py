@@ -267,7 +267,7 @@ class Machine:
         elif name in ("ld", "st"):
             self._access(ins, parts, on)
         elif name == "prefetch":
-            self.memory.read(self.address(ins.operands[0], "u64", np.flatnonzero(on)), 4, ins.text)
+            self.memory.read(self.address(ins.operands[0], "u64", np.flatnonzero(on)), 1, ins.text)  # has no alignment
         elif name == "barrier":
             pass  # arrives at the barrier that it then waits at
         elif name == "mapa":

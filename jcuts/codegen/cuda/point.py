@@ -226,7 +226,7 @@ class PointEmitter:
         tile = body_tile(self.phase, self.axes, [fixed[r.name] for r in self.phase.reds], frame.ranges)
         if self.bare:
             _strip(tile.graph)
-        emitter = Emitter(frame, tile.graph, self.buffers)
+        emitter = self._body_emitter(frame, tile.graph)
         emitter.plan(value for _, _, _, values in tile.terms for value in values)
         for point, red_point, number, values in sorted(tile.terms, key=lambda t: _memory_order(tile.graph, t[3])):
             if self._changes_nothing(tile.graph, number, values):
@@ -236,6 +236,12 @@ class PointEmitter:
             for red in self.phase.reds:
                 chain = chain * red.chains + offsets[red.name] % red.chains
             contribute(emitter, self.phase.accs[number], self.slots[number, point, chain], values)
+
+    def _body_emitter(self, frame: M.Frame, graph: Graph) -> Emitter:
+        return Emitter(frame, graph, self.buffers)
+
+    def _exit_emitter(self, frame: M.Frame, graph: Graph) -> Emitter:
+        return Emitter(frame, graph, self.buffers)
 
     def _changes_nothing(self, graph: Graph, number: int, values: tuple[int, ...]) -> bool:
         """A term that is the neutral element in every tile: holes of a dilated operand, padding."""
@@ -249,7 +255,7 @@ class PointEmitter:
         tile = exit_tile(self.phase, self.axes, frame.ranges)
         if self.bare:
             _strip(tile.graph)
-        emitter = Emitter(frame, tile.graph, self.buffers)
+        emitter = self._exit_emitter(frame, tile.graph)
         for node, (point, number) in tile.accs.items():
             emitter.give(node, self._accumulated(number, point))
         # no schedule of this form has stores under guards: tiles that reach beyond the result have guarded threads

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from jcuts.dfg.program import Phase, Program
+from jcuts.dfg.program import Phase, Program, Red
 from jcuts.region import scan_gpu
 from jcuts.region.gpu_tiles import (
     ACCESS,
@@ -47,6 +47,7 @@ def columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
             if vector * math.prod(whole_tile.values()) <= REGISTERS:
                 score = (0.1 + 0.9 * fill) * (0.5 + 0.5 * access)
                 yield scheduled(tiled(program, {lane.name: vector}, whole_tile), "point", threads), score
+    yield from _walks(program, machine)
     splittable = not any(acc.index_dtype for acc in phase.accs)
     moved = float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
     for taps, tile in _column_tiles(phase):
@@ -98,6 +99,57 @@ def columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
                         scheduled(tiled(program, {**taps, lane.name: vector}, tile), "columns", threads, *params),
                         (whole / spent if whole else 1.0),
                     )
+
+
+def _walks(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    """Gradients of filters: threads that walk down the rows of an image, a few columns wide, and keep rows."""
+    phase = program.phases[0]
+    taps = _taps(phase)
+    if not taps or math.prod(taps.values()) > TAPS or any(acc.index_dtype for acc in phase.accs):
+        return
+    last, others = _slid(phase, taps)
+    if not others:
+        return
+    lane, size, down = phase.axes[-1], narrowest(program), others[-1]
+    moved = float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
+    whole = moved / fastest_memory()
+    for vector in [v for v in (ACCESS // size // 2, ACCESS // size // 4) if v and lane.extent % v == 0]:
+        for wide, rows in itertools.product((2, 4, 7, 8), (1, 2, 4)):
+            if last.extent % wide or down.extent % rows:
+                continue
+            kept = math.prod(taps.values()) * vector
+            tile = {last.name: wide, down.name: rows}
+            values = distinct_loads(phase, {**taps, **tile, lane.name: vector})
+            fresh = distinct_loads(phase, {**taps, **tile, down.name: 2 * rows, lane.name: vector}) - values
+            for pieces, ahead in itertools.product((1, 2, 4), (0, 1)):
+                long = down.extent // pieces
+                registers = 24 + kept + (values - fresh + fresh * (1 + ahead)) * size / 4 + wide * vector
+                if down.extent % (pieces * rows) or long <= rows or registers > 168:
+                    continue
+                terms = math.prod(r.extent for r in phase.reds) // (long * wide)
+                for across, threads in itertools.product(_across(lane.extent // vector), (128, 256, 512)):
+                    deep = threads // across
+                    if deep < 2 or across * vector > threads:
+                        continue
+                    lanes = -(-lane.extent // (vector * across))
+                    for each in (1, 2, 4):  # terms of a thread
+                        split = -(-terms // (deep * each))
+                        if split < 2:
+                            continue
+                        held = machine.sms * min(2048, 65536 // (-(-int(registers) // 8) * 8)) // threads
+                        blocks = lanes * split
+                        waves = blocks / max(1, held)
+                        even = waves / math.ceil(waves) if waves > 1 else 1.0
+                        under_way = min(blocks, held) * threads * fresh * size * (1.0 if ahead else 0.5)
+                        used = terms / (split * deep * each) * lane.extent / (lanes * across * vector)
+                        again = 1.0 + 0.5 * (values / fresh - 1.0) * rows / long
+                        lines = min(1.0, 0.55 + 0.45 * across * vector * size / 128)
+                        spent = whole * again * (1.0 + 1.6e6 / under_way) / (even * used * lines) + 6e-6
+                        spent += 4.0 * kept / vector * lane.extent * split / fastest_memory()
+                        made = tiled(program, {**taps, lane.name: vector}, {last.name: wide, down.name: long})
+                        params = (("across", across), ("flight", 1), ("split", split), ("walk", (down.name, rows)),
+                                  ("ahead", ahead))  # fmt: skip
+                        yield scheduled(made, "columns", threads, *params), whole / spent
 
 
 def column_rows(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
@@ -210,11 +262,14 @@ def scans(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
                     )
 
 
-def _column_tiles(phase: Phase) -> list[tuple[dict[str, int], dict[str, int]]]:
-    """Outputs and terms that a thread takes together: (axis -> unroll, reduction -> unroll).
+def _slid(phase: Phase, taps: dict[str, int]) -> tuple[Red, list[Red]]:
+    """The reduction whose points lie closest, and the others that taps move along with."""
+    last = phase.reds[-1] if len(phase.reds) == 1 else max(phase.reds, key=lambda r: _innermost(phase, r.name))
+    return last, [r for r in phase.reds if r is not last and any(_moves(phase, a, r.name) for a in taps)]
 
-    A single term of a single output but for windows (filter gradients), whose outputs at different taps share operands.
-    """
+
+def _taps(phase: Phase) -> dict[str, int]:
+    """Axes of results that share operands: the taps of a filter's gradient."""
     strides = {
         a.name: [n.index.stride(a.name) for n in loads_of(phase) if n.index is not None] for a in phase.axes[:-1]
     }
@@ -222,11 +277,18 @@ def _column_tiles(phase: Phase) -> list[tuple[dict[str, int], dict[str, int]]]:
         name for name, moves in strides.items()
         if any(m not in (0, None) for m in moves) and any(m == 0 for m in moves)
     }  # fmt: skip
-    taps = {a.name: a.extent for a in phase.axes[:-1] if a.name in slides}
+    return {a.name: a.extent for a in phase.axes[:-1] if a.name in slides}
+
+
+def _column_tiles(phase: Phase) -> list[tuple[dict[str, int], dict[str, int]]]:
+    """Outputs and terms that a thread takes together: (axis -> unroll, reduction -> unroll).
+
+    A single term of a single output but for windows (filter gradients), whose outputs at different taps share operands.
+    """
+    taps = _taps(phase)
     if not taps or math.prod(taps.values()) > TAPS:
         return [({}, {})]
-    last = phase.reds[-1] if len(phase.reds) == 1 else max(phase.reds, key=lambda r: _innermost(phase, r.name))
-    others = [r for r in phase.reds if r is not last and any(_moves(phase, a, r.name) for a in taps)]
+    last, others = _slid(phase, taps)
     tiles = [{last.name: n} for n in (8, 7, 6, 5, 4, 3, 2) if last.extent % n == 0][:3]
     for red in others[-1:]:  # rows of the window are shared as well
         tiles += [{**t, red.name: n} for t in tiles for n in (2, 4) if red.extent % n == 0 and t[last.name] <= 4]

@@ -1,0 +1,180 @@
+"""Candidate schedules of windows for a GPU: pooling, depthwise convolution, their gradients.
+
+A thread computes a register tile of output points whose taps share loads; it may also walk along the first axis that
+the window slides along (`codegen.cuda.walk`), and read every row once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from jcuts.dfg.program import Axis, Phase, Program
+from jcuts.region.gpu_tiles import (
+    ACCESS,
+    REGISTERS,
+    Candidate,
+    GpuMachine,
+    loads_of,
+    narrowest,
+    period,
+    scheduled,
+    unrolled,
+    vectors,
+    window_values,
+)
+
+MOST_STRIDE = 4  # of a window, or dilation, whose period a register tile covers
+SECTOR = 32  # bytes
+
+
+def windows(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    """Tiles of single threads, and walks."""
+    phase = program.phases[0]
+    phase = replace(phase, reds=tuple(replace(r, unroll=r.extent, chains=1) for r in phase.reds))
+    program = replace(program, phases=(phase,))
+    if not phase.axes:
+        yield scheduled(program, "point", 32), 0.5
+        return
+    yield from _tiles(program, machine)
+    yield from walks(program, machine)
+
+
+def _tiles(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    phase = program.phases[0]
+    lane = phase.axes[-1]
+    size = narrowest(program)
+    points = math.prod(a.extent for a in phase.axes)
+    slid = _slid(phase, lane.name)
+    taps = math.prod(r.extent for r in phase.reds)
+    periods = {a.name: min(a.extent, period(phase, a.name)) for a in slid}
+    narrow = max(1, ACCESS // size // 4)
+    widths = [*vectors(lane.extent, size), *([narrow] if size < 4 and lane.extent % narrow == 0 else [])]
+    for vector in widths:
+        for rows in (1, 2, 4, 7, 8):
+            for columns in (1, 2, 4):
+                unroll = {lane.name: vector}
+                for axis, count in zip(reversed(slid), (columns, rows), strict=False):
+                    unroll[axis.name] = count
+                if any(unroll[a.name] % periods[a.name] for a in slid):
+                    continue
+                if (columns > 1 and not slid) or (rows > 1 and len(slid) < 2):
+                    continue
+                if any(count > a.extent for a in slid for count in [unroll[a.name]]):
+                    continue
+                tile = math.prod(unroll.values())
+                values = window_values(phase, unroll)
+                if tile + values > 2 * REGISTERS:
+                    continue
+                loads_per_use = values / (tile * taps)
+                waste = math.prod(a.extent / (-(-a.extent // unroll[a.name]) * unroll[a.name]) for a in slid)
+                fill = min(1.0, points / tile / machine.threads)
+                pressure = 1.0 if tile + values <= REGISTERS else 0.75
+                access = min(1.0, vector * size / ACCESS)
+                score = waste * pressure * (0.4 + 0.6 * access) * (0.25 + 0.75 * fill) / (1.0 + 2.0 * loads_per_use)
+                for threads in (128, 256):
+                    yield (
+                        scheduled(unrolled(program, unroll), "point", threads),
+                        score * (1 if threads == 128 else 0.99),
+                    )
+
+
+def _slid(phase: Phase, lane: str) -> list[Axis]:
+    """Axes that a window slides along (not the lanes), outermost first: neighbouring points share loads."""
+    found = []
+    for axis in phase.axes:
+        if axis.name == lane:
+            continue
+        for node in loads_of(phase):
+            assert node.index is not None
+            step = node.index.stride(axis.name)
+            if step is None and period(phase, axis.name) <= MOST_STRIDE:
+                found.append(axis)
+                break
+            if step and any((s := node.index.stride(r.name)) and step % s == 0 and step // s < r.extent + 1
+                            for r in phase.reds):  # fmt: skip
+                found.append(axis)
+                break
+    return found[-2:]
+
+
+def walks(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    """Threads that walk along the first of the axes that the window slides along."""
+    phase = program.phases[0]
+    lane, size = phase.axes[-1], narrowest(program)
+    slid = _slid(phase, lane.name)
+    if not slid:
+        return
+    along, across = slid[0], slid[1] if len(slid) > 1 else None
+    for vector in [v for v in (ACCESS // size, ACCESS // size // 2, ACCESS // size // 4) if v and lane.extent % v == 0]:
+        for columns in (1, 2, 3, 4, 5, 7, 8) if across is not None else (1,):
+            for rows in (1, 2, 4, 7, 8):
+                unroll = {lane.name: vector, along.name: rows, **({across.name: columns} if across is not None else {})}
+                if any(a.extent % unroll[a.name] or unroll[a.name] % period(phase, a.name) for a in slid):
+                    continue
+                count = along.extent // rows
+                if count < 2:
+                    continue
+                for pieces in (1, 2, 3, 4, 8):
+                    tiles = -(-count // pieces)
+                    if tiles < 2 or -(-count // tiles) != pieces:
+                        continue
+                    for ahead in (0, 1):
+                        found = _walk(program, machine, along.name, unroll, tiles, ahead)
+                        if found is not None:
+                            yield from found
+
+
+def _walk(
+    program: Program, machine: GpuMachine, along: str, unroll: dict[str, int], tiles: int, ahead: int
+) -> list[Candidate] | None:
+    """One walk with blocks of several shapes; None where it takes too many registers."""
+    phase = program.phases[0]
+    lane, size = phase.axes[-1], narrowest(program)
+    tile = math.prod(unroll.values())
+    words = size / 4
+    values = window_values(phase, unroll)
+    rows = unroll[along]
+    fresh = window_values(phase, {**unroll, along: 2 * rows}) - values  # of a tile that follows another
+    carried = (values - fresh) * words
+    registers = 24 + tile + carried + (2 if ahead else 1) * fresh * words
+    if registers > 168:
+        return None
+    counts = {a.name: -(-a.extent // unroll.get(a.name, 1)) for a in phase.axes}
+    counts[along] = -(-counts[along] // tiles)
+    threads = math.prod(counts.values())
+    resident = machine.sms * min(2048, 65536 // (-(-int(registers) // 8) * 8) // 32 * 32)
+    waves = threads / resident
+    even = waves / math.ceil(waves) if waves > 1 else 1.0
+    under_way = min(threads, resident) * fresh * size * (1.0 if ahead else 0.5)
+    hidden = 1.0 / (1.0 + 0.5 * 3.2e6 / under_way)
+    covered = tiles * rows
+    total = next(a.extent for a in phase.axes if a.name == along)
+    waste = total / (-(-total // covered) * covered)
+    again = values / fresh if fresh else 1.0  # rows that a new piece reads again
+    again = 1.0 + (again - 1.0) * rows / covered
+    lines = fresh / tile
+    score = waste * even * hidden / (again * (1.0 + 0.25 * lines))
+    more = (("walk", (along, tiles)), ("ahead", ahead))
+    made = unrolled(program, unroll)
+    found = [(scheduled(made, "point", n, *more), score * (1.0 if n == 128 else 0.99)) for n in (128, 256)]
+    shape = _block(phase, counts, lane.name, unroll[lane.name] * size)
+    if shape is not None:
+        found.append(
+            (scheduled(made, "point", math.prod(shape.values()), *more, ("block", tuple(shape.items()))), score)
+        )
+    return found
+
+
+def _block(phase: Phase, counts: dict[str, int], lane: str, access: int) -> dict[str, int] | None:
+    """A block of threads that has whole rows of the image and whole sectors of it; None where none is small enough."""
+    slid = _slid(phase, lane)
+    if len(slid) < 2:
+        return None
+    wide = counts[slid[1].name]
+    options = [n for n in range(1, counts[lane] + 1)
+               if counts[lane] % n == 0 and n * access % SECTOR == 0 and 96 <= n * wide <= 384]  # fmt: skip
+    if not options or max(options) == counts[lane]:
+        return None
+    return {slid[1].name: wide, lane: max(options)}

@@ -49,7 +49,8 @@ def measured_cases(only: str) -> list[Any]:
     found.append(
         Case("copy 116 MB bfloat16", lambda x: jnp.maximum(x, 0), (((116_000_000 // 4 // 4096, 4096), "bfloat16"),))
     )
-    found += [c for c in cases() if c.name.startswith(FAMILIES) and c.moved() >= LEAST_BYTES]
+    large = [c for c in cases() if c.name.startswith(FAMILIES) and c.moved() >= LEAST_BYTES]
+    found += sorted(large, key=lambda c: "bfloat16" not in c.name)
     return [c for c in found if wanted(c, only)]
 
 

@@ -1,24 +1,26 @@
-"""A thread of the point form that walks along an axis: tile after tile, keeping what the next tile reads again.
+"""A thread of the point form that walks along an axis: tile after tile, keeping what the next tile needs again.
 
-A window that slides down an image reads every row once: rows that a tile shares with the next stay in registers.  The
-other loads of the next tile are asked for before the present one is computed (``ahead``), or where it begins.
+A window that slides down an image reads every row once: rows that a tile shares with the next stay in registers, and
+so do values that both compute (which element of a window its maximum was).  The other loads of the next tile are asked
+for before the present one is computed (``ahead``), or where it begins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from jcuts.base.errors import CompileRejected
+from jcuts.codegen import elements as E
 from jcuts.codegen import lanes as L
 from jcuts.codegen.cuda import memory as M
 from jcuts.codegen.cuda.point import PointEmitter
 from jcuts.codegen.cuda.values import Emitter, fill_bits, from_word
 from jcuts.dfg.index import Index
-from jcuts.dfg.node import Graph, Guard, Node
+from jcuts.dfg.node import Graph, Node
 from jcuts.dfg.program import Program, Red
-from jcuts.dfg.tile import Extent, body_tile, exit_tile
+from jcuts.dfg.tile import Extent, Tile, body_tile, exit_tile
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,8 @@ class _Path:
 class WalkEmitter(PointEmitter):
     """Emits the walk of one thread."""
 
-    given: Mapping[int, L.Value] = MappingProxyType({})
-    """Node -> bits of an element that the walk has already."""
+    given: Mapping[int, E.Lanes] = MappingProxyType({})
+    """What the walk has already, by node."""
 
     def walk(self, walk: Walk) -> None:
         """All tiles of the thread, from where the axis' variable stands."""
@@ -84,8 +86,8 @@ class WalkEmitter(PointEmitter):
             self.variables[walk.axis] = at
             self._emit()
 
-        graph = self._graph(frame(first).ranges)
-        self._tiles(_Path(walk.axis, step, first, end, walk.ahead), graph, frame, compute)
+        graph, wanted = self._graph(frame(first).ranges)
+        self._tiles(_Path(walk.axis, step, first, end, walk.ahead), graph, wanted, frame, compute)
 
     def walk_terms(
         self, red: Red, ahead: bool, fixed: dict[str, Extent], bases: dict[str, L.Value], ranges: dict[str, int],
@@ -104,67 +106,79 @@ class WalkEmitter(PointEmitter):
 
         start = L.I32(0)
         reds = [inside[r.name] for r in self.phase.reds]
-        graph = body_tile(self.phase, self.axes, reds, frame(start).ranges).graph
-        self._tiles(_Path(red.name, red.unroll, start, L.I32(red.extent), ahead), graph, frame, compute)
+        graph, wanted = _terms(body_tile(self.phase, self.axes, reds, frame(start).ranges))
+        self._tiles(_Path(red.name, red.unroll, start, L.I32(red.extent), ahead), graph, wanted, frame, compute)
 
     def _tiles(
-        self, path: _Path, graph: Graph, frame: Callable[[L.Value], M.Frame], compute: Callable[[L.Value], None]
-    ) -> None:
-        """The loop. Args: graph: of one tile; frame, compute: of the tile where the variable has a value."""
+        self, path: _Path, graph: Graph, wanted: Sequence[int], frame: Callable[[L.Value], M.Frame],
+        compute: Callable[[L.Value], None],
+    ) -> None:  # fmt: skip
+        """The loop. Args: graph, wanted: of one tile; frame, compute: of the tile where the variable has a value."""
         builder = self.builder
         here = frame(path.first)
+        follows = _follows(path, graph, wanted, here.ranges)
+        values = _computed(graph, wanted, follows)
         plan = Emitter(here, graph, self.buffers)
-        plan.plan(n for n, node in enumerate(graph.nodes) if node.op == "load" and not _data(node))
+        needed = (n for n in graph.needed(wanted, values) if graph.nodes[n].op == "load")
+        plan.plan(n for n in needed if not _data(graph.nodes[n]))
         runs = list(dict.fromkeys(tuple(members) for members in plan.runs.values()))
         still = [r for r in runs if path.name not in _axes(graph.nodes[r[0]])]
         moving = [r for r in runs if r not in set(still)]
-        follows = _follows(path, graph, moving, here.ranges)
-        kept = [r for r in moving if path.ahead or r in follows]
-        held = {r: self._words(here, graph, r) for r in still}
-        start = {r: self._words(here, graph, r) for r in kept}
+        again = {r: q for r in moving if (q := tuple(follows.get(n, -1) for n in r)) in set(moving)}
+        kept = [r for r in moving if path.ahead or r in again]
+        start = {r: self._words(here, graph, r) for r in (*still, *kept)}
+        self.given = self._lanes(graph, start)
+        first = self._body_emitter(here, graph)
+        first.plan(values)
+        made = dict(zip(values, first.emit(values), strict=True))
         before = builder.block
         loop, after = builder.append_basic_block("walk"), builder.append_basic_block("walked")
         builder.branch(loop)
         builder.position_at_end(loop)
         at = builder.phi(L.I32, "at")
-        phis = {r: [builder.phi(w.type) for w in words] for r, words in start.items()}
+        phis = {r: [builder.phi(w.type) for w in start[r]] for r in kept}
+        carried = {n: replace(lanes, value=builder.phi(lanes.value.type)) for n, lanes in made.items()}
         following = builder.add(at, L.I32(path.step))
         more = builder.icmp_signed("<", following, path.end)
-        now: dict[Run, list[L.Value]] = {**held, **phis}
+        now: dict[Run, list[L.Value]] = {**{r: start[r] for r in still}, **phis}
         if path.ahead:
             there = frame(following)
-            fresh = {r: self._words(there, graph, r, more) for r in kept if r not in follows}
+            fresh = {r: self._words(there, graph, r, more) for r in kept if r not in again}
         else:
             here, fresh = frame(at), {}
-            now |= {r: self._words(here, graph, r) for r in moving if r not in follows}
-        self.given = {n: v for run, words in now.items() for n, v in self._elements(graph, run, words)}
+            now |= {r: self._words(here, graph, r) for r in moving if r not in again}
+        self.given = {**self._lanes(graph, now), **carried}
         compute(at)
-        at.add_incoming(path.first, before)
-        at.add_incoming(following, builder.block)
+        last = [follows[n] for n in values]
+        self.emitter.plan(last)
+        coming = self.emitter.emit(last)
+        pairs = [(at, path.first, following)]
+        pairs += [(phi.value, made[n].value, new.value) for (n, phi), new in zip(carried.items(), coming, strict=True)]
         for r, found in phis.items():
-            coming = now[follows[r]] if r in follows else fresh[r]
-            for phi, old, new in zip(found, start[r], coming, strict=True):
-                phi.add_incoming(old, before)
-                phi.add_incoming(new, builder.block)
+            pairs += zip(found, start[r], now[again[r]] if r in again else fresh[r], strict=True)
+        for phi, old, new in pairs:
+            phi.add_incoming(old, before)
+            phi.add_incoming(new, builder.block)
         builder.cbranch(more, loop, after)
         builder.position_at_end(after)
 
     def _body_emitter(self, frame: M.Frame, graph: Graph) -> Emitter:
-        """An emitter that has the values of this tile's loads."""
-        emitter = Emitter(frame, graph, self.buffers)
-        for number, word in self.given.items():
-            emitter.give(number, from_word(self.builder, word, graph.nodes[number].dtype))
-        return emitter
+        """An emitter that has what the walk brings along."""
+        self.emitter = Emitter(frame, graph, self.buffers)
+        for number, lanes in self.given.items():
+            self.emitter.give(number, lanes)
+        return self.emitter
 
     def _exit_emitter(self, frame: M.Frame, graph: Graph) -> Emitter:
         return Emitter(frame, graph, self.buffers) if self.phase.reds else self._body_emitter(frame, graph)
 
-    def _graph(self, ranges: Mapping[str, int]) -> Graph:
-        """The graph of a tile whose loads the walk carries."""
+    def _graph(self, ranges: Mapping[str, int]) -> tuple[Graph, list[int]]:
+        """The graph of a tile of an axis' walk, and what is wanted of it."""
         if not self.phase.reds:
-            return exit_tile(self.phase, self.axes, ranges).graph
+            tile = exit_tile(self.phase, self.axes, ranges)
+            return tile.graph, [value for _, _, value, _, _ in tile.stores]
         reds = [Extent(r.name, r.extent, fixed=True) for r in self.phase.reds]
-        return body_tile(self.phase, self.axes, reds, ranges).graph
+        return _terms(body_tile(self.phase, self.axes, reds, ranges))
 
     def _words(self, frame: M.Frame, graph: Graph, run: Run, only: L.Value | None = None) -> list[L.Value]:
         """The registers of an access; nothing is read unless ``only`` holds."""
@@ -175,27 +189,48 @@ class WalkEmitter(PointEmitter):
             frame, node.buffer, M.item_size(node.dtype), node.index, len(run), node.guards, fill, only
         )  # fmt: skip
 
-    def _elements(self, graph: Graph, run: Run, words: Sequence[L.Value]) -> list[tuple[int, L.Value]]:
-        found = M.elements(self.builder, words, M.item_size(graph.nodes[run[0]].dtype), len(run))
-        return list(zip(run, found, strict=True))
+    def _lanes(self, graph: Graph, words: Mapping[Run, Sequence[L.Value]]) -> dict[int, E.Lanes]:
+        """The values that loads have brought, by node."""
+        found = {}
+        for run, registers in words.items():
+            dtype = graph.nodes[run[0]].dtype
+            elements = M.elements(self.builder, registers, M.item_size(dtype), len(run))
+            found |= {n: from_word(self.builder, word, dtype) for n, word in zip(run, elements, strict=True)}
+        return found
 
 
-def _follows(path: _Path, graph: Graph, runs: Sequence[Run], ranges: Mapping[str, int]) -> dict[Run, Run]:
-    """Loads of the next tile -> those of this one that have them already."""
+def _terms(tile: Tile) -> tuple[Graph, list[int]]:
+    return tile.graph, [value for _, _, _, values in tile.terms for value in values]
+
+
+def _follows(path: _Path, graph: Graph, wanted: Sequence[int], ranges: Mapping[str, int]) -> dict[int, int]:
+    """Nodes of the next tile -> those of this one that are the same; not those that no tile changes."""
     reach = max(1, ranges[path.name] - path.step)  # of a tile that has a next one
     inside = {**ranges, path.name: reach}
-    places = {(_key(graph.nodes[r[0]], {}, inside), len(r)): r for r in runs}
+    both = Graph()
+    needed = graph.needed(wanted)
+    now = dict(zip(needed, graph.copy_into(both, needed, {}, inside), strict=True))
     shift = {path.name: Index.axis(path.name) + path.step}
-    found = {r: places.get((_key(graph.nodes[r[0]], shift, inside), len(r))) for r in runs}
-    return {r: other for r, other in found.items() if other is not None}
+    then = dict(zip(needed, graph.copy_into(both, needed, shift, inside), strict=True))
+    places = {there: number for number, there in reversed(now.items())}
+    return {n: places[there] for n, there in then.items() if there in places and there != now[n]}
 
 
-def _key(node: Node, shift: Mapping[str, Index], ranges: Mapping[str, int]) -> object:
-    """What a load reads where a variable is replaced."""
-    assert node.index is not None
-    guards = (Guard(g.index.substitute(shift, ranges), g.low, g.high) for g in node.guards)
-    left = tuple(g for g in guards if not g.always(ranges))
-    return node.buffer, node.index.substitute(shift, ranges), left, fill_bits(node.value, node.dtype) if left else 0
+def _computed(graph: Graph, wanted: Sequence[int], follows: Mapping[int, int]) -> list[int]:
+    """Values that are carried because computing them takes more than a conversion of what is loaded."""
+    found, seen, stack = set(), set(), list(wanted)
+    while stack:
+        number = stack.pop()
+        if number in seen:
+            continue
+        seen.add(number)
+        node = graph.nodes[number]
+        plain = not node.args or (node.op in ("widen", "convert") and graph.nodes[node.args[0]].op == "load")
+        if number in follows and not plain:
+            found.add(number)
+        else:
+            stack.extend(node.args)
+    return sorted(found)
 
 
 def _axes(node: Node) -> frozenset[str]:

@@ -6,6 +6,7 @@ the window slides along (`codegen.cuda.walk`), and read every row once.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,6 +27,7 @@ from jcuts.region.gpu_tiles import (
 )
 
 MOST_STRIDE = 4  # of a window, or dilation, whose period a register tile covers
+MOST_POINTS = 64  # of a tile of a walk
 SECTOR = 32  # bytes
 
 
@@ -107,64 +109,52 @@ def walks(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     if not slid:
         return
     along, across = slid[0], slid[1] if len(slid) > 1 else None
-    for vector in [v for v in (ACCESS // size, ACCESS // size // 2, ACCESS // size // 4) if v and lane.extent % v == 0]:
+    periods = {a.name: period(phase, a.name) for a in slid}
+    most = ACCESS // size
+    for vector in [v for v in (most, most // 2, most // 4) if v and lane.extent % v == 0]:
         for columns in (1, 2, 3, 4, 5, 7, 8) if across is not None else (1,):
             for rows in (1, 2, 4, 7, 8):
                 unroll = {lane.name: vector, along.name: rows, **({across.name: columns} if across is not None else {})}
-                if any(a.extent % unroll[a.name] or unroll[a.name] % period(phase, a.name) for a in slid):
+                if any(a.extent % unroll[a.name] or unroll[a.name] % periods[a.name] for a in slid):
                     continue
-                count = along.extent // rows
-                if count < 2:
-                    continue
-                for pieces in (1, 2, 3, 4, 8):
-                    tiles = -(-count // pieces)
-                    if tiles < 2 or -(-count // tiles) != pieces:
-                        continue
-                    for ahead in (0, 1):
-                        found = _walk(program, machine, along.name, unroll, tiles, ahead)
-                        if found is not None:
-                            yield from found
+                if along.extent // rows > 1 and vector * columns * rows <= MOST_POINTS:
+                    yield from _walks(program, machine, along, unroll)
 
 
-def _walk(
-    program: Program, machine: GpuMachine, along: str, unroll: dict[str, int], tiles: int, ahead: int
-) -> list[Candidate] | None:
-    """One walk with blocks of several shapes; None where it takes too many registers."""
+def _walks(program: Program, machine: GpuMachine, along: Axis, unroll: dict[str, int]) -> Iterator[Candidate]:
+    """Walks of one register tile: pieces of the axis, early loads or not, blocks of several shapes."""
     phase = program.phases[0]
     lane, size = phase.axes[-1], narrowest(program)
-    tile = math.prod(unroll.values())
-    words = size / 4
+    tile, rows = math.prod(unroll.values()), unroll[along.name]
     values = window_values(phase, unroll)
-    rows = unroll[along]
-    fresh = window_values(phase, {**unroll, along: 2 * rows}) - values  # of a tile that follows another
-    carried = (values - fresh) * words
-    registers = 24 + tile + carried + (2 if ahead else 1) * fresh * words
-    if registers > 168:
-        return None
-    counts = {a.name: -(-a.extent // unroll.get(a.name, 1)) for a in phase.axes}
-    counts[along] = -(-counts[along] // tiles)
-    threads = math.prod(counts.values())
-    resident = machine.sms * min(2048, 65536 // (-(-int(registers) // 8) * 8) // 32 * 32)
-    waves = threads / resident
-    even = waves / math.ceil(waves) if waves > 1 else 1.0
-    under_way = min(threads, resident) * fresh * size * (1.0 if ahead else 0.5)
-    hidden = 1.0 / (1.0 + 0.5 * 3.2e6 / under_way)
-    covered = tiles * rows
-    total = next(a.extent for a in phase.axes if a.name == along)
-    waste = total / (-(-total // covered) * covered)
-    again = values / fresh if fresh else 1.0  # rows that a new piece reads again
-    again = 1.0 + (again - 1.0) * rows / covered
-    lines = fresh / tile
-    score = waste * even * hidden / (again * (1.0 + 0.25 * lines))
-    more = (("walk", (along, tiles)), ("ahead", ahead))
+    fresh = window_values(phase, {**unroll, along.name: 2 * rows}) - values  # of a tile that follows another
+    if fresh < 1:
+        return
     made = unrolled(program, unroll)
-    found = [(scheduled(made, "point", n, *more), score * (1.0 if n == 128 else 0.99)) for n in (128, 256)]
-    shape = _block(phase, counts, lane.name, unroll[lane.name] * size)
-    if shape is not None:
-        found.append(
-            (scheduled(made, "point", math.prod(shape.values()), *more, ("block", tuple(shape.items()))), score)
-        )
-    return found
+    count = along.extent // rows
+    for pieces, ahead in itertools.product((1, 2, 3, 4, 8), (0, 1)):
+        tiles = -(-count // pieces)
+        registers = 24 + tile + (values + ahead * fresh) * size / 4
+        if tiles < 2 or -(-count // tiles) != pieces or registers > 168:
+            continue
+        counts = {a.name: -(-a.extent // unroll.get(a.name, 1)) for a in phase.axes}
+        counts[along.name] = pieces
+        threads = math.prod(counts.values())
+        resident = machine.sms * min(2048, 65536 // (-(-int(registers) // 8) * 8) // 32 * 32)
+        waves = threads / resident
+        even = waves / math.ceil(waves) if waves > 1 else 1.0
+        under_way = min(threads, resident) * fresh * size * (1.0 if ahead else 0.5)
+        hidden = 1.0 / (1.0 + 0.5 * 3.2e6 / under_way)
+        waste = count / (pieces * tiles)
+        again = 1.0 + (values / fresh - 1.0) / tiles  # rows that a new piece reads again
+        score = waste * even * hidden / (again * (1.0 + 0.25 * fresh / tile))
+        more = (("walk", (along.name, tiles)), ("ahead", ahead))
+        for n in (128, 256):
+            yield scheduled(made, "point", n, *more), score * (1.0 if n == 128 else 0.99)
+        shape = _block(phase, counts, lane.name, unroll[lane.name] * size)
+        if shape is not None:
+            block = ("block", tuple(shape.items()))
+            yield scheduled(made, "point", math.prod(shape.values()), *more, block), score
 
 
 def _block(phase: Phase, counts: dict[str, int], lane: str, access: int) -> dict[str, int] | None:

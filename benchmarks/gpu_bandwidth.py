@@ -69,8 +69,10 @@ def schedules(case: Any, most: int) -> list[Any]:
     for made in walks:
         phase = made.phases[0]
         key = (*(a.unroll for a in phase.axes), *(r.unroll for r in phase.reds), dict(made.params)["ahead"])
+        alike = (*key, dict(made.params)["threads"])
         seen[key] += 1
-        if seen[key] <= ALIKE and len(chosen) < most:
+        seen[alike] += 1
+        if seen[key] <= ALIKE and (dict(made.params)["cuda"] == "point" or seen[alike] == 1) and len(chosen) < most:
             chosen.append(made)
     return chosen
 

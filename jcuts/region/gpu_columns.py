@@ -7,8 +7,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from jcuts.dfg.program import Phase, Program, Red
-from jcuts.region import scan_gpu
+from jcuts.dfg.program import Phase, Program
+from jcuts.region import gpu_gradients, scan_gpu
+from jcuts.region.gpu_gradients import innermost, slid, taps_of
 from jcuts.region.gpu_tiles import (
     ACCESS,
     IN_FLIGHT,
@@ -19,9 +20,10 @@ from jcuts.region.gpu_tiles import (
     WARP,
     Candidate,
     GpuMachine,
+    across_lanes,
+    block_threads,
     distinct_loads,
     fastest_memory,
-    loads_of,
     narrowest,
     scheduled,
     tiled,
@@ -34,7 +36,7 @@ def columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     """Neighbouring outputs in neighbouring threads; rows of threads, and blocks, share the terms."""
     phase = program.phases[0]
     # Terms that lie far apart change slowest: what neighbouring terms share is still in the cache.
-    phase = replace(phase, reds=tuple(sorted(phase.reds, key=lambda r: _innermost(phase, r.name))))
+    phase = replace(phase, reds=tuple(sorted(phase.reds, key=lambda r: innermost(phase, r.name))))
     program = replace(program, phases=(phase,))
     lane = phase.axes[-1]
     size = narrowest(program)
@@ -47,7 +49,7 @@ def columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
             if vector * math.prod(whole_tile.values()) <= REGISTERS:
                 score = (0.1 + 0.9 * fill) * (0.5 + 0.5 * access)
                 yield scheduled(tiled(program, {lane.name: vector}, whole_tile), "point", threads), score
-    yield from _walks(program, machine)
+    yield from gpu_gradients.walks(program, machine)
     splittable = not any(acc.index_dtype for acc in phase.accs)
     moved = float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
     for taps, tile in _column_tiles(phase):
@@ -60,11 +62,12 @@ def columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
             if kept > 80 or loads > 2 * REGISTERS:
                 continue
             wide = lane.extent // vector
-            for across, threads, flight in itertools.product(_across(wide), (256, 512, 1024), (4, 8, 2, 1)):
+            shapes = [(a, t) for a in across_lanes(wide) for t in block_threads(a, (256, 512, 1024))]
+            for (across, threads), flight in itertools.product(shapes, (4, 8, 2, 1)):
                 deep = threads // across
                 if flight > 1 and (inside > 1 or kept + flight * loads > REGISTERS or deep * flight > 2 * terms):
                     continue
-                if across * vector > threads or (threads == 1024 and kept + flight * loads > 40):
+                if across * vector > threads or (threads > 768 and kept + flight * loads > 40):
                     continue
                 lanes = -(-wide // across)
                 held = 1 if kept + flight * loads > 80 else 2 if kept + flight * loads > 40 else 3
@@ -86,12 +89,9 @@ def columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
                     spent *= 1.0 + 0.04 * (loads / (inside * vector) - 1.0)  # what the caches deliver again
                     spent = spent * (0.6 + 0.4 * waste) + 4e-6 + (2.5e-6 if split > 1 else 0.0)
                     spent += 4.0 * results * split * (split > 1) / fastest_memory()
-                    spent *= {4: 1.0, 8: 1.01, 2: 1.02, 1: 1.05}[flight] * {
-                        512: 1.0,
-                        256: 1.01,
-                        1024: 1.02 if split > 1 else 0.97,
-                    }[threads]
-                    spent *= 1.0 if across & (across - 1) == 0 else 1.05  # no shuffles: more shared memory
+                    spent *= {4: 1.0, 8: 1.01, 2: 1.02, 1: 1.05}[flight]
+                    spent *= (1.02 if split > 1 else 0.97) if threads > 768 else 1.01 if threads < 384 else 1.0
+                    spent *= 1.0 if across & (across - 1) == 0 else 1.01  # no shuffles: more shared memory
                     spent *= 1.0 if not taps or kept <= 20 else 1.02  # few registers: more threads at once
                     spent *= (1.0 if vector * size == ACCESS or taps else 1.015) * {2: 1.01, 4: 1.03}.get(waves, 1.0)
                     params = (("across", across), ("flight", flight), *((("split", split),) if split > 1 else ()))
@@ -99,57 +99,6 @@ def columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
                         scheduled(tiled(program, {**taps, lane.name: vector}, tile), "columns", threads, *params),
                         (whole / spent if whole else 1.0),
                     )
-
-
-def _walks(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
-    """Gradients of filters: threads that walk down the rows of an image, a few columns wide, and keep rows."""
-    phase = program.phases[0]
-    taps = _taps(phase)
-    if not taps or math.prod(taps.values()) > TAPS or any(acc.index_dtype for acc in phase.accs):
-        return
-    last, others = _slid(phase, taps)
-    if not others:
-        return
-    lane, size, down = phase.axes[-1], narrowest(program), others[-1]
-    moved = float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
-    whole = moved / fastest_memory()
-    for vector in [v for v in (ACCESS // size // 2, ACCESS // size // 4) if v and lane.extent % v == 0]:
-        for wide, rows in itertools.product((2, 4, 7, 8), (1, 2, 4)):
-            if last.extent % wide or down.extent % rows:
-                continue
-            kept = math.prod(taps.values()) * vector
-            tile = {last.name: wide, down.name: rows}
-            values = distinct_loads(phase, {**taps, **tile, lane.name: vector})
-            fresh = distinct_loads(phase, {**taps, **tile, down.name: 2 * rows, lane.name: vector}) - values
-            for pieces, ahead in itertools.product((1, 2, 4), (0, 1)):
-                long = down.extent // pieces
-                registers = 24 + kept + (values - fresh + fresh * (1 + ahead)) * size / 4 + wide * vector
-                if down.extent % (pieces * rows) or long <= rows or registers > 168:
-                    continue
-                terms = math.prod(r.extent for r in phase.reds) // (long * wide)
-                for across, threads in itertools.product(_across(lane.extent // vector), (128, 256, 512)):
-                    deep = threads // across
-                    if deep < 2 or across * vector > threads:
-                        continue
-                    lanes = -(-lane.extent // (vector * across))
-                    for each in (1, 2, 4):  # terms of a thread
-                        split = -(-terms // (deep * each))
-                        if split < 2:
-                            continue
-                        held = machine.sms * min(2048, 65536 // (-(-int(registers) // 8) * 8)) // threads
-                        blocks = lanes * split
-                        waves = blocks / max(1, held)
-                        even = waves / math.ceil(waves) if waves > 1 else 1.0
-                        under_way = min(blocks, held) * threads * fresh * size * (1.0 if ahead else 0.5)
-                        used = terms / (split * deep * each) * lane.extent / (lanes * across * vector)
-                        again = 1.0 + 0.5 * (values / fresh - 1.0) * rows / long
-                        lines = min(1.0, 0.55 + 0.45 * across * vector * size / 128)
-                        spent = whole * again * (1.0 + 1.6e6 / under_way) / (even * used * lines) + 6e-6
-                        spent += 4.0 * kept / vector * lane.extent * split / fastest_memory()
-                        made = tiled(program, {**taps, lane.name: vector}, {last.name: wide, down.name: long})
-                        params = (("across", across), ("flight", 1), ("split", split), ("walk", (down.name, rows)),
-                                  ("ahead", ahead))  # fmt: skip
-                        yield scheduled(made, "columns", threads, *params), whole / spent
 
 
 def column_rows(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
@@ -161,7 +110,7 @@ def column_rows(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     outer = math.prod(a.extent for a in phase.axes[:-1])
     for vector in vectors(lane.extent, size):
         wide = (8, 32) if length < 64 else ()  # short columns: threads beyond the last one rather than idle rows
-        options = dict.fromkeys((*_across(lane.extent // vector), *wide))
+        options = dict.fromkeys((*across_lanes(lane.extent // vector), *wide))
         for across, threads in itertools.product(options, (1024, 512, 256, 128)):
             unit = WARP // math.gcd(across, WARP)
             deep = threads // across // unit * unit
@@ -198,7 +147,8 @@ def moments(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     length = math.prod(r.extent for r in phase.reds)
     outer = math.prod(a.extent for a in phase.axes[:-1])
     for vector in vectors(lane.extent, size):
-        for across, threads, chunks in itertools.product(_across(lane.extent // vector), (512, 256), (8, 4)):
+        shapes = [(a, t) for a in across_lanes(lane.extent // vector) for t in block_threads(a, (512, 256))]
+        for (across, threads), chunks in itertools.product(shapes, (8, 4)):
             unit = WARP // math.gcd(across, WARP)
             deep = threads // across // unit * unit
             lines = across * deep // WARP if across < WARP and WARP % across == 0 else deep
@@ -209,10 +159,12 @@ def moments(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
                 split = min(waves * machine.sms * (1024 // threads) // blocks, length // (deep * chunks))
                 if split < 2:
                     continue
-                fill = min(1.0, blocks * split * across * deep / machine.threads)
+                under_way = min(blocks * split * threads, machine.threads // 2) * chunks * vector * size
+                hidden = 1.0 / (1.0 + IN_FLIGHT / 2 / under_way)
+                used = lane.extent / (blocks // outer * across * vector)
                 lines = min(1.0, 0.5 + 0.5 * across * vector * size / 128)
                 access = min(1.0, vector * size / ACCESS)
-                score = lines * (0.2 + 0.8 * fill) * (0.6 + 0.4 * access) * (1.0 if chunks == 8 else 0.97)
+                score = lines * hidden * used**0.5 * (0.8 + 0.2 * access) * (1.0 if chunks == 8 else 0.97)
                 params = (("across", across), ("vector", vector), ("chunks", chunks), ("split", split))
                 yield (
                     scheduled(program, "moments", across * deep, *params),
@@ -262,57 +214,16 @@ def scans(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
                     )
 
 
-def _slid(phase: Phase, taps: dict[str, int]) -> tuple[Red, list[Red]]:
-    """The reduction whose points lie closest, and the others that taps move along with."""
-    last = phase.reds[-1] if len(phase.reds) == 1 else max(phase.reds, key=lambda r: _innermost(phase, r.name))
-    return last, [r for r in phase.reds if r is not last and any(_moves(phase, a, r.name) for a in taps)]
-
-
-def _taps(phase: Phase) -> dict[str, int]:
-    """Axes of results that share operands: the taps of a filter's gradient."""
-    strides = {
-        a.name: [n.index.stride(a.name) for n in loads_of(phase) if n.index is not None] for a in phase.axes[:-1]
-    }
-    slides = {
-        name for name, moves in strides.items()
-        if any(m not in (0, None) for m in moves) and any(m == 0 for m in moves)
-    }  # fmt: skip
-    return {a.name: a.extent for a in phase.axes[:-1] if a.name in slides}
-
-
 def _column_tiles(phase: Phase) -> list[tuple[dict[str, int], dict[str, int]]]:
     """Outputs and terms that a thread takes together: (axis -> unroll, reduction -> unroll).
 
     A single term of a single output but for windows (filter gradients), whose outputs at different taps share operands.
     """
-    taps = _taps(phase)
+    taps = taps_of(phase)
     if not taps or math.prod(taps.values()) > TAPS:
         return [({}, {})]
-    last, others = _slid(phase, taps)
+    last, others = slid(phase, taps)
     tiles = [{last.name: n} for n in (8, 7, 6, 5, 4, 3, 2) if last.extent % n == 0][:3]
     for red in others[-1:]:  # rows of the window are shared as well
         tiles += [{**t, red.name: n} for t in tiles for n in (2, 4) if red.extent % n == 0 and t[last.name] <= 4]
     return [*((taps, tile) for tile in tiles), (taps, {})]
-
-
-def _moves(phase: Phase, axis: str, red: str) -> bool:
-    """Does some operand depend on an axis and a reduction through their sum?"""
-    return any(
-        n.index is not None and n.index.stride(axis) not in (0, None) and n.index.stride(red) not in (0, None)
-        for n in loads_of(phase)
-    )
-
-
-def _innermost(phase: Phase, name: str) -> float:
-    """How close together the points of a reduction lie."""
-    strides = [abs(s) for n in loads_of(phase) if n.index is not None and (s := n.index.stride(name))]
-    return -max(strides, default=math.inf)
-
-
-def _across(vectors: int) -> list[int]:
-    """Threads of a block along the outputs: whole lines, or a divisor that leaves no thread idle."""
-    if vectors <= 8:
-        return [vectors]
-    found = [n for n in (8, 16, 32, 64) if n <= vectors]
-    exact = [n for n in range(12, min(vectors, 64) + 1) if vectors % n == 0 and n % 4 == 0]
-    return list(dict.fromkeys([*found, *exact[:1], *exact[-1:]]))

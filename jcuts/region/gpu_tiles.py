@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jcuts.arch.load import list_gpus, load_gpu
@@ -152,3 +153,19 @@ def _number(index: Index, where: dict[str, int]) -> int:
             part %= atom.modulus
         total += coef * part
     return total
+
+
+def across_lanes(vectors: int) -> list[int]:
+    """Threads of a block along the outputs: whole lines, or a divisor that leaves no thread idle."""
+    if vectors <= 8:
+        return [vectors]
+    found = [n for n in (8, 16, 32, 64) if n <= vectors]
+    exact = [n for n in range(12, min(vectors, 64) + 1) if vectors % n == 0 and n % 4 == 0]
+    whole = [vectors] if vectors <= 64 else []
+    return list(dict.fromkeys([*found, *exact[:1], *exact[-1:], *whole]))
+
+
+def block_threads(across: int, wanted: Sequence[int]) -> list[int]:
+    """Threads of a block near those wanted: whole rows of threads in whole warps, so that none is idle."""
+    unit = math.lcm(across, WARP)
+    return list(dict.fromkeys(min(1024 // unit, max(1, round(n / unit))) * unit for n in wanted if unit <= 1024))

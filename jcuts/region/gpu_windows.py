@@ -14,6 +14,7 @@ from dataclasses import replace
 from jcuts.dfg.program import Axis, Phase, Program
 from jcuts.region.gpu_tiles import (
     ACCESS,
+    IN_FLIGHT,
     REGISTERS,
     Candidate,
     GpuMachine,
@@ -28,7 +29,7 @@ from jcuts.region.gpu_tiles import (
 
 MOST_STRIDE = 4  # of a window, or dilation, whose period a register tile covers
 MOST_POINTS = 64  # of a tile of a walk
-SECTOR = 32  # bytes
+MOST_REGISTERS = 168  # of a walk, as estimated
 
 
 def windows(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
@@ -122,9 +123,8 @@ def walks(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
 
 
 def _walks(program: Program, machine: GpuMachine, along: Axis, unroll: dict[str, int]) -> Iterator[Candidate]:
-    """Walks of one register tile: pieces of the axis, early loads or not, blocks of several shapes."""
-    phase = program.phases[0]
-    lane, size = phase.axes[-1], narrowest(program)
+    """Walks of one register tile: pieces of the axis, early loads or not."""
+    phase, size = program.phases[0], narrowest(program)
     tile, rows = math.prod(unroll.values()), unroll[along.name]
     values = window_values(phase, unroll)
     fresh = window_values(phase, {**unroll, along.name: 2 * rows}) - values  # of a tile that follows another
@@ -132,39 +132,19 @@ def _walks(program: Program, machine: GpuMachine, along: Axis, unroll: dict[str,
         return
     made = unrolled(program, unroll)
     count = along.extent // rows
-    for pieces, ahead in itertools.product((1, 2, 3, 4, 8), (0, 1)):
+    for pieces, ahead in itertools.product((1, 2, 3, 4, 5, 8), (1, 0)):
         tiles = -(-count // pieces)
         registers = 24 + tile + (values + ahead * fresh) * size / 4
-        if tiles < 2 or -(-count // tiles) != pieces or registers > 168:
+        if tiles < 2 or -(-count // tiles) != pieces or registers > MOST_REGISTERS:
             continue
         counts = {a.name: -(-a.extent // unroll.get(a.name, 1)) for a in phase.axes}
-        counts[along.name] = pieces
-        threads = math.prod(counts.values())
+        threads = math.prod(counts.values()) // count * pieces
         resident = machine.sms * min(2048, 65536 // (-(-int(registers) // 8) * 8) // 32 * 32)
-        waves = threads / resident
-        even = waves / math.ceil(waves) if waves > 1 else 1.0
-        under_way = min(threads, resident) * fresh * size * (1.0 if ahead else 0.5)
-        hidden = 1.0 / (1.0 + 0.5 * 3.2e6 / under_way)
-        waste = count / (pieces * tiles)
-        again = 1.0 + (values / fresh - 1.0) / tiles  # rows that a new piece reads again
-        score = waste * even * hidden / (again * (1.0 + 0.25 * fresh / tile))
-        more = (("walk", (along.name, tiles)), ("ahead", ahead))
-        for n in (128, 256):
-            yield scheduled(made, "point", n, *more), score * (1.0 if n == 128 else 0.99)
-        shape = _block(phase, counts, lane.name, unroll[lane.name] * size)
-        if shape is not None:
-            block = ("block", tuple(shape.items()))
-            yield scheduled(made, "point", math.prod(shape.values()), *more, block), score
-
-
-def _block(phase: Phase, counts: dict[str, int], lane: str, access: int) -> dict[str, int] | None:
-    """A block of threads that has whole rows of the image and whole sectors of it; None where none is small enough."""
-    slid = _slid(phase, lane)
-    if len(slid) < 2:
-        return None
-    wide = counts[slid[1].name]
-    options = [n for n in range(1, counts[lane] + 1)
-               if counts[lane] % n == 0 and n * access % SECTOR == 0 and 96 <= n * wide <= 384]  # fmt: skip
-    if not options or max(options) == counts[lane]:
-        return None
-    return {slid[1].name: wide, lane: max(options)}
+        waves = max(1.0, threads / resident)
+        under_way = min(threads, resident) * fresh * size * (1.0 if ahead else 0.4)
+        spent = 1.0 + 0.5 * IN_FLIGHT / 2 / under_way  # latency that the loads under way leave
+        spent += 0.25 * fresh / tile  # accesses of columns that neighbouring tiles read as well
+        spent *= 1.0 + 0.3 * (values / fresh - 1.0) / tiles  # rows that a new piece reads again, from the L2 cache
+        spent *= 1.0 + 1.0 / (tiles * waves)  # before the first store, after the last load
+        spent *= pieces * tiles / count * (1.0 + 0.1 * (waves > 1.0) / waves)
+        yield scheduled(made, "point", 128, ("walk", (along.name, tiles)), ("ahead", ahead)), 1.0 / spent

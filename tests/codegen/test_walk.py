@@ -15,7 +15,7 @@ from jcuts.codegen.cuda import compile as compiler
 from jcuts.codegen.cuda.image import Image
 from jcuts.codegen.cuda.target import CudaTarget
 from jcuts.region import gpu
-from jcuts.region.gpu_columns import _innermost
+from jcuts.region.gpu_gradients import innermost
 from jcuts.region.gpu_tiles import scheduled, tiled, unrolled
 from jcuts.region.schedule import collapsed
 from tests import programs, ptx_machine
@@ -122,7 +122,7 @@ def gradient(stride, image, output, terms, walk, *, ahead=0, split=1, dtype="flo
     traced = programs.trace(function, *arguments)
     program = collapsed(traced.program())
     phase = program.phases[0]
-    phase = replace(phase, reds=tuple(sorted(phase.reds, key=lambda r: _innermost(phase, r.name))))
+    phase = replace(phase, reds=tuple(sorted(phase.reds, key=lambda r: innermost(phase, r.name))))
     taps = {a.name: a.extent for a in phase.axes[:-1]}
     made = tiled(replace(program, phases=(phase,)), {**taps, phase.axes[-1].name: 2}, terms)
     params = [("across", 4), ("flight", flight), ("walk", walk), ("ahead", ahead)]

@@ -18,7 +18,7 @@ from jcuts.codegen.cuda import memory as M
 from jcuts.codegen.cuda.builder import GpuBuilder
 from jcuts.codegen.cuda.values import Emitter, store_all
 from jcuts.dfg.index import Index
-from jcuts.dfg.node import Graph, Guard
+from jcuts.dfg.node import Graph, Guard, Node
 from jcuts.dfg.program import Acc, Buffer, Phase, Red
 from jcuts.dfg.tile import Extent, Point, body_tile, exit_tile, points
 from jcuts.ops.window import identity
@@ -235,7 +235,8 @@ class PointEmitter:
             offsets = dict(red_point)
             for red in self.phase.reds:
                 chain = chain * red.chains + offsets[red.name] % red.chains
-            contribute(emitter, self.phase.accs[number], self.slots[number, point, chain], values)
+            several = any(r.extent > 1 for r in self.phase.reds)
+            contribute(emitter, self.phase.accs[number], self.slots[number, point, chain], values, several=several)
 
     def _body_emitter(self, frame: M.Frame, graph: Graph) -> Emitter:
         return Emitter(frame, graph, self.buffers)
@@ -305,8 +306,13 @@ def _memory_order(graph: Graph, values: tuple[int, ...]) -> int:
     return max(((len(n.index.axes()), n.index.const) for n in loads if n.index is not None), default=(0, 0))[1]
 
 
-def contribute(emitter: Emitter, acc: Acc, slots: list[L.Value], values: tuple[int, ...]) -> None:
-    """Adds one term to an accumulator in memory slots (LLVM makes registers of them)."""
+def contribute(
+    emitter: Emitter, acc: Acc, slots: list[L.Value], values: tuple[int, ...], *, several: bool = False
+) -> None:
+    """Adds one term to an accumulator in memory slots (LLVM makes registers of them).
+
+    Args: several: the accumulator has started from 0.0, not from -0.0 as that of a single term.
+    """
     builder = emitter.frame.builder
     old = [builder.load(slot) for slot in slots]
     node = emitter.graph.nodes[values[0]]
@@ -316,7 +322,25 @@ def contribute(emitter: Emitter, acc: Acc, slots: list[L.Value], values: tuple[i
     if fused:
         x, y = (v.value for v in emitter.emit(node.args))
         new = (L.fma(builder, x, y, old[0]),)
+    elif several and _adds_or_not(emitter, acc, node):
+        holds, x, _ = (v.value for v in emitter.emit(node.args))
+        new = (add_where(builder, holds, old[0], x),)
     else:
         new = E.combine(builder, acc.combine, acc.dtype, tuple(old), tuple(v.value for v in emitter.emit(values)))
     for value, slot in zip(new, slots, strict=True):
         builder.store(value, slot)
+
+
+def _adds_or_not(emitter: Emitter, acc: Acc, node: Node) -> bool:
+    """Whether a term of a float32 sum is 0 unless a condition holds that is known at run time only."""
+    if acc.combine != "add" or acc.dtype != "float32" or node.op != "select" or node.dtype != "float32":
+        return False
+    holds, _, nothing = (emitter.graph.nodes[k] for k in node.args)
+    return nothing.op == "const" and nothing.value == 0 and holds.op not in ("const", "guard")
+
+
+def add_where(builder: GpuBuilder, holds: L.Value, total: L.Value, value: L.Value) -> L.Value:
+    """One predicated addition: ``total + value`` where the condition (i1) holds, else ``total``, which is not -0.0."""
+    text = "{ .reg .pred p; setp.ne.b32 p, $3, 0; mov.f32 $0, $1; @p add.rn.f32 $0, $1, $2; }"
+    kind = ir.FunctionType(total.type, [total.type, value.type, L.I32])
+    return builder.call(ir.InlineAsm(kind, text, "=&f,f,f,r"), [total, value, builder.zext(holds, L.I32)])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import itertools
 import json
 import os
 import sys
@@ -66,7 +67,8 @@ def schedules(case: Any, most: int) -> list[Any]:
     walks = [p for p in ranked if "walk" in dict(p.params)]
     chosen = [p for p in ranked if "walk" not in dict(p.params)][: max(4, most // (5 if walks else 2))]
     seen: collections.Counter[Any] = collections.Counter()
-    for made in walks:
+    kinds = [[p for p in walks if dict(p.params)["ahead"] == ahead] for ahead in (1, 2, 0)]
+    for made in (p for some in itertools.zip_longest(*kinds) for p in some if p is not None):
         phase = made.phases[0]
         key = (*(a.unroll for a in phase.axes), *(r.unroll for r in phase.reds), dict(made.params)["ahead"])
         alike = (*key, dict(made.params)["threads"])

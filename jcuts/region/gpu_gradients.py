@@ -11,6 +11,7 @@ from jcuts.dfg.program import Phase, Program, Red
 from jcuts.region.gpu_tiles import (
     ACCESS,
     IN_FLIGHT,
+    MOST_REGISTERS,
     TAPS,
     Candidate,
     GpuMachine,
@@ -43,7 +44,7 @@ def walks(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
             values = distinct_loads(phase, counts)
             fresh = distinct_loads(phase, {**counts, down.name: 2 * rows}) - values
             registers = 24 + math.prod(taps.values()) * vector + (values + fresh) * size / 4 + wide * vector
-            if registers > 168:
+            if registers > MOST_REGISTERS:
                 continue
             for pieces in (1, 2, 4):
                 if down.extent % (pieces * rows) == 0 and down.extent > pieces * rows:
@@ -74,23 +75,26 @@ def _shapes(program: Program, machine: GpuMachine, tile: _Tile, walk: tuple[str,
     wide = lane.extent // tile.vector
     lanes_of = across_lanes(wide)
     for across in [a for a in lanes_of if wide % a == 0] or lanes_of:
-        for threads, each in itertools.product(block_threads(across, (128, 256, 512)), (1, 2)):
+        for threads, each, ahead in itertools.product(block_threads(across, (128, 256, 512)), (1, 2), (1, 2)):
             deep, lanes = threads // across, -(-wide // across)
             split = -(-terms // (deep * each))
             if split < 2 or deep < 2 or across * tile.vector > threads:
                 continue
-            held = machine.sms * max(1, min(2048, 65536 // (-(-int(tile.registers) // 8) * 8)) // threads)
+            registers = tile.registers + (ahead - 1) * tile.fresh * size / 4
+            held = machine.sms * min(2048, 65536 // (-(-int(registers) // 8) * 8)) // threads
+            if held < machine.sms or registers > MOST_REGISTERS:
+                continue
             blocks = lanes * split
             waves = max(1.0, blocks / held)
-            under_way = min(blocks, held) * threads * tile.fresh * size
+            under_way = min(blocks, held) * threads * tile.fresh * size * ahead
             used = terms / (split * deep * each) * wide / (lanes * across)
             spent = 1.0 + 0.5 * IN_FLIGHT / 2 / under_way + 0.25 * (tile.values / tile.fresh - 1.0) / steps
-            spent *= 1.0 + 1.0 / (steps * each * waves) + 0.1 * (waves > 1.0) / waves
+            spent *= 1.0 + ahead * 0.01 + 1.0 / (steps * each * waves) + 0.1 * (waves > 1.0) / waves
             spent *= (1.0 + 0.1 * (1.0 / used - 1.0)) / min(1.0, 0.55 + 0.45 * across * tile.vector * size / 128)
             spent *= max(1.0, machine.sms / blocks) ** 0.5
             seconds = whole * spent + 4e-6 + 8.0 * results * split / fastest_memory()
             made = tiled(program, {**taps, lane.name: tile.vector}, tile.terms)
-            params = (("across", across), ("flight", 1), ("split", split), ("walk", walk), ("ahead", 1))
+            params = (("across", across), ("flight", 1), ("split", split), ("walk", walk), ("ahead", ahead))
             yield scheduled(made, "columns", threads, *params), whole / seconds
 
 

@@ -16,6 +16,7 @@ from jcuts.dfg.program import ITEM_SIZE, Axis, Phase, Program
 ACCESS = 16  # bytes of the widest access
 TAPS = 64  # terms of a window that are unrolled in a thread; longer reductions are shared by a team
 REGISTERS = 128  # 32-bit values that a tile may keep: twice that fits, but leaves few warps
+MOST_REGISTERS = 168  # of a thread that walks, as estimated
 RESIDENT = 32  # elements of a row that one thread keeps in registers
 IN_FLIGHT = 6 << 20  # bytes: memory bandwidth times latency of the largest GPUs, with room
 WARP = 32

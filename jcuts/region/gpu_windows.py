@@ -15,6 +15,7 @@ from jcuts.dfg.program import Axis, Phase, Program
 from jcuts.region.gpu_tiles import (
     ACCESS,
     IN_FLIGHT,
+    MOST_REGISTERS,
     REGISTERS,
     Candidate,
     GpuMachine,
@@ -29,7 +30,6 @@ from jcuts.region.gpu_tiles import (
 
 MOST_STRIDE = 4  # of a window, or dilation, whose period a register tile covers
 MOST_POINTS = 64  # of a tile of a walk
-MOST_REGISTERS = 168  # of a walk, as estimated
 
 
 def windows(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
@@ -132,19 +132,19 @@ def _walks(program: Program, machine: GpuMachine, along: Axis, unroll: dict[str,
         return
     made = unrolled(program, unroll)
     count = along.extent // rows
-    for pieces, ahead in itertools.product((1, 2, 3, 4, 5, 8), (1, 0)):
+    for pieces, ahead in itertools.product((1, 2, 3, 4, 5, 8), (1, 2, 0)):
         tiles = -(-count // pieces)
         registers = 24 + tile + (values + ahead * fresh) * size / 4
-        if tiles < 2 or -(-count // tiles) != pieces or registers > MOST_REGISTERS:
+        if tiles < 2 + ahead // 2 or -(-count // tiles) != pieces or registers > MOST_REGISTERS:
             continue
         counts = {a.name: -(-a.extent // unroll.get(a.name, 1)) for a in phase.axes}
         threads = math.prod(counts.values()) // count * pieces
         resident = machine.sms * min(2048, 65536 // (-(-int(registers) // 8) * 8) // 32 * 32)
         waves = max(1.0, threads / resident)
-        under_way = min(threads, resident) * fresh * size * (1.0 if ahead else 0.4)
+        under_way = min(threads, resident) * fresh * size * (ahead or 0.4)
         spent = 1.0 + 0.5 * IN_FLIGHT / 2 / under_way  # latency that the loads under way leave
         spent += 0.25 * fresh / tile  # accesses of columns that neighbouring tiles read as well
         spent *= 1.0 + 0.3 * (values / fresh - 1.0) / tiles  # rows that a new piece reads again, from the L2 cache
-        spent *= 1.0 + 1.0 / (tiles * waves)  # before the first store, after the last load
+        spent *= 1.0 + ahead * 0.01 + 1.0 / (tiles * waves)  # before the first store, after the last load
         spent *= pieces * tiles / count * (1.0 + 0.1 * (waves > 1.0) / waves)
         yield scheduled(made, "point", 128, ("walk", (along.name, tiles)), ("ahead", ahead)), 1.0 / spent

@@ -43,7 +43,7 @@ class ColumnShape:
         threads: of a block; those beyond ``across * deep`` only take part in barriers.
         flight: terms that a thread has under way.
         terms: terms of all groups (``f`` counts those of one).
-        walked: the reduction inside a term that a thread walks along (`walk`), or ''; ``ahead``: with early loads.
+        walked: the reduction inside a term that a thread walks along (`walk`), or ''; ``ahead``: how early loads are.
     """
 
     across: int
@@ -52,7 +52,7 @@ class ColumnShape:
     flight: int
     terms: int
     walked: str = ""
-    ahead: bool = False
+    ahead: int = 0
 
 
 def shape_of(program: Program) -> ColumnShape:
@@ -69,7 +69,7 @@ def shape_of(program: Program) -> ColumnShape:
     if walked and flight > 1:
         raise CompileRejected(f"{program.name}: {flight} terms at once, each with a walk")
     terms = int(str(params["terms"]))
-    return ColumnShape(across, threads // across, threads, flight, terms, walked, bool(params.get("ahead", 0)))
+    return ColumnShape(across, threads // across, threads, flight, terms, walked, int(str(params.get("ahead", 0))))
 
 
 def lane_blocks(phase: Phase, shape: ColumnShape) -> int:

@@ -1,8 +1,8 @@
 """A thread of the point form that walks along an axis: tile after tile, keeping what the next tile needs again.
 
 A window that slides down an image reads every row once: rows that a tile shares with the next stay in registers, and
-so do values that both compute (which element of a window its maximum was).  The other loads of the next tile are asked
-for before the present one is computed (``ahead``), or where it begins.
+so do values that both compute (which element of a window its maximum was).  The other loads are asked for ``ahead``
+tiles before the one that needs them, or where it begins (0).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from jcuts.dfg.tile import Extent, Tile, body_tile, exit_tile
 
 @dataclass(frozen=True)
 class Walk:
-    """Along which axis a thread walks: ``tiles`` of its register tiles, the next one's loads ``ahead`` or not."""
+    """Along which axis a thread walks: ``tiles`` of its register tiles, with loads that many tiles ``ahead``."""
 
     axis: str
     tiles: int
-    ahead: bool
+    ahead: int
 
 
 def walk_of(program: Program) -> Walk | None:
@@ -38,7 +38,7 @@ def walk_of(program: Program) -> Walk | None:
     if "walk" not in params:
         return None
     name, tiles = params["walk"]  # type: ignore[misc]
-    found = Walk(str(name), int(str(tiles)), bool(params.get("ahead", 0)))
+    found = Walk(str(name), int(str(tiles)), int(str(params.get("ahead", 0))))
     axis = next((a for a in program.phases[0].axes if a.name == found.axis), None)
     if axis is None or axis.extent % axis.unroll or found.tiles < 1:
         raise CompileRejected(f"{program.name}: no walk of {found.tiles} tiles along {found.axis}")
@@ -57,7 +57,7 @@ class _Path:
     step: int
     first: L.Value
     end: L.Value
-    ahead: bool
+    ahead: int
 
 
 class WalkEmitter(PointEmitter):
@@ -90,7 +90,7 @@ class WalkEmitter(PointEmitter):
         self._tiles(_Path(walk.axis, step, first, end, walk.ahead), graph, wanted, frame, compute)
 
     def walk_terms(
-        self, red: Red, ahead: bool, fixed: dict[str, Extent], bases: dict[str, L.Value], ranges: dict[str, int],
+        self, red: Red, ahead: int, fixed: dict[str, Extent], bases: dict[str, L.Value], ranges: dict[str, int],
         steps: dict[str, int],
     ) -> None:  # fmt: skip
         """The terms of a tile, with all points of one reduction, ``red.unroll`` of them at a time."""
@@ -127,6 +127,8 @@ class WalkEmitter(PointEmitter):
         again = {r: q for r in moving if (q := tuple(follows.get(n, -1) for n in r)) in set(moving)}
         kept = [r for r in moving if path.ahead or r in again]
         start = {r: self._words(here, graph, r) for r in (*still, *kept)}
+        fresh = [r for r in kept if r not in again]
+        early = [self._early(path, graph, fresh, frame, path.first, k) for k in range(1, path.ahead)]
         self.given = self._lanes(graph, start)
         first = self._body_emitter(here, graph)
         first.plan(values)
@@ -138,14 +140,14 @@ class WalkEmitter(PointEmitter):
         at = builder.phi(L.I32, "at")
         phis = {r: [builder.phi(w.type) for w in start[r]] for r in kept}
         carried = {n: replace(lanes, value=builder.phi(lanes.value.type)) for n, lanes in made.items()}
+        queue = [{r: [builder.phi(w.type) for w in words] for r, words in stage.items()} for stage in early]
         following = builder.add(at, L.I32(path.step))
-        more = builder.icmp_signed("<", following, path.end)
         now: dict[Run, list[L.Value]] = {**{r: start[r] for r in still}, **phis}
+        arriving: list[Mapping[Run, list[L.Value]]] = [*queue]
         if path.ahead:
-            there = frame(following)
-            fresh = {r: self._words(there, graph, r, more) for r in kept if r not in again}
+            arriving.append(self._early(path, graph, fresh, frame, at, path.ahead))
         else:
-            here, fresh = frame(at), {}
+            here = frame(at)
             now |= {r: self._words(here, graph, r) for r in moving if r not in again}
         self.given = {**self._lanes(graph, now), **carried}
         compute(at)
@@ -155,12 +157,24 @@ class WalkEmitter(PointEmitter):
         pairs = [(at, path.first, following)]
         pairs += [(phi.value, made[n].value, new.value) for (n, phi), new in zip(carried.items(), coming, strict=True)]
         for r, found in phis.items():
-            pairs += zip(found, start[r], now[again[r]] if r in again else fresh[r], strict=True)
+            pairs += zip(found, start[r], now[again[r]] if r in again else arriving[0][r], strict=True)
+        for stage, old_words, new_words in zip(queue, early, arriving[1:], strict=True):
+            for r, found in stage.items():
+                pairs += zip(found, old_words[r], new_words[r], strict=True)
         for phi, old, new in pairs:
             phi.add_incoming(old, before)
             phi.add_incoming(new, builder.block)
-        builder.cbranch(more, loop, after)
+        builder.cbranch(builder.icmp_signed("<", following, path.end), loop, after)
         builder.position_at_end(after)
+
+    def _early(
+        self, path: _Path, graph: Graph, runs: Sequence[Run], frame: Callable[[L.Value], M.Frame], at: L.Value, by: int
+    ) -> dict[Run, list[L.Value]]:
+        """What loads bring that many tiles further on, where there is such a tile."""
+        there = self.builder.add(at, L.I32(by * path.step))
+        inside = self.builder.icmp_signed("<", there, path.end)
+        place = frame(there)
+        return {r: self._words(place, graph, r, inside) for r in runs}
 
     def _body_emitter(self, frame: M.Frame, graph: Graph) -> Emitter:
         """An emitter that has what the walk brings along."""

@@ -84,7 +84,7 @@ def check(program, operands, wanted):
 
 
 @compiled
-@pytest.mark.parametrize(("dtype", "ahead"), [("float32", 0), ("bfloat16", 1)])
+@pytest.mark.parametrize(("dtype", "ahead"), [("float32", 0), ("bfloat16", 1), ("float32", 2)])
 @pytest.mark.parametrize("name", WINDOWS)
 def test_a_walk_computes_what_xla_does(name, dtype, ahead):
     check(*walking(name, dtype=dtype, ahead=ahead))
@@ -131,7 +131,7 @@ def gradient(stride, image, output, terms, walk, *, ahead=0, split=1, dtype="flo
 
 
 @compiled
-@pytest.mark.parametrize(("split", "ahead"), [(1, 0), (3, 1)])
+@pytest.mark.parametrize(("split", "ahead"), [(1, 0), (3, 1), (2, 2)])
 @pytest.mark.parametrize(
     ("stride", "image", "output", "terms", "rows"),
     [

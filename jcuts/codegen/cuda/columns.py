@@ -20,8 +20,9 @@ from llvmlite import ir
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen import elements as E
 from jcuts.codegen import lanes as L
+from jcuts.codegen.cuda.accumulate import acc_types
 from jcuts.codegen.cuda.builder import GpuBuilder, asm
-from jcuts.codegen.cuda.point import PointEmitter, Shape, acc_types
+from jcuts.codegen.cuda.point import PointEmitter, Shape
 from jcuts.codegen.cuda.shared import WARP, read_word, reserve, shuffle, write_word
 from jcuts.codegen.cuda.walk import WalkEmitter
 from jcuts.codegen.cuda.within import only_within, without

@@ -177,3 +177,16 @@ def test_proposed_walks_assemble_without_local_memory(target):
     assert walks
     image = Image.unpack(compiler.compile_program(walks[0], target).object_code)
     assert all(launch.resources.stack == 0 for launch in image.launches)
+
+
+@compiled
+@pytest.mark.parametrize("form", ["columns", "moments"])
+def test_blocks_of_144_columns_have_no_idle_threads(form):
+    fn = cases.batch_statistics if form == "moments" else lambda x: x.sum(0)
+    x = values(5003, 144)
+    traced = programs.trace(fn, x)
+    found = [p for p, _ in gpu.candidates(traced.program(), gpu.GpuMachine(4), 1 << 20)
+             if dict(p.params)["cuda"] == form and dict(p.params)["across"] in (12, 36)]  # fmt: skip
+    assert found and all(dict(p.params)["threads"] % dict(p.params)["across"] == 0 for p in found)
+    assert all(dict(p.params)["threads"] % 32 == 0 for p in found)
+    check(found[0], traced.operands(), [np.asarray(y) for y in jax.tree.leaves(jax.jit(fn)(x))])

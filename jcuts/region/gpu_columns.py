@@ -22,8 +22,10 @@ from jcuts.region.gpu_tiles import (
     GpuMachine,
     across_lanes,
     block_threads,
+    distinct,
     distinct_loads,
     fastest_memory,
+    levelled,
     narrowest,
     scheduled,
     tiled,
@@ -38,6 +40,13 @@ def columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     # Terms that lie far apart change slowest: what neighbouring terms share is still in the cache.
     phase = replace(phase, reds=tuple(sorted(phase.reds, key=lambda r: innermost(phase, r.name))))
     program = replace(program, phases=(phase,))
+    plain = list(_columns(program, machine))
+    yield from plain
+    yield from levelled(distinct(gpu_gradients.walks(program, machine)), plain)
+
+
+def _columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    phase = program.phases[0]
     lane = phase.axes[-1]
     size = narrowest(program)
     results = math.prod(a.extent for a in phase.axes)
@@ -49,7 +58,6 @@ def columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
             if vector * math.prod(whole_tile.values()) <= REGISTERS:
                 score = (0.1 + 0.9 * fill) * (0.5 + 0.5 * access)
                 yield scheduled(tiled(program, {lane.name: vector}, whole_tile), "point", threads), score
-    yield from gpu_gradients.walks(program, machine)
     splittable = not any(acc.index_dtype for acc in phase.accs)
     moved = float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
     for taps, tile in _column_tiles(phase):
@@ -67,7 +75,7 @@ def columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
                 deep = threads // across
                 if flight > 1 and (inside > 1 or kept + flight * loads > REGISTERS or deep * flight > 2 * terms):
                     continue
-                if across * vector > threads or (threads > 768 and kept + flight * loads > 40):
+                if across * vector > threads or (threads > (512 if taps else 768) and kept + flight * loads > 40):
                     continue
                 lanes = -(-wide // across)
                 held = 1 if kept + flight * loads > 80 else 2 if kept + flight * loads > 40 else 3

@@ -12,6 +12,7 @@ from jcuts.region.gpu_tiles import (
     ACCESS,
     IN_FLIGHT,
     MOST_REGISTERS,
+    SECTOR,
     TAPS,
     Candidate,
     GpuMachine,
@@ -73,8 +74,9 @@ def _shapes(program: Program, machine: GpuMachine, tile: _Tile, walk: tuple[str,
     terms = math.prod(r.extent for r in phase.reds) // inside
     steps = tile.terms[walk[0]] // walk[1]
     wide = lane.extent // tile.vector
-    lanes_of = across_lanes(wide)
-    for across in [a for a in lanes_of if wide % a == 0] or lanes_of:
+    options = across_lanes(wide)
+    exact = [a for a in options if wide % a == 0] or options
+    for across in [a for a in exact if a * tile.vector * size % SECTOR == 0] or exact:
         for threads, each, ahead in itertools.product(block_threads(across, (128, 256, 512)), (1, 2), (1, 2)):
             deep, lanes = threads // across, -(-wide // across)
             split = -(-terms // (deep * each))
@@ -86,12 +88,19 @@ def _shapes(program: Program, machine: GpuMachine, tile: _Tile, walk: tuple[str,
                 continue
             blocks = lanes * split
             waves = max(1.0, blocks / held)
-            under_way = min(blocks, held) * threads * tile.fresh * size * ahead
+            there = min(blocks, held) * threads
+            under_way = there * tile.fresh * size * {1: 1.0, 2: 1.3}[ahead]
             used = terms / (split * deep * each) * wide / (lanes * across)
             spent = 1.0 + 0.5 * IN_FLIGHT / 2 / under_way + 0.25 * (tile.values / tile.fresh - 1.0) / steps
+            spent += 0.5 * (
+                tile.fresh / (2 * inside // steps * tile.vector) - 1.0
+            )  # columns that neighbours read as well
+            spent += 2.0 * steps / (inside * tile.vector)  # what a step takes besides its products
+            spent *= {16: 1.0, 8: 1.04}.get(tile.vector * size, 1.12)
             spent *= 1.0 + ahead * 0.01 + 1.0 / (steps * each * waves) + 0.1 * (waves > 1.0) / waves
             spent *= (1.0 + 0.1 * (1.0 / used - 1.0)) / min(1.0, 0.55 + 0.45 * across * tile.vector * size / 128)
             spent *= max(1.0, machine.sms / blocks) ** 0.5
+            spent /= (there / machine.threads) ** 0.2
             seconds = whole * spent + 4e-6 + 8.0 * results * split / fastest_memory()
             made = tiled(program, {**taps, lane.name: tile.vector}, tile.terms)
             params = (("across", across), ("flight", 1), ("split", split), ("walk", walk), ("ahead", ahead))

@@ -19,6 +19,8 @@ from jcuts.region.gpu_tiles import (
     REGISTERS,
     Candidate,
     GpuMachine,
+    distinct,
+    levelled,
     loads_of,
     narrowest,
     period,
@@ -40,8 +42,9 @@ def windows(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     if not phase.axes:
         yield scheduled(program, "point", 32), 0.5
         return
-    yield from _tiles(program, machine)
-    yield from walks(program, machine)
+    plain, moving = list(_tiles(program, machine)), distinct(walks(program, machine))
+    yield from plain
+    yield from levelled(moving, plain)
 
 
 def _tiles(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
@@ -141,10 +144,13 @@ def _walks(program: Program, machine: GpuMachine, along: Axis, unroll: dict[str,
         threads = math.prod(counts.values()) // count * pieces
         resident = machine.sms * min(2048, 65536 // (-(-int(registers) // 8) * 8) // 32 * 32)
         waves = max(1.0, threads / resident)
-        under_way = min(threads, resident) * fresh * size * (ahead or 0.4)
-        spent = 1.0 + 0.5 * IN_FLIGHT / 2 / under_way  # latency that the loads under way leave
-        spent += 0.25 * fresh / tile  # accesses of columns that neighbouring tiles read as well
+        there = min(threads, resident)
+        # As in `estimate.launches`; of loads two tiles early a third more are under way than of those one early.
+        under_way = there * fresh * size * {0: 0.5, 1: 1.0, 2: 1.3}[ahead]
+        hidden = (there / machine.threads) ** 0.2 / (1.0 + 0.5 * IN_FLIGHT / 2 / under_way)
+        spent = 1.0 + 0.25 * fresh / tile  # accesses of columns that neighbouring tiles read as well
         spent *= 1.0 + 0.3 * (values / fresh - 1.0) / tiles  # rows that a new piece reads again, from the L2 cache
-        spent *= 1.0 + ahead * 0.01 + 1.0 / (tiles * waves)  # before the first store, after the last load
+        spent *= 1.0 + 1.0 / (tiles * waves)  # before the first store, after the last load
         spent *= pieces * tiles / count * (1.0 + 0.1 * (waves > 1.0) / waves)
+        spent *= {16: 1.0, 8: 1.04}.get(unroll[phase.axes[-1].name] * size, 1.12) / hidden
         yield scheduled(made, "point", 128, ("walk", (along.name, tiles)), ("ahead", ahead)), 1.0 / spent

@@ -36,15 +36,20 @@ MOST_POINTS = 64  # of a tile of a walk
 
 def windows(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     """Tiles of single threads, and walks."""
-    phase = program.phases[0]
-    phase = replace(phase, reds=tuple(replace(r, unroll=r.extent, chains=1) for r in phase.reds))
-    program = replace(program, phases=(phase,))
-    if not phase.axes:
+    program = whole(program)
+    if not program.phases[0].axes:
         yield scheduled(program, "point", 32), 0.5
         return
     plain, moving = list(_tiles(program, machine)), distinct(walks(program, machine))
     yield from plain
     yield from levelled(moving, plain)
+
+
+def whole(program: Program) -> Program:
+    """The program with all terms of a window in straight-line code."""
+    phase = program.phases[0]
+    reds = tuple(replace(r, unroll=r.extent, chains=1) for r in phase.reds)
+    return replace(program, phases=(replace(phase, reds=reds),))
 
 
 def _tiles(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
@@ -137,7 +142,8 @@ def _walks(program: Program, machine: GpuMachine, along: Axis, unroll: dict[str,
     count = along.extent // rows
     for pieces, ahead in itertools.product((1, 2, 3, 4, 5, 8), (1, 2, 0)):
         tiles = -(-count // pieces)
-        registers = 24 + tile + (values + ahead * fresh) * size / 4
+        # without early loads, rows are read where they are used: few are there at once
+        registers = 24 + tile + (values + (ahead or -0.75) * fresh) * size / 4
         if tiles < 2 + ahead // 2 or -(-count // tiles) != pieces or registers > MOST_REGISTERS:
             continue
         counts = {a.name: -(-a.extent // unroll.get(a.name, 1)) for a in phase.axes}

@@ -119,7 +119,7 @@ def test_walks_have_whole_tiles():
         np.zeros((8, 28, 28, 32), np.float32), np.zeros((3, 3, 1, 32), np.float32),
     ).program()  # fmt: skip
     walks = [p for p, _ in gpu.candidates(program, gpu.GpuMachine(132), 1 << 20) if "walk" in dict(p.params)]
-    assert {dict(p.params)["ahead"] for p in walks} == {0, 1, 2}
+    assert {1, 2} <= {dict(p.params)["ahead"] for p in walks}
     for found in walks:
         name, tiles = dict(found.params)["walk"]
         axis = next(a for a in found.phases[0].axes if a.name == name)

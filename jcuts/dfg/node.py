@@ -9,7 +9,7 @@ point of the tile; what does not depend on the point merges by itself).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from jcuts.base.errors import IRError
@@ -168,12 +168,15 @@ class Graph:
             numbers[number] = target.add(Node(node.op, node.dtype, args, node.buffer, index, guards, value, node.attrs))
         return [numbers[w] for w in wanted]
 
-    def needed(self, wanted: Iterable[int]) -> list[int]:
-        """Numbers of the nodes that ``wanted`` depends on, in order: walk back from the stores (thesis 3.3.3)."""
+    def needed(self, wanted: Iterable[int], known: Container[int] = ()) -> list[int]:
+        """Numbers of the nodes that ``wanted`` depends on, in order: walk back from the stores (thesis 3.3.3).
+
+        Args: known: nodes whose values are there: neither they nor what they alone need is asked for.
+        """
         stack, seen = list(wanted), set()
         while stack:
             number = stack.pop()
-            if number in seen:
+            if number in seen or number in known:
                 continue
             seen.add(number)
             node = self.nodes[number]

@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from jcuts.dfg.program import Axis, Phase, Program
+from jcuts.dfg.program import Phase, Program
 from jcuts.region import gpu_attention, gpu_blocks, gpu_columns, gpu_groups, gpu_patches, gpu_products, statistics
 from jcuts.region.attend_program import TEMPLATE as ATTENTION
 from jcuts.region.blocks import TEMPLATE as BLOCK
 from jcuts.region.gpu_maps import maps
 from jcuts.region.gpu_tiles import (
-    ACCESS,
-    REGISTERS,
     RESIDENT,
     TAPS,
     Candidate,
@@ -30,17 +28,14 @@ from jcuts.region.gpu_tiles import (
     fastest_memory,
     loads_of,
     narrowest,
-    period,
     scheduled,
-    unrolled,
     vectors,
-    window_values,
 )
+from jcuts.region.gpu_windows import windows
 from jcuts.region.products import ROWS, as_product, sides
 from jcuts.region.schedule import collapsed
 
 TEAMS = (8, 16, 32, 64, 128, 256, 512, 1024)
-MOST_STRIDE = 4  # of a window, or dilation, whose period a register tile covers
 LEAST = 4  # candidates that are left whatever the share says
 
 
@@ -97,14 +92,14 @@ def _all(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
             sums = list(_vector(made, machine))
             found += [(p, score / sums[0][1] * found[0][1]) for p, score in sums]
         elif length <= TAPS:  # few terms: a thread may take them all, without rounding them
-            plain = sorted(_window(collapsed(program), machine), key=lambda item: (-item[1], item[0].digest))[:2]
+            plain = sorted(windows(collapsed(program), machine), key=lambda item: (-item[1], item[0].digest))[:2]
             best = found[0][1] * gpu_products.AGAIN
             found = found[: gpu_products.MOST - 2] + [(p, score / plain[0][1] * best) for p, score in plain]
         yield from found
         return
     if program.template == "convolution" and (found := list(gpu_patches.products(program, machine))):
         if length <= TAPS:
-            plain = sorted(_window(collapsed(program), machine), key=lambda item: (-item[1], item[0].digest))[:2]
+            plain = sorted(windows(collapsed(program), machine), key=lambda item: (-item[1], item[0].digest))[:2]
             found = found[: gpu_products.MOST - 2] + [(p, score * gpu_products.AGAIN) for p, score in plain]
         yield from found
         return
@@ -116,7 +111,7 @@ def _all(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     elif _side_by_side(phase):
         yield from gpu_columns.columns(collapsed(program), machine)
     elif length <= TAPS:
-        yield from _window(collapsed(program), machine)
+        yield from windows(collapsed(program), machine)
 
 
 def _vector(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
@@ -145,70 +140,6 @@ def bound(program: Program) -> GpuBound:
 
 
 # -- element-wise ---------------------------------------------------------------------------------------------------
-# -- windows: pooling, depthwise convolution ------------------------------------------------------------------------
-def _window(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
-    phase = program.phases[0]
-    phase = replace(phase, reds=tuple(replace(r, unroll=r.extent, chains=1) for r in phase.reds))
-    program = replace(program, phases=(phase,))
-    if not phase.axes:
-        yield scheduled(program, "point", 32), 0.5
-        return
-    lane = phase.axes[-1]
-    size = narrowest(program)
-    points = math.prod(a.extent for a in phase.axes)
-    slid = _slid(phase, lane.name)
-    taps = math.prod(r.extent for r in phase.reds)
-    periods = {a.name: min(a.extent, period(phase, a.name)) for a in slid}
-    narrow = max(1, ACCESS // size // 4)
-    widths = [*vectors(lane.extent, size), *([narrow] if size < 4 and lane.extent % narrow == 0 else [])]
-    for vector in widths:
-        for rows in (1, 2, 4, 7, 8):
-            for columns in (1, 2, 4):
-                unroll = {lane.name: vector}
-                for axis, count in zip(reversed(slid), (columns, rows), strict=False):
-                    unroll[axis.name] = count
-                if any(unroll[a.name] % periods[a.name] for a in slid):
-                    continue
-                if (columns > 1 and not slid) or (rows > 1 and len(slid) < 2):
-                    continue
-                if any(count > a.extent for a in slid for count in [unroll[a.name]]):
-                    continue
-                tile = math.prod(unroll.values())
-                values = window_values(phase, unroll)
-                if tile + values > 2 * REGISTERS:
-                    continue
-                loads_per_use = values / (tile * taps)
-                waste = math.prod(a.extent / (-(-a.extent // unroll[a.name]) * unroll[a.name]) for a in slid)
-                fill = min(1.0, points / tile / machine.threads)
-                pressure = 1.0 if tile + values <= REGISTERS else 0.75
-                access = min(1.0, vector * size / ACCESS)
-                score = waste * pressure * (0.4 + 0.6 * access) * (0.25 + 0.75 * fill) / (1.0 + 2.0 * loads_per_use)
-                for threads in (128, 256):
-                    yield (
-                        scheduled(unrolled(program, unroll), "point", threads),
-                        score * (1 if threads == 128 else 0.99),
-                    )
-
-
-def _slid(phase: Phase, lane: str) -> list[Axis]:
-    """Axes that a window slides along (not the lanes), outermost first: neighbouring points share loads."""
-    found = []
-    for axis in phase.axes:
-        if axis.name == lane:
-            continue
-        for node in loads_of(phase):
-            assert node.index is not None
-            step = node.index.stride(axis.name)
-            if step is None and period(phase, axis.name) <= MOST_STRIDE:
-                found.append(axis)
-                break
-            if step and any((s := node.index.stride(r.name)) and step % s == 0 and step // s < r.extent + 1
-                            for r in phase.reds):  # fmt: skip
-                found.append(axis)
-                break
-    return found[-2:]
-
-
 # -- reductions -----------------------------------------------------------------------------------------------------
 def _along_rows(phase: Phase) -> bool:
     """Whether the reduced points of an output lie next to each other (else neighbouring outputs do)."""

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jcuts.dfg.program import Phase, Program
-from jcuts.region import scan_gpu
+from jcuts.region import gpu_gradients, scan_gpu
+from jcuts.region.gpu_gradients import innermost, slid, taps_of
 from jcuts.region.gpu_tiles import (
     ACCESS,
     IN_FLIGHT,
@@ -19,9 +20,12 @@ from jcuts.region.gpu_tiles import (
     WARP,
     Candidate,
     GpuMachine,
+    across_lanes,
+    block_threads,
+    distinct,
     distinct_loads,
     fastest_memory,
-    loads_of,
+    levelled,
     narrowest,
     scheduled,
     tiled,
@@ -34,8 +38,15 @@ def columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     """Neighbouring outputs in neighbouring threads; rows of threads, and blocks, share the terms."""
     phase = program.phases[0]
     # Terms that lie far apart change slowest: what neighbouring terms share is still in the cache.
-    phase = replace(phase, reds=tuple(sorted(phase.reds, key=lambda r: _innermost(phase, r.name))))
+    phase = replace(phase, reds=tuple(sorted(phase.reds, key=lambda r: innermost(phase, r.name))))
     program = replace(program, phases=(phase,))
+    plain = list(_columns(program, machine))
+    yield from plain
+    yield from levelled(distinct(gpu_gradients.walks(program, machine)), plain)
+
+
+def _columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    phase = program.phases[0]
     lane = phase.axes[-1]
     size = narrowest(program)
     results = math.prod(a.extent for a in phase.axes)
@@ -59,11 +70,12 @@ def columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
             if kept > 80 or loads > 2 * REGISTERS:
                 continue
             wide = lane.extent // vector
-            for across, threads, flight in itertools.product(_across(wide), (256, 512, 1024), (4, 8, 2, 1)):
+            shapes = [(a, t) for a in across_lanes(wide) for t in block_threads(a, (256, 512, 1024))]
+            for (across, threads), flight in itertools.product(shapes, (4, 8, 2, 1)):
                 deep = threads // across
                 if flight > 1 and (inside > 1 or kept + flight * loads > REGISTERS or deep * flight > 2 * terms):
                     continue
-                if across * vector > threads or (threads == 1024 and kept + flight * loads > 40):
+                if across * vector > threads or (threads > (512 if taps else 768) and kept + flight * loads > 40):
                     continue
                 lanes = -(-wide // across)
                 held = 1 if kept + flight * loads > 80 else 2 if kept + flight * loads > 40 else 3
@@ -85,12 +97,9 @@ def columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
                     spent *= 1.0 + 0.04 * (loads / (inside * vector) - 1.0)  # what the caches deliver again
                     spent = spent * (0.6 + 0.4 * waste) + 4e-6 + (2.5e-6 if split > 1 else 0.0)
                     spent += 4.0 * results * split * (split > 1) / fastest_memory()
-                    spent *= {4: 1.0, 8: 1.01, 2: 1.02, 1: 1.05}[flight] * {
-                        512: 1.0,
-                        256: 1.01,
-                        1024: 1.02 if split > 1 else 0.97,
-                    }[threads]
-                    spent *= 1.0 if across & (across - 1) == 0 else 1.05  # no shuffles: more shared memory
+                    spent *= {4: 1.0, 8: 1.01, 2: 1.02, 1: 1.05}[flight]
+                    spent *= (1.02 if split > 1 else 0.97) if threads > 768 else 1.01 if threads < 384 else 1.0
+                    spent *= 1.0 if across & (across - 1) == 0 else 1.01  # no shuffles: more shared memory
                     spent *= 1.0 if not taps or kept <= 20 else 1.02  # few registers: more threads at once
                     spent *= (1.0 if vector * size == ACCESS or taps else 1.015) * {2: 1.01, 4: 1.03}.get(waves, 1.0)
                     params = (("across", across), ("flight", flight), *((("split", split),) if split > 1 else ()))
@@ -109,7 +118,7 @@ def column_rows(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     outer = math.prod(a.extent for a in phase.axes[:-1])
     for vector in vectors(lane.extent, size):
         wide = (8, 32) if length < 64 else ()  # short columns: threads beyond the last one rather than idle rows
-        options = dict.fromkeys((*_across(lane.extent // vector), *wide))
+        options = dict.fromkeys((*across_lanes(lane.extent // vector), *wide))
         for across, threads in itertools.product(options, (1024, 512, 256, 128)):
             unit = WARP // math.gcd(across, WARP)
             deep = threads // across // unit * unit
@@ -146,7 +155,8 @@ def moments(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     length = math.prod(r.extent for r in phase.reds)
     outer = math.prod(a.extent for a in phase.axes[:-1])
     for vector in vectors(lane.extent, size):
-        for across, threads, chunks in itertools.product(_across(lane.extent // vector), (512, 256), (8, 4)):
+        shapes = [(a, t) for a in across_lanes(lane.extent // vector) for t in block_threads(a, (512, 256))]
+        for (across, threads), chunks in itertools.product(shapes, (8, 4)):
             unit = WARP // math.gcd(across, WARP)
             deep = threads // across // unit * unit
             lines = across * deep // WARP if across < WARP and WARP % across == 0 else deep
@@ -157,10 +167,12 @@ def moments(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
                 split = min(waves * machine.sms * (1024 // threads) // blocks, length // (deep * chunks))
                 if split < 2:
                     continue
-                fill = min(1.0, blocks * split * across * deep / machine.threads)
+                under_way = min(blocks * split * threads, machine.threads // 2) * chunks * vector * size
+                hidden = 1.0 / (1.0 + IN_FLIGHT / 2 / under_way)
+                used = lane.extent / (blocks // outer * across * vector)
                 lines = min(1.0, 0.5 + 0.5 * across * vector * size / 128)
                 access = min(1.0, vector * size / ACCESS)
-                score = lines * (0.2 + 0.8 * fill) * (0.6 + 0.4 * access) * (1.0 if chunks == 8 else 0.97)
+                score = lines * hidden * used**0.5 * (0.8 + 0.2 * access) * (1.0 if chunks == 8 else 0.97)
                 params = (("across", across), ("vector", vector), ("chunks", chunks), ("split", split))
                 yield (
                     scheduled(program, "moments", across * deep, *params),
@@ -215,42 +227,11 @@ def _column_tiles(phase: Phase) -> list[tuple[dict[str, int], dict[str, int]]]:
 
     A single term of a single output but for windows (filter gradients), whose outputs at different taps share operands.
     """
-    strides = {
-        a.name: [n.index.stride(a.name) for n in loads_of(phase) if n.index is not None] for a in phase.axes[:-1]
-    }
-    slides = {
-        name for name, moves in strides.items()
-        if any(m not in (0, None) for m in moves) and any(m == 0 for m in moves)
-    }  # fmt: skip
-    taps = {a.name: a.extent for a in phase.axes[:-1] if a.name in slides}
+    taps = taps_of(phase)
     if not taps or math.prod(taps.values()) > TAPS:
         return [({}, {})]
-    last = phase.reds[-1] if len(phase.reds) == 1 else max(phase.reds, key=lambda r: _innermost(phase, r.name))
-    others = [r for r in phase.reds if r is not last and any(_moves(phase, a, r.name) for a in taps)]
+    last, others = slid(phase, taps)
     tiles = [{last.name: n} for n in (8, 7, 6, 5, 4, 3, 2) if last.extent % n == 0][:3]
     for red in others[-1:]:  # rows of the window are shared as well
         tiles += [{**t, red.name: n} for t in tiles for n in (2, 4) if red.extent % n == 0 and t[last.name] <= 4]
     return [*((taps, tile) for tile in tiles), (taps, {})]
-
-
-def _moves(phase: Phase, axis: str, red: str) -> bool:
-    """Does some operand depend on an axis and a reduction through their sum?"""
-    return any(
-        n.index is not None and n.index.stride(axis) not in (0, None) and n.index.stride(red) not in (0, None)
-        for n in loads_of(phase)
-    )
-
-
-def _innermost(phase: Phase, name: str) -> float:
-    """How close together the points of a reduction lie."""
-    strides = [abs(s) for n in loads_of(phase) if n.index is not None and (s := n.index.stride(name))]
-    return -max(strides, default=math.inf)
-
-
-def _across(vectors: int) -> list[int]:
-    """Threads of a block along the outputs: whole lines, or a divisor that leaves no thread idle."""
-    if vectors <= 8:
-        return [vectors]
-    found = [n for n in (8, 16, 32, 64) if n <= vectors]
-    exact = [n for n in range(12, min(vectors, 64) + 1) if vectors % n == 0 and n % 4 == 0]
-    return list(dict.fromkeys([*found, *exact[:1], *exact[-1:]]))

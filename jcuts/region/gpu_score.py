@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,10 @@ def _traffic(program: Program, blocks: int, threads: int) -> tuple[float, float,
         moved = compulsory * _passes(program)
         return moved, moved / LINE, 1.0
     phase = program.phases[0]
+    if "walk" in params:  # a thread has all tiles of its walk
+        name, tiles = params["walk"]
+        axes = (replace(a, unroll=min(a.extent, a.unroll * tiles)) if a.name == name else a for a in phase.axes)
+        phase = replace(phase, axes=tuple(axes))
     terms = math.prod(r.extent for r in phase.reds)
     split = int(str(params.get("split", 1)))
     if split > 1 or threads * math.prod(a.unroll for a in phase.axes) * min(terms, TERMS) > MOST_POINTS:

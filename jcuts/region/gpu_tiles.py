@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from jcuts.arch.load import list_gpus, load_gpu
@@ -15,6 +17,8 @@ from jcuts.dfg.program import ITEM_SIZE, Axis, Phase, Program
 ACCESS = 16  # bytes of the widest access
 TAPS = 64  # terms of a window that are unrolled in a thread; longer reductions are shared by a team
 REGISTERS = 128  # 32-bit values that a tile may keep: twice that fits, but leaves few warps
+MOST_REGISTERS = 168  # of a thread that walks, as estimated
+SECTOR = 32  # bytes: the least that memory moves
 RESIDENT = 32  # elements of a row that one thread keeps in registers
 IN_FLIGHT = 6 << 20  # bytes: memory bandwidth times latency of the largest GPUs, with room
 WARP = 32
@@ -152,3 +156,43 @@ def _number(index: Index, where: dict[str, int]) -> int:
             part %= atom.modulus
         total += coef * part
     return total
+
+
+def distinct(found: Iterable[Candidate], most: int = 32) -> list[Candidate]:
+    """The best schedules, best first, of which no more than two have the same register tile and equally early loads."""
+    seen: Counter[object] = Counter()
+    kept = []
+    for program, score in sorted(found, key=lambda item: (-item[1], item[0].params)):
+        phase = program.phases[0]
+        key = (*(a.unroll for a in phase.axes), *(r.unroll for r in phase.reds), dict(program.params).get("ahead"))
+        seen[key] += 1
+        if seen[key] <= 2:
+            kept.append((program, score))
+    return kept[:most]
+
+
+def levelled(found: Sequence[Candidate], others: Sequence[Candidate]) -> list[Candidate]:
+    """The schedules, scored as if their best were as good as the best of the others: neither push the others out.
+
+    Measured on an H200, walks win in some operations and lose in some, by up to a tenth.
+    """
+    if not found or not others:
+        return list(found)
+    scale = max(score for _, score in others) / max(score for _, score in found)
+    return [(program, score * scale) for program, score in found]
+
+
+def across_lanes(vectors: int) -> list[int]:
+    """Threads of a block along the outputs: whole lines, or a divisor that leaves no thread idle."""
+    if vectors <= 8:
+        return [vectors]
+    found = [n for n in (8, 16, 32, 64) if n <= vectors]
+    exact = [n for n in range(12, min(vectors, 64) + 1) if vectors % n == 0 and n % 4 == 0]
+    whole = [vectors] if vectors <= 64 else []
+    return list(dict.fromkeys([*found, *exact, *whole]))
+
+
+def block_threads(across: int, wanted: Sequence[int]) -> list[int]:
+    """Threads of a block near those wanted: whole rows of threads in whole warps, so that none is idle."""
+    unit = math.lcm(across, WARP)
+    return list(dict.fromkeys(min(1024 // unit, max(1, round(n / unit))) * unit for n in wanted if unit <= 1024))

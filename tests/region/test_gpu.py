@@ -12,6 +12,7 @@ from jcuts.dfg.program import Program
 from jcuts.dfg.verify import verify
 from jcuts.region import gpu
 from jcuts.region.bound import bound
+from jcuts.region.gpu_tiles import across_lanes, block_threads
 from tests import programs
 from tests.gpu import cases
 from tests.ops.cases import conv
@@ -102,3 +103,24 @@ def test_the_bound_counts_bytes_that_must_move():
     rows = program_of(lambda t, i: jnp.take(t, i, axis=0, mode="clip"), zeros(5000, 64), zeros(100, dtype=np.int32))
     gathered = gpu.candidates(rows, MACHINE, 1)[0][0]
     assert gpu.bound(gathered).bytes == 4 * (100 * 64 + 100)  # not the table
+
+
+def test_threads_of_a_block_fill_rows_and_warps():
+    assert block_threads(36, (256, 512)) == [288, 576]
+    assert block_threads(12, (128, 256, 512)) == [96, 288, 480]
+    assert block_threads(16, (256, 512, 1024)) == [256, 512, 1024]
+    assert across_lanes(18) == [8, 16, 18] and 36 in across_lanes(36) and across_lanes(5) == [5]
+
+
+def test_walks_have_whole_tiles():
+    """Tiles divide the image, and no thread has fewer than two of them."""
+    program = programs.trace(
+        lambda x, w: conv(x, w, padding="SAME", groups=32),
+        np.zeros((8, 28, 28, 32), np.float32), np.zeros((3, 3, 1, 32), np.float32),
+    ).program()  # fmt: skip
+    walks = [p for p, _ in gpu.candidates(program, gpu.GpuMachine(132), 1 << 20) if "walk" in dict(p.params)]
+    assert {1, 2} <= {dict(p.params)["ahead"] for p in walks}
+    for found in walks:
+        name, tiles = dict(found.params)["walk"]
+        axis = next(a for a in found.phases[0].axes if a.name == name)
+        assert axis.extent % axis.unroll == 0 and 2 <= tiles <= axis.extent // axis.unroll

@@ -17,8 +17,8 @@ from jcuts.base.errors import CompileRejected
 from jcuts.codegen import elements as E
 from jcuts.codegen import lanes as L
 from jcuts.codegen.cuda import memory as M
+from jcuts.codegen.cuda.accumulate import acc_start, acc_types, contribute
 from jcuts.codegen.cuda.builder import GpuBuilder, asm
-from jcuts.codegen.cuda.point import acc_start, acc_types, contribute
 from jcuts.codegen.cuda.shared import WARP, read_word, reserve, shuffle, write_word
 from jcuts.codegen.cuda.team import K, TeamEmitter, TeamShape
 from jcuts.codegen.cuda.values import Emitter, store_all

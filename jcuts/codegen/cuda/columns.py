@@ -20,9 +20,11 @@ from llvmlite import ir
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen import elements as E
 from jcuts.codegen import lanes as L
+from jcuts.codegen.cuda.accumulate import acc_types
 from jcuts.codegen.cuda.builder import GpuBuilder, asm
-from jcuts.codegen.cuda.point import PointEmitter, Shape, acc_types
+from jcuts.codegen.cuda.point import PointEmitter, Shape
 from jcuts.codegen.cuda.shared import WARP, read_word, reserve, shuffle, write_word
+from jcuts.codegen.cuda.walk import WalkEmitter
 from jcuts.codegen.cuda.within import only_within, without
 from jcuts.dfg.index import Index
 from jcuts.dfg.node import Guard
@@ -42,6 +44,7 @@ class ColumnShape:
         threads: of a block; those beyond ``across * deep`` only take part in barriers.
         flight: terms that a thread has under way.
         terms: terms of all groups (``f`` counts those of one).
+        walked: the reduction inside a term that a thread walks along (`walk`), or ''; ``ahead``: how early loads are.
     """
 
     across: int
@@ -49,6 +52,8 @@ class ColumnShape:
     threads: int
     flight: int
     terms: int
+    walked: str = ""
+    ahead: int = 0
 
 
 def shape_of(program: Program) -> ColumnShape:
@@ -61,7 +66,11 @@ def shape_of(program: Program) -> ColumnShape:
         raise CompileRejected(
             f"{program.name}: {across} threads of {threads} along {lane.extent} outputs in steps of {lane.unroll}"
         )
-    return ColumnShape(across, threads // across, threads, flight, int(str(params["terms"])))
+    walked = str(params.get("walked", ""))
+    if walked and flight > 1:
+        raise CompileRejected(f"{program.name}: {flight} terms at once, each with a walk")
+    terms = int(str(params["terms"]))
+    return ColumnShape(across, threads // across, threads, flight, terms, walked, int(str(params.get("ahead", 0))))
 
 
 def lane_blocks(phase: Phase, shape: ColumnShape) -> int:
@@ -90,6 +99,7 @@ class ColumnEmitter:
         number = Index.axis(GROUP) * self.share + Index.axis(TERM) if split else Index.axis(TERM)
         self.guard = Guard(number, None, shape.terms - 1)
         self.split = split
+        self.walked = next((r for r in self.phase.reds if r.name == shape.walked), None)
 
     def emit(self) -> None:
         """Everything that the thread does."""
@@ -125,12 +135,12 @@ class ColumnEmitter:
                 self._terms(tail, builder.mul(whole, L.I32(step)), pieces, guarded=True)
         self._finish(body)
 
-    def _points(self, phase: Phase, variables: Mapping[str, L.Value]) -> PointEmitter:
+    def _points(self, phase: Phase, variables: Mapping[str, L.Value]) -> WalkEmitter:
         counts = tuple((a.name, a.unroll) for a in phase.axes)
         multiples = {self.lane.name: self.lane.unroll}
-        return PointEmitter(self.builder, phase, Shape(counts), self.buffers, self.pointers, variables, multiples)
+        return WalkEmitter(self.builder, phase, Shape(counts), self.buffers, self.pointers, variables, multiples)
 
-    def _loop(self, body: PointEmitter, whole: L.Value) -> None:
+    def _loop(self, body: WalkEmitter, whole: L.Value) -> None:
         """Groups of ``deep * flight`` terms that all lie inside; at least one where the count is a constant."""
         builder = self.builder
         step = L.I32(self.shape.deep * self.shape.flight)
@@ -148,7 +158,7 @@ class ColumnEmitter:
         builder.branch(head)
         builder.position_at_end(after)
 
-    def _terms(self, body: PointEmitter, base: L.Value, pieces: int, *, guarded: bool) -> None:
+    def _terms(self, body: WalkEmitter, base: L.Value, pieces: int, *, guarded: bool) -> None:
         """``pieces`` terms of this thread, the first one at ``base + y``."""
         fixed = {r.name: Extent(r.name, r.extent, fixed=True) for r in body.phase.reds if r.name != TERM}
         fixed[TERM] = Extent(TERM, pieces, self.shape.deep)
@@ -156,6 +166,9 @@ class ColumnEmitter:
         # What bounds base + y; beyond the last term the guards decide, so they must not seem to hold always.
         reach = -(-self.share // step) * step if guarded else self.share - (pieces - 1) * self.shape.deep
         bases = {TERM: self.builder.add(base, self.y)}
+        if self.walked is not None:
+            body.walk_terms(self.walked, self.shape.ahead, fixed, bases, {TERM: reach}, {TERM: 1})
+            return
         (body._body if guarded else body._both_bodies)(fixed, bases, {TERM: reach}, {TERM: 1})
 
     # -- across threads -----------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from jcuts.codegen.cuda.scan import ScanColumnsEmitter, ScanRowsEmitter, ScanSha
 from jcuts.codegen.cuda.target import GROUPED, REGISTERS, CudaTarget
 from jcuts.codegen.cuda.team import TeamEmitter, TeamShape
 from jcuts.codegen.cuda.transposed import TransposedEmitter, TransposedShape
+from jcuts.codegen.cuda.walk import WalkEmitter, walk_of
 from jcuts.dfg.program import Program
 from jcuts.dfg.verify import verify
 from jcuts.region.attention_tiles import AttentionShape
@@ -284,4 +285,8 @@ def _emit(
     for name, place in shape.fixed:
         phase = pinned(phase, name, place)
     multiples = {a.name: a.unroll for a in phase.axes if a.name not in by_tile}
+    walk = walk_of(program)
+    if walk is not None:
+        WalkEmitter(builder, phase, shape, buffers, pointers, integers, multiples, by_tile).walk(walk)
+        return
     PointEmitter(builder, phase, shape, buffers, pointers, integers, multiples, by_tile).emit()

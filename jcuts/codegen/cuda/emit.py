@@ -21,6 +21,7 @@ from jcuts.codegen.cuda.scan import ScanShape, grid_of, scan_shape, units
 from jcuts.codegen.cuda.shared import WARP
 from jcuts.codegen.cuda.team import TeamShape, row_count, row_length
 from jcuts.codegen.cuda.transposed import TransposedShape, tiles_of, transposed_shape
+from jcuts.codegen.cuda.walk import walk_of
 from jcuts.dfg.program import Phase, Program
 from jcuts.region.attention_tiles import AttentionShape
 from jcuts.region.block_tiles import BlockShape
@@ -94,7 +95,7 @@ class _Writer:
 
     def point(self) -> CudaSource:
         phase = self._only_phase()
-        counts = {a.name: -(-a.extent // a.unroll) for a in phase.axes}
+        counts = self._counts(phase)
         pairs: Any = dict(self.program.params).get("block", ())  # threads of a block along some axes
         shape = dict(pairs)
         if shape:
@@ -134,11 +135,17 @@ class _Writer:
         self._variants(phase, 1 + bool(tests))
         return self.done(math.prod(blocks.values()))
 
-    @staticmethod
-    def _steps(phase: Phase) -> dict[str, int]:
-        """What the variable of an axis moves per tile."""
-        by_tile = counted_by_tile(phase)
-        return {a.name: 1 if a.name in by_tile else a.unroll for a in phase.axes}
+    def _counts(self, phase: Phase) -> dict[str, int]:
+        """Threads along every axis."""
+        walk = walk_of(self.program)
+        tiles = {a.name: -(-a.extent // a.unroll) for a in phase.axes}
+        return {n: -(-c // walk.tiles) if walk is not None and n == walk.axis else c for n, c in tiles.items()}
+
+    def _steps(self, phase: Phase) -> dict[str, int]:
+        """What the variable of an axis moves per thread."""
+        by_tile, walk = counted_by_tile(phase), walk_of(self.program)
+        steps = {a.name: 1 if a.name in by_tile else a.unroll for a in phase.axes}
+        return steps if walk is None else {**steps, walk.axis: steps[walk.axis] * walk.tiles}
 
     def _decoded(self, depth: int, number: str, counts: dict[str, int]) -> dict[str, str]:
         """Mixed-radix digits of a number, last axis fastest; intermediate quotients get lines of their own."""

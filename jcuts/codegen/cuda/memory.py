@@ -150,6 +150,15 @@ def load(
     frame: Frame, buffer: str, size: int, offset: Index, count: int, guards: Sequence[Guard], fill: int
 ) -> list[L.Value]:
     """``count`` neighbouring elements as integers; the bits ``fill`` where a guard fails (nothing is read there)."""
+    words = load_words(frame, buffer, size, offset, count, guards, fill)
+    return elements(frame.builder, words, size, count)
+
+
+def load_words(
+    frame: Frame, buffer: str, size: int, offset: Index, count: int, guards: Sequence[Guard], fill: int,
+    only: L.Value | None = None,
+) -> list[L.Value]:  # fmt: skip
+    """The same as the registers that hold them. Args: only: a condition (i1) without which nothing is read either."""
     builder = frame.builder
     place, constant = address(frame, buffer, size, offset)
     registers, each = _pieces(count, size)
@@ -159,6 +168,8 @@ def load(
     typed = "u8" if each == 1 else f"b{8 * each}"
     target = f"{{{', '.join(names)}}}" if registers > 1 else names[0]
     holds = condition(frame, guards)
+    if only is not None:
+        holds = only if holds is None else builder.and_(holds, only)
     where = f"[${registers}+{constant}]" if constant else f"[${registers}]"
     result = ir.LiteralStructType([kind] * registers) if registers > 1 else kind
     if holds is None:
@@ -175,8 +186,12 @@ def load(
         )
         # Early-clobber: a result register is written before the address is read.
         found = _early(builder, text, result, [place, builder.zext(holds, I32)])
-    parts = [builder.extract_value(found, k) for k in range(registers)] if registers > 1 else [found]
-    return _unpack(builder, parts, size, each)
+    return [builder.extract_value(found, k) for k in range(registers)] if registers > 1 else [found]
+
+
+def elements(builder: GpuBuilder, words: Sequence[L.Value], size: int, count: int) -> list[L.Value]:
+    """The elements in registers that an access has filled."""
+    return _unpack(builder, words, size, _pieces(count, size)[1])
 
 
 def _early(builder: GpuBuilder, text: str, result: L.Type, args: Sequence[L.Value]) -> L.Value:

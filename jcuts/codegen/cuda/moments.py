@@ -1,7 +1,12 @@
 """The *moments* form: mean and sum of squared deviations of columns in one pass (see `region.statistics`).
 
-A thread takes ``chunks`` points of its columns at a time, finds their mean and squared deviations in registers, and
-joins them to what it has; threads of a column join theirs by shuffles and shared memory.
+A thread takes ``chunks`` points of its columns at a time.  With n points so far, their mean m and squared deviations M,
+c more points at distances d from m make
+
+    m' = m + sum(d) / (n + c),   M' = M + sum(d**2) - sum(d)**2 / (n + c)
+
+(at most half of the sum of squares cancels, but for the first points: these are seen from one of them, and at most a
+share of 1 - 1/c does).  Threads of a column join what they have by shuffles and shared memory.
 """
 
 from __future__ import annotations
@@ -114,21 +119,24 @@ class MomentsEmitter(ColumnRowsEmitter):
         found = emitter.emit(list(numbers.values()))
         values = dict(zip(numbers, (x.value for x in found), strict=True))
         zero = ir.Constant(self.kind, 0.0)
+        before = builder.load(self.count)
+        total = builder.fadd(before, count)
+        share = builder.fdiv(ir.Constant(self.kind, 1.0), self._at_least_one(total))
+        empty = builder.fcmp_ordered("==", before, zero)
         for column, slots in enumerate(self.slots):
             points = [values[piece, column] for piece in range(pieces)]
-            live = points
-            if inside is not None:
-                live = [builder.select(i, p, zero) for i, p in zip(inside, points, strict=True)]
-            mean = builder.fdiv(self._sum(live), self._at_least_one(count))
+            # A thread's first point stands for a mean: it is one of the points, so that little cancels below.
+            mean = builder.select(empty, points[0], builder.load(slots[0]))
             gone = [builder.fsub(p, mean) for p in points]
-            squares = [builder.fmul(g, g) for g in gone]
             if inside is not None:
-                squares = [builder.select(i, q, zero) for i, q in zip(inside, squares, strict=True)]
-            old = (*(builder.load(x) for x in slots), builder.load(self.count))
-            joined = self._join(old, (mean, self._sum(squares), count))
-            for slot, new in zip(slots, joined[:2], strict=True):
-                builder.store(new, slot)
-        builder.store(builder.fadd(builder.load(self.count), count), self.count)
+                gone = [builder.select(i, g, zero) for i, g in zip(inside, gone, strict=True)]
+            moved, squares = self._sum(gone), builder.load(slots[1])
+            for g in gone:
+                squares = L.fma(builder, g, g, squares)
+            step = builder.fmul(moved, share)
+            builder.store(builder.fadd(mean, step), slots[0])
+            builder.store(L.fma(builder, builder.fneg(moved), step, squares), slots[1])
+        builder.store(total, self.count)
 
     def _sum(self, values: list[L.Value]) -> L.Value:
         while len(values) > 1:

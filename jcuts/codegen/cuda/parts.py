@@ -156,7 +156,8 @@ def tiled(program: Program) -> Program:
     """The program of the columns form as `codegen.cuda.columns` reads it.
 
     The reductions become one axis ``f`` that counts tiles (``unroll`` points of each reduction), and short reductions
-    ``u0``, ``u1`` .. over the points of a tile.  With ``split``, an axis ``s`` counts groups of ``share`` tiles.
+    ``u0``, ``u1`` .. over the points of a tile.  With ``split``, an axis ``s`` counts groups of ``share`` tiles; with
+    ``walk``, a reduction and how many of its points a thread takes at a time, threads walk along that part of a tile.
     """
     if len(program.phases) != 1 or not program.phases[0].reds:
         raise CompileRejected(f"{program.name}: the columns form is for a single reduction")
@@ -169,7 +170,13 @@ def tiled(program: Program) -> Program:
     step = int(str(params["threads"])) // int(str(params["across"])) * int(str(params["flight"]))
     share = terms if split == 1 else -(-terms // (split * step)) * step
     groups = -(-terms // share)
-    inner = tuple(Red(f"u{k}", r.unroll) for k, r in enumerate(phase.reds) if r.unroll > 1)
+    walked, rows = params.get("walk", ("", 1))  # type: ignore[misc]
+    inner = tuple(
+        Red(f"u{k}", r.unroll, int(str(rows)) if r.name == walked else 1)
+        for k, r in enumerate(phase.reds) if r.unroll > 1
+    )  # fmt: skip
+    if any(r.extent % r.unroll for r in inner):
+        raise CompileRejected(f"{program.name}: steps of {rows} points do not divide {[r.extent for r in inner]}")
     ranges = {**{a.name: a.extent for a in phase.axes}, **{u.name: u.extent for u in inner}, "f": share, "s": groups}
     term = Index.axis("f") + (Index.axis("s") * share if split > 1 else 0)
     names = {u.name for u in inner}
@@ -182,8 +189,9 @@ def tiled(program: Program) -> Program:
     accs = _renumbered(phase, numbers) if guard.always(ranges) else only_terms(body, phase.accs, numbers, guard)
     axes = (Axis("s", groups), *phase.axes) if split > 1 else phase.axes
     made = replace(phase, axes=axes, reds=(Red("f", share), *inner), accs=accs, body=body)
-    kept = tuple((k, v) for k, v in program.params if k not in ("split", "terms"))
-    return replace(program, phases=(made,), params=(*kept, ("terms", terms)))
+    kept = tuple((k, v) for k, v in program.params if k not in ("split", "terms", "walk"))
+    found = [f"u{k}" for k, r in enumerate(phase.reds) if r.name == walked and r.unroll > 1]
+    return replace(program, phases=(made,), params=(*kept, ("terms", terms), *(("walked", n) for n in found)))
 
 
 def _split_columns(program: Program) -> tuple[Program, Program, list[Buffer]]:

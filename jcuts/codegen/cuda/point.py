@@ -10,16 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from llvmlite import ir
-
 from jcuts.codegen import elements as E
 from jcuts.codegen import lanes as L
 from jcuts.codegen.cuda import memory as M
+from jcuts.codegen.cuda.accumulate import acc_start, acc_types, contribute
 from jcuts.codegen.cuda.builder import GpuBuilder
 from jcuts.codegen.cuda.values import Emitter, store_all
 from jcuts.dfg.index import Index
 from jcuts.dfg.node import Graph, Guard
-from jcuts.dfg.program import Acc, Buffer, Phase, Red
+from jcuts.dfg.program import Buffer, Phase, Red
 from jcuts.dfg.tile import Extent, Point, body_tile, exit_tile, points
 from jcuts.ops.window import identity
 
@@ -59,23 +58,6 @@ def counted_by_tile(phase: Phase) -> frozenset[str]:
         if index is not None:
             found |= {a.name for a in phase.axes if a.unroll > 1 and index.stride(a.name) is None}
     return frozenset(found)
-
-
-def acc_types(acc: Acc) -> list[L.Type]:
-    """LLVM types that an accumulator carries."""
-    return [E.register_type(acc.dtype)] + ([L.element_type(acc.index_dtype)] if acc.index_dtype else [])
-
-
-def acc_start(acc: Acc, single: bool) -> list[ir.Constant]:
-    """What an accumulator starts from; ``single``: one term only, which keeps its sign."""
-    kinds = acc_types(acc)
-    first = identity(acc.combine, acc.dtype)
-    if acc.combine == "add" and isinstance(first, float) and single:
-        first = -0.0
-    start = [ir.Constant(kinds[0], first if not isinstance(first, bool) else int(first))]
-    if acc.index_dtype:  # a position after every real one (unsigned), so that ties with the identity lose
-        start.append(ir.Constant(kinds[1], -1))
-    return start
 
 
 class PointEmitter:
@@ -226,7 +208,7 @@ class PointEmitter:
         tile = body_tile(self.phase, self.axes, [fixed[r.name] for r in self.phase.reds], frame.ranges)
         if self.bare:
             _strip(tile.graph)
-        emitter = Emitter(frame, tile.graph, self.buffers)
+        emitter = self._body_emitter(frame, tile.graph)
         emitter.plan(value for _, _, _, values in tile.terms for value in values)
         for point, red_point, number, values in sorted(tile.terms, key=lambda t: _memory_order(tile.graph, t[3])):
             if self._changes_nothing(tile.graph, number, values):
@@ -235,7 +217,14 @@ class PointEmitter:
             offsets = dict(red_point)
             for red in self.phase.reds:
                 chain = chain * red.chains + offsets[red.name] % red.chains
-            contribute(emitter, self.phase.accs[number], self.slots[number, point, chain], values)
+            several = any(r.extent > 1 for r in self.phase.reds)
+            contribute(emitter, self.phase.accs[number], self.slots[number, point, chain], values, several=several)
+
+    def _body_emitter(self, frame: M.Frame, graph: Graph) -> Emitter:
+        return Emitter(frame, graph, self.buffers)
+
+    def _exit_emitter(self, frame: M.Frame, graph: Graph) -> Emitter:
+        return Emitter(frame, graph, self.buffers)
 
     def _changes_nothing(self, graph: Graph, number: int, values: tuple[int, ...]) -> bool:
         """A term that is the neutral element in every tile: holes of a dilated operand, padding."""
@@ -249,7 +238,7 @@ class PointEmitter:
         tile = exit_tile(self.phase, self.axes, frame.ranges)
         if self.bare:
             _strip(tile.graph)
-        emitter = Emitter(frame, tile.graph, self.buffers)
+        emitter = self._exit_emitter(frame, tile.graph)
         for node, (point, number) in tile.accs.items():
             emitter.give(node, self._accumulated(number, point))
         # no schedule of this form has stores under guards: tiles that reach beyond the result have guarded threads
@@ -297,20 +286,3 @@ def _memory_order(graph: Graph, values: tuple[int, ...]) -> int:
     """Terms in the order in which they read their largest operand: rows of a window stream through the registers."""
     loads = [n for n in (graph.nodes[k] for k in graph.needed(values)) if n.op == "load" and n.index is not None]
     return max(((len(n.index.axes()), n.index.const) for n in loads if n.index is not None), default=(0, 0))[1]
-
-
-def contribute(emitter: Emitter, acc: Acc, slots: list[L.Value], values: tuple[int, ...]) -> None:
-    """Adds one term to an accumulator in memory slots (LLVM makes registers of them)."""
-    builder = emitter.frame.builder
-    old = [builder.load(slot) for slot in slots]
-    node = emitter.graph.nodes[values[0]]
-    fused = (
-        acc.combine == "add" and acc.dtype in ("float32", "float64") and node.op == "mul" and node.dtype == acc.dtype
-    )
-    if fused:
-        x, y = (v.value for v in emitter.emit(node.args))
-        new = (L.fma(builder, x, y, old[0]),)
-    else:
-        new = E.combine(builder, acc.combine, acc.dtype, tuple(old), tuple(v.value for v in emitter.emit(values)))
-    for value, slot in zip(new, slots, strict=True):
-        builder.store(value, slot)

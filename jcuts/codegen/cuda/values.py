@@ -79,9 +79,9 @@ class Emitter:
     def plan(self, wanted: Iterable[int]) -> None:
         """Joins the loads that ``wanted`` needs into wide accesses."""
         groups: dict[object, list[tuple[int, int]]] = {}
-        for number in self.graph.needed(wanted):
+        for number in self.graph.needed(wanted, self.done):
             node = self.graph.nodes[number]
-            if node.op != "load" or number in self.runs or number in self.done:
+            if node.op != "load" or number in self.runs:
                 continue
             assert node.index is not None
             moving = Index(0, node.index.terms)
@@ -108,8 +108,8 @@ class Emitter:
 
     def emit(self, wanted: Sequence[int]) -> list[E.Lanes]:
         """Values of ``wanted``; what they need is emitted first, in order."""
-        for number in self.graph.needed(wanted):
-            if number not in self.done:
+        for number in self.graph.needed(wanted, self.done):
+            if number not in self.done:  # a load may have brought its neighbours
                 self.give(number, self._node(number))
         return [self.done[w] for w in wanted]
 

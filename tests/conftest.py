@@ -15,12 +15,7 @@ settings.register_profile("repeatable", derandomize=True, deadline=None, print_b
 settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile("repeatable")
 
-pytest_plugins = ("tests.golden_files", "tests.host_cudnn")
-
-# Four devices for the sharding tests; JAX reads this when it is first imported.
-_DEVICES = "--xla_force_host_platform_device_count"
-if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=4".strip()
+pytest_plugins = ("tests.golden_files", "tests.host_cudnn", "tests.quick_xla")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -16,23 +16,23 @@ from jax.sharding import PartitionSpec as P
 
 import jcuts
 from tests.primitive.conftest import toy  # noqa: F401  (a fixture)
-from tests.transform_cases import CASES, PARAMS, X, assert_same, layer, loss
+from tests.transform_cases import CASES, PARAMS, X, assert_same, by_jit, each_case, layer, loss
 
 
-@pytest.mark.parametrize("name", sorted(CASES))
+@each_case
 def test_same_as_jit(name):
-    assert_same(CASES[name](jax.jit), CASES[name](functools.partial(jcuts.optimize, tune="off")))
+    assert_same(by_jit(name), CASES[name](functools.partial(jcuts.optimize, tune="off")))
 
 
-@pytest.mark.parametrize("name", sorted(CASES))
+@each_case
 def test_same_as_jit_under_the_guard(name, toy):  # noqa: F811
-    assert_same(CASES[name](jax.jit), CASES[name](jcuts.optimize))
+    assert_same(by_jit(name), CASES[name](jcuts.optimize))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(CASES))
+@each_case
 def test_same_as_jit_when_tuned(name):
-    assert_same(CASES[name](jax.jit), CASES[name](jcuts.optimize))
+    assert_same(by_jit(name), CASES[name](jcuts.optimize))
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

@@ -14,12 +14,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.experimental import io_callback
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 Decorator = Callable[..., Callable[..., Any]]
 CASES: dict[str, Callable[[Decorator], Any]] = {}
+
+
+@functools.cache
+def by_jit(name: str) -> Any:
+    """What a case returns under ``jax.jit``."""
+    return CASES[name](jax.jit)
 
 
 def case(fn: Callable[[Decorator], Any]) -> Callable[[Decorator], Any]:
@@ -550,3 +557,9 @@ def assert_same(want: Any, got: Any) -> None:
             np.testing.assert_allclose(b, a, rtol=2e-3 if a.dtype.itemsize == 2 else 1e-5, atol=1e-5)
         else:
             np.testing.assert_array_equal(b, a)
+
+
+# Tests of one case run in one process, which then needs `by_jit` once.
+each_case = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in sorted(CASES)]
+)

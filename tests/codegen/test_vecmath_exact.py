@@ -13,6 +13,7 @@ from jcuts.codegen import lanes
 from jcuts.codegen.vecmath.exact import emit_exact, exact_supported
 from tests.codegen.vecmath_harness import compile_loop, storage
 
+pytestmark = pytest.mark.usefixtures("xla_as_shipped")
 SIGNED = ("int8", "int16", "int32", "int64")
 UNSIGNED = ("uint8", "uint16", "uint32", "uint64")
 FLOATS = ("float32", "float64")

@@ -1,9 +1,13 @@
-"""100 random programs against `jax.jit`, a part under grad and vmap (`benchmarks/differential.py` runs more)."""
+"""Random programs against `jax.jit`, a part under grad and vmap: 50, with ``-m slow`` 60 others.
+
+`benchmarks/differential.py` runs thousands.
+"""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,8 +17,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from random_programs import generator, runner
 
+pytestmark = pytest.mark.usefixtures("xla_as_shipped")
 SEED = 7_000_000
-CHUNK = 10
+CHUNK = 5
+
+
+def _chunks(first: int, count: int, quick: int) -> list[Any]:
+    """First seeds of chunks; those behind the first ``quick`` programs are for ``-m slow``."""
+    starts = range(first, first + count, CHUNK)
+    return [pytest.param(n, marks=() if n < first + quick else pytest.mark.slow) for n in starts]
 
 
 def _failures(start: int, count: int, transform: str) -> list[str]:
@@ -26,21 +37,26 @@ def _failures(start: int, count: int, transform: str) -> list[str]:
     return [f"seed {v.seed} {transform}: {v.status}: {v.reason}" for v in ran if v.status != "ok"]
 
 
-@pytest.mark.parametrize("start", range(SEED, SEED + 80, CHUNK))
+@pytest.mark.parametrize("start", _chunks(SEED, 80, 30))
 def test_programs_match_xla(start):
     assert _failures(start, CHUNK, "plain") == []
 
 
-def test_gradients_match_xla():
-    assert _failures(SEED + 1000, 10, "grad") == []
+@pytest.mark.parametrize("start", _chunks(SEED + 1000, 10, 5))
+def test_gradients_match_xla(start):
+    assert _failures(start, CHUNK, "grad") == []
 
 
-def test_batched_programs_match_xla():
-    assert _failures(SEED + 2000, 10, "vmap") == []
+@pytest.mark.parametrize("start", _chunks(SEED + 2000, 10, 5))
+def test_batched_programs_match_xla(start):
+    assert _failures(start, CHUNK, "vmap") == []
 
 
 def test_programs_of_the_newer_families_match_xla():
     assert _failures(generator.MORE_FROM + SEED, 8, "plain") == []
+
+
+def test_gradients_of_the_newer_families_match_xla():
     assert _failures(generator.MORE_FROM + SEED + 100, 2, "grad") == []
 
 

@@ -17,6 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from random_programs.runner import every_kernel
 
+pytestmark = pytest.mark.usefixtures("xla_as_shipped")
+
 
 def both(function, *args, x64=False):
     """Results of `jax.jit` and of kernels for everything that can have one."""

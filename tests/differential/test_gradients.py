@@ -9,6 +9,8 @@ import pytest
 
 import jcuts
 
+pytestmark = pytest.mark.usefixtures("xla_as_shipped")
+
 
 def optimised(fn):
     return jcuts.optimize(fn, mode="fusion", tune="off")

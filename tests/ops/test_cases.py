@@ -31,8 +31,11 @@ def every_type():
         yield
 
 
-def ids(case: OpCase) -> str:
-    return case.name
+def each(cases: list[OpCase]) -> pytest.MarkDecorator:
+    """One test per case; those of one case run in one process, which then traces and compiles it once."""
+    return pytest.mark.parametrize(
+        "case", [pytest.param(c, marks=pytest.mark.xdist_group(c.name), id=c.name) for c in cases]
+    )
 
 
 @functools.cache
@@ -67,7 +70,7 @@ def test_every_rule_has_a_case():
     assert len({c.name for c in CASES}) == len(CASES)
 
 
-@pytest.mark.parametrize("case", WORKING, ids=ids)
+@each(WORKING)
 def test_the_rule_describes_it(case):
     trace = traced(case)
     assert case.primitive in trace.names()
@@ -77,7 +80,7 @@ def test_the_rule_describes_it(case):
         assert (node.op.pull is None) == (node.op.is_root or node.op.family == "cumulative")
 
 
-@pytest.mark.parametrize("case", WORKING, ids=ids)
+@each(WORKING)
 def test_the_interpreted_program_agrees_with_lax(case):
     from jcuts.dfg.interpret import interpret
 
@@ -85,7 +88,7 @@ def test_the_interpreted_program_agrees_with_lax(case):
     check(case, interpret(trace.program(), trace.operands()), slack=16)  # NumPy's functions are its own
 
 
-@pytest.mark.parametrize("case", WORKING, ids=ids)
+@each(WORKING)
 def test_the_compiled_kernel_agrees_with_lax(case):
     from jcuts.dfg.interpret import interpret
 
@@ -95,12 +98,12 @@ def test_the_compiled_kernel_agrees_with_lax(case):
     check(case, programs.run_compiled(program, trace.operands()))
 
 
-@pytest.mark.parametrize("case", [c for c in WORKING if c.golden], ids=ids)
+@each([c for c in WORKING if c.golden])
 def test_golden_program(case, golden):
     golden(f"ops/{case.name}.txt", traced(case).program().dump())
 
 
-@pytest.mark.parametrize("case", REFUSED, ids=ids)
+@each(REFUSED)
 def test_refusals_name_the_primitive_and_the_reason(case):
     trace = traced(case)
     found = [node.refusal for node in trace.graph.nodes if node.refusal is not None]

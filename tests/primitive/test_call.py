@@ -13,14 +13,14 @@ import jcuts
 from jcuts.primitive.call import NAME
 from jcuts.trace import jaxapi
 from tests.primitive.conftest import MARK
-from tests.transform_cases import CASES, PARAMS, X, assert_same, layer, loss
+from tests.transform_cases import CASES, PARAMS, X, assert_same, by_jit, each_case, layer, loss
 
 off = functools.partial(jcuts.optimize, tune="off")
 
 
-@pytest.mark.parametrize("name", sorted(CASES))
+@each_case
 def test_planned_programs_compose(name, toy):
-    want = CASES[name](jax.jit)
+    want = by_jit(name)
     jax.clear_caches()
     toy.calls.clear()
     assert_same(want, CASES[name](off))

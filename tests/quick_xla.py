@@ -1,0 +1,54 @@
+"""XLA compiles quickly in the tests: most of a run would go into machine code that runs once.
+
+What `jax.jit` computes stays the same to rounding, and only XLA's own loops are compiled so, never kernels.  Tests of
+what XLA's code does to the last bit ask for `xla_as_shipped`; ``pytest --xla-as-shipped`` compiles everything so.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import version
+from typing import Any
+
+import pytest
+
+# name: (as users have it, quickly)
+_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "xla_backend_optimization_level": (3, 0),
+    "xla_llvm_disable_expensive_passes": (False, True),
+}
+if tuple(int(n) for n in version("jaxlib").split(".")[:2]) < (0, 11):  # later ones do not know it
+    _OPTIONS["xla_cpu_use_fusion_emitters"] = (True, False)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--xla-as-shipped", action="store_true", help="compile XLA's code as users have it (takes longer)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # JAX reads it when it makes its first client; child processes read it, too.
+    given = os.environ.get("XLA_FLAGS", "")
+    wanted = {"xla_force_host_platform_device_count": 4}  # for the sharding tests
+    if not config.getoption("--xla-as-shipped"):
+        wanted |= {name: quick for name, (_, quick) in _OPTIONS.items()}
+    flags = [f"--{name}={str(value).lower()}" for name, value in wanted.items() if f"--{name}" not in given]
+    os.environ["XLA_FLAGS"] = " ".join([given, *flags]).strip()
+
+
+@pytest.fixture(scope="module")
+def xla_as_shipped():
+    """XLA compiles what this file's tests compile as it does for users; child processes are not concerned."""
+    import jax
+    from jax._src import compiler
+
+    given = compiler.get_compile_options
+    shipped = {name: value for name, (value, _) in _OPTIONS.items()}
+
+    def get_compile_options(*args: Any, env_options_overrides: dict[str, Any] | None = None, **more: Any) -> Any:
+        return given(*args, env_options_overrides={**shipped, **(env_options_overrides or {})}, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "get_compile_options", get_compile_options)
+        jax.clear_caches()
+        yield
+    jax.clear_caches()

@@ -14,6 +14,7 @@ from typing import Any
 
 from jcuts.base.errors import JcutsError, UsageError
 from jcuts.base.settings import MODES, TUNE, Settings
+from jcuts.cli import rank
 from jcuts.cli.tables import console
 
 HELP = "what jcuts does to a function, and why"
@@ -30,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tune", choices=TUNE, default="cached", help="auto measures first; default: %(default)s")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the report as one HTML file")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    rank.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,6 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     fn = load(arguments.function)
     positional, keywords = example_arguments(arguments.args)
+    if arguments.arch is not None:
+        _check_arguments(fn, positional, keywords, arguments)
+        return rank.run(fn, positional, keywords, arguments)
     if not isinstance(fn, jcuts.Optimized):
         fn = jcuts.optimize(fn, mode=arguments.mode, tune=arguments.tune)
     _check_arguments(fn, positional, keywords, arguments)

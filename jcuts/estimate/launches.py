@@ -98,7 +98,7 @@ def resident_blocks(use: LaunchUse, arch: GpuArch) -> int:
         arch.max_blocks_per_sm,
         arch.max_threads_per_sm // (warps * arch.warp_size),
         arch.registers_per_sm // per_warp // warps,
-        arch.shared_per_sm // (use.shared + arch.shared_reserved),
+        arch.shared_per_sm // max(1, use.shared + arch.shared_reserved),  # before 8.0 nothing is reserved
     ]
     return max(0, min(limits))
 

@@ -6,7 +6,8 @@ outputs (`gpu_columns`), *transposed* (`gpu_maps`), *product* on matrix units (`
 *patch* for convolutions with few channels (`gpu_patches`), *block* for inverted residuals (`gpu_blocks`), *attention*
 (`gpu_attention`).  A schedule is data in the program: ``params`` name the form, the threads of a block and how work is
 shared; ``unroll`` of the axes is the register tile.  Programs that no form fits get no candidate and stay with XLA:
-products of more than the default precision, convolutions with groups.
+products of more than the default precision, convolutions with groups; on GPUs older than compute capability 8.0 every
+sum of more than a few terms per output that is not one of rows or columns.
 """
 
 from __future__ import annotations
@@ -66,10 +67,12 @@ def _all(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
         yield from gpu_columns.scans(program, machine)
         return
     if program.template == ATTENTION:
-        yield from gpu_attention.products(program, machine)
+        if machine.multiplies:
+            yield from gpu_attention.products(program, machine)
         return
     if program.template == BLOCK:
-        yield from gpu_blocks.products(program, machine)
+        if machine.multiplies:
+            yield from gpu_blocks.products(program, machine)
         return
     phase = program.phases[0]
     if len(program.phases) > 1:
@@ -86,6 +89,11 @@ def _all(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
         return
     length = math.prod(r.extent for r in phase.reds)
     made = as_product(program) if program.template in ("contraction", "convolution") else None
+    if made is not None and not machine.multiplies:
+        if made.phases[0].ranges()[ROWS] == 1:
+            yield from _vector(made, machine)
+            return
+        made = None
     if made is not None and (found := list(gpu_groups.products(made, machine))):
         if made.phases[0].ranges()[ROWS] == 1:  # bound by memory: plain sums may be as fast, and are exact
             found = found[: gpu_products.MOST // 2]
@@ -97,7 +105,8 @@ def _all(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
             found = found[: gpu_products.MOST - 2] + [(p, score / plain[0][1] * best) for p, score in plain]
         yield from found
         return
-    if program.template == "convolution" and (found := list(gpu_patches.products(program, machine))):
+    patched = program.template == "convolution" and machine.multiplies
+    if patched and (found := list(gpu_patches.products(program, machine))):
         if length <= TAPS:
             plain = sorted(windows(collapsed(program), machine), key=lambda item: (-item[1], item[0].digest))[:2]
             found = found[: gpu_products.MOST - 2] + [(p, score * gpu_products.AGAIN) for p, score in plain]

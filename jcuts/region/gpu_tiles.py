@@ -40,6 +40,11 @@ class GpuMachine:
         """Threads that the GPU holds at once."""
         return self.sms * self.threads_per_sm
 
+    @property
+    def multiplies(self) -> bool:
+        """Whether products have schedules for matrix units: these copy asynchronously, and float32 becomes TF32."""
+        return self.capability >= (8, 0)
+
 
 @functools.cache
 def fastest_memory() -> float:

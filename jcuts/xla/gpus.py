@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jcuts.base.errors import UsageError
-from jcuts.codegen.cuda.target import CudaTarget
+from jcuts.codegen.cuda.target import AMPERE, CudaTarget
 from jcuts.region.gpu import GpuMachine
 
 NAMES = ("cuda", "gpu")
@@ -69,9 +69,11 @@ def unusable() -> str:
         target()
     except (UsageError, RuntimeError) as error:  # JAX raises RuntimeError where there is no such backend
         return str(error)
+    found = ".".join(map(str, gpu.capability))
+    if gpu.capability < AMPERE:
+        return f"compute capability {found} is older than 8.0: kernels for it are planned and assembled, but not run"
     if gpu.capability > NEWEST:
         newest = ".".join(map(str, NEWEST))
-        found = ".".join(map(str, gpu.capability))
         return f"{gpu.name} has compute capability {found}, kernels are made up to {newest}"
     from jcuts.codegen.cuda import compile as compiler
     from jcuts.xla import cuda

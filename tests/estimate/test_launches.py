@@ -33,6 +33,13 @@ def test_resident_blocks(change, blocks):
     assert resident_blocks(replace(USE, **change), H200) == blocks
 
 
+@pytest.mark.parametrize("name, blocks", [("RTX 2080", 4), ("V100", 8)])
+def test_resident_blocks_where_nothing_is_reserved(name, blocks):
+    """Before compute capability 8.0 a block without shared memory takes none."""
+    assert load_gpu(name).shared_reserved == 0
+    assert resident_blocks(USE, load_gpu(name)) == blocks
+
+
 def test_a_memory_bound_launch_that_fills_the_gpu():
     found = score([USE], H200)
     assert found.resident_threads == 132 * 8 * 256

@@ -15,6 +15,7 @@ from llvmlite import ir
 
 from jcuts.base.errors import IRError
 from jcuts.codegen import lanes as L
+from jcuts.codegen.cuda.target import AMPERE
 
 _SUFFIX = {"float": "f", "double": "d"}
 _PTX = {"float": "f32", "double": "f64"}
@@ -113,12 +114,12 @@ def _extreme(name: str) -> Callable[..., L.Value]:
     """IEEE 754-2019 maximum and minimum: NaN wins, -0 is below +0."""
 
     def code(b: GpuBuilder, result: L.Type, args: Sequence[L.Value]) -> L.Value:
-        if str(result) == "float":
+        if str(result) == "float" and b.capability >= AMPERE:
             return asm(b, f"{name}.NaN.f32 $0, $1, $2;", result, args)
         x, y = args
         better = b.fcmp_ordered(">" if name == "max" else "<", x, y)
         best = b.select(better, x, y)
-        word = ir.IntType(64)
+        word = ir.IntType(L.bit_width(result))
         both = (b.and_ if name == "max" else b.or_)(b.bitcast(x, word), b.bitcast(y, word))
         best = b.select(b.fcmp_ordered("==", x, y), b.bitcast(both, result), best)
         return b.select(b.fcmp_unordered("uno", x, y), b.fadd(x, y), best)

@@ -29,7 +29,7 @@ from jcuts.codegen.cuda.point import PointEmitter, counted_by_tile, pinned
 from jcuts.codegen.cuda.product import ProductEmitter, ProductShape
 from jcuts.codegen.cuda.product_groups import GroupEmitter
 from jcuts.codegen.cuda.scan import ScanColumnsEmitter, ScanRowsEmitter, ScanShape, units
-from jcuts.codegen.cuda.target import GROUPED, REGISTERS, CudaTarget
+from jcuts.codegen.cuda.target import AMPERE, GROUPED, REGISTERS, CudaTarget
 from jcuts.codegen.cuda.team import TeamEmitter, TeamShape
 from jcuts.codegen.cuda.transposed import TransposedEmitter, TransposedShape
 from jcuts.codegen.cuda.walk import WalkEmitter, walk_of
@@ -91,6 +91,7 @@ def compile_program(program: Program, target: CudaTarget) -> CompiledKernel:
         does not fit on a multiprocessor; IRError where the program is ill-formed.
     """
     verify(program)
+    check_units(program, target)
     digest = kernel_digest(program, target)
     found, scratch = parts(program)
     sources: list[tuple[str, str]] = []
@@ -137,6 +138,17 @@ def arch_of(program: Program, target: CudaTarget) -> str:
     return target.arch + "a"
 
 
+def check_units(program: Program, target: CudaTarget) -> None:
+    """Raises CompileRejected for a schedule of matrix units whose copies and products the target does not have."""
+    form = dict(program.params).get("cuda")
+    if form in ("product", "patch", "block", "attention") and target.capability < AMPERE:
+        raise CompileRejected(
+            f"{program.name}: a {form} needs asynchronous copies and TF32 (compute capability 8.0), {target.arch} has "
+            "neither",
+            form=form, arch=target.arch,
+        )  # fmt: skip
+
+
 def check_limits(name: str, used: Resources, threads: int, target: CudaTarget, launched: int = 0) -> None:
     """Raises CompileRejected for a kernel that no multiprocessor of the target can hold one block of.
 
@@ -169,6 +181,7 @@ def _may_use_stack(program: Program) -> bool:
 
 def ptx_of(program: Program, target: CudaTarget) -> str:
     """PTX of all kernels of a program, for dumps and tests."""
+    check_units(program, target)
     found, _ = parts(program)
     sources = [(_ptx(p.program, emit_source(p.program), target, f"k{n}"), f"k{n}") for n, p in enumerate(found)]
     return assemble.merged(sources, arch_of(program, target))

@@ -15,6 +15,7 @@ from llvmlite import ir
 
 from jcuts.codegen import lanes as L
 from jcuts.codegen.cuda.builder import GpuBuilder, asm
+from jcuts.codegen.cuda.target import AMPERE
 from jcuts.codegen.vecmath.expr import Num, horner
 from jcuts.codegen.vecmath.f32 import F32
 
@@ -42,6 +43,9 @@ def _clamped(x: Num, low: float, high: float) -> Num:
     """min(max(x, low), high); a NaN stays."""
     b = x.builder
     low_, high_ = (ir.Constant(L.F32, v) for v in (low, high))
+    if b.capability < AMPERE:
+        value = asm(b, "min.f32 $0, $1, $2;", L.F32, [asm(b, "max.f32 $0, $1, $2;", L.F32, [x.value, low_]), high_])
+        return Num(b, b.select(b.fcmp_unordered("uno", x.value, x.value), x.value, value))
     value = asm(b, "max.NaN.f32 $0, $1, $2;", L.F32, [x.value, low_])
     return Num(b, asm(b, "min.NaN.f32 $0, $1, $2;", L.F32, [value, high_]))
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from jcuts.base.errors import UsageError
 
-MAX_SHARED = {(8, 0): 166_912, (8, 6): 101_376, (8, 7): 166_912, (8, 9): 101_376, (9, 0): 232_448}
+MAX_SHARED = {(7, 5): 65_536, (8, 0): 166_912, (8, 6): 101_376, (8, 7): 166_912, (8, 9): 101_376, (9, 0): 232_448}
 """Bytes of shared memory that a block may ask for (CUDA C++ Programming Guide, specifications per capability)."""
 LEAST_SHARED = 49_152
 """What every GPU allows."""
@@ -14,8 +14,11 @@ REGISTERS = 65_536
 """32-bit registers of a multiprocessor; a block must fit into them."""
 GROUPED = (9, 0)
 """The compute capability whose warp groups multiply matrices (``wgmma``): no other one has them."""
-OLDEST = (8, 0)
-"""Oldest compute capability: older GPUs lack asynchronous copies and maximum with NaN."""
+OLDEST = (7, 5)
+"""Oldest compute capability that code is made for: the assembler of CUDA 13 takes no older one."""
+AMPERE = (8, 0)
+"""From here on there are asynchronous copies, products of TF32, maximum with NaN and rounding to bfloat16.  What is
+made for older GPUs is never run by jcuts: nobody has compared it with XLA on one."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +30,10 @@ class CudaTarget:
     def __post_init__(self) -> None:
         if self.capability < OLDEST:
             raise UsageError(
-                f"compute capability {self.capability[0]}.{self.capability[1]} is older than {OLDEST[0]}.{OLDEST[1]}: "
-                "its programs are left to XLA",
+                f"compute capability {self.capability[0]}.{self.capability[1]} is older than {OLDEST[0]}.{OLDEST[1]}, "
+                "the oldest that the assembler of CUDA 13 takes: no machine code is made for it",
                 capability=self.capability,
+                oldest=OLDEST,
             )
 
     @property

@@ -16,6 +16,7 @@ from jcuts.codegen import lanes as L
 from jcuts.codegen.cuda import memory as M
 from jcuts.codegen.cuda import special
 from jcuts.codegen.cuda.builder import asm
+from jcuts.codegen.cuda.target import AMPERE
 from jcuts.dfg.index import Index
 from jcuts.dfg.node import Graph, Node, Scalar
 from jcuts.dfg.program import Buffer
@@ -34,7 +35,7 @@ def from_word(builder: L.Builder, word: L.Value, dtype: str) -> E.Lanes:
 
 def to_word(builder: L.Builder, lanes: E.Lanes) -> L.Value:
     """What registers carry -> the bits of an element in memory (16-bit floats are rounded)."""
-    if lanes.dtype in _PTX_HALF:
+    if lanes.dtype in _PTX_HALF and (builder.capability >= AMPERE or lanes.dtype == "float16"):
         return asm(builder, f"cvt.rn.{_PTX_HALF[lanes.dtype]}.f32 $0, $1;", L.I16, [lanes.value])
     value = E.to_memory(builder, lanes)
     word = ir.IntType(8 * M.item_size(lanes.dtype))
@@ -44,7 +45,7 @@ def to_word(builder: L.Builder, lanes: E.Lanes) -> L.Value:
 def to_words(builder: L.Builder, values: Sequence[E.Lanes]) -> tuple[list[L.Value], int]:
     """Neighbouring elements as integers and the size of each [B]: pairs of 16-bit floats are rounded together."""
     dtype = values[0].dtype
-    if dtype not in _PTX_HALF or len(values) % 2:
+    if dtype not in _PTX_HALF or len(values) % 2 or builder.capability < AMPERE:
         return [to_word(builder, v) for v in values], M.item_size(dtype)
     text = f"cvt.rn.{_PTX_HALF[dtype]}x2.f32 $0, $1, $2;"
     pairs = zip(values[1::2], values[::2], strict=True)

@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 CXX ?= g++
-PYTEST_ARGS ?= -n auto
+PYTEST_ARGS ?= -n auto --dist loadgroup
 VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(patsubst %,jcuts/_native/libjcuts_%.so,cpu cuda cudnn)
@@ -13,10 +13,11 @@ KEY := $(shell cat $(INPUTS) | cksum | cut -d' ' -f1)
 TEST_STAMP := $(VENV)/.jcuts-test-$(KEY)
 DEMO_STAMP := $(VENV)/.jcuts-demo-$(KEY)
 
-.PHONY: help test demo lint unit native clean
+.PHONY: help test slow demo lint unit native clean
 
 help:
 	@echo "make test    lint, type check, import contracts and tests"
+	@echo "make slow    all tests, the slow ones too, against XLA compiled as users have it"
 	@echo "make demo    jcuts against jax.jit on MobileNetV2"
 	@echo "make native  the native libraries, in place"
 	@echo "make clean   everything that was built, but not .venv"
@@ -30,6 +31,9 @@ lint: $(TEST_STAMP)
 
 unit: $(TEST_STAMP) $(NATIVE)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+slow: $(TEST_STAMP) $(NATIVE)
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not gpu and (slow or not slow)" --xla-as-shipped
 
 demo: $(DEMO_STAMP)
 	@echo "jcuts demo: minutes the first time (it measures kernels, with bars in a terminal), about a minute later"

@@ -37,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="module")
 def xla_as_shipped():
-    """XLA compiles what this file's tests compile as it does for users; child processes are not concerned."""
+    """XLA compiles what this file's tests and their child processes compile as it does for users."""
     import jax
     from jax._src import compiler
 
@@ -47,7 +47,11 @@ def xla_as_shipped():
     def get_compile_options(*args: Any, env_options_overrides: dict[str, Any] | None = None, **more: Any) -> Any:
         return given(*args, env_options_overrides={**shipped, **(env_options_overrides or {})}, **more)
 
+    jax.devices()  # has read the flags
+    quick = {f"--{name}" for name in _OPTIONS}
+    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.partition("=")[0] not in quick]
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", " ".join(flags))
         patch.setattr(compiler, "get_compile_options", get_compile_options)
         jax.clear_caches()
         yield

@@ -12,6 +12,8 @@ from jcuts.trace import jaxapi
 from jcuts.tune import accurate
 from jcuts.tune.widen import evaluate, is_wide
 
+pytestmark = pytest.mark.usefixtures("xla_as_shipped")
+
 POINTS = {
     "atanh": ((0.4140625, "0.4405044588647576531211616"), (-0.41420796, "-0.4406800308661610486444671"), (0.37,
         "0.3884230997182961085643924"), (0.999, "3.800201167250199587464602"), (1e-05,

@@ -36,6 +36,8 @@ from jcuts.tune.store import Store
 from jcuts.tune.workshop import DEVICE, REFERENCE, XLA, workshop
 from tests.tune import objects
 
+pytestmark = pytest.mark.usefixtures("xla_as_shipped")
+
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = Effort(seconds=0.02, finalists=2, timeout=20.0, workers=2, seed=1)
 PARENT = """

@@ -12,6 +12,8 @@ from jcuts.trace import jaxapi
 from jcuts.tune import sums
 from jcuts.tune.widen import evaluate
 
+pytestmark = pytest.mark.usefixtures("xla_as_shipped")
+
 MOST = float(np.finfo(np.float32).max)
 F32 = np.float32
 

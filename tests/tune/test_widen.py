@@ -16,6 +16,8 @@ from jcuts.tune.problem import Output
 from jcuts.tune.values import NORMAL, SPECIAL
 from jcuts.tune.widen import evaluate, is_amplified, is_discrete
 
+pytestmark = pytest.mark.usefixtures("xla_as_shipped")
+
 X = np.random.default_rng(0).standard_normal((6, 8)).astype(np.float32)
 
 

@@ -23,6 +23,7 @@ from jcuts.codegen.cuda.target import OLDEST, CudaTarget
 from jcuts.dfg.program import Program
 from jcuts.levels import Fuel, Level, Subset, group
 from jcuts.region import gpu, gpu_score
+from jcuts.region.attend_program import TEMPLATE as ATTENTION
 from jcuts.region.blocks import TEMPLATE as BLOCK
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
@@ -156,7 +157,7 @@ def _ranked(
     found = [Scored(p, schedule(p), score) for p, score in gpu.candidates(program, machine, limit, percent)]
     refused = None
     if not found:
-        product = program.template in ("contraction", "convolution", BLOCK) and not machine.multiplies
+        product = program.template in ("contraction", "convolution", BLOCK, ATTENTION) and not machine.multiplies
         refused = Refusal(program.template, NO_FORM if product else NO_SCHEDULE)
     if target is not None:
         found = [_assembled(candidate, arch, target) for candidate in found]

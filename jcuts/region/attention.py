@@ -141,8 +141,9 @@ def _softmax(scores: Phase, middle: list[Phase]) -> str | Refusal:
 
 
 def _strip(graph: Graph, number: int) -> Node:
+    """The node behind changes of one type of floats to another; what goes through integers loses more than bits."""
     node = graph.nodes[number]
-    while node.op in BESIDE:
+    while node.op in BESIDE and {node.dtype, graph.nodes[node.args[0]].dtype} <= TYPES.keys():
         node = graph.nodes[node.args[0]]
     return node
 

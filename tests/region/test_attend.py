@@ -109,16 +109,24 @@ def test_a_cap_and_a_bias():
     assert isinstance(known, Attention) and len(program.inputs) == 4
 
 
+def through_integers(q, k, v):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+    weights = jnp.exp((scores - scores.max(-1, keepdims=True)).astype(jnp.int32).astype(jnp.float32))
+    return jnp.einsum("bhqk,bkhd->bqhd", weights / weights.sum(-1, keepdims=True), v)
+
+
 @pytest.mark.parametrize(
     "fn",
     [
+        through_integers,
+        lambda q, k, v: plain(q, k, v, weigh=lambda w: w.astype(jnp.int8).astype(jnp.float32)),
         lambda q, k, v: plain(q, k, v, weigh=lambda w: w * w),
         lambda q, k, v: plain(q, k, v, precision="highest"),
         lambda q, k, v: plain(q[..., :20], k[..., :20], v),
         lambda q, k, v: jnp.einsum("bhqk,bkhd->bqhd", jnp.einsum("bqhd,bkhd->bhqk", q, k) * 2, v),
         lambda q, k, v: jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k), 2), v),
     ],
-    ids=["other weights", "precision", "depth", "no softmax", "another dimension"],
+    ids=["integers", "integer weights", "other weights", "precision", "depth", "no softmax", "another dimension"],
 )
 def test_look_alikes_are_left_as_they_were(fn):
     closed = simplify(inline(jaxapi.closed_jaxpr_of(fn, *operands(2, 24, 3, 32))))

@@ -125,6 +125,7 @@ def group_shape(program: Program) -> GroupShape:
         )
     else:
         fits = fits and prologue(program) is None and (spread, steps, cached) == (False, 1, False)
+    fits = fits and not (shape.push and (flight or cluster == 1))  # copies in flight know no block that has not begun
     fits = fits and ranks == cluster and (cluster == 1 or S not in extents)
     fits = fits and all(t.side.run % terms == 0 or t.side.run == extents[K] for t in (first, second))
     fits = fits and all(readable(t, number) for t, number in ((first, along), (second, across)))

@@ -36,7 +36,8 @@ err(x) is the larger of this ``uncertainty`` and |x - r|; err(c) stays as it is.
 
 On GPUs the default precision of float32 products lets operands be rounded to TF32, and XLA's autotuning decides by time
 whether they are: the same function is more or less precise from one run, or one batch size, to the next.  Where XLA
-took an algorithm that does not round, how far rounded operands move the reference counts as ``uncertainty`` too.
+took an algorithm that does not round, how far rounded operands move the reference counts as ``uncertainty`` too, and
+where products are exponentiated (attention): what simulated rounding of float32 explains is little beside that.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ class Exports:
             noise, and whether operands are rounded (see `widen.evaluate`).
         perturb: whether it turns floats into discrete values, or exponentiates sums, so that the reference must be run
             with noise too.
-        unsure: whether it computes in float64 itself, so that noise must tell how far the reference is to be trusted.
+        unsure: whether it computes in float64 itself, so that noise must tell how far the reference is to be trusted,
+            or exponentiates products of rounded operands, which move it by far more than such noise.
         rounds: whether its products may round their operands to TF32.
     """
 
@@ -51,11 +52,12 @@ def export_subset(closed: Any, *, platform: str = "cpu", name: str = "subset") -
         return jaxapi.eval_closed(closed, *args)
 
     def reference(seed: Any, amplitude: Any, *args: Any) -> Any:
-        noise = (seed, amplitude[:2]) if perturb or unsure else None
+        noise = (seed, amplitude[:2]) if perturb or wide_itself else None
         return evaluate(closed, args, noise=noise, rounded=amplitude[2] if rounds else None)
 
-    perturb, unsure = is_discrete(closed) or is_amplified(closed), is_wide(closed)
+    wide_itself, amplified = is_wide(closed), is_amplified(closed)
     rounds = platform != "cpu" and rounds_operands(closed)
+    perturb, unsure = is_discrete(closed) or (amplified and not rounds), wide_itself or (amplified and rounds)
     try:
         plain = jax.export.export(jax.jit(library), platforms=[platform])(
             *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals)

@@ -124,7 +124,8 @@ class Problem:
         reference: serialised export of its float64 form; takes (noise seed, three amplitudes, *widened inputs).
         perturb: whether the reference must also be run with simulated rounding, because the subset turns floats into
             discrete values (comparisons, argmax, casts) or exponentiates sums.
-        unsure: whether noise in its float64 operations must tell how far the reference is to be trusted.
+        unsure: whether noise in its float64 operations, or rounding of its products' operands, must tell how far the
+            reference is to be trusted.
         rounds: whether its products may round their operands to TF32 (`widen.rounds_operands`).
         degree: how often a value may be multiplied with others on its way through the subset; bounds the magnitudes of
             ``huge`` inputs so that intermediate products do not overflow (where they would, XLA's own answer depends

@@ -55,6 +55,44 @@ def test_only_exports_for_gpus_round():
     assert export_subset(program, platform="cuda").rounds and not export_subset(program).rounds
 
 
+def attention(q, k, v):
+    return jax.nn.softmax(8 * q @ k.T, -1) @ v
+
+
+def test_exponentials_of_products_are_judged_by_rounded_operands():
+    q, k, v = (RNG.standard_normal(s).astype(np.float32) for s in ((33, 16), (47, 16), (47, 8)))
+    program = closed(attention, q, k, v)
+    on_gpu, on_cpu = export_subset(program, platform="cuda"), export_subset(program)
+    assert (on_gpu.perturb, on_gpu.unsure, on_gpu.rounds) == (False, True, True)
+    assert (on_cpu.perturb, on_cpu.unsure, on_cpu.rounds) == (True, False, False)
+    exact = closed(lambda q, k, v: jax.nn.softmax(jnp.dot(q, k.T, precision="highest"), -1), q, k, v)
+    assert export_subset(exact, platform="cuda").perturb
+    discrete = closed(lambda q, k, v: jnp.argmax(attention(q, k, v), -1), q, k, v)
+    assert export_subset(discrete, platform="cuda").perturb
+
+
+def test_another_order_of_rounded_attention_is_right_and_a_coarser_one_is_not():
+    """What a GPU's kernel does: operands cut elsewhere than in XLA's program, by as much."""
+    q, k, v = (RNG.standard_normal(s).astype(np.float32) for s in ((192, 64), (160, 64), (160, 64)))
+    program = closed(attention, q, k, v)
+    with jax.enable_x64(True):
+        wide = [x.astype(np.float64) for x in (q, k, v)]
+        (want,), (moved,) = (evaluate(program, wide, rounded=jnp.float64(flag)) for flag in (0.0, 1.0))
+
+    def rounded(bits, late):
+        cutting = lambda x: lax.reduce_precision(x, 8, bits)  # noqa: E731
+        scores = 8 * cutting(q) @ cutting(k).T
+        weights = jnp.exp(scores - scores.max(-1, keepdims=True))
+        total = weights.sum(-1, keepdims=True)
+        return np.asarray(cutting(weights) @ cutting(v) / total if late else cutting(weights / total) @ cutting(v))
+
+    spec = Output((192, 64), "float32", 160, False)
+    expected = Expected(NORMAL, rounded(10, False), np.asarray(want), None, None, np.abs(np.asarray(moved - want)))
+    check_output(0, spec, [expected], [rounded(10, True)], 2.0)
+    with pytest.raises(AccuracyRejected):
+        check_output(0, spec, [expected], [rounded(7, True)], 2.0)
+
+
 def made(folder, library, rounds=True):
     """The sets of a product's problem whose XLA side is ``library``."""
     inputs = tuple(Input(x.shape, "float32") for x in (A, B))

@@ -199,9 +199,10 @@ def barred(
 def compile_ahead(lowered: Mapping[str, Callable[[], Any]]) -> None:
     """Compiles several programs at once; each then runs without compiling.
 
-    Lowering stays on this thread.  Programs whose products and convolutions are those of another come after it: XLA
-    finds in memory which of its algorithms were fastest.  A program that fails here fails again when it is run, where
-    that is dealt with.
+    Lowering stays on this thread.  Plain XLA comes first and alone: its algorithms are timed as they would be without
+    jcuts, beside nothing that may disturb that.  Programs whose products and convolutions are those of another come
+    after it: XLA finds in memory which of its algorithms were fastest.  A program that fails here fails again when it
+    is run, where that is dealt with.
     """
     made = {}
     start = time.perf_counter()
@@ -209,9 +210,12 @@ def compile_ahead(lowered: Mapping[str, Callable[[], Any]]) -> None:
         with contextlib.suppress(Exception):
             made[name] = lower()
     begin = time.perf_counter()
-    # Plain XLA comes after another: programs with options may know algorithms already (`tune.autotuned`).
-    first = {_arithmetic(name): name for name in sorted(made, key=lambda name: ":" in name)}.values()
-    for wave in ([n for n in made if n in first], [n for n in made if n not in first]):
+    others = [n for n in made if n != guard.XLA]
+    # The last of a kind is kept: programs with options may know algorithms already (`tune.autotuned`).
+    first = {_arithmetic(name): name for name in sorted(others, key=lambda name: ":" in name)}.values()
+    first = [n for n in first if not is_xla(n)]
+    waves = ([n for n in made if n == guard.XLA], first, [n for n in others if n not in first])
+    for wave in filter(None, waves):
         with ThreadPoolExecutor(max(1, min(len(wave), fingerprint.usable_cores()))) as pool:
             for name, future in {name: pool.submit(made[name].compile) for name in wave}.items():
                 if (error := future.exception()) is not None:

@@ -452,7 +452,8 @@ class Optimized:
               exact: forms.Exact, barred: Mapping[str, str]) -> guard.Decision:
         on_gpu = platform in forms.GPUS
         more = autotuned.options() if on_gpu else {}
-        calls = {name: self._program(name, placement, platform, more).call for name in names}
+        mine = {name: {} if forms.is_xla(name) else more for name in names}
+        calls = {name: self._program(name, placement, platform, mine[name]).call for name in names}
         if on_gpu:
             forms.compile_ahead({name: functools.partial(call.lower, *args, **kwargs) for name, call in calls.items()})
         # Options can do more on a GPU than everything else: there no program does without them.

@@ -170,3 +170,24 @@ def test_rewrites_that_cannot_be_checked_are_not_used(monkeypatch):
 
     monkeypatch.setattr(forms, "evaluate", fail)
     assert "cannot be checked: MemoryError: no room" in judge("jcuts/dots", [x], [x])
+
+
+def test_plain_xla_is_compiled_before_all_others_and_alone():
+    busy, order = [], []
+
+    class Lowered:
+        def __init__(self, name):
+            self.name = name
+
+        def compile(self):
+            busy.append(self.name)
+            order.append((self.name, tuple(busy)))
+            busy.remove(self.name)
+            if self.name == "jcuts:graphs":
+                raise RuntimeError("no such option")
+
+    names = ["xla", "xla:graphs", "jcuts", "jcuts:graphs", "jcuts/dots:graphs", "jcuts/dots"]
+    forms.compile_ahead({name: (lambda n=name: Lowered(n)) for name in names})
+    assert order[0] == ("xla", ("xla",)) and {name for name, _ in order} == set(names)
+    first = [name for name, _ in order[1:3]]
+    assert "jcuts/dots:graphs" in first and "xla:graphs" not in first

@@ -42,10 +42,10 @@ _ahead: dict[str, Any] = {}  # XLA's chains, by the problem's file
 
 
 def compile_ahead(problems: Mapping[str, tuple[Problem, Function]], announce: Announce) -> int:
-    """Compiles the chains of XLA's side on all cores.  One that fails is left to `measure`, where it fails again.
+    """Compiles the chains of XLA's side, some at once.  One that fails is left to `measure`, where it fails again.
 
     Then every small one runs once: some libraries compile on the host when a call is executed first, seconds for a
-    chain, and do that on all cores here.
+    chain, and do that side by side here.
 
     Args: problems: file of each -> it and XLA's function; announce: is told of every step.
     Returns: how many were compiled.
@@ -58,7 +58,8 @@ def compile_ahead(problems: Mapping[str, tuple[Problem, Function]], announce: An
             lowered[path] = gpu_timing.lowered(function, gpu_timing.layout(function, specs), specs, {})
         except Exception as error:
             print(f"{problem.name} is not lowered ahead: {error}", file=sys.stderr)
-    with ThreadPoolExecutor(max(1, min(len(lowered), fingerprint.usable_cores()))) as pool:
+    # XLA times its algorithms meanwhile, one after the other: a host that is too busy spoils that.
+    with ThreadPoolExecutor(max(2, fingerprint.usable_cores() // 4)) as pool:
         made = {pool.submit(one.compile): path for path, one in lowered.items()}
         for future in as_completed(made):
             announce("")

@@ -104,10 +104,10 @@ def block(program: Program) -> Block | Refusal:
     if len(program.phases) not in (2, 3):
         return Refusal("block", f"{len(program.phases)} phases, a block has 2 or 3")
     *first, second, third = program.phases
-    project = _product(program, third)
     window = _window(program, second)
     if isinstance(window, Refusal):
         return window
+    project = _product(program, third)
     images, _, _, channels = window.image
     shape = project.phases[0].ranges() if project is not None else {}
     outputs = images * math.prod(window.outputs)

@@ -247,7 +247,8 @@ def _side(node: Node, outer: str, ranges: dict[str, int], total: int) -> Side | 
         starts = range(0, ranges[K], run) if along else range(ranges[K])
         if not along:
             steps[-1] = ranges[outer]
-        steps += {_number(side.by_terms, {K: k, S: s}) for s in range(ranges.get(S, 1)) for k in starts}
+        terms = side.by_terms
+        steps += {_number(terms, {K: k, S: s}) for s in range(ranges.get(S, 1)) for k in starts}
         for width in (b // side.item for b in COPY):
             if all(step % width == 0 for step in steps):
                 return replace(side, along_terms=along, width=width)

@@ -74,6 +74,34 @@ def every_case() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
             yield f"{dtype} {name}", fn, arguments
 
 
+def recognised() -> Iterator[tuple[str, Any, list[Any]]]:
+    """Name, program and operands of templates whose programs are found in more than one subset, or by their weights."""
+    import numpy as np
+
+    from tests import programs
+    from tests.codegen.test_block import BLOCKS, program_of, traced_number
+    from tests.gpu.cases import attention
+    from tests.gpu.test_products import ROUNDED
+    from tests.ptx_tensor import round_tf32
+
+    rng = np.random.default_rng(3)
+    for dtype in ("float32", "bfloat16"):
+        sizes = ((2, 37, 3, 40), (2, 53, 3, 40), (2, 53, 3, 40))
+        arrays = [rng.standard_normal(s).astype(np.float32).astype(_numpy(dtype)) for s in sizes]
+        traced = programs.trace(attention(), *arrays)
+        members, program = traced.attention()
+        yield f"{dtype} attention", program, traced.operands(members)
+    for name, layers in BLOCKS.items():
+        program, traced = program_of(layers, layers.arguments())
+        numbers = [traced_number(traced, t) for t in traced.graph.subset_inputs(traced.everything)]
+        yield f"block {name}", program, [traced.arguments[n] for n in numbers]
+    for name, (fn, shapes) in ROUNDED.items():
+        arrays = [rng.standard_normal(s).astype(np.float32) for s in shapes]
+        arrays[1] = round_tf32(arrays[1])
+        traced = programs.trace(fn, *arrays)
+        yield f"rounded {name}", traced.rounded(), traced.operands()
+
+
 def prepare(folder: Path, each: int, jobs: int, capability: tuple[int, int], only: str) -> dict[str, Any]:
     """Compiles schedules of every case and writes their operands; gives the list that `launch` reads."""
     import jax
@@ -87,6 +115,7 @@ def prepare(folder: Path, each: int, jobs: int, capability: tuple[int, int], onl
 
     found: list[tuple[str, Program, list[np.ndarray]]] = []
     skipped: dict[str, str] = {}
+    listed_programs: list[tuple[str, Program, list[Any]]] = []
     with jax.enable_x64(True):
         for name, fn, arguments in every_case():
             if only and only not in name:
@@ -96,12 +125,15 @@ def prepare(folder: Path, each: int, jobs: int, capability: tuple[int, int], onl
             if not isinstance(built, Program):
                 skipped[name] = str(built)
                 continue
+            listed_programs.append((name, built, traced.operands()))
+        listed_programs += [entry for entry in recognised() if not only or only in entry[0]]
+        for name, built, operands in listed_programs:
             ranked = [p for p, _ in gpu.candidates(built, gpu.GpuMachine(132, capability=capability), 1 << 20)]
             if not ranked:
                 skipped[name] = "no kernel form"
             # The best, and others from all over the list: other vectors, teams and splits.
             places = dict.fromkeys([0, *(round(k * (len(ranked) - 1) / max(1, each - 1)) for k in range(each))])
-            found += [(name, ranked[k], [np.asarray(x) for x in traced.operands()]) for k in places if k < len(ranked)]
+            found += [(name, ranked[k], [np.asarray(x) for x in operands]) for k in places if k < len(ranked)]
     start = time.perf_counter()
     kernels = compile_all([p for _, p, _ in found], folder / "kernels", capability, jobs)
     entries, refused = [], []

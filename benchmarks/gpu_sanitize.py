@@ -131,9 +131,10 @@ def prepare(folder: Path, each: int, jobs: int, capability: tuple[int, int], onl
             ranked = [p for p, _ in gpu.candidates(built, gpu.GpuMachine(132, capability=capability), 1 << 20)]
             if not ranked:
                 skipped[name] = "no kernel form"
+                continue
             # The best, and others from all over the list: other vectors, teams and splits.
             places = dict.fromkeys([0, *(round(k * (len(ranked) - 1) / max(1, each - 1)) for k in range(each))])
-            found += [(name, ranked[k], [np.asarray(x) for x in operands]) for k in places if k < len(ranked)]
+            found += [(name, ranked[k], [np.asarray(x) for x in operands]) for k in places]
     start = time.perf_counter()
     kernels = compile_all([p for _, p, _ in found], folder / "kernels", capability, jobs)
     entries, refused = [], []

@@ -54,6 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     except Exception as error:
         raise _of_the_user(arguments.function, error) from error
     console().print(report)
+    if arguments.tune == "cached" and "not measured yet" in str(report):
+        console().print("What is not measured yet is measured by --tune auto, or when the function is first called.")
     for path, write in ((arguments.html, report.to_html), (arguments.json, lambda p: _write_json(p, report.to_dict()))):
         if path is not None:
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -133,6 +134,13 @@ def _model(arguments: argparse.Namespace) -> Model:
         factory = getattr(importlib.import_module(module.removesuffix(".py")), function)
     except (ImportError, AttributeError) as error:
         raise UsageError(f"--model {name}: {error}", model=name) from error
+    try:
+        inspect.signature(factory).bind()
+    except (TypeError, ValueError) as error:  # not callable, or not without arguments
+        raise UsageError(
+            f"--model {name} must be a function of no arguments that returns (function, parameters, *inputs): {error}",
+            model=name,
+        ) from error
     example = factory()
     if not isinstance(example, tuple) or len(example) < 3 or not callable(example[0]):
         raise UsageError(

@@ -54,5 +54,6 @@ def _table(found: Any) -> Any:
         registers = str(best.registers or "")
         rows.append((str(operation.count), text, pul, seconds, registers, f"{best.score:.3f}",
                      best.rejected or best.schedule))  # fmt: skip
-    title = f"{found.arch}, assembled for {found.target or 'nothing'}: the best candidate of every operation"
+    assembled = f"assembled for {found.target}" if found.target else "not assembled"
+    title = f"{found.arch}, {assembled}: the best candidate of every operation"
     return table(title, ("n", "operations", "PUL", "time", "regs", "score", "schedule"), rows, right=(0, 2, 3, 4, 5))

@@ -309,6 +309,10 @@ def test_explain_shows_the_guards_decision(module, capsys):
     out = capsys.readouterr().out
     assert "whole function: jcuts" in out
     assert "tanh" in out
+    if "not measured yet" in out:
+        assert "is measured by --tune auto" in out
+    assert main(["explain", f"{module}:fast", "--args", f"{module}:example", "--tune", "off"]) == 0
+    assert "--tune auto" not in capsys.readouterr().out
 
 
 def test_explain_without_arguments_says_how_to_give_them(module, capsys):

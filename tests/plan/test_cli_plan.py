@@ -71,6 +71,15 @@ def test_plan_of_a_users_function(capsys, tmp_path, monkeypatch):
     assert json.loads(capsys.readouterr().out)["parameters"] == 256 * 512 + 512 * 8
 
 
+@pytest.mark.parametrize("what", ["net", "seven"])
+def test_a_model_must_be_a_function_of_no_arguments(capsys, tmp_path, monkeypatch, what):
+    (tmp_path / "theirs.py").write_text("seven = 7\ndef net(w, x):\n    return x @ w\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "--model", f"theirs:{what}", "--cluster", "dgx-a100"]) == 2
+    error = capsys.readouterr().err
+    assert "a function of no arguments that returns (function, parameters, *inputs)" in error and error.count("\n") == 1
+
+
 def test_serving(capsys):
     assert main(["plan", "--model", "opt-6.7b", "--cluster", "t4-gcp", "--serve", "512", "32", "--top", "2"]) == 0
     assert "tokens/s" in capsys.readouterr().out

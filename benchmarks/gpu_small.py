@@ -260,10 +260,7 @@ def clusters_at_once(folder: Path) -> dict[str, int]:
 
     driver, found = device(), {}
     image = Image.unpack(read_kernel(next(folder.glob("*.kernel"))).object_code)
-    module, kernel = ctypes.c_void_p(), ctypes.c_void_p()
-    driver.call("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(image.cubin))
-    name = ctypes.c_char_p(image.launches[0].symbol.encode())
-    driver.call("cuModuleGetFunction", ctypes.byref(kernel), module, name)
+    kernel = driver.function(image.cubin, image.launches[0].symbol)
     driver.call("cuFuncSetAttribute", kernel, ctypes.c_int(8), ctypes.c_int(200 << 10))
     for blocks, shared in itertools.product(range(1, 9), (200 << 10, 100 << 10)):
         attribute = Attribute(id=4, value=(ctypes.c_uint * 16)(blocks, 1, 1))

@@ -58,29 +58,25 @@ def reading(place: str) -> dict[str, Any]:
 
     Args: place: a process' `folder`; '' for none.
     """
-    import jax
-    import numpy as np
-
-    found = {OPTION: place, MODE: "AUTOTUNE_CACHE_MODE_READ"} if place else {}
-    try:
-        jax.jit(lambda x: x + 1, compiler_options=found).lower(np.float32(0)).compile()
-    except Exception:  # a version of XLA that does not know them
-        return {}
-    return found
+    return _known({OPTION: place, MODE: "AUTOTUNE_CACHE_MODE_READ"} if place else {})
 
 
 @functools.cache
 def untimed() -> dict[str, Any]:
-    """Compiler options for a program whose algorithms XLA takes as they come, {} where it does not know the option."""
+    """Compiler options for a program whose algorithms XLA takes as they come."""
+    return _known({"xla_gpu_autotune_level": 0})
+
+
+def _known(options: dict[str, Any]) -> dict[str, Any]:
+    """The options; {} where this version of XLA does not know them."""
     import jax
     import numpy as np
 
-    found = {"xla_gpu_autotune_level": 0}
     try:
-        jax.jit(lambda x: x + 1, compiler_options=found).lower(np.float32(0)).compile()
+        jax.jit(lambda x: x + 1, compiler_options=options).lower(np.float32(0)).compile()
     except Exception:
         return {}
-    return found
+    return options
 
 
 def _own() -> str:

@@ -127,10 +127,10 @@ class Driver:
             popped = Pointer()
             self.call("cuCtxPopCurrent_v2", ctypes.byref(popped))
 
-    def function(self, ptx: bytes, name: str) -> ctypes.c_void_p:
-        """A kernel that the driver compiles; never unloaded."""
+    def function(self, code: bytes, name: str) -> ctypes.c_void_p:
+        """A kernel of a cubin, or of PTX that the driver compiles; never unloaded."""
         module, function = Pointer(), Pointer()
-        self.call("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(ptx))
+        self.call("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(code))
         self.call("cuModuleGetFunction", ctypes.byref(function), module, ctypes.c_char_p(name.encode()))
         return function
 

@@ -68,7 +68,8 @@ class Stopwatch:
                     self.marks[0] = time.perf_counter()
                     self.device.launch(self.wait, stream or 0, ctypes.c_uint64(int(self.delay * 1e9)))
                 self.events.record(number, stream or 0)
-            self.marks[number] = time.perf_counter() if number else self.marks[0]
+            if number == 1:
+                self.marks[1] = time.perf_counter()
             self.seen |= 1 << number
         except NativeError as error:
             self.problem = error

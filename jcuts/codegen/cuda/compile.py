@@ -39,6 +39,13 @@ from jcuts.region.attention_tiles import AttentionShape
 from jcuts.region.block_tiles import BlockShape
 from jcuts.region.patch_tiles import PatchShape
 
+_MULTIPLIERS: tuple[tuple[type, Any], ...] = (
+    (GroupShape, GroupEmitter), (ProductShape, ProductEmitter), (PatchShape, PatchEmitter), (BlockShape, BlockEmitter),
+    (AttentionShape, AttentionEmitter),
+)  # fmt: skip
+"""Who emits forms on matrix units; a kind stands before what it is one of."""
+_BY_BLOCK = (ProductShape, PatchShape, BlockShape, AttentionShape)  # get the numbers of block and thread
+
 _lock = threading.RLock()
 _SLOW_PATHS = frozenset({"sin", "cos", "tan"})
 """float64 functions whose library code keeps a table on the stack for huge arguments."""
@@ -234,8 +241,7 @@ def _tile(program: Program, shape: AnyShape, types: Any, intrinsic: Any, symbol:
     integers = ["row", "lane"] if isinstance(shape, TeamShape) else [a.name for a in axes]
     if isinstance(shape, ScanShape):
         integers = [*units(program, shape), *(["thread"] if shape.rows else [])]
-    blocks = (ProductShape, PatchShape, BlockShape, AttentionShape)
-    integers = ["block", "thread"] if isinstance(shape, blocks) else integers
+    integers = ["block", "thread"] if isinstance(shape, _BY_BLOCK) else integers
     integers += ["thread"] if isinstance(shape, (ColumnShape, ColumnRowsShape, TransposedShape)) else []
 
     def signature_of(*operands: Any) -> Any:
@@ -277,18 +283,9 @@ def _emit(
     if isinstance(shape, TransposedShape):
         TransposedEmitter(builder, program, shape, buffers, pointers, integers, symbol).emit()
         return
-    if isinstance(shape, ProductShape):
-        multiplier = GroupEmitter if isinstance(shape, GroupShape) else ProductEmitter
+    if isinstance(shape, _BY_BLOCK):
+        multiplier = next(emitter for kind, emitter in _MULTIPLIERS if isinstance(shape, kind))
         multiplier(builder, program, shape, buffers, pointers, integers, symbol).emit()
-        return
-    if isinstance(shape, PatchShape):
-        PatchEmitter(builder, program, shape, buffers, pointers, integers, symbol).emit()
-        return
-    if isinstance(shape, AttentionShape):
-        AttentionEmitter(builder, program, shape, buffers, pointers, integers, symbol).emit()
-        return
-    if isinstance(shape, BlockShape):
-        BlockEmitter(builder, program, shape, buffers, pointers, integers, symbol).emit()
         return
     if isinstance(shape, ColumnShape):
         ColumnEmitter(builder, program, shape, buffers, pointers, integers, symbol).emit()

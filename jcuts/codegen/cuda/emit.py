@@ -273,30 +273,29 @@ class _Writer:
         groups = "groups" in dict(self.program.params)
         shape = group_shape(self.program) if groups else product_shape(self.program)
         name = f"product_{shape.left.size}x{shape.right.size}x{shape.left.terms}"
-        self.variants[name] = shape
-        self.line(1, f"{name}({', '.join([*self.names, 'cuda.blockIdx.x', 'cuda.threadIdx.x'])})")
-        return replace(self.done(block_count(self.program, shape)), shared=shape.shared, cluster=shape.cluster)
+        return replace(self._by_block(name, shape, block_count(self.program, shape)), cluster=shape.cluster)
 
     def patch(self) -> CudaSource:
         shape = patch_shape(self.program)
         name = f"patch_{shape.rows}x{shape.pixels}x{shape.columns}"
-        self.variants[name] = shape
-        self.line(1, f"{name}({', '.join([*self.names, 'cuda.blockIdx.x', 'cuda.threadIdx.x'])})")
-        return replace(self.done(math.prod(shape.blocks)), shared=shape.shared)
+        return self._by_block(name, shape, math.prod(shape.blocks))
 
     def attention(self) -> CudaSource:
         shape = attention_shape(self.program)
         name = f"attention_{shape.rows}x{shape.keys}"
-        self.variants[name] = shape
-        self.line(1, f"{name}({', '.join([*self.names, 'cuda.blockIdx.x', 'cuda.threadIdx.x'])})")
-        return replace(self.done(math.prod(shape.blocks)), shared=shape.shared, least=1)
+        return replace(self._by_block(name, shape, math.prod(shape.blocks)), least=1)
 
     def block(self) -> CudaSource:
         shape = block_shape(self.program)
         name = f"block_{shape.images}x{shape.rows}x{shape.columns}x{shape.chunk}"
+        return replace(self._by_block(name, shape, shape.tiles), least=shape.beside)
+
+    def _by_block(self, name: str, shape: ProductShape | PatchShape | BlockShape | AttentionShape, blocks: int
+                  ) -> CudaSource:  # fmt: skip
+        """A form that is told the numbers of block and thread, and has shared memory of the launch's."""
         self.variants[name] = shape
         self.line(1, f"{name}({', '.join([*self.names, 'cuda.blockIdx.x', 'cuda.threadIdx.x'])})")
-        return replace(self.done(shape.tiles), shared=shape.shared, least=shape.beside)
+        return replace(self.done(blocks), shared=shape.shared)
 
     def scan_columns(self) -> CudaSource:
         shape = scan_shape(self.program)

@@ -222,13 +222,14 @@ struct CudaLaunchState {
   ImagePtr image;
   int64_t num_outputs;
   bool has_scratch;
+  int64_t start;  // bytes of the first result before what the kernel writes
 };
 
 ffi::TypeId CudaLaunchState::id = {};
 ffi::TypeInfo cuda_launch_state_info = ffi::MakeTypeInfo<CudaLaunchState>();
 
 static ffi::ErrorOr<std::unique_ptr<CudaLaunchState>> Instantiate(std::string_view digest, int64_t num_outputs,
-                                                                  int64_t scratch_bytes) {
+                                                                  int64_t scratch_bytes, int64_t start) {
   std::string name(digest);
   ImagePtr image = Resolve(name);
   if (image == nullptr) {
@@ -243,6 +244,7 @@ static ffi::ErrorOr<std::unique_ptr<CudaLaunchState>> Instantiate(std::string_vi
   state->image = std::move(image);
   state->num_outputs = num_outputs;
   state->has_scratch = scratch_bytes > 0;
+  state->start = start;
   return ffi::ErrorOr<std::unique_ptr<CudaLaunchState>>(std::move(state));
 }
 
@@ -274,6 +276,7 @@ static ffi::Error Execute(CudaLaunchState* state, CUstream stream, int32_t devic
   size_t n = 0;
   for (size_t i = 0; i < args.size(); ++i) buffers[n++] = args.get<ffi::AnyBuffer>(i).value().untyped_data();
   for (size_t i = 0; i < results; ++i) buffers[n++] = rets.get<ffi::AnyBuffer>(i).value()->untyped_data();
+  if (results > 0) buffers[args.size()] = static_cast<char*>(buffers[args.size()]) + state->start;
   char* scratch = nullptr;
   if (state->has_scratch) scratch = static_cast<char*>(rets.get<ffi::AnyBuffer>(results).value()->untyped_data());
   try {
@@ -321,7 +324,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jcuts_cuda_launch_instantiate, jcuts::Instantiate,
                               ffi::Ffi::BindInstantiate()
                                   .Attr<std::string_view>("digest")
                                   .Attr<int64_t>("num_outputs")
-                                  .Attr<int64_t>("scratch_bytes"));
+                                  .Attr<int64_t>("scratch_bytes")
+                                  .Attr<int64_t>("start"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jcuts_cuda_launch_initialize, jcuts::Initialize,

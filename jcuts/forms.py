@@ -43,7 +43,7 @@ log = logging.getLogger("jcuts")
 GPUS = ("gpu", "cuda")
 FLOOR_ULP = 4.0
 MOST = 4.0  # a single element may be that many times as far off as the whole output (`tune.check` has the same)
-OF_CONSTANTS = ("scales", "rounds")  # rewrites that take work away and add none
+FOLDED = ("scales", "rounds", "slots")  # rewrites that take work away and add none
 WITH_ALL = ("pools", "siblings")  # rewrites that only race beside all others that apply
 LEAN: dict[str, Any] = {"xla_gpu_autotune_level": 0}  # the float64 program runs once: nothing is worth tuning in it
 
@@ -123,10 +123,10 @@ def planned(closed: jaxapi.Closed, platform: str, plan: Callable[[Form | None], 
 
     Args: plan: gives the pipeline's outcome for a form (tuning its subsets).
 
-    `rewrite`'s folding and rounding of constants take work away and add none, so they are in every form (and checked
-    against float64 with it).  Products in place of convolutions, and which subsets are worth cutting out of XLA's
-    fusions, are raced; kernels take over what follows a product only beside `dots`: the library's convolutions compute
-    that themselves.
+    `rewrite`'s folding and rounding of constants and its updates in place take work away and add none, so they are in
+    every form (and checked against float64 with it).  Products in place of convolutions, and which subsets are worth
+    cutting out of XLA's fusions, are raced; kernels take over what follows a product only beside `dots`: the library's
+    convolutions compute that themselves.
     Products with kernels of their own are in `all` and `anchored`, each where it beat the library with all that follows
     it; `absorbing` is the form without them.
     The rules of `WITH_ALL` race only beside all others that apply, in three programs (each costs seconds of
@@ -149,7 +149,7 @@ def worth_planning(closed: jaxapi.Closed, platform: str) -> list[Form | None]:
     rules = rewrite.applicable(simplify(inline(closed))) if platform in GPUS else ()
     if "rounds" in rules and gpus.machine().capability != GROUPED:
         rules = tuple(name for name in rules if name != "rounds")
-    folded = tuple(name for name in rules if name in OF_CONSTANTS)
+    folded = tuple(name for name in rules if name in FOLDED)
     found: list[Form | None] = [Form(folded) if folded else None]
     if platform in GPUS:
         every = [folded, *((*folded, name) for name in rules if name not in (*folded, *WITH_ALL))]

@@ -13,6 +13,7 @@ from jcuts.base import fingerprint, knobs
 from jcuts.base.errors import Refusal
 from jcuts.base.settings import Settings
 from jcuts.dfg.program import Program
+from jcuts.ops.gather import IN_PLACE
 from jcuts.region import choose, find, gpu, plans
 from jcuts.region.attend import attended
 from jcuts.region.bound import host_arch, machine_of
@@ -37,7 +38,7 @@ CONSTANT = "depends on no argument: XLA computes it once"
 MOST_RANKINGS, MOST_GROUPED = 1024, 16
 NOT_ASKED = "the form has no kernels"
 OF_LIBRARY = "a product: the form leaves it to XLA's libraries"
-CHOICES = (TOO_LITTLE, TO_FUSE, CONSTANT, NOT_ASKED, OF_LIBRARY)
+CHOICES = (TOO_LITTLE, TO_FUSE, CONSTANT, NOT_ASKED, OF_LIBRARY, IN_PLACE)
 """Reasons that are choices, where other refusals are inabilities."""
 
 
@@ -78,6 +79,7 @@ class Level:
     """One jaxpr (the function, or a loop body) on its way through the stages.
 
     ``library`` are subsets that XLA keeps without a measurement, such as the vendor libraries' products on a GPU.
+    ``updated`` are updates in place that kernels took over (`updates`).
     """
 
     closed: jaxapi.Closed
@@ -89,6 +91,7 @@ class Level:
     bodies: dict[int, list[Level]] = field(default_factory=dict)
     made: dict[Members, Subset] = field(default_factory=dict)
     library: list[Subset] = field(default_factory=list)
+    updated: list[int] = field(default_factory=list)
 
     def everywhere(self) -> list[Level]:
         """This level and all levels inside it."""

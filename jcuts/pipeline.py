@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jcuts import chunking, divide, search
+from jcuts import chunking, divide, search, updates
 from jcuts.base import fingerprint, knobs
 from jcuts.base.dump import open_dump
 from jcuts.base.errors import JcutsError, UnsupportedError
@@ -202,7 +202,9 @@ def _plan(
     timed("rebuild", start)
     dump.stage("rewritten", lambda: as_source(rebuilt, name))
     dump.stage("kernels", lambda: _kernel_texts(top), suffix="py")
-    texts = (rewrites if rewrites.counts else None, pieces, division.note or None, partition)
+    count = sum(len(level.updated) for level in top.everywhere())
+    in_place = f"kernels write {count} results into the arrays that they become part of" if count else None
+    texts = (rewrites if rewrites.counts else None, pieces, division.note or None, partition, in_place)
     notes = tuple(str(note) for note in texts if note is not None)
     report = _report(top, rebuilt, settings, platform, name, clock, notes, division)
     unable = [r for r in report.refusals if r.reason not in CHOICES]
@@ -233,15 +235,21 @@ def _rebuild(level: Level, settings: Settings) -> jaxapi.Closed:
         if subset.chosen is None:
             continue
         first = min(subset.members)
+        update = updates.update_of(level, subset)
         try:
-            kernel = kernel_for(subset.chosen)
+            kernel = kernel_for(subset.chosen if update is None else update.placed.program)
         except JcutsError as error:
             log.warning("subset left to XLA: %s", error)
             subset.chosen, subset.origin = None, "library"
             continue
         like = level.closed.jaxpr.eqns[max(subset.members)]
-        replacement[first] = kernel_eqns(kernel, subset.inputs, subset.outputs, like)
-        units[first] = sorted(subset.members)
+        inputs, outputs, members, begin = subset.inputs, subset.outputs, subset.members, None
+        if update is not None:
+            inputs, outputs = [*inputs, update.array], level.closed.jaxpr.eqns[update.number].outvars
+            members, begin = members | {update.number}, update.placed.start
+            level.updated.append(update.number)
+        replacement[first] = kernel_eqns(kernel, inputs, outputs, like, begin)
+        units[first] = sorted(members)
     count = len(level.closed.jaxpr.eqns)
     for number, bodies in level.bodies.items():
         eqn = level.closed.jaxpr.eqns[number]
@@ -273,7 +281,7 @@ def _report(
             old = grouped.get(key)
             grouped[key] = one if old is None else _counted(old, one)
         for number, refusal in level.left_out.items():
-            if divide.is_ours(level.closed.jaxpr.eqns[number]):
+            if divide.is_ours(level.closed.jaxpr.eqns[number]) or number in level.updated:
                 continue
             refusals[refusal.op, refusal.reason, level.graph.nodes[number].where] += 1
     kept = [subset.program for level in top.everywhere() for subset in level.library]

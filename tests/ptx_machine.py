@@ -599,17 +599,27 @@ _ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
 }  # fmt: skip
 
 
-def run_kernel(ptx: str, kernel: CompiledKernel, operands: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Runs all launches of a kernel whose PTX this is. Raises Fault for whatever it does wrong."""
+def run_kernel(
+    ptx: str, kernel: CompiledKernel, operands: Sequence[np.ndarray], start: int | None = None
+) -> list[np.ndarray]:
+    """Runs all launches of a kernel whose PTX this is. Raises Fault for whatever it does wrong.
+
+    Args: start: the result is the last operand, of which it writes a part from so many bytes on (`region.placed`).
+    """
     image = Image.unpack(kernel.object_code)
     results = [np.zeros(shape, numpy_dtype(dtype)) for shape, dtype in kernel.outputs]
     scratch = np.zeros(max(1, kernel.scratch_bytes), np.uint8)
     buffers = [*map(np.asarray, operands), *results, scratch]
     memory = Memory(buffers, [False] * len(operands) + [True] * (len(results) + 1))
+    places = list(memory.places)
+    if start is not None:
+        here = slice(places[len(operands)] - BASE, places[len(operands)] - BASE + results[0].nbytes)
+        memory.data[here] = np.ascontiguousarray(operands[-1]).reshape(-1).view(np.uint8)
+        places[len(operands)] += start
     module = parse(ptx)
     written = np.zeros(memory.data.size, bool)
     for (name, _), launch in zip(sorted(module.kernels.items()), image.launches, strict=True):
-        arguments = [memory.places[b] + offset for b, offset in launch.arguments]
+        arguments = [places[b] + offset for b, offset in launch.arguments]
         Machine(module, name, memory, arguments, launch.grid[0], launch.block[0], launch.shared,
                 launch.cluster[0]).run()  # fmt: skip
         written |= memory.writer >= 0
@@ -617,7 +627,7 @@ def run_kernel(ptx: str, kernel: CompiledKernel, operands: Sequence[np.ndarray])
     found = []
     for place, result in zip(memory.places[len(operands) :], results, strict=False):
         here = slice(place - BASE, place - BASE + result.nbytes)
-        if not written[here].all():
+        if start is None and not written[here].all():
             raise Fault("a part of a result was not written")
         found.append(memory.data[here].copy().view(result.dtype).reshape(result.shape))
     return found

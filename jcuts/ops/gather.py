@@ -10,6 +10,7 @@ from jcuts.dfg.node import Guard
 from jcuts.ops.registry import Context, Equation, IndexTuple, Op, op_rule
 
 INDEX = "int64"
+IN_PLACE = "XLA updates in place; a kernel would copy the whole operand"
 
 
 def clamped_index(ctx: Context, value: int, source_dtype: str, limit: int) -> Index:
@@ -46,7 +47,7 @@ def dynamic_update_slice(eqn: Equation) -> Op | Refusal:
     XLA updates in place where the operand dies; a kernel would copy it.  It is worth a kernel only when the copy is
     needed anyway, which is not known here.
     """
-    return Refusal(eqn.prim, "XLA updates in place; a kernel would copy the whole operand")
+    return Refusal(eqn.prim, IN_PLACE)
 
 
 @op_rule("gather")

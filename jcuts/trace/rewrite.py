@@ -5,12 +5,14 @@
     pools    pool(x . w), pool(x) . w  ->  each other, where that is less work                    (`trace/pools.py`)
     siblings x . w1, x . w2, ...  ->  parts of x . [w1 w2 ...]                                 (`trace/siblings.py`)
     rounds   x . w                ->  x . v^T, where v is w^T rounded to TF32                  (`trace/rounding.py`)
+    slots    concatenations that grow ->  updates of one array, in place                          (`trace/slots.py`)
 
 `scales` turns an inference batch norm, also one behind a bias, into one addition, which XLA and jcuts fuse into what
 makes or uses it.  Weights and factors must be constants: an argument would be multiplied again in every call.  `dots`
 hands a pointwise convolution to the matrix product's libraries and to XLA's own fused products; `pools` and `siblings`
 come after it, and take convolutions as well.  `rounds` does once what libraries do in every call, for kernels that ask
-for it.  All change roundings (of a weight; of the order of a sum), so whoever uses them checks results against float64.
+for it.  All but `slots` change roundings (of a weight; of the order of a sum), so whoever uses them checks results
+against float64.
 A scan's body is rewritten with the constants that the scan hands to it; its weights are not rounded.
 """
 
@@ -29,6 +31,7 @@ from jcuts.trace.products import CONVOLUTION, Program, channel_of, constant_of, 
 from jcuts.trace.rounding import rounds
 from jcuts.trace.siblings import siblings
 from jcuts.trace.simplify import simplify
+from jcuts.trace.slots import slots
 
 CONTROL_FLOW = ("scan", "while", "cond")
 MULTIPLY, ADD = "mul", "add"
@@ -339,7 +342,9 @@ def _scaled(product: Any, scale: np.ndarray, constants: dict[Any, Any]) -> Any:
     return None if lost.any() or not np.isfinite(scale).all() else jax.numpy.asarray(found)
 
 
-RULES: dict[str, Rule] = {"scales": _scales, "dots": _dots, "pools": pools, "siblings": siblings, "rounds": rounds}
+RULES: dict[str, Rule] = {
+    "scales": _scales, "dots": _dots, "pools": pools, "siblings": siblings, "rounds": rounds, "slots": slots,
+}  # fmt: skip
+"""Every rewrite by its name, in the order in which they are applied."""
 OUTSIDE = ("rounds",)
 """Rules that leave bodies of control flow alone: kernels there do not know what their operands are."""
-"""Every rewrite by its name, in the order in which they are applied."""

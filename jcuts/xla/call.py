@@ -38,7 +38,7 @@ def scratch_result_bytes(kernel: CompiledKernel, slots: int) -> int:
     return slots * stride + ALIGNMENT
 
 
-def call_kernel(kernel: CompiledKernel, *operands: Any) -> tuple[jax.Array, ...]:
+def call_kernel(kernel: CompiledKernel, *operands: Any, start: int | None = None) -> tuple[jax.Array, ...]:
     """Calls a kernel as one XLA custom call; works under ``jit`` and eagerly.
 
     Operands and results are row-major (XLA inserts transposes where they are not).  The kernel is registered here if it
@@ -48,6 +48,7 @@ def call_kernel(kernel: CompiledKernel, *operands: Any) -> tuple[jax.Array, ...]
     Args:
         kernel: the compiled kernel.
         operands: arrays of ``kernel.inputs``' shapes and dtypes.
+        start: of a CUDA kernel that updates its last operand in place (`region.placed`): bytes before what it writes.
     Returns: arrays of ``kernel.outputs``' shapes and dtypes.
     Raises:
         IRError: an operand does not fit the kernel.
@@ -57,7 +58,7 @@ def call_kernel(kernel: CompiledKernel, *operands: Any) -> tuple[jax.Array, ...]
     if is_image(kernel.object_code):
         from jcuts.xla import cuda
 
-        return cuda.call_kernel(kernel, *operands)
+        return cuda.call_kernel(kernel, *operands, start=start)
     register.ensure_registered()
     register.add_kernel(kernel)
     slots = max(1, min(kernel.tiles, pool_threads()))

@@ -255,10 +255,12 @@ def set_hook(hook: Any) -> None:
     load().jcuts_cuda_set_hook(hook or HOOK(0))
 
 
-def call_kernel(kernel: CompiledKernel, *operands: Any) -> tuple[jax.Array, ...]:
+def call_kernel(kernel: CompiledKernel, *operands: Any, start: int | None = None) -> tuple[jax.Array, ...]:
     """Calls a CUDA kernel as one XLA custom call (what `call.call_kernel` does for kernels with an image).
 
     Scratch memory is an extra ``u8`` result: a handler that XLA captures into a graph must not allocate.
+
+    Args: start: the last operand becomes the result, and the kernel writes from so many bytes on (`region.placed`).
     """
     ensure_registered()
     add_kernel(kernel)
@@ -269,9 +271,10 @@ def call_kernel(kernel: CompiledKernel, *operands: Any) -> tuple[jax.Array, ...]
         TARGET, results, has_side_effect=False,
         input_layouts=[tuple(range(len(shape))) for shape, _ in kernel.inputs],
         output_layouts=[tuple(range(len(result.shape))) for result in results],
+        input_output_aliases=None if start is None else {len(operands) - 1: 0},
     )  # fmt: skip
     outputs = call(
         *operands, digest=kernel.digest, num_outputs=np.int64(len(kernel.outputs)),
-        scratch_bytes=np.int64(kernel.scratch_bytes),
+        scratch_bytes=np.int64(kernel.scratch_bytes), start=np.int64(start or 0),
     )  # fmt: skip
     return tuple(outputs[: len(kernel.outputs)])

@@ -19,9 +19,11 @@ def subset_closed(
     return jaxapi.make_closed((), list(inputs), list(outputs), eqns, (), like=closed)
 
 
-def kernel_eqns(kernel: CompiledKernel, inputs: Sequence[Any], outputs: Sequence[Any], like: Any) -> list[Any]:
-    """Equations that call a kernel on variables of the surrounding jaxpr."""
-    return traced_eqns(lambda *xs: call_kernel(kernel, *xs), inputs, outputs, like)
+def kernel_eqns(
+    kernel: CompiledKernel, inputs: Sequence[Any], outputs: Sequence[Any], like: Any, start: int | None = None
+) -> list[Any]:
+    """Equations that call a kernel on variables of the surrounding jaxpr. Args: start: see `call_kernel`."""
+    return traced_eqns(lambda *xs: call_kernel(kernel, *xs, start=start), inputs, outputs, like)
 
 
 def traced_eqns(

@@ -1,0 +1,101 @@
+"""Kernels that write into a larger array: they run on the PTX machine, and everything else stays as it was."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from jax import lax
+
+from jcuts.codegen.cuda import compile as compiler
+from jcuts.dfg.verify import verify
+from jcuts.region import gpu
+from jcuts.region.placed import ALIGNMENT, ONTO, placed
+from jcuts.region.products import as_product
+from tests import programs, ptx_machine
+from tests.codegen.test_product import SM90, TILINGS, compare, compiled, normal, tf32
+
+NHWC = ("NHWC", "HWIO", "NHWC")
+
+
+def dense(x, w, b):
+    return jax.nn.relu(x @ w + b)
+
+
+def layer(x, w, b):
+    return jax.nn.relu(lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=NHWC) + b)
+
+
+def run(program, operands, whole, starts):
+    """The kernel's result in a larger array of random numbers, and those numbers."""
+    found = placed(program, whole, starts)
+    assert found is not None
+    verify(found.program)
+    assert found.program.inputs[-1].name == ONTO and found.program.outputs[0].shape == tuple(whole)
+    kernel = compiler.compile_program(found.program, SM90)
+    array = normal(*whole, seed=9)
+    (result,) = ptx_machine.run_kernel(
+        compiler.ptx_of(found.program, SM90), kernel, [*operands, array], start=found.start
+    )
+    return result, array
+
+
+def check(result, array, starts, want):
+    here = tuple(slice(s, s + n) for s, n in zip(starts, want.shape, strict=True))
+    compare([np.ascontiguousarray(result[here])], [want])
+    result, array = result.copy(), array.copy()
+    result[here] = array[here] = 0
+    np.testing.assert_array_equal(result, array)
+
+
+@compiled
+@pytest.mark.parametrize("tiling", TILINGS[:6], ids=str)
+@pytest.mark.parametrize(("whole", "starts"), [((33, 60), (0, 4)), ((33, 36), (0, 0)), ((50, 24), (8, 0))])
+def test_products_write_their_part_alone(tiling, whole, starts):
+    x, w, b = normal(33, 101), normal(101, 24), normal(24)
+    traced = programs.trace(dense, x, w, b)
+    product = as_product(traced.program())
+    assert product is not None
+    result, array = run(tiling.of(product), traced.operands(), whole, starts)
+    check(result, array, starts, np.maximum(tf32(x) @ tf32(w) + b, 0))
+
+
+@compiled
+@pytest.mark.parametrize("features", [8, 12, 32])
+def test_every_form_of_a_convolution_writes_its_part_alone(features):
+    x, w, b = normal(2, 5, 7, 16), normal(3, 3, 16, features), normal(features)
+    traced = programs.trace(layer, x, w, b)
+    want = np.asarray(
+        lax.conv_general_dilated(tf32(x), tf32(w), (1, 1), "SAME", dimension_numbers=NHWC, precision="highest"),
+        np.float64,
+    )  # fmt: skip
+    ran = set()
+    for program, _ in gpu.candidates(traced.program(), gpu.GpuMachine(132, capability=(9, 0)), 1 << 10)[::7]:
+        form = dict(program.params)["cuda"]
+        if placed(program, (2, 5, 7, 64), (0, 0, 0, 20)) is None or sum(f == form for f, _ in ran) > 2:
+            continue
+        result, array = run(program, traced.operands(), (2, 5, 7, 64), (0, 0, 0, 20))
+        check(result, array, (0, 0, 0, 20), np.maximum(want + b, 0))
+        ran.add((form, program.digest))
+    assert ran
+
+
+def test_what_cannot_be_placed():
+    traced = programs.trace(dense, normal(33, 101), normal(101, 24), normal(24))
+    product = as_product(traced.program())
+    assert product is not None
+    program = TILINGS[0].of(product)
+    assert placed(program, (33, 24), (0, 0)) is None  # the whole array
+    assert placed(program, (40, 30), (0, 0)) is None  # a part of two dimensions
+    assert placed(program, (33, 60), (0, 37)) is None  # beyond the end
+    assert placed(program, (33, 60), (0, 3)) is None  # not aligned
+    found = placed(program, (33, 60), (0, 8))
+    assert found is not None and found.start == 32 and found.start % ALIGNMENT == 0
+    assert placed(found.program, (33, 120), (0, 0)) is None  # placed already
+
+
+def test_flat_loops_over_a_result_stay_as_they_are():
+    """Their points know neither row nor column."""
+    traced = programs.trace(lambda x: x * 2 + 1, normal(64, 32))
+    flat = [p for p, _ in gpu.candidates(traced.program(), gpu.GpuMachine(132), 1 << 10) if len(p.phases[0].axes) == 1]
+    assert flat and all(placed(p, (64, 96), (0, 32)) is None for p in flat)

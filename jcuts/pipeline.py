@@ -243,12 +243,13 @@ def _rebuild(level: Level, settings: Settings) -> jaxapi.Closed:
             subset.chosen, subset.origin = None, "library"
             continue
         like = level.closed.jaxpr.eqns[max(subset.members)]
-        inputs, outputs, members, begin = subset.inputs, subset.outputs, subset.members, None
+        inputs, outputs, members, place = subset.inputs, subset.outputs, subset.members, None
         if update is not None:
-            inputs, outputs = [*inputs, update.array], level.closed.jaxpr.eqns[update.number].outvars
-            members, begin = members | {update.number}, update.placed.start
+            place = update.placed.operand, update.placed.start
+            inputs = [*inputs, update.array] if place[0] == len(inputs) else inputs
+            outputs, members = level.closed.jaxpr.eqns[update.number].outvars, members | {update.number}
             level.updated.append(update.number)
-        replacement[first] = kernel_eqns(kernel, inputs, outputs, like, begin)
+        replacement[first] = kernel_eqns(kernel, inputs, outputs, like, place)
         units[first] = sorted(members)
     count = len(level.closed.jaxpr.eqns)
     for number, bodies in level.bodies.items():

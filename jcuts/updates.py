@@ -2,11 +2,13 @@
 
     y = kernel(x); b2 = dynamic_update_slice(b1, y, ...)     ->     b2 = kernel(x, b1)     b1 is b2's memory
 
-What is chosen, checked and timed is the kernel; where its stores go changes nothing of what it computes.
+The kernel may read other parts of the array, as a layer of a dense block does.  What is chosen, checked and timed is
+the kernel; where its stores go changes nothing of what it computes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,9 +40,27 @@ def update_of(level: Level, subset: Subset) -> Update | None:
     eqn = level.closed.jaxpr.eqns[number]
     if jaxapi.primitive_name(eqn) != UPDATE or eqn.invars[1] is not subset.outputs[0]:
         return None
-    array, starts = eqn.invars[0], eqn.invars[2:]
-    # Of an operand that is also read XLA would make a copy.
-    if jaxapi.is_literal(array) or array in subset.inputs or not all(jaxapi.is_literal(s) for s in starts):
+    array = eqn.invars[0]
+    if jaxapi.is_literal(array) or not all(jaxapi.is_literal(s) for s in eqn.invars[2:]):
         return None
-    found = placed(subset.chosen, array.aval.shape, [int(s.val) for s in starts])
+    starts, operand = [int(s.val) for s in eqn.invars[2:]], -1
+    if array in subset.inputs:
+        operand = subset.inputs.index(array)
+        if not _reads_other_parts(level, subset, array, starts, subset.outputs[0].aval.shape):
+            return None
+    found = placed(subset.chosen, array.aval.shape, starts, operand)
     return None if found is None else Update(number, array, found)
+
+
+def _reads_other_parts(level: Level, subset: Subset, array: Any, starts: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether a subset reads nothing of an array but slices that lie beside the part that begins there."""
+    for member in subset.members:
+        eqn = level.closed.jaxpr.eqns[member]
+        if not any(a is array for a in eqn.invars):
+            continue
+        if jaxapi.primitive_name(eqn) != "slice":
+            return False
+        low, high = eqn.params["start_indices"], eqn.params["limit_indices"]
+        if all(a < start + n and start < b for a, b, start, n in zip(low, high, starts, sizes, strict=True)):
+            return False
+    return True

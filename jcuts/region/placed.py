@@ -1,8 +1,8 @@
 """A kernel whose result is part of a larger array, which it updates in place: another operand, stores that skip.
 
-The larger array is the last operand and the result in one; the kernel reads nothing of it and writes its own part.
-Where that part begins is no matter of the program: the call adds bytes to the result's address, so that all layers of a
-dense block have one kernel.
+The larger array is an operand and the result in one: the last operand, of which the kernel reads nothing, or one of
+which it reads other parts than it writes.  Where that part begins is no matter of the program: the call adds bytes to
+the result's address, so that all layers of a dense block have one kernel.
 """
 
 from __future__ import annotations
@@ -21,16 +21,20 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Placed:
-    """A program that updates an array. Attributes: start: bytes before its part."""
+    """A program that updates an array. Attributes: start: bytes before its part. operand: number of the array."""
 
     program: Program
     start: int
+    operand: int
 
 
-def placed(program: Program, whole: Sequence[int], starts: Sequence[int]) -> Placed | None:
+def placed(program: Program, whole: Sequence[int], starts: Sequence[int], operand: int = -1) -> Placed | None:
     """The scheduled program with its one result as a part of an array; None where its stores cannot skip the rest.
 
-    Args: whole: the array's shape. starts: the part's first element; it must be whole along all dimensions but one.
+    Args:
+        whole: the array's shape.
+        starts: the part's first element; it must be whole along all dimensions but one.
+        operand: which operand the array is already; -1: it becomes the last one.
     """
     if len(program.outputs) != 1 or any(b.name == ONTO for b in program.buffers):
         return None
@@ -45,12 +49,13 @@ def placed(program: Program, whole: Sequence[int], starts: Sequence[int]) -> Pla
     phases = [_moved(program, phase, result.name, here, there) for phase in program.phases]
     if start % ALIGNMENT or any(phase is None for phase in phases):
         return None
-    onto = Buffer(ONTO, result.dtype, tuple(whole), "in")
     buffers = [b if b is not result else replace(b, shape=tuple(whole)) for b in program.buffers]
-    last = max((k for k, b in enumerate(buffers) if b.role == "in"), default=-1)
-    buffers.insert(last + 1, onto)
+    if operand < 0:
+        last = max((k for k, b in enumerate(buffers) if b.role == "in"), default=-1)
+        buffers.insert(last + 1, Buffer(ONTO, result.dtype, tuple(whole), "in"))
+        operand = len(program.inputs)
     made = replace(program, buffers=tuple(buffers), phases=tuple(p for p in phases if p is not None))
-    return Placed(made, start)
+    return Placed(made, start, operand)
 
 
 def _moved(program: Program, phase: Phase, result: str, here: int, there: int) -> Phase | None:

@@ -38,7 +38,7 @@ def scratch_result_bytes(kernel: CompiledKernel, slots: int) -> int:
     return slots * stride + ALIGNMENT
 
 
-def call_kernel(kernel: CompiledKernel, *operands: Any, start: int | None = None) -> tuple[jax.Array, ...]:
+def call_kernel(kernel: CompiledKernel, *operands: Any, place: tuple[int, int] | None = None) -> tuple[jax.Array, ...]:
     """Calls a kernel as one XLA custom call; works under ``jit`` and eagerly.
 
     Operands and results are row-major (XLA inserts transposes where they are not).  The kernel is registered here if it
@@ -48,7 +48,7 @@ def call_kernel(kernel: CompiledKernel, *operands: Any, start: int | None = None
     Args:
         kernel: the compiled kernel.
         operands: arrays of ``kernel.inputs``' shapes and dtypes.
-        start: of a CUDA kernel that updates its last operand in place (`region.placed`): bytes before what it writes.
+        place: of a CUDA kernel that updates an operand in place: its number, and bytes before what is written.
     Returns: arrays of ``kernel.outputs``' shapes and dtypes.
     Raises:
         IRError: an operand does not fit the kernel.
@@ -58,7 +58,7 @@ def call_kernel(kernel: CompiledKernel, *operands: Any, start: int | None = None
     if is_image(kernel.object_code):
         from jcuts.xla import cuda
 
-        return cuda.call_kernel(kernel, *operands, start=start)
+        return cuda.call_kernel(kernel, *operands, place=place)
     register.ensure_registered()
     register.add_kernel(kernel)
     slots = max(1, min(kernel.tiles, pool_threads()))

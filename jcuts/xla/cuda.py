@@ -35,6 +35,9 @@ HOOK = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_void_p)
 """Is told the number of a mark and the CUDA stream that it is executed on."""
 _TEXT = 2048
 
+Place = tuple[int, int]
+"""Of a kernel that updates an operand in place (`region.placed`): the operand's number, bytes before what it writes."""
+
 _lock = threading.RLock()
 _known: dict[str, CompiledKernel] = {}
 _target_registered = False
@@ -255,12 +258,12 @@ def set_hook(hook: Any) -> None:
     load().jcuts_cuda_set_hook(hook or HOOK(0))
 
 
-def call_kernel(kernel: CompiledKernel, *operands: Any, start: int | None = None) -> tuple[jax.Array, ...]:
+def call_kernel(kernel: CompiledKernel, *operands: Any, place: Place | None = None) -> tuple[jax.Array, ...]:
     """Calls a CUDA kernel as one XLA custom call (what `call.call_kernel` does for kernels with an image).
 
     Scratch memory is an extra ``u8`` result: a handler that XLA captures into a graph must not allocate.
 
-    Args: start: the last operand becomes the result, and the kernel writes from so many bytes on (`region.placed`).
+    Args: place: the operand that becomes the result, and how many bytes of it lie before what the kernel writes.
     """
     ensure_registered()
     add_kernel(kernel)
@@ -271,10 +274,10 @@ def call_kernel(kernel: CompiledKernel, *operands: Any, start: int | None = None
         TARGET, results, has_side_effect=False,
         input_layouts=[tuple(range(len(shape))) for shape, _ in kernel.inputs],
         output_layouts=[tuple(range(len(result.shape))) for result in results],
-        input_output_aliases=None if start is None else {len(operands) - 1: 0},
+        input_output_aliases=None if place is None else {place[0]: 0},
     )  # fmt: skip
     outputs = call(
         *operands, digest=kernel.digest, num_outputs=np.int64(len(kernel.outputs)),
-        scratch_bytes=np.int64(kernel.scratch_bytes), start=np.int64(start or 0),
+        scratch_bytes=np.int64(kernel.scratch_bytes), start=np.int64(0 if place is None else place[1]),
     )  # fmt: skip
     return tuple(outputs[: len(kernel.outputs)])

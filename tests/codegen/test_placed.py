@@ -66,7 +66,7 @@ def test_every_form_of_a_convolution_writes_its_part_alone(features):
     x, w, b = normal(2, 5, 7, 16), normal(3, 3, 16, features), normal(features)
     traced = programs.trace(layer, x, w, b)
     want = np.asarray(
-        lax.conv_general_dilated(tf32(x), tf32(w), (1, 1), "SAME", dimension_numbers=NHWC, precision="highest"),
+        lax.conv_general_dilated(*map(jax.numpy.asarray, (tf32(x), tf32(w))), (1, 1), "SAME", dimension_numbers=NHWC, precision="highest"),
         np.float64,
     )  # fmt: skip
     ran = set()

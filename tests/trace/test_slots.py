@@ -1,4 +1,4 @@
-"""Concatenations that grow, as updates of one array: which are replaced, which are not, and that values are the same."""
+"""Concatenations that grow, as updates of one array: which are replaced, and that values are the same."""
 
 from __future__ import annotations
 

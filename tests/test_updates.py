@@ -1,0 +1,121 @@
+"""Kernels that take over the update of an array in place: which do, and what the program is then."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jcuts import levels, pipeline, search
+from jcuts.base.settings import Form, Settings
+from jcuts.region import gpu
+from jcuts.trace import jaxapi
+from jcuts.xla import gpus
+from jcuts.xla.rebuild import traced_eqns
+
+RNG = np.random.default_rng(8)
+NUMBERS = ("NHWC", "HWIO", "NHWC")
+
+
+def values(*shape):
+    return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
+
+
+W = [values(3, 3, 16 + 8 * k, 8) for k in range(3)]
+
+
+def block(x):
+    """Three layers, each of which reads all before it."""
+    for w in W:
+        y = jax.nn.relu(lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=NUMBERS))
+        x = jnp.concatenate([x, y], -1)
+    return x * 2
+
+
+@pytest.fixture
+def rebuilt(monkeypatch):
+    """What `pipeline` makes of a function for a GPU on which every subset takes its first kernel."""
+    calls = []
+
+    def eqns(kernel, inputs, outputs, like, place=None):
+        calls.append((kernel, place, [v.aval.shape for v in inputs], [v.aval.shape for v in outputs]))
+        avals = [v.aval for v in outputs]
+        return traced_eqns(
+            lambda *xs: [jnp.zeros(a.shape, a.dtype) + jnp.sum(xs[-1]).astype(a.dtype) for a in avals],
+            inputs, outputs, like,
+        )  # fmt: skip
+
+    def select(top, settings, **_):
+        for level in top.everywhere():
+            levels.add_candidates(level.subsets, "cuda")
+            for subset in level.subsets:
+                subset.chosen = subset.ranked[0][0] if subset.ranked else None
+        return search.Summary("none")
+
+    monkeypatch.setattr(gpus, "machine", lambda: gpu.GpuMachine(132, capability=(9, 0)))
+    monkeypatch.setattr(gpus, "this", lambda: gpus.Gpu("H200", (9, 0), 132))
+    monkeypatch.setattr(pipeline.gpus, "unusable", lambda: "")
+    monkeypatch.setattr(pipeline, "kernel_for", lambda program: program)
+    monkeypatch.setattr(pipeline, "kernel_eqns", eqns)
+    monkeypatch.setattr(pipeline, "_kernel_texts", lambda top: "")
+    monkeypatch.setattr(search, "select", select)
+
+    def make(function, *args, form=("slots",)):
+        closed = jaxapi.closed_jaxpr_of(function, *args)
+        pipeline.forget()
+        levels._rankings.clear()
+        outcome = pipeline.optimize_jaxpr(closed, Settings(form=Form(form), tune="off"), platform="cuda",
+                                          may_measure=False)  # fmt: skip
+        pipeline.forget()
+        levels._rankings.clear()
+        jaxapi.check(outcome.closed)
+        return outcome, calls
+
+    return make
+
+
+def names(closed):
+    return [jaxapi.primitive_name(e) for e in closed.jaxpr.eqns]
+
+
+def test_layers_of_a_dense_block_write_into_its_array(rebuilt):
+    outcome, calls = rebuilt(block, values(2, 6, 6, 16))
+    assert "dynamic_update_slice" not in names(outcome.closed) and "concatenate" not in names(outcome.closed)
+    places = [place for _, place, _, _ in calls if place is not None]
+    assert places == [(2, 64), (0, 96), (0, 128)]  # all but the first read the array as well
+    for kernel, place, inputs, outputs in calls:
+        if place is not None:
+            assert inputs[place[0]] == (2, 6, 6, 40) and outputs == [(2, 6, 6, 40)]
+            assert kernel.outputs[0].shape == (2, 6, 6, 40) and len(inputs) == len(kernel.inputs)
+    assert "kernels write 3 results into the arrays that they become part of" in outcome.report.notes
+    assert not any(r.op == "dynamic_update_slice" for r in outcome.report.refusals)
+
+
+def test_an_update_that_is_not_known_or_used_elsewhere_stays(rebuilt):
+    def moving(array, x, k):
+        y = x @ W[0][0, 0]
+        return lax.dynamic_update_slice(array, y, (0, k))
+
+    def twice(array, x):
+        y = x @ W[0][0, 0]
+        return lax.dynamic_update_slice(array, y, (0, 4)), y
+
+    def of_itself(array):
+        y = array[:, :16] @ W[0][0, 0]
+        return lax.dynamic_update_slice(array, y, (0, 12))
+
+    x, array = values(64, 16), values(64, 32)
+    for function, args in ((moving, (array, x, np.int32(4))), (twice, (array, x)), (of_itself, (array,))):
+        outcome, calls = rebuilt(function, *args, form=())
+        assert "dynamic_update_slice" in names(outcome.closed)
+        assert all(place is None for _, place, _, _ in calls)
+
+
+def test_an_update_that_the_program_has_is_taken_over_as_well(rebuilt):
+    outcome, calls = rebuilt(
+        lambda a, x: lax.dynamic_update_slice(a, x @ W[0][0, 0], (0, 8)), values(64, 32), values(64, 16), form=()
+    )
+    assert "dynamic_update_slice" not in names(outcome.closed)
+    assert [place for _, place, _, _ in calls] == [(2, 32)]

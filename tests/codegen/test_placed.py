@@ -65,9 +65,10 @@ def test_products_write_their_part_alone(tiling, whole, starts):
 def test_every_form_of_a_convolution_writes_its_part_alone(features):
     x, w, b = normal(2, 5, 7, 16), normal(3, 3, 16, features), normal(features)
     traced = programs.trace(layer, x, w, b)
+    pixels, weights = (jax.numpy.asarray(tf32(array)) for array in (x, w))
     exact = lax.conv_general_dilated(
-        *map(jax.numpy.asarray, (tf32(x), tf32(w))), (1, 1), "SAME", dimension_numbers=NHWC, precision="highest"
-    )
+        pixels, weights, (1, 1), "SAME", dimension_numbers=NHWC, precision="highest"
+    )  # fmt: skip
     want = np.asarray(exact, np.float64)
     ran = set()
     for program, _ in gpu.candidates(traced.program(), gpu.GpuMachine(132, capability=(9, 0)), 1 << 10)[::7]:

@@ -30,7 +30,7 @@ from jcuts.tune.launch import Launcher, Schedule
 from jcuts.tune.noise import HOPELESS, Samples
 from jcuts.tune.problem import Candidate, Output, Problem, decode_bytes
 from jcuts.tune.shortage import is_memory
-from jcuts.tune.values import dtype_of, load, timing_inputs
+from jcuts.tune.values import dtype_of, load, timing_inputs, whole
 
 MOST_ACCEPTED = 4
 """Problems whose accepted results a process remembers."""
@@ -132,7 +132,7 @@ def check(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     expected = _all_expected(request["problem"], request["folder"], tuple(request["kinds"]))
     seen = [sample.positions(problem, o) for o in problem.outputs]
     got: list[list[np.ndarray]] = [[] for _ in problem.outputs]
-    whole: list[np.ndarray] = []
+    every: list[np.ndarray] = []
     for number in range(len(request["kinds"])):
         results = run(_kept_inputs(request["problem"], request["folder"], number), number)
         if len(results) != len(problem.outputs):
@@ -142,7 +142,7 @@ def check(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
         for i, result in enumerate(results):
             got[i].append(result if (where := seen[i]) is None else _taken(i, problem.outputs[i], result, where))
         if number == 0:
-            whole = results
+            every = results
     found = _accepted_alike(request["problem"], got)
     if found is None:
         found = [
@@ -153,7 +153,7 @@ def check(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
             del _accepted[next(iter(_accepted))]
     for i, where in enumerate(seen):
         if where is not None:
-            sample.compare(i, _xla_whole(request["problem"], request["folder"], i), whole[i], found[i], where)
+            sample.compare(i, _xla_whole(request["problem"], request["folder"], i), every[i], found[i], where)
     return {"accuracy": [asdict(a) for a in found]}
 
 
@@ -320,8 +320,9 @@ def _library(path: str) -> Any:
     return jax.jit(jax.export.deserialize(bytearray(_read_problem(path).library or b"")).call)
 
 
-def _inputs(problem: Problem, folder: Path, number: int) -> list[np.ndarray]:
-    return [load(folder / f"{number}.in{i}.npy", spec.shape, spec.dtype) for i, spec in enumerate(problem.inputs)]
+def _inputs(problem: Problem, folder: Path, number: int, *, short: bool = False) -> list[np.ndarray]:
+    files = [(folder / f"{number}.in{i}.npy", spec) for i, spec in enumerate(problem.inputs)]
+    return [load(file, spec.shape, spec.dtype, short=short) for file, spec in files]
 
 
 @functools.lru_cache(maxsize=1)
@@ -337,8 +338,11 @@ def _all_expected(path: str, folder: str, kinds: tuple[str, ...]) -> list[list[E
 
 @functools.lru_cache(maxsize=8)
 def _kept_inputs(path: str, folder: str, number: int) -> list[np.ndarray]:
-    """A set of inputs, read once for all candidates of a problem (which `Launcher` and `GpuLauncher` copy)."""
-    return _inputs(_read_problem(path), Path(folder), number)
+    """A set of inputs, read once for all candidates of a problem (which `Launcher` and `GpuLauncher` copy).
+
+    Large ones are the values that they repeat: runners make the whole of them.
+    """
+    return _inputs(_read_problem(path), Path(folder), number, short=True)
 
 
 @functools.lru_cache(maxsize=2)
@@ -375,7 +379,8 @@ def _kernel_runner(path: str) -> Callable[[list[np.ndarray], int], list[np.ndarr
     schedules = (Schedule(), Schedule(1, backward=True), Schedule(max(1, tiles // 3), threads=2))
 
     def run(inputs: list[np.ndarray], number: int) -> list[np.ndarray]:
-        return launcher.run(inputs, schedules[number % len(schedules)], poison=POISON[number % 2])
+        operands = [whole(x, shape) for x, (shape, _) in zip(inputs, kernel.inputs, strict=True)]
+        return launcher.run(operands, schedules[number % len(schedules)], poison=POISON[number % 2])
 
     return run
 
@@ -407,7 +412,13 @@ def _xla_runner(candidate: Candidate) -> Callable[[list[np.ndarray], int], list[
     data = json.loads(candidate.payload)
     exported = jax.export.deserialize(bytearray(decode_bytes(data["artifact"]) or b""))
     program = jax.jit(exported.call, compiler_options=data["compiler_options"] or None)
-    return lambda inputs, _: [np.asarray(x) for x in jax.tree.leaves(program(*inputs))]
+    shapes = [a.shape for a in exported.in_avals]
+
+    def run(inputs: list[np.ndarray], _: int) -> list[np.ndarray]:
+        operands = [whole(x, shape) for x, shape in zip(inputs, shapes, strict=True)]
+        return [np.asarray(x) for x in jax.tree.leaves(program(*operands))]
+
+    return run
 
 
 def _answer(label: str, samples: Samples, method: str) -> dict[str, Any]:

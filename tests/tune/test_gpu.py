@@ -364,3 +364,14 @@ def test_a_process_whose_device_is_lost_ends_before_the_next_problem(monkeypatch
     monkeypatch.setattr("jcuts.tune.gpu_measure.os._exit", end)
     with pytest.raises(Ended, match="70"):
         gpu_measure.measure("p", jnp.sin, [X], {}, {}, seconds=0.0, finalists=1, mixed=True, announce=lambda _: None)
+
+
+def test_the_values_that_a_large_operand_repeats_are_enough():
+    made, device = launcher(double)
+    few = np.arange(1, 14, dtype=np.float32)
+    (got,) = made.run([few], 0xFF)
+    np.testing.assert_array_equal(got, 2 * np.resize(few, 64))
+    spoiled, _ = launcher(lambda m, x, y, s: m.__setitem__(x + 200, 99))
+    with pytest.raises(AccuracyRejected, match="changes its operand 0"):
+        spoiled.run([few], 0)
+    assert not device.live

@@ -118,10 +118,11 @@ def _accepts(name: str, platform: str) -> bool:
 
 
 # -- which compete --------------------------------------------------------------------------------------------------
-def planned(closed: jaxapi.Closed, platform: str, plan: Callable[[Form | None], Any]) -> dict[Form | None, Any]:
+def planned(closed: jaxapi.Closed, platform: str, plan: Callable[[Form | None], Any],
+            worth: Sequence[Form | None] | None = None) -> dict[Form | None, Any]:
     """Outcomes of the forms that are worth a race, the plainest first; those that change nothing are left out.
 
-    Args: plan: gives the pipeline's outcome for a form (tuning its subsets).
+    Args: plan: gives the pipeline's outcome for a form (tuning its subsets); worth: `worth_planning`, if it is known.
 
     `rewrite`'s folding and rounding of constants and its updates in place take work away and add none, so they are in
     every form (and checked against float64 with it).  Products in place of convolutions, and which subsets are worth
@@ -135,7 +136,7 @@ def planned(closed: jaxapi.Closed, platform: str, plan: Callable[[Form | None], 
     """
     found: dict[Form | None, Any] = {}
     seen: set[str] = set()
-    for form in worth_planning(closed, platform):
+    for form in worth_planning(closed, platform) if worth is None else worth:
         outcome = plan(form)
         text = getattr(outcome.report, "source", "")  # equal programs are one candidate
         if outcome.closed is not closed and text not in seen:

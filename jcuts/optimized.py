@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jcuts import divide, forms, guard, progress
+from jcuts import divide, early, forms, guard, progress
 from jcuts.arguments import Arguments, Signature, place_text, platform_of
 from jcuts.base import knobs
 from jcuts.base.fingerprint import digest, versions
@@ -34,7 +34,7 @@ from jcuts.primitive.sharding import OtherPlacement, Placement, expected
 from jcuts.report import FunctionReport
 from jcuts.trace import jaxapi
 from jcuts.trace.capture import Capture, capture, function_name
-from jcuts.tune import autotuned, session
+from jcuts.tune import autotuned, lock, session
 
 log = logging.getLogger("jcuts")
 
@@ -362,6 +362,7 @@ class Optimized:
             out_tree = jax.tree.structure(traced.out_info)
             permission.traced = self, Capture(closed, [], out_tree, function_name(self._fn))
         racing: list[Form | None] = []
+        exact = forms.Exact(closed, leaves, self.settings.tolerance, platform)
         rows: dict[Form | None, Sequence[DivisionReport]] = {}
         if placement.shardings:
             parts = shard_local.split(closed, placement)
@@ -376,7 +377,13 @@ class Optimized:
             stored = None if force else self._stored(self._store_key(closed, signature, platform), platform, True)
             if stored is not None and stored.is_final:
                 return stored  # its kernels are in the database: lowering finds them there
-            found, outcomes = self._plan_forms(closed, leaves, platform)
+            begun = time.monotonic()
+            with lock.attempt() as may:
+                worth = forms.worth_planning(closed, platform)
+                judge = exact if any(form is not None and form.rewrites for form in worth) else None
+                todo = self._meanwhile(args, kwargs, placement, platform, judge) if may else {}
+                found, outcomes = self._plan_forms(closed, leaves, platform, worth, early.Early(todo))
+            log.info("planned and tuned in %.2f s", time.monotonic() - begun)
             racing, uses_jcuts = list(found), bool(found)
             rows = {form: _divisions(outcome) for form, outcome in found.items()}
         else:
@@ -400,7 +407,6 @@ class Optimized:
             return stored
         names, start = forms.programs(racing, forms.options(platform)), time.monotonic()
         again = stored if not force else None
-        exact = forms.Exact(closed, leaves, self.settings.tolerance, platform)
         barred = forms.barred(names, rows if racing else {}, self.settings)
         open_ = [n for n in (again.open_between(names) if again else names) if n == guard.XLA or n not in barred]
         decision = self._race(args, kwargs, placement, platform, open_, exact, barred)
@@ -411,7 +417,26 @@ class Optimized:
         self._guard_store().put_guard(key, decision.to_dict())
         return decision
 
-    def _plan_forms(self, closed: jaxapi.Closed, leaves: Sequence[Any], platform: str
+    def _meanwhile(self, args: Any, kwargs: Any, placement: Placement, platform: str,
+                   exact: forms.Exact | None) -> dict[str, Callable[[], object]]:
+        """What the GPU can do for the last guard while this thread plans: all that has to do with plain XLA alone."""
+        names = [*(f"{guard.XLA}:{option}" for option in forms.options(platform)), guard.XLA]
+        more = autotuned.sharing()  # the first leaves its algorithms to other processes, the next finds them in memory
+        calls = {name: self._program(name, placement, platform, more).call for name in names}
+        todo: dict[str, Callable[[], object]] = {}
+        for name, call in calls.items():
+            todo[f"{name} compiled"] = call.lower(*args, **kwargs).compile
+
+        def first_run(call: Any) -> object:
+            mine, named = self._arguments.copies(args, kwargs)
+            return jax.block_until_ready(call.permitted(*mine, **named))
+
+        todo |= {"float64": exact.reference} if exact is not None else {}
+        todo |= {f"{name} run": functools.partial(first_run, call) for name, call in calls.items()}
+        return todo
+
+    def _plan_forms(self, closed: jaxapi.Closed, leaves: Sequence[Any], platform: str,
+                    worth: Sequence[Form | None], meanwhile: early.Early
                     ) -> tuple[dict[Form | None, Any], list[Any]]:
         """The forms worth a race, and the outcomes of all: one that could not be measured may change nothing."""
         outcomes = []
@@ -421,12 +446,15 @@ class Optimized:
             return outcomes[-1]
 
         with session.workshop():
-            with session.gathering():  # these have all problems of the others
-                for form in forms.worth_planning(closed, platform):
+            start = time.monotonic()
+            with session.gathering(meanwhile.is_done):  # these have all problems of the others
+                for form in worth:
                     if form is None or form.regions in ("all", "absorbing"):
                         of_form(form)
+                log.info("forms planned in %.2f s", time.monotonic() - start)
+            meanwhile.is_done(True)
             outcomes.clear()
-            return forms.planned(closed, platform, of_form), outcomes
+            return forms.planned(closed, platform, of_form, worth), outcomes
 
     def _not_timed(self, closed: jaxapi.Closed, leaves: Sequence[Any]) -> str | None:
         if jaxapi.has_effects(closed):

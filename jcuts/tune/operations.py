@@ -43,10 +43,23 @@ Announce = Callable[[str], None]
 
 
 def _compile_program(candidate: Candidate) -> CompiledKernel:
-    from jcuts.codegen import compile as compiler
+    from jcuts.codegen.compile import compile_program
+    from jcuts.codegen.target import host_target, kernel_digest
     from jcuts.dfg.program import Program
 
-    return compiler.compile_program(Program.from_json(json.loads(candidate.payload)))
+    program = Program.from_json(json.loads(candidate.payload))
+    return _kept(kernel_digest(program, host_target()), lambda: compile_program(program))
+
+
+def _kept(digest: str, compile_: Callable[[], CompiledKernel]) -> CompiledKernel:
+    """A kernel from the object cache, or compiled and put there at once: it outlives a session that is cut short."""
+    from jcuts.xla import objects
+
+    kernel = objects.fetch(digest)
+    if kernel is None:
+        kernel = compile_()
+        objects.store(kernel)
+    return kernel
 
 
 def _load_object(candidate: Candidate) -> CompiledKernel:
@@ -66,11 +79,12 @@ def _load_object(candidate: Candidate) -> CompiledKernel:
 
 
 def _compile_cuda(problem: Problem, candidate: Candidate) -> CompiledKernel:
-    from jcuts.codegen.cuda.compile import compile_program
+    from jcuts.codegen.cuda.compile import compile_program, kernel_digest
     from jcuts.codegen.cuda.target import CudaTarget
     from jcuts.dfg.program import Program
 
-    return compile_program(Program.from_json(json.loads(candidate.payload)), CudaTarget(problem.capability))
+    program, target = Program.from_json(json.loads(candidate.payload)), CudaTarget(problem.capability)
+    return _kept(kernel_digest(program, target), lambda: compile_program(program, target))
 
 
 KERNEL_KINDS: dict[str, Callable[[Candidate], CompiledKernel]] = {
@@ -248,6 +262,7 @@ def _measure_on_gpu(problem: Problem, folder: Path, request: dict[str, Any], ann
         finalists=int(request["finalists"]),
         mixed=request["mode"] == "mixed",
         announce=announce,
+        most=gpu_measure.executions(problem),
     )
     answers = [_answer(label, samples, method) for label, (method, samples) in found.items()]
     return {"measurements": answers, "overhead": gpu_timing.overhead(), "parts": spent}
@@ -271,13 +286,37 @@ def _input_sets(problem: Problem, folder: Path, request: dict[str, Any]) -> list
 
 
 def compile_ahead(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
-    """Compiles XLA's side of several GPU problems, as `measure` runs it."""
+    """Compiles XLA's side of several GPU problems, as `measure` runs it; some of it still after the answer."""
     _jax()
     from jcuts.tune import gpu_measure
 
     problems = {path: (_read_problem(path), _library(path)) for path in request["problems"]}
-    made = gpu_measure.compile_ahead(problems, announce)
-    return {"programs": made}
+    return {"programs": gpu_measure.compile_ahead(problems, announce)}
+
+
+def run_ahead(_: dict[str, Any], announce: Announce) -> dict[str, Any]:
+    """Waits for what `compile_ahead` began, and runs it once where that saves time."""
+    _jax()
+    from jcuts.tune import gpu_measure
+
+    return {"programs": gpu_measure.run_ahead(announce)}
+
+
+def warm(request: dict[str, Any], _: Announce) -> dict[str, Any]:
+    """Loads what later requests ask for, which takes a process seconds.
+
+    The request's ``what``: ``compiler`` (of kernels for GPUs); ``jax``; ``xla``, which takes memory of the GPU as well;
+    ``tools``: what every process has.
+    """
+    if request["what"] == "compiler":
+        from jcuts.codegen.cuda import compile as compiler
+
+        compiler.available()
+    elif request["what"] == "jax":
+        _jax()
+    elif request["what"] == "xla":
+        _jax().devices()
+    return {}
 
 
 REQUESTS: dict[str, Callable[[dict[str, Any], Announce], dict[str, Any]]] = {
@@ -286,6 +325,8 @@ REQUESTS: dict[str, Callable[[dict[str, Any], Announce], dict[str, Any]]] = {
     "reference": reference,
     "check": check,
     "compile_ahead": compile_ahead,
+    "run_ahead": run_ahead,
+    "warm": warm,
     "measure": measure,
     "convolve": convolve,
     "convolve_xla": convolve_xla,

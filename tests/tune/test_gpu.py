@@ -215,7 +215,8 @@ def test_compiling_ahead_tells_of_every_step(monkeypatch):
     problem = Problem("i", (Input((64,), "float32"),), (Output((64,), "float32", 1, False),), space="s")
     monkeypatch.setattr(gpu_measure, "_ahead", {})
     assert gpu_measure.compile_ahead({"a": (problem, jnp.sin), "b": (problem, jnp.sin)}, told.append) == 2
-    assert told == ["", "lowered", "", "lowered", "", "", "", ""] and set(gpu_measure._ahead) == {"a", "b"}
+    assert gpu_measure.run_ahead(told.append) == 2
+    assert told[:4] == ["", "lowered", "", "lowered"] and len(told) >= 7 and set(gpu_measure._ahead) == {"a", "b"}
 
 
 def test_lost_contexts_are_told_from_refusals():

@@ -45,6 +45,7 @@ FLOOR_ULP = 4.0
 MOST = 4.0  # a single element may be that many times as far off as the whole output (`tune.check` has the same)
 FOLDED = ("scales", "rounds", "slots")  # rewrites that take work away and add none
 WITH_ALL = ("pools", "siblings")  # rewrites that only race beside all others that apply
+AHEAD = 2.0  # kernels that together take XLA this many times as long are worth more than what cutting them out can cost
 LEAN: dict[str, Any] = {"xla_gpu_autotune_level": 0}  # the float64 program runs once: nothing is worth tuning in it
 
 
@@ -195,6 +196,30 @@ def barred(
         if mine:
             found[name] = f"it takes more workspace than is allowed, where others do not: {', '.join(mine)}"
     return found
+
+
+def left_behind(found: Mapping[Form | None, Any]) -> dict[Form | None, str]:
+    """Forms without kernels that need not race, with the reason: the same with kernels is far ahead by measurement.
+
+    Args: found: the outcomes of all that could race.
+    """
+    out: dict[Form | None, str] = {}
+    for bare in found:
+        if bare is None or bare.regions != "none":
+            continue
+        for form in found:
+            rewrites = () if form is None else form.rewrites
+            gain = _gain(found[form]) if rewrites == bare.rewrites else 0.0
+            if gain >= AHEAD:
+                out[bare] = f"not tried: the kernels of {name_of(form)} are {gain:.1f} times as fast as XLA's, together"
+    return out
+
+
+def _gain(outcome: Any) -> float:
+    """How many times as fast as XLA's code the kernels of a program were measured to be together; 0 without any."""
+    won = [s for s in getattr(outcome.report, "subsets", ()) if s.chosen != guard.XLA and s.origin == "measured"]
+    pairs = [(s.count * s.seconds, s.count * s.xla_seconds) for s in won if s.seconds and s.xla_seconds]
+    return sum(xla for _, xla in pairs) / sum(ours for ours, _ in pairs) if pairs else 0.0
 
 
 def compile_ahead(lowered: Mapping[str, Callable[[], Any]]) -> None:

@@ -364,6 +364,7 @@ class Optimized:
         racing: list[Form | None] = []
         exact = forms.Exact(closed, leaves, self.settings.tolerance, platform)
         rows: dict[Form | None, Sequence[DivisionReport]] = {}
+        behind: dict[Form | None, str] = {}
         if placement.shardings:
             parts = shard_local.split(closed, placement)
             if isinstance(parts, str):
@@ -384,7 +385,7 @@ class Optimized:
                 todo = self._meanwhile(args, kwargs, placement, platform, judge) if may else {}
                 found, outcomes = self._plan_forms(closed, leaves, platform, worth, early.Early(todo))
             log.info("planned and tuned in %.2f s", time.monotonic() - begun)
-            racing, uses_jcuts = list(found), bool(found)
+            racing, uses_jcuts, behind = list(found), bool(found), forms.left_behind(found)
             rows = {form: _divisions(outcome) for form, outcome in found.items()}
         else:
             outcomes = [plan(closed, self.settings, platform, may_measure=measure, examples=leaves)]
@@ -406,10 +407,13 @@ class Optimized:
         if stored is not None and not force and (stored.is_final or key in _decided_here):
             return stored
         names, start = forms.programs(racing, forms.options(platform)), time.monotonic()
+        out = {name: behind[form] for name in names if (form := forms.form_of(name)) in behind}
+        names = [name for name in names if name not in out]
         again = stored if not force else None
         barred = forms.barred(names, rows if racing else {}, self.settings)
         open_ = [n for n in (again.open_between(names) if again else names) if n == guard.XLA or n not in barred]
         decision = self._race(args, kwargs, placement, platform, open_, exact, barred)
+        decision = dataclasses.replace(decision, rejected={**out, **decision.rejected})
         if again is not None:
             decision = dataclasses.replace(decision, tries=again.tries + 1)
         log.info("%d whole programs compared in %.2f s", len(names), time.monotonic() - start)

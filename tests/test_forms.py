@@ -191,3 +191,19 @@ def test_plain_xla_is_compiled_before_all_others_and_alone():
     assert order[0] == ("xla", ("xla",)) and {name for name, _ in order} == set(names)
     first = [name for name, _ in order[1:3]]
     assert "jcuts/dots:graphs" in first and "xla:graphs" not in first
+
+
+def test_programs_without_kernels_that_are_far_behind_by_measurement_do_not_race():
+    def outcome(*subsets):
+        rows = [types.SimpleNamespace(chosen=c, origin=o, count=n, seconds=s, xla_seconds=x) for c, o, n, s, x in subsets]
+        return types.SimpleNamespace(report=types.SimpleNamespace(subsets=rows))
+
+    fast, bare, other = Form(("scales",)), Form(("scales",), "none"), Form(("scales", "dots"), "none")
+    kernels = [("point", "measured", 3, 1e-6, 2e-6), ("point", "measured", 1, 1e-6, 3e-6)]
+    left = ("xla", "measured", 9, 1e-6, 1e-9)
+    found = {fast: outcome(*kernels, left), bare: outcome(left), other: outcome(left)}
+    (name,) = forms.left_behind(found)
+    assert name == bare and "jcuts/scales are 2.2 times" in forms.left_behind(found)[bare]
+    assert not forms.left_behind({**found, fast: outcome(("point", "measured", 1, 1e-6, 1.9e-6))})
+    assert not forms.left_behind({**found, fast: outcome(("point", "estimated", 1, 1e-6, 9e-6))})
+    assert not forms.left_behind({fast: outcome(), bare: outcome(left)})

@@ -42,6 +42,7 @@ Function = Callable[..., Any]
 
 _lowered: dict[str, Any] = {}  # XLA's chains that compile ahead, by the problem's file
 _compiling: dict[Future[Any], str] = {}
+spent: list[tuple[float, str]] = []  # what it took [s], and the problem's name
 _slow: set[str] = set()  # of these, such as `compiles_in_calls`
 _by_groups: dict[str, bool] = {}
 _GROUPS = re.compile(r"feature_group_count = ([2-9]|[0-9]{2,})")
@@ -66,7 +67,7 @@ def compile_ahead(problems: Mapping[str, tuple[Problem, Function]], announce: An
         except Exception as error:
             print(f"{problem.name} is not lowered ahead: {error}", file=sys.stderr)
         else:
-            _compiling[_threads().submit(_lowered[path].compile)] = path
+            _compiling[_threads().submit(_compiled, path, problem.name)] = path
             if compiles_in_calls(problem):
                 _slow.add(path)
             made += 1
@@ -82,8 +83,7 @@ def run_ahead(announce: Announce) -> int:
 
     Returns: how many ran.
     """
-    while _compiling:
-        _take(announce)
+    wait_ahead(announce)
     todo = {path: _bytes(program) for path, program in _lowered.items() if path in _ahead}
     small = [path for path, size in todo.items() if size <= SMALL_BYTES]
     large = [path for path in todo if path in _slow and path not in small]
@@ -104,6 +104,28 @@ def run_ahead(announce: Announce) -> int:
     _lowered.clear()
     _slow.clear()
     return sum(map(len, waves))
+
+
+def wait_ahead(announce: Announce) -> None:
+    """Waits for what compiles ahead."""
+    while _compiling:
+        _take(announce)
+
+
+def _compiled(path: str, name: str) -> Any:
+    start = time.perf_counter()
+    try:
+        return _lowered[path].compile()
+    finally:
+        spent.append((time.perf_counter() - start, name))
+
+
+def slowest(count: int = 6) -> str:
+    """What the threads took in all since the last call, and for whom most: for the log."""
+    total, most = sum(seconds for seconds, _ in spent), sorted(spent, reverse=True)[:count]
+    text = f"{total:.1f} s of threads, most for " + ", ".join(f"{name} {seconds:.2f}" for seconds, name in most)
+    spent.clear()
+    return text
 
 
 def _take(announce: Announce) -> None:

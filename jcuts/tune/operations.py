@@ -299,7 +299,11 @@ def run_ahead(_: dict[str, Any], announce: Announce) -> dict[str, Any]:
     _jax()
     from jcuts.tune import gpu_measure
 
-    return {"programs": gpu_measure.run_ahead(announce)}
+    start = time.perf_counter()
+    gpu_measure.wait_ahead(announce)
+    waited, text = time.perf_counter() - start, gpu_measure.slowest()
+    made = gpu_measure.run_ahead(announce)
+    return {"programs": made, "told": f"waited {waited:.2f} s, then run; {text}"}
 
 
 def warm(request: dict[str, Any], _: Announce) -> dict[str, Any]:

@@ -326,4 +326,4 @@ def _told(answer: Answer | CandidateRejected) -> None:
     if isinstance(answer, CandidateRejected):
         _log.info("compiling ahead: %s", answer)
     else:
-        _log.info("%d programs ahead: %.2f s", answer["programs"], answer["seconds"])
+        _log.info("%d programs ahead: %.2f s %s", answer["programs"], answer["seconds"], answer.get("told", ""))

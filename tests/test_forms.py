@@ -195,7 +195,8 @@ def test_plain_xla_is_compiled_before_all_others_and_alone():
 
 def test_programs_without_kernels_that_are_far_behind_by_measurement_do_not_race():
     def outcome(*subsets):
-        rows = [types.SimpleNamespace(chosen=c, origin=o, count=n, seconds=s, xla_seconds=x) for c, o, n, s, x in subsets]
+        names = ("chosen", "origin", "count", "seconds", "xla_seconds")
+        rows = [types.SimpleNamespace(**dict(zip(names, subset, strict=True))) for subset in subsets]
         return types.SimpleNamespace(report=types.SimpleNamespace(subsets=rows))
 
     fast, bare, other = Form(("scales",)), Form(("scales",), "none"), Form(("scales", "dots"), "none")

@@ -80,7 +80,7 @@ def measure(spec: str, out: Path, dry: bool, seconds: float) -> dict[str, Any]:
     from jcuts.base import fingerprint
     from jcuts.tune import session
 
-    logging.basicConfig(level=logging.WARNING)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("jcuts").setLevel(logging.INFO)  # what each stage of tuning took
     platform = pretend(dry)
     option = next(iter(forms.options(platform)), "")

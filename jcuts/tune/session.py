@@ -69,9 +69,9 @@ def generation() -> tuple[int, int]:
 
 
 class _Gathered(threading.local):
-    """What `choose` would measure on this thread: digest -> (problem, what prepares it); None: it measures."""
+    """What `choose` would measure on this thread: digest -> (problem, what prepares it, its equations); or None."""
 
-    problems: dict[str, tuple[Problem, Callable[[Problem], Problem]]] | None = None
+    problems: dict[str, tuple[Problem, Callable[[Problem], Problem], int]] | None = None
     settings: Settings | None = None
 
 
@@ -94,7 +94,9 @@ def gathering(quiet: Callable[[bool], bool] | None = None) -> Iterator[None]:
         _gathered.problems = _gathered.settings = None
     if noted and settings is not None:
         start = time.monotonic()
-        tune([problem for problem, _ in noted.values()], store(), settings=settings, progress=_progress,
+        # Kernels of many operations take compilers longest: they begin first.
+        order = sorted(noted.values(), key=lambda entry: -entry[2])
+        tune([problem for problem, _, _ in order], store(), settings=settings, progress=_progress,
              prepare=lambda problem: noted[problem.digest][1](problem), quiet=quiet)  # fmt: skip
         _log.info("%d problems of all forms: %.2f s", len(noted), time.monotonic() - start)
 
@@ -144,7 +146,8 @@ def choose(
 
     if later and _gathered.problems is not None:
         _gathered.settings = settings
-        _gathered.problems |= {problem.digest: (problem, prepare) for problem in problems.values()}
+        sizes = {digest: len(subset.closed.jaxpr.eqns) for digest, subset in first_of.items()}
+        _gathered.problems |= {p.digest: (p, prepare, sizes[p.digest]) for p in problems.values()}
         if device and any(store().lookup(problem.digest) is None for problem in problems.values()):
             with workshop() as shop:  # the one that is open: their imports go on while this thread plans
                 shop.warm("cuda", workers_of())

@@ -37,6 +37,9 @@ BEHIND = 1.5
 SMALL_BYTES = 64 << 20
 """Chains with operands of at most this many bytes run once, side by side, before any is timed."""
 
+LARGE_BYTES, FEWEST = 16 << 20, 2
+"""Operands of so many bytes are large to chains of calls that compile: two executions are enough."""
+
 Announce = Callable[[str], None]
 Function = Callable[..., Any]
 
@@ -139,7 +142,7 @@ def _take(announce: Announce) -> None:
 
 def _at_once() -> int:
     """Threads that compile ahead: XLA times its algorithms meanwhile, and a host that is too busy spoils that."""
-    return max(2, fingerprint.usable_cores() // 4)
+    return max(2, fingerprint.usable_cores() * 3 // 8)
 
 
 @functools.cache
@@ -148,8 +151,14 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def executions(problem: Problem) -> int:
-    """Most executions in a chain of a problem: few where XLA's library compiles anew for each."""
-    return gpu_timing.LEAST if compiles_in_calls(problem) else gpu_timing.CHAIN
+    """Most executions in a chain of a problem: few where XLA's library compiles anew for each.
+
+    Large operands are not in the cache when an execution begins, and a clock is fine enough for what they take.
+    """
+    if not compiles_in_calls(problem):
+        return gpu_timing.CHAIN
+    size = sum(math.prod(i.shape) * dtype_of(i.dtype).itemsize for i in problem.inputs)
+    return gpu_timing.LEAST if size < LARGE_BYTES else FEWEST
 
 
 def compiles_in_calls(problem: Problem) -> bool:

@@ -45,7 +45,7 @@ class Workshop:
         if key not in self.made:
             sizes = {COMPILE: workers, XLA: 1, DEVICE: 1}
             if platform != "cpu":
-                sizes[COMPILE] = max(1, workers - workers // CORES_EACH)  # XLA compiles at the same time
+                sizes[COMPILE] = max(1, workers // 2)  # XLA compiles and times its algorithms at the same time
                 sizes[DEVICE] = max(1, min(MOST_ON_GPU, workers // CORES_EACH))
                 # They wait for copies and for XLA's compiler: more than that share the cores.
                 sizes[REFERENCE] = max(1, min(MOST_REFERENCES, workers // CORES_EACH * 3 // 2))

@@ -141,6 +141,9 @@ def test_chains_whose_calls_compile_are_short_and_run_ahead_although_they_are_la
     exported = jax.export.export(jax.jit(grouped))(*shapes)
     problem = replace(plain, identity="g", library=bytes(exported.serialize()), reference=b"")
     assert gpu_measure.executions(plain) == gpu_timing.CHAIN and gpu_measure.executions(problem) == gpu_timing.LEAST
+    monkeypatch.setattr(gpu_measure, "LARGE_BYTES", 100)
+    assert gpu_measure.executions(problem) == gpu_measure.FEWEST
+    monkeypatch.undo()
     ran = []
     monkeypatch.setattr(gpu_measure, "_run_once", lambda compiled, _: ran.append(compiled))
     monkeypatch.setattr(gpu_measure, "_ahead", {})

@@ -25,6 +25,14 @@ class Early:
         self._thread = threading.Thread(target=self._work, args=(dict(pieces),), name="jcuts-early", daemon=True)
         self._thread.start()
 
+    def __enter__(self) -> Early:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._stopped = True
+        if kind is None or issubclass(kind, Exception):  # who presses Ctrl-C does not want to wait
+            self._thread.join()
+
     def _work(self, pieces: dict[str, Callable[[], object]]) -> None:
         for name, piece in pieces.items():
             if self._stopped:

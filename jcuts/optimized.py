@@ -383,7 +383,8 @@ class Optimized:
                 worth = forms.worth_planning(closed, platform)
                 judge = exact if any(form is not None and form.rewrites for form in worth) else None
                 todo = self._meanwhile(args, kwargs, placement, platform, judge) if may else {}
-                found, outcomes = self._plan_forms(closed, leaves, platform, worth, early.Early(todo))
+                with early.Early(todo) as meanwhile:
+                    found, outcomes = self._plan_forms(closed, leaves, platform, worth, meanwhile)
             log.info("planned and tuned in %.2f s", time.monotonic() - begun)
             racing, uses_jcuts, behind = list(found), bool(found), forms.left_behind(found)
             rows = {form: _divisions(outcome) for form, outcome in found.items()}
@@ -426,18 +427,19 @@ class Optimized:
         """What the GPU can do for the last guard while this thread plans: all that has to do with plain XLA alone."""
         names = [*(f"{guard.XLA}:{option}" for option in forms.options(platform)), guard.XLA]
         more = autotuned.sharing()  # the first leaves its algorithms to other processes, the next finds them in memory
-        calls = {name: self._program(name, placement, platform, more).call for name in names}
-        todo: dict[str, Callable[[], object]] = {}
-        for name, call in calls.items():
-            todo[f"{name} compiled"] = call.lower(*args, **kwargs).compile
+        lowered = {name: self._program(name, placement, platform, more).call.lower(*args, **kwargs) for name in names}
+        compiled: dict[str, Any] = {}
 
-        def first_run(call: Any) -> object:
+        def compile_(name: str) -> None:
+            compiled[name] = lowered[name].compile()
+
+        def first_run(name: str) -> None:  # not the jitted function: it would be traced again where contexts differ
             mine, named = self._arguments.copies(args, kwargs)
-            return jax.block_until_ready(call.permitted(*mine, **named))
+            jax.block_until_ready(compiled[name](*mine, **named))
 
+        todo: dict[str, Callable[[], object]] = {f"{n} compiled": functools.partial(compile_, n) for n in names}
         todo |= {"float64": exact.reference} if exact is not None else {}
-        todo |= {f"{name} run": functools.partial(first_run, call) for name, call in calls.items()}
-        return todo
+        return todo | {f"{n} run": functools.partial(first_run, n) for n in names}
 
     def _plan_forms(self, closed: jaxapi.Closed, leaves: Sequence[Any], platform: str,
                     worth: Sequence[Form | None], meanwhile: early.Early

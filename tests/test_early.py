@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
 from jcuts.early import Early
 
 
@@ -33,5 +35,19 @@ def test_who_needs_the_device_waits_for_one_piece_and_no_more():
     assert work.is_done(True) and done == ["first"]
 
 
-def test_nothing_to_do_is_done():
-    assert Early({}).is_done(True)
+def test_what_breaks_off_leaves_nothing_behind():
+    begun, go_on, done = threading.Event(), threading.Event(), []
+
+    def first():
+        begun.set()
+        go_on.wait(10)
+
+    with pytest.raises(KeyboardInterrupt), Early({"first": first, "second": lambda: done.append("second")}) as work:
+        begun.wait(10)
+        raise KeyboardInterrupt
+    go_on.set()
+    work._thread.join()
+    assert not done
+    with Early({}) as work:
+        pass
+    assert work.is_done(True)

@@ -302,6 +302,11 @@ class Exact:
                 self._failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return self._reference
 
+    def ahead(self) -> None:
+        """Makes the float64 results if that can be done now; else it is tried again when they are needed."""
+        if self.reference() is None:
+            self._failure = ""
+
     def _run(self) -> list[np.ndarray]:
         jaxpr, consts = self.closed.jaxpr, self.closed.consts
         # Constants as arguments: XLA would fold them, slowly, into a program that runs once.

@@ -208,3 +208,18 @@ def test_programs_without_kernels_that_are_far_behind_by_measurement_do_not_race
     assert not forms.left_behind({**found, fast: outcome(("point", "measured", 1, 1e-6, 1.9e-6))})
     assert not forms.left_behind({**found, fast: outcome(("point", "estimated", 1, 1e-6, 9e-6))})
     assert not forms.left_behind({fast: outcome(), bare: outcome(left)})
+
+
+def test_float64_results_that_cannot_be_had_early_are_asked_for_again(monkeypatch):
+    x = values(4, 4)
+    judge = forms.Exact(jax.make_jaxpr(jnp.sin)(x), [x], 1.0, "cpu")
+    monkeypatch.setattr(judge, "_run", lambda: (_ for _ in ()).throw(MemoryError("no room")))
+    judge.ahead()
+    assert judge.reference() is None  # and now it is known
+    monkeypatch.undo()
+    again = forms.Exact(jax.make_jaxpr(jnp.sin)(x), [x], 1.0, "cpu")
+    monkeypatch.setattr(again, "_run", lambda: (_ for _ in ()).throw(MemoryError("no room")))
+    again.ahead()
+    monkeypatch.undo()
+    (found,) = again.reference()
+    np.testing.assert_allclose(found, np.sin(np.asarray(x).astype(np.float64)), rtol=1e-15)

@@ -315,9 +315,13 @@ class Exact:
         )
         lean = LEAN if self.platform in GPUS else None
         with jax.enable_x64(True):
-            wide = [jnp.asarray(x, widened_dtype(jnp.result_type(x))) for x in (*consts, *self.leaves)]
-            program = jax.jit(lambda xs: evaluate(opened, xs), compiler_options=lean)
-            return [np.asarray(x) for x in program(wide)]
+            operands = (*consts, *self.leaves)
+            wide = [widened_dtype(jnp.result_type(x)) for x in operands]
+
+            def program(xs: Sequence[Any]) -> list[Any]:  # one by one outside they would be a program each
+                return evaluate(opened, [jnp.asarray(x, dtype) for x, dtype in zip(xs, wide, strict=True)])
+
+            return [np.asarray(x) for x in jax.jit(program, compiler_options=lean)(operands)]
 
 
 def _too_far(r: np.ndarray, x: np.ndarray, c: np.ndarray, tolerance: float, floor: float) -> str:

@@ -154,7 +154,9 @@ def _evaluate(eqns: list[Any], wanted: list[Any], known: dict[Any, Any]) -> list
             aval = eqn.outvars[0].aval
             result = FOLD[jaxapi.primitive_name(eqn)]([read(a) for a in eqn.invars], eqn.params)
             values[eqn.outvars[0]] = np.broadcast_to(np.asarray(result, aval.dtype), aval.shape)
-    return [jax.numpy.asarray(values[v]) for v in wanted]
+    # `jax.numpy.asarray` would compile a copy for every shape.  The device may use a NumPy array as it is, and the
+    # user's own may change: these are nobody else's.
+    return [jax.device_put(np.array(values[v])) for v in wanted]
 
 
 def _broadcast(operands: list[np.ndarray], params: dict[str, Any]) -> np.ndarray:

@@ -460,7 +460,10 @@ class Optimized:
                 log.info("forms planned in %.2f s", time.monotonic() - start)
             meanwhile.is_done(True)
             outcomes.clear()
-            return forms.planned(closed, platform, of_form, worth), outcomes
+            start = time.monotonic()
+            found = forms.planned(closed, platform, of_form, worth)
+            log.info("forms planned with what was measured in %.2f s", time.monotonic() - start)
+            return found, outcomes
 
     def _not_timed(self, closed: jaxapi.Closed, leaves: Sequence[Any]) -> str | None:
         if jaxapi.has_effects(closed):

@@ -242,11 +242,13 @@ def compile_ahead(lowered: Mapping[str, Callable[[], Any]]) -> None:
     first = [n for n in first if not is_xla(n)]
     waves = ([n for n in made if n == guard.XLA], first, [n for n in others if n not in first])
     for wave in filter(None, waves):
+        last = time.perf_counter()
         with ThreadPoolExecutor(max(1, min(len(wave), fingerprint.usable_cores()))) as pool:
             for name, future in {name: pool.submit(made[name].compile) for name in wave}.items():
                 if (error := future.exception()) is not None:
                     text = str(error).splitlines()[0] if str(error) else type(error).__name__
                     log.info("program %s does not compile: %s", name, text)
+        log.info("compiled in %.2f s: %s", time.perf_counter() - last, ", ".join(wave))
     spent = time.perf_counter() - begin
     log.info("%d programs lowered in %.2f s, compiled in %.2f s", len(made), begin - start, spent)
 

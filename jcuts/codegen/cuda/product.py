@@ -21,6 +21,7 @@ from jcuts.codegen.cuda import memory as M
 from jcuts.codegen.cuda import tensor
 from jcuts.codegen.cuda.builder import GpuBuilder
 from jcuts.codegen.cuda.product_exit import Totals, finish
+from jcuts.codegen.cuda.product_held import Keeper
 from jcuts.codegen.cuda.product_meet import meet
 from jcuts.codegen.cuda.product_tiles import Copier, Fragments, TileShape
 from jcuts.codegen.cuda.shared import WARP
@@ -120,6 +121,8 @@ def block_count(program: Program, shape: ProductShape) -> int:
 
 class ProductEmitter:
     """Emits the work of one thread."""
+
+    keeper: Keeper | None = None
 
     def __init__(
         self, builder: GpuBuilder, program: Program, shape: ProductShape, buffers: Mapping[str, Buffer],
@@ -299,4 +302,7 @@ class ProductEmitter:
             COLUMNS: builder.add(builder.add(self.variables[COLUMNS], self.column_warp), column),
         }
         frame = replace(self.frame, variables=variables)
-        finish(frame, self.phase, (shape.left, shape.right), self.buffers, self.lane, totals)
+        tiles, keeper = (shape.left, shape.right), self.keeper
+        if keeper is not None:
+            keeper.warp = (self.row_warp, self.column_warp)
+        finish(frame, self.phase, tiles, self.buffers, self.lane, totals, keeper=keeper)

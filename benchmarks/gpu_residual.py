@@ -35,8 +35,17 @@ from benchmarks.gpu_groups import build  # noqa: E402
 SIZES = ((200704, 64, 256), (50176, 128, 512), (12544, 256, 1024), (3136, 512, 2048))
 """(rows, terms, columns)."""
 IMAGES = 64
-TILES = ((64, 64, 1), (64, 128, 1), (64, 256, 1), (128, 64, 2), (128, 128, 2), (256, 64, 2))
+TILES = ((64, 64, 1), (64, 128, 1), (128, 64, 2), (128, 128, 2), (64, 256, 1))
 """(rows, columns, groups along the rows) that are tried beside the ranking's."""
+BEFORE = {
+    "200704x64x256 residual": ((256, 96, 32, (2, 1), 3), (128, 128, 32, (2, 1), 3)),
+    "50176x128x512 residual": ((256, 96, 32, (2, 1), 3), (128, 128, 32, (2, 1), 4)),
+    "12544x256x1024 residual": ((128, 128, 32, (2, 1), 6),),
+    "3136x512x2048 residual": ((64, 128, 32, (1, 1), 4),),
+}
+"""What was chosen before there were such exits: rows, columns, terms, groups, stages."""
+MOST = (64, 128, 1)
+"""The one with several numbers of stages."""
 EXITS = ((0, 0), (0, 1), (1, 0), (2, 0))
 """(held, early)."""
 
@@ -100,6 +109,7 @@ def schedules(case: Layer, most: int, tiles: Sequence[Sequence[int]]) -> list[An
     from benchmarks.gpu_run import small_arguments
     from jcuts.base.errors import CompileRejected
     from jcuts.codegen.cuda.group_shape import group_shape
+    from jcuts.region import gpu_products
     from jcuts.region.build import build
     from jcuts.region.gpu import GpuMachine
     from jcuts.region.gpu_groups import GroupTiling, products
@@ -118,15 +128,21 @@ def schedules(case: Layer, most: int, tiles: Sequence[Sequence[int]]) -> list[An
     terms = 128 // item
     share, _ = shares(case.shapes[0][0][1], terms, 1)
     found = [p for p, _ in products(made, GpuMachine(132))][:most]
-    for (rows, columns, groups), (held, early) in ((t, e) for t in tiles for e in EXITS):
+    if case.rounded:
+        found += [GroupTiling(*tile, rounded=1).of(made) for tile in BEFORE.get(case.name, ())]
+    else:
+        for program, _ in gpu_products.products(made, GpuMachine(132), 1):
+            found += [program, replace(program, params=(*program.params, ("early", 1)))]
+    for tile, (held, early) in ((t, e) for t in tiles for e in EXITS):
+        rows, columns, groups = tile
         if not case.added and (held == 1 or early):
             continue
         through = item == 4 and not case.rounded
-        depths = ((2, 1),) if through else {(min(share, 4), 0), (3, 0)} if share > 2 else ((share, 0),)
-        for stages, flight in sorted(depths):
+        depths = ((2, 1),) if through else ((share, 0),) if share <= 2 else ((4, 0), (3, 0))[: 2 if tile == MOST else 1]
+        for stages, flight in depths:
+            spread = case.rounded and share > stages and columns < 256
             tiling = GroupTiling(rows, columns, terms, (groups, 1), stages, flight, early=early, held=held,
-                                 rounded=int(case.rounded), spread=int(case.rounded and share > stages),
-                                 steps=2 if case.rounded and share > stages else 1)  # fmt: skip
+                                 rounded=int(case.rounded), spread=int(spread), steps=2 if spread else 1)  # fmt: skip
             program = tiling.of(made)
             try:
                 shape = group_shape(program)

@@ -35,7 +35,6 @@ class GroupShape(ProductShape):
         steps: of terms, of a tile of rounded weights that are one group of instructions.
         cached: whether the left operand is copied through the L1 cache (taps of convolutions are neighbours).
         push: whether blocks of a cluster write their totals into each other's memory, not read them there.
-        early: whether what is added to the results is asked for before the products.
         held: what of that, and of the results, lies in shared memory.
     """
 
@@ -48,7 +47,6 @@ class GroupShape(ProductShape):
     steps: int
     cached: bool
     push: bool
-    early: bool
     held: Held
 
     @property
@@ -117,7 +115,7 @@ def group_shape(program: Program) -> GroupShape:
     keeps = held(program, rows, columns, int(str(params.get("held", 0))), kept)
     shape = GroupShape(first, second, (WARPS * along, across, 1), stages, share, total, cluster, flight, rounded,
                        len(vectors(program)), spread, steps, cached, bool(params.get("push", 0)),
-                       bool(params.get("early", 0)), keeps)  # fmt: skip
+                       keeps)  # fmt: skip
     fits = rows == along * first.warp and columns == across * second.warp
     fits = fits and terms * left.item in (wgmma.LINE, 2 * wgmma.LINE)
     fits = fits and first.warp % wgmma.ROWS == 0 and second.warp % 8 == 0 and second.warp <= wgmma.WIDEST

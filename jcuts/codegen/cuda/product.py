@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen import lanes as L
 from jcuts.codegen.cuda import memory as M
-from jcuts.codegen.cuda import tensor
+from jcuts.codegen.cuda import product_early, tensor
 from jcuts.codegen.cuda.builder import GpuBuilder
 from jcuts.codegen.cuda.product_exit import Totals, finish
 from jcuts.codegen.cuda.product_held import Keeper
@@ -214,7 +214,15 @@ class ProductEmitter:
                 for copier in copiers:
                     copier.start(first, L.I32(number * shape.stage), builder.sub(left, first))
             tensor.commit(builder)
+        self._ask()
         return self._loop(copiers, readers, left, skipped)
+
+    def _ask(self) -> None:
+        """Asks for what the exit adds, where the schedule says so; operands have been asked for."""
+        if dict(self.program.params).get("early"):
+            shape = self.shape
+            thread, rank = (self.thread, shape.threads), (self.rank, shape.cluster)
+            product_early.ask(self.frame, self.phase, (shape.left, shape.right), thread, rank)
 
     def _loop(self, copiers: list[Copier], readers: list[Fragments], left: L.Value, skipped: L.Value) -> Totals:
         builder, shape = self.builder, self.shape

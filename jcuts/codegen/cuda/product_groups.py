@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen import lanes as L
-from jcuts.codegen.cuda import cluster, group_fragments, product_early, tensor, wgmma
+from jcuts.codegen.cuda import cluster, group_fragments, tensor, wgmma
 from jcuts.codegen.cuda.group_fragments import Rows
 from jcuts.codegen.cuda.group_prologue import Prologue
 from jcuts.codegen.cuda.group_shape import WARPS, GroupShape
@@ -76,11 +76,8 @@ class GroupEmitter(ProductEmitter):
         push(builder, totals, (places[0], places[1]), lane, shape.threads, rank, shape.right.beside, high, self._exit)
 
     def _ask(self) -> None:
-        """Asks for what the exit adds; operands have been asked for."""
+        super()._ask()
         shape = self.shape
-        if shape.early:
-            thread, rank = (self.thread, shape.threads), (self.rank, shape.cluster)
-            product_early.ask(self.frame, self.phase, (shape.left, shape.right), thread, rank)
         if shape.held.loaded or shape.held.stored:
             barrier = self.builder.add(self.shared, L.I32(shape.shared - BARRIER))
             self.keeper = Keeper(self.frame, shape.held, (shape.left, shape.right), self.shared, barrier)

@@ -46,7 +46,7 @@ BEFORE = {
 """What was chosen before there were such exits: rows, columns, terms, groups, stages."""
 MOST = (64, 128, 1)
 """The one with several numbers of stages."""
-EXITS = ((0, 0), (0, 1), (1, 0), (2, 0))
+EXITS = ((0, 0), (0, 1), (1, 0), (2, 0), (3, 1))
 """(held, early)."""
 
 
@@ -135,7 +135,7 @@ def schedules(case: Layer, most: int, tiles: Sequence[Sequence[int]]) -> list[An
             found += [program, replace(program, params=(*program.params, ("early", 1)))]
     for tile, (held, early) in ((t, e) for t in tiles for e in EXITS):
         rows, columns, groups = tile
-        if not case.added and (held == 1 or early):
+        if not case.added and (held in (1, 3) or early):
             continue
         through = item == 4 and not case.rounded
         depths = ((2, 1),) if through else ((share, 0),) if share <= 2 else ((4, 0), (3, 0))[: 2 if tile == MOST else 1]

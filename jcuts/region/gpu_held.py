@@ -16,8 +16,8 @@ PIECE, LINE = 16, 128
 """Bytes: what divides addresses and sizes of bulk copies; all banks of shared memory."""
 ITEMS = {"float32": 4, "int32": 4, "uint32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of an element of the types that are kept."""
-LOADED, STORED = 1, 2
-"""Schedules (``held``): matrices that are added are kept; results, too."""
+LOADED, STORED, SENT = 1, 2, 3
+"""Schedules (``held``): matrices that are added are kept; results, too; results alone."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Held:
 def held(program: Program, rows: int, columns: int, how: int, start: int) -> Held:
     """What blocks of so many rows and columns keep.
 
-    Args: how: 0, `LOADED` or `STORED`; start: bytes of shared memory that lie before, and are free in the end.
+    Args: how: 0, `LOADED`, `STORED` or `SENT`; start: bytes of shared memory that lie before, and are free in the end.
     """
     phase = program.phases[0]
     extents = phase.ranges()
@@ -66,7 +66,7 @@ def held(program: Program, rows: int, columns: int, how: int, start: int) -> Hel
             return None
         return Kept(buffer, dtype, index, first, pitch(columns * ITEMS[dtype]))
 
-    for node in phase.exit.nodes:
+    for node in phase.exit.nodes if how != SENT else ():
         if node.op != "load" or node.index is None or node.guards or (node.buffer, node.index) in seen:
             continue
         found = kept(node.buffer, node.dtype, node.index, place)
@@ -76,7 +76,7 @@ def held(program: Program, rows: int, columns: int, how: int, start: int) -> Hel
             place += rows * found.pitch
     stored: list[tuple[int, Kept]] = []
     free = list(loaded)
-    for number, store in enumerate(phase.stores if how == STORED else ()):
+    for number, store in enumerate(phase.stores if how != LOADED else ()):
         found = kept(store.buffer, program.buffer(store.buffer).dtype, store.address, place)
         if found is None or store.guards:
             continue

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from jcuts.region.gpu_group_tiling import BARRIER, GroupTiling
-from jcuts.region.gpu_held import LOADED, STORED, held
+from jcuts.region.gpu_held import LOADED, SENT, STORED, held
 from jcuts.region.gpu_products import MEMORY, PORT
 from jcuts.region.products import shares
 
@@ -51,11 +51,9 @@ def streams(counter: GroupCounter) -> Iterator[tuple[float, GroupTiling]]:
         if columns >= 2 * counter.columns or tiles < 2 * counter.machine.sms or not counter.whole(rows, columns):
             continue
         for tiling in _depths(counter, (rows, columns, along)):
-            for how, early in ((LOADED, 0), (STORED, 0), (0, 1)):
-                if not counter.beside and (how, early) != (STORED, 0):
-                    continue
+            for how, early in ((LOADED, 0), (STORED, 0), (SENT, 1), (0, 1)) if counter.beside else ((STORED, 0), (0, 0)):
                 found = held(counter.program, rows, columns, how, 0)
-                if how and not (found.loaded if counter.beside else found.stored):
+                if how and not (found.stored if how == SENT or not counter.beside else found.loaded):
                     continue
                 made = GroupTiling(*tiling, rounded=counter.rounded, early=early, held=how)
                 if resident(counter, made):
@@ -121,7 +119,7 @@ def cycles(counter: GroupCounter, tiling: GroupTiling) -> float:
     share, _ = shares(counter.terms, tiling.terms, 1)
     ahead = share if tiling.stages >= share else max(1, tiling.stages - 2)
     chain = START + max(0, share - ahead) * FETCH / ahead + LEAVE
-    if counter.beside and not tiling.held:
+    if counter.beside and tiling.held in (0, SENT):
         chain += EARLY if tiling.early else LATE
     beyond = counter.results / (counter.batch * counter.rows * counter.columns) * rows * columns
     copied = (rows + columns) * line * share

@@ -16,7 +16,7 @@ from jcuts.codegen.cuda.emit import emit_source
 from jcuts.codegen.cuda.group_shape import group_shape
 from jcuts.region import gpu
 from jcuts.region.gpu_groups import GroupCounter, GroupTiling
-from jcuts.region.gpu_held import LOADED, STORED, held
+from jcuts.region.gpu_held import LOADED, SENT, STORED, held
 from jcuts.region.gpu_products import Tiling
 from jcuts.region.gpu_streams import best, cycles, resident, streams
 from tests import programs, ptx_machine
@@ -37,7 +37,7 @@ def layer(x, w, b, r):
 
 
 @compiled
-@pytest.mark.parametrize("how", [LOADED, STORED])
+@pytest.mark.parametrize("how", [LOADED, STORED, SENT])
 @pytest.mark.parametrize("tiling", TILES, ids=str)
 @pytest.mark.parametrize("size", [(128, 64, 128), (70, 164, 68), (65, 76, 200)])
 def test_a_residual_of_sizes_that_divide_nothing(size, tiling, how):

@@ -223,14 +223,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("gpu_residual"))
+    parser.add_argument("--kernels", type=Path, help="folder of compiled kernels (default: in --out)")
     parser.add_argument("--only", default="", help="only layers whose name contains one of these")
     parser.add_argument("--most", type=int, default=6, help="schedules of the ranking per layer")
     parser.add_argument("--budget", type=float, default=150.0, help="seconds")
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--build", action="store_true", help="only compile; needs no GPU")
     options = parser.parse_args(arguments)
-    folder = options.out / "kernels"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = options.kernels or options.out / "kernels"
+    for made in (options.out, folder):
+        made.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     cases = [case for case in layers() if gpu_run.wanted(case, options.only)]
     work = [(case, schedules(case, options.most, TILES)) for case in cases]

@@ -28,8 +28,8 @@ MOST = 5
 """Tilings of one product for warp groups."""
 AGAIN = 0.95
 """What every further candidate with as many blocks per tile counts."""
-BESIDE = 16
-"""Registers for each operand that is added to the results element by element: the assembler asks for it early."""
+BESIDE = 0.5
+"""Registers per total for each operand that is added to the results one by one: the assembler asks for it early."""
 STREAMS = 3
 """Tilings of a product that is bound by memory."""
 GROUPED = (9, 0)

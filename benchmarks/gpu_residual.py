@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_residual.py --out results --budget 150
 
-ResNet50's at batch 64, float32 with rounded weights: XLA (as a convolution and as a product), the first schedules of the
-ranking, and tiles with all ways of an exit (``held``, ``early``; `region.gpu_held`); two of them with weights as
+ResNet50's at batch 64, float32 with rounded weights: XLA (as a convolution and as a product), the first schedules of
+the ranking, and tiles with all ways of an exit (``held``, ``early``; `region.gpu_held`); two of them with weights as
 arguments and in bfloat16.  "copy" reads the added matrix and writes a result of its size.  Inputs are rotated: the L2
 cache is cold.  Needs a GPU of compute capability 9.0; compiles in parallel first.
 """

@@ -106,7 +106,8 @@ class Barriers:
                 raise TensorFault(f"sends what has not passed a proxy fence: {ins.text}")
             if (machine.last_writer[block, where] >= 0).any():
                 raise TensorFault(f"sends before a barrier what was written: {ins.text}")
-            machine.memory.write(starts, machine.shared[block, where].reshape(-1, 16), np.full(len(starts), thread), ins.text)
+            pieces = machine.shared[block, where].reshape(-1, 16)
+            machine.memory.write(starts, pieces, np.full(len(starts), thread), ins.text)
             self.leaving.add(int(thread))
 
     def store(self, ins: Instruction, on: np.ndarray) -> None:

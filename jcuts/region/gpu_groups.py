@@ -248,7 +248,7 @@ class GroupCounter(Counter):
         waiting = tiling.flight * self.words(tiling)
         if tiling.rounded:
             waiting = (FRAGMENTS if tiling.steps else WHOLE) * tiling.rows // tiling.groups[0] // HIGH
-        total += BESIDE * self.beside if tiling.rounded else 0
+        total += int(BESIDE * total) * self.beside if tiling.rounded else 0
         return 56 + total + (waiting or 8) + (0 if waiting <= MOST_WAITING else MOST_REGISTERS)
 
     def _blocks(self, tiling: GroupTiling) -> tuple[int, int]:

@@ -1,8 +1,8 @@
 """Schedules of products that are bound by memory: what streams by must never wait for the units, nor for latencies.
 
-Several blocks of a multiprocessor overlap each other's copies, products and exits, so tiles are smaller and stages fewer
-than where the units are the limit; the exit's matrices are asked for first of all (`region.gpu_held`).  Counted per
-block: a chain of latencies that nobody shortens, and its work at the rate of whatever it needs most:
+Several blocks of a multiprocessor overlap each other's copies, products and exits, so tiles are smaller and stages
+fewer than where the units are the limit; the exit's matrices are asked for first of all (`region.gpu_held`).  Counted
+per block: a chain of latencies that nobody shortens, and its work at the rate of whatever it needs most:
 
     cycles = blocks of a multiprocessor / resident * max(chain + work, resident * work) + chain
 """
@@ -26,6 +26,8 @@ SHAPES = (
     (192, 64, 3), (192, 128, 3), (256, 64, 2),
 )  # fmt: skip
 """(rows, columns, groups along the rows)."""
+ADDED, ALONE = ((LOADED, 0), (STORED, 0), (SENT, 1), (0, 1)), ((STORED, 0), (0, 0))
+"""(held, early): exits that add matrices, and others."""
 BOUND = 0.5
 """Share of the units' time that memory must take."""
 MOST_AT_ONCE = 4
@@ -51,7 +53,7 @@ def streams(counter: GroupCounter) -> Iterator[tuple[float, GroupTiling]]:
         if columns >= 2 * counter.columns or tiles < 2 * counter.machine.sms or not counter.whole(rows, columns):
             continue
         for tiling in _depths(counter, (rows, columns, along)):
-            for how, early in ((LOADED, 0), (STORED, 0), (SENT, 1), (0, 1)) if counter.beside else ((STORED, 0), (0, 0)):
+            for how, early in ADDED if counter.beside else ALONE:
                 found = held(counter.program, rows, columns, how, 0)
                 if how and not (found.stored if how == SENT or not counter.beside else found.loaded):
                     continue

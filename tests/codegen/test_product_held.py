@@ -1,4 +1,4 @@
-"""What the exit of a product keeps in shared memory: every type and kind of operand against float64, on the PTX machine."""
+"""What the exit of a product keeps in shared memory: every type and kind of operand, through the PTX machine."""
 
 from __future__ import annotations
 
@@ -30,6 +30,11 @@ TILES = [
     GroupTiling(64, 64, 32, (1, 1), 3, rounded=1), GroupTiling(128, 64, 32, (2, 1), 3, rounded=1, spread=1, steps=2),
     GroupTiling(64, 128, 32, (1, 2), 3, rounded=1), GroupTiling(128, 96, 32, (2, 1), 3, rounded=1, early=1),
 ]  # fmt: skip
+
+
+def exact(x, dtype):
+    """What the units take of an operand, in float64."""
+    return tf32(x) if dtype == "float32" else x.astype(np.float64)
 
 
 def layer(x, w, b, r):
@@ -69,8 +74,7 @@ def test_several_matrices_and_results(tiling):
 def test_operands_that_are_arguments(dtype, held):
     m, k, n = 70, 136, 200
     x, w, r = (normal(*s, seed=i).astype(jnp.dtype(dtype)) for i, s in enumerate(((m, k), (k, n), (m, n))))
-    exact = tf32 if dtype == "float32" else np.float64
-    wanted = exact(x) @ exact(w) + r.astype(np.float64)
+    wanted = exact(x, dtype) @ exact(w, dtype) + r.astype(np.float64)
     item = 4 if dtype == "float32" else 2
     flight = int(item == 4)
     tilings = GroupTiling(64, 64, 128 // item, (1, 1), 3, flight), GroupTiling(128, 128, 128 // item, (2, 1), 3, flight)
@@ -84,8 +88,7 @@ def test_operands_that_are_arguments(dtype, held):
 def test_products_without_warp_groups_ask_early(dtype):
     """A prefetch for every 64 bytes of the added matrix in the tile, and the same results."""
     x, w, r = (normal(*s, seed=i).astype(jnp.dtype(dtype)) for i, s in enumerate(((70, 72), (72, 104), (70, 104))))
-    exact = tf32 if dtype == "float32" else np.float64
-    wanted = exact(x) @ exact(w) + r.astype(np.float64)
+    wanted = exact(x, dtype) @ exact(w, dtype) + r.astype(np.float64)
     tiling = Tiling(32, 64, 32, (2, 2, 1), 3, 1, early=1)
     found = run(lambda x, w, r: x @ w + r, (x, w, r), tiling)
     compare(found, [wanted], 3e-6 if dtype == "float32" else 3.2 * EPS[dtype])

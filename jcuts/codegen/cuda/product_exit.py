@@ -88,9 +88,10 @@ def finish(
             groups.append((far, down, first, kept, rows))
     emitter.plan(number for *_, rows in groups for *_, number in rows)
     for far, down, first, kept, rows in groups:
-        for n in sorted(set(kept[0]) - {0}) if keeper is not None else ():
-            for given, value in zip(kept, keeper.read(n - 1, down, first, len(kept)), strict=True):
-                emitter.give(given[n], value)
+        if keeper is not None:
+            for n in sorted(set(kept[0]) - {0}):
+                for given, value in zip(kept, keeper.read(n - 1, down, first, len(kept)), strict=True):
+                    emitter.give(given[n], value)
         guards = (
             Guard(Index.axis(ROWS) + down, None, left.extent - 1),
             Guard(Index.axis(COLUMNS) + first, None, right.extent - 1),
@@ -98,9 +99,9 @@ def finish(
         )
         frame.live = M.condition(frame, guards)
         store_all(emitter, [(buffer, address, value) for place, buffer, address, value in rows if place not in staged])
-        for place, mine in staged.items():
-            values = emitter.emit([number for at, _, _, number in rows if at == place])
-            keeper.write(mine, down, first, values)
+        if keeper is not None:
+            for place, mine in staged.items():
+                keeper.write(mine, down, first, emitter.emit([number for at, _, _, number in rows if at == place]))
 
 
 def _guarded(

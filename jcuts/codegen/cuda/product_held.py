@@ -175,4 +175,5 @@ def _fetch(builder: GpuBuilder, place: L.Value, source: L.Value, size: L.Value, 
 
 def _send(builder: GpuBuilder, target: L.Value, place: L.Value, size: L.Value) -> None:
     """Starts a bulk copy into global memory."""
-    asm(builder, "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;", VOID, [target, place, size], effects=True)
+    text = "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;"
+    asm(builder, text, VOID, [target, place, size], effects=True)

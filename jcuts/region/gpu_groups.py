@@ -113,7 +113,7 @@ def grouped(counter: GroupCounter, most: int = MOST, *, alike: bool = False) -> 
         scored.append((min(1.0, counter.least / cycles) * AGAIN ** seen.get(kind, 0), tiling))
         seen[kind] = seen.get(kind, 0) + 1
     chosen = sorted(scored, key=lambda found: -found[0])[:most]
-    for cycles, tiling in gpu_streams.best(counter, STREAMS if _can(counter) else 0):
+    for cycles, tiling in gpu_streams.best(counter, STREAMS if _enough(counter) else 0):
         yield tiling.of(counter.program), min(1.0, counter.least / cycles)
     for score, tiling in chosen:
         yield tiling.of(counter.program), score
@@ -130,7 +130,7 @@ def grouped(counter: GroupCounter, most: int = MOST, *, alike: bool = False) -> 
 
 def tilings(counter: GroupCounter) -> Iterator[GroupTiling]:
     """All schedules that fit the product and the multiprocessor."""
-    if not _can(counter):
+    if not _enough(counter):
         return
     for rows, columns, along in (*SHAPES, *((*NARROW, *(SHORT if counter.short else ())) if counter.rounded else ())):
         if rows >= 2 * counter.rows or columns >= 2 * counter.columns:
@@ -148,7 +148,7 @@ def tilings(counter: GroupCounter) -> Iterator[GroupTiling]:
                     yield tiling
 
 
-def _can(counter: GroupCounter) -> bool:
+def _enough(counter: GroupCounter) -> bool:
     """Whether the GPU has warp groups, and they have enough to do."""
     if counter.machine.capability != GROUPED:
         return False

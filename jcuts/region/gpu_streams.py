@@ -48,6 +48,8 @@ def streams(counter: GroupCounter) -> Iterator[tuple[float, GroupTiling]]:
     units = counter.batch * counter.rows * counter.columns * counter.terms / (counter.machine.sms * counter.unit)
     if counter.short or counter.moved / MEMORY < BOUND * units or counter.beside > 2:
         return
+    if not counter.beside and any(side.run != counter.terms for side in counter.sides):  # taps: the L2 cache decides
+        return
     for rows, columns, along in SHAPES:
         tiles = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns)
         if columns >= 2 * counter.columns or tiles < 2 * counter.machine.sms or not counter.whole(rows, columns):

@@ -47,7 +47,7 @@ class GroupShape(ProductShape):
     steps: int
     cached: bool
     push: bool
-    held: Held
+    held: Held = Held()
 
     @property
     def ahead(self) -> int:

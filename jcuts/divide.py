@@ -217,6 +217,7 @@ def _take_times(
     missing = [
         key for key, table in found.items()
         if table is None or database.missing(device, key[0], (key[1],), limit=limit)
+        or timing.to_slice(*key, (limit,), sorted(wanted[key]), database, device)
         or (with_library and not _own(table, key[1]) and LIBRARY not in database.remarks(device, *key))
     ]  # fmt: skip
     postponed = False
@@ -266,7 +267,9 @@ def _measured(
                 for precision in sorted(precisions):
                     for size in sizes_between(_only_cudnn(table), batch, _limit(settings), precision=precision):
                         timing.measured(convolution, size, database, measurer, policy="undivided", library=False)
-                found[convolution, batch] = database.table(device, convolution)
+                found[convolution, batch] = timing.measured_in_slices(
+                    convolution, batch, (_limit(settings),), sorted(precisions), database, measurer
+                )
             except JcutsError as error:
                 log.warning("%s, batch %d, is left to XLA: %s", convolution, batch, error.message)
                 found[convolution, batch] = None

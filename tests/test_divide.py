@@ -95,7 +95,7 @@ def test_every_convolution_of_a_training_step_is_divided(host_cudnn, cache_dir):
     host_cudnn.calls()
     close(fast(*args), step(*args))
     launched = [call for call in host_cudnn.calls() if "algorithm=" in call]
-    assert len(launched) == 10 and all("n=3 algorithm=2 math=0" in call for call in launched)
+    assert len(launched) == 10 and all("n=3 k=8 algorithm=2 math=0" in call for call in launched)
     text = str(report)
     assert "5 of 5 convolutions by cuDNN: workspaces of 120.0 KiB in all, 24.0 KiB at once" in text
     assert "front of" in text and "ffi_call" not in text.split("note:")[0]

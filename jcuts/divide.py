@@ -125,7 +125,7 @@ def divided(closed: jaxapi.Closed, settings: Settings, platform: str, *, may_mea
     if why := cudnn.unusable(platform):
         return Divided(closed, note=f"no convolution is divided: {why}")
     try:
-        device = timing.this_device(platform)
+        device = timing.this_device(platform, accuracy=settings.convolution_accuracy)
         postponed = _take_times(uses, settings, device, platform, may_measure and settings.tune == "auto")
         _choose(uses, settings)
     except (JcutsError, OSError) as error:  # no database, no device, no disk: XLA computes everything
@@ -260,7 +260,8 @@ def _measured(
     found: dict[tuple[Convolution, int], Table | None] = {}
     postponed = False
     library = settings.mode == "mixed"
-    with timing.Measurer(device, platform, asked=_limit(settings)) as measurer:
+    asked, accuracy = _limit(settings), settings.convolution_accuracy
+    with timing.Measurer(device, platform, asked=asked, accuracy=accuracy) as measurer:
         for (convolution, batch), precisions in todo.items():
             try:
                 table = timing.measured(convolution, batch, database, measurer, library=library)

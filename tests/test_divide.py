@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 
 import jax
@@ -13,14 +14,14 @@ from rich.console import Console
 import jcuts
 from jcuts import divide, pipeline
 from jcuts.base import knobs
-from jcuts.base.errors import WorkerFailed
+from jcuts.base.errors import CandidateRejected, WorkerFailed
 from jcuts.base.settings import Settings
 from jcuts.microbatch.benchmark import Found
 from jcuts.microbatch.convolution import Convolution
 from jcuts.microbatch.database import Database
 from jcuts.microbatch.table import Micro
 from jcuts.trace import jaxapi
-from jcuts.tune.convolutions import Measurer, measured, this_device
+from jcuts.tune.convolutions import Measurer, measured, measured_in_slices, this_device, to_slice
 from jcuts.xla import cudnn
 from jcuts.xla.convolutions import Site
 
@@ -302,6 +303,50 @@ def test_sizes_that_fill_the_limit_are_measured_too(host_cudnn, cache_dir, monke
     assert sizes == {1, 2, 3, 4}
 
 
+def test_what_slices_make_fit_is_measured_once(host_cudnn, cache_dir, monkeypatch):
+    def wide(x, w):
+        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NCHW", "OIHW", "NCHW"))
+
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((4, 2, 4, 4)).astype(np.float32)
+    w = rng.standard_normal((16, 2, 3, 3)).astype(np.float32)
+    (site,) = (s for s in divide.sites(jax.make_jaxpr(wide)(x, w)) if isinstance(s, Site))
+    device, database = this_device("cpu"), Database(cache_dir / "microbatch.sqlite")
+    transform = cudnn.algorithms("forward").index("cudnn/FFT")
+    for n in (1, 2, 4):  # one sample of the transform fits
+        micros = [Micro(n, "cudnn/IMPLICIT_GEMM", "tf32", 1.0 * n, 0),
+                  Micro(n, "cudnn/FFT", "tf32", 0.01 + 0.001 * n, n * transform * SPACE)]  # fmt: skip
+        database.record(device, site.convolution, n, micros)
+    closed, limit = jax.make_jaxpr(wide)(x, w), 2 * transform * SPACE - 1
+    settings, asked = Settings(mode="fusion", workspace_limit=limit), []
+    slices = Measurer.slices
+    monkeypatch.setattr(Measurer, "slices", lambda self, c, n, wanted: asked.append(n) or slices(self, c, n, wanted))
+    for _ in range(2):
+        divide._database.cache_clear()  # another process
+        (row,) = divide.divided(closed, settings, "cpu", may_measure=True).rows
+    assert asked == [2] and row.division == "2 x 2 cudnn/FFT/slices=2:tf32"  # two slices of 4 samples do not fit
+    assert row.undivided == 4.0 and row.workspace == transform * SPACE
+    remarks = Database(cache_dir / "microbatch.sqlite").remarks(device, site.convolution, 2)
+    assert remarks == {"slices": f"cudnn/FFT tf32 {limit}"}
+    host_cudnn.calls()
+    fast = jcuts.optimize(wide, mode="fusion", workspace_limit=limit, tune="cached")
+    close(fast(x, w), wide(x, w))
+    calls = [call for call in host_cudnn.calls() if "k=8 algorithm=4" in call]
+    assert len(calls) == 4
+
+
+def test_slices_that_fail_are_not_tried_again(host_cudnn, cache_dir, monkeypatch):
+    c = Convolution("forward", 2, 16, (4, 4), (3, 3))
+    device, database = this_device("cpu"), Database(None)
+    for n in (1, 2):
+        database.record(device, c, n, [Micro(n, "cudnn/FFT", "float32", 0.01, 1000 * n)])
+    monkeypatch.setattr(Measurer, "slices", lambda *_: (_ for _ in ()).throw(CandidateRejected("none runs", reason="x")))
+    with Measurer(device, "cpu", seconds=0.01) as measurer:
+        table = measured_in_slices(c, 2, (999,), ("float32",), database, measurer)
+    assert len(table.micros) == 2 and not to_slice(c, 2, (999,), ("float32",), database, device)
+    assert to_slice(c, 2, (998,), ("float32",), database, device)  # another limit is another question
+
+
 def test_a_crash_costs_one_algorithm(host_cudnn, cache_dir, monkeypatch):
     c = Convolution("forward", 2, 3, (6, 6), (3, 3))
     monkeypatch.setenv("FAKE_CUDNN_CRASH", "2")
@@ -385,9 +430,28 @@ def test_times_taken_otherwise_are_not_used(host_cudnn, cache_dir, monkeypatch):
     monkeypatch.setattr("jcuts.tune.convolutions.TIMING", 10**6)
     rows = divide.divided(closed, settings, "cpu", may_measure=False).rows
     assert {row.why for row in rows} == {divide.NOT_TIMED}
-    assert this_device("cpu", tolerance=60.0) != this_device("cpu")
+    assert this_device("cpu", accuracy="vendor") != this_device("cpu")
+    other = dataclasses.replace(settings, convolution_accuracy="vendor")
+    assert {row.why for row in divide.divided(closed, other, "cpu", may_measure=False).rows} == {divide.NOT_TIMED}
     with knobs.scope(cudnn_graphs=True):
         assert "in calls" in this_device("cpu").library  # the host has no graphs
+
+
+def test_calls_may_be_captured_unless_the_user_says_no(host_cudnn, cache_dir, monkeypatch):
+    args = arguments()
+    fill(net, *args)
+    closed, settings = jax.make_jaxpr(net)(*args), Settings(mode="fusion", tune="cached", workspace_limit=1 << 20)
+    asked, call_site = [], divide.call_site
+
+    def recorded(*args, graph, **more):
+        asked.append(graph)
+        return call_site(*args, graph=graph, **more)
+
+    monkeypatch.setattr(divide, "call_site", recorded)
+    for chosen in ({}, {"cudnn_graphs": False}):
+        with knobs.scope(**chosen):
+            divide.divided(closed, settings, "cpu", may_measure=False)
+    assert asked == [True] * 2 + [False] * 2
 
 
 @pytest.mark.parametrize("reason, later", [("memory", True), ("disk", True), ("timeout", False)])

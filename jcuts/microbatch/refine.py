@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from jcuts.microbatch import wr
@@ -92,12 +92,10 @@ def worth_slicing(
     for micros in _series(table, batch, precision).values():
         if micros[0].algorithm not in algorithms or len(micros) < 2:
             continue
-        first, last = micros[0], micros[-1]
-        sample = max(0.0, (last.workspace - first.workspace) / (last.batch - first.batch))
         for micro in micros:
             if micro.workspace <= limit or (micro.batch % table.unit and micro.batch != batch):
                 continue
-            own = min(float(micro.workspace), micro.batch * sample)
+            own = micro.batch * _per_sample(micro, micros)
             for position, s in enumerate(c.slices):
                 if (micro.workspace - own) / s + own * (images + (1 - images) / s) <= limit:
                     seconds = micro.seconds * (1 + (s - 1) * images) / micro.batch
@@ -105,6 +103,13 @@ def worth_slicing(
                         found[Slicing(micro, c.slices[position:], limit)] = seconds
                     break
     return tuple(sorted(found, key=lambda one: (found[one], one.text))[:MOST])
+
+
+def _per_sample(micro: Micro, micros: Sequence[Micro]) -> float:
+    """Bytes of a workspace that one more sample takes, from the largest size on; from half of it on at the largest."""
+    last = micros[-1]
+    other = min(micros[:-1], key=lambda m: abs(2 * m.batch - last.batch)) if micro is last else micro
+    return min(micro.workspace / micro.batch, max(0.0, (last.workspace - other.workspace) / (last.batch - other.batch)))
 
 
 def _series(table: Table, batch: int, precision: str | None) -> dict[tuple[str, str], list[Micro]]:

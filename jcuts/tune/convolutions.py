@@ -45,16 +45,14 @@ def database_path() -> Path:
     return knobs.current().cache_dir / "microbatch.sqlite"
 
 
-def this_device(platform: str, *, tolerance: float = 1.0) -> Device:
+def this_device(platform: str, *, accuracy: str = "exact") -> Device:
     """What times measured here are valid for: also how they are taken, and how exact algorithms must be.
 
-    Args: tolerance: a factor of `convolve.TOLERANCE`.  Raises: NativeError: no cuDNN.
+    Args: accuracy: of `settings.ACCURACIES`.  Raises: NativeError: no cuDNN.
     """
     method = "graphs" if _in_graphs(platform) else "calls"
-    library = (
-        f"cuDNN {cudnn.version()}, jaxlib {jaxlib.version.__version__}, timing {TIMING} in {method}, "
-        f"tolerance {tolerance:g}"
-    )
+    tolerance = {"exact": "tolerance 1"}.get(accuracy, f"accuracy {accuracy}")
+    library = f"cuDNN {cudnn.version()}, jaxlib {jaxlib.version.__version__}, timing {TIMING} in {method}, {tolerance}"
     if platform == "cpu":
         return Device("host", "none", library)
     try:
@@ -74,16 +72,16 @@ class Measurer:
 
     Args: device: what times are recorded for; platform: 'cpu' (a cuDNN on the host) or 'cuda'; limit: workspaces above
         this [B] are not measured; asked: no larger one [B] is worth freeing memory for; seconds: of measuring per batch
-        size; tolerance: as the device was made with.
+        size; accuracy: as the device was made with.
     Attributes: unwanted: algorithms with their maths ("cudnn/FFT tf32") that are not measured; whoever sets it records
         times that are not everything.
     """
 
     def __init__(
         self, device: Device, platform: str, *, limit: int | None = None, asked: int | None = None,
-        seconds: float = SECONDS, tolerance: float = 1.0,
+        seconds: float = SECONDS, accuracy: str = "exact",
     ) -> None:  # fmt: skip
-        self._device, self.limit, self.asked, self.seconds, self.tolerance = device, limit, asked, seconds, tolerance
+        self._device, self.limit, self.asked, self.seconds, self.accuracy = device, limit, asked, seconds, accuracy
         self._graphs = _in_graphs(platform)
         self.unwanted: frozenset[str] = frozenset()
         self.left_out: list[tuple[str, int, str, str]] = []
@@ -119,7 +117,7 @@ class Measurer:
         skip: list[str] = []
         while True:
             request = {
-                "op": "convolve", "limit": self.limit, "skip": skip, "tolerance": self.tolerance,
+                "op": "convolve", "limit": self.limit, "skip": skip, "accuracy": self.accuracy,
                 "graphs": self._graphs, **more,
             }  # fmt: skip
             answer = self._ask("measure", request, convolution, batch)

@@ -225,6 +225,24 @@ def test_descriptors_go_with_the_executable_and_handles_stay(host_cudnn):
     assert host_cudnn.alive() <= before
 
 
+@pytest.mark.parametrize("names, graph, captured", [
+    (["cudnn/GEMM"], True, True), (["cudnn/GEMM"], False, False),
+    (["cudnn/GEMM", "cudnn/FFT/launched"], True, False), (["cudnn/FFT/slices=2"], True, True),
+])  # fmt: skip
+def test_what_refused_to_be_captured_is_launched(host_cudnn, monkeypatch, names, graph, captured):
+    monkeypatch.setattr(cudnn, "ensure_registered", lambda _: None)
+    c = Convolution("forward", 3, 16, (7, 6), (3, 3), padding=((1, 1), (1, 1)))
+    chosen = Division.of(Micro(2, name, "float32", 1e-3, 0) for name in names)
+    result = np.zeros((2 * len(names), 16, 7, 6), np.float32)
+    x, w = np.zeros((2 * len(names), 3, 7, 6), np.float32), np.zeros((16, 3, 3, 3), np.float32)
+
+    def run(x, w):
+        return cudnn.call(c, chosen, (x, w), result, layer="l", orders=[order(c)] * 3, platform="cuda", graph=graph)
+
+    text = str(jax.make_jaxpr(run)(x, w))
+    assert (cudnn.GRAPH_TARGET in text) == captured and cudnn.TARGETS["cuda"] in text
+
+
 def test_threads_take_turns(host_cudnn):
     c = of("strided", "backward_filter")
     x, w, dy = arrays(c, 7)

@@ -2,13 +2,14 @@
 
     python benchmarks/gpu_microbatch_tables.py --out results --items steps --budget 200
     python benchmarks/gpu_microbatch_tables.py --out results --items deepbench --budget 150
-    python benchmarks/gpu_microbatch_tables.py --out results --items networks --budget 100
+    python benchmarks/gpu_microbatch_tables.py --out results --items chains --networks ResNet-50 --budget 100
     python benchmarks/gpu_microbatch_tables.py --out /tmp/x --dry-run      # no GPU: the tests' cuDNN, tiny shapes
 
-  steps      ResNet-18 and AlexNet forward and backward, every program in a process of its own: time, peak memory and
-             gradients of plain jax.jit, of single calls, of WR at 8, 64 and 512 MiB, of WD at WR's total
+  steps      AlexNet and ResNet-18 (--networks: any of the four) forward and backward, every program in a process of its
+             own: time, peak memory and gradients of plain jax.jit, of single calls, of WR, of WD at WR's total
   mixed      AlexNet once more with XLA's own convolutions as candidates, against plain jax.jit
   deepbench  94 forward convolutions at 4 times their batch within 64 MiB: float32 HIGHEST, TF32, half
+  chains     the convolutions of the same four as one program each: single calls, WR, WD, measured as wholes
   networks   AlexNet, ResNet-18, ResNet-50, DenseNet-40: sums of measured times, WR at three limits, WD at equal totals
 
 Needs jax[cuda13] and jcuts' native libraries (`make native`).  Every time goes into the database below --out and into
@@ -34,7 +35,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from benchmarks import microbatch_steps  # noqa: E402
+from benchmarks import microbatch_chains, microbatch_steps  # noqa: E402
 from benchmarks.gpu_microbatch import prepare  # noqa: E402
 from benchmarks.microbatch_models import gradients, inputs_of  # noqa: E402
 from benchmarks.microbatch_networks import training_step  # noqa: E402
@@ -44,7 +45,7 @@ BATCHES = {"ResNet-18": 128, "AlexNet": 256, "ResNet-50": 64, "DenseNet-40": 256
 MODES = {"float32": "float32 HIGHEST", "tf32": "TF32"}
 FAR = 4.0
 """An algorithm that takes this many times as long as the fastest of a size is not measured for smaller ones."""
-ITEMS = ("steps", "deepbench", "networks", "mixed")
+ITEMS = ("steps", "deepbench", "networks", "mixed", "chains")
 
 
 class Run:
@@ -108,7 +109,7 @@ class Run:
         """The table of a convolution with every size that can matter."""
         from jcuts.microbatch import wr
         from jcuts.microbatch.refine import sizes_between
-        from jcuts.tune.convolutions import measured
+        from jcuts.tune.convolutions import measured, measured_in_slices
 
         size, measurer.unwanted = batch, frozenset()
         while size:
@@ -124,6 +125,7 @@ class Run:
                 for size in sizes_between(table, batch, limit, precision=precision)[:1]:
                     table = measured(convolution, size, self.database, measurer, policy="undivided", library=False)
         measurer.unwanted = frozenset()
+        table = measured_in_slices(convolution, batch, limits, precisions, self.database, measurer)
         self.note(convolution)
         return table
 
@@ -172,9 +174,9 @@ def traced(name: str, batch: int, *, tiny: bool = True) -> Any:
     from jcuts.trace.inline import inline
     from jcuts.trace.simplify import simplify
 
-    model = name if name in ("ResNet-18", "AlexNet") else "AlexNet"
-    arguments = inputs_of(model, batch, tiny=tiny)
-    return divide.network_of(simplify(inline(jax.make_jaxpr(gradients(model, "highest"))(*arguments))), name)
+    arguments = inputs_of(name, batch, tiny=tiny)
+    step = gradients(name, "highest", tiny=tiny)
+    return divide.network_of(simplify(inline(jax.make_jaxpr(step)(*arguments))), name)
 
 
 def fill_network(run: Run, name: str, *, library: bool = False, spare: float = 20.0) -> tuple[Any, str]:
@@ -197,17 +199,19 @@ def fill_network(run: Run, name: str, *, library: bool = False, spare: float = 2
 
 
 # -- steps ----------------------------------------------------------------------------------------------------------
+MOST_PROGRAMS = ("WR", "single", "no limit", "plain", "WD", "WR at WD's largest")
 STEPS = {
-    ("ResNet-18", "float32"): (
-        "WR", "single", "no limit", "plain", "float64", "WD", "WR at WD's largest", "small", "large", "launched",
-        "no workspace",
-    ),
-    ("AlexNet", "tf32"): ("WR", "single", "no limit", "plain", "launched", "WD", "WR at WD's largest"),
-    ("ResNet-18", "tf32"): ("WR", "single", "no limit", "plain"),
-    ("AlexNet", "float32"): ("WR", "single", "no limit", "plain"),
+    ("AlexNet", "float32"): (*MOST_PROGRAMS, "float64"),
+    ("AlexNet", "tf32"): MOST_PROGRAMS,
+    ("ResNet-18", "float32"): (*MOST_PROGRAMS, "float64", "small", "large", "launched"),
+    ("ResNet-18", "tf32"): MOST_PROGRAMS[:4],
+    ("ResNet-50", "float32"): MOST_PROGRAMS,
+    ("ResNet-50", "tf32"): MOST_PROGRAMS[:4],
+    ("DenseNet-40", "float32"): MOST_PROGRAMS,
+    ("DenseNet-40", "tf32"): MOST_PROGRAMS[:4],
 }  # fmt: skip
 """Programs, the most important first."""
-SECOND = (("ResNet-18", "tf32"), ("AlexNet", "float32"))
+SECOND = tuple((name, "tf32") for name in BATCHES)
 """Their plain programs, for which XLA times algorithms on the device, come when everything else has run."""
 
 
@@ -217,6 +221,8 @@ def bases(run: Run, names: Sequence[str]) -> list[dict[str, Any]]:
     for name in names:
         for precision in run.options.precisions:
             for what in STEPS[name, precision]:
+                if run.options.programs and what not in run.options.programs:
+                    continue
                 made.append({
                     "id": f"{name}-{precision}-{len(made)}", "what": what, "network": name,
                     "batch": 4 if run.dry else BATCHES[name], "precision": precision, "dry": run.dry,
@@ -242,7 +248,6 @@ def specs_of(run: Run, network: Any, mine: Sequence[dict[str, Any]]) -> list[dic
         "WD": {"name": f"WD at WR's total of {text(total)}", "total": total},
         "WR at WD's largest": {"name": f"WR at WD's largest workspace of {text(peak)}", "limit": peak},
         "launched": {"name": f"WR {text(middle)}, launched one by one", "limit": middle, "launched": True},
-        "no workspace": {"name": "single calls, no workspace", "limit": 0, "single": True, "once": True},
         "float64": {"name": "float64", "once": True},
         "small": {"name": f"WR {text(small)}", "limit": small},
         "large": {"name": f"WR {text(large)}", "limit": large},
@@ -252,23 +257,30 @@ def specs_of(run: Run, network: Any, mine: Sequence[dict[str, Any]]) -> list[dic
 
 def steps(run: Run) -> Any:
     """Whole steps of two networks."""
-    names = run.options.networks or ("ResNet-18", "AlexNet")
+    names = run.options.networks or ("AlexNet", "ResNet-18")
     found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder, microbatch_steps.Race(bases(run, names), Path(folder)) as race:
+    whole: dict[str, Any] = {}
+    started = bases(run, names)
+    with tempfile.TemporaryDirectory() as folder, microbatch_steps.Race(started, Path(folder)) as race:
         later: list[dict[str, Any]] = []
-        started = bases(run, names)
+        networks_ = {}
         for name in names:
             network, why = fill_network(run, name, spare=50.0)
             if why:
                 found[name] = {"stopped": why}
                 continue
+            networks_[name] = network
             for precision in run.options.precisions:
                 mine = [base for base in started if (base["network"], base["precision"]) == (name, precision)]
-                specs = specs_of(run, network, mine)
-                # XLA times its algorithms while it compiles: not beside our own timing.
-                race.compile([spec for spec in specs if not spec.get("plain")])
-                later += [spec for spec in specs if spec.get("plain")]
-        second = [spec for spec in later if (spec["network"], spec["precision"]) in SECOND]
+                specs = specs_of(run, network, mine) if mine else []
+                # XLA times algorithms (of convolutions, of AlexNet's products) while it compiles: not beside our timing.
+                early = [spec for spec in specs if not spec.get("plain") and name != "AlexNet"]
+                race.compile(early)
+                later += [spec for spec in specs if spec not in early]
+        if "chains" in run.options.items:  # these compile in no time, and the steps compile meanwhile
+            for name, network in networks_.items():
+                chained(run, name, network, whole)
+        second = [s for s in later if s.get("plain") and (s["network"], s["precision"]) in SECOND]
         race.compile([spec for spec in later if spec not in second])
         finished(run, "steps", race, found)
         if second and run.left > 20:
@@ -292,7 +304,7 @@ def finished(run: Run, item: str, race: microbatch_steps.Race, found: dict[str, 
         row = found[f"{spec['network']}, batch {spec['batch']}, {MODES[spec['precision']]}"]
         for other in specs:
             same = (other["network"], other["precision"]) == (spec["network"], spec["precision"])
-            reference = other.get("plain") or other.get("float64") or other["what"] == "no workspace"
+            reference = other.get("plain") or other.get("float64")
             if same and reference and other is not spec and spec["name"] in row:
                 off = microbatch_steps.distances(race.folder, spec, other)
                 row[spec["name"]][f"gradients from {other['name']}"] = off
@@ -415,6 +427,31 @@ def networks(run: Run) -> Any:
     return found
 
 
+def chains(run: Run) -> Any:
+    """The convolutions of four networks as programs: WR, WD, single calls."""
+    found: dict[str, Any] = {}
+    for name in run.options.networks or tuple(BATCHES):
+        network, why = fill_network(run, name)
+        if why:
+            found[name] = {"stopped": why}
+            run.save("chains", found)
+            continue
+        chained(run, name, network, found)
+    return found
+
+
+def chained(run: Run, name: str, network: Any, found: dict[str, Any]) -> None:
+    """One network, whose kernels are timed, in every precision."""
+    for precision in run.options.precisions:
+        if run.left < 15:
+            break
+        uses = tuple(dataclasses.replace(use, precision=precision) for use in network.uses)
+        key = f"{name}, batch {network.uses[0].batch}, {MODES[precision]}"
+        found[key] = microbatch_chains.chains(run, dataclasses.replace(network, uses=uses), run.left - 10)
+        run.say("\n".join(microbatch_chains.lines(key, found[key])))
+        run.save("chains", found)
+
+
 def compared_network(run: Run, network: Any) -> dict[str, Any]:
     """WR at the limits, and WD at the total that WR takes there and at half of it."""
     from jcuts.base.errors import JcutsError
@@ -479,18 +516,19 @@ def main() -> int:
     parser.add_argument("--start", type=Path, help="tables.json of an earlier run on the same device")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "float16"], help="of DeepBench")
     parser.add_argument("--layers", nargs="+", type=int, help="rows of DeepBench; all of them by default")
-    parser.add_argument("--networks", nargs="+", choices=list(BATCHES), help="of steps and networks")
-    parser.add_argument("--precisions", nargs="+", choices=list(MODES), default=list(MODES), help="of steps")
+    parser.add_argument("--networks", nargs="+", choices=list(BATCHES), help="of steps, chains and networks")
+    parser.add_argument("--precisions", nargs="+", choices=list(MODES), default=list(MODES), help="of steps, chains")
+    parser.add_argument("--programs", nargs="+", help="of steps: WR, single, plain, ...; all of them by default")
     parser.add_argument("--dry-run", action="store_true", help="no GPU: the tests' cuDNN, tiny shapes")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("JCUTS_CUDNN_GRAPHS", "1")
     prepare(options.out, options.dry_run)
     run = Run(options)
     run.say(str(run.device))
-    work = {"steps": steps, "deepbench": deepbench, "networks": networks, "mixed": mixed}
+    work = {"steps": steps, "deepbench": deepbench, "networks": networks, "mixed": mixed, "chains": chains}
     failed = False
-    for item in options.items:
+    # Steps run the chains of their networks while they compile.
+    for item in [i for i in options.items if i != "chains" or "steps" not in options.items]:
         if run.left < 10:
             run.say(f"{item}: the budget was spent")
             continue

@@ -340,7 +340,11 @@ def test_slices_that_fail_are_not_tried_again(host_cudnn, cache_dir, monkeypatch
     device, database = this_device("cpu"), Database(None)
     for n in (1, 2):
         database.record(device, c, n, [Micro(n, "cudnn/FFT", "float32", 0.01, 1000 * n)])
-    monkeypatch.setattr(Measurer, "slices", lambda *_: (_ for _ in ()).throw(CandidateRejected("none runs", reason="x")))
+
+    def none(*_):
+        raise CandidateRejected("none runs", reason="x")
+
+    monkeypatch.setattr(Measurer, "slices", none)
     with Measurer(device, "cpu", seconds=0.01) as measurer:
         table = measured_in_slices(c, 2, (999,), ("float32",), database, measurer)
     assert len(table.micros) == 2 and not to_slice(c, 2, (999,), ("float32",), database, device)

@@ -92,6 +92,7 @@ def convolve(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
         series = [([(sliced(a, n), m) for n in numbers], limit) for a, m, numbers, limit in request["slices"]]
     share = float(request["seconds"]) / max(1, len(series))
     micros: list[dict[str, Any]] = []
+    timed: set[tuple[str, str]] = set()
     left_out: list[tuple[str, str]] = []
     lacking: list[int] = []
     with bench() as device:
@@ -106,11 +107,12 @@ def convolve(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
                 if label in skip:
                     left_out.append((label, "it crashed the measuring process"))
                     break
-                if any((m["algorithm"].removesuffix(cudnn.LAUNCHED), m["math"]) == (algorithm, math_name) for m in micros):
+                if (algorithm, math_name) in timed:
                     break
                 announce(label)
                 try:
                     micros.append(arena.measure(algorithm, math_name, limit, share))
+                    timed.add((algorithm, math_name))
                 except TooMuch as error:
                     left_out.append((label, str(error)))
                     continue

@@ -16,7 +16,7 @@ from typing import Any
 
 THREADS = 12
 """Programs that compile at once."""
-ROUNDS, CALLS = 3, 4
+ROUNDS, CALLS = 3, 3
 
 
 def text(size: int) -> str:

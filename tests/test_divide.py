@@ -21,6 +21,7 @@ from jcuts.microbatch.convolution import Convolution
 from jcuts.microbatch.database import Database
 from jcuts.microbatch.table import Micro
 from jcuts.trace import jaxapi
+from jcuts.tune import divisions
 from jcuts.tune.convolutions import Measurer, measured, measured_in_slices, this_device, to_slice
 from jcuts.xla import cudnn
 from jcuts.xla.convolutions import Site
@@ -294,7 +295,7 @@ def test_sizes_that_fill_the_limit_are_measured_too(host_cudnn, cache_dir, monke
         asked.append((batch, limit, precision))
         return (3,)
 
-    monkeypatch.setattr(divide, "sizes_between", between)
+    monkeypatch.setattr(divisions, "sizes_between", between)
     x, w = np.ones((4, 5, 5, 4), np.float32), np.ones((3, 3, 4, 4), np.float32)
     with knobs.scope(max_candidates=1):
         jcuts.optimize(layer, mode="fusion", workspace_limit=1 << 20, total_workspace=1 << 19)(x, w)
@@ -322,7 +323,7 @@ def test_what_slices_make_fit_is_measured_once(host_cudnn, cache_dir, monkeypatc
     slices = Measurer.slices
     monkeypatch.setattr(Measurer, "slices", lambda self, c, n, wanted: asked.append(n) or slices(self, c, n, wanted))
     for _ in range(2):
-        divide._database.cache_clear()  # another process
+        divisions._database.cache_clear()  # another process
         (row,) = divide.divided(closed, settings, "cpu", may_measure=True).rows
     assert asked == [2] and row.division == "2 x 2 cudnn/FFT/slices=2:tf32"  # two slices of 4 samples do not fit
     assert row.undivided == 4.0 and row.workspace == transform * SPACE
@@ -469,7 +470,7 @@ def test_what_is_nobody_s_fault_is_tried_again(host_cudnn, cache_dir, monkeypatc
     monkeypatch.setattr(Measurer, "_ask", lambda *_: failure)
     found = divide.divided(closed, Settings(workspace_limit=1 << 20), "cpu", may_measure=True)
     assert found.postponed == later and not found.rows[0].division
-    divide._database.cache_clear()  # another process
+    divisions._database.cache_clear()  # another process
     remarks = Database(cache_dir / "microbatch.sqlite").remarks(this_device("cpu"), site.convolution, BATCH)
     assert remarks == ({} if later else {"xla": "as the test asked"})
 
@@ -485,7 +486,7 @@ def test_a_library_that_fails_is_asked_once(host_cudnn, cache_dir, monkeypatch):
     x, w = np.ones((BATCH, 5, 5, 2), np.float32), np.ones((3, 3, 2, 2), np.float32)
     closed = jax.make_jaxpr(layer)(x, w)
     for _ in range(2):
-        divide._database.cache_clear()  # another process
+        divisions._database.cache_clear()  # another process
         found = divide.divided(closed, Settings(workspace_limit=1 << 20), "cpu", may_measure=True)
         assert "not timed" in found.rows[0].why
     assert asked == [BATCH]
@@ -501,7 +502,7 @@ def test_what_lacked_memory_is_measured_again_where_it_fits_the_limit(host_cudnn
     call = Measurer.__call__
     monkeypatch.setattr(Measurer, "__call__", lambda self, c, n: asked.append(n) or call(self, c, n))
     for limit, settled in ((999, True), (1000, False)):
-        divide._database.cache_clear()
+        divisions._database.cache_clear()
         asked.clear()
         settings = Settings(mode="fusion", workspace_limit=limit)
         divide.divided(closed, settings, "cpu", may_measure=True)
@@ -520,7 +521,7 @@ def test_what_another_process_kept_from_being_timed_is_timed_later(host_cudnn, c
 
     monkeypatch.setattr(pipeline, "_unusable", lambda _: "no compiler")
     with monkeypatch.context() as patch:
-        patch.setattr(divide, "measuring_lock", lambda **_: contextlib.nullcontext(False))
+        patch.setattr(divisions, "measuring_lock", lambda **_: contextlib.nullcontext(False))
         assert planned().postponed
     report = planned()
     assert not report.postponed and report.divisions[0].xla_seconds is not None

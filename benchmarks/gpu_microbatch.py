@@ -222,7 +222,7 @@ def conv2(run: Run, kind: str = "forward") -> tuple[Any, int]:
     from jcuts.microbatch.convolution import Convolution
 
     if run.options.dry_run:
-        return Convolution(kind, 4, 8, (7, 7), (5, 5), padding=((2, 2), (2, 2))), 8
+        return Convolution(kind, 4, 16, (7, 7), (5, 5), padding=((2, 2), (2, 2))), 8
     return Convolution(kind, 64, 192, (27, 27), (5, 5), padding=((2, 2), (2, 2))), 256
 
 

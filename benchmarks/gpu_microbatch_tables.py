@@ -125,7 +125,8 @@ class Run:
                 for size in sizes_between(table, batch, limit, precision=precision)[:1]:
                     table = measured(convolution, size, self.database, measurer, policy="undivided", library=False)
         measurer.unwanted = frozenset()
-        table = measured_in_slices(convolution, batch, limits, precisions, self.database, measurer)
+        most = 3 if len(limits) == 1 else 1
+        table = measured_in_slices(convolution, batch, limits, precisions, self.database, measurer, most=most)
         self.note(convolution)
         return table
 
@@ -383,6 +384,8 @@ def compared(table: Any, batch: int, limit: int, precision: str) -> dict[str, An
     best = wr.divide(table, batch, limit, precision=precision) if one is not None else None
     row = {"single": description(one), "divided": description(best), "no limit": description(free)}
     if one is not None and best is not None and free is not None:
+        pieces = wr.divide(microbatch_chains.whole(table), batch, limit, precision=precision)
+        row |= {"gain of pieces only": one.ticks / pieces.ticks}
         row |= {"gain": one.ticks / best.ticks, "lost": one.ticks / free.ticks, "left": best.ticks / free.ticks}
     return row
 
@@ -400,6 +403,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
     return {
         "layers": len(rows), "compared": len(gains), "largest": gains[-1], "mean": sum(gains) / len(gains),
+        "mean of pieces only": sum(row["gain of pieces only"] for row in rows if "gain" in row) / len(gains),
         "geometric mean": mean(gains), "above 1.05": sum(g > 1.05 for g in gains),
         "quartiles": [gains[len(gains) * k // 4] for k in (1, 2, 3)],
         "layers that the limit costs over 5%": len(hit), "their mean gain": mean([row["gain"] for row in hit]),

@@ -21,7 +21,7 @@ from jcuts.base.errors import CandidateRejected, WorkerFailed
 from jcuts.microbatch.benchmark import Found, benchmark
 from jcuts.microbatch.convolution import Convolution
 from jcuts.microbatch.database import MEMORY, Database, Device
-from jcuts.microbatch.refine import Slicing, worth_slicing
+from jcuts.microbatch.refine import MOST, Slicing, worth_slicing
 from jcuts.microbatch.table import Micro, Table
 from jcuts.tune.convolve import TIMING
 from jcuts.tune.pool import Pool
@@ -201,14 +201,17 @@ def measured(
 
 def to_slice(
     convolution: Convolution, batch: int, limits: Iterable[int], precisions: Iterable[str], database: Database,
-    device: Device,
+    device: Device, *, most: int = MOST,
 ) -> dict[int, list[Slicing]]:  # fmt: skip
-    """Size -> algorithms that slices of the outputs may bring below a limit, and that nobody tried there."""
+    """Size -> algorithms that slices of the outputs may bring below a limit, and that nobody tried there.
+
+    Args: most: per limit and precision, the most promising ones.
+    """
     table, names = database.table(device, convolution), cudnn.transforms(convolution.kind)
     names += tuple(name + cudnn.LAUNCHED for name in names)
     found: dict[int, list[Slicing]] = {}
     for limit, precision in itertools.product(limits, precisions):
-        for one in worth_slicing(table, batch, limit, algorithms=names, precision=precision):
+        for one in worth_slicing(table, batch, limit, algorithms=names, precision=precision)[:most]:
             mine = found.setdefault(one.micro.batch, [])
             tried = database.remarks(device, convolution, one.micro.batch).get(SLICED, "").split(";")
             if one not in mine and one.text not in tried:
@@ -218,14 +221,14 @@ def to_slice(
 
 def measured_in_slices(
     convolution: Convolution, batch: int, limits: Sequence[int], precisions: Sequence[str], database: Database,
-    measurer: Measurer,
+    measurer: Measurer, *, most: int = MOST,
 ) -> Table:  # fmt: skip
     """Everything about one convolution, after measuring what `to_slice` names.
 
     Raises: as `Measurer`, where later may be better; otherwise what fails is not tried again.
     """
     device = measurer.device
-    for size, wanted in to_slice(convolution, batch, limits, precisions, database, device).items():
+    for size, wanted in to_slice(convolution, batch, limits, precisions, database, device, most=most).items():
         try:
             made = measurer.slices(convolution, size, wanted)
         except CandidateRejected as error:

@@ -25,8 +25,6 @@ import dataclasses
 import json
 import math
 import sys
-import tempfile
-import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,312 +32,15 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from benchmarks import microbatch_chains, microbatch_steps  # noqa: E402
+from benchmarks import microbatch_chains  # noqa: E402
 from benchmarks.gpu_microbatch import prepare  # noqa: E402
-from benchmarks.microbatch_models import gradients, inputs_of  # noqa: E402
-from benchmarks.microbatch_networks import training_step  # noqa: E402
+from benchmarks.microbatch_chains import text  # noqa: E402
+from benchmarks.microbatch_run import BATCHES, MODES, Run, chained, description, fill_network  # noqa: E402
+from benchmarks.microbatch_whole import mixed, steps  # noqa: E402
 
-MIB = 1 << 20
-BATCHES = {"ResNet-18": 128, "AlexNet": 256, "ResNet-50": 64, "DenseNet-40": 256}
-MODES = {"float32": "float32 HIGHEST", "tf32": "TF32"}
-FAR = 4.0
-"""An algorithm that takes this many times as long as the fastest of a size is not measured for smaller ones."""
 ITEMS = ("steps", "deepbench", "networks", "mixed", "chains")
 
 
-class Run:
-    """What the items share: time left, the database, what is written."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        from jcuts.microbatch.database import Database
-        from jcuts.tune.convolutions import database_path, this_device
-
-        self.options, self.start, self.out = options, time.monotonic(), options.out
-        self.dry: bool = options.dry_run
-        self.platform = "cpu" if self.dry else "cuda"
-        self.limits = (8 << 10, 64 << 10, 512 << 10) if self.dry else (8 * MIB, 64 * MIB, 512 * MIB)
-        self.database, self.device = Database(database_path()), this_device(self.platform)
-        self.kernels: dict[str, Any] = {}
-        self.left_out: list[Any] = []
-        if options.start:
-            self.take(json.loads(options.start.read_text(encoding="utf-8")))
-        for entry in self.database.entries():
-            if entry.device == self.device and entry.convolution.key not in self.kernels:
-                self.note(entry.convolution)
-
-    @property
-    def left(self) -> float:
-        """Seconds until the budget is spent."""
-        return self.options.budget - (time.monotonic() - self.start)
-
-    def save(self, name: str, found: Any) -> None:
-        """Writes one item as it is."""
-        head = {"device": str(self.device), "dry_run": self.dry, "seconds": round(time.monotonic() - self.start, 1)}
-        partial = self.out / f"{name}.json.new"
-        indent = None if name == "tables" else 1
-        partial.write_text(json.dumps({**head, name: found}, indent=indent, default=str) + "\n", encoding="utf-8")
-        partial.replace(self.out / f"{name}.json")
-
-    def say(self, text: str) -> None:
-        """One line of progress."""
-        print(f"[{time.monotonic() - self.start:6.1f} s] {text}", flush=True)
-
-    def save_tables(self) -> None:
-        """Writes every time of this run, and those of earlier runs with the same --out."""
-        self.save("tables", list(self.kernels.values()))
-
-    def take(self, data: dict[str, Any]) -> None:
-        """Times of an earlier run on the same device and libraries."""
-        from jcuts.microbatch.convolution import Convolution
-        from jcuts.microbatch.table import Micro
-
-        if data["device"] != str(self.device):
-            self.say(f"times of {data['device']} are not used on {self.device}")
-            return
-        for row in data["tables"]:
-            convolution = Convolution.from_json(row["convolution"])
-            for size, micros in row["sizes"].items():
-                made = [Micro(int(size), *micro) for micro in micros]
-                self.database.record(self.device, convolution, int(size), made)
-            self.note(convolution)
-
-    def fill(
-        self, measurer: Any, convolution: Any, batch: int, limits: Sequence[int], precisions: Sequence[str]
-    ) -> Any:
-        """The table of a convolution with every size that can matter."""
-        from jcuts.microbatch import wr
-        from jcuts.microbatch.refine import sizes_between
-        from jcuts.tune.convolutions import measured, measured_in_slices
-
-        size, measurer.unwanted = batch, frozenset()
-        while size:
-            table = measured(convolution, size, self.database, measurer, policy="undivided", library=False)
-            best = [wr.undivided(table, size, precision=p) for p in precisions]
-            if all(one is None or one.workspace <= min(limits) for one in best) and any(best):
-                break
-            lacking = self.database.remarks(self.device, convolution, size)
-            measurer.unwanted = frozenset() if lacking else slow(table, size, precisions)
-            size = size // 2 // convolution.unit * convolution.unit
-        for limit in limits if size < batch else ():
-            for precision in precisions:
-                for size in sizes_between(table, batch, limit, precision=precision)[:1]:
-                    table = measured(convolution, size, self.database, measurer, policy="undivided", library=False)
-        measurer.unwanted = frozenset()
-        most = 3 if len(limits) == 1 else 1
-        table = measured_in_slices(convolution, batch, limits, precisions, self.database, measurer, most=most)
-        self.note(convolution)
-        return table
-
-    def note(self, convolution: Any) -> None:
-        """Keeps a convolution's times for ``tables.json``."""
-        sizes: dict[int, list[Any]] = {}
-        for m in self.database.table(self.device, convolution).micros:
-            sizes.setdefault(m.batch, []).append([m.algorithm, m.math, m.seconds, m.workspace])
-        self.kernels[convolution.key] = {"convolution": convolution.to_json(), "sizes": sizes}
-
-    def measurer(self) -> Any:
-        """One measuring process."""
-        from jcuts.tune.convolutions import Measurer
-
-        # Whoever looks for larger workspaces than the largest limit looks for a bound, not for a division.
-        return Measurer(self.device, self.platform, asked=max(self.limits), seconds=self.options.seconds)
-
-
-def slow(table: Any, size: int, precisions: Sequence[str]) -> frozenset[str]:
-    """Algorithms that are far from the fastest of a size at every precision, or do not run: not measured for less."""
-    from jcuts.microbatch.convolution import MATHS
-    from jcuts.xla import cudnn
-
-    kept: set[str] = set()
-    for precision in precisions:
-        mine = [m for m in table.candidates(size, precision=precision) if m.batch == size]
-        best = min((m.seconds for m in mine), default=0.0)
-        kept |= {f"{m.algorithm.removesuffix(cudnn.LAUNCHED)} {m.math}" for m in mine if m.seconds <= FAR * best}
-    every = {f"{a} {m}" for a in cudnn.algorithms(table.convolution.kind) for m in MATHS[table.convolution.dtype]}
-    return frozenset(every - kept)
-
-
-def kernels_of(run: Run, name: str) -> Any:
-    """The network, and its distinct convolutions."""
-    network = training_step(name, BATCHES[name])
-    if run.dry:
-        network = traced(name, 4)
-    return network, list({use.convolution.key: use for use in network.uses}.values())
-
-
-def traced(name: str, batch: int, *, tiny: bool = True) -> Any:
-    """The convolutions of a step, from its jaxpr."""
-    import jax
-
-    from jcuts import divide
-    from jcuts.trace.inline import inline
-    from jcuts.trace.simplify import simplify
-
-    arguments = inputs_of(name, batch, tiny=tiny)
-    step = gradients(name, "highest", tiny=tiny)
-    return divide.network_of(simplify(inline(jax.make_jaxpr(step)(*arguments))), name)
-
-
-def fill_network(run: Run, name: str, *, library: bool = False, spare: float = 20.0) -> tuple[Any, str]:
-    """A network with all its times, or why not."""
-    from jcuts.tune.convolutions import measured
-
-    network, uses = kernels_of(run, name)
-    with run.measurer() as measurer:
-        for done, use in enumerate(uses):
-            if run.left < spare:
-                run.save_tables()
-                return network, f"the budget was spent after {done} of {len(uses)} kernels"
-            run.fill(measurer, use.convolution, use.batch, run.limits, tuple(MODES))
-            if library:
-                measured(use.convolution, use.batch, run.database, measurer, policy="undivided")
-        run.left_out += measurer.left_out
-    run.save_tables()
-    run.say(f"{name}: {len(uses)} distinct kernels are timed")
-    return network, ""
-
-
-# -- steps ----------------------------------------------------------------------------------------------------------
-MOST_PROGRAMS = ("WR", "single", "no limit", "plain", "WD", "WR at WD's largest")
-STEPS = {
-    ("AlexNet", "float32"): MOST_PROGRAMS,
-    ("AlexNet", "tf32"): MOST_PROGRAMS,
-    ("ResNet-18", "float32"): (*MOST_PROGRAMS, "small", "large", "float64", "launched"),
-    ("ResNet-18", "tf32"): MOST_PROGRAMS[:4],
-    ("ResNet-50", "float32"): MOST_PROGRAMS,
-    ("ResNet-50", "tf32"): MOST_PROGRAMS[:4],
-    ("DenseNet-40", "float32"): MOST_PROGRAMS,
-    ("DenseNet-40", "tf32"): MOST_PROGRAMS[:4],
-}  # fmt: skip
-"""Programs, the most important first."""
-SECOND = tuple((name, "tf32") for name in BATCHES)
-"""Their plain programs, for which XLA times algorithms on the device, come when everything else has run."""
-
-
-def bases(run: Run, names: Sequence[str]) -> list[dict[str, Any]]:
-    """What is known of all programs before anything is timed."""
-    made = []
-    for name in names:
-        for precision in run.options.precisions:
-            for what in STEPS[name, precision]:
-                if run.options.programs and what not in run.options.programs:
-                    continue
-                made.append({
-                    "id": f"{name}-{precision}-{len(made)}", "what": what, "network": name,
-                    "batch": 4 if run.dry else BATCHES[name], "precision": precision, "dry": run.dry,
-                    "float64": what == "float64",
-                })  # fmt: skip
-    return made
-
-
-def specs_of(run: Run, network: Any, mine: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The programs of a network, which is timed, in one precision."""
-    from jcuts.microbatch.analysis import analyse
-
-    small, middle, large = run.limits
-    uses = tuple(dataclasses.replace(use, precision=mine[0]["precision"]) for use in network.uses)
-    network = dataclasses.replace(network, uses=uses)
-    total = analyse(network, run.database, run.device, limit=middle).total
-    peak = max(row.division.workspace for row in analyse(network, run.database, run.device, total=total).rows)
-    known: dict[str, dict[str, Any]] = {
-        "plain": {"name": "plain jax.jit", "plain": True},
-        "WR": {"name": f"WR {text(middle)}", "limit": middle},
-        "single": {"name": f"single calls, {text(middle)}", "limit": middle, "single": True},
-        "no limit": {"name": "single calls, no limit", "limit": microbatch_steps.NO_LIMIT, "single": True},
-        "WD": {"name": f"WD at WR's total of {text(total)}", "total": total},
-        "WR at WD's largest": {"name": f"WR at WD's largest workspace of {text(peak)}", "limit": peak},
-        "launched": {"name": f"WR {text(middle)}, launched one by one", "limit": middle, "launched": True},
-        "float64": {"name": "float64", "once": True},
-        "small": {"name": f"WR {text(small)}", "limit": small},
-        "large": {"name": f"WR {text(large)}", "limit": large},
-    }
-    return [{**base, **known[base["what"]]} for base in mine]
-
-
-def steps(run: Run) -> Any:
-    """Whole steps of two networks."""
-    names = run.options.networks or ("AlexNet", "ResNet-18")
-    found: dict[str, Any] = {}
-    whole: dict[str, Any] = {}
-    started = bases(run, names)
-    with tempfile.TemporaryDirectory() as folder, microbatch_steps.Race(started, Path(folder)) as race:
-        later: list[dict[str, Any]] = []
-        networks_ = {}
-        for name in names:
-            network, why = fill_network(run, name, spare=50.0)
-            if why:
-                found[name] = {"stopped": why}
-                continue
-            networks_[name] = network
-            for precision in run.options.precisions:
-                mine = [base for base in started if (base["network"], base["precision"]) == (name, precision)]
-                specs = specs_of(run, network, mine) if mine else []
-                # XLA times convolutions and AlexNet's products while it compiles: not beside our own timing.
-                early = [spec for spec in specs if not spec.get("plain") and name != "AlexNet"]
-                race.compile(early)
-                later += [spec for spec in specs if spec not in early]
-        if "chains" in run.options.items:  # these compile in no time, and the steps compile meanwhile
-            for name, network in networks_.items():
-                chained(run, name, network, whole)
-        second = [s for s in later if s.get("plain") and (s["network"], s["precision"]) in SECOND]
-        race.compile([spec for spec in later if spec not in second])
-        finished(run, "steps", race, found)
-        if second and run.left > 20:
-            race.compile(second)
-            finished(run, "steps", race, found)
-    return found
-
-
-def finished(run: Run, item: str, race: microbatch_steps.Race, found: dict[str, Any]) -> Any:
-    """Runs what is compiled or compiling, then compares gradients."""
-    now = time.monotonic()
-    specs = list(race.specs.values())
-    left = run.left - 0.1 * len(specs)
-    for spec, answer in race.run(ready=now + max(5.0, left - 1.2 * race.waiting), end=now + max(8.0, left)):
-        row = found.setdefault(f"{spec['network']}, batch {spec['batch']}, {MODES[spec['precision']]}", {})
-        row[spec["name"]] = answer
-        shown = {k: answer[k] for k in ("seconds", "peak bytes", "error") if k in answer}
-        run.say(f"{spec['network']} {spec['precision']} {spec['name']}: {shown}")
-        run.save(item, found)
-    for spec in specs:
-        row = found[f"{spec['network']}, batch {spec['batch']}, {MODES[spec['precision']]}"]
-        for other in specs:
-            same = (other["network"], other["precision"]) == (spec["network"], spec["precision"])
-            reference = other.get("plain") or other.get("float64")
-            if same and reference and other is not spec and spec["name"] in row:
-                off = microbatch_steps.distances(race.folder, spec, other)
-                row[spec["name"]][f"gradients from {other['name']}"] = off
-    run.save(item, found)
-    return found
-
-
-def mixed(run: Run) -> Any:
-    """AlexNet with XLA's own convolutions as candidates: never slower than them."""
-    from jcuts.microbatch import wr
-    from jcuts.xla.convolutions import LIBRARY
-
-    name = "AlexNet"
-    network, why = fill_network(run, name, library=True, spare=40.0)
-    if why:
-        return {"stopped": why}
-    rows = []
-    for use in {use.convolution.key: use for use in network.uses}.values():
-        table = run.database.table(run.device, use.convolution)
-        own = dataclasses.replace(table, micros=tuple(m for m in table.micros if m.algorithm == LIBRARY))
-        for precision in MODES:
-            one = wr.undivided(own, use.batch, precision=precision)
-            rows.append([str(use.convolution), precision, description(one)])
-    specs = []
-    for precision in run.options.precisions:
-        base = {"network": name, "batch": network.uses[0].batch, "precision": precision, "dry": run.dry}
-        for what, more in {"plain jax.jit": {"plain": True}, "mixed": {"limit": run.limits[1], "mixed": True}}.items():
-            specs.append({**base, **more, "name": what, "what": what, "id": f"mixed-{precision}-{len(specs)}"})
-    with tempfile.TemporaryDirectory() as folder, microbatch_steps.Race(specs, Path(folder)) as race:
-        race.compile(specs)
-        return {**finished(run, "mixed", race, {}), "XLA's own": rows}
-
-
-# -- tables ---------------------------------------------------------------------------------------------------------
 def deepbench(run: Run) -> Any:
     """The 94 layers at 4 times their batch: best single calls, with and without the limit, and the best division."""
     from jcuts.base.errors import JcutsError
@@ -444,18 +145,6 @@ def chains(run: Run) -> Any:
     return found
 
 
-def chained(run: Run, name: str, network: Any, found: dict[str, Any]) -> None:
-    """One network, whose kernels are timed, in every precision."""
-    for precision in run.options.precisions:
-        if run.left < 15:
-            break
-        uses = tuple(dataclasses.replace(use, precision=precision) for use in network.uses)
-        key = f"{name}, batch {network.uses[0].batch}, {MODES[precision]}"
-        found[key] = microbatch_chains.chains(run, dataclasses.replace(network, uses=uses), run.left - 10)
-        run.say("\n".join(microbatch_chains.lines(key, found[key])))
-        run.save("chains", found)
-
-
 def compared_network(run: Run, network: Any) -> dict[str, Any]:
     """WR at the limits, and WD at the total that WR takes there and at half of it."""
     from jcuts.base.errors import JcutsError
@@ -486,17 +175,6 @@ def compared_network(run: Run, network: Any) -> dict[str, Any]:
                 entry[f"WD at {share:g} of that sum"] = error.message[:200]
         row[text(limit)] = entry
     return row
-
-
-# -- what they share ------------------------------------------------------------------------------------------------
-def text(size: int) -> str:
-    """A number of bytes, short."""
-    return f"{size / MIB:.3g} MiB" if size >= MIB else f"{size / 1024:.3g} KiB"
-
-
-def description(division: Any) -> list[Any] | None:
-    """A division as JSON: its parts, seconds, workspace."""
-    return None if division is None else [str(division), division.seconds, division.workspace]
 
 
 def reduced(run: Run, layer: Any) -> tuple[Any, int]:

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from benchmarks import gpu_microbatch_tables, microbatch_chains, microbatch_offline
-from benchmarks.gpu_microbatch_tables import BATCHES, traced
 from benchmarks.microbatch_models import gradients, inputs_of
 from benchmarks.microbatch_networks import Modelled, training_step
+from benchmarks.microbatch_run import BATCHES, traced
 from jcuts.microbatch.database import Database
 
 ROOT = Path(__file__).resolve().parents[2]

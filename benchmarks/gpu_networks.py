@@ -7,7 +7,8 @@
     python benchmarks/gpu_networks.py --out dry --dry MobileNetV2:2:closed   # small networks on this CPU: finds typos
 
 Every network runs in a process of its own, with its weights as arguments or closed over; all programs take turns.
-`step` waits for every call, `stream` only for the last of many.  Errors are against XLA at the highest precision.
+`step` waits for every call, `stream` only for the last of many.  Errors are against float64, in the first rows
+of the batch.
 With `--proof` a second process, which finds the tuning database, shows what a warm start costs and what the CUDA
 graphs hold.  The tuning database stays in the output folder: a run that was cut goes on there.
 """
@@ -34,13 +35,21 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+import network_counts  # noqa: E402
+
 NETWORKS = ("MobileNetV2", "ResNet50", "DenseNet121", "InceptionV3", "bert")
 FORMS = ("closed", "args")
 DEFAULT = [f"{name}:{batch}:{form}" for name in NETWORKS for batch in ((1, 8) if name == "bert" else (1, 64))
            for form in FORMS]  # fmt: skip
 ROUNDS = 15
 STREAM = 20
-DRY = {"size": 96, "bert": {"layers": 2, "width": 64, "heads": 4, "length": 32, "vocabulary": 100}}
+DRY: dict[str, Any] = {
+    "size": 96, "bert": {"layers": 2, "width": 64, "heads": 4, "length": 32, "vocabulary": 100},
+    "octave": {"size": 8, "channels": 16}, "shift_conv": {"size": 6, "channels": 36, "expansion": 1},
+}  # fmt: skip
+"""Smaller sizes for a run that only finds typos: of images, and of the programs that are no keras network."""
+EXACT = 4
+"""Rows of the batch whose float64 results are computed."""
 
 
 def workload(spec: str, dry: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -49,8 +58,9 @@ def workload(spec: str, dry: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]
 
     name, count, form, dtype = parts(spec)
     closed = form == "closed"
-    if name == "bert":
-        return workloads.bert(count, closed=closed, **(DRY["bert"] if dry else {}))
+    if name in DRY and name != "size":
+        more = {} if name == "bert" else {"dtype": dtype}
+        return getattr(workloads, name)(count, closed=closed, **more, **(DRY[name] if dry else {}))
     return workloads.network(name, count, closed=closed, dtype=dtype, size=DRY["size"] if dry else None)
 
 
@@ -71,8 +81,11 @@ def named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 # -- one network ----------------------------------------------------------------------------------------------------
-def measure(spec: str, out: Path, dry: bool, seconds: float) -> dict[str, Any]:
-    """Tunes and times one network in one calling form; what is known so far is written as it comes."""
+def measure(spec: str, out: Path, dry: bool, seconds: float, prefix: str = "") -> dict[str, Any]:
+    """Tunes and times one network in one calling form; what is known so far is written as it comes.
+
+    Args: prefix: of the files' names.
+    """
     import jax
 
     import jcuts
@@ -98,33 +111,68 @@ def measure(spec: str, out: Path, dry: bool, seconds: float) -> dict[str, Any]:
     assert decision is not None  # it has just been called
     row |= {"decision": decision.to_dict(), "kernels": report.kernels, "stages": report.seconds,
             "notes": list(report.notes), "subsets": [subset_row(s) for s in report.subsets]}  # fmt: skip
-    (out / f"{label(spec)}.txt").write_text(str(report))
+    (out / f"{prefix}{label(spec)}.txt").write_text(str(report))
     note(f"{spec}: first call {row['first_call_seconds']:.1f} s; {decision.chosen}: {decision.reason}")
-    save(out, row)
+    save(out, row, prefix)
     competing = ours.programs(*args)
     # The guard's own programs where they are at hand: compiled already, and the very ones that it chose between.
     sides = {"jcuts": ours, "plain": competing.get("xla") or jax.jit(fn),
              "flags": competing.get(f"xla:{option}") or jax.jit(fn, compiler_options=row["flags"] or None)}  # fmt: skip
     calls = {side: functools.partial(call, *args) for side, call in sides.items()}
     row["times"] = timed(calls, seconds)
-    save(out, row)
-    with jax.default_matmul_precision("highest"):
-        exact = jax.jit(named(fn, "highest"), compiler_options=None if dry else forms.LEAN)
-        want = jax.tree.leaves(exact(*args))
-    row["errors"] = {name: error_of(jax.tree.leaves(call()), want) for name, call in calls.items()}
+    save(out, row, prefix)
+    closed = network_counts.traced(fn, args)
+    row["counts"] = network_counts.summary(closed, row["device"])
+    row["shares"] = network_counts.shares_of(ours, args, closed, platform)
+    want, against = reference(spec, fn, args, dry)
+    row["errors"] = {name: error_of(first_rows(call(), want), want) for name, call in calls.items()}
+    row["errors_against"] = against
     row["launches"] = launches(calls["jcuts"])
     row["device_kernels"] = {}
     for name in ("flags", "jcuts"):
         try:
-            row["device_kernels"][name] = profiled(calls[name], out / "profile")
+            row["device_kernels"][name] = profiled(calls[name], out / f"profile_{label(spec)}")
         except Exception as error:
             note(f"no profile of {name}: {type(error).__name__}: {error}")
     return row | {"finished": True}
 
 
-def save(out: Path, row: dict[str, Any]) -> None:
+def reference(spec: str, fn: Callable[..., Any], args: tuple[Any, ...], dry: bool) -> tuple[list[Any], str]:
+    """Exact results of the first rows of the batch (rows do not depend on each other), and how they were computed.
+
+    In float64, every number widened; where that cannot be had, XLA at the highest precision.
+    """
+    import jax
+
+    from jcuts import forms
+
+    name, batch, *rest = spec.split(":")
+    few = ":".join((name, str(min(batch_of(spec), EXACT)), *rest))
+    small, inputs = (fn, args) if str(batch) == few.split(":")[1] else workload(few, dry)
+    judge = forms.Exact(network_counts.traced(small, inputs), jax.tree.leaves(inputs), 2.0, jax.default_backend())
+    found = judge.reference()
+    if found is not None:
+        return found, f"float64, {few}"
+    with jax.default_matmul_precision("highest"):
+        exact = jax.jit(named(small, "highest"), compiler_options=None if dry else forms.LEAN)
+        return jax.tree.leaves(exact(*inputs)), f"highest precision, {few}"
+
+
+def batch_of(spec: str) -> int:
+    """The batch of a workload's name."""
+    return parts(spec)[1]
+
+
+def first_rows(results: Any, like: Sequence[Any]) -> list[Any]:
+    """The rows of results that a reference of a smaller batch has."""
+    import jax
+
+    return [x[: len(y)] for x, y in zip(jax.tree.leaves(results), like, strict=True)]
+
+
+def save(out: Path, row: dict[str, Any], prefix: str = "") -> None:
     """Writes what is known."""
-    path = out / f"{label(row['network'])}.json"
+    path = out / f"{prefix}{label(row['network'])}.json"
     old = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps({**old, **row}, indent=1) + "\n")
 
@@ -250,8 +298,8 @@ def launches(call: Callable[[], Any], steps: int = 50) -> dict[str, int]:
     return {"steps": steps, "launcher_runs": int(lib.jcuts_cuda_executions()) - before}
 
 
-def profiled(call: Callable[[], Any], folder: Path, steps: int = 10) -> dict[str, Any]:
-    """Kernels per step and their time [s], as the profiler saw them on the GPU's streams."""
+def profiled(call: Callable[[], Any], folder: Path, steps: int = 10, most: int = 25) -> dict[str, Any]:
+    """Kernels per step and their time [s], as the profiler saw them on the GPU's streams; the largest by name."""
     import jax
 
     shutil.rmtree(folder, ignore_errors=True)
@@ -273,7 +321,7 @@ def profiled(call: Callable[[], Any], folder: Path, steps: int = 10) -> dict[str
                 kernels[event.name] += 1
                 busy[event.name] += event.duration_ns
     shutil.rmtree(folder, ignore_errors=True)
-    top = sorted(busy, key=lambda name: -busy[name])[:25]
+    top = sorted(busy, key=lambda name: -busy[name])[:most]
     return {"per_step": sum(kernels.values()) / steps, "busy_seconds": sum(busy.values()) * 1e-9 / steps,
             "jcuts": sum(n for name, n in kernels.items() if "jcuts" in name) / steps,
             "largest": [[name[:80], kernels[name] / steps, busy[name] * 1e-9 / steps] for name in top]}  # fmt: skip
@@ -362,14 +410,15 @@ def lane_of(number: int, options: argparse.Namespace) -> tuple[dict[str, str], l
     return {"CUDA_VISIBLE_DEVICES": device, "TMPDIR": str(places)}, prefix
 
 
-def child(what: str, spec: str, options: argparse.Namespace, limit: float, lane: int = 0) -> dict[str, Any]:
-    """One network in a fresh process."""
+def child(what: str, spec: str, options: argparse.Namespace, limit: float, lane: int = 0, *, script: str = __file__,
+          cache: str = "cache", extra: Sequence[str] = ()) -> dict[str, Any]:  # fmt: skip
+    """One network in a fresh process. Args: cache: folder of its tuning database in the output folder."""
     more, prefix = lane_of(lane, options)
-    environment = {**os.environ, "JCUTS_CACHE_DIR": str(options.out / "cache"),
+    environment = {**os.environ, "JCUTS_CACHE_DIR": str(options.out / cache),
                    "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3", **more,
                    **({"JAX_PLATFORMS": "cpu", "JCUTS_MAX_CANDIDATES": "1"} if options.dry else {})}  # fmt: skip
-    command = [*prefix, sys.executable, __file__, spec, "--out", str(options.out), "--child", what,
-               "--seconds", str(options.seconds), *(["--dry"] if options.dry else [])]  # fmt: skip
+    command = [*prefix, sys.executable, script, spec, "--out", str(options.out), "--child", what,
+               "--seconds", str(options.seconds), *(["--dry"] if options.dry else []), *extra]  # fmt: skip
     log = options.out / f"{label(spec)}_{what}.log"
     with log.open("w") as errors:
         try:

@@ -187,7 +187,7 @@ def shifted(x: jax.Array) -> jax.Array:
 
 
 def shift_conv(
-    batch: int = 1, size: int = 28, channels: int = 128, expansion: int = 3, *, closed: bool = True,
+    batch: int = 1, size: int = 28, channels: int = 288, expansion: int = 2, *, closed: bool = True,
     dtype: Any = jnp.float32,
 ) -> Workload:  # fmt: skip
     """A Shift-Conv-Shift-Conv module: shifts and 1x1 convolutions in turns, each normalised, with a residual."""

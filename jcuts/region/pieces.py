@@ -2,7 +2,7 @@
 
 Where the pieces' places follow from their numbers, every point of the result is one point of the source:
 
-    concatenate(slice_0(x), ..., slice_n(x))[i]  =  x[start + large * (number // minor) + small * (number % minor) + rest]
+    concatenate(slice_0(x), ..., slice_n(x))[i]  =  x[start + large (number // minor) + small (number % minor) + rest]
     with  number, rest  =  divmod(i, extent of a piece)    along the dimension of the concatenation
 
 Addresses of that kind are what convolutions have: quotients of the term, linear within a run of terms.  A shift before

@@ -39,9 +39,8 @@ def modes(spec: str, out: Path, dry: bool, seconds: float, which: Sequence[str] 
     closed = network_counts.traced(fn, args)
     row["counts"] = network_counts.summary(closed, row["device"])
     session.set_progress(gpu_networks.Stages())
-    plain = jax.jit(gpu_networks.named(fn, "plain")).lower(*args)
-    calls: dict[str, Callable[[], Any]] = {"xla": bound(plain.compile(), args)}
-    calls["xla options"] = bound(plain.compile(compiler_options=flags), args) if flags else calls["xla"]
+    calls: dict[str, Callable[[], Any]] = {}
+    made_by: dict[str, Any] = {}
     for mode in which:
         gpu_networks.note(f"{spec}: {mode}")
         ours = jcuts.optimize(gpu_networks.named(fn, mode), mode=mode)
@@ -57,11 +56,15 @@ def modes(spec: str, out: Path, dry: bool, seconds: float, which: Sequence[str] 
             "subsets": [{**gpu_networks.subset_row(s), "kind": s.kind} for s in report.subsets],
             "left": [[r.op, r.reason, r.count] for r in report.refusals],
         }  # fmt: skip
-        calls[mode] = functools.partial(ours, *args)
-        if mode != "mixed" and flags:
-            calls[f"{mode} options"] = bound(ours.lower(*args).compile(compiler_options=flags), args)
+        calls[mode], made_by[mode] = functools.partial(ours, *args), ours
         row["modes"][mode] = made
         gpu_networks.save(out, row, "modes_")
+    plain = jax.jit(gpu_networks.named(fn, "plain")).lower(*args)
+    calls["xla"] = bound(plain.compile(), args)
+    if flags:
+        calls["xla options"] = bound(plain.compile(compiler_options=flags), args)
+        for mode in (m for m in which if m != "mixed"):
+            calls[f"{mode} options"] = bound(made_by[mode].lower(*args).compile(compiler_options=flags), args)
     row["times"] = gpu_networks.timed(calls, seconds)
     gpu_networks.save(out, row, "modes_")
     want, row["errors_against"] = gpu_networks.reference(spec, fn, args, dry)

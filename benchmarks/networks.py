@@ -83,7 +83,7 @@ def stages(part: str, options: argparse.Namespace) -> tuple[str, ...]:
     if part in ("modes", "planning"):
         return (part,)
     torch = ("torch",) * (options.torch and part == "speed")
-    return ("measure", "warm", *torch)
+    return ("measure", *("warm",) * options.warm, *torch)
 
 
 def run(item: str, options: argparse.Namespace, left: Callable[[], float], lane: int) -> None:
@@ -163,6 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=6.0, help="of timing per item")
     parser.add_argument("--gpus", type=int, default=1, help="GPUs that take the next item each")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="of `modes`, in this order")
+    parser.add_argument("--no-warm", dest="warm", action="store_false", help="no second process")
     parser.add_argument("--no-torch", dest="torch", action="store_false")
     parser.add_argument("--torch-mode", default="reduce-overhead", help="or max-autotune")
     parser.add_argument("--dry", action="store_true", help="small networks on the CPU")

@@ -1,4 +1,4 @@
-"""The evaluation on whole networks: counts against counts by hand, tables, and one item from the command to its table."""
+"""The evaluation on whole networks: counts beside counts by hand, tables, one item from the command to its table."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax._src import ad_util as _ad_util
 from jax._src import api_util as _api_util
 from jax._src import checkify as _checkify
@@ -188,6 +189,11 @@ def is_dropvar(var: Any) -> bool:
 def new_var(aval: Any) -> Var:
     """A fresh variable of type ``aval``."""
     return Var(aval)
+
+
+def constant(values: Any, dtype: Any = None) -> Any:
+    """An array that nobody changes as one of JAX's; unlike by ``jnp.asarray``, no copy is compiled for its shape."""
+    return jax.device_put(np.asarray(values, dtype))
 
 
 def new_literal(value: Any, aval: Any) -> Literal:

@@ -48,7 +48,7 @@ class Program:
 
     def constant(self, values: np.ndarray, dtype: Any) -> Any:
         """A new constant of the program."""
-        value = jax.numpy.asarray(values, dtype)
+        value = jaxapi.constant(values, dtype)
         made = jaxapi.new_var(jaxapi.ShapedArray(value.shape, value.dtype))
         self.consts[made] = value
         return made

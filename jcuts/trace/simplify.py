@@ -154,7 +154,7 @@ def _evaluate(eqns: list[Any], wanted: list[Any], known: dict[Any, Any]) -> list
             aval = eqn.outvars[0].aval
             result = FOLD[jaxapi.primitive_name(eqn)]([read(a) for a in eqn.invars], eqn.params)
             values[eqn.outvars[0]] = np.broadcast_to(np.asarray(result, aval.dtype), aval.shape)
-    return [jax.numpy.asarray(values[v]) for v in wanted]
+    return [jaxapi.constant(values[v]) for v in wanted]
 
 
 def _broadcast(operands: list[np.ndarray], params: dict[str, Any]) -> np.ndarray:

@@ -186,7 +186,10 @@ def fit(points: Sequence[tuple[Sequence[float], float]]) -> tuple[list[float], f
 
 
 def codegen(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], list[str]]:
-    """Seconds of first calls, cold and warm, against distinct subsets and the batch."""
+    """Seconds of first calls, cold and warm, against distinct subsets and the batch.
+
+    A star: tuned in part before; *again*: the first decision was noisy, so that the warm start compared programs again.
+    """
     head = ["network", "subsets", "kernels", "cold s", "warm s", "jax.jit s"]
     body, points = [], []
     for row in rows:
@@ -195,8 +198,10 @@ def codegen(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], list[str]]
         cold, distinct, warm = row["first_call_seconds"], len(row["subsets"]), row.get("warm", {})
         if row.get("cold", True) and row["part"] == "speed":
             points.append(((float(distinct), math.log2(int(row["network"].split(":")[1]))), cold))
+        again = " (again)" if warm.get("measured_again") else ""
         body.append([named(row), str(distinct), str(row["kernels"]), f"{cold:.0f}" + "*" * (not row.get("cold", True)),
-                     *(f"{warm[k]:.1f}" if k in warm else "" for k in ("seconds", "plain_seconds"))])  # fmt: skip
+                     f"{warm['seconds']:.1f}{again}" if "seconds" in warm else "",
+                     f"{warm['plain_seconds']:.1f}" if "plain_seconds" in warm else ""])  # fmt: skip
     return head, body, fitted("cold seconds", points)
 
 

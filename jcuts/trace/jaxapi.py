@@ -193,6 +193,8 @@ def new_var(aval: Any) -> Var:
 
 def constant(values: Any, dtype: Any = None) -> Any:
     """An array that nobody changes as one of JAX's; unlike by ``jnp.asarray``, no copy is compiled for its shape."""
+    if isinstance(values, jax.Array):
+        return jax.numpy.asarray(values, dtype)
     return jax.device_put(np.asarray(values, dtype))
 
 

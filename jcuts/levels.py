@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,9 +17,7 @@ from jcuts.ops.gather import IN_PLACE
 from jcuts.region import choose, find, gpu, plans
 from jcuts.region.attend import attended
 from jcuts.region.bound import host_arch, machine_of
-from jcuts.region.build import build
 from jcuts.region.graph import MOST_JOINED, MOST_SWITCHED, TensorGraph, build_graph
-from jcuts.region.legality import Dag, is_acyclic_cover, is_convex
 from jcuts.region.legality import Subset as Members
 from jcuts.trace import jaxapi
 from jcuts.trace.canonical import canonical_digest
@@ -162,62 +160,6 @@ class Level:
     def is_anchored(self, members: Members) -> bool:
         """Whether an operation among them collects many elements into one."""
         return any(op is not None and op.is_root for op in (self.graph.nodes[m].op for m in members))
-
-    def as_stored(self) -> dict[str, Any]:
-        """The cover as JSON data, with programs: a GPU's are not all what `build` makes. Inverse of `restore`."""
-        numbers: dict[str, int] = {}
-        texts: list[str] = []
-
-        def row(subset: Subset) -> list[Any]:
-            if subset.program.digest not in numbers:
-                numbers[subset.program.digest] = len(texts)
-                texts.append(subset.program.to_text())
-            return [sorted(subset.members), numbers[subset.program.digest]]
-
-        left = [[m, r.op, r.reason] for m, r in sorted(self.left_out.items())]
-        return {"subsets": [row(s) for s in self.subsets], "library": [row(s) for s in self.library], "left": left,
-                "programs": texts}  # fmt: skip
-
-    def restore(self, stored: Mapping[str, Any]) -> bool:
-        """Takes what `as_stored` wrote; False, and nothing changed, where it is no cover of this graph."""
-        programs = [Program.from_json(text) for text in stored["programs"]]
-        found = [[(frozenset(map(int, members)), programs[number]) for members, number in stored[kind]]
-                 for kind in ("subsets", "library")]  # fmt: skip
-        if not self._is_cover([members for members, _ in found[0]]):
-            return False
-        for members, program in (*found[0], *found[1]):
-            if members in self.made and self.made[members].program.digest != program.digest:
-                del self.made[members]
-        made = [[self.subset(members, program) for members, program in cover] for cover in found]
-        if any(len(s.program.inputs) != len(s.inputs) or len(s.program.outputs) != len(s.outputs) for s in made[0]):
-            return False
-        self.left_out = {int(m): Refusal(str(op), str(why)) for m, op, why in stored["left"]}
-        (self.subsets, self.library), self.begun = made, True
-        return True
-
-    def _is_cover(self, cover: Sequence[Members]) -> bool:
-        """Whether subsets are of this graph, disjoint and convex, and can run one after the other."""
-        dag = Dag.of((n.number for n in self.graph.nodes), self.graph.edges())
-        covered: set[int] = set()
-        for members in cover:
-            if not members or members & covered or not members <= dag.nodes or not is_convex(dag, members):
-                return False
-            covered |= members
-        return is_acyclic_cover(dag, [*cover, *(frozenset({n}) for n in dag.nodes - covered)])
-
-    def use_stored(self, cover: Sequence[Sequence[int]]) -> bool:
-        """Takes a cover from the database, after checking that it is one of this graph; False if it is not."""
-        found: list[tuple[Members, Program]] = []
-        sets = [frozenset(int(n) for n in numbers) for numbers in cover]
-        if not self._is_cover(sets):
-            return False
-        for members in sets:
-            program = build(self.graph, members)
-            if isinstance(program, Refusal):
-                return False
-            found.append((members, program))
-        self.use(found)
-        return True
 
 
 class Fuel:

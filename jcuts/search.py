@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jcuts import covers
 from jcuts.base import fingerprint, knobs
 from jcuts.base.errors import IRError
 from jcuts.base.settings import Settings
@@ -135,7 +136,7 @@ def _keep(levels: Sequence[Level], shares: dict[str, int], key: str) -> None:
     session.store().put_partition(
         key,
         {
-            "covers": [level.as_stored() for level in levels],
+            "covers": [covers.stored(level) for level in levels],
             "shares": {k: n for k, n in sorted(shares.items()) if k in used},
         },
         is_news=False,  # it is what plans that are remembered have come to
@@ -292,11 +293,11 @@ def _subsets(levels: Sequence[Level]) -> list[Subset]:
 
 def _restore(levels: Sequence[Level], stored: dict[str, Any], platform: str = "cpu") -> bool:
     """Takes over a stored cover of every level; False (and the greedy covers) if it does not fit."""
-    covers = stored.get("levels" if platform == "cpu" else "covers")
-    usable = isinstance(covers, list) and len(covers) == len(levels)
+    found = stored.get("levels" if platform == "cpu" else "covers")
+    usable = isinstance(found, list) and len(found) == len(levels)
+    take = covers.use if platform == "cpu" else covers.restore
     try:
-        for level, cover in zip(levels, covers or [], strict=False):
-            usable = usable and (level.use_stored(cover) if platform == "cpu" else level.restore(cover))
+        usable = usable and all(take(level, cover) for level, cover in zip(levels, found or [], strict=True))
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, IRError):
         usable = False
     if not usable:

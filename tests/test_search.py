@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jcuts import levels, search
+from jcuts import covers, levels, search
 from jcuts.base.settings import Settings
 from jcuts.region import gpu
 from jcuts.trace.inline import inline
@@ -234,7 +234,7 @@ def test_a_block_takes_the_place_of_its_parts_where_it_is_measured_to_be_faster(
     monkeypatch.setattr(search.session, "choose", restored)
     monkeypatch.setattr(levels.gpu, "candidates", None)  # nobody ranks anything
     assert search.select(again, AUTO, may_measure=False, platform="cuda").origin == "stored"
-    assert again.as_stored() == level.as_stored() and again.left_out == level.left_out
+    assert covers.stored(again) == covers.stored(level) and again.left_out == level.left_out
     assert [s.program for s in again.subsets] == [s.program for s in level.subsets]
 
 
@@ -242,7 +242,7 @@ def test_a_stored_cover_of_a_gpu_that_does_not_fit_is_searched_again(monkeypatch
     level = gpu_level(fn, X, X)
     monkeypatch.setattr(levels.gpus, "machine", lambda: gpu.GpuMachine(132))
     monkeypatch.setattr(search.gpus, "this", lambda: levels.gpus.Gpu("H200", (9, 0), 132))
-    right = level.as_stored()
+    right = covers.stored(level)
     first, *others = right["subsets"]
     for damage in ({**right, "subsets": [[[900], 0]]}, {**right, "subsets": [first, first]}, {"subsets": []},
                    {**right, "programs": ["{}"]}, {**right, "subsets": [[first[0], 99], *others]}):  # fmt: skip

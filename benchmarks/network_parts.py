@@ -11,6 +11,7 @@ from typing import Any
 
 import gpu_networks
 import network_counts
+import network_device
 
 MODES = ("no_fusion", "fusion", "mixed")
 PRETENDED = ("NVIDIA H200", (9, 0), 132)
@@ -73,7 +74,7 @@ def modes(spec: str, out: Path, dry: bool, seconds: float, which: Sequence[str] 
     kinds = {mode: kinds_of(row["modes"][mode]["subsets"]) for mode in which}
     for name in calls:
         try:
-            seen = gpu_networks.profiled(calls[name], out / f"profile_{gpu_networks.label(spec)}", most=1000)
+            seen = network_device.profiled(calls[name], out / f"profile_{gpu_networks.label(spec)}", most=1000)
         except Exception as error:
             gpu_networks.note(f"no profile of {name}: {type(error).__name__}: {error}")
             continue

@@ -170,3 +170,19 @@ def test_an_item_from_the_command_to_its_table(tmp_path):
     assert "Planning" in done.stdout and "octave b2" in done.stdout
     again = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert again.stdout == done.stdout
+
+
+@pytest.mark.slow
+def test_modes_and_blocks_from_the_command_to_their_tables(tmp_path):
+    command = [sys.executable, str(ROOT / "benchmarks" / "networks.py"), "--dry", "--out", str(tmp_path), "--seconds",
+               "0.2", "--modes", "no_fusion", "fusion", "--", "modes/shift_conv:2:closed", "blocks/shift_conv:2:closed"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    row = json.loads((tmp_path / "modes_shift_conv_b2_bclosed.json").read_text())
+    apart, fused = (row["modes"][mode] for mode in ("no_fusion", "fusion"))
+    assert row["finished"] and apart["kernels"] > fused["kernels"] == 2 and fused["shares"]["operations"] == 1.0
+    assert all(s["operations"].get("conv_general_dilated", 1) == 1 for s in apart["subsets"])
+    assert row["errors"]["fusion"]["l2"] < 1e-5 and set(row["times"]) >= {"xla", "fusion", "no_fusion"}
+    block = json.loads((tmp_path / "blocks_shift_conv_b2_bclosed.json").read_text())
+    assert block["finished"] and block["cold"] is False and block["warm"]["seconds"] > 0
+    assert block["counts"]["roofline"]["bound"] > 0 and "shift_conv b2, fusion" in done.stdout

@@ -174,8 +174,9 @@ def test_an_item_from_the_command_to_its_table(tmp_path):
 
 @pytest.mark.slow
 def test_modes_and_blocks_from_the_command_to_their_tables(tmp_path):
+    items = ["modes/shift_conv:2:closed", "blocks/shift_conv:2:closed"]
     command = [sys.executable, str(ROOT / "benchmarks" / "networks.py"), "--dry", "--out", str(tmp_path), "--seconds",
-               "0.2", "--modes", "no_fusion", "fusion", "--", "modes/shift_conv:2:closed", "blocks/shift_conv:2:closed"]  # fmt: skip
+               "0.2", "--modes", "no_fusion", "fusion", "--", *items]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     row = json.loads((tmp_path / "modes_shift_conv_b2_bclosed.json").read_text())

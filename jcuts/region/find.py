@@ -88,7 +88,8 @@ class Grouper:
     def _producers(self, node: OpNode) -> list[int]:
         """Clusters that feed a node: those with a reduction first, latest first."""
         found: dict[int, None] = {}
-        for tensor in node.inputs:
+        joined = [self.graph.nodes[m].pieces for m in self.clusters[self.of[node.number]].members]
+        for tensor in (*node.inputs, *(p.source for p in joined if p is not None)):
             made = self.graph.tensors[tensor].producer
             if made is not None and made in self.of and self.of[made] != self.of[node.number]:
                 found.setdefault(self.of[made])

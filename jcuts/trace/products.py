@@ -48,8 +48,7 @@ class Program:
 
     def constant(self, values: np.ndarray | jax.Array, dtype: Any) -> Any:
         """A new constant of the program."""
-        kept = isinstance(values, jax.Array) and values.dtype == dtype
-        value = values if kept else jax.device_put(np.array(values, dtype))
+        value = jaxapi.constant(values, dtype)
         made = jaxapi.new_var(jaxapi.ShapedArray(value.shape, value.dtype))
         self.consts[made] = value
         return made

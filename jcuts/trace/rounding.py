@@ -156,7 +156,7 @@ def _rounded(values: Any, order: Order) -> Any:
 
     def found() -> Any:
         made = round_tf32(np.ascontiguousarray(np.asarray(values).transpose(order)))
-        return jax.device_put(made) if np.isfinite(made).all() else None
+        return jaxapi.constant(made) if np.isfinite(made).all() else None
 
     return _remembered(values, order, found)
 

@@ -1,0 +1,329 @@
+"""Convolutions by warp groups whose pixels stay in shared memory for all taps of the filter.
+
+A block's outputs are neighbours, and so are nearly all pixels that they read (`region.group_windows`): a run of them is
+copied once for 32 channels, not once per tap, and read through registers where each tap lies (`group_pixels`); the
+weights of a tap and its channels go through a ring as those of every product, or, where the whole filter has its place
+in shared memory, stay there.  A block goes on with ``rounds`` tiles of outputs one after the other: copies of the next
+tile are under way while the one before is finished.
+
+float32 with rounded weights alone, see `product_groups`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from jcuts.base.errors import CompileRejected
+from jcuts.codegen import lanes as L
+from jcuts.codegen.cuda import group_fragments, tensor, wgmma
+from jcuts.codegen.cuda.builder import asm
+from jcuts.codegen.cuda.group_pixels import PixelCopies, PixelRows
+from jcuts.codegen.cuda.group_shape import AHEAD, MOST_TOTALS, WARPS, GroupShape, readable
+from jcuts.codegen.cuda.group_tiles import GroupTile
+from jcuts.codegen.cuda.product import three
+from jcuts.codegen.cuda.product_exit import Totals
+from jcuts.codegen.cuda.product_groups import GroupEmitter
+from jcuts.codegen.cuda.product_tiles import Copier
+from jcuts.codegen.cuda.shared import WARP
+from jcuts.dfg.program import Program
+from jcuts.region.group_windows import Window, window
+from jcuts.region.products import COLUMNS, ROWS, sides
+
+RESIDENT = 2
+"""Tiles of terms between a copy of pixels and their use, where the weights stay in shared memory."""
+
+
+@dataclass(frozen=True)
+class WindowShape(GroupShape):
+    """A block's work.
+
+    Attributes:
+        window, span: how pixels are read; lines of a run of them. kept: runs in shared memory.
+        rounds: tiles of outputs of a block.
+    """
+
+    window: Window
+    span: int
+    kept: int
+    rounds: int
+
+    @property
+    def stage(self) -> int:
+        """Bytes of the weights of one tap."""
+        return self.right.bytes
+
+    @property
+    def resident(self) -> bool:
+        """Whether all weights of the block stay in shared memory."""
+        return self.stages == self.share
+
+    @property
+    def ahead(self) -> int:
+        """Tiles of terms whose copies are started before the first is multiplied."""
+        return RESIDENT if self.resident else self.stages - 2
+
+    @property
+    def run(self) -> int:
+        """Bytes of a run of pixels."""
+        return self.span * wgmma.LINE
+
+    @property
+    def ring(self) -> int:
+        """Bytes of the weights in shared memory."""
+        return self.stage * self.stages
+
+    @property
+    def tiles(self) -> int:
+        """Bytes in shared memory: weights, runs of pixels, zeros."""
+        return self.ring + self.run * self.kept + wgmma.LINE
+
+    @property
+    def columns(self) -> int:
+        """Tiles of columns."""
+        return -(-self.right.extent // self.right.size)
+
+    @property
+    def high_blocks(self) -> int:
+        """Blocks along the rows."""
+        return -(-(-(-self.left.extent // self.left.size)) // self.rounds)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the grid."""
+        return self.high_blocks * self.columns
+
+
+def window_shape(program: Program) -> WindowShape:
+    """The work that a schedule gives to a block. Raises CompileRejected where its numbers do not fit each other."""
+    params, extents = dict(program.params), program.phases[0].ranges()
+    rows, columns, terms = three(params["tile"])
+    along, across = (int(str(v)) for v in params["groups"])  # type: ignore[attr-defined]
+    left, right = sides(program)
+    found = window(program)
+    if found is None or left.item != 4 or not right.along_terms or not program.buffer(right.buffer).tf32:
+        raise CompileRejected(f"{program.name}: no convolution with rounded weights whose pixels can be kept")
+    ragged = found.channels % found.line != 0
+    first = GroupTile(left, extents[ROWS], rows, terms, rows // max(1, along), 0, ragged)
+    second = GroupTile(right, extents[COLUMNS], columns, terms, columns // max(1, across), 0, ragged)
+    stages, kept = int(str(params["stages"])), int(str(params["pixels"]))
+    steps, rounds = int(str(params.get("steps", 1))), int(str(params.get("rounds", 1)))
+    shape = WindowShape(
+        first, second, (WARPS * along, across, 1), stages, found.steps, found.taps * found.channels, 1, flight=0,
+        rounded=True, vectors=0, spread=bool(params.get("spread", 0)), steps=steps, cached=False, push=False,
+        early=False, window=found, span=found.span(rows), kept=kept, rounds=rounds,
+    )  # fmt: skip
+    fits = rows == along * first.warp and columns == across * second.warp and terms == found.line
+    fits = fits and first.warp % wgmma.ROWS == 0 and second.warp % 8 == 0 and second.warp <= wgmma.WIDEST
+    fits = fits and first.warp * second.warp <= MOST_TOTALS * WARP * WARPS and 1 <= steps <= AHEAD
+    fits = fits and terms * left.item // tensor.STEP % steps == 0 and readable(second, across)
+    fits = fits and 3 <= stages <= shape.share and shape.ahead <= found.taps and rounds >= 1
+    fits = fits and (kept == 2 or (kept == found.chunks == rounds == 1))
+    fits = fits and (right.run % found.channels == 0 or right.run == extents["k"])
+    fits = fits and {"flight", "split", "cluster", "push", "early", "cached"}.isdisjoint(params)
+    if not fits or shape.threads != int(str(params["threads"])):
+        raise CompileRejected(f"{program.name}: no convolution of tiles {params['tile']} by groups {params['groups']}")
+    return shape
+
+
+class WindowEmitter(GroupEmitter):
+    """Emits the work of one thread."""
+
+    shape: WindowShape
+    rows: PixelRows  # type: ignore[assignment]
+
+    def emit(self) -> None:
+        """All tiles of the block."""
+        builder, shape = self.builder, self.shape
+        self._prepare()
+        begin = [L.I32(0), L.I32(shape.ahead * shape.stage), L.I32(0)]
+        if shape.rounds == 1:
+            self._start(self.variables[ROWS])
+            self._finish(_Steps(self, begin), self.variables[ROWS])
+            return
+        first = self.variables[ROWS]
+        self._start(first)
+        before = builder.block
+        loop, after = builder.append_basic_block("tiles"), builder.append_basic_block("tiles.done")
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        carried = [builder.phi(L.I32) for _ in range(4)]
+        row, *places = carried
+        for phi, value in zip(carried, (first, *begin), strict=True):
+            phi.add_incoming(value, before)
+        steps = _Steps(self, places)
+        self._finish(steps, row)
+        for phi, value in zip(carried, (self.following(row), *steps.places), strict=True):
+            phi.add_incoming(value, builder.block)
+        builder.cbranch(self.there(self.following(row)), loop, after)
+        builder.position_at_end(after)
+        tensor.wait(builder, 0)
+
+    # -- where the block stands ---------------------------------------------------------------------------------
+    def _places(self, block: L.Value) -> dict[str, L.Value]:
+        builder, shape = self.builder, self.shape
+        if shape.rounds == 1:
+            return super()._places(block)
+        row, column = builder.udiv(block, L.I32(shape.columns)), builder.urem(block, L.I32(shape.columns))
+        return {
+            ROWS: builder.mul(row, L.I32(shape.left.size)), COLUMNS: builder.mul(column, L.I32(shape.right.size))
+        }  # fmt: skip
+
+    def following(self, row: L.Value) -> L.Value:
+        """The first row of the block's next tile."""
+        return self.builder.add(row, L.I32(self.shape.high_blocks * self.shape.left.size))
+
+    def there(self, row: L.Value) -> L.Value:
+        """Whether there is a tile that begins at a row."""
+        return self.builder.icmp_signed("<", row, L.I32(self.shape.left.extent))
+
+    # -- copies -------------------------------------------------------------------------------------------------
+    def _prepare(self) -> None:
+        """What all tiles have in common."""
+        builder, shape = self.builder, self.shape
+        runs = builder.add(self.shared, L.I32(shape.ring))
+        zeros = builder.add(self.shared, L.I32(shape.tiles - wgmma.LINE))
+        self.bases = [L.I64(0), self._descriptor(shape.right, self.column_warp)]
+        self.weights = Copier(
+            self.frame, shape.right, shape.threads, self.thread, self.variables[COLUMNS], self.shared
+        )  # fmt: skip
+        self.pixels = PixelCopies(self.frame, shape.window, shape.span, shape.threads, self.thread, runs)
+        self.rows = PixelRows(self.frame, shape.window, shape.left.warp // wgmma.ROWS, runs, zeros)  # type: ignore[assignment]
+        with builder.if_then(builder.icmp_unsigned("<", self.thread, L.I32(wgmma.LINE // 4))):
+            place = builder.add(zeros, builder.shl(self.thread, L.I32(2)))
+            tensor.write_words(builder, place, 0, [L.I32(0)])
+
+    def _start(self, row: L.Value) -> None:
+        """Copies that are under way before the first tile of outputs is multiplied."""
+        builder, shape = self.builder, self.shape
+        self.pixels.all(self.pixels.first(row), L.I32(0), L.I32(0))
+        for number in range(shape.share if shape.resident else shape.ahead):
+            for _ in self.filters(L.I32(number), L.I32(number * shape.stage), None):
+                pass
+            if not shape.resident:
+                tensor.commit(builder)
+        for _ in range(shape.ahead if shape.resident else 0):
+            tensor.commit(builder)
+
+    def filters(self, number: L.Value, stage: L.Value, where: L.Value | None) -> Iterator[None]:
+        """Starts one copy of a tile of weights at a time."""
+        builder, found = self.builder, self.shape.window
+        tap, chunk = builder.urem(number, L.I32(found.taps)), builder.udiv(number, L.I32(found.taps))
+        channel = builder.mul(chunk, L.I32(found.line))
+        term = builder.add(builder.mul(tap, L.I32(found.channels)), channel)
+        return self.weights.copies(term, stage, builder.sub(L.I32(found.channels), channel), where)
+
+    # -- a tile -------------------------------------------------------------------------------------------------
+    def _finish(self, steps: _Steps, row: L.Value) -> None:
+        totals = steps.emit(row)
+        if self.shape.rounds > 1:
+            lane = asm(self.builder, "mov.b32 $0, $1;", L.I32, [self.lane], effects=True)  # not kept over the loop
+            kept, self.lane = self.lane, lane
+            self.variables = {**self.variables, ROWS: row}
+            self.frame = replace(self.frame, variables=self.variables, cache={})
+            self._exit(totals, L.I32(0), L.I32(0))
+            self.lane = kept
+        else:
+            tensor.wait(self.builder, 0)
+            self._exit(totals, L.I32(0), L.I32(0))
+
+    def products(
+        self, number: L.Value, reading: L.Value, totals: Totals, beside: list[Iterator[None]]
+    ) -> Totals:  # fmt: skip
+        """Starts the products of a tap's tile of terms; see `GroupEmitter.products`."""
+        builder, shape = self.builder, self.shape
+        right = builder.add(self.bases[1], builder.zext(builder.lshr(reading, L.I32(4)), L.I64))
+        return group_fragments.multiply(
+            builder, self.rows, right, shape.right, reading, number, None, totals, beside, shape.steps  # type: ignore[arg-type]
+        )  # fmt: skip
+
+
+class _Steps:
+    """The loop over the terms of a tile of outputs: for every line of channels all taps."""
+
+    def __init__(self, emitter: WindowEmitter, places: Sequence[L.Value]) -> None:
+        """Args: places: bytes to the weights of the first step, to the place that is written next, to the run."""
+        self.emitter, self.builder, self.places = emitter, emitter.builder, list(places)
+
+    def emit(self, row: L.Value) -> Totals:
+        """All steps of the tile that begins at a row; `places` are then those of the next tile."""
+        emitter, builder, shape = self.emitter, self.builder, self.emitter.shape
+        found = shape.window
+        emitter.rows.begin(row, emitter.row_warp, emitter.lane)
+        mine, more, other = emitter.pixels.first(row), L.I1(0), L.I32(0)
+        if shape.rounds > 1:
+            more, other = emitter.there(emitter.following(row)), emitter.pixels.first(emitter.following(row))
+        before = builder.block
+        loop, after = builder.append_basic_block("terms"), builder.append_basic_block("terms.done")
+        builder.branch(loop)
+        builder.position_at_end(loop)
+
+        def carried(kind: L.Type, start: L.Value) -> L.Value:
+            phi = builder.phi(kind)
+            phi.add_incoming(start, before)
+            return phi
+
+        high, wide = shape.left.warp // wgmma.ROWS, shape.right.warp // 8
+        number, tap, chunk = (carried(L.I32, L.I32(0)) for _ in range(3))
+        reading, writing, run = (carried(L.I32, place) for place in self.places)
+        start = [[[carried(L.F32, L.F32(0.0)) for _ in range(4)] for _ in range(wide)] for _ in range(high)]
+        tensor.wait(builder, shape.ahead - 1)
+        wgmma.proxy_fence(builder)
+        tensor.barrier(builder)
+        emitter.rows.turn(tap, run)
+        beside = self._beside(number, tap, chunk, writing, run, (mine, more, other))
+        totals = emitter.products(number, reading, start, beside if shape.spread else [])
+        for copy in [] if shape.spread else beside:
+            next(copy)
+        tensor.commit(builder)
+        last = builder.icmp_signed("==", tap, L.I32(found.taps - 1))
+        ends = builder.select(last, L.I32(1), L.I32(0))
+        following = [
+            builder.add(number, L.I32(1)), builder.select(last, L.I32(0), builder.add(tap, L.I32(1))),
+            builder.add(chunk, ends), emitter.next_stage(reading), emitter.next_stage(writing),
+            builder.select(last, self._other(run), run),
+        ]  # fmt: skip
+        pairs = zip((number, tap, chunk, reading, writing, run), following, strict=True)
+        flat = zip(_flat(start), _flat(totals), strict=True)
+        for phi, value in (*pairs, *flat):
+            phi.add_incoming(value, builder.block)
+        builder.cbranch(builder.icmp_signed("<", following[0], L.I32(shape.share)), loop, after)
+        builder.position_at_end(after)
+        self.places = following[3:]
+        return wgmma.finished(builder, totals)
+
+    def _other(self, run: L.Value) -> L.Value:
+        """The place of the next run of pixels."""
+        builder, shape = self.builder, self.emitter.shape
+        return builder.sub(L.I32(shape.run), run) if shape.kept == 2 else run
+
+    def _beside(
+        self, number: L.Value, tap: L.Value, chunk: L.Value, writing: L.Value, run: L.Value,
+        tiles: tuple[L.Value, L.Value, L.Value],
+    ) -> list[Iterator[None]]:  # fmt: skip
+        """Copies of a step: weights of a later one, a part of the next run. Args: tiles: this one's first pixel,
+        whether there is another, and its first pixel."""
+        emitter, builder, shape = self.emitter, self.builder, self.emitter.shape
+        mine, more, other = tiles
+        made: list[Iterator[None]] = []
+        if not shape.resident:
+            later = builder.add(number, L.I32(shape.ahead))
+            inside = builder.icmp_signed("<", later, L.I32(shape.share))
+            if shape.rounds > 1:
+                later = builder.select(inside, later, builder.sub(later, L.I32(shape.share)))
+                inside = builder.or_(inside, more)
+            made += [emitter.filters(later, writing, inside)] * len(emitter.weights.places)
+        if shape.kept == 2:
+            found = shape.window
+            slots = found.taps - shape.ahead + 1
+            inside = builder.icmp_signed("<", builder.add(chunk, L.I32(1)), L.I32(found.chunks))
+            first = builder.select(inside, mine, other)
+            later = builder.select(inside, builder.add(chunk, L.I32(1)), L.I32(0))
+            where = builder.or_(inside, more)
+            parts = emitter.pixels.part(first, later, self._other(run), tap, slots, where)
+            made += [parts] * -(-emitter.pixels.count // slots)
+        return made
+
+
+def _flat(totals: Totals) -> list[L.Value]:
+    return [value for rows in totals for tile in rows for value in tile]

@@ -1,0 +1,95 @@
+"""Convolutions by warp groups that keep pixels in shared memory: against float64, through the PTX machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jcuts.base.errors import CompileRejected
+from jcuts.codegen.cuda import compile as compiler
+from jcuts.region.gpu_group_windows import WindowTiling
+from jcuts.region.group_windows import window
+from tests import programs, ptx_machine
+from tests.codegen.test_product import SM90, compare, compiled, normal, tf32
+from tests.ptx_tensor import round_tf32
+
+TILINGS = [
+    WindowTiling(64, 32, 1, 4, 2), WindowTiling(128, 64, 2, 5, 2, spread=1, steps=2), WindowTiling(128, 32, 1, 3, 2),
+    WindowTiling(64, 64, 1, 4, 2, rounds=2), WindowTiling(128, 32, 2, 4, 2, rounds=3, spread=1),
+]  # fmt: skip
+CASES = {
+    "3x3": ((2, 9, 11, 64), (40, 3, 3, 64), (1, 1), "SAME"),
+    "3x3 ragged channels": ((1, 7, 13, 44), (24, 3, 3, 44), (1, 1), "SAME"),
+    "3x3 stride 2": ((2, 11, 10, 32), (32, 3, 3, 32), (2, 2), "SAME"),
+    "3x3 inside": ((3, 8, 9, 32), (48, 3, 3, 32), (1, 1), "VALID"),
+    "1x7": ((2, 9, 8, 64), (64, 1, 7, 64), (1, 1), "SAME"),
+    "7x1": ((2, 9, 8, 32), (40, 7, 1, 32), (1, 1), "SAME"),
+    "5x5 uneven": ((1, 10, 9, 36), (36, 5, 5, 36), (1, 1), ((1, 3), (2, 0))),
+}
+"""Image, filters (O, H, W, I), strides, padding."""
+
+
+RESIDENT = WindowTiling(64, 32, 1, 0, 2, rounds=3), WindowTiling(128, 16, 2, 0, 2, rounds=2, spread=1, steps=2)
+
+
+def run_window(fn, arguments, tiling):
+    """The results of a kernel that takes argument 1 as it is."""
+    program = tiling.of(programs.trace(fn, *arguments).product())
+    right = program.phases and [b.name for b in program.inputs][1]
+    program = mark(program, right)
+    kernel, ptx = compiler.compile_program(program, SM90), compiler.ptx_of(program, SM90)
+    return ptx_machine.run_kernel(ptx, kernel, [np.asarray(a) for a in arguments])
+
+
+@compiled
+@pytest.mark.parametrize("tiling", RESIDENT, ids=str)
+@pytest.mark.parametrize("case", ["3x3", "3x3 ragged channels", "3x3 stride 2", "7x1"])
+def test_weights_that_stay_in_shared_memory(case, tiling):
+    check(case, replace(tiling, stages=-(-CASES[case][0][3] // 32) * CASES[case][1][1] * CASES[case][1][2]))
+
+
+@compiled
+def test_one_run_of_pixels():
+    check("7x1", WindowTiling(64, 64, 1, 4, 1))
+
+
+def mark(program, name):
+    """The program with an operand that holds numbers of TF32."""
+    return replace(program, buffers=tuple(replace(b, tf32=b.name == name) for b in program.buffers))
+
+
+def layer(strides, padding):
+    """A convolution with bias, a matrix that is added, and ReLU."""
+
+    def fn(x, w, b, r):
+        y = lax.conv_general_dilated(x, w, strides, padding, dimension_numbers=("NHWC", "OHWI", "NHWC"))
+        return jax.nn.relu(y + b + r)
+
+    return fn
+
+
+@compiled
+@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_convolutions_of_odd_sizes(case, tiling):
+    check(case, tiling)
+
+
+def check(case, tiling):
+    """Compares a schedule of a case with float64."""
+    image, filters, strides, padding = CASES[case]
+    x, w, b = normal(*image), round_tf32(normal(*filters, seed=1)), normal(filters[0], seed=2)
+    shape = jax.eval_shape(layer(strides, padding), x, w, b, np.float32(0)).shape
+    r = normal(*shape, seed=3)
+    with jax.enable_x64(True):
+        y = lax.conv_general_dilated(
+            tf32(x).astype(np.float64), w.astype(np.float64), strides, padding,
+            dimension_numbers=("NHWC", "OHWI", "NHWC"), precision="highest",
+        )  # fmt: skip
+        wanted = np.maximum(np.asarray(y) + b + r, 0)
+    compare(run_window(layer(strides, padding), (x, w, b, r), tiling), [wanted], 3e-6)

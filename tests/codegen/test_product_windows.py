@@ -20,6 +20,7 @@ from tests.ptx_tensor import round_tf32
 
 TILINGS = [
     WindowTiling(64, 32, 1, 4, 2), WindowTiling(128, 64, 2, 5, 2, spread=1, steps=2), WindowTiling(128, 32, 1, 3, 2),
+    WindowTiling(128, 48, 2, 4, 2, steps=4), WindowTiling(64, 64, 1, 5, 2, rounds=3, spread=1, steps=4),
     WindowTiling(64, 64, 1, 4, 2, rounds=2), WindowTiling(128, 32, 2, 4, 2, rounds=3, spread=1),
 ]  # fmt: skip
 CASES = {
@@ -34,7 +35,7 @@ CASES = {
 """Image, filters (O, H, W, I), strides, padding."""
 
 
-RESIDENT = WindowTiling(64, 32, 1, 0, 2, rounds=3), WindowTiling(128, 16, 2, 0, 2, rounds=2, spread=1, steps=2)
+RESIDENT = WindowTiling(64, 32, 1, 0, 2, rounds=3, steps=4), WindowTiling(128, 16, 2, 0, 2, rounds=2, spread=1, steps=2)
 
 
 def run_window(fn, arguments, tiling):

@@ -115,8 +115,9 @@ def window_shape(program: Program) -> WindowShape:
     )  # fmt: skip
     fits = rows == along * first.warp and columns == across * second.warp and terms == found.line
     fits = fits and first.warp % wgmma.ROWS == 0 and second.warp % 8 == 0 and second.warp <= wgmma.WIDEST
-    fits = fits and first.warp * second.warp <= MOST_TOTALS * WARP * WARPS and 1 <= steps <= AHEAD
-    fits = fits and terms * left.item // tensor.STEP % steps == 0 and readable(second, across)
+    fits = fits and first.warp * second.warp <= MOST_TOTALS * WARP * WARPS
+    fits = fits and (1 <= steps <= AHEAD or shape.whole) and terms * left.item // tensor.STEP % steps == 0
+    fits = fits and readable(second, across)
     fits = fits and 3 <= stages <= shape.share and shape.ahead <= found.taps and rounds >= 1
     fits = fits and (kept == 2 or (kept == found.chunks == rounds == 1))
     fits = fits and (right.run % found.channels == 0 or right.run == extents["k"])
@@ -244,15 +245,16 @@ class _Steps:
     def __init__(self, emitter: WindowEmitter, places: Sequence[L.Value]) -> None:
         """Args: places: bytes to the weights of the first step, to the place that is written next, to the run."""
         self.emitter, self.builder, self.places = emitter, emitter.builder, list(places)
+        self.runs = (L.I32(0), L.I1(0), L.I32(0))
 
     def emit(self, row: L.Value) -> Totals:
         """All steps of the tile that begins at a row; `places` are then those of the next tile."""
         emitter, builder, shape = self.emitter, self.builder, self.emitter.shape
-        found = shape.window
         emitter.rows.begin(row, emitter.row_warp, emitter.lane)
         mine, more, other = emitter.pixels.first(row), L.I1(0), L.I32(0)
         if shape.rounds > 1:
             more, other = emitter.there(emitter.following(row)), emitter.pixels.first(emitter.following(row))
+        self.runs = mine, more, other
         before = builder.block
         loop, after = builder.append_basic_block("terms"), builder.append_basic_block("terms.done")
         builder.branch(loop)
@@ -264,33 +266,49 @@ class _Steps:
             return phi
 
         high, wide = shape.left.warp // wgmma.ROWS, shape.right.warp // 8
-        number, tap, chunk = (carried(L.I32, L.I32(0)) for _ in range(3))
-        reading, writing, run = (carried(L.I32, place) for place in self.places)
-        start = [[[carried(L.F32, L.F32(0.0)) for _ in range(4)] for _ in range(wide)] for _ in range(high)]
-        tensor.wait(builder, shape.ahead - 1)
-        wgmma.proxy_fence(builder)
-        tensor.barrier(builder)
+        state = [carried(L.I32, place) for place in (*[L.I32(0)] * 3, *self.places)]
+        totals = [[[carried(L.F32, L.F32(0.0)) for _ in range(4)] for _ in range(wide)] for _ in range(high)]
+        phis = [*state, *_flat(totals)]
+        for _ in range(shape.together):
+            state, totals = self._step(state, totals)
+        for phi, value in zip(phis, [*state, *_flat(totals)], strict=True):
+            phi.add_incoming(value, builder.block)
+        last = shape.share // shape.together * shape.together
+        builder.cbranch(builder.icmp_signed("<", state[0], L.I32(last)), loop, after)
+        builder.position_at_end(after)
+        for _ in range(shape.share % shape.together):
+            state, totals = self._step(state, totals)
+        self.places = state[3:]
+        return wgmma.finished(builder, totals)
+
+    def _step(self, state: list[L.Value], totals: Totals) -> tuple[list[L.Value], Totals]:
+        """The products of one tap's line of channels. Args: state: numbers of step, tap and chunk, and `places`."""
+        emitter, builder, shape = self.emitter, self.builder, self.emitter.shape
+        number, tap, chunk, reading, writing, run = state
+        if shape.resident:  # nothing new comes but with the next run
+            with builder.if_then(builder.icmp_signed("==", tap, L.I32(0))):
+                self._arrived()
+        else:
+            self._arrived()
         emitter.rows.turn(tap, run)
-        beside = self._beside(number, tap, chunk, writing, run, (mine, more, other))
-        totals = emitter.products(number, reading, start, beside if shape.spread else [])
+        beside = self._beside(number, tap, chunk, writing, run)
+        totals = emitter.products(number, reading, totals, beside if shape.spread else [])
         for copy in [] if shape.spread else beside:
             next(copy)
         tensor.commit(builder)
-        last = builder.icmp_signed("==", tap, L.I32(found.taps - 1))
-        ends = builder.select(last, L.I32(1), L.I32(0))
+        last = builder.icmp_signed("==", tap, L.I32(shape.window.taps - 1))
         following = [
             builder.add(number, L.I32(1)), builder.select(last, L.I32(0), builder.add(tap, L.I32(1))),
-            builder.add(chunk, ends), emitter.next_stage(reading), emitter.next_stage(writing),
-            builder.select(last, self._other(run), run),
+            builder.add(chunk, builder.select(last, L.I32(1), L.I32(0))), emitter.next_stage(reading),
+            emitter.next_stage(writing), builder.select(last, self._other(run), run),
         ]  # fmt: skip
-        pairs = zip((number, tap, chunk, reading, writing, run), following, strict=True)
-        flat = zip(_flat(start), _flat(totals), strict=True)
-        for phi, value in (*pairs, *flat):
-            phi.add_incoming(value, builder.block)
-        builder.cbranch(builder.icmp_signed("<", following[0], L.I32(shape.share)), loop, after)
-        builder.position_at_end(after)
-        self.places = following[3:]
-        return wgmma.finished(builder, totals)
+        return following, totals
+
+    def _arrived(self) -> None:
+        """Waits for the copies of a step, and for all threads of the block."""
+        tensor.wait(self.builder, self.emitter.shape.ahead - 1)
+        wgmma.proxy_fence(self.builder)
+        tensor.barrier(self.builder)
 
     def _other(self, run: L.Value) -> L.Value:
         """The place of the next run of pixels."""
@@ -298,13 +316,11 @@ class _Steps:
         return builder.sub(L.I32(shape.run), run) if shape.kept == 2 else run
 
     def _beside(
-        self, number: L.Value, tap: L.Value, chunk: L.Value, writing: L.Value, run: L.Value,
-        tiles: tuple[L.Value, L.Value, L.Value],
+        self, number: L.Value, tap: L.Value, chunk: L.Value, writing: L.Value, run: L.Value
     ) -> list[Iterator[None]]:  # fmt: skip
-        """Copies of a step: weights of a later one, a part of the next run. Args: tiles: this one's first pixel,
-        whether there is another, and its first pixel."""
+        """Copies of a step: weights of a later one, a part of the next run."""
         emitter, builder, shape = self.emitter, self.builder, self.emitter.shape
-        mine, more, other = tiles
+        mine, more, other = self.runs
         made: list[Iterator[None]] = []
         if not shape.resident:
             later = builder.add(number, L.I32(shape.ahead))

@@ -1,12 +1,42 @@
-"""Candidate schedules of convolutions by warp groups that keep pixels in shared memory, ranked by counted cycles."""
+"""Candidate schedules of convolutions by warp groups that keep pixels in shared memory, ranked by counted cycles.
+
+Counted as in `region.gpu_rounded`, per step of one tap and 32 channels; what differs is what is copied for it: the
+weights, unless they stay in shared memory, and ``1 / taps`` of a run of pixels.  A 3x3 convolution of 192 outputs, 128
+features and rows of 28 pixels copies 20 KB in the 768 cycles that the units take, where a tile per tap would be 40 KB;
+such tiles were seen to come at 25 bytes per cycle where a multiprocessor has one block.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jcuts.dfg.program import Program
-from jcuts.region.gpu_group_tiling import GROUP, LINE
-from jcuts.region.gpu_tiles import scheduled
+from jcuts.region.gpu_group_tiling import GROUP, HIGH, LINE
+from jcuts.region.gpu_products import EXIT, MEMORY, PORT, STEP, Counter
+from jcuts.region.gpu_rounded import RATES
+from jcuts.region.gpu_tiles import Candidate, scheduled
+from jcuts.region.group_windows import Window, window
+from jcuts.region.products import sides
+
+MOST = 5
+"""Schedules of one convolution."""
+AGAIN = 0.95
+"""What every further candidate counts that differs in little."""
+HEIGHTS = ((64, 1), (128, 1), (128, 2), (192, 1), (192, 3), (256, 2), (256, 4))
+"""(rows of a block, groups along them)."""
+WIDTHS, MOST_TOTALS = (24, 256), 128
+"""Least and most columns; totals of a thread."""
+STAGES = (6, 5, 4)
+SHARED, FILE, OWN = 227 << 10, 65536, 2048
+"""Of a multiprocessor: shared memory, registers, shared memory that every block takes beside its own."""
+MOST_REGISTERS = 248
+GAP = 30.0
+"""Cycles of a step in which a multiprocessor's only block waits for all its warps."""
+SHARE = 0.9
+"""Pixels copied per tap, of those that a tile per tap would copy, up to which keeping them pays."""
 
 
 @dataclass(frozen=True)
@@ -39,3 +69,102 @@ class WindowTiling:
         tile = (self.rows, self.columns, LINE // 4)
         params = (("tile", tile), ("groups", (self.groups, 1)), ("stages", self.stages), ("pixels", self.pixels))
         return scheduled(program, "product", self.threads, *params, ("rounded", 1), *more)
+
+
+def windows(counter: Counter, program: Program, most: int = MOST) -> Iterator[tuple[float, WindowTiling]]:
+    """Schedules of a product that is such a convolution with rounded weights, with their cycles, best first."""
+    right, found = sides(program)[1], window(program)
+    if found is None or not program.buffer(right.buffer).tf32 or found.side.item != 4:
+        return
+    if not right.along_terms or (right.run % found.channels and right.run != found.channels * found.taps):
+        return
+    best: dict[tuple[int, ...], tuple[float, WindowTiling]] = {}
+    for tiling in tilings(counter, found):
+        spent = cycles(counter, found, tiling)
+        key = tiling.rows, tiling.columns, tiling.rounds > 1
+        if key not in best or spent < best[key][0]:
+            best[key] = (spent, tiling)
+    yield from sorted(best.values(), key=lambda pair: pair[0])[:most]
+
+
+def candidates(counter: Counter, program: Program, most: int = MOST) -> list[Candidate]:
+    """The same as programs with scores."""
+    ranked = enumerate(windows(counter, program, most))
+    return [(t.of(program), min(1.0, counter.least / spent) * AGAIN**k) for k, (spent, t) in ranked]
+
+
+def tilings(counter: Counter, found: Window) -> Iterator[WindowTiling]:
+    """All schedules that fit the convolution and the multiprocessor."""
+    for (rows, groups), columns in itertools.product(HEIGHTS, _widths(counter.columns)):
+        if rows >= 2 * counter.rows or rows * columns > MOST_TOTALS * GROUP * groups:
+            continue
+        if found.span(rows) > SHARE * found.taps * rows:
+            continue
+        high = rows // groups // HIGH
+        for steps, stages in [(s, n) for s in ((4, 2) if high == 1 else (2, 1)) for n in (*STAGES, found.steps)]:
+            if not 3 <= stages <= found.steps or (stages < found.steps and stages - 2 > found.taps):
+                continue
+            once = WindowTiling(rows, columns, groups, stages, 1 if found.chunks == 1 else 2, 1, 1, steps)
+            if shared(found, once) <= SHARED and stages < found.steps:
+                yield once
+            tiles, slots = _tiles(counter, once), counter.machine.sms * _resident(found, once)
+            rounds = -(-(-(-counter.rows // rows)) // max(1, slots * -(-counter.rows // rows) // tiles))
+            more = WindowTiling(rows, columns, groups, stages, 2, rounds, 1, steps)
+            if rounds > 1 and shared(found, more) <= SHARED:
+                yield more
+
+
+def _widths(columns: int) -> list[int]:
+    """Multiples of 8 that columns fall into."""
+    counts = range(-(-columns // WIDTHS[1]), max(1, columns // WIDTHS[0]) + 1)
+    return sorted({-(-columns // (8 * count)) * 8 for count in counts})
+
+
+def shared(found: Window, tiling: WindowTiling) -> int:
+    """Bytes of shared memory of a block."""
+    return tiling.stages * tiling.columns * LINE + tiling.pixels * found.span(tiling.rows) * LINE + LINE
+
+
+def registers(tiling: WindowTiling) -> int:
+    """32-bit registers of a thread, roughly."""
+    high = tiling.rows // tiling.groups // HIGH
+    fragments = 4 * high * (8 if tiling.steps == 4 else 4)
+    return 40 + tiling.rows * tiling.columns // tiling.threads + fragments + 8 * (tiling.rounds > 1)
+
+
+def _resident(found: Window, tiling: WindowTiling) -> int:
+    """Blocks side by side on a multiprocessor."""
+    by_memory = (SHARED + OWN) // (shared(found, tiling) + OWN)
+    return max(1, min(by_memory, FILE // (tiling.threads * registers(tiling)), 2048 // tiling.threads))
+
+
+def _tiles(counter: Counter, tiling: WindowTiling) -> int:
+    return -(-counter.rows // tiling.rows) * -(-counter.columns // tiling.columns)
+
+
+def cycles(counter: Counter, found: Window, tiling: WindowTiling) -> float:
+    """Estimated cycles of a launch."""
+    rows, columns, sms = tiling.rows, tiling.columns, counter.machine.sms
+    tiles = -(-counter.rows // rows)
+    blocks = -(-tiles // tiling.rounds) * -(-counter.columns // columns)
+    queue = -(-blocks // sms)
+    beside = min(_resident(found, tiling), queue)
+    waves = math.ceil(queue / beside)
+    stays = tiling.stages == found.steps
+    run = found.span(rows) * LINE / found.taps
+    copied = run + (0.0 if stays else columns * LINE)
+    read = rows // HIGH * (HIGH + columns) * LINE
+    limits = [
+        beside * rows * columns * found.line / RATES.unit, beside * (read + copied) / PORT,
+        beside * copied / RATES.cache, (0.0 if stays else RATES.fetch / (tiling.stages - 2)) + RATES.round,
+    ]  # fmt: skip
+    inner = max(limits) + RATES.overlap * (sum(limits) - max(limits))
+    if beside == 1:  # nobody else fills the gaps
+        inner += RATES.step * LINE / STEP / tiling.steps + (GAP / found.taps if stays else GAP)
+    written = 4.0 * rows * columns * counter.results / max(1.0, counter.partial)
+    leave = EXIT + beside * written / RATES.cache
+    begin = RATES.latency + (tiling.stages * columns * LINE / RATES.cache if stays else 0.0)
+    between = (tiling.rounds - 1) * EXIT
+    total = waves * (begin + tiling.rounds * (found.steps * inner + leave) + between)
+    moved = counter.moved / MEMORY
+    return max(total, moved + RATES.latency) + RATES.memory * min(total, moved)

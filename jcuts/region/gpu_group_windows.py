@@ -27,11 +27,11 @@ AGAIN = 0.95
 """What every further candidate counts that differs in little."""
 HEIGHTS = ((64, 1), (128, 1), (128, 2), (192, 1), (192, 3), (256, 2), (256, 4))
 """(rows of a block, groups along them)."""
-WIDTHS, MOST_TOTALS = (24, 256), 128
+WIDTHS, MOST_TOTALS = (32, 256), 128
 """Least and most columns; totals of a thread."""
 STAGES = (6, 5, 4)
-SHARED, FILE, OWN = 227 << 10, 65536, 2048
-"""Of a multiprocessor: shared memory, registers, shared memory that every block takes beside its own."""
+MOST_SHARED, SHARED, FILE, OWN = 226 << 10, 227 << 10, 65536, 2048
+"""Bytes of shared memory of a block; of a multiprocessor: shared memory, registers, shared memory that every block takes beside its own."""
 MOST_REGISTERS = 248
 GAP = 30.0
 """Cycles of a step in which a multiprocessor's only block waits for all its warps."""
@@ -101,16 +101,19 @@ def tilings(counter: Counter, found: Window) -> Iterator[WindowTiling]:
         if found.span(rows) > SHARE * found.taps * rows:
             continue
         high = rows // groups // HIGH
-        for steps, stages in [(s, n) for s in ((4, 2) if high == 1 else (2, 1)) for n in (*STAGES, found.steps)]:
+        whole = high == 1 and found.steps % 2 == 0
+        for steps, stages in [(s, n) for s in ((4, 2) if whole else (2,)) for n in (*STAGES, found.steps)]:
             if not 3 <= stages <= found.steps or (stages < found.steps and stages - 2 > found.taps):
                 continue
+            if registers(WindowTiling(rows, columns, groups, stages, 2, 2, 1, steps)) > MOST_REGISTERS:
+                continue
             once = WindowTiling(rows, columns, groups, stages, 1 if found.chunks == 1 else 2, 1, 1, steps)
-            if shared(found, once) <= SHARED and stages < found.steps:
+            if shared(found, once) <= MOST_SHARED and stages < found.steps:
                 yield once
             tiles, slots = _tiles(counter, once), counter.machine.sms * _resident(found, once)
             rounds = -(-(-(-counter.rows // rows)) // max(1, slots * -(-counter.rows // rows) // tiles))
             more = WindowTiling(rows, columns, groups, stages, 2, rounds, 1, steps)
-            if rounds > 1 and shared(found, more) <= SHARED:
+            if rounds > 1 and shared(found, more) <= MOST_SHARED:
                 yield more
 
 
@@ -127,9 +130,9 @@ def shared(found: Window, tiling: WindowTiling) -> int:
 
 def registers(tiling: WindowTiling) -> int:
     """32-bit registers of a thread, roughly."""
-    high = tiling.rows // tiling.groups // HIGH
-    fragments = 4 * high * (8 if tiling.steps == 4 else 4)
-    return 40 + tiling.rows * tiling.columns // tiling.threads + fragments + 8 * (tiling.rounds > 1)
+    high, totals = tiling.rows // tiling.groups // HIGH, tiling.rows * tiling.columns // tiling.threads
+    found = 46 + 14 * (high - 1) + totals * 9 // 8 + (16 if tiling.steps == 4 else 0) + 10 * (tiling.rounds > 1)
+    return -(-found // 8) * 8
 
 
 def _resident(found: Window, tiling: WindowTiling) -> int:

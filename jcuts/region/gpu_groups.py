@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jcuts.dfg.program import Program
-from jcuts.region import gpu_products, gpu_rounded
+from jcuts.region import gpu_group_windows, gpu_products, gpu_rounded
 from jcuts.region.gpu_group_tiling import BARRIER, HIGH, LINE, GroupTiling
 from jcuts.region.gpu_products import CLUSTER, EXIT, FETCH, LATENCY, MEMORY, PORT, SECOND, Counter
 from jcuts.region.gpu_tiles import Candidate, GpuMachine
@@ -84,7 +84,8 @@ def products(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     the fastest units that the program has schedules for.
     """
     counter = GroupCounter(program, machine)
-    found = list(grouped(counter))
+    found = gpu_group_windows.candidates(counter, program) if machine.capability == GROUPED and _enough(counter) else []
+    found += grouped(counter, MOST - ENOUGH if found else MOST)
     yield from found
     if counter.before or len(found) >= ENOUGH:  # the other family has no prologues, and hardly ever wins
         return

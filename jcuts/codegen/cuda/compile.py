@@ -111,7 +111,8 @@ def compile_program(program: Program, target: CudaTarget) -> CompiledKernel:
         emitted.append(source)
         sources.append((_ptx(part.program, source, target, symbol), symbol))
     arch = arch_of(program, target)
-    cubin = assemble.assemble(assemble.merged(sources, arch), arch)
+    overlapped = "pixels" in dict(program.params)
+    cubin = assemble.assemble(assemble.merged(sources, arch), arch, overlapped=overlapped)
     report = assemble.resources(cubin)
     launches = []
     for part, source, symbol in zip(found, emitted, symbols, strict=True):

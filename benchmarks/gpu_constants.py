@@ -42,7 +42,7 @@ CONVOLUTIONS = (
     (8, 448, 384, (3, 3), 1), (56, 128, 32, (3, 3), 1), (17, 192, 192, (7, 1), 1), (35, 48, 64, (5, 5), 1),
     (56, 128, 128, (3, 3), 2),
 )  # fmt: skip
-"""(height and width, channels, features, filter, stride) of convolutions at batch 64: ResNet50, DenseNet121, InceptionV3."""
+"""(height and width, channels, features, filter, stride) at batch 64: ResNet50, DenseNet121, InceptionV3."""
 NORMS = ((200704, 128, 128), (50176, 256, 128), (12544, 768, 128), (3136, 896, 128))
 """(rows, terms, columns) of 1x1 convolutions behind a norm with known statistics and ReLU: DenseNet121 at batch 64."""
 BATCH, TF32 = 64, np.uint32(0xFFFFE000)

@@ -31,7 +31,8 @@ WIDTHS, MOST_TOTALS = (32, 256), 128
 """Least and most columns; totals of a thread."""
 STAGES = (6, 5, 4)
 MOST_SHARED, SHARED, FILE, OWN = 226 << 10, 227 << 10, 65536, 2048
-"""Bytes of shared memory of a block; of a multiprocessor: shared memory, registers, shared memory that every block takes beside its own."""
+"""Bytes of shared memory of a block; of a multiprocessor: shared memory, registers; shared memory
+that every block takes beside its own."""
 MOST_REGISTERS = 248
 GAP = 30.0
 """Cycles of a step in which a multiprocessor's only block waits for all its warps."""
@@ -111,7 +112,8 @@ def tilings(counter: Counter, found: Window) -> Iterator[WindowTiling]:
             if shared(found, once) <= MOST_SHARED and stages < found.steps:
                 yield once
             tiles, slots = _tiles(counter, once), counter.machine.sms * _resident(found, once)
-            rounds = -(-(-(-counter.rows // rows)) // max(1, slots * -(-counter.rows // rows) // tiles))
+            along = -(-counter.rows // rows)
+            rounds = -(-along // max(1, slots * along // tiles))
             more = WindowTiling(rows, columns, groups, stages, 2, rounds, 1, steps)
             if rounds > 1 and shared(found, more) <= MOST_SHARED:
                 yield more

@@ -11,6 +11,7 @@ per `LINE` bytes of channels, where a product in general copies a tile for every
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -105,7 +106,7 @@ def window(program: Program) -> Window | None:
 
 def _grid(offsets: list[int]) -> tuple[int, int, int] | None:
     """(across, down, aside) of offsets that grow, the first of which is 0."""
-    if any(b <= a for a, b in zip(offsets, offsets[1:], strict=False)):
+    if any(b <= a for a, b in itertools.pairwise(offsets)):
         return None
     aside = offsets[1]
     for across in range(len(offsets), 0, -1):

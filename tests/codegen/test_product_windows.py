@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda import compile as compiler
+from jcuts.codegen.cuda.product_windows import window_shape
 from jcuts.region.gpu_group_windows import WindowTiling
-from jcuts.region.group_windows import window
 from tests import programs, ptx_machine
 from tests.codegen.test_product import SM90, compare, compiled, normal, tf32
 from tests.ptx_tensor import round_tf32
@@ -41,8 +40,6 @@ RESIDENT = WindowTiling(64, 32, 1, 0, 2, rounds=3, steps=4), WindowTiling(128, 1
 def run_window(fn, arguments, tiling):
     """The results of a kernel that takes argument 1 as it is."""
     program = tiling.of(programs.trace(fn, *arguments).product())
-    right = program.phases and [b.name for b in program.inputs][1]
-    program = mark(program, right)
     kernel, ptx = compiler.compile_program(program, SM90), compiler.ptx_of(program, SM90)
     return ptx_machine.run_kernel(ptx, kernel, [np.asarray(a) for a in arguments])
 
@@ -57,11 +54,6 @@ def test_weights_that_stay_in_shared_memory(case, tiling):
 @compiled
 def test_one_run_of_pixels():
     check("7x1", WindowTiling(64, 64, 1, 4, 1))
-
-
-def mark(program, name):
-    """The program with an operand that holds numbers of TF32."""
-    return replace(program, buffers=tuple(replace(b, tf32=b.name == name) for b in program.buffers))
 
 
 def layer(strides, padding):
@@ -94,3 +86,31 @@ def check(case, tiling):
         )  # fmt: skip
         wanted = np.maximum(np.asarray(y) + b + r, 0)
     compare(run_window(layer(strides, padding), (x, w, b, r), tiling), [wanted], 3e-6)
+
+
+@compiled
+def test_products_that_would_wait_for_each_other_are_refused():
+    """Two tiles of fragments are in registers at once, and the last of an odd number of tiles has no partner."""
+    x, w = normal(1, 8, 8, 96), round_tf32(normal(24, 3, 3, 96))
+    traced = programs.trace(lambda x, w: layer((1, 1), "SAME")(x, w, 0.0, 0.0), x, w)
+    program = WindowTiling(64, 24, 1, 4, 2, spread=1, steps=4).of(traced.product())
+    with pytest.raises(CompileRejected, match="wait for each other"):
+        compiler.compile_program(program, SM90)
+
+
+@compiled
+def test_what_does_not_fit():
+    x, w = normal(1, 8, 8, 64), round_tf32(normal(24, 3, 3, 64))
+    product = programs.trace(lambda x, w: layer((1, 1), "SAME")(x, w, 0.0, 0.0), x, w).product()
+    good = WindowTiling(64, 24, 1, 4, 2)
+    window_shape(good.of(product))
+    for tiling, program in (
+        (replace(good, stages=2), product), (replace(good, stages=19), product),
+        (replace(good, pixels=1), product), (replace(good, rows=96), product),
+        (replace(good, steps=3), product),
+    ):  # fmt: skip
+        with pytest.raises(CompileRejected):
+            window_shape(tiling.of(program))
+    plain = replace(product, buffers=tuple(replace(b, tf32=False) for b in product.buffers))
+    with pytest.raises(CompileRejected, match="rounded"):
+        window_shape(good.of(plain))

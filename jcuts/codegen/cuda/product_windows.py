@@ -86,7 +86,8 @@ class WindowShape(GroupShape):
     @property
     def high_blocks(self) -> int:
         """Blocks along the rows."""
-        return -(-(-(-self.left.extent // self.left.size)) // self.rounds)
+        tiles = -(-self.left.extent // self.left.size)
+        return -(-tiles // self.rounds)
 
     @property
     def blocks(self) -> int:

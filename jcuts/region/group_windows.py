@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -102,6 +102,14 @@ def window(program: Program) -> Window | None:
     if _farthest(pixel, rows, 2) < 0:
         return None
     return Window(left, channels, pixels, rows, pixel, taps, *grid, offsets[0])
+
+
+def in_line(side: Side, terms: int) -> Side:
+    """The right operand with its address by terms written as what it is, one element per term, if it is that."""
+    places = _number(side.by_terms, {K: np.arange(terms)})  # type: ignore[dict-item]
+    if not np.array_equal(np.broadcast_to(places, (terms,)), np.arange(terms)):
+        return side
+    return replace(side, index=side.by_place + Index.axis(K), run=terms)
 
 
 def _grid(offsets: list[int]) -> tuple[int, int, int] | None:

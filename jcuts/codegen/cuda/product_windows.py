@@ -27,7 +27,7 @@ from jcuts.codegen.cuda.product_groups import GroupEmitter
 from jcuts.codegen.cuda.product_tiles import Copier
 from jcuts.codegen.cuda.shared import WARP
 from jcuts.dfg.program import Program
-from jcuts.region.group_windows import Window, window
+from jcuts.region.group_windows import Window, in_line, window
 from jcuts.region.products import COLUMNS, ROWS, sides
 
 RESIDENT = 2
@@ -104,7 +104,7 @@ def window_shape(program: Program) -> WindowShape:
     found = window(program)
     if found is None or left.item != 4 or not right.along_terms or not program.buffer(right.buffer).tf32:
         raise CompileRejected(f"{program.name}: no convolution with rounded weights whose pixels can be kept")
-    ragged = found.channels % found.line != 0
+    ragged, right = found.channels % found.line != 0, in_line(right, found.taps * found.channels)
     first = GroupTile(left, extents[ROWS], rows, terms, rows // max(1, along), 0, ragged)
     second = GroupTile(right, extents[COLUMNS], columns, terms, columns // max(1, across), 0, ragged)
     stages, kept = int(str(params["stages"])), int(str(params["pixels"]))
@@ -117,7 +117,7 @@ def window_shape(program: Program) -> WindowShape:
     fits = rows == along * first.warp and columns == across * second.warp and terms == found.line
     fits = fits and first.warp % wgmma.ROWS == 0 and second.warp % 8 == 0 and second.warp <= wgmma.WIDEST
     fits = fits and first.warp * second.warp <= MOST_TOTALS * WARP * WARPS
-    fits = fits and (1 <= steps <= AHEAD or shape.whole) and terms * left.item // tensor.STEP % steps == 0
+    fits = fits and (1 <= steps <= AHEAD or (shape.whole and shape.share % 2 == 0)) and terms * left.item // tensor.STEP % steps == 0
     fits = fits and readable(second, across)
     fits = fits and 3 <= stages <= shape.share and shape.ahead <= found.taps and rounds >= 1
     fits = fits and (kept == 2 or (kept == found.chunks == rounds == 1))

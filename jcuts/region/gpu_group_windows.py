@@ -102,19 +102,20 @@ def tilings(counter: Counter, found: Window) -> Iterator[WindowTiling]:
         if found.span(rows) > SHARE * found.taps * rows:
             continue
         high = rows // groups // HIGH
+        spread = int(high == 1)  # the assembler has no registers for copies among the products of more rows
         whole = high == 1 and found.steps % 2 == 0
         for steps, stages in [(s, n) for s in ((4, 2) if whole else (2,)) for n in (*STAGES, found.steps)]:
             if not 3 <= stages <= found.steps or (stages < found.steps and stages - 2 > found.taps):
                 continue
-            if registers(WindowTiling(rows, columns, groups, stages, 2, 2, 1, steps)) > MOST_REGISTERS:
+            if registers(WindowTiling(rows, columns, groups, stages, 2, 2, 0, steps)) > MOST_REGISTERS:
                 continue
-            once = WindowTiling(rows, columns, groups, stages, 1 if found.chunks == 1 else 2, 1, 1, steps)
+            once = WindowTiling(rows, columns, groups, stages, 1 if found.chunks == 1 else 2, 1, spread, steps)
             if shared(found, once) <= MOST_SHARED and stages < found.steps:
                 yield once
             tiles, slots = _tiles(counter, once), counter.machine.sms * _resident(found, once)
             along = -(-counter.rows // rows)
             rounds = -(-along // max(1, slots * along // tiles))
-            more = WindowTiling(rows, columns, groups, stages, 2, rounds, 1, steps)
+            more = WindowTiling(rows, columns, groups, stages, 2, rounds, spread, steps)
             if rounds > 1 and shared(found, more) <= MOST_SHARED:
                 yield more
 

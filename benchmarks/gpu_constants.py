@@ -121,8 +121,7 @@ def schedules(case: Case, most: int, along: bool, tiles: Sequence[Sequence[Any]]
             for rows, columns, terms, groups, stages, split, cluster, *how in tiles
         ]
     counter = gpu_groups.GroupCounter(made, machine)
-    kept = gpu_group_windows.windows(counter, made, 4 * most) if along else ()
-    found = [t.of(made) for _, t in kept][:most]
+    found = [p for p, _ in gpu_group_windows.candidates(counter, made, most)] if along else []
     if found:  # taps that share their pixels, beside the best that do not
         return found + [p for p, _ in gpu_groups.grouped(counter, 1)][:2]
     found = [p for p, _ in gpu_groups.grouped(counter, most)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jcuts.dfg.program import Program
 from jcuts.region.gpu_group_tiling import GROUP, HIGH, LINE
@@ -23,6 +23,11 @@ from jcuts.region.products import sides
 
 MOST = 5
 """Schedules of one convolution."""
+WHOLE = 4
+"""Steps of terms of a tile."""
+UNROLLED, FEW_COLUMNS = 2, 64
+"""Schedules that are tried with code of its own for every tap too, where there are so few columns that instructions
+count."""
 AGAIN = 0.95
 """What every further candidate counts that differs in little."""
 HEIGHTS = ((64, 1), (128, 1), (128, 2), (192, 1), (192, 3), (256, 2), (256, 4))
@@ -46,7 +51,7 @@ class WindowTiling:
 
     Attributes:
         rounds: tiles of outputs of a block. spread: whether copies are started among the steps of products.
-        steps: of terms, that are one group of instructions.
+        steps: of terms, that are one group of instructions. unrolled: whether every tap has code of its own.
     """
 
     rows: int
@@ -57,6 +62,7 @@ class WindowTiling:
     rounds: int = 1
     spread: int = 0
     steps: int = 1
+    unrolled: int = 0
 
     @property
     def threads(self) -> int:
@@ -66,6 +72,7 @@ class WindowTiling:
     def of(self, program: Program) -> Program:
         """The scheduled program."""
         found = (("rounds", self.rounds, 1), ("spread", self.spread, 0), ("steps", self.steps, 1))
+        found += (("unrolled", self.unrolled, 0),)
         more = tuple((name, count) for name, count, least in found if count > least)
         tile = (self.rows, self.columns, LINE // 4)
         params = (("tile", tile), ("groups", (self.groups, 1)), ("stages", self.stages), ("pixels", self.pixels))
@@ -89,9 +96,20 @@ def windows(counter: Counter, program: Program, most: int = MOST) -> Iterator[tu
 
 
 def candidates(counter: Counter, program: Program, most: int = MOST) -> list[Candidate]:
-    """The same as programs with scores."""
-    ranked = enumerate(windows(counter, program, most))
-    return [(t.of(program), min(1.0, counter.least / spent) * AGAIN**k) for k, (spent, t) in ranked]
+    """The same as programs with scores; the best of few columns also with code of its own for every tap."""
+    found: list[Candidate] = []
+    for number, (spent, tiling) in enumerate(windows(counter, program, most)):
+        score = min(1.0, counter.least / spent) * AGAIN**number
+        found.append((tiling.of(program), score))
+        if number < UNROLLED and tiling.columns <= FEW_COLUMNS and _repeats(program, tiling):
+            found.append((replace(tiling, unrolled=1).of(program), score * AGAIN))
+    return found
+
+
+def _repeats(program: Program, tiling: WindowTiling) -> bool:
+    """Whether a convolution has whole rounds of a loop that has code for every tap."""
+    found = window(program)
+    return found is not None and found.chunks % (2 if tiling.steps == WHOLE and found.taps % 2 else 1) == 0
 
 
 def tilings(counter: Counter, found: Window) -> Iterator[WindowTiling]:
@@ -104,7 +122,7 @@ def tilings(counter: Counter, found: Window) -> Iterator[WindowTiling]:
         high = rows // groups // HIGH
         spread = int(high == 1)  # the assembler has no registers for copies among the products of more rows
         whole = high == 1 and found.steps % 2 == 0
-        for steps, stages in [(s, n) for s in ((4, 2) if whole else (2,)) for n in (*STAGES, found.steps)]:
+        for steps, stages in [(s, n) for s in ((WHOLE, 2) if whole else (2,)) for n in (*STAGES, found.steps)]:
             if not 3 <= stages <= found.steps or (stages < found.steps and stages - 2 > found.taps):
                 continue
             if registers(WindowTiling(rows, columns, groups, stages, 2, 2, 0, steps)) > MOST_REGISTERS:
@@ -134,7 +152,7 @@ def shared(found: Window, tiling: WindowTiling) -> int:
 def registers(tiling: WindowTiling) -> int:
     """32-bit registers of a thread, roughly."""
     high, totals = tiling.rows // tiling.groups // HIGH, tiling.rows * tiling.columns // tiling.threads
-    found = 46 + 14 * (high - 1) + totals * 9 // 8 + (16 if tiling.steps == 4 else 0) + 10 * (tiling.rounds > 1)
+    found = 40 + 14 * (high - 1) + totals * 9 // 8 + (16 if tiling.steps == WHOLE else 0) + 10 * (tiling.rounds > 1)
     return -(-found // 8) * 8
 
 

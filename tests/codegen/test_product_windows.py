@@ -58,6 +58,16 @@ def test_weights_that_stay_in_shared_memory(case, tiling):
 
 
 @compiled
+@pytest.mark.parametrize("tiling", [
+    WindowTiling(64, 32, 1, 4, 2, unrolled=1, spread=1, steps=4), WindowTiling(128, 32, 1, 5, 2, rounds=2, unrolled=1),
+    WindowTiling(64, 24, 1, 0, 2, rounds=3, unrolled=1, spread=1, steps=4),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("case", ["3x3", "3x3 ragged channels", "1x7"])
+def test_taps_with_code_of_their_own(case, tiling):
+    check(case, tiling)
+
+
+@compiled
 def test_one_run_of_pixels():
     check("7x1", WindowTiling(64, 64, 1, 4, 1))
 

@@ -93,6 +93,16 @@ def test_they_are_tried_before_others():
     assert not any("pixels" in dict(p.params) for p, _ in gpu_groups.products(program, other))
 
 
+def test_few_columns_have_code_for_every_tap():
+    for layer, many in (("56x56x64", gpu_group_windows.UNROLLED), ("35x35x96", 0)):
+        program = convolution(*LAYERS[layer])
+        found = [dict(p.params) for p, _ in gpu_groups.products(program, MACHINE)]
+        assert sum("unrolled" in p for p in found) == many
+        for params in found:
+            if "unrolled" in params:
+                assert params["tile"][1] <= gpu_group_windows.FEW_COLUMNS
+
+
 def test_filters_stay_where_they_have_a_place():
     program = convolution(*LAYERS["56x56x64"])
     counter, found = gpu_groups.GroupCounter(program, MACHINE), window(program)

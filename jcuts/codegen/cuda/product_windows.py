@@ -40,13 +40,14 @@ class WindowShape(GroupShape):
 
     Attributes:
         window, span: how pixels are read; lines of a run of them. kept: runs in shared memory.
-        rounds: tiles of outputs of a block.
+        rounds: tiles of outputs of a block. unrolled: whether every tap has code of its own.
     """
 
     window: Window
     span: int
     kept: int
     rounds: int
+    unrolled: bool
 
     @property
     def stage(self) -> int:
@@ -62,6 +63,13 @@ class WindowShape(GroupShape):
     def ahead(self) -> int:
         """Tiles of terms whose copies are started before the first is multiplied."""
         return RESIDENT if self.resident else self.stages - 2
+
+    @property
+    def together(self) -> int:
+        """Steps of a round of the loop."""
+        if not self.unrolled:
+            return super().together
+        return self.window.taps * (2 if self.whole and self.window.taps % 2 else 1)
 
     @property
     def run(self) -> int:
@@ -113,12 +121,17 @@ def window_shape(program: Program) -> WindowShape:
         first, second, (WARPS * along, across, 1), stages, found.steps, found.taps * found.channels, 1, flight=0,
         rounded=True, vectors=0, spread=bool(params.get("spread", 0)), steps=steps, cached=False, push=False,
         early=False, window=found, span=found.span(rows), kept=kept, rounds=rounds,
+        unrolled=bool(params.get("unrolled", 0)),
     )  # fmt: skip
     fits = rows == along * first.warp and columns == across * second.warp and terms == found.line
     fits = fits and first.warp % wgmma.ROWS == 0 and second.warp % 8 == 0 and second.warp <= wgmma.WIDEST
     fits = fits and first.warp * second.warp <= MOST_TOTALS * WARP * WARPS
-    fits = fits and (1 <= steps <= AHEAD or (shape.whole and shape.share % 2 == 0)) and terms * left.item // tensor.STEP % steps == 0
-    fits = fits and readable(second, across)
+    fits = (
+        fits
+        and (1 <= steps <= AHEAD or (shape.whole and shape.share % 2 == 0))
+        and terms * left.item // tensor.STEP % steps == 0
+    )
+    fits = fits and readable(second, across) and not (shape.unrolled and shape.share % shape.together)
     fits = fits and 3 <= stages <= shape.share and shape.ahead <= found.taps and rounds >= 1
     fits = fits and (kept == 2 or (kept == found.chunks == rounds == 1))
     fits = fits and (right.run % found.channels == 0 or right.run == extents["k"])
@@ -200,17 +213,17 @@ class WindowEmitter(GroupEmitter):
         builder, shape = self.builder, self.shape
         self.pixels.all(self.pixels.first(row), L.I32(0), L.I32(0))
         for number in range(shape.share if shape.resident else shape.ahead):
-            for _ in self.filters(L.I32(number), L.I32(number * shape.stage), None):
+            tap, chunk = number % shape.window.taps, number // shape.window.taps
+            for _ in self.filters(L.I32(tap), L.I32(chunk), L.I32(number * shape.stage), None):
                 pass
             if not shape.resident:
                 tensor.commit(builder)
         for _ in range(shape.ahead if shape.resident else 0):
             tensor.commit(builder)
 
-    def filters(self, number: L.Value, stage: L.Value, where: L.Value | None) -> Iterator[None]:
+    def filters(self, tap: L.Value, chunk: L.Value, stage: L.Value, where: L.Value | None) -> Iterator[None]:
         """Starts one copy of a tile of weights at a time."""
         builder, found = self.builder, self.shape.window
-        tap, chunk = builder.urem(number, L.I32(found.taps)), builder.udiv(number, L.I32(found.taps))
         channel = builder.mul(chunk, L.I32(found.line))
         term = builder.add(builder.mul(tap, L.I32(found.channels)), channel)
         return self.weights.copies(term, stage, builder.sub(L.I32(found.channels), channel), where)
@@ -270,8 +283,9 @@ class _Steps:
         state = [carried(L.I32, place) for place in (*[L.I32(0)] * 3, *self.places)]
         totals = [[[carried(L.F32, L.F32(0.0)) for _ in range(4)] for _ in range(wide)] for _ in range(high)]
         phis = [*state, *_flat(totals)]
-        for _ in range(shape.together):
-            state, totals = self._step(state, totals)
+        for number in range(shape.together):
+            known = number % shape.window.taps if shape.unrolled else None
+            state, totals = self._step(state, totals, known)
         for phi, value in zip(phis, [*state, *_flat(totals)], strict=True):
             phi.add_incoming(value, builder.block)
         last = shape.share // shape.together * shape.together
@@ -282,17 +296,21 @@ class _Steps:
         self.places = state[3:]
         return wgmma.finished(builder, totals)
 
-    def _step(self, state: list[L.Value], totals: Totals) -> tuple[list[L.Value], Totals]:
-        """The products of one tap's line of channels. Args: state: numbers of step, tap and chunk, and `places`."""
+    def _step(self, state: list[L.Value], totals: Totals, known: int | None = None) -> tuple[list[L.Value], Totals]:
+        """The products of one tap's line of channels.
+
+        Args: state: numbers of step, tap and chunk, and `places`; known: the tap's number, where the code is its own.
+        """
         emitter, builder, shape = self.emitter, self.builder, self.emitter.shape
         number, tap, chunk, reading, writing, run = state
-        if shape.resident:  # nothing new comes but with the next run
+        tap = tap if known is None else L.I32(known)
+        if not shape.resident or known == 0:
+            self._arrived()
+        elif known is None:  # nothing new comes but with the next run
             with builder.if_then(builder.icmp_signed("==", tap, L.I32(0))):
                 self._arrived()
-        else:
-            self._arrived()
         emitter.rows.turn(tap, run)
-        beside = self._beside(number, tap, chunk, writing, run)
+        beside = self._beside(tap, chunk, writing, run)
         totals = emitter.products(number, reading, totals, beside if shape.spread else [])
         for copy in [] if shape.spread else beside:
             next(copy)
@@ -317,21 +335,23 @@ class _Steps:
         return builder.sub(L.I32(shape.run), run) if shape.kept == 2 else run
 
     def _beside(
-        self, number: L.Value, tap: L.Value, chunk: L.Value, writing: L.Value, run: L.Value
+        self, tap: L.Value, chunk: L.Value, writing: L.Value, run: L.Value
     ) -> list[Iterator[None]]:  # fmt: skip
         """Copies of a step: weights of a later one, a part of the next run."""
         emitter, builder, shape = self.emitter, self.builder, self.emitter.shape
         mine, more, other = self.runs
         made: list[Iterator[None]] = []
+        found = shape.window
         if not shape.resident:
-            later = builder.add(number, L.I32(shape.ahead))
-            inside = builder.icmp_signed("<", later, L.I32(shape.share))
+            later = builder.add(tap, L.I32(shape.ahead))
+            wraps = builder.icmp_signed(">=", later, L.I32(found.taps))
+            later = builder.select(wraps, builder.sub(later, L.I32(found.taps)), later)
+            next_ = builder.add(chunk, builder.select(wraps, L.I32(1), L.I32(0)))
+            inside = builder.icmp_signed("<", next_, L.I32(found.chunks))
             if shape.rounds > 1:
-                later = builder.select(inside, later, builder.sub(later, L.I32(shape.share)))
-                inside = builder.or_(inside, more)
-            made += [emitter.filters(later, writing, inside)] * len(emitter.weights.places)
+                next_, inside = builder.select(inside, next_, L.I32(0)), builder.or_(inside, more)
+            made += [emitter.filters(later, next_, writing, inside)] * len(emitter.weights.places)
         if shape.kept == 2:
-            found = shape.window
             slots = found.taps - shape.ahead + 1
             inside = builder.icmp_signed("<", builder.add(chunk, L.I32(1)), L.I32(found.chunks))
             first = builder.select(inside, mine, other)

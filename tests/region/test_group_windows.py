@@ -93,6 +93,11 @@ def test_they_are_tried_before_others():
     assert not any("pixels" in dict(p.params) for p, _ in gpu_groups.products(program, other))
 
 
+def test_single_images_are_shared_among_blocks_as_before():
+    found = [dict(p.params) for p, _ in gpu_groups.products(convolution((1, 7, 7, 512), (512, 3, 3, 512)), MACHINE)]
+    assert found and not any("pixels" in p for p in found)
+
+
 def test_few_columns_have_code_for_every_tap():
     for layer, many in (("56x56x64", gpu_group_windows.UNROLLED), ("35x35x96", 0)):
         program = convolution(*LAYERS[layer])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jcuts.codegen.cuda.product import three
 from jcuts.codegen.cuda.product_windows import window_shape
 from jcuts.region import gpu, gpu_group_windows, gpu_groups
 from jcuts.region.build import build
@@ -75,6 +76,7 @@ LAYERS = {
 def test_schedules_are_what_their_blocks_take(layer):
     program = convolution(*LAYERS[layer])
     counter, found = gpu_groups.GroupCounter(program, MACHINE), window(program)
+    assert found is not None
     tilings = list(gpu_group_windows.tilings(counter, found))
     assert tilings
     for tiling in tilings:
@@ -105,12 +107,13 @@ def test_few_columns_have_code_for_every_tap():
         assert sum("unrolled" in p for p in found) == many
         for params in found:
             if "unrolled" in params:
-                assert params["tile"][1] <= gpu_group_windows.FEW_COLUMNS
+                assert three(params["tile"])[1] <= gpu_group_windows.FEW_COLUMNS
 
 
 def test_filters_stay_where_they_have_a_place():
     program = convolution(*LAYERS["56x56x64"])
     counter, found = gpu_groups.GroupCounter(program, MACHINE), window(program)
+    assert found is not None
     best = next(iter(gpu_group_windows.windows(counter, program)))[1]
     assert best.stages == found.steps == 18 and best.rounds * MACHINE.sms * best.rows >= counter.rows
     assert np.isfinite(gpu_group_windows.cycles(counter, found, best))

@@ -18,7 +18,7 @@ from jcuts.region.gpu_group_tiling import GROUP, HIGH, LINE
 from jcuts.region.gpu_products import EXIT, MEMORY, PORT, STEP, Counter
 from jcuts.region.gpu_rounded import RATES
 from jcuts.region.gpu_tiles import Candidate, scheduled
-from jcuts.region.group_windows import Window, window
+from jcuts.region.group_windows import Window, has_weights, window
 from jcuts.region.products import sides
 
 MOST = 5
@@ -39,6 +39,8 @@ MOST_SHARED, SHARED, FILE, OWN = 226 << 10, 227 << 10, 65536, 2048
 """Bytes of shared memory of a block; of a multiprocessor: shared memory, registers; shared memory
 that every block takes beside its own."""
 MOST_REGISTERS = 248
+UNIT = {4: RATES.unit, 2: 1600.0}
+"""Products per cycle and multiprocessor, by bytes of an operand."""
 GAP = 30.0
 """Cycles of a step in which a multiprocessor's only block waits for all its warps."""
 SHARE = 0.9
@@ -74,17 +76,17 @@ class WindowTiling:
         found = (("rounds", self.rounds, 1), ("spread", self.spread, 0), ("steps", self.steps, 1))
         found += (("unrolled", self.unrolled, 0),)
         more = tuple((name, count) for name, count, least in found if count > least)
-        tile = (self.rows, self.columns, LINE // 4)
+        item = sides(program)[0].item
+        tile = (self.rows, self.columns, LINE // item)
         params = (("tile", tile), ("groups", (self.groups, 1)), ("stages", self.stages), ("pixels", self.pixels))
-        return scheduled(program, "product", self.threads, *params, ("rounded", 1), *more)
+        more += (("rounded", 1),) if item == 4 else ()
+        return scheduled(program, "product", self.threads, *params, *more)
 
 
 def windows(counter: Counter, program: Program, most: int = MOST) -> Iterator[tuple[float, WindowTiling]]:
-    """Schedules of a product that is such a convolution with rounded weights, with their cycles, best first."""
-    right, found = sides(program)[1], window(program)
-    if found is None or not program.buffer(right.buffer).tf32 or found.side.item != 4:
-        return
-    if not right.along_terms or (right.run % found.channels and right.run != found.channels * found.taps):
+    """Schedules of a product that is such a convolution, with their cycles, best first."""
+    found = window(program)
+    if found is None or not has_weights(program):
         return
     best: dict[tuple[int, ...], tuple[float, WindowTiling]] = {}
     for tiling in tilings(counter, found):
@@ -146,7 +148,8 @@ def _widths(columns: int) -> list[int]:
 
 def shared(found: Window, tiling: WindowTiling) -> int:
     """Bytes of shared memory of a block."""
-    return tiling.stages * tiling.columns * LINE + tiling.pixels * found.span(tiling.rows) * LINE + LINE
+    columns = tiling.columns if found.side.item == 4 else -(-tiling.columns // HIGH) * HIGH
+    return tiling.stages * columns * LINE + tiling.pixels * found.span(tiling.rows) * LINE + LINE
 
 
 def registers(tiling: WindowTiling) -> int:
@@ -179,7 +182,7 @@ def cycles(counter: Counter, found: Window, tiling: WindowTiling) -> float:
     copied = run + (0.0 if stays else columns * LINE)
     read = rows // HIGH * (HIGH + columns) * LINE
     limits = [
-        beside * rows * columns * found.line / RATES.unit, beside * (read + copied) / PORT,
+        beside * rows * columns * found.line / UNIT[found.side.item], beside * (read + copied) / PORT,
         beside * copied / RATES.cache, (0.0 if stays else RATES.fetch / (tiling.stages - 2)) + RATES.round,
     ]  # fmt: skip
     inner = max(limits) + RATES.overlap * (sum(limits) - max(limits))

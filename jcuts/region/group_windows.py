@@ -105,11 +105,22 @@ def window(program: Program) -> Window | None:
 
 
 def in_line(side: Side, terms: int) -> Side:
-    """The right operand with its address by terms written as what it is, one element per term, if it is that."""
+    """The right operand with its address by terms written as what it is, a multiple of the term, if it is that."""
     places = _number(side.by_terms, {K: np.arange(terms)})  # type: ignore[dict-item]
-    if not np.array_equal(np.broadcast_to(places, (terms,)), np.arange(terms)):
+    if not np.array_equal(np.broadcast_to(places, (terms,)), np.arange(terms) * side.step):
         return side
-    return replace(side, index=side.by_place + Index.axis(K), run=terms)
+    return replace(side, index=side.by_place + Index.axis(K) * side.step, run=terms)
+
+
+def has_weights(program: Program) -> bool:
+    """Whether the right operand of a product with a window goes to the units as it lies in memory."""
+    left, right = sides(program)
+    if right.width * right.item != 16 or (
+        left.item == 4 and not (right.along_terms and program.buffer(right.buffer).tf32)
+    ):
+        return False
+    found = window(program)
+    return found is not None and in_line(right, found.taps * found.channels).run == found.taps * found.channels
 
 
 def _grid(offsets: list[int]) -> tuple[int, int, int] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
@@ -13,8 +14,10 @@ from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda import compile as compiler
 from jcuts.codegen.cuda.product_windows import window_shape
 from jcuts.region.gpu_group_windows import WindowTiling
+from jcuts.region.products import as_product
 from tests import programs, ptx_machine
 from tests.codegen.test_product import SM90, compare, compiled, normal, tf32
+from tests.codegen.test_product_groups import EPS
 from tests.ptx_tensor import round_tf32
 
 TILINGS = [
@@ -65,6 +68,30 @@ def test_weights_that_stay_in_shared_memory(case, tiling):
 @pytest.mark.parametrize("case", ["3x3", "3x3 ragged channels", "1x7"])
 def test_taps_with_code_of_their_own(case, tiling):
     check(case, tiling)
+
+
+@compiled
+@pytest.mark.parametrize("tiling", [
+    WindowTiling(64, 32, 1, 4, 2, spread=1, steps=4), WindowTiling(128, 72, 1, 5, 2, rounds=2),
+    WindowTiling(64, 64, 1, 0, 2, rounds=3, unrolled=1, spread=1, steps=2),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("layout", ["OHWI", "HWIO"])
+def test_floats_of_16_bits(layout, tiling):
+    dtype = "float16" if tiling.steps == 4 and layout == "OHWI" else "bfloat16"
+    x, w, b = (normal(*s, seed=k).astype(dtype) for k, s in enumerate(((2, 9, 11, 72), (72, 3, 3, 72), (72,))))
+    w = w if layout == "OHWI" else np.ascontiguousarray(w.transpose(1, 2, 3, 0))
+
+    def fn(x, w, b):
+        y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", layout, "NHWC"))
+        return jax.nn.relu(y + b)
+
+    program = as_product(programs.trace(fn, x, w, b).program())
+    tiling = replace(tiling, stages=tiling.stages or 18)
+    program = tiling.of(program)
+    kernel, ptx = compiler.compile_program(program, SM90), compiler.ptx_of(program, SM90)
+    with jax.enable_x64(True):
+        wanted = np.asarray(fn(*(jnp.asarray(a.astype(np.float64)) for a in (x, w, b))))
+    compare(ptx_machine.run_kernel(ptx, kernel, [x, w, b]), [wanted], 2.1 * EPS[dtype] * np.abs(wanted).max())
 
 
 @compiled

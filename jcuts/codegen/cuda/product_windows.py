@@ -6,7 +6,7 @@ weights of a tap and its channels go through a ring as those of every product, o
 in shared memory, stay there.  A block goes on with ``rounds`` tiles of outputs one after the other: copies of the next
 tile are under way while the one before is finished.
 
-float32 with rounded weights alone, see `product_groups`.
+float32 with rounded weights (see `product_groups`), and 16-bit floats.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jcuts.codegen.cuda.product_groups import GroupEmitter
 from jcuts.codegen.cuda.product_tiles import Copier
 from jcuts.codegen.cuda.shared import WARP
 from jcuts.dfg.program import Program
-from jcuts.region.group_windows import Window, in_line, window
+from jcuts.region.group_windows import Window, has_weights, in_line, window
 from jcuts.region.products import COLUMNS, ROWS, sides
 
 RESIDENT = 2
@@ -110,7 +110,7 @@ def window_shape(program: Program) -> WindowShape:
     along, across = (int(str(v)) for v in params["groups"])  # type: ignore[attr-defined]
     left, right = sides(program)
     found = window(program)
-    if found is None or left.item != 4 or not right.along_terms or not program.buffer(right.buffer).tf32:
+    if found is None or not has_weights(program):
         raise CompileRejected(f"{program.name}: no convolution with rounded weights whose pixels can be kept")
     ragged, right = found.channels % found.line != 0, in_line(right, found.taps * found.channels)
     first = GroupTile(left, extents[ROWS], rows, terms, rows // max(1, along), 0, ragged)
@@ -134,7 +134,6 @@ def window_shape(program: Program) -> WindowShape:
     fits = fits and readable(second, across) and not (shape.unrolled and shape.share % shape.together)
     fits = fits and 3 <= stages <= shape.share and shape.ahead <= found.taps and rounds >= 1
     fits = fits and (kept == 2 or (kept == found.chunks == rounds == 1))
-    fits = fits and (right.run % found.channels == 0 or right.run == extents["k"])
     fits = fits and {"flight", "split", "cluster", "push", "early", "cached"}.isdisjoint(params)
     if not fits or shape.threads != int(str(params["threads"])):
         raise CompileRejected(f"{program.name}: no convolution of tiles {params['tile']} by groups {params['groups']}")

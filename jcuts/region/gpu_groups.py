@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jcuts.dfg.program import Program
-from jcuts.region import gpu_products, gpu_rounded, gpu_streams
+from jcuts.region import gpu_group_windows, gpu_products, gpu_rounded, gpu_streams
 from jcuts.region.gpu_group_tiling import BARRIER, HIGH, LINE, GroupTiling
 from jcuts.region.gpu_products import CLUSTER, EXIT, FETCH, LATENCY, MEMORY, PORT, SECOND, Counter
 from jcuts.region.gpu_tiles import Candidate, GpuMachine
@@ -56,6 +56,8 @@ WEIGHTS = ((1, 3, 0), (1, 4, 0), (1, 5, 0), (1, 6, 0))
 that wait in registers."""
 FRAGMENTS, WHOLE = 16, 32
 """Registers of fragments on their way to the units, per 64 rows of a group; where all steps of a tile are one group."""
+FAR = 0.6
+"""Scores, over that of the best other schedule, down to which convolutions that keep pixels are tried."""
 ENOUGH, SPREAD = 3, 2
 """Schedules for warp groups from which on those of the other family are not looked for; schedules of rounded weights
 that are tried with copies among the steps of products, too."""
@@ -87,6 +89,11 @@ def products(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     """
     counter = GroupCounter(program, machine)
     found = list(grouped(counter))
+    kept = gpu_group_windows.candidates(counter, program) if _enough(counter) else []
+    if kept and found:
+        kept = [pair for pair in kept if pair[1] >= FAR * found[0][1]]
+        found = found[: ENOUGH if kept and kept[0][1] >= found[0][1] else None]
+    found = kept + found
     yield from found
     if counter.before or len(found) >= ENOUGH:  # the other family has no prologues, and hardly ever wins
         return

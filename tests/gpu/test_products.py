@@ -73,6 +73,10 @@ ROUNDED = {
     "norm of few rows": (lambda x, w, s, t: jax.nn.relu(x * s + t) @ w.T, ((196, 768), (128, 768), (768,), (768,))),
     "3x3": (lambda x, w, b: conv(x, w, layout=ALONG) + b, ((16, 28, 28, 64), (64, 3, 3, 64), (64,))),
     "3x3 to few": (lambda x, w, b: conv(x, w, layout=ALONG) + b, ((16, 28, 28, 64), (32, 3, 3, 64), (32,))),
+    "1x7": (lambda x, w, b: conv(x, w, layout=ALONG) + b, ((16, 35, 27, 96), (72, 1, 7, 96), (72,))),
+    "5x5 inside": (lambda x, w: conv(x, w, layout=ALONG, padding="VALID"), ((40, 23, 20, 48), (64, 5, 5, 48))),
+    "3x3 stride 2": (lambda x, w: conv(x, w, layout=ALONG, strides=(2, 2)), ((32, 57, 56, 64), (128, 3, 3, 64))),
+    "3x3 deep": (lambda x, w: jax.nn.relu(conv(x, w, layout=ALONG)), ((64, 7, 7, 512), (512, 3, 3, 512))),
 }
 """Products whose weights are numbers of TF32."""
 
@@ -89,13 +93,19 @@ def test_every_candidate_of_rounded_weights(name):
     traced = programs.trace(fn, *arguments)
     found = gpu.candidates(traced.rounded(), gpus.machine(), 12)
     assert found and any("rounded" in dict(p.params) for p, _ in found)
+    made = 0
     for program, _ in found:
-        kernel = kernel_for(program)
+        try:
+            kernel = kernel_for(program)
+        except CompileRejected:  # spills, or products that would wait for each other
+            continue
+        made += 1
         got, again = (jax.jit(lambda *xs, k=kernel: call_kernel(k, *xs))(*traced.operands())[0] for _ in range(2))
         np.testing.assert_array_equal(np.asarray(got), np.asarray(again))
         # The left operand is rounded to 11 bits: errors of products that do not depend on each other add up.
         error = np.sqrt(np.mean(np.square(np.asarray(got, np.float64) - wanted))) / size
         assert error <= 2.0**-11, (program.params, error)
+    assert 2 * made >= len(found)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -47,7 +47,7 @@ class GroupShape(ProductShape):
     steps: int
     cached: bool
     push: bool
-    held: Held = Held()
+    held: Held
 
     @property
     def ahead(self) -> int:

@@ -6,8 +6,9 @@ those that are resident, and what the ways of an exit and of copies take over th
 
     cycles = waves * (CHAIN + resident * work) * exp(sum of the ways)
 
-with the longest of units, shared memory's port and memory, and a share of the rest, as work.  Fitted to 194 schedules of
-eight products on an H200: 8 % off in the mean square; the best of the first three was within 4 % of the fastest.
+with the longest of units, shared memory's port and memory, and a share of the rest, as work.  Constants come from 194
+schedules of eight products on an H200 (``benchmarks/gpu_residual.py``); the best that was measured of the first three
+took at most 5 % more than the fastest.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ SHAPES = (
     (128, 256, 2), (192, 64, 3), (192, 128, 3), (256, 64, 2), (256, 128, 2),
 )  # fmt: skip
 """(rows, columns, groups along the rows)."""
-ADDED, ALONE = {False: ((0, 1), (LOADED, 0)), True: ((SENT, 1), (STORED, 0))}, {False: ((0, 0),), True: ((SENT, 0),)}
-"""(held, early) of exits that add matrices, and of others, by whether lanes would store less than 64 bytes in a line."""
+ADDED = {False: ((0, 1), (LOADED, 0)), True: ((SENT, 1), (STORED, 0))}
+ALONE = {False: ((0, 0),), True: ((SENT, 0),)}
+"""(held, early) of exits that add matrices, and of others, by whether lanes would store less than 64 bytes a line."""
 BOUND = 0.5
 """Share of the units' time that memory must take."""
 AT_ONCE, DEEPER = 4, (4, 5, 6)

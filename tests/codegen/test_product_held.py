@@ -187,7 +187,7 @@ def test_what_is_kept():
 
 
 def test_schedules_of_products_that_are_bound_by_memory():
-    """By hand: 128x64, two tiles of 32 terms at once, shared memory for two blocks, or, asking early, registers for 3."""
+    """By hand: 128x64, both tiles of terms at once; shared memory for two blocks, or, asking early, registers for 3."""
     shapes = ((50176, 64), (256, 64), (256,), (50176, 256))
     traced = programs.trace(layer, *(np.zeros(s, np.float32) for s in shapes))
     program = traced.product()

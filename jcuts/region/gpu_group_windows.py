@@ -21,6 +21,8 @@ from jcuts.region.gpu_tiles import Candidate, scheduled
 from jcuts.region.group_windows import Window, has_weights, window
 from jcuts.region.products import sides
 
+GROUPED, LEAST_PRODUCTS = (9, 0), 1 << 24
+"""The compute capability that has warp groups; products from which on there are schedules."""
 MOST = 5
 """Schedules of one convolution."""
 WHOLE = 4
@@ -85,6 +87,8 @@ class WindowTiling:
 
 def windows(counter: Counter, program: Program, most: int = MOST) -> Iterator[tuple[float, WindowTiling]]:
     """Schedules of a product that is such a convolution, with their cycles, best first."""
+    if counter.machine.capability != GROUPED or counter.rows * counter.columns * counter.terms < LEAST_PRODUCTS:
+        return
     found = window(program)
     if found is None or not has_weights(program):
         return

@@ -89,7 +89,7 @@ def products(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     """
     counter = GroupCounter(program, machine)
     found = list(grouped(counter))
-    kept = gpu_group_windows.candidates(counter, program) if _enough(counter) else []
+    kept = gpu_group_windows.candidates(counter, program)
     if kept and found:
         kept = [pair for pair in kept if pair[1] >= FAR * found[0][1]]
         found = found[: ENOUGH if kept and kept[0][1] >= found[0][1] else None]

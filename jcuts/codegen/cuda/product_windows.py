@@ -19,15 +19,14 @@ from jcuts.codegen import lanes as L
 from jcuts.codegen.cuda import group_fragments, tensor, wgmma
 from jcuts.codegen.cuda.builder import asm
 from jcuts.codegen.cuda.group_pixels import PixelCopies, PixelRows
-from jcuts.codegen.cuda.group_shape import AHEAD, MOST_TOTALS, WARPS, GroupShape, readable
+from jcuts.codegen.cuda.group_shape import AHEAD, MOST_TOTALS, WARPS, readable
 from jcuts.codegen.cuda.group_tiles import GroupTile
-from jcuts.codegen.cuda.product import three
+from jcuts.codegen.cuda.product import ProductShape, three
 from jcuts.codegen.cuda.product_exit import Totals
 from jcuts.codegen.cuda.product_groups import GroupEmitter
 from jcuts.codegen.cuda.product_tiles import Copier
 from jcuts.codegen.cuda.shared import WARP
 from jcuts.dfg.program import Program
-from jcuts.region.gpu_held import Held
 from jcuts.region.group_windows import Window, has_weights, in_line, window
 from jcuts.region.products import COLUMNS, ROWS, sides
 
@@ -36,17 +35,24 @@ RESIDENT = 2
 
 
 @dataclass(frozen=True)
-class WindowShape(GroupShape):
+class WindowShape(ProductShape):
     """A block's work.
 
     Attributes:
+        left, right: tiles of the operands, the left one as its results lie.
         window, span: how pixels are read; lines of a run of them. kept: runs in shared memory.
+        spread: whether copies are started among the steps of the products, not behind them.
+        steps: of terms, of a tile of weights, that are one group of instructions.
         rounds: tiles of outputs of a block. unrolled: whether every tap has code of its own.
     """
 
+    left: GroupTile
+    right: GroupTile
     window: Window
     span: int
     kept: int
+    spread: bool
+    steps: int
     rounds: int
     unrolled: bool
 
@@ -66,10 +72,15 @@ class WindowShape(GroupShape):
         return RESIDENT if self.resident else self.stages - 2
 
     @property
+    def whole(self) -> bool:
+        """Whether all steps of a tile are one group of instructions."""
+        return self.steps == wgmma.LINE // tensor.STEP
+
+    @property
     def together(self) -> int:
         """Steps of a round of the loop."""
         if not self.unrolled:
-            return super().together
+            return 2 if self.whole else 1
         return self.window.taps * (2 if self.whole and self.window.taps % 2 else 1)
 
     @property
@@ -83,9 +94,14 @@ class WindowShape(GroupShape):
         return self.stage * self.stages
 
     @property
-    def tiles(self) -> int:
-        """Bytes in shared memory: weights, runs of pixels, zeros."""
+    def shared(self) -> int:
+        """Bytes of shared memory of a block: weights, runs of pixels, zeros."""
         return self.ring + self.run * self.kept + wgmma.LINE
+
+    @property
+    def alignment(self) -> int:
+        """Bytes that divide the address of the shared memory."""
+        return wgmma.ATOM
 
     @property
     def columns(self) -> int:
@@ -119,9 +135,8 @@ def window_shape(program: Program) -> WindowShape:
     stages, kept = int(str(params["stages"])), int(str(params["pixels"]))
     steps, rounds = int(str(params.get("steps", 1))), int(str(params.get("rounds", 1)))
     shape = WindowShape(
-        first, second, (WARPS * along, across, 1), stages, found.steps, found.taps * found.channels, 1, flight=0,
-        rounded=True, vectors=0, spread=bool(params.get("spread", 0)), steps=steps, cached=False, push=False,
-        held=Held(), window=found, span=found.span(rows), kept=kept, rounds=rounds,
+        first, second, (WARPS * along, across, 1), stages, found.steps, found.taps * found.channels, 1, found,
+        found.span(rows), kept, bool(params.get("spread", 0)), steps, rounds,
         unrolled=bool(params.get("unrolled", 0)),
     )  # fmt: skip
     fits = rows == along * first.warp and columns == across * second.warp and terms == found.line
@@ -144,7 +159,7 @@ def window_shape(program: Program) -> WindowShape:
 class WindowEmitter(GroupEmitter):
     """Emits the work of one thread."""
 
-    shape: WindowShape
+    shape: WindowShape  # type: ignore[assignment]
     rows: PixelRows  # type: ignore[assignment]
 
     def emit(self) -> None:
@@ -197,7 +212,7 @@ class WindowEmitter(GroupEmitter):
         """What all tiles have in common."""
         builder, shape = self.builder, self.shape
         runs = builder.add(self.shared, L.I32(shape.ring))
-        zeros = builder.add(self.shared, L.I32(shape.tiles - wgmma.LINE))
+        zeros = builder.add(self.shared, L.I32(shape.shared - wgmma.LINE))
         self.bases = [L.I64(0), self._descriptor(shape.right, self.column_warp)]
         self.weights = Copier(
             self.frame, shape.right, shape.threads, self.thread, self.variables[COLUMNS], self.shared

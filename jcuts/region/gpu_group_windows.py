@@ -56,6 +56,7 @@ class WindowTiling:
     Attributes:
         rounds: tiles of outputs of a block. spread: whether copies are started among the steps of products.
         steps: of terms, that are one group of instructions. unrolled: whether every tap has code of its own.
+        fetched: whether the fragments of a tap are asked for before the products of the one before it.
     """
 
     rows: int
@@ -67,6 +68,7 @@ class WindowTiling:
     spread: int = 0
     steps: int = 1
     unrolled: int = 0
+    fetched: int = 0
 
     @property
     def threads(self) -> int:
@@ -76,7 +78,7 @@ class WindowTiling:
     def of(self, program: Program) -> Program:
         """The scheduled program."""
         found = (("rounds", self.rounds, 1), ("spread", self.spread, 0), ("steps", self.steps, 1))
-        found += (("unrolled", self.unrolled, 0),)
+        found += (("unrolled", self.unrolled, 0), ("fetched", self.fetched, 0))
         more = tuple((name, count) for name, count, least in found if count > least)
         item = sides(program)[0].item
         tile = (self.rows, self.columns, LINE // item)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jcuts.codegen.cuda.group_window_shape import window_shape
 from jcuts.codegen.cuda.product import three
-from jcuts.codegen.cuda.product_windows import window_shape
 from jcuts.region import gpu, gpu_group_windows, gpu_groups
 from jcuts.region.build import build
 from jcuts.region.graph import build_graph

@@ -11,11 +11,9 @@ from jcuts.codegen.cuda.group_tiles import GroupTile
 from jcuts.codegen.cuda.product import ProductShape, three
 from jcuts.codegen.cuda.shared import WARP
 from jcuts.dfg.program import Program
+from jcuts.region.gpu_group_windows import RESIDENT
 from jcuts.region.group_windows import Window, has_weights, in_line, window
 from jcuts.region.products import COLUMNS, ROWS, sides
-
-RESIDENT = 2
-"""Tiles of terms between a copy of pixels and their use, where the weights stay in shared memory."""
 
 
 @dataclass(frozen=True)

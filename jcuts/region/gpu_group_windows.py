@@ -41,7 +41,8 @@ STAGES = (6, 5, 4)
 MOST_SHARED, SHARED, FILE, OWN = 226 << 10, 227 << 10, 65536, 2048
 """Bytes of shared memory of a block; of a multiprocessor: shared memory, registers; shared memory
 that every block takes beside its own."""
-MOST_REGISTERS = 248
+MOST_REGISTERS, ADDRESSES = 248, 120
+"""Registers of a thread; those that all taps' addresses take where weights are copied for each of them."""
 UNIT, PORT, CACHE = {4: 950.0, 2: 1600.0}, 96.0, 80.0
 """Products per cycle and multiprocessor, by bytes of an operand; bytes per cycle of shared memory and the L2 cache."""
 CHAIN, GROUPS, TALL, HIDDEN = 157.0, 16.0, 50.0, 0.56
@@ -138,7 +139,7 @@ def _variants(found: Window, tiling: WindowTiling) -> list[WindowTiling]:
     ahead = RESIDENT if _stays(found, tiling) else tiling.stages - 2
     if tiling.steps != WHOLE or found.side.item != 4 or ahead >= found.taps:
         return [tiling]
-    more = {tiling.unrolled, int(_repeats(found))}
+    more = {tiling.unrolled, int(_repeats(found, tiling))}
     return [*(replace(tiling, unrolled=code, fetched=1) for code in sorted(more)), tiling]
 
 
@@ -153,11 +154,13 @@ def tilings(counter: Counter, found: Window) -> Iterator[WindowTiling]:
             continue
         spread = int(rows == HIGH * groups)  # the assembler has no registers for copies among products of more rows
         steps, runs = WHOLE if whole else 2, 1 if found.chunks == 1 else 2
-        codes = (0, 1) if whole and columns <= FEW_COLUMNS and _repeats(found) else (0,)
+        codes = (0, 1) if columns <= FEW_COLUMNS else (0,)
         for stages, code in itertools.product((*STAGES, found.steps), codes):
             if not 3 <= stages <= found.steps or (stages < found.steps and stages - 2 > found.taps):
                 continue
             once = WindowTiling(rows, columns, groups, stages, runs, 1, spread, steps, code)
+            if code and not _repeats(found, once):
+                continue
             if registers(found, replace(once, unrolled=0)) > min(MOST_REGISTERS, FILE // once.threads):
                 continue
             if shared(found, once) <= MOST_SHARED and stages < found.steps:
@@ -170,9 +173,14 @@ def tilings(counter: Counter, found: Window) -> Iterator[WindowTiling]:
                 yield more
 
 
-def _repeats(found: Window) -> bool:
-    """Whether a loop that has code for every tap goes round a whole number of times."""
-    return found.chunks % (1 + found.taps % 2) == 0
+def _repeats(found: Window, tiling: WindowTiling) -> bool:
+    """Whether every tap may have code of its own: its loop goes round a whole number of times, registers suffice."""
+    if tiling.steps != WHOLE or found.chunks % (1 + found.taps % 2):
+        return False
+    most = min(FILE // tiling.threads, MOST_REGISTERS + 8)
+    return _stays(found, tiling) or (
+        tiling.groups > 1 and registers(found, replace(tiling, unrolled=0)) + ADDRESSES <= most
+    )  # fmt: skip
 
 
 def _widths(columns: int) -> list[int]:
@@ -192,7 +200,7 @@ def registers(found: Window, tiling: WindowTiling) -> int:
     high, totals = tiling.rows // tiling.groups // HIGH, tiling.rows * tiling.columns // tiling.threads
     total = 40 + 14 * (high - 1) + totals * 9 // 8 + (16 if tiling.steps == WHOLE else 0) + 10 * (tiling.rounds > 1)
     if tiling.unrolled:  # addresses of all taps
-        total += 24 if _stays(found, tiling) else 64
+        total += 24 if _stays(found, tiling) else ADDRESSES
     return -(-total // 8) * 8
 
 

@@ -1,9 +1,10 @@
 """Candidate schedules of convolutions by warp groups that keep pixels in shared memory, ranked by counted cycles.
 
-Counted as in `region.gpu_rounded`, per step of one tap and 32 channels; what differs is what is copied for it: the
-weights, unless they stay in shared memory, and ``1 / taps`` of a run of pixels.  A 3x3 convolution of 192 outputs, 128
-features and rows of 28 pixels copies 20 KB in the 768 cycles that the units take, where a tile per tap would be 40 KB;
-such tiles were seen to come at 25 bytes per cycle where a multiprocessor has one block.
+Counted per step of one tap and 32 channels, which copies the weights, unless they stay in shared memory, and ``1 /
+taps`` of a run of pixels: the longest of what the units, the port of shared memory and the L2 cache take, and behind it
+what warps take to fetch and round fragments, which the products of other groups hide where there are several blocks
+alone.  The constants are fitted to 126 schedules of 13 convolutions on an H200: 10 % off in the mean square; the
+schedule with the least cycles was the fastest of eight, one of the first three within 10 % of it in the others but one.
 """
 
 from __future__ import annotations
@@ -15,34 +16,44 @@ from dataclasses import dataclass, replace
 
 from jcuts.dfg.program import Program
 from jcuts.region.gpu_group_tiling import GROUP, HIGH, LINE
-from jcuts.region.gpu_products import EXIT, MEMORY, PORT, STEP, Counter
-from jcuts.region.gpu_rounded import RATES
+from jcuts.region.gpu_products import MEMORY, Counter
 from jcuts.region.gpu_tiles import Candidate, scheduled
 from jcuts.region.group_windows import Window, has_weights, window
 from jcuts.region.products import sides
 
+GROUPED, LEAST_PRODUCTS = (9, 0), 1 << 24
+"""The compute capability that has warp groups; products from which on there are schedules."""
 MOST = 5
 """Schedules of one convolution."""
 WHOLE = 4
 """Steps of terms of a tile."""
-UNROLLED, FEW_COLUMNS = 2, 64
-"""Schedules that are tried with code of its own for every tap too, where there are so few columns that instructions
-count."""
-AGAIN = 0.95
-"""What every further candidate counts that differs in little."""
-HEIGHTS = ((64, 1), (128, 1), (128, 2), (192, 1), (192, 3), (256, 2), (256, 4))
-"""(rows of a block, groups along them)."""
+VARIED, FEW_COLUMNS, RESIDENT = 2, 64, 2
+"""Schedules that are tried in other ways, too; columns up to which every tap has code of its own from the start
+(compiling it takes seconds); tiles of terms between a copy of pixels and their use where weights stay."""
+AGAIN, NEAR = 0.95, 1.3
+"""What every further candidate counts that differs in little; cycles, over the least, up to which the best one whose
+weights lie elsewhere is the second."""
+HEIGHTS, TALLER = ((64, 1), (128, 2), (192, 3), (256, 4)), ((128, 1), (192, 1), (256, 2))
+"""(rows of a block, groups along them): groups of 64 rows were faster wherever they can have whole steps."""
 WIDTHS, MOST_TOTALS = (32, 256), 128
 """Least and most columns; totals of a thread."""
 STAGES = (6, 5, 4)
 MOST_SHARED, SHARED, FILE, OWN = 226 << 10, 227 << 10, 65536, 2048
 """Bytes of shared memory of a block; of a multiprocessor: shared memory, registers; shared memory
 that every block takes beside its own."""
-MOST_REGISTERS = 248
-UNIT = {4: RATES.unit, 2: 1600.0}
-"""Products per cycle and multiprocessor, by bytes of an operand."""
-GAP = 30.0
-"""Cycles of a step in which a multiprocessor's only block waits for all its warps."""
+MOST_REGISTERS, ADDRESSES = 248, 120
+"""Registers of a thread; those that all taps' addresses take where weights are copied for each of them."""
+UNIT, PORT, CACHE = {4: 950.0, 2: 1600.0}, 96.0, 80.0
+"""Products per cycle and multiprocessor, by bytes of an operand; bytes per cycle of shared memory and the L2 cache."""
+CHAIN, GROUPS, TALL, HIDDEN = 157.0, 16.0, 50.0, 0.56
+"""Cycles of a step in which warps fetch and round fragments before the units have work: of all, more for every group
+there, and for every 64 rows of a group beyond the first; what is left of them where there are several blocks."""
+HALF, OWN_CODE, FETCHED = (1.3, 0.9), 0.6, 0.7
+"""The same where a step is two groups of instructions, of 64 rows and of more; where taps have code of their own; where
+fragments are fetched early (assumed, not measured)."""
+BEGIN, AGAIN_BEGUN, LEAVE, LEFT = 9000.0, 0.16, 300.0, 0.27
+"""Cycles to a launch's first products, what of them later blocks take where others are beside them; cycles of a tile's
+results beside their bytes; what is left of memory's time."""
 SHARE = 0.9
 """Pixels copied per tap, of those that a tile per tap would copy, up to which keeping them pays."""
 
@@ -54,6 +65,7 @@ class WindowTiling:
     Attributes:
         rounds: tiles of outputs of a block. spread: whether copies are started among the steps of products.
         steps: of terms, that are one group of instructions. unrolled: whether every tap has code of its own.
+        fetched: whether the fragments of a tap are asked for before the products of the one before it.
     """
 
     rows: int
@@ -65,6 +77,7 @@ class WindowTiling:
     spread: int = 0
     steps: int = 1
     unrolled: int = 0
+    fetched: int = 0
 
     @property
     def threads(self) -> int:
@@ -74,7 +87,7 @@ class WindowTiling:
     def of(self, program: Program) -> Program:
         """The scheduled program."""
         found = (("rounds", self.rounds, 1), ("spread", self.spread, 0), ("steps", self.steps, 1))
-        found += (("unrolled", self.unrolled, 0),)
+        found += (("unrolled", self.unrolled, 0), ("fetched", self.fetched, 0))
         more = tuple((name, count) for name, count, least in found if count > least)
         item = sides(program)[0].item
         tile = (self.rows, self.columns, LINE // item)
@@ -85,59 +98,89 @@ class WindowTiling:
 
 def windows(counter: Counter, program: Program, most: int = MOST) -> Iterator[tuple[float, WindowTiling]]:
     """Schedules of a product that is such a convolution, with their cycles, best first."""
+    if counter.machine.capability != GROUPED or counter.rows * counter.columns * counter.terms < LEAST_PRODUCTS:
+        return
     found = window(program)
     if found is None or not has_weights(program):
         return
     best: dict[tuple[int, ...], tuple[float, WindowTiling]] = {}
     for tiling in tilings(counter, found):
         spent = cycles(counter, found, tiling)
-        key = tiling.rows, tiling.columns, tiling.rounds > 1
+        key = tiling.rows, tiling.columns, tiling.rounds > 1, _stays(found, tiling)
         if key not in best or spent < best[key][0]:
             best[key] = (spent, tiling)
-    yield from sorted(best.values(), key=lambda pair: pair[0])[:most]
+    ranked = sorted(best.values(), key=lambda pair: pair[0])
+    other = next((k for k, (_, t) in enumerate(ranked) if _stays(found, t) != _stays(found, ranked[0][1])), 0)
+    if other and ranked[other][0] <= NEAR * ranked[0][0]:  # where weights lie is what estimates know least of
+        ranked.insert(1, (ranked[0][0], ranked.pop(other)[1]))
+    yield from ranked[:most]
+
+
+def _stays(found: Window, tiling: WindowTiling) -> bool:
+    """Whether a block's weights stay in shared memory."""
+    return tiling.stages == found.steps
 
 
 def candidates(counter: Counter, program: Program, most: int = MOST) -> list[Candidate]:
-    """The same as programs with scores; the best of few columns also with code of its own for every tap."""
+    """The same as programs with scores; the best also in the ways that cost registers or code."""
     found: list[Candidate] = []
+    kept = window(program)
     for number, (spent, tiling) in enumerate(windows(counter, program, most)):
-        score = min(1.0, counter.least / spent) * AGAIN**number
-        found.append((tiling.of(program), score))
-        if number < UNROLLED and tiling.columns <= FEW_COLUMNS and _repeats(program, tiling):
-            found.append((replace(tiling, unrolled=1).of(program), score * AGAIN))
+        assert kept is not None
+        lifted = spent / cycles(counter, kept, tiling)
+        for other in _variants(kept, tiling) if number < VARIED else [tiling]:
+            score = min(1.0, counter.least / (cycles(counter, kept, other) * lifted))
+            found.append((other.of(program), score * AGAIN**number))
     return found
 
 
-def _repeats(program: Program, tiling: WindowTiling) -> bool:
-    """Whether a convolution has whole rounds of a loop that has code for every tap."""
-    found = window(program)
-    return found is not None and found.chunks % (2 if tiling.steps == WHOLE and found.taps % 2 else 1) == 0
+def _variants(found: Window, tiling: WindowTiling) -> list[WindowTiling]:
+    """A schedule of whole steps also with fragments that come early, and then with code of its own for every tap."""
+    ahead = RESIDENT if _stays(found, tiling) else tiling.stages - 2
+    if tiling.steps != WHOLE or found.side.item != 4 or ahead >= found.taps:
+        return [tiling]
+    more = {tiling.unrolled, int(_repeats(found, tiling))}
+    return [*(replace(tiling, unrolled=code, fetched=1) for code in sorted(more)), tiling]
 
 
 def tilings(counter: Counter, found: Window) -> Iterator[WindowTiling]:
     """All schedules that fit the convolution and the multiprocessor."""
-    for (rows, groups), columns in itertools.product(HEIGHTS, _widths(counter.columns)):
+    whole = found.steps % 2 == 0  # two tiles' fragments are in registers at once
+    heights = HEIGHTS if whole else (*HEIGHTS, *TALLER)
+    for (rows, groups), columns in itertools.product(heights, _widths(counter.columns)):
         if rows >= 2 * counter.rows or rows * columns > MOST_TOTALS * GROUP * groups:
             continue
         if found.span(rows) > SHARE * found.taps * rows:
             continue
-        high = rows // groups // HIGH
-        spread = int(high == 1)  # the assembler has no registers for copies among the products of more rows
-        whole = high == 1 and found.steps % 2 == 0
-        for steps, stages in [(s, n) for s in ((WHOLE, 2) if whole else (2,)) for n in (*STAGES, found.steps)]:
+        spread = int(rows == HIGH * groups)  # the assembler has no registers for copies among products of more rows
+        steps, runs = WHOLE if whole else 2, 1 if found.chunks == 1 else 2
+        codes = (0, 1) if columns <= FEW_COLUMNS else (0,)
+        for stages, code in itertools.product((*STAGES, found.steps), codes):
             if not 3 <= stages <= found.steps or (stages < found.steps and stages - 2 > found.taps):
                 continue
-            if registers(WindowTiling(rows, columns, groups, stages, 2, 2, 0, steps)) > MOST_REGISTERS:
+            once = WindowTiling(rows, columns, groups, stages, runs, 1, spread, steps, code)
+            if code and not _repeats(found, once):
                 continue
-            once = WindowTiling(rows, columns, groups, stages, 1 if found.chunks == 1 else 2, 1, spread, steps)
+            if registers(found, replace(once, unrolled=0)) > min(MOST_REGISTERS, FILE // once.threads):
+                continue
             if shared(found, once) <= MOST_SHARED and stages < found.steps:
                 yield once
             tiles, slots = _tiles(counter, once), counter.machine.sms * _resident(found, once)
             along = -(-counter.rows // rows)
             rounds = -(-along // max(1, slots * along // tiles))
-            more = WindowTiling(rows, columns, groups, stages, 2, rounds, spread, steps)
+            more = replace(once, pixels=2, rounds=rounds)
             if rounds > 1 and shared(found, more) <= MOST_SHARED:
                 yield more
+
+
+def _repeats(found: Window, tiling: WindowTiling) -> bool:
+    """Whether every tap may have code of its own: its loop goes round a whole number of times, registers suffice."""
+    if tiling.steps != WHOLE or found.chunks % (1 + found.taps % 2):
+        return False
+    most = min(FILE // tiling.threads, MOST_REGISTERS + 8)
+    return _stays(found, tiling) or (
+        tiling.groups > 1 and registers(found, replace(tiling, unrolled=0)) + ADDRESSES <= most
+    )  # fmt: skip
 
 
 def _widths(columns: int) -> list[int]:
@@ -152,17 +195,19 @@ def shared(found: Window, tiling: WindowTiling) -> int:
     return tiling.stages * columns * LINE + tiling.pixels * found.span(tiling.rows) * LINE + LINE
 
 
-def registers(tiling: WindowTiling) -> int:
+def registers(found: Window, tiling: WindowTiling) -> int:
     """32-bit registers of a thread, roughly."""
     high, totals = tiling.rows // tiling.groups // HIGH, tiling.rows * tiling.columns // tiling.threads
-    found = 40 + 14 * (high - 1) + totals * 9 // 8 + (16 if tiling.steps == WHOLE else 0) + 10 * (tiling.rounds > 1)
-    return -(-found // 8) * 8
+    total = 40 + 14 * (high - 1) + totals * 9 // 8 + (16 if tiling.steps == WHOLE else 0) + 10 * (tiling.rounds > 1)
+    if tiling.unrolled:  # addresses of all taps
+        total += 24 if _stays(found, tiling) else ADDRESSES
+    return -(-total // 8) * 8
 
 
 def _resident(found: Window, tiling: WindowTiling) -> int:
     """Blocks side by side on a multiprocessor."""
     by_memory = (SHARED + OWN) // (shared(found, tiling) + OWN)
-    return max(1, min(by_memory, FILE // (tiling.threads * registers(tiling)), 2048 // tiling.threads))
+    return max(1, min(by_memory, FILE // (tiling.threads * registers(found, tiling)), 2048 // tiling.threads))
 
 
 def _tiles(counter: Counter, tiling: WindowTiling) -> int:
@@ -177,21 +222,19 @@ def cycles(counter: Counter, found: Window, tiling: WindowTiling) -> float:
     queue = -(-blocks // sms)
     beside = min(_resident(found, tiling), queue)
     waves = math.ceil(queue / beside)
-    stays = tiling.stages == found.steps
-    run = found.span(rows) * LINE / found.taps
-    copied = run + (0.0 if stays else columns * LINE)
+    stays = _stays(found, tiling)
+    copied = found.span(rows) * LINE / found.taps + (0.0 if stays else columns * LINE)
     read = rows // HIGH * (HIGH + columns) * LINE
-    limits = [
-        beside * rows * columns * found.line / UNIT[found.side.item], beside * (read + copied) / PORT,
-        beside * copied / RATES.cache, (0.0 if stays else RATES.fetch / (tiling.stages - 2)) + RATES.round,
-    ]  # fmt: skip
-    inner = max(limits) + RATES.overlap * (sum(limits) - max(limits))
-    if beside == 1:  # nobody else fills the gaps
-        inner += RATES.step * LINE / STEP / tiling.steps + (GAP / found.taps if stays else GAP)
-    written = 4.0 * rows * columns * counter.results / max(1.0, counter.partial)
-    leave = EXIT + beside * written / RATES.cache
-    begin = RATES.latency + (tiling.stages * columns * LINE / RATES.cache if stays else 0.0)
-    between = (tiling.rounds - 1) * EXIT
-    total = waves * (begin + tiling.rounds * (found.steps * inner + leave) + between)
-    moved = counter.moved / MEMORY
-    return max(total, moved + RATES.latency) + RATES.memory * min(total, moved)
+    work = max(
+        rows * columns * found.line / UNIT[found.side.item], (read + copied) / PORT, copied / CACHE
+    )  # fmt: skip
+    high = rows // tiling.groups // HIGH
+    chain = CHAIN + GROUPS * tiling.groups * beside + TALL * (high - 1)
+    chain *= 1.0 if tiling.steps == WHOLE else HALF[high > 1]
+    chain *= (OWN_CODE if tiling.unrolled else 1.0) * (FETCHED if tiling.fetched else 1.0)
+    inner = max(work + chain, beside * work + HIDDEN * chain) if beside > 1 else work + chain
+    leave = LEAVE + beside * 4.0 * rows * columns * counter.results / max(1.0, counter.partial) / CACHE
+    begin = BEGIN + (tiling.stages * columns * LINE / CACHE if stays else 0.0)
+    begin *= 1.0 + (waves - 1) * (AGAIN_BEGUN if beside > 1 else 1.0)
+    total, moved = begin + waves * tiling.rounds * (found.steps * inner + leave), counter.moved / MEMORY
+    return max(total, moved + BEGIN) + LEFT * min(total, moved)

@@ -89,10 +89,12 @@ def products(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     """
     counter = GroupCounter(program, machine)
     found = list(grouped(counter))
-    kept = gpu_group_windows.candidates(counter, program) if _enough(counter) else []
+    kept = gpu_group_windows.candidates(counter, program)
     if kept and found:
-        kept = [pair for pair in kept if pair[1] >= FAR * found[0][1]]
-        found = found[: ENOUGH if kept and kept[0][1] >= found[0][1] else None]
+        best = max(score for _, score in found)
+        kept = [pair for pair in kept if pair[1] >= FAR * best]
+        if kept and max(score for _, score in kept) >= best:
+            found = sorted(found, key=lambda pair: -pair[1])[:ENOUGH]
     found = kept + found
     yield from found
     if counter.before or len(found) >= ENOUGH:  # the other family has no prologues, and hardly ever wins

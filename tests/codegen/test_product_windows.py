@@ -12,7 +12,7 @@ from jax import lax
 
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda import compile as compiler
-from jcuts.codegen.cuda.product_windows import window_shape
+from jcuts.codegen.cuda.group_window_shape import window_shape
 from jcuts.region.gpu_group_windows import WindowTiling
 from jcuts.region.products import as_product
 from tests import programs, ptx_machine
@@ -92,6 +92,18 @@ def test_floats_of_16_bits(layout, tiling):
     with jax.enable_x64(True):
         wanted = np.asarray(fn(*(jnp.asarray(a.astype(np.float64)) for a in (x, w, b))))
     compare(ptx_machine.run_kernel(ptx, kernel, [x, w, b]), [wanted], 2.1 * EPS[dtype] * np.abs(wanted).max())
+
+
+@compiled
+@pytest.mark.parametrize("tiling", [
+    WindowTiling(64, 32, 1, 4, 2, spread=1, steps=4, fetched=1),
+    WindowTiling(128, 48, 2, 5, 2, rounds=2, spread=1, steps=4, fetched=1),
+    WindowTiling(64, 24, 1, 0, 2, rounds=3, spread=1, steps=4, fetched=1),
+    WindowTiling(64, 32, 1, 0, 2, rounds=2, spread=1, steps=4, unrolled=1, fetched=1),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("case", ["3x3", "3x3 ragged channels", "1x7"])
+def test_fragments_that_are_asked_for_before_products(case, tiling):
+    check(case, tiling)
 
 
 @compiled

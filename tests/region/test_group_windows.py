@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 
+from jcuts.codegen.cuda.group_window_shape import window_shape
 from jcuts.codegen.cuda.product import three
-from jcuts.codegen.cuda.product_windows import window_shape
 from jcuts.region import gpu, gpu_group_windows, gpu_groups
 from jcuts.region.build import build
 from jcuts.region.graph import build_graph
@@ -89,7 +88,7 @@ def test_schedules_are_what_their_blocks_take(layer):
 def test_they_are_tried_before_others():
     program = convolution(*LAYERS["28x28x128"])
     found = [dict(p.params) for p, _ in gpu_groups.products(program, MACHINE)]
-    assert sum("pixels" in p for p in found) == gpu_group_windows.MOST and "pixels" in found[0]
+    assert sum("pixels" in p for p in found) >= gpu_group_windows.MOST and "pixels" in found[0]
     assert any("pixels" not in p for p in found)
     other = replace(MACHINE, capability=(8, 0))
     assert not any("pixels" in dict(p.params) for p, _ in gpu_groups.products(program, other))
@@ -100,20 +99,21 @@ def test_single_images_are_shared_among_blocks_as_before():
     assert found and not any("pixels" in p for p in found)
 
 
-def test_few_columns_have_code_for_every_tap():
-    for layer, many in (("56x56x64", gpu_group_windows.UNROLLED), ("35x35x96", 0)):
+def test_the_best_are_tried_in_other_ways():
+    for layer in ("56x56x64", "28x28x128", "7x7x512"):
         program = convolution(*LAYERS[layer])
-        found = [dict(p.params) for p, _ in gpu_groups.products(program, MACHINE)]
-        assert sum("unrolled" in p for p in found) == many
+        ranked = sorted(gpu_groups.products(program, MACHINE), key=lambda found: -found[1])
+        found = [p for p in (dict(p.params) for p, _ in ranked) if "pixels" in p]
+        assert {p.get("fetched", 0) for p in found[:4]} == {0, 1}
+        assert any(p.get("unrolled") for p in found) or layer == "28x28x128"  # no registers for all addresses
         for params in found:
-            if "unrolled" in params:
-                assert three(params["tile"])[1] <= gpu_group_windows.FEW_COLUMNS
+            window_shape(replace(program, params=tuple(params.items())))
 
 
 def test_filters_stay_where_they_have_a_place():
     program = convolution(*LAYERS["56x56x64"])
-    counter, found = gpu_groups.GroupCounter(program, MACHINE), window(program)
+    found = window(program)
     assert found is not None
-    best = next(iter(gpu_group_windows.windows(counter, program)))[1]
-    assert best.stages == found.steps == 18 and best.rounds * MACHINE.sms * best.rows >= counter.rows
-    assert np.isfinite(gpu_group_windows.cycles(counter, found, best))
+    stay = [dict(p.params) for p, _ in gpu_groups.products(program, MACHINE)]
+    stay = [p for p in stay if "pixels" in p and p["stages"] == found.steps == 18]
+    assert len(stay) >= 2 and all(three(p["tile"])[1] == 64 for p in stay)

@@ -21,6 +21,7 @@ from jcuts.codegen.cuda.column_rows import ColumnRowsEmitter, ColumnRowsShape, o
 from jcuts.codegen.cuda.columns import ColumnEmitter, ColumnShape
 from jcuts.codegen.cuda.emit import AnyShape, CudaSource, emit_source
 from jcuts.codegen.cuda.group_shape import GroupShape
+from jcuts.codegen.cuda.group_window_shape import WindowShape
 from jcuts.codegen.cuda.image import SYMBOL, Image, Launch, Resources
 from jcuts.codegen.cuda.moments import MomentsEmitter
 from jcuts.codegen.cuda.parts import parts
@@ -28,7 +29,7 @@ from jcuts.codegen.cuda.patch import PatchEmitter
 from jcuts.codegen.cuda.point import PointEmitter, counted_by_tile, pinned
 from jcuts.codegen.cuda.product import ProductEmitter, ProductShape
 from jcuts.codegen.cuda.product_groups import GroupEmitter
-from jcuts.codegen.cuda.product_windows import WindowEmitter, WindowShape
+from jcuts.codegen.cuda.product_windows import WindowEmitter
 from jcuts.codegen.cuda.scan import ScanColumnsEmitter, ScanRowsEmitter, ScanShape, units
 from jcuts.codegen.cuda.target import AMPERE, GROUPED, REGISTERS, CudaTarget
 from jcuts.codegen.cuda.team import TeamEmitter, TeamShape

@@ -13,11 +13,11 @@ from jcuts.codegen.cuda.block import block_shape
 from jcuts.codegen.cuda.column_rows import ColumnRowsShape, column_rows_shape, outer_axes
 from jcuts.codegen.cuda.columns import ColumnShape, lane_blocks, shape_of
 from jcuts.codegen.cuda.group_shape import group_shape
+from jcuts.codegen.cuda.group_window_shape import window_shape
 from jcuts.codegen.cuda.memory import LIMIT
 from jcuts.codegen.cuda.patch import patch_shape
 from jcuts.codegen.cuda.point import Shape, counted_by_tile
 from jcuts.codegen.cuda.product import ProductShape, block_count, product_shape
-from jcuts.codegen.cuda.product_windows import window_shape
 from jcuts.codegen.cuda.scan import ScanShape, grid_of, scan_shape, units
 from jcuts.codegen.cuda.shared import WARP
 from jcuts.codegen.cuda.team import TeamShape, row_count, row_length

@@ -1,0 +1,146 @@
+"""What a block of a convolution that keeps its pixels does, and what schedules must keep to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jcuts.base.errors import CompileRejected
+from jcuts.codegen.cuda import tensor, wgmma
+from jcuts.codegen.cuda.group_shape import AHEAD, MOST_TOTALS, WARPS, readable
+from jcuts.codegen.cuda.group_tiles import GroupTile
+from jcuts.codegen.cuda.product import ProductShape, three
+from jcuts.codegen.cuda.shared import WARP
+from jcuts.dfg.program import Program
+from jcuts.region.gpu_group_windows import RESIDENT
+from jcuts.region.group_windows import Window, has_weights, in_line, window
+from jcuts.region.products import COLUMNS, ROWS, sides
+
+
+@dataclass(frozen=True)
+class WindowShape(ProductShape):
+    """A block's work.
+
+    Attributes:
+        left, right: tiles of the operands, the left one as its results lie.
+        window, span: how pixels are read; lines of a run of them. kept: runs in shared memory.
+        spread: whether copies are started among the steps of the products, not behind them.
+        steps: of terms, of a tile of weights, that are one group of instructions.
+        rounds: tiles of outputs of a block. unrolled: whether every tap has code of its own.
+        fetched: whether the fragments of a tap are asked for before the products of the one before it.
+    """
+
+    left: GroupTile
+    right: GroupTile
+    window: Window
+    span: int
+    kept: int
+    spread: bool
+    steps: int
+    rounds: int
+    unrolled: bool
+    fetched: bool
+
+    @property
+    def stage(self) -> int:
+        """Bytes of the weights of one tap."""
+        return self.right.bytes
+
+    @property
+    def resident(self) -> bool:
+        """Whether all weights of the block stay in shared memory."""
+        return self.stages == self.share
+
+    @property
+    def ahead(self) -> int:
+        """Tiles of terms whose copies are started before the first is multiplied."""
+        return RESIDENT if self.resident else self.stages - 2
+
+    @property
+    def whole(self) -> bool:
+        """Whether all steps of a tile are one group of instructions."""
+        return self.steps == wgmma.LINE // tensor.STEP
+
+    @property
+    def together(self) -> int:
+        """Steps of a round of the loop."""
+        if not self.unrolled:
+            return 2 if self.whole else 1
+        return self.window.taps * (2 if self.whole and self.window.taps % 2 else 1)
+
+    @property
+    def slots(self) -> int:
+        """Steps of a chunk beside which the next run of pixels is copied, so that it is there when it is read."""
+        return self.window.taps - self.ahead + (0 if self.fetched else 1)
+
+    @property
+    def run(self) -> int:
+        """Bytes of a run of pixels."""
+        return self.span * wgmma.LINE
+
+    @property
+    def ring(self) -> int:
+        """Bytes of the weights in shared memory."""
+        return self.stage * self.stages
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory of a block: weights, runs of pixels, zeros."""
+        return self.ring + self.run * self.kept + wgmma.LINE
+
+    @property
+    def alignment(self) -> int:
+        """Bytes that divide the address of the shared memory."""
+        return wgmma.ATOM
+
+    @property
+    def columns(self) -> int:
+        """Tiles of columns."""
+        return -(-self.right.extent // self.right.size)
+
+    @property
+    def high_blocks(self) -> int:
+        """Blocks along the rows."""
+        tiles = -(-self.left.extent // self.left.size)
+        return -(-tiles // self.rounds)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the grid."""
+        return self.high_blocks * self.columns
+
+
+def window_shape(program: Program) -> WindowShape:
+    """The work that a schedule gives to a block. Raises CompileRejected where its numbers do not fit each other."""
+    params, extents = dict(program.params), program.phases[0].ranges()
+    rows, columns, terms = three(params["tile"])
+    along, across = (int(str(v)) for v in params["groups"])  # type: ignore[attr-defined]
+    left, right = sides(program)
+    found = window(program)
+    if found is None or not has_weights(program):
+        raise CompileRejected(f"{program.name}: no convolution with rounded weights whose pixels can be kept")
+    ragged, right = found.channels % found.line != 0, in_line(right, found.taps * found.channels)
+    first = GroupTile(left, extents[ROWS], rows, terms, rows // max(1, along), 0, ragged)
+    second = GroupTile(right, extents[COLUMNS], columns, terms, columns // max(1, across), 0, ragged)
+    stages, kept = int(str(params["stages"])), int(str(params["pixels"]))
+    steps, rounds = int(str(params.get("steps", 1))), int(str(params.get("rounds", 1)))
+    shape = WindowShape(
+        first, second, (WARPS * along, across, 1), stages, found.steps, found.taps * found.channels, 1, found,
+        found.span(rows), kept, bool(params.get("spread", 0)), steps, rounds,
+        unrolled=bool(params.get("unrolled", 0)), fetched=bool(params.get("fetched", 0)),
+    )  # fmt: skip
+    fits = rows == along * first.warp and columns == across * second.warp and terms == found.line
+    fits = fits and first.warp % wgmma.ROWS == 0 and second.warp % 8 == 0 and second.warp <= wgmma.WIDEST
+    fits = fits and first.warp * second.warp <= MOST_TOTALS * WARP * WARPS
+    fits = (
+        fits
+        and (1 <= steps <= AHEAD or (shape.whole and shape.share % 2 == 0))
+        and terms * left.item // tensor.STEP % steps == 0
+    )
+    fits = fits and readable(second, across) and not (shape.unrolled and shape.share % shape.together)
+    fits = fits and 3 <= stages <= shape.share and shape.slots >= 1 and rounds >= 1
+    fits = fits and (not shape.fetched or (shape.whole and left.item == 4))
+    fits = fits and (kept == 2 or (kept == found.chunks == rounds == 1))
+    fits = fits and {"flight", "split", "cluster", "push", "early", "cached"}.isdisjoint(params)
+    if not fits or shape.threads != int(str(params["threads"])):
+        raise CompileRejected(f"{program.name}: no convolution of tiles {params['tile']} by groups {params['groups']}")
+    return shape

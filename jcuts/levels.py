@@ -72,11 +72,16 @@ class Subset:
         return self.ranking()
 
 
+Part = tuple[list[Any], list[Any], Any, str, tuple[int, ...]]
+"""Inputs, outputs, jaxpr, identity and rounded inputs of a subset."""
+
+
 @dataclass
 class Level:
     """One jaxpr (the function, or a loop body) on its way through the stages.
 
     ``library`` are subsets that XLA keeps without a measurement, such as the vendor libraries' products on a GPU.
+    ``parts`` is what its subsets are: the forms of a function share it, as they share its graph.
     ``updated`` are updates in place that kernels took over (`updates`).  The greedy cover, ``grouping``, is looked for
     when it is first asked for: who takes a stored one never does.
     """
@@ -85,6 +90,7 @@ class Level:
     graph: TensorGraph
     grouped: Callable[[], find.Grouping]
     mixed: bool
+    parts: dict[Members, Part] = field(default_factory=dict)
     subsets: list[Subset] = field(default_factory=list)
     left_out: dict[int, Refusal] = field(default_factory=dict)
     bodies: dict[int, list[Level]] = field(default_factory=dict)
@@ -119,13 +125,22 @@ class Level:
     def subset(self, members: Members, program: Program) -> Subset:
         """The subset of these equations; the same object, with what is known of it, when asked again."""
         if members not in self.made:
-            inputs = [self.names[t] for t in self.graph.subset_inputs(members)]
-            outputs = [self.names[t] for t in self.graph.subset_outputs(members)]
-            part = subset_closed(self.closed, sorted(members), inputs, outputs)
-            rounded = tuple(k for k, t in enumerate(self.graph.subset_inputs(members)) if self.graph.tensors[t].tf32)
-            identity = canonical_digest(part) + (f" tf32 {rounded}" if rounded else "")
-            self.made[members] = Subset(members, program, inputs, outputs, part, identity, rounded=rounded)
+            if members not in self.parts:
+                self.parts[members] = self._part(members)
+            inputs, outputs, part, identity, rounded = self.parts[members]
+            self.made[members] = Subset(
+                members, program, list(inputs), list(outputs), part, identity, rounded=rounded
+            )
         return self.made[members]
+
+    def _part(self, members: Members) -> Part:
+        """What a subset is, whichever form it belongs to."""
+        inputs = [self.names[t] for t in self.graph.subset_inputs(members)]
+        outputs = [self.names[t] for t in self.graph.subset_outputs(members)]
+        part = subset_closed(self.closed, sorted(members), inputs, outputs)
+        rounded = tuple(k for k, t in enumerate(self.graph.subset_inputs(members)) if self.graph.tensors[t].tf32)
+        identity = canonical_digest(part) + (f" tf32 {rounded}" if rounded else "")
+        return inputs, outputs, part, identity, rounded
 
     def use(self, cover: Iterable[tuple[Members, Program]]) -> None:
         """Makes these the level's subsets; all other equations are left to XLA."""
@@ -175,20 +190,19 @@ class Fuel:
         return self.left >= 0
 
 
-_grouped: OrderedDict[tuple[int, bool, str], tuple[jaxapi.Closed, TensorGraph, Callable[[], find.Grouping]]]
-_grouped = OrderedDict()
+_Grouped = tuple[TensorGraph, Callable[[], find.Grouping], dict[Members, Part]]
+_grouped: OrderedDict[tuple[int, bool, str], tuple[jaxapi.Closed, _Grouped]] = OrderedDict()
 """By the identity of a jaxpr, which is kept with it: forms of a function differ in less than their graph."""
 _grouped_lock = threading.Lock()
 
 
-def _grouping(
-    closed: jaxapi.Closed, fuse: bool, fuel: Fuel, platform: str
-) -> tuple[TensorGraph, Callable[[], find.Grouping]]:
+def _grouping(closed: jaxapi.Closed, fuse: bool, fuel: Fuel, platform: str) -> _Grouped:
     key = (id(closed), fuse, platform)
     with _grouped_lock:
         known = _grouped.get(key)
     if known is not None and fuel.left is None:
-        return known[1:]
+        return known[1]
+    parts: dict[Members, Part] = {}
     if platform == "cpu":
         graph = build_graph(closed.jaxpr, place, joined=MOST_JOINED)
     else:
@@ -203,10 +217,10 @@ def _grouping(
 
     if fuel.left is None:
         with _grouped_lock:
-            _grouped[key] = (closed, graph, grouped)
+            _grouped[key] = (closed, (graph, grouped, parts))
             while len(_grouped) > MOST_GROUPED:
                 _grouped.popitem(last=False)
-    return graph, grouped
+    return graph, grouped, parts
 
 
 def group(
@@ -216,8 +230,8 @@ def group(
 
     Args: wait: the cover is taken later (`Level.begin`), unless fusions are counted.
     """
-    graph, grouped = _grouping(closed, settings.mode != "no_fusion", fuel, platform)
-    level = Level(closed, graph, grouped, settings.mode == "mixed")
+    graph, grouped, parts = _grouping(closed, settings.mode != "no_fusion", fuel, platform)
+    level = Level(closed, graph, grouped, settings.mode == "mixed", parts)
     if not wait or fuel.left is not None:
         _ = level.grouping  # fuel is spent level by level
     for number, eqn in enumerate(closed.jaxpr.eqns):

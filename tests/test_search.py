@@ -278,3 +278,11 @@ class Measured:
 
     def seconds(self, winner):
         return self.time
+
+
+def test_forms_of_a_function_share_what_their_subsets_are():
+    closed = simplify(inline(jax.make_jaxpr(lambda x: jnp.tanh(x) @ jnp.ones((64, 64)) + 1.0)(jnp.ones((256, 64)))))
+    one, other = (levels.group(closed, AUTO, levels.Fuel(), platform="cuda") for _ in range(2))
+    pairs = list(zip(one.subsets, other.subsets, strict=True))
+    assert pairs and all(a is not b and a.closed is b.closed and a.identity == b.identity for a, b in pairs)
+    assert one.graph is other.graph and one.made is not other.made

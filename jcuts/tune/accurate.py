@@ -10,6 +10,7 @@ A reference that shares XLA's mistakes shows them as errors of whoever does bett
 | ``erf_inv`` | 15 ulp | abs(x) > 0.5 |
 | ``exp2`` (``exp(x ln 2)``) | 6 ulp | abs(x) > 10 |
 | grouped convolution | NaN | a zero filter is multiplied with infinities of other groups |
+| convolution with one tap | (none) | a product needs no algorithm to be looked for, which takes seconds on a GPU |
 | integer ``x / x``, ``x % x`` | 1, 0 | x = 0, inside fusions; -1 and x elsewhere |
 
 Every function of floats takes float64 arguments and works under `jax.enable_x64`.
@@ -113,6 +114,25 @@ def grouped_convolution(eqn: Any, lhs: Any, rhs: Any) -> Any:
     return lax.transpose(total, tuple(int(k) for k in np.argsort(numbers.out_spec)))
 
 
+def pointwise_convolution(eqn: Any, lhs: Any, rhs: Any) -> Any:
+    """A convolution with one tap as a matrix product."""
+    numbers = eqn.params["dimension_numbers"]
+    for d, stride in zip(numbers.lhs_spec[2:], eqn.params["window_strides"], strict=True):
+        lhs = lax.slice_in_dim(lhs, 0, lhs.shape[d], stride, axis=d)
+    w = lax.transpose(rhs, numbers.rhs_spec)
+    w = lax.reshape(w, w.shape[:2])
+    found = lax.dot_general(lhs, w, (((numbers.lhs_spec[1],), (1,)), ((), ())))
+    kept = [d for d in range(lhs.ndim) if d != numbers.lhs_spec[1]]  # dimensions of the product; then come channels
+    places = zip(numbers.out_spec, numbers.lhs_spec, strict=True)
+    place = {o: len(kept) if i == numbers.lhs_spec[1] else kept.index(i) for o, i in places}
+    return lax.transpose(found, tuple(place[k] for k in range(lhs.ndim)))
+
+
+def convolution(eqn: Any, lhs: Any, rhs: Any) -> Any:
+    """A convolution by groups, or with one tap."""
+    return (grouped_convolution if _grouped(eqn) else pointwise_convolution)(eqn, lhs, rhs)
+
+
 def integer_div(x: Any, y: Any) -> Any:
     """x / y, all bits set where y = 0."""
     zero = y == 0
@@ -140,6 +160,15 @@ def _grouped(eqn: Any) -> bool:
     return floats and int(p["feature_group_count"]) > 1 and int(p.get("batch_group_count", 1)) == 1
 
 
+def _pointwise(eqn: Any) -> bool:
+    p = eqn.params
+    spec, filters = p["dimension_numbers"].rhs_spec, eqn.invars[1].aval.shape
+    floats = jnp.issubdtype(eqn.outvars[0].aval.dtype, np.floating)
+    plain = all(d == 1 for d in p["lhs_dilation"]) and all(tuple(pair) == (0, 0) for pair in p["padding"])
+    one = int(p["feature_group_count"]) == 1 and int(p.get("batch_group_count", 1)) == 1
+    return floats and plain and one and all(filters[d] == 1 for d in spec[2:])
+
+
 def _of_one(function: Callable[[Any], Any]) -> Rule:
     return Rule(lambda _, x: function(x), _wide)
 
@@ -150,7 +179,7 @@ RULES: dict[str, Rule] = {
     "exp2": _of_one(exp2),
     "erfc": _of_one(erfc),
     "erf_inv": _of_one(erf_inv),
-    "conv_general_dilated": Rule(grouped_convolution, _grouped),
+    "conv_general_dilated": Rule(convolution, lambda eqn: _grouped(eqn) or _pointwise(eqn)),
     "div": Rule(lambda _, x, y: integer_div(x, y), _integers),
     "rem": Rule(lambda _, x, y: integer_rem(x, y), _integers),
 }

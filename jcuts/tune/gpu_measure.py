@@ -126,7 +126,9 @@ def _compiled(path: str, name: str) -> Any:
 def slowest(count: int = 6) -> str:
     """What the threads took in all since the last call, and for whom most: for the log."""
     total, most = sum(seconds for seconds, _ in spent), sorted(spent, reverse=True)[:count]
-    text = f"{total:.1f} s of threads, most for " + ", ".join(f"{name} {seconds:.2f}" for seconds, name in most)
+    cores = sum(os.times()[:4])  # since the process began: its threads and its children
+    text = f"{total:.1f} s of threads, {cores:.0f} s of cores, most for "
+    text += ", ".join(f"{name} {seconds:.2f}" for seconds, name in most)
     spent.clear()
     return text
 

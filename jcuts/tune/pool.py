@@ -219,6 +219,10 @@ class Pool:
         while self._step(3600.0):
             pass
 
+    def wait(self, seconds: float) -> bool:
+        """Hands out and hears for at most so many seconds; False if nothing is queued or under way."""
+        return self._step(seconds)
+
     def poll(self) -> None:
         """Hands out what is queued and hears what has been answered, without waiting."""
         self._step(0.0)

@@ -40,11 +40,12 @@ def make(jax: Any, problem: Problem, library: Callable[..., Any], folder: Path, 
         autotuned_in: where the measuring process has left which algorithms XLA takes (on a GPU).
     Returns: the kinds of the sets (see `tune.values`).
     """
-    wide, rounds = _wide(jax, problem), False
     if autotuned_in:
         library = jax.jit(library, compiler_options=autotuned.reading(autotuned_in))
     seen = [sample.positions(problem, o) for o in problem.outputs]
-    look = functools.partial(leaves, jax, seen=[None if s is None else jax.device_put(s) for s in seen])
+    placed = [None if s is None else jax.device_put(s) for s in seen]
+    look = functools.partial(leaves, jax, seen=placed)
+    wide, rounds = _wide(jax, problem, placed), False
     kinds = seed_kinds(problem)
     for number, kind in enumerate(kinds):
         inputs = make_inputs(problem, kind, seed + number, short=True)
@@ -58,7 +59,7 @@ def make(jax: Any, problem: Problem, library: Callable[..., Any], folder: Path, 
                     save(folder / f"{number}.whole{i}.npy", np.asarray(x))
         xla = look(results)
         del results
-        exact = look(wide(np.uint64(0), np.zeros(3), *operands))
+        exact = wide(np.uint64(0), np.zeros(3), *operands)
         if number == 0:
             rounds = problem.rounds and (problem.unsure or any(map(is_finer_than_tf32, xla, exact)))
 
@@ -67,11 +68,11 @@ def make(jax: Any, problem: Problem, library: Callable[..., Any], folder: Path, 
 
         def runs(*amplitudes: float, both: tuple[list[Any], ...] = both) -> list[list[np.ndarray]]:
             noise = np.array([*amplitudes, 0.0])
-            return [look(wide(np.uint64(n + 1), noise, *both[n % len(both)])) for n in range(NOISE_RUNS)]
+            return [wide(np.uint64(n + 1), noise, *both[n % len(both)]) for n in range(NOISE_RUNS)]
 
         noisy = runs(NOISE_ULP, NOISE_ULP) if problem.perturb else []
         unsure = runs(0.0, TRUST_ULP, both=(operands,)) if problem.unsure and not problem.rounds else []
-        unsure += [look(wide(np.uint64(0), np.array([0.0, 0.0, 1.0]), *operands))] if rounds else []
+        unsure += [wide(np.uint64(0), np.array([0.0, 0.0, 1.0]), *operands)] if rounds else []
         for i, (x, r) in enumerate(zip(xla, exact, strict=True)):
             save(folder / f"{number}.xla{i}.npy", x)
             save(folder / f"{number}.ref{i}.npy", r)
@@ -89,21 +90,24 @@ def _operands(jax: Any, problem: Problem, inputs: Sequence[np.ndarray]) -> list[
     shapes = [tuple(i.shape) for i in problem.inputs]
     if not problem.device:
         return jax.device_put([whole(x, shape) for x, shape in zip(inputs, shapes, strict=True)])
-    repeat = _repeat(jax)
-    placed = zip(jax.device_put(list(inputs)), shapes, strict=True)
-    return [x if x.shape == shape else repeat(x, shape) for x, shape in placed]
+    placed = jax.device_put(list(inputs))
+    short = [k for k, (x, shape) in enumerate(zip(placed, shapes, strict=True)) if x.shape != shape]
+    made = _repeat(jax)([placed[k] for k in short], tuple(shapes[k] for k in short)) if short else []
+    for k, x in zip(short, made, strict=True):
+        placed[k] = x
+    return placed
 
 
 @functools.cache
-def _repeat(jax: Any) -> Callable[[Any, tuple[int, ...]], Any]:
-    """`values.whole`, jitted."""
+def _repeat(jax: Any) -> Callable[[list[Any], tuple[tuple[int, ...], ...]], list[Any]]:
+    """`values.whole` of several arrays, jitted."""
 
     def repeated(x: Any, shape: tuple[int, ...]) -> Any:
         size = math.prod(shape)
         copies = jax.numpy.broadcast_to(x, (-(-size // x.size), x.size))
         return copies.reshape(-1)[:size].reshape(shape)
 
-    return jax.jit(repeated, static_argnums=1)
+    return jax.jit(lambda xs, shapes: [repeated(x, s) for x, s in zip(xs, shapes, strict=True)], static_argnums=1)
 
 
 def is_finer_than_tf32(xla: np.ndarray, exact: np.ndarray) -> bool:
@@ -118,16 +122,27 @@ def is_finer_than_tf32(xla: np.ndarray, exact: np.ndarray) -> bool:
 def leaves(jax: Any, tree: Any, seen: Sequence[Any] = ()) -> list[np.ndarray]:
     """Results as arrays; of those that are sampled the positions seen."""
     found = jax.tree.leaves(tree)
-    if not any(s is not None for s in seen):
-        return [np.asarray(x) for x in found]
-    pairs = zip(found, seen, strict=True)
-    return [np.asarray(x if s is None else jax.numpy.take(jax.numpy.reshape(x, -1), s)) for x, s in pairs]
+    if any(s is not None for s in seen):
+        found = _taken(jax)(found, list(seen))
+    return [np.asarray(x) for x in found]
 
 
-def _wide(jax: Any, problem: Problem) -> Callable[..., Any]:
+@functools.cache
+def _taken(jax: Any) -> Callable[[Any, list[Any]], list[Any]]:
+    """The positions seen of several arrays, as one program."""
+
+    def taken(x: Any, where: Any) -> Any:
+        return x if where is None else jax.numpy.take(jax.numpy.reshape(x, -1), where)
+
+    return jax.jit(lambda tree, seen: [taken(x, s) for x, s in zip(jax.tree.leaves(tree), seen, strict=True)])
+
+
+def _wide(jax: Any, problem: Problem, seen: Sequence[Any]) -> Callable[..., list[np.ndarray]]:
     """The float64 form, of operands as they are: wide ones are made where it runs, except on a CPU.
 
     A CPU's conversions may take denormals for zeros; a GPU's do not.
+
+    Args: seen: positions of every result, on the device; None: all.
     """
     from jcuts.tune.widen import widened_dtype
 
@@ -139,12 +154,14 @@ def _wide(jax: Any, problem: Problem) -> Callable[..., Any]:
     if problem.device and all(
         dtype_of(i.dtype).itemsize > 1 or dtype_of(i.dtype).kind in "biu" for i in problem.inputs
     ):
-        return jax.jit(
-            lambda seed, noise, *xs: call(seed, noise, *[x.astype(widened_dtype(x.dtype)) for x in xs]),
-            compiler_options=options,
-        )
+
+        def program(seed: Any, noise: Any, where: list[Any], *xs: Any) -> list[Any]:
+            return _taken(jax)(call(seed, noise, *[x.astype(widened_dtype(x.dtype)) for x in xs]), where)
+
+        jitted, where = jax.jit(program, compiler_options=options), list(seen)
+        return lambda seed, noise, *xs: [np.asarray(x) for x in jitted(seed, noise, where, *xs)]
     inner = jax.jit(call)
-    return lambda seed, noise, *xs: inner(seed, noise, *[widen(np.asarray(x)) for x in xs])
+    return lambda seed, noise, *xs: leaves(jax, inner(seed, noise, *[widen(np.asarray(x)) for x in xs]), seen)
 
 
 def widen(x: np.ndarray) -> np.ndarray:

@@ -107,13 +107,15 @@ class Session:
             self._next_references()
         elif self.quiet is not None:
             self.ahead += self._for_ahead([job])
-            if (len(self.ahead) >= _AHEAD or self.sent) and not self.pool.is_busy(XLA) and self.quiet():
-                self._send_ahead()
+            if len(self.ahead) >= _AHEAD or self.sent:
+                self._send_early()
         self.pool.poll()
 
     def finish(self) -> None:
         """Waits until every job is compiled, and checked if that comes first; nothing of the session runs then."""
         start = time.perf_counter()
+        while self.ahead and self.pool.wait(0.1):
+            self._send_early()
         self.pool.drain()
         self.pool.stop(DEVICE)  # they hold the GPU's memory
         _log.info("waited %.2f s for candidates to compile, or to be checked", time.perf_counter() - start)
@@ -271,6 +273,11 @@ class Session:
     def _for_ahead(self, jobs: list[Job]) -> list[str]:
         left = [job for job in jobs if job.compiling or job.candidates]
         return [str(job.file) for job in left if job.problem.device and not job.failed]
+
+    def _send_early(self) -> None:
+        """Some of them where the GPU is free and the process that compiles them has no others."""
+        if self.quiet is not None and not self.pool.is_busy(XLA) and self.quiet():
+            self._send_ahead()
 
     def _send_ahead(self) -> None:
         some, self.ahead = self.ahead[:_AHEAD], self.ahead[_AHEAD:]

@@ -151,7 +151,7 @@ def test_a_chain_of_blocks_has_no_subset_twice():
     found = joined(traced.graph, cover, yes)
     assert [len(f.parts) for f in found] == [3, 3] and not found[0].members & found[1].members
     assert found[0].members | found[1].members == traced.everything
-    level = Level(traced.closed, traced.graph, find.group(traced.graph), True)
+    level = Level(traced.closed, traced.graph, lambda: find.group(traced.graph), True)
     level.use(cover)
     level.replace(level.subset(found[0].members, found[0].program))
     assert next(len(s.members) for s in level.subsets) == len(found[0].members) and len(level.subsets) == 4

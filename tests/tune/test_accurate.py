@@ -97,6 +97,41 @@ def test_grouped_convolution(name):
     np.testing.assert_allclose(got, convolution(x, w), rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.parametrize(
+    ("shape", "kernel", "layout", "strides"),
+    [
+        ((2, 5, 7, 4), (1, 1, 4, 6), "NHWC HWIO NHWC", (1, 1)),
+        ((2, 4, 5, 8), (6, 4, 1, 1), "NCHW OIHW NCHW", (2, 3)),
+        ((5, 4, 2, 7), (1, 6, 4, 1), "HCNW HOIW WNHC", (2, 1)),
+        ((3, 9, 2), (1, 2, 5), "NWC WIO CNW", (4,)),
+    ],
+)
+def test_a_convolution_with_one_tap_is_a_product(shape, kernel, layout, strides):
+    rng = np.random.default_rng(4)
+    x, w = rng.standard_normal(shape), rng.standard_normal(kernel)
+    x.flat[3] = np.inf
+
+    def convolution(a, b):
+        return lax.conv_general_dilated(a, b, strides, "VALID", dimension_numbers=tuple(layout.split()))
+
+    closed = jaxapi.closed_jaxpr_of(convolution, x, w)
+    (got,) = evaluate(closed, [x, w])
+    np.testing.assert_allclose(got, convolution(x, w), rtol=1e-13, atol=1e-13)
+    text = jax.jit(lambda a, b: evaluate(closed, [a, b])).lower(x, w).as_text()
+    assert "convolution" not in text and "dot_general" in text
+
+
+@pytest.mark.parametrize("options", [{"padding": ((1, 0), (0, 0))}, {"lhs_dilation": (2, 1)}, {"batch_group_count": 2}])
+def test_a_convolution_that_pads_or_stretches_is_none(options):
+    x, w = np.ones((2, 5, 7, 4)), np.ones((1, 1, 4, 6))
+    more = {"padding": ((0, 0), (0, 0)), **options}
+    layout = ("NHWC", "HWIO", "NHWC")
+    closed = jaxapi.closed_jaxpr_of(
+        lambda a, b: lax.conv_general_dilated(a, b, (1, 1), dimension_numbers=layout, **more), x, w
+    )
+    assert not accurate.RULES["conv_general_dilated"].applies(closed.jaxpr.eqns[0])
+
+
 def test_groups_do_not_meet():
     x, w = np.ones((1, 6, 4)), np.ones((3, 2, 4))
     x[0, 2, 0] = np.inf

@@ -204,5 +204,5 @@ def test_only_products_run_untimed_algorithms_in_float64(monkeypatch, function, 
             asked.append(compiler_options)
             return function
 
-    reference._wide(Jax, problem)
+    reference._wide(Jax, problem, [None])
     assert asked[0] == options

@@ -715,6 +715,7 @@ class Noting:
         self.asked: list[Any] = []
         self.workers = dict.fromkeys(self.sizes, ())
         self.busy = False
+        self.rounds = 0  # of the event loop that are left
 
     def submit(self, group, request, timeout, done):
         self.asked.append((request["op"], len(request.get("problems", ()))))
@@ -725,6 +726,10 @@ class Noting:
 
     def is_busy(self, group):
         return self.busy
+
+    def wait(self, seconds):
+        self.rounds -= 1
+        return self.rounds >= 0
 
     def poll(self):
         pass
@@ -753,6 +758,21 @@ def test_xla_compiles_the_first_problems_on_a_gpu_while_others_are_prepared(tmp_
     rest = [asked for asked in pool.asked if asked[0] != "compile"]
     assert rest[2:] == [("compile_ahead", 2), ("run_ahead", 0), ("warm", DEVICE), ("warm", REFERENCE)]
     assert session.sent == {str(job.file) for job in jobs}
+
+
+def test_what_is_ready_goes_to_xla_while_the_last_candidates_compile(tmp_path, monkeypatch):
+    monkeypatch.setattr("jcuts.tune.stages._AHEAD", 2)
+    pool, answers = Noting(), iter([False, False, True, True])
+    session = Session(pool, QUICK, None, quiet=lambda: next(answers))  # type: ignore[arg-type]
+    jobs = [make_job(replace(objects.problem("right", name=f"n{i}"), device="a GPU"), tmp_path, i) for i in range(5)]
+    pool.busy = True  # not asked before all are there
+    for job in jobs:
+        session.add(job)
+    pool.busy, pool.rounds = False, 4
+    session.finish()
+    assert [asked for asked in pool.asked if asked[0] != "compile"] == [("compile_ahead", 2)] * 2
+    session.compile_ahead(jobs)
+    assert [n for op, n in pool.asked if op == "compile_ahead"] == [2, 2, 1]
 
 
 def test_without_the_lock_nothing_runs_on_the_gpu_before_all_are_compiled(tmp_path):

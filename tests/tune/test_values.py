@@ -127,5 +127,8 @@ def test_a_large_input_travels_as_the_values_that_it_repeats(tmp_path, monkeypat
     np.testing.assert_array_equal(load(tmp_path / "x.npy", spec.shape, "float32", short=True), few)
     (placed,) = reference._operands(jax, replace(make(spec), device="some GPU"), [few])
     np.testing.assert_array_equal(np.asarray(placed), all_)
+    two = reference._operands(jax, replace(make(spec, Input((5,), "float32"), spec), device="some GPU"),
+                              [few, few[:5], few])  # fmt: skip
+    assert [x.shape for x in two] == [spec.shape, (5,), spec.shape]
     with pytest.raises(UsageError):
         load(tmp_path / "x.npy", (100,), "float32")

@@ -34,6 +34,10 @@ def looped(x, w):
     return jax.lax.scan(step, x, None, length=3)
 
 
+def with_softmax(x, w):
+    return jax.nn.softmax(jax.nn.relu(x @ w)[:2, :8])
+
+
 def level_of(function=fn, mode="mixed"):
     closed = jax.make_jaxpr(function)(X, X)
     return levels.group(simplify(inline(closed)), Settings(mode=mode), levels.Fuel())
@@ -231,3 +235,20 @@ class Measured:
 
     def seconds(self, winner):
         return self.time
+
+
+def test_every_equation_is_in_a_subset_or_left_to_xla_with_a_reason():
+    level = level_of(with_softmax)
+    everything = {n.number for n in level.graph.nodes}
+    small = {m for members, p in level.grouping.subsets if level.is_small(p) for m in members}
+    assert small and len(level.subsets) < len(level.grouping.subsets)
+    stored = [sorted(s.members) for s in level.subsets]
+    for cover in (stored, []):  # what the database has leaves out what was too small
+        assert level.use_stored(cover)
+        mine = {m for s in level.subsets for m in s.members}
+        assert mine == {m for members in cover for m in members} and mine | set(level.left_out) == everything
+        assert not mine & set(level.left_out)
+        reasons = {m: level.left_out[m].reason for m in level.left_out}
+        assert all(reasons[m] == levels.TOO_LITTLE for m in small)
+        rest = set(reasons) - small - set(level.grouping.left_out)
+        assert all(reasons[m] == levels.BETWEEN for m in rest) and bool(rest) == (not cover)

@@ -399,6 +399,8 @@ class Optimized:
         if stored is not None and not force and (stored.is_final or key in _decided_here):
             return stored
         names, start = forms.programs(racing, forms.options(platform)), time.monotonic()
+        if platform == "cpu" and self._has_every(outcomes, closed, leaves):
+            names.append(forms.name_of(forms.EVERY))
         again = stored if not force else None
         exact = forms.Exact(closed, leaves, self.settings.tolerance, platform)
         barred = forms.barred(names, rows if racing else {}, self.settings)
@@ -440,6 +442,13 @@ class Optimized:
     def _may_race(self, closed: jaxapi.Closed, leaves: Sequence[Any], platform: str) -> bool:
         """Whether programs of several forms may compete: on GPUs, where whole functions are timed."""
         return self.settings.mode == "mixed" and platform in forms.GPUS and self._not_timed(closed, leaves) is None
+
+    def _has_every(self, outcomes: Sequence[Any], closed: jaxapi.Closed, leaves: Sequence[Any]) -> bool:
+        """Whether a program with kernels that lost to XLA by little is worth a race, and another one than the plain."""
+        if len(outcomes) != 1 or divide.is_asked(self.settings) or not forms.lost_by_little(outcomes[0].report):
+            return False
+        every = plan(closed, self._settings_for(forms.EVERY), "cpu", may_measure=True, examples=leaves)
+        return every.closed is not closed and every.report.source != outcomes[0].report.source
 
     def _stored(self, key: str, platform: str, uses_jcuts: bool) -> guard.Decision | None:
         data = self._guard_store().guard(key)

@@ -172,11 +172,12 @@ def alone_line(report: FunctionReport) -> str:
     """What kernels gain one by one beside what the whole function gains, '' where either is unknown."""
     timed = [s for s in report.subsets if s.chosen != "xla" and s.seconds and s.xla_seconds]
     ours, theirs = (sum((getattr(s, name) or 0.0) * s.count for s in timed) for name in ("seconds", "xla_seconds"))
-    speed = {name: found for name, found in ((report.guard or {}).get("speed") or {}).items() if name[:3] != "xla"}
+    guard = report.guard or {}
+    speed = {name: found[0] for name, found in (guard.get("speed") or {}).items() if name[:3] != "xla"}
     if not timed or not speed:
         return ""
     count = sum(s.count for s in timed)
-    whole = max(found[0] for found in speed.values())
+    whole = speed.get(str(guard.get("chosen")), max(speed.values()))
     return (
         f"of {count} kernel calls, each timed alone: {microseconds(ours)} us instead of {microseconds(theirs)} us "
         f"({theirs / ours:.2f}x); of the whole function, with what XLA runs and fuses around them: {whole:.2f}x"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jcuts.base import fingerprint, knobs
@@ -18,9 +18,11 @@ from jcuts.levels import CONSTANT, OF_LIBRARY, TO_FUSE, Level, Subset, add_candi
 from jcuts.region.absorb import absorbed, bared, headed, is_product
 from jcuts.region.block_cover import joined
 from jcuts.region.explore import Space, explore
+from jcuts.region.legality import Dag, is_acyclic_cover
 from jcuts.region.legality import Subset as Members
 from jcuts.trace.canonical import canonical_digest
 from jcuts.tune import session
+from jcuts.tune.choice import LIBRARY
 from jcuts.xla import gpus
 
 log = logging.getLogger("jcuts.search")
@@ -32,6 +34,10 @@ LEAST_MOVED = 1 << 20
 """Bytes below which an element-wise kernel on a GPU takes as long as its launch, whoever makes it."""
 BLOCK_CANDIDATES = 8
 """Kernels tried for a block of several reductions."""
+NEAR = 1.25
+"""Times XLA's, up to which a kernel is chosen by the form that has ``every`` one."""
+MOST_SMALL = 4
+"""Distinct subsets with little work that this form tries."""
 MOST_ELEMENTWISE = 12
 """Distinct element-wise subsets that are tried on a GPU."""
 
@@ -78,9 +84,12 @@ def _select(top: Level, settings: Settings, may_measure: bool, platform: str) ->
     key = partition_key(top, settings)
     stored = session.store().partition(key) if searching else None
     if stored is not None and _restore(levels, stored):
+        if settings.form is not None and settings.form.regions == "every":
+            for level in levels:
+                _add_small(level)
         subsets = _subsets(levels)
         add_candidates(subsets)
-        session.choose(subsets, settings, may_measure=may_measure, shares=_shares(stored))
+        _choose(subsets, settings, may_measure, _shares(stored))
         return Summary("stored")
     add_candidates(_subsets(levels), platform)
     shares, blocks = None, []
@@ -114,6 +123,35 @@ def _select(top: Level, settings: Settings, may_measure: bool, platform: str) ->
     if not searching or settings.tune != "auto" or not may_measure or not subsets or unknown:
         return Summary("greedy")
     return _search(levels, settings, shares, key)
+
+
+def _choose(subsets: Sequence[Subset], settings: Settings, may_measure: bool, shares: dict[str, int]) -> None:
+    """Every subset's winner; kernels that lost by little win where the form has ``every`` one."""
+    if settings.form is None or settings.form.regions != "every":
+        session.choose(subsets, settings, may_measure=may_measure, shares=shares)
+        return
+    session.choose(subsets, replace(settings, mode="fusion"), may_measure=may_measure, shares=shares)
+    for subset in subsets:
+        mine, xla = _measured(subset), None if subset.choice is None else subset.choice.seconds(LIBRARY)
+        if subset.origin != "measured" or mine is None or xla is None or mine > NEAR * xla:
+            subset.chosen = None
+
+
+def _add_small(level: Level) -> None:
+    """Makes subsets of what has little work, too, where few kernels do for that."""
+    covered = {m for s in level.subsets for m in s.members}
+    small = [
+        level.subset(members, program) for members, program in level.grouping.subsets
+        if level.is_small(program) and not members & covered
+    ]  # fmt: skip
+    if not small or len({s.identity for s in small}) > MOST_SMALL:
+        return
+    cover = [s.members for s in (*level.subsets, *small)]
+    dag = Dag.of((n.number for n in level.graph.nodes), level.graph.edges())
+    alone = [frozenset({n}) for n in dag.nodes - covered - {m for s in small for m in s.members}]
+    if is_acyclic_cover(dag, [*cover, *alone]):
+        for subset in small:
+            level.replace(subset)
 
 
 def _blocks(levels: Sequence[Level]) -> list[tuple[Level, Subset, list[Subset]]]:

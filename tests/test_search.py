@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jcuts import levels, search
-from jcuts.base.settings import Settings
+from jcuts.base.settings import Form, Settings
 from jcuts.region import gpu
 from jcuts.trace.inline import inline
 from jcuts.trace.simplify import simplify
@@ -252,3 +252,24 @@ def test_every_equation_is_in_a_subset_or_left_to_xla_with_a_reason():
         assert all(reasons[m] == levels.TOO_LITTLE for m in small)
         rest = set(reasons) - small - set(level.grouping.left_out)
         assert all(reasons[m] == levels.BETWEEN for m in rest) and bool(rest) == (not cover)
+
+
+@pytest.mark.parametrize(("xla", "every"), [(0.9, True), (0.5, False), (2.0, True)])
+def test_the_form_with_every_kernel_has_those_that_lost_by_little(monkeypatch, xla, every):
+    level = level_of()
+    levels.add_candidates(level.subsets)
+
+    def choose(subsets, settings, **_):
+        assert settings.mode == ("fusion" if settings.form else "mixed")
+        for s in subsets:
+            best = s.ranked[0][0]
+            times = (Measurement("a", 1.0, 1.0, 1.0, 9, "loop"), Measurement("xla", xla, xla, xla, 9, "loop"))
+            wins = settings.mode == "fusion" or xla > 1
+            s.choice = Choice("p", "a" if wins else "xla", "", "measured", times)
+            s.chosen, s.origin = best if wins else None, "measured"
+
+    monkeypatch.setattr(session, "choose", choose)
+    search._choose(level.subsets, Settings(form=Form((), "every")), True, {})
+    assert all((s.chosen is not None) is every for s in level.subsets)
+    search._choose(level.subsets, Settings(), True, {})
+    assert all((s.chosen is not None) is (xla > 1) for s in level.subsets)

@@ -206,7 +206,7 @@ def _database() -> Iterator[Check]:
             "tuning database", BAD, store.errors[-1].message, "until then functions are tuned again in every process"
         )
         return
-    if why := why_read_only(store.path):
+    if store.path is not None and (why := why_read_only(store.path)):
         yield Check(
             "tuning database",
             BAD,

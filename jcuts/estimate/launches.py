@@ -55,6 +55,7 @@ class LaunchUse:
         lines: 128-byte lines that all accesses of all warps touch.
         under_way: bytes that one thread loads before it waits for the first of them, on average over threads with and
             without work.
+        active: share of its threads that have work.
     """
 
     blocks: int
@@ -66,6 +67,7 @@ class LaunchUse:
     moved: float
     lines: float
     under_way: float
+    active: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ def score(launches: Sequence[LaunchUse], arch: GpuArch, *, unit: str = "ffma") -
             return LaunchScore(0.0, 0.0, 0.0, 0.0, 0.0, math.inf, 0)
         threads = min(use.blocks, fitting * arch.num_sm) * use.threads
         under_way = max(1.0, threads * use.under_way) / (arch.bw_global * LATENCY_S)
-        occupancy = min(1.0, fitting * use.threads / arch.max_threads_per_sm)
+        occupancy = use.active * min(1.0, fitting * use.threads / arch.max_threads_per_sm)
         hidden = occupancy**OCCUPANCY / (1.0 + 0.5 / under_way)
         balance = 1.0 / (1.0 + TAIL * min(1.0, fitting * arch.num_sm / use.blocks))
         work = max(use.flop, 1.0)

@@ -12,8 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -143,14 +146,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--gpu", default="H200", help="name of the GPU's data file")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, help="JSON of the figures")
     options = parser.parse_args(arguments)
     arch = load_gpu(options.gpu)
     rows = [row for path in options.files for row in json.loads(path.read_text())["rows"] if row["schedules"]]
     found = []
-    for row in rows:
-        found.append(judged(row, arch))
-        show(found[-1])
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        for one in pool.map(judged, rows, [arch] * len(rows)):
+            found.append(one)
+            show(one)
     safe, violations = sum(f["keeps"] for f in found), sum(f["violations"] for f in found)
     kernels, enough = sum(f["measured"] for f in found), sum(f["measured"] >= 500 for f in found)
     print(f"{len(found)} operations ({enough} of 500 and more), {kernels} kernels: {safe} keep the best or within 2 %; "

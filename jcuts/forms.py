@@ -168,13 +168,11 @@ def worth_planning(closed: jaxapi.Closed, platform: str) -> list[Form | None]:
     return list(dict.fromkeys(found))
 
 
-def lost_by_little(report: FunctionReport | None) -> bool:
+def lost_by_little(report: FunctionReport) -> bool:
     """Whether subsets that XLA won are worth a race of whole programs in which kernels run them.
 
     A subset alone pays for no border between it and the next one, and XLA's own code for it has neither.
     """
-    if report is None:
-        return False
     every = [(s.xla_seconds or 0.0) * s.count for s in report.subsets]
     lost = [
         time for s, time in zip(report.subsets, every, strict=True)

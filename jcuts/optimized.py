@@ -445,10 +445,11 @@ class Optimized:
 
     def _has_every(self, outcomes: Sequence[Any], closed: jaxapi.Closed, leaves: Sequence[Any]) -> bool:
         """Whether a program with kernels that lost to XLA by little is worth a race, and another one than the plain."""
-        if len(outcomes) != 1 or divide.is_asked(self.settings) or not forms.lost_by_little(outcomes[0].report):
+        plain = outcomes[0].report if len(outcomes) == 1 else None
+        if not isinstance(plain, FunctionReport) or divide.is_asked(self.settings) or not forms.lost_by_little(plain):
             return False
         every = plan(closed, self._settings_for(forms.EVERY), "cpu", may_measure=True, examples=leaves)
-        return every.closed is not closed and every.report.source != outcomes[0].report.source
+        return every.closed is not closed and every.report.source != plain.source
 
     def _stored(self, key: str, platform: str, uses_jcuts: bool) -> guard.Decision | None:
         data = self._guard_store().guard(key)

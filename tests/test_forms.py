@@ -210,7 +210,7 @@ def test_kernels_that_lost_by_little_are_worth_a_race():
         return forms.lost_by_little(FunctionReport("f", "mixed", "cpu", subsets, refusals, equations))
 
     assert worth(won, close) and worth(close)
-    assert not worth(won, far) and not worth(won) and not worth() and not forms.lost_by_little(None)
+    assert not worth(won, far) and not worth(won) and not worth()
     assert not worth(subset("map/1", 1.0, 100.0), close)  # next to nothing of the whole
     assert worth(won, small=2) and not worth(won, small=1) and not worth(small=2)
 

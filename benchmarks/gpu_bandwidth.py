@@ -221,11 +221,13 @@ def main(given: Sequence[str] | None = None) -> int:
     from jcuts.tune import gpu_measure
 
     known = {
-        case.name: (SimpleNamespace(name=case.name, inputs=[SimpleNamespace(shape=s, dtype=k) for s, k in case.shapes]),
+        case.name: (SimpleNamespace(name=case.name, digest=case.name, library=None,
+                                    inputs=[SimpleNamespace(shape=s, dtype=k) for s, k in case.shapes]),
                     jax.jit(case.function))
         for case, _ in work
     }  # fmt: skip
     gpu_measure.compile_ahead(known, lambda _: None)  # type: ignore[arg-type]
+    gpu_measure.run_ahead(lambda _: None)
     print(f"XLA's programs are compiled, {time.perf_counter() - start:.0f} s", flush=True)
     builder.join()
     rows: list[dict[str, Any]] = []

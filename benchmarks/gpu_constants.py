@@ -37,12 +37,15 @@ GEMMS = (
 )  # fmt: skip
 """(rows, terms, columns): square and transformer ones, 1x1 convolutions of ResNet50 and DenseNet121 at batch 64."""
 CONVOLUTIONS = (
-    (64, 56, 64, 64), (64, 28, 128, 128), (64, 14, 256, 256), (64, 7, 512, 512), (64, 28, 128, 32), (64, 14, 128, 32),
+    (56, 64, 64, (3, 3), 1), (28, 128, 128, (3, 3), 1), (14, 256, 256, (3, 3), 1), (7, 512, 512, (3, 3), 1),
+    (28, 128, 32, (3, 3), 1), (14, 128, 32, (3, 3), 1), (17, 192, 192, (1, 7), 1), (35, 96, 96, (3, 3), 1),
+    (8, 448, 384, (3, 3), 1), (56, 128, 32, (3, 3), 1), (17, 192, 192, (7, 1), 1), (35, 48, 64, (5, 5), 1),
+    (56, 128, 128, (3, 3), 2),
 )  # fmt: skip
-"""(batch, height and width, channels, features) of 3x3 convolutions."""
+"""(height and width, channels, features, filter, stride) at batch 64: ResNet50, DenseNet121, InceptionV3."""
 NORMS = ((200704, 128, 128), (50176, 256, 128), (12544, 768, 128), (3136, 896, 128))
 """(rows, terms, columns) of 1x1 convolutions behind a norm with known statistics and ReLU: DenseNet121 at batch 64."""
-TF32 = np.uint32(0xFFFFE000)
+BATCH, TF32 = 64, np.uint32(0xFFFFE000)
 
 
 @dataclass(frozen=True)
@@ -65,20 +68,20 @@ def _norm(along: bool) -> Any:
     return lambda x, w, b, s, t: dense(jnp.maximum(x * s + t, 0.0), w, b)
 
 
-def _convolution(along: bool) -> Any:
+def _convolution(along: bool, stride: int) -> Any:
     numbers = ("NHWC", "OHWI" if along else "HWIO", "NHWC")
     return lambda x, w, b: jnp.maximum(
-        lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers) + b, 0.0
+        lax.conv_general_dilated(x, w, (stride, stride), "SAME", dimension_numbers=numbers) + b, 0.0
     )
 
 
 def layers(along: bool) -> list[Layer]:
     """All layers. Args: along: weights lie along terms."""
     how, found = ("along terms" if along else "as they are"), []
-    for n, h, c, k in CONVOLUTIONS:
-        shapes = ((n, h, h, c), (k, 3, 3, c) if along else (3, 3, c, k), (k,))
-        name = f"convolution 3x3 {n}x{h}x{h}x{c} to {k} {how}"
-        found.append(Layer(name, _convolution(along), tuple((s, "float32") for s in shapes)))
+    for h, c, k, taps, stride in CONVOLUTIONS:
+        shapes = ((BATCH, h, h, c), (k, *taps, c) if along else (*taps, c, k), (k,))
+        name = f"convolution {taps[0]}x{taps[1]} {BATCH}x{h}x{h}x{c} to {k} stride {stride} {how}"
+        found.append(Layer(name, _convolution(along, stride), tuple((s, "float32") for s in shapes)))
     for m, k, n in GEMMS:
         shapes = ((m, k), (n, k) if along else (k, n), (n,))
         found.append(Layer(f"gemm {m}x{k}x{n} {how}", _dense(along), tuple((s, "float32") for s in shapes)))
@@ -92,7 +95,7 @@ def schedules(case: Case, most: int, along: bool, tiles: Sequence[Sequence[Any]]
     """The best programs by the ranking, with rounded weights, or without; and those of the other family."""
     from benchmarks.gpu_run import small_arguments
     from jcuts.dfg.program import Program
-    from jcuts.region import gpu_groups, gpu_products
+    from jcuts.region import gpu_group_windows, gpu_groups, gpu_products
     from jcuts.region.absorb import CHEAP
     from jcuts.region.build import build
     from jcuts.region.gpu import GpuMachine
@@ -118,6 +121,9 @@ def schedules(case: Case, most: int, along: bool, tiles: Sequence[Sequence[Any]]
             for rows, columns, terms, groups, stages, split, cluster, *how in tiles
         ]
     counter = gpu_groups.GroupCounter(made, machine)
+    found = [p for p, _ in gpu_group_windows.candidates(counter, made, most)] if along else []
+    if found:  # taps that share their pixels, beside the best that do not
+        return found + [p for p, _ in gpu_groups.grouped(counter, 1)][:2]
     found = [p for p, _ in gpu_groups.grouped(counter, most)]
     if along:  # and what stages and groups make of the best
         more = [p for p, _ in gpu_groups.grouped(counter, most, alike=True)]

@@ -8,9 +8,11 @@ Needs jax[cuda13] and jcuts' native libraries (`make native`).  Times go into ``
 directory (``<out>/cache`` unless JCUTS_CACHE_DIR names one): a second run goes on where the first stopped.  Results are
 ``<out>/microbatch.json``, written after every step.
 
-  validate   every algorithm of the three kernels through XLA, divided unevenly, both layouts, captured into graphs and
-             not, against XLA's own convolution; no slice, concatenate or copy in the optimised program
-  alexnet    conv2 at batch 256 within 64 MiB, float32 HIGHEST and TF32: whole calls against each other
+  validate   every algorithm of the three kernels through XLA, divided unevenly, in slices of the outputs where it is a
+             transform, both layouts, captured into graphs and not, added to what is there (beta = 1), and what the
+             three policies choose, against XLA's own convolution; no slice, concatenate or copy in the program
+  alexnet    conv2 at batch 256 within 64 MiB: float32 HIGHEST by exact algorithms and by any of cuDNN's, TF32, half:
+             whole calls against each other and against float64
 
 Networks, DeepBench and whole training steps: `gpu_microbatch_tables.py`.
 """
@@ -18,6 +20,7 @@ Networks, DeepBench and whole training steps: `gpu_microbatch_tables.py`.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import shutil
@@ -31,14 +34,13 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from benchmarks.microbatch_chains import whole  # noqa: E402
 
 MIB = 1 << 20
 LIMIT = 64 * MIB
+NO_LIMIT = 1 << 45
 KINDS = ("forward", "backward_data", "backward_filter")
-LOOSE = 60.0
-"""Factor of the tolerance that admits Winograd's algorithm with 5x5 windows in float32, which XLA itself may choose."""
-BETWEEN = (12, 20, 24, 28, 40, 48)
-"""Sizes of conv2 that are measured beside powers of two."""
+WAYS = ("plain", "graph", "added")
 ITEMS = ("validate", "alexnet")
 
 
@@ -54,6 +56,7 @@ class Run:
         self.platform = "cpu" if options.dry_run else "cuda"
         self.database = Database(database_path())
         self.device = this_device(self.platform)
+        self.left_out: list[Any] = []
         self.report: dict[str, Any] = {"device": str(self.device), "dry_run": options.dry_run, "items": {}}
 
     @property
@@ -120,7 +123,7 @@ def validate(run: Run) -> dict[str, Any]:
     from jcuts.xla.convolutions import library_function
 
     small = run.options.dry_run
-    extent, channels, outputs = (8, 4, 6) if small else (28, 32, 48)
+    extent, channels, outputs = (8, 4, 16) if small else (28, 32, 48)
     rows, failures, policies = [], [], []
     cases = [
         (kind, layout, dtype, more)
@@ -134,7 +137,7 @@ def validate(run: Run) -> dict[str, Any]:
             padding = tuple((more.get("dilation", (1, 1))[0],) * 2 for _ in range(2))
             c = Convolution(kind, channels, outputs, (extent,) * 2, (3, 3), padding=padding, dtype=dtype,
                             layout=layout, **more)  # fmt: skip
-            by = {n: {(m.algorithm, m.math): m for m in measurer(c, n)} for n in (3, 5)}
+            by = {n: {(m.algorithm, m.math): m for m in [*measurer(c, n), *in_slices(measurer, c, n)]} for n in (3, 5)}
             function, avals = library_function(c, 13, jax.lax.Precision.HIGHEST)
             a, b = (noise(aval, seed) for seed, aval in enumerate(avals))
             onto = noise(jax.eval_shape(function, *avals), 2)
@@ -144,7 +147,7 @@ def validate(run: Run) -> dict[str, Any]:
                 row = {"kernel": kind, "layout": layout, "dtype": dtype, **more, "algorithm": key[0], "math": key[1],
                        "workspace": division.workspace}  # fmt: skip
                 # Its own result, captured, and added to what is there (beta = 1).
-                for name in ("plain", "graph", "added") if not more else ("plain",):
+                for name in run.options.ways if not more else [way for way in run.options.ways if way != "graph"]:
                     try:
                         options = None if run.platform == "cpu" else {"xla_gpu_graph_min_graph_size": 1}
                         program = jax.jit(calls(run, c, division, graph=name == "graph"), compiler_options=options)
@@ -171,6 +174,19 @@ def validate(run: Run) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def in_slices(measurer: Any, c: Any, batch: int) -> Any:
+    """Transforms in slices of the outputs' channels, where those can be cut."""
+    from jcuts.microbatch.convolution import MATHS
+    from jcuts.microbatch.refine import Slicing
+    from jcuts.microbatch.table import Micro
+    from jcuts.xla import cudnn
+
+    names = cudnn.transforms(c.kind) if c.slices else ()
+    wanted = [Slicing(Micro(batch, name, math, 1.0, 0), c.slices[:1], NO_LIMIT) for name in names
+              for math in MATHS[c.dtype]]  # fmt: skip
+    return measurer.slices(c, batch, wanted) if wanted else ()
+
+
 def allowed(dtype: str, math: str) -> float:
     """Distance from XLA's own result with HIGHEST in L2 norm."""
     exact = dtype == "float32" and math == "float32"
@@ -187,7 +203,7 @@ def by_policy(
     from jcuts.microbatch import wr
     from jcuts.microbatch.table import POLICIES, Table
 
-    table = Table(c, tuple(m for size in range(1, 14) for m in measurer(c, size)), c.unit)
+    table = Table(c, tuple(m for size in (1, 2, 3, 4, 5, 7, 8, 13) for m in measurer(c, size)), c.unit)
     free = wr.undivided(table, 13)
     rows = []
     for policy in POLICIES:
@@ -206,48 +222,76 @@ def conv2(run: Run, kind: str = "forward") -> tuple[Any, int]:
     from jcuts.microbatch.convolution import Convolution
 
     if run.options.dry_run:
-        return Convolution(kind, 4, 8, (7, 7), (5, 5), padding=((2, 2), (2, 2))), 8
+        return Convolution(kind, 4, 16, (7, 7), (5, 5), padding=((2, 2), (2, 2))), 8
     return Convolution(kind, 64, 192, (27, 27), (5, 5), padding=((2, 2), (2, 2))), 256
 
 
+MODES = {
+    "float32 HIGHEST, exact": ("float32", "exact", "float32"),
+    "float32 HIGHEST, any algorithm of cuDNN": ("float32", "vendor", "float32"),
+    "TF32": ("float32", "exact", "tf32"),
+    "half, sums in float32": ("float16", "exact", "float32"),
+}
+"""Storage, accuracy, least precision."""
+
+
 def alexnet(run: Run) -> dict[str, Any]:
-    """conv2: XLA's own, cuDNN's best single call with and without the limit, and the division, as whole calls."""
+    """conv2: XLA's own, cuDNN's best single call with and without the limit, and divisions, as whole calls."""
     from jcuts.microbatch import wr
     from jcuts.microbatch.database import Database
     from jcuts.microbatch.desirable import desirable_or_none
-    from jcuts.tune.convolutions import Measurer, measured
+    from jcuts.tune.convolutions import this_device
 
     found: dict[str, Any] = {}
-    cases = [(kind, 1.0) for kind in run.options.kinds] + [(kind, LOOSE) for kind in run.options.kinds]
-    for kind, tolerance in cases:
+    cases = [(kind, mode) for kind in run.options.kinds for mode in run.options.modes or MODES]
+    for kind, mode in cases:
+        if run.left < 8:
+            found["stopped"] = f"{kind} {mode}: the budget was spent"
+            break
+        dtype, accuracy, precision = MODES[mode]
         c, batch = conv2(run, kind)
-        with Measurer(run.device, run.platform, seconds=0.4, tolerance=tolerance) as measurer:
-            database = run.database if tolerance == 1 else Database(None)
-            for size in BETWEEN if batch == 256 else ():
-                measured(c, size, database, measurer, policy="undivided", library=False)
-            table = measured(c, batch, database, measurer, library=False)
-        name = kind if tolerance == 1 else f"{kind}, transforms admitted,"
-        for precision in ("float32", "tf32") if tolerance == 1 else ("float32",):
-            ours = only_cudnn(table)
-            entry: dict[str, Any] = {"batch": batch, "limit": limit_of(run)}
-            chosen = {
-                "unlimited": wr.undivided(ours, batch, precision=precision),
-                "undivided": wr.undivided(ours, batch, limit_of(run), precision=precision),
-                "divided": divide_or_none(ours, batch, limit_of(run), precision),
-            }
-            entry.update({name: description(d) for name, d in chosen.items()})
-            front = desirable_or_none(ours, batch, limit_of(run), precision=precision)
-            entry["front"] = [description(d) for d in front]
-            entry["whole calls"] = whole_calls(run, c, batch, chosen, precision)
-            found[f"{name} {precision}"] = entry
-            run.say(f"alexnet conv2 {name} {precision}: {entry['divided']} {entry['whole calls']}")
-            run.report["items"]["alexnet"] = found
-            run.save()
+        c, limit = dataclasses.replace(c, dtype=dtype), limit_of(run)
+        device = this_device(run.platform, accuracy=accuracy)
+        ours = tables_of_conv2(run, c, batch, accuracy, device, Database(run.database.path))
+        chosen = {
+            "unlimited": wr.undivided(ours, batch, precision=precision),
+            "undivided": wr.undivided(ours, batch, limit, precision=precision),
+            "pieces of the batch": divide_or_none(whole(ours), batch, limit, precision),
+            "divided": divide_or_none(ours, batch, limit, precision),
+        }
+        entry: dict[str, Any] = {"batch": batch, "limit": limit}
+        entry.update({name: description(d) for name, d in chosen.items()})
+        front = desirable_or_none(ours, batch, limit, precision=precision)
+        entry["front"] = [description(d) for d in front]
+        entry["whole calls"] = whole_calls(run, c, batch, chosen, precision)
+        found[f"{kind} {mode}"] = entry
+        run.say(f"alexnet conv2 {kind} {mode}: {entry['divided']} {entry['whole calls']}")
+        run.report["items"]["alexnet"] = found
+        run.save()
     return found
 
 
+def tables_of_conv2(run: Run, c: Any, batch: int, accuracy: str, device: Any, database: Any) -> Any:
+    """Times of cuDNN's algorithms from the whole batch down to what fits, between, and in slices of the outputs."""
+    from jcuts.microbatch.refine import sizes_between
+    from jcuts.tune.convolutions import Measurer, measured, measured_in_slices
+
+    precisions = ("float32", "tf32") if c.dtype == "float32" else ("float32",)
+    with Measurer(device, run.platform, seconds=run.options.seconds, accuracy=accuracy) as measurer:
+        size = batch
+        while size >= max(1, batch // 32):
+            table = measured(c, size, database, measurer, policy="undivided", library=False)
+            size //= 2
+        for precision in precisions:
+            for size in sizes_between(table, batch, limit_of(run), precision=precision):
+                table = measured(c, size, database, measurer, policy="undivided", library=False)
+        table = measured_in_slices(c, batch, (limit_of(run),), precisions, database, measurer)
+        run.left_out += measurer.left_out
+    return only_cudnn(table)
+
+
 def whole_calls(run: Run, c: Any, batch: int, chosen: dict[str, Any], precision: str) -> dict[str, Any]:
-    """Interleaved times of whole XLA programs [s], their memory, and their distance from each other."""
+    """Interleaved times of whole XLA programs [s], their memory, and their distance from float64."""
     import jax
     import numpy as np
 
@@ -255,18 +299,19 @@ def whole_calls(run: Run, c: Any, batch: int, chosen: dict[str, Any], precision:
     from jcuts.xla.convolutions import library_function
 
     exact = jax.lax.Precision.HIGHEST if precision == "float32" else jax.lax.Precision.DEFAULT
-    library, avals = library_function(c, batch, exact)
+    library, avals = library_function(c, batch, exact if c.dtype == "float32" else None)
     functions = {"xla": library}
     for name, division in chosen.items():
-        if division is not None:
-            functions[name] = calls(run, c, division, graph=run.options.graph)
+        if division is not None and division not in [d for n, d in chosen.items() if n in functions]:
+            functions[name] = calls(run, c, division, graph=not run.options.launched)
     inputs = [np.asarray(noise(aval, seed)) for seed, aval in enumerate(avals)]
+    with jax.enable_x64(True):
+        reference, _ = library_function(dataclasses.replace(c, dtype="float64"), batch)
+        expected = np.asarray(jax.jit(reference)(*[x.astype(np.float64) for x in inputs]))
     answer: dict[str, Any] = {}
-    expected = None
     for name, function in functions.items():
         compiled = jax.jit(function).lower(*inputs).compile()
         result = np.asarray(compiled(*inputs), np.float64)
-        expected = result if expected is None else expected
         analysis = compiled.memory_analysis()
         answer[name] = {
             "off": float(np.linalg.norm(result - expected) / np.linalg.norm(expected)),
@@ -275,7 +320,7 @@ def whole_calls(run: Run, c: Any, batch: int, chosen: dict[str, Any], precision:
         }
     if run.platform == "cuda":
         entries = {name: (function, {}) for name, function in functions.items()}
-        _, samples, _ = gpu_timing.compare(entries, inputs, seconds=1.0, announce=lambda _: None)
+        _, samples, _ = gpu_timing.compare(entries, inputs, seconds=0.6, announce=lambda _: None)
         for name, one in samples.items():
             answer[name]["seconds"] = one.median
     return answer
@@ -332,7 +377,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--items", nargs="+", choices=ITEMS, default=list(ITEMS))
     parser.add_argument("--budget", type=float, default=480.0, help="seconds in all; what is left undone is said")
-    parser.add_argument("--graph", action="store_true", help="let XLA capture the calls into CUDA graphs")
+    parser.add_argument("--launched", action="store_true", help="of AlexNet's conv2: no CUDA graphs")
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), help="of AlexNet's conv2")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="of validate: how results are made")
+    parser.add_argument("--seconds", type=float, default=0.15, help="of timing per convolution and batch size")
     parser.add_argument("--dry-run", action="store_true", help="no GPU: the tests' cuDNN, tiny shapes")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS, help="of AlexNet's conv2")
     options = parser.parse_args()
@@ -348,6 +396,7 @@ def main() -> int:
             continue
         try:
             run.report["items"][item] = work[item](run)
+            run.report["left_out"] = run.left_out[:200]
             failed |= bool(run.report["items"][item].get("failures"))
         except Exception as error:  # the other items are still worth having
             failed = True

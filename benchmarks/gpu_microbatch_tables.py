@@ -2,13 +2,14 @@
 
     python benchmarks/gpu_microbatch_tables.py --out results --items steps --budget 200
     python benchmarks/gpu_microbatch_tables.py --out results --items deepbench --budget 150
-    python benchmarks/gpu_microbatch_tables.py --out results --items networks --budget 100
+    python benchmarks/gpu_microbatch_tables.py --out results --items chains --networks ResNet-50 --budget 100
     python benchmarks/gpu_microbatch_tables.py --out /tmp/x --dry-run      # no GPU: the tests' cuDNN, tiny shapes
 
-  steps      ResNet-18 and AlexNet forward and backward, every program in a process of its own: time, peak memory and
-             gradients of plain jax.jit, of single calls, of WR at 8, 64 and 512 MiB, of WD at WR's total
+  steps      AlexNet and ResNet-18 (--networks: any of the four) forward and backward, every program in a process of its
+             own: time, peak memory and gradients of plain jax.jit, of single calls, of WR, of WD at WR's total
   mixed      AlexNet once more with XLA's own convolutions as candidates, against plain jax.jit
   deepbench  94 forward convolutions at 4 times their batch within 64 MiB: float32 HIGHEST, TF32, half
+  chains     the convolutions of the same four as one program each: single calls, WR, WD, measured as wholes
   networks   AlexNet, ResNet-18, ResNet-50, DenseNet-40: sums of measured times, WR at three limits, WD at equal totals
 
 Needs jax[cuda13] and jcuts' native libraries (`make native`).  Every time goes into the database below --out and into
@@ -23,10 +24,7 @@ import argparse
 import dataclasses
 import json
 import math
-import os
 import sys
-import tempfile
-import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,299 +32,15 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from benchmarks import microbatch_steps  # noqa: E402
+from benchmarks import microbatch_chains  # noqa: E402
 from benchmarks.gpu_microbatch import prepare  # noqa: E402
-from benchmarks.microbatch_models import gradients, inputs_of  # noqa: E402
-from benchmarks.microbatch_networks import training_step  # noqa: E402
+from benchmarks.microbatch_chains import text  # noqa: E402
+from benchmarks.microbatch_run import BATCHES, MODES, Run, chained, description, fill_network  # noqa: E402
+from benchmarks.microbatch_whole import mixed, steps  # noqa: E402
 
-MIB = 1 << 20
-BATCHES = {"ResNet-18": 128, "AlexNet": 256, "ResNet-50": 64, "DenseNet-40": 256}
-MODES = {"float32": "float32 HIGHEST", "tf32": "TF32"}
-FAR = 4.0
-"""An algorithm that takes this many times as long as the fastest of a size is not measured for smaller ones."""
-ITEMS = ("steps", "deepbench", "networks", "mixed")
+ITEMS = ("steps", "deepbench", "networks", "mixed", "chains")
 
 
-class Run:
-    """What the items share: time left, the database, what is written."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        from jcuts.microbatch.database import Database
-        from jcuts.tune.convolutions import database_path, this_device
-
-        self.options, self.start, self.out = options, time.monotonic(), options.out
-        self.dry: bool = options.dry_run
-        self.platform = "cpu" if self.dry else "cuda"
-        self.limits = (8 << 10, 64 << 10, 512 << 10) if self.dry else (8 * MIB, 64 * MIB, 512 * MIB)
-        self.database, self.device = Database(database_path()), this_device(self.platform)
-        self.kernels: dict[str, Any] = {}
-        self.left_out: list[Any] = []
-        if options.start:
-            self.take(json.loads(options.start.read_text(encoding="utf-8")))
-        for entry in self.database.entries():
-            if entry.device == self.device and entry.convolution.key not in self.kernels:
-                self.note(entry.convolution)
-
-    @property
-    def left(self) -> float:
-        """Seconds until the budget is spent."""
-        return self.options.budget - (time.monotonic() - self.start)
-
-    def save(self, name: str, found: Any) -> None:
-        """Writes one item as it is."""
-        head = {"device": str(self.device), "dry_run": self.dry, "seconds": round(time.monotonic() - self.start, 1)}
-        partial = self.out / f"{name}.json.new"
-        indent = None if name == "tables" else 1
-        partial.write_text(json.dumps({**head, name: found}, indent=indent, default=str) + "\n", encoding="utf-8")
-        partial.replace(self.out / f"{name}.json")
-
-    def say(self, text: str) -> None:
-        """One line of progress."""
-        print(f"[{time.monotonic() - self.start:6.1f} s] {text}", flush=True)
-
-    def save_tables(self) -> None:
-        """Writes every time of this run, and those of earlier runs with the same --out."""
-        self.save("tables", list(self.kernels.values()))
-
-    def take(self, data: dict[str, Any]) -> None:
-        """Times of an earlier run on the same device and libraries."""
-        from jcuts.microbatch.convolution import Convolution
-        from jcuts.microbatch.table import Micro
-
-        if data["device"] != str(self.device):
-            raise SystemExit(f"times of {data['device']} are none of {self.device}")
-        for row in data["tables"]:
-            convolution = Convolution.from_json(row["convolution"])
-            for size, micros in row["sizes"].items():
-                made = [Micro(int(size), *micro) for micro in micros]
-                self.database.record(self.device, convolution, int(size), made)
-            self.note(convolution)
-
-    def fill(
-        self, measurer: Any, convolution: Any, batch: int, limits: Sequence[int], precisions: Sequence[str]
-    ) -> Any:
-        """The table of a convolution with every size that can matter."""
-        from jcuts.microbatch import wr
-        from jcuts.microbatch.refine import sizes_between
-        from jcuts.tune.convolutions import measured
-
-        size, measurer.unwanted = batch, frozenset()
-        while size:
-            table = measured(convolution, size, self.database, measurer, policy="undivided", library=False)
-            best = [wr.undivided(table, size, precision=p) for p in precisions]
-            if all(one is None or one.workspace <= min(limits) for one in best) and any(best):
-                break
-            lacking = self.database.remarks(self.device, convolution, size)
-            measurer.unwanted = frozenset() if lacking else slow(table, size, precisions)
-            size = size // 2 // convolution.unit * convolution.unit
-        for limit in limits if size < batch else ():
-            for precision in precisions:
-                for size in sizes_between(table, batch, limit, precision=precision)[:1]:
-                    table = measured(convolution, size, self.database, measurer, policy="undivided", library=False)
-        measurer.unwanted = frozenset()
-        self.note(convolution)
-        return table
-
-    def note(self, convolution: Any) -> None:
-        """Keeps a convolution's times for ``tables.json``."""
-        sizes: dict[int, list[Any]] = {}
-        for m in self.database.table(self.device, convolution).micros:
-            sizes.setdefault(m.batch, []).append([m.algorithm, m.math, m.seconds, m.workspace])
-        self.kernels[convolution.key] = {"convolution": convolution.to_json(), "sizes": sizes}
-
-    def measurer(self) -> Any:
-        """One measuring process."""
-        from jcuts.tune.convolutions import Measurer
-
-        # Whoever looks for larger workspaces than the largest limit looks for a bound, not for a division.
-        return Measurer(self.device, self.platform, asked=max(self.limits), seconds=self.options.seconds)
-
-
-def slow(table: Any, size: int, precisions: Sequence[str]) -> frozenset[str]:
-    """Algorithms that are far from the fastest of a size at every precision, or do not run: not measured for less."""
-    from jcuts.microbatch.convolution import MATHS
-    from jcuts.xla import cudnn
-
-    kept: set[str] = set()
-    for precision in precisions:
-        mine = [m for m in table.candidates(size, precision=precision) if m.batch == size]
-        best = min((m.seconds for m in mine), default=0.0)
-        kept |= {f"{m.algorithm.removesuffix(cudnn.LAUNCHED)} {m.math}" for m in mine if m.seconds <= FAR * best}
-    every = {f"{a} {m}" for a in cudnn.algorithms(table.convolution.kind) for m in MATHS[table.convolution.dtype]}
-    return frozenset(every - kept)
-
-
-def kernels_of(run: Run, name: str) -> Any:
-    """The network, and its distinct convolutions."""
-    network = training_step(name, BATCHES[name])
-    if run.dry:
-        network = traced(name, 4)
-    return network, list({use.convolution.key: use for use in network.uses}.values())
-
-
-def traced(name: str, batch: int, *, tiny: bool = True) -> Any:
-    """The convolutions of a step, from its jaxpr."""
-    import jax
-
-    from jcuts import divide
-    from jcuts.trace.inline import inline
-    from jcuts.trace.simplify import simplify
-
-    model = name if name in ("ResNet-18", "AlexNet") else "AlexNet"
-    arguments = inputs_of(model, batch, tiny=tiny)
-    return divide.network_of(simplify(inline(jax.make_jaxpr(gradients(model, "highest"))(*arguments))), name)
-
-
-def fill_network(run: Run, name: str, *, library: bool = False, spare: float = 20.0) -> tuple[Any, str]:
-    """A network with all its times, or why not."""
-    from jcuts.tune.convolutions import measured
-
-    network, uses = kernels_of(run, name)
-    with run.measurer() as measurer:
-        for done, use in enumerate(uses):
-            if run.left < spare:
-                run.save_tables()
-                return network, f"the budget was spent after {done} of {len(uses)} kernels"
-            run.fill(measurer, use.convolution, use.batch, run.limits, tuple(MODES))
-            if library:
-                measured(use.convolution, use.batch, run.database, measurer, policy="undivided")
-        run.left_out += measurer.left_out
-    run.save_tables()
-    run.say(f"{name}: {len(uses)} distinct kernels are timed")
-    return network, ""
-
-
-# -- steps ----------------------------------------------------------------------------------------------------------
-STEPS = {
-    ("ResNet-18", "float32"): (
-        "WR", "single", "no limit", "plain", "float64", "WD", "WR at WD's largest", "small", "large", "launched",
-        "no workspace",
-    ),
-    ("AlexNet", "tf32"): ("WR", "single", "no limit", "plain", "launched", "WD", "WR at WD's largest"),
-    ("ResNet-18", "tf32"): ("WR", "single", "no limit", "plain"),
-    ("AlexNet", "float32"): ("WR", "single", "no limit", "plain"),
-}  # fmt: skip
-"""Programs, the most important first."""
-SECOND = (("ResNet-18", "tf32"), ("AlexNet", "float32"))
-"""Their plain programs, for which XLA times algorithms on the device, come when everything else has run."""
-
-
-def bases(run: Run, names: Sequence[str]) -> list[dict[str, Any]]:
-    """What is known of all programs before anything is timed."""
-    made = []
-    for name in names:
-        for precision in run.options.precisions:
-            for what in STEPS[name, precision]:
-                made.append({
-                    "id": f"{name}-{precision}-{len(made)}", "what": what, "network": name,
-                    "batch": 4 if run.dry else BATCHES[name], "precision": precision, "dry": run.dry,
-                    "float64": what == "float64",
-                })  # fmt: skip
-    return made
-
-
-def specs_of(run: Run, network: Any, mine: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The programs of a network, which is timed, in one precision."""
-    from jcuts.microbatch.analysis import analyse
-
-    small, middle, large = run.limits
-    uses = tuple(dataclasses.replace(use, precision=mine[0]["precision"]) for use in network.uses)
-    network = dataclasses.replace(network, uses=uses)
-    total = analyse(network, run.database, run.device, limit=middle).total
-    peak = max(row.division.workspace for row in analyse(network, run.database, run.device, total=total).rows)
-    known: dict[str, dict[str, Any]] = {
-        "plain": {"name": "plain jax.jit", "plain": True},
-        "WR": {"name": f"WR {text(middle)}", "limit": middle},
-        "single": {"name": f"single calls, {text(middle)}", "limit": middle, "single": True},
-        "no limit": {"name": "single calls, no limit", "limit": microbatch_steps.NO_LIMIT, "single": True},
-        "WD": {"name": f"WD at WR's total of {text(total)}", "total": total},
-        "WR at WD's largest": {"name": f"WR at WD's largest workspace of {text(peak)}", "limit": peak},
-        "launched": {"name": f"WR {text(middle)}, launched one by one", "limit": middle, "launched": True},
-        "no workspace": {"name": "single calls, no workspace", "limit": 0, "single": True, "once": True},
-        "float64": {"name": "float64", "once": True},
-        "small": {"name": f"WR {text(small)}", "limit": small},
-        "large": {"name": f"WR {text(large)}", "limit": large},
-    }
-    return [{**base, **known[base["what"]]} for base in mine]
-
-
-def steps(run: Run) -> Any:
-    """Whole steps of two networks."""
-    names = run.options.networks or ("ResNet-18", "AlexNet")
-    found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder, microbatch_steps.Race(bases(run, names), Path(folder)) as race:
-        later: list[dict[str, Any]] = []
-        started = bases(run, names)
-        for name in names:
-            network, why = fill_network(run, name, spare=50.0)
-            if why:
-                found[name] = {"stopped": why}
-                continue
-            for precision in run.options.precisions:
-                mine = [base for base in started if (base["network"], base["precision"]) == (name, precision)]
-                specs = specs_of(run, network, mine)
-                # XLA times its algorithms while it compiles: not beside our own timing.
-                race.compile([spec for spec in specs if not spec.get("plain")])
-                later += [spec for spec in specs if spec.get("plain")]
-        second = [spec for spec in later if (spec["network"], spec["precision"]) in SECOND]
-        race.compile([spec for spec in later if spec not in second])
-        finished(run, "steps", race, found)
-        if second and run.left > 20:
-            race.compile(second)
-            finished(run, "steps", race, found)
-    return found
-
-
-def finished(run: Run, item: str, race: microbatch_steps.Race, found: dict[str, Any]) -> Any:
-    """Runs what is compiled or compiling, then compares gradients."""
-    now = time.monotonic()
-    specs = list(race.specs.values())
-    left = run.left - 0.1 * len(specs)
-    for spec, answer in race.run(ready=now + max(5.0, left - 1.2 * race.waiting), end=now + max(8.0, left)):
-        row = found.setdefault(f"{spec['network']}, batch {spec['batch']}, {MODES[spec['precision']]}", {})
-        row[spec["name"]] = answer
-        shown = {k: answer[k] for k in ("seconds", "peak bytes", "error") if k in answer}
-        run.say(f"{spec['network']} {spec['precision']} {spec['name']}: {shown}")
-        run.save(item, found)
-    for spec in specs:
-        row = found[f"{spec['network']}, batch {spec['batch']}, {MODES[spec['precision']]}"]
-        for other in specs:
-            same = (other["network"], other["precision"]) == (spec["network"], spec["precision"])
-            reference = other.get("plain") or other.get("float64") or other["what"] == "no workspace"
-            if same and reference and other is not spec and spec["name"] in row:
-                off = microbatch_steps.distances(race.folder, spec, other)
-                row[spec["name"]][f"gradients from {other['name']}"] = off
-    run.save(item, found)
-    return found
-
-
-def mixed(run: Run) -> Any:
-    """AlexNet with XLA's own convolutions as candidates: never slower than them."""
-    from jcuts.microbatch import wr
-    from jcuts.xla.convolutions import LIBRARY
-
-    name = "AlexNet"
-    network, why = fill_network(run, name, library=True, spare=40.0)
-    if why:
-        return {"stopped": why}
-    rows = []
-    for use in {use.convolution.key: use for use in network.uses}.values():
-        table = run.database.table(run.device, use.convolution)
-        own = dataclasses.replace(table, micros=tuple(m for m in table.micros if m.algorithm == LIBRARY))
-        for precision in MODES:
-            one = wr.undivided(own, use.batch, precision=precision)
-            rows.append([str(use.convolution), precision, description(one)])
-    specs = []
-    for precision in run.options.precisions:
-        base = {"network": name, "batch": network.uses[0].batch, "precision": precision, "dry": run.dry}
-        for what, more in {"plain jax.jit": {"plain": True}, "mixed": {"limit": run.limits[1], "mixed": True}}.items():
-            specs.append({**base, **more, "name": what, "what": what, "id": f"mixed-{precision}-{len(specs)}"})
-    with tempfile.TemporaryDirectory() as folder, microbatch_steps.Race(specs, Path(folder)) as race:
-        race.compile(specs)
-        return {**finished(run, "mixed", race, {}), "XLA's own": rows}
-
-
-# -- tables ---------------------------------------------------------------------------------------------------------
 def deepbench(run: Run) -> Any:
     """The 94 layers at 4 times their batch: best single calls, with and without the limit, and the best division."""
     from jcuts.base.errors import JcutsError
@@ -371,6 +85,8 @@ def compared(table: Any, batch: int, limit: int, precision: str) -> dict[str, An
     best = wr.divide(table, batch, limit, precision=precision) if one is not None else None
     row = {"single": description(one), "divided": description(best), "no limit": description(free)}
     if one is not None and best is not None and free is not None:
+        pieces = wr.divide(microbatch_chains.whole(table), batch, limit, precision=precision)
+        row |= {"gain of pieces only": one.ticks / pieces.ticks}
         row |= {"gain": one.ticks / best.ticks, "lost": one.ticks / free.ticks, "left": best.ticks / free.ticks}
     return row
 
@@ -388,6 +104,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
     return {
         "layers": len(rows), "compared": len(gains), "largest": gains[-1], "mean": sum(gains) / len(gains),
+        "mean of pieces only": sum(row["gain of pieces only"] for row in rows if "gain" in row) / len(gains),
         "geometric mean": mean(gains), "above 1.05": sum(g > 1.05 for g in gains),
         "quartiles": [gains[len(gains) * k // 4] for k in (1, 2, 3)],
         "layers that the limit costs over 5%": len(hit), "their mean gain": mean([row["gain"] for row in hit]),
@@ -412,6 +129,19 @@ def networks(run: Run) -> Any:
             found[key] = compared_network(run, dataclasses.replace(network, uses=uses))
             run.say(f"{key}: {json.dumps(found[key])}")
         run.save("networks", found)
+    return found
+
+
+def chains(run: Run) -> Any:
+    """The convolutions of four networks as programs: WR, WD, single calls."""
+    found: dict[str, Any] = {}
+    for name in run.options.networks or tuple(BATCHES):
+        network, why = fill_network(run, name)
+        if why:
+            found[name] = {"stopped": why}
+            run.save("chains", found)
+            continue
+        chained(run, name, network, found)
     return found
 
 
@@ -447,17 +177,6 @@ def compared_network(run: Run, network: Any) -> dict[str, Any]:
     return row
 
 
-# -- what they share ------------------------------------------------------------------------------------------------
-def text(size: int) -> str:
-    """A number of bytes, short."""
-    return f"{size / MIB:.3g} MiB" if size >= MIB else f"{size / 1024:.3g} KiB"
-
-
-def description(division: Any) -> list[Any] | None:
-    """A division as JSON: its parts, seconds, workspace."""
-    return None if division is None else [str(division), division.seconds, division.workspace]
-
-
 def reduced(run: Run, layer: Any) -> tuple[Any, int]:
     """A layer and its batch; in a dry run one that a plain loop can compute."""
     if not run.dry:
@@ -479,18 +198,19 @@ def main() -> int:
     parser.add_argument("--start", type=Path, help="tables.json of an earlier run on the same device")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "float16"], help="of DeepBench")
     parser.add_argument("--layers", nargs="+", type=int, help="rows of DeepBench; all of them by default")
-    parser.add_argument("--networks", nargs="+", choices=list(BATCHES), help="of steps and networks")
-    parser.add_argument("--precisions", nargs="+", choices=list(MODES), default=list(MODES), help="of steps")
+    parser.add_argument("--networks", nargs="+", choices=list(BATCHES), help="of steps, chains and networks")
+    parser.add_argument("--precisions", nargs="+", choices=list(MODES), default=list(MODES), help="of steps, chains")
+    parser.add_argument("--programs", nargs="+", help="of steps: WR, single, plain, ...; all of them by default")
     parser.add_argument("--dry-run", action="store_true", help="no GPU: the tests' cuDNN, tiny shapes")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("JCUTS_CUDNN_GRAPHS", "1")
     prepare(options.out, options.dry_run)
     run = Run(options)
     run.say(str(run.device))
-    work = {"steps": steps, "deepbench": deepbench, "networks": networks, "mixed": mixed}
+    work = {"steps": steps, "deepbench": deepbench, "networks": networks, "mixed": mixed, "chains": chains}
     failed = False
-    for item in options.items:
+    # Steps run the chains of their networks while they compile.
+    for item in [i for i in options.items if i != "chains" or "steps" not in options.items]:
         if run.left < 10:
             run.say(f"{item}: the budget was spent")
             continue

@@ -7,7 +7,8 @@
     python benchmarks/gpu_networks.py --out dry --dry MobileNetV2:2:closed   # small networks on this CPU: finds typos
 
 Every network runs in a process of its own, with its weights as arguments or closed over; all programs take turns.
-`step` waits for every call, `stream` only for the last of many.  Errors are against XLA at the highest precision.
+`step` waits for every call, `stream` only for the last of many.  Errors are against float64, in the first rows
+of the batch.
 With `--proof` a second process, which finds the tuning database, shows what a warm start costs and what the CUDA
 graphs hold.  The tuning database stays in the output folder: a run that was cut goes on there.
 """
@@ -19,13 +20,11 @@ import functools
 import json
 import logging
 import os
-import re
 import shutil
 import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,13 +33,22 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+import network_counts  # noqa: E402
+import network_device  # noqa: E402
+
 NETWORKS = ("MobileNetV2", "ResNet50", "DenseNet121", "InceptionV3", "bert")
 FORMS = ("closed", "args")
 DEFAULT = [f"{name}:{batch}:{form}" for name in NETWORKS for batch in ((1, 8) if name == "bert" else (1, 64))
            for form in FORMS]  # fmt: skip
 ROUNDS = 15
 STREAM = 20
-DRY = {"size": 96, "bert": {"layers": 2, "width": 64, "heads": 4, "length": 32, "vocabulary": 100}}
+DRY: dict[str, Any] = {
+    "size": 96, "bert": {"layers": 2, "width": 64, "heads": 4, "length": 32, "vocabulary": 100},
+    "octave": {"size": 8, "channels": 16}, "shift_conv": {"size": 6, "channels": 36, "expansion": 1},
+}  # fmt: skip
+"""Smaller sizes for a run that only finds typos: of images, and of the programs that are no keras network."""
+EXACT = 4
+"""Rows of the batch whose float64 results are computed."""
 
 
 def workload(spec: str, dry: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -49,8 +57,9 @@ def workload(spec: str, dry: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]
 
     name, count, form, dtype = parts(spec)
     closed = form == "closed"
-    if name == "bert":
-        return workloads.bert(count, closed=closed, **(DRY["bert"] if dry else {}))
+    if name in DRY and name != "size":
+        more = {} if name == "bert" else {"dtype": dtype}
+        return getattr(workloads, name)(count, closed=closed, **more, **(DRY[name] if dry else {}))
     return workloads.network(name, count, closed=closed, dtype=dtype, size=DRY["size"] if dry else None)
 
 
@@ -71,8 +80,11 @@ def named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 # -- one network ----------------------------------------------------------------------------------------------------
-def measure(spec: str, out: Path, dry: bool, seconds: float) -> dict[str, Any]:
-    """Tunes and times one network in one calling form; what is known so far is written as it comes."""
+def measure(spec: str, out: Path, dry: bool, seconds: float, prefix: str = "") -> dict[str, Any]:
+    """Tunes and times one network in one calling form; what is known so far is written as it comes.
+
+    Args: prefix: of the files' names.
+    """
     import jax
 
     import jcuts
@@ -80,7 +92,7 @@ def measure(spec: str, out: Path, dry: bool, seconds: float) -> dict[str, Any]:
     from jcuts.base import fingerprint
     from jcuts.tune import session
 
-    logging.basicConfig(level=logging.WARNING)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("jcuts").setLevel(logging.INFO)  # what each stage of tuning took
     platform = pretend(dry)
     option = next(iter(forms.options(platform)), "")
@@ -98,33 +110,68 @@ def measure(spec: str, out: Path, dry: bool, seconds: float) -> dict[str, Any]:
     assert decision is not None  # it has just been called
     row |= {"decision": decision.to_dict(), "kernels": report.kernels, "stages": report.seconds,
             "notes": list(report.notes), "subsets": [subset_row(s) for s in report.subsets]}  # fmt: skip
-    (out / f"{label(spec)}.txt").write_text(str(report))
+    (out / f"{prefix}{label(spec)}.txt").write_text(str(report))
     note(f"{spec}: first call {row['first_call_seconds']:.1f} s; {decision.chosen}: {decision.reason}")
-    save(out, row)
+    save(out, row, prefix)
     competing = ours.programs(*args)
     # The guard's own programs where they are at hand: compiled already, and the very ones that it chose between.
     sides = {"jcuts": ours, "plain": competing.get("xla") or jax.jit(fn),
              "flags": competing.get(f"xla:{option}") or jax.jit(fn, compiler_options=row["flags"] or None)}  # fmt: skip
     calls = {side: functools.partial(call, *args) for side, call in sides.items()}
     row["times"] = timed(calls, seconds)
-    save(out, row)
-    with jax.default_matmul_precision("highest"):
-        exact = jax.jit(named(fn, "highest"), compiler_options=None if dry else forms.LEAN)
-        want = jax.tree.leaves(exact(*args))
-    row["errors"] = {name: error_of(jax.tree.leaves(call()), want) for name, call in calls.items()}
-    row["launches"] = launches(calls["jcuts"])
+    save(out, row, prefix)
+    closed = network_counts.traced(fn, args)
+    row["counts"] = network_counts.summary(closed, row["device"])
+    row["shares"] = network_counts.shares_of(ours, args, closed, platform)
+    want, against = reference(spec, fn, args, dry)
+    row["errors"] = {name: error_of(first_rows(call(), want), want) for name, call in calls.items()}
+    row["errors_against"] = against
+    row["launches"] = network_device.launches(calls["jcuts"])
     row["device_kernels"] = {}
     for name in ("flags", "jcuts"):
         try:
-            row["device_kernels"][name] = profiled(calls[name], out / "profile")
+            row["device_kernels"][name] = network_device.profiled(calls[name], out / f"profile_{label(spec)}")
         except Exception as error:
             note(f"no profile of {name}: {type(error).__name__}: {error}")
     return row | {"finished": True}
 
 
-def save(out: Path, row: dict[str, Any]) -> None:
+def reference(spec: str, fn: Callable[..., Any], args: tuple[Any, ...], dry: bool) -> tuple[list[Any], str]:
+    """Exact results of the first rows of the batch (rows do not depend on each other), and how they were computed.
+
+    In float64, every number widened; where that cannot be had, XLA at the highest precision.
+    """
+    import jax
+
+    from jcuts import forms
+
+    name, batch, *rest = spec.split(":")
+    few = ":".join((name, str(min(batch_of(spec), EXACT)), *rest))
+    small, inputs = (fn, args) if str(batch) == few.split(":")[1] else workload(few, dry)
+    judge = forms.Exact(network_counts.traced(small, inputs), jax.tree.leaves(inputs), 2.0, jax.default_backend())
+    found = judge.reference()
+    if found is not None:
+        return found, f"float64, {few}"
+    with jax.default_matmul_precision("highest"):
+        exact = jax.jit(named(small, "highest"), compiler_options=None if dry else forms.LEAN)
+        return jax.tree.leaves(exact(*inputs)), f"highest precision, {few}"
+
+
+def batch_of(spec: str) -> int:
+    """The batch of a workload's name."""
+    return parts(spec)[1]
+
+
+def first_rows(results: Any, like: Sequence[Any]) -> list[Any]:
+    """The rows of results that a reference of a smaller batch has."""
+    import jax
+
+    return [x[: len(y)] for x, y in zip(jax.tree.leaves(results), like, strict=True)]
+
+
+def save(out: Path, row: dict[str, Any], prefix: str = "") -> None:
     """Writes what is known."""
-    path = out / f"{label(row['network'])}.json"
+    path = out / f"{prefix}{label(row['network'])}.json"
     old = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps({**old, **row}, indent=1) + "\n")
 
@@ -211,74 +258,6 @@ def error_of(results: Sequence[Any], reference: Sequence[Any]) -> dict[str, floa
     return worst
 
 
-# -- what runs on the device ----------------------------------------------------------------------------------------
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = \(?[\w\[\],{}:()/*= ]*?\)? ?([a-z][\w\-]*)\(")
-_FREE = frozenset({"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all"})
-
-
-def hlo_counts(text: str) -> dict[str, int]:
-    """Instructions of an optimised module that do something: of the entry and of the computations it calls."""
-    counts: Counter[str] = Counter()
-    for block in re.split(r"\n(?=\S)", text):
-        head = block.split("\n", 1)[0]
-        if not (head.startswith("ENTRY") or "command_buffer" in head.split("(", 1)[0]):
-            continue
-        for line in block.split("\n")[1:]:
-            found = _INSTRUCTION.match(line)
-            if found and found[1] not in _FREE:
-                target = re.search(r'custom_call_target="([^"]+)"', line)
-                counts[f"{found[1]} {target[1]}" if target else found[1]] += 1
-    return dict(counts)
-
-
-def launches(call: Callable[[], Any], steps: int = 50) -> dict[str, int]:
-    """How often the launcher ran in so many calls: 0 where its kernels are replayed inside CUDA graphs."""
-    import jax
-
-    from jcuts.base.errors import NativeError
-    from jcuts.xla import cuda
-
-    try:
-        lib = cuda.load()
-    except NativeError:
-        return {}
-    for _ in range(5):
-        jax.block_until_ready(call())
-    before = int(lib.jcuts_cuda_executions())
-    for _ in range(steps):
-        jax.block_until_ready(call())
-    return {"steps": steps, "launcher_runs": int(lib.jcuts_cuda_executions()) - before}
-
-
-def profiled(call: Callable[[], Any], folder: Path, steps: int = 10) -> dict[str, Any]:
-    """Kernels per step and their time [s], as the profiler saw them on the GPU's streams."""
-    import jax
-
-    shutil.rmtree(folder, ignore_errors=True)
-    jax.block_until_ready(call())
-    with jax.profiler.trace(str(folder)):
-        for _ in range(steps):
-            jax.block_until_ready(call())
-    path = max(folder.rglob("*.xplane.pb"), key=lambda p: p.stat().st_mtime)
-    data = jax.profiler.ProfileData.from_file(str(path))
-    kernels: Counter[str] = Counter()
-    busy: Counter[str] = Counter()
-    for plane in data.planes:
-        if "GPU" not in plane.name:
-            continue
-        for line in plane.lines:
-            if not line.name.startswith("Stream"):
-                continue
-            for event in line.events:
-                kernels[event.name] += 1
-                busy[event.name] += event.duration_ns
-    shutil.rmtree(folder, ignore_errors=True)
-    top = sorted(busy, key=lambda name: -busy[name])[:25]
-    return {"per_step": sum(kernels.values()) / steps, "busy_seconds": sum(busy.values()) * 1e-9 / steps,
-            "jcuts": sum(n for name, n in kernels.items() if "jcuts" in name) / steps,
-            "largest": [[name[:80], kernels[name] / steps, busy[name] * 1e-9 / steps] for name in top]}  # fmt: skip
-
-
 # -- the second process: warm start and the contents of the graphs --------------------------------------------------
 def prove(spec: str, out: Path, dry: bool) -> dict[str, Any]:
     """Starts warm with the compiler's dump on, and reads from it which thunks are inside command buffers."""
@@ -299,42 +278,15 @@ def prove(spec: str, out: Path, dry: bool) -> dict[str, Any]:
     jax.block_until_ready(ours(*args))
     spent = time.perf_counter() - start
     decision = ours.decision(*args)
-    hlo = hlo_counts(ours.chosen(*args).compile().as_text())
+    hlo = network_device.hlo_counts(ours.chosen(*args).compile().as_text())
     found = {"warm_first_call_seconds": spent, "hlo": hlo, "chosen": decision and decision.chosen,
-             **launches(lambda: ours(*args)), "thunks": thunks(folder)}  # fmt: skip
+             **network_device.launches(lambda: ours(*args)), "thunks": network_device.thunks(folder)}  # fmt: skip
     note(f"{spec}: warm start {spent:.1f} s, {found['thunks']}")
     keep = [p for p in folder.rglob("*") if "thunk" in p.name]
     for path in folder.rglob("*"):
         if path.is_file() and (path not in keep or path.stat().st_size > 2 << 20):
             path.unlink()
     return found
-
-
-_BUFFER = re.compile(r"kCommandBuffer|command[_ ]buffer", re.IGNORECASE)
-_CALL = re.compile(r"kCustomCall|custom[-_ ]call", re.IGNORECASE)
-
-
-def thunks(folder: Path) -> dict[str, Any]:
-    """Counts from the newest dump of thunks: command buffers, and custom calls inside and outside of them."""
-    files = sorted(folder.rglob("*thunk*"), key=lambda p: p.name)
-    if not files:
-        return {}
-    counts = {"command_buffers": 0, "custom_calls_inside": 0, "custom_calls_outside": 0, "others_outside": 0}
-    inside_at: int | None = None
-    for line in files[-1].read_text(errors="replace").splitlines():
-        depth = len(line) - len(line.lstrip())
-        if not line.strip():
-            continue
-        if inside_at is not None and depth <= inside_at:
-            inside_at = None
-        if inside_at is None and _BUFFER.search(line):
-            counts["command_buffers"] += 1
-            inside_at = depth
-        elif _CALL.search(line):
-            counts["custom_calls_inside" if inside_at is not None else "custom_calls_outside"] += 1
-        elif inside_at is None:
-            counts["others_outside"] += 1
-    return {**counts, "file": files[-1].name}
 
 
 # -- the command ----------------------------------------------------------------------------------------------------
@@ -362,14 +314,15 @@ def lane_of(number: int, options: argparse.Namespace) -> tuple[dict[str, str], l
     return {"CUDA_VISIBLE_DEVICES": device, "TMPDIR": str(places)}, prefix
 
 
-def child(what: str, spec: str, options: argparse.Namespace, limit: float, lane: int = 0) -> dict[str, Any]:
-    """One network in a fresh process."""
+def child(what: str, spec: str, options: argparse.Namespace, limit: float, lane: int = 0, *, script: str = __file__,
+          cache: str = "cache", extra: Sequence[str] = ()) -> dict[str, Any]:  # fmt: skip
+    """One network in a fresh process. Args: cache: folder of its tuning database in the output folder."""
     more, prefix = lane_of(lane, options)
-    environment = {**os.environ, "JCUTS_CACHE_DIR": str(options.out / "cache"),
+    environment = {**os.environ, "JCUTS_CACHE_DIR": str(options.out / cache),
                    "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3", **more,
                    **({"JAX_PLATFORMS": "cpu", "JCUTS_MAX_CANDIDATES": "1"} if options.dry else {})}  # fmt: skip
-    command = [*prefix, sys.executable, __file__, spec, "--out", str(options.out), "--child", what,
-               "--seconds", str(options.seconds), *(["--dry"] if options.dry else [])]  # fmt: skip
+    command = [*prefix, sys.executable, script, spec, "--out", str(options.out), "--child", what,
+               "--seconds", str(options.seconds), *(["--dry"] if options.dry else []), *extra]  # fmt: skip
     log = options.out / f"{label(spec)}_{what}.log"
     with log.open("w") as errors:
         try:

@@ -18,8 +18,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from benchmarks.gpu_microbatch_tables import BATCHES, MIB, MODES, compared, compared_network, summary, text  # noqa: E402
+from benchmarks.gpu_microbatch_tables import compared, compared_network, summary  # noqa: E402
+from benchmarks.microbatch_chains import text  # noqa: E402
 from benchmarks.microbatch_networks import training_step  # noqa: E402
+from benchmarks.microbatch_run import BATCHES, MIB, MODES  # noqa: E402
 from jcuts.base.errors import JcutsError  # noqa: E402
 from jcuts.microbatch.convolution import Convolution  # noqa: E402
 from jcuts.microbatch.database import Database, Device  # noqa: E402

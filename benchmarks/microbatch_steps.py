@@ -169,7 +169,7 @@ def child(base: dict[str, Any], folder: Path) -> dict[str, Any]:
         wide = jax.tree.map(lambda a: a.astype(np.float64) if a.dtype == np.float32 else a, arguments)
         arguments = wide
     leaves, tree = jax.tree.flatten(arguments)
-    step = gradients(base["network"], "highest" if base["precision"] == "float32" else "default")
+    step = gradients(base["network"], "highest" if base["precision"] == "float32" else "default", tiny=base["dry"])
     closed = jax.make_jaxpr(lambda *xs: jax.tree.leaves(step(*jax.tree.unflatten(tree, xs))))(*leaves)
 
     heard = sys.stdin.readline()

@@ -142,11 +142,14 @@ struct Shape {
   }
 };
 
-// `count` micro-batches of `batch` samples, one after the other.
+// `count` micro-batches of `batch` samples, one after the other; each in `slices` calls of outputs / slices channels of
+// the result, whose filters take a workspace of their own size.
 struct Part {
   int64_t count, batch;
   int algorithm, math, compute;
+  int64_t slices;
 };
+constexpr size_t kPartNumbers = 6;
 
 // A descriptor that is destroyed with its owner.
 class Descriptor {
@@ -175,17 +178,19 @@ class Plan {
   std::vector<Part> parts;
   int64_t workspace = 0;  // bytes that a caller provides
 
-  // Five numbers per part: count, batch, algorithm, math type, compute type.
+  // Six numbers per part: count, batch, algorithm, math type, compute type, slices.
   Problem FromNumbers(const int64_t* convolution, size_t size, const int64_t* numbers, size_t count) {
     if (Problem problem = shape.FromNumbers(convolution, size); !problem.empty()) return What(problem);
     int64_t samples = 0;
-    for (size_t i = 0; i + 5 <= count; i += 5) {
+    for (size_t i = 0; i + kPartNumbers <= count; i += kPartNumbers) {
       const int64_t* n = numbers + i;
       if (n[0] < 1 || n[1] < 1 || n[0] > kMostParts || n[1] > shape.batch) return What("a micro-batch is out of range");
-      parts.push_back({n[0], n[1], static_cast<int>(n[2]), static_cast<int>(n[3]), static_cast<int>(n[4])});
+      bool whole = n[5] == 1 || (n[5] > 1 && shape.outputs % n[5] == 0 && shape.groups == 1 && shape.layout == kNchw);
+      if (!whole) return What("its channels cannot be cut into " + std::to_string(n[5]) + " slices");
+      parts.push_back({n[0], n[1], static_cast<int>(n[2]), static_cast<int>(n[3]), static_cast<int>(n[4]), n[5]});
       samples += n[0] * n[1];
     }
-    if (count % 5 != 0 || samples != shape.batch) {
+    if (count % kPartNumbers != 0 || samples != shape.batch) {
       return What("micro-batches hold " + std::to_string(samples) + " samples, the batch " +
                   std::to_string(shape.batch));
     }
@@ -237,8 +242,10 @@ class Plan {
     int64_t start = 0;
     for (size_t i = 0; i < parts.size(); ++i) {
       for (int64_t k = 0; k < parts[i].count; ++k, start += parts[i].batch) {
-        if (Status status = Launch(cudnn, handle.handle, i, start, a, b, out, space); status != 0) {
-          return What(PartText(i) + " at sample " + std::to_string(start) + " failed: " + cudnn.Text(status));
+        for (int64_t slice = 0; slice < parts[i].slices; ++slice) {
+          if (Status status = Launch(cudnn, handle.handle, i, start, slice, a, b, out, space); status != 0) {
+            return What(PartText(i) + " at sample " + std::to_string(start) + " failed: " + cudnn.Text(status));
+          }
         }
       }
     }
@@ -251,24 +258,26 @@ class Plan {
 
  private:
   struct Made {
-    Descriptor image, result, conv;
+    Descriptor image, result, filter, conv;
   };
 
   std::string PartText(size_t i) const {
     const Part& part = parts[i];
     return "algorithm " + AlgorithmName(shape.kind, part.algorithm) + " with " + MathName(part.math) +
-           " for a micro-batch of " + std::to_string(part.batch);
+           " for a micro-batch of " + std::to_string(part.batch) +
+           (part.slices > 1 ? " in " + std::to_string(part.slices) + " slices" : std::string());
   }
 
-  Status DescribeTensor(Descriptor& made, int64_t batch, int channels, const std::vector<int>& extents) const {
+  // `channels` of an array that has `whole` of them.
+  Status DescribeTensor(Descriptor& made, int64_t batch, int channels, int whole, const std::vector<int>& extents) const {
     Cudnn& cudnn = GetCudnn();
     std::vector<int> sizes = {static_cast<int>(batch), channels};
     sizes.insert(sizes.end(), extents.begin(), extents.end());
     std::vector<int> strides(sizes.size());
     int64_t step = 1;
-    if (shape.layout == kNhwc) strides[1] = 1, step = channels;
+    if (shape.layout == kNhwc) strides[1] = 1, step = whole;
     for (size_t d = sizes.size() - 1; d >= 2; --d) strides[d] = static_cast<int>(step), step *= sizes[d];
-    if (shape.layout == kNchw) strides[1] = static_cast<int>(step), step *= channels;
+    if (shape.layout == kNchw) strides[1] = static_cast<int>(step), step *= whole;
     strides[0] = static_cast<int>(step);
     Status status = made.Make(cudnn.CreateTensor, cudnn.DestroyTensor);
     if (status != 0) return status;
@@ -277,17 +286,16 @@ class Plan {
 
   Problem Describe() {
     Cudnn& cudnn = GetCudnn();
-    std::vector<int> sizes = {shape.outputs, shape.channels / shape.groups};
-    sizes.insert(sizes.end(), shape.window.begin(), shape.window.end());
     int rank = static_cast<int>(shape.window.size());
-    auto filter = std::make_unique<Descriptor>();
-    Status status = filter->Make(cudnn.CreateFilter, cudnn.DestroyFilter);
-    if (status == 0) status = cudnn.SetFilterNd(filter->get(), shape.type, shape.layout, rank + 2, sizes.data());
-    filter_ = std::move(filter);
-    for (size_t i = 0; i < parts.size() && status == 0; ++i) {
+    for (size_t i = 0; i < parts.size(); ++i) {
       auto made = std::make_unique<Made>();
-      status = DescribeTensor(made->image, parts[i].batch, shape.channels, shape.image);
-      if (status == 0) status = DescribeTensor(made->result, parts[i].batch, shape.outputs, shape.result);
+      int outputs = static_cast<int>(shape.outputs / parts[i].slices);
+      std::vector<int> sizes = {outputs, shape.channels / shape.groups};
+      sizes.insert(sizes.end(), shape.window.begin(), shape.window.end());
+      Status status = made->filter.Make(cudnn.CreateFilter, cudnn.DestroyFilter);
+      if (status == 0) status = cudnn.SetFilterNd(made->filter.get(), shape.type, shape.layout, rank + 2, sizes.data());
+      if (status == 0) status = DescribeTensor(made->image, parts[i].batch, shape.channels, shape.channels, shape.image);
+      if (status == 0) status = DescribeTensor(made->result, parts[i].batch, outputs, shape.outputs, shape.result);
       if (status == 0) status = made->conv.Make(cudnn.CreateConv, cudnn.DestroyConv);
       Conv conv = made->conv.get();
       if (status == 0) {
@@ -299,12 +307,13 @@ class Plan {
       made_.push_back(std::move(made));
       if (status != 0) return "describing " + PartText(i) + " failed: " + cudnn.Text(status);
     }
-    return status == 0 ? Problem() : "describing the filter failed: " + cudnn.Text(status);
+    return {};
   }
 
   Problem CheckSpace(const DeviceHandle& handle, size_t i) {
     Cudnn& cudnn = GetCudnn();
-    void *x = made_[i]->image.get(), *y = made_[i]->result.get(), *w = filter_->get(), *conv = made_[i]->conv.get();
+    void *x = made_[i]->image.get(), *y = made_[i]->result.get(), *w = made_[i]->filter.get();
+    void* conv = made_[i]->conv.get();
     int algorithm = parts[i].algorithm;
     size_t bytes = 0;
     Status status = 0;
@@ -321,34 +330,38 @@ class Plan {
     return {};
   }
 
-  Status Launch(Cudnn& cudnn, Handle handle, size_t i, int64_t start, const void* a, const void* b, void* out,
-                void* space) const {
+  // One call: the samples of a part from `start` on, and of their results' channels one slice.
+  Status Launch(Cudnn& cudnn, Handle handle, size_t i, int64_t start, int64_t slice, const void* a, const void* b,
+                void* out, void* space) const {
     static const float kFloats[] = {0.0f, 1.0f};
     static const double kDoubles[] = {0.0, 1.0};
     auto scale = [&](bool one) -> const void* {
       return shape.type == kDouble ? static_cast<const void*>(&kDoubles[one]) : &kFloats[one];
     };
-    auto at = [&](const void* base, int64_t bytes) { return static_cast<const char*>(base) + start * bytes; };
-    auto into = [&](int64_t bytes) { return static_cast<char*>(out) + start * bytes; };
+    const int64_t slices = parts[i].slices;
+    const int64_t image = start * shape.ImageBytes(), filter = slice * (shape.FilterBytes() / slices);
+    const int64_t result = start * shape.ResultBytes() + slice * (shape.ResultBytes() / slices);
+    auto at = [](const void* base, int64_t bytes) { return static_cast<const char*>(base) + bytes; };
+    auto into = [&](int64_t bytes) { return static_cast<char*>(out) + bytes; };
     const Made& made = *made_[i];
-    void *x = made.image.get(), *y = made.result.get(), *w = filter_->get(), *conv = made.conv.get();
+    void *x = made.image.get(), *y = made.result.get(), *w = made.filter.get(), *conv = made.conv.get();
     int algorithm = parts[i].algorithm;
     size_t bytes = static_cast<size_t>(workspace < 0 ? needed_ : workspace);
     if (shape.kind == kForward) {
-      return cudnn.Forward(handle, scale(true), x, at(a, shape.ImageBytes()), w, b, conv, algorithm, space, bytes,
-                           scale(shape.accumulate), y, into(shape.ResultBytes()));
+      return cudnn.Forward(handle, scale(true), x, at(a, image), w, at(b, filter), conv, algorithm, space, bytes,
+                           scale(shape.accumulate), y, into(result));
     }
     if (shape.kind == kBackwardData) {
-      return cudnn.Data(handle, scale(true), w, b, y, at(a, shape.ResultBytes()), conv, algorithm, space, bytes,
-                        scale(shape.accumulate), x, into(shape.ImageBytes()));
+      // Every output channel has its share in the gradient of the image: slices add up.
+      return cudnn.Data(handle, scale(true), w, at(b, filter), y, at(a, result), conv, algorithm, space, bytes,
+                        scale(shape.accumulate || slice > 0), x, into(image));
     }
     // Gradients of the pieces add up: all but the first go onto what is there, whatever the first one does.
-    return cudnn.FilterGradient(handle, scale(true), x, at(a, shape.ImageBytes()), y, at(b, shape.ResultBytes()), conv,
-                                algorithm, space, bytes, scale(shape.accumulate || start > 0), w, out);
+    return cudnn.FilterGradient(handle, scale(true), x, at(a, image), y, at(b, result), conv, algorithm, space, bytes,
+                                scale(shape.accumulate || start > 0), w, into(filter));
   }
 
   std::mutex mutex_;
-  std::unique_ptr<Descriptor> filter_;
   std::vector<std::unique_ptr<Made>> made_;
   int64_t needed_ = 0;
   std::atomic<DeviceHandle*> ready_[kMostDevices + 1] = {};

@@ -39,6 +39,7 @@ def optimize(fn: Callable[..., Any] = _NOT_GIVEN, *, mode: str = "mixed",
              static_argnames: str | Iterable[str] | None = None,
              donate_argnums: int | Sequence[int] | None = None,
              workspace_limit: int | None = None, total_workspace: int | None = None,
+             convolution_accuracy: str = "exact",
              tune: str = "auto", tolerance: float = 2.0, strict: bool = False) -> Any:
     """Make a JAX function faster; use it like ``jax.jit``, as a decorator with or without arguments.
 
@@ -49,6 +50,8 @@ def optimize(fn: Callable[..., Any] = _NOT_GIVEN, *, mode: str = "mixed",
         workspace_limit: bytes of workspace per convolution, or None.  total_workspace: bytes of all workspaces that are
             live at once, or None.  With either, convolutions on a GPU may run by cuDNN in pieces of the batch
             (docs/microbatch.md); ``mixed`` keeps XLA's own where that is measured to be faster.
+        convolution_accuracy: of these convolutions in float32: ``exact`` takes algorithms within 1e-4 of the most exact
+            one, ``vendor`` whatever cuDNN computes in float32, Winograd's with 5x5 windows (off by 1e-3) included.
         tune: ``auto`` measures at the first concrete top-level call of each signature, ``cached`` uses earlier
             choices only, ``off`` the estimator alone.
         tolerance: allowed error as a multiple of XLA's own error against float64.
@@ -64,7 +67,7 @@ def optimize(fn: Callable[..., Any] = _NOT_GIVEN, *, mode: str = "mixed",
     """
     _warn_of_misspelt_variables()
     settings = Settings(mode=mode, tune=tune, tolerance=tolerance, workspace_limit=workspace_limit,
-                        total_workspace=total_workspace, strict=strict)
+                        total_workspace=total_workspace, convolution_accuracy=convolution_accuracy, strict=strict)
     if static_argnames is not None and not isinstance(static_argnames, str):
         static_argnames = tuple(static_argnames)
     options = {"static_argnums": static_argnums, "static_argnames": static_argnames,

@@ -11,9 +11,8 @@ one.  Whole programs that take more than the limit are no candidates while other
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,18 +21,16 @@ from jcuts.base.errors import JcutsError, Refusal
 from jcuts.base.settings import Settings
 from jcuts.microbatch import wr
 from jcuts.microbatch.convolution import Convolution
-from jcuts.microbatch.database import Database, Device
 from jcuts.microbatch.desirable import desirable
-from jcuts.microbatch.errors import MissingTimesError, NoDivisionError
+from jcuts.microbatch.errors import NoDivisionError
 from jcuts.microbatch.network import Network, Use
-from jcuts.microbatch.refine import sizes_between
 from jcuts.microbatch.shown import DivisionReport, size_text
-from jcuts.microbatch.table import Division, Micro, Table
+from jcuts.microbatch.table import Division, Table
 from jcuts.microbatch.wd import divide_network
 from jcuts.trace import jaxapi
 from jcuts.trace.source import place
-from jcuts.tune import convolutions as timing
-from jcuts.tune.lock import default_patience, holder, measuring_lock
+from jcuts.tune.convolutions import database_path
+from jcuts.tune.divisions import Asked, only_cudnn, own_times, tables_of
 from jcuts.xla import cudnn
 from jcuts.xla.convolutions import LIBRARY, PRIMITIVE, Site, call_site, recognise
 from jcuts.xla.rebuild import traced_eqns
@@ -102,7 +99,7 @@ def generation(settings: Settings) -> str:
     if not is_asked(settings):
         return ""
     current = knobs.current()
-    path = timing.database_path()
+    path = database_path()
     try:
         found = path.stat()
         return f"{current.cudnn} {current.cudnn_graphs} {path} {found.st_mtime_ns} {found.st_size}"
@@ -125,8 +122,7 @@ def divided(closed: jaxapi.Closed, settings: Settings, platform: str, *, may_mea
     if why := cudnn.unusable(platform):
         return Divided(closed, note=f"no convolution is divided: {why}")
     try:
-        device = timing.this_device(platform)
-        postponed = _take_times(uses, settings, device, platform, may_measure and settings.tune == "auto")
+        postponed = _take_times(uses, settings, platform, may_measure and settings.tune == "auto")
         _choose(uses, settings)
     except (JcutsError, OSError) as error:  # no database, no device, no disk: XLA computes everything
         log.warning("no convolution is divided: %s", error)
@@ -197,38 +193,16 @@ def _walk(closed: jaxapi.Closed) -> Iterator[tuple[Any, Site | Refusal]]:
 
 
 # -- times ----------------------------------------------------------------------------------------------------------
-@functools.lru_cache(maxsize=4)
-def _database(path: str) -> Database:
-    return Database(path)  # kept: what cannot be written is in memory only
-
-
-def _take_times(
-    uses: Sequence[_Use], settings: Settings, device: Device, platform: str, may_measure: bool
-) -> bool:
+def _take_times(uses: Sequence[_Use], settings: Settings, platform: str, may_measure: bool) -> bool:
     """Gives every use its table, measured now if need be; whether another process kept this one from measuring."""
-    database = _database(str(timing.database_path()))
     wanted: dict[tuple[Convolution, int], set[str]] = {}
     for use in uses:
         if isinstance(use.site, Site):
             wanted.setdefault((use.site.convolution, use.site.batch), set()).add(use.site.precision)
-    found = {key: _known(database, device, *key) for key in wanted}
-    with_library = settings.mode == "mixed"
-    limit = _limit(settings)
-    missing = [
-        key for key, table in found.items()
-        if table is None or database.missing(device, key[0], (key[1],), limit=limit)
-        or (with_library and not _own(table, key[1]) and LIBRARY not in database.remarks(device, *key))
-    ]  # fmt: skip
-    postponed = False
-    if missing and may_measure:
-        with measuring_lock(patience=default_patience()) as may:
-            if may:
-                todo = {key: wanted[key] for key in missing}
-                made, postponed = _measured(todo, settings, database, device, platform)
-                found.update(made)
-            else:
-                log.warning("%s is still measuring: convolutions stay with XLA, a later call measures", holder())
-                postponed = True
+    asked = Asked(
+        platform, limit=_limit(settings), accuracy=settings.convolution_accuracy, library=settings.mode == "mixed"
+    )
+    found, postponed = tables_of(wanted, asked, may_measure=may_measure)
     for use in uses:
         if isinstance(use.site, Site):
             use.table = found[use.site.convolution, use.site.batch]
@@ -236,42 +210,6 @@ def _take_times(
         else:
             use.why = use.site.reason
     return postponed
-
-
-def _known(database: Database, device: Device, convolution: Convolution, batch: int) -> Table | None:
-    """The table of a convolution, None if its whole batch was never measured."""
-    try:
-        if database.missing(device, convolution, (batch,), limit=0):
-            return None
-        return database.table(device, convolution)
-    except MissingTimesError:
-        return None
-
-
-def _measured(
-    todo: Mapping[tuple[Convolution, int], set[str]], settings: Settings, database: Database, device: Device,
-    platform: str,
-) -> tuple[dict[tuple[Convolution, int], Table | None], bool]:  # fmt: skip
-    """Measures powers of two, and then sizes in between that the limit makes worth it.
-
-    Returns: tables, None where nothing could be measured; and whether that was for want of memory or the like.
-    """
-    found: dict[tuple[Convolution, int], Table | None] = {}
-    postponed = False
-    library = settings.mode == "mixed"
-    with timing.Measurer(device, platform, asked=_limit(settings)) as measurer:
-        for (convolution, batch), precisions in todo.items():
-            try:
-                table = timing.measured(convolution, batch, database, measurer, library=library)
-                for precision in sorted(precisions):
-                    for size in sizes_between(_only_cudnn(table), batch, _limit(settings), precision=precision):
-                        timing.measured(convolution, size, database, measurer, policy="undivided", library=False)
-                found[convolution, batch] = database.table(device, convolution)
-            except JcutsError as error:
-                log.warning("%s, batch %d, is left to XLA: %s", convolution, batch, error.message)
-                found[convolution, batch] = None
-                postponed |= error.values.get("reason") in timing.LATER
-    return found, postponed
 
 
 # -- choosing -------------------------------------------------------------------------------------------------------
@@ -310,7 +248,7 @@ def _prefer_simpler(use: _Use, limit: int, *, mixed: bool) -> None:
     """Takes a single call, or XLA's own convolution, where the division is not faster by more than `MARGIN`."""
     assert use.table is not None and use.chosen is not None and isinstance(use.site, Site)
     batch, precision = use.site.batch, use.site.precision
-    for table in (_only_cudnn(use.table), _only_library(use.table) if mixed else None):
+    for table in (only_cudnn(use.table), _only_library(use.table) if mixed else None):
         one = wr.undivided(table, batch, limit, precision=precision) if table is not None else None
         if one is not None and one.ticks <= (1 + MARGIN) * use.chosen.ticks:
             use.chosen = one
@@ -321,24 +259,16 @@ def _limit(settings: Settings) -> int:
     return min(n for n in (settings.workspace_limit, settings.total_workspace) if n is not None)
 
 
-def _only_cudnn(table: Table) -> Table:
-    return replace(table, micros=tuple(m for m in table.micros if cudnn.is_cudnn(m.algorithm)))
-
-
 def _only_library(table: Table) -> Table:
     return replace(table, micros=tuple(m for m in table.micros if m.algorithm == LIBRARY))
 
 
-def _own(table: Table, batch: int) -> list[Micro]:
-    return [m for m in table.micros if m.algorithm == LIBRARY and m.batch == batch]
-
-
 def _candidates(table: Table, batch: int, *, mixed: bool) -> Table | str:
     """What may be chosen: cuDNN's algorithms, in mixed mode XLA's own for the whole batch; or why nothing may."""
-    own = _own(table, batch)
+    own = own_times(table, batch)
     if mixed and not own:
         return "its own convolution was not timed, so nothing is known to be faster"
-    return replace(table, micros=(*(own if mixed else ()), *_only_cudnn(table).micros))
+    return replace(table, micros=(*(own if mixed else ()), *only_cudnn(table).micros))
 
 
 def _row(use: _Use, settings: Settings) -> DivisionReport:
@@ -350,7 +280,7 @@ def _row(use: _Use, settings: Settings) -> DivisionReport:
     if use.table is None:
         return row
     own = wr.undivided(_only_library(use.table), site.batch, precision=site.precision)
-    single = wr.undivided(_only_cudnn(use.table), site.batch, _limit(settings), precision=site.precision)
+    single = wr.undivided(only_cudnn(use.table), site.batch, _limit(settings), precision=site.precision)
     row = replace(
         row, undivided=single.seconds if single else None, xla_seconds=own.seconds if own else None,
         xla_workspace=own.workspace if own else None,

@@ -50,6 +50,7 @@ FOLDED = ("scales", "rounds", "slots")  # rewrites that take work away and add n
 WITH_ALL = ("pools", "siblings")  # rewrites that only race beside all others that apply
 EVERY = Form((), "every")
 LEAST_SHARE = 0.05  # of the subsets' time, from which on kernels that lost by little are tried in a whole program
+AHEAD = 2.0  # kernels that together take XLA this many times as long are worth more than what cutting them out can cost
 LEAN: dict[str, Any] = {"xla_gpu_autotune_level": 0}  # the float64 program runs once: nothing is worth tuning in it
 
 
@@ -125,10 +126,11 @@ def _accepts(name: str, platform: str) -> bool:
 
 
 # -- which compete --------------------------------------------------------------------------------------------------
-def planned(closed: jaxapi.Closed, platform: str, plan: Callable[[Form | None], Any]) -> dict[Form | None, Any]:
+def planned(closed: jaxapi.Closed, platform: str, plan: Callable[[Form | None], Any],
+            worth: Sequence[Form | None] | None = None) -> dict[Form | None, Any]:
     """Outcomes of the forms that are worth a race, the plainest first; those that change nothing are left out.
 
-    Args: plan: gives the pipeline's outcome for a form (tuning its subsets).
+    Args: plan: gives the pipeline's outcome for a form (tuning its subsets); worth: `worth_planning`, if it is known.
 
     `rewrite`'s folding and rounding of constants and its updates in place take work away and add none, so they are in
     every form (and checked against float64 with it).  Products in place of convolutions, and which subsets are worth
@@ -142,7 +144,7 @@ def planned(closed: jaxapi.Closed, platform: str, plan: Callable[[Form | None], 
     """
     found: dict[Form | None, Any] = {}
     seen: set[str] = set()
-    for form in worth_planning(closed, platform):
+    for form in worth_planning(closed, platform) if worth is None else worth:
         outcome = plan(form)
         text = getattr(outcome.report, "source", "")  # equal programs are one candidate
         if outcome.closed is not closed and text not in seen:
@@ -217,6 +219,30 @@ def barred(
     return found
 
 
+def left_behind(found: Mapping[Form | None, Any]) -> dict[Form | None, str]:
+    """Forms without kernels that need not race, with the reason: the same with kernels is far ahead by measurement.
+
+    Args: found: the outcomes of all that could race.
+    """
+    out: dict[Form | None, str] = {}
+    for bare in found:
+        if bare is None or bare.regions != "none":
+            continue
+        for form in found:
+            rewrites = () if form is None else form.rewrites
+            gain = _gain(found[form]) if rewrites == bare.rewrites else 0.0
+            if gain >= AHEAD:
+                out[bare] = f"not tried: the kernels of {name_of(form)} are {gain:.1f} times as fast as XLA's, together"
+    return out
+
+
+def _gain(outcome: Any) -> float:
+    """How many times as fast as XLA's code the kernels of a program were measured to be together; 0 without any."""
+    won = [s for s in getattr(outcome.report, "subsets", ()) if s.chosen != guard.XLA and s.origin == "measured"]
+    pairs = [(s.count * s.seconds, s.count * s.xla_seconds) for s in won if s.seconds and s.xla_seconds]
+    return sum(xla for _, xla in pairs) / sum(ours for ours, _ in pairs) if pairs else 0.0
+
+
 def compile_ahead(lowered: Mapping[str, Callable[[], Any]]) -> None:
     """Compiles several programs at once; each then runs without compiling.
 
@@ -237,11 +263,13 @@ def compile_ahead(lowered: Mapping[str, Callable[[], Any]]) -> None:
     first = [n for n in first if not is_xla(n)]
     waves = ([n for n in made if n == guard.XLA], first, [n for n in others if n not in first])
     for wave in filter(None, waves):
+        last = time.perf_counter()
         with ThreadPoolExecutor(max(1, min(len(wave), fingerprint.usable_cores()))) as pool:
             for name, future in {name: pool.submit(made[name].compile) for name in wave}.items():
                 if (error := future.exception()) is not None:
                     text = str(error).splitlines()[0] if str(error) else type(error).__name__
                     log.info("program %s does not compile: %s", name, text)
+        log.info("compiled in %.2f s: %s", time.perf_counter() - last, ", ".join(wave))
     spent = time.perf_counter() - begin
     log.info("%d programs lowered in %.2f s, compiled in %.2f s", len(made), begin - start, spent)
 
@@ -297,6 +325,11 @@ class Exact:
                 self._failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return self._reference
 
+    def ahead(self) -> None:
+        """Makes the float64 results if that can be done now; else it is tried again when they are needed."""
+        if self.reference() is None:
+            self._failure = ""
+
     def _run(self) -> list[np.ndarray]:
         jaxpr, consts = self.closed.jaxpr, self.closed.consts
         # Constants as arguments: XLA would fold them, slowly, into a program that runs once.
@@ -305,9 +338,13 @@ class Exact:
         )
         lean = LEAN if self.platform in GPUS else None
         with jax.enable_x64(True):
-            wide = [jnp.asarray(x, widened_dtype(jnp.result_type(x))) for x in (*consts, *self.leaves)]
-            program = jax.jit(lambda xs: evaluate(opened, xs), compiler_options=lean)
-            return [np.asarray(x) for x in program(wide)]
+            operands = (*consts, *self.leaves)
+            wide = [widened_dtype(jnp.result_type(x)) for x in operands]
+
+            def program(xs: Sequence[Any]) -> list[Any]:  # one by one outside they would be a program each
+                return evaluate(opened, [jnp.asarray(x, dtype) for x, dtype in zip(xs, wide, strict=True)])
+
+            return [np.asarray(x) for x in jax.jit(program, compiler_options=lean)(operands)]
 
 
 def _too_far(r: np.ndarray, x: np.ndarray, c: np.ndarray, tolerance: float, floor: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,9 +17,7 @@ from jcuts.ops.gather import IN_PLACE
 from jcuts.region import choose, find, gpu, plans
 from jcuts.region.attend import attended
 from jcuts.region.bound import host_arch, machine_of
-from jcuts.region.build import build
 from jcuts.region.graph import MOST_JOINED, MOST_SWITCHED, TensorGraph, build_graph
-from jcuts.region.legality import Dag, is_acyclic_cover, is_convex
 from jcuts.region.legality import Subset as Members
 from jcuts.trace import jaxapi
 from jcuts.trace.canonical import canonical_digest
@@ -80,12 +78,13 @@ class Level:
     """One jaxpr (the function, or a loop body) on its way through the stages.
 
     ``library`` are subsets that XLA keeps without a measurement, such as the vendor libraries' products on a GPU.
-    ``updated`` are updates in place that kernels took over (`updates`).
+    ``updated`` are updates in place that kernels took over (`updates`).  The greedy cover, ``grouping``, is looked for
+    when it is first asked for: who takes a stored one never does.
     """
 
     closed: jaxapi.Closed
     graph: TensorGraph
-    grouping: find.Grouping
+    grouped: Callable[[], find.Grouping]
     mixed: bool
     subsets: list[Subset] = field(default_factory=list)
     left_out: dict[int, Refusal] = field(default_factory=dict)
@@ -93,6 +92,22 @@ class Level:
     made: dict[Members, Subset] = field(default_factory=dict)
     library: list[Subset] = field(default_factory=list)
     updated: list[int] = field(default_factory=list)
+    begun: bool = False
+
+    @functools.cached_property
+    def grouping(self) -> find.Grouping:
+        """The greedy cover."""
+        return self.grouped()
+
+    @functools.cached_property
+    def names(self) -> dict[int, Any]:
+        """Variables of the jaxpr by their tensors."""
+        return {number: var for var, number in self.graph.of_var.items()}
+
+    def begin(self) -> None:
+        """Takes the greedy cover, unless there is one."""
+        if not self.begun:
+            self.use(self.grouping.subsets)
 
     def everywhere(self) -> list[Level]:
         """This level and all levels inside it."""
@@ -105,9 +120,8 @@ class Level:
     def subset(self, members: Members, program: Program) -> Subset:
         """The subset of these equations; the same object, with what is known of it, when asked again."""
         if members not in self.made:
-            names = {number: var for var, number in self.graph.of_var.items()}
-            inputs = [names[t] for t in self.graph.subset_inputs(members)]
-            outputs = [names[t] for t in self.graph.subset_outputs(members)]
+            inputs = [self.names[t] for t in self.graph.subset_inputs(members)]
+            outputs = [self.names[t] for t in self.graph.subset_outputs(members)]
             part = subset_closed(self.closed, sorted(members), inputs, outputs)
             rounded = tuple(k for k, t in enumerate(self.graph.subset_inputs(members)) if self.graph.tensors[t].tf32)
             identity = canonical_digest(part) + (f" tf32 {rounded}" if rounded else "")
@@ -116,7 +130,7 @@ class Level:
 
     def use(self, cover: Iterable[tuple[Members, Program]]) -> None:
         """Makes these the level's subsets; all other equations are left to XLA, each with a reason."""
-        self.subsets = []
+        self.subsets, self.begun = [], True
         for members, program in cover:
             if not self.is_small(program):
                 self.subsets.append(self.subset(members, program))
@@ -151,26 +165,6 @@ class Level:
         """Whether an operation among them collects many elements into one."""
         return any(op is not None and op.is_root for op in (self.graph.nodes[m].op for m in members))
 
-    def use_stored(self, cover: Sequence[Sequence[int]]) -> bool:
-        """Takes a cover from the database, after checking that it is one of this graph; False if it is not."""
-        covered: set[int] = set()
-        found: list[tuple[Members, Program]] = []
-        dag = Dag.of((n.number for n in self.graph.nodes), self.graph.edges())
-        for numbers in cover:
-            members = frozenset(int(n) for n in numbers)
-            if not members or members & covered or not members <= dag.nodes or not is_convex(dag, members):
-                return False
-            program = build(self.graph, members)
-            if isinstance(program, Refusal):
-                return False
-            covered |= members
-            found.append((members, program))
-        alone = [frozenset({n}) for n in dag.nodes - covered]
-        if not is_acyclic_cover(dag, [*(members for members, _ in found), *alone]):
-            return False
-        self.use(found)
-        return True
-
 
 class Fuel:
     """Counts fusions down (``JCUTS_FUEL``)."""
@@ -185,12 +179,15 @@ class Fuel:
         return self.left >= 0
 
 
-_grouped: OrderedDict[tuple[int, bool, str], tuple[jaxapi.Closed, TensorGraph, find.Grouping]] = OrderedDict()
+_grouped: OrderedDict[tuple[int, bool, str], tuple[jaxapi.Closed, TensorGraph, Callable[[], find.Grouping]]]
+_grouped = OrderedDict()
 """By the identity of a jaxpr, which is kept with it: forms of a function differ in less than their graph."""
 _grouped_lock = threading.Lock()
 
 
-def _grouping(closed: jaxapi.Closed, fuse: bool, fuel: Fuel, platform: str) -> tuple[TensorGraph, find.Grouping]:
+def _grouping(
+    closed: jaxapi.Closed, fuse: bool, fuel: Fuel, platform: str
+) -> tuple[TensorGraph, Callable[[], find.Grouping]]:
     key = (id(closed), fuse, platform)
     with _grouped_lock:
         known = _grouped.get(key)
@@ -200,25 +197,40 @@ def _grouping(closed: jaxapi.Closed, fuse: bool, fuel: Fuel, platform: str) -> t
         graph = build_graph(closed.jaxpr, place, joined=MOST_JOINED)
     else:
         graph = build_graph(closed.jaxpr, place, joined=MOST_SWITCHED, tf32=rounded_constants(closed))
-    grouping = find.group(graph, fuse=fuse, fuel=fuel)
-    if fuse and platform != "cpu":
-        grouping = replace(grouping, subsets=attended(graph, grouping.subsets, fuel))
+
+    @functools.cache
+    def grouped() -> find.Grouping:
+        grouping = find.group(graph, fuse=fuse, fuel=fuel)
+        if fuse and platform != "cpu":
+            grouping = replace(grouping, subsets=attended(graph, grouping.subsets, fuel))
+        return grouping
+
     if fuel.left is None:
         with _grouped_lock:
-            _grouped[key] = (closed, graph, grouping)
+            _grouped[key] = (closed, graph, grouped)
             while len(_grouped) > MOST_GROUPED:
                 _grouped.popitem(last=False)
-    return graph, grouping
+    return graph, grouped
 
 
-def group(closed: jaxapi.Closed, settings: Settings, fuel: Fuel, platform: str = "cpu") -> Level:
-    """The level of a flat jaxpr with its greedy cover, and the levels of its loop bodies."""
-    graph, grouping = _grouping(closed, settings.mode != "no_fusion", fuel, platform)
-    level = Level(closed, graph, grouping, settings.mode == "mixed")
+def group(
+    closed: jaxapi.Closed, settings: Settings, fuel: Fuel, platform: str = "cpu", *, wait: bool = False
+) -> Level:  # fmt: skip
+    """The level of a flat jaxpr with its greedy cover, and the levels of its loop bodies.
+
+    Args: wait: the cover is taken later (`Level.begin`), unless fusions are counted.
+    """
+    graph, grouped = _grouping(closed, settings.mode != "no_fusion", fuel, platform)
+    level = Level(closed, graph, grouped, settings.mode == "mixed")
+    if not wait or fuel.left is not None:
+        _ = level.grouping  # fuel is spent level by level
     for number, eqn in enumerate(closed.jaxpr.eqns):
         if jaxapi.primitive_name(eqn) in CONTROL_FLOW:
-            level.bodies[number] = [group(body, settings, fuel, platform) for _, _, body in jaxapi.inner_jaxprs(eqn)]
-    level.use(grouping.subsets)
+            level.bodies[number] = [
+                group(body, settings, fuel, platform, wait=wait) for _, _, body in jaxapi.inner_jaxprs(eqn)
+            ]
+    if not wait or fuel.left is not None:
+        level.begin()
     return level
 
 

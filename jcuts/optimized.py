@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jcuts import divide, forms, guard, progress
+from jcuts import divide, early, forms, guard, progress
 from jcuts.arguments import Arguments, Signature, place_text, platform_of
 from jcuts.base import knobs
 from jcuts.base.fingerprint import digest, versions
@@ -34,7 +34,7 @@ from jcuts.primitive.sharding import OtherPlacement, Placement, expected
 from jcuts.report import FunctionReport
 from jcuts.trace import jaxapi
 from jcuts.trace.capture import Capture, capture, function_name
-from jcuts.tune import autotuned, session
+from jcuts.tune import autotuned, lock, session
 
 log = logging.getLogger("jcuts")
 
@@ -362,7 +362,9 @@ class Optimized:
             out_tree = jax.tree.structure(traced.out_info)
             permission.traced = self, Capture(closed, [], out_tree, function_name(self._fn))
         racing: list[Form | None] = []
+        exact = forms.Exact(closed, leaves, self.settings.tolerance, platform)
         rows: dict[Form | None, Sequence[DivisionReport]] = {}
+        behind: dict[Form | None, str] = {}
         if placement.shardings:
             parts = shard_local.split(closed, placement)
             if isinstance(parts, str):
@@ -376,8 +378,15 @@ class Optimized:
             stored = None if force else self._stored(self._store_key(closed, signature, platform), platform, True)
             if stored is not None and stored.is_final:
                 return stored  # its kernels are in the database: lowering finds them there
-            found, outcomes = self._plan_forms(closed, leaves, platform)
-            racing, uses_jcuts = list(found), bool(found)
+            begun = time.monotonic()
+            with lock.attempt() as may:
+                worth = forms.worth_planning(closed, platform)
+                judge = exact if any(form is not None and form.rewrites for form in worth) else None
+                todo = self._meanwhile(args, kwargs, placement, platform, judge) if may else {}
+                with early.Early(todo) as meanwhile:
+                    found, outcomes = self._plan_forms(closed, leaves, platform, worth, meanwhile)
+            log.info("planned and tuned in %.2f s", time.monotonic() - begun)
+            racing, uses_jcuts, behind = list(found), bool(found), forms.left_behind(found)
             rows = {form: _divisions(outcome) for form, outcome in found.items()}
         else:
             outcomes = [plan(closed, self.settings, platform, may_measure=measure, examples=leaves)]
@@ -399,13 +408,15 @@ class Optimized:
         if stored is not None and not force and (stored.is_final or key in _decided_here):
             return stored
         names, start = forms.programs(racing, forms.options(platform)), time.monotonic()
+        out = {name: behind[form] for name in names if (form := forms.form_of(name)) in behind}
+        names = [name for name in names if name not in out]
         if platform == "cpu" and self._has_every(outcomes, closed, leaves):
             names.append(forms.name_of(forms.EVERY))
         again = stored if not force else None
-        exact = forms.Exact(closed, leaves, self.settings.tolerance, platform)
         barred = forms.barred(names, rows if racing else {}, self.settings)
         open_ = [n for n in (again.open_between(names) if again else names) if n == guard.XLA or n not in barred]
         decision = self._race(args, kwargs, placement, platform, open_, exact, barred)
+        decision = dataclasses.replace(decision, rejected={**out, **decision.rejected})
         if again is not None:
             decision = dataclasses.replace(decision, tries=again.tries + 1)
         log.info("%d whole programs compared in %.2f s", len(names), time.monotonic() - start)
@@ -413,7 +424,27 @@ class Optimized:
         self._guard_store().put_guard(key, decision.to_dict())
         return decision
 
-    def _plan_forms(self, closed: jaxapi.Closed, leaves: Sequence[Any], platform: str
+    def _meanwhile(self, args: Any, kwargs: Any, placement: Placement, platform: str,
+                   exact: forms.Exact | None) -> dict[str, Callable[[], object]]:
+        """What the GPU can do for the last guard while this thread plans: all that has to do with plain XLA alone."""
+        names = [*(f"{guard.XLA}:{option}" for option in forms.options(platform)), guard.XLA]
+        more = autotuned.sharing()  # the first leaves its algorithms to other processes, the next finds them in memory
+        lowered = {name: self._program(name, placement, platform, more).call.lower(*args, **kwargs) for name in names}
+        compiled: dict[str, Any] = {}
+
+        def compile_(name: str) -> None:
+            compiled[name] = lowered[name].compile()
+
+        def first_run(name: str) -> None:  # not the jitted function: it would be traced again where contexts differ
+            mine, named = self._arguments.copies(args, kwargs)
+            jax.block_until_ready(compiled[name](*mine, **named))
+
+        todo: dict[str, Callable[[], object]] = {f"{n} compiled": functools.partial(compile_, n) for n in names}
+        todo |= {"float64": exact.ahead} if exact is not None else {}
+        return todo | {f"{n} run": functools.partial(first_run, n) for n in names}
+
+    def _plan_forms(self, closed: jaxapi.Closed, leaves: Sequence[Any], platform: str,
+                    worth: Sequence[Form | None], meanwhile: early.Early
                     ) -> tuple[dict[Form | None, Any], list[Any]]:
         """The forms worth a race, and the outcomes of all: one that could not be measured may change nothing."""
         outcomes = []
@@ -423,12 +454,18 @@ class Optimized:
             return outcomes[-1]
 
         with session.workshop():
-            with session.gathering():  # these have all problems of the others
-                for form in forms.worth_planning(closed, platform):
+            start = time.monotonic()
+            with session.gathering(meanwhile.is_done):  # these have all problems of the others
+                for form in worth:
                     if form is None or form.regions in ("all", "absorbing"):
                         of_form(form)
+                log.info("forms planned in %.2f s", time.monotonic() - start)
+            meanwhile.is_done(True)
             outcomes.clear()
-            return forms.planned(closed, platform, of_form), outcomes
+            start = time.monotonic()
+            found = forms.planned(closed, platform, of_form, worth)
+            log.info("forms planned with what was measured in %.2f s", time.monotonic() - start)
+            return found, outcomes
 
     def _not_timed(self, closed: jaxapi.Closed, leaves: Sequence[Any]) -> str | None:
         if jaxapi.has_effects(closed):

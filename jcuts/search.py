@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jcuts import covers
 from jcuts.base import fingerprint, knobs
+from jcuts.base.errors import IRError
 from jcuts.base.settings import Settings
 from jcuts.levels import CONSTANT, OF_LIBRARY, TO_FUSE, Level, Subset, add_candidates, has_form
 from jcuts.region.absorb import absorbed, bared, headed, is_product
 from jcuts.region.block_cover import joined
 from jcuts.region.explore import Space, explore
-from jcuts.region.legality import Dag, is_acyclic_cover
 from jcuts.region.legality import Subset as Members
 from jcuts.trace.canonical import canonical_digest
 from jcuts.tune import session
@@ -79,56 +80,83 @@ def select(top: Level, settings: Settings, *, may_measure: bool, platform: str =
 
 def _select(top: Level, settings: Settings, may_measure: bool, platform: str) -> Summary:
     levels = top.everywhere()
-    searching = settings.mode != "no_fusion" and settings.tune != "off" and knobs.current().fuel is None
-    searching = searching and platform == "cpu"
-    key = partition_key(top, settings)
-    stored = session.store().partition(key) if searching else None
-    if stored is not None and _restore(levels, stored):
+    lasting = settings.tune != "off" and knobs.current().fuel is None
+    searching = settings.mode != "no_fusion" and lasting and platform == "cpu"
+    key = partition_key(top, settings, platform)
+    stored = session.store().partition(key) if searching or (lasting and platform != "cpu") else None
+    if stored is not None and _restore(levels, stored, platform):
         if settings.form is not None and settings.form.regions == "every":
             for level in levels:
                 _add_small(level)
         subsets = _subsets(levels)
-        add_candidates(subsets)
-        _choose(subsets, settings, may_measure, _shares(stored))
+        add_candidates(subsets, platform)
+        _choose(subsets, settings, may_measure, _shares(stored), platform)
         return Summary("stored")
-    add_candidates(_subsets(levels), platform)
-    shares, blocks = None, []
+    for level in levels:
+        level.begin()
     if platform != "cpu":
-        regions = settings.form.regions if settings.form is not None else "all"
-        for level in levels:
-            level.use(bared(level.graph, [(s.members, s.program) for s in level.subsets], has_form))
+        shares = _select_on_gpu(levels, settings, may_measure, platform)
+    else:
         add_candidates(_subsets(levels), platform)
-        if regions != "absorbing":
-            for level in levels:
-                level.use(headed(level.graph, [(s.members, s.program) for s in level.subsets], has_form))
-            add_candidates(_subsets(levels), platform)
-        if regions == "absorbing":
-            for level in levels:
-                level.use(absorbed(level.graph, [(s.members, s.program) for s in level.subsets], has_form))
-            add_candidates(_subsets(levels), platform)
-        # Before any are left: the forms that leave some share the problems, and so the times, of those that do not.
-        shares = session.shares_of([s for s in _subsets(levels) if s.ranked], on_gpu=True)
-        if regions in ("all", "anchored") and settings.mode != "no_fusion" and settings.tune != "off":
-            blocks = _blocks(levels)
-            shares.update({s.identity: BLOCK_CANDIDATES for _, s, _ in blocks})
-        _leave_on_gpu(levels, regions, measured=settings.tune != "off")
+        shares = session.choose(_subsets(levels), settings, may_measure=may_measure)
     subsets = _subsets(levels)
-    device = "" if platform == "cpu" else gpus.this().identity()
+    unknown = session.is_gathering() or _postponed([s for level in levels for s in level.made.values()])
+    if settings.tune != "auto" or not may_measure or unknown:
+        return Summary("greedy")
+    if platform != "cpu" and lasting and all(s.choice is not None and s.choice.origin == "measured" for s in subsets):
+        _keep(levels, shares, key)
+    return _search(levels, settings, shares, key) if searching and subsets else Summary("greedy")
+
+
+def _select_on_gpu(levels: Sequence[Level], settings: Settings, may_measure: bool, platform: str) -> dict[str, int]:
+    """Chooses what the form's subsets are, and their winners; returns the shares of candidates."""
+    add_candidates(_subsets(levels), platform)
+    regions = settings.form.regions if settings.form is not None else "all"
+    if settings.mode != "no_fusion":
+        covers = (bared, absorbed if regions == "absorbing" else headed)
+        for cover in covers:
+            for level in levels:
+                level.use(cover(level.graph, [(s.members, s.program) for s in level.subsets], has_form))
+            add_candidates(_subsets(levels), platform)
+    # Before any are left: the forms that leave some share the problems, and so the times, of those that do not.
+    shares = session.shares_of([s for s in _subsets(levels) if s.ranked], on_gpu=True)
+    blocks: list[tuple[Level, Subset, list[Subset]]] = []
+    if regions in ("all", "anchored") and settings.mode != "no_fusion" and settings.tune != "off":
+        blocks = _blocks(levels)
+        shares.update({s.identity: BLOCK_CANDIDATES for _, s, _ in blocks})
+    _leave_on_gpu(levels, regions, measured=settings.tune != "off")
     rivals = [subset for _, subset, _ in blocks]
-    shares = session.choose([*subsets, *rivals], settings, may_measure=may_measure, shares=shares, device=device)
+    shares = session.choose([*_subsets(levels), *rivals], settings, may_measure=may_measure, shares=shares,
+                            device=_device(platform))  # fmt: skip
     for level, subset, parts in blocks:
         if _is_better(subset, parts):
             level.replace(subset)
-    unknown = session.is_gathering() or _postponed(subsets)
-    if not searching or settings.tune != "auto" or not may_measure or not subsets or unknown:
-        return Summary("greedy")
-    return _search(levels, settings, shares, key)
+    return shares
 
 
-def _choose(subsets: Sequence[Subset], settings: Settings, may_measure: bool, shares: dict[str, int]) -> None:
+def _device(platform: str) -> str:
+    return "" if platform == "cpu" else gpus.this().identity()
+
+
+def _keep(levels: Sequence[Level], shares: dict[str, int], key: str) -> None:
+    """Stores the cover of a GPU's form: with it a later process need not rank what has a kernel form at all."""
+    used = {s.identity for s in _subsets(levels)}
+    session.store().put_partition(
+        key,
+        {
+            "covers": [covers.stored(level) for level in levels],
+            "shares": {k: n for k, n in sorted(shares.items()) if k in used},
+        },
+        is_news=False,  # it is what plans that are remembered have come to
+    )
+
+
+def _choose(
+    subsets: Sequence[Subset], settings: Settings, may_measure: bool, shares: dict[str, int], platform: str = "cpu"
+) -> None:
     """Every subset's winner; kernels that lost by little win where the form has ``every`` one."""
     if settings.form is None or settings.form.regions != "every":
-        session.choose(subsets, settings, may_measure=may_measure, shares=shares)
+        session.choose(subsets, settings, may_measure=may_measure, shares=shares, device=_device(platform))
         return
     session.choose(subsets, replace(settings, mode="fusion"), may_measure=may_measure, shares=shares)
     for subset in subsets:
@@ -146,10 +174,7 @@ def _add_small(level: Level) -> None:
     ]  # fmt: skip
     if not small or len({s.identity for s in small}) > MOST_SMALL:
         return
-    cover = [s.members for s in (*level.subsets, *small)]
-    dag = Dag.of((n.number for n in level.graph.nodes), level.graph.edges())
-    alone = [frozenset({n}) for n in dag.nodes - covered - {m for s in small for m in s.members}]
-    if is_acyclic_cover(dag, [*cover, *alone]):
+    if covers.is_cover(level, [s.members for s in (*level.subsets, *small)]):
         for subset in small:
             level.replace(subset)
 
@@ -213,12 +238,16 @@ def _leave_on_gpu(levels: Sequence[Level], regions: str, *, measured: bool = Tru
         level.leave(reason)
 
 
-def partition_key(top: Level, settings: Settings) -> str:
+def partition_key(top: Level, settings: Settings, platform: str = "cpu") -> str:
     """What a stored cover belongs to: the function and everything that decides which kernels may win."""
     here = knobs.current()
+    more: tuple[str, ...] = ()
+    if platform != "cpu":
+        rounded = [[t.tf32 for t in level.graph.tensors] for level in top.everywhere()]
+        more = (_device(platform), repr(gpus.machine()), str(settings.form), repr(rounded))
     return fingerprint.digest(
         canonical_digest(top.closed), settings.mode, str(settings.tolerance), str(here.max_candidates),
-        str(here.top_percent),
+        str(here.top_percent), *more,
     )  # fmt: skip
 
 
@@ -298,17 +327,19 @@ def _subsets(levels: Sequence[Level]) -> list[Subset]:
     return [subset for level in levels for subset in level.subsets]
 
 
-def _restore(levels: Sequence[Level], stored: dict[str, Any]) -> bool:
+def _restore(levels: Sequence[Level], stored: dict[str, Any], platform: str = "cpu") -> bool:
     """Takes over a stored cover of every level; False (and the greedy covers) if it does not fit."""
-    covers = stored.get("levels")
-    usable = isinstance(covers, list) and len(covers) == len(levels)
+    found = stored.get("levels" if platform == "cpu" else "covers")
+    usable = isinstance(found, list) and len(found) == len(levels)
+    take = covers.use if platform == "cpu" else covers.restore
     try:
-        usable = usable and all(level.use_stored(cover) for level, cover in zip(levels, covers or [], strict=True))
-    except (TypeError, ValueError):
+        usable = usable and all(take(level, cover) for level, cover in zip(levels, found or [], strict=True))
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, IRError):
         usable = False
     if not usable:
         log.warning("the stored partition does not fit the function: searching again")
         for level in levels:
+            level.library = []
             level.use(level.grouping.subsets)
     return usable
 

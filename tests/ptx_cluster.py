@@ -1,7 +1,8 @@
 """What blocks of a cluster that store into each other's memory need of the PTX machine: barriers that count bytes.
 
-A byte that was stored is under way until a thread of the block that has it has seen the barrier full: until then
-nobody may touch it.
+A byte that was stored, or comes by a bulk copy, is under way until a thread of the block that has it has seen the
+barrier full: until then nobody may touch it.  Bulk copies that leave read what has passed a proxy fence and a barrier;
+their threads wait for them before they end.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ if TYPE_CHECKING:
 class Barrier:
     """Of one block: arrivals that it still waits for, bytes that it expects less those that came, what came.
 
-    ``open``: all blocks of the cluster know of it.
+    ``known``: all threads of its block know of it; ``open``: all blocks of the cluster do.
     """
 
     pending: int
     bytes: int = 0
+    known: bool = False
     open: bool = False
     places: list[np.ndarray] = field(default_factory=list)
 
@@ -37,6 +39,7 @@ class Barriers:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.known: dict[tuple[int, int], Barrier] = {}
+        self.leaving: set[int] = set()  # threads with bulk copies that they have not waited for
 
     def step(self, ins: Instruction, parts: list[str], on: np.ndarray) -> None:
         """mbarrier.init, mbarrier.arrive.expect_tx, mbarrier.try_wait.parity."""
@@ -54,17 +57,58 @@ class Barriers:
             barrier = self._at(key, ins)
             if parts[1] == "arrive":
                 barrier.pending -= int(mine.sum())
-                barrier.bytes += int(ins.operands[2]) * int(mine.sum())
+                barrier.bytes += int(machine.value(ins.operands[2], "u32")[live[mine]].sum())
             elif barrier.pending == 0 and barrier.bytes == 0:
                 full[live[mine]] = True
                 self._seen(key[0], barrier)
         if parts[1] == "try_wait":
             machine.set(ins.operands[0], full, on)
 
-    def meet(self) -> None:
-        """All blocks of every cluster have passed a barrier."""
+    def meet(self, *, cluster: bool) -> None:
+        """All threads of every block (``cluster``: all blocks) have passed a barrier."""
         for barrier in self.known.values():
-            barrier.open = True
+            barrier.known = True
+            barrier.open |= cluster
+
+    def bulk(self, ins: Instruction, parts: list[str], on: np.ndarray) -> None:
+        """cp.async.bulk from global into shared memory and back, and waiting for the latter."""
+        machine, live = self.machine, np.flatnonzero(on)
+        if parts[3] == "commit_group":
+            return
+        if parts[3] == "wait_group":
+            self.leaving -= set(live.tolist())
+            return
+        comes = parts[3] == "shared::cluster"
+        inside, outside = ins.operands[:2] if comes else ins.operands[1::-1]
+        size = machine.value(ins.operands[2], "u32")[live].astype(np.int64)
+        source = machine.address(outside, "u64", live)
+        place = machine.address(inside, "u32", live).astype(np.int64)
+        if (size % 16).any() or (size <= 0).any() or (place % 16).any() or (source % np.uint64(16)).any():
+            raise TensorFault(f"no whole pieces: {ins.text}")
+        for number, thread in enumerate(live):
+            where, block = place[number] + np.arange(size[number]), np.full(size[number], thread // machine.threads)
+            if where.max() >= machine.shared.shape[1]:
+                raise TensorFault(f"outside shared memory: {ins.text}")
+            machine.pipeline.check(block, where, ins.text)
+            starts = source[number] + np.arange(0, size[number], 16, dtype=np.uint64)
+            if comes:
+                machine.claim(block[None], where[None], live[number : number + 1], ins)
+                machine.units.unseen[block, where] = -1  # no thread wrote them
+                machine.shared[block, where] = machine.memory.read(starts, 16, ins.text).reshape(-1)
+                machine.pipeline.busy[block, where] = True
+                barrier = self._at((int(block[0]), int(machine.address(ins.operands[3], "u32", live)[number])), ins)
+                if not barrier.known:
+                    raise TensorFault(f"tells a barrier that may not be there: {ins.text}")
+                barrier.bytes -= int(size[number])
+                barrier.places.append(where)
+                continue
+            if (machine.units.unseen[block, where] >= 0).any():
+                raise TensorFault(f"sends what has not passed a proxy fence: {ins.text}")
+            if (machine.last_writer[block, where] >= 0).any():
+                raise TensorFault(f"sends before a barrier what was written: {ins.text}")
+            pieces = machine.shared[block, where].reshape(-1, 16)
+            machine.memory.write(starts, pieces, np.full(len(starts), thread), ins.text)
+            self.leaving.add(int(thread))
 
     def store(self, ins: Instruction, on: np.ndarray) -> None:
         """st.async of words."""

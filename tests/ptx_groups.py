@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tests.ptx_machine import Instruction, Machine
 
 GROUP, ROWS, LINE = 128, 64, 128
+TYPES = {"tf32": "float32", "bf16": "bfloat16", "f16": "float16"}
 _SHAPE = re.compile(r"m64n(\d+)k(\d+)")
 
 
@@ -94,7 +95,8 @@ class Units:
         assert found is not None
         columns, terms, kind = int(found[1]), int(found[2]), parts[6]
         names = [n.strip() for n in ins.operands[0].strip("{}").split(",")]
-        turned = [bool(int(x)) for x in ins.operands[6:8]] or [False, False]
+        turned = [bool(int(x)) for x in ins.operands[6:8]]
+        turned = [False] * (2 - len(turned)) + turned  # registers lie one way only
         threads = slice(group * GROUP, (group + 1) * GROUP)
         operands = []
         for number, (rows, across) in enumerate(zip((ROWS, columns), turned, strict=True)):
@@ -119,16 +121,20 @@ class Units:
             machine.set(name, full, on)
 
     def _fragments(self, operand: str, kind: str, group: int, ins: Instruction) -> np.ndarray:
-        """The left operand [64, 8] that lanes hold: rows ``lane / 4`` and eight more, terms ``lane % 4`` and 4 more."""
-        assert kind == "tf32"
+        """The left operand [64, terms] in registers: rows ``lane / 4`` and 8 more, words ``lane % 4`` and 4 more."""
         names = [n.strip() for n in operand.strip("{}").split(",")]
         threads = slice(group * GROUP, (group + 1) * GROUP)
         words = np.stack([self.machine.value(n, "b32")[threads] for n in names], -1)
-        _check_rounded(words, ins)
+        if kind == "tf32":
+            _check_rounded(words, ins)
+        dtype = numpy_dtype(TYPES[kind])
+        many = 4 // dtype.itemsize  # terms of a word
         lane = np.arange(GROUP)
-        row, term, found = lane // 32 * 16 + lane % 32 // 4, lane % 4, np.zeros((ROWS, 8))
+        row, term, found = lane // 32 * 16 + lane % 32 // 4, lane % 4 * many, np.zeros((ROWS, 8 * many))
         for k in range(4):
-            found[row + 8 * (k % 2), term + 4 * (k // 2)] = words.view(np.float32)[:, k]
+            values = np.ascontiguousarray(words[:, k]).view(dtype).astype(np.float64).reshape(GROUP, many)
+            for n in range(many):
+                found[row + 8 * (k % 2), term + n + 4 * many * (k // 2)] = values[:, n]
         none, block = np.zeros(0, np.int64), group * GROUP // self.machine.threads
         self.under_way.append(Reads(group, int(self.committed[group]), block, none, frozenset(names)))
         return found
@@ -141,7 +147,7 @@ class Units:
         if words >> 62 != 1 or words >> 49 & 7:
             raise TensorFault(f"no swizzle of 128 bytes from an aligned atom: {ins.text[:60]}")
         start, leading, stride = words << 4 & 0x3FFFF, words >> 12 & 0x3FFF0, words >> 28 & 0x3FFF0
-        dtype = numpy_dtype({"tf32": "float32", "bf16": "bfloat16", "f16": "float16"}[kind])
+        dtype = numpy_dtype(TYPES[kind])
         item = dtype.itemsize
         if turned and item != 2:
             raise TensorFault(f"only 16-bit operands may lie across: {ins.text[:60]}")

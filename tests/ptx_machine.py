@@ -247,11 +247,12 @@ class Machine:
         if name == "bra":
             self.pc[on] = self.kernel.labels[ins.operands[0]]
         elif name == "ret":
+            if self.barriers.leaving & set(np.flatnonzero(on).tolist()):
+                raise Fault("ends before its bulk copies have left")
             self.pc[on] = len(self.kernel.code)
         elif name == "bar" or (name == "barrier" and parts[2] == "wait"):
             self.last_writer[:], self.last_reader[:] = -1, -1
-            if name == "barrier":
-                self.barriers.meet()
+            self.barriers.meet(cluster=name == "barrier")
         elif name == "shfl":
             values = self.value(ins.operands[1], "b32")
             distance, place = int(ins.operands[2]), self.thread % 32
@@ -272,6 +273,8 @@ class Machine:
             pass  # arrives at the barrier that it then waits at
         elif name == "mapa":
             ptx_tensor.address_of_block(self, ins, on)
+        elif ins.op.startswith("cp.async.bulk."):
+            self.barriers.bulk(ins, parts, on)
         elif name == "cp":
             self.pipeline.step(ins, parts, on)
         elif name == "ldmatrix":

@@ -345,7 +345,7 @@ def test_decision_round_trip():
 # ------------------------------------------------------------ errors
 
 @pytest.mark.parametrize("options", [{"mode": "fast"}, {"tune": "never"}, {"tolerance": 0}, {"workspace_limit": -1},
-                                     {"total_workspace": 1.5}])
+                                     {"total_workspace": 1.5}, {"convolution_accuracy": "any"}])
 def test_impossible_options(options):
     with pytest.raises(UsageError) as error:
         jcuts.optimize(scaled, **options)

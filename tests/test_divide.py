@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 
 import jax
@@ -13,14 +14,15 @@ from rich.console import Console
 import jcuts
 from jcuts import divide, pipeline
 from jcuts.base import knobs
-from jcuts.base.errors import WorkerFailed
+from jcuts.base.errors import CandidateRejected, WorkerFailed
 from jcuts.base.settings import Settings
 from jcuts.microbatch.benchmark import Found
 from jcuts.microbatch.convolution import Convolution
 from jcuts.microbatch.database import Database
 from jcuts.microbatch.table import Micro
 from jcuts.trace import jaxapi
-from jcuts.tune.convolutions import Measurer, measured, this_device
+from jcuts.tune import divisions
+from jcuts.tune.convolutions import Measurer, measured, measured_in_slices, this_device, to_slice
 from jcuts.xla import cudnn
 from jcuts.xla.convolutions import Site
 
@@ -95,7 +97,7 @@ def test_every_convolution_of_a_training_step_is_divided(host_cudnn, cache_dir):
     host_cudnn.calls()
     close(fast(*args), step(*args))
     launched = [call for call in host_cudnn.calls() if "algorithm=" in call]
-    assert len(launched) == 10 and all("n=3 algorithm=2 math=0" in call for call in launched)
+    assert len(launched) == 10 and all("n=3 k=8 algorithm=2 math=0" in call for call in launched)
     text = str(report)
     assert "5 of 5 convolutions by cuDNN: workspaces of 120.0 KiB in all, 24.0 KiB at once" in text
     assert "front of" in text and "ffi_call" not in text.split("note:")[0]
@@ -293,13 +295,61 @@ def test_sizes_that_fill_the_limit_are_measured_too(host_cudnn, cache_dir, monke
         asked.append((batch, limit, precision))
         return (3,)
 
-    monkeypatch.setattr(divide, "sizes_between", between)
+    monkeypatch.setattr(divisions, "sizes_between", between)
     x, w = np.ones((4, 5, 5, 4), np.float32), np.ones((3, 3, 4, 4), np.float32)
     with knobs.scope(max_candidates=1):
         jcuts.optimize(layer, mode="fusion", workspace_limit=1 << 20, total_workspace=1 << 19)(x, w)
     assert asked == [(4, 1 << 19, "tf32")]
     sizes = {entry.batch for entry in Database(cache_dir / "microbatch.sqlite").entries()}
     assert sizes == {1, 2, 3, 4}
+
+
+def test_what_slices_make_fit_is_measured_once(host_cudnn, cache_dir, monkeypatch):
+    def wide(x, w):
+        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NCHW", "OIHW", "NCHW"))
+
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((4, 2, 4, 4)).astype(np.float32)
+    w = rng.standard_normal((16, 2, 3, 3)).astype(np.float32)
+    (site,) = (s for s in divide.sites(jax.make_jaxpr(wide)(x, w)) if isinstance(s, Site))
+    device, database = this_device("cpu"), Database(cache_dir / "microbatch.sqlite")
+    transform = cudnn.algorithms("forward").index("cudnn/FFT")
+    for n in (1, 2, 4):  # one sample of the transform fits
+        micros = [Micro(n, "cudnn/IMPLICIT_GEMM", "tf32", 1.0 * n, 0),
+                  Micro(n, "cudnn/FFT", "tf32", 0.01 + 0.001 * n, n * transform * SPACE)]  # fmt: skip
+        database.record(device, site.convolution, n, micros)
+    closed, limit = jax.make_jaxpr(wide)(x, w), 2 * transform * SPACE - 1
+    settings, asked = Settings(mode="fusion", workspace_limit=limit), []
+    slices = Measurer.slices
+    monkeypatch.setattr(Measurer, "slices", lambda self, c, n, wanted: asked.append(n) or slices(self, c, n, wanted))
+    for _ in range(2):
+        divisions._database.cache_clear()  # another process
+        (row,) = divide.divided(closed, settings, "cpu", may_measure=True).rows
+    assert asked == [2] and row.division == "2 x 2 cudnn/FFT/slices=2:tf32"  # two slices of 4 samples do not fit
+    assert row.undivided == 4.0 and row.workspace == transform * SPACE
+    remarks = Database(cache_dir / "microbatch.sqlite").remarks(device, site.convolution, 2)
+    assert remarks == {"slices": f"cudnn/FFT tf32 {limit}"}
+    host_cudnn.calls()
+    fast = jcuts.optimize(wide, mode="fusion", workspace_limit=limit, tune="cached")
+    close(fast(x, w), wide(x, w))
+    calls = [call for call in host_cudnn.calls() if "k=8 algorithm=4" in call]
+    assert len(calls) == 4
+
+
+def test_slices_that_fail_are_not_tried_again(host_cudnn, cache_dir, monkeypatch):
+    c = Convolution("forward", 2, 16, (4, 4), (3, 3))
+    device, database = this_device("cpu"), Database(None)
+    for n in (1, 2):
+        database.record(device, c, n, [Micro(n, "cudnn/FFT", "float32", 0.01, 1000 * n)])
+
+    def none(*_):
+        raise CandidateRejected("none runs", reason="x")
+
+    monkeypatch.setattr(Measurer, "slices", none)
+    with Measurer(device, "cpu", seconds=0.01) as measurer:
+        table = measured_in_slices(c, 2, (999,), ("float32",), database, measurer)
+    assert len(table.micros) == 2 and not to_slice(c, 2, (999,), ("float32",), database, device)
+    assert to_slice(c, 2, (998,), ("float32",), database, device)  # another limit is another question
 
 
 def test_a_crash_costs_one_algorithm(host_cudnn, cache_dir, monkeypatch):
@@ -385,9 +435,28 @@ def test_times_taken_otherwise_are_not_used(host_cudnn, cache_dir, monkeypatch):
     monkeypatch.setattr("jcuts.tune.convolutions.TIMING", 10**6)
     rows = divide.divided(closed, settings, "cpu", may_measure=False).rows
     assert {row.why for row in rows} == {divide.NOT_TIMED}
-    assert this_device("cpu", tolerance=60.0) != this_device("cpu")
+    assert this_device("cpu", accuracy="vendor") != this_device("cpu")
+    other = dataclasses.replace(settings, convolution_accuracy="vendor")
+    assert {row.why for row in divide.divided(closed, other, "cpu", may_measure=False).rows} == {divide.NOT_TIMED}
     with knobs.scope(cudnn_graphs=True):
         assert "in calls" in this_device("cpu").library  # the host has no graphs
+
+
+def test_calls_may_be_captured_unless_the_user_says_no(host_cudnn, cache_dir, monkeypatch):
+    args = arguments()
+    fill(net, *args)
+    closed, settings = jax.make_jaxpr(net)(*args), Settings(mode="fusion", tune="cached", workspace_limit=1 << 20)
+    asked, call_site = [], divide.call_site
+
+    def recorded(*args, graph, **more):
+        asked.append(graph)
+        return call_site(*args, graph=graph, **more)
+
+    monkeypatch.setattr(divide, "call_site", recorded)
+    for chosen in ({}, {"cudnn_graphs": False}):
+        with knobs.scope(**chosen):
+            divide.divided(closed, settings, "cpu", may_measure=False)
+    assert asked == [True] * 2 + [False] * 2
 
 
 @pytest.mark.parametrize("reason, later", [("memory", True), ("disk", True), ("timeout", False)])
@@ -401,7 +470,7 @@ def test_what_is_nobody_s_fault_is_tried_again(host_cudnn, cache_dir, monkeypatc
     monkeypatch.setattr(Measurer, "_ask", lambda *_: failure)
     found = divide.divided(closed, Settings(workspace_limit=1 << 20), "cpu", may_measure=True)
     assert found.postponed == later and not found.rows[0].division
-    divide._database.cache_clear()  # another process
+    divisions._database.cache_clear()  # another process
     remarks = Database(cache_dir / "microbatch.sqlite").remarks(this_device("cpu"), site.convolution, BATCH)
     assert remarks == ({} if later else {"xla": "as the test asked"})
 
@@ -417,7 +486,7 @@ def test_a_library_that_fails_is_asked_once(host_cudnn, cache_dir, monkeypatch):
     x, w = np.ones((BATCH, 5, 5, 2), np.float32), np.ones((3, 3, 2, 2), np.float32)
     closed = jax.make_jaxpr(layer)(x, w)
     for _ in range(2):
-        divide._database.cache_clear()  # another process
+        divisions._database.cache_clear()  # another process
         found = divide.divided(closed, Settings(workspace_limit=1 << 20), "cpu", may_measure=True)
         assert "not timed" in found.rows[0].why
     assert asked == [BATCH]
@@ -433,7 +502,7 @@ def test_what_lacked_memory_is_measured_again_where_it_fits_the_limit(host_cudnn
     call = Measurer.__call__
     monkeypatch.setattr(Measurer, "__call__", lambda self, c, n: asked.append(n) or call(self, c, n))
     for limit, settled in ((999, True), (1000, False)):
-        divide._database.cache_clear()
+        divisions._database.cache_clear()
         asked.clear()
         settings = Settings(mode="fusion", workspace_limit=limit)
         divide.divided(closed, settings, "cpu", may_measure=True)
@@ -452,7 +521,7 @@ def test_what_another_process_kept_from_being_timed_is_timed_later(host_cudnn, c
 
     monkeypatch.setattr(pipeline, "_unusable", lambda _: "no compiler")
     with monkeypatch.context() as patch:
-        patch.setattr(divide, "measuring_lock", lambda **_: contextlib.nullcontext(False))
+        patch.setattr(divisions, "measuring_lock", lambda **_: contextlib.nullcontext(False))
         assert planned().postponed
     report = planned()
     assert not report.postponed and report.divisions[0].xla_seconds is not None

@@ -241,3 +241,35 @@ def test_a_program_with_every_kernel_competes(monkeypatch, worth):
             assert len(seen) == 1 and again.explain(x, w, b).guard["chosen"] == "jcuts/plain/every"
     finally:
         api.set_default_store(None)
+
+
+def test_programs_without_kernels_that_are_far_behind_by_measurement_do_not_race():
+    def outcome(*subsets):
+        names = ("chosen", "origin", "count", "seconds", "xla_seconds")
+        rows = [types.SimpleNamespace(**dict(zip(names, subset, strict=True))) for subset in subsets]
+        return types.SimpleNamespace(report=types.SimpleNamespace(subsets=rows))
+
+    fast, bare, other = Form(("scales",)), Form(("scales",), "none"), Form(("scales", "dots"), "none")
+    kernels = [("point", "measured", 3, 1e-6, 2e-6), ("point", "measured", 1, 1e-6, 3e-6)]
+    left = ("xla", "measured", 9, 1e-6, 1e-9)
+    found = {fast: outcome(*kernels, left), bare: outcome(left), other: outcome(left)}
+    (name,) = forms.left_behind(found)
+    assert name == bare and "jcuts/scales are 2.2 times" in forms.left_behind(found)[bare]
+    assert not forms.left_behind({**found, fast: outcome(("point", "measured", 1, 1e-6, 1.9e-6))})
+    assert not forms.left_behind({**found, fast: outcome(("point", "estimated", 1, 1e-6, 9e-6))})
+    assert not forms.left_behind({fast: outcome(), bare: outcome(left)})
+
+
+def test_float64_results_that_cannot_be_had_early_are_asked_for_again(monkeypatch):
+    x = values(4, 4)
+    judge = forms.Exact(jax.make_jaxpr(jnp.sin)(x), [x], 1.0, "cpu")
+    monkeypatch.setattr(judge, "_run", lambda: (_ for _ in ()).throw(MemoryError("no room")))
+    judge.ahead()
+    assert judge.reference() is None  # and now it is known
+    monkeypatch.undo()
+    again = forms.Exact(jax.make_jaxpr(jnp.sin)(x), [x], 1.0, "cpu")
+    monkeypatch.setattr(again, "_run", lambda: (_ for _ in ()).throw(MemoryError("no room")))
+    again.ahead()
+    monkeypatch.undo()
+    (found,) = again.reference()
+    np.testing.assert_allclose(found, np.sin(np.asarray(x).astype(np.float64)), rtol=1e-15)

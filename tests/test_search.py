@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jcuts import levels, search
+from jcuts import covers, levels, search
 from jcuts.base.settings import Form, Settings
 from jcuts.region import gpu
 from jcuts.trace.inline import inline
@@ -200,7 +200,7 @@ def inverted(x, w, f, v):
 
 @pytest.mark.parametrize("times, whole", [((3.0, 2.0, 2.0, 6.0), True), ((3.0, 2.0, 2.0, 8.0), False),
                                           ((3.0, None, 2.0, 8.0), True), ((3.0, 2.0, 2.0, None), False)])  # fmt: skip
-def test_a_block_takes_the_place_of_its_parts_where_it_is_measured_to_be_faster(times, whole, monkeypatch):
+def test_a_block_takes_the_place_of_its_parts_where_it_is_measured_to_be_faster(times, whole, monkeypatch, store):
     shapes = (8, 28, 28, 16), (16, 48), (3, 3, 1, 48), (48, 16)
     level = gpu_level(inverted, *(np.ones(s, np.float32) for s in shapes))
     monkeypatch.setattr(levels.gpus, "machine", lambda: gpu.GpuMachine(132))
@@ -225,12 +225,59 @@ def test_a_block_takes_the_place_of_its_parts_where_it_is_measured_to_be_faster(
         chosen = level.subsets[0].chosen
         assert chosen is not None and dict(chosen.params)["cuda"] == "block"
         assert level.subsets[0].members == frozenset(range(len(level.graph.nodes))) and not level.left_out
+    again = gpu_level(inverted, *(np.ones(s, np.float32) for s in shapes))
+    known = {s.identity: s for s in level.subsets}
+
+    def restored(subsets, settings, *, may_measure, shares, device):
+        assert not may_measure and device and set(shares) == set(known)
+        for subset in subsets:
+            assert subset.space == known[subset.identity].space
+            subset.choice = Measured(1.0)
+        return shares
+
+    monkeypatch.setattr(search.session, "choose", restored)
+    monkeypatch.setattr(levels.gpu, "candidates", None)  # nobody ranks anything
+    assert search.select(again, AUTO, may_measure=False, platform="cuda").origin == "stored"
+    assert covers.stored(again) == covers.stored(level) and again.left_out == level.left_out
+    assert [s.program for s in again.subsets] == [s.program for s in level.subsets]
+
+
+def test_a_stored_cover_of_a_gpu_that_does_not_fit_is_searched_again(monkeypatch, store, caplog):
+    level = gpu_level(fn, X, X)
+    monkeypatch.setattr(levels.gpus, "machine", lambda: gpu.GpuMachine(132))
+    monkeypatch.setattr(search.gpus, "this", lambda: levels.gpus.Gpu("H200", (9, 0), 132))
+    right = covers.stored(level)
+    first, *others = right["subsets"]
+    for damage in ({**right, "subsets": [[[900], 0]]}, {**right, "subsets": [first, first]}, {"subsets": []},
+                   {**right, "programs": ["{}"]}, {**right, "subsets": [[first[0], 99], *others]}):  # fmt: skip
+        store.put_partition(search.partition_key(level, AUTO, "cuda"), {"covers": [damage]})
+        again = gpu_level(fn, X, X)
+        monkeypatch.setattr(search.session, "choose", lambda subsets, *_, **more: more["shares"])
+        assert search.select(again, AUTO, may_measure=False, platform="cuda").origin == "greedy"
+        assert "does not fit" in caplog.text
+        caplog.clear()
+
+
+def test_operations_stay_apart_where_nothing_is_to_be_fused(monkeypatch, store):
+    monkeypatch.setattr(levels.gpus, "machine", lambda: gpu.GpuMachine(132))
+    monkeypatch.setattr(search.gpus, "this", lambda: levels.gpus.Gpu("H200", (9, 0), 132))
+    monkeypatch.setattr(search.session, "choose", lambda subsets, *_, **more: more["shares"])
+    x, w = np.ones((2048, 256), np.float32), np.ones((256, 256), np.float32)
+    headed = {}
+    for mode in ("fusion", "no_fusion"):
+        closed = jax.make_jaxpr(lambda x, w, s: jnp.maximum(x * s, 0.0) @ w)(x, w, x[0])
+        settings = Settings(mode=mode)
+        level = levels.group(simplify(inline(closed)), settings, levels.Fuel(), "cuda")
+        search.select(level, settings, may_measure=True, platform="cuda")
+        headed[mode] = sorted(len(s.members) for s in level.subsets)
+    assert max(headed["fusion"]) == 3 and set(headed["no_fusion"]) == {1}
 
 
 @dataclasses.dataclass
 class Measured:
     time: float | None
     winner: str = ""
+    origin: str = "measured"
     is_postponed: bool = False
 
     def seconds(self, winner):
@@ -244,7 +291,7 @@ def test_every_equation_is_in_a_subset_or_left_to_xla_with_a_reason():
     assert small and len(level.subsets) < len(level.grouping.subsets)
     stored = [sorted(s.members) for s in level.subsets]
     for cover in (stored, []):  # what the database has leaves out what was too small
-        assert level.use_stored(cover)
+        assert covers.use(level, cover)
         mine = {m for s in level.subsets for m in s.members}
         assert mine == {m for members in cover for m in members} and mine | set(level.left_out) == everything
         assert not mine & set(level.left_out)

@@ -99,7 +99,7 @@ class Knobs:
     disable: bool = _knob(_boolean, "leave every function to XLA as it is", default=False)
     native: Path | None = _knob(_path, "native library to load instead of the installed one", default=None)
     cudnn: Path | None = _knob(_path, "cuDNN library to open instead of the one that JAX uses", default=None)
-    cudnn_graphs: bool = _knob(_boolean, "let XLA capture cuDNN's calls into CUDA graphs", default=False)
+    cudnn_graphs: bool = _knob(_boolean, "let XLA capture cuDNN's calls into CUDA graphs", default=True)
     threads: int | None = _knob(_integer(1), "most threads that one kernel uses (default: XLA's pool)", default=None)
     compile_workers: int | None = _knob(
         _integer(1), "processes that compile kernels (default: one per core)", default=None

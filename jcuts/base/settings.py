@@ -8,6 +8,7 @@ from jcuts.base.errors import UsageError
 
 MODES = ("no_fusion", "fusion", "mixed")
 TUNE = ("auto", "cached", "off")
+ACCURACIES = ("exact", "vendor")
 REGIONS = ("all", "anchored", "absorbing", "none", "every")
 PLAIN = "plain"
 
@@ -58,6 +59,8 @@ class Settings:
         tolerance: allowed error as a multiple of XLA's own error against float64 (2.0 by default).
         workspace_limit: bytes per convolution (WR), or None.
         total_workspace: bytes per network (WD), or None.
+        convolution_accuracy: which algorithms count as float32 where a limit is set: ``exact`` ones, or whatever the
+            vendor's library computes in float32 (``vendor``).
         strict: raise ``UnsupportedError`` instead of leaving an equation to XLA.
         form: set by the last guard, not by users: how the whole function is planned; None is the plain form.
     """
@@ -67,6 +70,7 @@ class Settings:
     tolerance: float = 2.0
     workspace_limit: int | None = None
     total_workspace: int | None = None
+    convolution_accuracy: str = "exact"
     strict: bool = False
     form: Form | None = None
 
@@ -77,6 +81,11 @@ class Settings:
             raise UsageError(f"tune={self.tune!r} is unknown: choose one of {TUNE}", tune=self.tune)
         if not (isinstance(self.tolerance, (int, float)) and self.tolerance > 0):
             raise UsageError(f"tolerance={self.tolerance!r} must be a positive number", tolerance=self.tolerance)
+        if self.convolution_accuracy not in ACCURACIES:
+            raise UsageError(
+                f"convolution_accuracy={self.convolution_accuracy!r} is unknown: choose one of {ACCURACIES}",
+                convolution_accuracy=self.convolution_accuracy,
+            )
         for name in ("workspace_limit", "total_workspace"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):

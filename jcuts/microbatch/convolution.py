@@ -13,6 +13,8 @@ from jcuts.base.errors import UsageError
 
 ALIGNMENT = 16
 """Bytes that kernels may load at once: every micro-batch begins at a multiple of it."""
+LEAST_SLICE = 8
+"""Channels of the outputs that are worth a call of their own."""
 KINDS = ("forward", "backward_data", "backward_filter")
 LAYOUTS = ("NCHW", "NHWC")
 
@@ -125,6 +127,25 @@ class Convolution:
         item = {"float64": 8, "float32": 4}.get(self.dtype, 2)
         image, result = math.prod(self.spatial) * self.channels, math.prod(self.result) * self.outputs
         return ALIGNMENT // math.gcd(ALIGNMENT, item * image, item * result)
+
+    @property
+    def slices(self) -> tuple[int, ...]:
+        """In how many equal slices the outputs' channels may be computed one after the other, ascending; not 1.
+
+        Slices are contiguous in the filter and in every sample of the result, and begin at multiples of `ALIGNMENT`.
+
+        >>> Convolution("forward", 64, 192, (27, 27), (5, 5)).slices
+        (2, 3, 4, 6, 8, 12, 16, 24)
+        """
+        if self.groups > 1 or self.layout != "NCHW":
+            return ()
+        item = {"float64": 8, "float32": 4}.get(self.dtype, 2)
+        place, taps = item * math.prod(self.result), item * math.prod(self.window) * self.channels
+        return tuple(
+            n
+            for n in range(2, self.outputs // LEAST_SLICE + 1)
+            if self.outputs % n == 0 and not any(self.outputs // n * size % ALIGNMENT for size in (place, taps))
+        )
 
     def flops(self, batch: int) -> int:
         """Multiply-adds of a batch, counted twice [FLOP]; the same for the three kinds."""

@@ -15,22 +15,22 @@ On network file systems give every writer a file of its own, and merge them.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jcuts.base.errors import CacheError, UsageError
 from jcuts.base.sqlitefile import DamagedFile, ForeignFile, SqliteFile, is_damaged
+from jcuts.microbatch import rows
 from jcuts.microbatch.convolution import Convolution
 from jcuts.microbatch.errors import ForeignDeviceError, MissingTimesError
 from jcuts.microbatch.network import Network
+from jcuts.microbatch.rows import Device, Entry
 from jcuts.microbatch.table import Micro, Table
 
 SCHEMA = 1
@@ -38,55 +38,6 @@ APPLICATION_ID = 0x6A636D62  # 'jcmb', shown by file(1)
 _log = logging.getLogger("jcuts.microbatch")
 
 MEMORY = "memory"
-_REMARKS = """
-CREATE TABLE IF NOT EXISTS remarks (
-    device INTEGER NOT NULL, convolution INTEGER NOT NULL, batch INTEGER NOT NULL, name TEXT NOT NULL,
-    value TEXT NOT NULL, PRIMARY KEY (device, convolution, batch, name)) WITHOUT ROWID
-"""
-"""Files made before there were remarks get the table with the first of them."""
-_TABLES = """
-CREATE TABLE devices (
-    id INTEGER PRIMARY KEY, name TEXT NOT NULL, driver TEXT NOT NULL, library TEXT NOT NULL,
-    UNIQUE (name, driver, library));
-CREATE TABLE convolutions (id INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE, description TEXT NOT NULL);
-CREATE TABLE searched (
-    device INTEGER NOT NULL REFERENCES devices, convolution INTEGER NOT NULL REFERENCES convolutions,
-    batch INTEGER NOT NULL, created REAL NOT NULL, PRIMARY KEY (device, convolution, batch)) WITHOUT ROWID;
-CREATE TABLE timings (
-    device INTEGER NOT NULL, convolution INTEGER NOT NULL, batch INTEGER NOT NULL,
-    algorithm TEXT NOT NULL, math TEXT NOT NULL, seconds REAL NOT NULL, workspace INTEGER NOT NULL,
-    PRIMARY KEY (device, convolution, batch, algorithm, math)) WITHOUT ROWID;
-CREATE TABLE networks (name TEXT PRIMARY KEY, description TEXT NOT NULL, created REAL NOT NULL);
-"""
-
-
-@dataclass(frozen=True, order=True)
-class Device:
-    """What times are valid for.
-
-    Attributes: name: e.g. "NVIDIA H200"; driver: its version; library: everything else that decides times, with
-    versions, e.g. "cuDNN 9.19.0, jaxlib 0.11.2".
-    """
-
-    name: str
-    driver: str
-    library: str
-
-    def __str__(self) -> str:
-        return f"{self.name} (driver {self.driver}, {self.library})"
-
-
-@dataclass(frozen=True)
-class Entry:
-    """Everything measured of one convolution at one batch size on one device, and when (seconds since 1970)."""
-
-    device: Device
-    convolution: Convolution
-    batch: int
-    micros: tuple[Micro, ...]
-    created: float
-    remarks: Mapping[str, str] = field(default_factory=dict, compare=False)
-
 
 class Database:
     """Times by device, convolution and batch size; networks by name.
@@ -96,7 +47,7 @@ class Database:
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
         self.path = None if path is None else Path(path)
-        self._file = self.path and SqliteFile(self.path, tables=_TABLES, application=APPLICATION_ID, schema=SCHEMA)
+        self._file = self.path and SqliteFile(self.path, tables=rows.TABLES, application=APPLICATION_ID, schema=SCHEMA)
         self._memory: dict[tuple[Device, str, int], Entry] = {}
         self._networks: dict[str, Network] = {}
         self._fresh: set[tuple[Device, str, int]] = set()
@@ -118,13 +69,13 @@ class Database:
         entry = _entry(device, convolution, batch, micros, time.time(), remarks or {})
         with self._lock:
             self._fresh.add((device, convolution.key, batch))
-            if not self._write(lambda db: _insert(db, entry)):
+            if not self._write(lambda db: rows.insert(db, entry)):
                 self._memory[device, convolution.key, batch] = entry
 
     def record_network(self, network: Network) -> None:
         """Stores a network under its name, replacing an earlier one.  Raises: as `record`."""
         with self._lock:
-            if not self._write(lambda db: _insert_network(db, network, time.time())):
+            if not self._write(lambda db: rows.insert_network(db, network, time.time())):
                 self._networks[network.name] = network
 
     def merge(self, paths: Iterable[str | os.PathLike[str]]) -> int:
@@ -152,10 +103,10 @@ class Database:
 
         def work(db: sqlite3.Connection) -> None:
             for entry in taken:
-                _insert(db, entry)
+                rows.insert(db, entry)
             for network, created in networks.values():
                 if created > known_networks.get(network.name, -1.0):
-                    _insert_network(db, network, created)
+                    rows.insert_network(db, network, created)
 
         if not self._write(work):
             raise self.errors[-1] if self.errors else CacheError("a database in memory cannot take over others")
@@ -165,8 +116,8 @@ class Database:
 
     def devices(self) -> tuple[Device, ...]:
         """Devices with times, sorted."""
-        rows = self._read("SELECT name, driver, library FROM devices WHERE id IN (SELECT device FROM searched)", ())
-        return tuple(sorted({Device(*row) for row in rows} | {key[0] for key in self._memory}))
+        found = self._read("SELECT name, driver, library FROM devices WHERE id IN (SELECT device FROM searched)", ())
+        return tuple(sorted({Device(*row) for row in found} | {key[0] for key in self._memory}))
 
     def device(self, name: str | None = None) -> Device:
         """The device of this name, or that contains it as text; None: the only one.
@@ -262,48 +213,14 @@ class Database:
         return [found[batch] for batch in sorted(found)]
 
     def _load(self, condition: str, values: tuple[object, ...]) -> list[Entry]:
-        # One statement: a writer's transaction is seen whole or not at all.
-        rows = self._read(
-            "SELECT d.name, d.driver, d.library, c.description, s.batch, s.created, t.algorithm, t.math, t.seconds,"
-            " t.workspace FROM searched s JOIN devices d ON d.id = s.device JOIN convolutions c ON c.id = s.convolution"
-            " LEFT JOIN timings t ON t.device = s.device AND t.convolution = s.convolution AND t.batch = s.batch"
-            f" WHERE 1 {condition} ORDER BY s.device, s.convolution, s.batch, t.algorithm, t.math",
-            values,
-        )
-        remarks = self._load_remarks()
-        grouped: dict[tuple[Any, ...], list[Micro]] = {}
         try:
-            for *owner, algorithm, maths, seconds, workspace in rows:
-                micros = grouped.setdefault(tuple(owner), [])
-                if algorithm is not None:
-                    micros.append(Micro(owner[4], algorithm, maths, seconds, workspace))
-            texts = {text: Convolution.from_json(json.loads(text)) for text in {owner[3] for owner in grouped}}
-            return [
-                Entry(
-                    Device(*owner[:3]), texts[owner[3]], owner[4], tuple(micros), owner[5], remarks.get(owner[:5], {})
-                )
-                for owner, micros in grouped.items()
-            ]
+            return rows.entries(self._read, condition, values)
         except (UsageError, ValueError, TypeError) as error:  # somebody edited a row
             raise CacheError(f"{self._where}: an entry cannot be understood: {error}", path=self._where) from None
 
-    def _load_remarks(self) -> dict[tuple[Any, ...], dict[str, str]]:
-        if not self._read("SELECT 1 FROM sqlite_master WHERE name = 'remarks'", ()):
-            return {}
-        rows = self._read(
-            "SELECT d.name, d.driver, d.library, c.description, r.batch, r.name, r.value FROM remarks r"
-            " JOIN devices d ON d.id = r.device JOIN convolutions c ON c.id = r.convolution",
-            (),
-        )
-        found: dict[tuple[Any, ...], dict[str, str]] = {}
-        for *owner, name, value in rows:
-            found.setdefault(tuple(owner), {})[name] = value
-        return found
-
     def _stored_networks(self) -> list[tuple[Network, float]]:
-        rows = self._read("SELECT description, created FROM networks ORDER BY name", ())
         try:
-            found = [(Network.from_json(json.loads(text)), created) for text, created in rows]
+            found = rows.networks(self._read)
         except (UsageError, ValueError) as error:
             raise CacheError(f"{self._where}: a network cannot be understood: {error}", path=self._where) from None
         return found + [(network, time.time()) for network in list(self._networks.values())]
@@ -378,31 +295,3 @@ def _entry(
         raise UsageError(f"times of other batch sizes among those of {batch}", batch=batch)
     Table(convolution, tuple(micros))  # checks maths and doubles
     return Entry(device, convolution, batch, tuple(micros), created, dict(remarks))
-
-
-def _insert(db: sqlite3.Connection, entry: Entry) -> None:
-    device, convolution = entry.device, entry.convolution
-    triple = (device.name, device.driver, device.library)
-    db.execute("INSERT OR IGNORE INTO devices (name, driver, library) VALUES (?, ?, ?)", triple)
-    db.execute(
-        "INSERT OR IGNORE INTO convolutions (key, description) VALUES (?, ?)",
-        (convolution.key, json.dumps(convolution.to_json(), sort_keys=True)),
-    )
-    where = "name = ? AND driver = ? AND library = ?"
-    (d,) = db.execute(f"SELECT id FROM devices WHERE {where}", triple).fetchone()
-    (c,) = db.execute("SELECT id FROM convolutions WHERE key = ?", (convolution.key,)).fetchone()
-    owner = (d, c, entry.batch)
-    db.execute("DELETE FROM timings WHERE device = ? AND convolution = ? AND batch = ?", owner)
-    db.execute("INSERT OR REPLACE INTO searched VALUES (?, ?, ?, ?)", (*owner, entry.created))
-    db.executemany(
-        "INSERT INTO timings VALUES (?, ?, ?, ?, ?, ?, ?)",
-        [(*owner, m.algorithm, m.math, m.seconds, m.workspace) for m in entry.micros],
-    )
-    db.execute(_REMARKS)
-    db.execute("DELETE FROM remarks WHERE device = ? AND convolution = ? AND batch = ?", owner)
-    db.executemany("INSERT INTO remarks VALUES (?, ?, ?, ?, ?)", [(*owner, *pair) for pair in entry.remarks.items()])
-
-
-def _insert_network(db: sqlite3.Connection, network: Network, created: float) -> None:
-    text = json.dumps(network.to_json(), sort_keys=True)
-    db.execute("INSERT OR REPLACE INTO networks VALUES (?, ?, ?)", (network.name, text, created))

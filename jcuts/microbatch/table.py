@@ -13,6 +13,26 @@ TICK = 1e-12
 """Seconds of one tick.  Solvers add times as whole picoseconds, finer than any clock: sums are exact."""
 
 POLICIES = ("all", "powerOfTwo", "undivided")
+_SLICES = "/slices="
+
+
+def sliced(algorithm: str, slices: int) -> str:
+    """The name of an algorithm that runs on the outputs' channels in so many slices, one after the other.
+
+    >>> sliced("FFT", 3), sliced("FFT", 1)
+    ('FFT/slices=3', 'FFT')
+    """
+    return f"{algorithm}{_SLICES}{slices}" if slices > 1 else algorithm
+
+
+def unsliced(name: str) -> tuple[str, int]:
+    """The algorithm of a name, and its number of slices: the inverse of `sliced`.
+
+    >>> unsliced("FFT/slices=3"), unsliced("FFT")
+    (('FFT', 3), ('FFT', 1))
+    """
+    algorithm, mark, number = name.partition(_SLICES)
+    return (algorithm, int(number)) if mark and number.isdigit() and int(number) > 1 else (name, 1)
 
 
 def policy_sizes(policy: str, batch: int) -> tuple[int, ...]:
@@ -181,6 +201,7 @@ class Table:
     ) -> list[Micro]:
         """Micro-configurations for a batch: of the policy's sizes, within the limit, exact enough.
 
+        ``undivided`` is one call: it has no slices of the outputs either.
         Args: limit [B], or None; precision: least precision of the arithmetic, by default the dtype's own.
         """
         check_bytes("limit", limit)
@@ -190,7 +211,8 @@ class Table:
             micro
             for micro in self.micros
             if micro.batch in sizes and micro.math in maths and (limit is None or micro.workspace <= limit)
-        ]
+            and (policy != "undivided" or unsliced(micro.algorithm)[1] == 1)
+        ]  # fmt: skip
 
 
 def _loosest(dtype: str) -> str:

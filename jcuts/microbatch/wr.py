@@ -49,7 +49,7 @@ def times(
 
 
 def undivided(table: Table, batch: int, limit: int | None = None, *, precision: str | None = None) -> Division | None:
-    """What a library's own choice under the limit is: the fastest algorithm for the whole batch, or None."""
+    """What a library's own choice under the limit is: the fastest single call for the whole batch, or None."""
     best = fastest(table.candidates(batch, limit=limit, policy="undivided", precision=precision))
     return Division((best[0],)) if best else None
 

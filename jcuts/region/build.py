@@ -23,7 +23,9 @@ from jcuts.dfg.program import Acc, Axis, Buffer, Grid, Phase, Program, Red, Stor
 from jcuts.ops.layout import regroup
 from jcuts.ops.registry import FLOATS, IndexTuple, Op, TensorType
 from jcuts.region.graph import OpNode, TensorGraph
+from jcuts.region.pieces import Pieces
 
+PIECES = 1.0  # cost of a concatenation of pieces that are read from where they are
 CHEAP_PROLOGUE = 1.0  # element operations per point that may be recomputed for every use in a contraction or window
 MAX_NODES = 600  # per-point graph nodes: larger graphs compile slowly and spill
 
@@ -106,9 +108,17 @@ class Builder:
             raise Declined(Refusal(node.prim, "a reduction that other operations of the subset recompute per point"))
         saved = self.guards
         self.guards = tuple(dict.fromkeys((*saved, *guards)))
-        result = op.pull(_OpContext(self, node), index)
+        if node.pieces is not None and self._reads_pieces(node.pieces):
+            result = self.value(node.pieces.source, node.pieces.place(index, self.ranges))
+        else:
+            result = op.pull(_OpContext(self, node), index)
         self.guards = saved
         return self._select(guards, result, fill, info.type.dtype)
+
+    def _reads_pieces(self, pieces: Pieces) -> bool:
+        """Whether the pieces are made in the subset, and nothing else is known of them."""
+        cut = {t for number in pieces.slices for t in self.graph.nodes[number].outputs}
+        return pieces.slices <= self.subset and not cut & (self.anchors.keys() | self.locals.keys())
 
     def _select(self, guards: tuple[Guard, ...], value: int, fill: Scalar, dtype: str) -> int:
         if not guards:
@@ -282,10 +292,12 @@ def _build_root(
         for number in sorted(before & feeders):
             feeder = _op(graph.nodes[number])
             by_number = feeder.prim == "div" and graph.tensors[graph.nodes[number].inputs[1]].scalar is not None
-            if feeder.cost > cheap and not by_number:  # gradients of averages divide by a known number
+            pieces = graph.nodes[number].pieces
+            cost = PIECES if pieces is not None and pieces.slices <= subset else feeder.cost
+            if cost > cheap and not by_number:  # gradients of averages divide by a known number
                 return Refusal(
                     graph.nodes[number].prim,
-                    f"{feeder.cost:g} operations would be repeated for every use by {root.prim}",
+                    f"{cost:g} operations would be repeated for every use by {root.prim}",
                 )
     produced = set(root.outputs) | {t for n in after for t in graph.nodes[n].outputs}
     if any(t not in produced for t in outputs):

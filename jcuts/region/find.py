@@ -48,6 +48,7 @@ class Grouper:
         self.of: dict[int, int] = {}
         self.clusters: dict[int, Cluster] = {}
         self.memo: dict[frozenset[int], Program | Refusal] = {}
+        self.readers: dict[frozenset[int], tuple[int, ...]] = {}
 
     def run(self) -> Grouping:
         """Groups everything."""
@@ -87,7 +88,8 @@ class Grouper:
     def _producers(self, node: OpNode) -> list[int]:
         """Clusters that feed a node: those with a reduction first, latest first."""
         found: dict[int, None] = {}
-        for tensor in node.inputs:
+        joined = [self.graph.nodes[m].pieces for m in self.clusters[self.of[node.number]].members]
+        for tensor in (*node.inputs, *(p.source for p in joined if p is not None)):
             made = self.graph.tensors[tensor].producer
             if made is not None and made in self.of and self.of[made] != self.of[node.number]:
                 found.setdefault(self.of[made])
@@ -154,30 +156,30 @@ class Grouper:
         """
         inside = self.clusters[first].members | self.clusters[second].members
         highest = max(inside)
-        stack = [
-            u
-            for m in inside
-            for t in self.graph.nodes[m].outputs
-            for u in self.graph.tensors[t].users
-            if u not in inside
-        ]
+        stack = [u for c in (first, second) for u in self._readers(self.clusters[c].members) if u not in inside]
         seen: set[int] = set()
         while stack:
             number = stack.pop()
             if number in inside:
                 return True
             group = self.of.get(number)
-            members = self.clusters[group].members if group is not None else frozenset({number})
-            key = min(members)
+            key = number if group is None else group  # clusters bear the number of a member
             if key in seen:
                 continue
             seen.add(key)
             if group is None and number > highest:
                 continue
-            for m in members:
-                for t in self.graph.nodes[m].outputs:
-                    stack.extend(u for u in self.graph.tensors[t].users if u not in members)
+            stack += self._readers(frozenset({number}) if group is None else self.clusters[group].members)
         return False
+
+    def _readers(self, members: frozenset[int]) -> tuple[int, ...]:
+        """Nodes outside a set that read what it makes."""
+        found = self.readers.get(members)
+        if found is None:
+            outputs = (t for m in members for t in self.graph.nodes[m].outputs)
+            found = tuple({u for t in outputs for u in self.graph.tensors[t].users if u not in members})
+            self.readers[members] = found
+        return found
 
 
 def group(graph: TensorGraph, *, fuse: bool = True, fuel: Callable[[], bool] = lambda: True) -> Grouping:

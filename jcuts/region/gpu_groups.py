@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jcuts.dfg.program import Program
-from jcuts.region import gpu_products, gpu_rounded
+from jcuts.region import gpu_group_windows, gpu_products, gpu_rounded, gpu_streams
 from jcuts.region.gpu_group_tiling import BARRIER, HIGH, LINE, GroupTiling
 from jcuts.region.gpu_products import CLUSTER, EXIT, FETCH, LATENCY, MEMORY, PORT, SECOND, Counter
 from jcuts.region.gpu_tiles import Candidate, GpuMachine
@@ -28,8 +28,10 @@ MOST = 5
 """Tilings of one product for warp groups."""
 AGAIN = 0.95
 """What every further candidate with as many blocks per tile counts."""
-BESIDE = 64
-"""Registers for each operand that is added to the results element by element: the assembler asks for it early."""
+BESIDE = 0.5
+"""Registers per total for each operand that is added to the results one by one: the assembler asks for it early."""
+STREAMS = 3
+"""Tilings of a product that is bound by memory."""
 GROUPED = (9, 0)
 """The compute capability that has warp groups."""
 LEAST_POINTS, LEAST_PRODUCTS = 1 << 18, 1 << 27
@@ -54,6 +56,8 @@ WEIGHTS = ((1, 3, 0), (1, 4, 0), (1, 5, 0), (1, 6, 0))
 that wait in registers."""
 FRAGMENTS, WHOLE = 16, 32
 """Registers of fragments on their way to the units, per 64 rows of a group; where all steps of a tile are one group."""
+FAR = 0.6
+"""Scores, over that of the best other schedule, down to which convolutions that keep pixels are tried."""
 ENOUGH, SPREAD = 3, 2
 """Schedules for warp groups from which on those of the other family are not looked for; schedules of rounded weights
 that are tried with copies among the steps of products, too."""
@@ -85,6 +89,11 @@ def products(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     """
     counter = GroupCounter(program, machine)
     found = list(grouped(counter))
+    kept = gpu_group_windows.candidates(counter, program) if _enough(counter) else []
+    if kept and found:
+        kept = [pair for pair in kept if pair[1] >= FAR * found[0][1]]
+        found = found[: ENOUGH if kept and kept[0][1] >= found[0][1] else None]
+    found = kept + found
     yield from found
     if counter.before or len(found) >= ENOUGH:  # the other family has no prologues, and hardly ever wins
         return
@@ -111,6 +120,8 @@ def grouped(counter: GroupCounter, most: int = MOST, *, alike: bool = False) -> 
         scored.append((min(1.0, counter.least / cycles) * AGAIN ** seen.get(kind, 0), tiling))
         seen[kind] = seen.get(kind, 0) + 1
     chosen = sorted(scored, key=lambda found: -found[0])[:most]
+    for cycles, tiling in gpu_streams.best(counter, STREAMS if _enough(counter) else 0):
+        yield tiling.of(counter.program), min(1.0, counter.least / cycles)
     for score, tiling in chosen:
         yield tiling.of(counter.program), score
     for score, tiling in chosen[:SPREAD] if counter.rounded else ():
@@ -126,12 +137,12 @@ def grouped(counter: GroupCounter, most: int = MOST, *, alike: bool = False) -> 
 
 def tilings(counter: GroupCounter) -> Iterator[GroupTiling]:
     """All schedules that fit the product and the multiprocessor."""
-    if counter.machine.capability != GROUPED or not _enough(counter):
+    if not _enough(counter):
         return
     for rows, columns, along in (*SHAPES, *((*NARROW, *(SHORT if counter.short else ())) if counter.rounded else ())):
         if rows >= 2 * counter.rows or columns >= 2 * counter.columns:
             continue
-        if not all(_fits(side, size) for side, size in zip(counter.sides, (rows, columns), strict=True)):
+        if not counter.whole(rows, columns):
             continue
         tiles, sms = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns), counter.machine.sms
         few = tiles < 2 * sms
@@ -145,6 +156,9 @@ def tilings(counter: GroupCounter) -> Iterator[GroupTiling]:
 
 
 def _enough(counter: GroupCounter) -> bool:
+    """Whether the GPU has warp groups, and they have enough to do."""
+    if counter.machine.capability != GROUPED:
+        return False
     points = counter.batch * counter.rows * counter.columns
     if counter.rounded and counter.rows >= FEW_ROWS and counter.terms * counter.item >= LINE:
         return points * counter.terms >= FEW_PRODUCTS
@@ -198,8 +212,8 @@ class GroupCounter(Counter):
         products = float(self.batch * self.rows * self.columns * self.terms)
         self.short = bool(self.rounded) and self.batch * self.rows * self.columns <= machine.sms * FEW_POINTS
         self.rates = gpu_rounded.FEW_RATES if self.short else gpu_rounded.RATES
-        unit = self.rates.unit if self.rounded else UNIT[self.item]
-        self.least = max(self.moved / MEMORY, products / (machine.sms * unit), LATENCY)
+        self.unit = self.rates.unit if self.rounded else UNIT[self.item]
+        self.least = max(self.moved / MEMORY, products / (machine.sms * self.unit), LATENCY)
 
     def share(self, tiling: GroupTiling) -> int:
         """Tiles of terms of a block."""
@@ -223,7 +237,11 @@ class GroupCounter(Counter):
         apart = kept + tiling.room + BARRIER
         return apart if apart <= SHARED else max(kept, tiling.room) + BARRIER
 
-    def _words(self, tiling: GroupTiling) -> int:
+    def whole(self, rows: int, columns: int) -> bool:
+        """Whether such tiles are copied in whole pieces."""
+        return all(_fits(side, size) for side, size in zip(self.sides, (rows, columns), strict=True))
+
+    def words(self, tiling: GroupTiling) -> int:
         """What a thread takes of a tile of float32: whole pieces, or squares, of each operand."""
         total = 0
         for side, size in zip(self.sides, (tiling.rows, tiling.columns), strict=True):
@@ -234,10 +252,10 @@ class GroupCounter(Counter):
     def registers(self, tiling: GroupTiling) -> int:
         """32-bit registers of a thread, roughly."""
         total = tiling.rows * tiling.columns // tiling.threads
-        waiting = tiling.flight * self._words(tiling)
+        waiting = tiling.flight * self.words(tiling)
         if tiling.rounded:
             waiting = (FRAGMENTS if tiling.steps else WHOLE) * tiling.rows // tiling.groups[0] // HIGH
-        total += BESIDE * self.beside if tiling.rounded else 0
+        total += int(BESIDE * total) * self.beside if tiling.rounded else 0
         return 56 + total + (waiting or 8) + (0 if waiting <= MOST_WAITING else MOST_REGISTERS)
 
     def _blocks(self, tiling: GroupTiling) -> tuple[int, int]:

@@ -57,7 +57,10 @@ reads of a cluster; of a second launch."""
 
 @dataclass(frozen=True)
 class Tiling:
-    """One schedule: a block's tile, its warps, tiles in shared memory, groups of terms, blocks of a cluster."""
+    """One schedule: a block's tile, its warps, tiles in shared memory, groups of terms, blocks of a cluster.
+
+    ``early``: whether what is added to the results is asked for before the products.
+    """
 
     rows: int
     columns: int
@@ -66,6 +69,7 @@ class Tiling:
     stages: int
     split: int
     cluster: int = 1
+    early: int = 0
 
     @property
     def threads(self) -> int:
@@ -75,7 +79,7 @@ class Tiling:
     def of(self, program: Program) -> Program:
         """The scheduled program."""
         found = (("split", self.split), ("cluster", self.cluster))
-        more = tuple((name, count) for name, count in found if count > 1)
+        more = tuple((name, count) for name, count in found if count > 1) + ((("early", 1),) if self.early else ())
         tile = (self.rows, self.columns, self.terms)
         params = (("tile", tile), ("warps", self.warps), ("stages", self.stages), *more)
         return scheduled(program, "product", self.threads, *params)

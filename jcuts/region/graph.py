@@ -12,6 +12,7 @@ from typing import Any
 from jcuts.base.errors import Refusal
 from jcuts.dfg.node import Scalar
 from jcuts.ops import Equation, Op, TensorType, describe
+from jcuts.region.pieces import Pieces, pieces_of
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Tensor:
 
 @dataclass
 class OpNode:
-    """One equation: its op, or why there is none."""
+    """One equation: its op, or why there is none; ``pieces`` of a concatenation that can read past its operands."""
 
     number: int
     prim: str
@@ -44,6 +45,7 @@ class OpNode:
     op: Op | None
     refusal: Refusal | None
     where: str = ""
+    pieces: Pieces | None = None
 
 
 @dataclass
@@ -155,10 +157,20 @@ def build_graph(
             found = Refusal("concatenate", f"{len(inputs)} operands would need as many guards per point")
         op, refusal = (None, found) if isinstance(found, Refusal) else (found, None)
         nodes.append(OpNode(number, eqn.primitive.name, inputs, outputs, op, refusal, where(eqn)))
+        if eqn.primitive.name == "concatenate" and op is not None:
+            nodes[-1].pieces = _pieces(jaxpr, nodes, [tensors[t] for t in inputs], int(eqn.params["dimension"]))
     for var in jaxpr.outvars:
         if not hasattr(var, "val"):
             tensors[number_of(var)].escapes = True
     return TensorGraph(tensors, nodes, of_var)
+
+
+def _pieces(jaxpr: Any, nodes: Sequence[OpNode], operands: Sequence[Tensor], dim: int) -> Pieces | None:
+    made = [t.producer for t in operands if t.producer is not None and nodes[t.producer].prim == "slice"]
+    if len(made) < len(operands):
+        return None
+    cuts = [(number, nodes[number].inputs[0], jaxpr.eqns[number].params) for number in made]
+    return pieces_of(cuts, [t.type.shape for t in operands], dim)
 
 
 def _describe(eqn: Any, inputs: Sequence[TensorType], outputs: Sequence[TensorType]) -> Op | Refusal:

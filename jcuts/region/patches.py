@@ -14,6 +14,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from jcuts.dfg.index import Index, unflatten
 from jcuts.dfg.node import Graph, Guard, Node
@@ -70,7 +71,7 @@ class Patches:
         """How many there are."""
         return math.prod(a.extent for a in self.others)
 
-    @property
+    @cached_property
     def reach(self) -> Place:
         """Lines and elements that a window covers."""
         return 1 + max(line for line, _ in self.terms), 1 + max(element for _, element in self.terms)

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from jcuts.dfg.index import Atom, Index, unflatten
 from jcuts.dfg.node import Graph, Guard, Node
 from jcuts.dfg.program import ITEM_SIZE, Acc, Axis, Phase, Program, Red
+from jcuts.region.digits import digits
 from jcuts.region.schedule import collapsed, rewritten
 
 B, ROWS, COLUMNS, K, S = "b", "m", "n", "k", "s"
@@ -83,7 +84,8 @@ def as_product(program: Program) -> Program | None:
     """
     if len(program.phases) != 1 or dict(program.params).get("precision"):
         return None
-    program = collapsed(program)
+    whole = collapsed(program)
+    program = digits(whole)
     phase = program.phases[0]
     loads = _factors(phase)
     if loads is None or math.prod(r.extent for r in phase.reds) < LEAST_TERMS:
@@ -99,6 +101,8 @@ def as_product(program: Program) -> Program | None:
     if any(not first[a.name] and not second[a.name] for a in phase.axes):
         return None
     batch = [a for a in phase.axes if first[a.name] and second[a.name]]
+    if batch and program is not whole:  # groups of features
+        return None
     free = [[a for a in phase.axes if found[a.name] and a not in batch] for found in strides]
     last = next((a for a in phase.axes if phase.stores[0].address.stride(a.name) == 1), None)
     if last is None or last in batch or any(s.guards for s in phase.stores):

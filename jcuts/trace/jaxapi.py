@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax._src import ad_util as _ad_util
 from jax._src import api_util as _api_util
 from jax._src import checkify as _checkify
@@ -188,6 +189,13 @@ def is_dropvar(var: Any) -> bool:
 def new_var(aval: Any) -> Var:
     """A fresh variable of type ``aval``."""
     return Var(aval)
+
+
+def constant(values: Any, dtype: Any = None) -> Any:
+    """The values as an array of JAX's own; unlike by ``jnp.asarray``, no copy is compiled for their shape."""
+    if isinstance(values, jax.Array):
+        return values if values.dtype == (dtype or values.dtype) else jax.numpy.asarray(values, dtype)
+    return jax.device_put(np.array(values, dtype))  # a device may use the memory of a NumPy array, which may change
 
 
 def new_literal(value: Any, aval: Any) -> Literal:

@@ -46,9 +46,9 @@ class Program:
         eqn = self.maker(atom)
         return eqn if eqn is not None and jaxapi.primitive_name(eqn) in (CONVOLUTION, DOT) else None
 
-    def constant(self, values: np.ndarray, dtype: Any) -> Any:
+    def constant(self, values: np.ndarray | jax.Array, dtype: Any) -> Any:
         """A new constant of the program."""
-        value = jax.numpy.asarray(values, dtype)
+        value = jaxapi.constant(values, dtype)
         made = jaxapi.new_var(jaxapi.ShapedArray(value.shape, value.dtype))
         self.consts[made] = value
         return made

@@ -339,7 +339,7 @@ def _scaled(product: Any, scale: np.ndarray, constants: dict[Any, Any]) -> Any:
     tiny = np.finfo(weights.dtype).smallest_normal
     # A weight that overflows, or that falls below the normal numbers, has lost what the factor alone would keep.
     lost = ~np.isfinite(found) | ((np.abs(found) < tiny) & (weights != 0) & (scale.reshape(shape) != 0))
-    return None if lost.any() or not np.isfinite(scale).all() else jax.numpy.asarray(found)
+    return None if lost.any() or not np.isfinite(scale).all() else jaxapi.constant(found)
 
 
 RULES: dict[str, Rule] = {

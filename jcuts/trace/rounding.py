@@ -25,8 +25,9 @@ LEAST_POINTS, LEAST_PRODUCTS = 1 << 18, 1 << 27
 """Outputs and products from which on weights are rounded: those of `region.gpu_groups`."""
 FEW_ROWS, FEW_PRODUCTS = 33, 1 << 22
 """Rows and products from which on those of products without taps are."""
-LEAST_COLUMNS, PIECE, LINE = 17, 4, 32
-"""Output channels from which on there are such kernels; terms of a copy; what channels of taps are multiples of."""
+LEAST_COLUMNS, PIECE, LINE, HALF = 17, 4, 32, 16
+"""Output channels from which on there are such kernels; terms of a copy, of a line; what channels of taps are multiples
+of."""
 LOW = np.uint32(0x1FFF)
 """The bits of a float32 that TF32 lacks."""
 
@@ -113,7 +114,7 @@ def _order_of_filter(eqn: Any) -> Order | None:
         return None
     spec = numbers.rhs_spec
     taps = math.prod(shape[d] for d in spec[2:])
-    if shape[spec[1]] % (LINE if taps > 1 else PIECE):
+    if shape[spec[1]] % (HALF if taps > 1 else PIECE):
         return None
     return (spec[0], *spec[2:], spec[1])
 
@@ -156,7 +157,7 @@ def _rounded(values: Any, order: Order) -> Any:
 
     def found() -> Any:
         made = round_tf32(np.ascontiguousarray(np.asarray(values).transpose(order)))
-        return jax.numpy.asarray(made) if np.isfinite(made).all() else None
+        return jaxapi.constant(made) if np.isfinite(made).all() else None
 
     return _remembered(values, order, found)
 

@@ -154,7 +154,7 @@ def _evaluate(eqns: list[Any], wanted: list[Any], known: dict[Any, Any]) -> list
             aval = eqn.outvars[0].aval
             result = FOLD[jaxapi.primitive_name(eqn)]([read(a) for a in eqn.invars], eqn.params)
             values[eqn.outvars[0]] = np.broadcast_to(np.asarray(result, aval.dtype), aval.shape)
-    return [jax.numpy.asarray(values[v]) for v in wanted]
+    return [jaxapi.constant(values[v]) for v in wanted]
 
 
 def _broadcast(operands: list[np.ndarray], params: dict[str, Any]) -> np.ndarray:
@@ -208,7 +208,7 @@ def _copied(closed: jaxapi.Closed) -> jaxapi.Closed:
     uses: Counter[Any] = Counter()
     for eqn in closed.jaxpr.eqns:
         uses.update({a for a in eqn.invars if not jaxapi.is_literal(a)})
-    shared = {v: e for v, e in cheap.items() if uses[v] > 1}
+    shared = {v: e for v, e in cheap.items() if uses[v] > 1 or _is_number(e)}
     if not shared:
         return closed
     eqns: list[Any] = []
@@ -216,6 +216,9 @@ def _copied(closed: jaxapi.Closed) -> jaxapi.Closed:
         new: dict[Any, Any] = {}
         for atom in eqn.invars:
             if not jaxapi.is_literal(atom) and atom in shared and atom not in new:
+                if _is_number(shared[atom]):
+                    new[atom] = _number(shared[atom])
+                    continue
                 new[atom] = jaxapi.new_var(atom.aval)
                 eqns.append(shared[atom].replace(outvars=[new[atom]]))
         if new:
@@ -227,6 +230,12 @@ def _copied(closed: jaxapi.Closed) -> jaxapi.Closed:
 def _is_number(eqn: Any) -> bool:
     """Whether an equation converts a known number, which then is one in every subset that uses it."""
     return jaxapi.primitive_name(eqn) == "convert_element_type" and jaxapi.is_literal(eqn.invars[0])
+
+
+def _number(eqn: Any) -> Any:
+    """The converted number as a literal."""
+    aval = eqn.outvars[0].aval
+    return jaxapi.new_literal(np.asarray(eqn.invars[0].val).astype(aval.dtype), aval)
 
 
 def _grows(eqn: Any) -> bool:

@@ -61,6 +61,12 @@ def reading(place: str) -> dict[str, Any]:
     return _known({OPTION: place, MODE: "AUTOTUNE_CACHE_MODE_READ"} if place else {})
 
 
+def sharing() -> dict[str, Any]:
+    """`options` for the first program of this process, which has the GPU to itself: what it times is left to others."""
+    folder()
+    return options()
+
+
 @functools.cache
 def untimed() -> dict[str, Any]:
     """Compiler options for a program whose algorithms XLA takes as they come."""

@@ -6,10 +6,11 @@ by a new one.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from jcuts.base.errors import CandidateRejected, WorkerFailed
 from jcuts.microbatch.benchmark import Found, benchmark
 from jcuts.microbatch.convolution import Convolution
 from jcuts.microbatch.database import MEMORY, Database, Device
+from jcuts.microbatch.refine import MOST, Slicing, worth_slicing
 from jcuts.microbatch.table import Micro, Table
 from jcuts.tune.convolve import TIMING
 from jcuts.tune.pool import Pool
@@ -31,6 +33,8 @@ log = logging.getLogger("jcuts.tune")
 SECONDS = 0.3
 """Of measuring per convolution and batch size, shared by all algorithms; as much again for XLA's own."""
 MOST_CRASHES = 3
+SLICED = "slices"
+"""The remark that says what was tried in slices."""
 LATER = ("memory", "start", "disk")
 """Reasons of failures that are nobody's fault and may be gone tomorrow."""
 _KERNEL_DRIVER = Path("/sys/module/nvidia/version")
@@ -41,16 +45,14 @@ def database_path() -> Path:
     return knobs.current().cache_dir / "microbatch.sqlite"
 
 
-def this_device(platform: str, *, tolerance: float = 1.0) -> Device:
+def this_device(platform: str, *, accuracy: str = "exact") -> Device:
     """What times measured here are valid for: also how they are taken, and how exact algorithms must be.
 
-    Args: tolerance: a factor of `convolve.TOLERANCE`.  Raises: NativeError: no cuDNN.
+    Args: accuracy: of `settings.ACCURACIES`.  Raises: NativeError: no cuDNN.
     """
     method = "graphs" if _in_graphs(platform) else "calls"
-    library = (
-        f"cuDNN {cudnn.version()}, jaxlib {jaxlib.version.__version__}, timing {TIMING} in {method}, "
-        f"tolerance {tolerance:g}"
-    )
+    tolerance = {"exact": "tolerance 1"}.get(accuracy, f"accuracy {accuracy}")
+    library = f"cuDNN {cudnn.version()}, jaxlib {jaxlib.version.__version__}, timing {TIMING} in {method}, {tolerance}"
     if platform == "cpu":
         return Device("host", "none", library)
     try:
@@ -70,16 +72,16 @@ class Measurer:
 
     Args: device: what times are recorded for; platform: 'cpu' (a cuDNN on the host) or 'cuda'; limit: workspaces above
         this [B] are not measured; asked: no larger one [B] is worth freeing memory for; seconds: of measuring per batch
-        size; tolerance: as the device was made with.
+        size; accuracy: as the device was made with.
     Attributes: unwanted: algorithms with their maths ("cudnn/FFT tf32") that are not measured; whoever sets it records
         times that are not everything.
     """
 
     def __init__(
         self, device: Device, platform: str, *, limit: int | None = None, asked: int | None = None,
-        seconds: float = SECONDS, tolerance: float = 1.0,
+        seconds: float = SECONDS, accuracy: str = "exact",
     ) -> None:  # fmt: skip
-        self._device, self.limit, self.asked, self.seconds, self.tolerance = device, limit, asked, seconds, tolerance
+        self._device, self.limit, self.asked, self.seconds, self.accuracy = device, limit, asked, seconds, accuracy
         self._graphs = _in_graphs(platform)
         self.unwanted: frozenset[str] = frozenset()
         self.left_out: list[tuple[str, int, str, str]] = []
@@ -103,11 +105,20 @@ class Measurer:
 
         Raises: WorkerFailed: no process can be started, or it fails before any algorithm runs.
         """
+        return self._searched(convolution, batch, {"unwanted": sorted(self.unwanted)})
+
+    def slices(self, convolution: Convolution, batch: int, wanted: Sequence[Slicing]) -> Sequence[Micro]:
+        """Algorithms in slices of the outputs, each with the first number of them that fits.  Raises: as a call."""
+        asked = [(one.micro.algorithm.removesuffix(cudnn.LAUNCHED), one.micro.math, one.slices, one.limit)
+                 for one in wanted]  # fmt: skip
+        return self._searched(convolution, batch, {"slices": asked})
+
+    def _searched(self, convolution: Convolution, batch: int, more: dict[str, Any]) -> Found:
         skip: list[str] = []
         while True:
             request = {
-                "op": "convolve", "limit": self.limit, "skip": skip, "tolerance": self.tolerance,
-                "graphs": self._graphs, "unwanted": sorted(self.unwanted),
+                "op": "convolve", "limit": self.limit, "skip": skip, "accuracy": self.accuracy,
+                "graphs": self._graphs, **more,
             }  # fmt: skip
             answer = self._ask("measure", request, convolution, batch)
             if not isinstance(answer, CandidateRejected):
@@ -185,4 +196,49 @@ def measured(
     database.record(
         device, convolution, batch, [*mine, *own], remarks={**remarks, **getattr(own, "remarks", {})}
     )  # fmt: skip
+    return database.table(device, convolution)
+
+
+def to_slice(
+    convolution: Convolution, batch: int, limits: Iterable[int], precisions: Iterable[str], database: Database,
+    device: Device, *, most: int = MOST,
+) -> dict[int, list[Slicing]]:  # fmt: skip
+    """Size -> algorithms that slices of the outputs may bring below a limit, and that nobody tried there.
+
+    Args: most: per limit and precision, the most promising ones.
+    """
+    table, names = database.table(device, convolution), cudnn.transforms(convolution.kind)
+    names += tuple(name + cudnn.LAUNCHED for name in names)
+    found: dict[int, list[Slicing]] = {}
+    for limit, precision in itertools.product(limits, precisions):
+        for one in worth_slicing(table, batch, limit, algorithms=names, precision=precision)[:most]:
+            mine = found.setdefault(one.micro.batch, [])
+            tried = database.remarks(device, convolution, one.micro.batch).get(SLICED, "").split(";")
+            if one not in mine and one.text not in tried:
+                mine.append(one)
+    return {size: wanted for size, wanted in found.items() if wanted}
+
+
+def measured_in_slices(
+    convolution: Convolution, batch: int, limits: Sequence[int], precisions: Sequence[str], database: Database,
+    measurer: Measurer, *, most: int = MOST,
+) -> Table:  # fmt: skip
+    """Everything about one convolution, after measuring what `to_slice` names.
+
+    Raises: as `Measurer`, where later may be better; otherwise what fails is not tried again.
+    """
+    device = measurer.device
+    for size, wanted in to_slice(convolution, batch, limits, precisions, database, device, most=most).items():
+        try:
+            made = measurer.slices(convolution, size, wanted)
+        except CandidateRejected as error:
+            if error.values.get("reason") in LATER:
+                raise
+            made = Found(())
+        fresh = {(m.algorithm, m.math): m for m in made}
+        known = {(m.algorithm, m.math): m for m in database.table(device, convolution).micros if m.batch == size}
+        remarks = dict(database.remarks(device, convolution, size))
+        tried = [*filter(None, remarks.get(SLICED, "").split(";")), *(one.text for one in wanted)]
+        remarks |= {SLICED: ";".join(tried)}
+        database.record(device, convolution, size, [*{**known, **fresh}.values()], remarks=remarks)
     return database.table(device, convolution)

@@ -9,14 +9,14 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from jcuts.base.errors import NativeError, WorkerFailed
 from jcuts.microbatch.convolution import MATHS, Convolution
-from jcuts.microbatch.table import Division, Micro
+from jcuts.microbatch.table import Division, Micro, sliced
 from jcuts.tune.benches import Bench, bench, noise
 from jcuts.tune.shortage import is_memory
 from jcuts.tune.values import dtype_of
@@ -45,6 +45,8 @@ LAUNCH_SECONDS = 1e-4
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "tf32": 1e-3, "float16": 5e-2}
 """Distance from the first algorithm's result, in L2 norm, from which an algorithm is out.  In float32 it must be more
 exact than TF32, which is off by 3e-4; Winograd's algorithm with 5x5 windows is not (1e-3 to 5e-3 on an H200)."""
+VENDOR_TOLERANCE = {**TOLERANCE, "float32": 1e-2, "tf32": 1e-2}
+"""With the accuracy ``vendor``: all of cuDNN's float32 arithmetic is in, and what is wrong is out."""
 
 EXACT = ("float64", "float32")
 """Arithmetic that comes first: the others are compared with it."""
@@ -52,6 +54,10 @@ _NO_ROOM = ("ALLOC_FAILED", "ALLOCATION_FAILED")
 """In cuDNN's errors: memory that it wanted for itself."""
 
 Announce = Callable[[str], None]
+
+
+class TooMuch(ValueError):
+    """A workspace that is larger than a limit."""
 
 
 class NoRoom(ValueError):
@@ -66,8 +72,9 @@ def convolve(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     """Times every algorithm and math for ``batch`` samples of ``convolution`` within ``limit`` bytes of workspace.
 
     Request: convolution (JSON), batch, limit (None: what fits), seconds (of measuring, in all), skip (labels that
-    crashed an earlier process), unwanted (labels that are not asked for), tolerance (a factor of `TOLERANCE`), graphs
-    (whether calls are captured).
+    crashed an earlier process), unwanted (labels that are not asked for), accuracy (of `settings.ACCURACIES`), graphs
+    (whether calls are captured).  With ``slices``, (algorithm, math, numbers of slices, limit) each, only these are
+    timed: with the first number of slices that fits.
     Answer: ``micros`` (algorithm, math, seconds, workspace); ``left_out`` (label, why); ``lacking``: the least
     workspace for which there was no memory now [B], or None.
     """
@@ -80,30 +87,44 @@ def convolve(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     ]
     unwanted = set(request.get("unwanted", ()))
     pairs = [pair for pair in pairs if " ".join(pair) not in unwanted]
-    share = float(request["seconds"]) / max(1, len(pairs))
+    series = [([pair], request.get("limit")) for pair in pairs]
+    if "slices" in request:
+        series = [([(sliced(a, n), m) for n in numbers], limit) for a, m, numbers, limit in request["slices"]]
+    share = float(request["seconds"]) / max(1, len(series))
     micros: list[dict[str, Any]] = []
+    timed: set[tuple[str, str]] = set()
     left_out: list[tuple[str, str]] = []
     lacking: list[int] = []
     with bench() as device:
         arena = _Arena(
-            device, convolution, batch, float(request.get("tolerance", 1.0)), bool(request.get("graphs", False))
+            device, convolution, batch, request.get("accuracy", "exact"), bool(request.get("graphs", False))
         )
-        for algorithm, math_name in pairs:
-            label = f"{algorithm} {math_name}"
-            if label in skip:
-                left_out.append((label, "it crashed the measuring process"))
-                continue
-            announce(label)
-            try:
-                micros.append(arena.measure(algorithm, math_name, request.get("limit"), share))
-            except NoRoom as error:
-                lacking.append(error.needed)
-                left_out.append((label, str(error)))
-            except ValueError as error:
-                left_out.append((label, str(error)))
-            except NativeError as error:
-                _survives(device, label, error)
-                left_out.append((label, error.message))
+        if "slices" in request:
+            arena.settle([pair for pair in pairs if " ".join(pair) not in skip], announce)
+        for one, limit in series:
+            for algorithm, math_name in one:
+                label = f"{algorithm} {math_name}"
+                if label in skip:
+                    left_out.append((label, "it crashed the measuring process"))
+                    break
+                if (algorithm, math_name) in timed:
+                    break
+                announce(label)
+                try:
+                    micros.append(arena.measure(algorithm, math_name, limit, share))
+                    timed.add((algorithm, math_name))
+                except TooMuch as error:
+                    left_out.append((label, str(error)))
+                    continue
+                except NoRoom as error:
+                    lacking.append(error.needed)
+                    left_out.append((label, str(error)))
+                except ValueError as error:
+                    left_out.append((label, str(error)))
+                except NativeError as error:
+                    _survives(device, label, error)
+                    left_out.append((label, error.message))
+                break
         announce("")
     return {"micros": micros, "left_out": left_out, "lacking": min(lacking, default=None)}
 
@@ -121,10 +142,10 @@ class _Arena:
     """Operands, results and workspace that all algorithms share."""
 
     def __init__(
-        self, device: Bench, convolution: Convolution, batch: int, tolerance: float, graphs: bool = False
+        self, device: Bench, convolution: Convolution, batch: int, accuracy: str, graphs: bool = False
     ) -> None:
         self.device, self.convolution, self.batch = device, convolution, batch
-        self.tolerance, self.graphs = tolerance, graphs
+        self.tolerance, self.graphs = VENDOR_TOLERANCE if accuracy == "vendor" else TOLERANCE, graphs
         self.sizes = buffer_bytes(convolution, batch)
         room = int(SHARE * device.free_bytes())
         one = sum(self.sizes)
@@ -148,16 +169,44 @@ class _Arena:
         self.expected: np.ndarray | None = None
         self.known: list[tuple[float, int]] = []  # seconds, workspace
 
+    def settle(self, pairs: Sequence[tuple[str, str]], announce: Announce) -> None:
+        """Takes the first algorithm that runs as the one that others are compared with, untimed.
+
+        Raises: ValueError: none runs.
+        """
+        for algorithm, math_name in pairs:
+            announce(f"{algorithm} {math_name}")
+            try:
+                plan = self._plan(algorithm, math_name)
+            except NativeError:
+                continue
+            try:
+                self._provide(plan.needed, None)
+                self._once(plan, math_name)
+                return
+            except (NativeError, ValueError) as error:
+                if isinstance(error, NativeError):
+                    _survives(self.device, algorithm, error)
+            finally:
+                plan.close()
+        raise ValueError("no algorithm runs whose result others could be compared with")
+
+    def _plan(self, algorithm: str, math_name: str) -> Plan:
+        probe = Division((Micro(self.batch, algorithm, math_name, 1.0, 0),))
+        return Plan(self.convolution, probe, self.device.number)
+
+    def _once(self, plan: Plan, math_name: str) -> None:
+        a, b, out = self.sets[0]
+        self.device.clear(out, self.sizes[2])
+        plan.run(self.device.stream, a, b, out, self.space[0])
+        self._check(self._read(out), math_name)
+
     def measure(self, algorithm: str, math_name: str, limit: int | None, share: float) -> dict[str, Any]:
         """One of an answer's ``micros``.  Raises: NativeError, NoRoom, ValueError: it is out, and why."""
-        probe = Division((Micro(self.batch, algorithm, math_name, 1.0, 0),))
-        plan = Plan(self.convolution, probe, self.device.number)
+        plan = self._plan(algorithm, math_name)
         try:
             self._provide(plan.needed, limit)
-            a, b, out = self.sets[0]
-            self.device.clear(out, self.sizes[2])
-            plan.run(self.device.stream, a, b, out, self.space[0])
-            self._check(self._read(out), math_name)
+            self._once(plan, math_name)
 
             def once() -> None:
                 for a, b, out in self.sets:
@@ -180,7 +229,7 @@ class _Arena:
             text = f"needs {needed} B of workspace, {most} B are allowed"
             if needed <= (self.ever if limit is None else min(limit, self.ever)):
                 raise NoRoom(text, needed)
-            raise ValueError(text)
+            raise TooMuch(text)
         if needed > self.space[1]:
             if self.space[1]:
                 self.device.release(self.space[0])
@@ -200,8 +249,7 @@ class _Arena:
         apart, scale = values - self.expected, math.sqrt(float(np.mean(self.expected**2))) or 1.0
         off = math.sqrt(float(np.mean(apart**2))) / scale
         exact = MATHS[self.convolution.dtype][math_name]
-        allowed = max(TOLERANCE[exact], 5e-2 if self.convolution.dtype in ("float16", "bfloat16") else 0.0)
-        allowed *= self.tolerance
+        allowed = max(self.tolerance[exact], 5e-2 if self.convolution.dtype in ("float16", "bfloat16") else 0.0)
         if off > allowed:
             raise ValueError(f"its result is off by {off:.2g} of the first algorithm's, allowed {allowed:g}")
         begin = 0

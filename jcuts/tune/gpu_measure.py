@@ -9,14 +9,16 @@ from __future__ import annotations
 import functools
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import contextmanager
 from typing import Any
 
 import jax
+import jax.export
 import numpy as np
 
 from jcuts.base import fingerprint
@@ -35,42 +37,136 @@ BEHIND = 1.5
 SMALL_BYTES = 64 << 20
 """Chains with operands of at most this many bytes run once, side by side, before any is timed."""
 
+LARGE_BYTES, FEWEST = 16 << 20, 2
+"""Operands of so many bytes are large to chains of calls that compile: two executions are enough."""
+
 Announce = Callable[[str], None]
 Function = Callable[..., Any]
 
-_ahead: dict[str, Any] = {}  # XLA's chains, by the problem's file
+_lowered: dict[str, Any] = {}  # XLA's chains that compile ahead, by the problem's file
+_compiling: dict[Future[Any], str] = {}
+spent: list[tuple[float, str]] = []  # what it took [s], and the problem's name
+_slow: set[str] = set()  # of these, such as `compiles_in_calls`
+_by_groups: dict[str, bool] = {}
+_GROUPS = re.compile(r"feature_group_count = ([2-9]|[0-9]{2,})")
+_ahead: dict[str, Any] = {}  # compiled ones
 
 
 def compile_ahead(problems: Mapping[str, tuple[Problem, Function]], announce: Announce) -> int:
     """Compiles the chains of XLA's side, some at once.  One that fails is left to `measure`, where it fails again.
 
-    Then every small one runs once: some libraries compile on the host when a call is executed first, seconds for a
-    chain, and do that side by side here.
+    It comes back when what is left keeps the threads busy no more: `run_ahead` waits for the rest.
 
     Args: problems: file of each -> it and XLA's function; announce: is told of every step.
-    Returns: how many were compiled.
+    Returns: how many are compiled, or will be.
     """
-    lowered = {}
+    made = 0
     for path, (problem, function) in problems.items():
         announce("")
         specs = [jax.ShapeDtypeStruct(i.shape, dtype_of(i.dtype)) for i in problem.inputs]
         try:
-            lowered[path] = gpu_timing.lowered(function, gpu_timing.layout(function, specs), specs, {})
+            shape = gpu_timing.layout(function, specs, executions(problem))
+            _lowered[path] = gpu_timing.lowered(function, shape, specs, {})
         except Exception as error:
             print(f"{problem.name} is not lowered ahead: {error}", file=sys.stderr)
-    # XLA times its algorithms meanwhile, one after the other: a host that is too busy spoils that.
-    with ThreadPoolExecutor(max(2, fingerprint.usable_cores() // 4)) as pool:
-        made = {pool.submit(one.compile): path for path, one in lowered.items()}
-        for future in as_completed(made):
-            announce("")
-            if future.exception() is None:
-                _ahead[made[future]] = future.result()
-        small = [path for path in made.values() if path in _ahead and _bytes(lowered[path]) <= SMALL_BYTES]
-        for run in as_completed([pool.submit(_run_once, _ahead[path], lowered[path]) for path in small]):
+        else:
+            _compiling[_threads().submit(_compiled, path, problem.name)] = path
+            if compiles_in_calls(problem):
+                _slow.add(path)
+            made += 1
+    while len(_compiling) > _at_once():
+        _take(announce)
+    return made
+
+
+def run_ahead(announce: Announce) -> int:
+    """Waits for what compiles ahead, and runs every chain once that is small, or whose library compiles in its calls.
+
+    That takes the host seconds for a chain of convolutions by groups; here some run side by side.
+
+    Returns: how many ran.
+    """
+    wait_ahead(announce)
+    todo = {path: _bytes(program) for path, program in _lowered.items() if path in _ahead}
+    small = [path for path, size in todo.items() if size <= SMALL_BYTES]
+    large = [path for path in todo if path in _slow and path not in small]
+    waves = [small] if small else []
+    room = 0
+    for path in large:
+        need = todo[path] + _ahead[path].memory_analysis().temp_size_in_bytes
+        if need > room:
+            waves.append([])
+            room = gpu_timing.MOST_BYTES
+        waves[-1].append(path)
+        room -= need
+    for wave in waves:
+        for run in as_completed([_threads().submit(_run_once, _ahead[path], _lowered[path]) for path in wave]):
             announce("")
             if (error := run.exception()) is not None:
                 print(f"a program did not run ahead: {error}", file=sys.stderr)
-    return len(made)
+    _lowered.clear()
+    _slow.clear()
+    return sum(map(len, waves))
+
+
+def wait_ahead(announce: Announce) -> None:
+    """Waits for what compiles ahead."""
+    while _compiling:
+        _take(announce)
+
+
+def _compiled(path: str, name: str) -> Any:
+    start = time.perf_counter()
+    try:
+        return _lowered[path].compile()
+    finally:
+        spent.append((time.perf_counter() - start, name))
+
+
+def slowest(count: int = 6) -> str:
+    """What the threads took in all since the last call, and for whom most: for the log."""
+    total, most = sum(seconds for seconds, _ in spent), sorted(spent, reverse=True)[:count]
+    text = f"{total:.1f} s of threads, most for " + ", ".join(f"{name} {seconds:.2f}" for seconds, name in most)
+    spent.clear()
+    return text
+
+
+def _take(announce: Announce) -> None:
+    """Waits until one more chain is compiled."""
+    announce("")
+    for future in wait(_compiling, return_when=FIRST_COMPLETED).done:
+        path = _compiling.pop(future)
+        if future.exception() is None:
+            _ahead[path] = future.result()
+
+
+def _at_once() -> int:
+    """Threads that compile ahead: XLA times its algorithms meanwhile, and a host that is too busy spoils that."""
+    return max(2, fingerprint.usable_cores() * 3 // 8)
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_at_once(), thread_name_prefix="jcuts-ahead")
+
+
+def executions(problem: Problem) -> int:
+    """Most executions in a chain of a problem: few where XLA's library compiles anew for each.
+
+    Large operands are not in the cache when an execution begins, and a clock is fine enough for what they take.
+    """
+    if not compiles_in_calls(problem):
+        return gpu_timing.CHAIN
+    size = sum(math.prod(i.shape) * dtype_of(i.dtype).itemsize for i in problem.inputs)
+    return gpu_timing.LEAST if size < LARGE_BYTES else FEWEST
+
+
+def compiles_in_calls(problem: Problem) -> bool:
+    """Whether cuDNN may compile a kernel when a call first runs: for convolutions by groups, a third of a second."""
+    if problem.digest not in _by_groups:
+        text = jax.export.deserialize(bytearray(problem.library)).mlir_module() if problem.library else ""
+        _by_groups[problem.digest] = _GROUPS.search(text) is not None
+    return _by_groups[problem.digest]
 
 
 def _bytes(program: Any) -> int:
@@ -86,7 +182,7 @@ def _run_once(compiled: Any, program: Any) -> None:
 def measure(
     path: str, library: Function, inputs: Sequence[np.ndarray], kernels: Mapping[str, CompiledKernel],
     others: Mapping[str, tuple[Function, dict[str, Any]]], *, seconds: float, finalists: int, mixed: bool,
-    announce: Announce,
+    announce: Announce, most: int = gpu_timing.CHAIN,
 ) -> tuple[dict[str, tuple[str, Samples]], dict[str, float]]:  # fmt: skip
     """Times of all candidates of a problem.
 
@@ -95,6 +191,7 @@ def measure(
         kernels: label -> kernel; others: label -> (function, XLA compiler options).
         seconds: most wall time for the samples of one; finalists: kernels that are timed in chains.
         mixed: whether kernels that are far behind XLA are of no interest.
+        most: executions in a chain (`executions`).
     Returns: label -> (method, samples [s per execution]), and what the parts of this took [s].
     """
     found: dict[str, tuple[str, Samples]] = {}
@@ -108,7 +205,7 @@ def measure(
     with _to_the_death():
         jax.block_until_ready(jax.device_put(np.float32(0)))  # the primary context is XLA's before it is ours
         announce("")
-        bench = gpu_timing.Bench(library, inputs)
+        bench = gpu_timing.Bench(library, inputs, most)
         done("operands")
         bench.add(LIBRARY, _ahead.pop(path, None) or bench.compiled({LIBRARY: (library, {})})[LIBRARY])
         done("xla")

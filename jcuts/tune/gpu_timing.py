@@ -71,16 +71,18 @@ class Layout:
     count: int
 
 
-def layout(function: Callable[..., Any], operands: Sequence[Any]) -> Layout:
+def layout(function: Callable[..., Any], operands: Sequence[Any], most: int = CHAIN) -> Layout:
     """The chain of a function of operands of these shapes and dtypes.
 
     Only large operands are copied: the fewer arguments a program has, the sooner it is launched.
+
+    Args: most: executions in a chain.
     """
     sizes = [math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in operands]
     rotated = tuple(k for k, size in enumerate(sizes) if SHARED * size >= max(sizes))
     one = max(1, sum(sizes[k] for k in rotated))
     made = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(function, *operands)))
-    return Layout(rotated, max(1, min(CHAIN, max(LEAST, COLD_BYTES // one + 1), MOST_BYTES // (one + made))))
+    return Layout(rotated, max(1, min(most, max(LEAST, COLD_BYTES // one + 1), MOST_BYTES // (one + made))))
 
 
 def lowered(function: Callable[..., Any], shape: Layout, operands: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -94,11 +96,12 @@ def lowered(function: Callable[..., Any], shape: Layout, operands: Sequence[Any]
 class Bench:
     """Chains of one problem on the default device, with operands of their own for every execution.
 
-    Args: function: any of the problem's (all have its operands and results); inputs: one set of operands.
+    Args: function: any of the problem's (all have its operands and results); inputs: one set of operands; most:
+        executions in a chain.
     """
 
-    def __init__(self, function: Callable[..., Any], inputs: Sequence[np.ndarray]) -> None:
-        self.inputs, self.layout = inputs, layout(function, inputs)
+    def __init__(self, function: Callable[..., Any], inputs: Sequence[np.ndarray], most: int = CHAIN) -> None:
+        self.inputs, self.layout = inputs, layout(function, inputs, most)
         first = tuple(jax.device_put(inputs[k]) for k in self.layout.rotated)
         self.sets = [first, *(tuple(x.copy() for x in first) for _ in range(self.layout.count - 1))]
         self.shared = tuple(jax.device_put(x) for k, x in enumerate(inputs) if k not in self.layout.rotated)

@@ -12,6 +12,7 @@ import logging
 import os
 import random
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -42,6 +43,15 @@ class _Past:
 _past = _Past()
 
 
+class _Mine(threading.local):
+    """Whether this thread holds the lock already (`attempt`)."""
+
+    held: bool = False
+
+
+_mine = _Mine()
+
+
 def lock_path() -> Path:
     """The lock file of this user on this machine (local: the database may lie on a shared file system)."""
     owner = os.getuid() if hasattr(os, "getuid") else 0
@@ -56,7 +66,7 @@ def default_patience() -> float:
 
 def is_hopeless(path: Path | None = None) -> bool:
     """Whether this process has waited in vain and another one still measures: not worth preparing anything."""
-    if not _past.gave_up:
+    if not _past.gave_up or _mine.held:
         return False
     handle = _open(path or lock_path())
     if handle is None:
@@ -98,6 +108,9 @@ def measuring_lock(
     Yields: whether this process may measure: it holds the lock, or there can be none (a read-only folder, a file
         system without locks: noisier times, but no deadlock).  False: another process still measures.
     """
+    if _mine.held:
+        yield True
+        return
     where = path or lock_path()
     handle = _open(where)
     queue = _open(where.with_name(where.name + ".queue"))
@@ -110,6 +123,40 @@ def measuring_lock(
         for each in (handle, queue):
             if each is not None:
                 os.close(each)
+
+
+@contextlib.contextmanager
+def attempt(path: Path | None = None) -> Iterator[bool]:
+    """Holds the lock if nobody else does, without waiting; `measuring_lock` inside, on this thread, has it at once.
+
+    Yields: whether this thread holds it.
+    """
+    if _mine.held:
+        yield True
+        return
+    where = path or lock_path()
+    handle = _open(where)
+    queue = _open(where.with_name(where.name + ".queue"))
+    try:
+        # Who is next in line goes first.
+        may = handle is None or ((queue is None or _try(queue)) and _try(handle))
+        if queue is not None:
+            _release(queue)
+        if may and handle is not None:
+            _sign(handle)
+        _mine.held = may
+        _past.gave_up = _past.gave_up and not may
+        yield may
+    finally:
+        _mine.held = False
+        for each in (handle, queue):
+            if each is not None:
+                os.close(each)
+
+
+def is_mine() -> bool:
+    """Whether this thread holds the lock by `attempt`."""
+    return _mine.held
 
 
 def _open(path: Path) -> int | None:

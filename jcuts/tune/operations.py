@@ -30,7 +30,7 @@ from jcuts.tune.launch import Launcher, Schedule
 from jcuts.tune.noise import HOPELESS, Samples
 from jcuts.tune.problem import Candidate, Output, Problem, decode_bytes
 from jcuts.tune.shortage import is_memory
-from jcuts.tune.values import dtype_of, load, timing_inputs
+from jcuts.tune.values import dtype_of, load, timing_inputs, whole
 
 MOST_ACCEPTED = 4
 """Problems whose accepted results a process remembers."""
@@ -43,10 +43,23 @@ Announce = Callable[[str], None]
 
 
 def _compile_program(candidate: Candidate) -> CompiledKernel:
-    from jcuts.codegen import compile as compiler
+    from jcuts.codegen.compile import compile_program
+    from jcuts.codegen.target import host_target, kernel_digest
     from jcuts.dfg.program import Program
 
-    return compiler.compile_program(Program.from_json(json.loads(candidate.payload)))
+    program = Program.from_json(json.loads(candidate.payload))
+    return _kept(kernel_digest(program, host_target()), lambda: compile_program(program))
+
+
+def _kept(digest: str, compile_: Callable[[], CompiledKernel]) -> CompiledKernel:
+    """A kernel from the object cache, or compiled and put there at once: it outlives a session that is cut short."""
+    from jcuts.xla import objects
+
+    kernel = objects.fetch(digest)
+    if kernel is None:
+        kernel = compile_()
+        objects.store(kernel)
+    return kernel
 
 
 def _load_object(candidate: Candidate) -> CompiledKernel:
@@ -66,11 +79,12 @@ def _load_object(candidate: Candidate) -> CompiledKernel:
 
 
 def _compile_cuda(problem: Problem, candidate: Candidate) -> CompiledKernel:
-    from jcuts.codegen.cuda.compile import compile_program
+    from jcuts.codegen.cuda.compile import compile_program, kernel_digest
     from jcuts.codegen.cuda.target import CudaTarget
     from jcuts.dfg.program import Program
 
-    return compile_program(Program.from_json(json.loads(candidate.payload)), CudaTarget(problem.capability))
+    program, target = Program.from_json(json.loads(candidate.payload)), CudaTarget(problem.capability)
+    return _kept(kernel_digest(program, target), lambda: compile_program(program, target))
 
 
 KERNEL_KINDS: dict[str, Callable[[Candidate], CompiledKernel]] = {
@@ -132,7 +146,7 @@ def check(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     expected = _all_expected(request["problem"], request["folder"], tuple(request["kinds"]))
     seen = [sample.positions(problem, o) for o in problem.outputs]
     got: list[list[np.ndarray]] = [[] for _ in problem.outputs]
-    whole: list[np.ndarray] = []
+    every: list[np.ndarray] = []
     for number in range(len(request["kinds"])):
         results = run(_kept_inputs(request["problem"], request["folder"], number), number)
         if len(results) != len(problem.outputs):
@@ -142,7 +156,7 @@ def check(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
         for i, result in enumerate(results):
             got[i].append(result if (where := seen[i]) is None else _taken(i, problem.outputs[i], result, where))
         if number == 0:
-            whole = results
+            every = results
     found = _accepted_alike(request["problem"], got)
     if found is None:
         found = [
@@ -153,7 +167,7 @@ def check(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
             del _accepted[next(iter(_accepted))]
     for i, where in enumerate(seen):
         if where is not None:
-            sample.compare(i, _xla_whole(request["problem"], request["folder"], i), whole[i], found[i], where)
+            sample.compare(i, _xla_whole(request["problem"], request["folder"], i), every[i], found[i], where)
     return {"accuracy": [asdict(a) for a in found]}
 
 
@@ -248,6 +262,7 @@ def _measure_on_gpu(problem: Problem, folder: Path, request: dict[str, Any], ann
         finalists=int(request["finalists"]),
         mixed=request["mode"] == "mixed",
         announce=announce,
+        most=gpu_measure.executions(problem),
     )
     answers = [_answer(label, samples, method) for label, (method, samples) in found.items()]
     return {"measurements": answers, "overhead": gpu_timing.overhead(), "parts": spent}
@@ -271,13 +286,41 @@ def _input_sets(problem: Problem, folder: Path, request: dict[str, Any]) -> list
 
 
 def compile_ahead(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
-    """Compiles XLA's side of several GPU problems, as `measure` runs it."""
+    """Compiles XLA's side of several GPU problems, as `measure` runs it; some of it still after the answer."""
     _jax()
     from jcuts.tune import gpu_measure
 
     problems = {path: (_read_problem(path), _library(path)) for path in request["problems"]}
-    made = gpu_measure.compile_ahead(problems, announce)
-    return {"programs": made}
+    return {"programs": gpu_measure.compile_ahead(problems, announce)}
+
+
+def run_ahead(_: dict[str, Any], announce: Announce) -> dict[str, Any]:
+    """Waits for what `compile_ahead` began, and runs it once where that saves time."""
+    _jax()
+    from jcuts.tune import gpu_measure
+
+    start = time.perf_counter()
+    gpu_measure.wait_ahead(announce)
+    waited, text = time.perf_counter() - start, gpu_measure.slowest()
+    made = gpu_measure.run_ahead(announce)
+    return {"programs": made, "told": f"waited {waited:.2f} s, then run; {text}"}
+
+
+def warm(request: dict[str, Any], _: Announce) -> dict[str, Any]:
+    """Loads what later requests ask for, which takes a process seconds.
+
+    The request's ``what``: ``compiler`` (of kernels for GPUs); ``jax``; ``xla``, which takes memory of the GPU as well;
+    ``tools``: what every process has.
+    """
+    if request["what"] == "compiler":
+        from jcuts.codegen.cuda import compile as compiler
+
+        compiler.available()
+    elif request["what"] == "jax":
+        _jax()
+    elif request["what"] == "xla":
+        _jax().devices()
+    return {}
 
 
 REQUESTS: dict[str, Callable[[dict[str, Any], Announce], dict[str, Any]]] = {
@@ -286,6 +329,8 @@ REQUESTS: dict[str, Callable[[dict[str, Any], Announce], dict[str, Any]]] = {
     "reference": reference,
     "check": check,
     "compile_ahead": compile_ahead,
+    "run_ahead": run_ahead,
+    "warm": warm,
     "measure": measure,
     "convolve": convolve,
     "convolve_xla": convolve_xla,
@@ -320,8 +365,9 @@ def _library(path: str) -> Any:
     return jax.jit(jax.export.deserialize(bytearray(_read_problem(path).library or b"")).call)
 
 
-def _inputs(problem: Problem, folder: Path, number: int) -> list[np.ndarray]:
-    return [load(folder / f"{number}.in{i}.npy", spec.shape, spec.dtype) for i, spec in enumerate(problem.inputs)]
+def _inputs(problem: Problem, folder: Path, number: int, *, short: bool = False) -> list[np.ndarray]:
+    files = [(folder / f"{number}.in{i}.npy", spec) for i, spec in enumerate(problem.inputs)]
+    return [load(file, spec.shape, spec.dtype, short=short) for file, spec in files]
 
 
 @functools.lru_cache(maxsize=1)
@@ -337,8 +383,11 @@ def _all_expected(path: str, folder: str, kinds: tuple[str, ...]) -> list[list[E
 
 @functools.lru_cache(maxsize=8)
 def _kept_inputs(path: str, folder: str, number: int) -> list[np.ndarray]:
-    """A set of inputs, read once for all candidates of a problem (which `Launcher` and `GpuLauncher` copy)."""
-    return _inputs(_read_problem(path), Path(folder), number)
+    """A set of inputs, read once for all candidates of a problem (which `Launcher` and `GpuLauncher` copy).
+
+    Large ones are the values that they repeat: runners make the whole of them.
+    """
+    return _inputs(_read_problem(path), Path(folder), number, short=True)
 
 
 @functools.lru_cache(maxsize=2)
@@ -375,7 +424,8 @@ def _kernel_runner(path: str) -> Callable[[list[np.ndarray], int], list[np.ndarr
     schedules = (Schedule(), Schedule(1, backward=True), Schedule(max(1, tiles // 3), threads=2))
 
     def run(inputs: list[np.ndarray], number: int) -> list[np.ndarray]:
-        return launcher.run(inputs, schedules[number % len(schedules)], poison=POISON[number % 2])
+        operands = [whole(x, shape) for x, (shape, _) in zip(inputs, kernel.inputs, strict=True)]
+        return launcher.run(operands, schedules[number % len(schedules)], poison=POISON[number % 2])
 
     return run
 
@@ -407,7 +457,13 @@ def _xla_runner(candidate: Candidate) -> Callable[[list[np.ndarray], int], list[
     data = json.loads(candidate.payload)
     exported = jax.export.deserialize(bytearray(decode_bytes(data["artifact"]) or b""))
     program = jax.jit(exported.call, compiler_options=data["compiler_options"] or None)
-    return lambda inputs, _: [np.asarray(x) for x in jax.tree.leaves(program(*inputs))]
+    shapes = [a.shape for a in exported.in_avals]
+
+    def run(inputs: list[np.ndarray], _: int) -> list[np.ndarray]:
+        operands = [whole(x, shape) for x, shape in zip(inputs, shapes, strict=True)]
+        return [np.asarray(x) for x in jax.tree.leaves(program(*operands))]
+
+    return run
 
 
 def _answer(label: str, samples: Samples, method: str) -> dict[str, Any]:

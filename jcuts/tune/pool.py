@@ -204,6 +204,16 @@ class Pool:
         """Queues a request for any worker of a group.  ``done`` may submit more."""
         self.queues[group].append(Task(request, timeout, done))
 
+    def warm(self, group: str, what: str, timeout: float) -> None:
+        """Starts the workers of a group that has none, and lets them load what later requests need.
+
+        Args: what: see `operations.warm`.
+        """
+        if not self.workers[group] and not self.queues[group]:
+            for _ in range(self.sizes[group]):
+                self.submit(group, {"op": "warm", "what": what}, timeout, lambda _: None)
+            self.poll()
+
     def drain(self) -> None:
         """Runs until no request is queued or under way."""
         while self._step(3600.0):

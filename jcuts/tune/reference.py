@@ -6,6 +6,7 @@ Imports JAX only where it is called: the measuring process is to start fast.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 from jcuts.tune import autotuned, sample
 from jcuts.tune.check import NOISE_ULP
 from jcuts.tune.problem import Problem
-from jcuts.tune.values import dtype_of, flushed, is_float, make_inputs, save, seed_kinds
+from jcuts.tune.values import dtype_of, flushed, is_float, make_inputs, save, seed_kinds, whole
 
 NOISE_RUNS = 6
 """Runs with simulated rounding, of `NOISE_ULP`: XLA's own transcendental functions stay within a few ulp."""
@@ -46,10 +47,10 @@ def make(jax: Any, problem: Problem, library: Callable[..., Any], folder: Path, 
     look = functools.partial(leaves, jax, seen=[None if s is None else jax.device_put(s) for s in seen])
     kinds = seed_kinds(problem)
     for number, kind in enumerate(kinds):
-        inputs = make_inputs(problem, kind, seed + number)
+        inputs = make_inputs(problem, kind, seed + number, short=True)
         for i, value in enumerate(inputs):
             save(folder / f"{number}.in{i}.npy", value)
-        operands = jax.device_put(inputs)
+        operands = _operands(jax, problem, inputs)
         results = library(*operands)
         if number == 0:
             for i, (x, s) in enumerate(zip(jax.tree.leaves(results), seen, strict=True)):
@@ -62,7 +63,7 @@ def make(jax: Any, problem: Problem, library: Callable[..., Any], folder: Path, 
             rounds = problem.rounds and (problem.unsure or any(map(is_finer_than_tf32, xla, exact)))
 
         # Every other run takes denormals for zeros.
-        both = (operands, jax.device_put([flushed(x) for x in inputs]) if problem.perturb else operands)
+        both = (operands, _operands(jax, problem, [flushed(x) for x in inputs]) if problem.perturb else operands)
 
         def runs(*amplitudes: float, both: tuple[list[Any], ...] = both) -> list[list[np.ndarray]]:
             noise = np.array([*amplitudes, 0.0])
@@ -81,6 +82,28 @@ def make(jax: Any, problem: Problem, library: Callable[..., Any], folder: Path, 
             if unsure:
                 save(folder / f"{number}.unsure{i}.npy", distance(r, [n[i] for n in unsure]))
     return kinds
+
+
+def _operands(jax: Any, problem: Problem, inputs: Sequence[np.ndarray]) -> list[Any]:
+    """Inputs on the device; large ones are repeated there, but on a CPU: its copies may take denormals for zeros."""
+    shapes = [tuple(i.shape) for i in problem.inputs]
+    if not problem.device:
+        return jax.device_put([whole(x, shape) for x, shape in zip(inputs, shapes, strict=True)])
+    repeat = _repeat(jax)
+    placed = zip(jax.device_put(list(inputs)), shapes, strict=True)
+    return [x if x.shape == shape else repeat(x, shape) for x, shape in placed]
+
+
+@functools.cache
+def _repeat(jax: Any) -> Callable[[Any, tuple[int, ...]], Any]:
+    """`values.whole`, jitted."""
+
+    def repeated(x: Any, shape: tuple[int, ...]) -> Any:
+        size = math.prod(shape)
+        copies = jax.numpy.broadcast_to(x, (-(-size // x.size), x.size))
+        return copies.reshape(-1)[:size].reshape(shape)
+
+    return jax.jit(repeated, static_argnums=1)
 
 
 def is_finer_than_tf32(xla: np.ndarray, exact: np.ndarray) -> bool:

@@ -6,6 +6,7 @@ gets a choice; the least one is "leave it to XLA".
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from jcuts.base.errors import CandidateRejected
 from jcuts.base.settings import Settings
 from jcuts.tune.choice import LIBRARY, Choice, Rejection
 from jcuts.tune.job import Job, make_job
-from jcuts.tune.lock import default_patience, holder, is_hopeless, measuring_lock
+from jcuts.tune.lock import default_patience, holder, is_hopeless, is_mine, measuring_lock
 from jcuts.tune.problem import Problem
 from jcuts.tune.replay import Recording
 from jcuts.tune.select import estimate, postponed, select, select_stored, unknown
@@ -39,6 +40,7 @@ def tune(
     progress: Progress | None = None,
     recording: Recording | None = None,
     force: bool = False,
+    quiet: Callable[[bool], bool] | None = None,
 ) -> dict[str, Choice]:
     """A choice for every problem: from the database, else by measuring (``tune="auto"`` only).
 
@@ -52,6 +54,7 @@ def tune(
         progress: told how far it is.
         recording: gets every problem that is answered from measurements.
         force: measure again what the database knows.
+        quiet: whether nothing else of this process uses the GPU; called with True it waits for that.
     Returns: digest -> choice.  Problems that could not be measured have origin ``library``; see their rejections.
     """
     unique = {p.digest: p for p in problems}
@@ -61,7 +64,7 @@ def tune(
     known = {digest: choice for digest, choice in stored.items() if choice.is_enough(settings.mode)}
     missing = {digest: p for digest, p in unique.items() if digest not in known}
     if settings.tune == "auto" and missing:
-        asked = _Asked(store, effort, settings.mode, progress, force)
+        asked = _Asked(store, effort, settings.mode, progress, force, quiet)
         for problem, choice in _measure_all(list(missing.values()), asked, prepare):
             known[choice.problem] = choice
             unique[choice.problem] = problem
@@ -86,11 +89,17 @@ class _Asked:
     mode: str
     progress: Progress | None
     force: bool
+    quiet: Callable[[bool], bool] | None = None
 
     def stored(self, problem: Problem) -> Choice | None:
         """What another process has found out meanwhile."""
         choice = None if self.force else self.store.lookup(problem.digest)
         return choice if choice is not None and choice.is_enough(self.mode) else None
+
+
+def workers_of() -> int:
+    """Processes of a session that compile."""
+    return knobs.current().compile_workers or fingerprint.usable_cores()
 
 
 def _stored(problems: dict[str, Problem], store: Store) -> dict[str, Choice]:
@@ -115,10 +124,12 @@ def _measure_all(
         yield from ((problem, postponed(problem, f"{holder()} was measuring")) for problem in problems)
         return
     platform = "cuda" if any(p.device for p in problems) else "cpu"
-    workers = asked.effort.workers or knobs.current().compile_workers or fingerprint.usable_cores()
+    workers = asked.effort.workers or workers_of()
     try:
         with workshop() as shop, shop.folder() as folder:
-            session = Session(shop.pool(platform, workers), asked.effort, asked.progress, asked.mode)
+            quiet = asked.quiet or (lambda _: True)
+            early = functools.partial(quiet, False) if platform != "cpu" and is_mine() else None
+            session = Session(shop.pool(platform, workers), asked.effort, asked.progress, asked.mode, early)
             session.total = sum(len(problem.candidates) or problem.expected for problem in problems)
             for number, problem in enumerate(problems):
                 try:
@@ -131,6 +142,7 @@ def _measure_all(
                 # Its candidates are compiled while the next problem is prepared.
                 session.add(make_job(full, folder, number))
             session.finish()
+            quiet(True)
             yield from _measure_in_turn(session, asked)
     except OSError as error:
         # No space or no permission for the session's files: the user's program runs on XLA.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +19,7 @@ from jcuts.region.bound import bound
 from jcuts.tune.choice import LIBRARY, Choice
 from jcuts.tune.library import with_exports
 from jcuts.tune.problem import Candidate, Input, Output, Problem
-from jcuts.tune.runner import Progress, default_store, tune
+from jcuts.tune.runner import Progress, default_store, tune, workers_of
 from jcuts.tune.store import Store
 from jcuts.tune.workshop import workshop
 
@@ -31,6 +33,7 @@ MIN_CANDIDATES = 2
 GPU_BALANCE = 64.0
 """Operations that a GPU does while it moves a byte: between what its plain and its matrix units do."""
 
+_log = logging.getLogger("jcuts.tune")
 _progress: Progress | None = None
 _store: Store | None = None
 
@@ -66,9 +69,9 @@ def generation() -> tuple[int, int]:
 
 
 class _Gathered(threading.local):
-    """What `choose` would measure on this thread: digest -> (problem, what prepares it); None: it measures."""
+    """What `choose` would measure on this thread: digest -> (problem, what prepares it, its equations); or None."""
 
-    problems: dict[str, tuple[Problem, Callable[[Problem], Problem]]] | None = None
+    problems: dict[str, tuple[Problem, Callable[[Problem], Problem], int]] | None = None
     settings: Settings | None = None
 
 
@@ -76,10 +79,12 @@ _gathered = _Gathered()
 
 
 @contextlib.contextmanager
-def gathering() -> Iterator[None]:
+def gathering(quiet: Callable[[bool], bool] | None = None) -> Iterator[None]:
     """Calls of `choose` inside that may measure only note their problems, which one session tunes when the block ends.
 
     They give the choices that are known so far: whoever needs the others asks again after the block.
+
+    Args: quiet: whether nothing else of this process uses the GPU (`runner.tune`).
     """
     _gathered.problems = {}
     try:
@@ -88,8 +93,12 @@ def gathering() -> Iterator[None]:
     finally:
         _gathered.problems = _gathered.settings = None
     if noted and settings is not None:
-        tune([problem for problem, _ in noted.values()], store(), settings=settings, progress=_progress,
-             prepare=lambda problem: noted[problem.digest][1](problem))  # fmt: skip
+        start = time.monotonic()
+        # Kernels of many operations take compilers longest: they begin first.
+        order = sorted(noted.values(), key=lambda entry: -entry[2])
+        tune([problem for problem, _, _ in order], store(), settings=settings, progress=_progress,
+             prepare=lambda problem: noted[problem.digest][1](problem), quiet=quiet)  # fmt: skip
+        _log.info("%d problems of all forms: %.2f s", len(noted), time.monotonic() - start)
 
 
 def is_gathering() -> bool:
@@ -137,7 +146,11 @@ def choose(
 
     if later and _gathered.problems is not None:
         _gathered.settings = settings
-        _gathered.problems |= {problem.digest: (problem, prepare) for problem in problems.values()}
+        sizes = {digest: len(subset.closed.jaxpr.eqns) for digest, subset in first_of.items()}
+        _gathered.problems |= {p.digest: (p, prepare, sizes[p.digest]) for p in problems.values()}
+        if device and any(store().lookup(problem.digest) is None for problem in problems.values()):
+            with workshop() as shop:  # the one that is open: their imports go on while this thread plans
+                shop.warm("cuda", workers_of())
     choices = tune(list(problems.values()), store(), settings=how, progress=_progress, prepare=prepare)
     for subset in subsets:
         problem = problems[subset.identity]

@@ -9,6 +9,7 @@ and hangs cost that candidate alone, and its times count for nothing if it is wr
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,7 +25,7 @@ from jcuts.tune.workshop import COMPILE, DEVICE, REFERENCE, XLA
 _log = logging.getLogger("jcuts.tune")
 _LIVE_REFERENCES = 4
 """Problems whose reference arrays lie on disk at the same time."""
-_AHEAD = 32
+_AHEAD = 16
 """XLA's programs that one request compiles ahead of measuring."""
 
 
@@ -64,11 +65,18 @@ class Session:
 
     Args:
         mode: which candidates matter where they are checked last.
+        quiet: on a GPU, where this process may measure already: whether nothing else of it uses the device; XLA's side
+            of the first problems is compiled, and its algorithms timed, while others are prepared.
     """
 
-    def __init__(self, pool: Pool, effort: Effort, progress: Progress | None, mode: str = "mixed") -> None:
-        self.pool, self.effort, self.progress, self.mode = pool, effort, progress, mode
+    def __init__(
+        self, pool: Pool, effort: Effort, progress: Progress | None, mode: str = "mixed",
+        quiet: Callable[[], bool] | None = None,
+    ) -> None:  # fmt: skip
+        self.pool, self.effort, self.progress, self.mode, self.quiet = pool, effort, progress, mode, quiet
         self.jobs: list[Job] = []
+        self.ahead: list[str] = []  # files of problems whose XLA side is not compiled yet
+        self.sent: set[str] = set()
         current = knobs.current()
         self.timeout = effort.timeout if effort.timeout is not None else current.tune_timeout_s
         self.seed = effort.seed if effort.seed is not None else current.seed
@@ -97,12 +105,18 @@ class Session:
         if not self.checks_last:
             self.waiting.append(job)
             self._next_references()
+        elif self.quiet is not None:
+            self.ahead += self._for_ahead([job])
+            if (len(self.ahead) >= _AHEAD or self.sent) and not self.pool.is_busy(XLA) and self.quiet():
+                self._send_ahead()
         self.pool.poll()
 
     def finish(self) -> None:
         """Waits until every job is compiled, and checked if that comes first; nothing of the session runs then."""
+        start = time.perf_counter()
         self.pool.drain()
         self.pool.stop(DEVICE)  # they hold the GPU's memory
+        _log.info("waited %.2f s for candidates to compile, or to be checked", time.perf_counter() - start)
 
     def verify(self, jobs: list[Job], settled: Callable[[Job], object]) -> None:
         """Checks of every measured job the candidates that would win, one after the other, until one is right.
@@ -238,12 +252,30 @@ class Session:
     # Measure: one problem at a time, nothing else running ------------------------------------------------------------
 
     def compile_ahead(self, jobs: list[Job]) -> None:
-        """Lets the measuring process compile XLA's side of GPU problems on all cores; a failure shows in `measure`."""
-        files = [str(job.file) for job in jobs if job.problem.device and job.candidates and not job.failed]
-        for first in range(0, len(files), _AHEAD):
-            request = {"op": "compile_ahead", "problems": files[first : first + _AHEAD]}
-            self.pool.submit(XLA, request, self.timeout, _told)
+        """Lets the measuring process compile XLA's side of GPU problems on some cores; a failure shows in `measure`."""
+        start = time.perf_counter()
+        self.ahead = [file for file in self._for_ahead(jobs) if file not in self.sent]
+        early = len(self.sent)
+        while self.ahead:
+            self._send_ahead()
+        if not self.sent:
+            return
+        self.pool.submit(XLA, {"op": "run_ahead"}, self.timeout, _told)
+        # Their first imports, while the GPU is busy; its memory they take when they are asked for something.
+        self.pool.warm(DEVICE, "tools", self.timeout)
+        self.pool.warm(REFERENCE, "jax", self.timeout)
         self.pool.drain()
+        spent = time.perf_counter() - start
+        _log.info("%d programs compiled ahead, %d of them early; waited %.2f s", len(self.sent), early, spent)
+
+    def _for_ahead(self, jobs: list[Job]) -> list[str]:
+        left = [job for job in jobs if job.compiling or job.candidates]
+        return [str(job.file) for job in left if job.problem.device and not job.failed]
+
+    def _send_ahead(self) -> None:
+        some, self.ahead = self.ahead[:_AHEAD], self.ahead[_AHEAD:]
+        self.sent.update(some)
+        self.pool.submit(XLA, {"op": "compile_ahead", "problems": some}, self.timeout, _told)
 
     def measure(self, job: Job) -> None:
         """Times what can be run of a job (``job.answer``); candidates that end the process are rejected."""
@@ -294,4 +326,4 @@ def _told(answer: Answer | CandidateRejected) -> None:
     if isinstance(answer, CandidateRejected):
         _log.info("compiling ahead: %s", answer)
     else:
-        _log.info("%d programs compiled ahead in %.2f s", answer["programs"], answer["seconds"])
+        _log.info("%d programs ahead: %.2f s %s", answer["programs"], answer["seconds"], answer.get("told", ""))

@@ -118,9 +118,9 @@ class Store:
         """The stored cover of a function (JSON object) on this device with these versions, or None."""
         return self._get("partition", key)
 
-    def put_partition(self, key: str, cover: Mapping[str, Any]) -> None:
-        """Stores the cover of a function."""
-        self._put("partition", key, dict(cover))
+    def put_partition(self, key: str, cover: Mapping[str, Any], *, is_news: bool = True) -> None:
+        """Stores the cover of a function. Args: is_news: whether plans made before may differ from those made now."""
+        self._put("partition", key, dict(cover), is_news)
 
     def generation(self) -> tuple[int, int]:
         """Changes whenever anything is stored, by any process; a part of memoisation keys."""
@@ -222,11 +222,11 @@ class Store:
         )
         return _object(rows[0][0]) if rows else None
 
-    def _put(self, kind: str, key: str, value: dict[str, Any]) -> None:
+    def _put(self, kind: str, key: str, value: dict[str, Any], is_news: bool = True) -> None:
         row = Row(kind, key, self.device, self.versions, time.time(), value)
         with self._lock:
-            self._writes += 1
-            if self._write(lambda db: _insert(db, row)):
+            self._writes += is_news
+            if self._write(lambda db: _insert(db, row), is_news):
                 self._memory.pop((kind, key), None)
             else:
                 self._memory[kind, key] = (row.created, value)
@@ -248,8 +248,8 @@ class Store:
                     )
             return []
 
-    def _write(self, work: Any) -> bool:
-        """Runs one transaction; False when nothing reached the disk."""
+    def _write(self, work: Any, is_news: bool = True) -> bool:
+        """Runs one transaction; False when nothing reached the disk. Args: is_news: whether the generation changes."""
         with self._lock:
             if self._file is None:
                 return False
@@ -260,7 +260,8 @@ class Store:
                             return False
                         db.execute("BEGIN IMMEDIATE")
                         work(db)
-                        db.execute("UPDATE meta SET value = value + 1 WHERE name = 'generation'")
+                        if is_news:
+                            db.execute("UPDATE meta SET value = value + 1 WHERE name = 'generation'")
                         db.execute("COMMIT")
                         self._hidden = False
                         return True

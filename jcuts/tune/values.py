@@ -59,9 +59,11 @@ def save(path: Path, array: np.ndarray) -> None:
     np.save(path, flat.view(f"u{flat.itemsize}") if flat.dtype.kind == "V" else flat, allow_pickle=False)
 
 
-def load(path: Path | str, shape: Sequence[int], dtype: str) -> np.ndarray:
+def load(path: Path | str, shape: Sequence[int], dtype: str, *, short: bool = False) -> np.ndarray:
     """Reads what `save` (or numpy.save) wrote.
 
+    Args:
+        short: gives the values that a large array repeats, flat, where the file holds no more than those.
     Raises:
         UsageError: the file holds another number of elements or another type.
     """
@@ -69,13 +71,22 @@ def load(path: Path | str, shape: Sequence[int], dtype: str) -> np.ndarray:
     wanted = dtype_of(dtype)
     if wanted.kind == "V" and array.dtype.itemsize == wanted.itemsize:
         array = array.view(wanted)
-    if array.size != math.prod(shape) or array.dtype != wanted:
+    size = math.prod(shape)
+    repeats = array.size == PERIOD < size
+    if (array.size != size and not repeats) or array.dtype != wanted:
         raise UsageError(
             f"{path} holds {array.dtype}{list(array.shape)}, expected {wanted}{list(shape)}",
             path=str(path),
             found=str(array.dtype),
         )
-    return np.array(array.reshape(tuple(shape)), order="C")
+    if repeats:
+        return array if short else whole(array, shape)
+    return np.asarray(array.reshape(tuple(shape)), order="C")
+
+
+def whole(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    """An array of this shape, from itself or from the values that it repeats."""
+    return array if array.shape == tuple(shape) else np.resize(array, tuple(shape))
 
 
 def seed_kinds(problem: Problem) -> list[str]:
@@ -93,7 +104,7 @@ def seed_kinds(problem: Problem) -> list[str]:
     return [NORMAL] * count + [SPECIAL, HUGE]
 
 
-def make_inputs(problem: Problem, kind: str, seed: int) -> list[np.ndarray]:
+def make_inputs(problem: Problem, kind: str, seed: int, *, short: bool = False) -> list[np.ndarray]:
     """One set of inputs.
 
     Args:
@@ -101,10 +112,12 @@ def make_inputs(problem: Problem, kind: str, seed: int) -> list[np.ndarray]:
         kind: ``normal``; ``special``: NaN, infinities, -0, denormals, integer extremes sprinkled in; ``huge``:
             magnitudes near overflow.
         seed: of the generator; equal seeds give equal values in every process.
+        short: of a large input only the values that it repeats, flat (`whole` repeats them).
     """
     rng = np.random.default_rng([seed, {NORMAL: 0, SPECIAL: 1, HUGE: 2}[kind]])
     reduction = max(o.reduction for o in problem.outputs)
-    return [_make(i, kind, rng, reduction, problem.degree) for i in problem.inputs]
+    made = [_make(i, kind, rng, reduction, problem.degree) for i in problem.inputs]
+    return made if short else [whole(x, i.shape) for x, i in zip(made, problem.inputs, strict=True)]
 
 
 def timing_inputs(problem: Problem) -> list[np.ndarray]:
@@ -126,8 +139,7 @@ def _repeated(dtype: str, recipe: str) -> np.ndarray:
 
 def _make(spec: Input, kind: str, rng: np.random.Generator, reduction: int, degree: int = 1) -> np.ndarray:
     if spec.recipe != "given" and math.prod(spec.shape) > PERIOD:
-        few = _make(replace(spec, shape=(PERIOD,)), kind, rng, reduction, degree)
-        return np.resize(few, spec.shape)
+        return _make(replace(spec, shape=(PERIOD,)), kind, rng, reduction, degree)
     dtype = dtype_of(spec.dtype)
     if spec.recipe == "given":
         assert spec.npy is not None  # Input checked it

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from jcuts.base import knobs
 from jcuts.tune import autotuned
 from jcuts.tune.pool import Pool
 
@@ -17,8 +18,9 @@ COMPILE, XLA, DEVICE, REFERENCE = "compile", "xla", "device", "reference"
 """Groups of processes: any number that compile and check, one that runs XLA and measures, and on a GPU
 several that check kernels there and several that make references: they wait for copies and for XLA's compiler."""
 MOST_ON_GPU = 4
+MOST_REFERENCES = 6
 CORES_EACH = 4
-"""Cores for one of those."""
+"""Cores for one of those that check."""
 _FRUGAL = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
 """Several processes share a GPU: memory that one does not use goes back."""
 
@@ -43,13 +45,22 @@ class Workshop:
         if key not in self.made:
             sizes = {COMPILE: workers, XLA: 1, DEVICE: 1}
             if platform != "cpu":
-                sizes[REFERENCE] = sizes[DEVICE] = max(1, min(MOST_ON_GPU, workers // CORES_EACH))
+                sizes[COMPILE] = max(1, workers // 2)  # XLA compiles and times its algorithms at the same time
+                sizes[DEVICE] = max(1, min(MOST_ON_GPU, workers // CORES_EACH))
+                # They wait for copies and for XLA's compiler: more than that share the cores.
+                sizes[REFERENCE] = max(1, min(MOST_REFERENCES, workers // CORES_EACH * 3 // 2))
             more = {} if platform == "cpu" else {
                 XLA: autotuned.flags(shared=True),
                 REFERENCE: {**_FRUGAL, **autotuned.flags(shared=False)},
             }  # fmt: skip
             self.made[key] = self.stack.enter_context(Pool(self._base(), sizes, platform, more))
         return self.made[key]
+
+    def warm(self, platform: str, workers: int) -> None:
+        """Starts the processes that compile kernels and the one that measures, ahead of what they are for."""
+        pool, timeout = self.pool(platform, workers), knobs.current().tune_timeout_s
+        pool.warm(COMPILE, "compiler", timeout)
+        pool.warm(XLA, "xla", timeout)
 
     @contextlib.contextmanager
     def folder(self) -> Iterator[Path]:

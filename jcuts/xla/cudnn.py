@@ -21,7 +21,7 @@ import numpy as np
 from jcuts.base import knobs
 from jcuts.base.errors import NativeError, UsageError
 from jcuts.microbatch.convolution import KINDS, LAYOUTS, Convolution
-from jcuts.microbatch.table import Division
+from jcuts.microbatch.table import Division, unsliced
 from jcuts.xla import native
 from jcuts.xla.register import register_launcher
 
@@ -65,6 +65,11 @@ def algorithms(kind: str) -> tuple[str, ...]:
     return tuple(PREFIX + name for name in _ALGORITHMS[kind])
 
 
+def transforms(kind: str) -> tuple[str, ...]:
+    """Of `algorithms` those that transform filters into their workspace, for which slices of the outputs pay."""
+    return tuple(PREFIX + name for name in _ALGORITHMS[kind] if name in ("FFT", "FFT_TILING", "WINOGRAD_NONFUSED"))
+
+
 def is_cudnn(algorithm: str) -> bool:
     """Whether a name in a table means an algorithm of cuDNN."""
     return algorithm.startswith(PREFIX)
@@ -101,12 +106,12 @@ def part_numbers(convolution: Convolution, division: Division) -> list[int]:
     names, maths = algorithms(convolution.kind), _MATHS[convolution.dtype]
     found: list[int] = []
     for count, part in division.runs:
-        name = part.algorithm.removesuffix(LAUNCHED)
+        name, slices = unsliced(part.algorithm.removesuffix(LAUNCHED))
         if name not in names or part.math not in maths:
             raise UsageError(
                 f"cuDNN has no {part.algorithm!r} with {part.math!r} for {convolution}", algorithm=part.algorithm
             )
-        found += [count, part.batch, names.index(name), *maths[part.math]]
+        found += [count, part.batch, names.index(name), *maths[part.math], slices]
     return found
 
 

@@ -222,6 +222,10 @@ def products(dtype: str) -> dict[str, Case]:
     return {
         "product, bias, ReLU": (lambda x, w, b: jax.nn.relu(x @ w + b), (left, right, bias)),
         "product, residual": (lambda x, w, r: x @ w + r, (left, right, normal(196, 96, dtype=dtype, seed=2))),
+        "product, residual of many rows": (
+            lambda x, w, r: jax.nn.relu(x @ w + r),
+            tuple(normal(*s, dtype=dtype) for s in ((8448, 64), (64, 256), (8448, 256))),
+        ),
         "product of one row": (lambda x, w: x @ w, (left[:1], right)),
         "products of a batch": (
             lambda q, k: jnp.einsum("bqhd,bkhd->bhqk", q, k),

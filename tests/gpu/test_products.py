@@ -32,6 +32,10 @@ def dense(x, w, b):
     return jax.nn.relu(x @ w + b)
 
 
+def added(x, w, b, r):
+    return jax.nn.relu(x @ w + b + r)
+
+
 def convolved(x, w, b):
     return jnp.clip(conv(x, w) + b, 0.0, 6.0)
 
@@ -47,6 +51,7 @@ CASES = {
     "transposed": (lambda x, w, b: (x.T @ w.T + b).T, ((96, 120), (72, 96), (72,))),
     "batch": (lambda q, k: jnp.einsum("bqhd,bkhd->bhqk", q, k), ((2, 65, 3, 32), (2, 70, 3, 32))),
     "large": (dense, ((1000, 264), (264, 520), (520,))),
+    "large residual": (added, ((17000, 64), (64, 136), (136,), (17000, 136))),
     "large transposed": (lambda x, w, b: (x.T @ w.T + b).T, ((384, 640), (648, 384), (648,))),
     "large 3x3": (convolved, ((16, 28, 28, 64), (3, 3, 64, 64), (64,))),
     "3x3": (convolved, ((2, 15, 14, 64), (3, 3, 64, 48), (48,))),
@@ -62,10 +67,16 @@ ROUNDED = {
     "norm": (lambda x, w, s, t: jax.nn.relu(x * s + t) @ w.T, ((4100, 512), (136, 512), (512,), (512,))),
     "activation": (lambda x, w: (jnp.clip(x, -0.5, 1.5) * x) @ w.T, ((700, 1024), (520, 1024))),
     "49 rows": (lambda x, w, b, r: jax.nn.relu(x @ w.T + b + r), ((49, 512), (2048, 512), (2048,), (49, 2048))),
+    "residual": (lambda x, w, b, r: jax.nn.relu(x @ w.T + b + r), ((17000, 64), (136, 64), (136,), (17000, 136))),
+    "results alone": (lambda x, w, b: jax.nn.relu(x @ w.T + b), ((17000, 64), (136, 64), (136,))),
     "384 rows": (lambda x, w, b: jax.nn.gelu(x @ w.T + b, approximate=False), ((384, 768), (760, 768), (760,))),
     "norm of few rows": (lambda x, w, s, t: jax.nn.relu(x * s + t) @ w.T, ((196, 768), (128, 768), (768,), (768,))),
     "3x3": (lambda x, w, b: conv(x, w, layout=ALONG) + b, ((16, 28, 28, 64), (64, 3, 3, 64), (64,))),
     "3x3 to few": (lambda x, w, b: conv(x, w, layout=ALONG) + b, ((16, 28, 28, 64), (32, 3, 3, 64), (32,))),
+    "1x7": (lambda x, w, b: conv(x, w, layout=ALONG) + b, ((16, 35, 27, 96), (72, 1, 7, 96), (72,))),
+    "5x5 inside": (lambda x, w: conv(x, w, layout=ALONG, padding="VALID"), ((40, 23, 20, 48), (64, 5, 5, 48))),
+    "3x3 stride 2": (lambda x, w: conv(x, w, layout=ALONG, strides=(2, 2)), ((32, 57, 56, 64), (128, 3, 3, 64))),
+    "3x3 deep": (lambda x, w: jax.nn.relu(conv(x, w, layout=ALONG)), ((64, 7, 7, 512), (512, 3, 3, 512))),
 }
 """Products whose weights are numbers of TF32."""
 
@@ -82,13 +93,19 @@ def test_every_candidate_of_rounded_weights(name):
     traced = programs.trace(fn, *arguments)
     found = gpu.candidates(traced.rounded(), gpus.machine(), 12)
     assert found and any("rounded" in dict(p.params) for p, _ in found)
+    made = 0
     for program, _ in found:
-        kernel = kernel_for(program)
+        try:
+            kernel = kernel_for(program)
+        except CompileRejected:  # spills, or products that would wait for each other
+            continue
+        made += 1
         got, again = (jax.jit(lambda *xs, k=kernel: call_kernel(k, *xs))(*traced.operands())[0] for _ in range(2))
         np.testing.assert_array_equal(np.asarray(got), np.asarray(again))
         # The left operand is rounded to 11 bits: errors of products that do not depend on each other add up.
         error = np.sqrt(np.mean(np.square(np.asarray(got, np.float64) - wanted))) / size
         assert error <= 2.0**-11, (program.params, error)
+    assert 2 * made >= len(found)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

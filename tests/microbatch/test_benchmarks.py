@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -9,21 +10,68 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
+import numpy as np
 import pytest
 
-from benchmarks import gpu_microbatch_tables, microbatch_offline
-from benchmarks.gpu_microbatch_tables import BATCHES, traced
-from benchmarks.microbatch_networks import training_step
+from benchmarks import gpu_microbatch_tables, microbatch_chains, microbatch_offline
+from benchmarks.microbatch_models import gradients, inputs_of
+from benchmarks.microbatch_networks import Modelled, training_step
+from benchmarks.microbatch_run import BATCHES, traced
+from jcuts.microbatch.database import Database
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("name, kernels", [("ResNet-18", 59), ("AlexNet", 14)])
+@pytest.mark.parametrize("name, kernels", [
+    ("ResNet-18", 59), ("AlexNet", 14), ("ResNet-50", 158), ("DenseNet-40", 116),
+])  # fmt: skip
 def test_the_listed_convolutions_are_those_of_the_step(name, kernels):
     # Times are measured by list and read by what is found in the step.
     listed = [use.convolution for use in training_step(name, BATCHES[name]).uses]
     found = [use.convolution for use in traced(name, BATCHES[name], tiny=False).uses]
     assert len(listed) == len(found) == kernels and set(listed) == set(found)
+
+
+@pytest.mark.parametrize("name", ["ResNet-50", "DenseNet-40"])
+def test_gradients_of_a_tiny_step_are_those_of_differences(name):
+    (weights, images, labels), fn = inputs_of(name, 3, tiny=True), gradients(name, "highest", tiny=True)
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda a: np.asarray(a, np.float64) if a.dtype == np.float32 else a, weights)
+        _, found = jax.jit(fn)(wide, images.astype(np.float64), labels)
+        along = jax.tree.map(lambda a: np.random.default_rng(a.size).standard_normal(a.shape), wide)
+        moved = [jax.tree.map(lambda a, d, s=s: a + s * d, wide, along) for s in (1e-6, -1e-6)]
+        plus, minus = (float(fn(w, images.astype(np.float64), labels)[0]) for w in moved)
+        slope = sum(float(np.vdot(g, d)) for g, d in zip(jax.tree.leaves(found), jax.tree.leaves(along), strict=True))
+    assert slope == pytest.approx((plus - minus) / 2e-6, rel=1e-3)
+
+
+def test_programs_of_a_network():
+    limits = (8 << 20, 64 << 20, 512 << 20)
+    device, database = Modelled(), Database(None)
+    network = training_step("AlexNet", 64)
+    for use in network.uses:
+        table = device.table(use.convolution, (8, 16, 32, 64))
+        for size in table.sizes:
+            micros = [m for m in table.micros if m.batch == size]
+            fast = dataclasses.replace(micros[0], algorithm="FFT/slices=2", seconds=1e-6, workspace=60 << 20)
+            database.record(device.device, use.convolution, size, [*micros, fast])
+    made = microbatch_chains.programs(network, database, device.device, limits)
+
+    def seconds(name):
+        return sum(division.seconds for division in made[name])
+
+    def spaces(name):
+        return [division.workspace for division in made[name]]
+
+    for at in ("8 MiB", "64 MiB", "512 MiB"):
+        wr, wd, again = f"WR {at}", f"WD at WR's total at {at}", f"WR at WD's largest at {at}"
+        assert sum(spaces(wd)) <= sum(spaces(wr)) and max(spaces(again)) <= max(spaces(wd))
+        assert seconds(again) <= seconds(wd) <= seconds(wr) <= seconds(f"single calls, {at}")
+    assert max(spaces("WR 8 MiB")) <= limits[0]
+    only = "WR 64 MiB, pieces of the batch only"
+    assert not any("slices" in str(d) for d in [*made[only], *made["single calls, 64 MiB"]])
+    assert all("slices" in str(division) for division in made["WR 64 MiB"]) and seconds("WR 64 MiB") < seconds(only)
 
 
 def test_measured_times_are_analysed_without_a_device():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from jcuts.microbatch import wr
 from jcuts.microbatch.convolution import Convolution
-from jcuts.microbatch.refine import MOST, sizes_between
-from jcuts.microbatch.table import Micro, Table
+from jcuts.microbatch.refine import MOST, sizes_between, worth_slicing
+from jcuts.microbatch.table import Micro, Table, sliced
 
 LAYER = Convolution("forward", 64, 192, (27, 27), (5, 5), padding=((2, 2), (2, 2)))
 SLOW = [Micro(n, "slow", "float32", n * 1e-5, 0) for n in (1, 2, 4, 8, 16, 32)]
@@ -49,3 +51,44 @@ def test_a_batch_that_has_no_division_yet():
     known = Table(LAYER, (fft(8, 10, 1e-5), fft(32, 100, 1e-5)))
     assert sizes_between(known, 30, 64 << 20) == ()  # 32 is more than the batch
     assert sizes_between(known, 32, 64 << 20) == (22,)
+
+
+def conv2_fft(n: int) -> Micro:
+    """FFT_TILING of AlexNet's conv2 as cuDNN asks for: 4352 B per channel of the filter, of an image, of a result."""
+    return Micro(n, "fft", "float32", 8e-5 + n * 1.7e-6, 4352 * (64 * 192 + n * (64 + 192)))
+
+
+def test_what_only_slices_make_fit():
+    limit = 64 << 20
+    known = Table(LAYER, (*SLOW, *(conv2_fft(n) for n in (8, 16, 32, 64, 128, 256))))
+    found = worth_slicing(known, 256, limit, algorithms=("fft",))
+    assert [(one.micro.batch, one.slices[0]) for one in found] == [(64, 3), (128, 6), (32, 2)]
+    for one in found:
+        n, s = one.micro.batch, one.slices[0]
+        space = [4352 * (64 * 192 // k + n * (64 + 192 // k)) for k in (one.slices[0], s - 1)]
+        assert space[0] <= limit < space[1] or s - 1 not in LAYER.slices
+    assert found[0].slices == (3, 4, 6, 8, 12, 16, 24) and found[0].text == f"fft float32 {limit}"
+    # As measured: three slices of 64 samples are worth it, and a single call has none.
+    name = sliced("fft", 3)
+    more = Table(LAYER, (*known.micros, Micro(64, name, "float32", 2.4e-4, 60 << 20)))
+    assert str(wr.divide(more, 256, limit)) == "4 x 64 fft/slices=3:float32"
+    assert wr.undivided(more, 64, limit) is None and wr.undivided(known, 64, None).parts[0].algorithm == "fft"
+
+
+def test_slices_that_cannot_pay():
+    limit = 64 << 20
+    slow = Table(LAYER, (*SLOW, *(conv2_fft(n) for n in (8, 256))))
+    fast = [Micro(n, "fast", "float32", n * 1e-7, 0) for n in (1, 256)]
+    assert worth_slicing(Table(LAYER, (*slow.micros, *fast)), 256, limit, algorithms=("fft",)) == ()
+    assert worth_slicing(slow, 256, limit, algorithms=("other",)) == ()
+    assert worth_slicing(slow, 256, None, algorithms=("fft",)) == ()
+    for changed in ({"layout": "NHWC"}, {"groups": 2}, {"outputs": 64 * 3 + 1, "channels": 3}):
+        odd = replace(LAYER, **changed)
+        assert odd.slices == () and worth_slicing(Table(odd, slow.micros), 256, limit, algorithms=("fft",)) == ()
+
+
+def test_slices_begin_at_sixteen_bytes():
+    layer = Convolution("forward", 3, 48, (5, 5), (3, 3), dtype="float16")
+    assert layer.slices == (2, 3, 6)  # of 24, 16 and 8 channels: 9 places and 27 taps of 2 B each
+    assert replace(layer, outputs=36).slices == ()
+    assert all(layer.outputs % s == 0 for s in layer.slices)

@@ -60,6 +60,58 @@ def test_a_wrong_result_is_out(host_cudnn, monkeypatch):
     assert "is off by" in dict(found["left_out"])["cudnn/GEMM float64"]
 
 
+@pytest.mark.parametrize("accuracy, off, admitted", [
+    ("exact", 5e-5, True), ("exact", 1e-3, False), ("vendor", 5e-3, True), ("vendor", 5e-2, False),
+])  # fmt: skip
+def test_how_exact_float32_must_be(host_cudnn, monkeypatch, accuracy, off, admitted):
+    c = Convolution("forward", 2, 3, (5, 5), (3, 3))
+    run = Plan.run
+
+    def spoilt(self, stream, a, b, out, space):
+        run(self, stream, a, b, out, space)
+        if self.needed == 2 * 3 * SPACE:  # GEMM
+            np.ctypeslib.as_array((np.ctypeslib.ctypes.c_float * (3 * 3 * 9)).from_address(out))[:] *= 1 + off
+
+    monkeypatch.setattr(Plan, "run", spoilt)
+    micros = convolve.convolve(request(c, accuracy=accuracy), lambda _: None)["micros"]
+    assert (("cudnn/GEMM", "float32") in [(m["algorithm"], m["math"]) for m in micros]) == admitted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_slices_of_the_outputs(host_cudnn, kind):
+    c = Convolution(kind, 2, 48, (4, 4), (3, 3), padding=((1, 1), (1, 1)))
+    names = cudnn.algorithms(kind)
+    at = names.index("cudnn/FFT")
+    whole = SPACE * 3 * at
+    wanted = [("cudnn/FFT", "float32", (2, 3, 6), whole // 3), ("cudnn/FFT", "float32", (3, 6), whole // 3),
+              (names[1], "tf32", (2,), 100)]  # fmt: skip
+    labels = []
+    found = convolve.convolve(request(c, slices=wanted), labels.append)
+    (micro,) = found["micros"]  # the first number that fits, once
+    assert micro["algorithm"] == "cudnn/FFT/slices=3" and micro["workspace"] == whole // 3 and micro["seconds"] > 0
+    assert labels == [f"{names[0]} float32", "cudnn/FFT/slices=2 float32", "cudnn/FFT/slices=3 float32",
+                      f"{names[1]}/slices=2 tf32", ""]  # fmt: skip
+    assert [label for label, why in found["left_out"] if "are allowed" in why] == [labels[1], labels[3]]
+
+
+def test_slices_are_compared_with_a_whole_call(host_cudnn, monkeypatch):
+    c = Convolution("forward", 2, 16, (4, 4), (3, 3))
+    run, spoilt = Plan.run, []
+
+    def wrong(self, stream, a, b, out, space):
+        run(self, stream, a, b, out, space)
+        if self.needed:  # the first algorithm, which is the reference, needs none
+            spoilt.append(np.ctypeslib.as_array((np.ctypeslib.ctypes.c_float * 3).from_address(out)))
+            spoilt[-1][:] += 1e3
+
+    monkeypatch.setattr(Plan, "run", wrong)
+    found = convolve.convolve(request(c, slices=[("cudnn/FFT", "float32", (2,), None)]), lambda _: None)
+    assert not found["micros"] and spoilt and "is off by" in dict(found["left_out"])["cudnn/FFT/slices=2 float32"]
+    host_cudnn.fail("Forward")
+    with pytest.raises(ValueError, match="no algorithm runs"):
+        convolve.convolve(request(c, slices=[("cudnn/FFT", "float32", (2,), None)]), lambda _: None)
+
+
 def test_xla_s_own(host_cudnn):
     c = Convolution("backward_filter", 2, 3, (5, 5), (3, 3), layout="NHWC")
     micros = convolve.convolve_xla(request(c), lambda _: None)["micros"]
@@ -258,7 +310,8 @@ def test_a_lost_device_ends_the_process(monkeypatch):
 
 def arena_of(size: int) -> convolve._Arena:
     arena = object.__new__(convolve._Arena)
-    arena.convolution, arena.tolerance, arena.expected = Convolution("forward", 1, 1, (3, 3), (3, 3)), 1.0, None
+    arena.convolution, arena.expected = Convolution("forward", 1, 1, (3, 3), (3, 3)), None
+    arena.tolerance = convolve.TOLERANCE
     arena.runs = convolve._runs(size)
     return arena
 
@@ -291,6 +344,6 @@ def test_large_results_are_compared_everywhere_and_to_the_end():
     values[-16:] -= 0.1
     values[-1] += 0.5
     device.kept[out][:] = values.view(np.uint8)
-    arena.tolerance = 10.0
+    arena.tolerance = {"float32": 1e-3}
     with pytest.raises(ValueError, match=f"from byte {size - convolve.RUN_BYTES} on"):
         arena._check(arena._read(out), "float32")

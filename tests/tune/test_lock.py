@@ -103,3 +103,25 @@ def test_an_unreadable_holder_is_another_process(tmp_path):
     path = tmp_path / "lock"
     path.write_text("nonsense")
     assert lock.holder(path) == lock.holder(tmp_path / "none") == "another process"
+
+
+def test_an_attempt_does_not_wait_and_holds_for_what_is_inside(tmp_path):
+    path = tmp_path / "lock"
+    with lock.attempt(path) as may:
+        assert may and lock.is_mine()
+        assert wait(path, Clock(), patience=0.0)  # this thread has it
+        with lock.attempt(path) as again:
+            assert again
+        assert lock.is_mine()
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(os.open(path, os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert not lock.is_mine()
+    held = hold(path)
+    lock._past.gave_up = False
+    with lock.attempt(path) as may:
+        assert not may and not lock.is_mine() and not lock._past.gave_up
+    os.close(held)
+    held = hold(path.with_name("lock.queue"))
+    with lock.attempt(path) as may:
+        assert not may  # another process is next in line
+    os.close(held)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pytest
 from jcuts.base import knobs
 from jcuts.base.errors import CandidateRejected, WorkerFailed
 from jcuts.base.settings import Settings
+from jcuts.codegen.artifact import CompiledKernel
 from jcuts.trace import jaxapi
 from jcuts.tune import operations, shortage
 from jcuts.tune.choice import SCREENED, UNCHECKED
@@ -702,3 +704,77 @@ def test_what_fails_between_candidates_is_the_fault_of_none(tmp_path, monkeypatc
     finally:
         jax.config.update("jax_enable_x64", before)
     assert {"right", "slow"} < set(told) and told[-1] == ""
+
+
+class Noting:
+    """A pool whose processes answer at once; what they are asked is noted."""
+
+    platform, sizes = "cuda", {REFERENCE: 2, DEVICE: 1, XLA: 1, "compile": 1}
+
+    def __init__(self):
+        self.asked: list[Any] = []
+        self.workers = dict.fromkeys(self.sizes, ())
+        self.busy = False
+
+    def submit(self, group, request, timeout, done):
+        self.asked.append((request["op"], len(request.get("problems", ()))))
+        done({"kernel": "k", "programs": 1, "seconds": 0.0})
+
+    def warm(self, group, what, timeout):
+        self.asked.append(("warm", group))
+
+    def is_busy(self, group):
+        return self.busy
+
+    def poll(self):
+        pass
+
+    drain = poll
+
+    def stop(self, group):
+        pass
+
+
+def test_xla_compiles_the_first_problems_on_a_gpu_while_others_are_prepared(tmp_path, monkeypatch):
+    monkeypatch.setattr("jcuts.tune.stages._AHEAD", 2)
+    pool, state = Noting(), {"quiet": False}
+    session = Session(pool, QUICK, None, quiet=lambda: state["quiet"])  # type: ignore[arg-type]
+    jobs = [make_job(replace(objects.problem("right", name=f"n{i}"), device="a GPU"), tmp_path, i) for i in range(6)]
+    for job in jobs[:3]:
+        session.add(job)
+    assert not [op for op, _ in pool.asked if op == "compile_ahead"]  # something else of this process uses the GPU
+    state["quiet"] = True
+    session.add(jobs[3])
+    session.add(jobs[4])
+    pool.busy = True
+    session.add(jobs[5])  # XLA has enough to do
+    assert [asked for asked in pool.asked if asked[0] == "compile_ahead"] == [("compile_ahead", 2)] * 2
+    session.compile_ahead(jobs)
+    rest = [asked for asked in pool.asked if asked[0] != "compile"]
+    assert rest[2:] == [("compile_ahead", 2), ("run_ahead", 0), ("warm", DEVICE), ("warm", REFERENCE)]
+    assert session.sent == {str(job.file) for job in jobs}
+
+
+def test_without_the_lock_nothing_runs_on_the_gpu_before_all_are_compiled(tmp_path):
+    pool = Noting()
+    session = Session(pool, QUICK, None)  # type: ignore[arg-type]
+    job = make_job(replace(objects.problem("right"), device="a GPU"), tmp_path, 0)
+    session.add(job)
+    session.finish()
+    assert [op for op, _ in pool.asked] == ["compile"]
+    session.compile_ahead([job])
+    assert [op for op, _ in pool.asked][1:] == ["compile_ahead", "run_ahead", "warm", "warm"]
+
+
+def test_a_kernel_is_kept_as_soon_as_it_is_compiled(monkeypatch):
+    from jcuts.xla import objects as cache
+
+    kernel = CompiledKernel("a" * 32, "k", b"code", 1, 0, (((4,), "float32"),), (((4,), "float32"),))
+    calls: list[int] = []
+
+    def compile_() -> CompiledKernel:
+        calls.append(1)
+        return kernel
+
+    assert operations._kept(kernel.digest, compile_) == kernel and cache.fetch(kernel.digest) == kernel
+    assert operations._kept(kernel.digest, compile_) == kernel and calls == [1]

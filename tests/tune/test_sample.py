@@ -171,7 +171,7 @@ def test_zeros_that_are_not_written_show_where_all_elements_are_compared(monkeyp
         def run(self, inputs, *_, poison, **__):
             return [np.where(wanted > 0, wanted, np.frombuffer(bytes([poison] * 4), np.float32))]
 
-    kernel = SimpleNamespace(object_code=b"", digest="idle")
+    kernel = SimpleNamespace(object_code=b"", digest="idle", inputs=())
     monkeypatch.setattr(operations, "Launcher", Idle)
     monkeypatch.setattr("jcuts.tune.gpu.GpuLauncher", Idle)
     monkeypatch.setattr("jcuts.tune.driver.device", lambda: None)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
 import jax
+import jax.export
 import numpy as np
 import pytest
+from jax import lax
 
 from jcuts.base.errors import NativeError
-from jcuts.tune import driver, gpu_measure, noise, stopwatch
+from jcuts.tune import driver, gpu_measure, gpu_timing, noise, stopwatch
+from jcuts.tune.problem import Input, Output, Problem
 
 
 class Device:
@@ -112,14 +116,42 @@ def test_callables_may_tell_what_they_took():
 
 def test_small_chains_run_once_before_any_is_timed(monkeypatch):
     ran = []
-    problem = type("P", (), {"name": "p", "inputs": [type("I", (), {"shape": (4, 8), "dtype": "float32"})] * 2})
+    problem = Problem("p", (Input((4, 8), "float32"),) * 2, (Output((4, 8), "float32"),), space="s")
     real = gpu_measure._run_once
     monkeypatch.setattr(gpu_measure, "_run_once", lambda *a: ran.append(real(*a)))
     monkeypatch.setattr(gpu_measure, "_ahead", {})
     told = []
     problems = {"a": (problem, jax.jit(lambda x, y: x + y)), "b": (problem, jax.jit(lambda x, y: np.sin(x)))}
-    assert gpu_measure.compile_ahead(problems, told.append) == 1 and set(gpu_measure._ahead) == {"a"}
+    assert gpu_measure.compile_ahead(problems, told.append) == 1 and not ran
+    assert gpu_measure.run_ahead(told.append) == 1 and set(gpu_measure._ahead) == {"a"}
     assert ran == [None] and set(told) == {""}
     monkeypatch.setattr(gpu_measure, "SMALL_BYTES", 100)
     gpu_measure.compile_ahead(problems, told.append)
-    assert len(ran) == 1
+    assert gpu_measure.run_ahead(told.append) == 0 and len(ran) == 1
+
+
+def grouped(x, w):
+    return lax.conv_general_dilated(x, w, (1, 1), "SAME", feature_group_count=16)
+
+
+def test_chains_whose_calls_compile_are_short_and_run_ahead_although_they_are_large(monkeypatch):
+    operands = Input((1, 16, 6, 6), "float32"), Input((16, 1, 3, 3), "float32")
+    plain = Problem("p", operands, (Output((1, 16, 6, 6), "float32"),), space="s")
+    shapes = [jax.ShapeDtypeStruct(i.shape, i.dtype) for i in operands]
+    exported = jax.export.export(jax.jit(grouped))(*shapes)
+    problem = replace(plain, identity="g", library=bytes(exported.serialize()), reference=b"")
+    assert gpu_measure.executions(plain) == gpu_timing.CHAIN and gpu_measure.executions(problem) == gpu_timing.LEAST
+    monkeypatch.setattr(gpu_measure, "LARGE_BYTES", 100)
+    assert gpu_measure.executions(problem) == gpu_measure.FEWEST
+    monkeypatch.undo()
+    ran = []
+    monkeypatch.setattr(gpu_measure, "_run_once", lambda compiled, _: ran.append(compiled))
+    monkeypatch.setattr(gpu_measure, "_ahead", {})
+    monkeypatch.setattr(gpu_measure, "SMALL_BYTES", 0)
+    few = {path: (problem, jax.jit(exported.call)) for path in "abc"} | {"d": (plain, jax.jit(exported.call))}
+    assert gpu_measure.compile_ahead(few, lambda _: None) == 4
+    monkeypatch.setattr(gpu_timing, "MOST_BYTES", 1)  # one after the other
+    assert gpu_measure.run_ahead(lambda _: None) == 3
+    assert len(ran) == 3 and gpu_measure._ahead["d"] not in ran
+    flops = [gpu_measure._ahead[path].cost_analysis()["flops"] for path in "ad"]
+    assert flops[1] > 1.5 * flops[0]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
 
 from jcuts.base.errors import UsageError
+from jcuts.tune import reference, values
 from jcuts.tune.problem import Input, Output, Problem
 from jcuts.tune.values import HUGE, NORMAL, SPECIAL, dtype_of, flushed, load, make_inputs, save, seed_kinds
 
@@ -110,3 +114,18 @@ def test_flushed(dtype):
     )
     np.testing.assert_array_equal(np.signbit(got.astype(np.float64))[:6], [False, True, False, True, False, True])
     np.testing.assert_array_equal(flushed(np.arange(3)), np.arange(3))
+
+
+def test_a_large_input_travels_as_the_values_that_it_repeats(tmp_path, monkeypatch):
+    monkeypatch.setattr(values, "PERIOD", 101)
+    spec = Input((7, 60), "float32")
+    (few,), (all_,) = (make_inputs(make(spec), SPECIAL, 2, short=short) for short in (True, False))
+    assert few.shape == (101,) and all_.shape == spec.shape
+    save(tmp_path / "x.npy", few)
+    for read in (load(tmp_path / "x.npy", spec.shape, "float32"), values.whole(few, spec.shape)):
+        np.testing.assert_array_equal(read, all_)
+    np.testing.assert_array_equal(load(tmp_path / "x.npy", spec.shape, "float32", short=True), few)
+    (placed,) = reference._operands(jax, replace(make(spec), device="some GPU"), [few])
+    np.testing.assert_array_equal(np.asarray(placed), all_)
+    with pytest.raises(UsageError):
+        load(tmp_path / "x.npy", (100,), "float32")

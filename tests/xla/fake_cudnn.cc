@@ -92,6 +92,13 @@ int64_t Extent(const Tensor& t) {
   return last;
 }
 
+// Elements of one sample, without those that a view of some channels leaves out.
+int64_t Sample(const Tensor& t) {
+  int64_t count = 1;
+  for (int d = 1; d < t.rank; ++d) count *= t.size[d];
+  return count;
+}
+
 // Sums of products in double, then one rounding.
 template <typename Pick>
 void Compute(const Tensor& x, const Tensor& w, const Tensor& y, const Conv& conv, const Tensor& into, void* out,
@@ -102,12 +109,16 @@ void Compute(const Tensor& x, const Tensor& w, const Tensor& y, const Conv& conv
   double a = scale(alpha), b = scale(beta);
   for (size_t i = 0; i < sums.size(); ++i) {
     int64_t at = static_cast<int64_t>(i);
+    if (at % into.stride[0] >= Sample(into)) continue;  // another view's
     Store(out, into.type, at, a * sums[i] + (b != 0 ? b * Load(out, into.type, at) : 0.0));
   }
 }
 
 int Fails(const char* name) { return *g_fail == name ? 5000 : 0; }
-size_t Space(int algorithm, const Tensor& x) { return size_t{4096} * algorithm * x.size[0]; }
+// Less for a view of some channels of the result.
+size_t Space(int algorithm, const Tensor& x, const Tensor& y) {
+  return size_t{4096} * algorithm * x.size[0] * static_cast<size_t>(Sample(y)) / static_cast<size_t>(y.stride[0]);
+}
 bool Unsupported(int kind, int algorithm) { return algorithm < 0 || algorithm > 7 || (kind == 0 && algorithm == 3); }
 // The image must be what the descriptors say the result is of.
 bool Fits(const Tensor& x, const Tensor& w, const Tensor& y, const Conv& c) {
@@ -121,8 +132,8 @@ int Begin(const char* name, int kind, const Tensor& x, const Tensor& w, const Te
           void* space, size_t bytes, const void* beta, const void* image, const void* result) {
   char text[200];
   double b = x.type == 1 ? *static_cast<const double*>(beta) : *static_cast<const float*>(beta);
-  std::snprintf(text, sizeof text, "%s n=%d algorithm=%d math=%d compute=%d beta=%g space=%zu at=%zu,%zu;", name, x.size[0],
-                algorithm, c.math, c.compute, b, bytes, reinterpret_cast<size_t>(image) % 16,
+  std::snprintf(text, sizeof text, "%s n=%d k=%d algorithm=%d math=%d compute=%d beta=%g space=%zu at=%zu,%zu;", name,
+                x.size[0], y.size[1], algorithm, c.math, c.compute, b, bytes, reinterpret_cast<size_t>(image) % 16,
                 reinterpret_cast<size_t>(result) % 16);
   *g_log += text;
   const char* crash = std::getenv("FAKE_CUDNN_CRASH");
@@ -130,15 +141,15 @@ int Begin(const char* name, int kind, const Tensor& x, const Tensor& w, const Te
   if (int failed = Fails(name)) return failed;
   if (Unsupported(kind, algorithm)) return 3000;
   if (!Fits(x, w, y, c)) return 2008;
-  if (bytes < Space(algorithm, x)) return 2006;
-  if (bytes > 0) std::memset(space, 0xAB, Space(algorithm, x));  // it must be ours to write
+  if (bytes < Space(algorithm, x, y)) return 2006;
+  if (bytes > 0) std::memset(space, 0xAB, Space(algorithm, x, y));  // it must be ours to write
   return 0;
 }
 int Ask(int kind, const Tensor& x, const Tensor& w, const Tensor& y, const Conv& c, int algorithm, size_t* bytes) {
   if (int failed = Fails("WorkspaceSize")) return failed;
   if (Unsupported(kind, algorithm)) return 3000;
   if (!Fits(x, w, y, c)) return 2008;
-  *bytes = Space(algorithm, x);
+  *bytes = Space(algorithm, x, y);
   return 0;
 }
 Tensor& T(void* t) { return *static_cast<Tensor*>(t); }

@@ -18,7 +18,7 @@ import pytest
 
 from jcuts.base.errors import NativeError, UsageError
 from jcuts.microbatch.convolution import KINDS, Convolution
-from jcuts.microbatch.table import Division, Micro
+from jcuts.microbatch.table import Division, Micro, sliced
 from jcuts.xla import cudnn
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,6 +123,40 @@ def test_adds_to_what_is_there(host_cudnn, kind):
     assert all("beta=1" in call for call in host_cudnn.calls() if "beta" in call)
 
 
+@pytest.mark.parametrize("onto", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["plain", "strided", "dilated", "1-D", "3-D", "rest"])
+def test_slices_of_the_outputs_are_the_whole(host_cudnn, name, kind, onto):
+    c = Convolution.from_json({**of(name, kind).to_json(), "outputs": 6})
+    x, w, dy = arrays(c, 5)
+    expected = reference(c, x, w, dy)
+    operands = operands_of(c, x, w, dy) + ((np.full(expected.shape, 10, np.float32),) if onto else ())
+    algorithm = cudnn.algorithms(kind)[2]
+    for slices in (2, 3):
+        # Three samples in slices, then two at once by another algorithm.
+        parts = [Micro(3, sliced(algorithm, slices), "float32", 1e-3, SPACE * 3 * 2 // slices),
+                 Micro(2, cudnn.algorithms(kind)[0], "float32", 1e-3, 0)]  # fmt: skip
+        host_cudnn.calls()
+        found = compiled(c, Division.of(parts), expected)(*operands)
+        np.testing.assert_array_equal(found, expected + 10 * onto)
+        calls = [call for call in host_cudnn.calls() if "beta" in call]
+        numbers = [int(re.search(r"k=(\d+)", call)[1]) for call in calls]
+        assert numbers == [6 // slices] * slices + [6]
+        betas = [float(re.search(r"beta=(\S+)", call)[1]) for call in calls]
+        # Slices of the gradient of an image add up, those of a filter's gradient are apart.
+        later = {"forward": 0.0, "backward_data": 1.0, "backward_filter": 0.0}[kind]
+        last = 1.0 if kind == "backward_filter" else 0.0
+        assert betas == ([1.0] * (slices + 1) if onto else [0.0] + [later] * (slices - 1) + [last])
+
+
+@pytest.mark.parametrize("name, layout", [("groups", "NCHW"), ("plain", "NHWC"), ("strided", "NCHW")])
+def test_channels_that_cannot_be_cut(host_cudnn, name, layout):
+    c = of(name, "forward", layout)
+    x, w, dy = arrays(c, 4)
+    one = Division.of([Micro(4, sliced("cudnn/GEMM", 4 if name == "strided" else 2), "float32", 1e-3, 4 * 2 * SPACE)])
+    assert "cannot be cut into" in failure(compiled(c, one, reference(c, x, w, dy)), x, w)
+
+
 @pytest.mark.parametrize("dtype, math, numbers", [
     ("float64", "float64", "math=0 compute=1"), ("float32", "float32", "math=3 compute=0"),
     ("float32", "tf32", "math=0 compute=0"), ("float16", "float16", "math=3 compute=2"),
@@ -189,6 +223,24 @@ def test_descriptors_go_with_the_executable_and_handles_stay(host_cudnn):
     del program
     jax.clear_caches()
     assert host_cudnn.alive() <= before
+
+
+@pytest.mark.parametrize("names, graph, captured", [
+    (["cudnn/GEMM"], True, True), (["cudnn/GEMM"], False, False),
+    (["cudnn/GEMM", "cudnn/FFT/launched"], True, False), (["cudnn/FFT/slices=2"], True, True),
+])  # fmt: skip
+def test_what_refused_to_be_captured_is_launched(host_cudnn, monkeypatch, names, graph, captured):
+    monkeypatch.setattr(cudnn, "ensure_registered", lambda _: None)
+    c = Convolution("forward", 3, 16, (7, 6), (3, 3), padding=((1, 1), (1, 1)))
+    chosen = Division.of(Micro(2, name, "float32", 1e-3, 0) for name in names)
+    result = np.zeros((2 * len(names), 16, 7, 6), np.float32)
+    x, w = np.zeros((2 * len(names), 3, 7, 6), np.float32), np.zeros((16, 3, 3, 3), np.float32)
+
+    def run(x, w):
+        return cudnn.call(c, chosen, (x, w), result, layer="l", orders=[order(c)] * 3, platform="cuda", graph=graph)
+
+    text = str(jax.make_jaxpr(run)(x, w))
+    assert (cudnn.GRAPH_TARGET in text) == captured and cudnn.TARGETS["cuda"] in text
 
 
 def test_threads_take_turns(host_cudnn):

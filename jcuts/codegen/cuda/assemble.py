@@ -22,6 +22,7 @@ PTX_VERSION = "8.0"
 """Oldest PTX version that knows everything emitted here: assemblers of CUDA 12.0 and newer read it."""
 FAR_STORES, PTX_OF_FAR_STORES = "st.async", "8.1"
 """Stores into another block's shared memory, and the PTX version (CUDA 12.1) that they need."""
+SERIAL = "wgmma.mma_async instructions are serialized"
 _TIMEOUT = 120.0
 _ENTRY = re.compile(r"^\.visible \.entry (\S+)\(", re.MULTILINE)
 _REGCOUNT, _FRAME_SIZE = 0x2F, 0x11
@@ -85,21 +86,22 @@ def toolkit() -> tuple[int, int] | None:
     return (int(found[1]), int(found[2])) if found else None
 
 
-def assemble(ptx: str, arch: str) -> bytes:
+def assemble(ptx: str, arch: str, *, overlapped: bool = False) -> bytes:
     """The cubin of a PTX module.
 
-    Args: ptx: the module; arch: e.g. ``sm_90``.
+    Args: ptx: the module; arch: e.g. ``sm_90``; overlapped: products of warp groups must not wait for each other, as
+        they do where the assembler cannot give the registers of several to all of them (ptxas tells).
     Raises: CompileRejected where the assembler refuses, hangs, or is missing; attribute ``log``.
     """
     path = assembler()
-    return _run_ptxas(path, ptx, arch) if path else _link(ptx, arch)
+    return _run_ptxas(path, ptx, arch, overlapped) if path else _link(ptx, arch)
 
 
-def _run_ptxas(path: str, ptx: str, arch: str) -> bytes:
+def _run_ptxas(path: str, ptx: str, arch: str, overlapped: bool) -> bytes:
     with tempfile.TemporaryDirectory(prefix="jcuts-ptx-") as folder:
         source, target = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         source.write_text(ptx)
-        command = [path, f"-arch={arch}", "-O3", str(source), "-o", str(target)]
+        command = [path, f"-arch={arch}", "-O3", *(["-v"] if overlapped else []), str(source), "-o", str(target)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -107,6 +109,8 @@ def _run_ptxas(path: str, ptx: str, arch: str) -> bytes:
         if done.returncode or not target.exists():
             log = (done.stderr or done.stdout).strip()
             raise CompileRejected(f"ptxas refused the kernel: {log[:500]}", log=log)
+        if overlapped and SERIAL in done.stdout + done.stderr:
+            raise CompileRejected("products of warp groups would wait for each other", log=done.stdout + done.stderr)
         return target.read_bytes()
 
 

@@ -17,6 +17,7 @@ from jcuts.codegen.cuda.memory import LIMIT
 from jcuts.codegen.cuda.patch import patch_shape
 from jcuts.codegen.cuda.point import Shape, counted_by_tile
 from jcuts.codegen.cuda.product import ProductShape, block_count, product_shape
+from jcuts.codegen.cuda.product_windows import window_shape
 from jcuts.codegen.cuda.scan import ScanShape, grid_of, scan_shape, units
 from jcuts.codegen.cuda.shared import WARP
 from jcuts.codegen.cuda.team import TeamShape, row_count, row_length
@@ -270,7 +271,11 @@ class _Writer:
         return self.done(math.prod(counts.values()))
 
     def product(self) -> CudaSource:
-        groups = "groups" in dict(self.program.params)
+        params = dict(self.program.params)
+        if "pixels" in params:
+            window = window_shape(self.program)
+            return self._by_block(f"window_{window.left.size}x{window.right.size}", window, window.blocks)
+        groups = "groups" in params
         shape = group_shape(self.program) if groups else product_shape(self.program)
         name = f"product_{shape.left.size}x{shape.right.size}x{shape.left.terms}"
         return replace(self._by_block(name, shape, block_count(self.program, shape)), cluster=shape.cluster)

@@ -1,4 +1,5 @@
-"""The left operand of a warp group on its way through registers: float32 that is rounded there, to TF32.
+"""The left operand of a warp group on its way through registers: float32 that is rounded there, to TF32; or 16-bit
+floats as they are.
 
 Where the right operand is rounded before it is there (weights, `Buffer.tf32`), both are copied as they are, and the
 units read the right one from shared memory.  The left one they take from registers: a warp reads its 16 rows as
@@ -19,6 +20,7 @@ from jcuts.codegen.cuda.group_prologue import Prologue
 from jcuts.codegen.cuda.group_shape import AHEAD
 from jcuts.codegen.cuda.group_tiles import GroupTile
 from jcuts.codegen.cuda.product_exit import Totals
+from jcuts.region.products import TYPES
 
 
 class Rows:
@@ -54,6 +56,7 @@ def multiply(
         of which is started behind some step; together: steps that are one group.
     """
     terms = builder.mul(number, L.I32(columns.terms * columns.side.item)) if before is not None else None
+    kind, wide = TYPES[columns.side.dtype], columns.side.item == 4
     steps = columns.terms * columns.side.item // tensor.STEP
     whole = together == steps  # fragments of the next tile are read while this one is multiplied
     for first in range(0, steps, together):
@@ -67,8 +70,8 @@ def multiply(
                 fragments = before.apply(fragments, terms, step)
             pairs = pairs or [[] for _ in fragments]
             for row, words in zip(pairs, fragments, strict=True):
-                row.append(([tensor.to_tf32(builder, word) for word in words], second))
-        totals = wgmma.multiply(builder, "tf32", pairs, (False, False), totals)
+                row.append(([tensor.to_tf32(builder, word) for word in words] if wide else words, second))
+        totals = wgmma.multiply(builder, kind, pairs, (False, not columns.by_terms), totals)
         for part in beside[first * len(beside) // steps : (first + together) * len(beside) // steps]:
             next(part)
     if whole:

@@ -11,6 +11,7 @@ from jcuts.codegen.cuda.product import ProductShape, three
 from jcuts.codegen.cuda.shared import WARP
 from jcuts.dfg.program import Program
 from jcuts.region.gpu_group_tiling import BARRIER, room
+from jcuts.region.gpu_held import Held, held
 from jcuts.region.products import COLUMNS, ROWS, K, S, prologue, shares, sides, summed, vectors
 
 WARPS = 4  # of a group
@@ -34,7 +35,7 @@ class GroupShape(ProductShape):
         steps: of terms, of a tile of rounded weights that are one group of instructions.
         cached: whether the left operand is copied through the L1 cache (taps of convolutions are neighbours).
         push: whether blocks of a cluster write their totals into each other's memory, not read them there.
-        early: whether what is added to the results is asked for before the products.
+        held: what of that, and of the results, lies in shared memory.
     """
 
     left: GroupTile
@@ -46,7 +47,7 @@ class GroupShape(ProductShape):
     steps: int
     cached: bool
     push: bool
-    early: bool
+    held: Held
 
     @property
     def ahead(self) -> int:
@@ -70,8 +71,10 @@ class GroupShape(ProductShape):
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory of a block: tiles, and behind them vectors."""
+        """Bytes of shared memory of a block: tiles, behind them vectors, what the exit keeps, and a barrier."""
         kept = self.tiles + 4 * self.vectors * self.share * self.left.terms
+        if self.held.loaded or self.held.stored:
+            return self.held.end + BARRIER
         if self.push:
             return (kept + self.room if self.apart else max(kept, self.room)) + BARRIER
         return max(kept, self.partial)
@@ -108,9 +111,11 @@ def group_shape(program: Program) -> GroupShape:
     stages, flight = int(str(params["stages"])), int(str(params.get("flight", 0)))
     rounded, steps = bool(params.get("rounded", 0)), int(str(params.get("steps", 1)))
     spread, cached = bool(params.get("spread", 0)), bool(params.get("cached", 0))
+    kept = (first.bytes + second.bytes) * stages + 4 * len(vectors(program)) * share * terms
+    keeps = held(program, rows, columns, int(str(params.get("held", 0))), kept)
     shape = GroupShape(first, second, (WARPS * along, across, 1), stages, share, total, cluster, flight, rounded,
                        len(vectors(program)), spread, steps, cached, bool(params.get("push", 0)),
-                       bool(params.get("early", 0)))  # fmt: skip
+                       keeps)  # fmt: skip
     fits = rows == along * first.warp and columns == across * second.warp
     fits = fits and terms * left.item in (wgmma.LINE, 2 * wgmma.LINE)
     fits = fits and first.warp % wgmma.ROWS == 0 and second.warp % 8 == 0 and second.warp <= wgmma.WIDEST
@@ -127,6 +132,7 @@ def group_shape(program: Program) -> GroupShape:
         fits = fits and prologue(program) is None and (spread, steps, cached) == (False, 1, False)
     fits = fits and not (shape.push and (flight or cluster == 1))  # copies in flight know no block that has not begun
     fits = fits and ranks == cluster and (cluster == 1 or S not in extents)
+    fits = fits and (cluster == 1 or not params.get("held", 0))  # its blocks finish parts of a tile
     fits = fits and all(t.side.run % terms == 0 or t.side.run == extents[K] for t in (first, second))
     fits = fits and all(readable(t, number) for t, number in ((first, along), (second, across)))
     if not fits or shape.threads != int(str(params["threads"])):

@@ -18,9 +18,10 @@ from dataclasses import dataclass, replace
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen import lanes as L
 from jcuts.codegen.cuda import memory as M
-from jcuts.codegen.cuda import tensor
+from jcuts.codegen.cuda import product_early, tensor
 from jcuts.codegen.cuda.builder import GpuBuilder
 from jcuts.codegen.cuda.product_exit import Totals, finish
+from jcuts.codegen.cuda.product_held import Keeper
 from jcuts.codegen.cuda.product_meet import meet
 from jcuts.codegen.cuda.product_tiles import Copier, Fragments, TileShape
 from jcuts.codegen.cuda.shared import WARP
@@ -121,6 +122,8 @@ def block_count(program: Program, shape: ProductShape) -> int:
 class ProductEmitter:
     """Emits the work of one thread."""
 
+    keeper: Keeper | None = None
+
     def __init__(
         self, builder: GpuBuilder, program: Program, shape: ProductShape, buffers: Mapping[str, Buffer],
         pointers: Mapping[str, L.Value], integers: Mapping[str, L.Value], symbol: str,
@@ -211,7 +214,15 @@ class ProductEmitter:
                 for copier in copiers:
                     copier.start(first, L.I32(number * shape.stage), builder.sub(left, first))
             tensor.commit(builder)
+        self._ask()
         return self._loop(copiers, readers, left, skipped)
+
+    def _ask(self) -> None:
+        """Asks for what the exit adds, where the schedule says so; operands have been asked for."""
+        if dict(self.program.params).get("early"):
+            shape = self.shape
+            thread, rank = (self.thread, shape.threads), (self.rank, shape.cluster)
+            product_early.ask(self.frame, self.phase, (shape.left, shape.right), thread, rank)
 
     def _loop(self, copiers: list[Copier], readers: list[Fragments], left: L.Value, skipped: L.Value) -> Totals:
         builder, shape = self.builder, self.shape
@@ -299,4 +310,7 @@ class ProductEmitter:
             COLUMNS: builder.add(builder.add(self.variables[COLUMNS], self.column_warp), column),
         }
         frame = replace(self.frame, variables=variables)
-        finish(frame, self.phase, (shape.left, shape.right), self.buffers, self.lane, totals)
+        tiles, keeper = (shape.left, shape.right), self.keeper
+        if keeper is not None:
+            keeper.warp = (self.row_warp, self.column_warp)
+        finish(frame, self.phase, tiles, self.buffers, self.lane, totals, keeper=keeper)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from jcuts.codegen import elements as E
 from jcuts.codegen import lanes as L
 from jcuts.codegen.cuda import memory as M
+from jcuts.codegen.cuda.product_held import Keeper
 from jcuts.codegen.cuda.product_tiles import TileShape, columns_of, rows_of
 from jcuts.codegen.cuda.values import Emitter, store_all
 from jcuts.dfg.index import Index
@@ -23,7 +24,7 @@ _HELD = "held"  # axis: the first column of those that one access takes
 
 def finish(
     frame: M.Frame, phase: Phase, tiles: tuple[TileShape, TileShape], buffers: Mapping[str, Buffer], lane: L.Value,
-    totals: Totals, further: Axis | None = None,
+    totals: Totals, further: Axis | None = None, keeper: Keeper | None = None,
 ) -> None:  # fmt: skip
     """Runs the exit graph on a lane's accumulators and stores the results.
 
@@ -31,6 +32,7 @@ def finish(
         frame: its rows and columns are the first ones of the accumulators of the whole warp.
         tiles: the block's tiles of the left and the right operand.
         further: an axis along which the warp has several such tiles; ``frame`` has its first point.
+        keeper: of matrices whose tiles lie in shared memory, and of results that go there.
     """
     builder = frame.builder
     left, right = tiles
@@ -51,17 +53,21 @@ def finish(
         multiples={ROWS: row_step, COLUMNS: column_step},
         cache={},
     )
-    exit_, stores = _guarded(phase, tiles, further)
+    if keeper is not None:
+        keeper.stand(row, column, column_step)
+    exit_, stores = _guarded(phase, tiles, further, keeper)
     wanted = [s.value for s in stores]
-    accs = [k for k, node in enumerate(exit_.nodes) if node.op == "acc"]
+    accs = [(k, int(str(node.attr("number")))) for k, node in enumerate(exit_.nodes) if node.op == "acc"]
+    staged = {} if keeper is None else dict(keeper.held.stored)
     graph = Graph()
     emitter = Emitter(frame, graph, buffers)
     held = right.extent % column_step == 0  # neighbours in one access are inside together, or not at all
-    groups: list[tuple[int, int, int, list[tuple[str, Index, int]]]] = []
+    groups: list[tuple[int, int, int, list[dict[int, int]], list[tuple[int, str, Index, int]]]] = []
     points = _points(row_offsets, column_offsets)
     for far, (down, runs) in itertools.product(range(many), points):
         for run in runs if held else [[point] for many in runs for point in many]:
-            rows: list[tuple[str, Index, int]] = []
+            rows: list[tuple[int, str, Index, int]] = []
+            kept: list[dict[int, int]] = []
             first = run[0][0]
             for offset, (i, j, k) in run:
                 where = {
@@ -70,27 +76,38 @@ def finish(
                     _HELD: Index.axis(COLUMNS) + first,
                     **({} if further is None else {further.name: Index.axis(further.name) + far}),
                 }
-                given = graph.add(Node("acc", "float32", attrs=(("number", 0), ("point", (far, down, offset)))))
-                emitter.give(given, E.Lanes(totals[far * each + i][j][k], "float32"))
-                numbers = exit_.copy_into(graph, wanted, where, frame.ranges, dict.fromkeys(accs, given))
+                point = ("point", (far, down, offset))
+                given = {n: graph.add(Node("acc", exit_.nodes[k].dtype, attrs=(("number", n), point))) for k, n in accs}
+                emitter.give(given[0], E.Lanes(totals[far * each + i][j][k], "float32"))
+                kept.append(given)
+                numbers = exit_.copy_into(graph, wanted, where, frame.ranges, {k: given[n] for k, n in accs})
                 rows += [
-                    (s.buffer, s.address.substitute(where, frame.ranges), number)
-                    for s, number in zip(stores, numbers, strict=True)
+                    (place, s.buffer, s.address.substitute(where, frame.ranges), number)
+                    for place, (s, number) in enumerate(zip(stores, numbers, strict=True))
                 ]
-            groups.append((far, down, first, rows))
-    emitter.plan(number for *_, rows in groups for _, _, number in rows)
-    for far, down, first, rows in groups:
+            groups.append((far, down, first, kept, rows))
+    emitter.plan(number for *_, rows in groups for *_, number in rows)
+    for far, down, first, kept, rows in groups:
+        if keeper is not None:
+            for n in sorted(set(kept[0]) - {0}):
+                for given, value in zip(kept, keeper.read(n - 1, down, first, len(kept)), strict=True):
+                    emitter.give(given[n], value)
         guards = (
             Guard(Index.axis(ROWS) + down, None, left.extent - 1),
             Guard(Index.axis(COLUMNS) + first, None, right.extent - 1),
             *(() if further is None else (Guard(Index.axis(further.name) + far, None, further.extent - 1),)),
         )
         frame.live = M.condition(frame, guards)
-        store_all(emitter, rows)
+        store_all(emitter, [(buffer, address, value) for place, buffer, address, value in rows if place not in staged])
+        if keeper is not None:
+            for place, mine in staged.items():
+                keeper.write(mine, down, first, emitter.emit([number for at, _, _, number in rows if at == place]))
 
 
-def _guarded(phase: Phase, tiles: tuple[TileShape, TileShape], further: Axis | None) -> tuple[Graph, tuple[Store, ...]]:
-    """The exit graph and its stores, with loads that read nothing beyond the result."""
+def _guarded(
+    phase: Phase, tiles: tuple[TileShape, TileShape], further: Axis | None, keeper: Keeper | None
+) -> tuple[Graph, tuple[Store, ...]]:
+    """The exit graph and its stores, with loads that read nothing beyond the result; kept matrices are accumulators."""
     found, numbers = Graph(), {}
     last = {axis: tile.extent - 1 for axis, tile in zip((ROWS, COLUMNS), tiles, strict=True)}
     names = [(ROWS, ROWS), (COLUMNS, _HELD)]
@@ -98,6 +115,10 @@ def _guarded(phase: Phase, tiles: tuple[TileShape, TileShape], further: Axis | N
         last[further.name] = further.extent - 1
         names.append((further.name, further.name))
     for number, node in enumerate(phase.exit.nodes):
+        kept = None if keeper is None else keeper.loaded(node)
+        if kept is not None:
+            numbers[number] = found.add(Node("acc", node.dtype, attrs=(("number", 1 + kept),)))
+            continue
         index = None if node.index is None else node.index.renumber(numbers)
         guards = tuple(Guard(g.index.renumber(numbers), g.low, g.high) for g in node.guards)
         if node.op == "load" and index is not None:

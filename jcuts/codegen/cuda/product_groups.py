@@ -16,13 +16,14 @@ from collections.abc import Iterator, Sequence
 
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen import lanes as L
-from jcuts.codegen.cuda import cluster, group_fragments, product_early, tensor, wgmma
+from jcuts.codegen.cuda import cluster, group_fragments, tensor, wgmma
 from jcuts.codegen.cuda.group_fragments import Rows
 from jcuts.codegen.cuda.group_prologue import Prologue
 from jcuts.codegen.cuda.group_shape import WARPS, GroupShape
 from jcuts.codegen.cuda.group_tiles import GroupTile, Rounding, Turning
 from jcuts.codegen.cuda.product import ProductEmitter
 from jcuts.codegen.cuda.product_exit import Totals
+from jcuts.codegen.cuda.product_held import Keeper
 from jcuts.codegen.cuda.product_meet import push
 from jcuts.codegen.cuda.product_tiles import Copier
 from jcuts.codegen.cuda.shared import WARP
@@ -36,6 +37,7 @@ class GroupEmitter(ProductEmitter):
 
     shape: GroupShape
     before: Prologue | None = None
+    keeper: Keeper | None = None
 
     def _warp_places(self, across: int) -> tuple[L.Value, L.Value]:
         builder, shape = self.builder, self.shape
@@ -72,6 +74,25 @@ class GroupEmitter(ProductEmitter):
         lane = builder.add(builder.mul(self.flat, L.I32(WARP)), self.lane)
         rank, high = (self.rank, shape.cluster), shape.left.high
         push(builder, totals, (places[0], places[1]), lane, shape.threads, rank, shape.right.beside, high, self._exit)
+
+    def _ask(self) -> None:
+        super()._ask()
+        shape = self.shape
+        if shape.held.loaded or shape.held.stored:
+            barrier = self.builder.add(self.shared, L.I32(shape.shared - BARRIER))
+            self.keeper = Keeper(self.frame, shape.held, (shape.left, shape.right), self.shared, barrier)
+            self.keeper.begin(self.thread, shape.threads)
+
+    def _exit(self, totals: Totals, row: L.Value, column: L.Value) -> None:
+        if self.keeper is None:
+            super()._exit(totals, row, column)
+            return
+        if self.keeper.overlays:
+            tensor.wait(self.builder, 0)
+            tensor.barrier(self.builder)
+        self.keeper.wait()
+        super()._exit(totals, row, column)
+        self.keeper.leave(self.thread, self.shape.threads)
 
     # -- sums ---------------------------------------------------------------------------------------------------
     def _sums(self) -> Totals:
@@ -122,9 +143,7 @@ class GroupEmitter(ProductEmitter):
             tensor.commit(builder)
         if shape.push and shape.apart:
             cluster.wait(builder)
-        if shape.early:
-            thread, rank = (self.thread, shape.threads), (self.rank, shape.cluster)
-            product_early.ask(self.frame, self.phase, (shape.left, shape.right), thread, rank)
+        self._ask()
         loop = _Loop(self, ahead)
 
         def tile() -> None:
@@ -178,6 +197,7 @@ class GroupEmitter(ProductEmitter):
             wgmma.proxy_fence(builder)
 
         tiles = [load(L.I32(number)) for number in range(min(count, 1 + shape.flight))]
+        self._ask()
         store(tiles[0], L.I32(0))
         waiting = tiles[1:]
         loop = _Loop(self, 1, [word for tile in waiting for words in tile for word in words])

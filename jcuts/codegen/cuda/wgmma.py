@@ -49,7 +49,7 @@ def multiply(
     Args:
         kind: ``tf32``, ``bf16`` or ``f16``.
         pairs: operands: [64 rows of the result][step of `STEP` bytes of terms]; the left one as its descriptor alone,
-            or as the four registers of a lane (fragments of ``mma.m16n8k8`` of a warp's 16 rows), which nothing may
+            or as the four registers of a lane (fragments of ``mma`` of a warp's 16 rows), which nothing may
             change before the group has been waited for; the right one as its descriptor.
         turned: whether lines of the left, of the right operand hold rows of one term.
         totals: [64 rows][8 columns][4], of a lane.
@@ -67,7 +67,8 @@ def multiply(
             args += [*left, right]
             last = first + len(left)
             taken = f"${first}" if last == first + 1 else f"{{{', '.join(f'${k}' for k in range(first, last))}}}"
-            how = "1, 1, 1" if item == 4 else f"1, 1, 1, {int(turned[0])}, {int(turned[1])}"
+            across = turned if len(left) == 1 else turned[1:]  # registers lie one way only
+            how = "1, 1, 1" + ("" if item == 4 else "".join(f", {int(t)}" for t in across))
             lines.append(
                 f"wgmma.mma_async.sync.aligned.m{ROWS}n{columns}k{STEP // item}.f32.{kind}.{kind} "
                 f"{{{names}}}, {taken}, ${last}, {how};"

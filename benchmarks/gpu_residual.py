@@ -1,0 +1,256 @@
+"""1x1 convolutions of large batches that are bound by memory, with and without a matrix that is added before ReLU.
+
+    python benchmarks/gpu_residual.py --out results --budget 150
+
+ResNet50's at batch 64, float32 with rounded weights: XLA (as a convolution and as a product), the first schedules of
+the ranking, and tiles with all ways of an exit (``held``, ``early``; `region.gpu_held`); two of them with weights as
+arguments and in bfloat16.  "copy" reads the added matrix and writes a result of its size.  Inputs are rotated: the L2
+cache is cold.  Needs a GPU of compute capability 9.0; compiles in parallel first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.gpu_cases import Case  # noqa: E402
+from benchmarks.gpu_constants import TF32  # noqa: E402
+from benchmarks.gpu_groups import build  # noqa: E402
+
+SIZES = ((200704, 64, 256), (50176, 128, 512), (12544, 256, 1024), (3136, 512, 2048))
+"""(rows, terms, columns)."""
+IMAGES = 64
+TILES = ((64, 64, 1), (64, 128, 1), (128, 64, 2), (128, 128, 2), (64, 256, 1))
+"""(rows, columns, groups along the rows) that are tried beside the ranking's."""
+BEFORE = {
+    "200704x64x256 residual": ((256, 96, 32, (2, 1), 3), (128, 128, 32, (2, 1), 3)),
+    "50176x128x512 residual": ((256, 96, 32, (2, 1), 3), (128, 128, 32, (2, 1), 4)),
+    "12544x256x1024 residual": ((128, 128, 32, (2, 1), 6),),
+    "3136x512x2048 residual": ((64, 128, 32, (1, 1), 4),),
+}
+"""What was chosen before there were such exits: rows, columns, terms, groups, stages."""
+MOST = (64, 128, 1)
+"""The one with several numbers of stages."""
+EXITS = ((0, 0), (0, 1), (1, 0), (2, 0), (3, 1))
+"""(held, early)."""
+
+
+@dataclass(frozen=True)
+class Layer(Case):
+    """A layer whose weights (argument 1) are numbers of TF32, where they are ``rounded``."""
+
+    rounded: bool = True
+    added: bool = True
+
+    def arguments(self, seed: int) -> list[np.ndarray]:
+        found = super().arguments(seed)
+        if self.rounded:
+            found[1] = (found[1].view(np.uint32) & TF32).view(np.float32)
+        return found
+
+
+def _dense(along: bool, added: bool) -> Any:
+    numbers = (((1,), (1 if along else 0,)), ((), ()))
+
+    def layer(x: Any, w: Any, b: Any, *r: Any) -> Any:
+        y = lax.dot_general(x, w, numbers) + b
+        return jnp.maximum(y + r[0] if added else y, 0)
+
+    return layer
+
+
+def _convolution(along: bool, added: bool) -> Any:
+    """The same as XLA gets it from a network."""
+    numbers = ("NHWC", "OHWI" if along else "HWIO", "NHWC")
+
+    def layer(x: Any, w: Any, b: Any, *r: Any) -> Any:
+        side = round((x.shape[0] // IMAGES) ** 0.5)
+        image = (IMAGES, side, side, -1)
+        kernel = w[:, None, None, :] if along else w[None, None]
+        y = lax.conv_general_dilated(x.reshape(image), kernel, (1, 1), "VALID", dimension_numbers=numbers) + b
+        return jnp.maximum(y + r[0].reshape(image) if added else y, 0).reshape(x.shape[0], -1)
+
+    return layer
+
+
+def layers() -> list[Layer]:
+    """All of them."""
+    found = []
+    for added in (True, False):
+        for m, k, n in SIZES:
+            shapes = ((m, k), (n, k), (n,), *(((m, n),) if added else ()))
+            name = f"{m}x{k}x{n} {'residual' if added else 'alone'}"
+            found.append(Layer(name, _dense(True, added), tuple((s, "float32") for s in shapes), added=added))
+    for m, k, n in SIZES[::2]:
+        shapes = ((m, k), (k, n), (n,), (m, n))
+        for dtype in ("float32", "bfloat16"):
+            name = f"{m}x{k}x{n} residual {dtype} arguments"
+            found.append(Layer(name, _dense(False, True), tuple((s, dtype) for s in shapes), rounded=False))
+    return found
+
+
+def schedules(case: Layer, most: int, tiles: Sequence[Sequence[int]]) -> list[Any]:
+    """The first schedules of the ranking, and tiles with every exit."""
+    from benchmarks.gpu_run import small_arguments
+    from jcuts.base.errors import CompileRejected
+    from jcuts.codegen.cuda.group_shape import group_shape
+    from jcuts.region import gpu_products
+    from jcuts.region.build import build
+    from jcuts.region.gpu import GpuMachine
+    from jcuts.region.gpu_groups import GroupTiling, products
+    from jcuts.region.graph import build_graph
+    from jcuts.region.products import as_product, shares, sides
+    from jcuts.trace.inline import inline
+    from jcuts.trace.simplify import simplify
+
+    graph = build_graph(simplify(inline(jax.make_jaxpr(case.function)(*small_arguments(case)))).jaxpr)
+    made = as_product(build(graph, frozenset(range(len(graph.nodes)))))  # type: ignore[arg-type]
+    assert made is not None, case.name
+    if case.rounded:
+        right = sides(made)[1].buffer
+        made = replace(made, buffers=tuple(replace(b, tf32=b.name == right) for b in made.buffers))
+    item = sides(made)[0].item
+    terms = 128 // item
+    share, _ = shares(case.shapes[0][0][1], terms, 1)
+    found = [p for p, _ in products(made, GpuMachine(132))][:most]
+    if case.rounded:
+        found += [GroupTiling(*tile, rounded=1).of(made) for tile in BEFORE.get(case.name, ())]
+    else:
+        for program, _ in gpu_products.products(made, GpuMachine(132), 1):
+            found += [program, replace(program, params=(*program.params, ("early", 1)))]
+    for tile, (held, early) in ((t, e) for t in tiles for e in EXITS):
+        rows, columns, groups = tile
+        if not case.added and (held in (1, 3) or early):
+            continue
+        through = item == 4 and not case.rounded
+        depths = ((2, 1),) if through else ((share, 0),) if share <= 2 else ((4, 0), (3, 0))[: 2 if tile == MOST else 1]
+        for stages, flight in depths:
+            spread = case.rounded and share > stages and columns < 256
+            tiling = GroupTiling(rows, columns, terms, (groups, 1), stages, flight, early=early, held=held,
+                                 rounded=int(case.rounded), spread=int(spread), steps=2 if spread else 1)  # fmt: skip
+            program = tiling.of(made)
+            try:
+                shape = group_shape(program)
+            except CompileRejected:
+                continue
+            if shape.shared <= 227 << 10 and program.digest not in {p.digest for p in found}:
+                found.append(program)
+    return found
+
+
+def measured(case: Layer, programs: Sequence[Any], folder: Path) -> dict[str, Any]:
+    """One layer: XLA, a copy, and all programs, in turns."""
+    from benchmarks import gpu_run
+    from jcuts.tune.kernelfile import read_kernel
+    from jcuts.xla.call import call_kernel
+
+    row: dict[str, Any] = {"case": case.name, "bytes": case.moved(), "programs": {}, "rejected": {}}
+    count = int(min(gpu_run.MOST_SETS, max(4, -(-gpu_run.ROTATED // case.moved()))))
+    first = tuple(jnp.asarray(a) for a in case.arguments(0))
+    sets = [tuple(jax.block_until_ready(jnp.roll(a, k)) for a in first) for k in range(count)]
+    functions: dict[str, Callable[..., Any]] = {
+        "xla": case.function, "xla convolution": _convolution(case.rounded, case.added),
+    }  # fmt: skip
+    if case.added:
+        functions["copy"] = lambda x, w, b, r: jnp.maximum(r + b, 0)
+    params: dict[str, Any] = {}
+    for number, program in enumerate(programs):
+        path = folder / f"{program.digest}.kernel"
+        if path.exists():
+            kernel, name = read_kernel(path), str(number)
+            params[name] = {k: v for k, v in program.params if k not in ("cuda", "threads")}
+            functions[name] = lambda *xs, k=kernel: call_kernel(k, *gpu_run.operands_of(k, xs))
+    with jax.enable_x64(True):
+        wide = jax.jit(case.function)(*(a.astype(jnp.float64) for a in first))
+        scale = float(jnp.sqrt(jnp.mean(wide * wide)))
+        off = jax.jit(lambda got, want: jnp.abs(got.astype(jnp.float64) - want).max())
+    compiled: dict[str, Any] = {}
+    lowered = {name: jax.jit(gpu_run.chain(f, count)).lower(sets) for name, f in functions.items()}
+    for name in ("xla", "xla convolution"):  # alone: they are tuned meanwhile
+        compiled[name] = lowered.pop(name).compile()
+    with ThreadPoolExecutor(12) as pool:
+        for name, future in {name: pool.submit(low.compile) for name, low in lowered.items()}.items():
+            try:
+                compiled[name] = future.result()
+            except Exception as error:
+                row["rejected"][name] = f"{type(error).__name__}: {str(error)[:300]}"
+    errors: dict[str, float] = {}
+    for name, chain in list(compiled.items()):
+        try:
+            got = jax.tree.leaves(chain(sets)[0])[0]
+            with jax.enable_x64(True):
+                errors[name] = float(off(got, wide)) / scale
+            if name != "copy" and not errors[name] <= 4 * errors["xla"] + 1e-5:
+                row["rejected"][name] = f"error {errors[name]:.3g}, XLA's is {errors['xla']:.3g}: {params.get(name)}"
+                del compiled[name]
+        except Exception as error:
+            row["rejected"][name] = f"{type(error).__name__}: {str(error)[:300]}: {params.get(name)}"
+            del compiled[name]
+    for name, spent in gpu_run.timed(compiled, sets, count, sets[0][0]).items():
+        row["programs"][name] = {"params": params.get(name, {}), "error": errors[name], **spent}
+    return row
+
+
+def show(row: dict[str, Any]) -> None:
+    """A table of one layer."""
+    from benchmarks.gpu_run import CEILING
+
+    print(f"{row['case']:44} bound {row['bytes'] / CEILING * 1e6:8.2f}")
+    for name, p in sorted(row["programs"].items(), key=lambda item: item[1]["median"]):
+        print(f"    {p['median'] * 1e6:9.2f} {p['error']:.1e} {name} {p['params'] or ''}")
+    for name, why in row["rejected"].items():
+        print(f"    {name} rejected: {why[:200]}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    from benchmarks import gpu_run
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("gpu_residual"))
+    parser.add_argument("--kernels", type=Path, help="folder of compiled kernels (default: in --out)")
+    parser.add_argument("--only", default="", help="only layers whose name contains one of these")
+    parser.add_argument("--most", type=int, default=6, help="schedules of the ranking per layer")
+    parser.add_argument("--budget", type=float, default=150.0, help="seconds")
+    parser.add_argument("--workers", type=int, default=16)
+    parser.add_argument("--build", action="store_true", help="only compile; needs no GPU")
+    options = parser.parse_args(arguments)
+    folder = options.kernels or options.out / "kernels"
+    for made in (options.out, folder):
+        made.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    cases = [case for case in layers() if gpu_run.wanted(case, options.only)]
+    work = [(case, schedules(case, options.most, TILES)) for case in cases]
+    build([p for _, programs in work for p in programs], folder, options.workers, start)
+    rows: list[dict[str, Any]] = []
+    for case, programs in [] if options.build else work:
+        if time.perf_counter() - start > options.budget:
+            print(f"{case.name}: out of time")
+            continue
+        try:
+            rows.append(measured(case, programs, folder))
+            show(rows[-1])
+        except Exception as error:
+            print(f"{case.name}: {type(error).__name__}: {error}")
+        print(f"    {time.perf_counter() - start:.0f} s", flush=True)
+        (options.out / "gpu_residual.json").write_text(json.dumps(rows, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""What `networks.py` does in processes of their own: the modes of `jcuts.optimize`, a warm start, planning alone."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import gpu_networks
+import network_counts
+import network_device
+
+MODES = ("no_fusion", "fusion", "mixed")
+PRETENDED = ("NVIDIA H200", (9, 0), 132)
+
+
+def modes(spec: str, out: Path, dry: bool, seconds: float, which: Sequence[str] = MODES) -> dict[str, Any]:
+    """One network in the three modes: times of whole programs, and of all subsets by kind.
+
+    Whole programs of ``no_fusion`` and ``fusion`` are not chosen by comparison: they run as they are (``as called``)
+    and with the compiler options that the programs of ``mixed`` may have (``options``), as XLA does.
+    """
+    import jax
+
+    import jcuts
+    from jcuts import forms
+    from jcuts.base import fingerprint
+    from jcuts.tune import session
+
+    platform = gpu_networks.pretend(dry)
+    fn, args = gpu_networks.workload(spec, dry)
+    jax.block_until_ready(args)
+    option = next(iter(forms.options(platform)), "")
+    flags = forms.compiler_options(f"xla:{option}", platform) or None
+    row: dict[str, Any] = {"part": "modes", "network": spec, "flags": flags or {}, "versions": fingerprint.versions(),
+                           "device": str(jax.devices()[0].device_kind), "modes": {}}  # fmt: skip
+    closed = network_counts.traced(fn, args)
+    row["counts"] = network_counts.summary(closed, row["device"])
+    session.set_progress(gpu_networks.Stages())
+    calls: dict[str, Callable[[], Any]] = {}
+    made_by: dict[str, Any] = {}
+    for mode in which:
+        gpu_networks.note(f"{spec}: {mode}")
+        ours = jcuts.optimize(gpu_networks.named(fn, mode), mode=mode)
+        start = time.perf_counter()
+        jax.block_until_ready(ours(*args))
+        spent = time.perf_counter() - start
+        report, decision = ours.explain(*args), ours.decision(*args)
+        made: dict[str, Any] = {
+            "first_call_seconds": spent, "kernels": report.kernels, "equations": report.equations,
+            "decision": decision and decision.to_dict(), "stages": report.seconds,
+            "by_kind": network_counts.by_kind(report.subsets),
+            "shares": network_counts.shares_of(ours, args, closed, platform),
+            "subsets": [{**gpu_networks.subset_row(s), "kind": s.kind} for s in report.subsets],
+            "left": [[r.op, r.reason, r.count] for r in report.refusals],
+        }  # fmt: skip
+        calls[mode], made_by[mode] = functools.partial(ours, *args), ours
+        row["modes"][mode] = made
+        gpu_networks.save(out, row, "modes_")
+    plain = jax.jit(gpu_networks.named(fn, "plain")).lower(*args)
+    calls["xla"] = bound(plain.compile(), args)
+    if flags:
+        calls["xla options"] = bound(plain.compile(compiler_options=flags), args)
+        for mode in (m for m in which if m != "mixed"):
+            calls[f"{mode} options"] = bound(made_by[mode].lower(*args).compile(compiler_options=flags), args)
+    row["times"] = gpu_networks.timed(calls, seconds)
+    gpu_networks.save(out, row, "modes_")
+    want, row["errors_against"] = gpu_networks.reference(spec, fn, args, dry)
+    row["errors"] = {n: gpu_networks.error_of(gpu_networks.first_rows(c(), want), want) for n, c in calls.items()}
+    row["profiles"] = {}
+    kinds = {mode: kinds_of(row["modes"][mode]["subsets"]) for mode in which}
+    for name in calls:
+        try:
+            seen = network_device.profiled(calls[name], out / f"profile_{gpu_networks.label(spec)}", most=1000)
+        except Exception as error:
+            gpu_networks.note(f"no profile of {name}: {type(error).__name__}: {error}")
+            continue
+        of = kinds.get(name.split()[0], {})
+        row["profiles"][name] = {**seen, "largest": seen["largest"][:25],
+                                 "by_kind": network_counts.profile_by_kind(seen["largest"], of)}  # fmt: skip
+    return row | {"finished": True}
+
+
+def bound(compiled: Any, args: Sequence[Any]) -> Callable[[], Any]:
+    """A call of a compiled program with its arguments."""
+    return functools.partial(compiled, *args)
+
+
+def kinds_of(subsets: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Kind by the start of the name of its kernel's functions, for all kernels of this process."""
+    from jcuts.xla import kernels
+
+    by_program = {s["chosen"].rpartition("/")[2]: s["kind"] for s in subsets if s["chosen"] != "xla"}
+    known = {digest[:8]: getattr(kernel, "digest", "")[:12] for digest, kernel in kernels._kernels.items()}
+    return {known[program]: kind for program, kind in by_program.items() if known.get(program)}
+
+
+def warm(spec: str, dry: bool) -> dict[str, Any]:
+    """A process that finds the tuning database: seconds of its first call, and those of `jax.jit`'s."""
+    import jax
+
+    import jcuts
+
+    gpu_networks.pretend(dry)
+    fn, args = gpu_networks.workload(spec, dry)
+    jax.block_until_ready(args)
+    start = time.perf_counter()
+    jax.block_until_ready(jax.jit(gpu_networks.named(fn, "plain"))(*args))
+    plain = time.perf_counter() - start
+    ours = jcuts.optimize(gpu_networks.named(fn, "ours"))
+    start = time.perf_counter()
+    jax.block_until_ready(ours(*args))
+    spent = time.perf_counter() - start
+    decision = ours.decision(*args)
+    stages = ours.explain(*args).seconds
+    again = decision is not None and decision.tries > 1  # its first decision was noisy: whole programs ran again
+    return {"seconds": spent, "plain_seconds": plain, "stages": stages, "chosen": decision and decision.chosen,
+            "measured_again": again}  # fmt: skip
+
+
+# -- planning for a GPU that is not here ----------------------------------------------------------------------------
+@contextlib.contextmanager
+def pretended(tuned: dict[str, Any]) -> Iterator[None]:
+    """An H200 is here, and every problem is measured at once: its first candidate wins. Args: tuned: filled, by digest.
+
+    What is pretended to be measured is stored, as a session's results are.
+    """
+    from dataclasses import replace
+
+    from jcuts.tune import session
+    from jcuts.tune.choice import Measurement
+    from jcuts.tune.select import unknown
+    from jcuts.xla import gpus
+
+    def tune(problems: Sequence[Any], store: Any, *, settings: Any, prepare: Any = None, **_: Any) -> dict[str, Any]:
+        found = {}
+        for problem in problems:
+            choice = store.lookup(problem.digest)
+            if choice is None and settings.tune == "auto":
+                full = prepare_candidates(problem, prepare)
+                tuned[problem.digest] = len(full.candidates)
+                choice = replace(unknown(problem), origin="measured", measurements=times_of(full))
+                if full.candidates:
+                    best = full.candidates[0]
+                    choice = replace(choice, winner=best.label, winner_digest=best.digest,
+                                     programs={best.label: best.payload}, kernels={best.label: best.digest},
+                                     digests={best.label: best.digest})  # fmt: skip
+                store.put(choice)
+            found[problem.digest] = choice or unknown(problem)
+        return found
+
+    def times_of(problem: Any) -> tuple[Any, ...]:
+        labels = [*(c.label for c in problem.candidates), "xla"]
+        return tuple(Measurement(x, 1e-6 * (n + 1), 1e-6, 1e-6, 7, "chain") for n, x in enumerate(labels))
+
+    old = session.tune, gpus.this, gpus.unusable
+    session.tune, gpus.this, gpus.unusable = tune, lambda: gpus.Gpu(*PRETENDED), lambda: ""
+    try:
+        yield
+    finally:
+        session.tune, gpus.this, gpus.unusable = old
+
+
+def prepare_candidates(problem: Any, prepare: Any) -> Any:
+    """The problem with its candidates, without the exports that only a measuring process needs."""
+    from jcuts.tune import session
+
+    kept, session.with_exports = session.with_exports, lambda full, *_, **__: full
+    try:
+        return prepare(problem)
+    finally:
+        session.with_exports = kept
+
+
+def planning(spec: str, dry: bool) -> dict[str, Any]:
+    """Python's share of a first call and of a warm start, for a pretended H200: nothing is compiled.
+
+    ``cold`` plans every form that competes and makes all candidates, ``warm`` plans the last of them as a later process
+    does, with everything known.
+    """
+    import dataclasses
+
+    import jax
+
+    from jcuts import forms, levels, pipeline
+    from jcuts.base.settings import Settings
+    from jcuts.tune import session
+    from jcuts.tune.store import Store
+
+    fn, args = gpu_networks.workload(spec, dry)
+    start = time.perf_counter()
+    closed = network_counts.traced(fn, args)
+    row: dict[str, Any] = {"part": "planning", "network": spec, "trace_seconds": time.perf_counter() - start}
+    tuned: dict[str, Any] = {}
+    session.set_store(Store(None, device="pretended", versions="none"))
+    pipeline._rebuild = lambda level, settings: level.closed  # type: ignore[assignment]  # no kernel is compiled
+
+    def plan(form: Any, may_measure: bool) -> Any:
+        settings = dataclasses.replace(Settings(), form=form)
+        return pipeline.optimize_jaxpr(closed, settings, platform="cuda", may_measure=may_measure)
+
+    with pretended(tuned):
+        start, busy = time.perf_counter(), time.process_time()
+        outcomes = {form: plan(form, True) for form in forms.worth_planning(closed, "cuda")}
+        row |= {"cold_seconds": time.perf_counter() - start, "cold_cpu_seconds": time.process_time() - busy,
+                "forms": len(outcomes), "problems": len(tuned), "candidates": sum(tuned.values())}  # fmt: skip
+        with_kernels = [f for f in outcomes if f is None or f.regions not in ("none", "absorbing")]
+        chosen = with_kernels[-1]
+        row |= {"form": str(chosen), "subsets": len(outcomes[chosen].report.subsets)}
+        pipeline.forget()
+        for known in (levels._rankings, levels._grouped):
+            known.clear()
+        jax.clear_caches()
+        start, busy = time.perf_counter(), time.process_time()
+        report = plan(chosen, False).report
+        row |= {"warm_seconds": time.perf_counter() - start, "warm_cpu_seconds": time.process_time() - busy,
+                "stages": report.seconds}  # fmt: skip
+    return row | {"finished": True}

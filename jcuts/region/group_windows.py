@@ -1,0 +1,147 @@
+"""Convolutions whose pixels a block of warp groups keeps in shared memory for all taps of the filter.
+
+The left operand of such a product is an array of *pixels*, ``channels`` neighbouring elements each:
+
+    left[m, (tap, channel)] = array[pixel(m) + offset(tap), channel],   zero where guards fail
+
+so that outputs beside each other read one run of pixels, each of which many of them need.  A block copies that run once
+per `LINE` bytes of channels, where a product in general copies a tile for every tap.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jcuts.dfg.index import Index
+from jcuts.dfg.program import Program
+from jcuts.region.products import ROWS, B, K, S, Side, _number, prologue, sides, summed
+
+LINE = 128
+"""Bytes of a pixel's channels that are kept at once."""
+MOST_TAPS = 32
+"""A lane knows in one word which of them lie inside the image."""
+LEAST_TAPS = 2
+
+
+@dataclass(frozen=True)
+class Window:
+    """How a product reads its left operand.
+
+    Attributes:
+        side: the left operand. channels: elements of a pixel. pixels: of the whole array. rows: outputs.
+        pixel: the pixel of an output's tap with offset 0, by m.
+        taps: how many; offset of tap t, in pixels from the first one: ``t // across * down + t % across * aside``.
+        first: the least offset from `pixel`.
+    """
+
+    side: Side
+    channels: int
+    pixels: int
+    rows: int
+    pixel: Index
+    taps: int
+    across: int
+    down: int
+    aside: int
+    first: int
+
+    @property
+    def line(self) -> int:
+        """Channels that are kept at once."""
+        return LINE // self.side.item
+
+    @property
+    def chunks(self) -> int:
+        """How often that many."""
+        return -(-self.channels // self.line)
+
+    @property
+    def steps(self) -> int:
+        """Tiles of terms of the whole sum: of one tap and a line of channels each."""
+        return self.chunks * self.taps
+
+    @property
+    def reach(self) -> int:
+        """Pixels from the first tap to the last, and one."""
+        return 1 + (self.taps - 1) // self.across * self.down + (self.across - 1) * self.aside
+
+    def span(self, size: int) -> int:
+        """Most pixels that a tile of ``size`` neighbouring outputs reads."""
+        return _farthest(self.pixel, self.rows, size) + self.reach
+
+
+def window(program: Program) -> Window | None:
+    """How the left operand of a product is read; None where it is no array of pixels that a filter shares."""
+    ranges = program.phases[0].ranges()
+    left, _ = sides(program)
+    shape = next(b.shape for b in program.inputs if b.name == left.buffer)
+    if {B, S} & set(ranges) or prologue(program) is not None or len(shape) < 2 or not left.along_terms:
+        return None
+    channels, terms = shape[-1], summed(program)
+    taps = terms // channels
+    if terms % channels or not LEAST_TAPS <= taps <= MOST_TAPS or left.width * left.item != 16:
+        return None
+    place = left.by_place
+    if any(c % channels for c in (place.const, *(coef for _, coef in place.terms))):
+        return None
+    if left.run % channels and left.run != terms:
+        return None
+    found = [_number(left.by_terms, {K: tap * channels}) for tap in range(taps)]
+    if any(f % channels for f in found) or left.step != 1:
+        return None
+    offsets = [f // channels for f in found]
+    grid = _grid([o - offsets[0] for o in offsets])
+    if grid is None:
+        return None
+    pixel = Index(place.const // channels, tuple((atom, coef // channels) for atom, coef in place.terms))
+    pixels, rows = int(np.prod(shape[:-1])), ranges[ROWS]
+    if _farthest(pixel, rows, 2) < 0:
+        return None
+    return Window(left, channels, pixels, rows, pixel, taps, *grid, offsets[0])
+
+
+def in_line(side: Side, terms: int) -> Side:
+    """The right operand with its address by terms written as what it is, a multiple of the term, if it is that."""
+    places = _number(side.by_terms, {K: np.arange(terms)})  # type: ignore[dict-item]
+    if not np.array_equal(np.broadcast_to(places, (terms,)), np.arange(terms) * side.step):
+        return side
+    return replace(side, index=side.by_place + Index.axis(K) * side.step, run=terms)
+
+
+def has_weights(program: Program) -> bool:
+    """Whether the right operand of a product with a window goes to the units as it lies in memory."""
+    left, right = sides(program)
+    if right.width * right.item != 16 or (
+        left.item == 4 and not (right.along_terms and program.buffer(right.buffer).tf32)
+    ):
+        return False
+    found = window(program)
+    return found is not None and in_line(right, found.taps * found.channels).run == found.taps * found.channels
+
+
+def _grid(offsets: list[int]) -> tuple[int, int, int] | None:
+    """(across, down, aside) of offsets that grow, the first of which is 0."""
+    if any(b <= a for a, b in itertools.pairwise(offsets)):
+        return None
+    aside = offsets[1]
+    for across in range(len(offsets), 0, -1):
+        if len(offsets) % across:
+            continue
+        down = offsets[across] if across < len(offsets) else 0
+        if all(o == t // across * down + t % across * aside for t, o in enumerate(offsets)):
+            return across, down, aside
+    return None
+
+
+@functools.lru_cache(256)
+def _farthest(pixel: Index, rows: int, size: int) -> int:
+    """Most pixels between two outputs of a tile; negative where later outputs read earlier pixels."""
+    places = np.broadcast_to(_number(pixel, {ROWS: np.arange(rows)}), (rows,))  # type: ignore[dict-item]
+    if rows > 1 and (np.diff(places) < 0).any():
+        return -1
+    first = np.arange(0, rows, size)
+    return int((places[np.minimum(first + size, rows) - 1] - places[first]).max())

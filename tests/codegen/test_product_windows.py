@@ -1,0 +1,162 @@
+"""Convolutions by warp groups that keep pixels in shared memory: against float64, through the PTX machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jcuts.base.errors import CompileRejected
+from jcuts.codegen.cuda import compile as compiler
+from jcuts.codegen.cuda.product_windows import window_shape
+from jcuts.region.gpu_group_windows import WindowTiling
+from jcuts.region.products import as_product
+from tests import programs, ptx_machine
+from tests.codegen.test_product import SM90, compare, compiled, normal, tf32
+from tests.codegen.test_product_groups import EPS
+from tests.ptx_tensor import round_tf32
+
+TILINGS = [
+    WindowTiling(64, 32, 1, 4, 2), WindowTiling(128, 64, 2, 5, 2, spread=1, steps=2), WindowTiling(128, 32, 1, 3, 2),
+    WindowTiling(128, 48, 2, 4, 2, steps=4), WindowTiling(64, 64, 1, 5, 2, rounds=3, spread=1, steps=4),
+    WindowTiling(64, 64, 1, 4, 2, rounds=2), WindowTiling(128, 32, 2, 4, 2, rounds=3, spread=1),
+]  # fmt: skip
+CASES = {
+    "3x3": ((2, 9, 11, 64), (40, 3, 3, 64), (1, 1), "SAME"),
+    "3x3 ragged channels": ((1, 7, 13, 44), (24, 3, 3, 44), (1, 1), "SAME"),
+    "3x3 stride 2": ((2, 11, 10, 32), (32, 3, 3, 32), (2, 2), "SAME"),
+    "3x3 inside": ((3, 8, 9, 32), (48, 3, 3, 32), (1, 1), "VALID"),
+    "1x7": ((2, 9, 8, 64), (64, 1, 7, 64), (1, 1), "SAME"),
+    "7x1": ((2, 9, 8, 32), (40, 7, 1, 32), (1, 1), "SAME"),
+    "5x5 uneven": ((1, 10, 9, 36), (36, 5, 5, 36), (1, 1), ((1, 3), (2, 0))),
+}
+"""Image, filters (O, H, W, I), strides, padding."""
+
+
+RESIDENT = WindowTiling(64, 32, 1, 0, 2, rounds=3, steps=4), WindowTiling(128, 16, 2, 0, 2, rounds=2, spread=1, steps=2)
+
+
+def steps_of(case):
+    """Taps by lines of channels."""
+    _, down, across, channels = CASES[case][1]
+    return -(-channels // 32) * down * across
+
+
+def run_window(fn, arguments, tiling):
+    """The results of a kernel that takes argument 1 as it is."""
+    program = tiling.of(programs.trace(fn, *arguments).product())
+    kernel, ptx = compiler.compile_program(program, SM90), compiler.ptx_of(program, SM90)
+    return ptx_machine.run_kernel(ptx, kernel, [np.asarray(a) for a in arguments])
+
+
+@compiled
+@pytest.mark.parametrize("tiling", RESIDENT, ids=str)
+@pytest.mark.parametrize("case", ["3x3", "3x3 ragged channels", "3x3 stride 2", "7x1"])
+def test_weights_that_stay_in_shared_memory(case, tiling):
+    check(case, tiling)
+
+
+@compiled
+@pytest.mark.parametrize("tiling", [
+    WindowTiling(64, 32, 1, 4, 2, unrolled=1, spread=1, steps=4), WindowTiling(128, 32, 1, 5, 2, rounds=2, unrolled=1),
+    WindowTiling(64, 24, 1, 0, 2, rounds=3, unrolled=1, spread=1, steps=4),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("case", ["3x3", "3x3 ragged channels", "1x7"])
+def test_taps_with_code_of_their_own(case, tiling):
+    check(case, tiling)
+
+
+@compiled
+@pytest.mark.parametrize("tiling", [
+    WindowTiling(64, 32, 1, 4, 2, spread=1, steps=4), WindowTiling(128, 72, 1, 5, 2, rounds=2),
+    WindowTiling(64, 64, 1, 0, 2, rounds=3, unrolled=1, spread=1, steps=2),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("layout", ["OHWI", "HWIO"])
+def test_floats_of_16_bits(layout, tiling):
+    dtype = "float16" if tiling.steps == 4 and layout == "OHWI" else "bfloat16"
+    x, w, b = (normal(*s, seed=k).astype(dtype) for k, s in enumerate(((2, 9, 11, 72), (72, 3, 3, 72), (72,))))
+    w = w if layout == "OHWI" else np.ascontiguousarray(w.transpose(1, 2, 3, 0))
+
+    def fn(x, w, b):
+        y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", layout, "NHWC"))
+        return jax.nn.relu(y + b)
+
+    program = as_product(programs.trace(fn, x, w, b).program())
+    tiling = replace(tiling, stages=tiling.stages or 18)
+    program = tiling.of(program)
+    kernel, ptx = compiler.compile_program(program, SM90), compiler.ptx_of(program, SM90)
+    with jax.enable_x64(True):
+        wanted = np.asarray(fn(*(jnp.asarray(a.astype(np.float64)) for a in (x, w, b))))
+    compare(ptx_machine.run_kernel(ptx, kernel, [x, w, b]), [wanted], 2.1 * EPS[dtype] * np.abs(wanted).max())
+
+
+@compiled
+def test_one_run_of_pixels():
+    check("7x1", WindowTiling(64, 64, 1, 4, 1))
+
+
+def layer(strides, padding):
+    """A convolution with bias, a matrix that is added, and ReLU."""
+
+    def fn(x, w, b, r):
+        y = lax.conv_general_dilated(x, w, strides, padding, dimension_numbers=("NHWC", "OHWI", "NHWC"))
+        return jax.nn.relu(y + b + r)
+
+    return fn
+
+
+@compiled
+@pytest.mark.parametrize("case, tiling", [
+    (case, tiling) for k, case in enumerate(CASES) for n, tiling in enumerate(TILINGS) if (k + n) % 2
+], ids=str)  # fmt: skip
+def test_convolutions_of_odd_sizes(case, tiling):
+    check(case, tiling)
+
+
+def check(case, tiling):
+    """Compares a schedule of a case with float64."""
+    count = steps_of(case)
+    tiling = replace(tiling, stages=tiling.stages or count, steps=2 if count % 2 else tiling.steps)
+    image, filters, strides, padding = CASES[case]
+    x, w, b = normal(*image), round_tf32(normal(*filters, seed=1)), normal(filters[0], seed=2)
+    shape = jax.eval_shape(layer(strides, padding), x, w, b, np.float32(0)).shape
+    r = normal(*shape, seed=3)
+    with jax.enable_x64(True):
+        y = lax.conv_general_dilated(
+            tf32(x).astype(np.float64), w.astype(np.float64), strides, padding,
+            dimension_numbers=("NHWC", "OHWI", "NHWC"), precision="highest",
+        )  # fmt: skip
+        wanted = np.maximum(np.asarray(y) + b + r, 0)
+    compare(run_window(layer(strides, padding), (x, w, b, r), tiling), [wanted], 3e-6)
+
+
+@compiled
+def test_products_that_would_wait_for_each_other_are_refused():
+    """The assembler moves fragments between registers where copies stand between the products of 128 rows."""
+    x, w = normal(1, 56, 56, 64), round_tf32(normal(64, 3, 3, 64))
+    traced = programs.trace(lambda x, w: layer((1, 1), "SAME")(x, w, 0.0, 0.0), x, w)
+    program = WindowTiling(256, 64, 2, 4, 2, spread=1).of(traced.product())
+    with pytest.raises(CompileRejected, match="wait for each other"):
+        compiler.compile_program(program, SM90)
+
+
+@compiled
+def test_what_does_not_fit():
+    x, w = normal(1, 8, 8, 64), round_tf32(normal(24, 3, 3, 64))
+    product = programs.trace(lambda x, w: layer((1, 1), "SAME")(x, w, 0.0, 0.0), x, w).product()
+    good = WindowTiling(64, 24, 1, 4, 2)
+    window_shape(good.of(product))
+    for tiling, program in (
+        (replace(good, stages=2), product), (replace(good, stages=19), product),
+        (replace(good, pixels=1), product), (replace(good, rows=96), product),
+        (replace(good, steps=3), product),
+    ):  # fmt: skip
+        with pytest.raises(CompileRejected):
+            window_shape(tiling.of(program))
+    plain = replace(product, buffers=tuple(replace(b, tf32=False) for b in product.buffers))
+    with pytest.raises(CompileRejected, match="rounded"):
+        window_shape(good.of(plain))

@@ -1,0 +1,119 @@
+"""Convolutions that keep pixels: how they are read, and which schedules are proposed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jcuts.codegen.cuda.product import three
+from jcuts.codegen.cuda.product_windows import window_shape
+from jcuts.region import gpu, gpu_group_windows, gpu_groups
+from jcuts.region.build import build
+from jcuts.region.graph import build_graph
+from jcuts.region.group_windows import window
+from jcuts.region.products import K, _number, as_product, sides
+from jcuts.trace.inline import inline
+from jcuts.trace.simplify import simplify
+
+MACHINE = gpu.GpuMachine(132)
+
+
+def convolution(image, filters, strides=(1, 1), padding="SAME"):
+    """The product of a convolution with rounded weights, of shapes alone."""
+
+    def fn(x, w):
+        return lax.conv_general_dilated(x, w, strides, padding, dimension_numbers=("NHWC", "OHWI", "NHWC"))
+
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (image, filters)]
+    graph = build_graph(simplify(inline(jax.make_jaxpr(fn)(*arguments))).jaxpr)
+    made = as_product(build(graph, frozenset(range(len(graph.nodes)))))
+    right = sides(made)[1].buffer
+    return replace(made, buffers=tuple(replace(b, tf32=b.name == right) for b in made.buffers))
+
+
+@pytest.mark.parametrize("image, filters, strides, padding", [
+    ((3, 9, 11, 32), (32, 3, 3, 32), (1, 1), "SAME"), ((2, 9, 8, 64), (32, 1, 7, 64), (1, 1), "SAME"),
+    ((2, 13, 12, 32), (32, 5, 3, 32), (2, 3), "VALID"), ((2, 9, 8, 4), (32, 7, 1, 4), (1, 1), "SAME"),
+])  # fmt: skip
+def test_every_pixel_that_a_tile_reads_is_in_its_run(image, filters, strides, padding):
+    program = convolution(image, filters, strides, padding)
+    found = window(program)
+    assert found is not None and found.taps == filters[1] * filters[2] and found.channels == image[3]
+    side = found.side
+    for size in (5, 64):
+        span = found.span(size)
+        for m in range(found.rows):
+            first = _number(found.pixel, {"m": m // size * size}) + found.first
+            for tap in range(found.taps):
+                address = _number(side.index, {"m": m, K: tap * found.channels})
+                line = _number(found.pixel, {"m": m}) - _number(found.pixel, {"m": m // size * size})
+                line += tap // found.across * found.down + tap % found.across * found.aside
+                assert address == (first + line) * found.channels and 0 <= line < span
+
+
+def test_what_shares_no_pixels():
+    dense = jax.make_jaxpr(lambda x, w: x @ w.T)(*(jax.ShapeDtypeStruct((256, 256), jnp.float32) for _ in "xw"))
+    graph = build_graph(simplify(inline(dense)).jaxpr)
+    made = as_product(build(graph, frozenset(range(len(graph.nodes)))))
+    assert window(made) is None
+    assert window(convolution((2, 30, 30, 32), (32, 7, 7, 32))) is None  # 49 taps
+    assert window(convolution((2, 30, 30, 32), (32, 1, 1, 32))) is None
+
+
+LAYERS = {
+    "56x56x64": ((64, 56, 56, 64), (64, 3, 3, 64)), "28x28x128": ((64, 28, 28, 128), (128, 3, 3, 128)),
+    "7x7x512": ((64, 7, 7, 512), (512, 3, 3, 512)), "35x35x48": ((64, 35, 35, 48), (64, 5, 5, 48)),
+    "35x35x96": ((64, 35, 35, 96), (96, 3, 3, 96)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_schedules_are_what_their_blocks_take(layer):
+    program = convolution(*LAYERS[layer])
+    counter, found = gpu_groups.GroupCounter(program, MACHINE), window(program)
+    assert found is not None
+    tilings = list(gpu_group_windows.tilings(counter, found))
+    assert tilings
+    for tiling in tilings:
+        shape = window_shape(tiling.of(program))
+        assert shape.shared == gpu_group_windows.shared(found, tiling) <= gpu_group_windows.MOST_SHARED
+        assert counter.least <= gpu_group_windows.cycles(counter, found, tiling)
+        assert shape.blocks * tiling.rounds >= -(-counter.rows // tiling.rows) * -(-counter.columns // tiling.columns)
+
+
+def test_they_are_tried_before_others():
+    program = convolution(*LAYERS["28x28x128"])
+    found = [dict(p.params) for p, _ in gpu_groups.products(program, MACHINE)]
+    assert sum("pixels" in p for p in found) == gpu_group_windows.MOST and "pixels" in found[0]
+    assert any("pixels" not in p for p in found)
+    other = replace(MACHINE, capability=(8, 0))
+    assert not any("pixels" in dict(p.params) for p, _ in gpu_groups.products(program, other))
+
+
+def test_single_images_are_shared_among_blocks_as_before():
+    found = [dict(p.params) for p, _ in gpu_groups.products(convolution((1, 7, 7, 512), (512, 3, 3, 512)), MACHINE)]
+    assert found and not any("pixels" in p for p in found)
+
+
+def test_few_columns_have_code_for_every_tap():
+    for layer, many in (("56x56x64", gpu_group_windows.UNROLLED), ("35x35x96", 0)):
+        program = convolution(*LAYERS[layer])
+        found = [dict(p.params) for p, _ in gpu_groups.products(program, MACHINE)]
+        assert sum("unrolled" in p for p in found) == many
+        for params in found:
+            if "unrolled" in params:
+                assert three(params["tile"])[1] <= gpu_group_windows.FEW_COLUMNS
+
+
+def test_filters_stay_where_they_have_a_place():
+    program = convolution(*LAYERS["56x56x64"])
+    counter, found = gpu_groups.GroupCounter(program, MACHINE), window(program)
+    assert found is not None
+    best = next(iter(gpu_group_windows.windows(counter, program)))[1]
+    assert best.stages == found.steps == 18 and best.rounds * MACHINE.sms * best.rows >= counter.rows
+    assert np.isfinite(gpu_group_windows.cycles(counter, found, best))

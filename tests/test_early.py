@@ -1,0 +1,53 @@
+"""What a first call does with the device while Python plans."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from jcuts.early import Early
+
+
+def test_pieces_run_in_turn_and_one_that_fails_costs_only_itself():
+    done = []
+
+    def fails():
+        raise ValueError("no room")
+
+    work = Early({"a": lambda: done.append("a"), "b": fails, "c": lambda: done.append("c")})
+    work._thread.join()
+    assert done == ["a", "c"] and work.is_done(False) and work.is_done(True)
+
+
+def test_who_needs_the_device_waits_for_one_piece_and_no_more():
+    begun, go_on, done = threading.Event(), threading.Event(), []
+
+    def first():
+        begun.set()
+        go_on.wait(10)
+        done.append("first")
+
+    work = Early({"first": first, "second": lambda: done.append("second")})
+    begun.wait(10)
+    assert not work.is_done(False)
+    threading.Timer(0.05, go_on.set).start()
+    assert work.is_done(True) and done == ["first"]
+
+
+def test_what_breaks_off_leaves_nothing_behind():
+    begun, go_on, done = threading.Event(), threading.Event(), []
+
+    def first():
+        begun.set()
+        go_on.wait(10)
+
+    with pytest.raises(KeyboardInterrupt), Early({"first": first, "second": lambda: done.append("second")}) as work:
+        begun.wait(10)
+        raise KeyboardInterrupt
+    go_on.set()
+    work._thread.join()
+    assert not done
+    with Early({}) as work:
+        pass
+    assert work.is_done(True)

@@ -18,7 +18,7 @@ the meaning that they have for these forms:
 
 The five numbers (1/4, 1/10, 0.15, 0.03, 0.2) were fitted to 5,762 measured schedules of eleven memory-bound operations
 on an H200, drawn without the model: the best of the top 1 % of the ranking is within 2 % of the best of all in each
-operation, and in ten of the eleven where the fit does not know the operation (`docs/gpu_proofs.md`).
+operation, and in eight of the eleven where the fit does not know the operation (`docs/gpu_proofs.md`).
 
 A call of several launches takes the sum of their times, and each launch costs `LAUNCH_S` at least.
 """

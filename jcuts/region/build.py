@@ -14,6 +14,7 @@ What a form cannot express is a `Refusal` with the reason; the partition search 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from jcuts.base.errors import IRError, Refusal
@@ -288,7 +289,7 @@ def _build_root(
     before = subset - after - {root.number}
     feeders = graph.ancestors(subset, root.number)
     reduction = op.family == "reduction"
-    if not reduction:
+    if not reduction and not _reads_once(op):
         for number in sorted(before & feeders):
             feeder = _op(graph.nodes[number])
             by_number = feeder.prim == "div" and graph.tensors[graph.nodes[number].inputs[1]].scalar is not None
@@ -337,6 +338,13 @@ def _build_root(
     asked = op.info.get("precision")
     params = (("precision", asked),) if asked else ()
     return Program(name, tuple(buffers), (), (), (phase,), 1, op.family, params)
+
+
+def _reads_once(op: Op) -> bool:
+    """Whether a window has no element of its operand in common with the next: nothing before it would be repeated."""
+    assert op.reduce is not None
+    read = math.prod(op.outputs[0].shape) * math.prod(extent for _, extent in op.reduce.reds)
+    return op.family == "window" and read <= math.prod(op.inputs[0].shape)
 
 
 def acc_node(number: int, acc: Acc):

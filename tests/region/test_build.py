@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 from jcuts.base.errors import Refusal
+from jcuts.dfg.interpret import interpret
 from jcuts.dfg.verify import verify
 from jcuts.region.schedule import collapsed
 from tests import programs
@@ -118,3 +119,17 @@ def test_reductions_merge_too():
     assert [r.extent for r in program.phases[0].reds] == [30]
     program = collapsed(programs.trace(lambda x: x.sum((0, 2)), np.ones((4, 5, 6), np.float32)).program())
     assert [r.extent for r in program.phases[0].reds] == [4, 6]
+
+
+def test_only_windows_that_share_no_element_take_costly_operations_before_them():
+    def pooled(stride):
+        return lambda x: jax.lax.reduce_window(
+            jnp.exp(jnp.maximum(x * 2 + 1, 0)), 0.0, jax.lax.add, (1, 2, 2, 1), (1, *stride, 1), "VALID"
+        )
+
+    x = np.ones((2, 6, 8, 5), np.float32)
+    apart = programs.trace(pooled((2, 2)), x)
+    assert apart.program().template == "window"
+    np.testing.assert_allclose(interpret(apart.program(), apart.operands())[0], 4 * np.exp(3), rtol=1e-6)
+    refused = programs.trace(pooled((1, 2)), x).build()
+    assert isinstance(refused, Refusal) and "would be repeated for every use" in refused.reason

@@ -132,6 +132,7 @@ def validate(run: Run) -> dict[str, Any]:
         for more in ({}, {"strides": (2, 2)}, {"groups": 2, "dilation": (2, 2)})
     ]
     cases += [(kind, "NHWC", "float32", {}) for kind in KINDS]
+    cases = [case for case in cases if run.options.ways or not case[-1]]
     with Measurer(run.device, run.platform, seconds=0.05) as measurer:
         for kind, layout, dtype, more in cases:
             padding = tuple((more.get("dilation", (1, 1))[0],) * 2 for _ in range(2))
@@ -196,7 +197,7 @@ def allowed(dtype: str, math: str) -> float:
 def by_policy(
     run: Run, c: Any, measurer: Any, operands: tuple[Any, Any], expected: Any, failures: list[Any]
 ) -> list[Any]:
-    """The fastest divisions of 13 samples that the policies allow, within half of what the fastest call takes."""
+    """The fastest divisions of 13 samples that the policies allow; but for ``undivided`` in more than one piece."""
     import jax
     import numpy as np
 
@@ -204,10 +205,10 @@ def by_policy(
     from jcuts.microbatch.table import POLICIES, Table
 
     table = Table(c, tuple(m for size in (1, 2, 3, 4, 5, 7, 8, 13) for m in measurer(c, size)), c.unit)
-    free = wr.undivided(table, 13)
     rows = []
     for policy in POLICIES:
-        division = wr.divide(table, 13, free.workspace // 2 if free else None, policy=policy)
+        sizes = [m for m in table.micros if policy == "undivided" or m.batch < 13]
+        division = wr.divide(dataclasses.replace(table, micros=tuple(sizes)), 13, policy=policy)
         found = np.asarray(jax.jit(calls(run, c, division, graph=False))(*operands), np.float64)
         off = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
         rows.append([str(c), c.layout, policy, str(division), off])
@@ -379,7 +380,8 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=480.0, help="seconds in all; what is left undone is said")
     parser.add_argument("--launched", action="store_true", help="of AlexNet's conv2: no CUDA graphs")
     parser.add_argument("--modes", nargs="+", choices=list(MODES), help="of AlexNet's conv2")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="of validate: how results are made")
+    parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS), help="of validate: how results are made;"
+                        " none: the policies only")  # fmt: skip
     parser.add_argument("--seconds", type=float, default=0.15, help="of timing per convolution and batch size")
     parser.add_argument("--dry-run", action="store_true", help="no GPU: the tests' cuDNN, tiny shapes")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS, help="of AlexNet's conv2")

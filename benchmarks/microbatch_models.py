@@ -79,9 +79,7 @@ def resnet_weights(width: int, classes: int, seed: int = 0, blocks: Sequence[Blo
     return made
 
 
-def resnet_loss(
-    weights: Weights, images: Any, labels: Any, precision: str, blocks: Sequence[Block] = BLOCKS
-) -> Any:
+def resnet_loss(weights: Weights, images: Any, labels: Any, precision: str, blocks: Sequence[Block] = BLOCKS) -> Any:
     """Mean cross entropy of a batch (N C H W), statistics of the batch itself in the normalisations."""
     import jax
     import jax.numpy as jnp

@@ -6,6 +6,7 @@ Items of `gpu_microbatch_tables.py`; every program is compiled and run by `micro
 from __future__ import annotations
 
 import dataclasses
+import json
 import tempfile
 import time
 from collections.abc import Sequence
@@ -32,13 +33,17 @@ SECOND = tuple((name, "tf32") for name in BATCHES)
 """Their plain programs, for which XLA times algorithms on the device, come when everything else has run."""
 
 
-def bases(run: Run, names: Sequence[str]) -> list[dict[str, Any]]:
-    """What is known of all programs before anything is timed."""
+def bases(run: Run, names: Sequence[str], found: dict[str, Any]) -> list[dict[str, Any]]:
+    """What is known of all programs before anything is timed, without those that an earlier run has found."""
     made = []
+    done = {(key, row.get("what")) for key, rows in found.items() for row in rows.values()
+            if isinstance(row, dict) and "seconds" in row}  # fmt: skip
     for name in names:
         for precision in run.options.precisions:
             for what in STEPS[name, precision]:
                 if run.options.programs and what not in run.options.programs:
+                    continue
+                if (f"{name}, batch {4 if run.dry else BATCHES[name]}, {MODES[precision]}", what) in done:
                     continue
                 made.append({
                     "id": f"{name}-{precision}-{len(made)}", "what": what, "network": name,
@@ -75,9 +80,10 @@ def specs_of(run: Run, network: Any, mine: Sequence[dict[str, Any]]) -> list[dic
 def steps(run: Run) -> Any:
     """Whole steps of two networks."""
     names = run.options.networks or ("AlexNet", "ResNet-18")
-    found: dict[str, Any] = {}
-    whole: dict[str, Any] = {}
-    started = bases(run, names)
+    file, whole = run.out / "steps.json", {}
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["steps"] if file.exists() else {}
+    found = {key: row for key, row in found.items() if "stopped" not in row}
+    started = bases(run, names, found)
     with tempfile.TemporaryDirectory() as folder, microbatch_steps.Race(started, Path(folder)) as race:
         later: list[dict[str, Any]] = []
         networks_ = {}
@@ -113,7 +119,7 @@ def finished(run: Run, item: str, race: microbatch_steps.Race, found: dict[str, 
     left = run.left - 0.1 * len(specs)
     for spec, answer in race.run(ready=now + max(5.0, left - 1.2 * race.waiting), end=now + max(8.0, left)):
         row = found.setdefault(f"{spec['network']}, batch {spec['batch']}, {MODES[spec['precision']]}", {})
-        row[spec["name"]] = answer
+        row[spec["name"]] = {"what": spec["what"], **answer}
         shown = {k: answer[k] for k in ("seconds", "peak bytes", "error") if k in answer}
         run.say(f"{spec['network']} {spec['precision']} {spec['name']}: {shown}")
         run.save(item, found)

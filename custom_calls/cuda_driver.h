@@ -9,6 +9,7 @@
 #include <dlfcn.h>
 
 #include <atomic>
+#include <cstddef>
 #include <mutex>
 #include <string>
 
@@ -49,6 +50,19 @@ struct LaunchConfig {
   unsigned num_attributes;
 };
 
+// Rows of `width` bytes, a pitch apart on either side; both in the device's memory.
+struct RowsCopy {
+  size_t source_x, source_y;
+  int source_type;  // 2: CU_MEMORYTYPE_DEVICE
+  const void *source_host, *source;
+  void* source_array;
+  size_t source_pitch, target_x, target_y;
+  int target_type;
+  void *target_host, *target, *target_array;
+  size_t target_pitch, width, height;
+};
+static_assert(sizeof(RowsCopy) == 128, "must have the layout of CUDA_MEMCPY2D");
+
 struct Driver {
   std::string problem;  // why it cannot be used; empty if it can
 
@@ -66,6 +80,7 @@ struct Driver {
   CUresult (*KernelGetFunction)(CUfunction*, CUkernel) = nullptr;
   CUresult (*KernelSetAttribute)(int, int, CUkernel, CUdevice) = nullptr;
   CUresult (*LaunchKernelEx)(const LaunchConfig*, CUfunction, void**, void**) = nullptr;
+  CUresult (*Memcpy2DAsync)(const RowsCopy*, CUstream) = nullptr;
 
   explicit Driver(const char* path) {
     void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
@@ -84,7 +99,8 @@ struct Driver {
                     Find(library, "cuLibraryGetKernel", LibraryGetKernel) &&
                     Find(library, "cuKernelGetFunction", KernelGetFunction) &&
                     Find(library, "cuKernelSetAttribute", KernelSetAttribute) &&
-                    Find(library, "cuLaunchKernelEx", LaunchKernelEx);
+                    Find(library, "cuLaunchKernelEx", LaunchKernelEx) &&
+                    Find(library, "cuMemcpy2DAsync_v2", Memcpy2DAsync);
     if (!complete) return;
     if (CUresult code = Init(0); code != 0) problem = "cuInit failed: " + Text(code);
   }

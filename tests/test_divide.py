@@ -318,6 +318,7 @@ def test_what_slices_make_fit_is_measured_once(host_cudnn, cache_dir, monkeypatc
         micros = [Micro(n, "cudnn/IMPLICIT_GEMM", "tf32", 1.0 * n, 0),
                   Micro(n, "cudnn/FFT", "tf32", 0.01 + 0.001 * n, n * transform * SPACE)]  # fmt: skip
         database.record(device, site.convolution, n, micros)
+    monkeypatch.setenv("FAKE_CUDNN_OUTPUTS", "16")
     closed, limit = jax.make_jaxpr(wide)(x, w), 2 * transform * SPACE - 1
     settings, asked = Settings(mode="fusion", workspace_limit=limit), []
     slices = Measurer.slices
@@ -326,7 +327,7 @@ def test_what_slices_make_fit_is_measured_once(host_cudnn, cache_dir, monkeypatc
         divisions._database.cache_clear()  # another process
         (row,) = divide.divided(closed, settings, "cpu", may_measure=True).rows
     assert asked == [2] and row.division == "2 x 2 cudnn/FFT/slices=2:tf32"  # two slices of 4 samples do not fit
-    assert row.undivided == 4.0 and row.workspace == transform * SPACE
+    assert row.undivided == 4.0 and row.workspace == transform * SPACE + site.convolution.result_bytes
     remarks = Database(cache_dir / "microbatch.sqlite").remarks(device, site.convolution, 2)
     assert remarks == {"slices": f"cudnn/FFT tf32 {limit}"}
     host_cudnn.calls()

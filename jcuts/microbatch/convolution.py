@@ -124,9 +124,18 @@ class Convolution:
     @property
     def unit(self) -> int:
         """Least number of samples after which image and result are at multiples of `ALIGNMENT` bytes again."""
-        item = {"float64": 8, "float32": 4}.get(self.dtype, 2)
-        image, result = math.prod(self.spatial) * self.channels, math.prod(self.result) * self.outputs
-        return ALIGNMENT // math.gcd(ALIGNMENT, item * image, item * result)
+        image = self.item * math.prod(self.spatial) * self.channels
+        return ALIGNMENT // math.gcd(ALIGNMENT, image, self.result_bytes)
+
+    @property
+    def item(self) -> int:
+        """Bytes of one number in memory."""
+        return {"float64": 8, "float32": 4}.get(self.dtype, 2)
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of one sample of the layer's output."""
+        return self.item * math.prod(self.result) * self.outputs
 
     @property
     def slices(self) -> tuple[int, ...]:
@@ -139,8 +148,7 @@ class Convolution:
         """
         if self.groups > 1 or self.layout != "NCHW":
             return ()
-        item = {"float64": 8, "float32": 4}.get(self.dtype, 2)
-        place, taps = item * math.prod(self.result), item * math.prod(self.window) * self.channels
+        place, taps = self.result_bytes // self.outputs, self.item * math.prod(self.window) * self.channels
         return tuple(
             n
             for n in range(2, self.outputs // LEAST_SLICE + 1)

@@ -39,6 +39,7 @@ _log = logging.getLogger("jcuts.microbatch")
 
 MEMORY = "memory"
 
+
 class Database:
     """Times by device, convolution and batch size; networks by name.
 

@@ -72,12 +72,13 @@ def worth_slicing(
     """Measured algorithms that slices make fit a limit, the most promising first; none without a limit.
 
     Transforms keep their filters' share F of the workspace in every micro-batch, and pay for it in time, however small
-    that is.  Of s slices each has 1/s of it; images are transformed again for every slice.  With C channels, K outputs
-    and a workspace M(n) = F + n S of n samples:
+    that is.  Of s slices each has 1/s of it; images are transformed again for every slice; a slice of the result is
+    packed (R bytes of a sample's result).  With C channels, K outputs and a workspace M(n) = F + n S of n samples:
 
-        M(n, s) = F / s + n S (C + K / s) / (C + K)        T(n, s) = T(n) (1 + (s - 1) C / (C + K))
+        M(n, s) = F / s + n S (C + K / s) / (C + K) + n R / s        T(n, s) = T(n) (1 + (s - 1) C / (C + K))
 
-    It is promising if T(n, s) / n is less than the best division's time per sample.
+    It is promising if T(n, s) / n is less than the best division's time per sample.  Where other slices of an algorithm
+    took longer than that, so will these.
     Args: algorithms: names that may be sliced; others as of `wr.divide`.
     """
     c = table.convolution
@@ -87,7 +88,8 @@ def worth_slicing(
         best = wr.divide(table, batch, limit, precision=precision).seconds / batch
     except NoDivisionError:
         best = float("inf")
-    images = c.channels / (c.channels + c.outputs)
+    images, packed = c.channels / (c.channels + c.outputs), c.result_bytes
+    late = _lateness(table, images)
     found: dict[Slicing, float] = {}
     for micros in _series(table, batch, precision).values():
         if micros[0].algorithm not in algorithms or len(micros) < 2:
@@ -95,14 +97,28 @@ def worth_slicing(
         for micro in micros:
             if micro.workspace <= limit or (micro.batch % table.unit and micro.batch != batch):
                 continue
-            own = micro.batch * _per_sample(micro, micros)
+            own, result = micro.batch * _per_sample(micro, micros), (micro.batch > 1) * micro.batch * packed
             for position, s in enumerate(c.slices):
-                if (micro.workspace - own) / s + own * (images + (1 - images) / s) <= limit:
+                if (micro.workspace - own + result) / s + own * (images + (1 - images) / s) <= limit:
                     seconds = micro.seconds * (1 + (s - 1) * images) / micro.batch
+                    seconds *= late.get((micro.algorithm, micro.math), 1.0)
                     if seconds < best:
                         found[Slicing(micro, c.slices[position:], limit)] = seconds
                     break
     return tuple(sorted(found, key=lambda one: (found[one], one.text))[:MOST])
+
+
+def _lateness(table: Table, images: float) -> dict[tuple[str, str], float]:
+    """By how much slices of algorithms took longer than the model says, at least 1; the best of each."""
+    whole = {(m.algorithm, m.math, m.batch): m.seconds for m in table.micros}
+    found: dict[tuple[str, str], float] = {}
+    for micro in table.micros:
+        algorithm, slices = unsliced(micro.algorithm)
+        one = whole.get((algorithm, micro.math, micro.batch))
+        if slices > 1 and one is not None:
+            ratio = max(1.0, micro.seconds / (one * (1 + (slices - 1) * images)))
+            found[algorithm, micro.math] = min(ratio, found.get((algorithm, micro.math), ratio))
+    return found
 
 
 def _per_sample(micro: Micro, micros: Sequence[Micro]) -> float:

@@ -120,8 +120,12 @@ def grouped(counter: GroupCounter, most: int = MOST, *, alike: bool = False) -> 
         scored.append((min(1.0, counter.least / cycles) * AGAIN ** seen.get(kind, 0), tiling))
         seen[kind] = seen.get(kind, 0) + 1
     chosen = sorted(scored, key=lambda found: -found[0])[:most]
-    for cycles, tiling in gpu_streams.best(counter, STREAMS if _enough(counter) else 0):
-        yield tiling.of(counter.program), min(1.0, counter.least / cycles)
+    streams = gpu_streams.best(counter, STREAMS if _enough(counter) else 0)
+    for cycles, tiling in streams:
+        yield tiling.of(counter.program), counter.least / cycles
+    if streams and chosen:  # the others are counted for units that are busy all the time
+        scale = min(1.0, AGAIN * counter.least / streams[0][0] / chosen[0][0])
+        chosen = [(scale * score, tiling) for score, tiling in chosen]
     for score, tiling in chosen:
         yield tiling.of(counter.program), score
     for score, tiling in chosen[:SPREAD] if counter.rounded else ():
@@ -206,6 +210,7 @@ class GroupCounter(Counter):
         used = {n.buffer for n in program.phases[0].exit.nodes if n.op == "load"}
         self.beside = sum(b.name in used and b.size >= program.outputs[0].size for b in program.inputs)
         self.program = program
+        self.narrow = self.item == 2 and not self.sides[1].along_terms  # lanes have two columns side by side
         by_terms = all(side.along_terms for side in self.sides)
         self.rounded = int(by_terms and program.buffer(self.sides[1].buffer).tf32)
         self.before, self.vectors = prologue(program) is not None, len(vectors(program))

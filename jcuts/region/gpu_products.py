@@ -14,9 +14,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from jcuts.dfg.program import Program
+from jcuts.dfg.program import ITEM_SIZE, Program
 from jcuts.region.gpu_tiles import WARP, Candidate, GpuMachine, scheduled
 from jcuts.region.products import COLUMNS, ROWS, B, K, Side, shares, sides
 
@@ -34,6 +34,8 @@ SPLITS = (1, 2, 3, 4, 6, 8)
 CLUSTERS = (2, 4, 8)
 CLUSTERED = (9, 0)
 """Compute capability from which on blocks form clusters."""
+SHORT = 128
+"""Terms up to which matrices of float32 that are added are asked for early."""
 STEP = 32
 """Bytes of terms per instruction of a matrix unit."""
 MOST_SHARED = 96 << 10
@@ -107,8 +109,9 @@ def products(
         score = min(1.0, least / cycles) * AGAIN ** seen.get(kind, 0)
         seen[kind] = seen.get(kind, 0) + 1
         scored.append((score, tiling))
-    for score, tiling in sorted(scored, key=lambda found: -found[0])[:most]:
-        yield tiling.of(program), score
+    for place, (score, tiling) in enumerate(sorted(scored, key=lambda found: -found[0])[:most]):
+        asks = counter.asks and place == 0  # a prefetch is worth a tenth there, and costs a little elsewhere
+        yield (replace(tiling, early=1) if asks else tiling).of(program), score
 
 
 def _tilings(program: Program, counter: Counter) -> Iterator[Tiling]:
@@ -162,6 +165,8 @@ class Counter:
         self.results = float(sum(b.bytes for b in program.outputs))
         used = {n.buffer for n in phase.exit.nodes if n.op == "load"}
         self.results += sum(b.bytes for b in program.inputs if b.name in used)
+        added = [b for b in program.inputs if b.name in used and b.size >= program.outputs[0].size]
+        self.asks = any(ITEM_SIZE[b.dtype] == 4 for b in added) and self.terms <= SHORT
         self.partial = float(sum(4 * b.size for b in program.outputs[:1]))
         products = float(self.batch * self.rows * self.columns * self.terms)
         self.least = max(self.moved / MEMORY, products / (machine.sms * UNIT[self.item]), LATENCY)

@@ -1,19 +1,24 @@
-"""Schedules of products that are bound by memory: what streams by must never wait for the units, nor for latencies.
+"""Schedules of products that are bound by memory, or nearly: what streams by must not wait for latencies.
 
 Several blocks of a multiprocessor overlap each other's copies, products and exits, so tiles are smaller and stages
-fewer than where the units are the limit; the exit's matrices are asked for first of all (`region.gpu_held`).  Counted
-per block: a chain of latencies that nobody shortens, and its work at the rate of whatever it needs most:
+fewer than where the units are the limit; the exit's matrices are asked for before the products.  Counted per block of
+those that are resident, and what the ways of an exit and of copies take over that:
 
-    cycles = blocks of a multiprocessor / resident * max(chain + work, resident * work) + chain
+    cycles = waves * (CHAIN + resident * work) * exp(sum of the ways)
+
+with the longest of units, shared memory's port and memory, and a share of the rest, as work.  Constants come from 194
+schedules of eight products on an H200 (``benchmarks/gpu_residual.py``); the best that was measured of the first three
+took at most 5 % more than the fastest.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from jcuts.region.gpu_group_tiling import BARRIER, GroupTiling
+from jcuts.region.gpu_group_tiling import BARRIER, HIGH, GroupTiling
 from jcuts.region.gpu_held import LOADED, SENT, STORED, held
 from jcuts.region.gpu_products import MEMORY, PORT
 from jcuts.region.products import shares
@@ -22,25 +27,29 @@ if TYPE_CHECKING:
     from jcuts.region.gpu_groups import GroupCounter
 
 SHAPES = (
-    (64, 64, 1), (64, 128, 1), (64, 192, 1), (64, 256, 1), (128, 64, 2), (128, 128, 2), (128, 96, 2), (128, 192, 2),
-    (192, 64, 3), (192, 128, 3), (256, 64, 2),
+    (64, 64, 1), (64, 128, 1), (64, 192, 1), (64, 256, 1), (128, 64, 2), (128, 96, 2), (128, 128, 2), (128, 192, 2),
+    (128, 256, 2), (192, 64, 3), (192, 128, 3), (256, 64, 2), (256, 128, 2),
 )  # fmt: skip
 """(rows, columns, groups along the rows)."""
-ADDED, ALONE = ((LOADED, 0), (STORED, 0), (SENT, 1), (0, 1)), ((STORED, 0), (0, 0))
-"""(held, early): exits that add matrices, and others."""
+ADDED = {False: ((0, 1), (LOADED, 0)), True: ((SENT, 1), (STORED, 0))}
+ALONE = {False: ((0, 0),), True: ((SENT, 0),)}
+"""(held, early) of exits that add matrices, and of others, by whether lanes would store less than 64 bytes a line."""
 BOUND = 0.5
 """Share of the units' time that memory must take."""
-MOST_AT_ONCE = 4
-"""Tiles of terms of a block up to which all are copied at once."""
-START, LATE, EARLY, LEAVE = 2000.0, 1500.0, 700.0, 700.0
-"""Cycles: to the first operands under load; for what is added, asked for when it is needed, or from the L2 cache; of an
-exit."""
+AT_ONCE, DEEPER = 4, (4, 5, 6)
+"""Tiles of terms of a block up to which all are copied at once; tiles in shared memory where there are more."""
 AGAIN = 1.05
-"""What a schedule's cycles count for each that has the same tile, or exit, and is better."""
-FETCH, CACHE, SPARE = 900.0, 62.0, 0.15
-"""A load's cycles; bytes of the L2 cache per cycle; what is left of work that overlaps."""
+"""What a schedule's cycles count for each that has the same tile and is better."""
+CHAIN, GAP, SPARE, STREAM = 485.0, 85.0, 0.5, 2580.0
+"""Cycles: that nobody hides; of a group of instructions where a multiprocessor has one block; what is left of work that
+overlaps; bytes of memory per cycle."""
+ASKED, KEPT, NARROW, AHEAD = -0.06, 0.02, -0.25, -0.02
+"""Logarithms: of asking early, in sums of few terms; of matrices kept; of results that leave by bulk copies where lanes
+would store less than 64 bytes in a line; of every tile more on its way."""
+MOST_TOTALS = 128
+"""Of a thread: beside so many there are no registers for much else."""
 FILE, SHARED = 65536, 227 << 10
-MOST_REGISTERS = 250
+MOST_REGISTERS = 240
 
 
 def streams(counter: GroupCounter) -> Iterator[tuple[float, GroupTiling]]:
@@ -55,11 +64,17 @@ def streams(counter: GroupCounter) -> Iterator[tuple[float, GroupTiling]]:
         if columns >= 2 * counter.columns or tiles < 2 * counter.machine.sms or not counter.whole(rows, columns):
             continue
         for tiling in _depths(counter, (rows, columns, along)):
-            for how, early in ADDED if counter.beside else ALONE:
+            for how, early in (ADDED if counter.beside else ALONE)[counter.narrow]:
                 found = held(counter.program, rows, columns, how, 0)
-                if how and not (found.stored if how == SENT or not counter.beside else found.loaded):
+                if how and not (found.stored if how == SENT else found.loaded):
                     continue
                 made = GroupTiling(*tiling, rounded=counter.rounded, early=early, held=how)
+                share, _ = shares(counter.terms, made.terms, 1)
+                large = rows * columns >= MOST_TOTALS * made.threads
+                if large and counter.beside and share > AT_ONCE:
+                    continue
+                if counter.rounded and share > made.stages and not large:
+                    made = replace(made, spread=1, steps=2)
                 if resident(counter, made):
                     yield cycles(counter, made), made
 
@@ -69,15 +84,10 @@ def best(counter: GroupCounter, most: int) -> list[tuple[float, GroupTiling]]:
     chosen: list[tuple[float, GroupTiling]] = []
     found = list(streams(counter)) if most else []
     while found and len(chosen) < most:
-        found.sort(key=lambda item: (item[0] * AGAIN ** _alike(item[1], [t for _, t in chosen]), item[1].threads))
+        tiles = [(t.rows, t.columns) for _, t in chosen]
+        found.sort(key=lambda item: (item[0] * AGAIN ** tiles.count((item[1].rows, item[1].columns)), item[1].threads))
         chosen.append(found.pop(0))
     return sorted(chosen, key=lambda item: item[0])
-
-
-def _alike(tiling: GroupTiling, others: list[GroupTiling]) -> int:
-    """How often the tile, and how often the exit, is one of the others'."""
-    tile, how = (tiling.rows, tiling.columns), (tiling.held, tiling.early)
-    return sum((tile == (o.rows, o.columns)) + (how == (o.held, o.early)) for o in others)
 
 
 def _depths(counter: GroupCounter, block: tuple[int, int, int]) -> Iterator[tuple]:
@@ -89,9 +99,9 @@ def _depths(counter: GroupCounter, block: tuple[int, int, int]) -> Iterator[tupl
     if counter.before and (not counter.rounded or counter.terms % (terms * share)):
         return
     if counter.item == 4 and not counter.rounded:
-        stages = ((2, 1),)
+        stages = ((2, 1), (3, 1)) if share <= AT_ONCE else ()  # longer sums are for tiles that are rounded less often
     else:
-        stages = ((share, 0),) if share <= MOST_AT_ONCE else ((3, 0), (4, 0))
+        stages = ((share, 0),) if share <= AT_ONCE else tuple((n, 0) for n in DEEPER)
     for count, flight in stages:
         yield rows, columns, terms, (along, 1), count, flight
 
@@ -118,23 +128,21 @@ def resident(counter: GroupCounter, tiling: GroupTiling) -> int:
 def cycles(counter: GroupCounter, tiling: GroupTiling) -> float:
     """Estimated cycles of a launch."""
     rows, columns, line = tiling.rows, tiling.columns, tiling.terms * counter.item
-    sms = counter.machine.sms
     tiles = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns)
     share, _ = shares(counter.terms, tiling.terms, 1)
-    ahead = share if tiling.stages >= share else max(1, tiling.stages - 2)
-    chain = START + max(0, share - ahead) * FETCH / ahead + LEAVE
-    if counter.beside and tiling.held in (0, SENT):
-        chain += EARLY if tiling.early else LATE
-    beyond = counter.results / (counter.batch * counter.rows * counter.columns) * rows * columns
-    copied = (rows + columns) * line * share
+    read, copied = rows // HIGH * (HIGH + columns) * line * share, (rows + columns) * line * share
     limits = [
-        rows * columns * tiling.terms * share / counter.unit, (copied + beyond) / CACHE,
-        (rows // 64 * (64 + columns) * line * share + copied + beyond) / PORT,
-        counter.moved / (counter.rows * counter.columns * counter.batch) * rows * columns / (MEMORY / sms),
+        rows * columns * tiling.terms * share / counter.unit, (read + copied) / PORT,
+        counter.moved / tiles * counter.machine.sms / STREAM,
     ]  # fmt: skip
     work = max(limits) + SPARE * (sum(limits) - max(limits))
-    beside = resident(counter, tiling)
-    queue = tiles / sms
-    rounds = math.ceil(queue) / beside if queue > 2 * beside else math.ceil(math.ceil(queue) / beside)
-    beside = min(beside, math.ceil(queue))
-    return max(rounds * max(chain + work, beside * work) + START, counter.moved / MEMORY + START)
+    queue = tiles / counter.machine.sms
+    beside = min(resident(counter, tiling), math.ceil(queue))
+    if beside == 1:
+        work += GAP * 4 * share / tiling.group * (rows // HIGH / tiling.groups[0])
+    waves = math.ceil(math.ceil(queue) / beside) if queue <= 3 * beside else queue / beside
+    ways = ASKED if tiling.early and share <= AT_ONCE else 0.0
+    ways += KEPT if tiling.held in (LOADED, STORED) and counter.beside else 0.0
+    ways += NARROW if tiling.held in (STORED, SENT) else 0.0
+    ways += AHEAD * (tiling.stages - DEEPER[0]) if share > AT_ONCE and not tiling.flight else 0.0
+    return max(waves * (CHAIN + beside * work) * math.exp(ways), counter.least)

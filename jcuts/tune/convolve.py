@@ -96,9 +96,7 @@ def convolve(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     left_out: list[tuple[str, str]] = []
     lacking: list[int] = []
     with bench() as device:
-        arena = _Arena(
-            device, convolution, batch, request.get("accuracy", "exact"), bool(request.get("graphs", False))
-        )
+        arena = _Arena(device, convolution, batch, request.get("accuracy", "exact"), bool(request.get("graphs", False)))
         if "slices" in request:
             arena.settle([pair for pair in pairs if " ".join(pair) not in skip], announce)
         for one, limit in series:

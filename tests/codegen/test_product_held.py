@@ -187,26 +187,32 @@ def test_what_is_kept():
 
 
 def test_schedules_of_products_that_are_bound_by_memory():
-    """By hand: 128x64, two tiles of 32 terms at once, four blocks' worth of shared memory for two."""
+    """By hand: 128x64, both tiles of terms at once; shared memory for two blocks, or, asking early, registers for 3."""
     shapes = ((50176, 64), (256, 64), (256,), (50176, 256))
-    program = programs.trace(layer, *(np.zeros(s, np.float32) for s in shapes)).product()
+    traced = programs.trace(layer, *(np.zeros(s, np.float32) for s in shapes))
+    program = traced.product()
     counter = GroupCounter(program, MACHINE)
-    tiling = GroupTiling(128, 64, 32, (2, 1), 2, rounded=1, held=STORED)
-    assert tiling in [t for _, t in streams(counter)]
-    shape = group_shape(tiling.of(program))
+    kept, asked = (GroupTiling(128, 64, 32, (2, 1), 2, rounded=1, **way) for way in ({"held": LOADED}, {"early": 1}))
+    assert {kept, asked} <= {t for _, t in streams(counter)}
+    shape = group_shape(kept.of(program))
     assert shape.shared == 2 * (128 + 64) * 128 + 128 * 320 + 8
-    assert resident(counter, tiling) == 2 == (227 << 10) // (shape.shared + 1024)
-    limits = [
-        128 * 64 * 64 / 910, ((128 + 64) * 256 + 128 * 64 * 8) / 62,
-        (2 * (64 + 64) * 256 + (128 + 64) * 256 + 128 * 64 * 8) / 128,
-        counter.moved / (50176 * 256) * 128 * 64 * 132 / 2400,
-    ]  # fmt: skip
-    work = limits[3] + 0.15 * sum(limits[:3])
-    assert cycles(counter, tiling) == pytest.approx(max(12 / 2 * max(2700 + work, 2 * work) + 2000, counter.least))
+    assert resident(counter, kept) == 2 == (227 << 10) // (shape.shared + 1024)
+    assert resident(counter, asked) == 3 == 65536 // (256 * 80)
+    limits = [128 * 64 * 64 / 910, (2 * (64 + 64) + 128 + 64) * 256 / 128, counter.moved / 1568 * 132 / 2580]
+    work = limits[2] + 0.5 * (limits[0] + limits[1])
+    assert cycles(counter, kept) == pytest.approx(1568 / 132 / 2 * (485 + 2 * work) * np.exp(0.02))
+    assert cycles(counter, asked) == pytest.approx(1568 / 132 / 3 * (485 + 3 * work) * np.exp(-0.06))
     chosen = best(counter, 3)
-    assert len(chosen) == 3 and all(found > counter.least for found, _ in chosen)
-    assert len({(t.held, t.early) for _, t in chosen}) > 1
-    found = gpu.candidates(programs.trace(layer, *(np.zeros(s, np.float32) for s in shapes)).rounded(), MACHINE, 4)
-    assert any("held" in dict(p.params) for p, _ in found)
+    assert len({(t.rows, t.columns) for _, t in chosen}) == 3 and all(found >= counter.least for found, _ in chosen)
+    found = [dict(p.params) for p, _ in gpu.candidates(traced.rounded(), MACHINE, 3)]
+    assert all("early" in params or "held" in params for params in found)
     few = programs.trace(layer, *(np.zeros(s, np.float32) for s in ((4096, 4096), (4096, 4096), (4096,), (4096, 4096))))
     assert not best(GroupCounter(few.product(), MACHINE), 3)  # the units are the limit
+
+
+def test_results_of_two_bytes_leave_in_whole_lines():
+    """Lanes have two columns side by side where weights lie across terms: rows go through shared memory."""
+    shapes = ((200704, 64), (64, 256), (200704, 256))
+    traced = programs.trace(lambda x, w, r: x @ w + r, *(np.zeros(s, jnp.bfloat16) for s in shapes))
+    first = dict(gpu.candidates(traced.program(), MACHINE, 1)[0][0].params)
+    assert first["held"] in (STORED, SENT)

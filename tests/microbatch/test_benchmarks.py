@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import gpu_microbatch_tables, microbatch_chains, microbatch_offline
+from benchmarks import gpu_microbatch_tables, microbatch_chains, microbatch_offline, microbatch_whole
 from benchmarks.microbatch_models import gradients, inputs_of
 from benchmarks.microbatch_networks import Modelled, training_step
 from benchmarks.microbatch_run import BATCHES, traced
@@ -72,6 +72,16 @@ def test_programs_of_a_network():
     only = "WR 64 MiB, pieces of the batch only"
     assert not any("slices" in str(d) for d in [*made[only], *made["single calls, 64 MiB"]])
     assert all("slices" in str(division) for division in made["WR 64 MiB"]) and seconds("WR 64 MiB") < seconds(only)
+
+
+def test_steps_go_on_where_they_were_cut():
+    run = SimpleNamespace(dry=False, options=SimpleNamespace(precisions=["float32", "tf32"], programs=None))
+    every = microbatch_whole.bases(run, ["AlexNet"], {})
+    assert len(every) == 12 and len({base["id"] for base in every}) == 12
+    found = {"AlexNet, batch 256, TF32": {"plain jax.jit": {"what": "plain", "seconds": 1.0},
+                                          "WR 64 MiB": {"what": "WR", "error": "the budget was spent"}}}  # fmt: skip
+    left = [(base["precision"], base["what"]) for base in microbatch_whole.bases(run, ["AlexNet"], found)]
+    assert len(left) == 11 and ("tf32", "plain") not in left and {("tf32", "WR"), ("float32", "plain")} <= set(left)
 
 
 def test_measured_times_are_analysed_without_a_device():

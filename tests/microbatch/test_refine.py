@@ -62,17 +62,31 @@ def test_what_only_slices_make_fit():
     limit = 64 << 20
     known = Table(LAYER, (*SLOW, *(conv2_fft(n) for n in (8, 16, 32, 64, 128, 256))))
     found = worth_slicing(known, 256, limit, algorithms=("fft",))
-    assert [(one.micro.batch, one.slices[0]) for one in found] == [(64, 3), (128, 6), (32, 2)]
+    assert [(one.micro.batch, one.slices[0]) for one in found] == [(64, 3), (32, 2), (128, 8)]
     for one in found:
-        n, s = one.micro.batch, one.slices[0]
-        space = [4352 * (64 * 192 // k + n * (64 + 192 // k)) for k in (one.slices[0], s - 1)]
-        assert space[0] <= limit < space[1] or s - 1 not in LAYER.slices
+        n = one.micro.batch
+        fewer = [s for s in (1, *LAYER.slices) if s < one.slices[0]][-1]
+        space = [4352 * (64 * 192 // s + n * (64 + 192 // s)) + n * LAYER.result_bytes // s
+                 for s in (one.slices[0], fewer)]  # fmt: skip
+        assert space[0] <= limit < space[1]
     assert found[0].slices == (3, 4, 6, 8, 12, 16, 24) and found[0].text == f"fft float32 {limit}"
     # As measured: three slices of 64 samples are worth it, and a single call has none.
     name = sliced("fft", 3)
     more = Table(LAYER, (*known.micros, Micro(64, name, "float32", 2.4e-4, 60 << 20)))
     assert str(wr.divide(more, 256, limit)) == "4 x 64 fft/slices=3:float32"
     assert wr.undivided(more, 64, limit) is None and wr.undivided(known, 64, None).parts[0].algorithm == "fft"
+
+
+def test_slices_that_took_longer_than_promised_are_no_promise():
+    known = Table(LAYER, (*SLOW, *(conv2_fft(n) for n in (8, 16, 32, 64, 128, 256))))
+    one = worth_slicing(known, 256, 64 << 20, algorithms=("fft",))[0]
+    promised = one.micro.seconds * (1 + 2 * 64 / (64 + 192))
+    best = Micro(128, "other", "float32", 128 * 1e-5, 0)  # one sample in 10 us
+    slow = Micro(64, sliced("fft", 3), "float32", 4 * promised, 60 << 20)
+    for micros, sizes in (((best,), [64, 32, 128]), ((best, slow), [])):
+        table = Table(LAYER, (*known.micros, *micros))
+        found = worth_slicing(table, 256, 64 << 20, algorithms=("fft",))
+        assert [one.micro.batch for one in found] == sizes
 
 
 def test_slices_that_cannot_pay():

@@ -92,12 +92,6 @@ int64_t Extent(const Tensor& t) {
   return last;
 }
 
-// Elements of one sample, without those that a view of some channels leaves out.
-int64_t Sample(const Tensor& t) {
-  int64_t count = 1;
-  for (int d = 1; d < t.rank; ++d) count *= t.size[d];
-  return count;
-}
 
 // Sums of products in double, then one rounding.
 template <typename Pick>
@@ -109,15 +103,16 @@ void Compute(const Tensor& x, const Tensor& w, const Tensor& y, const Conv& conv
   double a = scale(alpha), b = scale(beta);
   for (size_t i = 0; i < sums.size(); ++i) {
     int64_t at = static_cast<int64_t>(i);
-    if (at % into.stride[0] >= Sample(into)) continue;  // another view's
     Store(out, into.type, at, a * sums[i] + (b != 0 ? b * Load(out, into.type, at) : 0.0));
   }
 }
 
 int Fails(const char* name) { return *g_fail == name ? 5000 : 0; }
-// Less for a view of some channels of the result.
+// Less for fewer outputs than FAKE_CUDNN_OUTPUTS, where that is set.
 size_t Space(int algorithm, const Tensor& x, const Tensor& y) {
-  return size_t{4096} * algorithm * x.size[0] * static_cast<size_t>(Sample(y)) / static_cast<size_t>(y.stride[0]);
+  const char* whole = std::getenv("FAKE_CUDNN_OUTPUTS");
+  size_t all = size_t{4096} * algorithm * x.size[0];
+  return whole == nullptr ? all : all * static_cast<size_t>(y.size[1]) / static_cast<size_t>(std::atoi(whole));
 }
 bool Unsupported(int kind, int algorithm) { return algorithm < 0 || algorithm > 7 || (kind == 0 && algorithm == 3); }
 // The image must be what the descriptors say the result is of.

@@ -126,27 +126,45 @@ def test_adds_to_what_is_there(host_cudnn, kind):
 @pytest.mark.parametrize("onto", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["plain", "strided", "dilated", "1-D", "3-D", "rest"])
-def test_slices_of_the_outputs_are_the_whole(host_cudnn, name, kind, onto):
+def test_slices_of_the_outputs_are_the_whole(host_cudnn, monkeypatch, name, kind, onto):
+    monkeypatch.setenv("FAKE_CUDNN_OUTPUTS", "6")
     c = Convolution.from_json({**of(name, kind).to_json(), "outputs": 6})
-    x, w, dy = arrays(c, 5)
+    x, w, dy = arrays(c, 6)
     expected = reference(c, x, w, dy)
     operands = operands_of(c, x, w, dy) + ((np.full(expected.shape, 10, np.float32),) if onto else ())
     algorithm = cudnn.algorithms(kind)[2]
     for slices in (2, 3):
-        # Three samples in slices, then two at once by another algorithm.
-        parts = [Micro(3, sliced(algorithm, slices), "float32", 1e-3, SPACE * 3 * 2 // slices),
-                 Micro(2, cudnn.algorithms(kind)[0], "float32", 1e-3, 0)]  # fmt: skip
+        # Three samples in slices, which are packed, then two at once by another algorithm, then one in slices.
+        packed = -(-3 * c.result_bytes // slices // 256) * 256
+        parts = [Micro(3, sliced(algorithm, slices), "float32", 1e-3, packed + SPACE * 3 * 2 // slices),
+                 Micro(2, cudnn.algorithms(kind)[0], "float32", 1e-3, 0),
+                 Micro(1, sliced(algorithm, slices), "float32", 1e-3, SPACE * 2 // slices)]  # fmt: skip
         host_cudnn.calls()
         found = compiled(c, Division.of(parts), expected)(*operands)
         np.testing.assert_array_equal(found, expected + 10 * onto)
         calls = [call for call in host_cudnn.calls() if "beta" in call]
         numbers = [int(re.search(r"k=(\d+)", call)[1]) for call in calls]
-        assert numbers == [6 // slices] * slices + [6]
+        assert numbers == [6 // slices] * slices + [6] + [6 // slices] * slices
         betas = [float(re.search(r"beta=(\S+)", call)[1]) for call in calls]
         # Slices of the gradient of an image add up, those of a filter's gradient are apart.
         later = {"forward": 0.0, "backward_data": 1.0, "backward_filter": 0.0}[kind]
-        last = 1.0 if kind == "backward_filter" else 0.0
-        assert betas == ([1.0] * (slices + 1) if onto else [0.0] + [later] * (slices - 1) + [last])
+        again = 1.0 if kind == "backward_filter" else 0.0
+        plain = [0.0] + [later] * (slices - 1) + [again] + [again] + [max(later, again)] * (slices - 1)
+        assert betas == ([1.0] * (2 * slices + 1) if onto else plain)
+
+
+def test_a_slice_s_copy_counts_as_workspace(host_cudnn, monkeypatch):
+    monkeypatch.setenv("FAKE_CUDNN_OUTPUTS", "6")
+    c = Convolution.from_json({**of("plain", "forward").to_json(), "outputs": 6})
+    x, w, dy = arrays(c, 4)
+    packed = -(-4 * c.result_bytes // 2 // 256) * 256
+    for short, why in ((1, "needs"), (0, "")):
+        chosen = Division.of([Micro(4, "cudnn/GEMM/slices=2", "float32", 1e-3, packed + SPACE * 4 - short)])
+        program = compiled(c, chosen, reference(c, x, w, dy))
+        if why:
+            assert f"needs {packed + SPACE * 4} bytes" in failure(program, x, w)
+        else:
+            np.testing.assert_array_equal(program(x, w), reference(c, x, w, dy))
 
 
 @pytest.mark.parametrize("name, layout", [("groups", "NCHW"), ("plain", "NHWC"), ("strided", "NCHW")])
@@ -274,6 +292,21 @@ try:
     x, w, y = np.ones((3, 1, 3, 3), "f"), np.ones((1, 1, 2, 2), "f"), np.zeros((3, 1, 2, 2), "f")
     plan.run(7, x.ctypes.data, w.ctypes.data, y.ctypes.data, 0)
     found["log"], found["y"] = fake.fake_log().decode(), y.tolist()
+    c = Convolution("forward", 1, 2, (4, 4), (2, 2))
+    one = Division.of([Micro(3, "cudnn/IMPLICIT_GEMM/slices=2", "float32", 1.0, 0)])
+    plan = Plan(c, one, 1)
+    x, w, y = np.ones((3, 1, 4, 4), "f"), np.ones((2, 1, 2, 2), "f"), np.zeros((3, 2, 3, 3), "f")
+    w[1] = 2
+    space = np.zeros(plan.needed, "u1")
+    driver = ctypes.CDLL(sys.argv[1])
+    driver.fake_log.restype = ctypes.c_char_p
+    plan.run(7, x.ctypes.data, w.ctypes.data, y.ctypes.data, space.ctypes.data)
+    found["slices"], found["copies"], found["needed"] = y[:, :, 0, 0].tolist(), driver.fake_log().decode(), plan.needed
+    driver.fake_fail(b"cuMemcpy2DAsync")
+    try:
+        plan.run(7, x.ctypes.data, w.ctypes.data, y.ctypes.data, space.ctypes.data)
+    except NativeError as error:
+        found["not copied"] = error.message
     fake.fake_fail(b"SetStream")
     plan.run(7, x.ctypes.data, w.ctypes.data, y.ctypes.data, 0)
 except NativeError as error:
@@ -296,6 +329,9 @@ def test_on_a_device_the_stream_is_set_once_per_call(host_cudnn_path, tmp_path):
     assert found["y"] == [[[[4.0, 4.0], [4.0, 4.0]]]] * 3
     names = [call.split()[0] for call in found["log"].split(";") if call]
     assert names == ["Create", "SetStream", "Forward", "Forward"]
+    assert found["slices"] == [[4.0, 8.0]] * 3 and found["needed"] == 256  # 3 samples of 9 numbers, packed
+    assert found["copies"] == "cuMemcpy2DAsync 3 x 36 B on 7;" * 2
+    assert "at sample 0 failed: CUDA_ERROR_ILLEGAL_ADDRESS (700)" in found["not copied"]
     assert "cudnnSetStream failed: CUDNN_STATUS_EXECUTION_FAILED (5000)" in found["error"]
 
 

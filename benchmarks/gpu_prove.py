@@ -34,7 +34,7 @@ def steps(out: Path, quick: bool) -> dict[str, list[str]]:
                          "--programs", "300" if quick else "1000"],
         "faults": [f"{here}gpu_faults.py", "--out", str(out), "--kills", "6" if quick else "24"],
         "mesh": [f"{here}gpu_mesh.py", "--out", str(out)],
-        "pruning": [f"{here}pruning_gpu.py", "--out", str(out / "pruning"), "--candidates", "60" if quick else "500"],
+        "pruning": [f"{here}pruning_gpu.py", "--out", str(out / "pruning"), "--candidates", "60" if quick else "510"],
         "speed": [f"{here}gpu_run.py", "run", "--out", str(out / "speed"), "--no-tests",
                   "--budget", "120" if quick else "400"],
     }  # fmt: skip

@@ -34,7 +34,7 @@ def restore(level: Level, cover: Mapping[str, Any]) -> bool:
     programs = [Program.from_json(text) for text in cover["programs"]]
     found = [[(frozenset(map(int, members)), programs[number]) for members, number in cover[kind]]
              for kind in ("subsets", "library")]  # fmt: skip
-    if not _is_cover(level, [members for members, _ in found[0]]):
+    if not is_cover(level, [members for members, _ in found[0]]):
         return False
     for members, program in (*found[0], *found[1]):
         if members in level.made and level.made[members].program.digest != program.digest:
@@ -47,7 +47,7 @@ def restore(level: Level, cover: Mapping[str, Any]) -> bool:
     return True
 
 
-def _is_cover(level: Level, cover: Sequence[Members]) -> bool:
+def is_cover(level: Level, cover: Sequence[Members]) -> bool:
     """Whether subsets are of this graph, disjoint and convex, and can run one after the other."""
     dag = Dag.of((n.number for n in level.graph.nodes), level.graph.edges())
     covered: set[int] = set()
@@ -62,7 +62,7 @@ def use(level: Level, cover: Sequence[Sequence[int]]) -> bool:
     """Takes a cover from the database, after checking that it is one of this graph; False if it is not."""
     found: list[tuple[Members, Program]] = []
     sets = [frozenset(int(n) for n in numbers) for numbers in cover]
-    if not _is_cover(level, sets):
+    if not is_cover(level, sets):
         return False
     for members in sets:
         program = build(level.graph, members)

@@ -5,9 +5,9 @@
     jcuts/scales+dots/anchored     rewritten, kernels only where a reduction, window or convolution is (`settings.Form`)
     ...:graphs                     any of them with compiler options
 
-On a CPU there is one form, and compiler options multiply it.  On a GPU what a function costs depends on how many
-kernels a step launches and on what XLA can still fuse, which no subset shows by itself: a few whole programs compete.
-Their kernels are tuned per subset, and most forms share them.
+On a CPU there is one form, which compiler options multiply, and another where kernels lost to XLA by little.  On a GPU
+what a function costs depends on how many kernels a step launches and on what XLA can still fuse, which no subset shows
+by itself: a few whole programs compete.  Their kernels are tuned per subset, and most forms share them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ from jcuts import divide, guard
 from jcuts.base import fingerprint
 from jcuts.base.errors import UsageError
 from jcuts.base.settings import Form, Settings
+from jcuts.levels import TOO_LITTLE
 from jcuts.microbatch.shown import DivisionReport
 from jcuts.region.gpu_groups import GROUPED
+from jcuts.report import FunctionReport
+from jcuts.search import NEAR
 from jcuts.trace import jaxapi, rewrite
 from jcuts.trace.inline import inline
 from jcuts.trace.products import CONVOLUTION, DOT
@@ -46,6 +49,8 @@ MOST = 4.0  # a single element may be that many times as far off as the whole ou
 FOLDED = ("scales", "rounds", "slots")  # rewrites that take work away and add none
 WITH_ALL = ("pools", "siblings")  # rewrites that only race beside all others that apply
 AHEAD = 0.6  # a form that gains so much less than another, in shares of what the other's kernels take, is left out
+EVERY = Form((), "every")
+LEAST_SHARE = 0.05  # of the subsets' time, from which on kernels that lost by little are tried in a whole program
 LEAN: dict[str, Any] = {"xla_gpu_autotune_level": 0}  # the float64 program runs once: nothing is worth tuning in it
 
 
@@ -86,6 +91,8 @@ def is_known(name: str, platform: str, uses_jcuts: bool) -> bool:
         return False
     if form is None:
         return uses_jcuts and name.startswith(guard.JCUTS)
+    if form.regions == EVERY.regions:
+        return platform == "cpu" and form == EVERY
     return platform in GPUS and not set(form.rewrites) - set(rewrite.RULES)
 
 
@@ -161,6 +168,20 @@ def worth_planning(closed: jaxapi.Closed, platform: str) -> list[Form | None]:
         if set(rules) & set(WITH_ALL):
             found += [Form(rules, regions) for regions in ("none", "all", "absorbing")]
     return list(dict.fromkeys(found))
+
+
+def lost_by_little(report: FunctionReport) -> bool:
+    """Whether subsets that XLA won are worth a race of whole programs in which kernels run them.
+
+    A subset alone pays for no border between it and the next one, and XLA's own code for it has neither.
+    """
+    every = [(s.xla_seconds or 0.0) * s.count for s in report.subsets]
+    lost = [
+        time for s, time in zip(report.subsets, every, strict=True)
+        if s.chosen == guard.XLA and s.seconds and s.xla_seconds and s.seconds <= NEAR * s.xla_seconds
+    ]  # fmt: skip
+    small = sum(r.count for r in report.refusals if r.reason == TOO_LITTLE)
+    return bool(report.subsets) and (sum(lost) > LEAST_SHARE * sum(every) or small > LEAST_SHARE * report.equations)
 
 
 def programs(forms: Sequence[Form | None], extra: Sequence[str]) -> list[str]:

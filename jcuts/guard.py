@@ -242,7 +242,7 @@ def _not_worth_options(base: str, quick: Mapping[str, float], gain: float, barre
         return f"not tried: one call of plain jax.jit takes more than {_LONG:g} s"
     best = min([name for name in quick if name not in barred] or quick, key=lambda name: quick[name])
     if base in quick and quick[base] > gain * quick[best]:
-        return f"not tried: {best} is {quick[base] / quick[best]:.1f} times as fast as {base}, more than options change"
+        return f"not tried: {base} takes {_ms(quick[base])} and {best} {_ms(quick[best])} at first: options change less"
     return None
 
 

@@ -36,7 +36,8 @@ CONSTANT = "depends on no argument: XLA computes it once"
 MOST_RANKINGS, MOST_GROUPED = 1024, 16
 NOT_ASKED = "the form has no kernels"
 OF_LIBRARY = "a product: the form leaves it to XLA's libraries"
-CHOICES = (TOO_LITTLE, TO_FUSE, CONSTANT, NOT_ASKED, OF_LIBRARY, IN_PLACE)
+BETWEEN = "the fastest partition leaves it to XLA"
+CHOICES = (TOO_LITTLE, TO_FUSE, CONSTANT, NOT_ASKED, OF_LIBRARY, IN_PLACE, BETWEEN)
 """Reasons that are choices, where other refusals are inabilities."""
 
 
@@ -143,15 +144,18 @@ class Level:
         return inputs, outputs, part, identity, rounded
 
     def use(self, cover: Iterable[tuple[Members, Program]]) -> None:
-        """Makes these the level's subsets; all other equations are left to XLA."""
+        """Makes these the level's subsets; all other equations are left to XLA, each with a reason."""
         self.subsets, self.begun = [], True
-        self.left_out = dict(self.grouping.left_out)
         for members, program in cover:
-            if self.is_small(program):
-                self.left_out.update({m: Refusal(self.graph.nodes[m].prim, TOO_LITTLE) for m in members})
-            else:
+            if not self.is_small(program):
                 self.subsets.append(self.subset(members, program))
-        for number in self.bodies:
+        covered = frozenset[int]().union(*(s.members for s in self.subsets))
+        small = [members for members, program in self.grouping.subsets if self.is_small(program)]
+        reasons = dict.fromkeys((n.number for n in self.graph.nodes), BETWEEN)
+        reasons.update(dict.fromkeys((m for members in small for m in members), TOO_LITTLE))
+        self.left_out = {m: Refusal(self.graph.nodes[m].prim, why) for m, why in reasons.items()}
+        self.left_out.update(self.grouping.left_out)
+        for number in (*covered, *self.bodies):
             self.left_out.pop(number, None)
 
     def leave(self, reason_of: Callable[[Subset], str]) -> None:

@@ -410,6 +410,8 @@ class Optimized:
         names, start = forms.programs(racing, forms.options(platform)), time.monotonic()
         out = {name: behind[form] for name in names if (form := forms.form_of(name)) in behind}
         names = [name for name in names if name not in out]
+        if platform == "cpu" and self._has_every(outcomes, closed, leaves):
+            names.append(forms.name_of(forms.EVERY))
         again = stored if not force else None
         barred = forms.barred(names, rows if racing else {}, self.settings)
         open_ = [n for n in (again.open_between(names) if again else names) if n == guard.XLA or n not in barred]
@@ -477,6 +479,14 @@ class Optimized:
     def _may_race(self, closed: jaxapi.Closed, leaves: Sequence[Any], platform: str) -> bool:
         """Whether programs of several forms may compete: on GPUs, where whole functions are timed."""
         return self.settings.mode == "mixed" and platform in forms.GPUS and self._not_timed(closed, leaves) is None
+
+    def _has_every(self, outcomes: Sequence[Any], closed: jaxapi.Closed, leaves: Sequence[Any]) -> bool:
+        """Whether a program with kernels that lost to XLA by little is worth a race, and another one than the plain."""
+        plain = outcomes[0].report if len(outcomes) == 1 else None
+        if not isinstance(plain, FunctionReport) or divide.is_asked(self.settings) or not forms.lost_by_little(plain):
+            return False
+        every = plan(closed, self._settings_for(forms.EVERY), "cpu", may_measure=True, examples=leaves)
+        return every.closed is not closed and every.report.source != plain.source
 
     def _stored(self, key: str, platform: str, uses_jcuts: bool) -> guard.Decision | None:
         data = self._guard_store().guard(key)

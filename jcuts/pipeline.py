@@ -326,11 +326,11 @@ def subset_report(level: Level, subset: Subset) -> SubsetReport:
     rejected: list[str] = []
     pul = bound = 0.0
     if subset.choice is not None:
-        for m in subset.choice.measurements:
-            if m.label == "xla":
-                xla = m.seconds
-            elif m.label == subset.choice.winner:
-                seconds, pul, bound = m.seconds, m.pul, m.bound_seconds
+        times = {m.label: m for m in subset.choice.measurements}
+        xla = times[LIBRARY].seconds if LIBRARY in times else None
+        if chosen is not None and (m := times.get(subset.choice.winner)) is not None:
+            seconds, pul, bound = m.seconds, m.pul, m.bound_seconds
+            xla = xla if m.is_contest else None  # another clock's time
         if chosen is None:
             seconds, why = _lost(subset)
         rejected = [f"{r.label}: {r.message}" for r in subset.choice.rejections]
@@ -370,6 +370,8 @@ def _lost(subset: Subset) -> tuple[float | None, str]:
         gain = xla / best.seconds
         if gain <= 1:
             return best.seconds, f"XLA is {1 / gain:.2f} times as fast as the best of {len(kernels)} kernels"
+        if gain - 1 > choice.margin and not best.is_contest:  # its time is another clock's than XLA's
+            return None, f"the best of {len(kernels)} kernels was only looked at ({best.method}), and did not compete"
         return best.seconds, f"the best kernel gains {gain - 1:.1%}: within the noise of {choice.margin:.1%}"
     reasons = list(dict.fromkeys(f"{r.error}: {r.message}" for r in choice.rejections))
     if reasons:

@@ -168,6 +168,22 @@ def guard_line(report: FunctionReport) -> str:
     return f"whole function: {report.guard.get('chosen')} ({report.guard.get('reason')}{again})"
 
 
+def alone_line(report: FunctionReport) -> str:
+    """What kernels gain one by one beside what the whole function gains, '' where either is unknown."""
+    timed = [s for s in report.subsets if s.chosen != "xla" and s.seconds and s.xla_seconds]
+    ours, theirs = (sum((getattr(s, name) or 0.0) * s.count for s in timed) for name in ("seconds", "xla_seconds"))
+    guard = report.guard or {}
+    speed = {name: found[0] for name, found in (guard.get("speed") or {}).items() if name[:3] != "xla"}
+    if not timed or not speed:
+        return ""
+    count = sum(s.count for s in timed)
+    whole = speed.get(str(guard.get("chosen")), max(speed.values()))
+    return (
+        f"of {count} kernel calls, each timed alone: {microseconds(ours)} us instead of {microseconds(theirs)} us "
+        f"({theirs / ours:.2f}x); of the whole function, with what XLA runs and fuses around them: {whole:.2f}x"
+    )
+
+
 def reasons(report: FunctionReport) -> list[tuple[str, str, str]]:
     """What XLA won, and why: operations, reason, source lines."""
     return [(operations_text(s.operations), s.why, "; ".join(s.where[:2])) for s in report.subsets if s.why]
@@ -194,7 +210,7 @@ HEADINGS = ["n", "operations", "kind", "fusion", "chosen", "us", "XLA us", "gain
 def _text(report: FunctionReport) -> list[str]:
     lines = [f"{report.name}: {summary(report)}"]
     if report.guard is not None:
-        lines.append(guard_line(report))
+        lines.extend(line for line in (guard_line(report), alone_line(report)) if line)
         lines.extend(f"program {name} is out: {why}" for name, why in dropped(report))
     if report.subsets:
         lines.extend(_columns([HEADINGS, *rows(report)]))
@@ -226,7 +242,7 @@ def _html(report: FunctionReport) -> str:
 
     guard = ""
     if report.guard is not None:
-        guard = f"<p>{html.escape(guard_line(report))}</p>"
+        guard = "".join(f"<p>{html.escape(line)}</p>" for line in (guard_line(report), alone_line(report)) if line)
         if dropped(report):
             guard += table(["program that is out", "reason"], [list(row) for row in dropped(report)])
     lost, out = ([list(row) for row in part] for part in (reasons(report), thrown_out(report)))

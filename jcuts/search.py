@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jcuts import covers
@@ -23,6 +23,7 @@ from jcuts.region.explore import Space, explore
 from jcuts.region.legality import Subset as Members
 from jcuts.trace.canonical import canonical_digest
 from jcuts.tune import session
+from jcuts.tune.choice import LIBRARY
 from jcuts.xla import gpus
 
 log = logging.getLogger("jcuts.search")
@@ -34,6 +35,10 @@ LEAST_MOVED = 1 << 20
 """Bytes below which an element-wise kernel on a GPU takes as long as its launch, whoever makes it."""
 BLOCK_CANDIDATES = 8
 """Kernels tried for a block of several reductions."""
+NEAR = 1.25
+"""Times XLA's, up to which a kernel is chosen by the form that has ``every`` one."""
+MOST_SMALL = 4
+"""Distinct subsets with little work that this form tries."""
 MOST_ELEMENTWISE = 12
 """Distinct element-wise subsets that are tried on a GPU."""
 
@@ -80,9 +85,12 @@ def _select(top: Level, settings: Settings, may_measure: bool, platform: str) ->
     key = partition_key(top, settings, platform)
     stored = session.store().partition(key) if searching or (lasting and platform != "cpu") else None
     if stored is not None and _restore(levels, stored, platform):
+        if settings.form is not None and settings.form.regions == "every":
+            for level in levels:
+                _add_small(level)
         subsets = _subsets(levels)
         add_candidates(subsets, platform)
-        session.choose(subsets, settings, may_measure=may_measure, shares=_shares(stored), device=_device(platform))
+        _choose(subsets, settings, may_measure, _shares(stored), platform)
         return Summary("stored")
     for level in levels:
         level.begin()
@@ -141,6 +149,34 @@ def _keep(levels: Sequence[Level], shares: dict[str, int], key: str) -> None:
         },
         is_news=False,  # it is what plans that are remembered have come to
     )
+
+
+def _choose(
+    subsets: Sequence[Subset], settings: Settings, may_measure: bool, shares: dict[str, int], platform: str = "cpu"
+) -> None:
+    """Every subset's winner; kernels that lost by little win where the form has ``every`` one."""
+    if settings.form is None or settings.form.regions != "every":
+        session.choose(subsets, settings, may_measure=may_measure, shares=shares, device=_device(platform))
+        return
+    session.choose(subsets, replace(settings, mode="fusion"), may_measure=may_measure, shares=shares)
+    for subset in subsets:
+        mine, xla = _measured(subset), None if subset.choice is None else subset.choice.seconds(LIBRARY)
+        if subset.origin != "measured" or mine is None or xla is None or mine > NEAR * xla:
+            subset.chosen = None
+
+
+def _add_small(level: Level) -> None:
+    """Makes subsets of what has little work, too, where few kernels do for that."""
+    covered = {m for s in level.subsets for m in s.members}
+    small = [
+        level.subset(members, program) for members, program in level.grouping.subsets
+        if level.is_small(program) and not members & covered
+    ]  # fmt: skip
+    if not small or len({s.identity for s in small}) > MOST_SMALL:
+        return
+    if covers.is_cover(level, [s.members for s in (*level.subsets, *small)]):
+        for subset in small:
+            level.replace(subset)
 
 
 def _blocks(levels: Sequence[Level]) -> list[tuple[Level, Subset, list[Subset]]]:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jcuts.microbatch.shown import DIVISION_HEADINGS, FRONT_HEADINGS, division_rows, division_total, front_rows
-from jcuts.report import HEADINGS, FunctionReport, dropped, guard_line, reasons, rows, summary, thrown_out
+from jcuts.report import HEADINGS, FunctionReport, alone_line, dropped, guard_line, reasons, rows, summary, thrown_out
 
 NUMBERS = frozenset({"n", "us", "XLA us", "gain", "bound us", "PUL"})
 
@@ -19,7 +19,7 @@ def report_tables(report: FunctionReport) -> RenderableType:
     """Everything that ``explain`` prints, top to bottom."""
     parts: list[RenderableType] = [headline(report)]
     if report.guard is not None:
-        parts.append(Text(guard_line(report)))
+        parts.extend(Text(line) for line in (guard_line(report), alone_line(report)) if line)
     parts.extend(Text(f"program {name} is out: {why}", style="yellow") for name, why in dropped(report))
     parts.extend(Text(f"note: {note}", style="yellow") for note in report.notes)
     if report.subsets:

@@ -11,9 +11,10 @@ import pytest
 from jax import lax
 
 import jcuts
-from jcuts import api, forms, guard
+from jcuts import api, forms, guard, levels
 from jcuts.base.errors import UsageError
 from jcuts.base.settings import Form
+from jcuts.report import FunctionReport, RefusalReport, SubsetReport
 from jcuts.trace import jaxapi
 
 RNG = np.random.default_rng(5)
@@ -59,6 +60,9 @@ def test_names():
         ("xla:graphs", "cpu", False),
         ("jcuts", "cpu", True),
         ("jcuts/dots", "cpu", False),
+        ("jcuts/plain/every", "cpu", True),
+        ("jcuts/dots/every", "cpu", False),
+        ("jcuts/plain/every", "cuda", False),
         ("jcuts/dots/anchored:graphs", "cuda", True),
         ("jcuts/halves", "cuda", False),
         ("jcuts/dots/most", "cuda", False),
@@ -191,6 +195,52 @@ def test_plain_xla_is_compiled_before_all_others_and_alone():
     assert order[0] == ("xla", ("xla",)) and {name for name, _ in order} == set(names)
     first = [name for name, _ in order[1:3]]
     assert "jcuts/dots:graphs" in first and "xla:graphs" not in first
+
+
+def subset(chosen, seconds, xla, count=1):
+    return SubsetReport("f", {"add": 1}, [], "none", "simple", chosen, "measured", {}, 0.5, 0.0, seconds, xla, count,
+                        1.0, 1.0)  # fmt: skip
+
+
+def test_kernels_that_lost_by_little_are_worth_a_race():
+    won, close, far = subset("map/1", 1.0, 2.0), subset("xla", 1.1, 1.0), subset("xla", 3.0, 1.0)
+
+    def worth(*subsets, small=0, equations=20):
+        refusals = (RefusalReport("exp", levels.TOO_LITTLE, "", small),) if small else ()
+        return forms.lost_by_little(FunctionReport("f", "mixed", "cpu", subsets, refusals, equations))
+
+    assert worth(won, close) and worth(close)
+    assert not worth(won, far) and not worth(won) and not worth()
+    assert not worth(subset("map/1", 1.0, 100.0), close)  # next to nothing of the whole
+    assert worth(won, small=2) and not worth(won, small=1) and not worth(small=2)
+
+
+def mlp(x, w, b):
+    return jax.nn.softmax(jax.nn.relu(x @ w + b))
+
+
+@pytest.mark.parametrize("worth", [True, False])
+def test_a_program_with_every_kernel_competes(monkeypatch, worth):
+    monkeypatch.setattr(forms, "lost_by_little", lambda report: worth)
+    seen = []
+    monkeypatch.setattr(guard, "decide", lambda calls, *_, **more: seen.append(dict(calls)) or guard.Decision(
+        "jcuts/plain/every" if "jcuts/plain/every" in calls else "xla", "", measured=True))  # fmt: skip
+    store = guard.MemoryStore()
+    api.set_default_store(store)
+    try:
+        x, w, b = values(8, 16), values(16, 16), values(16)
+        ours = jcuts.optimize(mlp)
+        np.testing.assert_allclose(ours(x, w, b), jax.jit(mlp)(x, w, b), rtol=1e-5, atol=1e-6)
+        assert ("jcuts/plain/every" in seen[0]) is worth
+        if worth:
+            report = ours.explain(x, w, b)
+            assert report.guard["chosen"] == "jcuts/plain/every" and not report.runs_plain_xla
+            assert {s.chosen.partition("/")[0] for s in report.subsets} >= {"rows"}  # too small for the plain program
+            again = jcuts.optimize(mlp)  # as another process: what was decided is known
+            again(x, w, b)
+            assert len(seen) == 1 and again.explain(x, w, b).guard["chosen"] == "jcuts/plain/every"
+    finally:
+        api.set_default_store(None)
 
 
 def test_programs_without_kernels_that_are_far_behind_by_measurement_do_not_race():

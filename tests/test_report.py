@@ -33,6 +33,11 @@ def test_a_tie_is_named():
     assert seconds == 1e-5 and "gains 1.0%: within the noise of 2.0%" in why
 
 
+def test_a_time_of_another_clock_is_no_gain():
+    seconds, why = pipeline._lost(Lost(time_of("xla", 2e-5), time_of("a", 1e-5, "screen")))
+    assert seconds is None and why == "the best of 1 kernels was only looked at (screen), and did not compete"
+
+
 def test_rejections_are_the_reason_where_nothing_was_timed():
     texts = {"a": "too far", "b": "too far", "c": "x"}
     out = [Rejection(label, "AccuracyRejected", text) for label, text in texts.items()]
@@ -72,6 +77,16 @@ def test_all_forms_show_reasons_and_an_honest_headline(tmp_path):
         assert "too far (2 candidates)" in text
         assert "3.5 times the time of the best program" in text
         assert "a later process measures again" in text
+
+
+def test_gains_of_kernels_stand_beside_that_of_the_whole_function():
+    found = FunctionReport("f", "mixed", "cpu", (subset("contraction/1"), subset("xla", "a tie")))
+    assert report.alone_line(found) == ""
+    speed = {"xla": [1.0] * 3, "xla:wide": [3.0] * 3, "jcuts": [0.9] * 3, "jcuts:wide": [1.25] * 3}
+    found = found.with_guard({"chosen": "jcuts:wide", "reason": "", "speed": speed})
+    line = report.alone_line(found)
+    assert "1 kernel calls" in line and "20.0 us instead of 10.0 us (0.50x)" in line and line.endswith(": 1.25x")
+    assert line in str(found) and " ".join(line.split()) in shown(found)
 
 
 def test_the_headline_of_a_function_that_runs_kernels():

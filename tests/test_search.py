@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jcuts import covers, levels, search
-from jcuts.base.settings import Settings
+from jcuts.base.settings import Form, Settings
 from jcuts.region import gpu
 from jcuts.trace.inline import inline
 from jcuts.trace.simplify import simplify
@@ -32,6 +32,10 @@ def looped(x, w):
         return fn(carry, w), carry.sum()
 
     return jax.lax.scan(step, x, None, length=3)
+
+
+def with_softmax(x, w):
+    return jax.nn.softmax(jax.nn.relu(x @ w)[:2, :8])
 
 
 def level_of(function=fn, mode="mixed"):
@@ -286,3 +290,41 @@ def test_forms_of_a_function_share_what_their_subsets_are():
     pairs = list(zip(one.subsets, other.subsets, strict=True))
     assert pairs and all(a is not b and a.closed is b.closed and a.identity == b.identity for a, b in pairs)
     assert one.graph is other.graph and one.made is not other.made
+
+
+def test_every_equation_is_in_a_subset_or_left_to_xla_with_a_reason():
+    level = level_of(with_softmax)
+    everything = {n.number for n in level.graph.nodes}
+    small = {m for members, p in level.grouping.subsets if level.is_small(p) for m in members}
+    assert small and len(level.subsets) < len(level.grouping.subsets)
+    stored = [sorted(s.members) for s in level.subsets]
+    for cover in (stored, []):  # what the database has leaves out what was too small
+        assert covers.use(level, cover)
+        mine = {m for s in level.subsets for m in s.members}
+        assert mine == {m for members in cover for m in members} and mine | set(level.left_out) == everything
+        assert not mine & set(level.left_out)
+        reasons = {m: level.left_out[m].reason for m in level.left_out}
+        assert all(reasons[m] == levels.TOO_LITTLE for m in small)
+        rest = set(reasons) - small - set(level.grouping.left_out)
+        assert all(reasons[m] == levels.BETWEEN for m in rest) and bool(rest) == (not cover)
+
+
+@pytest.mark.parametrize(("xla", "every"), [(0.9, True), (0.5, False), (2.0, True)])
+def test_the_form_with_every_kernel_has_those_that_lost_by_little(monkeypatch, xla, every):
+    level = level_of()
+    levels.add_candidates(level.subsets)
+
+    def choose(subsets, settings, **_):
+        assert settings.mode == ("fusion" if settings.form else "mixed")
+        for s in subsets:
+            best = s.ranked[0][0]
+            times = (Measurement("a", 1.0, 1.0, 1.0, 9, "loop"), Measurement("xla", xla, xla, xla, 9, "loop"))
+            wins = settings.mode == "fusion" or xla > 1
+            s.choice = Choice("p", "a" if wins else "xla", "", "measured", times)
+            s.chosen, s.origin = best if wins else None, "measured"
+
+    monkeypatch.setattr(session, "choose", choose)
+    search._choose(level.subsets, Settings(form=Form((), "every")), True, {})
+    assert all((s.chosen is not None) is every for s in level.subsets)
+    search._choose(level.subsets, Settings(), True, {})
+    assert all((s.chosen is not None) is (xla > 1) for s in level.subsets)

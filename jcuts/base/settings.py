@@ -9,7 +9,7 @@ from jcuts.base.errors import UsageError
 MODES = ("no_fusion", "fusion", "mixed")
 TUNE = ("auto", "cached", "off")
 ACCURACIES = ("exact", "vendor")
-REGIONS = ("all", "anchored", "absorbing", "none")
+REGIONS = ("all", "anchored", "absorbing", "none", "every")
 PLAIN = "plain"
 
 
@@ -21,7 +21,8 @@ class Form:
         rewrites: rules of `trace.rewrite` that are applied first.
         regions: which subsets may become kernels: ``all``; ``anchored``, those with a reduction, window or convolution
             (element-wise operations stay with XLA, which fuses them into what surrounds them); ``absorbing``, the same
-            without dense products, whose tails the kernels that read them take over (`region.absorb`); or ``none``.
+            without dense products, whose tails the kernels that read them take over (`region.absorb`); ``none``; or
+            ``every`` (CPUs), those too whose kernels lost to XLA by little, or have little work.
     """
 
     rewrites: tuple[str, ...] = ()

@@ -37,6 +37,27 @@ def is_damaged(error: BaseException) -> bool:
     return isinstance(error, sqlite3.OperationalError) and "no such table" in str(error)
 
 
+def why_read_only(path: Path) -> str:
+    """Why nothing can be written to a database, or made where there is none yet; '' if it can.  It stays as it is."""
+    try:
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            probe = path.with_name(f"{path.name}.probe-{os.getpid()}")
+            probe.write_bytes(b"x")
+            probe.unlink()
+            return ""
+        with contextlib.closing(sqlite3.connect(path, timeout=1.0, isolation_level=None)) as db:
+            db.execute("BEGIN IMMEDIATE")
+            db.execute("CREATE TABLE written_by_nobody (x)")  # begins the journal, too
+            db.execute("ROLLBACK")
+    except sqlite3.OperationalError as error:
+        busy = (getattr(error, "sqlite_errorcode", 0) & 0xFF) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+        return "" if busy else str(error)  # another process writes: so can this one
+    except (sqlite3.Error, OSError) as error:
+        return str(error)
+    return ""
+
+
 class SqliteFile:
     """One file.
 

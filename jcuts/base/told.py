@@ -1,4 +1,4 @@
-"""One warning about a cache directory that cannot be used, however many parts of jcuts run into it."""
+"""Warnings that are given once, however many parts of jcuts run into what they are about."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ _told: set[str] = set()
 
 def unusable_cache(log: logging.Logger, text: str, *values: object, folder: Path | None = None) -> None:
     """Logs a warning the first time for a directory (by default the cache directory), at level INFO from then on."""
-    where = str(knobs.current().cache_dir if folder is None else folder)
-    level = logging.INFO if where in _told else logging.WARNING
-    _told.add(where)
+    once(log, str(knobs.current().cache_dir if folder is None else folder), text, *values)
+
+
+def once(log: logging.Logger, about: str, text: str, *values: object) -> None:
+    """Logs a warning the first time about something, at level INFO from then on."""
+    level = logging.INFO if about in _told else logging.WARNING
+    _told.add(about)
     log.log(level, text, *values)

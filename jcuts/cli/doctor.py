@@ -12,6 +12,7 @@ from rich.markup import escape
 
 from jcuts.base import fingerprint, knobs
 from jcuts.base.errors import CacheError, JcutsError
+from jcuts.base.sqlitefile import why_read_only
 from jcuts.cli.tables import console, size, table
 
 HELP = "check versions, native library, caches and CPU, and run one kernel"
@@ -203,6 +204,14 @@ def _database() -> Iterator[Check]:
     if store.errors:
         yield Check(
             "tuning database", BAD, store.errors[-1].message, "until then functions are tuned again in every process"
+        )
+        return
+    if store.path is not None and (why := why_read_only(store.path)):
+        yield Check(
+            "tuning database",
+            BAD,
+            f"{store.path} cannot be written: {why}",
+            "free some space, make it writable or set JCUTS_CACHE_DIR; until then every process tunes again",
         )
         return
     here = len(store.ls(all_devices=False))

@@ -19,18 +19,20 @@ from jcuts.dfg.index import Index
 from jcuts.dfg.node import Guard
 from jcuts.dfg.program import ITEM_SIZE, Phase, Program
 from jcuts.estimate.launches import SECTOR, LaunchScore, LaunchUse, score
-from jcuts.region import attention_tiles
+from jcuts.region import attention_tiles, statistics
 from jcuts.region.attention import recognise
 from jcuts.region.block_tiles import WORD
 from jcuts.region.block_tiles import shape_of as tile_of
 from jcuts.region.choose import work
+from jcuts.region.gpu_access import access_of, distinct
 from jcuts.region.patch_tiles import shape_of
 from jcuts.region.patches import patches
 from jcuts.region.products import TYPES, sides
 
 LINE, WARP, WIDEST = 128, 32, 16  # bytes, threads, bytes of the widest access
 TERMS = 1024  # terms of a reduction whose addresses are computed; longer ones are scaled up
-SAMPLES = 3  # blocks that are looked at
+SAMPLES = (1 / 6, 1 / 2, 5 / 6)  # blocks that are looked at, as parts of the grid
+CACHED, SMALL = 32 << 10, 16  # an operand of less bytes, and a 16th of all, stays in the L1 cache from block to block
 MOST_POINTS = 1 << 21  # addresses per access and block; larger tiles count as compulsory traffic
 
 Taken = tuple[int, int, int, int]
@@ -60,6 +62,9 @@ def unit_of(program: Program) -> str:
 def uses(program: Program, taken: Sequence[Taken]) -> list[LaunchUse]:
     """The launches in numbers: the first does the work; later ones combine partial results of a split."""
     flop = float(sum(work(p) for p in program.phases))
+    if dict(program.params).get("cuda") == "moments":
+        made = statistics.kernels(program).programs
+        return [_alone(program, part, one) for part, one in zip(made, taken, strict=True)]
     found = []
     partial = 0.0
     for number, (blocks, threads, registers, shared) in enumerate(taken):
@@ -71,11 +76,24 @@ def uses(program: Program, taken: Sequence[Taken]) -> list[LaunchUse]:
                 partial = float(split * sum(b.size * 4 for b in program.outputs))
                 moved, compulsory = moved + partial, compulsory + partial
             under_way = _under_way(program) * active
-            found.append(LaunchUse(blocks, threads, registers, shared, flop, compulsory, moved, lines, under_way))
+            found.append(
+                LaunchUse(blocks, threads, registers, shared, flop, compulsory, moved, lines, under_way, active)
+            )
         else:
             total = partial + float(sum(b.bytes for b in program.outputs))
             found.append(LaunchUse(blocks, threads, registers, shared, partial / 4, total, total, total / LINE, 32.0))
     return found
+
+
+def _alone(program: Program, part: Program, taken: Taken) -> LaunchUse:
+    """One of several kernels that have operands and results of their own."""
+    blocks, threads, registers, shared = taken
+    moved = _compulsory(part)
+    flop = float(sum(work(p) for p in part.phases))
+    lines, under_way = moved / LINE, 16.0
+    if (access := access_of(program)) is not None and any(p.reds for p in part.phases):
+        lines, under_way = lines * access.lines, access.under_way
+    return LaunchUse(blocks, threads, registers, shared, flop, moved, moved, lines, under_way)
 
 
 def _compulsory(program: Program) -> float:
@@ -106,9 +124,10 @@ def _traffic(program: Program, blocks: int, threads: int) -> tuple[float, float,
         moved = float(WORD * tile.tiles * (tile.pixels * tile.block.terms + weights))
         moved += 2 * sum(b.bytes for b in program.outputs)
         return max(compulsory, moved), moved / LINE, 1.0
+    if (access := access_of(program)) is not None:
+        return compulsory * access.passes, compulsory / LINE * access.lines, 1.0
     if params.get("cuda") != "point" or len(program.phases) != 1:
-        moved = compulsory * _passes(program)
-        return moved, moved / LINE, 1.0
+        return compulsory, compulsory / LINE, 1.0
     phase = program.phases[0]
     if "walk" in params:  # a thread has all tiles of its walk
         name, tiles = params["walk"]
@@ -118,21 +137,18 @@ def _traffic(program: Program, blocks: int, threads: int) -> tuple[float, float,
     split = int(str(params.get("split", 1)))
     if split > 1 or threads * math.prod(a.unroll for a in phase.axes) * min(terms, TERMS) > MOST_POINTS:
         return compulsory, compulsory / LINE, 1.0
-    places = sorted({0, blocks // 2, max(0, blocks - 2)})[:SAMPLES]
+    places = sorted({int(blocks * part) for part in SAMPLES})
     found = np.mean([_block(program, phase, place, threads) for place in places], axis=0)
     longer = max(1.0, terms / TERMS)
-    return SECTOR * blocks * float(found[0]) * longer, blocks * float(found[1]), float(found[2])
+    small = sum(b.bytes for b in program.inputs if b.name in _kept(program))
+    moved = max(compulsory, SECTOR * blocks * float(found[0]) * longer + small)
+    return moved, blocks * float(found[1]), float(found[2])
 
 
-def _passes(program: Program) -> float:
-    """How often a team reads its rows: once where they stay in registers, else once per phase."""
-    params = dict(program.params)
-    if params.get("cuda") != "team" or len(program.phases) < 2:
-        return 1.0
-    vector, team, chunks = (int(str(params.get(k, 1))) for k in ("vector", "team", "chunks"))
-    length = max(math.prod(r.extent for r in p.reds) for p in program.phases)
-    # What is read again comes from the L2 cache, at twice the bandwidth.
-    return 1.0 if length <= vector * team * chunks else 1.0 + 0.25 * (len(program.phases) - 1)
+def _kept(program: Program) -> set[str]:
+    """Operands that the L1 cache keeps: they move once."""
+    most = min(CACHED, _compulsory(program) / SMALL)
+    return {b.name for b in program.inputs if b.bytes <= most}
 
 
 def _under_way(program: Program) -> float:
@@ -146,31 +162,18 @@ def _under_way(program: Program) -> float:
         return shape_of(program).patch / params["threads"]
     if params.get("cuda") == "block" and (tile := tile_of(program)) is not None:
         return WORD * tile.chunk * (tile.block.terms + tile.block.columns) / params["threads"]
+    if (access := access_of(program)) is not None:
+        return max(access.under_way, 1.0)
     total = 0.0
     for phase in program.phases[:1]:
         for graph in (phase.body, phase.exit):
             for node in graph.nodes:
                 if node.op != "load" or node.index is None:
                     continue
-                if params.get("cuda") == "team":
-                    count = int(str(params.get("vector", 1))) * int(str(params.get("chunks", 1)))
-                else:
-                    unrolled = [*((a.name, a.unroll) for a in phase.axes), *((r.name, r.unroll) for r in phase.reds)]
-                    count = _distinct(node.index, dict(unrolled))
+                unrolled = [*((a.name, a.unroll) for a in phase.axes), *((r.name, r.unroll) for r in phase.reds)]
+                count = distinct(node.index, dict(unrolled))
                 total += count * ITEM_SIZE[next(b.dtype for b in program.buffers if b.name == node.buffer)]
     return max(total, 1.0)
-
-
-def _distinct(index: Index, counts: Mapping[str, int]) -> int:
-    """Different addresses of a load in a tile."""
-    found = {0}
-    for name, count in counts.items():
-        stride = index.stride(name)
-        if stride is None:
-            found = {d * 100_003 + k for d in found for k in range(count)}
-        elif stride and count > 1:
-            found = {d + stride * k for d in found for k in range(count)}
-    return len(found)
 
 
 # -- addresses of a block ---------------------------------------------------------------------------------------------
@@ -178,13 +181,14 @@ def _block(program: Program, phase: Phase, block: int, threads: int) -> tuple[fl
     """Of one block: distinct sectors that it loads and stores, lines of all its warps' accesses, active threads."""
     env = _points(program, phase, block, threads)
     sizes = {b.name: ITEM_SIZE[b.dtype] for b in program.buffers}
+    kept = _kept(program)
     touched: dict[str, list[np.ndarray]] = {}
     inside = np.asarray(True)
     for axis in phase.axes:
         inside = inside & (env[axis.name] < axis.extent)
     for graph in (phase.body, phase.exit):
         for node in graph.nodes:
-            if node.op == "load" and node.index is not None:
+            if node.op == "load" and node.index is not None and node.buffer not in kept:
                 held = inside & _holds(node.guards, env)
                 touched.setdefault(node.buffer, []).append(_numbers(node.index, env, held) * sizes[node.buffer])
     for store in phase.stores:
@@ -220,7 +224,7 @@ def _lines(phase: Phase, env: Mapping[str, np.ndarray], sizes: Mapping[str, int]
         ends = np.where(active, (start + joined * size - 1) // LINE, -1)
         for warp in range(0, threads, WARP):
             part = np.concatenate([numbers[warp : warp + WARP], ends[warp : warp + WARP]])
-            total += np.unique(part[part >= 0]).size * _distinct(index, counts) / joined
+            total += np.unique(part[part >= 0]).size * distinct(index, counts) / joined
     return total
 
 

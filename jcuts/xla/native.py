@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import logging
 import re
 import threading
 from collections.abc import Callable, Mapping
@@ -16,6 +17,9 @@ from typing import Any
 
 from jcuts.base import knobs
 from jcuts.base.errors import NativeError
+from jcuts.base.told import once
+
+log = logging.getLogger("jcuts.native")
 
 LIBRARY = "libjcuts_cpu.so"
 RESOLVER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p)
@@ -35,10 +39,9 @@ def library_path(name: str = LIBRARY) -> Path:
     if override is not None:
         chosen = override if name == LIBRARY else override.with_name(name)
         if not chosen.is_file():
-            raise NativeError(
-                f"JCUTS_NATIVE={override}: {chosen} is not a file: point it at {LIBRARY} or unset it",
-                tried=[str(chosen)],
-            )
+            why = f"JCUTS_NATIVE={override}: {chosen} is not a file: point it at {LIBRARY} or unset it"
+            once(log, why, "%s; until then functions are left to XLA", why)  # who asked for it wants to know
+            raise NativeError(why, tried=[str(chosen)])
         return chosen.resolve()
     # An editable install keeps built files elsewhere than sources: ask the import system as well.
     folders = [Path(__file__).resolve().parent.parent / "_native"]

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
+import sqlite3
 import sys
 import textwrap
+from contextlib import closing
 from types import SimpleNamespace
 
 import jax
@@ -12,12 +16,13 @@ import numpy as np
 import pytest
 
 from jcuts.base import fingerprint
-from jcuts.base.errors import JcutsError, UsageError
+from jcuts.base.errors import JcutsError, NativeError, UsageError
+from jcuts.base.sqlitefile import why_read_only
 from jcuts.cli import cache, demo, doctor, explain, gpu_state, smoke, tables
 from jcuts.cli.main import main
 from jcuts.codegen.cuda import compile as compiler
 from jcuts.tune.store import Store
-from jcuts.xla import cuda, gpus, objects
+from jcuts.xla import cuda, gpus, native, objects
 
 
 @pytest.fixture(autouse=True)
@@ -80,6 +85,18 @@ def test_doctor_names_a_missing_native_library_and_goes_on(monkeypatch, tmp_path
     assert "tuning database" in out
 
 
+def test_a_wrong_path_of_the_native_library_is_told_once(monkeypatch, tmp_path, caplog):
+    gone = tmp_path / "not there.so"
+    monkeypatch.setenv("JCUTS_NATIVE", str(gone))
+    with caplog.at_level(logging.WARNING, "jcuts"):
+        for _ in range(2):
+            assert native.native_available()[0] is False
+            with pytest.raises(NativeError, match=r"not there\.so is not a file"):
+                native.library_path()
+    (warning,) = [r.getMessage() for r in caplog.records if r.name == "jcuts.native"]
+    assert f"JCUTS_NATIVE={gone}" in warning and "left to XLA" in warning
+
+
 def test_doctor_says_that_there_is_no_gpu(monkeypatch):
     monkeypatch.setattr(cuda, "driver_version", lambda: None)
     assert list(gpu_state.examine()) == [("GPU", True, "no NVIDIA driver: kernels for the CPU only", "")]
@@ -128,6 +145,39 @@ def test_doctor_refuses_an_open_cache_directory(cache_dir):
     (check,) = [c for c in doctor.examine() if c.name == "object cache"]
     assert check.status == doctor.BAD
     assert "chmod 700" in check.found
+
+
+def test_doctor_finds_a_database_that_cannot_be_written(cache_dir, monkeypatch):
+    (check,) = [c for c in doctor.examine() if c.name == "tuning database"]
+    assert check.status == doctor.GOOD
+    path = cache.open_store().path
+    cache.open_store().put_guard("key", {"chosen": "xla"})
+    (check,) = [c for c in doctor.examine() if c.name == "tuning database"]
+    assert check.status == doctor.GOOD and "1 entries" in check.found
+    if os.geteuid():
+        path.chmod(0o400)
+        assert "readonly" in why_read_only(path)
+        path.chmod(0o600)
+    monkeypatch.setattr(doctor, "why_read_only", lambda path: "attempt to write a readonly database")
+    (check,) = [c for c in doctor.examine() if c.name == "tuning database"]
+    assert check.status == doctor.BAD and f"{path} cannot be written" in check.found
+    assert "JCUTS_CACHE_DIR" in check.advice
+
+
+def test_a_busy_database_is_writable_and_stays_as_it_is(tmp_path):
+    path = tmp_path / "a.db"
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute("CREATE TABLE t (x)")
+        before = path.read_bytes()
+        assert why_read_only(path) == "" and path.read_bytes() == before
+        db.execute("BEGIN IMMEDIATE")
+        assert why_read_only(path) == ""
+    path.with_name("a.db-journal").mkdir()  # no change can be begun
+    assert why_read_only(path)
+    path.with_name("a.db-journal").rmdir()
+    path.write_bytes(b"no database at all, but a file of some length")
+    assert "not a database" in why_read_only(path)
+    assert "Not a directory" in why_read_only(path / "below" / "b.db")
 
 
 def test_doctor_reports_a_check_that_dies(monkeypatch):

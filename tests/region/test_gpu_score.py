@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jcuts.arch.load import load_gpu
-from jcuts.region import gpu, gpu_score
+from jcuts.region import gpu, gpu_access, gpu_score
 from jcuts.region.gpu_products import Tiling
 from jcuts.region.products import as_product
 from jcuts.region.schedule import collapsed
@@ -42,10 +42,15 @@ def test_a_copy_moves_every_sector_once():
     assert moved(program, 4) == 2 * 4096 * 4
 
 
-def test_an_operand_that_is_broadcast_is_loaded_by_every_block():
+def test_a_large_operand_that_is_broadcast_is_loaded_by_every_block():
+    program = point(lambda x, b: x + b, (zeros(4, 32), zeros(32)), 64)
+    # 2 blocks of two rows: 256 bytes of x, 256 of the result, 128 of b
+    assert moved(program, 2) == 2 * (256 + 256 + 128)
+
+
+def test_a_small_one_stays_in_the_cache():
     program = point(lambda x, b: x + b, (zeros(64, 32), zeros(32)), 64)
-    # 32 blocks of two rows: 256 bytes of x, 256 of the result, 128 of b
-    assert moved(program, 32) == 32 * (256 + 256 + 128)
+    assert moved(program, 32) == 32 * (256 + 256) + 128
 
 
 def test_a_transpose_without_tiles_loads_a_sector_per_element():
@@ -61,10 +66,8 @@ def test_a_block_along_the_operand_uses_whole_sectors():
 def test_halos_between_blocks():
     fn, arguments = (lambda x, w: conv(x, w, groups=8), (zeros(1, 8, 8, 8), zeros(3, 3, 1, 8)))
     program = point(fn, arguments, 64)
-    # A block computes one row of 8 pixels and 8 channels (256 bytes) of three rows; the middle ones are sampled, the
-    # first has two. Weights: 9 * 32 bytes.
-    first, middle = 2 * 256, 3 * 256
-    assert moved(program, 8) == pytest.approx(8 * (256 + 9 * 32 + (first + middle + middle) / 3))
+    # A block computes one row of 8 pixels and 8 channels (256 bytes) of three rows. Weights: 9 * 32 bytes.
+    assert moved(program, 8) == pytest.approx(8 * (256 + 9 * 32 + 3 * 256))
 
 
 def lines(program, blocks):
@@ -125,3 +128,50 @@ def test_every_candidate_gets_a_score():
     for candidate, _ in gpu.candidates(program, gpu.GpuMachine(132), 64):
         found = gpu_score.score_of(candidate, [(64, dict(candidate.params)["threads"], 32, 0)], H200)
         assert 0 < found.pul <= 1 and found.seconds > 0
+
+
+def access(fn, arguments, form, **params):
+    program = programs.trace(fn, *arguments).program()
+    program = program if form == "team" else collapsed(program)
+    found = gpu_access.access_of(gpu.scheduled(program, form, params.pop("threads"), *params.items()))
+    assert found is not None
+    return found
+
+
+ROWS = (lambda x: x.sum(1), (zeros(64, 1000),))
+
+
+def test_a_team_touches_each_line_once_where_its_vectors_are_whole_accesses():
+    found = access(*ROWS, "team", threads=64, team=64, vector=4, chunks=8)
+    # 250 vectors for 64 threads: four rounds of 256 elements, of which 250 are there
+    assert found.lines == pytest.approx(1024 / 1000) and found.passes == 1.0
+    assert found.under_way == pytest.approx(4 * 4 * 4 * 1000 / 1024)  # four rounds, not eight
+    two = access(*ROWS, "team", threads=64, team=64, vector=8, chunks=8)
+    assert two.lines == pytest.approx(2 * 1024 / 1000)  # each of two accesses touches all lines of both
+
+
+def test_a_team_longer_than_its_row_is_mostly_idle():
+    found = access(*ROWS, "team", threads=1024, team=1024, vector=4, chunks=4)
+    assert found.under_way == pytest.approx(16 * 1000 / 4096) and found.lines == pytest.approx(4096 / 1000)
+
+
+def test_small_teams_touch_a_line_per_row():
+    found = access(*ROWS, "team", threads=64, team=8, vector=1, chunks=125)
+    assert found.lines == pytest.approx(4.0)  # 32 bytes of each of four rows
+
+
+def test_rows_that_do_not_stay_in_registers_are_read_by_every_phase():
+    softmax = (lambda x: x - x.max(1, keepdims=True), (zeros(64, 1024),))
+    kept, again = (access(*softmax, "team", threads=32, team=32, vector=4, chunks=n) for n in (8, 4))
+    assert (kept.lines, kept.passes) == (1.0, 1.0) and again.lines == 2.0 and again.passes == 1.25
+
+
+@pytest.mark.parametrize(("across", "lines"), [(32, 1.0), (8, 1.0), (4, 2.0), (2, 4.0)])
+def test_columns_touch_whole_lines_where_threads_lie_side_by_side(across, lines):
+    sums = (lambda x: x.sum(0), (zeros(4096, 256),))
+    program = collapsed(programs.trace(*[sums[0], *sums[1]]).program())
+    phase = program.phases[0]
+    axes = tuple(replace(a, unroll=4) for a in phase.axes)
+    program = replace(program, phases=(replace(phase, axes=axes),))
+    found = gpu_access.access_of(gpu.scheduled(program, "columns", 256, ("across", across), ("flight", 4)))
+    assert found is not None and found.lines == lines and found.under_way == 4 * 4 * 4

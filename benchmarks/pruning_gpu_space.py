@@ -1,0 +1,476 @@
+"""Schedules of the pruning study on a GPU, drawn without the model from all that the forms can express.
+
+`draw` gives one legal schedule of a program; `counted` the cycles that the forms on matrix units are ranked by;
+`record` and `rebuilt` write a schedule down and make it again.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from jcuts.base.errors import JcutsError, Refusal
+from jcuts.codegen.cuda.emit import emit_source
+from jcuts.codegen.cuda.parts import parts
+from jcuts.dfg.program import Phase, Program
+from jcuts.region import gpu, gpu_attention, gpu_blocks, gpu_groups, gpu_patches, gpu_windows, statistics
+from jcuts.region.attention import recognise
+from jcuts.region.attention_tiles import AttentionShape
+from jcuts.region.attention_tiles import shape_of as attention_of
+from jcuts.region.block_tiles import BlockShape
+from jcuts.region.block_tiles import shape_of as block_of
+from jcuts.region.blocks import Block, block
+from jcuts.region.gpu_group_tiling import GroupTiling
+from jcuts.region.gpu_groups import GroupCounter
+from jcuts.region.gpu_products import STEP, Counter, Tiling
+from jcuts.region.gpu_tiles import GpuMachine, crossed_axis, period, scheduled, tiled
+from jcuts.region.patch_tiles import PatchShape, patches
+from jcuts.region.patch_tiles import shape_of as patch_of
+from jcuts.region.patches import as_patches
+from jcuts.region.products import ROWS, as_product, sides
+from jcuts.region.schedule import collapsed
+
+MACHINE = GpuMachine(132)
+THREADS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+MOST_SHARED = 227 << 10
+MOST_UNROLLED = 600
+"""Products of matrix units that one thread's code may have: more takes the assembler seconds."""
+Draw = Callable[[random.Random], Program | None]
+
+
+def space_of(program: Program) -> Draw:
+    """Draws of a program: schedules that may be illegal, or None."""
+    if program.template == "attention":
+        return _attention(program)
+    if program.template == "block":
+        return _block(program)
+    made = as_product(program) if program.template in ("contraction", "convolution") else None
+    if made is not None and any(True for _ in gpu_groups.products(made, MACHINE)):
+        return _product(made)
+    patched = as_patches(program) if program.template == "convolution" else None
+    if patched is not None:
+        return _patch(patched)
+    phase = program.phases[0]
+    if len(program.phases) > 1:
+        if {g.axis for g in program.grid} == set(program.serial):
+            return lambda rng: _team(program, rng)
+        return _column_rows(collapsed(program))
+    if phase.reds and gpu._along_rows(phase) and _terms(phase) > gpu.TAPS:
+        return lambda rng: _team(program, rng)
+    plain = collapsed(program)
+    phase = plain.phases[0]
+    if not phase.reds:
+        return lambda rng: _transposed(plain, rng) if rng.random() < 0.3 else _point(plain, rng)
+    if _terms(phase) <= gpu.TAPS:
+        return lambda rng: _walk(plain, rng) if rng.random() < 0.5 else _point(plain, rng)
+    return _columns(plain)
+
+
+def draw(space: Draw, rng: random.Random) -> Program | None:
+    """One draw; None where it is no legal schedule."""
+    try:
+        found = space(rng)
+        return found if found is not None and legal(found) else None
+    except ZeroDivisionError:
+        return None
+
+
+def legal(program: Program) -> bool:
+    """Whether code can be emitted, and a block's shared memory is there (spills show later)."""
+    try:
+        found, _ = parts(program)
+        return all(emit_source(part.program).shared <= MOST_SHARED for part in found)
+    except (JcutsError, KeyError, StopIteration, IndexError, AssertionError):
+        return False
+
+
+def scratch_of(program: Program) -> int:
+    """Bytes of scratch memory of a call."""
+    return parts(program)[1]
+
+
+# -- matrix units -----------------------------------------------------------------------------------------------------
+def _product(made: Program) -> Draw:
+    grouped = GroupCounter(made, MACHINE)
+    extents = made.phases[0].ranges()
+    item = sides(made)[0].item
+
+    def groups(rng: random.Random) -> Program | None:
+        along, across = rng.choice((1, 1, 2, 2, 3, 4)), rng.choice((1, 1, 1, 1, 2))
+        rows = 64 * along * rng.choice((1, 1, 1, 2))
+        columns = 8 * across * rng.choice((2, 4, 6, 8, 8, 12, 12, 16, 16, 16, 20, 24, 24, 32, 32))
+        if rows >= 2 * max(64, grouped.rows) or columns >= 2 * grouped.columns or rows * columns > along * across << 14:
+            return None
+        terms = rng.choice((1, 1, 1, 2)) * 128 // item
+        cluster = rng.choice((1, 1, 2, 2, 3, 4, 5, 6, 7, 8))
+        split = 1 if cluster > 1 else rng.choice((1, 1, 1, 1, 2, 3, 4, 6))
+        through = item == 4 and not grouped.rounded
+        stages = rng.choice((2, 3)) if through else rng.choice((3, 3, 4, 4, 5, 6, 8))
+        more: dict[str, int] = {}
+        if grouped.rounded:
+            push = int(cluster > 1 and rng.random() < 0.6)
+            more = {"rounded": 1, "spread": rng.randint(0, 1), "steps": rng.choice((0, 0, 1, 2)), "push": push,
+                    "early": rng.randint(0, 1), "cached": rng.randint(0, 1)}  # fmt: skip
+            if more["steps"] == 0 and rng.random() < 0.7:
+                more["spread"] = 0
+        tiling = GroupTiling(rows, columns, terms, (along, across), stages, rng.choice((1, 1, 2, 3)) if through else 0,
+                             split, cluster, **more)  # fmt: skip
+        return tiling.of(made) if grouped.registers(replace(tiling, flight=min(tiling.flight, 1))) <= 255 else None
+
+    def warps(rng: random.Random) -> Program | None:
+        sizes = (16, 32, 32, 48, 64, 64, 80, 96, 128, 128, 160, 192, 256)
+        rows, columns = rng.choice(sizes), rng.choice(sizes)
+        high, wide = rng.choice((16, 32, 32, 48, 64, 64, 96)), rng.choice((16, 32, 32, 48, 64, 64, 96))
+        if (rows > 16 and rows >= 2 * extents[ROWS]) or rows % high or columns % wide or high * wide > 64 * 64:
+            return None
+        deep, size = rng.choice((1, 1, 1, 2, 4)), rng.choice((32, 64, 64, 128, 128, 256))
+        count = rows // high * (columns // wide) * deep
+        cluster = rng.choice((1, 1, 1, 2, 3, 4, 8))
+        split = 1 if cluster > 1 else rng.choice((1, 1, 1, 2, 3, 4, 6, 8))
+        if not 1 <= count <= 16 or size % (STEP * deep):
+            return None
+        tiling = Tiling(rows, columns, size // item, (rows // high, columns // wide, deep), rng.choice((2, 3, 3, 4, 6)),
+                        split, cluster)  # fmt: skip
+        return tiling.of(made)
+
+    return lambda rng: groups(rng) if rng.random() < 0.4 else warps(rng)
+
+
+def _patch(made: Program) -> Draw:
+    found = patches(made)
+
+    def drawn(rng: random.Random) -> Program | None:
+        rows = 1 if found.rows == 1 else rng.choice((1, 2, 3, 4, 4, 6, 7, 8, 8, 14, 16))
+        pixels, columns = 16 * rng.choice((1, 1, 2, 2, 3, 4, 4, 7, 8)), 16 * rng.choice((1, 2, 2, 3, 4, 4, 6, 8))
+        if columns >= found.columns + 16 or pixels >= 2 * max(16, found.outputs):
+            return None
+        down = [w for w in (1, 2, 3, 4, 6, 7, 8) if rows % w == 0]
+        beside = [w for w in (1, 2, 3, 4, 7, 8) if pixels % (16 * w) == 0]
+        across = [w for w in (1, 2, 3, 4, 6, 8) if columns % (16 * w) == 0]
+        warps = (rng.choice(down), rng.choice(beside), rng.choice(across))
+        share = rng.choice((1, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32))
+        shape = PatchShape(found, rows, pixels, columns, warps, rng.choice((1, 2)) if share > 1 else 1, share)
+        if not shape.fits or shape.shared > MOST_SHARED or not 1 <= math.prod(warps) <= 16:
+            return None
+        unrolled = shape.steps * math.prod(shape.warp) // (16 * 8)
+        return gpu_patches.of(made, shape) if unrolled <= MOST_UNROLLED else None
+
+    return drawn
+
+
+def _block(program: Program) -> Draw:
+    known = block(program)
+    assert isinstance(known, Block)
+
+    def drawn(rng: random.Random) -> Program | None:
+        outputs, (count, *_) = known.window.outputs, known.window.image
+        edges = (2, 4, 4, 7, 7, 8, 14, 14, 16, 28)
+        rows, columns = rng.choice(edges), rng.choice(edges)
+        images = rng.choice((1, 1, 2, 4)) if rows >= outputs[0] and columns >= outputs[1] else 1
+        if rows >= 2 * outputs[0] or columns >= 2 * outputs[1] or images > count or images * rows * columns > 512:
+            return None
+        chunk, warps = rng.choice((16, 32, 32, 48, 64, 96)), rng.choice((2, 4, 4, 6, 7, 8, 8, 12, 14, 16))
+        first = rng.choice([a for a in (1, 2, 3, 4, 6) if warps % a == 0])
+        second = rng.choice([a for a in (1, 2, 3, 4, 6, 7, 8) if warps % a == 0])
+        strip = (rng.choice([n for n in (1, 2, 4, 7, 8) if rows % n == 0]),
+                 rng.choice([n for n in (1, 2, 4, 7, 8) if columns % n == 0]))  # fmt: skip
+        shape = BlockShape(known, images, rows, columns, chunk, (warps // first, first), (warps // second, second),
+                           strip, rng.random() < 0.5, rng.choice((1, 1, 2, 3, 4)))  # fmt: skip
+        wide = shape.chunk // shape.expand[1] // 8
+        unrolled = shape.high * wide * shape.terms // 8 + shape.tall * shape.broad // 8 * shape.chunk // 8
+        if not shape.fits or chunk >= known.channels + 16 or shape.shared > MOST_SHARED or unrolled > 800:
+            return None
+        if shape.threads * shape.beside > 2048 or shape.beside * (shape.shared + 1024) > 228 << 10:
+            return None
+        registers = gpu_blocks._registers(shape)
+        return gpu_blocks.of(program, shape) if shape.beside * shape.threads * registers <= 1.3 * 65536 else None
+
+    return drawn
+
+
+def _attention(program: Program) -> Draw:
+    known = recognise(program)
+    assert not isinstance(known, Refusal)
+
+    def drawn(rng: random.Random) -> Program | None:
+        high, wide = rng.choice((16, 16, 32, 48)), rng.choice((16, 32, 32, 48, 64, 64, 96, 128))
+        along, across = rng.choice((1, 2, 2, 3, 4, 4, 5, 6, 7, 8, 12)), rng.choice((1, 1, 1, 2, 2, 3, 4, 6, 8))
+        early = known.kind == "tf32" and rng.random() < 0.5
+        shape = AttentionShape(known, high * along, wide * across, (along, across), rng.choice((2, 2, 3, 4, 5)), early)
+        if not shape.fits or not 1 <= along * across <= 16 or shape.shared > MOST_SHARED:
+            return None
+        if gpu_attention.registers(shape) > min(270.0, 1.1 * gpu_attention.room(shape)):
+            return None
+        return gpu_attention.of(program, shape)
+
+    return drawn
+
+
+def counted(program: Program) -> float | None:
+    """Cycles by which the form's enumeration ranks; None for forms that have no such count."""
+    params: Any = dict(program.params)
+    form = params["cuda"]
+    if form == "product":
+        rows, columns, terms = params["tile"]
+        more = {name: int(params.get(name, 1)) for name in ("split", "cluster")}
+        if "groups" not in params:
+            tiling = Tiling(rows, columns, terms, tuple(params["warps"]), params["stages"], **more)
+            return Counter(program, MACHINE).cycles(tiling)
+        more |= {name: int(params.get(name, 0)) for name in ("flight", "rounded", "spread", "cached", "push", "early")}
+        counter, steps = GroupCounter(program, MACHINE), int(params.get("steps", 1))
+        steps = 0 if steps > 2 else steps
+        return counter.cycles(
+            GroupTiling(rows, columns, terms, tuple(params["groups"]), params["stages"], steps=steps, **more)
+        )
+    if form == "patch":
+        return gpu_patches.cycles(program, patch_of(program), MACHINE)
+    if form == "block":
+        tile = block_of(program)
+        return None if tile is None else gpu_blocks.cycles(tile, MACHINE)
+    if form == "attention":
+        shape = attention_of(program)
+        return None if isinstance(shape, Refusal) else gpu_attention.cycles(shape, program, MACHINE)
+    return None
+
+
+# -- points and walks -------------------------------------------------------------------------------------------------
+def _terms(phase: Phase) -> int:
+    return math.prod(r.extent for r in phase.reds)
+
+
+def _point(plain: Program, rng: random.Random) -> Program | None:
+    phase = plain.phases[0]
+    axes = list(phase.axes)
+    if rng.random() < 0.15:
+        rng.shuffle(axes)
+    unroll = {}
+    for axis in axes:
+        unroll[axis.name] = rng.choice([1, 2, 4, 8, 16] if axis is axes[-1] else [1, 1, 1, 2, 3, 4, 5, 7, 8])
+        if unroll[axis.name] > axis.extent:
+            return None
+    tile = math.prod(unroll.values())
+    if tile + tile * _terms(phase) / 2 > 3 * gpu_windows.REGISTERS:
+        return None
+    reds = tuple(replace(r, unroll=r.extent, chains=1) for r in phase.reds)
+    ordered = tuple(replace(a, unroll=unroll[a.name]) for a in axes)
+    threads = rng.choice(THREADS)
+    more: tuple[tuple[str, object], ...] = ()
+    if len(axes) > 1 and rng.random() < 0.4:
+        along = rng.choice([2, 4, 8, 16, 32])
+        other = rng.choice(axes[:-1])
+        if threads % along == 0 and threads // along >= 2:
+            more = (("block", ((other.name, along), (axes[-1].name, threads // along))),)
+    made = replace(plain, phases=(replace(phase, axes=ordered, reds=reds),))
+    return scheduled(made, "point", threads, *more)
+
+
+def _walk(plain: Program, rng: random.Random) -> Program | None:
+    """Threads that walk along one of the axes that the window slides along."""
+    program = gpu_windows.whole(plain)
+    phase = program.phases[0]
+    lane = phase.axes[-1]
+    slid = gpu_windows._slid(phase, lane.name)
+    if not slid:
+        return None
+    unroll = {lane.name: rng.choice((1, 2, 4, 4, 4, 8))}
+    for axis in slid:
+        unroll[axis.name] = rng.choice((1, 1, 2, 2, 3, 4, 5, 7, 8))
+        if axis.extent % unroll[axis.name] or unroll[axis.name] % period(phase, axis.name):
+            return None
+    along = rng.choice((slid[0], slid[0], slid[0], slid[-1]))
+    count = along.extent // unroll[along.name]
+    if lane.extent % unroll[lane.name] or count < 2:
+        return None
+    tile, values = math.prod(unroll.values()), gpu_windows.window_values(phase, unroll)
+    if tile + values > 2 * gpu_windows.REGISTERS or tile * _terms(phase) > 500:
+        return None
+    made = gpu_windows.unrolled(program, unroll)
+    tiles = -(-count // rng.choice((1, 1, 2, 2, 3, 4, 5, 7, 8)))
+    if tiles < 2:
+        return None
+    threads = rng.choice((64, 96, 128, 128, 192, 256, 512))
+    return scheduled(made, "point", threads, ("walk", (along.name, tiles)), ("ahead", rng.choice((0, 1, 1, 2))))
+
+
+def _transposed(plain: Program, rng: random.Random) -> Program | None:
+    phase = plain.phases[0]
+    lane = phase.axes[-1]
+    crossed = crossed_axis(phase, lane.name)
+    if crossed is None:
+        return None
+    rows, columns = (rng.choice((8, 16, 32, 64, 128)) for _ in range(2))
+    vector = rng.choice((1, 2, 4))
+    params = (("crossed", crossed.name), ("rows", rows), ("columns", columns))
+    return scheduled(tiled(plain, {lane.name: vector}, {}), "transposed", rng.choice(THREADS), *params)
+
+
+# -- rows and columns -------------------------------------------------------------------------------------------------
+def _team(program: Program, rng: random.Random) -> Program | None:
+    _, length = gpu._row_shape(program)
+    vector, team, chunks = rng.choice([1, 2, 4, 8]), rng.choice(gpu.TEAMS), rng.randint(1, 16)
+    if length % vector or vector * chunks > 2 * gpu.RESIDENT:
+        return None
+    threads = team if team > 32 else team * rng.choice([k for k in (1, 2, 4, 8, 16, 32) if team * k % 32 == 0])
+    phase = program.phases[0]
+    more: tuple[tuple[str, object], ...] = ()
+    if len(program.phases) == 1 and not any(acc.index_dtype for acc in phase.accs):
+        split = round(2 ** rng.uniform(-6, 12))
+        if 1 < split < length // vector:
+            more = (("split", split),)
+    shape = (("team", team), ("vector", vector), ("chunks", chunks))
+    return scheduled(program, "team", threads, *shape, *more)
+
+
+def _columns(plain: Program) -> Draw:
+    """Long sums whose terms lie far apart: blocks of columns, walks of gradients, single threads."""
+    from jcuts.region import gpu_gradients
+    from jcuts.region.gpu_columns import _column_tiles, innermost
+
+    phase = plain.phases[0]
+    phase = replace(phase, reds=tuple(sorted(phase.reds, key=lambda r: innermost(phase, r.name))))
+    program = replace(plain, phases=(phase,))
+    lane = phase.axes[-1]
+    taps = gpu_gradients.taps_of(phase)
+    tiles = _column_tiles(phase)
+
+    def drawn(rng: random.Random) -> Program | None:
+        if not taps and rng.random() < 0.15:
+            return _point_columns(program, rng)
+        vector, across = rng.choice((1, 2, 2, 4, 4, 8)), rng.choice((4, 8, 12, 16, 24, 32, 48, 64, 96, 128))
+        threads = rng.choice(THREADS)
+        split = max(1, round(2 ** rng.uniform(0, 12)))
+        if lane.extent % vector or across * vector > threads or across > 2 * lane.extent // vector:
+            return None
+        more: list[tuple[str, object]] = [("across", across)]
+        if taps and rng.random() < 0.5:
+            last, others = gpu_gradients.slid(phase, taps)
+            wide, rows = rng.choice((2, 4, 7, 8)), rng.choice((1, 2, 4))
+            pieces = rng.choice((1, 2, 4, 7))
+            if not others or last.extent % wide or others[-1].extent % (pieces * rows):
+                return None
+            down = others[-1]
+            tile = {last.name: wide, down.name: down.extent // pieces}
+            more += [("flight", 1), ("split", split), ("walk", (down.name, rows)), ("ahead", rng.choice((1, 2)))]
+            if split == 1:
+                return None
+            return scheduled(tiled(program, {**taps, lane.name: vector}, tile), "columns", threads, *more)
+        held, tile = rng.choice(tiles)
+        inside = math.prod(tile.values())
+        more += [("flight", 1 if inside > 1 else rng.choice((1, 2, 4, 4, 8, 16)))]
+        more += [("split", split)] if split > 1 else []
+        return scheduled(tiled(program, {**held, lane.name: vector}, tile), "columns", threads, *more)
+
+    return drawn
+
+
+def _point_columns(plain: Program, rng: random.Random) -> Program | None:
+    phase = plain.phases[0]
+    lane = phase.axes[-1]
+    vector = rng.choice([1, 2, 4, 8])
+    if lane.extent % vector:
+        return None
+    deep = rng.choice([1, 2, 4, 8, 16, 32])
+    reds = tuple(
+        replace(r, unroll=min(deep, r.extent) if k == len(phase.reds) - 1 else 1) for k, r in enumerate(phase.reds)
+    )
+    axes = tuple(replace(a, unroll=vector if a is lane else 1) for a in phase.axes)
+    split = round(2 ** rng.uniform(4, 12))
+    made = replace(plain, phases=(replace(phase, axes=axes, reds=reds),))
+    return scheduled(made, "point", rng.choice(THREADS), ("split", split))
+
+
+def _column_rows(plain: Program) -> Draw:
+    phase = next(p for p in plain.phases if p.reds)
+    lane = phase.axes[-1]
+    length = math.prod(r.extent for r in phase.reds)
+    known = statistics.recognise(plain) is not None
+
+    def drawn(rng: random.Random) -> Program | None:
+        vector, across = rng.choice((1, 2, 2, 4, 4, 8)), rng.choice((2, 4, 8, 12, 16, 24, 32, 48, 64))
+        threads, chunks = rng.choice(THREADS), rng.choice((1, 2, 3, 4, 6, 8, 8, 12, 16, 24))
+        unit = 32 // math.gcd(across, 32)
+        deep = threads // across // unit * unit
+        if deep < vector or lane.extent % vector or across * vector > 2 * lane.extent or chunks * vector > 64:
+            return None
+        params: tuple[tuple[str, object], ...] = (("across", across), ("vector", vector), ("chunks", chunks))
+        if known and rng.random() < 0.75:
+            split = round(2 ** rng.uniform(1, 9))
+            if split >= length // deep:
+                return None
+            return scheduled(plain, "moments", across * deep, *params, ("split", split))
+        return scheduled(plain, "column_rows", across * deep, *params)
+
+    return drawn
+
+
+# -- on paper ---------------------------------------------------------------------------------------------------------
+def record(program: Program) -> dict[str, Any]:
+    """What `rebuilt` needs to make the schedule again."""
+    phases = [
+        [[[a.name, a.unroll] for a in p.axes], [[r.name, r.unroll, r.chains] for r in p.reds]] for p in program.phases
+    ]
+    return {"digest": program.digest[:16], "params": [list(x) for x in program.params], "phases": phases}
+
+
+def rebuilt(program: Program, found: dict[str, Any]) -> Program | None:
+    """The schedule of an unscheduled program that a record tells of; None where it comes out differently."""
+    params = tuple((str(name), _tuples(value)) for name, value in found["params"])
+    for base in (as_product, as_patches, collapsed, lambda p: p):
+        plain = base(program)
+        if plain is None or len(plain.phases) != len(found["phases"]):
+            continue
+        phases = []
+        for phase, (axes, reds) in zip(plain.phases, found["phases"], strict=True):
+            known = {x.name: x for x in (*phase.axes, *phase.reds)}
+            if {x[0] for x in (*axes, *reds)} != set(known):
+                break
+            phases.append(replace(
+                phase, axes=tuple(replace(known[n], unroll=u) for n, u in axes),
+                reds=tuple(replace(known[n], unroll=u, chains=c) for n, u, c in reds),
+            ))  # fmt: skip
+        else:
+            for grid in (plain.grid, ()):
+                made = replace(plain, phases=tuple(phases), grid=grid, lanes=1, params=params)
+                if made.digest[:16] == found["digest"]:
+                    return made
+    return None
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(x) for x in value) if isinstance(value, list) else value
+
+
+def pool(program: Program, count: int, seed: str) -> tuple[list[Program], list[str], dict[str, float]]:
+    """Schedules of one operation: what the tuner would measure, what it ranks (at most a fifth), and draws.
+
+    Returns: programs; digests of those that the tuner would measure, best first; scores of all that it ranks.
+    """
+    from jcuts.base import knobs
+
+    here = knobs.current()
+    ranked = gpu.candidates(program, MACHINE, 1 << 20)
+    kept = [p for p, _ in gpu.candidates(program, MACHINE, here.max_candidates, here.top_percent)]
+    rng = random.Random(seed)
+    found = {p.digest: p for p in kept}
+    rest = [p for p, _ in ranked if p.digest not in found]
+    for p in rng.sample(rest, min(len(rest), count // 5)):
+        found[p.digest] = p
+    space = space_of(program)
+    for _ in range(200 * count):
+        if len(found) >= count:
+            break
+        made = draw(space, rng)
+        if made is not None:
+            found.setdefault(made.digest, made)
+    few = len(kept)
+    listed = list(found.values())
+    return [*listed[:few], *_shuffled(listed[few:], rng)], [p.digest for p in kept], {p.digest: s for p, s in ranked}
+
+
+def _shuffled(values: Sequence[Program], rng: random.Random) -> list[Program]:
+    order = list(values)
+    rng.shuffle(order)
+    return order

@@ -1,0 +1,86 @@
+"""The pruning study's space of GPU schedules: legal draws, records that make them again, and its figures."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+import pruning_gpu_rank as rank
+import pruning_gpu_space as space
+from pruning_gpu_ops import OPERATIONS
+
+from jcuts.arch.load import load_gpu
+from jcuts.region import gpu
+
+H200 = load_gpu("H200")
+COUNTED = ("gemm 1024x512x512, ReLU", "gemm 384x768x768 rounded, GELU", "conv3x3/2 224x224 3 to 32",
+           "block 14x14 96, 576, 96", "attention 4x512x12x64 bf16")  # fmt: skip
+OTHERS = ("depthwise 5x5 28x28x240", "depthwise gradient 28x28x96", "batch norm 16384x512", "transpose 4096x3072")
+
+
+@pytest.mark.parametrize("name", [*COUNTED, *OTHERS])
+def test_a_pool_is_distinct_legal_and_written_down(name):
+    program = OPERATIONS[name].program
+    found, kept, scores = space.pool(program, 40, "seed")
+    assert len({p.digest for p in found}) == len(found) >= 40
+    assert [p.digest for p in found[: len(kept)]] == kept and set(kept) <= set(scores)
+    assert sum(p.digest not in scores for p in found) >= 15  # what the tuner does not know of
+    again, *_ = space.pool(program, 40, "seed")
+    assert [p.digest for p in again] == [p.digest for p in found]
+    for made in random.Random(1).sample(found, 12):
+        assert space.legal(made)
+        back = space.rebuilt(program, json.loads(json.dumps(space.record(made))))
+        assert back is not None and back.digest == made.digest
+        form = dict(made.params)["cuda"]
+        assert (space.counted(made) is not None) == (form in ("product", "patch", "block", "attention"))
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_counted_cycles_are_those_of_the_enumeration(name):
+    """Of candidates of one kind whose scores differ by cycles alone, the order is the enumeration's."""
+    ranked = gpu.candidates(OPERATIONS[name].program, space.MACHINE, 1 << 20)
+    counts = [space.counted(p) for p, _ in ranked]
+    best = min(c for c in counts if c is not None)
+    assert counts[0] == pytest.approx(best)
+
+
+def test_what_no_form_takes_is_not_legal():
+    program = OPERATIONS["gemm 1024x512x512, ReLU"].program
+    found, *_ = space.pool(program, 10, "seed")
+    tile = dict(found[0].params) | {"stages": 1}
+    assert not space.legal(gpu.scheduled(found[0], "product", 96, *((k, v) for k, v in tile.items() if k != "cuda")))
+
+
+def row_of(name, times, order):
+    found, kept, _ = space.pool(OPERATIONS[name].program, len(times), "seed")
+    counts = [space.counted(p) for p in found]
+    places = sorted(range(len(times)), key=lambda k: counts[k])
+    spent = dict(zip(places, (times[k] for k in order), strict=True))
+    entries = [
+        space.record(p) | {"cycles": counts[k], "us": [spent[k]] * 2, "launches": [[132, 128, 64, 0]]}
+        for k, p in enumerate(found[: len(times)])
+    ]
+    return {"operation": name, "sets": 16, "l2": 60 << 20, "noise": 0.0, "kept": [d[:16] for d in kept],
+            "schedules": entries}  # fmt: skip
+
+
+def test_figures_of_one_operation():
+    name, count = "gemm 1024x512x512, ReLU", 40
+    times = [10.0 + k for k in range(count)]
+    found = rank.judged(row_of(name, times, range(count)), H200)
+    assert (found["measured"], found["loss_top"], found["keeps"], found["best_is_ranked"]) == (count, 0.0, True, 1)
+    assert found["spearman"] > 0.999 and found["violations"] == 0 and found["top"] == 1
+    swapped = rank.judged(row_of(name, times, [1, 0, *range(2, count)]), H200)
+    assert swapped["loss_top"] == pytest.approx(0.1) and not swapped["keeps"] and swapped["best_is_ranked"] == 2
+    fast = rank.judged(row_of(name, [t / 100 for t in times], range(count)), H200)
+    assert fast["violations"] > 0  # no H200 multiplies that fast
+    products = 1024 * 512 * 512
+    assert fast["bound_us"] >= 2e6 * products / H200.peak("tf32_mma") and rank.multiplied(
+        OPERATIONS[name].program
+    ) == pytest.approx(products)

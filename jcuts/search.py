@@ -84,8 +84,6 @@ def _select(top: Level, settings: Settings, may_measure: bool, platform: str) ->
         add_candidates(subsets, platform)
         session.choose(subsets, settings, may_measure=may_measure, shares=_shares(stored), device=_device(platform))
         return Summary("stored")
-    for level in levels:
-        level.begin()
     if platform != "cpu":
         shares = _select_on_gpu(levels, settings, may_measure, platform)
     else:

@@ -43,7 +43,7 @@ def restore(level: Level, cover: Mapping[str, Any]) -> bool:
     if any(len(s.program.inputs) != len(s.inputs) or len(s.program.outputs) != len(s.outputs) for s in made[0]):
         return False
     level.left_out = {int(m): Refusal(str(op), str(why)) for m, op, why in cover["left"]}
-    (level.subsets, level.library), level.begun = made, True
+    level.subsets, level.library = made
     return True
 
 

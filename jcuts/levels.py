@@ -92,7 +92,7 @@ class Level:
     grouped: Callable[[], find.Grouping]
     mixed: bool
     parts: dict[Members, Part] = field(default_factory=dict)
-    subsets: list[Subset] = field(default_factory=list)
+    taken: list[Subset] = field(default_factory=list)
     left_out: dict[int, Refusal] = field(default_factory=dict)
     bodies: dict[int, list[Level]] = field(default_factory=dict)
     made: dict[Members, Subset] = field(default_factory=dict)
@@ -110,10 +110,16 @@ class Level:
         """Variables of the jaxpr by their tensors."""
         return {number: var for var, number in self.graph.of_var.items()}
 
-    def begin(self) -> None:
-        """Takes the greedy cover, unless there is one."""
+    @property
+    def subsets(self) -> list[Subset]:
+        """The subsets of the level's cover: the greedy one, unless another was taken."""
         if not self.begun:
             self.use(self.grouping.subsets)
+        return self.taken
+
+    @subsets.setter
+    def subsets(self, subsets: list[Subset]) -> None:
+        self.taken, self.begun = subsets, True
 
     def everywhere(self) -> list[Level]:
         """This level and all levels inside it."""
@@ -145,7 +151,7 @@ class Level:
 
     def use(self, cover: Iterable[tuple[Members, Program]]) -> None:
         """Makes these the level's subsets; all other equations are left to XLA, each with a reason."""
-        self.subsets, self.begun = [], True
+        self.subsets = []
         for members, program in cover:
             if not self.is_small(program):
                 self.subsets.append(self.subset(members, program))
@@ -232,7 +238,7 @@ def group(
 ) -> Level:  # fmt: skip
     """The level of a flat jaxpr with its greedy cover, and the levels of its loop bodies.
 
-    Args: wait: the cover is taken later (`Level.begin`), unless fusions are counted.
+    Args: wait: the cover is looked for when it is asked for, unless fusions are counted.
     """
     graph, grouped, parts = _grouping(closed, settings.mode != "no_fusion", fuel, platform)
     level = Level(closed, graph, grouped, settings.mode == "mixed", parts)
@@ -244,7 +250,7 @@ def group(
                 group(body, settings, fuel, platform, wait=wait) for _, _, body in jaxapi.inner_jaxprs(eqn)
             ]
     if not wait or fuel.left is not None:
-        level.begin()
+        _ = level.subsets
     return level
 
 

@@ -193,7 +193,7 @@ def _plan(
     start = time.perf_counter()
     top = group(flat, settings, Fuel(), platform, wait=platform != "cpu")
     timed("group", start)
-    dump.stage("subsets", lambda: _greedy_text(top))
+    dump.stage("subsets", lambda: "\n".join(s.program.dump() for level in top.everywhere() for s in level.subsets))
     start = time.perf_counter()
     partition = _select(top, settings, may_measure, platform)
     timed("select", start)
@@ -223,7 +223,6 @@ def _select(top: Level, settings: Settings, may_measure: bool, platform: str) ->
     """Chooses the partition, and a candidate or XLA for every subset."""
     if settings.form is not None and settings.form.regions == "none":
         for level in top.everywhere():
-            level.begin()
             level.leave(lambda _: NOT_ASKED)
         return search.Summary("none")
     return search.select(top, settings, may_measure=may_measure, platform=platform)
@@ -379,12 +378,6 @@ def _lost(subset: Subset) -> tuple[float | None, str]:
         who = "cannot be compared" if any(r.label == "xla" for r in choice.rejections) else "every kernel was rejected"
         return None, f"{who}: {reasons[0]}{more}"
     return None, "not measured yet" if choice.origin == "library" else "no kernel was made"
-
-
-def _greedy_text(top: Level) -> str:
-    for level in top.everywhere():
-        level.begin()
-    return "\n".join(s.program.dump() for level in top.everywhere() for s in level.subsets)
 
 
 def _kernel_texts(top: Level) -> str:

@@ -92,8 +92,6 @@ def _select(top: Level, settings: Settings, may_measure: bool, platform: str) ->
         add_candidates(subsets, platform)
         _choose(subsets, settings, may_measure, _shares(stored), platform)
         return Summary("stored")
-    for level in levels:
-        level.begin()
     if platform != "cpu":
         shares = _select_on_gpu(levels, settings, may_measure, platform)
     else:

@@ -49,7 +49,6 @@ def rebuilt(monkeypatch):
 
     def select(top, settings, **_):
         for level in top.everywhere():
-            level.begin()
             levels.add_candidates(level.subsets, "cuda")
             for subset in level.subsets:
                 subset.chosen = subset.ranked[0][0] if subset.ranked else None

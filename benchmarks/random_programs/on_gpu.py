@@ -146,8 +146,9 @@ def _ptx(digest: str) -> str:
     return ptx_of(_programs[digest], gpus.target())
 
 
-def interpret(kernel: CompiledKernel, *operands: Any) -> tuple[Any, ...]:
+def interpret(kernel: CompiledKernel, *operands: Any, place: tuple[int, int] | None = None) -> tuple[Any, ...]:
     """What `cuda.call_kernel` does, by the PTX machine; code of libdevice is evaluated as a data-flow graph."""
+    assert place is None  # no update in place is taken over (`_pretended`)
     from jcuts.dfg.interpret import interpret as evaluate
     from tests import ptx_machine
 
@@ -183,6 +184,7 @@ def _pretended() -> Iterator[None]:
         mock.patch.object(pipeline, "_unusable", lambda platform: ""),
         mock.patch.object(pipeline, "optimize_jaxpr", for_cuda),
         mock.patch.object(cuda, "call_kernel", interpret),
+        mock.patch.object(pipeline.updates, "update_of", lambda level, subset: None),
     ):
         yield
 

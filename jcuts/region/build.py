@@ -45,7 +45,8 @@ class Builder:
 
     ``anchors`` are tensors whose value at one known index is already a node of the current graph (the accumulator and
     what was computed from it); ``locals`` are tensors kept in local buffers: name, the index at which they are kept,
-    and the address there.
+    and the address there; ``past_pieces``: concatenations of equal pieces are read from where the pieces are
+    (`region.pieces`), where kernels that only move points branch once for all their threads instead.
     """
 
     graph: TensorGraph
@@ -57,6 +58,7 @@ class Builder:
     anchors: dict[int, tuple[IndexTuple, int]] = field(default_factory=dict)
     memo: dict[object, int] = field(default_factory=dict)
     guards: tuple[Guard, ...] = ()
+    past_pieces: bool = False
 
     def start(self, ranges: dict[str, int]) -> None:
         """Begins a new graph over the given axes."""
@@ -117,9 +119,10 @@ class Builder:
         return self._select(guards, result, fill, info.type.dtype)
 
     def _reads_pieces(self, pieces: Pieces) -> bool:
-        """Whether the pieces are made in the subset, and nothing else is known of them."""
+        """Whether a product reads the pieces, which are made in the subset, and nothing else is known of them."""
         cut = {t for number in pieces.slices for t in self.graph.nodes[number].outputs}
-        return pieces.slices <= self.subset and not cut & (self.anchors.keys() | self.locals.keys())
+        known = self.anchors.keys() | self.locals.keys()
+        return self.past_pieces and pieces.slices <= self.subset and not cut & known
 
     def _select(self, guards: tuple[Guard, ...], value: int, fill: Scalar, dtype: str) -> int:
         if not guards:
@@ -294,7 +297,8 @@ def _build_root(
             feeder = _op(graph.nodes[number])
             by_number = feeder.prim == "div" and graph.tensors[graph.nodes[number].inputs[1]].scalar is not None
             pieces = graph.nodes[number].pieces
-            cost = PIECES if pieces is not None and pieces.slices <= subset else feeder.cost
+            past = op.is_complex and pieces is not None and pieces.slices <= subset
+            cost = PIECES if past else feeder.cost
             if cost > cheap and not by_number:  # gradients of averages divide by a known number
                 return Refusal(
                     graph.nodes[number].prim,
@@ -313,7 +317,7 @@ def _build_root(
     red_ranges = {r.name: r.extent for r in reds}
     red_index = tuple(Index.axis(n) if extent != 1 else Index() for n, extent in spec.reds)
     ins, outs, buffers = make_buffers(graph, subset, outputs)
-    builder = Builder(graph, subset, ins)
+    builder = Builder(graph, subset, ins, past_pieces=op.is_complex)
     builder.start({**ranges, **red_ranges})
     terms = spec.term(builder.context(root), index, red_index)  # type: ignore[arg-type]
     body = builder.target

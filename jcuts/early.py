@@ -42,7 +42,7 @@ class Early:
                 piece()
                 log.info("early: %s in %.2f s", name, time.perf_counter() - start)
             except Exception as error:
-                log.info("early: %s failed: %s", name, type(error).__name__)
+                log.info("early: %s failed: %s: %s", name, type(error).__name__, next(iter(str(error).splitlines()), ""))
 
     def is_done(self, wait: bool) -> bool:
         """Whether the device is left alone. Args: wait: ends what goes on, after its piece, and waits for that."""

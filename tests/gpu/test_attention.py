@@ -18,7 +18,8 @@ from tests.ptx_tensor import round_tf32
 
 pytestmark = pytest.mark.gpu
 LIMIT = {"float32": 2e-3, "bfloat16": 2e-2, "float16": 6e-3}
-"""Allowed error over the root mean square: weights are rounded to 11 or 8 bits, 16-bit scores and results as well."""
+"""Allowed error over the root mean square, where XLA's own is not larger: weights are rounded to 11 or 8 bits, 16-bit
+scores and results as well."""
 SHAPES = {
     "bert": ((2, 384, 12, 64), (2, 384, 12, 64)),
     "odd": ((3, 37, 5, 40), (3, 53, 5, 40)),
@@ -43,6 +44,7 @@ def test_every_candidate(name, dtype):
     exact = [round_tf32(a) if dtype == "float32" else a for a in arrays]
     with jax.enable_x64(True):
         want = np.asarray(attention()(*[jnp.asarray(np.asarray(a, np.float64)) for a in exact]))
+    limit = max(LIMIT[dtype], _error(np.asarray(jax.jit(attention())(*arrays)), want))
     traced = programs.trace(attention(), *arrays)
     members, program = traced.attention()
     found, made = gpu.candidates(program, gpus.machine(), 12), 0
@@ -55,8 +57,8 @@ def test_every_candidate(name, dtype):
         run = jax.jit(lambda *xs, k=kernel: call_kernel(k, *xs))
         got, again = (np.asarray(run(*traced.operands(members))[0]) for _ in range(2))
         np.testing.assert_array_equal(got, again)  # no matter in which order blocks ran
-        error = np.abs(got.astype(np.float64) - want).max() / np.sqrt(np.mean(np.square(want)))
-        assert error < LIMIT[dtype], (candidate.params, error)
+        error = _error(got, want)
+        assert error <= limit, (candidate.params, error)
     assert made and 2 * made >= len(found)
 
 
@@ -77,3 +79,7 @@ def test_rows_without_a_key_are_as_those_of_xla():
         kernel = kernel_for(candidate)
         (got,) = jax.jit(lambda *xs, k=kernel: call_kernel(k, *xs))(*traced.operands(members))
         np.testing.assert_allclose(np.asarray(got), want, rtol=0.02, atol=5e-3)
+
+
+def _error(got, want):
+    return np.abs(got.astype(np.float64) - want).max() / np.sqrt(np.mean(np.square(want)))

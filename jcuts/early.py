@@ -42,7 +42,8 @@ class Early:
                 piece()
                 log.info("early: %s in %.2f s", name, time.perf_counter() - start)
             except Exception as error:
-                log.info("early: %s failed: %s: %s", name, type(error).__name__, next(iter(str(error).splitlines()), ""))
+                why = next(iter(str(error).splitlines()), "")
+                log.info("early: %s failed: %s: %s", name, type(error).__name__, why)
 
     def is_done(self, wait: bool) -> bool:
         """Whether the device is left alone. Args: wait: ends what goes on, after its piece, and waits for that."""

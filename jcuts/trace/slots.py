@@ -42,11 +42,11 @@ def _chains(closed: jaxapi.Closed, program: Program) -> list[list[Any]]:
         before = None if jaxapi.is_literal(first) else program.made.get(first)
         if before is None or jaxapi.primitive_name(before) != CONCATENATE:
             continue
-        if before.params["dimension"] == eqn.params["dimension"] and not _repeats(eqn):
+        if before.params["dimension"] == eqn.params["dimension"] and not _is_odd(eqn):
             after.setdefault(id(before), []).append(eqn)
     chains = []
     for eqn in found:
-        if id(eqn) in inner or _repeats(eqn):
+        if id(eqn) in inner or _is_odd(eqn):
             continue
         chain = [eqn]
         while len(after.get(id(chain[-1]), ())) == 1:
@@ -58,9 +58,11 @@ def _chains(closed: jaxapi.Closed, program: Program) -> list[list[Any]]:
     return chains
 
 
-def _repeats(eqn: Any) -> bool:
-    """Whether an operand is a number, empty, or there more than once."""
+def _is_odd(eqn: Any) -> bool:
+    """Whether an operand is a number, empty, or there more than once; or keys of random numbers, which have no zero."""
     operands = [a for a in eqn.invars if not jaxapi.is_literal(a)]
+    if jax.dtypes.issubdtype(eqn.outvars[0].aval.dtype, jax.dtypes.extended):
+        return True
     return len(set(operands)) < len(eqn.invars) or any(a.aval.size == 0 for a in operands)
 
 

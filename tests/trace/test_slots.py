@@ -65,6 +65,15 @@ def test_several_parts_at_a_time_and_several_chains():
     assert in_place(two, values(4, 3), values(4, 2)).counts == {"slots": 6}
 
 
+def test_keys_of_random_numbers_are_left_alone():
+    def function(keys):
+        for _ in range(3):
+            keys = jax.lax.concatenate([keys, jax.vmap(jax.random.fold_in, (0, None))(keys[:2], 7)], 0)
+        return jax.vmap(jax.random.bits)(keys)
+
+    assert in_place(function, jax.random.split(jax.random.key(0), 3)).counts == {}
+
+
 def test_two_concatenations_are_too_few():
     assert in_place(growing(1, 2), values(3, 5), values(3, 2), values(3, 1)).counts == {}
 

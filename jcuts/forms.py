@@ -238,6 +238,11 @@ def left_behind(found: Mapping[Form | None, Any]) -> dict[Form | None, str]:
     return out
 
 
+def names_behind(names: Sequence[str], behind: Mapping[Form | None, str]) -> dict[str, str]:
+    """Programs of forms that are left behind, with the reason; never XLA's own, which have no form."""
+    return {name: behind[form] for name in names if not is_xla(name) and (form := form_of(name)) in behind}
+
+
 def _rewrites(form: Form | None) -> tuple[str, ...]:
     return () if form is None else form.rewrites
 

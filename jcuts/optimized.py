@@ -408,7 +408,7 @@ class Optimized:
         if stored is not None and not force and (stored.is_final or key in _decided_here):
             return stored
         names, start = forms.programs(racing, forms.options(platform)), time.monotonic()
-        out = {name: behind[form] for name in names if (form := forms.form_of(name)) in behind}
+        out = forms.names_behind(names, behind)
         names = [name for name in names if name not in out]
         if platform == "cpu" and self._has_every(outcomes, closed, leaves):
             names.append(forms.name_of(forms.EVERY))
@@ -436,7 +436,7 @@ class Optimized:
             compiled[name] = lowered[name].compile()
 
         def first_run(name: str) -> None:  # not the jitted function: it would be traced again where contexts differ
-            mine, named = self._arguments.copies(args, kwargs)
+            mine, named = self._arguments.split(*self._arguments.copies(args, kwargs))[0]
             jax.block_until_ready(compiled[name](*mine, **named))
 
         todo: dict[str, Callable[[], object]] = {f"{n} compiled": functools.partial(compile_, n) for n in names}

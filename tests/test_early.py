@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import threading
 
+import jax.numpy as jnp
 import pytest
 
+import jcuts
+from jcuts import optimized
 from jcuts.early import Early
 
 
@@ -51,3 +54,16 @@ def test_what_breaks_off_leaves_nothing_behind():
     with Early({}) as work:
         pass
     assert work.is_done(True)
+
+
+@pytest.mark.parametrize("options", [{"static_argnums": 1}, {"static_argnames": "n"}, {"donate_argnums": 0}])
+def test_plain_xla_runs_early_with_static_and_donated_arguments(monkeypatch, options):
+    monkeypatch.setattr(optimized.autotuned, "sharing", dict)
+    function = jcuts.optimize(lambda x, n: x * n, **options)
+    x = jnp.ones(5)
+    for args, kwargs in (((x, 3), {}), ((x,), {"n": 3})):
+        todo = function._meanwhile(args, kwargs, function._arguments.placement(args, kwargs), "cpu", None)
+        assert "xla run" in todo
+        for piece in todo.values():
+            piece()
+    assert x.sum() == 5  # it was a copy that was donated

@@ -261,6 +261,10 @@ def test_programs_without_kernels_that_are_far_behind_by_measurement_do_not_race
     assert not forms.left_behind({**found, fast: outcome(("point", "measured", 1, 1e-6, 1.5e-6))})
     assert not forms.left_behind({**found, fast: outcome(("point", "estimated", 1, 1e-6, 9e-6))})
     assert not forms.left_behind({fast: outcome(), bare: outcome(left)})
+    # Where the plain form is behind, plain XLA, which has no form, races all the same.
+    behind = forms.left_behind({None: outcome(left), Form((), "absorbing"): outcome(*kernels)})
+    names = forms.programs([None, Form((), "absorbing")], ["graphs"])
+    assert set(forms.names_behind(names, behind)) == {"jcuts", "jcuts:graphs"}
 
 
 def test_float64_results_that_cannot_be_had_early_are_asked_for_again(monkeypatch):

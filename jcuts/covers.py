@@ -30,7 +30,10 @@ def stored(level: Level) -> dict[str, Any]:
 
 
 def restore(level: Level, cover: Mapping[str, Any]) -> bool:
-    """Takes what `stored` wrote; False, and nothing changed, where it is no cover of this graph."""
+    """Takes what `stored` wrote; False where it is no cover of this graph.
+
+    Then the level's cover is as it was, but ``level.made`` may hold programs of the other.
+    """
     programs = [Program.from_json(text) for text in cover["programs"]]
     found = [[(frozenset(map(int, members)), programs[number]) for members, number in cover[kind]]
              for kind in ("subsets", "library")]  # fmt: skip
@@ -40,11 +43,20 @@ def restore(level: Level, cover: Mapping[str, Any]) -> bool:
         if members in level.made and level.made[members].program.digest != program.digest:
             del level.made[members]
     made = [[level.subset(members, program) for members, program in part] for part in found]
-    if any(len(s.program.inputs) != len(s.inputs) or len(s.program.outputs) != len(s.outputs) for s in made[0]):
+    if not all(_is_of(subset) for part in made for subset in part):
         return False
     level.left_out = {int(m): Refusal(str(op), str(why)) for m, op, why in cover["left"]}
     level.subsets, level.library = made
     return True
+
+
+def _is_of(subset: Subset) -> bool:
+    """Whether a subset's program takes and gives what its equations do."""
+    pairs = (subset.program.inputs, subset.inputs), (subset.program.outputs, subset.outputs)
+    return all(
+        [(tuple(b.shape), b.dtype) for b in buffers] == [(v.aval.shape, v.aval.dtype.name) for v in values]
+        for buffers, values in pairs
+    )
 
 
 def is_cover(level: Level, cover: Sequence[Members]) -> bool:

@@ -338,6 +338,7 @@ def _restore(levels: Sequence[Level], stored: dict[str, Any], platform: str = "c
         log.warning("the stored partition does not fit the function: searching again")
         for level in levels:
             level.library = []
+            level.made.clear()  # with programs of the stored cover
             level.use(level.grouping.subsets)
     return usable
 

@@ -258,6 +258,20 @@ def test_a_stored_cover_of_a_gpu_that_does_not_fit_is_searched_again(monkeypatch
         caplog.clear()
 
 
+def test_programs_of_a_stored_cover_that_does_not_fit_are_not_taken(monkeypatch, store):
+    level = gpu_level(fn, X, X)
+    monkeypatch.setattr(levels.gpus, "machine", lambda: gpu.GpuMachine(132))
+    monkeypatch.setattr(search.gpus, "this", lambda: levels.gpus.Gpu("H200", (9, 0), 132))
+    monkeypatch.setattr(search.session, "choose", lambda subsets, *_, **more: more["shares"])
+    right = covers.stored(level)
+    other = covers.stored(gpu_level(fn, X[:32, :32], X[:32, :32]))  # as many operands and results, of other shapes
+    cover = {**right, "programs": other["programs"]}
+    store.put_partition(search.partition_key(level, AUTO, "cuda"), {"covers": [cover]})
+    again, usual = gpu_level(fn, X, X), gpu_level(fn, X, X)
+    assert search.select(again, AUTO, may_measure=False, platform="cuda").origin == "greedy"
+    assert [s.program for s in again.subsets] == [s.program for s in usual.subsets]
+
+
 def test_operations_stay_apart_where_nothing_is_to_be_fused(monkeypatch, store):
     monkeypatch.setattr(levels.gpus, "machine", lambda: gpu.GpuMachine(132))
     monkeypatch.setattr(search.gpus, "this", lambda: levels.gpus.Gpu("H200", (9, 0), 132))

@@ -236,8 +236,15 @@ def _rebuild(level: Level, settings: Settings) -> jaxapi.Closed:
             continue
         first = min(subset.members)
         update = updates.update_of(level, subset)
+        kernel = None
+        if update is not None:
+            try:
+                kernel = kernel_for(update.placed.program)
+            except JcutsError as error:
+                log.warning("update left to XLA: %s", error)
+                update = None
         try:
-            kernel = kernel_for(subset.chosen if update is None else update.placed.program)
+            kernel = kernel_for(subset.chosen) if kernel is None else kernel
         except JcutsError as error:
             log.warning("subset left to XLA: %s", error)
             subset.chosen, subset.origin = None, "library"

@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 from jcuts import levels, pipeline, search
+from jcuts.base.errors import NativeError
 from jcuts.base.settings import Form, Settings
 from jcuts.region import gpu
 from jcuts.trace import jaxapi
@@ -111,6 +112,21 @@ def test_an_update_that_is_not_known_or_used_elsewhere_stays(rebuilt):
         outcome, calls = rebuilt(function, *args, form=())
         assert "dynamic_update_slice" in names(outcome.closed)
         assert all(place is None for _, place, _, _ in calls)
+
+
+def test_a_kernel_that_cannot_be_made_in_place_runs_beside_the_update(rebuilt, monkeypatch):
+    def kernel_for(program):
+        if any(b.name == "onto" for b in program.buffers):
+            raise NativeError("too many registers")
+        return program
+
+    monkeypatch.setattr(pipeline, "kernel_for", kernel_for)
+    outcome, calls = rebuilt(
+        lambda a, x: lax.dynamic_update_slice(a, x @ W[0][0, 0], (0, 8)), values(64, 32), values(64, 16), form=()
+    )
+    assert "dynamic_update_slice" in names(outcome.closed)
+    assert [(place, outputs) for _, place, _, outputs in calls] == [(None, [(64, 8)])]
+    assert not any("kernels write" in note for note in outcome.report.notes)
 
 
 def test_an_update_that_the_program_has_is_taken_over_as_well(rebuilt):

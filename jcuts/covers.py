@@ -45,7 +45,10 @@ def restore(level: Level, cover: Mapping[str, Any]) -> bool:
     made = [[level.subset(members, program) for members, program in part] for part in found]
     if not all(_is_of(subset) for part in made for subset in part):
         return False
-    level.left_out = {int(m): Refusal(str(op), str(why)) for m, op, why in cover["left"]}
+    left_out = {int(m): Refusal(str(op), str(why)) for m, op, why in cover["left"]}
+    if not left_out.keys() <= {n.number for n in level.graph.nodes}:
+        return False
+    level.left_out = left_out
     level.subsets, level.library = made
     return True
 

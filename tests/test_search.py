@@ -249,7 +249,8 @@ def test_a_stored_cover_of_a_gpu_that_does_not_fit_is_searched_again(monkeypatch
     right = covers.stored(level)
     first, *others = right["subsets"]
     for damage in ({**right, "subsets": [[[900], 0]]}, {**right, "subsets": [first, first]}, {"subsets": []},
-                   {**right, "programs": ["{}"]}, {**right, "subsets": [[first[0], 99], *others]}):  # fmt: skip
+                   {**right, "programs": ["{}"]}, {**right, "subsets": [[first[0], 99], *others]},
+                   {**right, "left": [[900, "sin", ""]]}):  # fmt: skip
         store.put_partition(search.partition_key(level, AUTO, "cuda"), {"covers": [damage]})
         again = gpu_level(fn, X, X)
         monkeypatch.setattr(search.session, "choose", lambda subsets, *_, **more: more["shares"])

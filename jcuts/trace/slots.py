@@ -61,7 +61,7 @@ def _chains(closed: jaxapi.Closed, program: Program) -> list[list[Any]]:
 def _is_odd(eqn: Any) -> bool:
     """Whether an operand is a number, empty, or there more than once; or keys of random numbers, which have no zero."""
     operands = [a for a in eqn.invars if not jaxapi.is_literal(a)]
-    if jax.dtypes.issubdtype(eqn.outvars[0].aval.dtype, jax.dtypes.extended):
+    if jax.numpy.issubdtype(eqn.outvars[0].aval.dtype, jax.dtypes.extended):
         return True
     return len(set(operands)) < len(eqn.invars) or any(a.aval.size == 0 for a in operands)
 

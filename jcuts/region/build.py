@@ -345,7 +345,7 @@ def _build_root(
 
 
 def _reads_once(op: Op) -> bool:
-    """Whether a window has no element of its operand in common with the next: nothing before it would be repeated."""
+    """Whether windows read no more than their operand has: what comes before is computed no more often than alone."""
     assert op.reduce is not None
     read = math.prod(op.outputs[0].shape) * math.prod(extent for _, extent in op.reduce.reds)
     return op.family == "window" and read <= math.prod(op.inputs[0].shape)

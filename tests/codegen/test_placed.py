@@ -10,10 +10,13 @@ from jax import lax
 from jcuts.codegen.cuda import compile as compiler
 from jcuts.dfg.verify import verify
 from jcuts.region import gpu
+from jcuts.region.gpu_group_tiling import GroupTiling
+from jcuts.region.gpu_held import LOADED, SENT, STORED
 from jcuts.region.placed import ALIGNMENT, ONTO, placed
 from jcuts.region.products import as_product
 from tests import programs, ptx_machine
 from tests.codegen.test_product import SM90, TILINGS, compare, compiled, normal, tf32
+from tests.ptx_tensor import round_tf32
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 
@@ -58,6 +61,22 @@ def test_products_write_their_part_alone(tiling, whole, starts):
     assert product is not None
     result, array = run(tiling.of(product), traced.operands(), whole, starts)
     check(result, array, starts, np.maximum(tf32(x) @ tf32(w) + b, 0))
+
+
+@compiled
+@pytest.mark.parametrize("how", [LOADED, STORED, SENT])
+@pytest.mark.parametrize(("whole", "starts"), [((70, 100), (0, 4)), ((70, 102), (0, 4)), ((80, 72), (8, 0))])
+def test_bulk_copies_of_results_where_rows_are_aligned(whole, starts, how):
+    """Rows of 102 floats begin anywhere: lanes store them."""
+    x, w, r = normal(70, 68), round_tf32(normal(72, 68, seed=1)), normal(70, 72, seed=2)
+    traced = programs.trace(lambda x, w, r: x @ w.T + r, x, w, r)
+    program = GroupTiling(64, 64, 32, (1, 1), 3, rounded=1, held=how).of(traced.product())
+    found = placed(program, whole, starts)
+    assert found is not None
+    ptx = compiler.ptx_of(found.program, SM90)
+    assert ("cp.async.bulk.global" in ptx) == (how != LOADED and whole[1] % 4 == 0)
+    result, array = run(program, traced.operands(), whole, starts)
+    check(result, array, starts, tf32(x) @ w.T.astype(np.float64) + r)
 
 
 @compiled

@@ -9,11 +9,10 @@ compile in parallel first.
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu_cases import Case  # noqa: E402
 from benchmarks.gpu_groups import build  # noqa: E402
+from benchmarks.gpu_judged import in_turn, judged, listed  # noqa: E402
 
 BLOCKS = (
     (56, 24, 144, 1, 24), (56, 24, 144, 2, 32), (28, 32, 192, 1, 32), (112, 16, 96, 2, 24), (14, 96, 576, 1, 96),
@@ -168,8 +168,6 @@ def measured(pair: tuple[Case, Case], programs: Sequence[Any], folder: Path, mos
             functions[name] = lambda *xs, k=kernel: call_kernel(k, *gpu_run.operands_of(k, xs[:many]))
     with jax.enable_x64(True):
         wide = jax.jit(along.function)(*(a.astype(jnp.float64) for a in found))
-        scale = float(jnp.sqrt(jnp.mean(wide * wide)))
-        off = jax.jit(lambda got, want: jnp.abs(got.astype(jnp.float64) - want).max())
     lowered = {name: jax.jit(gpu_run.chain(g, count)).lower(sets) for name, g in functions.items()}
     compiled: dict[str, Any] = {}
     for name in ("xla", "xla along"):  # alone: they are tuned meanwhile
@@ -181,26 +179,7 @@ def measured(pair: tuple[Case, Case], programs: Sequence[Any], folder: Path, mos
                 break
             except Exception as error:
                 row["rejected"][f"{name} {option}"] = str(error)[:200]
-    with ThreadPoolExecutor(12) as pool:
-        for name, future in {name: pool.submit(low.compile) for name, low in lowered.items()}.items():
-            try:
-                compiled[name] = future.result()
-            except Exception as error:
-                row["rejected"][name] = f"{type(error).__name__}: {str(error)[:300]}"
-    errors: dict[str, float] = {}
-    for name, chain in list(compiled.items()):
-        try:
-            got = jax.tree.leaves(chain(sets)[0])[0]
-            with jax.enable_x64(True):
-                errors[name] = float(off(got, wide)) / scale
-            if not errors[name] <= 4 * errors["xla"] + 1e-5:
-                row["rejected"][name] = f"error {errors[name]:.3g}, XLA's is {errors['xla']:.3g}: {params.get(name)}"
-                del compiled[name]
-        except Exception as error:
-            row["rejected"][name] = f"{type(error).__name__}: {str(error)[:300]}: {params.get(name)}"
-            del compiled[name]
-    for name, spent in gpu_run.timed(compiled, sets, count, sets[0][0]).items():
-        row["programs"][name] = {"params": params.get(name, {}), "error": errors[name], **spent}
+    judged(row, compiled, lowered, params, sets, wide)
     return row
 
 
@@ -211,10 +190,7 @@ def show(row: dict[str, Any]) -> None:
             for kind in ("xla", "block")}  # fmt: skip
     print(f"{row['case']:44} XLA {best['xla'] * 1e6:8.2f}  block {best['block'] * 1e6:8.2f}  bound "
           f"{row['bound'] * 1e6:6.2f}  {best['xla'] / best['block']:.2f}x")  # fmt: skip
-    for name, p in sorted(found.items(), key=lambda item: item[1]["median"]):
-        print(f"    {p['median'] * 1e6:9.2f} {p['error']:.1e} {name} {p['params'] or ''}")
-    for name, why in row["rejected"].items():
-        print(f"    {name} rejected: {why[:200]}")
+    listed(row)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -241,18 +217,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     work = [(pair, schedules(pair[0], options.most, not options.plain))
             for pair in pairs if gpu_run.wanted(pair[0], options.only)]  # fmt: skip
     build([p for _, programs in work for p in programs], folder, options.workers, start)
-    rows: list[dict[str, Any]] = []
-    for pair, programs in [] if options.build else work:
-        if time.perf_counter() - start > options.budget:
-            print(f"{pair[0].name}: out of time")
-            continue
-        try:
-            rows.append(measured(pair, programs, folder, options.sets))
-            show(rows[-1])
-        except Exception as error:
-            print(f"{pair[0].name}: {type(error).__name__}: {error}")
-        print(f"    {time.perf_counter() - start:.0f} s", flush=True)
-        (options.out / "gpu_blocks.json").write_text(json.dumps(rows, indent=1))
+    in_turn(
+        ((pair[0].name, functools.partial(measured, pair, programs, folder, options.sets))
+         for pair, programs in ([] if options.build else work)),
+        show, options.out / "gpu_blocks.json", options.budget, start,
+    )  # fmt: skip
     return 0
 
 

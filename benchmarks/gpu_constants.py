@@ -10,11 +10,11 @@ compute capability 9.0; compiles in parallel first.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu_cases import Case  # noqa: E402
 from benchmarks.gpu_groups import build  # noqa: E402
+from benchmarks.gpu_judged import in_turn, judged, listed  # noqa: E402
 
 GEMMS = (
     (4096, 4096, 4096), (3072, 1024, 4096), (384, 768, 768), (384, 768, 3072), (384, 3072, 768),
@@ -148,8 +149,8 @@ def measured(pair: tuple[Case, Case], programs: Sequence[Sequence[Any]], folder:
         "xla along": lambda x, w, v, *more: along.function(x, w, *more),
     }  # fmt: skip
     params: dict[str, Any] = {}
-    for kind, listed in zip(("rounded", "plain"), programs, strict=True):
-        for number, program in enumerate(listed):
+    for kind, ranked in zip(("rounded", "plain"), programs, strict=True):
+        for number, program in enumerate(ranked):
             path, name = folder / f"{program.digest}.kernel", f"{kind} {number}"
             if not path.exists():
                 continue
@@ -160,32 +161,11 @@ def measured(pair: tuple[Case, Case], programs: Sequence[Sequence[Any]], folder:
             )
     with jax.enable_x64(True):
         wide = jax.jit(along.function)(*(a.astype(jnp.float64) for a in (x, w, *more)))
-        scale = float(jnp.sqrt(jnp.mean(wide * wide)))
-        off = jax.jit(lambda got, want: jnp.abs(got.astype(jnp.float64) - want).max())
     compiled: dict[str, Any] = {}
     lowered = {name: jax.jit(gpu_run.chain(f, count)).lower(sets) for name, f in functions.items()}
     for name in ("xla", "xla along"):  # alone: they are tuned meanwhile
         compiled[name] = lowered.pop(name).compile()
-    with ThreadPoolExecutor(12) as pool:
-        for name, future in {name: pool.submit(low.compile) for name, low in lowered.items()}.items():
-            try:
-                compiled[name] = future.result()
-            except Exception as error:
-                row["rejected"][name] = f"{type(error).__name__}: {str(error)[:300]}"
-    errors: dict[str, float] = {}
-    for name, chain in list(compiled.items()):
-        try:
-            got = jax.tree.leaves(chain(sets)[0])[0]
-            with jax.enable_x64(True):
-                errors[name] = float(off(got, wide)) / scale
-            if not errors[name] <= 4 * errors["xla"] + 1e-5:
-                row["rejected"][name] = f"error {errors[name]:.3g}, XLA's is {errors['xla']:.3g}: {params[name]}"
-                del compiled[name]
-        except Exception as error:
-            row["rejected"][name] = f"{type(error).__name__}: {str(error)[:300]}: {params.get(name)}"
-            del compiled[name]
-    for name, spent in gpu_run.timed(compiled, sets, count, sets[0][0]).items():
-        row["programs"][name] = {"params": params.get(name, {}), "error": errors[name], **spent}
+    judged(row, compiled, lowered, params, sets, wide)
     return row
 
 
@@ -196,10 +176,7 @@ def show(row: dict[str, Any]) -> None:
             for kind in ("xla", "rounded", "plain")}  # fmt: skip
     print(f"{row['case']:44} XLA {best['xla'] * 1e6:8.2f}  rounded {best['rounded'] * 1e6:8.2f}  both rounded there "
           f"{best['plain'] * 1e6:8.2f}  {best['xla'] / best['rounded']:.2f}x")  # fmt: skip
-    for name, p in sorted(found.items(), key=lambda item: item[1]["median"]):
-        print(f"    {p['median'] * 1e6:9.2f} {p['error']:.1e} {name} {p['params'] or ''}")
-    for name, why in row["rejected"].items():
-        print(f"    {name} rejected: {why[:200]}")
+    listed(row)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -228,18 +205,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found = [schedules(pair[0], options.most, True, asked), schedules(pair[1], options.plain, False, ())]
             work.append((pair, found))
     build([p for _, found in work for programs in found for p in programs], folder, options.workers, start)
-    rows: list[dict[str, Any]] = []
-    for pair, found in [] if options.build else work:
-        if time.perf_counter() - start > options.budget:
-            print(f"{pair[0].name}: out of time")
-            continue
-        try:
-            rows.append(measured(pair, found, folder))
-            show(rows[-1])
-        except Exception as error:
-            print(f"{pair[0].name}: {type(error).__name__}: {error}")
-        print(f"    {time.perf_counter() - start:.0f} s", flush=True)
-        (options.out / "gpu_constants.json").write_text(json.dumps(rows, indent=1))
+    in_turn(
+        ((pair[0].name, functools.partial(measured, pair, found, folder))
+         for pair, found in ([] if options.build else work)),
+        show, options.out / "gpu_constants.json", options.budget, start,
+    )  # fmt: skip
     return 0
 
 

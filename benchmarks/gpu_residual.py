@@ -11,11 +11,10 @@ cache is cold.  Needs a GPU of compute capability 9.0; compiles in parallel firs
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.gpu_cases import Case  # noqa: E402
 from benchmarks.gpu_constants import TF32  # noqa: E402
 from benchmarks.gpu_groups import build  # noqa: E402
+from benchmarks.gpu_judged import in_turn, judged, listed  # noqa: E402
 
 SIZES = ((200704, 64, 256), (50176, 128, 512), (12544, 256, 1024), (3136, 512, 2048))
 """(rows, terms, columns)."""
@@ -177,32 +177,11 @@ def measured(case: Layer, programs: Sequence[Any], folder: Path) -> dict[str, An
             functions[name] = lambda *xs, k=kernel: call_kernel(k, *gpu_run.operands_of(k, xs))
     with jax.enable_x64(True):
         wide = jax.jit(case.function)(*(a.astype(jnp.float64) for a in first))
-        scale = float(jnp.sqrt(jnp.mean(wide * wide)))
-        off = jax.jit(lambda got, want: jnp.abs(got.astype(jnp.float64) - want).max())
     compiled: dict[str, Any] = {}
     lowered = {name: jax.jit(gpu_run.chain(f, count)).lower(sets) for name, f in functions.items()}
     for name in ("xla", "xla convolution"):  # alone: they are tuned meanwhile
         compiled[name] = lowered.pop(name).compile()
-    with ThreadPoolExecutor(12) as pool:
-        for name, future in {name: pool.submit(low.compile) for name, low in lowered.items()}.items():
-            try:
-                compiled[name] = future.result()
-            except Exception as error:
-                row["rejected"][name] = f"{type(error).__name__}: {str(error)[:300]}"
-    errors: dict[str, float] = {}
-    for name, chain in list(compiled.items()):
-        try:
-            got = jax.tree.leaves(chain(sets)[0])[0]
-            with jax.enable_x64(True):
-                errors[name] = float(off(got, wide)) / scale
-            if name != "copy" and not errors[name] <= 4 * errors["xla"] + 1e-5:
-                row["rejected"][name] = f"error {errors[name]:.3g}, XLA's is {errors['xla']:.3g}: {params.get(name)}"
-                del compiled[name]
-        except Exception as error:
-            row["rejected"][name] = f"{type(error).__name__}: {str(error)[:300]}: {params.get(name)}"
-            del compiled[name]
-    for name, spent in gpu_run.timed(compiled, sets, count, sets[0][0]).items():
-        row["programs"][name] = {"params": params.get(name, {}), "error": errors[name], **spent}
+    judged(row, compiled, lowered, params, sets, wide)
     return row
 
 
@@ -211,10 +190,7 @@ def show(row: dict[str, Any]) -> None:
     from benchmarks.gpu_run import CEILING
 
     print(f"{row['case']:44} bound {row['bytes'] / CEILING * 1e6:8.2f}")
-    for name, p in sorted(row["programs"].items(), key=lambda item: item[1]["median"]):
-        print(f"    {p['median'] * 1e6:9.2f} {p['error']:.1e} {name} {p['params'] or ''}")
-    for name, why in row["rejected"].items():
-        print(f"    {name} rejected: {why[:200]}")
+    listed(row)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -237,18 +213,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cases = [case for case in layers() if gpu_run.wanted(case, options.only)]
     work = [(case, schedules(case, options.most, TILES)) for case in cases]
     build([p for _, programs in work for p in programs], folder, options.workers, start)
-    rows: list[dict[str, Any]] = []
-    for case, programs in [] if options.build else work:
-        if time.perf_counter() - start > options.budget:
-            print(f"{case.name}: out of time")
-            continue
-        try:
-            rows.append(measured(case, programs, folder))
-            show(rows[-1])
-        except Exception as error:
-            print(f"{case.name}: {type(error).__name__}: {error}")
-        print(f"    {time.perf_counter() - start:.0f} s", flush=True)
-        (options.out / "gpu_residual.json").write_text(json.dumps(rows, indent=1))
+    in_turn(
+        ((case.name, functools.partial(measured, case, programs, folder))
+         for case, programs in ([] if options.build else work)),
+        show, options.out / "gpu_residual.json", options.budget, start,
+    )  # fmt: skip
     return 0
 
 

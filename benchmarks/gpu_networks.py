@@ -25,7 +25,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -394,6 +394,25 @@ def one(spec: str, options: argparse.Namespace, left: Callable[[], float], lane:
         path.write_text(json.dumps(row, indent=1) + "\n")
 
 
+def over_lanes(
+    todo: Iterable[str], options: argparse.Namespace,
+    run: Callable[[str, argparse.Namespace, Callable[[], float], int], None],
+) -> None:  # fmt: skip
+    """Deals items out to the GPUs; each takes the next. Args: run: gets item, options, seconds left, GPU."""
+    waiting, lock, start = iter(todo), threading.Lock(), time.perf_counter()
+
+    def lane(number: int) -> None:
+        while True:
+            with lock:
+                item = next(waiting, None)
+            if item is None:
+                return
+            run(item, options, lambda: options.budget - (time.perf_counter() - start), number)
+
+    with ThreadPoolExecutor(options.gpus) as pool:
+        list(pool.map(lane, range(options.gpus)))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -427,20 +446,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(result))
         return 0
     if not options.table:
-        start = time.perf_counter()
-        waiting = iter(options.networks)
-        lock = threading.Lock()
-
-        def lane(number: int) -> None:
-            while True:
-                with lock:
-                    spec = next(waiting, None)
-                if spec is None:
-                    return
-                one(spec, options, lambda: options.budget - (time.perf_counter() - start), number)
-
-        with ThreadPoolExecutor(options.gpus) as pool:
-            list(pool.map(lane, range(options.gpus)))
+        over_lanes(options.networks, options, one)
     print(table(options.out))
     return 0
 

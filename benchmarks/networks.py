@@ -24,10 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,22 +132,6 @@ def child(what: str, options: argparse.Namespace) -> dict[str, Any]:
     return gpu_networks.measure(spec, options.out, options.dry, options.seconds, prefix=f"{part}_")
 
 
-def over_lanes(todo: Iterable[str], options: argparse.Namespace) -> None:
-    """Deals the items out to the GPUs; each takes the next."""
-    waiting, lock, start = iter(todo), threading.Lock(), time.perf_counter()
-
-    def lane(number: int) -> None:
-        while True:
-            with lock:
-                item = next(waiting, None)
-            if item is None:
-                return
-            run(item, options, lambda: options.budget - (time.perf_counter() - start), number)
-
-    with ThreadPoolExecutor(options.gpus) as pool:
-        list(pool.map(lane, range(options.gpus)))
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -179,7 +160,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     options.torch = options.torch and not options.dry
     if not options.table:
-        over_lanes(asked(options.items, ("closed", "args") if options.arguments else ("closed",)), options)
+        todo = asked(options.items, ("closed", "args") if options.arguments else ("closed",))
+        gpu_networks.over_lanes(todo, options, run)
     print(network_tables.report(network_tables.load([options.out]), options.markdown))
     return 0
 

@@ -45,7 +45,7 @@ log = logging.getLogger("jcuts")
 
 GPUS = ("gpu", "cuda")
 FLOOR_ULP = 4.0
-MOST = 4.0  # a single element may be that many times as far off as the whole output (`tune.check` has the same)
+MOST = 4.0  # a single element may be that many times as far off as the whole output (`tune.floats` has the same)
 FOLDED = ("scales", "rounds", "slots")  # rewrites that take work away and add none
 WITH_ALL = ("pools", "siblings")  # rewrites that only race beside all others that apply
 AHEAD = 0.6  # a form that gains so much less than another, in shares of what the other's kernels take, is left out

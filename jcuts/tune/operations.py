@@ -22,9 +22,11 @@ from jcuts.base.errors import AccuracyRejected, CandidateRejected, CompileReject
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.codegen.cuda.image import is_image
 from jcuts.tune import sample
-from jcuts.tune.check import Accuracy, Expected, check_output
+from jcuts.tune.check import check_output
 from jcuts.tune.choice import LIBRARY, SCREENED
 from jcuts.tune.convolve import convolve, convolve_xla
+from jcuts.tune.expected import Expected
+from jcuts.tune.floats import Accuracy
 from jcuts.tune.kernelfile import read_kernel, write_kernel
 from jcuts.tune.launch import Launcher, Schedule
 from jcuts.tune.noise import HOPELESS, Samples

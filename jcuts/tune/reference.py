@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jcuts.tune import autotuned, sample
-from jcuts.tune.check import NOISE_ULP
+from jcuts.tune.expected import NOISE_ULP
 from jcuts.tune.problem import Problem
 from jcuts.tune.values import dtype_of, flushed, is_float, make_inputs, save, seed_kinds, whole
 

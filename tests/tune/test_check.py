@@ -8,7 +8,8 @@ import pytest
 
 from jcuts.base.errors import AccuracyRejected
 from jcuts.tune.bands import Pool
-from jcuts.tune.check import Expected, check_output
+from jcuts.tune.check import check_output
+from jcuts.tune.expected import Expected
 from jcuts.tune.problem import Output
 from jcuts.tune.values import HUGE, NORMAL, SPECIAL
 

@@ -12,7 +12,8 @@ from jcuts.base.errors import AccuracyRejected
 from jcuts.trace import jaxapi
 from jcuts.trace.rounding import round_tf32
 from jcuts.tune import reference, session
-from jcuts.tune.check import Expected, check_output
+from jcuts.tune.check import check_output
+from jcuts.tune.expected import Expected
 from jcuts.tune.library import export_subset
 from jcuts.tune.problem import Input, Output, Problem
 from jcuts.tune.values import NORMAL, SPECIAL, make_inputs

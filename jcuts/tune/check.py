@@ -38,6 +38,11 @@ On GPUs the default precision of float32 products lets operands be rounded to TF
 whether they are: the same function is more or less precise from one run, or one batch size, to the next.  Where XLA
 took an algorithm that does not round, how far rounded operands move the reference counts as ``uncertainty`` too, and
 where products are exponentiated (attention): what simulated rounding of float32 explains is little beside that.
+
+Such rounding also changes classes: a denormal operand becomes 0, and NaN if it meets an infinity; a small sum changes
+its sign before an infinite scale.  Where the reference with rounded operands is of another class than r on special
+inputs, c may have that one; if it is finite and neither x nor r is, it takes the place of r in rules 3 and 5.  Whoever
+computes with operands as they are, or rounded, has one of these classes; nothing else is free.
 """
 
 from __future__ import annotations
@@ -94,8 +99,8 @@ def _parts(array: np.ndarray | None) -> np.ndarray:
 
 def _real_parts(e: Expected) -> Expected:
     bounds = (None, None) if e.low is None else (_parts(e.low), _parts(e.high))
-    unsure = None if e.uncertainty is None else _parts(e.uncertainty)
-    return Expected(e.kind, _parts(e.xla), _parts(e.reference), *bounds, unsure)
+    unsure, rounded = (None if a is None else _parts(a) for a in (e.uncertainty, e.rounded))
+    return Expected(e.kind, _parts(e.xla), _parts(e.reference), *bounds, unsure, rounded)
 
 
 # Discrete outputs ----------------------------------------------------------------------------------------------------

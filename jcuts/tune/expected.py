@@ -24,6 +24,7 @@ class Expected:
         low, high: the least and the largest value of the reference under simulated rounding; both None where the
             subset has nothing discrete.  -inf and inf mean that even its class (NaN, inf, finite) varied.
         uncertainty: how far rounding of float64 operations moves the reference; None where there are none.
+        rounded: the reference with operands of products rounded to TF32, where that changes the class of an element.
     """
 
     kind: str
@@ -32,6 +33,7 @@ class Expected:
     low: np.ndarray | None = None
     high: np.ndarray | None = None
     uncertainty: np.ndarray | None = None
+    rounded: np.ndarray | None = None
 
     @functools.cached_property
     def known(self) -> Known:

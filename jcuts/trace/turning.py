@@ -26,6 +26,9 @@ CALLS = ("jit", "pjit")
 SHARE = 4
 """A product's operand and result together have at least that many times as many numbers as its weights."""
 
+MOST = 120
+"""Weights of one call: as many as a kernel has parameters for (`region.weights`)."""
+
 _Source = tuple[Any, tuple[Any, ...], Order]
 """An argument, the equations that reshape it, and the order of dimensions behind them."""
 
@@ -52,9 +55,11 @@ def turns(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
         replaced[id(eqn)] = [turned(eqn, made[key], order)]
     if not replaced:
         return closed, 0
-    call = _call(list(sources.values()), [made[key] for key in sources])
     new = program.with_eqns(replaced)
-    return jaxapi.with_eqns(new, [call, *new.jaxpr.eqns]), len(replaced)
+    apart = [[key for key in sources if _is_turned(sources[key][2]) == turned] for turned in (True, False)]
+    groups = [keys[k : k + MOST] for keys in apart for k in range(0, len(keys), MOST)]
+    calls = [_call([sources[key] for key in keys], [made[key] for key in keys]) for keys in groups]
+    return jaxapi.with_eqns(new, [*calls, *new.jaxpr.eqns]), len(replaced)
 
 
 def rounded_operands(closed: jaxapi.Closed) -> frozenset[Any]:
@@ -72,6 +77,34 @@ def rounded_operands(closed: jaxapi.Closed) -> frozenset[Any]:
         and not jaxapi.is_literal(eqn.invars[1]) and is_large(eqn, order)
     }  # fmt: skip
     return rounded_constants(closed) | (rounded & used)
+
+
+def turned_shapes(call: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]] | None:
+    """Shapes of operands and results, where a call does nothing but turn and round all its operands; else None.
+
+    An operand's columns lie side by side, and are the result's first dimension.
+    """
+    bodies = jaxapi.inner_jaxprs(call) if jaxapi.primitive_name(call) in CALLS else []
+    if len(bodies) != 1 or bodies[0][2].consts or set(_rounded_results(call)) != set(call.outvars):
+        return None
+    jaxpr = bodies[0][2].jaxpr
+    made = {v: e for e in jaxpr.eqns for v in e.outvars}
+    found = []
+    for argument, result in zip(jaxpr.invars, jaxpr.outvars, strict=False):
+        turn = made.get(made[result].invars[0])
+        if turn is None or jaxapi.primitive_name(turn) != "transpose":
+            return None
+        order, atom = turn.params["permutation"], turn.invars[0]
+        while atom in made and jaxapi.primitive_name(made[atom]) in LAYOUTS[:3]:
+            atom = made[atom].invars[0]
+        if atom is not argument or tuple(order) != (len(order) - 1, *range(len(order) - 1)):
+            return None
+        found.append((tuple(argument.aval.shape), tuple(result.aval.shape)))
+    return found if len(found) == len(jaxpr.invars) == len(jaxpr.outvars) else None
+
+
+def _is_turned(order: Order) -> bool:
+    return order != tuple(range(len(order)))
 
 
 def _pays(eqn: Any) -> bool:
@@ -99,7 +132,7 @@ def _call(sources: Sequence[_Source], results: Sequence[Any]) -> Any:
         for value, (_, chain, order) in zip(arguments, sources, strict=True):
             for eqn in chain:
                 (value,) = jaxapi.bind_eqn(eqn, [value])
-            value = value if order == tuple(range(len(order))) else jax.lax.transpose(value, order)
+            value = jax.lax.transpose(value, order) if _is_turned(order) else value
             found.append(jax.lax.reduce_precision(value, EXPONENT_BITS, MANTISSA_BITS))
         return found
 

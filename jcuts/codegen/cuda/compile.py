@@ -34,6 +34,7 @@ from jcuts.codegen.cuda.scan import ScanColumnsEmitter, ScanRowsEmitter, ScanSha
 from jcuts.codegen.cuda.target import AMPERE, GROUPED, REGISTERS, CudaTarget
 from jcuts.codegen.cuda.team import TeamEmitter, TeamShape
 from jcuts.codegen.cuda.transposed import TransposedEmitter, TransposedShape
+from jcuts.codegen.cuda.turn import TurnEmitter, TurnShape
 from jcuts.codegen.cuda.walk import WalkEmitter, walk_of
 from jcuts.dfg.program import Program
 from jcuts.dfg.verify import verify
@@ -44,9 +45,10 @@ from jcuts.region.patch_tiles import PatchShape
 _MULTIPLIERS: tuple[tuple[type, Any], ...] = (
     (WindowShape, WindowEmitter), (GroupShape, GroupEmitter), (ProductShape, ProductEmitter),
     (PatchShape, PatchEmitter), (BlockShape, BlockEmitter), (AttentionShape, AttentionEmitter),
+    (TurnShape, TurnEmitter),
 )  # fmt: skip
-"""Who emits forms on matrix units; a kind stands before what it is one of."""
-_BY_BLOCK = (ProductShape, PatchShape, BlockShape, AttentionShape)  # get the numbers of block and thread
+"""Who emits forms on matrix units, and what prepares their weights; a kind stands before what it is one of."""
+_BY_BLOCK = (ProductShape, PatchShape, BlockShape, AttentionShape, TurnShape)  # get the numbers of block and thread
 
 _lock = threading.RLock()
 _SLOW_PATHS = frozenset({"sin", "cos", "tan"})

@@ -22,6 +22,7 @@ from jcuts.codegen.cuda.scan import ScanShape, grid_of, scan_shape, units
 from jcuts.codegen.cuda.shared import WARP
 from jcuts.codegen.cuda.team import TeamShape, row_count, row_length
 from jcuts.codegen.cuda.transposed import TransposedShape, tiles_of, transposed_shape
+from jcuts.codegen.cuda.turn import TurnShape, turn_shape
 from jcuts.codegen.cuda.walk import walk_of
 from jcuts.dfg.program import Phase, Program
 from jcuts.region.attention_tiles import AttentionShape
@@ -31,10 +32,10 @@ from jcuts.region.patch_tiles import PatchShape
 GRID_LIMIT = 2**31 - 1
 MAX_THREADS = 1024
 FORMS = ("point", "team", "columns", "column_rows", "moments", "transposed", "scan_columns", "scan_rows",
-         "product", "patch", "block", "attention")  # fmt: skip
+         "product", "patch", "block", "attention", "weights")  # fmt: skip
 AnyShape = (
     Shape | TeamShape | ColumnShape | ColumnRowsShape | TransposedShape | ScanShape | ProductShape | PatchShape
-    | BlockShape | AttentionShape
+    | BlockShape | AttentionShape | TurnShape
 )  # fmt: skip
 
 
@@ -294,6 +295,12 @@ class _Writer:
         shape = block_shape(self.program)
         name = f"block_{shape.images}x{shape.rows}x{shape.columns}x{shape.chunk}"
         return replace(self._by_block(name, shape, shape.tiles), least=shape.beside)
+
+    def weights(self) -> CudaSource:
+        shape = turn_shape(self.program)
+        self.variants["weights"] = shape
+        self.line(1, f"weights({', '.join([*self.names, 'cuda.blockIdx.x', 'cuda.threadIdx.x'])})")
+        return self.done(shape.blocks)
 
     def _by_block(self, name: str, shape: ProductShape | PatchShape | BlockShape | AttentionShape, blocks: int
                   ) -> CudaSource:  # fmt: skip

@@ -5,8 +5,8 @@
 
 Whoever passes parameters has to have them rounded again in every call: a pass over the weights, and kernels for the
 products that take them as they are (`rounds`).  That pays where a product's operand and result are far larger than its
-weights, so nothing else is turned.  Weights are arguments, possibly reshaped on the way; the equation is a call of a
-function of its own at the beginning of the program, which no kernel takes apart.
+weights, or these are few, so nothing else is turned.  Weights are arguments, possibly reshaped on the way; the equation
+is a call of a function of its own at the beginning of the program, which no kernel takes apart.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import jax
 
 from jcuts.trace import jaxapi
 from jcuts.trace.products import Program
-from jcuts.trace.rounding import Order, is_large, order_of, rounded_constants, turned
+from jcuts.trace.rounding import Order, order_of, rounded_constants, turned
 
 LAYOUTS = ("reshape", "squeeze", "expand_dims", "transpose")
 ROUNDING, EXPONENT_BITS, MANTISSA_BITS = "reduce_precision", 8, 10
 CALLS = ("jit", "pjit")
-SHARE = 4
-"""A product's operand and result together have at least that many times as many numbers as its weights."""
+SHARE, FEW = 4, 1 << 20
+"""A product's operand and result together have at least that many times as many numbers as its weights, or those are so
+few that a pass over them takes no longer than what a launch costs."""
 
 MOST = 120
 """Weights of one call: as many as a kernel has parameters for (`region.weights`)."""
@@ -42,7 +43,7 @@ def turns(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
     replaced: dict[int, list[Any]] = {}
     for eqn in closed.jaxpr.eqns:
         order = order_of(eqn)
-        if order is None or not is_large(eqn, order) or not _pays(eqn):
+        if order is None or not _pays(eqn):
             continue
         chain = _chain(eqn.invars[1], program, arguments)
         if chain is None:
@@ -74,7 +75,7 @@ def rounded_operands(closed: jaxapi.Closed) -> frozenset[Any]:
     used = {
         eqn.invars[1] for eqn in closed.jaxpr.eqns
         if (order := order_of(eqn)) is not None and order == tuple(range(len(order)))
-        and not jaxapi.is_literal(eqn.invars[1]) and is_large(eqn, order)
+        and not jaxapi.is_literal(eqn.invars[1])
     }  # fmt: skip
     return rounded_constants(closed) | (rounded & used)
 
@@ -109,7 +110,7 @@ def _is_turned(order: Order) -> bool:
 
 def _pays(eqn: Any) -> bool:
     operand, weights = (v.aval.size for v in eqn.invars)
-    return SHARE * weights <= operand + eqn.outvars[0].aval.size
+    return weights <= FEW or SHARE * weights <= operand + eqn.outvars[0].aval.size
 
 
 def _chain(atom: Any, program: Program, arguments: set[Any]) -> tuple[Any, tuple[Any, ...]] | None:

@@ -52,6 +52,7 @@ def conv(x, w, stride=1, padding="SAME", **more):
 
 TURNED = {
     "dot": (lambda w, x: x @ w, (256, 128), (4096, 256), (128, 256)),
+    "few rows": (lambda w, x: x @ w, (512, 256), (49, 512), (256, 512)),
     "along terms": (lambda w, x: x @ w.T, (128, 256), (4096, 256), (128, 256)),
     "reshaped": (lambda w, x: x @ w.reshape(256, 128), (1, 1, 256, 128), (4096, 256), (128, 256)),
     "filter": (lambda w, x: conv(x, w), (3, 3, 32, 64), (8, 32, 32, 32), (64, 3, 3, 32)),
@@ -84,8 +85,8 @@ def test_arguments_are_turned_once_per_call(name):
 
 LEFT = {
     "activations": (lambda x, y: jnp.tanh(x) @ jnp.tanh(y), ((4096, 256), (256, 128))),
-    "few rows": (lambda w, x: x @ w, ((256, 128), (64, 256))),
-    "weights as large as results": (lambda w, x: x @ w, ((2048, 2048), (512, 2048))),
+    "few products": (lambda w, x: x @ w, ((256, 128), (64, 256))),
+    "weights as large as results": (lambda w, x: x @ w, ((2048, 2048), (576, 2048))),
     "a higher precision": (lambda w, x: jnp.dot(x, w, precision="highest"), ((256, 128), (4096, 256))),
     "groups": (lambda w, x: conv(x, w, feature_group_count=2), ((3, 3, 16, 64), (8, 32, 32, 32))),
     "first layer": (lambda w, x: conv(x, w, 2), ((7, 7, 3, 64), (8, 112, 112, 3))),

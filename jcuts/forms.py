@@ -45,9 +45,11 @@ log = logging.getLogger("jcuts")
 
 GPUS = ("gpu", "cuda")
 FLOOR_ULP = 4.0
-MOST = 4.0  # a single element may be that many times as far off as the whole output (`tune.check` has the same)
+MOST = 4.0  # a single element may be that many times as far off as the whole output (`tune.floats` has the same)
 FOLDED = ("scales", "rounds", "slots")  # rewrites that take work away and add none
 WITH_ALL = ("pools", "siblings")  # rewrites that only race beside all others that apply
+TURNED, VECTORS = "turns", "vectors"
+"""Rewrites that cost passes over arguments in every call, for kernels that then have less to do: they race apart."""
 AHEAD = 0.6  # a form that gains so much less than another, in shares of what the other's kernels take, is left out
 EVERY = Form((), "every")
 LEAST_SHARE = 0.05  # of the subsets' time, from which on kernels that lost by little are tried in a whole program
@@ -156,8 +158,10 @@ def planned(closed: jaxapi.Closed, platform: str, plan: Callable[[Form | None], 
 def worth_planning(closed: jaxapi.Closed, platform: str) -> list[Form | None]:
     """The forms that `planned` looks at, in its order."""
     rules = rewrite.applicable(simplify(inline(closed))) if platform in GPUS else ()
-    if "rounds" in rules and gpus.machine().capability != GROUPED:
-        rules = tuple(name for name in rules if name != "rounds")
+    if set(rules) & {"rounds", TURNED} and gpus.machine().capability != GROUPED:
+        rules = tuple(name for name in rules if name not in ("rounds", TURNED))
+    ahead = tuple(name for name in rules if name in (TURNED, VECTORS))
+    rules = tuple(name for name in rules if name not in ahead)
     folded = tuple(name for name in rules if name in FOLDED)
     found: list[Form | None] = [Form(folded) if folded else None]
     if platform in GPUS:
@@ -165,6 +169,9 @@ def worth_planning(closed: jaxapi.Closed, platform: str) -> list[Form | None]:
         for rewrites in every:
             found += [Form(rewrites, r) for r in ("all", "anchored", "none") if rewrites or r == "anchored"]
         found.append(Form(every[-1], "absorbing"))
+        if TURNED in ahead:
+            found += [Form((*every[-1], TURNED), regions) for regions in ("all", "anchored")]
+            found += [Form((*every[-1], *ahead), "all")]
         if set(rules) & set(WITH_ALL):
             found += [Form(rules, regions) for regions in ("none", "all", "absorbing")]
     return list(dict.fromkeys(found))

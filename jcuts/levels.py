@@ -21,8 +21,8 @@ from jcuts.region.graph import MOST_JOINED, MOST_SWITCHED, TensorGraph, build_gr
 from jcuts.region.legality import Subset as Members
 from jcuts.trace import jaxapi
 from jcuts.trace.canonical import canonical_digest
-from jcuts.trace.rounding import rounded_constants
 from jcuts.trace.source import place
+from jcuts.trace.turning import rounded_operands
 from jcuts.xla import gpus
 from jcuts.xla.rebuild import subset_closed
 
@@ -51,7 +51,7 @@ class Subset:
         ranking: makes `ranked`, once it is asked for: scoring every schedule takes time that a stored choice saves.
         space: text that determines the ranking. chosen: the winner, None where XLA keeps the subset.
         origin: 'measured', 'estimated' or 'library'; choice: the tuner's answer with every time.
-        rounded: numbers of the inputs that are constants of TF32 numbers (they are part of the identity).
+        rounded: numbers of the inputs that hold TF32 numbers only (they are part of the identity).
     """
 
     members: Members
@@ -216,7 +216,7 @@ def _grouping(closed: jaxapi.Closed, fuse: bool, fuel: Fuel, platform: str) -> _
     if platform == "cpu":
         graph = build_graph(closed.jaxpr, place, joined=MOST_JOINED)
     else:
-        graph = build_graph(closed.jaxpr, place, joined=MOST_SWITCHED, tf32=rounded_constants(closed))
+        graph = build_graph(closed.jaxpr, place, joined=MOST_SWITCHED, tf32=rounded_operands(closed))
 
     @functools.cache
     def grouped() -> find.Grouping:

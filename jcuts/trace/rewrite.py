@@ -5,6 +5,8 @@
     pools    pool(x . w), pool(x) . w  ->  each other, where that is less work                    (`trace/pools.py`)
     siblings x . w1, x . w2, ...  ->  parts of x . [w1 w2 ...]                                 (`trace/siblings.py`)
     rounds   x . w                ->  x . v^T, where v is w^T rounded to TF32                  (`trace/rounding.py`)
+    turns    x . w                ->  x . v^T, v = round(w^T) made in every call: w is an argument  (`trace/turning.py`)
+    vectors  gain * rsqrt(variance) of arguments  ->  made by one call before everything else      (`trace/vectors.py`)
     slots    concatenations that grow ->  updates of one array, in place                          (`trace/slots.py`)
 
 `scales` turns an inference batch norm, also one behind a bias, into one addition, which XLA and jcuts fuse into what
@@ -32,6 +34,8 @@ from jcuts.trace.rounding import rounds
 from jcuts.trace.siblings import siblings
 from jcuts.trace.simplify import simplify
 from jcuts.trace.slots import slots
+from jcuts.trace.turning import turns
+from jcuts.trace.vectors import vectors
 
 CONTROL_FLOW = ("scan", "while", "cond")
 MULTIPLY, ADD = "mul", "add"
@@ -343,8 +347,9 @@ def _scaled(product: Any, scale: np.ndarray, constants: dict[Any, Any]) -> Any:
 
 
 RULES: dict[str, Rule] = {
-    "scales": _scales, "dots": _dots, "pools": pools, "siblings": siblings, "rounds": rounds, "slots": slots,
+    "scales": _scales, "dots": _dots, "pools": pools, "siblings": siblings, "rounds": rounds,
+    "turns": turns, "vectors": vectors, "slots": slots,
 }  # fmt: skip
 """Every rewrite by its name, in the order in which they are applied."""
-OUTSIDE = ("rounds",)
+OUTSIDE = ("rounds", "turns", "vectors")
 """Rules that leave bodies of control flow alone: kernels there do not know what their operands are."""

@@ -22,9 +22,11 @@ from jcuts.base.errors import AccuracyRejected, CandidateRejected, CompileReject
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.codegen.cuda.image import is_image
 from jcuts.tune import sample
-from jcuts.tune.check import Accuracy, Expected, check_output
+from jcuts.tune.check import check_output
 from jcuts.tune.choice import LIBRARY, SCREENED
 from jcuts.tune.convolve import convolve, convolve_xla
+from jcuts.tune.expected import Expected
+from jcuts.tune.floats import Accuracy
 from jcuts.tune.kernelfile import read_kernel, write_kernel
 from jcuts.tune.launch import Launcher, Schedule
 from jcuts.tune.noise import HOPELESS, Samples
@@ -401,7 +403,7 @@ def _expected(folder: Path, number: int, i: int, kind: str, spec: Output, seen: 
     shape, dtype = spec.shape if seen is None else seen.shape, spec.dtype
     kind_of = dtype_of(dtype).kind
     wide = dtype if kind_of in "biu" else "complex128" if kind_of == "c" else "float64"
-    low, unsure = (folder / f"{number}.{name}{i}.npy" for name in ("low", "unsure"))
+    low, unsure, rounded = (folder / f"{number}.{name}{i}.npy" for name in ("low", "unsure", "rounded"))
     bounds: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
     if low.exists():
         bounds = (load(low, shape, wide), load(folder / f"{number}.high{i}.npy", shape, wide))
@@ -411,6 +413,7 @@ def _expected(folder: Path, number: int, i: int, kind: str, spec: Output, seen: 
         load(folder / f"{number}.ref{i}.npy", shape, wide),
         *bounds,
         load(unsure, shape, "float64" if kind_of in "biu" else wide) if unsure.exists() else None,
+        load(rounded, shape, wide) if rounded.exists() else None,
     )
 
 

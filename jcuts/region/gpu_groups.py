@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jcuts.dfg.program import Program
-from jcuts.region import gpu_group_windows, gpu_products, gpu_rounded, gpu_streams
+from jcuts.region import gpu_fitted, gpu_group_windows, gpu_products, gpu_rounded, gpu_streams
 from jcuts.region.gpu_group_tiling import BARRIER, HIGH, LINE, GroupTiling
 from jcuts.region.gpu_products import CLUSTER, EXIT, FETCH, LATENCY, MEMORY, PORT, SECOND, Counter
 from jcuts.region.gpu_tiles import Candidate, GpuMachine
@@ -145,7 +145,11 @@ def tilings(counter: GroupCounter) -> Iterator[GroupTiling]:
     """All schedules that fit the product and the multiprocessor."""
     if not _enough(counter):
         return
-    for rows, columns, along in (*SHAPES, *((*NARROW, *(SHORT if counter.short else ())) if counter.rounded else ())):
+    shapes = SHAPES
+    if counter.rounded:
+        shapes += NARROW + (SHORT if counter.short else ())
+        shapes += gpu_fitted.shapes(counter.rows, counter.columns, counter.batch, counter.machine.sms)
+    for rows, columns, along in dict.fromkeys(shapes):
         if rows >= 2 * counter.rows or columns >= 2 * counter.columns:
             continue
         if not counter.whole(rows, columns):

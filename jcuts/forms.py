@@ -47,6 +47,7 @@ GPUS = ("gpu", "cuda")
 FLOOR_ULP = 4.0
 MOST = 4.0  # a single element may be that many times as far off as the whole output (`tune.check` has the same)
 FOLDED = ("scales", "rounds", "slots")  # rewrites that take work away and add none
+TURNED = ("turns",)  # rewrites that add work which only kernels make up for
 WITH_ALL = ("pools", "siblings")  # rewrites that only race beside all others that apply
 AHEAD = 0.6  # a form that gains so much less than another, in shares of what the other's kernels take, is left out
 EVERY = Form((), "every")
@@ -140,7 +141,7 @@ def planned(closed: jaxapi.Closed, platform: str, plan: Callable[[Form | None], 
     it; `absorbing` is the form without them.
     The rules of `WITH_ALL` race only beside all others that apply, in three programs (each costs seconds of
     compilation): left to XLA, with kernels for everything, and with kernels for all but dense products, since larger
-    products are what these rules are for.
+    products are what these rules are for.  What `TURNED` does in every call only kernels make up for: one program more.
     """
     found: dict[Form | None, Any] = {}
     seen: set[str] = set()
@@ -156,8 +157,9 @@ def planned(closed: jaxapi.Closed, platform: str, plan: Callable[[Form | None], 
 def worth_planning(closed: jaxapi.Closed, platform: str) -> list[Form | None]:
     """The forms that `planned` looks at, in its order."""
     rules = rewrite.applicable(simplify(inline(closed))) if platform in GPUS else ()
-    if "rounds" in rules and gpus.machine().capability != GROUPED:
-        rules = tuple(name for name in rules if name != "rounds")
+    if set(rules) & {"rounds", *TURNED} and gpus.machine().capability != GROUPED:
+        rules = tuple(name for name in rules if name not in ("rounds", *TURNED))
+    turned, rules = rules, tuple(name for name in rules if name not in TURNED)
     folded = tuple(name for name in rules if name in FOLDED)
     found: list[Form | None] = [Form(folded) if folded else None]
     if platform in GPUS:
@@ -167,6 +169,8 @@ def worth_planning(closed: jaxapi.Closed, platform: str) -> list[Form | None]:
         found.append(Form(every[-1], "absorbing"))
         if set(rules) & set(WITH_ALL):
             found += [Form(rules, regions) for regions in ("none", "all", "absorbing")]
+        if turned != rules:
+            found.append(Form(turned, "anchored"))  # what turns weights is one loop of XLA's
     return list(dict.fromkeys(found))
 
 

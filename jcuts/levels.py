@@ -21,7 +21,7 @@ from jcuts.region.graph import MOST_JOINED, MOST_SWITCHED, TensorGraph, build_gr
 from jcuts.region.legality import Subset as Members
 from jcuts.trace import jaxapi
 from jcuts.trace.canonical import canonical_digest
-from jcuts.trace.rounding import rounded_constants
+from jcuts.trace.rounding import rounded_values
 from jcuts.trace.source import place
 from jcuts.xla import gpus
 from jcuts.xla.rebuild import subset_closed
@@ -216,7 +216,7 @@ def _grouping(closed: jaxapi.Closed, fuse: bool, fuel: Fuel, platform: str) -> _
     if platform == "cpu":
         graph = build_graph(closed.jaxpr, place, joined=MOST_JOINED)
     else:
-        graph = build_graph(closed.jaxpr, place, joined=MOST_SWITCHED, tf32=rounded_constants(closed))
+        graph = build_graph(closed.jaxpr, place, joined=MOST_SWITCHED, tf32=rounded_values(closed))
 
     @functools.cache
     def grouped() -> find.Grouping:

@@ -214,6 +214,9 @@ def build(
         refusal = graph.nodes[number].refusal
         if refusal is not None:
             return refusal
+        for tensor in (graph.tensors[t] for t in graph.nodes[number].outputs):
+            if tensor.tf32 and not subset.isdisjoint(tensor.users):
+                return Refusal("subset", "what is rounded is rounded once, not in every block")
     roots = [graph.nodes[n] for n in sorted(subset) if _op(graph.nodes[n]).is_root]
     outputs = graph.subset_outputs(subset)
     if not outputs:

@@ -30,8 +30,8 @@ AGAIN = 0.95
 """What every further candidate with as many blocks per tile counts."""
 BESIDE = 0.5
 """Registers per total for each operand that is added to the results one by one: the assembler asks for it early."""
-STREAMS = 3
-"""Tilings of a product that is bound by memory."""
+STREAMS, BEHIND = 3, 1.25
+"""Tilings of a product that is bound by memory, and by how much they may count more than others."""
 GROUPED = (9, 0)
 """The compute capability that has warp groups."""
 LEAST_POINTS, LEAST_PRODUCTS = 1 << 18, 1 << 27
@@ -123,6 +123,8 @@ def grouped(counter: GroupCounter, most: int = MOST, *, alike: bool = False) -> 
         seen[kind] = seen.get(kind, 0) + 1
     chosen = sorted(scored, key=lambda found: -found[0])[:most]
     streams = gpu_streams.best(counter, STREAMS if _enough(counter) else 0)
+    if streams and best and streams[0][0] > BEHIND * min(cycles for cycles, _ in best.values()):
+        streams = []
     for cycles, tiling in streams:
         yield tiling.of(counter.program), counter.least / cycles
     if streams and chosen:  # the others are counted for units that are busy all the time

@@ -114,7 +114,7 @@ def build_graph(
 
     Args: jaxpr: anything with ``constvars, invars, eqns, outvars``; where: equation -> "file:line (function)"; scalars:
         values of variables that are known numbers (closed-over Python scalars); joined: operands of the largest
-        concatenation that is not left to XLA; tf32: constants that are known to hold TF32 numbers only.
+        concatenation that is not left to XLA; tf32: values that are known to hold TF32 numbers only.
     """
     tensors: list[Tensor] = []
     of_var: dict[Any, int] = {}
@@ -149,7 +149,7 @@ def build_graph(
         inputs = tuple(number_of(v) for v in eqn.invars)
         outputs = tuple(new(v, number, k) for k, v in enumerate(eqn.outvars))
         for var, tensor in zip(eqn.outvars, outputs, strict=True):
-            of_var[var] = tensor
+            of_var[var], tensors[tensor].tf32 = tensor, var in tf32
         for tensor in set(inputs):
             tensors[tensor].users.append(number)
         found = _describe(eqn, [tensors[t].type for t in inputs], [tensors[t].type for t in outputs])

@@ -32,6 +32,7 @@ from jcuts.trace.rounding import rounds
 from jcuts.trace.siblings import siblings
 from jcuts.trace.simplify import simplify
 from jcuts.trace.slots import slots
+from jcuts.trace.turning import turns
 
 CONTROL_FLOW = ("scan", "while", "cond")
 MULTIPLY, ADD = "mul", "add"
@@ -343,8 +344,9 @@ def _scaled(product: Any, scale: np.ndarray, constants: dict[Any, Any]) -> Any:
 
 
 RULES: dict[str, Rule] = {
-    "scales": _scales, "dots": _dots, "pools": pools, "siblings": siblings, "rounds": rounds, "slots": slots,
+    "scales": _scales, "dots": _dots, "pools": pools, "siblings": siblings, "rounds": rounds, "turns": turns,
+    "slots": slots,
 }  # fmt: skip
 """Every rewrite by its name, in the order in which they are applied."""
-OUTSIDE = ("rounds",)
+OUTSIDE = ("rounds", "turns")
 """Rules that leave bodies of control flow alone: kernels there do not know what their operands are."""

@@ -4,8 +4,8 @@
 
 At the default precision XLA's libraries round both operands to TF32 (10 bits after the point, to nearest) in every
 call; constants can be rounded once, which changes nothing in what such a product computes.  Kernels for warp groups
-(`codegen.cuda.product_groups`) then take weights as they are: `rounded_constants` says which ones.  Nothing else is
-rounded: not arguments, not other types, not products of a higher precision, and not small ones or those of a few rows,
+(`codegen.cuda.product_groups`) then take weights as they are: `rounded_values` says which ones.  Nothing else is
+rounded: not arguments (but see `turning`), not other types, not products of a higher precision, and not small ones or those of a few rows,
 which libraries may compute without matrix units.
 """
 
@@ -31,6 +31,9 @@ of."""
 LOW = np.uint32(0x1FFF)
 """The bits of a float32 that TF32 lacks."""
 
+TF32 = {"exponent_bits": 8, "mantissa_bits": 10}
+"""Of a ``reduce_precision``."""
+
 Order = tuple[int, ...]
 
 
@@ -39,7 +42,7 @@ def rounds(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
     program = Program(closed)
     replaced: dict[int, list[Any]] = {}
     for eqn in closed.jaxpr.eqns:
-        order = _order(eqn)
+        order = order_of(eqn)
         weights = None if order is None or jaxapi.is_literal(eqn.invars[1]) else program.consts.get(eqn.invars[1])
         if order is None or not _is_array(weights):
             continue
@@ -48,20 +51,21 @@ def rounds(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
             continue
         made = _rounded(weights, order)
         if made is not None:
-            replaced[id(eqn)] = [_turned(eqn, program.constant(made, made.dtype), order)]
+            replaced[id(eqn)] = [turned(eqn, program.constant(made, made.dtype), order)]
     return (program.with_eqns(replaced), len(replaced)) if replaced else (closed, 0)
 
 
-def rounded_constants(closed: jaxapi.Closed) -> frozenset[Any]:
-    """The constants that are weights of large products, lie along terms, and hold TF32 numbers only."""
+def rounded_values(closed: jaxapi.Closed) -> frozenset[Any]:
+    """What is weights of large products, lies along terms, and holds TF32 numbers only: constants; rounded values."""
     consts = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    made = {e.outvars[0] for e in closed.jaxpr.eqns if jaxapi.primitive_name(e) == "reduce_precision" and _to_tf32(e)}
     found = set()
     for eqn in closed.jaxpr.eqns:
-        order = _order(eqn)
+        order = order_of(eqn)
         if order is None or order != tuple(range(len(order))) or jaxapi.is_literal(eqn.invars[1]):
             continue
         atom = eqn.invars[1]
-        if atom not in found and _is_array(consts.get(atom)) and is_rounded(consts[atom]):
+        if atom in made or (atom not in found and _is_array(consts.get(atom)) and is_rounded(consts[atom])):
             found.add(atom)
     return frozenset(found)
 
@@ -78,8 +82,11 @@ def round_tf32(values: np.ndarray) -> np.ndarray:
 
 
 # -- which, and how -------------------------------------------------------------------------------------------------
-def _order(eqn: Any) -> Order | None:
-    """The dimensions of the right operand in the order that makes them (columns, terms); None for other equations."""
+def order_of(eqn: Any) -> Order | None:
+    """The dimensions of the right operand in the order that makes them (columns, terms); None for other equations.
+
+    Only products that warp groups may win have one.
+    """
     name = jaxapi.primitive_name(eqn)
     if name not in (DOT, CONVOLUTION) or any(str(v.aval.dtype) != "float32" for v in (*eqn.invars, *eqn.outvars)):
         return None
@@ -119,12 +126,18 @@ def _order_of_filter(eqn: Any) -> Order | None:
     return (spec[0], *spec[2:], spec[1])
 
 
+def _to_tf32(eqn: Any) -> bool:
+    """Whether a ``reduce_precision`` leaves numbers of TF32."""
+    params = eqn.params
+    return str(eqn.outvars[0].aval.dtype) == "float32" and all(params[name] <= bits for name, bits in TF32.items())
+
+
 def _is_default(precision: Any) -> bool:
     parts = precision if isinstance(precision, tuple) else (precision,)
     return all(part is None or part == jax.lax.Precision.DEFAULT for part in parts)
 
 
-def _turned(eqn: Any, weights: Any, order: Order) -> Any:
+def turned(eqn: Any, weights: Any, order: Order) -> Any:
     """The equation with weights in this order."""
     params = dict(eqn.params)
     if jaxapi.primitive_name(eqn) == DOT:

@@ -15,7 +15,7 @@ from jcuts.region.products import as_product, sides
 from jcuts.trace import jaxapi, rounding
 from jcuts.trace.inline import inline
 from jcuts.trace.rewrite import RULES, applicable, rewritten
-from jcuts.trace.rounding import is_rounded, round_tf32, rounded_constants
+from jcuts.trace.rounding import is_rounded, round_tf32, rounded_values
 from jcuts.trace.simplify import simplify
 from jcuts.tune.session import make_problem
 from jcuts.tune.values import make_inputs
@@ -87,7 +87,7 @@ def test_weights_of_large_products_are_turned_and_rounded_once(name):
     assert made.shape == wanted
     np.testing.assert_array_equal(made, ptx_tensor.round_tf32(turn(np.asarray(weights))))
     assert applicable(new.closed) == () and rewritten(new.closed, tuple(RULES)).counts == {}
-    assert rounded_constants(new.closed) == {new.closed.jaxpr.constvars[0]} and not rounded_constants(closed)
+    assert rounded_values(new.closed) == {new.closed.jaxpr.constvars[0]} and not rounded_values(closed)
     jaxapi.check(new.closed)
     value = np.asarray(RNG.standard_normal(x.shape), np.float32)
     with jax.enable_x64(True):
@@ -132,7 +132,7 @@ def test_what_is_left_alone(name):
     closed = simplify(inline(jax.make_jaxpr(function)(*arguments)))
     assert products(closed)
     assert rewritten(closed, ("rounds",)).counts == {}
-    assert not rounded_constants(closed)
+    assert not rounded_values(closed)
 
 
 def test_bodies_of_loops_are_left_alone():

@@ -48,7 +48,7 @@ FLOOR_ULP = 4.0
 MOST = 4.0  # a single element may be that many times as far off as the whole output (`tune.floats` has the same)
 FOLDED = ("scales", "rounds", "slots")  # rewrites that take work away and add none
 WITH_ALL = ("pools", "siblings")  # rewrites that only race beside all others that apply
-TURNED, VECTORS = "turns", "vectors"
+JOINED, TURNED, VECTORS = "joins", "turns", "vectors"
 """Rewrites that cost passes over arguments in every call, for kernels that then have less to do: they race apart."""
 AHEAD = 0.6  # a form that gains so much less than another, in shares of what the other's kernels take, is left out
 EVERY = Form((), "every")
@@ -159,8 +159,8 @@ def worth_planning(closed: jaxapi.Closed, platform: str) -> list[Form | None]:
     """The forms that `planned` looks at, in its order."""
     rules = rewrite.applicable(simplify(inline(closed))) if platform in GPUS else ()
     if set(rules) & {"rounds", TURNED} and gpus.machine().capability != GROUPED:
-        rules = tuple(name for name in rules if name not in ("rounds", TURNED))
-    ahead = tuple(name for name in rules if name in (TURNED, VECTORS))
+        rules = tuple(name for name in rules if name not in ("rounds", JOINED, TURNED))
+    ahead = tuple(name for name in rules if name in (JOINED, TURNED, VECTORS))
     rules = tuple(name for name in rules if name not in ahead)
     folded = tuple(name for name in rules if name in FOLDED)
     found: list[Form | None] = [Form(folded) if folded else None]
@@ -170,7 +170,8 @@ def worth_planning(closed: jaxapi.Closed, platform: str) -> list[Form | None]:
             found += [Form(rewrites, r) for r in ("all", "anchored", "none") if rewrites or r == "anchored"]
         found.append(Form(every[-1], "absorbing"))
         if TURNED in ahead:
-            found += [Form((*every[-1], TURNED), regions) for regions in ("all", "anchored")]
+            turned = tuple(name for name in ahead if name != VECTORS)
+            found += [Form((*every[-1], *turned), regions) for regions in ("all", "anchored")]
             found += [Form((*every[-1], *ahead), "all")]
         if set(rules) & set(WITH_ALL):
             found += [Form(rules, regions) for regions in ("none", "all", "absorbing")]

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jcuts.dfg.program import Program
-from jcuts.region import gpu_group_windows, gpu_products, gpu_rounded, gpu_streams
+from jcuts.region import gpu_fitted, gpu_group_windows, gpu_products, gpu_rounded, gpu_streams
 from jcuts.region.gpu_group_tiling import BARRIER, HIGH, LINE, GroupTiling
 from jcuts.region.gpu_products import CLUSTER, EXIT, FETCH, LATENCY, MEMORY, PORT, SECOND, Counter
 from jcuts.region.gpu_tiles import Candidate, GpuMachine
@@ -30,8 +30,8 @@ AGAIN = 0.95
 """What every further candidate with as many blocks per tile counts."""
 BESIDE = 0.5
 """Registers per total for each operand that is added to the results one by one: the assembler asks for it early."""
-STREAMS = 3
-"""Tilings of a product that is bound by memory."""
+STREAMS, BEHIND = 3, 1.25
+"""Tilings of a product that is bound by memory, and by how much they may count more than others."""
 GROUPED = (9, 0)
 """The compute capability that has warp groups."""
 LEAST_POINTS, LEAST_PRODUCTS = 1 << 18, 1 << 27
@@ -123,6 +123,8 @@ def grouped(counter: GroupCounter, most: int = MOST, *, alike: bool = False) -> 
         seen[kind] = seen.get(kind, 0) + 1
     chosen = sorted(scored, key=lambda found: -found[0])[:most]
     streams = gpu_streams.best(counter, STREAMS if _enough(counter) else 0)
+    if streams and best and streams[0][0] > BEHIND * min(cycles for cycles, _ in best.values()):
+        streams = []
     for cycles, tiling in streams:
         yield tiling.of(counter.program), counter.least / cycles
     if streams and chosen:  # the others are counted for units that are busy all the time
@@ -145,7 +147,11 @@ def tilings(counter: GroupCounter) -> Iterator[GroupTiling]:
     """All schedules that fit the product and the multiprocessor."""
     if not _enough(counter):
         return
-    for rows, columns, along in (*SHAPES, *((*NARROW, *(SHORT if counter.short else ())) if counter.rounded else ())):
+    shapes = SHAPES
+    if counter.rounded:
+        shapes += NARROW + (SHORT if counter.short else ())
+        shapes += gpu_fitted.shapes(counter.rows, counter.columns, counter.batch, counter.machine.sms)
+    for rows, columns, along in dict.fromkeys(shapes):
         if rows >= 2 * counter.rows or columns >= 2 * counter.columns:
             continue
         if not counter.whole(rows, columns):

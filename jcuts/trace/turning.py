@@ -5,56 +5,65 @@
 
 Whoever passes parameters has to have them rounded again in every call: a pass over the weights, and kernels for the
 products that take them as they are (`rounds`).  That pays where a product's operand and result are far larger than its
-weights, so nothing else is turned.  Weights are arguments, possibly reshaped on the way; the equation is a call of a
-function of its own at the beginning of the program, which no kernel takes apart.
+weights, so nothing else is turned.  Weights are arguments, possibly moved on the way: reshaped, one layer's out of
+those of all, several side by side (`trace.joining`).  The equation is a call of a function of its own at the beginning
+of the program, which no kernel takes apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from jcuts.trace import jaxapi
-from jcuts.trace.products import Program
+from jcuts.trace.products import Program, new_value
 from jcuts.trace.rounding import Order, is_large, order_of, rounded_constants, turned
 
-LAYOUTS = ("reshape", "squeeze", "expand_dims", "transpose")
+MOVES = ("reshape", "squeeze", "expand_dims", "transpose", "slice", "concatenate", "copy")
 ROUNDING, EXPONENT_BITS, MANTISSA_BITS = "reduce_precision", 8, 10
 CALLS = ("jit", "pjit")
 SHARE = 4
 """A product's operand and result together have at least that many times as many numbers as its weights."""
 
-_Source = tuple[Any, tuple[Any, ...], Order]
-"""An argument, the equations that reshape it, and the order of dimensions behind them."""
-
 
 def turns(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
     """Rounds and turns the arguments that are weights of large products; gives the program and how many products."""
-    program = Program(closed)
-    arguments = set(closed.jaxpr.invars)
-    sources: dict[Any, _Source] = {}
-    made: dict[Any, Any] = {}
+    program, given = Program(closed), moved_arguments(closed)
+    made: dict[tuple[Any, Order], Any] = {}
     replaced: dict[int, list[Any]] = {}
     for eqn in closed.jaxpr.eqns:
-        order = order_of(eqn)
-        if order is None or not is_large(eqn, order) or not _pays(eqn):
+        order = order_of_argument(eqn, given)
+        if order is None:
             continue
-        chain = _chain(eqn.invars[1], program, arguments)
-        if chain is None:
-            continue
-        key = (chain[0], tuple(map(id, chain[1])), order)
-        if key not in made:
-            sources[key] = (*chain, order)
-            weights = eqn.invars[1].aval
-            made[key] = jaxapi.new_var(jaxapi.ShapedArray(tuple(weights.shape[d] for d in order), weights.dtype))
-        replaced[id(eqn)] = [turned(eqn, made[key], order)]
+        weights = eqn.invars[1]
+        if (weights, order) not in made:
+            made[weights, order] = new_value([weights.aval.shape[d] for d in order], weights.aval)
+        replaced[id(eqn)] = [turned(eqn, made[weights, order], order)]
     if not replaced:
         return closed, 0
-    call = _call(list(sources.values()), [made[key] for key in sources])
     new = program.with_eqns(replaced)
-    return jaxapi.with_eqns(new, [call, *new.jaxpr.eqns]), len(replaced)
+    return jaxapi.with_eqns(new, [_call(closed, made), *new.jaxpr.eqns]), len(replaced)
+
+
+def moved_arguments(closed: jaxapi.Closed) -> frozenset[Any]:
+    """Arguments, and what is only parts or rearrangements of them."""
+    found = set(closed.jaxpr.invars)
+    for eqn in closed.jaxpr.eqns:
+        if jaxapi.primitive_name(eqn) in MOVES and all(not jaxapi.is_literal(a) and a in found for a in eqn.invars):
+            found.update(eqn.outvars)
+    return frozenset(found)
+
+
+def order_of_argument(eqn: Any, given: frozenset[Any]) -> Order | None:
+    """The order of a product's weights along terms, where rounding them in every call pays.
+
+    Args: given: what `moved_arguments` found.
+    """
+    order = order_of(eqn)
+    if order is None or jaxapi.is_literal(eqn.invars[1]) or eqn.invars[1] not in given:
+        return None
+    return order if is_large(eqn, order) and _pays(eqn) else None
 
 
 def rounded_operands(closed: jaxapi.Closed) -> frozenset[Any]:
@@ -79,34 +88,33 @@ def _pays(eqn: Any) -> bool:
     return SHARE * weights <= operand + eqn.outvars[0].aval.size
 
 
-def _chain(atom: Any, program: Program, arguments: set[Any]) -> tuple[Any, tuple[Any, ...]] | None:
-    """The argument that a value is, and the equations that give it other dimensions; None for other values."""
-    chain: list[Any] = []
-    while not jaxapi.is_literal(atom) and atom not in arguments:
-        eqn = program.made.get(atom)
-        if eqn is None or jaxapi.primitive_name(eqn) not in LAYOUTS:
-            return None
-        chain.insert(0, eqn)
-        atom = eqn.invars[0]
-    return None if jaxapi.is_literal(atom) else (atom, tuple(chain))
+def _call(closed: jaxapi.Closed, made: dict[tuple[Any, Order], Any]) -> Any:
+    """The equation that makes all weights. Args: made: (weights, order) -> the new value."""
+    by = {v: e for e in closed.jaxpr.eqns for v in e.outvars}
+    needed: dict[int, Any] = {}
+    stack = [weights for weights, _ in made]
+    while stack:
+        eqn = by.get(stack.pop())
+        if eqn is not None and id(eqn) not in needed:
+            needed[id(eqn)] = eqn
+            stack += eqn.invars
+    moves = [eqn for eqn in closed.jaxpr.eqns if id(eqn) in needed]
+    read = [*(weights for weights, _ in made), *(a for eqn in moves for a in eqn.invars)]
+    arguments = list(dict.fromkeys(a for a in read if a not in by))
 
-
-def _call(sources: Sequence[_Source], results: Sequence[Any]) -> Any:
-    """The equation that makes all weights."""
-
-    def weights(*arguments: Any) -> list[Any]:
+    def weights(*values: Any) -> list[Any]:
+        known = dict(zip(arguments, values, strict=True))
+        for eqn in moves:
+            (known[eqn.outvars[0]],) = jaxapi.bind_eqn(eqn, [known[a] for a in eqn.invars])
         found = []
-        for value, (_, chain, order) in zip(arguments, sources, strict=True):
-            for eqn in chain:
-                (value,) = jaxapi.bind_eqn(eqn, [value])
-            value = value if order == tuple(range(len(order))) else jax.lax.transpose(value, order)
+        for atom, order in made:
+            value = known[atom] if order == tuple(range(len(order))) else jax.lax.transpose(known[atom], order)
             found.append(jax.lax.reduce_precision(value, EXPONENT_BITS, MANTISSA_BITS))
         return found
 
-    arguments = [atom for atom, _, _ in sources]
     shapes = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in arguments]
     (eqn,) = jaxapi.closed_jaxpr_of(jax.jit(weights), *shapes).jaxpr.eqns
-    return eqn.replace(invars=arguments, outvars=list(results))
+    return eqn.replace(invars=arguments, outvars=list(made.values()))
 
 
 def _rounded_results(call: Any) -> list[Any]:

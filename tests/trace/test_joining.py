@@ -31,10 +31,12 @@ def attention(x, q, k, v, bq, bk, bv):
 
 
 WEIGHTS = {
-    "with biases": (attention, normal(2, 4096, 128), [*(normal(128, 128) for _ in "qkv"), *(normal(128) for _ in "qkv")]),
+    "with biases": (
+        attention, normal(2, 4096, 128), [*(normal(128, 128) for _ in "qkv"), *(normal(128) for _ in "qkv")],
+    ),
     "without": (lambda x, a, b: (x @ a, jnp.tanh(x @ b)), normal(8192, 256), [normal(256, 96), normal(256, 64)]),
     "of all layers": (lambda x, w: (x @ w[0], x @ w[2]), normal(8192, 256), [normal(3, 256, 72)]),
-}
+}  # fmt: skip
 CALLS = ("jit", "pjit")
 
 
@@ -70,7 +72,7 @@ LEFT = {
     "one product": (lambda x, w: x @ w, normal(8192, 256), normal(256, 72)),
     "different operands": (lambda x, w, v: (x @ w, (x + 1) @ v), normal(8192, 256), normal(256, 72), normal(256, 72)),
     "few rows": (lambda x, w, v: (x @ w, x @ v), normal(256, 512), normal(512, 512), normal(512, 512)),
-    "computed": (lambda x, w, v: (x @ jnp.tanh(w), x @ jnp.tanh(v)), normal(8192, 256), normal(256, 72), normal(256, 72)),
+    "computed": (lambda x, w, v: (x @ jnp.tanh(w), x @ jnp.tanh(v)), normal(8192, 256), *[normal(256, 72)] * 2),
 }
 
 

@@ -16,6 +16,7 @@ from jcuts.base.errors import IRError
 from jcuts.base.settings import Settings
 from jcuts.dfg.program import Program
 from jcuts.region.bound import bound
+from jcuts.trace.canonical import canonical_text
 from jcuts.tune.choice import LIBRARY, Choice
 from jcuts.tune.library import with_exports
 from jcuts.tune.problem import Candidate, Input, Output, Problem
@@ -211,6 +212,7 @@ def make_problem(subset: Any, settings: Settings, candidates: int, device: str =
         degree=degree(subset.closed),
         name=_name(subset),
         device=device,
+        text=canonical_text(subset.closed) if device else "",
     )
 
 

@@ -3,11 +3,12 @@
 XLA times dozens of its own kernels for every product that it has not met, which takes seconds; the time of the best one
 grows evenly with the size.  Of a family XLA's side is measured at sizes a factor apart, and in between it lies on the
 line through its neighbours' times.  That is enough where a kernel is clearly faster or slower than the line; where it
-is not, XLA's side is measured after all (`tune.stages`).
+is not, XLA's side is measured after all (`tune.turns`).
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -72,9 +73,12 @@ def settled(kernel: float | None, least: float, most: float, faster: float, slow
     """XLA's time [s] where that is enough to choose by; None where it must be measured.
 
     Args: kernel: the fastest one's time [s], None where all were left behind; least, most: what XLA's side takes [s];
-        faster, slower: factors by which a kernel must be faster than the one, or slower than the other.
+        faster, slower: factors by which a kernel must be faster than the one, or slower than the other; infinite where
+            XLA's own program is wanted if it wins.
     """
-    if kernel is None or kernel >= slower * most:
+    if kernel is None:
+        return most if slower < math.inf else None
+    if kernel >= slower * most:
         return most
     return least if faster * kernel <= least else None
 

@@ -31,6 +31,7 @@ class Job:
         rejected: candidates that are out, with the reason.
         compiling, checking: requests under way.
         between: two problems between which XLA's side of this one lies, as long as nobody needs more.
+        parts: problems that take as long together, for the same time.
         apart: bytes of the convolutions' results where XLA's side is measured with their ReLU apart, for the same time.
         library: the least and the most that XLA's side takes [s], once it is known.
         expected: whether that was enough, so that XLA's own program was never compiled.
@@ -51,6 +52,7 @@ class Job:
     compiling: int = 0
     checking: int = 0
     between: Between | None = None
+    parts: tuple[str, ...] = ()
     apart: list[int] = field(default_factory=list)
     library: Range | None = None
     expected: bool = False
@@ -98,9 +100,14 @@ class Job:
             passes = float((self.answer or {}).get("passes", 0.0)) if self.apart else 0.0
             self.library = (max(0.0, found - passes), found)
 
+    @property
+    def is_derived(self) -> bool:
+        """Whether XLA's time is to follow from other problems'."""
+        return self.between is not None or bool(self.parts)
+
     def again(self) -> None:
         """XLA's side is to be measured in full."""
-        self.between, self.apart, self.answer = None, [], None
+        self.between, self.parts, self.apart, self.answer = None, (), [], None
 
     def fastest(self) -> float | None:
         """Time of the fastest kernel that met others in a race [s]."""

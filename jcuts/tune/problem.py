@@ -135,6 +135,7 @@ class Problem:
         expected: how many candidates there will be at most, where they are not made yet; for progress alone.
         text: the subset's program as text, by which problems that differ in one size are told (`tune.family`); '' for
             one that is measured on its own.
+        parts: digests of problems that are the same work in several programs, if there are any.
     """
 
     identity: str
@@ -153,6 +154,7 @@ class Problem:
     device: str = ""
     expected: int = 0
     text: str = field(default="", repr=False)
+    parts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         labels = [c.label for c in self.candidates]

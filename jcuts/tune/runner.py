@@ -133,8 +133,8 @@ def _measure_all(
             quiet = asked.quiet or (lambda _: True)
             early = functools.partial(quiet, False) if platform != "cpu" and is_mine() else None
             session = Session(shop.pool(platform, workers), asked.effort, asked.progress, asked.mode, early)
-            lines_apply = asked.mode == "mixed" and platform != "cpu"
-            lines = between({p.digest: p.text for p in problems}) if lines_apply else {}
+            derives = asked.mode == "mixed" and platform != "cpu"
+            digests, lines = {p.digest for p in problems}, between({p.digest: p.text for p in problems})
             session.total = sum(len(problem.candidates) or problem.expected for problem in problems)
             for number, problem in enumerate(problems):
                 try:
@@ -146,9 +146,9 @@ def _measure_all(
                     continue
                 # Its candidates are compiled while the next problem is prepared.
                 job = make_job(full, folder, number)
-                if all(c.kind != "stablehlo" for c in full.candidates):
-                    job.between = lines.get(problem.digest)
-                    job.apart = apart.results(problem.text) if lines_apply else []
+                if derives and all(c.kind != "stablehlo" for c in full.candidates):
+                    job.between, job.apart = lines.get(problem.digest), apart.results(problem.text)
+                    job.parts = problem.parts if digests.issuperset(problem.parts) else ()
                 session.add(job)
             session.finish()
             quiet(True)

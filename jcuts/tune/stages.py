@@ -279,7 +279,7 @@ class Session:
             self.compile_ahead(jobs)
 
     def _for_ahead(self, jobs: list[Job]) -> list[str]:
-        left = [job for job in jobs if (job.compiling or job.candidates) and job.between is None]
+        left = [job for job in jobs if (job.compiling or job.candidates) and not job.is_derived]
         return [str(job.file) for job in left if job.problem.device and not job.failed]
 
     def _send_early(self) -> None:

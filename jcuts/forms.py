@@ -51,6 +51,7 @@ WITH_ALL = ("pools", "siblings")  # rewrites that only race beside all others th
 JOINED, TURNED, VECTORS = "joins", "turns", "vectors"
 """Rewrites that cost passes over arguments in every call, for kernels that then have less to do: they race apart."""
 AHEAD = 0.6  # a form that gains so much less than another, in shares of what the other's kernels take, is left out
+AHEAD_OF_NONE = 0.2  # ... the one without kernels, where XLA's time was clear without compiling its code for some
 EVERY = Form((), "every")
 LEAST_SHARE = 0.05  # of the subsets' time, from which on kernels that lost by little are tried in a whole program
 LEAN: dict[str, Any] = {"xla_gpu_autotune_level": 0}  # the float64 program runs once: nothing is worth tuning in it
@@ -240,7 +241,8 @@ def left_behind(found: Mapping[Form | None, Any]) -> dict[Form | None, str]:
         alike = [other for other in found if _rewrites(other) == _rewrites(form)]
         best = max(alike, key=lambda other: sums[other][1])
         ours, gain = sums[best]
-        if ours > 0.0 and gain - sums[form][1] >= AHEAD * ours:
+        ahead = AHEAD_OF_NONE if form is not None and form.regions == "none" and _is_derived(found[best]) else AHEAD
+        if ours > 0.0 and gain - sums[form][1] >= ahead * ours:
             out[form] = (f"not tried: kernels gain {sums[form][1] * 1e6:,.0f} us on XLA's code here by measured sums, "
                          f"those of {name_of(best)} {gain * 1e6:,.0f} us (and take {ours * 1e6:,.0f} us)")
     return out
@@ -253,6 +255,12 @@ def names_behind(names: Sequence[str], behind: Mapping[Form | None, str]) -> dic
 
 def _rewrites(form: Form | None) -> tuple[str, ...]:
     return () if form is None else form.rewrites
+
+
+def _is_derived(outcome: Any) -> bool:
+    """Whether XLA's own code for some kernel was never compiled: a program without kernels would have to."""
+    subsets = getattr(outcome.report, "subsets", ())
+    return any(s.chosen != guard.XLA and getattr(s, "derived", False) for s in subsets)
 
 
 def _sums(outcome: Any) -> tuple[float, float]:

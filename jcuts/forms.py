@@ -48,9 +48,10 @@ FLOOR_ULP = 4.0
 MOST = 4.0  # a single element may be that many times as far off as the whole output (`tune.floats` has the same)
 FOLDED = ("scales", "rounds", "slots")  # rewrites that take work away and add none
 WITH_ALL = ("pools", "siblings")  # rewrites that only race beside all others that apply
-TURNED, VECTORS = "turns", "vectors"
+JOINED, TURNED, VECTORS = "joins", "turns", "vectors"
 """Rewrites that cost passes over arguments in every call, for kernels that then have less to do: they race apart."""
 AHEAD = 0.6  # a form that gains so much less than another, in shares of what the other's kernels take, is left out
+AHEAD_OF_NONE = 0.2  # ... the one without kernels, where XLA's time was clear without compiling its code for some
 EVERY = Form((), "every")
 LEAST_SHARE = 0.05  # of the subsets' time, from which on kernels that lost by little are tried in a whole program
 LEAN: dict[str, Any] = {"xla_gpu_autotune_level": 0}  # the float64 program runs once: nothing is worth tuning in it
@@ -159,8 +160,8 @@ def worth_planning(closed: jaxapi.Closed, platform: str) -> list[Form | None]:
     """The forms that `planned` looks at, in its order."""
     rules = rewrite.applicable(simplify(inline(closed))) if platform in GPUS else ()
     if set(rules) & {"rounds", TURNED} and gpus.machine().capability != GROUPED:
-        rules = tuple(name for name in rules if name not in ("rounds", TURNED))
-    ahead = tuple(name for name in rules if name in (TURNED, VECTORS))
+        rules = tuple(name for name in rules if name not in ("rounds", JOINED, TURNED))
+    ahead = tuple(name for name in rules if name in (JOINED, TURNED, VECTORS))
     rules = tuple(name for name in rules if name not in ahead)
     folded = tuple(name for name in rules if name in FOLDED)
     found: list[Form | None] = [Form(folded) if folded else None]
@@ -170,7 +171,8 @@ def worth_planning(closed: jaxapi.Closed, platform: str) -> list[Form | None]:
             found += [Form(rewrites, r) for r in ("all", "anchored", "none") if rewrites or r == "anchored"]
         found.append(Form(every[-1], "absorbing"))
         if TURNED in ahead:
-            found += [Form((*every[-1], TURNED), regions) for regions in ("all", "anchored")]
+            turned = tuple(name for name in ahead if name != VECTORS)
+            found += [Form((*every[-1], *turned), regions) for regions in ("all", "anchored")]
             found += [Form((*every[-1], *ahead), "all")]
         if set(rules) & set(WITH_ALL):
             found += [Form(rules, regions) for regions in ("none", "all", "absorbing")]
@@ -239,7 +241,8 @@ def left_behind(found: Mapping[Form | None, Any]) -> dict[Form | None, str]:
         alike = [other for other in found if _rewrites(other) == _rewrites(form)]
         best = max(alike, key=lambda other: sums[other][1])
         ours, gain = sums[best]
-        if ours > 0.0 and gain - sums[form][1] >= AHEAD * ours:
+        ahead = AHEAD_OF_NONE if form is not None and form.regions == "none" and _is_derived(found[best]) else AHEAD
+        if ours > 0.0 and gain - sums[form][1] >= ahead * ours:
             out[form] = (f"not tried: kernels gain {sums[form][1] * 1e6:,.0f} us on XLA's code here by measured sums, "
                          f"those of {name_of(best)} {gain * 1e6:,.0f} us (and take {ours * 1e6:,.0f} us)")
     return out
@@ -252,6 +255,12 @@ def names_behind(names: Sequence[str], behind: Mapping[Form | None, str]) -> dic
 
 def _rewrites(form: Form | None) -> tuple[str, ...]:
     return () if form is None else form.rewrites
+
+
+def _is_derived(outcome: Any) -> bool:
+    """Whether XLA's own code for some kernel was never compiled: a program without kernels would have to."""
+    subsets = getattr(outcome.report, "subsets", ())
+    return any(s.chosen != guard.XLA and getattr(s, "derived", False) for s in subsets)
 
 
 def _sums(outcome: Any) -> tuple[float, float]:

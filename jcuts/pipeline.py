@@ -38,7 +38,7 @@ from jcuts.trace.inline import inline
 from jcuts.trace.rewrite import Rewritten, rewritten
 from jcuts.trace.simplify import simplify
 from jcuts.trace.source import as_source
-from jcuts.tune.choice import LIBRARY, SCREENED
+from jcuts.tune.choice import FAMILY, LIBRARY, SCREENED
 from jcuts.xla import gpus, native
 from jcuts.xla.kernels import kernel_for, source_text
 from jcuts.xla.rebuild import in_order, kernel_eqns
@@ -334,9 +334,11 @@ def subset_report(level: Level, subset: Subset) -> SubsetReport:
     why = ""
     rejected: list[str] = []
     pul = bound = 0.0
+    derived = False
     if subset.choice is not None:
         times = {m.label: m for m in subset.choice.measurements}
         xla = times[LIBRARY].seconds if LIBRARY in times else None
+        derived = LIBRARY in times and times[LIBRARY].method == FAMILY
         if chosen is not None and (m := times.get(subset.choice.winner)) is not None:
             seconds, pul, bound = m.seconds, m.pul, m.bound_seconds
             xla = xla if m.is_contest else None  # another clock's time
@@ -352,7 +354,7 @@ def subset_report(level: Level, subset: Subset) -> SubsetReport:
         nodes[-1].prim, operations, where,
         "none" if not fused else "shared" if len(subset.program.phases) > 1 else "register",
         kind, label, subset.origin, dict(chosen.params) if chosen is not None else {}, pul, bound,
-        seconds, xla, 1, flop, moved, rejected, why,
+        seconds, xla, 1, flop, moved, rejected, why, derived,
     )  # fmt: skip
 
 

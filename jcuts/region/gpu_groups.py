@@ -18,11 +18,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jcuts.dfg.program import Program
-from jcuts.region import gpu_group_windows, gpu_products, gpu_rounded, gpu_streams
+from jcuts.region import gpu_fitted, gpu_group_windows, gpu_products, gpu_rounded, gpu_streams
 from jcuts.region.gpu_group_tiling import BARRIER, HIGH, LINE, GroupTiling
 from jcuts.region.gpu_products import CLUSTER, EXIT, FETCH, LATENCY, MEMORY, PORT, SECOND, Counter
 from jcuts.region.gpu_tiles import Candidate, GpuMachine
-from jcuts.region.products import Side, prologue, shares, vectors
+from jcuts.region.products import Side, bears_zeros, prologue, shares, vectors
 
 MOST = 5
 """Tilings of one product for warp groups."""
@@ -30,8 +30,8 @@ AGAIN = 0.95
 """What every further candidate with as many blocks per tile counts."""
 BESIDE = 0.5
 """Registers per total for each operand that is added to the results one by one: the assembler asks for it early."""
-STREAMS = 3
-"""Tilings of a product that is bound by memory."""
+STREAMS, BEHIND = 3, 1.25
+"""Tilings of a product that is bound by memory, and by how much they may count more than others."""
 GROUPED = (9, 0)
 """The compute capability that has warp groups."""
 LEAST_POINTS, LEAST_PRODUCTS = 1 << 18, 1 << 27
@@ -123,6 +123,8 @@ def grouped(counter: GroupCounter, most: int = MOST, *, alike: bool = False) -> 
         seen[kind] = seen.get(kind, 0) + 1
     chosen = sorted(scored, key=lambda found: -found[0])[:most]
     streams = gpu_streams.best(counter, STREAMS if _enough(counter) else 0)
+    if streams and best and streams[0][0] > BEHIND * min(cycles for cycles, _ in best.values()):
+        streams = []
     for cycles, tiling in streams:
         yield tiling.of(counter.program), counter.least / cycles
     if streams and chosen:  # the others are counted for units that are busy all the time
@@ -145,7 +147,11 @@ def tilings(counter: GroupCounter) -> Iterator[GroupTiling]:
     """All schedules that fit the product and the multiprocessor."""
     if not _enough(counter):
         return
-    for rows, columns, along in (*SHAPES, *((*NARROW, *(SHORT if counter.short else ())) if counter.rounded else ())):
+    shapes = SHAPES
+    if counter.rounded:
+        shapes += NARROW + (SHORT if counter.short else ())
+        shapes += gpu_fitted.shapes(counter.rows, counter.columns, counter.batch, counter.machine.sms)
+    for rows, columns, along in dict.fromkeys(shapes):
         if rows >= 2 * counter.rows or columns >= 2 * counter.columns:
             continue
         if not counter.whole(rows, columns):
@@ -185,14 +191,14 @@ def _depths(
         if any(side.run % terms and side.run != counter.terms for side in counter.sides):
             continue
         share, found = shares(counter.terms, terms, split * cluster)
-        if counter.before and (not counter.rounded or counter.terms % (terms * share * found)):
+        if not counter.takes(terms * share * (found if split == 1 else 1), split):
             continue
         if found != split * cluster or (lines > 1 and share < 3):
             continue
         if found > 1 and share < (2 if counter.short and split == 1 else 4):
             continue
         yield GroupTiling(
-            rows, columns, terms, (along, 1), stages, flight, split, cluster, counter.rounded,
+            rows, columns, terms, (along, 1), stages, flight, split, cluster, counter.through,
             steps=0 if counter.short else 1, push=int(counter.rounded and cluster > 1), early=int(counter.short),
         )  # fmt: skip
 
@@ -216,11 +222,22 @@ class GroupCounter(Counter):
         by_terms = all(side.along_terms for side in self.sides)
         self.rounded = int(by_terms and program.buffer(self.sides[1].buffer).tf32)
         self.before, self.vectors = prologue(program) is not None, len(vectors(program))
+        self.through = int(self.rounded or (self.before and self.item == 2))
+        self.ragged = self.before and bears_zeros(program)
         products = float(self.batch * self.rows * self.columns * self.terms)
         self.short = bool(self.rounded) and self.batch * self.rows * self.columns <= machine.sms * FEW_POINTS
         self.rates = gpu_rounded.FEW_RATES if self.short else gpu_rounded.RATES
+        if self.item == 2:
+            self.rates = replace(self.rates, unit=UNIT[2])
         self.unit = self.rates.unit if self.rounded else UNIT[self.item]
         self.least = max(self.moved / MEMORY, products / (machine.sms * self.unit), LATENCY)
+
+    def takes(self, terms: int, split: int = 1) -> bool:
+        """Whether what stands before the product is no hindrance to blocks of so many terms, or to parts of the grid."""
+        if not self.before:
+            return True
+        whole = self.terms % (terms * split) == 0
+        return bool(self.through) and (whole or (self.item == 2 and self.ragged and split == 1))
 
     def share(self, tiling: GroupTiling) -> int:
         """Tiles of terms of a block."""

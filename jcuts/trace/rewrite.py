@@ -5,6 +5,7 @@
     pools    pool(x . w), pool(x) . w  ->  each other, where that is less work                    (`trace/pools.py`)
     siblings x . w1, x . w2, ...  ->  parts of x . [w1 w2 ...]                                 (`trace/siblings.py`)
     rounds   x . w                ->  x . v^T, where v is w^T rounded to TF32                  (`trace/rounding.py`)
+    joins    x . w1, x . w2, ...  ->  parts of x . [w1 w2 ...], put side by side in every call   (`trace/joining.py`)
     turns    x . w                ->  x . v^T, v = round(w^T) made in every call: w is an argument  (`trace/turning.py`)
     vectors  gain * rsqrt(variance) of arguments  ->  made by one call before everything else      (`trace/vectors.py`)
     slots    concatenations that grow ->  updates of one array, in place                          (`trace/slots.py`)
@@ -28,6 +29,7 @@ import jax
 import numpy as np
 
 from jcuts.trace import jaxapi
+from jcuts.trace.joining import joins
 from jcuts.trace.pools import pools
 from jcuts.trace.products import CONVOLUTION, Program, channel_of, constant_of, is_point_by_point, new_value
 from jcuts.trace.rounding import rounds
@@ -348,8 +350,8 @@ def _scaled(product: Any, scale: np.ndarray, constants: dict[Any, Any]) -> Any:
 
 RULES: dict[str, Rule] = {
     "scales": _scales, "dots": _dots, "pools": pools, "siblings": siblings, "rounds": rounds,
-    "turns": turns, "vectors": vectors, "slots": slots,
+    "joins": joins, "turns": turns, "vectors": vectors, "slots": slots,
 }  # fmt: skip
 """Every rewrite by its name, in the order in which they are applied."""
-OUTSIDE = ("rounds", "turns", "vectors")
+OUTSIDE = ("rounds", "joins", "turns", "vectors")
 """Rules that leave bodies of control flow alone: kernels there do not know what their operands are."""

@@ -151,14 +151,15 @@ def _joined(group: Sequence[_Sibling], program: Program, readers: dict[Any, Any]
         eqns += [*before, followers[0].replace(invars=invars, outvars=[whole_after])]
         whole, parts = whole_after, [eqn.outvars[0] for eqn in followers]
         gone += followers
-    return [*eqns, *_slices(whole, parts, first.place, widths, first.eqn)], gone
+    return [*eqns, *slices(whole, parts, first.place, widths, first.eqn)], gone
 
 
 def _wide(shape: Sequence[int], place: int, width: int) -> tuple[int, ...]:
     return (*shape[:place], width, *shape[place + 1 :])
 
 
-def _slices(whole: Any, parts: Sequence[Any], place: int, widths: Sequence[int], like: Any) -> list[Any]:
+def slices(whole: Any, parts: Sequence[Any], place: int, widths: Sequence[int], like: Any) -> list[Any]:
+    """Equations that cut a joined result into its parts."""
     made, start = [], 0
     for part, width in zip(parts, widths, strict=True):
         starts, limits = [0] * whole.aval.ndim, list(whole.aval.shape)

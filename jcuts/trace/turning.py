@@ -5,22 +5,23 @@
 
 Whoever passes parameters has to have them rounded again in every call: a pass over the weights, and kernels for the
 products that take them as they are (`rounds`).  That pays where a product's operand and result are far larger than its
-weights, or these are few, so nothing else is turned.  Weights are arguments, possibly reshaped on the way; the equation
-is a call of a function of its own at the beginning of the program, which no kernel takes apart.
+weights, or these are few, so nothing else is turned.  Weights are arguments, possibly moved on the way: reshaped, one
+layer's out of those of all, several side by side (`trace.joining`).  The equations are calls of a function of their own
+at the beginning of the program, which no kernel takes apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from jcuts.trace import jaxapi
-from jcuts.trace.products import Program
+from jcuts.trace.products import Program, new_value
 from jcuts.trace.rounding import Order, order_of, rounded_constants, turned
 
-LAYOUTS = ("reshape", "squeeze", "expand_dims", "transpose")
+MOVES = ("reshape", "squeeze", "expand_dims", "transpose", "slice", "concatenate", "copy")
+RESHAPES = MOVES[:3]
 ROUNDING, EXPONENT_BITS, MANTISSA_BITS = "reduce_precision", 8, 10
 CALLS = ("jit", "pjit")
 SHARE, FEW = 4, 1 << 20
@@ -30,37 +31,44 @@ few that a pass over them takes no longer than what a launch costs."""
 MOST = 120
 """Weights of one call: as many as a kernel has parameters for (`region.weights`)."""
 
-_Source = tuple[Any, tuple[Any, ...], Order]
-"""An argument, the equations that reshape it, and the order of dimensions behind them."""
-
 
 def turns(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
     """Rounds and turns the arguments that are weights of large products; gives the program and how many products."""
-    program = Program(closed)
-    arguments = set(closed.jaxpr.invars)
-    sources: dict[Any, _Source] = {}
-    made: dict[Any, Any] = {}
+    program, given = Program(closed), moved_arguments(closed)
+    made: dict[tuple[Any, Order], Any] = {}
     replaced: dict[int, list[Any]] = {}
     for eqn in closed.jaxpr.eqns:
-        order = order_of(eqn)
-        if order is None or not _pays(eqn):
+        order = order_of_argument(eqn, given)
+        if order is None:
             continue
-        chain = _chain(eqn.invars[1], program, arguments)
-        if chain is None:
-            continue
-        key = (chain[0], tuple(map(id, chain[1])), order)
-        if key not in made:
-            sources[key] = (*chain, order)
-            weights = eqn.invars[1].aval
-            made[key] = jaxapi.new_var(jaxapi.ShapedArray(tuple(weights.shape[d] for d in order), weights.dtype))
-        replaced[id(eqn)] = [turned(eqn, made[key], order)]
+        weights = eqn.invars[1]
+        if (weights, order) not in made:
+            made[weights, order] = new_value([weights.aval.shape[d] for d in order], weights.aval)
+        replaced[id(eqn)] = [turned(eqn, made[weights, order], order)]
     if not replaced:
         return closed, 0
     new = program.with_eqns(replaced)
-    apart = [[key for key in sources if _is_turned(sources[key][2]) == turned] for turned in (True, False)]
-    groups = [keys[k : k + MOST] for keys in apart for k in range(0, len(keys), MOST)]
-    calls = [_call([sources[key] for key in keys], [made[key] for key in keys]) for keys in groups]
-    return jaxapi.with_eqns(new, [*calls, *new.jaxpr.eqns]), len(replaced)
+    return jaxapi.with_eqns(new, [*_calls(closed, made), *new.jaxpr.eqns]), len(replaced)
+
+
+def moved_arguments(closed: jaxapi.Closed) -> frozenset[Any]:
+    """Arguments, and what is only parts or rearrangements of them."""
+    found = set(closed.jaxpr.invars)
+    for eqn in closed.jaxpr.eqns:
+        if jaxapi.primitive_name(eqn) in MOVES and all(not jaxapi.is_literal(a) and a in found for a in eqn.invars):
+            found.update(eqn.outvars)
+    return frozenset(found)
+
+
+def order_of_argument(eqn: Any, given: frozenset[Any]) -> Order | None:
+    """The order of a product's weights along terms, where rounding them in every call pays.
+
+    Args: given: what `moved_arguments` found.
+    """
+    order = order_of(eqn)
+    if order is None or jaxapi.is_literal(eqn.invars[1]) or eqn.invars[1] not in given:
+        return None
+    return order if _pays(eqn) else None
 
 
 def rounded_operands(closed: jaxapi.Closed) -> frozenset[Any]:
@@ -96,7 +104,7 @@ def turned_shapes(call: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]] | 
         if turn is None or jaxapi.primitive_name(turn) != "transpose":
             return None
         order, atom = turn.params["permutation"], turn.invars[0]
-        while atom in made and jaxapi.primitive_name(made[atom]) in LAYOUTS[:3]:
+        while atom in made and jaxapi.primitive_name(made[atom]) in RESHAPES:
             atom = made[atom].invars[0]
         if atom is not argument or tuple(order) != (len(order) - 1, *range(len(order) - 1)):
             return None
@@ -113,34 +121,52 @@ def _pays(eqn: Any) -> bool:
     return weights <= FEW or SHARE * weights <= operand + eqn.outvars[0].aval.size
 
 
-def _chain(atom: Any, program: Program, arguments: set[Any]) -> tuple[Any, tuple[Any, ...]] | None:
-    """The argument that a value is, and the equations that give it other dimensions; None for other values."""
-    chain: list[Any] = []
-    while not jaxapi.is_literal(atom) and atom not in arguments:
-        eqn = program.made.get(atom)
-        if eqn is None or jaxapi.primitive_name(eqn) not in LAYOUTS:
-            return None
-        chain.insert(0, eqn)
-        atom = eqn.invars[0]
-    return None if jaxapi.is_literal(atom) else (atom, tuple(chain))
+def _calls(closed: jaxapi.Closed, made: dict[tuple[Any, Order], Any]) -> list[Any]:
+    """The equations that make all weights: those that one kernel can turn together, and the rest."""
+    by = {v: e for e in closed.jaxpr.eqns for v in e.outvars}
+    whole: dict[Any, tuple[Any, Order]] = {}
+    for key in made:
+        argument = key[0]
+        while argument in by and jaxapi.primitive_name(by[argument]) in RESHAPES:
+            argument = by[argument].invars[0]
+        if argument not in by and _is_turned(key[1]):
+            whole.setdefault(argument, key)
+    alone = list(whole.values())
+    groups = [alone[k : k + MOST] for k in range(0, len(alone), MOST)]
+    rest = [key for key in made if key not in alone]
+    return [_call(closed, {key: made[key] for key in keys}) for keys in (*groups, rest) if keys]
 
 
-def _call(sources: Sequence[_Source], results: Sequence[Any]) -> Any:
-    """The equation that makes all weights."""
+def _call(closed: jaxapi.Closed, made: dict[tuple[Any, Order], Any]) -> Any:
+    """The equation that makes all weights. Args: made: (weights, order) -> the new value."""
+    by = {v: e for e in closed.jaxpr.eqns for v in e.outvars}
+    needed: dict[int, Any] = {}
+    read: dict[Any, None] = {}  # in the order of the results
+    stack = [weights for weights, _ in reversed(made)]
+    while stack:
+        atom = stack.pop()
+        eqn = by.get(atom)
+        if eqn is None:
+            read.setdefault(atom)
+        elif id(eqn) not in needed:
+            needed[id(eqn)] = eqn
+            stack += reversed(eqn.invars)
+    moves = [eqn for eqn in closed.jaxpr.eqns if id(eqn) in needed]
+    arguments = list(read)
 
-    def weights(*arguments: Any) -> list[Any]:
+    def weights(*values: Any) -> list[Any]:
+        known = dict(zip(arguments, values, strict=True))
+        for eqn in moves:
+            (known[eqn.outvars[0]],) = jaxapi.bind_eqn(eqn, [known[a] for a in eqn.invars])
         found = []
-        for value, (_, chain, order) in zip(arguments, sources, strict=True):
-            for eqn in chain:
-                (value,) = jaxapi.bind_eqn(eqn, [value])
-            value = jax.lax.transpose(value, order) if _is_turned(order) else value
+        for atom, order in made:
+            value = jax.lax.transpose(known[atom], order) if _is_turned(order) else known[atom]
             found.append(jax.lax.reduce_precision(value, EXPONENT_BITS, MANTISSA_BITS))
         return found
 
-    arguments = [atom for atom, _, _ in sources]
     shapes = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in arguments]
     (eqn,) = jaxapi.closed_jaxpr_of(jax.jit(weights), *shapes).jaxpr.eqns
-    return eqn.replace(invars=arguments, outvars=list(results))
+    return eqn.replace(invars=arguments, outvars=list(made.values()))
 
 
 def _rounded_results(call: Any) -> list[Any]:

@@ -21,7 +21,7 @@ import numpy as np
 from jcuts.base.errors import AccuracyRejected, CandidateRejected, CompileRejected, WorkerFailed
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.codegen.cuda.image import is_image
-from jcuts.tune import sample
+from jcuts.tune import apart, autotuned, sample
 from jcuts.tune.check import check_output
 from jcuts.tune.choice import LIBRARY, SCREENED
 from jcuts.tune.convolve import convolve, convolve_xla
@@ -135,7 +135,8 @@ def reference(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
         raise CandidateRejected(f"problem {problem.name} came without its exports", problem=problem.digest)
     announce(LIBRARY)
     place, folder = str(request.get("autotuned", "")), Path(request["folder"])
-    kinds = references.make(jax, problem, _library(request["problem"]), folder, int(request["seed"]), place)
+    options = autotuned.reading(place, timed=bool(request.get("timed", True))) if place else {}
+    kinds = references.make(jax, problem, _library(request["problem"]), folder, int(request["seed"]), options)
     return {"kinds": kinds}
 
 
@@ -252,8 +253,9 @@ def measure(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
 
 def _measure_on_gpu(problem: Problem, folder: Path, request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     """The same on a GPU."""
-    from jcuts.tune import gpu_measure, gpu_timing
+    from jcuts.tune import driver, gpu_measure, gpu_timing
 
+    parted = [int(n) for n in request.get("apart", ())]
     found, spent = gpu_measure.measure(
         request["problem"],
         _library(request["problem"]),
@@ -265,9 +267,12 @@ def _measure_on_gpu(problem: Problem, folder: Path, request: dict[str, Any], ann
         mixed=request["mode"] == "mixed",
         announce=announce,
         most=gpu_measure.executions(problem),
+        expected=request.get("expected"),
+        options=autotuned.parted() if parted else {},
     )
     answers = [_answer(label, samples, method) for label, (method, samples) in found.items()]
-    return {"measurements": answers, "overhead": gpu_timing.overhead(), "parts": spent}
+    more = {"passes": apart.passes(parted, driver.bandwidth())} if parted and autotuned.parted() else {}
+    return {"measurements": answers, "overhead": gpu_timing.overhead(), "parts": spent, **more}
 
 
 def _optioned(problem: Problem, request: dict[str, Any]) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
@@ -293,7 +298,8 @@ def compile_ahead(request: dict[str, Any], announce: Announce) -> dict[str, Any]
     from jcuts.tune import gpu_measure
 
     problems = {path: (_read_problem(path), _library(path)) for path in request["problems"]}
-    return {"programs": gpu_measure.compile_ahead(problems, announce)}
+    options = {path: autotuned.parted() for path in request.get("apart", ())}
+    return {"programs": gpu_measure.compile_ahead(problems, announce, options)}
 
 
 def run_ahead(_: dict[str, Any], announce: Announce) -> dict[str, Any]:

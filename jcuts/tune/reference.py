@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ TRUST_ULP = 1.0
 
 
 def make(jax: Any, problem: Problem, library: Callable[..., Any], folder: Path, seed: int,
-         autotuned_in: str = "") -> list[str]:  # fmt: skip
+         options: Mapping[str, Any] | None = None) -> list[str]:  # fmt: skip
     """Writes inputs, results and references of a problem, one number per set.
 
     Args:
@@ -37,11 +37,11 @@ def make(jax: Any, problem: Problem, library: Callable[..., Any], folder: Path, 
         folder: gets ``N.inK.npy``, ``N.xlaK.npy``, ``N.refK.npy``; ``lowK``, ``highK``, ``unsureK`` and ``roundedK``
             where they matter; ``0.wholeK.npy``: XLA's whole result where only a sample of an output is kept.
         seed: of the first set of inputs.
-        autotuned_in: where the measuring process has left which algorithms XLA takes (on a GPU).
+        options: of the compiler, for XLA's side (on a GPU: `autotuned.reading`).
     Returns: the kinds of the sets (see `tune.values`).
     """
-    if autotuned_in:
-        library = jax.jit(library, compiler_options=autotuned.reading(autotuned_in))
+    if options:
+        library = jax.jit(library, compiler_options=dict(options))
     seen = [sample.positions(problem, o) for o in problem.outputs]
     placed = [None if s is None else jax.device_put(s) for s in seen]
     look = functools.partial(leaves, jax, seen=placed)

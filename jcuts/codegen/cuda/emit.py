@@ -12,6 +12,7 @@ from jcuts.codegen.cuda.attention import attention_shape
 from jcuts.codegen.cuda.block import block_shape
 from jcuts.codegen.cuda.column_rows import ColumnRowsShape, column_rows_shape, outer_axes
 from jcuts.codegen.cuda.columns import ColumnShape, lane_blocks, shape_of
+from jcuts.codegen.cuda.combined import CombinedShape, combined_shape
 from jcuts.codegen.cuda.group_shape import group_shape
 from jcuts.codegen.cuda.group_window_shape import window_shape
 from jcuts.codegen.cuda.memory import LIMIT
@@ -32,10 +33,10 @@ from jcuts.region.patch_tiles import PatchShape
 GRID_LIMIT = 2**31 - 1
 MAX_THREADS = 1024
 FORMS = ("point", "team", "columns", "column_rows", "moments", "transposed", "scan_columns", "scan_rows",
-         "product", "patch", "block", "attention", "weights")  # fmt: skip
+         "product", "patch", "block", "attention", "weights", "combined")  # fmt: skip
 AnyShape = (
     Shape | TeamShape | ColumnShape | ColumnRowsShape | TransposedShape | ScanShape | ProductShape | PatchShape
-    | BlockShape | AttentionShape | TurnShape
+    | BlockShape | AttentionShape | TurnShape | CombinedShape
 )  # fmt: skip
 
 
@@ -297,9 +298,14 @@ class _Writer:
         return replace(self._by_block(name, shape, shape.tiles), least=shape.beside)
 
     def weights(self) -> CudaSource:
-        shape = turn_shape(self.program)
-        self.variants["weights"] = shape
-        self.line(1, f"weights({', '.join([*self.names, 'cuda.blockIdx.x', 'cuda.threadIdx.x'])})")
+        return self._parts("weights", turn_shape(self.program))
+
+    def combined(self) -> CudaSource:
+        return self._parts("combined", combined_shape(self.program))
+
+    def _parts(self, name: str, shape: TurnShape | CombinedShape) -> CudaSource:
+        self.variants[name] = shape
+        self.line(1, f"{name}({', '.join([*self.names, 'cuda.blockIdx.x', 'cuda.threadIdx.x'])})")
         return self.done(shape.blocks)
 
     def _by_block(self, name: str, shape: ProductShape | PatchShape | BlockShape | AttentionShape, blocks: int

@@ -17,6 +17,7 @@ from jcuts.base.errors import CompileRejected
 from jcuts.codegen import lanes as L
 from jcuts.codegen.cuda import tensor
 from jcuts.codegen.cuda.builder import GpuBuilder, asm
+from jcuts.codegen.cuda.combined import by_number
 from jcuts.codegen.cuda.shared import reserve
 from jcuts.dfg.program import Buffer, Program
 from jcuts.region.weights import SIDE, THREADS, Part, turned_parts
@@ -97,26 +98,14 @@ class TurnEmitter:
     def _part(self) -> tuple[L.Value, ...]:
         """Operand, result, terms, columns and first tile of the matrix that this block belongs to."""
         builder, shape = self.builder, self.shape
-        done = builder.append_basic_block("found")
         leaves: list[tuple[ir.Block, tuple[L.Value, ...]]] = []
 
-        def look(low: int, high: int) -> None:
-            """Which of the matrices low..high-1 it is."""
-            if high - low == 1:
-                part = shape.parts[low]
-                numbers = (L.I32(n) for n in (part.terms, part.columns, shape.first[low]))
-                leaves.append((builder.block, (self.pointers[part.operand], self.pointers[part.result], *numbers)))
-                builder.branch(done)
-                return
-            middle = (low + high) // 2
-            before, after = (builder.append_basic_block(name) for name in ("before", "after"))
-            builder.cbranch(builder.icmp_signed("<", self.block, L.I32(shape.first[middle])), before, after)
-            for block, ends in ((before, (low, middle)), (after, (middle, high))):
-                builder.position_at_end(block)
-                look(*ends)
+        def leaf(number: int) -> None:
+            part = shape.parts[number]
+            numbers = (L.I32(n) for n in (part.terms, part.columns, shape.first[number]))
+            leaves.append((builder.block, (self.pointers[part.operand], self.pointers[part.result], *numbers)))
 
-        look(0, len(shape.parts))
-        builder.position_at_end(done)
+        by_number(builder, self.block, shape.first, leaf)
         found = []
         for number, value in enumerate(leaves[0][1]):
             phi = builder.phi(value.type)

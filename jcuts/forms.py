@@ -144,8 +144,8 @@ def planned(closed: jaxapi.Closed, platform: str, plan: Callable[[Form | None], 
     The rules of `WITH_ALL` race only beside all others that apply, in three programs (each costs seconds of
     compilation): left to XLA, with kernels for everything, and with kernels for all but dense products, since larger
     products are what these rules are for.
-    Where `turns` takes weights that are arguments, kernels come with it, with `vectors` and with `joins`, or in the form
-    without other rewrites.
+    Where `turns` takes weights that are arguments, kernels come with it, `vectors` and `joins`, or in the form without
+    other rewrites.
     """
     found: dict[Form | None, Any] = {}
     seen: set[str] = set()

@@ -52,7 +52,7 @@ def rebuilt(monkeypatch):
         for level in top.everywhere():
             levels.add_candidates(level.subsets, "cuda")
             for subset in level.subsets:
-                subset.chosen = subset.ranked[0][0] if subset.ranked else None
+                subset.chosen = subset.ranked[0][0] if subset.ranked and subset.inputs else None
         return search.Summary("none")
 
     monkeypatch.setattr(gpus, "machine", lambda: gpu.GpuMachine(132, capability=(9, 0)))

@@ -125,10 +125,15 @@ class Builder:
         return self.past_pieces and pieces.slices <= self.subset and not cut & known
 
     def _select(self, guards: tuple[Guard, ...], value: int, fill: Scalar, dtype: str) -> int:
-        if not guards:
+        if not guards or self._is_guarded(value, guards, fill):
             return value
         condition = self.guard_node(guards)
         return self.target.apply("select", dtype, condition, value, self.target.const(fill, dtype))
+
+    def _is_guarded(self, value: int, guards: tuple[Guard, ...], fill: Scalar) -> bool:
+        """Whether a value is read under these guards and is ``fill`` where one fails: a slice of an operand."""
+        node = self.target.nodes[value]
+        return node.op == "load" and set(guards) <= set(node.guards) and repr(complex(node.value)) == repr(complex(fill))
 
     def guard_node(self, guards: tuple[Guard, ...]) -> int:
         """A bool value: all guards hold."""

@@ -5,8 +5,8 @@
 
 A kernel that begins an array leaves the rest of it as the memory was.  That is done only where all that reads the array
 are slices of what was written by then, and updates whose results are read in the same way, which is followed to the
-last of them.  The kernel may read other parts of the array, as a layer of a dense block does.  What is chosen, checked and timed is
-the kernel; where its stores go changes nothing of what it computes.
+last of them.  The kernel may read other parts of the array, as a layer of a dense block does.  What is chosen, checked
+and timed is the kernel; where its stores go changes nothing of what it computes.
 """
 
 from __future__ import annotations
@@ -105,11 +105,11 @@ def _reads_what_is_written(level: Level, number: int, dim: int, written: list[tu
         reader = level.closed.jaxpr.eqns[user]
         name = jaxapi.primitive_name(reader)
         if name == "slice":
-            if not _covers(written, reader.params["start_indices"][dim], reader.params["limit_indices"][dim]):
-                return False
-        elif name != UPDATE or reader.invars[0] is not result or any(a is result for a in reader.invars[1:]):
-            return False
-        elif not _reads_what_is_written(level, user, dim, written):
+            fine = _covers(written, reader.params["start_indices"][dim], reader.params["limit_indices"][dim])
+        else:
+            fine = name == UPDATE and [a is result for a in reader.invars[:2]] == [True, False]
+            fine = fine and _reads_what_is_written(level, user, dim, written)
+        if not fine:
             return False
     return True
 

@@ -133,7 +133,9 @@ class Builder:
     def _is_guarded(self, value: int, guards: tuple[Guard, ...], fill: Scalar) -> bool:
         """Whether a value is read under these guards and is ``fill`` where one fails: a slice of an operand."""
         node = self.target.nodes[value]
-        return node.op == "load" and set(guards) <= set(node.guards) and repr(complex(node.value)) == repr(complex(fill))
+        if node.op != "load" or node.value is None or not set(guards) <= set(node.guards):
+            return False
+        return repr(complex(node.value)) == repr(complex(fill))  # 0 and 0.0, but not -0.0
 
     def guard_node(self, guards: tuple[Guard, ...]) -> int:
         """A bool value: all guards hold."""

@@ -65,6 +65,7 @@ def _operands(eqn: Any, program: Program, gone: list[Any]) -> list[Any]:
 
 
 def _is_worth(eqn: Any, operands: Sequence[Any], program: Program) -> bool:
+    """Whether kernels can write all parts but what the array begins with, and no other concatenation reads them."""
     aval = eqn.outvars[0].aval
     if any(jaxapi.is_literal(a) for a in operands) or len(set(operands)) < len(operands) or len(operands) < 2:
         return False
@@ -73,7 +74,8 @@ def _is_worth(eqn: Any, operands: Sequence[Any], program: Program) -> bool:
     outer = {e.outvars[0] for e in program.made.values() if jaxapi.primitive_name(e) == CONCATENATE} & set(operands)
     used_by = [e for e in program.closed.jaxpr.eqns if eqn.outvars[0] in e.invars]
     inside = [e for e in used_by if jaxapi.primitive_name(e) == CONCATENATE]
-    return not outer and not inside and all(_is_made(a, program) for a in operands)
+    cut = any(jaxapi.primitive_name(program.made[a]) == SLICE for a in operands[1:] if a in program.made)
+    return not (outer or inside or cut) and all(_is_made(a, program) for a in operands)
 
 
 def _is_made(atom: Any, program: Program) -> bool:

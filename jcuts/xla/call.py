@@ -38,7 +38,9 @@ def scratch_result_bytes(kernel: CompiledKernel, slots: int) -> int:
     return slots * stride + ALIGNMENT
 
 
-def call_kernel(kernel: CompiledKernel, *operands: Any, place: tuple[int | None, int] | None = None) -> tuple[jax.Array, ...]:
+def call_kernel(
+    kernel: CompiledKernel, *operands: Any, place: tuple[int | None, int] | None = None
+) -> tuple[jax.Array, ...]:  # fmt: skip
     """Calls a kernel as one XLA custom call; works under ``jit`` and eagerly.
 
     Operands and results are row-major (XLA inserts transposes where they are not).  The kernel is registered here if it

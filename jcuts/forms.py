@@ -47,6 +47,7 @@ GPUS = ("gpu", "cuda")
 FLOOR_ULP = 4.0
 MOST = 4.0  # a single element may be that many times as far off as the whole output (`tune.floats` has the same)
 FOLDED = ("scales", "rounds", "slots")  # rewrites that take work away and add none
+OF_KERNELS = ("slots",)  # rewrites that only kernels gain by
 WITH_ALL = ("pools", "siblings")  # rewrites that only race beside all others that apply
 JOINED, TURNED, VECTORS = "joins", "turns", "vectors"
 """Rewrites that cost passes over arguments in every call, for kernels that then have less to do: they race apart."""
@@ -136,9 +137,9 @@ def planned(closed: jaxapi.Closed, platform: str, plan: Callable[[Form | None], 
     Args: plan: gives the pipeline's outcome for a form (tuning its subsets); worth: `worth_planning`, if it is known.
 
     `rewrite`'s folding and rounding of constants and its updates in place take work away and add none, so they are in
-    every form (and checked against float64 with it).  Products in place of convolutions, and which subsets are worth
-    cutting out of XLA's fusions, are raced; kernels take over what follows a product only beside `dots`: the library's
-    convolutions compute that themselves.
+    every form (and checked against float64 with it); updates not in those without kernels.  Products in place of
+    convolutions, and which subsets are worth cutting out of XLA's fusions, are raced; kernels take over what follows a
+    product only beside `dots`: the library's convolutions compute that themselves.
     Products with kernels of their own are in `all` and `anchored`, each where it beat the library with all that follows
     it; `absorbing` is the form without them.
     The rules of `WITH_ALL` race only beside all others that apply, in three programs (each costs seconds of
@@ -168,15 +169,20 @@ def worth_planning(closed: jaxapi.Closed, platform: str) -> list[Form | None]:
     if platform in GPUS:
         every = [folded, *((*folded, name) for name in rules if name not in (*folded, *WITH_ALL))]
         for rewrites in every:
-            found += [Form(rewrites, r) for r in ("all", "anchored", "none") if rewrites or r == "anchored"]
+            found += [_form(rewrites, r) for r in ("all", "anchored", "none") if rewrites or r == "anchored"]
         found.append(Form(every[-1], "absorbing"))
         if TURNED in ahead:
             turned = tuple(name for name in ahead if name != VECTORS)
             found += [Form((*every[-1], *turned), regions) for regions in ("all", "anchored")]
             found += [Form((*every[-1], *ahead), "all")]
         if set(rules) & set(WITH_ALL):
-            found += [Form(rules, regions) for regions in ("none", "all", "absorbing")]
-    return list(dict.fromkeys(found))
+            found += [_form(rules, regions) for regions in ("none", "all", "absorbing")]
+    return [form for form in dict.fromkeys(found) if form != Form((), "none")]
+
+
+def _form(rewrites: Sequence[str], regions: str) -> Form:
+    """A form, without the rewrites that its regions have no use for."""
+    return Form(tuple(r for r in rewrites if regions != "none" or r not in OF_KERNELS), regions)
 
 
 def lost_by_little(report: FunctionReport) -> bool:
@@ -254,7 +260,8 @@ def names_behind(names: Sequence[str], behind: Mapping[Form | None, str]) -> dic
 
 
 def _rewrites(form: Form | None) -> tuple[str, ...]:
-    return () if form is None else form.rewrites
+    """The rewrites that decide which products and convolutions a program has."""
+    return () if form is None else tuple(r for r in form.rewrites if r not in OF_KERNELS)
 
 
 def _is_derived(outcome: Any) -> bool:
@@ -302,9 +309,7 @@ def compile_ahead(lowered: Mapping[str, Callable[[], Any]]) -> None:
 
 
 def _arithmetic(name: str) -> tuple[str, ...]:
-    """What decides which products and convolutions a program has."""
-    form = None if is_xla(name) else form_of(name)
-    return () if form is None else form.rewrites
+    return _rewrites(None if is_xla(name) else form_of(name))
 
 
 # -- right or wrong -------------------------------------------------------------------------------------------------

@@ -202,7 +202,7 @@ def _plan(
     timed("rebuild", start)
     dump.stage("rewritten", lambda: as_source(rebuilt, name))
     dump.stage("kernels", lambda: _kernel_texts(top), suffix="py")
-    count = sum(len(level.updated) for level in top.everywhere())
+    count = sum(updates.count(level) for level in top.everywhere())
     in_place = f"kernels write {count} results into the arrays that they become part of" if count else None
     texts = (rewrites if rewrites.counts else None, pieces, division.note or None, partition, in_place)
     notes = tuple(str(note) for note in texts if note is not None)
@@ -254,8 +254,9 @@ def _rebuild(level: Level, settings: Settings) -> jaxapi.Closed:
         if update is not None:
             place = update.placed.operand, update.placed.start
             inputs = [*inputs, update.array] if place[0] == len(inputs) else inputs
-            outputs, members = level.closed.jaxpr.eqns[update.number].outvars, members | {update.number}
-            level.updated.append(update.number)
+            taken = [n for n in (update.number, update.zeros) if n is not None]
+            outputs, members = level.closed.jaxpr.eqns[update.number].outvars, members | set(taken)
+            level.updated += taken
         replacement[first] = kernel_eqns(kernel, inputs, outputs, like, place)
         units[first] = sorted(members)
     count = len(level.closed.jaxpr.eqns)

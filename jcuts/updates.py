@@ -1,9 +1,12 @@
 """Kernels that write their result where an update in place would copy it: into the array that it becomes part of.
 
     y = kernel(x); b2 = dynamic_update_slice(b1, y, ...)     ->     b2 = kernel(x, b1)     b1 is b2's memory
+    y = kernel(x); b1 = dynamic_update_slice(zeros, y, ...)  ->     b1 = kernel(x)         where nobody reads the zeros
 
-The kernel may read other parts of the array, as a layer of a dense block does.  What is chosen, checked and timed is
-the kernel; where its stores go changes nothing of what it computes.
+A kernel that begins an array leaves the rest of it as the memory was.  That is done only where all that reads the array
+are slices of what was written by then, and updates whose results are read in the same way, which is followed to the
+last of them.  The kernel may read other parts of the array, as a layer of a dense block does.  What is chosen, checked
+and timed is the kernel; where its stores go changes nothing of what it computes.
 """
 
 from __future__ import annotations
@@ -22,11 +25,21 @@ UPDATE = "dynamic_update_slice"
 
 @dataclass(frozen=True)
 class Update:
-    """The equation that a kernel takes over. Attributes: number: of the equation. array: what is updated."""
+    """The equation that a kernel takes over.
+
+    Attributes: number: of the equation. array: what is updated. zeros: number of the equation that made it, where the
+        kernel begins the array.
+    """
 
     number: int
     array: Any
     placed: Placed
+    zeros: int | None = None
+
+
+def count(level: Level) -> int:
+    """How many updates kernels took over."""
+    return sum(jaxapi.primitive_name(level.closed.jaxpr.eqns[number]) == UPDATE for number in level.updated)
 
 
 def update_of(level: Level, subset: Subset) -> Update | None:
@@ -48,8 +61,64 @@ def update_of(level: Level, subset: Subset) -> Update | None:
         operand = subset.inputs.index(array)
         if not _reads_other_parts(level, subset, array, starts, subset.outputs[0].aval.shape):
             return None
-    found = placed(subset.chosen, array.aval.shape, starts, operand)
-    return None if found is None else Update(number, array, found)
+    zeros = _unread_zeros(level, number) if operand < 0 else None
+    found = placed(subset.chosen, array.aval.shape, starts, operand if zeros is None else None)
+    return None if found is None else Update(number, array, found, zeros)
+
+
+def _unread_zeros(level: Level, number: int) -> int | None:
+    """The equation that makes the array of an update, if it is one number everywhere that nobody else ever reads."""
+    eqns = level.closed.jaxpr.eqns
+    array = eqns[number].invars[0]
+    tensor = level.graph.tensors[level.graph.of_var[array]]
+    made = [k for k, e in enumerate(eqns) if array in e.outvars]
+    if not made or tensor.escapes or set(tensor.users) != {number} or not _is_one_number(eqns[made[0]]):
+        return None
+    dims = [k for k, (a, b) in enumerate(zip(*(v.aval.shape for v in eqns[number].invars[:2]), strict=True)) if a != b]
+    return made[0] if len(dims) == 1 and _reads_what_is_written(level, number, dims[0], []) else None
+
+
+def _is_one_number(eqn: Any) -> bool:
+    return jaxapi.primitive_name(eqn) == "broadcast_in_dim" and jaxapi.is_literal(eqn.invars[0])
+
+
+def _reads_what_is_written(level: Level, number: int, dim: int, written: list[tuple[int, int]]) -> bool:
+    """Whether nothing reads more of an update's result than what was written until then.
+
+    Args: dim: along which parts lie. written: from where to where, before this update.
+    """
+    eqn = level.closed.jaxpr.eqns[number]
+    array, part, *starts = eqn.invars
+    result = eqn.outvars[0]
+    whole = result.aval.shape
+    same = all(n == m for k, (n, m) in enumerate(zip(part.aval.shape, whole, strict=True)) if k != dim)
+    if not same or part is array or not all(jaxapi.is_literal(s) for s in starts):
+        return False
+    begin = min(max(int(starts[dim].val), 0), whole[dim] - part.aval.shape[dim])
+    written = [*written, (begin, begin + part.aval.shape[dim])]
+    if _covers(written, 0, whole[dim]):
+        return True
+    tensor = level.graph.tensors[level.graph.of_var[result]]
+    if tensor.escapes:
+        return False
+    for user in set(tensor.users):
+        reader = level.closed.jaxpr.eqns[user]
+        name = jaxapi.primitive_name(reader)
+        if name == "slice":
+            fine = _covers(written, reader.params["start_indices"][dim], reader.params["limit_indices"][dim])
+        else:
+            fine = name == UPDATE and [a is result for a in reader.invars[:2]] == [True, False]
+            fine = fine and _reads_what_is_written(level, user, dim, written)
+        if not fine:
+            return False
+    return True
+
+
+def _covers(written: Sequence[tuple[int, int]], low: int, high: int) -> bool:
+    for begin, end in sorted(written):
+        if begin <= low < end:
+            low = end
+    return low >= high
 
 
 def _reads_other_parts(level: Level, subset: Subset, array: Any, starts: Sequence[int], sizes: Sequence[int]) -> bool:

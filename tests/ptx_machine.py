@@ -603,11 +603,13 @@ _ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
 
 
 def run_kernel(
-    ptx: str, kernel: CompiledKernel, operands: Sequence[np.ndarray], start: int | None = None
+    ptx: str, kernel: CompiledKernel, operands: Sequence[np.ndarray], start: int | None = None, begins: bool = False
 ) -> list[np.ndarray]:
     """Runs all launches of a kernel whose PTX this is. Raises Fault for whatever it does wrong.
 
-    Args: start: the result is the last operand, of which it writes a part from so many bytes on (`region.placed`).
+    Args:
+        start: the result is the last operand, of which it writes a part from so many bytes on (`region.placed`).
+        begins: there is no such operand: all other bytes of the result are 255, which is NaN.
     """
     image = Image.unpack(kernel.object_code)
     results = [np.zeros(shape, numpy_dtype(dtype)) for shape, dtype in kernel.outputs]
@@ -617,7 +619,7 @@ def run_kernel(
     places = list(memory.places)
     if start is not None:
         here = slice(places[len(operands)] - BASE, places[len(operands)] - BASE + results[0].nbytes)
-        memory.data[here] = np.ascontiguousarray(operands[-1]).reshape(-1).view(np.uint8)
+        memory.data[here] = 255 if begins else np.ascontiguousarray(operands[-1]).reshape(-1).view(np.uint8)
         places[len(operands)] += start
     module = parse(ptx)
     written = np.zeros(memory.data.size, bool)

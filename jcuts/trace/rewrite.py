@@ -30,6 +30,7 @@ import numpy as np
 
 from jcuts.trace import jaxapi
 from jcuts.trace.joining import joins
+from jcuts.trace.parts import apart
 from jcuts.trace.pools import pools
 from jcuts.trace.products import CONVOLUTION, Program, channel_of, constant_of, is_point_by_point, new_value
 from jcuts.trace.rounding import rounds
@@ -78,7 +79,7 @@ def rewritten(closed: jaxapi.Closed, rules: Sequence[str]) -> Rewritten:
         if count:
             counts[name] = count
             closed = simplify(closed)  # products of constants that a rule made, broadcasts that it left behind
-    return Rewritten(closed, counts)
+    return Rewritten(_everywhere(closed, lambda body: (apart(body), 1))[0] if "slots" in counts else closed, counts)
 
 
 def applicable(closed: jaxapi.Closed) -> tuple[str, ...]:

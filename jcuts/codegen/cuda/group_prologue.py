@@ -76,7 +76,8 @@ class Prologue:
         if not self.half:
             pairs = [tensor.read_pair(builder, place, offset) for offset in offsets]
             return [
-                [self._bits(self._value(word, [p[k // 2] for p in pairs])) for k, word in enumerate(row)] for row in words
+                [self._bits(self._value(word, [p[k // 2] for p in pairs])) for k, word in enumerate(row)]
+                for row in words
             ]
         fours = [[w for at in (0, 8) for w in tensor.read_pair(builder, place, offset + at)] for offset in offsets]
         return [[self._pair(word, fours, k // 2) for k, word in enumerate(row)] for row in words]

@@ -326,6 +326,7 @@ class Exact:
     def __init__(self, closed: jaxapi.Closed, leaves: Sequence[Any], tolerance: float, platform: str) -> None:
         self.closed, self.leaves, self.tolerance, self.platform = closed, leaves, tolerance, platform
         self._reference: list[np.ndarray] | None = None
+        self._program: Any = None
         self._failure = ""
 
     def __call__(self, name: str, xla: Any, result: Any) -> str | None:
@@ -357,26 +358,37 @@ class Exact:
                 self._failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return self._reference
 
+    def compile(self) -> None:
+        """Compiles the float64 program, which takes longer than its run."""
+        with jax.enable_x64(True):
+            program, operands = self._wide()
+            self._program = program.lower(operands).compile()
+
     def ahead(self) -> None:
         """Makes the float64 results if that can be done now; else it is tried again when they are needed."""
         if self.reference() is None:
             self._failure = ""
 
     def _run(self) -> list[np.ndarray]:
+        with jax.enable_x64(True):
+            program, operands = self._wide()
+            return [np.asarray(x) for x in (self._program or program)(operands)]
+
+    def _wide(self) -> tuple[Any, tuple[Any, ...]]:
+        """The float64 program, jitted, and its operands."""
         jaxpr, consts = self.closed.jaxpr, self.closed.consts
         # Constants as arguments: XLA would fold them, slowly, into a program that runs once.
         opened = jaxapi.make_closed(
             [], [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns, [], like=self.closed
         )
         lean = LEAN if self.platform in GPUS else None
-        with jax.enable_x64(True):
-            operands = (*consts, *self.leaves)
-            wide = [widened_dtype(jnp.result_type(x)) for x in operands]
+        operands = (*consts, *self.leaves)
+        wide = [widened_dtype(jnp.result_type(x)) for x in operands]
 
-            def program(xs: Sequence[Any]) -> list[Any]:  # one by one outside they would be a program each
-                return evaluate(opened, [jnp.asarray(x, dtype) for x, dtype in zip(xs, wide, strict=True)])
+        def program(xs: Sequence[Any]) -> list[Any]:  # one by one outside they would be a program each
+            return evaluate(opened, [jnp.asarray(x, dtype) for x, dtype in zip(xs, wide, strict=True)])
 
-            return [np.asarray(x) for x in jax.jit(program, compiler_options=lean)(operands)]
+        return jax.jit(program, compiler_options=lean), operands
 
 
 def _too_far(r: np.ndarray, x: np.ndarray, c: np.ndarray, tolerance: float, floor: float) -> str:

@@ -284,3 +284,14 @@ def test_float64_results_that_cannot_be_had_early_are_asked_for_again(monkeypatc
     monkeypatch.undo()
     (found,) = again.reference()
     np.testing.assert_allclose(found, np.sin(np.asarray(x).astype(np.float64)), rtol=1e-15)
+
+
+def test_the_float64_program_is_compiled_apart_from_its_run(monkeypatch):
+    x = values(4, 4)
+    judge = forms.Exact(jax.make_jaxpr(jnp.sin)(x), [x], 1.0, "cpu")
+    judge.compile()
+    wide = judge._wide
+    monkeypatch.setattr(judge, "_wide", lambda: (None, wide()[1]))  # only what was compiled can run
+    (found,) = judge.reference()
+    assert found.dtype == np.float64
+    np.testing.assert_allclose(found, np.sin(np.asarray(x).astype(np.float64)), rtol=1e-15)

@@ -259,6 +259,17 @@ def _rebuild(level: Level, settings: Settings) -> jaxapi.Closed:
             level.updated += taken
         replacement[first] = kernel_eqns(kernel, inputs, outputs, like, place)
         units[first] = sorted(members)
+    for update in updates.copies(level, gpus.machine()) if level.updated else ():
+        try:
+            kernel = kernel_for(update.placed.program)
+        except JcutsError as error:
+            log.warning("update left to XLA: %s", error)
+            continue
+        eqn, operand = level.closed.jaxpr.eqns[update.number], update.placed.operand
+        inputs = [eqn.invars[1]] if operand is None else [eqn.invars[1], update.array]
+        units[update.number] = [n for n in (update.zeros, update.number) if n is not None]
+        replacement[update.number] = kernel_eqns(kernel, inputs, eqn.outvars, eqn, (operand, update.placed.start))
+        level.copied += units[update.number]
     count = len(level.closed.jaxpr.eqns)
     for number, bodies in level.bodies.items():
         eqn = level.closed.jaxpr.eqns[number]
@@ -290,7 +301,7 @@ def _report(
             old = grouped.get(key)
             grouped[key] = one if old is None else _counted(old, one)
         for number, refusal in level.left_out.items():
-            if divide.is_ours(level.closed.jaxpr.eqns[number]) or number in level.updated:
+            if divide.is_ours(level.closed.jaxpr.eqns[number]) or number in (*level.updated, *level.copied):
                 continue
             refusals[refusal.op, refusal.reason, level.graph.nodes[number].where] += 1
     kept = [subset.program for level in top.everywhere() for subset in level.library]

@@ -5,19 +5,32 @@
 
 A kernel that begins an array leaves the rest of it as the memory was.  That is done only where all that reads the array
 are slices of what was written by then, and updates whose results are read in the same way, which is followed to the
-last of them.  The kernel may read other parts of the array, as a layer of a dense block does.  What is chosen, checked
-and timed is the kernel; where its stores go changes nothing of what it computes.
+last of them.  What no kernel makes of such an array is copied there by kernels, too: XLA's own updates in between are
+not in place (it may read slices of older states).  The kernel may read other parts of the array, as a layer of a dense
+block does.  What is chosen, checked and timed is the kernel; where its stores go changes nothing of what it computes.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+
+from jcuts.base.errors import Refusal
+from jcuts.dfg.node import Graph
+from jcuts.dfg.program import Program
 from jcuts.levels import Level, Subset
+from jcuts.region import gpu
+from jcuts.region.build import build
+from jcuts.region.gpu import GpuMachine
+from jcuts.region.graph import build_graph
 from jcuts.region.placed import Placed, placed
 from jcuts.trace import jaxapi
+from jcuts.trace.source import place
 from jcuts.xla.kernels import is_for_gpu
 
 UPDATE = "dynamic_update_slice"
@@ -66,6 +79,63 @@ def update_of(level: Level, subset: Subset) -> Update | None:
     return None if found is None else Update(number, array, found, zeros)
 
 
+def copies(level: Level, machine: GpuMachine) -> list[Update]:
+    """Updates of arrays to which kernels write, that are left: kernels that copy parts there."""
+    found = []
+    for number, eqn in enumerate(level.closed.jaxpr.eqns):
+        if jaxapi.primitive_name(eqn) != UPDATE or (zeros := _unread_zeros(level, number)) is None:
+            continue
+        chain = _chain(level, number)
+        if not set(chain) & set(level.updated):
+            continue
+        for one in chain:
+            if one in level.updated:
+                continue
+            array, part, *starts = level.closed.jaxpr.eqns[one].invars
+            program = _copying(part.aval.shape, array.aval.shape, str(part.aval.dtype), machine)
+            operand = None if one == number else -1
+            made = program and placed(program, array.aval.shape, [int(s.val) for s in starts], operand)
+            if made is not None:
+                found.append(Update(one, array, made, zeros if one == number else None))
+    return found
+
+
+def _chain(level: Level, number: int) -> list[int]:
+    """An update and those of its result, one after the other."""
+    chain = [number]
+    while True:
+        result = level.closed.jaxpr.eqns[chain[-1]].outvars[0]
+        users = set(level.graph.tensors[level.graph.of_var[result]].users)
+        following = [k for k in users if _is_update_of(level.closed.jaxpr.eqns[k], result)]
+        if len(following) != 1:
+            return chain
+        chain += following
+
+
+def _is_update_of(eqn: Any, array: Any) -> bool:
+    return jaxapi.primitive_name(eqn) == UPDATE and [a is array for a in eqn.invars[:2]] == [True, False]
+
+
+@functools.lru_cache(256)
+def _copying(shape: tuple[int, ...], whole: tuple[int, ...], dtype: str, machine: GpuMachine) -> Program | None:
+    """A scheduled program that copies an array of a shape, in lines as a part of a larger array has them."""
+    partial = [k for k, (a, b) in enumerate(zip(shape, whole, strict=True)) if a != b]
+    if len(partial) != 1:
+        return None
+    rows, width = math.prod(shape[: partial[0]]), math.prod(shape[partial[0] :])
+    wide = jax.ShapeDtypeStruct((rows, 2 * width), dtype)
+    graph = build_graph(jaxapi.closed_jaxpr_of(lambda x: x[:, :width], wide).jaxpr, place)
+    program = build(graph, frozenset(range(len(graph.nodes))))
+    if isinstance(program, Refusal) or not (scheduled := gpu.candidates(program, machine, 1)):
+        return None
+    best = scheduled[0][0]
+    (phase,) = best.phases
+    (store,) = phase.stores
+    nodes = [replace(n, index=store.address) if n.op == "load" else n for n in phase.exit.nodes]
+    buffers = tuple(replace(b, shape=shape) for b in best.buffers)
+    return replace(best, buffers=buffers, phases=(replace(phase, exit=Graph(nodes)),))
+
+
 def _unread_zeros(level: Level, number: int) -> int | None:
     """The equation that makes the array of an update, if it is one number everywhere that nobody else ever reads."""
     eqns = level.closed.jaxpr.eqns
@@ -107,8 +177,7 @@ def _reads_what_is_written(level: Level, number: int, dim: int, written: list[tu
         if name == "slice":
             fine = _covers(written, reader.params["start_indices"][dim], reader.params["limit_indices"][dim])
         else:
-            fine = name == UPDATE and [a is result for a in reader.invars[:2]] == [True, False]
-            fine = fine and _reads_what_is_written(level, user, dim, written)
+            fine = _is_update_of(reader, result) and _reads_what_is_written(level, user, dim, written)
         if not fine:
             return False
     return True

@@ -12,9 +12,10 @@ from jcuts import levels, pipeline, search
 from jcuts.base.errors import NativeError
 from jcuts.base.settings import Form, Settings
 from jcuts.region import gpu
-from jcuts.trace import jaxapi
-from jcuts.xla import gpus
+from jcuts.trace import jaxapi, parts
+from jcuts.xla import cuda, gpus
 from jcuts.xla.rebuild import traced_eqns
+from tests.trace.test_parts import inception
 
 RNG = np.random.default_rng(8)
 NUMBERS = ("NHWC", "HWIO", "NHWC")
@@ -103,7 +104,7 @@ def test_layers_of_a_dense_block_write_into_its_array(rebuilt):
 
 def test_an_array_that_is_an_argument_is_copied_once(rebuilt):
     _, calls = rebuilt(lambda x: jnp.exp(block_of(x)), values(2, 6, 6, 16))
-    assert [place for _, place, _, _ in calls if place is not None] == [(2, 64), (0, 96), (0, 128)]
+    assert [place for _, place, _, _ in calls if place is not None] == [(2, 64), (0, 96), (0, 128), (None, 0)]
 
 
 def test_zeros_that_somebody_reads_are_written(rebuilt):
@@ -176,3 +177,22 @@ def test_an_update_that_the_program_has_is_taken_over_as_well(rebuilt):
     )
     assert "dynamic_update_slice" not in names(outcome.closed)
     assert [place for _, place, _, _ in calls] == [(2, 32)]
+
+
+def test_xla_copies_no_array_that_kernels_update(rebuilt, monkeypatch):
+    """Custom calls in the place of kernels, compiled by XLA: all that is left are the calls."""
+    monkeypatch.setattr(parts, "LEAST_BYTES", 1)
+
+    def call(kernel, inputs, outputs, like, place=None):
+        results = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in outputs]
+        aliases = None if place is None or place[0] is None else {place[0]: 0}
+        ffi = jax.ffi.ffi_call(cuda.KEEP, results, input_output_aliases=aliases)
+        return traced_eqns(lambda *xs: ffi(*xs), inputs, outputs, like)
+
+    monkeypatch.setattr(pipeline, "kernel_eqns", call)
+    for function, width in ((inception(16), 16), (block, 16)):
+        outcome, _ = rebuilt(function, values(1, 6, 6, width), form=("dots", "pools", "siblings", "slots"))
+        cuda._register(cuda.KEEP, "cpu")
+        found = jax.jit(lambda *xs, c=outcome.closed: jaxapi.eval_closed(c, *xs)).lower(values(1, 6, 6, width))
+        text = found.compile().as_text()
+        assert text.count(" custom-call(") >= 4 and " copy(" not in text and "dynamic-update-slice" not in text

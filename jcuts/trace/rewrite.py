@@ -8,7 +8,8 @@
     joins    x . w1, x . w2, ...  ->  parts of x . [w1 w2 ...], put side by side in every call   (`trace/joining.py`)
     turns    x . w                ->  x . v^T, v = round(w^T) made in every call: w is an argument  (`trace/turning.py`)
     vectors  gain * rsqrt(variance) of arguments  ->  made by one call before everything else      (`trace/vectors.py`)
-    slots    concatenations that grow ->  updates of one array, in place                          (`trace/slots.py`)
+    slots    concatenations that grow, or of what kernels make  ->  updates of one array, in place
+                                                                                (`trace/slots.py`, `trace/parts.py`)
 
 `scales` turns an inference batch norm, also one behind a bias, into one addition, which XLA and jcuts fuse into what
 makes or uses it.  Weights and factors must be constants: an argument would be multiplied again in every call.  `dots`

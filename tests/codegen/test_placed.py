@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jcuts import updates
 from jcuts.codegen.cuda import compile as compiler
 from jcuts.dfg.verify import verify
 from jcuts.region import gpu
@@ -139,6 +140,19 @@ def test_every_form_of_a_convolution_writes_its_part_alone(features):
         check(result, array, (0, 0, 0, 20), np.maximum(want + b, 0))
         ran.add((form, program.digest))
     assert ran
+
+
+@compiled
+@pytest.mark.parametrize(("shape", "whole", "starts"), [
+    ((3, 5, 24), (3, 5, 60), (0, 0, 8)), ((7, 4, 8), (7, 12, 8), (0, 4, 0)), ((33, 10), (33, 50), (0, 20)),
+    ((2, 6), (9, 6), (2, 0)),
+])  # fmt: skip
+def test_parts_that_are_copied(shape, whole, starts):
+    program = updates._copying(shape, whole, "float32", gpu.GpuMachine(132, capability=(9, 0)))
+    assert program is not None
+    x = normal(*shape)
+    result, array = run(program, [x], whole, starts)
+    check(result, array, starts, x)
 
 
 def test_what_cannot_be_placed():

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jcuts import chunking, divide, search, updates
+from jcuts import chunking, divide, search, turned, updates
 from jcuts.base import fingerprint, knobs
 from jcuts.base.dump import open_dump
 from jcuts.base.errors import JcutsError, UnsupportedError
@@ -225,7 +225,10 @@ def _select(top: Level, settings: Settings, may_measure: bool, platform: str) ->
         for level in top.everywhere():
             level.leave(lambda _: NOT_ASKED)
         return search.Summary("none")
-    return search.select(top, settings, may_measure=may_measure, platform=platform)
+    summary = search.select(top, settings, may_measure=may_measure, platform=platform)
+    if platform != "cpu":
+        turned.add(top)
+    return summary
 
 
 def _rebuild(level: Level, settings: Settings) -> jaxapi.Closed:

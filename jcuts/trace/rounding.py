@@ -93,16 +93,10 @@ def order_of(eqn: Any) -> Order | None:
         return None
     shape = eqn.invars[1].aval.shape
     columns, terms, points = shape[order[0]], math.prod(shape[d] for d in order[1:]), eqn.outvars[0].aval.size
-    enough = is_large(eqn, order)
+    enough = points >= LEAST_POINTS and points * terms >= LEAST_PRODUCTS
     if terms >= LINE and math.prod(shape[d] for d in order[1:-1]) == 1:
         enough = enough or (points >= FEW_ROWS * columns and points * terms >= FEW_PRODUCTS)
     return order if enough and columns >= LEAST_COLUMNS and terms % PIECE == 0 else None
-
-
-def is_large(eqn: Any, order: Order) -> bool:
-    """Whether a product has as many outputs and terms as fill a GPU with blocks."""
-    shape, points = eqn.invars[1].aval.shape, eqn.outvars[0].aval.size
-    return points >= LEAST_POINTS and points * math.prod(shape[d] for d in order[1:]) >= LEAST_PRODUCTS
 
 
 def _order_of_dot(eqn: Any) -> Order | None:

@@ -5,9 +5,9 @@
 
 Whoever passes parameters has to have them rounded again in every call: a pass over the weights, and kernels for the
 products that take them as they are (`rounds`).  That pays where a product's operand and result are far larger than its
-weights, so nothing else is turned.  Weights are arguments, possibly moved on the way: reshaped, one layer's out of
-those of all, several side by side (`trace.joining`).  The equation is a call of a function of its own at the beginning
-of the program, which no kernel takes apart.
+weights, or these are few, so nothing else is turned.  Weights are arguments, possibly moved on the way: reshaped, one
+layer's out of those of all, several side by side (`trace.joining`).  The equations are calls of a function of their own
+at the beginning of the program, which no kernel takes apart.
 """
 
 from __future__ import annotations
@@ -18,13 +18,18 @@ import jax
 
 from jcuts.trace import jaxapi
 from jcuts.trace.products import Program, new_value
-from jcuts.trace.rounding import Order, is_large, order_of, rounded_constants, turned
+from jcuts.trace.rounding import Order, order_of, rounded_constants, turned
 
 MOVES = ("reshape", "squeeze", "expand_dims", "transpose", "slice", "concatenate", "copy")
+RESHAPES = MOVES[:3]
 ROUNDING, EXPONENT_BITS, MANTISSA_BITS = "reduce_precision", 8, 10
 CALLS = ("jit", "pjit")
-SHARE = 4
-"""A product's operand and result together have at least that many times as many numbers as its weights."""
+SHARE, FEW = 4, 1 << 20
+"""A product's operand and result together have at least that many times as many numbers as its weights, or those are so
+few that a pass over them takes no longer than what a launch costs."""
+
+MOST = 120
+"""Weights of one call: as many as a kernel has parameters for (`region.weights`)."""
 
 
 def turns(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
@@ -43,7 +48,7 @@ def turns(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
     if not replaced:
         return closed, 0
     new = program.with_eqns(replaced)
-    return jaxapi.with_eqns(new, [_call(closed, made), *new.jaxpr.eqns]), len(replaced)
+    return jaxapi.with_eqns(new, [*_calls(closed, made), *new.jaxpr.eqns]), len(replaced)
 
 
 def moved_arguments(closed: jaxapi.Closed) -> frozenset[Any]:
@@ -63,7 +68,7 @@ def order_of_argument(eqn: Any, given: frozenset[Any]) -> Order | None:
     order = order_of(eqn)
     if order is None or jaxapi.is_literal(eqn.invars[1]) or eqn.invars[1] not in given:
         return None
-    return order if is_large(eqn, order) and _pays(eqn) else None
+    return order if _pays(eqn) else None
 
 
 def rounded_operands(closed: jaxapi.Closed) -> frozenset[Any]:
@@ -78,29 +83,76 @@ def rounded_operands(closed: jaxapi.Closed) -> frozenset[Any]:
     used = {
         eqn.invars[1] for eqn in closed.jaxpr.eqns
         if (order := order_of(eqn)) is not None and order == tuple(range(len(order)))
-        and not jaxapi.is_literal(eqn.invars[1]) and is_large(eqn, order)
+        and not jaxapi.is_literal(eqn.invars[1])
     }  # fmt: skip
     return rounded_constants(closed) | (rounded & used)
 
 
+def turned_shapes(call: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]] | None:
+    """Shapes of operands and results, where a call does nothing but turn and round all its operands; else None.
+
+    An operand's columns lie side by side, and are the result's first dimension.
+    """
+    bodies = jaxapi.inner_jaxprs(call) if jaxapi.primitive_name(call) in CALLS else []
+    if len(bodies) != 1 or bodies[0][2].consts or set(_rounded_results(call)) != set(call.outvars):
+        return None
+    jaxpr = bodies[0][2].jaxpr
+    made = {v: e for e in jaxpr.eqns for v in e.outvars}
+    found = []
+    for argument, result in zip(jaxpr.invars, jaxpr.outvars, strict=False):
+        turn = made.get(made[result].invars[0])
+        if turn is None or jaxapi.primitive_name(turn) != "transpose":
+            return None
+        order, atom = turn.params["permutation"], turn.invars[0]
+        while atom in made and jaxapi.primitive_name(made[atom]) in RESHAPES:
+            atom = made[atom].invars[0]
+        if atom is not argument or tuple(order) != (len(order) - 1, *range(len(order) - 1)):
+            return None
+        found.append((tuple(argument.aval.shape), tuple(result.aval.shape)))
+    return found if len(found) == len(jaxpr.invars) == len(jaxpr.outvars) else None
+
+
+def _is_turned(order: Order) -> bool:
+    return order != tuple(range(len(order)))
+
+
 def _pays(eqn: Any) -> bool:
     operand, weights = (v.aval.size for v in eqn.invars)
-    return SHARE * weights <= operand + eqn.outvars[0].aval.size
+    return weights <= FEW or SHARE * weights <= operand + eqn.outvars[0].aval.size
+
+
+def _calls(closed: jaxapi.Closed, made: dict[tuple[Any, Order], Any]) -> list[Any]:
+    """The equations that make all weights: those that one kernel can turn together, and the rest."""
+    by = {v: e for e in closed.jaxpr.eqns for v in e.outvars}
+    whole: dict[Any, tuple[Any, Order]] = {}
+    for key in made:
+        argument = key[0]
+        while argument in by and jaxapi.primitive_name(by[argument]) in RESHAPES:
+            argument = by[argument].invars[0]
+        if argument not in by and _is_turned(key[1]):
+            whole.setdefault(argument, key)
+    alone = list(whole.values())
+    groups = [alone[k : k + MOST] for k in range(0, len(alone), MOST)]
+    rest = [key for key in made if key not in alone]
+    return [_call(closed, {key: made[key] for key in keys}) for keys in (*groups, rest) if keys]
 
 
 def _call(closed: jaxapi.Closed, made: dict[tuple[Any, Order], Any]) -> Any:
     """The equation that makes all weights. Args: made: (weights, order) -> the new value."""
     by = {v: e for e in closed.jaxpr.eqns for v in e.outvars}
     needed: dict[int, Any] = {}
-    stack = [weights for weights, _ in made]
+    read: dict[Any, None] = {}  # in the order of the results
+    stack = [weights for weights, _ in reversed(made)]
     while stack:
-        eqn = by.get(stack.pop())
-        if eqn is not None and id(eqn) not in needed:
+        atom = stack.pop()
+        eqn = by.get(atom)
+        if eqn is None:
+            read.setdefault(atom)
+        elif id(eqn) not in needed:
             needed[id(eqn)] = eqn
-            stack += eqn.invars
+            stack += reversed(eqn.invars)
     moves = [eqn for eqn in closed.jaxpr.eqns if id(eqn) in needed]
-    read = [*(weights for weights, _ in made), *(a for eqn in moves for a in eqn.invars)]
-    arguments = list(dict.fromkeys(a for a in read if a not in by))
+    arguments = list(read)
 
     def weights(*values: Any) -> list[Any]:
         known = dict(zip(arguments, values, strict=True))
@@ -108,7 +160,7 @@ def _call(closed: jaxapi.Closed, made: dict[tuple[Any, Order], Any]) -> Any:
             (known[eqn.outvars[0]],) = jaxapi.bind_eqn(eqn, [known[a] for a in eqn.invars])
         found = []
         for atom, order in made:
-            value = known[atom] if order == tuple(range(len(order))) else jax.lax.transpose(known[atom], order)
+            value = jax.lax.transpose(known[atom], order) if _is_turned(order) else known[atom]
             found.append(jax.lax.reduce_precision(value, EXPONENT_BITS, MANTISSA_BITS))
         return found
 

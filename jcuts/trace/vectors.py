@@ -1,11 +1,11 @@
-"""Vectors that depend on vector arguments alone, made by one equation at the beginning of the program.
+"""Vectors that depend on vector arguments alone, made by equations at the beginning of the program.
 
     y * (g * rsqrt(v + e)) + (b - m * (g * rsqrt(v + e)))  ->  s, t = vectors(g, v, b, m),  y * s + t
 
 A batch norm whose parameters are arguments is two vectors in every call.  Kernels that apply it would compute them
-again for every few of their results; like this they read two vectors.  All layers' vectors are results of one call,
-behind one barrier, so that XLA finds them side by side and may make many of them in one launch.  Nothing but
-element-wise operations on vectors moves, so values stay the same.
+again for every few of their results; like this they read two vectors.  All layers' vectors are results of one call (or
+of a few, if a kernel has no parameters for so many), behind one barrier, so that XLA, too, finds them side by side.
+Nothing but element-wise operations on vectors moves, so values stay the same.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ ELEMENTWISE = frozenset({
     "neg", "pow", "rsqrt", "sqrt", "square", "sub", "tanh",
 })  # fmt: skip
 TYPES = ("float32", "float64", "bfloat16", "float16")
+CALLS, BARRIER = ("jit", "pjit"), "optimization_barrier"
+MOST = 240
+"""Operands and results of one call: as many as a kernel has parameters for (`region.combined`)."""
 LONGEST = 1 << 16
 """Numbers in the longest of these vectors."""
 
@@ -43,10 +46,8 @@ def vectors(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
                 computed.add(eqn.outvars[0])
     users = [e for e in jaxpr.eqns if e.outvars[0] not in made] if made else []
     results = list(dict.fromkeys(a for e in users for a in e.invars if not jaxapi.is_literal(a) and a in computed))
-    needed = _ancestors(results, made)
-    read = list(dict.fromkeys(a for e in needed for a in e.invars if not jaxapi.is_literal(a) and a not in made))
-    results = [a for a in results if a.aval.size > 1]
-    if not results or set(read).isdisjoint(jaxpr.invars):
+    results = [a for a in results if a.aval.size > 1 and not _operands([a], made).isdisjoint(jaxpr.invars)]
+    if not results:
         return closed, 0
     new = {a: jaxapi.new_var(a.aval) for a in results}
     moved = set(map(id, users))
@@ -54,8 +55,43 @@ def vectors(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
         e.replace(invars=[a if jaxapi.is_literal(a) else new.get(a, a) for a in e.invars]) if id(e) in moved else e
         for e in jaxpr.eqns
     ]
-    inside = jaxapi.make_closed([], read, results, needed, [], like=closed)
-    return jaxapi.with_eqns(closed, [_call(inside, list(new.values())), *eqns]), len(results)
+    calls = [_call(closed, group, [new[a] for a in group], made) for group in _groups(results, made)]
+    return jaxapi.with_eqns(closed, [*calls, *eqns]), len(results)
+
+
+def body(call: Any) -> jaxapi.Closed | None:
+    """What a call of this rewrite computes, without the barrier; None for any other equation."""
+    bodies = jaxapi.inner_jaxprs(call) if jaxapi.primitive_name(call) in CALLS else []
+    if len(bodies) != 1 or bodies[0][2].consts or not bodies[0][2].jaxpr.eqns:
+        return None
+    inside = bodies[0][2]
+    *eqns, last = inside.jaxpr.eqns
+    if jaxapi.primitive_name(last) != BARRIER or list(last.outvars) != list(inside.jaxpr.outvars):
+        return None
+    return jaxapi.make_closed([], inside.jaxpr.invars, last.invars, eqns, [], like=inside)
+
+
+def _groups(results: Sequence[Any], made: dict[Any, Any]) -> list[list[Any]]:
+    """Results by calls: those that share an equation in one, and no more buffers than a kernel has parameters for."""
+    parts: list[tuple[list[Any], set[int]]] = []
+    for result in results:
+        own = {id(e) for e in _ancestors([result], made)}
+        alike = [part for part in parts if not part[1].isdisjoint(own)]
+        merged = ([*(a for part in alike for a in part[0]), result], own.union(*(part[1] for part in alike)))
+        parts = [*(part for part in parts if part not in alike), merged]
+    found: list[list[Any]] = []
+    for part, _ in parts:
+        joined = [*found[-1], *part] if found else part
+        if found and len(joined) + len(_operands(joined, made)) <= MOST:
+            found[-1] = joined
+        else:
+            found.append(part)
+    return found
+
+
+def _operands(results: Sequence[Any], made: dict[Any, Any]) -> set[Any]:
+    atoms = (a for e in _ancestors(results, made) for a in e.invars if not jaxapi.is_literal(a))
+    return {a for a in atoms if a not in made}
 
 
 def _is_vector(var: Any) -> bool:
@@ -77,13 +113,15 @@ def _ancestors(results: Sequence[Any], made: dict[Any, Any]) -> list[Any]:
     return [eqn for var, eqn in made.items() if var in found]
 
 
-def _call(inside: jaxapi.Closed, results: list[Any]) -> Any:
-    """The equation that makes all vectors."""
+def _call(closed: jaxapi.Closed, results: Sequence[Any], new: list[Any], made: dict[Any, Any]) -> Any:
+    """The equation that makes some vectors, under new names."""
+    eqns = _ancestors(results, made)
+    read = list(dict.fromkeys(a for e in eqns for a in e.invars if not jaxapi.is_literal(a) and a not in made))
+    inside = jaxapi.make_closed([], read, results, eqns, [], like=closed)
 
     def vectors(*operands: Any) -> list[Any]:
         return jax.lax.optimization_barrier(jaxapi.eval_closed(inside, *operands))
 
-    operands = inside.jaxpr.invars
-    shapes = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in operands]
+    shapes = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in read]
     (eqn,) = jaxapi.closed_jaxpr_of(jax.jit(vectors), *shapes).jaxpr.eqns
-    return eqn.replace(invars=list(operands), outvars=results)
+    return eqn.replace(invars=read, outvars=new)

@@ -19,6 +19,7 @@ from jcuts.codegen.cuda.block import BlockEmitter
 from jcuts.codegen.cuda.builder import GpuBuilder
 from jcuts.codegen.cuda.column_rows import ColumnRowsEmitter, ColumnRowsShape, outer_axes
 from jcuts.codegen.cuda.columns import ColumnEmitter, ColumnShape
+from jcuts.codegen.cuda.combined import CombinedEmitter, CombinedShape
 from jcuts.codegen.cuda.emit import AnyShape, CudaSource, emit_source
 from jcuts.codegen.cuda.group_shape import GroupShape
 from jcuts.codegen.cuda.group_window_shape import WindowShape
@@ -34,6 +35,7 @@ from jcuts.codegen.cuda.scan import ScanColumnsEmitter, ScanRowsEmitter, ScanSha
 from jcuts.codegen.cuda.target import AMPERE, GROUPED, REGISTERS, CudaTarget
 from jcuts.codegen.cuda.team import TeamEmitter, TeamShape
 from jcuts.codegen.cuda.transposed import TransposedEmitter, TransposedShape
+from jcuts.codegen.cuda.turn import TurnEmitter, TurnShape
 from jcuts.codegen.cuda.walk import WalkEmitter, walk_of
 from jcuts.dfg.program import Program
 from jcuts.dfg.verify import verify
@@ -44,9 +46,11 @@ from jcuts.region.patch_tiles import PatchShape
 _MULTIPLIERS: tuple[tuple[type, Any], ...] = (
     (WindowShape, WindowEmitter), (GroupShape, GroupEmitter), (ProductShape, ProductEmitter),
     (PatchShape, PatchEmitter), (BlockShape, BlockEmitter), (AttentionShape, AttentionEmitter),
+    (TurnShape, TurnEmitter), (CombinedShape, CombinedEmitter),
 )  # fmt: skip
-"""Who emits forms on matrix units; a kind stands before what it is one of."""
-_BY_BLOCK = (ProductShape, PatchShape, BlockShape, AttentionShape)  # get the numbers of block and thread
+"""Who emits forms on matrix units, and what prepares their operands; a kind stands before what it is one of."""
+_BY_BLOCK = (ProductShape, PatchShape, BlockShape, AttentionShape, TurnShape, CombinedShape)
+"""Whose emitters get the numbers of block and thread."""
 
 _lock = threading.RLock()
 _SLOW_PATHS = frozenset({"sin", "cos", "tan"})

@@ -227,7 +227,7 @@ class GroupCounter(Counter):
         self.least = max(self.moved / MEMORY, products / (machine.sms * self.unit), LATENCY)
 
     def takes(self, terms: int, split: int = 1) -> bool:
-        """Whether what stands before the product is no hindrance to blocks of so many terms, or to parts of the grid."""
+        """Whether what stands before the product allows for blocks of so many terms, and so many parts of the grid."""
         if not self.before:
             return True
         whole = self.terms % (terms * split) == 0

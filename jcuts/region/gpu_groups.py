@@ -233,7 +233,7 @@ class GroupCounter(Counter):
         self.least = max(self.moved / MEMORY, products / (machine.sms * self.unit), LATENCY)
 
     def takes(self, terms: int, split: int = 1) -> bool:
-        """Whether what stands before the product hinders no blocks of so many terms, and no parts of the grid."""
+        """Whether what stands before the product allows for blocks of so many terms, and so many parts of the grid."""
         if not self.before:
             return True
         whole = self.terms % (terms * split) == 0

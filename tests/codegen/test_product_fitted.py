@@ -81,3 +81,26 @@ def test_fitted_tiles_waste_less(terms, columns):
     assert any(
         (p.params and dict(p.params)["tile"][:2] == (best.rows, best.columns)) for p, _ in gpu_groups.grouped(counter)
     )
+
+
+STEADY = [
+    GroupTiling(128, 64, 32, (2, 1), 4, rounded=1, steps=2, rounds=2),
+    GroupTiling(64, 48, 32, (1, 1), 3, rounded=1, rounds=3),
+    GroupTiling(128, 32, 32, (1, 1), 4, rounded=1, steps=0, rounds=2),
+]
+
+
+@compiled
+@pytest.mark.parametrize("tiling", STEADY, ids=str)
+@pytest.mark.parametrize("size", [(256, 256, 128), (300, 160, 116), (70, 300, 68), (64, 132, 120)])
+def test_blocks_of_several_tiles(size, tiling):
+    """Every tile is finished beside the next one; the last round of some blocks is not there."""
+    m, k, n = size
+    x, w, b, r = normal(m, k), round_tf32(normal(n, k, seed=1)), normal(n), normal(m, n, seed=2)
+
+    def layer(x, w, b, r):
+        y = x @ w.T + b
+        return y, jax.nn.gelu(y, approximate=False) + r
+
+    y = tf32(x) @ w.T.astype(np.float64) + b
+    compare(run_rounded(layer, (x, w, b, r), tiling), [y, gelu(y) + r], 3e-6)

@@ -128,7 +128,7 @@ def schedules(case: Layer, most: int) -> list[Any]:
 
     made = product(case)
     counter = gpu_groups.GroupCounter(made, GpuMachine(132))
-    found = [tiling.of(made) for _, tiling in gpu_steady.best(counter, 4)]
+    found = [tiling.of(made) for _, tiling in gpu_steady.best(counter, 3)]
     found += [tiling.of(made) for tiling in sweep(counter, most)]
     found += [p for p, _ in gpu_groups.grouped(counter)]
     if not counter.before:

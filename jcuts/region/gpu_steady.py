@@ -5,8 +5,8 @@ Counted as other products with rounded weights, but for one launch and one exit 
 
     cycles = latency + tiles of a block * (terms + turn) + exit
 
-Totals of two tiles are in registers, and every tile of terms has code of its own, which the assembler takes long
-for: at most two are tried.
+Totals of two tiles are in registers, and every tile of terms has code of its own, which takes seconds to compile: at
+most two are tried.  No constant is fitted to such schedules yet.
 """
 
 from __future__ import annotations

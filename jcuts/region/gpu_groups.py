@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jcuts.dfg.program import Program
-from jcuts.region import gpu_fitted, gpu_group_windows, gpu_products, gpu_rounded, gpu_streams
+from jcuts.region import gpu_fitted, gpu_group_windows, gpu_products, gpu_rounded, gpu_steady, gpu_streams
 from jcuts.region.gpu_group_tiling import BARRIER, HIGH, LINE, GroupTiling
 from jcuts.region.gpu_products import CLUSTER, EXIT, FETCH, LATENCY, MEMORY, PORT, SECOND, Counter
 from jcuts.region.gpu_tiles import Candidate, GpuMachine
@@ -130,6 +130,9 @@ def grouped(counter: GroupCounter, most: int = MOST, *, alike: bool = False) -> 
     if streams and chosen:  # the others are counted for units that are busy all the time
         scale = min(1.0, AGAIN * counter.least / streams[0][0] / chosen[0][0])
         chosen = [(scale * score, tiling) for score, tiling in chosen]
+    if chosen and not streams:
+        for cycles, tiling in gpu_steady.best(counter):
+            yield tiling.of(counter.program), min(1.0, counter.least / cycles)
     for score, tiling in chosen:
         yield tiling.of(counter.program), score
     for score, tiling in chosen[:SPREAD] if counter.rounded else ():

@@ -70,6 +70,10 @@ ROUNDED = {
     "residual": (lambda x, w, b, r: jax.nn.relu(x @ w.T + b + r), ((17000, 64), (136, 64), (136,), (17000, 136))),
     "results alone": (lambda x, w, b: jax.nn.relu(x @ w.T + b), ((17000, 64), (136, 64), (136,))),
     "384 rows": (lambda x, w, b: jax.nn.gelu(x @ w.T + b, approximate=False), ((384, 768), (760, 768), (760,))),
+    "several tiles of a block": (
+        lambda x, w, b: jax.nn.gelu(x @ w.T + b, approximate=False), ((2000, 768), (2312, 768), (2312,)),
+    ),
+    "fitted tiles": (lambda x, w, b, r: x @ w.T + b + r, ((3000, 776), (776, 776), (776,), (3000, 776))),
     "norm of few rows": (lambda x, w, s, t: jax.nn.relu(x * s + t) @ w.T, ((196, 768), (128, 768), (768,), (768,))),
     "3x3": (lambda x, w, b: conv(x, w, layout=ALONG) + b, ((16, 28, 28, 64), (64, 3, 3, 64), (64,))),
     "3x3 to few": (lambda x, w, b: conv(x, w, layout=ALONG) + b, ((16, 28, 28, 64), (32, 3, 3, 64), (32,))),

@@ -20,6 +20,7 @@ from jcuts.codegen.cuda.builder import GpuBuilder
 from jcuts.codegen.cuda.column_rows import ColumnRowsEmitter, ColumnRowsShape, outer_axes
 from jcuts.codegen.cuda.columns import ColumnEmitter, ColumnShape
 from jcuts.codegen.cuda.emit import AnyShape, CudaSource, emit_source
+from jcuts.codegen.cuda.fed_shape import FedShape
 from jcuts.codegen.cuda.group_shape import GroupShape
 from jcuts.codegen.cuda.group_window_shape import WindowShape
 from jcuts.codegen.cuda.image import SYMBOL, Image, Launch, Resources
@@ -28,6 +29,7 @@ from jcuts.codegen.cuda.parts import parts
 from jcuts.codegen.cuda.patch import PatchEmitter
 from jcuts.codegen.cuda.point import PointEmitter, counted_by_tile, pinned
 from jcuts.codegen.cuda.product import ProductEmitter, ProductShape
+from jcuts.codegen.cuda.product_fed import FedEmitter
 from jcuts.codegen.cuda.product_groups import GroupEmitter
 from jcuts.codegen.cuda.product_windows import WindowEmitter
 from jcuts.codegen.cuda.scan import ScanColumnsEmitter, ScanRowsEmitter, ScanShape, units
@@ -42,7 +44,7 @@ from jcuts.region.block_tiles import BlockShape
 from jcuts.region.patch_tiles import PatchShape
 
 _MULTIPLIERS: tuple[tuple[type, Any], ...] = (
-    (WindowShape, WindowEmitter), (GroupShape, GroupEmitter), (ProductShape, ProductEmitter),
+    (FedShape, FedEmitter), (WindowShape, WindowEmitter), (GroupShape, GroupEmitter), (ProductShape, ProductEmitter),
     (PatchShape, PatchEmitter), (BlockShape, BlockEmitter), (AttentionShape, AttentionEmitter),
 )  # fmt: skip
 """Who emits forms on matrix units; a kind stands before what it is one of."""
@@ -112,7 +114,7 @@ def compile_program(program: Program, target: CudaTarget) -> CompiledKernel:
         emitted.append(source)
         sources.append((_ptx(part.program, source, target, symbol), symbol))
     arch = arch_of(program, target)
-    overlapped = "pixels" in dict(program.params)
+    overlapped = not {"pixels", "fed"}.isdisjoint(dict(program.params))
     cubin = assemble.assemble(assemble.merged(sources, arch), arch, overlapped=overlapped)
     report = assemble.resources(cubin)
     launches = []

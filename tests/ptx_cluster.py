@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Barrier:
-    """Of one block: arrivals of a phase and those it still waits for, bytes that it expects less those that came, what came.
+    """Of one block: arrivals of a phase and those that it still waits for, bytes that it expects less those that came,
+    what came.
 
-    ``phase``: how many have ended. ``known``: all threads of its block know of it; ``open``: all blocks of the cluster do.
+    ``phase``: how many have ended. ``known``: all threads of its block know of it; ``open``: all blocks of the cluster.
     ``released``: (written, read) bytes that warps had touched when they arrived, and the warp.
     """
 
@@ -95,7 +96,8 @@ class Barriers:
         """Warps that arrive have done what they did with the block's memory."""
         machine = self.machine
         for warp in np.unique(threads // WARP):
-            touched = [np.flatnonzero(last[block] // WARP == warp) for last in (machine.last_writer, machine.last_reader)]
+            both = (machine.last_writer, machine.last_reader)
+            touched = [np.flatnonzero(last[block] // WARP == warp) for last in both]
             barrier.released.append((touched[0], touched[1], int(warp)))
 
     def _ends(self, barrier: Barrier) -> None:

@@ -62,7 +62,7 @@ class Units:
                 raise TensorFault(f"writes register {name}, which a warp group is reading")
 
     def proxy_fence(self, on: np.ndarray) -> None:
-        """fence.proxy.async: what these threads have written, and what they know of by a barrier, is seen by the units."""
+        """fence.proxy.async: what these threads have written, or know of by a barrier, is seen by the units."""
         held = (self.unseen >= 0) & ~self.machine.pipeline.busy  # copies that have arrived
         known = (self.machine.last_writer < 0) & on.reshape(self.machine.blocks, -1).any(1)[:, None]
         self.unseen[held & (known | on[np.where(held, self.unseen, 0)])] = -1

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
-from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda import compile as compiler
-from jcuts.codegen.cuda.fed_shape import fed_shape
 from jcuts.region.gpu_fed import FedTiling
 from tests import programs, ptx_machine
 from tests.codegen.test_product import SM90, compare, compiled, normal, tf32

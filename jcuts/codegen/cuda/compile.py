@@ -127,6 +127,11 @@ def compile_program(program: Program, target: CudaTarget) -> CompiledKernel:
                 stack=used.stack, registers=used.registers,
             )  # fmt: skip
         check_limits(program.name, used, source.threads, target, source.shared)
+        for shape in source.variants.values():
+            if isinstance(shape, FedShape) and shape.registers and used.registers != shape.entry:
+                raise CompileRejected(
+                    f"{program.name}: {symbol} has {used.registers} registers to share, not {shape.entry}"
+                )
         grid, block, cluster = ((n, 1, 1) for n in (source.blocks, source.threads, source.cluster))
         launches.append(Launch(symbol, grid, block, part.arguments, source.shared, cluster, resources=used))
     image = Image(arch, program.name, tuple(launches), cubin)

@@ -14,6 +14,13 @@ from jcuts.dfg.program import Program
 from jcuts.region.gpu_group_tiling import BARRIER
 from jcuts.region.group_windows import Window, has_weights, in_line, window
 from jcuts.region.products import COLUMNS, ROWS, B, K, S, prologue, shares, sides, summed
+
+FILE, STEP, MOST_REGISTERS = 65536, 8, 240
+"""Registers of a multiprocessor; what those of a thread are a multiple of; most of a thread."""
+CARRYING, FEW_TOTALS = (56, 80), 64
+"""Registers of a thread that copies, few or more, where others get what it does not need; totals up to which nobody
+needs them."""
+
 @dataclass(frozen=True)
 class FedShape(ProductShape):
     """A block's work.
@@ -44,6 +51,21 @@ class FedShape(ProductShape):
     def threads(self) -> int:
         """Of a block."""
         return self.multipliers + WARP * self.carriers
+
+    @property
+    def registers(self) -> tuple[int, int] | None:
+        """Registers of a thread that multiplies, and of one that copies, where they are shared out."""
+        groups = self.warps[0] // WARPS
+        few = groups != 3 and self.left.warp * self.right.size <= FEW_TOTALS * WARP * WARPS
+        if self.carriers != WARPS or groups == 1 or few:
+            return None
+        mine = CARRYING[self.window is not None or self.early or groups > 2]
+        return min(MOST_REGISTERS, (self.entry * (groups + 1) - mine) // groups // STEP * STEP), mine
+
+    @property
+    def entry(self) -> int:
+        """Registers that every thread begins with where they are shared out."""
+        return FILE // (WARP * (self.warps[0] + self.carriers)) // STEP * STEP
 
     @property
     def stage(self) -> int:
@@ -112,7 +134,7 @@ def fed_shape(program: Program) -> FedShape:
     fits = fits and second.warp % 8 == 0 and second.warp <= wgmma.WIDEST
     fits = fits and first.warp * second.warp <= MOST_TOTALS * WARP * WARPS
     fits = fits and left.item == 4 and left.along_terms and right.along_terms and program.buffer(right.buffer).tf32
-    fits = fits and 3 <= stages and share >= 2 and rounds >= 1 and 1 <= shape.carriers <= WARPS
+    fits = fits and stages >= 3 and share >= 2 and rounds >= 1 and 1 <= shape.carriers <= WARPS
     fits = fits and readable(second, 1) and (found is not None or readable(first, along))
     if found is None:
         fits = fits and all(t.side.run % terms == 0 or t.side.run == extents[K] for t in (first, second))

@@ -2,8 +2,8 @@
 
 Where all warps of a block copy, fetch, round and multiply in step, the units wait for every barrier and what follows
 it.  Here some warps copy, and the groups wait for no one but them, at a barrier of the stage that they read next
-(`stage_barriers`): while one group fetches and rounds, others multiply; and while they finish a tile of outputs, copies of the
-block's next one are under way.  A convolution's pixels may stay in shared memory for all taps (`group_pixels`).
+(`stage_barriers`): while one group fetches and rounds, others multiply; and while they finish a tile of outputs, copies
+of the block's next one are under way.  A convolution's pixels may stay in shared memory for all taps (`group_pixels`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from jcuts.codegen.cuda.product_groups import GroupEmitter
 from jcuts.codegen.cuda.product_tiles import Copier
 from jcuts.codegen.cuda.shared import WARP
 from jcuts.codegen.cuda.stage_barriers import Ring
+from jcuts.codegen.cuda.tensor import VOID
 from jcuts.region.products import COLUMNS, ROWS
 
 WHOLE = wgmma.LINE // tensor.STEP
@@ -55,10 +56,19 @@ class FedEmitter(GroupEmitter):
         with builder.if_else(builder.icmp_unsigned("<", self.thread, L.I32(shape.multipliers))) as (then, otherwise):
             with then:
                 self.frame = replace(frame, cache={})
+                self._registers(0)
                 self._multiply_all()
             with otherwise:
                 self.frame = replace(frame, cache={})
+                self._registers(1)
                 self._carry_all()
+
+    def _registers(self, number: int) -> None:
+        """Takes or gives registers: groups that multiply (0) need more of them than warps that copy (1)."""
+        found = self.shape.registers
+        if found is not None:
+            text = f"setmaxnreg.{('inc', 'dec')[number]}.sync.aligned.u32 {found[number]};"
+            asm(self.builder, text, VOID, effects=True)
 
     def _tiles(self, state: list[L.Value], work: Callable[[list[L.Value]], list[L.Value]]) -> None:
         """Does something for every tile of outputs of the block. Args: state: numbers that go round."""
@@ -84,7 +94,7 @@ class FedEmitter(GroupEmitter):
 
     # -- copies -------------------------------------------------------------------------------------------------
     def _carry_all(self) -> None:
-        """What a warp that copies does, whose state is the stage that is filled next, its parity, the place of the run."""
+        """What a warp that copies does; state: the stage that is filled next, its parity, the place of the run."""
         builder, shape, found = self.builder, self.shape, self.shape.window
         threads = WARP * shape.carriers
         mine = builder.sub(self.thread, L.I32(shape.multipliers))

@@ -1,8 +1,9 @@
 """Stages of shared memory that some warps of a block fill and others read: a barrier for each of both (capability 9.0).
 
 A barrier counts arrivals; each time that all have come, its phase ends.  Threads that copy arrive at a ``full`` barrier
-when their copies have come, for which they need not wait; a warp arrives at an ``empty`` one.  Who waits names the parity of
-the phase: a new barrier counts as one whose phase of parity 1 has ended (PTX ISA, "mbarrier", "cp.async.mbarrier.arrive").
+when their copies have come, for which they need not wait; a warp arrives at an ``empty`` one.  Who waits names the
+parity of the phase: a new barrier counts as one whose phase of parity 1 has ended (PTX ISA, "mbarrier",
+"cp.async.mbarrier.arrive").
 """
 
 from __future__ import annotations

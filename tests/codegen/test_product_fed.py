@@ -42,7 +42,7 @@ def test_products_of_odd_sizes(rows, terms, columns, tiling):
 @compiled
 @pytest.mark.parametrize("tiling", [
     FedTiling(64, 32, 1, 4, 2, 2), FedTiling(128, 48, 2, 6, 4, 2, rounds=2), FedTiling(128, 32, 1, 3, 2, 3, early=1),
-    FedTiling(64, 40, 1, 8, 4, 2, rounds=3), FedTiling(192, 24, 3, 5, 4),
+    FedTiling(64, 40, 1, 8, 4, 2, rounds=3), FedTiling(128, 24, 2, 5, 4),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("case", CASES)
 def test_convolutions_of_odd_sizes(case, tiling):

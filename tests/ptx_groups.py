@@ -64,7 +64,7 @@ class Units:
     def proxy_fence(self, on: np.ndarray) -> None:
         """fence.proxy.async: what these threads have written, or know of by a barrier, is seen by the units."""
         held = (self.unseen >= 0) & ~self.machine.pipeline.busy  # copies that have arrived
-        known = (self.machine.last_writer < 0) & on.reshape(self.machine.blocks, -1).any(1)[:, None]
+        known = (self.machine.last_writer < 0) & on.reshape(self.machine.blocks, -1, 1).any(1)
         self.unseen[held & (known | on[np.where(held, self.unseen, 0)])] = -1
 
     def step(self, ins: Instruction, parts: list[str], on: np.ndarray) -> None:

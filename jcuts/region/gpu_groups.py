@@ -99,7 +99,7 @@ def products(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     fed = gpu_fed.candidates(counter, program) if found else []
     if fed:  # nobody knows yet which family wins: the best of each are tried first
         scale = max(score for _, score in found) / max(score for _, score in fed)
-        found = [(made, scale * score) for made, score in fed] + found
+        yield from ((made, scale * score) for made, score in fed)
     yield from found
     if counter.before or len(found) >= ENOUGH:  # the other family has no prologues, and hardly ever wins
         return

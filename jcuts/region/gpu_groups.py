@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jcuts.dfg.program import Program
-from jcuts.region import gpu_fitted, gpu_group_windows, gpu_products, gpu_rounded, gpu_steady, gpu_streams
+from jcuts.region import gpu_fed, gpu_fitted, gpu_group_windows, gpu_products, gpu_rounded, gpu_steady, gpu_streams
 from jcuts.region.gpu_group_tiling import BARRIER, HIGH, LINE, GroupTiling
 from jcuts.region.gpu_products import CLUSTER, EXIT, FETCH, LATENCY, MEMORY, PORT, SECOND, Counter
 from jcuts.region.gpu_tiles import Candidate, GpuMachine
@@ -96,6 +96,10 @@ def products(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
         if kept and max(score for _, score in kept) >= best:
             found = sorted(found, key=lambda pair: -pair[1])[:ENOUGH]
     found = kept + found
+    fed = gpu_fed.candidates(counter, program) if found else []
+    if fed:  # nobody knows yet which family wins: the best of each are tried first
+        scale = max(score for _, score in found) / max(score for _, score in fed)
+        yield from ((made, scale * score) for made, score in fed)
     yield from found
     if counter.before or len(found) >= ENOUGH:  # the other family has no prologues, and hardly ever wins
         return

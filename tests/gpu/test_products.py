@@ -68,6 +68,9 @@ ROUNDED = {
     "activation": (lambda x, w: (jnp.clip(x, -0.5, 1.5) * x) @ w.T, ((700, 1024), (520, 1024))),
     "49 rows": (lambda x, w, b, r: jax.nn.relu(x @ w.T + b + r), ((49, 512), (2048, 512), (2048,), (49, 2048))),
     "residual": (lambda x, w, b, r: jax.nn.relu(x @ w.T + b + r), ((17000, 64), (136, 64), (136,), (17000, 136))),
+    "residual, more terms": (lambda x, w, b, r: jax.nn.relu(x @ w.T + b + r),
+                             ((17000, 264), (136, 264), (136,), (17000, 136))),
+    "1x1 stride 2": (lambda x, w: conv(x, w, layout=ALONG, strides=(2, 2)), ((64, 29, 28, 256), (264, 1, 1, 256))),
     "results alone": (lambda x, w, b: jax.nn.relu(x @ w.T + b), ((17000, 64), (136, 64), (136,))),
     "384 rows": (lambda x, w, b: jax.nn.gelu(x @ w.T + b, approximate=False), ((384, 768), (760, 768), (760,))),
     "several tiles of a block": (

@@ -13,6 +13,7 @@ from jcuts.codegen.cuda.block import block_shape
 from jcuts.codegen.cuda.column_rows import ColumnRowsShape, column_rows_shape, outer_axes
 from jcuts.codegen.cuda.columns import ColumnShape, lane_blocks, shape_of
 from jcuts.codegen.cuda.combined import CombinedShape, combined_shape
+from jcuts.codegen.cuda.fed_shape import fed_shape
 from jcuts.codegen.cuda.group_shape import group_shape
 from jcuts.codegen.cuda.group_window_shape import window_shape
 from jcuts.codegen.cuda.memory import LIMIT
@@ -275,6 +276,9 @@ class _Writer:
 
     def product(self) -> CudaSource:
         params = dict(self.program.params)
+        if "fed" in params:
+            fed = fed_shape(self.program)
+            return replace(self._by_block(f"fed_{fed.left.size}x{fed.right.size}", fed, fed.blocks), least=1)
         if "pixels" in params:
             window = window_shape(self.program)
             return self._by_block(f"window_{window.left.size}x{window.right.size}", window, window.blocks)

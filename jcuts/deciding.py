@@ -29,6 +29,8 @@ from jcuts.trace.capture import Capture, function_name
 from jcuts.tune import autotuned, lock, session
 
 log = logging.getLogger("jcuts")
+FLOAT64 = "float64 compiled"
+"""What a first call does early that needs no device: nothing is timed in that program."""
 
 _default_store: guard.GuardStore | None = None
 _default_stores = 0  # how often it was set
@@ -162,7 +164,7 @@ class Deciding:
                 worth = forms.worth_planning(closed, call.platform)
                 judge = exact if any(form is not None and form.rewrites for form in worth) else None
                 todo = self.meanwhile(call, judge) if may else {}
-                with early.Early(todo) as busy:
+                with early.Early(todo, quiet=(FLOAT64,)) as busy:
                     found, outcomes = self._plan_forms(closed, leaves, call.platform, worth, busy)
             log.info("planned and tuned in %.2f s", time.monotonic() - begun)
             rows = {form: _divisions(outcome) for form, outcome in found.items()}
@@ -203,8 +205,8 @@ class Deciding:
             jax.block_until_ready(compiled[name](*mine, **named))
 
         todo: dict[str, Callable[[], object]] = {f"{n} compiled": functools.partial(compile_, n) for n in names}
-        todo |= {"float64": exact.ahead} if exact is not None else {}
-        return todo | {f"{n} run": functools.partial(first_run, n) for n in names}
+        todo |= {f"{n} run": functools.partial(first_run, n) for n in names}
+        return todo | ({FLOAT64: exact.compile, "float64": exact.ahead} if exact is not None else {})
 
     def _plan_forms(self, closed: jaxapi.Closed, leaves: Sequence[Any], platform: str,
                     worth: Sequence[Form | None], meanwhile: early.Early

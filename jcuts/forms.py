@@ -47,6 +47,7 @@ GPUS = ("gpu", "cuda")
 FLOOR_ULP = 4.0
 MOST = 4.0  # a single element may be that many times as far off as the whole output (`tune.floats` has the same)
 FOLDED = ("scales", "rounds", "slots")  # rewrites that take work away and add none
+OF_KERNELS = ("slots",)  # rewrites that only kernels gain by
 WITH_ALL = ("pools", "siblings")  # rewrites that only race beside all others that apply
 JOINED, TURNED, VECTORS = "joins", "turns", "vectors"
 """Rewrites that cost passes over arguments in every call, for kernels that then have less to do: they race apart."""
@@ -136,9 +137,9 @@ def planned(closed: jaxapi.Closed, platform: str, plan: Callable[[Form | None], 
     Args: plan: gives the pipeline's outcome for a form (tuning its subsets); worth: `worth_planning`, if it is known.
 
     `rewrite`'s folding and rounding of constants and its updates in place take work away and add none, so they are in
-    every form (and checked against float64 with it).  Products in place of convolutions, and which subsets are worth
-    cutting out of XLA's fusions, are raced; kernels take over what follows a product only beside `dots`: the library's
-    convolutions compute that themselves.
+    every form (and checked against float64 with it); updates not in those without kernels.  Products in place of
+    convolutions, and which subsets are worth cutting out of XLA's fusions, are raced; kernels take over what follows a
+    product only beside `dots`: the library's convolutions compute that themselves.
     Products with kernels of their own are in `all` and `anchored`, each where it beat the library with all that follows
     it; `absorbing` is the form without them.
     The rules of `WITH_ALL` race only beside all others that apply, in three programs (each costs seconds of
@@ -171,17 +172,22 @@ def worth_planning(closed: jaxapi.Closed, platform: str) -> list[Form | None]:
         every = [folded, *((*folded, name) for name in rules if name not in (*folded, *WITH_ALL))]
         with_all = bool(set(rules) & set(WITH_ALL))
         if TURNED in ahead:  # kernels beside other rewrites would take time to tune, and lose
-            found += [Form(folded, r) for r in ("all", "anchored", "none") if folded or r == "anchored"]
-            found += [Form(rewrites, "none") for rewrites in every[1:]]
+            found += [_form(folded, r) for r in ("all", "anchored", "none") if folded or r == "anchored"]
+            found += [_form(rewrites, "none") for rewrites in every[1:]]
             found += [Form((*folded, *ahead), r) for r in ("all", "anchored")]
             found.append(Form((*every[-1], *ahead), "all"))
-            found += [Form(rules, "none"), Form((*rules, *ahead), "all")] if with_all else []
+            found += [_form(rules, "none"), Form((*rules, *ahead), "all")] if with_all else []
         else:
             for rewrites in every:
-                found += [Form(rewrites, r) for r in ("all", "anchored", "none") if rewrites or r == "anchored"]
+                found += [_form(rewrites, r) for r in ("all", "anchored", "none") if rewrites or r == "anchored"]
             found.append(Form(every[-1], "absorbing"))
-            found += [Form(rules, regions) for regions in ("none", "all", "absorbing")] if with_all else []
-    return list(dict.fromkeys(found))
+            found += [_form(rules, regions) for regions in ("none", "all", "absorbing")] if with_all else []
+    return [form for form in dict.fromkeys(found) if form != Form((), "none")]
+
+
+def _form(rewrites: Sequence[str], regions: str) -> Form:
+    """A form, without the rewrites that its regions have no use for."""
+    return Form(tuple(r for r in rewrites if regions != "none" or r not in OF_KERNELS), regions)
 
 
 def lost_by_little(report: FunctionReport) -> bool:
@@ -259,7 +265,8 @@ def names_behind(names: Sequence[str], behind: Mapping[Form | None, str]) -> dic
 
 
 def _rewrites(form: Form | None) -> tuple[str, ...]:
-    return () if form is None else form.rewrites
+    """The rewrites that decide which products and convolutions a program has."""
+    return () if form is None else tuple(r for r in form.rewrites if r not in OF_KERNELS)
 
 
 def _is_derived(outcome: Any) -> bool:
@@ -307,9 +314,7 @@ def compile_ahead(lowered: Mapping[str, Callable[[], Any]]) -> None:
 
 
 def _arithmetic(name: str) -> tuple[str, ...]:
-    """What decides which products and convolutions a program has."""
-    form = None if is_xla(name) else form_of(name)
-    return () if form is None else form.rewrites
+    return _rewrites(None if is_xla(name) else form_of(name))
 
 
 # -- right or wrong -------------------------------------------------------------------------------------------------
@@ -326,6 +331,7 @@ class Exact:
     def __init__(self, closed: jaxapi.Closed, leaves: Sequence[Any], tolerance: float, platform: str) -> None:
         self.closed, self.leaves, self.tolerance, self.platform = closed, leaves, tolerance, platform
         self._reference: list[np.ndarray] | None = None
+        self._program: Any = None
         self._failure = ""
 
     def __call__(self, name: str, xla: Any, result: Any) -> str | None:
@@ -357,26 +363,37 @@ class Exact:
                 self._failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return self._reference
 
+    def compile(self) -> None:
+        """Compiles the float64 program, which takes longer than its run."""
+        with jax.enable_x64(True):
+            program, operands = self._wide()
+            self._program = program.lower(operands).compile()
+
     def ahead(self) -> None:
         """Makes the float64 results if that can be done now; else it is tried again when they are needed."""
         if self.reference() is None:
             self._failure = ""
 
     def _run(self) -> list[np.ndarray]:
+        with jax.enable_x64(True):
+            program, operands = self._wide()
+            return [np.asarray(x) for x in (self._program or program)(operands)]
+
+    def _wide(self) -> tuple[Any, tuple[Any, ...]]:
+        """The float64 program, jitted, and its operands."""
         jaxpr, consts = self.closed.jaxpr, self.closed.consts
         # Constants as arguments: XLA would fold them, slowly, into a program that runs once.
         opened = jaxapi.make_closed(
             [], [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns, [], like=self.closed
         )
         lean = LEAN if self.platform in GPUS else None
-        with jax.enable_x64(True):
-            operands = (*consts, *self.leaves)
-            wide = [widened_dtype(jnp.result_type(x)) for x in operands]
+        operands = (*consts, *self.leaves)
+        wide = [widened_dtype(jnp.result_type(x)) for x in operands]
 
-            def program(xs: Sequence[Any]) -> list[Any]:  # one by one outside they would be a program each
-                return evaluate(opened, [jnp.asarray(x, dtype) for x, dtype in zip(xs, wide, strict=True)])
+        def program(xs: Sequence[Any]) -> list[Any]:  # one by one outside they would be a program each
+            return evaluate(opened, [jnp.asarray(x, dtype) for x, dtype in zip(xs, wide, strict=True)])
 
-            return [np.asarray(x) for x in jax.jit(program, compiler_options=lean)(operands)]
+        return jax.jit(program, compiler_options=lean), operands
 
 
 def _too_far(r: np.ndarray, x: np.ndarray, c: np.ndarray, tolerance: float, floor: float) -> str:

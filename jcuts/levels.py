@@ -83,8 +83,9 @@ class Level:
 
     ``library`` are subsets that XLA keeps without a measurement, such as the vendor libraries' products on a GPU.
     ``parts`` is what its subsets are: the forms of a function share it, as they share its graph.
-    ``updated`` are updates in place that kernels took over (`updates`).  The greedy cover, ``grouping``, is looked for
-    when it is first asked for: who takes a stored one never does.
+    ``updated`` are updates in place that kernels took over (`updates`), and what made arrays that they begin;
+    ``copied`` those that kernels make of what XLA computed.  The greedy cover, ``grouping``, is looked for when it is
+    first asked for: who takes a stored one never does.
     """
 
     closed: jaxapi.Closed
@@ -98,6 +99,7 @@ class Level:
     made: dict[Members, Subset] = field(default_factory=dict)
     library: list[Subset] = field(default_factory=list)
     updated: list[int] = field(default_factory=list)
+    copied: list[int] = field(default_factory=list)
     begun: bool = False
 
     @functools.cached_property

@@ -202,7 +202,7 @@ def _plan(
     timed("rebuild", start)
     dump.stage("rewritten", lambda: as_source(rebuilt, name))
     dump.stage("kernels", lambda: _kernel_texts(top), suffix="py")
-    count = sum(len(level.updated) for level in top.everywhere())
+    count = sum(updates.count(level) for level in top.everywhere())
     in_place = f"kernels write {count} results into the arrays that they become part of" if count else None
     texts = (rewrites if rewrites.counts else None, pieces, division.note or None, partition, in_place)
     notes = tuple(str(note) for note in texts if note is not None)
@@ -257,10 +257,22 @@ def _rebuild(level: Level, settings: Settings) -> jaxapi.Closed:
         if update is not None:
             place = update.placed.operand, update.placed.start
             inputs = [*inputs, update.array] if place[0] == len(inputs) else inputs
-            outputs, members = level.closed.jaxpr.eqns[update.number].outvars, members | {update.number}
-            level.updated.append(update.number)
+            taken = [n for n in (update.number, update.zeros) if n is not None]
+            outputs, members = level.closed.jaxpr.eqns[update.number].outvars, members | set(taken)
+            level.updated += taken
         replacement[first] = kernel_eqns(kernel, inputs, outputs, like, place)
         units[first] = sorted(members)
+    for update in updates.copies(level, gpus.machine()) if level.updated else ():
+        try:
+            kernel = kernel_for(update.placed.program)
+        except JcutsError as error:
+            log.warning("update left to XLA: %s", error)
+            continue
+        eqn, operand = level.closed.jaxpr.eqns[update.number], update.placed.operand
+        inputs = [eqn.invars[1]] if operand is None else [eqn.invars[1], update.array]
+        units[update.number] = [n for n in (update.zeros, update.number) if n is not None]
+        replacement[update.number] = kernel_eqns(kernel, inputs, eqn.outvars, eqn, (operand, update.placed.start))
+        level.copied += units[update.number]
     count = len(level.closed.jaxpr.eqns)
     for number, bodies in level.bodies.items():
         eqn = level.closed.jaxpr.eqns[number]
@@ -292,7 +304,7 @@ def _report(
             old = grouped.get(key)
             grouped[key] = one if old is None else _counted(old, one)
         for number, refusal in level.left_out.items():
-            if divide.is_ours(level.closed.jaxpr.eqns[number]) or number in level.updated:
+            if divide.is_ours(level.closed.jaxpr.eqns[number]) or number in (*level.updated, *level.copied):
                 continue
             refusals[refusal.op, refusal.reason, level.graph.nodes[number].where] += 1
     kept = [subset.program for level in top.everywhere() for subset in level.library]

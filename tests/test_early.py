@@ -38,6 +38,22 @@ def test_who_needs_the_device_waits_for_one_piece_and_no_more():
     assert work.is_done(True) and done == ["first"]
 
 
+def test_who_needs_the_device_does_not_wait_for_what_leaves_it_alone():
+    begun, go_on, done = threading.Event(), threading.Event(), []
+
+    def compiles():
+        begun.set()
+        go_on.wait(10)
+        done.append("compiled")
+
+    pieces = {"first": lambda: done.append("first"), "compiles": compiles, "runs": lambda: done.append("ran")}
+    with Early(pieces, quiet=("compiles",)) as work:
+        begun.wait(10)
+        assert work.is_done(False) and work.is_done(True)
+        go_on.set()
+    assert done == ["first", "compiled"]  # whoever was told that the device is free has it
+
+
 def test_what_breaks_off_leaves_nothing_behind():
     begun, go_on, done = threading.Event(), threading.Event(), []
 

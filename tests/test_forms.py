@@ -300,3 +300,14 @@ def test_weights_that_are_arguments_are_turned_in_forms_of_their_own(monkeypatch
         machine = types.SimpleNamespace(capability=capability)
         monkeypatch.setattr(forms.gpus, "machine", lambda machine=machine: machine)
         assert [str(form) for form in forms.worth_planning(closed, "cuda")] == wanted
+
+
+def test_the_float64_program_is_compiled_apart_from_its_run(monkeypatch):
+    x = values(4, 4)
+    judge = forms.Exact(jax.make_jaxpr(jnp.sin)(x), [x], 1.0, "cpu")
+    judge.compile()
+    wide = judge._wide
+    monkeypatch.setattr(judge, "_wide", lambda: (None, wide()[1]))  # only what was compiled can run
+    (found,) = judge.reference()
+    assert found.dtype == np.float64
+    np.testing.assert_allclose(found, np.sin(np.asarray(x).astype(np.float64)), rtol=1e-15)

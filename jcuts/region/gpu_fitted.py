@@ -15,8 +15,10 @@ MOST_WAVES = 4
 """Waves from which on what the last one lacks is little."""
 
 
-def shapes(rows: int, columns: int, batch: int, sms: int) -> tuple[tuple[int, int, int], ...]:
+def shapes(rows: int, columns: int, batch: int, sms: int, waves: int = MOST_WAVES) -> tuple[tuple[int, int, int], ...]:
     """(rows, columns, groups along the rows) of tiles of even widths for products of few waves.
+
+    Args: waves: of blocks of one tile each, at most.
 
     >>> shapes(3072, 768, 1, 132)[-3:]
     ((192, 128, 3), (192, 112, 3), (192, 96, 3))
@@ -27,7 +29,7 @@ def shapes(rows: int, columns: int, batch: int, sms: int) -> tuple[tuple[int, in
     for high, groups in HEIGHTS:
         for wide in widths(columns):
             tiles = batch * -(-rows // high) * -(-columns // wide)
-            if tiles <= MOST_WAVES * sms:
+            if tiles <= waves * sms:
                 found.append((high, wide, groups))
     return tuple(found)
 

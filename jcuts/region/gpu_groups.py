@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jcuts.dfg.program import Program
-from jcuts.region import gpu_fitted, gpu_group_windows, gpu_products, gpu_rounded, gpu_streams
+from jcuts.region import gpu_fed, gpu_fitted, gpu_group_windows, gpu_products, gpu_rounded, gpu_steady, gpu_streams
 from jcuts.region.gpu_group_tiling import BARRIER, HIGH, LINE, GroupTiling
 from jcuts.region.gpu_products import CLUSTER, EXIT, FETCH, LATENCY, MEMORY, PORT, SECOND, Counter
 from jcuts.region.gpu_tiles import Candidate, GpuMachine
@@ -96,6 +96,10 @@ def products(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
         if kept and max(score for _, score in kept) >= best:
             found = sorted(found, key=lambda pair: -pair[1])[:ENOUGH]
     found = kept + found
+    fed = gpu_fed.candidates(counter, program) if found else []
+    if fed:  # nobody knows yet which family wins: the best of each are tried first
+        scale = max(score for _, score in found) / max(score for _, score in fed)
+        yield from ((made, scale * score) for made, score in fed)
     yield from found
     if counter.before or len(found) >= ENOUGH:  # the other family has no prologues, and hardly ever wins
         return
@@ -130,6 +134,9 @@ def grouped(counter: GroupCounter, most: int = MOST, *, alike: bool = False) -> 
     if streams and chosen:  # the others are counted for units that are busy all the time
         scale = min(1.0, AGAIN * counter.least / streams[0][0] / chosen[0][0])
         chosen = [(scale * score, tiling) for score, tiling in chosen]
+    if chosen and not streams:
+        for cycles, tiling in gpu_steady.best(counter):
+            yield tiling.of(counter.program), min(1.0, counter.least / cycles)
     for score, tiling in chosen:
         yield tiling.of(counter.program), score
     for score, tiling in chosen[:SPREAD] if counter.rounded else ():
@@ -233,7 +240,7 @@ class GroupCounter(Counter):
         self.least = max(self.moved / MEMORY, products / (machine.sms * self.unit), LATENCY)
 
     def takes(self, terms: int, split: int = 1) -> bool:
-        """Whether what stands before the product is no hindrance to blocks of so many terms, or to parts of the grid."""
+        """Whether what stands before the product allows for blocks of so many terms, and so many parts of the grid."""
         if not self.before:
             return True
         whole = self.terms % (terms * split) == 0

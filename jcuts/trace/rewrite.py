@@ -8,7 +8,8 @@
     joins    x . w1, x . w2, ...  ->  parts of x . [w1 w2 ...], put side by side in every call   (`trace/joining.py`)
     turns    x . w                ->  x . v^T, v = round(w^T) made in every call: w is an argument  (`trace/turning.py`)
     vectors  gain * rsqrt(variance) of arguments  ->  made by one call before everything else      (`trace/vectors.py`)
-    slots    concatenations that grow ->  updates of one array, in place                          (`trace/slots.py`)
+    slots    concatenations that grow, or of what kernels make  ->  updates of one array, in place
+                                                                                (`trace/slots.py`, `trace/parts.py`)
 
 `scales` turns an inference batch norm, also one behind a bias, into one addition, which XLA and jcuts fuse into what
 makes or uses it.  Weights and factors must be constants: an argument would be multiplied again in every call.  `dots`
@@ -30,6 +31,7 @@ import numpy as np
 
 from jcuts.trace import jaxapi
 from jcuts.trace.joining import joins
+from jcuts.trace.parts import apart
 from jcuts.trace.pools import pools
 from jcuts.trace.products import CONVOLUTION, Program, channel_of, constant_of, is_point_by_point, new_value
 from jcuts.trace.rounding import rounds
@@ -78,7 +80,7 @@ def rewritten(closed: jaxapi.Closed, rules: Sequence[str]) -> Rewritten:
         if count:
             counts[name] = count
             closed = simplify(closed)  # products of constants that a rule made, broadcasts that it left behind
-    return Rewritten(closed, counts)
+    return Rewritten(_everywhere(closed, lambda body: (apart(body), 1))[0] if "slots" in counts else closed, counts)
 
 
 def applicable(closed: jaxapi.Closed) -> tuple[str, ...]:

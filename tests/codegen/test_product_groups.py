@@ -17,8 +17,8 @@ from jcuts.codegen.cuda.group_shape import group_shape
 from jcuts.codegen.cuda.image import Image
 from jcuts.codegen.cuda.target import CudaTarget
 from jcuts.region import gpu
-from jcuts.region.gpu_groups import GroupTiling
 from jcuts.region.build import build
+from jcuts.region.gpu_groups import GroupTiling
 from jcuts.region.products import as_product, shares, sides
 from tests import programs, ptx_machine
 from tests.codegen.test_product import (

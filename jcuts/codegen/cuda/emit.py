@@ -13,6 +13,7 @@ from jcuts.codegen.cuda.block import block_shape
 from jcuts.codegen.cuda.column_rows import ColumnRowsShape, column_rows_shape, outer_axes
 from jcuts.codegen.cuda.columns import ColumnShape, lane_blocks, shape_of
 from jcuts.codegen.cuda.combined import CombinedShape, combined_shape
+from jcuts.codegen.cuda.fed_shape import fed_shape
 from jcuts.codegen.cuda.group_shape import group_shape
 from jcuts.codegen.cuda.group_window_shape import window_shape
 from jcuts.codegen.cuda.memory import LIMIT
@@ -21,6 +22,7 @@ from jcuts.codegen.cuda.point import Shape, counted_by_tile
 from jcuts.codegen.cuda.product import ProductShape, block_count, product_shape
 from jcuts.codegen.cuda.scan import ScanShape, grid_of, scan_shape, units
 from jcuts.codegen.cuda.shared import WARP
+from jcuts.codegen.cuda.steady_shape import steady_shape
 from jcuts.codegen.cuda.team import TeamShape, row_count, row_length
 from jcuts.codegen.cuda.transposed import TransposedShape, tiles_of, transposed_shape
 from jcuts.codegen.cuda.turn import TurnShape, turn_shape
@@ -274,9 +276,15 @@ class _Writer:
 
     def product(self) -> CudaSource:
         params = dict(self.program.params)
+        if "fed" in params:
+            fed = fed_shape(self.program)
+            return replace(self._by_block(f"fed_{fed.left.size}x{fed.right.size}", fed, fed.blocks), least=1)
         if "pixels" in params:
             window = window_shape(self.program)
             return self._by_block(f"window_{window.left.size}x{window.right.size}", window, window.blocks)
+        if "rounds" in params:
+            steady = steady_shape(self.program)
+            return self._by_block(f"steady_{steady.left.size}x{steady.right.size}", steady, steady.blocks)
         groups = "groups" in params
         shape = group_shape(self.program) if groups else product_shape(self.program)
         name = f"product_{shape.left.size}x{shape.right.size}x{shape.left.terms}"

@@ -76,7 +76,8 @@ class Prologue:
         if not self.half:
             pairs = [tensor.read_pair(builder, place, offset) for offset in offsets]
             return [
-                [self._bits(self._value(word, [p[k // 2] for p in pairs])) for k, word in enumerate(row)] for row in words
+                [builder.bitcast(self._value(word, [p[k // 2] for p in pairs]), L.I32) for k, word in enumerate(row)]
+                for row in words
             ]
         fours = [[w for at in (0, 8) for w in tensor.read_pair(builder, place, offset + at)] for offset in offsets]
         return [[self._pair(word, fours, k // 2) for k, word in enumerate(row)] for row in words]
@@ -88,9 +89,6 @@ class Prologue:
         made = [self._value(part, [four[2 * half + k] for four in fours]) for k, part in enumerate(parts)]
         (found,), _ = to_words(builder, [E.Lanes(value, HALF) for value in made])
         return found
-
-    def _bits(self, value: L.Value) -> L.Value:
-        return self.builder.bitcast(value, L.I32)
 
     def _value(self, word: L.Value, mine: list[L.Value]) -> L.Value:
         """The float32 value of an element. Args: word: its bits, as float32; mine: those of the vectors."""

@@ -88,9 +88,11 @@ def candidates(counter: GroupCounter, program: Program, most: int = MOST) -> lis
 def tilings(counter: GroupCounter, program: Program) -> Iterator[tuple[float, FedTiling]]:
     """(cycles, schedule) of all that fit the product and the multiprocessor."""
     products = counter.rows * counter.columns * counter.terms
-    if counter.machine.capability != GROUPED or not counter.rounded or counter.before:
+    if counter.machine.capability != GROUPED or not counter.rounded:
         return
     if counter.batch > 1 or counter.rows < LEAST_ROWS or products < LEAST_PRODUCTS:
+        return
+    if counter.before and counter.terms * counter.item % LINE:
         return
     if any(s.width * s.item != LINE // 8 for s in counter.sides):
         return
@@ -127,6 +129,7 @@ def _stages(counter: GroupCounter, way: Window | None, rows: int, columns: int) 
     """As many stages as there is shared memory for."""
     free = MOST_SHARED - 2 * MOST_STAGES * BARRIER
     if way is None:
+        free -= 4 * counter.vectors * counter.terms
         return min(MOST_STAGES, free // ((rows + columns) * LINE))
     free -= RUNS * way.span(rows) * LINE + LINE
     return min(MOST_STAGES, (RUNS - 1) * way.taps + 1, free // (columns * LINE))

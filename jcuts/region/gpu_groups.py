@@ -57,7 +57,7 @@ that wait in registers."""
 FRAGMENTS, WHOLE = 16, 32
 """Registers of fragments on their way to the units, per 64 rows of a group; where all steps of a tile are one group."""
 FAR = 0.6
-"""Scores, over that of the best other schedule, down to which convolutions that keep pixels are tried."""
+"""Scores, over that of the best other schedule, down to which kept pixels are tried, and warps that copy."""
 ENOUGH, SPREAD = 3, 2
 """Schedules for warp groups from which on those of the other family are not looked for; schedules of rounded weights
 that are tried with copies among the steps of products, too."""
@@ -97,8 +97,8 @@ def products(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
             found = sorted(found, key=lambda pair: -pair[1])[:ENOUGH]
     found = kept + found
     fed = gpu_fed.candidates(counter, program) if found else []
-    if fed:  # nobody knows yet which family wins: the best of each are tried first
-        scale = max(score for _, score in found) / max(score for _, score in fed)
+    if fed and fed[0][1] >= FAR * max(score for _, score in found):
+        scale = max(score for _, score in found) / fed[0][1]  # which family wins is what estimates know least of
         yield from ((made, scale * score) for made, score in fed)
     yield from found
     if counter.before or len(found) >= ENOUGH:  # the other family has no prologues, and hardly ever wins

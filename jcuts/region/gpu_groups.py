@@ -95,6 +95,13 @@ def products(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
         kept = [pair for pair in kept if pair[1] >= FAR * best]
         if kept and max(score for _, score in kept) >= best:
             found = sorted(found, key=lambda pair: -pair[1])[:ENOUGH]
+    if kept and not found:  # few outputs: blocks of both families are as small, and of the other one more share a sum
+        found = list(gpu_products.products(program, machine, gpu_products.MOST, counter.least))
+        best = max((score for _, score in found), default=0.0)
+        kept = [pair for pair in kept if pair[1] >= FAR * best][:ENOUGH]
+        yield from kept
+        yield from found[: gpu_products.MOST - len(kept)]
+        return
     found = kept + found
     fed = gpu_fed.candidates(counter, program) if found else []
     if fed and fed[0][1] >= FAR * max(score for _, score in found):

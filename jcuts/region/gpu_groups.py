@@ -132,6 +132,8 @@ def grouped(counter: GroupCounter, most: int = MOST, *, alike: bool = False) -> 
         kind = (tiling.split > 1, tiling.cluster if tiling.push else int(tiling.cluster > 1))
         scored.append((min(1.0, counter.least / cycles) * AGAIN ** seen.get(kind, 0), tiling))
         seen[kind] = seen.get(kind, 0) + 1
+    known = frozenset((*SHAPES, *NARROW, *(SHORT if counter.short else ())))
+    scored = gpu_fitted.with_known(scored, known)
     chosen = sorted(scored, key=lambda found: -found[0])[:most]
     streams = gpu_streams.best(counter, STREAMS if _enough(counter) else 0)
     if streams and best and streams[0][0] > BEHIND * min(cycles for cycles, _ in best.values()):

@@ -42,6 +42,16 @@ SHARE, LOSS = 0.01, 0.02
 """Of the ranking that is kept; what it may lose."""
 
 
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """The operations of a file; schedules may name their loops by number among the ``shapes`` of their operation."""
+    rows = [row for row in json.loads(path.read_text())["rows"] if row["schedules"]]
+    for row in rows:
+        for entry in row["schedules"]:
+            if isinstance(entry["phases"], int):
+                entry["phases"] = row["shapes"][entry["phases"]]
+    return rows
+
+
 def multiplied(program: Program) -> float:
     """Products that matrix units have to compute; 0 for operations that need none."""
     if program.template == "attention" and not isinstance(known := recognise(program), Refusal):
@@ -150,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="JSON of the figures")
     options = parser.parse_args(arguments)
     arch = load_gpu(options.gpu)
-    rows = [row for path in options.files for row in json.loads(path.read_text())["rows"] if row["schedules"]]
+    rows = [row for path in options.files for row in rows_of(path)]
     found = []
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         for one in pool.map(judged, rows, [arch] * len(rows)):

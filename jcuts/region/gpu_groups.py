@@ -18,13 +18,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jcuts.dfg.program import Program
-from jcuts.region import gpu_group_windows, gpu_products, gpu_rounded, gpu_streams
+from jcuts.region import gpu_count, gpu_group_windows, gpu_products, gpu_rounded, gpu_streams
 from jcuts.region.gpu_group_tiling import BARRIER, HIGH, LINE, GroupTiling
-from jcuts.region.gpu_products import CLUSTER, EXIT, FETCH, LATENCY, MEMORY, PORT, SECOND, Counter
+from jcuts.region.gpu_products import LATENCY, MEMORY, Counter
 from jcuts.region.gpu_tiles import Candidate, GpuMachine
 from jcuts.region.products import Side, prologue, shares, vectors
 
-MOST = 5
+MOST = 6
 """Tilings of one product for warp groups."""
 AGAIN = 0.95
 """What every further candidate with as many blocks per tile counts."""
@@ -42,8 +42,8 @@ FEW_POINTS = 128 * 128
 """Outputs per multiprocessor up to which a product has few blocks."""
 SHAPES = (
     (64, 64, 1), (64, 128, 1), (64, 192, 1), (64, 256, 1), (128, 64, 2), (128, 96, 2), (128, 128, 2), (128, 192, 2),
-    (128, 256, 2), (128, 64, 1), (128, 128, 1), (192, 128, 3), (192, 192, 3), (256, 64, 2), (256, 96, 2), (256, 128, 2),
-    (256, 128, 4),
+    (128, 256, 2), (128, 64, 1), (128, 128, 1), (192, 64, 3), (192, 128, 3), (192, 192, 3), (256, 64, 2), (256, 96, 2),
+    (256, 128, 2), (256, 128, 4),
 )  # fmt: skip
 NARROW = ((128, 32, 1), (128, 32, 2), (256, 32, 2), (256, 32, 4))
 SHORT = ((64, 32, 1), (64, 96, 1), (192, 64, 3), (192, 96, 3))
@@ -51,7 +51,7 @@ SHORT = ((64, 32, 1), (64, 96, 1), (192, 64, 3), (192, 96, 3))
 products of few blocks."""
 COPIED = ((1, 4, 0), (1, 5, 0), (1, 6, 0), (2, 3, 0))
 ROUNDED = ((1, 2, 1), (1, 3, 1), (2, 2, 1), (2, 3, 1))
-WEIGHTS = ((1, 3, 0), (1, 4, 0), (1, 5, 0), (1, 6, 0))
+WEIGHTS = ((1, 3, 0), (1, 4, 0), (1, 5, 0), (1, 6, 0), (1, 8, 0))
 """Of 16-bit types, of float32, of float32 with rounded weights: lines of terms per tile, tiles in shared memory, tiles
 that wait in registers."""
 FRAGMENTS, WHOLE = 16, 32
@@ -115,14 +115,15 @@ def grouped(counter: GroupCounter, most: int = MOST, *, alike: bool = False) -> 
         key += (tiling.terms, tiling.stages, *tiling.groups) if alike else (three,)
         if key not in best or cycles < best[key][0]:
             best[key] = (cycles, tiling)
-    seen: dict[tuple[bool, int], int] = {}
+    seen: dict[tuple[int, int], int] = {}
     scored = []
     for cycles, tiling in sorted(best.values(), key=lambda found: found[0]):
-        kind = (tiling.split > 1, tiling.cluster if tiling.push else int(tiling.cluster > 1))
-        scored.append((min(1.0, counter.least / cycles) * AGAIN ** seen.get(kind, 0), tiling))
-        seen[kind] = seen.get(kind, 0) + 1
+        tile = tiling.rows, tiling.columns
+        scored.append((min(1.0, counter.least / cycles) * AGAIN ** seen.get(tile, 0), tiling))
+        seen[tile] = seen.get(tile, 0) + 1
     chosen = sorted(scored, key=lambda found: -found[0])[:most]
-    streams = gpu_streams.best(counter, STREAMS if _enough(counter) else 0)
+    plain = counter.item == 4 and not counter.rounded and not counter.beside  # the same tilings, counted by the same
+    streams = gpu_streams.best(counter, STREAMS if _enough(counter) and not plain else 0)
     for cycles, tiling in streams:
         yield tiling.of(counter.program), counter.least / cycles
     if streams and chosen:  # the others are counted for units that are busy all the time
@@ -278,33 +279,7 @@ class GroupCounter(Counter):
 
     def cycles(self, tiling: GroupTiling) -> float:  # type: ignore[override]
         """Estimated cycles of a launch, and of the second one where terms are split."""
-        rows, columns, ways = tiling.rows, tiling.columns, tiling.split * tiling.cluster
-        beside, waves = self._blocks(tiling)
-        if tiling.rounded:
+        if tiling.rounded and not self.short:
+            beside, waves = self._blocks(tiling)
             return gpu_rounded.cycles(self, tiling, beside, waves, self.rates)
-        line = tiling.terms * self.item
-        copied = float((rows + columns) * line)
-        read = rows // HIGH * (HIGH + columns) * line
-        limits = [
-            beside * rows * columns * tiling.terms / UNIT[self.item],
-            beside * (read + copied * (2 if tiling.flight else 1)) / PORT,
-            beside * copied / CACHE,
-            LOAD if tiling.flight else FETCH / (tiling.stages - 2),
-        ]
-        share, _ = shares(self.terms, tiling.terms, ways)
-        inner = max(limits) + OVERLAP * (sum(limits) - max(limits))
-        inner += ROUND * (2 if tiling.stages == 2 else 1) if beside == 1 else 0.0
-        if tiling.flight:
-            stored = sum(
-                size * line * (1.0 if side.along_terms else TURN)
-                for side, size in zip(self.sides, (rows, columns), strict=True)
-            )
-            inner += beside * STORE * stored / PORT
-        written = 4.0 * rows * columns * (1.0 if tiling.split > 1 else self.results / max(1.0, self.partial))
-        leave = EXIT + beside * written / tiling.cluster / CACHE
-        if tiling.cluster > 1:
-            leave += CLUSTER + beside * (8.0 * rows * columns / PORT + 4.0 * rows * columns / CACHE)
-        total = max(waves * (LATENCY + share * inner + leave), self.moved / MEMORY + LATENCY)
-        if tiling.split > 1:
-            total += SECOND + (2 * tiling.split + 1) * self.partial / MEMORY
-        return total
+        return gpu_count.group_cycles(self, tiling, self.shared(tiling))

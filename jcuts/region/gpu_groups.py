@@ -91,10 +91,12 @@ def products(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     found = list(grouped(counter))
     kept = gpu_group_windows.candidates(counter, program)
     if kept and found:
-        best = max(score for _, score in found)
+        best, other = max(score for _, score in found), max(score for _, score in kept)
         kept = [pair for pair in kept if pair[1] >= FAR * best]
-        if kept and max(score for _, score in kept) >= best:
+        if kept and other >= best:
             found = sorted(found, key=lambda pair: -pair[1])[:ENOUGH]
+        elif kept:  # the best of either form comes first
+            kept = [(p, score / other * best) for p, score in kept]
     found = kept + found
     yield from found
     if counter.before or len(found) >= ENOUGH:  # the other family has no prologues, and hardly ever wins

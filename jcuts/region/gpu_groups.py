@@ -1,14 +1,8 @@
 """Candidate schedules of matrix products for warp groups (Hopper's ``wgmma``), ranked by counted cycles.
 
 Only products with enough to compute have any: their tiles are large, and every candidate costs compiling and measuring.
-Counted as in `region.gpu_products`; what differs is the rate of the units, and that they read both operands from shared
-memory at up to 128 bytes per cycle while threads write the next tiles there:
-
-    a group's instruction of 64 rows and n columns reads (64 + n) * 32 bytes for 64 * n * 32 / item products
-
-and that float32 takes threads time to round and store, three times as much where it is turned on the way.  The
-constants are fitted to some 100 schedules of eleven products on an H200: estimates of float32 are within 15 %, and of
-every product the schedule with the least cycles was the fastest or within 4 % of it.
+Cycles are counted by `region.gpu_count`, those of rounded weights in many blocks by `region.gpu_rounded`, of products
+that wait for memory by `region.gpu_streams`, of convolutions that keep pixels by `region.gpu_group_windows`.
 """
 
 from __future__ import annotations
@@ -27,7 +21,7 @@ from jcuts.region.products import Side, prologue, shares, vectors
 MOST = 6
 """Tilings of one product for warp groups."""
 AGAIN = 0.95
-"""What every further candidate with as many blocks per tile counts."""
+"""What every further candidate with the same tile counts."""
 BESIDE = 0.5
 """Registers per total for each operand that is added to the results one by one: the assembler asks for it early."""
 STREAMS = 3
@@ -46,7 +40,7 @@ SHAPES = (
     (256, 128, 2), (256, 128, 4),
 )  # fmt: skip
 NARROW = ((128, 32, 1), (128, 32, 2), (256, 32, 2), (256, 32, 4))
-SHORT = ((64, 32, 1), (64, 96, 1), (192, 64, 3), (192, 96, 3))
+SHORT = ((64, 32, 1), (64, 96, 1), (192, 96, 3))
 """(rows, columns, groups along the rows) of a block; narrow ones are for rounded weights of few columns, short ones for
 products of few blocks."""
 COPIED = ((1, 4, 0), (1, 5, 0), (1, 6, 0), (2, 3, 0))
@@ -63,8 +57,6 @@ ENOUGH, SPREAD = 3, 2
 that are tried with copies among the steps of products, too."""
 SPLITS, CLUSTERS, WIDE_CLUSTERS = (1, 2, 3, 4), (2, 4), (2, 3, 4, 5, 6, 7, 8)
 """Groups of terms, blocks of a cluster; of one whose blocks store into each other's memory."""
-AT_ONCE = {1: 132, 2: 66, 3: 42, 4: 30, 5: 22, 6: 15, 7: 14, 8: 13}
-"""Clusters of so many blocks that 132 multiprocessors have at once, one block each: they lie in groups."""
 MOST_UNDER_WAY = 12
 """Tiles of a block that are copied at once."""
 MOST_SHARED, MOST_REGISTERS, MOST_WAITING = 226 << 10, 248, 80
@@ -73,12 +65,6 @@ SHARED, FILE = 227 << 10, 65536
 memory, registers."""
 UNIT = {4: 800.0, 2: 1600.0}
 """Products per cycle and multiprocessor that long sums reach, by bytes of an operand."""
-CACHE, OVERLAP = 56.0, 0.1
-"""As in `region.gpu_products`, fitted to such tiles: bytes per cycle of the L2 cache, what is left of limits."""
-ROUND, LOAD = 100.0, 700.0
-"""Cycles of a tile of terms: a barrier, a fence, the issue; from asking for a tile of float32 to having it."""
-STORE, TURN = 0.6, 3.0
-"""What rounding and storing float32 takes beside the units, in passes through the port; of turned tiles, over that."""
 
 
 def products(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
@@ -221,8 +207,7 @@ class GroupCounter(Counter):
         self.before, self.vectors = prologue(program) is not None, len(vectors(program))
         products = float(self.batch * self.rows * self.columns * self.terms)
         self.short = bool(self.rounded) and self.batch * self.rows * self.columns <= machine.sms * FEW_POINTS
-        self.rates = gpu_rounded.FEW_RATES if self.short else gpu_rounded.RATES
-        self.unit = self.rates.unit if self.rounded else UNIT[self.item]
+        self.unit = gpu_rounded.RATES.unit if self.rounded else UNIT[self.item]
         self.least = max(self.moved / MEMORY, products / (machine.sms * self.unit), LATENCY)
 
     def share(self, tiling: GroupTiling) -> int:
@@ -274,14 +259,14 @@ class GroupCounter(Counter):
         resident = min(SHARED // (self.shared(tiling) + 1024), FILE // (tiling.threads * self.registers(tiling)))
         resident = max(1, min(resident, self.machine.threads_per_sm // tiling.threads))
         queue = -(-tiles * tiling.split * tiling.cluster // self.machine.sms)
-        if not tiling.push:
+        if tiling.cluster == 1:
             return min(resident, queue), -(-queue // resident)
-        once = AT_ONCE[tiling.cluster] * self.machine.sms / AT_ONCE[1]  # clusters, one block per multiprocessor
+        once = gpu_count.AT_ONCE[tiling.cluster] * self.machine.sms / gpu_count.AT_ONCE[1]
         return min(resident, queue), math.ceil(tiles / (resident * once))
 
     def cycles(self, tiling: GroupTiling) -> float:  # type: ignore[override]
         """Estimated cycles of a launch, and of the second one where terms are split."""
         if tiling.rounded and not self.short:
             beside, waves = self._blocks(tiling)
-            return gpu_rounded.cycles(self, tiling, beside, waves, self.rates)
+            return gpu_rounded.cycles(self, tiling, beside, waves)
         return gpu_count.group_cycles(self, tiling, self.shared(tiling))

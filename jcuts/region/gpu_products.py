@@ -1,12 +1,6 @@
 """Candidate schedules of matrix products for a GPU's matrix units, ranked by counted cycles.
 
-A block of a schedule is counted on its own multiprocessor, together with the blocks that run beside it there:
-
-    cycles = waves * (LATENCY + tiles * longest(units, shared memory, issue, L2 cache, a warp's chain, loads under way)
-                      + exit) + what a split costs,   at least bytes / (memory bytes per cycle)
-
-The constants are those of Hopper and Ampere multiprocessors, rounded; `UNIT`, `CHAIN` and `FETCH` are fitted to 72
-schedules of nine products on an H200. A ranking needs no more, and what is chosen is measured.
+What a schedule takes is counted by `region.gpu_count`.
 """
 
 from __future__ import annotations
@@ -45,17 +39,14 @@ SHARED, REGISTERS, BLOCKS = 220 << 10, 65536, 16
 """Of a multiprocessor: bytes of shared memory, registers, blocks at once (of small ones)."""
 UNIT = {4: 330.0, 2: 660.0}
 """Products per cycle and multiprocessor, by bytes of an operand."""
-LINE = 128.0
-"""Bytes of a line of the caches."""
 CHAIN = (100.0, 60.0, 16.0)
 """Cycles of one warp, which waits for itself: per tile of terms, per instruction along them, per product of a step."""
 OVERLAP = 0.15
 """What of a limit is left beside a larger one: they work at the same time, but not perfectly."""
 PORT, L2, MEMORY = 128.0, 40.0, 2400.0
 """Bytes per cycle: shared memory and L2 cache of a multiprocessor, memory of the whole GPU."""
-LATENCY, FETCH, EXIT, MEET, CLUSTER, SECOND = 1300.0, 450.0, 500.0, 250.0, 700.0, 2600.0
-"""Cycles: to the first products; of a load; of an exit without its bytes; of warps that add up; of the barriers and far
-reads of a cluster; of a second launch."""
+LATENCY, EXIT, SECOND = 1300.0, 500.0, 2600.0
+"""Cycles: to the first products; of an exit without its bytes; of a second launch."""
 
 
 @dataclass(frozen=True)

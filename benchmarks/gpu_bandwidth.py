@@ -30,7 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 LEAST_BYTES = 20_000_000
 FAMILIES = ("copy", "depthwise 3x3/1", "depthwise 3x3/2", "depthwise input", "depthwise filter", "average pool",
-            "max pool", "batch statistics", "sum and squares", "column sum 802816")  # fmt: skip
+            "max pool", "batch statistics", "sum and squares", "column sum", "row sum", "full sum", "layer norm",
+            "softmax", "transpose", "26 tables", "embedding")  # fmt: skip
 ALIKE = 2
 """Schedules that have the same register tile and early loads, or not."""
 
@@ -80,16 +81,22 @@ def schedules(case: Any, most: int) -> list[Any]:
 
 
 def arguments(case: Any) -> list[np.ndarray]:
-    """Random operands: a long random row, over and over."""
+    """Random operands: a long random row, over and over; indices, random ones."""
     rng = np.random.default_rng(1)
     row = rng.standard_normal((1 << 20) + 7, dtype=np.float32)
-    return [np.resize(row, shape).astype(_dtype(kind)) for shape, kind in case.shapes]
+    found = []
+    for shape, kind in case.shapes:
+        _, _, bound = kind.partition("<")
+        found.append(
+            rng.integers(0, int(bound), shape, np.int32) if bound else np.resize(row, shape).astype(_dtype(kind))
+        )
+    return found
 
 
 def _dtype(kind: str) -> np.dtype:
     import jax.numpy as jnp
 
-    return np.dtype(jnp.dtype(kind))
+    return np.dtype(jnp.dtype(kind.partition(" <")[0]))
 
 
 def ordered(case: Any, program: Any) -> Any:
@@ -98,14 +105,15 @@ def ordered(case: Any, program: Any) -> Any:
     order: list[int] = []
     for buffer in program.inputs:
         wanted = (tuple(buffer.shape), buffer.dtype)
-        order.append(next(k for k in left if (tuple(case.shapes[k][0]), case.shapes[k][1]) == wanted))
+        order.append(next(k for k in left if (tuple(case.shapes[k][0]), str(_dtype(case.shapes[k][1]))) == wanted))
         left.remove(order[-1])
     if left:
         raise ValueError(f"{case.name}: arguments {left} are no operands")
     function = case.function
     places = [order.index(k) for k in range(len(order))]
     shapes = tuple(case.shapes[k] for k in order)
-    return replace(case, function=lambda *xs: function(*(xs[k] for k in places)), shapes=shapes)
+    read = None if case.read is None else tuple(case.read[k] for k in order)
+    return replace(case, function=lambda *xs: function(*(xs[k] for k in places)), shapes=shapes, read=read)
 
 
 def bench(case: Any, programs: Sequence[Any], folder: Path, seconds: float) -> dict[str, Any]:
@@ -222,7 +230,7 @@ def main(given: Sequence[str] | None = None) -> int:
 
     known = {
         case.name: (SimpleNamespace(name=case.name, digest=case.name, library=None,
-                                    inputs=[SimpleNamespace(shape=s, dtype=k) for s, k in case.shapes]),
+                                    inputs=[SimpleNamespace(shape=s, dtype=str(_dtype(k))) for s, k in case.shapes]),
                     jax.jit(case.function))
         for case, _ in work
     }  # fmt: skip

@@ -41,9 +41,11 @@ CONVOLUTIONS = (
     (56, 64, 64, (3, 3), 1), (28, 128, 128, (3, 3), 1), (14, 256, 256, (3, 3), 1), (7, 512, 512, (3, 3), 1),
     (28, 128, 32, (3, 3), 1), (14, 128, 32, (3, 3), 1), (17, 192, 192, (1, 7), 1), (35, 96, 96, (3, 3), 1),
     (8, 448, 384, (3, 3), 1), (56, 128, 32, (3, 3), 1), (17, 192, 192, (7, 1), 1), (35, 48, 64, (5, 5), 1),
-    (56, 128, 128, (3, 3), 2),
+    (56, 128, 128, (3, 3), 2), (56, 256, 512, (1, 1), 2), (28, 512, 1024, (1, 1), 2), (14, 1024, 2048, (1, 1), 2),
 )  # fmt: skip
 """(height and width, channels, features, filter, stride) at batch 64: ResNet50, DenseNet121, InceptionV3."""
+ADDED = ((12544, 256, 1024), (3136, 512, 2048), (50176, 128, 512))
+"""(rows, terms, columns) of 1x1 convolutions to whose results a matrix is added: ResNet50 at batch 64."""
 NORMS = ((200704, 128, 128), (50176, 256, 128), (12544, 768, 128), (3136, 896, 128))
 """(rows, terms, columns) of 1x1 convolutions behind a norm with known statistics and ReLU: DenseNet121 at batch 64."""
 BATCH, TF32 = 64, np.uint32(0xFFFFE000)
@@ -62,6 +64,11 @@ class Layer(Case):
 def _dense(along: bool) -> Any:
     numbers = (((1,), (1 if along else 0,)), ((), ()))
     return lambda x, w, b: jnp.maximum(lax.dot_general(x, w, numbers) + b, 0.0)
+
+
+def _added(along: bool) -> Any:
+    numbers = (((1,), (1 if along else 0,)), ((), ()))
+    return lambda x, w, b, r: jnp.maximum(lax.dot_general(x, w, numbers) + b + r, 0.0)
 
 
 def _norm(along: bool) -> Any:
@@ -86,6 +93,9 @@ def layers(along: bool) -> list[Layer]:
     for m, k, n in GEMMS:
         shapes = ((m, k), (n, k) if along else (k, n), (n,))
         found.append(Layer(f"gemm {m}x{k}x{n} {how}", _dense(along), tuple((s, "float32") for s in shapes)))
+    for m, k, n in ADDED:
+        shapes = ((m, k), (n, k) if along else (k, n), (n,), (m, n))
+        found.append(Layer(f"added {m}x{k}x{n} {how}", _added(along), tuple((s, "float32") for s in shapes)))
     for m, k, n in NORMS:
         shapes = ((m, k), (n, k) if along else (k, n), (n,), (k,), (k,))
         found.append(Layer(f"norm {m}x{k}x{n} {how}", _norm(along), tuple((s, "float32") for s in shapes)))
@@ -96,7 +106,7 @@ def schedules(case: Case, most: int, along: bool, tiles: Sequence[Sequence[Any]]
     """The best programs by the ranking, with rounded weights, or without; and those of the other family."""
     from benchmarks.gpu_run import small_arguments
     from jcuts.dfg.program import Program
-    from jcuts.region import gpu_group_windows, gpu_groups, gpu_products
+    from jcuts.region import gpu_fed, gpu_group_windows, gpu_groups, gpu_products
     from jcuts.region.absorb import CHEAP
     from jcuts.region.build import build
     from jcuts.region.gpu import GpuMachine
@@ -116,20 +126,21 @@ def schedules(case: Case, most: int, along: bool, tiles: Sequence[Sequence[Any]]
     if along:
         right = sides(made)[1].buffer
         made = replace(made, buffers=tuple(replace(b, tf32=b.name == right) for b in made.buffers))
-    if along and tiles:
-        return [
+    if along and tiles:  # numbers of `GroupTiling` from the third on, or by name those of `FedTiling`
+        return [gpu_fed.FedTiling(**numbers).of(made) for numbers in tiles if isinstance(numbers, dict)] + [
             gpu_groups.GroupTiling(rows, columns, terms, (groups, 1), stages, 0, split, cluster, 1, *how).of(made)
-            for rows, columns, terms, groups, stages, split, cluster, *how in tiles
+            for rows, columns, terms, groups, stages, split, cluster, *how in (t for t in tiles if isinstance(t, list))
         ]
     counter = gpu_groups.GroupCounter(made, machine)
+    fed = [p for p, _ in gpu_fed.candidates(counter, made, most)] if along else []
     found = [p for p, _ in gpu_group_windows.candidates(counter, made, most)] if along else []
     if found:  # taps that share their pixels, beside the best that do not
-        return found + [p for p, _ in gpu_groups.grouped(counter, 1)][:2]
+        return found + fed + [p for p, _ in gpu_groups.grouped(counter, 1)][:2]
     found = [p for p, _ in gpu_groups.grouped(counter, most)]
     if along:  # and what stages and groups make of the best
         more = [p for p, _ in gpu_groups.grouped(counter, most, alike=True)]
         found += [p for p in more if p.digest not in {f.digest for f in found}][: most // 2]
-    return found + ([] if along else [p for p, _ in gpu_products.products(made, machine, 1)])
+    return found + fed + ([] if along else [p for p, _ in gpu_products.products(made, machine, 1)])
 
 
 def measured(pair: tuple[Case, Case], programs: Sequence[Sequence[Any]], folder: Path) -> dict[str, Any]:
@@ -189,7 +200,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--most", type=int, default=8, help="schedules with rounded weights per layer (and half of it)")
     parser.add_argument("--plain", type=int, default=1, help="schedules that round both operands per layer")
     parser.add_argument("--tiles", type=Path, help="JSON: part of a layer's name -> [rows, columns, terms, groups, "
-                        "stages, split, cluster, spread, steps, cached] of every schedule wanted")  # fmt: skip
+                        "stages, split, cluster, spread, steps, cached], or numbers of `FedTiling` by name, of "
+                        "every schedule wanted")  # fmt: skip
     parser.add_argument("--budget", type=float, default=150.0, help="seconds")
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--build", action="store_true", help="only compile; needs no GPU")
@@ -204,6 +216,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if gpu_run.wanted(pair[0], options.only) and (not tiles or asked):
             found = [schedules(pair[0], options.most, True, asked), schedules(pair[1], options.plain, False, ())]
             work.append((pair, found))
+    parts = options.only.split(",")  # layers in the order in which they are named
+    work.sort(key=lambda item: next((n for n, part in enumerate(parts) if part in item[0][0].name), 0))
     build([p for _, found in work for programs in found for p in programs], folder, options.workers, start)
     in_turn(
         ((pair[0].name, functools.partial(measured, pair, found, folder))

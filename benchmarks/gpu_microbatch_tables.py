@@ -195,6 +195,7 @@ def main() -> int:
     parser.add_argument("--items", nargs="+", choices=ITEMS, default=list(ITEMS))
     parser.add_argument("--budget", type=float, default=480.0, help="seconds in all; what is left undone is said")
     parser.add_argument("--seconds", type=float, default=0.08, help="of timing per convolution and batch size")
+    parser.add_argument("--slices", type=int, default=3, help="algorithms of a convolution tried in slices, at most")
     parser.add_argument("--start", type=Path, help="tables.json of an earlier run on the same device")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "float16"], help="of DeepBench")
     parser.add_argument("--layers", nargs="+", type=int, help="rows of DeepBench; all of them by default")

@@ -80,10 +80,12 @@ def named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 # -- one network ----------------------------------------------------------------------------------------------------
-def measure(spec: str, out: Path, dry: bool, seconds: float, prefix: str = "") -> dict[str, Any]:
+def measure(
+    spec: str, out: Path, dry: bool, seconds: float, prefix: str = "", only: Sequence[str] = ()
+) -> dict[str, Any]:
     """Tunes and times one network in one calling form; what is known so far is written as it comes.
 
-    Args: prefix: of the files' names.
+    Args: prefix: of the files' names; only: names of the forms that compete, instead of all that are worth it.
     """
     import jax
 
@@ -95,6 +97,9 @@ def measure(spec: str, out: Path, dry: bool, seconds: float, prefix: str = "") -
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("jcuts").setLevel(logging.INFO)  # what each stage of tuning took
     platform = pretend(dry)
+    if only:
+        chosen = [forms.form_of(f"jcuts/{name}") for name in only]
+        forms.worth_planning = lambda closed, platform: chosen
     option = next(iter(forms.options(platform)), "")
     fn, args = workload(spec, dry)
     jax.block_until_ready(args)
@@ -387,7 +392,8 @@ def one(spec: str, options: argparse.Namespace, left: Callable[[], float], lane:
         if left() < (options.least if what == "measure" else 0):
             print(f"{spec}: not begun, {max(0.0, left()):.0f} s are left")
             break
-        found = child(what, spec, options, min(options.limit, left() + 20), lane)
+        extra = ["--forms", *options.forms] if options.forms and what == "measure" else []
+        found = child(what, spec, options, min(options.limit, left() + 20), lane, extra=extra)
         row = json.loads(path.read_text()) if path.exists() else {}
         row.pop("failed", None)
         row |= {"network": spec, **(found if what == "measure" else {key: found})}
@@ -425,6 +431,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--least", type=float, default=90.0, help="seconds that must be left to begin a network")
     parser.add_argument("--seconds", type=float, default=6.0, help="of timing per network")
     parser.add_argument("--gpus", type=int, default=1, help="GPUs that take the next network each")
+    parser.add_argument("--forms", nargs="*", default=[], help="forms that compete, as dots+turns/all, instead of all")
     parser.add_argument("--dry", action="store_true", help="small networks on the CPU")
     parser.add_argument("--proof", action="store_true", help="a second process: warm start, contents of the graphs")
     parser.add_argument("--torch", action="store_true", help="torch.compile as well")
@@ -442,7 +449,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif options.child == "prove":
             result = prove(spec, options.out, options.dry)
         else:
-            result = measure(spec, options.out, options.dry, options.seconds)
+            result = measure(spec, options.out, options.dry, options.seconds, only=options.forms)
         print(json.dumps(result))
         return 0
     if not options.table:

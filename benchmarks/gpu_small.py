@@ -47,6 +47,10 @@ LAYERS = (
     ("residual", 384, 768, 768), ("residual relu", 784, 128, 512), ("relu", 3136, 256, 64), ("norm", 49, 896, 128),
 )  # fmt: skip
 """(what follows, or a norm and ReLU before, rows, terms, columns): BERT-base with 384 tokens, ResNet50, DenseNet121."""
+ROWS_OF_EIGHT = (
+    ("gelu", 3072, 768, 3072), ("residual", 3072, 3072, 768), ("bias", 3072, 768, 2304), ("residual", 3072, 768, 768),
+)  # fmt: skip
+"""Products of BERT-base with 8 sequences of 384 tokens."""
 FIXED = (
     (64, 192, 32, 1, 6, 1, 1, 192, 768), (64, 192, 32, 1, 6, 1, 1, 768, 768), (64, 192, 32, 1, 6, 1, 1, 3072, 768),
     (64, 192, 32, 1, 6, 1, 4, 768, 768), (64, 192, 32, 1, 6, 1, 4, 3072, 768),
@@ -119,12 +123,13 @@ def sweep(counter: Any, most: int) -> list[Any]:
 
 def schedules(case: Layer, most: int) -> list[Any]:
     """Programs of a layer: those of the sweep, and those of the ranking of both families."""
-    from jcuts.region import gpu_groups, gpu_products
+    from jcuts.region import gpu_groups, gpu_products, gpu_steady
     from jcuts.region.gpu_tiles import GpuMachine
 
     made = product(case)
     counter = gpu_groups.GroupCounter(made, GpuMachine(132))
-    found = [tiling.of(made) for tiling in sweep(counter, most)]
+    found = [tiling.of(made) for _, tiling in gpu_steady.best(counter, 3)]
+    found += [tiling.of(made) for tiling in sweep(counter, most)]
     found += [p for p, _ in gpu_groups.grouped(counter)]
     if not counter.before:
         found += [p for p, _ in gpu_products.products(made, GpuMachine(132), 1)]
@@ -289,7 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     work: list[tuple[Layer, Layer | None, list[Any]]] = []
-    for shape in LAYERS:
+    for shape in (*ROWS_OF_EIGHT, *LAYERS):
         case, plain = (layer(*shape, along) for along in (True, False))
         if gpu_run.wanted(case, options.only):
             work.append((case, plain, schedules(case, options.most)))

@@ -77,7 +77,8 @@ class Run:
             convolution = Convolution.from_json(row["convolution"])
             for size, micros in row["sizes"].items():
                 made = [Micro(int(size), *micro) for micro in micros]
-                self.database.record(self.device, convolution, int(size), made)
+                remarks = row.get("remarks", {}).get(size, {})
+                self.database.record(self.device, convolution, int(size), made, remarks=remarks)
             self.note(convolution)
 
     def fill(
@@ -102,7 +103,7 @@ class Run:
                 for size in sizes_between(table, batch, limit, precision=precision)[:1]:
                     table = measured(convolution, size, self.database, measurer, policy="undivided", library=False)
         measurer.unwanted = frozenset()
-        most = 3 if len(limits) == 1 else 1
+        most = min(self.options.slices, 3 if len(limits) == 1 else 1)
         table = measured_in_slices(convolution, batch, limits, precisions, self.database, measurer, most=most)
         self.note(convolution)
         return table
@@ -112,7 +113,8 @@ class Run:
         sizes: dict[int, list[Any]] = {}
         for m in self.database.table(self.device, convolution).micros:
             sizes.setdefault(m.batch, []).append([m.algorithm, m.math, m.seconds, m.workspace])
-        self.kernels[convolution.key] = {"convolution": convolution.to_json(), "sizes": sizes}
+        remarks = {size: dict(self.database.remarks(self.device, convolution, size)) for size in sizes}
+        self.kernels[convolution.key] = {"convolution": convolution.to_json(), "sizes": sizes, "remarks": remarks}
 
     def measurer(self) -> Any:
         """One measuring process."""

@@ -37,7 +37,7 @@ def network(
     import keras
 
     keras.utils.set_random_seed(1)
-    keras.config.set_dtype_policy("float32")
+    keras.config.set_dtype_policy(dtype)
     shape = {} if size is None else {"input_shape": (size, size, 3)}
     model = getattr(keras.applications, name)(weights=None, **shape)
     x = array(batch, *model.input_shape[1:], dtype=dtype)

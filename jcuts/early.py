@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 log = logging.getLogger("jcuts")
 
@@ -17,11 +17,16 @@ log = logging.getLogger("jcuts")
 class Early:
     """Work on a thread of its own, one piece after the other, until somebody needs the device.
 
-    Args: pieces: name -> what to do; one that fails fails again where it is needed, and is dealt with there.
+    Args:
+        pieces: name -> what to do; one that fails fails again where it is needed, and is dealt with there.
+        quiet: names of those that leave the device alone: they go on beside whoever needs it.
     """
 
-    def __init__(self, pieces: Mapping[str, Callable[[], object]]) -> None:
+    def __init__(self, pieces: Mapping[str, Callable[[], object]], quiet: Collection[str] = ()) -> None:
         self._stopped = False
+        self._quiet = quiet
+        self._running = ""
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._work, args=(dict(pieces),), name="jcuts-early", daemon=True)
         self._thread.start()
 
@@ -35,8 +40,10 @@ class Early:
 
     def _work(self, pieces: dict[str, Callable[[], object]]) -> None:
         for name, piece in pieces.items():
-            if self._stopped:
-                return
+            with self._lock:
+                if self._stopped:
+                    return
+                self._running = name
             start = time.perf_counter()
             try:
                 piece()
@@ -46,7 +53,14 @@ class Early:
                 log.info("early: %s failed: %s: %s", name, type(error).__name__, why)
 
     def is_done(self, wait: bool) -> bool:
-        """Whether the device is left alone. Args: wait: ends what goes on, after its piece, and waits for that."""
+        """Whether the device is left alone from now on.
+
+        Args: wait: ends what goes on, after its piece, and waits for that.
+        """
+        with self._lock:
+            if self._running in self._quiet:
+                self._stopped = True
+                return True
         if wait:
             start = time.perf_counter()
             self._stopped = True

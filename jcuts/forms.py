@@ -45,10 +45,14 @@ log = logging.getLogger("jcuts")
 
 GPUS = ("gpu", "cuda")
 FLOOR_ULP = 4.0
-MOST = 4.0  # a single element may be that many times as far off as the whole output (`tune.check` has the same)
+MOST = 4.0  # a single element may be that many times as far off as the whole output (`tune.floats` has the same)
 FOLDED = ("scales", "rounds", "slots")  # rewrites that take work away and add none
+OF_KERNELS = ("slots",)  # rewrites that only kernels gain by
 WITH_ALL = ("pools", "siblings")  # rewrites that only race beside all others that apply
+JOINED, TURNED, VECTORS = "joins", "turns", "vectors"
+"""Rewrites that cost passes over arguments in every call, for kernels that then have less to do: they race apart."""
 AHEAD = 0.6  # a form that gains so much less than another, in shares of what the other's kernels take, is left out
+AHEAD_OF_NONE = 0.2  # ... the one without kernels, where XLA's time was clear without compiling its code for some
 EVERY = Form((), "every")
 LEAST_SHARE = 0.05  # of the subsets' time, from which on kernels that lost by little are tried in a whole program
 LEAN: dict[str, Any] = {"xla_gpu_autotune_level": 0}  # the float64 program runs once: nothing is worth tuning in it
@@ -133,9 +137,9 @@ def planned(closed: jaxapi.Closed, platform: str, plan: Callable[[Form | None], 
     Args: plan: gives the pipeline's outcome for a form (tuning its subsets); worth: `worth_planning`, if it is known.
 
     `rewrite`'s folding and rounding of constants and its updates in place take work away and add none, so they are in
-    every form (and checked against float64 with it).  Products in place of convolutions, and which subsets are worth
-    cutting out of XLA's fusions, are raced; kernels take over what follows a product only beside `dots`: the library's
-    convolutions compute that themselves.
+    every form (and checked against float64 with it); updates not in those without kernels.  Products in place of
+    convolutions, and which subsets are worth cutting out of XLA's fusions, are raced; kernels take over what follows a
+    product only beside `dots`: the library's convolutions compute that themselves.
     Products with kernels of their own are in `all` and `anchored`, each where it beat the library with all that follows
     it; `absorbing` is the form without them.
     The rules of `WITH_ALL` race only beside all others that apply, in three programs (each costs seconds of
@@ -156,18 +160,29 @@ def planned(closed: jaxapi.Closed, platform: str, plan: Callable[[Form | None], 
 def worth_planning(closed: jaxapi.Closed, platform: str) -> list[Form | None]:
     """The forms that `planned` looks at, in its order."""
     rules = rewrite.applicable(simplify(inline(closed))) if platform in GPUS else ()
-    if "rounds" in rules and gpus.machine().capability != GROUPED:
-        rules = tuple(name for name in rules if name != "rounds")
+    if set(rules) & {"rounds", TURNED} and gpus.machine().capability != GROUPED:
+        rules = tuple(name for name in rules if name not in ("rounds", JOINED, TURNED))
+    ahead = tuple(name for name in rules if name in (JOINED, TURNED, VECTORS))
+    rules = tuple(name for name in rules if name not in ahead)
     folded = tuple(name for name in rules if name in FOLDED)
     found: list[Form | None] = [Form(folded) if folded else None]
     if platform in GPUS:
         every = [folded, *((*folded, name) for name in rules if name not in (*folded, *WITH_ALL))]
         for rewrites in every:
-            found += [Form(rewrites, r) for r in ("all", "anchored", "none") if rewrites or r == "anchored"]
+            found += [_form(rewrites, r) for r in ("all", "anchored", "none") if rewrites or r == "anchored"]
         found.append(Form(every[-1], "absorbing"))
+        if TURNED in ahead:
+            turned = tuple(name for name in ahead if name != VECTORS)
+            found += [Form((*every[-1], *turned), regions) for regions in ("all", "anchored")]
+            found += [Form((*every[-1], *ahead), "all")]
         if set(rules) & set(WITH_ALL):
-            found += [Form(rules, regions) for regions in ("none", "all", "absorbing")]
-    return list(dict.fromkeys(found))
+            found += [_form(rules, regions) for regions in ("none", "all", "absorbing")]
+    return [form for form in dict.fromkeys(found) if form != Form((), "none")]
+
+
+def _form(rewrites: Sequence[str], regions: str) -> Form:
+    """A form, without the rewrites that its regions have no use for."""
+    return Form(tuple(r for r in rewrites if regions != "none" or r not in OF_KERNELS), regions)
 
 
 def lost_by_little(report: FunctionReport) -> bool:
@@ -232,7 +247,8 @@ def left_behind(found: Mapping[Form | None, Any]) -> dict[Form | None, str]:
         alike = [other for other in found if _rewrites(other) == _rewrites(form)]
         best = max(alike, key=lambda other: sums[other][1])
         ours, gain = sums[best]
-        if ours > 0.0 and gain - sums[form][1] >= AHEAD * ours:
+        ahead = AHEAD_OF_NONE if form is not None and form.regions == "none" and _is_derived(found[best]) else AHEAD
+        if ours > 0.0 and gain - sums[form][1] >= ahead * ours:
             out[form] = (f"not tried: kernels gain {sums[form][1] * 1e6:,.0f} us on XLA's code here by measured sums, "
                          f"those of {name_of(best)} {gain * 1e6:,.0f} us (and take {ours * 1e6:,.0f} us)")
     return out
@@ -244,7 +260,14 @@ def names_behind(names: Sequence[str], behind: Mapping[Form | None, str]) -> dic
 
 
 def _rewrites(form: Form | None) -> tuple[str, ...]:
-    return () if form is None else form.rewrites
+    """The rewrites that decide which products and convolutions a program has."""
+    return () if form is None else tuple(r for r in form.rewrites if r not in OF_KERNELS)
+
+
+def _is_derived(outcome: Any) -> bool:
+    """Whether XLA's own code for some kernel was never compiled: a program without kernels would have to."""
+    subsets = getattr(outcome.report, "subsets", ())
+    return any(s.chosen != guard.XLA and getattr(s, "derived", False) for s in subsets)
 
 
 def _sums(outcome: Any) -> tuple[float, float]:
@@ -286,9 +309,7 @@ def compile_ahead(lowered: Mapping[str, Callable[[], Any]]) -> None:
 
 
 def _arithmetic(name: str) -> tuple[str, ...]:
-    """What decides which products and convolutions a program has."""
-    form = None if is_xla(name) else form_of(name)
-    return () if form is None else form.rewrites
+    return _rewrites(None if is_xla(name) else form_of(name))
 
 
 # -- right or wrong -------------------------------------------------------------------------------------------------
@@ -305,6 +326,7 @@ class Exact:
     def __init__(self, closed: jaxapi.Closed, leaves: Sequence[Any], tolerance: float, platform: str) -> None:
         self.closed, self.leaves, self.tolerance, self.platform = closed, leaves, tolerance, platform
         self._reference: list[np.ndarray] | None = None
+        self._program: Any = None
         self._failure = ""
 
     def __call__(self, name: str, xla: Any, result: Any) -> str | None:
@@ -336,26 +358,37 @@ class Exact:
                 self._failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return self._reference
 
+    def compile(self) -> None:
+        """Compiles the float64 program, which takes longer than its run."""
+        with jax.enable_x64(True):
+            program, operands = self._wide()
+            self._program = program.lower(operands).compile()
+
     def ahead(self) -> None:
         """Makes the float64 results if that can be done now; else it is tried again when they are needed."""
         if self.reference() is None:
             self._failure = ""
 
     def _run(self) -> list[np.ndarray]:
+        with jax.enable_x64(True):
+            program, operands = self._wide()
+            return [np.asarray(x) for x in (self._program or program)(operands)]
+
+    def _wide(self) -> tuple[Any, tuple[Any, ...]]:
+        """The float64 program, jitted, and its operands."""
         jaxpr, consts = self.closed.jaxpr, self.closed.consts
         # Constants as arguments: XLA would fold them, slowly, into a program that runs once.
         opened = jaxapi.make_closed(
             [], [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns, [], like=self.closed
         )
         lean = LEAN if self.platform in GPUS else None
-        with jax.enable_x64(True):
-            operands = (*consts, *self.leaves)
-            wide = [widened_dtype(jnp.result_type(x)) for x in operands]
+        operands = (*consts, *self.leaves)
+        wide = [widened_dtype(jnp.result_type(x)) for x in operands]
 
-            def program(xs: Sequence[Any]) -> list[Any]:  # one by one outside they would be a program each
-                return evaluate(opened, [jnp.asarray(x, dtype) for x, dtype in zip(xs, wide, strict=True)])
+        def program(xs: Sequence[Any]) -> list[Any]:  # one by one outside they would be a program each
+            return evaluate(opened, [jnp.asarray(x, dtype) for x, dtype in zip(xs, wide, strict=True)])
 
-            return [np.asarray(x) for x in jax.jit(program, compiler_options=lean)(operands)]
+        return jax.jit(program, compiler_options=lean), operands
 
 
 def _too_far(r: np.ndarray, x: np.ndarray, c: np.ndarray, tolerance: float, floor: float) -> str:

@@ -21,8 +21,8 @@ from jcuts.region.graph import MOST_JOINED, MOST_SWITCHED, TensorGraph, build_gr
 from jcuts.region.legality import Subset as Members
 from jcuts.trace import jaxapi
 from jcuts.trace.canonical import canonical_digest
-from jcuts.trace.rounding import rounded_constants
 from jcuts.trace.source import place
+from jcuts.trace.turning import rounded_operands
 from jcuts.xla import gpus
 from jcuts.xla.rebuild import subset_closed
 
@@ -51,7 +51,7 @@ class Subset:
         ranking: makes `ranked`, once it is asked for: scoring every schedule takes time that a stored choice saves.
         space: text that determines the ranking. chosen: the winner, None where XLA keeps the subset.
         origin: 'measured', 'estimated' or 'library'; choice: the tuner's answer with every time.
-        rounded: numbers of the inputs that are constants of TF32 numbers (they are part of the identity).
+        rounded: numbers of the inputs that hold TF32 numbers only (they are part of the identity).
     """
 
     members: Members
@@ -83,8 +83,9 @@ class Level:
 
     ``library`` are subsets that XLA keeps without a measurement, such as the vendor libraries' products on a GPU.
     ``parts`` is what its subsets are: the forms of a function share it, as they share its graph.
-    ``updated`` are updates in place that kernels took over (`updates`).  The greedy cover, ``grouping``, is looked for
-    when it is first asked for: who takes a stored one never does.
+    ``updated`` are updates in place that kernels took over (`updates`), and what made arrays that they begin;
+    ``copied`` those that kernels make of what XLA computed.  The greedy cover, ``grouping``, is looked for when it is
+    first asked for: who takes a stored one never does.
     """
 
     closed: jaxapi.Closed
@@ -98,6 +99,7 @@ class Level:
     made: dict[Members, Subset] = field(default_factory=dict)
     library: list[Subset] = field(default_factory=list)
     updated: list[int] = field(default_factory=list)
+    copied: list[int] = field(default_factory=list)
     begun: bool = False
 
     @functools.cached_property
@@ -216,7 +218,7 @@ def _grouping(closed: jaxapi.Closed, fuse: bool, fuel: Fuel, platform: str) -> _
     if platform == "cpu":
         graph = build_graph(closed.jaxpr, place, joined=MOST_JOINED)
     else:
-        graph = build_graph(closed.jaxpr, place, joined=MOST_SWITCHED, tf32=rounded_constants(closed))
+        graph = build_graph(closed.jaxpr, place, joined=MOST_SWITCHED, tf32=rounded_operands(closed))
 
     @functools.cache
     def grouped() -> find.Grouping:

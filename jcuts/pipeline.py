@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jcuts import chunking, divide, search, updates
+from jcuts import chunking, divide, search, turned, updates
 from jcuts.base import fingerprint, knobs
 from jcuts.base.dump import open_dump
 from jcuts.base.errors import JcutsError, UnsupportedError
@@ -38,7 +38,7 @@ from jcuts.trace.inline import inline
 from jcuts.trace.rewrite import Rewritten, rewritten
 from jcuts.trace.simplify import simplify
 from jcuts.trace.source import as_source
-from jcuts.tune.choice import LIBRARY, SCREENED
+from jcuts.tune.choice import FAMILY, LIBRARY, SCREENED
 from jcuts.xla import gpus, native
 from jcuts.xla.kernels import kernel_for, source_text
 from jcuts.xla.rebuild import in_order, kernel_eqns
@@ -202,7 +202,7 @@ def _plan(
     timed("rebuild", start)
     dump.stage("rewritten", lambda: as_source(rebuilt, name))
     dump.stage("kernels", lambda: _kernel_texts(top), suffix="py")
-    count = sum(len(level.updated) for level in top.everywhere())
+    count = sum(updates.count(level) for level in top.everywhere())
     in_place = f"kernels write {count} results into the arrays that they become part of" if count else None
     texts = (rewrites if rewrites.counts else None, pieces, division.note or None, partition, in_place)
     notes = tuple(str(note) for note in texts if note is not None)
@@ -225,7 +225,10 @@ def _select(top: Level, settings: Settings, may_measure: bool, platform: str) ->
         for level in top.everywhere():
             level.leave(lambda _: NOT_ASKED)
         return search.Summary("none")
-    return search.select(top, settings, may_measure=may_measure, platform=platform)
+    summary = search.select(top, settings, may_measure=may_measure, platform=platform)
+    if platform != "cpu":
+        turned.add(top)
+    return summary
 
 
 def _rebuild(level: Level, settings: Settings) -> jaxapi.Closed:
@@ -254,10 +257,22 @@ def _rebuild(level: Level, settings: Settings) -> jaxapi.Closed:
         if update is not None:
             place = update.placed.operand, update.placed.start
             inputs = [*inputs, update.array] if place[0] == len(inputs) else inputs
-            outputs, members = level.closed.jaxpr.eqns[update.number].outvars, members | {update.number}
-            level.updated.append(update.number)
+            taken = [n for n in (update.number, update.zeros) if n is not None]
+            outputs, members = level.closed.jaxpr.eqns[update.number].outvars, members | set(taken)
+            level.updated += taken
         replacement[first] = kernel_eqns(kernel, inputs, outputs, like, place)
         units[first] = sorted(members)
+    for update in updates.copies(level, gpus.machine()) if level.updated else ():
+        try:
+            kernel = kernel_for(update.placed.program)
+        except JcutsError as error:
+            log.warning("update left to XLA: %s", error)
+            continue
+        eqn, operand = level.closed.jaxpr.eqns[update.number], update.placed.operand
+        inputs = [eqn.invars[1]] if operand is None else [eqn.invars[1], update.array]
+        units[update.number] = [n for n in (update.zeros, update.number) if n is not None]
+        replacement[update.number] = kernel_eqns(kernel, inputs, eqn.outvars, eqn, (operand, update.placed.start))
+        level.copied += units[update.number]
     count = len(level.closed.jaxpr.eqns)
     for number, bodies in level.bodies.items():
         eqn = level.closed.jaxpr.eqns[number]
@@ -289,7 +304,7 @@ def _report(
             old = grouped.get(key)
             grouped[key] = one if old is None else _counted(old, one)
         for number, refusal in level.left_out.items():
-            if divide.is_ours(level.closed.jaxpr.eqns[number]) or number in level.updated:
+            if divide.is_ours(level.closed.jaxpr.eqns[number]) or number in (*level.updated, *level.copied):
                 continue
             refusals[refusal.op, refusal.reason, level.graph.nodes[number].where] += 1
     kept = [subset.program for level in top.everywhere() for subset in level.library]
@@ -331,9 +346,11 @@ def subset_report(level: Level, subset: Subset) -> SubsetReport:
     why = ""
     rejected: list[str] = []
     pul = bound = 0.0
+    derived = False
     if subset.choice is not None:
         times = {m.label: m for m in subset.choice.measurements}
         xla = times[LIBRARY].seconds if LIBRARY in times else None
+        derived = LIBRARY in times and times[LIBRARY].method == FAMILY
         if chosen is not None and (m := times.get(subset.choice.winner)) is not None:
             seconds, pul, bound = m.seconds, m.pul, m.bound_seconds
             xla = xla if m.is_contest else None  # another clock's time
@@ -349,7 +366,7 @@ def subset_report(level: Level, subset: Subset) -> SubsetReport:
         nodes[-1].prim, operations, where,
         "none" if not fused else "shared" if len(subset.program.phases) > 1 else "register",
         kind, label, subset.origin, dict(chosen.params) if chosen is not None else {}, pul, bound,
-        seconds, xla, 1, flop, moved, rejected, why,
+        seconds, xla, 1, flop, moved, rejected, why, derived,
     )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ class SubsetReport:
         count: how many equal subsets share this choice; flop, bytes: of one of them.
         rejected: candidates that were thrown out, with the reason.
         why: why XLA runs the subset, '' where a kernel does.
+        derived: whether XLA's time follows from those of other programs (`tune.turns`).
     """
 
     name: str
@@ -53,6 +54,7 @@ class SubsetReport:
     bytes: float
     rejected: list[str] = field(default_factory=list)
     why: str = ""
+    derived: bool = False
 
 
 @dataclass(frozen=True)

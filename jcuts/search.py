@@ -124,8 +124,9 @@ def _select_on_gpu(levels: Sequence[Level], settings: Settings, may_measure: boo
         shares.update({s.identity: BLOCK_CANDIDATES for _, s, _ in blocks})
     _leave_on_gpu(levels, regions, measured=settings.tune != "off")
     rivals = [subset for _, subset, _ in blocks]
+    pieces = {subset.identity: [part.identity for part in parts] for _, subset, parts in blocks}
     shares = session.choose([*_subsets(levels), *rivals], settings, may_measure=may_measure, shares=shares,
-                            device=_device(platform))  # fmt: skip
+                            device=_device(platform), parts=pieces)  # fmt: skip
     for level, subset, parts in blocks:
         if _is_better(subset, parts):
             level.replace(subset)

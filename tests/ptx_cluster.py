@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tests.ptx_tensor import TensorFault
+from tests.ptx_tensor import WARP, TensorFault
 
 if TYPE_CHECKING:
     from tests.ptx_machine import Instruction, Machine
@@ -21,16 +21,28 @@ if TYPE_CHECKING:
 
 @dataclass
 class Barrier:
-    """Of one block: arrivals that it still waits for, bytes that it expects less those that came, what came.
+    """Of one block: arrivals of a phase and those that it still waits for, bytes that it expects less those that came,
+    what came.
 
-    ``known``: all threads of its block know of it; ``open``: all blocks of the cluster do.
+    ``phase``: how many have ended. ``known``: all threads of its block know of it; ``open``: all blocks of the cluster.
+    ``released``: (written, read) bytes that warps had touched when they arrived, and the warp.
     """
 
+    count: int
     pending: int
+    phase: int = 0
     bytes: int = 0
     known: bool = False
     open: bool = False
     places: list[np.ndarray] = field(default_factory=list)
+    released: list[tuple[np.ndarray, np.ndarray, int]] = field(default_factory=list)
+
+    def advance(self) -> bool:
+        """Whether a phase ends."""
+        if self.pending or self.bytes:
+            return False
+        self.phase, self.pending = self.phase + 1, self.count
+        return True
 
 
 class Barriers:
@@ -42,9 +54,10 @@ class Barriers:
         self.leaving: set[int] = set()  # threads with bulk copies that they have not waited for
 
     def step(self, ins: Instruction, parts: list[str], on: np.ndarray) -> None:
-        """mbarrier.init, mbarrier.arrive.expect_tx, mbarrier.try_wait.parity."""
+        """mbarrier.init, mbarrier.arrive, mbarrier.try_wait.parity; cp.async.mbarrier.arrive, when copies have come."""
         machine, live = self.machine, np.flatnonzero(on)
-        address = machine.address(ins.operands[0 if parts[1] == "init" else 1], "u32", live).astype(np.int64)
+        alone = parts[1] == "init" or ins.op.startswith("cp")
+        address = machine.address(ins.operands[0 if alone else 1], "u32", live).astype(np.int64)
         if (address % 8).any():
             raise TensorFault(f"misaligned: {ins.text}")
         full = np.zeros(machine.count, bool)
@@ -52,17 +65,44 @@ class Barriers:
             if parts[1] == "init":
                 if key in self.known or mine.sum() > 1:
                     raise TensorFault(f"a barrier is made twice: {ins.text}")
-                self.known[key] = Barrier(int(ins.operands[1]))
+                count = int(machine.value(ins.operands[1], "u32")[live[mine][0]])
+                self.known[key] = Barrier(count, count)
                 continue
             barrier = self._at(key, ins)
             if parts[1] == "arrive":
                 barrier.pending -= int(mine.sum())
-                barrier.bytes += int(machine.value(ins.operands[2], "u32")[live[mine]].sum())
-            elif barrier.pending == 0 and barrier.bytes == 0:
+                if barrier.pending < 0:
+                    raise TensorFault(f"more arrive than are waited for: {ins.text}")
+                if "expect_tx" in parts:
+                    barrier.bytes += int(machine.value(ins.operands[2], "u32")[live[mine]].sum())
+                self._release(key[0], barrier, live[mine])
+                self._ends(barrier)
+            else:
                 full[live[mine]] = True
                 self._seen(key[0], barrier)
         if parts[1] == "try_wait":
             machine.set(ins.operands[0], full, on)
+
+    def ended(self, at: np.ndarray, ins: Instruction) -> np.ndarray:
+        """Which of the threads at ``mbarrier.try_wait`` find their phase ended."""
+        machine, live, found = self.machine, np.flatnonzero(at), np.zeros(self.machine.count, bool)
+        address = machine.address(ins.operands[1], "u32", live).astype(np.int64)
+        parity = machine.value(ins.operands[2], "u32")[live]
+        for key, mine in _groups(live // machine.threads, address):
+            found[live[mine]] = self._at(key, ins).phase % 2 != parity[mine]
+        return found
+
+    def _release(self, block: int, barrier: Barrier, threads: np.ndarray) -> None:
+        """Warps that arrive have done what they did with the block's memory."""
+        machine = self.machine
+        for warp in np.unique(threads // WARP):
+            both = (machine.last_writer, machine.last_reader)
+            touched = [np.flatnonzero(last[block] // WARP == warp) for last in both]
+            barrier.released.append((touched[0], touched[1], int(warp)))
+
+    def _ends(self, barrier: Barrier) -> None:
+        if barrier.advance():
+            self.machine.waiting[:] = False  # whoever still has to wait finds out
 
     def meet(self, *, cluster: bool) -> None:
         """All threads of every block (``cluster``: all blocks) have passed a barrier."""
@@ -101,6 +141,7 @@ class Barriers:
                     raise TensorFault(f"tells a barrier that may not be there: {ins.text}")
                 barrier.bytes -= int(size[number])
                 barrier.places.append(where)
+                self._ends(barrier)
                 continue
             if (machine.units.unseen[block, where] >= 0).any():
                 raise TensorFault(f"sends what has not passed a proxy fence: {ins.text}")
@@ -130,6 +171,7 @@ class Barriers:
                 raise TensorFault(f"stores into a block that may not have begun: {ins.text}")
             barrier.bytes -= size * int(mine.sum())
             barrier.places.append(where[mine])
+            self._ends(barrier)
 
     def _at(self, key: tuple[int, int], ins: Instruction) -> Barrier:
         if key not in self.known:
@@ -142,6 +184,10 @@ class Barriers:
             self.machine.last_writer[block, where] = -1
             self.machine.last_reader[block, where] = -1
         barrier.places = []
+        for *touched, warp in barrier.released:
+            for last, where in zip((self.machine.last_writer, self.machine.last_reader), touched, strict=True):
+                last[block, where[last[block, where] // WARP == warp]] = -1
+        barrier.released = []
 
 
 def _groups(block: np.ndarray, address: np.ndarray) -> Iterator[tuple[tuple[int, int], np.ndarray]]:

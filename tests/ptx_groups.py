@@ -40,8 +40,11 @@ class Units:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.committed = np.zeros(machine.count // GROUP + 1, np.int64)
-        self.fenced = np.zeros(machine.count // GROUP + 1, bool)
+        self.each = machine.threads // GROUP  # groups of a block
+        starts = np.arange(machine.blocks)[:, None] * machine.threads + np.arange(self.each) * GROUP
+        self.threads = starts.reshape(-1, 1) + np.arange(GROUP)  # [group, its threads]
+        self.committed = np.zeros(len(self.threads), np.int64)
+        self.fenced = np.zeros(len(self.threads), bool)
         self.under_way: list[Reads] = []
         self.reading = np.zeros(machine.shared.shape, np.int16)
         self.unseen = np.full(machine.shared.shape, -1, np.int64)  # who wrote a byte and has not passed a fence
@@ -55,17 +58,18 @@ class Units:
     def changes(self, name: str, on: np.ndarray) -> None:
         """Threads write a register."""
         for reads in self.under_way:
-            if name in reads.registers and on[reads.group * GROUP : (reads.group + 1) * GROUP].any():
+            if name in reads.registers and on[self.threads[reads.group]].any():
                 raise TensorFault(f"writes register {name}, which a warp group is reading")
 
     def proxy_fence(self, on: np.ndarray) -> None:
-        """fence.proxy.async: what these threads have written is seen by the units."""
+        """fence.proxy.async: what these threads have written, or know of by a barrier, is seen by the units."""
         held = (self.unseen >= 0) & ~self.machine.pipeline.busy  # copies that have arrived
-        self.unseen[held & on[np.where(held, self.unseen, 0)]] = -1
+        known = (self.machine.last_writer < 0) & on.reshape(self.machine.blocks, -1, 1).any(1)
+        self.unseen[held & (known | on[np.where(held, self.unseen, 0)])] = -1
 
     def step(self, ins: Instruction, parts: list[str], on: np.ndarray) -> None:
         """wgmma.fence, wgmma.mma_async, wgmma.commit_group, wgmma.wait_group; ``on`` are whole groups."""
-        groups = np.flatnonzero(on[::GROUP])
+        groups = np.flatnonzero(on[self.threads[:, 0]])
         if parts[1] == "fence":
             self.fenced[groups] = True
         elif parts[1] == "commit_group":
@@ -82,7 +86,7 @@ class Units:
         for reads in self.under_way:
             if reads.group in groups and reads.number < self.committed[reads.group] - newest:
                 self.reading[reads.block, reads.where] -= 1
-                self.machine.last_reader[reads.block, reads.where] = reads.group * GROUP
+                self.machine.last_reader[reads.block, reads.where] = self.threads[reads.group, 0]
             else:
                 left.append(reads)
         self.under_way = left
@@ -97,7 +101,7 @@ class Units:
         names = [n.strip() for n in ins.operands[0].strip("{}").split(",")]
         turned = [bool(int(x)) for x in ins.operands[6:8]]
         turned = [False] * (2 - len(turned)) + turned  # registers lie one way only
-        threads = slice(group * GROUP, (group + 1) * GROUP)
+        threads = self.threads[group]
         operands = []
         for number, (rows, across) in enumerate(zip((ROWS, columns), turned, strict=True)):
             if ins.operands[1 + number].startswith("{"):
@@ -123,7 +127,7 @@ class Units:
     def _fragments(self, operand: str, kind: str, group: int, ins: Instruction) -> np.ndarray:
         """The left operand [64, terms] in registers: rows ``lane / 4`` and 8 more, words ``lane % 4`` and 4 more."""
         names = [n.strip() for n in operand.strip("{}").split(",")]
-        threads = slice(group * GROUP, (group + 1) * GROUP)
+        threads = self.threads[group]
         words = np.stack([self.machine.value(n, "b32")[threads] for n in names], -1)
         if kind == "tf32":
             _check_rounded(words, ins)
@@ -135,7 +139,7 @@ class Units:
             values = np.ascontiguousarray(words[:, k]).view(dtype).astype(np.float64).reshape(GROUP, many)
             for n in range(many):
                 found[row + 8 * (k % 2), term + n + 4 * many * (k // 2)] = values[:, n]
-        none, block = np.zeros(0, np.int64), group * GROUP // self.machine.threads
+        none, block = np.zeros(0, np.int64), group // self.each
         self.under_way.append(Reads(group, int(self.committed[group]), block, none, frozenset(names)))
         return found
 
@@ -159,7 +163,7 @@ class Units:
         place = start + place
         place = place ^ (place >> 3 & 0x70)  # bits 7 to 9 of an address into bits 4 to 6
         where = (place[..., None] + np.arange(item)).reshape(-1)
-        block = group * GROUP // machine.threads
+        block = group // self.each
         if where.max() >= machine.shared.shape[1]:
             raise TensorFault(f"outside shared memory: {ins.text[:60]}")
         if self.unseen[block, where].any() and (self.unseen[block, where] >= 0).any():

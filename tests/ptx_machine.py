@@ -177,10 +177,11 @@ class Machine:
         self.pipeline = ptx_tensor.Pipeline(self)
         self.units = ptx_groups.Units(self)
         self.barriers = ptx_cluster.Barriers(self)
+        self.waiting = np.zeros(count, bool)  # at a barrier or shuffle that others of their group have not reached
 
     def run(self, limit: int = 200_000) -> None:
         code, end = self.kernel.code, len(self.kernel.code)
-        waiting = np.zeros(self.count, bool)  # at a barrier or shuffle that others of their group have not reached
+        waiting = self.waiting
         for _ in range(limit):
             ready = (self.pc < end) & ~waiting
             if not ready.any():
@@ -190,7 +191,13 @@ class Machine:
             here = int(self.pc[ready].min())
             at = self.pc == here
             instruction = code[here]
-            if not self._complete(at, instruction):
+            if instruction.op.startswith("mbarrier.try_wait"):  # those go on that need not wait
+                there = self.barriers.ended(at, instruction)
+                waiting |= at & ~there
+                at = there
+                if not at.any():
+                    continue
+            elif not self._complete(at, instruction):
                 waiting |= at
                 continue
             waiting &= ~at
@@ -250,6 +257,8 @@ class Machine:
             if self.barriers.leaving & set(np.flatnonzero(on).tolist()):
                 raise Fault("ends before its bulk copies have left")
             self.pc[on] = len(self.kernel.code)
+        elif ins.op == "bar.warp.sync" or name == "setmaxnreg":
+            pass
         elif name == "bar" or (name == "barrier" and parts[2] == "wait"):
             self.last_writer[:], self.last_reader[:] = -1, -1
             self.barriers.meet(cluster=name == "barrier")
@@ -275,6 +284,9 @@ class Machine:
             ptx_tensor.address_of_block(self, ins, on)
         elif ins.op.startswith("cp.async.bulk."):
             self.barriers.bulk(ins, parts, on)
+        elif ins.op.startswith("cp.async.mbarrier.arrive"):
+            self.pipeline.arrive(on)
+            self.barriers.step(ins, ["mbarrier", "arrive"], on)
         elif name == "cp":
             self.pipeline.step(ins, parts, on)
         elif name == "ldmatrix":
@@ -300,7 +312,10 @@ class Machine:
                 "wgmma": ptx_groups.GROUP}  # fmt: skip
         if name not in size:
             return True
-        groups = at.reshape(-1, size[name])
+        if name == "wgmma":  # warps behind the last whole group of a block have no part in it
+            groups = at[self.units.threads]
+            return bool((groups.any(1) == groups.all(1)).all())
+        groups = at.reshape(-1, 32 if ins.op == "bar.warp.sync" else size[name])
         return bool((groups.any(1) == groups.all(1)).all())
 
     def _access(self, ins: Instruction, parts: list[str], on: np.ndarray) -> None:
@@ -603,11 +618,13 @@ _ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
 
 
 def run_kernel(
-    ptx: str, kernel: CompiledKernel, operands: Sequence[np.ndarray], start: int | None = None
+    ptx: str, kernel: CompiledKernel, operands: Sequence[np.ndarray], start: int | None = None, begins: bool = False
 ) -> list[np.ndarray]:
     """Runs all launches of a kernel whose PTX this is. Raises Fault for whatever it does wrong.
 
-    Args: start: the result is the last operand, of which it writes a part from so many bytes on (`region.placed`).
+    Args:
+        start: the result is the last operand, of which it writes a part from so many bytes on (`region.placed`).
+        begins: there is no such operand: all other bytes of the result are 255, which is NaN.
     """
     image = Image.unpack(kernel.object_code)
     results = [np.zeros(shape, numpy_dtype(dtype)) for shape, dtype in kernel.outputs]
@@ -617,7 +634,7 @@ def run_kernel(
     places = list(memory.places)
     if start is not None:
         here = slice(places[len(operands)] - BASE, places[len(operands)] - BASE + results[0].nbytes)
-        memory.data[here] = np.ascontiguousarray(operands[-1]).reshape(-1).view(np.uint8)
+        memory.data[here] = 255 if begins else np.ascontiguousarray(operands[-1]).reshape(-1).view(np.uint8)
         places[len(operands)] += start
     module = parse(ptx)
     written = np.zeros(memory.data.size, bool)

@@ -83,6 +83,11 @@ class Pipeline:
             copies.alive &= ~done
         self.under_way = [c for c in self.under_way if c.alive.any()]
 
+    def arrive(self, on: np.ndarray) -> None:
+        """cp.async.mbarrier.arrive: all copies of these threads come, at the earliest time that they may."""
+        self.groups[on] += 1
+        self._wait(on, 0)
+
     def check(self, block: np.ndarray, where: np.ndarray, text: str) -> None:
         """An access of shared memory meets no copy."""
         if self.busy[block, where].any():

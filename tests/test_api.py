@@ -530,7 +530,7 @@ def test_a_decision_taken_in_noise_is_measured_again_by_a_later_process(toy, mon
     monkeypatch.setattr(guard, "decide", decide)
     settings = jcuts.optimize(scaled).settings
     for process in range(guard.MOST_TRIES + 2):
-        monkeypatch.setattr("jcuts.optimized._decided_here", set())
+        monkeypatch.setattr("jcuts.deciding._decided_here", set())
         for _ in range(2):  # within a process once is enough
             f = Optimized(scaled, settings, {}, store)
             f(X)
@@ -555,7 +555,7 @@ def test_equal_devices_share_a_decision(toy, monkeypatch):  # noqa: F811
     assert len(raced) == 1
     host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     signatures = [f._arguments.signature((x,), {}) for x in (X, jax.device_put(X, host))]
-    keys = {f._store_key(f._closed((X,), {}), signature, "cpu") for signature in signatures}
+    keys = {f._deciding.store_key(f._closed((X,), {}), signature, "cpu") for signature in signatures}
     assert len(keys) == 2
 
 
@@ -565,7 +565,7 @@ def test_explain_knows_what_an_earlier_process_decided(toy):  # noqa: F811
             return guard.Decision(guard.XLA, "kept", {}, 0.0, {}, True).to_dict()
 
     f = Optimized(scaled, jcuts.optimize(scaled).settings, {}, Kept())
-    assert f._kept(f._closed((X,), {}), f._arguments.signature((X,), {}), True).reason == "kept"
+    assert f._deciding.kept(f._closed((X,), {}), f._arguments.signature((X,), {}), True).reason == "kept"
 
 
 def test_disabled_explains_itself(monkeypatch):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jcuts
-from jcuts import optimized
+from jcuts import deciding
 from jcuts.early import Early
 
 
@@ -38,6 +38,22 @@ def test_who_needs_the_device_waits_for_one_piece_and_no_more():
     assert work.is_done(True) and done == ["first"]
 
 
+def test_who_needs_the_device_does_not_wait_for_what_leaves_it_alone():
+    begun, go_on, done = threading.Event(), threading.Event(), []
+
+    def compiles():
+        begun.set()
+        go_on.wait(10)
+        done.append("compiled")
+
+    pieces = {"first": lambda: done.append("first"), "compiles": compiles, "runs": lambda: done.append("ran")}
+    with Early(pieces, quiet=("compiles",)) as work:
+        begun.wait(10)
+        assert work.is_done(False) and work.is_done(True)
+        go_on.set()
+    assert done == ["first", "compiled"]  # whoever was told that the device is free has it
+
+
 def test_what_breaks_off_leaves_nothing_behind():
     begun, go_on, done = threading.Event(), threading.Event(), []
 
@@ -58,11 +74,13 @@ def test_what_breaks_off_leaves_nothing_behind():
 
 @pytest.mark.parametrize("options", [{"static_argnums": 1}, {"static_argnames": "n"}, {"donate_argnums": 0}])
 def test_plain_xla_runs_early_with_static_and_donated_arguments(monkeypatch, options):
-    monkeypatch.setattr(optimized.autotuned, "sharing", dict)
+    monkeypatch.setattr(deciding.autotuned, "sharing", dict)
     function = jcuts.optimize(lambda x, n: x * n, **options)
     x = jnp.ones(5)
     for args, kwargs in (((x, 3), {}), ((x,), {"n": 3})):
-        todo = function._meanwhile(args, kwargs, function._arguments.placement(args, kwargs), "cpu", None)
+        call = deciding.Call(function._arguments.signature(args, kwargs), args, kwargs,
+                             function._arguments.placement(args, kwargs), "cpu")
+        todo = function._deciding.meanwhile(call, None)
         assert "xla run" in todo
         for piece in todo.values():
             piece()

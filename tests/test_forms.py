@@ -261,6 +261,10 @@ def test_programs_without_kernels_that_are_far_behind_by_measurement_do_not_race
     assert not forms.left_behind({**found, fast: outcome(("point", "measured", 1, 1e-6, 1.5e-6))})
     assert not forms.left_behind({**found, fast: outcome(("point", "estimated", 1, 1e-6, 9e-6))})
     assert not forms.left_behind({fast: outcome(), bare: outcome(left)})
+    # XLA's code for a kernel that clearly won was never compiled: less is enough.
+    little = outcome(("point", "measured", 1, 1e-6, 1.5e-6))
+    little.report.subsets[0].derived = True
+    assert set(forms.left_behind({**found, fast: little})) == {bare}
     # Where the plain form is behind, plain XLA, which has no form, races all the same.
     behind = forms.left_behind({None: outcome(left), Form((), "absorbing"): outcome(*kernels)})
     names = forms.programs([None, Form((), "absorbing")], ["graphs"])
@@ -279,4 +283,15 @@ def test_float64_results_that_cannot_be_had_early_are_asked_for_again(monkeypatc
     again.ahead()
     monkeypatch.undo()
     (found,) = again.reference()
+    np.testing.assert_allclose(found, np.sin(np.asarray(x).astype(np.float64)), rtol=1e-15)
+
+
+def test_the_float64_program_is_compiled_apart_from_its_run(monkeypatch):
+    x = values(4, 4)
+    judge = forms.Exact(jax.make_jaxpr(jnp.sin)(x), [x], 1.0, "cpu")
+    judge.compile()
+    wide = judge._wide
+    monkeypatch.setattr(judge, "_wide", lambda: (None, wide()[1]))  # only what was compiled can run
+    (found,) = judge.reference()
+    assert found.dtype == np.float64
     np.testing.assert_allclose(found, np.sin(np.asarray(x).astype(np.float64)), rtol=1e-15)

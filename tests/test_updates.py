@@ -12,9 +12,10 @@ from jcuts import levels, pipeline, search
 from jcuts.base.errors import NativeError
 from jcuts.base.settings import Form, Settings
 from jcuts.region import gpu
-from jcuts.trace import jaxapi
-from jcuts.xla import gpus
+from jcuts.trace import jaxapi, parts
+from jcuts.xla import cuda, gpus
 from jcuts.xla.rebuild import traced_eqns
+from tests.trace.test_parts import inception
 
 RNG = np.random.default_rng(8)
 NUMBERS = ("NHWC", "HWIO", "NHWC")
@@ -24,10 +25,16 @@ def values(*shape):
     return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
 
 
+START = values(16, 16)
 W = [values(3, 3, 16 + 8 * k, 8) for k in range(3)]
 
 
 def block(x):
+    """Three layers behind a product."""
+    return block_of(jax.nn.relu(x @ START))
+
+
+def block_of(x):
     """Three layers, each of which reads all before it."""
     for w in W:
         y = jax.nn.relu(lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=NUMBERS))
@@ -52,7 +59,7 @@ def rebuilt(monkeypatch):
         for level in top.everywhere():
             levels.add_candidates(level.subsets, "cuda")
             for subset in level.subsets:
-                subset.chosen = subset.ranked[0][0] if subset.ranked else None
+                subset.chosen = subset.ranked[0][0] if subset.ranked and subset.inputs else None
         return search.Summary("none")
 
     monkeypatch.setattr(gpus, "machine", lambda: gpu.GpuMachine(132, capability=(9, 0)))
@@ -83,15 +90,50 @@ def names(closed):
 
 def test_layers_of_a_dense_block_write_into_its_array(rebuilt):
     outcome, calls = rebuilt(block, values(2, 6, 6, 16))
-    assert "dynamic_update_slice" not in names(outcome.closed) and "concatenate" not in names(outcome.closed)
+    left = names(outcome.closed)
+    assert not {"dynamic_update_slice", "concatenate", "pad"} & set(left)
     places = [place for _, place, _, _ in calls if place is not None]
-    assert places == [(2, 64), (0, 96), (0, 128)]  # all but the first read the array as well
+    assert places == [(None, 0), (0, 64), (0, 96), (0, 128)]  # the first begins the array, all others read it as well
     for kernel, place, inputs, outputs in calls:
         if place is not None:
-            assert inputs[place[0]] == (2, 6, 6, 40) and outputs == [(2, 6, 6, 40)]
-            assert kernel.outputs[0].shape == (2, 6, 6, 40) and len(inputs) == len(kernel.inputs)
-    assert "kernels write 3 results into the arrays that they become part of" in outcome.report.notes
+            assert outputs == [(2, 6, 6, 40)] and kernel.outputs[0].shape == (2, 6, 6, 40)
+            assert len(inputs) == len(kernel.inputs) and (place[0] is None or inputs[place[0]] == (2, 6, 6, 40))
+    assert "kernels write 4 results into the arrays that they become part of" in outcome.report.notes
     assert not any(r.op == "dynamic_update_slice" for r in outcome.report.refusals)
+
+
+def test_an_array_that_is_an_argument_is_copied_once(rebuilt):
+    _, calls = rebuilt(lambda x: jnp.exp(block_of(x)), values(2, 6, 6, 16))
+    assert [place for _, place, _, _ in calls if place is not None] == [(2, 64), (0, 96), (0, 128), (None, 0)]
+
+
+def test_zeros_that_somebody_reads_are_written(rebuilt):
+    """An array that begins as zeros and is not full when it is read, or read beside an update, or its own part."""
+
+    def zeros():
+        return jnp.zeros((64, 32), jnp.float32)
+
+    def put(array, part, start):
+        return lax.dynamic_update_slice(array, part, (0, start))
+
+    def not_full(x):
+        return jnp.sin(put(zeros(), x @ W[0][0, 0], 8))
+
+    def a_slice_too_wide(x):
+        first = put(zeros(), x @ W[0][0, 0], 0)
+        return put(put(first, first[:, 4:12] * 2, 8), x, 16)
+
+    def twice(x):
+        array = x[:, :1] * 0 + zeros()
+        return put(array, x @ W[0][0, 0], 8), array
+
+    def full(x):
+        return put(put(put(zeros(), x @ W[0][0, 0], 8), x[:, :8], 0), x, 16)
+
+    for function, expected in ((not_full, 0), (a_slice_too_wide, 0), (twice, 0), (full, 1)):
+        _, calls = rebuilt(function, values(64, 16), form=())
+        assert sum(place is not None and place[0] is None for _, place, _, _ in calls) == expected
+        calls.clear()
 
 
 def test_an_update_that_is_not_known_or_used_elsewhere_stays(rebuilt):
@@ -135,3 +177,22 @@ def test_an_update_that_the_program_has_is_taken_over_as_well(rebuilt):
     )
     assert "dynamic_update_slice" not in names(outcome.closed)
     assert [place for _, place, _, _ in calls] == [(2, 32)]
+
+
+def test_xla_copies_no_array_that_kernels_update(rebuilt, monkeypatch):
+    """Custom calls in the place of kernels, compiled by XLA: all that is left are the calls."""
+    monkeypatch.setattr(parts, "LEAST_BYTES", 1)
+
+    def call(kernel, inputs, outputs, like, place=None):
+        results = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in outputs]
+        aliases = None if place is None or place[0] is None else {place[0]: 0}
+        ffi = jax.ffi.ffi_call(cuda.KEEP, results, input_output_aliases=aliases)
+        return traced_eqns(lambda *xs: ffi(*xs), inputs, outputs, like)
+
+    monkeypatch.setattr(pipeline, "kernel_eqns", call)
+    for function, width in ((inception(16), 16), (block, 16)):
+        outcome, _ = rebuilt(function, values(1, 6, 6, width), form=("dots", "pools", "siblings", "slots"))
+        cuda._register(cuda.KEEP, "cpu")
+        found = jax.jit(lambda *xs, c=outcome.closed: jaxapi.eval_closed(c, *xs)).lower(values(1, 6, 6, width))
+        text = found.compile().as_text()
+        assert text.count(" custom-call(") >= 4 and " copy(" not in text and "dynamic-update-slice" not in text

@@ -19,7 +19,8 @@ from jcuts.base.errors import AccuracyRejected
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
 from jcuts.tune import sums
-from jcuts.tune.check import NOISE_ULP, Expected, check_output
+from jcuts.tune.check import check_output
+from jcuts.tune.expected import NOISE_ULP, Expected
 from jcuts.tune.launch import Launcher, Schedule
 from jcuts.tune.problem import Input, Output, Problem
 from jcuts.tune.reference import TRUST_ULP, distance, value_range, widen

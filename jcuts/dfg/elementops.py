@@ -170,6 +170,13 @@ def _leading_zeros(a: Any) -> np.ndarray:
     return np.asarray(bits - length)
 
 
+def _tf32(x: Any) -> np.ndarray:
+    """float32 to the nearest TF32 number (10 bits after the point), ties to even; values that are not finite stay."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    near = (bits + np.uint32(0xFFF) + ((bits >> np.uint32(13)) & np.uint32(1))) & np.uint32(0xFFFFE000)
+    return np.where(np.isfinite(x), near.view(np.float32), x)
+
+
 _INTEGER: dict[str, Callable[..., np.ndarray]] = {
     "div": _divide, "rem": _remainder, "shift_left": _shift("left"), "shift_right_logical": _shift("logical"),
     "shift_right_arithmetic": _shift("arithmetic"), "population_count": _ones, "clz": _leading_zeros,
@@ -184,7 +191,7 @@ _UNIVERSAL: dict[str, Callable[..., Any]] = {
     "acos": np.arccos, "atan": np.arctan, "sinh": np.sinh, "cosh": np.cosh, "asinh": np.arcsinh, "acosh": np.arccosh,
     "atanh": np.arctanh, "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x), "cbrt": np.cbrt,
     "logistic": lambda x: 1 / (1 + np.exp(-x)), "pow": np.power, "atan2": np.arctan2, "nextafter": np.nextafter,
-    "fma": lambda x, y, z: x * y + z,
+    "fma": lambda x, y, z: x * y + z, "tf32": _tf32,
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
 }  # fmt: skip
 

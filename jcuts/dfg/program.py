@@ -31,7 +31,7 @@ ITEM_SIZE = {
 class Buffer:
     """A dense row-major array. ``role`` is 'in', 'out' or 'local' (scratch, private to the running task).
 
-    ``tf32``: a float32 operand whose values are TF32 numbers (constants; the low 13 bits are 0).
+    ``tf32``: a float32 operand whose values are TF32 numbers (the low 13 bits are 0).
     """
 
     name: str

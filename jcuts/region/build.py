@@ -125,10 +125,17 @@ class Builder:
         return self.past_pieces and pieces.slices <= self.subset and not cut & known
 
     def _select(self, guards: tuple[Guard, ...], value: int, fill: Scalar, dtype: str) -> int:
-        if not guards:
+        if not guards or self._is_guarded(value, guards, fill):
             return value
         condition = self.guard_node(guards)
         return self.target.apply("select", dtype, condition, value, self.target.const(fill, dtype))
+
+    def _is_guarded(self, value: int, guards: tuple[Guard, ...], fill: Scalar) -> bool:
+        """Whether a value is read under these guards and is ``fill`` where one fails: a slice of an operand."""
+        node = self.target.nodes[value]
+        if node.op != "load" or node.value is None or not set(guards) <= set(node.guards):
+            return False
+        return repr(complex(node.value)) == repr(complex(fill))  # 0 and 0.0, but not -0.0
 
     def guard_node(self, guards: tuple[Guard, ...]) -> int:
         """A bool value: all guards hold."""

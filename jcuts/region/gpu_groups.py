@@ -12,11 +12,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jcuts.dfg.program import Program
-from jcuts.region import gpu_count, gpu_group_windows, gpu_products, gpu_rounded, gpu_streams
+from jcuts.region import (
+    gpu_count,
+    gpu_fed,
+    gpu_fitted,
+    gpu_group_windows,
+    gpu_products,
+    gpu_rounded,
+    gpu_steady,
+    gpu_streams,
+)
 from jcuts.region.gpu_group_tiling import BARRIER, HIGH, LINE, GroupTiling
 from jcuts.region.gpu_products import LATENCY, MEMORY, Counter
 from jcuts.region.gpu_tiles import Candidate, GpuMachine
-from jcuts.region.products import Side, prologue, shares, vectors
+from jcuts.region.products import Side, bears_zeros, prologue, shares, vectors
 
 MOST = 6
 """Tilings of one product for warp groups."""
@@ -24,8 +33,8 @@ AGAIN = 0.95
 """What every further candidate with the same tile counts."""
 BESIDE = 0.5
 """Registers per total for each operand that is added to the results one by one: the assembler asks for it early."""
-STREAMS = 3
-"""Tilings of a product that is bound by memory."""
+STREAMS, BEHIND = 3, 1.25
+"""Tilings of a product that is bound by memory, and by how much they may count more than others."""
 GROUPED = (9, 0)
 """The compute capability that has warp groups."""
 LEAST_POINTS, LEAST_PRODUCTS = 1 << 18, 1 << 27
@@ -84,6 +93,10 @@ def products(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
         elif kept:  # the best of either form comes first
             kept = [(p, score / other * best) for p, score in kept]
     found = kept + found
+    fed = gpu_fed.candidates(counter, program) if found else []
+    if fed:  # nobody knows yet which family wins: the best of each are tried first
+        scale = max(score for _, score in found) / max(score for _, score in fed)
+        yield from ((made, scale * score) for made, score in fed)
     yield from found
     if counter.before or len(found) >= ENOUGH:  # the other family has no prologues, and hardly ever wins
         return
@@ -112,11 +125,16 @@ def grouped(counter: GroupCounter, most: int = MOST, *, alike: bool = False) -> 
     chosen = sorted(scored, key=lambda found: -found[0])[:most]
     plain = counter.item == 4 and not counter.rounded and not counter.beside  # the same tilings, counted by the same
     streams = gpu_streams.best(counter, STREAMS if _enough(counter) and not plain else 0)
+    if streams and best and streams[0][0] > BEHIND * min(cycles for cycles, _ in best.values()):
+        streams = []
     for cycles, tiling in streams:
         yield tiling.of(counter.program), counter.least / cycles
     if streams and chosen:  # the others are counted for units that are busy all the time
         scale = min(1.0, AGAIN * counter.least / streams[0][0] / chosen[0][0])
         chosen = [(scale * score, tiling) for score, tiling in chosen]
+    if chosen and not streams:
+        for cycles, tiling in gpu_steady.best(counter):
+            yield tiling.of(counter.program), min(1.0, counter.least / cycles)
     for score, tiling in chosen:
         yield tiling.of(counter.program), score
     for score, tiling in chosen[:SPREAD] if counter.rounded else ():
@@ -134,7 +152,11 @@ def tilings(counter: GroupCounter) -> Iterator[GroupTiling]:
     """All schedules that fit the product and the multiprocessor."""
     if not _enough(counter):
         return
-    for rows, columns, along in (*SHAPES, *((*NARROW, *(SHORT if counter.short else ())) if counter.rounded else ())):
+    shapes = SHAPES
+    if counter.rounded:
+        shapes += NARROW + (SHORT if counter.short else ())
+        shapes += gpu_fitted.shapes(counter.rows, counter.columns, counter.batch, counter.machine.sms)
+    for rows, columns, along in dict.fromkeys(shapes):
         if rows >= 2 * counter.rows or columns >= 2 * counter.columns:
             continue
         if not counter.whole(rows, columns):
@@ -174,14 +196,14 @@ def _depths(
         if any(side.run % terms and side.run != counter.terms for side in counter.sides):
             continue
         share, found = shares(counter.terms, terms, split * cluster)
-        if counter.before and (not counter.rounded or counter.terms % (terms * share * found)):
+        if not counter.takes(terms * share * (found if split == 1 else 1), split):
             continue
         if found != split * cluster or (lines > 1 and share < 3):
             continue
         if found > 1 and share < (2 if counter.short and split == 1 else 4):
             continue
         yield GroupTiling(
-            rows, columns, terms, (along, 1), stages, flight, split, cluster, counter.rounded,
+            rows, columns, terms, (along, 1), stages, flight, split, cluster, counter.through,
             steps=0 if counter.short else 1, push=int(counter.rounded and cluster > 1), early=int(counter.short),
         )  # fmt: skip
 
@@ -205,10 +227,20 @@ class GroupCounter(Counter):
         by_terms = all(side.along_terms for side in self.sides)
         self.rounded = int(by_terms and program.buffer(self.sides[1].buffer).tf32)
         self.before, self.vectors = prologue(program) is not None, len(vectors(program))
+        self.through = int(self.rounded or (self.before and self.item == 2))
+        self.ragged = self.before and bears_zeros(program)
         products = float(self.batch * self.rows * self.columns * self.terms)
         self.short = bool(self.rounded) and self.batch * self.rows * self.columns <= machine.sms * FEW_POINTS
-        self.unit = gpu_rounded.RATES.unit if self.rounded else UNIT[self.item]
+        self.rates = replace(gpu_rounded.RATES, unit=UNIT[2]) if self.item == 2 else gpu_rounded.RATES
+        self.unit = self.rates.unit if self.rounded else UNIT[self.item]
         self.least = max(self.moved / MEMORY, products / (machine.sms * self.unit), LATENCY)
+
+    def takes(self, terms: int, split: int = 1) -> bool:
+        """Whether what stands before the product allows for blocks of so many terms, and so many parts of the grid."""
+        if not self.before:
+            return True
+        whole = self.terms % (terms * split) == 0
+        return bool(self.through) and (whole or (self.item == 2 and self.ragged and split == 1))
 
     def share(self, tiling: GroupTiling) -> int:
         """Tiles of terms of a block."""
@@ -268,5 +300,5 @@ class GroupCounter(Counter):
         """Estimated cycles of a launch, and of the second one where terms are split."""
         if tiling.rounded and not self.short:
             beside, waves = self._blocks(tiling)
-            return gpu_rounded.cycles(self, tiling, beside, waves)
+            return gpu_rounded.cycles(self, tiling, beside, waves, self.rates)
         return gpu_count.group_cycles(self, tiling, self.shared(tiling))

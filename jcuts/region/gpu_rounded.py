@@ -45,12 +45,27 @@ RATES = Rates(910.0, 62.0, 900.0, 50.0, 19.0, 3600.0, 4200.0, 4200.0, 0.0, 0.15,
 the least cycles took 2 % more than the fastest, on average."""
 
 
-def cycles(counter: Counter, tiling: GroupTiling, beside: int, waves: int) -> float:
+def cycles(counter: Counter, tiling: GroupTiling, beside: int, waves: int, rates: Rates) -> float:
     """Estimated cycles of a launch, and of the second one where terms are split.
 
     Args: beside: blocks of a multiprocessor; waves: how often they are replaced.
     """
-    rates = RATES
+    rows, columns = tiling.rows, tiling.columns
+    share, _ = shares(counter.terms, tiling.terms, tiling.split * tiling.cluster)
+    inner = step(counter, tiling, beside, rates)
+    written = 4.0 * rows * columns * (1.0 if tiling.split > 1 else counter.results / max(1.0, counter.partial))
+    leave = EXIT + beside * written / tiling.cluster / rates.cache + (0.0 if tiling.early else rates.late)
+    if tiling.cluster > 1:
+        leave += rates.push if tiling.push else rates.cluster
+        leave += beside * 4.0 * rows * columns * (2 / PORT + 1 / rates.cache)
+    moved = counter.moved / MEMORY
+    total = waves * (rates.latency + share * inner + leave)
+    total = max(total, moved + rates.latency) + rates.memory * min(total, moved)
+    return total + (SECOND + (2 * tiling.split + 1) * counter.partial / MEMORY if tiling.split > 1 else 0.0)
+
+
+def step(counter: Counter, tiling: GroupTiling, beside: int, rates: Rates) -> float:
+    """Estimated cycles of a tile of terms of all blocks of a multiprocessor."""
     rows, columns, line = tiling.rows, tiling.columns, tiling.terms * counter.item
     copied, read = float((rows + columns) * line), rows // HIGH * (HIGH + columns) * line
     share, _ = shares(counter.terms, tiling.terms, tiling.split * tiling.cluster)
@@ -62,12 +77,4 @@ def cycles(counter: Counter, tiling: GroupTiling, beside: int, waves: int) -> fl
     inner = max(limits) + rates.overlap * (sum(limits) - max(limits))
     if beside == 1:  # nobody else fills the gaps between groups of instructions
         inner += rates.step * line / STEP / tiling.group * (rows // HIGH / tiling.groups[0])
-    written = 4.0 * rows * columns * (1.0 if tiling.split > 1 else counter.results / max(1.0, counter.partial))
-    leave = EXIT + beside * written / tiling.cluster / rates.cache + (0.0 if tiling.early else rates.late)
-    if tiling.cluster > 1:
-        leave += rates.push if tiling.push else rates.cluster
-        leave += beside * 4.0 * rows * columns * (2 / PORT + 1 / rates.cache)
-    moved = counter.moved / MEMORY
-    total = waves * (rates.latency + share * inner + leave)
-    total = max(total, moved + rates.latency) + rates.memory * min(total, moved)
-    return total + (SECOND + (2 * tiling.split + 1) * counter.partial / MEMORY if tiling.split > 1 else 0.0)
+    return inner

@@ -68,12 +68,12 @@ def streams(counter: GroupCounter) -> Iterator[tuple[float, GroupTiling]]:
                 found = held(counter.program, rows, columns, how, 0)
                 if how and not (found.stored if how == SENT else found.loaded):
                     continue
-                made = GroupTiling(*tiling, rounded=counter.rounded, early=early, held=how)
+                made = GroupTiling(*tiling, rounded=counter.through, early=early, held=how)
                 share, _ = shares(counter.terms, made.terms, 1)
                 large = rows * columns >= MOST_TOTALS * made.threads
                 if large and counter.beside and share > AT_ONCE:
                     continue
-                if counter.rounded and share > made.stages and not large:
+                if counter.through and share > made.stages and not large:
                     made = replace(made, spread=1, steps=2)
                 if resident(counter, made):
                     yield cycles(counter, made), made
@@ -96,7 +96,7 @@ def _depths(counter: GroupCounter, block: tuple[int, int, int]) -> Iterator[tupl
     if any(side.run % terms and side.run != counter.terms for side in counter.sides):
         return
     share, _ = shares(counter.terms, terms, 1)
-    if counter.before and (not counter.rounded or counter.terms % (terms * share)):
+    if not counter.takes(terms * share):
         return
     if counter.item == 4 and not counter.rounded:
         stages = ((2, 1), (3, 1)) if share <= AT_ONCE else ()  # longer sums are for tiles that are rounded less often

@@ -114,7 +114,7 @@ def build_graph(
 
     Args: jaxpr: anything with ``constvars, invars, eqns, outvars``; where: equation -> "file:line (function)"; scalars:
         values of variables that are known numbers (closed-over Python scalars); joined: operands of the largest
-        concatenation that is not left to XLA; tf32: constants that are known to hold TF32 numbers only.
+        concatenation that is not left to XLA; tf32: values that are known to hold TF32 numbers only.
     """
     tensors: list[Tensor] = []
     of_var: dict[Any, int] = {}
@@ -123,6 +123,7 @@ def build_graph(
     def new(var: Any, producer: int | None, output: int = 0) -> int:
         aval = var.aval
         tensor = Tensor(len(tensors), TensorType(tuple(getattr(aval, "shape", ())), _dtype(aval)), producer, output)
+        tensor.tf32 = not hasattr(var, "val") and var in tf32
         tensors.append(tensor)
         return tensor.number
 
@@ -140,8 +141,7 @@ def build_graph(
         return of_var[var]
 
     for var in jaxpr.constvars:
-        tensor = tensors[number_of(var)]
-        tensor.constant, tensor.tf32 = True, var in tf32
+        tensors[number_of(var)].constant = True
     for var in jaxpr.invars:
         number_of(var)
     nodes: list[OpNode] = []

@@ -2,7 +2,7 @@
 
 The left operand of such a product is an array of *pixels*, ``channels`` neighbouring elements each:
 
-    left[m, (tap, channel)] = array[pixel(m) + offset(tap), channel],   zero where guards fail
+    left[m, (tap, channel)] = array[pixel(m) + offset(tap), begin + channel],   zero where guards fail
 
 so that outputs beside each other read one run of pixels, each of which many of them need.  A block copies that run once
 per `LINE` bytes of channels, where a product in general copies a tile for every tap.
@@ -32,7 +32,8 @@ class Window:
     """How a product reads its left operand.
 
     Attributes:
-        side: the left operand. channels: elements of a pixel. pixels: of the whole array. rows: outputs.
+        side: the left operand. channels: elements of a pixel that are read. pixels: of the whole array. rows: outputs.
+        stride, begin: elements of a pixel, and those before the first that is read.
         pixel: the pixel of an output's tap with offset 0, by m.
         taps: how many; offset of tap t, in pixels from the first one: ``t // across * down + t % across * aside``.
         first: the least offset from `pixel`.
@@ -48,6 +49,8 @@ class Window:
     down: int
     aside: int
     first: int
+    stride: int
+    begin: int
 
     @property
     def line(self) -> int:
@@ -81,27 +84,28 @@ def window(program: Program) -> Window | None:
     shape = next(b.shape for b in program.inputs if b.name == left.buffer)
     if {B, S} & set(ranges) or prologue(program) is not None or len(shape) < 2 or not left.along_terms:
         return None
-    channels, terms = shape[-1], summed(program)
+    stride, terms = shape[-1], summed(program)
+    # Channels that are part of a pixel's end each run of neighbouring terms.
+    channels = stride if left.run % stride == 0 or left.run == terms else left.run
     taps = terms // channels
     if terms % channels or not LEAST_TAPS <= taps <= MOST_TAPS or left.width * left.item != 16:
         return None
     place = left.by_place
-    if any(c % channels for c in (place.const, *(coef for _, coef in place.terms))):
-        return None
-    if left.run % channels and left.run != terms:
+    begin = place.const % stride
+    if begin + channels > stride or any(coef % stride for _, coef in place.terms):
         return None
     found = [_number(left.by_terms, {K: tap * channels}) for tap in range(taps)]
-    if any(f % channels for f in found) or left.step != 1:
+    if any(f % stride for f in found) or left.step != 1:
         return None
-    offsets = [f // channels for f in found]
+    offsets = [f // stride for f in found]
     grid = _grid([o - offsets[0] for o in offsets])
     if grid is None:
         return None
-    pixel = Index(place.const // channels, tuple((atom, coef // channels) for atom, coef in place.terms))
+    pixel = Index(place.const // stride, tuple((atom, coef // stride) for atom, coef in place.terms))
     pixels, rows = int(np.prod(shape[:-1])), ranges[ROWS]
     if _farthest(pixel, rows, 2) < 0:
         return None
-    return Window(left, channels, pixels, rows, pixel, taps, *grid, offsets[0])
+    return Window(left, channels, pixels, rows, pixel, taps, *grid, offsets[0], stride, begin)
 
 
 def in_line(side: Side, terms: int) -> Side:

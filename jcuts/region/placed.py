@@ -1,7 +1,8 @@
-"""A kernel whose result is part of a larger array, which it updates in place: another operand, stores that skip.
+"""A kernel whose result is part of a larger array: stores that skip, and another operand where it updates one in place.
 
 The larger array is an operand and the result in one: the last operand, of which the kernel reads nothing, or one of
-which it reads other parts than it writes.  Where that part begins is no matter of the program: the call adds bytes to
+which it reads other parts than it writes.  A kernel that begins an array has no such operand: what it does not write is
+undefined, and nobody may read it.  Where that part begins is no matter of the program: the call adds bytes to
 the result's address, so that all layers of a dense block have one kernel.
 """
 
@@ -21,20 +22,23 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Placed:
-    """A program that updates an array. Attributes: start: bytes before its part. operand: number of the array."""
+    """A program that writes a part of an array.
+
+    Attributes: start: bytes before its part. operand: number of the array, None where the kernel begins it.
+    """
 
     program: Program
     start: int
-    operand: int
+    operand: int | None
 
 
-def placed(program: Program, whole: Sequence[int], starts: Sequence[int], operand: int = -1) -> Placed | None:
+def placed(program: Program, whole: Sequence[int], starts: Sequence[int], operand: int | None = -1) -> Placed | None:
     """The scheduled program with its one result as a part of an array; None where its stores cannot skip the rest.
 
     Args:
         whole: the array's shape.
         starts: the part's first element; it must be whole along all dimensions but one.
-        operand: which operand the array is already; -1: it becomes the last one.
+        operand: which operand the array is already; -1: it becomes the last one; None: the kernel begins it.
     """
     if len(program.outputs) != 1 or any(b.name == ONTO for b in program.buffers):
         return None
@@ -50,7 +54,7 @@ def placed(program: Program, whole: Sequence[int], starts: Sequence[int], operan
     if start % ALIGNMENT or any(phase is None for phase in phases):
         return None
     buffers = [b if b is not result else replace(b, shape=tuple(whole)) for b in program.buffers]
-    if operand < 0:
+    if operand is not None and operand < 0:
         last = max((k for k, b in enumerate(buffers) if b.role == "in"), default=-1)
         buffers.insert(last + 1, Buffer(ONTO, result.dtype, tuple(whole), "in"))
         operand = len(program.inputs)

@@ -4,7 +4,8 @@ A contraction or a convolution is such a product where each operand is one array
 
     out[b, m, n] = epilogue(sum over k of prologue(left[b, m, k], vectors[k]) * right[b, k, n])
 
-The prologue, where there is one, is element-wise (a norm with known statistics, an activation) on float32.
+The prologue, where there is one, is element-wise (a norm with known statistics, an activation), in float32; its
+operand and result are float32 or bfloat16.
 
 A convolution's k counts taps and channels, m batch and space: addresses of the left operand hold quotients of both, and
 guards (padding, read as zeros; such operands have no prologue).  Within *runs* of terms (the channels of a tap)
@@ -20,6 +21,9 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
+from jcuts.dfg.elementops import apply
 from jcuts.dfg.index import Atom, Index, unflatten
 from jcuts.dfg.node import Graph, Guard, Node
 from jcuts.dfg.program import ITEM_SIZE, Acc, Axis, Phase, Program, Red
@@ -33,8 +37,8 @@ TYPES = {"float32": "tf32", "bfloat16": "bf16", "float16": "f16"}
 COPY = (16, 8, 4)
 """Bytes of one asynchronous copy into shared memory."""
 LEAST_TERMS = 8
-PLAIN = ("load", "widen")
-"""Factors without a prologue."""
+CARRIED = frozenset({"load", "const", "convert", "widen", "add", "sub", "mul", "neg", "abs", "max", "min", "clamp"})
+"""What may stand before a product of bfloat16: computed in float32 and rounded once, at its end."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ def as_product(program: Program) -> Program | None:
     left, right = (1, 0) if last in free[0] else (0, 1)
     if len(free[right]) != 1:  # the columns of a thread's accumulators are neighbours in memory
         return None
-    if phase.body.nodes[factors[right]].op not in PLAIN:  # a prologue is for the operand that passes through registers
+    if not _is_plain(phase.body, factors[right]):  # a prologue is for the operand that passes through registers
         return None
     if loads[right].guards or any(
         g.index.values() or free[right][0].name in g.index.axes() for g in loads[left].guards
@@ -165,7 +169,22 @@ def prologue(program: Program) -> int | None:
     """Number of the left factor in the body graph of a product, where it is more than a load."""
     body = program.phases[0].body
     number = _product(program.phases[0]).args[0]
-    return None if body.nodes[number].op in PLAIN else number
+    return None if _is_plain(body, number) else number
+
+
+def bears_zeros(program: Program) -> bool:
+    """Whether a prologue of zeros is finite: then terms beyond the last, whose weights are zeros, add nothing."""
+    number, body = prologue(program), program.phases[0].body
+    values: dict[int, np.ndarray] = {}
+    with np.errstate(all="ignore"):
+        for n in () if number is None else body.needed([number]):
+            node = body.nodes[n]
+            if node.op in ("load", "const"):
+                values[n] = np.asarray(0.0 if node.op == "load" else node.value, np.float32)
+            else:
+                types, args = [body.nodes[a].dtype for a in node.args], [values[a] for a in node.args]
+                values[n] = apply(node.op, node.dtype, types, args, dict(node.attrs))
+    return number is None or bool(np.isfinite(values[number]))
 
 
 def vectors(program: Program) -> list[Node]:
@@ -180,17 +199,29 @@ def vectors(program: Program) -> list[Node]:
 def _operand(body: Graph, number: int, terms: Collection[str]) -> Node | None:
     """The load of a factor: itself, or the one in its prologue that more than the terms decides."""
     node = body.nodes[number]
-    if node.op in PLAIN:
-        node = body.nodes[node.args[0]] if node.op == "widen" else node
-        return node if node.op == "load" else None
+    if _is_plain(body, number):
+        return body.nodes[node.args[0]] if node.op == "widen" else node
     nodes = [body.nodes[n] for n in body.needed([number])]
     loads = [n for n in nodes if n.op == "load"]
     if any(not n.args and n.op not in ("load", "const") for n in nodes) or node.dtype != "float32":
         return None  # guards, positions
-    if any(n.dtype != "float32" or n.guards or n.index is None or n.index.values() for n in loads):
+    if any(n.guards or n.index is None or n.index.values() for n in loads):
         return None
     main = [n for n in loads if n.index is not None and not n.index.axes() <= set(terms)]
-    return main[0] if len(main) == 1 else None
+    types = {n.dtype for n in loads if n not in main}
+    if len(main) != 1 or not types <= {"float32"}:
+        return None
+    if node.op == "widen" and body.nodes[node.args[0]].dtype == main[0].dtype == "bfloat16":
+        fits = all(n.op in CARRIED and n.dtype in ("float32", "bfloat16") for n in nodes)
+    else:
+        fits = main[0].dtype == "float32"
+    return main[0] if fits else None
+
+
+def _is_plain(body: Graph, number: int) -> bool:
+    """Whether a factor is an element as memory has it."""
+    node = body.nodes[number]
+    return node.op == "load" or (node.op == "widen" and body.nodes[node.args[0]].op == "load")
 
 
 def _renamed(

@@ -17,7 +17,8 @@ from typing import Any
 from jcuts.trace import jaxapi
 from jcuts.trace.products import CONVOLUTION, DOT, Program, is_point_by_point, new_value
 
-FLOATS = ("float32", "float64")
+FLOATS = ("float32", "float64", "bfloat16")
+"""Not float16: the sum of a window of products may overflow where a mean times weights did not."""
 POOL, DIVIDE = "reduce_window_sum", "div"
 
 

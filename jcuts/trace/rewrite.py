@@ -5,7 +5,11 @@
     pools    pool(x . w), pool(x) . w  ->  each other, where that is less work                    (`trace/pools.py`)
     siblings x . w1, x . w2, ...  ->  parts of x . [w1 w2 ...]                                 (`trace/siblings.py`)
     rounds   x . w                ->  x . v^T, where v is w^T rounded to TF32                  (`trace/rounding.py`)
-    slots    concatenations that grow ->  updates of one array, in place                          (`trace/slots.py`)
+    joins    x . w1, x . w2, ...  ->  parts of x . [w1 w2 ...], put side by side in every call   (`trace/joining.py`)
+    turns    x . w                ->  x . v^T, v = round(w^T) made in every call: w is an argument  (`trace/turning.py`)
+    vectors  gain * rsqrt(variance) of arguments  ->  made by one call before everything else      (`trace/vectors.py`)
+    slots    concatenations that grow, or of what kernels make  ->  updates of one array, in place
+                                                                                (`trace/slots.py`, `trace/parts.py`)
 
 `scales` turns an inference batch norm, also one behind a bias, into one addition, which XLA and jcuts fuse into what
 makes or uses it.  Weights and factors must be constants: an argument would be multiplied again in every call.  `dots`
@@ -26,12 +30,16 @@ import jax
 import numpy as np
 
 from jcuts.trace import jaxapi
+from jcuts.trace.joining import joins
+from jcuts.trace.parts import apart
 from jcuts.trace.pools import pools
 from jcuts.trace.products import CONVOLUTION, Program, channel_of, constant_of, is_point_by_point, new_value
 from jcuts.trace.rounding import rounds
 from jcuts.trace.siblings import siblings
 from jcuts.trace.simplify import simplify
 from jcuts.trace.slots import slots
+from jcuts.trace.turning import turns
+from jcuts.trace.vectors import vectors
 
 CONTROL_FLOW = ("scan", "while", "cond")
 MULTIPLY, ADD = "mul", "add"
@@ -72,7 +80,7 @@ def rewritten(closed: jaxapi.Closed, rules: Sequence[str]) -> Rewritten:
         if count:
             counts[name] = count
             closed = simplify(closed)  # products of constants that a rule made, broadcasts that it left behind
-    return Rewritten(closed, counts)
+    return Rewritten(_everywhere(closed, lambda body: (apart(body), 1))[0] if "slots" in counts else closed, counts)
 
 
 def applicable(closed: jaxapi.Closed) -> tuple[str, ...]:
@@ -343,8 +351,9 @@ def _scaled(product: Any, scale: np.ndarray, constants: dict[Any, Any]) -> Any:
 
 
 RULES: dict[str, Rule] = {
-    "scales": _scales, "dots": _dots, "pools": pools, "siblings": siblings, "rounds": rounds, "slots": slots,
+    "scales": _scales, "dots": _dots, "pools": pools, "siblings": siblings, "rounds": rounds,
+    "joins": joins, "turns": turns, "vectors": vectors, "slots": slots,
 }  # fmt: skip
 """Every rewrite by its name, in the order in which they are applied."""
-OUTSIDE = ("rounds",)
+OUTSIDE = ("rounds", "joins", "turns", "vectors")
 """Rules that leave bodies of control flow alone: kernels there do not know what their operands are."""

@@ -39,7 +39,7 @@ def rounds(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
     program = Program(closed)
     replaced: dict[int, list[Any]] = {}
     for eqn in closed.jaxpr.eqns:
-        order = _order(eqn)
+        order = order_of(eqn)
         weights = None if order is None or jaxapi.is_literal(eqn.invars[1]) else program.consts.get(eqn.invars[1])
         if order is None or not _is_array(weights):
             continue
@@ -48,7 +48,7 @@ def rounds(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
             continue
         made = _rounded(weights, order)
         if made is not None:
-            replaced[id(eqn)] = [_turned(eqn, program.constant(made, made.dtype), order)]
+            replaced[id(eqn)] = [turned(eqn, program.constant(made, made.dtype), order)]
     return (program.with_eqns(replaced), len(replaced)) if replaced else (closed, 0)
 
 
@@ -57,7 +57,7 @@ def rounded_constants(closed: jaxapi.Closed) -> frozenset[Any]:
     consts = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     found = set()
     for eqn in closed.jaxpr.eqns:
-        order = _order(eqn)
+        order = order_of(eqn)
         if order is None or order != tuple(range(len(order))) or jaxapi.is_literal(eqn.invars[1]):
             continue
         atom = eqn.invars[1]
@@ -78,8 +78,11 @@ def round_tf32(values: np.ndarray) -> np.ndarray:
 
 
 # -- which, and how -------------------------------------------------------------------------------------------------
-def _order(eqn: Any) -> Order | None:
-    """The dimensions of the right operand in the order that makes them (columns, terms); None for other equations."""
+def order_of(eqn: Any) -> Order | None:
+    """The dimensions of the right operand in the order that makes them (columns, terms); None for other equations.
+
+    Also None for products of few outputs and terms, for which no kernel takes rounded weights.
+    """
     name = jaxapi.primitive_name(eqn)
     if name not in (DOT, CONVOLUTION) or any(str(v.aval.dtype) != "float32" for v in (*eqn.invars, *eqn.outvars)):
         return None
@@ -124,8 +127,8 @@ def _is_default(precision: Any) -> bool:
     return all(part is None or part == jax.lax.Precision.DEFAULT for part in parts)
 
 
-def _turned(eqn: Any, weights: Any, order: Order) -> Any:
-    """The equation with weights in this order."""
+def turned(eqn: Any, weights: Any, order: Order) -> Any:
+    """The product with weights in this order."""
     params = dict(eqn.params)
     if jaxapi.primitive_name(eqn) == DOT:
         (mine, _), batch = params["dimension_numbers"]

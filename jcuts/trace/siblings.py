@@ -5,7 +5,13 @@
 The q, k and v of attention and the branches of an inception block are such siblings.  One product reads x once, fills
 more of a GPU than each of its parts, and is one launch.  Weights must be constants: arguments would be joined again in
 every call.  What follows all siblings alike, with constants per channel (biases, an activation), is done once, before
-the result is cut: XLA can make it part of the library's call, which a cut in between would prevent.
+the result is cut: XLA can make it part of the library's call, which a cut in between would prevent.  What follows most
+of them (a bias, a ReLU) is done to all: siblings that another operation follows get the constant that changes nothing.
+
+        max(a + u, 0), max(b + v, 0), pool(c)   ->   y = max(x . [wa wb wc] + [u v 0], [0 0 -inf])
+
+A sibling that goes into a concatenation is the last one, so that the product's array can be the concatenation's
+(`trace/parts.py`).
 
 XLA:GPU joins matrix products itself where one of them moves less than 32 MB (``xla_gpu_dot_merger_threshold_mb``), but
 cuts right behind them; it joins no convolutions.
@@ -33,6 +39,9 @@ ONE_OPERAND = frozenset(
     {"abs", "convert_element_type", "copy", "erf", "erfc", "exp", "integer_pow", "logistic", "neg", "square", "tanh"}
 )
 MORE_OPERANDS = frozenset({"add", "clamp", "div", "max", "min", "mul", "sub"})
+NEUTRAL = {"add": 0.0, "div": 1.0, "max": -np.inf, "min": np.inf, "mul": 1.0, "sub": 0.0}
+"""Constants that change nothing, as the second operand."""
+CONCATENATE = "concatenate"
 
 
 @dataclass(frozen=True)
@@ -77,9 +86,11 @@ def siblings(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
     replaced: dict[int, list[Any]] = {}
     readers = {a: e for e in closed.jaxpr.eqns for a in e.invars if not jaxapi.is_literal(a)}
     for group in joined:
+        first = group[0].eqn
+        group.sort(key=lambda s: _is_part(s, program, readers))
         eqns, gone = _joined(group, program, readers)
         replaced.update((id(eqn), []) for eqn in gone)
-        replaced[id(group[0].eqn)] = eqns
+        replaced[id(first)] = eqns
     return program.with_eqns(replaced), len(joined)
 
 
@@ -130,6 +141,19 @@ def _fits(group: Sequence[_Sibling], found: _Sibling) -> bool:
     return len(group) < MOST and total <= FOLD_LIMIT
 
 
+def _is_part(found: _Sibling, program: Program, readers: dict[Any, Any]) -> bool:
+    """Whether a sibling, with element-wise operations behind it, goes straight into a concatenation of its columns."""
+    part = found.eqn.outvars[0]
+    while program.uses[part] == 1 and part in readers:
+        eqn = readers[part]
+        if jaxapi.primitive_name(eqn) == CONCATENATE:
+            return eqn.params["dimension"] == found.place
+        if jaxapi.primitive_name(eqn) not in ONE_OPERAND | MORE_OPERANDS:
+            return False
+        part = eqn.outvars[0]
+    return False
+
+
 def _joined(group: Sequence[_Sibling], program: Program, readers: dict[Any, Any]) -> tuple[list[Any], list[Any]]:
     """The product of several, what follows them all, and the slices; and the equations that these replace."""
     first = group[0]
@@ -141,24 +165,29 @@ def _joined(group: Sequence[_Sibling], program: Program, readers: dict[Any, Any]
     whole = new_value(_wide(parts[0].aval.shape, first.place, sum(widths)), parts[0].aval)
     eqns, gone = [first.eqn.replace(invars=invars, outvars=[whole])], [s.eqn for s in group]
     while True:
-        followers = [readers[part] for part in parts if program.uses[part] == 1 and part in readers]
-        step = _common(followers, parts, first.place, widths, program) if len(followers) == len(parts) else None
+        followers = [readers[part] if program.uses[part] == 1 and part in readers else None for part in parts]
+        step = _common(followers, parts, first.place, widths, program) if None not in followers else None
+        if step is None:
+            followers = _of_most(followers, parts, widths)
+            step = _common(followers, parts, first.place, widths, program) if any(followers) else None
         if step is None:
             break
         operands, before = step
-        whole_after = new_value(_wide(parts[0].aval.shape, first.place, sum(widths)), followers[0].outvars[0].aval)
+        model = next(eqn for eqn in followers if eqn is not None)
+        whole_after = new_value(_wide(parts[0].aval.shape, first.place, sum(widths)), model.outvars[0].aval)
         invars = [whole if operand is None else operand for operand in operands]
-        eqns += [*before, followers[0].replace(invars=invars, outvars=[whole_after])]
-        whole, parts = whole_after, [eqn.outvars[0] for eqn in followers]
-        gone += followers
-    return [*eqns, *_slices(whole, parts, first.place, widths, first.eqn)], gone
+        eqns += [*before, model.replace(invars=invars, outvars=[whole_after])]
+        parts = [part if eqn is None else eqn.outvars[0] for eqn, part in zip(followers, parts, strict=True)]
+        whole, gone = whole_after, gone + [eqn for eqn in followers if eqn is not None]
+    return [*eqns, *slices(whole, parts, first.place, widths, first.eqn)], gone
 
 
 def _wide(shape: Sequence[int], place: int, width: int) -> tuple[int, ...]:
     return (*shape[:place], width, *shape[place + 1 :])
 
 
-def _slices(whole: Any, parts: Sequence[Any], place: int, widths: Sequence[int], like: Any) -> list[Any]:
+def slices(whole: Any, parts: Sequence[Any], place: int, widths: Sequence[int], like: Any) -> list[Any]:
+    """Equations that cut a joined result into its parts."""
     made, start = [], 0
     for part, width in zip(parts, widths, strict=True):
         starts, limits = [0] * whole.aval.ndim, list(whole.aval.shape)
@@ -170,38 +199,57 @@ def _slices(whole: Any, parts: Sequence[Any], place: int, widths: Sequence[int],
 
 
 # -- what follows all siblings alike --------------------------------------------------------------------------------
+def _of_most(followers: Sequence[Any], parts: Sequence[Any], widths: Sequence[int]) -> list[Any]:
+    """The followers that most columns have in common and that a constant can make harmless; None for all others."""
+    by_name: dict[str, int] = {}
+    for eqn, part, width in zip(followers, parts, widths, strict=True):
+        if eqn is not None and eqn.invars[0] is part and jaxapi.primitive_name(eqn) in NEUTRAL:
+            name = jaxapi.primitive_name(eqn)
+            by_name[name] = by_name.get(name, 0) + width
+    name = max(by_name, key=lambda n: by_name[n], default="")
+    if not name or 2 * by_name[name] < sum(widths) or not jax.numpy.issubdtype(parts[0].aval.dtype, np.floating):
+        return [None] * len(parts)
+    return [
+        eqn if eqn is not None and jaxapi.primitive_name(eqn) == name and eqn.invars[0] is part else None
+        for eqn, part in zip(followers, parts, strict=True)
+    ]
+
+
 def _common(
     followers: Sequence[Any], parts: Sequence[Any], place: int, widths: Sequence[int], program: Program
 ) -> tuple[list[Any], list[Any]] | None:
     """The operands of one equation in place of several (None for the whole itself), and equations that make them.
 
-    None where the equations differ in more than constants, or are not element-wise.
+    None where the equations differ in more than constants, or are not element-wise.  A part without one gets the
+    constant that changes nothing.
     """
-    first, name = followers[0], jaxapi.primitive_name(followers[0])
-    if name not in ONE_OPERAND | MORE_OPERANDS or len(set(map(id, followers))) < len(followers):
+    real = [(eqn, part) for eqn, part in zip(followers, parts, strict=True) if eqn is not None]
+    first, model = real[0]
+    name = jaxapi.primitive_name(first)
+    if name not in ONE_OPERAND | MORE_OPERANDS or len({id(eqn) for eqn, _ in real}) < len(real):
         return None
-    for eqn, part in zip(followers, parts, strict=True):
+    for eqn, part in real:
         alike = jaxapi.primitive_name(eqn) == name and str(eqn.params) == str(first.params)
         mine, its = eqn.outvars[0].aval, first.outvars[0].aval
         if not alike or mine.shape != part.aval.shape or mine.dtype != its.dtype or jaxapi.is_dropvar(eqn.outvars[0]):
             return None
-        if [a is part for a in eqn.invars] != [a is parts[0] for a in first.invars]:
+        if [a is part for a in eqn.invars] != [a is model for a in first.invars]:
             return None
     operands: list[Any] = []
     before: list[Any] = []
     for position, operand in enumerate(first.invars):
-        if operand is parts[0]:
+        if operand is model:
             operands.append(None)
             continue
-        given = [eqn.invars[position] for eqn in followers]
+        given = [None if eqn is None else eqn.invars[position] for eqn in followers]
         if _one_value(given):
             operands.append(operand)
             continue
-        values = _side_by_side(given, parts, place, widths, program)
+        values = _side_by_side(given, parts, place, widths, program, NEUTRAL.get(name, 0.0))
         if values is None or name not in MORE_OPERANDS or name == "clamp":
             return None
         shape = _wide(parts[0].aval.shape, place, sum(widths))
-        wide = operand.aval.shape in ((), parts[0].aval.shape)
+        wide = operand.aval.shape in ((), model.aval.shape)
         joined, made = program.broadcast(values, jaxapi.ShapedArray(shape, operand.aval.dtype), wide, first)
         operands.append(joined)
         before += made
@@ -210,20 +258,26 @@ def _common(
 
 def _one_value(given: Sequence[Any]) -> bool:
     """Whether all operands are the same number (a scalar, which fits any shape)."""
+    if any(a is None for a in given):
+        return False
     scalars = all(jaxapi.is_literal(a) and np.ndim(a.val) == 0 and a.aval.shape == () for a in given)
     return scalars and len({(str(a.aval.dtype), np.asarray(a.val).tobytes()) for a in given}) == 1
 
 
 def _side_by_side(
-    given: Sequence[Any], parts: Sequence[Any], place: int, widths: Sequence[int], program: Program
+    given: Sequence[Any], parts: Sequence[Any], place: int, widths: Sequence[int], program: Program, neutral: float
 ) -> np.ndarray | None:
     """Constants of the siblings joined along the result's dimension ``place``, the others 1 where they can be.
 
+    ``neutral`` is the constant of a sibling that has none.
     None where one is no constant, where their types differ, or where they are too large to be worth joining.
     """
     rank = parts[0].aval.ndim
     values = []
     for atom, part in zip(given, parts, strict=True):
+        if atom is None:
+            values.append(np.full((1,) * rank, neutral, part.aval.dtype))
+            continue
         literal = jaxapi.is_literal(atom)
         value = np.asarray(atom.val) if literal else constant_of(atom, program.made, program.consts)
         if value is None or value.ndim not in (0, rank) or atom.aval.dtype != part.aval.dtype:

@@ -11,6 +11,9 @@ import numpy as np
 from jcuts.trace import jaxapi
 
 CHEAP = ("broadcast_in_dim", "iota")
+CONVERT = "convert_element_type"
+WIDER = {"float32": ("float64",), "bfloat16": ("float32", "float64"), "float16": ("float32", "float64")}
+"""Floats that hold all numbers of another type."""
 CONTROL_FLOW = ("scan", "while", "cond")
 FOLD_LIMIT = 64 << 20  # bytes of one folded constant
 SMALL = 1 << 16  # elements up to which a constant may grow by folding
@@ -23,7 +26,7 @@ def simplify(closed: jaxapi.Closed) -> jaxapi.Closed:
     matrix); arguments never are.  A broadcast that several subsets use is copied to each of them, where it becomes an
     index map, instead of being written to memory by one of them.
     """
-    closed = _fold(_merge_equal(jaxapi.dce(_sliced(closed))))
+    closed = _fold(_merge_equal(jaxapi.dce(_there_and_back(_sliced(closed)))))
     eqns = []
     for eqn in closed.jaxpr.eqns:
         if jaxapi.primitive_name(eqn) in CONTROL_FLOW:
@@ -66,6 +69,30 @@ def _slices(eqn: Any) -> list[Any]:
             params = {"start_indices": tuple(starts), "limit_indices": tuple(limits), "strides": None}
             slices.append(jaxapi.new_eqn(eqn.invars, [part], jax.lax.slice_p, params, like=eqn))
     return slices
+
+
+def _there_and_back(closed: jaxapi.Closed) -> jaxapi.Closed:
+    """Without conversions to a wider float and back to the type that a value had (a policy's casts of an input)."""
+    made: dict[Any, Any] = {}
+    same: dict[Any, Any] = {}
+    for eqn in closed.jaxpr.eqns:
+        if jaxapi.primitive_name(eqn) != CONVERT or jaxapi.is_literal(eqn.invars[0]):
+            continue
+        (source,), (result,) = eqn.invars, eqn.outvars
+        source = same.get(source, source)
+        first = made.get(source)
+        if first is not None and first.aval == result.aval and result not in closed.jaxpr.outvars:
+            same[result] = first
+        elif str(result.aval.dtype) in WIDER.get(str(source.aval.dtype), ()):
+            made[result] = source
+    if not same:
+        return closed
+    eqns = []
+    for eqn in closed.jaxpr.eqns:
+        if any(not jaxapi.is_literal(a) and a in same for a in eqn.invars):
+            eqn = eqn.replace(invars=[a if jaxapi.is_literal(a) else same.get(a, a) for a in eqn.invars])
+        eqns.append(eqn)
+    return jaxapi.with_eqns(closed, eqns)
 
 
 def _pure(eqn: Any) -> bool:
@@ -179,9 +206,11 @@ FOLD: dict[str, Any] = {
     "expand_dims": lambda x, p: np.expand_dims(x[0], tuple(p["dimensions"])),
     "transpose": lambda x, p: np.ascontiguousarray(x[0].transpose(p["permutation"])),
     "broadcast_in_dim": _broadcast,
+    CONVERT: lambda x, p: x[0],
 }
-"""What is folded, and how: arithmetic of float32 and float64, and changes of layout."""
+"""What is folded, and how: arithmetic of float32 and float64, conversions among floats, and changes of layout."""
 
+CONVERTED = frozenset({"float32", "bfloat16", "float16"})
 ARITHMETIC = frozenset({"add", "sub", "mul", "div", "neg", "sqrt", "rsqrt", "square"})
 
 
@@ -192,12 +221,22 @@ def _foldable(eqn: Any, known: set[Any]) -> bool:
     if name in ARITHMETIC and str(eqn.outvars[0].aval.dtype) not in ("float32", "float64"):
         return False
     operands = [a for a in eqn.invars if not jaxapi.is_literal(a)]
+    if name == CONVERT and not _is_small(eqn):
+        return False
     if not operands or any(a not in known for a in operands):
         return False
     out = eqn.outvars[0].aval
     if not hasattr(out, "dtype") or not isinstance(out.dtype, np.dtype) or out.size * out.dtype.itemsize > FOLD_LIMIT:
         return False
     return out.size <= SMALL or out.size <= 2 * max(int(np.prod(a.aval.shape)) for a in operands)
+
+
+def _is_small(conversion: Any) -> bool:
+    """Whether a conversion is one of floats to no more bytes, or of few: weights that are kept short stay so."""
+    types = [v.aval.dtype for v in (conversion.invars[0], conversion.outvars[0])]
+    if any(str(dtype) not in CONVERTED for dtype in types):
+        return False
+    return conversion.outvars[0].aval.size <= SMALL or types[1].itemsize <= types[0].itemsize
 
 
 def _copied(closed: jaxapi.Closed) -> jaxapi.Closed:
@@ -229,7 +268,7 @@ def _copied(closed: jaxapi.Closed) -> jaxapi.Closed:
 
 def _is_number(eqn: Any) -> bool:
     """Whether an equation converts a known number, which then is one in every subset that uses it."""
-    return jaxapi.primitive_name(eqn) == "convert_element_type" and jaxapi.is_literal(eqn.invars[0])
+    return jaxapi.primitive_name(eqn) == CONVERT and jaxapi.is_literal(eqn.invars[0])
 
 
 def _number(eqn: Any) -> Any:

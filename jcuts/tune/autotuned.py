@@ -16,8 +16,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from jcuts.tune import apart
+
 OPTION = "xla_gpu_per_fusion_autotune_cache_dir"
 MODE = "xla_gpu_experimental_autotune_cache_mode"
+LEVEL: dict[str, Any] = {"xla_gpu_autotune_level": 0}
+LIBRARY_PRODUCTS: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False}
 PREFIX = "jcuts-tune-"
 """Of folders that belong to the process whose number follows."""
 
@@ -50,15 +54,19 @@ def options() -> dict[str, Any]:
 
 
 @functools.cache
-def reading(place: str) -> dict[str, Any]:
+def reading(place: str, timed: bool = True) -> dict[str, Any]:
     """Compiler options for a process that runs XLA's programs beside others: it takes what was timed and adds nothing.
 
     What it has to time itself may come out wrong, for itself alone.  It must not go without: the algorithms that XLA
     takes untimed are others, in float32 instead of TF32 or with infinities spread over their tiles.
 
-    Args: place: a process' `folder`; '' for none.
+    Args:
+        place: a process' `folder`; '' for none.
+        timed: whether the measuring process has timed what the program asks for.  Where it has not, products are left
+            to the library, and ReLUs are not: XLA, or cuDNN, would compile dozens of kernels to choose from.
     """
-    return _known({OPTION: place, MODE: "AUTOTUNE_CACHE_MODE_READ"} if place else {})
+    known = _known({OPTION: place, MODE: "AUTOTUNE_CACHE_MODE_READ"} if place else {})
+    return known if timed else known | _known(LIBRARY_PRODUCTS) | parted()
 
 
 def sharing() -> dict[str, Any]:
@@ -68,9 +76,18 @@ def sharing() -> dict[str, Any]:
 
 
 @functools.cache
+def parted() -> dict[str, Any]:
+    """Compiler options for a program whose ReLUs are not given to cuDNN (`tune.apart`)."""
+    return _known(apart.OPTIONS)
+
+
+@functools.cache
 def untimed() -> dict[str, Any]:
-    """Compiler options for a program whose algorithms XLA takes as they come."""
-    return _known({"xla_gpu_autotune_level": 0})
+    """Compiler options for a program whose algorithms XLA takes as they come: the library's products.
+
+    Its own kernels for products have hundreds of shapes, of which it then takes the first one.
+    """
+    return _known(LEVEL) | _known(LIBRARY_PRODUCTS)
 
 
 def _known(options: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,8 @@ POSTPONED = "Postponed"
 ORIGINS = ("measured", "estimated", "library")
 SCREENED = "screen"
 """Method of a time from the quick screening alone."""
+FAMILY = "family"
+"""Method of a time of XLA's side that follows from those of two other problems (`tune.family`)."""
 UNCHECKED = "unchecked"
 """Method of a time of a candidate that could not win, so that nobody looked whether it is right."""
 
@@ -32,7 +34,7 @@ class Measurement:
         low, high: first and third quartile [s].
         runs: number of timed samples.
         method: how it was timed (``loop``, ``call`` and ``chain`` go through a jitted JAX callable, ``direct`` does
-            not; `SCREENED` and `UNCHECKED` are for reports only).
+            not; `FAMILY` is not measured at all; `SCREENED` and `UNCHECKED` are for reports only).
         bound_seconds: lower bound of the estimator [s], 0 where unknown.
         pul: estimator's upper bound on the share of peak, 0 where unknown.
     """

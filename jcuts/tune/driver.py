@@ -20,6 +20,7 @@ LIBRARY = "libcuda.so.1"
 _LOST = frozenset({700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 720, 999})
 """Errors after which nothing works in this context: illegal address, launch timeout, illegal instruction, ..."""
 _ATTRIBUTE_SMS, _ATTRIBUTE_MAJOR, _ATTRIBUTE_MINOR, _ATTRIBUTE_L2 = 16, 75, 76, 38
+_ATTRIBUTE_CLOCK, _ATTRIBUTE_BUS = 36, 37  # of the memory [kHz, bits]
 _CAPTURE_THREAD_LOCAL = 1
 
 Pointer = ctypes.c_void_p
@@ -221,6 +222,15 @@ class Graph:
         """Frees it."""
         self.driver.call("cuGraphExecDestroy", self.handle)
         self.events.close()
+
+
+def bandwidth() -> float:
+    """What the memory moves at most [B/s]; 0 where the driver does not say."""
+    try:
+        clock, width = (device().attribute(number) for number in (_ATTRIBUTE_CLOCK, _ATTRIBUTE_BUS))
+    except NativeError:
+        return 0.0
+    return 2 * 1e3 * clock * width / 8
 
 
 def is_lost(error: NativeError) -> bool:

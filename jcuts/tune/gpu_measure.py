@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -52,12 +53,16 @@ _GROUPS = re.compile(r"feature_group_count = ([2-9]|[0-9]{2,})")
 _ahead: dict[str, Any] = {}  # compiled ones
 
 
-def compile_ahead(problems: Mapping[str, tuple[Problem, Function]], announce: Announce) -> int:
+def compile_ahead(
+    problems: Mapping[str, tuple[Problem, Function]], announce: Announce,
+    options: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+) -> int:  # fmt: skip
     """Compiles the chains of XLA's side, some at once.  One that fails is left to `measure`, where it fails again.
 
     It comes back when what is left keeps the threads busy no more: `run_ahead` waits for the rest.
 
-    Args: problems: file of each -> it and XLA's function; announce: is told of every step.
+    Args: problems: file of each -> it and XLA's function; announce: is told of every step; options: file -> options of
+        the compiler.
     Returns: how many are compiled, or will be.
     """
     made = 0
@@ -66,7 +71,7 @@ def compile_ahead(problems: Mapping[str, tuple[Problem, Function]], announce: An
         specs = [jax.ShapeDtypeStruct(i.shape, dtype_of(i.dtype)) for i in problem.inputs]
         try:
             shape = gpu_timing.layout(function, specs, executions(problem))
-            _lowered[path] = gpu_timing.lowered(function, shape, specs, {})
+            _lowered[path] = gpu_timing.lowered(function, shape, specs, dict(options.get(path, {})))
         except Exception as error:
             print(f"{problem.name} is not lowered ahead: {error}", file=sys.stderr)
         else:
@@ -184,7 +189,8 @@ def _run_once(compiled: Any, program: Any) -> None:
 def measure(
     path: str, library: Function, inputs: Sequence[np.ndarray], kernels: Mapping[str, CompiledKernel],
     others: Mapping[str, tuple[Function, dict[str, Any]]], *, seconds: float, finalists: int, mixed: bool,
-    announce: Announce, most: int = gpu_timing.CHAIN,
+    announce: Announce, most: int = gpu_timing.CHAIN, expected: float | None = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[dict[str, tuple[str, Samples]], dict[str, float]]:  # fmt: skip
     """Times of all candidates of a problem.
 
@@ -194,6 +200,8 @@ def measure(
         seconds: most wall time for the samples of one; finalists: kernels that are timed in chains.
         mixed: whether kernels that are far behind XLA are of no interest.
         most: executions in a chain (`executions`).
+        expected: XLA's time [s] where it is not to be measured.
+        options: of the compiler, for XLA's side.
     Returns: label -> (method, samples [s per execution]), and what the parts of this took [s].
     """
     found: dict[str, tuple[str, Samples]] = {}
@@ -209,7 +217,8 @@ def measure(
         announce("")
         bench = gpu_timing.Bench(library, inputs, most)
         done("operands")
-        bench.add(LIBRARY, _ahead.pop(path, None) or bench.compiled({LIBRARY: (library, {})})[LIBRARY])
+        if expected is None:
+            bench.add(LIBRARY, _ahead.pop(path, None) or bench.compiled({LIBRARY: (library, dict(options))})[LIBRARY])
         done("xla")
         chosen = list(kernels)
         if chosen:
@@ -221,7 +230,7 @@ def measure(
             ranked = sorted(best, key=lambda label: best[label])
             limit = HOPELESS * best[ranked[0]]
             if mixed:
-                limit = min(limit, BEHIND * bench.quick(LIBRARY))
+                limit = min(limit, BEHIND * (bench.quick(LIBRARY) if expected is None else expected))
             chosen = [label for label in ranked[:finalists] if best[label] <= limit]
             found = {label: (SCREENED, quick[label]) for label in quick if label not in chosen}
         done("screening")
@@ -231,7 +240,8 @@ def measure(
             bench.add(label, program)
         done("chains")
         announce("")
-        found |= {label: ("chain", samples) for label, samples in bench.race(seconds).items()}
+        if bench.programs:
+            found |= {label: ("chain", samples) for label, samples in bench.race(seconds).items()}
         done("race")
     return found, parts
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from jcuts.base.errors import CandidateRejected
-from jcuts.tune.choice import LIBRARY, SCREENED, UNCHECKED, Choice, Measurement, Rejection
+from jcuts.tune.choice import FAMILY, LIBRARY, SCREENED, UNCHECKED, Choice, Measurement, Rejection
+from jcuts.tune.family import Between, Range
 from jcuts.tune.kernelfile import read_kernel
 from jcuts.tune.pool import Answer
 from jcuts.tune.problem import Problem
@@ -29,6 +30,11 @@ class Job:
         passed: labels of candidates that were checked and are right.
         rejected: candidates that are out, with the reason.
         compiling, checking: requests under way.
+        between: two problems between which XLA's side of this one lies, as long as nobody needs more.
+        parts: problems that take as long together, for the same time.
+        apart: bytes of the convolutions' results where XLA's side is measured with their ReLU apart, for the same time.
+        library: the least and the most that XLA's side takes [s], once it is known.
+        expected: whether that was enough, so that XLA's own program was never compiled.
         kinds: of the sets of inputs (`tune.values`), once references are made.
         answer: what measuring gave.
         failed: XLA itself could not be run: nothing can be compared.
@@ -45,6 +51,11 @@ class Job:
     rejected: list[Rejection] = field(default_factory=list)
     compiling: int = 0
     checking: int = 0
+    between: Between | None = None
+    parts: tuple[str, ...] = ()
+    apart: list[int] = field(default_factory=list)
+    library: Range | None = None
+    expected: bool = False
     kinds: list[str] | None = None
     answer: Answer | None = None
     failed: bool = False
@@ -73,6 +84,35 @@ class Job:
             for c in self.problem.candidates
             if c.label not in out and (c.kind == "stablehlo" or c.label in self.compiled)
         ]
+
+    def expect(self, seconds: float) -> None:
+        """Takes a time for XLA's that follows from others, beside the kernels' that were measured."""
+        self.expected = True
+        if self.answer is not None:
+            kept = [entry for entry in self.answer["measurements"] if entry["label"] != LIBRARY]
+            line = {"label": LIBRARY, "seconds": seconds, "low": seconds, "high": seconds, "runs": 0, "method": FAMILY}
+            self.answer["measurements"] = [*kept, line]
+
+    def measured(self) -> None:
+        """Notes what was measured of XLA's side."""
+        found = next((m.seconds for m in self._measurements() if m.label == LIBRARY), None)
+        if found is not None:
+            passes = float((self.answer or {}).get("passes", 0.0)) if self.apart else 0.0
+            self.library = (max(0.0, found - passes), found)
+
+    @property
+    def is_derived(self) -> bool:
+        """Whether XLA's time is to follow from other problems'."""
+        return self.between is not None or bool(self.parts)
+
+    def again(self) -> None:
+        """XLA's side is to be measured in full."""
+        self.between, self.parts, self.apart, self.answer = None, (), [], None
+
+    def fastest(self) -> float | None:
+        """Time of the fastest kernel that met others in a race [s]."""
+        times = [m.seconds for m in self._left() if m.label != LIBRARY and m.is_contest]
+        return min(times, default=None)
 
     def contender(self, mode: str) -> str | None:
         """The candidate that must be checked next, so that a mode can choose; None where that is settled.

@@ -21,10 +21,12 @@ import numpy as np
 from jcuts.base.errors import AccuracyRejected, CandidateRejected, CompileRejected, WorkerFailed
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.codegen.cuda.image import is_image
-from jcuts.tune import sample
-from jcuts.tune.check import Accuracy, Expected, check_output
+from jcuts.tune import apart, autotuned, sample
+from jcuts.tune.check import check_output
 from jcuts.tune.choice import LIBRARY, SCREENED
 from jcuts.tune.convolve import convolve, convolve_xla
+from jcuts.tune.expected import Expected
+from jcuts.tune.floats import Accuracy
 from jcuts.tune.kernelfile import read_kernel, write_kernel
 from jcuts.tune.launch import Launcher, Schedule
 from jcuts.tune.noise import HOPELESS, Samples
@@ -133,7 +135,8 @@ def reference(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
         raise CandidateRejected(f"problem {problem.name} came without its exports", problem=problem.digest)
     announce(LIBRARY)
     place, folder = str(request.get("autotuned", "")), Path(request["folder"])
-    kinds = references.make(jax, problem, _library(request["problem"]), folder, int(request["seed"]), place)
+    options = autotuned.reading(place, timed=bool(request.get("timed", True))) if place else {}
+    kinds = references.make(jax, problem, _library(request["problem"]), folder, int(request["seed"]), options)
     return {"kinds": kinds}
 
 
@@ -250,8 +253,9 @@ def measure(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
 
 def _measure_on_gpu(problem: Problem, folder: Path, request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     """The same on a GPU."""
-    from jcuts.tune import gpu_measure, gpu_timing
+    from jcuts.tune import driver, gpu_measure, gpu_timing
 
+    parted = [int(n) for n in request.get("apart", ())]
     found, spent = gpu_measure.measure(
         request["problem"],
         _library(request["problem"]),
@@ -263,9 +267,12 @@ def _measure_on_gpu(problem: Problem, folder: Path, request: dict[str, Any], ann
         mixed=request["mode"] == "mixed",
         announce=announce,
         most=gpu_measure.executions(problem),
+        expected=request.get("expected"),
+        options=autotuned.parted() if parted else {},
     )
     answers = [_answer(label, samples, method) for label, (method, samples) in found.items()]
-    return {"measurements": answers, "overhead": gpu_timing.overhead(), "parts": spent}
+    more = {"passes": apart.passes(parted, driver.bandwidth())} if parted and autotuned.parted() else {}
+    return {"measurements": answers, "overhead": gpu_timing.overhead(), "parts": spent, **more}
 
 
 def _optioned(problem: Problem, request: dict[str, Any]) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
@@ -291,7 +298,8 @@ def compile_ahead(request: dict[str, Any], announce: Announce) -> dict[str, Any]
     from jcuts.tune import gpu_measure
 
     problems = {path: (_read_problem(path), _library(path)) for path in request["problems"]}
-    return {"programs": gpu_measure.compile_ahead(problems, announce)}
+    options = {path: autotuned.parted() for path in request.get("apart", ())}
+    return {"programs": gpu_measure.compile_ahead(problems, announce, options)}
 
 
 def run_ahead(_: dict[str, Any], announce: Announce) -> dict[str, Any]:
@@ -401,7 +409,7 @@ def _expected(folder: Path, number: int, i: int, kind: str, spec: Output, seen: 
     shape, dtype = spec.shape if seen is None else seen.shape, spec.dtype
     kind_of = dtype_of(dtype).kind
     wide = dtype if kind_of in "biu" else "complex128" if kind_of == "c" else "float64"
-    low, unsure = (folder / f"{number}.{name}{i}.npy" for name in ("low", "unsure"))
+    low, unsure, rounded = (folder / f"{number}.{name}{i}.npy" for name in ("low", "unsure", "rounded"))
     bounds: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
     if low.exists():
         bounds = (load(low, shape, wide), load(folder / f"{number}.high{i}.npy", shape, wide))
@@ -411,6 +419,7 @@ def _expected(folder: Path, number: int, i: int, kind: str, spec: Output, seen: 
         load(folder / f"{number}.ref{i}.npy", shape, wide),
         *bounds,
         load(unsure, shape, "float64" if kind_of in "biu" else wide) if unsure.exists() else None,
+        load(rounded, shape, wide) if rounded.exists() else None,
     )
 
 

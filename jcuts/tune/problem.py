@@ -133,6 +133,9 @@ class Problem:
         name: for people.
         device: the GPU that it is tuned for, '' for this CPU.
         expected: how many candidates there will be at most, where they are not made yet; for progress alone.
+        text: the subset's program as text, by which problems that differ in one size are told (`tune.family`); '' for
+            one that is measured on its own.
+        parts: digests of problems that are the same work in several programs, if there are any.
     """
 
     identity: str
@@ -150,6 +153,8 @@ class Problem:
     name: str = ""
     device: str = ""
     expected: int = 0
+    text: str = field(default="", repr=False)
+    parts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         labels = [c.label for c in self.candidates]

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jcuts.tune import autotuned, sample
-from jcuts.tune.check import NOISE_ULP
+from jcuts.tune.expected import NOISE_ULP, classes
 from jcuts.tune.problem import Problem
-from jcuts.tune.values import dtype_of, flushed, is_float, make_inputs, save, seed_kinds, whole
+from jcuts.tune.values import SPECIAL, dtype_of, flushed, is_float, make_inputs, save, seed_kinds, whole
 
 NOISE_RUNS = 6
 """Runs with simulated rounding, of `NOISE_ULP`: XLA's own transcendental functions stay within a few ulp."""
@@ -27,21 +27,21 @@ TRUST_ULP = 1.0
 
 
 def make(jax: Any, problem: Problem, library: Callable[..., Any], folder: Path, seed: int,
-         autotuned_in: str = "") -> list[str]:  # fmt: skip
+         options: Mapping[str, Any] | None = None) -> list[str]:  # fmt: skip
     """Writes inputs, results and references of a problem, one number per set.
 
     Args:
         jax: the module, with 64-bit types.
         problem: with its float64 form.
         library: XLA's side of it, jitted.
-        folder: gets ``N.inK.npy``, ``N.xlaK.npy``, ``N.refK.npy``; ``lowK``, ``highK`` and ``unsureK`` where they
-            matter; ``0.wholeK.npy``: XLA's whole result where only a sample of an output is kept.
+        folder: gets ``N.inK.npy``, ``N.xlaK.npy``, ``N.refK.npy``; ``lowK``, ``highK``, ``unsureK`` and ``roundedK``
+            where they matter; ``0.wholeK.npy``: XLA's whole result where only a sample of an output is kept.
         seed: of the first set of inputs.
-        autotuned_in: where the measuring process has left which algorithms XLA takes (on a GPU).
+        options: of the compiler, for XLA's side (on a GPU: `autotuned.reading`).
     Returns: the kinds of the sets (see `tune.values`).
     """
-    if autotuned_in:
-        library = jax.jit(library, compiler_options=autotuned.reading(autotuned_in))
+    if options:
+        library = jax.jit(library, compiler_options=dict(options))
     seen = [sample.positions(problem, o) for o in problem.outputs]
     placed = [None if s is None else jax.device_put(s) for s in seen]
     look = functools.partial(leaves, jax, seen=placed)
@@ -72,7 +72,10 @@ def make(jax: Any, problem: Problem, library: Callable[..., Any], folder: Path, 
 
         noisy = runs(NOISE_ULP, NOISE_ULP) if problem.perturb else []
         unsure = runs(0.0, TRUST_ULP, both=(operands,)) if problem.unsure and not problem.rounds else []
-        unsure += [wide(np.uint64(0), np.array([0.0, 0.0, 1.0]), *operands)] if rounds else []
+        cut = []
+        if rounds or (problem.rounds and kind == SPECIAL):
+            cut = wide(np.uint64(0), np.array([0.0, 0.0, 1.0]), *operands)
+        unsure += [cut] if rounds else []
         for i, (x, r) in enumerate(zip(xla, exact, strict=True)):
             save(folder / f"{number}.xla{i}.npy", x)
             save(folder / f"{number}.ref{i}.npy", r)
@@ -82,6 +85,8 @@ def make(jax: Any, problem: Problem, library: Callable[..., Any], folder: Path, 
                 save(folder / f"{number}.high{i}.npy", high)
             if unsure:
                 save(folder / f"{number}.unsure{i}.npy", distance(r, [n[i] for n in unsure]))
+            if kind == SPECIAL and cut and is_of_other_class(x.dtype, r, cut[i]):
+                save(folder / f"{number}.rounded{i}.npy", cut[i])
     return kinds
 
 
@@ -117,6 +122,15 @@ def is_finer_than_tf32(xla: np.ndarray, exact: np.ndarray) -> bool:
     with np.errstate(invalid="ignore", over="ignore"):
         error = np.linalg.norm(xla.astype(np.float64).reshape(-1) - exact.reshape(-1))
         return bool(error <= FINER * np.linalg.norm(exact.reshape(-1)))
+
+
+def is_of_other_class(dtype: np.dtype, exact: np.ndarray, rounded: np.ndarray) -> bool:
+    """Whether rounded operands change which elements are NaN, infinite or finite in the output's type (floats)."""
+    if not is_float(dtype):
+        return False
+    with np.errstate(invalid="ignore", over="ignore"):
+        one, other = (classes(a.astype(dtype).astype(np.float64)) for a in (exact, rounded))
+    return not np.array_equal(one, other)
 
 
 def leaves(jax: Any, tree: Any, seen: Sequence[Any] = ()) -> list[np.ndarray]:

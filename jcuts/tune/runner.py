@@ -15,7 +15,9 @@ from typing import Any
 from jcuts.base import fingerprint, knobs
 from jcuts.base.errors import CandidateRejected
 from jcuts.base.settings import Settings
+from jcuts.tune import apart
 from jcuts.tune.choice import LIBRARY, Choice, Rejection
+from jcuts.tune.family import between
 from jcuts.tune.job import Job, make_job
 from jcuts.tune.lock import default_patience, holder, is_hopeless, is_mine, measuring_lock
 from jcuts.tune.problem import Problem
@@ -23,6 +25,7 @@ from jcuts.tune.replay import Recording
 from jcuts.tune.select import estimate, postponed, select, select_stored, unknown
 from jcuts.tune.stages import Effort, Progress, Session
 from jcuts.tune.store import Store, default_store
+from jcuts.tune.turns import measured
 from jcuts.tune.workshop import workshop
 
 __all__ = ["Effort", "Progress", "default_store", "describe", "tune", "workshop"]
@@ -130,6 +133,8 @@ def _measure_all(
             quiet = asked.quiet or (lambda _: True)
             early = functools.partial(quiet, False) if platform != "cpu" and is_mine() else None
             session = Session(shop.pool(platform, workers), asked.effort, asked.progress, asked.mode, early)
+            derives = asked.mode == "mixed" and platform != "cpu"
+            digests, lines = {p.digest for p in problems}, between({p.digest: p.text for p in problems})
             session.total = sum(len(problem.candidates) or problem.expected for problem in problems)
             for number, problem in enumerate(problems):
                 try:
@@ -140,7 +145,11 @@ def _measure_all(
                     yield problem, choice
                     continue
                 # Its candidates are compiled while the next problem is prepared.
-                session.add(make_job(full, folder, number))
+                job = make_job(full, folder, number)
+                if derives and all(c.kind != "stablehlo" for c in full.candidates):
+                    job.between, job.apart = lines.get(problem.digest), apart.results(problem.text)
+                    job.parts = problem.parts if digests.issuperset(problem.parts) else ()
+                session.add(job)
             session.finish()
             quiet(True)
             yield from _measure_in_turn(session, asked)
@@ -178,12 +187,16 @@ def _measure_in_turn(session: Session, asked: _Asked) -> Iterator[tuple[Problem,
                 yield job.problem, choice
             elif busy:
                 yield job.problem, postponed(job.problem, f"{busy} was measuring")
+
+        def known(digest: str) -> float | None:
+            choice = found.get(digest)
+            return None if choice is None else choice.seconds(LIBRARY)
+
+        for job in measured(session, [] if busy else missing, known):
+            if session.checks_last and job.contender(asked.mode) is not None:
+                open_.append(job)
             else:
-                session.measure(job)
-                if session.checks_last and job.contender(asked.mode) is not None:
-                    open_.append(job)
-                else:
-                    yield finished(job)
+                yield finished(job)
         session.verify(open_, finished)  # under the lock: who waits for it finds all results, and measures in peace
         for job in open_:
             yield job.problem, made.get(job.problem.digest) or finished(job)[1]

@@ -20,7 +20,7 @@ import numpy as np
 from jcuts.base.errors import AccuracyRejected
 from jcuts.tune import slabs
 from jcuts.tune.bands import rms
-from jcuts.tune.check import CATASTROPHE, Accuracy
+from jcuts.tune.floats import CATASTROPHE, Accuracy
 from jcuts.tune.problem import Output, Problem
 from jcuts.tune.values import dtype_of, is_float
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from jcuts.base import knobs
@@ -16,6 +17,7 @@ from jcuts.base.errors import IRError
 from jcuts.base.settings import Settings
 from jcuts.dfg.program import Program
 from jcuts.region.bound import bound
+from jcuts.trace.canonical import canonical_text
 from jcuts.tune.choice import LIBRARY, Choice
 from jcuts.tune.library import with_exports
 from jcuts.tune.problem import Candidate, Input, Output, Problem
@@ -113,12 +115,14 @@ def choose(
     may_measure: bool,
     shares: Mapping[str, int] | None = None,
     device: str = "",
+    parts: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> dict[str, int]:
     """Sets ``chosen``, ``origin`` and ``choice`` of every subset (see `levels.Subset`).
 
     Args:
         shares: candidates per subset identity, which are part of a problem's key; by default in proportion to work.
         device: the GPU that the candidates are for; '' is this CPU.
+        parts: identity of a subset -> those of others that do the same together, where there are such.
     Returns: the shares that were used.
 
     Without permission to measure, ``tune="auto"`` reads the database like ``tune="cached"``; what it does not know is
@@ -138,6 +142,11 @@ def choose(
                 problem = with_candidates(problem, subset, used[subset.identity])
             problems[subset.identity] = problem
             first_of[problem.digest] = subset
+
+    for whole, pieces in parts.items():
+        if whole in problems and all(piece in problems for piece in pieces):
+            digests = tuple(problems[piece].digest for piece in pieces)
+            problems[whole] = replace(problems[whole], parts=digests)
 
     def prepare(problem: Problem) -> Problem:
         subset = first_of[problem.digest]
@@ -211,6 +220,7 @@ def make_problem(subset: Any, settings: Settings, candidates: int, device: str =
         degree=degree(subset.closed),
         name=_name(subset),
         device=device,
+        text=canonical_text(subset.closed) if device else "",
     )
 
 

@@ -179,6 +179,7 @@ class Session:
             "folder": str(job.folder),
             "seed": self.seed,
             "autotuned": place,
+            "timed": not job.expected,
         }
         self._submit(REFERENCE if self.pool.sizes.get(REFERENCE) else XLA, request, done)
 
@@ -255,9 +256,8 @@ class Session:
 
     def compile_ahead(self, jobs: list[Job]) -> None:
         """Lets the measuring process compile XLA's side of GPU problems on some cores; a failure shows in `measure`."""
-        start = time.perf_counter()
+        start, early = time.perf_counter(), len(self.sent)
         self.ahead = [file for file in self._for_ahead(jobs) if file not in self.sent]
-        early = len(self.sent)
         while self.ahead:
             self._send_ahead()
         if not self.sent:
@@ -270,8 +270,16 @@ class Session:
         spent = time.perf_counter() - start
         _log.info("%d programs compiled ahead, %d of them early; waited %.2f s", len(self.sent), early, spent)
 
+    def send_again(self, jobs: list[Job]) -> None:
+        """XLA's own programs of jobs, of which others were compiled, or none."""
+        for job in jobs:
+            job.again()
+            self.sent.discard(str(job.file))
+        if jobs:
+            self.compile_ahead(jobs)
+
     def _for_ahead(self, jobs: list[Job]) -> list[str]:
-        left = [job for job in jobs if job.compiling or job.candidates]
+        left = [job for job in jobs if (job.compiling or job.candidates) and not job.is_derived]
         return [str(job.file) for job in left if job.problem.device and not job.failed]
 
     def _send_early(self) -> None:
@@ -282,15 +290,18 @@ class Session:
     def _send_ahead(self) -> None:
         some, self.ahead = self.ahead[:_AHEAD], self.ahead[_AHEAD:]
         self.sent.update(some)
-        self.pool.submit(XLA, {"op": "compile_ahead", "problems": some}, self.timeout, _told)
+        parted = [str(job.file) for job in self.jobs if job.apart and str(job.file) in some]
+        self.pool.submit(XLA, {"op": "compile_ahead", "problems": some, "apart": parted}, self.timeout, _told)
 
-    def measure(self, job: Job) -> None:
-        """Times what can be run of a job (``job.answer``); candidates that end the process are rejected."""
-        self.tell("measure", job.problem.name)
+    def measure(self, job: Job, expected: float | None = None) -> None:
+        """Times what can be run of a job (``job.answer``); candidates that end the process are rejected.
+
+        Args: expected: XLA's time [s], which then is not measured.
+        """
         order = job.candidates if self.checks_last else [c for c in job.candidates if c in job.passed]
         answer: Answer | CandidateRejected | None = None
         while order and not job.failed:
-            answer = self._measure_once(job, order)
+            answer = self._measure_once(job, order, expected)
             if not isinstance(answer, CandidateRejected):
                 break
             if answer.values.get("reason") == "memory" and self.pool.sizes.get(REFERENCE):
@@ -309,7 +320,7 @@ class Session:
             parts = ", ".join(f"{part} {float(spent):.2f}" for part, spent in answer.get("parts", {}).items())
             _log.info("%s: measured in %.2f s (%s)", job.problem.name, answer["seconds"], parts)
 
-    def _measure_once(self, job: Job, order: list[str]) -> Answer | CandidateRejected:
+    def _measure_once(self, job: Job, order: list[str], expected: float | None) -> Answer | CandidateRejected:
         kept: list[Answer | CandidateRejected] = []
         request = {
             "op": "measure",
@@ -321,6 +332,8 @@ class Session:
             "stablehlo": [label for label in order if label not in job.kernels],
             "seconds": self.effort.seconds,
             "finalists": self.effort.finalists,
+            "expected": expected,
+            "apart": job.apart,
         }
         # The interleaved samples run without events in between.
         sampling = self.effort.seconds * (len(order) + 2)

@@ -38,7 +38,9 @@ def scratch_result_bytes(kernel: CompiledKernel, slots: int) -> int:
     return slots * stride + ALIGNMENT
 
 
-def call_kernel(kernel: CompiledKernel, *operands: Any, place: tuple[int, int] | None = None) -> tuple[jax.Array, ...]:
+def call_kernel(
+    kernel: CompiledKernel, *operands: Any, place: tuple[int | None, int] | None = None
+) -> tuple[jax.Array, ...]:  # fmt: skip
     """Calls a kernel as one XLA custom call; works under ``jit`` and eagerly.
 
     Operands and results are row-major (XLA inserts transposes where they are not).  The kernel is registered here if it
@@ -48,7 +50,8 @@ def call_kernel(kernel: CompiledKernel, *operands: Any, place: tuple[int, int] |
     Args:
         kernel: the compiled kernel.
         operands: arrays of ``kernel.inputs``' shapes and dtypes.
-        place: of a CUDA kernel that updates an operand in place: its number, and bytes before what is written.
+        place: of a CUDA kernel that writes a part of its result: the operand that becomes the result, None where the
+            rest is undefined; and bytes before what is written.
     Returns: arrays of ``kernel.outputs``' shapes and dtypes.
     Raises:
         IRError: an operand does not fit the kernel.

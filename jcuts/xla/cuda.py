@@ -35,7 +35,7 @@ HOOK = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_void_p)
 """Is told the number of a mark and the CUDA stream that it is executed on."""
 _TEXT = 2048
 
-Place = tuple[int, int]
+Place = tuple[int | None, int]
 """Of a kernel that updates an operand in place (`region.placed`): the operand's number, bytes before what it writes."""
 
 _lock = threading.RLock()
@@ -263,7 +263,8 @@ def call_kernel(kernel: CompiledKernel, *operands: Any, place: Place | None = No
 
     Scratch memory is an extra ``u8`` result: a handler that XLA captures into a graph must not allocate.
 
-    Args: place: the operand that becomes the result, and how many bytes of it lie before what the kernel writes.
+    Args: place: the operand that becomes the result (None: none does), and how many bytes of the result lie before what
+        the kernel writes.
     """
     ensure_registered()
     add_kernel(kernel)
@@ -274,7 +275,7 @@ def call_kernel(kernel: CompiledKernel, *operands: Any, place: Place | None = No
         TARGET, results, has_side_effect=False,
         input_layouts=[tuple(range(len(shape))) for shape, _ in kernel.inputs],
         output_layouts=[tuple(range(len(result.shape))) for result in results],
-        input_output_aliases=None if place is None else {place[0]: 0},
+        input_output_aliases=None if place is None or place[0] is None else {place[0]: 0},
     )  # fmt: skip
     outputs = call(
         *operands, digest=kernel.digest, num_outputs=np.int64(len(kernel.outputs)),

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jcuts import updates
 from jcuts.codegen.cuda import compile as compiler
 from jcuts.dfg.verify import verify
 from jcuts.region import gpu
@@ -80,6 +81,47 @@ def test_bulk_copies_of_results_where_rows_are_aligned(whole, starts, how):
 
 
 @compiled
+@pytest.mark.parametrize("tiling", [TILINGS[0], TILINGS[4], GroupTiling(64, 64, 32, (1, 1), 3, rounded=1)], ids=str)
+def test_a_kernel_that_begins_an_array_writes_its_part_alone(tiling):
+    x, w, b = normal(33, 96), round_tf32(normal(24, 96)), normal(24)
+    traced = programs.trace(lambda x, w, b: jax.nn.relu(x @ w.T + b), x, w, b)
+    product = traced.product() if isinstance(tiling, GroupTiling) else as_product(traced.program())
+    found = placed(tiling.of(product), (33, 60), (0, 4), None)
+    assert found is not None and found.operand is None and len(found.program.inputs) == 3
+    verify(found.program)
+    kernel, ptx = compiler.compile_program(found.program, SM90), compiler.ptx_of(found.program, SM90)
+    (result,) = ptx_machine.run_kernel(ptx, kernel, traced.operands(), start=found.start, begins=True)
+    compare([np.ascontiguousarray(result[:, 4:28])], [np.maximum(tf32(x) @ tf32(w).T + b, 0)])
+    assert np.isnan(result[:, :4]).all() and np.isnan(result[:, 28:]).all()
+
+
+@compiled
+@pytest.mark.parametrize("window", [None, "SAME", "VALID"])
+@pytest.mark.parametrize("tiling", [
+    *TILINGS[:4], GroupTiling(64, 64, 32, (1, 1), 3, 1), GroupTiling(64, 64, 32, (1, 1), 3, rounded=1),
+], ids=str)  # fmt: skip
+def test_nothing_of_an_array_is_read_but_the_slice(tiling, window):
+    """What was not written yet is NaN."""
+    x, b = np.full((2, 6, 7, 52), np.nan, np.float32), normal(20)
+    x[..., 8:40] = normal(2, 6, 7, 32)
+    w = round_tf32(normal(20, 32) if window is None else normal(20, 3, 3, 32))
+
+    def layer(x, w, b):
+        if window is None:
+            return jax.nn.relu(x[..., 8:40] @ w.T + b)
+        y = lax.conv_general_dilated(x[..., 8:40], w, (1, 1), window, dimension_numbers=("NHWC", "OHWI", "NHWC"))
+        return jax.nn.relu(y + b)
+
+    with jax.enable_x64(True):
+        exact = np.asarray(layer(*(jax.numpy.asarray(tf32(a), "float64") for a in (x, w)), b))
+    traced = programs.trace(layer, x, w, b)
+    rounded = isinstance(tiling, GroupTiling) and tiling.rounded
+    program = tiling.of(traced.product() if rounded else as_product(traced.program()))
+    kernel = compiler.compile_program(program, SM90)
+    compare(ptx_machine.run_kernel(compiler.ptx_of(program, SM90), kernel, [x, w, b]), [exact], 3e-6)
+
+
+@compiled
 @pytest.mark.parametrize("features", [8, 12, 32])
 def test_every_form_of_a_convolution_writes_its_part_alone(features):
     x, w, b = normal(2, 5, 7, 16), normal(3, 3, 16, features), normal(features)
@@ -98,6 +140,19 @@ def test_every_form_of_a_convolution_writes_its_part_alone(features):
         check(result, array, (0, 0, 0, 20), np.maximum(want + b, 0))
         ran.add((form, program.digest))
     assert ran
+
+
+@compiled
+@pytest.mark.parametrize(("shape", "whole", "starts"), [
+    ((3, 5, 24), (3, 5, 60), (0, 0, 8)), ((7, 4, 8), (7, 12, 8), (0, 4, 0)), ((33, 10), (33, 50), (0, 20)),
+    ((2, 6), (9, 6), (2, 0)),
+])  # fmt: skip
+def test_parts_that_are_copied(shape, whole, starts):
+    program = updates._copying(shape, whole, "float32", gpu.GpuMachine(132, capability=(9, 0)))
+    assert program is not None
+    x = normal(*shape)
+    result, array = run(program, [x], whole, starts)
+    check(result, array, starts, x)
 
 
 def test_what_cannot_be_placed():

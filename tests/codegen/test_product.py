@@ -22,7 +22,8 @@ from jcuts.dfg.verify import verify
 from jcuts.region import gpu
 from jcuts.region.gpu_products import Tiling
 from jcuts.region.products import as_product, shares
-from jcuts.tune.check import Expected, check_output
+from jcuts.tune.check import check_output
+from jcuts.tune.expected import Expected
 from jcuts.tune.problem import Output
 from tests import programs, ptx_machine
 from tests.ops.cases import conv

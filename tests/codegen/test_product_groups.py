@@ -17,8 +17,9 @@ from jcuts.codegen.cuda.group_shape import group_shape
 from jcuts.codegen.cuda.image import Image
 from jcuts.codegen.cuda.target import CudaTarget
 from jcuts.region import gpu
+from jcuts.region.build import build
 from jcuts.region.gpu_groups import GroupTiling
-from jcuts.region.products import shares, sides
+from jcuts.region.products import as_product, shares, sides
 from tests import programs, ptx_machine
 from tests.codegen.test_product import (
     CONVOLUTIONS,
@@ -67,6 +68,13 @@ SHORT = [
     GroupTiling(128, 64, 32, (1, 1), 4, cluster=3, rounded=1, push=1, spread=1),
 ]  # fmt: skip
 """Of few rows: all tiles under way at once, blocks that push totals, results asked for early."""
+HALF_FRAGMENTS = [
+    GroupTiling(64, 64, 64, (1, 1), 3, rounded=1), GroupTiling(128, 128, 64, (2, 1), 4, rounded=1),
+    GroupTiling(128, 64, 128, (1, 1), 3, rounded=1), GroupTiling(64, 128, 64, (1, 1), 4, rounded=1, spread=1, steps=2),
+    GroupTiling(64, 64, 64, (1, 1), 4, 0, 2, rounded=1), GroupTiling(128, 64, 64, (2, 1), 3, 0, 1, 2, rounded=1),
+    GroupTiling(192, 64, 64, (3, 1), 4, rounded=1, steps=4, early=1),
+]  # fmt: skip
+"""Of bfloat16 whose left operand is computed on its way."""
 EPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10}
 
 
@@ -143,6 +151,43 @@ def test_what_stands_before_a_product(tiling):
     x, w, s, b = normal(m, k), round_tf32(normal(n, k, seed=1)), normal(k), normal(k, seed=2)
     found = run_rounded(lambda x, w, s, b: jax.nn.relu(x * s + b) @ w.T * 2, (x, w, s, b), tiling)
     compare(found, [tf32(np.maximum(x * s + b, 0)) @ w.T.astype(np.float64) * 2], 3e-6)
+
+
+@compiled
+@pytest.mark.parametrize("tiling", HALF_FRAGMENTS, ids=str)
+@pytest.mark.parametrize(("size", "along"), [((70, 256, 72), True), ((130, 224, 136), False), ((65, 96, 64), False)])
+def test_what_stands_before_a_product_of_bfloat16(size, along, tiling):
+    """A norm in float32 and an activation in bfloat16; terms beyond the last must add nothing to a shift of theirs."""
+    m, k, n = size
+    if shares(k, tiling.terms, tiling.cluster * tiling.split)[1] != tiling.cluster * tiling.split:
+        pytest.skip("not so many parts of the terms")
+    if tiling.split > 1 and k % (tiling.terms * tiling.split):
+        pytest.skip("parts of the grid have whole tiles of terms")
+    x, w = normal(m, k).astype(jnp.bfloat16), normal(k, n, seed=1).astype(jnp.bfloat16)
+    s, b, c = normal(k), normal(k, seed=2), 1 + normal(n) / 8
+
+    def layer(x, w, s, b, c):
+        y = jax.nn.relu((x.astype(jnp.float32) * s + b).astype(jnp.bfloat16))
+        return jax.nn.relu((y @ (w.T if along else w)).astype(jnp.float32) * c).astype(jnp.bfloat16)
+
+    normed = np.maximum(x.astype(np.float64) * s + b, 0).astype(jnp.bfloat16).astype(np.float64)
+    wanted = np.maximum(normed @ w.astype(np.float64) * c, 0)
+    found = run_rounded(layer, (x, np.ascontiguousarray(w.T) if along else w, s, b, c), tiling)
+    compare(found, [wanted], 4.2 * EPS["bfloat16"])  # the largest result is some five times the others
+
+
+@compiled
+def test_other_things_before_a_product_of_bfloat16():
+    x, w, s = (a.astype(jnp.bfloat16) for a in (normal(66, 96), normal(96, 40, seed=1), normal(96)))
+    wide = w.astype(np.float64)
+    found = run_rounded(lambda x, w: jnp.clip(-x, -0.5, 0.25) @ w, (x, w), HALF_FRAGMENTS[0])
+    compare(found, [np.clip(-x.astype(np.float64), -0.5, 0.25) @ wide], 2.1 * EPS["bfloat16"])
+    products = [lambda x, w, s: (x * s) @ w, lambda x, w, s: jnp.tanh(x) @ w]  # vectors are of float32; no functions
+    for fn in products:
+        built = build(programs.trace(fn, x, w, s).graph, frozenset(range(2)), cheap=99.0)
+        assert as_product(built) is None
+    shifted = programs.trace(lambda x, w, s: (1 / (x.astype(jnp.float32) * s)).astype(x.dtype) @ w, x, w, normal(96))
+    assert as_product(build(shifted.graph, shifted.everything, cheap=99.0)) is None
 
 
 @compiled

@@ -111,6 +111,15 @@ def test_one_run_of_pixels():
     check("7x1", WindowTiling(64, 64, 1, 4, 1))
 
 
+@compiled
+@pytest.mark.parametrize("case", ["3x3 ragged channels", "3x3 stride 2", "1x7", "3x3 inside", "5x5 uneven"])
+@pytest.mark.parametrize("begin", [0, 8])
+def test_channels_that_are_part_of_a_pixel(case, begin):
+    """Nothing else of it is read."""
+    tiling = WindowTiling(64, 32, 1, 4, 2, spread=1, steps=2) if begin else WindowTiling(128, 48, 2, 5, 2, rounds=2)
+    check(case, tiling, begin)
+
+
 def layer(strides, padding):
     """A convolution with bias, a matrix that is added, and ReLU."""
 
@@ -129,8 +138,8 @@ def test_convolutions_of_odd_sizes(case, tiling):
     check(case, tiling)
 
 
-def check(case, tiling):
-    """Compares a schedule of a case with float64."""
+def check(case, tiling, begin=None):
+    """Compares a schedule of a case with float64. Args: begin: channels before those that are read, NaN as others."""
     count = steps_of(case)
     tiling = replace(tiling, stages=tiling.stages or count, steps=2 if count % 2 else tiling.steps)
     image, filters, strides, padding = CASES[case]
@@ -143,7 +152,12 @@ def check(case, tiling):
             dimension_numbers=("NHWC", "OHWI", "NHWC"), precision="highest",
         )  # fmt: skip
         wanted = np.maximum(np.asarray(y) + b + r, 0)
-    compare(run_window(layer(strides, padding), (x, w, b, r), tiling), [wanted], 3e-6)
+    fn = layer(strides, padding)
+    if begin is not None:
+        channels, whole = x.shape[-1], np.full((*x.shape[:3], begin + x.shape[-1] + 12), np.nan, np.float32)
+        whole[..., begin : begin + channels] = x
+        x, fn = whole, lambda x, *more: layer(strides, padding)(x[..., begin : begin + channels], *more)
+    compare(run_window(fn, (x, w, b, r), tiling), [wanted], 3e-6)
 
 
 @compiled

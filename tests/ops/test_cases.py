@@ -10,7 +10,8 @@ import pytest
 
 from jcuts.base.errors import Refusal
 from jcuts.ops import supported_primitives
-from jcuts.tune.check import Expected, check_output
+from jcuts.tune.check import check_output
+from jcuts.tune.expected import Expected
 from jcuts.tune.problem import Output
 from jcuts.tune.widen import evaluate
 from tests import programs

@@ -94,7 +94,7 @@ def test_a_batch_norm_behind_a_bias_leaves_one_addition():
 def test_weights_that_are_arguments_are_not_multiplied():
     x, parts = values(2, 6, 5, 4), weights()
     closed = flat(block, x, *parts)
-    assert applicable(closed) == ("dots",)
+    assert applicable(closed) == ("dots", "vectors")
     new = rewritten(closed, ("scales", "dots"))
     assert new.counts == {"dots": 2}
     same(closed, new.closed, x, *jax.tree.leaves(parts))

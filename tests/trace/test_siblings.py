@@ -86,6 +86,47 @@ def test_what_differs_comes_after_the_slices():
     assert count(new, "mul") == 1 and count(new, "exp") == 3  # three factors become a vector, one addition stays apart
 
 
+def test_what_most_columns_have_in_common_is_done_to_all():
+    """With constants that change nothing for the others."""
+    x, ws, biases = values(6, 9), [values(9, n) for n in (4, 5, 2)], [values(n) for n in (4, 5)]
+
+    def branches(x):
+        a, b, c = (x @ w for w in ws)
+        return jnp.maximum(a + biases[0], 0.0), jnp.maximum(b + biases[1], 0.0), jnp.cumsum(c, 0), c
+
+    new = joined(branches, x).closed
+    assert count(new, "dot_general") == count(new, "add") == count(new, "max") == 1
+    bounds = [c for c in new.consts if np.isinf(np.asarray(c)).any()]
+    assert [np.isinf(np.asarray(c)).reshape(-1, 11)[0].tolist() for c in bounds] == [[False] * 9 + [True] * 2]
+
+    def narrow(x):
+        a, b, c = (x @ w for w in ws)
+        return jnp.maximum(a, 0.0), jnp.exp(b), jnp.exp(c)
+
+    new = joined(narrow, x).closed
+    assert count(new, "max") == 1 and new.jaxpr.eqns[-1].outvars[0].aval.shape != (6, 11)  # of four columns in eleven
+
+
+def test_infinities_and_nan_pass_through_a_neutral_maximum():
+    x = jnp.asarray([[jnp.nan, 1.0], [jnp.inf, 1.0], [-jnp.inf, 1.0], [-2.0, 1.0]], jnp.float32)
+    w, v = values(2, 6), jnp.eye(2, dtype=jnp.float32)[:, :1]
+    closed = flat(lambda x: (jnp.maximum(x @ w, 0.0), jnp.sum(x @ v, 1)), x[:, :2])
+    new = rewritten(closed, ONLY).closed
+    assert count(new, "dot_general") == count(new, "max") == 1
+    for a, b in zip(jaxapi.eval_closed(closed, x), jaxapi.eval_closed(new, x), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_a_sibling_that_is_concatenated_comes_last():
+    x, ws, filters = values(1, 4, 4, 9), [values(9, n) for n in (4, 5)], values(3, 3, 5, 3)
+    new = joined(lambda x: jnp.concatenate([jnp.tanh(x @ ws[0]), conv(jnp.tanh(x @ ws[1]), filters)], -1), x).closed
+    slices = [e for e in new.jaxpr.eqns if jaxapi.primitive_name(e) == "slice"]
+    assert [e.params["limit_indices"][-1] for e in slices] == [5, 9]
+    assert [jaxapi.primitive_name(r) for s in slices for r in new.jaxpr.eqns if s.outvars[0] in r.invars] == [
+        "conv_general_dilated", "concatenate",
+    ]  # fmt: skip
+
+
 def test_followers_that_read_more_than_constants_stay():
     x, v, w, bias = values(6, 6), values(6, 4), values(6, 4), values(4)
     new = joined(lambda x: ((x @ v + bias) * (x @ w + bias), x), x).closed

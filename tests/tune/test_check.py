@@ -8,7 +8,8 @@ import pytest
 
 from jcuts.base.errors import AccuracyRejected
 from jcuts.tune.bands import Pool
-from jcuts.tune.check import Expected, check_output
+from jcuts.tune.check import check_output
+from jcuts.tune.expected import Expected
 from jcuts.tune.problem import Output
 from jcuts.tune.values import HUGE, NORMAL, SPECIAL
 
@@ -324,3 +325,42 @@ def test_what_overflows_only_in_the_narrow_type_may_be_infinite():
     x = np.array([1, 2, 3.4028235e38], np.float32)
     with np.errstate(over="ignore"):
         check(Output((3,), "float32", reduction=4), [Expected(NORMAL, x, r)], [r.astype(np.float32)])
+
+
+NAN, INF = np.nan, np.inf
+
+
+@pytest.mark.parametrize(
+    ("exact", "rounded", "got", "passes"),
+    [
+        (0.0, NAN, NAN, True),  # relu(-inf), of an infinity times a denormal number
+        (INF, NAN, NAN, True),
+        (NAN, INF, INF, True),  # a small sum changes its sign before an infinite scale
+        (0.0, NAN, INF, False),
+        (0.0, NAN, 0.5, False),
+        (0.0, 0.0, NAN, False),
+        (INF, INF, NAN, False),
+        (NAN, 2.0, 2.0, True),
+        (NAN, 2.0, 2.1, False),
+        (NAN, INF, 2.0, False),
+        (2.0, NAN, 2.1, False),
+    ],
+)
+def test_where_rounded_operands_change_the_class_it_may_be_either(exact, rounded, got, passes):
+    r, s = (np.array([*np.linspace(1.0, 2.0, 30), last, 1.0]) for last in (exact, rounded))
+    x, c = r.astype(np.float32), r.astype(np.float32)
+    c[30] = got
+    spec, normal = Output((32,), "float32", 9), Expected(NORMAL, x[:1].repeat(32), r[:1].repeat(32))
+    sets = [normal, Expected(SPECIAL, x, r, rounded=s)]
+    if passes:
+        check(spec, sets, [normal.xla, c])
+    else:
+        with pytest.raises(AccuracyRejected):
+            check(spec, sets, [normal.xla, c])
+    c[30], c[31] = x[30], got  # beside it nothing is free
+    if got != 1.0:
+        with pytest.raises(AccuracyRejected):
+            check(spec, sets, [normal.xla, c])
+    with pytest.raises(AccuracyRejected):
+        c[31], c[30] = 1.0, got
+        check(spec, [normal, Expected(SPECIAL, x, r)], [normal.xla, np.where(np.arange(32) == 30, c, x[0])])

@@ -14,7 +14,7 @@ import pytest
 from jcuts.base.errors import AccuracyRejected, NativeError, UsageError
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.codegen.cuda.image import SYMBOL, Image, Launch
-from jcuts.tune import autotuned, driver, gpu, gpu_measure, gpu_timing, operations, shortage, values
+from jcuts.tune import apart, autotuned, driver, gpu, gpu_measure, gpu_timing, operations, shortage, values
 from jcuts.tune.problem import Input, Output, Problem
 
 AVAL = ((64,), "float32")
@@ -182,6 +182,10 @@ def test_references_run_what_was_timed(tmp_path):
     assert autotuned.reading("") == {}
     jax.jit(lambda x: x @ x, compiler_options=options)(np.ones((4, 4), np.float32))
     assert not list(tmp_path.iterdir())
+    less = autotuned.reading(str(tmp_path), timed=False)
+    assert less == options | autotuned.LIBRARY_PRODUCTS | apart.OPTIONS
+    jax.jit(lambda x: x @ x, compiler_options=less)(np.ones((4, 4), np.float32))
+    assert autotuned.untimed() == autotuned.LEVEL | autotuned.LIBRARY_PRODUCTS
 
 
 def test_only_one_process_adds_to_what_xla_has_timed(monkeypatch):
@@ -314,6 +318,30 @@ def test_a_problem_without_kernels_is_measured_by_chains_alone():
     assert {label: method for label, (method, _) in found.items()} == {"xla": "chain", "other": "chain"}
     assert set(parts) == {"operands", "xla", "screening", "chains", "race"} and min(parts.values()) >= 0
     assert told[-2:] == ["other", ""]
+
+
+def test_xla_is_not_run_where_its_time_is_known():
+    def never(x):
+        raise AssertionError("compiled")
+
+    other = {"other": (lambda x: jnp.sin(x) + 1, {})}
+    shaped = jax.jit(lambda x: jax.pure_callback(never, x, x))
+    for others in (other, {}):
+        found, _ = gpu_measure.measure("p", shaped, [np.ones((8, 8), np.float32)], {}, others, seconds=0.01,
+                                       finalists=3, mixed=True, announce=lambda _: None, expected=1e-3)  # fmt: skip
+        assert set(found) == set(others)
+
+
+def test_programs_compile_ahead_with_options_of_their_own(monkeypatch):
+    problem = Problem("i", (Input((64,), "float32"),), (Output((64,), "float32", 1, False),), space="s")
+    asked = []
+    lowered = gpu_timing.lowered
+    monkeypatch.setattr(gpu_timing, "lowered", lambda *args: asked.append(args[-1]) or lowered(*args[:-1], {}))
+    monkeypatch.setattr(gpu_measure, "_ahead", {})
+    both = {"a": (problem, jnp.sin), "b": (problem, jnp.sin)}
+    gpu_measure.compile_ahead(both, lambda _: None, {"b": autotuned.parted()})
+    gpu_measure.wait_ahead(lambda _: None)
+    assert asked == [{}, apart.OPTIONS]
 
 
 def test_every_execution_of_a_chain_happens():

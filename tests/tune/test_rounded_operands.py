@@ -12,7 +12,8 @@ from jcuts.base.errors import AccuracyRejected
 from jcuts.trace import jaxapi
 from jcuts.trace.rounding import round_tf32
 from jcuts.tune import reference, session
-from jcuts.tune.check import Expected, check_output
+from jcuts.tune.check import check_output
+from jcuts.tune.expected import Expected
 from jcuts.tune.library import export_subset
 from jcuts.tune.problem import Input, Output, Problem
 from jcuts.tune.values import NORMAL, SPECIAL, make_inputs
@@ -93,11 +94,12 @@ def test_another_order_of_rounded_attention_is_right_and_a_coarser_one_is_not():
         check_output(0, spec, [expected], [rounded(7, True)], 2.0)
 
 
-def made(folder, library, rounds=True):
-    """The sets of a product's problem whose XLA side is ``library``."""
-    inputs = tuple(Input(x.shape, "float32") for x in (A, B))
-    problem = Problem("p", inputs, (Output((37, 21), "float32", 53, False),), rounds=rounds)
-    program = closed(lambda a, b: a @ b, A, B)
+def made(folder, library, rounds=True, function=lambda a, b: a @ b, args=(A, B), seed=5):
+    """The sets of a problem, a product's by default, whose XLA side is ``library``."""
+    inputs = tuple(Input(x.shape, "float32") for x in args)
+    program = closed(function, *args)
+    (result,) = program.jaxpr.outvars
+    problem = Problem("p", inputs, (Output(result.aval.shape, "float32", 53, False),), rounds=rounds)
     with jax.enable_x64(True):
 
         def wide(seed, amplitude, *args):
@@ -105,10 +107,10 @@ def made(folder, library, rounds=True):
 
         specs = [jax.ShapeDtypeStruct(s, t) for s, t in (((), np.uint64), ((3,), np.float64))]
         export = jax.export.export(jax.jit(wide, keep_unused=True))(
-            *specs, *(jax.ShapeDtypeStruct(x.shape, np.float64) for x in (A, B))
+            *specs, *(jax.ShapeDtypeStruct(x.shape, np.float64) for x in args)
         )
         problem = problem.with_exports(b"", bytes(export.serialize()), False, False, rounds)
-        kinds = reference.make(jax, problem, jax.jit(library), folder, 5)
+        kinds = reference.make(jax, problem, jax.jit(library), folder, seed)
     return problem, kinds
 
 
@@ -206,3 +208,70 @@ def test_only_products_run_untimed_algorithms_in_float64(monkeypatch, function, 
 
     reference._wide(Jax, problem, [None])
     assert asked[0] == options
+
+
+def first_layer(x, w, scale, shift):
+    """7x7 with stride 2, a batch norm, ReLU."""
+    y = lax.conv_general_dilated(x, w, (2, 2), ((3, 3), (3, 3)), dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return jax.nn.relu(y * scale + shift)
+
+
+LAYER = tuple(np.zeros(s, np.float32) for s in ((1, 32, 32, 3), (7, 7, 3, 8), (8,), (8,)))
+
+
+def layer_of(rounding, x, w, scale, shift):
+    """The first layer by sums in float64 of operands as a kernel takes them; denormals count."""
+    x, w = (np.asarray(rounding(v), np.float64) for v in (x, w))
+    seen = np.lib.stride_tricks.sliding_window_view(np.pad(x, ((0, 0), (3, 3), (3, 3), (0, 0))), (7, 7), (1, 2))
+    with np.errstate(all="ignore"):
+        terms = seen[:, ::2, ::2].transpose(0, 1, 2, 4, 5, 3)[..., None] * w
+        y = terms.sum((3, 4, 5)) * scale.astype(np.float64) + shift
+        return np.where(np.isnan(y), y, np.maximum(y, 0)).astype(np.float32)
+
+
+def to_tf32(values):
+    with np.errstate(all="ignore"):
+        return np.where(np.abs(values) < 2.0**-137, np.copysign(0, values), round_tf32(values)).astype(np.float32)
+
+
+def rounded_layer(x, w, scale, shift):
+    return first_layer(*(lax.reduce_precision(v, 8, 10) for v in (x, w)), scale, shift)
+
+
+@pytest.mark.parametrize("library", [first_layer, rounded_layer])
+def test_a_kernel_that_rounds_operands_may_lose_a_class_to_that_and_only_there(tmp_path, library):
+    apart = 0
+    for seed in range(8):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        problem, kinds = made(folder, library, True, first_layer, LAYER, seed)
+        assert (folder / "0.unsure0.npy").exists() is (library is first_layer)
+        assert [n for n in range(len(kinds)) if (folder / f"{n}.rounded0.npy").exists()] in ([], [3])
+        expected, blind, got = [], [], []
+        for n, kind in enumerate(kinds):
+            operands = [np.load(folder / f"{n}.in{k}.npy") for k in range(4)]
+            r = np.load(folder / f"{n}.ref0.npy")
+            as_given = library is first_layer or kind == SPECIAL
+            x = layer_of((lambda v: v) if as_given else to_tf32, *operands)
+            files = {k: folder / f"{n}.{k}0.npy" for k in ("unsure", "rounded")}
+            unsure, rounded = (np.load(f) if f.exists() else None for f in files.values())
+            expected.append(Expected(kind, x, r, None, None, unsure, rounded))
+            blind.append(Expected(kind, x, r, None, None, unsure))
+            got.append(layer_of(to_tf32, *operands))
+        spec, at = problem.outputs[0], kinds.index(SPECIAL)
+        check_output(0, spec, expected, got, 2.0)
+        x, c = expected[at].xla, got[at]
+        differ = np.isnan(x) != np.isnan(c)
+        if not differ.any():
+            continue
+        apart += int(differ.sum())
+        with pytest.raises(AccuracyRejected):
+            check_output(0, spec, blind, got, 2.0)
+        other = np.flatnonzero(~differ & np.isfinite(x) & np.isfinite(c))[::101]
+        for wrong in other:
+            bad = c.copy()
+            bad.reshape(-1)[wrong] = np.nan
+            with pytest.raises(AccuracyRejected) as caught:
+                check_output(0, spec, expected, [bad if n == at else g for n, g in enumerate(got)], 2.0)
+            assert caught.value.values["rule"] == "class"
+    assert apart >= 3

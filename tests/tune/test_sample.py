@@ -12,7 +12,7 @@ import pytest
 
 from jcuts.base.errors import AccuracyRejected
 from jcuts.tune import operations, sample, values
-from jcuts.tune.check import Accuracy
+from jcuts.tune.floats import Accuracy
 from jcuts.tune.library import export_subset
 from jcuts.tune.problem import Candidate, Input, Output, Problem, stablehlo_payload
 

@@ -7,7 +7,8 @@ import pytest
 
 from jcuts.base.errors import AccuracyRejected
 from jcuts.tune import reference, slabs
-from jcuts.tune.check import Expected, check_output
+from jcuts.tune.check import check_output
+from jcuts.tune.expected import Expected
 from jcuts.tune.problem import Output
 
 

@@ -10,7 +10,8 @@ from jax import lax
 
 from jcuts.base.errors import AccuracyRejected
 from jcuts.trace import jaxapi
-from jcuts.tune.check import Expected, check_output
+from jcuts.tune.check import check_output
+from jcuts.tune.expected import Expected
 from jcuts.tune.library import export_subset
 from jcuts.tune.problem import Output
 from jcuts.tune.values import NORMAL, SPECIAL

@@ -19,7 +19,9 @@ from jcuts.codegen.cuda.block import BlockEmitter
 from jcuts.codegen.cuda.builder import GpuBuilder
 from jcuts.codegen.cuda.column_rows import ColumnRowsEmitter, ColumnRowsShape, outer_axes
 from jcuts.codegen.cuda.columns import ColumnEmitter, ColumnShape
+from jcuts.codegen.cuda.combined import CombinedEmitter, CombinedShape
 from jcuts.codegen.cuda.emit import AnyShape, CudaSource, emit_source
+from jcuts.codegen.cuda.fed_shape import FedShape
 from jcuts.codegen.cuda.group_shape import GroupShape
 from jcuts.codegen.cuda.group_window_shape import WindowShape
 from jcuts.codegen.cuda.image import SYMBOL, Image, Launch, Resources
@@ -28,12 +30,16 @@ from jcuts.codegen.cuda.parts import parts
 from jcuts.codegen.cuda.patch import PatchEmitter
 from jcuts.codegen.cuda.point import PointEmitter, counted_by_tile, pinned
 from jcuts.codegen.cuda.product import ProductEmitter, ProductShape
+from jcuts.codegen.cuda.product_fed import FedEmitter
 from jcuts.codegen.cuda.product_groups import GroupEmitter
+from jcuts.codegen.cuda.product_steady import SteadyEmitter
 from jcuts.codegen.cuda.product_windows import WindowEmitter
 from jcuts.codegen.cuda.scan import ScanColumnsEmitter, ScanRowsEmitter, ScanShape, units
+from jcuts.codegen.cuda.steady_shape import SteadyShape
 from jcuts.codegen.cuda.target import AMPERE, GROUPED, REGISTERS, CudaTarget
 from jcuts.codegen.cuda.team import TeamEmitter, TeamShape
 from jcuts.codegen.cuda.transposed import TransposedEmitter, TransposedShape
+from jcuts.codegen.cuda.turn import TurnEmitter, TurnShape
 from jcuts.codegen.cuda.walk import WalkEmitter, walk_of
 from jcuts.dfg.program import Program
 from jcuts.dfg.verify import verify
@@ -42,11 +48,13 @@ from jcuts.region.block_tiles import BlockShape
 from jcuts.region.patch_tiles import PatchShape
 
 _MULTIPLIERS: tuple[tuple[type, Any], ...] = (
-    (WindowShape, WindowEmitter), (GroupShape, GroupEmitter), (ProductShape, ProductEmitter),
-    (PatchShape, PatchEmitter), (BlockShape, BlockEmitter), (AttentionShape, AttentionEmitter),
+    (FedShape, FedEmitter), (WindowShape, WindowEmitter), (SteadyShape, SteadyEmitter), (GroupShape, GroupEmitter),
+    (ProductShape, ProductEmitter), (PatchShape, PatchEmitter), (BlockShape, BlockEmitter),
+    (AttentionShape, AttentionEmitter), (TurnShape, TurnEmitter), (CombinedShape, CombinedEmitter),
 )  # fmt: skip
-"""Who emits forms on matrix units; a kind stands before what it is one of."""
-_BY_BLOCK = (ProductShape, PatchShape, BlockShape, AttentionShape)  # get the numbers of block and thread
+"""Who emits forms on matrix units, and what prepares their operands; a kind stands before what it is one of."""
+_BY_BLOCK = (ProductShape, PatchShape, BlockShape, AttentionShape, TurnShape, CombinedShape)
+"""Whose emitters get the numbers of block and thread."""
 
 _lock = threading.RLock()
 _SLOW_PATHS = frozenset({"sin", "cos", "tan"})
@@ -112,7 +120,7 @@ def compile_program(program: Program, target: CudaTarget) -> CompiledKernel:
         emitted.append(source)
         sources.append((_ptx(part.program, source, target, symbol), symbol))
     arch = arch_of(program, target)
-    overlapped = "pixels" in dict(program.params)
+    overlapped = not {"pixels", "rounds", "fed"}.isdisjoint(dict(program.params))
     cubin = assemble.assemble(assemble.merged(sources, arch), arch, overlapped=overlapped)
     report = assemble.resources(cubin)
     launches = []
@@ -125,6 +133,11 @@ def compile_program(program: Program, target: CudaTarget) -> CompiledKernel:
                 stack=used.stack, registers=used.registers,
             )  # fmt: skip
         check_limits(program.name, used, source.threads, target, source.shared)
+        for shape in source.variants.values():
+            if isinstance(shape, FedShape) and shape.registers and used.registers != shape.entry:
+                raise CompileRejected(
+                    f"{program.name}: {symbol} has {used.registers} registers to share, not {shape.entry}"
+                )
         grid, block, cluster = ((n, 1, 1) for n in (source.blocks, source.threads, source.cluster))
         launches.append(Launch(symbol, grid, block, part.arguments, source.shared, cluster, resources=used))
     image = Image(arch, program.name, tuple(launches), cubin)

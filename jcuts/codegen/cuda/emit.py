@@ -12,6 +12,8 @@ from jcuts.codegen.cuda.attention import attention_shape
 from jcuts.codegen.cuda.block import block_shape
 from jcuts.codegen.cuda.column_rows import ColumnRowsShape, column_rows_shape, outer_axes
 from jcuts.codegen.cuda.columns import ColumnShape, lane_blocks, shape_of
+from jcuts.codegen.cuda.combined import CombinedShape, combined_shape
+from jcuts.codegen.cuda.fed_shape import fed_shape
 from jcuts.codegen.cuda.group_shape import group_shape
 from jcuts.codegen.cuda.group_window_shape import window_shape
 from jcuts.codegen.cuda.memory import LIMIT
@@ -20,8 +22,10 @@ from jcuts.codegen.cuda.point import Shape, counted_by_tile
 from jcuts.codegen.cuda.product import ProductShape, block_count, product_shape
 from jcuts.codegen.cuda.scan import ScanShape, grid_of, scan_shape, units
 from jcuts.codegen.cuda.shared import WARP
+from jcuts.codegen.cuda.steady_shape import steady_shape
 from jcuts.codegen.cuda.team import TeamShape, row_count, row_length
 from jcuts.codegen.cuda.transposed import TransposedShape, tiles_of, transposed_shape
+from jcuts.codegen.cuda.turn import TurnShape, turn_shape
 from jcuts.codegen.cuda.walk import walk_of
 from jcuts.dfg.program import Phase, Program
 from jcuts.region.attention_tiles import AttentionShape
@@ -31,10 +35,10 @@ from jcuts.region.patch_tiles import PatchShape
 GRID_LIMIT = 2**31 - 1
 MAX_THREADS = 1024
 FORMS = ("point", "team", "columns", "column_rows", "moments", "transposed", "scan_columns", "scan_rows",
-         "product", "patch", "block", "attention")  # fmt: skip
+         "product", "patch", "block", "attention", "weights", "combined")  # fmt: skip
 AnyShape = (
     Shape | TeamShape | ColumnShape | ColumnRowsShape | TransposedShape | ScanShape | ProductShape | PatchShape
-    | BlockShape | AttentionShape
+    | BlockShape | AttentionShape | TurnShape | CombinedShape
 )  # fmt: skip
 
 
@@ -272,9 +276,15 @@ class _Writer:
 
     def product(self) -> CudaSource:
         params = dict(self.program.params)
+        if "fed" in params:
+            fed = fed_shape(self.program)
+            return replace(self._by_block(f"fed_{fed.left.size}x{fed.right.size}", fed, fed.blocks), least=1)
         if "pixels" in params:
             window = window_shape(self.program)
             return self._by_block(f"window_{window.left.size}x{window.right.size}", window, window.blocks)
+        if "rounds" in params:
+            steady = steady_shape(self.program)
+            return self._by_block(f"steady_{steady.left.size}x{steady.right.size}", steady, steady.blocks)
         groups = "groups" in params
         shape = group_shape(self.program) if groups else product_shape(self.program)
         name = f"product_{shape.left.size}x{shape.right.size}x{shape.left.terms}"
@@ -294,6 +304,17 @@ class _Writer:
         shape = block_shape(self.program)
         name = f"block_{shape.images}x{shape.rows}x{shape.columns}x{shape.chunk}"
         return replace(self._by_block(name, shape, shape.tiles), least=shape.beside)
+
+    def weights(self) -> CudaSource:
+        return self._parts("weights", turn_shape(self.program))
+
+    def combined(self) -> CudaSource:
+        return self._parts("combined", combined_shape(self.program))
+
+    def _parts(self, name: str, shape: TurnShape | CombinedShape) -> CudaSource:
+        self.variants[name] = shape
+        self.line(1, f"{name}({', '.join([*self.names, 'cuda.blockIdx.x', 'cuda.threadIdx.x'])})")
+        return self.done(shape.blocks)
 
     def _by_block(self, name: str, shape: ProductShape | PatchShape | BlockShape | AttentionShape, blocks: int
                   ) -> CudaSource:  # fmt: skip

@@ -55,7 +55,7 @@ def multiply(
         tile in the block's terms; before: what is done to the left operand before it is rounded; beside: copies, each
         of which is started behind some step; together: steps that are one group.
     """
-    terms = builder.mul(number, L.I32(columns.terms * columns.side.item)) if before is not None else None
+    terms = builder.mul(number, L.I32(columns.terms)) if before is not None else None
     kind, wide = TYPES[columns.side.dtype], columns.side.item == 4
     steps = columns.terms * columns.side.item // tensor.STEP
     whole = together == steps  # fragments of the next tile are read while this one is multiplied

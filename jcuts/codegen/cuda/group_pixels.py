@@ -67,7 +67,9 @@ class PixelCopies:
         channel = builder.add(self.channel, builder.mul(chunk, L.I32(window.line)))
         if window.channels % window.line:
             live = builder.and_(live, builder.icmp_signed("<", channel, L.I32(window.channels)))
-        place = builder.add(builder.mul(pixel, L.I32(window.channels)), channel)
+        place = builder.add(builder.mul(pixel, L.I32(window.stride)), channel)
+        if window.begin:
+            place = builder.add(place, L.I32(window.begin))
         source = builder.mul(builder.sext(place, L.I64), L.I64(item))
         source = builder.add(self.frame.pointers[window.side.buffer], source)
         target = builder.add(builder.add(self.into, stage), builder.mul(far, L.I32(wgmma.LINE)))

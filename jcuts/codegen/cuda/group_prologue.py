@@ -1,23 +1,26 @@
 """What is computed from the left operand of a product on its way through registers: norms, activations.
 
-The vectors that it needs, one element per term, are copied into shared memory once, behind the tiles; pairs of terms 4
-apart lie side by side, as lanes hold them (`group_fragments`).
+The vectors that it needs, one element per term, are copied into shared memory once, behind the tiles; terms that a lane
+holds lie side by side (`group_fragments`): of float32 two that are 4 apart, of bfloat16 two pairs that are 8 apart.
+bfloat16 is rounded once, when all is done.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from jcuts.codegen import elements as E
 from jcuts.codegen import lanes as L
 from jcuts.codegen.cuda import memory as M
 from jcuts.codegen.cuda import tensor
-from jcuts.codegen.cuda.values import Emitter
+from jcuts.codegen.cuda.values import Emitter, to_words
 from jcuts.dfg.node import Graph, Node
 from jcuts.dfg.program import Program
-from jcuts.region.products import K, prologue, vectors
+from jcuts.region.products import K, prologue, sides, summed, vectors
 
-ITEM, STEP = 4, 8  # bytes of an element; terms of an instruction
+ITEM = 4  # bytes of an element of a vector
+HALF = "bfloat16"
 
 
 class Prologue:
@@ -26,10 +29,13 @@ class Prologue:
     def __init__(self, frame: M.Frame, program: Program, terms: int, shared: L.Value, lane: L.Value) -> None:
         """Args: terms: of the block; shared: where their vectors go."""
         self.builder, self.frame, self.terms, self.shared = frame.builder, frame, terms, shared
+        self.total = summed(program)
         self.vectors = vectors(program)
         self.graph, self.given, self.result = _template(program, self.vectors)
-        pair = self.builder.and_(lane, L.I32(3))
-        self.place = self.builder.add(shared, self.builder.shl(pair, L.I32(3)))
+        self.half = sides(program)[0].item == 2
+        self.step = 16 if self.half else 8  # terms of an instruction
+        mine = self.builder.and_(lane, L.I32(3))
+        self.place = self.builder.add(shared, self.builder.shl(mine, L.I32(4 if self.half else 3)))
 
     def start(self, skipped: L.Value, threads: int, thread: L.Value) -> None:
         """Starts the copies of all vectors. Args: skipped: terms of the block's group before its own."""
@@ -37,36 +43,61 @@ class Prologue:
         for first in range(0, self.terms, threads):
             place = builder.add(thread, L.I32(first)) if first else thread
             inside = None if first + threads <= self.terms else builder.icmp_unsigned("<", place, L.I32(self.terms))
-            low, high = builder.and_(place, L.I32(3)), builder.and_(place, L.I32(4))
-            moved = builder.or_(builder.shl(low, L.I32(1)), builder.lshr(high, L.I32(2)))
-            moved = builder.or_(moved, builder.and_(place, L.I32(~(STEP - 1))))
-            target = builder.add(self.shared, builder.shl(moved, L.I32(2)))
+            target = builder.add(self.shared, builder.shl(self._moved(place), L.I32(2)))
             term = builder.add(place, skipped)
             if inside is not None:  # addresses are computed by all threads
                 term = builder.select(inside, term, skipped)
+            there = None
+            if self.total % self.terms:  # terms beyond the last are zeros
+                there = builder.icmp_unsigned("<", term, L.I32(self.total))
+                term = builder.select(there, term, skipped)
             frame = replace(self.frame, variables={**self.frame.variables, K: term}, cache={})
             for number, node in enumerate(self.vectors):
                 assert node.index is not None
                 source = M.address(frame, node.buffer, ITEM, node.index)
-                tensor.copy(builder, (target, number * self.terms * ITEM), source, ITEM, None, inside)
+                tensor.copy(builder, (target, number * self.terms * ITEM), source, ITEM, there, inside)
+
+    def _moved(self, place: L.Value) -> L.Value:
+        """Where the vectors have a term: the lane's number within a step, then that of its term."""
+        builder = self.builder
+        first = builder.and_(place, L.I32(~(self.step - 1)))
+        if self.half:
+            mine, other = builder.and_(place, L.I32(6)), builder.and_(place, L.I32(8))
+            moved = builder.or_(builder.shl(mine, L.I32(1)), builder.lshr(other, L.I32(2)))
+            return builder.or_(builder.or_(first, moved), builder.and_(place, L.I32(1)))
+        low, high = builder.and_(place, L.I32(3)), builder.and_(place, L.I32(4))
+        return builder.or_(builder.or_(builder.shl(low, L.I32(1)), builder.lshr(high, L.I32(2))), first)
 
     def apply(self, words: list[list[L.Value]], tile: L.Value, step: int) -> list[list[L.Value]]:
-        """The values of fragments. Args: words: [64 rows][4]; tile: bytes of a vector before the tile's terms."""
+        """The values of fragments. Args: words: [64 rows][4]; tile: terms of the block before the tile's."""
         builder = self.builder
-        place = builder.add(self.place, tile)
-        pairs = [
-            tensor.read_pair(builder, place, (number * self.terms + step * STEP) * ITEM)
-            for number in range(len(self.vectors))
-        ]
-        return [[self._value(word, [pair[k // 2] for pair in pairs]) for k, word in enumerate(row)] for row in words]
+        place = builder.add(self.place, builder.shl(tile, L.I32(2)))
+        offsets = [(number * self.terms + step * self.step) * ITEM for number in range(len(self.vectors))]
+        if not self.half:
+            pairs = [tensor.read_pair(builder, place, offset) for offset in offsets]
+            return [
+                [builder.bitcast(self._value(word, [p[k // 2] for p in pairs]), L.I32) for k, word in enumerate(row)]
+                for row in words
+            ]
+        fours = [[w for at in (0, 8) for w in tensor.read_pair(builder, place, offset + at)] for offset in offsets]
+        return [[self._pair(word, fours, k // 2) for k, word in enumerate(row)] for row in words]
+
+    def _pair(self, word: L.Value, fours: list[list[L.Value]], half: int) -> L.Value:
+        """Both elements of a word of bfloat16. Args: half: of the step's terms."""
+        builder = self.builder
+        parts = builder.shl(word, L.I32(16)), builder.and_(word, L.I32(-65536))
+        made = [self._value(part, [four[2 * half + k] for four in fours]) for k, part in enumerate(parts)]
+        (found,), _ = to_words(builder, [E.Lanes(value, HALF) for value in made])
+        return found
 
     def _value(self, word: L.Value, mine: list[L.Value]) -> L.Value:
+        """The float32 value of an element. Args: word: its bits, as float32; mine: those of the vectors."""
         builder = self.builder
         emitter = Emitter(replace(self.frame, values={}, cache={}), self.graph, {})
         for number, value in zip(self.given, (word, *mine), strict=True):
             emitter.give(number, E.Lanes(builder.bitcast(value, L.F32), "float32"))
         (found,) = emitter.emit([self.result])
-        return builder.bitcast(found.value, L.I32)
+        return found.value
 
 
 def _template(program: Program, known: list[Node]) -> tuple[Graph, list[int], int]:
@@ -74,11 +105,23 @@ def _template(program: Program, known: list[Node]) -> tuple[Graph, list[int], in
     body, last = program.phases[0].body, prologue(program)
     assert last is not None
     found, numbers, given = Graph(), {}, [0] * (1 + len(known))
-    for number in body.needed([last]):
+    needed = list(body.needed([last]))
+    uses = Counter(a for n in needed for a in body.nodes[n].args)
+    half = sides(program)[0].item == 2
+    for number in needed:
         node = body.nodes[number]
+        if node.op in ("widen", "convert"):
+            numbers[number] = numbers[node.args[0]]
+            continue
         if node.op == "load":
             place = 1 + known.index(node) if node in known else 0
             given[place] = numbers[number] = found.add(Node("acc", "float32", attrs=(("number", place),)))
-        else:
-            numbers[number] = found.add(replace(node, args=tuple(numbers[a] for a in node.args)))
+            continue
+        args = tuple(numbers[a] for a in node.args)
+        product = next((a for a in node.args if body.nodes[a].op == "mul" and uses[a] == 1), None)
+        if half and node.op == "add" and product is not None:  # bfloat16 hides what one rounding is about
+            other = node.args[1] if node.args[0] == product else node.args[0]
+            args = (*(numbers[a] for a in body.nodes[product].args), numbers[other])
+            node = replace(node, op="fma")
+        numbers[number] = found.add(replace(node, dtype="float32", args=args))
     return found, given, numbers[last]

@@ -12,7 +12,7 @@ from jcuts.codegen.cuda.shared import WARP
 from jcuts.dfg.program import Program
 from jcuts.region.gpu_group_tiling import BARRIER, room
 from jcuts.region.gpu_held import Held, held
-from jcuts.region.products import COLUMNS, ROWS, K, S, prologue, shares, sides, summed, vectors
+from jcuts.region.products import COLUMNS, ROWS, K, S, bears_zeros, prologue, shares, sides, summed, vectors
 
 WARPS = 4  # of a group
 MOST_TOTALS = 128  # of a thread
@@ -29,7 +29,7 @@ class GroupShape(ProductShape):
     Attributes:
         left, right: tiles of the operands.
         flight: tiles of float32 that wait in registers, 0 where operands are copied.
-        rounded: the right operand is rounded already, and the left one is on its way to the units.
+        rounded: the left operand is rounded (or, of bfloat16, computed) on its way to the units, the right one before.
         vectors: values per term that its prologue takes.
         spread: whether copies are started among the steps of the products, not behind them.
         steps: of terms, of a tile of rounded weights that are one group of instructions.
@@ -123,8 +123,10 @@ def group_shape(program: Program) -> GroupShape:
     through = left.item == 4 and not rounded
     fits = fits and (flight > 0 and stages in ROUNDED_STAGES if through else flight == 0 and stages >= min(3, share))
     if rounded:  # the units would cut bits off whatever else the right operand held
-        fits = fits and not (ragged and prologue(program) is not None)  # zeros would not stay zeros
-        fits = fits and left.item == 4 and left.along_terms and right.along_terms and program.buffer(right.buffer).tf32
+        if ragged and prologue(program) is not None:
+            fits = fits and S not in extents and bears_zeros(program)
+        weights = right.along_terms and program.buffer(right.buffer).tf32
+        fits = fits and left.along_terms and (weights if left.item == 4 else prologue(program) is not None)
         fits = fits and terms * left.item // tensor.STEP % steps == 0 and (
             steps <= AHEAD or steps == terms * left.item // tensor.STEP
         )

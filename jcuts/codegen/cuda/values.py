@@ -71,6 +71,8 @@ class Emitter:
         self.frame, self.graph, self.buffers = frame, graph, buffers
         self.done: dict[int, E.Lanes] = {}
         self.runs: dict[int, list[int]] = {}
+        self.coarse: set[int] = set()
+        """Sums of matrix units, and what is computed from them."""
 
     def give(self, number: int, lanes: E.Lanes) -> None:
         """Sets the value of a node that is made elsewhere (an accumulator)."""
@@ -130,8 +132,11 @@ class Emitter:
         if node.op == "acc":
             raise IRError(f"accumulator {node.attr('number')} is used before it is known")
         args = [self.done[a] for a in node.args]
+        coarse = not self.coarse.isdisjoint(node.args)
+        if coarse:
+            self.coarse.add(number)
         if special.supported(node.op, node.dtype):
-            value = special.emit(builder, node.op, node.dtype, [a.value for a in args])
+            value = special.emit(builder, node.op, node.dtype, [a.value for a in args], coarse=coarse)
             return E.Lanes(value, node.dtype, node.dtype not in E.HALVES)
         builder.exact_division = node.op in NEEDS_EXACT_DIVISION
         result = E.apply(builder, node.op, node.dtype, args, dict(node.attrs))

@@ -1,0 +1,121 @@
+"""Layers of networks that compute in bfloat16, with their norms in float32: kernels against XLA.
+
+    python benchmarks/gpu_halves.py --out results --most 6 --budget 100
+
+A layer is a convolution (or product) whose result goes through a float32 norm with known statistics and an activation,
+as keras' networks have it; some have such a norm before the product, too.  Needs a GPU of compute capability 9.0;
+compiles in parallel first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.gpu_cases import Case  # noqa: E402
+
+CONVOLUTIONS = (
+    (56, 64, 64, (3, 3), 1), (28, 128, 128, (3, 3), 1), (14, 256, 256, (3, 3), 1), (7, 512, 512, (3, 3), 1),
+    (56, 128, 32, (3, 3), 1), (28, 128, 32, (3, 3), 1), (14, 128, 32, (3, 3), 1), (147, 32, 64, (3, 3), 1),
+    (73, 80, 192, (3, 3), 1), (17, 192, 192, (1, 7), 1), (17, 160, 160, (7, 1), 1), (35, 96, 96, (3, 3), 1),
+    (8, 448, 384, (3, 3), 1), (149, 32, 32, (3, 3), 1),
+)  # fmt: skip
+"""(height and width, channels, features, filter, stride) of ResNet50, DenseNet121, InceptionV3."""
+PRODUCTS = ((3136, 64, 256), (784, 512, 128), (196, 1024, 256), (784, 128, 512), (12544, 16, 96), (289, 768, 192))
+"""(rows of an image, terms, columns)."""
+NORMS = ((3136, 96, 128), (3136, 224, 128), (784, 256, 128), (784, 480, 128), (196, 768, 128))
+"""The same of products behind a norm: DenseNet121."""
+TYPES = {"h": "bfloat16", "f": "float32"}
+
+
+def norm(x: Any, s: Any, t: Any) -> Any:
+    """A batch norm with known statistics, in float32, and ReLU."""
+    return jnp.maximum((x.astype(jnp.float32) * s + t).astype(x.dtype), 0)
+
+
+def _case(name: str, function: Callable[..., Any], shapes: Sequence[tuple[int, ...]], types: str) -> Case:
+    return Case(name, function, tuple((s, TYPES[t]) for s, t in zip(shapes, types, strict=True)))
+
+
+def layers(batch: int) -> list[Case]:
+    """All layers, those that tell most first."""
+    found = []
+    for rows, k, n in NORMS:
+        shapes = ((batch * rows, k), (k, n), (k,), (k,), (n,), (n,))
+        found.append(_case(f"bfloat16 norm {batch * rows}x{k}x{n}",
+                           lambda x, w, s, t, u, v: norm(norm(x, s, t) @ w, u, v), shapes, "hhffff"))  # fmt: skip
+    for h, c, k, taps, stride in CONVOLUTIONS:
+        def convolved(x: Any, w: Any, s: Any, t: Any, stride: int = stride) -> Any:
+            names = ("NHWC", "HWIO", "NHWC")
+            return norm(lax.conv_general_dilated(x, w, (stride, stride), "SAME", dimension_numbers=names), s, t)
+
+        shapes = ((batch, h, h, c), (*taps, c, k), (k,), (k,))
+        name = f"bfloat16 convolution {taps[0]}x{taps[1]} {batch}x{h}x{h}x{c} to {k}"
+        found.append(_case(name, convolved, shapes, "hhff"))
+    for rows, k, n in PRODUCTS:
+        shapes = ((batch * rows, k), (k, n), (n,), (n,))
+        name = f"bfloat16 product {batch * rows}x{k}x{n}"
+        found.append(_case(name, lambda x, w, s, t: norm(x @ w, s, t), shapes, "hhff"))
+    return found
+
+
+def schedules(case: Case, most: int) -> list[Any]:
+    """The best programs by the ranking; of what keeps pixels, and of what does not, a few each."""
+    from benchmarks.gpu_run import small_arguments
+    from jcuts.dfg.program import Program
+    from jcuts.region import gpu
+    from jcuts.region.absorb import CHEAP
+    from jcuts.region.build import build
+    from jcuts.region.graph import build_graph
+    from jcuts.trace.inline import inline
+    from jcuts.trace.simplify import simplify
+
+    graph = build_graph(simplify(inline(jax.make_jaxpr(case.function)(*small_arguments(case)))).jaxpr)
+    program = build(graph, frozenset(range(len(graph.nodes))), cheap=CHEAP)
+    if not isinstance(program, Program):
+        raise SystemExit(f"{case.name}: {program}")
+    ranked = [p for p, _ in gpu.candidates(program, gpu.GpuMachine(132), 4 * most)]
+    kept = [p for p in ranked if "pixels" in dict(p.params)]
+    others = [p for p in ranked if "pixels" not in dict(p.params)]
+    return kept[: math.ceil(most / 2)] + others[: most - min(len(kept), math.ceil(most / 2))]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    from benchmarks import gpu_run
+    from benchmarks.gpu_groups import build, race
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("gpu_halves"))
+    parser.add_argument("--only", default="", help="only layers whose name contains one of these")
+    parser.add_argument("--batch", type=int, default=64, help="images")
+    parser.add_argument("--most", type=int, default=6, help="schedules per layer")
+    parser.add_argument("--budget", type=float, default=100.0, help="seconds")
+    parser.add_argument("--workers", type=int, default=16)
+    parser.add_argument("--build", action="store_true", help="only compile; needs no GPU")
+    options = parser.parse_args(arguments)
+    folder = options.out / "kernels"
+    folder.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    cases = [case for case in layers(options.batch) if gpu_run.wanted(case, options.only)]
+    work = [(case, schedules(case, options.most)) for case in cases]
+    build([p for _, programs in work for p in programs], folder, options.workers, start)
+    if not options.build:
+        race(work, folder, options.out / "gpu_halves.json", options.budget, start, graphs=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

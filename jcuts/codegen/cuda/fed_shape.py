@@ -1,0 +1,147 @@
+"""What a block does whose operands are brought by warps of their own, and what schedules must keep to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jcuts.base.errors import CompileRejected
+from jcuts.codegen.cuda import wgmma
+from jcuts.codegen.cuda.group_shape import MOST_TOTALS, WARPS, readable
+from jcuts.codegen.cuda.group_tiles import GroupTile
+from jcuts.codegen.cuda.product import ProductShape, three
+from jcuts.codegen.cuda.shared import WARP
+from jcuts.dfg.program import Program
+from jcuts.region.gpu_group_tiling import BARRIER
+from jcuts.region.group_windows import Window, has_weights, in_line, window
+from jcuts.region.products import COLUMNS, ROWS, B, K, S, prologue, shares, sides, summed
+
+FILE, STEP, MOST_REGISTERS = 65536, 8, 240
+"""Registers of a multiprocessor; what those of a thread are a multiple of; most of a thread."""
+CARRYING, FEW_TOTALS = (56, 80), 64
+"""Registers of a thread that copies, few or more, where others get what it does not need; totals up to which nobody
+needs them."""
+
+@dataclass(frozen=True)
+class FedShape(ProductShape):
+    """A block's work.
+
+    Attributes:
+        left, right: tiles of the operands, the left one as its results lie.
+        window, span: how pixels are read that are kept for all taps; lines of a run of them (None, 0: none are).
+        kept: runs in shared memory.
+        rounds: tiles of outputs of a block. carriers: warps that copy.
+        early: whether those ask for what the exit adds.
+    """
+
+    left: GroupTile
+    right: GroupTile
+    window: Window | None
+    span: int
+    kept: int
+    rounds: int
+    carriers: int
+    early: bool
+
+    @property
+    def multipliers(self) -> int:
+        """Threads that multiply."""
+        return WARP * self.warps[0]
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return self.multipliers + WARP * self.carriers
+
+    @property
+    def registers(self) -> tuple[int, int] | None:
+        """Registers of a thread that multiplies, and of one that copies, where they are shared out."""
+        groups = self.warps[0] // WARPS
+        few = groups != 3 and self.left.warp * self.right.size <= FEW_TOTALS * WARP * WARPS
+        if self.carriers != WARPS or groups == 1 or few:
+            return None
+        mine = CARRYING[self.window is not None or self.early or groups > 2]
+        return min(MOST_REGISTERS, (self.entry * (groups + 1) - mine) // groups // STEP * STEP), mine
+
+    @property
+    def entry(self) -> int:
+        """Registers that every thread begins with where they are shared out."""
+        return FILE // (WARP * (self.warps[0] + self.carriers)) // STEP * STEP
+
+    @property
+    def stage(self) -> int:
+        """Bytes of a stage: the weights of a tile of terms, and the left operand's tile where no pixels are kept."""
+        return self.right.bytes + (self.left.bytes if self.window is None else 0)
+
+    @property
+    def run(self) -> int:
+        """Bytes of a run of pixels."""
+        return self.span * wgmma.LINE
+
+    @property
+    def ring(self) -> int:
+        """Bytes of all stages."""
+        return self.stage * self.stages
+
+    @property
+    def barriers(self) -> int:
+        """Bytes before the barriers: stages, runs of pixels, a line of zeros."""
+        return self.ring + (self.run * self.kept + wgmma.LINE if self.window is not None else 0)
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory of a block."""
+        return self.barriers + 2 * self.stages * BARRIER
+
+    @property
+    def alignment(self) -> int:
+        """Bytes that divide the address of the shared memory."""
+        return wgmma.ATOM
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of outputs."""
+        return -(-self.left.extent // self.left.size) * -(-self.right.extent // self.right.size)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the grid."""
+        return -(-self.tiles // self.rounds)
+
+
+def fed_shape(program: Program) -> FedShape:
+    """The work that a schedule gives to a block. Raises CompileRejected where its numbers do not fit each other."""
+    params, extents = dict(program.params), program.phases[0].ranges()
+    rows, columns, terms = three(params["tile"])
+    along, across = (int(str(v)) for v in params["groups"])  # type: ignore[attr-defined]
+    left, right = sides(program)
+    kept, total = int(str(params.get("pixels", 0))), summed(program)
+    fits = {B, S}.isdisjoint(extents) and prologue(program) is None and terms * left.item == wgmma.LINE
+    found = window(program) if kept and fits else None
+    share, _ = shares(extents[K], terms, 1)
+    ragged = total % terms != 0
+    if kept:
+        if found is None or not has_weights(program):
+            raise CompileRejected(f"{program.name}: no convolution with rounded weights whose pixels can be kept")
+        right, share, ragged = in_line(right, total), found.steps, found.channels % found.line != 0
+    first = GroupTile(left, extents[ROWS], rows, terms, rows // max(1, along), 0, ragged)
+    second = GroupTile(right, extents[COLUMNS], columns, terms, columns, 0 if kept else first.bytes, ragged)
+    stages, rounds = int(str(params["stages"])), int(str(params.get("rounds", 1)))
+    shape = FedShape(
+        first, second, (WARPS * along, across, 1), stages, share, total, 1, found,
+        0 if found is None else found.span(rows), kept, rounds, int(str(params["fed"])), bool(params.get("early", 0)),
+    )  # fmt: skip
+    fits = fits and across == 1 and rows == along * first.warp and first.warp % wgmma.ROWS == 0
+    fits = fits and second.warp % 8 == 0 and second.warp <= wgmma.WIDEST
+    fits = fits and first.warp * second.warp <= MOST_TOTALS * WARP * WARPS
+    fits = fits and left.item == 4 and left.along_terms and right.along_terms and program.buffer(right.buffer).tf32
+    fits = fits and stages >= 3 and share >= 2 and rounds >= 1 and 1 <= shape.carriers <= WARPS
+    fits = fits and readable(second, 1) and (found is not None or readable(first, along))
+    if found is None:
+        fits = fits and all(t.side.run % terms == 0 or t.side.run == extents[K] for t in (first, second))
+    else:  # a run is written again when the stages behind it have been read
+        fits = fits and kept >= 2 and stages <= (kept - 1) * found.taps + 1
+        fits = fits and shape.carriers % 2 == 0  # lines are swizzled by their number
+    others = {"flight", "split", "cluster", "push", "held", "cached", "spread", "steps", "unrolled", "fetched"}
+    if not fits or not others.isdisjoint(params) or shape.threads != int(str(params["threads"])):
+        raise CompileRejected(f"{program.name}: no product of tiles {params['tile']} by groups {params['groups']}")
+    return shape

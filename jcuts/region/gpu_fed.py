@@ -1,0 +1,143 @@
+"""Schedules of products whose operands are brought by warps of their own (rounded weights), ranked by counted cycles.
+
+One block of such warps fills a multiprocessor, and blocks go on from tile to tile.  Counted per tile of terms: the
+longest of what the units, the port of shared memory and the L2 cache take; fetching and rounding of a group hide behind
+the others' products.  Results leave while the next tile's copies are under way, but take the groups' time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from jcuts.dfg.program import Program
+from jcuts.region.gpu_group_tiling import BARRIER, GROUP, HIGH, LINE
+from jcuts.region.gpu_products import MEMORY
+from jcuts.region.gpu_tiles import WARP, Candidate, scheduled
+from jcuts.region.group_windows import Window, has_weights, window
+from jcuts.region.products import shares, sides
+
+if TYPE_CHECKING:
+    from jcuts.region.gpu_groups import GroupCounter
+
+MOST, AGAIN = 2, 0.97
+"""Schedules of one product, and what every further one counts."""
+GROUPED, LEAST_PRODUCTS = (9, 0), 1 << 28
+"""The compute capability that has warp groups; products from which on there are schedules."""
+HEIGHTS = ((128, 2, 256), (192, 3, 128), (256, 2, 64), (256, 4, 64))
+"""(rows of a block, groups along them, most columns)."""
+WIDTHS = (32, 256)
+"""Least and most columns."""
+FEW_TOTALS = 64
+"""Totals of a thread beside which there are registers for everything."""
+CARRIERS, RUNS, STAGES, MOST_STAGES = 4, 2, 3, 10
+"""Warps that copy; runs of pixels that are kept; least and most stages."""
+MOST_SHARED = 226 << 10
+"""Bytes of shared memory of a block."""
+SHARE = 0.9
+"""Pixels copied per tap, of those that a tile per tap would copy, up to which keeping them pays."""
+UNIT, PORT, CACHE = 900.0, 112.0, 45.0
+"""Products per cycle and multiprocessor; bytes per cycle of shared memory and the L2 cache."""
+BEGIN, LEAVE, LEFT = 6000.0, 800.0, 0.25
+"""Cycles to a launch's first products; of a tile's results beside their bytes; what is left of memory's time."""
+
+
+@dataclass(frozen=True)
+class FedTiling:
+    """One schedule: a block's tile, groups along its rows, stages, warps that copy.
+
+    Attributes:
+        pixels: runs of pixels that are kept for all taps, 0 where none are. rounds: tiles of outputs of a block.
+        early: whether what the exit adds is asked for before.
+    """
+
+    rows: int
+    columns: int
+    groups: int
+    stages: int
+    carriers: int
+    pixels: int = 0
+    rounds: int = 1
+    early: int = 0
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return GROUP * self.groups + WARP * self.carriers
+
+    def of(self, program: Program) -> Program:
+        """The scheduled program."""
+        found = (("pixels", self.pixels, 0), ("rounds", self.rounds, 1), ("early", self.early, 0))
+        more = tuple((name, count) for name, count, least in found if count > least)
+        tile = (self.rows, self.columns, LINE // sides(program)[0].item)
+        params = (("tile", tile), ("groups", (self.groups, 1)), ("stages", self.stages), ("fed", self.carriers))
+        return scheduled(program, "product", self.threads, *params, ("rounded", 1), *more)
+
+
+def candidates(counter: GroupCounter, program: Program, most: int = MOST) -> list[Candidate]:
+    """The best schedules, with scores: a bound over counted cycles."""
+    found = sorted(tilings(counter, program), key=lambda pair: pair[0])
+    chosen: list[tuple[float, FedTiling]] = []
+    for spent, tiling in found:
+        if all((tiling.rows, tiling.columns) != (t.rows, t.columns) for _, t in chosen):
+            chosen.append((spent, tiling))
+    return [(t.of(program), min(1.0, counter.least / spent) * AGAIN**n) for n, (spent, t) in enumerate(chosen[:most])]
+
+
+def tilings(counter: GroupCounter, program: Program) -> Iterator[tuple[float, FedTiling]]:
+    """(cycles, schedule) of all that fit the product and the multiprocessor."""
+    products = counter.rows * counter.columns * counter.terms
+    if counter.machine.capability != GROUPED or not counter.rounded or counter.before or counter.batch > 1:
+        return
+    if products < LEAST_PRODUCTS or any(s.width * s.item != LINE // 8 for s in counter.sides):
+        return
+    found = window(program)
+    ways: list[Window | None] = [found] if found is not None and has_weights(program) else []
+    terms, run = LINE // counter.item, counter.sides[0].run
+    if run % terms == 0 or run == counter.terms:
+        ways.append(None)
+    for rows, groups, widest in HEIGHTS:
+        if rows >= 2 * counter.rows:
+            continue
+        for columns in _widths(counter.columns, widest):
+            wide = rows * columns > FEW_TOTALS * GROUP * groups
+            if wide and (counter.beside or counter.columns % columns):
+                continue  # there are no registers for what is added, nor for single addresses of copies
+            for way in ways:
+                if way is not None and (way.span(rows) > SHARE * way.taps * rows or rows == 2 * HIGH * groups):
+                    continue  # and the assembler has no registers for their places
+                tiles = -(-counter.rows // rows) * -(-counter.columns // columns)
+                rounds, pixels = -(-tiles // counter.machine.sms), RUNS if way is not None else 0
+                stages = _stages(counter, way, rows, columns)
+                made = FedTiling(rows, columns, groups, stages, CARRIERS, pixels, rounds, int(counter.beside > 0))
+                if stages >= STAGES:
+                    yield cycles(counter, way, made), made
+
+
+def _widths(columns: int, widest: int) -> list[int]:
+    """Multiples of 8 that columns fall into."""
+    counts = range(-(-columns // widest), max(1, columns // WIDTHS[0]) + 1)
+    return sorted({-(-columns // (8 * count)) * 8 for count in counts})
+
+
+def _stages(counter: GroupCounter, way: Window | None, rows: int, columns: int) -> int:
+    """As many stages as there is shared memory for."""
+    free = MOST_SHARED - 2 * MOST_STAGES * BARRIER
+    if way is None:
+        return min(MOST_STAGES, free // ((rows + columns) * LINE))
+    free -= RUNS * way.span(rows) * LINE + LINE
+    return min(MOST_STAGES, (RUNS - 1) * way.taps + 1, free // (columns * LINE))
+
+
+def cycles(counter: GroupCounter, way: Window | None, tiling: FedTiling) -> float:
+    """Estimated cycles of a launch."""
+    rows, columns = tiling.rows, tiling.columns
+    terms = LINE // counter.item
+    share = shares(counter.terms, terms, 1)[0] if way is None else way.steps
+    copied = (rows + columns) * LINE if way is None else way.span(rows) * LINE / way.taps + columns * LINE
+    read = rows // HIGH * (HIGH + columns) * LINE
+    work = max(rows * columns * terms / UNIT, (read + copied) / PORT, copied / CACHE)
+    leave = LEAVE + 4.0 * rows * columns * counter.results / max(1.0, counter.partial) / CACHE
+    total, moved = BEGIN + tiling.rounds * (share * work + leave), counter.moved / MEMORY
+    return max(total, moved + BEGIN) + LEFT * min(total, moved)

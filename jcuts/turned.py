@@ -1,0 +1,56 @@
+"""The calls that prepare arguments (`trace.turning`, `trace.vectors`) as one kernel each, not a launch per layer.
+
+Turned weights have no rounding of their own to be judged: each is an operand rounded to TF32, bit by bit what XLA makes
+of it.  Vectors are element operations, whose errors are stated (`docs/vecmath.md`).  Whether a program with these
+kernels is right, and whether it pays, is found out with the program.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jcuts.dfg.program import Program
+from jcuts.levels import Level
+from jcuts.region import combined, find, weights
+from jcuts.region.graph import build_graph
+from jcuts.trace import turning, vectors
+
+
+def add(level: Level) -> int:
+    """Gives a kernel to every such call of a level that can have one; gives how many there are."""
+    found = 0
+    for number, eqn in enumerate(level.closed.jaxpr.eqns):
+        program = _program(eqn)
+        if program is None:
+            continue
+        subset = level.subset(frozenset({number}), program)
+        if subset.inputs != list(eqn.invars) or subset.outputs != list(eqn.outvars):
+            continue  # an argument twice, or a result that nothing reads
+        subset.chosen, subset.origin = program, "estimated"
+        level.replace(subset)
+        found += 1
+    return found
+
+
+def _program(eqn: Any) -> Program | None:
+    shapes = turning.turned_shapes(eqn)
+    if shapes is not None:
+        return weights.turning(shapes)
+    inside = vectors.body(eqn)
+    if inside is None:
+        return None
+    graph = build_graph(inside.jaxpr)
+    grouping = find.group(graph)
+    covered = frozenset[int]().union(*(members for members, _ in grouping.subsets))
+    if len(covered) < len(graph.nodes):
+        return None
+    operands = {graph.of_var[v]: k for k, v in enumerate(inside.jaxpr.invars)}
+    results = {graph.of_var[v]: k for k, v in enumerate(inside.jaxpr.outvars)}
+    reads = [graph.subset_inputs(members) for members, _ in grouping.subsets]
+    makes = [graph.subset_outputs(members) for members, _ in grouping.subsets]
+    if not all(t in operands for ts in reads for t in ts) or not all(t in results for ts in makes for t in ts):
+        return None  # one needs what another makes
+    return combined.combined(
+        [program for _, program in grouping.subsets], [[operands[t] for t in ts] for ts in reads],
+        [[results[t] for t in ts] for ts in makes],
+    )  # fmt: skip

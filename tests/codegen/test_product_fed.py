@@ -1,0 +1,61 @@
+"""Products whose operands are brought by warps of their own: against float64, through the PTX machine."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from jax import lax
+
+from jcuts.codegen.cuda import compile as compiler
+from jcuts.region.gpu_fed import FedTiling
+from tests import programs, ptx_machine
+from tests.codegen.test_product import SM90, compare, compiled, normal, tf32
+from tests.codegen.test_product_windows import CASES, layer
+from tests.ptx_tensor import round_tf32
+
+
+def run_fed(fn, arguments, tiling):
+    """The results of a kernel that takes argument 1 as it is."""
+    program = tiling.of(programs.trace(fn, *arguments).product())
+    kernel, ptx = compiler.compile_program(program, SM90), compiler.ptx_of(program, SM90)
+    return ptx_machine.run_kernel(ptx, kernel, [np.asarray(a) for a in arguments])
+
+
+def dense(x, w, b, r):
+    """A product with bias, a matrix that is added, and ReLU."""
+    return jax.nn.relu(lax.dot_general(x, w, (((1,), (1,)), ((), ()))) + b + r)
+
+
+@compiled
+@pytest.mark.parametrize("tiling", [
+    FedTiling(64, 32, 1, 3, 1), FedTiling(128, 40, 2, 5, 4, rounds=2), FedTiling(128, 64, 1, 4, 2, early=1),
+    FedTiling(192, 48, 3, 4, 4, rounds=3, early=1),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("rows, terms, columns", [(200, 64, 48), (333, 100, 72), (130, 352, 40), (517, 96, 136)])
+def test_products_of_odd_sizes(rows, terms, columns, tiling):
+    x, w, b, r = normal(rows, terms), round_tf32(normal(columns, terms, seed=1)), normal(columns), normal(rows, columns)
+    wanted = np.maximum(tf32(x) @ w.astype(np.float64).T + b + r, 0)
+    compare(run_fed(dense, (x, w, b, r), tiling), [wanted], 3e-6)
+
+
+@compiled
+@pytest.mark.parametrize("tiling", [
+    FedTiling(64, 32, 1, 4, 2, 2), FedTiling(128, 48, 2, 6, 4, 2, rounds=2), FedTiling(128, 32, 1, 3, 2, 3, early=1),
+    FedTiling(64, 40, 1, 8, 4, 2, rounds=3), FedTiling(128, 24, 2, 5, 4),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("case", CASES)
+def test_convolutions_of_odd_sizes(case, tiling):
+    image, filters, strides, padding = CASES[case]
+    x, w, b = normal(*image), round_tf32(normal(*filters, seed=1)), normal(filters[0], seed=2)
+    shape = jax.eval_shape(layer(strides, padding), x, w, b, np.float32(0)).shape
+    r = normal(*shape, seed=3)
+    if not tiling.pixels and filters[3] % 32:
+        pytest.skip("taps end within a tile of terms")
+    with jax.enable_x64(True):
+        y = lax.conv_general_dilated(
+            tf32(x).astype(np.float64), w.astype(np.float64), strides, padding,
+            dimension_numbers=("NHWC", "OHWI", "NHWC"), precision="highest",
+        )  # fmt: skip
+        wanted = np.maximum(np.asarray(y) + b + r, 0)
+    compare(run_fed(layer(strides, padding), (x, w, b, r), tiling), [wanted], 3e-6)

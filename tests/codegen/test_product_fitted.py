@@ -1,0 +1,144 @@
+"""Products as transformers have them: tiles of widths between powers of two, and the GELU that follows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from scipy import special
+
+from jcuts.base.errors import CompileRejected
+from jcuts.codegen.cuda.steady_shape import MOST_TILES, steady_shape
+from jcuts.region import gpu_fitted, gpu_groups, gpu_steady
+from jcuts.region.gpu_groups import GroupTiling
+from jcuts.region.gpu_tiles import GpuMachine
+from tests import programs
+from tests.codegen.test_product import compare, compiled, normal, tf32
+from tests.codegen.test_product_groups import marked, run_rounded
+from tests.ptx_tensor import round_tf32
+
+FITTED = [
+    GroupTiling(192, 144, 32, (3, 1), 5, rounded=1), GroupTiling(128, 160, 32, (2, 1), 6, rounded=1, steps=0),
+    GroupTiling(128, 224, 32, (2, 1), 5, rounded=1, spread=1, steps=2),
+    GroupTiling(64, 112, 32, (1, 1), 3, cluster=3, rounded=1, push=1, early=1, steps=0),
+    GroupTiling(64, 208, 32, (1, 1), 3, rounded=1),
+]  # fmt: skip
+SIZES = [(200, 288, 300), (70, 300, 116)]
+
+
+def gelu(x):
+    return x / 2 * special.erfc(-x * np.sqrt(0.5))
+
+
+@compiled
+@pytest.mark.parametrize("tiling", FITTED, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_tiles_of_any_even_width(size, tiling):
+    m, k, n = size
+    x, w, b, r = normal(m, k), round_tf32(normal(n, k, seed=1)), normal(n), normal(m, n, seed=2)
+    found = run_rounded(lambda x, w, b, r: x @ w.T + b + r, (x, w, b, r), tiling)
+    compare(found, [tf32(x) @ w.T.astype(np.float64) + b + r], 3e-6)
+
+
+@compiled
+@pytest.mark.parametrize("scale", [1e-6, 0.3, 2.0])
+def test_gelu_behind_a_product(scale):
+    """The complement of the error function keeps its relative error in the tail; see `special._coarse_erfc`."""
+    x, w = normal(64, 64) * np.float32(scale / 8), round_tf32(normal(48, 64, seed=1))
+    y = tf32(x) @ w.T.astype(np.float64)
+    (found,) = run_rounded(
+        lambda x, w: jax.nn.gelu(x @ w.T, approximate=False), (x, w), GroupTiling(64, 64, 32, (1, 1), 3, rounded=1)
+    )
+    wanted = gelu(y)
+    error = 1e-6 * np.abs(y).max()  # of sums; it moves small results in the tail by |y| times as much
+    tail = np.abs(wanted) * (2e-5 + 2 * np.abs(y) * error)
+    allowed = np.where(y < -1, tail, tail + 1.2 * error)
+    assert (np.abs(found - wanted) <= allowed).all()
+    assert np.abs(y).max() > 2.5 * scale
+
+
+@compiled
+def test_error_functions_of_infinities_and_of_what_overflows():
+    x = np.zeros((64, 32), np.float32)
+    x[:6, 0] = (np.inf, -np.inf, np.nan, 3e38, -3e38, 12.0)
+    w = np.zeros((24, 32), np.float32)
+    w[:, 0] = 1
+    (found,) = run_rounded(lambda x, w: jax.lax.erfc(x @ w.T), (x, w), GroupTiling(64, 32, 32, (1, 1), 1, rounded=1))
+    np.testing.assert_array_equal(found[:6, 0], np.array([0, 2, np.nan, 0, 2, 0], np.float32))
+    np.testing.assert_allclose(found[6:], 1.0, rtol=4e-6)
+
+
+@pytest.mark.parametrize("terms, columns", [(768, 2304), (3072, 768), (100, 1000)])
+def test_fitted_tiles_waste_less(terms, columns):
+    """Columns that are left over are fewer than a step per tile; candidates have such tiles where they count less."""
+    for wide in gpu_fitted.widths(columns):
+        count = -(-columns // wide)
+        assert wide % gpu_fitted.STEP == 0 and count * wide - columns < count * gpu_fitted.STEP
+    x, w = np.zeros((3072, terms), np.float32), np.zeros((columns, terms), np.float32)
+    made = marked(programs.trace(lambda x, w: x @ w.T, x, w).product())
+    counter = gpu_groups.GroupCounter(made, GpuMachine(132))
+    found = list(gpu_groups.tilings(counter))
+    best = min(found, key=counter.cycles)
+    assert counter.cycles(best) <= min(counter.cycles(t) for t in found if t.columns in (64, 96, 128, 192, 256))
+    tiles = [dict(p.params)["tile"] for p, _ in gpu_groups.grouped(counter)]
+    assert (best.rows, best.columns, best.terms) in tiles
+
+
+STEADY = [
+    GroupTiling(128, 64, 32, (2, 1), 4, rounded=1, steps=2, rounds=2),
+    GroupTiling(64, 48, 32, (1, 1), 3, rounded=1, rounds=3),
+    GroupTiling(128, 32, 32, (1, 1), 4, rounded=1, steps=0, rounds=2),
+]
+
+
+@compiled
+@pytest.mark.parametrize("tiling", STEADY, ids=str)
+@pytest.mark.parametrize("size", [(256, 256, 128), (300, 160, 116), (70, 300, 68), (64, 132, 120)])
+def test_blocks_of_several_tiles(size, tiling):
+    """Every tile is finished beside the next one; the last round of some blocks is not there."""
+    m, k, n = size
+    x, w, b, r = normal(m, k), round_tf32(normal(n, k, seed=1)), normal(n), normal(m, n, seed=2)
+
+    def layer(x, w, b, r):
+        y = x @ w.T + b
+        return y, jax.nn.gelu(y, approximate=False) + r
+
+    y = tf32(x) @ w.T.astype(np.float64) + b
+    compare(run_rounded(layer, (x, w, b, r), tiling), [y, gelu(y) + r], 3e-6)
+
+
+def counter_of(m, k, n):
+    x, w = np.zeros((m, k), np.float32), np.zeros((n, k), np.float32)
+    made = marked(programs.trace(lambda x, w: x @ w.T, x, w).product())
+    return gpu_groups.GroupCounter(made, GpuMachine(132))
+
+
+@pytest.mark.parametrize("m, k, n", [(3072, 768, 3072), (2000, 768, 2312), (4100, 1024, 1000)])
+def test_blocks_of_several_tiles_are_proposed(m, k, n):
+    counter = counter_of(m, k, n)
+    found = gpu_steady.best(counter)
+    assert 1 <= len(found) <= gpu_steady.MOST
+    for cycles, tiling in found:
+        shape = steady_shape(tiling.of(counter.program))
+        assert cycles >= counter.least and shape.rounds == tiling.rounds >= 2
+        assert (shape.rounds - 1) * 132 < shape.tiles_of_outputs <= shape.rounds * 132 and shape.blocks <= 132
+        assert shape.shared <= gpu_steady.MOST_SHARED
+    digests = [p.digest for p, _ in gpu_groups.products(counter.program, GpuMachine(132))]
+    assert {tiling.of(counter.program).digest for _, tiling in found} <= set(digests)
+
+
+def test_where_blocks_of_several_tiles_are_not_proposed():
+    """Long sums (each tile of terms has its own code), few rows, more tiles than a block should have."""
+    for m, k, n in ((3072, 3072, 3072), (384, 768, 768), (200704, 256, 64)):
+        assert not gpu_steady.best(counter_of(m, k, n))
+    assert gpu_steady.MOST_TERMS == MOST_TILES
+
+
+@pytest.mark.parametrize("change", [{"cluster": 2, "push": 1}, {"stages": 8}, {"rounded": 0}])
+def test_what_such_blocks_cannot_be(change):
+    x, w = np.zeros((256, 256), np.float32), np.zeros((128, 256), np.float32)
+    made = marked(programs.trace(lambda x, w: x @ w.T, x, w).product())
+    with pytest.raises(CompileRejected, match="no "):
+        steady_shape(replace(STEADY[0], **change).of(made))

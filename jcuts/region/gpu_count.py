@@ -162,15 +162,15 @@ def warp_cycles(counter: Counter, tiling: Tiling) -> float:
 
 # -- by warp groups ---------------------------------------------------------------------------------------------------
 GROUPS = {
-    "float32": Rates(461.0, 115.0, 264.0, 51.0, 1810.0, 0.5, 272.0, 675.0, 0.13, 0.51, 300.0, 2.1, 217.0, 1609.0, 493.0,
-                     3014.0, 2.5),
+    "float32": Rates(459.0, 123.0, 447.0, 62.7, 2714.0, 0.5, 139.0, 765.0, 0.1, 1.06, 132.0, 1.7, 146.0, 2031.0, 435.0,
+                     3041.0, 2.6),
     "copied": Rates(2050.0, 182.0, 79.0, 27.0, 1310.0, 0.47, 1185.0, 28.0, 0.07, 1.14, 922.0, 2.9, 495.0, 583.0, 356.0,
                     3170.0, 3.0),
     "rounded": Rates(887.0, 151.0, 68.0, 12.5, 1812.0, 0.5, 1015.0, 40.0, 0.35, 0.4, 546.0, 2.7, 292.0, 419.0, 144.0,
                      4580.0, 2.4),
 }  # fmt: skip
 """Float32 that threads round and store, 16-bit types that are copied, float32 with rounded weights (few blocks)."""
-STORE, TURN, GAP = 0.54, 6.6, {"float32": 41.0, "copied": 19.0, "rounded": 46.0}
+STORE, TURN, GAP = 0.37, 9.1, {"float32": 51.0, "copied": 19.0, "rounded": 46.0}
 """What rounding and storing float32 takes beside the units, in passes through the port; of turned tiles, over that;
 cycles per group of instructions of 64 rows that nobody hides where a multiprocessor has one block."""
 PUSH, LATE = (721.0, 54.0), 42.0
@@ -190,12 +190,17 @@ def group_registers(counter: Counter, tiling: GroupTiling) -> float:
         return 37 + totals + 4.3 * high
     if tiling.rounded:
         return min(FILE / tiling.threads, 248.0, 42 + totals + 6.3 * high * tiling.group)
-    sizes = zip(counter.sides, (tiling.rows, tiling.columns), strict=True)
-    turned = sum(size for side, size in sizes if not side.along_terms) * tiling.terms / tiling.threads
-    words = (tiling.rows + tiling.columns) * tiling.terms / tiling.threads
+    total = 27.4 + 1.03 * totals
     share, _ = shares(counter.terms, tiling.terms, tiling.split * tiling.cluster)
-    more = max(0, min(tiling.flight, share) - 1)
-    return min(FILE / tiling.threads, 248.0, 36 + totals + 1.42 * turned + 1.27 * more * words)
+    for side, size in zip(counter.sides, (tiling.rows, tiling.columns), strict=True):
+        words = size * tiling.terms / tiling.threads  # of a tile on its way
+        total += 0.0 if side.along_terms else 0.8
+        if share > 1:
+            total += words * (0.85 if side.along_terms else 1.29)
+            total += words * 0.88 * max(0, min(tiling.flight, share) - 1)
+        if side.along_terms and side.run != counter.terms:  # taps: addresses
+            total += 16.5 + 0.83 * words
+    return min(FILE / tiling.threads, 248.0, total)
 
 
 def group_cycles(counter: Counter, tiling: GroupTiling, shared: int) -> float:

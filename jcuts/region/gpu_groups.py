@@ -198,7 +198,7 @@ def _depths(
         share, found = shares(counter.terms, terms, split * cluster)
         if not counter.takes(terms * share * (found if split == 1 else 1), split):
             continue
-        if found != split * cluster or (lines > 1 and share < 3):
+        if found != split * cluster or (lines > 1 and share < 3) or (flight and stages > max(2, share)):
             continue
         if found > 1 and share < (2 if counter.short and split == 1 else 4):
             continue

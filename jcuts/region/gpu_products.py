@@ -18,7 +18,7 @@ from jcuts.region.products import COLUMNS, ROWS, B, K, Side, shares, sides
 MOST = 8
 """Candidates of one product on matrix units: each takes a few hundred milliseconds to compile and to measure."""
 AGAIN = 0.93
-"""What every further candidate that shares terms in the same way counts: where few are measured, they should differ."""
+"""What every further candidate counts that shares terms in the same way, among as many threads: they should differ."""
 TILES = (16, 32, 48, 64, 96, 128)
 WARP_TILES = (16, 32, 48, 64)
 TERMS = (64, 128, 256)
@@ -94,10 +94,10 @@ def products(
         key = (tiling.rows, tiling.columns, tiling.warps[2], tiling.split, tiling.cluster)
         if key not in best or cycles < best[key][0]:
             best[key] = (cycles, tiling)
-    seen: dict[tuple[bool, ...], int] = {}
+    seen: dict[tuple[int, ...], int] = {}
     scored = []
     for cycles, tiling in sorted(best.values(), key=lambda found: found[0]):
-        kind = (tiling.split > 1, tiling.cluster > 1, tiling.warps[2] > 1)
+        kind = (tiling.split > 1, tiling.cluster > 1, tiling.threads)
         score = min(1.0, least / cycles) * AGAIN ** seen.get(kind, 0)
         seen[kind] = seen.get(kind, 0) + 1
         scored.append((score, tiling))

@@ -72,12 +72,22 @@ class Prepared:
     results: list[tuple[np.ndarray, np.ndarray, float]]
 
 
-def prepare(name: str, count: int, seed: int) -> Prepared:
-    """Draws the schedules of an operation and computes its results (first and last elements, root mean square)."""
+def prepare(name: str, count: int, seed: int, again: Sequence[tuple[str, int]] = ()) -> Prepared:
+    """Draws the schedules of an operation and computes its results (first and last elements, root mean square).
+
+    Args: again: files of earlier runs, and how many of the fastest schedules of each are measured again.
+    """
     import pruning_gpu_space as space
+    from pruning_gpu_rank import rows_of
 
     operation = OPERATIONS[name]
     found, kept, scores = space.pool(operation.program, count, f"{seed} {name}")
+    for path, most in again:
+        for row in rows_of(Path(path)):
+            fastest = sorted(row["schedules"], key=lambda entry: entry["us"][1])[:most]
+            made = [space.rebuilt(operation.program, e) for e in fastest] if row["operation"] == name else []
+            known = {p.digest for p in found}
+            found = [*(p for p in made if p is not None and p.digest not in known), *found]
     schedules = []
     for program in found:
         entry = space.record(program) | {"cycles": space.counted(program), "score": scores.get(program.digest)}
@@ -373,7 +383,8 @@ def study(options: argparse.Namespace, names: Sequence[str]) -> int:
     watch.start()
     pool = ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn"))
     count = int(MORE * options.candidates)
-    every = [Work(n, pool.submit(prepare, n, count, options.seed)) for n in names]
+    again = [(str(path), options.fastest) for path in options.again]
+    every = [Work(n, pool.submit(prepare, n, count, options.seed, again)) for n in names]
     Feeder(pool, every, options.kernels, 3 * options.jobs).start()
     device: Any = Pretended() if options.pretend else driver.device()
     for work in every:
@@ -426,6 +437,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("gpu_results"))
     parser.add_argument("--kernels", type=Path, default=Path("/tmp/pruning_kernels"))
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 1))
+    parser.add_argument("--again", type=Path, nargs="*", default=(), help="results whose fastest are measured as well")
+    parser.add_argument("--fastest", type=int, default=3, help="how many of each")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lane", default="0/1", help="k/n: every n-th operation from the k-th on")
     parser.add_argument("--budget", type=float, default=0.0, help="seconds; what is left undone is not started")

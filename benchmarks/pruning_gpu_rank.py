@@ -38,8 +38,20 @@ from jcuts.region.patch_tiles import patches  # noqa: E402
 from jcuts.region.patches import as_patches  # noqa: E402
 from jcuts.region.products import COLUMNS, ROWS, B, K, as_product  # noqa: E402
 
+COUNTED = ("product", "patch", "block", "attention")
+"""Forms whose cycles are counted."""
 SHARE, LOSS = 0.01, 0.02
 """Of the ranking that is kept; what it may lose."""
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """The operations of a file; schedules may name their loops by number among the ``shapes`` of their operation."""
+    rows = [row for row in json.loads(path.read_text())["rows"] if row["schedules"]]
+    for row in rows:
+        for entry in row["schedules"]:
+            if isinstance(entry["phases"], int):
+                entry["phases"] = row["shapes"][entry["phases"]]
+    return rows
 
 
 def multiplied(program: Program) -> float:
@@ -82,13 +94,14 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float:
 
 def estimates(row: dict[str, Any], program: Program, arch: Any) -> list[float]:
     """The analytic estimate of every schedule of a row: counted cycles, else PUL's time; infinite for what has none."""
-    found = []
+    found: list[float] = []
+    counts = any(value in COUNTED for entry in row["schedules"] for name, value in entry["params"] if name == "cuda")
     for entry in row["schedules"]:
         made = space.rebuilt(program, entry)
         if made is None:
             raise SystemExit(f"{row['operation']}: {entry['params']} cannot be made again")
         count = space.counted(made)
-        if count is None and row["schedules"][0].get("cycles"):
+        if count is None and counts:
             found.append(math.inf)  # another form beside those on matrix units
         elif count is None:
             found.append(gpu_score.score_of(made, [tuple(x) for x in entry["launches"]], arch).seconds)
@@ -107,6 +120,9 @@ def judged(row: dict[str, Any], arch: Any) -> dict[str, Any]:
     order = sorted(range(count), key=lambda k: (values[k], row["schedules"][k]["digest"]))
     top = max(1, round(SHARE * count))
     kept = [e["us"][1] for e in row["schedules"] if e["digest"] in row["kept"]]
+    measured = {e["digest"]: e["us"][1] for e in row["schedules"]}
+    today = [measured.get(digest) for digest in space.proposed(program)]
+    now = [t for t in today if t is not None]
     unit = next((u for e in row["schedules"] if (u := gpu_score.unit_of(_made(program, e))) != "ffma"), "ffma")
     limit = bound(row, program, unit, arch) * 1e6
     by_time = sorted(times)
@@ -116,7 +132,8 @@ def judged(row: dict[str, Any], arch: Any) -> dict[str, Any]:
         "worst_us": by_time[-1], "top": top, "loss_first": times[order[0]] / best - 1, "loss_top": loss,
         "keeps": loss <= LOSS, "loss_top_8": min(times[k] for k in order[:8]) / best - 1,
         "best_is_ranked": order.index(times.index(best)) + 1, "kept": len(kept),
-        "loss_kept": min(kept, default=math.nan) / best - 1, "spearman": spearman(values, times),
+        "loss_kept": min(kept, default=math.nan) / best - 1, "now": len(today), "untimed": len(today) - len(now),
+        "loss_now": min(now, default=math.nan) / best - 1, "spearman": spearman(values, times),
         "bound_us": limit, "violations": sum(e["us"][0] < limit for e in row["schedules"]), "tightest": limit / least,
         "noise": row["noise"], "best": row["schedules"][times.index(best)]["params"],
         "first": row["schedules"][order[0]]["params"],
@@ -135,7 +152,8 @@ def show(found: dict[str, Any]) -> None:
         f"{found['operation']:34} {found['measured']:4} best {found['best_us']:8.2f} median {found['median_us']:8.2f}  "
         f"top {found['top']}: {found['loss_top']:6.1%}{' ' if found['keeps'] else '!'} first "
         f"{found['loss_first']:6.1%} 8: {found['loss_top_8']:6.1%}  best is {found['best_is_ranked']:3}.  "
-        f"tuner's {found['kept']:2}: {found['loss_kept']:6.1%}  rho {found['spearman']:5.2f}  "
+        f"tuner's {found['kept']:2}: {found['loss_kept']:6.1%}  now {found['now']} ({found['untimed']} untimed): "
+        f"{found['loss_now']:6.1%}  rho {found['spearman']:5.2f}  "
         f"violations {found['violations']} (tightest {found['tightest']:.2f})",
         flush=True,
     )
@@ -150,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="JSON of the figures")
     options = parser.parse_args(arguments)
     arch = load_gpu(options.gpu)
-    rows = [row for path in options.files for row in json.loads(path.read_text())["rows"] if row["schedules"]]
+    rows = [row for path in options.files for row in rows_of(path)]
     found = []
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         for one in pool.map(judged, rows, [arch] * len(rows)):

@@ -16,7 +16,18 @@ from jcuts.base.errors import JcutsError, Refusal
 from jcuts.codegen.cuda.emit import emit_source
 from jcuts.codegen.cuda.parts import parts
 from jcuts.dfg.program import Phase, Program
-from jcuts.region import gpu, gpu_attention, gpu_blocks, gpu_groups, gpu_patches, gpu_windows, statistics
+from jcuts.region import (
+    gpu,
+    gpu_attention,
+    gpu_blocks,
+    gpu_fed,
+    gpu_group_windows,
+    gpu_groups,
+    gpu_patches,
+    gpu_steady,
+    gpu_windows,
+    statistics,
+)
 from jcuts.region.attention import recognise
 from jcuts.region.attention_tiles import AttentionShape
 from jcuts.region.attention_tiles import shape_of as attention_of
@@ -27,6 +38,7 @@ from jcuts.region.gpu_group_tiling import GroupTiling
 from jcuts.region.gpu_groups import GroupCounter
 from jcuts.region.gpu_products import STEP, Counter, Tiling
 from jcuts.region.gpu_tiles import GpuMachine, crossed_axis, period, scheduled, tiled
+from jcuts.region.group_windows import window
 from jcuts.region.patch_tiles import PatchShape, patches
 from jcuts.region.patch_tiles import shape_of as patch_of
 from jcuts.region.patches import as_patches
@@ -219,12 +231,23 @@ def counted(program: Program) -> float | None:
         if "groups" not in params:
             tiling = Tiling(rows, columns, terms, tuple(params["warps"]), params["stages"], **more)
             return Counter(program, MACHINE).cycles(tiling)
-        more |= {name: int(params.get(name, 0)) for name in ("flight", "rounded", "spread", "cached", "push", "early")}
-        counter, steps = GroupCounter(program, MACHINE), int(params.get("steps", 1))
-        steps = 0 if steps > 2 else steps
-        return counter.cycles(
-            GroupTiling(rows, columns, terms, tuple(params["groups"]), params["stages"], steps=steps, **more)
-        )
+        counter, groups = GroupCounter(program, MACHINE), tuple(params["groups"])
+        if "fed" in params:
+            kept = {name: int(params.get(name, least)) for name, least in (("pixels", 0), ("rounds", 1), ("early", 0))}
+            fed = gpu_fed.FedTiling(rows, columns, groups[0], params["stages"], params["fed"], **kept)
+            return gpu_fed.cycles(counter, window(program) if fed.pixels else None, fed)
+        steps = int(params.get("steps", 1))
+        if "pixels" in params:
+            names = (("rounds", 1), ("spread", 0), ("steps", 1), ("unrolled", 0), ("fetched", 0))
+            kept = {name: int(params.get(name, least)) for name, least in names}
+            made = gpu_group_windows.WindowTiling(rows, columns, groups[0], params["stages"], params["pixels"], **kept)
+            found = window(program)
+            return None if found is None else gpu_group_windows.cycles(counter, found, made)
+        names = ("flight", "rounded", "spread", "cached", "push", "early", "held")
+        more |= {name: int(params.get(name, 0)) for name in names}
+        more |= {"rounds": int(params.get("rounds", 1)), "steps": 0 if steps > 2 else steps}
+        tiling = GroupTiling(rows, columns, terms, groups, params["stages"], **more)
+        return gpu_steady.cycles(counter, tiling) if tiling.rounds > 1 else counter.cycles(tiling)
     if form == "patch":
         return gpu_patches.cycles(program, patch_of(program), MACHINE)
     if form == "block":
@@ -441,6 +464,14 @@ def rebuilt(program: Program, found: dict[str, Any]) -> Program | None:
 
 def _tuples(value: Any) -> Any:
     return tuple(_tuples(x) for x in value) if isinstance(value, list) else value
+
+
+def proposed(program: Program) -> list[str]:
+    """What the tuner would measure: digests as records have them, best first."""
+    from jcuts.base import knobs
+
+    here = knobs.current()
+    return [p.digest[:16] for p, _ in gpu.candidates(program, MACHINE, here.max_candidates, here.top_percent)]
 
 
 def pool(program: Program, count: int, seed: str) -> tuple[list[Program], list[str], dict[str, float]]:

@@ -5,20 +5,20 @@ the meaning that they have for these forms:
 
     PUL = GMRatio * LRatio * WBRatio * COEF_r
 
-* GMRatio = (COMP / R_peak) / (t_DRAM + t_L2 / 4 + t_L1 / 10): compulsory bytes by the DRAM, the 32-byte sectors that
-  the blocks move by the L2 cache, one 128-byte line per cycle and multiprocessor for every line that a warp's access
-  touches; the levels work at the same time, but not perfectly.  (The print has one level, and counts elements.)
+* GMRatio = (COMP / R_peak) / (t_DRAM + 0.35 t_L2 + 0.15 t_L1): compulsory bytes by the DRAM, the 32-byte sectors that
+  the blocks move by the L2 cache, one 128-byte line per cycle and busy multiprocessor for every line that a warp's
+  access touches; fewer blocks than multiprocessors leave the others' rates unused, those of the L2 cache as well.  The
+  levels work at the same time, but not perfectly.  (The print has one level, and counts elements.)
 * LRatio stands for SMRatio: the latency to be hidden is that of the global memory, and what hides it are the loads that
-  the resident threads have under way: 1 / (1 + 0.15 / u) * occupancy^0.03, u = bytes under way / (BW_global * latency)
+  the resident threads have under way: 1 / (1 + 0.08 / u) * occupancy^0.03, u = bytes under way / (BW_global * latency)
   (Little's law, rounded off).  How many threads are resident follows from the registers and the shared memory that the
   assembler reports.
-* WBRatio = 1 / (1 + 0.2 min(1, 1 / waves)): what the last wave leaves idle; a wave is what all multiprocessors hold at
+* WBRatio = 1 / (1 + 0.1 min(1, 1 / waves)): what the last wave leaves idle; a wave is what all multiprocessors hold at
   once.  (The print counts one block per multiprocessor; with several a memory-bound kernel does not wait.)
 * COEF_r is 1 where a block fits, else 0.
 
-The five numbers (1/4, 1/10, 0.15, 0.03, 0.2) were fitted to 5,762 measured schedules of eleven memory-bound operations
-on an H200, drawn without the model: the best of the top 1 % of the ranking is within 2 % of the best of all in each
-operation, and in eight of the eleven where the fit does not know the operation (`docs/gpu_proofs.md`).
+The five numbers (0.35, 0.15, 0.08, 0.03, 0.1) were fitted to 10,307 measured schedules of fifteen memory-bound
+operations on an H200, drawn without the model (`docs/gpu_proofs.md`).
 
 A call of several launches takes the sum of their times, and each launch costs `LAUNCH_S` at least.
 """
@@ -36,7 +36,7 @@ LATENCY_S = 6.5e-7
 """Of a load from global memory: 500 to 800 ns on GPUs of the last years (Luo et al. 2024, memory latency)."""
 LAUNCH_S = 7e-7
 """What an empty kernel in a CUDA graph takes (measured on an H200)."""
-OF_L2, OF_L1, LATENT, OCCUPANCY, TAIL = 0.25, 0.1, 0.15, 0.03, 0.2
+OF_L2, OF_L1, LATENT, OCCUPANCY, TAIL = 0.35, 0.15, 0.08, 0.03, 0.1
 """Fitted: see above."""
 REGISTER_UNIT = 256
 """Registers are given to warps in portions of this many."""
@@ -128,7 +128,8 @@ def score(launches: Sequence[LaunchUse], arch: GpuArch, *, unit: str = "ffma") -
         balance = 1.0 / (1.0 + TAIL * min(1.0, fitting * arch.num_sm / use.blocks))
         work = max(use.flop, 1.0)
         dram, l2 = use.compulsory / arch.bw_global, use.moved / arch.bw_l2
-        moving = dram + OF_L2 * l2 + OF_L1 * use.lines / (arch.num_sm * arch.clock)
+        busy = min(1.0, use.blocks / arch.num_sm)  # what few multiprocessors ask for, they get at their own rates
+        moving = dram + (OF_L2 * l2 + OF_L1 * use.lines / (arch.num_sm * arch.clock)) / busy
         gm = min(1.0, work / peak / max(moving, 1e-12))
         seconds = max(LAUNCH_S, work / (peak * gm * hidden * balance))
         total, flop = total + seconds, flop + work

@@ -32,13 +32,22 @@ from jcuts.region.gpu_tiles import (
     scheduled,
     vectors,
 )
+from jcuts.region.gpu_window_time import CLOCK
 from jcuts.region.gpu_windows import windows
 from jcuts.region.halves import eased
 from jcuts.region.products import ROWS, as_product, sides
 from jcuts.region.schedule import collapsed
 
+MULTIPLIERS = 128
+"""Products per cycle of a multiprocessor without matrix units."""
 TEAMS = (8, 16, 32, 64, 128, 256, 512, 1024)
-LEAST = 4  # candidates that are left whatever the share says
+LEAST, MOST, SHARE = 4, 8, 10.0
+"""Candidates that are left whatever the share says; the most of those that are near the best, at so many percent."""
+NEAR = 0.75
+"""Scores, over the best one, of what is near it: estimates of the best are off by so much."""
+PLAIN, FEW = 3.5, 1.5
+"""What sums by threads on their own take, over their products at the peak (measured); over the memory's time, up to
+which they are tried beside matrix units."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,8 @@ class GpuBound:
 def candidates(program: Program, machine: GpuMachine, limit: int, percent: float = 100.0) -> list[Candidate]:
     """Scheduled programs with a ranking score in (0, 1], best first; none where the GPU has no form for the program.
 
-    Pruned twice: by share, but never below `LEAST`, and to at most ``limit``.
+    Pruned: to those near the best, at least `LEAST` and at most `MOST` of them, and to at most ``limit``; all, up to
+    ``limit``, where ``percent`` is 100.
     """
     best: dict[str, Candidate] = {}
     for found, score in _all(eased(program), machine):
@@ -60,7 +70,9 @@ def candidates(program: Program, machine: GpuMachine, limit: int, percent: float
         if old is None or old[1] < score:
             best[found.digest] = (found, min(1.0, max(1e-6, score)))
     ranked = sorted(best.values(), key=lambda item: (-item[1], item[0].digest))
-    return ranked[: min(limit, max(LEAST, math.ceil(len(ranked) * percent / 100)))]
+    near = sum(score >= NEAR * ranked[0][1] for _, score in ranked)
+    most = len(ranked) if percent >= 100 else min(near, round(MOST * percent / SHARE))
+    return ranked[: min(limit, max(LEAST, most))]
 
 
 def _all(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
@@ -101,16 +113,13 @@ def _all(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
             sums = list(_vector(made, machine))
             found += [(p, score / sums[0][1] * found[0][1]) for p, score in sums]
         elif length <= TAPS:  # few terms: a thread may take them all, without rounding them
-            plain = sorted(windows(collapsed(program), machine), key=lambda item: (-item[1], item[0].digest))[:2]
-            best = found[0][1] * gpu_products.AGAIN
-            found = found[: gpu_products.MOST - 2] + [(p, score / plain[0][1] * best) for p, score in plain]
+            found += _plain(program, machine, found[0][1])
         yield from found
         return
     patched = program.template == "convolution" and machine.multiplies
     if patched and (found := list(gpu_patches.products(program, machine))):
         if length <= TAPS:
-            plain = sorted(windows(collapsed(program), machine), key=lambda item: (-item[1], item[0].digest))[:2]
-            found = found[: gpu_products.MOST - 2] + [(p, score * gpu_products.AGAIN) for p, score in plain]
+            found += _plain(program, machine, max(score for _, score in found))
         yield from found
         return
     if program.template == "reduction":
@@ -122,6 +131,17 @@ def _all(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
         yield from gpu_columns.columns(collapsed(program), machine)
     elif length <= TAPS:
         yield from windows(collapsed(program), machine)
+
+
+def _plain(program: Program, machine: GpuMachine, best: float) -> list[Candidate]:
+    """Sums of few terms by threads on their own, the best two, where products do not decide. Args: best: score."""
+    phase = program.phases[0]
+    products = math.prod(x.extent for x in (*phase.axes, *phase.reds))
+    moved = sum(b.bytes for b in (*program.inputs, *program.outputs))
+    if PLAIN * products / (machine.sms * MULTIPLIERS * CLOCK) > FEW * moved / fastest_memory():
+        return []
+    found = sorted(windows(collapsed(program), machine), key=lambda item: (-item[1], item[0].digest))[:2]
+    return [(p, score / found[0][1] * best * gpu_products.AGAIN) for p, score in found]
 
 
 def _vector(program: Program, machine: GpuMachine) -> Iterator[Candidate]:

@@ -20,11 +20,15 @@ LINE = 128
 
 @dataclass(frozen=True)
 class Access:
-    """Lines that accesses touch per line that they need; bytes of a thread under way; how often operands are read."""
+    """Lines that accesses touch per line that they need; bytes of a thread under way; how often operands are read.
+
+    ``active``: share of the threads that have terms.
+    """
 
     lines: float
     under_way: float
     passes: float = 1.0
+    active: float = 1.0
 
 
 def access_of(program: Program) -> Access | None:
@@ -39,7 +43,11 @@ def access_of(program: Program) -> Access | None:
         vector = program.phases[0].axes[-1].unroll
         size = narrowest(program)
         flight = int(params.get("flight", 1)) * max(1, int(params.get("ahead", 1)))
-        return Access(_of_columns(int(params["across"]), vector, size), flight * _loaded(program))
+        deep = max(1, int(params["threads"]) // int(params["across"]))
+        share = math.prod(-(-r.extent // r.unroll) for r in program.phases[0].reds) / int(params.get("split", 1)) / deep
+        rounds = math.ceil(share)  # of a block's rows of threads; a short share leaves the last one, or more, idle
+        lines, used = _of_columns(int(params["across"]), vector, size), min(1.0, rounds / int(params.get("flight", 1)))
+        return Access(lines, flight * used * _loaded(program), active=share / rounds)
     if form == "transposed":
         size = narrowest(program)
         return Access(1.0, int(params["rows"]) * int(params["columns"]) * size / int(params["threads"]))

@@ -1,14 +1,8 @@
 """Candidate schedules of matrix products for warp groups (Hopper's ``wgmma``), ranked by counted cycles.
 
 Only products with enough to compute have any: their tiles are large, and every candidate costs compiling and measuring.
-Counted as in `region.gpu_products`; what differs is the rate of the units, and that they read both operands from shared
-memory at up to 128 bytes per cycle while threads write the next tiles there:
-
-    a group's instruction of 64 rows and n columns reads (64 + n) * 32 bytes for 64 * n * 32 / item products
-
-and that float32 takes threads time to round and store, three times as much where it is turned on the way.  The
-constants are fitted to some 100 schedules of eleven products on an H200: estimates of float32 are within 15 %, and of
-every product the schedule with the least cycles was the fastest or within 4 % of it.
+Cycles are counted by `region.gpu_count`, those of rounded weights in many blocks by `region.gpu_rounded`, of products
+that wait for memory by `region.gpu_streams`, of convolutions that keep pixels by `region.gpu_group_windows`.
 """
 
 from __future__ import annotations
@@ -18,16 +12,25 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jcuts.dfg.program import Program
-from jcuts.region import gpu_fed, gpu_fitted, gpu_group_windows, gpu_products, gpu_rounded, gpu_steady, gpu_streams
+from jcuts.region import (
+    gpu_count,
+    gpu_fed,
+    gpu_fitted,
+    gpu_group_windows,
+    gpu_products,
+    gpu_rounded,
+    gpu_steady,
+    gpu_streams,
+)
 from jcuts.region.gpu_group_tiling import BARRIER, HIGH, LINE, GroupTiling
-from jcuts.region.gpu_products import CLUSTER, EXIT, FETCH, LATENCY, MEMORY, PORT, SECOND, Counter
+from jcuts.region.gpu_products import LATENCY, MEMORY, Counter
 from jcuts.region.gpu_tiles import Candidate, GpuMachine
 from jcuts.region.products import Side, bears_zeros, prologue, shares, vectors
 
-MOST = 5
+MOST = 6
 """Tilings of one product for warp groups."""
 AGAIN = 0.95
-"""What every further candidate with as many blocks per tile counts."""
+"""What every further candidate with the same tile counts."""
 BESIDE = 0.5
 """Registers per total for each operand that is added to the results one by one: the assembler asks for it early."""
 STREAMS, BEHIND = 3, 1.25
@@ -42,16 +45,16 @@ FEW_POINTS = 128 * 128
 """Outputs per multiprocessor up to which a product has few blocks."""
 SHAPES = (
     (64, 64, 1), (64, 128, 1), (64, 192, 1), (64, 256, 1), (128, 64, 2), (128, 96, 2), (128, 128, 2), (128, 192, 2),
-    (128, 256, 2), (128, 64, 1), (128, 128, 1), (192, 128, 3), (192, 192, 3), (256, 64, 2), (256, 96, 2), (256, 128, 2),
-    (256, 128, 4),
+    (128, 256, 2), (128, 64, 1), (128, 128, 1), (192, 64, 3), (192, 128, 3), (192, 192, 3), (256, 64, 2), (256, 96, 2),
+    (256, 128, 2), (256, 128, 4),
 )  # fmt: skip
 NARROW = ((128, 32, 1), (128, 32, 2), (256, 32, 2), (256, 32, 4))
-SHORT = ((64, 32, 1), (64, 96, 1), (192, 64, 3), (192, 96, 3))
+SHORT = ((64, 32, 1), (64, 96, 1), (192, 96, 3))
 """(rows, columns, groups along the rows) of a block; narrow ones are for rounded weights of few columns, short ones for
 products of few blocks."""
 COPIED = ((1, 4, 0), (1, 5, 0), (1, 6, 0), (2, 3, 0))
 ROUNDED = ((1, 2, 1), (1, 3, 1), (2, 2, 1), (2, 3, 1))
-WEIGHTS = ((1, 3, 0), (1, 4, 0), (1, 5, 0), (1, 6, 0))
+WEIGHTS = ((1, 3, 0), (1, 4, 0), (1, 5, 0), (1, 6, 0), (1, 8, 0))
 """Of 16-bit types, of float32, of float32 with rounded weights: lines of terms per tile, tiles in shared memory, tiles
 that wait in registers."""
 FRAGMENTS, WHOLE = 16, 32
@@ -63,8 +66,6 @@ ENOUGH, SPREAD = 3, 2
 that are tried with copies among the steps of products, too."""
 SPLITS, CLUSTERS, WIDE_CLUSTERS = (1, 2, 3, 4), (2, 4), (2, 3, 4, 5, 6, 7, 8)
 """Groups of terms, blocks of a cluster; of one whose blocks store into each other's memory."""
-AT_ONCE = {1: 132, 2: 66, 3: 42, 4: 30, 5: 22, 6: 15, 7: 14, 8: 13}
-"""Clusters of so many blocks that 132 multiprocessors have at once, one block each: they lie in groups."""
 MOST_UNDER_WAY = 12
 """Tiles of a block that are copied at once."""
 MOST_SHARED, MOST_REGISTERS, MOST_WAITING = 226 << 10, 248, 80
@@ -73,12 +74,6 @@ SHARED, FILE = 227 << 10, 65536
 memory, registers."""
 UNIT = {4: 800.0, 2: 1600.0}
 """Products per cycle and multiprocessor that long sums reach, by bytes of an operand."""
-CACHE, OVERLAP = 56.0, 0.1
-"""As in `region.gpu_products`, fitted to such tiles: bytes per cycle of the L2 cache, what is left of limits."""
-ROUND, LOAD = 100.0, 700.0
-"""Cycles of a tile of terms: a barrier, a fence, the issue; from asking for a tile of float32 to having it."""
-STORE, TURN = 0.6, 3.0
-"""What rounding and storing float32 takes beside the units, in passes through the port; of turned tiles, over that."""
 
 
 def products(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
@@ -91,10 +86,12 @@ def products(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     found = list(grouped(counter))
     kept = gpu_group_windows.candidates(counter, program)
     if kept and found:
-        best = max(score for _, score in found)
+        best, other = max(score for _, score in found), max(score for _, score in kept)
         kept = [pair for pair in kept if pair[1] >= FAR * best]
-        if kept and max(score for _, score in kept) >= best:
+        if kept and other >= best:
             found = sorted(found, key=lambda pair: -pair[1])[:ENOUGH]
+        elif kept:  # the best of either form comes first
+            kept = [(p, score / other * best) for p, score in kept]
     if kept and not found:  # few outputs: blocks of both families are as small, and of the other one more share a sum
         found = list(gpu_products.products(program, machine, gpu_products.MOST, counter.least))
         best = max((score for _, score in found), default=0.0)
@@ -126,16 +123,17 @@ def grouped(counter: GroupCounter, most: int = MOST, *, alike: bool = False) -> 
         key += (tiling.terms, tiling.stages, *tiling.groups) if alike else (three,)
         if key not in best or cycles < best[key][0]:
             best[key] = (cycles, tiling)
-    seen: dict[tuple[bool, int], int] = {}
+    seen: dict[tuple[int, int], int] = {}
     scored = []
     for cycles, tiling in sorted(best.values(), key=lambda found: found[0]):
-        kind = (tiling.split > 1, tiling.cluster if tiling.push else int(tiling.cluster > 1))
-        scored.append((min(1.0, counter.least / cycles) * AGAIN ** seen.get(kind, 0), tiling))
-        seen[kind] = seen.get(kind, 0) + 1
+        tile = tiling.rows, tiling.columns
+        scored.append((min(1.0, counter.least / cycles) * AGAIN ** seen.get(tile, 0), tiling))
+        seen[tile] = seen.get(tile, 0) + 1
     known = frozenset((*SHAPES, *NARROW, *(SHORT if counter.short else ())))
     scored = gpu_fitted.with_known(scored, known)
     chosen = sorted(scored, key=lambda found: -found[0])[:most]
-    streams = gpu_streams.best(counter, STREAMS if _enough(counter) else 0)
+    plain = counter.item == 4 and not counter.rounded and not counter.beside  # the same tilings, counted by the same
+    streams = gpu_streams.best(counter, STREAMS if _enough(counter) and not plain else 0)
     if streams and best and streams[0][0] > BEHIND * min(cycles for cycles, _ in best.values()):
         streams = []
     for cycles, tiling in streams:
@@ -209,7 +207,7 @@ def _depths(
         share, found = shares(counter.terms, terms, split * cluster)
         if not counter.takes(terms * share * (found if split == 1 else 1), split):
             continue
-        if found != split * cluster or (lines > 1 and share < 3):
+        if found != split * cluster or (lines > 1 and share < 3) or (flight and stages > max(2, share)):
             continue
         if found > 1 and share < (2 if counter.short and split == 1 else 4):
             continue
@@ -242,9 +240,7 @@ class GroupCounter(Counter):
         self.ragged = self.before and bears_zeros(program)
         products = float(self.batch * self.rows * self.columns * self.terms)
         self.short = bool(self.rounded) and self.batch * self.rows * self.columns <= machine.sms * FEW_POINTS
-        self.rates = gpu_rounded.FEW_RATES if self.short else gpu_rounded.RATES
-        if self.item == 2:
-            self.rates = replace(self.rates, unit=UNIT[2])
+        self.rates = replace(gpu_rounded.RATES, unit=UNIT[2]) if self.item == 2 else gpu_rounded.RATES
         self.unit = self.rates.unit if self.rounded else UNIT[self.item]
         self.least = max(self.moved / MEMORY, products / (machine.sms * self.unit), LATENCY)
 
@@ -304,40 +300,14 @@ class GroupCounter(Counter):
         resident = min(SHARED // (self.shared(tiling) + 1024), FILE // (tiling.threads * self.registers(tiling)))
         resident = max(1, min(resident, self.machine.threads_per_sm // tiling.threads))
         queue = -(-tiles * tiling.split * tiling.cluster // self.machine.sms)
-        if not tiling.push:
+        if tiling.cluster == 1:
             return min(resident, queue), -(-queue // resident)
-        once = AT_ONCE[tiling.cluster] * self.machine.sms / AT_ONCE[1]  # clusters, one block per multiprocessor
+        once = gpu_count.AT_ONCE[tiling.cluster] * self.machine.sms / gpu_count.AT_ONCE[1]
         return min(resident, queue), math.ceil(tiles / (resident * once))
 
     def cycles(self, tiling: GroupTiling) -> float:  # type: ignore[override]
         """Estimated cycles of a launch, and of the second one where terms are split."""
-        rows, columns, ways = tiling.rows, tiling.columns, tiling.split * tiling.cluster
-        beside, waves = self._blocks(tiling)
-        if tiling.rounded:
+        if tiling.rounded and not self.short:
+            beside, waves = self._blocks(tiling)
             return gpu_rounded.cycles(self, tiling, beside, waves, self.rates)
-        line = tiling.terms * self.item
-        copied = float((rows + columns) * line)
-        read = rows // HIGH * (HIGH + columns) * line
-        limits = [
-            beside * rows * columns * tiling.terms / UNIT[self.item],
-            beside * (read + copied * (2 if tiling.flight else 1)) / PORT,
-            beside * copied / CACHE,
-            LOAD if tiling.flight else FETCH / (tiling.stages - 2),
-        ]
-        share, _ = shares(self.terms, tiling.terms, ways)
-        inner = max(limits) + OVERLAP * (sum(limits) - max(limits))
-        inner += ROUND * (2 if tiling.stages == 2 else 1) if beside == 1 else 0.0
-        if tiling.flight:
-            stored = sum(
-                size * line * (1.0 if side.along_terms else TURN)
-                for side, size in zip(self.sides, (rows, columns), strict=True)
-            )
-            inner += beside * STORE * stored / PORT
-        written = 4.0 * rows * columns * (1.0 if tiling.split > 1 else self.results / max(1.0, self.partial))
-        leave = EXIT + beside * written / tiling.cluster / CACHE
-        if tiling.cluster > 1:
-            leave += CLUSTER + beside * (8.0 * rows * columns / PORT + 4.0 * rows * columns / CACHE)
-        total = max(waves * (LATENCY + share * inner + leave), self.moved / MEMORY + LATENCY)
-        if tiling.split > 1:
-            total += SECOND + (2 * tiling.split + 1) * self.partial / MEMORY
-        return total
+        return gpu_count.group_cycles(self, tiling, self.shared(tiling))

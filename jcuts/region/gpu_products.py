@@ -1,12 +1,6 @@
 """Candidate schedules of matrix products for a GPU's matrix units, ranked by counted cycles.
 
-A block of a schedule is counted on its own multiprocessor, together with the blocks that run beside it there:
-
-    cycles = waves * (LATENCY + tiles * longest(units, shared memory, issue, L2 cache, a warp's chain, loads under way)
-                      + exit) + what a split costs,   at least bytes / (memory bytes per cycle)
-
-The constants are those of Hopper and Ampere multiprocessors, rounded; `UNIT`, `CHAIN` and `FETCH` are fitted to 72
-schedules of nine products on an H200. A ranking needs no more, and what is chosen is measured.
+What a schedule takes is counted by `region.gpu_count`.
 """
 
 from __future__ import annotations
@@ -17,13 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from jcuts.dfg.program import ITEM_SIZE, Program
+from jcuts.region import gpu_count
 from jcuts.region.gpu_tiles import WARP, Candidate, GpuMachine, scheduled
 from jcuts.region.products import COLUMNS, ROWS, B, K, Side, shares, sides
 
 MOST = 8
 """Candidates of one product on matrix units: each takes a few hundred milliseconds to compile and to measure."""
 AGAIN = 0.93
-"""What every further candidate that shares terms in the same way counts: where few are measured, they should differ."""
+"""What every further candidate counts that shares terms in the same way, among as many threads: they should differ."""
 TILES = (16, 32, 48, 64, 96, 128)
 WARP_TILES = (16, 32, 48, 64)
 TERMS = (64, 128, 256)
@@ -44,17 +39,14 @@ SHARED, REGISTERS, BLOCKS = 220 << 10, 65536, 16
 """Of a multiprocessor: bytes of shared memory, registers, blocks at once (of small ones)."""
 UNIT = {4: 330.0, 2: 660.0}
 """Products per cycle and multiprocessor, by bytes of an operand."""
-LINE = 128.0
-"""Bytes of a line of the caches."""
 CHAIN = (100.0, 60.0, 16.0)
 """Cycles of one warp, which waits for itself: per tile of terms, per instruction along them, per product of a step."""
 OVERLAP = 0.15
 """What of a limit is left beside a larger one: they work at the same time, but not perfectly."""
 PORT, L2, MEMORY = 128.0, 40.0, 2400.0
 """Bytes per cycle: shared memory and L2 cache of a multiprocessor, memory of the whole GPU."""
-LATENCY, FETCH, EXIT, MEET, CLUSTER, SECOND = 1300.0, 450.0, 500.0, 250.0, 700.0, 2600.0
-"""Cycles: to the first products; of a load; of an exit without its bytes; of warps that add up; of the barriers and far
-reads of a cluster; of a second launch."""
+LATENCY, EXIT, SECOND = 1300.0, 500.0, 2600.0
+"""Cycles: to the first products; of an exit without its bytes; of a second launch."""
 
 
 @dataclass(frozen=True)
@@ -102,10 +94,10 @@ def products(
         key = (tiling.rows, tiling.columns, tiling.warps[2], tiling.split, tiling.cluster)
         if key not in best or cycles < best[key][0]:
             best[key] = (cycles, tiling)
-    seen: dict[tuple[bool, ...], int] = {}
+    seen: dict[tuple[int, ...], int] = {}
     scored = []
     for cycles, tiling in sorted(best.values(), key=lambda found: found[0]):
-        kind = (tiling.split > 1, tiling.cluster > 1, tiling.warps[2] > 1)
+        kind = (tiling.split > 1, tiling.cluster > 1, tiling.threads)
         score = min(1.0, least / cycles) * AGAIN ** seen.get(kind, 0)
         seen[kind] = seen.get(kind, 0) + 1
         scored.append((score, tiling))
@@ -169,58 +161,14 @@ class Counter:
         self.asks = any(ITEM_SIZE[b.dtype] == 4 for b in added) and self.terms <= SHORT
         self.partial = float(sum(4 * b.size for b in program.outputs[:1]))
         products = float(self.batch * self.rows * self.columns * self.terms)
-        self.least = max(self.moved / MEMORY, products / (machine.sms * UNIT[self.item]), LATENCY)
+        self.least = max(self.moved / MEMORY, products / (machine.sms * gpu_count.WARPS[self.item].unit), LATENCY)
 
     def shared(self, tiling: Tiling) -> int:
         """Bytes of shared memory of a block, with padding."""
-        stage = 0
-        for side, size in zip(self.sides, (tiling.rows, tiling.columns), strict=True):
-            lines, length = (size, tiling.terms) if side.along_terms else (tiling.terms, size)
-            stage += lines * (length * self.item + 32)
         alone = tiling.warps[2] == tiling.cluster == 1
         meet = 0 if alone else 4 * tiling.rows * tiling.columns * tiling.warps[2]
-        return max(stage * tiling.stages, meet)
-
-    def _copied(self, tiling: Tiling) -> float:
-        """Bytes of a tile of both operands; short lines count more, as whole lines are what moves."""
-        total = 0.0
-        for side, size in zip(self.sides, (tiling.rows, tiling.columns), strict=True):
-            line = (tiling.terms if side.along_terms else size) * self.item
-            total += size * tiling.terms * self.item * max(1.0, LINE / line) ** 0.5
-        return total
+        return max(gpu_count.staged(self.sides, tiling) * tiling.stages, meet)
 
     def cycles(self, tiling: Tiling) -> float:
         """Estimated cycles of a launch, and of the second one where terms are split."""
-        rows, columns, deep = tiling.rows, tiling.columns, tiling.warps[2]
-        high, wide = rows // tiling.warps[0], columns // tiling.warps[1]
-        count = math.prod(tiling.warps)
-        blocks = self.batch * -(-self.rows // rows) * -(-self.columns // columns) * tiling.split * tiling.cluster
-        registers = 48 + high * wide // WARP + (high + wide) * STEP // 64
-        resident = min(SHARED // (self.shared(tiling) + 1024), REGISTERS // (tiling.threads * registers), BLOCKS)
-        resident = max(1, min(resident, self.machine.threads_per_sm // tiling.threads))
-        queue = -(-blocks // self.machine.sms)
-        beside, waves = min(resident, queue), -(-queue // resident)
-        steps = tiling.terms * self.item // STEP // deep  # instructions along the terms of a warp
-        tiles = (high // 16) * (wide // 8)
-        words = (high + wide) * tiling.terms * self.item / deep
-        limits = [
-            beside * rows * columns * tiling.terms / UNIT[self.item],
-            beside * (count * words + (rows + columns) * tiling.terms * self.item) / PORT,
-            beside * count * steps * (2 * tiles + high // 4 + wide // 2 + high // 16 + wide // 8) / 4,
-            beside * self._copied(tiling) / L2,
-            CHAIN[0] + steps * (CHAIN[1] + CHAIN[2] * tiles),
-        ]
-        share, _ = shares(self.terms, tiling.terms, tiling.split * tiling.cluster)
-        if share > tiling.stages - 1:
-            limits.append(FETCH / (tiling.stages - 1))
-        inner = max(limits) + OVERLAP * (sum(limits) - max(limits))
-        written = 4.0 * rows * columns * (1.0 if tiling.split > 1 else self.results / max(1.0, self.partial))
-        leave = EXIT + beside * written / tiling.cluster / L2
-        if deep > 1 or tiling.cluster > 1:
-            leave += MEET + beside * 8.0 * rows * columns * deep / PORT
-        if tiling.cluster > 1:
-            leave += CLUSTER + beside * 4.0 * rows * columns * deep / L2
-        total = max(waves * (LATENCY + share * inner + leave), self.moved / MEMORY + LATENCY)
-        if tiling.split > 1:
-            total += SECOND + (2 * tiling.split + 1) * self.partial / MEMORY
-        return total
+        return gpu_count.warp_cycles(self, tiling)

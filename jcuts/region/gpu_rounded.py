@@ -1,4 +1,6 @@
-"""What schedules for warp groups of float32 products take whose weights are rounded: counted cycles.
+"""What schedules for warp groups of float32 products of many blocks take whose weights are rounded: counted cycles.
+
+Those of few blocks are counted by `region.gpu_count`.
 
 As in `region.gpu_products`, per tile of terms the longest of what works at the same time, and a share of the rest:
 
@@ -41,8 +43,6 @@ class Rates:
 RATES = Rates(910.0, 62.0, 900.0, 50.0, 19.0, 3600.0, 4200.0, 4200.0, 0.0, 0.15, 0.29)
 """Fitted to 115 schedules of 20 products and convolutions on an H200: 14 % off in the mean square; the schedule with
 the least cycles took 2 % more than the fastest, on average."""
-FEW_RATES = Rates(910.0, 80.0, 900.0, 10.0, 42.0, 2880.0, 3500.0, 1810.0, 100.0, 0.1, 1.34)
-"""The same of products of few blocks, fitted to 353 schedules of 16 of them, launched in CUDA graphs: 19 % off."""
 
 
 def cycles(counter: Counter, tiling: GroupTiling, beside: int, waves: int, rates: Rates) -> float:

@@ -125,7 +125,7 @@ def _traffic(program: Program, blocks: int, threads: int) -> tuple[float, float,
         moved += 2 * sum(b.bytes for b in program.outputs)
         return max(compulsory, moved), moved / LINE, 1.0
     if (access := access_of(program)) is not None:
-        return compulsory * access.passes, compulsory / LINE * access.lines, 1.0
+        return compulsory * access.passes, compulsory / LINE * access.lines, access.active
     if params.get("cuda") != "point" or len(program.phases) != 1:
         return compulsory, compulsory / LINE, 1.0
     phase = program.phases[0]

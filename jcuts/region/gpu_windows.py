@@ -8,30 +8,34 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from jcuts.dfg.program import Axis, Phase, Program
 from jcuts.region.gpu_tiles import (
     ACCESS,
-    IN_FLIGHT,
     MOST_REGISTERS,
     REGISTERS,
     Candidate,
     GpuMachine,
-    distinct,
-    levelled,
+    fastest_memory,
     loads_of,
     narrowest,
     period,
     scheduled,
     unrolled,
-    vectors,
     window_values,
 )
+from jcuts.region.gpu_window_time import Windows
 
 MOST_STRIDE = 4  # of a window, or dilation, whose period a register tile covers
 MOST_POINTS = 64  # of a tile of a walk
+AGAIN = 0.98
+"""What every further schedule counts that has as many neighbours in a thread, and walks as well."""
+ROWS, COLUMNS = (1, 2, 3, 4, 5, 7, 8), (1, 2, 3, 4, 5)
+"""Points of a register tile along the axes that a window slides along."""
+THREADS, WALKERS = (128, 256, 96), (128, 64, 96)
+"""Threads of a block."""
 
 
 def windows(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
@@ -40,9 +44,25 @@ def windows(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     if not program.phases[0].axes:
         yield scheduled(program, "point", 32), 0.5
         return
-    plain, moving = list(_tiles(program, machine)), distinct(walks(program, machine))
-    yield from plain
-    yield from levelled(moving, plain)
+    yield from _different([*_tiles(program, machine), *walks(program, machine)])
+
+
+def _different(found: Sequence[Candidate]) -> Iterator[Candidate]:
+    """The best of every register tile, and the more of them that are alike in kind, the less they count.
+
+    Estimates of the best differ by less than they are off: neighbours of a thread, and whether it walks, should differ.
+    """
+    seen: set[object] = set()
+    kinds: dict[object, int] = {}
+    for program, score in sorted(found, key=lambda item: (-item[1], item[0].params)):
+        phase, params = program.phases[0], dict(program.params)
+        tile = (*(a.unroll for a in phase.axes), "walk" in params)
+        if tile in seen:
+            continue
+        seen.add(tile)
+        kind = phase.axes[-1].unroll, "walk" in params
+        yield program, score * AGAIN ** kinds.get(kind, 0)
+        kinds[kind] = kinds.get(kind, 0) + 1
 
 
 def whole(program: Program) -> Program:
@@ -56,39 +76,53 @@ def _tiles(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     phase = program.phases[0]
     lane = phase.axes[-1]
     size = narrowest(program)
-    points = math.prod(a.extent for a in phase.axes)
     slid = _slid(phase, lane.name)
-    taps = math.prod(r.extent for r in phase.reds)
     periods = {a.name: min(a.extent, period(phase, a.name)) for a in slid}
-    narrow = max(1, ACCESS // size // 4)
-    widths = [*vectors(lane.extent, size), *([narrow] if size < 4 and lane.extent % narrow == 0 else [])]
-    for vector in widths:
-        for rows in (1, 2, 4, 7, 8):
-            for columns in (1, 2, 4):
-                unroll = {lane.name: vector}
-                for axis, count in zip(reversed(slid), (columns, rows), strict=False):
-                    unroll[axis.name] = count
-                if any(unroll[a.name] % periods[a.name] for a in slid):
-                    continue
-                if (columns > 1 and not slid) or (rows > 1 and len(slid) < 2):
-                    continue
-                if any(count > a.extent for a in slid for count in [unroll[a.name]]):
-                    continue
-                tile = math.prod(unroll.values())
-                values = window_values(phase, unroll)
-                if tile + values > 2 * REGISTERS:
-                    continue
-                loads_per_use = values / (tile * taps)
-                waste = math.prod(a.extent / (-(-a.extent // unroll[a.name]) * unroll[a.name]) for a in slid)
-                fill = min(1.0, points / tile / machine.threads)
-                pressure = 1.0 if tile + values <= REGISTERS else 0.75
-                access = min(1.0, vector * size / ACCESS)
-                score = waste * pressure * (0.4 + 0.6 * access) * (0.25 + 0.75 * fill) / (1.0 + 2.0 * loads_per_use)
-                for threads in (128, 256):
-                    yield (
-                        scheduled(unrolled(program, unroll), "point", threads),
-                        score * (1 if threads == 128 else 0.99),
-                    )
+    for vector in _widths(lane.extent, size):
+        for rows, columns in itertools.product(ROWS, COLUMNS):
+            unroll = {lane.name: vector}
+            for axis, count in zip(reversed(slid), (columns, rows), strict=False):
+                unroll[axis.name] = count
+            if any(unroll[a.name] % periods[a.name] or unroll[a.name] > a.extent for a in slid):
+                continue
+            if (columns > 1 and not slid) or (rows > 1 and len(slid) < 2):
+                continue
+            tile = math.prod(unroll.values())
+            values = window_values(phase, unroll)
+            if tile + values > 2 * REGISTERS:
+                continue
+            for threads in THREADS:
+                spent = _time(program, unroll, values, threads).seconds(machine)
+                yield scheduled(unrolled(program, unroll), "point", threads), _least(program) / spent
+
+
+def _widths(extent: int, size: int) -> list[int]:
+    """Neighbours of a thread: what a warp reads are whole lines in any case."""
+    most = max(1, ACCESS // size)
+    return [v for v in (most, most // 2, most // 4) if v and extent % v == 0] or [1]
+
+
+def _time(
+    program: Program, unroll: dict[str, int], values: int, threads: int, fresh: int = 0, steps: int = 1,
+    pieces: int = 1, along: str = "", ahead: int = -1,
+) -> Windows:  # fmt: skip
+    """What is counted. Args: fresh, steps, ahead: of walks along an axis, in so many pieces."""
+    phase = program.phases[0]
+    counts = {a.name: -(-a.extent // unroll.get(a.name, 1)) for a in phase.axes}
+    covered = math.prod(counts[a.name] * unroll.get(a.name, 1) / a.extent for a in phase.axes)
+    if along:
+        covered *= pieces * steps / counts[along]
+        counts[along] = pieces
+    return Windows(
+        math.prod(unroll.values()), values, fresh or values, steps, ahead, unroll[phase.axes[-1].name],
+        math.prod(r.extent for r in phase.reds), narrowest(program), math.prod(counts.values()), covered,
+        float(sum(b.bytes for b in program.inputs)), float(sum(b.bytes for b in program.outputs)), threads,
+    )  # fmt: skip
+
+
+def _least(program: Program) -> float:
+    """Seconds of what must move."""
+    return sum(b.bytes for b in (*program.inputs, *program.outputs)) / fastest_memory()
 
 
 def _slid(phase: Phase, lane: str) -> list[Axis]:
@@ -146,17 +180,7 @@ def _walks(program: Program, machine: GpuMachine, along: Axis, unroll: dict[str,
         registers = 24 + tile + (values + (ahead or -0.75) * fresh) * size / 4
         if tiles < 2 + ahead // 2 or -(-count // tiles) != pieces or registers > MOST_REGISTERS:
             continue
-        counts = {a.name: -(-a.extent // unroll.get(a.name, 1)) for a in phase.axes}
-        threads = math.prod(counts.values()) // count * pieces
-        resident = machine.sms * min(2048, 65536 // (-(-int(registers) // 8) * 8) // 32 * 32)
-        waves = max(1.0, threads / resident)
-        there = min(threads, resident)
-        # As in `estimate.launches`; of loads two tiles early a third more are under way than of those one early.
-        under_way = there * fresh * size * {0: 0.5, 1: 1.0, 2: 1.3}[ahead]
-        hidden = (there / machine.threads) ** 0.2 / (1.0 + 0.5 * IN_FLIGHT / 2 / under_way)
-        spent = 1.0 + 0.25 * fresh / tile  # accesses of columns that neighbouring tiles read as well
-        spent *= 1.0 + 0.3 * (values / fresh - 1.0) / tiles  # rows that a new piece reads again, from the L2 cache
-        spent *= 1.0 + 1.0 / (tiles * waves)  # before the first store, after the last load
-        spent *= pieces * tiles / count * (1.0 + 0.1 * (waves > 1.0) / waves)
-        spent *= {16: 1.0, 8: 1.04}.get(unroll[phase.axes[-1].name] * size, 1.12) / hidden
-        yield scheduled(made, "point", 128, ("walk", (along.name, tiles)), ("ahead", ahead)), 1.0 / spent
+        for threads in WALKERS:
+            counted = _time(program, unroll, values, threads, fresh, tiles, pieces, along.name, ahead)
+            params = (("walk", (along.name, tiles)), ("ahead", ahead))
+            yield scheduled(made, "point", threads, *params), _least(program) / counted.seconds(machine)

@@ -44,27 +44,34 @@ def test_a_memory_bound_launch_that_fills_the_gpu():
     found = score([USE], H200)
     assert found.resident_threads == 132 * 8 * 256
     under_way = 132 * 8 * 256 * 16 / (4.815e12 * LATENCY_S)
-    assert found.latency == pytest.approx(1 / (1 + 0.15 / under_way))
-    assert (found.wb, found.r) == (pytest.approx(1 / 1.2), 1.0)  # one wave
+    assert found.latency == pytest.approx(1 / (1 + 0.08 / under_way))
+    assert (found.wb, found.r) == (pytest.approx(1 / 1.1), 1.0)  # one wave
     peak = 132 * 256 * 1.98e9
-    moving = 1e8 / 4.815e12 + 0.25 * 1e8 / H200.bw_l2 + 0.1 * 1e6 / (132 * 1.98e9)
+    moving = 1e8 / 4.815e12 + 0.35 * 1e8 / H200.bw_l2 + 0.15 * 1e6 / (132 * 1.98e9)
     assert found.gm == pytest.approx(1e6 / peak / moving)
     assert found.seconds == pytest.approx(moving / found.latency / found.wb)
     assert found.pul == pytest.approx(1e6 / peak / found.seconds)
+
+
+def test_few_blocks_have_the_rates_of_few_multiprocessors():
+    few, all_of_them = score([replace(USE, blocks=33)], H200), score([replace(USE, blocks=132)], H200)
+    moving = 1e8 / 4.815e12 + 4 * (0.35 * 1e8 / H200.bw_l2 + 0.15 * 1e6 / (132 * 1.98e9))
+    assert few.gm == pytest.approx(1e6 / (132 * 256 * 1.98e9) / moving)
+    assert few.gm < all_of_them.gm == score([USE], H200).gm
 
 
 def test_the_levels_overlap_in_part():
     one = score([USE], H200).gm
     assert score([replace(USE, moved=1e9)], H200).gm < one and score([replace(USE, lines=1e8)], H200).gm < one
     by_lines = score([replace(USE, lines=1e10)], H200)
-    assert by_lines.gm == pytest.approx(1e6 / (132 * 256 * 1.98e9) / (0.1 * 1e10 / (132 * 1.98e9)), rel=0.01)
+    assert by_lines.gm == pytest.approx(1e6 / (132 * 256 * 1.98e9) / (0.15 * 1e10 / (132 * 1.98e9)), rel=0.01)
 
 
 def test_fewer_resident_threads_hide_less():
     full, half = score([USE], H200), score([replace(USE, registers=64)], H200)
     assert half.resident_threads == full.resident_threads // 2
     under_way = 132 * 4 * 256 * 16 / (4.815e12 * LATENCY_S)
-    assert half.latency == pytest.approx(0.5**0.03 / (1 + 0.15 / under_way))
+    assert half.latency == pytest.approx(0.5**0.03 / (1 + 0.08 / under_way))
 
 
 def test_threads_without_work_hide_nothing():
@@ -73,8 +80,8 @@ def test_threads_without_work_hide_nothing():
 
 
 def test_many_waves_leave_little_idle():
-    assert score([replace(USE, blocks=80 * 132)], H200).wb == pytest.approx(1 / 1.02)  # ten waves
-    assert score([replace(USE, blocks=1)], H200).wb == pytest.approx(1 / 1.2)
+    assert score([replace(USE, blocks=80 * 132)], H200).wb == pytest.approx(1 / 1.01)  # ten waves
+    assert score([replace(USE, blocks=1)], H200).wb == pytest.approx(1 / 1.1)
 
 
 def test_launches_add_up():

@@ -1,0 +1,237 @@
+"""Cycles of products on matrix units, by warps (`gpu_products`) and by warp groups (`gpu_groups`).
+
+A block is counted on its multiprocessor, together with the blocks that run beside it there:
+
+    cycles = waves * (begin + tiles of terms * longest(units, shared memory, issue, L2 cache, loads under way) + exit)
+             and what moves by the memory's rate: the longer of both, and a share of the shorter
+
+Blocks of a cluster run at once, and clusters lie in groups of multiprocessors: fewer of them run at once than blocks
+would.  The constants are fitted to 4,600 schedules of nine products and convolutions on an H200, drawn without the
+model (`docs/gpu_proofs.md`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from jcuts.region.gpu_tiles import WARP
+from jcuts.region.products import Side, shares
+
+if TYPE_CHECKING:
+    from jcuts.region.gpu_group_tiling import GroupTiling
+    from jcuts.region.gpu_products import Counter, Tiling
+
+AT_ONCE = {1: 132, 2: 66, 3: 42, 4: 30, 5: 22, 6: 15, 7: 14, 8: 13}
+"""Clusters of so many blocks that 132 multiprocessors have at once, one block each: they lie in groups."""
+SHARED, FILE, BLOCKS, OWN = 228 << 10, 65536, 32, 1024
+"""Of a multiprocessor: bytes of shared memory, registers, blocks; bytes that every block takes beside its own."""
+LINE, STEP, HIGH = 128, 32, 64
+"""Bytes of a line of the caches, and of terms per instruction; rows of a warp group's instruction."""
+STREAM = 2400.0
+"""Bytes of memory per cycle that partial results move at."""
+EVEN = 3
+"""Waves up to which the last one takes as long as the others."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Constants of one family: products and bytes per cycle, cycles, shares of what overlaps.
+
+    Attributes:
+        unit: products per cycle. port, cache, far, memory: bytes per cycle of shared memory, of the L2 cache, of other
+            blocks' shared memory, of the whole GPU's memory.
+        short: power with which lines of less than 128 bytes count more.
+        fetch, round: of a load, over those under way; of a tile of terms.
+        overlap, moving: what is left of shorter limits; of the shorter of work and memory.
+        begin, warp: of a block; for every warp of the multiprocessor.
+        leave, late: of an exit; of asking late for what is added there.
+        cluster, member: of blocks that meet; for each of them.
+        second, again: of a second launch; what its bytes count.
+    """
+
+    unit: float
+    port: float
+    cache: float
+    far: float
+    memory: float
+    short: float
+    fetch: float
+    round: float
+    overlap: float
+    moving: float
+    begin: float
+    warp: float
+    leave: float
+    cluster: float
+    member: float
+    second: float
+    again: float
+
+
+def resident(machine_threads: int, threads: int, registers: float, shared: int) -> int:
+    """Blocks that one multiprocessor holds at once."""
+    taken = 8 * math.ceil(registers / 8) * threads
+    return max(1, min(SHARED // (shared + OWN), int(FILE // taken), machine_threads // threads, BLOCKS))
+
+
+def occupancy(blocks: int, cluster: int, held: int, sms: int) -> tuple[int, float]:
+    """Blocks side by side on a multiprocessor, and how often they are replaced."""
+    once = AT_ONCE.get(cluster, max(1, AT_ONCE[1] // cluster - 4)) * cluster * sms / AT_ONCE[1]
+    waves = blocks / (held * once)
+    return min(held, -(-blocks // sms)), math.ceil(waves - 1e-9) if waves <= EVEN else waves + 0.5
+
+
+def copied(sides: tuple[Side, Side], rows: int, columns: int, terms: int, short: float) -> float:
+    """Bytes of a tile of both operands; short lines count more, as whole lines are what moves."""
+    total = 0.0
+    for side, size in zip(sides, (rows, columns), strict=True):
+        line = (terms if side.along_terms else size) * side.item
+        total += size * terms * side.item * max(1.0, LINE / line) ** short
+    return total
+
+
+def staged(sides: tuple[Side, Side], tiling: Tiling) -> int:
+    """Bytes of shared memory of one tile of both operands, with what keeps its lines in different banks."""
+    total = 0
+    for side, size in zip(sides, (tiling.rows, tiling.columns), strict=True):
+        lines, length = (size, tiling.terms) if side.along_terms else (tiling.terms, size)
+        words, lone = length * side.item // 4, not side.along_terms and side.item == 4
+        total += 4 * lines * (words + ((8 if lone else 4) - words) % (32 if lone else 8))
+    return total
+
+
+def _whole(counter: Counter, rates: Rates, total: float, split: int) -> float:
+    """With what the memory takes, and a second launch."""
+    moved = counter.moved / rates.memory
+    total = max(total, moved + rates.begin) + rates.moving * min(total, moved)
+    if split > 1:
+        total += rates.second + rates.again * (2 * split + 1) * counter.partial / STREAM
+    return total
+
+
+def _longest(limits: list[float], overlap: float) -> float:
+    return max(limits) + overlap * (sum(limits) - max(limits))
+
+
+# -- by warps ---------------------------------------------------------------------------------------------------------
+WARPS = {
+    item: Rates(unit, 253.0, 108.0, 43.0, 1820.0, 0.7, 500.0, 37.0, 0.86, 0.63, 160.0, 2.6, 117.0, 626.0, 460.0, 2630.0,
+                2.6) for item, unit in {4: 694.0, 2: 1900.0}.items()
+}  # fmt: skip
+ISSUE, CHAIN, MEET, MEMBERS = 0.235, (70.0, 6.7), 408.0, 4.9
+"""Of an instruction; cycles of one warp, which waits for itself: per instruction along the terms, per product of a
+step; of warps that add up; of blocks that do, for every warp."""
+OWN_REGISTERS, PER_LINE = 26.0, 0.18
+"""Registers of a thread besides its totals: a base, per row and column of a warp's tile (1,900 kernels: 10 % off)."""
+
+
+def warp_cycles(counter: Counter, tiling: Tiling) -> float:
+    """Estimated cycles of a launch, and of the second one where terms are split."""
+    rates = WARPS[counter.item]
+    rows, columns, (along, across, deep) = tiling.rows, tiling.columns, tiling.warps
+    high, wide, count = rows // along, columns // across, along * across * deep
+    registers = OWN_REGISTERS + high * wide / WARP + PER_LINE * (high + wide)
+    tiles = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns)
+    held = resident(counter.machine.threads_per_sm, tiling.threads, registers, counter.shared(tiling))
+    beside, waves = occupancy(tiles * tiling.split * tiling.cluster, tiling.cluster, held, counter.machine.sms)
+    line = tiling.terms * counter.item
+    steps = line / STEP / deep  # instructions along the terms of a warp
+    each = (high / 16) * (wide / 8)
+    share, _ = shares(counter.terms, tiling.terms, tiling.split * tiling.cluster)
+    limits = [
+        beside * rows * columns * tiling.terms / rates.unit,
+        beside * (count * (high + wide) / deep + rows + columns) * line / rates.port,
+        ISSUE * beside * count * steps * (2 * each + high * 5 / 16 + wide * 5 / 8) / 4,
+        beside * copied(counter.sides, rows, columns, tiling.terms, rates.short) / rates.cache,
+        rates.round + steps * (CHAIN[0] + CHAIN[1] * each),
+        rates.fetch / (tiling.stages - 1) if share > tiling.stages - 1 else 0.0,
+    ]
+    written = 4.0 * rows * columns * (1.0 if tiling.split > 1 else counter.results / max(1.0, counter.partial))
+    leave = rates.leave + beside * written / tiling.cluster / rates.cache
+    if deep > 1 or tiling.cluster > 1:
+        leave += MEET * deep + beside * 8.0 * rows * columns * deep / rates.port
+    if tiling.cluster > 1:
+        leave += rates.cluster + rates.member * tiling.cluster
+        leave += beside * (4.0 * rows * columns * deep / rates.far + MEMBERS * count)
+    begin = rates.begin + rates.warp * beside * count
+    total = waves * (begin + share * _longest(limits, rates.overlap) + leave)
+    return _whole(counter, rates, total, tiling.split)
+
+
+# -- by warp groups ---------------------------------------------------------------------------------------------------
+GROUPS = {
+    "float32": Rates(459.0, 123.0, 447.0, 62.7, 2714.0, 0.5, 139.0, 765.0, 0.1, 1.06, 132.0, 1.7, 146.0, 2031.0, 435.0,
+                     3041.0, 2.6),
+    "copied": Rates(2050.0, 182.0, 79.0, 27.0, 1310.0, 0.47, 1185.0, 28.0, 0.07, 1.14, 922.0, 2.9, 495.0, 583.0, 356.0,
+                    3170.0, 3.0),
+    "rounded": Rates(887.0, 151.0, 68.0, 12.5, 1812.0, 0.5, 1015.0, 40.0, 0.35, 0.4, 546.0, 2.7, 292.0, 419.0, 144.0,
+                     4580.0, 2.4),
+}  # fmt: skip
+"""Float32 that threads round and store, 16-bit types that are copied, float32 with rounded weights (few blocks)."""
+STORE, TURN, GAP = 0.37, 9.1, {"float32": 51.0, "copied": 19.0, "rounded": 46.0}
+"""What rounding and storing float32 takes beside the units, in passes through the port; of turned tiles, over that;
+cycles per group of instructions of 64 rows that nobody hides where a multiprocessor has one block."""
+PUSH, LATE = (721.0, 54.0), 42.0
+"""Of blocks that store into each other's memory: all, each; of asking late for what is added to rounded products."""
+
+
+def family(counter: Counter, tiling: GroupTiling) -> str:
+    """Which constants are a schedule's."""
+    return "copied" if counter.item == 2 else "rounded" if tiling.rounded else "float32"
+
+
+def group_registers(counter: Counter, tiling: GroupTiling) -> float:
+    """32-bit registers of a thread, as the assembler takes them on average."""
+    totals = tiling.rows * tiling.columns / tiling.threads
+    high = tiling.rows / tiling.groups[0] / HIGH
+    if counter.item == 2:
+        return 37 + totals + 4.3 * high
+    if tiling.rounded:
+        return min(FILE / tiling.threads, 248.0, 42 + totals + 6.3 * high * tiling.group)
+    total = 27.4 + 1.03 * totals
+    share, _ = shares(counter.terms, tiling.terms, tiling.split * tiling.cluster)
+    for side, size in zip(counter.sides, (tiling.rows, tiling.columns), strict=True):
+        words = size * tiling.terms / tiling.threads  # of a tile on its way
+        total += 0.0 if side.along_terms else 0.8
+        if share > 1:
+            total += words * (0.85 if side.along_terms else 1.29)
+            total += words * 0.88 * max(0, min(tiling.flight, share) - 1)
+        if side.along_terms and side.run != counter.terms:  # taps: addresses
+            total += 16.5 + 0.83 * words
+    return min(FILE / tiling.threads, 248.0, total)
+
+
+def group_cycles(counter: Counter, tiling: GroupTiling, shared: int) -> float:
+    """Estimated cycles of a launch, and of the second one where terms are split. Args: shared: bytes of a block."""
+    kind = family(counter, tiling)
+    rates, raw = GROUPS[kind], kind == "float32"
+    rows, columns, line = tiling.rows, tiling.columns, tiling.terms * counter.item
+    tiles = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns)
+    registers = group_registers(counter, tiling)
+    held = resident(counter.machine.threads_per_sm, tiling.threads, registers, shared)
+    beside, waves = occupancy(tiles * tiling.split * tiling.cluster, tiling.cluster, held, counter.machine.sms)
+    share, _ = shares(counter.terms, tiling.terms, tiling.split * tiling.cluster)
+    ahead = tiling.stages - 1 if raw else tiling.stages if tiling.stages >= share else tiling.stages - 2
+    limits = [
+        beside * rows * columns * tiling.terms / rates.unit,
+        beside * (rows / HIGH * (HIGH + columns) + (rows + columns) * (2 if raw else 1)) * line / rates.port,
+        beside * copied(counter.sides, rows, columns, tiling.terms, rates.short) / rates.cache,
+        rates.fetch / max(1, ahead) + rates.round,
+    ]
+    inner = _longest(limits, rates.overlap)
+    if raw:
+        sizes = zip(counter.sides, (rows, columns), strict=True)
+        stored = sum(size * line * (1.0 if side.along_terms else TURN) for side, size in sizes)
+        inner += beside * STORE * stored / LINE
+    if beside == 1:  # nobody else fills the gaps between instructions
+        inner += GAP[kind] * line / STEP / tiling.group * (rows // tiling.groups[0] // HIGH)
+    written = 4.0 * rows * columns * (1.0 if tiling.split > 1 else counter.results / max(1.0, counter.partial))
+    leave = rates.leave + beside * written / tiling.cluster / rates.cache
+    leave += LATE if tiling.rounded and not tiling.early else 0.0
+    if tiling.cluster > 1:
+        meet, member = PUSH if tiling.push else (rates.cluster, rates.member)
+        leave += meet + member * tiling.cluster + beside * 4.0 * rows * columns / rates.far
+    begin = rates.begin + rates.warp * beside * tiling.threads / WARP
+    return _whole(counter, rates, waves * (begin + share * inner + leave), tiling.split)

@@ -43,7 +43,7 @@ MULTIPLIERS = 128
 TEAMS = (8, 16, 32, 64, 128, 256, 512, 1024)
 LEAST, MOST, SHARE = 4, 8, 10.0
 """Candidates that are left whatever the share says; the most of those that are near the best, at so many percent."""
-NEAR = 0.75
+NEAR = 0.7
 """Scores, over the best one, of what is near it: estimates of the best are off by so much."""
 PLAIN, FEW = 3.5, 1.5
 """What sums by threads on their own take, over their products at the peak (measured); over the memory's time, up to

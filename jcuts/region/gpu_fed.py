@@ -34,8 +34,12 @@ FEW_TOTALS = 64
 """Totals of a thread beside which there are registers for everything."""
 OTHERS = {1: 2, 2: 4, 4: 4}
 """Warps that do not multiply, by those that copy: one more may pass proxy fences; whole groups share out registers."""
-CARRIERS, RUNS, STAGES, MOST_STAGES = (4, 2), 2, 3, 10
-"""Warps that copy, both of which are tried for kept pixels; runs of pixels that are kept; least and most stages."""
+CARRIERS, APART, HOPED = 4, 2, 1.25
+"""Warps that copy; those beside a warp that passes fences, and what that is worth (assumed, not measured)."""
+COPIED = 1.1
+"""What schedules that keep no pixels count: those of other families are estimated as much too fast."""
+RUNS, STAGES, MOST_STAGES = 2, 3, 10
+"""Runs of pixels that are kept; least and most stages."""
 MOST_SHARED = 226 << 10
 """Bytes of shared memory of a block."""
 SHARE = 0.9
@@ -87,10 +91,14 @@ def candidates(counter: GroupCounter, program: Program, most: int = MOST) -> lis
     for spent, tiling in found:
         if all((tiling.rows, tiling.columns) != (t.rows, t.columns) for _, t in chosen):
             chosen.append((spent, tiling))
-    made = []
-    for spent, tiling in chosen[:most]:  # two warps have too few registers for tiles of both operands
-        made += [(spent, replace(tiling, carriers=n)) for n in (CARRIERS if tiling.pixels else CARRIERS[:1])]
-    return [(t.of(program), min(1.0, counter.least / spent) * AGAIN**n) for n, (spent, t) in enumerate(made)]
+    made: list[tuple[float, FedTiling]] = []
+    for number, (spent, tiling) in enumerate(chosen[:most]):
+        score = counter.least / spent * AGAIN**number
+        made.append((score * (1.0 if tiling.pixels else COPIED), tiling))
+        if tiling.pixels:  # two warps that copy have too few registers for tiles of both operands
+            made.append((HOPED * score, replace(tiling, carriers=APART)))
+    made.sort(key=lambda pair: -pair[0])
+    return [(tiling.of(program), min(1.0, score)) for score, tiling in made]
 
 
 def tilings(counter: GroupCounter, program: Program) -> Iterator[tuple[float, FedTiling]]:
@@ -122,7 +130,7 @@ def tilings(counter: GroupCounter, program: Program) -> Iterator[tuple[float, Fe
                 tiles = -(-counter.rows // rows) * -(-counter.columns // columns)
                 rounds, pixels = -(-tiles // counter.machine.sms), RUNS if way is not None else 0
                 stages = _stages(counter, way, rows, columns)
-                made = FedTiling(rows, columns, groups, stages, CARRIERS[0], pixels, rounds, int(counter.beside > 0))
+                made = FedTiling(rows, columns, groups, stages, CARRIERS, pixels, rounds, int(counter.beside > 0))
                 if stages >= STAGES:
                     yield cycles(counter, way, made), made
 

@@ -101,9 +101,9 @@ def products(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
         return
     found = kept + found
     fed = gpu_fed.candidates(counter, program) if found else []
-    if fed and fed[0][1] >= FAR * max(score for _, score in found):
-        scale = max(score for _, score in found) / fed[0][1]  # which family wins is what estimates know least of
-        yield from ((made, scale * score) for made, score in fed)
+    if fed:
+        best = max(score for _, score in found)
+        yield from ((made, min(score, best)) for made, score in fed if score >= FAR * best)
     yield from found
     if counter.before or len(found) >= ENOUGH:  # the other family has no prologues, and hardly ever wins
         return

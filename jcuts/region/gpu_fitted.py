@@ -18,7 +18,7 @@ HEIGHTS = ((64, 1), (128, 2), (192, 3))
 MOST_WAVES = 4
 """Waves from which on what the last one lacks is little."""
 
-KNOWN, MOST_KNOWN = 0.97, 2
+KNOWN = 0.97
 """What the best tiles of known sizes, to which constants were fitted, score at least over the best of all."""
 
 
@@ -53,16 +53,16 @@ def widths(columns: int) -> tuple[int, ...]:
 
 
 def with_known(
-    scored: Sequence[tuple[float, GroupTiling]], known: Collection[tuple[int, int, int]]
+    scored: Sequence[tuple[float, GroupTiling]], known: Collection[tuple[int, int, int]], most: int
 ) -> list[tuple[float, GroupTiling]]:
-    """(score, schedule), in the order of their cycles, with the best of known sizes near the best of all.
+    """(score, schedule), in the order of their cycles, with so many of known sizes near the best of all.
 
     Few of them are measured: estimates of other widths alone must not decide that what was fast is not tried.
     """
     best, seen, found = max((score for score, _ in scored), default=0.0), set[tuple[int, int, int]](), []
     for score, tiling in scored:
         size = (tiling.rows, tiling.columns, tiling.groups[0])
-        if size in known and size not in seen and len(seen) < MOST_KNOWN:
+        if size in known and size not in seen and len(seen) < most:
             seen.add(size)
             score = max(score, KNOWN * best)
         found.append((score, tiling))

@@ -1,7 +1,7 @@
 """Widths of tiles that divide a product's columns evenly, so that blocks fill whole waves of multiprocessors.
 
 A product of 3072 rows and 2304 columns has 216 tiles of 128x256: two waves of 132, the second one two thirds full.  256
-tiles of 192x144 are two waves as well, and each takes 16 % less.  Few tiles are large for a GPU, so widths between
+tiles of 192x144 are two waves as well, of tiles 16 % smaller.  Few tiles are large for a GPU, so widths between
 powers of two matter; their number is small, as a width is worth trying only where one tile less would be wider.
 """
 

@@ -123,13 +123,12 @@ def sweep(counter: Any, most: int) -> list[Any]:
 
 def schedules(case: Layer, most: int) -> list[Any]:
     """Programs of a layer: those of the sweep, and those of the ranking of both families."""
-    from jcuts.region import gpu_groups, gpu_products, gpu_steady
+    from jcuts.region import gpu_groups, gpu_products
     from jcuts.region.gpu_tiles import GpuMachine
 
     made = product(case)
     counter = gpu_groups.GroupCounter(made, GpuMachine(132))
-    found = [tiling.of(made) for _, tiling in gpu_steady.best(counter, 3)]
-    found += [tiling.of(made) for tiling in sweep(counter, most)]
+    found = [tiling.of(made) for tiling in sweep(counter, most)]
     found += [p for p, _ in gpu_groups.grouped(counter)]
     if not counter.before:
         found += [p for p, _ in gpu_products.products(made, GpuMachine(132), 1)]

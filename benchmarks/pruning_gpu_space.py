@@ -24,7 +24,6 @@ from jcuts.region import (
     gpu_group_windows,
     gpu_groups,
     gpu_patches,
-    gpu_steady,
     gpu_windows,
     statistics,
 )
@@ -245,9 +244,11 @@ def counted(program: Program) -> float | None:
             return None if found is None else gpu_group_windows.cycles(counter, found, made)
         names = ("flight", "rounded", "spread", "cached", "push", "early", "held")
         more |= {name: int(params.get(name, 0)) for name in names}
-        more |= {"rounds": int(params.get("rounds", 1)), "steps": 0 if steps > 2 else steps}
+        if "rounds" in params:  # recorded of a form that there is no more
+            return None
+        more |= {"steps": 0 if steps > 2 else steps}
         tiling = GroupTiling(rows, columns, terms, groups, params["stages"], **more)
-        return gpu_steady.cycles(counter, tiling) if tiling.rounds > 1 else counter.cycles(tiling)
+        return counter.cycles(tiling)
     if form == "patch":
         return gpu_patches.cycles(program, patch_of(program), MACHINE)
     if form == "block":

@@ -1,7 +1,7 @@
 """Widths of tiles that divide a product's columns evenly, so that blocks fill whole waves of multiprocessors.
 
 A product of 3072 rows and 2304 columns has 216 tiles of 128x256: two waves of 132, the second one two thirds full.  256
-tiles of 192x144 are two waves as well, and each takes 16 % less.  Few tiles are large for a GPU, so widths between
+tiles of 192x144 are two waves as well, of tiles 16 % smaller.  Few tiles are large for a GPU, so widths between
 powers of two matter; their number is small, as a width is worth trying only where one tile less would be wider.
 """
 
@@ -18,7 +18,7 @@ HEIGHTS = ((64, 1), (128, 2), (192, 3))
 MOST_WAVES = 4
 """Waves from which on what the last one lacks is little."""
 
-KNOWN, MOST_KNOWN = 0.97, 2
+KNOWN = 0.97
 """What the best tiles of known sizes, to which constants were fitted, score at least over the best of all."""
 
 
@@ -53,16 +53,16 @@ def widths(columns: int) -> tuple[int, ...]:
 
 
 def with_known(
-    scored: Sequence[tuple[float, GroupTiling]], known: Collection[tuple[int, int, int]]
+    scored: Sequence[tuple[float, GroupTiling]], known: Collection[tuple[int, int, int]], most: int
 ) -> list[tuple[float, GroupTiling]]:
-    """(score, schedule), in the order of their cycles, with the best of known sizes near the best of all.
+    """(score, schedule), in the order of their cycles, with so many of known sizes near the best of all.
 
     Few of them are measured: estimates of other widths alone must not decide that what was fast is not tried.
     """
     best, seen, found = max((score for score, _ in scored), default=0.0), set[tuple[int, int, int]](), []
     for score, tiling in scored:
         size = (tiling.rows, tiling.columns, tiling.groups[0])
-        if size in known and size not in seen and len(seen) < MOST_KNOWN:
+        if size in known and size not in seen and len(seen) < most:
             seen.add(size)
             score = max(score, KNOWN * best)
         found.append((score, tiling))

@@ -49,7 +49,7 @@ class GroupTiling:
     """One schedule: a block's tile, its warp groups, tiles in shared memory and on their way, who shares terms.
 
     ``rounded`` and what follows it: for rounded weights alone, see `codegen.cuda.group_shape`; ``steps`` is 0 where all
-    steps of a tile are one group of instructions; ``rounds``: tiles of outputs of a block (`region.gpu_steady`).
+    steps of a tile are one group of instructions.
     """
 
     rows: int
@@ -67,7 +67,6 @@ class GroupTiling:
     push: int = 0
     early: int = 0
     held: int = 0
-    rounds: int = 1
 
     @property
     def threads(self) -> int:
@@ -90,7 +89,7 @@ class GroupTiling:
         found = (("flight", self.flight, 0), ("split", self.split, 1), ("cluster", self.cluster, 1))
         found += (("rounded", self.rounded, 0), ("spread", self.spread, 0), ("steps", self.group, 1))
         found += (("cached", self.cached, 0), ("push", self.push, 0), ("early", self.early, 0))
-        found += (("held", self.held, 0), ("rounds", self.rounds, 1))
+        found += (("held", self.held, 0),)
         more = tuple((name, count) for name, count, least in found if count > least)
         tile = (self.rows, self.columns, self.terms)
         params = (("tile", tile), ("groups", self.groups), ("stages", self.stages), *more)

@@ -12,16 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jcuts.dfg.program import Program
-from jcuts.region import (
-    gpu_count,
-    gpu_fed,
-    gpu_fitted,
-    gpu_group_windows,
-    gpu_products,
-    gpu_rounded,
-    gpu_steady,
-    gpu_streams,
-)
+from jcuts.region import gpu_count, gpu_fed, gpu_fitted, gpu_group_windows, gpu_products, gpu_rounded, gpu_streams
 from jcuts.region.gpu_group_tiling import BARRIER, HIGH, LINE, GroupTiling
 from jcuts.region.gpu_products import LATENCY, MEMORY, Counter
 from jcuts.region.gpu_tiles import Candidate, GpuMachine
@@ -33,6 +24,8 @@ AGAIN = 0.95
 """What every further candidate with the same tile counts."""
 BESIDE = 0.5
 """Registers per total for each operand that is added to the results one by one: the assembler asks for it early."""
+PLAIN = 0.93
+"""What schedules without copies among the steps of products count where a block has more tiles of terms than stages."""
 STREAMS, BEHIND = 3, 1.25
 """Tilings of a product that is bound by memory, and by how much they may count more than others."""
 GROUPED = (9, 0)
@@ -130,7 +123,7 @@ def grouped(counter: GroupCounter, most: int = MOST, *, alike: bool = False) -> 
         scored.append((min(1.0, counter.least / cycles) * AGAIN ** seen.get(tile, 0), tiling))
         seen[tile] = seen.get(tile, 0) + 1
     known = frozenset((*SHAPES, *NARROW, *(SHORT if counter.short else ())))
-    scored = gpu_fitted.with_known(scored, known)
+    scored = gpu_fitted.with_known(scored, known, 2 if counter.short else 1)
     chosen = sorted(scored, key=lambda found: -found[0])[:most]
     plain = counter.item == 4 and not counter.rounded and not counter.beside  # the same tilings, counted by the same
     streams = gpu_streams.best(counter, STREAMS if _enough(counter) and not plain else 0)
@@ -141,20 +134,30 @@ def grouped(counter: GroupCounter, most: int = MOST, *, alike: bool = False) -> 
     if streams and chosen:  # the others are counted for units that are busy all the time
         scale = min(1.0, AGAIN * counter.least / streams[0][0] / chosen[0][0])
         chosen = [(scale * score, tiling) for score, tiling in chosen]
-    if chosen and not streams:
-        for cycles, tiling in gpu_steady.best(counter):
-            yield tiling.of(counter.program), min(1.0, counter.least / cycles)
-    for score, tiling in chosen:
-        yield tiling.of(counter.program), score
-    for score, tiling in chosen[:SPREAD] if counter.rounded else ():
-        others = [replace(tiling, spread=1, steps=2)]
+    for place, (score, tiling) in enumerate(chosen):
+        for factor, other in _ways(counter, tiling, place < SPREAD):
+            yield other.of(counter.program), factor * score
+
+
+def _ways(counter: GroupCounter, tiling: GroupTiling, first: bool) -> list[tuple[float, GroupTiling]]:
+    """(share of its score, schedule) of what can be done with a tile.
+
+    Args: first: whether all of it is worth a trial.
+    """
+    if not counter.rounded:
+        return [(1.0, tiling)]
+    spread, whole = replace(tiling, spread=1, steps=2), replace(tiling, steps=0)
+    if not counter.short and counter.share(tiling) > tiling.stages and counter.fits(spread):
+        others = [(PLAIN, tiling), (PLAIN, whole)] if first else []
+        found = [(1.0, spread), *others]
+    else:
+        others = [spread]
         if tiling.steps:
-            others.append(replace(tiling, steps=0))
+            others.append(whole)
         elif tiling.stages >= counter.share(tiling):  # no copies are left to be spread
             others = [replace(tiling, steps=2)]
-        for other in others:
-            if counter.fits(other):
-                yield other.of(counter.program), AGAIN * score
+        found = [(1.0, tiling), *((AGAIN, other) for other in others if first)]
+    return [(factor, other) for factor, other in found if other is tiling or counter.fits(other)]
 
 
 def tilings(counter: GroupCounter) -> Iterator[GroupTiling]:

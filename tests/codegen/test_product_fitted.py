@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import jax
 import numpy as np
 import pytest
 from scipy import special
 
-from jcuts.base.errors import CompileRejected
-from jcuts.codegen.cuda.steady_shape import MOST_TILES, steady_shape
-from jcuts.region import gpu_fitted, gpu_groups, gpu_steady
+from jcuts.region import gpu_fitted, gpu_groups
 from jcuts.region.gpu_groups import GroupTiling
 from jcuts.region.gpu_tiles import GpuMachine
 from tests import programs
@@ -86,62 +82,10 @@ def test_fitted_tiles_waste_less(terms, columns):
     assert (best.rows, best.columns, best.terms) in tiles
 
 
-STEADY = [
-    GroupTiling(128, 64, 32, (2, 1), 4, rounded=1, steps=2, rounds=2),
-    GroupTiling(64, 48, 32, (1, 1), 3, rounded=1, rounds=3),
-    GroupTiling(128, 32, 32, (1, 1), 4, rounded=1, steps=0, rounds=2),
-]
-
-
-@compiled
-@pytest.mark.parametrize("tiling", STEADY, ids=str)
-@pytest.mark.parametrize("size", [(256, 256, 128), (300, 160, 116), (70, 300, 68), (64, 132, 120)])
-def test_blocks_of_several_tiles(size, tiling):
-    """Every tile is finished beside the next one; the last round of some blocks is not there."""
-    m, k, n = size
-    x, w, b, r = normal(m, k), round_tf32(normal(n, k, seed=1)), normal(n), normal(m, n, seed=2)
-
-    def layer(x, w, b, r):
-        y = x @ w.T + b
-        return y, jax.nn.gelu(y, approximate=False) + r
-
-    y = tf32(x) @ w.T.astype(np.float64) + b
-    compare(run_rounded(layer, (x, w, b, r), tiling), [y, gelu(y) + r], 3e-6)
-
-
 def counter_of(m, k, n):
     x, w = np.zeros((m, k), np.float32), np.zeros((n, k), np.float32)
     made = marked(programs.trace(lambda x, w: x @ w.T, x, w).product())
     return gpu_groups.GroupCounter(made, GpuMachine(132))
-
-
-@pytest.mark.parametrize("m, k, n", [(3072, 768, 3072), (2000, 768, 2312), (4100, 1024, 1000)])
-def test_blocks_of_several_tiles_are_proposed(m, k, n):
-    counter = counter_of(m, k, n)
-    found = gpu_steady.best(counter)
-    assert 1 <= len(found) <= gpu_steady.MOST
-    for cycles, tiling in found:
-        shape = steady_shape(tiling.of(counter.program))
-        assert cycles >= counter.least and shape.rounds == tiling.rounds >= 2
-        assert (shape.rounds - 1) * 132 < shape.tiles_of_outputs <= shape.rounds * 132 and shape.blocks <= 132
-        assert shape.shared <= gpu_steady.MOST_SHARED
-    digests = [p.digest for p, _ in gpu_groups.products(counter.program, GpuMachine(132))]
-    assert {tiling.of(counter.program).digest for _, tiling in found} <= set(digests)
-
-
-def test_where_blocks_of_several_tiles_are_not_proposed():
-    """Long sums (each tile of terms has its own code), few rows, more tiles than a block should have."""
-    for m, k, n in ((3072, 3072, 3072), (384, 768, 768), (200704, 256, 64)):
-        assert not gpu_steady.best(counter_of(m, k, n))
-    assert gpu_steady.MOST_TERMS == MOST_TILES
-
-
-@pytest.mark.parametrize("change", [{"cluster": 2, "push": 1}, {"stages": 8}, {"rounded": 0}])
-def test_what_such_blocks_cannot_be(change):
-    x, w = np.zeros((256, 256), np.float32), np.zeros((128, 256), np.float32)
-    made = marked(programs.trace(lambda x, w: x @ w.T, x, w).product())
-    with pytest.raises(CompileRejected, match="no "):
-        steady_shape(replace(STEADY[0], **change).of(made))
 
 
 def test_tiles_of_known_sizes_are_tried_beside_others():

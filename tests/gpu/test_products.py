@@ -73,7 +73,7 @@ ROUNDED = {
     "1x1 stride 2": (lambda x, w: conv(x, w, layout=ALONG, strides=(2, 2)), ((64, 29, 28, 256), (264, 1, 1, 256))),
     "results alone": (lambda x, w, b: jax.nn.relu(x @ w.T + b), ((17000, 64), (136, 64), (136,))),
     "384 rows": (lambda x, w, b: jax.nn.gelu(x @ w.T + b, approximate=False), ((384, 768), (760, 768), (760,))),
-    "several tiles of a block": (
+    "large GELU": (
         lambda x, w, b: jax.nn.gelu(x @ w.T + b, approximate=False), ((2000, 768), (2312, 768), (2312,)),
     ),
     "fitted tiles": (lambda x, w, b, r: x @ w.T + b + r, ((3000, 776), (776, 776), (776,), (3000, 776))),

@@ -32,10 +32,8 @@ from jcuts.codegen.cuda.point import PointEmitter, counted_by_tile, pinned
 from jcuts.codegen.cuda.product import ProductEmitter, ProductShape
 from jcuts.codegen.cuda.product_fed import FedEmitter
 from jcuts.codegen.cuda.product_groups import GroupEmitter
-from jcuts.codegen.cuda.product_steady import SteadyEmitter
 from jcuts.codegen.cuda.product_windows import WindowEmitter
 from jcuts.codegen.cuda.scan import ScanColumnsEmitter, ScanRowsEmitter, ScanShape, units
-from jcuts.codegen.cuda.steady_shape import SteadyShape
 from jcuts.codegen.cuda.target import AMPERE, GROUPED, REGISTERS, CudaTarget
 from jcuts.codegen.cuda.team import TeamEmitter, TeamShape
 from jcuts.codegen.cuda.transposed import TransposedEmitter, TransposedShape
@@ -48,7 +46,7 @@ from jcuts.region.block_tiles import BlockShape
 from jcuts.region.patch_tiles import PatchShape
 
 _MULTIPLIERS: tuple[tuple[type, Any], ...] = (
-    (FedShape, FedEmitter), (WindowShape, WindowEmitter), (SteadyShape, SteadyEmitter), (GroupShape, GroupEmitter),
+    (FedShape, FedEmitter), (WindowShape, WindowEmitter), (GroupShape, GroupEmitter),
     (ProductShape, ProductEmitter), (PatchShape, PatchEmitter), (BlockShape, BlockEmitter),
     (AttentionShape, AttentionEmitter), (TurnShape, TurnEmitter), (CombinedShape, CombinedEmitter),
 )  # fmt: skip
@@ -120,7 +118,7 @@ def compile_program(program: Program, target: CudaTarget) -> CompiledKernel:
         emitted.append(source)
         sources.append((_ptx(part.program, source, target, symbol), symbol))
     arch = arch_of(program, target)
-    overlapped = not {"pixels", "rounds", "fed"}.isdisjoint(dict(program.params))
+    overlapped = not {"pixels", "fed"}.isdisjoint(dict(program.params))
     cubin = assemble.assemble(assemble.merged(sources, arch), arch, overlapped=overlapped)
     report = assemble.resources(cubin)
     launches = []

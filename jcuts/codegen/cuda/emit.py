@@ -22,7 +22,6 @@ from jcuts.codegen.cuda.point import Shape, counted_by_tile
 from jcuts.codegen.cuda.product import ProductShape, block_count, product_shape
 from jcuts.codegen.cuda.scan import ScanShape, grid_of, scan_shape, units
 from jcuts.codegen.cuda.shared import WARP
-from jcuts.codegen.cuda.steady_shape import steady_shape
 from jcuts.codegen.cuda.team import TeamShape, row_count, row_length
 from jcuts.codegen.cuda.transposed import TransposedShape, tiles_of, transposed_shape
 from jcuts.codegen.cuda.turn import TurnShape, turn_shape
@@ -282,9 +281,6 @@ class _Writer:
         if "pixels" in params:
             window = window_shape(self.program)
             return self._by_block(f"window_{window.left.size}x{window.right.size}", window, window.blocks)
-        if "rounds" in params:
-            steady = steady_shape(self.program)
-            return self._by_block(f"steady_{steady.left.size}x{steady.right.size}", steady, steady.blocks)
         groups = "groups" in params
         shape = group_shape(self.program) if groups else product_shape(self.program)
         name = f"product_{shape.left.size}x{shape.right.size}x{shape.left.terms}"

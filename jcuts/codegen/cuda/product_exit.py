@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from jcuts.codegen import elements as E
@@ -34,18 +34,6 @@ def finish(
         further: an axis along which the warp has several such tiles; ``frame`` has its first point.
         keeper: of matrices whose tiles lie in shared memory, and of results that go there.
     """
-    for _ in finishing(frame, phase, tiles, buffers, lane, totals, further, keeper):
-        pass
-
-
-def finishing(
-    frame: M.Frame, phase: Phase, tiles: tuple[TileShape, TileShape], buffers: Mapping[str, Buffer], lane: L.Value,
-    totals: Totals, further: Axis | None = None, keeper: Keeper | None = None, beyond: int = 0,
-) -> Iterator[None]:  # fmt: skip
-    """The same, a few neighbouring results at a time.
-
-    Args: beyond: how far rows may lie behind the last tile (nothing happens there).
-    """
     builder = frame.builder
     left, right = tiles
     row_step, row_offsets = rows_of(left)
@@ -61,7 +49,7 @@ def finishing(
             ROWS: builder.add(frame.variables[ROWS], row),
             COLUMNS: builder.add(frame.variables[COLUMNS], column),
         },
-        ranges={**frame.ranges, ROWS: _reach(left, row_offsets) + beyond, COLUMNS: _reach(right, column_offsets)},
+        ranges={**frame.ranges, ROWS: _reach(left, row_offsets), COLUMNS: _reach(right, column_offsets)},
         multiples={ROWS: row_step, COLUMNS: column_step},
         cache={},
     )
@@ -115,7 +103,6 @@ def finishing(
         if keeper is not None:
             for place, mine in staged.items():
                 keeper.write(mine, down, first, emitter.emit([number for at, _, _, number in rows if at == place]))
-        yield
 
 
 def _guarded(

@@ -145,6 +145,8 @@ def planned(closed: jaxapi.Closed, platform: str, plan: Callable[[Form | None], 
     The rules of `WITH_ALL` race only beside all others that apply, in three programs (each costs seconds of
     compilation): left to XLA, with kernels for everything, and with kernels for all but dense products, since larger
     products are what these rules are for.
+    Where `turns` takes weights that are arguments, kernels come with it, `vectors` and `joins`, or in the form without
+    other rewrites.
     """
     found: dict[Form | None, Any] = {}
     seen: set[str] = set()
@@ -168,15 +170,18 @@ def worth_planning(closed: jaxapi.Closed, platform: str) -> list[Form | None]:
     found: list[Form | None] = [Form(folded) if folded else None]
     if platform in GPUS:
         every = [folded, *((*folded, name) for name in rules if name not in (*folded, *WITH_ALL))]
-        for rewrites in every:
-            found += [_form(rewrites, r) for r in ("all", "anchored", "none") if rewrites or r == "anchored"]
-        found.append(Form(every[-1], "absorbing"))
-        if TURNED in ahead:
-            turned = tuple(name for name in ahead if name != VECTORS)
-            found += [Form((*every[-1], *turned), regions) for regions in ("all", "anchored")]
-            found += [Form((*every[-1], *ahead), "all")]
-        if set(rules) & set(WITH_ALL):
-            found += [_form(rules, regions) for regions in ("none", "all", "absorbing")]
+        with_all = bool(set(rules) & set(WITH_ALL))
+        if TURNED in ahead:  # kernels beside other rewrites would take time to tune, and lose
+            found += [_form(folded, r) for r in ("all", "anchored", "none") if folded or r == "anchored"]
+            found += [_form(rewrites, "none") for rewrites in every[1:]]
+            found += [Form((*folded, *ahead), r) for r in ("all", "anchored")]
+            found.append(Form((*every[-1], *ahead), "all"))
+            found += [_form(rules, "none"), Form((*rules, *ahead), "all")] if with_all else []
+        else:
+            for rewrites in every:
+                found += [_form(rewrites, r) for r in ("all", "anchored", "none") if rewrites or r == "anchored"]
+            found.append(Form(every[-1], "absorbing"))
+            found += [_form(rules, regions) for regions in ("none", "all", "absorbing")] if with_all else []
     return [form for form in dict.fromkeys(found) if form != Form((), "none")]
 
 

@@ -618,13 +618,14 @@ _ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
 
 
 def run_kernel(
-    ptx: str, kernel: CompiledKernel, operands: Sequence[np.ndarray], start: int | None = None, begins: bool = False
-) -> list[np.ndarray]:
+    ptx: str, kernel: CompiledKernel, operands: Sequence[np.ndarray], start: int | None = None,
+    array: np.ndarray | None = None,
+) -> list[np.ndarray]:  # fmt: skip
     """Runs all launches of a kernel whose PTX this is. Raises Fault for whatever it does wrong.
 
     Args:
-        start: the result is the last operand, of which it writes a part from so many bytes on (`region.placed`).
-        begins: there is no such operand: all other bytes of the result are 255, which is NaN.
+        start: the result is an array, of which it writes a part from so many bytes on (`region.placed`).
+        array: what that array is before; else the last operand.
     """
     image = Image.unpack(kernel.object_code)
     results = [np.zeros(shape, numpy_dtype(dtype)) for shape, dtype in kernel.outputs]
@@ -634,7 +635,8 @@ def run_kernel(
     places = list(memory.places)
     if start is not None:
         here = slice(places[len(operands)] - BASE, places[len(operands)] - BASE + results[0].nbytes)
-        memory.data[here] = 255 if begins else np.ascontiguousarray(operands[-1]).reshape(-1).view(np.uint8)
+        before = operands[-1] if array is None else array
+        memory.data[here] = np.ascontiguousarray(before).reshape(-1).view(np.uint8)
         places[len(operands)] += start
     module = parse(ptx)
     written = np.zeros(memory.data.size, bool)

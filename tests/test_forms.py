@@ -286,6 +286,22 @@ def test_float64_results_that_cannot_be_had_early_are_asked_for_again(monkeypatc
     np.testing.assert_allclose(found, np.sin(np.asarray(x).astype(np.float64)), rtol=1e-15)
 
 
+def test_weights_that_are_arguments_are_turned_in_forms_of_their_own(monkeypatch):
+    def network(w, gain, x):
+        y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return jax.nn.relu(y * jnp.sqrt(gain))
+
+    closed = jaxapi.closed_jaxpr_of(network, values(1, 1, 256, 128), values(128), values(4, 32, 32, 256))
+    for capability, wanted in (
+        ((9, 0), ["None", "plain/anchored", "dots/none", "turns+vectors", "turns+vectors/anchored",
+                  "dots+turns+vectors"]),
+        ((8, 0), ["None", "plain/anchored", "dots", "dots/anchored", "dots/none", "dots/absorbing"]),
+    ):  # fmt: skip
+        machine = types.SimpleNamespace(capability=capability)
+        monkeypatch.setattr(forms.gpus, "machine", lambda machine=machine: machine)
+        assert [str(form) for form in forms.worth_planning(closed, "cuda")] == wanted
+
+
 def test_the_float64_program_is_compiled_apart_from_its_run(monkeypatch):
     x = values(4, 4)
     judge = forms.Exact(jax.make_jaxpr(jnp.sin)(x), [x], 1.0, "cpu")

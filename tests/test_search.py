@@ -207,11 +207,13 @@ def test_a_block_takes_the_place_of_its_parts_where_it_is_measured_to_be_faster(
     monkeypatch.setattr(search.gpus, "this", lambda: levels.gpus.Gpu("H200", (9, 0), 132))
     asked = []
 
-    def choose(subsets, settings, *, may_measure, shares, device):
+    def choose(subsets, settings, *, may_measure, shares, device, parts):
+        of_blocks = parts
         asked.extend(subsets)
         by_size = sorted(subsets, key=lambda s: len(s.program.phases))
         parts, (block,) = by_size[:-1], by_size[-1:]
         assert [len(s.program.phases) for s in (*parts, block)] == [1, 1, 1, 3]
+        assert {k: set(v) for k, v in of_blocks.items()} == {block.identity: {p.identity for p in parts}}
         assert shares[block.identity] == search.BLOCK_CANDIDATES and len(block.ranked) > 2
         for subset, time in zip((*parts, block), times, strict=True):
             subset.chosen = None if time is None else subset.ranked[0][0]

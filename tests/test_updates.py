@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,10 +13,13 @@ from jax import lax
 from jcuts import levels, pipeline, search
 from jcuts.base.errors import NativeError
 from jcuts.base.settings import Form, Settings
+from jcuts.codegen.cuda import compile as compiler
 from jcuts.region import gpu
 from jcuts.trace import jaxapi, parts
 from jcuts.xla import cuda, gpus
 from jcuts.xla.rebuild import traced_eqns
+from tests import ptx_machine
+from tests.codegen.test_product import SM90, compiled
 from tests.trace.test_parts import inception
 
 RNG = np.random.default_rng(8)
@@ -196,3 +201,34 @@ def test_xla_copies_no_array_that_kernels_update(rebuilt, monkeypatch):
         found = jax.jit(lambda *xs, c=outcome.closed: jaxapi.eval_closed(c, *xs)).lower(values(1, 6, 6, width))
         text = found.compile().as_text()
         assert text.count(" custom-call(") >= 4 and " copy(" not in text and "dynamic-update-slice" not in text
+
+
+@compiled
+@pytest.mark.parametrize("function", [inception(16), block], ids=["inception", "dense"])
+def test_an_array_of_nan_gives_right_results(function, rebuilt, monkeypatch):
+    """All kernels run on the PTX machine; what a kernel that begins an array does not write is NaN."""
+    monkeypatch.setattr(parts, "LEAST_BYTES", 1)
+    ran = []
+
+    def execute(program, place, *operands):
+        operands = [np.asarray(x) for x in operands]
+        kernel, ptx = compiler.compile_program(program, SM90), compiler.ptx_of(program, SM90)
+        ran.append(place)
+        if place is None:
+            return tuple(ptx_machine.run_kernel(ptx, kernel, operands))
+        shape, dtype = kernel.outputs[0]
+        array = np.full(shape, np.nan, dtype) if place[0] is None else operands[place[0]]
+        return tuple(ptx_machine.run_kernel(ptx, kernel, operands, start=place[1], array=array))
+
+    def call(kernel, inputs, outputs, like, place=None):
+        results = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in outputs]
+        run = functools.partial(execute, kernel, place)
+        return traced_eqns(lambda *xs: jax.pure_callback(run, tuple(results), *xs), inputs, outputs, like)
+
+    monkeypatch.setattr(pipeline, "kernel_eqns", call)
+    x = values(1, 6, 6, 16)
+    outcome, _ = rebuilt(function, x, form=("dots", "pools", "siblings", "slots"))
+    (result,) = jaxapi.eval_closed(outcome.closed, x)
+    exact = np.asarray(jax.jit(function)(x), np.float64)
+    assert (None, 0) in ran and sum(p is not None and p[0] is not None for p in ran) == 3
+    assert np.abs(np.asarray(result) - exact).max() < 1e-2 * np.abs(exact).max()

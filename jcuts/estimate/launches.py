@@ -17,8 +17,8 @@ the meaning that they have for these forms:
   once.  (The print counts one block per multiprocessor; with several a memory-bound kernel does not wait.)
 * COEF_r is 1 where a block fits, else 0.
 
-The five numbers (0.35, 0.15, 0.08, 0.03, 0.1) were fitted to 10,307 measured schedules of fifteen memory-bound operations
-on an H200, drawn without the model (`docs/gpu_proofs.md`).
+The five numbers (0.35, 0.15, 0.08, 0.03, 0.1) were fitted to 10,307 measured schedules of fifteen memory-bound
+operations on an H200, drawn without the model (`docs/gpu_proofs.md`).
 
 A call of several launches takes the sum of their times, and each launch costs `LAUNCH_S` at least.
 """

@@ -34,6 +34,7 @@ from jcuts.region.gpu_tiles import (
 )
 from jcuts.region.gpu_window_time import CLOCK
 from jcuts.region.gpu_windows import windows
+from jcuts.region.halves import eased
 from jcuts.region.products import ROWS, as_product, sides
 from jcuts.region.schedule import collapsed
 
@@ -64,7 +65,7 @@ def candidates(program: Program, machine: GpuMachine, limit: int, percent: float
     ``limit``, where ``percent`` is 100.
     """
     best: dict[str, Candidate] = {}
-    for found, score in _all(program, machine):
+    for found, score in _all(eased(program), machine):
         old = best.get(found.digest)
         if old is None or old[1] < score:
             best[found.digest] = (found, min(1.0, max(1e-6, score)))

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 MOST, AGAIN = 2, 0.97
 """Schedules of one product, and what every further one counts."""
-GROUPED, LEAST_PRODUCTS = (9, 0), 1 << 28
-"""The compute capability that has warp groups; products from which on there are schedules."""
+GROUPED, LEAST_ROWS, LEAST_PRODUCTS = (9, 0), 1024, 1 << 28
+"""The compute capability that has warp groups; rows and products from which on there are schedules."""
 HEIGHTS = ((128, 2, 256), (192, 3, 128), (256, 2, 64), (256, 4, 64))
 """(rows of a block, groups along them, most columns)."""
 WIDTHS = (32, 256)
@@ -88,9 +88,13 @@ def candidates(counter: GroupCounter, program: Program, most: int = MOST) -> lis
 def tilings(counter: GroupCounter, program: Program) -> Iterator[tuple[float, FedTiling]]:
     """(cycles, schedule) of all that fit the product and the multiprocessor."""
     products = counter.rows * counter.columns * counter.terms
-    if counter.machine.capability != GROUPED or not counter.rounded or counter.before or counter.batch > 1:
+    if counter.machine.capability != GROUPED or not counter.rounded:
         return
-    if products < LEAST_PRODUCTS or any(s.width * s.item != LINE // 8 for s in counter.sides):
+    if counter.batch > 1 or counter.rows < LEAST_ROWS or products < LEAST_PRODUCTS:
+        return
+    if counter.before and counter.terms * counter.item % LINE:
+        return
+    if any(s.width * s.item != LINE // 8 for s in counter.sides):
         return
     found = window(program)
     ways: list[Window | None] = [found] if found is not None and has_weights(program) else []
@@ -125,6 +129,7 @@ def _stages(counter: GroupCounter, way: Window | None, rows: int, columns: int) 
     """As many stages as there is shared memory for."""
     free = MOST_SHARED - 2 * MOST_STAGES * BARRIER
     if way is None:
+        free -= 4 * counter.vectors * counter.terms
         return min(MOST_STAGES, free // ((rows + columns) * LINE))
     free -= RUNS * way.span(rows) * LINE + LINE
     return min(MOST_STAGES, (RUNS - 1) * way.taps + 1, free // (columns * LINE))

@@ -7,12 +7,19 @@ powers of two matter; their number is small, as a width is worth trying only whe
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
+from jcuts.region.gpu_group_tiling import GroupTiling
+
 STEP, LEAST, WIDEST = 16, 80, 256
 """Columns of two instructions' fragments side by side (stores of 16 bytes); the tiles' least and most columns."""
 HEIGHTS = ((64, 1), (128, 2), (192, 3))
 """(rows, warp groups along them) of fitted tiles."""
 MOST_WAVES = 4
 """Waves from which on what the last one lacks is little."""
+
+KNOWN, MOST_KNOWN = 0.97, 2
+"""What the best tiles of known sizes, to which constants were fitted, score at least over the best of all."""
 
 
 def shapes(rows: int, columns: int, batch: int, sms: int, waves: int = MOST_WAVES) -> tuple[tuple[int, int, int], ...]:
@@ -43,3 +50,20 @@ def widths(columns: int) -> tuple[int, ...]:
     counts = range(-(-columns // WIDEST), max(1, columns // LEAST) + 1)
     found = (-(-columns // (count * STEP)) * STEP for count in counts)
     return tuple(dict.fromkeys(wide for wide in found if LEAST <= wide <= WIDEST))
+
+
+def with_known(
+    scored: Sequence[tuple[float, GroupTiling]], known: Collection[tuple[int, int, int]]
+) -> list[tuple[float, GroupTiling]]:
+    """(score, schedule), in the order of their cycles, with the best of known sizes near the best of all.
+
+    Few of them are measured: estimates of other widths alone must not decide that what was fast is not tried.
+    """
+    best, seen, found = max((score for score, _ in scored), default=0.0), set[tuple[int, int, int]](), []
+    for score, tiling in scored:
+        size = (tiling.rows, tiling.columns, tiling.groups[0])
+        if size in known and size not in seen and len(seen) < MOST_KNOWN:
+            seen.add(size)
+            score = max(score, KNOWN * best)
+        found.append((score, tiling))
+    return found

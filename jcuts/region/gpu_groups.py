@@ -60,7 +60,7 @@ that wait in registers."""
 FRAGMENTS, WHOLE = 16, 32
 """Registers of fragments on their way to the units, per 64 rows of a group; where all steps of a tile are one group."""
 FAR = 0.6
-"""Scores, over that of the best other schedule, down to which convolutions that keep pixels are tried."""
+"""Scores, over that of the best other schedule, down to which kept pixels are tried, and warps that copy."""
 ENOUGH, SPREAD = 3, 2
 """Schedules for warp groups from which on those of the other family are not looked for; schedules of rounded weights
 that are tried with copies among the steps of products, too."""
@@ -92,10 +92,17 @@ def products(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
             found = sorted(found, key=lambda pair: -pair[1])[:ENOUGH]
         elif kept:  # the best of either form comes first
             kept = [(p, score / other * best) for p, score in kept]
+    if kept and not found:  # few outputs: blocks of both families are as small, and of the other one more share a sum
+        found = list(gpu_products.products(program, machine, gpu_products.MOST, counter.least))
+        best = max((score for _, score in found), default=0.0)
+        kept = [pair for pair in kept if pair[1] >= FAR * best][:ENOUGH]
+        yield from kept
+        yield from found[: gpu_products.MOST - len(kept)]
+        return
     found = kept + found
     fed = gpu_fed.candidates(counter, program) if found else []
-    if fed:  # nobody knows yet which family wins: the best of each are tried first
-        scale = max(score for _, score in found) / max(score for _, score in fed)
+    if fed and fed[0][1] >= FAR * max(score for _, score in found):
+        scale = max(score for _, score in found) / fed[0][1]  # which family wins is what estimates know least of
         yield from ((made, scale * score) for made, score in fed)
     yield from found
     if counter.before or len(found) >= ENOUGH:  # the other family has no prologues, and hardly ever wins
@@ -122,6 +129,8 @@ def grouped(counter: GroupCounter, most: int = MOST, *, alike: bool = False) -> 
         tile = tiling.rows, tiling.columns
         scored.append((min(1.0, counter.least / cycles) * AGAIN ** seen.get(tile, 0), tiling))
         seen[tile] = seen.get(tile, 0) + 1
+    known = frozenset((*SHAPES, *NARROW, *(SHORT if counter.short else ())))
+    scored = gpu_fitted.with_known(scored, known)
     chosen = sorted(scored, key=lambda found: -found[0])[:most]
     plain = counter.item == 4 and not counter.rounded and not counter.beside  # the same tilings, counted by the same
     streams = gpu_streams.best(counter, STREAMS if _enough(counter) and not plain else 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -333,3 +334,22 @@ def test_a_window_computes_the_activation_before_it():
     for candidate, _ in gpu.candidates(program, MACHINE, 6):
         (got,) = machine_results(candidate, traced.operands())
         np.testing.assert_allclose(got, block(*arguments), rtol=1e-5, atol=1e-5)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_addresses_beyond_two_gigabytes(dtype):
+    """Elements have 32-bit numbers, bytes have 64 bits: also where an instruction adds a constant to an address."""
+    start, rows = 3 * 2**28 * 4 // np.dtype(jnp.dtype(dtype)).itemsize // 64, 2**17
+    x = np.broadcast_to(np.zeros((), jnp.dtype(dtype)), (start + rows, 64))
+    w = np.broadcast_to(np.zeros((), jnp.dtype(dtype)), (64, 64))
+    if x.size > 2**31 - 1:
+        x = x[-(2**31 // 64 - 1) :]
+    for fn, operands in ((lambda x: x[-rows:] * 2, (x,)), (lambda x, w: x[-rows:] @ w, (x, w))):
+        found = gpu.candidates(programs.trace(fn, *operands).program(), gpu.GpuMachine(132), 3)
+        assert found
+        for program, _ in found:
+            ptx = compiler.ptx_of(program, CudaTarget((9, 0)))
+            constants = [int(c) for c in re.findall(r"\[%\w+\+(-?\d+)\]", ptx)]
+            assert all(abs(c) < 2**31 for c in constants)
+            assert "mul.wide.s32" in ptx or "cvt.s64.s32" in ptx or "mul.wide.u32" in ptx

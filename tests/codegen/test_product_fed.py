@@ -17,9 +17,10 @@ from tests.ptx_tensor import round_tf32
 
 def run_fed(fn, arguments, tiling):
     """The results of a kernel that takes argument 1 as it is."""
-    program = tiling.of(programs.trace(fn, *arguments).product())
+    traced = programs.trace(fn, *arguments)
+    program = tiling.of(traced.product())
     kernel, ptx = compiler.compile_program(program, SM90), compiler.ptx_of(program, SM90)
-    return ptx_machine.run_kernel(ptx, kernel, [np.asarray(a) for a in arguments])
+    return ptx_machine.run_kernel(ptx, kernel, traced.operands())
 
 
 def dense(x, w, b, r):
@@ -37,6 +38,15 @@ def test_products_of_odd_sizes(rows, terms, columns, tiling):
     x, w, b, r = normal(rows, terms), round_tf32(normal(columns, terms, seed=1)), normal(columns), normal(rows, columns)
     wanted = np.maximum(tf32(x) @ w.astype(np.float64).T + b + r, 0)
     compare(run_fed(dense, (x, w, b, r), tiling), [wanted], 3e-6)
+
+
+@compiled
+@pytest.mark.parametrize("tiling", [FedTiling(64, 32, 1, 3, 1), FedTiling(128, 40, 2, 4, 4, rounds=2)], ids=str)
+def test_what_stands_before_a_product(tiling):
+    x, w, s, t = normal(200, 96), round_tf32(normal(72, 96, seed=1)), normal(96, seed=2), normal(96, seed=3)
+    fn = lambda x, w, s, t: jax.nn.relu(x * s + t) @ w.T  # noqa: E731
+    wanted = tf32(np.maximum(x * s + t, 0)) @ w.astype(np.float64).T
+    compare(run_fed(fn, (x, w, s, t), tiling), [wanted], 3e-6)
 
 
 @compiled

@@ -142,3 +142,15 @@ def test_what_such_blocks_cannot_be(change):
     made = marked(programs.trace(lambda x, w: x @ w.T, x, w).product())
     with pytest.raises(CompileRejected, match="no "):
         steady_shape(replace(STEADY[0], **change).of(made))
+
+
+def test_tiles_of_known_sizes_are_tried_beside_others():
+    known = frozenset(gpu_groups.SHAPES)
+    for m, k, n in ((3072, 768, 2304), (3072, 768, 768), (3072, 3072, 768)):
+        counter = counter_of(m, k, n)
+        found = sorted(gpu_groups.grouped(counter), key=lambda pair: -pair[1])[:4]
+        sizes = [(*dict(p.params)["tile"][:2], dict(p.params)["groups"][0]) for p, _ in found]  # type: ignore[index]
+        usual = [t for t in gpu_groups.tilings(counter) if (t.rows, t.columns, t.groups[0]) in known]
+        best = min(usual, key=counter.cycles)
+        assert (best.rows, best.columns, best.groups[0]) in sizes
+        assert any(size not in known for size in sizes)

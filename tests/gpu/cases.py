@@ -232,6 +232,10 @@ def products(dtype: str) -> dict[str, Case]:
             (normal(2, 64, 4, 32, dtype=dtype), normal(2, 72, 4, 32, dtype=dtype, seed=1)),
         ),
         "product, convolution 3x3": (conv, (image, taps, bias)),
+        "product, norm in float32": (
+            lambda x, w, b, s, t: jax.nn.relu(((x @ w + b).astype(jnp.float32) * s + t).astype(x.dtype)),
+            (left, right, bias, normal(96), normal(96, seed=1)),
+        ),
         "patch, first layer": (conv, _first_layer(dtype)),
     }
 

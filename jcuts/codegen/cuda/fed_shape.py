@@ -13,7 +13,7 @@ from jcuts.codegen.cuda.shared import WARP
 from jcuts.dfg.program import Program
 from jcuts.region.gpu_group_tiling import BARRIER
 from jcuts.region.group_windows import Window, has_weights, in_line, window
-from jcuts.region.products import COLUMNS, ROWS, B, K, S, prologue, shares, sides, summed
+from jcuts.region.products import COLUMNS, ROWS, B, K, S, prologue, shares, sides, summed, vectors
 
 FILE, STEP, MOST_REGISTERS = 65536, 8, 240
 """Registers of a multiprocessor; what those of a thread are a multiple of; most of a thread."""
@@ -30,7 +30,7 @@ class FedShape(ProductShape):
         window, span: how pixels are read that are kept for all taps; lines of a run of them (None, 0: none are).
         kept: runs in shared memory.
         rounds: tiles of outputs of a block. carriers: warps that copy.
-        early: whether those ask for what the exit adds.
+        early: whether those ask for what the exit adds. vectors: values per term that a prologue takes.
     """
 
     left: GroupTile
@@ -41,6 +41,7 @@ class FedShape(ProductShape):
     rounds: int
     carriers: int
     early: bool
+    vectors: int
 
     @property
     def multipliers(self) -> int:
@@ -83,9 +84,14 @@ class FedShape(ProductShape):
         return self.stage * self.stages
 
     @property
-    def barriers(self) -> int:
-        """Bytes before the barriers: stages, runs of pixels, a line of zeros."""
+    def kept_until(self) -> int:
+        """Bytes of all that, runs of pixels, and a line of zeros."""
         return self.ring + (self.run * self.kept + wgmma.LINE if self.window is not None else 0)
+
+    @property
+    def barriers(self) -> int:
+        """Bytes before the barriers: vectors of a prologue are the last of them."""
+        return self.kept_until + 4 * self.vectors * self.share * self.left.terms
 
     @property
     def shared(self) -> int:
@@ -115,7 +121,7 @@ def fed_shape(program: Program) -> FedShape:
     along, across = (int(str(v)) for v in params["groups"])  # type: ignore[attr-defined]
     left, right = sides(program)
     kept, total = int(str(params.get("pixels", 0))), summed(program)
-    fits = {B, S}.isdisjoint(extents) and prologue(program) is None and terms * left.item == wgmma.LINE
+    fits = {B, S}.isdisjoint(extents) and terms * left.item == wgmma.LINE
     found = window(program) if kept and fits else None
     share, _ = shares(extents[K], terms, 1)
     ragged = total % terms != 0
@@ -129,6 +135,7 @@ def fed_shape(program: Program) -> FedShape:
     shape = FedShape(
         first, second, (WARPS * along, across, 1), stages, share, total, 1, found,
         0 if found is None else found.span(rows), kept, rounds, int(str(params["fed"])), bool(params.get("early", 0)),
+        len(vectors(program)),
     )  # fmt: skip
     fits = fits and across == 1 and rows == along * first.warp and first.warp % wgmma.ROWS == 0
     fits = fits and second.warp % 8 == 0 and second.warp <= wgmma.WIDEST
@@ -136,6 +143,7 @@ def fed_shape(program: Program) -> FedShape:
     fits = fits and left.item == 4 and left.along_terms and right.along_terms and program.buffer(right.buffer).tf32
     fits = fits and stages >= 3 and share >= 2 and rounds >= 1 and 1 <= shape.carriers <= WARPS
     fits = fits and readable(second, 1) and (found is not None or readable(first, along))
+    fits = fits and not (ragged and prologue(program) is not None)  # zeros would not stay zeros
     if found is None:
         fits = fits and all(t.side.run % terms == 0 or t.side.run == extents[K] for t in (first, second))
     else:  # a run is written again when the stages behind it have been read

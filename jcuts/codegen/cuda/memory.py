@@ -16,6 +16,7 @@ from jcuts.base.errors import IRError
 from jcuts.codegen import lanes as L
 from jcuts.codegen.addressing import _divide
 from jcuts.codegen.cuda.builder import GpuBuilder, asm
+from jcuts.codegen.cuda.tensor import near
 from jcuts.dfg.index import Atom, Index
 from jcuts.dfg.node import Guard
 from jcuts.dfg.program import ITEM_SIZE
@@ -131,7 +132,7 @@ def address(frame: Frame, buffer: str, size: int, offset: Index) -> tuple[L.Valu
             wide = builder.sext(index(frame, moving), I64)
             base = builder.add(base, builder.mul(wide, I64(size)) if size != 1 else wide)
         frame.cache[key] = base
-    return frame.cache[key], offset.const * size
+    return near(builder, (frame.cache[key], offset.const * size))
 
 
 def word_type(size: int) -> ir.IntType:

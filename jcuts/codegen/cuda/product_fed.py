@@ -18,13 +18,14 @@ from jcuts.codegen.cuda.builder import asm
 from jcuts.codegen.cuda.fed_shape import FedShape
 from jcuts.codegen.cuda.group_fragments import Rows
 from jcuts.codegen.cuda.group_pixels import PixelCopies, PixelRows
+from jcuts.codegen.cuda.group_prologue import Prologue
 from jcuts.codegen.cuda.product_exit import Totals
 from jcuts.codegen.cuda.product_groups import GroupEmitter
 from jcuts.codegen.cuda.product_tiles import Copier
 from jcuts.codegen.cuda.shared import WARP
 from jcuts.codegen.cuda.stage_barriers import Ring
 from jcuts.codegen.cuda.tensor import VOID
-from jcuts.region.products import COLUMNS, ROWS
+from jcuts.region.products import COLUMNS, ROWS, prologue
 
 WHOLE = wgmma.LINE // tensor.STEP
 """Steps of terms of a tile: all are one group of instructions."""
@@ -46,7 +47,7 @@ class FedEmitter(GroupEmitter):
         self.ring = Ring(builder, builder.add(self.shared, L.I32(shape.barriers)), shape.stages, self.lane)
         self.ring.make(self.thread, WARP * shape.carriers, shape.warps[0])
         self.runs = builder.add(self.shared, L.I32(shape.ring))
-        self.zeros = builder.add(self.shared, L.I32(shape.barriers - wgmma.LINE))
+        self.zeros = builder.add(self.shared, L.I32(shape.kept_until - wgmma.LINE))
         if shape.window is not None:
             with builder.if_then(builder.icmp_unsigned("<", self.thread, L.I32(wgmma.LINE // 4))):
                 place = builder.add(self.zeros, builder.shl(self.thread, L.I32(2)))
@@ -99,6 +100,9 @@ class FedEmitter(GroupEmitter):
         threads = WARP * shape.carriers
         mine = builder.sub(self.thread, L.I32(shape.multipliers))
 
+        if prologue(self.program) is not None:
+            self._prologue().start(L.I32(0), threads, mine)
+
         def tile(state: list[L.Value]) -> list[L.Value]:
             row, column = (self.variables[axis] for axis in (ROWS, COLUMNS))
             weights = Copier(self.frame, shape.right, threads, mine, column, self.shared)
@@ -139,6 +143,12 @@ class FedEmitter(GroupEmitter):
 
         self._tiles([L.I32(0), L.I32(1), L.I32(0)], tile)
 
+    def _prologue(self) -> Prologue:
+        """What is computed from the left operand, with vectors that come with the first tile of terms."""
+        builder, shape = self.builder, self.shape
+        place = builder.add(self.shared, L.I32(shape.kept_until))
+        return Prologue(self.frame, self.program, shape.share * shape.left.terms, place, self.lane)
+
     def _loop_over(
         self, state: list[L.Value], step: Callable[[L.Value, list[L.Value]], list[L.Value]]
     ) -> list[L.Value]:  # fmt: skip
@@ -170,6 +180,7 @@ class FedEmitter(GroupEmitter):
     def _multiply_all(self) -> None:
         """What a warp that multiplies does."""
         builder, shape = self.builder, self.shape
+        self.before = None if prologue(self.program) is None else self._prologue()
         self.weights = self._descriptor(shape.right, self.column_warp)
         if shape.window is None:
             self.rows = Rows(builder, shape.left, self.shared, self.row_warp, self.lane)  # type: ignore[assignment]
@@ -226,7 +237,7 @@ class FedEmitter(GroupEmitter):
             self.rows.turn(tap, run)  # type: ignore[union-attr]
             run = self._next_run(tap, run)
         totals = group_fragments.multiply(
-            builder, self.rows, right, shape.right, place, number, None, totals, [], WHOLE  # type: ignore[arg-type]
+            builder, self.rows, right, shape.right, place, number, self.before, totals, [], WHOLE  # type: ignore[arg-type]
         )  # fmt: skip
         self.ring.arrive(self.ring.empty(self._before(stage)), builder.icmp_signed(">", number, L.I32(0)))
         return [builder.add(number, L.I32(1)), *self.ring.next(stage, parity), run], totals

@@ -15,6 +15,8 @@ from jcuts.codegen import lanes as L
 from jcuts.codegen.cuda.builder import GpuBuilder, asm
 
 VOID = ir.VoidType()
+MOST_CONSTANT = 2**31 - 17
+"""Bytes, a whole access less than those that fit."""
 STEP = 32
 """Bytes of terms of one operand row that one instruction takes."""
 
@@ -26,6 +28,12 @@ def dynamic_shared(builder: GpuBuilder, name: str, align: int = 128) -> L.Value:
     return builder.ptrtoint(found, L.I32)
 
 
+def near(builder: GpuBuilder, place: tuple[L.Value, int]) -> tuple[L.Value, int]:
+    """A global address whose constant fits into the 32 bits that an instruction has for it."""
+    register, constant = place
+    return place if abs(constant) <= MOST_CONSTANT else (builder.add(register, L.I64(constant)), 0)
+
+
 def copy(
     builder: GpuBuilder, target: tuple[L.Value, int], source: tuple[L.Value, int], size: int, live: L.Value | None,
     where: L.Value | None = None, cached: bool = False,
@@ -35,6 +43,7 @@ def copy(
     Args: target, source: addresses as (register, bytes to add). live: a condition under which it reads; else it writes
         zeros. where: a condition under which it happens. cached: by the L1 cache, whatever its size.
     """
+    source = near(builder, source)
     kind = "cg" if size == 16 and not cached else "ca"  # only whole 16 bytes may pass by the L1 cache
     places = [f"[${k}{f'+{offset}' if offset else ''}]" for k, (_, offset) in enumerate((target, source))]
     text, args = f"cp.async.{kind}.shared.global {places[0]}, {places[1]}, {size}", [target[0], source[0]]
@@ -51,7 +60,7 @@ def copy(
 
 def load_words(builder: GpuBuilder, source: tuple[L.Value, int], count: int, live: L.Value | None) -> list[L.Value]:
     """1, 2 or 4 neighbouring words of global memory; zeros, and nothing is read, where ``live`` does not hold."""
-    names = [f"${k}" for k in range(count)]
+    source, names = near(builder, source), [f"${k}" for k in range(count)]
     target = f"{{{', '.join(names)}}}" if count > 1 else names[0]
     where = f"[${count}+{source[1]}]" if source[1] else f"[${count}]"
     text, args = f"ld.global.nc{f'.v{count}' if count > 1 else ''}.b32 {target}, {where};", [source[0]]
@@ -79,6 +88,7 @@ def touch(builder: GpuBuilder, source: tuple[L.Value, int], live: L.Value | None
 
 
 def _early(builder: GpuBuilder, text: str, source: tuple[L.Value, int], live: L.Value | None) -> None:
+    source = near(builder, source)
     place, args = f"[$0+{source[1]}]" if source[1] else "[$0]", [source[0]]
     text = f"{text}{place};"
     if live is not None:

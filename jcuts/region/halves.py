@@ -1,0 +1,51 @@
+"""bfloat16 behind a sum: rounded where it is stored, not on its way through a norm that is computed in float32.
+
+    half(float(half(sum) + b) * s + t)     is computed as     half((sum + b) * s + t),  the last two as one operation
+
+XLA's fusions keep such values in float32, too (``xla_allow_excess_precision``, its default).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from jcuts.dfg.node import Graph
+from jcuts.dfg.program import Program
+
+HALF, WIDE = "bfloat16", "float32"
+
+
+def eased(program: Program) -> Program:
+    """The program whose exit graph rounds nothing to bfloat16 and back; the same object where it does not."""
+    phase = program.phases[0]
+    if len(program.phases) != 1 or not phase.reds or not _goes_back(phase.exit):
+        return program
+    nodes = phase.exit.nodes
+    uses = Counter(a for node in nodes for a in node.args) + Counter(store.value for store in phase.stores)
+    made, numbers = Graph(), {}
+    for number, node in enumerate(nodes):
+        args = tuple(numbers[a] for a in node.args)
+        if node.op == "convert" and node.dtype == WIDE and nodes[node.args[0]].dtype == HALF:
+            node = replace(node, op="widen", attrs=())
+        product = next((a for a in node.args if nodes[a].op == "mul" and uses[a] == 1), None)
+        if node.op == "add" and node.dtype == WIDE and product is not None:
+            other = node.args[1] if node.args[0] == product else node.args[0]
+            node = replace(node, op="fma")
+            args = (*(numbers[a] for a in nodes[product].args), numbers[other])
+        index = None if node.index is None else node.index.renumber(numbers)
+        guards = tuple(replace(g, index=g.index.renumber(numbers)) for g in node.guards)
+        numbers[number] = made.add(replace(node, args=args, index=index, guards=guards))
+    stores = tuple(replace(s, value=numbers[s.value], address=s.address.renumber(numbers)) for s in phase.stores)
+    kept = Graph()
+    needed = made.copy_into(kept, [s.value for s in stores], {}, phase.ranges())
+    stores = tuple(replace(s, value=value) for s, value in zip(stores, needed, strict=True))
+    return replace(program, phases=(replace(phase, exit=kept, stores=stores),))
+
+
+def _goes_back(graph: Graph) -> bool:
+    """Whether some value that was computed as bfloat16 is converted to float32."""
+    return any(
+        node.op == "convert" and node.dtype == WIDE and graph.nodes[node.args[0]].dtype == HALF
+        and graph.nodes[node.args[0]].op != "load" for node in graph.nodes
+    )  # fmt: skip

@@ -57,6 +57,7 @@ def layers(batch: int) -> list[Case]:
         found.append(_case(f"bfloat16 norm {batch * rows}x{k}x{n}",
                            lambda x, w, s, t, u, v: norm(norm(x, s, t) @ w, u, v), shapes, "hhffff"))  # fmt: skip
     for h, c, k, taps, stride in CONVOLUTIONS:
+
         def convolved(x: Any, w: Any, s: Any, t: Any, stride: int = stride) -> Any:
             names = ("NHWC", "HWIO", "NHWC")
             return norm(lax.conv_general_dilated(x, w, (stride, stride), "SAME", dimension_numbers=names), s, t)

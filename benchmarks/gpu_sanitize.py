@@ -78,6 +78,7 @@ def recognised() -> Iterator[tuple[str, Any, list[Any]]]:
     """Name, program and operands of templates whose programs are found in more than one subset, or by their weights."""
     import numpy as np
 
+    from jcuts.region.weights import turning
     from tests import programs
     from tests.codegen.test_block import BLOCKS, program_of, traced_number
     from tests.gpu.cases import attention
@@ -100,6 +101,9 @@ def recognised() -> Iterator[tuple[str, Any, list[Any]]]:
         arrays[1] = round_tf32(arrays[1])
         traced = programs.trace(fn, *arrays)
         yield f"rounded {name}", traced.rounded(), traced.operands()
+    sizes = [(3, 3, 5, 17), (64, 64), (1, 1, 130, 24), (4, 1), (2, 3, 65)]
+    arrays = [rng.standard_normal(s).astype(np.float32) for s in sizes]
+    yield "weights turned", turning([(s, (s[-1], *s[:-1])) for s in sizes]), arrays
 
 
 def prepare(folder: Path, each: int, jobs: int, capability: tuple[int, int], only: str) -> dict[str, Any]:
@@ -128,12 +132,18 @@ def prepare(folder: Path, each: int, jobs: int, capability: tuple[int, int], onl
             listed_programs.append((name, built, traced.operands()))
         listed_programs += [entry for entry in recognised() if not only or only in entry[0]]
         for name, built, operands in listed_programs:
-            ranked = [p for p, _ in gpu.candidates(built, gpu.GpuMachine(132, capability=capability), 1 << 20)]
+            ranked = [built] if built.params else [
+                p for p, _ in gpu.candidates(built, gpu.GpuMachine(132, capability=capability), 1 << 20)
+            ]  # fmt: skip
             if not ranked:
                 skipped[name] = "no kernel form"
                 continue
-            # The best, and others from all over the list: other vectors, teams and splits.
-            places = dict.fromkeys([0, *(round(k * (len(ranked) - 1) / max(1, each - 1)) for k in range(each))])
+            # The best, the best of every kind, and others from all over the list: other vectors, teams and splits.
+            kinds: dict[frozenset[str], int] = {}
+            for k, made in enumerate(ranked):
+                kinds.setdefault(frozenset(parameter for parameter, _ in made.params), k)
+            spread = (round(k * (len(ranked) - 1) / max(1, each - 1)) for k in range(each))
+            places = dict.fromkeys([0, *kinds.values(), *spread])
             found += [(name, ranked[k], [np.asarray(x) for x in operands]) for k in places]
     start = time.perf_counter()
     kernels = compile_all([p for _, p, _ in found], folder / "kernels", capability, jobs)

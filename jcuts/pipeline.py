@@ -202,9 +202,7 @@ def _plan(
     timed("rebuild", start)
     dump.stage("rewritten", lambda: as_source(rebuilt, name))
     dump.stage("kernels", lambda: _kernel_texts(top), suffix="py")
-    count = sum(updates.count(level) for level in top.everywhere())
-    in_place = f"kernels write {count} results into the arrays that they become part of" if count else None
-    texts = (rewrites if rewrites.counts else None, pieces, division.note or None, partition, in_place)
+    texts = (rewrites if rewrites.counts else None, pieces, division.note or None, partition, updates.note(top))
     notes = tuple(str(note) for note in texts if note is not None)
     report = _report(top, rebuilt, settings, platform, name, clock, notes, division)
     unable = [r for r in report.refusals if r.reason not in CHOICES]

@@ -17,8 +17,13 @@ from jcuts.trace import turning, vectors
 
 
 def add(level: Level) -> int:
-    """Gives a kernel to every such call of a level that can have one; gives how many there are."""
+    """Gives a kernel to every such call of a level that can have one; gives how many there are.
+
+    None where no kernel of the level is chosen: then there is nobody to prepare anything for.
+    """
     found = 0
+    if not any(subset.chosen for subset in level.subsets):
+        return 0
     for number, eqn in enumerate(level.closed.jaxpr.eqns):
         program = _program(eqn)
         if program is None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,9 +50,16 @@ class Update:
     zeros: int | None = None
 
 
-def count(level: Level) -> int:
-    """How many updates kernels took over."""
-    return sum(jaxapi.primitive_name(level.closed.jaxpr.eqns[number]) == UPDATE for number in level.updated)
+def note(top: Level) -> str | None:
+    """What kernels write into larger arrays, as a sentence for the report."""
+
+    def count(kind: Callable[[Level], list[int]]) -> int:
+        eqns = [level.closed.jaxpr.eqns[number] for level in top.everywhere() for number in kind(level)]
+        return sum(jaxapi.primitive_name(eqn) == UPDATE for eqn in eqns)
+
+    made, copied = count(lambda level: level.updated), count(lambda level: level.copied)
+    more = f", and copy {copied} there that XLA computes" if copied else ""
+    return f"kernels write {made} results into the arrays that they become part of{more}" if made else None
 
 
 def update_of(level: Level, subset: Subset) -> Update | None:

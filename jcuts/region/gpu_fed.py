@@ -2,13 +2,14 @@
 
 One block of such warps fills a multiprocessor, and blocks go on from tile to tile.  Counted per tile of terms: the
 longest of what the units, the port of shared memory and the L2 cache take; fetching and rounding of a group hide behind
-the others' products.  Results leave while the next tile's copies are under way, but take the groups' time.
+the others' products, but for some hundred cycles.  Results leave while the next tile's copies are under way, but take
+the groups' time.  The constants are those of 45 schedules of 14 products on an H200, roughly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from jcuts.dfg.program import Program
@@ -21,8 +22,8 @@ from jcuts.region.products import shares, sides
 if TYPE_CHECKING:
     from jcuts.region.gpu_groups import GroupCounter
 
-MOST, AGAIN = 2, 0.97
-"""Schedules of one product, and what every further one counts."""
+MOST, AGAIN = 1, 0.97
+"""Tilings of one product, and what every further schedule counts."""
 GROUPED, LEAST_ROWS, LEAST_PRODUCTS = (9, 0), 1024, 1 << 28
 """The compute capability that has warp groups; rows and products from which on there are schedules."""
 HEIGHTS = ((128, 2, 256), (192, 3, 128), (256, 2, 64), (256, 4, 64))
@@ -31,14 +32,18 @@ WIDTHS = (32, 256)
 """Least and most columns."""
 FEW_TOTALS = 64
 """Totals of a thread beside which there are registers for everything."""
-CARRIERS, RUNS, STAGES, MOST_STAGES = 4, 2, 3, 10
-"""Warps that copy; runs of pixels that are kept; least and most stages."""
+OTHERS = {1: 2, 2: 4, 4: 4}
+"""Warps that do not multiply, by those that copy: one more may pass proxy fences; whole groups share out registers."""
+CARRIERS, RUNS, STAGES, MOST_STAGES = (4, 2), 2, 3, 10
+"""Warps that copy, both of which are tried for kept pixels; runs of pixels that are kept; least and most stages."""
 MOST_SHARED = 226 << 10
 """Bytes of shared memory of a block."""
 SHARE = 0.9
 """Pixels copied per tap, of those that a tile per tap would copy, up to which keeping them pays."""
-UNIT, PORT, CACHE = 900.0, 112.0, 45.0
-"""Products per cycle and multiprocessor; bytes per cycle of shared memory and the L2 cache."""
+UNIT, PORT, CACHE, EXIT = 900.0, 112.0, 35.0, 14.0
+"""Products per cycle and multiprocessor; bytes per cycle of shared memory, of the L2 cache, and of results."""
+CHAIN, GROUPS = 650.0, 100.0
+"""Cycles of a tile of terms that are left of what groups wait for, and more for every group."""
 BEGIN, LEAVE, LEFT = 6000.0, 800.0, 0.25
 """Cycles to a launch's first products; of a tile's results beside their bytes; what is left of memory's time."""
 
@@ -64,7 +69,7 @@ class FedTiling:
     @property
     def threads(self) -> int:
         """Of a block."""
-        return GROUP * self.groups + WARP * self.carriers
+        return GROUP * self.groups + WARP * OTHERS[self.carriers]
 
     def of(self, program: Program) -> Program:
         """The scheduled program."""
@@ -82,7 +87,10 @@ def candidates(counter: GroupCounter, program: Program, most: int = MOST) -> lis
     for spent, tiling in found:
         if all((tiling.rows, tiling.columns) != (t.rows, t.columns) for _, t in chosen):
             chosen.append((spent, tiling))
-    return [(t.of(program), min(1.0, counter.least / spent) * AGAIN**n) for n, (spent, t) in enumerate(chosen[:most])]
+    made = []
+    for spent, tiling in chosen[:most]:  # two warps have too few registers for tiles of both operands
+        made += [(spent, replace(tiling, carriers=n)) for n in (CARRIERS if tiling.pixels else CARRIERS[:1])]
+    return [(t.of(program), min(1.0, counter.least / spent) * AGAIN**n) for n, (spent, t) in enumerate(made)]
 
 
 def tilings(counter: GroupCounter, program: Program) -> Iterator[tuple[float, FedTiling]]:
@@ -102,7 +110,7 @@ def tilings(counter: GroupCounter, program: Program) -> Iterator[tuple[float, Fe
     if run % terms == 0 or run == counter.terms:
         ways.append(None)
     for rows, groups, widest in HEIGHTS:
-        if rows >= 2 * counter.rows:
+        if rows >= 2 * counter.rows or (counter.beside and groups > 2):
             continue
         for columns in _widths(counter.columns, widest):
             wide = rows * columns > FEW_TOTALS * GROUP * groups
@@ -114,7 +122,7 @@ def tilings(counter: GroupCounter, program: Program) -> Iterator[tuple[float, Fe
                 tiles = -(-counter.rows // rows) * -(-counter.columns // columns)
                 rounds, pixels = -(-tiles // counter.machine.sms), RUNS if way is not None else 0
                 stages = _stages(counter, way, rows, columns)
-                made = FedTiling(rows, columns, groups, stages, CARRIERS, pixels, rounds, int(counter.beside > 0))
+                made = FedTiling(rows, columns, groups, stages, CARRIERS[0], pixels, rounds, int(counter.beside > 0))
                 if stages >= STAGES:
                     yield cycles(counter, way, made), made
 
@@ -127,7 +135,7 @@ def _widths(columns: int, widest: int) -> list[int]:
 
 def _stages(counter: GroupCounter, way: Window | None, rows: int, columns: int) -> int:
     """As many stages as there is shared memory for."""
-    free = MOST_SHARED - 2 * MOST_STAGES * BARRIER
+    free = MOST_SHARED - 3 * MOST_STAGES * BARRIER
     if way is None:
         free -= 4 * counter.vectors * counter.terms
         return min(MOST_STAGES, free // ((rows + columns) * LINE))
@@ -142,7 +150,8 @@ def cycles(counter: GroupCounter, way: Window | None, tiling: FedTiling) -> floa
     share = shares(counter.terms, terms, 1)[0] if way is None else way.steps
     copied = (rows + columns) * LINE if way is None else way.span(rows) * LINE / way.taps + columns * LINE
     read = rows // HIGH * (HIGH + columns) * LINE
-    work = max(rows * columns * terms / UNIT, (read + copied) / PORT, copied / CACHE)
-    leave = LEAVE + 4.0 * rows * columns * counter.results / max(1.0, counter.partial) / CACHE
+    chain = CHAIN + GROUPS * tiling.groups
+    work = max(rows * columns * terms / UNIT, (read + copied) / PORT, copied / CACHE, chain)
+    leave = LEAVE + 4.0 * rows * columns * counter.results / max(1.0, counter.partial) / EXIT
     total, moved = BEGIN + tiling.rounds * (share * work + leave), counter.moved / MEMORY
     return max(total, moved + BEGIN) + LEFT * min(total, moved)

@@ -20,7 +20,8 @@ SHARE, LAUNCH = 0.6, 2e-6
 FASTER = 1.1
 """A kernel that takes so many times less than U - P wins."""
 
-_CONVOLUTION = re.compile(r"v\d+:(\w+)\[([\d,]*)\] = conv_general_dilated\[(.*)\]", re.MULTILINE)
+_CONVOLUTION = re.compile(r"v\d+:(\w+)\[([\d,]*)\] = conv_general_dilated\[(.*)\] (v\d+) v\d+$", re.MULTILINE)
+_INPUTS = re.compile(r"^in (.*)$", re.MULTILINE)
 _OPERATION = re.compile(r" = (\w+)")
 _WITHIN = frozenset({"add", "broadcast_in_dim", "reshape", "squeeze", "copy"})
 """What may stand between a convolution and its ReLU."""
@@ -30,15 +31,21 @@ _SIZES = {"f32": 4, "f16": 2, "bf16": 2}
 def results(text: str) -> list[int]:
     """Bytes of the results of a program's convolutions; [] if XLA has nothing to give to cuDNN besides.
 
+    Nor where a convolution's operand comes as it is: there kernels and cuDNN's are mostly too close for U - P.  What
+    stands before a convolution XLA computes in a pass of its own, which a kernel saves.
+
     Args: text: of the program (`trace.canonical`).
     """
     found = _CONVOLUTION.findall(text)
+    given = _INPUTS.search(text)
+    if given is None or any(f" {operand}:" in f" {given[1]}" for *_, operand in found):
+        return []
     after = text[text.rfind(" = conv_general_dilated") :].split("\n")[1:] if found else []
     behind = [match[1] for line in after if (match := _OPERATION.search(line))]
-    plain = all("feature_group_count=1 " in params and dtype in _SIZES for dtype, _, params in found)
+    plain = all("feature_group_count=1 " in params and dtype in _SIZES for dtype, _, params, _ in found)
     if not plain or "max" not in behind or not _WITHIN.issuperset(behind[: behind.index("max")]):
         return []
-    return [_SIZES[dtype] * math.prod(int(n) for n in shape.split(",") if n) for dtype, shape, _ in found]
+    return [_SIZES[dtype] * math.prod(int(n) for n in shape.split(",") if n) for dtype, shape, *_ in found]
 
 
 def passes(sizes: Sequence[int], bandwidth: float) -> float:

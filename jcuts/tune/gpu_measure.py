@@ -55,14 +55,14 @@ _ahead: dict[str, Any] = {}  # compiled ones
 
 def compile_ahead(
     problems: Mapping[str, tuple[Problem, Function]], announce: Announce,
-    options: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    options: Mapping[str, Mapping[str, Any]] = MappingProxyType({}), *, alone: bool = False,
 ) -> int:  # fmt: skip
     """Compiles the chains of XLA's side, some at once.  One that fails is left to `measure`, where it fails again.
 
     It comes back when what is left keeps the threads busy no more: `run_ahead` waits for the rest.
 
     Args: problems: file of each -> it and XLA's function; announce: is told of every step; options: file -> options of
-        the compiler.
+        the compiler; alone: whether the host has nothing else to do.
     Returns: how many are compiled, or will be.
     """
     made = 0
@@ -75,11 +75,11 @@ def compile_ahead(
         except Exception as error:
             print(f"{problem.name} is not lowered ahead: {error}", file=sys.stderr)
         else:
-            _compiling[_threads().submit(_compiled, path, problem.name)] = path
+            _compiling[_threads(_at_once(alone)).submit(_compiled, path, problem.name)] = path
             if compiles_in_calls(problem):
                 _slow.add(path)
             made += 1
-    while len(_compiling) > _at_once():
+    while len(_compiling) > _at_once(alone):
         _take(announce)
     return made
 
@@ -105,7 +105,8 @@ def run_ahead(announce: Announce) -> int:
         waves[-1].append(path)
         room -= need
     for wave in waves:
-        for run in as_completed([_threads().submit(_run_once, _ahead[path], _lowered[path]) for path in wave]):
+        pool = _threads(_at_once(False))
+        for run in as_completed([pool.submit(_run_once, _ahead[path], _lowered[path]) for path in wave]):
             announce("")
             if (error := run.exception()) is not None:
                 print(f"a program did not run ahead: {error}", file=sys.stderr)
@@ -147,14 +148,17 @@ def _take(announce: Announce) -> None:
             _ahead[path] = future.result()
 
 
-def _at_once() -> int:
-    """Threads that compile ahead: XLA times its algorithms meanwhile, and a host that is too busy spoils that."""
-    return max(2, fingerprint.usable_cores() * 3 // 8)
+def _at_once(alone: bool) -> int:
+    """Threads that compile ahead: XLA times its algorithms meanwhile, and a host that is too busy spoils that.
+
+    Half of their time they wait for each other, so that twice as many keep as many cores busy where nothing else does.
+    """
+    return max(2, fingerprint.usable_cores() * (6 if alone else 3) // 8)
 
 
 @functools.cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_at_once(), thread_name_prefix="jcuts-ahead")
+def _threads(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, thread_name_prefix="jcuts-ahead")
 
 
 def executions(problem: Problem) -> int:

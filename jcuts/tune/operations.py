@@ -136,8 +136,10 @@ def reference(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     announce(LIBRARY)
     place, folder = str(request.get("autotuned", "")), Path(request["folder"])
     options = autotuned.reading(place, timed=bool(request.get("timed", True))) if place else {}
-    kinds = references.make(jax, problem, _library(request["problem"]), folder, int(request["seed"]), options)
-    return {"kinds": kinds}
+    parts: dict[str, float] = {}
+    library = _library(request["problem"])
+    kinds = references.make(jax, problem, library, folder, int(request["seed"]), options, parts)
+    return {"kinds": kinds, "parts": parts}
 
 
 def check(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
@@ -299,7 +301,7 @@ def compile_ahead(request: dict[str, Any], announce: Announce) -> dict[str, Any]
 
     problems = {path: (_read_problem(path), _library(path)) for path in request["problems"]}
     options = {path: autotuned.parted() for path in request.get("apart", ())}
-    return {"programs": gpu_measure.compile_ahead(problems, announce, options)}
+    return {"programs": gpu_measure.compile_ahead(problems, announce, options, alone=bool(request.get("alone")))}
 
 
 def run_ahead(_: dict[str, Any], announce: Announce) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ TRUST_ULP = 1.0
 
 
 def make(jax: Any, problem: Problem, library: Callable[..., Any], folder: Path, seed: int,
-         options: Mapping[str, Any] | None = None) -> list[str]:  # fmt: skip
+         options: Mapping[str, Any] | None = None, parts: dict[str, float] | None = None) -> list[str]:  # fmt: skip
     """Writes inputs, results and references of a problem, one number per set.
 
     Args:
@@ -38,6 +39,7 @@ def make(jax: Any, problem: Problem, library: Callable[..., Any], folder: Path, 
             where they matter; ``0.wholeK.npy``: XLA's whole result where only a sample of an output is kept.
         seed: of the first set of inputs.
         options: of the compiler, for XLA's side (on a GPU: `autotuned.reading`).
+        parts: gets what the first runs of both sides took, with their compilation [s].
     Returns: the kinds of the sets (see `tune.values`).
     """
     if options:
@@ -52,14 +54,20 @@ def make(jax: Any, problem: Problem, library: Callable[..., Any], folder: Path, 
         for i, value in enumerate(inputs):
             save(folder / f"{number}.in{i}.npy", value)
         operands = _operands(jax, problem, inputs)
+        start = time.perf_counter()
         results = library(*operands)
+        if parts is not None and number == 0:
+            parts["xla"] = time.perf_counter() - start
         if number == 0:
             for i, (x, s) in enumerate(zip(jax.tree.leaves(results), seen, strict=True)):
                 if s is not None:
                     save(folder / f"{number}.whole{i}.npy", np.asarray(x))
         xla = look(results)
         del results
+        start = time.perf_counter()
         exact = wide(np.uint64(0), np.zeros(3), *operands)
+        if parts is not None and number == 0:
+            parts["float64"] = time.perf_counter() - start
         if number == 0:
             rounds = problem.rounds and (problem.unsure or any(map(is_finer_than_tf32, xla, exact)))
 

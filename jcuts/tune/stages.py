@@ -163,7 +163,8 @@ class Session:
                 job.fail(answer)
                 self._finish(job)
                 return
-            _log.info("%s: reference made in %.2f s", job.problem.name, answer["seconds"])
+            parts = ", ".join(f"{part} {float(spent):.2f}" for part, spent in answer.get("parts", {}).items())
+            _log.info("%s: reference made in %.2f s (%s)", job.problem.name, answer["seconds"], parts)
             job.kinds = list(answer["kinds"])
             if self.checks_last:
                 self._check_next(job)
@@ -291,7 +292,9 @@ class Session:
         some, self.ahead = self.ahead[:_AHEAD], self.ahead[_AHEAD:]
         self.sent.update(some)
         parted = [str(job.file) for job in self.jobs if job.apart and str(job.file) in some]
-        self.pool.submit(XLA, {"op": "compile_ahead", "problems": some, "apart": parted}, self.timeout, _told)
+        alone = not any(job.compiling for job in self.jobs)
+        request = {"op": "compile_ahead", "problems": some, "apart": parted, "alone": alone}
+        self.pool.submit(XLA, request, self.timeout, _told)
 
     def measure(self, job: Job, expected: float | None = None) -> None:
         """Times what can be run of a job (``job.answer``); candidates that end the process are rejected.

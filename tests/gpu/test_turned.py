@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jcuts import turned
 from jcuts.region.weights import MOST, turning
+from jcuts.trace import jaxapi
 from jcuts.trace.rounding import round_tf32
 from jcuts.xla import gpus
 from jcuts.xla.call import call_kernel
 from jcuts.xla.kernels import kernel_for
+from tests.codegen.test_combined import calls
 
 pytestmark = pytest.mark.gpu
 
@@ -40,3 +43,13 @@ def test_a_kernel_makes_what_xla_makes(count):
                             strict=True):  # fmt: skip
         np.testing.assert_array_equal(got, want)
         np.testing.assert_array_equal(got, round_tf32(np.ascontiguousarray(np.asarray(w).T)))
+
+
+def test_a_kernel_makes_all_vectors():
+    for call, operands in calls([96, 1000, 33, 256, 7] * 5):
+        kernel = kernel_for(turned._program(call))
+        (inside,) = (body for _, _, body in jaxapi.inner_jaxprs(call))
+        wanted = jax.jit(lambda *xs, inside=inside: jaxapi.eval_closed(inside, *xs))(*operands)
+        results = jax.jit(lambda *xs, kernel=kernel: call_kernel(kernel, *xs))(*operands)
+        for got, want in zip(results, wanted, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)

@@ -66,10 +66,10 @@ def test_neighbours_that_disagree_tell_nothing():
     assert place.seconds((2.0, 2.0), (4.5, 4.5)) is None and place.seconds((2.0, 2.0), (1.5, 1.5)) is None
 
 
-def convolution(after, groups=1):
+def convolution(after, groups=1, before=lambda x: x * 2):
     def function(x, w, b):
-        numbers = ("NHWC", "HWIO", "NHWC")
-        y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=groups)
+        layout = ("NHWC", "HWIO", "NHWC")
+        y = lax.conv_general_dilated(before(x), w, (1, 1), "SAME", None, None, layout, groups)
         return after(y, b)
 
     return text_of(function, (2, 8, 8, 16), (3, 3, 16 // groups, 32), (32,))
@@ -81,6 +81,7 @@ def test_relus_behind_convolutions_are_found():
     for after in (lambda y, b: y + b, lambda y, b: jnp.maximum(y * b, 0), lambda y, b: jnp.clip(y + b, 0, 6)):
         assert apart.results(convolution(after)) == []
     assert apart.results(convolution(lambda y, b: jnp.maximum(y + b, 0), groups=16)) == []
+    assert apart.results(convolution(lambda y, b: jnp.maximum(y + b, 0), before=lambda x: x)) == []
     assert apart.results(layer(64)) == [] and apart.results("") == []
 
 

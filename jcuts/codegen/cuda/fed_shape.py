@@ -10,16 +10,18 @@ from jcuts.codegen.cuda.group_shape import MOST_TOTALS, WARPS, readable
 from jcuts.codegen.cuda.group_tiles import GroupTile
 from jcuts.codegen.cuda.product import ProductShape, three
 from jcuts.codegen.cuda.shared import WARP
+from jcuts.codegen.cuda.stage_barriers import KINDS
 from jcuts.dfg.program import Program
+from jcuts.region.gpu_fed import OTHERS
 from jcuts.region.gpu_group_tiling import BARRIER
 from jcuts.region.group_windows import Window, has_weights, in_line, window
 from jcuts.region.products import COLUMNS, ROWS, B, K, S, prologue, shares, sides, summed, vectors
 
 FILE, STEP, MOST_REGISTERS = 65536, 8, 240
 """Registers of a multiprocessor; what those of a thread are a multiple of; most of a thread."""
-CARRYING, FEW_TOTALS = (56, 80), 64
-"""Registers of a thread that copies, few or more, where others get what it does not need; totals up to which nobody
-needs them."""
+CARRYING, FEW_TOTALS = {2: (80, 104), 4: (56, 80)}, 64
+"""Registers of a thread that copies, few or more, by warps that do, where others get what it does not need; totals up
+to which nobody needs them."""
 
 @dataclass(frozen=True)
 class FedShape(ProductShape):
@@ -51,22 +53,27 @@ class FedShape(ProductShape):
     @property
     def threads(self) -> int:
         """Of a block."""
-        return self.multipliers + WARP * self.carriers
+        return self.multipliers + WARP * OTHERS[self.carriers]
 
     @property
     def registers(self) -> tuple[int, int] | None:
         """Registers of a thread that multiplies, and of one that copies, where they are shared out."""
         groups = self.warps[0] // WARPS
         few = groups != 3 and self.left.warp * self.right.size <= FEW_TOTALS * WARP * WARPS
-        if self.carriers != WARPS or groups == 1 or few:
+        if OTHERS[self.carriers] != WARPS or groups == 1 or few:
             return None
-        mine = CARRYING[self.window is not None or self.early or groups > 2]
+        mine = CARRYING[self.carriers][self.window is not None or self.early or groups > 2]
         return min(MOST_REGISTERS, (self.entry * (groups + 1) - mine) // groups // STEP * STEP), mine
+
+    @property
+    def apart(self) -> bool:
+        """Whether a warp of its own passes proxy fences, not those that multiply."""
+        return OTHERS[self.carriers] > self.carriers
 
     @property
     def entry(self) -> int:
         """Registers that every thread begins with where they are shared out."""
-        return FILE // (WARP * (self.warps[0] + self.carriers)) // STEP * STEP
+        return FILE // self.threads // STEP * STEP
 
     @property
     def stage(self) -> int:
@@ -96,7 +103,7 @@ class FedShape(ProductShape):
     @property
     def shared(self) -> int:
         """Bytes of shared memory of a block."""
-        return self.barriers + 2 * self.stages * BARRIER
+        return self.barriers + KINDS * self.stages * BARRIER
 
     @property
     def alignment(self) -> int:
@@ -132,6 +139,8 @@ def fed_shape(program: Program) -> FedShape:
     first = GroupTile(left, extents[ROWS], rows, terms, rows // max(1, along), 0, ragged)
     second = GroupTile(right, extents[COLUMNS], columns, terms, columns, 0 if kept else first.bytes, ragged)
     stages, rounds = int(str(params["stages"])), int(str(params.get("rounds", 1)))
+    if params["fed"] not in OTHERS:
+        raise CompileRejected(f"{program.name}: {params['fed']} warps that copy")
     shape = FedShape(
         first, second, (WARPS * along, across, 1), stages, share, total, 1, found,
         0 if found is None else found.span(rows), kept, rounds, int(str(params["fed"])), bool(params.get("early", 0)),
@@ -141,7 +150,7 @@ def fed_shape(program: Program) -> FedShape:
     fits = fits and second.warp % 8 == 0 and second.warp <= wgmma.WIDEST
     fits = fits and first.warp * second.warp <= MOST_TOTALS * WARP * WARPS
     fits = fits and left.item == 4 and left.along_terms and right.along_terms and program.buffer(right.buffer).tf32
-    fits = fits and stages >= 3 and share >= 2 and rounds >= 1 and 1 <= shape.carriers <= WARPS
+    fits = fits and stages >= 3 and share >= 2 and rounds >= 1
     fits = fits and readable(second, 1) and (found is not None or readable(first, along))
     fits = fits and not (ragged and prologue(program) is not None)  # zeros would not stay zeros
     if found is None:

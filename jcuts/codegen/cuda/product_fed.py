@@ -1,9 +1,10 @@
 """Products by warp groups whose operands are brought by warps of their own, for rounded weights (float32).
 
 Where all warps of a block copy, fetch, round and multiply in step, the units wait for every barrier and what follows
-it.  Here some warps copy, and the groups wait for no one but them, at a barrier of the stage that they read next
-(`stage_barriers`): while one group fetches and rounds, others multiply; and while they finish a tile of outputs, copies
-of the block's next one are under way.  A convolution's pixels may stay in shared memory for all taps (`group_pixels`).
+it.  Here some warps copy, one may pass the proxy fences (which wait for products), and the groups wait for no one but
+them, at a barrier of the stage that they read next (`stage_barriers`): while one group fetches and rounds,
+others multiply; and while they finish a tile of outputs, copies of the block's next one are under way.  A convolution's
+pixels may stay in shared memory for all taps (`group_pixels`).
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class FedEmitter(GroupEmitter):
                 place = builder.add(self.zeros, builder.shl(self.thread, L.I32(2)))
                 tensor.write_words(builder, place, 0, [L.I32(0)])
         tensor.barrier(builder)
-        frame = self.frame
+        frame, variables = self.frame, self.variables
         with builder.if_else(builder.icmp_unsigned("<", self.thread, L.I32(shape.multipliers))) as (then, otherwise):
             with then:
                 self.frame = replace(frame, cache={})
@@ -62,7 +63,13 @@ class FedEmitter(GroupEmitter):
             with otherwise:
                 self.frame = replace(frame, cache={})
                 self._registers(1)
-                self._carry_all()
+                warp = builder.sub(builder.lshr(self.thread, L.I32(5)), L.I32(shape.warps[0]))
+                with builder.if_then(builder.icmp_unsigned("<", warp, L.I32(shape.carriers))):
+                    self._carry_all()
+                self.frame, self.variables = replace(frame, cache={}), variables
+                if shape.apart:
+                    with builder.if_then(builder.icmp_unsigned("==", warp, L.I32(shape.carriers))):
+                        self._tiles([L.I32(0), L.I32(0)], self._pass_all)
 
     def _registers(self, number: int) -> None:
         """Takes or gives registers: groups that multiply (0) need more of them than warps that copy (1)."""
@@ -142,6 +149,18 @@ class FedEmitter(GroupEmitter):
             return self._loop_over(state, step)
 
         self._tiles([L.I32(0), L.I32(1), L.I32(0)], tile)
+
+    def _pass_all(self, state: list[L.Value]) -> list[L.Value]:
+        """Lets the units see the stages of a tile of outputs. Args: state: the first stage, its parity."""
+
+        def step(number: L.Value, state: list[L.Value]) -> list[L.Value]:
+            stage, parity = state
+            self.ring.wait(self.ring.full(stage), parity)
+            wgmma.proxy_fence(self.builder)
+            self.ring.arrive(self.ring.seen(stage))
+            return list(self.ring.next(stage, parity))
+
+        return self._loop_over(state, step)
 
     def _prologue(self) -> Prologue:
         """What is computed from the left operand, with vectors that come with the first tile of terms."""
@@ -228,8 +247,9 @@ class FedEmitter(GroupEmitter):
         """The products of a tile of terms; the stage of the one before is empty then."""
         builder, shape, found = self.builder, self.shape, self.shape.window
         number, stage, parity, run = numbers
-        self.ring.wait(self.ring.full(stage), parity)
-        wgmma.proxy_fence(builder)  # here no copies are under way that it would wait for
+        self.ring.wait((self.ring.seen if shape.apart else self.ring.full)(stage), parity)
+        if not shape.apart:
+            wgmma.proxy_fence(builder)
         place = builder.mul(stage, L.I32(shape.stage))
         right = builder.add(self.weights, builder.zext(builder.lshr(place, L.I32(4)), L.I64))
         if found is not None:

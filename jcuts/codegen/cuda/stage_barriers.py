@@ -1,7 +1,9 @@
-"""Stages of shared memory that some warps of a block fill and others read: a barrier for each of both (capability 9.0).
+"""Stages of shared memory that some warps of a block fill and others read: barriers of each stage (capability 9.0).
 
 A barrier counts arrivals; each time that all have come, its phase ends.  Threads that copy arrive at a ``full`` barrier
-when their copies have come, for which they need not wait; a warp arrives at an ``empty`` one.  Who waits names the
+when their copies have come, for which they need not wait.  A warp that has nothing else under way waits there, passes a
+proxy fence, and arrives at a ``seen`` one: the fence would wait for copies and products.  Warps that have read a stage
+arrive at an ``empty`` one.  Who waits names the
 parity of the phase: a new barrier counts as one whose phase of parity 1 has ended (PTX ISA, "mbarrier",
 "cp.async.mbarrier.arrive").
 """
@@ -14,10 +16,12 @@ from jcuts.codegen.cuda.tensor import VOID
 from jcuts.region.gpu_group_tiling import BARRIER
 
 EVERY_LANE = "0xffffffff"
+KINDS = 3
+"""Barriers of a stage."""
 
 
 class Ring:
-    """Barriers of a ring of stages: ``full`` ones, behind them ``empty`` ones."""
+    """Barriers of a ring of stages: ``full``, ``seen`` and ``empty`` ones, one kind behind the other."""
 
     def __init__(self, builder: GpuBuilder, place: L.Value, stages: int, lane: L.Value) -> None:
         """Args: place: address of the first barrier in shared memory; lane: of the thread in its warp."""
@@ -29,20 +33,24 @@ class Ring:
         Args: filling: threads that do; reading: warps.
         """
         builder, stages = self.builder, self.stages
-        with builder.if_then(builder.icmp_unsigned("<", thread, L.I32(2 * stages))):
-            full = builder.icmp_unsigned("<", thread, L.I32(stages))
-            count = builder.select(full, L.I32(filling), L.I32(reading))
+        with builder.if_then(builder.icmp_unsigned("<", thread, L.I32(KINDS * stages))):
+            full, seen = (builder.icmp_unsigned("<", thread, L.I32(n * stages)) for n in (1, 2))
+            count = builder.select(full, L.I32(filling), builder.select(seen, L.I32(1), L.I32(reading)))
             where = builder.add(self.place, builder.mul(thread, L.I32(BARRIER)))
             asm(builder, "mbarrier.init.shared.b64 [$0], $1;", VOID, [where, count], effects=True)
             asm(builder, "fence.mbarrier_init.release.cluster;", VOID, effects=True)
 
     def full(self, stage: L.Value) -> L.Value:
-        """The barrier at which those wait that read a stage."""
+        """The barrier that tells that a stage's copies have come."""
         return self.builder.add(self.place, self.builder.mul(stage, L.I32(BARRIER)))
+
+    def seen(self, stage: L.Value) -> L.Value:
+        """The barrier at which those wait that read a stage."""
+        return self.builder.add(self.full(stage), L.I32(self.stages * BARRIER))
 
     def empty(self, stage: L.Value) -> L.Value:
         """The barrier at which those wait that fill a stage."""
-        return self.builder.add(self.full(stage), L.I32(self.stages * BARRIER))
+        return self.builder.add(self.full(stage), L.I32(2 * self.stages * BARRIER))
 
     def wait(self, barrier: L.Value, parity: L.Value) -> None:
         """Waits for the end of the phase of a parity."""

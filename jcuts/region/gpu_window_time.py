@@ -78,6 +78,7 @@ class Windows:
         there = min(blocks, slots) * self.threads
         waves = blocks / slots
         ahead = max(0.5, self.ahead * AHEAD) * self.fresh if self.steps > 1 else self.values
+        ahead = max(1.0, ahead)  # windows of a number read nothing
         total *= 1.0 + LATENT * LATENCY * fastest_memory() / (there * ahead * self.size)
         total *= (there / machine.threads) ** -OCCUPANCY
         total *= 1.0 + TAIL * min(1.0, 1 / waves) + ROUND * (math.ceil(waves) / waves - 1 if waves < 4 else 0.0)

@@ -124,3 +124,11 @@ def test_walks_have_whole_tiles():
         name, tiles = dict(found.params)["walk"]
         axis = next(a for a in found.phases[0].axes if a.name == name)
         assert axis.extent % axis.unroll == 0 and 2 <= tiles <= axis.extent // axis.unroll
+
+
+def test_windows_of_a_number_have_schedules():
+    """They read nothing (how many points of an average lie inside the image)."""
+    fn = lambda: jax.lax.reduce_window(  # noqa: E731
+        jnp.ones((1, 35, 35, 1)), 0.0, jax.lax.add, (1, 3, 3, 1), (1, 1, 1, 1), "SAME"
+    )
+    assert all(0 < score <= 1 for _, score in gpu.candidates(program_of(fn), MACHINE, 16))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jcuts.base import fingerprint, knobs
-from jcuts.base.errors import Refusal
+from jcuts.base import fingerprint, knobs, told
+from jcuts.base.errors import JcutsError, Refusal
 from jcuts.base.settings import Settings
 from jcuts.dfg.program import Program
 from jcuts.ops.gather import IN_PLACE
@@ -25,6 +26,8 @@ from jcuts.trace.source import place
 from jcuts.trace.turning import rounded_operands
 from jcuts.xla import gpus
 from jcuts.xla.rebuild import subset_closed
+
+log = logging.getLogger("jcuts")
 
 Ranked = list[tuple[Program, float]]
 
@@ -283,10 +286,25 @@ def _ranking_of(platform: str) -> Callable[[Program], tuple[str, Callable[[], Ra
         if space not in _rankings:
             if len(_rankings) >= MOST_RANKINGS:
                 _rankings.clear()
-            _rankings[space] = functools.cache(functools.partial(schedules, program, here, limit, percent))
+            make = functools.partial(schedules, program, here, limit, percent)
+            _rankings[space] = functools.cache(functools.partial(_none_where_it_fails, program.name, make))
         return space, _rankings[space]
 
     return ranking_of
+
+
+def _none_where_it_fails(name: str, make: Callable[[], Ranked]) -> Ranked:
+    """No schedules, and a warning, where making them fails by an error of jcuts: XLA then keeps the subset."""
+    try:
+        return make()
+    except JcutsError:
+        raise
+    except Exception as error:
+        if knobs.current().raise_errors:
+            raise
+        text = f"{type(error).__name__}: {error}"
+        told.once(log, text, "%s is left to XLA: an error of jcuts, %s (JCUTS_RAISE_ERRORS=1 shows where)", name, text)
+        return []
 
 
 def has_form(program: Program) -> bool:

@@ -96,6 +96,9 @@ class Knobs:
     chunk: int | None = _knob(
         _integer(0), "run the batch in pieces of this size, 0: never (default: where it promises to pay)", default=None
     )
+    raise_errors: bool = _knob(
+        _boolean, "raise errors of jcuts' own planning, which otherwise leave the program to XLA", default=False
+    )
     disable: bool = _knob(_boolean, "leave every function to XLA as it is", default=False)
     native: Path | None = _knob(_path, "native library to load instead of the installed one", default=None)
     cudnn: Path | None = _knob(_path, "cuDNN library to open instead of the one that JAX uses", default=None)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jcuts.base import knobs
+from jcuts.base.errors import JcutsError
 from jcuts.base.settings import Settings
 from jcuts.primitive import shard_local
 from jcuts.primitive.sharding import OtherPlacement, Placement, expected, lowering_is_partitioned
@@ -78,7 +79,13 @@ def plan(closed: jaxapi.Closed, settings: Settings, platform: str, *, may_measur
         if (error.name or "").split(".")[0] not in ("numba", "llvmlite"):
             raise
         note = f"left to XLA: {error.name} is not installed, and jcuts compiles its kernels with it"
-        if note not in _told:
-            _told.add(note)
-            log.warning("%s", note)
-        return Planned(closed, note=note)
+    except JcutsError:
+        raise
+    except Exception as error:
+        if knobs.current().raise_errors:
+            raise
+        note = f"left to XLA: an error of jcuts, {type(error).__name__}: {error} (JCUTS_RAISE_ERRORS=1 shows where)"
+    if note not in _told:
+        _told.add(note)
+        log.warning("%s", note)
+    return Planned(closed, note=note)

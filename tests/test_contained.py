@@ -1,0 +1,74 @@
+"""Errors of jcuts' own planning: what they are about is left to XLA, with a warning; raised where that is asked for."""
+
+from __future__ import annotations
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jcuts
+from jcuts import levels, pipeline
+from jcuts.base import told
+from jcuts.base.errors import UsageError
+from jcuts.primitive import lowering
+
+X = np.linspace(-2, 2, 3 * 1031, dtype=np.float32).reshape(3, 1031)
+
+
+def function(x):
+    return jnp.tanh(x) * jnp.exp(-x * x) + 1.0
+
+
+@pytest.fixture(autouse=True)
+def fresh(cache_dir, monkeypatch):
+    monkeypatch.setattr(told, "_told", set())
+    monkeypatch.setattr(lowering, "_told", set())
+    monkeypatch.setattr(levels, "_rankings", {})
+    pipeline.forget()
+    yield
+    pipeline.forget()
+
+
+def broken(*_, **__):
+    raise ZeroDivisionError("float division by zero")
+
+
+PLACES = {
+    "schedules of a subset": (levels.plans, "candidates"),
+    "everything": (pipeline, "optimize_jaxpr"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("tune", ["auto", "off"])
+def test_what_fails_is_left_to_xla_with_one_warning(place, tune, monkeypatch, caplog):
+    monkeypatch.setattr(*PLACES[place], broken)
+    monkeypatch.setenv("JCUTS_RAISE_ERRORS", "0")
+    ours = jcuts.optimize(function, tune=tune)
+    with caplog.at_level(logging.WARNING, logger="jcuts"):
+        results = [ours(X), ours(X)]
+    for got in results:
+        np.testing.assert_array_equal(got, jax.jit(function)(X))
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert "left to XLA" in warning and "ZeroDivisionError: float division by zero" in warning
+    assert "JCUTS_RAISE_ERRORS" in warning
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_errors_are_raised_where_that_is_asked_for(place, monkeypatch):
+    monkeypatch.setattr(*PLACES[place], broken)
+    with pytest.raises(ZeroDivisionError):
+        jcuts.optimize(function)(X[:, 1:])  # of no other test: subsets keep their schedules
+
+
+def test_errors_meant_for_the_user_are_always_raised(monkeypatch):
+    def refused(*_, **__):
+        raise UsageError("no such thing")
+
+    monkeypatch.setattr(pipeline, "optimize_jaxpr", refused)
+    monkeypatch.setenv("JCUTS_RAISE_ERRORS", "0")
+    with pytest.raises(UsageError, match="no such thing"):
+        jcuts.optimize(function)(X)

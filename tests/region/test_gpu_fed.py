@@ -78,3 +78,4 @@ def test_no_schedules():
     program = product_of(added, (12544, 256), (1024, 256), (1024,), (12544, 1024))
     assert not found(replace(program, buffers=tuple(replace(b, tf32=False) for b in program.buffers)))
     assert not found(product_of(added, (784, 256), (256, 256), (256,), (784, 256)))
+    assert not found(product_of(added, (65536, 32), (256, 32), (256,), (65536, 256)))  # one tile of terms

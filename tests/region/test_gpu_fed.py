@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda.fed_shape import fed_shape
 from jcuts.region import gpu_fed, gpu_groups
 from jcuts.region.gpu import GpuMachine
@@ -67,6 +68,12 @@ def test_registers_are_shared_out_in_full():
         more, fewer = shape.registers
         taken = more * shape.multipliers + fewer * (shape.threads - shape.multipliers)
         assert taken <= shape.entry * shape.threads <= 65536
+
+
+def test_registers_that_cannot_be_shared_out():
+    program = product_of(added, (12544, 256), (1024, 256), (1024,), (12544, 1024))
+    with pytest.raises(CompileRejected, match="no product of tiles"):
+        fed_shape(gpu_fed.FedTiling(256, 136, 4, 3, 2).of(program))
 
 
 def test_what_is_added_is_asked_for_early():

@@ -115,7 +115,7 @@ def tilings(counter: GroupCounter, program: Program) -> Iterator[tuple[float, Fe
     found = window(program)
     ways: list[Window | None] = [found] if found is not None and has_weights(program) else []
     terms, run = LINE // counter.item, counter.sides[0].run
-    if run % terms == 0 or run == counter.terms:
+    if counter.terms > terms and (run % terms == 0 or run == counter.terms):
         ways.append(None)
     for rows, groups, widest in HEIGHTS:
         if rows >= 2 * counter.rows or (counter.beside and groups > 2):

@@ -43,12 +43,12 @@ class Part:
 
 
 def turning(shapes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> Program | None:
-    """The program of operands and results of these shapes; None where there are too many for one kernel.
+    """The program of operands and results of these shapes; None where one is empty, or there are too many for a kernel.
 
     Args: shapes: of each operand, whose columns lie side by side, and of its result, whose first dimension they are.
     Raises: ValueError: a result of another size.
     """
-    if not shapes or 2 * len(shapes) > MOST:
+    if not shapes or 2 * len(shapes) > MOST or any(0 in made for _, made in shapes):
         return None
     buffers: list[Buffer] = [Buffer(f"w{k}", TYPE, shape, "in") for k, (shape, _) in enumerate(shapes)]
     buffers += [Buffer(f"v{k}", TYPE, shape, "out") for k, (_, shape) in enumerate(shapes)]

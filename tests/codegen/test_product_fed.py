@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
 from jcuts.codegen.cuda import compile as compiler
 from jcuts.region.gpu_fed import FedTiling
+from jcuts.region.gpu_groups import GroupTiling
 from tests import programs, ptx_machine
 from tests.codegen.test_product import SM90, compare, compiled, normal, tf32
 from tests.codegen.test_product_windows import CASES, layer
@@ -47,6 +49,18 @@ def test_what_stands_before_a_product(tiling):
     fn = lambda x, w, s, t: jax.nn.relu(x * s + t) @ w.T  # noqa: E731
     wanted = tf32(np.maximum(x * s + t, 0)) @ w.astype(np.float64).T
     compare(run_fed(fn, (x, w, s, t), tiling), [wanted], 3e-6)
+
+
+@compiled
+@pytest.mark.parametrize("tiling", [FedTiling(64, 32, 1, 3, 1), GroupTiling(64, 32, 32, (1, 1), 3, rounded=1)], ids=str)
+@pytest.mark.parametrize("fn", [
+    lambda x, s: (x * s).astype(jnp.int32).astype(jnp.float32), lambda x, s: (x * s > 0).astype(jnp.float32),
+    lambda x, s: jnp.where((x > 0) & (s > 0), x, s), lambda x, s: (x * s).astype(jnp.bfloat16).astype(jnp.float32) * s,
+], ids=["whole", "positive", "both", "rounded"])  # fmt: skip
+def test_other_types_before_a_product(fn, tiling):
+    x, w, s = 3 * normal(100, 96), round_tf32(normal(40, 96, seed=1)), normal(96, seed=2)
+    wanted = tf32(np.asarray(fn(x, s))) @ w.astype(np.float64).T
+    compare(run_fed(lambda x, w, s: fn(x, s) @ w.T, (x, w, s), tiling), [wanted], 3e-6)
 
 
 @compiled

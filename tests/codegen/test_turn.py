@@ -80,3 +80,8 @@ def test_other_programs_are_refused():
     for bad in (other, replace(program, params=(("cuda", "weights"), ("threads", 128)))):
         with pytest.raises(CompileRejected, match="turns weights"):
             turn_shape(bad)
+
+
+@pytest.mark.parametrize("shape, made", [((32, 0), (0, 32)), ((0, 32), (32, 0))])
+def test_weights_without_elements_are_not_turned(shape, made):
+    assert turning([((2, 3), (3, 2)), (shape, made)]) is None

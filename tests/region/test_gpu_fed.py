@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda.fed_shape import fed_shape
 from jcuts.region import gpu_fed, gpu_groups
 from jcuts.region.gpu import GpuMachine
@@ -69,6 +70,12 @@ def test_registers_are_shared_out_in_full():
         assert taken <= shape.entry * shape.threads <= 65536
 
 
+def test_registers_that_cannot_be_shared_out():
+    program = product_of(added, (12544, 256), (1024, 256), (1024,), (12544, 1024))
+    with pytest.raises(CompileRejected, match="no product of tiles"):
+        fed_shape(gpu_fed.FedTiling(256, 136, 4, 3, 2).of(program))
+
+
 def test_what_is_added_is_asked_for_early():
     made = found(product_of(added, (12544, 256), (1024, 256), (1024,), (12544, 1024)))
     assert made and all(shape.early for _, shape, _ in made)
@@ -78,3 +85,4 @@ def test_no_schedules():
     program = product_of(added, (12544, 256), (1024, 256), (1024,), (12544, 1024))
     assert not found(replace(program, buffers=tuple(replace(b, tf32=False) for b in program.buffers)))
     assert not found(product_of(added, (784, 256), (256, 256), (256,), (784, 256)))
+    assert not found(product_of(added, (65536, 32), (256, 32), (256,), (65536, 256)))  # one tile of terms

@@ -23,6 +23,7 @@ CARRYING, FEW_TOTALS = {2: (80, 104), 4: (56, 80)}, 64
 """Registers of a thread that copies, few or more, by warps that do, where others get what it does not need; totals up
 to which nobody needs them."""
 
+
 @dataclass(frozen=True)
 class FedShape(ProductShape):
     """A block's work.
@@ -158,6 +159,8 @@ def fed_shape(program: Program) -> FedShape:
     else:  # a run is written again when the stages behind it have been read
         fits = fits and kept >= 2 and stages <= (kept - 1) * found.taps + 1
         fits = fits and shape.carriers % 2 == 0  # lines are swizzled by their number
+    if shape.registers is not None:  # those that give some give to those that take some
+        fits = fits and shape.registers[0] >= shape.entry >= shape.registers[1]
     others = {"flight", "split", "cluster", "push", "held", "cached", "spread", "steps", "unrolled", "fetched"}
     if not fits or not others.isdisjoint(params) or shape.threads != int(str(params["threads"])):
         raise CompileRejected(f"{program.name}: no product of tiles {params['tile']} by groups {params['groups']}")

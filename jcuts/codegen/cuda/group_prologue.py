@@ -110,7 +110,7 @@ def _template(program: Program, known: list[Node]) -> tuple[Graph, list[int], in
     half = sides(program)[0].item == 2
     for number in needed:
         node = body.nodes[number]
-        if node.op in ("widen", "convert"):
+        if half and node.op in ("widen", "convert"):
             numbers[number] = numbers[node.args[0]]
             continue
         if node.op == "load":
@@ -123,5 +123,5 @@ def _template(program: Program, known: list[Node]) -> tuple[Graph, list[int], in
             other = node.args[1] if node.args[0] == product else node.args[0]
             args = (*(numbers[a] for a in body.nodes[product].args), numbers[other])
             node = replace(node, op="fma")
-        numbers[number] = found.add(replace(node, dtype="float32", args=args))
+        numbers[number] = found.add(replace(node, dtype="float32" if half else node.dtype, args=args))
     return found, given, numbers[last]

@@ -140,8 +140,9 @@ class Deciding:
         if stored is not None and not force and (stored.is_final or key in _decided_here):
             return stored
         decision = self._compared(call, closed, leaves, exact, planned, stored if not force else None)
-        _decided_here.add(key)
-        self._guard_store().put_guard(key, decision.to_dict())
+        if not any(getattr(o, "failed", False) for o in planned.outcomes):  # else another process may do better
+            _decided_here.add(key)
+            self._guard_store().put_guard(key, decision.to_dict())
         return decision
 
     def _planned(self, call: Call, closed: jaxapi.Closed, leaves: Sequence[Any], exact: forms.Exact, key: str,

@@ -96,9 +96,9 @@ def copies(level: Level, machine: GpuMachine) -> list[Update]:
         if not set(chain) & set(level.updated):
             continue
         for one in chain:
-            if one in level.updated:
-                continue
             array, part, *starts = level.closed.jaxpr.eqns[one].invars
+            if one in level.updated or not all(jaxapi.is_literal(s) for s in starts):
+                continue
             program = _copying(part.aval.shape, array.aval.shape, str(part.aval.dtype), machine)
             operand = None if one == number else -1
             made = program and placed(program, array.aval.shape, [int(s.val) for s in starts], operand)

@@ -13,6 +13,9 @@ import jcuts
 from jcuts import levels, pipeline
 from jcuts.base import told
 from jcuts.base.errors import UsageError
+from jcuts.base.settings import Settings
+from jcuts.guard import MemoryStore
+from jcuts.optimized import Optimized
 from jcuts.primitive import lowering
 
 X = np.linspace(-2, 2, 3 * 1031, dtype=np.float32).reshape(3, 1031)
@@ -72,3 +75,16 @@ def test_errors_meant_for_the_user_are_always_raised(monkeypatch):
     monkeypatch.setenv("JCUTS_RAISE_ERRORS", "0")
     with pytest.raises(UsageError, match="no such thing"):
         jcuts.optimize(function)(X)
+
+
+def test_nothing_is_kept_of_a_program_whose_planning_failed(monkeypatch):
+    monkeypatch.setenv("JCUTS_RAISE_ERRORS", "0")
+    store = MemoryStore()
+    kept = []
+    monkeypatch.setattr(store, "put_guard", lambda key, decision: kept.append(key))
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "optimize_jaxpr", broken)
+        Optimized(function, Settings(), {}, store)(X)
+    assert not kept
+    Optimized(function, Settings(), {}, store)(X)
+    assert len(kept) == 1

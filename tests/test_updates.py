@@ -142,6 +142,18 @@ def test_zeros_that_somebody_reads_are_written(rebuilt):
         calls.clear()
 
 
+def test_a_full_array_may_be_updated_where_nobody_knows(rebuilt, monkeypatch):
+    monkeypatch.setattr(parts, "LEAST_BYTES", 1)
+
+    def function(x, k):
+        both = jnp.concatenate([x @ W[0][0, 0], x @ W[0][1, 0]], -1)
+        return lax.dynamic_update_slice(both, jnp.sin(x[:, :4]), (0, k))
+
+    outcome, calls = rebuilt(function, values(64, 16), np.int32(3))
+    assert names(outcome.closed).count("dynamic_update_slice") == 1
+    assert [place for _, place, _, _ in calls if place is not None] == [(None, 0), (2, 32)]
+
+
 def test_an_update_that_is_not_known_or_used_elsewhere_stays(rebuilt):
     def moving(array, x, k):
         y = x @ W[0][0, 0]

@@ -18,11 +18,15 @@ _told: set[str] = set()
 
 
 class Planned(NamedTuple):
-    """What stands for the pipeline's outcome where it was not asked: the program as it was, and why."""
+    """What stands for the pipeline's outcome where it was not asked: the program as it was, and why.
+
+    Attributes: failed: it was, and an error came back: nothing is known about the program.
+    """
 
     closed: jaxapi.Closed
     report: None = None
     note: str = ""
+    failed: bool = False
 
 
 def lower(ctx: Any, *args: Any, jaxpr: jaxapi.Closed, settings: Settings, name: str,
@@ -88,4 +92,4 @@ def plan(closed: jaxapi.Closed, settings: Settings, platform: str, *, may_measur
     if note not in _told:
         _told.add(note)
         log.warning("%s", note)
-    return Planned(closed, note=note)
+    return Planned(closed, note=note, failed=True)

@@ -39,7 +39,7 @@ ONE_OPERAND = frozenset(
     {"abs", "convert_element_type", "copy", "erf", "erfc", "exp", "integer_pow", "logistic", "neg", "square", "tanh"}
 )
 MORE_OPERANDS = frozenset({"add", "clamp", "div", "max", "min", "mul", "sub"})
-NEUTRAL = {"add": 0.0, "div": 1.0, "max": -np.inf, "min": np.inf, "mul": 1.0, "sub": 0.0}
+NEUTRAL = {"add": -0.0, "div": 1.0, "max": -np.inf, "min": np.inf, "mul": 1.0, "sub": 0.0}
 """Constants that change nothing, as the second operand."""
 CONCATENATE = "concatenate"
 

@@ -50,8 +50,10 @@ def _chains(closed: jaxapi.Closed, program: Program) -> list[list[Any]]:
         if id(eqn) in inner or _is_odd(eqn):
             continue
         chain = [eqn]
-        while len(after.get(id(chain[-1]), ())) == 1:
-            chain += after[id(chain[-1])]
+        while len(following := after.get(id(chain[-1]), ())) == 1:
+            if {e.outvars[0] for e in chain} & set(following[0].invars[1:]):
+                break  # a part that would be gone
+            chain += following
             inner.add(id(chain[-1]))
         # A result of the program would be a copy: the array goes on growing.
         if len(chain) >= LEAST and not any(e.outvars[0] in closed.jaxpr.outvars for e in chain[:-1]):

@@ -126,6 +126,10 @@ class Choice:
         """Measured time of a candidate [s], None if it was not measured."""
         return next((m.seconds for m in self.measurements if m.label == label), None)
 
+    def measured_seconds(self, label: str) -> float | None:
+        """The same, None also for a time that follows from those of others."""
+        return next((m.seconds for m in self.measurements if m.label == label and m.method != FAMILY), None)
+
     def is_enough(self, mode: str) -> bool:
         """Whether a mode can choose by it: those that want a kernel need one that was checked, if there is any."""
         ours = [m for m in self.measurements if m.label != LIBRARY]

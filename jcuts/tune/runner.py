@@ -190,7 +190,7 @@ def _measure_in_turn(session: Session, asked: _Asked) -> Iterator[tuple[Problem,
 
         def known(digest: str) -> float | None:
             choice = found.get(digest)
-            return None if choice is None else choice.seconds(LIBRARY)
+            return None if choice is None else choice.measured_seconds(LIBRARY)  # errors would add up
 
         for job in measured(session, [] if busy else missing, known):
             if session.checks_last and job.contender(asked.mode) is not None:

@@ -105,7 +105,13 @@ def test_forks_other_dimensions_and_repeated_parts_stay():
             x = jnp.concatenate([x, x], 1)
         return x
 
+    def again(x, a, b):
+        x1 = jnp.concatenate([x, a], 1)
+        x2 = jnp.concatenate([x1, b], 1)
+        return jnp.concatenate([x2, x1], 1) * 2
+
     arrays = [values(3, n) for n in (5, 2, 1)]
+    assert in_place(again, *arrays).counts == {}
     assert in_place(fork, *arrays).counts == {}
     assert in_place(turns, *arrays[:2]).counts == {}
     assert in_place(doubles, arrays[0]).counts == {}

@@ -12,7 +12,7 @@ from jax import lax
 
 from jcuts.trace.canonical import canonical_text
 from jcuts.tune import apart, family
-from jcuts.tune.choice import FAMILY, LIBRARY
+from jcuts.tune.choice import FAMILY, LIBRARY, Choice, Measurement
 from jcuts.tune.job import Job
 from jcuts.tune.problem import Candidate, Input, Output, Problem
 from jcuts.tune.turns import measured
@@ -189,3 +189,11 @@ def test_what_is_missing_is_measured(tmp_path):
     place = family.Between("a", "b", 0.5)
     session, jobs = run(tmp_path, {"a": (2.0, 1.0), "b": (9.0, 1.0), "c": (3.0, 1.0)}, c={"between": place})
     assert session.again == ["c"] and library(jobs["c"]) == (3.0, "chain") and session.asked[-1][0] == "c"
+
+
+def test_times_that_follow_from_others_are_no_base_for_more():
+    def timed(method):
+        return Choice("p", LIBRARY, "", "measured", (Measurement(LIBRARY, 2.0, 2.0, 2.0, 5, method),))
+
+    assert timed(FAMILY).seconds(LIBRARY) == 2.0 and timed(FAMILY).measured_seconds(LIBRARY) is None
+    assert timed("chain").measured_seconds(LIBRARY) == 2.0 and timed("chain").measured_seconds("k") is None

@@ -68,6 +68,7 @@ def compile_ahead(
     made = 0
     for path, (problem, function) in problems.items():
         announce("")
+        _ahead.pop(path, None)  # what was compiled for it before was with parts apart, perhaps
         specs = [jax.ShapeDtypeStruct(i.shape, dtype_of(i.dtype)) for i in problem.inputs]
         try:
             shape = gpu_timing.layout(function, specs, executions(problem))

@@ -135,7 +135,8 @@ class Builder:
         node = self.target.nodes[value]
         if node.op != "load" or node.value is None or not set(guards) <= set(node.guards):
             return False
-        return repr(complex(node.value)) == repr(complex(fill))  # 0 and 0.0, but not -0.0
+        alike = repr(complex(node.value)) == repr(complex(fill))  # 0 and 0.0, but not -0.0
+        return alike and (node.value == fill or node.value != node.value)  # integers beyond 2^53; nan
 
     def guard_node(self, guards: tuple[Guard, ...]) -> int:
         """A bool value: all guards hold."""

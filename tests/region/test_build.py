@@ -133,3 +133,16 @@ def test_only_windows_that_share_no_element_take_costly_operations_before_them()
     np.testing.assert_allclose(interpret(apart.program(), apart.operands())[0], 4 * np.exp(3), rtol=1e-6)
     refused = programs.trace(pooled((1, 2)), x).build()
     assert isinstance(refused, Refusal) and "would be repeated for every use" in refused.reason
+
+
+@pytest.mark.parametrize("fills", [(2**53, 2**53 + 1), (2**53, 2**53), (-1, 3)])
+def test_paddings_of_large_integers_are_told_apart(fills):
+    with jax.enable_x64(True):
+        def function(x):
+            inner = lax.pad(x, np.int64(fills[0]), ((1, 1, 0), (0, 0, 0)))
+            return lax.pad(inner, np.int64(fills[1]), ((2, 2, 0), (3, 3, 0))) + 1
+
+        x = np.arange(35).reshape(5, 7)
+        traced = programs.trace(function, x)
+        (got,) = interpret(traced.program(), traced.operands())
+        np.testing.assert_array_equal(got, np.asarray(function(x)))

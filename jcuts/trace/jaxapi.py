@@ -157,6 +157,13 @@ def closed_jaxpr_of(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Closed
     return trace_function(fn, args, kwargs).closed
 
 
+def call_eqn(fn: Callable[..., Any], operands: Sequence[Any], results: Sequence[Any]) -> Eqn:
+    """The equation that calls a function of its own: ``fn`` takes the operands' values and gives those of results."""
+    shapes = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in operands]
+    (eqn,) = closed_jaxpr_of(jax.jit(fn), *shapes).jaxpr.eqns
+    return eqn.replace(invars=list(operands), outvars=list(results))
+
+
 def hoist_tracer_consts(closed: Closed) -> tuple[list[Any], Closed]:
     """Turn constants that are tracers (closed-over values of an outer trace) into leading arguments.
 

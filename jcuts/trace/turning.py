@@ -164,9 +164,7 @@ def _call(closed: jaxapi.Closed, made: dict[tuple[Any, Order], Any]) -> Any:
             found.append(jax.lax.reduce_precision(value, EXPONENT_BITS, MANTISSA_BITS))
         return found
 
-    shapes = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in arguments]
-    (eqn,) = jaxapi.closed_jaxpr_of(jax.jit(weights), *shapes).jaxpr.eqns
-    return eqn.replace(invars=arguments, outvars=list(made.values()))
+    return jaxapi.call_eqn(weights, arguments, list(made.values()))
 
 
 def _rounded_results(call: Any) -> list[Any]:

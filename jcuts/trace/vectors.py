@@ -122,6 +122,4 @@ def _call(closed: jaxapi.Closed, results: Sequence[Any], new: list[Any], made: d
     def vectors(*operands: Any) -> list[Any]:
         return jax.lax.optimization_barrier(jaxapi.eval_closed(inside, *operands))
 
-    shapes = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in read]
-    (eqn,) = jaxapi.closed_jaxpr_of(jax.jit(vectors), *shapes).jaxpr.eqns
-    return eqn.replace(invars=read, outvars=new)
+    return jaxapi.call_eqn(vectors, read, new)

@@ -13,7 +13,7 @@ from jcuts.region.gpu_fed import FedTiling
 from jcuts.region.gpu_groups import GroupTiling
 from tests import programs, ptx_machine
 from tests.codegen.test_product import SM90, compare, compiled, normal, tf32
-from tests.codegen.test_product_windows import CASES, layer
+from tests.codegen.test_product_windows import CASES, exact
 from tests.ptx_tensor import round_tf32
 
 
@@ -70,16 +70,7 @@ def test_other_types_before_a_product(fn, tiling):
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("case", CASES)
 def test_convolutions_of_odd_sizes(case, tiling):
-    image, filters, strides, padding = CASES[case]
-    x, w, b = normal(*image), round_tf32(normal(*filters, seed=1)), normal(filters[0], seed=2)
-    shape = jax.eval_shape(layer(strides, padding), x, w, b, np.float32(0)).shape
-    r = normal(*shape, seed=3)
-    if not tiling.pixels and filters[3] % 32:
+    fn, operands, wanted = exact(case)
+    if not tiling.pixels and operands[1].shape[3] % 32:
         pytest.skip("taps end within a tile of terms")
-    with jax.enable_x64(True):
-        y = lax.conv_general_dilated(
-            tf32(x).astype(np.float64), w.astype(np.float64), strides, padding,
-            dimension_numbers=("NHWC", "OHWI", "NHWC"), precision="highest",
-        )  # fmt: skip
-        wanted = np.maximum(np.asarray(y) + b + r, 0)
-    compare(run_fed(layer(strides, padding), (x, w, b, r), tiling), [wanted], 3e-6)
+    compare(run_fed(fn, operands, tiling), [wanted], 3e-6)

@@ -138,10 +138,8 @@ def test_convolutions_of_odd_sizes(case, tiling):
     check(case, tiling)
 
 
-def check(case, tiling, begin=None):
-    """Compares a schedule of a case with float64. Args: begin: channels before those that are read, NaN as others."""
-    count = steps_of(case)
-    tiling = replace(tiling, stages=tiling.stages or count, steps=2 if count % 2 else tiling.steps)
+def exact(case):
+    """A case's layer, its operands, and its results in float64 with the image rounded to TF32."""
     image, filters, strides, padding = CASES[case]
     x, w, b = normal(*image), round_tf32(normal(*filters, seed=1)), normal(filters[0], seed=2)
     shape = jax.eval_shape(layer(strides, padding), x, w, b, np.float32(0)).shape
@@ -152,11 +150,19 @@ def check(case, tiling, begin=None):
             dimension_numbers=("NHWC", "OHWI", "NHWC"), precision="highest",
         )  # fmt: skip
         wanted = np.maximum(np.asarray(y) + b + r, 0)
-    fn = layer(strides, padding)
+    return layer(strides, padding), (x, w, b, r), wanted
+
+
+def check(case, tiling, begin=None):
+    """Compares a schedule of a case with float64. Args: begin: channels before those that are read, NaN as others."""
+    count = steps_of(case)
+    tiling = replace(tiling, stages=tiling.stages or count, steps=2 if count % 2 else tiling.steps)
+    of_image, (x, w, b, r), wanted = exact(case)
+    fn = of_image
     if begin is not None:
         channels, whole = x.shape[-1], np.full((*x.shape[:3], begin + x.shape[-1] + 12), np.nan, np.float32)
         whole[..., begin : begin + channels] = x
-        x, fn = whole, lambda x, *more: layer(strides, padding)(x[..., begin : begin + channels], *more)
+        x, fn = whole, lambda x, *more: of_image(x[..., begin : begin + channels], *more)
     compare(run_window(fn, (x, w, b, r), tiling), [wanted], 3e-6)
 
 

@@ -9,7 +9,6 @@ compute capability 9.0; compiles in parallel first.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import sys
@@ -29,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu_cases import Case  # noqa: E402
 from benchmarks.gpu_groups import build  # noqa: E402
-from benchmarks.gpu_judged import in_turn, judged, listed  # noqa: E402
+from benchmarks.gpu_judged import in_turn, judged, listed, options_of  # noqa: E402
 
 GEMMS = (
     (4096, 4096, 4096), (3072, 1024, 4096), (384, 768, 768), (384, 768, 3072), (384, 3072, 768),
@@ -194,17 +193,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     from benchmarks import gpu_run
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("gpu_constants"))
-    parser.add_argument("--only", default="", help="only layers whose name contains one of these")
-    parser.add_argument("--most", type=int, default=8, help="schedules with rounded weights per layer (and half of it)")
+    parser = options_of(
+        __doc__, "gpu_constants", most=8, budget=150.0,
+        schedules="schedules with rounded weights per layer (and half of it)",
+    )  # fmt: skip
     parser.add_argument("--plain", type=int, default=1, help="schedules that round both operands per layer")
     parser.add_argument("--tiles", type=Path, help="JSON: part of a layer's name -> [rows, columns, terms, groups, "
                         "stages, split, cluster, spread, steps, cached], or numbers of `FedTiling` by name, of "
                         "every schedule wanted")  # fmt: skip
-    parser.add_argument("--budget", type=float, default=150.0, help="seconds")
-    parser.add_argument("--workers", type=int, default=16)
-    parser.add_argument("--build", action="store_true", help="only compile; needs no GPU")
     options = parser.parse_args(arguments)
     folder = options.out / "kernels"
     folder.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,6 @@ Needs a GPU of compute capability 9.0. Kernels compile in parallel first; then e
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -97,16 +96,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     from benchmarks import gpu_run
     from benchmarks.gpu_cases import cases
+    from benchmarks.gpu_judged import options_of
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("gpu_groups"))
-    parser.add_argument("--only", default="gemm", help="only cases whose name contains one of these")
-    parser.add_argument("--most", type=int, default=20, help="schedules per case")
+    parser = options_of(
+        __doc__, "gpu_groups", most=20, schedules="schedules per case", budget=200.0, only="gemm", what="case"
+    )
     parser.add_argument("--tiles", type=Path, help="JSON: part of a case's name -> [rows, columns, terms, groups, "
                         "stages, flight, split, cluster] of every schedule wanted")  # fmt: skip
-    parser.add_argument("--budget", type=float, default=200.0, help="seconds")
-    parser.add_argument("--workers", type=int, default=16)
-    parser.add_argument("--build", action="store_true", help="only compile; needs no GPU")
     options = parser.parse_args(arguments)
     folder = options.out / "kernels"
     folder.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,6 @@ compiles in parallel first.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 import time
@@ -97,15 +96,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     from benchmarks import gpu_run
     from benchmarks.gpu_groups import build, race
+    from benchmarks.gpu_judged import options_of
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("gpu_halves"))
-    parser.add_argument("--only", default="", help="only layers whose name contains one of these")
+    parser = options_of(__doc__, "gpu_halves", most=6, schedules="schedules per layer", budget=100.0)
     parser.add_argument("--batch", type=int, default=64, help="images")
-    parser.add_argument("--most", type=int, default=6, help="schedules per layer")
-    parser.add_argument("--budget", type=float, default=100.0, help="seconds")
-    parser.add_argument("--workers", type=int, default=16)
-    parser.add_argument("--build", action="store_true", help="only compile; needs no GPU")
     options = parser.parse_args(arguments)
     folder = options.out / "kernels"
     folder.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +15,24 @@ import jax.numpy as jnp
 
 COPY = "copy"
 """A program that computes something else, for its time alone."""
+
+
+def options_of(
+    description: str | None, name: str, *, most: int, schedules: str, budget: float, only: str = "",
+    what: str = "layer",
+) -> argparse.ArgumentParser:  # fmt: skip
+    """The options that all these benchmarks have; each adds its own.
+
+    Args: name: of the folder for results. most, schedules: default and meaning of ``--most``. budget: seconds.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(name))
+    parser.add_argument("--only", default=only, help=f"only {what}s whose name contains one of these")
+    parser.add_argument("--most", type=int, default=most, help=schedules)
+    parser.add_argument("--budget", type=float, default=budget, help="seconds")
+    parser.add_argument("--workers", type=int, default=16)
+    parser.add_argument("--build", action="store_true", help="only compile; needs no GPU")
+    return parser
 
 
 def judged(

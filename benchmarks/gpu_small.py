@@ -11,7 +11,6 @@ takes without them.  Needs a GPU of compute capability 9.0; compiles in parallel
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import sys
@@ -279,15 +278,10 @@ def clusters_at_once(folder: Path) -> dict[str, int]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     from benchmarks import gpu_run
+    from benchmarks.gpu_judged import options_of
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("gpu_small"))
-    parser.add_argument("--only", default="", help="only layers whose name contains one of these")
-    parser.add_argument("--most", type=int, default=12, help="tiles of the sweep per layer")
+    parser = options_of(__doc__, "gpu_small", most=12, schedules="tiles of the sweep per layer", budget=100.0)
     parser.add_argument("--fixed", action="store_true", help="also sums of different lengths")
-    parser.add_argument("--budget", type=float, default=100.0, help="seconds")
-    parser.add_argument("--workers", type=int, default=16)
-    parser.add_argument("--build", action="store_true", help="only compile; needs no GPU")
     options = parser.parse_args(arguments)
     folder = options.out / "kernels"
     folder.mkdir(parents=True, exist_ok=True)

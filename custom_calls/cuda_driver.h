@@ -27,6 +27,7 @@ constexpr int kMaxDynamicSharedSize = 8;       // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_
 constexpr int kNonPortableClusterAllowed = 14;  // CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 constexpr int kLaunchCooperative = 2;           // CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 constexpr int kLaunchClusterDimension = 4;      // CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+constexpr int kLaunchProgrammatic = 6;          // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 constexpr unsigned kStaticSharedLimit = 48 * 1024;
 constexpr unsigned kPortableCluster = 8;
 
@@ -36,6 +37,7 @@ struct LaunchAttribute {
   union {
     char bytes[64];
     int cooperative;
+    int programmatic;
     unsigned cluster[3];
   } value;
 };

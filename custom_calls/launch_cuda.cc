@@ -8,10 +8,16 @@
 //                load; no lock is taken.
 //   execute      may run while a stream is being captured into a CUDA graph: it only launches.
 //
+// A chain (jcuts_cuda_chain) is one call of several images, one after the other: what one makes for another lies in the
+// call's scratch memory.  A kernel that waits for the grid in front of it (`waits`) may be launched before that one has
+// ended, which hides most of what a launch takes; inside a CUDA graph the stream's capture makes such an edge of it.
+// XLA's own edges, between calls, always wait for the end: hence chains.
+//
 // The CUDA driver is opened at run time (dlopen), so that this library builds and loads on any Linux machine.  Scratch
 // memory is an extra result of the call: memory taken from XLA's scratch allocator is freed when the handler returns,
 // and a replayed graph would use it after that.
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
@@ -46,6 +52,7 @@ struct Launch {
   unsigned cluster[3];
   unsigned shared_bytes;
   bool cooperative;
+  bool waits;  // the kernel touches no memory before the grid in front of it is complete: it may be launched early
   std::vector<Argument> arguments;
 };
 
@@ -104,7 +111,8 @@ class Image {
     return problem;
   }
 
-  Problem Run(int device, CUstream stream, void* const* buffers, size_t count, char* scratch) const {
+  // Args: early: a kernel of this call is in front of this image's first one.
+  Problem Run(int device, CUstream stream, void* const* buffers, size_t count, char* scratch, bool early) const {
     auto* functions = device >= 0 && device < kMaxDevices ? functions_[device].load(std::memory_order_acquire) : nullptr;
     if (functions == nullptr) return What("it was not initialised on device " + std::to_string(device));
     Driver& driver = GetDriver();
@@ -118,7 +126,7 @@ class Image {
         values[i] = argument.buffer < 0 ? scratch + argument.offset : buffers[argument.buffer];
         pointers[i] = &values[i];
       }
-      LaunchAttribute attributes[2];
+      LaunchAttribute attributes[3];
       LaunchConfig config;
       std::memcpy(config.grid, launch.grid, sizeof(config.grid));
       std::memcpy(config.block, launch.block, sizeof(config.block));
@@ -137,6 +145,12 @@ class Image {
         attribute = LaunchAttribute{};
         attribute.id = kLaunchClusterDimension;
         std::memcpy(attribute.value.cluster, launch.cluster, sizeof(launch.cluster));
+      }
+      if (launch.waits && !launch.cooperative && (early || k > 0)) {
+        LaunchAttribute& attribute = attributes[config.num_attributes++];
+        attribute = LaunchAttribute{};
+        attribute.id = kLaunchProgrammatic;
+        attribute.value.programmatic = 1;
       }
       CUresult code = driver.LaunchKernelEx(&config, (*functions)[k], pointers, nullptr);
       if (code != 0) return What("launching " + launch.symbol + " failed: " + driver.Text(code));
@@ -228,18 +242,19 @@ struct CudaLaunchState {
 ffi::TypeId CudaLaunchState::id = {};
 ffi::TypeInfo cuda_launch_state_info = ffi::MakeTypeInfo<CudaLaunchState>();
 
+static ffi::Error Unknown(const std::string& name) {
+  return ffi::Error(ffi::ErrorCode::kNotFound,
+                    "jcuts kernel " + name +
+                        " is not known to this process and is not in its object cache. The executable was compiled by "
+                        "another process, machine or jcuts version: import jcuts with the same JCUTS_CACHE_DIR before "
+                        "loading it, or clear JAX's persistent compilation cache and compile again.");
+}
+
 static ffi::ErrorOr<std::unique_ptr<CudaLaunchState>> Instantiate(std::string_view digest, int64_t num_outputs,
                                                                   int64_t scratch_bytes, int64_t start) {
   std::string name(digest);
   ImagePtr image = Resolve(name);
-  if (image == nullptr) {
-    return ffi::Unexpected(ffi::Error(
-        ffi::ErrorCode::kNotFound,
-        "jcuts kernel " + name +
-            " is not known to this process and is not in its object cache. The executable was compiled by another "
-            "process, machine or jcuts version: import jcuts with the same JCUTS_CACHE_DIR before loading it, or "
-            "clear JAX's persistent compilation cache and compile again."));
-  }
+  if (image == nullptr) return ffi::Unexpected(Unknown(name));
   auto state = std::make_unique<CudaLaunchState>();
   state->image = std::move(image);
   state->num_outputs = num_outputs;
@@ -280,10 +295,127 @@ static ffi::Error Execute(CudaLaunchState* state, CUstream stream, int32_t devic
   char* scratch = nullptr;
   if (state->has_scratch) scratch = static_cast<char*>(rets.get<ffi::AnyBuffer>(results).value()->untyped_data());
   try {
-    Problem problem = state->image->Run(device, stream, buffers, count, scratch);
+    Problem problem = state->image->Run(device, stream, buffers, count, scratch, false);
     return problem.empty() ? ffi::Error::Success() : ffi::Error(ffi::ErrorCode::kInternal, problem);
   } catch (const std::exception& error) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string("jcuts launch: ") + error.what());
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Chains.
+
+// Where a buffer of a kernel lies: bytes into an operand, a result or the scratch memory of the chain.
+struct Place {
+  int64_t kind;  // 0: operand, 1: result, 2: scratch
+  int64_t number;
+  int64_t offset;
+};
+
+struct Link {
+  ImagePtr image;
+  std::vector<Place> buffers;  // operands, results
+  int64_t scratch;             // bytes into the chain's scratch memory of its own
+};
+
+struct CudaChainState {
+  static ffi::TypeId id;
+  std::vector<Link> links;
+  bool has_scratch;
+  int64_t operands, results;  // numbers that places name
+};
+
+ffi::TypeId CudaChainState::id = {};
+ffi::TypeInfo cuda_chain_state_info = ffi::MakeTypeInfo<CudaChainState>();
+
+static ffi::Error BadWiring() { return ffi::Error::InvalidArgument("jcuts chain: its wiring is damaged"); }
+
+// Args: digests: of every kernel, each followed by a space; wiring: per kernel its number of buffers, its scratch
+// memory's place, and three numbers for the place of each buffer.
+static ffi::ErrorOr<std::unique_ptr<CudaChainState>> InstantiateChain(std::string_view digests,
+                                                                      ffi::Span<const int64_t> wiring,
+                                                                      int64_t scratch_bytes) {
+  auto state = std::make_unique<CudaChainState>();
+  state->has_scratch = scratch_bytes > 0;
+  state->operands = state->results = 0;
+  size_t at = 0;
+  for (size_t from = 0; from < digests.size();) {
+    size_t end = digests.find(' ', from);
+    if (end == std::string_view::npos || wiring.size() - at < 2) return ffi::Unexpected(BadWiring());
+    std::string name(digests.substr(from, end - from));
+    from = end + 1;
+    Link link;
+    link.image = Resolve(name);
+    if (link.image == nullptr) return ffi::Unexpected(Unknown(name));
+    int64_t count = wiring[at];
+    link.scratch = wiring[at + 1];
+    at += 2;
+    if (count < 1 || count > static_cast<int64_t>(kMaxArguments) || link.scratch < 0 || link.scratch > scratch_bytes ||
+        static_cast<int64_t>(wiring.size() - at) < 3 * count) {
+      return ffi::Unexpected(BadWiring());
+    }
+    for (int64_t k = 0; k < count; ++k, at += 3) {
+      Place place{wiring[at], wiring[at + 1], wiring[at + 2]};
+      if (place.kind < 0 || place.kind > 2 || place.number < 0 || place.offset < 0 ||
+          (place.kind == 2 && place.offset > scratch_bytes)) {
+        return ffi::Unexpected(BadWiring());
+      }
+      if (place.kind == 0) state->operands = std::max(state->operands, place.number + 1);
+      if (place.kind == 1) state->results = std::max(state->results, place.number + 1);
+      link.buffers.push_back(place);
+    }
+    state->links.push_back(std::move(link));
+  }
+  if (state->links.empty() || at != wiring.size()) return ffi::Unexpected(BadWiring());
+  return ffi::ErrorOr<std::unique_ptr<CudaChainState>>(std::move(state));
+}
+
+static ffi::Error InitializeChain(CudaChainState* state, int32_t device) {
+  try {
+    for (const Link& link : state->links) {
+      if (Problem problem = link.image->Load(device); !problem.empty()) {
+        return ffi::Error(ffi::ErrorCode::kInternal, problem);
+      }
+    }
+    return ffi::Error::Success();
+  } catch (const std::exception& error) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string("jcuts chain: ") + error.what());
+  }
+}
+
+static ffi::Error ExecuteChain(CudaChainState* state, CUstream stream, int32_t device, ffi::RemainingArgs args,
+                               ffi::RemainingRets rets) {
+  g_executions.fetch_add(1, std::memory_order_relaxed);
+  size_t results = rets.size() - (state->has_scratch && rets.size() > 0 ? 1 : 0);
+  if (static_cast<int64_t>(args.size()) < state->operands || static_cast<int64_t>(results) < state->results ||
+      (state->has_scratch && rets.size() == 0)) {
+    return ffi::Error::InvalidArgument("jcuts chain: it has fewer operands or results than its wiring names");
+  }
+  try {
+    std::vector<char*> bases[3];
+    for (size_t i = 0; i < args.size(); ++i) {
+      bases[0].push_back(static_cast<char*>(args.get<ffi::AnyBuffer>(i).value().untyped_data()));
+    }
+    for (size_t i = 0; i < rets.size(); ++i) {
+      bases[i < results ? 1 : 2].push_back(
+          static_cast<char*>(rets.get<ffi::AnyBuffer>(i).value()->untyped_data()));
+    }
+    if (!state->has_scratch) bases[2].push_back(nullptr);
+    void* buffers[kMaxArguments];
+    bool early = false;
+    for (const Link& link : state->links) {
+      for (size_t k = 0; k < link.buffers.size(); ++k) {
+        const Place& place = link.buffers[k];
+        buffers[k] = bases[place.kind][place.kind == 2 ? 0 : place.number] + place.offset;
+      }
+      char* scratch = bases[2][0] == nullptr ? nullptr : bases[2][0] + link.scratch;
+      Problem problem = link.image->Run(device, stream, buffers, link.buffers.size(), scratch, early);
+      if (!problem.empty()) return ffi::Error(ffi::ErrorCode::kInternal, problem);
+      early = true;
+    }
+    return ffi::Error::Success();
+  } catch (const std::exception& error) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string("jcuts chain: ") + error.what());
   }
 }
 
@@ -340,6 +472,25 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jcuts_cuda_launch_execute, jcuts::Execute,
                                   .RemainingRets(),
                               {ffi::Traits::kCmdBufferCompatible});
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jcuts_cuda_chain_instantiate, jcuts::InstantiateChain,
+                              ffi::Ffi::BindInstantiate()
+                                  .Attr<std::string_view>("digests")
+                                  .Attr<ffi::Span<const int64_t>>("wiring")
+                                  .Attr<int64_t>("scratch_bytes"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jcuts_cuda_chain_initialize, jcuts::InitializeChain,
+    ffi::Ffi::BindInitialize().Ctx<ffi::State<jcuts::CudaChainState>>().Ctx<ffi::DeviceOrdinal>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jcuts_cuda_chain_execute, jcuts::ExecuteChain,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::State<jcuts::CudaChainState>>()
+                                  .Ctx<ffi::PlatformStream<jcuts::CUstream>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .RemainingArgs()
+                                  .RemainingRets(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Plain C, called from Python through ctypes.
 
@@ -350,6 +501,8 @@ int jcuts_cuda_ffi_api_version() { return 1000 * XLA_FFI_API_MAJOR + XLA_FFI_API
 
 void* jcuts_cuda_state_type_id() { return &jcuts::CudaLaunchState::id; }
 void* jcuts_cuda_state_type_info() { return &jcuts::cuda_launch_state_info; }
+void* jcuts_cuda_chain_type_id() { return &jcuts::CudaChainState::id; }
+void* jcuts_cuda_chain_type_info() { return &jcuts::cuda_chain_state_info; }
 
 // Which driver library is opened; only before its first use.  Returns 0, or 1 if it is open already.
 int jcuts_cuda_set_driver(const char* path) {
@@ -364,8 +517,8 @@ int jcuts_cuda_driver(char* text, int64_t size) { return jcuts::Report(jcuts::Ge
 
 int64_t jcuts_cuda_executions() { return jcuts::g_executions.load(std::memory_order_relaxed); }
 
-// Registers an image.  Per launch `numbers` holds 12 values: grid x y z, block x y z, cluster x y z, shared bytes,
-// cooperative, number of arguments; `arguments` holds (buffer, offset) pairs of all launches, one after the other.
+// Registers an image.  Per launch `numbers` holds 13 values: grid x y z, block x y z, cluster x y z, shared bytes,
+// cooperative, number of arguments, waits; `arguments` holds (buffer, offset) pairs of all launches, one after the other.
 // Returns 0, or 1 on impossible arguments.
 int jcuts_cuda_register(const char* digest, const char* region, const void* cubin, int64_t size, int64_t launches,
                         const char* const* symbols, const int64_t* numbers, const int64_t* arguments) {
@@ -377,7 +530,7 @@ int jcuts_cuda_register(const char* digest, const char* region, const void* cubi
   image->digest = digest;
   image->region = region;
   image->cubin.assign(static_cast<const char*>(cubin), static_cast<size_t>(size));
-  for (int64_t k = 0; k < launches; ++k, numbers += 12) {
+  for (int64_t k = 0; k < launches; ++k, numbers += 13) {
     jcuts::Launch launch;
     launch.symbol = symbols[k];
     for (int i = 0; i < 3; ++i) {
@@ -389,6 +542,7 @@ int jcuts_cuda_register(const char* digest, const char* region, const void* cubi
     if (numbers[9] < 0 || numbers[11] < 0 || numbers[11] > static_cast<int64_t>(jcuts::kMaxArguments)) return 1;
     launch.shared_bytes = static_cast<unsigned>(numbers[9]);
     launch.cooperative = numbers[10] != 0;
+    launch.waits = numbers[12] != 0;
     for (int64_t i = 0; i < numbers[11]; ++i, arguments += 2) launch.arguments.push_back({arguments[0], arguments[1]});
     image->launches.push_back(std::move(launch));
   }
@@ -413,7 +567,7 @@ int jcuts_cuda_launch(const char* digest, int device, void* stream, void* const*
   if (image == nullptr) return jcuts::Report(std::string("no kernel ") + digest + " is registered", text, size);
   jcuts::Problem problem = image->Load(device);
   if (problem.empty()) {
-    problem = image->Run(device, stream, buffers, static_cast<size_t>(count), static_cast<char*>(scratch));
+    problem = image->Run(device, stream, buffers, static_cast<size_t>(count), static_cast<char*>(scratch), false);
   }
   return jcuts::Report(problem, text, size);
 }

@@ -8,7 +8,7 @@
     group       tensor graph -> subsets with unscheduled programs     region/find.py, region/build.py
     select      candidates per subset, choices, better partitions     search.py, region/{plans,explore}.py, tune/
     compile     winners -> object code                                codegen/compile.py, xla/objects.py
-    rebuild     jaxpr with the winners in it                          xla/rebuild.py
+    rebuild     jaxpr with the winners in it, in chains on a GPU      xla/rebuild.py, xla/chains.py
 
 Bodies of scan, while and cond go through the same list; all their subsets are tuned in one session.
 """
@@ -39,7 +39,7 @@ from jcuts.trace.rewrite import Rewritten, rewritten
 from jcuts.trace.simplify import simplify
 from jcuts.trace.source import as_source
 from jcuts.tune.choice import FAMILY, LIBRARY, SCREENED
-from jcuts.xla import gpus, native
+from jcuts.xla import chains, gpus, native
 from jcuts.xla.kernels import kernel_for, source_text
 from jcuts.xla.rebuild import in_order, kernel_eqns
 
@@ -86,7 +86,8 @@ def optimize_jaxpr(
         return Outcome(closed, FunctionReport(name, settings.mode, platform, notes=(f"left to XLA: {reason}",)))
     platform = "cpu" if platform == "cpu" else "cuda"
     original = canonical_digest(closed, consts="digest")
-    program = fingerprint.digest(original, repr(settings), platform, knobs.current().fuel, knobs.current().chunk)
+    program = fingerprint.digest(original, repr(settings), platform, knobs.current().fuel, knobs.current().chunk,
+                                 knobs.current().chains)
     with _memo_lock:
         found = _memo.get(_memo_key(program, settings))
     if found is not None and (not may_measure or settings.tune != "auto" or _is_settled(found)):
@@ -277,7 +278,14 @@ def _rebuild(level: Level, settings: Settings) -> jaxapi.Closed:
         rebuilt = [_rebuild(body, settings) for body in bodies]
         units[count + number] = [number]
         replacement[count + number] = [jaxapi.with_inner_jaxprs(eqn, rebuilt)]
-    return in_order(level.closed, units, replacement)
+    return _chained(in_order(level.closed, units, replacement))
+
+
+def _chained(closed: jaxapi.Closed) -> jaxapi.Closed:
+    """With one call for kernels that can follow each other, where the GPU then launches them ahead."""
+    if not knobs.current().chains or not chains.calls(closed) or gpus.machine().capability < chains.EARLY:
+        return closed
+    return chains.chained(closed)
 
 
 # -- the report -----------------------------------------------------------------------------------------------------

@@ -257,7 +257,7 @@ class Machine:
             if self.barriers.leaving & set(np.flatnonzero(on).tolist()):
                 raise Fault("ends before its bulk copies have left")
             self.pc[on] = len(self.kernel.code)
-        elif ins.op == "bar.warp.sync" or name == "setmaxnreg":
+        elif ins.op == "bar.warp.sync" or name in ("setmaxnreg", "griddepcontrol"):
             pass
         elif name == "bar" or (name == "barrier" and parts[2] == "wait"):
             self.last_writer[:], self.last_reader[:] = -1, -1

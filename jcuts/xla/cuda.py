@@ -29,6 +29,7 @@ LIBRARY = "libjcuts_cuda.so"
 DRIVER = "libcuda.so.1"
 TARGET = "jcuts_cuda_launch"
 STATE_TYPE = "jcuts_cuda_launch_state"
+CHAIN, CHAIN_STATE = "jcuts_cuda_chain", "jcuts_cuda_chain_state"
 PLATFORM = "CUDA"
 KEEP, MARK = "jcuts_keep", "jcuts_mark"
 HOOK = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_void_p)
@@ -60,6 +61,8 @@ def _declare(lib: ctypes.CDLL) -> None:
         "jcuts_cuda_ffi_api_version": (ctypes.c_int, []),
         "jcuts_cuda_state_type_id": (pointer, []),
         "jcuts_cuda_state_type_info": (pointer, []),
+        "jcuts_cuda_chain_type_id": (pointer, []),
+        "jcuts_cuda_chain_type_info": (pointer, []),
         "jcuts_cuda_set_driver": (ctypes.c_int, [text]),
         "jcuts_cuda_driver": (ctypes.c_int, [text, size]),
         "jcuts_cuda_executions": (size, []),
@@ -138,7 +141,7 @@ def _register_image(kernel: CompiledKernel) -> None:
     arguments: list[int] = []
     for launch in image.launches:
         numbers += [*launch.grid, *launch.block, *launch.cluster, launch.shared, int(launch.cooperative)]
-        numbers.append(len(launch.arguments))
+        numbers += [len(launch.arguments), int(launch.waits)]
         arguments += [n for pair in launch.arguments for n in pair]
     symbols = [launch.symbol.encode() for launch in image.launches]
     refused = load().jcuts_cuda_register(
@@ -201,15 +204,10 @@ def ensure_registered() -> None:
     with _lock:
         if _target_registered:
             return
-        register_launcher(
-            TARGET, STATE_TYPE, PLATFORM, "CUDA launcher",
-            (lib.jcuts_cuda_state_type_id(), lib.jcuts_cuda_state_type_info()),
-            {
-                "instantiate": lib.jcuts_cuda_launch_instantiate,
-                "initialize": lib.jcuts_cuda_launch_initialize,
-                "execute": lib.jcuts_cuda_launch_execute,
-            },
-        )  # fmt: skip
+        for target, state, kind in ((TARGET, STATE_TYPE, "state"), (CHAIN, CHAIN_STATE, "chain")):
+            pointers = tuple(getattr(lib, f"jcuts_cuda_{kind}_type_{what}")() for what in ("id", "info"))
+            stages = {s: getattr(lib, f"{target}_{s}") for s in ("instantiate", "initialize", "execute")}
+            register_launcher(target, state, PLATFORM, "CUDA launcher", pointers, stages)
         _callback = native.RESOLVER(_resolve)
         lib.jcuts_cuda_set_resolver(_callback)
         # A compilation that outlives the interpreter must not call into it.
@@ -282,3 +280,34 @@ def call_kernel(kernel: CompiledKernel, *operands: Any, place: Place | None = No
         scratch_bytes=np.int64(kernel.scratch_bytes), start=np.int64(0 if place is None else place[1]),
     )  # fmt: skip
     return tuple(outputs[: len(kernel.outputs)])
+
+
+def call_chain(
+    digests: Sequence[str], wiring: Sequence[int], operands: Sequence[Any], results: Sequence[Any], *,
+    scratch_bytes: int, aliases: dict[int, int],
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """Calls kernels, one after the other, as one XLA custom call (`chains`); each was called alone before.
+
+    Args:
+        digests: of the kernels.
+        wiring: per kernel its number of buffers, bytes into the call's scratch memory where its own begins, and three
+            numbers per buffer (its operands, its results): 0 for an operand of the call, 1 for a result, 2 for scratch
+            memory; which; bytes into it.
+        operands, results: arrays, and what has the shapes and dtypes of the results.
+        aliases: number of an operand that is overwritten -> number of the result that it becomes.
+    """
+    ensure_registered()
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
+    if scratch_bytes:
+        shapes.append(jax.ShapeDtypeStruct((scratch_bytes,), np.dtype(np.uint8)))
+    call = jax.ffi.ffi_call(
+        CHAIN, shapes, has_side_effect=False,
+        input_layouts=[tuple(range(len(jax.numpy.shape(x)))) for x in operands],
+        output_layouts=[tuple(range(len(x.shape))) for x in shapes],
+        input_output_aliases=aliases or None,
+    )  # fmt: skip
+    outputs = call(
+        *operands, digests="".join(f"{digest} " for digest in digests), wiring=np.array(wiring, np.int64),
+        scratch_bytes=np.int64(scratch_bytes),
+    )  # fmt: skip
+    return tuple(outputs[: len(results)])

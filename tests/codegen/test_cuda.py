@@ -266,7 +266,8 @@ def test_machine_finds_races_and_bad_addresses():
 
 
 def test_images_round_trip():
-    launch = Launch("k", (3, 1, 1), (128, 1, 1), ((0, 0), (-1, 256)), 50_000, (2, 1, 1), True, Resources(40, 0, 64))
+    used = Resources(40, 0, 64)
+    launch = Launch("k", (3, 1, 1), (128, 1, 1), ((0, 0), (-1, 256)), 50_000, (2, 1, 1), True, True, used)
     image = Image("sm_90", "softmax", (launch,), b"cubin\n\0bytes")
     assert Image.unpack(image.pack()) == image
     for bad in (b"", b"\x7fELF", image.pack()[:30], image.pack().replace(b"symbol", b"sxmbol")):

@@ -51,6 +51,7 @@ if not found["available"]:
     found["second device"] = launch(kernel("a"), 1)
     found["far device"] = launch(kernel("a"), 99)
     found["large"] = launch(kernel("b", shared=100_000, cluster=(16, 1, 1), cooperative=True))
+    found["early"] = launch(kernel("c", waits=True, second={"waits": True}))
     for name in ("cuLibraryLoadData", "cuLibraryGetKernel", "cuLaunchKernelEx"):
         fake.fake_fail(name.encode())
         found[name] = launch(kernel("fails " + name))
@@ -63,11 +64,11 @@ print(json.dumps(found))
 """
 
 
-def kernel(digest: str, **launch) -> CompiledKernel:
+def kernel(digest: str, second=None, **launch) -> CompiledKernel:
     """Two launches; the second reads what the first left in scratch memory."""
     launches = (
         Launch("first", (8, 1, 1), (128, 1, 1), ((0, 0), (-1, 256), (1, 0)), **launch),
-        Launch("second", (1, 1, 1), (32, 1, 1), ((-1, 256), (1, 0), (0, 0))),
+        Launch("second", (1, 1, 1), (32, 1, 1), ((-1, 256), (1, 0), (0, 0)), **(second or {})),
     )
     image = Image("sm_90", "softmax", launches, b"cubin of " + digest.encode() + b"\0")
     return CompiledKernel(digest, SYMBOL, image.pack(), 9, 512, (AVAL,), (AVAL,))
@@ -109,6 +110,11 @@ def test_the_launcher_drives_a_driver(driver):
     large, error = found["large"]
     assert "cuKernelSetAttribute 8=100000 on 0" in large and "cuKernelSetAttribute 14=1 on 0" in large
     assert any("shared 100000 attributes 2" in c for c in large)
+
+
+def test_only_a_kernel_that_waits_may_start_early_and_never_the_first(driver):
+    calls, error = run(driver)["early"]
+    assert error == "" and [c.split(" attributes ")[1][0] for c in calls[-2:]] == ["0", "1"]
 
 
 def test_driver_errors_name_the_kernel_and_the_region(driver):

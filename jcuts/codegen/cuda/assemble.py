@@ -23,16 +23,21 @@ PTX_VERSION = "8.0"
 FAR_STORES, PTX_OF_FAR_STORES = "st.async", "8.1"
 """Stores into another block's shared memory, and the PTX version (CUDA 12.1) that they need."""
 SERIAL = "wgmma.mma_async instructions are serialized"
+WAIT = "griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;"
+"""How a kernel begins that may be launched before the one in front of it has ended: nothing is read or written before
+that one is complete and visible, and only then may the next one be launched.  Other launches pay nothing."""
+_DEPENDENT = 90
 _TIMEOUT = 120.0
 _ENTRY = re.compile(r"^\.visible \.entry (\S+)\(", re.MULTILINE)
 _REGCOUNT, _FRAME_SIZE = 0x2F, 0x11
 _SIZED = 0x04
 
 
-def merged(sources: list[tuple[str, str]], arch: str = "") -> str:
+def merged(sources: list[tuple[str, str]], arch: str = "", *, early: bool = False) -> str:
     """One PTX module of several: [(PTX of one kernel, the name that it gets)].
 
-    Args: arch: what the module asks for where that is more than the compiler wrote, e.g. ``sm_90a``.
+    Args: arch: what the module asks for where that is more than the compiler wrote, e.g. ``sm_90a``; early: kernels
+        begin with `WAIT`.
     """
     head, bodies = "", []
     for text, symbol in sources:
@@ -43,12 +48,27 @@ def merged(sources: list[tuple[str, str]], arch: str = "") -> str:
         lines = [x for x in text.splitlines() if not x.lstrip().startswith((".common .global", "//"))]
         start = next(k for k, x in enumerate(lines) if x.startswith(".address_size"))
         head = "\n".join(lines[: start + 1])
-        bodies.append("\n".join(lines[start + 1 :]))
+        bodies.append("\n".join(_waiting(lines[start + 1 :]) if early else lines[start + 1 :]))
     version = PTX_VERSION if not any(FAR_STORES in body for body in bodies) else PTX_OF_FAR_STORES
     head = re.sub(r"^\.version .*$", f".version {version}", head, flags=re.MULTILINE)
     if arch:
         head = re.sub(r"^\.target .*$", f".target {arch}", head, flags=re.MULTILINE)
     return head + "\n" + "\n".join(bodies) + "\n"
+
+
+def waits(arch: str) -> bool:
+    """Whether kernels of an architecture wait for the grid in front of them (PTX ISA, ``griddepcontrol``)."""
+    found = re.match(r"sm_(\d+)", arch)
+    return found is not None and int(found[1]) >= _DEPENDENT
+
+
+def _waiting(lines: list[str]) -> list[str]:
+    """The lines of a PTX kernel with `WAIT` behind the declarations at its beginning."""
+    entry = next(k for k, x in enumerate(lines) if _ENTRY.match(x))
+    place = lines.index("{", entry) + 1
+    while not lines[place].strip() or lines[place].lstrip().startswith((".", "//")):
+        place += 1
+    return [*lines[:place], "\t" + WAIT, *lines[place:]]
 
 
 @functools.cache

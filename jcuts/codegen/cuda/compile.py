@@ -119,8 +119,13 @@ def compile_program(program: Program, target: CudaTarget) -> CompiledKernel:
         sources.append((_ptx(part.program, source, target, symbol), symbol))
     arch = arch_of(program, target)
     overlapped = not {"pixels", "fed"}.isdisjoint(dict(program.params))
-    cubin = assemble.assemble(assemble.merged(sources, arch), arch, overlapped=overlapped)
+    early = assemble.waits(arch)
+    cubin = assemble.assemble(assemble.merged(sources, arch, early=early), arch, overlapped=overlapped)
     report = assemble.resources(cubin)
+    if early and any(used.stack for used in report.values()):  # ptxas keeps some small arrays in memory only then
+        early = False
+        cubin = assemble.assemble(assemble.merged(sources, arch), arch, overlapped=overlapped)
+        report = assemble.resources(cubin)
     launches = []
     for part, source, symbol in zip(found, emitted, symbols, strict=True):
         used = report[symbol]
@@ -137,7 +142,8 @@ def compile_program(program: Program, target: CudaTarget) -> CompiledKernel:
                     f"{program.name}: {symbol} has {used.registers} registers to share, not {shape.entry}"
                 )
         grid, block, cluster = ((n, 1, 1) for n in (source.blocks, source.threads, source.cluster))
-        launches.append(Launch(symbol, grid, block, part.arguments, source.shared, cluster, resources=used))
+        launches.append(Launch(symbol, grid, block, part.arguments, source.shared, cluster,
+                               waits=early, resources=used))  # fmt: skip
     image = Image(arch, program.name, tuple(launches), cubin)
     return CompiledKernel(
         digest=digest, symbol=SYMBOL, object_code=image.pack(), tiles=sum(s.blocks for s in emitted),
@@ -205,7 +211,8 @@ def ptx_of(program: Program, target: CudaTarget) -> str:
     check_units(program, target)
     found, _ = parts(program)
     sources = [(_ptx(p.program, emit_source(p.program), target, f"k{n}"), f"k{n}") for n, p in enumerate(found)]
-    return assemble.merged(sources, arch_of(program, target))
+    arch = arch_of(program, target)
+    return assemble.merged(sources, arch, early=assemble.waits(arch))
 
 
 def _ptx(program: Program, source: CudaSource, target: CudaTarget, symbol: str) -> str:

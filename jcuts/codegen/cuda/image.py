@@ -30,7 +30,11 @@ class Resources:
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch. ``arguments``: operand or result number and 0, or -1 and an offset into the scratch memory."""
+    """One kernel launch.
+
+    Attributes: arguments: operand or result number and 0, or -1 and an offset into the scratch memory. waits: it may be
+        launched before the kernel in front of it has ended (`assemble.WAIT`).
+    """
 
     symbol: str
     grid: Dim
@@ -39,6 +43,7 @@ class Launch:
     shared: int = 0
     cluster: Dim = (1, 1, 1)
     cooperative: bool = False
+    waits: bool = False
     resources: Resources = Resources(0, 0, 0)
 
 
@@ -80,6 +85,7 @@ def _launch(data: dict) -> Launch:
         symbol=str(data["symbol"]), grid=_dim(data["grid"]), block=_dim(data["block"]),
         arguments=tuple((int(b), int(o)) for b, o in data["arguments"]), shared=int(data["shared"]),
         cluster=_dim(data["cluster"]), cooperative=bool(data["cooperative"]),
+        waits=bool(data.get("waits", False)),
         resources=Resources(**{k: int(v) for k, v in data["resources"].items()}),
     )  # fmt: skip
 

@@ -1,0 +1,226 @@
+"""Calls of CUDA kernels that can stand next to each other become one call: a chain.
+
+Between two calls XLA waits until the first has ended, inside a CUDA graph too; between kernels of one call the launcher
+need not (`custom_calls/launch_cuda.cc`): the next one is launched while the one in front of it still runs, and waits on
+the device.  Values that only kernels of a chain read lie in the chain's scratch memory, one after the other where their
+lives do not meet.
+
+Equations are put in the order that has the fewest chains: everything else as early as it can be, then all kernels that
+can run without more of it.  Reshapes between kernels cost nothing: a kernel reads what was reshaped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jcuts.base.errors import IRError
+from jcuts.trace import jaxapi
+from jcuts.xla import arena, cuda
+from jcuts.xla.rebuild import traced_eqns
+
+VIEWS = frozenset({"reshape", "squeeze", "expand_dims"})
+EARLY = (9, 0)
+"""Compute capability from which on a kernel can be launched before the one in front of it has ended."""
+OPERAND, RESULT, SCRATCH = range(3)
+"""Kinds of places (`CudaChainState` in the launcher)."""
+
+
+@dataclass
+class Chain:
+    """Kernel calls that become one, in order.
+
+    Attributes: calls: equations. made: the values that they make (roots). outdated: values that a call has overwritten.
+    """
+
+    calls: list[Any] = field(default_factory=list)
+    made: set[Any] = field(default_factory=set)
+    outdated: set[Any] = field(default_factory=set)
+
+
+def chained(closed: jaxapi.Closed) -> jaxapi.Closed:
+    """The jaxpr with chains in place of kernel calls that can stand next to each other; the same values."""
+    eqns = list(closed.jaxpr.eqns)
+    roots = _roots(eqns)
+    readers = _readers(closed, eqns, roots)
+    result: list[Any] = []
+    for step in _steps(_order(eqns, roots), roots, readers):
+        result += _merged(step, roots, readers) if isinstance(step, Chain) else [step]
+    return jaxapi.dce(jaxapi.with_eqns(closed, result))
+
+
+def calls(closed: jaxapi.Closed) -> int:
+    """Kernel calls of a jaxpr that are not in chains."""
+    return sum(_is_kernel(eqn) for eqn in closed.jaxpr.eqns)
+
+
+def _is_kernel(eqn: Any) -> bool:
+    return jaxapi.primitive_name(eqn) == "ffi_call" and eqn.params.get("target_name") == cuda.TARGET
+
+
+def _is_view(eqn: Any) -> bool:
+    if jaxapi.primitive_name(eqn) not in VIEWS or jaxapi.is_literal(eqn.invars[0]):
+        return False
+    return eqn.params.get("dimensions") is None or jaxapi.primitive_name(eqn) != "reshape"
+
+
+def _roots(eqns: Sequence[Any]) -> dict[Any, Any]:
+    """Of every result of a reshape: the value that was reshaped first. What a kernel overwrites has its own shape."""
+    overwritten = {eqn.invars[k] for eqn in eqns if _is_kernel(eqn) for k, _ in eqn.params["input_output_aliases"] or ()}
+    roots: dict[Any, Any] = {}
+    for eqn in eqns:
+        if _is_view(eqn) and eqn.outvars[0] not in overwritten:
+            source = eqn.invars[0]
+            roots[eqn.outvars[0]] = roots.get(source, source)
+    return roots
+
+
+def _operands(eqn: Any, roots: dict[Any, Any]) -> list[Any]:
+    """What an equation reads: variables and literals; of kernels, without the reshapes in between."""
+    if not _is_kernel(eqn):
+        return list(eqn.invars)
+    return [a if jaxapi.is_literal(a) else roots.get(a, a) for a in eqn.invars]
+
+
+def _readers(closed: jaxapi.Closed, eqns: Sequence[Any], roots: dict[Any, Any]) -> dict[Any, list[Any]]:
+    """Who reads a value, reshaped or not: equations, None for the function's results."""
+    readers: dict[Any, list[Any]] = {}
+    used = {a for a in closed.jaxpr.outvars if not jaxapi.is_literal(a)}
+    for a in used:
+        readers.setdefault(roots.get(a, a), []).append(None)
+    for eqn in reversed(eqns):
+        if eqn.outvars and eqn.outvars[0] in roots and eqn.outvars[0] not in used:
+            continue  # only kernels read it: they read the root
+        for a in _operands(eqn, roots):
+            if jaxapi.is_literal(a):
+                continue
+            if not _is_kernel(eqn):
+                used.add(a)
+            readers.setdefault(roots.get(a, a), []).append(eqn)
+    return readers
+
+
+def _order(eqns: Sequence[Any], roots: dict[Any, Any]) -> list[Any]:
+    """The equations by data dependence; in turn all that are no kernels and can come, then all kernels."""
+    makers = {v: k for k, e in enumerate(eqns) for v in e.outvars if not jaxapi.is_dropvar(v)}
+    needs: list[set[int]] = []
+    last_effect: int | None = None
+    for k, eqn in enumerate(eqns):
+        mine = {makers[a] for a in _operands(eqn, roots) if not jaxapi.is_literal(a) and a in makers}
+        if eqn.effects:
+            mine |= set() if last_effect is None else {last_effect}
+            last_effect = k
+        needs.append(mine)
+    left, done, order = list(range(len(eqns))), set(), []
+    kernels = False
+    idle = 0
+    while left:
+        waiting = []
+        for k in left:  # makers stand before readers: one pass finds everything of a kind
+            if _is_kernel(eqns[k]) == kernels and needs[k] <= done:
+                done.add(k)
+                order.append(eqns[k])
+            else:
+                waiting.append(k)
+        idle = idle + 1 if len(waiting) == len(left) else 0
+        if idle > 1:
+            raise IRError("equations depend on each other in a cycle")
+        left, kernels = waiting, not kernels
+    return order
+
+
+def _steps(order: Sequence[Any], roots: dict[Any, Any], readers: dict[Any, list[Any]]) -> list[Any]:
+    """Equations and chains, in order.
+
+    A chain ends before a kernel that overwrites a value somebody else reads, and before one that reads what has been
+    overwritten: XLA makes the copies that this takes, between calls.
+    """
+    steps: list[Any] = []
+    chain = Chain()
+    for eqn in order:
+        if not _is_kernel(eqn):
+            chain = Chain()
+            steps.append(eqn)
+            continue
+        operands = [a for a in _operands(eqn, roots) if not jaxapi.is_literal(a)]
+        updated = _updated(eqn, roots)
+        spoils = updated in chain.made and any(reader is not eqn for reader in readers.get(updated, []))
+        alone = operands.count(updated) > 1  # it reads the old value as well
+        if not chain.calls or spoils or alone or chain.outdated & set(operands):
+            chain = Chain()
+            steps.append(chain)
+        chain.calls.append(eqn)
+        chain.made |= {v for v in eqn.outvars if not jaxapi.is_dropvar(v)}
+        if updated is not None:
+            chain.outdated.add(updated)
+        chain = Chain() if alone else chain
+    return steps
+
+
+def _updated(eqn: Any, roots: dict[Any, Any]) -> Any:
+    """The value that a kernel overwrites with its first result, or None."""
+    aliases = dict(eqn.params.get("input_output_aliases") or ())
+    return next((_operands(eqn, roots)[k] for k, result in aliases.items() if result == 0), None)
+
+
+def _merged(chain: Chain, roots: dict[Any, Any], readers: dict[Any, list[Any]]) -> list[Any]:
+    """The equations of a chain's call; the call itself where there is one only, and nothing it reads is reshaped."""
+    if len(chain.calls) == 1 and _operands(chain.calls[0], roots) == list(chain.calls[0].invars):
+        return chain.calls
+    inside = set(map(id, chain.calls))
+    attributes = [dict(e.params["attributes"]) for e in chain.calls]
+    storage: dict[Any, Any] = {}  # value -> the one whose memory it has
+    operands: list[Any] = []
+    aliases: dict[Any, Any] = {}  # operand that is overwritten -> its last version
+    spans: dict[Any, list[int]] = {}
+    for step, eqn in enumerate(chain.calls):
+        for a in _operands(eqn, roots):
+            if not jaxapi.is_literal(a) and a in storage:
+                spans.setdefault(storage[a], [step, step])[1] = step
+            elif not any(a is b for b in operands):
+                operands.append(a)
+        count = int(attributes[step]["num_outputs"])
+        updated = _updated(eqn, roots)
+        for k, v in enumerate(eqn.outvars[:count]):
+            storage[v] = v if k or updated is None else storage.get(updated, updated)
+            spans.setdefault(storage[v], [step, step])[1] = step
+        if updated is not None and storage[eqn.outvars[0]] in operands:
+            aliases[storage[eqn.outvars[0]]] = eqn.outvars[0]
+    kept = [v for v in storage if not jaxapi.is_dropvar(v)
+            and any(reader is None or id(reader) not in inside for reader in readers.get(v, []))]  # fmt: skip
+    results = [*kept, *(v for v in aliases.values() if v not in kept)]
+    places: dict[Any, tuple[int, int]] = {storage[v]: (RESULT, k) for k, v in enumerate(results)}
+    places |= {a: (OPERAND, k) for k, a in enumerate(operands) if not jaxapi.is_literal(a) and a not in places}
+    local = [v for v in spans if v not in places]
+    sizes = [int(a["scratch_bytes"]) for a in attributes]
+    lives = [*((*spans[v], _bytes(v)) for v in local), *((k, k, n) for k, n in enumerate(sizes))]
+    offsets, size = arena.packed(lives)
+    offset_of = dict(zip(local, offsets, strict=False))
+    wiring: list[int] = []
+    for step, eqn in enumerate(chain.calls):
+        count = int(attributes[step]["num_outputs"])
+        values = [*_operands(eqn, roots), *eqn.outvars[:count]]
+        wiring += [len(values), offsets[len(local) + step]]
+        for k, v in enumerate(values):
+            start = int(attributes[step]["start"]) if k == len(eqn.invars) else 0
+            if jaxapi.is_literal(v):
+                wiring += [OPERAND, next(n for n, a in enumerate(operands) if a is v), start]
+                continue
+            memory = storage.get(v, v)
+            kind, number = places.get(memory, (SCRATCH, 0))
+            wiring += [kind, number, start + offset_of.get(memory, 0)]
+    digests = [str(a["digest"]) for a in attributes]
+    pairs = {next(n for n, a in enumerate(operands) if a is source): results.index(v) for source, v in aliases.items()}
+    shapes = [v.aval for v in results]
+    return traced_eqns(
+        lambda *xs: cuda.call_chain(digests, wiring, xs, shapes, scratch_bytes=size, aliases=pairs),
+        operands, results, chain.calls[-1],
+    )  # fmt: skip
+
+
+def _bytes(value: Any) -> int:
+    return math.prod(value.aval.shape) * np.dtype(value.aval.dtype).itemsize

@@ -1,0 +1,192 @@
+"""Chains of kernel calls: random programs on simulated memory, against every call for itself."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from jcuts.codegen.artifact import CompiledKernel
+from jcuts.codegen.cuda.image import SYMBOL, Image, Launch
+from jcuts.trace import jaxapi
+from jcuts.xla import arena, chains, cuda
+
+POISON = np.float32(-7e30)
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch):
+    monkeypatch.setattr(cuda, "ensure_registered", lambda: None)
+    monkeypatch.setattr(cuda, "add_kernel", lambda kernel: None)
+
+
+class Fakes:
+    """Kernels that are numpy functions of whole buffers, by digest."""
+
+    def __init__(self):
+        self.steps = {}
+
+    def kernel(self, shapes, outs, *, scratch=0, part=0, seed=0):
+        """A sum with weights; ``part``: elements of the first result that are written, 0 for all."""
+        digest = f"k{len(self.steps)}"
+        weights = np.random.default_rng(seed).standard_normal((len(outs), len(shapes))).astype(np.float32)
+
+        def run(operands, results, memory):
+            if scratch:
+                assert memory.nbytes >= scratch
+                memory[: scratch // 4] = POISON  # whatever lives there dies
+            values = [[w * x.sum() + w for w, x in zip(ws, operands, strict=True)] for ws in weights]
+            for k, (value, out) in enumerate(zip(values, results, strict=True)):
+                count = part if part and k == 0 else out.size
+                out.reshape(-1)[:count] = sum(value) + np.arange(count, dtype=np.float32)
+
+        self.steps[digest] = run
+        image = Image("sm_90", "r", (Launch("k", (1, 1, 1), (32, 1, 1), ()),), b"x")
+        ins = tuple((s, "float32") for s in shapes)
+        return CompiledKernel(digest, SYMBOL, image.pack(), 1, scratch, ins, tuple((s, "float32") for s in outs))
+
+    def evaluate(self, closed, args):
+        """The jaxpr, with calls on simulated memory: results and scratch memory hold poison at first."""
+        jaxpr = closed.jaxpr
+        env = dict(zip(jaxpr.constvars, closed.consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
+
+        def read(atom):
+            return np.asarray(atom.val if jaxapi.is_literal(atom) else env[atom])
+
+        for eqn in jaxpr.eqns:
+            values = [read(a) for a in eqn.invars]
+            if jaxapi.primitive_name(eqn) != "ffi_call":
+                outs = jaxapi.bind_eqn(eqn, values)
+            else:
+                outs = self._call(eqn, values)
+            env.update(zip(eqn.outvars, map(np.asarray, outs), strict=True))
+        return [read(a) for a in jaxpr.outvars]
+
+    def _call(self, eqn, values):
+        poison = {np.dtype(np.float32): POISON, np.dtype(np.uint8): 0xDB}
+        outs = [np.full(v.aval.shape, poison[v.aval.dtype], v.aval.dtype) for v in eqn.outvars]
+        for operand, result in eqn.params["input_output_aliases"] or ():
+            outs[result] = values[operand] = values[operand].copy()
+        attributes = dict(eqn.params["attributes"])
+        before = [v.copy() for v in values]
+        if eqn.params["target_name"] == cuda.TARGET:
+            count = int(attributes["num_outputs"])
+            first = outs[0].reshape(-1)[int(attributes["start"]) // 4 :]
+            memory = outs[count].view(np.float32) if len(outs) > count else np.zeros(0, np.float32)
+            self.steps[attributes["digest"]](values, [first, *outs[1:count]], memory)
+        else:
+            self._chain(attributes, values, outs)
+        aliased = {k for k, _ in eqn.params["input_output_aliases"] or ()}
+        for k, (old, new) in enumerate(zip(before, values, strict=True)):
+            assert k in aliased or np.array_equal(old, new)  # operands are only read
+        return outs
+
+    def _chain(self, attributes, values, outs):
+        wiring = [int(n) for n in np.asarray(getattr(attributes["wiring"], "val", attributes["wiring"]))]
+        scratch = outs[-1].view(np.uint8) if int(attributes["scratch_bytes"]) else np.zeros(0, np.uint8)
+        at = 0
+        for digest in str(attributes["digests"]).split():
+            count, own = wiring[at], wiring[at + 1]
+            buffers = []
+            for k in range(count):
+                kind, number, start = wiring[at + 2 + 3 * k : at + 5 + 3 * k]
+                assert start % 16 == 0
+                base = (values, outs, [scratch])[kind][number]
+                buffers.append(base.reshape(-1).view(np.uint8)[start:])
+            at += 2 + 3 * count
+            shapes = self.shapes[digest]
+            arrays = [b[: 4 * n].view(np.float32) for b, n in zip(buffers, shapes, strict=True)]
+            inputs, memory = self.inputs[digest], scratch[own:].view(np.float32)
+            self.steps[digest](arrays[:inputs], arrays[inputs:], memory)
+        assert at == len(wiring)
+
+
+def _random_program(seed):
+    """(the fakes, a closed jaxpr of kernel calls, reshapes and sums, arguments)"""
+    rng = np.random.default_rng(seed)
+    fakes = Fakes()
+    fakes.shapes, fakes.inputs = {}, {}
+
+    def kernel(shapes, outs, **how):
+        made = fakes.kernel(shapes, outs, **how, seed=int(rng.integers(1 << 30)))
+        sizes = [int(np.prod(s)) for s in (*shapes, *outs)]
+        part = how.get("part", 0)
+        fakes.shapes[made.digest] = sizes if not part else [*sizes[: len(shapes)], part, *sizes[len(shapes) + 1 :]]
+        fakes.inputs[made.digest] = len(shapes)
+        return made
+
+    def function(*xs):
+        values = list(xs)
+        for _ in range(int(rng.integers(3, 16))):
+            kind = rng.integers(7)
+            picked = [values[int(k)] for k in rng.integers(len(values), size=int(rng.integers(1, 4)))]
+            if kind <= 2:
+                outs = [(int(rng.integers(1, 5)), 4 * int(rng.integers(1, 5))) for _ in range(int(rng.integers(1, 3)))]
+                made = kernel([x.shape for x in picked], outs, scratch=int(rng.integers(2)) * 64)
+                values += cuda.call_kernel(made, *picked)
+            elif kind <= 4 and values[-1].size >= 8:
+                whole = values[-1] if rng.integers(2) else picked[0]
+                if whole.size < 8:
+                    continue
+                start = 4 * int(rng.integers(0, whole.size // 4))
+                made = kernel([*(x.shape for x in picked), whole.shape], [whole.shape], part=min(4, whole.size - start))
+                values += cuda.call_kernel(made, *picked, whole, place=(len(picked), 4 * start))
+            elif kind == 5:
+                values.append(picked[0].reshape(-1, *picked[0].shape[:-1]))
+            else:
+                values.append(picked[0] * 0.5)
+        return [values[int(k)] for k in rng.integers(len(values), size=3)] + [values[-1]]
+
+    args = [rng.standard_normal((2, 8)).astype(np.float32) for _ in range(2)]
+    return fakes, jaxapi.closed_jaxpr_of(function, *args), args
+
+
+@pytest.mark.parametrize("first", range(0, 400, 50))
+def test_chains_compute_what_single_calls_do(first):
+    merged = 0
+    for seed in range(first, first + 50):
+        fakes, closed, args = _random_program(seed)
+        closed = jaxapi.dce(closed)
+        after = chains.chained(closed)
+        jaxapi.check(after)
+        assert len(after.jaxpr.outvars) == len(closed.jaxpr.outvars)
+        merged += chains.calls(closed) - chains.calls(after)
+        for want, got in zip(fakes.evaluate(closed, args), fakes.evaluate(after, args), strict=True):
+            np.testing.assert_array_equal(want, got)
+    assert merged > 50
+
+
+def test_kernels_between_which_nothing_stands_are_one_call():
+    fakes = Fakes()
+    a = fakes.kernel([(2, 8)], [(2, 8)])
+    b = fakes.kernel([(16,)], [(16,)])
+
+    def function(x):
+        (y,) = cuda.call_kernel(a, x)
+        (z,) = cuda.call_kernel(b, y.reshape(16))
+        (w,) = cuda.call_kernel(b, z)
+        return w + 1
+
+    after = chains.chained(jaxapi.closed_jaxpr_of(function, jax.ShapeDtypeStruct((2, 8), np.float32)))
+    names = [e.params.get("target_name", jaxapi.primitive_name(e)) for e in after.jaxpr.eqns]
+    assert names == [cuda.CHAIN, "add"]
+    attributes = dict(after.jaxpr.eqns[0].params["attributes"])
+    assert attributes["digests"] == "k0 k1 k1 " and int(attributes["scratch_bytes"]) > 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_values_that_live_together_lie_apart(seed):
+    rng = np.random.default_rng(seed)
+    spans = []
+    for _ in range(40):
+        begin = int(rng.integers(30))
+        spans.append((begin, begin + int(rng.integers(6)), int(rng.integers(1, 3000))))
+    offsets, size = arena.packed(spans)
+    for k, (begin, end, length) in enumerate(spans):
+        assert offsets[k] % arena.ALIGNMENT == 0 and offsets[k] + length <= size
+        for n in range(k):
+            first, last, other = spans[n]
+            together = first <= end and begin <= last
+            assert not together or offsets[k] + length <= offsets[n] or offsets[n] + other <= offsets[k]
+    most = max(sum(n for b, e, n in spans if b <= step <= e) for step in range(40))
+    assert most <= size <= 1.5 * most + 40 * arena.ALIGNMENT

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tests.ptx_tensor import WARP, TensorFault
+from tests.ptx_tensor import TensorFault
 
 if TYPE_CHECKING:
     from tests.ptx_machine import Instruction, Machine
@@ -25,23 +25,28 @@ class Barrier:
     what came.
 
     ``phase``: how many have ended. ``known``: all threads of its block know of it; ``open``: all blocks of the cluster.
-    ``released``: (written, read) bytes that warps had touched when they arrived, and the warp.
+    ``clock``: what those have done who arrived, ``ended``: before the last phase ended (`ptx_races`); ``column``: its
+    own there.
     """
 
     count: int
     pending: int
+    clock: np.ndarray
+    ended: np.ndarray
+    column: int
     phase: int = 0
     bytes: int = 0
     known: bool = False
     open: bool = False
     places: list[np.ndarray] = field(default_factory=list)
-    released: list[tuple[np.ndarray, np.ndarray, int]] = field(default_factory=list)
 
     def advance(self) -> bool:
         """Whether a phase ends."""
         if self.pending or self.bytes:
             return False
         self.phase, self.pending = self.phase + 1, self.count
+        np.maximum(self.clock, self.ended, out=self.ended)
+        self.clock[:] = 0
         return True
 
 
@@ -66,7 +71,8 @@ class Barriers:
                 if key in self.known or mine.sum() > 1:
                     raise TensorFault(f"a barrier is made twice: {ins.text}")
                 count = int(machine.value(ins.operands[1], "u32")[live[mine][0]])
-                self.known[key] = Barrier(count, count)
+                races = machine.races
+                self.known[key] = Barrier(count, count, races.clock(), races.clock(), races.column(key[0]))
                 continue
             barrier = self._at(key, ins)
             if parts[1] == "arrive":
@@ -75,11 +81,11 @@ class Barriers:
                     raise TensorFault(f"more arrive than are waited for: {ins.text}")
                 if "expect_tx" in parts:
                     barrier.bytes += int(machine.value(ins.operands[2], "u32")[live[mine]].sum())
-                self._release(key[0], barrier, live[mine])
+                machine.races.release(barrier.clock, live[mine])
                 self._ends(barrier)
             else:
                 full[live[mine]] = True
-                self._seen(key[0], barrier)
+                self._seen(key[0], barrier, live[mine])
         if parts[1] == "try_wait":
             machine.set(ins.operands[0], full, on)
 
@@ -92,23 +98,16 @@ class Barriers:
             found[live[mine]] = self._at(key, ins).phase % 2 != parity[mine]
         return found
 
-    def _release(self, block: int, barrier: Barrier, threads: np.ndarray) -> None:
-        """Warps that arrive have done what they did with the block's memory."""
-        machine = self.machine
-        for warp in np.unique(threads // WARP):
-            both = (machine.last_writer, machine.last_reader)
-            touched = [np.flatnonzero(last[block] // WARP == warp) for last in both]
-            barrier.released.append((touched[0], touched[1], int(warp)))
-
     def _ends(self, barrier: Barrier) -> None:
         if barrier.advance():
             self.machine.waiting[:] = False  # whoever still has to wait finds out
 
-    def meet(self, *, cluster: bool) -> None:
-        """All threads of every block (``cluster``: all blocks) have passed a barrier."""
-        for barrier in self.known.values():
-            barrier.known = True
-            barrier.open |= cluster
+    def meet(self, blocks: np.ndarray, *, cluster: bool) -> None:
+        """All threads of these blocks (``cluster``: of whole clusters) have passed a barrier."""
+        for (block, _), barrier in self.known.items():
+            if block in blocks:
+                barrier.known = True
+                barrier.open |= cluster
 
     def bulk(self, ins: Instruction, parts: list[str], on: np.ndarray) -> None:
         """cp.async.bulk from global into shared memory and back, and waiting for the latter."""
@@ -132,20 +131,21 @@ class Barriers:
             machine.pipeline.check(block, where, ins.text)
             starts = source[number] + np.arange(0, size[number], 16, dtype=np.uint64)
             if comes:
-                machine.claim(block[None], where[None], live[number : number + 1], ins)
+                machine.claim(block[:1, None], where[None], live[number : number + 1], ins)
                 machine.units.unseen[block, where] = -1  # no thread wrote them
                 machine.shared[block, where] = machine.memory.read(starts, 16, ins.text).reshape(-1)
                 machine.pipeline.busy[block, where] = True
                 barrier = self._at((int(block[0]), int(machine.address(ins.operands[3], "u32", live)[number])), ins)
                 if not barrier.known:
                     raise TensorFault(f"tells a barrier that may not be there: {ins.text}")
+                machine.races.comes(int(block[0]), where, barrier.column, barrier.clock)
                 barrier.bytes -= int(size[number])
                 barrier.places.append(where)
                 self._ends(barrier)
                 continue
             if (machine.units.unseen[block, where] >= 0).any():
                 raise TensorFault(f"sends what has not passed a proxy fence: {ins.text}")
-            if (machine.last_writer[block, where] >= 0).any():
+            if machine.races.unsent(int(block[0]), where, int(thread)):
                 raise TensorFault(f"sends before a barrier what was written: {ins.text}")
             pieces = machine.shared[block, where].reshape(-1, 16)
             machine.memory.write(starts, pieces, np.full(len(starts), thread), ins.text)
@@ -169,6 +169,7 @@ class Barriers:
             barrier = self._at(key, ins)
             if not barrier.open:
                 raise TensorFault(f"stores into a block that may not have begun: {ins.text}")
+            machine.races.comes(block[mine], where[mine], barrier.column, barrier.clock)
             barrier.bytes -= size * int(mine.sum())
             barrier.places.append(where[mine])
             self._ends(barrier)
@@ -178,16 +179,11 @@ class Barriers:
             raise TensorFault(f"no barrier there: {ins.text}")
         return self.known[key]
 
-    def _seen(self, block: int, barrier: Barrier) -> None:
+    def _seen(self, block: int, barrier: Barrier, threads: np.ndarray) -> None:
         for where in barrier.places:
             self.machine.pipeline.busy[block, where] = False
-            self.machine.last_writer[block, where] = -1
-            self.machine.last_reader[block, where] = -1
         barrier.places = []
-        for *touched, warp in barrier.released:
-            for last, where in zip((self.machine.last_writer, self.machine.last_reader), touched, strict=True):
-                last[block, where[last[block, where] // WARP == warp]] = -1
-        barrier.released = []
+        self.machine.races.acquire(barrier.ended, threads)
 
 
 def _groups(block: np.ndarray, address: np.ndarray) -> Iterator[tuple[tuple[int, int], np.ndarray]]:

@@ -26,12 +26,13 @@ _SHAPE = re.compile(r"m64n(\d+)k(\d+)")
 
 @dataclass
 class Reads:
-    """One instruction of one group of threads: the threads' number of it, bytes of its block and registers it reads."""
+    """One instruction of one group of threads: their number of it; bytes, cells and registers that it reads."""
 
     group: int
     number: int
     block: int
     where: np.ndarray
+    cells: np.ndarray
     registers: frozenset[str] = frozenset()
 
 
@@ -64,8 +65,9 @@ class Units:
     def proxy_fence(self, on: np.ndarray) -> None:
         """fence.proxy.async: what these threads have written, or know of by a barrier, is seen by the units."""
         held = (self.unseen >= 0) & ~self.machine.pipeline.busy  # copies that have arrived
-        known = (self.machine.last_writer < 0) & on.reshape(self.machine.blocks, -1, 1).any(1)
-        self.unseen[held & (known | on[np.where(held, self.unseen, 0)])] = -1
+        block, where = np.nonzero(held)
+        seen = on[self.unseen[block, where]] | self.machine.races.is_known(block, where, on)
+        self.unseen[block[seen], where[seen]] = -1
 
     def step(self, ins: Instruction, parts: list[str], on: np.ndarray) -> None:
         """wgmma.fence, wgmma.mma_async, wgmma.commit_group, wgmma.wait_group; ``on`` are whole groups."""
@@ -86,7 +88,7 @@ class Units:
         for reads in self.under_way:
             if reads.group in groups and reads.number < self.committed[reads.group] - newest:
                 self.reading[reads.block, reads.where] -= 1
-                self.machine.last_reader[reads.block, reads.where] = self.threads[reads.group, 0]
+                self.machine.races.units_have_read(reads.block, reads.cells, int(self.threads[reads.group, 0]))
             else:
                 left.append(reads)
         self.under_way = left
@@ -140,7 +142,7 @@ class Units:
             for n in range(many):
                 found[row + 8 * (k % 2), term + n + 4 * many * (k // 2)] = values[:, n]
         none, block = np.zeros(0, np.int64), group // self.each
-        self.under_way.append(Reads(group, int(self.committed[group]), block, none, frozenset(names)))
+        self.under_way.append(Reads(group, int(self.committed[group]), block, none, none, frozenset(names)))
         return found
 
     def _read(
@@ -168,12 +170,12 @@ class Units:
             raise TensorFault(f"outside shared memory: {ins.text[:60]}")
         if self.unseen[block, where].any() and (self.unseen[block, where] >= 0).any():
             raise TensorFault(f"reads what has not passed a proxy fence: {ins.text[:60]}")
-        writer = machine.last_writer[block, where]
-        if (writer >= 0).any():
+        cells = where[:: min(item, machine.races.cell)] // machine.races.cell
+        if machine.races.units_read(block, cells, self.threads[group]):
             raise TensorFault(f"reads before a barrier what was written: {ins.text[:60]}")
         machine.pipeline.check(np.full(where.shape, block), where, ins.text[:60])
         self.reading[block, where] += 1
-        self.under_way.append(Reads(group, int(self.committed[group]), block, where))
+        self.under_way.append(Reads(group, int(self.committed[group]), block, where, cells))
         data = np.ascontiguousarray(machine.shared[block, where])
         if kind == "tf32":
             _check_rounded(data.view(np.uint32), ins)

@@ -3,8 +3,8 @@
 All threads of the grid run together, one instruction for all that stand at it; threads at smaller addresses go first,
 so that branches meet again, and barriers and shuffles wait for all of their block or warp.  A load or store outside the
 buffers, a misaligned access, a result byte written by two threads or never, a race in shared memory (a byte read or
-written by another thread without a barrier between) and a shuffle or barrier that some threads miss are errors.
-Rounding is exact for float32 but for double roundings of FMAs.
+written by another thread without a barrier between, see `ptx_races`) and a shuffle or barrier that some threads miss
+are errors.  Rounding is exact for float32 but for double roundings of FMAs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.codegen.cuda.image import Image
 from jcuts.dfg.elementops import numpy_dtype
-from tests import ptx_cluster, ptx_groups, ptx_tensor
+from tests import ptx_cluster, ptx_groups, ptx_races, ptx_tensor
 
 
 class Fault(Exception):
@@ -172,8 +172,7 @@ class Machine:
         self.registers: dict[str, np.ndarray] = {}
         size = max([module.shared_bytes, *module.shared.values()]) + launched
         self.shared = np.zeros((blocks, max(1, size)), np.uint8)
-        self.last_writer = np.full(self.shared.shape, -1, np.int64)
-        self.last_reader = np.full(self.shared.shape, -1, np.int64)
+        self.races = ptx_races.Races(self)
         self.pipeline = ptx_tensor.Pipeline(self)
         self.units = ptx_groups.Units(self)
         self.barriers = ptx_cluster.Barriers(self)
@@ -260,8 +259,9 @@ class Machine:
         elif ins.op == "bar.warp.sync" or name in ("setmaxnreg", "griddepcontrol"):
             pass
         elif name == "bar" or (name == "barrier" and parts[2] == "wait"):
-            self.last_writer[:], self.last_reader[:] = -1, -1
-            self.barriers.meet(cluster=name == "barrier")
+            blocks = np.unique(np.flatnonzero(at) // self.threads)
+            self.races.meet(blocks)
+            self.barriers.meet(blocks, cluster=name == "barrier")
         elif name == "shfl":
             values = self.value(ins.operands[1], "b32")
             distance, place = int(ins.operands[2]), self.thread % 32
@@ -361,9 +361,8 @@ class Machine:
 
     def claim(self, block: np.ndarray, where: np.ndarray, live: np.ndarray, ins: Instruction) -> None:
         """Nobody else has read or written the bytes since the last barrier."""
-        for last in (self.last_writer[block, where], self.last_reader[block, where]):
-            if ((last >= 0) & (last != live[:, None])).any():
-                raise Fault(f"race in shared memory: {ins.text}")
+        if self.races.writes(block, where, live):
+            raise Fault(f"race in shared memory: {ins.text}")
         self.units.wrote(block, where, live[:, None], ins.text)
 
     def fetch(
@@ -371,11 +370,10 @@ class Machine:
         readers: np.ndarray | None = None,
     ) -> np.ndarray:  # fmt: skip
         """Bytes of shared memory that nobody else has written since the last barrier."""
-        writer = self.last_writer[block, where]
-        if ((writer >= 0) & (writer != live[:, None])).any():
+        if self.races.reads(block, where, live):
             raise Fault(f"race in shared memory: {ins.text}")
         self.pipeline.check(block, where, ins.text)
-        self.last_reader[block, where] = (live if readers is None else readers)[:, None]
+        self.races.has_read(block, where, live if readers is None else readers)
         return self.shared[block, where]
 
     def _shared(
@@ -388,7 +386,7 @@ class Machine:
             self.pipeline.check(block, where, ins.text)
             parts = [self.value(n, f"b{8 * size}")[live].view(np.uint8).reshape(-1, size) for n in names]
             self.shared[block, where] = np.concatenate(parts, 1)
-            self.last_writer[block, where] = live[:, None]
+            self.races.wrote(block, where, live)
             return
         found = self.fetch(block, where, live, ins)
         for k, name in enumerate(names):
@@ -594,6 +592,13 @@ def _permute(parts: list[str], a: np.ndarray, b: np.ndarray, selector: np.ndarra
     return np.take_along_axis(pool, chosen.astype(np.int64), 1).copy().view(np.uint32).reshape(-1)
 
 
+def _funnel(parts: list[str], low: np.ndarray, high: np.ndarray, amount: np.ndarray) -> np.ndarray:
+    """shf: a shift of 64 bits, of which the half is left that is filled."""
+    amount = (amount % 32 if parts[2] == "wrap" else np.minimum(amount, 32)).astype(np.uint64)
+    both = high.astype(np.uint64) << np.uint64(32) | low.astype(np.uint64)
+    return (both << amount) >> np.uint64(32) if parts[1] == "l" else both >> amount
+
+
 def _small_dot(parts: list[str], a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """dp4a: four bytes of both; dp2a: two 16-bit halves of the first, the lower or upper two bytes of the second."""
     one, other = ("iu"[p.startswith("u")] for p in parts[-2:])
@@ -611,6 +616,7 @@ _ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
     "not": _bitwise(np.invert), "shl": _shift(True), "shr": _shift(False),
     "max": _extreme(np.maximum, np.fmax), "min": _extreme(np.minimum, np.fmin),
     "sqrt": lambda parts, a: np.sqrt(a), "rcp": lambda parts, a: 1 / a, "prmt": _permute,
+    "shf": _funnel,
     "ex2": lambda parts, a: np.exp2(a), "rsqrt": lambda parts, a: 1 / np.sqrt(a), "tanh": lambda parts, a: np.tanh(a),
     "copysign": lambda parts, a, b: np.copysign(b, a), "cvta": lambda parts, a: a,
     "dp4a": _small_dot, "dp2a": _small_dot,

@@ -78,7 +78,7 @@ class Pipeline:
             threads, where = copies.threads[done, None], copies.where[done]
             block = threads // machine.threads
             machine.shared[block, where] = copies.data[done]
-            machine.last_writer[block, where] = threads
+            machine.races.wrote(block, where, threads[:, 0])
             self.busy[block, where] = False
             copies.alive &= ~done
         self.under_way = [c for c in self.under_way if c.alive.any()]

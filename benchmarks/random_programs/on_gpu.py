@@ -153,10 +153,11 @@ def interpret(kernel: CompiledKernel, *operands: Any, place: tuple[int, int] | N
     from tests import ptx_machine
 
     def run(*values: Any) -> list[np.ndarray]:
-        arrays = [np.ascontiguousarray(v) for v in values]
+        arrays = [np.ascontiguousarray(v).view(d).reshape(s) for v, (s, d) in zip(values, given, strict=True)]
         # In float64 the reference runs as XLA's CPU code does: denormal operands are zeros.
         arrays = [flushed(a) if a.dtype == np.float64 else a for a in arrays]
-        return _gradual.submit(machine, arrays).result()
+        found = map(np.ascontiguousarray, _gradual.submit(machine, arrays).result())
+        return [x.view(words.dtype).reshape(words.shape) for x, words in zip(found, returned, strict=True)]
 
     def machine(arrays: list[np.ndarray]) -> list[np.ndarray]:
         try:
@@ -168,8 +169,19 @@ def interpret(kernel: CompiledKernel, *operands: Any, place: tuple[int, int] | N
             refused["not interpreted: library code"] += 1
             return [np.asarray(x) for x in evaluate(_programs[kernel.digest], arrays)]
 
+    given = [(x.shape, x.dtype) for x in operands]
     results = [jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype)) for shape, dtype in kernel.outputs]
-    return tuple(jax.pure_callback(run, results, *operands))
+    returned = [jax.eval_shape(_words, x) for x in results]
+    found = jax.pure_callback(run, returned, *map(_words, operands))
+    return tuple(
+        jax.lax.bitcast_convert_type(x, r.dtype) if r.dtype.itemsize == 8 else x
+        for x, r in zip(found, results, strict=True)
+    )
+
+
+def _words(x: Any) -> Any:
+    """Numbers of 64 bits as two words each: a callback on a thread of XLA's would take them for numbers of 32 bits."""
+    return jax.lax.bitcast_convert_type(x, np.uint32) if x.dtype.itemsize == 8 else x
 
 
 @contextlib.contextmanager

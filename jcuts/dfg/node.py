@@ -86,6 +86,11 @@ class Node:
         """One attribute by name."""
         return dict(self.attrs).get(name, default)
 
+    @property
+    def declared(self) -> bool:
+        """Whether the function itself asks for the rounding that this conversion undoes: no form may leave it out."""
+        return bool(self.attr("declared"))
+
 
 @dataclass
 class Graph:

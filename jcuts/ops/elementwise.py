@@ -157,8 +157,8 @@ def copy(eqn: Equation) -> Op | Refusal:
 
 
 def _narrowed(ctx: Context, value: int, dtype: str, narrow: str) -> int:
-    """The value through a narrower type and back."""
-    return ctx.apply("convert", dtype, ctx.apply("convert", narrow, value, source=dtype), source=narrow)
+    """The value through a narrower type and back, which nothing may leave out."""
+    return ctx.apply("convert", dtype, ctx.apply("convert", narrow, value, source=dtype), source=narrow, declared=True)
 
 
 def _nearer(ctx: Context, value: int, candidate: int, narrow: str) -> int:

@@ -141,9 +141,12 @@ def _softmax(scores: Phase, middle: list[Phase]) -> str | Refusal:
 
 
 def _strip(graph: Graph, number: int) -> Node:
-    """The node behind changes of one type of floats to another; what goes through integers loses more than bits."""
+    """The node behind changes of one type of floats to another.
+
+    What goes through integers loses more than bits, and a rounding that the function declares is none of them.
+    """
     node = graph.nodes[number]
-    while node.op in BESIDE and {node.dtype, graph.nodes[node.args[0]].dtype} <= TYPES.keys():
+    while node.op in BESIDE and not node.declared and {node.dtype, graph.nodes[node.args[0]].dtype} <= TYPES.keys():
         node = graph.nodes[node.args[0]]
     return node
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jcuts.dfg.index import Index
-from jcuts.dfg.program import ITEM_SIZE, Axis, Program
+from jcuts.dfg.node import Node
+from jcuts.dfg.program import ITEM_SIZE, Axis, Phase, Program
 from jcuts.region.gpu_tiles import (
     ACCESS,
     SHARED,
@@ -104,11 +105,23 @@ def _switch(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
                 yield scheduled(tiled, "point", threads, ("switch", SWITCH)), min(1.0, score * 1.2)
 
 
+def staged(phase: Phase, crossed: str) -> list[Node]:
+    """Loads that the transposed form takes through shared memory: contiguous along ``crossed``, not along the lanes."""
+    lane = phase.axes[-1].name
+    found = (
+        n for n in phase.exit.nodes
+        if n.op == "load" and n.index is not None and not n.guards and not n.index.values()
+        and n.index.stride(crossed) == 1 and n.index.stride(lane) not in (0, 1, None)
+    )  # fmt: skip
+    return list(dict.fromkeys(found))
+
+
 def _transposed(program: Program, crossed: Axis, machine: GpuMachine) -> Iterator[Candidate]:
     """Tiles of the operand's direction times the result's, through shared memory."""
     phase = program.phases[0]
     lane = phase.axes[-1]
-    if min(crossed.extent, lane.extent) < 8:
+    held = sum(ITEM_SIZE[n.dtype] for n in staged(phase, crossed.name))
+    if min(crossed.extent, lane.extent) < 8 or not held:
         return
     size = max(ITEM_SIZE[b.dtype] for b in program.outputs)
     vector = next(v for v in (max(1, ACCESS // size), 8, 4, 2, 1) if v * size <= ACCESS and lane.extent % v == 0)
@@ -117,7 +130,7 @@ def _transposed(program: Program, crossed: Axis, machine: GpuMachine) -> Iterato
         for threads in (256, 512):
             if columns % vector or threads * vector > rows * columns or rows % max(1, threads * vector // columns):
                 continue
-            if threads % (columns // vector) or rows * columns * size > SHARED:
+            if threads % (columns // vector) or rows * columns * max(size, held) > SHARED:
                 continue
             covered = 1.0
             for axis, side in ((crossed, rows), (lane, columns)):

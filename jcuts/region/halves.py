@@ -2,15 +2,17 @@
 
     half(float(half(sum) + b) * s + t)     is computed as     half((sum + b) * s + t),  the last two as one operation
 
-XLA's fusions keep such values in float32, too (``xla_allow_excess_precision``, its default).
+XLA's fusions keep such values in float32, too (``xla_allow_excess_precision``, its default); what
+`jax.lax.reduce_precision` rounds stays rounded, there and here.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
-from jcuts.dfg.node import Graph
+from jcuts.dfg.node import Graph, Node
 from jcuts.dfg.program import Program
 
 HALF, WIDE = "bfloat16", "float32"
@@ -26,7 +28,7 @@ def eased(program: Program) -> Program:
     made, numbers = Graph(), {}
     for number, node in enumerate(nodes):
         args = tuple(numbers[a] for a in node.args)
-        if node.op == "convert" and node.dtype == WIDE and nodes[node.args[0]].dtype == HALF:
+        if _widens(node, nodes):
             node = replace(node, op="widen", attrs=())
         product = next((a for a in node.args if nodes[a].op == "mul" and uses[a] == 1), None)
         if node.op == "add" and node.dtype == WIDE and product is not None:
@@ -45,7 +47,9 @@ def eased(program: Program) -> Program:
 
 def _goes_back(graph: Graph) -> bool:
     """Whether some value that was computed as bfloat16 is converted to float32."""
-    return any(
-        node.op == "convert" and node.dtype == WIDE and graph.nodes[node.args[0]].dtype == HALF
-        and graph.nodes[node.args[0]].op != "load" for node in graph.nodes
-    )  # fmt: skip
+    return any(_widens(node, graph.nodes) and graph.nodes[node.args[0]].op != "load" for node in graph.nodes)
+
+
+def _widens(node: Node, nodes: Sequence[Node]) -> bool:
+    """Whether it is a conversion to float32 before which nothing need be rounded."""
+    return node.op == "convert" and node.dtype == WIDE and nodes[node.args[0]].dtype == HALF and not node.declared

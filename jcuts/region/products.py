@@ -212,7 +212,7 @@ def _operand(body: Graph, number: int, terms: Collection[str]) -> Node | None:
     if len(main) != 1 or not types <= {"float32"}:
         return None
     if node.op == "widen" and body.nodes[node.args[0]].dtype == main[0].dtype == "bfloat16":
-        fits = all(n.op in CARRIED and n.dtype in ("float32", "bfloat16") for n in nodes)
+        fits = all(n.op in CARRIED and n.dtype in ("float32", "bfloat16") and not n.declared for n in nodes)
     else:
         fits = main[0].dtype == "float32"
     return main[0] if fits else None

@@ -207,6 +207,16 @@ def test_selections_keep_negative_zero(dtype, other):
 
 
 @compiled
+def test_a_machine_rotates_words():
+    """What the compiler makes of two shifts of one number (`shf`)."""
+    x = np.random.default_rng(5).integers(0, 1 << 32, 96, np.uint32)
+    program, *_ = candidates(lambda v: (v << 13) | (v >> 19), (x,))
+    assert "shf." in compiler.ptx_of(program, SM90)
+    (got,) = machine_results(program, [x])
+    np.testing.assert_array_equal(got, (x << np.uint32(13)) | (x >> np.uint32(19)))
+
+
+@compiled
 @pytest.mark.parametrize("name", ["exp", "exp2", "logistic"])
 def test_small_results_are_not_flushed(name):
     x = np.linspace(-88.5, -87.5, 64).astype(np.float32) * (1.5 if name == "exp2" else 1.0)

@@ -6,9 +6,13 @@ import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from jcuts.codegen.cuda import compile as compiler
+from jcuts.region import gpu
+from jcuts.xla import gpus
+from tests import programs
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -27,3 +31,27 @@ def test_programs_match_xla(start, transform, cache_dir):
     ran = [v for v in verdicts if v.status != "unsuitable"]
     assert sum(v.kernels for v in ran) > 0
     assert [f"seed {v.seed} {v.status}: {v.reason}" for v in ran if v.status != "ok"] == []
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int64", "float32"])
+def test_a_callback_sees_no_numbers_of_64_bits(dtype, monkeypatch):
+    """Threads of XLA's would take them for numbers of 32 bits."""
+    seen = []
+    callback = jax.pure_callback
+
+    def watched(function, results, *operands):
+        seen.extend(x.dtype.itemsize for x in (*results, *operands))
+        return callback(function, results, *operands)
+
+    monkeypatch.setattr(jax, "pure_callback", watched)
+    monkeypatch.setattr(gpus, "this", lambda: on_gpu.PRETENDED)
+    x, wanted = np.arange(-12, 12).reshape(4, 6).astype(dtype), np.arange(12, -12, -1).reshape(4, 6)
+    with jax.enable_x64(True):
+        program = programs.trace(lambda v: (-v, v.astype(np.int32)), x).program()
+        ((candidate, _), *_) = gpu.candidates(program, gpu.GpuMachine(132), 1)
+        kernel = compiler.compile_program(candidate, gpus.target())
+        on_gpu._programs[kernel.digest] = candidate
+        got, narrow = jax.jit(lambda v: on_gpu.interpret(kernel, v))(x)
+    assert got.dtype == dtype and narrow.dtype == np.int32 and max(seen) == 4
+    np.testing.assert_array_equal(got, wanted)
+    np.testing.assert_array_equal(narrow, x)

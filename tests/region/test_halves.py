@@ -5,10 +5,16 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax import lax
 
 from jcuts.dfg.interpret import interpret
 from jcuts.dfg.verify import verify
+from jcuts.region.attend import attended
+from jcuts.region.build import build
+from jcuts.region.find import group
 from jcuts.region.halves import eased
+from jcuts.region.products import as_product, prologue
 from tests import programs
 
 RNG = np.random.default_rng(0)
@@ -63,3 +69,48 @@ def test_values_that_are_used_twice():
     assert "fma" not in [node.op for node in found.phases[0].exit.nodes]
     for got, want in zip(interpret(found, traced.operands()), interpret(program, traced.operands()), strict=True):
         np.testing.assert_allclose(got, want, rtol=2.0**-7, atol=2.0**-7)
+
+
+def test_a_rounding_that_is_declared_stays():
+    """`lax.reduce_precision`: beside a conversion and back, which goes, and alone, where nothing goes."""
+
+    def fn(x, w, s):
+        y = x @ w
+        return lax.reduce_precision(y, 8, 7), lax.reduce_precision(y.astype(jnp.bfloat16).astype(jnp.float32) * s, 8, 7)
+
+    x, w, s = single(7, 33), single(33, 20), single(20)
+    for arguments, function in (((x, w, s), fn), ((x, w), lambda x, w: lax.reduce_precision(x @ w, 8, 7))):
+        traced = programs.trace(function, *arguments)
+        program = traced.program()
+        found = eased(program)
+        verify(found)
+        assert (found is program) == (len(arguments) == 2)
+        for got in interpret(found, traced.operands()):
+            np.testing.assert_array_equal(got, got.astype(jnp.bfloat16).astype(np.float32))
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_a_declared_rounding_before_a_product(declared):
+    """What is computed before a product of bfloat16 is rounded once, at its end, unless more is asked for."""
+
+    def fn(x, w, s):
+        y = x.astype(jnp.float32) * s
+        y = lax.reduce_precision(y, 8, 7) if declared else y.astype(jnp.bfloat16).astype(jnp.float32)
+        return (y * s).astype(jnp.bfloat16) @ w
+
+    traced = programs.trace(fn, half(64, 32), half(32, 16), single(32))
+    product = as_product(build(traced.graph, traced.everything, cheap=8.0))
+    assert (product is not None and prologue(product) is not None) != declared
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_a_declared_rounding_of_attention_weights(declared):
+    def fn(q, k, v):
+        weights = jnp.exp((scores := q @ k.T) - scores.max(-1, keepdims=True))
+        if declared:
+            weights = lax.reduce_precision(weights, 8, 7)
+        return weights / weights.sum(-1, keepdims=True) @ v
+
+    traced = programs.trace(fn, single(32, 16), single(32, 16), single(32, 16))
+    cover = attended(traced.graph, group(traced.graph).subsets)
+    assert any(p.template == "attention" for _, p in cover) != declared

@@ -26,8 +26,10 @@ from jcuts.dfg.index import Index
 from jcuts.dfg.node import Graph, Guard, Node
 from jcuts.dfg.program import Axis, Buffer, Phase, Program
 from jcuts.dfg.tile import Point
+from jcuts.region.gpu_maps import staged
 
 STATIC = 48 << 10
+ALIGNED = 16  # bytes: where a tile begins
 BANKS, BANK = 32, 4  # of shared memory; bytes of each
 
 
@@ -69,19 +71,9 @@ def tiles_of(axis: Axis, phase: Phase, shape: TransposedShape) -> int:
     return -(-axis.extent // shape.columns) if axis is phase.axes[-1] else axis.extent
 
 
-def staged(phase: Phase, crossed: str) -> list[Node]:
-    """Loads that go through shared memory: contiguous along ``crossed``, apart along the last axis."""
-    lane = phase.axes[-1].name
-    return [
-        n for n in phase.exit.nodes
-        if n.op == "load" and n.index is not None and not n.guards and not n.index.values()
-        and n.index.stride(crossed) == 1 and n.index.stride(lane) not in (0, 1, None)
-    ]  # fmt: skip
-
-
 @functools.cache
-def padding(rows: int, columns: int, read: int, vector: int, size: int) -> int:
-    """Elements to add to a line of ``rows`` elements, for fewest bank conflicts of a warp that writes and then reads.
+def padding(rows: int, columns: int, read: int, vector: int, size: int, most: int) -> int:
+    """Up to ``most`` elements to add to a line of ``rows``, for fewest bank conflicts of a warp that writes and reads.
 
     Writing, thread t puts the ``read`` elements ``(t % (rows / read)) * read ..`` into line ``t // (rows / read)``;
     reading, it takes one element of each of the ``vector`` lines ``(t % (columns / vector)) * vector ..``.
@@ -97,7 +89,7 @@ def padding(rows: int, columns: int, read: int, vector: int, size: int) -> int:
             total += _degree([(t % lines * vector + k) * pitch + t // lines for t in range(WARP)], size)
         return total
 
-    return min(range(2 * BANKS * BANK // size), key=lambda pad: (conflicts(pad), pad))
+    return min(range(min(2 * BANKS * BANK // size, most + 1)), key=lambda pad: (conflicts(pad), pad))
 
 
 def _degree(elements: list[int], size: int) -> int:
@@ -143,7 +135,7 @@ class TransposedEmitter:
         self.others = {a.name: integers[a.name] for a in self.phase.axes if a not in (self.lane, self.crossed)}
         self.row = builder.mul(integers[self.crossed.name], L.I32(shape.rows))
         self.column = builder.mul(integers[self.lane.name], L.I32(shape.columns))
-        self.loads = list(dict.fromkeys(staged(self.phase, shape.crossed)))
+        self.loads = staged(self.phase, shape.crossed)
         if not self.loads:
             raise CompileRejected(f"{program.name}: no operand lies along {shape.crossed}", resource="staged operand")
 
@@ -151,16 +143,14 @@ class TransposedEmitter:
         """Reads the operands' tiles, waits for the block, computes and writes."""
         builder = self.builder
         places: list[tuple[L.Value, int, Node]] = []
-        total = 0
+        spare = self._spare()
         mine_column = builder.urem(self.thread, L.I32(self.shape.columns // self.shape.vector))
         mine_row = builder.udiv(self.thread, L.I32(self.shape.columns // self.shape.vector))
         for number, node in enumerate(self.loads):
             size = M.item_size(node.dtype)
             width = self._width(node, size)
-            pitch = self.shape.rows + padding(self.shape.rows, self.shape.columns, width, self.shape.vector, size)
-            total += -(-pitch * self.shape.columns * size // 16) * 16
-            if total > STATIC:
-                raise CompileRejected(f"{self.program.name}: a tile of {total} bytes, there are {STATIC}")
+            pad = padding(self.shape.rows, self.shape.columns, width, self.shape.vector, size, spare)
+            pitch = self.shape.rows + pad
             base = reserve(builder, f"{self.symbol}_tile{number}", pitch * self.shape.columns * size)
             self._stage(node, base, size, width, pitch)
             line = builder.mul(mine_column, L.I32(self.shape.vector * pitch))
@@ -192,6 +182,15 @@ class TransposedEmitter:
             with builder.if_then(tests[0] if len(tests) == 1 else builder.and_(*tests)):
                 reader._finish()
 
+    def _spare(self) -> int:
+        """Elements by which lines of all tiles may be longer. Raises CompileRejected where the tiles do not fit."""
+        each = self.shape.columns * sum(M.item_size(n.dtype) for n in self.loads)
+        spare = (STATIC - ALIGNED * len(self.loads)) // each - self.shape.rows
+        if spare < 0:
+            message = f"{self.program.name}: tiles of {each * self.shape.rows} bytes, there are {STATIC}"
+            raise CompileRejected(message, resource="shared memory")
+        return spare
+
     def _width(self, node: Node, size: int) -> int:
         """Elements of one access along the operand's own direction."""
         assert node.index is not None
@@ -199,14 +198,15 @@ class TransposedEmitter:
         while width > 1:
             frame = self._frame(self.row, self.column, width)
             fits = self.crossed.extent % width == 0 and self.shape.rows % width == 0
-            if (
-                fits
-                and self.shape.threads % (self.shape.rows // width) == 0
-                and M.width(frame, size, node.index, width) == width
-            ):
+            if fits and self._shared_out(width) and M.width(frame, size, node.index, width) == width:
                 return width
             width //= 2
         return 1
+
+    def _shared_out(self, width: int) -> bool:
+        """Whether accesses of so many elements give every thread equally many."""
+        along = self.shape.rows // width
+        return self.shape.threads % along == 0 and self.shape.columns % (self.shape.threads // along) == 0
 
     def _frame(self, row: L.Value, column: L.Value, width: int) -> M.Frame:
         ranges = {a.name: a.extent for a in self.phase.axes}
@@ -220,7 +220,7 @@ class TransposedEmitter:
         builder, shape = self.builder, self.shape
         assert node.index is not None
         along = shape.rows // width
-        if shape.threads % along or shape.columns % (shape.threads // along):
+        if not self._shared_out(width):
             raise CompileRejected(f"{self.program.name}: {shape.threads} threads read lines of {along} accesses")
         here = builder.mul(builder.urem(self.thread, L.I32(along)), L.I32(width))
         line = builder.udiv(self.thread, L.I32(along))

@@ -24,6 +24,7 @@ import argparse
 import dataclasses
 import json
 import math
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -35,7 +36,16 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import microbatch_chains  # noqa: E402
 from benchmarks.gpu_microbatch import prepare  # noqa: E402
 from benchmarks.microbatch_chains import text  # noqa: E402
-from benchmarks.microbatch_run import BATCHES, MODES, Run, chained, description, fill_network  # noqa: E402
+from benchmarks.microbatch_run import (  # noqa: E402
+    BATCHES,
+    MODES,
+    Run,
+    chained,
+    description,
+    fill_network,
+    in_mode,
+    precisions_of,
+)
 from benchmarks.microbatch_whole import mixed, steps  # noqa: E402
 
 ITEMS = ("steps", "deepbench", "networks", "mixed", "chains")
@@ -119,16 +129,16 @@ def networks(run: Run) -> Any:
     """Four networks: sums of measured times and of workspaces."""
     found: dict[str, Any] = {}
     for name in run.options.networks or tuple(BATCHES):
-        network, why = fill_network(run, name)
-        if why:
-            found[name] = {"stopped": why}
-            continue
-        for precision, mode in MODES.items():
-            uses = tuple(dataclasses.replace(use, precision=precision) for use in network.uses)
-            key = f"{name}, batch {network.uses[0].batch}, {mode}"
-            found[key] = compared_network(run, dataclasses.replace(network, uses=uses))
-            run.say(f"{key}: {json.dumps(found[key])}")
-        run.save("networks", found)
+        for dtype in types_of(run):
+            network, why = fill_network(run, name, dtype=dtype)
+            if why:
+                found[f"{name} {dtype}"] = {"stopped": why}
+                continue
+            for precision in precisions_of(run, dtype):
+                key = f"{name}, batch {network.uses[0].batch}, {MODES[precision]}"
+                found[key] = compared_network(run, in_mode(network, precision))
+                run.say(f"{key}: {json.dumps(found[key])}")
+            run.save("networks", found)
     return found
 
 
@@ -136,13 +146,19 @@ def chains(run: Run) -> Any:
     """The convolutions of four networks as programs: WR, WD, single calls."""
     found: dict[str, Any] = {}
     for name in run.options.networks or tuple(BATCHES):
-        network, why = fill_network(run, name)
-        if why:
-            found[name] = {"stopped": why}
-            run.save("chains", found)
-            continue
-        chained(run, name, network, found)
+        for dtype in types_of(run):
+            network, why = fill_network(run, name, dtype=dtype)
+            if why:
+                found[f"{name} {dtype}"] = {"stopped": why}
+                run.save("chains", found)
+                continue
+            chained(run, name, network, found)
     return found
+
+
+def types_of(run: Run) -> list[str]:
+    """Types of networks whose precisions were asked for."""
+    return [dtype for dtype in ("float32", "float16") if precisions_of(run, dtype)]
 
 
 def compared_network(run: Run, network: Any) -> dict[str, Any]:
@@ -196,14 +212,21 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=480.0, help="seconds in all; what is left undone is said")
     parser.add_argument("--seconds", type=float, default=0.08, help="of timing per convolution and batch size")
     parser.add_argument("--slices", type=int, default=3, help="algorithms of a convolution tried in slices, at most")
-    parser.add_argument("--start", type=Path, help="tables.json of an earlier run on the same device")
+    parser.add_argument("--start", type=Path, nargs="+", default=[], help="tables of earlier runs on the same device")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "float16"], help="of DeepBench")
     parser.add_argument("--layers", nargs="+", type=int, help="rows of DeepBench; all of them by default")
     parser.add_argument("--networks", nargs="+", choices=list(BATCHES), help="of steps, chains and networks")
-    parser.add_argument("--precisions", nargs="+", choices=list(MODES), default=list(MODES), help="of steps, chains")
+    parser.add_argument(
+        "--precisions",
+        nargs="+",
+        choices=list(MODES),
+        default=["float32", "tf32"],
+        help="of steps, chains, networks, mixed; half: of chains and networks",
+    )
     parser.add_argument("--programs", nargs="+", help="of steps: WR, single, plain, ...; all of them by default")
     parser.add_argument("--dry-run", action="store_true", help="no GPU: the tests' cuDNN, tiny shapes")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whoever is ended ends what it started
     options.out.mkdir(parents=True, exist_ok=True)
     prepare(options.out, options.dry_run)
     run = Run(options)

@@ -9,7 +9,6 @@ The file is what `gpu_microbatch_tables.py` writes.  A network is shown where th
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -21,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.gpu_microbatch_tables import compared, compared_network, summary  # noqa: E402
 from benchmarks.microbatch_chains import text  # noqa: E402
 from benchmarks.microbatch_networks import training_step  # noqa: E402
-from benchmarks.microbatch_run import BATCHES, MIB, MODES  # noqa: E402
+from benchmarks.microbatch_run import BATCHES, MIB, MODES, in_mode  # noqa: E402
 from jcuts.base.errors import JcutsError  # noqa: E402
 from jcuts.microbatch.convolution import Convolution  # noqa: E402
 from jcuts.microbatch.database import Database, Device  # noqa: E402
@@ -45,10 +44,9 @@ def networks(database: Database, device: Device) -> list[tuple[str, Network]]:
     """Whatever is there whole: training steps, and the layers of DeepBench with 4 times their batch."""
     found = []
     for name, batch in BATCHES.items():
-        step = training_step(name, batch)
         for precision, mode in MODES.items():
-            uses = tuple(dataclasses.replace(use, precision=precision) for use in step.uses)
-            found.append((f"{name}, batch {batch}, {mode}", dataclasses.replace(step, uses=uses)))
+            step = in_mode(training_step(name, batch, "float16" if precision == "half" else "float32"), precision)
+            found.append((f"{name}, batch {batch}, {mode}", step))
     for dtype, precision, mode in (
         ("float32", "float32", MODES["float32"]), ("float32", "tf32", MODES["tf32"]), ("float16", "float32", "half"),
     ):  # fmt: skip

@@ -77,11 +77,11 @@ def test_programs_of_a_network():
 def test_steps_go_on_where_they_were_cut():
     run = SimpleNamespace(dry=False, options=SimpleNamespace(precisions=["float32", "tf32"], programs=None))
     every = microbatch_whole.bases(run, ["AlexNet"], {})
-    assert len(every) == 12 and len({base["id"] for base in every}) == 12
+    assert len(every) == 16 and len({base["id"] for base in every}) == 16
     found = {"AlexNet, batch 256, TF32": {"plain jax.jit": {"what": "plain", "seconds": 1.0},
                                           "WR 64 MiB": {"what": "WR", "error": "the budget was spent"}}}  # fmt: skip
     left = [(base["precision"], base["what"]) for base in microbatch_whole.bases(run, ["AlexNet"], found)]
-    assert len(left) == 11 and ("tf32", "plain") not in left and {("tf32", "WR"), ("float32", "plain")} <= set(left)
+    assert len(left) == 15 and ("tf32", "plain") not in left and {("tf32", "WR"), ("float32", "plain")} <= set(left)
 
 
 def test_measured_times_are_analysed_without_a_device():

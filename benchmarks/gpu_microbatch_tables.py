@@ -24,6 +24,7 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import signal
 import sys
 import traceback
@@ -33,7 +34,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from benchmarks import microbatch_chains  # noqa: E402
+from benchmarks import microbatch_chains, microbatch_steps  # noqa: E402
 from benchmarks.gpu_microbatch import prepare  # noqa: E402
 from benchmarks.microbatch_chains import text  # noqa: E402
 from benchmarks.microbatch_run import (  # noqa: E402
@@ -204,6 +205,14 @@ def reduced(run: Run, layer: Any) -> tuple[Any, int]:
     ), 8  # fmt: skip
 
 
+def share_algorithms(out: Path) -> None:
+    """Whoever times algorithms of XLA for an item leaves them to the other processes, where JAX keeps them, too."""
+    folder = out.resolve() / microbatch_steps.PROGRAMS / "xla_gpu_per_fusion_autotune_cache_dir"
+    folder.mkdir(parents=True, exist_ok=True)
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_per_fusion_autotune_cache_dir={folder}".strip()
+
+
 def main() -> int:
     """Runs the items that were asked for, in order."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -229,6 +238,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whoever is ended ends what it started
     options.out.mkdir(parents=True, exist_ok=True)
     prepare(options.out, options.dry_run)
+    share_algorithms(options.out)
     run = Run(options)
     run.say(str(run.device))
     work = {"steps": steps, "deepbench": deepbench, "networks": networks, "mixed": mixed, "chains": chains}

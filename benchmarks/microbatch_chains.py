@@ -123,7 +123,7 @@ def chains(run: Any, network: Any, budget: float, keep: Callable[[dict[str, Any]
     import jax
     import numpy as np
 
-    made = programs(network, run.database, run.device, run.limits)
+    made = programs(network, run.by_cudnn, run.device, run.limits)
     end = time.monotonic() + budget
     avals: list[Any] = []
     functions = {}

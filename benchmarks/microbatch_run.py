@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import tempfile
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -27,6 +28,22 @@ FAR = 4.0
 """An algorithm that takes this many times as long as the fastest of a size is not measured for smaller ones."""
 
 
+class ByCudnn:
+    """A database without XLA's own convolutions."""
+
+    def __init__(self, database: Any) -> None:
+        self._database = database
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._database, name)
+
+    def table(self, device: Any, convolution: Any) -> Any:
+        """As of the database, less XLA's own."""
+        from jcuts.tune.divisions import only_cudnn
+
+        return only_cudnn(self._database.table(device, convolution))
+
+
 class Run:
     """What the items share: time left, the database, what is written."""
 
@@ -39,6 +56,10 @@ class Run:
         self.platform = "cpu" if self.dry else "cuda"
         self.limits = (8 << 10, 64 << 10, 512 << 10) if self.dry else (8 * MIB, 64 * MIB, 512 * MIB)
         self.database, self.device = Database(database_path()), this_device(self.platform)
+        self.by_cudnn: Any = ByCudnn(self.database)
+        self.folder = tempfile.TemporaryDirectory()
+        self.ran: list[dict[str, Any]] = []
+        """Programs whose gradients are in the folder."""
         self.kernels: dict[str, Any] = {}
         self.left_out: list[Any] = []
         for file in options.start:

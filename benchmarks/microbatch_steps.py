@@ -25,6 +25,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_LIMIT = 1 << 45
+PROGRAMS = "programs"
+"""Folder of what was compiled."""
 WARM, TIMED, TURNS = 2, 8, 3
 LIBRARY_PRODUCTS = {"xla_gpu_enable_triton_gemm": False}
 """Of all programs: products by the library.  XLA compiles hundreds of kernels to choose from otherwise, for minutes."""
@@ -46,7 +48,7 @@ class Race:
         # No lock of a cache is shared with processes that stand still.
         env = {
             **os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": str(ROOT), "CUDA_CACHE_DISABLE": "1",
-            "JAX_COMPILATION_CACHE_DIR": str(kept.resolve() / "programs"),
+            "JAX_COMPILATION_CACHE_DIR": str(kept.resolve() / PROGRAMS),
         }  # fmt: skip
         for base in bases:
             more = {"JAX_PLATFORMS": "cpu" if base["dry"] else "cuda"}

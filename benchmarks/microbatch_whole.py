@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,8 +54,8 @@ def specs_of(run: Run, network: Any, mine: Sequence[dict[str, Any]]) -> list[dic
     small, middle, large = run.limits
     uses = tuple(dataclasses.replace(use, precision=mine[0]["precision"]) for use in network.uses)
     network = dataclasses.replace(network, uses=uses)
-    total = analyse(network, run.database, run.device, limit=middle).total
-    peak = max(row.division.workspace for row in analyse(network, run.database, run.device, total=total).rows)
+    total = analyse(network, run.by_cudnn, run.device, limit=middle).total
+    peak = max(row.division.workspace for row in analyse(network, run.by_cudnn, run.device, total=total).rows)
     known: dict[str, dict[str, Any]] = {
         "plain": {"name": "plain jax.jit", "plain": True},
         "WR": {"name": f"WR {text(middle)}", "limit": middle},
@@ -79,7 +78,7 @@ def steps(run: Run) -> Any:
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["steps"] if file.exists() else {}
     found = {key: row for key, row in found.items() if "stopped" not in row}
     started = bases(run, names, found)
-    with tempfile.TemporaryDirectory() as folder, microbatch_steps.Race(started, Path(folder), run.out) as race:
+    with microbatch_steps.Race(started, Path(run.folder.name), run.out) as race:
         networks_ = {}
         for name in names:
             network, why = fill_network(run, name, spare=50.0)
@@ -100,18 +99,18 @@ def steps(run: Run) -> Any:
 
 def finished(run: Run, item: str, race: microbatch_steps.Race, found: dict[str, Any]) -> Any:
     """Runs what is compiled or compiling, and compares its gradients with those that are there."""
-    ran: list[dict[str, Any]] = []
     for spec, answer in race.run(end=time.monotonic() + max(8.0, run.left)):
         row = found.setdefault(f"{spec['network']}, batch {spec['batch']}, {MODES[spec['precision']]}", {})
         row[spec["name"]] = {"what": spec["what"], **answer}
         shown = {k: answer[k] for k in ("seconds", "seconds queued", "peak bytes", "error") if k in answer}
         run.say(f"{spec['network']} {spec['precision']} {spec['name']}: {shown}")
-        mine = [o for o in ran if (o["network"], o["precision"]) == (spec["network"], spec["precision"])]
+        mine = [o for o in run.ran if (o["network"], o["precision"]) == (spec["network"], spec["precision"])]
         for one, other in [*((spec, o) for o in mine), *((o, spec) for o in mine)]:
             if other.get("plain") or other.get("float64"):
                 off = microbatch_steps.distances(race.folder, one, other)
-                row[one["name"]][f"gradients from {other['name']}"] = off
-        ran.append(spec)
+                name = f"{one['name']}, gradients from {other['name']}"
+                row.setdefault("gradients", {})[name] = off
+        run.ran.append(spec)
         run.save(item, found)
     return found
 
@@ -131,11 +130,13 @@ def mixed(run: Run) -> Any:
                 title = "plain jax.jit" if what == "plain" else f"mixed {text(run.limits[1])}"
                 specs.append({**base, **more, "precision": precision, "name": title, "what": what,
                               "id": f"mixed-{name}-{precision}-{what}"})  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder, microbatch_steps.Race(specs, Path(folder), run.out) as race:
+    with microbatch_steps.Race(specs, Path(run.folder.name), run.out) as race:
         for name in names:
             network, why = fill_network(run, name, library=True, spare=40.0)
+            mine = [spec for spec in specs if spec["network"] == name]
             if why:
                 found[name] = {"stopped": why}
+                race.compile([spec for spec in mine if spec.get("plain")])
                 continue
             rows = found.setdefault(f"{name}: XLA's own", [])
             for use in {use.convolution.key: use for use in network.uses}.values():
@@ -145,5 +146,5 @@ def mixed(run: Run) -> Any:
                     rows.append([str(use.convolution), precision,
                                  description(wr.undivided(own, use.batch, precision=precision))])  # fmt: skip
             run.save("mixed", found)
-            race.compile([spec for spec in specs if spec["network"] == name])
+            race.compile(mine)
         return finished(run, "mixed", race, found)

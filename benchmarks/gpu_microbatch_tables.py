@@ -163,7 +163,7 @@ def types_of(run: Run) -> list[str]:
 
 
 def compared_network(run: Run, network: Any) -> dict[str, Any]:
-    """WR at the limits, and WD at the total that WR takes there and at half of it."""
+    """WR at the limits, and WD at the total that WR takes there, at half of it, and at all that WR might take."""
     from jcuts.base.errors import JcutsError
     from jcuts.microbatch.analysis import analyse
 
@@ -178,18 +178,18 @@ def compared_network(run: Run, network: Any) -> dict[str, Any]:
             "seconds": sum(r.unlimited.seconds for r in a.rows if r.unlimited), "sum": a.unlimited_total,
             "largest": max((r.unlimited.workspace for r in a.rows if r.unlimited), default=0),
         }  # fmt: skip
-        for share in (1.0, 0.5):
+        wholes = {f"{len(network.uses)} times the limit": limit * len(network.uses)}  # as the paper compares them
+        for name, total in {"1 of that sum": a.total, "0.5 of that sum": a.total // 2, **wholes}.items():
             try:
-                total = int(share * a.total)
                 wd = analyse(network, run.database, run.device, total=total)
                 peak = max(r.division.workspace for r in wd.rows)
                 again = analyse(network, run.database, run.device, limit=peak)
-                entry[f"WD at {share:g} of that sum"] = {
+                entry[f"WD at {name}"] = {
                     "seconds": wd.seconds, "sum": wd.total, "largest": peak, "proven": wd.proven,
                     "WR at its largest": again.seconds,
                 }  # fmt: skip
             except JcutsError as error:
-                entry[f"WD at {share:g} of that sum"] = error.message[:200]
+                entry[f"WD at {name}"] = error.message[:200]
         row[text(limit)] = entry
     return row
 

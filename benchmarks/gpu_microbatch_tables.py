@@ -24,6 +24,8 @@ import argparse
 import dataclasses
 import json
 import math
+import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -32,10 +34,19 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from benchmarks import microbatch_chains  # noqa: E402
+from benchmarks import microbatch_chains, microbatch_steps  # noqa: E402
 from benchmarks.gpu_microbatch import prepare  # noqa: E402
 from benchmarks.microbatch_chains import text  # noqa: E402
-from benchmarks.microbatch_run import BATCHES, MODES, Run, chained, description, fill_network  # noqa: E402
+from benchmarks.microbatch_run import (  # noqa: E402
+    BATCHES,
+    MODES,
+    Run,
+    chained,
+    description,
+    fill_network,
+    in_mode,
+    precisions_of,
+)
 from benchmarks.microbatch_whole import mixed, steps  # noqa: E402
 
 ITEMS = ("steps", "deepbench", "networks", "mixed", "chains")
@@ -119,16 +130,16 @@ def networks(run: Run) -> Any:
     """Four networks: sums of measured times and of workspaces."""
     found: dict[str, Any] = {}
     for name in run.options.networks or tuple(BATCHES):
-        network, why = fill_network(run, name)
-        if why:
-            found[name] = {"stopped": why}
-            continue
-        for precision, mode in MODES.items():
-            uses = tuple(dataclasses.replace(use, precision=precision) for use in network.uses)
-            key = f"{name}, batch {network.uses[0].batch}, {mode}"
-            found[key] = compared_network(run, dataclasses.replace(network, uses=uses))
-            run.say(f"{key}: {json.dumps(found[key])}")
-        run.save("networks", found)
+        for dtype in types_of(run):
+            network, why = fill_network(run, name, dtype=dtype)
+            if why:
+                found[f"{name} {dtype}"] = {"stopped": why}
+                continue
+            for precision in precisions_of(run, dtype):
+                key = f"{name}, batch {network.uses[0].batch}, {MODES[precision]}"
+                found[key] = compared_network(run, in_mode(network, precision))
+                run.say(f"{key}: {json.dumps(found[key])}")
+            run.save("networks", found)
     return found
 
 
@@ -136,17 +147,23 @@ def chains(run: Run) -> Any:
     """The convolutions of four networks as programs: WR, WD, single calls."""
     found: dict[str, Any] = {}
     for name in run.options.networks or tuple(BATCHES):
-        network, why = fill_network(run, name)
-        if why:
-            found[name] = {"stopped": why}
-            run.save("chains", found)
-            continue
-        chained(run, name, network, found)
+        for dtype in types_of(run):
+            network, why = fill_network(run, name, dtype=dtype)
+            if why:
+                found[f"{name} {dtype}"] = {"stopped": why}
+                run.save("chains", found)
+                continue
+            chained(run, name, network, found)
     return found
 
 
+def types_of(run: Run) -> list[str]:
+    """Types of networks whose precisions were asked for."""
+    return [dtype for dtype in ("float32", "float16") if precisions_of(run, dtype)]
+
+
 def compared_network(run: Run, network: Any) -> dict[str, Any]:
-    """WR at the limits, and WD at the total that WR takes there and at half of it."""
+    """WR at the limits, and WD at the total that WR takes there, at half of it, and at all that WR might take."""
     from jcuts.base.errors import JcutsError
     from jcuts.microbatch.analysis import analyse
 
@@ -161,18 +178,18 @@ def compared_network(run: Run, network: Any) -> dict[str, Any]:
             "seconds": sum(r.unlimited.seconds for r in a.rows if r.unlimited), "sum": a.unlimited_total,
             "largest": max((r.unlimited.workspace for r in a.rows if r.unlimited), default=0),
         }  # fmt: skip
-        for share in (1.0, 0.5):
+        wholes = {f"{len(network.uses)} times the limit": limit * len(network.uses)}  # as the paper compares them
+        for name, total in {"1 of that sum": a.total, "0.5 of that sum": a.total // 2, **wholes}.items():
             try:
-                total = int(share * a.total)
                 wd = analyse(network, run.database, run.device, total=total)
                 peak = max(r.division.workspace for r in wd.rows)
                 again = analyse(network, run.database, run.device, limit=peak)
-                entry[f"WD at {share:g} of that sum"] = {
+                entry[f"WD at {name}"] = {
                     "seconds": wd.seconds, "sum": wd.total, "largest": peak, "proven": wd.proven,
                     "WR at its largest": again.seconds,
                 }  # fmt: skip
             except JcutsError as error:
-                entry[f"WD at {share:g} of that sum"] = error.message[:200]
+                entry[f"WD at {name}"] = error.message[:200]
         row[text(limit)] = entry
     return row
 
@@ -188,6 +205,14 @@ def reduced(run: Run, layer: Any) -> tuple[Any, int]:
     ), 8  # fmt: skip
 
 
+def share_algorithms(out: Path) -> None:
+    """Whoever times algorithms of XLA for an item leaves them to the other processes, where JAX keeps them, too."""
+    folder = out.resolve() / microbatch_steps.PROGRAMS / "xla_gpu_per_fusion_autotune_cache_dir"
+    folder.mkdir(parents=True, exist_ok=True)
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_per_fusion_autotune_cache_dir={folder}".strip()
+
+
 def main() -> int:
     """Runs the items that were asked for, in order."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -196,16 +221,24 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=480.0, help="seconds in all; what is left undone is said")
     parser.add_argument("--seconds", type=float, default=0.08, help="of timing per convolution and batch size")
     parser.add_argument("--slices", type=int, default=3, help="algorithms of a convolution tried in slices, at most")
-    parser.add_argument("--start", type=Path, help="tables.json of an earlier run on the same device")
+    parser.add_argument("--start", type=Path, nargs="+", default=[], help="tables of earlier runs on the same device")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "float16"], help="of DeepBench")
     parser.add_argument("--layers", nargs="+", type=int, help="rows of DeepBench; all of them by default")
     parser.add_argument("--networks", nargs="+", choices=list(BATCHES), help="of steps, chains and networks")
-    parser.add_argument("--precisions", nargs="+", choices=list(MODES), default=list(MODES), help="of steps, chains")
+    parser.add_argument(
+        "--precisions",
+        nargs="+",
+        choices=list(MODES),
+        default=["float32", "tf32"],
+        help="of steps, chains, networks, mixed; half: of chains and networks",
+    )
     parser.add_argument("--programs", nargs="+", help="of steps: WR, single, plain, ...; all of them by default")
     parser.add_argument("--dry-run", action="store_true", help="no GPU: the tests' cuDNN, tiny shapes")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whoever is ended ends what it started
     options.out.mkdir(parents=True, exist_ok=True)
     prepare(options.out, options.dry_run)
+    share_algorithms(options.out)
     run = Run(options)
     run.say(str(run.device))
     work = {"steps": steps, "deepbench": deepbench, "networks": networks, "mixed": mixed, "chains": chains}

@@ -118,59 +118,60 @@ def chain(network: Any, divisions: Sequence[Any], platform: str) -> tuple[Callab
     return run, avals
 
 
-def chains(run: Any, network: Any, budget: float) -> dict[str, Any]:
-    """Seconds and memory of every program of a network whose kernels are timed."""
+def chains(run: Any, network: Any, budget: float, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Seconds and memory of every program of a network whose kernels are timed; kept whenever one more is known."""
     import jax
     import numpy as np
 
-    made = programs(network, run.database, run.device, run.limits)
+    made = programs(network, run.by_cudnn, run.device, run.limits)
     end = time.monotonic() + budget
     avals: list[Any] = []
     functions = {}
     for name, divisions in made.items():
         functions[name], avals = chain(network, divisions, run.platform)
-    with ThreadPoolExecutor(THREADS) as pool:
-        compiled = {
-            name: pool.submit(lambda function: jax.jit(function).lower(*avals).compile(), function)
-            for name, function in functions.items()
-        }
     block = 0.1 * np.random.default_rng(0).standard_normal(1 << 20)
     arrays = [jax.device_put(np.resize(block.astype(aval.dtype), aval.shape)) for aval in avals]
     found: dict[str, Any] = {}
-    times: dict[str, list[float]] = {}
-    for name, divisions in made.items():
-        spaces = [division.workspace for division in divisions]
-        found[name] = {
-            "added up": sum(division.seconds for division in divisions), "sum of workspaces": sum(spaces),
-            "largest": max(spaces), "in pieces": sum(len(division.parts) > 1 for division in divisions),
-            "in slices": sum("slices" in str(division) for division in divisions),
-        }  # fmt: skip
-        try:
-            program = compiled[name].result()
-            analysis = program.memory_analysis()
-            found[name]["temporary bytes"] = analysis and int(analysis.temp_size_in_bytes)
-            jax.block_until_ready(program(*arrays))
-            times[name] = []
-        except Exception as error:  # the other programs are still worth having
-            found[name]["error"] = str(error)[:300]
+    compiled: dict[str, Any] = {}
     calls = 1 if run.dry else CALLS
-    for turn in range(ROUNDS):
-        for name, samples in times.items():
-            if time.monotonic() > end and samples:
-                continue
-            program = compiled[name].result()
-            if not turn:
-                jax.block_until_ready(program(*arrays))
-            begin = time.perf_counter()
-            result = None
-            for _ in range(calls):
-                result = None  # the next call's results take the same memory: CUDA graphs stay as they are
-                result = program(*arrays)
-            jax.block_until_ready(result)
-            samples.append((time.perf_counter() - begin) / calls)
-            result = None
-    for name, samples in times.items():
+
+    def sample(name: str) -> None:
+        begin = time.perf_counter()
+        result = None
+        for _ in range(calls):
+            result = None  # the next call's results take the same memory: CUDA graphs stay as they are
+            result = compiled[name](*arrays)
+        jax.block_until_ready(result)
+        samples = [*found[name].get("samples", []), (time.perf_counter() - begin) / calls]
         found[name] |= {"seconds": sorted(samples)[len(samples) // 2], "samples": samples}
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        waiting = {
+            name: pool.submit(lambda function: jax.jit(function).lower(*avals).compile(), function)
+            for name, function in functions.items()
+        }
+        for name, divisions in made.items():
+            spaces = [division.workspace for division in divisions]
+            found[name] = {
+                "added up": sum(division.seconds for division in divisions), "sum of workspaces": sum(spaces),
+                "largest": max(spaces), "in pieces": sum(len(division.parts) > 1 for division in divisions),
+                "in slices": sum("slices" in str(division) for division in divisions),
+            }  # fmt: skip
+            try:
+                program = waiting[name].result()
+                analysis = program.memory_analysis()
+                found[name]["temporary bytes"] = analysis and int(analysis.temp_size_in_bytes)
+                for _ in range(2):
+                    jax.block_until_ready(program(*arrays))
+                compiled[name] = program
+                sample(name)
+            except Exception as error:  # the other programs are still worth having
+                found[name]["error"] = str(error)[:300]
+            keep(found)
+    for _ in range(ROUNDS):
+        for name in compiled:
+            if time.monotonic() < end:
+                sample(name)
     return found
 
 
@@ -178,7 +179,7 @@ def lines(key: str, found: dict[str, Any]) -> list[str]:
     """One network as text."""
     made = [f"{key}:"]
     for name, row in found.items():
-        took = row.get("error") or f"{1e3 * row['seconds']:.2f} ms (added up {1e3 * row['added up']:.2f})"
+        took = row.get("error") or f"{1e3 * min(row['samples']):.2f} ms (added up {1e3 * row['added up']:.2f})"
         temporary = json.dumps(row.get("temporary bytes"))
         made.append(f"  {name}: {took}; temporary {temporary}, sum {text(row['sum of workspaces'])}")
     return made

@@ -1,9 +1,9 @@
 """WR and WD on measured times, without a device: networks, and DeepBench's layers as one network.
 
     python benchmarks/microbatch_offline.py benchmarks/results/gpu_microbatch_tables_h200_2026-11-22.json
-    python benchmarks/microbatch_offline.py results/tables.json --json results/offline.json
+    python benchmarks/microbatch_offline.py results/a/tables.json results/b/tables.json --json results/offline.json
 
-The file is what `gpu_microbatch_tables.py` writes.  A network is shown where the times of all of its kernels are there.
+The files are what `gpu_microbatch_tables.py` writes.  A network is shown where the times of all of its kernels are.
 """
 
 from __future__ import annotations
@@ -21,34 +21,46 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.gpu_microbatch_tables import compared, compared_network, summary  # noqa: E402
 from benchmarks.microbatch_chains import text  # noqa: E402
 from benchmarks.microbatch_networks import training_step  # noqa: E402
-from benchmarks.microbatch_run import BATCHES, MIB, MODES  # noqa: E402
-from jcuts.base.errors import JcutsError  # noqa: E402
+from benchmarks.microbatch_run import BATCHES, MIB, MODES, in_mode  # noqa: E402
+from jcuts.base.errors import JcutsError, UsageError  # noqa: E402
+from jcuts.microbatch import wr  # noqa: E402
+from jcuts.microbatch.analysis import tables_of  # noqa: E402
 from jcuts.microbatch.convolution import Convolution  # noqa: E402
 from jcuts.microbatch.database import Database, Device  # noqa: E402
 from jcuts.microbatch.deepbench import layers  # noqa: E402
 from jcuts.microbatch.network import Network, Use  # noqa: E402
 from jcuts.microbatch.table import Micro  # noqa: E402
+from jcuts.xla import cudnn  # noqa: E402
+from jcuts.xla.cudnn_plan import buffer_bytes  # noqa: E402
 
 
-def database_of(file: Path) -> tuple[Database, Device]:
-    """The times of a file."""
-    data = json.loads(file.read_text(encoding="utf-8"))
-    database, device = Database(None), Device(data["device"], "", "")
-    for row in data["tables"]:
-        convolution = Convolution.from_json(row["convolution"])
-        for size, micros in row["sizes"].items():
-            database.record(device, convolution, int(size), [Micro(int(size), *micro) for micro in micros])
-    return database, device
+def database_of(*files: Path) -> tuple[Database, Device]:
+    """The times of files of one device; of what is in several the last one's.  XLA's own convolutions are left out."""
+    found: dict[tuple[Convolution, int], dict[tuple[str, str], Micro]] = {}
+    devices = []
+    for file in files:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        devices.append(Device(data["device"], "", ""))
+        for row in data["tables"]:
+            convolution = Convolution.from_json(row["convolution"])
+            for size, micros in row["sizes"].items():
+                made = [Micro(int(size), *micro) for micro in micros if cudnn.is_cudnn(micro[0])]
+                found.setdefault((convolution, int(size)), {}).update({(m.algorithm, m.math): m for m in made})
+    if len(set(devices)) != 1:
+        raise UsageError(f"times of several devices: {', '.join(device.name for device in devices)}")
+    database = Database(None)
+    for (convolution, size), micros in found.items():
+        database.record(devices[0], convolution, size, list(micros.values()))
+    return database, devices[0]
 
 
 def networks(database: Database, device: Device) -> list[tuple[str, Network]]:
     """Whatever is there whole: training steps, and the layers of DeepBench with 4 times their batch."""
     found = []
     for name, batch in BATCHES.items():
-        step = training_step(name, batch)
         for precision, mode in MODES.items():
-            uses = tuple(dataclasses.replace(use, precision=precision) for use in step.uses)
-            found.append((f"{name}, batch {batch}, {mode}", dataclasses.replace(step, uses=uses)))
+            step = in_mode(training_step(name, batch, "float16" if precision == "half" else "float32"), precision)
+            found.append((f"{name}, batch {batch}, {mode}", step))
     for dtype, precision, mode in (
         ("float32", "float32", MODES["float32"]), ("float32", "tf32", MODES["tf32"]), ("float16", "float32", "half"),
     ):  # fmt: skip
@@ -59,6 +71,28 @@ def networks(database: Database, device: Device) -> list[tuple[str, Network]]:
     return [(name, n) for name, n in found if all(
         not database.missing(device, use.convolution, (use.batch,)) for use in n.uses
     )]  # fmt: skip
+
+
+def memory(network: Network, database: Database, device: Device) -> dict[str, Any]:
+    """What layers take, as the paper's figure 12: images, results, filters, and the largest workspace of their kernels.
+
+    Single calls within 512 MiB against WR within 64 MiB; a layer's kernels are those of equal shapes.
+    """
+    layers: dict[str, dict[str, int]] = {}
+    seconds = {"single": 0.0, "WR": 0.0}
+    for use, table in zip(network.uses, tables_of(network, database, device), strict=True):
+        single = wr.undivided(table, use.batch, 512 * MIB, precision=use.precision)
+        divided = wr.divide(table, use.batch, 64 * MIB, precision=use.precision)
+        if single is None:
+            raise UsageError(f"no single call of {use.convolution} fits 512 MiB")
+        row = layers.setdefault(str(dataclasses.replace(use.convolution, kind="forward")), {})
+        row["data"] = sum(buffer_bytes(use.convolution, use.batch))
+        for name, division in (("single", single), ("WR", divided)):
+            row[name] = max(row.get(name, 0), division.workspace)
+            seconds[name] += division.seconds
+    ratios = {name: (row["data"] + row["single"]) / (row["data"] + row["WR"]) for name, row in layers.items()}
+    slower = seconds["WR"] / seconds["single"]
+    return {"layers": layers, "ratios": ratios, "most": max(ratios.values()), "slower": slower}
 
 
 def lines(name: str, row: dict[str, Any]) -> list[str]:
@@ -83,10 +117,10 @@ def lines(name: str, row: dict[str, Any]) -> list[str]:
 def main() -> int:
     """Prints every network."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tables", type=Path)
+    parser.add_argument("tables", type=Path, nargs="+")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    database, device = database_of(options.tables)
+    database, device = database_of(*options.tables)
     found: dict[str, Any] = {"device": device.name}
     for name, network in networks(database, device):
         # Of DeepBench's layers no sizes were timed below those that fit 64 MiB.
@@ -104,6 +138,9 @@ def main() -> int:
             print(f"{name}: {error.message[:200]}")
             continue
         print("\n".join(lines(name, found[name])), flush=True)
+        if network.name != "DeepBench":
+            found[name]["memory of layers"] = row = memory(network, database, device)
+            print(f"  a layer takes 1/{row['most']:.2f} at best, all take {row['slower']:.2f} times as long")
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import tempfile
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -19,9 +20,28 @@ from benchmarks.microbatch_networks import training_step
 
 MIB = 1 << 20
 BATCHES = {"ResNet-18": 128, "AlexNet": 256, "ResNet-50": 64, "DenseNet-40": 256}
-MODES = {"float32": "float32 HIGHEST", "tf32": "TF32"}
+MODES = {"float32": "float32 HIGHEST", "tf32": "TF32", "half": "half"}
+"""Precisions by name; half: sums in float32."""
+LIKE = 8
+"""So many convolutions of a kind say which algorithms no other one of it needs."""
 FAR = 4.0
 """An algorithm that takes this many times as long as the fastest of a size is not measured for smaller ones."""
+
+
+class ByCudnn:
+    """A database without XLA's own convolutions."""
+
+    def __init__(self, database: Any) -> None:
+        self._database = database
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._database, name)
+
+    def table(self, device: Any, convolution: Any) -> Any:
+        """As of the database, less XLA's own."""
+        from jcuts.tune.divisions import only_cudnn
+
+        return only_cudnn(self._database.table(device, convolution))
 
 
 class Run:
@@ -36,10 +56,14 @@ class Run:
         self.platform = "cpu" if self.dry else "cuda"
         self.limits = (8 << 10, 64 << 10, 512 << 10) if self.dry else (8 * MIB, 64 * MIB, 512 * MIB)
         self.database, self.device = Database(database_path()), this_device(self.platform)
+        self.by_cudnn: Any = ByCudnn(self.database)
+        self.folder = tempfile.TemporaryDirectory()
+        self.ran: list[dict[str, Any]] = []
+        """Programs whose gradients are in the folder."""
         self.kernels: dict[str, Any] = {}
         self.left_out: list[Any] = []
-        if options.start:
-            self.take(json.loads(options.start.read_text(encoding="utf-8")))
+        for file in options.start:
+            self.take(json.loads(file.read_text(encoding="utf-8")))
         for entry in self.database.entries():
             if entry.device == self.device and entry.convolution.key not in self.kernels:
                 self.note(entry.convolution)
@@ -69,6 +93,7 @@ class Run:
         """Times of an earlier run on the same device and libraries."""
         from jcuts.microbatch.convolution import Convolution
         from jcuts.microbatch.table import Micro
+        from jcuts.xla import cudnn
 
         if data["device"] != str(self.device):
             self.say(f"times of {data['device']} are not used on {self.device}")
@@ -76,7 +101,7 @@ class Run:
         for row in data["tables"]:
             convolution = Convolution.from_json(row["convolution"])
             for size, micros in row["sizes"].items():
-                made = [Micro(int(size), *micro) for micro in micros]
+                made = [Micro(int(size), *micro) for micro in micros if cudnn.is_cudnn(micro[0])]
                 remarks = row.get("remarks", {}).get(size, {})
                 self.database.record(self.device, convolution, int(size), made, remarks=remarks)
             self.note(convolution)
@@ -89,14 +114,14 @@ class Run:
         from jcuts.microbatch.refine import sizes_between
         from jcuts.tune.convolutions import measured, measured_in_slices
 
-        size, measurer.unwanted = batch, frozenset()
+        size, measurer.unwanted = batch, self.never(convolution)
         while size:
             table = measured(convolution, size, self.database, measurer, policy="undivided", library=False)
             best = [wr.undivided(table, size, precision=p) for p in precisions]
             if all(one is None or one.workspace <= min(limits) for one in best) and any(best):
                 break
             lacking = self.database.remarks(self.device, convolution, size)
-            measurer.unwanted = frozenset() if lacking else slow(table, size, precisions)
+            measurer.unwanted = frozenset() if lacking else slow(table, size, precisions) | measurer.unwanted
             size = size // 2 // convolution.unit * convolution.unit
         for limit in limits if size < batch else ():
             for precision in precisions:
@@ -107,6 +132,22 @@ class Run:
         table = measured_in_slices(convolution, batch, limits, precisions, self.database, measurer, most=most)
         self.note(convolution)
         return table
+
+    def never(self, convolution: Any) -> frozenset[str]:
+        """Algorithms that were no candidate for any of many like convolutions: faster ones needed no more workspace."""
+        like = [row for row in self.kernels.values() if _alike(row["convolution"], convolution.to_json())]
+        if len(like) < LIKE:
+            return frozenset()
+        every: set[str] = set()
+        kept: set[str] = set()
+        for row in like:
+            for micros in row["sizes"].values():
+                every |= {f"{a} {m}" for a, m, _, _ in micros}
+                for math in {m for _, m, _, _ in micros}:
+                    mine = [micro for micro in micros if micro[1] == math]
+                    kept |= {f"{a} {m}" for a, m, seconds, space in mine
+                             if not any(s < seconds and w <= space for _, _, s, w in mine)}  # fmt: skip
+        return frozenset(every - kept)
 
     def note(self, convolution: Any) -> None:
         """Keeps a convolution's times for ``tables.json``."""
@@ -124,6 +165,23 @@ class Run:
         return Measurer(self.device, self.platform, asked=max(self.limits), seconds=self.options.seconds)
 
 
+def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(one[name] == other[name] for name in ("kind", "dtype", "window", "strides"))
+
+
+def precisions_of(run: Run, dtype: str) -> list[str]:
+    """Of the precisions that were asked for those of networks in a type."""
+    return [p for p in run.options.precisions if (p == "half") == (dtype == "float16")]
+
+
+def in_mode(network: Any, mode: str) -> Any:
+    """A network, whose type is the mode's, asked for in a precision."""
+    precision = "float32" if mode == "half" else mode
+    return dataclasses.replace(
+        network, uses=tuple(dataclasses.replace(use, precision=precision) for use in network.uses)
+    )
+
+
 def slow(table: Any, size: int, precisions: Sequence[str]) -> frozenset[str]:
     """Algorithms that are far from the fastest of a size at every precision, or do not run: not measured for less."""
     from jcuts.microbatch.convolution import MATHS
@@ -138,11 +196,13 @@ def slow(table: Any, size: int, precisions: Sequence[str]) -> frozenset[str]:
     return frozenset(every - kept)
 
 
-def kernels_of(run: Run, name: str) -> Any:
+def kernels_of(run: Run, name: str, dtype: str) -> Any:
     """The network, and its distinct convolutions."""
-    network = training_step(name, BATCHES[name])
+    network = training_step(name, BATCHES[name], dtype)
     if run.dry:
-        network = traced(name, 4)
+        uses = traced(name, 4).uses
+        uses = [dataclasses.replace(u, convolution=dataclasses.replace(u.convolution, dtype=dtype)) for u in uses]
+        network = dataclasses.replace(network, uses=tuple(uses))
     return network, list({use.convolution.key: use for use in network.uses}.values())
 
 
@@ -159,33 +219,40 @@ def traced(name: str, batch: int, *, tiny: bool = True) -> Any:
     return divide.network_of(simplify(inline(jax.make_jaxpr(step)(*arguments))), name)
 
 
-def fill_network(run: Run, name: str, *, library: bool = False, spare: float = 20.0) -> tuple[Any, str]:
+def fill_network(
+    run: Run, name: str, *, dtype: str = "float32", library: bool = False, spare: float = 20.0
+) -> tuple[Any, str]:
     """A network with all its times, or why not."""
     from jcuts.tune.convolutions import measured
 
-    network, uses = kernels_of(run, name)
+    network, uses = kernels_of(run, name, dtype)
+    precisions = ("float32",) if dtype == "float16" else ("float32", "tf32")
     with run.measurer() as measurer:
         for done, use in enumerate(uses):
             if run.left < spare:
                 run.save_tables()
                 return network, f"the budget was spent after {done} of {len(uses)} kernels"
-            run.fill(measurer, use.convolution, use.batch, run.limits, tuple(MODES))
+            run.fill(measurer, use.convolution, use.batch, run.limits, precisions)
             if library:
                 measured(use.convolution, use.batch, run.database, measurer, policy="undivided")
         run.left_out += measurer.left_out
     run.save_tables()
-    run.say(f"{name}: {len(uses)} distinct kernels are timed")
+    run.say(f"{name}, {dtype}: {len(uses)} distinct kernels are timed")
     return network, ""
 
 
 def chained(run: Run, name: str, network: Any, found: dict[str, Any]) -> None:
-    """One network, whose kernels are timed, in every precision."""
-    for precision in run.options.precisions:
+    """One network, whose kernels are timed, in every precision of its type."""
+    for precision in precisions_of(run, network.uses[0].convolution.dtype):
         if run.left < 15:
             break
-        uses = tuple(dataclasses.replace(use, precision=precision) for use in network.uses)
         key = f"{name}, batch {network.uses[0].batch}, {MODES[precision]}"
-        found[key] = microbatch_chains.chains(run, dataclasses.replace(network, uses=uses), run.left - 10)
+
+        def keep(rows: dict[str, Any], key: str = key) -> None:
+            found[key] = rows
+            run.save("chains", found)
+
+        found[key] = microbatch_chains.chains(run, in_mode(network, precision), run.left - 10, keep)
         run.say("\n".join(microbatch_chains.lines(key, found[key])))
         run.save("chains", found)
 

@@ -3,8 +3,9 @@
     spec     plain: plain jax.jit; float64: plain, in float64; limit: WR [B]; total: WD with the paper's constraint [B];
              single: single calls of cuDNN only; mixed: XLA's own convolutions compete; launched: no CUDA graphs
 
-All processes import, trace and compile at once; then they run one after the other, each alone on the device.  Run by
-`gpu_microbatch_tables.py`, which fills the database meanwhile.
+All processes import, trace and compile at once.  Whoever is ready runs; all others stand still meanwhile, since XLA
+times algorithms on the device while it compiles.  Every program is compiled once: what was compiled is kept, with the
+algorithms that XLA chose.  Run by `gpu_microbatch_tables.py`, which fills the database meanwhile.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -23,22 +25,31 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_LIMIT = 1 << 45
-WARM, TIMED = 2, 8
+PROGRAMS = "programs"
+"""Folder of what was compiled."""
+WARM, TIMED, TURNS = 2, 8, 3
+LIBRARY_PRODUCTS = {"xla_gpu_enable_triton_gemm": False}
+"""Of all programs: products by the library.  XLA compiles hundreds of kernels to choose from otherwise, for minutes."""
 
 
 class Race:
     """Programs that compile in processes of their own, and take turns.
 
     Args: bases: of every program ``id``, ``network``, ``batch``, ``precision``, ``dry``, and ``float64`` where it is;
-    folder: for gradients, deleted by the caller.  A context manager: no process outlives it.
+    folder: for gradients, deleted by the caller; kept: where compiled programs stay.  A context manager: no process
+    outlives it.
     """
 
-    def __init__(self, bases: Sequence[dict[str, Any]], folder: Path) -> None:
+    def __init__(self, bases: Sequence[dict[str, Any]], folder: Path, kept: Path) -> None:
         self.folder = folder
         self.running: dict[str, tuple[subprocess.Popen[str], queue.SimpleQueue[str]]] = {}
         self.specs: dict[str, dict[str, Any]] = {}
         self.done: set[str] = set()
-        env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": str(ROOT)}
+        # No lock of a cache is shared with processes that stand still.
+        env = {
+            **os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": str(ROOT), "CUDA_CACHE_DISABLE": "1",
+            "JAX_COMPILATION_CACHE_DIR": str(kept.resolve() / PROGRAMS),
+        }  # fmt: skip
         for base in bases:
             more = {"JAX_PLATFORMS": "cpu" if base["dry"] else "cuda"}
             if base.get("float64"):
@@ -66,28 +77,41 @@ class Race:
             self.specs[spec["id"]] = spec
             self._say(spec["id"], json.dumps(spec))
 
-    def run(self, *, ready: float, end: float) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    def run(self, end: float) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """(spec, answer) of all that did not run yet; of those that fail or take too long ``{"error": why}``.
 
-        Args: times of `time.monotonic` when waiting for the last ones to compile ends, and when everything does.
+        Args: end: time of `time.monotonic` when waiting ends.
         """
-        # Plain programs first: without them the others say little.
-        mine = sorted(self.specs.items(), key=lambda pair: not pair[1].get("plain"))
-        waiting = {name: spec for name, spec in mine if name not in self.done}
+        waiting = {name: spec for name, spec in self.specs.items() if name not in self.done}
         self.done |= set(waiting)
-        said = {name: _next(self.running[name][1], ready) for name in waiting}
         while waiting:
-            name = next((n for n in waiting if said[n]), next(iter(waiting)))  # who is ready comes first
-            spec = waiting.pop(name)
-            text = said[name] or _next(self.running[name][1], end)
-            if text == "ready" and time.monotonic() < end:
-                self._say(name, "go")
-                text = _next(self.running[name][1], end)
+            late = time.monotonic() >= end
+            name = next((n for n in waiting if not self.running[n][1].empty()), next(iter(waiting)) if late else None)
+            if name is None:
+                time.sleep(0.05)
+                continue
+            spec, (process, lines) = waiting.pop(name), self.running[name]
+            text = _next(lines, 0.0)
+            if text == "ready" and not late:
+                with self._alone(name):
+                    self._say(name, "go")
+                    text = _next(lines, end)
             answer = json.loads(text) if text.startswith("{") else {"error": self._words(name, end)}
-            process = self.running[name][0]
             process.kill()
             process.wait()
             yield spec, answer
+
+    @contextlib.contextmanager
+    def _alone(self, name: str) -> Iterator[None]:
+        """All other processes stand still."""
+        others = [process for n, (process, _) in self.running.items() if n != name and process.poll() is None]
+        try:
+            for process in others:
+                process.send_signal(signal.SIGSTOP)
+            yield
+        finally:
+            for process in others:
+                process.send_signal(signal.SIGCONT)
 
     @property
     def waiting(self) -> int:
@@ -163,6 +187,7 @@ def child(base: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     from benchmarks.microbatch_models import gradients, inputs_of
     from jcuts.trace import jaxapi
+    from jcuts.xla.convolutions import scratch_bytes
 
     arguments = inputs_of(base["network"], base["batch"], tiny=base["dry"])
     if base.get("float64"):
@@ -177,16 +202,24 @@ def child(base: dict[str, Any], folder: Path) -> dict[str, Any]:
         raise SystemExit(0)
     spec = json.loads(heard)
     start = time.monotonic()
-    lean = {"xla_gpu_autotune_level": 0} if spec.get("float64") and not spec["dry"] else None
+    lean = {} if spec["dry"] else {"xla_gpu_autotune_level": 0} if spec.get("float64") else LIBRARY_PRODUCTS
+    device = jax.local_devices()[0]
+    peaks: dict[str, Any] = {}
+
+    def note(when: str) -> None:
+        peaks[when] = (device.memory_stats() or {}).get("peak_bytes_in_use")
 
     def made(spec: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         chosen, said = program(spec, closed)
         compiled = jax.jit(lambda *xs: jaxapi.eval_closed(chosen, *xs), compiler_options=lean).lower(*leaves).compile()
         analysis = compiled.memory_analysis()
-        return compiled, {**said, "temporary bytes": analysis and int(analysis.temp_size_in_bytes)}
+        scratch = scratch_bytes(compiled.as_text() or "")
+        temporary = analysis and int(analysis.temp_size_in_bytes)
+        return compiled, {**said, "temporary bytes": temporary, "largest workspace of XLA's convolutions": scratch}
 
     compiled, said = made(spec)
     said["compile seconds"] = round(time.monotonic() - start, 1)
+    note("compiled")
     print("ready", flush=True)
     if sys.stdin.readline().strip() != "go":
         raise SystemExit(0)
@@ -199,22 +232,41 @@ def child(base: dict[str, Any], folder: Path) -> dict[str, Any]:
         compiled, said = made({**spec, "launched": True})
         said["in graphs"] = str(error)[:400]
         result = jax.block_until_ready(compiled(*inputs))
+    note("called")
     np.savez(folder / f"{spec['id']}.npz", *[_some(np.asarray(x)) for x in result])
-    times, count = [], 1 if spec["dry"] or spec.get("once") else TIMED
-    for k in range(WARM + count):
-        result = None
+    waited: list[float] = []
+    launched: list[float] = []
+    queued: list[float] = []
+    count, turns = (1, 1) if spec["dry"] or spec.get("once") else (TIMED, TURNS)
+    for turn in range(turns):
+        for k in range(WARM + count):
+            result = None
+            begin = time.perf_counter()
+            result = compiled(*inputs)
+            sent = time.perf_counter()
+            jax.block_until_ready(result)
+            if k >= WARM:
+                waited.append(time.perf_counter() - begin)
+                launched.append(sent - begin)
+        note("waited for") if not turn else None
         begin = time.perf_counter()
-        result = jax.block_until_ready(compiled(*inputs))
-        times += [time.perf_counter() - begin] if k >= WARM else []
-    begin = time.perf_counter()
-    for _ in range(count):
-        result = compiled(*inputs)
-    jax.block_until_ready(result)
-    queued = (time.perf_counter() - begin) / count
-    stats = jax.local_devices()[0].memory_stats() or {}
-    return {**said, "loss": float(np.load(folder / f"{spec['id']}.npz")["arr_0"]), "seconds": float(np.median(times)),
-            "quartiles": [float(q) for q in np.quantile(times, (0.25, 0.75))], "seconds queued": queued,
-            "peak bytes": stats.get("peak_bytes_in_use")}  # fmt: skip
+        for _ in range(count):
+            result = None
+            result = compiled(*inputs)
+        jax.block_until_ready(result)
+        queued.append((time.perf_counter() - begin) / count)
+    note("queued")
+    return {
+        **said,
+        "loss": float(np.load(folder / f"{spec['id']}.npz")["arr_0"]),
+        "seconds": float(np.median(waited)),
+        "quartiles": [float(q) for q in np.quantile(waited, (0.25, 0.75))],
+        "seconds queued": float(np.median(queued)),
+        "queued": queued,
+        "seconds of launching": float(np.median(launched)),
+        "peaks": peaks,
+        "peak bytes": peaks["waited for"],
+    }
 
 
 def _some(array: Any) -> Any:

@@ -294,7 +294,7 @@ class Deciding:
         """What a decision is kept under."""
         places = "; ".join(place_text(place) for _, place in signature.leaves)
         kinds = sorted({d.device_kind for d in jax.local_devices() if d.platform == platform})
-        limits = ("limits 1",) if divide.is_asked(self.settings) else ()  # changes with what they allow
+        limits = ("limits 2",) if divide.is_asked(self.settings) else ()  # changes with what they allow
         return digest("guard", *limits, jaxapi.canonical_text(closed), repr(self.settings), platform, ",".join(kinds),
                       places, repr(self._options), repr(sorted(versions().items())))
 

@@ -24,7 +24,7 @@ from jcuts.trace import jaxapi
 from jcuts.tune import divisions
 from jcuts.tune.convolutions import Measurer, measured, measured_in_slices, this_device, to_slice
 from jcuts.xla import cudnn
-from jcuts.xla.convolutions import Site
+from jcuts.xla.convolutions import LIBRARY, Site
 
 SPACE = 4096  # bytes per sample and algorithm number, as tests/xla/fake_cudnn.cc asks for
 BATCH = 6
@@ -46,7 +46,7 @@ def arguments():
     return p, rng.standard_normal((BATCH, 8, 8, 4)).astype(np.float32)
 
 
-def fill(fn, *args, own: float = 1.0, own_space: int = 0, own_algorithm: str = "xla") -> list[Site]:
+def fill(fn, *args, own: float = 1.0, own_space: int = 0, own_algorithm: str = LIBRARY) -> list[Site]:
     """Times for every convolution of a function: half the batch by algorithm 2 is fastest, alone it is slow.
 
         undivided, algorithm 0: 0.9 s    by 3, algorithm 2: 0.2 s each, 3 * 2 * 4096 B    by 1, algorithm 0: 0.3 s
@@ -177,7 +177,7 @@ def test_where_nothing_keeps_the_limit_xla_competes_and_a_note_says_so(host_cudn
     args = arguments()
     sites_ = fill(net, *args, own=1e-9, own_space=1 << 21)
     first = cudnn.algorithms("forward")[0]
-    big, own = Micro(BATCH, first, "tf32", 0.9, 1 << 22), Micro(BATCH, "xla", "tf32", 1e-9, 1 << 21)
+    big, own = Micro(BATCH, first, "tf32", 0.9, 1 << 22), Micro(BATCH, LIBRARY, "tf32", 1e-9, 1 << 21)
     database, device = Database(cache_dir / "microbatch.sqlite"), this_device("cpu")
     database.record(device, sites_[0].convolution, BATCH, [big, own])
     for size in (1, 3):
@@ -473,7 +473,7 @@ def test_what_is_nobody_s_fault_is_tried_again(host_cudnn, cache_dir, monkeypatc
     assert found.postponed == later and not found.rows[0].division
     divisions._database.cache_clear()  # another process
     remarks = Database(cache_dir / "microbatch.sqlite").remarks(this_device("cpu"), site.convolution, BATCH)
-    assert remarks == ({} if later else {"xla": "as the test asked"})
+    assert remarks == ({} if later else {LIBRARY: "as the test asked"})
 
 
 def test_a_library_that_fails_is_asked_once(host_cudnn, cache_dir, monkeypatch):
@@ -481,7 +481,7 @@ def test_a_library_that_fails_is_asked_once(host_cudnn, cache_dir, monkeypatch):
 
     def library(self, convolution, batch):
         asked.append(batch)
-        return Found((), {"xla": "it crashed"})
+        return Found((), {LIBRARY: "it crashed"})
 
     monkeypatch.setattr(Measurer, "library", library)
     x, w = np.ones((BATCH, 5, 5, 2), np.float32), np.ones((3, 3, 2, 2), np.float32)

@@ -298,12 +298,12 @@ def _runs(size: int) -> list[tuple[int, int]]:
 def convolve_xla(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     """Times XLA's own convolution of ``batch`` samples, in every precision that a program can ask for.
 
-    Request: convolution (JSON), batch, seconds.  Answer: ``micros`` as of `convolve`; workspace is all that the
-    compiled program takes beside operands and result.
+    Request: convolution (JSON), batch, seconds.  Answer: ``micros`` as of `convolve`; workspace is the convolution's
+    where the optimised program tells it, else all that the program takes beside operands and result (``temporary``).
     """
     import jax
 
-    from jcuts.xla.convolutions import LIBRARY, library_function, library_maths
+    from jcuts.xla.convolutions import LIBRARY, library_function, library_maths, scratch_bytes
 
     convolution, batch = Convolution.from_json(request["convolution"]), int(request["batch"])
     micros = []
@@ -313,9 +313,13 @@ def convolve_xla(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
         inputs = [_normal(aval) for aval in avals]
         compiled = jax.jit(function).lower(*inputs).compile()
         analysis = compiled.memory_analysis()
-        space = int(analysis.temp_size_in_bytes) if analysis is not None else 0
+        temporary = int(analysis.temp_size_in_bytes) if analysis is not None else 0
+        scratch = scratch_bytes(compiled.as_text() or "")
+        space = temporary if scratch is None else scratch
         seconds = _library_seconds(compiled, function, inputs, float(request["seconds"]), announce)
-        micros.append({"algorithm": LIBRARY, "math": math_name, "seconds": seconds, "workspace": space})
+        micros.append(
+            {"algorithm": LIBRARY, "math": math_name, "seconds": seconds, "workspace": space, "temporary": temporary}
+        )
     announce("")
     return {"micros": micros}
 

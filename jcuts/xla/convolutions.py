@@ -11,6 +11,7 @@ decides only what is measured.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,8 +25,8 @@ from jcuts.microbatch.table import Division
 from jcuts.trace import jaxapi
 from jcuts.xla import cudnn
 
-LIBRARY = "xla"
-"""Name of XLA's own convolution in tables."""
+LIBRARY = "xla/scratch"
+"""Name of XLA's own convolution in tables: its workspace is the convolution's own, as a limit is on workspaces."""
 PRIMITIVE = "conv_general_dilated"
 Order = tuple[int, ...]
 
@@ -277,3 +278,22 @@ def library_function(
     if c.kind == "backward_data":
         return lambda dy, w: jax.linear_transpose(lambda x: layer(x, w), x)(dy)[0], [y, w]
     return lambda x, dy: jax.linear_transpose(lambda w: layer(x, w), w)(dy)[0], [x, y]
+
+
+_SCRATCH = re.compile(r"\bu8\[(\d+)\]")
+_CUDNN_CALLS = ("__cudnn$conv", "__cudnn$fusion")
+
+
+def scratch_bytes(optimised: str) -> int | None:
+    """The largest workspace of a convolution in an optimised program on a GPU [B], None where cuDNN computes none.
+
+    Layouts that XLA changes before and after a convolution are not in it: in a whole program they are other equations'.
+
+    Args: optimised: HLO as text.
+    """
+    found = None
+    for line in optimised.splitlines():
+        if any(name in line for name in _CUDNN_CALLS):
+            result = line.partition(" = ")[2].partition("(%")[0]
+            found = max(found or 0, *map(int, _SCRATCH.findall(result)), 0)
+    return found

@@ -17,7 +17,7 @@ import pytest
 from benchmarks import gpu_microbatch_tables, microbatch_chains, microbatch_offline, microbatch_whole
 from benchmarks.microbatch_models import gradients, inputs_of
 from benchmarks.microbatch_networks import Modelled, training_step
-from benchmarks.microbatch_run import BATCHES, traced
+from benchmarks.microbatch_run import BATCHES, Run, traced
 from jcuts.microbatch.database import Database
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,11 +77,11 @@ def test_programs_of_a_network():
 def test_steps_go_on_where_they_were_cut():
     run = SimpleNamespace(dry=False, options=SimpleNamespace(precisions=["float32", "tf32"], programs=None))
     every = microbatch_whole.bases(run, ["AlexNet"], {})
-    assert len(every) == 12 and len({base["id"] for base in every}) == 12
+    assert len(every) == 16 and len({base["id"] for base in every}) == 16
     found = {"AlexNet, batch 256, TF32": {"plain jax.jit": {"what": "plain", "seconds": 1.0},
                                           "WR 64 MiB": {"what": "WR", "error": "the budget was spent"}}}  # fmt: skip
     left = [(base["precision"], base["what"]) for base in microbatch_whole.bases(run, ["AlexNet"], found)]
-    assert len(left) == 11 and ("tf32", "plain") not in left and {("tf32", "WR"), ("float32", "plain")} <= set(left)
+    assert len(left) == 15 and ("tf32", "plain") not in left and {("tf32", "WR"), ("float32", "plain")} <= set(left)
 
 
 def test_measured_times_are_analysed_without_a_device():
@@ -100,6 +100,34 @@ def test_measured_times_are_analysed_without_a_device():
     assert entry["WD at 1 of that sum"]["seconds"] <= entry["WR seconds"] < entry["single calls"]
     assert entry["WD at 1 of that sum"]["WR at its largest"] <= entry["WD at 1 of that sum"]["seconds"]
     assert name in microbatch_offline.lines(name, row)[0]
+
+
+def test_memory_of_layers_is_that_of_operands_and_the_largest_workspace():
+    file = ROOT / "benchmarks" / "results" / "gpu_microbatch_networks_tables_h200_2026-11-22.json"
+    database, device = microbatch_offline.database_of(file, file)
+    network = dict(microbatch_offline.networks(database, device))["AlexNet, batch 256, TF32"]
+    row = microbatch_offline.memory(network, database, device)
+    name = next(name for name in row["layers"] if "27x27x64" in name)
+    layer = row["layers"][name]
+    # Images, results and filters of conv2.
+    assert layer["data"] == 4 * (256 * 27 * 27 * (64 + 192) + 192 * 64 * 25)
+    assert layer["WR"] <= 64 << 20 < layer["single"] <= 512 << 20 and len(row["layers"]) == 5
+    assert row["ratios"][name] == (layer["data"] + layer["single"]) / (layer["data"] + layer["WR"])
+    assert row["most"] == max(row["ratios"].values()) > 1 and row["slower"] > 1
+
+
+def test_algorithms_that_were_no_candidate_are_not_timed_again():
+    kernels = [use.convolution for use in training_step("DenseNet-40", 256).uses]
+    like = [c for c in kernels if c.kind == "forward" and c.window == (3, 3)]
+    micros = [["cudnn/A", "float32", 1.0, 64], ["cudnn/B", "float32", 2.0, 0], ["cudnn/C", "float32", 3.0, 64]]
+    rows = {c.key: {"convolution": c.to_json(), "sizes": {4: micros}} for c in like[:8]}
+    never = Run.never
+    assert never(SimpleNamespace(kernels=rows), like[8]) == {"cudnn/C float32"}
+    assert not never(SimpleNamespace(kernels=dict(list(rows.items())[:7])), like[8])
+    other = next(c for c in kernels if c.kind == "backward_data")
+    assert not never(SimpleNamespace(kernels=rows), other)
+    rows[like[0].key]["sizes"][2] = [["cudnn/C", "float32", 0.5, 64]]
+    assert not never(SimpleNamespace(kernels=rows), like[8])
 
 
 def test_tables_go_on_where_they_were_cut(tmp_path):

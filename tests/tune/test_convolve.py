@@ -11,6 +11,7 @@ from jcuts.base.errors import NativeError, WorkerFailed
 from jcuts.microbatch.convolution import KINDS, Convolution
 from jcuts.tune import benches, convolve, driver
 from jcuts.xla import cudnn
+from jcuts.xla.convolutions import LIBRARY
 from jcuts.xla.cudnn_plan import HOST, Plan, buffer_bytes
 
 SPACE = 4096
@@ -116,7 +117,7 @@ def test_slices_are_compared_with_a_whole_call(host_cudnn, monkeypatch):
 def test_xla_s_own(host_cudnn):
     c = Convolution("backward_filter", 2, 3, (5, 5), (3, 3), layout="NHWC")
     micros = convolve.convolve_xla(request(c), lambda _: None)["micros"]
-    assert [(m["algorithm"], m["math"]) for m in micros] == [("xla", "float32"), ("xla", "tf32")]
+    assert [(m["algorithm"], m["math"]) for m in micros] == [(LIBRARY, "float32"), (LIBRARY, "tf32")]
     assert all(m["seconds"] > 0 and m["workspace"] >= 0 for m in micros)
 
 

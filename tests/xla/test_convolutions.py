@@ -12,7 +12,7 @@ from jcuts.microbatch.convolution import Convolution
 from jcuts.microbatch.table import Division, Micro
 from jcuts.trace import jaxapi
 from jcuts.xla import cudnn
-from jcuts.xla.convolutions import PRIMITIVE, Site, call_site, library_function, recognise
+from jcuts.xla.convolutions import PRIMITIVE, Site, call_site, library_function, recognise, scratch_bytes
 
 FORMATS = {"NCHW": ("NCHW", "OIHW", "NCHW"), "NHWC": ("NHWC", "HWIO", "NHWC")}
 LAYERS = [
@@ -152,3 +152,16 @@ def test_the_library_s_function_of_a_kernel_is_that_kernel(kind, layout):
     function, avals = library_function(c, 5, jax.lax.Precision.HIGHEST)
     (site,) = [s for _, s in sites(jax.make_jaxpr(function)(*avals))]
     assert isinstance(site, Site) and site.convolution == c and site.batch == 5
+
+
+def test_the_workspace_of_xla_s_own_convolution_is_read_from_the_program():
+    text = """
+  %transpose.3 = f32[256,27,27,192]{3,2,1,0} fusion(%copy), kind=kInput, calls=%fused_transpose
+  %cudnn-conv.2 = (f32[4,3,5,5]{3,2,1,0}, u8[1024]{0}) custom-call(%a, %b), custom_call_target="__cudnn$convForward"
+  %cudnn-conv.3 = (f32[4,3,5,5]{3,2,1,0}, u8[70000]{0}) custom-call(%a, %u), target="__cudnn$convBackwardInput"
+  %mask = u8[999999]{0} fusion(%cudnn-conv.3), kind=kLoop, calls=%compare
+"""
+    assert scratch_bytes(text) == 70000
+    assert scratch_bytes(text.replace("u8[70000]", "u8[0]")) == 1024
+    assert scratch_bytes("\n".join(text.splitlines()[:2])) is None
+    assert scratch_bytes('%c = f32[4]{0} custom-call(%a), custom_call_target="__cudnn$convForward"') == 0

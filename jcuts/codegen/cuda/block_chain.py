@@ -8,10 +8,11 @@ from dataclasses import replace
 from jcuts.codegen import elements as E
 from jcuts.codegen import lanes as L
 from jcuts.codegen.cuda import memory as M
-from jcuts.codegen.cuda.values import Emitter
+from jcuts.codegen.cuda.values import Emitter, to_words
 from jcuts.dfg.index import Index
 from jcuts.dfg.node import Graph, Guard, Node
 from jcuts.dfg.program import Buffer, Phase
+from jcuts.region.block_tiles import WORD
 
 
 class Chain:
@@ -33,7 +34,7 @@ class Chain:
 
     def apply(
         self, first: L.Value, multiple: int, runs: Sequence[Sequence[tuple[int, Sequence[L.Value]]]]
-    ) -> list[list[list[L.Value]]]:
+    ) -> list[list[list[E.Lanes]]]:
         """The values of channels that begin at ``first``.
 
         Args: multiple: a number that divides it; runs: neighbouring channels (offset, sums of pixels).
@@ -58,4 +59,11 @@ class Chain:
                     (made,) = self.graph.copy_into(graph, [self.wanted], where, frame.ranges, accs)
                     numbers[-1][-1].append(made)
         emitter.plan(n for run in numbers for column in run for n in column)
-        return [[[lanes.value for lanes in emitter.emit(column)] for column in run] for run in numbers]
+        return [[emitter.emit(column) for column in run] for run in numbers]
+
+
+def words_of(frame: M.Frame, values: Sequence[E.Lanes]) -> list[L.Value]:
+    """Neighbouring values as words of memory: float32 as they are, pairs of 16-bit floats rounded together."""
+    words, size = to_words(frame.builder, values)
+    assert size == WORD
+    return words

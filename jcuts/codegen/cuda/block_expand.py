@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from jcuts.codegen import lanes as L
 from jcuts.codegen.cuda import memory as M
 from jcuts.codegen.cuda import tensor
-from jcuts.codegen.cuda.block_chain import Chain, words_of
+from jcuts.codegen.cuda.block_chain import Chain
 from jcuts.codegen.cuda.block_inputs import ColumnCopier, PieceCopier, PixelCopier
 from jcuts.codegen.cuda.block_place import Place
 from jcuts.codegen.cuda.builder import GpuBuilder, asm
@@ -111,7 +111,7 @@ class Expansion:
             if bits is not None:
                 inside = builder.icmp_unsigned("!=", builder.and_(bits, L.I32(1 << number)), L.I32(0))
             for run, found in zip(runs, values, strict=True):
-                words = words_of(self.frame, [column[number] for column in found])
+                words = self.chain.words([column[number] for column in found])
                 tensor.write_words(builder, target, shape.item * (offset + run[0][0]), words, inside)
 
     def _pixels(self, step: int) -> list[list[L.Value]]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from jcuts.codegen import lanes as L
 from jcuts.codegen.cuda import memory as M
 from jcuts.codegen.cuda import tensor
-from jcuts.codegen.cuda.block_chain import Chain, words_of
+from jcuts.codegen.cuda.block_chain import Chain
 from jcuts.codegen.cuda.values import from_word
 from jcuts.dfg.index import Index
 from jcuts.dfg.node import Guard
@@ -110,7 +110,7 @@ class Windows:
         runs = [[(k, [sums[place][k] for place in outputs]) for k in lanes]]
         (values,) = self.chain.apply(channel, shape.lanes, runs)
         for (i, j), found in zip(outputs, zip(*values, strict=True), strict=True):
-            (word,) = words_of(self.frame, found)
+            (word,) = self.chain.words(found)
             if shape.lanes == 1:
                 word = tensor.to_tf32(builder, word)
             if real is not None:

@@ -37,7 +37,8 @@ LISTED = 80
 EDGES = (4, 7, 8, 14, 16, 28)
 """Outputs along an edge of a tile."""
 IMAGES = (1, 2, 4)
-CHUNKS = (16, 32, 48, 64)
+CHUNKS = {4: (16, 32, 48, 64), 2: (16, 32, 48, 64, 96, 128)}
+"""Channels of a piece, by bytes of an operand."""
 WARPS = (4, 6, 7, 8, 12, 14, 16)
 ACROSS = (1, 2, 3, 4)
 STRIPS = (
@@ -118,7 +119,7 @@ def shapes(found: Block, machine: GpuMachine) -> Iterator[BlockShape]:
             plain = BlockShape(found, images, high, wide, COLUMN_TILE, (1, 1), (1, 1), (1, 1))
             if plain.pixels > MOST_PIXELS:
                 continue
-            for chunk in CHUNKS:
+            for chunk in CHUNKS[found.item]:
                 if chunk >= found.channels + COLUMN_TILE:
                     continue
                 for warps in WARPS:
@@ -248,7 +249,7 @@ def _products(shape: BlockShape) -> Counted:
     )
     issued = multiplied / (FRAGMENT * shape.lanes) + warps * AROUND
     if found.expand is not None:
-        issued += pixels * chunk * (_steps(found.expand.phases[0]) + 0.6) / WARP
+        issued += pixels * chunk * (_steps(found.expand.phases[0]) + 0.6 / shape.lanes) / WARP
     else:
         issued += shape.pixels * shape.words / 4 * PIECE / WARP
     issued += warps * (chunk / shape.expand[1] / 16) * shape.terms / shape.step * (1 + first)
@@ -271,6 +272,10 @@ def _windows(shape: BlockShape) -> Counted:
     return 0.0, WORD * words / PORT, issued / 4, issued
 
 
-def _steps(phase: Phase) -> int:
-    """Element-wise operations after a sum."""
-    return sum(n.op not in ("acc", "load", "const") for n in phase.exit.nodes)
+def _steps(phase: Phase) -> float:
+    """Instructions per sum of the operations that follow it: bfloat16 is computed in pairs, and rounded with a ReLU."""
+    nodes = phase.exit.nodes
+    halves = sum(n.dtype == "bfloat16" and n.op in ("convert", "min", "max") for n in nodes)
+    relu = any(n.dtype == "bfloat16" and n.op == "max" for n in nodes)
+    skipped = ("acc", "load", "const", "widen")
+    return sum(n.op not in skipped and n.dtype != "bfloat16" for n in nodes) + (halves - relu) / 2

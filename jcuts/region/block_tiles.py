@@ -7,10 +7,11 @@ of all pixels that windows cover; those outside the image stay zero.  Channels b
 
     expand a piece -> patch | barrier | windows -> deep | barrier | project: sums in registers += deep @ weights
 
-Where there is nothing to expand, a piece of the operand's channels is copied, and there are two patches.
+Where there is nothing to expand, a piece of the operand's channels is copied, and of several pieces there are two
+patches.
 
-Shared memory: two pieces of both products' weights, input pixels, patches, the windows' results. Input pixels may be
-*held* in registers, each lane its share, read once: then patches take their place.
+Shared memory: two pieces (or the only one) of both products' weights, input pixels, patches, the windows' results.
+Input pixels may be *held* in registers, each lane its share, read once: then patches take their place.
 
 Patch and windows' results have the type of the products' operands (`Block.dtype`); a thread sums the windows of one
 channel of float32, of two neighbours of bfloat16.
@@ -236,7 +237,12 @@ class BlockShape:
     @property
     def patches(self) -> int:
         """How many there are: where the next one is copied meanwhile, two."""
-        return 2 if self.block.expand is None else 1
+        return self.turns if self.block.expand is None else 1
+
+    @property
+    def turns(self) -> int:
+        """Places that pieces of channels take in turn."""
+        return min(2, self.pieces)
 
     @property
     def shared(self) -> int:
@@ -247,8 +253,8 @@ class BlockShape:
 
     @property
     def weights(self) -> int:
-        """Bytes of two pieces of both products' weights."""
-        return 2 * sum(self.sizes[1:3])
+        """Bytes of both products' weights, two pieces of them where there are two."""
+        return self.turns * sum(self.sizes[1:3])
 
 
 def _weights(side: Side, size: int, terms: int) -> int:

@@ -57,7 +57,7 @@ class BlockEmitter:
         self.frame = M.Frame(builder, {}, pointers, {}, {})
         shared = tensor.dynamic_shared(builder, f"{symbol}_shared")
         inputs, up, _, patch, _ = shape.sizes
-        weights, pixels = builder.add(shared, L.I32(2 * up)), builder.add(shared, L.I32(shape.weights))
+        weights, pixels = builder.add(shared, L.I32(shape.turns * up)), builder.add(shared, L.I32(shape.weights))
         self.patch = pixels if shape.held else builder.add(pixels, L.I32(inputs))
         self.deep = builder.add(self.patch, L.I32(shape.patches * patch))
         self.row = builder.mul(builder.udiv(warp, L.I32(shape.project[1])), L.I32(ROW_TILE * shape.tall))

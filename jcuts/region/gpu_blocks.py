@@ -197,7 +197,7 @@ def _registers(shape: BlockShape) -> int:
     windows = shape.lanes * math.prod(shape.strip) + _covered(shape.block, shape.strip) // 2
     filters = shape.lanes * len(shape.block.window.taps)
     if shape.pieces == 1 and not shape.terms:  # windows are summed before the results are, and as their pixels come
-        return 36 + max(shape.tall * shape.broad // 2 + held, windows + filters // 2)
+        return 36 + max(3 * shape.tall * shape.broad // 4 + held, windows + filters // 2)
     return 36 + shape.tall * shape.broad // 2 + held + max(expand, windows) + filters
 
 

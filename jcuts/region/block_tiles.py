@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from jcuts.base.errors import Refusal
 from jcuts.dfg.program import Program
 from jcuts.region.blocks import Block, Place, block
@@ -32,6 +34,8 @@ from jcuts.region.products import Side
 WARP, BANKS, WORD = 32, 32, 4
 ROW_TILE, COLUMN_TILE, STEP = 16, 16, 32
 """Rows and columns that fragments are read for at once, bytes of an instruction's terms."""
+MOST_DEALT = 16
+"""Groups of threads whose strips have an order of their own: one constant of 64 bits."""
 HELD = 40
 """Most registers of a lane's share of the input pixels."""
 
@@ -199,6 +203,47 @@ class BlockShape:
     def strips(self) -> int:
         """Strips of a tile and a channel."""
         return self.outputs // math.prod(self.strip)
+
+    @property
+    def groups(self) -> int:
+        """Groups of threads that have all words of a piece; each does a strip at a time."""
+        return self.threads // self.words
+
+    def dealt(self, first: int) -> list[int]:
+        """The strips that groups do at once, counted from number ``first``.
+
+        Threads of a warp that belong to several groups are to meet few banks twice: each group takes the strip that
+        costs least beside those before it.
+        """
+        count = min(self.groups, self.strips - first)
+        found = list(range(count))
+        if count > MOST_DEALT or self.words % WARP == 0:
+            return found
+        starts = self._starts(first + np.arange(count))
+        for place in range(1, count):
+            costs = [self._passes(starts, [*found[:place], strip]) for strip in found[place:]]
+            found.insert(place, found.pop(place + costs.index(min(costs))))
+        return found if self._passes(starts, found) < self._passes(starts, list(range(count))) else list(range(count))
+
+    def _starts(self, strips: np.ndarray) -> list[tuple[int, np.ndarray]]:
+        """Of reads and of stores of windows: how many there are per strip, the first word of each strip."""
+        rest, column = np.divmod(strips, self.columns // self.strip[1])
+        image, row = np.divmod(rest, self.rows // self.strip[0])
+        (high, wide), (down, across), reach = self.strip, self.block.window.step, self.block.window.reach
+        read = (image * self.patch[0] + row * high * down) * self.patch[1] + column * wide * across
+        written = (image * self.rows + row * high) * self.columns + column * wide
+        covered = ((high - 1) * down + reach[0]) * ((wide - 1) * across + reach[1])
+        words = self.item / WORD
+        return [(covered, (read * self.patch_pitch * words).astype(int)),
+                (high * wide, (written * self.deep_pitch * words).astype(int))]  # fmt: skip
+
+    def _passes(self, starts: list[tuple[int, np.ndarray]], order: list[int]) -> int:
+        """Passes through shared memory of groups that do strips in this order."""
+        total = 0
+        for count, words in starts:
+            banks = (words[order][:, None] + np.arange(self.words)).ravel() % BANKS
+            total += count * sum(int(np.bincount(banks[k : k + WARP]).max()) for k in range(0, banks.size, WARP))
+        return total
 
     # -- shared memory --------------------------------------------------------------------------------------------
     @property

@@ -33,15 +33,18 @@ class Windows:
         self.channel = builder.mul(builder.urem(thread, L.I32(shape.words)), L.I32(shape.lanes))
         group = builder.udiv(thread, L.I32(shape.words))
         self.chain = Chain(frame, window.phase, window.channel, shape.block.channels, chunk, buffers)
-        self.groups = shape.threads // shape.words
         self.places: list[tuple[L.Value, L.Value, L.Value | None]] = []
         (high, wide), step = shape.strip, window.step
         down, across = shape.rows // high, shape.columns // wide
-        for first in range(0, shape.strips, self.groups):
-            strip = builder.add(group, L.I32(first)) if first else group
-            inside = None
-            if first + self.groups > shape.strips:
-                inside = builder.icmp_unsigned("<", strip, L.I32(shape.strips))
+        for first in range(0, shape.strips, shape.groups):
+            strip, inside, order = group, None, shape.dealt(first)
+            if order != sorted(order):
+                table = L.I64(sum(number << 4 * place for place, number in enumerate(order)))
+                moved = builder.zext(builder.shl(group, L.I32(2)), L.I64)
+                strip = builder.and_(builder.trunc(builder.lshr(table, moved), L.I32), L.I32(15))
+            strip = builder.add(strip, L.I32(first)) if first else strip
+            if len(order) < shape.groups:
+                inside = builder.icmp_unsigned("<", group, L.I32(len(order)))
             rest, column = builder.udiv(strip, L.I32(across)), builder.urem(strip, L.I32(across))
             image, row = L.I32(0), rest
             if shape.images > 1:

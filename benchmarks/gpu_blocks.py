@@ -2,8 +2,9 @@
 
     python benchmarks/gpu_blocks.py --out results --most 8 --budget 150
 
-XLA has weights as networks have them and as `rounds` leaves them, with and without CUDA graphs. Needs a GPU. Kernels
-compile in parallel first.
+XLA has weights as networks have them and as `rounds` leaves them, with and without CUDA graphs. With ``--halves``
+operands are bfloat16 (nothing is rounded), and a norm in float32 follows each sum. Needs a GPU. Kernels compile in
+parallel first.
 """
 
 from __future__ import annotations
@@ -39,8 +40,18 @@ BLOCKS = (
 their own: its first one, and MobileNet's."""
 
 
-def function(stride: int, along: bool, residual: bool, alone: bool) -> Callable[..., Any]:
+def _shifted(x: Any, b: Any) -> Any:
+    return x + b
+
+
+def _normed(x: Any, b: Any) -> Any:
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return (x.astype(wide) * b + b).astype(x.dtype)
+
+
+def function(stride: int, along: bool, residual: bool, alone: bool, halves: bool = False) -> Callable[..., Any]:
     """A block. Args: along: filters of the products are (O, H, W, I); alone: nothing is expanded."""
+    after = _normed if halves else _shifted
     numbers = ("NHWC", "OHWI" if along else "HWIO", "NHWC")
 
     def product(x: Any, w: Any) -> Any:
@@ -48,17 +59,17 @@ def function(stride: int, along: bool, residual: bool, alone: bool) -> Callable[
 
     def block(x: Any, *more: Any) -> Any:
         *first, f, c, v, d = more
-        wide = x if alone else jax.nn.relu6(product(x, first[0]) + first[1])
+        wide = x if alone else jax.nn.relu6(after(product(x, first[0]), first[1]))
         names = ("NHWC", "HWIO", "NHWC")
         deep = lax.conv_general_dilated(wide, f, (stride, stride), "SAME", dimension_numbers=names,
                                         feature_group_count=wide.shape[-1])  # fmt: skip
-        found = product(jax.nn.relu6(deep + c), v) + d
+        found = after(product(jax.nn.relu6(after(deep, c)), v), d)
         return found + x if residual else found
 
     return block
 
 
-def cases(batch: int) -> list[tuple[Case, Case]]:
+def cases(batch: int, halves: bool = False) -> list[tuple[Case, Case]]:
     """Every block with weights along terms, and as networks have them."""
     found = []
     for size, channels, wide, stride, features in BLOCKS:
@@ -72,8 +83,9 @@ def cases(batch: int) -> list[tuple[Case, Case]]:
             shapes += [(features, 1, 1, wide) if along else (1, 1, wide, features), (features,)]
             name = f"{batch}x{size}x{size}x" + (f"{channels} to {wide}" if channels else f"{wide}")
             name += f" stride {stride} to {features}"
-            made = function(stride, along, residual, not channels)
-            pair.append(Case(name, made, tuple((s, "float32") for s in shapes)))
+            made = function(stride, along, residual, not channels, halves)
+            kinds = ("bfloat16" if halves and len(s) == 4 else "float32" for s in shapes)
+            pair.append(Case(name, made, tuple(zip(shapes, kinds, strict=True))))
         found.append((pair[0], pair[1]))
     return found
 
@@ -84,13 +96,14 @@ def products(arguments: int) -> tuple[int, ...]:
 
 
 def operands(case: Case) -> list[np.ndarray]:
-    """Values whose sums are of the size of 1; weights of both products are TF32 numbers."""
+    """Values whose sums are of the size of 1; weights of both products are TF32 numbers, or bfloat16."""
     from jcuts.trace.rounding import round_tf32
 
     found = case.arguments(0)
     for place in products(len(found)):
-        found[place] = round_tf32(found[place] / np.float32(np.sqrt(found[place].shape[-1])))
-    found[-4] /= np.float32(3)
+        scaled = found[place].astype(np.float32) / np.float32(np.sqrt(found[place].shape[-1]))
+        found[place] = round_tf32(scaled).astype(found[place].dtype)
+    found[-4] = (found[-4].astype(np.float32) / np.float32(3)).astype(found[-4].dtype)
     return found
 
 
@@ -100,6 +113,7 @@ def program_of(case: Case, rounded: bool) -> Any:
     from jcuts.region import find
     from jcuts.region.block_cover import joined
     from jcuts.region.graph import build_graph
+    from jcuts.region.halves import eased
     from jcuts.trace.inline import inline
     from jcuts.trace.simplify import simplify
 
@@ -109,7 +123,7 @@ def program_of(case: Case, rounded: bool) -> Any:
     if len(found) != 1 or len(found[0].members) != len(graph.nodes):
         raise SystemExit(f"{case.name}: no block: {found}")
     shapes = {case.shapes[place][0] for place in products(len(case.shapes))}
-    program = found[0].program
+    program = eased(found[0].program)
     return replace(program, buffers=tuple(replace(b, tf32=rounded and b.shape in shapes) for b in program.buffers))
 
 
@@ -204,6 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batches", default="64", help="separated by commas")
     parser.add_argument("--most", type=int, default=8, help="schedules per block")
     parser.add_argument("--sets", type=int, default=12, help="sets of operands that executions take turns with")
+    parser.add_argument("--halves", action="store_true", help="bfloat16, norms in float32")
     parser.add_argument("--plain", action="store_true", help="weights are not known to be rounded")
     parser.add_argument("--budget", type=float, default=150.0, help="seconds")
     parser.add_argument("--workers", type=int, default=16)
@@ -213,8 +228,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for path in (options.out, folder):
         path.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
-    pairs = [pair for batch in options.batches.split(",") for pair in cases(int(batch))]
-    work = [(pair, schedules(pair[0], options.most, not options.plain))
+    pairs = [pair for batch in options.batches.split(",") for pair in cases(int(batch), options.halves)]
+    work = [(pair, schedules(pair[0], options.most, not options.plain and not options.halves))
             for pair in pairs if gpu_run.wanted(pair[0], options.only)]  # fmt: skip
     build([p for _, programs in work for p in programs], folder, options.workers, start)
     in_turn(

@@ -81,6 +81,7 @@ def recognised() -> Iterator[tuple[str, Any, list[Any]]]:
     from jcuts.region.weights import turning
     from tests import programs
     from tests.codegen.test_block import BLOCKS, program_of, traced_number
+    from tests.codegen.test_block_halves import BLOCKS as HALVES
     from tests.gpu.cases import attention
     from tests.gpu.test_products import ROUNDED
     from tests.ptx_tensor import round_tf32
@@ -92,10 +93,12 @@ def recognised() -> Iterator[tuple[str, Any, list[Any]]]:
         traced = programs.trace(attention(), *arrays)
         members, program = traced.attention()
         yield f"{dtype} attention", program, traced.operands(members)
-    for name, layers in BLOCKS.items():
+    blocks = {f"block {name}": layers for name, layers in BLOCKS.items()}
+    blocks.update((f"bfloat16 block {name}", layers) for name, layers in HALVES.items())
+    for name, layers in blocks.items():
         program, traced = program_of(layers, layers.arguments())
         numbers = [traced_number(traced, t) for t in traced.graph.subset_inputs(traced.everything)]
-        yield f"block {name}", program, [traced.arguments[n] for n in numbers]
+        yield name, program, [traced.arguments[n] for n in numbers]
     for name, (fn, shapes) in ROUNDED.items():
         arrays = [rng.standard_normal(s).astype(np.float32) for s in shapes]
         arrays[1] = round_tf32(arrays[1])

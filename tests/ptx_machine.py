@@ -398,6 +398,11 @@ class Machine:
         args = ins.operands[1:]
         if name == "cvt" and parts[2] == "tf32":
             self.set(ins.operands[0], ptx_tensor.round_tf32(self.value(args[0], "f32"), even=parts[1] == "rn"), on)
+        elif name == "cvt" and parts[2] == "relu":
+            values = [_ARITHMETIC["max"](["NaN"], self.value(x, "f32"), np.zeros(self.count, np.float32)) for x in args]
+            self.set(ins.operands[0], _narrow(parts[3], values), on)
+        elif name in ("min", "max") and kind == "bf16x2":
+            self.set(ins.operands[0], _in_pairs(name, *(self.value(x, "u32") for x in args)), on)
         elif name == "cvt" and (parts[2].startswith("bf16") or parts[2].endswith("x2")):
             self.set(ins.operands[0], _narrow(parts[2], [self.value(x, "f32") for x in args]), on)
         elif name == "cvt":
@@ -520,6 +525,13 @@ def _narrow(kind: str, values: list[np.ndarray]) -> np.ndarray:
     dtype = numpy_dtype("bfloat16" if kind.startswith("bf16") else "float16")
     words = [np.ascontiguousarray(v.astype(dtype)).view(np.uint16) for v in values]
     return words[0] if len(words) == 1 else (words[0].astype(np.uint32) << np.uint32(16)) | words[1]
+
+
+def _in_pairs(name: str, *words: np.ndarray) -> np.ndarray:
+    """The larger (or smaller) ones of two bfloat16 in each word; NaN stays."""
+    pick, dtype = np.maximum if name == "max" else np.minimum, numpy_dtype("bfloat16")
+    pairs = (np.ascontiguousarray(w).view(np.uint16).view(dtype).astype(np.float32) for w in words)
+    return pick(*pairs).astype(dtype).view(np.uint16).view(np.uint32)
 
 
 def _bits(name: str, a: np.ndarray) -> np.ndarray:

@@ -7,10 +7,14 @@ of all pixels that windows cover; those outside the image stay zero.  Channels b
 
     expand a piece -> patch | barrier | windows -> deep | barrier | project: sums in registers += deep @ weights
 
-Where there is nothing to expand, a piece of the operand's channels is copied, and there are two patches.
+Where there is nothing to expand, a piece of the operand's channels is copied, and of several pieces there are two
+patches.
 
-Shared memory: two pieces of both products' weights, input pixels, patches, the windows' results. Input pixels may be
-*held* in registers, each lane its share, read once: then patches take their place.
+Shared memory: two pieces (or the only one) of both products' weights, input pixels, patches, the windows' results.
+Input pixels may be *held* in registers, each lane its share, read once: then patches take their place.
+
+Patch and windows' results have the type of the products' operands (`Block.dtype`); a thread sums the windows of one
+channel of float32, of two neighbours of bfloat16.
 """
 
 from __future__ import annotations
@@ -20,14 +24,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from jcuts.base.errors import Refusal
 from jcuts.dfg.program import Program
 from jcuts.region.blocks import Block, Place, block
 from jcuts.region.products import Side
 
 WARP, BANKS, WORD = 32, 32, 4
-ROW_TILE, COLUMN_TILE, STEP = 16, 16, 8
-"""Rows and columns that fragments are read for at once, terms of an instruction."""
+ROW_TILE, COLUMN_TILE, STEP = 16, 16, 32
+"""Rows and columns that fragments are read for at once, bytes of an instruction's terms."""
+MOST_DEALT = 16
+"""Groups of threads whose strips have an order of their own: one constant of 64 bits."""
 HELD = 40
 """Most registers of a lane's share of the input pixels."""
 
@@ -55,6 +63,21 @@ class BlockShape:
     beside: int = 1
 
     @property
+    def item(self) -> int:
+        """Bytes of an operand of products and windows."""
+        return self.block.item
+
+    @property
+    def step(self) -> int:
+        """Terms of an instruction."""
+        return STEP // self.item
+
+    @property
+    def lanes(self) -> int:
+        """Channels whose windows one thread sums: a word of them."""
+        return WORD // self.item
+
+    @property
     def threads(self) -> int:
         """Of a block."""
         return WARP * math.prod(self.expand)
@@ -64,7 +87,7 @@ class BlockShape:
         """Whether the numbers belong together."""
         whole = self.rows >= self.block.window.outputs[0] and self.columns >= self.block.window.outputs[1]
         found = math.prod(self.expand) == math.prod(self.project) and self.threads <= 1024
-        found = found and self.chunk % (COLUMN_TILE * self.expand[1]) == 0 and self.threads % self.chunk == 0
+        found = found and self.chunk % (COLUMN_TILE * self.expand[1]) == 0 and self.threads % self.words == 0
         found = found and self.rows % self.strip[0] == self.columns % self.strip[1] == 0
         return found and (self.images == 1 or whole) and (not self.held or 0 < self.share <= HELD)
 
@@ -159,7 +182,7 @@ class BlockShape:
     @property
     def terms(self) -> int:
         """Channels of the input, with those that are zeros."""
-        return -(-self.block.terms // STEP) * STEP
+        return -(-self.block.terms // self.step) * self.step
 
     @property
     def pieces(self) -> int:
@@ -169,49 +192,102 @@ class BlockShape:
     @property
     def share(self) -> int:
         """Registers of a lane for a warp's input pixels."""
-        return self.high * self.terms // 2
+        return self.high * self.terms * self.item // 8
+
+    @property
+    def words(self) -> int:
+        """Words of a piece of channels."""
+        return self.chunk * self.item // WORD
 
     @property
     def strips(self) -> int:
         """Strips of a tile and a channel."""
         return self.outputs // math.prod(self.strip)
 
+    @property
+    def groups(self) -> int:
+        """Groups of threads that have all words of a piece; each does a strip at a time."""
+        return self.threads // self.words
+
+    def dealt(self, first: int) -> list[int]:
+        """The strips that groups do at once, counted from number ``first``.
+
+        Threads of a warp that belong to several groups are to meet few banks twice: each group takes the strip that
+        costs least beside those before it.
+        """
+        count = min(self.groups, self.strips - first)
+        found = list(range(count))
+        if count > MOST_DEALT or self.words % WARP == 0:
+            return found
+        starts = self._starts(first + np.arange(count))
+        for place in range(1, count):
+            costs = [self._passes(starts, [*found[:place], strip]) for strip in found[place:]]
+            found.insert(place, found.pop(place + costs.index(min(costs))))
+        return found if self._passes(starts, found) < self._passes(starts, list(range(count))) else list(range(count))
+
+    def _starts(self, strips: np.ndarray) -> list[tuple[int, np.ndarray]]:
+        """Of reads and of stores of windows: how many there are per strip, the first word of each strip."""
+        rest, column = np.divmod(strips, self.columns // self.strip[1])
+        image, row = np.divmod(rest, self.rows // self.strip[0])
+        (high, wide), (down, across), reach = self.strip, self.block.window.step, self.block.window.reach
+        read = (image * self.patch[0] + row * high * down) * self.patch[1] + column * wide * across
+        written = (image * self.rows + row * high) * self.columns + column * wide
+        covered = ((high - 1) * down + reach[0]) * ((wide - 1) * across + reach[1])
+        words = self.item / WORD
+        return [(covered, (read * self.patch_pitch * words).astype(int)),
+                (high * wide, (written * self.deep_pitch * words).astype(int))]  # fmt: skip
+
+    def _passes(self, starts: list[tuple[int, np.ndarray]], order: list[int]) -> int:
+        """Passes through shared memory of groups that do strips in this order."""
+        total = 0
+        for count, words in starts:
+            banks = (words[order][:, None] + np.arange(self.words)).ravel() % BANKS
+            total += count * sum(int(np.bincount(banks[k : k + WARP]).max()) for k in range(0, banks.size, WARP))
+        return total
+
     # -- shared memory --------------------------------------------------------------------------------------------
     @property
     def input_pitch(self) -> int:
-        """Words of an input pixel."""
-        return self.terms + 4
+        """Elements of an input pixel: 16 bytes more."""
+        return self.terms + 16 // self.item
 
     @property
     def patch_pitch(self) -> int:
-        """Words of a pixel of the patch: stores of fragments meet no bank twice."""
+        """Elements of a pixel of the patch: stores of fragments meet no bank twice."""
+        if self.item < WORD:
+            return self.deep_pitch
         first = self.block.weights[0]
         apart = 8 if first is None or first.along_terms else 16
         return self.chunk + (apart - self.chunk) % (2 * apart)
 
     @property
     def deep_pitch(self) -> int:
-        """Words of a pixel of the windows' results."""
-        return self.chunk + 4
+        """Elements of a pixel of the windows' results: 16 bytes more."""
+        return self.chunk + 16 // self.item
 
     @cached_property
     def sizes(self) -> tuple[int, int, int, int, int]:
         """Bytes: input, a piece of either product's weights, patch, the windows' results."""
         first, second = self.block.weights
-        words = (
+        elements = (
             0 if first is None else self.high * self.expand[0] * ROW_TILE * self.input_pitch,
             0 if first is None else _weights(first, self.chunk, self.terms),
             _weights(second, self.broad * self.project[1], self.chunk),
             self.images * math.prod(self.patch) * self.patch_pitch,
             self.tall * self.project[0] * ROW_TILE * self.deep_pitch,
         )
-        down, up, back, patch, deep = (-(-WORD * count // 128) * 128 for count in words)
+        down, up, back, patch, deep = (-(-self.item * count // 128) * 128 for count in elements)
         return down, up, back, patch, deep
 
     @property
     def patches(self) -> int:
         """How many there are: where the next one is copied meanwhile, two."""
-        return 2 if self.block.expand is None else 1
+        return self.turns if self.block.expand is None else 1
+
+    @property
+    def turns(self) -> int:
+        """Places that pieces of channels take in turn."""
+        return min(2, self.pieces)
 
     @property
     def shared(self) -> int:
@@ -222,14 +298,16 @@ class BlockShape:
 
     @property
     def weights(self) -> int:
-        """Bytes of two pieces of both products' weights."""
-        return 2 * sum(self.sizes[1:3])
+        """Bytes of both products' weights, two pieces of them where there are two."""
+        return self.turns * sum(self.sizes[1:3])
 
 
 def _weights(side: Side, size: int, terms: int) -> int:
-    """Words of a tile of weights, as `codegen.cuda.product_tiles` lays it out."""
+    """Elements of a tile of weights, as `codegen.cuda.product_tiles` lays it out."""
     lines, length = (size, terms) if side.along_terms else (terms, size)
-    return lines * (length + ((4 - length) % 8 if side.along_terms else (8 - length) % BANKS))
+    words = length * side.item // WORD
+    apart = (4 - words) % 8 if side.along_terms or side.item < WORD else (8 - words) % BANKS
+    return lines * (length + apart * WORD // side.item)
 
 
 def shape_of(program: Program) -> BlockShape | None:

@@ -8,7 +8,7 @@ The first product may be missing: then the windows lie in an operand.
 
 The phases are those of three programs that `build` made, joined by their buffers (`block_cover`).  A kernel
 (`codegen.cuda.block`) keeps no local buffer as a whole: it goes through their channels in pieces.  Chains may read
-vectors along channels.
+vectors along channels.  Operands of all sums are float32, or all of them bfloat16.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from functools import cached_property
 from jcuts.base.errors import Refusal
 from jcuts.dfg.index import Index
 from jcuts.dfg.node import Guard, Node
-from jcuts.dfg.program import Axis, Phase, Program
+from jcuts.dfg.program import ITEM_SIZE, Axis, Phase, Program
 from jcuts.region.patches import without_pads
 from jcuts.region.products import COLUMNS, ROWS, B, K, Side, as_product, prologue, sides
 
 TEMPLATE = "block"
 MOST_TAPS = 49
+TYPES = ("float32", "bfloat16")
 Place = tuple[int, int]
 """(row, column)."""
 
@@ -86,6 +87,16 @@ class Block:
         """Channels of the result."""
         return self.project.phases[0].ranges()[COLUMNS]
 
+    @cached_property
+    def dtype(self) -> str:
+        """What is multiplied: float32 (rounded to TF32 for the products) or bfloat16."""
+        return sides(self.project)[0].dtype
+
+    @property
+    def item(self) -> int:
+        """Bytes of it."""
+        return ITEM_SIZE[self.dtype]
+
     @property
     def channels(self) -> int:
         """Channels between the products."""
@@ -120,10 +131,17 @@ def block(program: Program) -> Block | Refusal:
         return Refusal("block", "a value between the products is needed behind them")
     if not _plain(second, window.channel):
         return Refusal("block", "an operand between the products is no vector along channels")
+    types = {program.buffer(name).dtype for name in (window.image_buffer, window.filters, sides(project)[1].buffer)}
+    if len(types) > 1:
+        return Refusal("block", "operands of several types")
     if not first:
         return Block(program, None, window, project)
     expand = _expand(program, first[0], window, _image(second, window.channel))
-    return expand if isinstance(expand, Refusal) else Block(program, expand, window, project)
+    if isinstance(expand, Refusal):
+        return expand
+    if {sides(expand)[0].dtype} != types:
+        return Refusal("block", "operands of several types")
+    return Block(program, expand, window, project)
 
 
 def _expand(program: Program, phase: Phase, window: Window, image: str) -> Program | Refusal:
@@ -149,7 +167,7 @@ def _product(program: Program, phase: Phase) -> Program | None:
     if made is None or prologue(made) is not None or B in made.phases[0].ranges():
         return None
     (left, right), extents = sides(made), made.phases[0].ranges()
-    dense = left.index == Index.axis(ROWS) * extents[K] + Index.axis(K) and not left.guards and left.dtype == "float32"
+    dense = left.index == Index.axis(ROWS) * extents[K] + Index.axis(K) and not left.guards and left.dtype in TYPES
     return made if dense and right.run == extents[K] else None
 
 
@@ -160,7 +178,7 @@ def _dense(address: Index, columns: int) -> bool:
 def _plain(phase: Phase, axis: str) -> bool:
     """Whether an exit graph reads vectors along one axis only."""
     for node in phase.exit.nodes:
-        if node.op in ("index", "guard") or node.guards or node.dtype != "float32":
+        if node.op in ("index", "guard") or node.guards or node.dtype not in TYPES:
             return False
         if node.op == "load" and (node.index is None or node.index.values() or not node.index.axes() <= {axis}):
             return False
@@ -184,7 +202,8 @@ def _window(program: Program, phase: Phase) -> Window | Refusal:
         return no
     product = phase.body.nodes[phase.accs[0].values[0]]
     loads = [phase.body.nodes[a] for a in product.args]
-    if product.op != "mul" or any(n.op != "load" or n.dtype != "float32" or n.index is None for n in loads):
+    loads = [phase.body.nodes[n.args[0]] if n.op == "widen" else n for n in loads]
+    if product.op != "mul" or any(n.op != "load" or n.dtype not in TYPES or n.index is None for n in loads):
         return no
     image, weights = sorted(loads, key=lambda node: node.buffer != name)
     shape = program.buffer(name).shape

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from jcuts.base.errors import Refusal
 from jcuts.dfg.program import Phase, Program
-from jcuts.region.block_tiles import COLUMN_TILE, ROW_TILE, STEP, WORD, BlockShape
+from jcuts.region.block_tiles import COLUMN_TILE, ROW_TILE, WORD, BlockShape
 from jcuts.region.blocks import Block, block
 from jcuts.region.gpu_products import (
     AGAIN,
@@ -37,7 +37,8 @@ LISTED = 80
 EDGES = (4, 7, 8, 14, 16, 28)
 """Outputs along an edge of a tile."""
 IMAGES = (1, 2, 4)
-CHUNKS = (16, 32, 48, 64)
+CHUNKS = {4: (16, 32, 48, 64), 2: (16, 32, 48, 64, 96, 128)}
+"""Channels of a piece, by bytes of an operand."""
 WARPS = (4, 6, 7, 8, 12, 14, 16)
 ACROSS = (1, 2, 3, 4)
 STRIPS = (
@@ -118,7 +119,7 @@ def shapes(found: Block, machine: GpuMachine) -> Iterator[BlockShape]:
             plain = BlockShape(found, images, high, wide, COLUMN_TILE, (1, 1), (1, 1), (1, 1))
             if plain.pixels > MOST_PIXELS:
                 continue
-            for chunk in CHUNKS:
+            for chunk in CHUNKS[found.item]:
                 if chunk >= found.channels + COLUMN_TILE:
                     continue
                 for warps in WARPS:
@@ -148,7 +149,7 @@ def _most(shape: BlockShape, machine: GpuMachine) -> int:
 def _divided(plain: BlockShape, chunk: int, warps: int, held: bool) -> BlockShape | None:
     """The work divided among warps: fewest fragments of a warp, then fewest reads."""
     found = plain.block
-    if warps * WARP % chunk:
+    if warps * WARP % replace(plain, chunk=chunk).words:
         return None
     up = [
         (-(-plain.pixels // (ROW_TILE * (warps // a))) * (chunk // (8 * a)), a)
@@ -162,7 +163,7 @@ def _divided(plain: BlockShape, chunk: int, warps: int, held: bool) -> BlockShap
     if not up or not strips:
         return None
     first, second = min(up)[1], min(down)[1]
-    groups = warps * WARP // chunk
+    groups = warps * WARP // replace(plain, chunk=chunk).words
     outputs = plain.outputs
 
     def work(strip: tuple[int, int]) -> float:
@@ -182,7 +183,7 @@ def _covered(found: Block, strip: tuple[int, int]) -> int:
 
 def _small(shape: BlockShape) -> bool:
     wide = shape.chunk // shape.expand[1] // 8
-    unrolled = shape.high * wide * shape.terms // STEP + shape.tall * shape.broad // 8 * shape.chunk // STEP
+    unrolled = (shape.high * wide * shape.terms + shape.tall * shape.broad // 8 * shape.chunk) // shape.step
     sums, piece = shape.tall * shape.broad // 2, shape.high * wide * 4 if shape.terms else 0
     return sums <= MOST_SUMS and piece <= MOST_WIDE and unrolled <= MOST_UNROLLED and _registers(shape) <= 232
 
@@ -191,9 +192,13 @@ def _registers(shape: BlockShape) -> int:
     """An estimate of what a thread takes."""
     wide = shape.chunk // shape.expand[1] // 8
     held = shape.share if shape.held else 8
-    expand = (shape.high * wide + shape.high) * 4 if shape.terms else shape.pixels * shape.chunk // shape.threads // 2
-    windows = math.prod(shape.strip) + _covered(shape.block, shape.strip) // 2
-    return 36 + shape.tall * shape.broad // 2 + held + max(expand, windows) + len(shape.block.window.taps)
+    sums = shape.high * wide if shape.terms > shape.step or shape.item == WORD else 2 * wide  # or one row after another
+    expand = (sums + shape.high) * 4 if shape.terms else shape.pixels * shape.words // shape.threads // 2
+    windows = shape.lanes * math.prod(shape.strip) + _covered(shape.block, shape.strip) // 2
+    filters = shape.lanes * len(shape.block.window.taps)
+    if shape.pieces == 1 and not shape.terms:  # windows are summed before the results are, and as their pixels come
+        return 36 + max(3 * shape.tall * shape.broad // 4 + held, windows + filters // 2)
+    return 36 + shape.tall * shape.broad // 2 + held + max(expand, windows) + filters
 
 
 def least(found: Block, machine: GpuMachine) -> float:
@@ -201,7 +206,7 @@ def least(found: Block, machine: GpuMachine) -> float:
     images, rows, columns, channels = found.window.image
     outputs = images * math.prod(found.window.outputs)
     multiplied = float(channels) * (images * rows * columns * found.terms + outputs * found.columns)
-    return max(_moved(found) / MEMORY, multiplied / (machine.sms * UNIT[WORD]), LATENCY)
+    return max(_moved(found) / MEMORY, multiplied / (machine.sms * UNIT[found.item]), LATENCY)
 
 
 def _moved(found: Block) -> float:
@@ -218,12 +223,12 @@ def cycles(shape: BlockShape, machine: GpuMachine) -> float:
     phases = _products(shape), _windows(shape)
     limits = [float(sum(limit)) for limit in zip(*(p[:3] for p in phases), strict=True)]
     copied = found.terms + found.columns + (shape.pixels if found.expand is None else 0)
-    limits.append(WORD * shape.chunk * copied / L2)
+    limits.append(shape.item * shape.chunk * copied / L2)
     busy = max(limits) + OVERLAP * (sum(limits) - max(limits))
     # Barriers keep a block's phases apart, and a warp waits for itself: only blocks beside each other fill the gaps.
     uneven = -(-warps // QUARTERS) * QUARTERS / warps
     alone = sum(max(uneven * p[0], p[1], uneven * p[2], p[3] * ALONE / warps) for p in phases) + WAIT
-    moved = WORD * (shape.pixels * found.terms + 2 * shape.outputs * found.columns) / L2
+    moved = shape.item * (shape.pixels * found.terms + 2 * shape.outputs * found.columns) / L2
     busy, alone = shape.pieces * busy + moved, LATENCY + shape.pieces * alone + moved + EXIT
     total = waves * (max(beside * busy, alone) + OVERLAP * min(beside * busy, alone))
     memory = _moved(found) / MEMORY + LATENCY
@@ -242,31 +247,38 @@ def _products(shape: BlockShape) -> Counted:
     multiplied = chunk * (pixels * shape.terms + outputs * columns)
     words = shape.expand[0] * chunk * shape.terms + shape.pixels * chunk + shape.project[1] * outputs * chunk
     words += shape.project[0] * chunk * columns + chunk * (shape.terms + columns)
-    first, second = (0 if s is None or found.program.buffer(s.buffer).tf32 else 4 for s in found.weights)
-    issued = multiplied / FRAGMENT + warps * AROUND
+    first, second = (
+        0 if s is None or s.item < WORD or found.program.buffer(s.buffer).tf32 else 4 for s in found.weights
+    )
+    issued = multiplied / (FRAGMENT * shape.lanes) + warps * AROUND
     if found.expand is not None:
-        issued += pixels * chunk * (_steps(found.expand.phases[0]) + 0.6) / WARP
+        issued += pixels * chunk * (_steps(found.expand.phases[0]) + 0.6 / shape.lanes) / WARP
     else:
-        issued += shape.pixels * chunk / 4 * PIECE / WARP
-    issued += warps * (chunk / shape.expand[1] / 16) * shape.terms / STEP * (1 + first)
-    issued += warps * chunk / STEP * (shape.tall + shape.broad / 16 * (1 + second))
+        issued += shape.pixels * shape.words / 4 * PIECE / WARP
+    issued += warps * (chunk / shape.expand[1] / 16) * shape.terms / shape.step * (1 + first)
+    issued += warps * chunk / shape.step * (shape.tall + shape.broad / 16 * (1 + second))
     if not shape.held and shape.terms:
         words += shape.expand[1] * pixels * shape.terms
-        issued += warps * shape.high * shape.terms / STEP
-    return multiplied / UNIT[WORD], WORD * words / PORT, issued / 4, issued
+        issued += warps * shape.high * shape.terms / shape.step
+    return multiplied / UNIT[shape.item], shape.item * words / PORT, issued / 4, issued
 
 
 def _windows(shape: BlockShape) -> Counted:
     """The depthwise convolution of a piece of channels."""
-    found, groups = shape.block, shape.threads // shape.chunk
+    found, groups = shape.block, shape.threads // shape.words
     strips = -(-shape.strips // groups) * groups
-    covered, made = _covered(found, shape.strip), math.prod(shape.strip)
-    each = covered + made * (len(found.window.taps) + _steps(found.window.phase) + 2)
-    words = shape.chunk * strips * (covered + made)
-    issued = shape.chunk * (strips * each + groups * AROUND) / WARP
+    covered, made, lanes = _covered(found, shape.strip), math.prod(shape.strip), shape.lanes
+    each = covered * (1 if lanes == 1 else 1 + lanes) + 2 * made
+    each += lanes * made * (len(found.window.taps) + _steps(found.window.phase))
+    words = shape.words * strips * (covered + made)
+    issued = shape.words * (strips * each + groups * AROUND) / WARP
     return 0.0, WORD * words / PORT, issued / 4, issued
 
 
-def _steps(phase: Phase) -> int:
-    """Element-wise operations after a sum."""
-    return sum(n.op not in ("acc", "load", "const") for n in phase.exit.nodes)
+def _steps(phase: Phase) -> float:
+    """Instructions per sum of the operations that follow it: bfloat16 is computed in pairs, and rounded with a ReLU."""
+    nodes = phase.exit.nodes
+    halves = sum(n.dtype == "bfloat16" and n.op in ("convert", "min", "max") for n in nodes)
+    relu = any(n.dtype == "bfloat16" and n.op == "max" for n in nodes)
+    skipped = ("acc", "load", "const", "widen")
+    return sum(n.op not in skipped and n.dtype != "bfloat16" for n in nodes) + (halves - relu) / 2

@@ -7,6 +7,7 @@ that wait for memory by `region.gpu_streams`, of convolutions that keep pixels b
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -33,7 +34,9 @@ GROUPED = (9, 0)
 LEAST_POINTS, LEAST_PRODUCTS = 1 << 18, 1 << 27
 """Outputs (16 tiles of 128x128) and products from which on there are candidates."""
 FEW_ROWS, FEW_PRODUCTS = 33, 1 << 22
-"""Rows and products from which on there are some for rounded weights."""
+"""Rows and products from which on there are some for rounded weights, and for 16-bit types in few blocks."""
+FEW = 3
+"""Tilings of a product of 16-bit types as few blocks: they share terms in clusters, and copy all tiles at once."""
 FEW_POINTS = 128 * 128
 """Outputs per multiprocessor up to which a product has few blocks."""
 SHAPES = (
@@ -85,11 +88,12 @@ def products(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
             found = sorted(found, key=lambda pair: -pair[1])[:ENOUGH]
         elif kept:  # the best of either form comes first
             kept = [(p, score / other * best) for p, score in kept]
+    few = list(grouped(counter.as_few, FEW)) if counter.few else []
     if kept and not found:  # few outputs: blocks of both families are as small, and of the other one more share a sum
         found = list(gpu_products.products(program, machine, gpu_products.MOST, counter.least))
         best = max((score for _, score in found), default=0.0)
         kept = [pair for pair in kept if pair[1] >= FAR * best][:ENOUGH]
-        yield from kept
+        yield from (*few, *kept)
         yield from found[: gpu_products.MOST - len(kept)]
         return
     found = kept + found
@@ -97,7 +101,7 @@ def products(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     if fed:
         best = max(score for _, score in found)
         yield from ((made, min(score, best)) for made, score in fed if score >= FAR * best)
-    yield from found
+    yield from (*found, *few)
     if counter.before or len(found) >= ENOUGH:  # the other family has no prologues, and hardly ever wins
         return
     if found:
@@ -166,8 +170,9 @@ def tilings(counter: GroupCounter) -> Iterator[GroupTiling]:
         return
     shapes = SHAPES
     if counter.rounded:
-        shapes += NARROW + (SHORT if counter.short else ())
+        shapes += NARROW
         shapes += gpu_fitted.shapes(counter.rows, counter.columns, counter.batch, counter.machine.sms)
+    shapes += SHORT if counter.short else ()
     for rows, columns, along in dict.fromkeys(shapes):
         if rows >= 2 * counter.rows or columns >= 2 * counter.columns:
             continue
@@ -189,7 +194,7 @@ def _enough(counter: GroupCounter) -> bool:
     if counter.machine.capability != GROUPED:
         return False
     points = counter.batch * counter.rows * counter.columns
-    if counter.rounded and counter.rows >= FEW_ROWS and counter.terms * counter.item >= LINE:
+    if (counter.rounded or counter.short) and counter.rows >= FEW_ROWS and counter.terms * counter.item >= LINE:
         return points * counter.terms >= FEW_PRODUCTS
     return points >= LEAST_POINTS and points * counter.terms >= LEAST_PRODUCTS
 
@@ -216,7 +221,8 @@ def _depths(
             continue
         yield GroupTiling(
             rows, columns, terms, (along, 1), stages, flight, split, cluster, counter.through,
-            steps=0 if counter.short else 1, push=int(counter.rounded and cluster > 1), early=int(counter.short),
+            steps=0 if counter.short and counter.rounded else 1,
+            push=int((counter.rounded or counter.short) and cluster > 1), early=int(counter.short),
         )  # fmt: skip
 
 
@@ -242,10 +248,18 @@ class GroupCounter(Counter):
         self.through = int(self.rounded or (self.before and self.item == 2))
         self.ragged = self.before and bears_zeros(program)
         products = float(self.batch * self.rows * self.columns * self.terms)
-        self.short = bool(self.rounded) and self.batch * self.rows * self.columns <= machine.sms * FEW_POINTS
+        few = self.batch * self.rows * self.columns <= machine.sms * FEW_POINTS
+        self.short, self.few = bool(self.rounded) and few, self.item == 2 and not self.before and few
         self.rates = replace(gpu_rounded.RATES, unit=UNIT[2]) if self.item == 2 else gpu_rounded.RATES
         self.unit = self.rates.unit if self.rounded else UNIT[self.item]
         self.least = max(self.moved / MEMORY, products / (machine.sms * self.unit), LATENCY)
+
+    @property
+    def as_few(self) -> GroupCounter:
+        """The same for schedules of few blocks."""
+        made = copy.copy(self)
+        made.short, made.few = True, False
+        return made
 
     def takes(self, terms: int, split: int = 1) -> bool:
         """Whether what stands before the product allows for blocks of so many terms, and so many parts of the grid."""

@@ -23,6 +23,7 @@ from jcuts.region import attention_tiles, statistics
 from jcuts.region.attention import recognise
 from jcuts.region.block_tiles import WORD
 from jcuts.region.block_tiles import shape_of as tile_of
+from jcuts.region.blocks import block
 from jcuts.region.choose import work
 from jcuts.region.gpu_access import access_of, distinct
 from jcuts.region.patch_tiles import shape_of
@@ -48,7 +49,7 @@ def unit_of(program: Program) -> str:
     """The compute unit that does the work."""
     form = dict(program.params).get("cuda")
     if form == "block":
-        return "tf32_mma"
+        return "tf32_mma" if isinstance(known := block(program), Refusal) or known.item == WORD else "bf16_mma"
     if form not in ("product", "patch", "attention"):
         return "ffma"
     if form == "attention":
@@ -121,7 +122,7 @@ def _traffic(program: Program, blocks: int, threads: int) -> tuple[float, float,
         return max(compulsory, moved), moved / LINE, 1.0
     if params.get("cuda") == "block" and (tile := tile_of(program)) is not None:
         weights = tile.block.channels * (tile.block.terms + tile.block.columns)
-        moved = float(WORD * tile.tiles * (tile.pixels * tile.block.terms + weights))
+        moved = float(tile.item * tile.tiles * (tile.pixels * tile.block.terms + weights))
         moved += 2 * sum(b.bytes for b in program.outputs)
         return max(compulsory, moved), moved / LINE, 1.0
     if (access := access_of(program)) is not None:
@@ -161,7 +162,7 @@ def _under_way(program: Program) -> float:
     if params.get("cuda") == "patch":
         return shape_of(program).patch / params["threads"]
     if params.get("cuda") == "block" and (tile := tile_of(program)) is not None:
-        return WORD * tile.chunk * (tile.block.terms + tile.block.columns) / params["threads"]
+        return tile.item * tile.chunk * (tile.block.terms + tile.block.columns) / params["threads"]
     if (access := access_of(program)) is not None:
         return max(access.under_way, 1.0)
     total = 0.0

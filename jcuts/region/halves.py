@@ -13,16 +13,25 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from jcuts.dfg.node import Graph, Node
-from jcuts.dfg.program import Program
+from jcuts.dfg.program import Phase, Program
+from jcuts.region.blocks import TEMPLATE as BLOCK
 
 HALF, WIDE = "bfloat16", "float32"
 
 
 def eased(program: Program) -> Program:
-    """The program whose exit graph rounds nothing to bfloat16 and back; the same object where it does not."""
-    phase = program.phases[0]
-    if len(program.phases) != 1 or not phase.reds or not _goes_back(phase.exit):
+    """The program whose exit graphs round nothing to bfloat16 and back; the same object where none does.
+
+    Of several phases those of a block: others hand on what is not stored.
+    """
+    if len(program.phases) != 1 and program.template != BLOCK:
         return program
+    phases = tuple(_eased(p) if p.reds and _goes_back(p.exit) else p for p in program.phases)
+    changed = any(a is not b for a, b in zip(phases, program.phases, strict=True))
+    return replace(program, phases=phases) if changed else program
+
+
+def _eased(phase: Phase) -> Phase:
     nodes = phase.exit.nodes
     uses = Counter(a for node in nodes for a in node.args) + Counter(store.value for store in phase.stores)
     made, numbers = Graph(), {}
@@ -42,7 +51,7 @@ def eased(program: Program) -> Program:
     kept = Graph()
     needed = made.copy_into(kept, [s.value for s in stores], {}, phase.ranges())
     stores = tuple(replace(s, value=value) for s, value in zip(stores, needed, strict=True))
-    return replace(program, phases=(replace(phase, exit=kept, stores=stores),))
+    return replace(phase, exit=kept, stores=stores)
 
 
 def _goes_back(graph: Graph) -> bool:

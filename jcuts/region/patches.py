@@ -107,7 +107,7 @@ def patches(program: Program) -> Patches:
 
 
 def without_pads(phase: Phase) -> Phase:
-    """The phase with factors that zeros surround (`pad`) as loads that are guarded by themselves."""
+    """The phase with factors that zeros surround (`pad`) as loads that are guarded by themselves, widened or not."""
     if len(phase.accs) != 1 or len(phase.accs[0].values) != 1:
         return phase
     nodes = phase.body.nodes
@@ -116,7 +116,9 @@ def without_pads(phase: Phase) -> Phase:
         return phase
     body, args = Graph(), []
     for number in product.args:
-        node = nodes[number]
+        node, widened = nodes[number], None
+        if node.op == "widen":
+            node, widened = nodes[node.args[0]], node
         if node.op == "select":
             holds, load, zero = (nodes[a] for a in node.args)
             zero = nodes[zero.args[0]] if zero.op == "convert" else zero
@@ -125,6 +127,8 @@ def without_pads(phase: Phase) -> Phase:
         if node.op != "load":
             return phase
         args.append(body.add(node))
+        if widened is not None:
+            args[-1] = body.add(replace(widened, args=(args[-1],)))
     return replace(phase, body=body, accs=(replace(phase.accs[0], values=(body.apply("mul", "float32", *args),)),))
 
 

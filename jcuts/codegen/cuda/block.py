@@ -1,10 +1,11 @@
 """The *block* form: an inverted residual (product, depthwise convolution, product) in one kernel.
 
 A thread block computes a tile of outputs (`region.block_tiles`).  It copies the input pixels that the tile's windows
-cover into shared memory, rounds them to TF32 once, and goes through the channels between the products in pieces:
+cover into shared memory, rounds float32 to TF32 once, and goes through the channels between the products in pieces:
 
 1. expand: fragments of pixels times a piece of weights, what follows in registers, into the *patch*;
-2. windows: a thread sums a strip of one channel's windows from the patch; what follows; rounded, into shared memory;
+2. windows: a thread sums a strip of one channel's (bfloat16: two channels') windows from the patch; what follows;
+   rounded, into shared memory;
 3. project: fragments of those times a piece of weights, added up in registers.
 
 Weights of the next piece are on their way meanwhile.  Pixels outside the image are zeros that nobody writes again.
@@ -29,7 +30,8 @@ from jcuts.codegen.cuda.product_exit import Totals
 from jcuts.codegen.cuda.product_tiles import Copier, Fragments, TileShape
 from jcuts.codegen.cuda.shared import WARP
 from jcuts.dfg.program import Buffer, Program
-from jcuts.region.block_tiles import ROW_TILE, STEP, WORD, BlockShape, shape_of
+from jcuts.region.block_tiles import ROW_TILE, STEP, BlockShape, shape_of
+from jcuts.region.products import TYPES
 
 
 def block_shape(program: Program) -> BlockShape:
@@ -55,7 +57,7 @@ class BlockEmitter:
         self.frame = M.Frame(builder, {}, pointers, {}, {})
         shared = tensor.dynamic_shared(builder, f"{symbol}_shared")
         inputs, up, _, patch, _ = shape.sizes
-        weights, pixels = builder.add(shared, L.I32(2 * up)), builder.add(shared, L.I32(shape.weights))
+        weights, pixels = builder.add(shared, L.I32(shape.turns * up)), builder.add(shared, L.I32(shape.weights))
         self.patch = pixels if shape.held else builder.add(pixels, L.I32(inputs))
         self.deep = builder.add(self.patch, L.I32(shape.patches * patch))
         self.row = builder.mul(builder.udiv(warp, L.I32(shape.project[1])), L.I32(ROW_TILE * shape.tall))
@@ -66,7 +68,7 @@ class BlockEmitter:
         self.copier = Copier(self.frame, self.down, shape.threads, self.thread, L.I32(0), weights)
         rounded = buffers[side.buffer].tf32
         self.fragments = Fragments(builder, self.down, weights, self.column, self.lane, rounded)
-        self.left = left_fragments(builder, self.lane, self.deep, self.row, shape.deep_pitch)
+        self.left = left_fragments(builder, self.lane, self.deep, self.row, shape.item * shape.deep_pitch)
         self.first: Expansion | Copies
         if shape.block.expand is None:
             self.first = Copies(self.frame, shape, self.place, self.thread, self.patch)
@@ -146,11 +148,12 @@ class BlockEmitter:
     def _project(self, stage: L.Value, sums: Totals) -> Totals:
         """What a piece of channels adds to the results."""
         builder, shape = self.builder, self.shape
-        for step in range(shape.chunk // STEP):
-            columns = self.fragments.read(stage, step * STEP)[: self._wide]
+        kind = TYPES[shape.block.dtype]
+        for step in range(shape.chunk // shape.step):
+            columns = self.fragments.read(stage, step * shape.step)[: self._wide]
             for i in range(shape.tall):
-                offset = WORD * (i * ROW_TILE * shape.deep_pitch + step * STEP)
+                offset = shape.item * i * ROW_TILE * shape.deep_pitch + step * STEP
                 row = tensor.read_matrices(builder, self.left, offset)
                 for j, column in enumerate(columns):
-                    sums[i][j] = tensor.multiply(builder, "tf32", row, column, sums[i][j])
+                    sums[i][j] = tensor.multiply(builder, kind, row, column, sums[i][j])
         return sums

@@ -15,8 +15,8 @@ from jcuts.codegen.cuda.product_exit import Totals
 from jcuts.codegen.cuda.product_tiles import Fragments, TileShape, columns_of
 from jcuts.codegen.cuda.shared import WARP
 from jcuts.dfg.program import Buffer
-from jcuts.region.block_tiles import ROW_TILE, STEP, WORD, BlockShape
-from jcuts.region.products import COLUMNS
+from jcuts.region.block_tiles import ROW_TILE, STEP, BlockShape
+from jcuts.region.products import COLUMNS, TYPES
 
 EIGHT = 8
 
@@ -33,16 +33,17 @@ class Expansion:
         self.frame, self.shape, self.builder = frame, shape, frame.builder
         builder, block, side = self.builder, shape.block, shape.block.weights[0]
         assert side is not None and block.expand is not None
+        self.kind = TYPES[block.dtype]
         self.lane, warp = builder.and_(thread, L.I32(WARP - 1)), builder.lshr(thread, L.I32(5))
         row = builder.mul(builder.udiv(warp, L.I32(shape.expand[1])), L.I32(ROW_TILE * shape.high))
         width = shape.chunk // shape.expand[1]
         self.column = builder.mul(builder.urem(warp, L.I32(shape.expand[1])), L.I32(width))
-        self.tile = TileShape(side, block.channels, shape.chunk, shape.terms, width, 0, block.terms % STEP != 0)
+        self.tile = TileShape(side, block.channels, shape.chunk, shape.terms, width, 0, block.terms % shape.step != 0)
         self.pixels = PixelCopier(frame, shape, place, thread, pixels)
         self.copier = ColumnCopier(frame, self.tile, shape.threads, thread, L.I32(0), weights)
         rounded = buffers[side.buffer].tf32
         self.fragments = Fragments(builder, self.tile, weights, self.column, self.lane, rounded)
-        self.left = left_fragments(builder, self.lane, pixels, row, shape.input_pitch)
+        self.left = left_fragments(builder, self.lane, pixels, row, shape.item * shape.input_pitch)
         quad = builder.add(row, builder.lshr(self.lane, L.I32(2)))
         rows = [place.in_patch(builder.add(quad, L.I32(EIGHT * n))) for n in range(2 * shape.high)]
         self.rows = [row for row, _ in rows[:1]] if shape.even else [row for row, _ in rows]
@@ -67,12 +68,12 @@ class Expansion:
 
     def arrived(self) -> None:
         """The input is there, as far as this thread has copied it."""
-        if not self.shape.held:
+        if not self.shape.held and self.kind == "tf32":
             self.pixels.round()
 
     def hold(self) -> None:
         """The input is there: takes it into registers."""
-        self.held = [self._pixels(step) for step in range(self.shape.terms // STEP)]
+        self.held = [self._pixels(step) for step in range(self.shape.terms // self.shape.step)]
 
     def source(self, odd: L.Value) -> L.Value:
         """Bytes before the patch of a piece."""
@@ -83,12 +84,12 @@ class Expansion:
         builder, shape = self.builder, self.shape
         stage = builder.mul(odd, L.I32(shape.sizes[1]))
         sums: Totals = [[[L.F32(0.0)] * 4 for _ in range(self.tile.warp // EIGHT)] for _ in range(shape.high)]
-        for step in range(shape.terms // STEP):
+        for step in range(shape.terms // shape.step):
             rows = self.held[step] if self.held is not None else self._pixels(step)
-            columns = self.fragments.read(stage, step * STEP)
+            columns = self.fragments.read(stage, step * shape.step)
             for i, row in enumerate(rows):
                 for j, column in enumerate(columns):
-                    sums[i][j] = tensor.multiply(builder, "tf32", row, column, sums[i][j])
+                    sums[i][j] = tensor.multiply(builder, self.kind, row, column, sums[i][j])
         factor, offsets = columns_of(self.tile)
         mine = builder.add(self.column, builder.mul(builder.and_(self.lane, L.I32(3)), L.I32(factor)))
         runs = _runs(offsets)
@@ -100,7 +101,7 @@ class Expansion:
         targets = []
         for place in self.rows:
             target = builder.add(builder.mul(place, L.I32(shape.patch_pitch)), mine)
-            targets.append(builder.add(self.patch, builder.mul(target, L.I32(WORD))))
+            targets.append(builder.add(self.patch, builder.mul(target, L.I32(shape.item))))
         bits = None  # one register for all rows: what is made of it must not be computed before the loop
         if self.inside is not None:
             bits = asm(builder, "mov.b32 $0, $1;", L.I32, [self.inside], effects=True)
@@ -110,16 +111,17 @@ class Expansion:
             if bits is not None:
                 inside = builder.icmp_unsigned("!=", builder.and_(bits, L.I32(1 << number)), L.I32(0))
             for run, found in zip(runs, values, strict=True):
-                words = [builder.bitcast(column[number], L.I32) for column in found]
-                tensor.write_words(builder, target, WORD * (offset + run[0][0]), words, inside)
+                words = self.chain.words([column[number] for column in found])
+                tensor.write_words(builder, target, shape.item * (offset + run[0][0]), words, inside)
 
     def _pixels(self, step: int) -> list[list[L.Value]]:
         """Fragments of the input pixels."""
         shape, found = self.shape, []
         for row in range(shape.high):
-            offset = WORD * (row * ROW_TILE * shape.input_pitch + step * STEP)
+            offset = shape.item * row * ROW_TILE * shape.input_pitch + step * STEP
             words = tensor.read_matrices(self.builder, self.left, offset)
-            found.append([tensor.to_tf32(self.builder, w) for w in words] if shape.held else words)
+            rounds = shape.held and self.kind == "tf32"
+            found.append([tensor.to_tf32(self.builder, w) for w in words] if rounds else words)
         return found
 
 
@@ -156,9 +158,12 @@ class Copies:
 
 
 def left_fragments(builder: GpuBuilder, lane: L.Value, shared: L.Value, row: L.Value, pitch: int) -> L.Value:
-    """Where this lane's line of a fragment's matrices begins: rows, eight more, then both with the next four terms."""
+    """Where this lane's line of a fragment's matrices begins: rows, eight more, then both 16 bytes of terms further.
+
+    Args: pitch: bytes from one line to the next.
+    """
     line = builder.add(row, builder.and_(lane, L.I32(15)))
-    place = builder.mul(line, L.I32(WORD * pitch))
+    place = builder.mul(line, L.I32(pitch))
     return builder.add(builder.add(shared, place), builder.mul(builder.lshr(lane, L.I32(4)), L.I32(16)))
 
 

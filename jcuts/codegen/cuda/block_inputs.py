@@ -11,10 +11,10 @@ from jcuts.codegen.cuda.block_place import Place
 from jcuts.codegen.cuda.builder import GpuBuilder
 from jcuts.codegen.cuda.product_tiles import Copier
 from jcuts.region.block_tiles import ROW_TILE, WORD, BlockShape
-from jcuts.region.products import sides
+from jcuts.region.products import COPY, sides
 
-ACCESS = 4
-"""Words of the widest access."""
+ACCESS = 16
+"""Bytes of the widest access."""
 
 
 class PixelCopier:
@@ -24,7 +24,7 @@ class PixelCopier:
         self.frame, self.shape, self.place, self.thread, self.shared = frame, shape, place, thread, shared
         self.builder: GpuBuilder = frame.builder
         terms = shape.block.terms
-        self.width = next(w for w in (ACCESS, 2, 1) if terms % w == 0)
+        self.width = _width(terms, shape.item)
         self.along = shape.terms // self.width
         self.lines = shape.high * shape.expand[0] * ROW_TILE
 
@@ -41,15 +41,15 @@ class PixelCopier:
             place = builder.add(builder.mul(pixel, L.I32(terms)), part)
             if live is not None:
                 place = builder.select(live, place, L.I32(0))
-            source = builder.add(base, builder.mul(builder.sext(place, L.I64), L.I64(WORD)))
-            tensor.copy(builder, (target, 0), (source, 0), WORD * self.width, live, where)
+            source = builder.add(base, builder.mul(builder.sext(place, L.I64), L.I64(shape.item)))
+            tensor.copy(builder, (target, 0), (source, 0), shape.item * self.width, live, where)
 
     def round(self) -> None:
-        """Rounds what this thread has copied to TF32."""
+        """Rounds what this thread has copied, float32, to TF32."""
         builder = self.builder
         for target, _, _, where in self._pieces():
             with builder.if_then(where) if where is not None else nullcontext():
-                if self.width == ACCESS:
+                if WORD * self.width == ACCESS:
                     words = [builder.bitcast(x, L.I32) for x in tensor.read_four(builder, target, 0)]
                 else:
                     words = [tensor.read_word(builder, target, WORD * k) for k in range(self.width)]
@@ -68,7 +68,7 @@ class PixelCopier:
             line = builder.udiv(piece, L.I32(self.along))
             part = builder.mul(builder.urem(piece, L.I32(self.along)), L.I32(self.width))
             place = builder.add(builder.mul(line, L.I32(shape.input_pitch)), part)
-            found.append((builder.add(self.shared, builder.mul(place, L.I32(WORD))), line, part, where))
+            found.append((builder.add(self.shared, builder.mul(place, L.I32(shape.item))), line, part, where))
         return found
 
 
@@ -82,7 +82,7 @@ class PieceCopier:
         """Starts this thread's copies. Args: first: channel; skipped: bytes before the patch."""
         builder, shape = self.frame.builder, self.shape
         channels, base = shape.block.channels, self.frame.pointers[shape.block.window.image_buffer]
-        width = next(w for w in (ACCESS, 2, 1) if channels % w == 0)
+        width = _width(channels, shape.item)
         along = shape.chunk // width
         pieces = shape.pixels * along
         for start in range(0, pieces, shape.threads):
@@ -101,10 +101,15 @@ class PieceCopier:
                 real = builder.icmp_signed("<", channel, L.I32(channels))
                 live = real if live is None else builder.and_(live, real)
             source = builder.add(builder.mul(number, L.I32(channels)), channel)
-            source = builder.mul(builder.sext(source, L.I64), L.I64(WORD))
+            source = builder.mul(builder.sext(source, L.I64), L.I64(shape.item))
             target = builder.add(builder.mul(line, L.I32(shape.patch_pitch)), part)
-            target = builder.add(builder.add(self.patch, skipped), builder.mul(target, L.I32(WORD)))
-            tensor.copy(builder, (target, 0), (builder.add(base, source), 0), WORD * width, live, where)
+            target = builder.add(builder.add(self.patch, skipped), builder.mul(target, L.I32(shape.item)))
+            tensor.copy(builder, (target, 0), (builder.add(base, source), 0), shape.item * width, live, where)
+
+
+def _width(count: int, item: int) -> int:
+    """Elements of the widest access that takes a part of so many."""
+    return next(size // item for size in COPY if count % (size // item) == 0)
 
 
 class ColumnCopier(Copier):
@@ -133,10 +138,10 @@ class ColumnCopier(Copier):
 
 def clear(builder: GpuBuilder, start: L.Value, size: int, thread: L.Value, threads: int) -> None:
     """Zeros in shared memory. Args: size: bytes, a multiple of 16."""
-    place = builder.add(start, builder.mul(thread, L.I32(16)))
-    zeros = [L.I32(0)] * ACCESS
-    for first in range(0, size, 16 * threads):
+    place = builder.add(start, builder.mul(thread, L.I32(ACCESS)))
+    zeros = [L.I32(0)] * (ACCESS // WORD)
+    for first in range(0, size, ACCESS * threads):
         where = None
-        if first + 16 * threads > size:
-            where = builder.icmp_unsigned("<", thread, L.I32((size - first) // 16))
+        if first + ACCESS * threads > size:
+            where = builder.icmp_unsigned("<", thread, L.I32((size - first) // ACCESS))
         tensor.write_words(builder, place, first, zeros, where)

@@ -1,0 +1,90 @@
+"""Products of 16-bit types in few blocks: clusters that store into each other's memory, all tiles under way at once."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jcuts.base.errors import CompileRejected
+from jcuts.codegen.cuda import compile as compiler
+from jcuts.region import gpu, gpu_groups
+from jcuts.region.gpu import GpuMachine
+from jcuts.region.gpu_group_tiling import GroupTiling
+from jcuts.region.products import as_product
+from tests import programs, ptx_machine
+from tests.codegen.test_product_groups import SM90, compiled, normal
+
+MACHINE = GpuMachine(132, capability=(9, 0))
+TILINGS = [
+    GroupTiling(64, 32, 64, (1, 1), 4, cluster=8, push=1, early=1),  # a stage for every tile of terms
+    GroupTiling(64, 64, 64, (1, 1), 4, cluster=4, push=1, early=1),
+    GroupTiling(64, 96, 64, (1, 1), 3, cluster=5, push=1),  # the last blocks have fewer terms
+    GroupTiling(64, 32, 64, (1, 1), 8, early=1),
+    GroupTiling(128, 64, 128, (2, 1), 3, cluster=2, push=1, early=1),
+]
+OFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+
+
+def layer(x, w, s, b, r):
+    y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return jax.nn.relu((y.astype(jnp.float32) * s + b).astype(x.dtype) + r)
+
+
+def arguments(rows, terms, columns, dtype):
+    shapes = ((1, rows, 1, terms), (1, 1, terms, columns), (columns,), (columns,), (1, rows, 1, columns))
+    found = [normal(*s, seed=k) for k, s in enumerate(shapes)]
+    found[1] /= np.sqrt(np.float32(terms))
+    return [a.astype(dtype) if a.ndim == 4 else a for a in found]
+
+
+def check(program, found, operands):
+    x, w, s, b, r = (np.asarray(a, np.float64) for a in found)
+    scaled = (x[0, :, 0] @ w[0, 0]) * s
+    want = np.maximum(scaled + b + r[0, :, 0], 0)
+    kernel, ptx = compiler.compile_program(program, SM90), compiler.ptx_of(program, SM90)
+    (got,) = ptx_machine.run_kernel(ptx, kernel, operands)
+    error = np.abs(got.astype(np.float64)[0, :, 0] - want)
+    off = OFF[found[0].dtype.name]
+    assert (error <= off * (np.abs(want) + np.abs(scaled + b) + np.abs(scaled)) + 1e-6).all()  # each is rounded
+
+
+@compiled
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+@pytest.mark.parametrize("size", [(49, 960, 64), (70, 936, 104)])
+def test_few_rows(size, tiling, dtype):
+    found = arguments(*size, jnp.dtype(dtype))
+    traced = programs.trace(layer, *found)
+    made = as_product(traced.build())
+    assert made is not None
+    check(tiling.of(made), found, traced.operands())
+
+
+@compiled
+@pytest.mark.parametrize("size", [(49, 2048, 512), (196, 1024, 256), (784, 128, 512)])
+def test_both_families_compete_for_few_rows(size):
+    """As networks have them at batch 1; the ranking keeps schedules of both."""
+    found = arguments(*size, jnp.bfloat16)
+    traced = programs.trace(layer, *found)
+    ranked = [p for p, _ in gpu.candidates(traced.build(), MACHINE, 12)]
+    groups = [p for p in ranked if "groups" in dict(p.params)]
+    assert len(groups) == gpu_groups.FEW and len(ranked) - len(groups) >= 3
+    made = 0
+    for program in groups:
+        try:
+            compiler.compile_program(program, SM90)
+        except CompileRejected:
+            continue
+        made += 1
+    assert made == len(groups)
+    check(groups[0], found, traced.operands())
+
+
+def test_nothing_new_for_float32_and_older_units():
+    for dtype, capability in ((jnp.float32, (9, 0)), (jnp.bfloat16, (8, 0))):
+        traced = programs.trace(layer, *arguments(196, 1024, 256, dtype))
+        found = gpu.candidates(traced.build(), GpuMachine(132, capability=capability), 12)
+        assert found and not any("groups" in dict(p.params) for p, _ in found)

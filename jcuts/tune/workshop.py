@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from jcuts.base import knobs
+from jcuts.base import fingerprint, knobs
 from jcuts.tune import autotuned
 from jcuts.tune.pool import Pool
 
@@ -81,10 +81,20 @@ class Workshop:
 _open_shop = threading.local()
 
 
+def at_hand() -> Workshop | None:
+    """The workshop that is open on this thread."""
+    return getattr(_open_shop, "shop", None)
+
+
+def workers_of() -> int:
+    """Processes of a session that compile."""
+    return knobs.current().compile_workers or fingerprint.usable_cores()
+
+
 @contextlib.contextmanager
 def workshop() -> Iterator[Workshop]:
     """All calls of `tune` inside the block, on this thread, share their processes: starting one costs seconds."""
-    shop: Workshop | None = getattr(_open_shop, "shop", None)
+    shop = at_hand()
     if shop is not None:
         yield shop
         return

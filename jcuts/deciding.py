@@ -31,6 +31,8 @@ from jcuts.tune import autotuned, lock, session
 log = logging.getLogger("jcuts")
 FLOAT64 = "float64 compiled"
 """What a first call does early that needs no device: nothing is timed in that program."""
+RUN = " run"
+"""How the names of first runs end, which keep the host busy where a library compiles kernels in its calls."""
 
 _default_store: guard.GuardStore | None = None
 _default_stores = 0  # how often it was set
@@ -165,7 +167,8 @@ class Deciding:
                 worth = forms.worth_planning(closed, call.platform)
                 judge = exact if any(form is not None and form.rewrites for form in worth) else None
                 todo = self.meanwhile(call, judge) if may else {}
-                with early.Early(todo, quiet=(FLOAT64,)) as busy:
+                runs = [name for name in todo if name.endswith(RUN)]
+                with early.Early(todo, light=runs, quiet=(FLOAT64,)) as busy:
                     found, outcomes = self._plan_forms(closed, leaves, call.platform, worth, busy)
             log.info("planned and tuned in %.2f s", time.monotonic() - begun)
             rows = {form: _divisions(outcome) for form, outcome in found.items()}
@@ -206,7 +209,7 @@ class Deciding:
             jax.block_until_ready(compiled[name](*mine, **named))
 
         todo: dict[str, Callable[[], object]] = {f"{n} compiled": functools.partial(compile_, n) for n in names}
-        todo |= {f"{n} run": functools.partial(first_run, n) for n in names}
+        todo |= {f"{n}{RUN}": functools.partial(first_run, n) for n in names}
         return todo | ({FLOAT64: exact.compile, "float64": exact.ahead} if exact is not None else {})
 
     def _plan_forms(self, closed: jaxapi.Closed, leaves: Sequence[Any], platform: str,

@@ -52,6 +52,7 @@ WITH_ALL = ("pools", "siblings")  # rewrites that only race beside all others th
 JOINED, TURNED, VECTORS = "joins", "turns", "vectors"
 """Rewrites that cost passes over arguments in every call, for kernels that then have less to do: they race apart."""
 AHEAD = 0.6  # a form that gains so much less than another, in shares of what the other's kernels take, is left out
+AHEAD_LONG, LONG = 0.15, 1e-3  # ... where the other's kernels take so long [s]: launches and borders matter less there
 AHEAD_OF_NONE = 0.2  # ... the one without kernels, where XLA's time was clear without compiling its code for some
 EVERY = Form((), "every")
 LEAST_SHARE = 0.05  # of the subsets' time, from which on kernels that lost by little are tried in a whole program
@@ -252,7 +253,9 @@ def left_behind(found: Mapping[Form | None, Any]) -> dict[Form | None, str]:
         alike = [other for other in found if _rewrites(other) == _rewrites(form)]
         best = max(alike, key=lambda other: sums[other][1])
         ours, gain = sums[best]
-        ahead = AHEAD_OF_NONE if form is not None and form.regions == "none" and _is_derived(found[best]) else AHEAD
+        ahead = AHEAD_LONG if ours >= LONG else AHEAD
+        if form is not None and form.regions == "none" and _is_derived(found[best]):
+            ahead = min(ahead, AHEAD_OF_NONE)
         if ours > 0.0 and gain - sums[form][1] >= ahead * ours:
             out[form] = (f"not tried: kernels gain {sums[form][1] * 1e6:,.0f} us on XLA's code here by measured sums, "
                          f"those of {name_of(best)} {gain * 1e6:,.0f} us (and take {ours * 1e6:,.0f} us)")

@@ -152,9 +152,10 @@ def _take(announce: Announce) -> None:
 def _at_once(alone: bool) -> int:
     """Threads that compile ahead: XLA times its algorithms meanwhile, and a host that is too busy spoils that.
 
-    Half of their time they wait for each other, so that twice as many keep as many cores busy where nothing else does.
+    Half of their time and more they wait for each other: beside processes that compile kernels on half of the cores
+    these keep no more than the other half busy.
     """
-    return max(2, fingerprint.usable_cores() * (6 if alone else 3) // 8)
+    return max(2, fingerprint.usable_cores() * (8 if alone else 5) // 8)
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from jcuts.base import knobs
 from jcuts.base.fingerprint import digest, versions
 from jcuts.base.settings import Form, Settings
 from jcuts.carriers import Carriers
+from jcuts.compiling import compile_ahead
 from jcuts.microbatch.shown import DivisionReport
 from jcuts.permission import permission
 from jcuts.primitive import shard_local
@@ -264,7 +265,7 @@ class Deciding:
         mine = {name: {} if forms.is_xla(name) else more for name in names}
         calls = {name: self.carriers.program(name, call.placement, call.platform, mine[name]).call for name in names}
         if on_gpu:
-            forms.compile_ahead({name: functools.partial(program.lower, *call.args, **call.kwargs)
+            compile_ahead({name: functools.partial(program.lower, *call.args, **call.kwargs)
                                  for name, program in calls.items()})
         # Options can do more on a GPU than everything else: there no program does without them.
         return guard.decide({name: program.permitted for name, program in calls.items()},

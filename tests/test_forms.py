@@ -11,9 +11,10 @@ import pytest
 from jax import lax
 
 import jcuts
-from jcuts import api, forms, guard, levels
+from jcuts import api, exact, forms, guard, levels
 from jcuts.base.errors import UsageError
 from jcuts.base.settings import Form
+from jcuts.compiling import compile_ahead
 from jcuts.report import FunctionReport, RefusalReport, SubsetReport
 from jcuts.trace import jaxapi
 
@@ -172,7 +173,7 @@ def test_rewrites_that_cannot_be_checked_are_not_used(monkeypatch):
     def fail(*_, **__):
         raise MemoryError("no room")
 
-    monkeypatch.setattr(forms, "evaluate", fail)
+    monkeypatch.setattr(exact, "evaluate", fail)
     assert "cannot be checked: MemoryError: no room" in judge("jcuts/dots", [x], [x])
 
 
@@ -191,7 +192,7 @@ def test_plain_xla_is_compiled_before_all_others_and_alone():
                 raise RuntimeError("no such option")
 
     names = ["xla", "xla:graphs", "jcuts", "jcuts:graphs", "jcuts/dots:graphs", "jcuts/dots"]
-    forms.compile_ahead({name: (lambda n=name: Lowered(n)) for name in names})
+    compile_ahead({name: (lambda n=name: Lowered(n)) for name in names})
     assert order[0] == ("xla", ("xla",)) and {name for name, _ in order} == set(names)
     first = [name for name, _ in order[1:3]]
     assert "jcuts/dots:graphs" in first and "xla:graphs" not in first

@@ -32,8 +32,8 @@ from jcuts.tune import autotuned, lock, session
 log = logging.getLogger("jcuts")
 FLOAT64 = "float64 compiled"
 """What a first call does early that needs no device: nothing is timed in that program."""
-RUN = " run"
-"""How the names of first runs end, which keep the host busy where a library compiles kernels in its calls."""
+FLOAT64_RUN = "float64"
+"""... and what keeps the device busy."""
 
 _default_store: guard.GuardStore | None = None
 _default_stores = 0  # how often it was set
@@ -168,8 +168,9 @@ class Deciding:
                 worth = forms.worth_planning(closed, call.platform)
                 judge = exact if any(form is not None and form.rewrites for form in worth) else None
                 todo = self.meanwhile(call, judge) if may else {}
-                runs = [name for name in todo if name.endswith(RUN)]
-                with early.Early(todo, light=runs, quiet=(FLOAT64,)) as busy:
+                # The first times algorithms, which the next finds in memory; first runs keep the host busy.
+                light = [name for name in list(todo)[1:] if name != FLOAT64_RUN]
+                with early.Early(todo, light=light, quiet=(FLOAT64,)) as busy:
                     found, outcomes = self._plan_forms(closed, leaves, call.platform, worth, busy)
             log.info("planned and tuned in %.2f s", time.monotonic() - begun)
             rows = {form: _divisions(outcome) for form, outcome in found.items()}
@@ -210,8 +211,8 @@ class Deciding:
             jax.block_until_ready(compiled[name](*mine, **named))
 
         todo: dict[str, Callable[[], object]] = {f"{n} compiled": functools.partial(compile_, n) for n in names}
-        todo |= {f"{n}{RUN}": functools.partial(first_run, n) for n in names}
-        return todo | ({FLOAT64: exact.compile, "float64": exact.ahead} if exact is not None else {})
+        todo |= {f"{n} run": functools.partial(first_run, n) for n in names}
+        return todo | ({FLOAT64: exact.compile, FLOAT64_RUN: exact.ahead} if exact is not None else {})
 
     def _plan_forms(self, closed: jaxapi.Closed, leaves: Sequence[Any], platform: str,
                     worth: Sequence[Form | None], meanwhile: early.Early

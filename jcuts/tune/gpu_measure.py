@@ -52,6 +52,7 @@ _ran: set[str] = set()  # of these, such as have run
 _by_groups: dict[str, bool] = {}
 _GROUPS = re.compile(r"feature_group_count = ([2-9]|[0-9]{2,})")
 _ahead: dict[str, Any] = {}  # compiled ones
+_kernel_chains: dict[tuple[str, str], Future[Any]] = {}  # of kernels, by the problem's file and the label
 
 
 def compile_ahead(
@@ -124,6 +125,35 @@ def wait_ahead(announce: Announce) -> None:
     """Waits for what compiles ahead."""
     while _compiling:
         _take(announce)
+    wait(_kernel_chains.values())
+
+
+def kernels_ahead(path: str, problem: Problem, library: Function, kernels: Mapping[str, CompiledKernel]) -> int:
+    """Compiles the chains of a problem's kernels, side by side with what others compile; nothing runs.
+
+    Args: path: the problem's file; library: XLA's side of it.
+    Returns: how many will be compiled.
+    """
+    specs = [jax.ShapeDtypeStruct(i.shape, dtype_of(i.dtype)) for i in problem.inputs]
+    made = 0
+    try:
+        shape = gpu_timing.layout(library, specs, executions(problem))
+        for label, kernel in kernels.items():
+            program = gpu_timing.lowered(functools.partial(call_kernel, kernel), shape, specs, {})
+            _kernel_chains[path, label] = _threads(_at_once(True)).submit(program.compile)
+            made += 1
+    except Exception as error:  # `measure` meets it again
+        print(f"kernels of {problem.name} are not lowered ahead: {error}", file=sys.stderr)
+    return made
+
+
+def _chains_of(path: str, bench: gpu_timing.Bench, entries: Mapping[str, tuple[Function, dict[str, Any]]]
+               ) -> dict[str, Any]:  # fmt: skip
+    """Compiled chains of a problem: those that were compiled ahead, and the others now."""
+    found = {label: _kernel_chains[path, label] for label in entries if (path, label) in _kernel_chains}
+    ready = {label: future.result() for label, future in found.items() if future.exception() is None}
+    ready |= bench.compiled({label: entry for label, entry in entries.items() if label not in ready})
+    return {label: ready[label] for label in entries}
 
 
 def _compiled(path: str, name: str) -> Any:
@@ -260,7 +290,7 @@ def measure(
             found = {label: (SCREENED, quick[label]) for label in quick if label not in chosen}
         done("screening")
         entries = {label: (functools.partial(call_kernel, kernels[label]), {}) for label in chosen} | dict(others)
-        for label, program in bench.compiled(entries).items():
+        for label, program in _chains_of(path, bench, entries).items():
             announce(label)
             bench.add(label, program)
         done("chains")

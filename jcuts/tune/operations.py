@@ -311,6 +311,19 @@ def compile_ahead(request: dict[str, Any], announce: Announce) -> dict[str, Any]
     return {"programs": gpu_measure.compile_ahead(problems, announce, options, alone=bool(request.get("alone")))}
 
 
+def kernels_ahead(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
+    """Compiles what `measure` will time of kernels; some of it still after the answer."""
+    _jax()
+    from jcuts.tune import gpu_measure
+
+    made = 0
+    for path, kernels in request["problems"].items():
+        announce("")
+        read = {label: read_kernel(Path(file)) for label, file in kernels.items()}
+        made += gpu_measure.kernels_ahead(path, _read_problem(path), _library(path), read)
+    return {"programs": made, "told": "of kernels"}
+
+
 def run_ahead(_: dict[str, Any], announce: Announce) -> dict[str, Any]:
     """Waits for what `compile_ahead` began, and runs it once where that saves time."""
     _jax()
@@ -347,6 +360,7 @@ REQUESTS: dict[str, Callable[[dict[str, Any], Announce], dict[str, Any]]] = {
     "reference": reference,
     "check": check,
     "compile_ahead": compile_ahead,
+    "kernels_ahead": kernels_ahead,
     "run_ahead": run_ahead,
     "warm": warm,
     "measure": measure,

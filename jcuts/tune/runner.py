@@ -175,8 +175,12 @@ def _measure_in_turn(session: Session, asked: _Asked) -> Iterator[tuple[Problem,
 
     def checked(job: Job) -> None:
         _, choice = finished(job)
-        if asked.further is not None and job.problem.device:
+        if asked.further is None or not job.problem.device:
+            return
+        try:
             needed.submit(session.pool, asked.further(job.problem.digest, choice))
+        except Exception as error:  # planning meets it again, where that is dealt with
+            _log.info("%s: what it needs is not compiled ahead: %s", job.problem.name, error)
 
     with measuring_lock(patience=patience, done=lambda: all(asked.stored(job.problem) for job in jobs)) as may:
         busy = "" if may else holder()

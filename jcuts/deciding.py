@@ -18,6 +18,7 @@ from jcuts.base import knobs
 from jcuts.base.fingerprint import digest, versions
 from jcuts.base.settings import Form, Settings
 from jcuts.carriers import Carriers
+from jcuts.compiling import compile_ahead
 from jcuts.microbatch.shown import DivisionReport
 from jcuts.permission import permission
 from jcuts.primitive import shard_local
@@ -31,6 +32,8 @@ from jcuts.tune import autotuned, lock, session
 log = logging.getLogger("jcuts")
 FLOAT64 = "float64 compiled"
 """What a first call does early that needs no device: nothing is timed in that program."""
+FLOAT64_RUN = "float64"
+"""... and what keeps the device busy."""
 
 _default_store: guard.GuardStore | None = None
 _default_stores = 0  # how often it was set
@@ -165,7 +168,9 @@ class Deciding:
                 worth = forms.worth_planning(closed, call.platform)
                 judge = exact if any(form is not None and form.rewrites for form in worth) else None
                 todo = self.meanwhile(call, judge) if may else {}
-                with early.Early(todo, quiet=(FLOAT64,)) as busy:
+                # The first times algorithms, which the next finds in memory; first runs keep the host busy.
+                light = [name for name in list(todo)[1:] if name != FLOAT64_RUN]
+                with early.Early(todo, light=light, quiet=(FLOAT64,)) as busy:
                     found, outcomes = self._plan_forms(closed, leaves, call.platform, worth, busy)
             log.info("planned and tuned in %.2f s", time.monotonic() - begun)
             rows = {form: _divisions(outcome) for form, outcome in found.items()}
@@ -207,7 +212,7 @@ class Deciding:
 
         todo: dict[str, Callable[[], object]] = {f"{n} compiled": functools.partial(compile_, n) for n in names}
         todo |= {f"{n} run": functools.partial(first_run, n) for n in names}
-        return todo | ({FLOAT64: exact.compile, "float64": exact.ahead} if exact is not None else {})
+        return todo | ({FLOAT64: exact.compile, FLOAT64_RUN: exact.ahead} if exact is not None else {})
 
     def _plan_forms(self, closed: jaxapi.Closed, leaves: Sequence[Any], platform: str,
                     worth: Sequence[Form | None], meanwhile: early.Early
@@ -261,7 +266,7 @@ class Deciding:
         mine = {name: {} if forms.is_xla(name) else more for name in names}
         calls = {name: self.carriers.program(name, call.placement, call.platform, mine[name]).call for name in names}
         if on_gpu:
-            forms.compile_ahead({name: functools.partial(program.lower, *call.args, **call.kwargs)
+            compile_ahead({name: functools.partial(program.lower, *call.args, **call.kwargs)
                                  for name, program in calls.items()})
         # Options can do more on a GPU than everything else: there no program does without them.
         return guard.decide({name: program.permitted for name, program in calls.items()},

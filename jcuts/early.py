@@ -19,12 +19,15 @@ class Early:
 
     Args:
         pieces: name -> what to do; one that fails fails again where it is needed, and is dealt with there.
-        quiet: names of those that leave the device alone: they go on beside whoever needs it.
+        light: names of those that keep the host busy, and the device for milliseconds: they begin and go on while
+            somebody else compiles for it, and times algorithms, but not while anything is measured.
+        quiet: names of those that leave the device alone: they also go on beside measurements.
     """
 
-    def __init__(self, pieces: Mapping[str, Callable[[], object]], quiet: Collection[str] = ()) -> None:
-        self._stopped = False
-        self._quiet = quiet
+    def __init__(self, pieces: Mapping[str, Callable[[], object]], light: Collection[str] = (),
+                 quiet: Collection[str] = ()) -> None:
+        self._stopped = self._given = False  # no piece begins any more; only light and quiet ones do
+        self._light, self._quiet = {*light, *quiet}, {*quiet}
         self._running = ""
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._work, args=(dict(pieces),), name="jcuts-early", daemon=True)
@@ -43,6 +46,8 @@ class Early:
             with self._lock:
                 if self._stopped:
                     return
+                if self._given and name not in self._light:
+                    continue
                 self._running = name
             start = time.perf_counter()
             try:
@@ -53,17 +58,16 @@ class Early:
                 log.info("early: %s failed: %s: %s", name, type(error).__name__, why)
 
     def is_done(self, wait: bool) -> bool:
-        """Whether the device is left alone from now on.
+        """Whether the device is left alone from now on, but for light pieces.
 
-        Args: wait: ends what goes on, after its piece, and waits for that.
+        Args: wait: by those as well: nothing begins any more, and what goes on ends before this does.
         """
         with self._lock:
-            if self._running in self._quiet:
-                self._stopped = True
-                return True
-        if wait:
+            alone = self._running in (self._quiet if wait else self._light)
+            self._given = self._given or alone
+            self._stopped = self._stopped or wait
+        if wait and not alone:
             start = time.perf_counter()
-            self._stopped = True
             self._thread.join()
             log.info("early: waited for it %.2f s", time.perf_counter() - start)
-        return not self._thread.is_alive()
+        return alone or not self._thread.is_alive()

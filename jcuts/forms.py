@@ -1,4 +1,4 @@
-"""Whole programs by name, which of them compete, and whether one that was rewritten is still right.
+"""Which whole programs compete.
 
     xla                            plain jax.jit
     jcuts                          jcuts' kernels, program as it is
@@ -12,73 +12,49 @@ by itself: a few whole programs compete.  Their kernels are tuned per subset, an
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
-import math
-import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jcuts import divide, guard
-from jcuts.base import fingerprint
 from jcuts.base.errors import UsageError
 from jcuts.base.settings import Form, Settings
+from jcuts.exact import LEAN as LEAN
+from jcuts.exact import Exact as Exact
+from jcuts.exact import longest_sum as longest_sum
 from jcuts.levels import TOO_LITTLE
 from jcuts.microbatch.shown import DivisionReport
+from jcuts.names import form_of as form_of
+from jcuts.names import is_xla as is_xla
+from jcuts.names import name_of as name_of
 from jcuts.region.gpu_groups import GROUPED
 from jcuts.report import FunctionReport
 from jcuts.search import NEAR
 from jcuts.trace import jaxapi, rewrite
 from jcuts.trace.inline import inline
-from jcuts.trace.products import CONVOLUTION, DOT
 from jcuts.trace.simplify import simplify
-from jcuts.tune.widen import evaluate, widened_dtype
 from jcuts.xla import gpus
 
 log = logging.getLogger("jcuts")
 
 GPUS = ("gpu", "cuda")
-FLOOR_ULP = 4.0
-MOST = 4.0  # a single element may be that many times as far off as the whole output (`tune.floats` has the same)
 FOLDED = ("scales", "rounds", "slots")  # rewrites that take work away and add none
 OF_KERNELS = ("slots",)  # rewrites that only kernels gain by
 WITH_ALL = ("pools", "siblings")  # rewrites that only race beside all others that apply
 JOINED, TURNED, VECTORS = "joins", "turns", "vectors"
 """Rewrites that cost passes over arguments in every call, for kernels that then have less to do: they race apart."""
 AHEAD = 0.6  # a form that gains so much less than another, in shares of what the other's kernels take, is left out
+AHEAD_LONG, LONG = 0.15, 1e-3  # ... where the other's kernels take so long [s]: launches and borders matter less there
 AHEAD_OF_NONE = 0.2  # ... the one without kernels, where XLA's time was clear without compiling its code for some
 EVERY = Form((), "every")
 LEAST_SHARE = 0.05  # of the subsets' time, from which on kernels that lost by little are tried in a whole program
-LEAN: dict[str, Any] = {"xla_gpu_autotune_level": 0}  # the float64 program runs once: nothing is worth tuning in it
 
 
 # -- names ----------------------------------------------------------------------------------------------------------
-def name_of(form: Form | None, option: str = "") -> str:
-    """Name of the jcuts program of a form."""
-    text = "" if form is None else str(form)
-    return guard.JCUTS + (f"/{text}" if text else "") + (f":{option}" if option else "")
-
-
-def form_of(name: str) -> Form | None:
-    """The form that a program's name stands for; None for the plain one, and for XLA's own.
-
-    Raises: UsageError: an impossible form.
-    """
-    _, _, text = name.partition(":")[0].partition("/")
-    return Form.parse(text) if text else None
-
-
-def is_xla(name: str) -> bool:
-    """Whether a program is the user's own, left to XLA."""
-    return name.partition(":")[0] == guard.XLA
-
-
 def is_known(name: str, platform: str, uses_jcuts: bool) -> bool:
     """Whether a stored name means a program that this process can make.
 
@@ -249,10 +225,12 @@ def left_behind(found: Mapping[Form | None, Any]) -> dict[Form | None, str]:
     out: dict[Form | None, str] = {}
     sums = {form: _sums(outcome) for form, outcome in found.items()}
     for form in found:
-        alike = [other for other in found if _rewrites(other) == _rewrites(form)]
+        alike = [other for other in found if arithmetic(other) == arithmetic(form)]
         best = max(alike, key=lambda other: sums[other][1])
         ours, gain = sums[best]
-        ahead = AHEAD_OF_NONE if form is not None and form.regions == "none" and _is_derived(found[best]) else AHEAD
+        ahead = AHEAD_LONG if ours >= LONG else AHEAD
+        if form is not None and form.regions == "none" and _is_derived(found[best]):
+            ahead = min(ahead, AHEAD_OF_NONE)
         if ours > 0.0 and gain - sums[form][1] >= ahead * ours:
             out[form] = (f"not tried: kernels gain {sums[form][1] * 1e6:,.0f} us on XLA's code here by measured sums, "
                          f"those of {name_of(best)} {gain * 1e6:,.0f} us (and take {ours * 1e6:,.0f} us)")
@@ -264,7 +242,7 @@ def names_behind(names: Sequence[str], behind: Mapping[Form | None, str]) -> dic
     return {name: behind[form] for name in names if not is_xla(name) and (form := form_of(name)) in behind}
 
 
-def _rewrites(form: Form | None) -> tuple[str, ...]:
+def arithmetic(form: Form | None) -> tuple[str, ...]:
     """The rewrites that decide which products and convolutions a program has."""
     return () if form is None else tuple(r for r in form.rewrites if r not in OF_KERNELS)
 
@@ -280,151 +258,3 @@ def _sums(outcome: Any) -> tuple[float, float]:
     won = [s for s in getattr(outcome.report, "subsets", ()) if s.chosen != guard.XLA and s.origin == "measured"]
     pairs = [(s.count * s.seconds, s.count * s.xla_seconds) for s in won if s.seconds and s.xla_seconds]
     return sum(ours for ours, _ in pairs), sum(xla - ours for ours, xla in pairs)
-
-
-def compile_ahead(lowered: Mapping[str, Callable[[], Any]]) -> None:
-    """Compiles several programs at once; each then runs without compiling.
-
-    Lowering stays on this thread.  Plain XLA comes first and alone: its algorithms are timed as they would be without
-    jcuts, beside nothing that may disturb that.  Programs whose products and convolutions are those of another come
-    after it: XLA finds in memory which of its algorithms were fastest.  A program that fails here fails again when it
-    is run, where that is dealt with.
-    """
-    made = {}
-    start = time.perf_counter()
-    for name, lower in lowered.items():
-        with contextlib.suppress(Exception):
-            made[name] = lower()
-    begin = time.perf_counter()
-    others = [n for n in made if n != guard.XLA]
-    # The last of a kind is kept: programs with options may know algorithms already (`tune.autotuned`).
-    first = {_arithmetic(name): name for name in sorted(others, key=lambda name: ":" in name)}.values()
-    first = [n for n in first if not is_xla(n)]
-    waves = ([n for n in made if n == guard.XLA], first, [n for n in others if n not in first])
-    for wave in filter(None, waves):
-        last = time.perf_counter()
-        with ThreadPoolExecutor(max(1, min(len(wave), fingerprint.usable_cores()))) as pool:
-            for name, future in {name: pool.submit(made[name].compile) for name in wave}.items():
-                if (error := future.exception()) is not None:
-                    text = str(error).splitlines()[0] if str(error) else type(error).__name__
-                    log.info("program %s does not compile: %s", name, text)
-        log.info("compiled in %.2f s: %s", time.perf_counter() - last, ", ".join(wave))
-    spent = time.perf_counter() - begin
-    log.info("%d programs lowered in %.2f s, compiled in %.2f s", len(made), begin - start, spent)
-
-
-def _arithmetic(name: str) -> tuple[str, ...]:
-    return _rewrites(None if is_xla(name) else form_of(name))
-
-
-# -- right or wrong -------------------------------------------------------------------------------------------------
-class Exact:
-    """Judges rewritten programs by a float64 run of the user's own, made when it is first needed.
-
-    With e(a) = |a - r| / |r| in L2 norm over an output and m(a) = max |a - r| / rms(r), a result c is right where
-        e(c) <= tolerance * e(xla) + floor   and   m(c) <= 4 tolerance * m(xla) + floor,
-    with floor = 4 eps sqrt(longest sum of products).
-
-    Args: closed: the user's program; leaves: its arguments; tolerance: as a multiple of XLA's own error.
-    """
-
-    def __init__(self, closed: jaxapi.Closed, leaves: Sequence[Any], tolerance: float, platform: str) -> None:
-        self.closed, self.leaves, self.tolerance, self.platform = closed, leaves, tolerance, platform
-        self._reference: list[np.ndarray] | None = None
-        self._program: Any = None
-        self._failure = ""
-
-    def __call__(self, name: str, xla: Any, result: Any) -> str | None:
-        """Why a program's result is not good enough, None if it is (or if nothing was rewritten)."""
-        form = None if is_xla(name) else form_of(name)
-        if form is None or not form.rewrites:
-            return None
-        reference = self.reference()
-        if reference is None:
-            return f"its rewrites cannot be checked: {self._failure}"
-        kept = jax.tree.leaves(xla, is_leaf=lambda x: x is None)
-        floor = FLOOR_ULP * math.sqrt(longest_sum(self.closed))
-        for i, (r, x, c) in enumerate(zip(reference, kept, jax.tree.leaves(result), strict=True)):
-            if x is None or not jnp.issubdtype(c.dtype, np.floating):
-                continue
-            why = _too_far(r, np.asarray(x), np.asarray(c), self.tolerance, floor * float(jnp.finfo(c.dtype).eps))
-            if why:
-                return f"output {i} {why}"
-        return None
-
-    def reference(self) -> list[np.ndarray] | None:
-        """The float64 results, None where they cannot be had."""
-        if self._reference is None and not self._failure:
-            start = time.perf_counter()
-            try:
-                self._reference = self._run()
-                log.info("the program in float64: %.2f s", time.perf_counter() - start)
-            except Exception as error:  # memory, a primitive without a float64 form: then no rewrite is trusted
-                self._failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        return self._reference
-
-    def compile(self) -> None:
-        """Compiles the float64 program, which takes longer than its run."""
-        with jax.enable_x64(True):
-            program, operands = self._wide()
-            self._program = program.lower(operands).compile()
-
-    def ahead(self) -> None:
-        """Makes the float64 results if that can be done now; else it is tried again when they are needed."""
-        if self.reference() is None:
-            self._failure = ""
-
-    def _run(self) -> list[np.ndarray]:
-        with jax.enable_x64(True):
-            program, operands = self._wide()
-            return [np.asarray(x) for x in (self._program or program)(operands)]
-
-    def _wide(self) -> tuple[Any, tuple[Any, ...]]:
-        """The float64 program, jitted, and its operands."""
-        jaxpr, consts = self.closed.jaxpr, self.closed.consts
-        # Constants as arguments: XLA would fold them, slowly, into a program that runs once.
-        opened = jaxapi.make_closed(
-            [], [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns, [], like=self.closed
-        )
-        lean = LEAN if self.platform in GPUS else None
-        operands = (*consts, *self.leaves)
-        wide = [widened_dtype(jnp.result_type(x)) for x in operands]
-
-        def program(xs: Sequence[Any]) -> list[Any]:  # one by one outside they would be a program each
-            return evaluate(opened, [jnp.asarray(x, dtype) for x, dtype in zip(xs, wide, strict=True)])
-
-        return jax.jit(program, compiler_options=lean), operands
-
-
-def _too_far(r: np.ndarray, x: np.ndarray, c: np.ndarray, tolerance: float, floor: float) -> str:
-    x, c = x.astype(np.float64), c.astype(np.float64)
-    finite = np.isfinite(r) & np.isfinite(x) & np.isfinite(c)
-    r, x, c = r[finite], x[finite], c[finite]
-    size = float(np.linalg.norm(r))
-    if not r.size or not size:
-        return ""
-    rms = size / math.sqrt(r.size)
-    for what, factor, of in (
-        ("in L2 norm", 1.0, lambda a: float(np.linalg.norm(a - r)) / size),
-        ("in one element", MOST, lambda a: float(np.abs(a - r).max()) / rms),
-    ):
-        mine, limit = of(c), factor * tolerance * of(x) + floor
-        if not mine <= limit:
-            return f"is off by {mine:.3g} of float64 {what}, allowed {limit:.3g} (XLA's own error is {of(x):.3g})"
-    return ""
-
-
-def longest_sum(closed: jaxapi.Closed) -> int:
-    """Most products that one convolution or matrix product of a program sums up, at least 1."""
-    longest = 1
-    for eqn in closed.jaxpr.eqns:
-        name = jaxapi.primitive_name(eqn)
-        if name == CONVOLUTION:
-            weights, spec = eqn.invars[1].aval, eqn.params["dimension_numbers"].rhs_spec
-            longest = max(longest, weights.size // max(1, weights.shape[spec[0]]))
-        elif name == DOT:
-            contracted = eqn.params["dimension_numbers"][0][0]
-            longest = max(longest, math.prod(eqn.invars[0].aval.shape[d] for d in contracted))
-        for _, _, body in jaxapi.inner_jaxprs(eqn):
-            longest = max(longest, longest_sum(body))
-    return longest

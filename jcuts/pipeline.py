@@ -38,6 +38,7 @@ from jcuts.trace.inline import inline
 from jcuts.trace.rewrite import Rewritten, rewritten
 from jcuts.trace.simplify import simplify
 from jcuts.trace.source import as_source
+from jcuts.tune import needed
 from jcuts.tune.choice import FAMILY, LIBRARY, SCREENED
 from jcuts.xla import chains, gpus, native
 from jcuts.xla.kernels import kernel_for, source_text
@@ -233,6 +234,7 @@ def _select(top: Level, settings: Settings, may_measure: bool, platform: str) ->
 def _rebuild(level: Level, settings: Settings) -> jaxapi.Closed:
     units: dict[int, Sequence[int]] = {}
     replacement: dict[int, Sequence[Any]] = {}
+    needed.compile_kernels(program for subset in level.subsets for program in updates.programs(level, subset))
     for subset in level.subsets:
         if subset.chosen is None:
             continue
@@ -261,7 +263,9 @@ def _rebuild(level: Level, settings: Settings) -> jaxapi.Closed:
             level.updated += taken
         replacement[first] = kernel_eqns(kernel, inputs, outputs, like, place)
         units[first] = sorted(members)
-    for update in updates.copies(level, gpus.machine()) if level.updated else ():
+    left = updates.copies(level, gpus.machine()) if level.updated else []
+    needed.compile_kernels(update.placed.program for update in left)
+    for update in left:
         try:
             kernel = kernel_for(update.placed.program)
         except JcutsError as error:

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jcuts import covers
+from jcuts import covers, updates
 from jcuts.base import fingerprint, knobs
 from jcuts.base.errors import IRError
 from jcuts.base.settings import Settings
+from jcuts.dfg.program import Program
 from jcuts.levels import CONSTANT, OF_LIBRARY, TO_FUSE, Level, Subset, add_candidates, has_form
 from jcuts.region.absorb import absorbed, bared, headed, is_product
 from jcuts.region.block_cover import joined
@@ -125,8 +126,14 @@ def _select_on_gpu(levels: Sequence[Level], settings: Settings, may_measure: boo
     _leave_on_gpu(levels, regions, measured=settings.tune != "off")
     rivals = [subset for _, subset, _ in blocks]
     pieces = {subset.identity: [part.identity for part in parts] for _, subset, parts in blocks}
+    level_of = {id(subset): level for level in levels for subset in level.subsets}
+    level_of.update({id(subset): level for level, subset, _ in blocks})
+
+    def further(subset: Subset, chosen: Program) -> list[Program]:
+        return updates.programs(level_of[id(subset)], subset, chosen)
+
     shares = session.choose([*_subsets(levels), *rivals], settings, may_measure=may_measure, shares=shares,
-                            device=_device(platform), parts=pieces)  # fmt: skip
+                            device=_device(platform), parts=pieces, further=further)  # fmt: skip
     for level, subset, parts in blocks:
         if _is_better(subset, parts):
             level.replace(subset)

@@ -62,9 +62,13 @@ def note(top: Level) -> str | None:
     return f"kernels write {made} results into the arrays that they become part of{more}" if made else None
 
 
-def update_of(level: Level, subset: Subset) -> Update | None:
-    """The update that alone uses what a subset's chosen kernel makes; None where there is none that it could do."""
-    if subset.chosen is None or not is_for_gpu(subset.chosen) or len(subset.outputs) != 1:
+def update_of(level: Level, subset: Subset, chosen: Program | None = None) -> Update | None:
+    """The update that alone uses what a subset's chosen kernel makes; None where there is none that it could do.
+
+    Args: chosen: the program, if it is not ``subset.chosen``.
+    """
+    chosen = subset.chosen if chosen is None else chosen
+    if chosen is None or not is_for_gpu(chosen) or len(subset.outputs) != 1:
         return None
     tensor = level.graph.tensors[level.graph.of_var[subset.outputs[0]]]
     if tensor.escapes or len(set(tensor.users)) != 1:
@@ -82,8 +86,15 @@ def update_of(level: Level, subset: Subset) -> Update | None:
         if not _reads_other_parts(level, subset, array, starts, subset.outputs[0].aval.shape):
             return None
     zeros = _unread_zeros(level, number) if operand < 0 else None
-    found = placed(subset.chosen, array.aval.shape, starts, operand if zeros is None else None)
+    found = placed(chosen, array.aval.shape, starts, operand if zeros is None else None)
     return None if found is None else Update(number, array, found, zeros)
+
+
+def programs(level: Level, subset: Subset, chosen: Program | None = None) -> list[Program]:
+    """What runs for a subset if a program is chosen for it: that one, or what writes into a larger array instead."""
+    chosen = subset.chosen if chosen is None else chosen
+    update = update_of(level, subset, chosen)
+    return ([] if chosen is None else [chosen]) if update is None else [update.placed.program]
 
 
 def copies(level: Level, machine: GpuMachine) -> list[Update]:

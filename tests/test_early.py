@@ -54,6 +54,31 @@ def test_who_needs_the_device_does_not_wait_for_what_leaves_it_alone():
     assert done == ["first", "compiled"]  # whoever was told that the device is free has it
 
 
+def test_who_compiles_for_the_device_does_not_wait_for_first_runs_and_who_measures_does():
+    begun, go_on, done = threading.Event(), threading.Event(), []
+
+    def runs():
+        begun.set()
+        go_on.wait(10)
+        done.append("ran")
+
+    pieces = {"runs": runs, "times": lambda: done.append("timed"), "again": lambda: done.append("ran again"),
+              "compiles": lambda: done.append("compiled")}  # fmt: skip
+    with Early(pieces, light=("runs", "again"), quiet=("compiles",)) as work:
+        begun.wait(10)
+        assert work.is_done(False)
+        go_on.set()
+        work._thread.join()
+        assert work.is_done(False) and work.is_done(True)
+    assert done == ["ran", "ran again", "compiled"]  # nothing that times anything began any more
+    begun.clear(), go_on.clear(), done.clear()
+    with Early(pieces, light=("runs", "again"), quiet=("compiles",)) as work:
+        begun.wait(10)
+        threading.Timer(0.05, go_on.set).start()
+        assert work.is_done(True) and done == ["ran"]
+    assert done == ["ran"]
+
+
 def test_what_breaks_off_leaves_nothing_behind():
     begun, go_on, done = threading.Event(), threading.Event(), []
 

@@ -207,7 +207,8 @@ def test_a_block_takes_the_place_of_its_parts_where_it_is_measured_to_be_faster(
     monkeypatch.setattr(search.gpus, "this", lambda: levels.gpus.Gpu("H200", (9, 0), 132))
     asked = []
 
-    def choose(subsets, settings, *, may_measure, shares, device, parts):
+    def choose(subsets, settings, *, may_measure, shares, device, parts, further):
+        assert all(further(s, s.ranked[0][0]) == [s.ranked[0][0]] for s in subsets)  # none is part of a larger array
         of_blocks = parts
         asked.extend(subsets)
         by_size = sorted(subsets, key=lambda s: len(s.program.phases))

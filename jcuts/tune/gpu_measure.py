@@ -48,9 +48,11 @@ _lowered: dict[str, Any] = {}  # XLA's chains that compile ahead, by the problem
 _compiling: dict[Future[Any], str] = {}
 spent: list[tuple[float, str]] = []  # what it took [s], and the problem's name
 _slow: set[str] = set()  # of these, such as `compiles_in_calls`
+_ran: set[str] = set()  # of these, such as have run
 _by_groups: dict[str, bool] = {}
 _GROUPS = re.compile(r"feature_group_count = ([2-9]|[0-9]{2,})")
 _ahead: dict[str, Any] = {}  # compiled ones
+_kernel_chains: dict[tuple[str, str], Future[Any]] = {}  # of kernels, by the problem's file and the label
 
 
 def compile_ahead(
@@ -76,9 +78,9 @@ def compile_ahead(
         except Exception as error:
             print(f"{problem.name} is not lowered ahead: {error}", file=sys.stderr)
         else:
-            _compiling[_threads(_at_once(alone)).submit(_compiled, path, problem.name)] = path
             if compiles_in_calls(problem):
                 _slow.add(path)
+            _compiling[_threads(_at_once(alone)).submit(_compiled, path, problem.name)] = path
             made += 1
     while len(_compiling) > _at_once(alone):
         _take(announce)
@@ -88,46 +90,88 @@ def compile_ahead(
 def run_ahead(announce: Announce) -> int:
     """Waits for what compiles ahead, and runs every chain once that is small, or whose library compiles in its calls.
 
-    That takes the host seconds for a chain of convolutions by groups; here some run side by side.
+    That takes the host seconds for a chain of convolutions by groups: those that leave room for others beside them have
+    run as soon as they were compiled.
 
     Returns: how many ran.
     """
     wait_ahead(announce)
-    todo = {path: _bytes(program) for path, program in _lowered.items() if path in _ahead}
+    todo = {path: _bytes(program) for path, program in _lowered.items() if path in _ahead and path not in _ran}
     small = [path for path, size in todo.items() if size <= SMALL_BYTES]
     large = [path for path in todo if path in _slow and path not in small]
     waves = [small] if small else []
     room = 0
     for path in large:
-        need = todo[path] + _ahead[path].memory_analysis().temp_size_in_bytes
+        need = _needs(_ahead[path], _lowered[path])
         if need > room:
             waves.append([])
             room = gpu_timing.MOST_BYTES
         waves[-1].append(path)
         room -= need
     for wave in waves:
-        pool = _threads(_at_once(False))
+        pool = _threads(_at_once(True))
         for run in as_completed([pool.submit(_run_once, _ahead[path], _lowered[path]) for path in wave]):
             announce("")
             if (error := run.exception()) is not None:
                 print(f"a program did not run ahead: {error}", file=sys.stderr)
+    made = sum(map(len, waves)) + len(_ran)
     _lowered.clear()
     _slow.clear()
-    return sum(map(len, waves))
+    _ran.clear()
+    return made
 
 
 def wait_ahead(announce: Announce) -> None:
     """Waits for what compiles ahead."""
     while _compiling:
         _take(announce)
+    wait(_kernel_chains.values())
+
+
+def kernels_ahead(path: str, problem: Problem, library: Function, kernels: Mapping[str, CompiledKernel]) -> int:
+    """Compiles the chains of a problem's kernels, side by side with what others compile; nothing runs.
+
+    Args: path: the problem's file; library: XLA's side of it.
+    Returns: how many will be compiled.
+    """
+    specs = [jax.ShapeDtypeStruct(i.shape, dtype_of(i.dtype)) for i in problem.inputs]
+    made = 0
+    try:
+        shape = gpu_timing.layout(library, specs, executions(problem))
+        for label, kernel in kernels.items():
+            program = gpu_timing.lowered(functools.partial(call_kernel, kernel), shape, specs, {})
+            _kernel_chains[path, label] = _threads(_at_once(True)).submit(program.compile)
+            made += 1
+    except Exception as error:  # `measure` meets it again
+        print(f"kernels of {problem.name} are not lowered ahead: {error}", file=sys.stderr)
+    return made
+
+
+def _chains_of(path: str, bench: gpu_timing.Bench, entries: Mapping[str, tuple[Function, dict[str, Any]]]
+               ) -> dict[str, Any]:  # fmt: skip
+    """Compiled chains of a problem: those that were compiled ahead, and the others now."""
+    found = {label: _kernel_chains[path, label] for label in entries if (path, label) in _kernel_chains}
+    ready = {label: future.result() for label, future in found.items() if future.exception() is None}
+    ready |= bench.compiled({label: entry for label, entry in entries.items() if label not in ready})
+    return {label: ready[label] for label in entries}
 
 
 def _compiled(path: str, name: str) -> Any:
     start = time.perf_counter()
     try:
-        return _lowered[path].compile()
+        program = _lowered[path].compile()
     finally:
         spent.append((time.perf_counter() - start, name))
+    if path in _slow:
+        start = time.perf_counter()
+        try:
+            if _needs(program, _lowered[path]) * _at_once(True) <= gpu_timing.MOST_BYTES:
+                _run_once(program, _lowered[path])
+                _ran.add(path)
+                spent.append((time.perf_counter() - start, f"{name}'s first run"))
+        except Exception as error:
+            print(f"{name} did not run ahead: {error}", file=sys.stderr)
+    return program
 
 
 def slowest(count: int = 6) -> str:
@@ -152,9 +196,10 @@ def _take(announce: Announce) -> None:
 def _at_once(alone: bool) -> int:
     """Threads that compile ahead: XLA times its algorithms meanwhile, and a host that is too busy spoils that.
 
-    Half of their time they wait for each other, so that twice as many keep as many cores busy where nothing else does.
+    Half of their time and more they wait for each other: beside processes that compile kernels on half of the cores
+    these keep no more than the other half busy.
     """
-    return max(2, fingerprint.usable_cores() * (6 if alone else 3) // 8)
+    return max(2, fingerprint.usable_cores() * (8 if alone else 5) // 8)
 
 
 @functools.cache
@@ -184,6 +229,11 @@ def compiles_in_calls(problem: Problem) -> bool:
 def _bytes(program: Any) -> int:
     """What the operands of a lowered program take."""
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(program.args_info))
+
+
+def _needs(compiled: Any, program: Any) -> int:
+    """Bytes that a run takes."""
+    return _bytes(program) + compiled.memory_analysis().temp_size_in_bytes
 
 
 def _run_once(compiled: Any, program: Any) -> None:
@@ -240,7 +290,7 @@ def measure(
             found = {label: (SCREENED, quick[label]) for label in quick if label not in chosen}
         done("screening")
         entries = {label: (functools.partial(call_kernel, kernels[label]), {}) for label in chosen} | dict(others)
-        for label, program in bench.compiled(entries).items():
+        for label, program in _chains_of(path, bench, entries).items():
             announce(label)
             bench.add(label, program)
         done("chains")

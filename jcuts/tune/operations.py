@@ -80,12 +80,12 @@ def _load_object(candidate: Candidate) -> CompiledKernel:
     )
 
 
-def _compile_cuda(problem: Problem, candidate: Candidate) -> CompiledKernel:
+def _compile_cuda(payload: str, capability: tuple[int, int]) -> CompiledKernel:
     from jcuts.codegen.cuda.compile import compile_program, kernel_digest
     from jcuts.codegen.cuda.target import CudaTarget
     from jcuts.dfg.program import Program
 
-    program, target = Program.from_json(json.loads(candidate.payload)), CudaTarget(problem.capability)
+    program, target = Program.from_json(json.loads(payload)), CudaTarget(capability)
     return _kept(kernel_digest(program, target), lambda: compile_program(program, target))
 
 
@@ -109,7 +109,8 @@ def compile_(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     candidate = problem.candidate(request["label"])
     start = time.perf_counter()
     on_gpu = problem.device and candidate.kind == "program"
-    kernel = _compile_cuda(problem, candidate) if on_gpu else KERNEL_KINDS[candidate.kind](candidate)
+    kernel = (_compile_cuda(candidate.payload, problem.capability) if on_gpu
+              else KERNEL_KINDS[candidate.kind](candidate))  # fmt: skip
     wanted = (
         tuple((i.shape, i.dtype) for i in problem.inputs),
         tuple((o.shape, o.dtype) for o in problem.outputs),
@@ -123,6 +124,12 @@ def compile_(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
         )
     write_kernel(Path(request["out"]), kernel)
     return {"kernel": kernel.digest, "bytes": len(kernel.object_code), "seconds": time.perf_counter() - start}
+
+
+def compile_kernel(request: dict[str, Any], _: Announce) -> dict[str, Any]:
+    """Compiles a program that is no candidate, for a GPU, into the object cache."""
+    major, minor = request["capability"]
+    return {"kernel": _compile_cuda(request["program"], (int(major), int(minor))).digest}
 
 
 def reference(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
@@ -304,6 +311,19 @@ def compile_ahead(request: dict[str, Any], announce: Announce) -> dict[str, Any]
     return {"programs": gpu_measure.compile_ahead(problems, announce, options, alone=bool(request.get("alone")))}
 
 
+def kernels_ahead(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
+    """Compiles what `measure` will time of kernels; some of it still after the answer."""
+    _jax()
+    from jcuts.tune import gpu_measure
+
+    made = 0
+    for path, kernels in request["problems"].items():
+        announce("")
+        read = {label: read_kernel(Path(file)) for label, file in kernels.items()}
+        made += gpu_measure.kernels_ahead(path, _read_problem(path), _library(path), read)
+    return {"programs": made, "told": "of kernels"}
+
+
 def run_ahead(_: dict[str, Any], announce: Announce) -> dict[str, Any]:
     """Waits for what `compile_ahead` began, and runs it once where that saves time."""
     _jax()
@@ -336,9 +356,11 @@ def warm(request: dict[str, Any], _: Announce) -> dict[str, Any]:
 REQUESTS: dict[str, Callable[[dict[str, Any], Announce], dict[str, Any]]] = {
     "hello": hello,
     "compile": compile_,
+    "kernel": compile_kernel,
     "reference": reference,
     "check": check,
     "compile_ahead": compile_ahead,
+    "kernels_ahead": kernels_ahead,
     "run_ahead": run_ahead,
     "warm": warm,
     "measure": measure,

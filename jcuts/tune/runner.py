@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jcuts.base import fingerprint, knobs
 from jcuts.base.errors import CandidateRejected
 from jcuts.base.settings import Settings
-from jcuts.tune import apart
+from jcuts.dfg.program import Program
+from jcuts.tune import apart, needed
 from jcuts.tune.choice import LIBRARY, Choice, Rejection
 from jcuts.tune.family import between
 from jcuts.tune.job import Job, make_job
@@ -26,7 +26,7 @@ from jcuts.tune.select import estimate, postponed, select, select_stored, unknow
 from jcuts.tune.stages import Effort, Progress, Session
 from jcuts.tune.store import Store, default_store
 from jcuts.tune.turns import measured
-from jcuts.tune.workshop import workshop
+from jcuts.tune.workshop import workers_of, workshop
 
 __all__ = ["Effort", "Progress", "default_store", "describe", "tune", "workshop"]
 _log = logging.getLogger("jcuts.tune")
@@ -44,6 +44,7 @@ def tune(
     recording: Recording | None = None,
     force: bool = False,
     quiet: Callable[[bool], bool] | None = None,
+    further: Callable[[str, Choice], Iterable[Program]] | None = None,
 ) -> dict[str, Choice]:
     """A choice for every problem: from the database, else by measuring (``tune="auto"`` only).
 
@@ -58,6 +59,7 @@ def tune(
         recording: gets every problem that is answered from measurements.
         force: measure again what the database knows.
         quiet: whether nothing else of this process uses the GPU; called with True it waits for that.
+        further: digest and choice -> programs that it needs besides, which are compiled while others are checked.
     Returns: digest -> choice.  Problems that could not be measured have origin ``library``; see their rejections.
     """
     unique = {p.digest: p for p in problems}
@@ -67,7 +69,7 @@ def tune(
     known = {digest: choice for digest, choice in stored.items() if choice.is_enough(settings.mode)}
     missing = {digest: p for digest, p in unique.items() if digest not in known}
     if settings.tune == "auto" and missing:
-        asked = _Asked(store, effort, settings.mode, progress, force, quiet)
+        asked = _Asked(store, effort, settings.mode, progress, force, quiet, further)
         for problem, choice in _measure_all(list(missing.values()), asked, prepare):
             known[choice.problem] = choice
             unique[choice.problem] = problem
@@ -93,16 +95,12 @@ class _Asked:
     progress: Progress | None
     force: bool
     quiet: Callable[[bool], bool] | None = None
+    further: Callable[[str, Choice], Iterable[Program]] | None = None
 
     def stored(self, problem: Problem) -> Choice | None:
         """What another process has found out meanwhile."""
         choice = None if self.force else self.store.lookup(problem.digest)
         return choice if choice is not None and choice.is_enough(self.mode) else None
-
-
-def workers_of() -> int:
-    """Processes of a session that compile."""
-    return knobs.current().compile_workers or fingerprint.usable_cores()
 
 
 def _stored(problems: dict[str, Problem], store: Store) -> dict[str, Choice]:
@@ -175,6 +173,15 @@ def _measure_in_turn(session: Session, asked: _Asked) -> Iterator[tuple[Problem,
             asked.store.put(choice)
         return job.problem, choice
 
+    def checked(job: Job) -> None:
+        _, choice = finished(job)
+        if asked.further is None or not job.problem.device:
+            return
+        try:
+            needed.submit(session.pool, asked.further(job.problem.digest, choice))
+        except Exception as error:  # planning meets it again, where that is dealt with
+            _log.info("%s: what it needs is not compiled ahead: %s", job.problem.name, error)
+
     with measuring_lock(patience=patience, done=lambda: all(asked.stored(job.problem) for job in jobs)) as may:
         busy = "" if may else holder()
         found = {job.problem.digest: asked.stored(job.problem) for job in jobs}  # by other processes meanwhile
@@ -197,7 +204,7 @@ def _measure_in_turn(session: Session, asked: _Asked) -> Iterator[tuple[Problem,
                 open_.append(job)
             else:
                 yield finished(job)
-        session.verify(open_, finished)  # under the lock: who waits for it finds all results, and measures in peace
+        session.verify(open_, checked)  # under the lock: who waits for it finds all results, and measures in peace
         for job in open_:
             yield job.problem, made.get(job.problem.digest) or finished(job)[1]
         if busy and missing and not all(asked.stored(job.problem) for job in missing):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -21,9 +22,9 @@ from jcuts.trace.canonical import canonical_text
 from jcuts.tune.choice import LIBRARY, Choice
 from jcuts.tune.library import with_exports
 from jcuts.tune.problem import Candidate, Input, Output, Problem
-from jcuts.tune.runner import Progress, default_store, tune, workers_of
+from jcuts.tune.runner import Progress, default_store, tune
 from jcuts.tune.store import Store
-from jcuts.tune.workshop import workshop
+from jcuts.tune.workshop import workers_of, workshop
 
 __all__ = ["choose", "gathering", "generation", "is_gathering", "make_problem", "progress", "set_progress", "set_store",
            "shares_of", "store", "workshop"]  # fmt: skip
@@ -75,6 +76,7 @@ class _Gathered(threading.local):
 
     problems: dict[str, tuple[Problem, Callable[[Problem], Problem], int]] | None = None
     settings: Settings | None = None
+    further: dict[str, list[Callable[[Program], Iterable[Program]]]] | None = None
 
 
 _gathered = _Gathered()
@@ -88,18 +90,26 @@ def gathering(quiet: Callable[[bool], bool] | None = None) -> Iterator[None]:
 
     Args: quiet: whether nothing else of this process uses the GPU (`runner.tune`).
     """
-    _gathered.problems = {}
+    _gathered.problems, _gathered.further = {}, {}
     try:
         yield
-        noted, settings = _gathered.problems, _gathered.settings
+        noted, settings, programs_of = _gathered.problems, _gathered.settings, _gathered.further
     finally:
-        _gathered.problems = _gathered.settings = None
+        _gathered.problems = _gathered.settings = _gathered.further = None
+
+    def further(digest: str, choice: Choice) -> list[Program]:
+        text = choice.programs.get(choice.winner, "")
+        if not text or digest not in programs_of:
+            return []
+        chosen = Program.from_json(text)
+        return [program for needs in programs_of[digest] for program in needs(chosen)]
+
     if noted and settings is not None:
         start = time.monotonic()
         # Kernels of many operations take compilers longest: they begin first.
         order = sorted(noted.values(), key=lambda entry: -entry[2])
         tune([problem for problem, _, _ in order], store(), settings=settings, progress=_progress,
-             prepare=lambda problem: noted[problem.digest][1](problem), quiet=quiet)  # fmt: skip
+             prepare=lambda problem: noted[problem.digest][1](problem), quiet=quiet, further=further)  # fmt: skip
         _log.info("%d problems of all forms: %.2f s", len(noted), time.monotonic() - start)
 
 
@@ -116,6 +126,7 @@ def choose(
     shares: Mapping[str, int] | None = None,
     device: str = "",
     parts: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    further: Callable[[Any, Program], Iterable[Program]] | None = None,
 ) -> dict[str, int]:
     """Sets ``chosen``, ``origin`` and ``choice`` of every subset (see `levels.Subset`).
 
@@ -123,6 +134,7 @@ def choose(
         shares: candidates per subset identity, which are part of a problem's key; by default in proportion to work.
         device: the GPU that the candidates are for; '' is this CPU.
         parts: identity of a subset -> those of others that do the same together, where there are such.
+        further: subset and its chosen program -> the programs that run for it in the function.
     Returns: the shares that were used.
 
     Without permission to measure, ``tune="auto"`` reads the database like ``tune="cached"``; what it does not know is
@@ -157,6 +169,10 @@ def choose(
         _gathered.settings = settings
         sizes = {digest: len(subset.closed.jaxpr.eqns) for digest, subset in first_of.items()}
         _gathered.problems |= {p.digest: (p, prepare, sizes[p.digest]) for p in problems.values()}
+        if further is not None and _gathered.further is not None:
+            for subset in subsets:
+                needs = functools.partial(further, subset)
+                _gathered.further.setdefault(problems[subset.identity].digest, []).append(needs)
         if device and any(store().lookup(problem.digest) is None for problem in problems.values()):
             with workshop() as shop:  # the one that is open: their imports go on while this thread plans
                 shop.warm("cuda", workers_of())

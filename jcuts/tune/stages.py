@@ -77,6 +77,7 @@ class Session:
         self.jobs: list[Job] = []
         self.ahead: list[str] = []  # files of problems whose XLA side is not compiled yet
         self.sent: set[str] = set()
+        self.chained: set[str] = set()  # ... whose kernels are compiled as they are timed
         current = knobs.current()
         self.timeout = effort.timeout if effort.timeout is not None else current.tune_timeout_s
         self.seed = effort.seed if effort.seed is not None else current.seed
@@ -263,6 +264,8 @@ class Session:
             self._send_ahead()
         if not self.sent:
             return
+        if kernels := self._few_kernels(jobs):
+            self.pool.submit(XLA, {"op": "kernels_ahead", "problems": kernels}, self.timeout, _told)
         self.pool.submit(XLA, {"op": "run_ahead"}, self.timeout, _told)
         # Their first imports, while the GPU is busy; its memory they take when they are asked for something.
         self.pool.warm(DEVICE, "tools", self.timeout)
@@ -278,6 +281,15 @@ class Session:
             self.sent.discard(str(job.file))
         if jobs:
             self.compile_ahead(jobs)
+
+    def _few_kernels(self, jobs: list[Job]) -> dict[str, dict[str, str]]:
+        """Files of kernels by the problem's, where so few are left that all will meet XLA, as far as is known."""
+        left = [job for job in jobs if job.problem.device and not job.failed and str(job.file) not in self.chained]
+        found = {str(job.file): {label: str(job.kernels[label]) for label in job.candidates if label in job.kernels}
+                 for job in left}  # fmt: skip
+        few = {file: kernels for file, kernels in found.items() if 0 < len(kernels) <= self.effort.finalists}
+        self.chained.update(few)
+        return few
 
     def _for_ahead(self, jobs: list[Job]) -> list[str]:
         left = [job for job in jobs if (job.compiling or job.candidates) and not job.is_derived]

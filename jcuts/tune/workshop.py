@@ -10,17 +10,16 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from jcuts.base import knobs
+from jcuts.base import fingerprint, knobs
 from jcuts.tune import autotuned
 from jcuts.tune.pool import Pool
 
 COMPILE, XLA, DEVICE, REFERENCE = "compile", "xla", "device", "reference"
 """Groups of processes: any number that compile and check, one that runs XLA and measures, and on a GPU
 several that check kernels there and several that make references: they wait for copies and for XLA's compiler."""
-MOST_ON_GPU = 4
-MOST_REFERENCES = 6
-CORES_EACH = 4
-"""Cores for one of those that check."""
+MOST_ON_GPU = 6
+MOST_REFERENCES = 10
+"""Most processes that check, and that make references, on a GPU."""
 _FRUGAL = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
 """Several processes share a GPU: memory that one does not use goes back."""
 
@@ -46,9 +45,9 @@ class Workshop:
             sizes = {COMPILE: workers, XLA: 1, DEVICE: 1}
             if platform != "cpu":
                 sizes[COMPILE] = max(1, workers // 2)  # XLA compiles and times its algorithms at the same time
-                sizes[DEVICE] = max(1, min(MOST_ON_GPU, workers // CORES_EACH))
-                # They wait for copies and for XLA's compiler: more than that share the cores.
-                sizes[REFERENCE] = max(1, min(MOST_REFERENCES, workers // CORES_EACH * 3 // 2))
+                # Together as many as there are cores: each is busy, but for waiting for the GPU and for copies.
+                sizes[DEVICE] = max(1, min(MOST_ON_GPU, workers * 3 // 8))
+                sizes[REFERENCE] = max(1, min(MOST_REFERENCES, workers * 5 // 8))
             more = {} if platform == "cpu" else {
                 XLA: autotuned.flags(shared=True),
                 REFERENCE: {**_FRUGAL, **autotuned.flags(shared=False)},
@@ -81,10 +80,20 @@ class Workshop:
 _open_shop = threading.local()
 
 
+def at_hand() -> Workshop | None:
+    """The workshop that is open on this thread."""
+    return getattr(_open_shop, "shop", None)
+
+
+def workers_of() -> int:
+    """Processes of a session that compile."""
+    return knobs.current().compile_workers or fingerprint.usable_cores()
+
+
 @contextlib.contextmanager
 def workshop() -> Iterator[Workshop]:
     """All calls of `tune` inside the block, on this thread, share their processes: starting one costs seconds."""
-    shop: Workshop | None = getattr(_open_shop, "shop", None)
+    shop = at_hand()
     if shop is not None:
         yield shop
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterable
 
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.artifact import CompiledKernel
@@ -28,6 +29,26 @@ def kernel_for(program: Program) -> CompiledKernel:
     return known
 
 
+def missing(programs: Iterable[Program]) -> list[Program]:
+    """Those whose kernels neither this process nor the object cache holds, each once."""
+    found: dict[str, Program] = {}
+    with _lock:
+        for program in programs:
+            if program.digest not in _kernels and program.digest not in found:
+                cached = objects.fetch(_compiler_of(program)[0])
+                if cached is None:
+                    found[program.digest] = program
+                else:
+                    _kernels[program.digest] = cached
+    return list(found.values())
+
+
+def refuse(program: Program, error: CompileRejected) -> None:
+    """Remembers that a program does not compile."""
+    with _lock:
+        _kernels.setdefault(program.digest, error)
+
+
 def is_for_gpu(program: Program) -> bool:
     """Whether a program is scheduled for a GPU (`region.gpu`)."""
     return "cuda" in dict(program.params)
@@ -51,19 +72,22 @@ def _compile(program: Program) -> CompiledKernel:
     return compile_program(program)
 
 
-def _find(program: Program) -> CompiledKernel | CompileRejected:
+def _compiler_of(program: Program) -> tuple[str, Callable[[], CompiledKernel]]:
+    """The digest of a program's kernel, and what compiles it."""
     if is_for_gpu(program):
         from jcuts.codegen.cuda.compile import compile_program as compile_cuda
         from jcuts.codegen.cuda.compile import kernel_digest as cuda_digest
         from jcuts.xla.gpus import target as gpu_target
 
         device = gpu_target()
-        digest, compile_ = cuda_digest(program, device), lambda: compile_cuda(program, device)
-    else:
-        from jcuts.codegen.target import host_target, kernel_digest
+        return cuda_digest(program, device), lambda: compile_cuda(program, device)
+    from jcuts.codegen.target import host_target, kernel_digest
 
-        host = host_target()
-        digest, compile_ = kernel_digest(program, host), lambda: _compile(program)
+    return kernel_digest(program, host_target()), lambda: _compile(program)
+
+
+def _find(program: Program) -> CompiledKernel | CompileRejected:
+    digest, compile_ = _compiler_of(program)
     cached = objects.fetch(digest)
     if cached is not None:
         return cached

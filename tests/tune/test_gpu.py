@@ -344,6 +344,25 @@ def test_programs_compile_ahead_with_options_of_their_own(monkeypatch):
     assert asked == [{}, apart.OPTIONS]
 
 
+def test_chains_of_kernels_that_were_compiled_ahead_are_not_compiled_again(monkeypatch):
+    problem = Problem("i", (Input((64,), "float32"),), (Output((64,), "float32", 1, False),), space="s")
+    monkeypatch.setattr(gpu_measure, "_kernel_chains", {})
+    monkeypatch.setattr(gpu_measure, "call_kernel", lambda kernel, *operands: (kernel(*operands),))
+    fails = {"a": jnp.sin, "b": lambda x: x + jnp.ones(3)}
+    assert gpu_measure.kernels_ahead("other", problem, jnp.sin, fails) == 1  # the second is left to who measures
+    assert gpu_measure.kernels_ahead("p", problem, jnp.sin, {"a": jnp.sin, "b": jnp.cos}) == 2
+    gpu_measure.wait_ahead(lambda _: None)
+    bench = gpu_timing.Bench(jnp.sin, [np.ones(64, np.float32)])
+    compiled, asked = bench.compiled, []
+    monkeypatch.setattr(bench, "compiled", lambda entries: asked.extend(entries) or compiled(entries))
+    entries = {label: (function, {}) for label, function in (("c", jnp.tan), ("a", jnp.sin))}
+    found = gpu_measure._chains_of("p", bench, entries)
+    assert list(found) == ["c", "a"] and asked == ["c"]
+    for label, program in found.items():
+        bench.add(label, program)
+    assert set(bench.race(0.001)) == {"a", "c"}
+
+
 def test_every_execution_of_a_chain_happens():
     x, w = np.ones((64, 64), np.float32), np.ones((64, 2), np.float32)
 

@@ -756,8 +756,25 @@ def test_xla_compiles_the_first_problems_on_a_gpu_while_others_are_prepared(tmp_
     assert [asked for asked in pool.asked if asked[0] == "compile_ahead"] == [("compile_ahead", 2)] * 2
     session.compile_ahead(jobs)
     rest = [asked for asked in pool.asked if asked[0] != "compile"]
-    assert rest[2:] == [("compile_ahead", 2), ("run_ahead", 0), ("warm", DEVICE), ("warm", REFERENCE)]
+    assert rest[2:] == [("compile_ahead", 2), ("kernels_ahead", 6), ("run_ahead", 0), ("warm", DEVICE),
+                        ("warm", REFERENCE)]  # fmt: skip
     assert session.sent == {str(job.file) for job in jobs}
+    pool.asked.clear()
+    session.send_again(jobs[:2])
+    assert [op for op, _ in pool.asked] == ["compile_ahead", "run_ahead", "warm", "warm"]  # chains of kernels stay
+
+
+def test_kernels_are_compiled_as_they_are_timed_where_all_of_them_will_be(tmp_path):
+    pool = Noting()
+    session = Session(pool, replace(QUICK, finalists=1), None)  # type: ignore[arg-type]
+    kinds = [("right",), ("right", "slow"), ("right",)]
+    jobs = [make_job(replace(objects.problem(*labels, name=f"n{i}"), device="a GPU"), tmp_path, i)
+            for i, labels in enumerate(kinds)]  # fmt: skip
+    for job in jobs:
+        session.add(job)
+    jobs[2].failed = True
+    assert session._few_kernels(jobs) == {str(jobs[0].file): {"right": str(jobs[0].kernels["right"])}}
+    assert session._few_kernels(jobs) == {}
 
 
 def test_what_is_ready_goes_to_xla_while_the_last_candidates_compile(tmp_path, monkeypatch):
@@ -783,7 +800,7 @@ def test_without_the_lock_nothing_runs_on_the_gpu_before_all_are_compiled(tmp_pa
     session.finish()
     assert [op for op, _ in pool.asked] == ["compile"]
     session.compile_ahead([job])
-    assert [op for op, _ in pool.asked][1:] == ["compile_ahead", "run_ahead", "warm", "warm"]
+    assert [op for op, _ in pool.asked][1:] == ["compile_ahead", "kernels_ahead", "run_ahead", "warm", "warm"]
 
 
 def test_a_kernel_is_kept_as_soon_as_it_is_compiled(monkeypatch):

@@ -149,9 +149,17 @@ def test_chains_whose_calls_compile_are_short_and_run_ahead_although_they_are_la
     monkeypatch.setattr(gpu_measure, "_ahead", {})
     monkeypatch.setattr(gpu_measure, "SMALL_BYTES", 0)
     few = {path: (problem, jax.jit(exported.call)) for path in "abc"} | {"d": (plain, jax.jit(exported.call))}
+    needs = gpu_measure._needs
+    monkeypatch.setattr(gpu_measure, "_needs", lambda *a: needs(*a) + gpu_timing.MOST_BYTES)  # one after the other
     assert gpu_measure.compile_ahead(few, lambda _: None) == 4
-    monkeypatch.setattr(gpu_timing, "MOST_BYTES", 1)  # one after the other
-    assert gpu_measure.run_ahead(lambda _: None) == 3
+    gpu_measure.wait_ahead(lambda _: None)
+    assert not ran and gpu_measure.run_ahead(lambda _: None) == 3
     assert len(ran) == 3 and gpu_measure._ahead["d"] not in ran
     flops = [gpu_measure._ahead[path].cost_analysis()["flops"] for path in "ad"]
     assert flops[1] > 1.5 * flops[0]
+    monkeypatch.setattr(gpu_measure, "_needs", needs)
+    ran.clear()
+    assert gpu_measure.compile_ahead(few, lambda _: None) == 4
+    gpu_measure.wait_ahead(lambda _: None)
+    assert len(ran) == 3 and gpu_measure._ahead["d"] not in ran  # there is room: each as soon as it is compiled
+    assert gpu_measure.run_ahead(lambda _: None) == 3 and len(ran) == 3

@@ -1,0 +1,110 @@
+"""Kernels that a plan needs besides those that were tuned, compiled by the processes of a session."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jcuts import levels, search, updates
+from jcuts.base import knobs
+from jcuts.base.errors import CompileRejected
+from jcuts.base.settings import Form, Settings
+from jcuts.codegen.cuda import compile as compiler
+from jcuts.codegen.cuda.target import CudaTarget
+from jcuts.region import gpu
+from jcuts.trace import jaxapi
+from jcuts.trace.inline import inline
+from jcuts.trace.rewrite import rewritten
+from jcuts.trace.simplify import simplify
+from jcuts.tune import needed, session
+from jcuts.tune.choice import LIBRARY, Choice
+from jcuts.tune.select import unknown
+from jcuts.tune.store import Store
+from jcuts.tune.workshop import workshop
+from jcuts.xla import gpus, kernels
+from tests.test_updates import block_of
+
+SETTINGS = Settings(form=Form(("slots",)))
+
+
+@pytest.fixture
+def level(monkeypatch, tmp_path):
+    """A dense block whose layers write into its array, for a GPU that is not here."""
+    monkeypatch.setattr(gpus, "machine", lambda: gpu.GpuMachine(132, capability=(9, 0)))
+    monkeypatch.setattr(gpus, "this", lambda: gpus.Gpu("H200", (9, 0), 132))
+    monkeypatch.setattr(gpus, "target", lambda: CudaTarget((9, 0)))
+    monkeypatch.setattr(kernels, "_kernels", {})
+    monkeypatch.setattr(levels, "_rankings", {})
+    monkeypatch.setattr(session, "_store", Store(None, device="test", versions="1"))
+    x = jnp.asarray(np.ones((2, 6, 6, 16)), jnp.float32)
+    closed = rewritten(simplify(inline(jaxapi.closed_jaxpr_of(block_of, x))), ("slots",)).closed
+    with knobs.scope(cache_dir=tmp_path / "cache", compile_workers=4):
+        yield levels.group(closed, SETTINGS, levels.Fuel(), "cuda")
+
+
+@pytest.mark.skipif(bool(compiler.available()), reason="kernels for GPUs cannot be compiled here")
+def test_processes_of_a_session_compile_what_writes_into_larger_arrays(level, monkeypatch):
+    levels.add_candidates(level.subsets, "cuda")
+    for subset in level.subsets:
+        subset.chosen = subset.ranked[0][0] if subset.ranked and subset.inputs else None
+    wanted = [p for subset in level.subsets for p in updates.programs(level, subset)]
+    changed = [p for p in wanted if p not in [s.chosen for s in level.subsets]]
+    assert len(changed) >= 3
+    needed.compile_kernels(wanted)  # nobody is at hand
+    assert len(kernels.missing(wanted)) == len({p.digest for p in wanted})
+    spoilt = dataclasses.replace(wanted[0], params=tuple((k, v) for k, v in wanted[0].params if k != "threads"))
+    with workshop() as shop:
+        needed.compile_kernels(wanted)  # none is at hand that compiles for GPUs
+        assert kernels.missing(wanted)
+        shop.pool("cuda", 4)
+        needed.compile_kernels([*wanted, spoilt])
+    monkeypatch.setattr(compiler, "compile_program", None)  # nobody compiles anything in this process
+    assert not kernels.missing(wanted)
+    for program in wanted:
+        made = kernels.kernel_for(program)
+        assert made.inputs == tuple((b.shape, b.dtype) for b in program.inputs) and made.object_code
+
+
+def test_what_does_not_compile_is_not_compiled_again(level, monkeypatch):
+    levels.add_candidates(level.subsets, "cuda")
+    program = next(s.ranked[0][0] for s in level.subsets if s.ranked)
+    monkeypatch.setattr(kernels.objects, "fetch", lambda digest: None)
+    monkeypatch.setattr(kernels, "_compiler_of", lambda program: (program.digest, None))
+
+    class Refusing:
+        def submit(self, group, request, timeout, done):
+            done(CompileRejected("spills"))
+
+    assert needed.submit(Refusing(), [program, program]) == 1
+    assert needed.submit(Refusing(), [program]) == 0
+    with pytest.raises(CompileRejected, match="spills"):
+        kernels.kernel_for(program)
+
+
+def test_a_session_knows_which_programs_choices_need(level, monkeypatch):
+    asked = {}
+
+    def tune(problems, store, *, further=None, **_):
+        asked.update({p.digest: p for p in problems})
+        if further is not None:
+            asked["further"] = further
+        return {p.digest: unknown(p) for p in problems}
+
+    monkeypatch.setattr(session, "tune", tune)
+    monkeypatch.setattr(session.store(), "lookup", lambda digest: "known")  # no process starts to import anything
+    with session.gathering():
+        search.select(level, SETTINGS, may_measure=True, platform="cuda")
+    further = asked.pop("further")
+    found = 0
+    for digest in asked:
+        subset = next(s for s in level.subsets if s.identity == asked[digest].identity)
+        program = subset.ranked[0][0]
+        choice = Choice(digest, "mine", "", "measured", (), (), programs={"mine": program.to_text()})
+        programs = further(digest, choice)
+        assert programs == updates.programs(level, subset, program)
+        found += programs != [program]
+        assert further(digest, dataclasses.replace(choice, winner=LIBRARY)) == []
+    assert found >= 3

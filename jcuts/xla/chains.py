@@ -70,7 +70,7 @@ def _is_view(eqn: Any) -> bool:
 
 def _roots(eqns: Sequence[Any]) -> dict[Any, Any]:
     """Of every result of a reshape: the value that was reshaped first. What a kernel overwrites has its own shape."""
-    overwritten = {eqn.invars[k] for eqn in eqns if _is_kernel(eqn) for k, _ in eqn.params["input_output_aliases"] or ()}
+    overwritten = {e.invars[k] for e in eqns if _is_kernel(e) for k, _ in e.params["input_output_aliases"] or ()}
     roots: dict[Any, Any] = {}
     for eqn in eqns:
         if _is_view(eqn) and eqn.outvars[0] not in overwritten:

@@ -160,9 +160,9 @@ class Machine:
 
     def __init__(
         self, module: Module, name: str, memory: Memory, arguments: Sequence[int], blocks: int, threads: int,
-        launched: int = 0, cluster: int = 1,
+        launched: int = 0, cluster: int = 1, flushes: bool = False,
     ):  # fmt: skip
-        self.cluster = cluster
+        self.cluster, self.flushes = cluster, flushes
         self.module, self.kernel, self.memory = module, module.kernels[name], memory
         self.blocks, self.threads, count = blocks, threads, blocks * threads
         self.count = count
@@ -444,10 +444,11 @@ class Machine:
             function = _ARITHMETIC.get(name)
             if function is None:
                 raise Fault(f"no meaning for {ins.text}")
-            if "ftz" in parts:
+            flushes = "ftz" in parts or (self.flushes and kind == "f64" and name in _ROUNDED)
+            if flushes:
                 values = [_flushed(v) for v in values]
             result = np.asarray(function(parts, *values)).astype(values[0].dtype)
-            self.set(ins.operands[0], _flushed(result) if "ftz" in parts else result, on)
+            self.set(ins.operands[0], _flushed(result) if flushes else result, on)
 
 
 def _flushed(values: np.ndarray) -> np.ndarray:
@@ -633,17 +634,19 @@ _ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
     "copysign": lambda parts, a, b: np.copysign(b, a), "cvta": lambda parts, a: a,
     "dp4a": _small_dot, "dp2a": _small_dot,
 }  # fmt: skip
+_ROUNDED = frozenset({"add", "sub", "mul", "mad", "fma", "div", "sqrt", "rcp", "rsqrt"})
 
 
 def run_kernel(
     ptx: str, kernel: CompiledKernel, operands: Sequence[np.ndarray], start: int | None = None,
-    array: np.ndarray | None = None,
+    array: np.ndarray | None = None, flushes: bool = False,
 ) -> list[np.ndarray]:  # fmt: skip
     """Runs all launches of a kernel whose PTX this is. Raises Fault for whatever it does wrong.
 
     Args:
         start: the result is an array, of which it writes a part from so many bytes on (`region.placed`).
         array: what that array is before; else the last operand.
+        flushes: arithmetic of float64 takes denormal numbers for zeros, as that of XLA's code for CPUs.
     """
     image = Image.unpack(kernel.object_code)
     results = [np.zeros(shape, numpy_dtype(dtype)) for shape, dtype in kernel.outputs]
@@ -661,7 +664,7 @@ def run_kernel(
     for (name, _), launch in zip(sorted(module.kernels.items()), image.launches, strict=True):
         arguments = [places[b] + offset for b, offset in launch.arguments]
         Machine(module, name, memory, arguments, launch.grid[0], launch.block[0], launch.shared,
-                launch.cluster[0]).run()  # fmt: skip
+                launch.cluster[0], flushes).run()  # fmt: skip
         written |= memory.writer >= 0
         memory.settle()
     found = []

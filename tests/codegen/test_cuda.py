@@ -207,6 +207,19 @@ def test_selections_keep_negative_zero(dtype, other):
 
 
 @compiled
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_machine_flushes_if_asked(dtype):
+    """float64 only: what XLA's code for CPUs does with it, against which no wider type stands."""
+    x = np.array([float(jnp.finfo(dtype).smallest_normal), 3.0] * 16, dtype)
+    with jax.enable_x64(True):
+        program, *_ = candidates(lambda v: v * 0.5, (x,))
+        kernel, text = compiler.compile_program(program, SM90), compiler.ptx_of(program, SM90)
+        for flushes in (False, True):
+            (got,) = ptx_machine.run_kernel(text, kernel, [x], flushes=flushes)
+            assert got[1] == 1.5 and (got[0] == 0) == (flushes and dtype == "float64")
+
+
+@compiled
 def test_a_machine_rotates_words():
     """What the compiler makes of two shifts of one number (`shf`)."""
     x = np.random.default_rng(5).integers(0, 1 << 32, 96, np.uint32)

@@ -4,7 +4,7 @@ All threads of the grid run together, one instruction for all that stand at it; 
 so that branches meet again, and barriers and shuffles wait for all of their block or warp.  A load or store outside the
 buffers, a misaligned access, a result byte written by two threads or never, a race in shared memory (a byte read or
 written by another thread without a barrier between, see `ptx_races`) and a shuffle or barrier that some threads miss
-are errors.  Rounding is exact for float32 but for double roundings of FMAs.
+are errors.  Rounding is exact for float32.
 """
 
 from __future__ import annotations
@@ -160,9 +160,9 @@ class Machine:
 
     def __init__(
         self, module: Module, name: str, memory: Memory, arguments: Sequence[int], blocks: int, threads: int,
-        launched: int = 0, cluster: int = 1,
+        launched: int = 0, cluster: int = 1, flushes: bool = False,
     ):  # fmt: skip
-        self.cluster = cluster
+        self.cluster, self.flushes = cluster, flushes
         self.module, self.kernel, self.memory = module, module.kernels[name], memory
         self.blocks, self.threads, count = blocks, threads, blocks * threads
         self.count = count
@@ -442,12 +442,13 @@ class Machine:
             if name in ("shl", "shr"):
                 values[1] = self.value(args[1], "u32")
             function = _ARITHMETIC.get(name)
-            if function is None:
+            if function is None or (kind[0] == "f" and (name, parts[1]) in _UNKNOWN):
                 raise Fault(f"no meaning for {ins.text}")
-            if "ftz" in parts:
+            flushes = "ftz" in parts or (self.flushes and kind == "f64" and name in _ROUNDED)
+            if flushes:
                 values = [_flushed(v) for v in values]
             result = np.asarray(function(parts, *values)).astype(values[0].dtype)
-            self.set(ins.operands[0], _flushed(result) if "ftz" in parts else result, on)
+            self.set(ins.operands[0], _flushed(result) if flushes else result, on)
 
 
 def _flushed(values: np.ndarray) -> np.ndarray:
@@ -556,8 +557,21 @@ def _extreme(pick: Callable[..., np.ndarray], other: Callable[..., np.ndarray]) 
 
 
 def _fma(parts: list[str], a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    wide = np.float64 if a.dtype == np.float32 else np.longdouble
-    return (a.astype(wide) * b.astype(wide) + c.astype(wide)).astype(a.dtype)
+    if a.dtype != np.float32:
+        return (a.astype(np.longdouble) * b.astype(np.longdouble) + c.astype(np.longdouble)).astype(a.dtype)
+    product, term = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)  # both exact
+    total = product + term
+    bits = total.view(np.int64)
+    near = np.flatnonzero(((bits & 0xFFFFFFF) == 0) & np.isfinite(total))  # numbers of float32, and ties of two
+    product, term, sum_ = product[near], term[near], total[near]
+    back = sum_ - product
+    rest = (product - (sum_ - back)) + (term - back)
+    # Rounded to odd: the second rounding then sees on which side it was.
+    bits[near] += np.where(rest == 0, 0, np.where((rest > 0) == (sum_ > 0), 1, -1))
+    found = total.astype(np.float32)
+    if parts[1] == "rz":
+        found = np.where(np.abs(found) > np.abs(total), np.nextafter(found, np.float32(0)), found)
+    return found
 
 
 def _divide(parts: list[str], a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -633,17 +647,21 @@ _ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
     "copysign": lambda parts, a, b: np.copysign(b, a), "cvta": lambda parts, a: a,
     "dp4a": _small_dot, "dp2a": _small_dot,
 }  # fmt: skip
+_UNKNOWN = frozenset((name, to) for name in ("add", "sub", "mul", "div", "sqrt", "rcp") for to in ("rz", "rm", "rp"))
+_UNKNOWN |= {("fma", "rm"), ("fma", "rp")}
+_ROUNDED = frozenset({"add", "sub", "mul", "mad", "fma", "div", "sqrt", "rcp", "rsqrt"})
 
 
 def run_kernel(
     ptx: str, kernel: CompiledKernel, operands: Sequence[np.ndarray], start: int | None = None,
-    array: np.ndarray | None = None,
+    array: np.ndarray | None = None, flushes: bool = False,
 ) -> list[np.ndarray]:  # fmt: skip
     """Runs all launches of a kernel whose PTX this is. Raises Fault for whatever it does wrong.
 
     Args:
         start: the result is an array, of which it writes a part from so many bytes on (`region.placed`).
         array: what that array is before; else the last operand.
+        flushes: arithmetic of float64 takes denormal numbers for zeros, as that of XLA's code for CPUs.
     """
     image = Image.unpack(kernel.object_code)
     results = [np.zeros(shape, numpy_dtype(dtype)) for shape, dtype in kernel.outputs]
@@ -661,7 +679,7 @@ def run_kernel(
     for (name, _), launch in zip(sorted(module.kernels.items()), image.launches, strict=True):
         arguments = [places[b] + offset for b, offset in launch.arguments]
         Machine(module, name, memory, arguments, launch.grid[0], launch.block[0], launch.shared,
-                launch.cluster[0]).run()  # fmt: skip
+                launch.cluster[0], flushes).run()  # fmt: skip
         written |= memory.writer >= 0
         memory.settle()
     found = []

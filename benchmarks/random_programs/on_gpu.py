@@ -154,7 +154,7 @@ def interpret(kernel: CompiledKernel, *operands: Any, place: tuple[int, int] | N
 
     def run(*values: Any) -> list[np.ndarray]:
         arrays = [np.ascontiguousarray(v).view(d).reshape(s) for v, (s, d) in zip(values, given, strict=True)]
-        # In float64 the reference runs as XLA's CPU code does: denormal operands are zeros.
+        # In float64 the reference runs as XLA's CPU code does: denormal numbers are zeros.
         arrays = [flushed(a) if a.dtype == np.float64 else a for a in arrays]
         found = map(np.ascontiguousarray, _gradual.submit(machine, arrays).result())
         return [x.view(words.dtype).reshape(words.shape) for x, words in zip(found, returned, strict=True)]
@@ -162,7 +162,7 @@ def interpret(kernel: CompiledKernel, *operands: Any, place: tuple[int, int] | N
     def machine(arrays: list[np.ndarray]) -> list[np.ndarray]:
         try:
             with np.errstate(all="ignore"):
-                return ptx_machine.run_kernel(_ptx(kernel.digest), kernel, arrays)
+                return ptx_machine.run_kernel(_ptx(kernel.digest), kernel, arrays, flushes=True)
         except ptx_machine.Fault as fault:
             if str(fault) != "library code":
                 raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -204,6 +205,53 @@ def test_selections_keep_negative_zero(dtype, other):
     (program,) = candidates(function, (x,))
     for got in machine_results(program, [x]):
         assert list(np.signbit(got[:4])) == [True, False, True, False]
+
+
+@compiled
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_machine_flushes_if_asked(dtype):
+    """float64 only: what XLA's code for CPUs does with it, against which no wider type stands."""
+    x = np.array([float(jnp.finfo(dtype).smallest_normal), 3.0] * 16, dtype)
+    with jax.enable_x64(True):
+        program, *_ = candidates(lambda v: v * 0.5, (x,))
+        kernel, text = compiler.compile_program(program, SM90), compiler.ptx_of(program, SM90)
+        for flushes in (False, True):
+            (got,) = ptx_machine.run_kernel(text, kernel, [x], flushes=flushes)
+            assert got[1] == 1.5 and (got[0] == 0) == (flushes and dtype == "float64")
+
+
+def test_a_machine_rounds_sums_of_products_once():
+    """Against exact fractions, to nearest and towards zero; ties and tiny terms beside them among the operands."""
+    rng = np.random.default_rng(6)
+    a, b, c = (rng.standard_normal(600).astype(np.float32) for _ in range(3))
+    c[:200] *= np.float32(2.0) ** rng.integers(-60, 60, 200).astype(np.float32)
+    one = np.float32(1)
+    near = np.float32(2.0**-24)  # half a unit of 1
+    a[200:206], b[200:206] = [one, one, -one, one, one, one], [near, near, near, near, near * 3, -near / 2]
+    c[200:206] = [one, 1 + 2 * near, -one, -one, one, one]
+    a[206:208], b[206:208], c[206:208] = 2.0**-60, [2.0**-60, -(2.0**-60)], 1 + 2 * near
+    for to in ("rn", "rz"):
+        got = ptx_machine._fma(["fma", to, "f32"], a, b, c)
+        for k in range(len(a)):
+            exact = Fraction(float(a[k])) * Fraction(float(b[k])) + Fraction(float(c[k]))
+            near_by = [np.nextafter(got[k], np.float32(-np.inf)), got[k], np.nextafter(got[k], np.float32(np.inf))]
+            apart = [abs(Fraction(float(x)) - exact) for x in near_by]
+            if to == "rn":
+                tie = apart[1] in (apart[0], apart[2])
+                assert apart[1] == min(apart) and (not tie or got[k].view(np.int32) % 2 == 0), k
+            else:
+                out = near_by[2 if exact > 0 else 0]
+                assert abs(Fraction(float(got[k]))) <= abs(exact) and (abs(Fraction(float(out))) > abs(exact)), k
+
+
+@compiled
+def test_a_machine_computes_remainders_of_large_quotients():
+    rng = np.random.default_rng(0)
+    x, y = (rng.standard_normal(64).astype(np.float32) for _ in range(2))
+    x *= np.float32(10.0) ** rng.integers(0, 30, 64).astype(np.float32)
+    program, *_ = candidates(lambda x, y: lax.rem(x, y), (x, y))
+    (got,) = machine_results(program, [x, y])
+    np.testing.assert_array_equal(got, np.fmod(x, y))
 
 
 @compiled

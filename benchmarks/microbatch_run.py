@@ -94,6 +94,7 @@ class Run:
         from jcuts.microbatch.convolution import Convolution
         from jcuts.microbatch.table import Micro
         from jcuts.xla import cudnn
+        from jcuts.xla.convolutions import LIBRARY
 
         if data["device"] != str(self.device):
             self.say(f"times of {data['device']} are not used on {self.device}")
@@ -101,8 +102,13 @@ class Run:
         for row in data["tables"]:
             convolution = Convolution.from_json(row["convolution"])
             for size, micros in row["sizes"].items():
-                made = [Micro(int(size), *micro) for micro in micros if cudnn.is_cudnn(micro[0])]
+                made = [Micro(int(size), *m) for m in micros if cudnn.is_cudnn(m[0]) or m[0] == LIBRARY]
                 remarks = row.get("remarks", {}).get(size, {})
+                if convolution.key in self.kernels:  # of an earlier file
+                    names = {(m.algorithm, m.math) for m in made}
+                    known = self.database.table(self.device, convolution).micros
+                    made += [m for m in known if m.batch == int(size) and (m.algorithm, m.math) not in names]
+                    remarks = {**self.database.remarks(self.device, convolution, int(size)), **remarks}
                 self.database.record(self.device, convolution, int(size), made, remarks=remarks)
             self.note(convolution)
 

@@ -59,6 +59,10 @@ class _Use:
     why: str = ""
 
     @property
+    def workspace(self) -> int:
+        return self.chosen.workspace if self.chosen else 0
+
+    @property
     def replaced(self) -> bool:
         return self.chosen is not None and all(cudnn.is_cudnn(part.algorithm) for part in self.chosen.parts)
 
@@ -238,8 +242,9 @@ def _choose(uses: Sequence[_Use], settings: Settings) -> None:
         shares = divide_network(sets, settings.total_workspace, constraint=CONSTRAINT)
         for use, division in zip(open_, shares.divisions, strict=True):
             use.chosen = division
+    adds_up = settings.total_workspace is not None and CONSTRAINT == "paper"
     for use in open_:
-        _prefer_simpler(use, limit, mixed=settings.mode == "mixed")
+        _prefer_simpler(use, use.workspace if adds_up else limit, mixed=settings.mode == "mixed")
         if not use.replaced:
             use.why = "its own convolution is the fastest within the limit"
 

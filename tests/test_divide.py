@@ -21,6 +21,8 @@ from jcuts.microbatch.convolution import Convolution
 from jcuts.microbatch.database import Database
 from jcuts.microbatch.table import Micro
 from jcuts.trace import jaxapi
+from jcuts.trace.inline import inline
+from jcuts.trace.simplify import simplify
 from jcuts.tune import divisions
 from jcuts.tune.convolutions import Measurer, measured, measured_in_slices, this_device, to_slice
 from jcuts.xla import cudnn
@@ -201,6 +203,22 @@ def test_a_division_must_be_clearly_faster_than_a_single_call(host_cudnn, cache_
         database.record(this_device("cpu"), site.convolution, BATCH, [single])
     rows = optimized(net, workspace_limit=1 << 20).explain(*args).divisions
     assert all(row.division == "1 x 6 cudnn/IMPLICIT_PRECOMP_GEMM:tf32" for row in rows)
+
+
+def test_simpler_calls_keep_to_a_sum_of_workspaces(host_cudnn, cache_dir, monkeypatch):
+    args, total = arguments(), 20 * SPACE
+    database = Database(cache_dir / "microbatch.sqlite")
+    for site in fill(net, *args):
+        names = cudnn.algorithms(site.convolution.kind)
+        single = Micro(BATCH, names[1], "tf32", 0.41, total)
+        database.record(this_device("cpu"), site.convolution, BATCH, [single])
+    closed = simplify(inline(jax.make_jaxpr(net)(*args)))
+    for constraint, most in (("liveness", 2 * total), ("paper", total)):
+        monkeypatch.setattr(divide, "CONSTRAINT", constraint)
+        settings = Settings(mode="fusion", total_workspace=total)
+        rows = divide.divided(closed, settings, "cpu", may_measure=False).rows
+        assert all(row.division for row in rows) and sum(row.workspace for row in rows) <= most
+        assert all(row.division.startswith("1 x") == (constraint == "liveness") for row in rows)
 
 
 def test_mixed_divides_nothing_while_xla_s_own_is_not_timed(host_cudnn, cache_dir):

@@ -227,8 +227,9 @@ def _registers(shape: BlockShape) -> int:
     """An estimate of what a thread takes."""
     wide = shape.chunk // shape.expand[1] // 8
     held = shape.share if shape.held else 8
-    sums = shape.high * wide if shape.terms > shape.step or shape.item == WORD else 2 * wide  # or one row after another
-    expand = (sums + shape.high) * 4 if shape.terms else shape.pixels * shape.words // shape.threads // 2
+    alone = shape.terms <= shape.step and shape.item < WORD  # one instruction per sum: one row after another
+    sums = 2 * wide if alone else shape.high * wide
+    expand = (sums + shape.high) * 4 - (12 if alone else 0) if shape.terms else shape.pixels * shape.words // shape.threads // 2
     windows = shape.lanes * math.prod(shape.strip) + _covered(shape.block, shape.strip) // 2
     filters = shape.lanes * len(shape.block.window.taps)
     if shape.pieces == 1 and not shape.terms:  # windows are summed before the results are, and as their pixels come

@@ -229,7 +229,8 @@ def _registers(shape: BlockShape) -> int:
     held = shape.share if shape.held else 8
     alone = shape.terms <= shape.step and shape.item < WORD  # one instruction per sum: one row after another
     sums = 2 * wide if alone else shape.high * wide
-    expand = (sums + shape.high) * 4 - (12 if alone else 0) if shape.terms else shape.pixels * shape.words // shape.threads // 2
+    expand = (sums + shape.high) * 4 - (12 if alone else 0)
+    expand = expand if shape.terms else shape.pixels * shape.words // shape.threads // 2
     windows = shape.lanes * math.prod(shape.strip) + _covered(shape.block, shape.strip) // 2
     filters = shape.lanes * len(shape.block.window.taps)
     if shape.pieces == 1 and not shape.terms:  # windows are summed before the results are, and as their pixels come

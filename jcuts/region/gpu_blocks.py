@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -52,6 +53,13 @@ MOST_SUMS, MOST_WIDE = 96, 64
 """Registers of a thread for its sums: of the results, of a piece."""
 CROWDED = 2
 """Best schedules that are also tried with one more block beside the others."""
+NEXT = 0.96
+"""What every further schedule of bfloat16 counts: estimates are off by more than they differ (16 % over 17 schedules),
+so that more are tried."""
+ALIKE = 1.02
+"""What a schedule of bfloat16 counts more for every better one of its tile, or of its pieces and threads."""
+LARGE = 256
+"""Threads from which on a schedule of bfloat16 is of another kind: what float32 holds or not. It takes less room."""
 SPARED = 1.17
 """What the assembler may have to do without, as a factor of the registers that there are."""
 MOST_UNROLLED = 400
@@ -81,17 +89,37 @@ def products(program: Program, machine: GpuMachine, most: int = LISTED) -> Itera
     best: dict[tuple[int, ...], tuple[float, BlockShape]] = {}
     for shape in shapes(found, machine):
         count = cycles(shape, machine)
-        key = (shape.images, shape.rows, shape.columns, shape.chunk, shape.held)
+        kind = shape.held if found.item == WORD else shape.threads >= LARGE
+        key = (shape.images, shape.rows, shape.columns, shape.chunk, kind)
         if key not in best or count < best[key][0]:
             best[key] = (count, shape)
     floor = least(found, machine)
     ranked = sorted(best.values(), key=lambda item: item[0])[:most]
+    if found.item < WORD:
+        ranked = _varied(ranked)
     for place, (count, shape) in enumerate(ranked[:CROWDED]):
-        more = [(max(count, cycles(other, machine)), other) for other in _crowded(shape, machine)]
+        others = [*_crowded(shape, machine)]
+        if found.item < WORD and place == 0:
+            others += [one for made in _other(shape, machine) for one in (made, *_crowded(made, machine))]
+        more = [(max(count, cycles(other, machine)), other) for other in others]
         ranked[2 * place + 1 : 2 * place + 1] = more or [(math.inf, shape)]
     ranked = [found for found in ranked if found[0] < math.inf][:most]
     for place, (count, shape) in enumerate(ranked):
-        yield of(program, shape), min(1.0, floor / count) * AGAIN**place
+        yield of(program, shape), min(1.0, floor / count) * (AGAIN if found.item == WORD else NEXT) ** place
+
+
+def _varied(ranked: list[tuple[float, BlockShape]]) -> list[tuple[float, BlockShape]]:
+    """The same in an order in which neighbours differ in their tiles, pieces and threads, where they count alike."""
+    left, found, seen = list(ranked), [], Counter[tuple[str, int, int]]()
+
+    def kinds(shape: BlockShape) -> tuple[tuple[str, int, int], ...]:
+        return ("tile", shape.rows, shape.columns), ("work", shape.chunk, shape.threads)
+
+    while left:
+        found.append(min(left, key=lambda item: item[0] * ALIKE ** sum(seen[kind] for kind in kinds(item[1]))))
+        left.remove(found[-1])
+        seen.update(kinds(found[-1][1]))
+    return found
 
 
 def of(program: Program, shape: BlockShape) -> Program:
@@ -134,6 +162,13 @@ def _crowded(shape: BlockShape, machine: GpuMachine) -> Iterator[BlockShape]:
     more = _usual(shape) + 1
     if more <= _most(shape, machine) and more * shape.threads * _registers(shape) <= SPARED * REGISTERS:
         yield replace(shape, beside=more)
+
+
+def _other(shape: BlockShape, machine: GpuMachine) -> Iterator[BlockShape]:
+    """The same with input pixels held in registers where they were not, or not where they were."""
+    made = replace(shape, held=not shape.held, beside=1)
+    if made.fits and made.shared <= ROOM.get(machine.capability, LEAST_ROOM) and _small(made):
+        yield replace(made, beside=max(1, min(_usual(made), _most(made, machine))))
 
 
 def _usual(shape: BlockShape) -> int:
@@ -192,8 +227,10 @@ def _registers(shape: BlockShape) -> int:
     """An estimate of what a thread takes."""
     wide = shape.chunk // shape.expand[1] // 8
     held = shape.share if shape.held else 8
-    sums = shape.high * wide if shape.terms > shape.step or shape.item == WORD else 2 * wide  # or one row after another
-    expand = (sums + shape.high) * 4 if shape.terms else shape.pixels * shape.words // shape.threads // 2
+    alone = shape.terms <= shape.step and shape.item < WORD  # one instruction per sum: one row after another
+    sums = 2 * wide if alone else shape.high * wide
+    expand = (sums + shape.high) * 4 - (12 if alone else 0)
+    expand = expand if shape.terms else shape.pixels * shape.words // shape.threads // 2
     windows = shape.lanes * math.prod(shape.strip) + _covered(shape.block, shape.strip) // 2
     filters = shape.lanes * len(shape.block.window.taps)
     if shape.pieces == 1 and not shape.terms:  # windows are summed before the results are, and as their pixels come

@@ -208,3 +208,20 @@ def test_banks_of_what_warps_store_and_read():
             for pitch in (shape.patch_pitch, shape.deep_pitch, shape.input_pitch):
                 words = [row * pitch // 2 + k for row in range(8) for k in range(4)]
                 assert pitch % 8 == 0 and len({word % 32 for word in words}) == 32
+
+
+def test_strips_of_a_warp_meet_few_banks_twice():
+    """Every strip is somebody's, also in the last turn; two strips beside each other would share banks."""
+    layers = Halves((1, 28, 28, 16), (3, 3), 192, 16, along=False)
+    program, _ = program_of(layers, layers.arguments())
+    tiles = (7, 28, (7, 2), 4), (14, 14, (7, 1), 3), (4, 28, (2, 7), 4), (8, 16, (4, 4), 2)
+    for rows, columns, strip, warps in tiles:
+        shape = test_block.shape_of(program, 1, rows, columns, 32, (warps, 1), (warps, 1), strip)
+        turns = range(0, shape.strips, shape.groups)
+        assert shape.fits and sorted(f + n for f in turns for n in shape.dealt(f)) == list(range(shape.strips))
+        starts, count = shape._starts(np.arange(len(shape.dealt(0)))), len(shape.dealt(0))
+        before, after = (shape._passes(starts, order) for order in (list(range(count)), shape.dealt(0)))
+        least = sum(n for n, _ in starts) * count * shape.words // 32
+        assert least <= after <= before and after < 1.8 * least
+    shape = test_block.shape_of(program, 1, 7, 28, 32, (4, 1), (4, 1), (7, 2))
+    assert shape.dealt(0) == [0, 2, 1, 3, 4, 6, 5, 7]

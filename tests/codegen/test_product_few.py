@@ -10,6 +10,7 @@ from jax import lax
 
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda import compile as compiler
+from jcuts.dfg.program import Program
 from jcuts.region import gpu, gpu_groups
 from jcuts.region.gpu import GpuMachine
 from jcuts.region.gpu_group_tiling import GroupTiling
@@ -40,6 +41,12 @@ def arguments(rows, terms, columns, dtype):
     return [a.astype(dtype) if a.ndim == 4 else a for a in found]
 
 
+def built(traced):
+    program = traced.build()
+    assert isinstance(program, Program)
+    return program
+
+
 def check(program, found, operands):
     x, w, s, b, r = (np.asarray(a, np.float64) for a in found)
     scaled = (x[0, :, 0] @ w[0, 0]) * s
@@ -58,7 +65,7 @@ def check(program, found, operands):
 def test_few_rows(size, tiling, dtype):
     found = arguments(*size, jnp.dtype(dtype))
     traced = programs.trace(layer, *found)
-    made = as_product(traced.build())
+    made = as_product(built(traced))
     assert made is not None
     check(tiling.of(made), found, traced.operands())
 
@@ -69,7 +76,7 @@ def test_both_families_compete_for_few_rows(size):
     """As networks have them at batch 1; the ranking keeps schedules of both."""
     found = arguments(*size, jnp.bfloat16)
     traced = programs.trace(layer, *found)
-    ranked = [p for p, _ in gpu.candidates(traced.build(), MACHINE, 12)]
+    ranked = [p for p, _ in gpu.candidates(built(traced), MACHINE, 12)]
     groups = [p for p in ranked if "groups" in dict(p.params)]
     assert len(groups) == gpu_groups.FEW and len(ranked) - len(groups) >= 3
     made = 0
@@ -86,5 +93,5 @@ def test_both_families_compete_for_few_rows(size):
 def test_nothing_new_for_float32_and_older_units():
     for dtype, capability in ((jnp.float32, (9, 0)), (jnp.bfloat16, (8, 0))):
         traced = programs.trace(layer, *arguments(196, 1024, 256, dtype))
-        found = gpu.candidates(traced.build(), GpuMachine(132, capability=capability), 12)
+        found = gpu.candidates(built(traced), GpuMachine(132, capability=capability), 12)
         assert found and not any("groups" in dict(p.params) for p, _ in found)

@@ -62,11 +62,14 @@ def reading(place: str, timed: bool = True) -> dict[str, Any]:
 
     Args:
         place: a process' `folder`; '' for none.
-        timed: whether the measuring process has timed what the program asks for.  Where it has not, products are left
-            to the library, and ReLUs are not: XLA, or cuDNN, would compile dozens of kernels to choose from.
+        timed: whether the measuring process has timed what the program asks for.  Where it has not, ReLUs are not left
+            to the library: cuDNN would compile dozens of kernels to choose from.  Products always are: XLA's own
+            kernels take seconds to compile, and round as the library's do.
     """
-    known = _known({OPTION: place, MODE: "AUTOTUNE_CACHE_MODE_READ"} if place else {})
-    return known if timed else known | _known(LIBRARY_PRODUCTS) | parted()
+    if not place:
+        return {}
+    known = _known({OPTION: place, MODE: "AUTOTUNE_CACHE_MODE_READ"}) | _known(LIBRARY_PRODUCTS)
+    return known if timed else known | parted()
 
 
 def sharing() -> dict[str, Any]:

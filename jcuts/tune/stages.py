@@ -164,7 +164,7 @@ class Session:
                 job.fail(answer)
                 self._finish(job)
                 return
-            parts = ", ".join(f"{part} {float(spent):.2f}" for part, spent in answer.get("parts", {}).items())
+            parts = _listed({**answer.get("parts", {}), **answer.get("cores", {})})
             _log.info("%s: reference made in %.2f s (%s)", job.problem.name, answer["seconds"], parts)
             job.kinds = list(answer["kinds"])
             if self.checks_last:
@@ -222,7 +222,8 @@ class Session:
             if isinstance(answer, CandidateRejected):
                 job.reject(label, answer)
             else:
-                _log.info("%s: %s checked in %.2f s", job.problem.name, label, answer["seconds"])
+                parts = _listed(answer.get("cores", {}))
+                _log.info("%s: %s checked in %.2f s (%s)", job.problem.name, label, answer["seconds"], parts)
                 job.passed.append(label)
             if self.checks_last:
                 self._check_next(job)
@@ -332,7 +333,7 @@ class Session:
             answer = None
         if isinstance(answer, dict):
             job.answer = answer
-            parts = ", ".join(f"{part} {float(spent):.2f}" for part, spent in answer.get("parts", {}).items())
+            parts = _listed(answer.get("parts", {}))
             _log.info("%s: measured in %.2f s (%s)", job.problem.name, answer["seconds"], parts)
 
     def _measure_once(self, job: Job, order: list[str], expected: float | None) -> Answer | CandidateRejected:
@@ -353,8 +354,13 @@ class Session:
         # The interleaved samples run without events in between.
         sampling = self.effort.seconds * (len(order) + 2)
         self.pool.submit(XLA, request, self.timeout + sampling, kept.append)
-        self.pool.drain()
+        while not kept and self.pool.wait(3600.0):
+            pass  # kernels that are needed besides are compiled meanwhile: times are the device's
         return kept[0]
+
+
+def _listed(parts: dict[str, float]) -> str:
+    return ", ".join(f"{part} {float(spent):.2f}" for part, spent in parts.items())
 
 
 def _told(answer: Answer | CandidateRejected) -> None:

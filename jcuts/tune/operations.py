@@ -32,7 +32,7 @@ from jcuts.tune.launch import Launcher, Schedule
 from jcuts.tune.noise import HOPELESS, Samples
 from jcuts.tune.problem import Candidate, Output, Problem, decode_bytes
 from jcuts.tune.shortage import is_memory
-from jcuts.tune.values import dtype_of, load, timing_inputs, whole
+from jcuts.tune.values import dtype_of, is_float, load, timing_inputs, whole
 
 MOST_ACCEPTED = 4
 """Problems whose accepted results a process remembers."""
@@ -142,7 +142,9 @@ def reference(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
         raise CandidateRejected(f"problem {problem.name} came without its exports", problem=problem.digest)
     announce(LIBRARY)
     place, folder = str(request.get("autotuned", "")), Path(request["folder"])
-    options = autotuned.reading(place, timed=bool(request.get("timed", True))) if place else {}
+    types = [dtype_of(x.dtype) for x in (*problem.inputs, *problem.outputs)]
+    narrow = any(is_float(dtype) and dtype.itemsize < 4 for dtype in types)
+    options = autotuned.reading(place, timed=bool(request.get("timed", True)), narrow=narrow) if place else {}
     parts: dict[str, float] = {}
     library = _library(request["problem"])
     kinds = references.make(jax, problem, library, folder, int(request["seed"]), options, parts)

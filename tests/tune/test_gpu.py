@@ -184,7 +184,9 @@ def test_references_run_what_was_timed(tmp_path):
     jax.jit(lambda x: x @ x, compiler_options=options)(np.ones((4, 4), np.float32))
     assert not list(tmp_path.iterdir())
     less = autotuned.reading(str(tmp_path), timed=False)
-    assert less == options | apart.OPTIONS
+    assert less == options | apart.OPTIONS == autotuned.reading(str(tmp_path), timed=False, narrow=True)
+    rounded = autotuned.reading(str(tmp_path), narrow=True)
+    assert set(rounded) == {autotuned.OPTION, autotuned.MODE}
     jax.jit(lambda x: x @ x, compiler_options=less)(np.ones((4, 4), np.float32))
     assert autotuned.untimed() == autotuned.LEVEL | autotuned.LIBRARY_PRODUCTS
 

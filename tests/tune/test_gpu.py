@@ -255,6 +255,7 @@ def test_memory_is_set_and_copied_in_the_order_of_the_stream():
 
 
 def test_without_a_driver():
+    assert driver.total_bytes(library="libno-such-cuda.so") == 0
     with pytest.raises(NativeError, match="cannot be opened"):
         driver.Driver(library="libno-such-cuda.so")
 

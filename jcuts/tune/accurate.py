@@ -11,6 +11,7 @@ A reference that shares XLA's mistakes shows them as errors of whoever does bett
 | ``exp2`` (``exp(x ln 2)``) | 6 ulp | abs(x) > 10 |
 | grouped convolution | NaN | a zero filter is multiplied with infinities of other groups |
 | convolution with one tap | (none) | a product needs no algorithm to be looked for, which takes seconds on a GPU |
+| convolution of few taps, for a GPU | (none) | the same, for a sum of products (`has_few_taps`) |
 | integer ``x / x``, ``x % x`` | 1, 0 | x = 0, inside fusions; -1 and x elsewhere |
 
 Every function of floats takes float64 arguments and works under `jax.enable_x64`.
@@ -27,6 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+MOST_TAPS = 49
+"""Of a convolution that is taken for a sum of products."""
 SPLIT = 2.0**27 + 1.0
 """Veltkamp's constant: halves of 26 bits, whose products are exact."""
 
@@ -126,6 +129,43 @@ def pointwise_convolution(eqn: Any, lhs: Any, rhs: Any) -> Any:
     places = zip(numbers.out_spec, numbers.lhs_spec, strict=True)
     place = {o: len(kept) if i == numbers.lhs_spec[1] else kept.index(i) for o, i in places}
     return lax.transpose(found, tuple(place[k] for k in range(lhs.ndim)))
+
+
+def dense_convolution(eqn: Any, lhs: Any, rhs: Any) -> Any:
+    """A convolution of few taps as a sum of matrix products, one for each tap."""
+    p = eqn.params
+    numbers = p["dimension_numbers"]
+    x = lax.transpose(lhs, (numbers.lhs_spec[0], *numbers.lhs_spec[2:], numbers.lhs_spec[1]))
+    w = lax.transpose(rhs, (*numbers.rhs_spec[2:], numbers.rhs_spec[1], numbers.rhs_spec[0]))
+    sides = [(low, high, step - 1) for (low, high), step in zip(p["padding"], p["lhs_dilation"], strict=True)]
+    x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *sides, (0, 0, 0)])
+    space = [eqn.outvars[0].aval.shape[k] for k in numbers.out_spec[2:]]
+    steps = (1, *p["window_strides"], 1)
+    sizes = (x.shape[0], *((n - 1) * s + 1 for n, s in zip(space, p["window_strides"], strict=True)), x.shape[-1])
+    taps = np.stack(np.unravel_index(np.arange(math.prod(w.shape[:-2])), w.shape[:-2]), axis=-1)
+
+    def add(total: Any, now: Any) -> tuple[Any, None]:
+        weight, start = now
+        part = lax.dynamic_slice(x, [start[d] for d in range(x.ndim)], sizes)
+        part = lax.slice(part, (0,) * part.ndim, part.shape, steps)
+        return total + lax.dot_general(part, weight, (((part.ndim - 1,), (0,)), ((), ()))), None
+
+    starts = jnp.asarray(np.pad(taps * np.asarray(p["rhs_dilation"]), ((0, 0), (1, 1))), np.int32)
+    start = jnp.zeros((x.shape[0], *space, w.shape[-1]), x.dtype)
+    total, _ = lax.scan(add, start, (lax.reshape(w, (len(taps), *w.shape[-2:])), starts))
+    place = {numbers.out_spec[0]: 0, numbers.out_spec[1]: total.ndim - 1}
+    place |= {k: d + 1 for d, k in enumerate(numbers.out_spec[2:])}
+    return lax.transpose(total, tuple(place[k] for k in range(total.ndim)))
+
+
+def has_few_taps(eqn: Any) -> bool:
+    """Whether a convolution is fit for `dense_convolution`: for a GPU, where an algorithm is looked for otherwise."""
+    p = eqn.params
+    filters, result = eqn.invars[1].aval.shape, eqn.outvars[0].aval
+    one = int(p["feature_group_count"]) == 1 and int(p.get("batch_group_count", 1)) == 1
+    taps = math.prod(filters[d] for d in p["dimension_numbers"].rhs_spec[2:])
+    floats = jnp.issubdtype(result.dtype, np.floating)
+    return floats and one and 0 < taps <= MOST_TAPS and math.prod(result.shape) > 0
 
 
 def convolution(eqn: Any, lhs: Any, rhs: Any) -> Any:

@@ -54,7 +54,7 @@ def options() -> dict[str, Any]:
 
 
 @functools.cache
-def reading(place: str, timed: bool = True) -> dict[str, Any]:
+def reading(place: str, timed: bool = True, narrow: bool = False) -> dict[str, Any]:
     """Compiler options for a process that runs XLA's programs beside others: it takes what was timed and adds nothing.
 
     What it has to time itself may come out wrong, for itself alone.  It must not go without: the algorithms that XLA
@@ -62,11 +62,17 @@ def reading(place: str, timed: bool = True) -> dict[str, Any]:
 
     Args:
         place: a process' `folder`; '' for none.
-        timed: whether the measuring process has timed what the program asks for.  Where it has not, products are left
-            to the library, and ReLUs are not: XLA, or cuDNN, would compile dozens of kernels to choose from.
+        timed: whether the measuring process has timed what the program asks for.  Where it has not, ReLUs are not left
+            to the library: cuDNN would compile dozens of kernels to choose from.  Products are, timed or not: XLA's
+            own kernels take seconds to compile, and round as the library's do.
+        narrow: whether a product may have results narrower than float32, which the library rounds before what follows
+            is computed, and XLA's kernels do not: then products that were timed are what they were.
     """
-    known = _known({OPTION: place, MODE: "AUTOTUNE_CACHE_MODE_READ"} if place else {})
-    return known if timed else known | _known(LIBRARY_PRODUCTS) | parted()
+    if not place:
+        return {}
+    known = _known({OPTION: place, MODE: "AUTOTUNE_CACHE_MODE_READ"})
+    known |= {} if timed and narrow else _known(LIBRARY_PRODUCTS)
+    return known if timed else known | parted()
 
 
 def sharing() -> dict[str, Any]:

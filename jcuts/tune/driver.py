@@ -27,6 +27,18 @@ Pointer = ctypes.c_void_p
 Size = ctypes.c_size_t
 
 
+def total_bytes(device: int = 0, library: str = LIBRARY) -> int:
+    """Memory of a device [B], found out without using it; 0 where there is none."""
+    try:
+        lib = ctypes.CDLL(library)
+    except OSError:
+        return 0
+    handle, total = ctypes.c_int(), Size()
+    if lib.cuInit(ctypes.c_uint(0)) or lib.cuDeviceGet(ctypes.byref(handle), ctypes.c_int(device)):
+        return 0
+    return 0 if lib.cuDeviceTotalMem_v2(ctypes.byref(total), handle) else int(total.value)
+
+
 class Driver:
     """One device of this process, its primary context current on this thread.
 

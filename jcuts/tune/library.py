@@ -53,7 +53,8 @@ def export_subset(closed: Any, *, platform: str = "cpu", name: str = "subset") -
 
     def reference(seed: Any, amplitude: Any, *args: Any) -> Any:
         noise = (seed, amplitude[:2]) if perturb or wide_itself else None
-        return evaluate(closed, args, noise=noise, rounded=amplitude[2] if rounds else None)
+        cut = amplitude[2] if rounds else None
+        return evaluate(closed, args, noise=noise, rounded=cut, taps=platform != "cpu")
 
     wide_itself, amplified = is_wide(closed), is_amplified(closed)
     rounds = platform != "cpu" and rounds_operands(closed)

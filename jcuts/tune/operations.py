@@ -32,8 +32,10 @@ from jcuts.tune.launch import Launcher, Schedule
 from jcuts.tune.noise import HOPELESS, Samples
 from jcuts.tune.problem import Candidate, Output, Problem, decode_bytes
 from jcuts.tune.shortage import is_memory
-from jcuts.tune.values import dtype_of, load, timing_inputs, whole
+from jcuts.tune.values import dtype_of, is_float, load, timing_inputs, whole
 
+ROOMY = 32 << 30
+"""Bytes of a GPU's memory from which on processes that wait for work may hold their share: half a gigabyte each."""
 MOST_ACCEPTED = 4
 """Problems whose accepted results a process remembers."""
 POISON = (0xFF, 0xAB)
@@ -142,7 +144,9 @@ def reference(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
         raise CandidateRejected(f"problem {problem.name} came without its exports", problem=problem.digest)
     announce(LIBRARY)
     place, folder = str(request.get("autotuned", "")), Path(request["folder"])
-    options = autotuned.reading(place, timed=bool(request.get("timed", True))) if place else {}
+    types = [dtype_of(x.dtype) for x in (*problem.inputs, *problem.outputs)]
+    narrow = any(is_float(dtype) and dtype.itemsize < 4 for dtype in types)
+    options = autotuned.reading(place, timed=bool(request.get("timed", True)), narrow=narrow) if place else {}
     parts: dict[str, float] = {}
     library = _library(request["problem"])
     kinds = references.make(jax, problem, library, folder, int(request["seed"]), options, parts)
@@ -340,14 +344,19 @@ def warm(request: dict[str, Any], _: Announce) -> dict[str, Any]:
     """Loads what later requests ask for, which takes a process seconds.
 
     The request's ``what``: ``compiler`` (of kernels for GPUs); ``jax``; ``xla``, which takes memory of the GPU as well;
-    ``tools``: what every process has.
+    ``tools``: what every process has.  Where the GPU is roomy, ``jax`` takes memory of it as well.
     """
     if request["what"] == "compiler":
         from jcuts.codegen.cuda import compile as compiler
 
         compiler.available()
     elif request["what"] == "jax":
-        _jax()
+        from jcuts.tune import driver
+
+        if driver.total_bytes() >= ROOMY:
+            _jax().devices()
+        else:
+            _jax()
     elif request["what"] == "xla":
         _jax().devices()
     return {}

@@ -21,6 +21,8 @@ from jcuts.tune.values import SPECIAL, dtype_of, flushed, is_float, make_inputs,
 
 NOISE_RUNS = 6
 """Runs with simulated rounding, of `NOISE_ULP`: XLA's own transcendental functions stay within a few ulp."""
+CONVOLUTION = "stablehlo.convolution"
+"""The operation; functions through which it was traced may have the word in their names, which are in the text, too."""
 FINER = 2.0**-15
 """An error of a product relative to its result below this is none of TF32 operands, whose roundings are up to 2^-11."""
 TRUST_ULP = 1.0
@@ -172,7 +174,7 @@ def _wide(jax: Any, problem: Problem, seen: Sequence[Any]) -> Callable[..., list
     export = jax.export.deserialize(bytearray(problem.reference))
     call = export.call
     # All of a library's float64 products are as good.  Its convolutions differ: some spread infinities.
-    options = {} if not problem.device or "convolution" in export.mlir_module() else autotuned.untimed()
+    options = {} if not problem.device or CONVOLUTION in export.mlir_module() else autotuned.untimed()
     if problem.device and all(
         dtype_of(i.dtype).itemsize > 1 or dtype_of(i.dtype).kind in "biu" for i in problem.inputs
     ):

@@ -44,7 +44,7 @@ def tune(
     recording: Recording | None = None,
     force: bool = False,
     quiet: Callable[[bool], bool] | None = None,
-    further: Callable[[str, Choice], Iterable[Program]] | None = None,
+    further: Callable[[str, Program], Iterable[Program]] | None = None,
 ) -> dict[str, Choice]:
     """A choice for every problem: from the database, else by measuring (``tune="auto"`` only).
 
@@ -59,7 +59,7 @@ def tune(
         recording: gets every problem that is answered from measurements.
         force: measure again what the database knows.
         quiet: whether nothing else of this process uses the GPU; called with True it waits for that.
-        further: digest and choice -> programs that it needs besides, which are compiled while others are checked.
+        further: digest and a program -> those that its choice needs besides, which are compiled while others are timed.
     Returns: digest -> choice.  Problems that could not be measured have origin ``library``; see their rejections.
     """
     unique = {p.digest: p for p in problems}
@@ -95,7 +95,7 @@ class _Asked:
     progress: Progress | None
     force: bool
     quiet: Callable[[bool], bool] | None = None
-    further: Callable[[str, Choice], Iterable[Program]] | None = None
+    further: Callable[[str, Program], Iterable[Program]] | None = None
 
     def stored(self, problem: Problem) -> Choice | None:
         """What another process has found out meanwhile."""
@@ -173,12 +173,14 @@ def _measure_in_turn(session: Session, asked: _Asked) -> Iterator[tuple[Problem,
             asked.store.put(choice)
         return job.problem, choice
 
-    def checked(job: Job) -> None:
-        _, choice = finished(job)
-        if asked.further is None or not job.problem.device:
+    def foreseen(job: Job, label: str) -> None:
+        """Has compiled what a job will need besides, if the candidate that is fastest is right."""
+        chosen = next((c for c in job.problem.candidates if c.label == label and c.kind == "program"), None)
+        if asked.further is None or chosen is None or not job.problem.device:
             return
         try:
-            needed.submit(session.pool, asked.further(job.problem.digest, choice))
+            program = Program.from_json(chosen.payload)
+            needed.submit(session.pool, asked.further(job.problem.digest, program))
         except Exception as error:  # planning meets it again, where that is dealt with
             _log.info("%s: what it needs is not compiled ahead: %s", job.problem.name, error)
 
@@ -200,11 +202,13 @@ def _measure_in_turn(session: Session, asked: _Asked) -> Iterator[tuple[Problem,
             return None if choice is None else choice.measured_seconds(LIBRARY)  # errors would add up
 
         for job in measured(session, [] if busy else missing, known):
-            if session.checks_last and job.contender(asked.mode) is not None:
+            contender = job.contender(asked.mode) if session.checks_last else None
+            if contender is not None:
                 open_.append(job)
+                foreseen(job, contender)
             else:
                 yield finished(job)
-        session.verify(open_, checked)  # under the lock: who waits for it finds all results, and measures in peace
+        session.verify(open_, finished)  # under the lock: who waits for it finds all results, and measures in peace
         for job in open_:
             yield job.problem, made.get(job.problem.digest) or finished(job)[1]
         if busy and missing and not all(asked.stored(job.problem) for job in missing):

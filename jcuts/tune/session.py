@@ -97,20 +97,29 @@ def gathering(quiet: Callable[[bool], bool] | None = None) -> Iterator[None]:
     finally:
         _gathered.problems = _gathered.settings = _gathered.further = None
 
-    def further(digest: str, choice: Choice) -> list[Program]:
-        text = choice.programs.get(choice.winner, "")
-        if not text or digest not in programs_of:
-            return []
-        chosen = Program.from_json(text)
-        return [program for needs in programs_of[digest] for program in needs(chosen)]
+    def further(digest: str, chosen: Program) -> list[Program]:
+        return [program for needs in programs_of.get(digest, ()) for program in needs(chosen)]
 
     if noted and settings is not None:
         start = time.monotonic()
         # Kernels of many operations take compilers longest: they begin first.
         order = sorted(noted.values(), key=lambda entry: -entry[2])
-        tune([problem for problem, _, _ in order], store(), settings=settings, progress=_progress,
+        tune(by_turns([problem for problem, _, _ in order]), store(), settings=settings, progress=_progress,
              prepare=lambda problem: noted[problem.digest][1](problem), quiet=quiet, further=further)  # fmt: skip
         _log.info("%d problems of all forms: %.2f s", len(noted), time.monotonic() - start)
+
+
+def by_turns(problems: Sequence[Problem]) -> list[Problem]:
+    """Problems of convolutions spread evenly among the others, else in this order.
+
+    XLA's convolutions wait for one library, which compiles for one at a time; its products wait for the GPU and for
+    compilers of its own.  One kind after the other, each would leave idle what the other waits for.
+    """
+    kinds: list[list[Problem]] = [[], []]
+    for problem in problems:
+        kinds["conv_general_dilated" in problem.text].append(problem)
+    places = [((k + 0.5) / len(kind), problem) for kind in kinds for k, problem in enumerate(kind)]
+    return [problem for _, problem in sorted(places, key=lambda place: place[0])]
 
 
 def is_gathering() -> bool:

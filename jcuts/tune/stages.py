@@ -85,6 +85,7 @@ class Session:
         self.waiting: list[Job] = []
         self.settled: Callable[[Job], object] = lambda job: None
         self.live = 0
+        self.answered = False  # whether all that is to be timed was
         self.counts = {"compile": 0, "check": 0, "measure": 0}
         self.total = 0
 
@@ -115,6 +116,8 @@ class Session:
     def finish(self) -> None:
         """Waits until every job is compiled, and checked if that comes first; nothing of the session runs then."""
         start = time.perf_counter()
+        if self.checks_last and self.quiet is not None and self.jobs and not self.answered:
+            self.pool.warm(REFERENCE, "jax", self.timeout)  # imports, while XLA's side keeps the host idle
         while self.ahead and self.pool.wait(0.1):
             self._send_early()
         self.pool.drain()
@@ -128,7 +131,7 @@ class Session:
         """
         self.settled = settled
         self.waiting += jobs
-        self.counts["check"], self.total = 0, len(self.waiting)
+        self.counts["check"], self.total, self.answered = 0, len(self.waiting), True
         self._next_references()
         self.finish()
 
@@ -164,7 +167,7 @@ class Session:
                 job.fail(answer)
                 self._finish(job)
                 return
-            parts = ", ".join(f"{part} {float(spent):.2f}" for part, spent in answer.get("parts", {}).items())
+            parts = _listed({**answer.get("parts", {}), **answer.get("cores", {})})
             _log.info("%s: reference made in %.2f s (%s)", job.problem.name, answer["seconds"], parts)
             job.kinds = list(answer["kinds"])
             if self.checks_last:
@@ -222,7 +225,8 @@ class Session:
             if isinstance(answer, CandidateRejected):
                 job.reject(label, answer)
             else:
-                _log.info("%s: %s checked in %.2f s", job.problem.name, label, answer["seconds"])
+                parts = _listed(answer.get("cores", {}))
+                _log.info("%s: %s checked in %.2f s (%s)", job.problem.name, label, answer["seconds"], parts)
                 job.passed.append(label)
             if self.checks_last:
                 self._check_next(job)
@@ -332,7 +336,7 @@ class Session:
             answer = None
         if isinstance(answer, dict):
             job.answer = answer
-            parts = ", ".join(f"{part} {float(spent):.2f}" for part, spent in answer.get("parts", {}).items())
+            parts = _listed(answer.get("parts", {}))
             _log.info("%s: measured in %.2f s (%s)", job.problem.name, answer["seconds"], parts)
 
     def _measure_once(self, job: Job, order: list[str], expected: float | None) -> Answer | CandidateRejected:
@@ -353,8 +357,13 @@ class Session:
         # The interleaved samples run without events in between.
         sampling = self.effort.seconds * (len(order) + 2)
         self.pool.submit(XLA, request, self.timeout + sampling, kept.append)
-        self.pool.drain()
+        while not kept and self.pool.wait(3600.0):
+            pass  # kernels that are needed besides are compiled meanwhile: times are the device's
         return kept[0]
+
+
+def _listed(parts: dict[str, float]) -> str:
+    return ", ".join(f"{part} {float(spent):.2f}" for part, spent in parts.items())
 
 
 def _told(answer: Answer | CandidateRejected) -> None:

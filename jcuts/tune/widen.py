@@ -127,8 +127,9 @@ def rounds_operands(closed: Any) -> bool:
 
 
 def evaluate(
-    closed: Any, args: Sequence[Any], *, noise: tuple[Any, Any] | None = None, rounded: Any = None
-) -> list[Any]:
+    closed: Any, args: Sequence[Any], *, noise: tuple[Any, Any] | None = None, rounded: Any = None,
+    taps: bool = False,
+) -> list[Any]:  # fmt: skip
     """Evaluates ``closed`` in float64.  Call it under ``jax.enable_x64``; it can be traced.
 
     Args:
@@ -137,9 +138,10 @@ def evaluate(
         noise: (seed, amplitude in ulp) of the simulated rounding; amplitude 0, or None, is exact.  Two amplitudes, a
             vector, are those of operations narrower than float64 and of float64 ones.
         rounded: a number; where it is not 0, operands of products are rounded to TF32 if a GPU may (`takes_tf32`).
+        taps: whether convolutions of few taps are sums of products (`accurate.has_few_taps`).
     Returns: the results, floats as float64.
     """
-    return _Evaluator(noise, rounded).closed(closed, args)
+    return _Evaluator(noise, rounded, taps).closed(closed, args)
 
 
 def _is_inexact(aval: Any) -> bool:
@@ -147,8 +149,8 @@ def _is_inexact(aval: Any) -> bool:
 
 
 class _Evaluator:
-    def __init__(self, noise: tuple[Any, Any] | None, cut: Any = None) -> None:
-        self.noise, self.cut = noise, cut
+    def __init__(self, noise: tuple[Any, Any] | None, cut: Any = None, taps: bool = False) -> None:
+        self.noise, self.cut, self.taps = noise, cut, taps
         self.count = 0  # rounding operations met so far: each gets its own noise
 
     def closed(self, closed: Any, args: Sequence[Any]) -> list[Any]:
@@ -187,6 +189,8 @@ class _Evaluator:
         own = accurate.RULES.get(name)
         if own is not None and own.applies(eqn):
             return self.rounded(eqn, values, [own.function(eqn, *values)])
+        if self.taps and name == "conv_general_dilated" and accurate.has_few_taps(eqn):
+            return self.rounded(eqn, values, [accurate.dense_convolution(eqn, *values)])
         try:
             results = _bind(eqn, values, {key: _widen_parameter(value) for key, value in eqn.params.items()})
         except (TypeError, ValueError, NotImplementedError):
@@ -211,7 +215,7 @@ class _Evaluator:
 
     def again(self, eqn: Any, values: list[Any]) -> Any:
         """The result of an equation of one result on other operands, exactly."""
-        return _Evaluator(None).equation(eqn, values)[0]
+        return _Evaluator(None, taps=self.taps).equation(eqn, values)[0]
 
     def _perturb(self, value: Any, format_: Any, of: sums.Spread, placed: bool) -> Any:
         seed, amplitude = self.noise  # type: ignore[misc]

@@ -17,11 +17,14 @@ from jcuts.tune.pool import Pool
 COMPILE, XLA, DEVICE, REFERENCE = "compile", "xla", "device", "reference"
 """Groups of processes: any number that compile and check, one that runs XLA and measures, and on a GPU
 several that check kernels there and several that make references: they wait for copies and for XLA's compiler."""
-MOST_ON_GPU = 6
-MOST_REFERENCES = 10
+MOST_ON_GPU = 5
+MOST_REFERENCES = 8
 """Most processes that check, and that make references, on a GPU."""
 _FRUGAL = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
 """Several processes share a GPU: memory that one does not use goes back."""
+_KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_TOP_PAD_": str(64 << 20)}
+"""For glibc: arrays of megabytes come and go, and more time than their arithmetic took giving their pages back and
+getting new ones.  A process keeps a gigabyte at most."""
 
 
 class Workshop:
@@ -45,12 +48,13 @@ class Workshop:
             sizes = {COMPILE: workers, XLA: 1, DEVICE: 1}
             if platform != "cpu":
                 sizes[COMPILE] = max(1, workers // 2)  # XLA compiles and times its algorithms at the same time
-                # Together as many as there are cores: each is busy, but for waiting for the GPU and for copies.
-                sizes[DEVICE] = max(1, min(MOST_ON_GPU, workers * 3 // 8))
-                sizes[REFERENCE] = max(1, min(MOST_REFERENCES, workers * 5 // 8))
+                # Compilers and arithmetic on large arrays have threads of their own: more processes are no faster.
+                sizes[DEVICE] = max(1, min(MOST_ON_GPU, workers * 5 // 16))
+                sizes[REFERENCE] = max(1, min(MOST_REFERENCES, workers // 2))
             more = {} if platform == "cpu" else {
                 XLA: autotuned.flags(shared=True),
-                REFERENCE: {**_FRUGAL, **autotuned.flags(shared=False)},
+                REFERENCE: {**_FRUGAL, **_KEEPING, **autotuned.flags(shared=False)},
+                DEVICE: {**_KEEPING, "MALLOC_ARENA_MAX": "1"},  # slabs of all threads in what is kept
             }  # fmt: skip
             self.made[key] = self.stack.enter_context(Pool(self._base(), sizes, platform, more))
         return self.made[key]

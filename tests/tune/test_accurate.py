@@ -9,7 +9,8 @@ import pytest
 from jax import lax
 
 from jcuts.trace import jaxapi
-from jcuts.tune import accurate
+from jcuts.tune import accurate, library
+from jcuts.tune.reference import CONVOLUTION
 from jcuts.tune.widen import evaluate, is_wide
 
 pytestmark = pytest.mark.usefixtures("xla_as_shipped")
@@ -130,6 +131,41 @@ def test_a_convolution_that_pads_or_stretches_is_none(options):
         lambda a, b: lax.conv_general_dilated(a, b, (1, 1), dimension_numbers=layout, **more), x, w
     )
     assert not accurate.RULES["conv_general_dilated"].applies(closed.jaxpr.eqns[0])
+
+
+DENSE = {
+    "same": ((2, 6, 5, 4), (3, 3, 4, 6), "NHWC HWIO NHWC", {"padding": ((1, 1), (1, 1))}),
+    "one row": ((2, 4, 9, 3), (5, 1, 7, 3), "NHWC OHWI NHWC", {"padding": ((0, 0), (3, 3)), "window_strides": (1, 2)}),
+    "channels first": ((2, 3, 9, 8), (5, 3, 2, 4), "NCHW OIHW NCHW", {"padding": ((1, 0), (-1, 2))}),
+    "stretched": ((4, 5, 2, 7), (3, 6, 4, 2), "HCNW HOIW WNHC", {
+        "dimension_numbers": ("CNHW", "HIOW", "WNHC"), "lhs_dilation": (2, 3), "rhs_dilation": (1, 2),
+        "padding": ((2, 1), (0, 3))}),
+    "three dimensions": ((2, 4, 5, 6, 3), (2, 2, 3, 3, 2), "NDHWC DHWIO NDHWC", {"window_strides": (2, 1, 3)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_a_convolution_of_few_taps_is_a_sum_of_products_for_a_gpu(name):
+    shape, kernel, layout, options = DENSE[name]
+    space = len(shape) - 2
+    more = {"window_strides": (1,) * space, "padding": ((0, 0),) * space, "dimension_numbers": tuple(layout.split()),
+            **options}  # fmt: skip
+    if name == "stretched":
+        shape, kernel = (5, 2, 4, 7), (3, 5, 6, 2)
+    rng = np.random.default_rng(6)
+    x, w = rng.standard_normal(shape), rng.standard_normal(kernel)
+    x.flat[7], x.flat[30] = np.inf, np.nan
+
+    def convolution(a, b):
+        return lax.conv_general_dilated(a, b, **more)
+
+    closed = jaxapi.closed_jaxpr_of(convolution, x, w)
+    (got,) = evaluate(closed, [x, w], taps=True)
+    np.testing.assert_allclose(got, convolution(x, w), rtol=1e-12, atol=1e-12)
+    lowered = [jax.jit(lambda a, b, t=t: evaluate(closed, [a, b], taps=t)).lower(x, w).as_text() for t in (True, False)]
+    assert [CONVOLUTION in text for text in lowered] == [False, True] and "dot_general" in lowered[0]
+    exports = library.export_subset(closed, platform="cuda")
+    assert CONVOLUTION not in jax.export.deserialize(bytearray(exports.reference)).mlir_module()
 
 
 def test_groups_do_not_meet():

@@ -179,11 +179,14 @@ def test_values_that_are_only_timed_are_made_once():
 def test_references_run_what_was_timed(tmp_path):
     options = autotuned.reading(str(tmp_path))
     assert options[autotuned.OPTION] == str(tmp_path) and options[autotuned.MODE].endswith("READ")
+    assert options.items() >= autotuned.LIBRARY_PRODUCTS.items()
     assert autotuned.reading("") == {}
     jax.jit(lambda x: x @ x, compiler_options=options)(np.ones((4, 4), np.float32))
     assert not list(tmp_path.iterdir())
     less = autotuned.reading(str(tmp_path), timed=False)
-    assert less == options | autotuned.LIBRARY_PRODUCTS | apart.OPTIONS
+    assert less == options | apart.OPTIONS == autotuned.reading(str(tmp_path), timed=False, narrow=True)
+    rounded = autotuned.reading(str(tmp_path), narrow=True)
+    assert set(rounded) == {autotuned.OPTION, autotuned.MODE}
     jax.jit(lambda x: x @ x, compiler_options=less)(np.ones((4, 4), np.float32))
     assert autotuned.untimed() == autotuned.LEVEL | autotuned.LIBRARY_PRODUCTS
 
@@ -252,6 +255,7 @@ def test_memory_is_set_and_copied_in_the_order_of_the_stream():
 
 
 def test_without_a_driver():
+    assert driver.total_bytes(library="libno-such-cuda.so") == 0
     with pytest.raises(NativeError, match="cannot be opened"):
         driver.Driver(library="libno-such-cuda.so")
 

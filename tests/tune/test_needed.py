@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +21,7 @@ from jcuts.trace.inline import inline
 from jcuts.trace.rewrite import rewritten
 from jcuts.trace.simplify import simplify
 from jcuts.tune import needed, session
-from jcuts.tune.choice import LIBRARY, Choice
+from jcuts.tune.problem import Output, Problem
 from jcuts.tune.select import unknown
 from jcuts.tune.store import Store
 from jcuts.tune.workshop import workshop
@@ -102,9 +103,15 @@ def test_a_session_knows_which_programs_choices_need(level, monkeypatch):
     for digest in asked:
         subset = next(s for s in level.subsets if s.identity == asked[digest].identity)
         program = subset.ranked[0][0]
-        choice = Choice(digest, "mine", "", "measured", (), (), programs={"mine": program.to_text()})
-        programs = further(digest, choice)
+        programs = further(digest, program)
         assert programs == updates.programs(level, subset, program)
         found += programs != [program]
-        assert further(digest, dataclasses.replace(choice, winner=LIBRARY)) == []
+    assert further("another", program) == []
     assert found >= 3
+
+
+def test_convolutions_and_others_take_turns():
+    one = Problem("p", (), (Output((1,), "float32"),), space="s", device="a GPU")
+    given = [replace(one, identity=str(k), text="conv_general_dilated" if k < 6 else "dot_general") for k in range(9)]
+    assert [p.identity for p in session.by_turns(given)] == ["0", "6", "1", "2", "7", "3", "4", "8", "5"]
+    assert session.by_turns(given[:3]) == given[:3] and session.by_turns([]) == []

@@ -442,7 +442,8 @@ class Machine:
             if name in ("shl", "shr"):
                 values[1] = self.value(args[1], "u32")
             function = _ARITHMETIC.get(name)
-            if function is None or (kind[0] == "f" and (name, parts[1]) in _UNKNOWN):
+            unknown = kind[0] == "f" and ((name, parts[1]) in _UNKNOWN or (parts[1] == "rz" and kind != "f32"))
+            if function is None or unknown:
                 raise Fault(f"no meaning for {ins.text}")
             flushes = "ftz" in parts or (self.flushes and kind == "f64" and name in _ROUNDED)
             if flushes:
@@ -588,7 +589,13 @@ def _remainder(parts: list[str], a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return a - _divide(parts, a, b) * b
 
 
+def _sum(parts: list[str], a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return _fma(parts, a, np.ones_like(a), b) if parts[1] == "rz" else a + b
+
+
 def _high(parts: list[str], a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    if parts[1] == "rz":
+        return _fma(parts, a, b, np.full_like(a, -0.0))
     if "lo" in parts or a.dtype.kind == "f":
         return a * b
     if a.dtype.itemsize < 8:
@@ -635,7 +642,8 @@ def _small_dot(parts: list[str], a: np.ndarray, b: np.ndarray, c: np.ndarray) ->
 
 
 _ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
-    "mov": lambda parts, a: a, "add": lambda parts, a, b: a + b, "sub": lambda parts, a, b: a - b, "mul": _high,
+    "mov": lambda parts, a: a, "add": _sum, "mul": _high,
+    "sub": lambda parts, a, b: _sum(parts, a, -b) if parts[1] == "rz" else a - b,
     "mad": lambda parts, a, b, c: a * b + c, "fma": _fma, "div": _divide, "rem": _remainder,
     "neg": lambda parts, a: -a if a.dtype.kind != "u" else (~a + a.dtype.type(1)), "abs": lambda parts, a: np.abs(a),
     "and": _bitwise(np.bitwise_and), "or": _bitwise(np.bitwise_or), "xor": _bitwise(np.bitwise_xor),
@@ -647,8 +655,8 @@ _ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
     "copysign": lambda parts, a, b: np.copysign(b, a), "cvta": lambda parts, a: a,
     "dp4a": _small_dot, "dp2a": _small_dot,
 }  # fmt: skip
-_UNKNOWN = frozenset((name, to) for name in ("add", "sub", "mul", "div", "sqrt", "rcp") for to in ("rz", "rm", "rp"))
-_UNKNOWN |= {("fma", "rm"), ("fma", "rp")}
+_UNKNOWN = frozenset((name, to) for name in ("add", "sub", "mul", "fma", "div", "sqrt", "rcp") for to in ("rm", "rp"))
+_UNKNOWN |= {("div", "rz"), ("sqrt", "rz"), ("rcp", "rz")}
 _ROUNDED = frozenset({"add", "sub", "mul", "mad", "fma", "div", "sqrt", "rcp", "rsqrt"})
 
 

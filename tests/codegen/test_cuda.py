@@ -230,10 +230,15 @@ def test_a_machine_rounds_sums_of_products_once():
     a[200:206], b[200:206] = [one, one, -one, one, one, one], [near, near, near, near, near * 3, -near / 2]
     c[200:206] = [one, 1 + 2 * near, -one, -one, one, one]
     a[206:208], b[206:208], c[206:208] = 2.0**-60, [2.0**-60, -(2.0**-60)], 1 + 2 * near
-    for to in ("rn", "rz"):
-        got = ptx_machine._fma(["fma", to, "f32"], a, b, c)
-        for k in range(len(a)):
-            exact = Fraction(float(a[k])) * Fraction(float(b[k])) + Fraction(float(c[k]))
+    ones, none = np.ones(600, np.float32), np.full(600, -0.0, np.float32)
+    for op, to, (x, y, z) in [
+        ("fma", "rn", (a, b, c)), ("fma", "rz", (a, b, c)), ("add", "rz", (a, ones, c)), ("sub", "rz", (a, ones, c)),
+        ("mul", "rz", (a, b, none)),
+    ]:  # fmt: skip
+        operands = {"fma": (x, y, z), "add": (x, z), "sub": (x, -z), "mul": (x, y)}[op]
+        got = ptx_machine._ARITHMETIC[op]([op, to, "f32"], *operands)
+        for k in range(len(x)):
+            exact = Fraction(float(x[k])) * Fraction(float(y[k])) + Fraction(float(z[k]))
             near_by = [np.nextafter(got[k], np.float32(-np.inf)), got[k], np.nextafter(got[k], np.float32(np.inf))]
             apart = [abs(Fraction(float(x)) - exact) for x in near_by]
             if to == "rn":

@@ -87,9 +87,12 @@ class Stopwatch:
             if self.seen != 3:
                 raise NativeError("a program to be timed has no marks, or XLA left them out")
             found, host = self.events.elapsed(), self.marks[1] - self.marks[0]
-            if AHEAD * host <= self.delay or self.delay >= MOST_DELAY:
+            enough = AHEAD * host <= self.delay or self.delay >= MOST_DELAY
+            # A host that was busy once is not for ever: a delay that nobody needs any more is halved.
+            wanted = 2 * AHEAD * host
+            self.delay = min(MOST_DELAY, max(LEAST_DELAY, wanted, 0.5 * self.delay if enough else 0.0))
+            if enough:
                 break
-            self.delay = min(MOST_DELAY, 2 * AHEAD * host)
         return found
 
 

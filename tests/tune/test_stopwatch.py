@@ -84,6 +84,8 @@ def test_the_wait_outlasts_the_host(watch):
     assert len([x for x in watch.device.done if x[0] == "wait"]) == 3
     watch.seconds(program(watch, 1.0))  # but not for ever
     assert watch.delay == stopwatch.MOST_DELAY
+    delays = [watch.delay for _ in range(8) if watch.seconds(program(watch, 10e-6))]  # nor after one busy moment
+    assert delays == [stopwatch.MOST_DELAY / 2 ** (k + 1) for k in range(6)] + [stopwatch.LEAST_DELAY] * 2
 
 
 @pytest.mark.parametrize("marks", [(), (0,), (1,)])

@@ -3,7 +3,8 @@
     python benchmarks/microbatch_offline.py benchmarks/results/gpu_microbatch_tables_h200_2026-11-22.json
     python benchmarks/microbatch_offline.py results/a/tables.json results/b/tables.json --json results/offline.json
 
-The files are what `gpu_microbatch_tables.py` writes.  A network is shown where the times of all of its kernels are.
+The files are what `gpu_microbatch_tables.py` writes.  A network is shown where the times of its kernels are, of nine
+tenths of them at least.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ from jcuts.xla import cudnn  # noqa: E402
 from jcuts.xla.cudnn_plan import buffer_bytes  # noqa: E402
 
 
+MOST = 0.9
+"""Networks of which this share of the kernels is timed are shown without the others."""
+
+
 def database_of(*files: Path) -> tuple[Database, Device]:
     """The times of files of one device; of what is in several the last one's.  XLA's own convolutions are left out."""
     found: dict[tuple[Convolution, int], dict[tuple[str, str], Micro]] = {}
@@ -60,6 +65,10 @@ def networks(database: Database, device: Device) -> list[tuple[str, Network]]:
     for name, batch in BATCHES.items():
         for precision, mode in MODES.items():
             step = in_mode(training_step(name, batch, "float16" if precision == "half" else "float32"), precision)
+            there = tuple(u for u in step.uses if not database.missing(device, u.convolution, (u.batch,)))
+            if MOST <= len(there) / len(step.uses) < 1:
+                title = f"{name}, batch {batch}, {mode}: {len(there)} of its {len(step.uses)} kernels"
+                found.append((title, dataclasses.replace(step, uses=there)))
             found.append((f"{name}, batch {batch}, {mode}", step))
     for dtype, precision, mode in (
         ("float32", "float32", MODES["float32"]), ("float32", "tf32", MODES["tf32"]), ("float16", "float32", "half"),

@@ -129,7 +129,9 @@ class Run:
             lacking = self.database.remarks(self.device, convolution, size)
             measurer.unwanted = frozenset() if lacking else slow(table, size, precisions) | measurer.unwanted
             size = size // 2 // convolution.unit * convolution.unit
-        for limit in limits if size < batch else ():
+        chain = {batch >> k for k in range(batch.bit_length())}
+        between = set(table.sizes) - chain  # of an earlier run, which would otherwise be refined again by every run
+        for limit in limits if size < batch and not between else ():
             for precision in precisions:
                 for size in sizes_between(table, batch, limit, precision=precision)[:1]:
                     table = measured(convolution, size, self.database, measurer, policy="undivided", library=False)

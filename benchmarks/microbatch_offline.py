@@ -34,7 +34,6 @@ from jcuts.microbatch.table import Micro  # noqa: E402
 from jcuts.xla import cudnn  # noqa: E402
 from jcuts.xla.cudnn_plan import buffer_bytes  # noqa: E402
 
-
 MOST = 0.9
 """Networks of which this share of the kernels is timed are shown without the others."""
 

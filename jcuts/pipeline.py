@@ -204,7 +204,8 @@ def _plan(
     timed("rebuild", start)
     dump.stage("rewritten", lambda: as_source(rebuilt, name))
     dump.stage("kernels", lambda: _kernel_texts(top), suffix="py")
-    texts = (rewrites if rewrites.counts else None, pieces, division.note or None, partition, updates.note(top))
+    texts = (rewrites if rewrites.counts else None, pieces, division.note or None, partition, updates.note(top),
+             chains.note(rebuilt))  # fmt: skip
     notes = tuple(str(note) for note in texts if note is not None)
     report = _report(top, rebuilt, settings, platform, name, clock, notes, division)
     unable = [r for r in report.refusals if r.reason not in CHOICES]

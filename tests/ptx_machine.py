@@ -51,6 +51,9 @@ class Module:
     shared_bytes: int
 
 
+WAIT = "griddepcontrol.wait"
+
+
 def parse(ptx: str) -> Module:
     """The kernels of a PTX module. Raises Fault for functions and tables (code of libdevice is not run here)."""
     text = re.sub(r"//[^\n]*", "", ptx)
@@ -80,6 +83,10 @@ def parse(ptx: str) -> Module:
                 inner += "%" not in line
             else:  # names without % are registers of an inner scope
                 code.append(_instruction(re.sub(r"(?<![\w%.$])(p|tmp)(?!\w)", rf"%inner{inner}\1", line)))
+        if WAIT in (ops := [ins.op for ins in code]):
+            before = {op.split(".")[0] for op in ops[: ops.index(WAIT)]} - {"mov"}
+            if before or min(labels.values(), default=1) == 0:
+                raise Fault(f"does {sorted(before)} before it waits for the grid in front of it")
         kernels[name] = Kernel(parameters, tuple(code), labels)
     return Module(kernels, shared, total)
 

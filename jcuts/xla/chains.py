@@ -12,7 +12,7 @@ can run without more of it.  Reshapes between kernels cost nothing: a kernel rea
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +56,23 @@ def chained(closed: jaxapi.Closed) -> jaxapi.Closed:
 def calls(closed: jaxapi.Closed) -> int:
     """Kernel calls of a jaxpr that are not in chains."""
     return sum(_is_kernel(eqn) for eqn in closed.jaxpr.eqns)
+
+
+def note(closed: jaxapi.Closed) -> str | None:
+    """What `explain` says of the chains of a program and of its bodies; None where there are none."""
+    lengths = sorted(_lengths(closed), reverse=True)
+    if not lengths:
+        return None
+    several = f"{len(lengths)} calls" if len(lengths) > 1 else "one call"
+    return f"{sum(lengths)} kernels that can follow each other run in {several} (of {', '.join(map(str, lengths))})"
+
+
+def _lengths(closed: jaxapi.Closed) -> Iterator[int]:
+    for eqn in closed.jaxpr.eqns:
+        if jaxapi.primitive_name(eqn) == "ffi_call" and eqn.params.get("target_name") == cuda.CHAIN:
+            yield str(dict(eqn.params["attributes"])["digests"]).count(" ")
+        for _, _, body in jaxapi.inner_jaxprs(eqn):
+            yield from _lengths(body)
 
 
 def _is_kernel(eqn: Any) -> bool:

@@ -328,6 +328,22 @@ def test_machine_finds_races_and_bad_addresses():
             ptx_machine.Machine(module, "k0", memory, memory.places, 1, 32).run()
 
 
+@compiled
+def test_kernels_of_one_call_touch_nothing_before_they_wait():
+    fn, arguments = cases.CASES["softmax"]
+    traced = programs.trace(fn, *arguments)
+    program = gpu.candidates(traced.program(), MACHINE, 1)[0][0]
+    for target, waits in ((CudaTarget((8, 0)), False), (CudaTarget((9, 0)), True)):
+        ptx = compiler.ptx_of(program, target)
+        assert ptx.count(assemble.WAIT) == waits * ptx.count(".visible .entry")
+        image = Image.unpack(compiler.compile_program(program, target).object_code)
+        assert {launch.waits for launch in image.launches} == {waits}
+        ptx_machine.parse(ptx)
+    late = ptx.replace("\t" + assemble.WAIT, "").replace("\tret;", "\t" + assemble.WAIT + "\n\tret;")
+    with pytest.raises(ptx_machine.Fault, match="before it waits"):
+        ptx_machine.parse(late)
+
+
 def test_images_round_trip():
     used = Resources(40, 0, 64)
     launch = Launch("k", (3, 1, 1), (128, 1, 1), ((0, 0), (-1, 256)), 50_000, (2, 1, 1), True, True, used)

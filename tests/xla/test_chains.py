@@ -170,6 +170,7 @@ def test_kernels_between_which_nothing_stands_are_one_call():
     after = chains.chained(jaxapi.closed_jaxpr_of(function, jax.ShapeDtypeStruct((2, 8), np.float32)))
     names = [e.params.get("target_name", jaxapi.primitive_name(e)) for e in after.jaxpr.eqns]
     assert names == [cuda.CHAIN, "add"]
+    assert chains.note(after) == "3 kernels that can follow each other run in one call (of 3)"
     attributes = dict(after.jaxpr.eqns[0].params["attributes"])
     assert attributes["digests"] == "k0 k1 k1 " and int(attributes["scratch_bytes"]) > 0
 

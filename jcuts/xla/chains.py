@@ -14,6 +14,7 @@ the function's own order, equations move, and kernels join, only within parts of
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -89,7 +90,7 @@ def _lengths(closed: jaxapi.Closed) -> Iterator[int]:
 
 
 def _is_kernel(eqn: Any) -> bool:
-    """Whether it is a kernel's call; not where the kernel also reads the old value of what it overwrites: XLA copies."""
+    """Whether it is a kernel's call; not where it also reads the old value of what it overwrites, which XLA copies."""
     if jaxapi.primitive_name(eqn) != "ffi_call" or eqn.params.get("target_name") != cuda.TARGET:
         return False
     return all(sum(a is eqn.invars[k] for a in eqn.invars) == 1 for k in _overwritten(eqn))
@@ -166,21 +167,29 @@ def _order(eqns: Sequence[Any], roots: dict[Any, Any]) -> list[Any]:
             mine |= set() if last_effect is None else {last_effect}
             last_effect = k
         needs.append(mine)
-    left, done, order = list(range(len(eqns))), set(), []
+    users: list[list[int]] = [[] for _ in eqns]
+    for k, mine in enumerate(needs):
+        for maker in mine:
+            users[maker].append(k)
+    missing = [len(mine) for mine in needs]
+    kinds = [_is_kernel(eqn) for eqn in eqns]
+    ready: tuple[list[int], list[int]] = ([], [])
+    for k, count in enumerate(missing):
+        if not count:
+            ready[kinds[k]].append(k)  # ascending: a heap
+    order: list[Any] = []
     kernels = False
-    idle = 0
-    while left:
-        waiting = []
-        for k in left:  # makers stand before readers: one pass finds everything of a kind
-            if _is_kernel(eqns[k]) == kernels and needs[k] <= done:
-                done.add(k)
-                order.append(eqns[k])
-            else:
-                waiting.append(k)
-        idle = idle + 1 if len(waiting) == len(left) else 0
-        if idle > 1:
-            raise IRError("equations depend on each other in a cycle")
-        left, kernels = waiting, not kernels
+    while any(ready):
+        while ready[kernels]:
+            k = heapq.heappop(ready[kernels])
+            order.append(eqns[k])
+            for user in users[k]:
+                missing[user] -= 1
+                if not missing[user]:
+                    heapq.heappush(ready[kinds[user]], user)
+        kernels = not kernels
+    if len(order) < len(eqns):
+        raise IRError("equations depend on each other in a cycle")
     return order
 
 
@@ -224,20 +233,22 @@ def _merged(chain: Chain, roots: dict[Any, Any], readers: dict[Any, list[Any]]) 
     attributes = [dict(e.params["attributes"]) for e in chain.calls]
     storage: dict[Any, Any] = {}  # value -> the one whose memory it has
     operands: list[Any] = []
+    known: set[int] = set()  # operands
     aliases: dict[Any, Any] = {}  # operand that is overwritten -> its last version
     spans: dict[Any, list[int]] = {}
     for step, eqn in enumerate(chain.calls):
         for a in _operands(eqn, roots):
             if not jaxapi.is_literal(a) and a in storage:
                 spans.setdefault(storage[a], [step, step])[1] = step
-            elif not any(a is b for b in operands):
+            elif id(a) not in known:
                 operands.append(a)
+                known.add(id(a))
         count = int(attributes[step]["num_outputs"])
         updated = _updated(eqn, roots)
         for k, v in enumerate(eqn.outvars[:count]):
             storage[v] = v if k or updated is None else storage.get(updated, updated)
             spans.setdefault(storage[v], [step, step])[1] = step
-        if updated is not None and storage[eqn.outvars[0]] in operands:
+        if updated is not None and id(storage[eqn.outvars[0]]) in known:
             aliases[storage[eqn.outvars[0]]] = eqn.outvars[0]
     kept = [v for v in storage if not jaxapi.is_dropvar(v)
             and any(reader is None or id(reader) not in inside for reader in readers.get(v, []))]  # fmt: skip

@@ -24,7 +24,7 @@ class Fakes:
     """Kernels that are numpy functions of whole buffers, by digest."""
 
     def __init__(self):
-        self.steps = {}
+        self.steps, self.shapes, self.inputs = {}, {}, {}
 
     def kernel(self, shapes, outs, *, scratch=0, part=0, seed=0):
         """A sum with weights; ``part``: elements of the first result that are written, 0 for all."""
@@ -109,7 +109,6 @@ def _random_program(seed):
     """(the fakes, a closed jaxpr of kernel calls, reshapes and sums, arguments)"""
     rng = np.random.default_rng(seed)
     fakes = Fakes()
-    fakes.shapes, fakes.inputs = {}, {}
 
     def kernel(shapes, outs, **how):
         made = fakes.kernel(shapes, outs, **how, seed=int(rng.integers(1 << 30)))

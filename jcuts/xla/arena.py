@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 
 ALIGNMENT = 256  # bytes: what XLA gives its own buffers on a GPU
@@ -17,12 +18,12 @@ def packed(spans: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
     ([0, 256, 0], 512)
     """
     offsets = [0] * len(spans)
-    placed: list[int] = []
+    placed: list[int] = []  # by offset
     size = 0
     for k in sorted(range(len(spans)), key=lambda k: (-spans[k][2], spans[k][0], k)):
         begin, end, length = spans[k]
         offset = 0
-        for other in sorted(placed, key=lambda n: offsets[n]):
+        for other in placed:
             first, last, taken = spans[other]
             if first > end or last < begin:
                 continue
@@ -30,6 +31,6 @@ def packed(spans: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
                 break
             offset = max(offset, -(-(offsets[other] + taken) // ALIGNMENT) * ALIGNMENT)
         offsets[k] = offset
-        placed.append(k)
+        bisect.insort(placed, k, key=offsets.__getitem__)
         size = max(size, offset + length)
     return offsets, size

@@ -7,10 +7,14 @@ lives do not meet.
 
 Equations are put in the order that has the fewest chains: everything else as early as it can be, then all kernels that
 can run without more of it.  Reshapes between kernels cost nothing: a kernel reads what was reshaped.
+
+A chain's operands and results are all there as long as it runs.  Where that takes much more memory than single calls in
+the function's own order, equations move, and kernels join, only within parts of the function.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,12 +24,14 @@ import numpy as np
 
 from jcuts.base.errors import IRError
 from jcuts.trace import jaxapi
-from jcuts.xla import arena, cuda
+from jcuts.xla import arena, cuda, peak
 from jcuts.xla.rebuild import traced_eqns
 
 VIEWS = frozenset({"reshape", "squeeze", "expand_dims"})
 EARLY = (9, 0)
 """Compute capability from which on a kernel can be launched before the one in front of it has ended."""
+MORE_BYTES, MORE_SHARE = 1 << 30, 1 / 8
+"""Memory that chains may take beyond what single calls take, whichever is more: bytes, a part of the calls'."""
 OPERAND, RESULT, SCRATCH = range(3)
 """Kinds of places (`CudaChainState` in the launcher)."""
 
@@ -47,10 +53,18 @@ def chained(closed: jaxapi.Closed) -> jaxapi.Closed:
     eqns = list(closed.jaxpr.eqns)
     roots = _roots(eqns)
     readers = _readers(closed, eqns, roots)
-    result: list[Any] = []
-    for step in _steps(_order(eqns, roots), roots, readers):
-        result += _merged(step, roots, readers) if isinstance(step, Chain) else [step]
-    return jaxapi.dce(jaxapi.with_eqns(closed, result))
+    before = peak.bytes_of(closed, VIEWS)
+    most = before + max(MORE_BYTES, MORE_SHARE * before)
+    size = max(1, len(eqns))
+    while True:
+        result: list[Any] = []
+        for first in range(0, len(eqns), size):
+            for step in _steps(_order(eqns[first : first + size], roots), roots, readers):
+                result += _merged(step, roots, readers) if isinstance(step, Chain) else [step]
+        found = jaxapi.dce(jaxapi.with_eqns(closed, result))
+        if size == 1 or peak.bytes_of(found, VIEWS) <= most:
+            return found
+        size = -(-size // 2)
 
 
 def calls(closed: jaxapi.Closed) -> int:
@@ -76,7 +90,15 @@ def _lengths(closed: jaxapi.Closed) -> Iterator[int]:
 
 
 def _is_kernel(eqn: Any) -> bool:
-    return jaxapi.primitive_name(eqn) == "ffi_call" and eqn.params.get("target_name") == cuda.TARGET
+    """Whether it is a kernel's call; not where it also reads the old value of what it overwrites, which XLA copies."""
+    if jaxapi.primitive_name(eqn) != "ffi_call" or eqn.params.get("target_name") != cuda.TARGET:
+        return False
+    return all(sum(a is eqn.invars[k] for a in eqn.invars) == 1 for k in _overwritten(eqn))
+
+
+def _overwritten(eqn: Any) -> list[int]:
+    """Numbers of a call's operands that it overwrites."""
+    return [k for k, _ in eqn.params["input_output_aliases"] or ()]
 
 
 def _is_view(eqn: Any) -> bool:
@@ -86,11 +108,24 @@ def _is_view(eqn: Any) -> bool:
 
 
 def _roots(eqns: Sequence[Any]) -> dict[Any, Any]:
-    """Of every result of a reshape: the value that was reshaped first. What a kernel overwrites has its own shape."""
-    overwritten = {e.invars[k] for e in eqns if _is_kernel(e) for k, _ in e.params["input_output_aliases"] or ()}
+    """Of results of reshapes: the value that was reshaped first.
+
+    What a kernel overwrites has its own shape, and a reshape of what it overwrites is another value for it.
+    """
+    first = _reshaped(eqns, set())
+    apart: set[Any] = set()
+    for eqn in filter(_is_kernel, eqns):
+        for k in _overwritten(eqn):
+            source = first.get(eqn.invars[k], eqn.invars[k])
+            others = [a for a in eqn.invars if not jaxapi.is_literal(a) and first.get(a, a) is source]
+            apart |= {eqn.invars[k], *others}
+    return _reshaped(eqns, apart)
+
+
+def _reshaped(eqns: Sequence[Any], apart: set[Any]) -> dict[Any, Any]:
     roots: dict[Any, Any] = {}
     for eqn in eqns:
-        if _is_view(eqn) and eqn.outvars[0] not in overwritten:
+        if _is_view(eqn) and eqn.outvars[0] not in apart:
             source = eqn.invars[0]
             roots[eqn.outvars[0]] = roots.get(source, source)
     return roots
@@ -132,21 +167,29 @@ def _order(eqns: Sequence[Any], roots: dict[Any, Any]) -> list[Any]:
             mine |= set() if last_effect is None else {last_effect}
             last_effect = k
         needs.append(mine)
-    left, done, order = list(range(len(eqns))), set(), []
+    users: list[list[int]] = [[] for _ in eqns]
+    for k, mine in enumerate(needs):
+        for maker in mine:
+            users[maker].append(k)
+    missing = [len(mine) for mine in needs]
+    kinds = [_is_kernel(eqn) for eqn in eqns]
+    ready: tuple[list[int], list[int]] = ([], [])
+    for k, count in enumerate(missing):
+        if not count:
+            ready[kinds[k]].append(k)  # ascending: a heap
+    order: list[Any] = []
     kernels = False
-    idle = 0
-    while left:
-        waiting = []
-        for k in left:  # makers stand before readers: one pass finds everything of a kind
-            if _is_kernel(eqns[k]) == kernels and needs[k] <= done:
-                done.add(k)
-                order.append(eqns[k])
-            else:
-                waiting.append(k)
-        idle = idle + 1 if len(waiting) == len(left) else 0
-        if idle > 1:
-            raise IRError("equations depend on each other in a cycle")
-        left, kernels = waiting, not kernels
+    while any(ready):
+        while ready[kernels]:
+            k = heapq.heappop(ready[kernels])
+            order.append(eqns[k])
+            for user in users[k]:
+                missing[user] -= 1
+                if not missing[user]:
+                    heapq.heappush(ready[kinds[user]], user)
+        kernels = not kernels
+    if len(order) < len(eqns):
+        raise IRError("equations depend on each other in a cycle")
     return order
 
 
@@ -166,15 +209,13 @@ def _steps(order: Sequence[Any], roots: dict[Any, Any], readers: dict[Any, list[
         operands = [a for a in _operands(eqn, roots) if not jaxapi.is_literal(a)]
         updated = _updated(eqn, roots)
         spoils = updated in chain.made and any(reader is not eqn for reader in readers.get(updated, []))
-        alone = operands.count(updated) > 1  # it reads the old value as well
-        if not chain.calls or spoils or alone or chain.outdated & set(operands):
+        if not chain.calls or spoils or chain.outdated & set(operands):
             chain = Chain()
             steps.append(chain)
         chain.calls.append(eqn)
         chain.made |= {v for v in eqn.outvars if not jaxapi.is_dropvar(v)}
         if updated is not None:
             chain.outdated.add(updated)
-        chain = Chain() if alone else chain
     return steps
 
 
@@ -192,20 +233,22 @@ def _merged(chain: Chain, roots: dict[Any, Any], readers: dict[Any, list[Any]]) 
     attributes = [dict(e.params["attributes"]) for e in chain.calls]
     storage: dict[Any, Any] = {}  # value -> the one whose memory it has
     operands: list[Any] = []
+    known: set[int] = set()  # operands
     aliases: dict[Any, Any] = {}  # operand that is overwritten -> its last version
     spans: dict[Any, list[int]] = {}
     for step, eqn in enumerate(chain.calls):
         for a in _operands(eqn, roots):
             if not jaxapi.is_literal(a) and a in storage:
                 spans.setdefault(storage[a], [step, step])[1] = step
-            elif not any(a is b for b in operands):
+            elif id(a) not in known:
                 operands.append(a)
+                known.add(id(a))
         count = int(attributes[step]["num_outputs"])
         updated = _updated(eqn, roots)
         for k, v in enumerate(eqn.outvars[:count]):
             storage[v] = v if k or updated is None else storage.get(updated, updated)
             spans.setdefault(storage[v], [step, step])[1] = step
-        if updated is not None and storage[eqn.outvars[0]] in operands:
+        if updated is not None and id(storage[eqn.outvars[0]]) in known:
             aliases[storage[eqn.outvars[0]]] = eqn.outvars[0]
     kept = [v for v in storage if not jaxapi.is_dropvar(v)
             and any(reader is None or id(reader) not in inside for reader in readers.get(v, []))]  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.codegen.cuda.image import SYMBOL, Image, Launch
 from jcuts.trace import jaxapi
-from jcuts.xla import arena, chains, cuda
+from jcuts.xla import arena, chains, cuda, peak
 
 POISON = np.float32(-7e30)
 
@@ -24,7 +24,7 @@ class Fakes:
     """Kernels that are numpy functions of whole buffers, by digest."""
 
     def __init__(self):
-        self.steps = {}
+        self.steps, self.shapes, self.inputs = {}, {}, {}
 
     def kernel(self, shapes, outs, *, scratch=0, part=0, seed=0):
         """A sum with weights; ``part``: elements of the first result that are written, 0 for all."""
@@ -35,10 +35,14 @@ class Fakes:
             if scratch:
                 assert memory.nbytes >= scratch
                 memory[: scratch // 4] = POISON  # whatever lives there dies
+            before = [x.copy() for x in operands]
             values = [[w * x.sum() + w for w, x in zip(ws, operands, strict=True)] for ws in weights]
             for k, (value, out) in enumerate(zip(values, results, strict=True)):
                 count = part if part and k == 0 else out.size
                 out.reshape(-1)[:count] = sum(value) + np.arange(count, dtype=np.float32)
+            only_read = len(operands) - bool(part)  # the last one is updated in place
+            for old, new in zip(before[:only_read], operands, strict=False):
+                np.testing.assert_array_equal(old, new)  # its blocks may read while others write
 
         self.steps[digest] = run
         image = Image("sm_90", "r", (Launch("k", (1, 1, 1), (32, 1, 1), ()),), b"x")
@@ -105,7 +109,6 @@ def _random_program(seed):
     """(the fakes, a closed jaxpr of kernel calls, reshapes and sums, arguments)"""
     rng = np.random.default_rng(seed)
     fakes = Fakes()
-    fakes.shapes, fakes.inputs = {}, {}
 
     def kernel(shapes, outs, **how):
         made = fakes.kernel(shapes, outs, **how, seed=int(rng.integers(1 << 30)))
@@ -173,6 +176,71 @@ def test_kernels_between_which_nothing_stands_are_one_call():
     assert chains.note(after) == "3 kernels that can follow each other run in one call (of 3)"
     attributes = dict(after.jaxpr.eqns[0].params["attributes"])
     assert attributes["digests"] == "k0 k1 k1 " and int(attributes["scratch_bytes"]) > 0
+
+
+def test_a_kernel_that_also_reads_what_it_overwrites_gets_its_old_value():
+    fakes = Fakes()
+    viewed = fakes.kernel([(16,), (2, 8)], [(2, 8)], part=8)
+    twice = fakes.kernel([(2, 8), (16,), (2, 8)], [(2, 8)], part=8)
+    first = fakes.kernel([(2, 8)], [(2, 8)])
+    fakes.shapes, fakes.inputs = {"k0": [16, 16, 8], "k1": [16, 16, 16, 8], "k2": [16, 16]}, {"k0": 2, "k1": 3, "k2": 1}
+
+    def function(x, y):
+        (x,) = cuda.call_kernel(first, x)
+        (a,) = cuda.call_kernel(viewed, x.reshape(16), x, place=(1, 0))
+        (b,) = cuda.call_kernel(twice, a, y.reshape(16), a, place=(2, 0))
+        (c,) = cuda.call_kernel(first, b)
+        return c
+
+    args = [np.arange(16, dtype=np.float32).reshape(2, 8) + k for k in range(2)]
+    closed = jaxapi.dce(jaxapi.closed_jaxpr_of(function, *args))
+    after = chains.chained(closed)
+    jaxapi.check(after)
+    np.testing.assert_array_equal(fakes.evaluate(closed, args)[0], fakes.evaluate(after, args)[0])
+
+
+def test_chains_take_little_more_memory_than_calls(monkeypatch):
+    """Results that are reduced one by one, operands that are made one by one."""
+    fakes = Fakes()
+    large, count = 1 << 20, 16
+    grow = fakes.kernel([(4,)], [(large,)])
+    shrink = fakes.kernel([(large,)], [(4,)])
+
+    def function(x):
+        total = x
+        for k in range(count):
+            (wide,) = cuda.call_kernel(grow, x + k)
+            (y,) = cuda.call_kernel(shrink, jax.numpy.sort(wide))
+            total = total + y
+        return total
+
+    closed = jaxapi.closed_jaxpr_of(function, jax.ShapeDtypeStruct((4,), np.float32))
+    single = peak.bytes_of(closed, chains.VIEWS)
+    assert 8 * large <= single < 9 * large
+    free = chains.chained(closed)
+    assert peak.bytes_of(free, chains.VIEWS) >= 4 * large * count and chains.calls(free) == 0
+    for room in (0, 20 * large):
+        monkeypatch.setattr(chains, "MORE_BYTES", room)
+        after = chains.chained(closed)
+        jaxapi.check(after)
+        assert peak.bytes_of(after, chains.VIEWS) <= single + max(room, single * chains.MORE_SHARE)
+    assert any(e.params.get("target_name") == cuda.CHAIN for e in after.jaxpr.eqns)
+
+
+@pytest.mark.parametrize("halvings", [1, 2, 99])
+@pytest.mark.parametrize("seed", range(40))
+def test_parts_of_a_function_are_chained_by_themselves(halvings, seed, monkeypatch):
+    """Halves, quarters, and single calls: what is left where there is no memory to spare."""
+    fakes, closed, args = _random_program(seed)
+    closed = jaxapi.dce(closed)
+    monkeypatch.setattr(chains, "MORE_BYTES", 0)
+    monkeypatch.setattr(chains, "MORE_SHARE", 0.0)
+    limits = iter([0, *[1] * halvings])
+    monkeypatch.setattr(peak, "bytes_of", lambda closed, views: next(limits, 0))
+    after = chains.chained(closed)
+    jaxapi.check(after)
+    for want, got in zip(fakes.evaluate(closed, args), fakes.evaluate(after, args), strict=True):
+        np.testing.assert_array_equal(want, got)
 
 
 @pytest.mark.parametrize("seed", range(20))

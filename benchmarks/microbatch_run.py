@@ -62,10 +62,13 @@ class Run:
         """Programs whose gradients are in the folder."""
         self.kernels: dict[str, Any] = {}
         self.left_out: list[Any] = []
+        entries = [entry for entry in self.database.entries() if entry.device == self.device]
+        self.known = {(entry.convolution.key, entry.batch): entry for entry in entries}
+        """What earlier runs with the same --out have measured."""
         for file in options.start:
             self.take(json.loads(file.read_text(encoding="utf-8")))
-        for entry in self.database.entries():
-            if entry.device == self.device and entry.convolution.key not in self.kernels:
+        for entry in entries:
+            if entry.convolution.key not in self.kernels:
                 self.note(entry.convolution)
 
     @property
@@ -90,7 +93,7 @@ class Run:
         self.save("tables", list(self.kernels.values()))
 
     def take(self, data: dict[str, Any]) -> None:
-        """Times of an earlier run on the same device and libraries."""
+        """Times of an earlier run on the same device and libraries; what --out knows already stays as it is."""
         from jcuts.microbatch.convolution import Convolution
         from jcuts.microbatch.table import Micro
         from jcuts.xla import cudnn
@@ -109,6 +112,10 @@ class Run:
                     known = self.database.table(self.device, convolution).micros
                     made += [m for m in known if m.batch == int(size) and (m.algorithm, m.math) not in names]
                     remarks = {**self.database.remarks(self.device, convolution, int(size)), **remarks}
+                if (entry := self.known.get((convolution.key, int(size)))) is not None:
+                    names = {(m.algorithm, m.math) for m in entry.micros}
+                    made = [*(m for m in made if (m.algorithm, m.math) not in names), *entry.micros]
+                    remarks = {**remarks, **entry.remarks}
                 self.database.record(self.device, convolution, int(size), made, remarks=remarks)
             self.note(convolution)
 

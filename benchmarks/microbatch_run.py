@@ -135,9 +135,9 @@ class Run:
                 break
             lacking = self.database.remarks(self.device, convolution, size)
             measurer.unwanted = frozenset() if lacking else slow(table, size, precisions) | measurer.unwanted
-            size = size // 2 // convolution.unit * convolution.unit
-        chain = {batch >> k for k in range(batch.bit_length())}
-        between = set(table.sizes) - chain  # of an earlier run, which would otherwise be refined again by every run
+            size = half(size, convolution.unit)
+        # Of an earlier run, which would otherwise be refined again by every run.
+        between = set(table.sizes) - set(halves(batch, convolution.unit))
         for limit in limits if size < batch and not between else ():
             for precision in precisions:
                 for size in sizes_between(table, batch, limit, precision=precision)[:1]:
@@ -178,6 +178,23 @@ class Run:
 
         # Whoever looks for larger workspaces than the largest limit looks for a bound, not for a division.
         return Measurer(self.device, self.platform, asked=max(self.limits), seconds=self.options.seconds)
+
+
+def half(size: int, unit: int) -> int:
+    """The largest number of whole units in half of a batch."""
+    return size // 2 // unit * unit
+
+
+def halves(batch: int, unit: int) -> list[int]:
+    """A batch, its `half`, half of that, and so on.
+
+    >>> halves(20, 1), halves(20, 8)
+    ([20, 10, 5, 2, 1], [20, 8])
+    """
+    found = [batch]
+    while size := half(found[-1], unit):
+        found.append(size)
+    return found
 
 
 def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:

@@ -62,10 +62,13 @@ class Run:
         """Programs whose gradients are in the folder."""
         self.kernels: dict[str, Any] = {}
         self.left_out: list[Any] = []
+        entries = [entry for entry in self.database.entries() if entry.device == self.device]
+        self.known = {(entry.convolution.key, entry.batch): entry for entry in entries}
+        """What earlier runs with the same --out have measured."""
         for file in options.start:
             self.take(json.loads(file.read_text(encoding="utf-8")))
-        for entry in self.database.entries():
-            if entry.device == self.device and entry.convolution.key not in self.kernels:
+        for entry in entries:
+            if entry.convolution.key not in self.kernels:
                 self.note(entry.convolution)
 
     @property
@@ -90,7 +93,7 @@ class Run:
         self.save("tables", list(self.kernels.values()))
 
     def take(self, data: dict[str, Any]) -> None:
-        """Times of an earlier run on the same device and libraries."""
+        """Times of an earlier run on the same device and libraries; what --out knows already stays as it is."""
         from jcuts.microbatch.convolution import Convolution
         from jcuts.microbatch.table import Micro
         from jcuts.xla import cudnn
@@ -109,6 +112,10 @@ class Run:
                     known = self.database.table(self.device, convolution).micros
                     made += [m for m in known if m.batch == int(size) and (m.algorithm, m.math) not in names]
                     remarks = {**self.database.remarks(self.device, convolution, int(size)), **remarks}
+                if (entry := self.known.get((convolution.key, int(size)))) is not None:
+                    names = {(m.algorithm, m.math) for m in entry.micros}
+                    made = [*(m for m in made if (m.algorithm, m.math) not in names), *entry.micros]
+                    remarks = {**remarks, **entry.remarks}
                 self.database.record(self.device, convolution, int(size), made, remarks=remarks)
             self.note(convolution)
 
@@ -128,9 +135,9 @@ class Run:
                 break
             lacking = self.database.remarks(self.device, convolution, size)
             measurer.unwanted = frozenset() if lacking else slow(table, size, precisions) | measurer.unwanted
-            size = size // 2 // convolution.unit * convolution.unit
-        chain = {batch >> k for k in range(batch.bit_length())}
-        between = set(table.sizes) - chain  # of an earlier run, which would otherwise be refined again by every run
+            size = half(size, convolution.unit)
+        # Of an earlier run, which would otherwise be refined again by every run.
+        between = set(table.sizes) - set(halves(batch, convolution.unit))
         for limit in limits if size < batch and not between else ():
             for precision in precisions:
                 for size in sizes_between(table, batch, limit, precision=precision)[:1]:
@@ -171,6 +178,23 @@ class Run:
 
         # Whoever looks for larger workspaces than the largest limit looks for a bound, not for a division.
         return Measurer(self.device, self.platform, asked=max(self.limits), seconds=self.options.seconds)
+
+
+def half(size: int, unit: int) -> int:
+    """The largest number of whole units in half of a batch."""
+    return size // 2 // unit * unit
+
+
+def halves(batch: int, unit: int) -> list[int]:
+    """A batch, its `half`, half of that, and so on.
+
+    >>> halves(20, 1), halves(20, 8)
+    ([20, 10, 5, 2, 1], [20, 8])
+    """
+    found = [batch]
+    while size := half(found[-1], unit):
+        found.append(size)
+    return found
 
 
 def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:

@@ -125,7 +125,10 @@ def wait_ahead(announce: Announce) -> None:
     """Waits for what compiles ahead."""
     while _compiling:
         _take(announce)
-    wait(_kernel_chains.values())
+    left = {future for future in _kernel_chains.values() if not future.done()}
+    while left:
+        announce("")
+        left = wait(left, return_when=FIRST_COMPLETED).not_done
 
 
 def kernels_ahead(path: str, problem: Problem, library: Function, kernels: Mapping[str, CompiledKernel]) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -36,6 +37,8 @@ from jcuts.tune.values import dtype_of, is_float, load, timing_inputs, whole
 
 ROOMY = 32 << 30
 """Bytes of a GPU's memory from which on processes that wait for work may hold their share: half a gigabyte each."""
+_NARROW = re.compile(r":~?(bf16|f16|f8\w*)\[")
+"""A value of such a type in a program as text (`trace.canonical`)."""
 MOST_ACCEPTED = 4
 """Problems whose accepted results a process remembers."""
 POISON = (0xFF, 0xAB)
@@ -144,13 +147,18 @@ def reference(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
         raise CandidateRejected(f"problem {problem.name} came without its exports", problem=problem.digest)
     announce(LIBRARY)
     place, folder = str(request.get("autotuned", "")), Path(request["folder"])
-    types = [dtype_of(x.dtype) for x in (*problem.inputs, *problem.outputs)]
-    narrow = any(is_float(dtype) and dtype.itemsize < 4 for dtype in types)
-    options = autotuned.reading(place, timed=bool(request.get("timed", True)), narrow=narrow) if place else {}
+    timed, narrow = bool(request.get("timed", True)), _has_narrow_floats(problem)
+    options = autotuned.reading(place, timed=timed, narrow=narrow) if place else {}
     parts: dict[str, float] = {}
     library = _library(request["problem"])
     kinds = references.make(jax, problem, library, folder, int(request["seed"]), options, parts)
     return {"kinds": kinds, "parts": parts}
+
+
+def _has_narrow_floats(problem: Problem) -> bool:
+    """Whether floats narrower than float32 come up in a problem, if only on the way from its inputs to its outputs."""
+    types = [dtype_of(x.dtype) for x in (*problem.inputs, *problem.outputs)]
+    return any(is_float(d) and d.itemsize < 4 for d in types) or _NARROW.search(problem.text) is not None
 
 
 def check(request: dict[str, Any], announce: Announce) -> dict[str, Any]:

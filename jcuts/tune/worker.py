@@ -26,6 +26,7 @@ from typing import Any
 
 from jcuts.base.errors import CandidateRejected, WorkerFailed
 from jcuts.tune.choice import plain
+from jcuts.tune.heap import Heap
 from jcuts.tune.operations import REQUESTS
 from jcuts.tune.shortage import is_disk, is_memory, no_backend
 
@@ -61,6 +62,7 @@ def serve() -> None:
 
     requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_watch, args=(requests,), daemon=True).start()
+    heap = Heap()
     while True:
         request = requests.get()
 
@@ -83,6 +85,8 @@ def serve() -> None:
             more = {"reason": reason} if (reason := next((r for r, is_ in reasons.items() if is_(error)), "")) else {}
             answer = _failure(request, WorkerFailed.__name__, message, {"traceback": where, **more})
         answers.write(json.dumps(answer) + "\n")
+        del answer, request
+        heap.settle()  # nobody waits for that
 
 
 def _failure(request: dict[str, Any], kind: str, message: str, values: dict[str, object]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jcuts.base import fingerprint, knobs
-from jcuts.tune import autotuned
+from jcuts.tune import autotuned, heap
 from jcuts.tune.pool import Pool
 
 COMPILE, XLA, DEVICE, REFERENCE = "compile", "xla", "device", "reference"
@@ -22,9 +22,6 @@ MOST_REFERENCES = 8
 """Most processes that check, and that make references, on a GPU."""
 _FRUGAL = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
 """Several processes share a GPU: memory that one does not use goes back."""
-_KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_TOP_PAD_": str(64 << 20)}
-"""For glibc: arrays of megabytes come and go, and more time than their arithmetic took giving their pages back and
-getting new ones.  A process keeps a gigabyte at most."""
 
 
 class Workshop:
@@ -53,8 +50,8 @@ class Workshop:
                 sizes[REFERENCE] = max(1, min(MOST_REFERENCES, workers // 2))
             more = {} if platform == "cpu" else {
                 XLA: autotuned.flags(shared=True),
-                REFERENCE: {**_FRUGAL, **_KEEPING, **autotuned.flags(shared=False)},
-                DEVICE: {**_KEEPING, "MALLOC_ARENA_MAX": "1"},  # slabs of all threads in what is kept
+                REFERENCE: {**_FRUGAL, **heap.KEEPING, **autotuned.flags(shared=False)},
+                DEVICE: {**heap.KEEPING, "MALLOC_ARENA_MAX": "1"},  # slabs of all threads in what is kept
             }  # fmt: skip
             self.made[key] = self.stack.enter_context(Pool(self._base(), sizes, platform, more))
         return self.made[key]

@@ -18,7 +18,12 @@ from benchmarks import gpu_microbatch_tables, microbatch_chains, microbatch_offl
 from benchmarks.microbatch_models import gradients, inputs_of
 from benchmarks.microbatch_networks import Modelled, training_step
 from benchmarks.microbatch_run import BATCHES, Run, traced
-from jcuts.microbatch.database import Database
+from jcuts.base import knobs
+from jcuts.microbatch.convolution import Convolution
+from jcuts.microbatch.database import Database, Device
+from jcuts.microbatch.table import Micro
+from jcuts.tune import convolutions
+from jcuts.xla.convolutions import LIBRARY
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -128,6 +133,54 @@ def test_algorithms_that_were_no_candidate_are_not_timed_again():
     assert not never(SimpleNamespace(kernels=rows), other)
     rows[like[0].key]["sizes"][2] = [["cudnn/C", "float32", 0.5, 64]]
     assert not never(SimpleNamespace(kernels=rows), like[8])
+
+
+def test_times_of_earlier_runs_do_not_replace_those_of_this_one(host_cudnn, tmp_path):
+    c = next(use.convolution for use in training_step("AlexNet", 256).uses)
+    options = SimpleNamespace(start=[], dry_run=True, out=tmp_path, budget=10.0)
+    with knobs.scope(cache_dir=tmp_path):
+        first = Run(options)
+        own, newer = Micro(4, LIBRARY, "tf32", 1.0, 64), Micro(4, "cudnn/FFT", "tf32", 2.0, 8)
+        first.database.record(first.device, c, 4, [own, newer], remarks={"lacking": "9"})
+        files = []
+        for k, names in enumerate((("FFT", "GEMM"), ("GEMM", "WINOGRAD"))):
+            micros = [[f"cudnn/{name}", "tf32", 5.0 + k, 4] for name in names]
+            rows = [{"convolution": c.to_json(), "sizes": {"4": micros, "2": micros}}]
+            files.append(tmp_path / f"{k}.json")
+            files[-1].write_text(json.dumps({"device": str(first.device), "tables": rows}))
+        options.start = files
+        again = Run(options)
+        found = {(m.batch, m.algorithm): m.seconds for m in again.database.table(again.device, c).micros}
+        assert again.database.remarks(again.device, c, 4) == {"lacking": "9"}
+        for run in (first, again):
+            run.folder.cleanup()
+    others = {"cudnn/FFT": 5.0, "cudnn/GEMM": 6.0, "cudnn/WINOGRAD": 6.0}
+    mine = {LIBRARY: 1.0, "cudnn/FFT": 2.0}
+    assert found == {**{(2, a): s for a, s in others.items()}, **{(4, a): s for a, s in {**others, **mine}.items()}}
+
+
+def test_sizes_between_are_looked_for_once_also_where_micro_batches_are_of_whole_units(monkeypatch):
+    c = Convolution("forward", 3, 4, (5, 5), (3, 3), dtype="float16")
+    assert c.unit == 8
+    asked, kept, micros = [], Database(None), {}
+    device = Device("here", "", "")
+
+    def measured(convolution, size, database, measurer, **_):
+        asked.append(size)
+        if size not in micros:
+            micros[size] = [Micro(size, "cudnn/A", "float32", 0.1 * size, 100 * size),
+                            Micro(size, "cudnn/B", "float32", 1.0 * size, 0)]  # fmt: skip
+            database.record(device, convolution, size, micros[size])
+        return database.table(device, convolution)
+
+    monkeypatch.setattr(convolutions, "measured", measured)
+    monkeypatch.setattr(convolutions, "measured_in_slices", lambda *_, **__: kept.table(device, c))
+    run = SimpleNamespace(database=kept, device=device, kernels={}, options=SimpleNamespace(slices=0),
+                          never=lambda _: frozenset(), note=lambda _: None)  # fmt: skip
+    for sizes in ([20, 8, 16], [20, 8]):
+        asked.clear()
+        Run.fill(run, SimpleNamespace(), c, 20, (1700,), ("float32",))
+        assert asked == sizes
 
 
 def test_tables_go_on_where_they_were_cut(tmp_path):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import threading
 import weakref
+from concurrent.futures import Future
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,9 @@ import pytest
 from jcuts.base.errors import AccuracyRejected, NativeError, UsageError
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.codegen.cuda.image import SYMBOL, Image, Launch
+from jcuts.trace.canonical import canonical_text
 from jcuts.tune import apart, autotuned, driver, gpu, gpu_measure, gpu_timing, operations, shortage, values
+from jcuts.tune import reference as references
 from jcuts.tune.problem import Input, Output, Problem
 
 AVAL = ((64,), "float32")
@@ -191,6 +195,25 @@ def test_references_run_what_was_timed(tmp_path):
     assert autotuned.untimed() == autotuned.LEVEL | autotuned.LIBRARY_PRODUCTS
 
 
+def test_products_are_what_was_timed_where_a_float_is_narrow_on_the_way(monkeypatch):
+    def halves(x, w):
+        return jnp.tanh((x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32))
+
+    x = np.ones((4, 4), np.float32)
+    asked = []
+    monkeypatch.setattr(autotuned, "reading", lambda place, **how: asked.append(how["narrow"]) or {})
+    monkeypatch.setattr(operations, "_library", lambda path: None)
+    monkeypatch.setattr(references, "make", lambda *_: [])
+    for function in (halves, lambda x, w: jnp.tanh(x @ w)):
+        text = canonical_text(jax.make_jaxpr(function)(x, x))
+        operands = (Input((4, 4), "float32"),) * 2
+        problem = Problem("i", operands, (Output((4, 4), "float32", 4, False),), space="s", text=text,
+                          library=b"-", reference=b"-")  # fmt: skip
+        monkeypatch.setattr(operations, "_problem", lambda request, problem=problem: problem)
+        operations.reference({"problem": "p", "folder": ".", "seed": 0, "autotuned": "x"}, lambda _: None)
+    assert asked == [True, False]
+
+
 def test_only_one_process_adds_to_what_xla_has_timed(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", f"--a=1 --{autotuned.OPTION}=/users --b=2")
     assert autotuned.flags(shared=False) == {"XLA_FLAGS": "--a=1 --b=2"}
@@ -365,6 +388,21 @@ def test_chains_of_kernels_that_were_compiled_ahead_are_not_compiled_again(monke
     for label, program in found.items():
         bench.add(label, program)
     assert set(bench.race(0.001)) == {"a", "c"}
+
+
+def test_whoever_waits_for_chains_of_kernels_says_that_it_lives(monkeypatch):
+    futures = [Future() for _ in range(3)]
+    monkeypatch.setattr(gpu_measure, "_kernel_chains", {("p", str(k)): f for k, f in enumerate(futures)})
+    open_, told = list(futures), []
+
+    def announce(label):
+        told.append(label)
+        if open_:
+            open_.pop().set_result(None)
+
+    threading.Timer(0.3, lambda: [f.done() or f.set_result(None) for f in futures]).start()
+    gpu_measure.wait_ahead(announce)
+    assert told == [""] * 3
 
 
 def test_every_execution_of_a_chain_happens():

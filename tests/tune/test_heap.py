@@ -1,0 +1,35 @@
+"""What processes keep of memory that they have used."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from jcuts.tune import heap
+
+PROGRAM = """
+import numpy as np
+from jcuts.tune.heap import MOST, Heap, resident
+mine, before, kept = Heap(), resident(), []
+one, two = [np.ones(MOST // 40) for _ in range(6)], np.ones(5000)  # 1.2 times as much, something in use behind it
+del one
+grown = resident() - before
+gave = mine.settle()
+print(grown > MOST, gave, resident() - before < MOST // 4, mine.settle(), two.sum() == 5000)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's settings")
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_process_keeps_a_gigabyte_at_most(keeps):
+    env = {**os.environ, **(heap.KEEPING if keeps else {})}
+    made = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, check=True)
+    assert made.stdout.split() == [str(keeps), str(keeps), "True", "False", "True"]
+
+
+def test_nothing_is_told_of_memory_where_there_is_no_such_file(monkeypatch):
+    monkeypatch.setattr("builtins.open", lambda *_: (_ for _ in ()).throw(FileNotFoundError()))
+    assert heap.resident() == 0

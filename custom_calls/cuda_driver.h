@@ -28,6 +28,7 @@ constexpr int kNonPortableClusterAllowed = 14;  // CU_FUNC_ATTRIBUTE_NON_PORTABL
 constexpr int kLaunchCooperative = 2;           // CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 constexpr int kLaunchClusterDimension = 4;      // CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 constexpr int kLaunchProgrammatic = 6;          // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+constexpr int kProgrammaticVersion = 12030;     // CUDA version from which on graphs know such launches
 constexpr unsigned kStaticSharedLimit = 48 * 1024;
 constexpr unsigned kPortableCluster = 8;
 
@@ -67,8 +68,10 @@ static_assert(sizeof(RowsCopy) == 128, "must have the layout of CUDA_MEMCPY2D");
 
 struct Driver {
   std::string problem;  // why it cannot be used; empty if it can
+  int version = 0;      // of CUDA: 1000 * major + 10 * minor
 
   CUresult (*Init)(unsigned) = nullptr;
+  CUresult (*GetVersion)(int*) = nullptr;
   CUresult (*GetErrorName)(CUresult, const char**) = nullptr;
   CUresult (*GetErrorString)(CUresult, const char**) = nullptr;
   CUresult (*DeviceGet)(CUdevice*, int) = nullptr;
@@ -91,7 +94,8 @@ struct Driver {
       problem = std::string("the CUDA driver cannot be opened: ") + (why != nullptr ? why : path);
       return;
     }
-    bool complete = Find(library, "cuInit", Init) && Find(library, "cuGetErrorName", GetErrorName) &&
+    bool complete = Find(library, "cuInit", Init) && Find(library, "cuDriverGetVersion", GetVersion) &&
+                    Find(library, "cuGetErrorName", GetErrorName) &&
                     Find(library, "cuGetErrorString", GetErrorString) && Find(library, "cuDeviceGet", DeviceGet) &&
                     Find(library, "cuDevicePrimaryCtxRetain", PrimaryRetain) &&
                     Find(library, "cuDevicePrimaryCtxRelease_v2", PrimaryRelease) &&
@@ -105,6 +109,7 @@ struct Driver {
                     Find(library, "cuMemcpy2DAsync_v2", Memcpy2DAsync);
     if (!complete) return;
     if (CUresult code = Init(0); code != 0) problem = "cuInit failed: " + Text(code);
+    if (GetVersion(&version) != 0) version = 0;
   }
 
   std::string Text(CUresult code) const {

@@ -146,7 +146,7 @@ class Image {
         attribute.id = kLaunchClusterDimension;
         std::memcpy(attribute.value.cluster, launch.cluster, sizeof(launch.cluster));
       }
-      if (launch.waits && !launch.cooperative && (early || k > 0)) {
+      if (launch.waits && !launch.cooperative && (early || k > 0) && driver.version >= kProgrammaticVersion) {
         LaunchAttribute& attribute = attributes[config.num_attributes++];
         attribute = LaunchAttribute{};
         attribute.id = kLaunchProgrammatic;

@@ -115,6 +115,8 @@ def test_the_launcher_drives_a_driver(driver):
 def test_only_a_kernel_that_waits_may_start_early_and_never_the_first(driver):
     calls, error = run(driver)["early"]
     assert error == "" and [c.split(" attributes ")[1][0] for c in calls[-2:]] == ["0", "1"]
+    calls, _ = run(driver, FAKE_DRIVER_VERSION="12020")["early"]
+    assert [c.split(" attributes ")[1][0] for c in calls[-2:]] == ["0", "0"]  # graphs do not know it yet
 
 
 def test_driver_errors_name_the_kernel_and_the_region(driver):

@@ -203,6 +203,7 @@ def test_products_are_what_was_timed_where_a_float_is_narrow_on_the_way(monkeypa
     asked = []
     monkeypatch.setattr(autotuned, "reading", lambda place, **how: asked.append(how["narrow"]) or {})
     monkeypatch.setattr(operations, "_library", lambda path: None)
+    monkeypatch.setattr(operations, "_jax", lambda: jax)  # the real one sets x64 for the whole process
     monkeypatch.setattr(references, "make", lambda *_: [])
     for function in (halves, lambda x, w: jnp.tanh(x @ w)):
         text = canonical_text(jax.make_jaxpr(function)(x, x))

@@ -263,14 +263,20 @@ static ffi::ErrorOr<std::unique_ptr<CudaLaunchState>> Instantiate(std::string_vi
   return ffi::ErrorOr<std::unique_ptr<CudaLaunchState>>(std::move(state));
 }
 
-static ffi::Error Initialize(CudaLaunchState* state, int32_t device) {
-  if (state->image->IsLoaded(device)) return ffi::Error::Success();
+// What `act` says as XLA's error; `who` acts.
+template <typename Act>
+ffi::Error Told(const char* who, Act&& act) {
   try {
-    Problem problem = state->image->Load(device);
+    Problem problem = act();
     return problem.empty() ? ffi::Error::Success() : ffi::Error(ffi::ErrorCode::kInternal, problem);
   } catch (const std::exception& error) {  // out of memory: nothing may unwind into XLA
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string("jcuts launch: ") + error.what());
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(who) + ": " + error.what());
   }
+}
+
+static ffi::Error Initialize(CudaLaunchState* state, int32_t device) {
+  if (state->image->IsLoaded(device)) return ffi::Error::Success();
+  return Told("jcuts launch", [&] { return state->image->Load(device); });
 }
 
 // How often XLA called the handler: a call inside a CUDA graph is recorded once and then replayed without it.
@@ -294,12 +300,7 @@ static ffi::Error Execute(CudaLaunchState* state, CUstream stream, int32_t devic
   if (results > 0) buffers[args.size()] = static_cast<char*>(buffers[args.size()]) + state->start;
   char* scratch = nullptr;
   if (state->has_scratch) scratch = static_cast<char*>(rets.get<ffi::AnyBuffer>(results).value()->untyped_data());
-  try {
-    Problem problem = state->image->Run(device, stream, buffers, count, scratch, false);
-    return problem.empty() ? ffi::Error::Success() : ffi::Error(ffi::ErrorCode::kInternal, problem);
-  } catch (const std::exception& error) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string("jcuts launch: ") + error.what());
-  }
+  return Told("jcuts launch", [&] { return state->image->Run(device, stream, buffers, count, scratch, false); });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -371,16 +372,13 @@ static ffi::ErrorOr<std::unique_ptr<CudaChainState>> InstantiateChain(std::strin
 }
 
 static ffi::Error InitializeChain(CudaChainState* state, int32_t device) {
-  try {
+  return Told("jcuts chain", [&] {
+    Problem problem;
     for (const Link& link : state->links) {
-      if (Problem problem = link.image->Load(device); !problem.empty()) {
-        return ffi::Error(ffi::ErrorCode::kInternal, problem);
-      }
+      if (problem = link.image->Load(device); !problem.empty()) break;
     }
-    return ffi::Error::Success();
-  } catch (const std::exception& error) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string("jcuts chain: ") + error.what());
-  }
+    return problem;
+  });
 }
 
 static ffi::Error ExecuteChain(CudaChainState* state, CUstream stream, int32_t device, ffi::RemainingArgs args,
@@ -391,17 +389,17 @@ static ffi::Error ExecuteChain(CudaChainState* state, CUstream stream, int32_t d
       (state->has_scratch && rets.size() == 0)) {
     return ffi::Error::InvalidArgument("jcuts chain: it has fewer operands or results than its wiring names");
   }
-  try {
+  return Told("jcuts chain", [&] {
     std::vector<char*> bases[3];
     for (size_t i = 0; i < args.size(); ++i) {
       bases[0].push_back(static_cast<char*>(args.get<ffi::AnyBuffer>(i).value().untyped_data()));
     }
     for (size_t i = 0; i < rets.size(); ++i) {
-      bases[i < results ? 1 : 2].push_back(
-          static_cast<char*>(rets.get<ffi::AnyBuffer>(i).value()->untyped_data()));
+      bases[i < results ? 1 : 2].push_back(static_cast<char*>(rets.get<ffi::AnyBuffer>(i).value()->untyped_data()));
     }
     if (!state->has_scratch) bases[2].push_back(nullptr);
     void* buffers[kMaxArguments];
+    Problem problem;
     bool early = false;
     for (const Link& link : state->links) {
       for (size_t k = 0; k < link.buffers.size(); ++k) {
@@ -409,14 +407,12 @@ static ffi::Error ExecuteChain(CudaChainState* state, CUstream stream, int32_t d
         buffers[k] = bases[place.kind][place.kind == 2 ? 0 : place.number] + place.offset;
       }
       char* scratch = bases[2][0] == nullptr ? nullptr : bases[2][0] + link.scratch;
-      Problem problem = link.image->Run(device, stream, buffers, link.buffers.size(), scratch, early);
-      if (!problem.empty()) return ffi::Error(ffi::ErrorCode::kInternal, problem);
+      problem = link.image->Run(device, stream, buffers, link.buffers.size(), scratch, early);
+      if (!problem.empty()) break;
       early = true;
     }
-    return ffi::Error::Success();
-  } catch (const std::exception& error) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string("jcuts chain: ") + error.what());
-  }
+    return problem;
+  });
 }
 
 // Copies a text into a caller's buffer; returns whether there was a problem.

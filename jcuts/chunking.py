@@ -26,7 +26,7 @@ from jcuts.region.bound import host_arch
 from jcuts.region.graph import TensorGraph, build_graph
 from jcuts.region.seconds import moved_seconds, streamed_seconds, traffic_seconds
 from jcuts.trace import jaxapi
-from jcuts.trace.chunks import Batch, Segment, find_batch, nbytes
+from jcuts.trace.chunks import Batch, Segment, find_batch
 
 log = logging.getLogger("jcuts.chunking")
 
@@ -93,7 +93,7 @@ def plan(batch: Batch) -> Plan | None:
             continue
         options = []
         for begin in cuts[:place]:
-            moved = sum(nbytes(v) for v in (*crossing[begin], *crossing[end]))
+            moved = sum(jaxapi.nbytes(v) for v in (*crossing[begin], *crossing[end]))
             for size in sizes:
                 turns = batch.extent // size
                 seconds = best[begin][0] + turns * costs[size].between(begin, end)

@@ -94,8 +94,7 @@ def is_asked(settings: Settings) -> bool:
 
 def is_ours(eqn: Any) -> bool:
     """Whether an equation is a call that this stage made."""
-    target = str(eqn.params.get("target_name", "")) if jaxapi.primitive_name(eqn) == "ffi_call" else ""
-    return target in (*cudnn.TARGETS.values(), cudnn.GRAPH_TARGET)
+    return jaxapi.call_target(eqn) in (*cudnn.TARGETS.values(), cudnn.GRAPH_TARGET)
 
 
 def generation(settings: Settings) -> str:

@@ -14,6 +14,7 @@ import jcuts
 from jcuts import chunking, pipeline
 from jcuts.arch.cpu import CpuArch
 from jcuts.base import knobs
+from jcuts.trace import jaxapi
 from jcuts.trace.chunks import Batch, find_batch
 from jcuts.trace.inline import inline
 from jcuts.trace.simplify import simplify
@@ -94,7 +95,7 @@ def test_the_plan_is_the_best_of_all(small_caches, monkeypatch):
                 turns = 8 // size
                 total += turns * costs[size].between(a, b)
                 if turns > 1:
-                    moved = sum(chunking.nbytes(v) for v in (*batch.crossing(a), *batch.crossing(b)))
+                    moved = sum(jaxapi.nbytes(v) for v in (*batch.crossing(a), *batch.crossing(b)))
                     total += turns * 1e-4 + chunking.moved_seconds(2 * moved)
             best = min(best, total)
     assert plan.seconds <= best * (1 + 1e-12)

@@ -6,7 +6,6 @@ and no equation of the part mixes positions along it.  What does not depend on t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -153,7 +152,8 @@ def find_batch(closed: jaxapi.Closed) -> Batch | str:
     ):
         batch = _batch_of(closed, ties, classes.members(root))
         if batch is not None:
-            total = sum(nbytes(v) * (1.0 if batch.dims[v] == 0 else INNER) for e in batch.eqns for v in e.outvars)
+            results = [v for e in batch.eqns for v in e.outvars]
+            total = sum(jaxapi.nbytes(v) * (1.0 if batch.dims[v] == 0 else INNER) for v in results)
             if total > best_bytes:
                 best, best_bytes = batch, total
     return best if best is not None else "no dimension of an argument is a batch"
@@ -207,8 +207,3 @@ def _bind_all(eqns: Sequence[jaxapi.Eqn], env: dict[Any, Any]) -> None:
     for eqn in eqns:
         values = [read(a, env) for a in eqn.invars]
         env.update(zip(eqn.outvars, jaxapi.bind_eqn(eqn, values), strict=True))
-
-
-def nbytes(var: Any) -> float:
-    """Bytes of a variable's value."""
-    return math.prod(var.aval.shape) * getattr(var.aval.dtype, "itemsize", 4)

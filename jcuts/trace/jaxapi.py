@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -327,6 +328,17 @@ def with_scan_body(eqn: Eqn, operands: Sequence[Any], constants: int, body: Clos
 def primitive_name(eqn: Eqn) -> str:
     """Name of an equation's primitive."""
     return eqn.primitive.name
+
+
+def call_target(eqn: Eqn) -> str:
+    """Which handler an equation calls through the FFI, '' where it calls none."""
+    return str(eqn.params.get("target_name", "")) if primitive_name(eqn) == "ffi_call" else ""
+
+
+def nbytes(value: Any) -> int:
+    """Bytes of a variable's or literal's value; 0 for what is no array."""
+    shape, dtype = getattr(value.aval, "shape", ()), getattr(value.aval, "dtype", None)
+    return math.prod(shape) * getattr(dtype, "itemsize", 0)
 
 
 def has_effects(closed: Closed) -> bool:

@@ -15,12 +15,9 @@ the function's own order, equations move, and kernels join, only within parts of
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from jcuts.base.errors import IRError
 from jcuts.trace import jaxapi
@@ -83,7 +80,7 @@ def note(closed: jaxapi.Closed) -> str | None:
 
 def _lengths(closed: jaxapi.Closed) -> Iterator[int]:
     for eqn in closed.jaxpr.eqns:
-        if jaxapi.primitive_name(eqn) == "ffi_call" and eqn.params.get("target_name") == cuda.CHAIN:
+        if jaxapi.call_target(eqn) == cuda.CHAIN:
             yield str(dict(eqn.params["attributes"])["digests"]).count(" ")
         for _, _, body in jaxapi.inner_jaxprs(eqn):
             yield from _lengths(body)
@@ -91,13 +88,13 @@ def _lengths(closed: jaxapi.Closed) -> Iterator[int]:
 
 def _is_kernel(eqn: Any) -> bool:
     """Whether it is a kernel's call; not where it also reads the old value of what it overwrites, which XLA copies."""
-    if jaxapi.primitive_name(eqn) != "ffi_call" or eqn.params.get("target_name") != cuda.TARGET:
-        return False
-    return all(sum(a is eqn.invars[k] for a in eqn.invars) == 1 for k in _overwritten(eqn))
+    return jaxapi.call_target(eqn) == cuda.TARGET and all(
+        sum(a is eqn.invars[k] for a in eqn.invars) == 1 for k in _overwritten(eqn)
+    )
 
 
 def _overwritten(eqn: Any) -> list[int]:
-    """Numbers of a call's operands that it overwrites."""
+    """Numbers of a call's operands that it overwrites: one, with its first result, or none (`cuda.call_kernel`)."""
     return [k for k, _ in eqn.params["input_output_aliases"] or ()]
 
 
@@ -221,8 +218,7 @@ def _steps(order: Sequence[Any], roots: dict[Any, Any], readers: dict[Any, list[
 
 def _updated(eqn: Any, roots: dict[Any, Any]) -> Any:
     """The value that a kernel overwrites with its first result, or None."""
-    aliases = dict(eqn.params.get("input_output_aliases") or ())
-    return next((_operands(eqn, roots)[k] for k, result in aliases.items() if result == 0), None)
+    return next((_operands(eqn, roots)[k] for k in _overwritten(eqn)), None)
 
 
 def _merged(chain: Chain, roots: dict[Any, Any], readers: dict[Any, list[Any]]) -> list[Any]:
@@ -233,22 +229,22 @@ def _merged(chain: Chain, roots: dict[Any, Any], readers: dict[Any, list[Any]]) 
     attributes = [dict(e.params["attributes"]) for e in chain.calls]
     storage: dict[Any, Any] = {}  # value -> the one whose memory it has
     operands: list[Any] = []
-    known: set[int] = set()  # operands
+    numbers: dict[int, int] = {}  # of operands, by identity: literals are not all hashable
     aliases: dict[Any, Any] = {}  # operand that is overwritten -> its last version
     spans: dict[Any, list[int]] = {}
     for step, eqn in enumerate(chain.calls):
         for a in _operands(eqn, roots):
             if not jaxapi.is_literal(a) and a in storage:
                 spans.setdefault(storage[a], [step, step])[1] = step
-            elif id(a) not in known:
+            elif id(a) not in numbers:
+                numbers[id(a)] = len(operands)
                 operands.append(a)
-                known.add(id(a))
         count = int(attributes[step]["num_outputs"])
         updated = _updated(eqn, roots)
         for k, v in enumerate(eqn.outvars[:count]):
             storage[v] = v if k or updated is None else storage.get(updated, updated)
             spans.setdefault(storage[v], [step, step])[1] = step
-        if updated is not None and id(storage[eqn.outvars[0]]) in known:
+        if updated is not None and id(storage[eqn.outvars[0]]) in numbers:
             aliases[storage[eqn.outvars[0]]] = eqn.outvars[0]
     kept = [v for v in storage if not jaxapi.is_dropvar(v)
             and any(reader is None or id(reader) not in inside for reader in readers.get(v, []))]  # fmt: skip
@@ -257,7 +253,7 @@ def _merged(chain: Chain, roots: dict[Any, Any], readers: dict[Any, list[Any]]) 
     places |= {a: (OPERAND, k) for k, a in enumerate(operands) if not jaxapi.is_literal(a) and a not in places}
     local = [v for v in spans if v not in places]
     sizes = [int(a["scratch_bytes"]) for a in attributes]
-    lives = [*((*spans[v], _bytes(v)) for v in local), *((k, k, n) for k, n in enumerate(sizes))]
+    lives = [*((*spans[v], jaxapi.nbytes(v)) for v in local), *((k, k, n) for k, n in enumerate(sizes))]
     offsets, size = arena.packed(lives)
     offset_of = dict(zip(local, offsets, strict=False))
     wiring: list[int] = []
@@ -268,19 +264,15 @@ def _merged(chain: Chain, roots: dict[Any, Any], readers: dict[Any, list[Any]]) 
         for k, v in enumerate(values):
             start = int(attributes[step]["start"]) if k == len(eqn.invars) else 0
             if jaxapi.is_literal(v):
-                wiring += [OPERAND, next(n for n, a in enumerate(operands) if a is v), start]
+                wiring += [OPERAND, numbers[id(v)], start]
                 continue
             memory = storage.get(v, v)
             kind, number = places.get(memory, (SCRATCH, 0))
             wiring += [kind, number, start + offset_of.get(memory, 0)]
     digests = [str(a["digest"]) for a in attributes]
-    pairs = {next(n for n, a in enumerate(operands) if a is source): results.index(v) for source, v in aliases.items()}
+    pairs = {numbers[id(source)]: results.index(v) for source, v in aliases.items()}
     shapes = [v.aval for v in results]
     return traced_eqns(
         lambda *xs: cuda.call_chain(digests, wiring, xs, shapes, scratch_bytes=size, aliases=pairs),
         operands, results, chain.calls[-1],
     )  # fmt: skip
-
-
-def _bytes(value: Any) -> int:
-    return math.prod(value.aval.shape) * np.dtype(value.aval.dtype).itemsize

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from typing import Any
 
@@ -43,12 +42,7 @@ def bytes_of(closed: jaxapi.Closed, views: Collection[str]) -> int:
             place = memory.get(value, value)
             if place in last and place not in begun:
                 begun.add(place)
-                live += _bytes(place)
+                live += jaxapi.nbytes(place)
         most = max(most, live)
-        live -= sum(_bytes(value) for value in ends.get(step, ()))
+        live -= sum(jaxapi.nbytes(value) for value in ends.get(step, ()))
     return most
-
-
-def _bytes(value: Any) -> int:
-    aval = value.aval
-    return math.prod(getattr(aval, "shape", ())) * getattr(getattr(aval, "dtype", None), "itemsize", 0)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -85,8 +86,8 @@ def _interpreted() -> bool:
 def _all(options: argparse.Namespace) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("JCUTS_CACHE_DIR", str((options.out / "cache").resolve()))
-    if options.budget:
-        os.environ[DEADLINE] = str(time.time() + options.budget)
+    deadline = time.time() + (options.budget or math.inf)
+    os.environ[DEADLINE] = str(deadline)
     start = time.perf_counter()
     progress = options.out / "differential_gpu.jsonl"
     first = options.seed
@@ -96,13 +97,14 @@ def _all(options: argparse.Namespace) -> int:
         items += [(seed, transform) for transform in ("grad", "vmap") for seed in part]
     rows = [r for path in shards.files_of(progress) for r in shards.rows_of(path)]
     left = shards.pending(items, rows, options.retry)
-    shards.run_shards(left, progress, max(1, min(options.jobs, len(left))))
+    unfinished = shards.run_shards(left, progress, max(1, min(options.jobs, len(left))), deadline)
     rows = [r for path in shards.files_of(progress) for r in shards.rows_of(path)]
     found = summary(rows)
+    found["unfinished"] = unfinished  # stuck, or cut off by the budget while they ran
     found["wall_seconds"] = round(time.perf_counter() - start, 1)
     (options.out / "differential_gpu.json").write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps({k: v for k, v in found.items() if k != "primitives"}, indent=1))
-    return int(bool(found["mismatches"] or found["errors"] or not found["programs"]))
+    return int(bool(found["mismatches"] or found["errors"] or unfinished or not found["programs"]))
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:

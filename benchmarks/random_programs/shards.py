@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -13,8 +14,10 @@ from typing import Any
 
 Item = tuple[int, str]
 """(seed, transform)"""
-STUCK_SECONDS = 900.0
+STUCK_SECONDS = 300.0
 """A program that runs for so long is ended and counts as an error (most take a second)."""
+GRACE_SECONDS = 20.0
+"""So long after the end of the time a process may finish its program."""
 POLL_SECONDS = 0.5
 
 
@@ -57,12 +60,15 @@ def pending(items: Sequence[Item], rows: list[dict[str, Any]], retry: bool) -> l
     return [item for item in items if item not in done]
 
 
-def run_shards(items: Sequence[Item], base: Path, jobs: int) -> None:
-    """Runs items in ``jobs`` processes of this script and waits for them.
+def run_shards(items: Sequence[Item], base: Path, jobs: int, deadline: float = math.inf) -> list[str]:
+    """Runs items in ``jobs`` processes of this script and waits for them; gives programs that did not end in time.
 
     A process that dies is started again: it notes the program that killed it, and goes on with the next one.  One that
     does not get so far is left alone.
+
+    Args: deadline: time (of the clock) from which on processes begin no program.
     """
+    unfinished: list[str] = []
     lists = [base.with_name(f"{base.stem}.shard{n}.items") for n in range(jobs)]
     for n, path in enumerate(lists):
         path.write_text(json.dumps([list(item) for item in items[n::jobs]]))
@@ -74,7 +80,12 @@ def run_shards(items: Sequence[Item], base: Path, jobs: int) -> None:
             for n, process in list(running.items()):
                 marker = marker_of(shard_file(base, n))
                 if process.poll() is None:
-                    if _age(marker) > STUCK_SECONDS:
+                    if time.time() > deadline + GRACE_SECONDS and marker.exists():
+                        process.kill()
+                        process.wait()
+                        unfinished.append(marker.read_text())
+                        del running[n]
+                    elif _age(marker) > STUCK_SECONDS:
                         process.kill()
                     continue
                 del running[n]
@@ -91,6 +102,7 @@ def run_shards(items: Sequence[Item], base: Path, jobs: int) -> None:
     finally:
         for path in lists:
             path.unlink(missing_ok=True)
+    return unfinished
 
 
 def _start(base: Path, number: int, items: Path) -> subprocess.Popen[bytes]:

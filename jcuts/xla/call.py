@@ -12,7 +12,7 @@ from jcuts.base import fingerprint, knobs
 from jcuts.base.errors import IRError
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.codegen.cuda.image import is_image
-from jcuts.xla import register
+from jcuts.xla import register, scratch
 
 ALIGNMENT = 64  # bytes: of every scratch slot, as in custom_calls/launch_cpu.cc
 
@@ -30,11 +30,11 @@ def pool_threads() -> int:
     return threads if limit is None else min(threads, limit)
 
 
-def scratch_result_bytes(kernel: CompiledKernel, slots: int) -> int:
-    """Size [B] of the extra scratch result: ``slots`` aligned slots, and room to align the first."""
-    if kernel.scratch_bytes == 0:
+def scratch_result_bytes(size: int, slots: int) -> int:
+    """Size [B] of the extra scratch result: ``slots`` aligned slots of ``size`` bytes, and room to align the first."""
+    if size == 0:
         return 0
-    stride = -(-kernel.scratch_bytes // ALIGNMENT) * ALIGNMENT
+    stride = -(-size // ALIGNMENT) * ALIGNMENT
     return slots * stride + ALIGNMENT
 
 
@@ -44,8 +44,8 @@ def call_kernel(
     """Calls a kernel as one XLA custom call; works under ``jit`` and eagerly.
 
     Operands and results are row-major (XLA inserts transposes where they are not).  The kernel is registered here if it
-    was not; HLO holds its digest, never its address.  Scratch is an extra ``u8`` result that is dropped, so that XLA
-    plans its memory with everything else.  Transformations do not enter the call: it is made at lowering, after them.
+    was not; HLO holds its digest, never its address.  Scratch is an extra result that is dropped (`scratch`).
+    Transformations do not enter the call: it is made at lowering, after them.
 
     Args:
         kernel: the compiled kernel.
@@ -66,9 +66,8 @@ def call_kernel(
     register.add_kernel(kernel)
     slots = max(1, min(kernel.tiles, pool_threads()))
     results = [jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype)) for shape, dtype in kernel.outputs]
-    scratch = scratch_result_bytes(kernel, slots)
-    if scratch:
-        results.append(jax.ShapeDtypeStruct((scratch,), np.dtype(np.uint8)))
+    size = scratch.least_bytes(kernel.scratch_bytes, len(results))
+    results += scratch.result_of(scratch_result_bytes(size, slots))
     call = jax.ffi.ffi_call(
         register.TARGET,
         results,
@@ -80,7 +79,7 @@ def call_kernel(
         *operands,
         digest=kernel.digest,
         num_outputs=np.int64(len(kernel.outputs)),
-        scratch_bytes=np.int64(kernel.scratch_bytes),
+        scratch_bytes=np.int64(size),
         slots=np.int64(slots),
         tiles=np.int64(kernel.tiles),
     )

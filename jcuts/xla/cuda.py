@@ -20,7 +20,7 @@ import numpy as np
 from jcuts.base.errors import CacheError, NativeError
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.codegen.cuda.image import Image, is_image
-from jcuts.xla import native, objects
+from jcuts.xla import native, objects, scratch
 from jcuts.xla.register import register_launcher
 
 log = logging.getLogger("jcuts.cuda")
@@ -259,7 +259,7 @@ def set_hook(hook: Any) -> None:
 def call_kernel(kernel: CompiledKernel, *operands: Any, place: Place | None = None) -> tuple[jax.Array, ...]:
     """Calls a CUDA kernel as one XLA custom call (what `call.call_kernel` does for kernels with an image).
 
-    Scratch memory is an extra ``u8`` result: a handler that XLA captures into a graph must not allocate.
+    Scratch memory is an extra result (`scratch`): a handler that XLA captures into a graph must not allocate.
 
     Args: place: the operand that becomes the result (None: none does), and how many bytes of the result lie before what
         the kernel writes.
@@ -267,8 +267,8 @@ def call_kernel(kernel: CompiledKernel, *operands: Any, place: Place | None = No
     ensure_registered()
     add_kernel(kernel)
     results = [jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype)) for shape, dtype in kernel.outputs]
-    if kernel.scratch_bytes:
-        results.append(jax.ShapeDtypeStruct((kernel.scratch_bytes,), np.dtype(np.uint8)))
+    size = scratch.least_bytes(kernel.scratch_bytes, len(results))
+    results += scratch.result_of(size)
     call = jax.ffi.ffi_call(
         TARGET, results, has_side_effect=False,
         input_layouts=[tuple(range(len(shape))) for shape, _ in kernel.inputs],
@@ -277,7 +277,7 @@ def call_kernel(kernel: CompiledKernel, *operands: Any, place: Place | None = No
     )  # fmt: skip
     outputs = call(
         *operands, digest=kernel.digest, num_outputs=np.int64(len(kernel.outputs)),
-        scratch_bytes=np.int64(kernel.scratch_bytes), start=np.int64(0 if place is None else place[1]),
+        scratch_bytes=np.int64(size), start=np.int64(0 if place is None else place[1]),
     )  # fmt: skip
     return tuple(outputs[: len(kernel.outputs)])
 
@@ -298,8 +298,8 @@ def call_chain(
     """
     ensure_registered()
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
-    if scratch_bytes:
-        shapes.append(jax.ShapeDtypeStruct((scratch_bytes,), np.dtype(np.uint8)))
+    size = scratch.least_bytes(scratch_bytes, len(shapes))
+    shapes += scratch.result_of(size)
     call = jax.ffi.ffi_call(
         CHAIN, shapes, has_side_effect=False,
         input_layouts=[tuple(range(len(jax.numpy.shape(x)))) for x in operands],
@@ -308,6 +308,6 @@ def call_chain(
     )  # fmt: skip
     outputs = call(
         *operands, digests="".join(f"{digest} " for digest in digests), wiring=np.array(wiring, np.int64),
-        scratch_bytes=np.int64(scratch_bytes),
+        scratch_bytes=np.int64(size),
     )  # fmt: skip
     return tuple(outputs[: len(results)])

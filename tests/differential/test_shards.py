@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -72,3 +73,15 @@ def test_a_process_that_cannot_start_is_not_started_for_ever(tmp_path, monkeypat
     shards.marker_of(shards.shard_file(base, 0)).write_text("4 plain")
     shards.run_shards([(4, "plain")], base, 1)
     assert "status 3" in capsys.readouterr().out
+
+
+def test_what_is_stuck_at_the_end_of_the_time_is_told(tmp_path, monkeypatch):
+    script = tmp_path / "worker.py"
+    script.write_text(
+        "import sys, time\nfrom pathlib import Path\n"
+        "Path(sys.argv[4]).with_suffix('.running').write_text('7 grad')\ntime.sleep(600)\n"
+    )
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    monkeypatch.setattr(shards, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(shards, "GRACE_SECONDS", 0.0)
+    assert shards.run_shards([(7, "grad")], tmp_path / "run.jsonl", 1, time.time()) == ["7 grad"]

@@ -166,6 +166,27 @@ def sum_of(operands: int, *, tiles: int, block: int) -> CompiledKernel:
     )
 
 
+def counted(block: int) -> CompiledKernel:
+    """``(n + 1, 3 * x)`` of ``n: f32[1]`` and ``x: f32[block]``."""
+    pointers = "\n  ".join(
+        f"%q{k} = getelementptr float*, float** %p0, i64 {k}\n  %b{k} = load float*, float** %q{k}" for k in (1, 3)
+    )
+    body = "%r = fadd float %v, 1.0\n  br label %second\nsecond:\n  %j = phi i64 [0, %loop], [%j1, %second]\n  " + (
+        "%s = getelementptr float, float* %b1, i64 %j\n  %w = load float, float* %s\n  %u = fmul float %w, 3.0\n  "
+        "%t = getelementptr float, float* %b3, i64 %j\n  store float %u, float* %t\n  %j1 = add i64 %j, 1\n  "
+        f"%k = icmp slt i64 %j1, {block}\n  br i1 %k, label %second, label %last\nlast:"
+    )
+    text = _LOOP.format(block=1, body=body, declarations="", symbol="kernel")
+    text = text.replace("float** %p0, i64 1\n  %y", "float** %p0, i64 2\n  %y")
+    text = text.replace("[%next, %loop]", "[%next, %last]")
+    text = text.replace("  br label %loop\n", f"  {pointers}\n  br label %loop\n", 1)
+    avals = (((1,), "float32"), ((block,), "float32"))
+    return CompiledKernel(
+        digest=digest("test counted", text), symbol="kernel", object_code=compile_ir(text), tiles=1, scratch_bytes=0,
+        inputs=avals, outputs=avals,
+    )  # fmt: skip
+
+
 def floating_point_mode(tiles: int) -> CompiledKernel:
     """``u32[tiles, 2]``: MXCSR and (part of) the thread's identity as each tile saw them, after some slow work."""
     text = """

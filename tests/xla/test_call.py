@@ -37,7 +37,7 @@ def child(code: str, **environment: str) -> str:
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -131,6 +131,28 @@ def test_control_flow():
     out, firsts = run(x)
     np.testing.assert_array_equal(out, expected)
     assert firsts.shape == (20,)
+
+
+LOOP = """
+    import jax, jax.numpy as jnp, numpy as np
+    from jcuts.xla.call import call_kernel
+    from tests.xla import kernels
+
+    kernel = kernels.counted(7)
+
+    @jax.jit
+    def loop(x):
+        return jax.lax.while_loop(lambda c: c[0][0] < 5, lambda c: call_kernel(kernel, *c), (jnp.zeros(1), x))
+
+    n, x = loop(jnp.arange(7.0))
+    np.testing.assert_array_equal(x, 3.0**5 * np.arange(7))
+    print(int(n[0]))
+"""
+
+
+def test_a_loop_ends_whose_carry_is_made_by_one_call():
+    # XLA takes the operands of a loop body's root for its results where the root is a call (jcuts/xla/scratch.py).
+    assert child(LOOP).strip() == "5"
 
 
 def test_results_in_row_major_order_for_transposed_operands():
@@ -283,10 +305,8 @@ def test_slots_follow_the_pool_and_the_knob(monkeypatch):
 
 
 def test_scratch_size():
-    assert scratch_result_bytes(kernels.affine(2, 8), 4) == 0
-    kernel = kernels.through_scratch(2, 20)
-    assert kernel.scratch_bytes == 80
-    assert scratch_result_bytes(kernel, 3) == 3 * 128 + 64
+    assert scratch_result_bytes(0, 4) == 0
+    assert scratch_result_bytes(80, 3) == 3 * 128 + 64
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="reads MXCSR")

@@ -1,0 +1,26 @@
+"""Scratch memory of custom calls: an extra result that nobody reads; XLA plans its memory with everything else."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+FEW = 16
+
+def least_bytes(needed: int, results: int) -> int:
+    """Bytes of scratch memory that a call has: what it needs, and a few at least where it has several results.
+
+    XLA makes a call whose results are a loop's next carry, in order, the root of the loop's body, and then takes the
+    root's operands for the next carry (``WhileUtil::GetInvariantGTEsForWhileBody``; jax 0.10 and 0.11): a carry that
+    is the operand of its own number counts as never changed, and the loop does not end.  With a result that is no
+    carry the root stays a tuple.
+
+    >>> least_bytes(0, 1), least_bytes(0, 2), least_bytes(640, 2)
+    (0, 16, 640)
+    """
+    return needed or (FEW if results > 1 else 0)
+
+
+def result_of(size: int) -> list[jax.ShapeDtypeStruct]:
+    """The type of the extra result of ``size`` bytes; none for no bytes."""
+    return [jax.ShapeDtypeStruct((size,), np.dtype(np.uint8))] if size else []

@@ -125,7 +125,7 @@ def prepare(folder: Path, each: int, jobs: int, capability: tuple[int, int], onl
     listed_programs: list[tuple[str, Program, list[Any]]] = []
     with jax.enable_x64(True):
         for name, fn, arguments in every_case():
-            if only and only not in name:
+            if not _named(name, only):
                 continue
             traced = programs.trace(fn, *arguments)
             built = traced.build()
@@ -133,7 +133,7 @@ def prepare(folder: Path, each: int, jobs: int, capability: tuple[int, int], onl
                 skipped[name] = str(built)
                 continue
             listed_programs.append((name, built, traced.operands()))
-        listed_programs += [entry for entry in recognised() if not only or only in entry[0]]
+        listed_programs += [entry for entry in recognised() if _named(entry[0], only)]
         for name, built, operands in listed_programs:
             ranked = [built] if built.params else [
                 p for p, _ in gpu.candidates(built, gpu.GpuMachine(132, capability=capability), 1 << 20)
@@ -168,6 +168,10 @@ def prepare(folder: Path, each: int, jobs: int, capability: tuple[int, int], onl
         "templates": sorted({f"{e['template']}/{e['params']['cuda']}" for e in entries}), "refused": refused,
         "skipped": skipped, "compile_seconds": round(time.perf_counter() - start, 1),
     }  # fmt: skip
+
+
+def _named(name: str, parts: str) -> bool:
+    return any(part in name for part in parts.split(","))
 
 
 # -- processes that launch --------------------------------------------------------------------------------------------
@@ -294,7 +298,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("gpu_results"))
     parser.add_argument("--each", type=int, default=3, help="schedules of every case")
     parser.add_argument("--jobs", type=int, default=0)
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--only", default="", help="cases whose names contain one of these (with commas)")
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--compile-only", action="store_true")

@@ -86,7 +86,7 @@ def _columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
                         continue
                     blocks = lanes * outer * split
                     rounds = -(-blocks // resident)
-                    under_way = min(flight * loads * size, 4 * max(16, 96 - kept))  # bytes of a thread
+                    under_way = min(flight * max(1, loads) * size, 4 * max(16, 96 - kept))  # bytes of a thread
                     under_way *= min(blocks, resident) * threads
                     even = -(-blocks // machine.sms) * machine.sms if rounds == 1 else rounds * resident
                     waste = even / blocks if rounds < 4 else 1.0

@@ -43,7 +43,7 @@ def walks(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
                 continue
             counts = {**taps, last.name: wide, down.name: rows, lane.name: vector}
             values = distinct_loads(phase, counts)
-            fresh = distinct_loads(phase, {**counts, down.name: 2 * rows}) - values
+            fresh = max(1, distinct_loads(phase, {**counts, down.name: 2 * rows}) - values)
             registers = 24 + math.prod(taps.values()) * vector + (values + fresh) * size / 4 + wide * vector
             if registers > MOST_REGISTERS:
                 continue

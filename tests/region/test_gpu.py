@@ -132,3 +132,21 @@ def test_windows_of_a_number_have_schedules():
         jnp.ones((1, 35, 35, 1)), 0.0, jax.lax.add, (1, 3, 3, 1), (1, 1, 1, 1), "SAME"
     )
     assert all(0 < score <= 1 for _, score in gpu.candidates(program_of(fn), MACHINE, 16))
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: jax.lax.pad(x, np.float32(1), ((3, 3, 1), (2, 1, 2))).max(0),  # most tiles see padding alone
+        lambda x: jax.lax.pad(x, np.float32(1), ((1, 1, 0), (3, -1, 1))).sum(0),
+        lambda x: (jax.lax.broadcasted_iota(np.int32, (170, 50), 0) * 3 % 7).sum(0),  # reads nothing
+    ],
+)
+def test_columns_that_read_little_have_schedules(fn):
+    traced = programs.trace(fn, np.arange(85, dtype=np.float32).reshape(17, 5))
+    program, operands = traced.program(), traced.operands()
+    found = gpu.candidates(program, MACHINE, 6)
+    assert found and all(0 < score <= 1 for _, score in found)
+    wanted = interpret(program, operands)
+    for candidate, _ in found:
+        np.testing.assert_allclose(interpret(candidate, operands)[0], wanted[0], rtol=1e-6)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jcuts.codegen.artifact import CompiledKernel
+from jcuts.codegen.cuda import waiting
 from jcuts.codegen.cuda.image import Image
 from jcuts.dfg.elementops import numpy_dtype
 from tests import ptx_cluster, ptx_groups, ptx_races, ptx_tensor
@@ -52,6 +53,8 @@ class Module:
 
 
 WAIT = "griddepcontrol.wait"
+EARLY = waiting.COMPUTES | {"nanosleep"}
+"""What a kernel may do before it waits, parameters read as well."""
 
 
 def parse(ptx: str) -> Module:
@@ -84,8 +87,9 @@ def parse(ptx: str) -> Module:
             else:  # names without % are registers of an inner scope
                 code.append(_instruction(re.sub(r"(?<![\w%.$])(p|tmp)(?!\w)", rf"%inner{inner}\1", line)))
         if WAIT in (ops := [ins.op for ins in code]):
-            before = {op.split(".")[0] for op in ops[: ops.index(WAIT)]} - {"mov"}
-            if before or min(labels.values(), default=1) == 0:
+            place = ops.index(WAIT)
+            before = {op for op in ops[:place] if not op.startswith("ld.param") and op.split(".")[0] not in EARLY}
+            if before or min(labels.values(), default=place + 1) <= place:
                 raise Fault(f"does {sorted(before)} before it waits for the grid in front of it")
         kernels[name] = Kernel(parameters, tuple(code), labels)
     return Module(kernels, shared, total)
@@ -263,7 +267,7 @@ class Machine:
             if self.barriers.leaving & set(np.flatnonzero(on).tolist()):
                 raise Fault("ends before its bulk copies have left")
             self.pc[on] = len(self.kernel.code)
-        elif ins.op == "bar.warp.sync" or name in ("setmaxnreg", "griddepcontrol"):
+        elif ins.op == "bar.warp.sync" or name in ("setmaxnreg", "griddepcontrol", "nanosleep"):
             pass
         elif name == "bar" or (name == "barrier" and parts[2] == "wait"):
             blocks = np.unique(np.flatnonzero(at) // self.threads)

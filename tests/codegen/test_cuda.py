@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 from jcuts.base.errors import CacheError, CompileRejected, UsageError
-from jcuts.codegen.cuda import assemble, special
+from jcuts.codegen.cuda import assemble, special, waiting
 from jcuts.codegen.cuda import compile as compiler
 from jcuts.codegen.cuda.emit import emit_source
 from jcuts.codegen.cuda.image import Image, Launch, Resources
@@ -335,11 +335,11 @@ def test_kernels_of_one_call_touch_nothing_before_they_wait():
     program = gpu.candidates(traced.program(), MACHINE, 1)[0][0]
     for target, waits in ((CudaTarget((8, 0)), False), (CudaTarget((9, 0)), True)):
         ptx = compiler.ptx_of(program, target)
-        assert ptx.count(assemble.WAIT) == waits * ptx.count(".visible .entry")
+        assert ptx.count(waiting.WAIT) == waits * ptx.count(".visible .entry")
         image = Image.unpack(compiler.compile_program(program, target).object_code)
         assert {launch.waits for launch in image.launches} == {waits}
         ptx_machine.parse(ptx)
-    late = ptx.replace("\t" + assemble.WAIT, "").replace("\tret;", "\t" + assemble.WAIT + "\n\tret;")
+    late = ptx.replace("\t" + waiting.WAIT, "").replace("\tret;", "\t" + waiting.WAIT + "\n\tret;")
     with pytest.raises(ptx_machine.Fault, match="before it waits"):
         ptx_machine.parse(late)
 

@@ -17,15 +17,13 @@ from pathlib import Path
 
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda.image import Resources
+from jcuts.codegen.cuda.waiting import waiting
 
 PTX_VERSION = "8.0"
 """Oldest PTX version that knows everything emitted here: assemblers of CUDA 12.0 and newer read it."""
 FAR_STORES, PTX_OF_FAR_STORES = "st.async", "8.1"
 """Stores into another block's shared memory, and the PTX version (CUDA 12.1) that they need."""
 SERIAL = "wgmma.mma_async instructions are serialized"
-WAIT = "griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;"
-"""How a kernel begins that may be launched before the one in front of it has ended: nothing is read or written before
-that one is complete and visible, and only then may the next one be launched.  Other launches pay nothing."""
 _DEPENDENT = 90
 _TIMEOUT = 120.0
 _ENTRY = re.compile(r"^\.visible \.entry (\S+)\(", re.MULTILINE)
@@ -37,7 +35,7 @@ def merged(sources: list[tuple[str, str]], arch: str = "", *, early: bool = Fals
     """One PTX module of several: [(PTX of one kernel, the name that it gets)].
 
     Args: arch: what the module asks for where that is more than the compiler wrote, e.g. ``sm_90a``; early: kernels
-        begin with `WAIT`.
+        wait for the grid in front of them (`waiting`).
     """
     head, bodies = "", []
     for text, symbol in sources:
@@ -63,12 +61,12 @@ def waits(arch: str) -> bool:
 
 
 def _waiting(lines: list[str]) -> list[str]:
-    """The lines of a PTX kernel with `WAIT` behind the declarations at its beginning."""
+    """The lines of a PTX kernel that waits, behind the declarations at its beginning."""
     entry = next(k for k, x in enumerate(lines) if _ENTRY.match(x))
     place = lines.index("{", entry) + 1
     while not lines[place].strip() or lines[place].lstrip().startswith((".", "//")):
         place += 1
-    return [*lines[:place], "\t" + WAIT, *lines[place:]]
+    return waiting(lines, place)
 
 
 @functools.cache

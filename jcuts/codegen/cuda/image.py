@@ -33,7 +33,7 @@ class Launch:
     """One kernel launch.
 
     Attributes: arguments: operand or result number and 0, or -1 and an offset into the scratch memory. waits: it may be
-        launched before the kernel in front of it has ended (`assemble.WAIT`).
+        launched before the kernel in front of it has ended (`waiting`).
     """
 
     symbol: str

@@ -1,0 +1,45 @@
+"""What a kernel computes before it waits for the grid in front of it."""
+
+from __future__ import annotations
+
+import re
+
+from jcuts.codegen.cuda.waiting import MOST, WAIT, waiting
+
+HEAD = ["\t.reg .b32 \t%r<9>;", ""]
+
+
+def parts(body):
+    lines = waiting([*HEAD, *body], len(HEAD))
+    place = lines.index("\t" + WAIT)
+    return lines[len(HEAD) : place], lines[place + 1 :]
+
+
+def test_what_follows_from_parameters_comes_first_and_memory_after():
+    load, use = "\tld.global.u32 \t%r3, [%rd1];", "\tadd.s32 \t%r4, %r3, %r2;"
+    first = ["\tld.param.u64 \t%rd1, [k_param_0];", "\tmov.u32 \t%r1, %tid.x;"]
+    body = [*first, load, "\tshl.b32 \t%r2, %r1, 2;", use, "\tret;"]
+    before, after = parts(body)
+    assert before[:3] == [body[0], body[1], body[3]] and after == [load, use, "\tret;"]
+    # %rd1 and %r2 are used behind the wait: an instruction that ptxas leaves in front of it reads them.
+    fence = "\n".join(before[3:])
+    assert re.findall(r"or\.b\d\d \t%\w+, %\w+, (%\w+);", fence) == ["%rd1", "%r2"]
+    assert before[-1] == "\t@%wait_p1 nanosleep.u32 0;"
+
+
+def test_registers_that_memory_is_read_into_keep_their_place():
+    body = ["\tmov.u32 \t%r1, 3;", "\tld.shared.u32 \t%r2, [%r1];", "\tmov.u32 \t%r1, 4;", "\tmov.u32 \t%r2, 5;"]
+    before, after = parts(body)
+    assert before[0] == body[0] and after == body[1:]
+
+
+def test_nothing_moves_past_labels_branches_and_predicates():
+    for stop in ("$L__BB0_1:", "\tbra $L__BB0_1;", "\t@%p1 mov.u32 \t%r1, 3;", "\t{ .reg .pred p;", "\tret;"):
+        body = [stop, "\tmov.u32 \t%r1, %tid.x;", "\tst.global.u32 \t[%rd1], %r1;"]
+        assert parts(body) == ([], body)
+
+
+def test_few_numbers_are_needed_early():
+    made = [f"\tmov.u32 \t%r{k}, {k};" for k in range(99)]
+    before, _ = parts([*made, *(f"\tst.global.u32 \t[%rd1], %r{k};" for k in range(99))])
+    assert before[:99] == made and sum("or.b32" in line for line in before) == MOST

@@ -69,6 +69,11 @@ def calls(closed: jaxapi.Closed) -> int:
     return sum(_is_kernel(eqn) for eqn in closed.jaxpr.eqns)
 
 
+def joined(closed: jaxapi.Closed) -> int:
+    """Kernels of a program, its bodies included, that are in chains of two or more."""
+    return sum(length for length in _lengths(closed) if length > 1)
+
+
 def note(closed: jaxapi.Closed) -> str | None:
     """What `explain` says of the chains of a program and of its bodies; None where there are none."""
     lengths = sorted(_lengths(closed), reverse=True)

@@ -1,0 +1,229 @@
+"""Chains against single calls: on a clock of its own, and with a CPU that is told to act as a GPU."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jcuts
+from jcuts import api, forms, guard, pipeline, search, singles
+from jcuts.base import knobs
+from jcuts.base.errors import UsageError
+from jcuts.base.settings import Form, Settings
+from jcuts.decision import Decision
+from jcuts.levels import Fuel, group
+from jcuts.trace import jaxapi
+from jcuts.xla import chains, gpus
+from tests.test_guard import Clock
+
+CHAINED, SINGLE = "jcuts/scales/anchored:graphs", "jcuts/scales/anchored/single:graphs"
+FORM = Form(("scales",), "anchored")
+
+
+def decided(seconds=1e-4, **more):
+    speed = {"xla": (1.0, 1.0, 1.0), CHAINED: (5.0, 4.0, 6.0)}
+    times = {"xla": 5 * seconds, CHAINED: seconds}
+    return Decision(CHAINED, "5.00 times as fast", times, 0.02, {}, True, speed, **more)
+
+
+def compare(chained, single, *, donates=False, verify=None, results=None):
+    clock = Clock()
+    results = results or {}
+
+    def program(name, seconds):
+        call = clock.program(name, seconds)
+        return (lambda: results[name]) if name in results else call
+
+    calls = {name: program(name, s) for name, s in (("xla", 5e-4), (CHAINED, chained), (SINGLE, single))}
+    found = singles.compared(decided(), SINGLE, calls, lambda: ((), {}), donates=donates, chunk=2e-3, verify=verify,
+                             clock=clock)  # fmt: skip
+    return found, clock
+
+
+def disturbed(seconds, every, extra):
+    return lambda n: seconds + (extra if n % every == 0 else 0.0)
+
+
+@pytest.mark.parametrize("donates", [False, True])
+def test_single_calls_that_are_faster_run(donates):
+    found, clock = compare(1.00e-4, 0.96e-4, donates=donates)
+    assert found.chosen == SINGLE and found.measured and not found.noisy
+    assert found.speed[SINGLE][0] == pytest.approx(5 / 0.96) and found.speed[CHAINED] == (5.0, 4.0, 6.0)
+    assert found.seconds[SINGLE] == pytest.approx(0.96e-4) and found.seconds[CHAINED] == 1e-4
+    assert "its kernels in chains: 0.1 ms, in single calls: 0.096 ms" in found.reason
+    assert "single calls are faster" in found.reason and found.reason.startswith("5.00 times as fast; ")
+    assert clock.calls["xla"] == 1 and abs(clock.calls[CHAINED] - clock.calls[SINGLE]) <= 1
+
+
+@pytest.mark.parametrize(("single", "verdict"), [(0.995e-4, "equal within the noise"), (1e-4, "equal within the noise"),
+                                                 (1.2e-4, "chains are faster")])  # fmt: skip
+def test_chains_stay_where_single_calls_gain_nothing(single, verdict):
+    found, clock = compare(1e-4, single)
+    assert found.chosen == CHAINED and found.reason.endswith(verdict)
+    assert found.seconds[SINGLE] == pytest.approx(single)
+    assert clock.now < 2.0 * singles.SECONDS  # one session
+
+
+def test_a_tie_in_noise_keeps_chains():
+    rng = np.random.default_rng(3)
+    found, _ = compare(lambda n: 1e-4 * (1 + 2 * rng.random()), lambda n: 0.98e-4 * (1 + 2 * rng.random()))
+    assert found.chosen == CHAINED
+
+
+def test_a_gain_has_to_show_twice():
+    first = 20 * 80  # calls of a session and the runs before it
+    found, clock = compare(lambda n: 1.1e-4 if n < first else 0.9e-4, 1e-4)
+    assert found.chosen == CHAINED and "chains are faster" in found.reason
+    assert clock.calls[CHAINED] > first  # there was a second session
+
+
+def test_bursts_of_other_work_do_not_decide():
+    found, _ = compare(disturbed(1e-4, 97, 5e-3), 0.96e-4)
+    assert found.chosen == SINGLE
+    found, _ = compare(disturbed(1e-4, 97, 5e-3), 1e-4)
+    assert found.chosen == CHAINED
+
+
+def test_single_calls_that_are_wrong_or_fail_are_out():
+    found, clock = compare(1e-4, 0.5e-4, results={"xla": jnp.ones(3), SINGLE: jnp.full(3, 2.0)})
+    assert found.chosen == CHAINED and "differs from plain jax.jit" in found.rejected[SINGLE]
+    assert SINGLE not in found.speed and clock.calls.get(CHAINED, 0) == 0
+    found, _ = compare(1e-4, 0.5e-4, verify=lambda name, want, got: f"{name} is off")
+    assert found.chosen == CHAINED and found.rejected == {SINGLE: f"{SINGLE} is off"}
+
+    def broken():
+        raise RuntimeError("no memory")
+
+    calls = {"xla": lambda: np.ones(3, np.float32), CHAINED: broken, SINGLE: broken}
+    found = singles.compared(decided(), SINGLE, calls, lambda: ((), {}), donates=False, chunk=2e-3)
+    assert found.rejected == {SINGLE: "RuntimeError: no memory"} and found.chosen == CHAINED
+
+
+def test_only_programs_with_chains_that_can_matter_have_a_rival():
+    joined = {FORM: 42, None: 2}
+    assert singles.rival(decided(), joined) == SINGLE
+    assert singles.rival(decided(), {None: 2}) == "" == singles.rival(decided(), {})
+    assert singles.rival(decided(seconds=0.04), joined) == SINGLE
+    assert singles.rival(decided(seconds=0.05), joined) == ""  # 420 us at most
+    for name, wanted in (("xla:graphs", ""), ("jcuts", "jcuts/plain/all/single")):
+        decision = Decision(name, "", {name: 1e-4}, measured=True)
+        assert singles.rival(decision, joined) == wanted
+    assert singles.rival(Decision(CHAINED, "nothing was timed"), joined) == ""
+
+
+@pytest.mark.parametrize("form", [None, Form(("scales", "dots")), Form((), "anchored"), FORM])
+def test_a_form_with_single_calls_is_another_program_of_the_same_kernels(form, monkeypatch):
+    monkeypatch.setattr(gpus, "this", lambda: gpus.Gpu("NVIDIA H200", (9, 0), 132))
+    single = Form.single(form)
+    assert not single.chained and Form.parse(str(single)) == single and Form.tuned(single) == form == Form.tuned(form)
+    name = forms.name_of(single, "graph1")
+    assert forms.form_of(name) == single and name != forms.name_of(form, "graph1")
+    assert forms.is_known(name, "cuda", True) and not forms.is_known(name.partition(":")[0], "cpu", True)
+    closed = jaxapi.closed_jaxpr_of(lambda x: jnp.sin(x).sum(), jnp.ones((4, 4)))
+    level = group(closed, Settings(), Fuel(), "cuda")
+    keys = {search.partition_key(level, Settings(form=f), "cuda") for f in (form, single)}
+    assert len(keys) == 1  # the cover that was measured is both forms'
+
+
+@pytest.mark.parametrize("text", ["scales/all/double", "plain/anchored/single/single", "plain/single"])
+def test_impossible_forms_are_an_error(text):
+    with pytest.raises(UsageError, match="single"):
+        Form.parse(text)
+
+
+def test_forms_with_single_calls_and_the_knob_leave_calls_alone(monkeypatch):
+    monkeypatch.setattr(pipeline.gpus, "machine", lambda: types.SimpleNamespace(capability=(9, 0)))
+    monkeypatch.setattr(chains, "calls", lambda closed: 2)
+    monkeypatch.setattr(chains, "chained", lambda closed: "chains")
+    closed: Any = "calls"
+    for form in (None, FORM):
+        assert pipeline._chained(closed, Settings(form=form)) == "chains"
+        assert pipeline._chained(closed, Settings(form=Form.single(form))) == "calls"
+        with knobs.scope(chains=False):
+            assert pipeline._chained(closed, Settings(form=form)) == "calls"
+
+
+def mlp(x, w, b):
+    return jax.nn.softmax(jax.nn.relu(x @ w + b))
+
+
+def values(*shape):
+    return jnp.asarray(np.random.default_rng(8).standard_normal(shape), jnp.float32)
+
+
+@pytest.mark.parametrize("faster", ["single", "chains"])
+def test_the_faster_of_both_runs_is_kept_and_shown(monkeypatch, faster):
+    monkeypatch.setattr(forms, "GPUS", ("cpu",))
+    raced, timed = [], []
+
+    def decide(calls, *_, **__):
+        raced.append(list(calls))
+        ours = [name for name in calls if not forms.is_xla(name)][-1]
+        speed = {"xla": (1.0, 1.0, 1.0), ours: (5.0, 5.0, 5.0)}
+        return Decision(ours, "5 times as fast", {"xla": 5e-4, ours: 1e-4}, measured=True, speed=speed)
+
+    def compared(decision, single, calls, fresh_args, **more):
+        timed.append((decision.chosen, single))
+        assert set(calls) == {"xla", decision.chosen, single} and more["chunk"] == 2e-3
+        clock = Clock()
+        seconds = {"xla": 5e-4, decision.chosen: 1e-4, single: 0.9e-4 if faster == "single" else 1.1e-4}
+        for call in calls.values():
+            args, kwargs = fresh_args()
+            np.testing.assert_allclose(call(*args, **kwargs), mlp(*args), rtol=1e-5, atol=1e-6)
+        programs = {name: clock.program(name, seconds[name]) for name in calls}
+        return compare_(decision, single, programs, lambda: ((), {}), donates=more["donates"], chunk=2e-3, clock=clock)
+
+    compare_ = singles.compared
+    monkeypatch.setattr(guard, "decide", decide)
+    monkeypatch.setattr(singles, "compared", compared)
+    monkeypatch.setattr(chains, "joined", lambda closed: 3)
+    store = guard.MemoryStore()
+    api.set_default_store(store)
+    try:
+        args = values(8, 16), values(16, 16), values(16)
+        ours = jcuts.optimize(lambda x, w, b: mlp(x, w, b))
+        np.testing.assert_allclose(ours(*args), mlp(*args), rtol=1e-5, atol=1e-6)
+        ((chained, single),) = timed
+        decision = ours.decision(*args)
+        assert decision.chosen == (single if faster == "single" else chained)
+        shown = str(ours.explain(*args))
+        assert f"whole function: {decision.chosen}" in shown and "its kernels in chains: 0.1 ms" in shown
+        assert f"in single calls: {'0.09' if faster == 'single' else '0.11'} ms" in shown
+        again = jcuts.optimize(lambda x, w, b: mlp(x, w, b))  # as another process
+        np.testing.assert_array_equal(again(*args), ours(*args))
+        assert again.decision(*args).to_dict() == decision.to_dict() and len(raced) == len(timed) == 1
+        assert set(ours.programs(*args)) == {"xla", chained, single}
+        # What was decided under another setting is not taken.
+        with knobs.scope(chains=False):
+            monkeypatch.setattr(chains, "joined", lambda closed: 0)
+            other = jcuts.optimize(lambda x, w, b: mlp(x, w, b))
+            other(*args)
+            assert len(raced) == 2 and len(timed) == 1 and other.decision(*args).chosen == chained
+        monkeypatch.setattr(chains, "joined", lambda closed: 3)
+        more = jcuts.optimize(lambda x, w, b: mlp(x, w, b))
+        more(*args)
+        assert len(raced) == 2 and more.decision(*args).chosen == decision.chosen
+    finally:
+        api.set_default_store(None)
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_where_no_kernels_are_in_chains_nothing_more_is_compiled(monkeypatch, count):
+    monkeypatch.setattr(forms, "GPUS", ("cpu",))
+    compared = []
+    monkeypatch.setattr(singles, "compared", lambda decision, *_, **__: compared.append(decision) or decision)
+    monkeypatch.setattr(chains, "joined", lambda closed: count)
+    monkeypatch.setattr(guard, "decide", lambda calls, *_, **__: Decision(
+        list(calls)[-1], "", dict.fromkeys(calls, 1e-4), measured=True))  # fmt: skip
+    api.set_default_store(guard.MemoryStore())
+    try:
+        args = values(8, 16), values(16, 16), values(16)
+        jcuts.optimize(lambda x, w, b: mlp(x, w, b) + 1)(*args)
+        assert len(compared) == (1 if count else 0)
+    finally:
+        api.set_default_store(None)

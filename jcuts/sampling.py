@@ -35,8 +35,15 @@ def executions(seconds: float, chunk: float) -> int:
     return max(1, min(200, math.ceil(chunk / max(seconds, 1e-7))))
 
 
-def sample(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], Any], inner: int, donates: bool,
-           seconds: float, rounds: int, clock: Callable[[], float]) -> dict[str, noise.Samples]:
+def sample(
+    calls: Mapping[str, Callable[..., Any]],
+    fresh_args: Callable[[], Any],
+    inner: int,
+    donates: bool,
+    seconds: float,
+    rounds: int,
+    clock: Callable[[], float],
+) -> dict[str, noise.Samples]:
     """Samples of programs that take turns.
 
     Args:
@@ -58,12 +65,23 @@ def sample(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], Any
 
         return go
 
-    return noise.interleave({n: repeated(c) for n, c in calls.items()}, seconds=seconds, least=rounds, most=60,
-                            inner=dict.fromkeys(calls, inner), clock=clock)
+    return noise.interleave(
+        {n: repeated(c) for n, c in calls.items()},
+        seconds=seconds,
+        least=rounds,
+        most=60,
+        inner=dict.fromkeys(calls, inner),
+        clock=clock,
+    )
 
 
-def _sample_with_copies(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], Any], seconds: float,
-                        rounds: int, clock: Callable[[], float]) -> dict[str, noise.Samples]:
+def _sample_with_copies(
+    calls: Mapping[str, Callable[..., Any]],
+    fresh_args: Callable[[], Any],
+    seconds: float,
+    rounds: int,
+    clock: Callable[[], float],
+) -> dict[str, noise.Samples]:
     times: dict[str, list[float]] = {name: [] for name in calls}
     end = clock() + seconds
     order = list(calls)

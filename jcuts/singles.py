@@ -45,10 +45,17 @@ def rival(decision: Decision, joined: Mapping[Form | None, int]) -> str:
     return name_of(Form.single(form), name.partition(":")[2]) if kernels else ""
 
 
-def compared(decision: Decision, single: str, calls: Mapping[str, Callable[..., Any]],
-             fresh_args: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]], *, donates: bool, chunk: float,
-             verify: Callable[[str, Any, Any], str | None] | None = None,
-             clock: Callable[[], float] = time.perf_counter) -> Decision:
+def compared(
+    decision: Decision,
+    single: str,
+    calls: Mapping[str, Callable[..., Any]],
+    fresh_args: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]],
+    *,
+    donates: bool,
+    chunk: float,
+    verify: Callable[[str, Any, Any], str | None] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Decision:
     """The decision with the better of two programs; chains where they are equal within the noise.
 
     Args:
@@ -86,9 +93,14 @@ def compared(decision: Decision, single: str, calls: Mapping[str, Callable[..., 
     return _with(decision, single, ratios, is_better)
 
 
-def _wrong(single: str, calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], Any],
-           verify: Callable[[str, Any, Any], str | None] | None) -> str | None:
+def _wrong(
+    single: str,
+    calls: Mapping[str, Callable[..., Any]],
+    fresh_args: Callable[[], Any],
+    verify: Callable[[str, Any, Any], str | None] | None,
+) -> str | None:
     """Why the program with single calls is out, None if it is right."""
+
     def result_of(name: str) -> Any:
         args, kwargs = fresh_args()
         return jax.block_until_ready(calls[name](*args, **kwargs))

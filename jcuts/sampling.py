@@ -43,6 +43,7 @@ def sample(
     seconds: float,
     rounds: int,
     clock: Callable[[], float],
+    waited: bool = False,
 ) -> dict[str, noise.Samples]:
     """Samples of programs that take turns.
 
@@ -50,6 +51,7 @@ def sample(
         fresh_args: arguments for one call (copies where they are donated, as ``donates`` says).
         inner: executions in a row per sample, of which only the last is waited for; 1 where arguments are donated.
         seconds: wall time to spend; rounds: least samples of each, whatever they cost.
+        waited: whether each execution is waited for, not the last of a sample alone.
     """
     if donates:
         # Each execution needs its own copies, made outside the timed part.
@@ -60,7 +62,9 @@ def sample(
     def repeated(call: Callable[..., Any]) -> Callable[[], None]:
         def go() -> None:
             for _ in range(inner - 1):
-                call(*args, **kwargs)
+                result = call(*args, **kwargs)
+                if waited:
+                    jax.block_until_ready(result)
             jax.block_until_ready(call(*args, **kwargs))
 
         return go

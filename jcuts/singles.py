@@ -7,7 +7,7 @@ another order for it, and the blocks that wait take room (`xla.chains`).  Which 
 from __future__ import annotations
 
 import dataclasses
-import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,8 +21,6 @@ from jcuts.decision import Decision
 from jcuts.names import form_of, is_xla, name_of
 from jcuts.sampling import ms
 from jcuts.tune import noise
-
-log = logging.getLogger("jcuts")
 
 PER_KERNEL = 10e-6
 """No kernel gains or loses more by standing in a chain [s] (measured: 0.1 to 1.6e-6)."""
@@ -58,6 +56,9 @@ def compared(
 ) -> Decision:
     """The decision with the better of two programs; chains where they are equal within the noise.
 
+    Single calls have to be faster as the last guard times, many calls in a row, in two sessions; and that has to be
+    more than what they lose where each call is waited for, as nobody knows which way the user calls.
+
     Args:
         decision: the last guard's.
         single: name of the program with single calls.
@@ -80,17 +81,20 @@ def compared(
     warm = sampling.warm({name: run(name) for name in pair}, clock)
     executions = sampling.executions(min(map(min, warm.values())), chunk)
 
-    def session() -> noise.Samples:
-        times = sampling.sample(pair, fresh_args, executions, donates, SECONDS, ROUNDS, clock)
+    def session(*, waited: bool = False) -> dict[str, noise.Samples]:
+        return sampling.sample(pair, fresh_args, executions, donates, SECONDS, ROUNDS, clock, waited)
+
+    def ratios_of(times: Mapping[str, noise.Samples]) -> noise.Samples:
         return sampling.paired(times[single], times[chained])  # how many times as fast single calls are
 
-    ratios = session()
-    is_better = ratios.median > 1 + _margin(ratios)
-    if is_better:  # it has to show twice
-        first, ratios = ratios, session()
-        is_better = ratios.median > 1 + _margin(ratios)
-        log.info("single calls, twice: %.3f and %.3f times as fast as chains", first.median, ratios.median)
-    return _with(decision, single, ratios, is_better)
+    ratios = ratios_of(session())
+    if not _is_gain(ratios):
+        return _with(decision, single, ratios)
+    ratios = ratios_of(session())  # it has to show twice
+    if not _is_gain(ratios):
+        return _with(decision, single, ratios)
+    waited = session(waited=True)
+    return _with(decision, single, ratios, (ratios_of(waited), waited[chained].median, waited[single].median))
 
 
 def _wrong(
@@ -115,23 +119,44 @@ def _wrong(
     return guard.disagrees(reference, result) or (verify(single, reference, result) if verify else None)
 
 
-def _margin(ratios: noise.Samples) -> float:
-    return min(noise.MOST_MARGIN, max(noise.LEAST_MARGIN, sampling.error(ratios)))
+def _margin(*errors: float) -> float:
+    """The relative difference below which programs count as equal. Args: errors: of ratios that are multiplied."""
+    return min(noise.MOST_MARGIN, max(noise.LEAST_MARGIN, math.hypot(*errors)))
 
 
-def _with(decision: Decision, single: str, ratios: noise.Samples, is_better: bool) -> Decision:
-    """The decision with what was measured of single calls. Args: ratios: their speed against chains."""
+def _is_gain(*ratios: noise.Samples) -> bool:
+    """Whether single calls gain beyond the noise, in several ways of calling together."""
+    return math.prod(r.median for r in ratios) > 1 + _margin(*map(sampling.error, ratios))
+
+
+def _with(
+    decision: Decision, single: str, ratios: noise.Samples, waited: tuple[noise.Samples, float, float] | None = None
+) -> Decision:
+    """The decision with what was measured of single calls.
+
+    Args: ratios: their speed against chains; waited: the same where each call is waited for, and both times [s].
+    """
     chained, (low, high) = decision.chosen, ratios.quartiles
     before, after = decision.seconds[chained], decision.seconds[chained] / ratios.median
-    verdict = "single calls are faster" if is_better else (
-        "chains are faster" if ratios.median < 1 - _margin(ratios) else "equal within the noise")  # fmt: skip
+    text = (
+        f"its kernels in chains: {ms(before)}, in single calls: {ms(after)} ({low:.3f} to {high:.3f} times as fast in "
+        f"half of {len(ratios.seconds)} pairs of runs)"
+    )
+    is_better = waited is not None and _is_gain(ratios, waited[0])
+    if waited is None:
+        text += (
+            ": chains are faster" if ratios.median < 1 - _margin(sampling.error(ratios)) else ": equal within the noise"
+        )
+    else:
+        verdict = "single calls are faster" if is_better else "chains lose no more than they gain there"
+        text += f", where each call is waited for: {ms(waited[1])} and {ms(waited[2])}: {verdict}"
     return dataclasses.replace(
-        decision, chosen=single if is_better else chained,
-        reason=f"{decision.reason}; its kernels in chains: {ms(before)}, in single calls: {ms(after)} "
-               f"({low:.3f} to {high:.3f} times as fast in half of {len(ratios.seconds)} pairs of runs): {verdict}",
+        decision,
+        chosen=single if is_better else chained,
+        reason=f"{decision.reason}; {text}",
         seconds={**decision.seconds, single: after},
         speed={**decision.speed, single: _times(decision.speed[chained], ratios.median)},
-    )  # fmt: skip
+    )
 
 
 def _times(speed: tuple[float, float, float], ratio: float) -> tuple[float, float, float]:

@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 
 import jcuts
-from jcuts import api, deciding, forms, guard, pipeline, search, singles
+from jcuts import api, deciding, forms, guard, pipeline, sampling, search, singles
 from jcuts.base import knobs
 from jcuts.base.errors import UsageError
 from jcuts.base.settings import Form, Settings
 from jcuts.decision import Decision
 from jcuts.levels import Fuel, group
+from jcuts.sampling import ms
 from jcuts.trace import jaxapi
+from jcuts.tune import noise
 from jcuts.xla import chains, gpus
 from tests.test_guard import Clock
 
@@ -81,6 +83,36 @@ def test_a_gain_has_to_show_twice():
     found, clock = compare(lambda n: 1.1e-4 if n < first else 0.9e-4, 1e-4)
     assert found.chosen == CHAINED and "chains are faster" in found.reason
     assert clock.calls[CHAINED] > first  # there was a second session
+
+
+@pytest.mark.parametrize(
+    ("waited", "winner"), [(1.00, SINGLE), (0.985, SINGLE), (0.96, CHAINED), (0.9, CHAINED), (1.1, SINGLE)]
+)
+def test_what_is_lost_where_calls_are_waited_for_counts_too(monkeypatch, waited, winner):
+    seen, real = [], sampling.sample
+
+    def sample(calls, fresh_args, inner, donates, seconds, rounds, clock, one_by_one=False):
+        seen.append(one_by_one)
+        found = real(calls, fresh_args, inner, donates, seconds, rounds, clock, one_by_one)
+        factor = {CHAINED: 2.0, SINGLE: 2.0 / waited * 1.03} if one_by_one else dict.fromkeys(calls, 1.0)
+        return {n: noise.Samples(tuple(t * factor[n] for t in s.seconds)) for n, s in found.items()}
+
+    monkeypatch.setattr(sampling, "sample", sample)
+    found, _ = compare(1.03e-4, 1e-4)
+    assert seen == [False, False, True] and found.chosen == winner
+    times = f"0.206 and {ms(2.06e-4 / waited)}"
+    assert f"waited for: {times.replace(' and', ' ms and')}: " in found.reason
+    assert found.reason.endswith("faster" if winner == SINGLE else "chains lose no more than they gain there")
+
+
+@pytest.mark.parametrize(("waited", "blocks"), [(False, 5), (True, 20)])
+def test_each_call_of_a_sample_is_waited_for_where_that_is_asked(monkeypatch, waited, blocks):
+    waits: list[str] = []
+    monkeypatch.setattr(sampling.jax, "block_until_ready", lambda x: waits.append(x) or x)
+    clock = Clock()
+    calls = {"a": lambda: "a", "b": lambda: "b"}
+    found = sampling.sample(calls, lambda: ((), {}), 4, False, 0.0, 5, clock, waited)
+    assert waits.count("a") == waits.count("b") == blocks and len(found["a"].seconds) == 5
 
 
 def test_bursts_of_other_work_do_not_decide():

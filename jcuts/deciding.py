@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jcuts import divide, early, forms, guard
+from jcuts import divide, early, forms, guard, singles
 from jcuts.arguments import Arguments, Signature, place_text, platform_of
 from jcuts.base import knobs
 from jcuts.base.fingerprint import digest, versions
 from jcuts.base.settings import Form, Settings
 from jcuts.carriers import Carriers
 from jcuts.compiling import compile_ahead
-from jcuts.microbatch.shown import DivisionReport
 from jcuts.permission import permission
+from jcuts.planned import Planned
 from jcuts.primitive import shard_local
 from jcuts.primitive.lowering import plan
 from jcuts.primitive.sharding import Placement
@@ -62,33 +62,6 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
     placement: Placement
     platform: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Planned:
-    """What planning a function came to.
-
-    Attributes:
-        outcomes: of every form that was planned: one that could not be measured may change nothing.
-        racing: the forms whose programs may race, the plainest first.
-        rows: their convolutions under a workspace limit.
-        behind: those of them that are left out, with the reason.
-    """
-
-    outcomes: Sequence[Any]
-    racing: Sequence[Form | None]
-    rows: Mapping[Form | None, Sequence[DivisionReport]]
-    behind: Mapping[Form | None, str] = dataclasses.field(default_factory=dict)
-
-    @classmethod
-    def plain(cls, outcomes: Sequence[Any], uses_jcuts: bool) -> Planned:
-        """The plain form alone, of a function in one part or several."""
-        return cls(outcomes, [None] if uses_jcuts else [], {None: [row for o in outcomes for row in _divisions(o)]})
-
-    @property
-    def uses_jcuts(self) -> bool:
-        """Whether any form has a kernel."""
-        return bool(self.racing)
 
 
 class Deciding:
@@ -173,8 +146,7 @@ class Deciding:
                 with early.Early(todo, light=light, quiet=(FLOAT64,)) as busy:
                     found, outcomes = self._plan_forms(closed, leaves, call.platform, worth, busy)
             log.info("planned and tuned in %.2f s", time.monotonic() - begun)
-            rows = {form: _divisions(outcome) for form, outcome in found.items()}
-            return Planned(outcomes, list(found), rows, forms.left_behind(found))
+            return Planned.of_forms(found, outcomes)
         outcome = plan(closed, self.settings, call.platform, may_measure=measure, examples=leaves)
         return Planned.plain([outcome], outcome.closed is not closed)
 
@@ -189,6 +161,8 @@ class Deciding:
         barred = forms.barred(names, planned.rows if planned.racing else {}, self.settings)
         open_ = [n for n in (again.open_between(names) if again else names) if n == guard.XLA or n not in barred]
         decision = self._race(call, open_, exact, barred)
+        if single := singles.rival(decision, planned.joined):
+            decision = self._with_single_calls(call, decision, single, exact)
         decision = dataclasses.replace(decision, rejected={**out, **decision.rejected})
         if again is not None:
             decision = dataclasses.replace(decision, tries=again.tries + 1)
@@ -259,8 +233,8 @@ class Deciding:
         every = plan(closed, self.carriers.settings_for(forms.EVERY), "cpu", may_measure=True, examples=leaves)
         return every.closed is not closed and every.report.source != plain.source
 
-    def _race(self, call: Call, names: Sequence[str], exact: forms.Exact,
-              barred: Mapping[str, str]) -> guard.Decision:
+    def _programs(self, call: Call, names: Sequence[str]) -> dict[str, Any]:
+        """Whole programs, on a GPU compiled."""
         on_gpu = call.platform in forms.GPUS
         more = autotuned.options() if on_gpu else {}
         mine = {name: {} if forms.is_xla(name) else more for name in names}
@@ -268,11 +242,27 @@ class Deciding:
         if on_gpu:
             compile_ahead({name: functools.partial(program.lower, *call.args, **call.kwargs)
                                  for name, program in calls.items()})
+        return {name: program.permitted for name, program in calls.items()}
+
+    def _race(self, call: Call, names: Sequence[str], exact: forms.Exact,
+              barred: Mapping[str, str]) -> guard.Decision:
+        on_gpu = call.platform in forms.GPUS
         # Options can do more on a GPU than everything else: there no program does without them.
-        return guard.decide({name: program.permitted for name, program in calls.items()},
-                            lambda: self._arguments.copies(call.args, call.kwargs), donates=self._arguments.donates,
-                            verify=exact, barred=barred, chunk=2e-3 if on_gpu else 3e-4,
+        return guard.decide(self._programs(call, names), lambda: self._arguments.copies(call.args, call.kwargs),
+                            donates=self._arguments.donates, verify=exact, barred=barred, chunk=_chunk(call.platform),
                             options_gain=math.inf if on_gpu else guard.OPTIONS_GAIN)
+
+    def _with_single_calls(self, call: Call, decision: guard.Decision, single: str,
+                           exact: forms.Exact) -> guard.Decision:
+        """The decision, or the program that won with single calls in place of chains, which is compiled for it."""
+        start = time.monotonic()
+        known = {name: self.carriers.program(name, call.placement, call.platform).call.permitted
+                 for name in (guard.XLA, decision.chosen)}
+        decision = singles.compared(decision, single, known | self._programs(call, [single]),
+                                    lambda: self._arguments.copies(call.args, call.kwargs),
+                                    donates=self._arguments.donates, chunk=_chunk(call.platform), verify=exact)
+        log.info("chains and single calls compared in %.2f s", time.monotonic() - start)
+        return decision
 
     # ------------------------------------------------------------ what is kept
 
@@ -300,9 +290,11 @@ class Deciding:
         places = "; ".join(place_text(place) for _, place in signature.leaves)
         kinds = sorted({d.device_kind for d in jax.local_devices() if d.platform == platform})
         limits = ("limits 2",) if divide.is_asked(self.settings) else ()  # changes with what they allow
-        return digest("guard", *limits, jaxapi.canonical_text(closed), repr(self.settings), platform, ",".join(kinds),
-                      places, repr(self._options), repr(sorted(versions().items())))
+        singly = ("single calls",) if platform in forms.GPUS and not knobs.current().chains else ()
+        return digest("guard", *limits, *singly, jaxapi.canonical_text(closed), repr(self.settings), platform,
+                      ",".join(kinds), places, repr(self._options), repr(sorted(versions().items())))
 
 
-def _divisions(outcome: Any) -> Sequence[DivisionReport]:
-    return getattr(outcome.report, "divisions", ())
+def _chunk(platform: str) -> float:
+    """Wall time of one sample of the last guard [s]."""
+    return 2e-3 if platform in forms.GPUS else 3e-4

@@ -17,11 +17,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from jcuts import sampling
 from jcuts.base.errors import JcutsError
 from jcuts.decision import JCUTS, XLA, Decision
 from jcuts.decision import MOST_TRIES as MOST_TRIES
 from jcuts.decision import GuardStore as GuardStore
 from jcuts.decision import MemoryStore as MemoryStore
+from jcuts.sampling import ms
 from jcuts.tune import noise
 
 log = logging.getLogger("jcuts")
@@ -108,19 +110,19 @@ def decide(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], tup
             rejected[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             continue
         if not runs:
-            reference = jax.tree.map(_host, result)
-        elif (why := _disagrees(reference, result) or (verify and verify(name, reference, result))) is not None:
+            reference = jax.tree.map(host, result)
+        elif (why := disagrees(reference, result) or (verify and verify(name, reference, result))) is not None:
             rejected[name] = why
             continue
         if ":" not in name and quick.get(XLA, 0.0) <= _LONG:
-            quick[name] = min(_clocked(run, clock) for _ in range(2))
+            quick[name] = min(sampling.clocked(run, clock) for _ in range(2))
         runs[name] = run
     runs = {name: runs[name] for name in calls if name in runs}  # back in tie order
-    warm = _warm(runs, clock)
+    warm = sampling.warm(runs, clock)
     best = min((min(times) for name, times in warm.items() if name not in barred), default=min(warm[XLA]))
     for name in [n for n, times in warm.items() if min(times) > _HOPELESS * best and n != XLA]:
         rejected[name] = (f"{min(warm[name]) / best:.1f} times the time of the best program in the shortest of "
-                          f"{len(warm[name])} runs ({_ms(min(warm[name]))} against {_ms(best)})")
+                          f"{len(warm[name])} runs ({ms(min(warm[name]))} against {ms(best)})")
         del runs[name]
     if len(runs) == 1:
         return _choose({name: noise.Samples(tuple(warm[name])) for name in runs}, rejected)
@@ -131,8 +133,7 @@ def decide(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], tup
 
     def sample(names: Sequence[str], seconds: float) -> dict[str, noise.Samples]:
         chosen = {name: calls[name] for name in names}
-        return _sample(chosen, fresh_args, max(1, min(200, math.ceil(chunk / max(best, 1e-7)))), donates, seconds,
-                       rounds, clock)
+        return sampling.sample(chosen, fresh_args, sampling.executions(best, chunk), donates, seconds, rounds, clock)
 
     first = _choose(sample(list(runs), seconds / 3 if is_clear else seconds), rejected, barred)
     if first.chosen == XLA or (is_clear and first.speed[first.chosen][1] > _HOPELESS) or clock() - start > limit:
@@ -153,73 +154,8 @@ def _not_worth_options(base: str, quick: Mapping[str, float], gain: float, barre
         return f"not tried: one call of plain jax.jit takes more than {_LONG:g} s"
     best = min([name for name in quick if name not in barred] or quick, key=lambda name: quick[name])
     if base in quick and quick[base] > gain * quick[best]:
-        return f"not tried: {base} takes {_ms(quick[base])} and {best} {_ms(quick[best])} at first: options change less"
+        return f"not tried: {base} takes {ms(quick[base])} and {best} {ms(quick[best])} at first: options change less"
     return None
-
-
-def _clocked(run: Callable[[], Any], clock: Callable[[], float]) -> float:
-    start = clock()
-    run()
-    return clock() - start
-
-
-def _warm(runs: Mapping[str, Callable[[], Any]], clock: Callable[[], float]) -> dict[str, tuple[float, ...]]:
-    """A few interleaved runs of each: noise only makes a run longer, so the shortest says most."""
-    found = noise.interleave(dict(runs), seconds=0.0, least=2, most=2, clock=clock)
-    times = {name: s.seconds for name, s in found.items()}
-    best = min(min(t) for t in times.values())
-    more = 4 if best < 0.01 else 1 if best < 0.1 else 0
-    if more:
-        found = noise.interleave(dict(runs), seconds=0.0, least=more, most=more, clock=clock)
-        times = {name: (*times[name], *s.seconds) for name, s in found.items()}
-    return times
-
-
-def _sample(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], Any], inner: int, donates: bool,
-            seconds: float, rounds: int, clock: Callable[[], float]) -> dict[str, noise.Samples]:
-    if donates:
-        # Each execution needs its own copies, made outside the timed part.
-        return _sample_with_copies(calls, fresh_args, seconds, rounds, clock)
-    args, kwargs = fresh_args()
-    # Several executions per sample, so that a fast function is not timed by the clock's resolution.
-
-    def repeated(call: Callable[..., Any]) -> Callable[[], None]:
-        def go() -> None:
-            for _ in range(inner - 1):
-                call(*args, **kwargs)
-            jax.block_until_ready(call(*args, **kwargs))
-
-        return go
-
-    return noise.interleave({n: repeated(c) for n, c in calls.items()}, seconds=seconds, least=rounds, most=60,
-                            inner=dict.fromkeys(calls, inner), clock=clock)
-
-
-def _sample_with_copies(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], Any], seconds: float,
-                        rounds: int, clock: Callable[[], float]) -> dict[str, noise.Samples]:
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    end = clock() + seconds
-    order = list(calls)
-    for count in range(30):
-        if count >= rounds and clock() > end:
-            break
-        for name in order:
-            args, kwargs = jax.block_until_ready(fresh_args())
-            start = clock()
-            jax.block_until_ready(calls[name](*args, **kwargs))
-            times[name].append(clock() - start)
-        order.reverse()
-    return {name: noise.Samples(tuple(ts)) for name, ts in times.items()}
-
-
-def _paired(times: noise.Samples, base: noise.Samples) -> noise.Samples:
-    """``base / times`` of neighbouring runs: what slows both down cancels."""
-    return noise.Samples(tuple(b / max(t, 1e-12) for t, b in zip(times.seconds, base.seconds, strict=True)))
-
-
-def _error(ratios: noise.Samples) -> float:
-    """Two relative standard errors of a median of ratios."""
-    return 2.0 * noise.standard_error(ratios.median, *ratios.quartiles, len(ratios.seconds))
 
 
 def _choose(samples: Mapping[str, noise.Samples], rejected: dict[str, str],
@@ -227,14 +163,14 @@ def _choose(samples: Mapping[str, noise.Samples], rejected: dict[str, str],
     """The fastest by paired ratios; the plainer program where they tell two apart by less than the margin."""
     allowed = [name for name in samples if name not in barred] or list(samples)
     plain = samples[XLA]
-    ratios = {name: _paired(s, plain) for name, s in samples.items()}
+    ratios = {name: sampling.paired(s, plain) for name, s in samples.items()}
     speed = {name: (r.median, *r.quartiles) for name, r in ratios.items()}
     best = max(allowed, key=lambda name: speed[name][0])
     margins = {}
 
     def is_equal(name: str) -> bool:
-        against = _paired(samples[best], samples[name])  # how many times as fast the best is
-        margins[name] = min(noise.MOST_MARGIN, max(_LEAST_GAIN, _error(against)))
+        against = sampling.paired(samples[best], samples[name])  # how many times as fast the best is
+        margins[name] = min(noise.MOST_MARGIN, max(_LEAST_GAIN, sampling.error(against)))
         # Leaving plain jax.jit asks for more: its undisturbed runs must have been beaten too.
         return against.median <= 1 + margins[name] or (
             name == XLA and plain.quartiles[0] <= samples[best].quartiles[0] * (1 + _LEAST_GAIN))
@@ -244,7 +180,7 @@ def _choose(samples: Mapping[str, noise.Samples], rejected: dict[str, str],
         alike = [name for name in allowed if name.split(":")[0] == chosen.split(":")[0]]
         likely = max(alike, key=lambda name: speed[name][0])
         chosen = likely if speed[likely][0] > speed[chosen][0] * (1 + _LEAST_GAIN) else chosen
-    scattered = max((_error(ratios[name]) for name in {best, chosen}), default=0.0) > _NOISY
+    scattered = max((sampling.error(ratios[name]) for name in {best, chosen}), default=0.0) > _NOISY
     noisy = scattered and speed[chosen][1] < _CLEAR
     seconds = {name: plain.median / s[0] for name, s in speed.items()}
     reason = _reason(chosen, best, speed, len(plain.seconds), rejected)
@@ -268,15 +204,12 @@ def _reason(chosen: str, best: str, speed: Mapping[str, tuple[float, float, floa
     return text(chosen) + ("" if best == chosen else f"; {best} ({speed[best][0]:.2f}) is equal within the noise")
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
-
-
-def _host(x: Any) -> Any:
+def host(x: Any) -> Any:
+    """A result's numbers on the host, None for what has none."""
     return np.asarray(x) if isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, np.number) else None
 
 
-def _disagrees(reference: Any, result: Any) -> str | None:
+def disagrees(reference: Any, result: Any) -> str | None:
     """A last net under the per-kernel checks: a grossly different result disqualifies the candidate.
 
     Floating outputs must have NaN at the same places and differ by less than 64 sqrt(eps) in relative L2 norm.

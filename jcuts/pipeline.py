@@ -283,12 +283,13 @@ def _rebuild(level: Level, settings: Settings) -> jaxapi.Closed:
         rebuilt = [_rebuild(body, settings) for body in bodies]
         units[count + number] = [number]
         replacement[count + number] = [jaxapi.with_inner_jaxprs(eqn, rebuilt)]
-    return _chained(in_order(level.closed, units, replacement))
+    return _chained(in_order(level.closed, units, replacement), settings)
 
 
-def _chained(closed: jaxapi.Closed) -> jaxapi.Closed:
-    """With one call for kernels that can follow each other, where the GPU then launches them ahead."""
-    if not knobs.current().chains or not chains.calls(closed) or gpus.machine().capability < chains.EARLY:
+def _chained(closed: jaxapi.Closed, settings: Settings) -> jaxapi.Closed:
+    """With one call for kernels that can follow each other, where the form has chains and the GPU launches ahead."""
+    wanted = knobs.current().chains and (settings.form is None or settings.form.chained)
+    if not wanted or not chains.calls(closed) or gpus.machine().capability < chains.EARLY:
         return closed
     return chains.chained(closed)
 

@@ -15,7 +15,7 @@ from typing import Any
 from jcuts import covers, updates
 from jcuts.base import fingerprint, knobs
 from jcuts.base.errors import IRError
-from jcuts.base.settings import Settings
+from jcuts.base.settings import Form, Settings
 from jcuts.dfg.program import Program
 from jcuts.levels import CONSTANT, OF_LIBRARY, TO_FUSE, Level, Subset, add_candidates, has_form
 from jcuts.region.absorb import absorbed, bared, headed, is_product
@@ -250,7 +250,7 @@ def partition_key(top: Level, settings: Settings, platform: str = "cpu") -> str:
     more: tuple[str, ...] = ()
     if platform != "cpu":
         rounded = [[t.tf32 for t in level.graph.tensors] for level in top.everywhere()]
-        more = (_device(platform), repr(gpus.machine()), str(settings.form), repr(rounded))
+        more = (_device(platform), repr(gpus.machine()), str(Form.tuned(settings.form)), repr(rounded))
     return fingerprint.digest(
         canonical_digest(top.closed), settings.mode, str(settings.tolerance), str(here.max_candidates),
         str(here.top_percent), *more,

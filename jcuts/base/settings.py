@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jcuts.base.errors import UsageError
 
@@ -10,7 +10,7 @@ MODES = ("no_fusion", "fusion", "mixed")
 TUNE = ("auto", "cached", "off")
 ACCURACIES = ("exact", "vendor")
 REGIONS = ("all", "anchored", "absorbing", "none", "every")
-PLAIN = "plain"
+PLAIN, SINGLE = "plain", "single"
 
 
 @dataclass(frozen=True)
@@ -23,28 +23,45 @@ class Form:
             (element-wise operations stay with XLA, which fuses them into what surrounds them); ``absorbing``, the same
             without dense products, whose tails the kernels that read them take over (`region.absorb`); ``none``; or
             ``every`` (CPUs), those too whose kernels lost to XLA by little, or have little work.
+        chained: whether kernels that can follow each other are one call (`xla.chains`); changes nothing else.
     """
 
     rewrites: tuple[str, ...] = ()
     regions: str = "all"
+    chained: bool = True
 
     def __post_init__(self) -> None:
         if self.regions not in REGIONS:
             raise UsageError(f"regions={self.regions!r} is unknown: choose one of {REGIONS}", regions=self.regions)
 
     def __str__(self) -> str:
-        """``scales+dots/anchored``; '' for the plain form. Inverse of `parse`."""
+        """``scales+dots/anchored``, ``scales/all/single``; '' for the plain form. Inverse of `parse`."""
         rewrites = "+".join(self.rewrites)
-        return rewrites if self.regions == "all" else f"{rewrites or PLAIN}/{self.regions}"
+        if self.chained and self.regions == "all":
+            return rewrites
+        return f"{rewrites or PLAIN}/{self.regions}" + ("" if self.chained else f"/{SINGLE}")
 
     @classmethod
     def parse(cls, text: str) -> Form:
         """The form of a text.
 
-        Raises: UsageError: no such regions.
+        Raises: UsageError: no such regions, or more behind them than whether kernels are single calls.
         """
-        rewrites, _, regions = text.partition("/")
-        return cls(() if rewrites in ("", PLAIN) else tuple(rewrites.split("+")), regions or "all")
+        rewrites, _, rest = text.partition("/")
+        regions, _, calls = rest.partition("/")
+        if calls not in ("", SINGLE):
+            raise UsageError(f"form {text!r} is unknown: only {SINGLE!r} may follow its regions", form=text)
+        return cls(() if rewrites in ("", PLAIN) else tuple(rewrites.split("+")), regions or "all", calls != SINGLE)
+
+    @classmethod
+    def single(cls, form: Form | None) -> Form:
+        """A form with every kernel as a call of its own."""
+        return replace(form or cls(), chained=False)
+
+    @classmethod
+    def tuned(cls, form: Form | None) -> Form | None:
+        """The form that has the same kernels in chains, None for the plain one."""
+        return None if form in (None, cls.single(None)) else replace(form, chained=True)
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda import wgmma
-from jcuts.codegen.cuda.group_shape import MOST_TOTALS, WARPS, readable
+from jcuts.codegen.cuda.group_shape import WARPS, divided, readable
 from jcuts.codegen.cuda.group_tiles import GroupTile
-from jcuts.codegen.cuda.product import ProductShape, three
+from jcuts.codegen.cuda.pixel_shape import PixelShape
+from jcuts.codegen.cuda.product import three
 from jcuts.codegen.cuda.shared import WARP
 from jcuts.codegen.cuda.stage_barriers import KINDS
 from jcuts.dfg.program import Program
@@ -25,23 +26,15 @@ to which nobody needs them."""
 
 
 @dataclass(frozen=True)
-class FedShape(ProductShape):
+class FedShape(PixelShape):
     """A block's work.
 
     Attributes:
-        left, right: tiles of the operands, the left one as its results lie.
-        window, span: how pixels are read that are kept for all taps; lines of a run of them (None, 0: none are).
-        kept: runs in shared memory.
-        rounds: tiles of outputs of a block. carriers: warps that copy.
+        window: how pixels are read that are kept for all taps, None where none are. carriers: warps that copy.
         early: whether those ask for what the exit adds. vectors: values per term that a prologue takes.
     """
 
-    left: GroupTile
-    right: GroupTile
     window: Window | None
-    span: int
-    kept: int
-    rounds: int
     carriers: int
     early: bool
     vectors: int
@@ -82,21 +75,6 @@ class FedShape(ProductShape):
         return self.right.bytes + (self.left.bytes if self.window is None else 0)
 
     @property
-    def run(self) -> int:
-        """Bytes of a run of pixels."""
-        return self.span * wgmma.LINE
-
-    @property
-    def ring(self) -> int:
-        """Bytes of all stages."""
-        return self.stage * self.stages
-
-    @property
-    def kept_until(self) -> int:
-        """Bytes of all that, runs of pixels, and a line of zeros."""
-        return self.ring + (self.run * self.kept + wgmma.LINE if self.window is not None else 0)
-
-    @property
     def barriers(self) -> int:
         """Bytes before the barriers: vectors of a prologue are the last of them."""
         return self.kept_until + 4 * self.vectors * self.share * self.left.terms
@@ -107,14 +85,9 @@ class FedShape(ProductShape):
         return self.barriers + KINDS * self.stages * BARRIER
 
     @property
-    def alignment(self) -> int:
-        """Bytes that divide the address of the shared memory."""
-        return wgmma.ATOM
-
-    @property
     def tiles(self) -> int:
         """Tiles of outputs."""
-        return -(-self.left.extent // self.left.size) * -(-self.right.extent // self.right.size)
+        return self.rows * self.columns
 
     @property
     def blocks(self) -> int:
@@ -143,13 +116,11 @@ def fed_shape(program: Program) -> FedShape:
     if params["fed"] not in OTHERS:
         raise CompileRejected(f"{program.name}: {params['fed']} warps that copy")
     shape = FedShape(
-        first, second, (WARPS * along, across, 1), stages, share, total, 1, found,
-        0 if found is None else found.span(rows), kept, rounds, int(str(params["fed"])), bool(params.get("early", 0)),
-        len(vectors(program)),
+        first, second, (WARPS * along, across, 1), stages, share, total, 1,
+        0 if found is None else found.span(rows), kept, rounds, found, int(str(params["fed"])),
+        bool(params.get("early", 0)), len(vectors(program)),
     )  # fmt: skip
-    fits = fits and across == 1 and rows == along * first.warp and first.warp % wgmma.ROWS == 0
-    fits = fits and second.warp % 8 == 0 and second.warp <= wgmma.WIDEST
-    fits = fits and first.warp * second.warp <= MOST_TOTALS * WARP * WARPS
+    fits = fits and across == 1 and divided(first, second, along, across)
     fits = fits and left.item == 4 and left.along_terms and right.along_terms and program.buffer(right.buffer).tf32
     fits = fits and stages >= 3 and share >= 2 and rounds >= 1
     fits = fits and readable(second, 1) and (found is not None or readable(first, along))

@@ -116,10 +116,7 @@ def group_shape(program: Program) -> GroupShape:
     shape = GroupShape(first, second, (WARPS * along, across, 1), stages, share, total, cluster, flight, rounded,
                        len(vectors(program)), spread, steps, cached, bool(params.get("push", 0)),
                        keeps)  # fmt: skip
-    fits = rows == along * first.warp and columns == across * second.warp
-    fits = fits and terms * left.item in (wgmma.LINE, 2 * wgmma.LINE)
-    fits = fits and first.warp % wgmma.ROWS == 0 and second.warp % 8 == 0 and second.warp <= wgmma.WIDEST
-    fits = fits and first.warp * second.warp <= MOST_TOTALS * WARP * WARPS
+    fits = divided(first, second, along, across) and terms * left.item in (wgmma.LINE, 2 * wgmma.LINE)
     through = left.item == 4 and not rounded
     fits = fits and (flight > 0 and stages in ROUNDED_STAGES if through else flight == 0 and stages >= min(3, share))
     if rounded:  # the units would cut bits off whatever else the right operand held
@@ -140,6 +137,13 @@ def group_shape(program: Program) -> GroupShape:
     if not fits or shape.threads != int(str(params["threads"])):
         raise CompileRejected(f"{program.name}: no product of tiles {params['tile']} by groups {params['groups']}")
     return shape
+
+
+def divided(left: GroupTile, right: GroupTile, along: int, across: int) -> bool:
+    """Whether so many groups share a block's tiles evenly, in pieces that the units and a thread's registers take."""
+    even = left.size == along * left.warp and right.size == across * right.warp
+    units = left.warp % wgmma.ROWS == 0 and right.warp % 8 == 0 and right.warp <= wgmma.WIDEST
+    return even and units and left.warp * right.warp <= MOST_TOTALS * WARP * WARPS
 
 
 def readable(tile: GroupTile, groups: int) -> bool:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda import tensor, wgmma
-from jcuts.codegen.cuda.group_shape import AHEAD, MOST_TOTALS, WARPS, readable
+from jcuts.codegen.cuda.group_shape import AHEAD, WARPS, divided, readable
 from jcuts.codegen.cuda.group_tiles import GroupTile
-from jcuts.codegen.cuda.product import ProductShape, three
-from jcuts.codegen.cuda.shared import WARP
+from jcuts.codegen.cuda.pixel_shape import PixelShape
+from jcuts.codegen.cuda.product import three
 from jcuts.dfg.program import Program
 from jcuts.region.gpu_group_windows import RESIDENT
 from jcuts.region.group_windows import Window, has_weights, in_line, window
@@ -17,26 +17,20 @@ from jcuts.region.products import COLUMNS, ROWS, sides
 
 
 @dataclass(frozen=True)
-class WindowShape(ProductShape):
+class WindowShape(PixelShape):
     """A block's work.
 
     Attributes:
-        left, right: tiles of the operands, the left one as its results lie.
-        window, span: how pixels are read; lines of a run of them. kept: runs in shared memory.
+        window: how pixels are read.
         spread: whether copies are started among the steps of the products, not behind them.
         steps: of terms, of a tile of weights, that are one group of instructions.
-        rounds: tiles of outputs of a block. unrolled: whether every tap has code of its own.
+        unrolled: whether every tap has code of its own.
         fetched: whether the fragments of a tap are asked for before the products of the one before it.
     """
 
-    left: GroupTile
-    right: GroupTile
     window: Window
-    span: int
-    kept: int
     spread: bool
     steps: int
-    rounds: int
     unrolled: bool
     fetched: bool
 
@@ -73,35 +67,14 @@ class WindowShape(ProductShape):
         return self.window.taps - self.ahead + (0 if self.fetched else 1)
 
     @property
-    def run(self) -> int:
-        """Bytes of a run of pixels."""
-        return self.span * wgmma.LINE
-
-    @property
-    def ring(self) -> int:
-        """Bytes of the weights in shared memory."""
-        return self.stage * self.stages
-
-    @property
     def shared(self) -> int:
         """Bytes of shared memory of a block: weights, runs of pixels, zeros."""
-        return self.ring + self.run * self.kept + wgmma.LINE
-
-    @property
-    def alignment(self) -> int:
-        """Bytes that divide the address of the shared memory."""
-        return wgmma.ATOM
-
-    @property
-    def columns(self) -> int:
-        """Tiles of columns."""
-        return -(-self.right.extent // self.right.size)
+        return self.kept_until
 
     @property
     def high_blocks(self) -> int:
         """Blocks along the rows."""
-        tiles = -(-self.left.extent // self.left.size)
-        return -(-tiles // self.rounds)
+        return -(-self.rows // self.rounds)
 
     @property
     def blocks(self) -> int:
@@ -124,13 +97,11 @@ def window_shape(program: Program) -> WindowShape:
     stages, kept = int(str(params["stages"])), int(str(params["pixels"]))
     steps, rounds = int(str(params.get("steps", 1))), int(str(params.get("rounds", 1)))
     shape = WindowShape(
-        first, second, (WARPS * along, across, 1), stages, found.steps, found.taps * found.channels, 1, found,
-        found.span(rows), kept, bool(params.get("spread", 0)), steps, rounds,
+        first, second, (WARPS * along, across, 1), stages, found.steps, found.taps * found.channels, 1,
+        found.span(rows), kept, rounds, found, bool(params.get("spread", 0)), steps,
         unrolled=bool(params.get("unrolled", 0)), fetched=bool(params.get("fetched", 0)),
     )  # fmt: skip
-    fits = rows == along * first.warp and columns == across * second.warp and terms == found.line
-    fits = fits and first.warp % wgmma.ROWS == 0 and second.warp % 8 == 0 and second.warp <= wgmma.WIDEST
-    fits = fits and first.warp * second.warp <= MOST_TOTALS * WARP * WARPS
+    fits = divided(first, second, along, across) and terms == found.line
     fits = (
         fits
         and (1 <= steps <= AHEAD or (shape.whole and shape.share % 2 == 0))

@@ -1,0 +1,161 @@
+"""Chains of kernels against single calls in whole networks on one GPU: what the race says, and what a call takes.
+
+    python benchmarks/gpu_chains.py --out results MobileNetV2:1:closed=scales+rounds+dots ResNet50:1:closed=scales+dots
+    python benchmarks/gpu_chains.py --out dry --dry MobileNetV2:1:closed=scales+dots     # on this CPU: finds typos
+
+After a network's name the forms that compete, separated by commas; none for all that are worth it.  Every network runs
+in a process of its own and then in a second one, which finds the decision.  `step` waits for every call, `stream` only
+for the last of 20; `race` and `warm` are seconds of the comparison in the first call, and of a first call that knows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import logging
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+import gpu_networks  # noqa: E402
+
+
+class Race(logging.Handler):
+    """Keeps what the log says of the comparison."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: float | None = None
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Takes one record."""
+        text = record.getMessage()
+        if text.startswith("chains and single calls compared in "):
+            self.seconds = float(text.split()[-2])
+        if any(word in text for word in ("single", "compared", "planned and tuned", "compiled in")):
+            self.texts.append(text)
+
+
+def optimized(spec: str, dry: bool) -> tuple[Any, Any, tuple[Any, ...], float, Race]:
+    """The user's function, what jcuts makes of it, its arguments, seconds of the first call, and what the log said."""
+    import jax
+
+    import jcuts
+    from jcuts import forms
+    from jcuts.tune import session
+
+    spec, _, only = spec.partition("=")
+    race = Race()
+    logging.getLogger("jcuts").setLevel(logging.INFO)
+    logging.getLogger("jcuts").addHandler(race)
+    platform = gpu_networks.pretend(dry)
+    if dry:
+        from jcuts.xla import chains
+
+        chains.joined = lambda closed: 1 << 20  # as if they could matter; pyright: ignore
+    session.set_progress(gpu_networks.Stages())
+    if only:
+        chosen = [forms.form_of(f"jcuts/{name}") for name in only.split(",")]
+        forms.worth_planning = lambda closed, platform: chosen
+    fn, args = gpu_networks.workload(spec, dry)
+    jax.block_until_ready(args)
+    ours = jcuts.optimize(gpu_networks.named(fn, "ours"))
+    start = time.perf_counter()
+    jax.block_until_ready(ours(*args))
+    gpu_networks.note(f"{spec} on {platform}: first call {time.perf_counter() - start:.1f} s")
+    return fn, ours, args, time.perf_counter() - start, race
+
+
+def measure(spec: str, dry: bool, seconds: float) -> dict[str, Any]:
+    """One network: the decision, and the times of its programs."""
+    import jax
+    import numpy as np
+
+    from jcuts import forms
+    from jcuts.base.settings import Form
+
+    _, ours, args, first, race = optimized(spec, dry)
+    decision = ours.decision(*args)
+    competing = ours.programs(*args)
+    names = []
+    for name in competing:
+        form = None if forms.is_xla(name) else forms.form_of(name)
+        if form is not None and not form.chained:
+            names += [forms.name_of(Form.tuned(form), name.partition(":")[2]), name]
+    calls = {name: functools.partial(call, *args) for name, call in competing.items() if name in names}
+    results = {name: [np.asarray(x) for x in jax.tree.leaves(call())] for name, call in calls.items()}
+    kept = list(results.values())
+    unequal = [sum(int((a != b).sum()) for a, b in zip(one, kept[0], strict=True)) for one in kept[1:]]
+    return {"network": spec, "device": str(jax.devices()[0].device_kind), "first_call_seconds": first,
+            "race_seconds": race.seconds, "log": race.texts, "decision": decision.to_dict(),
+            "notes": list(ours.explain(*args).notes), "unequal": unequal,
+            "times": gpu_networks.timed(calls, seconds) if calls else {}}  # fmt: skip
+
+
+def warm(spec: str, dry: bool) -> dict[str, Any]:
+    """A process that finds the decision."""
+    from jcuts import singles
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a decision that is kept was timed again")
+
+    singles.compared = refuse
+    _, ours, args, first, race = optimized(spec, dry)
+    return {"warm_seconds": first, "warm_chosen": ours.decision(*args).chosen, "warm_log": race.texts}
+
+
+def line(row: dict[str, Any]) -> str:
+    """One network as text."""
+    if "failed" in row:
+        return f"{row.get('network')}: {row['failed']}"
+    times = "; ".join(f"{name} stream {t['stream'][0] * 1e3:.4f} step {t['step'][0] * 1e3:.4f} ms"
+                      for name, t in row.get("times", {}).items())  # fmt: skip
+    return (f"{row['network']}: {row['decision']['chosen']}: {row['decision']['reason']}\n    {times}\n    first call "
+            f"{row['first_call_seconds']:.1f} s, race {row['race_seconds']} s, unequal {row['unequal']}, "
+            f"warm {row.get('warm_seconds', 0.0):.1f} s {row.get('warm_chosen')}")  # fmt: skip
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("networks", nargs="+")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of timing, per network")
+    parser.add_argument("--budget", type=float, default=600.0, help="seconds for everything")
+    parser.add_argument("--dry", action="store_true")
+    parser.add_argument("--child", choices=("measure", "warm"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.child:
+        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+        spec = options.networks[0]
+        print(json.dumps(warm(spec, options.dry) if options.child == "warm" else
+                         measure(spec, options.dry, options.seconds)), flush=True)  # fmt: skip
+        return
+    options.gpus = 1
+    start = time.perf_counter()
+    for spec in options.networks:
+        row: dict[str, Any] = {"network": spec}
+        for what in ("measure", "warm"):
+            left = options.budget - (time.perf_counter() - start)
+            if left <= 5 or "failed" in row:
+                row.setdefault("failed", f"{what}: no time is left")
+                break
+            row |= gpu_networks.child(what, spec, options, left, script=__file__)
+            name = gpu_networks.label(spec.partition("=")[0])
+            (options.out / f"chains_{name}.json").write_text(json.dumps(row, indent=1) + "\n")
+        print(line(row), flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except subprocess.SubprocessError as error:
+        sys.exit(str(error))

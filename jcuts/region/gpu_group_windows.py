@@ -25,8 +25,8 @@ GROUPED, LEAST_PRODUCTS = (9, 0), 1 << 24
 """The compute capability that has warp groups; products from which on there are schedules."""
 MOST = 5
 """Schedules of one convolution."""
-WHOLE = 4
-"""Steps of terms of a tile."""
+STEP = 32
+"""Bytes of terms per instruction."""
 VARIED, FEW_COLUMNS, RESIDENT = 2, 64, 2
 """Schedules that are tried in other ways, too; columns up to which every tap has code of its own from the start
 (compiling it takes seconds); tiles of terms between a copy of pixels and their use where weights stay."""
@@ -90,7 +90,8 @@ class WindowTiling:
         found += (("unrolled", self.unrolled, 0), ("fetched", self.fetched, 0))
         more = tuple((name, count) for name, count, least in found if count > least)
         item = sides(program)[0].item
-        tile = (self.rows, self.columns, LINE // item)
+        kept = window(program)
+        tile = (self.rows, self.columns, LINE // item if kept is None else kept.line)
         params = (("tile", tile), ("groups", (self.groups, 1)), ("stages", self.stages), ("pixels", self.pixels))
         more += (("rounded", 1),) if item == 4 else ()
         return scheduled(program, "product", self.threads, *params, *more)
@@ -137,15 +138,20 @@ def candidates(counter: Counter, program: Program, most: int = MOST) -> list[Can
 def _variants(found: Window, tiling: WindowTiling) -> list[WindowTiling]:
     """A schedule of whole steps also with fragments that come early, and then with code of its own for every tap."""
     ahead = RESIDENT if _stays(found, tiling) else tiling.stages - 2
-    if tiling.steps != WHOLE or found.side.item != 4 or ahead >= found.taps:
+    if tiling.steps != _whole(found) or found.side.item != 4 or ahead >= found.taps:
         return [tiling]
     more = {tiling.unrolled, int(_repeats(found, tiling))}
     return [*(replace(tiling, unrolled=code, fetched=1) for code in sorted(more)), tiling]
 
 
+def _whole(found: Window) -> int:
+    """Steps of terms of a tile."""
+    return found.bytes // STEP
+
+
 def tilings(counter: Counter, found: Window) -> Iterator[WindowTiling]:
     """All schedules that fit the convolution and the multiprocessor."""
-    whole = found.steps % 2 == 0  # two tiles' fragments are in registers at once
+    whole = found.steps % 2 == 0 or found.narrow  # two tiles' fragments are in registers at once
     heights = HEIGHTS if whole else (*HEIGHTS, *TALLER)
     for (rows, groups), columns in itertools.product(heights, _widths(counter.columns)):
         if rows >= 2 * counter.rows or rows * columns > MOST_TOTALS * GROUP * groups:
@@ -153,7 +159,7 @@ def tilings(counter: Counter, found: Window) -> Iterator[WindowTiling]:
         if found.span(rows) > SHARE * found.taps * rows:
             continue
         spread = int(rows == HIGH * groups)  # the assembler has no registers for copies among products of more rows
-        steps, runs = WHOLE if whole else 2, 1 if found.chunks == 1 else 2
+        steps, runs = _whole(found) if whole else 2, 1 if found.chunks == 1 else 2
         codes = (0, 1) if columns <= FEW_COLUMNS else (0,)
         for stages, code in itertools.product((*STAGES, found.steps), codes):
             if not 3 <= stages <= found.steps or (stages < found.steps and stages - 2 > found.taps):
@@ -175,7 +181,7 @@ def tilings(counter: Counter, found: Window) -> Iterator[WindowTiling]:
 
 def _repeats(found: Window, tiling: WindowTiling) -> bool:
     """Whether every tap may have code of its own: its loop goes round a whole number of times, registers suffice."""
-    if tiling.steps != WHOLE or found.chunks % (1 + found.taps % 2):
+    if tiling.steps != _whole(found) or (found.chunks > 1 and found.chunks % (1 + found.taps % 2)):
         return False
     most = min(FILE // tiling.threads, MOST_REGISTERS + 8)
     return _stays(found, tiling) or (
@@ -192,13 +198,14 @@ def _widths(columns: int) -> list[int]:
 def shared(found: Window, tiling: WindowTiling) -> int:
     """Bytes of shared memory of a block."""
     columns = tiling.columns if found.side.item == 4 else -(-tiling.columns // HIGH) * HIGH
-    return tiling.stages * columns * LINE + tiling.pixels * found.span(tiling.rows) * LINE + LINE
+    return (tiling.stages * columns + tiling.pixels * found.span(tiling.rows)) * found.bytes + LINE
 
 
 def registers(found: Window, tiling: WindowTiling) -> int:
     """32-bit registers of a thread, roughly."""
     high, totals = tiling.rows // tiling.groups // HIGH, tiling.rows * tiling.columns // tiling.threads
-    total = 40 + 14 * (high - 1) + totals * 9 // 8 + (16 if tiling.steps == WHOLE else 0) + 10 * (tiling.rounds > 1)
+    total = 40 + 14 * (high - 1) + totals * 9 // 8 + 10 * (tiling.rounds > 1)
+    total += 4 * tiling.steps if tiling.steps == _whole(found) else 0
     if tiling.unrolled:  # addresses of all taps
         total += 24 if _stays(found, tiling) else ADDRESSES
     return -(-total // 8) * 8
@@ -223,18 +230,18 @@ def cycles(counter: Counter, found: Window, tiling: WindowTiling) -> float:
     beside = min(_resident(found, tiling), queue)
     waves = math.ceil(queue / beside)
     stays = _stays(found, tiling)
-    copied = found.span(rows) * LINE / found.taps + (0.0 if stays else columns * LINE)
-    read = rows // HIGH * (HIGH + columns) * LINE
+    copied = found.span(rows) * found.bytes / found.taps + (0.0 if stays else columns * found.bytes)
+    read = rows // HIGH * (HIGH + columns) * found.bytes
     work = max(
         rows * columns * found.line / UNIT[found.side.item], (read + copied) / PORT, copied / CACHE
     )  # fmt: skip
     high = rows // tiling.groups // HIGH
     chain = CHAIN + GROUPS * tiling.groups * beside + TALL * (high - 1)
-    chain *= 1.0 if tiling.steps == WHOLE else HALF[high > 1]
+    chain *= 1.0 if tiling.steps == _whole(found) else HALF[high > 1]
     chain *= (OWN_CODE if tiling.unrolled else 1.0) * (FETCHED if tiling.fetched else 1.0)
     inner = max(work + chain, beside * work + HIDDEN * chain) if beside > 1 else work + chain
     leave = LEAVE + beside * 4.0 * rows * columns * counter.results / max(1.0, counter.partial) / CACHE
-    begin = BEGIN + (tiling.stages * columns * LINE / CACHE if stays else 0.0)
+    begin = BEGIN + (tiling.stages * columns * found.bytes / CACHE if stays else 0.0)
     begin *= 1.0 + (waves - 1) * (AGAIN_BEGUN if beside > 1 else 1.0)
     total, moved = begin + waves * tiling.rounds * (found.steps * inner + leave), counter.moved / MEMORY
     return max(total, moved + BEGIN) + LEFT * min(total, moved)

@@ -4,8 +4,9 @@ The left operand of such a product is an array of *pixels*, ``channels`` neighbo
 
     left[m, (tap, channel)] = array[pixel(m) + offset(tap), begin + channel],   zero where guards fail
 
-so that outputs beside each other read one run of pixels, each of which many of them need.  A block copies that run once
-per `LINE` bytes of channels, where a product in general copies a tile for every tap.
+so that outputs beside each other read one run of pixels, each of which many of them need.  A block copies that run
+once per `LINE` bytes of channels (`NARROW`, where there are no more), where a product in general copies a tile for
+every tap.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from jcuts.dfg.index import Index
 from jcuts.dfg.program import Program
 from jcuts.region.products import ROWS, B, K, S, Side, _number, prologue, sides, summed
 
-LINE = 128
-"""Bytes of a pixel's channels that are kept at once."""
+LINE, NARROW = 128, 64
+"""Bytes of a pixel's channels that are kept at once; of those that have no more, of 16-bit floats."""
 MOST_TAPS = 32
 """A lane knows in one word which of them lie inside the image."""
 LEAST_TAPS = 2
@@ -36,7 +37,7 @@ class Window:
         stride, begin: elements of a pixel, and those before the first that is read.
         pixel: the pixel of an output's tap with offset 0, by m.
         taps: how many; offset of tap t, in pixels from the first one: ``t // across * down + t % across * aside``.
-        first: the least offset from `pixel`.
+        first: the least offset from `pixel`. narrow: whether lines are `NARROW`.
     """
 
     side: Side
@@ -51,11 +52,17 @@ class Window:
     first: int
     stride: int
     begin: int
+    narrow: bool
+
+    @property
+    def bytes(self) -> int:
+        """Of a pixel's line."""
+        return NARROW if self.narrow else LINE
 
     @property
     def line(self) -> int:
         """Channels that are kept at once."""
-        return LINE // self.side.item
+        return self.bytes // self.side.item
 
     @property
     def chunks(self) -> int:
@@ -80,7 +87,7 @@ class Window:
 def window(program: Program) -> Window | None:
     """How the left operand of a product is read; None where it is no array of pixels that a filter shares."""
     ranges = program.phases[0].ranges()
-    left, _ = sides(program)
+    left, right = sides(program)
     shape = next(b.shape for b in program.inputs if b.name == left.buffer)
     if {B, S} & set(ranges) or prologue(program) is not None or len(shape) < 2 or not left.along_terms:
         return None
@@ -105,7 +112,8 @@ def window(program: Program) -> Window | None:
     pixels, rows = int(np.prod(shape[:-1])), ranges[ROWS]
     if _farthest(pixel, rows, 2) < 0:
         return None
-    return Window(left, channels, pixels, rows, pixel, taps, *grid, offsets[0], stride, begin)
+    narrow = left.item == 2 and channels * left.item <= NARROW and not right.along_terms
+    return Window(left, channels, pixels, rows, pixel, taps, *grid, offsets[0], stride, begin, narrow)
 
 
 def in_line(side: Side, terms: int) -> Side:

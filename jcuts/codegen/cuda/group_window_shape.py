@@ -58,14 +58,14 @@ class WindowShape(ProductShape):
     @property
     def whole(self) -> bool:
         """Whether all steps of a tile are one group of instructions."""
-        return self.steps == wgmma.LINE // tensor.STEP
+        return self.steps == self.window.bytes // tensor.STEP
 
     @property
     def together(self) -> int:
         """Steps of a round of the loop."""
         if not self.unrolled:
             return 2 if self.whole else 1
-        return self.window.taps * (2 if self.whole and self.window.taps % 2 else 1)
+        return self.window.taps * (2 if self.whole and self.window.taps % 2 and self.window.chunks > 1 else 1)
 
     @property
     def slots(self) -> int:
@@ -75,7 +75,7 @@ class WindowShape(ProductShape):
     @property
     def run(self) -> int:
         """Bytes of a run of pixels."""
-        return self.span * wgmma.LINE
+        return self.span * self.window.bytes
 
     @property
     def ring(self) -> int:
@@ -133,7 +133,7 @@ def window_shape(program: Program) -> WindowShape:
     fits = fits and first.warp * second.warp <= MOST_TOTALS * WARP * WARPS
     fits = (
         fits
-        and (1 <= steps <= AHEAD or (shape.whole and shape.share % 2 == 0))
+        and (shape.whole if found.narrow else 1 <= steps <= AHEAD or (shape.whole and shape.share % 2 == 0))
         and terms * left.item // tensor.STEP % steps == 0
     )
     fits = fits and readable(second, across) and not (shape.unrolled and shape.share % shape.together)

@@ -26,6 +26,8 @@ LINE, NARROW = 128, 64
 MOST_TAPS = 32
 """A lane knows in one word which of them lie inside the image."""
 LEAST_TAPS = 2
+STEP = 32
+"""Bytes of terms per instruction."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,17 @@ class Window:
     def steps(self) -> int:
         """Tiles of terms of the whole sum: of one tap and a line of channels each."""
         return self.chunks * self.taps
+
+    @property
+    def whole(self) -> int:
+        """Instructions along the terms of a tap's line."""
+        return self.bytes // STEP
+
+    @property
+    def short(self) -> int:
+        """The same of the last line of 16-bit floats; those of float32 are multiplied to their ends."""
+        left = (self.channels - (self.chunks - 1) * self.line) * self.side.item
+        return -(-left // STEP) if self.side.item == 2 else self.whole
 
     @property
     def reach(self) -> int:

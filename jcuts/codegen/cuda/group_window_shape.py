@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda import tensor, wgmma
@@ -16,6 +17,14 @@ from jcuts.region.group_windows import Window, has_weights, in_line, window
 from jcuts.region.products import COLUMNS, ROWS, sides
 
 
+class Part(NamedTuple):
+    """A part of a tile's terms: taps of lines of channels, steps of each, taps of a round of the loop."""
+
+    taps: int
+    steps: int
+    together: int
+
+
 @dataclass(frozen=True)
 class WindowShape(ProductShape):
     """A block's work.
@@ -27,6 +36,7 @@ class WindowShape(ProductShape):
         steps: of terms, of a tile of weights, that are one group of instructions.
         rounds: tiles of outputs of a block. unrolled: whether every tap has code of its own.
         fetched: whether the fragments of a tap are asked for before the products of the one before it.
+        short: whether the last line of channels is multiplied only as far as it is full.
     """
 
     left: GroupTile
@@ -39,6 +49,7 @@ class WindowShape(ProductShape):
     rounds: int
     unrolled: bool
     fetched: bool
+    short: bool
 
     @property
     def stage(self) -> int:
@@ -61,8 +72,25 @@ class WindowShape(ProductShape):
         return self.steps == self.window.bytes // tensor.STEP
 
     @property
+    def parts(self) -> list[Part]:
+        """What a tile's terms are, in order: all lines of channels, or a shorter last one after the others."""
+        found = self.window
+        if not self.short:
+            return [Part(self.share, found.whole, self.together)]
+        lines = (found.chunks - 1) * found.taps
+        return [
+            Part(count, steps, found.taps if self.unrolled else self._apart(count, steps))
+            for count, steps in ((lines, found.whole), (found.taps, found.short)) if count
+        ]  # fmt: skip
+
+    def _apart(self, count: int, steps: int) -> int:
+        """Taps of a round of a loop over so many, so that fragments are not read into registers of groups under way."""
+        groups, under_way = -(-steps // self.steps), 1 if self.whole else AHEAD // self.steps
+        return next(t for t in range(1, count + 1) if count % t == 0 and (t * groups > under_way or t == count))
+
+    @property
     def together(self) -> int:
-        """Steps of a round of the loop."""
+        """Taps of a round of the loop, where all lines are equally long."""
         if not self.unrolled:
             return 2 if self.whole else 1
         return self.window.taps * (2 if self.whole and self.window.taps % 2 and self.window.chunks > 1 else 1)
@@ -127,16 +155,24 @@ def window_shape(program: Program) -> WindowShape:
         first, second, (WARPS * along, across, 1), stages, found.steps, found.taps * found.channels, 1, found,
         found.span(rows), kept, bool(params.get("spread", 0)), steps, rounds,
         unrolled=bool(params.get("unrolled", 0)), fetched=bool(params.get("fetched", 0)),
+        short=bool(params.get("short", 0)),
     )  # fmt: skip
     fits = rows == along * first.warp and columns == across * second.warp and terms == found.line
     fits = fits and first.warp % wgmma.ROWS == 0 and second.warp % 8 == 0 and second.warp <= wgmma.WIDEST
     fits = fits and first.warp * second.warp <= MOST_TOTALS * WARP * WARPS
     fits = (
         fits
-        and (shape.whole if found.narrow else 1 <= steps <= AHEAD or (shape.whole and shape.share % 2 == 0))
+        and (
+            shape.whole
+            if found.narrow
+            else 1 <= steps <= AHEAD or (shape.whole and (shape.short or shape.share % 2 == 0))
+        )
         and terms * left.item // tensor.STEP % steps == 0
     )
-    fits = fits and readable(second, across) and not (shape.unrolled and shape.share % shape.together)
+    fits = (
+        fits and readable(second, across) and not (shape.unrolled and not shape.short and shape.share % shape.together)
+    )
+    fits = fits and not (shape.short and (found.short == found.whole or (shape.unrolled and found.chunks > 2)))
     fits = fits and 3 <= stages <= shape.share and shape.slots >= 1 and rounds >= 1
     fits = fits and (not shape.fetched or (shape.whole and left.item == 4))
     fits = fits and (kept == 2 or (kept == found.chunks == rounds == 1))

@@ -160,18 +160,10 @@ def window_shape(program: Program) -> WindowShape:
     fits = rows == along * first.warp and columns == across * second.warp and terms == found.line
     fits = fits and first.warp % wgmma.ROWS == 0 and second.warp % 8 == 0 and second.warp <= wgmma.WIDEST
     fits = fits and first.warp * second.warp <= MOST_TOTALS * WARP * WARPS
-    fits = (
-        fits
-        and (
-            shape.whole
-            if found.narrow
-            else 1 <= steps <= AHEAD or (shape.whole and (shape.short or shape.share % 2 == 0))
-        )
-        and terms * left.item // tensor.STEP % steps == 0
-    )
-    fits = (
-        fits and readable(second, across) and not (shape.unrolled and not shape.short and shape.share % shape.together)
-    )
+    grouped = 1 <= steps <= AHEAD and not found.narrow
+    grouped = grouped or (shape.whole and (found.narrow or shape.short or shape.share % 2 == 0))
+    fits = fits and grouped and terms * left.item // tensor.STEP % steps == 0 and readable(second, across)
+    fits = fits and (shape.short or not shape.unrolled or shape.share % shape.together == 0)
     fits = fits and not (shape.short and (found.short == found.whole or (shape.unrolled and found.chunks > 2)))
     fits = fits and 3 <= stages <= shape.share and shape.slots >= 1 and rounds >= 1
     fits = fits and (not shape.fetched or (shape.whole and left.item == 4))

@@ -17,6 +17,7 @@ from jcuts.region import gpu_count, gpu_fed, gpu_fitted, gpu_group_windows, gpu_
 from jcuts.region.gpu_group_tiling import BARRIER, HIGH, LINE, GroupTiling
 from jcuts.region.gpu_products import LATENCY, MEMORY, Counter
 from jcuts.region.gpu_tiles import Candidate, GpuMachine
+from jcuts.region.group_windows import in_pieces
 from jcuts.region.products import Side, bears_zeros, prologue, shares, vectors
 
 MOST = 6
@@ -210,7 +211,9 @@ def _depths(
         depths = [(1, share, 0), *(depth for depth in depths if depth[1] < share)]
     for lines, stages, flight in depths:
         terms = lines * LINE // counter.item
-        if any(side.run % terms and side.run != counter.terms for side in counter.sides):
+        if any(side.run % terms and side.run != counter.terms for side in counter.sides) and (
+            split > 1 or not counter.pieces
+        ):
             continue
         share, found = shares(counter.terms, terms, split * cluster)
         if not counter.takes(terms * share * (found if split == 1 else 1), split):
@@ -247,6 +250,7 @@ class GroupCounter(Counter):
         self.before, self.vectors = prologue(program) is not None, len(vectors(program))
         self.through = int(self.rounded or (self.before and self.item == 2))
         self.ragged = self.before and bears_zeros(program)
+        self.pieces = in_pieces(program, *self.sides)
         products = float(self.batch * self.rows * self.columns * self.terms)
         few = self.batch * self.rows * self.columns <= machine.sms * FEW_POINTS
         self.short, self.few = bool(self.rounded) and few, self.item == 2 and not self.before and few

@@ -137,6 +137,15 @@ def in_line(side: Side, terms: int) -> Side:
     return replace(side, index=side.by_place + Index.axis(K) * side.step, run=terms)
 
 
+def in_pieces(program: Program, left: Side, right: Side) -> bool:
+    """Whether each copy of a product's left operand can find its own place: 16-bit floats, none computed on the way."""
+    whole = all(side.width * side.item == LINE // 8 for side in (left, right))
+    if left.item != 2 or not left.along_terms or not whole or prologue(program) is not None:
+        return False
+    terms = summed(program)
+    return in_line(right, terms).run == terms
+
+
 def has_weights(program: Program) -> bool:
     """Whether the right operand of a product with a window goes to the units as it lies in memory."""
     left, right = sides(program)

@@ -28,6 +28,8 @@ MOST = 5
 UNEVEN, WORTH = 24, 0.9
 """Registers that a loop of its own for a last line of channels that is not full takes; share of all steps that are left
 by it, up to which it is tried."""
+FOUR = 4
+"""Columns that a lane stores at once where it has exchanged results with its neighbour."""
 VARIED, FEW_COLUMNS, RESIDENT = 2, 64, 2
 """Schedules that are tried in other ways, too; columns up to which every tap has code of its own from the start
 (compiling it takes seconds); tiles of terms between a copy of pixels and their use where weights stay."""
@@ -68,6 +70,7 @@ class WindowTiling:
         steps: of terms, that are one group of instructions. unrolled: whether every tap has code of its own.
         fetched: whether the fragments of a tap are asked for before the products of the one before it.
         short: whether the last line of channels, which is not full, is multiplied only as far as it is.
+        paired: whether lanes exchange results before the exit, for stores twice as wide.
     """
 
     rows: int
@@ -81,6 +84,7 @@ class WindowTiling:
     unrolled: int = 0
     fetched: int = 0
     short: int = 0
+    paired: int = 0
 
     @property
     def threads(self) -> int:
@@ -91,6 +95,7 @@ class WindowTiling:
         """The scheduled program."""
         found = (("rounds", self.rounds, 1), ("spread", self.spread, 0), ("steps", self.steps, 1))
         found += (("unrolled", self.unrolled, 0), ("fetched", self.fetched, 0), ("short", self.short, 0))
+        found += (("paired", self.paired, 0),)
         more = tuple((name, count) for name, count, least in found if count > least)
         item = sides(program)[0].item
         kept = window(program)
@@ -138,8 +143,11 @@ def candidates(counter: Counter, program: Program, most: int = MOST) -> list[Can
     """The same as programs with scores; the best also in the ways that cost registers or code."""
     found: list[Candidate] = []
     kept = window(program)
+    pairs = counter.item == 2 and not counter.sides[1].along_terms and counter.columns % FOUR == 0
     for number, (spent, tiling) in enumerate(windows(counter, program, most)):
         assert kept is not None
+        if pairs and not number and tiling.columns % (4 * FOUR) == 0:
+            found.append((replace(tiling, paired=1).of(program), min(1.0, counter.least / spent) * AGAIN**number))
         lifted = spent / cycles(counter, kept, tiling)
         for other in _variants(kept, tiling) if number < VARIED else [tiling]:
             score = min(1.0, counter.least / (cycles(counter, kept, other) * lifted))

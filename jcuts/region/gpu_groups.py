@@ -140,7 +140,7 @@ def grouped(counter: GroupCounter, most: int = MOST, *, alike: bool = False) -> 
         scale = min(1.0, AGAIN * counter.least / streams[0][0] / chosen[0][0])
         chosen = [(scale * score, tiling) for score, tiling in chosen]
     for place, (score, tiling) in enumerate(chosen):
-        for factor, other in _ways(counter, tiling, place < SPREAD):
+        for factor, other in _ways(counter, tiling, place < (SPREAD if counter.rounded else 1)):
             yield other.of(counter.program), factor * score
 
 
@@ -150,7 +150,10 @@ def _ways(counter: GroupCounter, tiling: GroupTiling, first: bool) -> list[tuple
     Args: first: whether all of it is worth a trial.
     """
     if not counter.rounded:
-        return [(1.0, tiling)]
+        whole = tiling.columns % 16 == 0 and counter.columns % 4 == 0
+        if not (first and counter.narrow and whole and tiling.cluster == tiling.split == 1 and not tiling.held):
+            return [(1.0, tiling)]
+        return [(1.0, replace(tiling, paired=1)), (AGAIN, tiling)]
     spread, whole = replace(tiling, spread=1, steps=2), replace(tiling, steps=0)
     if not counter.short and counter.share(tiling) > tiling.stages and counter.fits(spread):
         others = [(PLAIN, tiling), (PLAIN, whole)] if first else []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -100,7 +102,7 @@ def test_nothing_new_for_float32_and_older_units():
 PIECED = [
     GroupTiling(64, 64, 64, (1, 1), 4), GroupTiling(128, 40, 64, (2, 1), 5, early=1),
     GroupTiling(64, 32, 64, (1, 1), 4, cluster=3, push=1, early=1), GroupTiling(64, 64, 128, (1, 1), 3),
-    GroupTiling(64, 64, 64, (1, 1), 5, cluster=3),
+    GroupTiling(64, 64, 64, (1, 1), 5, cluster=3), GroupTiling(128, 48, 64, (2, 1), 4, paired=1),
 ]  # fmt: skip
 
 
@@ -143,3 +145,27 @@ def test_channels_that_64_does_not_divide_have_schedules_of_warp_groups(batch, s
     traced = programs.trace(fn, *(jax.ShapeDtypeStruct(s, half) for s in shapes))
     ranked = [dict(p.params) for p, _ in gpu.candidates(built(traced), MACHINE, 12)]
     assert any("groups" in found and "pixels" not in found for found in ranked)
+
+
+@compiled
+@pytest.mark.parametrize("size", [(70, 192, 104), (130, 128, 48), (64, 136, 100)])
+@pytest.mark.parametrize("tiling", [GroupTiling(64, 96, 64, (1, 1), 3, paired=1),
+                                    GroupTiling(128, 64, 64, (2, 1), 3, paired=1)], ids=str)  # fmt: skip
+def test_lanes_exchange_results(size, tiling):
+    """What is added is read as widely as results are stored."""
+    found = arguments(*size, jnp.bfloat16)
+    traced = programs.trace(layer, *found)
+    program = tiling.of(as_product(built(traced)))
+    check(program, found, traced.operands())
+    ptx = compiler.ptx_of(program, SM90)
+    assert "shfl.sync.bfly" in ptx and "st.global.v2.b32" in ptx and "st.global.b32" not in ptx
+
+
+@compiled
+def test_lanes_of_blocks_that_meet_exchange_nothing():
+    found = arguments(49, 960, 64, jnp.bfloat16)
+    made = as_product(built(programs.trace(layer, *found)))
+    odd, meeting = GroupTiling(64, 40, 64, (1, 1), 4), GroupTiling(64, 64, 64, (1, 1), 4, cluster=4)
+    for tiling in (replace(odd, paired=1), replace(meeting, paired=1)):
+        with pytest.raises(CompileRejected):
+            compiler.compile_program(tiling.of(made), SM90)

@@ -98,6 +98,7 @@ def test_floats_of_16_bits(layout, tiling):
 @pytest.mark.parametrize("tiling", [
     WindowTiling(64, 32, 1, 4, 1, steps=2, unrolled=1), WindowTiling(128, 40, 2, 9, 2, 2, 1, 2, unrolled=1),
     WindowTiling(128, 72, 1, 5, 2, rounds=3, steps=2), WindowTiling(192, 32, 3, 9, 1, spread=1, steps=2, unrolled=1),
+    WindowTiling(128, 48, 2, 9, 2, rounds=2, spread=1, steps=2, unrolled=1, paired=1),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("channels, strides, padding", [(32, 1, "SAME"), (24, 2, "SAME"), (32, 1, "VALID")])
 def test_lines_of_64_bytes(channels, strides, padding, tiling):
@@ -126,7 +127,7 @@ def test_lines_of_64_bytes(channels, strides, padding, tiling):
     (80, WindowTiling(192, 72, 3, 5, 2, rounds=2, steps=2, short=1)), (48, WindowTiling(64, 72, 1, 5, 1, short=1)),
     (48, WindowTiling(128, 64, 2, 9, 2, rounds=2, spread=1, steps=4, unrolled=1, short=1)),
     (104, WindowTiling(128, 24, 1, 5, 2, steps=2, short=1)), (136, WindowTiling(64, 64, 1, 6, 2, rounds=2, short=1)),
-    (136, WindowTiling(128, 64, 2, 4, 2, spread=1, steps=2, short=1)),
+    (136, WindowTiling(128, 64, 2, 4, 2, spread=1, steps=2, short=1, paired=1)),
     (16, WindowTiling(128, 64, 2, 9, 2, spread=1, steps=2, unrolled=1, short=1)),
 ], ids=str)  # fmt: skip
 def test_last_lines_that_are_not_full(channels, tiling):

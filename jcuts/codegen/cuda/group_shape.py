@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda import tensor, wgmma
 from jcuts.codegen.cuda.group_tiles import SPAN, SQUARE, GroupTile
 from jcuts.codegen.cuda.product import ProductShape, three
+from jcuts.codegen.cuda.product_tiles import PAIR
 from jcuts.codegen.cuda.shared import WARP
 from jcuts.dfg.program import Program
 from jcuts.region.gpu_group_tiling import BARRIER, room
@@ -143,9 +145,18 @@ def group_shape(program: Program) -> GroupShape:
     runs = (second,) if apart else (first, second)
     fits = fits and all(t.side.run % terms == 0 or t.side.run in (extents[K], total) for t in runs)
     fits = fits and all(readable(t, number) for t, number in ((first, along), (second, across)))
+    fits = fits and may_pair(params, second)
     if not fits or shape.threads != int(str(params["threads"])):
         raise CompileRejected(f"{program.name}: no product of tiles {params['tile']} by groups {params['groups']}")
     return shape
+
+
+def may_pair(params: Mapping[str, object], tile: GroupTile) -> bool:
+    """Whether lanes may exchange results of these columns, if they are to (`product_exit`)."""
+    if not params.get("paired", 0):
+        return True
+    whole = tile.warp % 16 == 0 and tile.extent % (2 * PAIR) == 0 and tile.beside == 1
+    return whole and {"cluster", "held", "fed"}.isdisjoint(params)
 
 
 def readable(tile: GroupTile, groups: int) -> bool:

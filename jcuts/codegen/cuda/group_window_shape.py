@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda import tensor, wgmma
-from jcuts.codegen.cuda.group_shape import AHEAD, MOST_TOTALS, WARPS, readable
+from jcuts.codegen.cuda.group_shape import AHEAD, MOST_TOTALS, WARPS, may_pair, readable
 from jcuts.codegen.cuda.group_tiles import GroupTile
 from jcuts.codegen.cuda.product import ProductShape, three
 from jcuts.codegen.cuda.shared import WARP
@@ -169,6 +169,7 @@ def window_shape(program: Program) -> WindowShape:
     fits = fits and (not shape.fetched or (shape.whole and left.item == 4))
     fits = fits and (kept == 2 or (kept == found.chunks == rounds == 1))
     fits = fits and {"flight", "split", "cluster", "push", "early", "cached"}.isdisjoint(params)
+    fits = fits and may_pair(params, second)
     if not fits or shape.threads != int(str(params["threads"])):
         raise CompileRejected(f"{program.name}: no convolution of tiles {params['tile']} by groups {params['groups']}")
     return shape

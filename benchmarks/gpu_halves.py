@@ -32,6 +32,16 @@ CONVOLUTIONS = (
     (8, 448, 384, (3, 3), 1), (149, 32, 32, (3, 3), 1),
 )  # fmt: skip
 """(height and width, channels, features, filter, stride) of ResNet50, DenseNet121, InceptionV3."""
+INCEPTION = (
+    (149, 32, 32, (3, 3), 1, "VALID"), (147, 32, 64, (3, 3), 1, "SAME"), (73, 80, 192, (3, 3), 1, "VALID"),
+    (299, 3, 32, (3, 3), 2, "VALID"), (35, 288, 384, (3, 3), 2, "VALID"), (35, 48, 64, (5, 5), 1, "SAME"),
+    (35, 96, 96, (3, 3), 1, "SAME"), (35, 64, 96, (3, 3), 1, "SAME"),
+)  # fmt: skip
+"""The same with padding, of InceptionV3: its first layers, and those with few channels."""
+JOINED = ((1225, 192, 208), (1225, 288, 240), (289, 768, 768), (289, 768, 640), (64, 2048, 1344))
+"""Products as `PRODUCTS`: InceptionV3's siblings, joined."""
+POOLS = ((35, 400, 32), (17, 1216, 192), (8, 3072, 192))
+"""(height and width, channels of a pixel, those that are averaged over 3x3): pooled branches behind such products."""
 PRODUCTS = ((3136, 64, 256), (784, 512, 128), (196, 1024, 256), (784, 128, 512), (12544, 16, 96), (289, 768, 192))
 """(rows of an image, terms, columns)."""
 NORMS = ((3136, 96, 128), (3136, 224, 128), (784, 256, 128), (784, 480, 128), (196, 768, 128))
@@ -51,24 +61,43 @@ def _case(name: str, function: Callable[..., Any], shapes: Sequence[tuple[int, .
 def layers(batch: int) -> list[Case]:
     """All layers, those that tell most first."""
     found = []
+    for h, c, k, taps, stride, padding in INCEPTION:
+        found.append(_convolution(batch, h, c, k, taps, stride, padding))
+    for rows, k, n in JOINED:
+        found.append(_product(batch, rows, k, n))
+    for h, c, k in POOLS:
+        shapes = ((batch, h, h, c), (1, h, h, 1), (k,), (k,))
+        found.append(_case(f"bfloat16 pool {batch}x{h}x{h}x{k} of {c}", _pooled, shapes, "hhff"))
     for rows, k, n in NORMS:
         shapes = ((batch * rows, k), (k, n), (k,), (k,), (n,), (n,))
         found.append(_case(f"bfloat16 norm {batch * rows}x{k}x{n}",
                            lambda x, w, s, t, u, v: norm(norm(x, s, t) @ w, u, v), shapes, "hhffff"))  # fmt: skip
     for h, c, k, taps, stride in CONVOLUTIONS:
-
-        def convolved(x: Any, w: Any, s: Any, t: Any, stride: int = stride) -> Any:
-            names = ("NHWC", "HWIO", "NHWC")
-            return norm(lax.conv_general_dilated(x, w, (stride, stride), "SAME", dimension_numbers=names), s, t)
-
-        shapes = ((batch, h, h, c), (*taps, c, k), (k,), (k,))
-        name = f"bfloat16 convolution {taps[0]}x{taps[1]} {batch}x{h}x{h}x{c} to {k}"
-        found.append(_case(name, convolved, shapes, "hhff"))
+        found.append(_convolution(batch, h, c, k, taps, stride, "SAME"))
     for rows, k, n in PRODUCTS:
-        shapes = ((batch * rows, k), (k, n), (n,), (n,))
-        name = f"bfloat16 product {batch * rows}x{k}x{n}"
-        found.append(_case(name, lambda x, w, s, t: norm(x @ w, s, t), shapes, "hhff"))
-    return found
+        found.append(_product(batch, rows, k, n))
+    return list({case.name: case for case in found}.values())
+
+
+def _convolution(batch: int, h: int, c: int, k: int, taps: tuple[int, int], stride: int, padding: str) -> Case:
+    def convolved(x: Any, w: Any, s: Any, t: Any) -> Any:
+        names = ("NHWC", "HWIO", "NHWC")
+        return norm(lax.conv_general_dilated(x, w, (stride, stride), padding, dimension_numbers=names), s, t)
+
+    shapes = ((batch, h, h, c), (*taps, c, k), (k,), (k,))
+    name = f"bfloat16 convolution {taps[0]}x{taps[1]} {batch}x{h}x{h}x{c} to {k}"
+    return _case(name, convolved, shapes, "hhff")
+
+
+def _product(batch: int, rows: int, k: int, n: int) -> Case:
+    shapes = ((batch * rows, k), (k, n), (n,), (n,))
+    return _case(f"bfloat16 product {batch * rows}x{k}x{n}", lambda x, w, s, t: norm(x @ w, s, t), shapes, "hhff")
+
+
+def _pooled(x: Any, count: Any, s: Any, t: Any) -> Any:
+    """Averages of the last channels, with a norm behind them."""
+    part = lax.slice_in_dim(x, x.shape[3] - s.size, x.shape[3], axis=3)
+    return norm(lax.reduce_window(part, x.dtype.type(0), lax.add, (1, 3, 3, 1), (1, 1, 1, 1), "SAME") / count, s, t)
 
 
 def schedules(case: Case, most: int) -> list[Any]:

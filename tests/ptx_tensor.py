@@ -58,16 +58,19 @@ class Pipeline:
         live = np.flatnonzero(on)
         size = int(ins.operands[2])
         count = machine.value(ins.operands[3], "u32")[live] if len(ins.operands) > 3 else np.full(live.size, size)
-        if not np.isin(count, (0, size)).all():
-            raise TensorFault(f"copies a part of a piece: {ins.text}")
+        if (count > size).any():
+            raise TensorFault(f"copies more than a piece: {ins.text}")
         block, where = machine.shared_place(machine.address(ins.operands[0], "u32", live), size, live, ins)
         if self.busy[block, where].any():
             raise TensorFault(f"copies onto a copy that is under way: {ins.text}")
         machine.claim(block, where, live, ins)
         data = np.zeros((live.size, size), np.uint8)
-        reads = count == size
         source = machine.address(ins.operands[1], "u64", live)
-        data[reads] = machine.memory.read(source[reads], size, ins.text)
+        if (source % size).any():
+            raise TensorFault(f"copies from an address that its size does not divide: {ins.text}")
+        for part in np.unique(count[count > 0]):
+            reads = count == part
+            data[reads, :part] = machine.memory.read(source[reads], int(part), ins.text)
         self.busy[block, where] = True
         self.under_way.append(Copies(live, self.groups[live], where, data, np.ones(live.size, bool)))
 

@@ -67,6 +67,7 @@ class GroupTiling:
     push: int = 0
     early: int = 0
     held: int = 0
+    paired: int = 0
 
     @property
     def threads(self) -> int:
@@ -89,7 +90,7 @@ class GroupTiling:
         found = (("flight", self.flight, 0), ("split", self.split, 1), ("cluster", self.cluster, 1))
         found += (("rounded", self.rounded, 0), ("spread", self.spread, 0), ("steps", self.group, 1))
         found += (("cached", self.cached, 0), ("push", self.push, 0), ("early", self.early, 0))
-        found += (("held", self.held, 0),)
+        found += (("held", self.held, 0), ("paired", self.paired, 0))
         more = tuple((name, count) for name, count, least in found if count > least)
         tile = (self.rows, self.columns, self.terms)
         params = (("tile", tile), ("groups", self.groups), ("stages", self.stages), *more)

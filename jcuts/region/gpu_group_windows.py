@@ -25,8 +25,11 @@ GROUPED, LEAST_PRODUCTS = (9, 0), 1 << 24
 """The compute capability that has warp groups; products from which on there are schedules."""
 MOST = 5
 """Schedules of one convolution."""
-WHOLE = 4
-"""Steps of terms of a tile."""
+UNEVEN, WORTH = 24, 0.9
+"""Registers that a loop of its own for a last line of channels that is not full takes; share of all steps that are left
+by it, up to which it is tried."""
+FOUR = 4
+"""Columns that a lane stores at once where it has exchanged results with its neighbour."""
 VARIED, FEW_COLUMNS, RESIDENT = 2, 64, 2
 """Schedules that are tried in other ways, too; columns up to which every tap has code of its own from the start
 (compiling it takes seconds); tiles of terms between a copy of pixels and their use where weights stay."""
@@ -66,6 +69,8 @@ class WindowTiling:
         rounds: tiles of outputs of a block. spread: whether copies are started among the steps of products.
         steps: of terms, that are one group of instructions. unrolled: whether every tap has code of its own.
         fetched: whether the fragments of a tap are asked for before the products of the one before it.
+        short: whether the last line of channels, which is not full, is multiplied only as far as it is.
+        paired: whether lanes exchange results before the exit, for stores twice as wide.
     """
 
     rows: int
@@ -78,6 +83,8 @@ class WindowTiling:
     steps: int = 1
     unrolled: int = 0
     fetched: int = 0
+    short: int = 0
+    paired: int = 0
 
     @property
     def threads(self) -> int:
@@ -87,10 +94,12 @@ class WindowTiling:
     def of(self, program: Program) -> Program:
         """The scheduled program."""
         found = (("rounds", self.rounds, 1), ("spread", self.spread, 0), ("steps", self.steps, 1))
-        found += (("unrolled", self.unrolled, 0), ("fetched", self.fetched, 0))
+        found += (("unrolled", self.unrolled, 0), ("fetched", self.fetched, 0), ("short", self.short, 0))
+        found += (("paired", self.paired, 0),)
         more = tuple((name, count) for name, count, least in found if count > least)
         item = sides(program)[0].item
-        tile = (self.rows, self.columns, LINE // item)
+        kept = window(program)
+        tile = (self.rows, self.columns, LINE // item if kept is None else kept.line)
         params = (("tile", tile), ("groups", (self.groups, 1)), ("stages", self.stages), ("pixels", self.pixels))
         more += (("rounded", 1),) if item == 4 else ()
         return scheduled(program, "product", self.threads, *params, *more)
@@ -106,14 +115,23 @@ def windows(counter: Counter, program: Program, most: int = MOST) -> Iterator[tu
     best: dict[tuple[int, ...], tuple[float, WindowTiling]] = {}
     for tiling in tilings(counter, found):
         spent = cycles(counter, found, tiling)
-        key = tiling.rows, tiling.columns, tiling.rounds > 1, _stays(found, tiling)
+        key = tiling.rows, tiling.columns, tiling.rounds > 1, _stays(found, tiling), tiling.short
         if key not in best or spent < best[key][0]:
             best[key] = (spent, tiling)
     ranked = sorted(best.values(), key=lambda pair: pair[0])
     other = next((k for k, (_, t) in enumerate(ranked) if _stays(found, t) != _stays(found, ranked[0][1])), 0)
     if other and ranked[other][0] <= NEAR * ranked[0][0]:  # where weights lie is what estimates know least of
         ranked.insert(1, (ranked[0][0], ranked.pop(other)[1]))
+    full = next((k for k, (_, t) in enumerate(ranked) if not t.short), 0)
+    if full > 1:  # its groups are under way more evenly
+        ranked.insert(1, (ranked[1][0], ranked.pop(full)[1]))
     yield from ranked[:most]
+
+
+def _part(found: Window, short: int) -> float:
+    """Of all steps of whole lines, those that are multiplied."""
+    last = found.short if short else found.whole
+    return ((found.chunks - 1) * found.whole + last) / (found.chunks * found.whole)
 
 
 def _stays(found: Window, tiling: WindowTiling) -> bool:
@@ -125,8 +143,11 @@ def candidates(counter: Counter, program: Program, most: int = MOST) -> list[Can
     """The same as programs with scores; the best also in the ways that cost registers or code."""
     found: list[Candidate] = []
     kept = window(program)
+    pairs = counter.item == 2 and not counter.sides[1].along_terms and counter.columns % FOUR == 0
     for number, (spent, tiling) in enumerate(windows(counter, program, most)):
         assert kept is not None
+        if pairs and not number and tiling.columns % (4 * FOUR) == 0:
+            found.append((replace(tiling, paired=1).of(program), min(1.0, counter.least / spent) * AGAIN**number))
         lifted = spent / cycles(counter, kept, tiling)
         for other in _variants(kept, tiling) if number < VARIED else [tiling]:
             score = min(1.0, counter.least / (cycles(counter, kept, other) * lifted))
@@ -137,7 +158,7 @@ def candidates(counter: Counter, program: Program, most: int = MOST) -> list[Can
 def _variants(found: Window, tiling: WindowTiling) -> list[WindowTiling]:
     """A schedule of whole steps also with fragments that come early, and then with code of its own for every tap."""
     ahead = RESIDENT if _stays(found, tiling) else tiling.stages - 2
-    if tiling.steps != WHOLE or found.side.item != 4 or ahead >= found.taps:
+    if tiling.steps != found.whole or found.side.item != 4 or ahead >= found.taps:
         return [tiling]
     more = {tiling.unrolled, int(_repeats(found, tiling))}
     return [*(replace(tiling, unrolled=code, fetched=1) for code in sorted(more)), tiling]
@@ -145,23 +166,29 @@ def _variants(found: Window, tiling: WindowTiling) -> list[WindowTiling]:
 
 def tilings(counter: Counter, found: Window) -> Iterator[WindowTiling]:
     """All schedules that fit the convolution and the multiprocessor."""
-    whole = found.steps % 2 == 0  # two tiles' fragments are in registers at once
-    heights = HEIGHTS if whole else (*HEIGHTS, *TALLER)
-    for (rows, groups), columns in itertools.product(heights, _widths(counter.columns)):
+    ways = (0, 1) if _part(found, 1) < WORTH else (0,)
+    for (rows, groups), columns, short in itertools.product((*HEIGHTS, *TALLER), _widths(counter.columns), ways):
+        # two tiles' fragments are in registers at once
+        whole = found.narrow or (found.chunks <= 2 and rows == HIGH * groups if short else found.steps % 2 == 0)
+        if whole and rows > HIGH * groups:
+            continue
         if rows >= 2 * counter.rows or rows * columns > MOST_TOTALS * GROUP * groups:
             continue
         if found.span(rows) > SHARE * found.taps * rows:
             continue
         spread = int(rows == HIGH * groups)  # the assembler has no registers for copies among products of more rows
-        steps, runs = WHOLE if whole else 2, 1 if found.chunks == 1 else 2
+        steps, runs = found.whole if whole else 2, 1 if found.chunks == 1 else 2
         codes = (0, 1) if columns <= FEW_COLUMNS else (0,)
         for stages, code in itertools.product((*STAGES, found.steps), codes):
             if not 3 <= stages <= found.steps or (stages < found.steps and stages - 2 > found.taps):
                 continue
-            once = WindowTiling(rows, columns, groups, stages, runs, 1, spread, steps, code)
+            once = WindowTiling(rows, columns, groups, stages, runs, 1, spread, steps, code, 0, short)
+            loops, most = UNEVEN * short * (found.chunks > 1), min(MOST_REGISTERS, FILE // once.threads)
+            if loops and whole and registers(found, replace(once, unrolled=0)) + loops > most:
+                once = replace(once, steps=2)
             if code and not _repeats(found, once):
                 continue
-            if registers(found, replace(once, unrolled=0)) > min(MOST_REGISTERS, FILE // once.threads):
+            if registers(found, replace(once, unrolled=0)) + loops > most:
                 continue
             if shared(found, once) <= MOST_SHARED and stages < found.steps:
                 yield once
@@ -175,7 +202,9 @@ def tilings(counter: Counter, found: Window) -> Iterator[WindowTiling]:
 
 def _repeats(found: Window, tiling: WindowTiling) -> bool:
     """Whether every tap may have code of its own: its loop goes round a whole number of times, registers suffice."""
-    if tiling.steps != WHOLE or found.chunks % (1 + found.taps % 2):
+    if tiling.steps != found.whole or (found.chunks > 1 and found.chunks % (1 + found.taps % 2)):
+        return False
+    if tiling.short and found.chunks > 2:
         return False
     most = min(FILE // tiling.threads, MOST_REGISTERS + 8)
     return _stays(found, tiling) or (
@@ -192,13 +221,14 @@ def _widths(columns: int) -> list[int]:
 def shared(found: Window, tiling: WindowTiling) -> int:
     """Bytes of shared memory of a block."""
     columns = tiling.columns if found.side.item == 4 else -(-tiling.columns // HIGH) * HIGH
-    return tiling.stages * columns * LINE + tiling.pixels * found.span(tiling.rows) * LINE + LINE
+    return (tiling.stages * columns + tiling.pixels * found.span(tiling.rows)) * found.bytes + LINE
 
 
 def registers(found: Window, tiling: WindowTiling) -> int:
     """32-bit registers of a thread, roughly."""
     high, totals = tiling.rows // tiling.groups // HIGH, tiling.rows * tiling.columns // tiling.threads
-    total = 40 + 14 * (high - 1) + totals * 9 // 8 + (16 if tiling.steps == WHOLE else 0) + 10 * (tiling.rounds > 1)
+    total = 40 + 14 * (high - 1) + totals * 9 // 8 + 10 * (tiling.rounds > 1)
+    total += 4 * tiling.steps if tiling.steps == found.whole else 0
     if tiling.unrolled:  # addresses of all taps
         total += 24 if _stays(found, tiling) else ADDRESSES
     return -(-total // 8) * 8
@@ -223,18 +253,19 @@ def cycles(counter: Counter, found: Window, tiling: WindowTiling) -> float:
     beside = min(_resident(found, tiling), queue)
     waves = math.ceil(queue / beside)
     stays = _stays(found, tiling)
-    copied = found.span(rows) * LINE / found.taps + (0.0 if stays else columns * LINE)
-    read = rows // HIGH * (HIGH + columns) * LINE
+    copied = found.span(rows) * found.bytes / found.taps + (0.0 if stays else columns * found.bytes)
+    part = _part(found, tiling.short)
+    read = part * (rows // HIGH * (HIGH + columns) * found.bytes)
     work = max(
-        rows * columns * found.line / UNIT[found.side.item], (read + copied) / PORT, copied / CACHE
+        part * rows * columns * found.line / UNIT[found.side.item], (read + copied) / PORT, copied / CACHE
     )  # fmt: skip
     high = rows // tiling.groups // HIGH
     chain = CHAIN + GROUPS * tiling.groups * beside + TALL * (high - 1)
-    chain *= 1.0 if tiling.steps == WHOLE else HALF[high > 1]
+    chain *= 1.0 if tiling.steps == found.whole else HALF[high > 1]
     chain *= (OWN_CODE if tiling.unrolled else 1.0) * (FETCHED if tiling.fetched else 1.0)
     inner = max(work + chain, beside * work + HIDDEN * chain) if beside > 1 else work + chain
     leave = LEAVE + beside * 4.0 * rows * columns * counter.results / max(1.0, counter.partial) / CACHE
-    begin = BEGIN + (tiling.stages * columns * LINE / CACHE if stays else 0.0)
+    begin = BEGIN + (tiling.stages * columns * found.bytes / CACHE if stays else 0.0)
     begin *= 1.0 + (waves - 1) * (AGAIN_BEGUN if beside > 1 else 1.0)
     total, moved = begin + waves * tiling.rounds * (found.steps * inner + leave), counter.moved / MEMORY
     return max(total, moved + BEGIN) + LEFT * min(total, moved)

@@ -17,6 +17,7 @@ from jcuts.region import gpu_count, gpu_fed, gpu_fitted, gpu_group_windows, gpu_
 from jcuts.region.gpu_group_tiling import BARRIER, HIGH, LINE, GroupTiling
 from jcuts.region.gpu_products import LATENCY, MEMORY, Counter
 from jcuts.region.gpu_tiles import Candidate, GpuMachine
+from jcuts.region.group_windows import in_pieces
 from jcuts.region.products import Side, bears_zeros, prologue, shares, vectors
 
 MOST = 6
@@ -139,7 +140,7 @@ def grouped(counter: GroupCounter, most: int = MOST, *, alike: bool = False) -> 
         scale = min(1.0, AGAIN * counter.least / streams[0][0] / chosen[0][0])
         chosen = [(scale * score, tiling) for score, tiling in chosen]
     for place, (score, tiling) in enumerate(chosen):
-        for factor, other in _ways(counter, tiling, place < SPREAD):
+        for factor, other in _ways(counter, tiling, place < (SPREAD if counter.rounded else 1)):
             yield other.of(counter.program), factor * score
 
 
@@ -149,7 +150,10 @@ def _ways(counter: GroupCounter, tiling: GroupTiling, first: bool) -> list[tuple
     Args: first: whether all of it is worth a trial.
     """
     if not counter.rounded:
-        return [(1.0, tiling)]
+        whole = tiling.columns % 16 == 0 and counter.columns % 4 == 0
+        if not (first and counter.narrow and whole and tiling.cluster == tiling.split == 1 and not tiling.held):
+            return [(1.0, tiling)]
+        return [(1.0, replace(tiling, paired=1)), (AGAIN, tiling)]
     spread, whole = replace(tiling, spread=1, steps=2), replace(tiling, steps=0)
     if not counter.short and counter.share(tiling) > tiling.stages and counter.fits(spread):
         others = [(PLAIN, tiling), (PLAIN, whole)] if first else []
@@ -210,7 +214,9 @@ def _depths(
         depths = [(1, share, 0), *(depth for depth in depths if depth[1] < share)]
     for lines, stages, flight in depths:
         terms = lines * LINE // counter.item
-        if any(side.run % terms and side.run != counter.terms for side in counter.sides):
+        if any(side.run % terms and side.run != counter.terms for side in counter.sides) and (
+            split > 1 or not counter.pieces
+        ):
             continue
         share, found = shares(counter.terms, terms, split * cluster)
         if not counter.takes(terms * share * (found if split == 1 else 1), split):
@@ -247,6 +253,7 @@ class GroupCounter(Counter):
         self.before, self.vectors = prologue(program) is not None, len(vectors(program))
         self.through = int(self.rounded or (self.before and self.item == 2))
         self.ragged = self.before and bears_zeros(program)
+        self.pieces = in_pieces(program, *self.sides)
         products = float(self.batch * self.rows * self.columns * self.terms)
         few = self.batch * self.rows * self.columns <= machine.sms * FEW_POINTS
         self.short, self.few = bool(self.rounded) and few, self.item == 2 and not self.before and few

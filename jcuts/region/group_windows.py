@@ -4,8 +4,9 @@ The left operand of such a product is an array of *pixels*, ``channels`` neighbo
 
     left[m, (tap, channel)] = array[pixel(m) + offset(tap), begin + channel],   zero where guards fail
 
-so that outputs beside each other read one run of pixels, each of which many of them need.  A block copies that run once
-per `LINE` bytes of channels, where a product in general copies a tile for every tap.
+so that outputs beside each other read one run of pixels, each of which many of them need.  A block copies that run
+once per `LINE` bytes of channels (`NARROW`, where there are no more), where a product in general copies a tile for
+every tap.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from jcuts.dfg.index import Index
 from jcuts.dfg.program import Program
 from jcuts.region.products import ROWS, B, K, S, Side, _number, prologue, sides, summed
 
-LINE = 128
-"""Bytes of a pixel's channels that are kept at once."""
+LINE, NARROW = 128, 64
+"""Bytes of a pixel's channels that are kept at once; of those that have no more, of 16-bit floats."""
 MOST_TAPS = 32
 """A lane knows in one word which of them lie inside the image."""
 LEAST_TAPS = 2
+STEP = 32
+"""Bytes of terms per instruction."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Window:
         stride, begin: elements of a pixel, and those before the first that is read.
         pixel: the pixel of an output's tap with offset 0, by m.
         taps: how many; offset of tap t, in pixels from the first one: ``t // across * down + t % across * aside``.
-        first: the least offset from `pixel`.
+        first: the least offset from `pixel`. narrow: whether lines are `NARROW`.
     """
 
     side: Side
@@ -51,11 +54,17 @@ class Window:
     first: int
     stride: int
     begin: int
+    narrow: bool
+
+    @property
+    def bytes(self) -> int:
+        """Of a pixel's line."""
+        return NARROW if self.narrow else LINE
 
     @property
     def line(self) -> int:
         """Channels that are kept at once."""
-        return LINE // self.side.item
+        return self.bytes // self.side.item
 
     @property
     def chunks(self) -> int:
@@ -66,6 +75,17 @@ class Window:
     def steps(self) -> int:
         """Tiles of terms of the whole sum: of one tap and a line of channels each."""
         return self.chunks * self.taps
+
+    @property
+    def whole(self) -> int:
+        """Instructions along the terms of a tap's line."""
+        return self.bytes // STEP
+
+    @property
+    def short(self) -> int:
+        """The same of the last line of 16-bit floats; those of float32 are multiplied to their ends."""
+        left = (self.channels - (self.chunks - 1) * self.line) * self.side.item
+        return -(-left // STEP) if self.side.item == 2 else self.whole
 
     @property
     def reach(self) -> int:
@@ -80,7 +100,7 @@ class Window:
 def window(program: Program) -> Window | None:
     """How the left operand of a product is read; None where it is no array of pixels that a filter shares."""
     ranges = program.phases[0].ranges()
-    left, _ = sides(program)
+    left, right = sides(program)
     shape = next(b.shape for b in program.inputs if b.name == left.buffer)
     if {B, S} & set(ranges) or prologue(program) is not None or len(shape) < 2 or not left.along_terms:
         return None
@@ -105,7 +125,8 @@ def window(program: Program) -> Window | None:
     pixels, rows = int(np.prod(shape[:-1])), ranges[ROWS]
     if _farthest(pixel, rows, 2) < 0:
         return None
-    return Window(left, channels, pixels, rows, pixel, taps, *grid, offsets[0], stride, begin)
+    narrow = left.item == 2 and channels * left.item <= NARROW and not right.along_terms
+    return Window(left, channels, pixels, rows, pixel, taps, *grid, offsets[0], stride, begin, narrow)
 
 
 def in_line(side: Side, terms: int) -> Side:
@@ -114,6 +135,15 @@ def in_line(side: Side, terms: int) -> Side:
     if not np.array_equal(np.broadcast_to(places, (terms,)), np.arange(terms) * side.step):
         return side
     return replace(side, index=side.by_place + Index.axis(K) * side.step, run=terms)
+
+
+def in_pieces(program: Program, left: Side, right: Side) -> bool:
+    """Whether each copy of a product's left operand can find its own place: 16-bit floats, none computed on the way."""
+    whole = all(side.width * side.item == LINE // 8 for side in (left, right))
+    if left.item != 2 or not left.along_terms or not whole or prologue(program) is not None:
+        return False
+    terms = summed(program)
+    return in_line(right, terms).run == terms
 
 
 def has_weights(program: Program) -> bool:

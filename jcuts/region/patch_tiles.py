@@ -4,6 +4,9 @@ A block computes ``rows x pixels`` outputs of ``columns`` filters.  The patch th
 memory, line by line; a line begins up to three elements early, so that copies of 16 bytes are aligned.  Filters lie
 behind it, one line of columns per term.
 
+Lines of an odd number of 16-bit elements begin in the middle of a word in turns.  So they do in shared memory, where
+the pitch is odd, too: a tile whose first line begins in the middle lies one element further on, and words stay words.
+
 Terms are numbered in fours.  A lane of a warp holds terms ``lane % 4`` of two fours and pixel ``lane / 4`` of its
 fragment: a four is a *pattern* (where its terms lie, seen from the first one), for which a lane has one address, and a
 constant.  Fragments take neighbouring pixels, or every second one, whichever meets fewer banks twice.
@@ -87,6 +90,11 @@ class PatchShape:
 
     # -- the patch ----------------------------------------------------------------------------------------------
     @property
+    def odd(self) -> bool:
+        """Whether every second line begins in the middle of a word (no zeros to the left of an image then)."""
+        return self.patches.item < WORD and self.patches.length % 2 == 1 and self.patches.start[1] >= 0
+
+    @property
     def early(self) -> int:
         """Elements before the first one that a line of the patch needs."""
         return self.patches.start[1] % self.width
@@ -95,6 +103,8 @@ class PatchShape:
     def width(self) -> int:
         """Elements of one copy; 0 where lines are not even words."""
         found = self.patches
+        if self.odd:
+            return WORD // found.item
         image = found.lines * found.length
         steps = (found.length, found.step[1] * self.pixels, image)
         widths = (size // found.item for size in (ACCESS, 8, WORD))
@@ -108,7 +118,7 @@ class PatchShape:
     @property
     def length(self) -> int:
         """Elements of a line that are copied."""
-        found = self.early + (self.pixels - 1) * self.patches.step[1] + self.patches.reach[1]
+        found = self.odd + self.early + (self.pixels - 1) * self.patches.step[1] + self.patches.reach[1]
         return -(-found // self.width) * self.width
 
     @cached_property
@@ -129,13 +139,13 @@ class PatchShape:
     @cached_property
     def _layout(self) -> tuple[int, int]:
         return _best_pitch(
-            self.patches.terms, self.patches.step[1] * self.apart, self.length, self.width, self.patches.item
+            self.patches.terms, self.patches.step[1] * self.apart, self.length + self.odd, self.width, self.patches.item
         )
 
     @property
     def patch(self) -> int:
         """Bytes of a patch, a multiple of 16."""
-        return -(-self.lines * self.pitch * self.patches.item // ACCESS) * ACCESS
+        return -(-(self.lines * self.pitch + self.odd) * self.patches.item // ACCESS) * ACCESS
 
     # -- terms --------------------------------------------------------------------------------------------------
     @property

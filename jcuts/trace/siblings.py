@@ -10,6 +10,8 @@ of them (a bias, a ReLU) is done to all: siblings that another operation follows
 
         max(a + u, 0), max(b + v, 0), pool(c)   ->   y = max(x . [wa wb wc] + [u v 0], [0 0 -inf])
 
+So is what most of them compute in a wider type (a norm in float32 behind a product in bfloat16), if they all come back.
+
 A sibling that goes into a concatenation is the last one, so that the product's array can be the concatenation's
 (`trace/parts.py`).
 
@@ -41,7 +43,7 @@ ONE_OPERAND = frozenset(
 MORE_OPERANDS = frozenset({"add", "clamp", "div", "max", "min", "mul", "sub"})
 NEUTRAL = {"add": -0.0, "div": 1.0, "max": -np.inf, "min": np.inf, "mul": 1.0, "sub": 0.0}
 """Constants that change nothing, as the second operand."""
-CONCATENATE = "concatenate"
+CONCATENATE, CONVERT = "concatenate", "convert_element_type"
 
 
 @dataclass(frozen=True)
@@ -164,8 +166,10 @@ def _joined(group: Sequence[_Sibling], program: Program, readers: dict[Any, Any]
     widths = [s.width for s in group]
     whole = new_value(_wide(parts[0].aval.shape, first.place, sum(widths)), parts[0].aval)
     eqns, gone = [first.eqn.replace(invars=invars, outvars=[whole])], [s.eqn for s in group]
+    settled = eqns, gone, whole, parts  # the last state in which every part has the type of the whole
     while True:
-        followers = [readers[part] if program.uses[part] == 1 and part in readers else None for part in parts]
+        now = [part if part.aval.dtype == whole.aval.dtype else None for part in parts]
+        followers = [readers.get(part) if part is not None and program.uses[part] == 1 else None for part in now]
         step = _common(followers, parts, first.place, widths, program) if None not in followers else None
         if step is None:
             followers = _of_most(followers, parts, widths)
@@ -176,9 +180,12 @@ def _joined(group: Sequence[_Sibling], program: Program, readers: dict[Any, Any]
         model = next(eqn for eqn in followers if eqn is not None)
         whole_after = new_value(_wide(parts[0].aval.shape, first.place, sum(widths)), model.outvars[0].aval)
         invars = [whole if operand is None else operand for operand in operands]
-        eqns += [*before, model.replace(invars=invars, outvars=[whole_after])]
+        eqns = [*eqns, *before, model.replace(invars=invars, outvars=[whole_after])]
         parts = [part if eqn is None else eqn.outvars[0] for eqn, part in zip(followers, parts, strict=True)]
         whole, gone = whole_after, gone + [eqn for eqn in followers if eqn is not None]
+        if all(part.aval.dtype == whole.aval.dtype for part in parts):
+            settled = eqns, gone, whole, parts
+    eqns, gone, whole, parts = settled
     return [*eqns, *slices(whole, parts, first.place, widths, first.eqn)], gone
 
 
@@ -203,7 +210,7 @@ def _of_most(followers: Sequence[Any], parts: Sequence[Any], widths: Sequence[in
     """The followers that most columns have in common and that a constant can make harmless; None for all others."""
     by_name: dict[str, int] = {}
     for eqn, part, width in zip(followers, parts, widths, strict=True):
-        if eqn is not None and eqn.invars[0] is part and jaxapi.primitive_name(eqn) in NEUTRAL:
+        if eqn is not None and eqn.invars[0] is part and (jaxapi.primitive_name(eqn) in NEUTRAL or _keeps(eqn, parts)):
             name = jaxapi.primitive_name(eqn)
             by_name[name] = by_name.get(name, 0) + width
     name = max(by_name, key=lambda n: by_name[n], default="")
@@ -213,6 +220,18 @@ def _of_most(followers: Sequence[Any], parts: Sequence[Any], widths: Sequence[in
         eqn if eqn is not None and jaxapi.primitive_name(eqn) == name and eqn.invars[0] is part else None
         for eqn, part in zip(followers, parts, strict=True)
     ]
+
+
+def _keeps(eqn: Any, parts: Sequence[Any]) -> bool:
+    """Whether a conversion changes no value of any part: to a wider type, or back to that of parts that waited."""
+    if jaxapi.primitive_name(eqn) != CONVERT:
+        return False
+    before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+    waiting = {part.aval.dtype for part in parts} - {before}
+    if waiting:
+        return waiting == {after}
+    floats = all(jax.numpy.issubdtype(t, np.floating) for t in (before, after))
+    return floats and before != after and jax.numpy.promote_types(before, after) == after
 
 
 def _common(
@@ -273,10 +292,11 @@ def _side_by_side(
     None where one is no constant, where their types differ, or where they are too large to be worth joining.
     """
     rank = parts[0].aval.ndim
+    kind = next(atom.aval.dtype for atom in given if atom is not None)
     values = []
     for atom, part in zip(given, parts, strict=True):
         if atom is None:
-            values.append(np.full((1,) * rank, neutral, part.aval.dtype))
+            values.append(np.full((1,) * rank, neutral, kind))
             continue
         literal = jaxapi.is_literal(atom)
         value = np.asarray(atom.val) if literal else constant_of(atom, program.made, program.consts)

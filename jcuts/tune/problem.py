@@ -18,8 +18,8 @@ from jcuts.base.errors import UsageError
 FORMAT = 1
 GPU_TIMING = 4
 """How kernels are timed on GPUs: times of another way are not compared with these."""
-RECIPES = (*(kind + more for kind in ("normal", "positive") for more in ("", " finite", " tf32", " finite tf32")),
-           "bool", "integers", "given")  # fmt: skip
+MORE = ("", " finite", " tf32", " finite tf32", " divisor")
+RECIPES = (*(kind + more for kind in ("normal", "positive") for more in MORE), "bool", "integers", "given")
 CANDIDATE_KINDS = ("program", "object", "stablehlo")
 _INTEGERS = re.compile(r"integers (-?\d+)\.\.(-?\d+)")
 
@@ -32,7 +32,8 @@ class Input:
         shape: extents.
         dtype: NumPy/ml_dtypes name.
         recipe: ``normal`` (standard normal), ``positive`` (|normal| + 0.1), either with `` finite`` (never NaN or
-            infinite) and `` tf32`` (cut to TF32 numbers) behind it, ``integers lo..hi`` (both ends included),
+            infinite) and `` tf32`` (cut to TF32 numbers) or with `` divisor`` (nothing between 0 and the numbers whose
+            quotients overflow) behind it, ``integers lo..hi`` (both ends included),
             ``bool``, or ``given``: the values in the file ``npy``, used unchanged in every check (indices, lengths and
             loop conditions: random ones may not terminate).
         npy: path of the .npy file of a ``given`` input; not part of the problem's identity.

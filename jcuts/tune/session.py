@@ -274,7 +274,27 @@ def _recipe(subset: Any, var: Any) -> str:
     if dtype not in FLOATS:
         return "integers 0..100" if dtype.startswith("u") else "integers -100..100"
     kind = "positive" if _feeds(subset.closed, var) else "normal"
+    if _divides_factors(subset.closed, var):
+        return kind + " divisor"
     return kind + " finite" * _meets_padding(subset.closed, var)
+
+
+MOVES = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze"})
+
+
+def _divides_factors(closed: Any, var: Any) -> bool:
+    """Does this input divide something that is then multiplied? XLA may do that in another order."""
+    divisors, quotients = {var}, set()
+    for eqn in closed.jaxpr.eqns:
+        name, atoms = eqn.primitive.name, [a for a in eqn.invars if not hasattr(a, "val")]
+        if name in MOVES and atoms:
+            for known in (divisors, quotients):
+                known.update(eqn.outvars if atoms[0] in known else ())
+        elif name == "div" and not hasattr(eqn.invars[1], "val") and eqn.invars[1] in divisors:
+            quotients.update(eqn.outvars)
+        elif name == "mul" and any(a in quotients for a in atoms):
+            return True
+    return False
 
 
 def _meets_padding(closed: Any, var: Any) -> bool:

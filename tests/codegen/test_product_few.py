@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,3 +97,75 @@ def test_nothing_new_for_float32_and_older_units():
         traced = programs.trace(layer, *arguments(196, 1024, 256, dtype))
         found = gpu.candidates(built(traced), GpuMachine(132, capability=capability), 12)
         assert found and not any("groups" in dict(p.params) for p, _ in found)
+
+
+PIECED = [
+    GroupTiling(64, 64, 64, (1, 1), 4), GroupTiling(128, 40, 64, (2, 1), 5, early=1),
+    GroupTiling(64, 32, 64, (1, 1), 4, cluster=3, push=1, early=1), GroupTiling(64, 64, 128, (1, 1), 3),
+    GroupTiling(64, 64, 64, (1, 1), 5, cluster=3), GroupTiling(128, 48, 64, (2, 1), 4, paired=1),
+]  # fmt: skip
+
+
+@compiled
+@pytest.mark.parametrize("tiling", PIECED, ids=str)
+@pytest.mark.parametrize("channels, taps, strides, padding", [
+    (48, (3, 3), 1, "SAME"), (40, (1, 7), 1, "SAME"), (96, (3, 3), 2, "VALID"), (160, (3, 1), 1, "SAME"),
+])  # fmt: skip
+def test_tiles_whose_terms_lie_in_several_taps(channels, taps, strides, padding, tiling):
+    """Channels that 64 does not divide, part of pixels that hold NaN besides."""
+    half = jnp.dtype("bfloat16")
+    x, w = (normal(*s, seed=k).astype(half) for k, s in enumerate(((2, 9, 8, channels + 16), (*taps, channels, 72))))
+    x[..., :8], x[..., 8 + channels :] = np.nan, np.nan
+
+    def fn(x, w):
+        x = lax.slice_in_dim(x, 8, 8 + channels, axis=3)
+        names = ("NHWC", "HWIO", "NHWC")
+        return jax.nn.relu(lax.conv_general_dilated(x, w, (strides,) * 2, padding, dimension_numbers=names))
+
+    program = tiling.of(programs.trace(fn, x, w).product())
+    kernel, ptx = compiler.compile_program(program, SM90), compiler.ptx_of(program, SM90)
+    with jax.enable_x64(True):
+        want = np.asarray(fn(*(jnp.asarray(a.astype(np.float64)) for a in (x, w))))
+    (got,) = ptx_machine.run_kernel(ptx, kernel, [x, w])
+    assert np.abs(got.astype(np.float64) - want).max() <= OFF["bfloat16"] * np.abs(want).max()
+
+
+@compiled
+@pytest.mark.parametrize("batch, size, channels, features, taps", [
+    (1, 35, 48, 64, 5), (1, 35, 96, 96, 3), (64, 35, 288, 384, 3),
+])  # fmt: skip
+def test_channels_that_64_does_not_divide_have_schedules_of_warp_groups(batch, size, channels, features, taps):
+    half = jnp.bfloat16
+
+    def fn(x, w):
+        names = ("NHWC", "HWIO", "NHWC")
+        return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=names)
+
+    shapes = (batch, size, size, channels), (taps, taps, channels, features)
+    traced = programs.trace(fn, *(jax.ShapeDtypeStruct(s, half) for s in shapes))
+    ranked = [dict(p.params) for p, _ in gpu.candidates(built(traced), MACHINE, 12)]
+    assert any("groups" in found and "pixels" not in found for found in ranked)
+
+
+@compiled
+@pytest.mark.parametrize("size", [(70, 192, 104), (130, 128, 48), (64, 136, 100)])
+@pytest.mark.parametrize("tiling", [GroupTiling(64, 96, 64, (1, 1), 3, paired=1),
+                                    GroupTiling(128, 64, 64, (2, 1), 3, paired=1)], ids=str)  # fmt: skip
+def test_lanes_exchange_results(size, tiling):
+    """What is added is read as widely as results are stored."""
+    found = arguments(*size, jnp.bfloat16)
+    traced = programs.trace(layer, *found)
+    program = tiling.of(as_product(built(traced)))
+    check(program, found, traced.operands())
+    ptx = compiler.ptx_of(program, SM90)
+    assert "shfl.sync.bfly" in ptx and "st.global.v2.b32" in ptx and "st.global.b32" not in ptx
+
+
+@compiled
+def test_lanes_of_blocks_that_meet_exchange_nothing():
+    found = arguments(49, 960, 64, jnp.bfloat16)
+    made = as_product(built(programs.trace(layer, *found)))
+    odd, meeting = GroupTiling(64, 40, 64, (1, 1), 4), GroupTiling(64, 64, 64, (1, 1), 4, cluster=4)
+    for tiling in (replace(odd, paired=1), replace(meeting, paired=1)):
+        with pytest.raises(CompileRejected):
+            compiler.compile_program(tiling.of(made), SM90)

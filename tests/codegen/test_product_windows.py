@@ -96,6 +96,59 @@ def test_floats_of_16_bits(layout, tiling):
 
 @compiled
 @pytest.mark.parametrize("tiling", [
+    WindowTiling(64, 32, 1, 4, 1, steps=2, unrolled=1), WindowTiling(128, 40, 2, 9, 2, 2, 1, 2, unrolled=1),
+    WindowTiling(128, 72, 1, 5, 2, rounds=3, steps=2), WindowTiling(192, 32, 3, 9, 1, spread=1, steps=2, unrolled=1),
+    WindowTiling(128, 48, 2, 9, 2, rounds=2, spread=1, steps=2, unrolled=1, paired=1),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("channels, strides, padding", [(32, 1, "SAME"), (24, 2, "SAME"), (32, 1, "VALID")])
+def test_lines_of_64_bytes(channels, strides, padding, tiling):
+    """Few channels of 16 bits, beside NaN that belong to nobody."""
+    x, w, b = (normal(*s, seed=k) for k, s in enumerate(((3, 13, 11, 40), (3, 3, channels, 72), (72,))))
+    x, w, b = (a.astype("bfloat16") for a in (x, w, b))
+    x[..., :8], x[..., 8 + channels :] = np.nan, np.nan
+
+    def fn(x, w, b):
+        x = lax.slice_in_dim(x, 8, 8 + channels, axis=3)
+        y = lax.conv_general_dilated(x, w, (strides,) * 2, padding, dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return jax.nn.relu(y + b)
+
+    program = tiling.of(programs.trace(fn, x, w, b).product())
+    assert window_shape(program).run == window_shape(program).span * 64
+    kernel, ptx = compiler.compile_program(program, SM90), compiler.ptx_of(program, SM90)
+    with jax.enable_x64(True):
+        wanted = np.asarray(fn(*(jnp.asarray(a.astype(np.float64)) for a in (x, w, b))))
+    compare(ptx_machine.run_kernel(ptx, kernel, [x, w, b]), [wanted], 2.1 * EPS["bfloat16"] * np.abs(wanted).max())
+
+
+@compiled
+@pytest.mark.parametrize("channels, tiling", [
+    (80, WindowTiling(192, 96, 3, 6, 2, rounds=2, steps=4, spread=1, short=1)),
+    (96, WindowTiling(64, 40, 1, 18, 2, rounds=3, spread=1, steps=4, unrolled=1, short=1)),
+    (80, WindowTiling(192, 72, 3, 5, 2, rounds=2, steps=2, short=1)), (48, WindowTiling(64, 72, 1, 5, 1, short=1)),
+    (48, WindowTiling(128, 64, 2, 9, 2, rounds=2, spread=1, steps=4, unrolled=1, short=1)),
+    (104, WindowTiling(128, 24, 1, 5, 2, steps=2, short=1)), (136, WindowTiling(64, 64, 1, 6, 2, rounds=2, short=1)),
+    (136, WindowTiling(128, 64, 2, 4, 2, spread=1, steps=2, short=1, paired=1)),
+    (16, WindowTiling(128, 64, 2, 9, 2, spread=1, steps=2, unrolled=1, short=1)),
+], ids=str)  # fmt: skip
+def test_last_lines_that_are_not_full(channels, tiling):
+    x, w, b = (normal(*s, seed=k) for k, s in enumerate(((2, 9, 11, channels), (3, 3, channels, 72), (72,))))
+    x, w, b = (a.astype("bfloat16") for a in (x, w, b))
+
+    def fn(x, w, b):
+        y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return jax.nn.relu(y + b)
+
+    program = tiling.of(programs.trace(fn, x, w, b).product())
+    kernel, ptx = compiler.compile_program(program, SM90), compiler.ptx_of(program, SM90)
+    parts = window_shape(program).parts
+    assert sum(p.taps * p.steps for p in parts) == 9 * -(-channels // 16)
+    with jax.enable_x64(True):
+        wanted = np.asarray(fn(*(jnp.asarray(a.astype(np.float64)) for a in (x, w, b))))
+    compare(ptx_machine.run_kernel(ptx, kernel, [x, w, b]), [wanted], 2.1 * EPS["bfloat16"] * np.abs(wanted).max())
+
+
+@compiled
+@pytest.mark.parametrize("tiling", [
     WindowTiling(64, 32, 1, 4, 2, spread=1, steps=4, fetched=1),
     WindowTiling(128, 48, 2, 5, 2, rounds=2, spread=1, steps=4, fetched=1),
     WindowTiling(64, 24, 1, 0, 2, rounds=3, spread=1, steps=4, fetched=1),

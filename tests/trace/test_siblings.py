@@ -117,6 +117,41 @@ def test_infinities_and_nan_pass_through_a_neutral_maximum():
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+def _half_branches(back):
+    """Three products in bfloat16, two with a norm in float32, and their operand."""
+    half = jnp.bfloat16
+    x, ws = values(2, 4, 4, 8, dtype=half), [values(8, n, dtype=half) for n in (5, 3, 4)]
+    pairs = [(values(n), values(n)) for n in (5, 3)]
+
+    def branches(x):
+        found = []
+        for w, (s, t) in zip(ws[:2], pairs, strict=True):
+            y = (x @ w).astype(jnp.float32) * s + t
+            found.append(jnp.maximum(y.astype(half), 0) if back else jnp.sin(y))
+        return *found, lax.reduce_window(x @ ws[2], half(0), lax.add, (1, 3, 3, 1), (1, 1, 1, 1), "SAME")
+
+    return branches, x
+
+
+def test_a_norm_in_a_wider_type_is_done_to_siblings_without_one():
+    branches, x = _half_branches(True)
+    new = joined(branches, x).closed
+    assert count(new, "dot_general") == count(new, "mul") == count(new, "add") == count(new, "max") == 1
+    assert count(new, "convert_element_type") == 2
+    cut = [e for e in new.jaxpr.eqns if jaxapi.primitive_name(e) == "slice"]
+    assert [e.outvars[0].aval.dtype for e in cut] == [jnp.bfloat16] * 3
+    flat_results = jaxapi.eval_closed(flat(branches, x), x)
+    np.testing.assert_array_equal(*(np.asarray(r[2], np.float32) for r in (flat_results, jaxapi.eval_closed(new, x))))
+
+
+def test_what_does_not_come_back_from_a_wider_type_stays_behind_the_cut():
+    branches, x = _half_branches(False)
+    new = joined(branches, x).closed
+    assert count(new, "dot_general") == 1 and count(new, "mul", "add") == 4
+    cut = [e for e in new.jaxpr.eqns if jaxapi.primitive_name(e) == "slice"]
+    assert [e.outvars[0].aval.dtype for e in cut] == [jnp.bfloat16] * 3
+
+
 def test_a_sibling_that_is_concatenated_comes_last():
     x, ws, filters = values(1, 4, 4, 9), [values(9, n) for n in (4, 5)], values(3, 3, 5, 3)
     new = joined(lambda x: jnp.concatenate([jnp.tanh(x @ ws[0]), conv(jnp.tanh(x @ ws[1]), filters)], -1), x).closed

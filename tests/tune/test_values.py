@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
 from jcuts.base.errors import UsageError
-from jcuts.tune import reference, values
+from jcuts.tune import reference, session, values
 from jcuts.tune.problem import Input, Output, Problem
 from jcuts.tune.values import HUGE, NORMAL, SPECIAL, dtype_of, flushed, load, make_inputs, save, seed_kinds
 
@@ -51,6 +52,25 @@ def test_special_values_keep_the_recipe():
     floats, integers = make_inputs(make(*specs), SPECIAL, 0)
     assert not (floats < 0).any() and not np.signbit(floats[~np.isnan(floats)]).any()
     assert integers.min() == 0 and integers.max() == 9
+
+
+def test_divisors_have_no_tiny_values():
+    (x,) = make_inputs(make(Input((2000,), "bfloat16", "normal divisor")), SPECIAL, 0)
+    wide = x.astype(np.float64)
+    assert np.isnan(wide).any() and np.isinf(wide).any() and (wide == 0).any()
+    assert np.nanmin(np.abs(wide[wide != 0])) > 1e-9
+
+
+@pytest.mark.parametrize(("function", "found"), [
+    (lambda x, c, s: x / c.astype(jnp.float32) * s, ["normal", "normal divisor", "normal"]),
+    (lambda x, c, s: x / c.astype(jnp.float32) + s, ["normal"] * 3),
+    (lambda x, c, s: x * c.astype(jnp.float32) / 3.0 * s, ["normal"] * 3),
+])  # fmt: skip
+def test_what_divides_before_a_product_is_known(function, found):
+    args = jnp.ones((3, 4)), jnp.ones((1, 4), jnp.bfloat16), jnp.ones((4,))
+    closed = jax.make_jaxpr(function)(*args)
+    subset = type("Subset", (), {"closed": closed})
+    assert [session._recipe(subset, v) for v in closed.jaxpr.invars] == found
 
 
 def test_integers_of_the_whole_range_reach_its_ends():

@@ -47,23 +47,27 @@ class Rows:
 
 def multiply(
     builder: GpuBuilder, rows: Rows, right: L.Value, columns: GroupTile, reading: L.Value, number: L.Value,
-    before: Prologue | None, totals: Totals, beside: list[Iterator[None]], together: int,
+    before: Prologue | None, totals: Totals, beside: list[Iterator[None]], together: int, most: int | None = None,
 ) -> Totals:  # fmt: skip
     """Starts the products of the tile in a stage, step by step.
 
     Args: right: descriptor of the right operand's tile there; reading: bytes from the first stage; number: of the
         tile in the block's terms; before: what is done to the left operand before it is rounded; beside: copies, each
-        of which is started behind some step; together: steps that are one group.
+        of which is started behind some step; together: steps that are one group; most: steps, where there are fewer
+        than the tile has (what is left is no group of its own).
     """
     terms = builder.mul(number, L.I32(columns.terms)) if before is not None else None
     kind, wide = TYPES[columns.side.dtype], columns.side.item == 4
     steps = columns.terms * columns.side.item // tensor.STEP
     whole = together == steps  # fragments of the next tile are read while this one is multiplied
+    most = most if most != steps else None
+    steps = most or steps
     for first in range(0, steps, together):
         if not whole:
             wgmma.wait(builder, AHEAD // together)
         pairs: list[list[tuple[list[L.Value], L.Value]]] = []
-        for step in range(first, first + together):
+        last = min(first + together, steps)
+        for step in range(first, last):
             second = wgmma.moved(builder, right, columns.step(step))
             fragments = rows.read(reading, step)
             if before is not None:
@@ -72,8 +76,8 @@ def multiply(
             for row, words in zip(pairs, fragments, strict=True):
                 row.append(([tensor.to_tf32(builder, word) for word in words] if wide else words, second))
         totals = wgmma.multiply(builder, kind, pairs, (False, not columns.by_terms), totals)
-        for part in beside[first * len(beside) // steps : (first + together) * len(beside) // steps]:
+        for part in beside[first * len(beside) // steps : last * len(beside) // steps]:
             next(part)
-    if whole:
-        wgmma.wait(builder, 1)
+    if whole or most:  # what the tile before has read may be written from the next barrier on
+        wgmma.wait(builder, -(-steps // together))
     return totals

@@ -1,7 +1,8 @@
 """Pixels that a block of warp groups keeps in shared memory for all taps of a filter: copies and fragments.
 
-A pixel's channels fill a line of 128 bytes, whose pieces of 16 are swizzled by the number of the line.  A lane reads
-line ``pixel + offset of the tap`` of its row, or, where that tap lies outside the image, a line of zeros.
+A pixel's channels fill a line of 128 bytes (or 64), whose pieces of 16 are swizzled by the number of the line (of two
+lines): eight lines beside each other meet different banks.  A lane reads line ``pixel + offset of the tap`` of its row,
+or, where that tap lies outside the image, a line of zeros.
 """
 
 from __future__ import annotations
@@ -12,27 +13,38 @@ from dataclasses import replace
 from jcuts.codegen import lanes as L
 from jcuts.codegen.cuda import memory as M
 from jcuts.codegen.cuda import tensor, wgmma
+from jcuts.codegen.cuda.builder import GpuBuilder
 from jcuts.dfg.index import Index
 from jcuts.region.group_windows import Window
 from jcuts.region.products import ROWS, K
 
-PIECES = wgmma.LINE // wgmma.PIECE
+
+def _pieces(window: Window) -> int:
+    """Of a line."""
+    return window.bytes // wgmma.PIECE
+
+
+def _swizzled(builder: GpuBuilder, window: Window, line: L.Value, piece: L.Value) -> L.Value:
+    """Where a piece of a line lies in it."""
+    turn = builder.lshr(line, L.I32(1)) if window.narrow else line
+    return builder.and_(builder.xor(turn, piece), L.I32(_pieces(window) - 1))
 
 
 class PixelCopies:
-    """Copies runs of pixels: eight threads beside each other take one line."""
+    """Copies runs of pixels: eight threads beside each other (or four) take one line."""
 
     def __init__(self, frame: M.Frame, window: Window, span: int, threads: int, thread: L.Value, into: L.Value) -> None:
         """Args: span: lines of a run; into: address of the first run's place in shared memory."""
         builder = self.builder = frame.builder
         self.frame, self.window, self.span, self.threads = frame, window, span, threads
-        self.abreast = threads // PIECES
+        pieces = _pieces(window)
+        self.abreast = threads // pieces
         self.count = -(-span // self.abreast)
-        self.line = builder.lshr(thread, L.I32(3))
-        column = builder.and_(thread, L.I32(PIECES - 1))
+        self.line = builder.lshr(thread, L.I32(pieces.bit_length() - 1))
+        column = builder.and_(thread, L.I32(pieces - 1))
         self.channel = builder.mul(column, L.I32(wgmma.PIECE // window.side.item))
-        piece = builder.xor(column, builder.and_(self.line, L.I32(PIECES - 1)))
-        place = builder.add(builder.mul(self.line, L.I32(wgmma.LINE)), builder.mul(piece, L.I32(wgmma.PIECE)))
+        piece = _swizzled(builder, window, self.line, column)
+        place = builder.add(builder.mul(self.line, L.I32(window.bytes)), builder.mul(piece, L.I32(wgmma.PIECE)))
         self.into = builder.add(into, place)
 
     def first(self, row: L.Value) -> L.Value:
@@ -72,7 +84,7 @@ class PixelCopies:
             place = builder.add(place, L.I32(window.begin))
         source = builder.mul(builder.sext(place, L.I64), L.I64(item))
         source = builder.add(self.frame.pointers[window.side.buffer], source)
-        target = builder.add(builder.add(self.into, stage), builder.mul(far, L.I32(wgmma.LINE)))
+        target = builder.add(builder.add(self.into, stage), builder.mul(far, L.I32(window.bytes)))
         tensor.copy(builder, (target, 0), (source, 0), wgmma.PIECE, live, where)
 
 
@@ -130,8 +142,8 @@ class PixelRows:
         self.places = []
         for line, mask in zip(self.lines, self.masks, strict=True):
             mine = builder.add(line, offset)
-            piece = builder.and_(builder.xor(mine, self.half), L.I32(PIECES - 1))
-            place = builder.add(builder.mul(mine, L.I32(wgmma.LINE)), builder.shl(piece, L.I32(4)))
+            piece = _swizzled(builder, window, mine, self.half)
+            place = builder.add(builder.mul(mine, L.I32(window.bytes)), builder.shl(piece, L.I32(4)))
             place = builder.add(base, place)
             if mask is not None:
                 there = builder.and_(builder.lshr(mask, tap), L.I32(1))

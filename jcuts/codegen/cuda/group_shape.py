@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda import tensor, wgmma
 from jcuts.codegen.cuda.group_tiles import SPAN, SQUARE, GroupTile
 from jcuts.codegen.cuda.product import ProductShape, three
+from jcuts.codegen.cuda.product_tiles import PAIR
 from jcuts.codegen.cuda.shared import WARP
 from jcuts.dfg.program import Program
 from jcuts.region.gpu_group_tiling import BARRIER, room
 from jcuts.region.gpu_held import Held, held
+from jcuts.region.group_windows import in_line, in_pieces
 from jcuts.region.products import COLUMNS, ROWS, K, S, bears_zeros, prologue, shares, sides, summed, vectors
 
 WARPS = 4  # of a group
@@ -106,7 +109,9 @@ def group_shape(program: Program) -> GroupShape:
     share, ranks = shares(extents[K], terms, cluster)
     left, right = sides(program)
     ragged = total % (terms * share * (cluster if S not in extents else 1)) != 0
-    first = GroupTile(left, extents[ROWS], rows, terms, rows // max(1, along), 0, ragged)
+    apart = left.run % terms != 0 and left.run != extents[K] and S not in extents and in_pieces(program, left, right)
+    right = in_line(right, total) if apart else right
+    first = GroupTile(left, extents[ROWS], rows, terms, rows // max(1, along), 0, ragged, apart)
     second = GroupTile(right, extents[COLUMNS], columns, terms, columns // max(1, across), first.bytes, ragged)
     stages, flight = int(str(params["stages"])), int(str(params.get("flight", 0)))
     rounded, steps = bool(params.get("rounded", 0)), int(str(params.get("steps", 1)))
@@ -124,16 +129,20 @@ def group_shape(program: Program) -> GroupShape:
             fits = fits and S not in extents and bears_zeros(program)
         weights = right.along_terms and program.buffer(right.buffer).tf32
         fits = fits and left.along_terms and (weights if left.item == 4 else prologue(program) is not None)
-        fits = fits and terms * left.item // tensor.STEP % steps == 0 and (
-            steps <= AHEAD or steps == terms * left.item // tensor.STEP
+        fits = (
+            fits
+            and terms * left.item // tensor.STEP % steps == 0
+            and (steps <= AHEAD or steps == terms * left.item // tensor.STEP)
         )
     else:
         fits = fits and prologue(program) is None and (spread, steps, cached) == (False, 1, False)
     fits = fits and not (shape.push and (flight or cluster == 1))  # copies in flight know no block that has not begun
     fits = fits and ranks == cluster and (cluster == 1 or S not in extents)
     fits = fits and (cluster == 1 or not params.get("held", 0))  # its blocks finish parts of a tile
-    fits = fits and all(t.side.run % terms == 0 or t.side.run == extents[K] for t in (first, second))
+    runs = (second,) if apart else (first, second)
+    fits = fits and all(t.side.run % terms == 0 or t.side.run in (extents[K], total) for t in runs)
     fits = fits and all(readable(t, number) for t, number in ((first, along), (second, across)))
+    fits = fits and may_pair(params, second)
     if not fits or shape.threads != int(str(params["threads"])):
         raise CompileRejected(f"{program.name}: no product of tiles {params['tile']} by groups {params['groups']}")
     return shape
@@ -144,6 +153,14 @@ def divided(left: GroupTile, right: GroupTile, along: int, across: int) -> bool:
     even = left.size == along * left.warp and right.size == across * right.warp
     units = left.warp % wgmma.ROWS == 0 and right.warp % 8 == 0 and right.warp <= wgmma.WIDEST
     return even and units and left.warp * right.warp <= MOST_TOTALS * WARP * WARPS
+
+
+def may_pair(params: Mapping[str, object], tile: GroupTile) -> bool:
+    """Whether lanes may exchange results of these columns, if they are to (`product_exit`)."""
+    if not params.get("paired", 0):
+        return True
+    whole = tile.warp % 16 == 0 and tile.extent % (2 * PAIR) == 0 and tile.beside == 1
+    return whole and {"cluster", "held", "fed"}.isdisjoint(params)
 
 
 def readable(tile: GroupTile, groups: int) -> bool:

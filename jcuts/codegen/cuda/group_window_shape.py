@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jcuts.base.errors import CompileRejected
-from jcuts.codegen.cuda import tensor, wgmma
-from jcuts.codegen.cuda.group_shape import AHEAD, WARPS, divided, readable
+from jcuts.codegen.cuda import tensor
+from jcuts.codegen.cuda.group_shape import AHEAD, WARPS, divided, may_pair, readable
 from jcuts.codegen.cuda.group_tiles import GroupTile
 from jcuts.codegen.cuda.pixel_shape import PixelShape
 from jcuts.codegen.cuda.product import three
@@ -14,6 +15,14 @@ from jcuts.dfg.program import Program
 from jcuts.region.gpu_group_windows import RESIDENT
 from jcuts.region.group_windows import Window, has_weights, in_line, window
 from jcuts.region.products import COLUMNS, ROWS, sides
+
+
+class Part(NamedTuple):
+    """A part of a tile's terms: taps of lines of channels, steps of each, taps of a round of the loop."""
+
+    taps: int
+    steps: int
+    together: int
 
 
 @dataclass(frozen=True)
@@ -26,6 +35,7 @@ class WindowShape(PixelShape):
         steps: of terms, of a tile of weights, that are one group of instructions.
         unrolled: whether every tap has code of its own.
         fetched: whether the fragments of a tap are asked for before the products of the one before it.
+        short: whether the last line of channels is multiplied only as far as it is full.
     """
 
     window: Window
@@ -33,6 +43,7 @@ class WindowShape(PixelShape):
     steps: int
     unrolled: bool
     fetched: bool
+    short: bool
 
     @property
     def stage(self) -> int:
@@ -52,19 +63,41 @@ class WindowShape(PixelShape):
     @property
     def whole(self) -> bool:
         """Whether all steps of a tile are one group of instructions."""
-        return self.steps == wgmma.LINE // tensor.STEP
+        return self.steps == self.window.bytes // tensor.STEP
+
+    @property
+    def parts(self) -> list[Part]:
+        """What a tile's terms are, in order: all lines of channels, or a shorter last one after the others."""
+        found = self.window
+        if not self.short:
+            return [Part(self.share, found.whole, self.together)]
+        lines = (found.chunks - 1) * found.taps
+        return [
+            Part(count, steps, found.taps if self.unrolled else self._apart(count, steps))
+            for count, steps in ((lines, found.whole), (found.taps, found.short)) if count
+        ]  # fmt: skip
+
+    def _apart(self, count: int, steps: int) -> int:
+        """Taps of a round of a loop over so many, so that fragments are not read into registers of groups under way."""
+        groups, under_way = -(-steps // self.steps), 1 if self.whole else AHEAD // self.steps
+        return next(t for t in range(1, count + 1) if count % t == 0 and (t * groups > under_way or t == count))
 
     @property
     def together(self) -> int:
-        """Steps of a round of the loop."""
+        """Taps of a round of the loop, where all lines are equally long."""
         if not self.unrolled:
             return 2 if self.whole else 1
-        return self.window.taps * (2 if self.whole and self.window.taps % 2 else 1)
+        return self.window.taps * (2 if self.whole and self.window.taps % 2 and self.window.chunks > 1 else 1)
 
     @property
     def slots(self) -> int:
         """Steps of a chunk beside which the next run of pixels is copied, so that it is there when it is read."""
         return self.window.taps - self.ahead + (0 if self.fetched else 1)
+
+    @property
+    def run(self) -> int:
+        """Bytes of a run of pixels."""
+        return self.span * self.window.bytes
 
     @property
     def shared(self) -> int:
@@ -100,18 +133,19 @@ def window_shape(program: Program) -> WindowShape:
         first, second, (WARPS * along, across, 1), stages, found.steps, found.taps * found.channels, 1,
         found.span(rows), kept, rounds, found, bool(params.get("spread", 0)), steps,
         unrolled=bool(params.get("unrolled", 0)), fetched=bool(params.get("fetched", 0)),
+        short=bool(params.get("short", 0)),
     )  # fmt: skip
     fits = divided(first, second, along, across) and terms == found.line
-    fits = (
-        fits
-        and (1 <= steps <= AHEAD or (shape.whole and shape.share % 2 == 0))
-        and terms * left.item // tensor.STEP % steps == 0
-    )
-    fits = fits and readable(second, across) and not (shape.unrolled and shape.share % shape.together)
+    grouped = 1 <= steps <= AHEAD and not found.narrow
+    grouped = grouped or (shape.whole and (found.narrow or shape.short or shape.share % 2 == 0))
+    fits = fits and grouped and terms * left.item // tensor.STEP % steps == 0 and readable(second, across)
+    fits = fits and (shape.short or not shape.unrolled or shape.share % shape.together == 0)
+    fits = fits and not (shape.short and (found.short == found.whole or (shape.unrolled and found.chunks > 2)))
     fits = fits and 3 <= stages <= shape.share and shape.slots >= 1 and rounds >= 1
     fits = fits and (not shape.fetched or (shape.whole and left.item == 4))
     fits = fits and (kept == 2 or (kept == found.chunks == rounds == 1))
     fits = fits and {"flight", "split", "cluster", "push", "early", "cached"}.isdisjoint(params)
+    fits = fits and may_pair(params, second)
     if not fits or shape.threads != int(str(params["threads"])):
         raise CompileRejected(f"{program.name}: no convolution of tiles {params['tile']} by groups {params['groups']}")
     return shape

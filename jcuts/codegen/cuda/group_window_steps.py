@@ -10,6 +10,7 @@ from jcuts.codegen.cuda import tensor, wgmma
 from jcuts.codegen.cuda.product_exit import Totals
 
 if TYPE_CHECKING:
+    from jcuts.codegen.cuda.group_window_shape import Part
     from jcuts.codegen.cuda.product_windows import WindowEmitter
 
 Words = list[list[list[L.Value]]]
@@ -37,41 +38,53 @@ class Steps:
             self._arrived()
             emitter.rows.turn(L.I32(0), self.places[2])
             fetched = self._read()
-        before = builder.block
+        high, wide = shape.left.warp // wgmma.ROWS, shape.right.warp // 8
+        state: list[L.Value] = [*[L.I32(0)] * 3, *self.places]
+        totals: Totals = [[[L.F32(0.0) for _ in range(4)] for _ in range(wide)] for _ in range(high)]
+        last = 0
+        for part in shape.parts:
+            last += part.taps
+            state, totals, fetched = self._part(part, last, state, totals, fetched)
+        self.places = state[3:]
+        return wgmma.finished(builder, totals)
+
+    def _part(
+        self, part: Part, last: int, state: list[L.Value], totals: Totals, words: Words
+    ) -> tuple[list[L.Value], Totals, Words]:  # fmt: skip
+        """A loop over a part of the terms. Args: last: number of the step behind it; the others as of `_step`."""
+        builder, shape = self.builder, self.emitter.shape
+        before, left = builder.block, part.taps % part.together
         loop, after = builder.append_basic_block("terms"), builder.append_basic_block("terms.done")
         builder.branch(loop)
         builder.position_at_end(loop)
 
-        def carried(kind: L.Type, start: L.Value) -> L.Value:
-            phi = builder.phi(kind)
+        def carried(start: L.Value) -> L.Value:
+            phi = builder.phi(start.type)
             phi.add_incoming(start, before)
             return phi
 
-        high, wide = shape.left.warp // wgmma.ROWS, shape.right.warp // 8
-        state = [carried(L.I32, place) for place in (*[L.I32(0)] * 3, *self.places)]
-        totals = [[[carried(L.F32, L.F32(0.0)) for _ in range(4)] for _ in range(wide)] for _ in range(high)]
-        words = [[[carried(L.I32, word) for word in row] for row in step] for step in fetched]
+        state = [carried(value) for value in state]
+        totals = [[[carried(value) for value in tile] for tile in row] for row in totals]
+        words = [[[carried(word) for word in row] for row in step] for step in words]
         phis = [*state, *_flat(totals), *_flat(words)]
-        for number in range(shape.together):
+        for number in range(part.together):
             known = number % shape.window.taps if shape.unrolled else None
-            state, totals, words = self._step(state, totals, words, known)
+            state, totals, words = self._step(state, totals, words, known, part.steps)
         for phi, value in zip(phis, [*state, *_flat(totals), *_flat(words)], strict=True):
             phi.add_incoming(value, builder.block)
-        last = shape.share // shape.together * shape.together
-        builder.cbranch(builder.icmp_signed("<", state[0], L.I32(last)), loop, after)
+        builder.cbranch(builder.icmp_signed("<", state[0], L.I32(last - left)), loop, after)
         builder.position_at_end(after)
-        for _ in range(shape.share % shape.together):
-            state, totals, words = self._step(state, totals, words)
-        self.places = state[3:]
-        return wgmma.finished(builder, totals)
+        for _ in range(left):
+            state, totals, words = self._step(state, totals, words, None, part.steps)
+        return state, totals, words
 
     def _step(
-        self, state: list[L.Value], totals: Totals, words: Words, known: int | None = None
+        self, state: list[L.Value], totals: Totals, words: Words, known: int | None, most: int
     ) -> tuple[list[L.Value], Totals, Words]:  # fmt: skip
         """The products of one tap's line of channels.
 
         Args: state: numbers of step, tap and chunk, and `places`; words: its fragments, where they have been fetched;
-            known: the tap's number, where the code is its own.
+            known: the tap's number, where the code is its own; most: steps of the line.
         """
         emitter, builder, shape = self.emitter, self.builder, self.emitter.shape
         number, tap, chunk, reading, writing, run = state
@@ -93,7 +106,7 @@ class Steps:
             totals, words = self._fetched(number, (tap, run), (following[1], following[5]), reading, totals, words)
         else:
             emitter.rows.turn(tap, run)
-            totals = emitter.products(number, reading, totals, beside if shape.spread else [])
+            totals = emitter.products(number, reading, totals, beside if shape.spread else [], most)
         for copy in [] if shape.spread and not shape.fetched else beside:
             next(copy)
         tensor.commit(builder)

@@ -78,7 +78,7 @@ class PatchEmitter:
             count = builder.select(builder.icmp_signed("<", left, count), left, count)
         if shape.share == 1:
             self._arrived()
-            self._finish(self.first, self._sums(readers, columns, L.I32(0)))
+            self._finish(self.first, self._sums(readers, columns, self._begin(self.first, L.I32(0))))
             return
         before = builder.block
         loop, after = builder.append_basic_block("tiles"), builder.append_basic_block("tiles.done")
@@ -93,7 +93,7 @@ class PatchEmitter:
         self._arrived()
         if shape.stages == 2:
             self._next(more, tile, following)
-        totals = self._sums(readers, columns, stage)
+        totals = self._sums(readers, columns, self._begin(tile, stage))
         if shape.stages == 1:
             tensor.barrier(builder)
             self._next(more, tile, following)
@@ -108,8 +108,15 @@ class PatchEmitter:
             return L.I32(0)
         return self.builder.mul(self.builder.and_(number, L.I32(1)), L.I32(self.shape.patch))
 
+    def _begin(self, tile: L.Value, stage: L.Value) -> L.Value:
+        """Where the first line of a tile begins, seen from the first patch."""
+        if not self.shape.odd:
+            return stage
+        middle = self.copier.middle(self._places(tile))
+        return self.builder.add(stage, self.builder.mul(middle, L.I32(self.shape.patches.item)))
+
     def _start(self, tile: L.Value, stage: L.Value) -> None:
-        self.copier.start(self._places(tile), stage, _fresh(self.builder, self.thread))
+        self.copier.start(self._places(tile), self._begin(tile, stage), _fresh(self.builder, self.thread))
         tensor.commit(self.builder)
 
     def _next(self, more: L.Value, tile: L.Value, following: L.Value) -> None:
@@ -175,7 +182,7 @@ class PatchEmitter:
         high, long, broad = shape.warp
         count, kind = high * long // TILE, TYPES[shape.patches.dtype]
         sums: Totals = [[[L.F32(0.0)] * 4 for _ in range(broad // EIGHT)] for _ in range(count)]
-        places = {p: builder.add(v, stage) for p, v in patterns.items()} if shape.stages > 1 else patterns
+        places = {p: builder.add(v, stage) for p, v in patterns.items()} if shape.stages > 1 or shape.odd else patterns
         near = (self._left(places, 0), self._right(columns, 0))
         for step in range(shape.steps):
             rows, filters = near

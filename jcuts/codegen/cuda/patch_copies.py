@@ -25,7 +25,10 @@ class PatchCopier:
         self.frame, self.shape, self.shared = frame, shape, shared
 
     def start(self, places: Mapping[str, L.Value], stage: L.Value, thread: L.Value) -> None:
-        """Starts the copies of the patch of a tile whose first output is at ``places``, zeros outside the image."""
+        """Starts the copies of the patch of a tile whose first output is at ``places``, zeros outside the image.
+
+        Args: stage: bytes to where its first line begins.
+        """
         builder, shape, found = self.frame.builder, self.shape, self.shape.patches
         item = found.item
         at = replace(self.frame, variables=dict(places), cache={})
@@ -38,13 +41,32 @@ class PatchCopier:
         base = builder.add(self.frame.pointers[found.image], base)
         line, column = builder.udiv(thread, L.I32(shape.beside)), builder.urem(thread, L.I32(shape.beside))
         place = builder.mul(column, L.I32(shape.width))
-        target = builder.add(builder.mul(line, L.I32(shape.pitch)), place)
-        target = builder.add(builder.add(self.shared, stage), builder.mul(target, L.I32(item)))
-        down, right = builder.add(line, first), builder.add(begin, place)
-        offset = builder.add(builder.mul(down, L.I32(found.length)), right)
-        source = builder.add(base, builder.mul(builder.sext(offset, L.I64), L.I64(item)))
+        down = builder.add(line, first)
+
+        def addresses(lower: int, back: L.Value | None) -> tuple[L.Value, L.Value, L.Value]:
+            """Of this thread's first copy: target, source, element of the line.
+
+            Args: lower: lines below this thread's first one; back: elements before the first.
+            """
+            there, right = builder.add(line, L.I32(lower)) if lower else line, builder.add(begin, place)
+            inner = builder.add(builder.mul(there, L.I32(shape.pitch)), place)
+            if back is not None:
+                inner, right = builder.sub(inner, back), builder.sub(right, back)
+            target = builder.add(builder.add(self.shared, stage), builder.mul(inner, L.I32(item)))
+            offset = builder.add(builder.mul(builder.add(there, first), L.I32(found.length)), right)
+            return target, builder.add(base, builder.mul(builder.sext(offset, L.I64), L.I64(item))), right
+
         abreast, pieces = shape.threads // shape.beside, shape.length // shape.width
+        if shape.odd:
+            middle = builder.and_(builder.add(self.middle(places), line), L.I32(1))
+            other = abreast % 2 and abreast < shape.lines
+            turns = [addresses(0, middle), *([addresses(abreast, builder.sub(L.I32(1), middle))] if other else [])]
+        else:
+            turns = [addresses(0, None)]
         for above in range(0, shape.lines, abreast):
+            turn = above % 2 if shape.odd else 0
+            target, source, right = turns[turn]
+            lines = above - turn * abreast
             there = None
             if above + abreast > shape.lines:
                 there = builder.icmp_unsigned("<", line, L.I32(shape.lines - above))
@@ -55,11 +77,25 @@ class PatchCopier:
                     held = builder.icmp_unsigned("<", column, L.I32(pieces - left))
                     where = held if where is None else builder.and_(where, held)
                 end = builder.add(right, L.I32(left * shape.width))
-                live = builder.and_(inside, builder.icmp_unsigned("<", end, L.I32(found.length)))
-                moved = (above * shape.pitch + left * shape.width, above * found.length + left * shape.width)
-                tensor.copy(
-                    builder, (target, item * moved[0]), (source, item * moved[1]), item * shape.width, live, where
-                )  # fmt: skip
+                moved = (lines * shape.pitch + left * shape.width, lines * found.length + left * shape.width)
+                ends = (target, item * moved[0]), (source, item * moved[1])
+                if not shape.odd:
+                    live = builder.and_(inside, builder.icmp_unsigned("<", end, L.I32(found.length)))
+                    tensor.copy(builder, *ends, item * shape.width, live, where)
+                    continue
+                live = builder.and_(inside, builder.icmp_signed("<", end, L.I32(found.length)))
+                last = builder.icmp_signed("==", end, L.I32(found.length - 1))
+                size = builder.select(last, L.I32(item), L.I32(item * shape.width))
+                tensor.copy(builder, *ends, item * shape.width, live, where, read=size)
+
+    def middle(self, places: Mapping[str, L.Value]) -> L.Value:
+        """1 where the first line of a tile's patch begins in the middle of a word, and all lines one element later."""
+        builder, found = self.frame.builder, self.shape.patches
+        at = replace(self.frame, variables=dict(places), cache={})
+        line: L.Value = L.I32(found.start[0])
+        if found.vertical is not None:
+            line = builder.add(builder.mul(places[found.vertical.name], L.I32(found.step[0])), line)
+        return builder.and_(builder.add(M.index(at, found.base), line), L.I32(1))
 
 
 class Filters:

@@ -313,4 +313,5 @@ class ProductEmitter:
         tiles, keeper = (shape.left, shape.right), self.keeper
         if keeper is not None:
             keeper.warp = (self.row_warp, self.column_warp)
-        finish(frame, self.phase, tiles, self.buffers, self.lane, totals, keeper=keeper)
+        paired = bool(dict(self.program.params).get("paired", 0))
+        finish(frame, self.phase, tiles, self.buffers, self.lane, totals, keeper=keeper, paired=paired)

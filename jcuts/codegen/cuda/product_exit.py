@@ -9,8 +9,10 @@ from dataclasses import replace
 from jcuts.codegen import elements as E
 from jcuts.codegen import lanes as L
 from jcuts.codegen.cuda import memory as M
+from jcuts.codegen.cuda.builder import GpuBuilder
 from jcuts.codegen.cuda.product_held import Keeper
-from jcuts.codegen.cuda.product_tiles import TileShape, columns_of, rows_of
+from jcuts.codegen.cuda.product_tiles import PAIR, TileShape, columns_of, rows_of
+from jcuts.codegen.cuda.shared import shuffle
 from jcuts.codegen.cuda.values import Emitter, store_all
 from jcuts.dfg.index import Index
 from jcuts.dfg.node import Graph, Guard, Node
@@ -24,7 +26,7 @@ _HELD = "held"  # axis: the first column of those that one access takes
 
 def finish(
     frame: M.Frame, phase: Phase, tiles: tuple[TileShape, TileShape], buffers: Mapping[str, Buffer], lane: L.Value,
-    totals: Totals, further: Axis | None = None, keeper: Keeper | None = None,
+    totals: Totals, further: Axis | None = None, keeper: Keeper | None = None, paired: bool = False,
 ) -> None:  # fmt: skip
     """Runs the exit graph on a lane's accumulators and stores the results.
 
@@ -33,15 +35,23 @@ def finish(
         tiles: the block's tiles of the left and the right operand.
         further: an axis along which the warp has several such tiles; ``frame`` has its first point.
         keeper: of matrices whose tiles lie in shared memory, and of results that go there.
+        paired: whether neighbouring lanes first exchange results, so that each has four columns side by side, not two.
     """
     builder = frame.builder
     left, right = tiles
     row_step, row_offsets = rows_of(left)
     column_step, column_offsets = columns_of(right)
+    if paired:
+        totals, column_step = _exchanged(builder, lane, totals), 2 * PAIR
+        column_offsets = [[group + n, group + n + 1] for group in range(0, right.warp, 16) for n in (0, PAIR)]
     row_offsets, column_offsets = row_offsets[: len(totals)], column_offsets[: len(totals[0])]
     many, each = len(totals) // len(row_offsets), len(row_offsets)
     row = builder.mul(builder.lshr(lane, L.I32(2)), L.I32(row_step))
-    column = builder.mul(builder.and_(lane, L.I32(3)), L.I32(column_step))
+    quarter = builder.and_(lane, L.I32(3))
+    if paired:  # odd lanes have the second one of two tiles
+        odd = builder.shl(builder.and_(lane, L.I32(1)), L.I32(1))
+        quarter = builder.or_(odd, builder.lshr(quarter, L.I32(1)))
+    column = builder.mul(quarter, L.I32(column_step))
     frame = replace(
         frame,
         variables={
@@ -103,6 +113,21 @@ def finish(
         if keeper is not None:
             for place, mine in staged.items():
                 keeper.write(mine, down, first, emitter.emit([number for at, _, _, number in rows if at == place]))
+
+
+def _exchanged(builder: GpuBuilder, lane: L.Value, totals: Totals) -> Totals:
+    """Of two tiles of 8 columns an even lane gives its part of the second for its neighbour's of the first."""
+    odd = builder.icmp_signed("!=", builder.and_(lane, L.I32(1)), L.I32(0))
+    found: Totals = []
+    for row in totals:
+        made: list[list[L.Value]] = []
+        for first, second in zip(row[::2], row[1::2], strict=True):
+            sent = [builder.select(odd, a, b) for a, b in zip(first, second, strict=True)]
+            got = [shuffle(builder, value, 1) for value in sent]
+            made.append([builder.select(odd, g, a) for g, a in zip(got, first, strict=True)])
+            made.append([builder.select(odd, b, g) for g, b in zip(got, second, strict=True)])
+        found.append(made)
+    return found
 
 
 def _guarded(

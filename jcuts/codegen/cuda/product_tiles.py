@@ -30,7 +30,7 @@ class TileShape:
         extent: rows (or columns) of the operand; ``size`` of them are the block's, ``terms`` terms at a time.
         warp: rows of one warp.
         first: bytes before the tile in a stage of shared memory.
-        ragged: the last tile of terms is not full.
+        ragged: the last tile of terms is not full. apart: terms of one tile may lie in several runs of the operand.
     """
 
     side: Side
@@ -40,6 +40,7 @@ class TileShape:
     warp: int
     first: int = 0
     ragged: bool = False
+    apart: bool = False
 
     @property
     def lines(self) -> int:
@@ -243,13 +244,27 @@ class Copier:
         side = shape.side
         offset = _bytes(builder, M.index(self._at(None, first), side.by_terms), side.item)
         alive: dict[L.Value, L.Value] = {}
+        own: dict[L.Value, tuple[L.Value, L.Value]] = {}
         for piece in self.places:
-            live = M.condition(self._at(piece.outer, first), side.guards)
+            term = first
+            if shape.apart:  # a thread's terms are all as many behind the first
+                if piece.term not in own:
+                    own[piece.term] = self._own(first, piece.term)
+                term, offset = own[piece.term]
+            live = M.condition(self._at(piece.outer, term), side.guards)
             if shape.ragged:
                 if piece.term not in alive:
                     alive[piece.term] = builder.icmp_signed("<", piece.term, left)
                 live = alive[piece.term] if live is None else builder.and_(live, alive[piece.term])
             yield piece, builder.add(piece.source, offset), live
+
+    def _own(self, first: L.Value, behind: L.Value) -> tuple[L.Value, L.Value]:
+        """A piece's first term, and bytes from the place that it would have were all terms before it one run."""
+        builder, side = self.builder, self.shape.side
+        term = builder.add(first, behind)
+        place = M.index(self._at(None, term), side.by_terms)
+        place = builder.sub(place, builder.mul(behind, L.I32(side.step)))
+        return term, _bytes(builder, place, side.item)
 
 
 def _bytes(builder: GpuBuilder, place: L.Value, item: int) -> L.Value:

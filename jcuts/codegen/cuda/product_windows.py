@@ -128,13 +128,13 @@ class WindowEmitter(GroupEmitter):
             self._exit(totals, L.I32(0), L.I32(0))
 
     def products(
-        self, number: L.Value, reading: L.Value, totals: Totals, beside: list[Iterator[None]]
+        self, number: L.Value, reading: L.Value, totals: Totals, beside: list[Iterator[None]], most: int | None = None
     ) -> Totals:  # fmt: skip
-        """Starts the products of a tap's tile of terms; see `GroupEmitter.products`."""
+        """Starts the products of a tap's tile of terms, of so many steps; see `GroupEmitter.products`."""
         builder, shape = self.builder, self.shape
         rows, right = self.rows, self.weights_at(reading)
         return group_fragments.multiply(
-            builder, rows, right, shape.right, reading, number, None, totals, beside, shape.steps  # type: ignore[arg-type]
+            builder, rows, right, shape.right, reading, number, None, totals, beside, shape.steps, most  # type: ignore[arg-type]
         )  # fmt: skip
 
     def weights_at(self, reading: L.Value) -> L.Value:

@@ -36,12 +36,13 @@ def near(builder: GpuBuilder, place: tuple[L.Value, int]) -> tuple[L.Value, int]
 
 def copy(
     builder: GpuBuilder, target: tuple[L.Value, int], source: tuple[L.Value, int], size: int, live: L.Value | None,
-    where: L.Value | None = None, cached: bool = False,
+    where: L.Value | None = None, cached: bool = False, read: L.Value | None = None,
 ) -> None:  # fmt: skip
     """Starts a copy of ``size`` (4, 8 or 16) bytes from global into shared memory.
 
     Args: target, source: addresses as (register, bytes to add). live: a condition under which it reads; else it writes
-        zeros. where: a condition under which it happens. cached: by the L1 cache, whatever its size.
+        zeros. where: a condition under which it happens. cached: by the L1 cache, whatever its size. read: bytes that
+        it reads (``size``), zeros behind them.
     """
     source = near(builder, source)
     kind = "cg" if size == 16 and not cached else "ca"  # only whole 16 bytes may pass by the L1 cache
@@ -49,7 +50,7 @@ def copy(
     text, args = f"cp.async.{kind}.shared.global {places[0]}, {places[1]}, {size}", [target[0], source[0]]
     if live is not None:
         text += f", ${len(args)}"
-        args.append(builder.select(live, L.I32(size), L.I32(0)))
+        args.append(builder.select(live, L.I32(size) if read is None else read, L.I32(0)))
     if where is not None:
         text = f"{{ .reg .pred p; setp.ne.b32 p, ${len(args)}, 0; @p {text}; }}"
         args.append(builder.zext(where, L.I32))

@@ -288,7 +288,8 @@ def fill_network(
                 run.lacking.discard(use.convolution.key)
             except BudgetSpent:
                 run.lacking.add(use.convolution.key)
-            run.note(use.convolution)
+            if not run.database.missing(run.device, use.convolution, (use.batch,)):
+                run.note(use.convolution)
         run.left_out += measurer.left_out
     run.save_tables()
     timed = sum(use.convolution.key not in run.lacking for use in uses)

@@ -149,7 +149,7 @@ def chains(run: Run) -> Any:
     found: dict[str, Any] = {}
     for name in run.options.networks or tuple(BATCHES):
         for dtype in types_of(run):
-            network, why = fill_network(run, name, dtype=dtype, spare=min(40.0, 0.4 * run.options.budget))
+            network, why = fill_network(run, name, dtype=dtype, spare=min(40.0, 8 + 0.3 * run.options.budget))
             if why:
                 found[f"{name} {dtype}"] = {"stopped": why}
                 run.save("chains", found)

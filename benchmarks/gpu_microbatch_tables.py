@@ -7,7 +7,7 @@
 
   steps      AlexNet and ResNet-18 (--networks: any of the four) forward and backward, every program in a process of its
              own: time, peak memory and gradients of plain jax.jit, of single calls, of WR, of WD at WR's total
-  mixed      AlexNet once more with XLA's own convolutions as candidates, against plain jax.jit
+  mixed      AlexNet once more with XLA's own convolutions as candidates, against plain jax.jit, which has no limit
   deepbench  94 forward convolutions at 4 times their batch within 64 MiB: float32 HIGHEST, TF32, half
   chains     the convolutions of the same four as one program each: single calls, WR, WD, measured as wholes
   networks   AlexNet, ResNet-18, ResNet-50, DenseNet-40: sums of measured times, WR at three limits, WD at equal totals

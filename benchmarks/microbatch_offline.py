@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.gpu_microbatch_tables import compared, compared_network, summary  # noqa: E402
 from benchmarks.microbatch_chains import text  # noqa: E402
 from benchmarks.microbatch_networks import training_step  # noqa: E402
-from benchmarks.microbatch_run import BATCHES, MIB, MODES, in_mode  # noqa: E402
+from benchmarks.microbatch_run import BATCHES, MIB, MODES, MOST, in_mode  # noqa: E402
 from jcuts.base.errors import JcutsError, UsageError  # noqa: E402
 from jcuts.microbatch import wr  # noqa: E402
 from jcuts.microbatch.analysis import tables_of  # noqa: E402
@@ -33,9 +33,6 @@ from jcuts.microbatch.network import Network, Use  # noqa: E402
 from jcuts.microbatch.table import Micro  # noqa: E402
 from jcuts.xla import cudnn  # noqa: E402
 from jcuts.xla.cudnn_plan import buffer_bytes  # noqa: E402
-
-MOST = 0.9
-"""Networks of which this share of the kernels is timed are shown without the others."""
 
 
 def database_of(*files: Path) -> tuple[Database, Device]:

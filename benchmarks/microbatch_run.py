@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import tempfile
 import time
 from collections.abc import Sequence
@@ -24,8 +25,14 @@ MODES = {"float32": "float32 HIGHEST", "tf32": "TF32", "half": "half"}
 """Precisions by name; half: sums in float32."""
 LIKE = 8
 """So many convolutions of a kind say which algorithms no other one of it needs."""
+MOST = 0.9
+"""Networks of which this share of the kernels is timed are shown without the others."""
 FAR = 4.0
 """An algorithm that takes this many times as long as the fastest of a size is not measured for smaller ones."""
+
+
+class BudgetSpent(Exception):
+    """Something would have to be timed, and there is no time for it."""
 
 
 class ByCudnn:
@@ -62,6 +69,8 @@ class Run:
         """Programs whose gradients are in the folder."""
         self.kernels: dict[str, Any] = {}
         self.left_out: list[Any] = []
+        self.lacking: set[str] = set()
+        """Convolutions that the budget was spent before."""
         entries = [entry for entry in self.database.entries() if entry.device == self.device]
         self.known = {(entry.convolution.key, entry.batch): entry for entry in entries}
         """What earlier runs with the same --out have measured."""
@@ -158,8 +167,8 @@ class Run:
         for row in like:
             for micros in row["sizes"].values():
                 every |= {f"{a} {m}" for a, m, _, _ in micros}
-                for math in {m for _, m, _, _ in micros}:
-                    mine = [micro for micro in micros if micro[1] == math]
+                for kind in {m for _, m, _, _ in micros}:
+                    mine = [micro for micro in micros if micro[1] == kind]
                     kept |= {f"{a} {m}" for a, m, seconds, space in mine
                              if not any(s < seconds and w <= space for _, _, s, w in mine)}  # fmt: skip
         return frozenset(every - kept)
@@ -172,12 +181,20 @@ class Run:
         remarks = {size: dict(self.database.remarks(self.device, convolution, size)) for size in sizes}
         self.kernels[convolution.key] = {"convolution": convolution.to_json(), "sizes": sizes, "remarks": remarks}
 
-    def measurer(self) -> Any:
-        """One measuring process."""
+    def measurer(self, spare: float = -math.inf) -> Any:
+        """One measuring process, which raises `BudgetSpent` when asked with less than `spare` seconds left."""
         from jcuts.tune.convolutions import Measurer
 
+        run = self
+
+        class Timed(Measurer):
+            def _ask(self, *request: Any) -> Any:
+                if run.left < spare:
+                    raise BudgetSpent
+                return super()._ask(*request)
+
         # Whoever looks for larger workspaces than the largest limit looks for a bound, not for a division.
-        return Measurer(self.device, self.platform, asked=max(self.limits), seconds=self.options.seconds)
+        return Timed(self.device, self.platform, asked=max(self.limits), seconds=self.options.seconds)
 
 
 def half(size: int, unit: int) -> int:
@@ -254,21 +271,30 @@ def traced(name: str, batch: int, *, tiny: bool = True) -> Any:
 def fill_network(
     run: Run, name: str, *, dtype: str = "float32", library: bool = False, spare: float = 20.0
 ) -> tuple[Any, str]:
-    """A network with all its times, or why not."""
+    """A network with all its times, or why not.
+
+    Args: library: XLA's own convolutions, too; spare: seconds that are not for timing.
+    """
     from jcuts.tune.convolutions import measured
 
     network, uses = kernels_of(run, name, dtype)
     precisions = ("float32",) if dtype == "float16" else ("float32", "tf32")
-    with run.measurer() as measurer:
-        for done, use in enumerate(uses):
-            if run.left < spare:
-                run.save_tables()
-                return network, f"the budget was spent after {done} of {len(uses)} kernels"
-            run.fill(measurer, use.convolution, use.batch, run.limits, precisions)
-            if library:
-                measured(use.convolution, use.batch, run.database, measurer, policy="undivided")
+    with run.measurer(spare) as measurer:
+        for use in uses:
+            try:
+                run.fill(measurer, use.convolution, use.batch, run.limits, precisions)
+                if library:
+                    measured(use.convolution, use.batch, run.database, measurer, policy="undivided")
+                run.lacking.discard(use.convolution.key)
+            except BudgetSpent:
+                run.lacking.add(use.convolution.key)
+            if not run.database.missing(run.device, use.convolution, (use.batch,)):
+                run.note(use.convolution)
         run.left_out += measurer.left_out
     run.save_tables()
+    timed = sum(use.convolution.key not in run.lacking for use in uses)
+    if timed < len(uses):
+        return network, f"the budget was spent after {timed} of {len(uses)} kernels"
     run.say(f"{name}, {dtype}: {len(uses)} distinct kernels are timed")
     return network, ""
 

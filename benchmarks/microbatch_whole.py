@@ -126,10 +126,13 @@ def mixed(run: Run) -> Any:
     for name in names:
         base = {"network": name, "batch": 4 if run.dry else BATCHES[name], "dry": run.dry}
         for precision in precisions_of(run, "float32"):
-            for what, more in {"plain": {"plain": True}, "mixed": {"mixed": True, "limit": run.limits[1]}}.items():
-                title = "plain jax.jit" if what == "plain" else f"mixed {text(run.limits[1])}"
-                specs.append({**base, **more, "precision": precision, "name": title, "what": what,
-                              "id": f"mixed-{name}-{precision}-{what}"})  # fmt: skip
+            for what, more in {
+                "plain": {"plain": True, "name": "plain jax.jit"},
+                "mixed": {"mixed": True, "limit": run.limits[1], "name": f"mixed {text(run.limits[1])}"},
+                "mixed at XLA's": {"mixed": True},
+            }.items():
+                specs.append({**base, **more, "precision": precision, "what": what,
+                              "id": f"mixed-{name}-{precision}-{what.replace(' ', '-')}"})  # fmt: skip
     with microbatch_steps.Race(specs, Path(run.folder.name), run.out) as race:
         for name in names:
             network, why = fill_network(run, name, library=True, spare=40.0)
@@ -139,12 +142,18 @@ def mixed(run: Run) -> Any:
                 race.compile([spec for spec in mine if spec.get("plain")])
                 continue
             rows = found.setdefault(f"{name}: XLA's own", [])
+            largest: dict[str, int] = {}
             for use in {use.convolution.key: use for use in network.uses}.values():
                 table = run.database.table(run.device, use.convolution)
                 own = dataclasses.replace(table, micros=tuple(m for m in table.micros if m.algorithm == LIBRARY))
                 for precision in precisions_of(run, "float32"):
-                    rows.append([str(use.convolution), precision,
-                                 description(wr.undivided(own, use.batch, precision=precision))])  # fmt: skip
+                    one = wr.undivided(own, use.batch, precision=precision)
+                    rows.append([str(use.convolution), precision, description(one)])
+                    largest[precision] = max(largest.get(precision, 0), one.workspace if one else 0)
+            for spec in mine:
+                if spec["what"] == "mixed at XLA's":
+                    limit = max(largest[spec["precision"]], run.limits[1])
+                    spec |= {"limit": limit, "name": f"mixed at XLA's largest workspace of {text(limit)}"}
             run.save("mixed", found)
             race.compile(mine)
         return finished(run, "mixed", race, found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 from benchmarks import gpu_microbatch_tables, microbatch_chains, microbatch_offline, microbatch_whole
 from benchmarks.microbatch_models import gradients, inputs_of
 from benchmarks.microbatch_networks import Modelled, training_step
-from benchmarks.microbatch_run import BATCHES, Run, traced
+from benchmarks.microbatch_run import BATCHES, Run, fill_network, traced
 from jcuts.base import knobs
 from jcuts.microbatch.convolution import Convolution
 from jcuts.microbatch.database import Database, Device
@@ -157,6 +158,24 @@ def test_times_of_earlier_runs_do_not_replace_those_of_this_one(host_cudnn, tmp_
     others = {"cudnn/FFT": 5.0, "cudnn/GEMM": 6.0, "cudnn/WINOGRAD": 6.0}
     mine = {LIBRARY: 1.0, "cudnn/FFT": 2.0}
     assert found == {**{(2, a): s for a, s in others.items()}, **{(4, a): s for a, s in {**others, **mine}.items()}}
+
+
+def test_only_what_must_be_timed_takes_of_the_budget(monkeypatch, tmp_path):
+    file = ROOT / "benchmarks" / "results" / "gpu_microbatch_networks_tables_h200_2026-11-22.json"
+    name, driver, library = re.fullmatch(
+        r"(.*?) \(driver (.*?), (.*)\)", json.loads(file.read_text())["device"]
+    ).groups()
+    monkeypatch.setattr(convolutions, "this_device", lambda _: Device(name, driver, library))
+    options = SimpleNamespace(start=[file], dry_run=False, out=tmp_path, budget=0.0, seconds=0.1, slices=0)
+    with knobs.scope(cache_dir=tmp_path):
+        run = Run(options)
+        assert fill_network(run, "AlexNet")[1] == "" and not run.lacking
+        assert fill_network(run, "AlexNet", dtype="float16")[1] == "the budget was spent after 0 of 14 kernels"
+        assert fill_network(run, "AlexNet", library=True)[1] == "the budget was spent after 0 of 14 kernels"
+        assert len(run.lacking) == 28 and fill_network(run, "AlexNet")[1] == "" and len(run.lacking) == 14
+        run.folder.cleanup()
+    kept = json.loads((tmp_path / "tables.json").read_text())["tables"]
+    assert {row["convolution"]["dtype"] for row in kept} == {"float32"}
 
 
 def test_sizes_between_are_looked_for_once_also_where_micro_batches_are_of_whole_units(monkeypatch):

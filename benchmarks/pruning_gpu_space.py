@@ -237,12 +237,12 @@ def counted(program: Program) -> float | None:
             return gpu_fed.cycles(counter, window(program) if fed.pixels else None, fed)
         steps = int(params.get("steps", 1))
         if "pixels" in params:
-            names = (("rounds", 1), ("spread", 0), ("steps", 1), ("unrolled", 0), ("fetched", 0))
+            names = (("rounds", 1), ("spread", 0), ("steps", 1), ("unrolled", 0), ("fetched", 0), ("short", 0))
             kept = {name: int(params.get(name, least)) for name, least in names}
             made = gpu_group_windows.WindowTiling(rows, columns, groups[0], params["stages"], params["pixels"], **kept)
             found = window(program)
             return None if found is None else gpu_group_windows.cycles(counter, found, made)
-        names = ("flight", "rounded", "spread", "cached", "push", "early", "held")
+        names = ("flight", "rounded", "spread", "cached", "push", "early", "held", "paired")
         more |= {name: int(params.get(name, 0)) for name in names}
         if "rounds" in params:  # recorded of a form that there is no more
             return None

@@ -135,7 +135,7 @@ def mixed(run: Run) -> Any:
                               "id": f"mixed-{name}-{precision}-{what.replace(' ', '-')}"})  # fmt: skip
     with microbatch_steps.Race(specs, Path(run.folder.name), run.out) as race:
         for name in names:
-            network, why = fill_network(run, name, library=True, spare=40.0)
+            network, why = fill_network(run, name, library=True, spare=25.0)
             mine = [spec for spec in specs if spec["network"] == name]
             if why:
                 found[name] = {"stopped": why}

@@ -453,7 +453,8 @@ class Machine:
             if name in ("shl", "shr"):
                 values[1] = self.value(args[1], "u32")
             function = _ARITHMETIC.get(name)
-            unknown = kind[0] == "f" and ((name, parts[1]) in _UNKNOWN or (parts[1] == "rz" and kind != "f32"))
+            unknown = kind[0] == "f" and (name, parts[1]) in _UNKNOWN
+            unknown |= parts[1] == "rz" and (kind, name) not in _TOWARDS_ZERO and kind[0] == "f" and kind != "f32"
             if function is None or unknown:
                 raise Fault(f"no meaning for {ins.text}")
             flushes = "ftz" in parts or (self.flushes and kind == "f64" and name in _ROUNDED)
@@ -601,7 +602,16 @@ def _remainder(parts: list[str], a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _sum(parts: list[str], a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    return _fma(parts, a, np.ones_like(a), b) if parts[1] == "rz" else a + b
+    if parts[1] != "rz":
+        return a + b
+    if a.dtype != np.float64:
+        return _fma(parts, a, np.ones_like(a), b)
+    total = a + b
+    back = total - a
+    rest = (a - (total - back)) + (b - back)  # what rounding took from the sum
+    found = np.where((rest != 0) & ((rest < 0) == (total > 0)), np.nextafter(total, 0.0), total)
+    largest = np.copysign(np.finfo(np.float64).max, total)
+    return np.where(np.isinf(total) & np.isfinite(a) & np.isfinite(b), largest, found)
 
 
 def _high(parts: list[str], a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -668,6 +678,7 @@ _ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
 }  # fmt: skip
 _UNKNOWN = frozenset((name, to) for name in ("add", "sub", "mul", "fma", "div", "sqrt", "rcp") for to in ("rm", "rp"))
 _UNKNOWN |= {("div", "rz"), ("sqrt", "rz"), ("rcp", "rz")}
+_TOWARDS_ZERO = frozenset({("f64", "add"), ("f64", "sub")})
 _ROUNDED = frozenset({"add", "sub", "mul", "mad", "fma", "div", "sqrt", "rcp", "rsqrt"})
 
 

@@ -37,14 +37,13 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import microbatch_chains, microbatch_steps  # noqa: E402
 from benchmarks.gpu_microbatch import prepare  # noqa: E402
 from benchmarks.microbatch_chains import text  # noqa: E402
+from benchmarks.microbatch_fill import chained, fill_network  # noqa: E402
 from benchmarks.microbatch_run import (  # noqa: E402
     BATCHES,
     MODES,
     MOST,
     Run,
-    chained,
     description,
-    fill_network,
     in_mode,
     precisions_of,
 )

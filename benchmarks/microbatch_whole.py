@@ -14,7 +14,8 @@ from typing import Any
 
 from benchmarks import microbatch_steps
 from benchmarks.microbatch_chains import text
-from benchmarks.microbatch_run import BATCHES, MODES, Run, chained, description, fill_network, precisions_of
+from benchmarks.microbatch_fill import chained, fill_network
+from benchmarks.microbatch_run import BATCHES, MODES, Run, description, precisions_of
 
 MOST_PROGRAMS = ("plain", "WR", "single", "no limit", "WR at WD's largest", "WD")
 MORE = ("small", "large")

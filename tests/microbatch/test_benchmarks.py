@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 from benchmarks import gpu_microbatch_tables, microbatch_chains, microbatch_offline, microbatch_whole
+from benchmarks.microbatch_fill import fill_network, traced
 from benchmarks.microbatch_models import gradients, inputs_of
 from benchmarks.microbatch_networks import Modelled, training_step
-from benchmarks.microbatch_run import BATCHES, Run, fill_network, traced
+from benchmarks.microbatch_run import BATCHES, Run
 from jcuts.base import knobs
 from jcuts.microbatch.convolution import Convolution
 from jcuts.microbatch.database import Database, Device

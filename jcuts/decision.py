@@ -74,8 +74,11 @@ class Decision:
         return not self.noisy or self.tries >= MOST_TRIES
 
     def open_between(self, names: Sequence[str]) -> list[str]:
-        """Of these candidates plain XLA and those that a second look may still prefer (all where nothing was timed)."""
-        best = max((middle for middle, _, _ in self.speed.values()), default=0.0)
+        """Of these candidates plain XLA and those that a second look may still prefer (all where nothing was timed).
+
+        Who was timed and is none of them does not count: it follows one that is (`singles`).
+        """
+        best = max((self.speed[n][0] for n in names if n in self.speed), default=0.0)
         return [n for n in names if n == XLA or not self.speed or self.speed.get(n, (0.0,) * 3)[2] > 0.9 * best]
 
     def to_dict(self) -> dict[str, Any]:

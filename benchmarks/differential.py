@@ -208,7 +208,10 @@ def _who_died(seed: int, transform: str) -> Any:
     from random_programs.runner import Verdict
 
     command = [sys.executable, __file__, "--alone", str(seed), "--transform", transform]
-    alone = subprocess.run(command, capture_output=True, timeout=900, check=False)
+    try:
+        alone = subprocess.run(command, capture_output=True, timeout=shards.ALONE_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return Verdict(seed, transform, "unsuitable", f"XLA alone takes more than {shards.ALONE_SECONDS:g} s")
     if alone.returncode < 0:
         return Verdict(seed, transform, "unsuitable", f"XLA alone dies of signal {-alone.returncode} on this program")
     return Verdict(seed, transform, "error", "the process died while running this program")

@@ -168,7 +168,10 @@ def _who_died(seed: int, transform: str) -> Any:
     from random_programs.runner import Verdict
 
     command = [sys.executable, __file__, "--alone", str(seed), "--transform", transform]
-    alone = subprocess.run(command, capture_output=True, timeout=300, check=False)
+    try:
+        alone = subprocess.run(command, capture_output=True, timeout=shards.ALONE_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return Verdict(seed, transform, "unsuitable", f"XLA alone takes more than {shards.ALONE_SECONDS:g} s")
     if alone.returncode:
         return Verdict(seed, transform, "unsuitable", f"XLA alone ends with status {alone.returncode} on this program")
     return Verdict(seed, transform, "error", "the process or its GPU context died while running this program")

@@ -16,6 +16,8 @@ Item = tuple[int, str]
 """(seed, transform)"""
 STUCK_SECONDS = 300.0
 """A program that runs for so long is ended and counts as an error (most take a second)."""
+ALONE_SECONDS = 200.0
+"""So long it may then take without jcuts, in another process: less than would end the one that waits for it."""
 GRACE_SECONDS = 20.0
 """So long after the end of the time a process may finish its program."""
 POLL_SECONDS = 0.5
@@ -79,18 +81,21 @@ def run_shards(items: Sequence[Item], base: Path, jobs: int, deadline: float = m
             time.sleep(POLL_SECONDS)
             for n, process in list(running.items()):
                 marker = marker_of(shard_file(base, n))
+                now = time.time()
                 if process.poll() is None:
-                    if time.time() > deadline + GRACE_SECONDS and marker.exists():
+                    if now > deadline + GRACE_SECONDS and marker.exists():
                         process.kill()
                         process.wait()
-                        unfinished.append(marker.read_text())
+                        unfinished += _taken(marker)  # it may have ended meanwhile
                         del running[n]
                     elif _age(marker) > STUCK_SECONDS:
                         process.kill()
                     continue
                 del running[n]
                 where = marker.read_text() if marker.exists() else ""
-                if where and where != died_at[n]:
+                if where and now > deadline:  # nobody is left to see why it died
+                    unfinished.append(where)
+                elif where and where != died_at[n]:
                     died_at[n] = where
                     running[n] = _start(base, n, lists[n])
                 elif process.returncode:
@@ -106,8 +111,21 @@ def run_shards(items: Sequence[Item], base: Path, jobs: int, deadline: float = m
 
 
 def _start(base: Path, number: int, items: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, sys.argv[0], "--items", str(items), "--resume", str(shard_file(base, number))]
+    path = shard_file(base, number)
+    if marker_of(path).exists():
+        marker_of(path).touch()  # the time of what it names begins anew
+    command = [sys.executable, sys.argv[0], "--items", str(items), "--resume", str(path)]
     return subprocess.Popen(command, env=os.environ.copy())
+
+
+def _taken(marker: Path) -> list[str]:
+    """What a marker names, which is gone then: who was cut off is not who killed its process."""
+    try:
+        where = marker.read_text()
+    except FileNotFoundError:
+        return []
+    marker.unlink()
+    return [where]
 
 
 def _age(marker: Path) -> float:

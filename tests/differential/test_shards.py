@@ -85,3 +85,47 @@ def test_what_is_stuck_at_the_end_of_the_time_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "POLL_SECONDS", 0.05)
     monkeypatch.setattr(shards, "GRACE_SECONDS", 0.0)
     assert shards.run_shards([(7, "grad")], tmp_path / "run.jsonl", 1, time.time()) == ["7 grad"]
+
+
+def worker(tmp_path, monkeypatch, text):
+    """Programs of one shard; a process that finds a marker says so."""
+    script = tmp_path / "worker.py"
+    script.write_text(
+        "import json, os, sys, time\nfrom pathlib import Path\nout = Path(sys.argv[4])\n"
+        "marker = out.with_suffix('.running')\nfound = marker.read_text() if marker.exists() else ''\n" + text
+    )
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    monkeypatch.setattr(shards, "POLL_SECONDS", 0.05)
+    return tmp_path / "run.jsonl"
+
+
+LATER = """
+time.sleep(0.6)
+with out.open('a') as file:
+    file.write(json.dumps({'seed': 7, 'found': found}) + '\\n')
+marker.unlink(missing_ok=True)
+"""
+
+
+def test_who_was_cut_off_is_not_who_killed_its_process(tmp_path, monkeypatch):
+    base = worker(tmp_path, monkeypatch, "marker.write_text('7 grad')\ntime.sleep(600)\n")
+    monkeypatch.setattr(shards, "GRACE_SECONDS", 0.0)
+    assert shards.run_shards([(7, "grad")], base, 1, time.time()) == ["7 grad"]
+    base = worker(tmp_path, monkeypatch, LATER)
+    assert shards.run_shards([(7, "grad")], base, 1) == []
+    assert [r["found"] for r in shards.rows_of(shards.shard_file(base, 0))] == [""]
+
+
+def test_who_dies_when_the_time_is_over_is_told(tmp_path, monkeypatch):
+    died = "marker.unlink(missing_ok=True) if found else (marker.write_text('7 grad'), time.sleep(0.3), os._exit(9))\n"
+    base = worker(tmp_path, monkeypatch, died)
+    assert shards.run_shards([(7, "grad")], base, 1, time.time()) == ["7 grad"]
+    assert shards.marker_of(shards.shard_file(base, 0)).read_text() == "7 grad"  # the next run looks who is to blame
+
+
+def test_a_process_that_follows_one_that_was_stuck_has_time(tmp_path, monkeypatch):
+    stuck = "if not found:\n    marker.write_text('7 grad')\n    time.sleep(600)\n"
+    base = worker(tmp_path, monkeypatch, stuck + LATER)
+    monkeypatch.setattr(shards, "STUCK_SECONDS", 2.0)
+    shards.run_shards([(7, "grad")], base, 1)
+    assert [r["found"] for r in shards.rows_of(shards.shard_file(base, 0))] == ["7 grad"]

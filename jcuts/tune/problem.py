@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import itertools
 import json
 import re
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from jcuts.base.errors import UsageError
 FORMAT = 1
 GPU_TIMING = 4
 """How kernels are timed on GPUs: times of another way are not compared with these."""
-MORE = ("", " finite", " tf32", " finite tf32", " divisor")
+MORE = tuple(map("".join, itertools.product(("", " finite"), ("", " divisor"), ("", " tf32"))))
 RECIPES = (*(kind + more for kind in ("normal", "positive") for more in MORE), "bool", "integers", "given")
 CANDIDATE_KINDS = ("program", "object", "stablehlo")
 _INTEGERS = re.compile(r"integers (-?\d+)\.\.(-?\d+)")
@@ -31,9 +32,9 @@ class Input:
     Attributes:
         shape: extents.
         dtype: NumPy/ml_dtypes name.
-        recipe: ``normal`` (standard normal), ``positive`` (|normal| + 0.1), either with `` finite`` (never NaN or
-            infinite) and `` tf32`` (cut to TF32 numbers) or with `` divisor`` (nothing between 0 and the numbers whose
-            quotients overflow) behind it, ``integers lo..hi`` (both ends included),
+        recipe: ``normal`` (standard normal), ``positive`` (|normal| + 0.1), either with any of `` finite`` (never NaN or
+            infinite), `` divisor`` (nothing between 0 and the numbers whose quotients overflow) and `` tf32`` (cut to
+            TF32 numbers) behind it, in this order, ``integers lo..hi`` (both ends included),
             ``bool``, or ``given``: the values in the file ``npy``, used unchanged in every check (indices, lengths and
             loop conditions: random ones may not terminate).
         npy: path of the .npy file of a ``given`` input; not part of the problem's identity.

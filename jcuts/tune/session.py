@@ -274,9 +274,8 @@ def _recipe(subset: Any, var: Any) -> str:
     if dtype not in FLOATS:
         return "integers 0..100" if dtype.startswith("u") else "integers -100..100"
     kind = "positive" if _feeds(subset.closed, var) else "normal"
-    if _divides_factors(subset.closed, var):
-        return kind + " divisor"
-    return kind + " finite" * _meets_padding(subset.closed, var)
+    kind += " finite" * _meets_padding(subset.closed, var)
+    return kind + " divisor" * _divides_factors(subset.closed, var)
 
 
 MOVES = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze"})

@@ -17,7 +17,7 @@ from jcuts.tune.problem import Input, Problem
 FINITE = " finite"
 """What recipes hold whose values are never NaN or infinite."""
 DIVISOR = " divisor"
-"""How recipes end whose values divide what is then multiplied: no tiny ones, whose quotients overflow before that."""
+"""What recipes hold whose values divide what is then multiplied: no tiny ones, whose quotients overflow before that."""
 TF32, KEPT = " tf32", np.uint32(0xFFFFE000)
 """How recipes end whose values are TF32 numbers, and the bits that they have."""
 NORMAL, SPECIAL, HUGE = "normal", "special", "huge"
@@ -209,7 +209,7 @@ def _floats(
         special = [0.0, -0.0, np.inf, -np.inf, np.nan, least, -least, tiny / 2, -tiny / 2, tiny, 1.0, -1.0, 0.5]
         if FINITE in spec.recipe:
             special = [v for v in special if math.isfinite(v)]
-        if spec.recipe.endswith(DIVISOR):
+        if DIVISOR in spec.recipe:
             special = [v for v in special if not 0.0 < abs(v) <= tiny]
         if positive:
             special = [v for v in special if not (v < 0 or math.copysign(1.0, v) < 0)]

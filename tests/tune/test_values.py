@@ -61,6 +61,24 @@ def test_divisors_have_no_tiny_values():
     assert np.nanmin(np.abs(wide[wide != 0])) > 1e-9
 
 
+def test_divisors_may_be_finite_and_of_tf32():
+    (x,) = make_inputs(make(Input((2000,), "float32", "normal finite divisor tf32")), SPECIAL, 0)
+    wide = x.astype(np.float64)
+    assert np.isfinite(wide).all() and np.abs(wide[wide != 0]).min() > 1e-9
+    assert not (x.view(np.uint32) & 0x1FFF).any()
+
+
+def test_a_filter_that_also_divides_is_both():
+    def function(x, w, s):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers), s / w * s
+
+    args = jnp.ones((1, 4, 4, 2)), jnp.ones((3, 3, 2, 2)), jnp.ones((3, 3, 2, 2))
+    closed = jax.make_jaxpr(function)(*args)
+    made = session._recipe(type("Subset", (), {"closed": closed}), closed.jaxpr.invars[1])
+    assert made == Input((3, 3, 2, 2), "float32", made).recipe == "normal finite divisor"
+
+
 @pytest.mark.parametrize(("function", "found"), [
     (lambda x, c, s: x / c.astype(jnp.float32) * s, ["normal", "normal divisor", "normal"]),
     (lambda x, c, s: x / c.astype(jnp.float32) + s, ["normal"] * 3),

@@ -21,14 +21,14 @@ class Planned:
         racing: the forms whose programs may race, the plainest first.
         rows: their convolutions under a workspace limit.
         behind: those of them that are left out, with the reason.
-        joined: kernels in chains of two or more, of the forms that have any.
+        joined: kernels in chains of two or more, as often as they run, of the forms that have any.
     """
 
     outcomes: Sequence[Any]
     racing: Sequence[Form | None]
     rows: Mapping[Form | None, Sequence[DivisionReport]]
     behind: Mapping[Form | None, str] = field(default_factory=dict)
-    joined: Mapping[Form | None, int] = field(default_factory=dict)
+    joined: Mapping[Form | None, float] = field(default_factory=dict)
 
     @classmethod
     def plain(cls, outcomes: Sequence[Any], uses_jcuts: bool) -> Planned:
@@ -49,7 +49,7 @@ class Planned:
         return bool(self.racing)
 
 
-def _joined(outcomes: Mapping[Form | None, Sequence[Any]]) -> dict[Form | None, int]:
+def _joined(outcomes: Mapping[Form | None, Sequence[Any]]) -> dict[Form | None, float]:
     counts = {form: sum(chains.joined(outcome.closed) for outcome in mine) for form, mine in outcomes.items()}
     return {form: count for form, count in counts.items() if count}
 

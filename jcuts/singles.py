@@ -23,15 +23,15 @@ from jcuts.sampling import ms
 from jcuts.tune import noise
 
 PER_KERNEL = 10e-6
-"""No kernel gains or loses more by standing in a chain [s] (measured: 0.1 to 1.6e-6)."""
+"""No kernel gains or loses more by standing in a chain, each time it runs [s] (measured: 0.1 to 1.6e-6)."""
 SECONDS, ROUNDS = 0.3, 5
 """Wall time of a session of samples; least pairs of samples in it."""
 
 
-def rival(decision: Decision, joined: Mapping[Form | None, int]) -> str:
+def rival(decision: Decision, joined: Mapping[Form | None, float]) -> str:
     """The chosen program's name with single calls; '' where it has no chains, or they cannot matter.
 
-    Args: joined: kernels in chains of two or more, of the forms that have any.
+    Args: joined: kernels in chains of two or more, as often as they run, of the forms that have any.
     """
     name = decision.chosen
     if is_xla(name) or not decision.measured or name not in decision.seconds:

@@ -32,9 +32,9 @@ class Input:
     Attributes:
         shape: extents.
         dtype: NumPy/ml_dtypes name.
-        recipe: ``normal`` (standard normal), ``positive`` (|normal| + 0.1), either with any of `` finite`` (never NaN or
-            infinite), `` divisor`` (nothing between 0 and the numbers whose quotients overflow) and `` tf32`` (cut to
-            TF32 numbers) behind it, in this order, ``integers lo..hi`` (both ends included),
+        recipe: ``normal`` (standard normal), ``positive`` (|normal| + 0.1), either with any of `` finite`` (never NaN
+            or infinite), `` divisor`` (nothing between 0 and the numbers whose quotients overflow) and `` tf32`` (cut
+            to TF32 numbers) behind it, in this order, ``integers lo..hi`` (both ends included),
             ``bool``, or ``given``: the values in the file ``npy``, used unchanged in every check (indices, lengths and
             loop conditions: random ones may not terminate).
         npy: path of the .npy file of a ``given`` input; not part of the problem's identity.

@@ -15,6 +15,7 @@ the function's own order (`xla/peak.py`), equations move, and kernels join, only
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,23 +54,25 @@ def calls(closed: jaxapi.Closed) -> int:
     return sum(map(is_kernel, closed.jaxpr.eqns))
 
 
-def joined(closed: jaxapi.Closed) -> int:
-    """Kernels of a program, its bodies included, that are in chains of two or more."""
-    return sum(length for length in _lengths(closed) if length > 1)
+def joined(closed: jaxapi.Closed) -> float:
+    """Kernels of a program that are in chains of two or more, as often as they run: without end in a while loop."""
+    return sum(length * runs for length, runs in _lengths(closed) if length > 1)
 
 
 def note(closed: jaxapi.Closed) -> str | None:
     """What `explain` says of the chains of a program and of its bodies; None where there are none."""
-    lengths = sorted(_lengths(closed), reverse=True)
+    lengths = sorted((length for length, _ in _lengths(closed)), reverse=True)
     if not lengths:
         return None
     several = f"{len(lengths)} calls" if len(lengths) > 1 else "one call"
     return f"{sum(lengths)} kernels that can follow each other run in {several} (of {', '.join(map(str, lengths))})"
 
 
-def _lengths(closed: jaxapi.Closed) -> Iterator[int]:
+def _lengths(closed: jaxapi.Closed, runs: float = 1) -> Iterator[tuple[int, float]]:
+    """Kernels of every chain, and how often it runs. Args: runs: of the jaxpr."""
     for eqn in closed.jaxpr.eqns:
         if jaxapi.call_target(eqn) == cuda.CHAIN:
-            yield str(dict(eqn.params["attributes"])["digests"]).count(" ")
-        for _, _, body in jaxapi.inner_jaxprs(eqn):
-            yield from _lengths(body)
+            yield str(dict(eqn.params["attributes"])["digests"]).count(" "), runs
+        again = {"scan": eqn.params.get("length", 1), "while": math.inf}.get(jaxapi.primitive_name(eqn), 1)
+        for _, _, body in jaxapi.inner_jaxprs(eqn) if again else ():
+            yield from _lengths(body, runs * again)

@@ -178,6 +178,30 @@ def test_kernels_between_which_nothing_stands_are_one_call():
     assert attributes["digests"] == "k0 k1 k1 " and int(attributes["scratch_bytes"]) > 0
 
 
+def test_kernels_of_chains_count_as_often_as_they_run():
+    fakes = Fakes()
+    kernel = fakes.kernel([(2, 8)], [(2, 8)])
+
+    def pair(x, _=None):
+        return cuda.call_kernel(kernel, *cuda.call_kernel(kernel, x))[0], None
+
+    def chained(function):
+        closed = jaxapi.closed_jaxpr_of(function, jax.ShapeDtypeStruct((2, 8), np.float32))
+        for eqn in closed.jaxpr.eqns:
+            bodies = [chains.chained(body) for _, _, body in jaxapi.inner_jaxprs(eqn)]
+            closed = jaxapi.with_eqns(closed, [jaxapi.with_inner_jaxprs(e, bodies) if e is eqn else e
+                                               for e in closed.jaxpr.eqns])  # fmt: skip
+        return chains.chained(closed)
+
+    twice = chained(lambda x: jax.lax.scan(pair, pair(x)[0], length=50)[0])
+    assert chains.joined(twice) == 2 + 50 * 2 and "4 kernels" in str(chains.note(twice))
+    never = chained(lambda x: jax.lax.scan(pair, x, length=0)[0])
+    assert chains.joined(never) == 0
+    loop = chained(lambda x: jax.lax.while_loop(lambda c: c[0, 0] < 9, lambda c: pair(c)[0], x))
+    assert chains.joined(loop) == float("inf")
+    assert chains.joined(chained(lambda x: cuda.call_kernel(kernel, x)[0])) == 0
+
+
 def test_a_kernel_that_also_reads_what_it_overwrites_gets_its_old_value():
     fakes = Fakes()
     viewed = fakes.kernel([(16,), (2, 8)], [(2, 8)], part=8)

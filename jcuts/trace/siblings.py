@@ -216,10 +216,16 @@ def _of_most(followers: Sequence[Any], parts: Sequence[Any], widths: Sequence[in
     name = max(by_name, key=lambda n: by_name[n], default="")
     if not name or 2 * by_name[name] < sum(widths) or not jax.numpy.issubdtype(parts[0].aval.dtype, np.floating):
         return [None] * len(parts)
-    return [
+    found = [
         eqn if eqn is not None and jaxapi.primitive_name(eqn) == name and eqn.invars[0] is part else None
         for eqn, part in zip(followers, parts, strict=True)
     ]
+    if name == CONVERT:  # no other part may lose by it
+        after = next(eqn for eqn in found if eqn is not None).outvars[0].aval.dtype
+        others = [part.aval.dtype for eqn, part in zip(found, parts, strict=True) if eqn is None]
+        if any(jax.numpy.promote_types(kind, after) != after for kind in others):
+            return [None] * len(parts)
+    return found
 
 
 def _keeps(eqn: Any, parts: Sequence[Any]) -> bool:

@@ -152,6 +152,23 @@ def test_what_does_not_come_back_from_a_wider_type_stays_behind_the_cut():
     assert [e.outvars[0].aval.dtype for e in cut] == [jnp.bfloat16] * 3
 
 
+def test_a_sibling_that_stays_in_the_wider_type_is_not_rounded_with_those_that_come_back():
+    half, wide = jnp.bfloat16, jnp.float32
+    x = jnp.asarray(RNG.integers(-3, 4, (2, 4, 4, 8)), half)  # products are exact
+    ws = [jnp.asarray(RNG.integers(-3, 4, (8, n)), half) for n in (8, 2, 3)]
+    first, second = values(8), values(2)
+
+    def branches(x):
+        a, b, c = (x @ w for w in ws)
+        a = jnp.maximum((a.astype(wide) * first).astype(half), 0).astype(wide)
+        return jnp.sin(a), jnp.abs(b.astype(wide) * second), jnp.tanh(jnp.maximum(c, 0).astype(wide))
+
+    new = joined(branches, x).closed
+    assert count(new, "dot_general") == 1
+    for r, s in zip(jaxapi.eval_closed(flat(branches, x), x), jaxapi.eval_closed(new, x), strict=True):
+        np.testing.assert_allclose(r, s, rtol=1e-6)
+
+
 def test_a_sibling_that_is_concatenated_comes_last():
     x, ws, filters = values(1, 4, 4, 9), [values(9, n) for n in (4, 5)], values(3, 3, 5, 3)
     new = joined(lambda x: jnp.concatenate([jnp.tanh(x @ ws[0]), conv(jnp.tanh(x @ ws[1]), filters)], -1), x).closed

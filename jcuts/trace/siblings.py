@@ -223,7 +223,7 @@ def _of_most(followers: Sequence[Any], parts: Sequence[Any], widths: Sequence[in
     if name == CONVERT:  # no other part may lose by it
         after = next(eqn for eqn in found if eqn is not None).outvars[0].aval.dtype
         others = [part.aval.dtype for eqn, part in zip(found, parts, strict=True) if eqn is None]
-        if any(jax.numpy.promote_types(kind, after) != after for kind in others):
+        if not all(_holds(after, kind) for kind in others):
             return [None] * len(parts)
     return found
 
@@ -236,8 +236,17 @@ def _keeps(eqn: Any, parts: Sequence[Any]) -> bool:
     waiting = {part.aval.dtype for part in parts} - {before}
     if waiting:
         return waiting == {after}
-    floats = all(jax.numpy.issubdtype(t, np.floating) for t in (before, after))
-    return floats and before != after and jax.numpy.promote_types(before, after) == after
+    return before != after and _holds(after, before)
+
+
+def _holds(wide: Any, narrow: Any) -> bool:
+    """Whether every number of a floating type is one of another."""
+    if wide == narrow:
+        return True
+    if not all(jax.numpy.issubdtype(t, np.floating) for t in (wide, narrow)):
+        return False
+    a, b = jax.numpy.finfo(wide), jax.numpy.finfo(narrow)
+    return a.nmant >= b.nmant and a.maxexp >= b.maxexp and a.minexp - a.nmant <= b.minexp - b.nmant
 
 
 def _common(

@@ -10,7 +10,7 @@ from jax import lax
 
 import jcuts
 from benchmarks import workloads
-from jcuts.trace import jaxapi
+from jcuts.trace import jaxapi, siblings
 from jcuts.trace.inline import inline
 from jcuts.trace.rewrite import RULES, applicable, rewritten
 from jcuts.trace.siblings import MOST
@@ -167,6 +167,28 @@ def test_a_sibling_that_stays_in_the_wider_type_is_not_rounded_with_those_that_c
     assert count(new, "dot_general") == 1
     for r, s in zip(jaxapi.eval_closed(flat(branches, x), x), jaxapi.eval_closed(new, x), strict=True):
         np.testing.assert_allclose(r, s, rtol=1e-6)
+
+
+def test_siblings_of_eight_bits():
+    x, ws = values(4, 8, dtype=jnp.float8_e4m3fn), [values(8, n, dtype=jnp.float8_e4m3fn) for n in (8, 3, 2)]
+
+    def branches(x):
+        a, b, c = (lax.dot(x, w, preferred_element_type=jnp.float8_e4m3fn) for w in ws)
+        return *((y.astype(jnp.float32) * 2).astype(y.dtype) for y in (a, b)), -c
+
+    new = rewritten(flat(branches, x), ONLY).closed
+    assert count(new, "dot_general") == count(new, "mul") == 1
+    for r, s in zip(jaxapi.eval_closed(flat(branches, x), x), jaxapi.eval_closed(new, x), strict=True):
+        np.testing.assert_array_equal(np.asarray(r, np.float32), np.asarray(s, np.float32))
+
+
+def test_what_holds_all_numbers_of_another():
+    kinds = [jnp.dtype(k) for k in ("float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "float32", "float64")]
+    held = {(a.name, b.name) for a in kinds for b in kinds if a != b and siblings._holds(a, b)}
+    assert held == {
+        *(("float64", k.name) for k in kinds[:5]), *(("float32", k.name) for k in kinds[:4]),
+        *((k, f) for k in ("float16", "bfloat16") for f in ("float8_e4m3fn", "float8_e5m2")),
+    }  # fmt: skip
 
 
 def test_a_sibling_that_is_concatenated_comes_last():

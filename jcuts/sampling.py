@@ -62,9 +62,10 @@ def sample(
     def repeated(call: Callable[..., Any]) -> Callable[[], None]:
         def go() -> None:
             for _ in range(inner - 1):
-                result = call(*args, **kwargs)
                 if waited:
-                    jax.block_until_ready(result)
+                    jax.block_until_ready(call(*args, **kwargs))
+                else:
+                    call(*args, **kwargs)  # no result outlives its call
             jax.block_until_ready(call(*args, **kwargs))
 
         return go

@@ -289,3 +289,20 @@ def test_who_decided_in_noise_times_single_calls_again(acts_as_gpu, faster):
         made(*args)
         assert made.decision(*args).tries == process + 1
     assert len(compared) == 2 and "jcuts/dots/none:graphs" in raced[1] and not any("single" in n for n in raced[1])
+
+
+@pytest.mark.parametrize("waited", [False, True])
+def test_no_result_outlives_its_call_while_samples_are_taken(waited):
+    live, most = set(), []
+
+    class Result:
+        def __init__(self):
+            live.add(id(self))
+            most.append(len(live))
+
+        def __del__(self):
+            live.discard(id(self))
+
+    calls = {"a": Result, "b": Result}
+    sampling.sample(calls, lambda: ((), {}), 5, False, 0.0, 3, Clock(), waited)
+    assert len(most) == 30 and max(most) == 1

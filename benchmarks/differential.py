@@ -173,7 +173,7 @@ def _run(items: list[shards.Item], resume: Path | None) -> list[dict[str, Any]]:
 
     commit = _commit()
     rows: list[dict[str, Any]] = []
-    out = resume.open("a") if resume else None
+    out = shards.appending(resume) if resume else None
     marker = shards.marker_of(resume) if resume else None  # names a seed that kills the process
     for k, (seed, transform) in enumerate(items):
         start = time.perf_counter()

@@ -136,7 +136,7 @@ def _work(items: list[shards.Item], resume: Path) -> None:
     marker = shards.marker_of(resume)  # names a seed that kills the process
     device = "PTX machine" if interpreted else jax.devices()[0].device_kind
     done = {(r["seed"], r["transform"]) for r in shards.rows_of(resume)} if marker.exists() else set()
-    with resume.open("a") as out, on_gpu.on_gpu(interpreted):
+    with shards.appending(resume) as out, on_gpu.on_gpu(interpreted):
         for number, (seed, transform) in enumerate(item for item in items if item not in done):
             if time.time() > deadline:
                 break

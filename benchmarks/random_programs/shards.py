@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 Item = tuple[int, str]
 """(seed, transform)"""
@@ -34,6 +34,15 @@ def rows_of(path: Path | None) -> list[dict[str, Any]]:
         except ValueError:
             continue  # the line that an interrupted run was writing
     return rows
+
+
+def appending(path: Path) -> IO[str]:
+    """The progress file, to append rows: the line that an interrupted run was writing ends first."""
+    cut = path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size > 0
+    file = path.open("a")
+    if cut:
+        file.write("\n")
+    return file
 
 
 def latest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

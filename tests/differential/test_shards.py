@@ -52,6 +52,16 @@ def test_files_of_any_number_of_shards(tmp_path):
     assert shards.rows_of(None) == [] and shards.rows_of(tmp_path / "none.jsonl") == []
 
 
+def test_a_row_behind_a_line_that_was_cut_off_counts(tmp_path):
+    path = tmp_path / "run.jsonl"
+    for text in ("", json.dumps(row(1)) + "\n" + '{"seed": 2, "tra'):
+        path.write_text(text)
+        with shards.appending(path) as file:
+            file.write(json.dumps(row(3, "mismatch")) + "\n")
+        assert shards.rows_of(path)[-1] == row(3, "mismatch")
+    assert len(shards.rows_of(path)) == 2
+
+
 def test_a_process_that_dies_is_started_again(tmp_path, monkeypatch):
     script = tmp_path / "worker.py"
     script.write_text(WORKER)

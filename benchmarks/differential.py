@@ -149,7 +149,7 @@ def main() -> int:
     if options.one is not None:
         return _one(options.one, _transform(options))
     rows = [r for path in shards.files_of(options.resume) for r in shards.rows_of(path)] if options.resume else []
-    items = shards.pending(_items(options), rows, options.retry)
+    items = _items(options) if options.items else shards.pending(_items(options), rows, options.retry)
     if options.jobs > 1:
         shards.run_shards(items, options.resume, options.jobs)
         rows = [r for path in shards.files_of(options.resume) for r in shards.rows_of(path)]

@@ -135,9 +135,8 @@ def _work(items: list[shards.Item], resume: Path) -> None:
     deadline = float(os.environ.get(DEADLINE, "inf"))
     marker = shards.marker_of(resume)  # names a seed that kills the process
     device = "PTX machine" if interpreted else jax.devices()[0].device_kind
-    done = {(r["seed"], r["transform"]) for r in shards.rows_of(resume)} if marker.exists() else set()
     with shards.appending(resume) as out, on_gpu.on_gpu(interpreted):
-        for number, (seed, transform) in enumerate(item for item in items if item not in done):
+        for number, (seed, transform) in enumerate(items):
             if time.time() > deadline:
                 break
             start = time.perf_counter()

@@ -23,12 +23,12 @@ GRACE_SECONDS = 20.0
 POLL_SECONDS = 0.5
 
 
-def rows_of(path: Path | None) -> list[dict[str, Any]]:
-    """The rows of one progress file."""
+def rows_of(path: Path | None, start: int = 0) -> list[dict[str, Any]]:
+    """The rows of one progress file. Args: start: bytes that are left out."""
     if path is None or not path.exists():
         return []
     rows = []
-    for line in path.read_text().splitlines():
+    for line in path.read_bytes()[start:].decode().splitlines():
         try:
             rows.append(json.loads(line))
         except ValueError:
@@ -81,9 +81,14 @@ def run_shards(items: Sequence[Item], base: Path, jobs: int, deadline: float = m
     """
     unfinished: list[str] = []
     lists = [base.with_name(f"{base.stem}.shard{n}.items") for n in range(jobs)]
-    for n, path in enumerate(lists):
-        path.write_text(json.dumps([list(item) for item in items[n::jobs]]))
-    running = {n: _start(base, n, lists[n]) for n in range(jobs)}
+    before = [path.stat().st_size if path.exists() else 0 for path in (shard_file(base, n) for n in range(jobs))]
+
+    def start(n: int) -> subprocess.Popen[bytes]:
+        left = pending(items[n::jobs], rows_of(shard_file(base, n), before[n]), retry=False)
+        lists[n].write_text(json.dumps([list(item) for item in left]))
+        return _start(base, n, lists[n])
+
+    running = {n: start(n) for n in range(jobs)}
     died_at = dict.fromkeys(range(jobs), "")
     try:
         while running:
@@ -106,7 +111,7 @@ def run_shards(items: Sequence[Item], base: Path, jobs: int, deadline: float = m
                     unfinished.append(where)
                 elif where and where != died_at[n]:
                     died_at[n] = where
-                    running[n] = _start(base, n, lists[n])
+                    running[n] = start(n)
                 elif process.returncode:
                     print(f"shard {n} ended with status {process.returncode}; run again with the same --resume")
     except KeyboardInterrupt:  # what is done is in the files

@@ -15,11 +15,8 @@ WORKER = """
 import json, os, pathlib, sys
 items = json.loads(pathlib.Path(sys.argv[2]).read_text())
 out = pathlib.Path(sys.argv[4])
-done = [json.loads(line)["seed"] for line in out.read_text().splitlines()] if out.exists() else []
 marker = out.with_suffix(".running")
 for seed, transform in items:
-    if seed in done:
-        continue
     died = marker.exists() and marker.read_text() == str(seed)
     marker.write_text(str(seed))
     if seed == 5 and not died:
@@ -68,8 +65,11 @@ def test_a_process_that_dies_is_started_again(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", [str(script)])
     monkeypatch.setattr(shards, "POLL_SECONDS", 0.05)
     base = tmp_path / "run.jsonl"
+    shards.shard_file(base, 1).write_text(json.dumps(row(3, "mismatch")) + "\n")  # is run again
     shards.run_shards([(seed, "plain") for seed in range(9)], base, 2)
-    rows = {r["seed"]: r["status"] for path in shards.files_of(base) for r in shards.rows_of(path)}
+    every = [r for path in shards.files_of(base) for r in shards.rows_of(path)]
+    assert len(every) == 10
+    rows = {r["seed"]: r["status"] for r in every}
     assert rows == {seed: "error" if seed == 5 else "ok" for seed in range(9)}
     assert not list(tmp_path.glob("*.items")) and not list(tmp_path.glob("*.running"))
 

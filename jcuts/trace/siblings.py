@@ -210,7 +210,11 @@ def _of_most(followers: Sequence[Any], parts: Sequence[Any], widths: Sequence[in
     """The followers that most columns have in common and that a constant can make harmless; None for all others."""
     by_name: dict[str, int] = {}
     for eqn, part, width in zip(followers, parts, widths, strict=True):
-        if eqn is not None and eqn.invars[0] is part and (jaxapi.primitive_name(eqn) in NEUTRAL or _keeps(eqn, parts)):
+        if (
+            eqn is not None
+            and eqn.invars[0] is part
+            and (jaxapi.primitive_name(eqn) in NEUTRAL or _keeps(eqn, followers, parts))
+        ):
             name = jaxapi.primitive_name(eqn)
             by_name[name] = by_name.get(name, 0) + width
     name = max(by_name, key=lambda n: by_name[n], default="")
@@ -222,14 +226,15 @@ def _of_most(followers: Sequence[Any], parts: Sequence[Any], widths: Sequence[in
     ]
 
 
-def _keeps(eqn: Any, parts: Sequence[Any]) -> bool:
-    """Whether a conversion changes no value of any part: to a wider type, or back to that of parts that waited."""
+def _keeps(eqn: Any, followers: Sequence[Any], parts: Sequence[Any]) -> bool:
+    """Whether a conversion changes no value of any part: to a wider type, or of all that have it back from there."""
     if jaxapi.primitive_name(eqn) != CONVERT:
         return False
     before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
     waiting = {part.aval.dtype for part in parts} - {before}
     if waiting:
-        return waiting == {after}
+        wide = [e for e, part in zip(followers, parts, strict=True) if part.aval.dtype == before]
+        return waiting == {after} and all(e is not None and jaxapi.primitive_name(e) == CONVERT for e in wide)
     floats = all(jax.numpy.issubdtype(t, np.floating) for t in (before, after))
     return floats and before != after and jax.numpy.promote_types(before, after) == after
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
+from jcuts.codegen.cuda import assemble
+from jcuts.codegen.cuda.image import Resources
 from jcuts.codegen.cuda.waiting import MOST, WAIT, waiting
 
 HEAD = ["\t.reg .b32 \t%r<9>;", ""]
@@ -43,3 +47,40 @@ def test_few_numbers_are_needed_early():
     made = [f"\tmov.u32 \t%r{k}, {k};" for k in range(99)]
     before, _ = parts([*made, *(f"\tst.global.u32 \t[%rd1], %r{k};" for k in range(99))])
     assert before[:99] == made and sum("or.b32" in line for line in before) == MOST
+
+
+PTX = """.version 8.0
+.target sm_90
+.address_size 64
+
+.visible .entry kernel(
+	.param .u64 kernel_param_0
+)
+{
+	.reg .b32 	%r<3>;
+	.reg .b64 	%rd<2>;
+
+	ld.param.u64 	%rd1, [kernel_param_0];
+	ld.global.u32 	%r1, [%rd1];
+	mov.u32 	%r2, %tid.x;
+	st.global.u32 	[%rd1], %r2;
+	ret;
+}
+"""
+
+
+@pytest.mark.parametrize("spills, waits, early", [
+    ([], True, True), (["nanosleep"], True, False), (["nanosleep", WAIT], False, False),
+])  # fmt: skip
+def test_kernels_that_lack_registers_for_it_wait_first(spills, waits, early, monkeypatch):
+    """Only those that a wait alone costs local memory have none."""
+    monkeypatch.setattr(assemble, "assemble", lambda ptx, arch, overlapped: ptx.encode())
+    monkeypatch.setattr(
+        assemble, "resources", lambda cubin: {"k": Resources(255, 16 * any(s.encode() in cubin for s in spills), 0)}
+    )
+    cubin, report, found = assemble.best([(PTX, "k")], "sm_90")
+    lines = [line.strip() for line in cubin.decode().splitlines()]
+    assert report["k"].stack == 0 and found == waits == (WAIT.splitlines()[0] in lines)
+    if waits:
+        place = lines.index(WAIT.splitlines()[0])
+        assert (lines.index("mov.u32 \t%r2, %tid.x;") < place) == early == (lines[place - 1] != "")

@@ -191,6 +191,21 @@ def test_what_holds_all_numbers_of_another():
     }  # fmt: skip
 
 
+def test_a_sibling_that_stays_wide_is_not_rounded_with_those_that_come_back():
+    """Of which one goes to the wider type again, as does the one that had waited."""
+    half = jnp.bfloat16
+    x, ws = values(2, 4, 4, 8, dtype=half), [values(8, n, dtype=half) for n in (4, 12, 3)]
+    norms = [values(n) for n in (4, 12)]
+
+    def branches(x):
+        a, b = ((x @ w).astype(jnp.float32) * s for w, s in zip(ws, norms, strict=False))
+        return a, *(jnp.maximum(v.astype(half), half(0)).astype(jnp.float32) for v in (b, x @ ws[2]))
+
+    flat_results = jaxapi.eval_closed(flat(branches, x), x)
+    for a, b in zip(flat_results, jaxapi.eval_closed(joined(branches, x).closed, x), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
 def test_a_sibling_that_is_concatenated_comes_last():
     x, ws, filters = values(1, 4, 4, 9), [values(9, n) for n in (4, 5)], values(3, 3, 5, 3)
     new = joined(lambda x: jnp.concatenate([jnp.tanh(x @ ws[0]), conv(jnp.tanh(x @ ws[1]), filters)], -1), x).closed

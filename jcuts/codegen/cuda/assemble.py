@@ -17,7 +17,7 @@ from pathlib import Path
 
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda.image import Resources
-from jcuts.codegen.cuda.waiting import waiting
+from jcuts.codegen.cuda.waiting import WAIT, waiting
 
 PTX_VERSION = "8.0"
 """Oldest PTX version that knows everything emitted here: assemblers of CUDA 12.0 and newer read it."""
@@ -31,11 +31,11 @@ _REGCOUNT, _FRAME_SIZE = 0x2F, 0x11
 _SIZED = 0x04
 
 
-def merged(sources: list[tuple[str, str]], arch: str = "", *, early: bool = False) -> str:
+def merged(sources: list[tuple[str, str]], arch: str = "", *, early: bool = False, ready: bool = True) -> str:
     """One PTX module of several: [(PTX of one kernel, the name that it gets)].
 
     Args: arch: what the module asks for where that is more than the compiler wrote, e.g. ``sm_90a``; early: kernels
-        wait for the grid in front of them (`waiting`).
+        wait for the grid in front of them (`waiting`); ready: behind what they can compute before.
     """
     head, bodies = "", []
     for text, symbol in sources:
@@ -46,7 +46,7 @@ def merged(sources: list[tuple[str, str]], arch: str = "", *, early: bool = Fals
         lines = [x for x in text.splitlines() if not x.lstrip().startswith((".common .global", "//"))]
         start = next(k for k, x in enumerate(lines) if x.startswith(".address_size"))
         head = "\n".join(lines[: start + 1])
-        bodies.append("\n".join(_waiting(lines[start + 1 :]) if early else lines[start + 1 :]))
+        bodies.append("\n".join(_waiting(lines[start + 1 :], ready) if early else lines[start + 1 :]))
     version = PTX_VERSION if not any(FAR_STORES in body for body in bodies) else PTX_OF_FAR_STORES
     head = re.sub(r"^\.version .*$", f".version {version}", head, flags=re.MULTILINE)
     if arch:
@@ -60,13 +60,13 @@ def waits(arch: str) -> bool:
     return found is not None and int(found[1]) >= _DEPENDENT
 
 
-def _waiting(lines: list[str]) -> list[str]:
-    """The lines of a PTX kernel that waits, behind the declarations at its beginning."""
+def _waiting(lines: list[str], ready: bool) -> list[str]:
+    """The lines of a PTX kernel that waits, behind the declarations at its beginning. Args: ready: as of `merged`."""
     entry = next(k for k, x in enumerate(lines) if _ENTRY.match(x))
     place = lines.index("{", entry) + 1
     while not lines[place].strip() or lines[place].lstrip().startswith((".", "//")):
         place += 1
-    return waiting(lines, place)
+    return waiting(lines, place) if ready else [*lines[:place], "\t" + WAIT, *lines[place:]]
 
 
 @functools.cache
@@ -113,6 +113,25 @@ def assemble(ptx: str, arch: str, *, overlapped: bool = False) -> bytes:
     """
     path = assembler()
     return _run_ptxas(path, ptx, arch, overlapped) if path else _link(ptx, arch)
+
+
+def best(
+    sources: list[tuple[str, str]], arch: str, *, overlapped: bool = False
+) -> tuple[bytes, dict[str, Resources], bool]:  # fmt: skip
+    """The cubin of all kernels, what each of them takes, and whether they wait for the grid in front of them.
+
+    What is computed before the wait stays in registers over it: where they do not suffice, the wait comes first; and
+    where ptxas keeps small arrays in memory only because there is a wait, there is none.
+
+    Args: sources: as of `merged`; arch, overlapped: as of `assemble`.
+    """
+    for ready in (True, False) if waits(arch) else ():
+        cubin = assemble(merged(sources, arch, early=True, ready=ready), arch, overlapped=overlapped)
+        report = resources(cubin)
+        if not any(used.stack for used in report.values()):
+            return cubin, report, True
+    cubin = assemble(merged(sources, arch), arch, overlapped=overlapped)
+    return cubin, resources(cubin), False
 
 
 def _run_ptxas(path: str, ptx: str, arch: str, overlapped: bool) -> bytes:

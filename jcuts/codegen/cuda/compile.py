@@ -119,13 +119,7 @@ def compile_program(program: Program, target: CudaTarget) -> CompiledKernel:
         sources.append((_ptx(part.program, source, target, symbol), symbol))
     arch = arch_of(program, target)
     overlapped = not {"pixels", "fed"}.isdisjoint(dict(program.params))
-    early = assemble.waits(arch)
-    cubin = assemble.assemble(assemble.merged(sources, arch, early=early), arch, overlapped=overlapped)
-    report = assemble.resources(cubin)
-    if early and any(used.stack for used in report.values()):  # ptxas keeps some small arrays in memory only then
-        early = False
-        cubin = assemble.assemble(assemble.merged(sources, arch), arch, overlapped=overlapped)
-        report = assemble.resources(cubin)
+    cubin, report, early = assemble.best(sources, arch, overlapped=overlapped)
     launches = []
     for part, source, symbol in zip(found, emitted, symbols, strict=True):
         used = report[symbol]

@@ -78,9 +78,18 @@ def test_kernels_that_lack_registers_for_it_wait_first(spills, waits, early, mon
     monkeypatch.setattr(
         assemble, "resources", lambda cubin: {"k": Resources(255, 16 * any(s.encode() in cubin for s in spills), 0)}
     )
-    cubin, report, found = assemble.best([(PTX, "k")], "sm_90")
+    cubin, report, found = assemble.best([(PTX, "k")], "sm_90", [assemble.Grid(1, 128, 0)])
     lines = [line.strip() for line in cubin.decode().splitlines()]
     assert report["k"].stack == 0 and found == waits == (WAIT.splitlines()[0] in lines)
     if waits:
         place = lines.index(WAIT.splitlines()[0])
         assert (lines.index("mov.u32 \t%r2, %tid.x;") < place) == early == (lines[place - 1] != "")
+
+
+@pytest.mark.parametrize("blocks, shared, early", [(99, 0, True), (999, 0, False), (999, 100_000, True)])
+def test_what_comes_early_costs_no_block(blocks, shared, early, monkeypatch):
+    """Three blocks instead of two, where there are so many and shared memory has room for them."""
+    monkeypatch.setattr(assemble, "assemble", lambda ptx, arch, overlapped: ptx.encode())
+    monkeypatch.setattr(assemble, "resources", lambda c: {"k": Resources(180 if b"nanosleep" in c else 132, 0, 1024)})
+    cubin, report, found = assemble.best([(PTX, "k")], "sm_90", [assemble.Grid(blocks, 128, shared)])
+    assert found and (report["k"].registers == 180) == early == (b"nanosleep" in cubin)

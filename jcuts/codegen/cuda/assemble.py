@@ -13,7 +13,9 @@ import struct
 import subprocess
 import sysconfig
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda.image import Resources
@@ -26,6 +28,8 @@ FAR_STORES, PTX_OF_FAR_STORES = "st.async", "8.1"
 SERIAL = "wgmma.mma_async instructions are serialized"
 _DEPENDENT = 90
 _TIMEOUT = 120.0
+_WARP, _REGISTERS, _THREADS, _SHARED, _LEAST_SMS = 32, 65536, 2048, 228 << 10, 114
+"""Of a multiprocessor of compute capability 9.0; the fewest that such a GPU has."""
 _ENTRY = re.compile(r"^\.visible \.entry (\S+)\(", re.MULTILINE)
 _REGCOUNT, _FRAME_SIZE = 0x2F, 0x11
 _SIZED = 0x04
@@ -115,21 +119,53 @@ def assemble(ptx: str, arch: str, *, overlapped: bool = False) -> bytes:
     return _run_ptxas(path, ptx, arch, overlapped) if path else _link(ptx, arch)
 
 
+class Grid(NamedTuple):
+    """A launch: its blocks, their threads, and the shared memory that the launch adds to a block."""
+
+    blocks: int
+    threads: int
+    shared: int
+
+    def beside(self, registers: int, shared: int) -> int:
+        """Blocks with so many registers per thread that a multiprocessor has at once, of those that it gets at all."""
+        warps = -(-self.threads // _WARP)
+        by_shared = _SHARED // max(1, self.shared + shared)
+        by_registers = _REGISTERS // (warps * max(1, -(-registers // 8)) * 8 * _WARP)
+        return min(by_shared, by_registers, _THREADS // (_WARP * warps), -(-self.blocks // _LEAST_SMS))
+
+
 def best(
-    sources: list[tuple[str, str]], arch: str, *, overlapped: bool = False
+    sources: list[tuple[str, str]], arch: str, grids: Sequence[Grid], *, overlapped: bool = False
 ) -> tuple[bytes, dict[str, Resources], bool]:  # fmt: skip
     """The cubin of all kernels, what each of them takes, and whether they wait for the grid in front of them.
 
-    What is computed before the wait stays in registers over it: where they do not suffice, the wait comes first; and
-    where ptxas keeps small arrays in memory only because there is a wait, there is none.
+    What is computed before the wait stays in registers over it.  Where they do not suffice, or a multiprocessor would
+    have fewer blocks at once, the wait comes first; and where ptxas keeps small arrays in memory only because there is
+    a wait, there is none.
 
-    Args: sources: as of `merged`; arch, overlapped: as of `assemble`.
+    Args: sources: as of `merged`; grids: of each; arch, overlapped: as of `assemble`.
     """
+    found: list[tuple[int, bytes, dict[str, Resources]]] = []
     for ready in (True, False) if waits(arch) else ():
-        cubin = assemble(merged(sources, arch, early=True, ready=ready), arch, overlapped=overlapped)
+        try:
+            cubin = assemble(merged(sources, arch, early=True, ready=ready), arch, overlapped=overlapped)
+        except CompileRejected:
+            if not found:
+                raise
+            break
         report = resources(cubin)
         if not any(used.stack for used in report.values()):
-            return cubin, report, True
+            used = [report[symbol] for _, symbol in sources]
+            count, most = (
+                sum(grid.beside(u.registers * own, u.shared) for u, grid in zip(used, grids, strict=True))
+                for own in (1, 0)
+            )
+            found.append((count, cubin, report))
+            if count == most:
+                break
+    if found:
+        _, cubin, report = max(found, key=lambda one: one[0])
+        return cubin, report, True
     cubin = assemble(merged(sources, arch), arch, overlapped=overlapped)
     return cubin, resources(cubin), False
 

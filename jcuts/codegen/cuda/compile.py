@@ -119,7 +119,8 @@ def compile_program(program: Program, target: CudaTarget) -> CompiledKernel:
         sources.append((_ptx(part.program, source, target, symbol), symbol))
     arch = arch_of(program, target)
     overlapped = not {"pixels", "fed"}.isdisjoint(dict(program.params))
-    cubin, report, early = assemble.best(sources, arch, overlapped=overlapped)
+    grids = [assemble.Grid(source.blocks, source.threads, source.shared) for source in emitted]
+    cubin, report, early = assemble.best(sources, arch, grids, overlapped=overlapped)
     launches = []
     for part, source, symbol in zip(found, emitted, symbols, strict=True):
         used = report[symbol]

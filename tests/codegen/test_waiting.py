@@ -43,6 +43,12 @@ def test_nothing_moves_past_labels_branches_and_predicates():
         assert parts(body) == ([], body)
 
 
+def test_sums_and_the_carries_that_they_leave_stay_together():
+    body = [f"\t{op} \t%r{k}, %r{k + 4}, 1;" for k, op in enumerate(["add.cc.u32", "addc.u32"] * 2)]
+    before, after = parts([*body, "\tret;"])
+    assert before == [] and after == [*body, "\tret;"]
+
+
 def test_few_numbers_are_needed_early():
     made = [f"\tmov.u32 \t%r{k}, {k};" for k in range(99)]
     before, _ = parts([*made, *(f"\tst.global.u32 \t[%rd1], %r{k};" for k in range(99))])

@@ -23,7 +23,7 @@ COMPUTES = frozenset({
     "abs", "add", "and", "bfe", "bfi", "brev", "clz", "cvt", "cvta", "div", "lop3", "mad", "max", "min", "mov", "mul",
     "mul24", "neg", "not", "or", "popc", "prmt", "rem", "selp", "set", "setp", "shf", "shl", "shr", "sub", "xor",
 })  # fmt: skip
-"""Instructions that only write registers."""
+"""Instructions that only write registers (without ``.cc``: then a carry, too, that the next one reads)."""
 _LINE = re.compile(r"\t(?:ld\.param|([a-z0-9]+))[.\w]*\s[^;{}]*;")
 _REGISTER = re.compile(r"%[a-z_]+\d+\b")
 _ENDS = re.compile(r"\s*(?:@|\$|bra|brx|ret|exit|call|[{}])")
@@ -57,7 +57,7 @@ def waiting(lines: Sequence[str], place: int) -> list[str]:
 
 def _computes(line: str) -> bool:
     found = _LINE.fullmatch(line)
-    return found is not None and (found[1] is None or found[1] in COMPUTES)
+    return found is not None and (found[1] is None or found[1] in COMPUTES) and ".cc" not in line
 
 
 def _first_used(lines: Iterable[str], made: set[str]) -> list[str]:

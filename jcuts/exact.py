@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jcuts.base.errors import summary
 from jcuts.names import form_of, is_xla
 from jcuts.trace import jaxapi
 from jcuts.trace.products import CONVOLUTION, DOT
@@ -67,7 +68,7 @@ class Exact:
                 self._reference = self._run()
                 log.info("the program in float64: %.2f s", time.perf_counter() - start)
             except Exception as error:  # memory, a primitive without a float64 form: then no rewrite is trusted
-                self._failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                self._failure = summary(error)
         return self._reference
 
     def compile(self) -> None:

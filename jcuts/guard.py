@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jcuts import sampling
-from jcuts.base.errors import JcutsError
+from jcuts.base.errors import JcutsError, summary
 from jcuts.decision import JCUTS, XLA, Decision
 from jcuts.decision import MOST_TRIES as MOST_TRIES
 from jcuts.decision import GuardStore as GuardStore
@@ -107,7 +107,7 @@ def decide(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], tup
         except Exception as error:
             if name == XLA:
                 raise  # the user's own program fails: that is the user's error to see
-            rejected[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            rejected[name] = summary(error)
             continue
         if not runs:
             reference = jax.tree.map(host, result)

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from jcuts import guard, sampling
-from jcuts.base.errors import JcutsError
+from jcuts.base.errors import JcutsError, summary
 from jcuts.base.settings import Form
 from jcuts.decision import Decision
 from jcuts.names import form_of, is_xla, name_of
@@ -115,7 +115,7 @@ def _wrong(
     except JcutsError:
         raise
     except Exception as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return summary(error)
     return guard.disagrees(reference, result) or (verify(single, reference, result) if verify else None)
 
 

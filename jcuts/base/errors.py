@@ -30,6 +30,15 @@ class JcutsError(Exception):
         return _rebuild, (type(self), self.message, self.values)
 
 
+def summary(error: BaseException) -> str:
+    """Kind and first line of an error, for a line of a report.
+
+    >>> summary(ValueError("too large\\nby far")), summary(KeyError())
+    ('ValueError: too large', 'KeyError: ')
+    """
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
 def _rebuild(kind: type[JcutsError], message: str, values: dict[str, object]) -> JcutsError:
     return kind(message, **values)
 

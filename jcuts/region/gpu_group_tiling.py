@@ -17,6 +17,11 @@ BARRIER = 8
 """Bytes of a barrier of a cluster in shared memory, which divide its address."""
 
 
+def exchangeable(tile: int, columns: int) -> bool:
+    """Whether lanes can exchange results of tiles of so many columns, of so many in all, for four columns a store."""
+    return tile % 16 == 0 and columns % 4 == 0
+
+
 def portions(high: int, wide: int, step: int, sharers: int) -> tuple[int, int]:
     """Into how many parts ``high`` rows and ``wide`` columns of tiles fall, for at most so many sharers.
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from jcuts.dfg.program import Program
-from jcuts.region.gpu_group_tiling import GROUP, HIGH, LINE
+from jcuts.region.gpu_group_tiling import GROUP, HIGH, LINE, exchangeable
 from jcuts.region.gpu_products import MEMORY, Counter
 from jcuts.region.gpu_tiles import Candidate, scheduled
 from jcuts.region.group_windows import Window, has_weights, window
@@ -28,8 +28,6 @@ MOST = 5
 UNEVEN, WORTH = 24, 0.9
 """Registers that a loop of its own for a last line of channels that is not full takes; share of all steps that are left
 by it, up to which it is tried."""
-FOUR = 4
-"""Columns that a lane stores at once where it has exchanged results with its neighbour."""
 VARIED, FEW_COLUMNS, RESIDENT = 2, 64, 2
 """Schedules that are tried in other ways, too; columns up to which every tap has code of its own from the start
 (compiling it takes seconds); tiles of terms between a copy of pixels and their use where weights stay."""
@@ -143,10 +141,10 @@ def candidates(counter: Counter, program: Program, most: int = MOST) -> list[Can
     """The same as programs with scores; the best also in the ways that cost registers or code."""
     found: list[Candidate] = []
     kept = window(program)
-    pairs = counter.item == 2 and not counter.sides[1].along_terms and counter.columns % FOUR == 0
+    pairs = counter.item == 2 and not counter.sides[1].along_terms
     for number, (spent, tiling) in enumerate(windows(counter, program, most)):
         assert kept is not None
-        if pairs and not number and tiling.columns % (4 * FOUR) == 0:
+        if pairs and not number and exchangeable(tiling.columns, counter.columns):
             found.append((replace(tiling, paired=1).of(program), min(1.0, counter.least / spent) * AGAIN**number))
         lifted = spent / cycles(counter, kept, tiling)
         for other in _variants(kept, tiling) if number < VARIED else [tiling]:

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from jcuts.dfg.program import Program
 from jcuts.region import gpu_count, gpu_fed, gpu_fitted, gpu_group_windows, gpu_products, gpu_rounded, gpu_streams
-from jcuts.region.gpu_group_tiling import BARRIER, HIGH, LINE, GroupTiling
+from jcuts.region.gpu_group_tiling import BARRIER, HIGH, LINE, GroupTiling, exchangeable
 from jcuts.region.gpu_products import LATENCY, MEMORY, Counter
 from jcuts.region.gpu_tiles import Candidate, GpuMachine
 from jcuts.region.group_windows import in_pieces
@@ -150,7 +150,7 @@ def _ways(counter: GroupCounter, tiling: GroupTiling, first: bool) -> list[tuple
     Args: first: whether all of it is worth a trial.
     """
     if not counter.rounded:
-        whole = tiling.columns % 16 == 0 and counter.columns % 4 == 0
+        whole = exchangeable(tiling.columns, counter.columns)
         if not (first and counter.narrow and whole and tiling.cluster == tiling.split == 1 and not tiling.held):
             return [(1.0, tiling)]
         return [(1.0, replace(tiling, paired=1)), (AGAIN, tiling)]

@@ -9,10 +9,9 @@ from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda import tensor, wgmma
 from jcuts.codegen.cuda.group_tiles import SPAN, SQUARE, GroupTile
 from jcuts.codegen.cuda.product import ProductShape, three
-from jcuts.codegen.cuda.product_tiles import PAIR
 from jcuts.codegen.cuda.shared import WARP
 from jcuts.dfg.program import Program
-from jcuts.region.gpu_group_tiling import BARRIER, room
+from jcuts.region.gpu_group_tiling import BARRIER, exchangeable, room
 from jcuts.region.gpu_held import Held, held
 from jcuts.region.group_windows import in_line, in_pieces
 from jcuts.region.products import COLUMNS, ROWS, K, S, bears_zeros, prologue, shares, sides, summed, vectors
@@ -159,7 +158,7 @@ def may_pair(params: Mapping[str, object], tile: GroupTile) -> bool:
     """Whether lanes may exchange results of these columns, if they are to (`product_exit`)."""
     if not params.get("paired", 0):
         return True
-    whole = tile.warp % 16 == 0 and tile.extent % (2 * PAIR) == 0 and tile.beside == 1
+    whole = exchangeable(tile.warp, tile.extent) and tile.beside == 1
     return whole and {"cluster", "held", "fed"}.isdisjoint(params)
 
 

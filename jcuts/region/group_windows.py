@@ -138,9 +138,14 @@ def in_line(side: Side, terms: int) -> Side:
 
 
 def in_pieces(program: Program, left: Side, right: Side) -> bool:
-    """Whether each copy of a product's left operand can find its own place: 16-bit floats, none computed on the way."""
+    """Whether each copy of a product's left operand can find its own place.
+
+    16-bit floats, and float32 where the right operand is rounded, so that neither goes through registers; nothing is
+    computed on the way.
+    """
     whole = all(side.width * side.item == LINE // 8 for side in (left, right))
-    if left.item != 2 or not left.along_terms or not whole or prologue(program) is not None:
+    copied = left.item == 2 or (right.along_terms and program.buffer(right.buffer).tf32)
+    if not copied or not left.along_terms or not whole or prologue(program) is not None:
         return False
     terms = summed(program)
     return in_line(right, terms).run == terms

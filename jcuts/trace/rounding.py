@@ -94,7 +94,7 @@ def order_of(eqn: Any) -> Order | None:
     shape = eqn.invars[1].aval.shape
     columns, terms, points = shape[order[0]], math.prod(shape[d] for d in order[1:]), eqn.outvars[0].aval.size
     enough = points >= LEAST_POINTS and points * terms >= LEAST_PRODUCTS
-    if terms >= LINE and math.prod(shape[d] for d in order[1:-1]) == 1:
+    if terms >= LINE:
         enough = enough or (points >= FEW_ROWS * columns and points * terms >= FEW_PRODUCTS)
     return order if enough and columns >= LEAST_COLUMNS and terms % PIECE == 0 else None
 

@@ -325,6 +325,66 @@ def test_convolutions_with_rounded_filters(name):
         compare(run_rounded(lambda x, w: conv(x, w, layout=layout, **params), (x, w), tiling), [wanted], 3e-6)
 
 
+TAPS = [
+    GroupTiling(64, 64, 32, (1, 1), 5, cluster=4, rounded=1, push=1, early=1, steps=4),
+    GroupTiling(128, 32, 32, (2, 1), 9, cluster=2, rounded=1, push=1, early=1, steps=2),
+    GroupTiling(64, 96, 32, (1, 1), 4, cluster=3, rounded=1, push=1, spread=1, steps=2),
+    GroupTiling(64, 32, 64, (1, 1), 3, rounded=1, early=1), GroupTiling(128, 64, 32, (2, 1), 4, rounded=1),
+]  # fmt: skip
+"""Of few rows, whose terms are taps, too."""
+
+
+@compiled
+@pytest.mark.parametrize("tiling", TAPS, ids=str)
+@pytest.mark.parametrize("channels, taps, strides, padding", [
+    (64, (3, 3), 1, "SAME"), (48, (5, 5), 1, "SAME"), (80, (3, 3), 2, "VALID"), (160, (1, 7), 1, "SAME"),
+    (16, (3, 3), 1, "SAME"),
+])  # fmt: skip
+def test_convolutions_of_few_rows(channels, taps, strides, padding, tiling):
+    """Tiles of terms lie in several taps where 32 does not divide the channels, which lie among others that are NaN."""
+    x, w = normal(1, 9, 8, channels + 8), round_tf32(normal(72, *taps, channels, seed=1))
+    x[..., :4], x[..., 4 + channels :] = np.nan, np.nan
+    if shares(w[0].size, tiling.terms, tiling.cluster)[1] != tiling.cluster:
+        pytest.skip("not so many parts of the terms")
+    same = padding == "SAME"
+    r = normal(1, 9, 8, 72, seed=2) if same else normal(1, 4, 3, 72, seed=2)
+    params = {"strides": (strides, strides), "padding": padding}
+
+    def fn(x, w, r):
+        x = jax.lax.slice_in_dim(x, 4, 4 + channels, axis=3)
+        return jax.nn.relu(conv(x, w, layout=("NHWC", "OHWI", "NHWC"), **params) + r)
+
+    with jax.enable_x64(True):
+        rounded = np.where(np.isnan(x), np.nan, tf32(x))
+        want = np.asarray(fn(*(jnp.asarray(np.asarray(a, np.float64)) for a in (rounded, w, r))))
+    compare(run_rounded(fn, (x, w, r), tiling), [want], 3e-6)
+
+
+@compiled
+def test_tiles_that_wait_in_registers_lie_in_one_tap():
+    """Only copies find their own places."""
+    x, w = normal(1, 9, 8, 48), round_tf32(normal(64, 3, 3, 48, seed=1))
+    made = programs.trace(lambda x, w: conv(x, w, layout=("NHWC", "OHWI", "NHWC")), x, w).product()
+    with pytest.raises(CompileRejected):
+        compiler.compile_program(GroupTiling(64, 64, 32, (1, 1), 2, flight=1).of(marked(made)), SM90)
+
+
+@compiled
+@pytest.mark.parametrize("size, channels, features, taps", [
+    (14, 256, 256, 3), (7, 512, 512, 3), (56, 64, 64, 3), (14, 128, 32, 3), (35, 48, 64, 5), (35, 96, 96, 3),
+])  # fmt: skip
+def test_filters_at_batch_1_are_tried_in_clusters(size, channels, features, taps):
+    shapes = (1, size, size, channels), (features, taps, taps, channels)
+    made = programs.trace(
+        lambda x, w: conv(x, w, layout=("NHWC", "OHWI", "NHWC")), *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)
+    ).product()  # fmt: skip
+    ranked = [p for p, _ in gpu.candidates(marked(made), MACHINE, 8)]
+    clusters = [p for p in ranked if dict(p.params).get("push")]
+    assert len(clusters) >= 4
+    for program in clusters:
+        compiler.compile_program(program, SM90)
+
+
 @compiled
 def test_the_machine_sees_what_pipelines_do_wrong():
     x, w = normal(64, 256), normal(256, 64)

@@ -69,6 +69,9 @@ WEIGHTS = {
     "convolution": (
         lambda x: conv(x, FILTER), shape(8, 32, 32, 32), (64, 3, 3, 32), lambda w: w.transpose(3, 0, 1, 2), FILTER,
     ),
+    "convolution of few rows": (
+        lambda x: conv(x, FILTER), shape(1, 28, 28, 32), (64, 3, 3, 32), lambda w: w.transpose(3, 0, 1, 2), FILTER,
+    ),
     "convolution with strides": (
         lambda x: conv(x, FILTER, stride=2), shape(32, 32, 32, 32), (64, 3, 3, 32), lambda w: w.transpose(3, 0, 1, 2),
         FILTER,
@@ -112,7 +115,8 @@ LEFT = {
     "one is highest": (lambda x: jnp.dot(x, LARGE, precision=("default", "highest")), shape(4096, 256)),
     "small": (lambda x: x @ LARGE, shape(64, 256)),
     "few rows": (lambda x: x @ LONG, shape(32, 1024)),
-    "taps": (lambda x: conv(x, FILTER), shape(1, 28, 28, 32)),
+    "few rows, taps": (lambda x: conv(x, FILTER), shape(1, 5, 6, 32)),
+    "few products, taps": (lambda x: conv(x, FILTER[:1, :2]), shape(1, 7, 7, 32)),
     "few products": (lambda x: x @ FEW, shape(16384, 4)),
     "half": (lambda x: x @ HALF, shape(4096, 256, dtype=jnp.bfloat16)),
     "left": (lambda x: LARGE @ x, shape(128, 8192)),

@@ -108,11 +108,12 @@ def group_shape(program: Program) -> GroupShape:
     share, ranks = shares(extents[K], terms, cluster)
     left, right = sides(program)
     ragged = total % (terms * share * (cluster if S not in extents else 1)) != 0
-    apart = left.run % terms != 0 and left.run != extents[K] and S not in extents and in_pieces(program, left, right)
+    stages, flight = int(str(params["stages"])), int(str(params.get("flight", 0)))
+    apart = left.run % terms != 0 and left.run != extents[K] and S not in extents and not flight
+    apart = apart and in_pieces(program, left, right)
     right = in_line(right, total) if apart else right
     first = GroupTile(left, extents[ROWS], rows, terms, rows // max(1, along), 0, ragged, apart)
     second = GroupTile(right, extents[COLUMNS], columns, terms, columns // max(1, across), first.bytes, ragged)
-    stages, flight = int(str(params["stages"])), int(str(params.get("flight", 0)))
     rounded, steps = bool(params.get("rounded", 0)), int(str(params.get("steps", 1)))
     spread, cached = bool(params.get("spread", 0)), bool(params.get("cached", 0))
     kept = (first.bytes + second.bytes) * stages + 4 * len(vectors(program)) * share * terms

@@ -69,6 +69,8 @@ class WindowTiling:
         fetched: whether the fragments of a tap are asked for before the products of the one before it.
         short: whether the last line of channels, which is not full, is multiplied only as far as it is.
         paired: whether lanes exchange results before the exit, for stores twice as wide.
+        cluster: blocks that share the channels of a tile, and push their totals. early: whether what the exit adds is
+            asked for early. Both of `gpu_window_clusters`.
     """
 
     rows: int
@@ -83,6 +85,8 @@ class WindowTiling:
     fetched: int = 0
     short: int = 0
     paired: int = 0
+    cluster: int = 1
+    early: int = 0
 
     @property
     def threads(self) -> int:
@@ -93,7 +97,8 @@ class WindowTiling:
         """The scheduled program."""
         found = (("rounds", self.rounds, 1), ("spread", self.spread, 0), ("steps", self.steps, 1))
         found += (("unrolled", self.unrolled, 0), ("fetched", self.fetched, 0), ("short", self.short, 0))
-        found += (("paired", self.paired, 0),)
+        found += (("paired", self.paired, 0), ("cluster", self.cluster, 1), ("push", int(self.cluster > 1), 0))
+        found += (("early", self.early, 0),)
         more = tuple((name, count) for name, count, least in found if count > least)
         item = sides(program)[0].item
         kept = window(program)

@@ -13,7 +13,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jcuts.dfg.program import Program
-from jcuts.region import gpu_count, gpu_fed, gpu_fitted, gpu_group_windows, gpu_products, gpu_rounded, gpu_streams
+from jcuts.region import (
+    gpu_count,
+    gpu_fed,
+    gpu_fitted,
+    gpu_group_windows,
+    gpu_products,
+    gpu_rounded,
+    gpu_streams,
+    gpu_window_clusters,
+)
 from jcuts.region.gpu_group_tiling import BARRIER, HIGH, LINE, GroupTiling, exchangeable
 from jcuts.region.gpu_products import LATENCY, MEMORY, Counter
 from jcuts.region.gpu_tiles import Candidate, GpuMachine
@@ -28,6 +37,8 @@ BESIDE = 0.5
 """Registers per total for each operand that is added to the results one by one: the assembler asks for it early."""
 PLAIN = 0.93
 """What schedules without copies among the steps of products count where a block has more tiles of terms than stages."""
+BEHIND_FIRST = 0.999
+"""What clusters that keep pixels count of the score of the one that they follow."""
 STREAMS, BEHIND = 3, 1.25
 """Tilings of a product that is bound by memory, and by how much they may count more than others."""
 GROUPED = (9, 0)
@@ -90,6 +101,8 @@ def products(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
         elif kept:  # the best of either form comes first
             kept = [(p, score / other * best) for p, score in kept]
     few = list(grouped(counter.as_few, FEW)) if counter.few else []
+    if counter.short or counter.few:
+        few += _beside(found if counter.short else few, gpu_window_clusters.candidates(counter, program))
     if kept and not found:  # few outputs: blocks of both families are as small, and of the other one more share a sum
         found = list(gpu_products.products(program, machine, gpu_products.MOST, counter.least))
         best = max((score for _, score in found), default=0.0)
@@ -109,6 +122,15 @@ def products(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
         yield from gpu_products.products(program, machine, gpu_products.MOST - len(found), counter.least)
     else:
         yield from gpu_products.products(program, machine)
+
+
+def _beside(found: list[Candidate], others: list[tuple[float, Program]]) -> list[Candidate]:
+    """Clusters that keep pixels, in turns with those that do not: which are faster is not for estimates to say."""
+    scores = sorted((score for _, score in found), reverse=True)
+    if not scores:
+        return []
+    places = [scores[min(2 * number, len(scores) - 1)] for number in range(len(others))]
+    return [(made, BEHIND_FIRST * place) for (_, made), place in zip(others, places, strict=True)]
 
 
 def grouped(counter: GroupCounter, most: int = MOST, *, alike: bool = False) -> Iterator[Candidate]:

@@ -13,8 +13,9 @@ from jax import lax
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda import compile as compiler
 from jcuts.codegen.cuda.group_window_shape import window_shape
+from jcuts.region import gpu
 from jcuts.region.gpu_group_windows import WindowTiling
-from jcuts.region.products import as_product
+from jcuts.region.products import as_product, sides
 from tests import programs, ptx_machine
 from tests.codegen.test_product import SM90, compare, compiled, normal, tf32
 from tests.codegen.test_product_groups import EPS
@@ -68,6 +69,86 @@ def test_weights_that_stay_in_shared_memory(case, tiling):
 @pytest.mark.parametrize("case", ["3x3", "3x3 ragged channels", "1x7"])
 def test_taps_with_code_of_their_own(case, tiling):
     check(case, tiling)
+
+
+CLUSTERS = [
+    WindowTiling(64, 32, 1, 4, 1, steps=2, cluster=2, early=1), WindowTiling(128, 64, 2, 8, 2, steps=4, cluster=2),
+    WindowTiling(64, 64, 1, 0, 1, steps=2, unrolled=1, cluster=4, early=1), WindowTiling(64, 40, 1, 5, 2, cluster=3),
+    WindowTiling(64, 64, 1, 8, 2, steps=4, unrolled=1, cluster=2, early=1), WindowTiling(64, 96, 1, 3, 2, cluster=4),
+    WindowTiling(128, 32, 2, 0, 2, steps=2, spread=1, cluster=5, early=1),
+]  # fmt: skip
+SHARED_CHANNELS = {2: (48, 128), 3: (84,), 4: (112, 256), 5: (160,)}
+"""By blocks of a cluster: channels whose lines they can share."""
+
+
+@compiled
+@pytest.mark.parametrize("tiling", CLUSTERS, ids=str)
+@pytest.mark.parametrize("taps, strides, padding", [
+    ((3, 3), 1, "SAME"), ((1, 7), 1, "SAME"), ((3, 3), 2, "VALID"), ((5, 5), 1, "SAME"),
+])  # fmt: skip
+def test_blocks_of_a_cluster_share_channels(taps, strides, padding, tiling):
+    """A vector and a matrix are added to the totals; pixels lie among channels that are NaN."""
+    tried = 0
+    for channels in SHARED_CHANNELS[tiling.cluster]:
+        lines = -(-channels // 32) // tiling.cluster
+        made = replace(tiling, stages=tiling.stages or lines * taps[0] * taps[1], pixels=min(tiling.pixels, lines))
+        if lines > 1:
+            made = replace(made, pixels=2)
+        x, w = normal(2, 9, 8, channels + 8), round_tf32(normal(72, *taps, channels, seed=1))
+        x[..., :4], x[..., 4 + channels :] = np.nan, np.nan
+        size = (9, 8) if padding == "SAME" else (4, 3)
+        b, r = normal(72, seed=2), normal(2, *size, 72, seed=3)
+
+        def fn(x, w, b, r, channels=channels):
+            x = lax.slice_in_dim(x, 4, 4 + channels, axis=3)
+            y = lax.conv_general_dilated(x, w, (strides,) * 2, padding, dimension_numbers=("NHWC", "OHWI", "NHWC"))
+            return jax.nn.relu(y + b) + r
+
+        try:
+            found = run_window(fn, (x, w, b, r), made)
+        except CompileRejected:  # more stages than steps, or than there is time for a run of pixels
+            continue
+        with jax.enable_x64(True):
+            rounded = np.where(np.isnan(x), np.nan, tf32(x))
+            want = np.asarray(fn(*(jnp.asarray(np.asarray(a, np.float64)) for a in (rounded, w, b, r))))
+        compare(found, [want], 3e-6)
+        tried += 1
+    assert tried or taps == (1, 7)
+
+
+@compiled
+def test_what_clusters_do_not_share():
+    """Lines that are no multiple of the blocks, several tiles of outputs, a last line that ends early."""
+    x, w = normal(2, 9, 8, 96), round_tf32(normal(64, 3, 3, 96, seed=1))
+    made = programs.trace(
+        lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "OHWI", "NHWC")), x, w
+    ).product()  # fmt: skip
+    good = WindowTiling(64, 32, 1, 4, 1, steps=2, cluster=3)
+    compiler.compile_program(good.of(made), SM90)
+    for wrong in (replace(good, cluster=2), replace(good, rounds=2, pixels=2), replace(good, short=1),
+                  replace(good, cluster=1, early=1, rounds=2, pixels=2)):  # fmt: skip
+        with pytest.raises(CompileRejected):
+            compiler.compile_program(wrong.of(made), SM90)
+
+
+@compiled
+@pytest.mark.parametrize("size, channels, features, taps", [
+    (14, 256, 256, 3), (7, 512, 512, 3), (56, 64, 64, 3), (14, 128, 32, 3), (35, 48, 64, 5), (35, 96, 96, 3),
+])  # fmt: skip
+def test_few_outputs_have_schedules_in_clusters(size, channels, features, taps):
+    """Beside those that copy a tile per tap, in the first half of the ranking; all of them assemble."""
+    shapes = (1, size, size, channels), (features, taps, taps, channels)
+    made = programs.trace(
+        lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "OHWI", "NHWC")),
+        *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes),
+    ).product()  # fmt: skip
+    right = sides(made)[1].buffer
+    made = replace(made, buffers=tuple(replace(b, tf32=b.name == right) for b in made.buffers))
+    ranked = [p for p, _ in gpu.candidates(made, gpu.GpuMachine(132, capability=(9, 0)), 8)]
+    shared = [k for k, p in enumerate(ranked) if {"pixels", "cluster"} <= dict(p.params).keys()]
+    assert shared and shared[0] < 4 and len(shared) < len(ranked)
+    for number in shared:
+        compiler.compile_program(ranked[number], SM90)
 
 
 @compiled

@@ -280,7 +280,8 @@ class _Writer:
             return replace(self._by_block(f"fed_{fed.left.size}x{fed.right.size}", fed, fed.blocks), least=1)
         if "pixels" in params:
             window = window_shape(self.program)
-            return self._by_block(f"window_{window.left.size}x{window.right.size}", window, window.blocks)
+            name = f"window_{window.left.size}x{window.right.size}"
+            return replace(self._by_block(name, window, window.blocks), cluster=window.cluster)
         groups = "groups" in params
         shape = group_shape(self.program) if groups else product_shape(self.program)
         name = f"product_{shape.left.size}x{shape.right.size}x{shape.left.terms}"

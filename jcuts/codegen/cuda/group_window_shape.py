@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jcuts.base.errors import CompileRejected
-from jcuts.codegen.cuda import tensor
-from jcuts.codegen.cuda.group_shape import AHEAD, WARPS, divided, may_pair, readable
+from jcuts.codegen.cuda import tensor, wgmma
+from jcuts.codegen.cuda.group_shape import AHEAD, MOST_SHARED, WARPS, divided, may_pair, readable
 from jcuts.codegen.cuda.group_tiles import GroupTile
 from jcuts.codegen.cuda.pixel_shape import PixelShape
 from jcuts.codegen.cuda.product import three
 from jcuts.dfg.program import Program
+from jcuts.region.gpu_group_tiling import BARRIER, room
 from jcuts.region.gpu_group_windows import RESIDENT
+from jcuts.region.gpu_held import Held
 from jcuts.region.group_windows import Window, has_weights, in_line, window
 from jcuts.region.products import COLUMNS, ROWS, sides
 
@@ -36,6 +38,7 @@ class WindowShape(PixelShape):
         unrolled: whether every tap has code of its own.
         fetched: whether the fragments of a tap are asked for before the products of the one before it.
         short: whether the last line of channels is multiplied only as far as it is full.
+        push: whether the blocks of a cluster share the lines of channels.
     """
 
     window: Window
@@ -44,6 +47,17 @@ class WindowShape(PixelShape):
     unrolled: bool
     fetched: bool
     short: bool
+    push: bool
+
+    @property
+    def held(self) -> Held:
+        """Nothing."""
+        return Held()
+
+    @property
+    def lines(self) -> int:
+        """Lines of channels that the block multiplies."""
+        return self.window.chunks // self.cluster
 
     @property
     def stage(self) -> int:
@@ -87,7 +101,7 @@ class WindowShape(PixelShape):
         """Taps of a round of the loop, where all lines are equally long."""
         if not self.unrolled:
             return 2 if self.whole else 1
-        return self.window.taps * (2 if self.whole and self.window.taps % 2 and self.window.chunks > 1 else 1)
+        return self.window.taps * (2 if self.whole and self.window.taps % 2 and self.lines > 1 else 1)
 
     @property
     def slots(self) -> int:
@@ -101,8 +115,21 @@ class WindowShape(PixelShape):
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory of a block: weights, runs of pixels, zeros."""
-        return self.kept_until
+        """Bytes of shared memory of a block: weights, runs of pixels, zeros; what is pushed into it, and a barrier."""
+        if not self.push:
+            return self.kept_until
+        return (self.kept_until + self.room if self.apart else max(self.kept_until, self.room)) + BARRIER
+
+    @property
+    def room(self) -> int:
+        """Bytes in which a block gets what the others of its cluster push."""
+        high, wide = self.left.warp // wgmma.ROWS, self.right.warp // 8
+        return room(high, wide, self.right.beside, self.cluster, self.threads)
+
+    @property
+    def apart(self) -> bool:
+        """Whether that lies behind everything else."""
+        return self.kept_until + self.room + BARRIER <= MOST_SHARED
 
     @property
     def high_blocks(self) -> int:
@@ -112,7 +139,7 @@ class WindowShape(PixelShape):
     @property
     def blocks(self) -> int:
         """Blocks of the grid."""
-        return self.high_blocks * self.columns
+        return self.high_blocks * self.columns * self.cluster
 
 
 def window_shape(program: Program) -> WindowShape:
@@ -129,11 +156,12 @@ def window_shape(program: Program) -> WindowShape:
     second = GroupTile(right, extents[COLUMNS], columns, terms, columns // max(1, across), 0, ragged)
     stages, kept = int(str(params["stages"])), int(str(params["pixels"]))
     steps, rounds = int(str(params.get("steps", 1))), int(str(params.get("rounds", 1)))
+    cluster = int(str(params.get("cluster", 1)))
     shape = WindowShape(
-        first, second, (WARPS * along, across, 1), stages, found.steps, found.taps * found.channels, 1,
+        first, second, (WARPS * along, across, 1), stages, found.steps // cluster, found.taps * found.channels, cluster,
         found.span(rows), kept, rounds, found, bool(params.get("spread", 0)), steps,
         unrolled=bool(params.get("unrolled", 0)), fetched=bool(params.get("fetched", 0)),
-        short=bool(params.get("short", 0)),
+        short=bool(params.get("short", 0)), push=bool(params.get("push", 0)),
     )  # fmt: skip
     fits = divided(first, second, along, across) and terms == found.line
     grouped = 1 <= steps <= AHEAD and not found.narrow
@@ -143,8 +171,10 @@ def window_shape(program: Program) -> WindowShape:
     fits = fits and not (shape.short and (found.short == found.whole or (shape.unrolled and found.chunks > 2)))
     fits = fits and 3 <= stages <= shape.share and shape.slots >= 1 and rounds >= 1
     fits = fits and (not shape.fetched or (shape.whole and left.item == 4))
-    fits = fits and (kept == 2 or (kept == found.chunks == rounds == 1))
-    fits = fits and {"flight", "split", "cluster", "push", "early", "cached"}.isdisjoint(params)
+    fits = fits and (kept == 2 or (kept == shape.lines == rounds == 1))
+    fits = fits and found.chunks % cluster == 0 and shape.push == (cluster > 1)
+    fits = fits and (rounds == 1 or not (shape.push or params.get("early", 0))) and not (shape.push and shape.short)
+    fits = fits and {"flight", "split", "cached"}.isdisjoint(params)
     fits = fits and may_pair(params, second)
     if not fits or shape.threads != int(str(params["threads"])):
         raise CompileRejected(f"{program.name}: no convolution of tiles {params['tile']} by groups {params['groups']}")

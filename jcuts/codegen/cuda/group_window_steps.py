@@ -39,7 +39,7 @@ class Steps:
             emitter.rows.turn(L.I32(0), self.places[2])
             fetched = self._read()
         high, wide = shape.left.warp // wgmma.ROWS, shape.right.warp // 8
-        state: list[L.Value] = [*[L.I32(0)] * 3, *self.places]
+        state: list[L.Value] = [L.I32(0), L.I32(0), emitter.chunk, *self.places]
         totals: Totals = [[[L.F32(0.0) for _ in range(4)] for _ in range(wide)] for _ in range(high)]
         last = 0
         for part in shape.parts:
@@ -155,18 +155,18 @@ class Steps:
         emitter, builder, shape = self.emitter, self.builder, self.emitter.shape
         mine, more, other = self.runs
         made: list[Iterator[None]] = []
-        found = shape.window
+        found, end = shape.window, builder.add(emitter.chunk, L.I32(shape.lines))
         if not shape.resident:
             later = builder.add(tap, L.I32(shape.ahead))
             wraps = builder.icmp_signed(">=", later, L.I32(found.taps))
             later = builder.select(wraps, builder.sub(later, L.I32(found.taps)), later)
             next_ = builder.add(chunk, builder.select(wraps, L.I32(1), L.I32(0)))
-            inside = builder.icmp_signed("<", next_, L.I32(found.chunks))
+            inside = builder.icmp_signed("<", next_, end)
             if shape.rounds > 1:
                 next_, inside = builder.select(inside, next_, L.I32(0)), builder.or_(inside, more)
             made += [emitter.filters(later, next_, writing, inside)] * len(emitter.weights.places)
         if shape.kept == 2:
-            inside = builder.icmp_signed("<", builder.add(chunk, L.I32(1)), L.I32(found.chunks))
+            inside = builder.icmp_signed("<", builder.add(chunk, L.I32(1)), end)
             first = builder.select(inside, mine, other)
             later = builder.select(inside, builder.add(chunk, L.I32(1)), L.I32(0))
             where = builder.or_(inside, more)

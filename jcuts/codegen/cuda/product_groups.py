@@ -51,13 +51,17 @@ class GroupEmitter(ProductEmitter):
 
     def emit(self) -> None:
         """The tile; see `ProductEmitter.emit`."""
+        self._expect()
+        super().emit()
+
+    def _expect(self) -> None:
+        """Makes the barrier at which the block waits for what the others of its cluster push."""
         builder, shape = self.builder, self.shape
         if shape.push:
             barrier = builder.add(self.shared, L.I32(shape.shared - BARRIER))
             cluster.expect(builder, barrier, shape.room, self.thread)
             if shape.apart:  # nobody writes into a block that has not begun
                 cluster.arrive(builder)
-        super().emit()
 
     def _meet(self, totals: Totals) -> None:
         """Adds up what the blocks of a cluster have."""

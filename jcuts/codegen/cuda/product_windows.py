@@ -4,7 +4,8 @@ A block's outputs are neighbours, and so are nearly all pixels that they read (`
 copied once for 32 channels, not once per tap, and read through registers where each tap lies (`group_pixels`); the
 weights of a tap and its channels go through a ring as those of every product, or, where the whole filter has its place
 in shared memory, stay there.  A block goes on with ``rounds`` tiles of outputs one after the other: copies of the next
-tile are under way while the one before is finished.
+tile are under way while the one before is finished.  Where there are few outputs the blocks of a ``cluster`` share the
+channels of one tile, and push their totals to each other (`product_meet.push`).
 
 float32 with rounded weights (see `product_groups`), and 16-bit floats.
 """
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jcuts.codegen import lanes as L
-from jcuts.codegen.cuda import group_fragments, tensor, wgmma
+from jcuts.codegen.cuda import cluster, group_fragments, tensor, wgmma
 from jcuts.codegen.cuda.builder import asm
 from jcuts.codegen.cuda.group_pixels import PixelCopies, PixelRows
 from jcuts.codegen.cuda.group_window_shape import WindowShape
@@ -35,6 +36,7 @@ class WindowEmitter(GroupEmitter):
     def emit(self) -> None:
         """All tiles of the block."""
         builder, shape = self.builder, self.shape
+        self._expect()
         self._prepare()
         begin = [L.I32(0), L.I32(shape.ahead * shape.stage), L.I32(0)]
         if shape.rounds == 1:
@@ -82,7 +84,8 @@ class WindowEmitter(GroupEmitter):
         """What all tiles have in common."""
         builder, shape = self.builder, self.shape
         runs = builder.add(self.shared, L.I32(shape.ring))
-        zeros = builder.add(self.shared, L.I32(shape.shared - wgmma.LINE))
+        zeros = builder.add(self.shared, L.I32(shape.kept_until - wgmma.LINE))
+        self.chunk = builder.mul(self.rank, L.I32(shape.lines))
         self.bases = [L.I64(0), self._descriptor(shape.right, self.column_warp)]
         self.weights = Copier(
             self.frame, shape.right, shape.threads, self.thread, self.variables[COLUMNS], self.shared
@@ -96,15 +99,18 @@ class WindowEmitter(GroupEmitter):
     def _start(self, row: L.Value) -> None:
         """Copies that are under way before the first tile of outputs is multiplied."""
         builder, shape = self.builder, self.shape
-        self.pixels.all(self.pixels.first(row), L.I32(0), L.I32(0))
+        self.pixels.all(self.pixels.first(row), self.chunk, L.I32(0))
         for number in range(shape.share if shape.resident else shape.ahead):
-            tap, chunk = number % shape.window.taps, number // shape.window.taps
-            for _ in self.filters(L.I32(tap), L.I32(chunk), L.I32(number * shape.stage), None):
+            tap, chunk = number % shape.window.taps, builder.add(self.chunk, L.I32(number // shape.window.taps))
+            for _ in self.filters(L.I32(tap), chunk, L.I32(number * shape.stage), None):
                 pass
             if not shape.resident:
                 tensor.commit(builder)
         for _ in range(shape.ahead if shape.resident else 0):
             tensor.commit(builder)
+        if shape.push and shape.apart:
+            cluster.wait(builder)
+        self._ask()
 
     def filters(self, tap: L.Value, chunk: L.Value, stage: L.Value, where: L.Value | None) -> Iterator[None]:
         """Starts one copy of a tile of weights at a time."""
@@ -125,7 +131,10 @@ class WindowEmitter(GroupEmitter):
             self.lane = kept
         else:
             tensor.wait(self.builder, 0)
-            self._exit(totals, L.I32(0), L.I32(0))
+            if self.shape.cluster > 1:
+                self._meet(totals)
+            else:
+                self._exit(totals, L.I32(0), L.I32(0))
 
     def products(
         self, number: L.Value, reading: L.Value, totals: Totals, beside: list[Iterator[None]], most: int | None = None

@@ -1,0 +1,118 @@
+"""Candidate schedules of convolutions with few outputs: pixels are kept, the blocks of a cluster share the channels.
+
+At batch 1 a layer has a tile of outputs for every tenth multiprocessor, and what it takes is bringing operands there.
+A block of a cluster has a few lines of channels of its tile (`gpu_group_windows`), of all taps: their pixels are
+copied once, not once per tap as by the clusters of `gpu_groups`, with which these schedules compete.
+
+Cycles are counted with the constants of both: the L2 cache's rate, blocks at once and pushing of `region.gpu_count`,
+the steps of `region.gpu_group_windows`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+from jcuts.dfg.program import Program
+from jcuts.region import gpu_count
+from jcuts.region import gpu_group_windows as kept
+from jcuts.region.gpu_group_tiling import BARRIER, GROUP, HIGH, room
+from jcuts.region.gpu_group_windows import WindowTiling
+from jcuts.region.gpu_products import Counter
+from jcuts.region.gpu_tiles import WARP, Candidate
+from jcuts.region.group_windows import Window, has_weights, window
+
+LEAST_PRODUCTS = 1 << 22
+"""From which on there are schedules."""
+MOST = 3
+"""Schedules of one convolution."""
+SIZES = (2, 3, 4, 5, 6, 7, 8)
+"""Blocks of a cluster."""
+HEIGHTS, WIDTHS = ((64, 1), (128, 2)), (32, 64, 96, 128)
+"""(rows of a block, groups along them), columns."""
+WAVES = 2
+"""Blocks per multiprocessor up to which there are few."""
+RING = (8, 6, 4)
+"""Tiles of weights in shared memory where not all of them have their place there."""
+RATES = gpu_count.GROUPS["rounded"]
+
+
+def candidates(counter: Counter, program: Program, most: int = MOST) -> list[tuple[float, Program]]:
+    """(cycles, scheduled program), best first; none for products that are no such convolutions, or not small."""
+    found = window(program)
+    if counter.machine.capability != kept.GROUPED or counter.batch != 1 or found is None or not has_weights(program):
+        return []
+    if counter.rows * counter.columns * counter.terms < LEAST_PRODUCTS:
+        return []
+    best: dict[tuple[int, ...], tuple[float, WindowTiling]] = {}
+    for tiling in tilings(counter, found):
+        spent = cycles(counter, found, tiling)
+        key = tiling.rows, tiling.columns, tiling.cluster
+        if key not in best or spent < best[key][0]:
+            best[key] = spent, tiling
+    ranked = sorted(best.values(), key=lambda pair: pair[0])[:most]
+    return [(spent, tiling.of(program)) for spent, tiling in ranked]
+
+
+def tilings(counter: Counter, found: Window) -> Iterator[WindowTiling]:
+    """All schedules that fit the convolution and the multiprocessor."""
+    for (rows, groups), columns, cluster in itertools.product(HEIGHTS, WIDTHS, SIZES):
+        tiles = -(-counter.rows // rows) * -(-counter.columns // columns)
+        if found.chunks % cluster or rows >= 2 * counter.rows or columns >= 2 * counter.columns:
+            continue
+        if tiles * cluster > WAVES * counter.machine.sms or found.narrow:
+            continue
+        lines = found.chunks // cluster
+        steps = lines * found.taps
+        whole = found.whole if steps % 2 == 0 else min(2, found.whole)
+        for stages in {s for s in (*RING, steps) if 3 <= s <= steps and (s == steps or s - 2 <= found.taps)}:
+            tiling = WindowTiling(rows, columns, groups, stages, 1 if lines == 1 else 2, steps=whole, cluster=cluster,
+                                  early=1)  # fmt: skip
+            more = replace(tiling, unrolled=1)
+            for made in (tiling, more) if columns <= kept.FEW_COLUMNS and _repeats(found, more) else (tiling,):
+                if shared(found, made) <= kept.MOST_SHARED and _registers(found, made) <= kept.MOST_REGISTERS:
+                    yield made
+
+
+def shared(found: Window, tiling: WindowTiling) -> int:
+    """Bytes of shared memory of a block, of what is pushed into it, too."""
+    wide = tiling.columns // 8
+    pushed = room(tiling.rows // tiling.groups // HIGH, wide, 1 if wide % 2 else 2, tiling.cluster, tiling.threads)
+    return kept.shared(found, tiling) + pushed + BARRIER
+
+
+def cycles(counter: Counter, found: Window, tiling: WindowTiling) -> float:
+    """Estimated cycles of a launch."""
+    rows, columns, cluster = tiling.rows, tiling.columns, tiling.cluster
+    lines, size = found.chunks // cluster, found.bytes
+    steps, resident = lines * found.taps, tiling.stages == lines * found.taps
+    tiles = -(-counter.rows // rows) * -(-counter.columns // columns)
+    held = gpu_count.resident(
+        counter.machine.threads_per_sm, tiling.threads, _registers(found, tiling), shared(found, tiling)
+    )  # fmt: skip
+    beside, waves = gpu_count.occupancy(tiles * cluster, cluster, held, counter.machine.sms)
+    copied = beside * (found.span(rows) * lines + columns * steps) * size / RATES.cache
+    read = rows // HIGH * (HIGH + columns) * size
+    work = max(rows * columns * found.line / kept.UNIT[found.side.item], read / kept.PORT)
+    chain = kept.CHAIN + kept.GROUPS * tiling.groups * beside
+    chain *= 1.0 if tiling.steps == found.whole else kept.HALF[0]
+    chain *= kept.OWN_CODE if tiling.unrolled else 1.0
+    inner = max(work + chain, beside * work + kept.HIDDEN * chain) if beside > 1 else work + chain
+    terms = copied + steps * inner if resident else max(copied, steps * inner)
+    leave = RATES.leave + gpu_count.PUSH[0] + gpu_count.PUSH[1] * cluster + beside * 4.0 * rows * columns / RATES.far
+    begin = RATES.begin + RATES.warp * beside * tiling.threads / WARP + RATES.fetch
+    total, moved = waves * (begin + terms + leave), counter.moved / RATES.memory
+    return max(total, moved + begin) + RATES.moving * min(total, moved)
+
+
+def _repeats(found: Window, tiling: WindowTiling) -> bool:
+    """Whether every tap may have code of its own: its loop goes round a whole number of times."""
+    lines = found.chunks // tiling.cluster
+    return lines == 1 or tiling.steps < found.whole or lines % (1 + found.taps % 2) == 0
+
+
+def _registers(found: Window, tiling: WindowTiling) -> int:
+    """32-bit registers of a thread, roughly."""
+    own = kept.ADDRESSES if tiling.unrolled else 0
+    return kept.registers(found, replace(tiling, unrolled=0)) + own // (1 if tiling.threads == GROUP else 2)

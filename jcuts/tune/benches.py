@@ -47,7 +47,7 @@ class Bench(Protocol):
     def total_bytes(self) -> int: ...
     def allocate(self, size: int) -> int: ...
     def release(self, address: int) -> None: ...
-    def random(self, address: int, size: int, dtype: str) -> None: ...
+    def random(self, address: int, size: int, dtype: str, seed: int) -> None: ...
     def read(self, address: int, start: int, size: int) -> np.ndarray: ...
     def clear(self, address: int, size: int) -> None: ...
     def seconds(self, work: Callable[[], None]) -> float: ...
@@ -121,9 +121,9 @@ class HostBench:
         """Frees what `allocate` gave."""
         del self.kept[address]
 
-    def random(self, address: int, size: int, dtype: str) -> None:
+    def random(self, address: int, size: int, dtype: str, seed: int) -> None:
         """Normal numbers."""
-        self.kept[address][:size] = np.resize(noise(dtype, size), size)
+        self.kept[address][:size] = np.resize(noise(dtype, size, seed), size)
 
     def read(self, address: int, start: int, size: int) -> np.ndarray:
         """Some of its bytes."""
@@ -177,9 +177,9 @@ class GpuBench:
         self.kept.remove(address)
         self.driver.release(address)
 
-    def random(self, address: int, size: int, dtype: str) -> None:
+    def random(self, address: int, size: int, dtype: str, seed: int) -> None:
         """Normal numbers: a block of them, again and again."""
-        block = noise(dtype, size)
+        block = noise(dtype, size, seed)
         first = min(block.nbytes, size)
         self.driver.upload(address, block[:first])
         for start in range(first, size, block.nbytes):
@@ -219,17 +219,20 @@ class GpuBench:
         self.kept.clear()
 
 
-def noise(dtype: str, size: int) -> np.ndarray:
-    """Normal numbers as bytes, at most 16 MiB, not more than ``size`` in whole numbers."""
+def noise(dtype: str, size: int, seed: int) -> np.ndarray:
+    """Normal numbers as bytes, at most 16 MiB, not more than ``size`` in whole numbers.
+
+    Operands of different seeds have nothing in common: equal ones would add up squares, more than float16 holds.
+    """
     item = dtype_of(dtype).itemsize
-    return _block(dtype)[: max(item, min(size, 16 << 20) // item * item)]
+    return _block(dtype, seed)[: max(item, min(size, 16 << 20) // item * item)]
 
 
 @functools.cache
-def _block(dtype: str) -> np.ndarray:
+def _block(dtype: str, seed: int) -> np.ndarray:
     kind = dtype_of(dtype)
     count = (16 << 20) // kind.itemsize
-    return np.random.default_rng(0).standard_normal(count, np.float32).astype(kind).view(np.uint8)
+    return np.random.default_rng(seed).standard_normal(count, np.float32).astype(kind).view(np.uint8)
 
 
 @contextmanager

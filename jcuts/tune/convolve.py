@@ -158,8 +158,8 @@ class _Arena:
                 raise WorkerFailed(error.message, **{**error.values, "reason": "memory"}) from error
             raise
         for a, b, _ in self.sets:
-            device.random(a, self.sizes[0], convolution.dtype)
-            device.random(b, self.sizes[1], convolution.dtype)
+            device.random(a, self.sizes[0], convolution.dtype, 0)
+            device.random(b, self.sizes[1], convolution.dtype, 1)
         self.room = room - count * one
         self.ever = int(SHARE * device.total_bytes()) - count * one
         self.space = (0, 0)  # address, bytes
@@ -310,7 +310,7 @@ def convolve_xla(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     for math_name, precision in library_maths(convolution.dtype).items():
         function, avals = library_function(convolution, batch, precision)
         announce(f"{LIBRARY} {math_name}")
-        inputs = [_normal(aval) for aval in avals]
+        inputs = [_normal(aval, seed) for seed, aval in enumerate(avals)]
         compiled = jax.jit(function).lower(*inputs).compile()
         analysis = compiled.memory_analysis()
         temporary = int(analysis.temp_size_in_bytes) if analysis is not None else 0
@@ -324,8 +324,8 @@ def convolve_xla(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     return {"micros": micros}
 
 
-def _normal(aval: Any) -> np.ndarray:
-    block = noise(aval.dtype.name, aval.size * aval.dtype.itemsize).view(aval.dtype)
+def _normal(aval: Any, seed: int) -> np.ndarray:
+    block = noise(aval.dtype.name, aval.size * aval.dtype.itemsize, seed).view(aval.dtype)
     return np.resize(block, aval.shape)
 
 

@@ -376,8 +376,9 @@ def test_tiles_that_wait_in_registers_lie_in_one_tap():
 def test_filters_at_batch_1_are_tried_in_clusters(size, channels, features, taps):
     shapes = (1, size, size, channels), (features, taps, taps, channels)
     made = programs.trace(
-        lambda x, w: conv(x, w, layout=("NHWC", "OHWI", "NHWC")), *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)
-    ).product()  # fmt: skip
+        lambda x, w: conv(x, w, layout=("NHWC", "OHWI", "NHWC")),
+        *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes),
+    ).product()
     ranked = [p for p, _ in gpu.candidates(marked(made), MACHINE, 8)]
     clusters = [p for p in ranked if dict(p.params).get("push")]
     assert len(clusters) >= 4

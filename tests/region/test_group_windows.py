@@ -11,7 +11,7 @@ from jax import lax
 
 from jcuts.codegen.cuda.group_window_shape import window_shape
 from jcuts.codegen.cuda.product import three
-from jcuts.region import gpu, gpu_group_windows, gpu_groups
+from jcuts.region import gpu, gpu_group_windows, gpu_groups, gpu_window_clusters
 from jcuts.region.build import build
 from jcuts.region.graph import build_graph
 from jcuts.region.group_windows import window
@@ -94,9 +94,37 @@ def test_they_are_tried_before_others():
     assert not any("pixels" in dict(p.params) for p, _ in gpu_groups.products(program, other))
 
 
-def test_single_images_are_shared_among_blocks_as_before():
-    found = [dict(p.params) for p, _ in gpu_groups.products(convolution((1, 7, 7, 512), (512, 3, 3, 512)), MACHINE)]
-    assert found and not any("pixels" in p for p in found)
+SMALL = {
+    "7x7x512": ((1, 7, 7, 512), (512, 3, 3, 512)), "14x14x128 to 32": ((1, 14, 14, 128), (32, 3, 3, 128)),
+    "35x35x48": ((1, 35, 35, 48), (64, 5, 5, 48)), "17x17x160": ((1, 17, 17, 160), (160, 1, 7, 160)),
+    "16 of 14x14x256": ((16, 14, 14, 256), (256, 3, 3, 256)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layer", SMALL)
+def test_single_images_are_shared_among_blocks(layer):
+    """With pixels that are kept and without, in clusters all; what estimates count is what blocks take."""
+    program = convolution(*SMALL[layer])
+    counter, found = gpu_groups.GroupCounter(program, MACHINE), window(program)
+    assert found is not None
+    ranked = [dict(p.params) for p, _ in gpu_groups.products(program, MACHINE)]
+    clusters = [p for p in ranked if "cluster" in p and "pixels" in p]
+    assert len(clusters) == gpu_window_clusters.MOST and any("pixels" not in p for p in ranked)
+    tilings = list(gpu_window_clusters.tilings(counter, found))
+    assert len(tilings) > gpu_window_clusters.MOST
+    for tiling in tilings:
+        shape = window_shape(tiling.of(program))
+        assert shape.shared <= gpu_window_clusters.shared(found, tiling) <= gpu_group_windows.MOST_SHARED
+        assert shape.blocks == tiling.cluster * -(-counter.rows // tiling.rows) * -(-counter.columns // tiling.columns)
+        assert gpu_window_clusters.cycles(counter, found, tiling) > counter.least
+
+
+def test_older_units_and_tiny_layers_have_no_clusters():
+    program = convolution(*SMALL["7x7x512"])
+    older = gpu_groups.GroupCounter(program, replace(MACHINE, capability=(8, 0)))
+    assert not gpu_window_clusters.candidates(older, program)
+    tiny = convolution((1, 5, 5, 64), (32, 3, 3, 64))
+    assert not gpu_window_clusters.candidates(gpu_groups.GroupCounter(tiny, MACHINE), tiny)
 
 
 def test_the_best_are_tried_in_other_ways():

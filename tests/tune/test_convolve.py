@@ -349,3 +349,13 @@ def test_large_results_are_compared_everywhere_and_to_the_end():
     arena.tolerance = {"float32": 1e-3}
     with pytest.raises(ValueError, match=f"from byte {size - convolve.RUN_BYTES} on"):
         arena._check(arena._read(out), "float32")
+
+
+def test_operands_have_nothing_in_common():
+    """Equal images and gradients would add up squares: more than float16 holds where there are many pixels."""
+    size = 2 * 128 * 28 * 28 * 16
+    first, second = (benches.noise("float16", size, seed).view(np.float16).astype(np.float32) for seed in (0, 1))
+    assert first.size == second.size == size // 2
+    assert abs(np.dot(first, second)) < 6 * np.sqrt(first.size) and np.dot(first, first) > np.finfo(np.float16).max
+    again = benches.noise("float16", size, 0).view(np.float16)
+    np.testing.assert_array_equal(again, first.astype(np.float16))

@@ -101,8 +101,8 @@ def products(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
         elif kept:  # the best of either form comes first
             kept = [(p, score / other * best) for p, score in kept]
     few = list(grouped(counter.as_few, FEW)) if counter.few else []
-    if counter.short or counter.few:
-        few += _beside(found if counter.short else few, gpu_window_clusters.candidates(counter, program))
+    if counter.short:
+        few += _beside(found, gpu_window_clusters.candidates(counter, program))
     if kept and not found:  # few outputs: blocks of both families are as small, and of the other one more share a sum
         found = list(gpu_products.products(program, machine, gpu_products.MOST, counter.least))
         best = max((score for _, score in found), default=0.0)

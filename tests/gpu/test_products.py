@@ -84,7 +84,14 @@ ROUNDED = {
     "5x5 inside": (lambda x, w: conv(x, w, layout=ALONG, padding="VALID"), ((40, 23, 20, 48), (64, 5, 5, 48))),
     "3x3 stride 2": (lambda x, w: conv(x, w, layout=ALONG, strides=(2, 2)), ((32, 57, 56, 64), (128, 3, 3, 64))),
     "3x3 deep": (lambda x, w: jax.nn.relu(conv(x, w, layout=ALONG)), ((64, 7, 7, 512), (512, 3, 3, 512))),
-}
+    "one image, 3x3": (
+        lambda x, w, b: jax.nn.relu(conv(x, w, layout=ALONG) + b), ((1, 7, 7, 512), (512, 3, 3, 512), (512,)),
+    ),
+    "one image, 5x5": (lambda x, w, b: conv(x, w, layout=ALONG) + b, ((1, 35, 35, 48), (64, 5, 5, 48), (64,))),
+    "one image, 1x7": (
+        lambda x, w, r: conv(x, w, layout=ALONG) + r, ((1, 17, 17, 160), (160, 1, 7, 160), (1, 17, 17, 160)),
+    ),
+}  # fmt: skip
 """Products whose weights are numbers of TF32."""
 
 

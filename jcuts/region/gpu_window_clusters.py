@@ -14,6 +14,7 @@ and channels are many (7x7x512, 8x8x448, 16 images), as fast in most, slower whe
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -96,7 +97,8 @@ def cycles(counter: Counter, found: Window, tiling: WindowTiling) -> float:
         counter.machine.threads_per_sm, tiling.threads, _registers(found, tiling), shared(found, tiling)
     )  # fmt: skip
     beside, waves = gpu_count.occupancy(tiles * cluster, cluster, held, counter.machine.sms)
-    beside = max(beside, min(held, -(-tiles // gpu_count.AT_ONCE[cluster])))  # some of them share multiprocessors
+    once = gpu_count.AT_ONCE[cluster] * counter.machine.sms / gpu_count.AT_ONCE[1]
+    beside = max(beside, min(held, math.ceil(tiles / once)))  # some of them share multiprocessors
     copied = beside * (found.span(rows) * lines + columns * steps) * size / RATES.cache
     read = rows // HIGH * (HIGH + columns) * size
     work = max(rows * columns * found.line / kept.UNIT[found.side.item], read / kept.PORT)

@@ -119,6 +119,18 @@ def test_single_images_are_shared_among_blocks(layer):
         assert gpu_window_clusters.cycles(counter, found, tiling) > counter.least
 
 
+def test_clusters_that_a_smaller_gpu_does_not_have_at_once_share_multiprocessors():
+    """Of 132 multiprocessors 13 clusters of 8 blocks have one per block, of 78 only 7."""
+    program = convolution(*SMALL["7x7x512"])
+    large, small = (gpu_groups.GroupCounter(program, replace(MACHINE, sms=sms)) for sms in (132, 78))
+    found = window(program)
+    assert found is not None
+    tilings = [t for t in gpu_window_clusters.tilings(small, found) if (t.columns, t.cluster) == (64, 8)]
+    assert tilings and small.rows <= 64 and small.columns == 8 * 64
+    for tiling in tilings:
+        assert gpu_window_clusters.cycles(small, found, tiling) > gpu_window_clusters.cycles(large, found, tiling)
+
+
 def test_older_units_and_tiny_layers_have_no_clusters():
     program = convolution(*SMALL["7x7x512"])
     older = gpu_groups.GroupCounter(program, replace(MACHINE, capability=(8, 0)))

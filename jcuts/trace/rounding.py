@@ -24,7 +24,7 @@ from jcuts.trace.products import CONVOLUTION, DOT, Program
 LEAST_POINTS, LEAST_PRODUCTS = 1 << 18, 1 << 27
 """Outputs and products from which on weights are rounded: those of `region.gpu_groups`."""
 FEW_ROWS, FEW_PRODUCTS = 33, 1 << 22
-"""Rows and products from which on those of products without taps are."""
+"""Rows and products from which on those of few outputs are, where terms fill a line."""
 LEAST_COLUMNS, PIECE, LINE, HALF = 17, 4, 32, 16
 """Output channels from which on there are such kernels; terms of a copy, of a line; what channels of taps are multiples
 of."""

@@ -117,6 +117,26 @@ def test_blocks_of_a_cluster_share_channels(taps, strides, padding, tiling):
 
 
 @compiled
+@pytest.mark.parametrize("tiling, channels", [
+    (WindowTiling(128, 128, 2, 9, 1, steps=2, cluster=2, early=1), 64),
+    (WindowTiling(128, 128, 2, 9, 1, steps=2, unrolled=1, cluster=3), 96),
+], ids=str)  # fmt: skip
+def test_what_is_pushed_may_take_the_place_of_operands(tiling, channels):
+    """Where shared memory has no room for both."""
+    x, w, b = normal(1, 5, 60, channels), round_tf32(normal(136, 3, 3, channels, seed=1)), normal(136, seed=2)
+
+    def fn(x, w, b):
+        y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "OHWI", "NHWC"))
+        return jax.nn.relu(y + b)
+
+    shape = window_shape(tiling.of(programs.trace(fn, x, w, b).product()))
+    assert not shape.apart and shape.kept_until < shape.shared < shape.kept_until + shape.room
+    with jax.enable_x64(True):
+        want = np.asarray(fn(*(jnp.asarray(np.asarray(a, np.float64)) for a in (tf32(x), w, b))))
+    compare(run_window(fn, (x, w, b), tiling), [want], 3e-6)
+
+
+@compiled
 def test_what_clusters_do_not_share():
     """Lines that are no multiple of the blocks, several tiles of outputs, a last line that ends early."""
     x, w = normal(2, 9, 8, 96), round_tf32(normal(64, 3, 3, 96, seed=1))

@@ -12,13 +12,14 @@ at the beginning of the program, which no kernel takes apart.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 
 from jcuts.trace import jaxapi
-from jcuts.trace.products import Program, new_value
-from jcuts.trace.rounding import Order, order_of, rounded_constants, turned
+from jcuts.trace.products import CONVOLUTION, Program, new_value
+from jcuts.trace.rounding import LEAST_POINTS, Order, order_of, rounded_constants, turned
 
 MOVES = ("reshape", "squeeze", "expand_dims", "transpose", "slice", "concatenate", "copy")
 RESHAPES = MOVES[:3]
@@ -26,7 +27,8 @@ ROUNDING, EXPONENT_BITS, MANTISSA_BITS = "reduce_precision", 8, 10
 CALLS = ("jit", "pjit")
 SHARE, FEW = 4, 1 << 20
 """A product's operand and result together have at least that many times as many numbers as its weights, or those are so
-few that a pass over them takes no longer than what a launch costs."""
+few that a pass over them takes no longer than what a launch costs.  Filters of few outputs count by the first alone: a
+pass over those is as long as their convolution."""
 
 MOST = 120
 """Weights of one call: as many as a kernel has parameters for (`region.weights`)."""
@@ -118,7 +120,14 @@ def _is_turned(order: Order) -> bool:
 
 def _pays(eqn: Any) -> bool:
     operand, weights = (v.aval.size for v in eqn.invars)
-    return weights <= FEW or SHARE * weights <= operand + eqn.outvars[0].aval.size
+    points = eqn.outvars[0].aval.size
+    taps = jaxapi.primitive_name(eqn) == CONVOLUTION and math.prod(eqn.invars[1].aval.shape[d] for d in _taps(eqn)) > 1
+    return (weights <= FEW and not (taps and points < LEAST_POINTS)) or SHARE * weights <= operand + points
+
+
+def _taps(eqn: Any) -> tuple[int, ...]:
+    """The dimensions of a convolution's weights that are taps."""
+    return tuple(eqn.params["dimension_numbers"].rhs_spec[2:])
 
 
 def _calls(closed: jaxapi.Closed, made: dict[tuple[Any, Order], Any]) -> list[Any]:

@@ -56,6 +56,7 @@ TURNED = {
     "along terms": (lambda w, x: x @ w.T, (128, 256), (4096, 256), (128, 256)),
     "reshaped": (lambda w, x: x @ w.reshape(256, 128), (1, 1, 256, 128), (4096, 256), (128, 256)),
     "filter": (lambda w, x: conv(x, w), (3, 3, 32, 64), (8, 32, 32, 32), (64, 3, 3, 32)),
+    "small filter of few outputs": (lambda w, x: conv(x, w), (3, 3, 32, 32), (1, 56, 56, 32), (32, 3, 3, 32)),
 }
 
 
@@ -89,6 +90,7 @@ LEFT = {
     "weights as large as results": (lambda w, x: x @ w, ((2048, 2048), (576, 2048))),
     "a higher precision": (lambda w, x: jnp.dot(x, w, precision="highest"), ((256, 128), (4096, 256))),
     "groups": (lambda w, x: conv(x, w, feature_group_count=2), ((3, 3, 16, 64), (8, 32, 32, 32))),
+    "filter of few outputs": (lambda w, x: conv(x, w), ((3, 3, 256, 256), (1, 14, 14, 256))),
     "first layer": (lambda w, x: conv(x, w, 2), ((7, 7, 3, 64), (8, 112, 112, 3))),
 }
 

@@ -131,8 +131,8 @@ _told: set[str] = set()
 
 def _check_function(fn: Any) -> None:
     if not callable(fn):
-        raise NotJaxError(f"optimize needs a function, not a {type(fn).__name__}: decorate a function, or call "
-                          "optimize(mode=...) with keywords only", value=fn)
+        raise NotJaxError(f"optimize needs a function, not an object of type {type(fn).__name__}: decorate a function, "
+                          "or call optimize(mode=...) with keywords only", value=fn)
     call = fn if inspect.isroutine(fn) else getattr(fn, "__call__", fn)  # noqa: B004
     for kind, test in (("coroutine", inspect.iscoroutinefunction), ("generator", inspect.isgeneratorfunction),
                        ("asynchronous generator", inspect.isasyncgenfunction)):

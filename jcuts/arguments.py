@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -58,18 +59,32 @@ class Arguments:
                     f"{type(value).__name__}: pass a hashable value (a tuple for a list), or make it dynamic",
                     argument=name, value=value) from error
         leaves, tree = jax.tree.flatten(dynamic)
-        return Signature((tree, len(args), tuple(sorted(kwargs))), tuple(self._leaf(x) for x in leaves), statics)
+        described = tuple(self._leaf(x, args, kwargs) for x in leaves)
+        return Signature((tree, len(args), tuple(sorted(kwargs))), described, statics)
 
-    def _leaf(self, x: Any) -> tuple[Any, Any]:
+    def _leaf(self, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         try:
             aval = jaxapi.aval_of(x)
         except TypeError as error:
             raise NotJaxError(
-                f"an argument of {function_name(self._fn)} is a {type(x).__name__}, which is not an array: pass "
+                f"argument {self._name_of(x, args, kwargs)} of {function_name(self._fn)} has the type "
+                f"{type(x).__name__}, which is not an array: pass "
                 "arrays and numbers, or name the argument in static_argnums or static_argnames",
                 type=type(x).__name__, function=function_name(self._fn)) from error
         place = x.sharding if isinstance(x, jax.Array) and (x.committed or len(x.sharding.device_set) > 1) else None
         return aval, place
+
+    def _name_of(self, leaf: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """The parameter that holds a leaf, with the path inside it: ``params['w'][0]``."""
+        try:
+            named = inspect.signature(self._fn).bind(*args, **kwargs).arguments
+        except (TypeError, ValueError):  # no signature, or a call that does not fit it
+            named = {**{str(i): a for i, a in enumerate(args)}, **kwargs}
+        for name, value in named.items():
+            for path, x in jax.tree_util.tree_leaves_with_path(value):
+                if x is leaf:
+                    return name + jax.tree_util.keystr(path)
+        return "?"
 
     def explain(self, args: Any, kwargs: Any, error: Exception) -> None:
         """Turn JAX's complaint about an argument into ours; errors of the user's own code pass by."""

@@ -345,7 +345,8 @@ def test_decision_round_trip():
 # ------------------------------------------------------------ errors
 
 @pytest.mark.parametrize("options", [{"mode": "fast"}, {"tune": "never"}, {"tolerance": 0}, {"workspace_limit": -1},
-                                     {"total_workspace": 1.5}, {"convolution_accuracy": "any"}])
+                                     {"total_workspace": 1.5}, {"convolution_accuracy": "any"}, {"strict": "yes"},
+                                     {"tolerance": True}])
 def test_impossible_options(options):
     with pytest.raises(UsageError) as error:
         jcuts.optimize(scaled, **options)
@@ -390,6 +391,20 @@ def test_argument_that_is_no_array():
     f(X)
     with pytest.raises(NotJaxError, match="static_argnums"):
         f("text")
+
+
+def test_argument_that_is_no_array_is_named():
+    class Model:
+        @jcuts.optimize
+        def predict(self, x):
+            return x * 2
+
+    nested = jcuts.optimize(lambda params, *, scale: params["w"][1] * scale)
+    for name, call in (("self of ", lambda: Model().predict(X)),
+                       (r"params\['w'\]\[1\] of ", lambda: nested({"w": [X, "text"]}, scale=2)),
+                       ("scale of ", lambda: nested({"w": [X, X]}, scale="2"))):
+        with pytest.raises(NotJaxError, match=f"^argument {name}"):
+            call()
 
 
 def test_result_that_is_no_array():

@@ -96,13 +96,15 @@ class Settings:
             raise UsageError(f"mode={self.mode!r} is unknown: choose one of {MODES}", mode=self.mode)
         if self.tune not in TUNE:
             raise UsageError(f"tune={self.tune!r} is unknown: choose one of {TUNE}", tune=self.tune)
-        if not (isinstance(self.tolerance, (int, float)) and self.tolerance > 0):
+        if isinstance(self.tolerance, bool) or not (isinstance(self.tolerance, (int, float)) and self.tolerance > 0):
             raise UsageError(f"tolerance={self.tolerance!r} must be a positive number", tolerance=self.tolerance)
         if self.convolution_accuracy not in ACCURACIES:
             raise UsageError(
                 f"convolution_accuracy={self.convolution_accuracy!r} is unknown: choose one of {ACCURACIES}",
                 convolution_accuracy=self.convolution_accuracy,
             )
+        if not isinstance(self.strict, bool):
+            raise UsageError(f"strict={self.strict!r} must be True or False", strict=self.strict)
         for name in ("workspace_limit", "total_workspace"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Does one action; the database's own troubles (damaged, read-only) end as a typed error."""
+    folder = knobs.current().cache_dir
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise CacheError(f"the cache directory {folder} is not a directory", path=str(folder))
     store = open_store()
     status = arguments.do(store, arguments)
     if store.errors:
@@ -94,14 +98,24 @@ def _export(store: Store, arguments: argparse.Namespace) -> int:
 
 
 def _import(store: Store, arguments: argparse.Namespace) -> int:
-    console().print(f"{store.import_(arguments.file)} entries taken over from {arguments.file}")
+    taken = store.import_(arguments.file)
+    _check_written(store)
+    console().print(f"{taken} entries taken over from {arguments.file}")
     return 0
 
 
 def _merge(store: Store, arguments: argparse.Namespace) -> int:
     taken = store.merge(arguments.files)
+    _check_written(store)
     console().print(f"{taken} entries taken over from {len(arguments.files)} files")
     return 0
+
+
+def _check_written(store: Store) -> None:
+    """Raises: CacheError: what was to be stored or removed did not reach the file."""
+    for error in store.errors:
+        if error.message.startswith("cannot write"):
+            raise error
 
 
 def _clear(store: Store, arguments: argparse.Namespace) -> int:
@@ -118,6 +132,7 @@ def _clear(store: Store, arguments: argparse.Namespace) -> int:
             console().print("nothing was removed")
             return 1
     removed = store.clear()
+    _check_written(store)
     kernels = objects.clean(limit_bytes=0) if count else 0
     console().print(f"{removed} entries and {kernels} kernels removed")
     return 0

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="pkg.mod:example",
         help="a tuple of arguments, a dict of keyword arguments, or a function without arguments that returns either",
     )
-    parser.add_argument("--mode", choices=MODES, default=Settings().mode, help="default: %(default)s")
+    parser.add_argument("--mode", choices=MODES, help=f"of a plain function; default: {Settings().mode}")
     parser.add_argument("--tune", choices=TUNE, default="cached", help="auto measures first; default: %(default)s")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the report as one HTML file")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
@@ -44,7 +44,9 @@ def run(arguments: argparse.Namespace) -> int:
         _check_arguments(fn, positional, keywords, arguments)
         return rank.run(fn, positional, keywords, arguments)
     if not isinstance(fn, jcuts.Optimized):
-        fn = jcuts.optimize(fn, mode=arguments.mode, tune=arguments.tune)
+        fn = jcuts.optimize(fn, mode=arguments.mode or Settings().mode, tune=arguments.tune)
+    else:
+        _check_options(fn.settings, arguments)
     _check_arguments(fn, positional, keywords, arguments)
     explain = fn.tune if arguments.tune == "auto" else fn.explain
     try:
@@ -63,6 +65,22 @@ def run(arguments: argparse.Namespace) -> int:
             except OSError as error:
                 raise UsageError(f"cannot write {path}: {error}", path=str(path)) from error
     return 0
+
+
+def _check_options(settings: Settings, given: argparse.Namespace) -> None:
+    """Do the options agree with those that the function was optimised with, which hold?
+
+    Raises:
+        UsageError: they do not.
+    """
+    asked = {"mode": given.mode, "tune": "off" if given.tune == "off" else None}
+    for name, value in asked.items():
+        if value is not None and value != getattr(settings, name):
+            raise UsageError(
+                f"{given.function} is optimised already, with {name}={getattr(settings, name)!r}: name the plain "
+                f"function for --{name} {value}, or its __wrapped__",
+                function=given.function,
+            )
 
 
 def _check_arguments(fn: Any, positional: tuple[Any, ...], keywords: dict[str, Any], given: argparse.Namespace) -> None:

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from jcuts import __version__
 from jcuts.base import knobs
 from jcuts.base.errors import JcutsError
 from jcuts.cli import best_batch, cache, cluster, demo, doctor, explain, microbatch, plan, validate
@@ -21,6 +22,7 @@ COMMANDS |= {"microbatch": microbatch, "best-batch": best_batch}
 def parser() -> argparse.ArgumentParser:
     """The argument parser with every command."""
     top = argparse.ArgumentParser(prog="jcuts", description="Makes JAX functions faster.")
+    top.add_argument("--version", action="version", version=f"jcuts {__version__}")
     top.add_argument("--traceback", action="store_true", help="show the Python traceback of an error")
     commands = top.add_subparsers(dest="command", required=True, metavar="command")
     for name, module in COMMANDS.items():

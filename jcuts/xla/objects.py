@@ -197,10 +197,11 @@ def usage() -> tuple[int, int]:
 
 def _files() -> list[tuple[float, int, Path]]:
     found: list[tuple[float, int, Path]] = []
-    for path in root().glob("*/*"):
-        with contextlib.suppress(OSError):  # another process may be cleaning
-            state = path.stat()
-            found.append((state.st_mtime, state.st_size, path))
+    with contextlib.suppress(OSError):  # a directory that nobody may read
+        for path in root().glob("*/*"):
+            with contextlib.suppress(OSError):  # another process may be cleaning
+                state = path.stat()
+                found.append((state.st_mtime, state.st_size, path))
     return found
 
 

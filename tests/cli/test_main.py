@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sqlite3
+import subprocess
 import sys
 import textwrap
 from contextlib import closing
@@ -15,9 +16,10 @@ import jax
 import numpy as np
 import pytest
 
+from jcuts import __version__
 from jcuts.base import fingerprint
 from jcuts.base.errors import JcutsError, NativeError, UsageError
-from jcuts.base.sqlitefile import why_read_only
+from jcuts.base.sqlitefile import SqliteFile, why_read_only
 from jcuts.cli import cache, demo, doctor, explain, gpu_state, smoke, tables
 from jcuts.cli.main import main
 from jcuts.codegen.cuda import compile as compiler
@@ -44,6 +46,17 @@ def test_wrong_use_exits_2_and_shows_usage(arguments, capsys):
         main(arguments)
     assert caught.value.code == 2
     assert "usage: jcuts" in capsys.readouterr().err
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert (caught.value.code, capsys.readouterr().out) == (0, f"jcuts {__version__}\n")
+
+
+def test_python_m_jcuts():
+    done = subprocess.run([sys.executable, "-m", "jcuts", "explain", "nonsense"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "jcuts: 'nonsense' must look like package.module:name\n")
 
 
 def test_an_error_of_jcuts_is_one_line_and_exits_2(capsys):
@@ -260,6 +273,45 @@ def test_cache_clear_asks(monkeypatch, capsys):
     assert "2 entries and 1 kernels removed" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("action", [["ls"], ["export", "x.json"], ["clear", "--yes"]])
+def test_cache_of_a_path_that_is_no_directory(action, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setenv("JCUTS_CACHE_DIR", str(file))
+    monkeypatch.chdir(tmp_path)
+    assert main(["cache", *action]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", f"jcuts: the cache directory {file} is not a directory\n")
+
+
+def test_nothing_is_said_to_be_done_to_a_database_that_cannot_be_written(tmp_path, monkeypatch, capsys):
+    fill(cache.open_store())
+    file = str(tmp_path / "out.json")
+    assert main(["cache", "export", file]) == 0
+    monkeypatch.setattr(Store, "ls", lambda self, **_: [])
+    monkeypatch.setattr(SqliteFile, "open", _read_only)
+    capsys.readouterr()
+    for action in (["import", file], ["merge", file], ["clear", "--yes"]):
+        assert main(["cache", *action]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert "cannot write the tuning database" in err
+
+
+def _read_only(self, *, write):
+    raise sqlite3.OperationalError("attempt to write a readonly database")
+
+
+def test_cache_ls_of_an_object_cache_that_nobody_may_read(monkeypatch, capsys):
+    def refused(self, pattern):
+        raise PermissionError(13, "Permission denied", str(self))
+        yield
+
+    monkeypatch.setattr(type(objects.root()), "glob", refused)
+    assert main(["cache", "ls"]) == 0
+    assert "0 kernels" in capsys.readouterr().out
+
+
 def test_cache_clear_without_anybody_to_ask(monkeypatch, capsys):
     def nobody(question):
         raise EOFError
@@ -371,6 +423,15 @@ def test_explain_without_arguments_says_how_to_give_them(module, capsys):
     assert err.count("\n") == 1 and "fn(x, y)" in err and "--args" in err
     assert main(["explain", f"{module}:fn", "--args", f"{module}:space.one"]) == 2
     assert "does not fit" in capsys.readouterr().err
+
+
+def test_explain_does_not_ignore_options_of_an_optimised_function(module, capsys):
+    fast = [f"{module}:fast", "--args", f"{module}:example"]
+    assert main(["explain", *fast, "--mode", "fusion"]) == 2
+    assert "optimised already, with mode='mixed'" in capsys.readouterr().err
+    assert main(["explain", *fast, "--mode", "mixed", "--tune", "off"]) == 0
+    assert main(["explain", f"{module}:fast.__wrapped__", *fast[1:], "--mode", "fusion", "--tune", "off"]) == 0
+    assert "mode fusion on cpu" in capsys.readouterr().out
 
 
 def test_explain_names_the_line_of_the_users_error(module, tmp_path, capsys):

@@ -10,7 +10,8 @@ For a sum v of K terms t, M = sum |t|, and roundings of up to ``a`` eps each:
 | everything else, products of many factors for one | a eps sqrt(K) abs(v) |
 
 Partial sums may overflow although the result does not: in some order of summation one is as large as the positive terms
-together, (M + v) / 2, or as the negative ones, (M - v) / 2.
+together, (M + v) / 2, or as the negative ones, (M - v) / 2.  So may those of the finite terms of a sum that is infinite,
+which is not a number then where they overflow to the other side.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Spread:
 
     Attributes:
         size: error in units of (amplitude * eps), of each element.
-        above, below: the largest partial sum in any order, and minus the least one; None where nothing is summed.
+        above, below: the largest partial sum of finite terms in any order, and minus the least one; None where nothing
+            is summed.
     """
 
     size: Any
@@ -77,13 +79,15 @@ def spread(eqn: Any, values: list[Any], result: Any, bind: Callable[[list[Any]],
         return Spread(count + lax.abs(result))
     if name not in SUMS or jnp.issubdtype(result.dtype, np.complexfloating):
         return Spread(count * lax.abs(result))
-    whole = bind([lax.abs(v) if jnp.issubdtype(v.dtype, np.floating) else v for v in values])
+    finite = [jnp.where(jnp.isfinite(v), v, 0) if jnp.issubdtype(v.dtype, np.floating) else v for v in values]
+    whole = bind([lax.abs(v) if jnp.issubdtype(v.dtype, np.floating) else v for v in finite])
+    left = jnp.where(jnp.isfinite(result), result, bind(finite))
     if name == "cumsum":
         p = eqn.params
         size = count * lax.cummax(lax.abs(result), axis=p["axis"], reverse=p["reverse"])
     else:
         size = jnp.maximum(count * lax.abs(result), whole)
-    return Spread(size, 0.5 * (whole + result), 0.5 * (whole - result))
+    return Spread(size, 0.5 * (whole + left), 0.5 * (whole - left))
 
 
 def overflowed(value: Any, of: Spread, most: Any, choice: Any) -> Any:
@@ -95,6 +99,6 @@ def overflowed(value: Any, of: Spread, most: Any, choice: Any) -> Any:
         return value
     high, low = of.above > most, of.below > most
     pick = choice & np.uint64(3)
-    value = jnp.where(high & (pick == 1), jnp.inf, value)
-    value = jnp.where(low & (pick == 2), -jnp.inf, value)
+    value = jnp.where(high & (pick == 1), jnp.where(jnp.isneginf(value), jnp.nan, jnp.inf), value)
+    value = jnp.where(low & (pick == 2), jnp.where(jnp.isposinf(value), jnp.nan, -jnp.inf), value)
     return jnp.where(high & low & (pick == 3), jnp.nan, value)

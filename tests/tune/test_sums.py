@@ -94,6 +94,19 @@ def test_partial_sums_that_may_overflow_do_in_some_runs():
     assert np.isfinite(small).all()
 
 
+def test_finite_terms_of_an_infinite_sum_may_overflow_the_other_way():
+    """-inf, or NaN where +inf is reached before; never +inf, and -inf alone where no order overflows."""
+    row = np.array([[3e38, -np.inf, 2e38]], F32)
+    got = runs(lambda v: lax.reduce_sum_p.bind(v, axes=(1,), out_sharding=None), row)
+    assert np.isneginf(got).any() and np.isnan(got).any() and (np.isneginf(got) | np.isnan(got)).all()
+    small = runs(lambda v: lax.reduce_sum_p.bind(v, axes=(1,), out_sharding=None), row / F32(2))
+    assert np.isneginf(small).all()
+    other = runs(lambda v: v @ np.ones((3, 1), F32), -row)
+    assert np.isposinf(other).any() and np.isnan(other).any() and (np.isposinf(other) | np.isnan(other)).all()
+    both = runs(lambda v: lax.cumsum(v, 1), np.array([[np.inf, 1.0, -np.inf, 2.0]], F32))
+    assert np.isposinf(both[:, 0, :2]).all() and np.isnan(both[:, 0, 2:]).all()
+
+
 def test_nothing_overflows_without_noise():
     row = np.array([[3e38, 2e38, -3e38]], F32)
     np.testing.assert_allclose(runs(lambda v: v @ np.ones((3, 1), F32), row, amplitude=0.0), 2e38, rtol=1e-6)

@@ -10,8 +10,8 @@ For a sum v of K terms t, M = sum |t|, and roundings of up to ``a`` eps each:
 | everything else, products of many factors for one | a eps sqrt(K) abs(v) |
 
 Partial sums may overflow although the result does not: in some order of summation one is as large as the positive terms
-together, (M + v) / 2, or as the negative ones, (M - v) / 2.  So may those of the finite terms of a sum that is infinite,
-which is not a number then where they overflow to the other side.
+together, (M + v) / 2, or as the negative ones, (M - v) / 2.  So may those of the finite terms of an infinite sum, which
+is not a number then where they overflow to the other side.
 """
 
 from __future__ import annotations

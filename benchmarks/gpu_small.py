@@ -96,17 +96,22 @@ def product(case: Layer) -> Any:
     return replace(made, buffers=tuple(replace(b, tf32=b.name == right) for b in made.buffers))
 
 
-def sweep(counter: Any, most: int) -> list[Any]:
-    """Tilings of a product, the best by their counted cycles, and what else could be done with the first ones."""
-    from dataclasses import replace
-
+def best_tiles(counter: Any, most: int) -> list[Any]:
+    """The best tiling of every tile and cluster by its counted cycles, so many of them."""
     from jcuts.region import gpu_groups
 
     found: dict[tuple[int, ...], Any] = {}
     for tiling in sorted(gpu_groups.tilings(counter), key=counter.cycles):
         if tiling.split == 1:
             found.setdefault((tiling.rows, tiling.columns, tiling.cluster), tiling)
-    chosen = list(found.values())[:most]
+    return list(found.values())[:most]
+
+
+def sweep(counter: Any, most: int) -> list[Any]:
+    """Tilings of a product, the best by their counted cycles, and what else could be done with the first ones."""
+    from dataclasses import replace
+
+    chosen = best_tiles(counter, most)
     more: list[Any] = []
     for tiling in chosen[:3]:
         ways = [{"steps": 1}, {"steps": 2}, {"early": 0}, {"terms": 64, "stages": max(1, tiling.stages // 2)}]
@@ -233,6 +238,25 @@ def show(row: dict[str, Any]) -> None:
         print(f"    {name} rejected: {why[:200]}")
 
 
+def measure(
+    work: Sequence[tuple[Layer, Layer | None, Sequence[Any]]], folder: Path, out: Path, rows: list[dict[str, Any]],
+    clock: tuple[float, float],
+) -> None:  # fmt: skip
+    """All layers, shown and written after each one. Args: rows: what is written first; clock: its start, seconds."""
+    start, budget = clock
+    for case, plain, programs in work:
+        if time.perf_counter() - start > budget:
+            print(f"{case.name}: out of time")
+            continue
+        try:
+            rows.append(measured(case, plain, programs, folder))
+            show(rows[-1])
+        except Exception as error:
+            print(f"{case.name}: {type(error).__name__}: {error}")
+        print(f"    {time.perf_counter() - start:.0f} s", flush=True)
+        out.write_text(json.dumps(rows, indent=1))
+
+
 def floor() -> dict[str, float]:
     """What a link of a chain takes that computes next to nothing: XLA's."""
     from jcuts.guard import OPTIONS
@@ -302,17 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         print(f"clusters: {type(error).__name__}: {error}")
     print(rows[0])
-    for case, plain, programs in work:
-        if time.perf_counter() - start > options.budget:
-            print(f"{case.name}: out of time")
-            continue
-        try:
-            rows.append(measured(case, plain, programs, folder))
-            show(rows[-1])
-        except Exception as error:
-            print(f"{case.name}: {type(error).__name__}: {error}")
-        print(f"    {time.perf_counter() - start:.0f} s", flush=True)
-        (options.out / "gpu_small.json").write_text(json.dumps(rows, indent=1))
+    measure(work, folder, options.out / "gpu_small.json", rows, (start, options.budget))
     return 0
 
 

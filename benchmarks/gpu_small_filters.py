@@ -9,7 +9,6 @@ capability 9.0; compiles in parallel first.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu_constants import Layer  # noqa: E402
 from benchmarks.gpu_groups import build  # noqa: E402
-from benchmarks.gpu_small import measured, product, show  # noqa: E402
+from benchmarks.gpu_small import best_tiles, measure, product  # noqa: E402
 
 LAYERS = (
     (1, 14, 256, 256, (3, 3)), (1, 7, 512, 512, (3, 3)), (1, 28, 128, 128, (3, 3)), (1, 56, 64, 64, (3, 3)),
@@ -55,11 +54,7 @@ def schedules(case: Layer, most: int) -> list[Any]:
 
     made = product(case)
     counter, kept = gpu_groups.GroupCounter(made, GpuMachine(132)), window(made)
-    tiles: dict[tuple[int, ...], Any] = {}
-    for tiling in sorted(gpu_groups.tilings(counter), key=counter.cycles):
-        if tiling.split == 1:
-            tiles.setdefault((tiling.rows, tiling.columns, tiling.cluster), tiling)
-    found = [tiling.of(made) for tiling in list(tiles.values())[:most]]
+    found = [tiling.of(made) for tiling in best_tiles(counter, most)]
     if kept is not None:
         clusters: dict[tuple[int, ...], Any] = {}
         tilings = list(gpu_window_clusters.tilings(counter, kept))
@@ -82,22 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     cases = [layer(*shape) for shape in LAYERS]
-    work = [(case, schedules(case, options.most)) for case in cases if gpu_run.wanted(case, options.only)]
-    build([p for _, programs in work for p in programs], folder, options.workers, start)
-    if options.build:
-        return 0
-    rows: list[dict[str, Any]] = []
-    for case, programs in work:
-        if time.perf_counter() - start > options.budget:
-            print(f"{case.name}: out of time")
-            continue
-        try:
-            rows.append(measured(case, None, programs, folder))
-            show(rows[-1])
-        except Exception as error:
-            print(f"{case.name}: {type(error).__name__}: {error}")
-        print(f"    {time.perf_counter() - start:.0f} s", flush=True)
-        (options.out / "gpu_small_filters.json").write_text(json.dumps(rows, indent=1))
+    work = [(case, None, schedules(case, options.most)) for case in cases if gpu_run.wanted(case, options.only)]
+    build([p for _, _, programs in work for p in programs], folder, options.workers, start)
+    if not options.build:
+        measure(work, folder, options.out / "gpu_small_filters.json", [], (start, options.budget))
     return 0
 
 

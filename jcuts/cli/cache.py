@@ -113,9 +113,8 @@ def _merge(store: Store, arguments: argparse.Namespace) -> int:
 
 def _check_written(store: Store) -> None:
     """Raises: CacheError: what was to be stored or removed did not reach the file."""
-    for error in store.errors:
-        if error.message.startswith("cannot write"):
-            raise error
+    if store.unwritten is not None:
+        raise store.unwritten
 
 
 def _clear(store: Store, arguments: argparse.Namespace) -> int:

@@ -76,10 +76,14 @@ def resident(machine_threads: int, threads: int, registers: float, shared: int) 
     return max(1, min(SHARED // (shared + OWN), int(FILE // taken), machine_threads // threads, BLOCKS))
 
 
+def at_once(cluster: int, sms: int) -> float:
+    """Clusters of so many blocks that a GPU has at once, one block per multiprocessor."""
+    return AT_ONCE.get(cluster, max(1, AT_ONCE[1] // cluster - 4)) * sms / AT_ONCE[1]
+
+
 def occupancy(blocks: int, cluster: int, held: int, sms: int) -> tuple[int, float]:
     """Blocks side by side on a multiprocessor, and how often they are replaced."""
-    once = AT_ONCE.get(cluster, max(1, AT_ONCE[1] // cluster - 4)) * cluster * sms / AT_ONCE[1]
-    waves = blocks / (held * once)
+    waves = blocks / (held * cluster * at_once(cluster, sms))
     return min(held, -(-blocks // sms)), math.ceil(waves - 1e-9) if waves <= EVEN else waves + 0.5
 
 

@@ -13,8 +13,8 @@ GROUP, HIGH, LINE = 4 * WARP, 64, 128
 """Threads of a warp group, rows of its instruction, bytes of a line of terms."""
 FOUR = 16
 """Bytes of what a lane has of a tile of results: four floats."""
-BARRIER = 8
-"""Bytes of a barrier of a cluster in shared memory, which divide its address."""
+BARRIER, SHARED = 8, 227 << 10
+"""Bytes of a barrier of a cluster in shared memory, which divide its address; most bytes of a block."""
 
 
 def exchangeable(tile: int, columns: int) -> bool:
@@ -47,6 +47,22 @@ def room(high: int, wide: int, step: int, sharers: int, lanes: int) -> int:
     """
     down, aside = portions(high, wide, step, sharers)
     return sharers * (high * wide // (down * aside)) * lanes * FOUR
+
+
+def tile_room(rows: int, columns: int, sharers: int, lanes: int) -> int:
+    """The same for a warp group's tile of so many rows and columns of float32."""
+    wide = columns // 8
+    return room(rows // HIGH, wide, 1 if wide % 2 else 2, sharers, lanes)
+
+
+def is_apart(kept: int, room: int) -> bool:
+    """Whether a block has shared memory for what is pushed into it behind all that it keeps. Args: bytes of both."""
+    return kept + room + BARRIER <= SHARED
+
+
+def with_room(kept: int, room: int) -> int:
+    """Bytes of shared memory of a block that is pushed into: where there is no more room, in the place of operands."""
+    return (kept + room if is_apart(kept, room) else max(kept, room)) + BARRIER
 
 
 @dataclass(frozen=True)
@@ -87,8 +103,8 @@ class GroupTiling:
     @property
     def room(self) -> int:
         """Bytes in which blocks of a cluster store into each other's memory."""
-        high, wide = self.rows // self.groups[0] // HIGH, self.columns // self.groups[1] // 8
-        return room(high, wide, 1 if wide % 2 else 2, self.cluster, self.threads)
+        along, across = self.groups
+        return tile_room(self.rows // along, self.columns // across, self.cluster, self.threads)
 
     def of(self, program: Program) -> Program:
         """The scheduled program."""

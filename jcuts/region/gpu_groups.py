@@ -23,7 +23,7 @@ from jcuts.region import (
     gpu_streams,
     gpu_window_clusters,
 )
-from jcuts.region.gpu_group_tiling import BARRIER, HIGH, LINE, GroupTiling, exchangeable
+from jcuts.region.gpu_group_tiling import HIGH, LINE, SHARED, GroupTiling, exchangeable, with_room
 from jcuts.region.gpu_products import LATENCY, MEMORY, Counter
 from jcuts.region.gpu_tiles import Candidate, GpuMachine
 from jcuts.region.group_windows import in_pieces
@@ -77,9 +77,9 @@ SPLITS, CLUSTERS, WIDE_CLUSTERS = (1, 2, 3, 4), (2, 4), (2, 3, 4, 5, 6, 7, 8)
 MOST_UNDER_WAY = 12
 """Tiles of a block that are copied at once."""
 MOST_SHARED, MOST_REGISTERS, MOST_WAITING = 226 << 10, 248, 80
-SHARED, FILE = 227 << 10, 65536
-"""Bytes of shared memory of a block, registers of a thread, those of tiles on their way; of a multiprocessor: shared
-memory, registers."""
+FILE = 65536
+"""Bytes of shared memory of a block, registers of a thread, those of tiles on their way; registers of a
+multiprocessor."""
 UNIT = {4: 800.0, 2: 1600.0}
 """Products per cycle and multiprocessor that long sums reach, by bytes of an operand."""
 
@@ -124,13 +124,13 @@ def products(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
         yield from gpu_products.products(program, machine)
 
 
-def _beside(found: list[Candidate], others: list[tuple[float, Program]]) -> list[Candidate]:
+def _beside(found: list[Candidate], others: list[Program]) -> list[Candidate]:
     """Clusters that keep pixels, in turns with those that do not: which are faster is not for estimates to say."""
     scores = sorted((score for _, score in found), reverse=True)
     if not scores:
         return []
     places = [scores[min(2 * number, len(scores) - 1)] for number in range(len(others))]
-    return [(made, BEHIND_FIRST * place) for (_, made), place in zip(others, places, strict=True)]
+    return [(made, BEHIND_FIRST * place) for made, place in zip(others, places, strict=True)]
 
 
 def grouped(counter: GroupCounter, most: int = MOST, *, alike: bool = False) -> Iterator[Candidate]:
@@ -316,8 +316,7 @@ class GroupCounter(Counter):
         kept += 4 * self.vectors * self.share(tiling) * tiling.terms
         if not tiling.push:
             return max(kept, 4 * rows * columns if tiling.cluster > 1 else 0)
-        apart = kept + tiling.room + BARRIER
-        return apart if apart <= SHARED else max(kept, tiling.room) + BARRIER
+        return with_room(kept, tiling.room)
 
     def whole(self, rows: int, columns: int) -> bool:
         """Whether such tiles are copied in whole pieces."""
@@ -348,7 +347,7 @@ class GroupCounter(Counter):
         queue = -(-tiles * tiling.split * tiling.cluster // self.machine.sms)
         if tiling.cluster == 1:
             return min(resident, queue), -(-queue // resident)
-        once = gpu_count.AT_ONCE[tiling.cluster] * self.machine.sms / gpu_count.AT_ONCE[1]
+        once = gpu_count.at_once(tiling.cluster, self.machine.sms)
         return min(resident, queue), math.ceil(tiles / (resident * once))
 
     def cycles(self, tiling: GroupTiling) -> float:  # type: ignore[override]

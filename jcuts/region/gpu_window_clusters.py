@@ -21,7 +21,7 @@ from dataclasses import replace
 from jcuts.dfg.program import Program
 from jcuts.region import gpu_count
 from jcuts.region import gpu_group_windows as kept
-from jcuts.region.gpu_group_tiling import BARRIER, GROUP, HIGH, room
+from jcuts.region.gpu_group_tiling import BARRIER, GROUP, HIGH, tile_room
 from jcuts.region.gpu_group_windows import WindowTiling
 from jcuts.region.gpu_products import Counter
 from jcuts.region.gpu_tiles import WARP
@@ -42,8 +42,8 @@ RING, STAY = (8, 6, 4), 9
 RATES = gpu_count.GROUPS["rounded"]
 
 
-def candidates(counter: Counter, program: Program, most: int = MOST) -> list[tuple[float, Program]]:
-    """(cycles, scheduled program), best first; none for products that are no such convolutions, or not small."""
+def candidates(counter: Counter, program: Program) -> list[Program]:
+    """Scheduled programs, best first; none for products that are no such convolutions, or not small."""
     found = window(program)
     if counter.machine.capability != kept.GROUPED or counter.batch != 1 or found is None or not has_weights(program):
         return []
@@ -55,8 +55,7 @@ def candidates(counter: Counter, program: Program, most: int = MOST) -> list[tup
         key = tiling.rows, tiling.columns, tiling.cluster
         if key not in best or spent < best[key][0]:
             best[key] = spent, tiling
-    ranked = sorted(best.values(), key=lambda pair: pair[0])[:most]
-    return [(spent, tiling.of(program)) for spent, tiling in ranked]
+    return [tiling.of(program) for _, tiling in sorted(best.values(), key=lambda pair: pair[0])[:MOST]]
 
 
 def tilings(counter: Counter, found: Window) -> Iterator[WindowTiling]:
@@ -82,8 +81,7 @@ def tilings(counter: Counter, found: Window) -> Iterator[WindowTiling]:
 
 def shared(found: Window, tiling: WindowTiling) -> int:
     """Bytes of shared memory of a block, of what is pushed into it, too."""
-    wide = tiling.columns // 8
-    pushed = room(tiling.rows // tiling.groups // HIGH, wide, 1 if wide % 2 else 2, tiling.cluster, tiling.threads)
+    pushed = tile_room(tiling.rows // tiling.groups, tiling.columns, tiling.cluster, tiling.threads)
     return kept.shared(found, tiling) + pushed + BARRIER
 
 
@@ -97,7 +95,7 @@ def cycles(counter: Counter, found: Window, tiling: WindowTiling) -> float:
         counter.machine.threads_per_sm, tiling.threads, _registers(found, tiling), shared(found, tiling)
     )  # fmt: skip
     beside, waves = gpu_count.occupancy(tiles * cluster, cluster, held, counter.machine.sms)
-    once = gpu_count.AT_ONCE[cluster] * counter.machine.sms / gpu_count.AT_ONCE[1]
+    once = gpu_count.at_once(cluster, counter.machine.sms)
     beside = max(beside, min(held, math.ceil(tiles / once)))  # some of them share multiprocessors
     copied = beside * (found.span(rows) * lines + columns * steps) * size / RATES.cache
     read = rows // HIGH * (HIGH + columns) * size

@@ -70,7 +70,7 @@ def order_of_argument(eqn: Any, given: frozenset[Any]) -> Order | None:
     order = order_of(eqn)
     if order is None or jaxapi.is_literal(eqn.invars[1]) or eqn.invars[1] not in given:
         return None
-    return order if _pays(eqn) else None
+    return order if _pays(eqn, order) else None
 
 
 def rounded_operands(closed: jaxapi.Closed) -> frozenset[Any]:
@@ -118,16 +118,11 @@ def _is_turned(order: Order) -> bool:
     return order != tuple(range(len(order)))
 
 
-def _pays(eqn: Any) -> bool:
+def _pays(eqn: Any, order: Order) -> bool:
     operand, weights = (v.aval.size for v in eqn.invars)
-    points = eqn.outvars[0].aval.size
-    taps = jaxapi.primitive_name(eqn) == CONVOLUTION and math.prod(eqn.invars[1].aval.shape[d] for d in _taps(eqn)) > 1
-    return (weights <= FEW and not (taps and points < LEAST_POINTS)) or SHARE * weights <= operand + points
-
-
-def _taps(eqn: Any) -> tuple[int, ...]:
-    """The dimensions of a convolution's weights that are taps."""
-    return tuple(eqn.params["dimension_numbers"].rhs_spec[2:])
+    points, taps = eqn.outvars[0].aval.size, math.prod(eqn.invars[1].aval.shape[d] for d in order[1:-1])
+    filters = jaxapi.primitive_name(eqn) == CONVOLUTION and taps > 1
+    return (weights <= FEW and not (filters and points < LEAST_POINTS)) or SHARE * weights <= operand + points
 
 
 def _calls(closed: jaxapi.Closed, made: dict[tuple[Any, Order], Any]) -> list[Any]:

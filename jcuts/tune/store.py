@@ -29,6 +29,7 @@ from jcuts.tune.choice import Choice
 
 SCHEMA = 2
 APPLICATION_ID = 0x6A637574  # 'jcut', shown by file(1)
+UNWRITTEN = "cannot write the tuning database"
 _log = logging.getLogger("jcuts.tune")
 
 _TABLES = """
@@ -271,7 +272,7 @@ class Store:
                         continue
                     self._report(
                         CacheError(
-                            f"cannot write the tuning database {self.path} ({error}): tuning results are kept in "
+                            f"{UNWRITTEN} {self.path} ({error}): tuning results are kept in "
                             "memory only; free some space, or point JCUTS_CACHE_DIR to a writable folder",
                             path=str(self.path),
                         )
@@ -298,10 +299,15 @@ class Store:
             )
         )
 
+    @property
+    def unwritten(self) -> CacheError | None:
+        """Why something did not reach the file; None where all did."""
+        return next((error for error in self.errors if error.message.startswith(UNWRITTEN)), None)
+
     def _report(self, error: CacheError) -> None:
         if not any(known.message == error.message for known in self.errors):
             self.errors.append(error)
-            if error.message.startswith("cannot write") and self.path is not None:
+            if error.message.startswith(UNWRITTEN) and self.path is not None:
                 unusable_cache(_log, "%s", error, folder=self.path.parent)
             else:
                 _log.warning("%s", error)

@@ -81,7 +81,9 @@ def spread(eqn: Any, values: list[Any], result: Any, bind: Callable[[list[Any]],
         return Spread(count * lax.abs(result))
     finite = [jnp.where(jnp.isfinite(v), v, 0) if jnp.issubdtype(v.dtype, np.floating) else v for v in values]
     whole = bind([lax.abs(v) if jnp.issubdtype(v.dtype, np.floating) else v for v in finite])
-    left = jnp.where(jnp.isfinite(result), result, bind(finite))
+    left = lax.cond(
+        jnp.isfinite(result).all(), lambda: result, lambda: jnp.where(jnp.isfinite(result), result, bind(finite))
+    )
     if name == "cumsum":
         p = eqn.params
         size = count * lax.cummax(lax.abs(result), axis=p["axis"], reverse=p["reverse"])

@@ -13,9 +13,8 @@ from jax import lax
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda import compile as compiler
 from jcuts.codegen.cuda.group_window_shape import window_shape
-from jcuts.region import gpu
 from jcuts.region.gpu_group_windows import WindowTiling
-from jcuts.region.products import as_product, sides
+from jcuts.region.products import as_product
 from tests import programs, ptx_machine
 from tests.codegen.test_product import SM90, compare, compiled, normal, tf32
 from tests.codegen.test_product_groups import EPS
@@ -149,26 +148,6 @@ def test_what_clusters_do_not_share():
                   replace(good, cluster=1, early=1, rounds=2, pixels=2)):  # fmt: skip
         with pytest.raises(CompileRejected):
             compiler.compile_program(wrong.of(made), SM90)
-
-
-@compiled
-@pytest.mark.parametrize("size, channels, features, taps", [
-    (14, 256, 256, 3), (7, 512, 512, 3), (56, 64, 64, 3), (14, 128, 32, 3), (35, 48, 64, 5), (35, 96, 96, 3),
-])  # fmt: skip
-def test_few_outputs_have_schedules_in_clusters(size, channels, features, taps):
-    """Beside those that copy a tile per tap, in the first half of the ranking; all of them assemble."""
-    shapes = (1, size, size, channels), (features, taps, taps, channels)
-    made = programs.trace(
-        lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "OHWI", "NHWC")),
-        *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes),
-    ).product()  # fmt: skip
-    right = sides(made)[1].buffer
-    made = replace(made, buffers=tuple(replace(b, tf32=b.name == right) for b in made.buffers))
-    ranked = [p for p, _ in gpu.candidates(made, gpu.GpuMachine(132, capability=(9, 0)), 8)]
-    shared = [k for k, p in enumerate(ranked) if {"pixels", "cluster"} <= dict(p.params).keys()]
-    assert shared and shared[0] < 4 and len(shared) < len(ranked)
-    for number in shared:
-        compiler.compile_program(ranked[number], SM90)
 
 
 @compiled

@@ -11,14 +11,13 @@ from jcuts.codegen.cuda.group_tiles import SPAN, SQUARE, GroupTile
 from jcuts.codegen.cuda.product import ProductShape, three
 from jcuts.codegen.cuda.shared import WARP
 from jcuts.dfg.program import Program
-from jcuts.region.gpu_group_tiling import BARRIER, exchangeable, room
+from jcuts.region.gpu_group_tiling import BARRIER, exchangeable, is_apart, room, with_room
 from jcuts.region.gpu_held import Held, held
 from jcuts.region.group_windows import in_line, in_pieces
 from jcuts.region.products import COLUMNS, ROWS, K, S, bears_zeros, prologue, shares, sides, summed, vectors
 
 WARPS = 4  # of a group
 MOST_TOTALS = 128  # of a thread
-MOST_SHARED = 227 << 10  # bytes of a block
 AHEAD = 3
 """Steps of products that may be under way while fragments of the next are read."""
 ROUNDED_STAGES = (2, 3)  # of shared memory, where tiles wait in registers; of 3 two may be multiplied at once
@@ -74,23 +73,24 @@ class GroupShape(ProductShape):
     @property
     def shared(self) -> int:
         """Bytes of shared memory of a block: tiles, behind them vectors, what the exit keeps, and a barrier."""
-        kept = self.tiles + 4 * self.vectors * self.share * self.left.terms
         if self.held.loaded or self.held.stored:
             return self.held.end + BARRIER
-        if self.push:
-            return (kept + self.room if self.apart else max(kept, self.room)) + BARRIER
-        return max(kept, self.partial)
+        return with_room(self.kept_until, self.room) if self.push else max(self.kept_until, self.partial)
+
+    @property
+    def kept_until(self) -> int:
+        """Bytes of the tiles and of the vectors behind them."""
+        return self.tiles + 4 * self.vectors * self.share * self.left.terms
 
     @property
     def room(self) -> int:
         """Bytes in which a block gets what the others of its cluster push."""
-        high, wide = self.left.warp // wgmma.ROWS, self.right.warp // 8
-        return room(high, wide, self.right.beside, self.cluster, self.threads)
+        return pushed(self)
 
     @property
     def apart(self) -> bool:
         """Whether that lies behind everything else."""
-        return self.tiles + 4 * self.vectors * self.share * self.left.terms + self.room + BARRIER <= MOST_SHARED
+        return is_apart(self.kept_until, self.room)
 
     @property
     def alignment(self) -> int:
@@ -146,6 +146,12 @@ def group_shape(program: Program) -> GroupShape:
     if not fits or shape.threads != int(str(params["threads"])):
         raise CompileRejected(f"{program.name}: no product of tiles {params['tile']} by groups {params['groups']}")
     return shape
+
+
+def pushed(shape: ProductShape) -> int:
+    """Bytes in which a block of warp groups gets what the others of its cluster push."""
+    high, wide = shape.left.warp // wgmma.ROWS, shape.right.warp // 8
+    return room(high, wide, shape.right.beside, shape.cluster, shape.threads)
 
 
 def divided(left: GroupTile, right: GroupTile, along: int, across: int) -> bool:

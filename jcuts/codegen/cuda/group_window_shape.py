@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jcuts.base.errors import CompileRejected
-from jcuts.codegen.cuda import tensor, wgmma
-from jcuts.codegen.cuda.group_shape import AHEAD, MOST_SHARED, WARPS, divided, may_pair, readable
+from jcuts.codegen.cuda import tensor
+from jcuts.codegen.cuda.group_shape import AHEAD, WARPS, divided, may_pair, pushed, readable
 from jcuts.codegen.cuda.group_tiles import GroupTile
 from jcuts.codegen.cuda.pixel_shape import PixelShape
 from jcuts.codegen.cuda.product import three
 from jcuts.dfg.program import Program
-from jcuts.region.gpu_group_tiling import BARRIER, room
+from jcuts.region.gpu_group_tiling import is_apart, with_room
 from jcuts.region.gpu_group_windows import RESIDENT
 from jcuts.region.gpu_held import Held
 from jcuts.region.group_windows import Window, has_weights, in_line, window
@@ -116,20 +116,17 @@ class WindowShape(PixelShape):
     @property
     def shared(self) -> int:
         """Bytes of shared memory of a block: weights, runs of pixels, zeros; what is pushed into it, and a barrier."""
-        if not self.push:
-            return self.kept_until
-        return (self.kept_until + self.room if self.apart else max(self.kept_until, self.room)) + BARRIER
+        return with_room(self.kept_until, self.room) if self.push else self.kept_until
 
     @property
     def room(self) -> int:
         """Bytes in which a block gets what the others of its cluster push."""
-        high, wide = self.left.warp // wgmma.ROWS, self.right.warp // 8
-        return room(high, wide, self.right.beside, self.cluster, self.threads)
+        return pushed(self)
 
     @property
     def apart(self) -> bool:
         """Whether that lies behind everything else."""
-        return self.kept_until + self.room + BARRIER <= MOST_SHARED
+        return is_apart(self.kept_until, self.room)
 
     @property
     def high_blocks(self) -> int:

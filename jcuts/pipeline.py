@@ -38,6 +38,7 @@ from jcuts.trace.inline import inline
 from jcuts.trace.rewrite import Rewritten, rewritten
 from jcuts.trace.simplify import simplify
 from jcuts.trace.source import as_source
+from jcuts.trace.uniform import uniform
 from jcuts.tune import needed
 from jcuts.tune.choice import FAMILY, LIBRARY, SCREENED
 from jcuts.xla import chains, gpus, native
@@ -171,7 +172,7 @@ def _plan(
     if form is not None and form.rewrites:
         rules = form.rewrites
         rewrites = _once(f"{original} {rules}", form, lambda: rewritten(inlined, rules))
-    flat = rewrites.closed
+    flat = uniform(rewrites.closed)
     timed("rewrite", start)
     if rewrites.counts:
         dump.stage("rewrites", lambda: as_source(flat, name))

@@ -177,8 +177,9 @@ GROUPS = {
 STORE, TURN, GAP = 0.37, 9.1, {"float32": 51.0, "copied": 19.0, "rounded": 46.0}
 """What rounding and storing float32 takes beside the units, in passes through the port; of turned tiles, over that;
 cycles per group of instructions of 64 rows that nobody hides where a multiprocessor has one block."""
-PUSH, LATE = (721.0, 54.0), 42.0
-"""Of blocks that store into each other's memory: all, each; of asking late for what is added to rounded products."""
+PUSH, LATE = {"rounded": (721.0, 54.0), "copied": (813.0, 444.0)}, 42.0
+"""Of blocks that store into each other's memory: all, each (of 16-bit floats fitted to 152 schedules of 16 layers of
+networks at batch 1); of asking late for what is added to rounded products."""
 
 
 def family(counter: Counter, tiling: GroupTiling) -> str:
@@ -235,7 +236,7 @@ def group_cycles(counter: Counter, tiling: GroupTiling, shared: int) -> float:
     leave = rates.leave + beside * written / tiling.cluster / rates.cache
     leave += LATE if tiling.rounded and not tiling.early else 0.0
     if tiling.cluster > 1:
-        meet, member = PUSH if tiling.push else (rates.cluster, rates.member)
+        meet, member = PUSH[kind] if tiling.push else (rates.cluster, rates.member)
         leave += meet + member * tiling.cluster + beside * 4.0 * rows * columns / rates.far
     begin = rates.begin + rates.warp * beside * tiling.threads / WARP
     return _whole(counter, rates, waves * (begin + share * inner + leave), tiling.split)

@@ -278,7 +278,7 @@ class GroupCounter(Counter):
         self.pieces = in_pieces(program, *self.sides)
         products = float(self.batch * self.rows * self.columns * self.terms)
         few = self.batch * self.rows * self.columns <= machine.sms * FEW_POINTS
-        self.short, self.few = bool(self.rounded) and few, self.item == 2 and not self.before and few
+        self.short, self.few = bool(self.rounded) and few, self.item == 2 and few
         self.rates = replace(gpu_rounded.RATES, unit=UNIT[2]) if self.item == 2 else gpu_rounded.RATES
         self.unit = self.rates.unit if self.rounded else UNIT[self.item]
         self.least = max(self.moved / MEMORY, products / (machine.sms * self.unit), LATENCY)
@@ -295,7 +295,7 @@ class GroupCounter(Counter):
         if not self.before:
             return True
         whole = self.terms % (terms * split) == 0
-        return bool(self.through) and (whole or (self.item == 2 and self.ragged and split == 1))
+        return bool(self.through) and (whole or (self.ragged and split == 1))
 
     def share(self, tiling: GroupTiling) -> int:
         """Tiles of terms of a block."""

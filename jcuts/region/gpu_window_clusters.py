@@ -39,7 +39,7 @@ WAVES = 2
 """Blocks per multiprocessor up to which there are few."""
 RING, STAY = (8, 6, 4), 9
 """Tiles of weights in shared memory where not all of them have their place there; tiles up to which all have."""
-RATES = gpu_count.GROUPS["rounded"]
+RATES, PUSH = gpu_count.GROUPS["rounded"], gpu_count.PUSH["rounded"]
 
 
 def candidates(counter: Counter, program: Program) -> list[Program]:
@@ -105,7 +105,7 @@ def cycles(counter: Counter, found: Window, tiling: WindowTiling) -> float:
     chain *= kept.OWN_CODE if tiling.unrolled else 1.0
     inner = max(work + chain, beside * work + kept.HIDDEN * chain) if beside > 1 else work + chain
     terms = copied + steps * inner if resident else max(copied, steps * inner)
-    leave = RATES.leave + gpu_count.PUSH[0] + gpu_count.PUSH[1] * cluster + beside * 4.0 * rows * columns / RATES.far
+    leave = RATES.leave + PUSH[0] + PUSH[1] * cluster + beside * 4.0 * rows * columns / RATES.far
     begin = RATES.begin + RATES.warp * beside * tiling.threads / WARP + RATES.fetch
     total, moved = waves * (begin + terms + leave), counter.moved / RATES.memory
     return max(total, moved + begin) + RATES.moving * min(total, moved)

@@ -12,6 +12,7 @@ from jax import lax
 
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda import compile as compiler
+from jcuts.codegen.cuda.image import Image
 from jcuts.dfg.program import Program
 from jcuts.region import gpu, gpu_groups
 from jcuts.region.gpu import GpuMachine
@@ -170,3 +171,51 @@ def test_lanes_of_blocks_that_meet_exchange_nothing():
     for tiling in (replace(odd, paired=1), replace(meeting, paired=1)):
         with pytest.raises(CompileRejected):
             compiler.compile_program(tiling.of(made), SM90)
+
+
+BEHIND = [
+    GroupTiling(64, 32, 64, (1, 1), 4, cluster=8, rounded=1, push=1, early=1),
+    GroupTiling(64, 64, 64, (1, 1), 4, cluster=5, rounded=1, push=1, early=1),  # the last blocks have fewer terms
+    GroupTiling(64, 32, 128, (1, 1), 3, cluster=3, rounded=1, push=1, early=1),
+    GroupTiling(64, 32, 64, (1, 1), 8, rounded=1, early=1, paired=1),
+    GroupTiling(64, 32, 64, (1, 1), 8, cluster=2, rounded=1, push=1, early=1),  # a stage for every tile of terms
+]
+
+
+def behind_a_norm(x, w, s, b):
+    """The second half of every other operand's channels is somebody else's."""
+    x = lax.slice_in_dim(x, 0, w.shape[0], axis=1)
+    return jnp.maximum((x.astype(jnp.float32) * s + b).astype(x.dtype), 0) @ w
+
+
+@compiled
+@pytest.mark.parametrize("tiling", BEHIND, ids=str)
+@pytest.mark.parametrize("size", [(49, 960, 64), (70, 928, 136)])
+def test_few_rows_behind_a_norm(size, tiling):
+    """Norms of few rows whose channels no tile divides, with a shift that terms beyond the last must not add."""
+    m, k, n = size
+    kind = jnp.dtype("bfloat16")
+    if tiling.paired and n % 16:
+        pytest.skip("columns are exchanged in pairs of eight")
+    x, w, s, b = normal(m, k + 32).astype(kind), normal(k, n, seed=1), normal(k), 1 + normal(k, seed=2)
+    x[:, k:], w = np.nan, (w / np.sqrt(np.float32(k))).astype(kind)
+    program = tiling.of(programs.trace(behind_a_norm, x, w, s, b).product())
+    kernel, ptx = compiler.compile_program(program, SM90), compiler.ptx_of(program, SM90)
+    (got,) = ptx_machine.run_kernel(ptx, kernel, programs.trace(behind_a_norm, x, w, s, b).operands())
+    normed = np.maximum((x[:, :k].astype(np.float32) * s + b).astype(kind), 0).astype(np.float64)
+    want = normed @ w.astype(np.float64)
+    assert np.abs(got.astype(np.float64) - want).max() <= OFF["bfloat16"] * np.abs(want).max()
+
+
+@compiled
+@pytest.mark.parametrize("size", [(3136, 224, 128), (784, 480, 128), (196, 992, 128), (49, 896, 128)])
+def test_norms_of_few_rows_have_candidates(size):
+    """As DenseNet has them at batch 1."""
+    m, k, n = size
+    half = jnp.bfloat16
+    x, w, s, b = np.zeros((m, k + 32), half), np.zeros((k, n), half), normal(k), normal(k)
+    found = [p for p, _ in gpu_groups.products(programs.trace(behind_a_norm, x, w, s, b).product(), MACHINE)]
+    assert found and all("groups" in dict(p.params) for p in found)
+    for program in found:
+        image = Image.unpack(compiler.compile_program(program, SM90).object_code)
+        assert all(launch.resources.stack == 0 for launch in image.launches)

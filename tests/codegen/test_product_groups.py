@@ -75,6 +75,14 @@ HALF_FRAGMENTS = [
     GroupTiling(192, 64, 64, (3, 1), 4, rounded=1, steps=4, early=1),
 ]  # fmt: skip
 """Of bfloat16 whose left operand is computed on its way."""
+UNEVEN = [
+    GroupTiling(64, 64, 32, (1, 1), 4, 0, 1, 8, rounded=1, steps=0, push=1, early=1),
+    GroupTiling(64, 32, 32, (1, 1), 4, 0, 1, 6, rounded=1, steps=2, push=1, early=1),
+    GroupTiling(64, 96, 32, (1, 1), 6, 0, 1, 5, rounded=1, steps=0, push=1, early=1),
+    GroupTiling(128, 64, 64, (2, 1), 3, 0, 1, 3, rounded=1, steps=1, push=1, early=1),
+    GroupTiling(64, 64, 64, (1, 1), 4, rounded=1), GroupTiling(64, 64, 32, (1, 1), 4, 0, 1, 4, rounded=1),
+]  # fmt: skip
+"""Blocks whose last tiles of terms are not full, or are not there."""
 EPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10}
 
 
@@ -151,6 +159,18 @@ def test_what_stands_before_a_product(tiling):
     x, w, s, b = normal(m, k), round_tf32(normal(n, k, seed=1)), normal(k), normal(k, seed=2)
     found = run_rounded(lambda x, w, s, b: jax.nn.relu(x * s + b) @ w.T * 2, (x, w, s, b), tiling)
     compare(found, [tf32(np.maximum(x * s + b, 0)) @ w.T.astype(np.float64) * 2], 3e-6)
+
+
+@compiled
+@pytest.mark.parametrize("tiling", UNEVEN, ids=str)
+@pytest.mark.parametrize("k", [928, 700])
+def test_what_stands_before_a_product_whose_terms_no_cluster_divides(k, tiling):
+    """A shift that terms beyond the last must not add, part of wider rows that hold NaN besides."""
+    m, n = 70, 72
+    x, w, s, b = normal(m, k + 32), round_tf32(normal(n, k, seed=1)), normal(k), 1 + normal(k, seed=2)
+    x[:, k:] = np.nan
+    found = run_rounded(lambda x, w, s, b: jax.nn.relu(x[:, :k] * s + b) @ w.T, (x, w, s, b), tiling)
+    compare(found, [tf32(np.maximum(x[:, :k] * s + b, 0)) @ w.T.astype(np.float64)], 3e-6)
 
 
 @compiled

@@ -83,7 +83,7 @@ def recognised() -> Iterator[tuple[str, Any, list[Any]]]:
     from tests.codegen.test_block import BLOCKS, program_of, traced_number
     from tests.codegen.test_block_halves import BLOCKS as HALVES
     from tests.gpu.cases import attention
-    from tests.gpu.test_products import ROUNDED
+    from tests.gpu.test_products import NORMS, ROUNDED, behind_a_norm, norm_of_bfloat16
     from tests.ptx_tensor import round_tf32
 
     rng = np.random.default_rng(3)
@@ -104,6 +104,9 @@ def recognised() -> Iterator[tuple[str, Any, list[Any]]]:
         arrays[1] = round_tf32(arrays[1])
         traced = programs.trace(fn, *arrays)
         yield f"rounded {name}", traced.rounded(), traced.operands()
+    for size in NORMS:
+        traced = programs.trace(behind_a_norm, *norm_of_bfloat16(*size))
+        yield f"bfloat16 norm of {size[0]} rows", traced.product(), traced.operands()
     sizes = [(3, 3, 5, 17), (64, 64), (1, 1, 130, 24), (4, 1), (2, 3, 65)]
     arrays = [rng.standard_normal(s).astype(np.float32) for s in sizes]
     yield "weights turned", turning([(s, (s[-1], *s[:-1])) for s in sizes]), arrays

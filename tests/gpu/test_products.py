@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jcuts.base.errors import CompileRejected
-from jcuts.region import gpu
+from jcuts.region import gpu, gpu_groups
 from jcuts.xla import gpus
 from jcuts.xla.call import call_kernel
 from jcuts.xla.kernels import kernel_for
@@ -78,6 +78,7 @@ ROUNDED = {
     ),
     "fitted tiles": (lambda x, w, b, r: x @ w.T + b + r, ((3000, 776), (776, 776), (776,), (3000, 776))),
     "norm of few rows": (lambda x, w, s, t: jax.nn.relu(x * s + t) @ w.T, ((196, 768), (128, 768), (768,), (768,))),
+    "norm of odd terms": (lambda x, w, s, t: jax.nn.relu(x * s + t) @ w.T, ((196, 928), (128, 928), (928,), (928,))),
     "3x3": (lambda x, w, b: conv(x, w, layout=ALONG) + b, ((16, 28, 28, 64), (64, 3, 3, 64), (64,))),
     "3x3 to few": (lambda x, w, b: conv(x, w, layout=ALONG) + b, ((16, 28, 28, 64), (32, 3, 3, 64), (32,))),
     "1x7": (lambda x, w, b: conv(x, w, layout=ALONG) + b, ((16, 35, 27, 96), (72, 1, 7, 96), (72,))),
@@ -120,6 +121,39 @@ def test_every_candidate_of_rounded_weights(name):
         error = np.sqrt(np.mean(np.square(np.asarray(got, np.float64) - wanted))) / size
         assert error <= 2.0**-11, (program.params, error)
     assert 2 * made >= len(found)
+
+
+NORMS = ((3136, 224, 128), (784, 480, 136), (196, 992, 128), (49, 896, 128))
+"""(rows, terms, columns) of DenseNet's norms before products at batch 1."""
+
+
+def behind_a_norm(x, w, s, t):
+    y = (x.astype(jnp.float32) * s + t).astype(x.dtype)
+    return jnp.maximum(y, jnp.zeros((), x.dtype)) @ w
+
+
+def norm_of_bfloat16(rows, terms, columns):
+    """Arguments of `behind_a_norm`."""
+    rng = np.random.default_rng(rows)
+    x, w, s, t = (rng.standard_normal(n).astype(np.float32) for n in ((rows, terms), (terms, columns), terms, terms))
+    return [x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), s, t]
+
+
+@pytest.mark.parametrize("size", NORMS)
+def test_every_candidate_behind_a_norm_of_bfloat16(size):
+    arguments = norm_of_bfloat16(*size)
+    x, w, s, t = arguments
+    normed = np.maximum((x.astype(np.float32) * s + t).astype(jnp.bfloat16), 0).astype(np.float64)
+    wanted = normed @ w.astype(np.float64)
+    traced = programs.trace(behind_a_norm, *arguments)
+    found = [program for program, _ in gpu_groups.products(traced.product(), gpus.machine())]
+    assert found
+    for program in found:
+        kernel = kernel_for(program)
+        got, again = (jax.jit(lambda *xs, k=kernel: call_kernel(k, *xs))(*traced.operands())[0] for _ in range(2))
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(again))
+        error = np.abs(np.asarray(got, np.float64) - wanted).max()
+        assert error <= 2.0**-8 * np.abs(wanted).max(), (program.params, error)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

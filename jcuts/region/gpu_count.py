@@ -177,9 +177,12 @@ GROUPS = {
 STORE, TURN, GAP = 0.37, 9.1, {"float32": 51.0, "copied": 19.0, "rounded": 46.0}
 """What rounding and storing float32 takes beside the units, in passes through the port; of turned tiles, over that;
 cycles per group of instructions of 64 rows that nobody hides where a multiprocessor has one block."""
-PUSH, LATE = {"rounded": (721.0, 54.0), "copied": (813.0, 444.0)}, 42.0
+PUSH, LATE = {"rounded": (721.0, 54.0), "copied": (781.0, 200.0)}, 42.0
 """Of blocks that store into each other's memory: all, each (of 16-bit floats fitted to 152 schedules of 16 layers of
 networks at batch 1); of asking late for what is added to rounded products."""
+BEFORE = 400.0
+"""Of a norm before 16-bit floats, for 64 rows of a group and a line of terms: they are computed one by one, in every
+block (43 kernels of DenseNet121 at batch 1: 0.36 us more for every line, where a product alone takes 0.13)."""
 
 
 def family(counter: Counter, tiling: GroupTiling) -> str:
@@ -232,6 +235,8 @@ def group_cycles(counter: Counter, tiling: GroupTiling, shared: int) -> float:
         inner += beside * STORE * stored / LINE
     if beside == 1:  # nobody else fills the gaps between instructions
         inner += GAP[kind] * line / STEP / tiling.group * (rows // tiling.groups[0] // HIGH)
+    if counter.before and kind == "copied":
+        inner += BEFORE * beside * line / LINE * (rows // tiling.groups[0] // HIGH)
     written = 4.0 * rows * columns * (1.0 if tiling.split > 1 else counter.results / max(1.0, counter.partial))
     leave = rates.leave + beside * written / tiling.cluster / rates.cache
     leave += LATE if tiling.rounded and not tiling.early else 0.0

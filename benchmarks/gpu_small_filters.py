@@ -1,14 +1,18 @@
-"""Convolutions of few outputs, as networks have them at batch 1: float32, constant weights, clusters of two kinds.
+"""Convolutions of few outputs, as networks have them at batch 1, with constant weights.
 
     python benchmarks/gpu_small_filters.py --out results --most 10 --budget 100
+    python benchmarks/gpu_small_filters.py --out results --most 10 --budget 100 --bfloat16
 
-Clusters that copy a tile per tap (`region.gpu_groups`) against those that keep pixels (`region.gpu_window_clusters`),
-in a sweep over tiles, clusters and stages wider than the ranking; columns as of `gpu_small.py`.  Needs a GPU of compute
-capability 9.0; compiles in parallel first.
+float32: clusters that copy a tile per tap (`region.gpu_groups`) against those that keep pixels
+(`region.gpu_window_clusters`).  bfloat16: both families of the ranking.  In either case a sweep over tiles, clusters
+and stages wider than the ranking; columns as of `gpu_small.py`.  ``--ranking RESULTS`` needs no GPU: how far the best
+of the first 1, 2, 3, 4, 6, 8 schedules of today's ranking is behind the best that was measured.  Else a GPU of compute
+capability 9.0 is needed; compiles in parallel first.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -16,11 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.gpu_cases import Case  # noqa: E402
 from benchmarks.gpu_constants import Layer  # noqa: E402
 from benchmarks.gpu_groups import build  # noqa: E402
 from benchmarks.gpu_small import best_tiles, measure, product  # noqa: E402
@@ -32,21 +38,46 @@ LAYERS = (
     (16, 7, 512, 512, (3, 3)),
 )  # fmt: skip
 """(batch, height and width, channels, features, filter) of ResNet50, DenseNet121 and InceptionV3."""
+HALVES = (
+    (1, 56, 64, 64, (3, 3)), (1, 28, 128, 128, (3, 3)), (1, 14, 256, 256, (3, 3)), (1, 7, 512, 512, (3, 3)),
+    (1, 56, 64, 256, (1, 1)), (1, 56, 256, 64, (1, 1)), (1, 28, 128, 512, (1, 1)), (1, 28, 512, 128, (1, 1)),
+    (1, 14, 256, 1024, (1, 1)), (1, 14, 1024, 256, (1, 1)), (1, 7, 512, 2048, (1, 1)), (1, 7, 2048, 512, (1, 1)),
+    (1, 14, 128, 32, (3, 3)), (1, 7, 128, 32, (3, 3)), (1, 28, 128, 32, (3, 3)), (1, 7, 896, 128, (1, 1)),
+    (1, 14, 768, 128, (1, 1)),
+)  # fmt: skip
+"""Those of bfloat16: ResNet50 and DenseNet121."""
+TRIED = (1, 2, 3, 4, 6, 8)
 
 
-def layer(batch: int, size: int, channels: int, features: int, taps: tuple[int, int]) -> Layer:
+def layer(
+    batch: int, size: int, channels: int, features: int, taps: tuple[int, int], dtype: str = "float32"
+) -> Case:  # fmt: skip
     """A layer whose weights lie along terms, with a bias and ReLU."""
 
     def function(x: Any, w: Any, b: Any) -> Any:
         y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "OHWI", "NHWC"))
-        return jnp.maximum(y + b, 0.0)
+        return jnp.maximum(y + b, 0)
 
     shapes = ((batch, size, size, channels), (features, *taps, channels), (features,))
     name = f"{taps[0]}x{taps[1]} {batch}x{size}x{size}x{channels} to {features}"
-    return Layer(name, function, tuple((s, "float32") for s in shapes))
+    half = dtype != "float32"
+    made = Case if half else Layer
+    return made(f"{name} {dtype}" if half else name, function, tuple((s, dtype) for s in shapes))
 
 
-def schedules(case: Layer, most: int) -> list[Any]:
+def halves(case: Case, most: int) -> list[Any]:
+    """Programs of a layer of bfloat16: the ranking, and so many schedules of few blocks."""
+    from jcuts.region import gpu_groups
+    from jcuts.region.gpu_tiles import GpuMachine
+
+    made = product(case)
+    counter = gpu_groups.GroupCounter(made, GpuMachine(132))
+    found = [p for p, _ in gpu_groups.products(made, GpuMachine(132))]
+    found += [tiling.of(made) for tiling in best_tiles(counter.as_few if counter.few else counter, most)]
+    return list({p.digest: p for p in found}.values())
+
+
+def schedules(case: Case, most: int) -> list[Any]:
     """Programs of a layer: so many of either kind, the best by their counted cycles."""
     from jcuts.region import gpu_groups, gpu_window_clusters
     from jcuts.region.gpu_tiles import GpuMachine
@@ -66,18 +97,49 @@ def schedules(case: Layer, most: int) -> list[Any]:
     return list({p.digest: p for p in (*ranked[:2], *found)}.values())
 
 
+def behind(path: Path) -> dict[str, list[float]]:
+    """How far the best of the first schedules of today's ranking is behind the best that a file has times of.
+
+    Returns: case -> times over the best one, for every number of `TRIED` (infinite where none of them was measured).
+    """
+    from jcuts.region import gpu_groups
+    from jcuts.region.gpu_tiles import GpuMachine
+
+    def known(params: Any) -> str:
+        return json.dumps({k: v for k, v in params if k not in ("cuda", "threads", "rounded")}, sort_keys=True)
+
+    cases = {c.name: c for c in (*(layer(*s) for s in LAYERS), *(layer(*s, "bfloat16") for s in HALVES))}
+    found: dict[str, list[float]] = {}
+    for row in json.loads(path.read_text()):
+        times = {known(p["params"].items()): p["median"] for n, p in row["programs"].items() if n.isdigit()}
+        order = sorted(gpu_groups.products(product(cases[row["case"]]), GpuMachine(132)), key=lambda pair: -pair[1])
+        ranked = [times.get(known(program.params), np.inf) for program, _ in order]
+        found[row["case"]] = [min(ranked[:n]) / min(times.values()) for n in TRIED]
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     from benchmarks import gpu_run
     from benchmarks.gpu_judged import options_of
 
     parser = options_of(__doc__, "gpu_small_filters", most=8, schedules="schedules of a kind per layer", budget=100.0)
+    parser.add_argument("--bfloat16", action="store_true", help="layers of bfloat16")
+    parser.add_argument("--ranking", type=Path, help="only compare the ranking with the times of this file")
     options = parser.parse_args(arguments)
+    if options.ranking:
+        found = behind(options.ranking)
+        found["geometric mean"] = list(np.exp(np.mean(np.log(list(found.values())), axis=0)))
+        for name, values in found.items():
+            print(f"{name:40}" + " ".join(f"{x:6.3f}" for x in values))
+        return 0
     folder = options.out / "kernels"
     folder.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
-    cases = [layer(*shape) for shape in LAYERS]
-    work = [(case, None, schedules(case, options.most)) for case in cases if gpu_run.wanted(case, options.only)]
+    half = options.bfloat16
+    cases = [layer(*shape, "bfloat16") for shape in HALVES] if half else [layer(*shape) for shape in LAYERS]
+    chosen = [case for case in cases if gpu_run.wanted(case, options.only)]
+    work = [(case, None, (halves if half else schedules)(case, options.most)) for case in chosen]
     build([p for _, _, programs in work for p in programs], folder, options.workers, start)
     if not options.build:
         measure(work, folder, options.out / "gpu_small_filters.json", [], (start, options.budget))

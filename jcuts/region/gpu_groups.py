@@ -47,7 +47,7 @@ LEAST_POINTS, LEAST_PRODUCTS = 1 << 18, 1 << 27
 """Outputs (16 tiles of 128x128) and products from which on there are candidates."""
 FEW_ROWS, FEW_PRODUCTS = 33, 1 << 22
 """Rows and products from which on there are some for rounded weights, and for 16-bit types in few blocks."""
-FEW = 3
+FEW = 5
 """Tilings of a product of 16-bit types as few blocks: they share terms in clusters, and copy all tiles at once."""
 OTHERS = 0.5
 """What schedules without warp groups count of their score beside those: of 17 layers at batch 1 the best schedule was

@@ -206,6 +206,20 @@ def thrown_out(report: FunctionReport) -> list[tuple[str, str]]:
     return [(name, text if count == 1 else f"{text} ({count} candidates)") for (name, text), count in found.items()]
 
 
+def refused(report: FunctionReport) -> list[tuple[str, str, int, str]]:
+    """Equations that jcuts leaves to XLA: op, reason, how many, the first source lines; equal reasons of an op once."""
+    found: dict[tuple[str, str], dict[str, int]] = {}
+    for refusal in report.refusals:
+        places = found.setdefault((refusal.op, refusal.reason), {})
+        places[refusal.where] = places.get(refusal.where, 0) + refusal.count
+    return [(op, why, sum(places.values()), _first(list(places))) for (op, why), places in found.items()]
+
+
+def _first(places: list[str], most: int = 2) -> str:
+    left = len(places) - most
+    return "; ".join(places[:most]) + (f"; {left} more" if left > 0 else "")
+
+
 HEADINGS = ["n", "operations", "kind", "fusion", "chosen", "us", "XLA us", "gain", "bound us", "PUL", "where"]
 
 
@@ -223,8 +237,7 @@ def _text(report: FunctionReport) -> list[str]:
             lines.extend(_columns([FRONT_HEADINGS, *fronts]))
     lines.extend(f"XLA keeps {operations}: {why} [{where}]" for operations, why, where in reasons(report))
     lines.extend(f"rejected for {name}: {why}" for name, why in thrown_out(report))
-    for refusal in report.refusals:
-        lines.append(f"left to XLA: {refusal.count} x {refusal.op}: {refusal.reason} [{refusal.where}]")
+    lines.extend(f"left to XLA: {count} x {op}: {why} [{where}]" for op, why, count, where in refused(report))
     lines.extend(f"note: {note}" for note in report.notes)
     if report.seconds:
         lines.append("stages: " + ", ".join(f"{k} {v:.3f} s" for k, v in report.seconds.items()))
@@ -253,7 +266,7 @@ def _html(report: FunctionReport) -> str:
         divided = f"<h2>Convolutions</h2>{table(DIVISION_HEADINGS, division_rows(report.divisions))}"
         divided += f"<p>{html.escape(division_total(report.divisions))}</p>"
         divided += table(FRONT_HEADINGS, front_rows(report.divisions))
-    refusals = [[str(r.count), r.op, r.reason, r.where] for r in report.refusals]
+    refusals = [[str(count), op, why, where] for op, why, count, where in refused(report)]
     return (
         "<!doctype html><meta charset='utf-8'><title>jcuts: " + html.escape(report.name) + "</title>"
         "<style>body{font:14px system-ui;margin:2em;color:#222}table{border-collapse:collapse;margin:1em 0}"

@@ -10,7 +10,18 @@ from rich.table import Table
 from rich.text import Text
 
 from jcuts.microbatch.shown import DIVISION_HEADINGS, FRONT_HEADINGS, division_rows, division_total, front_rows
-from jcuts.report import HEADINGS, FunctionReport, alone_line, dropped, guard_line, reasons, rows, summary, thrown_out
+from jcuts.report import (
+    HEADINGS,
+    FunctionReport,
+    alone_line,
+    dropped,
+    guard_line,
+    reasons,
+    refused,
+    rows,
+    summary,
+    thrown_out,
+)
 
 NUMBERS = frozenset({"n", "us", "XLA us", "gain", "bound us", "PUL"})
 
@@ -70,7 +81,7 @@ class SubsetTable:
 
 def refusal_table(report: FunctionReport) -> Table:
     """What XLA keeps, and why."""
-    cells = [(str(r.count), r.op, r.reason, r.where) for r in report.refusals]
+    cells = [(str(count), op, why, where) for op, why, count, where in refused(report)]
     return text_table("Left to XLA", ("n", "operation", "reason", "where"), cells)
 
 

@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 
 from jcuts import pipeline, report, tables
-from jcuts.report import FunctionReport, SubsetReport
+from jcuts.report import FunctionReport, RefusalReport, SubsetReport
 from jcuts.tune.choice import POSTPONED, Choice, Measurement, Rejection
 
 
@@ -93,3 +93,16 @@ def test_the_headline_of_a_function_that_runs_kernels():
     found = FunctionReport("f", "mixed", "cpu", (subset("contraction/1"),))
     found = found.with_guard({"chosen": "jcuts", "reason": ""})
     assert "1 kernel calls, 100% of the FLOP" in report.summary(found)
+
+
+def test_equal_refusals_are_one_line(tmp_path):
+    found = (
+        RefusalReport("add", "too little work", "a.py:3 (f)"), RefusalReport("add", "too little work", "a.py:9 (f)", 2),
+        RefusalReport("add", "too little work", "a.py:11 (f)"), RefusalReport("sort", "no op rule", "a.py:4 (f)"),
+    )  # fmt: skip
+    made = FunctionReport("f", "mixed", "cpu", refusals=found)
+    assert [line for line in str(made).split("\n") if line.startswith("left to XLA")] == [
+        "left to XLA: 4 x add: too little work [a.py:3 (f); a.py:9 (f); 1 more]",
+        "left to XLA: 1 x sort: no op rule [a.py:4 (f)]",
+    ]
+    assert made.to_html(tmp_path / "r.html").read_text().count("too little work") == 1

@@ -211,8 +211,11 @@ def group_registers(counter: Counter, tiling: GroupTiling) -> float:
     return min(FILE / tiling.threads, 248.0, total)
 
 
-def group_cycles(counter: Counter, tiling: GroupTiling, shared: int) -> float:
-    """Estimated cycles of a launch, and of the second one where terms are split. Args: shared: bytes of a block."""
+def group_cycles(counter: Counter, tiling: GroupTiling, shared: int, *, before: bool = False) -> float:
+    """Estimated cycles of a launch, and of the second one where terms are split.
+
+    Args: shared: bytes of a block; before: whether something is computed before the product.
+    """
     kind = family(counter, tiling)
     rates, raw = GROUPS[kind], kind == "float32"
     rows, columns, line = tiling.rows, tiling.columns, tiling.terms * counter.item
@@ -235,7 +238,7 @@ def group_cycles(counter: Counter, tiling: GroupTiling, shared: int) -> float:
         inner += beside * STORE * stored / LINE
     if beside == 1:  # nobody else fills the gaps between instructions
         inner += GAP[kind] * line / STEP / tiling.group * (rows // tiling.groups[0] // HIGH)
-    if counter.before and kind == "copied":
+    if before and kind == "copied":
         inner += BEFORE * beside * line / LINE * (rows // tiling.groups[0] // HIGH)
     written = 4.0 * rows * columns * (1.0 if tiling.split > 1 else counter.results / max(1.0, counter.partial))
     leave = rates.leave + beside * written / tiling.cluster / rates.cache

@@ -361,4 +361,4 @@ class GroupCounter(Counter):
         if tiling.rounded and not self.short:
             beside, waves = self._blocks(tiling)
             return gpu_rounded.cycles(self, tiling, beside, waves, self.rates)
-        return gpu_count.group_cycles(self, tiling, self.shared(tiling))
+        return gpu_count.group_cycles(self, tiling, self.shared(tiling), before=self.before)

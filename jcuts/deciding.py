@@ -24,9 +24,10 @@ from jcuts.planned import Planned
 from jcuts.primitive import shard_local
 from jcuts.primitive.lowering import plan
 from jcuts.primitive.sharding import Placement
-from jcuts.report import FunctionReport
+from jcuts.report import NOT_MEASURED, FunctionReport
 from jcuts.trace import jaxapi
 from jcuts.trace.capture import Capture, function_name
+from jcuts.trace.uniform import numbers_of
 from jcuts.tune import autotuned, lock, session
 
 log = logging.getLogger("jcuts")
@@ -134,8 +135,8 @@ class Deciding:
             return Planned.plain(outcomes, uses_jcuts)
         if measure and self._may_race(closed, leaves, call.platform):
             stored = None if force else self._stored(key, call.platform, True)
-            if stored is not None and stored.is_final:
-                return stored  # its kernels are in the database: lowering finds them there
+            if stored is not None and stored.is_final and self._has_kernels(stored, closed, leaves, call.platform):
+                return stored  # lowering finds them in the database
             begun = time.monotonic()
             with lock.attempt() as may:
                 worth = forms.worth_planning(closed, call.platform)
@@ -149,6 +150,14 @@ class Deciding:
             return Planned.of_forms(found, outcomes)
         outcome = plan(closed, self.settings, call.platform, may_measure=measure, examples=leaves)
         return Planned.plain([outcome], outcome.closed is not closed)
+
+    def _has_kernels(self, stored: guard.Decision, closed: jaxapi.Closed, leaves: Sequence[Any], platform: str) -> bool:
+        """Whether all that the chosen program consists of was measured: other constants may have made other subsets."""
+        if forms.is_xla(stored.chosen):
+            return True
+        settings = self.carriers.settings_for(forms.form_of(stored.chosen))
+        outcome = plan(closed, settings, platform, may_measure=False, examples=leaves)
+        return not any(s.why == NOT_MEASURED for s in getattr(outcome.report, "subsets", ()))
 
     def _compared(self, call: Call, closed: jaxapi.Closed, leaves: Sequence[Any], exact: forms.Exact,
                   planned: Planned, again: guard.Decision | None) -> guard.Decision:
@@ -291,7 +300,9 @@ class Deciding:
         kinds = sorted({d.device_kind for d in jax.local_devices() if d.platform == platform})
         limits = ("limits 2",) if divide.is_asked(self.settings) else ()  # changes with what they allow
         singly = ("single calls",) if platform in forms.GPUS and not knobs.current().chains else ()
-        return digest("guard", *limits, *singly, jaxapi.canonical_text(closed), repr(self.settings), platform,
+        numbers = numbers_of(closed)  # constants that are others in other weights, where a program is another one
+        known = (f"numbers {numbers}",) if numbers else ()
+        return digest("guard", *limits, *singly, *known, jaxapi.canonical_text(closed), repr(self.settings), platform,
                       ",".join(kinds), places, repr(self._options), repr(sorted(versions().items())))
 
 

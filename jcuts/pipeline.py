@@ -31,7 +31,7 @@ from jcuts.base.settings import Form, Settings
 from jcuts.levels import CHOICES, NOT_ASKED, Fuel, Level, Subset, group
 from jcuts.region import choose
 from jcuts.region.bound import bound as lower_bound
-from jcuts.report import FunctionReport, RefusalReport, SubsetReport
+from jcuts.report import NOT_MEASURED, FunctionReport, RefusalReport, SubsetReport
 from jcuts.trace import jaxapi
 from jcuts.trace.canonical import canonical_digest
 from jcuts.trace.inline import inline
@@ -47,7 +47,7 @@ from jcuts.xla.rebuild import in_order, kernel_eqns
 
 log = logging.getLogger("jcuts.pipeline")
 
-MEMO_LIMIT, SHARED_LIMIT = 64, 6
+MEMO_LIMIT, SHARED_LIMIT = 64, 12
 
 
 @dataclass(frozen=True)
@@ -169,10 +169,10 @@ def _plan(
     dump.stage("flat", lambda: as_source(inlined, name))
     start = time.perf_counter()
     rewrites = Rewritten(inlined)
-    if form is not None and form.rewrites:
-        rules = form.rewrites
+    rules = form.rewrites if form is not None else ()
+    if rules:
         rewrites = _once(f"{original} {rules}", form, lambda: rewritten(inlined, rules))
-    flat = uniform(rewrites.closed)
+    flat = _once(f"{original} {rules} numbers", form, lambda: uniform(rewrites.closed))
     timed("rewrite", start)
     if rewrites.counts:
         dump.stage("rewrites", lambda: as_source(flat, name))
@@ -414,7 +414,7 @@ def _lost(subset: Subset) -> tuple[float | None, str]:
         more = f" (and {len(reasons) - 1} more reasons)" if len(reasons) > 1 else ""
         who = "cannot be compared" if any(r.label == "xla" for r in choice.rejections) else "every kernel was rejected"
         return None, f"{who}: {reasons[0]}{more}"
-    return None, "not measured yet" if choice.origin == "library" else "no kernel was made"
+    return None, NOT_MEASURED if choice.origin == "library" else "no kernel was made"
 
 
 def _kernel_texts(top: Level) -> str:

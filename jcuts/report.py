@@ -220,6 +220,10 @@ def _first(places: list[str], most: int = 2) -> str:
     return "; ".join(places[:most]) + (f"; {left} more" if left > 0 else "")
 
 
+NOT_MEASURED = "not measured yet"
+"""Why XLA keeps a subset of which nothing is in the database."""
+
+
 HEADINGS = ["n", "operations", "kind", "fusion", "chosen", "us", "XLA us", "gain", "bound us", "PUL", "where"]
 
 

@@ -49,6 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
         _check_options(fn.settings, arguments)
     _check_arguments(fn, positional, keywords, arguments)
     explain = fn.tune if arguments.tune == "auto" else fn.explain
+    from jcuts.report import NOT_MEASURED
+
     try:
         report = explain(*positional, **keywords)
     except JcutsError:
@@ -56,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     except Exception as error:
         raise _of_the_user(arguments.function, error) from error
     console().print(report)
-    if arguments.tune == "cached" and "not measured yet" in str(report):
+    if arguments.tune == "cached" and any(s.why == NOT_MEASURED for s in report.subsets):
         console().print("What is not measured yet is measured by --tune auto, or when the function is first called.")
     for path, write in ((arguments.html, report.to_html), (arguments.json, lambda p: _write_json(p, report.to_dict()))):
         if path is not None:

@@ -151,7 +151,9 @@ def _content_digest(value: Any) -> str:
     if known is not None and known[0]() is value:
         return known[1]
     try:
-        array = np.asarray(value)
+        dtype = getattr(value, "dtype", None)
+        is_key = dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
+        array = np.asarray(jax.random.key_data(value) if is_key else value)
     except Exception:  # it has only a type
         return "opaque"
     found = hashlib.sha256(_bytes(array)).hexdigest()

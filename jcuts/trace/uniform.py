@@ -18,6 +18,8 @@ ELEMENTWISE = frozenset({"add", "sub", "mul", "div", "max", "min"})
 BROADCAST = "broadcast_in_dim"
 MOST = 1 << 16
 """Elements of the largest array that is looked at: vectors of layers, not their weights."""
+NUMBERS = (0, 1)
+"""Which numbers: each makes kernels of its own, so that layers with many would no longer share theirs."""
 
 
 def uniform(closed: jaxapi.Closed) -> jaxapi.Closed:
@@ -55,20 +57,40 @@ def _with_numbers(eqn: Any, number: Any) -> Any:
         return eqn
     for at, atom in enumerate(eqn.invars):
         other, value = eqn.invars[1 - at], number(atom)
-        # what is left has the shape of the result
-        if value is not None and not jaxapi.is_literal(other) and other.aval.shape == eqn.outvars[0].aval.shape:
+        # what is left has the shape of the result, and lies as that does
+        if value is not None and not jaxapi.is_literal(other) and _is_like(other.aval, eqn.outvars[0].aval):
             return eqn.replace(invars=[value, other] if at == 0 else [other, value])
     return eqn
 
 
+def numbers_of(closed: jaxapi.Closed) -> str:
+    """Which constants of a program hold one number, and which; '' where none does."""
+    pairs = zip(closed.jaxpr.constvars, closed.consts, strict=True)
+    found = {place: _number(value, var.aval) for place, (var, value) in enumerate(pairs)}
+    return ", ".join(f"{place}: {literal.val}" for place, literal in found.items() if literal is not None)
+
+
 def _number(value: Any, aval: Any) -> Any:
-    """The number that an array holds everywhere, as a literal; None for other arrays, and for what is not finite."""
+    """The number that an array holds everywhere, as a literal; None for other arrays and numbers."""
     if jaxapi.is_tracer(value) or not 1 < getattr(aval, "size", 0) <= MOST or not isinstance(aval.dtype, np.dtype):
+        return None
+    if aval.dtype.kind in "cb" or not _is_whole(aval):
         return None
     flat = np.asarray(value).reshape(-1)
     first = flat[:1]
-    if flat[-1:].tobytes() != first.tobytes() or flat.tobytes() != first.tobytes() * flat.size:
+    bits = first.tobytes()
+    if bits not in (np.asarray(n, aval.dtype).tobytes() for n in NUMBERS):
         return None
-    if not np.isfinite(first.astype(np.float64 if first.dtype.kind != "c" else first.dtype)).all():
+    if flat[-1:].tobytes() != bits or flat.tobytes() != bits * flat.size:
         return None
-    return jaxapi.new_literal(first[0], jaxapi.ShapedArray((), aval.dtype))
+    return jaxapi.new_literal(first[0], jaxapi.ShapedArray((), aval.dtype, weak_type=getattr(aval, "weak_type", False)))
+
+
+def _is_like(one: Any, other: Any) -> bool:
+    return one.shape == other.shape and getattr(one, "sharding", None) == getattr(other, "sharding", None)
+
+
+def _is_whole(aval: Any) -> bool:
+    """Whether the type says nothing of devices."""
+    spec = getattr(getattr(aval, "sharding", None), "spec", ())
+    return all(part is None for part in spec)

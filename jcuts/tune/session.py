@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -359,8 +360,19 @@ def shares_of(subsets: Sequence[Any], on_gpu: bool = False) -> dict[str, int]:
     total = sum(weight.values()) or 1.0
     limit, budget = knobs.current().max_candidates, float(CANDIDATE_BUDGET)
     if on_gpu:
-        budget *= min(MOST_BUDGETS, max(1.0, fingerprint.usable_cores() / CORES))
+        budget *= min(MOST_BUDGETS, max(1.0, _cores() / CORES))
     return {k: max(MIN_CANDIDATES, min(limit, round(budget * w / total))) for k, w in weight.items()}
+
+
+@functools.cache
+def _cores() -> float:
+    """Cores that compile candidates: those that the process had when it was first asked, within its control group."""
+    cores = float(fingerprint.usable_cores())
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()[:2]
+        return min(cores, int(quota) / int(period))
+    except (OSError, ValueError):  # another kind of group, or "max"
+        return cores
 
 
 def _work(program: Any) -> int:

@@ -49,14 +49,14 @@ def run(arguments: argparse.Namespace) -> int:
         _check_options(fn.settings, arguments)
     _check_arguments(fn, positional, keywords, arguments)
     explain = fn.tune if arguments.tune == "auto" else fn.explain
-    from jcuts.report import NOT_MEASURED
-
     try:
         report = explain(*positional, **keywords)
     except JcutsError:
         raise
     except Exception as error:
         raise _of_the_user(arguments.function, error) from error
+    from jcuts.report import NOT_MEASURED
+
     console().print(report)
     if arguments.tune == "cached" and any(s.why == NOT_MEASURED for s in report.subsets):
         console().print("What is not measured yet is measured by --tune auto, or when the function is first called.")

@@ -121,8 +121,8 @@ def products(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     yield from (*found, *few)
     if counter.before or len(found) >= ENOUGH:  # the other family has no prologues, and hardly ever wins
         return
-    most, least = (gpu_products.MOST - len(found), counter.least) if found else (gpu_products.MOST, 0.0)
-    yield from _behind(few, gpu_products.products(program, machine, most, least))
+    least = counter.least if found else None
+    yield from _behind(few, gpu_products.products(program, machine, gpu_products.MOST - len(found), least))
 
 
 def _behind(few: Sequence[Candidate], others: Iterable[Candidate]) -> Iterator[Candidate]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from jcuts.trace import jaxapi
+from jcuts.trace.products import Program
 
 ELEMENTWISE = frozenset({"add", "sub", "mul", "div", "max", "min"})
 BROADCAST = "broadcast_in_dim"
@@ -25,24 +26,18 @@ NUMBERS = (0, 1)
 def uniform(closed: jaxapi.Closed) -> jaxapi.Closed:
     """Puts numbers in the place of constants that hold one each, where an operation takes numbers; the same program
     otherwise."""
-    consts = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    program = Program(closed)
     found: dict[Any, Any] = {}
 
     def number(atom: Any) -> Any:
-        if jaxapi.is_literal(atom) or atom not in consts:
+        if jaxapi.is_literal(atom) or atom not in program.consts:
             return None
         if atom not in found:
-            found[atom] = _number(consts[atom], atom.aval)
+            found[atom] = _number(program.consts[atom], atom.aval)
         return found[atom]
 
-    eqns = [_with_numbers(eqn, number) for eqn in closed.jaxpr.eqns]
-    if all(new is old for new, old in zip(eqns, closed.jaxpr.eqns, strict=True)):
-        return closed
-    used = {a for e in eqns for a in e.invars if not jaxapi.is_literal(a)}
-    used |= {v for v in closed.jaxpr.outvars if not jaxapi.is_literal(v)}
-    kept = {v: c for v, c in consts.items() if v in used}
-    jaxpr = closed.jaxpr
-    return jaxapi.make_closed(list(kept), jaxpr.invars, jaxpr.outvars, eqns, list(kept.values()), like=closed)
+    replaced = {id(eqn): [made] for eqn in closed.jaxpr.eqns if (made := _with_numbers(eqn, number)) is not eqn}
+    return program.with_eqns(replaced) if replaced else closed
 
 
 def _with_numbers(eqn: Any, number: Any) -> Any:

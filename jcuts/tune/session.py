@@ -360,7 +360,7 @@ def shares_of(subsets: Sequence[Any], on_gpu: bool = False) -> dict[str, int]:
     total = sum(weight.values()) or 1.0
     limit, budget = knobs.current().max_candidates, float(CANDIDATE_BUDGET)
     if on_gpu:
-        budget *= min(MOST_BUDGETS, max(1.0, _cores() / CORES))
+        budget *= min(MOST_BUDGETS, max(1.0, (knobs.current().compile_workers or _cores()) / CORES))
     return {k: max(MIN_CANDIDATES, min(limit, round(budget * w / total))) for k, w in weight.items()}
 
 

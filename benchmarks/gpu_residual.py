@@ -48,6 +48,8 @@ MOST = (64, 128, 1)
 """The one with several numbers of stages."""
 EXITS = ((0, 0), (0, 1), (1, 0), (2, 0), (3, 1))
 """(held, early)."""
+FED = ((128, 128, 2, 4), (192, 128, 3, 4), (128, 64, 2, 4), (192, 64, 3, 4), (256, 64, 4, 4), (256, 64, 2, 4), (128, 64, 2, 2))
+"""(rows, columns, groups, warps that copy) of blocks that go on from tile to tile."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,8 @@ def schedules(case: Layer, most: int, tiles: Sequence[Sequence[int]]) -> list[An
     else:
         for program, _ in gpu_products.products(made, GpuMachine(132), 1):
             found += [program, replace(program, params=(*program.params, ("early", 1)))]
+    if case.rounded and tiles is not TILES:
+        return found + fed(case, made)
     for tile, (held, early) in ((t, e) for t in tiles for e in EXITS):
         rows, columns, groups = tile
         if not case.added and (held in (1, 3) or early):
@@ -150,6 +154,29 @@ def schedules(case: Layer, most: int, tiles: Sequence[Sequence[int]]) -> list[An
                 continue
             if shape.shared <= 227 << 10 and program.digest not in {p.digest for p in found}:
                 found.append(program)
+    return found
+
+
+def fed(case: Layer, made: Any) -> list[Any]:
+    """Blocks that go on from tile to tile; what is added comes by stages, too, or as lanes ask for it."""
+    from jcuts.base.errors import CompileRejected
+    from jcuts.codegen.cuda.fed_shape import fed_shape
+    from jcuts.region.gpu_fed import MOST_SHARED, FedTiling
+
+    (rows, _), (columns, _) = case.shapes[0][0], case.shapes[1][0]
+    found = []
+    for high, wide, groups, carriers in FED:
+        rounds = -(-(-(-rows // high) * -(-columns // wide)) // 132)
+        for early, beside in ((1, 0), (0, 1), (1, 1)) if case.added else ((1, 0),):
+            for stages in (7, 6, 5, 4, 3):
+                program = FedTiling(high, wide, groups, stages, carriers, 0, rounds, early, beside).of(made)
+                try:
+                    fits = fed_shape(program).shared <= MOST_SHARED
+                except CompileRejected:
+                    fits = False
+                if fits:
+                    found.append(program)
+                    break
     return found
 
 
@@ -202,6 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kernels", type=Path, help="folder of compiled kernels (default: in --out)")
     parser.add_argument("--only", default="", help="only layers whose name contains one of these")
     parser.add_argument("--most", type=int, default=6, help="schedules of the ranking per layer")
+    parser.add_argument("--fed", action="store_true", help="warps that copy instead of all ways of an exit")
     parser.add_argument("--budget", type=float, default=150.0, help="seconds")
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--build", action="store_true", help="only compile; needs no GPU")
@@ -210,8 +238,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for made in (options.out, folder):
         made.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
-    cases = [case for case in layers() if gpu_run.wanted(case, options.only)]
-    work = [(case, schedules(case, options.most, TILES)) for case in cases]
+    cases = [case for case in layers() if gpu_run.wanted(case, options.only) and (case.rounded or not options.fed)]
+    work = [(case, schedules(case, options.most, () if options.fed else TILES)) for case in cases]
     build([p for _, programs in work for p in programs], folder, options.workers, start)
     in_turn(
         ((case.name, functools.partial(measured, case, programs, folder))

@@ -58,7 +58,7 @@ class FedTiling:
 
     Attributes:
         pixels: runs of pixels that are kept for all taps, 0 where none are. rounds: tiles of outputs of a block.
-        early: whether what the exit adds is asked for before.
+        early: whether what the exit adds is asked for before. beside: whether a matrix of it comes by the stages.
     """
 
     rows: int
@@ -69,6 +69,7 @@ class FedTiling:
     pixels: int = 0
     rounds: int = 1
     early: int = 0
+    beside: int = 0
 
     @property
     def threads(self) -> int:
@@ -77,7 +78,8 @@ class FedTiling:
 
     def of(self, program: Program) -> Program:
         """The scheduled program."""
-        found = (("pixels", self.pixels, 0), ("rounds", self.rounds, 1), ("early", self.early, 0))
+        found = (("pixels", self.pixels, 0), ("rounds", self.rounds, 1), ("early", self.early, 0),
+                 ("beside", self.beside, 0))  # fmt: skip
         more = tuple((name, count) for name, count, least in found if count > least)
         tile = (self.rows, self.columns, LINE // sides(program)[0].item)
         params = (("tile", tile), ("groups", (self.groups, 1)), ("stages", self.stages), ("fed", self.carriers))

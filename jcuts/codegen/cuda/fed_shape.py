@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda import wgmma
@@ -15,6 +15,7 @@ from jcuts.codegen.cuda.stage_barriers import KINDS
 from jcuts.dfg.program import Program
 from jcuts.region.gpu_fed import OTHERS
 from jcuts.region.gpu_group_tiling import BARRIER
+from jcuts.region.gpu_held import LOADED, Kept, held
 from jcuts.region.group_windows import Window, has_weights, in_line, window
 from jcuts.region.products import COLUMNS, ROWS, B, K, S, prologue, shares, sides, summed, vectors
 
@@ -32,12 +33,14 @@ class FedShape(PixelShape):
     Attributes:
         window: how pixels are read that are kept for all taps, None where none are. carriers: warps that copy.
         early: whether those ask for what the exit adds. vectors: values per term that a prologue takes.
+        beside: a matrix that the exit adds, and that comes by the stages, one for each group.
     """
 
     window: Window | None
     carriers: int
     early: bool
     vectors: int
+    beside: Kept | None
 
     @property
     def multipliers(self) -> int:
@@ -56,7 +59,8 @@ class FedShape(PixelShape):
         few = groups != 3 and self.left.warp * self.right.size <= FEW_TOTALS * WARP * WARPS
         if OTHERS[self.carriers] != WARPS or groups == 1 or few:
             return None
-        mine = CARRYING[self.carriers][self.window is not None or self.early or groups > 2]
+        more = self.window is not None or self.early or self.beside is not None or groups > 2
+        mine = CARRYING[self.carriers][more]
         return min(MOST_REGISTERS, (self.entry * (groups + 1) - mine) // groups // STEP * STEP), mine
 
     @property
@@ -73,6 +77,11 @@ class FedShape(PixelShape):
     def stage(self) -> int:
         """Bytes of a stage: the weights of a tile of terms, and the left operand's tile where no pixels are kept."""
         return self.right.bytes + (self.left.bytes if self.window is None else 0)
+
+    @property
+    def besides(self) -> int:
+        """Stages of a tile of outputs behind those of its terms."""
+        return 0 if self.beside is None else self.warps[0] // WARPS
 
     @property
     def barriers(self) -> int:
@@ -115,11 +124,18 @@ def fed_shape(program: Program) -> FedShape:
     stages, rounds = int(str(params["stages"])), int(str(params.get("rounds", 1)))
     if params["fed"] not in OTHERS:
         raise CompileRejected(f"{program.name}: {params['fed']} warps that copy")
+    beside = bool(params.get("beside", 0))
+    kept_beside = held(program, rows, columns, LOADED, 0).loaded if beside else ()
+    kept_beside = tuple(replace(k, pitch=columns * k.item) for k in kept_beside if k.item == 4)
     shape = FedShape(
         first, second, (WARPS * along, across, 1), stages, share, total, 1,
         0 if found is None else found.span(rows), kept, rounds, found, int(str(params["fed"])),
-        bool(params.get("early", 0)), len(vectors(program)),
+        bool(params.get("early", 0)), len(vectors(program)), next(iter(kept_beside), None),
     )  # fmt: skip
+    if beside:  # its copies are of whole lines, by as many threads as have a row of the swizzle each
+        fits = fits and bool(kept_beside) and found is None and shape.besides <= stages
+        fits = fits and columns % (wgmma.LINE // 4) == 0 and WARP * shape.carriers % columns == 0
+        fits = fits and first.warp * columns * 4 <= shape.stage
     fits = fits and across == 1 and divided(first, second, along, across)
     fits = fits and left.item == 4 and left.along_terms and right.along_terms and program.buffer(right.buffer).tf32
     fits = fits and stages >= 3 and share >= 2 and rounds >= 1

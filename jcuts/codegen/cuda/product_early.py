@@ -15,6 +15,7 @@ from jcuts.codegen.cuda import tensor
 from jcuts.codegen.cuda.builder import GpuBuilder
 from jcuts.codegen.cuda.product_tiles import TileShape
 from jcuts.dfg.program import ITEM_SIZE, Phase
+from jcuts.region.gpu_held import Kept
 from jcuts.region.products import COLUMNS, ROWS
 
 SECTOR, LINE = 32, 64
@@ -23,15 +24,16 @@ SECTOR, LINE = 32, 64
 
 def ask(
     frame: M.Frame, phase: Phase, tiles: tuple[TileShape, TileShape], thread: tuple[L.Value, int],
-    rank: tuple[L.Value, int],
+    rank: tuple[L.Value, int], known: tuple[Kept, ...] = (),
 ) -> None:  # fmt: skip
     """Asks for the operands of the exit graph that belong to a block's tile.
 
     Args:
         frame: at its first row and column. tiles: of the left and the right operand.
         thread: number of this one, and how many; rank: of the block in its cluster, and how many.
+        known: matrices that somebody else brings.
     """
-    builder, seen = frame.builder, set()
+    builder, seen = frame.builder, {(kept.buffer, kept.index) for kept in known}
     for node in phase.exit.nodes:
         if node.op != "load" or node.index is None or node.index.values() or (node.buffer, node.index) in seen:
             continue

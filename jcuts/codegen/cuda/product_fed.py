@@ -16,10 +16,13 @@ from typing import Any
 from jcuts.codegen import lanes as L
 from jcuts.codegen.cuda import group_fragments, product_early, tensor, wgmma
 from jcuts.codegen.cuda.builder import asm
+from jcuts.codegen.cuda.fed_beside import BesideCopies, BesideKeeper
 from jcuts.codegen.cuda.fed_shape import FedShape
 from jcuts.codegen.cuda.group_fragments import Rows
 from jcuts.codegen.cuda.group_pixels import PixelCopies, PixelRows
 from jcuts.codegen.cuda.group_prologue import Prologue
+from jcuts.codegen.cuda.group_shape import WARPS
+from jcuts.codegen.cuda.product import ProductEmitter
 from jcuts.codegen.cuda.product_exit import Totals
 from jcuts.codegen.cuda.product_groups import GroupEmitter
 from jcuts.codegen.cuda.product_tiles import Copier
@@ -121,7 +124,8 @@ class FedEmitter(GroupEmitter):
                 begin = pixels.first(row)
             if shape.early:
                 tiles = (shape.left, shape.right)
-                product_early.ask(self.frame, self.phase, tiles, (mine, threads), (L.I32(0), 1))
+                known = () if shape.beside is None else (shape.beside,)
+                product_early.ask(self.frame, self.phase, tiles, (mine, threads), (L.I32(0), 1), known)
 
             def step(number: L.Value, state: list[L.Value]) -> list[L.Value]:
                 stage, parity, run = state
@@ -146,9 +150,24 @@ class FedEmitter(GroupEmitter):
                 self.ring.fill(self.ring.full(stage))
                 return [*self.ring.next(stage, parity), after]
 
-            return self._loop_over(state, step)
+            return self._carry_beside(mine, self._loop_over(state, step))
 
         self._tiles([L.I32(0), L.I32(1), L.I32(0)], tile)
+
+    def _carry_beside(self, thread: L.Value, state: list[L.Value]) -> list[L.Value]:
+        """Fills the stages of what the exit adds. Args: thread: of those that copy; state: as of `_carry_all`."""
+        builder, shape = self.builder, self.shape
+        if shape.beside is None:
+            return state
+        stage, parity, run = state
+        tiles, threads = (shape.left, shape.right), WARP * shape.carriers
+        copies = BesideCopies(self.frame, shape.beside, tiles, threads, thread, self.shared)
+        for group in range(shape.besides):
+            self.ring.wait(self.ring.empty(stage), parity)
+            copies.start(group, builder.mul(stage, L.I32(shape.stage)))
+            self.ring.fill(self.ring.full(stage))
+            stage, parity = self.ring.next(stage, parity)
+        return [stage, parity, run]
 
     def _pass_all(self, state: list[L.Value]) -> list[L.Value]:
         """Lets the units see the stages of a tile of outputs. Args: state: the first stage, its parity."""
@@ -160,7 +179,7 @@ class FedEmitter(GroupEmitter):
             self.ring.arrive(self.ring.seen(stage))
             return list(self.ring.next(stage, parity))
 
-        return self._loop_over(state, step)
+        return self._loop_over(state, step, self.shape.share + self.shape.besides)
 
     def _prologue(self) -> Prologue:
         """What is computed from the left operand, with vectors that come with the first tile of terms."""
@@ -169,9 +188,9 @@ class FedEmitter(GroupEmitter):
         return Prologue(self.frame, self.program, shape.share * shape.left.terms, place, self.lane)
 
     def _loop_over(
-        self, state: list[L.Value], step: Callable[[L.Value, list[L.Value]], list[L.Value]]
+        self, state: list[L.Value], step: Callable[[L.Value, list[L.Value]], list[L.Value]], count: int = 0
     ) -> list[L.Value]:  # fmt: skip
-        """Does something for every tile of terms."""
+        """Does something for every tile of terms, or so many times."""
         builder, before = self.builder, self.builder.block
         loop, after = builder.append_basic_block("terms"), builder.append_basic_block("terms.done")
         builder.branch(loop)
@@ -183,7 +202,7 @@ class FedEmitter(GroupEmitter):
         number = builder.add(phis[0], L.I32(1))
         for phi, value in zip(phis, (number, *state), strict=True):
             phi.add_incoming(value, builder.block)
-        builder.cbranch(builder.icmp_signed("<", number, L.I32(self.shape.share)), loop, after)
+        builder.cbranch(builder.icmp_signed("<", number, L.I32(count or self.shape.share)), loop, after)
         builder.position_at_end(after)
         return state
 
@@ -240,8 +259,27 @@ class FedEmitter(GroupEmitter):
         builder.position_at_end(after)
         totals = wgmma.finished(builder, totals)
         self.ring.arrive(self.ring.empty(self._before(numbers[1])))
+        mine, *numbers[1:3] = self._beside(numbers[1], numbers[2])
         self._leave(totals)
+        if shape.beside is not None:
+            self.ring.arrive(self.ring.empty(mine))
         return numbers[1:]
+
+    def _beside(self, stage: L.Value, parity: L.Value) -> tuple[L.Value, L.Value, L.Value]:
+        """Waits for what the exit adds, and leaves the other groups' stages to them: the own one; stage and parity."""
+        builder, shape, mine = self.builder, self.shape, stage
+        if shape.beside is None:
+            return mine, stage, parity
+        group = builder.lshr(self.flat, L.I32(WARPS.bit_length() - 1))
+        for number in range(shape.besides):
+            self.ring.wait((self.ring.seen if shape.apart else self.ring.full)(stage), parity)
+            other = builder.icmp_signed("!=", group, L.I32(number))
+            self.ring.arrive(self.ring.empty(stage), other)
+            mine = builder.select(other, mine, stage)
+            stage, parity = self.ring.next(stage, parity)
+        place = builder.add(self.shared, builder.mul(mine, L.I32(shape.stage)))
+        self.keeper = BesideKeeper(self.frame, shape.beside, (shape.left, shape.right), place, self.group_row)
+        return mine, stage, parity
 
     def _step(self, numbers: list[L.Value], totals: Totals) -> tuple[list[L.Value], Totals]:
         """The products of a tile of terms; the stage of the one before is empty then."""
@@ -273,5 +311,5 @@ class FedEmitter(GroupEmitter):
         kept = self.lane
         if self.shape.rounds > 1:  # what depends on it is not kept over the loop
             self.lane = asm(self.builder, "mov.b32 $0, $1;", L.I32, [kept], effects=True)
-        self._exit(totals, L.I32(0), L.I32(0))
+        ProductEmitter._exit(self, totals, L.I32(0), L.I32(0))
         self.lane = kept

@@ -89,7 +89,7 @@ class Keeper:
         builder, kept = self.builder, self.held.loaded[number]
         found: list[L.Value] = []
         for first, size in self._pieces(kept, column, count):
-            words = _words(builder, self.bases[kept], down * kept.pitch + first * kept.item, size * kept.item // 4)
+            words = _words(builder, *self._where(kept, down, first * kept.item), size * kept.item // 4)
             found += M.elements(builder, words, kept.item, size)
         return [from_word(builder, word, kept.dtype) for word in found]
 
@@ -99,7 +99,11 @@ class Keeper:
         for first, size in self._pieces(kept, column, len(values)):
             words, _ = to_words(builder, values[first - column : first - column + size])
             words = [w if w.type == L.I32 else builder.bitcast(w, L.I32) for w in words]
-            tensor.write_words(builder, self.bases[kept], down * kept.pitch + first * kept.item, words)
+            tensor.write_words(builder, *self._where(kept, down, first * kept.item), words)
+
+    def _where(self, kept: Kept, down: int, byte: int) -> tuple[L.Value, int]:
+        """Address (register, bytes) so many rows and bytes from the lane's first result."""
+        return self.bases[kept], down * kept.pitch + byte
 
     def _pieces(self, kept: Kept, column: int, count: int) -> list[tuple[int, int]]:
         """Accesses (first column, elements) of up to 16 bytes."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from jcuts.dfg.program import Program
 from jcuts.region.gpu_group_tiling import BARRIER, GROUP, HIGH, LINE
+from jcuts.region.gpu_held import LOADED, Kept, held
 from jcuts.region.gpu_products import MEMORY
 from jcuts.region.gpu_tiles import WARP, Candidate, scheduled
 from jcuts.region.group_windows import Window, has_weights, window
@@ -44,8 +45,9 @@ MOST_SHARED = 226 << 10
 """Bytes of shared memory of a block."""
 SHARE = 0.9
 """Pixels copied per tap, of those that a tile per tap would copy, up to which keeping them pays."""
-UNIT, PORT, CACHE, EXIT = 900.0, 112.0, 35.0, 14.0
-"""Products per cycle and multiprocessor; bytes per cycle of shared memory, of the L2 cache, and of results."""
+UNIT, PORT, CACHE, EXIT, READ = 900.0, 112.0, 35.0, 14.0, 50.0
+"""Products per cycle and multiprocessor; bytes per cycle of shared memory, of the L2 cache, of results, and of results
+to which is added what has come by stages."""
 CHAIN, GROUPS = 650.0, 100.0
 """Cycles of a tile of terms that are left of what groups wait for, and more for every group."""
 BEGIN, LEAVE, LEFT = 6000.0, 800.0, 0.25
@@ -86,10 +88,20 @@ class FedTiling:
         return scheduled(program, "product", self.threads, *params, ("rounded", 1), *more)
 
 
+def beside(program: Program, rows: int, columns: int, groups: int, carriers: int) -> Kept | None:
+    """A matrix that the exit adds and that may come by the stages of such blocks: each holds the rows of one group."""
+    kept = (k for k in held(program, rows, columns, LOADED, 0).loaded if k.item == 4)
+    found = next((replace(k, pitch=columns * k.item) for k in kept), None)
+    whole = columns % (LINE // 4) == 0 and WARP * carriers % columns == 0  # a row each of the swizzle
+    fits = rows // groups * columns * 4 <= (rows + columns) * LINE
+    return found if whole and fits else None
+
+
 def candidates(counter: GroupCounter, program: Program, most: int = MOST) -> list[Candidate]:
     """The best schedules, with scores: a bound over counted cycles."""
     found = sorted(tilings(counter, program), key=lambda pair: pair[0])
     chosen: list[tuple[float, FedTiling]] = []
+    most += any(tiling.beside for _, tiling in found)
     for spent, tiling in found:
         if all((tiling.rows, tiling.columns) != (t.rows, t.columns) for _, t in chosen):
             chosen.append((spent, tiling))
@@ -129,11 +141,13 @@ def tilings(counter: GroupCounter, program: Program) -> Iterator[tuple[float, Fe
             for way in ways:
                 if way is not None and (way.span(rows) > SHARE * way.taps * rows or rows == 2 * HIGH * groups):
                     continue  # and the assembler has no registers for their places
+                kept = way is None and beside(program, rows, columns, groups, CARRIERS) is not None
                 tiles = -(-counter.rows // rows) * -(-counter.columns // columns)
                 rounds, pixels = -(-tiles // counter.machine.sms), RUNS if way is not None else 0
                 stages = _stages(counter, way, rows, columns)
-                made = FedTiling(rows, columns, groups, stages, CARRIERS, pixels, rounds, int(counter.beside > 0))
-                if stages >= STAGES:
+                early = int(counter.beside > 0)
+                made = FedTiling(rows, columns, groups, stages, CARRIERS, pixels, rounds, early, int(kept))
+                if stages >= max(STAGES, kept * groups):
                     yield cycles(counter, way, made), made
 
 
@@ -162,6 +176,9 @@ def cycles(counter: GroupCounter, way: Window | None, tiling: FedTiling) -> floa
     read = rows // HIGH * (HIGH + columns) * LINE
     chain = CHAIN + GROUPS * tiling.groups
     work = max(rows * columns * terms / UNIT, (read + copied) / PORT, copied / CACHE, chain)
-    leave = LEAVE + 4.0 * rows * columns * counter.results / max(1.0, counter.partial) / EXIT
+    if tiling.beside:
+        leave = LEAVE + 4.0 * rows * columns / READ + tiling.groups * (rows + columns) * LINE / CACHE
+    else:
+        leave = LEAVE + 4.0 * rows * columns * counter.results / max(1.0, counter.partial) / EXIT
     total, moved = BEGIN + tiling.rounds * (share * work + leave), counter.moved / MEMORY
     return max(total, moved + BEGIN) + LEFT * min(total, moved)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda import wgmma
@@ -13,9 +13,9 @@ from jcuts.codegen.cuda.product import three
 from jcuts.codegen.cuda.shared import WARP
 from jcuts.codegen.cuda.stage_barriers import KINDS
 from jcuts.dfg.program import Program
-from jcuts.region.gpu_fed import OTHERS
+from jcuts.region.gpu_fed import OTHERS, beside
 from jcuts.region.gpu_group_tiling import BARRIER
-from jcuts.region.gpu_held import LOADED, Kept, held
+from jcuts.region.gpu_held import Kept
 from jcuts.region.group_windows import Window, has_weights, in_line, window
 from jcuts.region.products import COLUMNS, ROWS, B, K, S, prologue, shares, sides, summed, vectors
 
@@ -124,18 +124,14 @@ def fed_shape(program: Program) -> FedShape:
     stages, rounds = int(str(params["stages"])), int(str(params.get("rounds", 1)))
     if params["fed"] not in OTHERS:
         raise CompileRejected(f"{program.name}: {params['fed']} warps that copy")
-    beside = bool(params.get("beside", 0))
-    kept_beside = held(program, rows, columns, LOADED, 0).loaded if beside else ()
-    kept_beside = tuple(replace(k, pitch=columns * k.item) for k in kept_beside if k.item == 4)
+    comes = bool(params.get("beside", 0)) and across == 1 and found is None
+    added = beside(program, rows, columns, max(1, along), int(str(params["fed"]))) if comes else None
     shape = FedShape(
         first, second, (WARPS * along, across, 1), stages, share, total, 1,
         0 if found is None else found.span(rows), kept, rounds, found, int(str(params["fed"])),
-        bool(params.get("early", 0)), len(vectors(program)), next(iter(kept_beside), None),
+        bool(params.get("early", 0)), len(vectors(program)), added,
     )  # fmt: skip
-    if beside:  # its copies are of whole lines, by as many threads as have a row of the swizzle each
-        fits = fits and bool(kept_beside) and found is None and shape.besides <= stages
-        fits = fits and columns % (wgmma.LINE // 4) == 0 and WARP * shape.carriers % columns == 0
-        fits = fits and first.warp * columns * 4 <= shape.stage
+    fits = fits and bool(params.get("beside", 0)) == (added is not None) and shape.besides <= stages
     fits = fits and across == 1 and divided(first, second, along, across)
     fits = fits and left.item == 4 and left.along_terms and right.along_terms and program.buffer(right.buffer).tf32
     fits = fits and stages >= 3 and share >= 2 and rounds >= 1

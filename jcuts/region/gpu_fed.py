@@ -61,6 +61,7 @@ class FedTiling:
     Attributes:
         pixels: runs of pixels that are kept for all taps, 0 where none are. rounds: tiles of outputs of a block.
         early: whether what the exit adds is asked for before. beside: whether a matrix of it comes by the stages.
+        turns: whether groups take the block's tiles in turns, each a whole one.
     """
 
     rows: int
@@ -72,6 +73,7 @@ class FedTiling:
     rounds: int = 1
     early: int = 0
     beside: int = 0
+    turns: int = 0
 
     @property
     def threads(self) -> int:
@@ -81,19 +83,19 @@ class FedTiling:
     def of(self, program: Program) -> Program:
         """The scheduled program."""
         found = (("pixels", self.pixels, 0), ("rounds", self.rounds, 1), ("early", self.early, 0),
-                 ("beside", self.beside, 0))  # fmt: skip
+                 ("beside", self.beside, 0), ("turns", self.turns, 0))  # fmt: skip
         more = tuple((name, count) for name, count, least in found if count > least)
         tile = (self.rows, self.columns, LINE // sides(program)[0].item)
         params = (("tile", tile), ("groups", (self.groups, 1)), ("stages", self.stages), ("fed", self.carriers))
         return scheduled(program, "product", self.threads, *params, ("rounded", 1), *more)
 
 
-def beside(program: Program, rows: int, columns: int, groups: int, carriers: int) -> Kept | None:
-    """A matrix that the exit adds and that may come by the stages of such blocks: each holds the rows of one group."""
+def beside(program: Program, rows: int, columns: int, part: int, carriers: int) -> Kept | None:
+    """A matrix that the exit adds and that may come by the stages of such blocks, so many rows (``part``) in each."""
     kept = (k for k in held(program, rows, columns, LOADED, 0).loaded if k.item == 4)
     found = next((replace(k, pitch=columns * k.item) for k in kept), None)
     whole = columns % (LINE // 4) == 0 and WARP * carriers % columns == 0  # a row each of the swizzle
-    fits = rows // groups * columns * 4 <= (rows + columns) * LINE
+    fits = part * columns * 4 <= (rows + columns) * LINE
     return found if whole and fits else None
 
 
@@ -141,7 +143,7 @@ def tilings(counter: GroupCounter, program: Program) -> Iterator[tuple[float, Fe
             for way in ways:
                 if way is not None and (way.span(rows) > SHARE * way.taps * rows or rows == 2 * HIGH * groups):
                     continue  # and the assembler has no registers for their places
-                kept = way is None and beside(program, rows, columns, groups, CARRIERS) is not None
+                kept = way is None and beside(program, rows, columns, rows // groups, CARRIERS) is not None
                 tiles = -(-counter.rows // rows) * -(-counter.columns // columns)
                 rounds, pixels = -(-tiles // counter.machine.sms), RUNS if way is not None else 0
                 stages = _stages(counter, way, rows, columns)

@@ -48,7 +48,7 @@ MOST = (64, 128, 1)
 """The one with several numbers of stages."""
 EXITS = ((0, 0), (0, 1), (1, 0), (2, 0), (3, 1))
 """(held, early)."""
-FED = ((128, 128, 2, 4), (192, 128, 3, 4), (128, 64, 2, 4), (64, 64, 2, 4))
+FED = ((128, 128, 2, 4), (192, 128, 3, 4), (128, 64, 2, 4), (192, 64, 3, 4), (256, 64, 2, 4), (128, 64, 2, 2))
 """(rows, columns, groups, warps that copy) of blocks that go on from tile to tile."""
 
 
@@ -161,30 +161,22 @@ def fed(case: Layer, made: Any) -> list[Any]:
     """Blocks that go on from tile to tile; what is added comes by stages, too, or as lanes ask for it."""
     from jcuts.base.errors import CompileRejected
     from jcuts.codegen.cuda.fed_shape import fed_shape
-    from jcuts.region.gpu_fed import MOST_SHARED, FedTiling
+    from jcuts.region.gpu_fed import MOST_SHARED, MOST_STAGES, STAGES, FedTiling
 
     (rows, _), (columns, _) = case.shapes[0][0], case.shapes[1][0]
     found = []
     for high, wide, groups, carriers in FED:
         rounds = -(-(-(-rows // high) * -(-columns // wide)) // 132)
-        ways = ((1, 0, 0), (1, 1, 0), (0, 1, 0), (0, 1, 1)) if case.added else ((0, 0, 0), (0, 0, 1))
-        for early, beside, turns in ways:
-            for stages in (9, 8, 7, 6, 5, 4, 3):
-                program = FedTiling(high, wide, groups, stages, carriers, 0, rounds, early, beside, turns).of(made)
+        for early, beside in ((1, 0), (0, 1), (1, 1)) if case.added else ((0, 0),):
+            for stages in range(MOST_STAGES, STAGES - 1, -1):
+                program = FedTiling(high, wide, groups, stages, carriers, 0, rounds, early, beside).of(made)
                 try:
                     fits = fed_shape(program).shared <= MOST_SHARED
                 except CompileRejected:
                     fits = False
                 if fits:
                     found.append(program)
-                    if turns:
-                        found += [replace(program, params=(*program.params, ("steps", n))) for n in (1, 2)]
                     break
-    for late, phases in ((2000, 2), (4000, 2), (6000, 2), (2000, 4), (50, 132)):
-        for program in found[:]:
-            params = dict(program.params)
-            if params.get("beside") and params["tile"] in ((128, 128, 32), (192, 128, 32)) and "stagger" not in params and params.get("early"):
-                found.append(replace(program, params=(*program.params, ("stagger", late), ("phases", phases))))
     return found
 
 

@@ -45,9 +45,11 @@ MOST_SHARED = 226 << 10
 """Bytes of shared memory of a block."""
 SHARE = 0.9
 """Pixels copied per tap, of those that a tile per tap would copy, up to which keeping them pays."""
-UNIT, PORT, CACHE, EXIT, READ = 900.0, 112.0, 35.0, 14.0, 50.0
-"""Products per cycle and multiprocessor; bytes per cycle of shared memory, of the L2 cache, of results, and of results
-to which is added what has come by stages."""
+UNIT, PORT, CACHE, EXIT = 900.0, 112.0, 35.0, 14.0
+"""Products per cycle and multiprocessor; bytes per cycle of shared memory, of the L2 cache, and of results."""
+STAGED, BESIDE = 52.0, 22.6
+"""Bytes per cycle of operands, and of results and what is added, where that comes by the stages: fitted to five tilings
+of three products, within 4 % of the best one's times (others within 15)."""
 CHAIN, GROUPS = 650.0, 100.0
 """Cycles of a tile of terms that are left of what groups wait for, and more for every group."""
 BEGIN, LEAVE, LEFT = 6000.0, 800.0, 0.25
@@ -61,7 +63,6 @@ class FedTiling:
     Attributes:
         pixels: runs of pixels that are kept for all taps, 0 where none are. rounds: tiles of outputs of a block.
         early: whether what the exit adds is asked for before. beside: whether a matrix of it comes by the stages.
-        turns: whether groups take the block's tiles in turns, each a whole one.
     """
 
     rows: int
@@ -73,7 +74,6 @@ class FedTiling:
     rounds: int = 1
     early: int = 0
     beside: int = 0
-    turns: int = 0
 
     @property
     def threads(self) -> int:
@@ -83,19 +83,19 @@ class FedTiling:
     def of(self, program: Program) -> Program:
         """The scheduled program."""
         found = (("pixels", self.pixels, 0), ("rounds", self.rounds, 1), ("early", self.early, 0),
-                 ("beside", self.beside, 0), ("turns", self.turns, 0))  # fmt: skip
+                 ("beside", self.beside, 0))  # fmt: skip
         more = tuple((name, count) for name, count, least in found if count > least)
         tile = (self.rows, self.columns, LINE // sides(program)[0].item)
         params = (("tile", tile), ("groups", (self.groups, 1)), ("stages", self.stages), ("fed", self.carriers))
         return scheduled(program, "product", self.threads, *params, ("rounded", 1), *more)
 
 
-def beside(program: Program, rows: int, columns: int, part: int, carriers: int) -> Kept | None:
-    """A matrix that the exit adds and that may come by the stages of such blocks, so many rows (``part``) in each."""
+def beside(program: Program, rows: int, columns: int, groups: int, carriers: int) -> Kept | None:
+    """A matrix that the exit adds and that may come by the stages of such blocks: each holds the rows of one group."""
     kept = (k for k in held(program, rows, columns, LOADED, 0).loaded if k.item == 4)
     found = next((replace(k, pitch=columns * k.item) for k in kept), None)
     whole = columns % (LINE // 4) == 0 and WARP * carriers % columns == 0  # a row each of the swizzle
-    fits = part * columns * 4 <= (rows + columns) * LINE
+    fits = rows // groups * columns * 4 <= (rows + columns) * LINE
     return found if whole and fits else None
 
 
@@ -103,7 +103,6 @@ def candidates(counter: GroupCounter, program: Program, most: int = MOST) -> lis
     """The best schedules, with scores: a bound over counted cycles."""
     found = sorted(tilings(counter, program), key=lambda pair: pair[0])
     chosen: list[tuple[float, FedTiling]] = []
-    most += any(tiling.beside for _, tiling in found)
     for spent, tiling in found:
         if all((tiling.rows, tiling.columns) != (t.rows, t.columns) for _, t in chosen):
             chosen.append((spent, tiling))
@@ -143,7 +142,7 @@ def tilings(counter: GroupCounter, program: Program) -> Iterator[tuple[float, Fe
             for way in ways:
                 if way is not None and (way.span(rows) > SHARE * way.taps * rows or rows == 2 * HIGH * groups):
                     continue  # and the assembler has no registers for their places
-                kept = way is None and beside(program, rows, columns, rows // groups, CARRIERS) is not None
+                kept = way is None and beside(program, rows, columns, groups, CARRIERS) is not None
                 tiles = -(-counter.rows // rows) * -(-counter.columns // columns)
                 rounds, pixels = -(-tiles // counter.machine.sms), RUNS if way is not None else 0
                 stages = _stages(counter, way, rows, columns)
@@ -174,13 +173,14 @@ def cycles(counter: GroupCounter, way: Window | None, tiling: FedTiling) -> floa
     rows, columns = tiling.rows, tiling.columns
     terms = LINE // counter.item
     share = shares(counter.terms, terms, 1)[0] if way is None else way.steps
+    units, moved = rows * columns * terms / UNIT, counter.moved / MEMORY
     copied = (rows + columns) * LINE if way is None else way.span(rows) * LINE / way.taps + columns * LINE
+    if tiling.beside:
+        leave = LEAVE + 8.0 * rows * columns / BESIDE
+        return max(BEGIN + tiling.rounds * (share * max(units, copied / STAGED) + leave), moved + BEGIN)
     read = rows // HIGH * (HIGH + columns) * LINE
     chain = CHAIN + GROUPS * tiling.groups
-    work = max(rows * columns * terms / UNIT, (read + copied) / PORT, copied / CACHE, chain)
-    if tiling.beside:
-        leave = LEAVE + 4.0 * rows * columns / READ + tiling.groups * (rows + columns) * LINE / CACHE
-    else:
-        leave = LEAVE + 4.0 * rows * columns * counter.results / max(1.0, counter.partial) / EXIT
-    total, moved = BEGIN + tiling.rounds * (share * work + leave), counter.moved / MEMORY
+    work = max(units, (read + copied) / PORT, copied / CACHE, chain)
+    leave = LEAVE + 4.0 * rows * columns * counter.results / max(1.0, counter.partial) / EXIT
+    total = BEGIN + tiling.rounds * (share * work + leave)
     return max(total, moved + BEGIN) + LEFT * min(total, moved)

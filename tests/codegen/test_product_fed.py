@@ -35,8 +35,6 @@ def dense(x, w, b, r):
     FedTiling(64, 32, 1, 3, 1), FedTiling(128, 40, 2, 5, 4, rounds=2), FedTiling(128, 64, 1, 4, 2, early=1),
     FedTiling(192, 48, 3, 4, 4, rounds=3, early=1), FedTiling(128, 64, 2, 3, 4, rounds=3, beside=1),
     FedTiling(128, 32, 1, 4, 2, rounds=2, early=1, beside=1), FedTiling(192, 32, 3, 3, 4, beside=1),
-    FedTiling(64, 32, 2, 3, 4, rounds=4, beside=1, turns=1), FedTiling(128, 64, 2, 5, 4, rounds=2, beside=1, turns=1),
-    FedTiling(128, 40, 2, 4, 2, rounds=3, early=1, turns=1), FedTiling(64, 32, 3, 7, 4, rounds=5, beside=1, turns=1),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("rows, terms, columns", [(200, 64, 48), (333, 100, 72), (130, 352, 40), (517, 96, 136)])
 def test_products_of_odd_sizes(rows, terms, columns, tiling):

@@ -1,7 +1,7 @@
 """A matrix beside the results of a product that comes by the stages of its operands (`product_fed`).
 
-Behind the last tile of terms the warps that copy go on with what the exit adds: a stage for the rows of each group (or
-for every 64 of one), filled while the groups still multiply, or finish the tile before.  So memory is never waited for, and whoever copies is as many
+Behind the last tile of terms the warps that copy go on with what the exit adds: one stage for each group, filled while
+the groups still multiply, or finish the tile before.  So memory is never waited for, and whoever copies is as many
 stages ahead in the exit as in the products.
 
 Rows of a group's results follow each other without gaps.  In odd ones every two pieces of 64 bytes have changed places:
@@ -10,7 +10,6 @@ the lanes of an access read 64 bytes of an even row and of the next, and meet no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from jcuts.codegen import lanes as L
@@ -35,12 +34,12 @@ class BesideCopies:
     """Fills stages with a block's rows of the matrix, by one of the threads that copy."""
 
     def __init__(
-        self, frame: M.Frame, kept: Kept, tiles: tuple[TileShape, TileShape], part: int, threads: int,
-        thread: L.Value, shared: L.Value,
+        self, frame: M.Frame, kept: Kept, tiles: tuple[TileShape, TileShape], threads: int, thread: L.Value,
+        shared: L.Value,
     ) -> None:  # fmt: skip
-        """Args: frame: at the block's first row and column; part: rows of a stage; shared: address of the first one."""
+        """Args: frame: at the block's first row and column; shared: address of the first stage."""
         builder = self.builder = frame.builder
-        self.frame, self.kept, self.tiles, self.part = frame, kept, tiles, part
+        self.frame, self.kept, self.tiles = frame, kept, tiles
         along = tiles[1].size * kept.item // PIECE
         self.abreast = threads // along
         self.line, piece = builder.udiv(thread, L.I32(along)), builder.urem(thread, L.I32(along))
@@ -50,12 +49,12 @@ class BesideCopies:
         self.column = self._inside(1, column, PIECE // kept.item)
         self.source = self._source(0)
 
-    def start(self, number: int, stage: L.Value) -> None:
-        """Starts the copies of a stage. Args: number: of its rows among the tile's; stage: bytes from the first one."""
+    def start(self, group: int, stage: L.Value) -> None:
+        """Starts the copies of a group's rows. Args: stage: bytes from the first stage."""
         builder, rows, step = self.builder, self.tiles[0], self.kept.index.stride(ROWS)
         into = builder.add(self.into, stage)
-        for first in range(0, self.part, self.abreast):
-            down = number * self.part + first
+        for first in range(0, rows.warp, self.abreast):
+            down = group * rows.warp + first
             if rows.extent % rows.size or step is None:
                 source, far = self._source(down), 0
             else:
@@ -81,30 +80,27 @@ class BesideCopies:
 
 
 class BesideKeeper(Keeper):
-    """Reads a group's rows from their stages."""
+    """Reads a group's rows from their stage."""
 
     def __init__(
-        self, frame: M.Frame, kept: Kept, tiles: tuple[TileShape, TileShape], stages: Sequence[L.Value], part: int,
-        first: L.Value,
-    ) -> None:  # fmt: skip
-        """Args: stages: their addresses; part: rows of each; first: row of the tile where the group's rows begin."""
-        super().__init__(frame, Held((kept,)), tiles, stages[0], L.I32(0))
-        self.stages, self.part, self.first = stages, part, first
+        self, frame: M.Frame, kept: Kept, tiles: tuple[TileShape, TileShape], stage: L.Value, first: L.Value
+    ) -> None:
+        """Args: stage: its address; first: row of the block's tile where the group's rows begin."""
+        super().__init__(frame, Held((kept,)), tiles, stage, L.I32(0))
+        self.first = first
 
     def stand(self, row: L.Value, column: L.Value, step: int) -> None:
         builder, (kept,) = self.builder, self.held.loaded
         self.step = step
         row = builder.sub(builder.add(self.warp[0], row), self.first)
-        line = builder.mul(row, L.I32(kept.pitch))
-        self.rows = [builder.add(stage, line) for stage in self.stages]
-        self.column = builder.mul(builder.add(self.warp[1], column), L.I32(kept.item))
-        self.turn = _swizzle(builder, row)
-        self.places: dict[tuple[int, int], L.Value] = {}
+        column = builder.add(self.warp[1], column)
+        self.row = builder.add(self.shared, builder.mul(row, L.I32(kept.pitch)))
+        self.column, self.turn = builder.mul(column, L.I32(kept.item)), _swizzle(builder, row)
+        self.places: dict[int, L.Value] = {}
 
     def _where(self, kept: Kept, down: int, byte: int) -> tuple[L.Value, int]:
         builder, turned = self.builder, byte & SWIZZLED
-        number, down = divmod(down, self.part)
-        if (number, turned) not in self.places:  # rows further down by 8 are turned alike
+        if turned not in self.places:  # rows further down by 8 are turned alike
             inside = builder.xor(builder.add(self.column, L.I32(turned)), self.turn)
-            self.places[number, turned] = builder.add(self.rows[number], inside)
-        return self.places[number, turned], down * kept.pitch + byte - turned
+            self.places[turned] = builder.add(self.row, inside)
+        return self.places[turned], down * kept.pitch + byte - turned

@@ -33,8 +33,7 @@ class FedShape(PixelShape):
     Attributes:
         window: how pixels are read that are kept for all taps, None where none are. carriers: warps that copy.
         early: whether those ask for what the exit adds. vectors: values per term that a prologue takes.
-        beside: a matrix that the exit adds, and that comes by the stages. part: rows of it in each.
-        turns: whether groups take the block's tiles in turns, each a whole one; else each has its rows of all of them.
+        beside: a matrix that the exit adds, and that comes by the stages, one for each group.
     """
 
     window: Window | None
@@ -42,28 +41,6 @@ class FedShape(PixelShape):
     early: bool
     vectors: int
     beside: Kept | None
-    part: int
-    turns: bool
-
-    @property
-    def groups(self) -> int:
-        """That multiply."""
-        return self.warps[0] // WARPS
-
-    @property
-    def readers(self) -> int:
-        """Warps that read a stage."""
-        return WARPS if self.turns else self.warps[0]
-
-    @property
-    def turning(self) -> int:
-        """Groups that wait for each other."""
-        return self.groups if self.turns else 0
-
-    @property
-    def filled(self) -> int:
-        """Stages of a tile of outputs."""
-        return self.share + self.besides
 
     @property
     def multipliers(self) -> int:
@@ -78,7 +55,7 @@ class FedShape(PixelShape):
     @property
     def registers(self) -> tuple[int, int] | None:
         """Registers of a thread that multiplies, and of one that copies, where they are shared out."""
-        groups = self.groups
+        groups = self.warps[0] // WARPS
         few = groups != 3 and self.left.warp * self.right.size <= FEW_TOTALS * WARP * WARPS
         if OTHERS[self.carriers] != WARPS or groups == 1 or few:
             return None
@@ -104,7 +81,7 @@ class FedShape(PixelShape):
     @property
     def besides(self) -> int:
         """Stages of a tile of outputs behind those of its terms."""
-        return 0 if self.beside is None else self.left.size // self.part
+        return 0 if self.beside is None else self.warps[0] // WARPS
 
     @property
     def barriers(self) -> int:
@@ -114,7 +91,7 @@ class FedShape(PixelShape):
     @property
     def shared(self) -> int:
         """Bytes of shared memory of a block."""
-        return self.barriers + (KINDS * self.stages + self.turning) * BARRIER
+        return self.barriers + KINDS * self.stages * BARRIER
 
     @property
     def tiles(self) -> int:
@@ -142,27 +119,23 @@ def fed_shape(program: Program) -> FedShape:
         if found is None or not has_weights(program):
             raise CompileRejected(f"{program.name}: no convolution with rounded weights whose pixels can be kept")
         right, share, ragged = in_line(right, total), found.steps, found.channels % found.line != 0
-    turns = bool(params.get("turns", 0))
-    sharing = 1 if turns else max(1, along)
-    first = GroupTile(left, extents[ROWS], rows, terms, rows // sharing, 0, ragged)
+    first = GroupTile(left, extents[ROWS], rows, terms, rows // max(1, along), 0, ragged)
     second = GroupTile(right, extents[COLUMNS], columns, terms, columns, 0 if kept else first.bytes, ragged)
     stages, rounds = int(str(params["stages"])), int(str(params.get("rounds", 1)))
     if params["fed"] not in OTHERS:
         raise CompileRejected(f"{program.name}: {params['fed']} warps that copy")
     comes = bool(params.get("beside", 0)) and across == 1 and found is None
-    part = wgmma.ROWS if turns else first.warp
-    added = beside(program, rows, columns, part, int(str(params["fed"]))) if comes else None
+    added = beside(program, rows, columns, max(1, along), int(str(params["fed"]))) if comes else None
     shape = FedShape(
         first, second, (WARPS * along, across, 1), stages, share, total, 1,
         0 if found is None else found.span(rows), kept, rounds, found, int(str(params["fed"])),
-        bool(params.get("early", 0)), len(vectors(program)), added, part, turns,
+        bool(params.get("early", 0)), len(vectors(program)), added,
     )  # fmt: skip
     fits = fits and bool(params.get("beside", 0)) == (added is not None) and shape.besides <= stages
-    fits = fits and across == 1 and divided(first, second, sharing, across)
-    fits = fits and not (turns and (kept or rounds < along))
+    fits = fits and across == 1 and divided(first, second, along, across)
     fits = fits and left.item == 4 and left.along_terms and right.along_terms and program.buffer(right.buffer).tf32
     fits = fits and stages >= 3 and share >= 2 and rounds >= 1
-    fits = fits and readable(second, 1) and (found is not None or readable(first, sharing))
+    fits = fits and readable(second, 1) and (found is not None or readable(first, along))
     fits = fits and not (ragged and prologue(program) is not None)  # zeros would not stay zeros
     if found is None:
         fits = fits and all(t.side.run % terms == 0 or t.side.run == extents[K] for t in (first, second))
@@ -171,7 +144,7 @@ def fed_shape(program: Program) -> FedShape:
         fits = fits and shape.carriers % 2 == 0  # lines are swizzled by their number
     if shape.registers is not None:  # those that give some give to those that take some
         fits = fits and shape.registers[0] >= shape.entry >= shape.registers[1]
-    others = {"flight", "split", "cluster", "push", "held", "cached", "spread", "unrolled", "fetched"}
+    others = {"flight", "split", "cluster", "push", "held", "cached", "spread", "steps", "unrolled", "fetched"}
     if not fits or not others.isdisjoint(params) or shape.threads != int(str(params["threads"])):
         raise CompileRejected(f"{program.name}: no product of tiles {params['tile']} by groups {params['groups']}")
     return shape

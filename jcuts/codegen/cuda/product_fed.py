@@ -45,17 +45,11 @@ class FedEmitter(GroupEmitter):
         super().__init__(*args)
         self.block: L.Value = args[5]["block"]
 
-    def _warp_places(self, across: int) -> tuple[L.Value, L.Value]:
-        row, column = super()._warp_places(across)
-        if self.shape.turns:
-            row, self.group_row = self.builder.sub(row, self.group_row), L.I32(0)
-        return row, column
-
     def emit(self) -> None:
         """All tiles of the block, by both kinds of warps."""
         builder, shape = self.builder, self.shape
         self.ring = Ring(builder, builder.add(self.shared, L.I32(shape.barriers)), shape.stages, self.lane)
-        self.ring.make(self.thread, WARP * shape.carriers, shape.readers, shape.turning)
+        self.ring.make(self.thread, WARP * shape.carriers, shape.warps[0])
         self.runs = builder.add(self.shared, L.I32(shape.ring))
         self.zeros = builder.add(self.shared, L.I32(shape.kept_until - wgmma.LINE))
         if shape.window is not None:
@@ -78,7 +72,7 @@ class FedEmitter(GroupEmitter):
                 self.frame, self.variables = replace(frame, cache={}), variables
                 if shape.apart:
                     with builder.if_then(builder.icmp_unsigned("==", warp, L.I32(shape.carriers))):
-                        self._tiles([L.I32(0), L.I32(0)], self._pass_all, self.block)
+                        self._tiles([L.I32(0), L.I32(0)], self._pass_all)
 
     def _registers(self, number: int) -> None:
         """Takes or gives registers: groups that multiply (0) need more of them than warps that copy (1)."""
@@ -87,13 +81,8 @@ class FedEmitter(GroupEmitter):
             text = f"setmaxnreg.{('inc', 'dec')[number]}.sync.aligned.u32 {found[number]};"
             asm(self.builder, text, VOID, effects=True)
 
-    def _tiles(
-        self, state: list[L.Value], work: Callable[[list[L.Value]], list[L.Value]], first: L.Value, every: int = 1
-    ) -> None:  # fmt: skip
-        """Does something for tiles of outputs of the block, of which there is at least one.
-
-        Args: state: numbers that go round; first: tile; every: so many of the block's tiles.
-        """
+    def _tiles(self, state: list[L.Value], work: Callable[[list[L.Value]], list[L.Value]]) -> None:
+        """Does something for every tile of outputs of the block. Args: state: numbers that go round."""
         builder, shape = self.builder, self.shape
         if shape.rounds == 1:
             work(state)
@@ -103,12 +92,12 @@ class FedEmitter(GroupEmitter):
         builder.branch(loop)
         builder.position_at_end(loop)
         phis = [builder.phi(L.I32) for _ in range(1 + len(state))]
-        for phi, value in zip(phis, (first, *state), strict=True):
+        for phi, value in zip(phis, (self.block, *state), strict=True):
             phi.add_incoming(value, before)
         self.variables = self._places(phis[0])
         self.frame = replace(self.frame, variables=self.variables, cache={})
         state = work(phis[1:])
-        tile = builder.add(phis[0], L.I32(every * shape.blocks))
+        tile = builder.add(phis[0], L.I32(shape.blocks))
         for phi, value in zip(phis, (tile, *state), strict=True):
             phi.add_incoming(value, builder.block)
         builder.cbranch(builder.icmp_signed("<", tile, L.I32(shape.tiles)), loop, after)
@@ -120,17 +109,6 @@ class FedEmitter(GroupEmitter):
         builder, shape, found = self.builder, self.shape, self.shape.window
         threads = WARP * shape.carriers
         mine = builder.sub(self.thread, L.I32(shape.multipliers))
-        late = int(str(dict(self.program.params).get("stagger", 0)))
-        if late:
-            phases = int(str(dict(self.program.params).get("phases", 2)))
-            amount = builder.mul(builder.urem(self.block, L.I32(phases)), L.I32(late))
-            first = asm(builder, "mov.u32 $0, %clock;", L.I32, [], effects=True)
-            loop, after = builder.append_basic_block("late"), builder.append_basic_block("late.done")
-            builder.branch(loop)
-            builder.position_at_end(loop)
-            now = asm(builder, "mov.u32 $0, %clock;", L.I32, [], effects=True)
-            builder.cbranch(builder.icmp_unsigned("<", builder.sub(now, first), amount), loop, after)
-            builder.position_at_end(after)
 
         if prologue(self.program) is not None:
             self._prologue().start(L.I32(0), threads, mine)
@@ -174,7 +152,7 @@ class FedEmitter(GroupEmitter):
 
             return self._carry_beside(mine, self._loop_over(state, step))
 
-        self._tiles([L.I32(0), L.I32(1), L.I32(0)], tile, self.block)
+        self._tiles([L.I32(0), L.I32(1), L.I32(0)], tile)
 
     def _carry_beside(self, thread: L.Value, state: list[L.Value]) -> list[L.Value]:
         """Fills the stages of what the exit adds. Args: thread: of those that copy; state: as of `_carry_all`."""
@@ -183,10 +161,10 @@ class FedEmitter(GroupEmitter):
             return state
         stage, parity, run = state
         tiles, threads = (shape.left, shape.right), WARP * shape.carriers
-        copies = BesideCopies(self.frame, shape.beside, tiles, shape.part, threads, thread, self.shared)
-        for number in range(shape.besides):
+        copies = BesideCopies(self.frame, shape.beside, tiles, threads, thread, self.shared)
+        for group in range(shape.besides):
             self.ring.wait(self.ring.empty(stage), parity)
-            copies.start(number, builder.mul(stage, L.I32(shape.stage)))
+            copies.start(group, builder.mul(stage, L.I32(shape.stage)))
             self.ring.fill(self.ring.full(stage))
             stage, parity = self.ring.next(stage, parity)
         return [stage, parity, run]
@@ -201,7 +179,7 @@ class FedEmitter(GroupEmitter):
             self.ring.arrive(self.ring.seen(stage))
             return list(self.ring.next(stage, parity))
 
-        return self._loop_over(state, step, self.shape.filled)
+        return self._loop_over(state, step, self.shape.share + self.shape.besides)
 
     def _prologue(self) -> Prologue:
         """What is computed from the left operand, with vectors that come with the first tile of terms."""
@@ -247,34 +225,11 @@ class FedEmitter(GroupEmitter):
         else:
             tiles = shape.left.warp // wgmma.ROWS
             self.rows = PixelRows(self.frame, shape.window, tiles, self.runs, self.zeros)  # type: ignore[assignment]
-        if not shape.turns:
-            self._tiles([L.I32(0)] * 4, self._tile, self.block)
-            return
-        group = self._group()
-        first = builder.add(self.block, builder.mul(group, L.I32(shape.blocks)))
-        stage, parity = L.I32(0), L.I32(0)
-        for number in range(1, shape.groups):
-            mine = builder.icmp_signed("==", group, L.I32(number))
-            rounds, rest = divmod(number * shape.filled, shape.stages)
-            stage = builder.select(mine, L.I32(rest), stage)
-            parity = builder.select(mine, L.I32(rounds % 2), parity)
-        even = builder.zext(builder.icmp_signed("==", group, L.I32(0)), L.I32)  # nobody is before its first tile
-        with builder.if_then(builder.icmp_signed("<", first, L.I32(shape.tiles))):
-            self._tiles([stage, parity, L.I32(0), even], self._tile, first, shape.groups)
-
-    def _group(self) -> L.Value:
-        """The number of the thread's group."""
-        return self.builder.lshr(self.flat, L.I32(WARPS.bit_length() - 1))
+        self._tiles([L.I32(0), L.I32(0), L.I32(0)], self._tile)
 
     def _tile(self, state: list[L.Value]) -> list[L.Value]:
-        """One tile of outputs.
-
-        Args: state: the stage that is read next, its parity, the place of the run, the parity of the group's turn.
-        """
+        """One tile of outputs. Args: state: the stage that is read next, its parity, the place of the run."""
         builder, shape = self.builder, self.shape
-        *state, even = state
-        if shape.turns:
-            self.ring.wait(self.ring.turn(self._group()), even)
         if isinstance(self.rows, PixelRows):
             self.rows.begin(self.variables[ROWS], self.row_warp, self.lane)
         high, wide = shape.left.warp // wgmma.ROWS, shape.right.warp // 8
@@ -302,37 +257,28 @@ class FedEmitter(GroupEmitter):
             phi.add_incoming(value, builder.block)
         builder.cbranch(builder.icmp_signed("<", numbers[0], L.I32(shape.share)), loop, after)
         builder.position_at_end(after)
-        if shape.turns:
-            following = builder.add(self._group(), L.I32(1))
-            last = builder.icmp_signed("==", following, L.I32(shape.groups))
-            self.ring.arrive(self.ring.turn(builder.select(last, L.I32(0), following)))
         totals = wgmma.finished(builder, totals)
         self.ring.arrive(self.ring.empty(self._before(numbers[1])))
         mine, *numbers[1:3] = self._beside(numbers[1], numbers[2])
         self._leave(totals)
-        for stage in mine:
-            self.ring.arrive(self.ring.empty(stage))
-        if shape.turns:  # the others' tiles
-            numbers[1:3] = self.ring.skip(numbers[1], numbers[2], (shape.groups - 1) * shape.filled)
-        return [*numbers[1:], builder.xor(even, L.I32(1))]
+        if shape.beside is not None:
+            self.ring.arrive(self.ring.empty(mine))
+        return numbers[1:]
 
-    def _beside(self, stage: L.Value, parity: L.Value) -> tuple[list[L.Value], L.Value, L.Value]:
-        """Waits for what the exit adds, and leaves the other groups' stages to them: own ones; next stage, parity."""
-        builder, shape, mine = self.builder, self.shape, []
+    def _beside(self, stage: L.Value, parity: L.Value) -> tuple[L.Value, L.Value, L.Value]:
+        """Waits for what the exit adds, and leaves the other groups' stages to them: the own one; stage and parity."""
+        builder, shape, mine = self.builder, self.shape, stage
         if shape.beside is None:
             return mine, stage, parity
+        group = builder.lshr(self.flat, L.I32(WARPS.bit_length() - 1))
         for number in range(shape.besides):
             self.ring.wait((self.ring.seen if shape.apart else self.ring.full)(stage), parity)
-            if shape.turns:
-                mine.append(stage)
-            else:
-                other = builder.icmp_signed("!=", self._group(), L.I32(number))
-                self.ring.arrive(self.ring.empty(stage), other)
-                mine = [builder.select(other, mine[0], stage) if mine else stage]
+            other = builder.icmp_signed("!=", group, L.I32(number))
+            self.ring.arrive(self.ring.empty(stage), other)
+            mine = builder.select(other, mine, stage)
             stage, parity = self.ring.next(stage, parity)
-        places = [builder.add(self.shared, builder.mul(one, L.I32(shape.stage))) for one in mine]
-        tiles = (shape.left, shape.right)
-        self.keeper = BesideKeeper(self.frame, shape.beside, tiles, places, shape.part, self.group_row)
+        place = builder.add(self.shared, builder.mul(mine, L.I32(shape.stage)))
+        self.keeper = BesideKeeper(self.frame, shape.beside, (shape.left, shape.right), place, self.group_row)
         return mine, stage, parity
 
     def _step(self, numbers: list[L.Value], totals: Totals) -> tuple[list[L.Value], Totals]:
@@ -349,15 +295,10 @@ class FedEmitter(GroupEmitter):
             self.rows.turn(tap, run)  # type: ignore[union-attr]
             run = self._next_run(tap, run)
         totals = group_fragments.multiply(
-            builder, self.rows, right, shape.right, place, number, self.before, totals, [], self._together  # type: ignore[arg-type]
+            builder, self.rows, right, shape.right, place, number, self.before, totals, [], WHOLE  # type: ignore[arg-type]
         )  # fmt: skip
         self.ring.arrive(self.ring.empty(self._before(stage)), builder.icmp_signed(">", number, L.I32(0)))
         return [builder.add(number, L.I32(1)), *self.ring.next(stage, parity), run], totals
-
-    @property
-    def _together(self) -> int:
-        """Steps of terms that are one group of instructions."""
-        return int(str(dict(self.program.params).get("steps", WHOLE)))
 
     def _before(self, stage: L.Value) -> L.Value:
         """The stage before this one."""

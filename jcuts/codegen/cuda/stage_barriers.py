@@ -5,9 +5,7 @@ when their copies have come, for which they need not wait.  A warp that has noth
 proxy fence, and arrives at a ``seen`` one: the fence would wait for copies and products.  Warps that have read a stage
 arrive at an ``empty`` one.  Who waits names the
 parity of the phase: a new barrier counts as one whose phase of parity 1 has ended (PTX ISA, "mbarrier",
-"cp.async.mbarrier.arrive").  So nobody may wait for a phase before the one before it has ended.  Groups that take tiles
-in turns do not read every stage: each waits at a ``turn`` barrier until the group before has its tile's last terms,
-and copies come in order.
+"cp.async.mbarrier.arrive").
 """
 
 from __future__ import annotations
@@ -29,13 +27,13 @@ class Ring:
         """Args: place: address of the first barrier in shared memory; lane: of the thread in its warp."""
         self.builder, self.place, self.stages, self.lane = builder, place, stages, lane
 
-    def make(self, thread: L.Value, filling: int, reading: int, turns: int = 0) -> None:
+    def make(self, thread: L.Value, filling: int, reading: int) -> None:
         """Makes all barriers, by the first threads of the block; a barrier of the block has to follow.
 
-        Args: filling: threads that do; reading: warps; turns: groups that have a ``turn`` barrier each.
+        Args: filling: threads that do; reading: warps.
         """
         builder, stages = self.builder, self.stages
-        with builder.if_then(builder.icmp_unsigned("<", thread, L.I32(KINDS * stages + turns))):
+        with builder.if_then(builder.icmp_unsigned("<", thread, L.I32(KINDS * stages))):
             full, seen = (builder.icmp_unsigned("<", thread, L.I32(n * stages)) for n in (1, 2))
             count = builder.select(full, L.I32(filling), builder.select(seen, L.I32(1), L.I32(reading)))
             where = builder.add(self.place, builder.mul(thread, L.I32(BARRIER)))
@@ -53,11 +51,6 @@ class Ring:
     def empty(self, stage: L.Value) -> L.Value:
         """The barrier at which those wait that fill a stage."""
         return self.builder.add(self.full(stage), L.I32(2 * self.stages * BARRIER))
-
-    def turn(self, group: L.Value) -> L.Value:
-        """The barrier at which a group waits for the one before it; as many warps read a stage as tell it."""
-        builder = self.builder
-        return builder.add(self.place, builder.mul(builder.add(group, L.I32(KINDS * self.stages)), L.I32(BARRIER)))
 
     def wait(self, barrier: L.Value, parity: L.Value) -> None:
         """Waits for the end of the phase of a parity."""
@@ -89,11 +82,3 @@ class Ring:
         later = builder.add(stage, L.I32(1))
         wraps = builder.icmp_signed("==", later, L.I32(self.stages))
         return builder.select(wraps, L.I32(0), later), builder.xor(parity, builder.zext(wraps, L.I32))
-
-    def skip(self, stage: L.Value, parity: L.Value, count: int) -> tuple[L.Value, L.Value]:
-        """The stage so many after this one, and the parity of its phase."""
-        builder, (rounds, rest) = self.builder, divmod(count, self.stages)
-        later = builder.add(stage, L.I32(rest))
-        wraps = builder.icmp_signed(">=", later, L.I32(self.stages))
-        later = builder.select(wraps, builder.sub(later, L.I32(self.stages)), later)
-        return later, builder.xor(builder.xor(parity, L.I32(rounds % 2)), builder.zext(wraps, L.I32))

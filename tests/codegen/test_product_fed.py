@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,7 @@ from jcuts.region.gpu_groups import GroupTiling
 from tests import programs, ptx_machine
 from tests.codegen.test_product import SM90, compare, compiled, normal, tf32
 from tests.codegen.test_product_windows import CASES, exact
-from tests.ptx_tensor import round_tf32
+from tests.ptx_tensor import TensorFault, round_tf32
 
 
 def run_fed(fn, arguments, tiling):
@@ -41,6 +43,38 @@ def test_products_of_odd_sizes(rows, terms, columns, tiling):
     x, w, b, r = normal(rows, terms), round_tf32(normal(columns, terms, seed=1)), normal(columns), normal(rows, columns)
     wanted = np.maximum(tf32(x) @ w.astype(np.float64).T + b + r, 0)
     compare(run_fed(dense, (x, w, b, r), tiling), [wanted], 3e-6)
+
+
+@compiled
+@pytest.mark.parametrize("early", [0, 1])
+def test_several_matrices_beside_a_product(early):
+    """One comes by the stages (it is used twice), one does not, one lies across; a norm before all; two results."""
+
+    def fn(x, w, r, q, t, s):
+        y = jax.nn.relu(x * s) @ w.T
+        return y * r + q, jnp.tanh(y + t.T) + r
+
+    m, k, n = 200, 96, 72
+    x, w, s = normal(m, k), round_tf32(normal(n, k, seed=1)), normal(k, seed=4)
+    r, q, t = normal(m, n, seed=2), normal(m, n, seed=3), normal(n, m)
+    y = tf32(np.maximum(x * s, 0)) @ w.astype(np.float64).T
+    tiling = FedTiling(128, 64, 2, 4, 4, rounds=2, early=early, beside=1)
+    compare(run_fed(fn, (x, w, r, q, t, s), tiling), [y * r + q, np.tanh(y + t.T) + r], 3e-6)
+
+
+@compiled
+def test_the_machine_sees_what_is_wrong_with_stages_beside_a_product():
+    """Whoever reads before the copies have come, or gives a stage back before it has been read."""
+    x, w, b, r = normal(256, 64), round_tf32(normal(64, 64, seed=1)), normal(64), normal(256, 64, seed=2)
+    traced = programs.trace(dense, x, w, b, r)
+    program = FedTiling(128, 64, 2, 3, 4, rounds=2, beside=1).of(traced.product())
+    kernel, ptx = compiler.compile_program(program, SM90), compiler.ptx_of(program, SM90)
+    waits = [m.span() for m in re.finditer(r"mbarrier.try_wait.parity[^;]*;", ptx)]
+    assert len(waits) == 7
+    for start, end in waits:
+        changed = f"{ptx[:start]}setp.eq.u32 p, 0, 0;{ptx[end:]}"
+        with pytest.raises((TensorFault, ptx_machine.Fault)):
+            ptx_machine.run_kernel(changed, kernel, traced.operands())
 
 
 @compiled

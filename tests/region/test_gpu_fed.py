@@ -81,6 +81,38 @@ def test_what_is_added_is_asked_for_early():
     assert made and all(shape.early for _, shape, _ in made)
 
 
+@pytest.mark.parametrize("rows, terms, columns", [
+    (200704, 64, 256), (50176, 128, 512), (12544, 256, 1024), (3136, 512, 2048),
+])  # fmt: skip
+def test_what_is_added_comes_by_the_stages(rows, terms, columns):
+    """One stage for each group's rows, of the size that a tile of terms has; as many stages as there is room for."""
+    program = product_of(added, (rows, terms), (columns, terms), (columns,), (rows, columns))
+    made, shape, _ = found(program, 1)[0]
+    params = dict(made.params)
+    assert params["tile"] == (128, 128, 32) and params["beside"] == 1 and shape.stages == 7
+    assert shape.besides == 2 and shape.beside.buffer == program.inputs[3].name and shape.beside.pitch == 512
+    assert 64 * 512 == shape.stage == 2 * 128 * 128 and shape.shared == 7 * shape.stage + 3 * 7 * 8 <= LIMIT
+    assert shape.rounds == -(-(-(-rows // 128) * (columns // 128)) // 132)
+
+
+def test_what_does_not_come_by_the_stages():
+    """Tiles whose rows are no whole lines, too large for a stage, or copied by too few; other types; columns apart."""
+    program = product_of(added, (12544, 256), (1024, 256), (1024,), (12544, 1024))
+    fits = [(128, 128, 2, 4), (256, 64, 2, 4), (64, 64, 1, 2), (192, 32, 3, 4)]
+    assert all(gpu_fed.beside(program, *tile) is not None for tile in fits)
+    others = [(128, 96, 2, 4), (128, 128, 1, 4), (128, 256, 2, 4), (128, 128, 2, 2), (128, 72, 2, 4)]
+    assert all(gpu_fed.beside(program, *tile) is None for tile in others)
+    turned = product_of(lambda x, w, r: x @ w.T + r.T, (12544, 256), (1024, 256), (1024, 12544))
+    assert gpu_fed.beside(turned, *fits[0]) is None
+    tiling = gpu_fed.FedTiling(128, 128, 2, 7, 4, rounds=6, beside=1)
+    fed_shape(tiling.of(program))
+    for wrong in (replace(tiling, columns=96), replace(tiling, carriers=2)):
+        with pytest.raises(CompileRejected, match="no product of tiles"):
+            fed_shape(wrong.of(program))
+    with pytest.raises(CompileRejected, match="no product of tiles"):
+        fed_shape(tiling.of(turned))
+
+
 def test_no_schedules():
     program = product_of(added, (12544, 256), (1024, 256), (1024,), (12544, 1024))
     assert not found(replace(program, buffers=tuple(replace(b, tf32=False) for b in program.buffers)))

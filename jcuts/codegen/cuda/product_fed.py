@@ -271,12 +271,17 @@ class FedEmitter(GroupEmitter):
         if shape.beside is None:
             return mine, stage, parity
         group = builder.lshr(self.flat, L.I32(WARPS.bit_length() - 1))
+        ring = self.ring
+        others: list[tuple[L.Value, L.Value]] = []
         for number in range(shape.besides):
-            self.ring.wait((self.ring.seen if shape.apart else self.ring.full)(stage), parity)
             other = builder.icmp_signed("!=", group, L.I32(number))
-            self.ring.arrive(self.ring.empty(stage), other)
+            others.append((stage, other))
             mine = builder.select(other, mine, stage)
-            stage, parity = self.ring.next(stage, parity)
+            if number == shape.besides - 1:  # what is copied comes in order: the last stage tells of all
+                ring.wait((ring.seen if shape.apart else ring.full)(stage), parity)
+            stage, parity = ring.next(stage, parity)
+        for one, other in others:
+            ring.arrive(ring.empty(one), other)
         place = builder.add(self.shared, builder.mul(mine, L.I32(shape.stage)))
         self.keeper = BesideKeeper(self.frame, shape.beside, (shape.left, shape.right), place, self.group_row)
         return mine, stage, parity

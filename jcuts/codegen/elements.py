@@ -20,6 +20,7 @@ from jcuts.codegen.vecmath import exact
 from jcuts.dfg.node import Scalar
 
 HALVES = ("bfloat16", "float16")
+_NARROW = ("int8", "uint8", "int16", "uint16")
 FLOATS = ("float32", "float64", *HALVES)
 
 
@@ -187,7 +188,8 @@ def _convert(builder: L.Builder, arg: Lanes, target: str) -> Lanes:
     if target in HALVES:
         narrow = exact.emit_exact(builder, "convert", [arg.value], source, target=target)
         return from_memory(builder, narrow, target)
-    return Lanes(exact.emit_exact(builder, "convert", [arg.value], source, target=target), target)
+    found = exact.emit_exact(builder, "convert", [arg.value], source, target=target)
+    return Lanes(L.sealed(builder, found) if target in _NARROW else found, target)
 
 
 def combine(

@@ -170,6 +170,12 @@ def fence(builder: Builder, value: Value) -> Value:
     return value if isinstance(value, ir.Constant) else intrinsic(builder, "arithmetic.fence", value.type, [value])
 
 
+def sealed(builder: Builder, value: Value) -> Value:
+    """The same narrow integer, of which the optimiser does not know what it was cut from (see `GpuBuilder.sealed`)."""
+    found = getattr(builder, "sealed", None)
+    return value if found is None or isinstance(value, ir.Constant) else found(value)
+
+
 def select(builder: Builder, mask: Value, yes: Value, no: Value) -> Value:
     """Lane-wise ``mask ? yes : no``."""
     return builder.select(mask, yes, no)

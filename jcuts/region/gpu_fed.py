@@ -146,7 +146,7 @@ def tilings(counter: GroupCounter, program: Program) -> Iterator[tuple[float, Fe
                 tiles = -(-counter.rows // rows) * -(-counter.columns // columns)
                 rounds, pixels = -(-tiles // counter.machine.sms), RUNS if way is not None else 0
                 stages = _stages(counter, way, rows, columns)
-                early = int(counter.beside > 0)
+                early = int(not wide)  # a thread with more totals needs the registers of those that copy
                 made = FedTiling(rows, columns, groups, stages, CARRIERS, pixels, rounds, early, int(kept))
                 if stages >= max(STAGES, kept * groups):
                     yield cycles(counter, way, made), made

@@ -433,3 +433,22 @@ def test_addresses_beyond_two_gigabytes(dtype):
             constants = [int(c) for c in re.findall(r"\[%\w+\+(-?\d+)\]", ptx)]
             assert all(abs(c) < 2**31 for c in constants)
             assert "mul.wide.s32" in ptx or "cvt.s64.s32" in ptx or "mul.wide.u32" in ptx
+
+
+@compiled
+@pytest.mark.parametrize("target", ["int8", "uint8"])
+@pytest.mark.parametrize("source", ["uint16", "int16", "int32"])
+@pytest.mark.parametrize("terms", [2, 4, 6])
+def test_integers_that_were_cut_are_multiplied_as_such(source, target, terms):
+    """NVVM multiplies pairs of bytes at once, and would take 16 bits that lie side by side for bytes."""
+
+    def fn(x, y):
+        a, b = (v.astype(target).astype(jnp.int32) for v in (x, y))
+        return jnp.einsum("k,nk->n", a, jnp.broadcast_to(a, b.shape)), b @ a
+
+    rng = np.random.default_rng(terms)
+    x, y = (rng.integers(0, 30000, shape).astype(source) for shape in ((terms,), (8, terms)))
+    for part in (0, 1):
+        traced = programs.trace(lambda x, y, part=part: fn(x, y)[part], x, y)
+        for made, _ in gpu.candidates(traced.program(), MACHINE, 2):
+            np.testing.assert_array_equal(machine_results(made, traced.operands())[0], fn(x, y)[part])

@@ -95,6 +95,14 @@ class GpuBuilder:
             raise IRError(f"llvm.{name} has no form for a GPU", function=name)
         return code(self, result, args)
 
+    def sealed(self, value: L.Value) -> L.Value:
+        """The same integer of 8 or 16 bits.
+
+        NVVM (of CUDA 13) makes ``dp2a`` of two products of integers that were cut to 8 bits and widened again, and
+        leaves out the cut where the operands lie side by side in a register as 16 bits.
+        """
+        return self.plain.trunc(asm(self, "mov.b32 $0, $1;", L.I32, [self.plain.zext(value, L.I32)]), value.type)
+
     def libm(self, symbol: str, args: Sequence[L.Value]) -> L.Value:
         """A function of the C library, from libdevice (called by `lanes.per_lane`)."""
         if symbol not in _LIBDEVICE:

@@ -111,7 +111,7 @@ def candidates(counter: GroupCounter, program: Program, most: int = MOST) -> lis
         score = counter.least / spent * AGAIN**number
         made.append((score * (1.0 if tiling.pixels else COPIED), tiling))
         if tiling.pixels:  # two warps that copy have too few registers for tiles of both operands
-            made.append((HOPED * score, replace(tiling, carriers=APART)))
+            made.append((HOPED * score, replace(tiling, carriers=APART, early=int(counter.beside > 0))))
     made.sort(key=lambda pair: -pair[0])
     return [(tiling.of(program), min(1.0, score)) for score, tiling in made]
 

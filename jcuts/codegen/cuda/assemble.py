@@ -35,6 +35,10 @@ _REGCOUNT, _FRAME_SIZE = 0x2F, 0x11
 _SIZED = 0x04
 
 
+_EXTREME = re.compile(r"\b(?:min|max)\.[su](?:16|32)\b")
+_NEGATED = re.compile(r"^(\s*)neg\.s(16|32)(\s+)(%\w+), (%\w+);", re.MULTILINE)
+
+
 def merged(sources: list[tuple[str, str]], arch: str = "", *, early: bool = False, ready: bool = True) -> str:
     """One PTX module of several: [(PTX of one kernel, the name that it gets)].
 
@@ -46,7 +50,7 @@ def merged(sources: list[tuple[str, str]], arch: str = "", *, early: bool = Fals
         found = _ENTRY.search(text)
         if found is None:
             raise CompileRejected("PTX without a kernel in it")
-        text = text.replace(found.group(1), symbol)
+        text = _without_negations(text.replace(found.group(1), symbol))
         lines = [x for x in text.splitlines() if not x.lstrip().startswith((".common .global", "//"))]
         start = next(k for k, x in enumerate(lines) if x.startswith(".address_size"))
         head = "\n".join(lines[: start + 1])
@@ -56,6 +60,17 @@ def merged(sources: list[tuple[str, str]], arch: str = "", *, early: bool = Fals
     if arch:
         head = re.sub(r"^\.target .*$", f".target {arch}", head, flags=re.MULTILINE)
     return head + "\n" + "\n".join(bodies) + "\n"
+
+
+def _without_negations(text: str) -> str:
+    """The same code with complements and additions for negated integers, where there are minima or maxima of integers.
+
+    ptxas 13.0 (13.5 does not) makes one instruction of two minima, and leaves out the sign of its second operand:
+    ``min(min(-a, -b), -c)`` became ``min(-a, b, -c)`` on compute capability 9.0.
+    """
+    if not _EXTREME.search(text):
+        return text
+    return _NEGATED.sub(r"\1not.b\2\3\4, \5;\n\1add.s\2\3\4, \4, 1;", text)
 
 
 def waits(arch: str) -> bool:

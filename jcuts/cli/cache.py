@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import json
 import os
 import time
@@ -46,11 +47,21 @@ def run(arguments: argparse.Namespace) -> int:
     folder = knobs.current().cache_dir
     if os.path.lexists(folder) and not folder.is_dir():
         raise CacheError(f"the cache directory {folder} is not a directory", path=str(folder))
-    store = open_store()
-    status = arguments.do(store, arguments)
+    log = logging.getLogger("jcuts.tune")
+    log.addFilter(_is_no_error)
+    try:
+        store = open_store()
+        status = arguments.do(store, arguments)
+    finally:
+        log.removeFilter(_is_no_error)
     if store.errors:
         raise store.errors[-1]
     return status
+
+
+def _is_no_error(record: logging.LogRecord) -> bool:
+    """Whether a line of the log is not one that `run` ends with anyway."""
+    return not (isinstance(record.args, tuple) and any(isinstance(arg, CacheError) for arg in record.args))
 
 
 def _ls(store: Store, arguments: argparse.Namespace) -> int:

@@ -36,7 +36,7 @@ ALONE = {False: ((0, 0),), True: ((SENT, 0),)}
 """(held, early) of exits that add matrices, and of others, by whether lanes would store less than 64 bytes a line."""
 BOUND = 0.5
 """Share of the units' time that memory must take."""
-AT_ONCE, DEEPER = 4, (4, 5, 6)
+WHOLE, DEEPER = 4, (4, 5, 6)
 """Tiles of terms of a block up to which all are copied at once; tiles in shared memory where there are more."""
 AGAIN = 1.05
 """What a schedule's cycles count for each that has the same tile and is better."""
@@ -71,7 +71,7 @@ def streams(counter: GroupCounter) -> Iterator[tuple[float, GroupTiling]]:
                 made = GroupTiling(*tiling, rounded=counter.through, early=early, held=how)
                 share, _ = shares(counter.terms, made.terms, 1)
                 large = rows * columns >= MOST_TOTALS * made.threads
-                if large and counter.beside and share > AT_ONCE:
+                if large and counter.beside and share > WHOLE:
                     continue
                 if counter.through and share > made.stages and not large:
                     made = replace(made, spread=1, steps=2)
@@ -99,9 +99,9 @@ def _depths(counter: GroupCounter, block: tuple[int, int, int]) -> Iterator[tupl
     if not counter.takes(terms * share):
         return
     if counter.item == 4 and not counter.rounded:
-        stages = ((2, 1), (3, 1)) if share <= AT_ONCE else ()  # longer sums are for tiles that are rounded less often
+        stages = ((2, 1), (3, 1)) if share <= WHOLE else ()  # longer sums are for tiles that are rounded less often
     else:
-        stages = ((share, 0),) if share <= AT_ONCE else tuple((n, 0) for n in DEEPER)
+        stages = ((share, 0),) if share <= WHOLE else tuple((n, 0) for n in DEEPER)
     for count, flight in stages:
         yield rows, columns, terms, (along, 1), count, flight
 
@@ -141,8 +141,8 @@ def cycles(counter: GroupCounter, tiling: GroupTiling) -> float:
     if beside == 1:
         work += GAP * 4 * share / tiling.group * (rows // HIGH / tiling.groups[0])
     waves = math.ceil(math.ceil(queue) / beside) if queue <= 3 * beside else queue / beside
-    ways = ASKED if tiling.early and share <= AT_ONCE else 0.0
+    ways = ASKED if tiling.early and share <= WHOLE else 0.0
     ways += KEPT if tiling.held in (LOADED, STORED) and counter.beside else 0.0
     ways += NARROW if tiling.held in (STORED, SENT) else 0.0
-    ways += AHEAD * (tiling.stages - DEEPER[0]) if share > AT_ONCE and not tiling.flight else 0.0
+    ways += AHEAD * (tiling.stages - DEEPER[0]) if share > WHOLE and not tiling.flight else 0.0
     return max(waves * (CHAIN + beside * work) * math.exp(ways), counter.least)

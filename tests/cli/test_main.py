@@ -224,6 +224,14 @@ def test_cache_ls_shows_entries(capsys):
     assert "2 entries; 0 kernels" in out
 
 
+def test_cache_ls_tells_once_that_the_database_is_damaged(cache_dir, capsys, caplog):
+    cache_dir.mkdir(mode=0o700, exist_ok=True)
+    (cache_dir / "tuning.db").write_bytes(b"nothing of the kind")
+    assert main(["cache", "ls"]) == 2
+    assert capsys.readouterr().err.count("is damaged") == 1
+    assert "is damaged" not in caplog.text
+
+
 def test_cache_ls_names_other_machines_and_versions(cache_dir, capsys):
     fill(cache.open_store(), 1)
     for versions in ('{"jax": "0.9.1", "jcuts": "abcdef0123"}', "not JSON"):

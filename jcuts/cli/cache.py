@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import json
+import logging
 import os
 import time
 from collections.abc import Callable

@@ -189,7 +189,8 @@ def _convert(builder: L.Builder, arg: Lanes, target: str) -> Lanes:
         narrow = exact.emit_exact(builder, "convert", [arg.value], source, target=target)
         return from_memory(builder, narrow, target)
     found = exact.emit_exact(builder, "convert", [arg.value], source, target=target)
-    return Lanes(L.sealed(builder, found) if target in _NARROW else found, target)
+    cut = target in _NARROW and source not in ("float32", "float64")
+    return Lanes(L.sealed(builder, found) if cut else found, target)
 
 
 def combine(

@@ -36,8 +36,8 @@ FEW_TOTALS = 64
 OTHERS = {1: 2, 2: 4, 4: 4}
 """Warps that do not multiply, by those that copy: one more may pass proxy fences; whole groups share out registers."""
 CARRIERS, APART, HOPED = 4, 2, 1.25
-"""Warps that copy; those beside a warp that passes fences, and what that was hoped to be worth: three layers took 3 to 6 %
-more, so that it is tried, and loses."""
+"""Warps that copy; those beside a warp that passes fences, and what that was hoped to be worth: three layers took 3 to
+6 % more, so that it is tried, and loses."""
 COPIED = 1.1
 """What schedules that keep no pixels count: those of other families are estimated as much too fast."""
 RUNS, STAGES, MOST_STAGES = 2, 3, 10
@@ -104,6 +104,7 @@ def beside(program: Program, rows: int, columns: int, groups: int, carriers: int
 def candidates(counter: GroupCounter, program: Program, most: int = MOST) -> list[Candidate]:
     """The best schedules, with scores: a bound over counted cycles."""
     found = sorted(tilings(counter, program), key=lambda pair: pair[0])
+    most += not any(node.op == "load" for node in program.phases[0].exit.nodes)  # the best one may spill
     chosen: list[tuple[float, FedTiling]] = []
     for spent, tiling in found:
         if all((tiling.rows, tiling.columns) != (t.rows, t.columns) for _, t in chosen):
@@ -138,7 +139,10 @@ def tilings(counter: GroupCounter, program: Program) -> Iterator[tuple[float, Fe
         if rows >= 2 * counter.rows or (counter.beside and groups > 2):
             continue
         for columns in _widths(counter.columns, widest):
-            wide = rows * columns > FEW_TOTALS * GROUP * groups
+            totals = rows * columns / (GROUP * groups)
+            wide = totals > FEW_TOTALS
+            if counter.beside > 1 and totals > FEW_TOTALS / counter.beside:
+                continue  # nor are there for what several matrices hold
             if wide and (counter.beside or counter.columns % columns):
                 continue  # there are no registers for what is added, nor for single addresses of copies
             for way in ways:

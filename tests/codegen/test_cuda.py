@@ -454,6 +454,18 @@ def test_integers_that_were_cut_are_multiplied_as_such(source, target, terms):
             np.testing.assert_array_equal(machine_results(made, traced.operands())[0], fn(x, y)[part])
 
 
+def test_negations_are_spelled_otherwise():
+    """However they are written; not where there are no minima, and no other differences."""
+    head, name = ".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry k(\n)\n{\n", "k"
+    lines = "\tneg.s32 \t%r1, %r2;\n\tsub.s16 \t%rs1, 0, %rs2;\n\tsub.s32 \t%r3, %r4, %r5;\n"
+    plain = assemble.merged([(head + lines + "}\n", name)])
+    assert lines in plain
+    found = assemble.merged([(head + lines + "\tmin.s32 \t%r6, %r1, %r3;\n}\n", name)])
+    assert "\tnot.b32\t%r1, %r2;\n\tadd.s32\t%r1, %r1, 1;\n" in found.replace(" \t", "\t")
+    assert "\tnot.b16\t%rs1, %rs2;\n\tadd.s16\t%rs1, %rs1, 1;\n" in found.replace(" \t", "\t")
+    assert "sub.s32 \t%r3, %r4, %r5;" in found and "neg" not in found
+
+
 @compiled
 @pytest.mark.parametrize("dtype", ["int32", "uint32", "int16", "int8"])
 @pytest.mark.parametrize("fn", [lambda x: (-x).min(0), lambda x: (-x).max(0), lambda x: jnp.minimum(-x[0], -x[1])])
@@ -464,5 +476,5 @@ def test_nothing_is_negated_beside_minima_of_integers(fn, dtype):
     traced = programs.trace(fn, x)
     for made, _ in gpu.candidates(traced.program(), MACHINE, 3):
         ptx = compiler.ptx_of(made, SM90)
-        assert not re.search(r"neg\.s(16|32)", ptx)
+        assert not re.search(r"neg\.s(16|32)|sub\.s(16|32)\s+%\w+, 0,", ptx)
         np.testing.assert_array_equal(machine_results(made, traced.operands())[0], fn(x))

@@ -10,7 +10,9 @@ import pytest
 from jax import lax
 
 from jcuts.base.errors import CompileRejected
+from jcuts.codegen.cuda import compile as compiler
 from jcuts.codegen.cuda.fed_shape import fed_shape
+from jcuts.codegen.cuda.target import CudaTarget
 from jcuts.region import gpu_fed, gpu_groups
 from jcuts.region.gpu import GpuMachine
 from tests import programs
@@ -111,6 +113,17 @@ def test_what_does_not_come_by_the_stages():
             fed_shape(wrong.of(program))
     with pytest.raises(CompileRejected, match="no product of tiles"):
         fed_shape(tiling.of(turned))
+
+
+@pytest.mark.parametrize("size", [(8192, 544, 512), (12544, 256, 1024), (3136, 512, 2048)])
+def test_several_matrices_get_smaller_tiles(size):
+    """The assembler has no registers for two of them beside 64 totals of a thread."""
+    rows, terms, columns = size
+    shapes = ((rows, terms), (columns, terms), (columns,), (rows, columns), (rows, columns))
+    program, shape, _ = found(product_of(lambda x, w, b, r, q: (x @ w.T + b + r) * q, *shapes), 1)[0]
+    assert shape.left.size * shape.right.size <= 32 * shape.multipliers and shape.beside is not None
+    if not compiler.available():
+        compiler.compile_program(program, CudaTarget((9, 0)))
 
 
 def test_no_schedules():

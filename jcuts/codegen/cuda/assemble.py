@@ -36,7 +36,7 @@ _SIZED = 0x04
 
 
 _EXTREME = re.compile(r"\b(?:min|max)\.[su](?:16|32)\b")
-_NEGATED = re.compile(r"^(\s*)neg\.s(16|32)(\s+)(%\w+), (%\w+);", re.MULTILINE)
+_NEGATED = re.compile(r"^(\s*)(?:neg|sub)\.s(16|32)(\s+)(%\w+), (?:0, )?(%\w+);", re.MULTILINE)
 
 
 def merged(sources: list[tuple[str, str]], arch: str = "", *, early: bool = False, ready: bool = True) -> str:

@@ -4,7 +4,8 @@ Where all warps of a block copy, fetch, round and multiply in step, the units wa
 it.  Here some warps copy, one may pass the proxy fences (which wait for products), and the groups wait for no one but
 them, at a barrier of the stage that they read next (`stage_barriers`): while one group fetches and rounds,
 others multiply; and while they finish a tile of outputs, copies of the block's next one are under way.  A convolution's
-pixels may stay in shared memory for all taps (`group_pixels`).
+pixels may stay in shared memory for all taps (`group_pixels`); a matrix that the exit adds may come by stages of its
+own, behind those of a tile's terms (`fed_beside`).
 """
 
 from __future__ import annotations

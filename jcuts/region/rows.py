@@ -88,8 +88,8 @@ def build_rows(
     if not rows.phases:
         return Refusal("subset", "no phase")
     phases, buffers = _without_unread(rows)
-    if len(phases) == 1 and phases[0].reds:  # several accumulators in one loop: nothing is passed on
-        return Program(name, buffers, (), (), phases, 1, "reduction")
+    if len(phases) == 1:  # several accumulators in one loop, or reductions that no one reads: nothing is passed on
+        return Program(name, buffers, (), (), phases, 1, "reduction" if phases[0].reds else "map")
     return Program(name, buffers, grid, serial, phases, 1, "rows")
 
 

@@ -13,9 +13,10 @@ from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda import compile as compiler
 from jcuts.codegen.cuda.fed_shape import fed_shape
 from jcuts.codegen.cuda.target import CudaTarget
-from jcuts.region import gpu_fed, gpu_groups
+from jcuts.region import gpu, gpu_fed, gpu_groups
 from jcuts.region.gpu import GpuMachine
 from tests import programs
+from tests.gpu.test_products import MOST, ROUNDED, STAGED
 
 MACHINE = GpuMachine(132)
 LIMIT = 227 << 10
@@ -95,6 +96,14 @@ def test_what_is_added_comes_by_the_stages(rows, terms, columns):
     assert shape.besides == 2 and shape.beside.buffer == program.inputs[3].name and shape.beside.pitch == 512
     assert 64 * 512 == shape.stage == 2 * 128 * 128 and shape.shared == 7 * shape.stage + 3 * 7 * 8 <= LIMIT
     assert shape.rounds == -(-(-(-rows // 128) * (columns // 128)) // 132)
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_gpu_tests_run_such_kernels(name):
+    fn, shapes = ROUNDED[name]
+    program = programs.trace(fn, *(np.zeros(shape, np.float32) for shape in shapes)).rounded()
+    made = gpu.candidates(program, GpuMachine(132, capability=(9, 0)), MOST)
+    assert any("beside" in dict(candidate.params) for candidate, _ in made)
 
 
 def test_what_does_not_come_by_the_stages():

@@ -31,7 +31,7 @@ def simplify(closed: jaxapi.Closed) -> jaxapi.Closed:
     for eqn in closed.jaxpr.eqns:
         if jaxapi.primitive_name(eqn) in CONTROL_FLOW:
             eqn = jaxapi.with_inner_jaxprs(
-                eqn, [_copied(_merge_equal(body)) for _, _, body in jaxapi.inner_jaxprs(eqn)]
+                eqn, [_copied(_merge_equal(jaxapi.dce(body))) for _, _, body in jaxapi.inner_jaxprs(eqn)]
             )
         eqns.append(eqn)
     return _copied(jaxapi.dce(jaxapi.with_eqns(closed, eqns)))

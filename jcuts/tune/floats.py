@@ -136,6 +136,8 @@ def _prepare(
         bad = free & ~varied & outside & ~np.isnan(x)
         if bad.any():
             raise _at(index, seed, "range", bad, want, have, "lies outside every value that rounding can explain")
+        # The other side of a tie, to the bit: a jump of `reduce_precision` may be smaller than what bounds ranges.
+        free |= (low < high) & np.isfinite(c) & ((c == low) | (c == high))
     class_c = classes(c)
     class_x, class_r = (np.zeros(r.shape, np.int8) if k is None else k for k in (known.class_x, known.class_r))
     free |= (class_x != 0) & (class_r == 0)

@@ -9,6 +9,7 @@ from jcuts.codegen.cuda.image import SYMBOL, Image, Launch
 from jcuts.trace import jaxapi
 from jcuts.tune.library import with_exports
 from jcuts.tune.problem import Candidate, Input, Output, Problem, object_payload
+from jcuts.xla import cuda
 
 SIZE, THREADS = 4096, 128
 AVAL = ((SIZE,), "float32")
@@ -63,3 +64,8 @@ def problem(names: list[str], device: str, arch: str) -> Problem:
         outputs=(Output((SIZE,), "float32"),), candidates=tuple(candidates), degree=2, name="square", device=device,
     )  # fmt: skip
     return with_exports(bare, closed, platform=bare.platform)
+
+
+def is_called(compiled):
+    """Whether XLA's program calls kernels of jcuts', alone or several in one call."""
+    return any(f'"{target}"' in compiled.as_text() for target in (cuda.TARGET, cuda.CHAIN))

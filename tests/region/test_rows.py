@@ -8,8 +8,13 @@ import numpy as np
 import pytest
 
 from jcuts.base.errors import Refusal
+from jcuts.dfg.interpret import interpret
+from jcuts.dfg.program import Program
 from jcuts.dfg.verify import verify
-from jcuts.region import choose, rows
+from jcuts.region import choose, gpu, rows
+from jcuts.region.build import build
+from jcuts.region.graph import build_graph
+from jcuts.trace.inline import inline
 from tests import programs
 
 X = np.random.default_rng(0).standard_normal((6, 5, 40)).astype(np.float32)
@@ -52,6 +57,23 @@ def test_reductions_of_one_level_share_a_phase():
     program = programs.trace(lambda x: (x.sum(-1), x.max(-1), (x * x).sum(-1)), X).program()
     assert names(program) == ["reduce"]
     assert len(program.phases[0].accs) == 3
+
+
+def test_reductions_that_no_one_reads_leave_a_map():
+    def fn(x):
+        rounded = jnp.round(x)
+        rounded.max(-1)  # dead code, which `simplify` would drop
+        return rounded
+
+    graph = build_graph(inline(jax.make_jaxpr(fn)(X)).jaxpr)
+    program = build(graph, frozenset(range(len(graph.nodes))))
+    assert isinstance(program, Program), program
+    assert names(program) == ["map"] and program.template == "map" and not program.grid and not program.serial
+    found = [p for p, _ in gpu.candidates(program, gpu.GpuMachine(132), 8)]
+    assert found
+    for scheduled in (program, *programs.schedules(program), *found):
+        verify(scheduled)
+    np.testing.assert_array_equal(interpret(program, [X])[0], np.round(X))
 
 
 def test_rows_are_split_among_threads():

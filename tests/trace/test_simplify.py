@@ -1,4 +1,4 @@
-"""What `simplify` takes away around 16-bit floats: constants and conversions; no value changes."""
+"""What `simplify` takes away: constants and conversions around 16-bit floats, dead code of loops; no value changes."""
 
 from __future__ import annotations
 
@@ -72,3 +72,18 @@ def test_large_weights_that_are_kept_short_stay_short():
     wide = w.astype(jnp.float32)
     found = names(flat(lambda x: wide.astype(jnp.bfloat16) @ x.astype(jnp.bfloat16), x))
     assert found.count("convert_element_type") == 1
+
+
+def test_loops_lose_their_dead_code():
+    """JAX itself drops what no one reads from bodies of scans only."""
+
+    def step(x):
+        jnp.argmax(x, 1), jnp.tanh(x).max(1)
+        return x * 0.5
+
+    def fn(x):
+        return lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, step(c[1])), (0, x))[1]
+
+    x = np.ones((4, 5), np.float32)
+    loop = next(e for e in flat(fn, x).jaxpr.eqns if jaxapi.primitive_name(e) == "while")
+    assert names(loop.params["body_jaxpr"]) == ["add", "mul"]

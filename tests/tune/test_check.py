@@ -103,6 +103,24 @@ def test_overflow_of_xla_alone_binds_nobody():
         check(spec, [normal, Expected(HUGE, x, beyond)], [normal.xla, np.array([1, 2, 3e38], np.float32)])
 
 
+def test_the_other_side_of_a_tie_passes_however_small_the_jump():
+    """A jump of `reduce_precision` above what 121 terms are rounded by, below what bounds ranges (16 times that)."""
+    r = np.linspace(0.5, 1.5, 847)
+    low, high = r.copy(), r.copy()
+    r[7] = low[7] = 1888 * 2.0**-15  # numbers of 11 bits
+    high[7] = 1889 * 2.0**-15
+    x = r.astype(np.float32)
+    spec, expected = Output((847,), "float32", reduction=121), [Expected(NORMAL, x, r, low, high)]
+    for value, passes in ((high[7], True), (high[7] + 2.0**-26, False), (low[7] - 2.0**-15, False)):
+        c = x.copy()
+        c[7] = value
+        if passes:
+            check(spec, expected, [c])
+        else:
+            with pytest.raises(AccuracyRejected):
+                check(spec, expected, [c])
+
+
 def test_sign_of_zero():
     r = np.array([0.0, -0.0, 1.0])
     x = r.astype(np.float32)

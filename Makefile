@@ -13,10 +13,16 @@ KEY := $(shell cat $(INPUTS) | cksum | cut -d' ' -f1)
 TEST_STAMP := $(VENV)/.jcuts-test-$(KEY)
 DEMO_STAMP := $(VENV)/.jcuts-demo-$(KEY)
 
-.PHONY: help test slow demo lint unit native clean
+CUDA_STAMP := $(VENV)/.jcuts-cuda-$(KEY)
+# Tests of generated CUDA code need its compilers, not a GPU.
+CUDA_TESTS := tests/codegen tests/differential/test_on_gpu.py tests/region/test_gpu_fed.py tests/test_ranking.py \
+  tests/test_updates.py tests/tune/test_needed.py
+
+.PHONY: help test test-cuda slow demo lint unit native clean
 
 help:
 	@echo "make test    lint, type check, import contracts and tests"
+	@echo "make test-cuda  what make test leaves out without CUDA's compilers: installs them, needs no GPU"
 	@echo "make slow    all tests, the slow ones too, against XLA compiled as users have it"
 	@echo "make demo    jcuts against jax.jit on MobileNetV2"
 	@echo "make native  the native libraries, in place"
@@ -31,6 +37,10 @@ lint: $(TEST_STAMP)
 
 unit: $(TEST_STAMP) $(NATIVE)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-cuda: $(CUDA_STAMP) $(NATIVE)
+	$(BIN)/python -m pytest $(PYTEST_ARGS) $(CUDA_TESTS)
+	$(BIN)/python benchmarks/gpu_assemble.py --each 2 --out build/assemble
 
 slow: $(TEST_STAMP) $(NATIVE)
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not gpu and (slow or not slow)" --xla-as-shipped
@@ -54,6 +64,11 @@ $(DEMO_STAMP): | $(BIN)/python
 	@echo "installing jcuts and keras into $(VENV): some minutes the first time"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[demo]"
 	rm -f $(VENV)/.jcuts-demo-*
+	touch $@
+
+$(CUDA_STAMP): $(TEST_STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[cuda-compilers]"
+	rm -f $(VENV)/.jcuts-cuda-*
 	touch $@
 
 # In place, for a source tree: one file each, no build system. `pip install` builds the same through CMakeLists.txt.

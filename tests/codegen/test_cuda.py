@@ -375,6 +375,17 @@ def test_the_assembler_says_why():
     assert caught.value.values["log"]
 
 
+def test_products_that_wait_for_each_other_are_what_ptxas_says(tmp_path, monkeypatch):
+    stand_in = tmp_path / "ptxas"
+    stand_in.write_text(f'#!/bin/sh\necho "Potential Performance Loss: {assemble.SERIAL} due to ..." >&2\n'
+                        'for last; do :; done\nprintf cubin > "$last"\n')  # fmt: skip
+    stand_in.chmod(0o755)
+    monkeypatch.setattr(assemble, "assembler", lambda: str(stand_in))
+    assert assemble.assemble("", "sm_90a") == b"cubin"
+    with pytest.raises(CompileRejected, match="wait for each other"):
+        assemble.assemble("", "sm_90a", overlapped=True)
+
+
 @compiled
 def test_local_memory_is_refused():
     """A program whose values cannot stay in registers."""

@@ -20,7 +20,7 @@ from random_programs import on_gpu, runner
 
 SEED = 70_000_000
 _WHY = compiler.available()
-pytestmark = pytest.mark.skipif(bool(_WHY), reason=_WHY or "-")
+pytestmark = [pytest.mark.skipif(bool(_WHY), reason=_WHY or "-"), pytest.mark.usefixtures("xla_as_shipped")]
 
 
 @pytest.mark.parametrize("start, transform", [(SEED, "plain"), (SEED + 20, "plain"), (SEED, "vmap"), (SEED, "grad")])

@@ -138,7 +138,7 @@ def prepare(folder: Path, each: int, jobs: int, capability: tuple[int, int], onl
             listed_programs.append((name, built, traced.operands()))
         listed_programs += [entry for entry in recognised() if _named(entry[0], only)]
         for name, built, operands in listed_programs:
-            ranked = [built] if built.params else [
+            ranked = [built] if "cuda" in dict(built.params) else [
                 p for p, _ in gpu.candidates(built, gpu.GpuMachine(132, capability=capability), 1 << 20)
             ]  # fmt: skip
             if not ranked:

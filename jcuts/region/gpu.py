@@ -107,6 +107,12 @@ def _all(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
             yield from _vector(made, machine)
             return
         made = None
+    exact = as_product(program, exact=True) if program.template in ("contraction", "convolution") else None
+    if exact is not None and machine.multiplies and exact.phases[0].ranges()[ROWS] > 1:
+        found = list(gpu_products.multiplied(exact, machine))
+        if found:
+            yield from (*found, *(_plain(program, machine, found[0][1]) if length <= TAPS else ()))
+            return
     if made is not None and (found := list(gpu_groups.products(made, machine))):
         if made.phases[0].ranges()[ROWS] == 1:  # bound by memory: plain sums may be as fast, and are exact
             found = found[: gpu_products.MOST // 2]

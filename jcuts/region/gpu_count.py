@@ -13,7 +13,7 @@ model (`docs/gpu_proofs.md`).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from jcuts.region.gpu_tiles import WARP
@@ -127,6 +127,9 @@ WARPS = {
     item: Rates(unit, 253.0, 108.0, 43.0, 1820.0, 0.7, 500.0, 37.0, 0.86, 0.63, 160.0, 2.6, 117.0, 626.0, 460.0, 2630.0,
                 2.6) for item, unit in {4: 694.0, 2: 1900.0}.items()
 }  # fmt: skip
+FMA, FMA_REGISTERS = replace(WARPS[4], unit=120.0), 1.0
+"""Fused multiply-adds, not fitted to anything yet: what four schedulers issue (128 a cycle) but for reads of shared
+memory; registers of a thread per row and column, whose next four terms are on their way."""
 ISSUE, CHAIN, MEET, MEMBERS = 0.235, (70.0, 6.7), 408.0, 4.9
 """Of an instruction; cycles of one warp, which waits for itself: per instruction along the terms, per product of a
 step; of warps that add up; of blocks that do, for every warp."""
@@ -134,12 +137,17 @@ OWN_REGISTERS, PER_LINE = 26.0, 0.18
 """Registers of a thread besides its totals: a base, per row and column of a warp's tile (1,900 kernels: 10 % off)."""
 
 
+def rates_of(counter: Counter) -> Rates:
+    """Of products by warps."""
+    return FMA if counter.fma else WARPS[counter.item]
+
+
 def warp_cycles(counter: Counter, tiling: Tiling) -> float:
     """Estimated cycles of a launch, and of the second one where terms are split."""
-    rates = WARPS[counter.item]
+    rates = rates_of(counter)
     rows, columns, (along, across, deep) = tiling.rows, tiling.columns, tiling.warps
     high, wide, count = rows // along, columns // across, along * across * deep
-    registers = OWN_REGISTERS + high * wide / WARP + PER_LINE * (high + wide)
+    registers = OWN_REGISTERS + high * wide / WARP + (FMA_REGISTERS if counter.fma else PER_LINE) * (high + wide)
     tiles = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns)
     held = resident(counter.machine.threads_per_sm, tiling.threads, registers, counter.shared(tiling))
     beside, waves = occupancy(tiles * tiling.split * tiling.cluster, tiling.cluster, held, counter.machine.sms)
@@ -150,9 +158,9 @@ def warp_cycles(counter: Counter, tiling: Tiling) -> float:
     limits = [
         beside * rows * columns * tiling.terms / rates.unit,
         beside * (count * (high + wide) / deep + rows + columns) * line / rates.port,
-        ISSUE * beside * count * steps * (2 * each + high * 5 / 16 + wide * 5 / 8) / 4,
+        0.0 if counter.fma else ISSUE * beside * count * steps * (2 * each + high * 5 / 16 + wide * 5 / 8) / 4,
         beside * copied(counter.sides, rows, columns, tiling.terms, rates.short) / rates.cache,
-        rates.round + steps * (CHAIN[0] + CHAIN[1] * each),
+        0.0 if counter.fma else rates.round + steps * (CHAIN[0] + CHAIN[1] * each),
         rates.fetch / (tiling.stages - 1) if share > tiling.stages - 1 else 0.0,
     ]
     written = 4.0 * rows * columns * (1.0 if tiling.split > 1 else counter.results / max(1.0, counter.partial))

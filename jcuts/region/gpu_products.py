@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from jcuts.dfg.program import ITEM_SIZE, Program
 from jcuts.region import gpu_count
 from jcuts.region.gpu_tiles import WARP, Candidate, GpuMachine, scheduled
-from jcuts.region.products import COLUMNS, ROWS, B, K, Side, shares, sides
+from jcuts.region.products import COLUMNS, ROWS, B, K, Side, prologue, shares, sides
 
 MOST = 8
 """Candidates of one product on matrix units: each takes a few hundred milliseconds to compile and to measure."""
@@ -53,7 +53,8 @@ LATENCY, EXIT, SECOND = 1300.0, 500.0, 2600.0
 class Tiling:
     """One schedule: a block's tile, its warps, tiles in shared memory, groups of terms, blocks of a cluster.
 
-    ``early``: whether what is added to the results is asked for before the products.
+    ``early``: whether what is added to the results is asked for before the products; ``fma``: whether they are fused
+    multiply-adds.
     """
 
     rows: int
@@ -64,6 +65,7 @@ class Tiling:
     split: int
     cluster: int = 1
     early: int = 0
+    fma: int = 0
 
     @property
     def threads(self) -> int:
@@ -74,19 +76,21 @@ class Tiling:
         """The scheduled program."""
         found = (("split", self.split), ("cluster", self.cluster))
         more = tuple((name, count) for name, count in found if count > 1) + ((("early", 1),) if self.early else ())
+        more += (("fma", 1),) if self.fma else ()
         tile = (self.rows, self.columns, self.terms)
         params = (("tile", tile), ("warps", self.warps), ("stages", self.stages), *more)
         return scheduled(program, "product", self.threads, *params)
 
 
 def products(
-    program: Program, machine: GpuMachine, most: int = MOST, least: float | None = None
+    program: Program, machine: GpuMachine, most: int = MOST, least: float | None = None,
+    counter: Counter | None = None,
 ) -> Iterator[Candidate]:
     """Schedules of a program that `products.as_product` has made, at most so many, the best of every kind of tile.
 
-    Args: least: cycles that scores are counted with, where another family has faster units.
+    Args: least: cycles that scores are counted with, where another family has faster units; counter: of another unit.
     """
-    counter = Counter(program, machine)
+    counter = counter or Counter(program, machine)
     least = least or counter.least
     best: dict[tuple[int, ...], tuple[float, Tiling]] = {}
     for tiling in _tilings(program, counter):
@@ -104,6 +108,12 @@ def products(
     for place, (score, tiling) in enumerate(sorted(scored, key=lambda found: -found[0])[:most]):
         asks = counter.asks and place == 0  # a prefetch is worth a tenth there, and costs a little elsewhere
         yield (replace(tiling, early=1) if asks else tiling).of(program), score
+
+
+def multiplied(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    """Schedules by fused multiply-adds of a product that asks for more than TF32 (`as_product`, ``exact``)."""
+    if {side.dtype for side in sides(program)} == {"float32"} and prologue(program) is None:
+        yield from products(program, machine, counter=Counter(program, machine, fma=1))
 
 
 def _tilings(program: Program, counter: Counter) -> Iterator[Tiling]:
@@ -130,7 +140,7 @@ def _tilings(program: Program, counter: Counter) -> Iterator[Tiling]:
                 share, groups = shares(counter.terms, terms, ways)
                 if groups != ways or (ways > 1 and share < 2) or stages > share + 1 or (stages == 2 and share > 1):
                     continue
-                tiling = Tiling(rows, columns, terms, warps, stages, split, cluster)
+                tiling = Tiling(rows, columns, terms, warps, stages, split, cluster, fma=counter.fma)
                 if counter.shared(tiling) <= MOST_SHARED:
                     yield tiling
 
@@ -147,7 +157,9 @@ def _fits(side: Side, terms: int, across: int) -> bool:
 class Counter:
     """Counts the cycles of a product's schedules."""
 
-    def __init__(self, program: Program, machine: GpuMachine) -> None:
+    def __init__(self, program: Program, machine: GpuMachine, fma: int = 0) -> None:
+        """Args: fma: whether products are fused multiply-adds."""
+        self.fma = fma
         phase = program.phases[0]
         extents = phase.ranges()
         self.machine, self.sides = machine, sides(program)
@@ -161,7 +173,7 @@ class Counter:
         self.asks = any(ITEM_SIZE[b.dtype] == 4 for b in added) and self.terms <= SHORT
         self.partial = float(sum(4 * b.size for b in program.outputs[:1]))
         products = float(self.batch * self.rows * self.columns * self.terms)
-        self.least = max(self.moved / MEMORY, products / (machine.sms * gpu_count.WARPS[self.item].unit), LATENCY)
+        self.least = max(self.moved / MEMORY, products / (machine.sms * gpu_count.rates_of(self).unit), LATENCY)
 
     def shared(self, tiling: Tiling) -> int:
         """Bytes of shared memory of a block, with padding."""

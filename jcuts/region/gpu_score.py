@@ -50,7 +50,7 @@ def unit_of(program: Program) -> str:
     form = dict(program.params).get("cuda")
     if form == "block":
         return "tf32_mma" if isinstance(known := block(program), Refusal) or known.item == WORD else "bf16_mma"
-    if form not in ("product", "patch", "attention"):
+    if form not in ("product", "patch", "attention") or "fma" in dict(program.params):
         return "ffma"
     if form == "attention":
         dtype = program.inputs[0].dtype if isinstance(found := recognise(program), Refusal) else found.key.dtype

@@ -80,13 +80,13 @@ class Side:
         return ITEM_SIZE[self.dtype]
 
 
-def as_product(program: Program) -> Program | None:
+def as_product(program: Program, *, exact: bool = False) -> Program | None:
     """The program as a product, unscheduled; None if it is none, or if its arithmetic must not be that of matrix units.
 
     float32 products that ask for more than the default precision are none: matrix units round operands to TF32, which
-    is XLA's default on GPUs too.
+    is XLA's default on GPUs too.  ``exact``: they, and no others, are wanted (`gpu_products.multiplied`).
     """
-    if len(program.phases) != 1 or dict(program.params).get("precision"):
+    if len(program.phases) != 1 or bool(dict(program.params).get("precision")) != exact:
         return None
     whole = collapsed(program)
     program = digits(whole)

@@ -219,7 +219,7 @@ def products(dtype: str) -> dict[str, Case]:
     def conv(x: Any, w: Any, b: Any) -> Any:
         return jnp.clip(lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=names) + b, 0, 6)
 
-    return {
+    found: dict[str, Case] = {
         "product, bias, ReLU": (lambda x, w, b: jax.nn.relu(x @ w + b), (left, right, bias)),
         "product, residual": (lambda x, w, r: x @ w + r, (left, right, normal(196, 96, dtype=dtype, seed=2))),
         "product, residual of many rows": (
@@ -238,6 +238,18 @@ def products(dtype: str) -> dict[str, Case]:
         ),
         "patch, first layer": (conv, _first_layer(dtype)),
     }
+    if dtype == "float32":
+        highest = jax.lax.Precision.HIGHEST
+
+        def exact(x: Any, w: Any, b: Any) -> Any:
+            made = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=names, precision=highest)
+            return jax.nn.relu(made + b)
+
+        found["product, highest"] = (
+            lambda x, w, b: jax.nn.relu(jnp.dot(x, w, precision=highest) + b), (left, right, bias),
+        )
+        found["product, highest, convolution 3x3"] = (exact, (image, taps, bias))
+    return found
 
 
 def _first_layer(dtype: str) -> tuple[np.ndarray, ...]:

@@ -31,6 +31,7 @@ from jcuts.codegen.cuda.patch import PatchEmitter
 from jcuts.codegen.cuda.point import PointEmitter, counted_by_tile, pinned
 from jcuts.codegen.cuda.product import ProductEmitter, ProductShape
 from jcuts.codegen.cuda.product_fed import FedEmitter
+from jcuts.codegen.cuda.product_fma import FmaEmitter, FmaShape
 from jcuts.codegen.cuda.product_groups import GroupEmitter
 from jcuts.codegen.cuda.product_windows import WindowEmitter
 from jcuts.codegen.cuda.scan import ScanColumnsEmitter, ScanRowsEmitter, ScanShape, units
@@ -47,7 +48,7 @@ from jcuts.region.patch_tiles import PatchShape
 
 _MULTIPLIERS: tuple[tuple[type, Any], ...] = (
     (FedShape, FedEmitter), (WindowShape, WindowEmitter), (GroupShape, GroupEmitter),
-    (ProductShape, ProductEmitter), (PatchShape, PatchEmitter), (BlockShape, BlockEmitter),
+    (FmaShape, FmaEmitter), (ProductShape, ProductEmitter), (PatchShape, PatchEmitter), (BlockShape, BlockEmitter),
     (AttentionShape, AttentionEmitter), (TurnShape, TurnEmitter), (CombinedShape, CombinedEmitter),
 )  # fmt: skip
 """Who emits forms on matrix units, and what prepares their operands; a kind stands before what it is one of."""

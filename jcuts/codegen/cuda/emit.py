@@ -20,6 +20,7 @@ from jcuts.codegen.cuda.memory import LIMIT
 from jcuts.codegen.cuda.patch import patch_shape
 from jcuts.codegen.cuda.point import Shape, counted_by_tile
 from jcuts.codegen.cuda.product import ProductShape, block_count, product_shape
+from jcuts.codegen.cuda.product_fma import fma_shape
 from jcuts.codegen.cuda.scan import ScanShape, grid_of, scan_shape, units
 from jcuts.codegen.cuda.shared import WARP
 from jcuts.codegen.cuda.team import TeamShape, row_count, row_length
@@ -282,10 +283,11 @@ class _Writer:
             window = window_shape(self.program)
             name = f"window_{window.left.size}x{window.right.size}"
             return replace(self._by_block(name, window, window.blocks), cluster=window.cluster)
-        groups = "groups" in params
-        shape = group_shape(self.program) if groups else product_shape(self.program)
+        make = group_shape if "groups" in params else fma_shape if "fma" in params else product_shape
+        shape = make(self.program)
         name = f"product_{shape.left.size}x{shape.right.size}x{shape.left.terms}"
-        return replace(self._by_block(name, shape, block_count(self.program, shape)), cluster=shape.cluster)
+        source = replace(self._by_block(name, shape, block_count(self.program, shape)), cluster=shape.cluster)
+        return replace(source, least=1) if "fma" in params else source  # else ptxas would rather spill a register
 
     def patch(self) -> CudaSource:
         shape = patch_shape(self.program)

@@ -123,6 +123,7 @@ class ProductEmitter:
     """Emits the work of one thread."""
 
     keeper: Keeper | None = None
+    reader: type[Fragments] = Fragments
 
     def __init__(
         self, builder: GpuBuilder, program: Program, shape: ProductShape, buffers: Mapping[str, Buffer],
@@ -200,7 +201,7 @@ class ProductEmitter:
             for tile, start in ((shape.left, rows), (shape.right, columns))
         ]
         readers = [
-            Fragments(builder, tile, self.shared, warp, self.lane)
+            self.reader(builder, tile, self.shared, warp, self.lane)
             for tile, warp in ((shape.left, self.row_warp), (shape.right, self.column_warp))
         ]
         count, ahead = shape.share, shape.stages - 1

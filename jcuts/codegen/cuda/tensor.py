@@ -152,10 +152,15 @@ def two_halves(builder: GpuBuilder, low: L.Value, high: L.Value) -> L.Value:
 
 def read_pair(builder: GpuBuilder, place: L.Value, offset: int) -> list[L.Value]:
     """Two neighbouring words of shared memory."""
-    where = f"[$2+{offset}]" if offset else "[$2]"
-    text = f"ld.shared.v2.b32 {{$0, $1}}, {where};"
-    found = asm(builder, text, ir.LiteralStructType([L.I32] * 2), [place], effects=True)
-    return [builder.extract_value(found, k) for k in range(2)]
+    return read_words(builder, place, offset, 2)
+
+
+def read_words(builder: GpuBuilder, place: L.Value, offset: int, count: int) -> list[L.Value]:
+    """Two or four neighbouring words of shared memory, at a multiple of as many."""
+    where = f"[${count}+{offset}]" if offset else f"[${count}]"
+    text = f"ld.shared.v{count}.b32 {{{', '.join(f'${k}' for k in range(count))}}}, {where};"
+    found = asm(builder, text, ir.LiteralStructType([L.I32] * count), [place], effects=True)
+    return [builder.extract_value(found, k) for k in range(count)]
 
 
 def to_tf32(builder: GpuBuilder, word: L.Value) -> L.Value:

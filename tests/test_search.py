@@ -171,15 +171,15 @@ def test_attention_is_a_kernel_wherever_products_stay(regions, measured):
 def test_what_gpus_leave_to_xla(regions):
     anchored = regions != "all"
     large, small = np.ones((2048, 2048), np.float32), np.ones((64, 64), np.float32)
-    kernel = np.ones((256, 256), np.float32)
+    kernel, whole = np.ones((256, 256), np.float32), np.ones((256, 256), np.int32)
 
-    def function(large, small, kernel):
+    def function(large, small, kernel, whole):
         counts = jax.lax.reduce_window(np.ones((64, 64), np.float32), 0.0, jax.lax.add, (3, 3), (1, 1), "SAME")
-        exact = jnp.dot(kernel, kernel, precision="highest")
+        exact = jnp.dot(whole, whole)
         return large * 2 + 1, small * 3 + 1, kernel @ kernel, jax.nn.softmax(large), counts, exact
 
     for measured in (True, False):
-        level = gpu_level(function, large, small, kernel)
+        level = gpu_level(function, large, small, kernel, whole)
         search._leave_on_gpu([level], regions, measured=measured)
         kept = [sorted(level.graph.nodes[m].prim for m in s.members) for s in level.subsets]
         assert any("exp" in members for members in kept) and (["add", "mul"] in kept) is not anchored

@@ -34,8 +34,8 @@ LINE, STEP, HIGH = 128, 32, 64
 """Bytes of a line of the caches, and of terms per instruction; rows of a warp group's instruction."""
 STREAM = 2400.0
 """Bytes of memory per cycle that partial results move at."""
-EVEN = 3
-"""Waves up to which the last one takes as long as the others."""
+EVEN, FMA_EVEN = 3, 8
+"""Waves up to which the last one takes as long as the others; of fused multiply-adds, whose blocks end together."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,10 @@ def at_once(cluster: int, sms: int) -> float:
     return AT_ONCE.get(cluster, max(1, AT_ONCE[1] // cluster - 4)) * sms / AT_ONCE[1]
 
 
-def occupancy(blocks: int, cluster: int, held: int, sms: int) -> tuple[int, float]:
+def occupancy(blocks: int, cluster: int, held: int, sms: int, even: int = EVEN) -> tuple[int, float]:
     """Blocks side by side on a multiprocessor, and how often they are replaced."""
     waves = blocks / (held * cluster * at_once(cluster, sms))
-    return min(held, -(-blocks // sms)), math.ceil(waves - 1e-9) if waves <= EVEN else waves + 0.5
+    return min(held, -(-blocks // sms)), math.ceil(waves - 1e-9) if waves <= even else waves + 0.5
 
 
 def copied(sides: tuple[Side, Side], rows: int, columns: int, terms: int, short: float) -> float:
@@ -127,14 +127,19 @@ WARPS = {
     item: Rates(unit, 253.0, 108.0, 43.0, 1820.0, 0.7, 500.0, 37.0, 0.86, 0.63, 160.0, 2.6, 117.0, 626.0, 460.0, 2630.0,
                 2.6) for item, unit in {4: 694.0, 2: 1900.0}.items()
 }  # fmt: skip
-FMA, FMA_REGISTERS = replace(WARPS[4], unit=120.0), 1.0
-"""Fused multiply-adds, not fitted to anything yet: what four schedulers issue (128 a cycle) but for reads of shared
-memory; registers of a thread per row and column, whose next four terms are on their way."""
+FMA = replace(WARPS[4], unit=95.0, port=107.0, overlap=0.06)
+"""Fused multiply-adds, fitted to 50 schedules of a product and two convolutions on an H200 (6 % off).
+
+Four schedulers could issue 128 a cycle; two operands that lie in one bank of the registers take two cycles.  What
+shared memory gives counts for every lane that gets it (`LANES`), as it passes the same port for each.
+"""
+LANES, FMA_REGISTERS = (4, 8), (20.0, 1.0, 0.5)
+"""Lanes of a warp that each take a row, and a column; as `OWN_REGISTERS`, with the next terms' values."""
 ISSUE, CHAIN, MEET, MEMBERS = 0.235, (70.0, 6.7), 408.0, 4.9
 """Of an instruction; cycles of one warp, which waits for itself: per instruction along the terms, per product of a
 step; of warps that add up; of blocks that do, for every warp."""
-OWN_REGISTERS, PER_LINE = 26.0, 0.18
-"""Registers of a thread besides its totals: a base, per row and column of a warp's tile (1,900 kernels: 10 % off)."""
+OWN_REGISTERS, MOST_REGISTERS = (26.0, 0.18, 0.18), 255.0
+"""Registers of a thread besides its totals: a base, per row, per column of a warp's tile (1,900 kernels: 10 % off)."""
 
 
 def rates_of(counter: Counter) -> Rates:
@@ -147,17 +152,21 @@ def warp_cycles(counter: Counter, tiling: Tiling) -> float:
     rates = rates_of(counter)
     rows, columns, (along, across, deep) = tiling.rows, tiling.columns, tiling.warps
     high, wide, count = rows // along, columns // across, along * across * deep
-    registers = OWN_REGISTERS + high * wide / WARP + (FMA_REGISTERS if counter.fma else PER_LINE) * (high + wide)
+    own, per_row, per_column = FMA_REGISTERS if counter.fma else OWN_REGISTERS
+    registers = min(own + high * wide / WARP + per_row * high + per_column * wide, MOST_REGISTERS)
     tiles = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns)
     held = resident(counter.machine.threads_per_sm, tiling.threads, registers, counter.shared(tiling))
-    beside, waves = occupancy(tiles * tiling.split * tiling.cluster, tiling.cluster, held, counter.machine.sms)
+    blocks, even = tiles * tiling.split * tiling.cluster, FMA_EVEN if counter.fma else EVEN
+    beside, waves = occupancy(blocks, tiling.cluster, held, counter.machine.sms, even)
     line = tiling.terms * counter.item
     steps = line / STEP / deep  # instructions along the terms of a warp
     each = (high / 16) * (wide / 8)
     share, _ = shares(counter.terms, tiling.terms, tiling.split * tiling.cluster)
     limits = [
-        beside * rows * columns * tiling.terms / rates.unit,
-        beside * (count * (high + wide) / deep + rows + columns) * line / rates.port,
+        (-(-beside * count // 4) * 4 / count if counter.fma else beside) * rows * columns * tiling.terms / rates.unit,
+        beside * (count * (LANES[0] * high + LANES[1] * wide) / deep + rows + columns) * line / FMA.port
+        if counter.fma
+        else beside * (count * (high + wide) / deep + rows + columns) * line / rates.port,
         0.0 if counter.fma else ISSUE * beside * count * steps * (2 * each + high * 5 / 16 + wide * 5 / 8) / 4,
         beside * copied(counter.sides, rows, columns, tiling.terms, rates.short) / rates.cache,
         0.0 if counter.fma else rates.round + steps * (CHAIN[0] + CHAIN[1] * each),

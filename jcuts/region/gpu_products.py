@@ -20,7 +20,10 @@ MOST = 8
 AGAIN = 0.93
 """What every further candidate counts that shares terms in the same way, among as many threads: they should differ."""
 TILES = (16, 32, 48, 64, 96, 128)
+FMA_TILES = (*TILES, 192, 256)
 WARP_TILES = (16, 32, 48, 64)
+TOTALS, FMA_TOTALS = 64, 128
+"""Totals of a lane: of matrix units, of fused multiply-adds, which read the less the more a lane has."""
 TERMS = (64, 128, 256)
 """Bytes of terms per tile."""
 DEEP = (1, 2, 4)
@@ -118,11 +121,12 @@ def multiplied(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
 
 def _tilings(program: Program, counter: Counter) -> Iterator[Tiling]:
     left, right = counter.sides
-    item = left.item
-    for rows, columns in itertools.product(_sizes(counter.rows), _sizes(counter.columns)):
+    item, most = left.item, WARP * (FMA_TOTALS if counter.fma else TOTALS)
+    tiles = FMA_TILES if counter.fma else TILES
+    for rows, columns in itertools.product(_sizes(counter.rows, tiles), _sizes(counter.columns, tiles)):
         for high, wide, deep, size in itertools.product(WARP_TILES, WARP_TILES, DEEP, TERMS):
             terms = size // item
-            if rows % high or columns % wide or size % (STEP * deep) or high * wide > 64 * WARP:
+            if rows % high or columns % wide or size % (STEP * deep) or high * wide > most:
                 continue
             warps = (rows // high, columns // wide, deep)
             if not 2 <= math.prod(warps) <= (16 if deep > 1 else 8) or (terms > counter.terms and size > TERMS[0]):
@@ -145,9 +149,9 @@ def _tilings(program: Program, counter: Counter) -> Iterator[Tiling]:
                     yield tiling
 
 
-def _sizes(extent: int) -> list[int]:
+def _sizes(extent: int, tiles: tuple[int, ...]) -> list[int]:
     """Tiles along an axis: none is more than twice as long as the axis."""
-    return [size for size in TILES if size == TILES[0] or size < 2 * extent]
+    return [size for size in tiles if size == tiles[0] or size < 2 * extent]
 
 
 def _fits(side: Side, terms: int, across: int) -> bool:

@@ -57,6 +57,11 @@ class ProductShape:
         return self.left.bytes + self.right.bytes
 
     @property
+    def ahead(self) -> int:
+        """Tiles that are asked for before the first one is multiplied."""
+        return self.stages - 1
+
+    @property
     def threads(self) -> int:
         """Of a block."""
         return WARP * math.prod(self.warps)
@@ -204,7 +209,7 @@ class ProductEmitter:
             self.reader(builder, tile, self.shared, warp, self.lane)
             for tile, warp in ((shape.left, self.row_warp), (shape.right, self.column_warp))
         ]
-        count, ahead = shape.share, shape.stages - 1
+        count, ahead = shape.share, shape.ahead
         left: L.Value = L.I32(shape.terms)
         skipped = builder.mul(self.rank, L.I32(count * shape.left.terms))
         if S in self.variables:
@@ -227,7 +232,7 @@ class ProductEmitter:
 
     def _loop(self, copiers: list[Copier], readers: list[Fragments], left: L.Value, skipped: L.Value) -> Totals:
         builder, shape = self.builder, self.shape
-        count, ahead = shape.share, shape.stages - 1
+        count, ahead = shape.share, shape.ahead
         before = builder.block
         loop, after = builder.append_basic_block("terms"), builder.append_basic_block("terms.done")
         builder.branch(loop)

@@ -143,9 +143,12 @@ def _lanes_of_matrix(live: np.ndarray) -> np.ndarray:
 
 
 def multiply(machine: Machine, ins: Instruction, parts: list[str], on: np.ndarray) -> None:
-    """mma.m16n8k8 of TF32, mma.m16n8k16 of 16-bit floats."""
+    """mma.m16n8k8 of TF32, mma.m16n8k16 of 16-bit floats, mma.m16n8k8 and mma.m8n8k4 of float64."""
     live = np.flatnonzero(on)
     lists = [[n.strip() for n in o.strip("{}").split(",")] for o in ins.operands]
+    if parts[7] == "f64":
+        _multiply_double(machine, lists, live, on)
+        return
     left, right, total = (
         np.stack([machine.value(n, "b32")[live] for n in names], -1).reshape(-1, WARP, len(names))
         for names in lists[1:]
@@ -176,6 +179,32 @@ def multiply(machine: Machine, ins: Instruction, parts: list[str], on: np.ndarra
     result = (result + first @ second).astype(np.float32)
     for k, name in enumerate(lists[0]):
         full = np.zeros(machine.count, np.float32)
+        full[live] = result[:, down + 8 * (k // 2), 2 * across + k % 2].reshape(-1)
+        machine.set(name, full, on)
+
+
+def _multiply_double(machine: Machine, lists: list[list[str]], live: np.ndarray, on: np.ndarray) -> None:
+    """Registers of rows and columns ``lane / 4``, terms ``lane % 4``: eight rows further, then four terms further."""
+    left, right, total = (
+        np.stack([machine.value(n, "f64")[live] for n in names], -1).reshape(-1, WARP, len(names))
+        for names in lists[1:]
+    )
+    lane = np.arange(WARP)
+    across, down = lane % 4, lane // 4
+    terms, high = 4 * right.shape[-1], 4 * total.shape[-1]
+    first = np.zeros((len(left), high, terms))
+    second = np.zeros((len(left), terms, 8))
+    result = np.zeros((len(left), high, 8))
+    tall = high // 8
+    for k in range(left.shape[-1]):
+        first[:, down + 8 * (k % tall), across + 4 * (k // tall)] = left[:, :, k]
+    for k in range(right.shape[-1]):
+        second[:, across + 4 * k, down] = right[:, :, k]
+    for k in range(total.shape[-1]):
+        result[:, down + 8 * (k // 2), 2 * across + k % 2] = total[:, :, k]
+    result += first @ second
+    for k, name in enumerate(lists[0]):
+        full = np.zeros(machine.count, np.float64)
         full[live] = result[:, down + 8 * (k // 2), 2 * across + k % 2].reshape(-1)
         machine.set(name, full, on)
 

@@ -16,6 +16,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from jcuts.region import gpu_double
 from jcuts.region.gpu_tiles import WARP
 from jcuts.region.products import Side, shares
 
@@ -103,6 +104,9 @@ def staged(sides: tuple[Side, Side], tiling: Tiling) -> int:
     """Bytes of shared memory of one tile of both operands, with what keeps its lines in different banks."""
     total = 0
     for side, size in zip(sides, (tiling.rows, tiling.columns), strict=True):
+        if side.item == gpu_double.ITEM:
+            total += gpu_double.bytes_of(side, size, tiling.terms)
+            continue
         lines, length = (size, tiling.terms) if side.along_terms else (tiling.terms, size)
         words, lone = length * side.item // 4, not side.along_terms and side.item == 4
         total += 4 * lines * (words + ((8 if lone else 4) - words) % (32 if lone else 8))
@@ -135,6 +139,8 @@ shared memory gives counts for every lane that gets it (`LANES`), as it passes t
 """
 LANES, FMA_REGISTERS = (4, 8), (20.0, 1.0, 0.5)
 """Lanes of a warp that each take a row, and a column; as `OWN_REGISTERS`, with the next terms' values."""
+DOUBLE, DOUBLE_REGISTERS = replace(WARPS[4], unit=115.0, overlap=0.06), (26.0, 1.0, 1.0)
+"""float64 on matrix units, whose peak is 128 a cycle: not fitted yet; as `OWN_REGISTERS`, with two steps' fragments."""
 ISSUE, CHAIN, MEET, MEMBERS = 0.235, (70.0, 6.7), 408.0, 4.9
 """Of an instruction; cycles of one warp, which waits for itself: per instruction along the terms, per product of a
 step; of warps that add up; of blocks that do, for every warp."""
@@ -144,7 +150,7 @@ OWN_REGISTERS, MOST_REGISTERS = (26.0, 0.18, 0.18), 255.0
 
 def rates_of(counter: Counter) -> Rates:
     """Of products by warps."""
-    return FMA if counter.fma else WARPS[counter.item]
+    return FMA if counter.fma else DOUBLE if counter.double else WARPS[counter.item]
 
 
 def warp_cycles(counter: Counter, tiling: Tiling) -> float:
@@ -152,33 +158,36 @@ def warp_cycles(counter: Counter, tiling: Tiling) -> float:
     rates = rates_of(counter)
     rows, columns, (along, across, deep) = tiling.rows, tiling.columns, tiling.warps
     high, wide, count = rows // along, columns // across, along * across * deep
-    own, per_row, per_column = FMA_REGISTERS if counter.fma else OWN_REGISTERS
-    registers = min(own + high * wide / WARP + per_row * high + per_column * wide, MOST_REGISTERS)
+    alone = counter.fma or counter.double  # nothing but the products of all warps decides
+    taken = FMA_REGISTERS if counter.fma else DOUBLE_REGISTERS if counter.double else OWN_REGISTERS
+    registers = taken[0] + high * wide / WARP * counter.total / 4 + taken[1] * high + taken[2] * wide
+    registers = min(registers, MOST_REGISTERS)
     tiles = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns)
     held = resident(counter.machine.threads_per_sm, tiling.threads, registers, counter.shared(tiling))
-    blocks, even = tiles * tiling.split * tiling.cluster, FMA_EVEN if counter.fma else EVEN
+    blocks, even = tiles * tiling.split * tiling.cluster, FMA_EVEN if alone else EVEN
     beside, waves = occupancy(blocks, tiling.cluster, held, counter.machine.sms, even)
     line = tiling.terms * counter.item
     steps = line / STEP / deep  # instructions along the terms of a warp
     each = (high / 16) * (wide / 8)
     share, _ = shares(counter.terms, tiling.terms, tiling.split * tiling.cluster)
     limits = [
-        (-(-beside * count // 4) * 4 / count if counter.fma else beside) * rows * columns * tiling.terms / rates.unit,
+        (-(-beside * count // 4) * 4 / count if alone else beside) * rows * columns * tiling.terms / rates.unit,
         beside * (count * (LANES[0] * high + LANES[1] * wide) / deep + rows + columns) * line / FMA.port
         if counter.fma
         else beside * (count * (high + wide) / deep + rows + columns) * line / rates.port,
-        0.0 if counter.fma else ISSUE * beside * count * steps * (2 * each + high * 5 / 16 + wide * 5 / 8) / 4,
+        0.0 if alone else ISSUE * beside * count * steps * (2 * each + high * 5 / 16 + wide * 5 / 8) / 4,
         beside * copied(counter.sides, rows, columns, tiling.terms, rates.short) / rates.cache,
-        0.0 if counter.fma else rates.round + steps * (CHAIN[0] + CHAIN[1] * each),
+        0.0 if alone else rates.round + steps * (CHAIN[0] + CHAIN[1] * each),
         rates.fetch / (tiling.stages - 1) if share > tiling.stages - 1 else 0.0,
     ]
-    written = 4.0 * rows * columns * (1.0 if tiling.split > 1 else counter.results / max(1.0, counter.partial))
+    made = float(counter.total * rows * columns)
+    written = made * (1.0 if tiling.split > 1 else counter.results / max(1.0, counter.partial))
     leave = rates.leave + beside * written / tiling.cluster / rates.cache
     if deep > 1 or tiling.cluster > 1:
-        leave += MEET * deep + beside * 8.0 * rows * columns * deep / rates.port
+        leave += MEET * deep + beside * 2.0 * made * deep / rates.port
     if tiling.cluster > 1:
         leave += rates.cluster + rates.member * tiling.cluster
-        leave += beside * (4.0 * rows * columns * deep / rates.far + MEMBERS * count)
+        leave += beside * (made * deep / rates.far + MEMBERS * count)
     begin = rates.begin + rates.warp * beside * count
     total = waves * (begin + share * _longest(limits, rates.overlap) + leave)
     return _whole(counter, rates, total, tiling.split)

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from jcuts.dfg.program import ITEM_SIZE, Program
-from jcuts.region import gpu_count
+from jcuts.region import gpu_count, gpu_double
 from jcuts.region.gpu_tiles import WARP, Candidate, GpuMachine, scheduled
-from jcuts.region.products import COLUMNS, ROWS, B, K, Side, prologue, shares, sides
+from jcuts.region.products import COLUMNS, ROWS, WIDE, B, K, Side, prologue, shares, sides
 
 MOST = 8
 """Candidates of one product on matrix units: each takes a few hundred milliseconds to compile and to measure."""
@@ -114,9 +114,13 @@ def products(
 
 
 def multiplied(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
-    """Schedules by fused multiply-adds of a product that asks for more than TF32 (`as_product`, ``exact``)."""
-    if {side.dtype for side in sides(program)} == {"float32"} and prologue(program) is None:
-        yield from products(program, machine, counter=Counter(program, machine, fma=1))
+    """Schedules of a product that asks for more than TF32 (`as_product`, ``exact``).
+
+    float32 by fused multiply-adds, float64 by its own matrix units.
+    """
+    (dtype,) = {side.dtype for side in sides(program)}
+    if dtype in ("float32", WIDE) and prologue(program) is None:
+        yield from products(program, machine, counter=Counter(program, machine, fma=int(dtype != WIDE)))
 
 
 def _tilings(program: Program, counter: Counter) -> Iterator[Tiling]:
@@ -126,7 +130,7 @@ def _tilings(program: Program, counter: Counter) -> Iterator[Tiling]:
     for rows, columns in itertools.product(_sizes(counter.rows, tiles), _sizes(counter.columns, tiles)):
         for high, wide, deep, size in itertools.product(WARP_TILES, WARP_TILES, DEEP, TERMS):
             terms = size // item
-            if rows % high or columns % wide or size % (STEP * deep) or high * wide > most:
+            if rows % high or columns % wide or size % (counter.step * deep) or high * wide > most:
                 continue
             warps = (rows // high, columns // wide, deep)
             if not 2 <= math.prod(warps) <= (16 if deep > 1 else 8) or (terms > counter.terms and size > TERMS[0]):
@@ -138,7 +142,7 @@ def _tilings(program: Program, counter: Counter) -> Iterator[Tiling]:
             blocks = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns)
             few = blocks < 2 * counter.machine.sms
             clusters = [(1, c) for c in CLUSTERS] if few and counter.machine.capability >= CLUSTERED else []
-            splits = [*((s, 1) for s in SPLITS if s == 1 or few), *clusters]
+            splits = [*((s, 1) for s in SPLITS if s == 1 or (few and not counter.double)), *clusters]
             for stages, (split, cluster) in itertools.product(STAGES, splits):
                 ways = split * cluster
                 share, groups = shares(counter.terms, terms, ways)
@@ -163,26 +167,27 @@ class Counter:
 
     def __init__(self, program: Program, machine: GpuMachine, fma: int = 0) -> None:
         """Args: fma: whether products are fused multiply-adds."""
-        self.fma = fma
         phase = program.phases[0]
         extents = phase.ranges()
         self.machine, self.sides = machine, sides(program)
         self.batch, self.rows, self.columns = (extents.get(name, 1) for name in (B, ROWS, COLUMNS))
         self.terms, self.item = extents[K], self.sides[0].item
+        self.fma, self.double = fma, self.sides[0].dtype == WIDE
+        self.total, self.step = (8, gpu_double.LINE) if self.double else (4, STEP)  # bytes: a total, terms of a step
         self.moved = float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
         self.results = float(sum(b.bytes for b in program.outputs))
         used = {n.buffer for n in phase.exit.nodes if n.op == "load"}
         self.results += sum(b.bytes for b in program.inputs if b.name in used)
         added = [b for b in program.inputs if b.name in used and b.size >= program.outputs[0].size]
         self.asks = any(ITEM_SIZE[b.dtype] == 4 for b in added) and self.terms <= SHORT
-        self.partial = float(sum(4 * b.size for b in program.outputs[:1]))
+        self.partial = float(sum(self.total * b.size for b in program.outputs[:1]))
         products = float(self.batch * self.rows * self.columns * self.terms)
         self.least = max(self.moved / MEMORY, products / (machine.sms * gpu_count.rates_of(self).unit), LATENCY)
 
     def shared(self, tiling: Tiling) -> int:
         """Bytes of shared memory of a block, with padding."""
         alone = tiling.warps[2] == tiling.cluster == 1
-        meet = 0 if alone else 4 * tiling.rows * tiling.columns * tiling.warps[2]
+        meet = 0 if alone else self.total * tiling.rows * tiling.columns * tiling.warps[2]
         return max(gpu_count.staged(self.sides, tiling) * tiling.stages, meet)
 
     def cycles(self, tiling: Tiling) -> float:

@@ -57,7 +57,7 @@ def unit_of(program: Program) -> str:
     else:
         dtype = sides(program)[0].dtype if form == "product" else patches(program).dtype
     kind = TYPES[dtype]
-    return {"tf32": "tf32_mma", "bf16": "bf16_mma", "f16": "fp16_mma"}[kind]
+    return {"tf32": "tf32_mma", "bf16": "bf16_mma", "f16": "fp16_mma", "f64": "fp64"}[kind]
 
 
 def uses(program: Program, taken: Sequence[Taken]) -> list[LaunchUse]:

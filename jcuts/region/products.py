@@ -32,8 +32,9 @@ from jcuts.region.schedule import collapsed, rewritten
 
 B, ROWS, COLUMNS, K, S = "b", "m", "n", "k", "s"
 """Axes: batch, rows, columns, the summed one, and the group of terms where a sum is split over the grid."""
-TYPES = {"float32": "tf32", "bfloat16": "bf16", "float16": "f16"}
+TYPES = {"float32": "tf32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}
 """What the matrix units take of each storage type."""
+WIDE = "float64"
 COPY = (16, 8, 4)
 """Bytes of one asynchronous copy into shared memory."""
 LEAST_TERMS = 8
@@ -84,14 +85,18 @@ def as_product(program: Program, *, exact: bool = False) -> Program | None:
     """The program as a product, unscheduled; None if it is none, or if its arithmetic must not be that of matrix units.
 
     float32 products that ask for more than the default precision are none: matrix units round operands to TF32, which
-    is XLA's default on GPUs too.  ``exact``: they, and no others, are wanted (`gpu_products.multiplied`).
+    is XLA's default on GPUs too.  ``exact``: they and products of float64, and no others, are wanted
+    (`gpu_products.multiplied`).
     """
-    if len(program.phases) != 1 or bool(dict(program.params).get("precision")) != exact:
+    if len(program.phases) != 1:
         return None
-    whole = collapsed(program)
+    wide = any(acc.dtype == WIDE for acc in program.phases[0].accs)
+    if (wide or bool(dict(program.params).get("precision"))) != exact:
+        return None
+    whole = collapsed(_unmasked(program) if wide else program)
     program = digits(whole)
     phase = program.phases[0]
-    loads = _factors(phase)
+    loads = _factors(phase, WIDE if wide else "float32")
     if loads is None or math.prod(r.extent for r in phase.reds) < LEAST_TERMS:
         return None
     factors = phase.body.nodes[phase.accs[0].values[0]].args
@@ -147,17 +152,19 @@ def sides(program: Program) -> tuple[Side, Side]:
     return left, right
 
 
-def _factors(phase: Phase) -> tuple[Node, Node] | None:
-    """The two loads whose product is summed."""
-    if len(phase.accs) != 1 or (phase.accs[0].combine, phase.accs[0].dtype) != ("add", "float32"):
+def _factors(phase: Phase, dtype: str = "float32") -> tuple[Node, Node] | None:
+    """The two loads whose product is summed. Args: dtype: of product and sum."""
+    if len(phase.accs) != 1 or (phase.accs[0].combine, phase.accs[0].dtype) != ("add", dtype):
         return None
     product = phase.body.nodes[phase.accs[0].values[0]]
-    if product.op != "mul" or product.dtype != "float32":
+    if product.op != "mul" or product.dtype != dtype:
         return None
     found = []
     for number in product.args:
         node = _operand(phase.body, number, {r.name for r in phase.reds})
         if node is None or node.index is None or node.index.values() or node.dtype not in TYPES:
+            return None
+        if (node.dtype == WIDE) != (dtype == WIDE):
             return None
         if node.guards and node.value != 0:
             return None
@@ -194,6 +201,25 @@ def vectors(program: Program) -> list[Node]:
         return []
     nodes = [body.nodes[n] for n in body.needed([number])]
     return [n for n in nodes if n.op == "load" and n.index is not None and n.index.axes() <= {K, S}]
+
+
+def _unmasked(program: Program) -> Program:
+    """A convolution of float64 with the zeros around its image as factors: so cuDNN has it.
+
+    What is traced leaves such products out, as XLA does on CPUs: infinite weights make the difference.
+    """
+    phase = program.phases[0]
+    nodes = phase.body.nodes
+    masked = nodes[phase.accs[0].values[0]]
+    if masked.op != "select":
+        return program
+    holds, product, zero = (nodes[a] for a in masked.args)
+    if (holds.op, product.op, zero.op, zero.value) != ("guard", "mul", "const", 0):
+        return program
+    if not any((nodes[a].op, nodes[a].value, nodes[a].guards) == ("load", 0, holds.guards) for a in product.args):
+        return program
+    phase = replace(phase, accs=(replace(phase.accs[0], values=(masked.args[1],)),))
+    return replace(program, phases=(phase,))
 
 
 def _operand(body: Graph, number: int, terms: Collection[str]) -> Node | None:
@@ -237,9 +263,10 @@ def _renamed(
         where.update(zip((a.name for a in group), places, strict=True))
     made = rewritten(phase, lambda index: index.substitute(where, ranges))
     body = Graph()
-    total = body.apply("mul", "float32", *phase.body.copy_into(body, factors, where, ranges))
+    dtype = phase.accs[0].dtype
+    total = body.apply("mul", dtype, *phase.body.copy_into(body, factors, where, ranges))
     axes = tuple(Axis(name, ranges[name]) for name in (B, ROWS, COLUMNS) if name != B or batch)
-    acc = Acc("add", "float32", (total,))
+    acc = Acc("add", dtype, (total,))
     phase = replace(made, axes=axes, reds=(Red(K, ranges[K]),), accs=(acc,), body=body)
     return replace(program, phases=(phase,), params=())
 
@@ -284,7 +311,7 @@ def _side(node: Node, outer: str, ranges: dict[str, int], total: int) -> Side | 
             steps[-1] = ranges[outer]
         terms = side.by_terms
         steps += {_number(terms, {K: k, S: s}) for s in range(ranges.get(S, 1)) for k in starts}
-        for width in (b // side.item for b in COPY):
+        for width in (b // side.item for b in COPY if b >= side.item):
             if all(step % width == 0 for step in steps):
                 return replace(side, along_terms=along, width=width)
     return None

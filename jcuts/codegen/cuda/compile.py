@@ -30,6 +30,7 @@ from jcuts.codegen.cuda.parts import parts
 from jcuts.codegen.cuda.patch import PatchEmitter
 from jcuts.codegen.cuda.point import PointEmitter, counted_by_tile, pinned
 from jcuts.codegen.cuda.product import ProductEmitter, ProductShape
+from jcuts.codegen.cuda.product_double import DoubleEmitter, DoubleShape
 from jcuts.codegen.cuda.product_fed import FedEmitter
 from jcuts.codegen.cuda.product_fma import FmaEmitter, FmaShape
 from jcuts.codegen.cuda.product_groups import GroupEmitter
@@ -48,7 +49,8 @@ from jcuts.region.patch_tiles import PatchShape
 
 _MULTIPLIERS: tuple[tuple[type, Any], ...] = (
     (FedShape, FedEmitter), (WindowShape, WindowEmitter), (GroupShape, GroupEmitter),
-    (FmaShape, FmaEmitter), (ProductShape, ProductEmitter), (PatchShape, PatchEmitter), (BlockShape, BlockEmitter),
+    (FmaShape, FmaEmitter), (DoubleShape, DoubleEmitter), (ProductShape, ProductEmitter),
+    (PatchShape, PatchEmitter), (BlockShape, BlockEmitter),
     (AttentionShape, AttentionEmitter), (TurnShape, TurnEmitter), (CombinedShape, CombinedEmitter),
 )  # fmt: skip
 """Who emits forms on matrix units, and what prepares their operands; a kind stands before what it is one of."""

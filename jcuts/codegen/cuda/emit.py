@@ -20,6 +20,7 @@ from jcuts.codegen.cuda.memory import LIMIT
 from jcuts.codegen.cuda.patch import patch_shape
 from jcuts.codegen.cuda.point import Shape, counted_by_tile
 from jcuts.codegen.cuda.product import ProductShape, block_count, product_shape
+from jcuts.codegen.cuda.product_double import double_shape
 from jcuts.codegen.cuda.product_fma import fma_shape
 from jcuts.codegen.cuda.scan import ScanShape, grid_of, scan_shape, units
 from jcuts.codegen.cuda.shared import WARP
@@ -31,6 +32,7 @@ from jcuts.dfg.program import Phase, Program
 from jcuts.region.attention_tiles import AttentionShape
 from jcuts.region.block_tiles import BlockShape
 from jcuts.region.patch_tiles import PatchShape
+from jcuts.region.products import WIDE, sides
 
 GRID_LIMIT = 2**31 - 1
 MAX_THREADS = 1024
@@ -283,11 +285,14 @@ class _Writer:
             window = window_shape(self.program)
             name = f"window_{window.left.size}x{window.right.size}"
             return replace(self._by_block(name, window, window.blocks), cluster=window.cluster)
+        wide = "groups" not in params and sides(self.program)[0].dtype == WIDE
         make = group_shape if "groups" in params else fma_shape if "fma" in params else product_shape
-        shape = make(self.program)
+        shape = (double_shape if wide else make)(self.program)
         name = f"product_{shape.left.size}x{shape.right.size}x{shape.left.terms}"
         source = replace(self._by_block(name, shape, block_count(self.program, shape)), cluster=shape.cluster)
-        return replace(source, least=1) if "fma" in params else source  # else ptxas would rather spill a register
+        if wide or "fma" in params:
+            return replace(source, least=1)  # else ptxas would rather spill a register
+        return source
 
     def patch(self) -> CudaSource:
         shape = patch_shape(self.program)

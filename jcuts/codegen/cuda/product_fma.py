@@ -1,9 +1,9 @@
 """Products by fused multiply-adds: float32 where more than TF32 is asked for (``precision`` HIGH, HIGHEST).
 
 Tiles, copies and exit are those of `product`.  A lane's results are those that it would have of matrix units, two rows
-by two columns of every 16x8: it takes as many rows and columns of both operands from shared memory, a term (or the four
-of 16 bytes) ahead, and multiplies each row by each column.  Lines of rows (or columns) have its neighbours, whose tiles
-`product_tiles.rows_of` and ``columns_of`` deal out.  Every product is rounded once, with the sum of the terms before it.
+by two columns of every 16x8: it takes as many rows and columns of both operands from shared memory, one term ahead (or
+the four of 16 bytes), and multiplies each row by each column.  Lines of rows (or columns) have its neighbours, whose
+tiles `product_tiles.rows_of` and ``columns_of`` deal out.  Every product is rounded once, with the sum before it.
 
 What limits it on an H200, which runs 4096^3 at 46 of 67 TFLOP/s (0.91 of the vendor's kernel): a quarter of the
 multiply-adds find two operands in one bank of the registers, and take two cycles; what ptxas makes of their order
@@ -12,24 +12,23 @@ decides that.  Warps of 64x64 read 24 values for 128 products; of 64x32, 16 for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 
 from jcuts.codegen import lanes as L
 from jcuts.codegen.cuda import tensor
 from jcuts.codegen.cuda.builder import GpuBuilder
-from jcuts.codegen.cuda.product import ProductEmitter, ProductShape, product_shape
+from jcuts.codegen.cuda.product import ProductShape, product_shape
+from jcuts.codegen.cuda.product_ahead import AheadEmitter, Later, Step, Values
 from jcuts.codegen.cuda.product_exit import Totals
-from jcuts.codegen.cuda.product_tiles import Copier, Fragments, TileShape
+from jcuts.codegen.cuda.product_tiles import Fragments, TileShape
 from jcuts.dfg.program import Buffer, Program
 
 STEP = 4
 """Terms that a lane takes at once: 16 bytes along terms."""
 LATE = 2
 """Stages with which warps turn to a tile only when they have read all of the one before."""
-Grain = list[list[L.Value]]
-"""Values of some terms: [term][two of every tile of 16 rows, or of 8 columns]."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,10 @@ def fma_shape(program: Program) -> FmaShape:
     return FmaShape(**{f.name: getattr(shape, f.name) for f in fields(shape)})
 
 
-class Values(Fragments):
+class LaneValues(Fragments):
     """Reads a lane's rows (or columns) of one operand.
+
+    Its `Values` are [term][two of every tile of 16 rows, or of 8 columns].
 
     Attributes:
         grain: terms that one read has: as many as fit into 16 bytes along terms, else one.
@@ -77,7 +78,7 @@ class Values(Fragments):
         """Terms of a step."""
         return STEP
 
-    def reads(self, place: L.Value, term: int) -> list[Callable[[], Grain]]:
+    def reads(self, place: L.Value, term: int) -> list[Callable[[], Values]]:
         """Reads of what there is at a term of the stage, or at this one and those behind it, one after the other."""
         shape, place = self.shape, self.builder.add(self.place, place)
         if shape.side.along_terms:
@@ -88,10 +89,10 @@ class Values(Fragments):
         tiles = range(0, shape.warp, 16)
         return [partial(self._across, place, term * shape.pitch + tile * shape.side.item) for tile in tiles]
 
-    def _along(self, place: L.Value, offset: int) -> Grain:
+    def _along(self, place: L.Value, offset: int) -> Values:
         return [[value] for value in self._vector(place, offset, self.grain)]
 
-    def _across(self, place: L.Value, offset: int) -> Grain:
+    def _across(self, place: L.Value, offset: int) -> Values:
         found = self._vector(place, offset, 2 if self.left else 4)
         return [found if self.left else [found[0], found[2], found[1], found[3]]]  # tiles of even and of odd columns
 
@@ -100,14 +101,18 @@ class Values(Fragments):
         return [self.builder.bitcast(word, L.F32) for word in words]
 
 
-def _joined(parts: list[Grain]) -> Grain:
+def _lanes(readers: list[Fragments]) -> list[LaneValues]:
+    return [r for r in readers if isinstance(r, LaneValues)]
+
+
+def _joined(parts: list[Values]) -> Values:
     return [[value for part in parts for value in part[term]] for term in range(len(parts[0]))]
 
 
 def _dealt(builder: GpuBuilder, lane: L.Value) -> L.Value:
     """The number in whose place a lane stands: its bits 1 and 2 change places.
 
-    Of lanes k^1 and k^2 one then has the same row as k, one the same column: where neighbours ask for the same 16 bytes,
+    Of lanes k^1 and k^2 one then has the same row as k, one the same column: where neighbours ask for the same bytes,
     shared memory answers in fewer passes (1 to 4 % of the time of products and convolutions on an H200).
     """
     kept = builder.and_(lane, L.I32(0b11001))
@@ -116,10 +121,11 @@ def _dealt(builder: GpuBuilder, lane: L.Value) -> L.Value:
     return builder.or_(kept, builder.or_(up, down))
 
 
-class FmaEmitter(ProductEmitter):
+class FmaEmitter(AheadEmitter):
     """Emits the work of one thread."""
 
-    reader = Values
+    reader = LaneValues
+    terms, zero = STEP, L.F32(0.0)
 
     def __init__(
         self, builder: GpuBuilder, program: Program, shape: ProductShape, buffers: Mapping[str, Buffer],
@@ -129,86 +135,20 @@ class FmaEmitter(ProductEmitter):
         super().__init__(builder, program, shape, buffers, pointers, integers, symbol)
         self.lane = _dealt(builder, self.lane)
 
-    def _loop(self, copiers: list[Copier], readers: list[Fragments], left: L.Value, skipped: L.Value) -> Totals:
-        """All tiles of terms.  The first values of a tile are read before the last products of the one before."""
-        builder, shape = self.builder, self.shape
-        count, ahead = shape.share, shape.ahead
-        mine = [r for r in readers if isinstance(r, Values)]
-        tensor.wait(builder, ahead - 1)
-        tensor.barrier(builder)
-        near = [
-            _joined([read() for read in r.reads(place, 0)])
-            for r, place in zip(mine, self._first(mine, L.I32(0)), strict=True)
-        ]
-        tiles = (shape.left.warp // 16, shape.right.warp // 8)
-        zeros = [[[L.F32(0.0)] * 4 for _ in range(tiles[1])] for _ in range(tiles[0])]
-        loop = _Loop(builder, "terms", [L.I32(0), L.I32(0), L.I32(ahead * shape.stage)], near, zeros)
-        number, reading, writing = loop.numbers
-        if count > ahead:
-            with builder.if_then(builder.icmp_signed("<", number, L.I32(count - ahead))):
-                done = builder.mul(builder.add(number, L.I32(ahead)), L.I32(shape.left.terms))
-                done = builder.add(done, skipped)
-                rest = builder.sub(left, done)
-                for copier in copiers:
-                    copier.start(done, writing, rest)
-        tensor.commit(builder)
-        pairs, places = shape.left.terms // (2 * STEP) // shape.warps[2], self._first(mine, reading)
-        near, sums = loop.near, loop.sums
-        if pairs > 1:
-            near, sums, places = self._pairs(mine, places, pairs - 1, near, sums)
-        following = self.next_stage(reading)
+    def _begin(self, readers: list[Fragments], places: Sequence[L.Value]) -> list[Values]:
+        both = zip(_lanes(readers), places, strict=True)
+        return [_joined([read() for read in reader.reads(place, 0)]) for reader, place in both]
 
-        def later() -> list[L.Value]:
-            tensor.wait(builder, ahead - 1)
-            tensor.barrier(builder)
-            return self._first(mine, following)
-
-        near = self._step(mine, places, 0, near, sums)
-        near = self._step(mine, places, STEP, near, sums, later)
-        done = builder.add(number, L.I32(1))
-        again = builder.icmp_signed("<", done, L.I32(count))
-        loop.close([done, following, self.next_stage(writing)], near, sums, again)
-        return sums
-
-    def _first(self, readers: list[Values], stage: L.Value) -> list[L.Value]:
-        """Where the warp's first terms of a stage are, of both operands."""
-        builder, shape = self.builder, self.shape
-        if shape.warps[2] == 1:
-            return [stage, stage]
-        share = shape.left.terms // shape.warps[2]
-        return [builder.add(stage, builder.mul(self.deep, L.I32(r.advance(share)))) for r in readers]
-
-    def _pairs(
-        self, readers: list[Values], places: list[L.Value], pairs: int, near: list[Grain], sums: Totals
-    ) -> tuple[list[Grain], Totals, list[L.Value]]:  # fmt: skip
-        """So many pairs of steps: two, and the registers of what is read ahead need not change places."""
-        builder = self.builder
-        loop = None
-        if pairs > 1:
-            count = tensor.asm(builder, f"mov.u32 $0, {pairs};", L.I32, [], effects=True)  # not to be unrolled
-            loop = _Loop(builder, "steps", [L.I32(0), *places], near, sums)
-            number, *places = loop.numbers
-            near, sums = loop.near, loop.sums
-        for step in range(2):
-            near = self._step(readers, places, step * STEP, near, sums)
-        places = [builder.add(p, L.I32(r.advance(2 * STEP))) for p, r in zip(places, readers, strict=True)]
-        if loop is not None:
-            done = builder.add(number, L.I32(1))
-            loop.close([done, *places], near, sums, builder.icmp_signed("<", done, count))
-        return near, sums, places
+    def _stepper(self, readers: list[Fragments]) -> Step:
+        return partial(self._step, _lanes(readers))
 
     def _step(
-        self, readers: list[Values], places: list[L.Value], first: int, near: list[Grain], sums: Totals,
-        later: Callable[[], list[L.Value]] | None = None,
-    ) -> list[Grain]:  # fmt: skip
-        """The products of a step; values that the next one begins with.
-
-        Args: first: its first term, from the places on; near: the values that it begins with; later: asks for the
-            places of the next step's, where they are not behind these.
-        """
+        self, readers: list[LaneValues], places: Sequence[L.Value], first: int, near: list[Values], sums: Totals,
+        later: Later | None = None,
+    ) -> list[Values]:  # fmt: skip
         turn = STEP - 1 if later is not None and self.shape.stages == LATE else 0
-        held, coming = list(near), [list[Grain]() for _ in readers]
-        behind: list[list[Callable[[], Grain]]] = []
+        held, coming = list(near), [list[Values]() for _ in readers]
+        behind: list[list[Callable[[], Values]]] = []
         for k in range(STEP):
             if k == turn:
                 starts, term = (places, first + STEP) if later is None else (later(), 0)
@@ -234,38 +174,3 @@ class FmaEmitter(ProductEmitter):
             for column in reversed(order) if number % 2 else order:
                 tile, at = sums[number // 2][column // 2], number % 2 * 2 + column % 2
                 tile[at] = L.fma(self.builder, row, columns[column], tile[at])
-
-
-class _Loop:
-    """A loop that carries numbers, values of both operands and totals.
-
-    Attributes: numbers, near, sums: what is carried.
-    """
-
-    def __init__(
-        self, builder: GpuBuilder, name: str, numbers: list[L.Value], near: list[Grain], sums: Totals
-    ) -> None:  # fmt: skip
-        """Begins the loop's body, with what is carried into it."""
-        self.builder = builder
-        self.before = builder.block
-        self.start, self.after = builder.append_basic_block(name), builder.append_basic_block(f"{name}.done")
-        builder.branch(self.start)
-        builder.position_at_end(self.start)
-        self.phis: list[L.Value] = []
-        self.numbers = [self._carried(n) for n in numbers]
-        self.near = [[[self._carried(v) for v in term] for term in grain] for grain in near]
-        self.sums = [[[self._carried(v) for v in tile] for tile in row] for row in sums]
-
-    def _carried(self, value: L.Value) -> L.Value:
-        phi = self.builder.phi(value.type)
-        phi.add_incoming(value, self.before)
-        self.phis.append(phi)
-        return phi
-
-    def close(self, numbers: list[L.Value], near: list[Grain], sums: Totals, again: L.Value) -> None:
-        """Ends the body: what the next round is given, and whether there is one."""
-        made = [*numbers, *(v for g in near for term in g for v in term), *(v for r in sums for t in r for v in t)]
-        for phi, value in zip(self.phis, made, strict=True):
-            phi.add_incoming(value, self.builder.block)
-        self.builder.cbranch(again, self.start, self.after)
-        self.builder.position_at_end(self.after)

@@ -29,13 +29,14 @@ def meet(
         leave: is given totals, and the first row and column that they belong to in the warp's tile.
     """
     high, wide = len(totals), len(totals[0])
-    plane = lanes * FOUR
+    half = lanes * FOUR  # each lane's 16 bytes lie beside its neighbour's: four floats, or half of four doubles
+    plane = half * (2 if totals[0][0][0].type == L.F64 else 1)
     place = builder.add(shared, builder.mul(lane, L.I32(FOUR)))
     tensor.wait(builder, 0)
     tensor.barrier(builder)
     mine = builder.add(place, builder.mul(deep[0], L.I32(high * wide * plane)))
     for number, tile in enumerate(t for row in totals for t in row):
-        tensor.write_four(builder, mine, number * plane, tile)
+        _put(builder, mine, number * plane, half, tile)
     together = tensor.barrier if rank[1] == 1 else tensor.cluster_barrier
     together(builder)
     down, aside = portions(high, wide, step, deep[1] * rank[1])
@@ -57,13 +58,31 @@ def meet(
                 offset = (i * wide + j) * plane
                 total: list[L.Value] | None = None
                 for where, skipped in parts:
-                    more = tensor.read_four(builder, where, offset + skipped, cluster=rank[1] > 1)
+                    more = _take(builder, where, offset + skipped, (plane, half), cluster=rank[1] > 1)
                     total = more if total is None else [builder.fadd(x, y) for x, y in zip(total, more, strict=True)]
                 assert total is not None
                 found[-1].append(total)
         leave(found, builder.mul(row, L.I32(height)), builder.mul(column, L.I32(8)))
     if rank[1] > 1:
         tensor.cluster_barrier(builder)  # no block may end while others read its shared memory
+
+
+def _put(builder: GpuBuilder, place: L.Value, offset: int, half: int, tile: list[L.Value]) -> None:
+    if tile[0].type != L.F64:
+        tensor.write_four(builder, place, offset, tile)
+        return
+    for number in range(2):
+        tensor.write_doubles(builder, place, offset + number * half, tile[2 * number : 2 * number + 2])
+
+
+def _take(
+    builder: GpuBuilder, place: L.Value, offset: int, sizes: tuple[int, int], *, cluster: bool
+) -> list[L.Value]:  # fmt: skip
+    """What `_put` left. Args: sizes: bytes of a plane, and of what lies beside each other in it."""
+    plane, half = sizes
+    if plane == half:
+        return tensor.read_four(builder, place, offset, cluster=cluster)
+    return [v for part in range(2) for v in tensor.read_doubles(builder, place, offset + part * half, cluster=cluster)]
 
 
 def push(

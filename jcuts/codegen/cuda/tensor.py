@@ -188,6 +188,44 @@ def multiply(
     return [builder.extract_value(found, k) for k in range(4)]
 
 
+def multiply_double(
+    builder: GpuBuilder, left: Sequence[L.Value], right: Sequence[L.Value], total: Sequence[L.Value]
+) -> list[L.Value]:
+    """The same in float64, of eight terms: ``mma.m16n8k8``, or, below capability 9.0, the four ``m8n8k4`` that it has.
+
+    Args: left: 4 values, of rows ``lane / 4`` and eight more at term ``lane % 4``, then both four terms later; right:
+        2, of column ``lane / 4`` at the same terms; total: 4 values.
+    """
+    if builder.capability >= (9, 0):
+        text = "mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, "
+        text += "{$10, $11, $12, $13};"
+        found = asm(builder, text, ir.LiteralStructType([L.F64] * 4), [*left, *right, *total])
+        return [builder.extract_value(found, k) for k in range(4)]
+    text = "mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {$0, $1}, {$2}, {$3}, {$4, $5};"
+    made = list(total)
+    for term in range(2):
+        for row in range(2):
+            args = [left[2 * term + row], right[term], *made[2 * row : 2 * row + 2]]
+            found = asm(builder, text, ir.LiteralStructType([L.F64] * 2), args)
+            made[2 * row : 2 * row + 2] = [builder.extract_value(found, k) for k in range(2)]
+    return made
+
+
+def read_doubles(builder: GpuBuilder, place: L.Value, offset: int, *, cluster: bool = False) -> list[L.Value]:
+    """Two neighbouring float64 of shared memory. ``cluster``: of that of any block of the cluster, see `of_block`."""
+    space = "shared::cluster" if cluster else "shared"
+    where = f"[$2+{offset}]" if offset else "[$2]"
+    text = f"ld.{space}.v2.f64 {{$0, $1}}, {where};"
+    found = asm(builder, text, ir.LiteralStructType([L.F64] * 2), [place], effects=True)
+    return [builder.extract_value(found, k) for k in range(2)]
+
+
+def write_doubles(builder: GpuBuilder, place: L.Value, offset: int, values: Sequence[L.Value]) -> None:
+    """Puts two float64 into shared memory."""
+    where = f"[$0+{offset}]" if offset else "[$0]"
+    asm(builder, f"st.shared.v2.f64 {where}, {{$1, $2}};", VOID, [place, *values], effects=True)
+
+
 def write_four(builder: GpuBuilder, place: L.Value, offset: int, values: Sequence[L.Value]) -> None:
     """Puts four floats into shared memory."""
     write_words(builder, place, offset, [builder.bitcast(v, L.I32) for v in values])

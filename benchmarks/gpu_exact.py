@@ -1,4 +1,4 @@
-"""Products and convolutions that ask for more than TF32 (``precision`` HIGHEST), against XLA's, errors beside.
+"""Products and convolutions of float32 with ``precision`` HIGHEST and of float64, against XLA's, errors beside.
 
     python benchmarks/gpu_exact.py --out results --most 8 --budget 200
 
@@ -38,18 +38,23 @@ def cases() -> list[Any]:
         made = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=names, precision="highest")
         return jax.nn.relu(made + b)
 
-    kind = "float32"
-    found = [
-        Case(f"gemm {m}x{k}x{n} highest", dense, (((m, k), kind), ((k, n), kind), ((n,), kind))) for m, k, n in GEMMS
-    ]
-    for images, side, channels, features in CONVOLUTIONS:
-        shapes = (((images, side, side, channels), kind), ((3, 3, channels, features), kind), ((features,), kind))
-        found.append(Case(f"conv3x3 {images}x{side}x{side}x{channels} to {features} highest", convolved, shapes))
+    found = []
+    for kind, name in (("float32", "highest"), ("float64", "float64")):
+        for m, k, n in GEMMS:
+            shapes = (((m, k), kind), ((k, n), kind), ((n,), kind))
+            found.append(Case(f"gemm {m}x{k}x{n} {name}", dense, shapes))
+        for images, side, channels, features in CONVOLUTIONS:
+            sizes = ((images, side, side, channels), (3, 3, channels, features), (features,))
+            shapes = tuple((size, kind) for size in sizes)
+            found.append(Case(f"conv3x3 {images}x{side}x{side}x{channels} to {features} {name}", convolved, shapes))
     return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
+    import jax
+
+    jax.config.update("jax_enable_x64", True)
     from benchmarks import gpu_run
     from benchmarks.gpu_groups import build, race
     from benchmarks.gpu_judged import options_of

@@ -139,7 +139,7 @@ shared memory gives counts for every lane that gets it (`LANES`), as it passes t
 """
 LANES, FMA_REGISTERS = (4, 8), (20.0, 1.0, 0.5)
 """Lanes of a warp that each take a row, and a column; as `OWN_REGISTERS`, with the next terms' values."""
-DOUBLE, DOUBLE_REGISTERS = replace(WARPS[4], unit=115.0, overlap=0.06), (26.0, 1.0, 1.0)
+DOUBLE, DOUBLE_REGISTERS = replace(WARPS[4], unit=115.0, overlap=0.06), (26.0, 0.75, 0.75)
 """float64 on matrix units, whose peak is 128 a cycle: not fitted yet; as `OWN_REGISTERS`, with two steps' fragments."""
 ISSUE, CHAIN, MEET, MEMBERS = 0.235, (70.0, 6.7), 408.0, 4.9
 """Of an instruction; cycles of one warp, which waits for itself: per instruction along the terms, per product of a
@@ -153,15 +153,20 @@ def rates_of(counter: Counter) -> Rates:
     return FMA if counter.fma else DOUBLE if counter.double else WARPS[counter.item]
 
 
+def registers_of(counter: Counter, tiling: Tiling) -> float:
+    """Registers that a thread would take, without the addresses of its copies."""
+    taken = FMA_REGISTERS if counter.fma else DOUBLE_REGISTERS if counter.double else OWN_REGISTERS
+    high, wide = tiling.rows // tiling.warps[0], tiling.columns // tiling.warps[1]
+    return taken[0] + high * wide / WARP * counter.total / 4 + taken[1] * high + taken[2] * wide
+
+
 def warp_cycles(counter: Counter, tiling: Tiling) -> float:
     """Estimated cycles of a launch, and of the second one where terms are split."""
     rates = rates_of(counter)
     rows, columns, (along, across, deep) = tiling.rows, tiling.columns, tiling.warps
     high, wide, count = rows // along, columns // across, along * across * deep
-    alone = counter.fma or counter.double  # nothing but the products of all warps decides
-    taken = FMA_REGISTERS if counter.fma else DOUBLE_REGISTERS if counter.double else OWN_REGISTERS
-    registers = taken[0] + high * wide / WARP * counter.total / 4 + taken[1] * high + taken[2] * wide
-    registers = min(registers, MOST_REGISTERS)
+    alone = bool(counter.fma) or counter.double  # nothing but the products of all warps decides
+    registers = min(registers_of(counter, tiling), MOST_REGISTERS)
     tiles = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns)
     held = resident(counter.machine.threads_per_sm, tiling.threads, registers, counter.shared(tiling))
     blocks, even = tiles * tiling.split * tiling.cluster, FMA_EVEN if alone else EVEN

@@ -36,6 +36,8 @@ SHORT = 128
 """Terms up to which matrices of float32 that are added are asked for early."""
 STEP = 32
 """Bytes of terms per instruction of a matrix unit."""
+PLACE, FMA_MOST, DOUBLE_MOST = 6.0, 300.0, 245.0
+"""Registers that a copy's own address takes, with what guards it; counted registers up to which ptxas finds enough."""
 MOST_SHARED = 96 << 10
 """Bytes of shared memory of a block: every GPU since 8.0 has them, most hold two such blocks."""
 SHARED, REGISTERS, BLOCKS = 220 << 10, 65536, 16
@@ -149,7 +151,7 @@ def _tilings(program: Program, counter: Counter) -> Iterator[Tiling]:
                 if groups != ways or (ways > 1 and share < 2) or stages > share + 1 or (stages == 2 and share > 1):
                     continue
                 tiling = Tiling(rows, columns, terms, warps, stages, split, cluster, fma=counter.fma)
-                if counter.shared(tiling) <= MOST_SHARED:
+                if counter.shared(tiling) <= MOST_SHARED and counter.holds(tiling):
                     yield tiling
 
 
@@ -189,6 +191,18 @@ class Counter:
         alone = tiling.warps[2] == tiling.cluster == 1
         meet = 0 if alone else self.total * tiling.rows * tiling.columns * tiling.warps[2]
         return max(gpu_count.staged(self.sides, tiling) * tiling.stages, meet)
+
+    def holds(self, tiling: Tiling) -> bool:
+        """Whether the registers of a thread should do, where its totals take most of them."""
+        if not (self.fma or self.double):
+            return True
+        places = 0.0  # of copies whose addresses a thread keeps
+        for side, size, extent in zip(
+            self.sides, (tiling.rows, tiling.columns), (self.rows, self.columns), strict=True
+        ):
+            apart = bool(side.guards) or side.index.stride(side.outer) is None or extent % size > 0
+            places += size * tiling.terms / side.width / tiling.threads if apart and side.along_terms else 0.0
+        return gpu_count.registers_of(self, tiling) + PLACE * places <= (FMA_MOST if self.fma else DOUBLE_MOST)
 
     def cycles(self, tiling: Tiling) -> float:
         """Estimated cycles of a launch, and of the second one where terms are split."""

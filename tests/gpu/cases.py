@@ -207,7 +207,13 @@ def typed(dtype: str) -> dict[str, Case]:
     return found
 
 
-MATRIX_TYPES = ("float32", "bfloat16", "float16")
+MATRIX_TYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+WIDE = (
+    "product, bias, ReLU", "product, residual of many rows", "products of a batch", "product, convolution 3x3",
+)  # fmt: skip
+"""Those that matrix units have for float64, too."""
 
 
 def products(dtype: str) -> dict[str, Case]:
@@ -249,6 +255,8 @@ def products(dtype: str) -> dict[str, Case]:
             lambda x, w, b: jax.nn.relu(jnp.dot(x, w, precision=highest) + b), (left, right, bias),
         )
         found["product, highest, convolution 3x3"] = (exact, (image, taps, bias))
+    if dtype == "float64":
+        return {name: found[name] for name in WIDE}
     return found
 
 

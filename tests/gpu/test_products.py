@@ -201,3 +201,40 @@ def test_every_candidate(name, dtype):
         limit = max(LIMIT * terms**0.5, cut) if dtype == "float32" else 2.1 * float(jnp.finfo(jnp.dtype(dtype)).eps)
         assert error <= limit * max(1.0, np.abs(want).max() if dtype != "float32" else 1.0), (program.params, error)
     assert 2 * made >= len(found)
+
+
+EXACT = ("network", "odd", "transposed", "batch", "large", "large residual", "large 3x3", "3x3", "3x3 deep")
+"""Cases that have kernels for more than TF32."""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", EXACT)
+def test_every_exact_candidate(name, dtype):
+    fn, shapes = CASES[name]
+    rng = np.random.default_rng(len(name))
+    arguments = [rng.standard_normal(s).astype(dtype) for s in shapes]
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+        wanted = np.asarray(fn(*[jnp.asarray(np.asarray(a, np.float64)) for a in arguments]))
+        traced = programs.trace(fn, *arguments)
+        found = [p for p, _ in gpu.candidates(traced.program(), gpus.machine(), MOST)]
+        assert found
+        for program in found:
+            kernel = kernel_for(program)
+            run = jax.jit(lambda *xs, k=kernel: call_kernel(k, *xs))
+            (got,), (again,) = run(*traced.operands()), run(*traced.operands())
+            np.testing.assert_array_equal(np.asarray(got), np.asarray(again))
+            error = np.abs(np.asarray(got, np.float64) - wanted).max() / np.sqrt(np.mean(np.square(wanted)))
+            assert error <= 8 * np.finfo(dtype).eps * np.prod(shapes[1][:-1]) ** 0.5, (program.params, error)
+
+
+def test_zeros_around_an_image_of_float64_meet_infinite_weights():
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(5)
+        x, w = rng.standard_normal((2, 9, 8, 32)), rng.standard_normal((3, 3, 32, 24))
+        w[0, 0, 3, 5] = np.inf
+        wanted = np.asarray(jax.jit(conv)(x, w))
+        traced = programs.trace(conv, x, w)
+        for program, _ in gpu.candidates(traced.program(), gpus.machine(), 3):
+            kernel = kernel_for(program)
+            (got,) = jax.jit(lambda *xs, k=kernel: call_kernel(k, *xs))(*traced.operands())
+            np.testing.assert_array_equal(np.isnan(np.asarray(got)), np.isnan(wanted))

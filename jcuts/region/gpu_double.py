@@ -8,6 +8,8 @@ ITEM, TERMS = 8, 8
 """Bytes of a number; terms of a step."""
 LINE = ITEM * TERMS
 """Bytes of a line of a step's terms: two lines fill the banks of shared memory."""
+LEAST = 512
+"""Totals of a warp: of fewer, ptxas has made wrong code (`codegen.cuda.product_double`)."""
 APART = 16
 """Bytes by which lines of rows are apart, beyond a multiple of `LINE`."""
 

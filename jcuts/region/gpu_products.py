@@ -134,6 +134,8 @@ def _tilings(program: Program, counter: Counter) -> Iterator[Tiling]:
             terms = size // item
             if rows % high or columns % wide or size % (counter.step * deep) or high * wide > most:
                 continue
+            if counter.double and high * wide < gpu_double.LEAST:
+                continue
             warps = (rows // high, columns // wide, deep)
             if not 2 <= math.prod(warps) <= (16 if deep > 1 else 8) or (terms > counter.terms and size > TERMS[0]):
                 continue

@@ -4,6 +4,10 @@ A step is eight terms.  What the units call term t of a lane, and four terms mor
 here, in both operands: a lane takes them, or two neighbouring rows of one term, as 16 bytes.  Neither meets a bank of
 shared memory twice: along terms a tile lies there by parts of eight terms, 64 bytes per line, so that two lines fill
 all banks; lines of rows are apart by 16 bytes more than a multiple of 64.
+
+A warp has at least four tiles of 16x8 totals.  ptxas (13.0 and 13.5) lets an instruction follow another one with the
+same totals without a scoreboard; in a row it keeps them 64 cycles apart, but 30 to 35 where a loop's last instruction
+and its first one meet, which is too early on an H200: kernels of two tiles, whose order it had turned, were wrong.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from jcuts.codegen.cuda.product_ahead import AheadEmitter, Later, Step, Values
 from jcuts.codegen.cuda.product_exit import Totals
 from jcuts.codegen.cuda.product_tiles import PAIR, Fragments, TileShape
 from jcuts.dfg.program import Program
-from jcuts.region.gpu_double import ITEM, LINE, TERMS, bytes_of, part_of, pitch_of
+from jcuts.region.gpu_double import ITEM, LEAST, LINE, TERMS, bytes_of, part_of, pitch_of
 from jcuts.region.products import S
 
 EIGHT = 8
@@ -76,9 +80,10 @@ def double_shape(program: Program) -> DoubleShape:
     given = {f.name: getattr(shape, f.name) for f in fields(shape)}
     given |= {"left": tiles[0], "right": replace(tiles[1], first=tiles[0].bytes)}
     steps = shape.left.terms // TERMS // shape.warps[2]
+    few = shape.left.warp * shape.right.warp < LEAST
     split = S in program.phases[0].ranges()
-    if shape.left.terms % (TERMS * shape.warps[2]) or (steps > 1 and steps % 2) or split:
-        raise CompileRejected(f"{program.name}: no product of float64 by {shape.left.terms} terms at a time")
+    if few or split or shape.left.terms % (TERMS * shape.warps[2]) or (steps > 1 and steps % 2):
+        raise CompileRejected(f"{program.name}: no product of float64 of tiles {dict(program.params)['tile']}")
     return DoubleShape(**given)
 
 

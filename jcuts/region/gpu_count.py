@@ -131,16 +131,20 @@ WARPS = {
     item: Rates(unit, 253.0, 108.0, 43.0, 1820.0, 0.7, 500.0, 37.0, 0.86, 0.63, 160.0, 2.6, 117.0, 626.0, 460.0, 2630.0,
                 2.6) for item, unit in {4: 694.0, 2: 1900.0}.items()
 }  # fmt: skip
-FMA = replace(WARPS[4], unit=95.0, port=107.0, overlap=0.06)
-"""Fused multiply-adds, fitted to 50 schedules of a product and two convolutions on an H200 (6 % off).
+FMA = replace(WARPS[4], unit=95.0, port=98.0, overlap=0.14, fetch=1090.0)
+"""Fused multiply-adds, fitted to 130 schedules of ten products and convolutions on an H200 (11 % off).
 
 Four schedulers could issue 128 a cycle; two operands that lie in one bank of the registers take two cycles.  What
 shared memory gives counts for every lane that gets it (`LANES`), as it passes the same port for each.
 """
 LANES, FMA_REGISTERS = (4, 8), (20.0, 1.0, 0.5)
 """Lanes of a warp that each take a row, and a column; as `OWN_REGISTERS`, with the next terms' values."""
-DOUBLE, DOUBLE_REGISTERS = replace(WARPS[4], unit=115.0, overlap=0.06), (26.0, 0.75, 0.75)
-"""float64 on matrix units, whose peak is 128 a cycle: not fitted yet; as `OWN_REGISTERS`, with two steps' fragments."""
+DOUBLE = replace(WARPS[4], unit=125.0, port=90.0, overlap=0.14, round=298.0, begin=4700.0, fetch=530.0)
+DOUBLE_REGISTERS = (26.0, 0.75, 0.75)
+"""float64 on matrix units (128 a cycle), fitted to 80 schedules of ten products and convolutions (10 % off; the
+schedule with the least cycles took at most 6 % more than the fastest); as `OWN_REGISTERS`, of two steps."""
+BUSY = 32.0
+"""Cycles of a unit for 16x8 totals of float64 and eight terms."""
 ISSUE, CHAIN, MEET, MEMBERS = 0.235, (70.0, 6.7), 408.0, 4.9
 """Of an instruction; cycles of one warp, which waits for itself: per instruction along the terms, per product of a
 step; of warps that add up; of blocks that do, for every warp."""
@@ -182,6 +186,7 @@ def warp_cycles(counter: Counter, tiling: Tiling) -> float:
         else beside * (count * (high + wide) / deep + rows + columns) * line / rates.port,
         0.0 if alone else ISSUE * beside * count * steps * (2 * each + high * 5 / 16 + wide * 5 / 8) / 4,
         beside * copied(counter.sides, rows, columns, tiling.terms, rates.short) / rates.cache,
+        rates.round + steps * each * BUSY / 2 if counter.double else 0.0,
         0.0 if alone else rates.round + steps * (CHAIN[0] + CHAIN[1] * each),
         rates.fetch / (tiling.stages - 1) if share > tiling.stages - 1 else 0.0,
     ]

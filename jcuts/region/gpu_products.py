@@ -36,7 +36,7 @@ SHORT = 128
 """Terms up to which matrices of float32 that are added are asked for early."""
 STEP = 32
 """Bytes of terms per instruction of a matrix unit."""
-PLACE, FMA_MOST, DOUBLE_MOST = 6.0, 300.0, 245.0
+PLACE, FMA_MOST, DOUBLE_MOST = 8.0, 300.0, 245.0
 """Registers that a copy's own address takes, with what guards it; counted registers up to which ptxas finds enough."""
 MOST_SHARED = 96 << 10
 """Bytes of shared memory of a block: every GPU since 8.0 has them, most hold two such blocks."""
@@ -204,7 +204,8 @@ class Counter:
         ):
             apart = bool(side.guards) or side.index.stride(side.outer) is None or extent % size > 0
             places += size * tiling.terms / side.width / tiling.threads if apart and side.along_terms else 0.0
-        return gpu_count.registers_of(self, tiling) + PLACE * places <= (FMA_MOST if self.fma else DOUBLE_MOST)
+        most = min(FMA_MOST if self.fma else DOUBLE_MOST, REGISTERS / tiling.threads)
+        return gpu_count.registers_of(self, tiling) + PLACE * places <= most
 
     def cycles(self, tiling: Tiling) -> float:
         """Estimated cycles of a launch, and of the second one where terms are split."""

@@ -38,6 +38,8 @@ STEP = 32
 """Bytes of terms per instruction of a matrix unit."""
 PLACE, FMA_MOST, DOUBLE_MOST = 8.0, 300.0, 245.0
 """Registers that a copy's own address takes, with what guards it; counted registers up to which ptxas finds enough."""
+MOST_THREADS = 256
+"""Threads of a block that multiplies float64: among more, there are too few registers for each."""
 MOST_SHARED = 96 << 10
 """Bytes of shared memory of a block: every GPU since 8.0 has them, most hold two such blocks."""
 SHARED, REGISTERS, BLOCKS = 220 << 10, 65536, 16
@@ -204,8 +206,9 @@ class Counter:
         ):
             apart = bool(side.guards) or side.index.stride(side.outer) is None or extent % size > 0
             places += size * tiling.terms / side.width / tiling.threads if apart and side.along_terms else 0.0
-        most = min(FMA_MOST if self.fma else DOUBLE_MOST, REGISTERS / tiling.threads)
-        return gpu_count.registers_of(self, tiling) + PLACE * places <= most
+        if self.double and tiling.threads > MOST_THREADS:
+            return False
+        return gpu_count.registers_of(self, tiling) + PLACE * places <= (FMA_MOST if self.fma else DOUBLE_MOST)
 
     def cycles(self, tiling: Tiling) -> float:
         """Estimated cycles of a launch, and of the second one where terms are split."""

@@ -102,6 +102,15 @@ def test_batches_and_convolutions():
 
 
 @compiled
+@pytest.mark.parametrize("target", [SM80, SM90], ids=str)
+def test_what_is_added_may_be_asked_for_early(target):
+    x, w, r = normal(50, 64), normal(64, 40), normal(50, 40).astype(np.float32)
+    wanted = longer(x) @ longer(w) + r
+    tiling = Tiling(32, 32, 32, (2, 1, 1), 3, 1, early=1)
+    compare(run(lambda x, w, r: x @ w + r.astype(x.dtype), (x, w, r), tiling, target), [wanted])
+
+
+@compiled
 @pytest.mark.parametrize("size", [(1024, 512, 256), (4096, 4096, 4096), (384, 768, 3072), (64, 1024, 1000)], ids=str)
 @pytest.mark.parametrize("target", [SM80, SM90], ids=str)
 def test_candidates_assemble_without_local_memory(size, target):

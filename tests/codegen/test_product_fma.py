@@ -78,6 +78,23 @@ def test_batches_and_convolutions():
 
 
 @compiled
+@pytest.mark.parametrize("stages", [2, 3, 6])
+def test_what_is_added_may_be_asked_for_early(stages):
+    x, w, r = normal(50, 72), normal(72, 40), normal(50, 40)
+    tiling = Tiling(32, 32, 16, (1, 1, 2), stages, 1, early=1)
+    compare(run(lambda x, w, r: x @ w + r, (x, w, r), tiling), [wide(x) @ wide(w) + r], LIMIT)
+
+
+@compiled
+@pytest.mark.parametrize("warps", [(2, 2, 1), (1, 2, 1), (2, 1, 1)])
+def test_large_tiles(warps):
+    x, w = normal(200, 90), normal(90, 136)
+    along, across, _ = warps
+    tiling = Tiling(64 * along, 64 * across, 16, warps, 4, 1)
+    compare(run(lambda x, w: x @ w, (x, w), tiling), [wide(x) @ wide(w)], LIMIT)
+
+
+@compiled
 @pytest.mark.parametrize("size", [(1024, 512, 256), (4096, 4096, 4096), (384, 768, 3072), (64, 1024, 1000)], ids=str)
 @pytest.mark.parametrize("target", [SM80, SM90], ids=str)
 def test_candidates_assemble_without_local_memory(size, target):

@@ -141,6 +141,15 @@ def test_what_does_not_fit():
             emit_source(tiling.of(made))
 
 
+@pytest.mark.parametrize("how, product", [
+    ({}, True), ({"strides": (2, 2)}, True), ({"dilation": (2, 2)}, True),
+    ({"lhs": (2, 2), "padding": ((1, 1), (1, 1))}, False), ({"lhs": (2, 1), "padding": ((1, 2), (0, 0))}, False),
+], ids=str)  # fmt: skip
+def test_which_zeros_are_factors(how, product):
+    traced = programs.trace(lambda x, w: conv(x, w, **how), normal(2, 9, 8, 32), normal(3, 3, 32, 24))
+    assert (as_product(traced.program(), exact=True) is not None) == product
+
+
 @pytest.mark.parametrize("precision", ["highest", None])
 def test_float64_is_never_rounded(precision):
     x, w = normal(512, 256), normal(256, 128)

@@ -28,7 +28,7 @@ from jcuts.region.choose import work
 from jcuts.region.gpu_access import access_of, distinct
 from jcuts.region.patch_tiles import shape_of
 from jcuts.region.patches import patches
-from jcuts.region.products import TYPES, sides
+from jcuts.region.products import TYPES, WIDE, sides
 
 LINE, WARP, WIDEST = 128, 32, 16  # bytes, threads, bytes of the widest access
 TERMS = 1024  # terms of a reduction whose addresses are computed; longer ones are scaled up
@@ -56,8 +56,7 @@ def unit_of(program: Program) -> str:
         dtype = program.inputs[0].dtype if isinstance(found := recognise(program), Refusal) else found.key.dtype
     else:
         dtype = sides(program)[0].dtype if form == "product" else patches(program).dtype
-    kind = TYPES[dtype]
-    return {"tf32": "tf32_mma", "bf16": "bf16_mma", "f16": "fp16_mma", "f64": "fp64"}[kind]
+    return "fp64" if dtype == WIDE else {"tf32": "tf32_mma", "bf16": "bf16_mma", "f16": "fp16_mma"}[TYPES[dtype]]
 
 
 def uses(program: Program, taken: Sequence[Taken]) -> list[LaunchUse]:
@@ -158,7 +157,8 @@ def _under_way(program: Program) -> float:
     if params.get("cuda") == "product":
         rows, columns, terms = params["tile"]
         stage = (rows + columns) * terms * sides(program)[0].item
-        return (params["stages"] - 1) * stage / params["threads"]
+        kept = 2 if "fma" in params and params["stages"] > 2 else 1  # stages that are not asked for ahead
+        return (params["stages"] - kept) * stage / params["threads"]
     if params.get("cuda") == "patch":
         return shape_of(program).patch / params["threads"]
     if params.get("cuda") == "block" and (tile := tile_of(program)) is not None:

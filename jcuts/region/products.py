@@ -32,9 +32,10 @@ from jcuts.region.schedule import collapsed, rewritten
 
 B, ROWS, COLUMNS, K, S = "b", "m", "n", "k", "s"
 """Axes: batch, rows, columns, the summed one, and the group of terms where a sum is split over the grid."""
-TYPES = {"float32": "tf32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}
-"""What the matrix units take of each storage type."""
+TYPES = {"float32": "tf32", "bfloat16": "bf16", "float16": "f16"}
+"""What the matrix units take of each storage type that is added up in float32."""
 WIDE = "float64"
+"""What is added up in itself."""
 COPY = (16, 8, 4)
 """Bytes of one asynchronous copy into shared memory."""
 LEAST_TERMS = 8
@@ -162,9 +163,9 @@ def _factors(phase: Phase, dtype: str = "float32") -> tuple[Node, Node] | None:
     found = []
     for number in product.args:
         node = _operand(phase.body, number, {r.name for r in phase.reds})
-        if node is None or node.index is None or node.index.values() or node.dtype not in TYPES:
+        if node is None or node.index is None or node.index.values():
             return None
-        if (node.dtype == WIDE) != (dtype == WIDE):
+        if node.dtype not in (TYPES if dtype != WIDE else (WIDE,)):
             return None
         if node.guards and node.value != 0:
             return None

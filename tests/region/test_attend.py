@@ -135,6 +135,19 @@ def test_look_alikes_are_left_as_they_were(fn):
     assert attended(graph, before) == sorted(before, key=lambda item: max(item[0]))
 
 
+@pytest.mark.parametrize("chain, weigh", [
+    (lambda s: s.astype(jnp.float64), lambda w: w.astype(jnp.float32)),
+    (lambda s: s.astype(jnp.float64) * 0.2, lambda w: w.astype(jnp.float32)),
+    (lambda s: (s - s.max(-1, keepdims=True)).astype(jnp.float64), lambda w: w.astype(jnp.float32)),
+], ids=["softmax", "scale", "exponentials"])  # fmt: skip
+def test_float64_between_its_products_is_not_narrowed(chain, weigh):
+    with jax.enable_x64(True):
+        _, cover = covered(lambda q, k, v: plain(q, k, v, chain=chain, weigh=weigh), *operands(2, 64, 4, 32))
+        assert not attentions(cover)
+        _, cover = covered(plain, *operands(2, 64, 4, 32, dtype=np.float64))
+        assert not attentions(cover)
+
+
 def test_weights_that_are_a_result_keep_the_products_apart():
     def fn(q, k, v):
         weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k), -1)

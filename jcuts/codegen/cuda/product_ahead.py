@@ -73,7 +73,7 @@ class AheadEmitter(ProductEmitter):
         steps, places = shape.left.terms // self.terms // shape.warps[2], self._first(readers, reading)
         near, sums = loop.near, loop.sums
         if steps > 2:
-            near, sums, places = self._pairs(readers, step, places, steps // 2 - 1, near, sums)
+            near, sums, places = self._pairs(readers, step, places, (steps - 1) // 2, near, sums)
         following = self.next_stage(reading)
 
         def later() -> list[L.Value]:

@@ -88,7 +88,7 @@ def finish(
                 }
                 point = ("point", (far, down, offset))
                 given = {n: graph.add(Node("acc", exit_.nodes[k].dtype, attrs=(("number", n), point))) for k, n in accs}
-                emitter.give(given[0], E.Lanes(totals[far * each + i][j][k], exit_.nodes[accs[0][0]].dtype))
+                emitter.give(given[0], E.Lanes(totals[far * each + i][j][k], graph.nodes[given[0]].dtype))
                 emitter.coarse.add(given[0])
                 kept.append(given)
                 numbers = exit_.copy_into(graph, wanted, where, frame.ranges, {k: given[n] for k, n in accs})

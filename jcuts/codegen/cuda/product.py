@@ -250,14 +250,7 @@ class ProductEmitter:
         sums = [[list(t) for t in row] for row in totals]
         tensor.wait(builder, ahead - 1)
         tensor.barrier(builder)
-        if count > ahead:
-            with builder.if_then(builder.icmp_signed("<", number, L.I32(count - ahead))):
-                done = builder.mul(builder.add(number, L.I32(ahead)), L.I32(shape.left.terms))
-                done = builder.add(done, skipped)
-                rest = builder.sub(left, done)
-                for copier in copiers:
-                    copier.start(done, writing, rest)
-        tensor.commit(builder)
+        self._copy_ahead(copiers, number, writing, left, skipped)
         self._multiply(readers, reading, sums)
         for phi, value in (
             (number, builder.add(number, L.I32(1))),
@@ -272,6 +265,21 @@ class ProductEmitter:
         builder.cbranch(builder.icmp_signed("<", following, L.I32(count)), loop, after)
         builder.position_at_end(after)
         return sums
+
+    def _copy_ahead(
+        self, copiers: list[Copier], number: L.Value, writing: L.Value, left: L.Value, skipped: L.Value
+    ) -> None:  # fmt: skip
+        """Starts the copies of the tile so far ahead of this one, if there is one; the group may be empty."""
+        builder, shape = self.builder, self.shape
+        count, ahead = shape.share, shape.ahead
+        if count > ahead:
+            with builder.if_then(builder.icmp_signed("<", number, L.I32(count - ahead))):
+                done = builder.mul(builder.add(number, L.I32(ahead)), L.I32(shape.left.terms))
+                done = builder.add(done, skipped)
+                rest = builder.sub(left, done)
+                for copier in copiers:
+                    copier.start(done, writing, rest)
+        tensor.commit(builder)
 
     def next_stage(self, stage: L.Value) -> L.Value:
         """The piece of the ring after this one."""

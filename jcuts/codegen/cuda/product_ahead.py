@@ -62,14 +62,7 @@ class AheadEmitter(ProductEmitter):
         zeros = [[[self.zero] * 4 for _ in range(tiles[1])] for _ in range(tiles[0])]
         loop = Loop(builder, "terms", [L.I32(0), L.I32(0), L.I32(ahead * shape.stage)], near, zeros)
         number, reading, writing = loop.numbers
-        if count > ahead:
-            with builder.if_then(builder.icmp_signed("<", number, L.I32(count - ahead))):
-                done = builder.mul(builder.add(number, L.I32(ahead)), L.I32(shape.left.terms))
-                done = builder.add(done, skipped)
-                rest = builder.sub(left, done)
-                for copier in copiers:
-                    copier.start(done, writing, rest)
-        tensor.commit(builder)
+        self._copy_ahead(copiers, number, writing, left, skipped)
         steps, places = shape.left.terms // self.terms // shape.warps[2], self._first(readers, reading)
         near, sums = loop.near, loop.sums
         if steps > 2:

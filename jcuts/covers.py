@@ -7,6 +7,7 @@ from typing import Any
 
 from jcuts.base.errors import Refusal
 from jcuts.dfg.program import Program
+from jcuts.dfg.verify import read
 from jcuts.levels import Level, Subset
 from jcuts.region.build import build
 from jcuts.region.legality import Dag, is_acyclic_cover, is_convex
@@ -32,9 +33,9 @@ def stored(level: Level) -> dict[str, Any]:
 def restore(level: Level, cover: Mapping[str, Any]) -> bool:
     """Takes what `stored` wrote; False where it is no cover of this graph.
 
-    Then the level's cover is as it was, but ``level.made`` may hold programs of the other.
+    Then (or with an IRError for a program that is none) the level's cover is as it was, but ``level.made`` may hold programs of the other.
     """
-    programs = [Program.from_json(text) for text in cover["programs"]]
+    programs = [read(text) for text in cover["programs"]]
     found = [[(frozenset(map(int, members)), programs[number]) for members, number in cover[kind]]
              for kind in ("subsets", "library")]  # fmt: skip
     if not is_cover(level, [members for members, _ in found[0]]):

@@ -59,6 +59,10 @@ class IRError(JcutsError):
     """A stage of the compiler produced an ill-formed program (a bug of jcuts: please report)."""
 
 
+class SchemaError(IRError, ValueError):
+    """Stored data (a kernel program in a database or an export) does not have the form that this version reads."""
+
+
 class ModelError(JcutsError, ValueError):
     """An estimate was asked for with impossible counts, or an architecture file is malformed."""
 

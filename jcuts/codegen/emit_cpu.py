@@ -43,7 +43,7 @@ def emit_source(program: Program) -> Source:
         out.depth += 1
     bases = [f"{g.axis}_lo" for g in program.grid]
     for number, phase in enumerate(program.phases):
-        out.line(f"# phase {number}: {phase.name}")
+        out.line(f"# phase {number}")
         depth = out.depth
         _conditions(number, phase, out)
         _phase(program, number, phase, bases, out, variants)

@@ -16,6 +16,7 @@ import numpy as np
 from jcuts.base.errors import IRError
 
 HALVES = ("bfloat16", "float16")
+FLOATS = ("float64", "float32", *HALVES)
 _DISCRETE = frozenset({
     "eq", "ne", "lt", "le", "gt", "ge", "is_finite", "convert", "floor", "ceil", "round", "sign", "nextafter", "rem",
 })  # fmt: skip
@@ -194,6 +195,33 @@ _UNIVERSAL: dict[str, Callable[..., Any]] = {
     "fma": lambda x, y, z: x * y + z, "tf32": _tf32,
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
 }  # fmt: skip
+
+
+_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+_BINARY = frozenset({
+    "add", "sub", "mul", "div", "rem", "max", "min", "and", "or", "xor", "pow", "atan2", "nextafter", "shift_left",
+    "shift_right_logical", "shift_right_arithmetic", *_COMPARISONS,
+})  # fmt: skip
+_TERNARY = frozenset({"select", "clamp", "fma"})
+_UNARY = frozenset({
+    *_UNIVERSAL, *_INTEGER, "erf", "erfc", "erf_inv", "widen", "convert", "integer_pow", "round",
+}) - _BINARY - _TERNARY  # fmt: skip
+
+
+def arguments(op: str) -> int | None:
+    """How many arguments an element operation takes; None for one that is not known."""
+    return 1 if op in _UNARY else 2 if op in _BINARY else 3 if op in _TERNARY else None
+
+
+def result_types(op: str, types: Sequence[str]) -> str | None:
+    """The type that an element operation makes of these; None where several are possible, '' where none is."""
+    if op in ("convert", "widen"):
+        return None
+    if op in _COMPARISONS or op == "is_finite":
+        return "bool" if len(set(types)) == 1 else ""
+    if op == "select":
+        return types[1] if types[0] == "bool" and types[1] == types[2] else ""
+    return types[0] if len(set(types)) == 1 else ""
 
 
 def _special(op: str) -> Callable[..., Any] | None:

@@ -19,12 +19,9 @@ from dataclasses import dataclass, replace
 from jcuts.base.errors import IRError
 from jcuts.dfg.index import Index
 from jcuts.dfg.node import Graph, Guard, Node
+from jcuts.dfg.schema import FORMAT, ITEM_SIZE, check, parsed
 
-FORMAT = 1
-ITEM_SIZE = {
-    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "bool": 1,
-    "int8": 1, "int16": 2, "int32": 4, "int64": 8, "uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8,
-}  # fmt: skip
+__all__ = ["FORMAT", "ITEM_SIZE", "Acc", "Axis", "Buffer", "Grid", "Phase", "Program", "Red", "Store"]
 
 
 @dataclass(frozen=True)
@@ -236,13 +233,12 @@ class Program:
 
     @staticmethod
     def from_json(data: dict | str) -> Program:
-        """The inverse of `to_json` (plain data, or its JSON text). Raises IRError for another format."""
-        if isinstance(data, str):
-            data = json.loads(data)
-        found = data.get("format") if isinstance(data, dict) else None
-        if found != FORMAT:
-            raise IRError(f"kernel program of format {found!r}; this version reads {FORMAT}")
-        assert isinstance(data, dict)
+        """The inverse of `to_json` (plain data, or its JSON text).
+
+        Raises: SchemaError for data of another form (`dfg.schema`), IRError for graphs that are none.  Whether the
+        program is one that may be compiled is for `dfg.verify` to say.
+        """
+        data = check(parsed(data) if isinstance(data, str) else data)
         return Program(
             name=data["name"],
             template=data["template"],

@@ -1,25 +1,69 @@
-"""Checks a kernel program between stages: a wrong one is a bug of jcuts, found here rather than as a wrong number."""
+"""Checks a kernel program between stages, and one from a file before anything is compiled of it.
+
+A wrong one that jcuts has made is a bug, found here rather than as a wrong number.  One from a file has passed
+`dfg.schema`; here names, types and numbers of arguments are seen to fit together, and every address to lie inside its
+buffer (`dfg.bounds`).
+"""
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 from jcuts.base.errors import IRError
+from jcuts.dfg import elementops
+from jcuts.dfg.bounds import check_bounds
 from jcuts.dfg.node import Graph
 from jcuts.dfg.program import Phase, Program, Red
+from jcuts.dfg.schema import is_axis, is_buffer, is_label, is_word
+
+MOST_POINTS = 1 << 14
+"""Points of a phase that are computed together: every one is a copy of the graph."""
+
+
+def read(data: dict[str, Any] | str) -> Program:
+    """A program from a file: plain data or its JSON text. Raises IRError (SchemaError for data of another form)."""
+    program = Program.from_json(data)
+    verify(program)
+    return program
 
 
 def verify(program: Program) -> None:
     """Raises IRError, naming the phase, where names, ranges or types do not fit together."""
+    _names(program)
     names = [b.name for b in program.buffers]
     if len(set(names)) != len(names):
         raise IRError(f"{program.name}: two buffers of one name")
     if not program.outputs:
         raise IRError(f"{program.name}: no result")
     known = {g.axis for g in program.grid}
+    if len(known) != len(program.grid) or len(set(program.serial)) != len(program.serial):
+        raise IRError(f"{program.name}: an axis is twice on the grid")
     for axis in program.serial:
         if axis not in known:
             raise IRError(f"{program.name}: serial axis {axis} is not on the grid")
     for phase in program.phases:
         _phase(program, phase)
+        check_bounds(program, phase)
+
+
+def _names(program: Program) -> None:
+    """Whatever reaches generated source text has to be a name."""
+    axes = [a.name for phase in program.phases for a in (*phase.axes, *phase.reds)]
+    buffers = [b.name for b in program.buffers]
+    kinds = (
+        ("program", is_label, [program.name, *(phase.name for phase in program.phases)]),
+        ("buffer", is_buffer, buffers),
+        ("axis", is_axis, [*axes, *program.serial, *(g.axis for g in program.grid)]),
+        ("template", is_word, [program.template] if program.template else []),
+        ("parameter", is_word, [name for name, _ in program.params]),
+    )
+    for kind, fits, names in kinds:
+        for name in names:
+            if not fits(name):
+                raise IRError(f"{repr(name)[:80]} names no {kind}")
+    if both := {*axes, *(g.axis for g in program.grid)} & set(buffers):
+        raise IRError(f"{program.name}: {sorted(both)} name axes and buffers")
 
 
 def _phase(program: Program, phase: Phase) -> None:
@@ -35,6 +79,9 @@ def _phase(program: Program, phase: Phase) -> None:
             raise IRError(f"{where}: axis {axis.name} has extent {axis.extent} and unroll {axis.unroll}")
         if isinstance(axis, Red) and axis.chains > 1 and axis.unroll % axis.chains:
             raise IRError(f"{where}: {axis.chains} chains do not divide unroll {axis.unroll} of {axis.name}")
+    if math.prod(a.unroll for a in (*phase.axes, *phase.reds)) > MOST_POINTS:
+        raise IRError(f"{where}: more than {MOST_POINTS} points at once")
+    _blocks(program, where, phase)
     for axis in (*phase.once, *phase.last):
         if axis not in program.serial:
             raise IRError(f"{where}: runs once in the loop over {axis}, which is not serial")
@@ -62,21 +109,28 @@ def _phase(program: Program, phase: Phase) -> None:
                 raise IRError(f"{where}: store address uses {sorted(index.axes() - inside)}")
         if any(a.vector and a.name in g.index.axes() for a in phase.axes for g in store.guards):
             raise IRError(f"{where}: a store into {buffer.name} is guarded by the lane axis")
-        low, high = store.address.bounds({**phase.ranges(), **dict.fromkeys(grid, 1)})
-        if (
-            buffer.role == "out"
-            and not store.guards
-            and (low is None or high is None or low < 0 or high >= buffer.size)
-        ):
-            raise IRError(
-                f"{where}: store address {store.address} leaves {buffer.name} ({low}..{high} of {buffer.size})"
-            )
+
+
+def _blocks(program: Program, where: str, phase: Phase) -> None:
+    """An axis on the grid runs in whole steps inside its block."""
+    grid = {g.axis: g for g in program.grid}
+    for axis in phase.axes:
+        if (split := grid.get(axis.name)) is None:
+            continue
+        step = 1 if axis.name in program.serial else axis.unroll * (program.lanes if axis.vector else 1)
+        if split.extent != axis.extent or (split.block % step and split.blocks > 1):
+            raise IRError(f"{where}: blocks of {split.block} of {split.extent} for {axis.name} of {axis.extent}")
+        if axis.name in program.serial and axis.vector:
+            raise IRError(f"{where}: lanes run along the serial axis {axis.name}")
+    if any(red.name in grid for red in phase.reds):
+        raise IRError(f"{where}: a reduction is on the grid")
 
 
 def _graph(program: Program, where: str, graph: Graph, axes: set[str], accs: int) -> None:
     for number, node in enumerate(graph.nodes):
         if any(a >= number for a in node.args):
             raise IRError(f"{where}: node {number} ({node.op}) uses a later value")
+        _operation(where, graph, number)
         if node.op == "load":
             buffer = program.buffer(node.buffer)
             if buffer.role == "out":
@@ -88,3 +142,33 @@ def _graph(program: Program, where: str, graph: Graph, axes: set[str], accs: int
         for index in (node.index, *(g.index for g in node.guards)):
             if index is not None and index.axes() - axes:
                 raise IRError(f"{where}: node {number} ({node.op}) uses {sorted(index.axes() - axes)}")
+            if index is not None and any(value >= number for value in index.values()):
+                raise IRError(f"{where}: node {number} ({node.op}) uses a later value")
+
+
+def _operation(where: str, graph: Graph, number: int) -> None:
+    """A node has what its operation needs, and nothing else."""
+    node = graph.nodes[number]
+    needed = _NEEDED.get(node.op, ())
+    has = {"buffer": bool(node.buffer), "index": node.index is not None, "guards": bool(node.guards),
+           "value": node.value is not None}  # fmt: skip
+    odd = [part for part, there in has.items() if there != (part in needed) and (node.op, part) not in _MAY]
+    if odd or (node.op == "load" and node.value is not None and not node.guards):
+        raise IRError(f"{where}: node {number} ({node.op}) with or without {odd}")
+    count = elementops.arguments(node.op) if node.op not in _NEEDED else 0
+    if count is None or count != len(node.args):
+        raise IRError(f"{where}: node {number} ({node.op}) of {len(node.args)} arguments")
+    if node.op in ("integer_pow", "round") and type(node.attr("y" if node.op == "integer_pow" else "method")) is not int:
+        raise IRError(f"{where}: node {number} ({node.op}) does not say which")
+    types = [graph.nodes[a].dtype for a in node.args if a < number]
+    wanted = elementops.result_types(node.op, types) if types and len(types) == count else None
+    if wanted is not None and node.dtype != wanted:
+        raise IRError(f"{where}: node {number} ({node.op}) of {types} is {node.dtype}")
+    if node.op == "const" and isinstance(node.value, float) and node.dtype not in elementops.FLOATS:
+        raise IRError(f"{where}: node {number} is {node.value} as {node.dtype}")
+
+
+_NEEDED: dict[str, tuple[str, ...]] = {
+    "const": ("value",), "load": ("buffer", "index"), "index": ("index",), "guard": ("guards",), "acc": (),
+}  # fmt: skip
+_MAY = frozenset({("load", "guards"), ("load", "value"), ("guard", "guards")})

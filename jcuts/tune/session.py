@@ -18,6 +18,7 @@ from jcuts.base import fingerprint, knobs
 from jcuts.base.errors import IRError
 from jcuts.base.settings import Settings
 from jcuts.dfg.program import Program
+from jcuts.dfg.verify import read
 from jcuts.region.bound import bound
 from jcuts.trace.canonical import canonical_text
 from jcuts.tune.choice import LIBRARY, Choice
@@ -210,8 +211,8 @@ def _winner(subset: Any, choice: Choice) -> Program | None:
         return None
     text = choice.programs.get(choice.winner, "")
     try:
-        stored = Program.from_json(text) if text else None
-    except (IRError, ValueError, KeyError, TypeError, AttributeError):  # a person may have edited the row
+        stored = read(text) if text else None
+    except IRError:  # a person may have edited the row
         stored = None
     if stored is not None and _label(stored) == choice.winner:
         return stored

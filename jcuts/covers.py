@@ -33,7 +33,8 @@ def stored(level: Level) -> dict[str, Any]:
 def restore(level: Level, cover: Mapping[str, Any]) -> bool:
     """Takes what `stored` wrote; False where it is no cover of this graph.
 
-    Then (or with an IRError for a program that is none) the level's cover is as it was, but ``level.made`` may hold programs of the other.
+    Then the level's cover is as it was, but ``level.made`` may hold programs of the other.
+    Raises: IRError for a program that is none.
     """
     programs = [read(text) for text in cover["programs"]]
     found = [[(frozenset(map(int, members)), programs[number]) for members, number in cover[kind]]

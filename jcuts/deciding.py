@@ -24,7 +24,7 @@ from jcuts.planned import Planned
 from jcuts.primitive import shard_local
 from jcuts.primitive.lowering import plan
 from jcuts.primitive.sharding import Placement
-from jcuts.report import NOT_MEASURED, FunctionReport
+from jcuts.report import NOT_CHECKED, NOT_MEASURED, FunctionReport
 from jcuts.trace import jaxapi
 from jcuts.trace.capture import Capture, function_name
 from jcuts.trace.uniform import numbers_of
@@ -157,7 +157,7 @@ class Deciding:
             return True
         settings = self.carriers.settings_for(forms.form_of(stored.chosen))
         outcome = plan(closed, settings, platform, may_measure=False, examples=leaves)
-        return not any(s.why == NOT_MEASURED for s in getattr(outcome.report, "subsets", ()))
+        return not any(s.why in (NOT_MEASURED, NOT_CHECKED) for s in getattr(outcome.report, "subsets", ()))
 
     def _compared(self, call: Call, closed: jaxapi.Closed, leaves: Sequence[Any], exact: forms.Exact,
                   planned: Planned, again: guard.Decision | None) -> guard.Decision:
@@ -284,10 +284,13 @@ class Deciding:
         return kept or guard.Decision(guard.JCUTS, "not called with these arguments yet")
 
     def _stored(self, key: str, platform: str, uses_jcuts: bool) -> guard.Decision | None:
-        data = self._guard_store().guard(key)
+        store = self._guard_store()
+        data = store.guard(key)
         decision = None if data is None else guard.Decision.from_dict(data)
         if decision is None or not forms.is_known(decision.chosen, platform, uses_jcuts):
             return None
+        if not forms.is_xla(decision.chosen) and not store.is_own(key):
+            return None  # nothing here has compared the program that it chose with plain XLA's
         return decision
 
     def _guard_store(self) -> guard.GuardStore:

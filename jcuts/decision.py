@@ -19,6 +19,10 @@ class GuardStore(Protocol):
         """The decision under ``key``, or None."""
         ...
 
+    def is_own(self, key: str) -> bool:
+        """Whether the decision under ``key`` was taken here; one that was imported, or edited, is taken again."""
+        ...
+
     def put_guard(self, key: str, decision: Mapping[str, Any]) -> None:
         """Keep a decision."""
         ...
@@ -33,6 +37,10 @@ class MemoryStore:
     def guard(self, key: str) -> Mapping[str, Any] | None:
         """The decision under ``key``, or None."""
         return self._kept.get(key)
+
+    def is_own(self, key: str) -> bool:
+        """All of them are."""
+        return True
 
     def put_guard(self, key: str, decision: Mapping[str, Any]) -> None:
         """Keep a decision."""

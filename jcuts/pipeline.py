@@ -31,7 +31,7 @@ from jcuts.base.settings import Form, Settings
 from jcuts.levels import CHOICES, NOT_ASKED, Fuel, Level, Subset, group
 from jcuts.region import choose
 from jcuts.region.bound import bound as lower_bound
-from jcuts.report import NOT_MEASURED, FunctionReport, RefusalReport, SubsetReport
+from jcuts.report import NOT_CHECKED, NOT_MEASURED, FunctionReport, RefusalReport, SubsetReport
 from jcuts.trace import jaxapi
 from jcuts.trace.canonical import canonical_digest
 from jcuts.trace.inline import inline
@@ -40,7 +40,7 @@ from jcuts.trace.simplify import simplify
 from jcuts.trace.source import as_source
 from jcuts.trace.uniform import uniform
 from jcuts.tune import needed
-from jcuts.tune.choice import FAMILY, LIBRARY, SCREENED
+from jcuts.tune.choice import FAMILY, LIBRARY, SCREENED, UNVERIFIED
 from jcuts.xla import chains, gpus, native
 from jcuts.xla.kernels import kernel_for, source_text
 from jcuts.xla.rebuild import in_order, kernel_eqns
@@ -369,7 +369,7 @@ def subset_report(level: Level, subset: Subset) -> SubsetReport:
             xla = xla if m.is_contest else None  # another clock's time
         if chosen is None:
             seconds, why = _lost(subset)
-        rejected = [f"{r.label}: {r.message}" for r in subset.choice.rejections]
+        rejected = [f"{r.label}: {r.message}" for r in subset.choice.rejections if r.error != UNVERIFIED]
     if chosen is not None and seconds is None:  # nothing was measured: the estimates that chose it
         pul = next((score for program, score in subset.ranked if program.digest == chosen.digest), 0.0)
         bound = lower_bound(chosen).seconds
@@ -379,7 +379,7 @@ def subset_report(level: Level, subset: Subset) -> SubsetReport:
         nodes[-1].prim, operations, where,
         "none" if not fused else "shared" if len(subset.program.phases) > 1 else "register",
         kind, label, subset.origin, dict(chosen.params) if chosen is not None else {}, pul, bound,
-        seconds, xla, 1, flop, moved, rejected, why, derived,
+        seconds, xla, 1, flop, moved, rejected, why, derived, subset.source if chosen is not None else "",
     )  # fmt: skip
 
 
@@ -398,6 +398,8 @@ def _lost(subset: Subset) -> tuple[float | None, str]:
     assert choice is not None  # the caller looked
     if choice.is_postponed:
         return None, choice.rejections[0].message
+    if choice.is_unverified:
+        return None, NOT_CHECKED
     kernels = [m for m in choice.measurements if m.label != LIBRARY]
     met = [m for m in kernels if m.method != SCREENED] or kernels
     xla = choice.seconds(LIBRARY)

@@ -34,6 +34,7 @@ class SubsetReport:
         count: how many equal subsets share this choice; flop, bytes: of one of them.
         rejected: candidates that were thrown out, with the reason.
         why: why XLA runs the subset, '' where a kernel does.
+        source: where a kernel's choice comes from: 'tuned here', 'imported, checked here', or '' where none was stored.
         derived: whether XLA's time follows from those of other programs (`tune.turns`).
     """
 
@@ -55,6 +56,7 @@ class SubsetReport:
     rejected: list[str] = field(default_factory=list)
     why: str = ""
     derived: bool = False
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,15 @@ def reasons(report: FunctionReport) -> list[tuple[str, str, str]]:
     return [(operations_text(s.operations), s.why, "; ".join(s.where[:2])) for s in report.subsets if s.why]
 
 
+def sources(report: FunctionReport) -> str:
+    """Where the choices of the kernels come from, as one line; '' where no stored one runs."""
+    found: dict[str, int] = {}
+    for s in report.subsets:
+        if s.source and s.chosen != "xla":
+            found[s.source] = found.get(s.source, 0) + s.count
+    return ", ".join(f"{count} {source}" for source, count in sorted(found.items(), key=lambda item: -item[1]))
+
+
 def dropped(report: FunctionReport) -> list[tuple[str, str]]:
     """Whole programs that the last guard did not let win: name, reason."""
     return list(((report.guard or {}).get("rejected") or {}).items())
@@ -220,6 +231,8 @@ def _first(places: list[str], most: int = 2) -> str:
     return "; ".join(places[:most]) + (f"; {left} more" if left > 0 else "")
 
 
+NOT_CHECKED = "the stored choice comes from elsewhere: a call that may tune checks it first"
+"""Why XLA keeps a subset for which the database has a kernel that this cache has neither measured nor checked."""
 NOT_MEASURED = "not measured yet"
 """Why XLA keeps a subset of which nothing is in the database."""
 
@@ -234,6 +247,8 @@ def _text(report: FunctionReport) -> list[str]:
         lines.extend(f"program {name} is out: {why}" for name, why in dropped(report))
     if report.subsets:
         lines.extend(_columns([HEADINGS, *rows(report)]))
+    if found := sources(report):
+        lines.append(f"choices of kernels: {found}")
     if report.divisions:
         lines.extend(_columns([DIVISION_HEADINGS, *division_rows(report.divisions)]))
         lines.extend(line for line in [division_total(report.divisions)] if line)
@@ -278,6 +293,7 @@ def _html(report: FunctionReport) -> str:
         "th{background:#f3f3f3}tr:nth-child(even){background:#fafafa}pre{background:#f6f6f6;padding:1em;overflow:auto}</style>"
         f"<h1>{html.escape(report.name)}</h1><p>{html.escape(summary(report))}</p>{guard}"
         f"<h2>Subsets</h2>{table(HEADINGS, rows(report))}"
+        + (f"<p>choices of kernels: {html.escape(found)}</p>" if (found := sources(report)) else "")
         + divided
         + (f"<h2>Where XLA won</h2>{table(['operations', 'reason', 'where'], lost)}" if lost else "")
         + (f"<h2>Candidates thrown out</h2>{table(['subset', 'reason'], out)}" if out else "")

@@ -25,6 +25,7 @@ from jcuts.region.legality import Subset as Members
 from jcuts.trace.canonical import canonical_digest
 from jcuts.tune import session
 from jcuts.tune.choice import LIBRARY
+from jcuts.tune.signature import FOREIGN
 from jcuts.xla import gpus
 
 log = logging.getLogger("jcuts.search")
@@ -84,7 +85,7 @@ def _select(top: Level, settings: Settings, may_measure: bool, platform: str) ->
     lasting = settings.tune != "off" and knobs.current().fuel is None
     searching = settings.mode != "no_fusion" and lasting and platform == "cpu"
     key = partition_key(top, settings, platform)
-    stored = session.store().partition(key) if searching or (lasting and platform != "cpu") else None
+    stored = _stored(key, platform) if searching or (lasting and platform != "cpu") else None
     if stored is not None and _restore(levels, stored, platform):
         if settings.form is not None and settings.form.regions == "every":
             for level in levels:
@@ -105,6 +106,15 @@ def _select(top: Level, settings: Settings, may_measure: bool, platform: str) ->
     if platform != "cpu" and lasting and all(s.choice is not None and s.choice.origin == "measured" for s in subsets):
         _keep(levels, shares, key)
     return _search(levels, settings, shares, key) if searching and subsets else Summary("greedy")
+
+
+def _stored(key: str, platform: str) -> dict[str, Any] | None:
+    """The stored cover; those of GPUs hold programs, and count only where this cache has made them."""
+    cover, source = session.store().entry("partition", key)
+    if cover is not None and platform != "cpu" and source == FOREIGN:
+        log.info("a stored cover of another cache is not used")
+        return None
+    return cover
 
 
 def _select_on_gpu(levels: Sequence[Level], settings: Settings, may_measure: bool, platform: str) -> dict[str, int]:

@@ -55,10 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise
     except Exception as error:
         raise _of_the_user(arguments.function, error) from error
-    from jcuts.report import NOT_MEASURED
+    from jcuts.report import NOT_CHECKED, NOT_MEASURED
 
     console().print(report)
-    if arguments.tune == "cached" and any(s.why == NOT_MEASURED for s in report.subsets):
+    if arguments.tune == "cached" and any(s.why in (NOT_MEASURED, NOT_CHECKED) for s in report.subsets):
         console().print("What is not measured yet is measured by --tune auto, or when the function is first called.")
     for path, write in ((arguments.html, report.to_html), (arguments.json, lambda p: _write_json(p, report.to_dict()))):
         if path is not None:

@@ -40,7 +40,7 @@ _BITS = {"bool": (0, 1), **{f"int{n}": (-(1 << (n - 1)), (1 << (n - 1)) - 1) for
 
 def check_bounds(program: Program, phase: Phase) -> None:
     """Raises IRError, naming the phase and the access, where an address may leave its buffer."""
-    axes = dict.fromkeys(program.serial, (0, 0))
+    axes: dict[str, Interval] = {}
     for grid in program.grid:
         axes[f"{grid.axis}_lo"] = (0, (grid.blocks - 1) * grid.block)
         axes[grid.axis + INSIDE] = (0, min(grid.block, grid.extent) - 1)
@@ -100,10 +100,9 @@ class _Space:
         if len(facts) > MOST_FACTS:
             facts = tuple(sorted(facts, key=lambda fact: -len(fact[0].axes() & address.axes()))[:MOST_FACTS])
         low, high = _both((low, high), self.interval(address, facts))
-        if low < 0 or high >= size:
-            if not address.axes().isdisjoint(f"{axis}_lo" for axis in self.split):
-                moved = tuple((self.moved(index), bounds) for index, bounds in facts)
-                low, high = _both((low, high), self.interval(self.moved(address), moved))
+        if (low < 0 or high >= size) and not address.axes().isdisjoint(f"{axis}_lo" for axis in self.split):
+            moved = tuple((self.moved(index), bounds) for index, bounds in facts)
+            low, high = _both((low, high), self.interval(self.moved(address), moved))
         if low < 0 or high >= size:
             digits = _digits([address, *(index for index, _ in facts)])
             if digits:

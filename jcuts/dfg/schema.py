@@ -48,8 +48,9 @@ _GENERATED = re.compile(
 
 def is_axis(name: object) -> bool:
     """Whether a string can name an axis: it becomes a variable of generated source text."""
-    plain = isinstance(name, str) and _AXIS.fullmatch(name) is not None
-    return plain and not keyword.iskeyword(name) and _GENERATED.fullmatch(str(name)) is None
+    if not isinstance(name, str) or _AXIS.fullmatch(name) is None:
+        return False
+    return not keyword.iskeyword(name) and _GENERATED.fullmatch(name) is None
 
 
 def is_buffer(name: object) -> bool:
@@ -68,7 +69,7 @@ def is_word(name: object) -> bool:
 
 
 def parsed(text: str) -> Any:
-    """The JSON value of a text. Raises SchemaError for anything that is none, or too long or too deep to be a program."""
+    """The JSON value of a text. Raises SchemaError for what is none, or too long or too deep to be a program."""
     if len(text) > MOST_TEXT:
         raise SchemaError(f"kernel program of {len(text)} characters: at most {MOST_TEXT} are read")
     try:

@@ -158,7 +158,8 @@ def _operation(where: str, graph: Graph, number: int) -> None:
     count = elementops.arguments(node.op) if node.op not in _NEEDED else 0
     if count is None or count != len(node.args):
         raise IRError(f"{where}: node {number} ({node.op}) of {len(node.args)} arguments")
-    if node.op in ("integer_pow", "round") and type(node.attr("y" if node.op == "integer_pow" else "method")) is not int:
+    which = {"integer_pow": "y", "round": "method"}.get(node.op)
+    if which is not None and type(node.attr(which)) is not int:
         raise IRError(f"{where}: node {number} ({node.op}) does not say which")
     types = [graph.nodes[a].dtype for a in node.args if a < number]
     wanted = elementops.result_types(node.op, types) if types and len(types) == count else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from jcuts.base.errors import CacheError, CandidateRejected
@@ -14,6 +14,9 @@ LIBRARY = "xla"
 
 POSTPONED = "Postponed"
 """Error name of a rejection that stands for a wait in vain: nothing is known about the subset yet."""
+
+UNVERIFIED = "Unverified"
+"""Error name of a rejection that stands for a stored choice that was not checked here, where nothing may be."""
 
 ORIGINS = ("measured", "estimated", "library")
 SCREENED = "screen"
@@ -122,6 +125,11 @@ class Choice:
         """Whether another process kept the machine or its memory, so that a later call is to measure."""
         return any(r.error == POSTPONED for r in self.rejections)
 
+    @property
+    def is_unverified(self) -> bool:
+        """Whether the database has a choice that is to be checked before it is used."""
+        return any(r.error == UNVERIFIED for r in self.rejections)
+
     def seconds(self, label: str) -> float | None:
         """Measured time of a candidate [s], None if it was not measured."""
         return next((m.seconds for m in self.measurements if m.label == label), None)
@@ -157,24 +165,26 @@ class Choice:
             CacheError: a field is missing or has an impossible value.
         """
         try:
+            odd = sorted(data.keys() - {f.name for f in fields(cls)})
+            if odd:
+                raise TypeError(f"unknown fields {odd}")
+            texts = {name: _texts(data.get(name, {})) for name in ("kernels", "digests", "programs")}
             choice = cls(
-                problem=str(data["problem"]),
-                winner=str(data["winner"]),
-                winner_digest=str(data["winner_digest"]),
-                origin=str(data["origin"]),
-                measurements=tuple(Measurement(**m) for m in data.get("measurements", ())),
-                rejections=tuple(Rejection(**r) for r in data.get("rejections", ())),
-                margin=float(data.get("margin", 0.0)),
-                overhead_seconds=float(data.get("overhead_seconds", 0.0)),
-                name=str(data.get("name", "")),
-                kernels={str(k): str(v) for k, v in data.get("kernels", {}).items()},
-                digests={str(k): str(v) for k, v in data.get("digests", {}).items()},
-                programs={str(k): str(v) for k, v in data.get("programs", {}).items()},
+                problem=_text(data["problem"]),
+                winner=_text(data["winner"]),
+                winner_digest=_text(data["winner_digest"]),
+                origin=_text(data["origin"]),
+                measurements=tuple(_measurement(m) for m in data.get("measurements", ())),
+                rejections=tuple(_rejection(r) for r in data.get("rejections", ())),
+                margin=_number(data.get("margin", 0.0)),
+                overhead_seconds=_number(data.get("overhead_seconds", 0.0)),
+                name=_text(data.get("name", "")),
+                **texts,
             )
-            times = [float(m.seconds) for m in choice.measurements]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CacheError(f"not a tuning choice: {type(error).__name__}: {error}", found=repr(data)[:200]) from None
-        if choice.origin not in ORIGINS or not all(math.isfinite(t) and t > 0 for t in times):
+        times = [m.seconds for m in choice.measurements]
+        if choice.origin not in ORIGINS or not all(t > 0 for t in times):
             raise CacheError(
                 f"tuning choice {choice.problem[:12]} has origin={choice.origin!r} and times {times}: times must be "
                 f"positive and the origin one of {ORIGINS}",
@@ -183,6 +193,40 @@ class Choice:
                 times=times,
             )
         return choice
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{repr(value)[:40]} is no text")
+    return value
+
+
+def _texts(value: Any) -> dict[str, str]:
+    return {_text(key): _text(item) for key, item in value.items()}
+
+
+def _number(value: Any) -> float:
+    """A finite number that is not negative."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ValueError(f"{repr(value)[:40]} is no finite number from 0 on")
+    return float(value)
+
+
+def _measurement(data: Any) -> Measurement:
+    made = Measurement(**data)
+    numbers = {name: _number(getattr(made, name)) for name in ("seconds", "low", "high", "bound_seconds")}
+    if isinstance(made.pul, bool) or not isinstance(made.pul, (int, float)) or not math.isfinite(made.pul):
+        raise ValueError(f"{repr(made.pul)[:40]} is no estimate")
+    if type(made.runs) is not int or made.runs < 0:
+        raise ValueError(f"{repr(made.runs)[:40]} runs")
+    return replace(made, label=_text(made.label), method=_text(made.method), **numbers)
+
+
+def _rejection(data: Any) -> Rejection:
+    made = Rejection(**data)
+    if not isinstance(made.values, dict):
+        raise TypeError(f"values {repr(made.values)[:40]} of a rejection")
+    return replace(made, label=_text(made.label), error=_text(made.error), message=_text(made.message))
 
 
 def plain(values: Mapping[str, object]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jcuts.base.errors import UsageError
+from jcuts.dfg.program import Program
 
 FORMAT = 1
 GPU_TIMING = 4
@@ -280,6 +281,11 @@ class Problem:
             )
         except (KeyError, TypeError) as error:
             raise UsageError(f"tuning problem lacks a field: {error!r}", found=sorted(data)) from None
+
+
+def label_of(program: Program) -> str:
+    """The label of the candidate that a kernel program is: it tells the content."""
+    return f"{program.template}-{program.digest[:10]}"
 
 
 def object_payload(

@@ -15,7 +15,7 @@ from typing import Any
 from jcuts.base.errors import CandidateRejected
 from jcuts.base.settings import Settings
 from jcuts.dfg.program import Program
-from jcuts.tune import apart, needed
+from jcuts.tune import apart, needed, verification
 from jcuts.tune.choice import LIBRARY, Choice, Rejection
 from jcuts.tune.family import between
 from jcuts.tune.job import Job, make_job
@@ -23,6 +23,7 @@ from jcuts.tune.lock import default_patience, holder, is_hopeless, is_mine, meas
 from jcuts.tune.problem import Problem
 from jcuts.tune.replay import Recording
 from jcuts.tune.select import estimate, postponed, select, select_stored, unknown
+from jcuts.tune.signature import CHECKED, FOREIGN, TUNED
 from jcuts.tune.stages import Effort, Progress, Session
 from jcuts.tune.store import Store, default_store
 from jcuts.tune.turns import measured
@@ -45,6 +46,7 @@ def tune(
     force: bool = False,
     quiet: Callable[[bool], bool] | None = None,
     further: Callable[[str, Program], Iterable[Program]] | None = None,
+    sources: dict[str, str] | None = None,
 ) -> dict[str, Choice]:
     """A choice for every problem: from the database, else by measuring (``tune="auto"`` only).
 
@@ -60,12 +62,26 @@ def tune(
         force: measure again what the database knows.
         quiet: whether nothing else of this process uses the GPU; called with True it waits for that.
         further: digest and a program -> those that its choice needs besides, which are compiled while others are timed.
+        sources: gets, by digest, where the choices of the database come from (`tune.signature`).
+
+    A stored choice that this cache has not signed is checked before a kernel of it runs, once (`tune.verification`);
+    where nothing may be (``cached``), it is not used.
     Returns: digest -> choice.  Problems that could not be measured have origin ``library``; see their rejections.
     """
     unique = {p.digest: p for p in problems}
     if settings.tune == "off":
         return {digest: estimate(p, settings.mode) for digest, p in unique.items()}
-    stored = {} if force else _stored(unique, store)
+    sources = {} if sources is None else sources
+    stored = {} if force else _stored(unique, store, sources)
+    waiting = {
+        digest: choice for digest, choice in stored.items()
+        if sources[digest] == FOREIGN and verification.contenders(unique[digest], choice)
+    }  # fmt: skip
+    stored = {digest: choice for digest, choice in stored.items() if digest not in waiting}
+    if waiting and settings.tune == "auto":
+        pairs = [(unique[digest], choice) for digest, choice in waiting.items()]
+        for digest, choice in _check_all(pairs, store, effort, progress, prepare).items():
+            stored[digest], sources[digest] = choice, CHECKED
     known = {digest: choice for digest, choice in stored.items() if choice.is_enough(settings.mode)}
     missing = {digest: p for digest, p in unique.items() if digest not in known}
     if settings.tune == "auto" and missing:
@@ -73,6 +89,7 @@ def tune(
         for problem, choice in _measure_all(list(missing.values()), asked, prepare):
             known[choice.problem] = choice
             unique[choice.problem] = problem
+            sources[choice.problem] = TUNED if choice.origin == "measured" else ""
     out = {}
     for digest, problem in unique.items():
         choice = known.get(digest)
@@ -81,6 +98,8 @@ def tune(
         # What is out in one mode is out in all.
         rejections = stored[digest].rejections if digest in stored else ()
         least = replace(unknown(problem), rejections=rejections)
+        if digest in waiting and choice is None and settings.tune != "auto":
+            least = verification.unverified(problem)
         out[digest] = least if choice is None else _selected(problem, choice, settings.mode)
     return out
 
@@ -99,13 +118,33 @@ class _Asked:
 
     def stored(self, problem: Problem) -> Choice | None:
         """What another process has found out meanwhile."""
-        choice = None if self.force else self.store.lookup(problem.digest)
-        return choice if choice is not None and choice.is_enough(self.mode) else None
+        choice, source = (None, "") if self.force else self.store.choice(problem.digest)
+        return choice if choice is not None and source != FOREIGN and choice.is_enough(self.mode) else None
 
 
-def _stored(problems: dict[str, Problem], store: Store) -> dict[str, Choice]:
-    found = {digest: store.lookup(digest) for digest in problems}
-    return {digest: choice for digest, choice in found.items() if choice is not None}
+def _stored(problems: dict[str, Problem], store: Store, sources: dict[str, str]) -> dict[str, Choice]:
+    found = {}
+    for digest in problems:
+        choice, source = store.choice(digest)
+        if choice is not None:
+            found[digest], sources[digest] = choice, source
+    return found
+
+
+def _check_all(
+    pairs: Sequence[tuple[Problem, Choice]], store: Store, effort: Effort, progress: Progress | None,
+    prepare: Callable[[Problem], Problem] | None,
+) -> dict[str, Choice]:  # fmt: skip
+    """Checks stored choices of others in processes of a session; those that are right."""
+    platform = "cuda" if any(problem.device for problem, _ in pairs) else "cpu"
+    try:
+        with workshop() as shop, shop.folder() as folder:
+            pool = shop.pool(platform, effort.workers or workers_of())
+            session = Session(pool, replace(effort, checks_last=False), progress)
+            return verification.check(pairs, store, folder, session, prepare)
+    except OSError as error:
+        _log.warning("stored choices of other caches could not be checked, and are not used: %s", error)
+        return {}
 
 
 def _selected(problem: Problem, choice: Choice, mode: str) -> Choice:

@@ -24,6 +24,7 @@ from jcuts.trace.canonical import canonical_text
 from jcuts.tune.choice import LIBRARY, Choice
 from jcuts.tune.library import with_exports
 from jcuts.tune.problem import Candidate, Input, Output, Problem
+from jcuts.tune.problem import label_of as _label
 from jcuts.tune.runner import Progress, default_store, tune
 from jcuts.tune.store import Store
 from jcuts.tune.workshop import workers_of, workshop
@@ -142,7 +143,7 @@ def choose(
     parts: Mapping[str, Sequence[str]] = MappingProxyType({}),
     further: Callable[[Any, Program], Iterable[Program]] | None = None,
 ) -> dict[str, int]:
-    """Sets ``chosen``, ``origin`` and ``choice`` of every subset (see `levels.Subset`).
+    """Sets ``chosen``, ``origin``, ``source`` and ``choice`` of every subset (see `levels.Subset`).
 
     Args:
         shares: candidates per subset identity, which are part of a problem's key; by default in proportion to work.
@@ -190,11 +191,14 @@ def choose(
         if device and any(store().lookup(problem.digest) is None for problem in problems.values()):
             with workshop() as shop:  # the one that is open: their imports go on while this thread plans
                 shop.warm("cuda", workers_of())
-    choices = tune(list(problems.values()), store(), settings=how, progress=_progress, prepare=prepare)
+    sources: dict[str, str] = {}
+    choices = tune(
+        list(problems.values()), store(), settings=how, progress=_progress, prepare=prepare, sources=sources
+    )
     for subset in subsets:
         problem = problems[subset.identity]
         choice = choices[problem.digest]
-        subset.choice, subset.origin = choice, choice.origin
+        subset.choice, subset.origin, subset.source = choice, choice.origin, sources.get(problem.digest, "")
         subset.chosen = _winner(subset, choice)
         if choice.winner != LIBRARY and subset.chosen is None:
             subset.origin = "library"
@@ -261,10 +265,6 @@ def _terms(program: Any) -> int:
         carried = [a.extent for a in phase.axes if program.template == "scan" and a.name == "t"]
         longest = max(longest, math.prod([*(r.extent for r in phase.reds), *carried]))
     return longest
-
-
-def _label(program: Any) -> str:
-    return f"{program.template}-{program.digest[:10]}"
 
 
 def _name(subset: Any) -> str:

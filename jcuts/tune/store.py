@@ -2,6 +2,9 @@
 
 It holds choices with their measurements, the partitions of functions, and guard decisions.
 
+Rows that this cache wrote are signed (`tune/signature.py`); what was imported, edited or written by older versions is
+foreign until it was checked.
+
 One transaction per choice (`base/sqlitefile.py` says how the file is opened).  A damaged or foreign file is moved
 aside, never deleted.  When the file cannot be written the store says so once and goes on in memory: tuning results may
 be lost at exit, the user's program is not.
@@ -16,7 +19,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from jcuts.base.errors import CacheError
 from jcuts.base.sqlitefile import SqliteFile, is_damaged
 from jcuts.base.told import unusable_cache
 from jcuts.tune.choice import Choice
+from jcuts.tune.signature import FOREIGN, TUNED, Signer
 
 SCHEMA = 2
 APPLICATION_ID = 0x6A637574  # 'jcut', shown by file(1)
@@ -45,9 +49,15 @@ CREATE TABLE guards (
 CREATE TABLE partitions (
     key TEXT NOT NULL, device TEXT NOT NULL, versions TEXT NOT NULL,
     cover TEXT NOT NULL, created REAL NOT NULL, PRIMARY KEY (key, device, versions));
+CREATE TABLE IF NOT EXISTS signatures (
+    kind TEXT NOT NULL, key TEXT NOT NULL, device TEXT NOT NULL, versions TEXT NOT NULL,
+    source TEXT NOT NULL, signature TEXT NOT NULL, PRIMARY KEY (kind, key, device, versions));
 CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
 INSERT INTO meta VALUES ('generation', 0);
 """
+
+_SIGNATURES = next(text for text in _TABLES.split(";") if "signatures" in text)
+"""Databases of older versions lack this table: whoever writes makes it.  Those versions go on without it."""
 
 _PLACES = {  # kind of entry -> table, key column, value column
     "choice": ("choices", "problem", "choice"),
@@ -87,6 +97,8 @@ class Store:
         self.errors: list[CacheError] = []
         self._lock = threading.RLock()
         self._memory: dict[tuple[str, str], tuple[float, dict[str, Any]]] = {}
+        self._signer = Signer(self.path and self.path.with_name(self.path.name + ".key"))
+        self._sources: dict[tuple[str, str, str], str] = {}  # what this process wrote -> where that comes from
         self._writes = 0
         self._hidden = False  # the file could not be cleared: pretend that it is empty
 
@@ -94,22 +106,75 @@ class Store:
 
     def lookup(self, problem: str) -> Choice | None:
         """The stored choice of a problem on this device with these versions, or None."""
-        value = self._get("choice", problem)
-        if value is None:
-            return None
+        return self.choice(problem)[0]
+
+    def put(self, choice: Choice, source: str = TUNED) -> None:
+        """Stores a choice with its measurements in one transaction, replacing an earlier one.
+
+        Args: source: how this cache knows that it is right (`tune.signature`).
+        """
+        self._put("choice", choice.problem, choice.to_json(), source=source)
+
+    def drop(self, problem: str) -> None:
+        """Removes the choice of a problem on this device with these versions."""
+        owner = (problem, self.device, self.versions)
+
+        def work(db: sqlite3.Connection) -> None:
+            for table in ("choices", "measurements"):
+                db.execute(f"DELETE FROM {table} WHERE problem = ? AND device = ? AND versions = ?", owner)
+
+        with self._lock:
+            self._writes += 1
+            self._memory.pop(("choice", problem), None)
+            self._write(work)
+
+    def choice(self, problem: str) -> tuple[Choice | None, str]:
+        """The same as `lookup`, and where it comes from: `TUNED`, `CHECKED` or `FOREIGN`."""
+        value, source = self.entry("choice", problem)
         try:
-            return Choice.from_json(value)
+            choice = None if value is None else Choice.from_json(value)
+            if choice is not None and choice.problem != problem:
+                raise CacheError(f"not the choice of {problem[:12]}: it is of {choice.problem[:12]}", problem=problem)
+            return choice, source
         except CacheError as error:  # a person may have edited the row
             self._report(error)
-            return None
+            return None, source
 
-    def put(self, choice: Choice) -> None:
-        """Stores a choice with its measurements in one transaction, replacing an earlier one."""
-        self._put("choice", choice.problem, choice.to_json())
+    def entry(self, kind: str, key: str) -> tuple[dict[str, Any] | None, str]:
+        """A stored entry of this device and these versions as JSON data, and where it comes from; None, '' for none."""
+        with self._lock:
+            if (kind, key) in self._memory:
+                value = self._memory[kind, key][1]
+                return value, self._sources.get((kind, key, _text(value)), FOREIGN)
+        owner = (key, self.device, self.versions)
+        table, column, value = _PLACES[kind]
+
+        def work(db: sqlite3.Connection) -> list[Any]:
+            query = f"SELECT {value} FROM {table} WHERE {column} = ? AND device = ? AND versions = ?"
+            rows = db.execute(query, owner).fetchall()
+            signed = rows and db.execute("SELECT name FROM sqlite_master WHERE name = 'signatures'").fetchall()
+            where = "kind = ? AND key = ? AND device = ? AND versions = ?"
+            query = f"SELECT source, signature FROM signatures WHERE {where}"
+            return [*rows, *(db.execute(query, (kind, *owner)).fetchall() if signed else ())]
+
+        rows = self._ask(work)
+        text = rows[0][0] if rows else None
+        data = _object(text) if isinstance(text, str) else None
+        if data is None or not isinstance(text, str):
+            return None, ""
+        source = self._sources.get((kind, key, text), FOREIGN)
+        for name, signature in rows[1:]:
+            if self._signer.is_signed((kind, *owner, text), str(name), str(signature)):
+                source = str(name)
+        return data, source
 
     def guard(self, key: str) -> dict[str, Any] | None:
         """A last-guard decision (JSON object) of this device and these versions, or None."""
-        return self._get("guard", key)
+        return self.entry("guard", key)[0]
+
+    def is_own(self, key: str) -> bool:
+        """Whether this cache has taken the last-guard decision under a key."""
+        return self.entry("guard", key)[1] != FOREIGN
 
     def put_guard(self, key: str, decision: Mapping[str, Any]) -> None:
         """Stores a last-guard decision."""
@@ -117,7 +182,7 @@ class Store:
 
     def partition(self, key: str) -> dict[str, Any] | None:
         """The stored cover of a function (JSON object) on this device with these versions, or None."""
-        return self._get("partition", key)
+        return self.entry("partition", key)[0]
 
     def put_partition(self, key: str, cover: Mapping[str, Any], *, is_news: bool = True) -> None:
         """Stores the cover of a function. Args: is_news: whether plans made before may differ from those made now."""
@@ -152,7 +217,8 @@ class Store:
         count = len(self.ls())
 
         def work(db: sqlite3.Connection) -> None:
-            for table in ("choices", "measurements", "guards", "partitions"):
+            db.execute(_SIGNATURES)
+            for table in ("choices", "measurements", "guards", "partitions", "signatures"):
                 db.execute(f"DELETE FROM {table}")
 
         self._memory.clear()
@@ -212,34 +278,29 @@ class Store:
 
     # Inside ----------------------------------------------------------------------------------------------------------
 
-    def _get(self, kind: str, key: str) -> dict[str, Any] | None:
-        with self._lock:
-            if (kind, key) in self._memory:
-                return self._memory[kind, key][1]
-        table, column, value = _PLACES[kind]
-        rows = self._read(
-            f"SELECT {value} FROM {table} WHERE {column} = ? AND device = ? AND versions = ?",
-            (key, self.device, self.versions),
-        )
-        return _object(rows[0][0]) if rows else None
-
-    def _put(self, kind: str, key: str, value: dict[str, Any], is_news: bool = True) -> None:
+    def _put(self, kind: str, key: str, value: dict[str, Any], is_news: bool = True, source: str = TUNED) -> None:
         row = Row(kind, key, self.device, self.versions, time.time(), value)
+        text = _text(value)
+        signature = self._signer.sign((kind, key, self.device, self.versions, text), source)
         with self._lock:
+            self._sources[kind, key, text] = source
             self._writes += is_news
-            if self._write(lambda db: _insert(db, row), is_news):
+            if self._write(lambda db: _insert(db, row, (source, signature)), is_news):
                 self._memory.pop((kind, key), None)
             else:
                 self._memory[kind, key] = (row.created, value)
 
     def _read(self, query: str, values: tuple[object, ...]) -> list[Any]:
+        return self._ask(lambda db: db.execute(query, values).fetchall())
+
+    def _ask(self, work: Callable[[sqlite3.Connection], list[Any]]) -> list[Any]:
         with self._lock:
             if self._file is None or self._hidden:
                 return []
             for attempt in (0, 1):
                 try:
                     with self._file.open(write=False) as db:
-                        return [] if db is None else db.execute(query, values).fetchall()
+                        return [] if db is None else work(db)
                 except (sqlite3.Error, OSError) as error:
                     if attempt == 0 and is_damaged(error):
                         self._set_aside(str(error))
@@ -322,9 +383,18 @@ def default_store() -> Store:
     )
 
 
-def _insert(db: sqlite3.Connection, row: Row) -> None:
+def _text(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _insert(db: sqlite3.Connection, row: Row, signed: tuple[str, str] | None = None) -> None:
+    """Writes a row. Args: signed: its source and signature; None for a row of others."""
     owner = (row.key, row.device, row.versions)
-    text = json.dumps(row.value, sort_keys=True)
+    text = _text(row.value)
+    db.execute(_SIGNATURES)
+    db.execute("DELETE FROM signatures WHERE kind = ? AND key = ? AND device = ? AND versions = ?", (row.kind, *owner))
+    if signed is not None and signed[1]:
+        db.execute("INSERT INTO signatures VALUES (?, ?, ?, ?, ?, ?)", (row.kind, *owner, *signed))
     db.execute(f"INSERT OR REPLACE INTO {_PLACES[row.kind][0]} VALUES (?, ?, ?, ?, ?)", (*owner, text, row.created))
     if row.kind != "choice":
         return

@@ -225,7 +225,7 @@ class _Writer:
         else:
             self.line(1, f"row = cuda.blockIdx.x * {per_block} + {self.helper('div', 'cuda.threadIdx.x', team)}")
             self.line(1, f"lane = {self.helper('mod', 'cuda.threadIdx.x', team)}")
-        for number, phase in enumerate(self.program.phases):
+        for number in range(len(self.program.phases)):
             self.line(1, f"# phase {number}")
         name = f"row_of_{team}x{shape.vector}x{shape.chunks}"
         self.variants[name] = shape
@@ -257,7 +257,7 @@ class _Writer:
         counts = {a.name: a.extent for a in axes[:-1]}
         counts[axes[-1].name] = -(-axes[-1].extent // shape.columns)
         self._places_of_block(counts)
-        for number, phase in enumerate(self.program.phases):
+        for number in range(len(self.program.phases)):
             self.line(1, f"# phase {number}")
         name = f"{dict(self.program.params)['cuda']}_of_{shape.across}x{shape.deep}x{shape.vector}x{shape.chunks}"
         self.variants[name] = shape

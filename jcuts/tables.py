@@ -19,6 +19,7 @@ from jcuts.report import (
     reasons,
     refused,
     rows,
+    sources,
     summary,
     thrown_out,
 )
@@ -35,6 +36,8 @@ def report_tables(report: FunctionReport) -> RenderableType:
     parts.extend(Text(f"note: {note}", style="yellow") for note in report.notes)
     if report.subsets:
         parts.append(SubsetTable(report))
+        if found := sources(report):
+            parts.append(Text(f"choices of kernels: {found}"))
     if report.divisions:
         parts.append(text_table("Convolutions", DIVISION_HEADINGS, division_rows(report.divisions)))
         parts.append(Text(division_total(report.divisions)))

@@ -216,6 +216,8 @@ def _index(data: Any, depth: int) -> None:
             _integer("modulus", modulus, 1, MOST_NUMBER)
         else:
             _integer("value", atom, 0, MOST_NODES)
+    if len(rows) > 2:
+        _that(len({repr(term[1]) for term in rows[1:]}) == len(rows) - 1, "index with a term twice", rows)
 
 
 def _parameter(value: Any, depth: int) -> None:
@@ -225,7 +227,7 @@ def _parameter(value: Any, depth: int) -> None:
     elif isinstance(value, str):
         _that(value == "" or is_word(value), "parameter", value)
     elif type(value) is not bool:
-        _integer("parameter", value, -(1 << 31), 1 << 31)
+        _integer("parameter", value, 0, 1 << 31)
 
 
 def _dtype(name: Any) -> None:

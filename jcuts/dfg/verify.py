@@ -45,6 +45,9 @@ def verify(program: Program) -> None:
     for phase in program.phases:
         _phase(program, phase)
         check_bounds(program, phase)
+    written = {store.buffer for phase in program.phases for store in phase.stores}
+    if missing := [b.name for b in program.outputs if b.name not in written]:
+        raise IRError(f"{program.name}: nothing is stored into {missing}")
 
 
 def _names(program: Program) -> None:

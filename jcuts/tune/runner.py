@@ -77,7 +77,8 @@ def tune(
         digest: choice for digest, choice in stored.items()
         if sources[digest] == FOREIGN and verification.contenders(unique[digest], choice)
     }  # fmt: skip
-    stored = {digest: choice for digest, choice in stored.items() if digest not in waiting}
+    for digest in waiting:
+        del stored[digest], sources[digest]
     if waiting and settings.tune == "auto":
         pairs = [(unique[digest], choice) for digest, choice in waiting.items()]
         for digest, choice in _check_all(pairs, store, effort, progress, prepare).items():

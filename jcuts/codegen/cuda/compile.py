@@ -26,7 +26,7 @@ from jcuts.codegen.cuda.group_shape import GroupShape
 from jcuts.codegen.cuda.group_window_shape import WindowShape
 from jcuts.codegen.cuda.image import SYMBOL, Image, Launch, Resources
 from jcuts.codegen.cuda.moments import MomentsEmitter
-from jcuts.codegen.cuda.parts import parts
+from jcuts.codegen.cuda.parts import Part, parts
 from jcuts.codegen.cuda.patch import PatchEmitter
 from jcuts.codegen.cuda.point import PointEmitter, counted_by_tile, pinned
 from jcuts.codegen.cuda.product import ProductEmitter, ProductShape
@@ -111,15 +111,12 @@ def compile_program(program: Program, target: CudaTarget) -> CompiledKernel:
     verify(program)
     check_units(program, target)
     digest = kernel_digest(program, target)
-    found, scratch = parts(program)
-    sources: list[tuple[str, str]] = []
-    emitted: list[CudaSource] = []
+    found, emitted, scratch = sources_of(program)
     symbols = [f"jcuts_{digest[:12]}_{number}" for number in range(len(found))]
-    for part, symbol in zip(found, symbols, strict=True):
-        verify(part.program)
-        source = emit_source(part.program)
-        emitted.append(source)
-        sources.append((_ptx(part.program, source, target, symbol), symbol))
+    sources = [
+        (_ptx(part.program, source, target, symbol), symbol)
+        for part, source, symbol in zip(found, emitted, symbols, strict=True)
+    ]
     arch = arch_of(program, target)
     overlapped = not {"pixels", "fed"}.isdisjoint(dict(program.params))
     grids = [assemble.Grid(source.blocks, source.threads, source.shared) for source in emitted]
@@ -149,6 +146,27 @@ def compile_program(program: Program, target: CudaTarget) -> CompiledKernel:
         inputs=tuple((b.shape, b.dtype) for b in program.inputs),
         outputs=tuple((b.shape, b.dtype) for b in program.outputs),
     )  # fmt: skip
+
+
+_UNFIT = (ArithmeticError, AssertionError, AttributeError, LookupError, StopIteration, TypeError, ValueError)
+"""What schedules raise that were made for other programs, or by nobody."""
+
+
+def sources_of(program: Program) -> tuple[list[Part], list[CudaSource], int]:
+    """The kernels of a program, the source text of each, and the bytes of scratch memory that they share.
+
+    Raises: CompileRejected for parameters that are no schedule's; IRError where a part is ill-formed.
+    """
+    try:
+        found, scratch = parts(program)
+        for part in found:
+            verify(part.program)
+        return found, [emit_source(part.program) for part in found], scratch
+    except JcutsError:
+        raise
+    except _UNFIT as error:
+        text = f"{program.name}: its parameters are no schedule's ({type(error).__name__}: {str(error)[:80]})"
+        raise CompileRejected(text, program=program.name) from error
 
 
 def arch_of(program: Program, target: CudaTarget) -> str:

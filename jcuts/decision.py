@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -100,11 +101,33 @@ class Decision:
     def from_dict(cls, data: Mapping[str, Any]) -> Decision | None:
         """The decision, or None if the stored data has another form."""
         try:
-            speed = {str(k): tuple(float(x) for x in v) for k, v in dict(data.get("speed", {})).items()}
-            return cls(str(data["chosen"]), str(data["reason"]),
-                       {str(k): float(v) for k, v in dict(data["seconds"]).items()}, float(data["margin"]),
-                       {str(k): str(v) for k, v in dict(data["rejected"]).items()}, bool(data["measured"]),
-                       {k: (v[0], v[1], v[2]) for k, v in speed.items()}, bool(data.get("noisy", False)),
-                       int(data.get("tries", 1)))
-        except (KeyError, TypeError, ValueError, IndexError):
+            if not data.keys() <= {"chosen", "reason", "seconds", "margin", "rejected", "measured", "speed", "noisy",
+                                   "tries", "is_final"}:  # fmt: skip
+                return None
+            speed = {_text(k): tuple(map(_number, v)) for k, v in data.get("speed", {}).items()}
+            return cls(_text(data["chosen"]), _text(data["reason"]),
+                       {_text(k): _number(v) for k, v in data["seconds"].items()}, _number(data["margin"]),
+                       {_text(k): _text(v) for k, v in data["rejected"].items()}, _flag(data["measured"]),
+                       {k: (v[0], v[1], v[2]) for k, v in speed.items()}, _flag(data.get("noisy", False)),
+                       int(_number(data.get("tries", 1))))  # fmt: skip
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError):
             return None
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(value)
+    return value
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(value)
+    return value
+
+
+def _number(value: object) -> float:
+    """A finite number that is not negative."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ValueError(value)
+    return float(value)

@@ -17,7 +17,7 @@ from jcuts.dfg.node import Graph
 from jcuts.dfg.program import Phase, Program, Red
 from jcuts.dfg.schema import is_axis, is_buffer, is_label, is_word
 
-MOST_POINTS = 1 << 14
+MOST_POINTS = 1 << 12
 """Points of a phase that are computed together: every one is a copy of the graph."""
 
 

@@ -36,7 +36,7 @@ def restore(level: Level, cover: Mapping[str, Any]) -> bool:
     Then the level's cover is as it was, but ``level.made`` may hold programs of the other.
     Raises: IRError for a program that is none.
     """
-    programs = [read(text) for text in cover["programs"]]
+    programs = [read(text, signed=True) for text in cover["programs"]]  # a GPU's cover of others is not taken
     found = [[(frozenset(map(int, members)), programs[number]) for members, number in cover[kind]]
              for kind in ("subsets", "library")]  # fmt: skip
     if not is_cover(level, [members for members, _ in found[0]]):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jcuts.base.errors import UsageError
-from jcuts.dfg.program import Program
+from jcuts.kernel_ir.program import Program
 
 FORMAT = 1
 GPU_TIMING = 4

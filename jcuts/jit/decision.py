@@ -92,24 +92,48 @@ class Decision:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for the database and for ``explain``."""
-        return {"chosen": self.chosen, "reason": self.reason, "seconds": dict(self.seconds), "margin": self.margin,
-                "rejected": dict(self.rejected), "measured": self.measured,
-                "speed": {k: list(v) for k, v in self.speed.items()}, "noisy": self.noisy, "tries": self.tries,
-                "is_final": self.is_final}
+        return {
+            "chosen": self.chosen,
+            "reason": self.reason,
+            "seconds": dict(self.seconds),
+            "margin": self.margin,
+            "rejected": dict(self.rejected),
+            "measured": self.measured,
+            "speed": {k: list(v) for k, v in self.speed.items()},
+            "noisy": self.noisy,
+            "tries": self.tries,
+            "is_final": self.is_final,
+        }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Decision | None:
         """The decision, or None if the stored data has another form."""
         try:
-            if not data.keys() <= {"chosen", "reason", "seconds", "margin", "rejected", "measured", "speed", "noisy",
-                                   "tries", "is_final"}:  # fmt: skip
+            if not data.keys() <= {
+                "chosen",
+                "reason",
+                "seconds",
+                "margin",
+                "rejected",
+                "measured",
+                "speed",
+                "noisy",
+                "tries",
+                "is_final",
+            }:
                 return None
             speed = {_text(k): tuple(map(_number, v)) for k, v in data.get("speed", {}).items()}
-            return cls(_text(data["chosen"]), _text(data["reason"]),
-                       {_text(k): _number(v) for k, v in data["seconds"].items()}, _number(data["margin"]),
-                       {_text(k): _text(v) for k, v in data["rejected"].items()}, _flag(data["measured"]),
-                       {k: (v[0], v[1], v[2]) for k, v in speed.items()}, _flag(data.get("noisy", False)),
-                       int(_number(data.get("tries", 1))))  # fmt: skip
+            return cls(
+                _text(data["chosen"]),
+                _text(data["reason"]),
+                {_text(k): _number(v) for k, v in data["seconds"].items()},
+                _number(data["margin"]),
+                {_text(k): _text(v) for k, v in data["rejected"].items()},
+                _flag(data["measured"]),
+                {k: (v[0], v[1], v[2]) for k, v in speed.items()},
+                _flag(data.get("noisy", False)),
+                int(_number(data.get("tries", 1))),
+            )
         except (AttributeError, KeyError, TypeError, ValueError, IndexError):
             return None
 

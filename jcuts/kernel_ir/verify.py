@@ -153,8 +153,12 @@ def _operation(where: str, graph: Graph, number: int) -> None:
     """A node has what its operation needs, and nothing else."""
     node = graph.nodes[number]
     needed = _NEEDED.get(node.op, ())
-    has = {"buffer": bool(node.buffer), "index": node.index is not None, "guards": bool(node.guards),
-           "value": node.value is not None}  # fmt: skip
+    has = {
+        "buffer": bool(node.buffer),
+        "index": node.index is not None,
+        "guards": bool(node.guards),
+        "value": node.value is not None,
+    }
     odd = [part for part, there in has.items() if there != (part in needed) and (node.op, part) not in _MAY]
     if odd or (node.op == "load" and node.value is not None and not node.guards):
         raise IRError(f"{where}: node {number} ({node.op}) with or without {odd}")
@@ -173,6 +177,10 @@ def _operation(where: str, graph: Graph, number: int) -> None:
 
 
 _NEEDED: dict[str, tuple[str, ...]] = {
-    "const": ("value",), "load": ("buffer", "index"), "index": ("index",), "guard": ("guards",), "acc": (),
-}  # fmt: skip
+    "const": ("value",),
+    "load": ("buffer", "index"),
+    "index": ("index",),
+    "guard": ("guards",),
+    "acc": (),
+}
 _MAY = frozenset({("load", "guards"), ("load", "value"), ("guard", "guards")})

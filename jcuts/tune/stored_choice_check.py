@@ -43,9 +43,12 @@ def unverified(problem: Problem) -> Choice:
 
 
 def check(
-    problems: Sequence[tuple[Problem, Choice]], store: Store, folder: Path, session: Session,
+    problems: Sequence[tuple[Problem, Choice]],
+    store: Store,
+    folder: Path,
+    session: Session,
     prepare: Callable[[Problem], Problem] | None,
-) -> dict[str, Choice]:  # fmt: skip
+) -> dict[str, Choice]:
     """Checks stored choices; returns those that are right, by digest, with what of them was checked.
 
     The others are removed from the database, but for those that could not be checked for want of a process or memory.
@@ -84,8 +87,11 @@ def check(
 
 def _dropped(store: Store, choice: Choice, why: str) -> None:
     store.drop(choice.problem)
-    _log.warning("a stored choice of another cache for %s is not used, and was removed: %s",
-                 choice.name or choice.problem[:12], why)  # fmt: skip
+    _log.warning(
+        "a stored choice of another cache for %s is not used, and was removed: %s",
+        choice.name or choice.problem[:12],
+        why,
+    )
 
 
 def _candidates(problem: Problem, choice: Choice) -> tuple[Candidate, ...] | None:

@@ -125,10 +125,33 @@ class Mutator:
         self.random = random.Random(seed)
         code = f"open({str(canary)!r}, 'w').write('x')"
         self.strings = (
-            "", "x", "d0", "in0", "out0", "local0", "float32", "int8", "add", "load", "const", "0x1.8000000000000p+3",
-            f"a\n    {code}\n    #", f"a\n{code}", f"d0 = {code}", f"__import__('os').system('touch {canary}')",
-            f"{{{code}}}", "for", "tile", "buffers", "d0_lo", "../../x", "a\0b", "\u202e", "x" * 5000, "nan",
-        )  # fmt: skip
+            "",
+            "x",
+            "d0",
+            "in0",
+            "out0",
+            "local0",
+            "float32",
+            "int8",
+            "add",
+            "load",
+            "const",
+            "0x1.8000000000000p+3",
+            f"a\n    {code}\n    #",
+            f"a\n{code}",
+            f"d0 = {code}",
+            f"__import__('os').system('touch {canary}')",
+            f"{{{code}}}",
+            "for",
+            "tile",
+            "buffers",
+            "d0_lo",
+            "../../x",
+            "a\0b",
+            "\u202e",
+            "x" * 5000,
+            "nan",
+        )
 
     def changed(self, data: dict[str, Any]) -> dict[str, Any]:
         """A copy with one change, or two."""
@@ -161,10 +184,21 @@ class Mutator:
             holder[key] = self._any()
 
     def _any(self) -> Any:
-        return self.random.choice((
-            self.random.choice(ODD_NUMBERS), self.random.choice(self.strings), None, True, [], {}, [[]],
-            float("nan"), float("inf"), [0, [1, "d0"]], [3, [2, ["div", [0, [1, "d0"]], 4]]],
-        ))  # fmt: skip
+        return self.random.choice(
+            (
+                self.random.choice(ODD_NUMBERS),
+                self.random.choice(self.strings),
+                None,
+                True,
+                [],
+                {},
+                [[]],
+                float("nan"),
+                float("inf"),
+                [0, [1, "d0"]],
+                [3, [2, ["div", [0, [1, "d0"]], 4]]],
+            )
+        )
 
 
 def _places(data: Any) -> Iterator[tuple[Any, Any]]:

@@ -71,9 +71,16 @@ def test_the_verifier_looks_at_names_of_programs_that_no_file_held(convolution):
         phase = program.phases[0]
         axes = (type(phase.axes[0])(odd, phase.axes[0].extent), *phase.axes[1:])
         with pytest.raises(IRError, match="names no axis"):
-            verify(type(program)(program.name, program.buffers, (), (),
-                                 (type(phase)(phase.name, axes, phase.reds, phase.accs, phase.body, phase.exit,
-                                              phase.stores),), 1))  # fmt: skip
+            verify(
+                type(program)(
+                    program.name,
+                    program.buffers,
+                    (),
+                    (),
+                    (type(phase)(phase.name, axes, phase.reds, phase.accs, phase.body, phase.exit, phase.stores),),
+                    1,
+                )
+            )
 
 
 def test_generated_text_has_no_names_of_phases(convolution):
@@ -129,6 +136,7 @@ print("right", np.abs(np.asarray(f(x)) - np.asarray(jax.jit(jax.nn.softmax)(x)))
 
 def test_an_imported_row_runs_no_code(tmp_path):
     """The whole way: an export with code in a phase's name, imported, and the function called."""
+
     def run(cache, *command):
         env = {**os.environ, "JCUTS_CACHE_DIR": str(cache), "JCUTS_MAX_CANDIDATES": "2"}
         done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, check=False)

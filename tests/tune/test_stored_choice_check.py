@@ -81,8 +81,10 @@ def scaled(text: str, factor: float) -> str:
     phase = data["phases"][-1]
     for store in phase["stores"]:
         dtype = phase["exit"][store[2]]["dtype"]
-        phase["exit"] += [{"op": "const", "dtype": dtype, "value": factor.hex()},
-                          {"op": "mul", "dtype": dtype, "args": [store[2], len(phase["exit"])]}]  # fmt: skip
+        phase["exit"] += [
+            {"op": "const", "dtype": dtype, "value": factor.hex()},
+            {"op": "mul", "dtype": dtype, "args": [store[2], len(phase["exit"])]},
+        ]
         store[2] = len(phase["exit"]) - 1
     return json.dumps(data, sort_keys=True, separators=(",", ":"))
 

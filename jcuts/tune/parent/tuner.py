@@ -76,9 +76,10 @@ def tune(
     sources = {} if sources is None else sources
     stored = {} if force else _stored(unique, store, sources)
     waiting = {
-        digest: choice for digest, choice in stored.items()
+        digest: choice
+        for digest, choice in stored.items()
         if sources[digest] == FOREIGN and stored_choice_check.contenders(unique[digest], choice)
-    }  # fmt: skip
+    }
     for digest in waiting:
         del stored[digest], sources[digest]
     if waiting and settings.tune == "auto":
@@ -135,9 +136,12 @@ def _stored(problems: dict[str, Problem], store: Store, sources: dict[str, str])
 
 
 def _check_all(
-    pairs: Sequence[tuple[Problem, Choice]], store: Store, effort: Effort, progress: Progress | None,
+    pairs: Sequence[tuple[Problem, Choice]],
+    store: Store,
+    effort: Effort,
+    progress: Progress | None,
     prepare: Callable[[Problem], Problem] | None,
-) -> dict[str, Choice]:  # fmt: skip
+) -> dict[str, Choice]:
     """Checks stored choices of others in processes of a session; those that are right."""
     platform = "cuda" if any(problem.device for problem, _ in pairs) else "cpu"
     try:

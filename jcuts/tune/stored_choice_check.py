@@ -15,11 +15,11 @@ from jcuts.base.errors import CandidateRejected, IRError
 from jcuts.kernel_ir.verify import read
 from jcuts.tune.choice import LIBRARY, SCREENED, UNCHECKED, UNVERIFIED, Choice, Rejection
 from jcuts.tune.database import Store
-from jcuts.tune.parent.job import Job, make_job
-from jcuts.tune.parent.tuning_queue import Session
+from jcuts.tune.parent.job import TuningJob, make_job
+from jcuts.tune.parent.tuning_queue import TuningQueue
 from jcuts.tune.problem import Candidate, Problem, label_of
 from jcuts.tune.row_signature import CHECKED
-from jcuts.tune.select import select, select_stored, unknown
+from jcuts.tune.select import keep_xla, select, select_stored
 
 __all__ = ["check", "contenders", "unverified"]
 _log = logging.getLogger("jcuts.tune")
@@ -39,14 +39,14 @@ def contenders(problem: Problem, choice: Choice) -> list[str]:
 def unverified(problem: Problem) -> Choice:
     """The choice of a problem of which the database has a kernel that nothing here has checked: XLA's own code."""
     why = "the stored choice is not of this cache: a call that may tune checks it first"
-    return replace(unknown(problem), rejections=(Rejection(LIBRARY, UNVERIFIED, why),))
+    return replace(keep_xla(problem), rejections=(Rejection(LIBRARY, UNVERIFIED, why),))
 
 
 def check(
     problems: Sequence[tuple[Problem, Choice]],
     store: Store,
     folder: Path,
-    session: Session,
+    session: TuningQueue,
     prepare: Callable[[Problem], Problem] | None,
 ) -> dict[str, Choice]:
     """Checks stored choices; returns those that are right, by digest, with what of them was checked.
@@ -55,7 +55,7 @@ def check(
 
     Args: problems: each with its choice; session: of processes, which measures nothing; prepare: as of `tune`.
     """
-    jobs: list[tuple[Job, Choice]] = []
+    jobs: list[tuple[TuningJob, Choice]] = []
     for number, (problem, choice) in enumerate(problems):
         try:
             full = prepare(problem) if prepare is not None else problem

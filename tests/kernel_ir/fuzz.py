@@ -112,7 +112,7 @@ def corpus() -> list[Program]:
         add_all(block_of(one, arguments)[0], 2)
     shapes = [normal(1, 32, 2, 16, seed=k) for k in range(3)]
     add_all(programs.trace(attention(), *shapes).attention()[1], 3)
-    turned = weight_transpose.turning([((64, 32), (32, 64)), ((3, 20), (20, 3))])
+    turned = weight_transpose.transpose_program([((64, 32), (32, 64)), ((3, 20), (20, 3))])
     assert turned is not None
     add(turned)
     return list(found.values())

@@ -51,13 +51,13 @@ def counts(monkeypatch):
     found = {"check": 0, "measure": 0}
 
     def count(name, method):
-        was = getattr(tuning_queue.Session, method)
+        was = getattr(tuning_queue.TuningQueue, method)
 
         def counted(self, *more):
             found[name] += 1
             return was(self, *more)
 
-        monkeypatch.setattr(tuning_queue.Session, method, counted)
+        monkeypatch.setattr(tuning_queue.TuningQueue, method, counted)
 
     count("check", "_check")
     count("measure", "measure")
@@ -70,7 +70,7 @@ def chosen(path, settings=FUSION, may_measure=True):
     closed = jax.make_jaxpr(lambda x: jax.nn.softmax(x * 2))(X)
     top = computation.group(simplify(inline(closed)), FUSION, computation.Fuel())
     computation.add_candidates(top.subsets)
-    session.choose(top.subsets, settings, may_measure=may_measure)
+    session.resolve_choices(top.subsets, settings, may_measure=may_measure)
     (subset,) = top.subsets
     return subset
 

@@ -9,8 +9,8 @@ each, so that one failure does not lose the others.
 ``compare`` fits nothing: its constants are the cluster file's.  It predicts every plan twice: by the planner's cost
 model for a transformer of these sizes (as the reference step is: embedding and logits not divided by the tensor axis,
 no dropout, 32-bit parameters cast in every micro-batch, recomputation without what the compiler drops), and by pricing
-the step's own program (``jcuts.plan.cost.spmd_step``), time and memory; of a plan that was measured twice the median counts, and
-plans that ran out of memory must be predicted to.  It needs as many devices as the plans had, of any kind:
+the step's own program (``jcuts.plan.cost.spmd_step``), time and memory; of a plan that was measured twice the median
+counts, and plans that ran out of memory must be predicted to.  It needs as many devices as the plans had, of any kind:
 
     JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=4 \
         python benchmarks/h200_plans.py compare RESULTS...

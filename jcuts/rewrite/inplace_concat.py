@@ -6,10 +6,10 @@
                                      ->      b1 = update(0, y);  b2 = update(b1, p2(part of b1));  c = part of b2
 
 The branches of an inception block are such parts: each is what a product, a convolution or a window makes, with
-element-wise operations behind it.  Where the first part is the last of a wider product's columns (`rewrite/horizontal_matmul.py`),
-the array begins with all of them.  Whatever reads columns that are there already reads the newest state of the array
-before its branch updates it, so that every update is in place; zeros are there for whoever has no kernel: they are
-never read (`jcuts.pipeline.inplace_update`).  Values are the same.
+element-wise operations behind it.  Where the first part is the last of a wider product's columns
+(`rewrite/horizontal_matmul.py`), the array begins with all of them.  Whatever reads columns that are there already
+reads the newest state of the array before its branch updates it, so that every update is in place; zeros are there for
+whoever has no kernel: they are never read (`jcuts.pipeline.inplace_update`).  Values are the same.
 """
 
 from __future__ import annotations

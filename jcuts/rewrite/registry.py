@@ -9,7 +9,8 @@
     turns    x . w                ->  x . v^T, v = round(w^T) made in every call: w is an argument  (`rewrite/tf32_weight_args.py`)
     vectors  gain * rsqrt(variance) of arguments  ->  made by one call before everything else      (`rewrite/hoist_vectors.py`)
     slots    concatenations that grow, or of what kernels make  ->  updates of one array, in place
-                                                                                (`rewrite/inplace_concat_chain.py`, `rewrite/inplace_concat.py`)
+                                                                                (`rewrite/inplace_concat_chain.py`,
+                                                                                `rewrite/inplace_concat.py`)
 
 `scales` turns an inference batch norm, also one behind a bias, into one addition, which XLA and jcuts fuse into what
 makes or uses it.  Weights and factors must be constants: an argument would be multiplied again in every call.  `dots`

@@ -2,8 +2,8 @@
 
 It holds choices with their measurements, the partitions of functions, and guard decisions.
 
-Rows that this cache wrote are signed (`tune/row_signature.py`); what was imported, edited or written by older versions is
-foreign until it was checked.
+Rows that this cache wrote are signed (`tune/row_signature.py`); what was imported, edited or written by older versions
+is foreign until it was checked.
 
 One transaction per choice (`base/sqlite_file.py` says how the file is opened).  A damaged or foreign file is moved
 aside, never deleted.  When the file cannot be written the store says so once and goes on in memory: tuning results may

@@ -10,7 +10,8 @@ lives do not meet.
     wiring    a chain's call: operands, results, scratch places     xla/chains/buffer_assignment.py, xla/chains/arena.py
 
 A chain's operands and results are all there as long as it runs.  Where that takes much more memory than single calls in
-the function's own order (`xla/chains/peak_memory.py`), equations move, and kernels join, only within parts of the function.
+the function's own order (`xla/chains/peak_memory.py`), equations move, and kernels join, only within parts of the
+function.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class ImplicitGemmKernel(WgmmaKernel):
         builder, shape = self.builder, self.shape
         self._expect()
         self._prepare()
-        begin = [L.I32(0), L.I32(shape.ahead * shape.stage), L.I32(0)]
+        begin = [L.I32(0), L.I32(shape.prefetch_distance * shape.stage), L.I32(0)]
         if shape.rounds == 1:
             self._start(self.variables[ROWS])
             self._finish(ImplicitGemmMainloop(self, begin), self.variables[ROWS])
@@ -57,9 +57,9 @@ class ImplicitGemmKernel(WgmmaKernel):
             phi.add_incoming(value, before)
         steps = ImplicitGemmMainloop(self, places)
         self._finish(steps, row)
-        for phi, value in zip(carried, (self.following(row), *steps.places), strict=True):
+        for phi, value in zip(carried, (self.next_tile_row(row), *steps.places), strict=True):
             phi.add_incoming(value, builder.block)
-        builder.cbranch(self.there(self.following(row)), loop, after)
+        builder.cbranch(self.has_tile(self.next_tile_row(row)), loop, after)
         builder.position_at_end(after)
         ptx_mma.cp_async_wait(builder, 0)
 
@@ -71,11 +71,11 @@ class ImplicitGemmKernel(WgmmaKernel):
         row, column = builder.udiv(block, L.I32(shape.columns)), builder.urem(block, L.I32(shape.columns))
         return {ROWS: builder.mul(row, L.I32(shape.left.size)), COLUMNS: builder.mul(column, L.I32(shape.right.size))}
 
-    def following(self, row: L.Value) -> L.Value:
+    def next_tile_row(self, row: L.Value) -> L.Value:
         """The first row of the block's next tile."""
         return self.builder.add(row, L.I32(self.shape.high_blocks * self.shape.left.size))
 
-    def there(self, row: L.Value) -> L.Value:
+    def has_tile(self, row: L.Value) -> L.Value:
         """Whether there is a tile that begins at a row."""
         return self.builder.icmp_signed("<", row, L.I32(self.shape.left.extent))
 
@@ -100,22 +100,22 @@ class ImplicitGemmKernel(WgmmaKernel):
         """Copies that are under way before the first tile of outputs is multiplied."""
         builder, shape = self.builder, self.shape
         self.pixels.all(self.pixels.first(row), self.chunk, L.I32(0))
-        for number in range(shape.share if shape.resident else shape.ahead):
+        for number in range(shape.share if shape.resident else shape.prefetch_distance):
             tap, chunk = number % shape.window.taps, builder.add(self.chunk, L.I32(number // shape.window.taps))
             for _ in self.filters(L.I32(tap), chunk, L.I32(number * shape.stage), None):
                 pass
             if not shape.resident:
                 ptx_mma.cp_async_commit(builder)
-        for _ in range(shape.ahead if shape.resident else 0):
+        for _ in range(shape.prefetch_distance if shape.resident else 0):
             ptx_mma.cp_async_commit(builder)
         if shape.push and shape.apart:
             cluster.wait(builder)
-        self._ask()
+        self.prefetch_epilogue()
 
     def filters(self, tap: L.Value, chunk: L.Value, stage: L.Value, where: L.Value | None) -> Iterator[None]:
         """Starts one copy of a tile of weights at a time."""
         builder, found = self.builder, self.shape.window
-        channel = builder.mul(chunk, L.I32(found.line))
+        channel = builder.mul(chunk, L.I32(found.channels_per_tile))
         term = builder.add(builder.mul(tap, L.I32(found.channels)), channel)
         return self.weights.copies(term, stage, builder.sub(L.I32(found.channels), channel), where)
 
@@ -127,14 +127,14 @@ class ImplicitGemmKernel(WgmmaKernel):
             kept, self.lane = self.lane, lane
             self.variables = {**self.variables, ROWS: row}
             self.frame = replace(self.frame, variables=self.variables, cache={})
-            self._exit(totals, L.I32(0), L.I32(0))
+            self.epilogue(totals, L.I32(0), L.I32(0))
             self.lane = kept
         else:
             ptx_mma.cp_async_wait(self.builder, 0)
             if self.shape.cluster > 1:
-                self._meet(totals)
+                self.split_k_reduce(totals)
             else:
-                self._exit(totals, L.I32(0), L.I32(0))
+                self.epilogue(totals, L.I32(0), L.I32(0))
 
     def products(
         self, number: L.Value, reading: L.Value, totals: Totals, beside: list[Iterator[None]], most: int | None = None

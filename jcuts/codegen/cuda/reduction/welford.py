@@ -46,7 +46,7 @@ class WelfordKernel(ColumnSoftmaxKernel):
             left = self.builder.sub(L.I32(terms), self.builder.mul(self.variables[GROUP], mine))
             mine = self.builder.select(self.builder.icmp_signed("<", left, mine), left, mine)
         moments = self._pass(bare[0], first, mine, split, terms)
-        totals = self._across([[self.kind] * 3], dict(moments), lambda _, a, b: self._join(a, b))
+        totals = self._team_reduce([[self.kind] * 3], dict(moments), lambda _, a, b: self._join(a, b))
         self._results(found.centre, totals)
         for phase in self.program.phases[2:]:
             self._map_phase(phase)
@@ -107,7 +107,7 @@ class WelfordKernel(ColumnSoftmaxKernel):
                 self.at, offset = column, piece * self.step
                 made = self._copy(emitter, phase, phase.body, [value], offset, limit is not None, {})
                 numbers[piece, column] = made[0]
-        emitter.plan(numbers.values())
+        emitter.vectorize_loads(numbers.values())
         inside: list[L.Value] | None = None
         if limit is None:
             count: L.Value = ir.Constant(self.kind, float(pieces))

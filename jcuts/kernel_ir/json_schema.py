@@ -130,7 +130,7 @@ def _buffer(row: Any) -> None:
     _dtype(dtype)
     size = 1
     for extent in _list("shape", shape, MOST_AXES):
-        size *= _integer("extent", extent, 0, MOST_SIZE)
+        size *= _integer("extent", extent, 1, MOST_SIZE)
     _that(size <= MOST_SIZE, "buffer size", size)
     _that(role in ROLES, "role", role)
     _that(all(flag is True for flag in tf32), "TF32 mark", tf32)

@@ -97,9 +97,13 @@ def compare(index: int, xla: np.ndarray, have: np.ndarray, found: Accuracy, seen
     first = next(k for k, part in enumerate(parts) if part > limit)
     apart, most = parts[first] / _eps(have.dtype), limit / _eps(have.dtype)
     raise AccuracyRejected(
-        f"output {index}: one of the elements from {first * blocked_numpy.SLAB} on is {apart:.3g} ulp from XLA's, more
-        than " f"{most:.3g}, although a sample of all elements is accurate", output=index, rule="everywhere",
-        first=first * blocked_numpy.SLAB, apart_ulp=apart, limit_ulp=most,
+        f"output {index}: one of the elements from {first * blocked_numpy.SLAB} on is {apart:.3g} ulp from XLA's, "
+        f"more than {most:.3g}, although a sample of all elements is accurate",
+        output=index,
+        rule="everywhere",
+        first=first * blocked_numpy.SLAB,
+        apart_ulp=apart,
+        limit_ulp=most,
     )
 
 

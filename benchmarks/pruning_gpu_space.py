@@ -15,6 +15,7 @@ from typing import Any
 from jcuts.base.errors import JcutsError, Refusal
 from jcuts.codegen.cuda.launch_source import emit_source
 from jcuts.codegen.cuda.split_kernels import split_into_kernels
+from jcuts.kernel_ir.loop_transforms import collapse_program
 from jcuts.kernel_ir.program import Phase, Program
 from jcuts.lower import welford
 from jcuts.lower.patterns.attention import match
@@ -22,7 +23,6 @@ from jcuts.lower.patterns.conv_window import match_conv_window
 from jcuts.lower.patterns.few_channel_conv import as_few_channel_conv
 from jcuts.lower.patterns.gemm import ROWS, as_gemm, gemm_operands
 from jcuts.lower.patterns.inverted_residual import InvertedResidual, match_inverted_residual
-from jcuts.schedule.cpu.loop_schedule import collapse_program
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.schedule.gpu.attention import schedules as attention_schedules
 from jcuts.schedule.gpu.attention.tile import FlashTile

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jcuts.base import knobs
+from jcuts.kernel_ir import loop_transforms
 from jcuts.kernel_ir.program import Axis, Phase, Program, Red
 from jcuts.lower.builder import lower_region
 from jcuts.lower.tensor_graph import build_graph
@@ -128,7 +129,7 @@ def unscheduled(operation: Operation) -> tuple[Program, list[np.ndarray], Callab
         given = dict(zip(order, operands, strict=True))
         return jax.jit(fn)(*(given[k] for k in range(len(args))))
 
-    return loop_schedule.collapse_program(program), [args[k] for k in order], reference
+    return loop_transforms.collapse_program(program), [args[k] for k in order], reference
 
 
 def candidates(plain: Program, machine: loop_candidates.Machine, count: int, seed: str) -> list[Candidate]:

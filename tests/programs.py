@@ -13,6 +13,7 @@ from jcuts.base.errors import Refusal
 from jcuts.fusion import greedy
 from jcuts.fusion.match_attention import fuse_attention
 from jcuts.fusion.move_epilogue import CHEAP
+from jcuts.kernel_ir import loop_transforms
 from jcuts.kernel_ir.program import Program
 from jcuts.lower import row_reduction
 from jcuts.lower.builder import lower_region
@@ -101,7 +102,7 @@ def trace(fn: Callable[..., Any], *arguments: Any) -> Traced:
 
 def schedules(program: Program, limit: int = 16, machine: loop_candidates.Machine = MACHINE) -> list[Program]:
     """The scheduled candidates, best first."""
-    plain = loop_schedule.collapse_program(program)
+    plain = loop_transforms.collapse_program(program)
     if len(plain.phases) > 1:
         return [p for p, _ in row_reduction.schedules(program, machine, limit)]
     return [loop_schedule.apply(plain, s) for s, _ in loop_candidates.candidates(plain, machine, limit)]

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from jcuts.kernel_ir.index import Index
+from jcuts.kernel_ir.loop_transforms import map_indices
 from jcuts.kernel_ir.program import Axis, Phase, Program, Red
-from jcuts.schedule.cpu.loop_schedule import map_indices
 
 
 def delinearize(program: Program) -> Program:

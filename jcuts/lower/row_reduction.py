@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.index import Index, flatten
+from jcuts.kernel_ir.loop_transforms import collapse_program
 from jcuts.kernel_ir.node import Graph
 from jcuts.kernel_ir.program import Acc, Axis, Buffer, Grid, Phase, Program, Red, Store
 from jcuts.lower import scan
@@ -23,7 +24,6 @@ from jcuts.lower.tensor_graph import OpNode, TensorGraph
 from jcuts.ops.layout import regroup
 from jcuts.ops.registry import IndexTuple
 from jcuts.schedule.cpu.loop_candidates import TASKS_PER_THREAD, Machine, lanes_of, work
-from jcuts.schedule.cpu.loop_schedule import collapse_program
 
 KEEP_COST = 8.0  # element operations that are worth a store and a load from cache
 KEEP_BYTES = 256 << 10

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 from jcuts.base.errors import IRError
 from jcuts.kernel_ir.index import Index, flatten, unflatten
+from jcuts.kernel_ir.loop_transforms import collapse_program
 from jcuts.kernel_ir.node import Graph, Guard, Node
 from jcuts.kernel_ir.program import ITEM_SIZE, Acc, Axis, Buffer, Grid, Phase, Program, Red, Store
-from jcuts.schedule.cpu.loop_schedule import collapse_program
 
 GROUP, TERM = "s", "f"
 MEAN = "mean"  # the local buffer of the first kernel

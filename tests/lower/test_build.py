@@ -10,8 +10,8 @@ from jax import lax
 
 from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.interpret import interpret
+from jcuts.kernel_ir.loop_transforms import collapse_program
 from jcuts.kernel_ir.verify import verify
-from jcuts.schedule.cpu.loop_schedule import collapse_program
 from tests import programs
 from tests.ops.cases import conv
 

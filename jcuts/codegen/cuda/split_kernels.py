@@ -14,11 +14,11 @@ from typing import Any
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda.graph.predication import mask_accumulators, predicate_loads
 from jcuts.kernel_ir.index import Index, flatten, unflatten
+from jcuts.kernel_ir.loop_transforms import collapse_program
 from jcuts.kernel_ir.node import Graph, Guard, Node
 from jcuts.kernel_ir.program import Acc, Axis, Buffer, Phase, Program, Red, Store
 from jcuts.lower import split_scan, welford
 from jcuts.lower.patterns.gemm import K, S, k_tiles_per_split
-from jcuts.schedule.cpu.loop_schedule import collapse_program
 
 SCRATCH_ALIGN = 256
 _MANY = 8192  # results of a split reduction from which on the second kernel has blocks enough with whole lines

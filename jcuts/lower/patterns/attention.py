@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 
 from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.index import Index
+from jcuts.kernel_ir.loop_transforms import map_indices
 from jcuts.kernel_ir.node import Graph, Node
 from jcuts.kernel_ir.program import ITEM_SIZE, Axis, Phase, Program
 from jcuts.lower.patterns.gemm import COLUMNS, COPY, ROWS, TYPES
-from jcuts.schedule.cpu.loop_schedule import map_indices
 
 EIGHT, MOST_DEPTH = 8, 128
 """Depths are multiples of the one and at most the other."""

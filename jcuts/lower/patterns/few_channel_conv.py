@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from jcuts.kernel_ir.index import Index, unflatten
+from jcuts.kernel_ir.loop_transforms import map_indices
 from jcuts.kernel_ir.node import Graph, Guard, Node
 from jcuts.kernel_ir.program import ITEM_SIZE, Axis, Phase, Program, Red
 from jcuts.lower.patterns.gemm import COLUMNS, LEAST_TERMS, ROWS, TYPES, K, _factors
-from jcuts.schedule.cpu.loop_schedule import map_indices
 
 MOST_TERMS = 320
 """Terms whose filters a block may hold in shared memory, and that are unrolled."""

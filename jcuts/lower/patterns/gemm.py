@@ -24,11 +24,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jcuts.kernel_ir.index import Atom, Index, unflatten
+from jcuts.kernel_ir.loop_transforms import collapse_program, map_indices
 from jcuts.kernel_ir.node import Graph, Guard, Node
 from jcuts.kernel_ir.numpy_semantics import apply
 from jcuts.kernel_ir.program import ITEM_SIZE, Acc, Axis, Phase, Program, Red
 from jcuts.lower.delinearize import delinearize
-from jcuts.schedule.cpu.loop_schedule import collapse_program, map_indices
 
 B, ROWS, COLUMNS, K, S = "b", "m", "n", "k", "s"
 """Axes: batch, rows, columns, the summed one, and the group of terms where a sum is split over the grid."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from jcuts.kernel_ir import loop_transforms
 from jcuts.kernel_ir.program import Program
 from jcuts.lower import row_reduction
 from jcuts.schedule.cpu import loop_candidates, loop_schedule, winograd_candidates
@@ -38,7 +39,7 @@ def candidates(program: Program, machine: Machine, limit: int, percent: float = 
     """
     if len(program.phases) > 1:
         return row_reduction.schedules(program, machine, limit)
-    plain = loop_schedule.collapse_program(program)
+    plain = loop_transforms.collapse_program(program)
     options = [
         _Candidate(score, (False, s.order, s.vector), s)
         for s, score in loop_candidates.candidates(plain, machine, EVERY)

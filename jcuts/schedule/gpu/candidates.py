@@ -16,13 +16,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from jcuts.kernel_ir.loop_transforms import collapse_program
 from jcuts.kernel_ir.program import Phase, Program
 from jcuts.lower import welford
 from jcuts.lower.attention import TEMPLATE as ATTENTION
 from jcuts.lower.excess_precision import drop_bf16_round_trips
 from jcuts.lower.patterns.gemm import ROWS, as_gemm, gemm_operands
 from jcuts.lower.patterns.inverted_residual import TEMPLATE as BLOCK
-from jcuts.schedule.cpu.loop_schedule import collapse_program
 from jcuts.schedule.gpu.attention import schedules as attention_schedules
 from jcuts.schedule.gpu.conv import few_channels
 from jcuts.schedule.gpu.elementwise.schedules import maps

@@ -424,7 +424,7 @@ def test_local_memory_is_refused():
     program = programs.trace(fn, zeros(1, 64, 66, 64), zeros(64)).program()
     from dataclasses import replace
 
-    from jcuts.schedule.cpu.loop_schedule import collapse_program
+    from jcuts.kernel_ir.loop_transforms import collapse_program
 
     plain = collapse_program(program)
     phase = plain.phases[0]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from jcuts.kernel_ir.loop_transforms import collapse_program
 from jcuts.schedule.cpu import loop_candidates, packing
 from jcuts.schedule.cpu.cache_traffic import _Access, _bytes_into_cache
 from jcuts.schedule.cpu.cycle_model import _live, _offsets, cycles
-from jcuts.schedule.cpu.loop_schedule import Schedule, apply, collapse_program
+from jcuts.schedule.cpu.loop_schedule import Schedule, apply
 from jcuts.schedule.cpu.machine import Machine
 from tests import programs
 

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from jcuts.base.errors import IRError
+from jcuts.kernel_ir.loop_transforms import collapse_program
 from jcuts.kernel_ir.verify import verify
 from jcuts.schedule.cpu import loop_candidates
-from jcuts.schedule.cpu.loop_schedule import Schedule, apply, collapse_program
+from jcuts.schedule.cpu.loop_schedule import Schedule, apply
 from tests import programs
 from tests.ops.cases import CASES, make
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jcuts.arch.load import load_gpu
+from jcuts.kernel_ir.loop_transforms import collapse_program
 from jcuts.lower.patterns.gemm import as_gemm
-from jcuts.schedule.cpu.loop_schedule import collapse_program
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.schedule.gpu import coalescing, launch_stats
 from jcuts.schedule.gpu.gemm.mma import MmaTile

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jcuts.kernel_ir.index import Index
+from jcuts.kernel_ir.loop_transforms import map_indices
 from jcuts.kernel_ir.node import Node
 from jcuts.kernel_ir.program import ITEM_SIZE, Axis, Phase, Program
 from jcuts.lower.tensor_graph import MOST_SWITCHED
-from jcuts.schedule.cpu.loop_schedule import map_indices
 from jcuts.schedule.gpu.machine import (
     ACCESS,
     SHARED,

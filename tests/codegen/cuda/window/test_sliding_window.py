@@ -14,7 +14,7 @@ from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda import compile as compiler
 from jcuts.codegen.cuda.toolchain.image import Image
 from jcuts.codegen.cuda.toolchain.target import CudaTarget
-from jcuts.schedule.cpu.loop_schedule import collapse_program
+from jcuts.kernel_ir.loop_transforms import collapse_program
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.schedule.gpu.machine import scheduled, tiled, unrolled
 from jcuts.schedule.gpu.window.filter_gradient import innermost

@@ -126,7 +126,7 @@ def schedules(case: Case, most: int) -> list[Any]:
     from benchmarks.gpu_run import small_arguments
     from jcuts.fusion.move_epilogue import CHEAP
     from jcuts.kernel_ir.program import Program
-    from jcuts.lower.builder import lower_region
+    from jcuts.lower.region import lower_region
     from jcuts.lower.tensor_graph import build_graph
     from jcuts.rewrite.simplify import simplify
     from jcuts.schedule.gpu import candidates as gpu_candidates

@@ -111,8 +111,8 @@ def schedules(case: Layer, most: int, tiles: Sequence[Sequence[int]]) -> list[An
     from benchmarks.gpu_run import small_arguments
     from jcuts.base.errors import CompileRejected
     from jcuts.codegen.cuda.gemm.wgmma_tile import group_shape
-    from jcuts.lower.builder import lower_region
     from jcuts.lower.patterns.gemm import as_gemm, gemm_operands, k_tiles_per_split
+    from jcuts.lower.region import lower_region
     from jcuts.lower.tensor_graph import build_graph
     from jcuts.rewrite.simplify import simplify
     from jcuts.schedule.gpu.candidates import GpuMachine

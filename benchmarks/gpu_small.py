@@ -107,8 +107,8 @@ def product(case: Case) -> Any:
 
     from benchmarks.gpu_run import small_arguments
     from jcuts.fusion.move_epilogue import CHEAP
-    from jcuts.lower.builder import lower_region as built
     from jcuts.lower.patterns.gemm import as_gemm, gemm_operands
+    from jcuts.lower.region import lower_region as built
     from jcuts.lower.tensor_graph import build_graph
     from jcuts.rewrite.simplify import simplify
     from jcuts.trace.inline import inline

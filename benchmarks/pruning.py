@@ -190,7 +190,7 @@ def study(job: tuple[str, int, int, frozenset[str]]) -> dict[str, Any]:
     import numpy as np
 
     from jcuts.arch.detect import describe_cpu
-    from jcuts.schedule.cpu.bound import roofline_bound
+    from jcuts.schedule.bound import roofline_bound
     from jcuts.xla import jit_linker
     from jcuts.xla.kernel_cache import kernel_for
 

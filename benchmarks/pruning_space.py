@@ -20,7 +20,7 @@ import numpy as np
 from jcuts.base import knobs
 from jcuts.kernel_ir import loop_transforms
 from jcuts.kernel_ir.program import Axis, Phase, Program, Red
-from jcuts.lower.builder import lower_region
+from jcuts.lower.region import lower_region
 from jcuts.lower.tensor_graph import build_graph
 from jcuts.rewrite.simplify import simplify
 from jcuts.schedule.cpu import candidates as cpu_candidates

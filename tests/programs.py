@@ -15,12 +15,12 @@ from jcuts.fusion.match_attention import fuse_attention
 from jcuts.fusion.move_epilogue import CHEAP
 from jcuts.kernel_ir import loop_transforms
 from jcuts.kernel_ir.program import Program
-from jcuts.lower import row_reduction
-from jcuts.lower.builder import lower_region
 from jcuts.lower.patterns.gemm import as_gemm, gemm_operands
+from jcuts.lower.region import lower_region
 from jcuts.lower.tensor_graph import TensorGraph, build_graph
 from jcuts.rewrite.simplify import simplify
 from jcuts.schedule.cpu import loop_candidates, loop_schedule
+from jcuts.schedule.cpu.candidates import multi_phase_schedules
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
 from jcuts.xla.ffi_call import call_kernel
@@ -104,7 +104,7 @@ def schedules(program: Program, limit: int = 16, machine: loop_candidates.Machin
     """The scheduled candidates, best first."""
     plain = loop_transforms.collapse_program(program)
     if len(plain.phases) > 1:
-        return [p for p, _ in row_reduction.schedules(program, machine, limit)]
+        return [p for p, _ in multi_phase_schedules(program, machine, limit)]
     return [loop_schedule.apply(plain, s) for s, _ in loop_candidates.candidates(plain, machine, limit)]
 
 

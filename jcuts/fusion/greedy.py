@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.program import Program
-from jcuts.lower.builder import lower_region
+from jcuts.lower.region import lower_region
 from jcuts.lower.tensor_graph import OpNode, TensorGraph
 
 MAX_SUBSET = 128

@@ -13,8 +13,9 @@ from jcuts.base.errors import Refusal
 from jcuts.fusion.dag import Dag, NodeSet, is_acyclic_cover, is_convex
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.attention import AttentionMatch, build_attention
-from jcuts.lower.builder import descendants, lower_region
+from jcuts.lower.builder import descendants
 from jcuts.lower.patterns.attention import match
+from jcuts.lower.region import lower_region
 from jcuts.lower.tensor_graph import OpNode, TensorGraph
 
 log = logging.getLogger("jcuts.region")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from jcuts.base.errors import Refusal
 from jcuts.fusion.dag import NodeSet
 from jcuts.kernel_ir.program import Program
-from jcuts.lower.builder import lower_region
+from jcuts.lower.region import lower_region
 from jcuts.lower.tensor_graph import TensorGraph
 
 Cover = list[tuple[NodeSet, Program]]

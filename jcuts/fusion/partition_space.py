@@ -29,7 +29,7 @@ from jcuts.fusion.exact_cover import exact_partition
 from jcuts.fusion.greedy import MAX_SUBSET, Grouping
 from jcuts.fusion.partition_search import Limits, grow_subsets
 from jcuts.kernel_ir.program import ITEM_SIZE, Program
-from jcuts.lower.builder import lower_region
+from jcuts.lower.region import lower_region
 from jcuts.lower.tensor_graph import OpNode, TensorGraph
 from jcuts.schedule.cpu.time_estimate import seconds, traffic_seconds
 

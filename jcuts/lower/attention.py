@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jcuts.base.errors import Refusal
-from jcuts.fusion.dag import NodeSet
 from jcuts.kernel_ir.index import Index, flatten
 from jcuts.kernel_ir.node import Graph
 from jcuts.kernel_ir.program import Acc, Axis, Buffer, Grid, Phase, Program, Red, Store
@@ -39,7 +38,7 @@ class AttentionMatch:
     first: int
     second: int
     weights: int
-    between: NodeSet
+    between: frozenset[int]
 
 
 @dataclass
@@ -57,7 +56,7 @@ class _IndexProbe:
 
 
 def build_attention(
-    graph: TensorGraph, subset: NodeSet, pair: AttentionMatch, name: str = "attention"
+    graph: TensorGraph, subset: frozenset[int], pair: AttentionMatch, name: str = "attention"
 ) -> Program | Refusal:
     """The unscheduled program of a subset that holds what was found, or why there is none."""
     for number in sorted(subset):
@@ -70,7 +69,7 @@ def build_attention(
         return declined.refusal
 
 
-def _build(graph: TensorGraph, subset: NodeSet, pair: AttentionMatch, name: str) -> Program | Refusal:
+def _build(graph: TensorGraph, subset: frozenset[int], pair: AttentionMatch, name: str) -> Program | Refusal:
     roots = [graph.nodes[n] for n in sorted(subset) if (op := graph.nodes[n].op) is not None and op.is_root]
     roots = [r for r in roots if r.number not in (pair.first, pair.second)]
     first, second = graph.nodes[pair.first], graph.nodes[pair.second]
@@ -148,7 +147,7 @@ def _reduced(root: OpNode) -> tuple[int, ...]:
 
 
 def _places(
-    graph: TensorGraph, subset: NodeSet, first: OpNode, index: IndexTuple, ranges: dict[str, int]
+    graph: TensorGraph, subset: frozenset[int], first: OpNode, index: IndexTuple, ranges: dict[str, int]
 ) -> dict[int, IndexTuple]:
     """Where the point of a score is in every tensor that is made of the scores, whatever its layout."""
     places = {first.outputs[0]: index}

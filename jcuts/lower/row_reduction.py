@@ -15,21 +15,15 @@ from dataclasses import dataclass, field, replace
 
 from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.index import Index, flatten
-from jcuts.kernel_ir.loop_transforms import collapse_program
 from jcuts.kernel_ir.node import Graph
 from jcuts.kernel_ir.program import Acc, Axis, Buffer, Grid, Phase, Program, Red, Store
-from jcuts.lower import scan
 from jcuts.lower.builder import Builder, NotLowered, acc_node, local_dtype, make_buffers
 from jcuts.lower.tensor_graph import OpNode, TensorGraph
 from jcuts.ops.layout import regroup
 from jcuts.ops.registry import IndexTuple
-from jcuts.schedule.cpu.loop_candidates import TASKS_PER_THREAD, Machine, lanes_of, work
 
 KEEP_COST = 8.0  # element operations that are worth a store and a load from cache
 KEEP_BYTES = 256 << 10
-COLUMN_VECTORS = 4
-CHAINS = 16
-"""Independent accumulators (vectors) per reduction: they hide latency and shorten the sums."""
 
 
 @dataclass
@@ -60,7 +54,7 @@ class _Rows:
 def build_rows(
     graph: TensorGraph, subset: frozenset[int], roots: list[OpNode], outputs: list[int], name: str
 ) -> Program | Refusal:
-    """The unscheduled program. May raise `build.Declined` (caught by `build.build`)."""
+    """The unscheduled program. May raise `NotLowered`, which `region.lower_region` catches."""
     first = roots[0]
     assert first.op is not None
     shape, reduced = first.op.inputs[0].shape, tuple(sorted(first.op.info["axes"]))
@@ -287,105 +281,3 @@ def _final_phase(rows: _Rows, outputs: list[int], size: int, outer_size: int) ->
         stores.append(Store(rows.outs[tensor], flatten(place, rows.graph.tensors[tensor].type.shape), value))
     axes = (*rows.axes, *(Axis(r.name, r.extent) for r in rows.reds))
     rows.phases.append(Phase("map", axes, (), (), Graph(), builder.target, tuple(stores)))
-
-
-# -- schedules ------------------------------------------------------------------------------------------------------
-def schedules(program: Program, machine: Machine, limit: int) -> list[tuple[Program, float]]:
-    """Scheduled programs, best estimate first."""
-    if program.template == "scan":
-        return scan.schedules(program, machine, limit)
-    lanes = lanes_of(program, machine)
-    plain = collapse_program(program)
-    found: list[tuple[Program, float]] = []
-    for unroll, score in ((4, 1.0), (2, 0.9), (1, 0.7)):
-        candidate = _column(plain, lanes, unroll, machine) if _lane_axis(plain) else _row(plain, lanes, unroll, machine)
-        if all(candidate.digest != c.digest for c, _ in found):
-            found.append((candidate, score))
-    return found[:limit]
-
-
-def _lane_axis(program: Program) -> str:
-    free = [g.axis for g in program.grid if g.axis not in program.serial]
-    return free[0] if free else ""
-
-
-def _row(program: Program, lanes: int, unroll: int, machine: Machine) -> Program:
-    phases = []
-    for phase in program.phases:
-        if phase.reds:
-            last = phase.reds[-1]
-            width = lanes
-            while width > 2 and width // 2 >= last.extent:
-                width //= 2
-            count = max(1, min(unroll, -(-last.extent // lanes)))
-            reds = (
-                *_interleave_accumulators(phase.reds[:-1], CHAINS // count),
-                Red(last.name, last.extent, count, True, count),
-            )
-            phases.append(replace(phase, reds=reds))
-        else:
-            inner = [a for a in phase.axes if a.name not in program.serial]
-            if not inner:
-                phases.append(phase)
-                continue
-            last_axis = inner[-1]
-            count = max(1, min(unroll, -(-last_axis.extent // lanes)))
-            axes = tuple(replace(a, unroll=count, vector=True) if a.name == last_axis.name else a for a in phase.axes)
-            phases.append(replace(phase, axes=axes))
-    grid = _row_blocks(program, machine)
-    return replace(program, phases=tuple(phases), lanes=lanes, grid=grid, params=(("lanes", lanes), ("unroll", unroll)))
-
-
-def _interleave_accumulators(reds: tuple[Red, ...], chains: int) -> tuple[Red, ...]:
-    """The innermost of ``reds`` in independent chains: a sum of n terms then loses n / chains roundings, not n."""
-    plain = tuple(replace(r, unroll=1, chains=1) for r in reds)
-    if not plain or chains < 2 or plain[-1].extent < 2:
-        return plain
-    chains = min(chains, plain[-1].extent)
-    return (*plain[:-1], replace(plain[-1], unroll=chains, chains=chains))
-
-
-def _row_blocks(program: Program, machine: Machine) -> tuple[Grid, ...]:
-    total = sum(work(p) for p in program.phases)
-    tasks = (
-        1 if machine.threads == 1 or total < 30_000 else machine.threads * (TASKS_PER_THREAD if total > 500_000 else 1)
-    )
-    grid = []
-    for g in program.grid:
-        count = min(tasks, g.extent)
-        block = -(-g.extent // count)
-        grid.append(Grid(g.axis, g.extent, block))
-        tasks = max(1, tasks // -(-g.extent // block))
-    return tuple(grid)
-
-
-def _column(program: Program, lanes: int, unroll: int, machine: Machine) -> Program:
-    lane = _lane_axis(program)
-    extent = next(g.extent for g in program.grid if g.axis == lane)
-    while lanes > 2 and lanes // 2 >= extent:
-        lanes //= 2
-    count = max(1, min(unroll, -(-extent // lanes)))
-    block = count * lanes
-    phases = []
-    for phase in program.phases:
-        names = [a.name for a in phase.axes]
-        order = [n for n in names if n != lane]
-        place = names.index(lane)
-        serial = [n for n in order if n in program.serial]
-        rest = [n for n in order if n not in program.serial]
-        arranged = [*serial, *rest, lane] if not phase.reds else [*serial, lane, *rest]
-        by_name = {a.name: a for a in phase.axes}
-        axes = tuple(replace(by_name[n], unroll=count, vector=True) if n == lane else by_name[n] for n in arranged)
-        reds = _interleave_accumulators(phase.reds, CHAINS // count)
-        assert place >= 0
-        phases.append(replace(phase, axes=axes, reds=reds))
-    grid = tuple(Grid(g.axis, g.extent, block if g.axis == lane else 1) for g in program.grid)
-    buffers = tuple(replace(b, shape=(block + lanes,)) if b.role == "local" else b for b in program.buffers)
-    return replace(
-        program,
-        phases=tuple(phases),
-        lanes=lanes,
-        grid=grid,
-        buffers=buffers,
-        params=(("lanes", lanes), ("unroll", unroll)),
-    )

@@ -7,8 +7,6 @@ dimension, the last one that is not scanned; different rows are different tasks.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.index import Index, flatten
 from jcuts.kernel_ir.node import Graph, Guard
@@ -18,15 +16,12 @@ from jcuts.lower.scan_axes import CARRY, LANE, TIME
 from jcuts.lower.tensor_graph import OpNode, TensorGraph
 from jcuts.ops.reduction import to_accumulator
 from jcuts.ops.registry import FLOATS
-from jcuts.schedule.cpu.loop_candidates import TASKS_PER_THREAD, Machine, lanes_of, work
-
-SMALL_TASK = 30_000  # element operations below which a scan is one task
 
 
 def build_scan(
     graph: TensorGraph, subset: frozenset[int], root: OpNode, outputs: list[int], name: str
 ) -> Program | Refusal:
-    """The unscheduled program. May raise `build.Declined` (caught by `build.build`)."""
+    """The unscheduled program. May raise `NotLowered`, which `region.lower_region` catches."""
     op = root.op
     assert op is not None
     shape, axis, acc_type = op.inputs[0].shape, op.info["axis"], op.info["acc_type"]
@@ -77,52 +72,3 @@ def build_scan(
     serial = tuple(a.name for a in axes if a.name != LANE)
     buffers.append(Buffer(CARRY, acc_type, (1 if lane is None else shape[lane],), "local"))
     return Program(name, tuple(buffers), grid, serial, (carry, result_phase), 1, "scan")
-
-
-def schedules(program: Program, machine: Machine, limit: int) -> list[tuple[Program, float]]:
-    """Scheduled programs, best estimate first."""
-    found: list[tuple[Program, float]] = []
-    for unroll, score in ((4, 1.0), (2, 0.9), (1, 0.8)):
-        candidate = _scheduled(program, unroll, machine)
-        if all(candidate.digest != other.digest for other, _ in found):
-            found.append((candidate, score))
-    return found[:limit]
-
-
-def _scheduled(program: Program, unroll: int, machine: Machine) -> Program:
-    extent = next((g.extent for g in program.grid if g.axis == LANE), 1)
-    lanes = lanes_of(program, machine)
-    while lanes > 1 and lanes // 2 >= extent:
-        lanes //= 2
-    count = max(1, min(unroll, -(-extent // lanes)))
-    vector = lanes > 1
-    phases = []
-    for phase in program.phases:
-        axes = tuple(replace(a, unroll=count, vector=vector) if a.name == LANE else a for a in phase.axes)
-        phases.append(replace(phase, axes=axes))
-    block = count * lanes
-    buffers = tuple(replace(b, shape=(block + lanes,)) if b.name == CARRY else b for b in program.buffers)
-    return replace(
-        program,
-        phases=tuple(phases),
-        buffers=buffers,
-        grid=_grid(program, block, machine),
-        lanes=lanes,
-        params=(("lanes", lanes), ("unroll", count)),
-    )
-
-
-def _grid(program: Program, block: int, machine: Machine) -> tuple[Grid, ...]:
-    """Lanes in register tiles; rows shared out to the threads; the scanned dimension whole."""
-    total = sum(work(p) for p in program.phases)
-    tasks = 1 if machine.threads == 1 or total < SMALL_TASK else machine.threads * TASKS_PER_THREAD
-    grid = []
-    for g in program.grid:
-        size = g.extent
-        if g.axis == LANE:
-            size = block
-        elif g.axis != TIME:
-            size = -(-g.extent // min(tasks, g.extent))
-            tasks = max(1, tasks // -(-g.extent // size))
-        grid.append(Grid(g.axis, g.extent, size))
-    return tuple(grid)

@@ -1,4 +1,4 @@
-"""Names that a program of a scan has for its axes and for what it carries along (`region.scan`)."""
+"""Names that a program of a scan has for its axes and for what it carries along (`lower/scan.py`)."""
 
 CARRY = "carry"
 TIME = "t"

@@ -23,7 +23,7 @@ import jax
 from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.node import Graph
 from jcuts.kernel_ir.program import Program
-from jcuts.lower.builder import lower_region
+from jcuts.lower.region import lower_region
 from jcuts.lower.sliced_output import SlicedOutput, write_into_slice
 from jcuts.lower.tensor_graph import build_graph
 from jcuts.pipeline.computation import Computation, Region

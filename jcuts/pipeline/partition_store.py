@@ -10,7 +10,7 @@ from jcuts.fusion.dag import Dag, is_acyclic_cover, is_convex
 from jcuts.fusion.dag import NodeSet as Members
 from jcuts.kernel_ir.program import Program
 from jcuts.kernel_ir.verify import read
-from jcuts.lower.builder import lower_region
+from jcuts.lower.region import lower_region
 from jcuts.pipeline.computation import Computation, Region
 
 

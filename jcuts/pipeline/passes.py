@@ -5,7 +5,7 @@
     rewrite     products with folded factors, convolutions as dots    rewrite/registry.py (what the form asks for)
     pieces      the batch in pieces where caches are too small        chunking.py, rewrite/chunk_batch.py
     divide      convolutions by cuDNN under a workspace limit         divide.py
-    group       tensor graph -> subsets with unscheduled programs     fusion/greedy.py, lower/builder.py
+    group       tensor graph -> subsets with unscheduled programs     fusion/greedy.py, lower/region.py
     select      candidates per subset, choices, better partitions     search.py, region/{plans,explore}.py, tune/
     compile     winners -> object code                                codegen/cpu/compile.py, xla/object_cache.py
     rebuild     jaxpr with the winners in it, in chains on a GPU      xla/rebuild.py, xla/chains/fuse.py
@@ -33,8 +33,8 @@ from jcuts.report.function_report import NOT_CHECKED, NOT_MEASURED, FunctionRepo
 from jcuts.rewrite.registry import Rewritten, rewritten
 from jcuts.rewrite.simplify import simplify
 from jcuts.rewrite.splat_constants import splat_constants
+from jcuts.schedule.bound import roofline_bound as lower_bound
 from jcuts.schedule.cpu import loop_candidates
-from jcuts.schedule.cpu.bound import roofline_bound as lower_bound
 from jcuts.trace import jaxapi
 from jcuts.trace.canonical import canonical_digest
 from jcuts.trace.inline import inline

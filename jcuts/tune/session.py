@@ -19,7 +19,7 @@ from jcuts.base.errors import IRError
 from jcuts.base.settings import Settings
 from jcuts.kernel_ir.program import Program
 from jcuts.kernel_ir.verify import read
-from jcuts.schedule.cpu.bound import roofline_bound
+from jcuts.schedule.bound import roofline_bound
 from jcuts.trace.canonical import canonical_text
 from jcuts.tune.baseline.xla_export import with_exports
 from jcuts.tune.choice import LIBRARY, Choice

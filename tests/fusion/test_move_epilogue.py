@@ -11,8 +11,8 @@ from jax import lax
 from jcuts.fusion import greedy, move_epilogue
 from jcuts.kernel_ir.interpret import interpret
 from jcuts.kernel_ir.program import Program
-from jcuts.lower.builder import lower_region
 from jcuts.lower.patterns.gemm import as_gemm, gemm_operands, k_vectors, prologue
+from jcuts.lower.region import lower_region
 from jcuts.lower.tensor_graph import build_graph
 from jcuts.rewrite.registry import rewritten
 from jcuts.rewrite.simplify import simplify

@@ -13,7 +13,7 @@ from jcuts.arch.cpu import CpuArch
 from jcuts.fusion.dag import is_acyclic_cover
 from jcuts.fusion.greedy import group
 from jcuts.fusion.partition_space import TOTAL, WORTH, Space, explore
-from jcuts.lower.builder import lower_region
+from jcuts.lower.region import lower_region
 from jcuts.schedule.cpu.time_estimate import CALL_SECONDS, seconds, traffic_seconds
 from tests import programs
 from tests.fusion.test_greedy import FUNCTIONS, W, X

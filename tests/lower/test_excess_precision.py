@@ -12,9 +12,9 @@ from jcuts.fusion.greedy import group
 from jcuts.fusion.match_attention import fuse_attention
 from jcuts.kernel_ir.interpret import interpret
 from jcuts.kernel_ir.verify import verify
-from jcuts.lower.builder import lower_region
 from jcuts.lower.excess_precision import drop_bf16_round_trips
 from jcuts.lower.patterns.gemm import as_gemm, prologue
+from jcuts.lower.region import lower_region
 from tests import programs
 
 RNG = np.random.default_rng(0)

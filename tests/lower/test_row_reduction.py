@@ -11,10 +11,9 @@ from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.interpret import interpret
 from jcuts.kernel_ir.program import Program
 from jcuts.kernel_ir.verify import verify
-from jcuts.lower import row_reduction
-from jcuts.lower.builder import lower_region
+from jcuts.lower.region import lower_region
 from jcuts.lower.tensor_graph import build_graph
-from jcuts.schedule.cpu import loop_candidates
+from jcuts.schedule.cpu import loop_candidates, row_reduction
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.trace.inline import inline
 from tests import programs

@@ -7,12 +7,9 @@ import math
 
 from jcuts.arch.cpu import CpuArch
 from jcuts.arch.detect import describe_cpu
-from jcuts.estimate.cpu import BoundReport, CpuWork
-from jcuts.estimate.cpu import bound as cpu_bound
+from jcuts.estimate.cpu import CpuWork
 from jcuts.kernel_ir.program import ITEM_SIZE, Phase, Program
 from jcuts.schedule.cpu.machine import Machine
-from jcuts.schedule.gpu.candidates import GpuBound
-from jcuts.schedule.gpu.candidates import bound as gpu_bound
 
 FLOATS = frozenset({"float64", "float32", "bfloat16", "float16"})
 
@@ -76,11 +73,3 @@ def _reads(phase: Phase) -> dict[str, float]:
             count = share * math.prod(ranges.get(a, 1) for a in axes)
             found[node.buffer] = found.get(node.buffer, 0.0) + count
     return found
-
-
-def roofline_bound(program: Program, arch: CpuArch | None = None) -> BoundReport | GpuBound:
-    """Lower bound on the kernel's time [s]: no run of it can be shorter."""
-    if "cuda" in dict(program.params):
-        return gpu_bound(program)
-    arch = arch or host_arch()
-    return cpu_bound(work_of(program, arch), arch)

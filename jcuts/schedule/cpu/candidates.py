@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from jcuts.kernel_ir import loop_transforms
 from jcuts.kernel_ir.program import Program
-from jcuts.lower import row_reduction
-from jcuts.schedule.cpu import loop_candidates, loop_schedule, winograd_candidates
+from jcuts.schedule.cpu import loop_candidates, loop_schedule, row_reduction, scan, winograd_candidates
 from jcuts.schedule.cpu import packing as cpu_packing
 from jcuts.schedule.cpu.loop_candidates import Machine
 from jcuts.schedule.cpu.loop_schedule import Schedule
@@ -38,7 +37,7 @@ def candidates(program: Program, machine: Machine, limit: int, percent: float = 
     Pruned twice: by share, but never below `LEAST`, and to at most ``limit``. Best first, at least one.
     """
     if len(program.phases) > 1:
-        return row_reduction.schedules(program, machine, limit)
+        return multi_phase_schedules(program, machine, limit)
     plain = loop_transforms.collapse_program(program)
     options = [
         _Candidate(score, (False, s.order, s.vector), s)
@@ -48,6 +47,13 @@ def candidates(program: Program, machine: Machine, limit: int, percent: float = 
     keep = min(limit, max(LEAST, math.ceil(len(options) * percent / 100)))
     direct = [(_program(plain, option.params, machine), option.score) for option in _round_robin(options, keep)]
     return _interleave(direct, winograd_candidates.candidates(program, machine), limit)
+
+
+def multi_phase_schedules(program: Program, machine: Machine, limit: int) -> list[tuple[Program, float]]:
+    """Scheduled programs of a scan or a row reduction with their scores, best first."""
+    if program.template == "scan":
+        return scan.schedules(program, machine, limit)
+    return row_reduction.schedules(program, machine, limit)
 
 
 def _interleave(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from jcuts.kernel_ir.loop_transforms import collapse_program
 from jcuts.kernel_ir.program import Phase, Program
@@ -54,14 +53,6 @@ NEAR = 0.7
 PLAIN, FEW = 3.5, 1.5
 """What sums by threads on their own take, over their products at the peak (measured); over the memory's time, up to
 which they are tried beside matrix units."""
-
-
-@dataclass(frozen=True)
-class GpuBound:
-    """A lower bound on a kernel's time [s], and the bytes that it rests on."""
-
-    seconds: float
-    bytes: int
 
 
 def candidates(program: Program, machine: GpuMachine, limit: int, percent: float = 100.0) -> list[Candidate]:
@@ -164,25 +155,6 @@ def _gemv(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
         else reduction_column.columns(program, machine)
     )
     yield from sorted(sums, key=lambda found: (-found[1], found[0].digest))[: gemm_mma.MOST // 2]
-
-
-def bound(program: Program) -> GpuBound:
-    """What must be written, and read where a load has no guard, over the memory bandwidth of the fastest known GPU.
-
-    It holds where operands and results are not in the L2 cache already.
-    """
-    moved = sum(b.bytes for b in program.outputs)
-    for buffer in program.inputs:
-        loads = [(p.ranges(), n) for p in program.phases for n in loads_of(p) if n.buffer == buffer.name]
-        if any(n.guards or n.index is None or n.index.values() for _, n in loads):
-            continue
-        # One load must cover it: several may cover the same part.
-        covered = max(
-            (math.prod(r.get(a, 1) for a in n.index.axes()) for r, n in loads if n.index is not None), default=0
-        )
-        if covered >= buffer.size:
-            moved += buffer.bytes
-    return GpuBound(moved / fastest_memory(), moved)
 
 
 # -- element-wise ---------------------------------------------------------------------------------------------------

@@ -440,7 +440,7 @@ def test_local_memory_is_refused():
 @compiled
 def test_a_window_computes_the_activation_before_it():
     """What `region.absorb` makes: bias and relu6 before a padded depthwise convolution, repeated for every use."""
-    from jcuts.lower.builder import lower_region
+    from jcuts.lower.region import lower_region
 
     def block(x, b, d):
         y = jnp.clip(x + b, 0.5, 6.0)  # not zero where x is: padding comes after the activation

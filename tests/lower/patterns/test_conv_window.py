@@ -11,9 +11,9 @@ from jax import lax
 
 from jcuts.codegen.cuda.conv.implicit_gemm_tile import window_shape
 from jcuts.codegen.cuda.gemm.mma_mainloop import three
-from jcuts.lower.builder import lower_region
 from jcuts.lower.patterns.conv_window import match_conv_window
 from jcuts.lower.patterns.gemm import K, _number, as_gemm, gemm_operands
+from jcuts.lower.region import lower_region
 from jcuts.lower.tensor_graph import build_graph
 from jcuts.rewrite.simplify import simplify
 from jcuts.schedule.gpu import candidates as gpu_candidates

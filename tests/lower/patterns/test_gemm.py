@@ -16,8 +16,8 @@ from jcuts.codegen.cuda.gemm.wgmma_tile import group_shape
 from jcuts.kernel_ir.interpret import interpret
 from jcuts.kernel_ir.program import Program
 from jcuts.kernel_ir.verify import verify
-from jcuts.lower.builder import lower_region
 from jcuts.lower.patterns.gemm import as_gemm, gemm_operands, k_tiles_per_split, k_vectors, prologue
+from jcuts.lower.region import lower_region
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.schedule.gpu.gemm import mma as gemm_mma
 from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma

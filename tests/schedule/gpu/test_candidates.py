@@ -10,8 +10,9 @@ import pytest
 from jcuts.kernel_ir.interpret import interpret
 from jcuts.kernel_ir.program import Program
 from jcuts.kernel_ir.verify import verify
-from jcuts.schedule.cpu.bound import roofline_bound
+from jcuts.schedule.bound import roofline_bound
 from jcuts.schedule.gpu import candidates as gpu_candidates
+from jcuts.schedule.gpu.bound import GpuBound
 from jcuts.schedule.gpu.machine import block_threads, lane_counts
 from tests import programs
 from tests.gpu import cases
@@ -97,7 +98,7 @@ def test_the_bound_counts_bytes_that_must_move():
     fn = lambda x, b: x * b  # noqa: E731
     best = gpu_candidates.candidates(program_of(fn, zeros(1024, 1024), zeros(1024)), MACHINE, 1)[0][0]
     found = roofline_bound(best)
-    assert isinstance(found, gpu_candidates.GpuBound)
+    assert isinstance(found, GpuBound)
     assert found.bytes == 4 * (2 * 1024 * 1024 + 1024)
     assert found.seconds == pytest.approx(found.bytes / 4.815e12)
     rows = program_of(lambda t, i: jnp.take(t, i, axis=0, mode="clip"), zeros(5000, 64), zeros(100, dtype=np.int32))

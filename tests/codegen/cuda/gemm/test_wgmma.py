@@ -16,8 +16,8 @@ from jcuts.codegen.cuda.gemm.wgmma_tile import group_shape
 from jcuts.codegen.cuda.launch_source import emit_source
 from jcuts.codegen.cuda.toolchain.image import Image
 from jcuts.codegen.cuda.toolchain.target import CudaTarget
-from jcuts.lower.builder import lower_region
 from jcuts.lower.patterns.gemm import as_gemm, gemm_operands, k_tiles_per_split
+from jcuts.lower.region import lower_region
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.schedule.gpu.gemm.wgmma import WgmmaTile
 from tests import programs

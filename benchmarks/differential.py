@@ -223,6 +223,8 @@ def _who_died(seed: int, transform: str) -> Any:
 def _one(seed: int, transform: str) -> int:
     from random_programs.runner import run
 
+    from jcuts.kernel_ir.printer import program_text
+
     keep: dict[str, Any] = {}
     verdict = run(seed, transform, keep=keep)
     if "closed" in keep:
@@ -230,7 +232,7 @@ def _one(seed: int, transform: str) -> int:
     for subset in (s for top in keep.get("planned", []) for level in top.everywhere() for s in level.subsets):
         print(subset.closed.jaxpr)
         if subset.chosen is not None:
-            print(subset.chosen.dump())
+            print(program_text(subset.chosen))
     print({k: v for k, v in asdict(verdict).items() if k != "equations"})
     if "error" in keep:
         raise keep["error"]

@@ -252,12 +252,6 @@ class Program:
         """Canonical JSON text: what travels to the worker process."""
         return json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
 
-    def dump(self) -> str:
-        """Readable text."""
-        from jcuts.kernel_ir.printer import program_text
-
-        return program_text(self)
-
 
 def _phase_json(phase: Phase) -> dict[str, object]:
     data: dict[str, object] = {

@@ -27,6 +27,7 @@ from jcuts.base import fingerprint, knobs
 from jcuts.base.dump import open_dump
 from jcuts.base.errors import JcutsError, UnsupportedError
 from jcuts.base.settings import Settings, Variant
+from jcuts.kernel_ir.printer import program_text
 from jcuts.pipeline import batch_chunking, inplace_update, kernel_selection, microbatch_convs, weight_prep
 from jcuts.pipeline.computation import CHOICES, NOT_ASKED, Computation, Fuel, Region, group
 from jcuts.report.function_report import NOT_CHECKED, NOT_MEASURED, FunctionReport, RefusalReport, SubsetReport
@@ -211,7 +212,7 @@ def _plan(
     start = time.perf_counter()
     top = group(flat, settings, Fuel(), platform, wait=platform != "cpu")
     timed("group", start)
-    dump.stage("subsets", lambda: "\n".join(s.program.dump() for level in top.walk() for s in level.subsets))
+    dump.stage("subsets", lambda: "\n".join(program_text(s.program) for level in top.walk() for s in level.subsets))
     start = time.perf_counter()
     partition = _select(top, settings, may_measure, platform)
     timed("select", start)

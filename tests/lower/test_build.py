@@ -11,6 +11,7 @@ from jax import lax
 from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.interpret import interpret
 from jcuts.kernel_ir.loop_transforms import collapse_program
+from jcuts.kernel_ir.printer import program_text
 from jcuts.kernel_ir.verify import verify
 from tests import programs
 from tests.ops.cases import conv
@@ -47,7 +48,7 @@ def padded(x):
 def test_forms(fn, arguments, template, phases):
     program = programs.trace(fn, *arguments).program()
     verify(program)
-    assert (program.template, len(program.phases)) == (template, phases), program.dump()
+    assert (program.template, len(program.phases)) == (template, phases), program_text(program)
 
 
 def test_an_epilogue_reads_the_accumulator_and_stores_once():
@@ -83,7 +84,7 @@ def test_refusals_say_why(fn, arguments, reason):
 
     trace = programs.trace(fn, *arguments)
     refusal = trace.build()
-    assert isinstance(refusal, Refusal), refusal.dump()
+    assert isinstance(refusal, Refusal), program_text(refusal)
     assert re.search(reason, refusal.reason), refusal
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jcuts.base.errors import Refusal
+from jcuts.kernel_ir.printer import program_text
 from jcuts.ops import supported_primitives
 from jcuts.tune.problem import Output
 from jcuts.tune.verify.acceptance import check_output
@@ -105,7 +106,7 @@ def test_the_compiled_kernel_agrees_with_lax(case):
 
 @each([c for c in WORKING if c.golden])
 def test_golden_program(case, golden):
-    golden(f"ops/{case.name}.txt", traced(case).program().dump())
+    golden(f"ops/{case.name}.txt", program_text(traced(case).program()))
 
 
 @each(REFUSED)

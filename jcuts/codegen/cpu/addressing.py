@@ -10,6 +10,7 @@ from llvmlite import ir
 
 from jcuts.base.errors import IRError
 from jcuts.codegen.llvm import lanes as L
+from jcuts.codegen.llvm.division import floor_division
 from jcuts.kernel_ir.index import Atom, Index
 from jcuts.kernel_ir.node import Guard
 from jcuts.kernel_ir.program import ITEM_SIZE
@@ -84,29 +85,7 @@ def _scalar_atom(frame: Frame, atom: Atom) -> L.Value:
         return frame.values[atom.value]
     assert atom.inner is not None
     low, _ = atom.inner.bounds(frame.ranges)
-    return _divide(frame.builder, atom.kind, scalar_index(frame, atom.inner), atom.modulus, low, I64)
-
-
-def _divide(builder: L.Builder, kind: str, value: L.Value, modulus: int, low: int | None, base: ir.IntType) -> L.Value:
-    """Floor division or remainder by a positive constant."""
-    typ = value.type
-
-    def const(number: int) -> ir.Constant:
-        return L.const(typ, number) if isinstance(typ, ir.VectorType) else base(number)
-
-    if low is not None:
-        shift = 0 if low >= 0 else -(low // modulus)
-        moved = builder.add(value, const(shift * modulus)) if shift else value
-        if kind == "mod":
-            return builder.urem(moved, const(modulus))
-        quotient = builder.udiv(moved, const(modulus))
-        return builder.sub(quotient, const(shift)) if shift else quotient
-    quotient = builder.sdiv(value, const(modulus))
-    rest = builder.sub(value, builder.mul(quotient, const(modulus)))
-    negative = builder.icmp_signed("<", rest, const(0))
-    if kind == "mod":
-        return builder.select(negative, builder.add(rest, const(modulus)), rest)
-    return builder.select(negative, builder.sub(quotient, const(1)), quotient)
+    return floor_division(frame.builder, atom.kind, scalar_index(frame, atom.inner), atom.modulus, low, I64)
 
 
 def vector_index(frame: Frame, index: Index) -> L.Value:
@@ -154,7 +133,7 @@ def _vector_index(frame: Frame, index: Index, base: ir.IntType) -> L.Value:
         else:
             assert atom.inner is not None
             low, _ = atom.inner.bounds(frame.ranges)
-            part = _divide(builder, atom.kind, _vector_index(frame, atom.inner, base), atom.modulus, low, base)
+            part = floor_division(builder, atom.kind, _vector_index(frame, atom.inner, base), atom.modulus, low, base)
         if coef != 1:
             part = builder.mul(part, L.const(kind, coef))
         total = builder.add(total, part)

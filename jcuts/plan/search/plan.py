@@ -130,25 +130,6 @@ class Plan:
             raise UsageError(f"a plan has no {sorted(unknown)}", unknown=sorted(unknown))
         return cls(**values)  # type: ignore[arg-type]
 
-    # What needs jax is imported when asked for: planning itself does without.
-    def mesh(self, devices: object = None):
-        """``jax.sharding.Mesh`` with the axes stage, data, context, tensor; see ``apply.mesh``."""
-        from jcuts.plan import jax_mesh
-
-        return jax_mesh.mesh(self, devices)
-
-    def shardings(self, tree: object, devices: object = None):
-        """``NamedSharding`` per leaf of a parameter tree; see ``apply.shardings``."""
-        from jcuts.plan import jax_mesh
-
-        return jax_mesh.shardings(self, tree, devices)
-
-    def in_shardings(self, parameters: object, optimizer: object, batch: object, devices: object = None):
-        """(parameters, optimiser state, batch) for ``jax.jit(in_shardings=...)``; see ``apply.in_shardings``."""
-        from jcuts.plan import jax_mesh
-
-        return jax_mesh.in_shardings(self, parameters, optimizer, batch, devices)
-
 
 _INTEGERS = ("data", "tensor", "pipeline", "context", "expert", "micro", "zero", "chunks", "group")
 _CODED = {"schedule": SCHEDULES, "recompute": RECOMPUTE} | dict.fromkeys(

@@ -164,8 +164,8 @@ def test_a_plan_applied_to_a_training_step(plan):
     moments = jax.tree.map(jnp.zeros_like, params)
     batch = (jnp.asarray(rng.normal(size=(16, 64)), jnp.float32), jnp.asarray(rng.normal(size=(16, 16)), jnp.float32))
     want = jax.jit(_adam)(params, moments, batch)
-    places = plan.in_shardings(params, moments, batch)
-    results = (jax.NamedSharding(plan.mesh(), jax.sharding.PartitionSpec()), places[0], places[1])
+    places = jax_mesh.in_shardings(plan, params, moments, batch)
+    results = (jax.NamedSharding(jax_mesh.mesh(plan), jax.sharding.PartitionSpec()), places[0], places[1])
     step = jax.jit(_adam, in_shardings=places, out_shardings=results)
     got = step(*jax.device_put((params, moments, batch), places))
     for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
@@ -182,6 +182,6 @@ def test_a_plan_applied_to_a_training_step(plan):
 
 def test_what_shardings_cannot_do():
     with pytest.raises(UsageError, match="pipeline"):
-        Plan(pipeline=2).shardings(MLP)
+        jax_mesh.shardings(Plan(pipeline=2), MLP)
     with pytest.raises(UsageError, match="takes 64 devices"):
-        Plan(data=64).mesh()
+        jax_mesh.mesh(Plan(data=64))

@@ -16,6 +16,7 @@ from jax import lax
 from jcuts.arch.detect import describe_cpu
 from jcuts.codegen.cpu.emit import emit_source
 from jcuts.kernel_ir.interpret import interpret
+from jcuts.kernel_ir.printer import program_text
 from jcuts.kernel_ir.program import Program
 from jcuts.kernel_ir.verify import verify
 from jcuts.lower.patterns import winograd as patterns_winograd
@@ -267,7 +268,7 @@ def example(points):
 
 @pytest.mark.parametrize("points", [4])
 def test_golden_text(points, golden):
-    golden(f"winograd_{points}.txt", example(points).dump())
+    golden(f"winograd_{points}.txt", program_text(example(points)))
 
 
 def test_golden_source(golden):

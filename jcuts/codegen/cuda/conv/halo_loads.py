@@ -154,7 +154,7 @@ class HaloFragments:
             self.places.append(place)
 
     def read(self, stage: L.Value, step: int) -> list[list[L.Value]]:
-        """Registers per 64 rows of the group, of one step of channels of the tap; see `group_fragments.Rows`."""
+        """Registers per 64 rows of the group, of one step of channels of the tap; see `OperandFragments`."""
         builder = self.builder
         inside = step * ptx_mma.STEP
         places = [builder.xor(place, L.I32(inside)) if inside else place for place in self.places]

@@ -153,7 +153,7 @@ class ImplicitGemmKernel(WgmmaKernel):
             totals,
             beside,
             shape.steps,
-            most,  # type: ignore[arg-type]
+            most,
         )
 
     def weights_at(self, reading: L.Value) -> L.Value:

@@ -3,25 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from jcuts.codegen.cuda.conv.halo_loads import HaloFragments, HaloLoader
+from jcuts.codegen.cuda.conv.implicit_gemm_tile import ImplicitGemmKernelTile, KLoopSegment
 from jcuts.codegen.cuda.gemm.epilogue import Totals
+from jcuts.codegen.cuda.gemm.smem_tile import TileLoader
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.ptx import wgmma
+from jcuts.codegen.cuda.ptx.builder import GpuBuilder
 from jcuts.codegen.llvm import lanes as L
-
-if TYPE_CHECKING:
-    from jcuts.codegen.cuda.conv.implicit_gemm import ImplicitGemmKernel
-    from jcuts.codegen.cuda.conv.implicit_gemm_tile import KLoopSegment
 
 Words = list[list[list[L.Value]]]
 """Fragments that are not rounded yet: [step of terms][64 rows][4]."""
 
 
+class MainloopKernel(Protocol):
+    """What the mainloop asks of the kernel that runs it (`implicit_gemm.ImplicitGemmKernel`).
+
+    Attributes:
+        chunk: number of the first channel chunk of the block.  lane, row_warp: lane of the thread; first row of its
+        warp in the tile.  pixels, weights: the copies of both operands to shared memory.  rows: the left operand's
+        fragments.
+    """
+
+    builder: GpuBuilder
+    shape: ImplicitGemmKernelTile
+    chunk: L.Value
+    lane: L.Value
+    row_warp: L.Value
+    pixels: HaloLoader
+    rows: HaloFragments
+    weights: TileLoader
+
+    def next_tile_row(self, row: L.Value) -> L.Value:
+        """The first row of the block's next tile."""
+        ...
+
+    def has_tile(self, row: L.Value) -> L.Value:
+        """Whether there is a tile that begins at a row."""
+        ...
+
+    def next_stage(self, stage: L.Value) -> L.Value:
+        """Bytes to the stage after one."""
+        ...
+
+    def filters(self, tap: L.Value, chunk: L.Value, stage: L.Value, where: L.Value | None) -> Iterator[None]:
+        """Starts one copy of a tile of weights at a time."""
+        ...
+
+    def products(
+        self, number: L.Value, reading: L.Value, totals: Totals, beside: list[Iterator[None]], most: int | None = None
+    ) -> Totals:
+        """Starts the products of a tap's k-tile, of so many steps."""
+        ...
+
+    def weights_at(self, reading: L.Value) -> L.Value:
+        """Descriptor of a warpgroup's weights that lie so many bytes from the first ones."""
+        ...
+
+
 class ImplicitGemmMainloop:
     """The loop over the terms of a tile of outputs: for every line of channels all taps."""
 
-    def __init__(self, emitter: ImplicitGemmKernel, places: Sequence[L.Value]) -> None:
+    def __init__(self, emitter: MainloopKernel, places: Sequence[L.Value]) -> None:
         """Args: places: bytes to the weights of the first step, to the place that is written next, to the run."""
         self.emitter, self.builder, self.places = emitter, emitter.builder, list(places)
         self.runs = (L.I32(0), L.I1(0), L.I32(0))

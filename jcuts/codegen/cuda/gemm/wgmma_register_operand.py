@@ -12,6 +12,7 @@ tile's fragments are read while the one before is multiplied, which takes twice 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
 from jcuts.codegen.cuda.gemm.epilogue import Totals
 from jcuts.codegen.cuda.gemm.prologue import Prologue
@@ -22,6 +23,14 @@ from jcuts.codegen.cuda.ptx import wgmma
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder
 from jcuts.codegen.llvm import lanes as L
 from jcuts.lower.patterns.gemm import TYPES
+
+
+class OperandFragments(Protocol):
+    """A left operand whose fragments are read from shared memory with ``ldmatrix``, wherever its rows lie there."""
+
+    def read(self, stage: L.Value, step: int) -> list[list[L.Value]]:
+        """Registers per 64 rows of the group, of one step of the k-tile in a stage."""
+        ...
 
 
 class RegisterOperandA:
@@ -48,7 +57,7 @@ class RegisterOperandA:
 
 def wgmma_from_registers(
     builder: GpuBuilder,
-    rows: RegisterOperandA,
+    rows: OperandFragments,
     right: L.Value,
     columns: WgmmaSmemTile,
     reading: L.Value,

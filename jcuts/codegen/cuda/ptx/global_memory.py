@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from llvmlite import ir
 
 from jcuts.base.errors import IRError
-from jcuts.codegen.cpu.addressing import _divide
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
 from jcuts.codegen.cuda.ptx.mma import with_immediate_offset
 from jcuts.codegen.llvm import lanes as L
+from jcuts.codegen.llvm.division import floor_division
 from jcuts.kernel_ir.index import Atom, Index
 from jcuts.kernel_ir.node import Guard
 from jcuts.kernel_ir.program import ITEM_SIZE
@@ -78,7 +78,7 @@ def _atom(frame: Frame, atom: Atom) -> L.Value:
         return builder.trunc(value, I32) if value.type.width > 32 else value
     assert atom.inner is not None
     low, _ = atom.inner.bounds(frame.ranges)
-    return _divide(builder, atom.kind, index(frame, atom.inner), atom.modulus, low, I32)
+    return floor_division(builder, atom.kind, index(frame, atom.inner), atom.modulus, low, I32)
 
 
 def known_divisor(frame: Frame, expression: Index) -> int:

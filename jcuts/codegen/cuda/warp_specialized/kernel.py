@@ -317,7 +317,7 @@ class WarpSpecializedKernel(WgmmaKernel):
             self.before,
             totals,
             [],
-            WHOLE,  # type: ignore[arg-type]
+            WHOLE,
         )
         self.ring.arrive(self.ring.empty(self._before(stage)), builder.icmp_signed(">", number, L.I32(0)))
         return [builder.add(number, L.I32(1)), *self.ring.next(stage, parity), run], totals

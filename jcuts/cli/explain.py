@@ -56,8 +56,9 @@ def run(arguments: argparse.Namespace) -> int:
     except Exception as error:
         raise _of_the_user(arguments.function, error) from error
     from jcuts.report.function_report import NOT_CHECKED, NOT_MEASURED
+    from jcuts.report.rich_tables import report_tables
 
-    console().print(report)
+    console().print(report_tables(report))
     if arguments.tune == "cached" and any(s.why in (NOT_MEASURED, NOT_CHECKED) for s in report.subsets):
         console().print("What is not measured yet is measured by --tune auto, or when the function is first called.")
     for path, write in ((arguments.html, report.to_html), (arguments.json, lambda p: _write_json(p, report.to_dict()))):

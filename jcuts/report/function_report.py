@@ -124,11 +124,6 @@ class FunctionReport:
         target.write_text(_html(self), encoding="utf-8")
         return target
 
-    def __rich__(self) -> Any:
-        from jcuts.report.rich_tables import report_tables
-
-        return report_tables(self)
-
 
 HEAVY = frozenset({"conv_general_dilated", "dot_general"})
 

@@ -108,7 +108,7 @@ class ImplicitGemmKernel(WgmmaKernel):
                 ptx_mma.cp_async_commit(builder)
         for _ in range(shape.prefetch_distance if shape.resident else 0):
             ptx_mma.cp_async_commit(builder)
-        if shape.push and shape.apart:
+        if shape.push and shape.dsmem_is_separate:
             cluster.wait(builder)
         self.prefetch_epilogue()
 

@@ -132,7 +132,7 @@ class ImplicitGemmKernelTile(HaloTile):
         return tile_dsmem_bytes(self)
 
     @property
-    def apart(self) -> bool:
+    def dsmem_is_separate(self) -> bool:
         """Whether that lies behind everything else."""
         return dsmem_is_separate(self.kept_until, self.room)
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.patterns.few_channel_conv import as_few_channel_conv, conv_geometry
+from jcuts.schedule import fit
 from jcuts.schedule.gpu.conv.few_channels_tile import DEPTH, LINES, TILE, WORD, FewChannelTile
 from jcuts.schedule.gpu.gemm.mma import (
     AGAIN,
@@ -40,9 +41,10 @@ WARP_COLUMNS = (32, 64, 16, 48)
 SHARES = (1, 2, 4, 8, 16)
 RESIDENT = (1, 2, 3, 4, 6, 8)
 """Blocks of a multiprocessor that are to share all tiles evenly."""
-PIECE = 6.0
+_FIT = fit.coefficients("gpu/conv", "few_channels")
+PIECE = _FIT.copy_instructions
 """Instructions of one copy of a patch: whether it is inside the image, and itself."""
-RESULT = 3.0
+RESULT = _FIT.result_instructions
 """Instructions per result of a thread: what follows the sum, and its share of the addresses."""
 MOST_SHARE = 64
 """Tiles of a block."""

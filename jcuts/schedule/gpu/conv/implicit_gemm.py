@@ -14,48 +14,86 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from jcuts.arch.sm_limits import SM_90
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.patterns.conv_window import ConvWindow, match_conv_window, weights_need_no_transform
 from jcuts.lower.patterns.gemm import gemm_operands
+from jcuts.schedule import fit
 from jcuts.schedule.gpu.gemm.mma import MEMORY, GemmProblem
 from jcuts.schedule.gpu.gemm.wgmma_tile import GROUP, HIGH, LINE, can_swap_lanes
 from jcuts.schedule.gpu.machine import Candidate, scheduled
 
-GROUPED, LEAST_PRODUCTS = (9, 0), 1 << 24
-"""The compute capability that has warp groups; products from which on there are schedules."""
+GROUPED = (9, 0)
+"""The compute capability that has wgmma."""
+LEAST_PRODUCTS = 1 << 24
+"""Products from which on there are schedules."""
 MOST = 5
 """Schedules of one convolution."""
-UNEVEN, WORTH = 24, 0.9
-"""Registers that a loop of its own for a last line of channels that is not full takes; share of all steps that are left
-by it, up to which it is tried."""
-VARIED, FEW_COLUMNS, RESIDENT = 2, 64, 2
-"""Schedules that are tried in other ways, too; columns up to which every tap has code of its own from the start
-(compiling it takes seconds); tiles of terms between a copy of pixels and their use where weights stay."""
-AGAIN, NEAR = 0.95, 1.3
-"""What every further candidate counts that differs in little; cycles, over the least, up to which the best one whose
-weights lie elsewhere is the second."""
-HEIGHTS, TALLER = ((64, 1), (128, 2), (192, 3), (256, 4)), ((128, 1), (192, 1), (256, 2))
-"""(rows of a block, groups along them): groups of 64 rows were faster wherever they can have whole steps."""
-WIDTHS, MOST_TOTALS = (32, 256), 128
-"""Least and most columns; totals of a thread."""
+_FIT = fit.coefficients("gpu/conv", "implicit_gemm")
+_CANDIDATES = fit.coefficients("gpu/conv", "implicit_gemm_candidates")
+UNEVEN = 24
+"""Registers that a loop of its own for a last line of channels that is not full takes."""
+WORTH = _CANDIDATES.short_line_step_limit
+"""Share of all k-steps that are left by such a loop, up to which it is tried."""
+VARIED = 2
+"""Schedules that are tried in other ways, too."""
+FEW_COLUMNS = 64
+"""Columns up to which every filter tap has code of its own from the start (compiling it takes seconds)."""
+RESIDENT = 2
+"""k-tiles between a copy of activation rows and their use where weights stay in shared memory."""
+AGAIN = _CANDIDATES.alike_score_factor
+"""What every further candidate counts that differs in little."""
+NEAR = _CANDIDATES.other_weights_cycles_limit
+"""Cycles, over the least, up to which the best one whose weights lie elsewhere is the second."""
+HEIGHTS = ((64, 1), (128, 2), (192, 3), (256, 4))
+"""(rows of a block, warpgroups along them): those of 64 rows were faster wherever they can have whole k-steps."""
+TALLER = ((128, 1), (192, 1), (256, 2))
+"""The same of more rows per warpgroup."""
+WIDTHS = (32, 256)
+"""Least and most columns."""
+MOST_TOTALS = 128
+"""Accumulators of a thread."""
 STAGES = (6, 5, 4)
-MOST_SHARED, SHARED, FILE, OWN = 226 << 10, 227 << 10, 65536, 2048
-"""Bytes of shared memory of a block; of a multiprocessor: shared memory, registers; shared memory
-that every block takes beside its own."""
-MOST_REGISTERS, ADDRESSES = 248, 120
-"""Registers of a thread; those that all taps' addresses take where weights are copied for each of them."""
-UNIT, PORT, CACHE = {4: 950.0, 2: 1600.0}, 96.0, 80.0
-"""Products per cycle and multiprocessor, by bytes of an operand; bytes per cycle of shared memory and the L2 cache."""
-CHAIN, GROUPS, TALL, HIDDEN = 157.0, 16.0, 50.0, 0.56
-"""Cycles of a step in which warps fetch and round fragments before the units have work: of all, more for every group
-there, and for every 64 rows of a group beyond the first; what is left of them where there are several blocks."""
-HALF, OWN_CODE, FETCHED = (1.3, 0.9), 0.6, 0.7
-"""The same where a step is two groups of instructions, of 64 rows and of more; where taps have code of their own; where
-fragments are fetched early (assumed, not measured)."""
-BEGIN, AGAIN_BEGUN, LEAVE, LEFT = 9000.0, 0.16, 300.0, 0.27
-"""Cycles to a launch's first products, what of them later blocks take where others are beside them; cycles of a tile's
-results beside their bytes; what is left of memory's time."""
-SHARE = 0.9
+MOST_SHARED = 226 << 10
+"""Bytes of shared memory of a block."""
+SHARED = SM_90.smem_per_block_bytes
+"""Bytes of shared memory that blocks of an SM are counted to share."""
+FILE = SM_90.registers_per_sm
+OWN = 2048
+"""Bytes of shared memory that every block takes beside its own."""
+MOST_REGISTERS = 248
+"""Registers of a thread."""
+ADDRESSES = 120
+"""Registers that all taps' addresses take where weights are copied for each of them."""
+UNIT = {4: _FIT.tf32_products_per_cycle, 2: _FIT.half_products_per_cycle}
+"""Products per cycle and SM, by bytes of an operand."""
+PORT = _FIT.smem_bytes_per_cycle
+"""Bytes per cycle of an SM's shared memory."""
+CACHE = _FIT.l2_bytes_per_cycle
+"""Bytes per cycle of the L2 cache, for an SM."""
+CHAIN = _FIT.fragment_cycles
+"""Cycles of a k-step in which warps fetch and round fragments before the units have work."""
+GROUPS = _FIT.fragment_cycles_per_warpgroup
+"""More of them for every warpgroup of the SM."""
+TALL = _FIT.fragment_cycles_per_64_rows
+"""More of them for every 64 rows of a warpgroup beyond the first."""
+HIDDEN = _FIT.fragment_exposed_ratio
+"""What is left of them where an SM has several blocks."""
+HALF = (_FIT.half_step_factor, _FIT.half_step_tall_factor)
+"""Their factor where a k-step is two instruction groups: of 64 rows, of more."""
+OWN_CODE = _FIT.unrolled_taps_factor
+"""Their factor where taps have code of their own."""
+FETCHED = _FIT.prefetched_factor
+"""Their factor where fragments are prefetched (assumed, not measured)."""
+BEGIN = _FIT.block_start_cycles
+"""Cycles to a launch's first products."""
+AGAIN_BEGUN = _FIT.block_restart_ratio
+"""What of them later blocks take where an SM has several."""
+LEAVE = _FIT.epilogue_cycles
+"""Cycles of a tile's results without their bytes."""
+LEFT = _FIT.memory_overlap_remainder
+"""What is left of the shorter of work and memory time."""
+SHARE = _CANDIDATES.halo_share_limit
 """Pixels copied per tap, of those that a tile per tap would copy, up to which keeping them pays."""
 
 
@@ -247,7 +285,9 @@ def registers(found: ConvWindow, tiling: ImplicitGemmTile) -> int:
 def _resident(found: ConvWindow, tiling: ImplicitGemmTile) -> int:
     """Blocks side by side on a multiprocessor."""
     by_memory = (SHARED + OWN) // (shared(found, tiling) + OWN)
-    return max(1, min(by_memory, FILE // (tiling.threads * registers(found, tiling)), 2048 // tiling.threads))
+    return max(
+        1, min(by_memory, FILE // (tiling.threads * registers(found, tiling)), SM_90.threads_per_sm // tiling.threads)
+    )
 
 
 def _tiles(counter: GemmProblem, tiling: ImplicitGemmTile) -> int:
@@ -274,7 +314,7 @@ def cycles(counter: GemmProblem, found: ConvWindow, tiling: ImplicitGemmTile) ->
     chain *= 1.0 if tiling.steps == found.whole else HALF[high > 1]
     chain *= (OWN_CODE if tiling.unrolled else 1.0) * (FETCHED if tiling.fetched else 1.0)
     inner = max(work + chain, beside * work + HIDDEN * chain) if beside > 1 else work + chain
-    leave = LEAVE + beside * 4.0 * rows * columns * counter.results / max(1.0, counter.partial) / CACHE
+    leave = LEAVE + beside * 4 * rows * columns * counter.results / max(1.0, counter.partial) / CACHE
     begin = BEGIN + (tiling.stages * columns * found.bytes / CACHE if stays else 0.0)
     begin *= 1.0 + (waves - 1) * (AGAIN_BEGUN if beside > 1 else 1.0)
     total, moved = begin + waves * tiling.rounds * (found.k_tiles * inner + leave), counter.moved / MEMORY

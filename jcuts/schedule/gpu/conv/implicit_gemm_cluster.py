@@ -33,13 +33,18 @@ MOST = 2
 """Schedules of one convolution."""
 SIZES = (2, 3, 4, 5, 6, 7, 8)
 """Blocks of a cluster."""
-HEIGHTS, WIDTHS = ((64, 1), (128, 2)), (32, 64, 96, 128)
-"""(rows of a block, groups along them), columns."""
+HEIGHTS = ((64, 1), (128, 2))
+"""(rows of a block, warpgroups along them)."""
+WIDTHS = (32, 64, 96, 128)
+"""Columns of a block."""
 WAVES = 2
 """Blocks per multiprocessor up to which there are few."""
-RING, STAY = (8, 6, 4), 9
-"""Tiles of weights in shared memory where not all of them have their place there; tiles up to which all have."""
-RATES, PUSH = gemm_cost.GROUPS["rounded"], gemm_cost.PUSH["rounded"]
+RING = (8, 6, 4)
+"""Tiles of weights in shared memory where not all of them stay there."""
+STAY = 9
+"""Tiles of weights up to which all stay there."""
+RATES = gemm_cost.GROUPS["rounded"]
+PUSH = gemm_cost.PUSH["rounded"]
 
 
 def candidates(counter: GemmProblem, program: Program) -> list[Program]:
@@ -103,7 +108,7 @@ def cycles(counter: GemmProblem, found: ConvWindow, tiling: ImplicitGemmTile) ->
     beside, waves = gemm_cost.occupancy(tiles * cluster, cluster, held, counter.machine.sms)
     once = gemm_cost.concurrent_clusters(cluster, counter.machine.sms)
     beside = max(beside, min(held, math.ceil(tiles / once)))  # some of them share multiprocessors
-    copied = beside * (found.halo_rows(rows) * lines + columns * steps) * size / RATES.cache
+    copied = beside * (found.halo_rows(rows) * lines + columns * steps) * size / RATES.l2_bytes_per_cycle
     read = rows // HIGH * (HIGH + columns) * size
     work = max(rows * columns * found.channels_per_tile / kept.UNIT[found.side.item], read / kept.PORT)
     chain = kept.CHAIN + kept.GROUPS * tiling.groups * beside
@@ -111,10 +116,14 @@ def cycles(counter: GemmProblem, found: ConvWindow, tiling: ImplicitGemmTile) ->
     chain *= kept.OWN_CODE if tiling.unrolled else 1.0
     inner = max(work + chain, beside * work + kept.HIDDEN * chain) if beside > 1 else work + chain
     terms = copied + steps * inner if resident else max(copied, steps * inner)
-    leave = RATES.leave + PUSH[0] + PUSH[1] * cluster + beside * 4.0 * rows * columns / RATES.far
-    begin = RATES.begin + RATES.warp * beside * tiling.threads / WARP + RATES.fetch
-    total, moved = waves * (begin + terms + leave), counter.moved / RATES.memory
-    return max(total, moved + begin) + RATES.moving * min(total, moved)
+    leave = (
+        RATES.epilogue_cycles + PUSH[0] + PUSH[1] * cluster + beside * 4 * rows * columns / RATES.dsmem_bytes_per_cycle
+    )
+    begin = (
+        RATES.block_start_cycles + RATES.warp_start_cycles * beside * tiling.threads / WARP + RATES.load_latency_cycles
+    )
+    total, moved = waves * (begin + terms + leave), counter.moved / RATES.memory_bytes_per_cycle
+    return max(total, moved + begin) + RATES.memory_overlap_remainder * min(total, moved)
 
 
 def _repeats(found: ConvWindow, tiling: ImplicitGemmTile) -> bool:

@@ -13,10 +13,12 @@ model (`docs/gpu_proofs.md`).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from jcuts.arch.sm_limits import SM_90
 from jcuts.lower.patterns.gemm import GemmOperand, k_tiles_per_split
+from jcuts.schedule import fit
 from jcuts.schedule.gpu.gemm import smem_layout_f64
 from jcuts.schedule.gpu.machine import WARP
 
@@ -24,18 +26,30 @@ if TYPE_CHECKING:
     from jcuts.schedule.gpu.gemm.mma import GemmProblem, MmaTile
     from jcuts.schedule.gpu.gemm.wgmma_tile import WgmmaTile
 
-AT_ONCE = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 15, 7: 14, 8: 13}
-"""Clusters of so many blocks that 132 multiprocessors have at once, one block each: they lie in groups.
-
-The driver counts 42 of three on one H200; on others 42 took twice as long as 39.
-"""
-SHARED, FILE, BLOCKS, OWN = 228 << 10, 65536, 32, 1024
-"""Of a multiprocessor: bytes of shared memory, registers, blocks; bytes that every block takes beside its own."""
-LINE, STEP, HIGH = 128, 32, 64
-"""Bytes of a line of the caches, and of terms per instruction; rows of a warp group's instruction."""
-STREAM = 2400.0
-"""Bytes of memory per cycle that partial results move at."""
-EVEN, FMA_EVEN = 3, 8
+CLUSTERS = fit.coefficients("gpu/gemm", "concurrent_clusters")
+AT_ONCE = {
+    1: CLUSTERS.blocks_1,
+    2: CLUSTERS.blocks_2,
+    3: CLUSTERS.blocks_3,
+    4: CLUSTERS.blocks_4,
+    5: CLUSTERS.blocks_5,
+    6: CLUSTERS.blocks_6,
+    7: CLUSTERS.blocks_7,
+    8: CLUSTERS.blocks_8,
+}
+"""Clusters of so many blocks that 132 SMs run at once, one block each: they lie in groups (GPCs)."""
+SHARED = SM_90.smem_per_sm_bytes
+FILE = SM_90.registers_per_sm
+BLOCKS = SM_90.blocks_per_sm
+OWN = SM_90.smem_reserved_per_block_bytes
+LINE = SM_90.cache_line_bytes
+STEP = 32
+"""Bytes along K per instruction."""
+HIGH = 64
+"""Rows of a wgmma instruction."""
+OCCUPANCY = fit.coefficients("gpu/gemm", "occupancy")
+EVEN = 3
+FMA_EVEN = 8
 """Waves up to which the last one takes as long as the others; of fused multiply-adds, whose blocks end together."""
 
 
@@ -44,34 +58,33 @@ class CostCoefficients:
     """Constants of one family: products and bytes per cycle, cycles, shares of what overlaps.
 
     Attributes:
-        unit: products per cycle. port, cache, far, memory: bytes per cycle of shared memory, of the L2 cache, of other
-            blocks' shared memory, of the whole GPU's memory.
-        short: power with which lines of less than 128 bytes count more.
-        fetch, round: of a load, over those under way; of a tile of terms.
-        overlap, moving: what is left of shorter limits; of the shorter of work and memory.
-        begin, warp: of a block; for every warp of the multiprocessor.
-        leave, late: of an exit; of asking late for what is added there.
-        cluster, member: of blocks that meet; for each of them.
-        second, again: of a second launch; what its bytes count.
+        products_per_cycle: multiply-adds of an SM. smem_bytes_per_cycle, l2_bytes_per_cycle, dsmem_bytes_per_cycle:
+            of an SM. memory_bytes_per_cycle: of the whole GPU.
+        short_line_exponent: power with which lines of less than 128 bytes count more.
+        load_latency_cycles: of a load, over the loads in flight. k_tile_overhead_cycles: of a k-tile besides its work.
+        overlap_remainder: what is left of shorter limits. memory_overlap_remainder: of the shorter of work and memory.
+        block_start_cycles, warp_start_cycles: of a block; for every warp of the SM. epilogue_cycles: without its bytes.
+        cluster_reduce_cycles, cluster_reduce_cycles_per_block: of a reduction in a cluster; for each of its blocks.
+        split_k_launch_cycles, split_k_bytes_factor: of a split-K reduction kernel; what its bytes count.
     """
 
-    unit: float
-    port: float
-    cache: float
-    far: float
-    memory: float
-    short: float
-    fetch: float
-    round: float
-    overlap: float
-    moving: float
-    begin: float
-    warp: float
-    leave: float
-    cluster: float
-    member: float
-    second: float
-    again: float
+    products_per_cycle: float
+    smem_bytes_per_cycle: float
+    l2_bytes_per_cycle: float
+    dsmem_bytes_per_cycle: float
+    memory_bytes_per_cycle: float
+    short_line_exponent: float
+    load_latency_cycles: float
+    k_tile_overhead_cycles: float
+    overlap_remainder: float
+    memory_overlap_remainder: float
+    block_start_cycles: float
+    warp_start_cycles: float
+    epilogue_cycles: float
+    cluster_reduce_cycles: float
+    cluster_reduce_cycles_per_block: float
+    split_k_launch_cycles: float
+    split_k_bytes_factor: float
 
 
 def blocks_per_sm(machine_threads: int, threads: int, registers: float, shared: int) -> int:
@@ -88,7 +101,9 @@ def concurrent_clusters(cluster: int, sms: int) -> float:
 def occupancy(blocks: int, cluster: int, held: int, sms: int, even: int = EVEN) -> tuple[int, float]:
     """Blocks side by side on a multiprocessor, and how often they are replaced."""
     waves = blocks / (held * cluster * concurrent_clusters(cluster, sms))
-    return min(held, -(-blocks // sms)), math.ceil(waves - 1e-9) if waves <= even else waves + 0.5
+    return min(held, -(-blocks // sms)), math.ceil(
+        waves - OCCUPANCY.whole_wave_tolerance
+    ) if waves <= even else waves + 0.5
 
 
 def global_bytes(sides: tuple[GemmOperand, GemmOperand], rows: int, columns: int, terms: int, short: float) -> float:
@@ -115,10 +130,13 @@ def smem_bytes(sides: tuple[GemmOperand, GemmOperand], tiling: MmaTile) -> int:
 
 def _whole(counter: GemmProblem, rates: CostCoefficients, total: float, split: int) -> float:
     """With what the memory takes, and a second launch."""
-    moved = counter.moved / rates.memory
-    total = max(total, moved + rates.begin) + rates.moving * min(total, moved)
+    moved = counter.moved / rates.memory_bytes_per_cycle
+    total = max(total, moved + rates.block_start_cycles) + rates.memory_overlap_remainder * min(total, moved)
     if split > 1:
-        total += rates.second + rates.again * (2 * split + 1) * counter.partial / STREAM
+        total += (
+            rates.split_k_launch_cycles
+            + rates.split_k_bytes_factor * (2 * split + 1) * counter.partial / OCCUPANCY.partial_sum_bytes_per_cycle
+        )
     return total
 
 
@@ -128,30 +146,23 @@ def _overlapped_max(limits: list[float], overlap: float) -> float:
 
 # -- by warps ---------------------------------------------------------------------------------------------------------
 WARPS = {
-    item: CostCoefficients(
-        unit, 253.0, 108.0, 43.0, 1820.0, 0.7, 500.0, 37.0, 0.86, 0.63, 160.0, 2.6, 117.0, 626.0, 460.0, 2630.0, 2.6
-    )
-    for item, unit in {4: 694.0, 2: 1900.0}.items()
+    4: fit.record("gpu/gemm", "mma_tf32", CostCoefficients),
+    2: fit.record("gpu/gemm", "mma_16bit", CostCoefficients),
 }
-FMA = replace(WARPS[4], unit=95.0, port=98.0, overlap=0.14, fetch=1090.0)
-"""Fused multiply-adds, fitted to 130 schedules of ten products and convolutions on an H200 (11 % off).
-
-Four schedulers could issue 128 a cycle; two operands that lie in one bank of the registers take two cycles.  What
-shared memory gives counts for every lane that gets it (`LANES`), as it passes the same port for each.
-"""
-LANES, FMA_REGISTERS = (4, 8), (20.0, 1.0, 0.5)
-"""Lanes of a warp that each take a row, and a column; as `OWN_REGISTERS`, with the next terms' values."""
-DOUBLE = replace(WARPS[4], unit=125.0, port=90.0, overlap=0.14, round=298.0, begin=4700.0, fetch=530.0)
-DOUBLE_REGISTERS = (26.0, 0.75, 0.75)
-"""float64 on matrix units (128 a cycle), fitted to 80 schedules of ten products and convolutions (10 % off; the
-schedule with the least cycles took at most 6 % more than the fastest); as `OWN_REGISTERS`, of two steps."""
-BUSY = 32.0
-"""Cycles of a unit for 16x8 totals of float64 and eight terms."""
-ISSUE, CHAIN, MEET, MEMBERS = 0.235, (70.0, 6.7), 408.0, 4.9
-"""Of an instruction; cycles of one warp, which waits for itself: per instruction along the terms, per product of a
-step; of warps that add up; of blocks that do, for every warp."""
-OWN_REGISTERS, MOST_REGISTERS = (26.0, 0.18, 0.18), 255.0
-"""Registers of a thread besides its totals: a base, per row, per column of a warp's tile (1,900 kernels: 10 % off)."""
+"""mma.sync, by bytes of an operand."""
+FMA = fit.record("gpu/gemm", "ffma", CostCoefficients)
+"""Fused multiply-adds.  What shared memory gives counts for every lane that gets it (`LANES`), as it passes the same
+port for each."""
+DOUBLE = fit.record("gpu/gemm", "mma_float64", CostCoefficients)
+"""float64 on matrix units."""
+LANES = (4, 8)
+"""Lanes of a warp that each take a row, and a column."""
+OWN_REGISTERS = fit.coefficients("gpu/gemm", "mma_registers")
+"""Registers of a thread besides its accumulators."""
+FMA_REGISTERS = fit.coefficients("gpu/gemm", "ffma_registers")
+DOUBLE_REGISTERS = fit.coefficients("gpu/gemm", "mma_float64_registers")
+WARP_COST = fit.coefficients("gpu/gemm", "mma_warp")
+"""What one warp waits for itself, and what warps that add up take."""
 
 
 def rates_of(counter: GemmProblem) -> CostCoefficients:
@@ -163,7 +174,7 @@ def registers_of(counter: GemmProblem, tiling: MmaTile) -> float:
     """Registers that a thread would take, without the addresses of its copies."""
     taken = FMA_REGISTERS if counter.fma else DOUBLE_REGISTERS if counter.double else OWN_REGISTERS
     high, wide = tiling.rows // tiling.warps[0], tiling.columns // tiling.warps[1]
-    return taken[0] + high * wide / WARP * counter.total / 4 + taken[1] * high + taken[2] * wide
+    return taken.base + high * wide / WARP * counter.total / 4 + taken.per_row * high + taken.per_column * wide
 
 
 def warp_cycles(counter: GemmProblem, tiling: MmaTile) -> float:
@@ -172,7 +183,7 @@ def warp_cycles(counter: GemmProblem, tiling: MmaTile) -> float:
     rows, columns, (along, across, deep) = tiling.rows, tiling.columns, tiling.warps
     high, wide, count = rows // along, columns // across, along * across * deep
     alone = bool(counter.fma) or counter.double  # nothing but the products of all warps decides
-    registers = min(registers_of(counter, tiling), MOST_REGISTERS)
+    registers = min(registers_of(counter, tiling), OWN_REGISTERS.maximum)
     tiles = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns)
     held = blocks_per_sm(counter.machine.threads_per_sm, tiling.threads, registers, counter.shared(tiling))
     blocks, even = tiles * tiling.split * tiling.cluster, FMA_EVEN if alone else EVEN
@@ -182,51 +193,67 @@ def warp_cycles(counter: GemmProblem, tiling: MmaTile) -> float:
     each = (high / 16) * (wide / 8)
     share, _ = k_tiles_per_split(counter.terms, tiling.terms, tiling.split * tiling.cluster)
     limits = [
-        (-(-beside * count // 4) * 4 / count if alone else beside) * rows * columns * tiling.terms / rates.unit,
-        beside * (count * (LANES[0] * high + LANES[1] * wide) / deep + rows + columns) * line / FMA.port
+        (-(-beside * count // 4) * 4 / count if alone else beside)
+        * rows
+        * columns
+        * tiling.terms
+        / rates.products_per_cycle,
+        beside * (count * (LANES[0] * high + LANES[1] * wide) / deep + rows + columns) * line / FMA.smem_bytes_per_cycle
         if counter.fma
-        else beside * (count * (high + wide) / deep + rows + columns) * line / rates.port,
-        0.0 if alone else ISSUE * beside * count * steps * (2 * each + high * 5 / 16 + wide * 5 / 8) / 4,
-        beside * global_bytes(counter.sides, rows, columns, tiling.terms, rates.short) / rates.cache,
-        rates.round + steps * each * BUSY / 2 if counter.double else 0.0,
-        0.0 if alone else rates.round + steps * (CHAIN[0] + CHAIN[1] * each),
-        rates.fetch / (tiling.stages - 1) if share > tiling.stages - 1 else 0.0,
+        else beside * (count * (high + wide) / deep + rows + columns) * line / rates.smem_bytes_per_cycle,
+        0.0
+        if alone
+        else WARP_COST.instruction_issue_cycles
+        * beside
+        * count
+        * steps
+        * (2 * each + high * 5 / 16 + wide * 5 / 8)
+        / 4,
+        beside
+        * global_bytes(counter.sides, rows, columns, tiling.terms, rates.short_line_exponent)
+        / rates.l2_bytes_per_cycle,
+        rates.k_tile_overhead_cycles + steps * each * WARP_COST.float64_mma_cycles / 2 if counter.double else 0.0,
+        0.0
+        if alone
+        else rates.k_tile_overhead_cycles
+        + steps * (WARP_COST.k_step_chain_cycles + WARP_COST.product_chain_cycles * each),
+        rates.load_latency_cycles / (tiling.stages - 1) if share > tiling.stages - 1 else 0.0,
     ]
     made = float(counter.total * rows * columns)
     written = made * (1.0 if tiling.split > 1 else counter.results / max(1.0, counter.partial))
-    leave = rates.leave + beside * written / tiling.cluster / rates.cache
+    leave = rates.epilogue_cycles + beside * written / tiling.cluster / rates.l2_bytes_per_cycle
     if deep > 1 or tiling.cluster > 1:
-        leave += MEET * deep + beside * 2.0 * made * deep / rates.port
+        leave += WARP_COST.slice_k_reduce_cycles * deep + beside * 2.0 * made * deep / rates.smem_bytes_per_cycle
     if tiling.cluster > 1:
-        leave += rates.cluster + rates.member * tiling.cluster
-        leave += beside * (made * deep / rates.far + MEMBERS * count)
-    begin = rates.begin + rates.warp * beside * count
-    total = waves * (begin + share * _overlapped_max(limits, rates.overlap) + leave)
+        leave += rates.cluster_reduce_cycles + rates.cluster_reduce_cycles_per_block * tiling.cluster
+        leave += beside * (made * deep / rates.dsmem_bytes_per_cycle + WARP_COST.cluster_reduce_cycles_per_warp * count)
+    begin = rates.block_start_cycles + rates.warp_start_cycles * beside * count
+    total = waves * (begin + share * _overlapped_max(limits, rates.overlap_remainder) + leave)
     return _whole(counter, rates, total, tiling.split)
 
 
 # -- by warp groups ---------------------------------------------------------------------------------------------------
 GROUPS = {
-    "float32": CostCoefficients(
-        459.0, 123.0, 447.0, 62.7, 2714.0, 0.5, 139.0, 765.0, 0.1, 1.06, 132.0, 1.7, 146.0, 2031.0, 435.0, 3041.0, 2.6
-    ),
-    "copied": CostCoefficients(
-        2050.0, 182.0, 79.0, 27.0, 1310.0, 0.47, 1185.0, 28.0, 0.07, 1.14, 922.0, 2.9, 495.0, 583.0, 356.0, 3170.0, 3.0
-    ),
-    "rounded": CostCoefficients(
-        887.0, 151.0, 68.0, 12.5, 1812.0, 0.5, 1015.0, 40.0, 0.35, 0.4, 546.0, 2.7, 292.0, 419.0, 144.0, 4580.0, 2.4
-    ),
+    "float32": fit.record("gpu/gemm", "wgmma_float32", CostCoefficients),
+    "copied": fit.record("gpu/gemm", "wgmma_16bit", CostCoefficients),
+    "rounded": fit.record("gpu/gemm", "wgmma_tf32_weights", CostCoefficients),
 }
-"""Float32 that threads round and store, 16-bit types that are copied, float32 with rounded weights (few blocks)."""
-STORE, TURN, GAP = 0.37, 9.1, {"float32": 51.0, "copied": 19.0, "rounded": 46.0}
-"""What rounding and storing float32 takes beside the units, in passes through the port; of turned tiles, over that;
-cycles per group of instructions of 64 rows that nobody hides where a multiprocessor has one block."""
-PUSH, LATE = {"rounded": (721.0, 54.0), "copied": (781.0, 200.0)}, 42.0
-"""Of blocks that store into each other's memory: all, each (of 16-bit floats fitted to 152 schedules of 16 layers of
-networks at batch 1); of asking late for what is added to rounded products."""
-BEFORE = 400.0
-"""Of a norm before 16-bit floats, for 64 rows of a group and a line of terms: they are computed one by one, in every
-block (43 kernels of DenseNet121 at batch 1: 0.36 us more for every line, where a product alone takes 0.13)."""
+"""Float32 that threads round and store, 16-bit types that are copied, float32 with pre-rounded weights (few blocks)."""
+GROUP_COST = fit.coefficients("gpu/gemm", "wgmma_warpgroup")
+GAP = {
+    "float32": GROUP_COST.float32_group_gap_cycles,
+    "copied": GROUP_COST.half_group_gap_cycles,
+    "rounded": GROUP_COST.tf32_weights_group_gap_cycles,
+}
+"""Cycles per instruction group of 64 rows that nothing hides where an SM has one block."""
+PUSH_COST = fit.coefficients("gpu/gemm", "wgmma_dsmem_push")
+PUSH = {
+    "rounded": (PUSH_COST.tf32_weights_cycles, PUSH_COST.tf32_weights_cycles_per_block),
+    "copied": (PUSH_COST.half_cycles, PUSH_COST.half_cycles_per_block),
+}
+"""Cycles of blocks that store into each other's shared memory: of all, of each."""
+PROLOGUE_COST = fit.coefficients("gpu/gemm", "wgmma_prologue")
+GROUP_REGISTERS = fit.coefficients("gpu/gemm", "wgmma_registers")
 
 
 def coefficient_set(counter: GemmProblem, tiling: WgmmaTile) -> str:
@@ -239,20 +266,24 @@ def group_registers(counter: GemmProblem, tiling: WgmmaTile) -> float:
     totals = tiling.rows * tiling.columns / tiling.threads
     high = tiling.rows / tiling.groups[0] / HIGH
     if counter.item == 2:
-        return 37 + totals + 4.3 * high
+        return GROUP_REGISTERS.half_base + totals + GROUP_REGISTERS.half_per_64_rows * high
+    most = min(FILE / tiling.threads, GROUP_REGISTERS.maximum)
     if tiling.rounded:
-        return min(FILE / tiling.threads, 248.0, 42 + totals + 6.3 * high * tiling.group)
-    total = 27.4 + 1.03 * totals
+        fragments = GROUP_REGISTERS.tf32_weights_per_64_rows * high * tiling.group
+        return min(most, GROUP_REGISTERS.tf32_weights_base + totals + fragments)
+    total = GROUP_REGISTERS.float32_base + GROUP_REGISTERS.float32_per_accumulator * totals
     share, _ = k_tiles_per_split(counter.terms, tiling.terms, tiling.split * tiling.cluster)
     for side, size in zip(counter.sides, (tiling.rows, tiling.columns), strict=True):
         words = size * tiling.terms / tiling.threads  # of a tile on its way
-        total += 0.0 if side.along_terms else 0.8
+        total += 0.0 if side.along_terms else GROUP_REGISTERS.float32_strided_operand
         if share > 1:
-            total += words * (0.85 if side.along_terms else 1.29)
-            total += words * 0.88 * max(0, min(tiling.flight, share) - 1)
+            total += words * (
+                GROUP_REGISTERS.float32_contiguous_word if side.along_terms else GROUP_REGISTERS.float32_strided_word
+            )
+            total += words * GROUP_REGISTERS.float32_word_in_flight * max(0, min(tiling.flight, share) - 1)
         if side.along_terms and side.run != counter.terms:  # taps: addresses
-            total += 16.5 + 0.83 * words
-    return min(FILE / tiling.threads, 248.0, total)
+            total += GROUP_REGISTERS.float32_gathered_base + GROUP_REGISTERS.float32_gathered_word * words
+    return min(most, total)
 
 
 def group_cycles(counter: GemmProblem, tiling: WgmmaTile, shared: int, *, before: bool = False) -> float:
@@ -270,25 +301,34 @@ def group_cycles(counter: GemmProblem, tiling: WgmmaTile, shared: int, *, before
     share, _ = k_tiles_per_split(counter.terms, tiling.terms, tiling.split * tiling.cluster)
     ahead = tiling.stages - 1 if raw else tiling.stages if tiling.stages >= share else tiling.stages - 2
     limits = [
-        beside * rows * columns * tiling.terms / rates.unit,
-        beside * (rows / HIGH * (HIGH + columns) + (rows + columns) * (2 if raw else 1)) * line / rates.port,
-        beside * global_bytes(counter.sides, rows, columns, tiling.terms, rates.short) / rates.cache,
-        rates.fetch / max(1, ahead) + rates.round,
+        beside * rows * columns * tiling.terms / rates.products_per_cycle,
+        beside
+        * (rows / HIGH * (HIGH + columns) + (rows + columns) * (2 if raw else 1))
+        * line
+        / rates.smem_bytes_per_cycle,
+        beside
+        * global_bytes(counter.sides, rows, columns, tiling.terms, rates.short_line_exponent)
+        / rates.l2_bytes_per_cycle,
+        rates.load_latency_cycles / max(1, ahead) + rates.k_tile_overhead_cycles,
     ]
-    inner = _overlapped_max(limits, rates.overlap)
+    inner = _overlapped_max(limits, rates.overlap_remainder)
     if raw:
         sizes = zip(counter.sides, (rows, columns), strict=True)
-        stored = sum(size * line * (1.0 if side.along_terms else TURN) for side, size in sizes)
-        inner += beside * STORE * stored / LINE
+        stored = sum(
+            size * line * (1.0 if side.along_terms else GROUP_COST.transposed_store_factor) for side, size in sizes
+        )
+        inner += beside * GROUP_COST.store_passes * stored / LINE
     if beside == 1:  # nobody else fills the gaps between instructions
         inner += GAP[kind] * line / STEP / tiling.group * (rows // tiling.groups[0] // HIGH)
     if before and kind == "copied":
-        inner += BEFORE * beside * line / LINE * (rows // tiling.groups[0] // HIGH)
-    written = 4.0 * rows * columns * (1.0 if tiling.split > 1 else counter.results / max(1.0, counter.partial))
-    leave = rates.leave + beside * written / tiling.cluster / rates.cache
-    leave += LATE if tiling.rounded and not tiling.early else 0.0
+        inner += PROLOGUE_COST.norm_cycles * beside * line / LINE * (rows // tiling.groups[0] // HIGH)
+    written = 4 * rows * columns * (1.0 if tiling.split > 1 else counter.results / max(1.0, counter.partial))
+    leave = rates.epilogue_cycles + beside * written / tiling.cluster / rates.l2_bytes_per_cycle
+    leave += GROUP_COST.late_residual_cycles if tiling.rounded and not tiling.early else 0.0
     if tiling.cluster > 1:
-        meet, member = PUSH[kind] if tiling.push else (rates.cluster, rates.member)
-        leave += meet + member * tiling.cluster + beside * 4.0 * rows * columns / rates.far
-    begin = rates.begin + rates.warp * beside * tiling.threads / WARP
+        meet, member = (
+            PUSH[kind] if tiling.push else (rates.cluster_reduce_cycles, rates.cluster_reduce_cycles_per_block)
+        )
+        leave += meet + member * tiling.cluster + beside * 4 * rows * columns / rates.dsmem_bytes_per_cycle
+    begin = rates.block_start_cycles + rates.warp_start_cycles * beside * tiling.threads / WARP
     return _whole(counter, rates, waves * (begin + share * inner + leave), tiling.split)

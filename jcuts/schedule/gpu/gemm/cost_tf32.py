@@ -14,35 +14,34 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jcuts.lower.patterns.gemm import k_tiles_per_split
+from jcuts.schedule import fit
 from jcuts.schedule.gpu.gemm.mma import EXIT, MEMORY, PORT, SECOND, STEP, GemmProblem
 from jcuts.schedule.gpu.gemm.wgmma_tile import HIGH, WgmmaTile
 
 
 @dataclass(frozen=True)
 class Tf32CostCoefficients:
-    """Constants of rounded weights: products and bytes of the L2 cache per cycle, cycles, shares of what overlaps.
+    """Coefficients of pre-rounded weights: products and L2 bytes per cycle of an SM, cycles, what is left of overlaps.
 
-    ``fetch`` is a load's, ``step`` a group of instructions' that nothing hides, ``cluster`` that of blocks that meet
-    (``push``: that store into each other's memory), ``late`` that of asking for what is added to the results when it is
-    needed, ``memory`` what is left of its time.
+    ``group_gap_cycles`` is that of an instruction group that nothing hides, ``cluster_reduce_cycles`` of a reduction in
+    a cluster, ``cluster_push_cycles`` where its blocks store into each other's shared memory,
+    ``late_residual_cycles`` of a residual that is loaded when it is needed.
     """
 
-    unit: float
-    cache: float
-    fetch: float
-    round: float
-    step: float
-    latency: float
-    cluster: float
-    push: float
-    late: float
-    overlap: float
-    memory: float
+    products_per_cycle: float
+    l2_bytes_per_cycle: float
+    load_latency_cycles: float
+    k_tile_overhead_cycles: float
+    group_gap_cycles: float
+    block_start_cycles: float
+    cluster_reduce_cycles: float
+    cluster_push_cycles: float
+    late_residual_cycles: float
+    overlap_remainder: float
+    memory_overlap_remainder: float
 
 
-RATES = Tf32CostCoefficients(910.0, 62.0, 900.0, 50.0, 19.0, 3600.0, 4200.0, 4200.0, 0.0, 0.15, 0.29)
-"""Fitted to 115 schedules of 20 products and convolutions on an H200: 14 % off in the mean square; the schedule with
-the least cycles took 2 % more than the fastest, on average."""
+RATES = fit.record("gpu/gemm", "tf32_weights", Tf32CostCoefficients)
 
 
 def cycles(counter: GemmProblem, tiling: WgmmaTile, beside: int, waves: int, rates: Tf32CostCoefficients) -> float:
@@ -53,14 +52,18 @@ def cycles(counter: GemmProblem, tiling: WgmmaTile, beside: int, waves: int, rat
     rows, columns = tiling.rows, tiling.columns
     share, _ = k_tiles_per_split(counter.terms, tiling.terms, tiling.split * tiling.cluster)
     inner = k_tile_cycles(counter, tiling, beside, rates)
-    written = 4.0 * rows * columns * (1.0 if tiling.split > 1 else counter.results / max(1.0, counter.partial))
-    leave = EXIT + beside * written / tiling.cluster / rates.cache + (0.0 if tiling.early else rates.late)
+    written = 4 * rows * columns * (1.0 if tiling.split > 1 else counter.results / max(1.0, counter.partial))
+    leave = (
+        EXIT
+        + beside * written / tiling.cluster / rates.l2_bytes_per_cycle
+        + (0.0 if tiling.early else rates.late_residual_cycles)
+    )
     if tiling.cluster > 1:
-        leave += rates.push if tiling.push else rates.cluster
-        leave += beside * 4.0 * rows * columns * (2 / PORT + 1 / rates.cache)
+        leave += rates.cluster_push_cycles if tiling.push else rates.cluster_reduce_cycles
+        leave += beside * 4 * rows * columns * (2 / PORT + 1 / rates.l2_bytes_per_cycle)
     moved = counter.moved / MEMORY
-    total = waves * (rates.latency + share * inner + leave)
-    total = max(total, moved + rates.latency) + rates.memory * min(total, moved)
+    total = waves * (rates.block_start_cycles + share * inner + leave)
+    total = max(total, moved + rates.block_start_cycles) + rates.memory_overlap_remainder * min(total, moved)
     return total + (SECOND + (2 * tiling.split + 1) * counter.partial / MEMORY if tiling.split > 1 else 0.0)
 
 
@@ -71,12 +74,12 @@ def k_tile_cycles(counter: GemmProblem, tiling: WgmmaTile, beside: int, rates: T
     share, _ = k_tiles_per_split(counter.terms, tiling.terms, tiling.split * tiling.cluster)
     ahead = share if tiling.stages >= share else tiling.stages - 2
     limits = [
-        beside * rows * columns * tiling.terms / rates.unit,
+        beside * rows * columns * tiling.terms / rates.products_per_cycle,
         beside * (read + copied) / PORT,
-        beside * copied / rates.cache,
-        rates.fetch / ahead + rates.round,
+        beside * copied / rates.l2_bytes_per_cycle,
+        rates.load_latency_cycles / ahead + rates.k_tile_overhead_cycles,
     ]
-    inner = max(limits) + rates.overlap * (sum(limits) - max(limits))
+    inner = max(limits) + rates.overlap_remainder * (sum(limits) - max(limits))
     if beside == 1:  # nobody else fills the gaps between groups of instructions
-        inner += rates.step * line / STEP / tiling.group * (rows // HIGH / tiling.groups[0])
+        inner += rates.group_gap_cycles * line / STEP / tiling.group * (rows // HIGH / tiling.groups[0])
     return inner

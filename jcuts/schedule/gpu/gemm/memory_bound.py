@@ -18,7 +18,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from jcuts.arch.sm_limits import SM_90
 from jcuts.lower.patterns.gemm import k_tiles_per_split
+from jcuts.schedule import fit
 from jcuts.schedule.gpu.gemm.epilogue_smem import LOADED, SENT, STORED, staged_epilogue
 from jcuts.schedule.gpu.gemm.mma import MEMORY, PORT
 from jcuts.schedule.gpu.gemm.wgmma_tile import BARRIER, HIGH, WgmmaTile
@@ -45,21 +47,36 @@ SHAPES = (
 ADDED = {False: ((0, 1), (LOADED, 0)), True: ((SENT, 1), (STORED, 0))}
 ALONE = {False: ((0, 0),), True: ((SENT, 0),)}
 """(held, early) of exits that add matrices, and of others, by whether lanes would store less than 64 bytes a line."""
-BOUND = 0.5
+_FIT = fit.coefficients("gpu/gemm", "memory_bound")
+_REGISTERS = fit.coefficients("gpu/gemm", "memory_bound_registers")
+BOUND = _FIT.memory_share_minimum
 """Share of the units' time that memory must take."""
-WHOLE, DEEPER = 4, (4, 5, 6)
-"""Tiles of terms of a block up to which all are copied at once; tiles in shared memory where there are more."""
-AGAIN = 1.05
+WHOLE = 4
+"""k-tiles of a block up to which all are copied at once."""
+DEEPER = (4, 5, 6)
+"""k-tiles in shared memory where there are more."""
+AGAIN = _FIT.alike_cycles_factor
 """What a schedule's cycles count for each that has the same tile and is better."""
-CHAIN, GAP, SPARE, STREAM = 485.0, 85.0, 0.5, 2580.0
-"""Cycles: that nobody hides; of a group of instructions where a multiprocessor has one block; what is left of work that
-overlaps; bytes of memory per cycle."""
-ASKED, KEPT, NARROW, AHEAD = -0.06, 0.02, -0.25, -0.02
-"""Logarithms: of asking early, in sums of few terms; of matrices kept; of results that leave by bulk copies where lanes
-would store less than 64 bytes in a line; of every tile more on its way."""
+CHAIN = _FIT.exposed_latency_cycles
+"""Cycles that nothing hides."""
+GAP = _FIT.group_gap_cycles
+"""Cycles of an instruction group where an SM has one block."""
+SPARE = _FIT.overlap_remainder
+"""What is left of work that overlaps."""
+STREAM = _FIT.memory_bytes_per_cycle
+"""Bytes of memory per cycle."""
+ASKED = _FIT.early_residual_log
+"""Logarithm of the time of prefetching the residual, in short sums."""
+KEPT = _FIT.staged_residual_log
+"""Logarithm of the time of staging matrices in shared memory."""
+NARROW = _FIT.bulk_store_log
+"""Logarithm of the time of bulk copies of results where lanes would store less than 64 bytes in a line."""
+AHEAD = _FIT.stage_log
+"""Logarithm of the time of every further tile in flight."""
 MOST_TOTALS = 128
 """Of a thread: beside so many there are no registers for much else."""
-FILE, SHARED = 65536, 227 << 10
+FILE = SM_90.registers_per_sm
+SHARED = SM_90.smem_per_block_bytes
 MOST_REGISTERS = 240
 
 
@@ -125,7 +142,9 @@ def registers(counter: WgmmaProblem, tiling: WgmmaTile) -> float:
     """32-bit registers of a thread, as the assembler takes them."""
     totals = tiling.rows * tiling.columns / tiling.threads
     waiting = tiling.flight * counter.staging_registers(tiling)
-    return (28 + 1.42 * totals if counter.beside else 36 + 1.12 * totals) + waiting
+    if counter.beside:
+        return _REGISTERS.residual_base + _REGISTERS.residual_per_accumulator * totals + waiting
+    return _REGISTERS.plain_base + _REGISTERS.plain_per_accumulator * totals + waiting
 
 
 def blocks_per_sm(counter: WgmmaProblem, tiling: WgmmaTile) -> int:

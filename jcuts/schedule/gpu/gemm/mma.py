@@ -10,21 +10,26 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from jcuts.arch.sm_limits import SM_90
 from jcuts.kernel_ir.program import ITEM_SIZE, Program
 from jcuts.lower.patterns.gemm import COLUMNS, ROWS, WIDE, B, GemmOperand, K, gemm_operands, k_tiles_per_split, prologue
+from jcuts.schedule import fit
 from jcuts.schedule.gpu.gemm import cost as gemm_cost
 from jcuts.schedule.gpu.gemm import smem_layout_f64
 from jcuts.schedule.gpu.machine import WARP, Candidate, GpuMachine, scheduled
 
 MOST = 8
 """Candidates of one product on matrix units: each takes a few hundred milliseconds to compile and to measure."""
-AGAIN = 0.93
+_CANDIDATES = fit.coefficients("gpu/gemm", "mma_candidates")
+AGAIN = _CANDIDATES.alike_score_factor
 """What every further candidate counts that shares terms in the same way, among as many threads: they should differ."""
 TILES = (16, 32, 48, 64, 96, 128)
 FMA_TILES = (*TILES, 192, 256)
 WARP_TILES = (16, 32, 48, 64)
-TOTALS, FMA_TOTALS = 64, 128
-"""Totals of a lane: of matrix units, of fused multiply-adds, which read the less the more a lane has."""
+TOTALS = 64
+"""Accumulators of a lane, of matrix units."""
+FMA_TOTALS = 128
+"""The same of fused multiply-adds, which read the less the more a lane has."""
 TERMS = (64, 128, 256)
 """Bytes of terms per tile."""
 DEEP = (1, 2, 4)
@@ -37,24 +42,37 @@ SHORT = 128
 """Terms up to which matrices of float32 that are added are asked for early."""
 STEP = 32
 """Bytes of terms per instruction of a matrix unit."""
-PLACE, FMA_MOST, DOUBLE_MOST = 8.0, 300.0, 245.0
-"""Registers that a copy's own address takes, with what guards it; counted registers up to which ptxas finds enough."""
+PLACE = _CANDIDATES.address_registers
+FMA_MOST = _CANDIDATES.ffma_registers_maximum
+DOUBLE_MOST = _CANDIDATES.float64_registers_maximum
 MOST_THREADS = 256
 """Threads of a block that multiplies float64: among more, there are too few registers for each."""
 MOST_SHARED = 96 << 10
 """Bytes of shared memory of a block: every GPU since 8.0 has them, most hold two such blocks."""
-SHARED, REGISTERS, BLOCKS = 220 << 10, 65536, 16
-"""Of a multiprocessor: bytes of shared memory, registers, blocks at once (of small ones)."""
-UNIT = {4: 330.0, 2: 660.0}
-"""Products per cycle and multiprocessor, by bytes of an operand."""
-CHAIN = (100.0, 60.0, 16.0)
-"""Cycles of one warp, which waits for itself: per tile of terms, per instruction along them, per product of a step."""
-OVERLAP = 0.15
+SHARED = 220 << 10
+"""Bytes of shared memory of an SM that blocks are counted to share."""
+REGISTERS = SM_90.registers_per_sm
+BLOCKS = 16
+"""Blocks of an SM, of small ones."""
+_BOUND = fit.coefficients("gpu/gemm", "mma_bound")
+UNIT = {4: _BOUND.tf32_products_per_cycle, 2: _BOUND.half_products_per_cycle}
+"""Products per cycle and SM, by bytes of an operand."""
+CHAIN = (_BOUND.k_tile_chain_cycles, _BOUND.k_step_chain_cycles, _BOUND.product_chain_cycles)
+"""Cycles of one warp, which waits for itself: per k-tile, per instruction step along K, per mma of a k-step."""
+OVERLAP = _BOUND.overlap_remainder
 """What of a limit is left beside a larger one: they work at the same time, but not perfectly."""
-PORT, L2, MEMORY = 128.0, 40.0, 2400.0
-"""Bytes per cycle: shared memory and L2 cache of a multiprocessor, memory of the whole GPU."""
-LATENCY, EXIT, SECOND = 1300.0, 500.0, 2600.0
-"""Cycles: to the first products; of an exit without its bytes; of a second launch."""
+PORT = _BOUND.smem_bytes_per_cycle
+"""Bytes per cycle of an SM's shared memory."""
+L2 = _BOUND.l2_bytes_per_cycle
+"""Bytes per cycle of the L2 cache, for an SM."""
+MEMORY = _BOUND.memory_bytes_per_cycle
+"""Bytes per cycle of the whole GPU's memory."""
+LATENCY = _BOUND.launch_latency_cycles
+"""Cycles to the first products."""
+EXIT = _BOUND.epilogue_cycles
+"""Cycles of an epilogue without its bytes."""
+SECOND = _BOUND.split_k_launch_cycles
+"""Cycles of a second launch."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +212,9 @@ class GemmProblem:
         self.asks = any(ITEM_SIZE[b.dtype] == 4 for b in added) and self.terms <= SHORT
         self.partial = float(sum(self.total * b.size for b in program.outputs[:1]))
         products = float(self.batch * self.rows * self.columns * self.terms)
-        self.least = max(self.moved / MEMORY, products / (machine.sms * gemm_cost.rates_of(self).unit), LATENCY)
+        self.least = max(
+            self.moved / MEMORY, products / (machine.sms * gemm_cost.rates_of(self).products_per_cycle), LATENCY
+        )
 
     def shared(self, tiling: MmaTile) -> int:
         """Bytes of shared memory of a block, with padding."""

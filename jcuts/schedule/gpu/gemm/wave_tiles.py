@@ -9,16 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from jcuts.schedule import fit
 from jcuts.schedule.gpu.gemm.wgmma_tile import WgmmaTile
 
-STEP, LEAST, WIDEST = 16, 80, 256
-"""Columns of two instructions' fragments side by side (stores of 16 bytes); the tiles' least and most columns."""
+STEP = 16
+"""Columns of two instructions' fragments side by side (stores of 16 bytes)."""
+LEAST = 80
+"""The tiles' least columns."""
+WIDEST = 256
+"""The tiles' most columns."""
 HEIGHTS = ((64, 1), (128, 2), (192, 3))
 """(rows, warp groups along them) of fitted tiles."""
 MOST_WAVES = 4
 """Waves from which on what the last one lacks is little."""
 
-KNOWN = 0.97
+KNOWN = fit.coefficients("gpu/gemm", "wave_tiles").standard_tile_score_floor
 """What the best tiles of known sizes, to which constants were fitted, score at least over the best of all."""
 
 

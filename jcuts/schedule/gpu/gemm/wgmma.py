@@ -12,9 +12,11 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from jcuts.arch.sm_limits import SM_90
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.patterns.conv_window import gather_per_copy
 from jcuts.lower.patterns.gemm import GemmOperand, k_tiles_per_split, k_vectors, prologue, prologue_is_zero_safe
+from jcuts.schedule import fit
 from jcuts.schedule.gpu.conv import implicit_gemm, implicit_gemm_cluster
 from jcuts.schedule.gpu.gemm import cost as gemm_cost
 from jcuts.schedule.gpu.gemm import cost_tf32, wave_tiles
@@ -27,25 +29,32 @@ from jcuts.schedule.gpu.warp_specialized import schedules as warp_specialized_sc
 
 MOST = 6
 """Tilings of one product for warp groups."""
-AGAIN = 0.95
+_CANDIDATES = fit.coefficients("gpu/gemm", "wgmma_candidates")
+AGAIN = _CANDIDATES.alike_score_factor
 """What every further candidate with the same tile counts."""
-RESIDUAL_REGISTERS_PER_ACC = 0.5
+RESIDUAL_REGISTERS_PER_ACC = _CANDIDATES.residual_registers_per_accumulator
 """Registers per total for each operand that is added to the results one by one: the assembler asks for it early."""
-PLAIN = 0.93
+PLAIN = _CANDIDATES.unspread_score_factor
 """What schedules without copies among the steps of products count where a block has more tiles of terms than stages."""
-BEHIND_FIRST = 0.999
+BEHIND_FIRST = _CANDIDATES.cluster_conv_score_factor
 """What clusters that keep pixels count of the score of the one that they follow."""
-STREAMS, BEHIND = 3, 1.25
-"""Tilings of a product that is bound by memory, and by how much they may count more than others."""
+STREAMS = 3
+"""Tilings of a product that is bound by memory."""
+BEHIND = _CANDIDATES.memory_bound_score_limit
+"""By how much they may count more than others."""
 GROUPED = (9, 0)
 """The compute capability that has warp groups."""
-LEAST_POINTS, LEAST_PRODUCTS = 1 << 18, 1 << 27
-"""Outputs (16 tiles of 128x128) and products from which on there are candidates."""
-FEW_ROWS, FEW_PRODUCTS = 33, 1 << 22
-"""Rows and products from which on there are some for rounded weights, and for 16-bit types in few blocks."""
+LEAST_POINTS = 1 << 18
+"""Outputs (16 tiles of 128x128) from which on there are candidates."""
+LEAST_PRODUCTS = 1 << 27
+"""Products from which on there are candidates."""
+FEW_ROWS = 33
+"""Rows from which on there are some for pre-rounded weights, and for 16-bit types in few blocks."""
+FEW_PRODUCTS = 1 << 22
+"""Products from which on there are such."""
 SMALL_GRID_CANDIDATES = 5
 """Tilings of a product of 16-bit types as few blocks: they share terms in clusters, and copy all tiles at once."""
-MMA_SCORE_FACTOR = 0.5
+MMA_SCORE_FACTOR = _CANDIDATES.mma_score_factor
 """What schedules without warp groups count of their score beside those: of 17 layers at batch 1 the best schedule was
 among them twice, by 5 and 0 %; counted in full, the eight best of both took 8 % more than the fastest (worst 48)."""
 FEW_POINTS = 128 * 128
@@ -79,22 +88,32 @@ ROUNDED = ((1, 2, 1), (1, 3, 1), (2, 2, 1), (2, 3, 1))
 WEIGHTS = ((1, 3, 0), (1, 4, 0), (1, 5, 0), (1, 6, 0), (1, 8, 0))
 """Of 16-bit types, of float32, of float32 with rounded weights: lines of terms per tile, tiles in shared memory, tiles
 that wait in registers."""
-FRAGMENTS, WHOLE = 16, 32
-"""Registers of fragments on their way to the units, per 64 rows of a group; where all steps of a tile are one group."""
-MIN_SCORE_RATIO = 0.6
+FRAGMENTS = 16
+"""Registers of fragments on their way to the units, per 64 rows of a warpgroup."""
+WHOLE = 32
+"""The same where all k-steps of a tile are one instruction group."""
+MIN_SCORE_RATIO = _CANDIDATES.minimum_score_ratio
 """Scores, over that of the best other schedule, down to which kept pixels are tried, and warps that copy."""
-ENOUGH, SPREAD = 3, 2
-"""Schedules for warp groups from which on those of the other family are not looked for; schedules of rounded weights
-that are tried with copies among the steps of products, too."""
-SPLITS, CLUSTERS, WIDE_CLUSTERS = (1, 2, 3, 4), (2, 4), (2, 3, 4, 5, 6, 7, 8)
-"""Groups of terms, blocks of a cluster; of one whose blocks store into each other's memory."""
+ENOUGH = 3
+"""wgmma schedules from which on those of the other family are not looked for."""
+SPREAD = 2
+"""Schedules of pre-rounded weights that are tried with copies among the k-steps, too."""
+SPLITS = (1, 2, 3, 4)
+"""Split-K factors."""
+CLUSTERS = (2, 4)
+"""Blocks of a cluster."""
+WIDE_CLUSTERS = (2, 3, 4, 5, 6, 7, 8)
+"""Blocks of one whose blocks store into each other's shared memory."""
 MOST_UNDER_WAY = 12
 """Tiles of a block that are copied at once."""
-MOST_SHARED, MOST_REGISTERS, MOST_WAITING = 226 << 10, 248, 80
-FILE = 65536
-"""Bytes of shared memory of a block, registers of a thread, those of tiles on their way; registers of a
-multiprocessor."""
-UNIT = {4: 800.0, 2: 1600.0}
+MOST_SHARED = 226 << 10
+"""Bytes of shared memory of a block."""
+MOST_REGISTERS = 248
+"""Registers of a thread."""
+MOST_WAITING = 80
+"""Registers of a thread for tiles in flight."""
+FILE = SM_90.registers_per_sm
+UNIT = {4: _CANDIDATES.tf32_products_per_cycle, 2: _CANDIDATES.half_products_per_cycle}
 """Products per cycle and multiprocessor that long sums reach, by bytes of an operand."""
 
 
@@ -303,8 +322,8 @@ class WgmmaProblem(GemmProblem):
         products = float(self.batch * self.rows * self.columns * self.terms)
         few = self.batch * self.rows * self.columns <= machine.sms * FEW_POINTS
         self.short, self.few = bool(self.rounded) and few, self.item == 2 and few
-        self.rates = replace(cost_tf32.RATES, unit=UNIT[2]) if self.item == 2 else cost_tf32.RATES
-        self.unit = self.rates.unit if self.rounded else UNIT[self.item]
+        self.rates = replace(cost_tf32.RATES, products_per_cycle=UNIT[2]) if self.item == 2 else cost_tf32.RATES
+        self.unit = self.rates.products_per_cycle if self.rounded else UNIT[self.item]
         self.least = max(self.moved / MEMORY, products / (machine.sms * self.unit), LATENCY)
 
     @property

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.patterns.conv_window import ConvWindow, match_conv_window, weights_need_no_transform
 from jcuts.lower.patterns.gemm import gemm_operands, k_tiles_per_split
+from jcuts.schedule import fit
 from jcuts.schedule.gpu.gemm.epilogue_smem import LOADED, StagedMatrix, staged_epilogue
 from jcuts.schedule.gpu.gemm.mma import MEMORY
 from jcuts.schedule.gpu.gemm.wgmma_tile import BARRIER, GROUP, HIGH, LINE
@@ -23,10 +24,19 @@ from jcuts.schedule.gpu.machine import WARP, Candidate, scheduled
 if TYPE_CHECKING:
     from jcuts.schedule.gpu.gemm.wgmma import WgmmaProblem
 
-MOST, AGAIN = 1, 0.97
-"""Tilings of one product, and what every further schedule counts."""
-GROUPED, LEAST_ROWS, LEAST_PRODUCTS = (9, 0), 1024, 1 << 28
-"""The compute capability that has warp groups; rows and products from which on there are schedules."""
+_FIT = fit.coefficients("gpu/warp_specialized", "cycles")
+_STAGED = fit.coefficients("gpu/warp_specialized", "staged_residual")
+_CANDIDATES = fit.coefficients("gpu/warp_specialized", "candidates")
+MOST = 1
+"""Tilings of one product."""
+AGAIN = _CANDIDATES.alike_score_factor
+"""What every further schedule counts."""
+GROUPED = (9, 0)
+"""The compute capability that has wgmma."""
+LEAST_ROWS = 1024
+"""Rows from which on there are schedules."""
+LEAST_PRODUCTS = 1 << 28
+"""Products from which on there are schedules."""
 HEIGHTS = ((128, 2, 256), (192, 3, 128), (256, 2, 64), (256, 4, 64))
 """(rows of a block, groups along them, most columns)."""
 WIDTHS = (32, 256)
@@ -35,27 +45,46 @@ FEW_TOTALS = 64
 """Totals of a thread beside which there are registers for everything."""
 OTHERS = {1: 2, 2: 4, 4: 4}
 """Warps that do not multiply, by those that copy: one more may pass proxy fences; whole groups share out registers."""
-PRODUCER_WARPS, PRODUCER_WARPS_WITH_FENCE_WARP, FENCE_WARP_SCORE_FACTOR = 4, 2, 1.25
-"""Warps that copy; those beside a warp that passes fences, and what that was hoped to be worth: three layers took 3 to
-6 % more, so that it is tried, and loses."""
-COPIED = 1.1
-"""What schedules that keep no pixels count: those of other families are estimated as much too fast."""
-RUNS, STAGES, MOST_STAGES = 2, 3, 10
-"""Runs of pixels that are kept; least and most stages."""
+PRODUCER_WARPS = 4
+"""Warps that copy."""
+PRODUCER_WARPS_WITH_FENCE_WARP = 2
+"""Warps that copy beside a warp that passes proxy fences."""
+FENCE_WARP_SCORE_FACTOR = _CANDIDATES.fence_warp_score_factor
+"""What such a warp was expected to be worth: three layers took 3 to 6 % more, so that it is tried, and loses."""
+COPIED = _CANDIDATES.no_halo_score_factor
+"""What schedules without halo reuse count: those of other families are estimated as much too fast."""
+RUNS = 2
+"""Runs of activation rows in shared memory."""
+STAGES = 3
+"""Least stages."""
+MOST_STAGES = 10
+"""Most stages."""
 MOST_SHARED = 226 << 10
 """Bytes of shared memory of a block."""
-SHARE = 0.9
+SHARE = _CANDIDATES.halo_share_limit
 """Pixels copied per tap, of those that a tile per tap would copy, up to which keeping them pays."""
-UNIT, PORT, CACHE, EXIT = 900.0, 112.0, 35.0, 14.0
-"""Products per cycle and multiprocessor; bytes per cycle of shared memory, of the L2 cache, and of results."""
-STAGED, BESIDE = 52.0, 22.6
-"""Bytes per cycle of operands, and of results and what is added, where that comes by the stages: within 3 % of the
-times of tiles of 128x128 of three products on an H200 (a fourth waits for memory); with fewer columns and many terms
-tiles take up to half as long again."""
-CHAIN, GROUPS = 650.0, 100.0
-"""Cycles of a tile of terms that are left of what groups wait for, and more for every group."""
-BEGIN, LEAVE, LEFT = 6000.0, 800.0, 0.25
-"""Cycles to a launch's first products; of a tile's results beside their bytes; what is left of memory's time."""
+UNIT = _FIT.products_per_cycle
+"""Products per cycle and SM."""
+PORT = _FIT.smem_bytes_per_cycle
+"""Bytes per cycle of an SM's shared memory."""
+CACHE = _FIT.l2_bytes_per_cycle
+"""Bytes per cycle of the L2 cache, for an SM."""
+EXIT = _FIT.result_bytes_per_cycle
+"""Bytes per cycle of results."""
+STAGED = _STAGED.operand_bytes_per_cycle
+"""Bytes per cycle of operands where the residual comes through the pipeline stages."""
+BESIDE = _STAGED.result_bytes_per_cycle
+"""Bytes per cycle of results and residual there."""
+CHAIN = _FIT.k_tile_cycles
+"""Cycles of a k-tile that are left of what warpgroups wait for."""
+GROUPS = _FIT.k_tile_cycles_per_warpgroup
+"""More of them for every warpgroup."""
+BEGIN = _FIT.block_start_cycles
+"""Cycles to a launch's first products."""
+LEAVE = _FIT.epilogue_cycles
+"""Cycles of a tile's results without their bytes."""
+LEFT = _FIT.memory_overlap_remainder
+"""What is left of memory's time."""
 
 
 @dataclass(frozen=True)
@@ -193,11 +222,11 @@ def cycles(counter: WgmmaProblem, way: ConvWindow | None, tiling: WarpSpecialize
     units, moved = rows * columns * terms / UNIT, counter.moved / MEMORY
     copied = (rows + columns) * LINE if way is None else way.halo_rows(rows) * LINE / way.taps + columns * LINE
     if tiling.beside:
-        leave = LEAVE + 8.0 * rows * columns / BESIDE
+        leave = LEAVE + 8 * rows * columns / BESIDE
         return max(BEGIN + tiling.rounds * (share * max(units, copied / STAGED) + leave), moved + BEGIN)
     read = rows // HIGH * (HIGH + columns) * LINE
     chain = CHAIN + GROUPS * tiling.groups
     work = max(units, (read + copied) / PORT, copied / CACHE, chain)
-    leave = LEAVE + 4.0 * rows * columns * counter.results / max(1.0, counter.partial) / EXIT
+    leave = LEAVE + 4 * rows * columns * counter.results / max(1.0, counter.partial) / EXIT
     total = BEGIN + tiling.rounds * (share * work + leave)
     return max(total, moved + BEGIN) + LEFT * min(total, moved)

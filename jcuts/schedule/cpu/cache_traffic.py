@@ -13,13 +13,17 @@ from dataclasses import dataclass
 
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.program import ITEM_SIZE, Phase, Program
+from jcuts.schedule import fit
 from jcuts.schedule.cpu.machine import Machine
 
 LINE = 64
 WAYS = 8
-L2_BYTES, L3_BYTES = 32.0, 24.0  # per cycle, from that level into the next one
-START = 64.0  # bytes whose time it takes until a run of lines elsewhere comes in
-EXPOSED, FAR_EXPOSED = 0.4, 0.2  # share of the shorter of computing and moving that the longer does not hide
+_FIT = fit.coefficients("cpu", "cache_traffic")
+L2_BYTES = _FIT.l2_bytes_per_cycle  # per cycle, from that level into the next one
+L3_BYTES = _FIT.l3_bytes_per_cycle
+START = _FIT.line_start_bytes  # bytes whose time it takes until a run of lines elsewhere comes in
+EXPOSED = _FIT.l2_exposed_ratio  # share of the shorter of computing and moving that the longer does not hide
+FAR_EXPOSED = _FIT.l3_exposed_ratio
 PAGE = 4096  # bytes: prefetchers stop at its end
 
 
@@ -82,7 +86,7 @@ def traffic_cycles(program: Program, phase: Phase, lanes: int, machine: Machine,
     """
     accesses = _accesses(program, phase)
     loops = _loops(program, phase, lanes)
-    second = _bytes_into_cache(accesses, loops, machine.l1, 0.75, 0.0) / L2_BYTES
+    second = _bytes_into_cache(accesses, loops, machine.l1, _FIT.l1_usable_ratio, 0.0) / L2_BYTES
     third = _bytes_into_cache(accesses, loops, machine.l2, 1.0, START) / L3_BYTES
     near = max(busy, second) + EXPOSED * min(busy, second)
     return max(near, third) + FAR_EXPOSED * min(near, third)
@@ -155,7 +159,7 @@ def _bytes_into_cache(
         if left:
             total += left * sum(_runs(a, held, loops[:level], tile, cache, start) for a in accesses)
         share *= fits
-        if not level or share < 1e-3:
+        if not level or share < _FIT.negligible_share:
             return total
         held, level = wider, level - 1
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from jcuts.kernel_ir import loop_transforms
 from jcuts.kernel_ir.program import Program
+from jcuts.schedule import fit
 from jcuts.schedule.cpu import loop_candidates, loop_schedule, row_reduction, scan, winograd_candidates
 from jcuts.schedule.cpu import packing as cpu_packing
 from jcuts.schedule.cpu.loop_candidates import Machine
@@ -15,7 +16,8 @@ from jcuts.schedule.cpu.packing import Packing
 
 EVERY = 1 << 30
 LEAST = 8  # candidates that are left whatever the share says: a small space is cheap to measure
-KEEP_UP = 0.8  # share of the best remaining score that a kind of candidate needs to get a turn
+KEEP_UP = fit.coefficients("cpu", "candidates").turn_score_ratio
+"""Share of the best remaining score that a kind of candidate needs to get a turn."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class _Candidate:
         return -self.score, str(self.params)
 
 
-def candidates(program: Program, machine: Machine, limit: int, percent: float = 100.0) -> list[tuple[Program, float]]:
+def candidates(program: Program, machine: Machine, limit: int, percent: float = 100) -> list[tuple[Program, float]]:
     """The top ``percent`` of all schedules by ranking score in [0, 1] (the CPU's PUL).
 
     Pruned twice: by share, but never below `LEAST`, and to at most ``limit``. Best first, at least one.

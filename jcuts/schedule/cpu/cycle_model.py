@@ -15,19 +15,21 @@ from dataclasses import dataclass
 
 from jcuts.kernel_ir.node import Graph, Node
 from jcuts.kernel_ir.program import ITEM_SIZE, Axis, Phase, Program, Red
+from jcuts.schedule import fit
 from jcuts.schedule.cpu.cache_traffic import traffic_cycles
 from jcuts.schedule.cpu.machine import Machine
 from jcuts.schedule.cpu.time_estimate import COSTLY, FLOATS, SPECIAL, SPECIAL_STEPS
 
 FMA_LATENCY = 4  # cycles until a sum can be added to again
 ISSUE = 6  # instructions that a core decodes and retires per cycle
-GATHER_STEPS = 1.5  # instructions of a gather per lane
+_FIT = fit.coefficients("cpu", "cycle_model")
+GATHER_STEPS = _FIT.gather_instructions_per_lane  # instructions of a gather per lane
 POINTERS = 12  # addresses that general registers hold beside loop counters
 GUARD_STEPS = 4  # scalar instructions of a guarded address: compare twice, combine, choose
-SPILL_CYCLES = 1.5  # per vector that is stored or loaded because it does not fit the registers
-TILE_CYCLES = 12.0  # prologue, epilogue and refilled pipelines of one tile
+SPILL_CYCLES = _FIT.spill_cycles  # per vector that is stored or loaded because it does not fit the registers
+TILE_CYCLES = _FIT.tile_cycles  # prologue, epilogue and refilled pipelines of one tile
 LOOP_STEPS = 3  # counter, compare, branch
-EXIT_CYCLES = 8.0  # share of a mispredicted branch that the end of an inner loop costs
+EXIT_CYCLES = _FIT.loop_end_cycles  # share of a mispredicted branch that the end of an inner loop costs
 PREDICTED = 24  # iterations of a loop whose end branch predictors know beforehand
 COMBINE = {"max": 3, "min": 3, "argmax": 5, "argmin": 5}  # instructions: NaN is kept, whatever the order
 LINE = 64

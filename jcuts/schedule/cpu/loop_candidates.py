@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.node import Node
 from jcuts.kernel_ir.program import ITEM_SIZE, Axis, Phase, Program, Red
+from jcuts.schedule import fit
 from jcuts.schedule.cpu.cycle_model import cycles
 from jcuts.schedule.cpu.loop_schedule import Schedule, apply
 from jcuts.schedule.cpu.machine import Machine
@@ -22,6 +23,7 @@ TASKS_PER_THREAD = 4
 SHORT = 7  # a reduction of at most so many points is unrolled
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14)
 COLUMNS = (1, 2, 3, 4, 6, 8)
+_FIT = fit.coefficients("cpu", "candidates")
 
 
 def lanes_of(program: Program, machine: Machine) -> int:
@@ -58,7 +60,7 @@ def score(program: Program, machine: Machine) -> float:
     inner = math.prod(r.extent for r in phase.reds)
     steps = inner * len(phase.accs) if phase.reds else max(1, len(phase.stores))
     least = points * steps / (lanes * machine.fma_ports)
-    return max(1e-6, min(1.0, least / cycles(program, machine)))
+    return max(_FIT.score_floor, min(1.0, least / cycles(program, machine)))
 
 
 def work(phase: Phase) -> int:
@@ -170,7 +172,7 @@ def _stride_value(index: Index, axis: str) -> float:
         return -1.0
     if stride is None:
         return -2.0
-    return {0: 0.0, 1: 2.0}.get(stride, -3.0)
+    return {0: 0.0, 1: 2.0}.get(stride, _FIT.gathered_axis_preference)
 
 
 def _fit(lanes: int, extent: int) -> int:

@@ -8,9 +8,10 @@ from jcuts.arch.cpu import CpuArch
 from jcuts.estimate.cpu import CpuWork
 from jcuts.kernel_ir.node import Graph
 from jcuts.kernel_ir.program import ITEM_SIZE, Phase, Program
+from jcuts.schedule import fit
 from jcuts.schedule.cpu.bound import FLOATS, host_arch, work_of
 
-CALL_SECONDS = 3e-6
+CALL_SECONDS = fit.coefficients("cpu", "time_estimate").call_seconds
 """A custom call with its hand-over to the thread pool [s]; of the order of what XLA's own thunks cost."""
 
 FRESH = 0.5

@@ -16,14 +16,18 @@ from dataclasses import replace
 from jcuts.kernel_ir.program import ITEM_SIZE, Program
 from jcuts.lower import toom_cook
 from jcuts.lower.patterns.winograd import WinogradRoles, match
+from jcuts.schedule import fit
 from jcuts.schedule.cpu.loop_candidates import lanes_of
 from jcuts.schedule.cpu.machine import Machine
 from jcuts.schedule.cpu.winograd import Plan, apply
 
 # Multiply-add times per transformed vector and point: stores, cache misses, arithmetic (fitted to measurements).
-FILTER_COST, INPUT_COST, OUTPUT_COST = 6.0, 8.0, 8.0
+_FIT = fit.coefficients("cpu", "winograd")
+FILTER_COST = _FIT.filter_transform_cost
+INPUT_COST = _FIT.input_transform_cost
+OUTPUT_COST = _FIT.output_transform_cost
 RUN = 64  # bytes of a row of weights at which reading them costs as much again
-ADD_COST = 2.0  # per vector of products that a step of channels adds to
+ADD_COST = _FIT.accumulate_cost  # per vector of products that a step of channels adds to
 REGISTER_TILES = (
     (20, 1),
     (16, 1),
@@ -50,8 +54,10 @@ SPILL = 20  # accumulators from which on LLVM's code for 32 registers spills (me
 BLOCKS = (4, 8, 16, 28, 56)  # tiles per block: enough to reuse a filter in registers, few enough for the cache
 FEATURES = (16, 32, 64, 128)
 STEPS = (16, 32)  # channels per step; with 64 the error of 56x56x64 was 1.5 times that with 32, near the limit
-PRESSURE = 0.1  # slowdown of the product per size of the second-level cache that its matrices exceed it by
-MOST, PER_POINTS = 4, 2
+PRESSURE = _FIT.cache_pressure
+"""Slowdown of the product per size of the second-level cache that its matrices exceed it by."""
+MOST = 4
+PER_POINTS = 2
 
 
 def candidates(program: Program, machine: Machine) -> list[tuple[Program, float]]:

@@ -22,6 +22,7 @@ from jcuts.lower.attention import TEMPLATE as ATTENTION
 from jcuts.lower.excess_precision import drop_bf16_round_trips
 from jcuts.lower.patterns.gemm import ROWS, as_gemm, gemm_operands
 from jcuts.lower.patterns.inverted_residual import TEMPLATE as BLOCK
+from jcuts.schedule import fit
 from jcuts.schedule.gpu.attention import schedules as attention_schedules
 from jcuts.schedule.gpu.conv import few_channels
 from jcuts.schedule.gpu.elementwise.schedules import maps
@@ -46,16 +47,28 @@ from jcuts.schedule.gpu.window.schedules import windows
 MULTIPLIERS = 128
 """Products per cycle of a multiprocessor without matrix units."""
 TEAMS = (8, 16, 32, 64, 128, 256, 512, 1024)
-LEAST, MOST, SHARE = 4, 8, 10.0
-"""Candidates that are left whatever the share says; the most of those that are near the best, at so many percent."""
-NEAR = 0.7
+"""Cooperating threads of a row."""
+_CANDIDATES = fit.coefficients("gpu/reduction", "candidates")
+_ROW = fit.coefficients("gpu/reduction", "row")
+LEAST = 4
+"""Candidates that are left whatever the percentage says."""
+MOST = 8
+"""The most of those that are near the best, at `SHARE` percent."""
+SHARE = _CANDIDATES.pruned_percent
+NEAR = _CANDIDATES.near_score_ratio
 """Scores, over the best one, of what is near it: estimates of the best are off by so much."""
-PLAIN, FEW = 3.5, 1.5
-"""What sums by threads on their own take, over their products at the peak (measured); over the memory's time, up to
-which they are tried beside matrix units."""
+PLAIN = _CANDIDATES.simt_compute_factor
+"""What sums by threads on their own take, over their products at the peak (measured)."""
+FEW = _CANDIDATES.simt_memory_limit
+"""The same over the memory's time, up to which they are tried beside matrix units."""
+
+ROW_ACCESS = {32: _ROW.access_32_bytes, 16: 1.0, 8: _ROW.access_8_bytes, 4: _ROW.access_4_bytes}
+"""Share of the bandwidth, by bytes of an access."""
+ROW_TEAMS = {256: _ROW.threads_256_factor, 512: _ROW.threads_512_factor, 1024: _ROW.threads_1024_factor}
+"""Factor on a score, by cooperating threads of a row."""
 
 
-def candidates(program: Program, machine: GpuMachine, limit: int, percent: float = 100.0) -> list[Candidate]:
+def candidates(program: Program, machine: GpuMachine, limit: int, percent: float = 100) -> list[Candidate]:
     """Scheduled programs with a ranking score in (0, 1], best first; none where the GPU has no form for the program.
 
     Pruned: to those near the best, at least `LEAST` and at most `MOST` of them, and to at most ``limit``; all, up to
@@ -65,7 +78,7 @@ def candidates(program: Program, machine: GpuMachine, limit: int, percent: float
     for found, score in _all(drop_bf16_round_trips(program), machine):
         old = best.get(found.digest)
         if old is None or old[1] < score:
-            best[found.digest] = (found, min(1.0, max(1e-6, score)))
+            best[found.digest] = (found, min(1.0, max(_CANDIDATES.score_floor, score)))
     ranked = sorted(best.values(), key=lambda item: (-item[1], item[0].digest))
     near = sum(score >= NEAR * ranked[0][1] for _, score in ranked)
     most = len(ranked) if percent >= 100 else min(near, round(MOST * percent / SHARE))
@@ -205,14 +218,17 @@ def _row_reduction_teams(program: Program, machine: GpuMachine, split: int) -> I
             # Measured on an H200: 32 elements per thread in teams of 128 to 256 keep most loads in flight.
             fill = min(1.0, rows * split * team / machine.threads)
             loops = -(-pieces // chunks)
-            depth = min(1.0, kept / RESIDENT) if kept <= most else 0.7 * min(1.0, 16 / loops)
+            depth = min(1.0, kept / RESIDENT) if kept <= most else _ROW.looped_depth * min(1.0, 16 / loops)
             # Measured as well: accesses of 8 bytes are as fast, two of 16 side by side leave lines half used.
-            access = {32: 0.8, 16: 1.0, 8: 0.97, 4: 0.8}.get(vector * size, 0.5)
+            access = ROW_ACCESS.get(vector * size, _ROW.access_narrow)
             lost = share / (pieces * team * vector)
-            score = (0.4 + 0.6 * access) * (0.1 + 0.9 * fill) * (0.3 + 0.7 * depth) * lost
-            score *= {256: 0.97, 512: 0.9, 1024: 0.8}.get(team, 1.0) * (0.95 if split > 1 else 1.0)
+            score = _ROW.access_base + _ROW.access_slope * access
+            score *= _ROW.occupancy_base + _ROW.occupancy_slope * fill
+            score *= _ROW.depth_base + _ROW.depth_slope * depth
+            score *= lost
+            score *= ROW_TEAMS.get(team, 1.0) * (_ROW.split_factor if split > 1 else 1.0)
             if len(program.phases) > 1 and kept > RESIDENT:
-                score *= 0.6  # the row is read again by every phase
+                score *= _ROW.reread_factor  # the row is read again by every phase
             more = (("split", split),) if split > 1 else ()
             yield (
                 scheduled(program, "team", threads, ("team", team), ("vector", vector), ("chunks", chunks), *more),

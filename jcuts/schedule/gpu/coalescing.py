@@ -12,10 +12,13 @@ from typing import Any
 
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.program import ITEM_SIZE, Program
+from jcuts.schedule import fit
 from jcuts.schedule.gpu.machine import ACCESS, WARP, narrowest
 
 LINE = 128
 """Bytes."""
+
+_FIT = fit.coefficients("gpu/reduction", "coalescing")
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,9 @@ def _team(program: Program, team: int, vector: int, chunks: int) -> CoalescingSt
     kept = min(chunks, pieces)
     again = float(len(program.phases)) if len(program.phases) > 1 and pieces > chunks else 1.0
     # What is read again comes from the L2 cache, at twice the bandwidth.
-    return CoalescingStats(touched / needed / used * again, size * vector * kept * used, 1.0 + 0.25 * (again - 1.0))
+    return CoalescingStats(
+        touched / needed / used * again, size * vector * kept * used, 1.0 + _FIT.reread_passes_slope * (again - 1.0)
+    )
 
 
 def _points(program: Program, across: int, vector: int, chunks: int) -> CoalescingStats:
@@ -79,9 +84,8 @@ def _points(program: Program, across: int, vector: int, chunks: int) -> Coalesci
     length = max(math.prod(r.extent for r in p.reds) for p in program.phases) // int(params.get("split", 1))
     pieces = -(-length // (int(params["threads"]) // across))
     again = float(len(program.phases)) if pieces > chunks else 1.0
-    return CoalescingStats(
-        _of_columns(across, vector, size) * again, size * vector * min(chunks, pieces), 0.75 + 0.25 * again
-    )
+    passes = _FIT.column_passes_base + _FIT.column_passes_slope * again
+    return CoalescingStats(_of_columns(across, vector, size) * again, size * vector * min(chunks, pieces), passes)
 
 
 def _of_columns(across: int, vector: int, size: int) -> float:

@@ -31,10 +31,13 @@ from jcuts.schedule.gpu.conv.few_channels_tile import shape_of
 from jcuts.schedule.gpu.inverted_residual.tile import WORD
 from jcuts.schedule.gpu.inverted_residual.tile import shape_of as tile_of
 
-LINE, WARP, WIDEST = 128, 32, 16  # bytes, threads, bytes of the widest access
+LINE = 128  # bytes
+WARP = 32  # threads
+WIDEST = 16  # bytes of the widest access
 TERMS = 1024  # terms of a reduction whose addresses are computed; longer ones are scaled up
 SAMPLES = (1 / 6, 1 / 2, 5 / 6)  # blocks that are looked at, as parts of the grid
-CACHED, SMALL = 32 << 10, 16  # an operand of less bytes, and a 16th of all, stays in the L1 cache from block to block
+CACHED = 32 << 10  # an operand of less bytes, and a 16th of all, stays in the L1 cache from block to block
+SMALL = 16
 MOST_POINTS = 1 << 21  # addresses per access and block; larger tiles count as compulsory traffic
 
 Taken = tuple[int, int, int, int]
@@ -86,7 +89,9 @@ def launch_stats(program: Program, taken: Sequence[Taken]) -> list[LaunchUse]:
             )
         else:
             total = partial + float(sum(b.bytes for b in program.outputs))
-            found.append(LaunchUse(blocks, threads, registers, shared, partial / 4, total, total, total / LINE, 32.0))
+            found.append(
+                LaunchUse(blocks, threads, registers, shared, partial / 4, total, total, total / LINE, float(SECTOR))
+            )
     return found
 
 
@@ -95,7 +100,7 @@ def _independent_kernel(program: Program, part: Program, taken: Taken) -> Launch
     blocks, threads, registers, shared = taken
     moved = _compulsory(part)
     flop = float(sum(work(p) for p in part.phases))
-    lines, under_way = moved / LINE, 16.0
+    lines, under_way = moved / LINE, float(WIDEST)
     if (access := access_of(program)) is not None and any(p.reds for p in part.phases):
         lines, under_way = lines * access.lines, access.under_way
     return LaunchUse(blocks, threads, registers, shared, flop, moved, moved, lines, under_way)

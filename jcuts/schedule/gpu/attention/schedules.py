@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.patterns.attention import Attention, match
+from jcuts.schedule import fit
 from jcuts.schedule.gpu.attention.tile import EIGHT, SIXTEEN, STEP, FlashTile
 from jcuts.schedule.gpu.gemm.mma import (
     AGAIN,
@@ -35,27 +36,25 @@ from jcuts.schedule.gpu.gemm.mma import (
 )
 from jcuts.schedule.gpu.machine import WARP, Candidate, GpuMachine, scheduled
 
-HIGH, WIDE = (16, 32), (16, 32, 64)
-"""Rows and keys of a warp."""
-WARPS, PARTS = (1, 2, 3, 4, 6, 8, 12), (1, 2, 4, 8)
-"""Warps along rows, along keys."""
+_FIT = fit.coefficients("gpu/attention", "cycles")
+_REGISTERS = fit.coefficients("gpu/attention", "registers")
+HIGH = (16, 32)
+"""Rows of a warp."""
+WIDE = (16, 32, 64)
+"""Keys of a warp."""
+WARPS = (1, 2, 3, 4, 6, 8, 12)
+"""Warps along rows."""
+PARTS = (1, 2, 4, 8)
+"""Warps along keys."""
 STAGES = (2, 3, 4)
-MOST_WARPS, FEWEST_WARPS = 12, 2
-FEW, FEW_SHARED = 264, 208 << 10
-"""So few blocks may take more shared memory each, where a multiprocessor has it."""
-PER_SCORE, PER_ROWS = 8.0, 40.0
-"""Instructions of a lane besides the program's own: per score (largest, difference, exponential, sum, rounding), and
-per 16 rows of a tile."""
-ISSUE, PORT, L2 = 1.76, 105.0, 36.0
-"""Cycles per instruction of a quarter's warps; bytes per cycle of shared memory and L2 cache."""
-WAIT, PRODUCT, LANE, ENDS = 120.0, 12.3, 0.3, 3300.0
-"""Cycles of one warp that waits for itself: per tile, per product of the units, per other instruction; of a block's
-beginning and end, twice where warps meet."""
+MOST_WARPS = 12
+FEWEST_WARPS = 2
+FEW = 264
+"""So few blocks may take more shared memory each, where an SM has it."""
+FEW_SHARED = 208 << 10
+"""Bytes of shared memory of such a block."""
 QUARTERS = 4
 """Parts of a multiprocessor, each with registers and warps of its own."""
-OWN, PER_VALUE, PER_KEYS, PER_BAND = 19.0, 0.825, 7.0, 26.0
-"""Registers of a thread: a base, per value that it must keep, per 16 keys and per 16 rows (fitted to 23 kernels)."""
-MOST_REGISTERS = 256.0
 
 
 def products(program: Program, machine: GpuMachine, most: int = MOST) -> Iterator[Candidate]:
@@ -101,7 +100,11 @@ def shapes(attention: Attention, machine: GpuMachine) -> Iterator[FlashTile]:
             shape = FlashTile(attention, rows, keys, (along, parts), stages, early)
             if (stages > 2 and stages > shape.tiles) or (shape.shared > MOST_SHARED and math.prod(shape.blocks) > FEW):
                 continue
-            if shape.fits and shape.shared <= most and registers(shape) <= min(MOST_REGISTERS, register_budget(shape)):
+            if (
+                shape.fits
+                and shape.shared <= most
+                and registers(shape) <= min(_REGISTERS.maximum, register_budget(shape))
+            ):
                 yield shape
 
 
@@ -110,7 +113,8 @@ def registers(shape: FlashTile) -> float:
     high, wide = shape.warp
     kept = shape.steps + shape.padded_head_dim // EIGHT + wide // EIGHT
     bands = high // SIXTEEN
-    return OWN + PER_VALUE * bands * 4 * kept + PER_KEYS * wide / SIXTEEN + PER_BAND * bands
+    found = _REGISTERS.base + _REGISTERS.per_value * bands * 4 * kept
+    return found + _REGISTERS.per_16_keys * wide / SIXTEEN + _REGISTERS.per_16_rows * bands
 
 
 def register_budget(shape: FlashTile) -> float:
@@ -136,16 +140,18 @@ def cycles(shape: FlashTile, program: Program, machine: GpuMachine) -> float:
     products = bands * (wide // EIGHT * shape.steps + features // EIGHT * values)
     reads = wide // SIXTEEN * shape.steps + features // SIXTEEN * values * (2 if item == 4 else 1)
     turned = 4 * reads if item == 4 and not shape.rounded else 0
-    each = high * wide / WARP * (PER_SCORE + attention.score_ops) + high * features / WARP + PER_ROWS * bands
+    each = high * wide / WARP * (_FIT.score_instructions + attention.score_ops)
+    each = each + high * features / WARP + _FIT.row_tile_instructions * bands
     copies = shape.keys * line / 16 / WARP
     early = 2 * copies + 4 * copies if shape.rounded else 0
     limits = [
         shape.rows * shape.keys * (depth + features) / (2 * UNIT[item]),
-        (along + 1 + (2 if shape.rounded else 0)) * shape.keys * line / PORT,
-        (count * (products + reads + turned + each) + 2 * copies + early) * ISSUE / QUARTERS,
-        shape.keys * line / L2,
+        (along + 1 + (2 if shape.rounded else 0)) * shape.keys * line / _FIT.smem_bytes_per_cycle,
+        (count * (products + reads + turned + each) + 2 * copies + early) * _FIT.instruction_issue_cycles / QUARTERS,
+        shape.keys * line / _FIT.l2_bytes_per_cycle,
     ]
-    own = shape.tiles * (WAIT + PRODUCT * products + LANE * each) + ENDS * (1 if parts == 1 else 2)
+    chain = _FIT.k_tile_chain_cycles + _FIT.product_chain_cycles * products + _FIT.instruction_chain_cycles * each
+    own = shape.tiles * chain + _FIT.block_ends_cycles * (1 if parts == 1 else 2)
     taken = -(-registers(shape) // EIGHT) * EIGHT * WARP
     beside = QUARTERS * int(REGISTERS // QUARTERS // taken) // count
     resident = max(1, min(SHARED // (shape.shared + 1024), beside, BLOCKS, machine.threads_per_sm // shape.threads))

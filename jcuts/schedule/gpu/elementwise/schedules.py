@@ -11,6 +11,7 @@ from jcuts.kernel_ir.loop_transforms import map_indices
 from jcuts.kernel_ir.node import Node
 from jcuts.kernel_ir.program import ITEM_SIZE, Axis, Phase, Program
 from jcuts.lower.tensor_graph import MOST_SWITCHED
+from jcuts.schedule import fit
 from jcuts.schedule.gpu.machine import (
     ACCESS,
     SHARED,
@@ -23,6 +24,9 @@ from jcuts.schedule.gpu.machine import (
     vectors,
 )
 
+_SCORES = fit.coefficients("gpu/elementwise", "scores")
+_CONCAT = fit.coefficients("gpu/elementwise", "concat")
+_TRANSPOSE = fit.coefficients("gpu/elementwise", "transpose")
 SWITCH = "part"  # the axis that numbers a concatenation's operands
 
 
@@ -51,14 +55,19 @@ def maps(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
                 work = points / math.prod(unroll.values())
                 fill = min(1.0, work / machine.threads)
                 access = min(1.0, vector * size / ACCESS)
-                score = (0.4 + 0.6 * access) * (0.3 + 0.7 * fill) * (1.0 if threads == 256 else 0.98)
-                score *= 0.9 if crossed is not None else 1.0 if len(option) == 1 else 0.95
+                score = _SCORES.access_base + _SCORES.access_slope * access
+                score *= _SCORES.occupancy_base + _SCORES.occupancy_slope * fill
+                score *= 1.0 if threads == 256 else _SCORES.threads_128_factor
+                if crossed is not None:
+                    score *= _SCORES.strided_factor
+                elif len(option) > 1:
+                    score *= _SCORES.two_rows_factor
                 tiled = unrolled(program, unroll)
                 if crossed is not None:
                     for along in (8, 16):  # threads along the operand's own direction: whole lines of it per block
                         shape = ((crossed.name, along), (lane.name, threads // along))
                         yield scheduled(tiled, "point", threads, ("block", shape)), score
-                    score *= 0.9
+                    score *= _SCORES.strided_unblocked_factor
                 yield scheduled(tiled, "point", threads), score
     if crossed is not None:
         yield from _smem_transpose(program, crossed, machine)
@@ -101,8 +110,10 @@ def _concat_switch(program: Program, machine: GpuMachine) -> Iterator[Candidate]
             tiled = unrolled(program, {lane.name: vector, rows.name: deep})
             for threads in (128, 256):
                 fill = min(1.0, points / (vector * deep) / machine.threads)
-                score = (0.3 + 0.7 * fill) * (0.4 + 0.6 * min(1.0, vector * size / ACCESS))
-                yield scheduled(tiled, "point", threads, ("switch", SWITCH)), min(1.0, score * 1.2)
+                score = _CONCAT.occupancy_base + _CONCAT.occupancy_slope * fill
+                score *= _CONCAT.access_base + _CONCAT.access_slope * min(1.0, vector * size / ACCESS)
+                score = min(1.0, score * _CONCAT.switch_factor)
+                yield scheduled(tiled, "point", threads, ("switch", SWITCH)), score
 
 
 def smem_staged_loads(phase: Phase, crossed: str) -> list[Node]:
@@ -142,8 +153,10 @@ def _smem_transpose(program: Program, crossed: Axis, machine: GpuMachine) -> Ite
                 covered *= axis.extent / (-(-axis.extent // side) * side)
             tiles = math.prod(a.extent for a in phase.axes) / (rows * columns)
             fill = min(1.0, tiles * threads / machine.threads)
-            score = covered * (0.3 + 0.7 * fill) * (0.5 + 0.5 * min(1.0, vector * size / ACCESS))
-            score *= 1.0 if columns == lines else 0.97
-            score *= (1.0 if rows == 64 else 0.99) * (1.0 if threads == 256 else 0.98)
+            score = covered * (_TRANSPOSE.occupancy_base + _TRANSPOSE.occupancy_slope * fill)
+            score *= _TRANSPOSE.access_base + _TRANSPOSE.access_slope * min(1.0, vector * size / ACCESS)
+            score *= 1.0 if columns == lines else _TRANSPOSE.wide_tile_factor
+            other = 1.0 if rows == 64 else _TRANSPOSE.other_rows_factor
+            score *= other * (1.0 if threads == 256 else _TRANSPOSE.threads_512_factor)
             params = (("crossed", crossed.name), ("rows", rows), ("columns", columns))
             yield scheduled(unrolled(program, {lane.name: vector}), "transposed", threads, *params), score

@@ -18,6 +18,7 @@ from dataclasses import replace
 from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.program import Phase, Program
 from jcuts.lower.patterns.inverted_residual import InvertedResidual, match_inverted_residual
+from jcuts.schedule import fit
 from jcuts.schedule.gpu.gemm.mma import AGAIN, BLOCKS, EXIT, L2, LATENCY, MEMORY, OVERLAP, PORT, REGISTERS, UNIT
 from jcuts.schedule.gpu.inverted_residual.tile import COLUMN_TILE, ROW_TILE, WORD, InvertedResidualTile
 from jcuts.schedule.gpu.machine import WARP, Candidate, GpuMachine, scheduled
@@ -49,33 +50,41 @@ STRIPS = (
 )
 MOST_STRIP = 64
 """Pixels that a strip's windows may cover."""
-MOST_PIXELS, MOST_OUTPUTS = 480, 256
-"""Of a tile."""
-MOST_SUMS, MOST_WIDE = 96, 64
-"""Registers of a thread for its sums: of the results, of a piece."""
+MOST_PIXELS = 480
+"""Input pixels of a tile."""
+MOST_OUTPUTS = 256
+"""Outputs of a tile."""
+MOST_SUMS = 96
+"""Registers of a thread for accumulators of the results."""
+MOST_WIDE = 64
+"""Registers of a thread for accumulators of a channel chunk."""
 CROWDED = 2
 """Best schedules that are also tried with one more block beside the others."""
-NEXT = 0.96
+_FIT = fit.coefficients("gpu/inverted_residual", "cycles")
+_CANDIDATES = fit.coefficients("gpu/inverted_residual", "candidates")
+NEXT = _CANDIDATES.bfloat16_alike_score_factor
 """What every further schedule of bfloat16 counts: estimates are off by more than they differ (16 % over 17 schedules),
 so that more are tried."""
-ALIKE = 1.02
+ALIKE = _CANDIDATES.bfloat16_alike_cycles_factor
 """What a schedule of bfloat16 counts more for every better one of its tile, or of its pieces and threads."""
 LARGE = 256
 """Threads from which on a schedule of bfloat16 is of another kind: what float32 holds or not. It takes less room."""
-SPARED = 1.17
+SPARED = _CANDIDATES.register_excess_factor
 """What the assembler may have to do without, as a factor of the registers that there are."""
 MOST_UNROLLED = 400
 """Products of matrix units that one thread's code may have per piece."""
 ROOM = {(9, 0): 226 << 10, (8, 0): 162 << 10, (8, 7): 162 << 10}
 LEAST_ROOM = 98 << 10
 """Bytes of shared memory that a thread block may ask for, by compute capability: 1 KiB less than there are."""
-WAIT, ALONE = 500.0, 2.0
-"""Cycles of a piece that a thread block waits for barriers and first reads; of a warp's instruction, alone."""
+WAIT = _FIT.barrier_wait_cycles
+"""Cycles of a channel chunk that a thread block waits for barriers and first reads."""
+ALONE = _FIT.single_warp_cycles
+"""Cycles of a warp's instruction, alone."""
 QUARTERS = 4
 """Parts of a multiprocessor, each with warps of its own."""
-AROUND = 40.0
+AROUND = _FIT.chunk_instructions
 """Instructions of a warp per piece: loop, copies, addresses."""
-PIECE = 6.0
+PIECE = _FIT.copy_instructions
 """Instructions of a copy of a piece of an operand."""
 FRAGMENT = 1024
 """Products of an instruction."""
@@ -321,7 +330,7 @@ def _products(shape: InvertedResidualTile) -> Counted:
     )
     issued = multiplied / (FRAGMENT * shape.lanes) + warps * AROUND
     if found.expand is not None:
-        issued += pixels * chunk * (_steps(found.expand.phases[0]) + 0.6 / shape.lanes) / WARP
+        issued += pixels * chunk * (_steps(found.expand.phases[0]) + _FIT.expand_instructions / shape.lanes) / WARP
     else:
         issued += shape.pixels * shape.words / 4 * PIECE / WARP
     issued += warps * (chunk / shape.expand[1] / 16) * shape.padded_in_channels / shape.step * (1 + first)

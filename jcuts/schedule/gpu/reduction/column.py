@@ -10,6 +10,7 @@ from dataclasses import replace
 from jcuts.kernel_ir.program import Phase, Program
 from jcuts.lower import split_scan
 from jcuts.lower.scan_axes import LANE, TIME
+from jcuts.schedule import fit
 from jcuts.schedule.gpu.machine import (
     ACCESS,
     IN_FLIGHT,
@@ -34,6 +35,23 @@ from jcuts.schedule.gpu.machine import (
 from jcuts.schedule.gpu.window import filter_gradient
 from jcuts.schedule.gpu.window.filter_gradient import inner_reduction, innermost, taps_of
 
+_POINT = fit.coefficients("gpu/reduction", "column_point")
+_COLUMN = fit.coefficients("gpu/reduction", "column")
+_SOFTMAX = fit.coefficients("gpu/reduction", "column_softmax")
+_WELFORD = fit.coefficients("gpu/reduction", "welford")
+_SCAN = fit.coefficients("gpu/reduction", "scan")
+COLUMN_FLIGHTS = {4: 1.0, 8: _COLUMN.flight_8_factor, 2: _COLUMN.flight_2_factor, 1: _COLUMN.flight_1_factor}
+"""Factor on the time, by loads in flight of a thread."""
+COLUMN_WAVES = {2: _COLUMN.waves_2_factor, 4: _COLUMN.waves_4_factor}
+"""Factor on the time, by waves of blocks that share the terms."""
+SOFTMAX_THREADS = {
+    1024: _SOFTMAX.threads_1024_factor,
+    512: 1.0,
+    256: _SOFTMAX.threads_256_factor,
+    128: _SOFTMAX.threads_128_factor,
+}
+"""Factor on the score, by threads of a block."""
+
 
 def columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     """Neighbouring outputs in neighbouring threads; rows of threads, and blocks, share the terms."""
@@ -57,7 +75,8 @@ def _columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
             fill = min(1.0, results / vector / machine.threads)
             access = min(1.0, vector * size / ACCESS)
             if vector * math.prod(whole_tile.values()) <= REGISTERS:
-                score = (0.1 + 0.9 * fill) * (0.5 + 0.5 * access)
+                score = _POINT.occupancy_base + _POINT.occupancy_slope * fill
+                score *= _POINT.access_base + _POINT.access_slope * access
                 yield scheduled(tiled(program, {lane.name: vector}, whole_tile), "point", threads), score
     splittable = not any(acc.index_dtype for acc in phase.accs)
     moved = float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
@@ -91,18 +110,29 @@ def _columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
                     under_way *= min(blocks, resident) * threads
                     even = -(-blocks // machine.sms) * machine.sms if rounds == 1 else rounds * resident
                     waste = even / blocks if rounds < 4 else 1.0
-                    lines = min(1.0, 0.55 + 0.45 * across * vector * size / 128)
+                    lines = min(1.0, _COLUMN.line_share_base + _COLUMN.line_share_slope * across * vector * size / 128)
                     idle = lanes * across / wide * threads / (across * deep)
                     whole = moved / fastest_memory()
-                    spent = whole * max(1.0, IN_FLIGHT / under_way) * max(1.0, idle * 0.8) / lines
-                    spent *= 1.0 + 0.04 * (loads / (inside * vector) - 1.0)  # what the caches deliver again
-                    spent = spent * (0.6 + 0.4 * waste) + 4e-6 + (2.5e-6 if split > 1 else 0.0)
-                    spent += 4.0 * results * split * (split > 1) / fastest_memory()
-                    spent *= {4: 1.0, 8: 1.01, 2: 1.02, 1: 1.05}[flight]
-                    spent *= (1.02 if split > 1 else 0.97) if threads > 768 else 1.01 if threads < 384 else 1.0
-                    spent *= 1.0 if across & (across - 1) == 0 else 1.01  # no shuffles: more shared memory
-                    spent *= 1.0 if not taps or kept <= 20 else 1.02  # few registers: more threads at once
-                    spent *= (1.0 if vector * size == ACCESS or taps else 1.015) * {2: 1.01, 4: 1.03}.get(waves, 1.0)
+                    spent = whole * max(1.0, IN_FLIGHT / under_way) * max(1.0, idle * _COLUMN.idle_factor) / lines
+                    again = loads / (inside * vector) - 1.0  # what the caches deliver again
+                    spent *= 1.0 + _COLUMN.cached_read_weight * again
+                    spent *= _COLUMN.whole_wave_base + _COLUMN.wave_waste_weight * waste
+                    spent += _COLUMN.launch_seconds
+                    spent += _COLUMN.split_launch_seconds if split > 1 else 0.0
+                    spent += 4 * results * split * (split > 1) / fastest_memory()
+                    spent *= COLUMN_FLIGHTS[flight]
+                    if threads > 768:
+                        spent *= _COLUMN.large_block_split_factor if split > 1 else _COLUMN.large_block_factor
+                    elif threads < 384:
+                        spent *= _COLUMN.small_block_factor
+                    spent *= (
+                        1.0 if across & (across - 1) == 0 else _COLUMN.no_shuffle_factor
+                    )  # no shuffles: more shared memory
+                    spent *= (
+                        1.0 if not taps or kept <= 20 else _COLUMN.tap_registers_factor
+                    )  # few registers: more threads at once
+                    narrow = 1.0 if vector * size == ACCESS or taps else _COLUMN.narrow_access_factor
+                    spent *= narrow * COLUMN_WAVES.get(waves, 1.0)
                     params = (("across", across), ("flight", flight), *((("split", split),) if split > 1 else ()))
                     yield (
                         scheduled(tiled(program, {**taps, lane.name: vector}, tile), "columns", threads, *params),
@@ -139,11 +169,13 @@ def column_softmax(program: Program, machine: GpuMachine) -> Iterator[Candidate]
                 chunks = max(1, 8 // vector)
             blocks = -(-lane.extent // (vector * across)) * outer
             fill = min(1.0, blocks * across * deep / machine.threads)
-            lines = min(1.0, 0.4 + 0.6 * across * vector * size / 128)
-            depth = min(1.0, 0.3 + 0.7 * kept / 16) if chunks == pieces else 0.5
-            score = lines * (0.1 + 0.9 * fill) * depth * length / (pieces * deep)
+            lines = min(1.0, _SOFTMAX.line_share_base + _SOFTMAX.line_share_slope * across * vector * size / 128)
+            depth = min(1.0, _SOFTMAX.depth_base + _SOFTMAX.depth_slope * kept / 16)
+            depth = depth if chunks == pieces else _SOFTMAX.looped_depth
+            score = lines * (_SOFTMAX.occupancy_base + _SOFTMAX.occupancy_slope * fill)
+            score = score * depth * length / (pieces * deep)
             score *= lane.extent / (-(-lane.extent // (vector * across)) * vector * across)
-            score *= {1024: 0.93, 512: 1.0, 256: 0.98, 128: 0.9}[threads]
+            score *= SOFTMAX_THREADS[threads]
             params = (("across", across), ("vector", vector), ("chunks", chunks))
             yield scheduled(program, "column_rows", across * deep, *params), score
 
@@ -171,14 +203,14 @@ def welford(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
                 under_way = min(blocks * split * threads, machine.threads // 2) * chunks * vector * size
                 hidden = 1.0 / (1.0 + IN_FLIGHT / 2 / under_way)
                 used = lane.extent / (blocks // outer * across * vector)
-                lines = min(1.0, 0.5 + 0.5 * across * vector * size / 128)
+                lines = min(1.0, _WELFORD.line_share_base + _WELFORD.line_share_slope * across * vector * size / 128)
                 access = min(1.0, vector * size / ACCESS)
-                score = lines * hidden * used**0.5 * (0.8 + 0.2 * access) * (1.0 if chunks == 8 else 0.97)
+                score = lines * hidden * used**0.5 * (_WELFORD.access_base + _WELFORD.access_slope * access)
+                score *= 1.0 if chunks == 8 else _WELFORD.other_chunks_factor
+                score *= 1.0 if waves == 1 else _WELFORD.more_waves_factor
+                score *= 1.0 if threads == 256 else _WELFORD.other_threads_factor
                 params = (("across", across), ("vector", vector), ("chunks", chunks), ("split", split))
-                yield (
-                    scheduled(program, "moments", across * deep, *params),
-                    score * (1.0 if waves == 1 else 0.99) * (1.0 if threads == 256 else 0.97),
-                )
+                yield scheduled(program, "moments", across * deep, *params), score
 
 
 def scans(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
@@ -197,7 +229,9 @@ def scans(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
                     continue
                 pieces = -(-time.extent // (team * vector))
                 fill = min(1.0, others * team / machine.threads)
-                score = time.extent / (pieces * team * vector) * (0.2 + 0.8 * fill) * min(1.0, vector * size / ACCESS)
+                score = time.extent / (pieces * team * vector)
+                score *= _SCAN.row_occupancy_base + _SCAN.row_occupancy_slope * fill
+                score *= min(1.0, vector * size / ACCESS)
                 params = (("team", team), ("vector", vector))
                 yield scheduled(program, "scan_rows", 128 if team == WARP else team, *params), score
     lane = phase.axes[-1]
@@ -208,19 +242,19 @@ def scans(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
         fill = min(1.0, threads / machine.threads)
         unroll = max(2, 16 // vector)
         params = (("vector", vector), ("unroll", unroll))
-        yield scheduled(program, "scan_columns", 128, *params), 0.05 + 0.9 * fill
+        score = _SCAN.column_base + _SCAN.column_occupancy_slope * fill
+        yield scheduled(program, "scan_columns", 128, *params), score
         wanted = int(machine.threads / threads)
         if associates and wanted > 1 and time.extent >= 8 * unroll:
             most = min(wanted, time.extent // (2 * unroll))
             for groups in {min(most, 512), min(most, 128)}:  # their totals are scanned one after another
                 if groups > 1:
                     covered = min(1.0, threads * groups / machine.threads)
-                    yield (
-                        scheduled(program, "scan_columns", 128, *params, ("split", groups)),
-                        (0.05 + 0.9 * covered)
-                        * (0.6 if covered < 1.5 * fill else 0.9)
-                        * min(1.0, vector * size / ACCESS),
-                    )
+                    little = covered < _SCAN.split_full_limit * fill
+                    score = _SCAN.column_base + _SCAN.column_occupancy_slope * covered
+                    score *= _SCAN.split_little_factor if little else _SCAN.split_factor
+                    score *= min(1.0, vector * size / ACCESS)
+                    yield scheduled(program, "scan_columns", 128, *params, ("split", groups)), score
 
 
 def _column_tiles(phase: Phase) -> list[tuple[dict[str, int], dict[str, int]]]:

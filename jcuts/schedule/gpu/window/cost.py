@@ -13,18 +13,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from jcuts.arch.sm_limits import SM_90
+from jcuts.schedule import fit
 from jcuts.schedule.gpu.machine import WARP, GpuMachine, fastest_memory
 
-CLOCK, L2, LINE = 1.755e9, 5.5e12, 128
-"""Cycles per second, bytes per second, bytes: of the GPU that the constants are fitted to."""
-LINES, ISSUE, AGAIN = 0.24, 0.335, 0.08
-"""What is left of each beside the memory's time."""
-LOAD, OWN = 1.25, 24.0
-"""Instructions per access; of a tile besides."""
-AHEAD, LATENT, LATENCY, OCCUPANCY = 1.5, 0.043, 6.5e-7, 0.025
-"""Loads of a tile ahead; what latency costs over bytes under way, seconds of it; power of the threads at once."""
-TAIL, ROUND, WALK, WASTE, LARGE, BEGIN = 0.2, 0.05, 0.034, 0.2, 0.021, 1.2e-6
-"""Of the last wave, of waves that are not full, of a walk's beginning, of points outside, of registers; seconds."""
+_FIT = fit.coefficients("gpu/window", "cost")
+_REGISTERS = fit.coefficients("gpu/window", "registers")
+CLOCK = _FIT.clock_hertz
+"""Cycles per second of the GPU that the coefficients are fitted to."""
+LINE = SM_90.cache_line_bytes
 
 
 @dataclass(frozen=True)
@@ -57,9 +54,10 @@ class WindowCost:
     def registers(self) -> float:
         """Of a thread, roughly."""
         if self.steps > 1:
-            kept = self.values + (self.ahead if self.ahead > 0 else -0.75) * self.fresh
-            return min(255.0, 0.8 * (24 + self.tile + kept * self.size / 4))
-        return 27 + 0.77 * self.tile + 0.67 * self.lane
+            kept = self.values + (self.ahead if self.ahead > 0 else _REGISTERS.sliding_no_prefetch_factor) * self.fresh
+            found = _REGISTERS.sliding_factor * (_REGISTERS.sliding_base + self.tile + kept * self.size / 4)
+            return min(_REGISTERS.maximum, found)
+        return _REGISTERS.point_base + _REGISTERS.point_per_output * self.tile + _REGISTERS.point_per_lane * self.lane
 
     def seconds(self, machine: GpuMachine) -> float:
         """Estimated time of a launch."""
@@ -67,20 +65,26 @@ class WindowCost:
         stored = self.tile * self.steps
         lines = self.tiles * (loaded + stored) * self.size / LINE / (machine.sms * CLOCK)
         accesses = (loaded + stored) / min(self.lane, max(1, 16 // self.size))
-        issued = LOAD * accesses + stored * self.taps + OWN
+        issued = _FIT.access_instructions * accesses + stored * self.taps + _FIT.tile_instructions
         issue = self.tiles / WARP * issued / (machine.sms * 4 * CLOCK)
-        again = max(0.0, loaded / stored - self.read / self.written) * self.written / L2
-        total = (self.read + self.written) / fastest_memory() + LINES * lines + ISSUE * issue + AGAIN * again
+        again = max(0.0, loaded / stored - self.read / self.written) * self.written / _FIT.l2_bytes_per_second
+        total = (self.read + self.written) / fastest_memory() + _FIT.l1_lines_remainder * lines
+        total = total + _FIT.issue_remainder * issue + _FIT.reread_remainder * again
         taken = 8 * math.ceil(self.registers / 8) * self.threads
-        held = max(1, min(machine.threads_per_sm // self.threads, WARP, int(65536 // taken)))
+        held = max(1, min(machine.threads_per_sm // self.threads, WARP, int(SM_90.registers_per_sm // taken)))
         blocks = -(-self.tiles // self.threads)
         slots = held * machine.sms
         there = min(blocks, slots) * self.threads
         waves = blocks / slots
-        ahead = max(0.5, self.ahead * AHEAD) * self.fresh if self.steps > 1 else self.values
+        ahead = max(0.5, self.ahead * _FIT.prefetch_loads_factor) * self.fresh if self.steps > 1 else self.values
         ahead = max(1.0, ahead)  # windows of a number read nothing
-        total *= 1.0 + LATENT * LATENCY * fastest_memory() / (there * ahead * self.size)
-        total *= (there / machine.threads) ** -OCCUPANCY
-        total *= 1.0 + TAIL * min(1.0, 1 / waves) + ROUND * (math.ceil(waves) / waves - 1 if waves < 4 else 0.0)
-        total *= 1.0 + (WALK / self.steps if self.steps > 1 else LARGE * max(0.0, (self.registers - 64) / 64))
-        return total * (1.0 + WASTE * (self.waste - 1.0)) + BEGIN
+        latency = _FIT.latency_weight * _FIT.latency_seconds
+        total *= 1.0 + latency * fastest_memory() / (there * ahead * self.size)
+        total *= (there / machine.threads) ** -_FIT.occupancy_exponent
+        partial = math.ceil(waves) / waves - 1 if waves < 4 else 0.0
+        total *= 1.0 + _FIT.last_wave_weight * min(1.0, 1 / waves) + _FIT.partial_wave_weight * partial
+        if self.steps > 1:
+            total *= 1.0 + _FIT.sliding_start_weight / self.steps
+        else:
+            total *= 1.0 + _FIT.register_weight * max(0.0, (self.registers - 64) / 64)
+        return total * (1.0 + _FIT.waste_weight * (self.waste - 1.0)) + _FIT.launch_seconds

@@ -7,7 +7,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from jcuts.arch.sm_limits import SM_90
 from jcuts.kernel_ir.program import Phase, Program, Red
+from jcuts.schedule import fit
 from jcuts.schedule.gpu.machine import (
     ACCESS,
     IN_FLIGHT,
@@ -25,6 +27,8 @@ from jcuts.schedule.gpu.machine import (
     scheduled,
     tiled,
 )
+
+_FIT = fit.coefficients("gpu/window", "filter_gradient")
 
 
 def sliding_gradients(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
@@ -83,25 +87,32 @@ def _shapes(program: Program, machine: GpuMachine, tile: _Tile, walk: tuple[str,
             if split < 2 or deep < 2 or across * tile.vector > threads:
                 continue
             registers = tile.registers + (ahead - 1) * tile.fresh * size / 4
-            held = machine.sms * min(2048, 65536 // (-(-int(registers) // 8) * 8)) // threads
+            held = (
+                machine.sms
+                * min(SM_90.threads_per_sm, SM_90.registers_per_sm // (-(-int(registers) // 8) * 8))
+                // threads
+            )
             if held < machine.sms or registers > MOST_REGISTERS:
                 continue
             blocks = lanes * split
             waves = max(1.0, blocks / held)
             there = min(blocks, held) * threads
-            under_way = there * tile.fresh * size * {1: 1.0, 2: 1.3}[ahead]
+            under_way = there * tile.fresh * size * {1: 1.0, 2: _FIT.prefetch_in_flight_factor}[ahead]
             used = terms / (split * deep * each) * wide / (lanes * across)
-            spent = 1.0 + 0.5 * IN_FLIGHT / 2 / under_way + 0.25 * (tile.values / tile.fresh - 1.0) / steps
+            spent = 1.0 + 0.5 * IN_FLIGHT / 2 / under_way
+            spent = spent + _FIT.reread_weight * (tile.values / tile.fresh - 1.0) / steps
             spent += 0.5 * (
                 tile.fresh / (2 * inside // steps * tile.vector) - 1.0
             )  # columns that neighbours read as well
             spent += 2.0 * steps / (inside * tile.vector)  # what a step takes besides its products
-            spent *= {16: 1.0, 8: 1.04}.get(tile.vector * size, 1.12)
-            spent *= 1.0 + ahead * 0.01 + 1.0 / (steps * each * waves) + 0.1 * (waves > 1.0) / waves
-            spent *= (1.0 + 0.1 * (1.0 / used - 1.0)) / min(1.0, 0.55 + 0.45 * across * tile.vector * size / 128)
+            spent *= {16: 1.0, 8: _FIT.narrow_access_8_factor}.get(tile.vector * size, _FIT.narrow_access_factor)
+            waste = 1.0 + ahead * _FIT.prefetch_factor + 1.0 / (steps * each * waves)
+            spent *= waste + _FIT.wave_weight * (waves > 1.0) / waves
+            lines = min(1.0, _FIT.line_share_base + _FIT.line_share_slope * across * tile.vector * size / 128)
+            spent *= (1.0 + _FIT.idle_weight * (1.0 / used - 1.0)) / lines
             spent *= max(1.0, machine.sms / blocks) ** 0.5
-            spent /= (there / machine.threads) ** 0.2
-            seconds = whole * spent + 4e-6 + 8.0 * results * split / fastest_memory()
+            spent /= (there / machine.threads) ** _FIT.resident_threads_exponent
+            seconds = whole * spent + _FIT.launch_seconds + 8 * results * split / fastest_memory()
             made = tiled(program, {**taps, lane.name: tile.vector}, tile.terms)
             params = (("across", across), ("flight", 1), ("split", split), ("walk", walk), ("ahead", ahead))
             yield scheduled(made, "columns", threads, *params), whole / seconds

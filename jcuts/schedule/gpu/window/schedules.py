@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from jcuts.kernel_ir.program import Axis, Phase, Program
+from jcuts.schedule import fit
 from jcuts.schedule.gpu.machine import (
     ACCESS,
     MOST_REGISTERS,
@@ -30,12 +31,17 @@ from jcuts.schedule.gpu.window.cost import WindowCost
 
 MOST_STRIDE = 4  # of a window, or dilation, whose period a register tile covers
 MOST_POINTS = 64  # of a tile of a walk
-AGAIN = 0.98
+_REGISTERS = fit.coefficients("gpu/window", "registers")
+AGAIN = fit.coefficients("gpu/window", "candidates").alike_score_factor
 """What every further schedule counts that has as many neighbours in a thread, and walks as well."""
-ROWS, COLUMNS = (1, 2, 3, 4, 5, 7, 8), (1, 2, 3, 4, 5)
-"""Points of a register tile along the axes that a window slides along."""
-THREADS, WALKERS = (128, 256, 96), (128, 64, 96)
+ROWS = (1, 2, 3, 4, 5, 7, 8)
+"""Points of a register tile along the first axis that a window slides along."""
+COLUMNS = (1, 2, 3, 4, 5)
+"""The same along the second one."""
+THREADS = (128, 256, 96)
 """Threads of a block."""
+WALKERS = (128, 64, 96)
+"""Threads of a block that slides along an axis."""
 
 
 def windows(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
@@ -195,7 +201,11 @@ def _walks(program: Program, machine: GpuMachine, along: Axis, unroll: dict[str,
     for pieces, ahead in itertools.product((1, 2, 3, 4, 5, 8), (1, 2, 0)):
         tiles = -(-count // pieces)
         # without early loads, rows are read where they are used: few are there at once
-        registers = 24 + tile + (values + (ahead or -0.75) * fresh) * size / 4
+        registers = (
+            _REGISTERS.sliding_base
+            + tile
+            + (values + (ahead or _REGISTERS.sliding_no_prefetch_factor) * fresh) * size / 4
+        )
         if tiles < 2 + ahead // 2 or -(-count // tiles) != pieces or registers > MOST_REGISTERS:
             continue
         for threads in WALKERS:

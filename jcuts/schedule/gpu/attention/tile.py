@@ -16,8 +16,12 @@ from jcuts.kernel_ir.program import Program
 from jcuts.lower.patterns.attention import Attention, Operand, match
 from jcuts.schedule.gpu.machine import WARP
 
-SIXTEEN, STEP, PAD = 16, 32, 16
-"""Rows of an instruction; bytes of terms of an instruction; bytes behind a line."""
+SIXTEEN = 16
+"""Rows of an mma instruction."""
+STEP = 32
+"""Bytes along K of an instruction."""
+PAD = 16
+"""Bytes behind a line in shared memory."""
 STATE = 2
 """Words that a row of scores keeps: its largest score, its sum."""
 EIGHT = 8

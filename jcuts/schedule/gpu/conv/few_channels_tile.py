@@ -27,8 +27,12 @@ from jcuts.schedule.gpu.machine import WARP
 BANKS = 32
 FOUR = 4
 """Terms that a quarter of a warp's lanes hold."""
-WORD, ACCESS, DEPTH = 4, 16, 32
-"""Bytes: of a bank's word, of the widest copy, of an instruction's terms of one pixel."""
+WORD = 4
+"""Bytes of a bank's word."""
+ACCESS = 16
+"""Bytes of the widest copy."""
+DEPTH = 32
+"""Bytes along K of an instruction, of one pixel."""
 LINES = DEPTH // WORD
 """Lines of filters of an instruction."""
 TILE = 16

@@ -12,12 +12,18 @@ from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.patterns.gemm import COLUMNS, ROWS, S
 
-PIECE, LINE = 16, 128
-"""Bytes: what divides addresses and sizes of bulk copies; all banks of shared memory."""
+PIECE = 16
+"""Bytes that divide addresses and sizes of bulk copies."""
+LINE = 128
+"""Bytes of all banks of shared memory."""
 ITEMS = {"float32": 4, "int32": 4, "uint32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of an element of the types that are kept."""
-LOADED, STORED, SENT = 1, 2, 3
-"""Schedules (``held``): matrices that are added are kept; results, too; results alone."""
+LOADED = 1
+"""Schedules (``held``): residuals are staged in shared memory."""
+STORED = 2
+"""Results are staged, too."""
+SENT = 3
+"""Results alone are staged."""
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from jcuts.lower.patterns.gemm import GemmOperand
 
-ITEM, TERMS = 8, 8
-"""Bytes of a number; terms of a step."""
+ITEM = 8
+"""Bytes of a number."""
+TERMS = 8
+"""Numbers along K of a k-step."""
 LINE = ITEM * TERMS
 """Bytes of a line of a step's terms: two lines fill the banks of shared memory."""
 LEAST = 512

@@ -5,16 +5,23 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from jcuts.arch.sm_limits import SM_90
 from jcuts.kernel_ir.program import Program
 from jcuts.schedule.gpu.gemm.mma import STEP
 from jcuts.schedule.gpu.machine import WARP, scheduled
 
-GROUP, HIGH, LINE = 4 * WARP, 64, 128
-"""Threads of a warp group, rows of its instruction, bytes of a line of terms."""
+GROUP = 4 * WARP
+"""Threads of a warpgroup."""
+HIGH = 64
+"""Rows of a wgmma instruction."""
+LINE = 128
+"""Bytes of a line along K."""
 FOUR = 16
 """Bytes of what a lane has of a tile of results: four floats."""
-BARRIER, SHARED = 8, 227 << 10
-"""Bytes of a barrier of a cluster in shared memory, which divide its address; most bytes of a block."""
+BARRIER = 8
+"""Bytes of an mbarrier in shared memory, which divide its address."""
+SHARED = SM_90.smem_per_block_bytes
+"""Most bytes of shared memory of a block."""
 
 
 def can_swap_lanes(tile: int, columns: int) -> bool:

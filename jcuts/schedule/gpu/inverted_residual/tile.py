@@ -31,9 +31,17 @@ from jcuts.kernel_ir.program import Program
 from jcuts.lower.patterns.gemm import GemmOperand
 from jcuts.lower.patterns.inverted_residual import InvertedResidual, Place, match_inverted_residual
 
-WARP, BANKS, WORD = 32, 32, 4
-ROW_TILE, COLUMN_TILE, STEP = 16, 16, 32
-"""Rows and columns that fragments are read for at once, bytes of an instruction's terms."""
+WARP = 32
+BANKS = 32
+"""Banks of shared memory."""
+WORD = 4
+"""Bytes of a bank's word."""
+ROW_TILE = 16
+"""Rows that fragments are read for at once."""
+COLUMN_TILE = 16
+"""Columns that fragments are read for at once."""
+STEP = 32
+"""Bytes along K of an instruction."""
 MOST_DEALT = 16
 """Groups of threads whose strips have an order of their own: one constant of 64 bits."""
 HELD = 40

@@ -25,6 +25,7 @@ from jcuts.jit.decision import DecisionStore as DecisionStore
 from jcuts.jit.decision import MemoryStore as MemoryStore
 from jcuts.jit.paired_timing import ms
 from jcuts.tune.measure import statistics as measure_statistics
+from jcuts.tune.verify.tolerances import GROSS_SQRT_EPS
 
 log = logging.getLogger("jcuts")
 
@@ -255,7 +256,7 @@ def gross_mismatch(reference: Any, result: Any) -> str | None:
         finite = np.isfinite(a) & np.isfinite(b)
         size = float(np.linalg.norm(a[finite]))
         error = float(np.linalg.norm(a[finite] - b[finite]))
-        allowed = 64 * math.sqrt(float(jax.numpy.finfo(got.dtype).eps)) * size
+        allowed = GROSS_SQRT_EPS * math.sqrt(float(jax.numpy.finfo(got.dtype).eps)) * size
         if error > allowed:
             return f"output {i} differs from plain jax.jit by {error:.3g} in norm, allowed {allowed:.3g}"
     return None

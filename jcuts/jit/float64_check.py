@@ -17,12 +17,11 @@ from jcuts.jit.variant_names import form_of, is_xla
 from jcuts.rewrite.matmul_patterns import CONVOLUTION, DOT
 from jcuts.trace import jaxapi
 from jcuts.tune.verify.float64_eval import evaluate, widened_dtype
+from jcuts.tune.verify.tolerances import ELEMENT_FACTOR, FLOOR_ULP
 from jcuts.xla import devices as xla_devices
 
 log = logging.getLogger("jcuts")
 
-FLOOR_ULP = 4.0
-MOST = 4.0  # a single element may be that many times as far off as the whole output (`tune.floats` has the same)
 NO_AUTOTUNE: dict[str, Any] = {
     "xla_gpu_autotune_level": 0
 }  # the float64 program runs once: nothing is worth tuning in it
@@ -116,7 +115,7 @@ def _too_far(r: np.ndarray, x: np.ndarray, c: np.ndarray, tolerance: float, floo
     rms = size / math.sqrt(r.size)
     for what, factor, of in (
         ("in L2 norm", 1.0, lambda a: float(np.linalg.norm(a - r)) / size),
-        ("in one element", MOST, lambda a: float(np.abs(a - r).max()) / rms),
+        ("in one element", ELEMENT_FACTOR, lambda a: float(np.abs(a - r).max()) / rms),
     ):
         mine, limit = of(c), factor * tolerance * of(x) + floor
         if not mine <= limit:

@@ -20,6 +20,7 @@ from jcuts.microbatch.timings import Division, MicroConfig, sliced
 from jcuts.tune.cudnn.devices import MeasuringDevice, bench, noise
 from jcuts.tune.resource_errors import is_memory
 from jcuts.tune.verify.inputs import dtype_of
+from jcuts.tune.verify.tolerances import CONVOLUTION_L2, CONVOLUTION_RUN_FACTOR, VENDOR_CONVOLUTION_L2
 from jcuts.xla.cudnn import call as cudnn_call
 from jcuts.xla.cudnn.plan import Plan, buffer_bytes
 
@@ -34,20 +35,12 @@ RUN_BYTES = 8 << 10
 RUNS = 256
 """Of a larger result so many runs of neighbours are compared with the first algorithm's: drawn at random, with the
 first and the last one among them."""
-RUN_FACTOR = 8.0
-"""One run may be off by this times as much as all of them: an error of one place does not hide among the others."""
 ROUNDS = (3, 15)
 """Least and most samples of one algorithm; in between its share of the time decides."""
 HOPELESS = 2.0
 """Slower by this than what needs no more workspace: a single sample is exact enough."""
 LAUNCH_SECONDS = 1e-4
 """More than launching one call costs: shorter times of calls that are not in graphs may be the processor's."""
-TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "tf32": 1e-3, "float16": 5e-2}
-"""Distance from the first algorithm's result, in L2 norm, from which an algorithm is out.  In float32 it must be more
-exact than TF32, which is off by 3e-4; Winograd's algorithm with 5x5 windows is not (1e-3 to 5e-3 on an H200)."""
-VENDOR_TOLERANCE = {**TOLERANCE, "float32": 1e-2, "tf32": 1e-2}
-"""With the accuracy ``vendor``: all of cuDNN's float32 arithmetic is in, and what is wrong is out."""
-
 EXACT = ("float64", "float32")
 """Arithmetic that comes first: the others are compared with it."""
 _NO_ROOM = ("ALLOC_FAILED", "ALLOCATION_FAILED")
@@ -143,7 +136,7 @@ class _Arena:
         self, device: MeasuringDevice, convolution: Convolution, batch: int, accuracy: str, graphs: bool = False
     ) -> None:
         self.device, self.convolution, self.batch = device, convolution, batch
-        self.tolerance, self.graphs = VENDOR_TOLERANCE if accuracy == "vendor" else TOLERANCE, graphs
+        self.tolerance, self.graphs = VENDOR_CONVOLUTION_L2 if accuracy == "vendor" else CONVOLUTION_L2, graphs
         self.sizes = buffer_bytes(convolution, batch)
         room = int(SHARE * device.free_bytes())
         one = sum(self.sizes)
@@ -254,7 +247,7 @@ class _Arena:
         for start, size in self.runs:
             end = begin + size // dtype_of(self.convolution.dtype).itemsize
             off = math.sqrt(float(np.mean(apart[begin:end] ** 2))) / scale
-            if off > RUN_FACTOR * allowed:
+            if off > CONVOLUTION_RUN_FACTOR * allowed:
                 raise ValueError(f"its result is off by {off:.2g} of the first algorithm's from byte {start} on")
             begin = end
 

@@ -9,9 +9,6 @@ import numpy as np
 
 from jcuts.tune.verify import blocked_numpy
 
-NOISE_ULP = 4.0
-"""Amplitude of the simulated rounding behind `Expected.low` and ``high``."""
-
 
 @dataclass(frozen=True)
 class OutputReference:

@@ -13,13 +13,10 @@ import numpy as np
 from jcuts.base.errors import AccuracyRejected
 from jcuts.tune.problem import Output
 from jcuts.tune.verify import blocked_numpy
-from jcuts.tune.verify.expected import NOISE_ULP, FlatReference, OutputReference, classes, first, flat
+from jcuts.tune.verify.expected import FlatReference, OutputReference, classes, first, flat
 from jcuts.tune.verify.inputs import NORMAL
 from jcuts.tune.verify.magnitude_bands import ErrorBands, rms
-
-FLOOR_ULP = 4.0
-CATASTROPHE = 4.0
-FLIP_FLOORS = 16.0
+from jcuts.tune.verify.tolerances import ELEMENT_FACTOR, FLIP_FLOORS, FLOOR_ULP, NOISE_ULP
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,7 @@ def check_floats(
             moved = [np.zeros(s.reference.shape) if s.moved is None else s.moved for s in normal]
             errors = np.where(errors <= np.concatenate(moved), 0.0, errors)
         for top, c, x in pool.by_magnitude(errors):
-            limit = CATASTROPHE * tolerance * x + floor * top
+            limit = ELEMENT_FACTOR * tolerance * x + floor * top
             if not c <= limit:
                 raise _too_far(index, "magnitude", c, x, limit, eps, magnitude=top)
         for number, (want, have) in pairs:
@@ -88,7 +85,7 @@ def check_floats(
             part = _prepare(index, number, spec, want, have, dtype, floor)
             own = _pool([part], tiny)
             c, x = own.relative(part.candidate_error), max(own.xla, e_x)
-            limit = CATASTROPHE * tolerance * x + floor
+            limit = ELEMENT_FACTOR * tolerance * x + floor
             if not c <= limit:
                 raise _too_far(index, part.kind, c, x, limit, eps, seed=number)
     return accuracy

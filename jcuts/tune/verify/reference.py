@@ -17,17 +17,14 @@ import numpy as np
 from jcuts.tune.baseline import autotune_cache
 from jcuts.tune.problem import Problem
 from jcuts.tune.verify import sampling as verify_sampling
-from jcuts.tune.verify.expected import NOISE_ULP, classes
+from jcuts.tune.verify.expected import classes
 from jcuts.tune.verify.inputs import SPECIAL, dtype_of, flushed, is_float, make_inputs, save, seed_kinds, whole
+from jcuts.tune.verify.tolerances import FINER, NOISE_ULP, TRUST_ULP
 
 NOISE_RUNS = 6
 """Runs with simulated rounding, of `NOISE_ULP`: XLA's own transcendental functions stay within a few ulp."""
 CONVOLUTION = "stablehlo.convolution"
 """The operation; functions through which it was traced may have the word in their names, which are in the text, too."""
-FINER = 2.0**-15
-"""An error of a product relative to its result below this is none of TF32 operands, whose roundings are up to 2^-11."""
-TRUST_ULP = 1.0
-"""Simulated rounding of a float64 operation, where it stands for XLA's own error (see `tune.check`)."""
 
 
 def make(

@@ -20,9 +20,10 @@ import numpy as np
 from jcuts.base.errors import AccuracyRejected
 from jcuts.tune.problem import Output, Problem
 from jcuts.tune.verify import blocked_numpy
-from jcuts.tune.verify.float_rules import CATASTROPHE, Accuracy
+from jcuts.tune.verify.float_rules import Accuracy
 from jcuts.tune.verify.inputs import dtype_of, is_float
 from jcuts.tune.verify.magnitude_bands import rms
+from jcuts.tune.verify.tolerances import ELEMENT_FACTOR, MOST_APART
 
 LARGEST = 1 << 22
 """Elements up to which the rule sees all of an output."""
@@ -33,8 +34,6 @@ ENDS = 64
 """Runs at either end that are always looked at."""
 TAIL = 64
 """Largest distances of the sample that its tail is known by."""
-MOST_APART = 0.25
-"""Relative distance that no tail explains: numbers of another place must show."""
 
 
 def sample_positions(problem: Problem, spec: Output) -> np.ndarray | None:
@@ -85,7 +84,7 @@ def compare(index: int, xla: np.ndarray, have: np.ndarray, found: Accuracy, seen
         return np.where(np.isnan(a) & np.isnan(b), 0.0, np.where(np.isnan(apart), np.inf, apart))
 
     growth = _growth(distances(c[seen], x[seen]), x.size)
-    limit = CATASTROPHE * (found.limit + found.xla) * _eps(have.dtype)
+    limit = ELEMENT_FACTOR * (found.limit + found.xla) * _eps(have.dtype)
     limit = max(limit, min(limit * growth, MOST_APART))
 
     def worst(slab: slice) -> float:

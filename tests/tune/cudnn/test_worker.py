@@ -337,7 +337,7 @@ def test_a_lost_device_ends_the_process(monkeypatch):
 def arena_of(size: int) -> cudnn_worker._Arena:
     arena = object.__new__(cudnn_worker._Arena)
     arena.convolution, arena.expected = Convolution("forward", 1, 1, (3, 3), (3, 3)), None
-    arena.tolerance = cudnn_worker.TOLERANCE
+    arena.tolerance = cudnn_worker.CONVOLUTION_L2
     arena.runs = cudnn_worker._runs(size)
     return arena
 

@@ -10,10 +10,14 @@ from dataclasses import replace
 
 from jcuts.kernel_ir.loop_transforms import collapse_program
 from jcuts.kernel_ir.program import Grid, Program, Red
+from jcuts.schedule import fit
 from jcuts.schedule.cpu.loop_candidates import TASKS_PER_THREAD, Machine, lanes_of, work
 
 CHAINS = 16
 """Independent accumulators (vectors) per reduction: they hide latency and shorten the sums."""
+_FIT = fit.coefficients("cpu", "row_reduction")
+UNROLL_SCORES = ((4, 1.0), (2, _FIT.unroll_2_score), (1, _FIT.unroll_1_score))
+"""Vectors per step of a row's loop, and the score of such a schedule."""
 
 
 def schedules(program: Program, machine: Machine, limit: int) -> list[tuple[Program, float]]:
@@ -21,7 +25,7 @@ def schedules(program: Program, machine: Machine, limit: int) -> list[tuple[Prog
     lanes = lanes_of(program, machine)
     plain = collapse_program(program)
     found: list[tuple[Program, float]] = []
-    for unroll, score in ((4, 1.0), (2, 0.9), (1, 0.7)):
+    for unroll, score in UNROLL_SCORES:
         candidate = _column(plain, lanes, unroll, machine) if _lane_axis(plain) else _row(plain, lanes, unroll, machine)
         if all(candidate.digest != c.digest for c, _ in found):
             found.append((candidate, score))

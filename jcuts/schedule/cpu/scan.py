@@ -6,15 +6,19 @@ from dataclasses import replace
 
 from jcuts.kernel_ir.program import Grid, Program
 from jcuts.lower.scan_axes import CARRY, LANE, TIME
+from jcuts.schedule import fit
 from jcuts.schedule.cpu.loop_candidates import TASKS_PER_THREAD, Machine, lanes_of, work
 
 SMALL_TASK = 30_000  # element operations below which a scan is one task
+_FIT = fit.coefficients("cpu", "scan")
+UNROLL_SCORES = ((4, 1.0), (2, _FIT.unroll_2_score), (1, _FIT.unroll_1_score))
+"""Steps of a scan per turn of its loop, and the score of such a schedule."""
 
 
 def schedules(program: Program, machine: Machine, limit: int) -> list[tuple[Program, float]]:
     """Scheduled programs of a scan, best estimate first."""
     found: list[tuple[Program, float]] = []
-    for unroll, score in ((4, 1.0), (2, 0.9), (1, 0.8)):
+    for unroll, score in UNROLL_SCORES:
         candidate = _scheduled(program, unroll, machine)
         if all(candidate.digest != other.digest for other, _ in found):
             found.append((candidate, score))

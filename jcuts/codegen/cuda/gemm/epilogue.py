@@ -1,4 +1,10 @@
-"""What a thread of the product form does with its accumulators: the exit graph, and stores that stay inside."""
+"""GEMM epilogue: runs the exit graph (bias, activation, residual) on the accumulators and stores with predicates.
+
+A lane's results are the rows and columns that `mma` and `wgmma` give it; its columns are chosen so that neighbours
+leave as one store of up to 16 bytes.  With ``paired``, neighbouring lanes first exchange the halves of two tiles of 8
+columns, so that each has four columns side by side.  Only tiles that reach beyond the matrix predicate their loads and
+stores.
+"""
 
 from __future__ import annotations
 

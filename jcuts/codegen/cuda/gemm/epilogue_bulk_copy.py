@@ -1,8 +1,8 @@
-"""Matrices beside the results of a product, and the results, in shared memory: bulk copies of rows (capability 9.0).
+"""Epilogue through shared memory by ``cp.async.bulk``: residual matrices in, results out (capability 9.0).
 
-Copies of what is added begin before the products and tell a barrier that counts their bytes (PTX ISA,
-``cp.async.bulk``, ``mbarrier``); results that lanes have put into shared memory leave in the same way.  Neither takes
-registers, and memory is busy while the units work.
+Copies of the residual rows are issued before the mainloop, and an ``mbarrier`` counts their bytes (PTX ISA,
+``cp.async.bulk``, ``mbarrier``); results that lanes have put into shared memory leave by bulk copies of rows.  Neither
+takes registers or groups of ``cp.async``, and memory is busy while the matrix units work.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jcuts.schedule.gpu.gemm.epilogue_smem import PIECE, StagedEpilogue, StagedM
 
 
 class EpilogueStaging:
-    """The tiles in shared memory of one block, for one thread."""
+    """The staged tiles of one block (see `schedule.gpu.gemm.epilogue_smem`), as one thread sees them."""
 
     def __init__(
         self, frame: M.Frame, held: StagedEpilogue, tiles: tuple[SmemTile, SmemTile], shared: L.Value, barrier: L.Value

@@ -1,8 +1,8 @@
-"""What the exit graph of a product will read, asked for while its terms are still on their way.
+"""Prefetches epilogue operands during the mainloop: bias vectors into L1, residual matrices into L2.
 
-A short product ends soon after its first copies have come; operands that are added to its results would be waited for
-once more.  Vectors along the columns are read into the L1 cache, whole matrices into the L2 cache, by the blocks of a
-cluster in turns.
+A GEMM with a small K ends soon after its first copies have come; without the prefetch the operands of its epilogue
+would be waited for once more.  Vectors along the columns are read into the L1 cache; whole matrices are brought into
+the L2 cache by ``prefetch.global.L2``, by the blocks of a cluster in turns.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ def prefetch_epilogue_operands(
     rank: tuple[L.Value, int],
     known: tuple[StagedMatrix, ...] = (),
 ) -> None:
-    """Asks for the operands of the exit graph that belong to a block's tile.
+    """Prefetches the operands of the exit graph that belong to a block's tile.
 
     Args:
-        frame: at its first row and column. tiles: of the left and the right operand.
-        thread: number of this one, and how many; rank: of the block in its cluster, and how many.
-        known: matrices that somebody else brings.
+        frame: at the tile's first row and column.
+        tiles: of the left and the right operand.
+        thread: number of this thread, and how many there are.
+        rank: number of the block in its cluster, and how many there are.
+        known: matrices that are copied into shared memory instead (`epilogue_bulk_copy`).
     """
     builder, seen = frame.builder, {(kept.buffer, kept.index) for kept in known}
     for node in phase.exit.nodes:

@@ -1,13 +1,15 @@
-"""Products of float64 on matrix units: ``mma`` of float64 (capability 8.0 and later), on copies and exit of `product`.
+"""float64 GEMM on tensor cores: ``mma`` of float64 (m16n8k8, below capability 9.0 m8n8k4), from capability 8.0 on.
 
-A step is eight terms.  What the units call term t of a lane, and four terms more, are the neighbours 2t and 2t + 1
-here, in both operands: a lane takes them, or two neighbouring rows of one term, as 16 bytes.  Neither meets a bank of
-shared memory twice: along terms a tile lies there by parts of eight terms, 64 bytes per line, so that two lines fill
-all banks; lines of rows are apart by 16 bytes more than a multiple of 64.
+The ``cp.async`` pipeline and the epilogue are those of `mma_mainloop`.  A k-step is eight terms.  Where the instruction
+has terms t and t + 4 in one lane, a lane takes the neighbours 2t and 2t + 1 of both operands, as one read of 16 bytes;
+a permutation of K that both operands share leaves the sum as it is.  Reads are free of bank conflicts: along K a tile
+lies in shared memory by parts of eight terms, 64 bytes per line, so that two lines fill all banks; lines of rows are 16
+bytes more than a multiple of 64 apart.
 
-A warp has at least four tiles of 16x8 totals.  ptxas (13.0 and 13.5) lets an instruction follow another one with the
-same totals without a scoreboard; in a row it keeps them 64 cycles apart, but 30 to 35 where a loop's last instruction
-and its first one meet, which is too early on an H200: kernels of two tiles, whose order it had turned, were wrong.
+A warp has at least four accumulator tiles of 16x8.  ptxas (13.0 and 13.5) lets an instruction follow another one with
+the same accumulators without a scoreboard; within a loop body it keeps them 64 cycles apart, but 30 to 35 where a
+loop's last instruction and its first one meet, which is too early on an H200: kernels of two tiles whose order it had
+changed gave wrong results.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ EIGHT = 8
 
 @dataclass(frozen=True)
 class DoubleTile(SmemTile):
-    """A block's tile of one operand."""
+    """Shared-memory tile of a float64 operand."""
 
     @property
     def scalar_fragments(self) -> bool:
@@ -65,7 +67,7 @@ class DoubleTile(SmemTile):
 
 @dataclass(frozen=True)
 class DoubleShape(MmaKernelTile):
-    """A block's work, as `ProductShape`."""
+    """Block tile of the float64 kernel; attributes as `MmaKernelTile`."""
 
     @property
     def split_k_smem(self) -> int:
@@ -88,7 +90,7 @@ def double_shape(program: Program) -> DoubleShape:
 
 
 class F64Fragments(FragmentReader):
-    """Reads a warp's fragments of one operand: of 16 rows four values, of 8 columns two."""
+    """Reads a warp's fragments of one operand: four values per 16 rows, two per 8 columns."""
 
     def __init__(
         self,
@@ -137,7 +139,7 @@ class F64Fragments(FragmentReader):
 
 
 class F64MmaKernel(DoubleBufferedMmaKernel):
-    """Emits the work of one thread."""
+    """Emits one thread of the float64 ``mma`` GEMM."""
 
     reader = F64Fragments
     terms, zero = TERMS, L.F64(0.0)

@@ -1,12 +1,13 @@
-"""The *product* form: matrix products on matrix units, with everything that follows per element.
+"""GEMM on tensor cores with ``mma.sync``: a multistage ``cp.async`` pipeline, ``ldmatrix`` fragments, fused epilogue.
 
-A block computes a tile of ``rows x columns`` outputs.  Its threads copy tiles of both operands into a ring of
-``stages`` pieces of shared memory, several tiles ahead of the one at hand; warps take fragments of them, round them to
-what the units take (float32 to TF32) and multiply.  Warps share the tile's rows and columns, and, where ``deep`` is
-more than 1, the terms of every tile as well; so do the blocks of a ``cluster``.  Their totals meet in shared memory
-(`product_meet`).  The exit graph then runs on the accumulators in registers (`product_exit`).
+This is the *product* form (schedule parameter ``cuda``).  A block computes ``rows x columns`` outputs.  Its threads copy
+tiles of both operands into a ring of ``stages`` stages of shared memory, ``stages - 1`` k-tiles ahead; warps read
+fragments, round float32 to TF32 and multiply.  Warps share the tile's rows and columns and, where the third number of
+``warps`` is more than 1, the k-steps of every k-tile (slice-K); the blocks of a ``cluster`` share the k-tiles (split-K
+through DSMEM).  Partial accumulators are added up by `split_k_reduce`; the exit graph then runs on them in registers
+(`epilogue`).
 
-The program is that of `region.products`; ``split`` groups of terms are an axis ``s`` of the outputs (`parts`).
+The program is that of `lower.patterns.gemm`; split-K over the grid is an axis ``s`` of the outputs (`split_kernels`).
 """
 
 from __future__ import annotations
@@ -45,14 +46,15 @@ GROUP = 8  # tiles of rows whose blocks run side by side, so that they find the 
 
 @dataclass(frozen=True)
 class MmaKernelTile:
-    """A block's work.
+    """Block tile and pipeline of the ``mma.sync`` GEMM.
 
     Attributes:
-        left, right: tiles of the operands.
-        warps: (along rows, along columns, along terms).
-        stages: tiles of each operand in shared memory.
-        share: tiles of terms of a block; ``terms``: of the whole sum.
-        cluster: blocks that share the terms of a tile and meet in their shared memory.
+        left, right: shared-memory tiles of the operands.
+        warps: warps along rows, along columns, along K (slice-K).
+        stages: stages of the shared-memory ring.
+        share: k-tiles per block.
+        terms: K extent of the whole GEMM.
+        cluster: blocks that split K among them and add up through DSMEM.
     """
 
     left: SmemTile
@@ -137,7 +139,7 @@ def block_count(program: Program, shape: MmaKernelTile) -> int:
 
 
 class MmaKernel:
-    """Emits the work of one thread."""
+    """Emits one thread of the ``mma.sync`` GEMM; the base of all tensor-core GEMM and convolution kernels."""
 
     keeper: EpilogueStaging | None = None
     reader: type[FragmentReader] = FragmentReader

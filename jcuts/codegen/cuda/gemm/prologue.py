@@ -1,8 +1,9 @@
-"""What is computed from the left operand of a product on its way through registers: norms, activations.
+"""GEMM prologue: a norm or activation applied to the A fragments in registers, between the shared-memory read and
+``wgmma``.
 
-The vectors that it needs, one element per term, are copied into shared memory once, behind the tiles; terms that a lane
-holds lie side by side (`group_fragments`): of float32 two that are 4 apart, of bfloat16 two pairs that are 8 apart.
-bfloat16 is rounded once, when all is done.
+The vectors that it needs (one element per k) are copied into shared memory once, behind the tiles.  The k that a lane
+holds are those of `wgmma_register_operand`: of float32 two that are 4 apart, of bfloat16 two pairs that are 8 apart.
+bfloat16 is computed in float32 and rounded once, at the end.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ HALF = "bfloat16"
 
 
 class Prologue:
-    """The element-wise operations before a product, for fragments of its left operand."""
+    """The element-wise operations before a GEMM, applied to fragments of its A operand."""
 
     def __init__(self, frame: M.Frame, program: Program, terms: int, shared: L.Value, lane: L.Value) -> None:
         """Args: terms: of the block; shared: where their vectors go."""

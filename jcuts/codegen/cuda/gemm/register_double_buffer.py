@@ -1,7 +1,7 @@
-"""Products whose loops read ahead: what a step begins with is in registers before the step before has ended.
+"""Mainloop with register double buffering: the fragments of k-step i + 1 are read while step i multiplies.
 
-A tile of terms is so many steps.  The last one of a tile turns to the next tile: it waits for its copies and for the
-other warps, and reads what the next tile's first step begins with while its own products run.
+The software pipeline crosses k-tiles: the last step of a tile waits for the next tile's ``cp.async`` copies and for the
+other warps, and reads the fragments of the next tile's first step while its own multiplications run.
 """
 
 from __future__ import annotations
@@ -23,11 +23,15 @@ Later = Callable[[], list[L.Value]]
 
 
 class MainloopStep(Protocol):
-    """The products of a step.
+    """Emits one k-step.
 
-    Args: places: of both operands' terms; first: the step's first term, from there on; near: what it begins with; sums:
-        totals, which it changes; later: asks for the places of the next step's terms, where they are in the next tile.
-    Returns: what the next step begins with.
+    Args:
+        places: shared-memory addresses of both operands' k-tile.
+        first: the step's first k in the tile.
+        near: the fragments that the step begins with.
+        sums: accumulators, which it changes.
+        later: gives the addresses of the next step's operands where these are in the next k-tile.
+    Returns: the fragments that the next step begins with.
     """
 
     def __call__(
@@ -36,9 +40,11 @@ class MainloopStep(Protocol):
 
 
 class DoubleBufferedMmaKernel(MmaKernel):
-    """Emits the work of one thread.
+    """Emits one thread of a GEMM whose fragments are double-buffered in registers; subclasses give the k-step.
 
-    Attributes: terms: of a step; zero: what totals begin with.
+    Attributes:
+        terms: k per step.
+        zero: initial value of the accumulators.
     """
 
     terms: int
@@ -120,9 +126,12 @@ class DoubleBufferedMmaKernel(MmaKernel):
 
 
 class CarriedLoop:
-    """A loop that carries numbers, values of both operands and totals.
+    """An LLVM loop whose phi nodes carry counters, fragments of both operands and accumulators.
 
-    Attributes: numbers, near, sums: what is carried.
+    Attributes:
+        numbers: carried counters and addresses.
+        near: carried fragments.
+        sums: carried accumulators.
     """
 
     def __init__(

@@ -1,13 +1,14 @@
-"""Products by fused multiply-adds: float32 where more than TF32 is asked for (``precision`` HIGH, HIGHEST).
+"""SIMT GEMM with ``fma.rn.f32``: float32 products of more than TF32 precision (``precision`` HIGH, HIGHEST).
 
-Tiles, copies and exit are those of `product`.  A lane's results are those that it would have of matrix units, two rows
-by two columns of every 16x8: it takes as many rows and columns of both operands from shared memory, one term ahead (or
-the four of 16 bytes), and multiplies each row by each column.  Lines of rows (or columns) have its neighbours, whose
-tiles `product_tiles.rows_of` and ``columns_of`` deal out.  Every product is rounded once, with the sum before it.
+Tiles, copies and epilogue are those of `mma_mainloop`.  A lane owns the results that it would have of the tensor cores,
+two rows by two columns of every 16x8: it reads as many rows and columns of both operands from shared memory, one k
+ahead (or the four k of a 16-byte read), and multiplies each row by each column.  Lines of rows (or columns) give a lane
+neighbours, as `lane_rows` and `lane_columns` of `smem_tile` say.  Every product is rounded once, together with the sum
+before it.
 
 What limits it on an H200, which runs 4096^3 at 46 of 67 TFLOP/s (0.91 of the vendor's kernel): a quarter of the
-multiply-adds find two operands in one bank of the registers, and take two cycles; what ptxas makes of their order
-decides that.  Warps of 64x64 read 24 values for 128 products; of 64x32, 16 for 64, shared memory is as long busy.
+multiply-adds find two operands in one register bank and take two cycles; the order in which ptxas puts them decides
+that.  Warps of 64x64 read 24 values for 128 products; of 64x32, 16 for 64, which keeps shared memory busy all the time.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ LATE = 2
 
 @dataclass(frozen=True)
 class FmaShape(MmaKernelTile):
-    """A block's work, as `ProductShape`."""
+    """Block tile of the SIMT GEMM; attributes as `MmaKernelTile`."""
 
     @property
     def prefetch_distance(self) -> int:
@@ -54,10 +55,10 @@ def fma_shape(program: Program) -> FmaShape:
 class SimtFragments(FragmentReader):
     """Reads a lane's rows (or columns) of one operand.
 
-    Its `Values` are [term][two of every tile of 16 rows, or of 8 columns].
+    Its `Values` are [k][two of every tile of 16 rows, or of 8 columns].
 
     Attributes:
-        grain: terms that one read has: as many as fit into 16 bytes along terms, else one.
+        grain: k per read: as many as 16 bytes hold where the operand lies along K, else one.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ def _swizzle_lane(builder: GpuBuilder, lane: L.Value) -> L.Value:
 
 
 class SimtGemmKernel(DoubleBufferedMmaKernel):
-    """Emits the work of one thread."""
+    """Emits one thread of the SIMT GEMM."""
 
     reader = SimtFragments
     terms, zero = STEP, L.F32(0.0)

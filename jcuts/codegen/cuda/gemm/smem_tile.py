@@ -1,9 +1,9 @@
-"""One operand of a matrix product on its way through a block: global memory, shared memory, fragments.
+"""One GEMM operand: ``cp.async`` tile loader, padded shared-memory layout, ``ldmatrix``/``ld.shared`` fragment reader.
 
-A tile of shared memory is as the operand lies in memory: lines of terms, one per row (or column), where neighbouring
-terms are neighbours; else lines of rows, one per term.  Lines are padded so that a warp's reads meet no bank twice.
+A tile lies in shared memory as the operand lies in memory: K-major (lines along K, one per row or column) or M/N-major
+(lines of rows, one per k).  Lines are padded so that a warp's reads have no bank conflicts.
 
-Indices beyond the operand's last row are moved back onto it (what comes of them is never stored); terms beyond the
+Ragged sizes: rows beyond the operand's last one are clamped to it (what comes of them is never stored); k beyond the
 last become zeros in both operands.
 """
 
@@ -24,13 +24,17 @@ PAIR = 2  # neighbouring elements that a lane takes from a line of rows
 
 @dataclass(frozen=True)
 class SmemTile:
-    """A block's tile of one operand.
+    """Shared-memory tile of one operand.
 
     Attributes:
-        extent: rows (or columns) of the operand; ``size`` of them are the block's, ``terms`` terms at a time.
-        warp: rows of one warp.
-        first: bytes before the tile in a stage of shared memory.
-        ragged: the last tile of terms is not full. apart: terms of one tile may lie in several runs of the operand.
+        side: the operand (`lower.patterns.gemm`).
+        extent: rows (or columns) of the whole operand.
+        size: rows (or columns) of the block's tile.
+        terms: k per tile.
+        warp: rows (or columns) of one warp.
+        first: byte offset of the tile in a stage of shared memory.
+        ragged: whether the last k-tile is not full.
+        apart: whether the k of one tile may lie in several runs of the operand (several taps of a convolution).
     """
 
     side: GemmOperand
@@ -95,13 +99,16 @@ class SmemTile:
 
 @dataclass(frozen=True, eq=False)
 class ThreadCopy:
-    """What one thread copies at once.
+    """One asynchronous copy of a thread.
 
     Attributes:
-        source, constant: global address of the first tile's element (i64), and bytes to add.
-        into, moved: shared address (i32), and bytes to add.
-        outer, term: its row (or column) in the operand, its first term in the tile (i32).
-        condition: whether the thread has this piece, None if all do.
+        source: global address of the first k-tile's element (i64).
+        constant: bytes to add to it.
+        into: shared-memory address (i32).
+        moved: bytes to add to it.
+        outer: its row (or column) in the operand (i32).
+        term: its first k in the tile (i32).
+        condition: whether the thread has this copy; None if all have.
     """
 
     source: L.Value
@@ -114,9 +121,10 @@ class ThreadCopy:
 
 
 class TileLoader:
-    """Copies the tiles of one operand; every thread always has the same places of them.
+    """Copies the k-tiles of one operand; every thread always has the same elements of them.
 
-    ``cached``: whether copies of 16 bytes go by the L1 cache.
+    Attributes:
+        cached: whether 16-byte copies go through the L1 cache (``cp.async.ca`` instead of ``.cg``).
     """
 
     cached = False
@@ -272,7 +280,7 @@ def _bytes(builder: GpuBuilder, place: L.Value, item: int) -> L.Value:
 
 
 class FragmentReader:
-    """Reads one operand's fragments of a warp."""
+    """Reads a warp's fragments of one operand."""
 
     def __init__(
         self,

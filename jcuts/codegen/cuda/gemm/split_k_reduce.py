@@ -1,7 +1,9 @@
-"""Where several warps, or the blocks of a cluster, have parts of the terms of one tile: they add up and share the tile.
+"""Split-K reduction: warps of a block (shared memory) and blocks of a cluster (DSMEM) sum their partial accumulators.
 
-Every warp leaves its totals in its block's shared memory; then every one of them that can have a part of the tile takes
-it, adds up what all have for it, block by block and warp by warp, and goes on with the exit graph.
+Every warp stores its partial accumulators in its block's shared memory; then each takes its slice of the output tile,
+adds up what all have for it, block by block and warp by warp in a fixed order, and runs the epilogue on that slice.
+`reduce_through_dsmem` pushes instead: every block stores its partial sums into the block that needs them
+(``st.async``).
 """
 
 from __future__ import annotations
@@ -29,13 +31,17 @@ def reduce_across_warps_and_cluster(
     height: int,
     leave: Callable[[Totals, L.Value, L.Value], None],
 ) -> None:
-    """Adds up the totals of warps and blocks, in their order.
+    """Adds up the accumulators of warps and blocks, in their order; partial sums are read (``mapa``,
+    ``ld.shared::cluster``).
 
     Args:
-        lanes: of a block that have different parts of the tile; lane: the number of this one among them.
-        deep: number of the warp among those that share terms, and how many; rank: of the block in its cluster.
-        step: tiles of columns that stay together; height: rows from one tile to the next.
-        leave: is given totals, and the first row and column that they belong to in the warp's tile.
+        lanes: threads of a block that have different parts of the tile.
+        lane: the number of this one among them.
+        deep: number of the warp among those that split K, and how many there are.
+        rank: number of the block in its cluster, and how many there are.
+        step: tiles of columns that stay together.
+        height: rows from one accumulator tile to the next.
+        leave: the epilogue; is given sums, and the first row and column that they belong to in the warp's tile.
     """
     high, wide = len(totals), len(totals[0])
     half = lanes * FOUR  # each lane's 16 bytes lie beside its neighbour's: four floats, or half of four doubles

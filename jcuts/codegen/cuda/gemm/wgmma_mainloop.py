@@ -1,13 +1,11 @@
-"""Matrix products by warp groups (``wgmma``): the second family of the *product* form, for much to compute.
+"""GEMM with ``wgmma`` (capability 9.0 only): warpgroups multiply from swizzled shared memory, one barrier per k-tile.
 
-``groups`` = (along rows, along columns): warp groups of a block, each with whole multiples of 64 rows.  16-bit operands
-are copied as `codegen.cuda.product` copies them, ``stages - 2`` tiles ahead: one is being multiplied and the one before
-may still be.  Where a block has no more tiles than stages, all are under way from the beginning.  The same goes for
-float32 operands whose right one is rounded already; the units take the left one from registers then
-(`group_fragments`).  Others go through registers, where they are rounded (`group_tiles`), ``flight`` tiles ahead of the
-one that is stored while another is multiplied.  In any case one barrier per tile keeps the groups together.
-
-For compute capability 9.0 alone.
+``groups`` = warpgroups along rows and along columns, each with a multiple of 64 rows.  16-bit operands are copied by
+``cp.async``, ``stages - 2`` k-tiles ahead: one tile is being multiplied and the one before may still be.  A block with
+no more k-tiles than stages issues all copies at the beginning.  The same holds for float32 with TF32-pre-rounded
+weights, whose A operand comes from registers (`wgmma_register_operand`).  Other float32 operands go through registers,
+where they are rounded (`wgmma_smem_tile`), ``flight`` k-tiles ahead of the one that is stored while another is
+multiplied.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from jcuts.schedule.gpu.gemm.wgmma_tile import BARRIER
 
 
 class WgmmaKernel(MmaKernel):
-    """Emits the work of one thread."""
+    """Emits one thread of the ``wgmma`` GEMM."""
 
     shape: WgmmaKernelTile
     before: Prologue | None = None
@@ -291,7 +289,7 @@ class WgmmaKernel(MmaKernel):
 
 
 class _WgmmaLoop:
-    """The loop over tiles of terms, of which one is multiplied while the next is made ready."""
+    """The k-loop: one tile is multiplied while the next is made ready."""
 
     def __init__(self, emitter: WgmmaKernel, ahead: int, held: Sequence[L.Value] = ()) -> None:
         """Begins a round. Args: ahead: tiles between reading and writing; held: values that go round."""

@@ -1,12 +1,12 @@
-"""The left operand of a warp group on its way through registers: float32 that is rounded there, to TF32; or 16-bit
-floats as they are.
+"""A operand of ``wgmma`` from registers: ``ldmatrix`` fragments, float32 rounded to TF32 on the way, 16-bit as they
+are.
 
-Where the right operand is rounded before it is there (weights, `Buffer.tf32`), both are copied as they are, and the
-units read the right one from shared memory.  The left one they take from registers: a warp reads its 16 rows as
-matrices (``ldmatrix``: a lane gets the word of row ``lane / 4``, term ``lane % 4`` of each), rounds, and multiplies.
-The instructions of a step of terms (or of two) are a group of their own; `AHEAD` steps may be under way, and the
-fragments of as many wait in registers until the units have read them.  Or all steps of a tile are one group: then a
-tile's fragments are read while the one before is multiplied, which takes twice as many registers and waits least.
+Used where the B operand needs no rounding (16-bit floats, or weights that hold TF32 numbers, `Buffer.tf32`): both
+operands are copied as they are, and ``wgmma`` reads B from shared memory.  A warp reads its 16 rows of A as matrices
+(a lane gets the word of row ``lane / 4``, k ``lane % 4`` of each), rounds, and multiplies.  The instructions of one
+k-step (or two) are a commit group; `AHEAD` steps may be in flight, and the fragments of as many stay in registers
+until the units have read them.  Or all k-steps of a tile are one group: then a tile's fragments are read while the
+one before is multiplied, which takes twice the registers and waits least.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class OperandFragments(Protocol):
 
 
 class RegisterOperandA:
-    """Fragments of the left operand, of the rows of one warp."""
+    """A fragments of one warp's rows."""
 
     def __init__(self, builder: GpuBuilder, tile: WgmmaSmemTile, shared: L.Value, warp: L.Value, lane: L.Value) -> None:
         """Args: warp: its first row in the block's tile."""

@@ -1,8 +1,8 @@
-"""Operands of warp groups on their way: tiles in swizzled lines, float32 rounded to TF32 before it gets there.
+"""Swizzled (128B) shared-memory tile for ``wgmma``, and loaders that round float32 to TF32 or transpose on the way.
 
-The units cut bits off float32 operands that they read from shared memory, so threads take them through registers: load,
-round, and store a tile later (`Rounding`).  They read float32 only along terms: where neighbours in memory are rows,
-threads load squares of 4x4 elements and store them the other way (`Turning`).
+``wgmma`` truncates float32 operands that it reads from shared memory, so threads take them through registers: load,
+round to nearest, store one k-tile later (`Tf32RoundingLoader`).  It reads float32 K-major only: where neighbours in
+memory are rows, threads load squares of 4x4 elements and store them transposed (`TransposingLoader`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ SPAN = 32  # rows, and terms, of a warp's squares
 
 @dataclass(frozen=True)
 class WgmmaSmemTile(SmemTile):
-    """A tile in the layout of `codegen.cuda.wgmma`: its terms fill one line, or several, *parts* of the tile."""
+    """A tile in the layout of `codegen.cuda.ptx.wgmma`: its k fill one 128-byte line, or several, the *parts* of the
+    tile.
+    """
 
     @property
     def by_terms(self) -> bool:
@@ -120,7 +122,7 @@ Wanted = tuple[tuple[L.Value, int], L.Value | None, L.Value | None]
 
 
 class Tf32RoundingLoader(TileLoader):
-    """Takes tiles of float32 through registers."""
+    """Loads float32 tiles through registers and rounds them to TF32."""
 
     shape: WgmmaSmemTile
 
@@ -149,9 +151,9 @@ class Tf32RoundingLoader(TileLoader):
 
 
 class TransposingLoader(Tf32RoundingLoader):
-    """The same for operands whose neighbours in memory are rows (or columns).
+    """The same for operands whose neighbours in memory are rows (or columns): K-major after a 4x4 transpose.
 
-    Lanes of a warp: 8 squares side by side, 4 along terms; so that loads are whole lines and stores meet no bank twice.
+    Lanes of a warp: 8 squares side by side, 4 along K; so that loads are whole lines and stores have no bank conflicts.
     """
 
     def _find(self, threads: int, thread: L.Value, start: L.Value, shared: L.Value) -> None:

@@ -1,4 +1,6 @@
-"""What a block of warp groups does: tiles, groups, stages, and what schedules must keep to."""
+"""Block tile of the ``wgmma`` GEMM: warpgroups, pipeline stages, shared-memory budget, and the constraints on
+schedules.
+"""
 
 from __future__ import annotations
 
@@ -37,18 +39,18 @@ ROUNDED_STAGES = (2, 3)  # of shared memory, where tiles wait in registers; of 3
 
 @dataclass(frozen=True)
 class WgmmaKernelTile(MmaKernelTile):
-    """A block's work.
+    """Block tile and pipeline of the ``wgmma`` GEMM.
 
     Attributes:
-        left, right: tiles of the operands.
-        flight: tiles of float32 that wait in registers, 0 where operands are copied.
-        rounded: the left operand is rounded (or, of bfloat16, computed) on its way to the units, the right one before.
-        vectors: values per term that its prologue takes.
-        spread: whether copies are started among the steps of the products, not behind them.
-        steps: of terms, of a tile of rounded weights that are one group of instructions.
-        cached: whether the left operand is copied through the L1 cache (taps of convolutions are neighbours).
-        push: whether blocks of a cluster write their totals into each other's memory, not read them there.
-        held: what of that, and of the results, lies in shared memory.
+        left, right: shared-memory tiles of the operands.
+        flight: float32 k-tiles in flight in registers; 0 where operands are copied by ``cp.async``.
+        rounded: whether A comes from registers (rounded, or computed by a prologue) and B needs no rounding.
+        vectors: values per k that the prologue takes.
+        spread: whether copies are issued between the k-steps, not behind them.
+        steps: k-steps of one ``wgmma`` commit group, where A comes from registers.
+        cached: whether A is copied through the L1 cache (taps of convolutions are neighbours).
+        push: whether blocks of a cluster store partial sums into each other's shared memory instead of reading them.
+        held: the matrices of the epilogue that are staged in shared memory.
     """
 
     left: WgmmaSmemTile

@@ -1,4 +1,6 @@
-"""Accumulators in registers: what they start from, and how a term is added."""
+"""Reduction accumulators in registers: initial value and update for sum, product, min/max, argmin/argmax, and/or/xor.
+
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Emits the nodes of a data-flow graph as scalar GPU code; loads and stores of neighbouring elements become one access.
+"""Emits data-flow nodes as scalar GPU code, and vectorises loads and stores of neighbouring elements (up to 16 bytes).
 
-The graph of a tile holds a copy of every node per point (`dfg.tile`), with equal addresses merged already.  Here loads
-whose addresses differ by a constant are joined into accesses of up to 16 bytes wherever the alignment can be proved.
+The graph of a tile holds a copy of every node per point (`kernel_ir.register_tiling`), with equal addresses merged
+already.  Here loads whose addresses differ by a constant are joined wherever the alignment can be proved.
 """
 
 from __future__ import annotations

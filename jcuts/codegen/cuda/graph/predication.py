@@ -1,4 +1,4 @@
-"""Phases whose points lie within a guard, and the same phases where the guard is known to hold."""
+"""Predication of a phase by a guard: masked loads and neutral accumulators where it fails; the phase without it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""An LLVM builder for NVVM: the scalar code of `codegen.elements` and `codegen.vecmath` in the dialect of a GPU.
+"""LLVM builder for NVVM: the scalar code of `codegen.llvm.elementwise` and `codegen.vecmath`, with explicit rounding.
 
 NVVM's IR is LLVM 7's for compute capabilities below 10, and its optimiser contracts a multiplication and an addition
 into one FMA.  Code whose error bound rests on separate roundings must not be contracted, so float arithmetic is emitted
-as intrinsics that round explicitly; an FMA is one where `lanes.fma` asks for it.  What LLVM 7 lacks becomes inline PTX
-or a function of libdevice.
+as intrinsics that round explicitly (``add.rn``, ``mul.rn``); an FMA is one where `lanes.fma` asks for it.  What LLVM 7
+lacks becomes inline PTX or a function of libdevice.
 """
 
 from __future__ import annotations

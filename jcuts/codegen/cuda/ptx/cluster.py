@@ -1,7 +1,7 @@
-"""Blocks of a cluster write into each other's shared memory and tell by a barrier there (capability 9.0).
+"""Thread-block clusters: cluster barrier, and ``st.async`` into another block's shared memory (DSMEM; capability 9.0).
 
-A barrier counts bytes: its block says how many it expects, every store tells how many have come (PTX ISA, "mbarrier",
-``st.async``).  Nobody needs a fence, which would wait for all memory that a block has written.
+An ``mbarrier`` counts bytes: its block says how many it expects, every store reports how many have come (PTX ISA,
+"mbarrier", ``st.async``).  So no fence is needed, which would wait for all memory that a block has written.
 """
 
 from __future__ import annotations

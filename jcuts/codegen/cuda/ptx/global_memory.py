@@ -1,7 +1,8 @@
-"""Index expressions, guards, and vectors of up to 16 bytes between global memory and registers, as inline PTX.
+"""Global loads and stores: index arithmetic, predicates, and vectors of up to 16 bytes (``ld.global.v4``), as inline
+PTX.
 
-Indices are 32 bits wide (a GPU emulates 64-bit division); byte addresses are 64 bits.  The constant part of an address
-goes into the instruction, so that loads which differ by a constant share one address register.
+Indices are 32 bits wide (a GPU emulates 64-bit division); byte addresses are 64 bits.  The constant part of an
+address goes into the instruction, so that loads which differ by a constant share one address register.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ class Frame:
     """Where code is being emitted.
 
     Attributes:
-        variables: axis -> its value (i32); ``ranges``: what bounds it; ``multiples``: a number that divides it.
+        variables: axis -> its value (i32).
         pointers: buffer -> its address (i64).
+        ranges: axis -> its exclusive upper bound.
+        multiples: axis -> a number that divides its value.
         values: data-flow node -> its value, for indices that are computed at run time.
         live: a condition that every store needs (threads beyond the last tile), or None.
     """

@@ -1,11 +1,10 @@
-"""Stages of shared memory that some warps of a block fill and others read: barriers of each stage (capability 9.0).
+"""Ring of ``mbarrier`` objects (full, fenced, empty per stage) of a producer/consumer pipeline (capability 9.0).
 
-A barrier counts arrivals; each time that all have come, its phase ends.  Threads that copy arrive at a ``full`` barrier
-when their copies have come, for which they need not wait.  A warp that has nothing else under way waits there, passes a
-proxy fence, and arrives at a ``seen`` one: the fence would wait for copies and products.  Warps that have read a stage
-arrive at an ``empty`` one.  Who waits names the
-parity of the phase: a new barrier counts as one whose phase of parity 1 has ended (PTX ISA, "mbarrier",
-"cp.async.mbarrier.arrive").
+A barrier counts arrivals; each time that all have come, its phase ends.  Producer threads arrive at a stage's *full*
+barrier when their copies have landed, without waiting for them (``cp.async.mbarrier.arrive``).  A warp with nothing
+else in flight may wait there, issue the proxy fence, and arrive at the *fenced* one: the fence would wait for copies
+and products of the warp that issues it.  Consumer warps arrive at *empty* when they have read the stage.  Waiting names
+the parity of the phase: a new barrier counts as one whose phase of parity 1 has ended (PTX ISA, "mbarrier").
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ KINDS = 3
 
 
 class MbarrierRing:
-    """Barriers of a ring of stages: ``full``, ``seen`` and ``empty`` ones, one kind behind the other."""
+    """The barriers of a ring of stages: *full*, *fenced* and *empty* ones, one kind behind the other."""
 
     def __init__(self, builder: GpuBuilder, place: L.Value, stages: int, lane: L.Value) -> None:
         """Args: place: address of the first barrier in shared memory; lane: of the thread in its warp."""

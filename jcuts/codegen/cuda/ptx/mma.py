@@ -1,8 +1,8 @@
-"""Instructions of matrix products: copies that do not wait, fragments from shared memory, products of matrix units.
+"""PTX of GEMM kernels: ``cp.async``, ``ldmatrix``, ``mma.sync``, shared-memory accesses, TF32 conversion, prefetches.
 
-Fragments are those of ``mma.m16n8k8`` (TF32) and ``mma.m16n8k16`` (16-bit floats): 32 bytes of terms at a time in both.
-Of the left operand a lane holds rows ``lane / 4`` and eight more, of the right one column ``lane / 4``; of the result
-rows ``lane / 4`` and eight more, columns ``2 * (lane % 4)`` and the next (PTX ISA, warp-level matrix instructions).
+Fragments are those of ``mma.m16n8k8`` (TF32) and ``mma.m16n8k16`` (16-bit floats): 32 bytes of k at a time in both.  Of
+the A operand a lane holds rows ``lane / 4`` and eight more, of B one column ``lane / 4``; of the result rows ``lane /
+4`` and eight more, columns ``2 * (lane % 4)`` and the next (PTX ISA, warp-level matrix instructions).
 """
 
 from __future__ import annotations

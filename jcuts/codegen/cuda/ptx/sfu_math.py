@@ -1,8 +1,10 @@
-"""Special functions on a GPU's function units, where they are faster than the polynomials of `codegen.vecmath`.
+"""Transcendental functions on the SFU (``ex2.approx``, ``rcp.approx``, ``rsqrt.approx``, ``tanh.approx``), error
+bounded.
 
-`ERROR_ULP` bounds the error in units in the last place of the stated type, for results that are normal numbers of
-float32; denormal ones are rounded gradually.  Values of 16-bit types are carried in float32: their functions need an
-error well below half a unit of the 16-bit type only.  Everything else is `vecmath`'s.
+They replace the polynomials of `codegen.vecmath` where they are faster.  `ERROR_ULP` bounds the error in units in
+the last place of the stated type, for results that are normal numbers of float32; denormal ones are rounded
+gradually.  Values of 16-bit types are carried in float32: their functions need an error well below half a unit of
+the 16-bit type only.
 
 Source of the units' own errors: PTX ISA, ``ex2.approx``, ``rcp.approx``, ``rsqrt.approx``, ``tanh.approx``.
 """

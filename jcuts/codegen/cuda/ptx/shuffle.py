@@ -1,4 +1,4 @@
-"""What threads of a block pass to each other: shuffles within a warp, words in shared memory."""
+"""Communication within a block: warp shuffles (``shfl.sync``) and words in static shared memory."""
 
 from __future__ import annotations
 

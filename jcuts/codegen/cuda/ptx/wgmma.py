@@ -1,9 +1,9 @@
-"""Products of warp groups (``wgmma``, capability 9.0 only): four warps multiply tiles that lie in shared memory.
+"""PTX of ``wgmma`` (capability 9.0 only): matrix descriptors, 128B swizzle, commit groups, the async proxy fence.
 
 Operands are read from lines of 128 bytes whose pieces of 16 are swizzled: piece p of line l lies at ``p ^ (l % 8)``;
 eight lines, which start at a multiple of 1024 bytes, are an *atom*.  A *descriptor* says where a tile begins and how
-far apart its atoms are (PTX ISA, "Matrix descriptor format").  A line holds terms of one row, or, of 16-bit types only,
-rows of one term.  The unit reads by a proxy of its own: what threads have written needs `proxy_fence` and a barrier.
+far apart its atoms are (PTX ISA, "Matrix descriptor format").  A line holds k of one row, or, of 16-bit types only,
+rows of one k.  The unit reads by a proxy of its own: what threads have written needs `proxy_fence` and a barrier.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the CUDA code generator hands on: a cubin and its launches, packed into one byte string.
+"""The CUDA code generator's output: a cubin and its launch records, packed into one byte string.
 
 The bytes take the place of object code in a `CompiledKernel`, so that kernels of both platforms share the object cache,
 the tuner's protocol and everything that carries them.
@@ -20,7 +20,7 @@ Dim = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Resources:
-    """What one kernel takes, as its cubin says: registers and bytes per thread, static shared bytes per block."""
+    """What one kernel takes, as its cubin says: registers and stack bytes per thread, static shared bytes per block."""
 
     registers: int
     stack: int
@@ -32,8 +32,10 @@ class Resources:
 class Launch:
     """One kernel launch.
 
-    Attributes: arguments: operand or result number and 0, or -1 and an offset into the scratch memory. waits: it may be
-        launched before the kernel in front of it has ended (`waiting`).
+    Attributes:
+        arguments: pairs: operand or result number and 0, or -1 and an offset into the scratch memory.
+        shared: dynamic shared memory of a block [B].
+        waits: whether it may be launched before the kernel in front of it has ended (`programmatic_launch`).
     """
 
     symbol: str

@@ -1,8 +1,8 @@
-"""Where a kernel waits for the grid in front of it: behind what it can compute before it reads memory.
+"""Programmatic dependent launch: places ``griddepcontrol.wait`` as late as correctness allows.
 
 A kernel may be launched before the one in front of it has ended (PTX ISA, ``griddepcontrol``).  Until that one is
-complete it may compute, but touch no memory that others touch.  The addresses of a kernel's first copies take a hundred
-instructions and more, up to a third of a microsecond: they come before the wait.
+complete it may compute, but touch no memory that others touch.  The address arithmetic of a kernel's first copies takes
+a hundred instructions and more, up to a third of a microsecond: it comes before the wait.
 
 ptxas moves the wait to the front and what is computed behind it, where registers are fewest.  An instruction that does
 nothing, and is not executed either unless many bits of many numbers are zero, stands between them: it reads the first

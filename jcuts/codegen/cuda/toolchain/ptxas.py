@@ -1,4 +1,4 @@
-"""PTX -> cubin without a GPU, and what the cubin says of the registers and memory that each kernel takes.
+"""PTX -> cubin with ptxas or nvJitLink, without a GPU; registers, stack and shared memory as the cubin says.
 
 The assembler is ``ptxas`` (of the CUDA wheels beside this Python, or on the PATH), else the nvJitLink library.
 """
@@ -135,7 +135,9 @@ def assemble(ptx: str, arch: str, *, overlapped: bool = False) -> bytes:
 
 
 class Grid(NamedTuple):
-    """A launch: its blocks, their threads, and the shared memory that the launch adds to a block."""
+    """A launch as the occupancy calculation needs it: blocks, threads per block, dynamic shared memory per block [B].
+
+    """
 
     blocks: int
     threads: int

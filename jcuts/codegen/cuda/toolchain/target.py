@@ -1,4 +1,4 @@
-"""What the CUDA code generator needs to know of its target."""
+"""The CUDA target: compute capability, architecture name (``sm_90``), shared-memory limit of a block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a database to divisions, without a device: every kernel of a network under WR or WD, beside single calls."""
+"""Offline analysis: from a benchmark database to divisions of a network's kernels under WR or WD."""
 
 from __future__ import annotations
 
@@ -20,10 +20,14 @@ from jcuts.microbatch.workspace_division import NetworkDivision, divide_network
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel: its division, what one call would be under the same limit (None: nothing fits), and its set.
+    """One kernel of an analysis.
 
-    Attributes: share: the limit that ``undivided`` obeys [B], None for no limit; unlimited: the fastest single call;
-    desirable: the Pareto front that the division was chosen from (under WR the one within the limit).
+    Attributes:
+        division: its micro-batches.
+        undivided: what one call would be under the same limit; None: nothing fits.
+        share: the limit that ``undivided`` obeys [B], None for no limit.
+        unlimited: the fastest single call.
+        desirable: the Pareto front that the division was chosen from (under WR the one within the limit).
     """
 
     use: Use
@@ -38,8 +42,11 @@ class Row:
 class Analysis:
     """A network's divisions on one device.
 
-    Attributes: method: "WR" or "WD"; limit: bytes per kernel (WR) or per network (WD), or None; constraint: of WD;
-    proven: the choice is an optimum (WR: always).
+    Attributes:
+        method: "WR" or "WD".
+        limit: bytes per kernel (WR) or per network (WD), or None.
+        constraint: of WD.
+        proven: the choice is an optimum (WR: always).
     """
 
     network: Network

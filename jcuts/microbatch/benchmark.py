@@ -1,4 +1,4 @@
-"""Fills the database: what a policy asks for and nobody measured yet, on one device or on several equal ones."""
+"""Fills the benchmark database: measures the sizes that a policy asks for, on one device or on several equal ones."""
 
 from __future__ import annotations
 

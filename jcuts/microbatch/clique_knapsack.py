@@ -1,11 +1,11 @@
-"""Many weight limits at once: the multiple-choice knapsack where each limit holds for the items live together.
+"""Multiple-choice knapsack with one weight limit per clique of items that are live together (workspaces by liveness).
 
     minimise  sum_k C[k, j_k]   subject to  sum over k in clique of W[k, j_k] <= room(clique),  for every clique
 
 A kernel's workspace is live from one step to another, so the cliques that hold it follow each other.  Cliques that can
-never overflow go; what then does not hang together is solved apart, a single clique by `knapsack.choose`.  The rest is
-swept in program order: a state is what the open cliques hold and the cost so far; a clique that is complete is checked
-and forgotten.  States go by dominance and by the bound of the linear relaxation's multipliers.
+never overflow are dropped; connected components are solved one by one, a single clique by `knapsack.choose`.  The rest
+is swept in program order: a state is what the open cliques hold and the cost so far; a clique that is complete is
+checked and forgotten.  States go by dominance and by the bound of the linear relaxation's multipliers.
 """
 
 from __future__ import annotations

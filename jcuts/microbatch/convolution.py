@@ -1,4 +1,4 @@
-"""What is divided: one convolution kernel (forward, backward-data or backward-filter), and how exactly it computes."""
+"""The key of a measurement: one convolution kernel (forward, backward-data, backward-filter) and its precision."""
 
 from __future__ import annotations
 
@@ -68,8 +68,10 @@ class Convolution:
         kind: which of the three kernels of a layer.
         channels, outputs: C and K, over all groups.
         spatial: extents of the layer's input (of the image, whatever the kernel's own operands are).
-        window, strides, dilation: per spatial dimension; padding: (low, high) per spatial dimension.
-        dtype: of the tensors in memory; layout: of images (filters accordingly).
+        window, strides, dilation: per spatial dimension.
+        padding: (low, high) per spatial dimension.
+        dtype: of the tensors in memory.
+        layout: of images (filters accordingly).
     Raises: UsageError for values that no convolution has.
     """
 

@@ -1,4 +1,4 @@
-"""DeepBench: 94 convolution shapes, and their published times on four GPUs."""
+"""The DeepBench data set: 94 convolution shapes, and their published times on four GPUs."""
 
 from __future__ import annotations
 

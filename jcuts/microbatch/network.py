@@ -1,4 +1,4 @@
-"""A network as its convolution kernels in program order, and when the workspace of each is live."""
+"""A network's convolution kernels in program order, and the live ranges of their workspaces."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class Use:
     Attributes:
         name: unique in the network, e.g. ``conv2 forward``.
         precision: least exactness that the program asks for; None: the dtype's own.
-        begin, end: first and last step of the program at which the workspace is live; None: its own step only.
+        begin: first step of the program at which the workspace is live; None: its own step only.
+        end: last step; None: its own step only.
     """
 
     name: str

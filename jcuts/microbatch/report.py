@@ -1,4 +1,4 @@
-"""What reports show of convolutions under a workspace limit: plain data, and its text cells."""
+"""Report rows of micro-batched convolutions: plain data, and its text cells."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ class DivisionReport:
     """One convolution under a workspace limit.
 
     Attributes:
-        layer: its name; kernel: which convolution; where: user source line; batch: samples.
-        division: the micro-batches, '' where XLA keeps it; why: then the reason.
+        layer: its name.
+        kernel: which convolution.
+        where: user source line.
+        batch: samples.
+        division: the micro-batches, '' where XLA keeps it.
+        why: then the reason.
         seconds, workspace: of the division [s], [B].
         undivided: the fastest single call of cuDNN within the same limit [s], None if there is none.
         xla_seconds, xla_workspace: of XLA's own convolution, None where it was not timed.

@@ -1,7 +1,8 @@
-"""What a limit makes worth measuring beside a policy's sizes: sizes in between, and slices of the outputs' channels.
+"""Sampling plan: which micro-batch sizes and channel slices beside a policy's are worth measuring under a limit.
 
 Of powers of two, the largest that fits a limit may leave nearly half of it unused.  An algorithm that would beat the
-best division at the next measured size, but for its workspace, may fit at a size in between, or in slices.
+best division at the next measured size, but for its workspace, may fit at a size in between, or in slices of the
+outputs' channels.
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ def sizes_between(table: Table, batch: int, limit: int | None, *, precision: str
 class Slicing:
     """An algorithm that does not fit a limit at a size, and may do in slices of the outputs' channels.
 
-    Attributes: micro: as it was measured, in one call; slices: how many may do, the fewest first; limit: bytes.
+    Attributes:
+        micro: as it was measured, in one call.
+        slices: how many may do, the fewest first.
+        limit: bytes.
     """
 
     micro: MicroConfig

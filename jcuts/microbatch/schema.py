@@ -1,4 +1,4 @@
-"""The benchmark database's tables and rows: what is written in one transaction, and how it is read."""
+"""SQL schema of the benchmark database: tables and rows, written in one transaction per convolution and batch size."""
 
 from __future__ import annotations
 
@@ -41,8 +41,10 @@ CREATE TABLE networks (name TEXT PRIMARY KEY, description TEXT NOT NULL, created
 class Device:
     """What times are valid for.
 
-    Attributes: name: e.g. "NVIDIA H200"; driver: its version; library: everything else that decides times, with
-    versions, e.g. "cuDNN 9.19.0, jaxlib 0.11.2".
+    Attributes:
+        name: e.g. "NVIDIA H200".
+        driver: its version.
+        library: everything else that decides times, with versions, e.g. "cuDNN 9.19.0, jaxlib 0.11.2".
     """
 
     name: str

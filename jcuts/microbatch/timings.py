@@ -1,4 +1,4 @@
-"""Times and workspaces of one convolution kernel per micro-batch size, algorithm and math; divisions made of them."""
+"""Time and workspace tables of one convolution kernel by micro-batch size, algorithm and math; divisions."""
 
 from __future__ import annotations
 
@@ -83,7 +83,10 @@ def check_bytes(name: str, value: object) -> None:
 class MicroConfig:
     """A micro-configuration: ``batch`` samples by one algorithm, and what it was measured to take.
 
-    Attributes: math: a name of `convolution.MATHS`; seconds: > 0, finite; workspace: bytes.
+    Attributes:
+        math: a name of `convolution.MATHS`.
+        seconds: > 0, finite.
+        workspace: bytes.
     """
 
     batch: int

@@ -32,8 +32,10 @@ class NetworkDivision:
 
     Attributes:
         divisions: one per kernel, in program order.
-        total: sum of their workspaces [B]; peak: most that are live at one step [B], without what is held anyway.
-        bound: no choice takes less [s]; ``proven``: these take the least (see `knapsack.Chosen`).
+        total: sum of their workspaces [B].
+        peak: most that are live at one step [B], without what is held anyway.
+        bound: no choice takes less [s].
+        proven: these take the least (see `knapsack.Chosen`).
         variables: configurations that were to choose from.
     """
 

@@ -1,7 +1,8 @@
-"""Run a part of a program on pieces of its batch, one after another, so that intermediate values stay in cache.
+"""Batch chunking (cache blocking across operations): runs a part of a program over chunks of its batch in a loop.
 
-A *batch dimension* is a class of dimensions that equations tie together (`trace.ties`): splitting one splits them all,
-and no equation of the part mixes positions along it.  What does not depend on the batch (weights) is computed once.
+Intermediate values then stay in cache.  A *batch dimension* is a class of dimensions that equations tie together
+(`trace.shard_rules`): splitting one splits them all, and no equation of the part mixes positions along it.  What does
+not depend on the batch (weights) is computed once.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ INNER = 0.25  # weight of values whose pieces are not contiguous, when dimension
 
 @dataclass(frozen=True)
 class Segment:
-    """Equations ``eqns[begin:end]`` of `Batch.eqns`, run on pieces of ``size`` positions of the batch."""
+    """Equations ``eqns[begin:end]`` of `Batch.eqns`, run on chunks of ``size`` positions of the batch."""
 
     begin: int
     end: int
@@ -34,10 +35,12 @@ class Batch:
     """The batch dimension of a flat jaxpr.
 
     Attributes:
-        closed: the program. extent: size of the batch.
+        closed: the program.
+        extent: size of the batch.
         dims: variable -> its batch dimension, for every variable that has one.
         eqns: the leading equations that work along the batch, each position for itself, in program order.
-        before: equations among and before them that do not depend on the batch; after: all others, in order.
+        before: equations among and before them that do not depend on the batch.
+        after: all others, in order.
     """
 
     closed: jaxapi.Closed

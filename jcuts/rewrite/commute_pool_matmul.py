@@ -1,4 +1,4 @@
-"""Sums over windows and products over channels, which commute, in the order that takes less work.
+"""Commutes sum pooling with a 1x1 convolution or matmul, where that is less work.
 
     dot(pool(x) / n, w)   ->  pool(dot(x, w)) / n      fewer channels to pool (an inception block's pooled branch)
     pool(dot(x, w))       ->  dot(pool(x), w)          fewer points to multiply at (a dense net's transition)
@@ -6,7 +6,7 @@
 ``pool`` sums over windows of space, ``dot`` (or a convolution of one point) over channels: each is linear and leaves
 the other's dimensions alone, so padding, strides and dilations of the window do not matter.  They are exchanged where
 the product then has no more points and fewer values lie between the two.  In the first form the product reads what its
-neighbours in the block read, and `siblings` can join them.
+neighbours in the block read, and `horizontal_matmul` can join them.
 """
 
 from __future__ import annotations

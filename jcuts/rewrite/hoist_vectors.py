@@ -1,10 +1,10 @@
-"""Vectors that depend on vector arguments alone, made by equations at the beginning of the program.
+"""Hoists element-wise operations on vector arguments (batch-norm scales and biases) to the beginning of the program.
 
     y * (g * rsqrt(v + e)) + (b - m * (g * rsqrt(v + e)))  ->  s, t = vectors(g, v, b, m),  y * s + t
 
 A batch norm whose parameters are arguments is two vectors in every call.  Kernels that apply it would compute them
 again for every few of their results; like this they read two vectors.  All layers' vectors are results of one call (or
-of a few, if a kernel has no parameters for so many), behind one barrier, so that XLA, too, finds them side by side.
+of a few, if a kernel has no parameters for so many), behind one barrier, so that XLA, too, finds them together.
 Nothing but element-wise operations on vectors moves, so values stay the same.
 """
 

@@ -1,12 +1,13 @@
-"""Products of one operand with several constants as one product.
+"""Horizontal fusion of matmuls that share an operand and have constant weights: one product with concatenated weights.
 
-    a = x . w1,  b = x . w2,  ...     ->     y = x . [w1 w2 ...],   a, b, ... = parts of y
+    a = x . w1,  b = x . w2,  ...     ->     y = x . [w1 w2 ...],   a, b, ... = slices of y
 
 The q, k and v of attention and the branches of an inception block are such siblings.  One product reads x once, fills
 more of a GPU than each of its parts, and is one launch.  Weights must be constants: arguments would be joined again in
-every call.  What follows all siblings alike, with constants per channel (biases, an activation), is done once, before
-the result is cut: XLA can make it part of the library's call, which a cut in between would prevent.  What follows most
-of them (a bias, a ReLU) is done to all: siblings that another operation follows get the constant that changes nothing.
+every call (`horizontal_matmul_args` does that).  What follows all siblings alike, with constants per channel (biases,
+an activation), is done once, before the result is sliced: XLA can make it part of the library's call, which a slice in
+between would prevent.  What follows most of them (a bias, a ReLU) is done to all: siblings that another operation
+follows get the constant that changes nothing.
 
         max(a + u, 0), max(b + v, 0), pool(c)   ->   y = max(x . [wa wb wc] + [u v 0], [0 0 -inf])
 
@@ -16,7 +17,7 @@ A sibling that goes into a concatenation is the last one, so that the product's 
 (`rewrite/inplace_concat.py`).
 
 XLA:GPU joins matrix products itself where one of them moves less than 32 MB (``xla_gpu_dot_merger_threshold_mb``), but
-cuts right behind them; it joins no convolutions.
+slices right behind them; it joins no convolutions.
 
 Siblings need nothing but x and constants, so the product stands where the first of them stood.
 """
@@ -50,8 +51,12 @@ CONCATENATE, CONVERT = "concatenate", "convert_element_type"
 class _Sibling:
     """A product that may be joined with others of the same operand.
 
-    Attributes: eqn: the product. side: which operand the weights are. weights: their value. along: their dimension that
-        is joined. place: the same dimension of the result.
+    Attributes:
+        eqn: the product.
+        side: which operand the weights are.
+        weights: their value.
+        along: their dimension that is joined.
+        place: the same dimension of the result.
     """
 
     eqn: Any

@@ -1,9 +1,9 @@
-"""Products of one operand with several weights that are arguments: one product with the weights side by side.
+"""Horizontal fusion of matmuls whose weights are arguments: the weights are concatenated in the program, in every call.
 
-    x . w1 + b1, x . w2 + b2  ->  parts of x . [w1 w2] + [b1 b2]
+    x . w1 + b1, x . w2 + b2  ->  slices of x . [w1 w2] + [b1 b2]
 
-`siblings` does this ahead of time with constants.  Arguments are put side by side in every call, which costs nothing
-more where `turning` copies them anyway: joined is only what is turned.
+`horizontal_matmul` does this ahead of time with constants.  Arguments are concatenated in every call, which costs
+nothing more where `tf32_weight_args` copies them anyway: only weights that it transposes are joined.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Concatenations of results that kernels make, as updates of one array: every part is written where it belongs.
+"""Eliminates concatenate: every producer writes its slice of the result in place (``dynamic_update_slice``).
 
     c = concatenate(p1, p2, p3)      ->      b1 = update(0, p1); b2 = update(b1, p2); c = update(b2, p3)
 

@@ -1,4 +1,4 @@
-"""Concatenations that grow by a part at a time, in one array: nothing that lies there already is copied again.
+"""Growing chains of concatenations (DenseNet) in one pre-sized buffer: nothing that is there already is copied again.
 
     c1 = concatenate(x, y1); c2 = concatenate(c1, y2); ...     ->
     b0 = update(0, x); b1 = update(b0, y1); ...                x is b0[:, :n], c1 is b1[:, :n1], ...

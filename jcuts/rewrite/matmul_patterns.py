@@ -1,4 +1,4 @@
-"""What rewrites of products share: who makes and who uses a value, and which values are constants."""
+"""Def-use and constant helpers that the matmul rewrites share."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ def new_value(shape: Sequence[int], like: Any) -> Any:
 
 
 class Program:
-    """A program being rewritten: who makes and who uses what, which values are constants.
+    """A program being rewritten: def-use chains and constants.
 
-    Attributes: consts: constant -> value. made: value -> its equation. uses: value -> how often it is used, as a result
-        of the program, too.
+    Attributes:
+        consts: constant -> value.
+        made: value -> its equation.
+        uses: value -> how often it is used, as a result of the program, too.
     """
 
     def __init__(self, closed: jaxapi.Closed) -> None:

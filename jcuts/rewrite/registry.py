@@ -1,24 +1,23 @@
-"""Rewrites of a flat program that keep its meaning but not its roundings: candidates, chosen by measurement.
+"""Registry and driver of the optional rewrites: they keep a program's meaning but may change roundings.
 
     scales   y = conv(x, w) * s   ->  conv(x, w * s)          w, s constants, s one factor per output channel
     dots     conv(x, w), 1x1      ->  dot(x, w)               no padding, stride, dilation or groups
-    pools    pool(x . w), pool(x) . w  ->  each other, where that is less work                    (`rewrite/commute_pool_matmul.py`)
-    siblings x . w1, x . w2, ...  ->  parts of x . [w1 w2 ...]                                 (`rewrite/horizontal_matmul.py`)
-    rounds   x . w                ->  x . v^T, where v is w^T rounded to TF32                  (`rewrite/tf32_weights.py`)
-    joins    x . w1, x . w2, ...  ->  parts of x . [w1 w2 ...], put side by side in every call   (`rewrite/horizontal_matmul_args.py`)
-    turns    x . w                ->  x . v^T, v = round(w^T) made in every call: w is an argument  (`rewrite/tf32_weight_args.py`)
-    vectors  gain * rsqrt(variance) of arguments  ->  made by one call before everything else      (`rewrite/hoist_vectors.py`)
+    pools    pool(x . w), pool(x) . w  ->  each other, where that is less work         (`commute_pool_matmul`)
+    siblings x . w1, x . w2, ...  ->  slices of x . [w1 w2 ...]                          (`horizontal_matmul`)
+    rounds   x . w                ->  x . v^T, where v is w^T rounded to TF32                 (`tf32_weights`)
+    joins    x . w1, x . w2, ...  ->  the same as siblings, concatenated in every call    (`horizontal_matmul_args`)
+    turns    x . w                ->  x . v^T, v = round(w^T) in every call: w is an argument (`tf32_weight_args`)
+    vectors  gain * rsqrt(variance) of arguments  ->  one call before everything else        (`hoist_vectors`)
     slots    concatenations that grow, or of what kernels make  ->  updates of one array, in place
-                                                                                (`rewrite/inplace_concat_chain.py`,
-                                                                                `rewrite/inplace_concat.py`)
+                                                                 (`inplace_concat_chain`, `inplace_concat`)
 
-`scales` turns an inference batch norm, also one behind a bias, into one addition, which XLA and jcuts fuse into what
-makes or uses it.  Weights and factors must be constants: an argument would be multiplied again in every call.  `dots`
-hands a pointwise convolution to the matrix product's libraries and to XLA's own fused products; `pools` and `siblings`
-come after it, and take convolutions as well.  `rounds` does once what libraries do in every call, for kernels that ask
-for it.  All but `slots` change roundings (of a weight; of the order of a sum), so whoever uses them checks results
-against float64.
-A scan's body is rewritten with the constants that the scan hands to it; its weights are not rounded.
+Which of them are applied together is decided in `jit.variant_space`, by measurement.  `scales` (scale folding) turns an
+inference batch norm, also one behind a bias, into one addition, which XLA and jcuts fuse into what makes or uses it.
+Weights and factors must be constants: an argument would be multiplied again in every call.  `dots` hands a pointwise
+convolution to the matrix product's libraries and to XLA's own fused products; `pools` and `siblings` come after it, and
+take convolutions as well.  `rounds` does once what libraries do in every call, for kernels that ask for it.  All but
+`slots` and `vectors` change roundings (of a weight; of the order of a sum), so whoever uses them checks results against
+float64.  A scan's body is rewritten with the constants that the scan hands to it; its weights are not rounded.
 """
 
 from __future__ import annotations
@@ -52,7 +51,8 @@ class Rewritten:
     """A program after rewriting.
 
     Attributes:
-        closed: the program. counts: rule -> how often it was applied (rules that found nothing are missing).
+        closed: the program.
+        counts: rule -> how often it was applied (rules that found nothing are missing).
     """
 
     closed: jaxapi.Closed

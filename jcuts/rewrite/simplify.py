@@ -1,4 +1,6 @@
-"""Small rewrites of a flat jaxpr before subsets are formed. None changes a value."""
+"""Clean-up of a flat jaxpr: split as slices, dead code, CSE, constant folding, broadcasts copied to users; no value
+changes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Constant arrays that hold one number, as that number: a bias of zeros, a gain of ones.
+"""Splat constants: arrays that hold one number everywhere (a bias of zeros, a gain of ones) become that scalar.
 
     x + [0 0 0]  ->  x + 0
 

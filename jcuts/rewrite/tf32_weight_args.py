@@ -1,13 +1,13 @@
-"""Weights that are arguments, as a GPU's matrix units take them: rounded and turned in every call, all by one equation.
+"""Transposes and TF32-rounds weight arguments once per call, in one fused kernel, for ``wgmma`` GEMMs.
 
-    v1, v2, ... = weights(w1, w2, ...)         vk = wk along terms, rounded to TF32 (as `trace.rounding` has constants)
+    v1, v2, ... = weights(w1, w2, ...)         vk = wk K-major, rounded to TF32 (as `tf32_weights` has constants)
     x . wk  ->  x . vk^T
 
 Whoever passes parameters has to have them rounded again in every call: a pass over the weights, and kernels for the
 products that take them as they are (`rounds`).  That pays where a product's operand and result are far larger than its
-weights, or these are few, so nothing else is turned.  Weights are arguments, possibly moved on the way: reshaped, one
-layer's out of those of all, several side by side (`trace.joining`).  The equations are calls of a function of their own
-at the beginning of the program, which no kernel takes apart.
+weights, or these are few, so nothing else is transposed.  Weights are arguments, possibly moved on the way: reshaped,
+one layer's out of those of all, several concatenated (`horizontal_matmul_args`).  The equations are calls of a function
+of their own at the beginning of the program, which no kernel takes apart.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Weights of float32 products as a GPU's matrix units take them: along terms, and rounded to TF32.
+"""Pre-rounds constant float32 weights to TF32 and stores them K-major, as ``wgmma`` takes them.
 
     x . w  ->  x . v^T,    v = round(w^T)       conv(x, w)  ->  conv(x, v),  v = round(w) as (O, H, W, I)
 
 At the default precision XLA's libraries round both operands to TF32 (10 bits after the point, to nearest) in every
-call; constants can be rounded once, which changes nothing in what such a product computes.  Kernels for warp groups
-(`codegen.cuda.product_groups`) then take weights as they are: `rounded_constants` says which ones.  Nothing else is
-rounded: not arguments, not other types, not products of a higher precision, and not small ones or those of a few rows,
-which libraries may compute without matrix units.
+call; constants can be rounded once, which changes nothing in what such a product computes.  Kernels for warpgroups
+(`codegen.cuda.gemm.wgmma_mainloop`) then take weights as they are: `rounded_constants` says which ones.  Nothing else
+is rounded: not arguments, not other types, not products of a higher precision, and not small ones or those of a few
+rows, which libraries may compute without matrix units.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Makes kernels known to this process: links them, names them to the native launcher, and tells XLA the launcher.
+"""CPU custom calls: links kernels into the process, registers them with the native launcher and the launcher with XLA.
 
 A kernel travels through HLO by digest.  An executable that comes out of JAX's persistent compilation cache may name a
 kernel which this process has never seen; the launcher then asks ``_resolve``, which reads the object cache.

@@ -1,7 +1,8 @@
-"""CUDA kernels in this process: the native launcher, its registration with XLA, and the traceable call.
+"""CUDA custom calls: the native launcher (``launch_cuda.cc``), its registration with XLA (typed FFI), the traceable
+call.
 
-The counterpart of `native`, `register` and `call` for XLA's CUDA platform.  A kernel's object code is an `Image`; HLO
-names it by digest, and the launcher loads it on a device when an executable first runs there.
+The counterpart of `native_library`, `cpu_launcher` and `ffi_call` for XLA's CUDA platform.  A kernel's object code
+is an `Image`; HLO names it by digest, and the launcher loads it on a device when an executable first runs there.
 """
 
 from __future__ import annotations

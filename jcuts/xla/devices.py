@@ -1,4 +1,4 @@
-"""What JAX's CUDA backend says of this machine's GPUs, in the terms of the code generator and the scheduler."""
+"""GPU properties of this process as JAX's CUDA backend reports them, for the code generator and the scheduler."""
 
 from __future__ import annotations
 
@@ -22,7 +22,13 @@ _DEFAULT_SMS = 108
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU: name, compute capability, number of multiprocessors."""
+    """One kind of GPU.
+
+    Attributes:
+        name: as the driver reports it.
+        capability: compute capability (major, minor).
+        sms: multiprocessors.
+    """
 
     name: str
     capability: tuple[int, int]

@@ -1,4 +1,4 @@
-"""The traceable call of a compiled kernel."""
+"""The traceable FFI custom call of one compiled kernel (``jax.ffi.ffi_call``)."""
 
 from __future__ import annotations
 

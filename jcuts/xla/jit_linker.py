@@ -1,6 +1,6 @@
-"""Links relocatable object code into this process and keeps it there.
+"""JIT linker (LLVM's, through llvmlite): links relocatable object code into this process and keeps it there.
 
-Uses LLVM's JIT linker through llvmlite; numba is not needed to run a kernel, only to compile one.
+numba is not needed to run a kernel, only to compile one.
 """
 
 from __future__ import annotations

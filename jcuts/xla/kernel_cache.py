@@ -1,4 +1,4 @@
-"""Scheduled program -> kernel that this process can call: from memory, the object cache, or the compiler."""
+"""Kernel cache: scheduled program -> callable kernel from memory, the object cache on disk, or the compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Object code on disk: compiled kernels by digest, so that a new process links instead of compiling.
+"""Object-code cache on disk: compiled kernels by digest, so that a new process links instead of compiling.
 
 One file per kernel, ``<cache>/objects/<code fingerprint>/<digest>.jco``: a magic line, one line of JSON (everything of
 ``CompiledKernel`` but the code, and the code's SHA-256), then the ELF bytes.  The folder names compilers, emitter

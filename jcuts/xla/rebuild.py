@@ -1,4 +1,4 @@
-"""Rebuilds a jaxpr with kernel calls in place of the subsets that won."""
+"""Rewrites a jaxpr with kernel calls in place of the regions that won."""
 
 from __future__ import annotations
 

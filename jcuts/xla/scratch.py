@@ -1,4 +1,4 @@
-"""Scratch memory of custom calls: an extra result that nobody reads; XLA plans its memory with everything else."""
+"""Scratch memory of custom calls as an extra result that nobody reads, so that XLA plans it with everything else."""
 
 from __future__ import annotations
 

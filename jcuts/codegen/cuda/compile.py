@@ -1,4 +1,8 @@
-"""Kernel program -> cubin, through numba.cuda.  The only file that imports numba.cuda."""
+"""Scheduled program -> cubin: chooses the kernel family's emitter, runs numba.cuda (NVVM) and ptxas, checks resource
+limits.
+
+The only file that imports numba.cuda.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernel program -> numba.cuda source: which tile each thread computes, in Python; the tiles are intrinsics."""
+"""numba.cuda source of a launch: grid and thread index decoding in Python; what a thread computes is an intrinsic."""
 
 from __future__ import annotations
 
@@ -70,11 +70,13 @@ AnyShape = (
 
 @dataclass
 class CudaSource:
-    """Source text, the tiles that it calls by name, and the launch that it is written for.
+    """Source text of one kernel, the intrinsics that it calls by name, and the launch that it is written for.
 
-    ``shared``: bytes of shared memory that the launch gives to a block, beside what the kernel declares; ``cluster``:
-    blocks of a cluster; ``least``: blocks that a multiprocessor is to have registers for at least (0: the assembler
-    chooses, and may spill a few for one more).
+    Attributes:
+        shared: dynamic shared memory of a block [B], beside what the kernel declares.
+        cluster: blocks of a cluster.
+        least: resident blocks per multiprocessor that registers must allow (``.minnctapersm``); 0: ptxas chooses, and
+            may spill a few registers for one more.
     """
 
     text: str
@@ -101,6 +103,8 @@ def emit_source(program: Program) -> CudaSource:
 
 
 class LaunchSourceWriter:
+    """Writes the source of a launch; the method of a form (schedule parameter ``cuda``) decodes that form's grid."""
+
     def __init__(self, program: Program, threads: int) -> None:
         self.program, self.threads = program, threads
         self.names = [b.name for b in program.buffers if b.role != "local"]

@@ -1,8 +1,9 @@
-"""The kernels that one program becomes: one, or several where a reduction is split over the grid.
+"""Splits a program into several launches: split-K GEMM, reductions and scans split over the grid, then a combining
+kernel.
 
-A split reduction gives each of ``split`` groups of terms to threads of its own; the first kernel writes one partial
-result per group into scratch memory, the second combines them and finishes.  No atomics: results do not depend on the
-order in which blocks run.
+Each of ``split`` groups of the reduction belongs to threads of its own; the first kernel writes one partial result
+per group into scratch memory, the second adds them up and runs the epilogue.  No atomics: results do not depend on
+the order in which blocks run.
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ _MANY = 8192  # results of a split reduction from which on the second kernel has
 
 @dataclass(frozen=True)
 class KernelPart:
-    """One kernel: its program, and for each of its buffers the operand or result number, or (-1, scratch offset)."""
+    """One kernel of a program.
+
+    Attributes:
+        program: what it computes.
+        arguments: for each of its buffers the operand or result number and 0, or (-1, scratch offset).
+    """
 
     program: Program
     arguments: tuple[tuple[int, int], ...]

@@ -1,13 +1,12 @@
-"""Candidate schedules of a program for a GPU, best estimate first.
+"""Enumerates the GPU schedules of a program over all kernel families, best estimate first.
 
-The forms (`codegen.cuda`): *point*, in which a thread computes a register tile of output points by itself, *team*, in
-which threads share the points of a reduced row, *columns* and its relatives, in which they share those of neighbouring
-outputs (`gpu_columns`), *transposed* (`gpu_maps`), *product* on matrix units (`gpu_products`, `gpu_groups`),
-*patch* for convolutions with few channels (`gpu_patches`), *block* for inverted residuals (`gpu_blocks`), *attention*
-(`gpu_attention`).  A schedule is data in the program: ``params`` name the form, the threads of a block and how work is
-shared; ``unroll`` of the axes is the register tile.  Programs that no form fits get no candidate and stay with XLA:
-products of more than the default precision, convolutions with groups; on GPUs older than compute capability 8.0 every
-sum of more than a few terms per output that is not one of rows or columns.
+Forms (schedule parameter ``cuda``) and where their schedules come from: *point* (`elementwise`, `window`), *team*
+(rows, here), *columns*, *column_rows*, *moments*, *scan_rows*, *scan_columns* (`reduction.column`), *transposed*
+(`elementwise`), *product* (`gemm`, `conv.implicit_gemm`, `warp_specialized`), *patch* (`conv.few_channels`), *block*
+(`inverted_residual`), *attention* (`attention`).  A schedule is data in the program: ``params`` name the form, the
+threads of a block and how work is shared; ``unroll`` of the axes is the register tile.  Programs that no form fits get
+no candidate and stay with XLA: integer products, convolutions with groups; on GPUs older than compute capability 8.0
+every sum of more than a few values per output that is not one of rows or columns.
 """
 
 from __future__ import annotations

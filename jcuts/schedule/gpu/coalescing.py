@@ -1,7 +1,7 @@
-"""How blocks of threads that work together load: rows by teams, columns, transposes through shared memory.
+"""Coalescing statistics of cooperative loads: rows by teams, columns, transposes through shared memory.
 
-What `gpu_score` counts from addresses for threads on their own, these forms say by their shape: how many 128-byte lines
-their accesses touch per line of data, how much a thread has under way, and how often they read their operands.
+What `launch_stats` counts from addresses for threads on their own, these forms say by their shape: how many 128-byte
+lines their accesses touch per line of data, how much a thread has in flight, and how often they read their operands.
 """
 
 from __future__ import annotations
@@ -23,9 +23,13 @@ _FIT = fit.coefficients("gpu/reduction", "coalescing")
 
 @dataclass(frozen=True)
 class CoalescingStats:
-    """Lines that accesses touch per line that they need; bytes of a thread under way; how often operands are read.
+    """Access statistics of a schedule.
 
-    ``active``: share of the threads that have terms.
+    Attributes:
+        lines: 128-byte lines that accesses touch, per line that they need.
+        under_way: bytes of a thread in flight.
+        passes: how often operands are read.
+        active: fraction of the threads that have work.
     """
 
     lines: float

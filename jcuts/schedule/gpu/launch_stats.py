@@ -1,7 +1,7 @@
-"""What `estimate.launches` has to know of a GPU kernel: sectors that move, loads under way, operations.
+"""Launch statistics of a GPU kernel for the PUL score: 32-byte sectors moved, bytes in flight, operations.
 
 Transactions are counted, not guessed: the addresses of all loads and stores of a few thread blocks are computed, and
-the distinct 32-byte sectors among them are what those blocks move.
+the distinct sectors among them are what those blocks move.
 """
 
 from __future__ import annotations

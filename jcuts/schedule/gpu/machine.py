@@ -1,4 +1,4 @@
-"""What schedules for a GPU are made of: the machine, register tiles, the loads that a tile needs."""
+"""The GPU as the scheduler sees it (SMs, threads, capability), and register-tile helpers that all families share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,13 @@ Candidate = tuple[Program, float]
 
 @dataclass(frozen=True)
 class GpuMachine:
-    """What the enumeration needs to know of the GPU: multiprocessors, their threads, compute capability."""
+    """A GPU as the enumeration needs it.
+
+    Attributes:
+        sms: multiprocessors.
+        threads_per_sm: resident threads per multiprocessor.
+        capability: compute capability (major, minor).
+    """
 
     sms: int
     threads_per_sm: int = 2048

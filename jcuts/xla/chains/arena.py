@@ -1,4 +1,4 @@
-"""Places in one piece of memory for values that live for a while each."""
+"""Static memory planning: offsets in one arena for temporaries with known lifetimes."""
 
 from __future__ import annotations
 

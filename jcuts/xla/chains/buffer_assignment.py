@@ -1,4 +1,4 @@
-"""The one call that a chain of kernels becomes: its operands and results, and where each kernel finds its buffers."""
+"""Buffer assignment of a chain: operands, results and scratch offsets of its one custom call."""
 
 from __future__ import annotations
 
@@ -26,8 +26,12 @@ class Call(NamedTuple):
     """One kernel of a chain.
 
     Attributes:
-        digest: of the kernel. operands: what it reads. results: what it writes. updated: the operand that its first
-        result overwrites, or None. start: bytes into that result at which it writes. scratch: bytes of its own.
+        digest: of the kernel.
+        operands: what it reads.
+        results: what it writes.
+        updated: the operand that its first result overwrites, or None.
+        start: bytes into that result at which it writes.
+        scratch: bytes of its own.
     """
 
     digest: str
@@ -60,7 +64,8 @@ class BufferAssignment:
     memory, each as long as some kernel writes or reads it.
 
     Attributes:
-        operands, results: of the call. aliases: numbers of operands that are overwritten -> of the results in them.
+        operands, results: of the call.
+        aliases: numbers of operands that are overwritten -> of the results in them.
         scratch_bytes: of the call.
     """
 

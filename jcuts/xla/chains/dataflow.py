@@ -1,4 +1,4 @@
-"""What kernel calls of a jaxpr read, through the reshapes between them, which cost nothing, and what they overwrite."""
+"""Dataflow of kernel calls: what each reads, through reshapes (which cost nothing), and which operand it overwrites."""
 
 from __future__ import annotations
 

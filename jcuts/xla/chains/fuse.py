@@ -1,13 +1,13 @@
-"""Calls of CUDA kernels that can stand next to each other become one call: a chain.
+"""Fuses neighbouring CUDA kernel calls into one custom call, a *chain*: one host call, several launches.
 
 Between two calls XLA waits until the first has ended, inside a CUDA graph too; between kernels of one call the launcher
 need not (`custom_calls/launch_cuda.cc`): the next one is launched while the one in front of it still runs, and waits on
-the device.  Values that only kernels of a chain read lie in the chain's scratch memory, one after the other where their
-lives do not meet.
+the device (programmatic dependent launch).  Values that only kernels of a chain read lie in the chain's scratch memory,
+one after the other where their lives do not meet.
 
-    reads     what kernels read, through reshapes, and overwrite    xla/chains/dataflow.py
-    steps     the order with the fewest chains                      xla/chains/order.py
-    wiring    a chain's call: operands, results, scratch places     xla/chains/buffer_assignment.py, xla/chains/arena.py
+    dataflow           what kernels read, through reshapes, and overwrite    xla/chains/dataflow.py
+    order              the order with the fewest chains                      xla/chains/order.py
+    buffer assignment  a chain's call: operands, results, scratch places     xla/chains/{buffer_assignment,arena}.py
 
 A chain's operands and results are all there as long as it runs.  Where that takes much more memory than single calls in
 the function's own order (`xla/chains/peak_memory.py`), equations move, and kernels join, only within parts of the

@@ -1,4 +1,4 @@
-"""The order of a program's equations that has the fewest chains of kernels, and the chains in it.
+"""Instruction order with the fewest chains of kernels (list scheduling), and the chains in it.
 
 Everything else comes as early as it can, then all kernels that can run without more of it.
 """
@@ -19,7 +19,10 @@ from jcuts.xla.chains.dataflow import Dataflow, is_kernel
 class Chain:
     """Kernel calls that become one, in order.
 
-    Attributes: calls: equations. made: the values that they make (roots). outdated: values that a call has overwritten.
+    Attributes:
+        calls: equations.
+        made: the values that they make (roots).
+        outdated: values that a call has overwritten.
     """
 
     calls: list[Any] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""How much memory a jaxpr takes where its equations run in their order, each result in memory of its own."""
+"""Peak memory of a jaxpr whose equations run in their order, each result in memory of its own."""
 
 from __future__ import annotations
 

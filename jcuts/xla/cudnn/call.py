@@ -1,4 +1,4 @@
-"""Convolutions by cuDNN as one XLA custom call: the native library, its registration, the traceable call.
+"""cuDNN convolutions as one XLA custom call: the native library, its registration, the traceable call.
 
 The library (``custom_calls/cudnn_conv.cc``) runs all micro-batches of a `Division` in one call.  It opens the cuDNN
 that JAX uses; ``JCUTS_CUDNN`` names another one.  On XLA's CPU platform it works with a cuDNN that says it computes in

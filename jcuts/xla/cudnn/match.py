@@ -1,12 +1,13 @@
-"""``conv_general_dilated`` equations as kernels of cuDNN: which of the three, of which layer, on which operands.
+"""Matches ``conv_general_dilated`` to cuDNN: forward, backward-data or backward-filter of which layer, on which
+operands.
 
 Autodiff writes the gradients of a layer y = conv(x, w) as convolutions of their own (`jax._src.lax.convolution`):
 
     dx = conv(dy, rev(w)), dy dilated by the layer's strides, w with its channel dimensions exchanged
     dw = conv(x, dy), x's and dy's channels in the place of the batch, steps and dilation of the window exchanged
 
-`recognise` finds the layer behind them.  Every form is right for every equation that it fits; which one is preferred
-decides only what is measured.
+`recognise` finds the layer behind them.  Every match is right for every equation that it fits; which one is
+preferred decides only what is measured.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ Order = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Site:
-    """An equation as a kernel.
+    """An equation as a cuDNN kernel.
 
     Attributes:
-        convolution: the kernel of the layer; batch: its samples.
-        operands: variables, in the order of `cudnn.call`; orders: dimensions of operands and result as of there.
+        convolution: the kernel of the layer.
+        batch: its samples.
+        operands: variables, in the order of `cudnn.call`.
+        orders: dimensions of operands and result as of there.
         precision: least exactness that the program asks for.
         flipped: the window is reversed.
         regroup: the second operand is a grouped filter as autodiff rearranged it, to be put back.

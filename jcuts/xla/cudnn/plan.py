@@ -1,4 +1,4 @@
-"""A divided convolution outside XLA, on raw addresses: for measuring (no JAX takes part)."""
+"""A micro-batched cuDNN convolution outside XLA, on raw device addresses, for measuring (no JAX takes part)."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""The *attention* form: scores, softmax and values of a tile of queries, in one pass over the keys.
+"""Flash attention: S = QK^T, online softmax and PV of a tile of queries in one pass over the keys (``mma.sync``).
 
-A block's warps keep their queries' fragments in registers.  Tiles of keys and values stream through a ring of shared
-memory; the scores of a tile exist as accumulators only: what the program does with a score happens there, then rows
-find their largest score (in four lanes), take exponentials of the differences, and multiply them by the values.  Where
-a tile has a larger score than all before, what has been added up so far shrinks accordingly: sums are those of
-exponentials relative to the largest score yet, as exact as if it were known before.  A row whose scores are all -inf
-gives 0 / 0.
+This is the *attention* form.  A block's warps keep their queries' fragments in registers.  Tiles of keys and values
+stream through a ring of shared memory (``cp.async``); the scores of a tile exist as accumulators only: score
+modification happens there (`score_mod`), then rows find their maximum (in four lanes), take exponentials of the
+differences, and multiply them by the values.  Where a tile has a larger score than all before, the running sums are
+rescaled: they are those of exponentials relative to the largest score yet, as exact as if it were known before.  A row
+whose scores are all -inf gives 0 / 0.
 
-Warps that share the keys of a tile meet in shared memory in the end (`AttentionShape.warps`).
+Warps that split the keys of a tile merge their states in shared memory in the end (`FlashTile.warps`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def attention_shape(program: Program) -> FlashTile:
 
 
 class FlashAttentionKernel:
-    """Emits the work of one thread."""
+    """Emits one thread of the flash-attention kernel."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""Keys and values on their way through a block of the attention form: global memory, shared memory, fragments.
+"""K/V tiles of flash attention: ``cp.async`` loader (global to shared) and fragment reader.
 
-The tiles' lines are as the operands lie in memory.  A score's fragment is turned into the left operand of the second
-product without moving between lanes: of float32, term ``k`` of eight is key ``2k``, term ``k + 4`` key ``2k + 1``, and
-values are read in that order.
+The tiles' lines are as the operands lie in memory.  The score accumulators become the A operand of the second GEMM
+without moving between lanes: of float32, k ``t`` of eight is key ``2t``, k ``t + 4`` key ``2t + 1``, and values are
+read in that order.
 """
 
 from __future__ import annotations
@@ -23,8 +23,15 @@ WORD, FOUR, WIDEST = 4, 4, 16
 class _Piece:
     """What one thread copies at once: addresses of the first tile, bytes to add to each, and conditions.
 
-    ``line``: its key in the tile; ``above``: keys to add; ``inside``: whether it is no padding; ``condition``: whether
-    the thread has it (None: all do).
+    Attributes:
+        source: global address of the first tile's element.
+        constant: bytes to add to it.
+        into: shared-memory address.
+        moved: bytes to add to it.
+        line: its key in the tile.
+        above: keys to add.
+        inside: whether it is no padding.
+        condition: whether the thread has it; None if all have.
     """
 
     source: L.Value
@@ -38,7 +45,7 @@ class _Piece:
 
 
 class TileCopier:
-    """Copies tiles of keys or of values."""
+    """Copies tiles of keys or of values into shared memory."""
 
     def __init__(
         self, frame: M.Frame, shape: FlashTile, operand: Operand, thread: L.Value, shared: L.Value, first: int

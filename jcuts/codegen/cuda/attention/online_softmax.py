@@ -1,4 +1,4 @@
-"""Rows of scores in a warp: their largest scores, exponentials and sums, and how warps that share keys meet.
+"""Online softmax state of a warp: row maxima, exponential sums and rescaled outputs; merging the states of split keys.
 
 A lane has two rows of every sixteen; four lanes share a row.
 """
@@ -22,7 +22,13 @@ FOUR = 16
 
 @dataclass
 class OnlineSoftmaxState:
-    """What a warp has: largest scores and sums per lane's rows, sums of values."""
+    """A warp's running state.
+
+    Attributes:
+        largest: maximum score of each of the lane's rows.
+        sums: sum of exponentials per row.
+        out: accumulators of the values.
+    """
 
     largest: list[L.Value]
     sums: list[L.Value]

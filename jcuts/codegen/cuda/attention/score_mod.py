@@ -1,4 +1,4 @@
-"""What an attention program does with a score before the softmax: scale, mask, bias, cap, on the accumulators."""
+"""Score modification of flash attention (scale, mask, bias, soft cap), applied to the score accumulators."""
 
 from __future__ import annotations
 

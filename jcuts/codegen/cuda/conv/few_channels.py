@@ -1,9 +1,11 @@
-"""The *patch* form: convolutions with few channels on matrix units, with everything that follows them.
+"""Convolution with few input channels (a network's first layer) on ``mma.sync``, reading its operand from an image
+patch.
 
-A block copies the patch of the image that a tile of outputs needs (`region.patch_tiles`) into shared memory, zeros
-where it lies outside the image, and keeps the filters there, rounded to TF32.  Fragments of the left operand are read
-from the patch where they lie: nothing is laid out as a matrix.  Terms beyond the last have zeros for filters and, since
-the patch may hold infinities, for pixels too.  With two stages the next tile's patch is on its way during the products.
+This is the *patch* form.  A block copies the patch of the image that a tile of outputs needs
+(`schedule.gpu.conv.few_channels_tile`) into shared memory, with zeros outside the image, and keeps the filters
+there, rounded to TF32.  Fragments of the A operand are read from the patch where they lie: no im2col matrix is
+built.  Beyond the last k the filters are zeros and, since the patch may hold infinities, the pixels too.  With two
+stages the next tile's patch is copied during the multiplications.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ def patch_shape(program: Program) -> FewChannelTile:
 
 
 class FewChannelConvKernel:
-    """Emits the work of one thread."""
+    """Emits one thread of the few-channel convolution."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What the patch form copies into shared memory: patches of the image, and the filters."""
+"""Loaders of the few-channel convolution: image patches (``cp.async``), and filters rounded to TF32."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FLIGHT = 8
 
 
 class ImageLoader:
-    """Copies patches: some threads beside each other take a line, the next ones the next line."""
+    """Copies patches: some neighbouring threads take a line, the next ones the next line."""
 
     def __init__(self, frame: M.Frame, shape: FewChannelTile, shared: L.Value) -> None:
         self.frame, self.shape, self.shared = frame, shape, shared
@@ -102,9 +102,9 @@ class ImageLoader:
 
 
 class FilterLoader:
-    """The filters of a block, zeros for terms and columns that there are not.
+    """Copies a block's filters, with zeros for k and columns that do not exist.
 
-    A line of columns per term, rounded to TF32, or per two terms of 16 bits: a word has both.
+    A line of columns per k, rounded to TF32, or per two k of 16 bits: a word holds both.
     """
 
     def __init__(self, frame: M.Frame, shape: FewChannelTile, thread: L.Value, into: L.Value) -> None:

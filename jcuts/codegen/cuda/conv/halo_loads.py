@@ -1,8 +1,8 @@
-"""Pixels that a block of warp groups keeps in shared memory for all taps of a filter: copies and fragments.
+"""Halo loader and fragment reader of implicit GEMM: runs of activation pixels, swizzled, read by every filter tap.
 
 A pixel's channels fill a line of 128 bytes (or 64), whose pieces of 16 are swizzled by the number of the line (of two
-lines): eight lines beside each other meet different banks.  A lane reads line ``pixel + offset of the tap`` of its row,
-or, where that tap lies outside the image, a line of zeros.
+lines): eight neighbouring lines meet different banks.  A lane reads line ``pixel + offset of the tap`` of its row, or,
+where that tap lies outside the image, a line of zeros.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _swizzled(builder: GpuBuilder, window: ConvWindow, line: L.Value, piece: L.V
 
 
 class HaloLoader:
-    """Copies runs of pixels: eight threads beside each other (or four) take one line."""
+    """Copies runs of pixels: eight neighbouring threads (or four) take one line."""
 
     def __init__(
         self, frame: M.Frame, window: ConvWindow, span: int, threads: int, thread: L.Value, into: L.Value
@@ -92,7 +92,7 @@ class HaloLoader:
 
 
 class HaloFragments:
-    """Fragments of the left operand, of the rows of one warp: 16 of every 64."""
+    """A fragments of one warp's rows (16 of every 64), at the pixels of the current tap."""
 
     def __init__(self, frame: M.Frame, window: ConvWindow, tiles: int, into: L.Value, zeros: L.Value) -> None:
         """Args: tiles: of 64 rows; into: address of the first run; zeros: of a line of zeros."""

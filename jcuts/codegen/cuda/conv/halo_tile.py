@@ -1,4 +1,6 @@
-"""What blocks of warp groups have in common that keep pixels of a convolution, or compute several tiles of outputs."""
+"""Base tile of the persistent ``wgmma`` kernels: halo of activation pixels in shared memory, several output tiles per
+block.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,13 @@ from jcuts.codegen.cuda.ptx import wgmma
 
 @dataclass(frozen=True)
 class HaloTile(MmaKernelTile):
-    """A block's work.
+    """Block tile of a kernel that keeps a halo, or computes several output tiles, or both.
 
     Attributes:
-        left, right: tiles of the operands, the left one as its results lie.
-        span: lines of a run of pixels, 0 where none are kept. kept: runs in shared memory.
-        rounds: tiles of outputs of a block.
+        left, right: shared-memory tiles of the operands; the left one as its results lie.
+        span: pixels of one run (the halo); 0 where none are kept.
+        kept: runs in shared memory.
+        rounds: output tiles that a block computes one after the other.
     """
 
     left: WgmmaSmemTile

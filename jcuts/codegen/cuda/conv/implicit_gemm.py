@@ -1,13 +1,14 @@
-"""Convolutions by warp groups whose pixels stay in shared memory for all taps of the filter.
+"""Persistent implicit-GEMM convolution with halo reuse (``wgmma``, capability 9.0).
 
-A block's outputs are neighbours, and so are nearly all pixels that they read (`region.group_windows`): a run of them is
-copied once for 32 channels, not once per tap, and read through registers where each tap lies (`group_pixels`); the
-weights of a tap and its channels go through a ring as those of every product, or, where the whole filter has its place
-in shared memory, stay there.  A block goes on with ``rounds`` tiles of outputs one after the other: copies of the next
-tile are under way while the one before is finished.  Where there are few outputs the blocks of a ``cluster`` share the
-channels of one tile, and push their totals to each other (`product_meet.push`).
+A block's outputs are neighbours, and so are nearly all pixels that they read (`lower.patterns.conv_window`): a run of
+them is copied once per 128 bytes of channels, not once per tap, and read through registers where each tap lies
+(`halo_loads`).  The weights of a tap and its channels go through a ring of stages as in every GEMM, or stay resident
+where the whole filter fits into shared memory.  A block goes on with ``rounds`` output tiles one after the other:
+copies of the next tile are in flight while the one before is finished.  Where there are few outputs the blocks of a
+``cluster`` split the channels of one tile, and push their partial sums to each other
+(`split_k_reduce.reduce_through_dsmem`).
 
-float32 with rounded weights (see `product_groups`), and 16-bit floats.
+float32 with TF32-pre-rounded weights (see `wgmma_mainloop`), and 16-bit floats.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from jcuts.lower.patterns.gemm import COLUMNS, ROWS
 
 
 class ImplicitGemmKernel(WgmmaKernel):
-    """Emits the work of one thread."""
+    """Emits one thread of the implicit-GEMM convolution."""
 
     shape: ImplicitGemmKernelTile  # type: ignore[assignment]
     rows: HaloFragments  # type: ignore[assignment]

@@ -1,4 +1,6 @@
-"""The loop of a convolution that keeps its pixels, over the terms of one tile of outputs."""
+"""Mainloop of the implicit-GEMM convolution: channel chunks outside, filter taps inside, over one halo in shared
+memory.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ class MainloopKernel(Protocol):
 
 
 class ImplicitGemmMainloop:
-    """The loop over the terms of a tile of outputs: for every line of channels all taps."""
+    """The k-loop of one output tile: for every chunk of channels all taps."""
 
     def __init__(self, emitter: MainloopKernel, places: Sequence[L.Value]) -> None:
         """Args: places: bytes to the weights of the first step, to the place that is written next, to the run."""

@@ -1,4 +1,4 @@
-"""What a block of a convolution that keeps its pixels does, and what schedules must keep to."""
+"""Block tile of the implicit-GEMM convolution, and the constraints on its schedules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,13 @@ from jcuts.schedule.gpu.gemm.wgmma_tile import dsmem_is_separate, smem_with_dsme
 
 
 class KLoopSegment(NamedTuple):
-    """A part of a tile's terms: taps of lines of channels, steps of each, taps of a round of the loop."""
+    """A segment of the k-loop.
+
+    Attributes:
+        taps: taps of its channel chunks.
+        steps: k-steps of each tap.
+        together: taps per loop iteration.
+    """
 
     taps: int
     steps: int
@@ -36,16 +42,16 @@ class KLoopSegment(NamedTuple):
 
 @dataclass(frozen=True)
 class ImplicitGemmKernelTile(HaloTile):
-    """A block's work.
+    """Block tile of the implicit-GEMM convolution.
 
     Attributes:
         window: how pixels are read.
-        spread: whether copies are started among the steps of the products, not behind them.
-        steps: of terms, of a tile of weights, that are one group of instructions.
+        spread: whether copies are issued between the k-steps, not behind them.
+        steps: k-steps of one ``wgmma`` commit group.
         unrolled: whether every tap has code of its own.
-        fetched: whether the fragments of a tap are asked for before the products of the one before it.
-        short: whether the last line of channels is multiplied only as far as it is full.
-        push: whether the blocks of a cluster share the lines of channels.
+        fetched: whether the fragments of a tap are read before the products of the tap before start.
+        short: whether the last channel chunk is multiplied only as far as it is full.
+        push: whether the blocks of a cluster split the channel chunks.
     """
 
     window: ConvWindow

@@ -1,4 +1,8 @@
-"""The *combined* form: several maps of one axis in one kernel; a block finds its map by comparing its number."""
+"""Horizontal fusion: several element-wise programs of one axis in one launch; a block selects its program by its
+number.
+
+This is the *combined* form.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,13 @@ from jcuts.lower.horizontal import is_map
 
 @dataclass(frozen=True)
 class CombinedShape:
-    """Threads of a block, each with a point; the first block of every map, and how many there are."""
+    """How the programs share the grid.
+
+    Attributes:
+        threads: of a block, each with one point.
+        first: the first block of every program.
+        blocks: of the launch.
+    """
 
     threads: int
     first: tuple[int, ...]
@@ -56,7 +66,7 @@ def binary_dispatch(builder: GpuBuilder, number: L.Value, first: Sequence[int], 
 
 
 class HorizontalKernel:
-    """Emits the work of one thread."""
+    """Emits one thread of the horizontally fused kernel."""
 
     def __init__(
         self,

@@ -1,9 +1,10 @@
-"""The *transposed* form: maps whose operand lies along another axis than the result, by way of shared memory.
+"""Element-wise kernel with a shared-memory transpose, for operands that are contiguous along another axis than the
+result.
 
-A block takes a tile of both axes.  Threads lie along the operand's own direction while they read it, in accesses of up
-to 16 bytes, and put the elements into shared memory; then they lie along the result's direction, pick up their elements
-there, compute, and write in wide accesses as well.  Rows in shared memory are padded so that the threads of a warp meet
-as few banks twice as possible, in both directions.
+This is the *transposed* form.  A block takes a tile of both axes.  Threads lie along the operand's own direction
+while they read it, in accesses of up to 16 bytes, and put the elements into shared memory; then they lie along the
+result's direction, pick up their elements there, compute, and write in wide accesses as well.  Rows in shared memory
+have the padding with fewest bank conflicts for a warp that writes and reads, counted in both directions.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ class TransposedShape:
     """A block's tile.
 
     Attributes:
-        crossed: the axis along which the operand is contiguous; ``rows`` of its points belong to the tile.
-        columns: points of the last axis in the tile; ``vector`` of them are one thread's.
+        crossed: the axis along which the operand is contiguous.
+        rows: points of that axis in the tile.
+        columns: points of the last axis in the tile.
+        vector: of these, the points of one thread.
         threads: of a block.
     """
 
@@ -120,7 +123,7 @@ class _Reader(ThreadTileKernel):
 
 
 class SmemTransposeKernel:
-    """Emits the work of one thread of a block."""
+    """Emits one thread of the transposing element-wise kernel."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""The *point* form: every thread computes a register tile of output points by itself.
+"""SIMT kernel: every thread computes a register tile of output points by itself.
 
-Element-wise chains, windows, depthwise and other convolutions, gathers, and reductions that run inside a thread.
-Reductions short enough to be unrolled are straight-line code, so that points of a tile share loads (the rows of a
-depthwise window stay in registers); longer ones are loops.
+This is the *point* form: element-wise chains, windows, depthwise and other convolutions, gathers, and reductions that
+run inside a thread.  Reductions short enough to be unrolled are straight-line code, so that points of a tile share
+loads (the rows of a depthwise window stay in registers); longer ones are loops.
 """
 
 from __future__ import annotations

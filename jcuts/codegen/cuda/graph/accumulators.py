@@ -1,6 +1,4 @@
-"""Reduction accumulators in registers: initial value and update for sum, product, min/max, argmin/argmax, and/or/xor.
-
-"""
+"""Reduction accumulators in registers: initial value, update; sum, product, min/max, argmin/argmax, and/or/xor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The depthwise convolution of the *block* form: from the patch in shared memory to operands of the second product."""
+"""Depthwise convolution stage of the fused inverted residual: from the expanded patch in shared memory to the A
+operand.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from jcuts.schedule.gpu.inverted_residual.tile import InvertedResidualTile
 
 
 class DepthwiseConv:
-    """A thread has a word of a piece's channels (one of float32, two of bfloat16) and some strips of their outputs.
+    """A thread has one word of a chunk's channels (one of float32, two of bfloat16) and some strips of their outputs.
 
     Neighbouring outputs share the pixels they read.
     """

@@ -1,4 +1,6 @@
-"""What fills the patch of the *block* form: the first product with what follows it, or copies of an operand."""
+"""Expand stage of the fused inverted residual: 1x1 GEMM with its epilogue into the shared-memory patch, or a plain
+copy.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ EIGHT = 8
 
 
 class ExpandGemm:
-    """Fragments of input pixels times pieces of weights, and what follows."""
+    """Fragments of input pixels times a chunk of weights, and the element-wise operations behind it."""
 
     def __init__(
         self,
@@ -144,7 +146,7 @@ class ExpandGemm:
 
 
 class DirectLoad:
-    """Pieces of an operand's channels, one ahead."""
+    """Without an expand GEMM: chunks of an operand's channels, copied one ahead."""
 
     def __init__(
         self, frame: M.Frame, shape: InvertedResidualTile, place: TileCoordinates, thread: L.Value, patch: L.Value

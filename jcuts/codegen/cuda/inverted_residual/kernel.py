@@ -1,15 +1,16 @@
-"""The *block* form: an inverted residual (product, depthwise convolution, product) in one kernel.
+"""Fused inverted residual (MBConv): expand GEMM, depthwise convolution and project GEMM in one kernel (``mma.sync``).
 
-A thread block computes a tile of outputs (`region.block_tiles`).  It copies the input pixels that the tile's windows
-cover into shared memory, rounds float32 to TF32 once, and goes through the channels between the products in pieces:
+This is the *block* form.  A thread block computes a tile of outputs (`schedule.gpu.inverted_residual.tile`).  It copies
+the input pixels that the tile's windows cover into shared memory, rounds float32 to TF32 once, and goes through the
+channels between the GEMMs in chunks:
 
-1. expand: fragments of pixels times a piece of weights, what follows in registers, into the *patch*;
-2. windows: a thread sums a strip of one channel's (bfloat16: two channels') windows from the patch; what follows;
-   rounded, into shared memory;
-3. project: fragments of those times a piece of weights, added up in registers.
+1. expand: fragments of pixels times a chunk of weights; element-wise operations in registers; into the *patch*;
+2. depthwise: a thread sums a strip of one channel's (bfloat16: two channels') windows from the patch; element-wise
+   operations; rounded, into shared memory;
+3. project: fragments of those times a chunk of weights, accumulated in registers.
 
-Weights of the next piece are on their way meanwhile.  Pixels outside the image are zeros that nobody writes again.
-Where there is no first product, pieces of an operand are copied into two patches in turn.
+Weights of the next chunk are copied meanwhile (``cp.async``).  Pixels outside the image are zeros that nobody writes
+again.  Where there is no expand GEMM, chunks of an operand are copied into two patches in turn.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def block_shape(program: Program) -> InvertedResidualTile:
 
 
 class InvertedResidualKernel:
-    """Emits the work of one thread."""
+    """Emits one thread of the fused inverted residual."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What a thread block of the *block* form copies: input pixels, and pieces of weights along their columns."""
+"""Loaders of the fused inverted residual: input pixels, channel chunks, weights (``cp.async``)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ACCESS = 16
 
 
 class InputLoader:
-    """Input pixels in lines of shared memory, zeros for channels and pixels that there are not."""
+    """Copies input pixels into lines of shared memory, with zeros for channels and pixels that do not exist."""
 
     def __init__(
         self, frame: M.Frame, shape: InvertedResidualTile, place: TileCoordinates, thread: L.Value, shared: L.Value
@@ -75,7 +75,9 @@ class InputLoader:
 
 
 class ChannelChunkLoader:
-    """A piece of channels of an operand's pixels, each at its place in a patch; zeros for channels there are not."""
+    """Copies a chunk of an operand's channels, each pixel to its place in a patch; zeros for channels that do not
+    exist.
+    """
 
     def __init__(
         self, frame: M.Frame, shape: InvertedResidualTile, place: TileCoordinates, thread: L.Value, patch: L.Value
@@ -117,7 +119,7 @@ def _width(count: int, item: int) -> int:
 
 
 class WeightLoader(TileLoader):
-    """Copies all terms of some columns of weights, zeros for columns that there are not."""
+    """Copies all k of some columns of weights, with zeros for columns that do not exist."""
 
     def _inside(self, outer: L.Value) -> L.Value:
         return outer

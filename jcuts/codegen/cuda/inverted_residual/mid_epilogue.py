@@ -1,4 +1,4 @@
-"""What follows a sum between the products of the *block* form: element-wise operations, vectors along channels."""
+"""Element-wise operations between the GEMMs of the fused inverted residual (norm, ReLU6), vectors along channels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a thread of the *block* form does with its accumulators: the exit graph of the second product, and stores."""
+"""Epilogue of the project GEMM of the fused inverted residual: exit graph on the accumulators, predicated stores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a thread block of the *block* form stands in images and results."""
+"""Tile coordinates of the fused inverted residual: first image, output tile, halo of input pixels, image borders."""
 
 from __future__ import annotations
 

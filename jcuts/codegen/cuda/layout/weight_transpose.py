@@ -1,8 +1,8 @@
-"""The *weights* form: many matrices rounded to TF32 and turned by one kernel, a tile of one of them per block.
+"""Batched weight transpose with TF32 rounding: many matrices in one launch, a 64x64 tile of one of them per block.
 
-A block finds its matrix by a few comparisons of its number, reads a tile of 64x64 along the columns, rounds it, and
-writes it along the terms, by way of shared memory.  Lines there are one word longer, so that no two threads of a warp
-meet a bank in either direction.
+This is the *weights* form.  A block finds its matrix by a binary search on its number, reads a tile along the columns,
+rounds it, and writes it along K by way of shared memory.  Lines there are one word longer, so that a warp has no bank
+conflicts in either direction.
 """
 
 from __future__ import annotations
@@ -30,7 +30,12 @@ LOW, INFINITE = 0x1FFF, 0x7F800000
 
 @dataclass(frozen=True)
 class TurnShape:
-    """The matrices of a kernel, and the number of the first tile of each."""
+    """The matrices of one launch.
+
+    Attributes:
+        parts: the matrices.
+        first: number of the first tile of each.
+    """
 
     parts: tuple[WeightTranspose, ...]
     first: tuple[int, ...]
@@ -51,7 +56,7 @@ def turn_shape(program: Program) -> TurnShape:
 
 
 class WeightTransposeKernel:
-    """Emits the work of one thread."""
+    """Emits one thread of the batched weight transpose."""
 
     def __init__(
         self,

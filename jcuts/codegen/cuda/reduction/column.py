@@ -1,12 +1,13 @@
-"""The *columns* form: a block of threads reduces neighbouring outputs together.
+"""Column reduction: a block of threads reduces neighbouring outputs together (column sums, filter gradients).
 
-Column sums, batch statistics, gradients of depthwise filters: the reduced points of an output lie far apart, those of
-neighbouring outputs side by side.  ``across`` threads lie along the last axis, each with a vector of outputs, so that a
-row of them reads whole lines; ``deep`` such rows share the reduced points, ``flight`` of which a thread loads at once.
-What the rows found meets by shuffles (rows within a warp) and in shared memory, one line per row of threads.
+This is the *columns* form.  The reduced points of an output lie far apart, those of neighbouring outputs side by side.
+``across`` threads lie along the last axis, each with a vector of outputs, so that a row of them reads whole lines;
+``deep`` such rows share the reduced points, ``flight`` of which a thread loads at once.  Partial sums meet by shuffles
+(rows within a warp) and in shared memory, one line per row of threads.
 
-`codegen.cuda.parts` brings a program into the shape that is read here: axes ``s`` (the group of terms of a block, where
-the reduction is split over the grid) and ``f`` (terms of a group), and short reductions inside that a thread unrolls.
+`codegen.cuda.split_kernels` brings a program into the shape that is read here: axes ``s`` (the group of points of a
+block, where the reduction is split over the grid) and ``f`` (points of a group), and short reductions inside that a
+thread unrolls.
 """
 
 from __future__ import annotations
@@ -37,14 +38,16 @@ SHARED = 24 << 10  # bytes of shared memory that the rows of threads meet in
 
 @dataclass(frozen=True)
 class ColumnShape:
-    """How a block is laid over outputs and terms.
+    """How a block is laid over outputs and reduced points.
 
     Attributes:
-        across: threads along the last axis; ``deep``: rows of threads, which share the terms.
+        across: threads along the last axis.
+        deep: rows of threads, which share the reduced points.
         threads: of a block; those beyond ``across * deep`` only take part in barriers.
-        flight: terms that a thread has under way.
-        terms: terms of all groups (``f`` counts those of one).
-        walked: the reduction inside a term that a thread walks along (`walk`), or ''; ``ahead``: how early loads are.
+        flight: reduced points that a thread loads at once.
+        terms: reduced points of all groups (``f`` counts those of one).
+        walked: the inner reduction along which a thread keeps a sliding window (`window.sliding_window`), or ''.
+        ahead: tiles by which its loads are issued early.
     """
 
     across: int
@@ -80,7 +83,7 @@ def lane_blocks(phase: Phase, shape: ColumnShape) -> int:
 
 
 class ColumnReductionKernel:
-    """Emits the work of one thread of a block."""
+    """Emits one thread of the column reduction."""
 
     def __init__(
         self,

@@ -1,8 +1,9 @@
-"""Row programs along columns: softmax, norms and statistics over a dimension that is not the last.
+"""Softmax, norms and statistics along a dimension that is not the last, several phases in one kernel.
 
-A block takes neighbouring columns and all their points: ``across`` threads with ``vector`` columns each lie along the
-last axis, ``deep`` of them share the points of a column.  After every reduction all threads of a column have its total,
-so phases follow each other in one kernel, as in `codegen.cuda.team`; few points per thread stay in registers.
+This is the *column_rows* form.  A block takes neighbouring columns and all their points: ``across`` threads with
+``vector`` columns each lie along the last axis, ``deep`` of them share the points of a column.  After every reduction
+all threads of a column have its total, so phases follow each other in one kernel, as in `reduction.row`; few points per
+thread stay in registers.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ class ColumnRowsShape:
     """How a block is laid over columns and their points.
 
     Attributes:
-        across: threads along the last axis; ``deep``: threads that share a column; ``vector``: columns of a thread.
-        chunks: points that a thread takes together; a column's points stay in registers if these are all.
-        groups: of points in the grid (one-pass statistics alone).
+        across: threads along the last axis.
+        deep: threads that share a column.
+        vector: columns of a thread.
+        chunks: points that a thread loads at once; a column's points stay in registers if these are all.
+        groups: groups of points over the grid (one-pass statistics alone).
     """
 
     across: int
@@ -77,7 +80,7 @@ def column_rows_shape(program: Program) -> ColumnRowsShape:
 
 
 class ColumnSoftmaxKernel(RowReductionKernel):
-    """Emits the work of one thread of a block on its columns."""
+    """Emits one thread of softmax, norms and statistics along columns."""
 
     def __init__(
         self,

@@ -1,10 +1,10 @@
-"""The *team* form: several threads share a row (all reduced points of one output point) and combine what they found.
+"""Row reduction by cooperating threads: softmax, layer norm, statistics, row and full reductions.
 
-Softmax, layer norm, statistics, row and full reductions.  A team is a part of a warp, a warp, or a whole block; partial
-results meet through shuffles and, across warps, through shared memory.  Every thread of the team then holds the row's
-values, so what phases pass on to each other stays in registers.
+This is the *team* form: part of a warp, a warp, or a whole block has a row; partial results are combined by ``shfl``
+and, across warps, through shared memory.  Every thread of the group then holds the row's values, so what phases pass on
+to each other stays in registers.
 
-Where a thread's share of the row is small (*resident*), all phases are one straight-line graph: a load that two phases
+Where a thread's part of the row is small (*resident*), all phases are one straight-line graph: a load that two phases
 need is one node and happens once.  Otherwise every phase is a loop over the row, which then comes from the L2 cache.
 
 The row's points are numbered by one axis ``k``; a thread takes ``vector`` neighbours at ``k = lane * vector`` and again
@@ -43,7 +43,7 @@ class RowReductionTile:
         team: threads per row, a power of two; more than a warp means one row per block.
         threads: threads per block.
         vector: neighbouring points per access.
-        chunks: pieces of ``team * vector`` points that are unrolled together.
+        chunks: accesses of ``team * vector`` points that are unrolled together.
     """
 
     team: int
@@ -77,7 +77,7 @@ def row_length(program: Program) -> int:
 
 
 class RowReductionKernel:
-    """Emits the work of one team on one row."""
+    """Emits one thread of the row reduction."""
 
     at = 0  # the column in hand, where a thread has several
 

@@ -1,12 +1,12 @@
-"""The *moments* form: mean and sum of squared deviations of columns in one pass (see `region.statistics`).
+"""Welford statistics of columns: mean and sum of squared deviations in one pass (see `lower.welford`).
 
-A thread takes ``chunks`` points of its columns at a time.  With n points so far, their mean m and squared deviations M,
-c more points at distances d from m make
+This is the *moments* form.  A thread takes ``chunks`` points of its columns at a time.  With n points so far, their
+mean m and squared deviations M, c more points at distances d from m make
 
     m' = m + sum(d) / (n + c),   M' = M + sum(d**2) - sum(d)**2 / (n + c)
 
 (at most half of the sum of squares cancels, but for the first points: these are seen from one of them, and at most a
-share of 1 - 1/c does).  Threads of a column join what they have by shuffles and shared memory.
+fraction of 1 - 1/c does).  Threads of a column combine their statistics by shuffles and through shared memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jcuts.lower.welford import GROUP, match_welford
 
 
 class WelfordKernel(ColumnSoftmaxKernel):
-    """Emits one thread's part of a program whose first two phases are statistics."""
+    """Emits one thread of a program whose first two phases are statistics."""
 
     def emit(self) -> None:
         """The pass over the data, then what follows from it."""

@@ -1,9 +1,11 @@
-"""Cumulative operations: *scan_columns*, one after another in a thread, and *scan_rows*, shared by a team's threads.
+"""Parallel scan: along rows by cooperating threads (shuffles, shared memory), along columns serially in one thread
+each.
 
-Along a dimension that is not the last, neighbouring threads take neighbouring columns and walk down them; long columns
-are split into groups whose first carries are found beforehand (`region.scan_gpu`).  Along the last dimension a team
-takes ``team * vector`` points of a row at a time: every thread scans its own, totals are scanned by shuffles and in
-shared memory, and what came before is added.  Nothing depends on the order in which threads run.
+These are the *scan_rows* and *scan_columns* forms.  Along a dimension that is not the last, neighbouring threads
+take neighbouring columns and scan down them; long columns are split into groups whose carries are computed before
+(`lower.split_scan`).  Along the last dimension a team takes ``team * vector`` points of a row at a time: every
+thread scans its own, totals are scanned by shuffles and in shared memory, and the carry of what came before is
+added.  Nothing depends on the order in which threads run.
 """
 
 from __future__ import annotations
@@ -34,8 +36,11 @@ class ScanShape:
     """How threads share a scan.
 
     Attributes:
-        rows: whether a team shares a row; else a thread walks down ``vector`` columns, ``unroll`` steps at a time.
-        team: threads of a row; threads: of a block; vector: neighbouring points of a thread.
+        rows: whether several threads share a row; else a thread scans ``vector`` columns, ``unroll`` steps at a time.
+        threads: of a block.
+        vector: neighbouring points of a thread.
+        team: threads per row.
+        unroll: steps per loop iteration along columns.
     """
 
     rows: bool
@@ -77,7 +82,7 @@ def scans_of_grid(program: Program, shape: ScanShape) -> dict[str, int]:
 
 
 class ScanEmitter:
-    """What both forms share: copies of the two phases' graphs at a step."""
+    """What both forms share: copies of the two phases' graphs at one step."""
 
     def __init__(
         self,
@@ -142,7 +147,7 @@ class ScanEmitter:
 
 
 class ScanColumnsEmitter(ScanEmitter):
-    """A thread walks down neighbouring columns; the carries stay in registers."""
+    """Emits one thread of a scan along columns; the carries stay in registers."""
 
     def emit(self) -> None:
         """All steps."""
@@ -219,7 +224,7 @@ class ScanColumnsEmitter(ScanEmitter):
 
 
 class ScanRowsEmitter(ScanEmitter):
-    """A team scans ``team * vector`` points of a row at a time."""
+    """Emits one thread of a scan along rows, ``team * vector`` points at a time."""
 
     def emit(self) -> None:
         """The whole row."""

@@ -135,9 +135,7 @@ def assemble(ptx: str, arch: str, *, overlapped: bool = False) -> bytes:
 
 
 class Grid(NamedTuple):
-    """A launch as the occupancy calculation needs it: blocks, threads per block, dynamic shared memory per block [B].
-
-    """
+    """A launch for the occupancy calculation: blocks, threads per block, dynamic shared memory per block [B]."""
 
     blocks: int
     threads: int

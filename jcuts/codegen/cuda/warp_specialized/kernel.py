@@ -1,11 +1,13 @@
-"""Products by warp groups whose operands are brought by warps of their own, for rounded weights (float32).
+"""Warp-specialised ``wgmma`` GEMM and implicit-GEMM convolution: producer warps, consumer warpgroups (capability 9.0).
 
-Where all warps of a block copy, fetch, round and multiply in step, the units wait for every barrier and what follows
-it.  Here some warps copy, one may pass the proxy fences (which wait for products), and the groups wait for no one but
-them, at a barrier of the stage that they read next (`stage_barriers`): while one group fetches and rounds,
-others multiply; and while they finish a tile of outputs, copies of the block's next one are under way.  A convolution's
-pixels may stay in shared memory for all taps (`group_pixels`); a matrix that the exit adds may come by stages of its
-own, behind those of a tile's terms (`fed_beside`).
+Producer warps fill a ring of shared-memory stages with ``cp.async``, consumer warpgroups run ``wgmma``, and an optional
+warp of a third role issues the proxy fences (which wait for products).  float32 activations are rounded to TF32 in
+registers; weights must already be TF32.  Where all warps copy, fetch, round and multiply in step, the units wait at
+every barrier; here consumers wait for a stage's ``mbarrier`` alone (`mbarrier_ring`): while one warpgroup fetches and
+rounds, others multiply, and while they run the epilogue of a tile, copies of the block's next one are in flight
+(persistent blocks).  Registers are shared out by ``setmaxnreg``.  A convolution's halo may stay in shared memory for
+all taps (`halo_loads`); a residual matrix may come through stages of its own, behind those of a tile's k-tiles
+(`residual_loads`).
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ WHOLE = wgmma.LINE // ptx_mma.STEP
 
 
 class WarpSpecializedKernel(WgmmaKernel):
-    """Emits the work of one thread."""
+    """Emits one thread of the warp-specialised kernel: its role is decided by its warp."""
 
     shape: WarpSpecializedTile  # type: ignore[assignment]
     rows: RegisterOperandA | HaloFragments  # type: ignore[assignment]

@@ -1,11 +1,11 @@
-"""A matrix beside the results of a product that comes by the stages of its operands (`product_fed`).
+"""Residual (source matrix C) loads through the pipeline stages of the warp-specialised kernel.
 
-Behind the last tile of terms the warps that copy go on with what the exit adds: one stage for each group, filled while
-the groups still multiply, or finish the tile before.  So memory is never waited for, and whoever copies is as many
-stages ahead in the exit as in the products.
+Behind the last k-tile the producer warps go on with the residual: one stage for each consumer warpgroup, filled while
+the warpgroups still multiply, or run the epilogue of the tile before.  So nobody waits for memory, and producers are as
+many stages ahead in the epilogue as in the mainloop.
 
-Rows of a group's results follow each other without gaps.  In odd ones every two pieces of 64 bytes have changed places:
-the lanes of an access read 64 bytes of an even row and of the next, and meet no bank twice.
+Rows of a warpgroup's results follow each other without gaps.  In odd ones every two pieces of 64 bytes are exchanged
+(swizzle): the lanes of an access read 64 bytes of an even row and of the next, without bank conflicts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _swizzle(builder: GpuBuilder, row: L.Value) -> L.Value:
 
 
 class ResidualLoader:
-    """Fills stages with a block's rows of the matrix, by one of the threads that copy."""
+    """Fills stages with a block's rows of the residual, as one producer thread."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class ResidualLoader:
 
 
 class ResidualReader(EpilogueStaging):
-    """Reads a group's rows from their stage."""
+    """Reads a warpgroup's rows of the residual from their stage."""
 
     def __init__(
         self, frame: M.Frame, kept: StagedMatrix, tiles: tuple[SmemTile, SmemTile], stage: L.Value, first: L.Value

@@ -1,4 +1,4 @@
-"""What a block does whose operands are brought by warps of their own, and what schedules must keep to."""
+"""Block tile of the warp-specialised kernel: stages, roles, registers per role, constraints on schedules."""
 
 from __future__ import annotations
 
@@ -39,12 +39,14 @@ to which nobody needs them."""
 
 @dataclass(frozen=True)
 class WarpSpecializedTile(HaloTile):
-    """A block's work.
+    """Block tile of the warp-specialised kernel.
 
     Attributes:
-        window: how pixels are read that are kept for all taps, None where none are. carriers: warps that copy.
-        early: whether those ask for what the exit adds. vectors: values per term that a prologue takes.
-        beside: a matrix that the exit adds, and that comes by the stages, one for each group.
+        window: how the pixels of a halo are read; None where no halo is kept.
+        carriers: producer warps.
+        early: whether producers prefetch the operands of the epilogue.
+        vectors: values per k that a prologue takes.
+        beside: the residual matrix that comes through the stages, one stage for each consumer warpgroup.
     """
 
     window: ConvWindow | None

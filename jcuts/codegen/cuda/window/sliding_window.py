@@ -1,8 +1,8 @@
-"""A thread of the point form that walks along an axis: tile after tile, keeping what the next tile needs again.
+"""Sliding window in registers: a thread goes from tile to tile along an axis and keeps what the next tile needs again.
 
-A window that slides down an image reads every row once: rows that a tile shares with the next stay in registers, and
-so do values that both compute (which element of a window its maximum was).  The other loads are asked for ``ahead``
-tiles before the one that needs them, or where it begins (0).
+A window that slides down an image reads every row once: rows that a tile shares with the next stay in registers, and so
+do values that both compute (which element of a window its maximum was).  The other loads are issued ``ahead`` tiles
+before the one that needs them (software prefetch), or where it begins (0).
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ from jcuts.kernel_ir.register_tiling import Extent, Tile, body_tile, exit_tile
 
 @dataclass(frozen=True)
 class SlidingWindow:
-    """Along which axis a thread walks: ``tiles`` of its register tiles, with loads that many tiles ``ahead``."""
+    """The loop of one thread.
+
+    Attributes:
+        axis: along which it goes.
+        tiles: register tiles per thread.
+        ahead: tiles by which loads are issued early.
+    """
 
     axis: str
     tiles: int
@@ -61,7 +67,7 @@ class _Path:
 
 
 class SlidingWindowKernel(ThreadTileKernel):
-    """Emits the walk of one thread."""
+    """Emits one thread with a sliding window."""
 
     given: Mapping[int, E.Lanes] = MappingProxyType({})
     """What the walk has already, by node."""

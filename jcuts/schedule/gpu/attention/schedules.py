@@ -1,6 +1,6 @@
-"""Candidate schedules of attention for a GPU's matrix units, ranked by counted cycles.
+"""Flash-attention schedules for tensor cores, ranked by a cycle model.
 
-A multiprocessor has ``queue`` blocks to run, ``resident`` of them at once:
+A multiprocessor has ``queue`` blocks to run, ``resident`` of them at once (occupancy):
 
     cycles = sum over its waves of hypot(blocks * work, ENDS + tiles * chain),  at least bytes / memory
     work = tiles * longest(units, shared memory, issue, L2 cache)    chain = what one warp waits for itself
@@ -8,7 +8,7 @@ A multiprocessor has ``queue`` blocks to run, ``resident`` of them at once:
 A quarter of a multiprocessor issues for the warps that it has: with five warps, one quarter has two.
 
 Constants are fitted to 190 schedules of 14 sizes on an H200, in float32 and bfloat16: the median of measured over
-estimated time is within 25 % of 1 for each of them.  What is chosen is measured.
+estimated time is within 25 % of 1 for each of them.
 """
 
 from __future__ import annotations

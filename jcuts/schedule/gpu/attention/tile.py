@@ -1,9 +1,10 @@
-"""Geometry of a block of the attention form: what lies where in its shared memory, and what a warp computes.
+"""Block tile of flash attention: shared-memory layout of K/V stages, split of queries and keys over warps.
 
-A block takes ``rows`` queries of one head and walks over the keys, ``keys`` at a time: tiles of keys and of values lie
+A block takes ``rows`` queries of one head and goes over the keys, ``keys`` at a time: tiles of keys and of values lie
 side by side in a ring of ``stages``.  Warps share the rows, and, where ``warps[1]`` is more than 1, the keys of every
-tile: those meet in the end.  Lines have an odd number of 16 bytes, so that a warp's reads meet no bank twice: keys and
-16-bit values are read as matrices, float32 values as pairs of neighbours of two lines that follow each other.
+tile: those merge in the end.  Lines have an odd number of 16 bytes, so that a warp's reads have no bank conflicts: keys
+and 16-bit values are read as matrices (``ldmatrix``), float32 values as pairs of neighbours of two lines that follow
+each other.
 """
 
 from __future__ import annotations
@@ -30,11 +31,15 @@ EIGHT = 8
 
 @dataclass(frozen=True)
 class FlashTile:
-    """A block's work.
+    """Block tile of flash attention.
 
     Attributes:
-        rows, keys: of its tiles. warps: along rows, along keys. stages: tiles of keys and values in shared memory.
-        rounded: float32 tiles are rounded where they lie, once, instead of by every warp that reads them.
+        attention: the operands.
+        rows, keys: queries and keys of a tile.
+        warps: warps along rows, along keys.
+        stages: tiles of keys and values in shared memory.
+        rounded: whether float32 tiles are rounded to TF32 in shared memory, once, instead of by every warp that reads
+            them.
     """
 
     attention: Attention

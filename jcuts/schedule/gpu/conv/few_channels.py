@@ -1,9 +1,9 @@
-"""Candidate schedules of convolutions with few channels (`patches`), ranked by counted cycles.
+"""Schedules of few-channel convolutions (`lower.patterns.few_channel_conv`), ranked by a cycle model.
 
     cycles = waves * (LATENCY + filters + share * longest(units, shared memory, issue, L2 cache) + exit),
              at least bytes / (memory bytes per cycle)
 
-as in `gpu_products`, whose constants these are.  What is chosen is measured.
+with the constants of `gemm.mma`.
 """
 
 from __future__ import annotations

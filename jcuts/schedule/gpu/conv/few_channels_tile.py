@@ -1,15 +1,15 @@
-"""Geometry of a block that multiplies a patch of an image by filters: what lies where in its shared memory.
+"""Block tile of the few-channel convolution: shared-memory layout of the image patch and the filters.
 
 A block computes ``rows x pixels`` outputs of ``columns`` filters.  The patch that their windows cover is as it lies in
 memory, line by line; a line begins up to three elements early, so that copies of 16 bytes are aligned.  Filters lie
-behind it, one line of columns per term.
+behind it, one line of columns per k.
 
 Lines of an odd number of 16-bit elements begin in the middle of a word in turns.  So they do in shared memory, where
 the pitch is odd, too: a tile whose first line begins in the middle lies one element further on, and words stay words.
 
-Terms are numbered in fours.  A lane of a warp holds terms ``lane % 4`` of two fours and pixel ``lane / 4`` of its
-fragment: a four is a *pattern* (where its terms lie, seen from the first one), for which a lane has one address, and a
-constant.  Fragments take neighbouring pixels, or every second one, whichever meets fewer banks twice.
+The k are numbered in fours.  A lane of a warp holds k ``lane % 4`` of two fours and pixel ``lane / 4`` of its fragment:
+a four is a *pattern* (where its elements lie, seen from the first one), for which a lane has one address, and a
+constant.  Fragments take neighbouring pixels, or every second one, whichever has fewer bank conflicts.
 """
 
 from __future__ import annotations
@@ -43,11 +43,14 @@ SHIFT = 8
 
 @dataclass(frozen=True)
 class FewChannelTile:
-    """A block's work.
+    """Block tile of the few-channel convolution.
 
     Attributes:
-        rows, pixels, columns: outputs of a tile. warps: along each of them.
-        stages: patches in shared memory. share: tiles that a block computes one after the other.
+        patches: the convolution's geometry.
+        rows, pixels, columns: outputs of a tile.
+        warps: warps along each of these.
+        stages: patches in shared memory.
+        share: tiles that a block computes one after the other.
     """
 
     patches: FewChannelConv

@@ -1,9 +1,9 @@
-"""Candidate schedules of convolutions by warp groups that keep pixels in shared memory, ranked by counted cycles.
+"""Schedules of implicit-GEMM convolutions with halo reuse (``wgmma``), ranked by a cycle model.
 
-Counted per step of one tap and 32 channels, which copies the weights, unless they stay in shared memory, and ``1 /
-taps`` of a run of pixels: the longest of what the units, the port of shared memory and the L2 cache take, and behind it
-what warps take to fetch and round fragments, which the products of other groups hide where there are several blocks
-alone.  The constants are fitted to 126 schedules of 13 convolutions on an H200: 10 % off in the mean square; the
+Counted per step of one tap and one channel chunk, which copies the weights, unless they stay in shared memory, and ``1
+/ taps`` of a run of pixels: the longest of what the units, the port of shared memory and the L2 cache take, and behind
+it what warps take to fetch and round fragments, which the products of other warpgroups hide where there are several
+blocks alone.  The constants are fitted to 126 schedules of 13 convolutions on an H200: 10 % off in the mean square; the
 schedule with the least cycles was the fastest of eight, one of the first three within 10 % of it in the others but one.
 """
 
@@ -99,16 +99,22 @@ SHARE = _CANDIDATES.halo_share_limit
 
 @dataclass(frozen=True)
 class ImplicitGemmTile:
-    """One schedule: a block's tile, warp groups along its rows, tiles of weights and runs of pixels in shared memory.
+    """One schedule of the implicit-GEMM convolution.
 
     Attributes:
-        rounds: tiles of outputs of a block. spread: whether copies are started among the steps of products.
-        steps: of terms, that are one group of instructions. unrolled: whether every tap has code of its own.
-        fetched: whether the fragments of a tap are asked for before the products of the one before it.
-        short: whether the last line of channels, which is not full, is multiplied only as far as it is.
-        paired: whether lanes exchange results before the exit, for stores twice as wide.
-        cluster: blocks that share the channels of a tile, and push their totals. early: whether what the exit adds is
-            asked for early. Both of `gpu_window_clusters`.
+        rows, columns: outputs of a block's tile.
+        groups: warpgroups along its rows.
+        stages: weight tiles in shared memory.
+        pixels: runs of pixels (halos) in shared memory.
+        rounds: output tiles of a block.
+        spread: whether copies are issued between the k-steps.
+        steps: k-steps of one ``wgmma`` commit group.
+        unrolled: whether every tap has code of its own.
+        fetched: whether the fragments of a tap are read before the products of the tap before start.
+        short: whether the last channel chunk, which is not full, is multiplied only as far as it is.
+        paired: whether lanes exchange results before the epilogue, for stores twice as wide.
+        cluster: blocks that split the channels of a tile, and push their partial sums (`implicit_gemm_cluster`).
+        early: whether epilogue operands are prefetched (`implicit_gemm_cluster`).
     """
 
     rows: int

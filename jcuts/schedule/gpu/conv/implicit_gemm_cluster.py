@@ -1,14 +1,14 @@
-"""Candidate schedules of convolutions with few outputs: pixels are kept, the blocks of a cluster share the channels.
+"""Schedules of implicit-GEMM convolutions with few outputs: the blocks of a cluster split the channels (DSMEM).
 
-float32 with rounded weights alone: 16-bit floats were faster without in 10 of 11 layers.
+float32 with TF32-pre-rounded weights alone: 16-bit floats were faster without in 10 of 11 layers.
 
-At batch 1 a layer has a tile of outputs for every tenth multiprocessor, and what it takes is bringing operands there.
-A block of a cluster has a few lines of channels of its tile (`gpu_group_windows`), of all taps: their pixels are
-copied once, not once per tap as by the clusters of `gpu_groups`, with which these schedules compete.
+At batch 1 a layer has one output tile for every tenth multiprocessor, and what it takes is bringing operands there.  A
+block of a cluster has a few channel chunks of its tile (`implicit_gemm`), of all taps: their pixels are copied once,
+not once per tap as by the split-K clusters of `gemm.wgmma`, with which these schedules compete.
 
-Cycles are counted with the constants of both: the L2 cache's rate, blocks at once and pushing of `region.gpu_count`,
-the steps of `region.gpu_group_windows`.  Of 13 layers on an H200 they were 2 to 10 % faster than the others where taps
-and channels are many (7x7x512, 8x8x448, 16 images), as fast in most, slower where there are few outputs per block.
+Cycles are counted with the constants of both: L2 rate, resident blocks and DSMEM stores of `gemm.cost`, the steps of
+`implicit_gemm`.  Of 13 layers on an H200 they were 2 to 10 % faster than the others where taps and channels are many
+(7x7x512, 8x8x448, 16 images), as fast in most, slower where there are few outputs per block.
 """
 
 from __future__ import annotations

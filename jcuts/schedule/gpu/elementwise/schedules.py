@@ -1,4 +1,4 @@
-"""Candidate schedules of element-wise programs for a GPU: chains, transposes, concatenations."""
+"""Element-wise schedules: register tiles of chains, operand switch of concatenations, shared-memory transposes."""
 
 from __future__ import annotations
 

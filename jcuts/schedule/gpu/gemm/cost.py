@@ -1,12 +1,12 @@
-"""Cycles of products on matrix units, by warps (`gpu_products`) and by warp groups (`gpu_groups`).
+"""Cycle model of ``mma.sync`` and ``wgmma`` GEMMs, fitted per family.
 
-A block is counted on its multiprocessor, together with the blocks that run beside it there:
+A block is counted on its multiprocessor, together with the blocks that are resident beside it there:
 
-    cycles = waves * (begin + tiles of terms * longest(units, shared memory, issue, L2 cache, loads under way) + exit)
-             and what moves by the memory's rate: the longer of both, and a share of the shorter
+    cycles = waves * (begin + k-tiles * longest(units, shared memory, issue, L2 cache, loads in flight) + epilogue)
+             and what moves by the memory's rate: the longer of both, and a fraction of the shorter
 
-Blocks of a cluster run at once, and clusters lie in groups of multiprocessors: fewer of them run at once than blocks
-would.  The constants are fitted to 4,600 schedules of nine products and convolutions on an H200, drawn without the
+Blocks of a cluster are scheduled at once, and clusters lie in groups of multiprocessors: fewer of them run at once than
+blocks would.  The constants are fitted to 4,600 schedules of nine GEMMs and convolutions on an H200, drawn without the
 model (`docs/gpu_proofs.md`).
 """
 
@@ -55,7 +55,7 @@ FMA_EVEN = 8
 
 @dataclass(frozen=True)
 class CostCoefficients:
-    """Constants of one family: products and bytes per cycle, cycles, shares of what overlaps.
+    """Coefficients of one family.
 
     Attributes:
         products_per_cycle: multiply-adds of an SM. smem_bytes_per_cycle, l2_bytes_per_cycle, dsmem_bytes_per_cycle:

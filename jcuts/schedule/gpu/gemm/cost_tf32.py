@@ -1,12 +1,11 @@
-"""What schedules for warp groups of float32 products of many blocks take whose weights are rounded: counted cycles.
+"""Cycle model of ``wgmma`` GEMMs with TF32-pre-rounded float32 weights on large grids (several waves).
 
-Those of few blocks are counted by `region.gpu_count`.
+Small grids are counted by `gemm.cost`.  As there, per k-tile the longest of what works at the same time, and a fraction
+of the rest:
 
-As in `region.gpu_products`, per tile of terms the longest of what works at the same time, and a share of the rest:
+    the units, the port of shared memory, the L2 cache, a load's latency over the tiles in flight
 
-    the units, the port of shared memory, the L2 cache, a load's way over the tiles that are under way
-
-and what nobody hides where a multiprocessor has one block alone: a gap per group of instructions.
+and what nobody hides where a multiprocessor has one block alone: a gap per ``wgmma`` commit group.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What the exit of a product keeps in shared memory: the block's tile of matrices that are added, and of results.
+"""Shared-memory layout of a staged GEMM epilogue: the block's tile of residual matrices and of results.
 
-An added matrix comes there by bulk copies of rows that are asked for before the products; results leave by bulk copies,
-from the place of a matrix of the same type where there is one.  Each lane reads and writes its own elements only.
+A residual comes there by bulk copies of rows (``cp.async.bulk``) that are issued before the mainloop; results leave by
+bulk copies, from the place of a residual of the same type where there is one.  Each lane reads and writes its own
+elements only.
 """
 
 from __future__ import annotations
@@ -28,11 +29,14 @@ SENT = 3
 
 @dataclass(frozen=True)
 class StagedMatrix:
-    """A matrix of which a block's tile lies in shared memory.
+    """A matrix whose tile is staged in shared memory.
 
     Attributes:
-        buffer, dtype: the array. index: address of an element of it.
-        first: bytes from the beginning of the shared memory to the tile. pitch: bytes from a row to the next.
+        buffer: the array.
+        dtype: of its elements.
+        index: address of an element of it.
+        first: bytes from the beginning of the shared memory to the tile.
+        pitch: bytes from a row to the next.
     """
 
     buffer: str
@@ -49,7 +53,13 @@ class StagedMatrix:
 
 @dataclass(frozen=True)
 class StagedEpilogue:
-    """All of them: by number, what is loaded and what is stored; the end of their shared memory [B]."""
+    """All staged matrices of an epilogue.
+
+    Attributes:
+        loaded: residual matrices that are copied in.
+        stored: (number of the store, matrix) of the results that leave by bulk copies.
+        end: end of their shared memory [B].
+    """
 
     loaded: tuple[StagedMatrix, ...] = ()
     stored: tuple[tuple[int, StagedMatrix], ...] = ()

@@ -1,13 +1,14 @@
-"""Schedules of products that are bound by memory, or nearly: what streams by must not wait for latencies.
+"""Schedules of memory-bound ``wgmma`` GEMMs: small tiles and few stages, so that several blocks per SM hide memory
+latency.
 
-Several blocks of a multiprocessor overlap each other's copies, products and exits, so tiles are smaller and stages
-fewer than where the units are the limit; the exit's matrices are asked for before the products.  Counted per block of
-those that are resident, and what the ways of an exit and of copies take over that:
+Several blocks of a multiprocessor overlap each other's copies, multiplications and epilogues, so tiles are smaller and
+stages fewer than where the units are the limit; the epilogue's matrices are prefetched before the mainloop.  Counted
+per block of those that are resident, and what the variants of epilogue and copies take over that:
 
     cycles = waves * (CHAIN + resident * work) * exp(sum of the ways)
 
-with the longest of units, shared memory's port and memory, and a share of the rest, as work.  Constants come from 194
-schedules of eight products on an H200 (``benchmarks/gpu_residual.py``); the best that was measured of the first three
+with the longest of units, shared memory's port and memory, and a fraction of the rest, as work.  Constants come from
+194 schedules of eight GEMMs on an H200 (``benchmarks/gpu_residual.py``); the best that was measured of the first three
 took at most 5 % more than the fastest.
 """
 

@@ -1,7 +1,4 @@
-"""Candidate schedules of matrix products for a GPU's matrix units, ranked by counted cycles.
-
-What a schedule takes is counted by `region.gpu_count`.
-"""
+"""Schedules of ``mma.sync`` GEMMs, and of SIMT ones where more than TF32 is asked for, ranked by `gemm.cost`."""
 
 from __future__ import annotations
 
@@ -77,10 +74,17 @@ SECOND = _BOUND.split_k_launch_cycles
 
 @dataclass(frozen=True)
 class MmaTile:
-    """One schedule: a block's tile, its warps, tiles in shared memory, groups of terms, blocks of a cluster.
+    """One schedule of an ``mma.sync`` (or SIMT) GEMM.
 
-    ``early``: whether what is added to the results is asked for before the products; ``fma``: whether they are fused
-    multiply-adds.
+    Attributes:
+        rows, columns: outputs of a block's tile.
+        terms: k per k-tile.
+        warps: warps along rows, along columns, along K.
+        stages: stages of the shared-memory ring.
+        split: split-K over the grid.
+        cluster: blocks that split K and add up through DSMEM.
+        early: whether epilogue operands are prefetched.
+        fma: whether the kernel is SIMT (``fma.rn.f32``), not ``mma``.
     """
 
     rows: int
@@ -191,7 +195,7 @@ def _fits(side: GemmOperand, terms: int, across: int) -> bool:
 
 
 class GemmProblem:
-    """Counts the cycles of a product's schedules."""
+    """Counts shared memory, registers and cycles of a GEMM's schedules."""
 
     def __init__(self, program: Program, machine: GpuMachine, fma: int = 0) -> None:
         """Args: fma: whether products are fused multiply-adds."""

@@ -1,4 +1,4 @@
-"""How a tile of a float64 operand lies in shared memory (`codegen.cuda.product_double`)."""
+"""Shared-memory layout of a float64 GEMM operand (`codegen.cuda.gemm.mma_f64`): pitches without bank conflicts."""
 
 from __future__ import annotations
 

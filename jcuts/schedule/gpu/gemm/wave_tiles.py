@@ -1,8 +1,8 @@
-"""Widths of tiles that divide a product's columns evenly, so that blocks fill whole waves of multiprocessors.
+"""Tile widths against wave quantisation: widths that divide a GEMM's columns evenly, so that blocks fill whole waves.
 
-A product of 3072 rows and 2304 columns has 216 tiles of 128x256: two waves of 132, the second one two thirds full.  256
-tiles of 192x144 are two waves as well, of tiles 16 % smaller.  Few tiles are large for a GPU, so widths between
-powers of two matter; their number is small, as a width is worth trying only where one tile less would be wider.
+A GEMM of 3072 rows and 2304 columns has 216 tiles of 128x256: two waves of 132, the second one two thirds full.  256
+tiles of 192x144 are two waves as well, of tiles 16 % smaller.  Few tiles are large for a GPU, so widths between powers
+of two matter; their number is small, as a width is worth trying only where one tile less would be wider.
 """
 
 from __future__ import annotations

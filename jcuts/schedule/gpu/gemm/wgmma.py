@@ -1,8 +1,8 @@
-"""Candidate schedules of matrix products for warp groups (Hopper's ``wgmma``), ranked by counted cycles.
+"""Schedules of ``wgmma`` GEMMs (capability 9.0), and the choice among all families that compute contractions.
 
-Only products with enough to compute have any: their tiles are large, and every candidate costs compiling and measuring.
-Cycles are counted by `region.gpu_count`, those of rounded weights in many blocks by `region.gpu_rounded`, of products
-that wait for memory by `region.gpu_streams`, of convolutions that keep pixels by `region.gpu_group_windows`.
+Only GEMMs with enough to compute have any: their tiles are large, and every candidate costs compiling and measuring.
+Cycles are counted by `gemm.cost`, those of pre-rounded weights in many blocks by `gemm.cost_tf32`, of memory-bound
+GEMMs by `gemm.memory_bound`, of convolutions with halo reuse by `conv.implicit_gemm`.
 """
 
 from __future__ import annotations
@@ -305,7 +305,7 @@ def _fits(side: GemmOperand, size: int) -> bool:
 
 
 class WgmmaProblem(GemmProblem):
-    """Counts the cycles of a product's schedules for warp groups."""
+    """Counts shared memory, registers and cycles of a GEMM's ``wgmma`` schedules."""
 
     def __init__(self, program: Program, machine: GpuMachine) -> None:
         super().__init__(program, machine)

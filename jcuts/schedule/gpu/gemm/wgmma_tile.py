@@ -1,4 +1,4 @@
-"""A schedule for warp groups, and what counting needs to know of it."""
+"""One ``wgmma`` schedule as data, and the DSMEM buffers of its cluster reduction."""
 
 from __future__ import annotations
 
@@ -74,10 +74,24 @@ def smem_with_dsmem(kept: int, room: int) -> int:
 
 @dataclass(frozen=True)
 class WgmmaTile:
-    """One schedule: a block's tile, its warp groups, tiles in shared memory and on their way, who shares terms.
+    """One schedule of a ``wgmma`` GEMM (see `codegen.cuda.gemm.wgmma_tile` for what the kernel makes of it).
 
-    ``rounded`` and what follows it: for rounded weights alone, see `codegen.cuda.group_shape`; ``steps`` is 0 where all
-    steps of a tile are one group of instructions.
+    Attributes:
+        rows, columns: outputs of a block's tile.
+        terms: k per k-tile.
+        groups: warpgroups along rows, along columns.
+        stages: k-tiles in shared memory.
+        flight: float32 k-tiles in flight in registers.
+        split: split-K over the grid.
+        cluster: blocks that split K and add up through DSMEM.
+        rounded: whether A comes from registers and B needs no rounding.
+        spread: whether copies are issued between the k-steps.
+        steps: k-steps of one commit group; 0 where all steps of a tile are one.
+        cached: whether A is copied through the L1 cache.
+        push: whether blocks of a cluster store their partial sums into each other's shared memory.
+        early: whether epilogue operands are prefetched.
+        held: which matrices of the epilogue are staged in shared memory.
+        paired: whether lanes exchange results before the epilogue, for stores twice as wide.
     """
 
     rows: int

@@ -1,10 +1,11 @@
-"""Candidate schedules of inverted residual blocks (`blocks`), ranked by counted cycles.
+"""Schedules of fused inverted residuals (`lower.patterns.inverted_residual`), ranked by a cycle model.
 
     cycles = waves * longer(blocks * pieces * longest(units, shared memory, issue, L2 cache),
                             LATENCY + pieces * (products + windows + WAIT) + EXIT),
              at least bytes / (memory bytes per cycle)
 
-with the constants of `gpu_products`.  What is chosen is measured.
+with the constants of `gemm.mma`; *pieces* are the channel chunks, *products* both GEMMs, *windows* the depthwise
+convolution.
 """
 
 from __future__ import annotations

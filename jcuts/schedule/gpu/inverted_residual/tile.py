@@ -1,19 +1,19 @@
-"""The work that a thread block has of a `blocks.Block`: a tile of outputs of one image (or of a few whole ones).
+"""Block tile of the fused inverted residual: output tile, input halo, channel chunks, shared-memory layout.
 
-Of every tile the pixels that its windows cover *inside* the image are expanded: ``span`` of them, which begin where the
-windows do, or at the image's first pixel, or so that they end with its last.  They lie in shared memory as a ``patch``
-of all pixels that windows cover; those outside the image stay zero.  Channels between the products come in pieces of
-``chunk``:
+Of every tile of outputs of one image (or of a few whole ones) the pixels that its windows cover *inside* the image are
+expanded: ``span`` of them, which begin where the windows do, or at the image's first pixel, or so that they end with
+its last.  They lie in shared memory as a ``patch`` of all pixels that windows cover; those outside the image stay zero.
+Channels between the GEMMs come in chunks of ``chunk``:
 
-    expand a piece -> patch | barrier | windows -> deep | barrier | project: sums in registers += deep @ weights
+    expand a chunk -> patch | barrier | depthwise -> deep | barrier | project: accumulators += deep @ weights
 
-Where there is nothing to expand, a piece of the operand's channels is copied, and of several pieces there are two
+Where there is nothing to expand, a chunk of the operand's channels is copied, and of several chunks there are two
 patches.
 
-Shared memory: two pieces (or the only one) of both products' weights, input pixels, patches, the windows' results.
-Input pixels may be *held* in registers, each lane its share, read once: then patches take their place.
+Shared memory: two chunks (or the only one) of both GEMMs' weights, input pixels, patches, the depthwise results.  Input
+pixels may be kept in registers (parameter ``held``), each lane its part, read once: then patches take their place.
 
-Patch and windows' results have the type of the products' operands (`Block.dtype`); a thread sums the windows of one
+Patch and depthwise results have the type of the GEMMs' operands (`Block.dtype`); a thread sums the windows of one
 channel of float32, of two neighbours of bfloat16.
 """
 
@@ -50,13 +50,17 @@ HELD = 40
 
 @dataclass(frozen=True)
 class InvertedResidualTile:
-    """A thread block's work.
+    """Block tile of the fused inverted residual.
 
     Attributes:
-        images, rows, columns: outputs of a tile. chunk: channels of a piece.
-        expand, project: warps along pixels and along channels of both products.
-        strip: outputs (rows, columns) that a thread computes of a channel's windows.
-        held: a warp keeps its input pixels in registers. beside: blocks that are to fit on a multiprocessor at least.
+        block: the operation.
+        images, rows, columns: outputs of a tile.
+        chunk: channels per chunk.
+        expand: warps along pixels and along channels of the expand GEMM.
+        project: the same of the project GEMM.
+        strip: outputs (rows, columns) of one channel that a thread computes.
+        held: whether a warp keeps its input pixels in registers.
+        beside: resident blocks per multiprocessor that registers must allow.
     """
 
     block: InvertedResidual

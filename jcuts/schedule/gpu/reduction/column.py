@@ -1,4 +1,4 @@
-"""Candidate schedules for a GPU along columns: reductions, row programs, statistics in one pass, scans."""
+"""Column schedules: column reductions, softmax and norms along columns, Welford statistics, scans."""
 
 from __future__ import annotations
 

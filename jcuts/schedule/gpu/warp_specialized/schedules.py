@@ -1,9 +1,10 @@
-"""Schedules of products whose operands are brought by warps of their own (rounded weights), ranked by counted cycles.
+"""Schedules of the warp-specialised kernel (producer warps, consumer warpgroups; TF32-pre-rounded weights), with cycle
+model.
 
-One block of such warps fills a multiprocessor, and blocks go on from tile to tile.  Counted per tile of terms: the
-longest of what the units, the port of shared memory and the L2 cache take; fetching and rounding of a group hide behind
-the others' products, but for some hundred cycles.  Results leave while the next tile's copies are under way, but take
-the groups' time.  The constants are those of 45 schedules of 14 products on an H200, roughly.
+One block fills a multiprocessor, and blocks are persistent.  Counted per k-tile: the longest of what the units, the
+port of shared memory and the L2 cache take; fetching and rounding of a warpgroup hide behind the others' products, but
+for some hundred cycles.  Results leave while the next tile's copies are in flight, but take the warpgroups' time.  The
+constants are those of 45 schedules of 14 GEMMs and convolutions on an H200, roughly.
 """
 
 from __future__ import annotations
@@ -89,11 +90,17 @@ LEFT = _FIT.memory_overlap_remainder
 
 @dataclass(frozen=True)
 class WarpSpecializedTile:
-    """One schedule: a block's tile, groups along its rows, stages, warps that copy.
+    """One schedule of the warp-specialised kernel.
 
     Attributes:
-        pixels: runs of pixels that are kept for all taps, 0 where none are. rounds: tiles of outputs of a block.
-        early: whether what the exit adds is asked for before. beside: whether a matrix of it comes by the stages.
+        rows, columns: outputs of a block's tile.
+        groups: consumer warpgroups along its rows.
+        stages: stages of the ring.
+        carriers: producer warps.
+        pixels: runs of pixels (halos) that are kept for all taps; 0 where none are.
+        rounds: output tiles of a block.
+        early: whether epilogue operands are prefetched.
+        beside: whether a residual matrix comes through the stages.
     """
 
     rows: int

@@ -1,4 +1,4 @@
-"""What a kernel of windows takes, by threads on their own or that walk: bytes, lines, instructions, loads under way.
+"""Cost model of window kernels, with and without a sliding window: bytes, lines, instructions, loads in flight.
 
     seconds = (bytes / memory + lines / L1 + instructions / issue + what is read again / L2)
               * what nobody hides of loads * what the last wave leaves idle
@@ -26,14 +26,21 @@ LINE = SM_90.cache_line_bytes
 
 @dataclass(frozen=True)
 class WindowCost:
-    """One schedule.
+    """One schedule, in the numbers that decide its time.
 
     Attributes:
-        tile, values: outputs of a thread's tile and values that it loads. fresh: those that a next tile adds.
-        steps: tiles of a walk, 1 without. ahead: tiles that are loaded early, -1 without a walk.
-        lane: neighbours of a thread. taps: terms of an output. size: bytes of a value.
-        tiles: of the whole operation. waste: points of all tiles over those of the operation.
-        read, written: bytes. threads: of a block.
+        tile: outputs of a thread's register tile.
+        values: values that it loads.
+        fresh: values that a next tile adds.
+        steps: tiles of a sliding window, 1 without.
+        ahead: tiles that are loaded early, -1 without a sliding window.
+        lane: neighbouring outputs of a thread.
+        taps: values per output.
+        size: bytes of a value.
+        tiles: register tiles of the whole operation.
+        waste: points of all tiles over those of the operation.
+        read, written: bytes.
+        threads: of a block.
     """
 
     tile: int

@@ -1,4 +1,4 @@
-"""Candidate schedules of filter gradients for a GPU: threads walk down the rows of an image (`codegen.cuda.walk`)."""
+"""Schedules of depthwise filter gradients: column reductions whose threads slide down the rows of an image."""
 
 from __future__ import annotations
 
@@ -59,7 +59,15 @@ def sliding_gradients(program: Program, machine: GpuMachine) -> Iterator[Candida
 
 @dataclass(frozen=True)
 class _Tile:
-    """Neighbours, points of reductions, values loaded by a step and new ones in it, registers of a thread."""
+    """Register tile of a filter gradient.
+
+    Attributes:
+        vector: neighbouring outputs of a thread.
+        terms: points of reductions per step.
+        values: values loaded by a step.
+        fresh: new values in it.
+        registers: of a thread.
+    """
 
     vector: int
     terms: dict[str, int]

@@ -1,7 +1,7 @@
-"""Candidate schedules of windows for a GPU: pooling, depthwise convolution, their gradients.
+"""Schedules of windows: pooling, depthwise convolution, their gradients; register tiles and sliding windows.
 
-A thread computes a register tile of output points whose taps share loads; it may also walk along the first axis that
-the window slides along (`codegen.cuda.walk`), and read every row once.
+A thread computes a register tile of output points whose taps share loads; it may also slide along the first axis that
+the window moves along (`codegen.cuda.window.sliding_window`), and read every row once.
 """
 
 from __future__ import annotations

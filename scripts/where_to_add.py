@@ -240,7 +240,7 @@ def main(argv: list[str] | None = None) -> int:
     text = page()
     if check:
         if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text:
-            faults.append(f"{PAGE.relative_to(ROOT)} is out of date: run python scripts/where_to_add.py")
+            faults.append(f"docs/{PAGE.name} is out of date: run python scripts/where_to_add.py")
     else:
         PAGE.write_text(text, encoding="utf-8")
     print("\n".join(faults) or f"{len(ROWS)} rows", file=sys.stderr if faults else sys.stdout)

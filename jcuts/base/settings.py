@@ -18,11 +18,11 @@ class Variant:
     """One way to plan a whole function, of which the last guard chooses by measurement.
 
     Attributes:
-        rewrites: rules of `trace.rewrite` that are applied first.
+        rewrites: rules of `rewrite.registry` that are applied first.
         regions: which subsets may become kernels: ``all``; ``anchored``, those with a reduction, window or convolution
             (element-wise operations stay with XLA, which fuses them into what surrounds them); ``absorbing``, the same
-            without dense products, whose tails the kernels that read them take over (`region.absorb`); ``none``; or
-            ``every`` (CPUs), those too whose kernels lost to XLA by little, or have little work.
+            without dense products, whose tails the kernels that read them take over (`fusion.move_epilogue`); ``none``;
+            or ``every`` (CPUs), those too whose kernels lost to XLA by little, or have little work.
         chained: whether kernels that can follow each other are one call (`xla.chains`); changes nothing else.
     """
 

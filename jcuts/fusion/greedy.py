@@ -1,8 +1,8 @@
 """Groups the equations of a flat jaxpr into subsets that become one kernel each.
 
 Greedy form of the partition search: equations in program order join the subset of a producer whenever the union is a
-legal kernel (`region.build` accepts it), convex, and leaves the quotient graph acyclic.  Every merge removes an
-intermediate tensor's write and read and repeats no work that `region.build` has not priced, so a legal merge is taken
+legal kernel (`lower.builder` accepts it), convex, and leaves the quotient graph acyclic.  Every merge removes an
+intermediate tensor's write and read and repeats no work that `lower.builder` has not priced, so a legal merge is taken
 without a cost model; where measurement later disagrees, the subset competes with XLA's own fusion as a whole
 (``mode="mixed"``).
 """

@@ -1,15 +1,15 @@
 """The partition search on a tensor graph: subsets that could be kernels, and the cover that takes the least time.
 
-Algorithm 1 in its subset form (`region.partition`) over *atoms*, with an exact cover (`region.cover`).  An atom is a
-chain of element operations between which no cut can pay: each feeds only the next, which has no fewer points, and the
-greedy grouping (`region.find`) kept them together.
+Algorithm 1 in its subset form (`fusion.partition_search`) over *atoms*, with an exact cover (`fusion.exact_cover`).  An
+atom is a chain of element operations between which no cut can pay: each feeds only the next, which has no fewer points,
+and the greedy grouping (`fusion.greedy`) kept them together.
 
 Measuring every subset would take minutes, so measurements come late and only where they can change the answer:
 
 1. The greedy cover is measured.
-2. Every other subset gets its estimate (`region.seconds`) times the ratio of measured to estimated seconds that its
-   kind of kernel showed so far.  If the cover of least time then holds subsets without a measurement that promise to
-   save at least `WORTH` of what they replace, those are measured, the most promising first; repeat.
+2. Every other subset gets its estimate (`schedule.cpu.time_estimate`) times the ratio of measured to estimated seconds
+   that its kind of kernel showed so far.  If the cover of least time then holds subsets without a measurement that
+   promise to save at least `WORTH` of what they replace, those are measured, the most promising first; repeat.
 3. The answer is the best cover among measured subsets: never worse than the greedy one by these measurements.
 
 Source: thesis 3.1, Algorithm 1.

@@ -1,7 +1,8 @@
 """What a first call does with the GPU while Python plans: plain XLA's program is compiled, and its algorithms timed.
 
 That needs the GPU for itself and little of the host, as measuring kernels does; planning needs one core of the host and
-no GPU.  What XLA found out is left where the measuring process reads it (`tune.autotuned`): nothing is timed twice.
+no GPU.  What XLA found out is left where the measuring process reads it (`tune.baseline.autotune_cache`): nothing is
+timed twice.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def precompile_variants(lowered: Mapping[str, Callable[[], Any]]) -> None:
             made[name] = lower()
     begin = time.perf_counter()
     others = [n for n in made if n != end_to_end_benchmark.XLA]
-    # The last of a kind is kept: programs with options may know algorithms already (`tune.autotuned`).
+    # The last of a kind is kept: programs with options may know algorithms already (`tune.baseline.autotune_cache`).
     first = {_arithmetic(name): name for name in sorted(others, key=lambda name: ":" in name)}.values()
     first = [n for n in first if not is_xla(n)]
     waves = ([n for n in made if n == end_to_end_benchmark.XLA], first, [n for n in others if n not in first])

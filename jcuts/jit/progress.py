@@ -24,7 +24,7 @@ STAGES = {"wait": "wait for other processes", "compile": "compile", "check": "ch
 
 
 class Watch:
-    """Progress of tuning one function (a `tune.runner.Progress`).
+    """Progress of tuning one function (a `tune.parent.tuner.Progress`).
 
     Args:
         name: the user's function.

@@ -233,8 +233,8 @@ class Program:
     def from_json(data: dict | str) -> Program:
         """The inverse of `to_json` (plain data, or its JSON text).
 
-        Raises: SchemaError for data of another form (`dfg.schema`), IRError for graphs that are none.  Whether the
-        program is one that may be compiled is for `dfg.verify` to say.
+        Raises: SchemaError for data of another form (`kernel_ir.json_schema`), IRError for graphs that are none.
+            Whether the program is one that may be compiled is for `kernel_ir.verify` to say.
         """
         data = check(parsed(data) if isinstance(data, str) else data)
         return Program(

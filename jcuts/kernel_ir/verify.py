@@ -1,8 +1,8 @@
 """Checks a kernel program between stages, and one from a file before anything is compiled of it.
 
 A wrong one that jcuts has made is a bug, found here rather than as a wrong number.  One from a file has passed
-`dfg.schema`; here names, types and numbers of arguments are seen to fit together, and every address to lie inside its
-buffer (`dfg.bounds`).
+`kernel_ir.json_schema`; here names, types and numbers of arguments are seen to fit together, and every address to lie
+inside its buffer (`kernel_ir.address_bounds`).
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class Builder:
     ``anchors`` are tensors whose value at one known index is already a node of the current graph (the accumulator and
     what was computed from it); ``locals`` are tensors kept in local buffers: name, the index at which they are kept,
     and the address there; ``past_pieces``: concatenations of equal pieces are read from where the pieces are
-    (`region.pieces`), where kernels that only move points branch once for all their threads instead.
+    (`lower.patterns.strided_concat`), where kernels that only move points branch once for all their threads instead.
     """
 
     graph: TensorGraph

@@ -1,7 +1,7 @@
 """Programs of several small maps, whose sizes may differ, as one program: a phase for each.
 
-A kernel of such a program takes the place of as many launches (`trace.vectors`): a batch norm's factor and addend of
-every layer are a few thousand numbers together.
+A kernel of such a program takes the place of as many launches (`rewrite.hoist_vectors`): a batch norm's factor and
+addend of every layer are a few thousand numbers together.
 """
 
 from __future__ import annotations

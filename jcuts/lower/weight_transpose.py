@@ -2,7 +2,7 @@
 
     result[column, term] = tf32(operand[term, column])          one phase per operand; all sizes differ
 
-A kernel of such a program takes the place of as many launches as a network has layers (`trace.turning`).
+A kernel of such a program takes the place of as many launches as a network has layers (`rewrite.tf32_weight_args`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A program that first sums ``x`` and then ``(x - c)**2``, with ``c`` made from the sum, reads its operand twice.  With
 count n, the mean m and the sum of squared deviations M of any points, the second sum is ``M + n * (m - c)**2``,
 and (n, m, M) of two sets give those of their union (Chan, Golub, LeVeque: Updating formulae, 1979), as accurately as
-two passes do.  `codegen.cuda.moments` emits such a pass; here are the programs, which keep their two phases.
+two passes do.  `codegen.cuda.reduction.welford` emits such a pass; here are the programs, which keep their two phases.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ class SplitKernels:
 def split_kernels(program: Program) -> SplitKernels:
     """Statistics of groups of points, their union with the results per column, and the maps that use those.
 
-    ``params``: ``split`` groups, rounded so that only the last one is short, and those of `codegen.cuda.column_rows`.
+    ``params``: ``split`` groups, rounded so that only the last one is short, and those of
+    `codegen.cuda.reduction.column_norm`.
     """
     params = {k: v for k, v in program.params if k != "split"}
     split = int(str(dict(program.params)["split"]))

@@ -40,7 +40,7 @@ class TensorType:
 
 
 class Context(Protocol):
-    """What an op may ask for while it describes one output point (implemented by ``region.build``)."""
+    """What an op may ask for while it describes one output point (implemented by ``lower.builder``)."""
 
     @property
     def ranges(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Decides whether, where and in which pieces a program should run along its batch (`trace.chunks`).
+"""Decides whether, where and in which pieces a program should run along its batch (`rewrite.chunk_batch`).
 
 A kernel that reads what the one before it wrote finds it in a cache only if the batch's intermediate values fit.  Where
 they do not, running pieces of the batch through several kernels one after another trades kernel calls and repeated

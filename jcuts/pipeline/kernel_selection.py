@@ -1,4 +1,4 @@
-"""Chooses covers and kernels together: the partition search with measured times (`region.explore`).
+"""Chooses covers and kernels together: the partition search with measured times (`fusion.partition_space`).
 
 The answer is stored as a whole: a later process, or one that may not measure, takes the stored cover and reads the
 choices of its subsets; it explores nothing.
@@ -82,7 +82,7 @@ def select(top: Computation, settings: Settings, *, may_measure: bool, platform:
     """Sets every level's subsets and every subset's winner.
 
     Modes without fusion, ``tune="off"`` (estimates rank kernels, they are not fit to overrule the greedy cover), a
-    limited ``JCUTS_FUEL`` and GPUs (`region.seconds` knows CPUs only) keep the greedy cover.
+    limited ``JCUTS_FUEL`` and GPUs (`schedule.cpu.time_estimate` knows CPUs only) keep the greedy cover.
     """
     with session.shared_worker_session():
         return _select(top, settings, may_measure, platform)
@@ -214,7 +214,7 @@ def _add_small_regions(level: Computation) -> None:
 
 
 def _blocks(levels: Sequence[Computation]) -> list[tuple[Computation, Region, list[Region]]]:
-    """Subsets that could be one kernel, each with its level and its parts (`region.block_cover`)."""
+    """Subsets that could be one kernel, each with its level and its parts (`fusion.match_inverted_residual`)."""
     if knobs.current().fuel is not None:
         return []
     found = []

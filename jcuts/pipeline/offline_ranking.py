@@ -1,8 +1,9 @@
 """What the kernels of a function would be on a GPU that is not here: candidates ranked for an architecture file.
 
 Nothing runs.  Every subset's candidates are enumerated for the GPU's size and compute capability, assembled for it, and
-ranked by PUL (`estimate.launches`) with what the assembler reports.  For a GPU that today's assembler no longer takes,
-registers and shared memory are those of the oldest one that it takes, and `Ranking.why` is the error that says so.
+ranked by PUL (`estimate.gpu_kernel`) with what the assembler reports.  For a GPU that today's assembler no longer
+takes, registers and shared memory are those of the oldest one that it takes, and `Ranking.why` is the error that says
+so.
 """
 
 from __future__ import annotations

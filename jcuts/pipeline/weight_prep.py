@@ -1,4 +1,5 @@
-"""The calls that prepare arguments (`trace.turning`, `trace.vectors`) as one kernel each, not a launch per layer.
+"""The calls that prepare arguments (`rewrite.tf32_weight_args`, `rewrite.hoist_vectors`) as one kernel each, not a
+launch per layer.
 
 Turned weights have no rounding of their own to be judged: each is an operand rounded to TF32, bit by bit what XLA makes
 of it.  Vectors are element operations, whose errors are stated (`docs/vecmath.md`).  Whether a program with these

@@ -31,7 +31,7 @@ few that a pass over them takes no longer than what a launch costs.  Filters of 
 pass over those is as long as their convolution."""
 
 MOST = 120
-"""Weights of one call: as many as a kernel has parameters for (`region.weights`)."""
+"""Weights of one call: as many as a kernel has parameters for (`lower.weight_transpose`)."""
 
 
 def tf32_weight_args(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:

@@ -22,7 +22,7 @@ from jcuts.rewrite.matmul_patterns import CONVOLUTION, DOT, Program
 from jcuts.trace import jaxapi
 
 LEAST_POINTS, LEAST_PRODUCTS = 1 << 18, 1 << 27
-"""Outputs and products from which on weights are rounded: those of `region.gpu_groups`."""
+"""Outputs and products from which on weights are rounded: those of `schedule.gpu.gemm.wgmma`."""
 FEW_ROWS, FEW_PRODUCTS = 33, 1 << 22
 """Rows and products from which on those of few outputs are, where terms fill a line."""
 LEAST_COLUMNS, PIECE, LINE, HALF = 17, 4, 32, 16

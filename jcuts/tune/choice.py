@@ -22,7 +22,7 @@ ORIGINS = ("measured", "estimated", "library")
 SCREENED = "screen"
 """Method of a time from the quick screening alone."""
 FAMILY = "family"
-"""Method of a time of XLA's side that follows from those of two other problems (`tune.family`)."""
+"""Method of a time of XLA's side that follows from those of two other problems (`tune.baseline.interpolate`)."""
 UNCHECKED = "unchecked"
 """Method of a time of a candidate that could not win, so that nobody looked whether it is right."""
 

@@ -38,7 +38,9 @@ HOOK = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_void_p)
 _TEXT = 2048
 
 Place = tuple[int | None, int]
-"""Of a kernel that updates an operand in place (`region.placed`): the operand's number, bytes before what it writes."""
+"""Of a kernel that updates an operand in place (`lower.sliced_output`): the operand's number, bytes before what it
+writes.
+"""
 
 _lock = threading.RLock()
 _known: dict[str, CompiledKernel] = {}

@@ -50,7 +50,7 @@ def refuse(program: Program, error: CompileRejected) -> None:
 
 
 def is_for_gpu(program: Program) -> bool:
-    """Whether a program is scheduled for a GPU (`region.gpu`)."""
+    """Whether a program is scheduled for a GPU (`schedule.gpu.candidates`)."""
     return "cuda" in dict(program.params)
 
 

@@ -1,7 +1,7 @@
 """Kernel program -> object code, through numba.
 
 The only file that imports numba.  `compile_program` is what the tuner's worker processes call; nothing is cached here
-(the object cache is ``xla/object_cache.py``, keyed by `codegen.target.kernel_digest`).
+(the object cache is ``xla/object_cache.py``, keyed by `codegen.cpu.target.kernel_digest`).
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def kernel_digest(program: Program, target: CudaTarget) -> str:
 def compile_program(program: Program, target: CudaTarget) -> CompiledKernel:
     """Compiles one program; no GPU is needed.
 
-    Args: program: scheduled for a GPU (`region.gpu`); target: the architecture.
+    Args: program: scheduled for a GPU (`schedule.gpu.candidates`); target: the architecture.
     Returns: a kernel whose object code is an `Image`.
     Raises: CompileRejected where numba, NVVM or the assembler refuse, a kernel would use local memory, or a block of it
         does not fit on a multiprocessor; IRError where the program is ill-formed.

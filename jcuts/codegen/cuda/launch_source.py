@@ -90,7 +90,7 @@ class CudaSource:
 
 
 def emit_source(program: Program) -> CudaSource:
-    """The numba.cuda source of one kernel (a part, see `codegen.cuda.parts`)."""
+    """The numba.cuda source of one kernel (a part, see `codegen.cuda.split_kernels`)."""
     params = dict(program.params)
     form, threads = params.get("cuda"), int(str(params.get("threads", 0)))
     if form not in KERNEL_FAMILIES or not 1 <= threads <= MAX_THREADS:

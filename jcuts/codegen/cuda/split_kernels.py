@@ -166,7 +166,7 @@ def _split_scan(program: Program) -> tuple[list[Program], list[Buffer]]:
 
 # -- the columns form -----------------------------------------------------------------------------------------------
 def column_program(program: Program) -> Program:
-    """The program of the columns form as `codegen.cuda.columns` reads it.
+    """The program of the columns form as `codegen.cuda.reduction.column` reads it.
 
     The reductions become one axis ``f`` that counts tiles (``unroll`` points of each reduction), and short reductions
     ``u0``, ``u1`` .. over the points of a tile.  With ``split``, an axis ``s`` counts groups of ``share`` tiles; with

@@ -138,7 +138,7 @@ def intrinsic(
 ) -> Value:
     """Calls ``llvm.<name>``; ``overloads`` are the types in its mangled name (the result's by default).
 
-    A builder with a method ``special`` (`codegen.cuda.builder`) makes intrinsics its own way.
+    A builder with a method ``special`` (`codegen.cuda.ptx.builder`) makes intrinsics its own way.
     """
     special = getattr(builder, "special", None)
     if special is not None:

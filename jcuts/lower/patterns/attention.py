@@ -1,4 +1,5 @@
-"""What a GPU kernel has to know of an attention program (`region.attend`): operands, axes, and the chain between them.
+"""What a GPU kernel has to know of an attention program (`fusion.match_attention`): operands, axes, and the chain
+between them.
 
     out[b, m, f] = tail(sum over n of softmax(chain(sum over k of query[b, m, k] key[b, n, k]))[n] * value[b, n, f])
 

@@ -1,4 +1,5 @@
-"""Matrix products in the form that `codegen.cuda.product` reads: axes ``m`` and ``n``, ``b`` of a batch, term ``k``.
+"""Matrix products in the form that `codegen.cuda.gemm.mma_mainloop` reads: axes ``m`` and ``n``, ``b`` of a batch, term
+``k``.
 
 A contraction or a convolution is such a product where each operand is one array:
 

@@ -7,8 +7,8 @@ The first product may be missing: then the windows lie in an operand.
     out  = exit(deep[pixel, :] @ project)      phase 3
 
 The phases are those of three programs that `build` made, joined by their buffers (`block_cover`).  A kernel
-(`codegen.cuda.block`) keeps no local buffer as a whole: it goes through their channels in pieces.  Chains may read
-vectors along channels.  Operands of all sums are float32, or all of them bfloat16.
+(`codegen.cuda.inverted_residual.kernel`) keeps no local buffer as a whole: it goes through their channels in pieces.
+Chains may read vectors along channels.  Operands of all sums are float32, or all of them bfloat16.
 """
 
 from __future__ import annotations

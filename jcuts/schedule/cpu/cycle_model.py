@@ -2,7 +2,8 @@
 
 Everything is counted from the program alone, tile by tile: what a loop body issues to the arithmetic, load and store
 ports, how long its accumulators wait for themselves, what the register file cannot hold, what a tile costs besides its
-body; and, from the loop order, the lines that come from the second-level cache and from beyond it (`region.traffic`).
+body; and, from the loop order, the lines that come from the second-level cache and from beyond it
+(`schedule.cpu.cache_traffic`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Here is what is tried: lane axes along which memory runs, register tiles of rows and vectors whose accumulators fit the
 register file, short reductions unrolled, and the loop orders that keep one operand or the other in cache.  What each
-is worth is counted by `region.cycles`.
+is worth is counted by `schedule.cpu.cycle_model`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Recognised is any sum of products ``sum_{t, c} data[d + t, c] * weight[t, c, k]`` of an unscheduled program, whatever
 made it: one or two output axes ``d`` on which the data factor depends only through ``d + t``.  Padding of any kind,
 element operations before and after, batches and odd sizes are what they are in the direct form: the same graphs,
-instantiated at other points.  `region.toomcook` has the matrices, their source and their error.
+instantiated at other points.  `lower.toom_cook` has the matrices, their source and their error.
 
 A task walks over blocks of tiles (and of features) and runs, each in a core's second-level cache,
 

@@ -83,7 +83,7 @@ def publish_results() -> dict[str, Any]:
 
 @functools.cache
 def without_conv_relu_fusion() -> dict[str, Any]:
-    """Compiler options for a program whose ReLUs are not given to cuDNN (`tune.apart`)."""
+    """Compiler options for a program whose ReLUs are not given to cuDNN (`tune.baseline.conv_relu_bound`)."""
     return _known(conv_relu_bound.OPTIONS)
 
 

@@ -4,7 +4,7 @@ For a convolution with bias and ReLU cuDNN compiles kernels at run time, seconds
 one; its algorithms for the convolution alone are there, and XLA has timed them for the whole program already.  With
 both apart (`OPTIONS`) XLA's side takes U, of which the passes over the results take at most P.  Together they take at
 most U, and at least U - P: a kernel outside that range wins or loses, and only within it XLA's side is compiled in full
-(`tune.turns`).
+(`tune.parent.measure_order`).
 """
 
 from __future__ import annotations

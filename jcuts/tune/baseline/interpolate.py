@@ -3,7 +3,7 @@
 XLA times dozens of its own kernels for every product that it has not met, which takes seconds; the time of the best one
 grows evenly with the size.  Of a family XLA's side is measured at sizes a factor apart, and in between it lies on the
 line through its neighbours' times.  That is enough where a kernel is clearly faster or slower than the line; where it
-is not, XLA's side is measured after all (`tune.turns`).
+is not, XLA's side is measured after all (`tune.parent.measure_order`).
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Chain(Protocol):
 
 
 class MeasuringDevice(Protocol):
-    """A device as `tune.convolve` needs it."""
+    """A device as `tune.cudnn.worker` needs it."""
 
     number: int
     stream: int

@@ -1,7 +1,7 @@
 """Tables of a program's convolutions for the stage that divides them: from the database, or measured now.
 
 Per convolution: every size of ``powerOfTwo``, sizes in between and slices of the outputs that the limit makes worth it
-(`microbatch.refine`), and XLA's own convolution where that competes.
+(`microbatch.sampling_plan`), and XLA's own convolution where that competes.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class TuningJob:
         apart: bytes of the convolutions' results where XLA's side is measured with their ReLU apart, for the same time.
         library: the least and the most that XLA's side takes [s], once it is known.
         expected: whether that was enough, so that XLA's own program was never compiled.
-        kinds: of the sets of inputs (`tune.values`), once references are made.
+        kinds: of the sets of inputs (`tune.verify.inputs`), once references are made.
         answer: what measuring gave.
         failed: XLA itself could not be run: nothing can be compared.
         transient: the failure says nothing about the problem (no process, no disk): do not store it.

@@ -25,8 +25,8 @@ WORTH = 0.25
 def measure_in_order(
     session: TuningQueue, jobs: Sequence[TuningJob], known: Callable[[str], float | None]
 ) -> Iterator[TuningJob]:
-    """Times jobs one by one.  XLA's own program is not compiled where a kernel wins or loses by less (`tune.apart`,
-    `tune.family`): those where it must be come last.
+    """Times jobs one by one.  XLA's own program is not compiled where a kernel wins or loses by less
+    (`tune.baseline.conv_relu_bound`, `tune.baseline.interpolate`): those where it must be come last.
 
     Args: known: XLA's time of a problem that was measured before [s].
     """

@@ -22,12 +22,12 @@ at 1, K the reduction length, tiny the smallest normal number, and err(a) = max(
 5.  *Special inputs* (NaN, infinities, -0, denormals; huge values): rules 1, 2, and rule 3 with 4 tolerance.
 6.  *Discrete outputs* (integers, booleans, argmax, comparisons): equal to x bit by bit.
 
-Where runs of the reference with simulated rounding (`tune.widen`) disagree by more than rounding explains, the float64
-margin does not exceed rounding: there c must lie between the values seen (x's among them), within the floor
-4 eps sqrt(K) of the largest of them, and rules 1-6 do not apply.  Integers wrap around: a range of them that reaches an
-end of their type (where a conversion of a float saturated) goes on at the other one, and bounds nothing.  Half of these
-runs take denormal inputs for zeros, as XLA's arithmetic does on a CPU: what depends on the difference is bound to
-neither.
+Where runs of the reference with simulated rounding (`tune.verify.float64_eval`) disagree by more than rounding
+explains, the float64 margin does not exceed rounding: there c must lie between the values seen (x's among them), within
+the floor 4 eps sqrt(K) of the largest of them, and rules 1-6 do not apply.  Integers wrap around: a range of them that
+reaches an end of their type (where a conversion of a float saturated) goes on at the other one, and bounds nothing.
+Half of these runs take denormal inputs for zeros, as XLA's arithmetic does on a CPU: what depends on the difference is
+bound to neither.
 
 Where the program computes in float64 itself, float64 is no wider than what it judges: x - r is not XLA's error, most
 often it is 0 because both made the same roundings.  There XLA's error is what rounding does to float64 arithmetic: the

@@ -15,7 +15,7 @@ class OutputReference:
     """What one output must look like on one set of inputs.
 
     Attributes:
-        kind: ``normal``, ``special`` or ``huge`` (see `tune.values`).
+        kind: ``normal``, ``special`` or ``huge`` (see `tune.verify.inputs`).
         xla: XLA's result in the output's dtype.
         reference: the float64 result (integers and booleans as they are).
         low, high: the least and the largest value of the reference under simulated rounding; both None where the

@@ -4,11 +4,11 @@ Integers, booleans and keys keep their types.  Equations whose meaning depends o
 casts, `nextafter`, foreign calls) are evaluated on operands narrowed to the original types, and widened again.
 
 Optionally every operation that rounds is followed by a random relative error of ``amplitude`` ulp of the original
-type (discrete stochastic arithmetic), a sum by one of the size of its partial sums (`tune.sums`).  Where such runs
-disagree about a comparison, an argmax or a cast, the float64 margin does not exceed rounding, and no implementation
-can be held to one of the answers.  Noise in the operations that are float64 in the program tells how far the reference
-is to be trusted: it is no wider than they are.
-Source of the idea: J. Vignes, "A stochastic arithmetic for reliable scientific computation", 1993.
+type (discrete stochastic arithmetic), a sum by one of the size of its partial sums (`tune.verify.sum_rounding`).  Where
+such runs disagree about a comparison, an argmax or a cast, the float64 margin does not exceed rounding, and no
+implementation can be held to one of the answers.  Noise in the operations that are float64 in the program tells how far
+the reference is to be trusted: it is no wider than they are. Source of the idea: J. Vignes, "A stochastic arithmetic
+for reliable scientific computation", 1993.
 """
 
 from __future__ import annotations

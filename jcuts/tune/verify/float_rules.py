@@ -1,4 +1,4 @@
-"""Rules 1 to 5 of `tune.check`: an output of floats on all sets of inputs."""
+"""Rules 1 to 5 of `tune.verify.acceptance`: an output of floats on all sets of inputs."""
 
 from __future__ import annotations
 

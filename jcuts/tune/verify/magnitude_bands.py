@@ -1,4 +1,4 @@
-"""Elements of an output by magnitude: what the acceptance rule (`tune.check`) measures errors against."""
+"""Elements of an output by magnitude: what the acceptance rule (`tune.verify.acceptance`) measures errors against."""
 
 from __future__ import annotations
 

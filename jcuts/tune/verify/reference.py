@@ -47,7 +47,7 @@ def make(
         seed: of the first set of inputs.
         options: of the compiler, for XLA's side (on a GPU: `autotuned.reading`).
         parts: gets what the first runs of both sides took, with their compilation [s].
-    Returns: the kinds of the sets (see `tune.values`).
+    Returns: the kinds of the sets (see `tune.verify.inputs`).
     """
     if options:
         library = jax.jit(library, compiler_options=dict(options))

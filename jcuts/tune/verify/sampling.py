@@ -1,8 +1,8 @@
 """Large results: a sample of their elements is held to the acceptance rule, all of them to XLA's result.
 
 A float64 reference of a hundred million elements costs seconds and gigabytes for every set of inputs.  Of such an
-output the rule (`tune.check`) sees whole runs of neighbours, drawn at random, with the first and the last ones among
-them; on ordinary inputs every single element is compared with XLA's as well.
+output the rule (`tune.verify.acceptance`) sees whole runs of neighbours, drawn at random, with the first and the last
+ones among them; on ordinary inputs every single element is compared with XLA's as well.
 
 How far two right results may be apart somewhere among N elements, n of them seen, follows from the sample: distances
 with a light tail hardly grow from n elements to N, those with a heavy one (quotients by numbers that may be next to
@@ -60,7 +60,7 @@ def _drawn(size: int) -> np.ndarray:
 def compare(index: int, xla: np.ndarray, have: np.ndarray, found: Accuracy, seen: np.ndarray) -> None:
     """Compares every element with XLA's; what the sample showed of both errors bounds how far they may be apart.
 
-        |c_i - x_i| - tiny  <=  4 (limit + XLA's error) growth * max(|x_i|, rms),     (`tune.check`, rule 3)
+        |c_i - x_i| - tiny  <=  4 (limit + XLA's error) growth * max(|x_i|, rms),     (`tune.verify.acceptance`, rule 3)
         growth = (N / n)^(1 / a)  with Hill's estimate of a from the sample's distances; nothing beyond 1/4
 
     Infinities count as the largest finite number: beside it a result may be either (rule 1).

@@ -11,7 +11,7 @@ TERMS = 8
 LINE = ITEM * TERMS
 """Bytes of a line of a step's terms: two lines fill the banks of shared memory."""
 LEAST = 512
-"""Totals of a warp: of fewer, ptxas has made wrong code (`codegen.cuda.product_double`)."""
+"""Totals of a warp: of fewer, ptxas has made wrong code (`codegen.cuda.gemm.mma_f64`)."""
 APART = 16
 """Bytes by which lines of rows are apart, beyond a multiple of `LINE`."""
 

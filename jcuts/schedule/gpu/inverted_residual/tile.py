@@ -317,7 +317,7 @@ class InvertedResidualTile:
 
 
 def _weights(side: GemmOperand, size: int, terms: int) -> int:
-    """Elements of a tile of weights, as `codegen.cuda.product_tiles` lays it out."""
+    """Elements of a tile of weights, as `codegen.cuda.gemm.smem_tile` lays it out."""
     lines, length = (size, terms) if side.along_terms else (terms, size)
     words = length * side.item // WORD
     apart = (4 - words) % 8 if side.along_terms or side.item < WORD else (8 - words) % BANKS

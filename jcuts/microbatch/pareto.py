@@ -33,7 +33,7 @@ def desirable(
 
     No division within the limit is both faster and smaller than all of these, so no optimum over networks is lost.
     The last is the fastest division (that of `wr.divide`), the first the fastest of those with least workspace.
-    Args: as of `wr.divide`.
+    Args: as of `microbatch.workspace_reuse.divide`.
     Raises: NoDivisionError if the set is empty; UsageError for bad arguments.
     """
     micros = _front_per_size(table.candidates(batch, limit=limit, policy=policy, precision=precision))

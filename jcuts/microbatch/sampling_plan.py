@@ -29,7 +29,7 @@ def sizes_between(table: Table, batch: int, limit: int | None, *, precision: str
         size = s + floor((t - s) (limit - M(s)) / (M(t) - M(s)))
 
     It is promising if T(t) / t is less than the best division's time per sample.
-    Args: as of `wr.divide`.
+    Args: as of `microbatch.workspace_reuse.divide`.
     """
     if limit is None:
         return ()
@@ -83,7 +83,7 @@ def worth_slicing(
 
     It is promising if T(n, s) / n is less than the best division's time per sample.  Where other slices of an algorithm
     took longer than that, so will these.
-    Args: algorithms: names that may be sliced; others as of `wr.divide`.
+    Args: algorithms: names that may be sliced; others as of `microbatch.workspace_reuse.divide`.
     """
     c = table.convolution
     if limit is None or not c.slices:

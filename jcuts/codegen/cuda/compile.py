@@ -186,9 +186,9 @@ def sources_of(program: Program) -> tuple[list[KernelPart], list[CudaSource], in
 
 
 def arch_of(program: Program, target: CudaTarget) -> str:
-    """The architecture that a program is assembled for: products of warp groups ask for the one with its own features.
+    """The architecture that a program is assembled for: products of warpgroups ask for the one with its own features.
 
-    Raises: CompileRejected where the target has no warp groups.
+    Raises: CompileRejected where the target has no warpgroups.
     """
     if "groups" not in dict(program.params):
         return target.arch

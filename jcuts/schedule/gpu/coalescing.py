@@ -99,7 +99,7 @@ def _of_columns(across: int, vector: int, size: int) -> float:
 
 
 def _loaded(program: Program) -> float:
-    """Bytes that a thread's tile of terms loads."""
+    """Bytes that a thread's tile of reduced points loads."""
     phase = program.phases[0]
     sizes = {b.name: ITEM_SIZE[b.dtype] for b in program.buffers}
     counts = {**{a.name: a.unroll for a in phase.axes}, **{r.name: r.unroll for r in phase.reds}}

@@ -41,7 +41,7 @@ from jcuts.schedule.gpu.attention.tile import EIGHT, SIXTEEN, STEP, FlashTile, s
 
 
 def attention_shape(program: Program) -> FlashTile:
-    """The work that a schedule gives to a block. Raises CompileRejected where its numbers do not fit each other."""
+    """The block tile that a schedule asks for. Raises CompileRejected where its numbers do not fit each other."""
     shape = shape_of(program)
     if isinstance(shape, Refusal):
         raise CompileRejected(f"{program.name}: {shape}")

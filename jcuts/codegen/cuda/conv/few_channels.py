@@ -34,7 +34,7 @@ EIGHT = 8  # rows of outputs of a fragment's half, columns of a fragment
 
 
 def patch_shape(program: Program) -> FewChannelTile:
-    """The work that a schedule gives to a block. Raises CompileRejected where its numbers do not fit each other."""
+    """The block tile that a schedule asks for. Raises CompileRejected where its numbers do not fit each other."""
     shape, params = shape_of(program), dict(program.params)
     if not shape.fits or shape.threads != int(str(params["threads"])):
         raise CompileRejected(f"{program.name}: no patches of {params['tile']} outputs by warps {params['warps']}")
@@ -283,5 +283,5 @@ def _opaque(builder: GpuBuilder, value: L.Value) -> L.Value:
 
 
 def _side(outer: str, along_terms: bool) -> GemmOperand:
-    """What `product_exit` asks of an operand: how a lane's results are spread."""
+    """What `gemm.epilogue` asks of an operand: how a lane's results are spread."""
     return GemmOperand("", "float32", Index(), (), outer, along_terms, 1, LINES, 1)

@@ -140,7 +140,7 @@ class ImplicitGemmKernel(WgmmaKernel):
     def products(
         self, number: L.Value, reading: L.Value, totals: Totals, beside: list[Iterator[None]], most: int | None = None
     ) -> Totals:
-        """Starts the products of a tap's tile of terms, of so many steps; see `GroupEmitter.products`."""
+        """Starts the products of a tap's k-tile, of so many steps; see `WgmmaKernel.products`."""
         builder, shape = self.builder, self.shape
         rows, right = self.rows, self.weights_at(reading)
         return wgmma_register_operand.wgmma_from_registers(

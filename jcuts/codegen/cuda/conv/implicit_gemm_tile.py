@@ -84,7 +84,7 @@ class ImplicitGemmKernelTile(HaloTile):
 
     @property
     def prefetch_distance(self) -> int:
-        """Tiles of terms whose copies are started before the first is multiplied."""
+        """k-tiles whose copies are started before the first is multiplied."""
         return RESIDENT if self.resident else self.stages - 2
 
     @property
@@ -154,7 +154,7 @@ class ImplicitGemmKernelTile(HaloTile):
 
 
 def window_shape(program: Program) -> ImplicitGemmKernelTile:
-    """The work that a schedule gives to a block. Raises CompileRejected where its numbers do not fit each other."""
+    """The block tile that a schedule asks for. Raises CompileRejected where its numbers do not fit each other."""
     params, extents = dict(program.params), program.phases[0].ranges()
     rows, columns, terms = three(params["tile"])
     along, across = (int(str(v)) for v in params["groups"])  # type: ignore[attr-defined]

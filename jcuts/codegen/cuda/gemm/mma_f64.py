@@ -76,7 +76,7 @@ class DoubleShape(MmaKernelTile):
 
 
 def double_shape(program: Program) -> DoubleShape:
-    """The work that a schedule gives to a block. Raises CompileRejected where its numbers do not fit each other."""
+    """The block tile that a schedule asks for. Raises CompileRejected where its numbers do not fit each other."""
     shape = product_shape(program)
     tiles = [DoubleTile(**{f.name: getattr(t, f.name) for f in fields(t)}) for t in (shape.left, shape.right)]
     given = {f.name: getattr(shape, f.name) for f in fields(shape)}
@@ -160,7 +160,7 @@ class F64MmaKernel(DoubleBufferedMmaKernel):
         sums: Totals,
         later: Later | None = None,
     ) -> list[Values]:
-        """As `Step`.  Of the longer operand the next step's registers take the place of those that have been used."""
+        """As `MainloopStep`. Of the longer operand the next step's registers take the place of those already used."""
         starts, term = (places, first + TERMS) if later is None else (later(), 0)
         behind = [reader.reads(place, term) for reader, place in zip(readers, starts, strict=True)]
         down = len(behind[0]) >= len(behind[1])

@@ -103,7 +103,7 @@ class MmaKernelTile:
 
 
 def product_shape(program: Program) -> MmaKernelTile:
-    """The work that a schedule gives to a block. Raises CompileRejected where its numbers do not fit each other."""
+    """The block tile that a schedule asks for. Raises CompileRejected where its numbers do not fit each other."""
     params, phase = dict(program.params), program.phases[0]
     rows, columns, terms = three(params["tile"])
     along, across, deep = three(params["warps"])
@@ -244,7 +244,7 @@ class MmaKernel:
         return self._loop(copiers, readers, left, skipped)
 
     def prefetch_epilogue(self) -> None:
-        """Asks for what the exit adds, where the schedule says so; operands have been asked for."""
+        """Asks for what the epilogue adds, where the schedule says so; operands have been asked for."""
         if dict(self.program.params).get("early"):
             shape = self.shape
             thread, rank = (self.thread, shape.threads), (self.rank, shape.cluster)
@@ -316,7 +316,7 @@ class MmaKernel:
         return builder.select(builder.icmp_signed("==", moved, L.I32(shape.stage * shape.stages)), L.I32(0), moved)
 
     def _multiply(self, readers: list[FragmentReader], reading: L.Value, sums: Totals) -> None:
-        """One tile of terms, fragments one step ahead of the products."""
+        """One k-tile, fragments one step ahead of the products."""
         builder, shape = self.builder, self.shape
         left, right = readers
         steps = shape.left.terms // left.steps // shape.warps[2]

@@ -47,7 +47,7 @@ class FmaShape(MmaKernelTile):
 
 
 def fma_shape(program: Program) -> FmaShape:
-    """The work that a schedule gives to a block. Raises CompileRejected where its numbers do not fit each other."""
+    """The block tile that a schedule asks for. Raises CompileRejected where its numbers do not fit each other."""
     shape = product_shape(program)
     return FmaShape(**{f.name: getattr(shape, f.name) for f in fields(shape)})
 
@@ -143,7 +143,7 @@ class SimtGemmKernel(DoubleBufferedMmaKernel):
         integers: Mapping[str, L.Value],
         symbol: str,
     ) -> None:
-        """Args: as of `ProductEmitter`."""
+        """Args: as of `MmaKernel`."""
         super().__init__(builder, program, shape, buffers, pointers, integers, symbol)
         self.lane = _swizzle_lane(builder, self.lane)
 

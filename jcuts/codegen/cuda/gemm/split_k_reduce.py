@@ -93,7 +93,7 @@ def _store_partial(builder: GpuBuilder, place: L.Value, offset: int, half: int, 
 def _load_partial(
     builder: GpuBuilder, place: L.Value, offset: int, sizes: tuple[int, int], *, cluster: bool
 ) -> list[L.Value]:
-    """What `_put` left. Args: sizes: bytes of a plane, and of what lies beside each other in it."""
+    """What `_store_partial` left. Args: sizes: bytes of a plane, and of what lies beside each other in it."""
     plane, half = sizes
     if plane == half:
         return ptx_mma.ld_shared_v4_f32(builder, place, offset, cluster=cluster)

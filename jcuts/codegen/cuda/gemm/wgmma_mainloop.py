@@ -50,7 +50,7 @@ class WgmmaKernel(MmaKernel):
         return builder.add(self.group_row, slice_), column
 
     def emit(self) -> None:
-        """The tile; see `ProductEmitter.emit`."""
+        """The tile; see `MmaKernel.emit`."""
         self._expect()
         super().emit()
 

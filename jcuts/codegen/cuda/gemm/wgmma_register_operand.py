@@ -45,7 +45,7 @@ class RegisterOperandA:
         self.place = builder.add(builder.add(shared, L.I32(tile.first)), place)
 
     def read(self, stage: L.Value, step: int) -> list[list[L.Value]]:
-        """Registers per 64 rows of the group, of one step of terms of the tile in a stage."""
+        """Registers per 64 rows of the group, of one k-step of the tile in a stage."""
         builder, tile = self.builder, self.tile
         part, inside = divmod(tile.step(step), tile.part)
         place = builder.add(self.place, stage)

@@ -127,7 +127,7 @@ class Tf32RoundingLoader(TileLoader):
     shape: WgmmaSmemTile
 
     def load(self, first: L.Value, left: L.Value) -> list[L.Value]:
-        """Asks for one tile. Args and zeros as of `Copier.start`. Returns: words of this thread."""
+        """Asks for one tile. Args and zeros as of `TileLoader.start`. Returns: words of this thread."""
         builder, found = self.builder, []
         for source, live, condition in self.wanted(first, left):
             if condition is not None:

@@ -113,7 +113,7 @@ class WgmmaKernelTile(MmaKernelTile):
 
 
 def group_shape(program: Program) -> WgmmaKernelTile:
-    """The work that a schedule gives to a block. Raises CompileRejected where its numbers do not fit each other."""
+    """The block tile that a schedule asks for. Raises CompileRejected where its numbers do not fit each other."""
     params, phase = dict(program.params), program.phases[0]
     rows, columns, terms = three(params["tile"])
     along, across = (int(str(v)) for v in params["groups"])  # type: ignore[attr-defined]
@@ -177,7 +177,7 @@ def group_shape(program: Program) -> WgmmaKernelTile:
 
 
 def tile_dsmem_bytes(shape: MmaKernelTile) -> int:
-    """Bytes in which a block of warp groups gets what the others of its cluster push."""
+    """Bytes in which a block of warpgroups gets what the others of its cluster push."""
     high, wide = shape.left.warp // wgmma.ROWS, shape.right.warp // 8
     return dsmem_bytes(high, wide, shape.right.n_tiles_per_lane_group, shape.cluster, shape.threads)
 
@@ -190,7 +190,7 @@ def divides_evenly(left: WgmmaSmemTile, right: WgmmaSmemTile, along: int, across
 
 
 def may_swap_lanes(params: Mapping[str, object], tile: WgmmaSmemTile) -> bool:
-    """Whether lanes may exchange results of these columns, if they are to (`product_exit`)."""
+    """Whether lanes may exchange results of these columns, if they are to (`gemm.epilogue`)."""
     if not params.get("paired", 0):
         return True
     whole = can_swap_lanes(tile.warp, tile.extent) and tile.n_tiles_per_lane_group == 1

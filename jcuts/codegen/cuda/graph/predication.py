@@ -61,7 +61,7 @@ def restrict_to_guard(phase: Phase, guard: Guard) -> Phase:
 
 
 def drop_guard(phase: Phase, guard: Guard) -> Phase:
-    """The phase where the guard holds in any case: the inverse of `only_within`."""
+    """The phase where the guard holds in any case: the inverse of `restrict_to_guard`."""
     body, numbers = Graph(), {}
     for number, node in enumerate(phase.body.nodes):
         args = tuple(numbers[a] for a in node.args)

@@ -36,7 +36,7 @@ from jcuts.schedule.gpu.inverted_residual.tile import ROW_TILE, STEP, InvertedRe
 
 
 def block_shape(program: Program) -> InvertedResidualTile:
-    """The work that a schedule gives to a thread block. Raises CompileRejected where its numbers do not fit."""
+    """The block tile that a schedule asks for. Raises CompileRejected where its numbers do not fit."""
     shape, params = shape_of(program), dict(program.params)
     if shape is None or not shape.fits or shape.threads != int(str(params["threads"])):
         raise CompileRejected(f"{program.name}: no block of tiles {params['tile']} by warps {params['expand']}")

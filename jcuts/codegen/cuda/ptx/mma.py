@@ -218,7 +218,7 @@ def mma_f64(
 
 
 def read_doubles(builder: GpuBuilder, place: L.Value, offset: int, *, cluster: bool = False) -> list[L.Value]:
-    """Two neighbouring float64 of shared memory. ``cluster``: of that of any block of the cluster, see `of_block`."""
+    """Two neighbouring float64 of shared memory. ``cluster``: of that of any block of the cluster, see `mapa`."""
     space = "shared::cluster" if cluster else "shared"
     where = f"[$2+{offset}]" if offset else "[$2]"
     text = f"ld.{space}.v2.f64 {{$0, $1}}, {where};"
@@ -252,7 +252,7 @@ def write_words(
 
 
 def ld_shared_v4_f32(builder: GpuBuilder, place: L.Value, offset: int, *, cluster: bool = False) -> list[L.Value]:
-    """Takes four floats from shared memory. ``cluster``: from that of any block of the cluster, see `of_block`."""
+    """Takes four floats from shared memory. ``cluster``: from that of any block of the cluster, see `mapa`."""
     space = "shared::cluster" if cluster else "shared"
     where = f"[$4+{offset}]" if offset else "[$4]"
     text = f"ld.{space}.v4.b32 {{$0, $1, $2, $3}}, {where};"

@@ -47,7 +47,7 @@ def wgmma_async(
     turned: tuple[bool, bool],
     totals: list[list[list[L.Value]]],
 ) -> list[list[list[L.Value]]]:
-    """Starts ``totals + left * right``, one group of instructions; the sums are there after `finished`.
+    """Starts ``totals + left * right``, one group of instructions; the sums are there after `wgmma_wait_all`.
 
     Args:
         kind: ``tf32``, ``bf16`` or ``f16``.

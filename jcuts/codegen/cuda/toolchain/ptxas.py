@@ -43,7 +43,7 @@ def merge_modules(sources: list[tuple[str, str]], arch: str = "", *, early: bool
     """One PTX module of several: [(PTX of one kernel, the name that it gets)].
 
     Args: arch: what the module asks for where that is more than the compiler wrote, e.g. ``sm_90a``; early: kernels
-        wait for the grid in front of them (`waiting`); ready: behind what they can compute before.
+        wait for the grid in front of them (`insert_grid_dependency_wait`); ready: behind what they can compute before.
     """
     head, bodies = "", []
     for text, symbol in sources:
@@ -126,7 +126,7 @@ def toolkit() -> tuple[int, int] | None:
 def assemble(ptx: str, arch: str, *, overlapped: bool = False) -> bytes:
     """The cubin of a PTX module.
 
-    Args: ptx: the module; arch: e.g. ``sm_90``; overlapped: products of warp groups must not wait for each other, as
+    Args: ptx: the module; arch: e.g. ``sm_90``; overlapped: products of warpgroups must not wait for each other, as
         they do where the assembler cannot give the registers of several to all of them (ptxas tells).
     Raises: CompileRejected where the assembler refuses, hangs, or is missing; attribute ``log``.
     """

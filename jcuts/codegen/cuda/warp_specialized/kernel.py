@@ -165,7 +165,7 @@ class WarpSpecializedKernel(WgmmaKernel):
         self._tiles([L.I32(0), L.I32(1), L.I32(0)], tile)
 
     def produce_residual(self, thread: L.Value, state: list[L.Value]) -> list[L.Value]:
-        """Fills the stages of what the exit adds. Args: thread: of those that copy; state: as of `_carry_all`."""
+        """Fills the stages of what the epilogue adds. Args: thread: of those that copy; state: as of `producer`."""
         builder, shape = self.builder, self.shape
         if shape.beside is None:
             return state
@@ -192,7 +192,7 @@ class WarpSpecializedKernel(WgmmaKernel):
         return self._loop_over(state, step, self.shape.share + self.shape.residual_stages)
 
     def _prologue(self) -> Prologue:
-        """What is computed from the left operand, with vectors that come with the first tile of terms."""
+        """What is computed from the left operand, with vectors that come with the first k-tile."""
         builder, shape = self.builder, self.shape
         place = builder.add(self.shared, L.I32(shape.kept_until))
         return Prologue(self.frame, self.program, shape.share * shape.left.terms, place, self.lane)
@@ -200,7 +200,7 @@ class WarpSpecializedKernel(WgmmaKernel):
     def _loop_over(
         self, state: list[L.Value], step: Callable[[L.Value, list[L.Value]], list[L.Value]], count: int = 0
     ) -> list[L.Value]:
-        """Does something for every tile of terms, or so many times."""
+        """Does something for every k-tile, or so many times."""
         builder, before = self.builder, self.builder.block
         loop, after = builder.append_basic_block("terms"), builder.append_basic_block("terms.done")
         builder.branch(loop)
@@ -297,7 +297,7 @@ class WarpSpecializedKernel(WgmmaKernel):
         return mine, stage, parity
 
     def _step(self, numbers: list[L.Value], totals: Totals) -> tuple[list[L.Value], Totals]:
-        """The products of a tile of terms; the stage of the one before is empty then."""
+        """The products of a k-tile; the stage of the one before is empty then."""
         builder, shape, found = self.builder, self.shape, self.shape.window
         number, stage, parity, run = numbers
         self.ring.wait((self.ring.fenced if shape.has_fence_warp else self.ring.full)(stage), parity)

@@ -88,7 +88,7 @@ class WarpSpecializedTile(HaloTile):
 
     @property
     def stage(self) -> int:
-        """Bytes of a stage: the weights of a tile of terms, and the left operand's tile where no pixels are kept."""
+        """Bytes of a stage: the weights of a k-tile, and the left operand's tile where no pixels are kept."""
         return self.right.bytes + (self.left.bytes if self.window is None else 0)
 
     @property
@@ -118,7 +118,7 @@ class WarpSpecializedTile(HaloTile):
 
 
 def fed_shape(program: Program) -> WarpSpecializedTile:
-    """The work that a schedule gives to a block. Raises CompileRejected where its numbers do not fit each other."""
+    """The block tile that a schedule asks for. Raises CompileRejected where its numbers do not fit each other."""
     params, extents = dict(program.params), program.phases[0].ranges()
     rows, columns, terms = three(params["tile"])
     along, across = (int(str(v)) for v in params["groups"])  # type: ignore[attr-defined]

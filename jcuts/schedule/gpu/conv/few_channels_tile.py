@@ -241,7 +241,7 @@ def _conflicts(words: list[int]) -> int:
 
 
 def shape_of(program: Program) -> FewChannelTile:
-    """The work that a schedule (`gpu_patches`) gives to a block."""
+    """The work that a schedule (`conv.few_channels`) gives to a block."""
     params: Any = dict(program.params)
     rows, pixels, columns = params["tile"]
     high, wide, across = params["warps"]

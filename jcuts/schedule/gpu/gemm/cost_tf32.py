@@ -67,7 +67,7 @@ def cycles(counter: GemmProblem, tiling: WgmmaTile, beside: int, waves: int, rat
 
 
 def k_tile_cycles(counter: GemmProblem, tiling: WgmmaTile, beside: int, rates: Tf32CostCoefficients) -> float:
-    """Estimated cycles of a tile of terms of all blocks of a multiprocessor."""
+    """Estimated cycles of a k-tile of all blocks of a multiprocessor."""
     rows, columns, line = tiling.rows, tiling.columns, tiling.terms * counter.item
     copied, read = float((rows + columns) * line), rows // HIGH * (HIGH + columns) * line
     share, _ = k_tiles_per_split(counter.terms, tiling.terms, tiling.split * tiling.cluster)

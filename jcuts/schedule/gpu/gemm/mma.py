@@ -144,7 +144,7 @@ def mma_schedules(
 
 
 def ffma_schedules(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
-    """Schedules of a product that asks for more than TF32 (`as_product`, ``exact``).
+    """Schedules of a product that asks for more than TF32 (`as_gemm`, ``exact``).
 
     float32 by fused multiply-adds, float64 by its own matrix units.
     """

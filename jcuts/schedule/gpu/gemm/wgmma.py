@@ -170,7 +170,7 @@ def _interleave_cluster_conv(found: list[Candidate], others: list[Program]) -> l
 
 
 def wgmma_schedules(counter: WgmmaProblem, most: int = MOST, *, alike: bool = False) -> Iterator[Candidate]:
-    """Schedules for warp groups, at most so many, best first; ``alike``: those that differ in their stages only too."""
+    """Schedules for warpgroups, at most so many, best first; ``alike``: those that differ in their stages only too."""
     best: dict[tuple[int, ...], tuple[float, WgmmaTile]] = {}
     for tiling in tilings(counter):
         cycles = counter.cycles(tiling)
@@ -252,7 +252,7 @@ def tilings(counter: WgmmaProblem) -> Iterator[WgmmaTile]:
 
 
 def _is_worth_wgmma(counter: WgmmaProblem) -> bool:
-    """Whether the GPU has warp groups, and they have enough to do."""
+    """Whether the GPU has warpgroups, and they have enough to do."""
     if counter.machine.capability != GROUPED:
         return False
     points = counter.batch * counter.rows * counter.columns
@@ -262,7 +262,7 @@ def _is_worth_wgmma(counter: WgmmaProblem) -> bool:
 
 
 def _k_pipelines(counter: WgmmaProblem, block: tuple[int, int, int], split: int, cluster: int) -> Iterator[WgmmaTile]:
-    """Tiles of terms of a block: how long they are, and how many lie in shared memory or are on their way."""
+    """k-tiles of a block: how long they are, and how many lie in shared memory or are on their way."""
     rows, columns, along = block
     depths = list(WEIGHTS if counter.rounded else ROUNDED if counter.item == 4 else COPIED)
     share, _ = k_tiles_per_split(counter.terms, LINE // counter.item, split * cluster)
@@ -341,7 +341,7 @@ class WgmmaProblem(GemmProblem):
         return bool(self.through) and (whole or (self.ragged and split == 1))
 
     def k_tiles_per_block(self, tiling: WgmmaTile) -> int:
-        """Tiles of terms of a block."""
+        """k-tiles of a block."""
         return k_tiles_per_split(self.terms, tiling.terms, tiling.split * tiling.cluster)[0]
 
     def fits(self, tiling: WgmmaTile) -> bool:

@@ -57,7 +57,7 @@ def dsmem_bytes(high: int, wide: int, step: int, sharers: int, lanes: int) -> in
 
 
 def dsmem_tile_bytes(rows: int, columns: int, sharers: int, lanes: int) -> int:
-    """The same for a warp group's tile of so many rows and columns of float32."""
+    """The same for a warpgroup's tile of so many rows and columns of float32."""
     wide = columns // 8
     return dsmem_bytes(rows // HIGH, wide, 1 if wide % 2 else 2, sharers, lanes)
 
@@ -118,7 +118,7 @@ class WgmmaTile:
 
     @property
     def group(self) -> int:
-        """Steps of terms that are one group of instructions: those of float32, the only ones that choose."""
+        """k-steps that are one group of instructions: those of float32, the only ones that choose."""
         return self.steps or self.terms * 4 // STEP
 
     @property

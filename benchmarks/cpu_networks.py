@@ -44,7 +44,7 @@ def one(spec: str) -> dict[str, Any]:
 
     import jcuts
     from jcuts.base import fingerprint
-    from jcuts.region.bound import host_arch
+    from jcuts.schedule.cpu.bound import host_arch
 
     parts = spec.split(":")
     batch = next((int(p) for p in parts[1:] if p.isdigit()), 1)

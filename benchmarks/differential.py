@@ -6,7 +6,7 @@
     python benchmarks/differential.py --one 1234           # look into one program
 
 Every program runs with random schedules of all its kernels on several sets of inputs; the acceptance rule is the
-tuner's (`jcuts.tune.check`).  Progress is a file with one JSON object per program, next to it one per process
+tuner's (`jcuts.tune.verify.acceptance`).  Progress is a file with one JSON object per program, next to it one per process
 (``progress.shard3.jsonl``); a second run with the same file skips what is in any of them.
 """
 

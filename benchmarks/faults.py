@@ -42,9 +42,9 @@ def run_objects(round_: str, kinds: str) -> bool:
 
     from jcuts.base.settings import Settings
     from jcuts.tune.choice import LIBRARY
-    from jcuts.tune.launch import Launcher
-    from jcuts.tune.operations import KERNEL_KINDS
-    from jcuts.tune.runner import Effort, default_store, tune
+    from jcuts.tune.measure.cpu_launch import Launcher
+    from jcuts.tune.parent.tuner import Effort, default_store, tune
+    from jcuts.tune.worker.requests import KERNEL_KINDS
     from tests.tune import objects
 
     problems = [objects.problem(*kinds.split(","), name=f"{round_}.{i}") for i in range(2)]

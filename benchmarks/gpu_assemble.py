@@ -5,7 +5,7 @@
 
 Cases are those of ``tests/gpu/cases.py``; ``--each`` schedules of each, from the best to the last.  A schedule whose
 kernel would use local memory is refused by the compiler, so none is ever run: such refusals are listed by case.  A case
-of which no schedule is left is a failure.  The golden sources are compared as ``tests/codegen/test_cuda.py`` does.
+of which no schedule is left is a failure.  The golden sources are compared as ``tests/codegen/cuda/test_cuda.py`` does.
 ``OUT/gpu_assemble.json`` has the counts.
 """
 
@@ -31,8 +31,8 @@ def assembled(out: Path, capability: tuple[int, int], each: int, jobs: int, only
     """Counts for one architecture."""
     from gpu_sanitize import prepare
 
-    from jcuts.codegen.cuda.image import Image
-    from jcuts.tune.kernelfile import read_kernel
+    from jcuts.codegen.cuda.toolchain.image import Image
+    from jcuts.tune.kernel_file import read_kernel
 
     folder = out / f"sm_{capability[0]}{capability[1]}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -56,7 +56,7 @@ def assembled(out: Path, capability: tuple[int, int], each: int, jobs: int, only
 
 def golden() -> dict[str, Any]:
     """The golden source tests: how many passed."""
-    tests = ["tests/codegen/test_cuda.py", "-k", "golden"]
+    tests = ["tests/codegen/cuda/test_cuda.py", "-k", "golden"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     passed = re.search(r"(\d+) passed", done.stdout)
@@ -86,7 +86,7 @@ def main() -> int:
     for text in options.capabilities:
         major, minor = (int(x) for x in text.split("."))
         rows[f"sm_{major}{minor}"] = assembled(options.out, (major, minor), options.each, options.jobs, options.only)
-    found = {"architectures": rows, "golden": golden(), "toolkit": compiler.assemble.toolkit(), "versions": versions(),
+    found = {"architectures": rows, "golden": golden(), "toolkit": compiler.ptxas.toolkit(), "versions": versions(),
              "seconds": round(time.perf_counter() - start, 1)}  # fmt: skip
     (options.out / "gpu_assemble.json").write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))

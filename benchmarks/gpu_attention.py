@@ -58,10 +58,10 @@ def schedules(case: Any, most: int, tiles: dict[str, list[list[Any]]]) -> list[A
     """The best schedules as ranked, or those asked for."""
     from benchmarks.gpu_run import program_of
     from jcuts.base.errors import Refusal
-    from jcuts.region import gpu_attention
-    from jcuts.region.attention import recognise
-    from jcuts.region.attention_tiles import AttentionShape
-    from jcuts.region.gpu_tiles import GpuMachine
+    from jcuts.lower.patterns.attention import recognise
+    from jcuts.schedule.gpu.attention import schedules as attention_schedules
+    from jcuts.schedule.gpu.attention.tile import AttentionShape
+    from jcuts.schedule.gpu.machine import GpuMachine
 
     program = program_of(case)[0]
     known = None if program is None else recognise(program)
@@ -71,11 +71,11 @@ def schedules(case: Any, most: int, tiles: dict[str, list[list[Any]]]) -> list[A
     machine = GpuMachine(132)
     asked = tiles.get(case.name)
     if asked is None:
-        return [p for p, _ in gpu_attention.products(program, machine, most)]
+        return [p for p, _ in attention_schedules.products(program, machine, most)]
     found = []
     for rows, keys, along, parts, stages, *rounded in asked:
         shape = AttentionShape(known, rows, keys, (along, parts), stages, bool(rounded))
-        found.append(gpu_attention.of(program, shape))
+        found.append(attention_schedules.of(program, shape))
     return found
 
 

@@ -59,12 +59,12 @@ def measured_cases(only: str) -> list[Any]:
 def schedules(case: Any, most: int) -> list[Any]:
     """Programs of one case, for an H100 or H200: as ranked, but few that are alike."""
     from benchmarks.gpu_run import program_of
-    from jcuts.region import gpu
+    from jcuts.schedule.gpu import candidates as gpu_candidates
 
     program, _ = program_of(case)
     if program is None:
         return []
-    ranked = [p for p, _ in gpu.candidates(program, gpu.GpuMachine(132), 1 << 20)]
+    ranked = [p for p, _ in gpu_candidates.candidates(program, gpu_candidates.GpuMachine(132), 1 << 20)]
     walks = [p for p in ranked if "walk" in dict(p.params)]
     chosen = [p for p in ranked if "walk" not in dict(p.params)][: max(4, most // (5 if walks else 2))]
     seen: collections.Counter[Any] = collections.Counter()
@@ -121,9 +121,9 @@ def bench(case: Any, programs: Sequence[Any], folder: Path, seconds: float) -> d
     import jax
 
     from benchmarks.gpu_run import CEILING, error_of
-    from jcuts.tune import gpu_measure
-    from jcuts.tune.kernelfile import read_kernel
-    from jcuts.xla.call import call_kernel
+    from jcuts.tune.kernel_file import read_kernel
+    from jcuts.tune.measure import gpu_problem
+    from jcuts.xla.ffi_call import call_kernel
 
     files = {str(k): folder / f"{p.digest}.kernel" for k, p in enumerate(programs)}
     kernels = {label: read_kernel(path) for label, path in files.items() if path.exists()}
@@ -132,7 +132,7 @@ def bench(case: Any, programs: Sequence[Any], folder: Path, seconds: float) -> d
     operands = arguments(case)
     said: list[str] = []
     library = jax.jit(case.function)
-    found, _ = gpu_measure.measure(
+    found, _ = gpu_problem.measure(
         case.name, library, operands, kernels, {}, seconds=seconds, finalists=3, mixed=False, announce=said.append
     )  # fmt: skip
     moved = case.moved()
@@ -165,7 +165,7 @@ def bench(case: Any, programs: Sequence[Any], folder: Path, seconds: float) -> d
 
 def launches(kernel: Any) -> Sequence[Any]:
     """The launches of a compiled kernel."""
-    from jcuts.codegen.cuda.image import Image
+    from jcuts.codegen.cuda.toolchain.image import Image
 
     return Image.unpack(kernel.object_code).launches
 
@@ -226,7 +226,7 @@ def main(given: Sequence[str] | None = None) -> int:
         return 0
     import jax
 
-    from jcuts.tune import gpu_measure
+    from jcuts.tune.measure import gpu_problem
 
     known = {
         case.name: (SimpleNamespace(name=case.name, digest=case.name, library=None,
@@ -234,8 +234,8 @@ def main(given: Sequence[str] | None = None) -> int:
                     jax.jit(case.function))
         for case, _ in work
     }  # fmt: skip
-    gpu_measure.compile_ahead(known, lambda _: None)  # type: ignore[arg-type]
-    gpu_measure.run_ahead(lambda _: None)
+    gpu_problem.compile_ahead(known, lambda _: None)  # type: ignore[arg-type]
+    gpu_problem.run_ahead(lambda _: None)
     print(f"XLA's programs are compiled, {time.perf_counter() - start:.0f} s", flush=True)
     builder.join()
     rows: list[dict[str, Any]] = []

@@ -97,7 +97,7 @@ def products(arguments: int) -> tuple[int, ...]:
 
 def operands(case: Case) -> list[np.ndarray]:
     """Values whose sums are of the size of 1; weights of both products are TF32 numbers, or bfloat16."""
-    from jcuts.trace.rounding import round_tf32
+    from jcuts.rewrite.tf32_weights import round_tf32
 
     found = case.arguments(0)
     for place in products(len(found)):
@@ -110,16 +110,16 @@ def operands(case: Case) -> list[np.ndarray]:
 def program_of(case: Case, rounded: bool) -> Any:
     """The unscheduled program of a block."""
     from benchmarks.gpu_run import small_arguments
-    from jcuts.region import find
-    from jcuts.region.block_cover import joined
-    from jcuts.region.graph import build_graph
-    from jcuts.region.halves import eased
+    from jcuts.fusion import greedy
+    from jcuts.fusion.match_inverted_residual import joined
+    from jcuts.lower.excess_precision import eased
+    from jcuts.lower.tensor_graph import build_graph
+    from jcuts.rewrite.simplify import simplify
     from jcuts.trace.inline import inline
-    from jcuts.trace.simplify import simplify
 
     closed = simplify(inline(jax.make_jaxpr(case.function)(*small_arguments(case))))
     graph = build_graph(closed.jaxpr)
-    found = joined(graph, find.group(graph).subsets, lambda program: True)
+    found = joined(graph, greedy.group(graph).subsets, lambda program: True)
     if len(found) != 1 or len(found[0].members) != len(graph.nodes):
         raise SystemExit(f"{case.name}: no block: {found}")
     shapes = {case.shapes[place][0] for place in products(len(case.shapes))}
@@ -129,30 +129,30 @@ def program_of(case: Case, rounded: bool) -> Any:
 
 def schedules(case: Case, most: int, rounded: bool) -> list[Any]:
     """The best by the ranking, then the best of other numbers of warps and pieces."""
-    from jcuts.region import gpu_blocks
-    from jcuts.region.blocks import Block, block
-    from jcuts.region.gpu import GpuMachine
+    from jcuts.lower.patterns.inverted_residual import Block, block
+    from jcuts.schedule.gpu.candidates import GpuMachine
+    from jcuts.schedule.gpu.inverted_residual import schedules as inverted_residual_schedules
 
     program, machine = program_of(case, rounded), GpuMachine(132)
     found = block(program)
     assert isinstance(found, Block)
-    chosen = [p for p, _ in gpu_blocks.products(program, machine, -(-most // 2))]
+    chosen = [p for p, _ in inverted_residual_schedules.products(program, machine, -(-most // 2))]
     names = {p.digest for p in chosen}
     best: dict[Any, Any] = {}
-    for shape in gpu_blocks.shapes(found, machine):
-        count, key = gpu_blocks.cycles(shape, machine), (shape.chunk, shape.threads)
+    for shape in inverted_residual_schedules.shapes(found, machine):
+        count, key = inverted_residual_schedules.cycles(shape, machine), (shape.chunk, shape.threads)
         if key not in best or count < best[key][0]:
             best[key] = (count, shape)
-    more = [gpu_blocks.of(program, shape) for _, shape in sorted(best.values(), key=lambda item: item[0])]
+    more = [inverted_residual_schedules.of(program, shape) for _, shape in sorted(best.values(), key=lambda item: item[0])]
     return chosen + [p for p in more if p.digest not in names][: most - len(chosen)]
 
 
 def measured(pair: tuple[Case, Case], programs: Sequence[Any], folder: Path, most: int) -> dict[str, Any]:
     """One block: XLA with weights as they are ("xla") and along terms, and all programs, in turns."""
     from benchmarks import gpu_run
-    from jcuts import guard
-    from jcuts.tune.kernelfile import read_kernel
-    from jcuts.xla.call import call_kernel
+    from jcuts.jit import end_to_end_benchmark
+    from jcuts.tune.kernel_file import read_kernel
+    from jcuts.xla.ffi_call import call_kernel
 
     along, plain = pair
     row: dict[str, Any] = {
@@ -187,7 +187,7 @@ def measured(pair: tuple[Case, Case], programs: Sequence[Any], folder: Path, mos
     for name in ("xla", "xla along"):  # alone: they are tuned meanwhile
         low = lowered.pop(name)
         compiled[name] = low.compile()
-        for option, values in guard.OPTIONS["cuda"].items():
+        for option, values in end_to_end_benchmark.OPTIONS["cuda"].items():
             try:
                 compiled[f"{name} {option}"] = low.compile(compiler_options=values)
                 break

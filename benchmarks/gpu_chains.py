@@ -48,7 +48,7 @@ def optimized(spec: str, dry: bool) -> tuple[Any, Any, tuple[Any, ...], float, R
     import jax
 
     import jcuts
-    from jcuts import forms
+    from jcuts.jit import variant_space
     from jcuts.tune import session
 
     spec, _, only = spec.partition("=")
@@ -57,13 +57,13 @@ def optimized(spec: str, dry: bool) -> tuple[Any, Any, tuple[Any, ...], float, R
     logging.getLogger("jcuts").addHandler(race)
     platform = gpu_networks.pretend(dry)
     if dry:
-        from jcuts.xla import chains
+        from jcuts.xla.chains import fuse as chains_fuse
 
-        chains.joined = lambda closed: 1 << 20  # as if they could matter; pyright: ignore
+        chains_fuse.joined = lambda closed: 1 << 20  # as if they could matter; pyright: ignore
     session.set_progress(gpu_networks.Stages())
     if only:
-        chosen = [forms.form_of(f"jcuts/{name}") for name in only.split(",")]
-        forms.worth_planning = lambda closed, platform: chosen
+        chosen = [variant_space.form_of(f"jcuts/{name}") for name in only.split(",")]
+        variant_space.worth_planning = lambda closed, platform: chosen
     fn, args = gpu_networks.workload(spec, dry)
     jax.block_until_ready(args)
     ours = jcuts.optimize(gpu_networks.named(fn, "ours"))
@@ -78,17 +78,17 @@ def measure(spec: str, dry: bool, seconds: float) -> dict[str, Any]:
     import jax
     import numpy as np
 
-    from jcuts import forms
     from jcuts.base.settings import Form
+    from jcuts.jit import variant_space
 
     _, ours, args, first, race = optimized(spec, dry)
     decision = ours.decision(*args)
     competing = ours.programs(*args)
     names = []
     for name in competing:
-        form = None if forms.is_xla(name) else forms.form_of(name)
+        form = None if variant_space.is_xla(name) else variant_space.form_of(name)
         if form is not None and not form.chained:
-            names += [forms.name_of(Form.tuned(form), name.partition(":")[2]), name]
+            names += [variant_space.name_of(Form.tuned(form), name.partition(":")[2]), name]
     calls = {name: functools.partial(call, *args) for name, call in competing.items() if name in names}
     results = {name: [np.asarray(x) for x in jax.tree.leaves(call())] for name, call in calls.items()}
     kept = list(results.values())
@@ -101,12 +101,12 @@ def measure(spec: str, dry: bool, seconds: float) -> dict[str, Any]:
 
 def warm(spec: str, dry: bool) -> dict[str, Any]:
     """A process that finds the decision."""
-    from jcuts import singles
+    from jcuts.jit import chain_ablation
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("a decision that is kept was timed again")
 
-    singles.compared = refuse
+    chain_ablation.compared = refuse
     _, ours, args, first, race = optimized(spec, dry)
     return {"warm_seconds": first, "warm_chosen": ours.decision(*args).chosen, "warm_log": race.texts}
 

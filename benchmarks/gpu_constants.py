@@ -104,15 +104,18 @@ def layers(along: bool) -> list[Layer]:
 def schedules(case: Case, most: int, along: bool, tiles: Sequence[Sequence[Any]]) -> list[Any]:
     """The best programs by the ranking, with rounded weights, or without; and those of the other family."""
     from benchmarks.gpu_run import small_arguments
-    from jcuts.dfg.program import Program
-    from jcuts.region import gpu_fed, gpu_group_windows, gpu_groups, gpu_products
-    from jcuts.region.absorb import CHEAP
-    from jcuts.region.build import build
-    from jcuts.region.gpu import GpuMachine
-    from jcuts.region.graph import build_graph
-    from jcuts.region.products import as_product, prologue, sides
+    from jcuts.fusion.move_epilogue import CHEAP
+    from jcuts.kernel_ir.program import Program
+    from jcuts.lower.builder import build
+    from jcuts.lower.patterns.gemm import as_product, prologue, sides
+    from jcuts.lower.tensor_graph import build_graph
+    from jcuts.rewrite.simplify import simplify
+    from jcuts.schedule.gpu.candidates import GpuMachine
+    from jcuts.schedule.gpu.conv import implicit_gemm
+    from jcuts.schedule.gpu.gemm import mma as gemm_mma
+    from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
+    from jcuts.schedule.gpu.warp_specialized import schedules as warp_specialized_schedules
     from jcuts.trace.inline import inline
-    from jcuts.trace.simplify import simplify
 
     graph = build_graph(simplify(inline(jax.make_jaxpr(case.function)(*small_arguments(case)))).jaxpr)
     program = build(graph, frozenset(range(len(graph.nodes))), cheap=CHEAP)
@@ -126,27 +129,27 @@ def schedules(case: Case, most: int, along: bool, tiles: Sequence[Sequence[Any]]
         right = sides(made)[1].buffer
         made = replace(made, buffers=tuple(replace(b, tf32=b.name == right) for b in made.buffers))
     if along and tiles:  # numbers of `GroupTiling` from the third on, or by name those of `FedTiling`
-        return [gpu_fed.FedTiling(**numbers).of(made) for numbers in tiles if isinstance(numbers, dict)] + [
-            gpu_groups.GroupTiling(rows, columns, terms, (groups, 1), stages, 0, split, cluster, 1, *how).of(made)
+        return [warp_specialized_schedules.FedTiling(**numbers).of(made) for numbers in tiles if isinstance(numbers, dict)] + [
+            gemm_wgmma.GroupTiling(rows, columns, terms, (groups, 1), stages, 0, split, cluster, 1, *how).of(made)
             for rows, columns, terms, groups, stages, split, cluster, *how in (t for t in tiles if isinstance(t, list))
         ]
-    counter = gpu_groups.GroupCounter(made, machine)
-    fed = [p for p, _ in gpu_fed.candidates(counter, made, most)] if along else []
-    found = [p for p, _ in gpu_group_windows.candidates(counter, made, most)] if along else []
+    counter = gemm_wgmma.GroupCounter(made, machine)
+    fed = [p for p, _ in warp_specialized_schedules.candidates(counter, made, most)] if along else []
+    found = [p for p, _ in implicit_gemm.candidates(counter, made, most)] if along else []
     if found:  # taps that share their pixels, beside the best that do not
-        return found + fed + [p for p, _ in gpu_groups.grouped(counter, 1)][:2]
-    found = [p for p, _ in gpu_groups.grouped(counter, most)]
+        return found + fed + [p for p, _ in gemm_wgmma.grouped(counter, 1)][:2]
+    found = [p for p, _ in gemm_wgmma.grouped(counter, most)]
     if along:  # and what stages and groups make of the best
-        more = [p for p, _ in gpu_groups.grouped(counter, most, alike=True)]
+        more = [p for p, _ in gemm_wgmma.grouped(counter, most, alike=True)]
         found += [p for p in more if p.digest not in {f.digest for f in found}][: most // 2]
-    return found + fed + ([] if along else [p for p, _ in gpu_products.products(made, machine, 1)])
+    return found + fed + ([] if along else [p for p, _ in gemm_mma.products(made, machine, 1)])
 
 
 def measured(pair: tuple[Case, Case], programs: Sequence[Sequence[Any]], folder: Path) -> dict[str, Any]:
     """One layer: XLA with weights as they are ("xla") and along terms ("xla along"), and all programs, in turns."""
     from benchmarks import gpu_run
-    from jcuts.tune.kernelfile import read_kernel
-    from jcuts.xla.call import call_kernel
+    from jcuts.tune.kernel_file import read_kernel
+    from jcuts.xla.ffi_call import call_kernel
 
     along, plain = pair
     row: dict[str, Any] = {"case": along.name.removesuffix(" along terms"), "programs": {}, "rejected": {}}

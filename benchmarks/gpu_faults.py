@@ -57,19 +57,19 @@ def run_objects(round_: str, kinds: list[str], options: argparse.Namespace) -> d
 
     from jcuts.base.settings import Settings
     from jcuts.tune.choice import LIBRARY
-    from jcuts.tune.operations import KERNEL_KINDS
-    from jcuts.tune.runner import Effort, default_store, tune
-    from jcuts.xla.call import call_kernel
+    from jcuts.tune.parent.tuner import Effort, default_store, tune
+    from jcuts.tune.worker.requests import KERNEL_KINDS
+    from jcuts.xla.ffi_call import call_kernel
 
     if options.cpu:
         from tests.tune import objects as cpu_objects
 
         problem = cpu_objects.problem(*(ON_CPU.get(k, k) for k in kinds), name=round_)
     else:
-        from jcuts.xla import gpus
+        from jcuts.xla import devices as xla_devices
         from tests.gpu import objects
 
-        gpu = gpus.this()
+        gpu = xla_devices.this()
         made = objects.problem(kinds, gpu.identity(), f"sm_{gpu.capability[0]}{gpu.capability[1]}")
         problem = replace(made, identity=f"{made.identity} {round_}")
     x = np.random.default_rng(0).standard_normal(problem.inputs[0].shape).astype(np.float32)
@@ -136,9 +136,9 @@ WORKLOADS: dict[str, Callable[[str, list[str], argparse.Namespace], dict[str, An
 def grab(leave_mib: int) -> int:
     """This process takes the device's memory but for so many MiB, as a user's data would; MiB left in the end."""
     from jcuts.base.errors import NativeError
-    from jcuts.tune import driver
+    from jcuts.tune.measure import cuda_driver
 
-    device = driver.device()
+    device = cuda_driver.device()
     piece = 256 << 20
     while (size := min(piece, device.free_bytes() - (leave_mib << 20))) >= 1 << 20:
         try:

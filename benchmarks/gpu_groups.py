@@ -24,9 +24,10 @@ OTHERS = 2  # schedules of the other family
 def schedules(case: Any, most: int, tiles: dict[str, list[list[Any]]]) -> list[Any]:
     """Programs of one case, for an H100 or H200: the best by the ranking, or those asked for."""
     from benchmarks.gpu_run import program_of
-    from jcuts.region import gpu_groups, gpu_products
-    from jcuts.region.gpu import GpuMachine
-    from jcuts.region.products import as_product
+    from jcuts.lower.patterns.gemm import as_product
+    from jcuts.schedule.gpu.candidates import GpuMachine
+    from jcuts.schedule.gpu.gemm import mma as gemm_mma
+    from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
 
     program, _ = program_of(case)
     made = None if program is None else as_product(program)
@@ -37,18 +38,18 @@ def schedules(case: Any, most: int, tiles: dict[str, list[list[Any]]]) -> list[A
     if asked:
         found = []
         for rows, columns, terms, along, *more in asked:
-            found.append(gpu_groups.GroupTiling(rows, columns, terms, (along, 1), *more).of(made))
-        return found + [p for p, _ in gpu_products.products(made, machine, 1)]
-    found = [p for p, _ in gpu_groups.grouped(gpu_groups.GroupCounter(made, machine), most, alike=True)]
-    return found + [p for p, _ in gpu_products.products(made, machine, OTHERS)] if found else []
+            found.append(gemm_wgmma.GroupTiling(rows, columns, terms, (along, 1), *more).of(made))
+        return found + [p for p, _ in gemm_mma.products(made, machine, 1)]
+    found = [p for p, _ in gemm_wgmma.grouped(gemm_wgmma.GroupCounter(made, machine), most, alike=True)]
+    return found + [p for p, _ in gemm_mma.products(made, machine, OTHERS)] if found else []
 
 
 def compiled(job: tuple[Any, Path]) -> str:
     """Compiles one program into a file; returns what went wrong."""
     from jcuts.base.errors import CompileRejected
     from jcuts.codegen.cuda.compile import compile_program
-    from jcuts.codegen.cuda.target import CudaTarget
-    from jcuts.tune.kernelfile import write_kernel
+    from jcuts.codegen.cuda.toolchain.target import CudaTarget
+    from jcuts.tune.kernel_file import write_kernel
 
     program, folder = job
     try:

@@ -103,19 +103,19 @@ def _pooled(x: Any, count: Any, s: Any, t: Any) -> Any:
 def schedules(case: Case, most: int) -> list[Any]:
     """The best programs by the ranking; of what keeps pixels, and of what does not, a few each."""
     from benchmarks.gpu_run import small_arguments
-    from jcuts.dfg.program import Program
-    from jcuts.region import gpu
-    from jcuts.region.absorb import CHEAP
-    from jcuts.region.build import build
-    from jcuts.region.graph import build_graph
+    from jcuts.fusion.move_epilogue import CHEAP
+    from jcuts.kernel_ir.program import Program
+    from jcuts.lower.builder import build
+    from jcuts.lower.tensor_graph import build_graph
+    from jcuts.rewrite.simplify import simplify
+    from jcuts.schedule.gpu import candidates as gpu_candidates
     from jcuts.trace.inline import inline
-    from jcuts.trace.simplify import simplify
 
     graph = build_graph(simplify(inline(jax.make_jaxpr(case.function)(*small_arguments(case)))).jaxpr)
     program = build(graph, frozenset(range(len(graph.nodes))), cheap=CHEAP)
     if not isinstance(program, Program):
         raise SystemExit(f"{case.name}: {program}")
-    ranked = [p for p, _ in gpu.candidates(program, gpu.GpuMachine(132), 4 * most)]
+    ranked = [p for p, _ in gpu_candidates.candidates(program, gpu_candidates.GpuMachine(132), 4 * most)]
     kept = [p for p in ranked if "pixels" in dict(p.params)]
     others = [p for p in ranked if "pixels" not in dict(p.params)]
     return kept[: math.ceil(most / 2)] + others[: most - min(len(kept), math.ceil(most / 2))]

@@ -45,7 +45,7 @@ class Study:
         import jax
         import numpy as np
 
-        from jcuts.tune import pool
+        from jcuts.tune.parent import worker_pool
 
         try:
             self.devices = jax.devices(platform)
@@ -60,21 +60,21 @@ class Study:
             for shape in ((batch, 28, 28, channels), (channels, 512), (channels,), (3, 3, 1, channels))
         ]
         self.started = 0
-        started = pool.Worker.__init__
+        started = worker_pool.Worker.__init__
 
         def counted(worker: Any, *args: Any, **kwargs: Any) -> None:
             self.started += 1
             started(worker, *args, **kwargs)
 
-        pool.Worker.__init__ = counted  # type: ignore[method-assign]
+        worker_pool.Worker.__init__ = counted  # type: ignore[method-assign]
         self.plain = np.asarray(jax.jit(network)(*jax.device_put(self.arguments, self.devices[0])))
 
     def fresh(self, **more: Any) -> Any:
         """The function as a new process would have it: no plan, only the tuning database."""
         import jcuts
-        from jcuts import pipeline
+        from jcuts.pipeline import passes as pipeline_passes
 
-        pipeline.forget()
+        pipeline_passes.forget()
         return jcuts.optimize(network, **{"mode": "fusion", **more})
 
     def mesh(self) -> Any:
@@ -205,7 +205,7 @@ def replayed_on_each(study: Study) -> dict[str, Any]:
     import jax
     import numpy as np
 
-    from jcuts.xla import cuda
+    from jcuts.xla import cuda_launcher
 
     if study.target == "jcuts_cpu_launch":
         return {"skipped": "no CUDA graphs on CPUs", "ok": True}
@@ -217,11 +217,11 @@ def replayed_on_each(study: Study) -> dict[str, Any]:
         compiled = jax.jit(lambda *xs: run(*xs)).lower(*arguments).compile(options)
         for _ in range(5):
             jax.block_until_ready(compiled(*arguments))
-        before = cuda.executions()
+        before = cuda_launcher.executions()
         for _ in range(CALLS):
             out = compiled(*arguments)
         bits.add(np.asarray(out).tobytes())
-        launched.append(cuda.executions() - before)
+        launched.append(cuda_launcher.executions() - before)
     return {"launcher_calls_in_100_replays": launched, "equal_bits": len(bits) == 1,
             "ok": len(bits) == 1 and max(launched) < CALLS // 2}  # fmt: skip
 

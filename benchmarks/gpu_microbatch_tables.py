@@ -90,13 +90,13 @@ def deepbench(run: Run) -> Any:
 
 def compared(table: Any, batch: int, limit: int, precision: str) -> dict[str, Any]:
     """Of one layer: what the limit costs (unlimited), what dividing gives back (gain)."""
-    from jcuts.microbatch import wr
+    from jcuts.microbatch import workspace_reuse
 
-    one, free = (wr.undivided(table, batch, m, precision=precision) for m in (limit, None))
-    best = wr.divide(table, batch, limit, precision=precision) if one is not None else None
+    one, free = (workspace_reuse.undivided(table, batch, m, precision=precision) for m in (limit, None))
+    best = workspace_reuse.divide(table, batch, limit, precision=precision) if one is not None else None
     row = {"single": description(one), "divided": description(best), "no limit": description(free)}
     if one is not None and best is not None and free is not None:
-        pieces = wr.divide(microbatch_chains.whole(table), batch, limit, precision=precision)
+        pieces = workspace_reuse.divide(microbatch_chains.whole(table), batch, limit, precision=precision)
         row |= {"gain of pieces only": one.ticks / pieces.ticks}
         row |= {"gain": one.ticks / best.ticks, "lost": one.ticks / free.ticks, "left": best.ticks / free.ticks}
     return row

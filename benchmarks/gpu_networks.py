@@ -90,20 +90,20 @@ def measure(
     import jax
 
     import jcuts
-    from jcuts import forms
     from jcuts.base import fingerprint
+    from jcuts.jit import variant_space
     from jcuts.tune import session
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("jcuts").setLevel(logging.INFO)  # what each stage of tuning took
     platform = pretend(dry)
     if only:
-        chosen = [forms.form_of(f"jcuts/{name}") for name in only]
-        forms.worth_planning = lambda closed, platform: chosen
-    option = next(iter(forms.options(platform)), "")
+        chosen = [variant_space.form_of(f"jcuts/{name}") for name in only]
+        variant_space.worth_planning = lambda closed, platform: chosen
+    option = next(iter(variant_space.options(platform)), "")
     fn, args = workload(spec, dry)
     jax.block_until_ready(args)
-    row: dict[str, Any] = {"network": spec, "flags": forms.compiler_options(f"xla:{option}", platform) or {},
+    row: dict[str, Any] = {"network": spec, "flags": variant_space.compiler_options(f"xla:{option}", platform) or {},
                            "device": str(jax.devices()[0].device_kind), "versions": fingerprint.versions()}  # fmt: skip
     note(f"{spec}: begins")
     session.set_progress(Stages())
@@ -148,17 +148,17 @@ def reference(spec: str, fn: Callable[..., Any], args: tuple[Any, ...], dry: boo
     """
     import jax
 
-    from jcuts import forms
+    from jcuts.jit import variant_space
 
     name, batch, *rest = spec.split(":")
     few = ":".join((name, str(min(batch_of(spec), EXACT)), *rest))
     small, inputs = (fn, args) if str(batch) == few.split(":")[1] else workload(few, dry)
-    judge = forms.Exact(network_counts.traced(small, inputs), jax.tree.leaves(inputs), 2.0, jax.default_backend())
+    judge = variant_space.Exact(network_counts.traced(small, inputs), jax.tree.leaves(inputs), 2.0, jax.default_backend())
     found = judge.reference()
     if found is not None:
         return found, f"float64, {few}"
     with jax.default_matmul_precision("highest"):
-        exact = jax.jit(named(small, "highest"), compiler_options=None if dry else forms.LEAN)
+        exact = jax.jit(named(small, "highest"), compiler_options=None if dry else variant_space.LEAN)
         return jax.tree.leaves(exact(*inputs)), f"highest precision, {few}"
 
 
@@ -199,10 +199,10 @@ def pretend(dry: bool) -> str:
     """The platform; on a dry run the CPU takes the GPU's part where whole programs compete."""
     import jax
 
-    from jcuts import forms
+    from jcuts.jit import variant_space
 
     if dry:
-        forms.GPUS = ("cpu",)
+        variant_space.GPUS = ("cpu",)
     return jax.default_backend()
 
 

@@ -110,15 +110,15 @@ def schedules(case: Layer, most: int, tiles: Sequence[Sequence[int]]) -> list[An
     """The first schedules of the ranking, and tiles with every exit."""
     from benchmarks.gpu_run import small_arguments
     from jcuts.base.errors import CompileRejected
-    from jcuts.codegen.cuda.group_shape import group_shape
-    from jcuts.region import gpu_products
-    from jcuts.region.build import build
-    from jcuts.region.gpu import GpuMachine
-    from jcuts.region.gpu_groups import GroupTiling, products
-    from jcuts.region.graph import build_graph
-    from jcuts.region.products import as_product, shares, sides
+    from jcuts.codegen.cuda.gemm.wgmma_tile import group_shape
+    from jcuts.lower.builder import build
+    from jcuts.lower.patterns.gemm import as_product, shares, sides
+    from jcuts.lower.tensor_graph import build_graph
+    from jcuts.rewrite.simplify import simplify
+    from jcuts.schedule.gpu.candidates import GpuMachine
+    from jcuts.schedule.gpu.gemm import mma as gemm_mma
+    from jcuts.schedule.gpu.gemm.wgmma import GroupTiling, products
     from jcuts.trace.inline import inline
-    from jcuts.trace.simplify import simplify
 
     graph = build_graph(simplify(inline(jax.make_jaxpr(case.function)(*small_arguments(case)))).jaxpr)
     made = as_product(build(graph, frozenset(range(len(graph.nodes)))))  # type: ignore[arg-type]
@@ -133,7 +133,7 @@ def schedules(case: Layer, most: int, tiles: Sequence[Sequence[int]]) -> list[An
     if case.rounded:
         found += [GroupTiling(*tile, rounded=1).of(made) for tile in BEFORE.get(case.name, ())]
     else:
-        for program, _ in gpu_products.products(made, GpuMachine(132), 1):
+        for program, _ in gemm_mma.products(made, GpuMachine(132), 1):
             found += [program, replace(program, params=(*program.params, ("early", 1)))]
     if case.rounded and tiles is not TILES:
         return found + fed(case, made)
@@ -160,8 +160,8 @@ def schedules(case: Layer, most: int, tiles: Sequence[Sequence[int]]) -> list[An
 def fed(case: Layer, made: Any) -> list[Any]:
     """Blocks that go on from tile to tile; what is added comes by stages, too, or as lanes ask for it."""
     from jcuts.base.errors import CompileRejected
-    from jcuts.codegen.cuda.fed_shape import fed_shape
-    from jcuts.region.gpu_fed import MOST_SHARED, MOST_STAGES, STAGES, FedTiling
+    from jcuts.codegen.cuda.warp_specialized.tile import fed_shape
+    from jcuts.schedule.gpu.warp_specialized.schedules import MOST_SHARED, MOST_STAGES, STAGES, FedTiling
 
     (rows, _), (columns, _) = case.shapes[0][0], case.shapes[1][0]
     found = []
@@ -183,8 +183,8 @@ def fed(case: Layer, made: Any) -> list[Any]:
 def measured(case: Layer, programs: Sequence[Any], folder: Path) -> dict[str, Any]:
     """One layer: XLA, a copy, and all programs, in turns."""
     from benchmarks import gpu_run
-    from jcuts.tune.kernelfile import read_kernel
-    from jcuts.xla.call import call_kernel
+    from jcuts.tune.kernel_file import read_kernel
+    from jcuts.xla.ffi_call import call_kernel
 
     row: dict[str, Any] = {"case": case.name, "bytes": case.moved(), "programs": {}, "rejected": {}}
     count = int(min(gpu_run.MOST_SETS, max(4, -(-gpu_run.ROTATED // case.moved()))))

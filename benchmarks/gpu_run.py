@@ -36,15 +36,15 @@ def program_of(case: Any) -> Any:
     """The unscheduled program of a case (None if the planner makes several kernels of it)."""
     import jax
 
-    from jcuts.region import find
-    from jcuts.region.attend import attended
-    from jcuts.region.graph import MOST_SWITCHED, build_graph
+    from jcuts.fusion import greedy
+    from jcuts.fusion.match_attention import attended
+    from jcuts.lower.tensor_graph import MOST_SWITCHED, build_graph
+    from jcuts.rewrite.simplify import simplify
     from jcuts.trace.inline import inline
-    from jcuts.trace.simplify import simplify
 
     closed = simplify(inline(jax.make_jaxpr(case.function)(*small_arguments(case))))
     graph = build_graph(closed.jaxpr, joined=MOST_SWITCHED)
-    grouping = find.group(graph)
+    grouping = greedy.group(graph)
     subsets = attended(graph, grouping.subsets)
     if len(subsets) != 1 or grouping.left_out:
         return None, f"{len(subsets)} kernels, left out: {list(map(str, grouping.left_out.values()))}"
@@ -63,12 +63,12 @@ def scheduled(
     case: Any, sms: int, count: int = CANDIDATES, capability: tuple[int, int] = (9, 0)
 ) -> tuple[list[Any], str]:
     """The candidate programs of a case."""
-    from jcuts.region import gpu
+    from jcuts.schedule.gpu import candidates as gpu_candidates
 
     program, why = program_of(case)
     if program is None:
         return [], why
-    found = gpu.candidates(program, gpu.GpuMachine(sms, capability=capability), count)
+    found = gpu_candidates.candidates(program, gpu_candidates.GpuMachine(sms, capability=capability), count)
     return [p for p, _ in found], "" if found else "no kernel form"
 
 
@@ -83,8 +83,8 @@ def build(folder: Path, sms: int, capability: tuple[int, int], only: str, count:
     from benchmarks.gpu_cases import cases
     from jcuts.base.errors import CompileRejected
     from jcuts.codegen.cuda.compile import compile_program
-    from jcuts.codegen.cuda.target import CudaTarget
-    from jcuts.tune.kernelfile import write_kernel
+    from jcuts.codegen.cuda.toolchain.target import CudaTarget
+    from jcuts.tune.kernel_file import write_kernel
 
     folder.mkdir(parents=True, exist_ok=True)
     start, built, refused = time.perf_counter(), 0, 0
@@ -105,14 +105,14 @@ def build(folder: Path, sms: int, capability: tuple[int, int], only: str, count:
 
 def kernel_of(program: Any, folder: Path | None) -> Any:
     """The compiled kernel of a program: from the folder, else compiled here."""
-    from jcuts.tune.kernelfile import read_kernel
+    from jcuts.tune.kernel_file import read_kernel
 
     if folder is not None and (path := folder / f"{program.digest}.kernel").exists():
         return read_kernel(path)
     from jcuts.codegen.cuda.compile import compile_program
-    from jcuts.xla import gpus
+    from jcuts.xla import devices as xla_devices
 
-    return compile_program(program, gpus.target())
+    return compile_program(program, xla_devices.target())
 
 
 # -- measuring ------------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def bench(
     import jax.numpy as jnp
     import numpy as np
 
-    from jcuts.xla.call import call_kernel
+    from jcuts.xla.ffi_call import call_kernel
 
     moved = case.moved()
     row: dict[str, Any] = {"case": case.name, "bytes": moved, "candidates": {}, "rejected": {}}
@@ -212,7 +212,7 @@ def bench(
     row["xla_error"] = error_of(jax.tree.leaves(plain(*sets[0])), reference)
     compiled = {"xla": jax.jit(chain(case.function, count)).lower(sets).compile()}
     if graphs:
-        from jcuts.guard import OPTIONS
+        from jcuts.jit.end_to_end_benchmark import OPTIONS
 
         compiled["xla graphs"] = jax.jit(chain(case.function, count)).lower(sets).compile(OPTIONS["cuda"]["graphs"])
     schedules = {}
@@ -275,14 +275,15 @@ def environment() -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             found[name] = None
     try:
-        from jcuts.codegen.cuda import assemble
         from jcuts.codegen.cuda import compile as compiler
-        from jcuts.xla import cuda, gpus
+        from jcuts.codegen.cuda.toolchain import ptxas
+        from jcuts.xla import cuda_launcher
+        from jcuts.xla import devices as xla_devices
 
         device = jax.devices("cuda")[0]
-        found.update(device=str(device.device_kind), platform=device.platform, gpu=str(gpus.this()),
-                     compiler=compiler.available() or "yes", ptxas=assemble.assembler(),
-                     launcher=cuda.available() or "yes")  # fmt: skip
+        found.update(device=str(device.device_kind), platform=device.platform, gpu=str(xla_devices.this()),
+                     compiler=compiler.available() or "yes", ptxas=ptxas.assembler(),
+                     launcher=cuda_launcher.available() or "yes")  # fmt: skip
     except Exception as error:
         found["problem"] = f"{type(error).__name__}: {error}"
     return found
@@ -323,9 +324,9 @@ def run(out: Path, folder: Path | None, only: str, budget: float, tests: bool, w
 
     sms, capability = 132, (9, 0)
     try:
-        from jcuts.xla import gpus
+        from jcuts.xla import devices as xla_devices
 
-        sms, capability = gpus.this().sms, gpus.this().capability
+        sms, capability = xla_devices.this().sms, xla_devices.this().capability
     except Exception as error:
         print(f"no GPU: {error}")
     print(f"{'case':52} {'XLA us':>9} {'jcuts us':>9} {'x':>5} {'GB/s':>6} {'/bound':>7} {'err':>8}")

@@ -78,13 +78,13 @@ def recognised() -> Iterator[tuple[str, Any, list[Any]]]:
     """Name, program and operands of templates whose programs are found in more than one subset, or by their weights."""
     import numpy as np
 
-    from jcuts.region.weights import turning
+    from jcuts.lower.weight_transpose import turning
     from tests import programs
-    from tests.codegen.test_block import BLOCKS, program_of, traced_number
-    from tests.codegen.test_block_halves import BLOCKS as HALVES
+    from tests.codegen.cuda.inverted_residual.test_bfloat16 import BLOCKS as HALVES
+    from tests.codegen.cuda.inverted_residual.test_kernel import BLOCKS, program_of, traced_number
     from tests.gpu.cases import attention
     from tests.gpu.test_products import NORMS, ROUNDED, behind_a_norm, norm_of_bfloat16
-    from tests.ptx_tensor import round_tf32
+    from tests.ptx.tensor_core import round_tf32
 
     rng = np.random.default_rng(3)
     for dtype in ("float32", "bfloat16"):
@@ -118,9 +118,9 @@ def prepare(folder: Path, each: int, jobs: int, capability: tuple[int, int], onl
     import numpy as np
     from gpu_compile import compile_all
 
-    from jcuts.dfg.program import Program
-    from jcuts.region import gpu
-    from jcuts.tune.values import save
+    from jcuts.kernel_ir.program import Program
+    from jcuts.schedule.gpu import candidates as gpu_candidates
+    from jcuts.tune.verify.inputs import save
     from tests import programs
 
     found: list[tuple[str, Program, list[np.ndarray]]] = []
@@ -139,7 +139,7 @@ def prepare(folder: Path, each: int, jobs: int, capability: tuple[int, int], onl
         listed_programs += [entry for entry in recognised() if _named(entry[0], only)]
         for name, built, operands in listed_programs:
             ranked = [built] if "cuda" in dict(built.params) else [
-                p for p, _ in gpu.candidates(built, gpu.GpuMachine(132, capability=capability), 1 << 20)
+                p for p, _ in gpu_candidates.candidates(built, gpu_candidates.GpuMachine(132, capability=capability), 1 << 20)
             ]  # fmt: skip
             if not ranked:
                 skipped[name] = "no kernel form"
@@ -180,18 +180,18 @@ def _named(name: str, parts: str) -> bool:
 # -- processes that launch --------------------------------------------------------------------------------------------
 def launch(folder: Path, how: str, repeats: int) -> int:
     """Runs every kernel of the list; ``how``: 'exact' (for the sanitizer), 'fenced' or 'repeat'."""
-    from jcuts.tune import driver, gpu
-    from jcuts.tune.kernelfile import read_kernel
-    from jcuts.tune.values import load
+    from jcuts.tune.kernel_file import read_kernel
+    from jcuts.tune.measure import cuda_driver, gpu_launch
+    from jcuts.tune.verify.inputs import load
 
-    device = driver.device()
+    device = cuda_driver.device()
     failures, ran = [], 0
     for entry in json.loads((folder / "list.json").read_text())["entries"]:
         types = entry["operands"]
         inputs = [
             load(folder / f"{entry['number']}.in{k}.npy", tuple(shape), dtype) for k, (shape, dtype) in enumerate(types)
         ]
-        launcher = gpu.GpuLauncher(read_kernel(Path(entry["kernel"])), device)
+        launcher = gpu_launch.GpuLauncher(read_kernel(Path(entry["kernel"])), device)
         print(f"kernel {entry['case']} {entry['params']}", flush=True)
         try:
             if how == "exact":
@@ -242,7 +242,7 @@ def _exact(launcher: Any, inputs: Sequence[Any], poisons: Sequence[int], repeats
 
 
 def _numpy(dtype: str) -> Any:
-    from jcuts.tune.values import dtype_of
+    from jcuts.tune.verify.inputs import dtype_of
 
     return dtype_of(dtype)
 
@@ -250,16 +250,16 @@ def _numpy(dtype: str) -> Any:
 def control(tool: str) -> int:
     """Launches the wrong kernel that a tool must find."""
     from jcuts.codegen.artifact import CompiledKernel
-    from jcuts.codegen.cuda import assemble
-    from jcuts.codegen.cuda.image import SYMBOL, Image, Launch
-    from jcuts.tune import driver, gpu
+    from jcuts.codegen.cuda.toolchain import ptxas
+    from jcuts.codegen.cuda.toolchain.image import SYMBOL, Image, Launch
+    from jcuts.tune.measure import cuda_driver, gpu_launch
 
-    device = driver.device()
+    device = cuda_driver.device()
     major, minor = device.attribute(75), device.attribute(76)
-    cubin = assemble.assemble(_CONTROL.format(body=CONTROLS[tool]), f"sm_{major}{minor}")
+    cubin = ptxas.assemble(_CONTROL.format(body=CONTROLS[tool]), f"sm_{major}{minor}")
     image = Image(f"sm_{major}{minor}", "control", (Launch("control", (1, 1, 1), (64, 1, 1), ((0, 0),)),), cubin)
     kernel = CompiledKernel(f"control {tool}", SYMBOL, image.pack(), 1, 0, (), (((32,), "uint32"),))
-    _exact(gpu.GpuLauncher(kernel, device), [], [0], 1)
+    _exact(gpu_launch.GpuLauncher(kernel, device), [], [0], 1)
     return 0
 
 
@@ -322,9 +322,9 @@ def main() -> int:
     if options.compile_only:
         major, minor = (int(x) for x in options.capability.split("."))
     else:
-        from jcuts.tune import driver
+        from jcuts.tune.measure import cuda_driver
 
-        device = driver.device()
+        device = cuda_driver.device()
         major, minor = device.attribute(75), device.attribute(76)
     result: dict[str, Any] = prepare(folder, options.each, options.jobs, (major, minor), options.only)
     print(json.dumps(result, indent=1), flush=True)

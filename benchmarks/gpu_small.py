@@ -83,12 +83,12 @@ def product(case: Case) -> Any:
     from dataclasses import replace
 
     from benchmarks.gpu_run import small_arguments
-    from jcuts.region.absorb import CHEAP
-    from jcuts.region.build import build as built
-    from jcuts.region.graph import build_graph
-    from jcuts.region.products import as_product, sides
+    from jcuts.fusion.move_epilogue import CHEAP
+    from jcuts.lower.builder import build as built
+    from jcuts.lower.patterns.gemm import as_product, sides
+    from jcuts.lower.tensor_graph import build_graph
+    from jcuts.rewrite.simplify import simplify
     from jcuts.trace.inline import inline
-    from jcuts.trace.simplify import simplify
 
     graph = build_graph(simplify(inline(jax.make_jaxpr(case.function)(*small_arguments(case)))).jaxpr)
     made = as_product(built(graph, frozenset(range(len(graph.nodes))), cheap=CHEAP))  # type: ignore[arg-type]
@@ -100,10 +100,10 @@ def product(case: Case) -> Any:
 
 def best_tiles(counter: Any, most: int) -> list[Any]:
     """The best tiling of every tile and cluster by its counted cycles, so many of them."""
-    from jcuts.region import gpu_groups
+    from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
 
     found: dict[tuple[int, ...], Any] = {}
-    for tiling in sorted(gpu_groups.tilings(counter), key=counter.cycles):
+    for tiling in sorted(gemm_wgmma.tilings(counter), key=counter.cycles):
         if tiling.split == 1:
             found.setdefault((tiling.rows, tiling.columns, tiling.cluster), tiling)
     return list(found.values())[:most]
@@ -129,21 +129,22 @@ def sweep(counter: Any, most: int) -> list[Any]:
 
 def schedules(case: Layer, most: int) -> list[Any]:
     """Programs of a layer: those of the sweep, and those of the ranking of both families."""
-    from jcuts.region import gpu_groups, gpu_products
-    from jcuts.region.gpu_tiles import GpuMachine
+    from jcuts.schedule.gpu.gemm import mma as gemm_mma
+    from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
+    from jcuts.schedule.gpu.machine import GpuMachine
 
     made = product(case)
-    counter = gpu_groups.GroupCounter(made, GpuMachine(132))
+    counter = gemm_wgmma.GroupCounter(made, GpuMachine(132))
     found = [tiling.of(made) for tiling in sweep(counter, most)]
-    found += [p for p, _ in gpu_groups.grouped(counter)]
+    found += [p for p, _ in gemm_wgmma.grouped(counter)]
     if not counter.before:
-        found += [p for p, _ in gpu_products.products(made, GpuMachine(132), 1)]
+        found += [p for p, _ in gemm_mma.products(made, GpuMachine(132), 1)]
     return list({p.digest: p for p in found}.values())
 
 
 def fixed() -> list[tuple[Layer, list[Any]]]:
     """Products of few and many terms by the same tilings."""
-    from jcuts.region.gpu_group_tiling import GroupTiling
+    from jcuts.schedule.gpu.gemm.wgmma_tile import GroupTiling
 
     found: dict[tuple[int, int], list[Any]] = {}
     for rows, columns, terms, groups, stages, split, cluster, total, wide in FIXED:
@@ -162,12 +163,12 @@ def fixed() -> list[tuple[Layer, list[Any]]]:
 def measured(case: Case, plain: Layer | None, programs: Sequence[Any], folder: Path) -> dict[str, Any]:
     """One layer: XLA and all programs, in turns."""
     from benchmarks import gpu_run
-    from jcuts.guard import OPTIONS
-    from jcuts.tune.driver import device
-    from jcuts.tune.gpu import GpuLauncher, median, screen
-    from jcuts.tune.gpu_timing import Bench
-    from jcuts.tune.kernelfile import read_kernel
-    from jcuts.xla.call import call_kernel
+    from jcuts.jit.end_to_end_benchmark import OPTIONS
+    from jcuts.tune.kernel_file import read_kernel
+    from jcuts.tune.measure.cuda_driver import device
+    from jcuts.tune.measure.gpu_chain_timing import Bench
+    from jcuts.tune.measure.gpu_launch import GpuLauncher, median, screen
+    from jcuts.xla.ffi_call import call_kernel
 
     arguments = case.arguments(0)
     graphs = OPTIONS["cuda"]["graphs"]
@@ -261,8 +262,8 @@ def measure(
 
 def floor() -> dict[str, float]:
     """What a link of a chain takes that computes next to nothing: XLA's."""
-    from jcuts.guard import OPTIONS
-    from jcuts.tune.gpu_timing import compare
+    from jcuts.jit.end_to_end_benchmark import OPTIONS
+    from jcuts.tune.measure.gpu_chain_timing import compare
 
     x = np.ones(1024, np.float32)
     entries = {"xla": (lambda x: x + 1, {}), "xla graphs": (lambda x: x + 1, OPTIONS["cuda"]["graphs"])}
@@ -274,9 +275,9 @@ def clusters_at_once(folder: Path) -> dict[str, int]:
     """How many clusters of so many blocks the device has at once, one block per multiprocessor, or two."""
     import ctypes
 
-    from jcuts.codegen.cuda.image import Image
-    from jcuts.tune.driver import device
-    from jcuts.tune.kernelfile import read_kernel
+    from jcuts.codegen.cuda.toolchain.image import Image
+    from jcuts.tune.kernel_file import read_kernel
+    from jcuts.tune.measure.cuda_driver import device
 
     class Attribute(ctypes.Structure):
         _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16))

@@ -26,7 +26,7 @@ def text(size: int) -> str:
 
 def whole(table: Any) -> Any:
     """A table without slices of the outputs."""
-    from jcuts.microbatch.table import unsliced
+    from jcuts.microbatch.timings import unsliced
 
     return dataclasses.replace(table, micros=tuple(m for m in table.micros if unsliced(m.algorithm)[1] == 1))
 
@@ -38,7 +38,7 @@ def programs(network: Any, database: Any, device: Any, limits: Sequence[int]) ->
     one after the other share theirs.
     """
     from jcuts.base.errors import JcutsError
-    from jcuts.microbatch import wr
+    from jcuts.microbatch import workspace_reuse
     from jcuts.microbatch.analysis import analyse, tables_of
 
     tables = tables_of(network, database, device)
@@ -46,7 +46,7 @@ def programs(network: Any, database: Any, device: Any, limits: Sequence[int]) ->
     middle = limits[len(limits) // 2]
 
     def single(limit: int | None) -> list[Any]:
-        found = [wr.undivided(table, use.batch, limit, precision=use.precision) for use, table in pairs]
+        found = [workspace_reuse.undivided(table, use.batch, limit, precision=use.precision) for use, table in pairs]
         if None in found:
             raise JcutsError("a kernel has no algorithm there")
         return found
@@ -71,7 +71,7 @@ def programs(network: Any, database: Any, device: Any, limits: Sequence[int]) ->
             continue
         if limit == middle:
             add(f"WR {at}, pieces of the batch only", lambda limit=limit: [
-                wr.divide(whole(table), use.batch, limit, precision=use.precision) for use, table in pairs
+                workspace_reuse.divide(whole(table), use.batch, limit, precision=use.precision) for use, table in pairs
             ])  # fmt: skip
         total = sum(division.workspace for division in pieces)
         shared = add(f"WD at WR's total at {at}", lambda total=total: [
@@ -89,8 +89,8 @@ def chain(network: Any, divisions: Sequence[Any], platform: str) -> tuple[Callab
     """A function of operands (one array of every shape), and their types: results of all kernels."""
     import jax
 
-    from jcuts.xla import cudnn
-    from jcuts.xla.convolutions import library_function
+    from jcuts.xla.cudnn import call as cudnn_call
+    from jcuts.xla.cudnn.match import library_function
 
     known: dict[tuple[Any, ...], int] = {}
     avals: list[Any] = []
@@ -108,7 +108,7 @@ def chain(network: Any, divisions: Sequence[Any], platform: str) -> tuple[Callab
 
     def run(*arrays: Any) -> list[Any]:
         return [
-            cudnn.call(
+            cudnn_call.call(
                 use.convolution, division, (arrays[a], arrays[b]), result, layer=use.name,
                 orders=[tuple(range(len(result.shape)))] * 3, platform=platform, graph=True,
             )

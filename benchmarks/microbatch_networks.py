@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from jcuts.microbatch.convolution import Convolution
 from jcuts.microbatch.database import Device
 from jcuts.microbatch.network import Network, Use
-from jcuts.microbatch.table import Micro, Table
+from jcuts.microbatch.timings import Micro, Table
 
 Shape = tuple[int, int, int, int, int]
 """(input extent, input channels, window, output channels, stride); padding keeps the extent at stride 1."""

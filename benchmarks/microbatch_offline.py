@@ -24,15 +24,15 @@ from benchmarks.microbatch_chains import text  # noqa: E402
 from benchmarks.microbatch_networks import training_step  # noqa: E402
 from benchmarks.microbatch_run import BATCHES, MIB, MODES, MOST, in_mode  # noqa: E402
 from jcuts.base.errors import JcutsError, UsageError  # noqa: E402
-from jcuts.microbatch import wr  # noqa: E402
+from jcuts.microbatch import workspace_reuse  # noqa: E402
 from jcuts.microbatch.analysis import tables_of  # noqa: E402
 from jcuts.microbatch.convolution import Convolution  # noqa: E402
 from jcuts.microbatch.database import Database, Device  # noqa: E402
 from jcuts.microbatch.deepbench import layers  # noqa: E402
 from jcuts.microbatch.network import Network, Use  # noqa: E402
-from jcuts.microbatch.table import Micro  # noqa: E402
-from jcuts.xla import cudnn  # noqa: E402
-from jcuts.xla.cudnn_plan import buffer_bytes  # noqa: E402
+from jcuts.microbatch.timings import Micro  # noqa: E402
+from jcuts.xla.cudnn import call as cudnn_call  # noqa: E402
+from jcuts.xla.cudnn.plan import buffer_bytes  # noqa: E402
 
 
 def database_of(*files: Path) -> tuple[Database, Device]:
@@ -45,7 +45,7 @@ def database_of(*files: Path) -> tuple[Database, Device]:
         for row in data["tables"]:
             convolution = Convolution.from_json(row["convolution"])
             for size, micros in row["sizes"].items():
-                made = [Micro(int(size), *micro) for micro in micros if cudnn.is_cudnn(micro[0])]
+                made = [Micro(int(size), *micro) for micro in micros if cudnn_call.is_cudnn(micro[0])]
                 found.setdefault((convolution, int(size)), {}).update({(m.algorithm, m.math): m for m in made})
     if len(set(devices)) != 1:
         raise UsageError(f"times of several devices: {', '.join(device.name for device in devices)}")
@@ -86,8 +86,8 @@ def memory(network: Network, database: Database, device: Device) -> dict[str, An
     layers: dict[str, dict[str, int]] = {}
     seconds = {"single": 0.0, "WR": 0.0}
     for use, table in zip(network.uses, tables_of(network, database, device), strict=True):
-        single = wr.undivided(table, use.batch, 512 * MIB, precision=use.precision)
-        divided = wr.divide(table, use.batch, 64 * MIB, precision=use.precision)
+        single = workspace_reuse.undivided(table, use.batch, 512 * MIB, precision=use.precision)
+        divided = workspace_reuse.divide(table, use.batch, 64 * MIB, precision=use.precision)
         if single is None:
             raise UsageError(f"no single call of {use.convolution} fits 512 MiB")
         row = layers.setdefault(str(dataclasses.replace(use.convolution, kind="forward")), {})

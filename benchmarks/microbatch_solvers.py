@@ -35,13 +35,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from microbatch_networks import Modelled, training_step  # noqa: E402
 
 from jcuts.base.errors import CacheError  # noqa: E402
-from jcuts.microbatch import deepbench, knapsack, liveness, wr  # noqa: E402
+from jcuts.microbatch import clique_knapsack, deepbench, knapsack, workspace_reuse  # noqa: E402
 from jcuts.microbatch.best_batch import best_batch_size  # noqa: E402
 from jcuts.microbatch.database import SCHEMA, Database, Device  # noqa: E402
-from jcuts.microbatch.desirable import desirable_or_none  # noqa: E402
 from jcuts.microbatch.errors import ForeignDeviceError, NoDivisionError, NoSplitError  # noqa: E402
 from jcuts.microbatch.network import Clique, cliques  # noqa: E402
-from jcuts.microbatch.table import Division, policy_sizes  # noqa: E402
+from jcuts.microbatch.pareto import desirable_or_none  # noqa: E402
+from jcuts.microbatch.timings import Division, policy_sizes  # noqa: E402
 from tests.microbatch import reference  # noqa: E402
 from tests.microbatch.cases import UNIT, random_limit, random_sets, random_table  # noqa: E402
 from tests.microbatch.test_best_batch import random_times  # noqa: E402
@@ -62,7 +62,7 @@ def run_wr(cases: int) -> dict[str, Any]:
         expected = reference.wr(table, batch, limit)
         compared += len(reference.compositions(batch))
         try:
-            found = wr.divide(table, batch, limit)
+            found = workspace_reuse.divide(table, batch, limit)
         except NoDivisionError:
             impossible += 1
             wrong += expected is not None
@@ -92,7 +92,7 @@ def run_wd(networks: int) -> dict[str, Any]:
         best = None if expected is None else reference.value(expected, _arrays(every)[0])
         for choices in (sets, every):
             costs, weights = _arrays(choices)
-            found = liveness.choose(costs, weights, limits) if alive else knapsack.choose(costs, weights, total)
+            found = clique_knapsack.choose(costs, weights, limits) if alive else knapsack.choose(costs, weights, total)
             counts["wrong"] += (None if found is None else found.cost) != best
             counts["wrong"] += found is not None and not (found.proven and reference.fits(found.items, weights, limits))
         counts["solved" if best is not None else "infeasible"] += 1
@@ -143,9 +143,9 @@ def _time_branches(instances: int, rounds: int) -> dict[str, Any]:
                     costs.append(np.sort(rng.integers(10**7, 10**9, len(weight)))[::-1])
                     lives.append((3 * block + depth, 3 * block + depth + int(rng.integers(0, 2))))
         limits = cliques(lives, (), 96 * MIB)
-        taken = _rounds(lambda: liveness.choose(costs, weights, limits), rounds)  # noqa: B023
+        taken = _rounds(lambda: clique_knapsack.choose(costs, weights, limits), rounds)  # noqa: B023
         own.append(min(wall for wall, _ in taken))
-        chosen = liveness.choose(costs, weights, limits)
+        chosen = clique_knapsack.choose(costs, weights, limits)
         variables.append(sum(map(len, costs)))
         if seed:
             continue

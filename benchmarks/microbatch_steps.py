@@ -148,26 +148,26 @@ def _next(lines: queue.SimpleQueue[str], end: float) -> str:
 # -- one process ----------------------------------------------------------------------------------------------------
 def program(spec: dict[str, Any], closed: Any) -> tuple[Any, dict[str, Any]]:
     """The step with its convolutions as the spec says, and what was chosen."""
-    from jcuts import divide
     from jcuts.base.settings import Settings
-    from jcuts.microbatch import wr
+    from jcuts.microbatch import workspace_reuse
+    from jcuts.pipeline import microbatch_convs
+    from jcuts.rewrite.simplify import simplify
     from jcuts.trace.inline import inline
-    from jcuts.trace.simplify import simplify
-    from jcuts.xla.convolutions import call_site
+    from jcuts.xla.cudnn.match import call_site
 
     if spec.get("plain") or spec.get("float64"):
         return closed, {}
     if spec.get("single"):
-        divide.desirable = lambda table, batch, limit, **more: (wr.undivided(table, batch, limit, **more),)
+        microbatch_convs.desirable = lambda table, batch, limit, **more: (workspace_reuse.undivided(table, batch, limit, **more),)
     if spec.get("launched"):
-        divide.call_site = lambda *args, **more: call_site(*args, **{**more, "graph": False})
+        microbatch_convs.call_site = lambda *args, **more: call_site(*args, **{**more, "graph": False})
     if spec.get("total") is not None:
-        divide.CONSTRAINT = "paper"
+        microbatch_convs.CONSTRAINT = "paper"
     settings = Settings(
         mode="mixed" if spec.get("mixed") else "fusion", tune="cached", workspace_limit=spec.get("limit"),
         total_workspace=spec.get("total"),
     )  # fmt: skip
-    made = divide.divided(simplify(inline(closed)), settings, "cpu" if spec["dry"] else "cuda", may_measure=False)
+    made = microbatch_convs.divided(simplify(inline(closed)), settings, "cpu" if spec["dry"] else "cuda", may_measure=False)
     spaces = [row.workspace for row in made.rows if row.division]
     said = {
         "note": made.note, "by cuDNN": made.count, "convolutions": len(made.rows),
@@ -187,7 +187,7 @@ def child(base: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     from benchmarks.microbatch_models import gradients, inputs_of
     from jcuts.trace import jaxapi
-    from jcuts.xla.convolutions import scratch_bytes
+    from jcuts.xla.cudnn.match import scratch_bytes
 
     arguments = inputs_of(base["network"], base["batch"], tiny=base["dry"])
     if base.get("float64"):

@@ -118,8 +118,8 @@ def finished(run: Run, item: str, race: microbatch_steps.Race, found: dict[str, 
 
 def mixed(run: Run) -> Any:
     """Networks with XLA's own convolutions as candidates, against plain jax.jit."""
-    from jcuts.microbatch import wr
-    from jcuts.xla.convolutions import LIBRARY
+    from jcuts.microbatch import workspace_reuse
+    from jcuts.xla.cudnn.match import LIBRARY
 
     found: dict[str, Any] = {}
     names = run.options.networks or ("AlexNet",)
@@ -148,7 +148,7 @@ def mixed(run: Run) -> Any:
                 table = run.database.table(run.device, use.convolution)
                 own = dataclasses.replace(table, micros=tuple(m for m in table.micros if m.algorithm == LIBRARY))
                 for precision in precisions_of(run, "float32"):
-                    one = wr.undivided(own, use.batch, precision=precision)
+                    one = workspace_reuse.undivided(own, use.batch, precision=precision)
                     rows.append([str(use.convolution), precision, description(one)])
                     largest[precision] = max(largest.get(precision, 0), one.workspace if one else 0)
             for spec in mine:

@@ -33,10 +33,10 @@ def launches(call: Callable[[], Any], steps: int = 50) -> dict[str, int]:
     import jax
 
     from jcuts.base.errors import NativeError
-    from jcuts.xla import cuda
+    from jcuts.xla import cuda_launcher
 
     try:
-        lib = cuda.load()
+        lib = cuda_launcher.load()
     except NativeError:
         return {}
     for _ in range(5):

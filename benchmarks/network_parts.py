@@ -26,15 +26,15 @@ def modes(spec: str, out: Path, dry: bool, seconds: float, which: Sequence[str] 
     import jax
 
     import jcuts
-    from jcuts import forms
     from jcuts.base import fingerprint
+    from jcuts.jit import variant_space
     from jcuts.tune import session
 
     platform = gpu_networks.pretend(dry)
     fn, args = gpu_networks.workload(spec, dry)
     jax.block_until_ready(args)
-    option = next(iter(forms.options(platform)), "")
-    flags = forms.compiler_options(f"xla:{option}", platform) or None
+    option = next(iter(variant_space.options(platform)), "")
+    flags = variant_space.compiler_options(f"xla:{option}", platform) or None
     row: dict[str, Any] = {"part": "modes", "network": spec, "flags": flags or {}, "versions": fingerprint.versions(),
                            "device": str(jax.devices()[0].device_kind), "modes": {}}  # fmt: skip
     closed = network_counts.traced(fn, args)
@@ -91,10 +91,10 @@ def bound(compiled: Any, args: Sequence[Any]) -> Callable[[], Any]:
 
 def kinds_of(subsets: Sequence[dict[str, Any]]) -> dict[str, str]:
     """Kind by the start of the name of its kernel's functions, for all kernels of this process."""
-    from jcuts.xla import kernels
+    from jcuts.xla import kernel_cache
 
     by_program = {s["chosen"].rpartition("/")[2]: s["kind"] for s in subsets if s["chosen"] != "xla"}
-    known = {digest[:8]: getattr(kernel, "digest", "")[:12] for digest, kernel in kernels._kernels.items()}
+    known = {digest[:8]: getattr(kernel, "digest", "")[:12] for digest, kernel in kernel_cache._kernels.items()}
     return {known[program]: kind for program, kind in by_program.items() if known.get(program)}
 
 
@@ -133,7 +133,7 @@ def pretended(tuned: dict[str, Any]) -> Iterator[None]:
     from jcuts.tune import session
     from jcuts.tune.choice import Measurement
     from jcuts.tune.select import unknown
-    from jcuts.xla import gpus
+    from jcuts.xla import devices as xla_devices
 
     def tune(problems: Sequence[Any], store: Any, *, settings: Any, prepare: Any = None, **_: Any) -> dict[str, Any]:
         found = {}
@@ -156,12 +156,12 @@ def pretended(tuned: dict[str, Any]) -> Iterator[None]:
         labels = [*(c.label for c in problem.candidates), "xla"]
         return tuple(Measurement(x, 1e-6 * (n + 1), 1e-6, 1e-6, 7, "chain") for n, x in enumerate(labels))
 
-    old = session.tune, gpus.this, gpus.unusable
-    session.tune, gpus.this, gpus.unusable = tune, lambda: gpus.Gpu(*PRETENDED), lambda: ""
+    old = session.tune, xla_devices.this, xla_devices.unusable
+    session.tune, xla_devices.this, xla_devices.unusable = tune, lambda: xla_devices.Gpu(*PRETENDED), lambda: ""
     try:
         yield
     finally:
-        session.tune, gpus.this, gpus.unusable = old
+        session.tune, xla_devices.this, xla_devices.unusable = old
 
 
 def prepare_candidates(problem: Any, prepare: Any) -> Any:
@@ -185,10 +185,12 @@ def planning(spec: str, dry: bool) -> dict[str, Any]:
 
     import jax
 
-    from jcuts import forms, levels, pipeline
     from jcuts.base.settings import Settings
+    from jcuts.jit import variant_space
+    from jcuts.pipeline import computation
+    from jcuts.pipeline import passes as pipeline_passes
     from jcuts.tune import session
-    from jcuts.tune.store import Store
+    from jcuts.tune.database import Store
 
     fn, args = gpu_networks.workload(spec, dry)
     start = time.perf_counter()
@@ -196,22 +198,22 @@ def planning(spec: str, dry: bool) -> dict[str, Any]:
     row: dict[str, Any] = {"part": "planning", "network": spec, "trace_seconds": time.perf_counter() - start}
     tuned: dict[str, Any] = {}
     session.set_store(Store(None, device="pretended", versions="none"))
-    pipeline._rebuild = lambda level, settings: level.closed  # type: ignore[assignment]  # no kernel is compiled
+    pipeline_passes._rebuild = lambda level, settings: level.closed  # type: ignore[assignment]  # no kernel is compiled
 
     def plan(form: Any, may_measure: bool) -> Any:
         settings = dataclasses.replace(Settings(), form=form)
-        return pipeline.optimize_jaxpr(closed, settings, platform="cuda", may_measure=may_measure)
+        return pipeline_passes.optimize_jaxpr(closed, settings, platform="cuda", may_measure=may_measure)
 
     with pretended(tuned):
         start, busy = time.perf_counter(), time.process_time()
-        outcomes = {form: plan(form, True) for form in forms.worth_planning(closed, "cuda")}
+        outcomes = {form: plan(form, True) for form in variant_space.worth_planning(closed, "cuda")}
         row |= {"cold_seconds": time.perf_counter() - start, "cold_cpu_seconds": time.process_time() - busy,
                 "forms": len(outcomes), "problems": len(tuned), "candidates": sum(tuned.values())}  # fmt: skip
         with_kernels = [f for f in outcomes if f is None or f.regions not in ("none", "absorbing")]
         chosen = with_kernels[-1]
         row |= {"form": str(chosen), "subsets": len(outcomes[chosen].report.subsets)}
-        pipeline.forget()
-        for known in (levels._rankings, levels._grouped):
+        pipeline_passes.forget()
+        for known in (computation._rankings, computation._grouped):
             known.clear()
         jax.clear_caches()
         start, busy = time.perf_counter(), time.process_time()

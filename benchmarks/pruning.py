@@ -43,15 +43,15 @@ ROUNDS = 6
 def compile_one(text: str) -> str:
     """Compiles a program into the object cache, unless it is there; '' or why not (runs in a worker)."""
     from jcuts.base.errors import JcutsError
-    from jcuts.codegen.compile import compile_program, kernel_digest
-    from jcuts.codegen.target import host_target
-    from jcuts.dfg.program import Program
-    from jcuts.xla import objects
+    from jcuts.codegen.cpu.compile import compile_program, kernel_digest
+    from jcuts.codegen.cpu.target import host_target
+    from jcuts.kernel_ir.program import Program
+    from jcuts.xla import object_cache
 
     program = Program.from_json(text)
     try:
-        if objects.fetch(kernel_digest(program, host_target())) is None:
-            objects.store(compile_program(program, host_target()))
+        if object_cache.fetch(kernel_digest(program, host_target())) is None:
+            object_cache.store(compile_program(program, host_target()))
     except JcutsError as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -111,9 +111,9 @@ class Bench:
     def __init__(self, operands: list[Any], outputs: list[tuple[tuple[int, ...], str]], scratch: int) -> None:
         import numpy as np
 
-        from jcuts.xla import native
+        from jcuts.xla import native_library
 
-        self.run = native.load().jcuts_bench
+        self.run = native_library.load().jcuts_bench
         self.results = [aligned(np.zeros(shape, dtype)) for shape, dtype in outputs]
         self.buffers = [aligned(a) for a in operands] + self.results
         self.pointers = (ctypes.c_void_p * len(self.buffers))(*[b.ctypes.data for b in self.buffers])
@@ -190,16 +190,16 @@ def study(job: tuple[str, int, int, frozenset[str]]) -> dict[str, Any]:
     import numpy as np
 
     from jcuts.arch.detect import describe_cpu
-    from jcuts.region.bound import bound
-    from jcuts.xla import linker
-    from jcuts.xla.kernels import kernel_for
+    from jcuts.schedule.cpu.bound import bound
+    from jcuts.xla import jit_linker
+    from jcuts.xla.kernel_cache import kernel_for
 
     name, count, seed, failed = job
     everything, operands, reference = pool_of(name, count, seed)
     pool = [c for c in everything if c.program.digest not in failed]
     core = describe_cpu(cores=1)
     compiled = [kernel_for(c.program) for c in pool]
-    kernels = [Timed(linker.link(k.object_code, k.symbol), k.tiles, k.scratch_bytes) for k in compiled]
+    kernels = [Timed(jit_linker.link(k.object_code, k.symbol), k.tiles, k.scratch_bytes) for k in compiled]
     bench = Bench(operands, list(compiled[0].outputs), max(k.scratch_bytes for k in compiled))
     expected = [np.asarray(x) for x in _tuple(reference(*operands))]
     right = time_all(kernels, [c.kept >= 0 for c in pool], bench, expected, name)
@@ -323,8 +323,8 @@ def main() -> int:
     import pruning_space as space
 
     from jcuts.base.fingerprint import versions
-    from jcuts.dfg.program import Program
-    from jcuts.region.bound import host_arch
+    from jcuts.kernel_ir.program import Program
+    from jcuts.schedule.cpu.bound import host_arch
 
     head = {"date": time.strftime("%Y-%m-%d"), "cpu": host_arch().name, "versions": versions(), "seed": options.seed}
     rows: list[dict[str, Any]] = []

@@ -41,11 +41,11 @@ from pruning_gpu_ops import OPERATIONS  # noqa: E402
 
 from jcuts.base.errors import NativeError  # noqa: E402
 from jcuts.base.fingerprint import versions  # noqa: E402
-from jcuts.codegen.cuda.image import Image  # noqa: E402
-from jcuts.tune import driver  # noqa: E402
-from jcuts.tune import gpu as runs  # noqa: E402
-from jcuts.tune.kernelfile import read_kernel  # noqa: E402
-from jcuts.tune.values import dtype_of  # noqa: E402
+from jcuts.codegen.cuda.toolchain.image import Image  # noqa: E402
+from jcuts.tune.kernel_file import read_kernel  # noqa: E402
+from jcuts.tune.measure import cuda_driver  # noqa: E402
+from jcuts.tune.measure import gpu_launch as runs  # noqa: E402
+from jcuts.tune.verify.inputs import dtype_of  # noqa: E402
 
 CAPABILITY = (9, 0)
 HOPELESS, NEAR = 3.0, 1.35
@@ -191,7 +191,7 @@ class Study:
         try:
             self._add(digest, kernel)
         except NativeError as error:
-            if runs.lost(error) or driver.is_lost(error):
+            if runs.lost(error) or cuda_driver.is_lost(error):
                 self.watch.lost(str(error)[:200])
             self.dropped["failed"].append([digest[:16], str(error)[:120]])
         finally:
@@ -386,7 +386,7 @@ def study(options: argparse.Namespace, names: Sequence[str]) -> int:
     again = [(str(path), options.fastest) for path in options.again]
     every = [Work(n, pool.submit(prepare, n, count, options.seed, again)) for n in names]
     Feeder(pool, every, options.kernels, 3 * options.jobs).start()
-    device: Any = Pretended() if options.pretend else driver.device()
+    device: Any = Pretended() if options.pretend else cuda_driver.device()
     for work in every:
         if left() < 4.0:
             print(f"{work.name}: out of time")

@@ -29,14 +29,14 @@ from pruning_gpu_ops import OPERATIONS  # noqa: E402
 
 from jcuts.arch.load import load_gpu  # noqa: E402
 from jcuts.base.errors import Refusal  # noqa: E402
-from jcuts.dfg.program import Program  # noqa: E402
-from jcuts.estimate.launches import least_seconds  # noqa: E402
-from jcuts.region import gpu_score  # noqa: E402
-from jcuts.region.attention import recognise  # noqa: E402
-from jcuts.region.blocks import Block, block  # noqa: E402
-from jcuts.region.patch_tiles import patches  # noqa: E402
-from jcuts.region.patches import as_patches  # noqa: E402
-from jcuts.region.products import COLUMNS, ROWS, B, K, as_product  # noqa: E402
+from jcuts.estimate.gpu_kernel import least_seconds  # noqa: E402
+from jcuts.kernel_ir.program import Program  # noqa: E402
+from jcuts.lower.patterns.attention import recognise  # noqa: E402
+from jcuts.lower.patterns.few_channel_conv import as_patches  # noqa: E402
+from jcuts.lower.patterns.gemm import COLUMNS, ROWS, B, K, as_product  # noqa: E402
+from jcuts.lower.patterns.inverted_residual import Block, block  # noqa: E402
+from jcuts.schedule.gpu import launch_stats  # noqa: E402
+from jcuts.schedule.gpu.conv.few_channels_tile import patches  # noqa: E402
 
 COUNTED = ("product", "patch", "block", "attention")
 """Forms whose cycles are counted."""
@@ -104,7 +104,7 @@ def estimates(row: dict[str, Any], program: Program, arch: Any) -> list[float]:
         if count is None and counts:
             found.append(math.inf)  # another form beside those on matrix units
         elif count is None:
-            found.append(gpu_score.score_of(made, [tuple(x) for x in entry["launches"]], arch).seconds)
+            found.append(launch_stats.score_of(made, [tuple(x) for x in entry["launches"]], arch).seconds)
         else:
             found.append(count)
     return found
@@ -123,7 +123,7 @@ def judged(row: dict[str, Any], arch: Any) -> dict[str, Any]:
     measured = {e["digest"]: e["us"][1] for e in row["schedules"]}
     today = [measured.get(digest) for digest in space.proposed(program)]
     now = [t for t in today if t is not None]
-    unit = next((u for e in row["schedules"] if (u := gpu_score.unit_of(_made(program, e))) != "ffma"), "ffma")
+    unit = next((u for e in row["schedules"] if (u := launch_stats.unit_of(_made(program, e))) != "ffma"), "ffma")
     limit = bound(row, program, unit, arch) * 1e6
     by_time = sorted(times)
     loss = min(times[k] for k in order[:top]) / best - 1

@@ -13,36 +13,33 @@ from dataclasses import replace
 from typing import Any
 
 from jcuts.base.errors import JcutsError, Refusal
-from jcuts.codegen.cuda.emit import emit_source
-from jcuts.codegen.cuda.parts import parts
-from jcuts.dfg.program import Phase, Program
-from jcuts.region import (
-    gpu,
-    gpu_attention,
-    gpu_blocks,
-    gpu_fed,
-    gpu_group_windows,
-    gpu_groups,
-    gpu_patches,
-    gpu_windows,
-    statistics,
-)
-from jcuts.region.attention import recognise
-from jcuts.region.attention_tiles import AttentionShape
-from jcuts.region.attention_tiles import shape_of as attention_of
-from jcuts.region.block_tiles import BlockShape
-from jcuts.region.block_tiles import shape_of as block_of
-from jcuts.region.blocks import Block, block
-from jcuts.region.gpu_group_tiling import GroupTiling
-from jcuts.region.gpu_groups import GroupCounter
-from jcuts.region.gpu_products import STEP, Counter, Tiling
-from jcuts.region.gpu_tiles import GpuMachine, crossed_axis, period, scheduled, tiled
-from jcuts.region.group_windows import window
-from jcuts.region.patch_tiles import PatchShape, patches
-from jcuts.region.patch_tiles import shape_of as patch_of
-from jcuts.region.patches import as_patches
-from jcuts.region.products import ROWS, as_product, sides
-from jcuts.region.schedule import collapsed
+from jcuts.codegen.cuda.launch_source import emit_source
+from jcuts.codegen.cuda.split_kernels import parts
+from jcuts.kernel_ir.program import Phase, Program
+from jcuts.lower import welford
+from jcuts.lower.patterns.attention import recognise
+from jcuts.lower.patterns.conv_window import window
+from jcuts.lower.patterns.few_channel_conv import as_patches
+from jcuts.lower.patterns.gemm import ROWS, as_product, sides
+from jcuts.lower.patterns.inverted_residual import Block, block
+from jcuts.schedule.cpu.loop_schedule import collapsed
+from jcuts.schedule.gpu import candidates as gpu_candidates
+from jcuts.schedule.gpu.attention import schedules as attention_schedules
+from jcuts.schedule.gpu.attention.tile import AttentionShape
+from jcuts.schedule.gpu.attention.tile import shape_of as attention_of
+from jcuts.schedule.gpu.conv import few_channels, implicit_gemm
+from jcuts.schedule.gpu.conv.few_channels_tile import PatchShape, patches
+from jcuts.schedule.gpu.conv.few_channels_tile import shape_of as patch_of
+from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
+from jcuts.schedule.gpu.gemm.mma import STEP, Counter, Tiling
+from jcuts.schedule.gpu.gemm.wgmma import GroupCounter
+from jcuts.schedule.gpu.gemm.wgmma_tile import GroupTiling
+from jcuts.schedule.gpu.inverted_residual import schedules as inverted_residual_schedules
+from jcuts.schedule.gpu.inverted_residual.tile import BlockShape
+from jcuts.schedule.gpu.inverted_residual.tile import shape_of as block_of
+from jcuts.schedule.gpu.machine import GpuMachine, crossed_axis, period, scheduled, tiled
+from jcuts.schedule.gpu.warp_specialized import schedules as warp_specialized_schedules
+from jcuts.schedule.gpu.window import schedules as window_schedules
 
 MACHINE = GpuMachine(132)
 THREADS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -59,7 +56,7 @@ def space_of(program: Program) -> Draw:
     if program.template == "block":
         return _block(program)
     made = as_product(program) if program.template in ("contraction", "convolution") else None
-    if made is not None and any(True for _ in gpu_groups.products(made, MACHINE)):
+    if made is not None and any(True for _ in gemm_wgmma.products(made, MACHINE)):
         return _product(made)
     patched = as_patches(program) if program.template == "convolution" else None
     if patched is not None:
@@ -69,13 +66,13 @@ def space_of(program: Program) -> Draw:
         if {g.axis for g in program.grid} == set(program.serial):
             return lambda rng: _team(program, rng)
         return _column_rows(collapsed(program))
-    if phase.reds and gpu._along_rows(phase) and _terms(phase) > gpu.TAPS:
+    if phase.reds and gpu_candidates._along_rows(phase) and _terms(phase) > gpu_candidates.TAPS:
         return lambda rng: _team(program, rng)
     plain = collapsed(program)
     phase = plain.phases[0]
     if not phase.reds:
         return lambda rng: _transposed(plain, rng) if rng.random() < 0.3 else _point(plain, rng)
-    if _terms(phase) <= gpu.TAPS:
+    if _terms(phase) <= gpu_candidates.TAPS:
         return lambda rng: _walk(plain, rng) if rng.random() < 0.5 else _point(plain, rng)
     return _columns(plain)
 
@@ -167,7 +164,7 @@ def _patch(made: Program) -> Draw:
         if not shape.fits or shape.shared > MOST_SHARED or not 1 <= math.prod(warps) <= 16:
             return None
         unrolled = shape.steps * math.prod(shape.warp) // (16 * 8)
-        return gpu_patches.of(made, shape) if unrolled <= MOST_UNROLLED else None
+        return few_channels.of(made, shape) if unrolled <= MOST_UNROLLED else None
 
     return drawn
 
@@ -196,8 +193,8 @@ def _block(program: Program) -> Draw:
             return None
         if shape.threads * shape.beside > 2048 or shape.beside * (shape.shared + 1024) > 228 << 10:
             return None
-        registers = gpu_blocks._registers(shape)
-        return gpu_blocks.of(program, shape) if shape.beside * shape.threads * registers <= 1.3 * 65536 else None
+        registers = inverted_residual_schedules._registers(shape)
+        return inverted_residual_schedules.of(program, shape) if shape.beside * shape.threads * registers <= 1.3 * 65536 else None
 
     return drawn
 
@@ -213,9 +210,9 @@ def _attention(program: Program) -> Draw:
         shape = AttentionShape(known, high * along, wide * across, (along, across), rng.choice((2, 2, 3, 4, 5)), early)
         if not shape.fits or not 1 <= along * across <= 16 or shape.shared > MOST_SHARED:
             return None
-        if gpu_attention.registers(shape) > min(270.0, 1.1 * gpu_attention.room(shape)):
+        if attention_schedules.registers(shape) > min(270.0, 1.1 * attention_schedules.room(shape)):
             return None
-        return gpu_attention.of(program, shape)
+        return attention_schedules.of(program, shape)
 
     return drawn
 
@@ -233,15 +230,15 @@ def counted(program: Program) -> float | None:
         counter, groups = GroupCounter(program, MACHINE), tuple(params["groups"])
         if "fed" in params:
             kept = {name: int(params.get(name, least)) for name, least in (("pixels", 0), ("rounds", 1), ("early", 0))}
-            fed = gpu_fed.FedTiling(rows, columns, groups[0], params["stages"], params["fed"], **kept)
-            return gpu_fed.cycles(counter, window(program) if fed.pixels else None, fed)
+            fed = warp_specialized_schedules.FedTiling(rows, columns, groups[0], params["stages"], params["fed"], **kept)
+            return warp_specialized_schedules.cycles(counter, window(program) if fed.pixels else None, fed)
         steps = int(params.get("steps", 1))
         if "pixels" in params:
             names = (("rounds", 1), ("spread", 0), ("steps", 1), ("unrolled", 0), ("fetched", 0), ("short", 0))
             kept = {name: int(params.get(name, least)) for name, least in names}
-            made = gpu_group_windows.WindowTiling(rows, columns, groups[0], params["stages"], params["pixels"], **kept)
+            made = implicit_gemm.WindowTiling(rows, columns, groups[0], params["stages"], params["pixels"], **kept)
             found = window(program)
-            return None if found is None else gpu_group_windows.cycles(counter, found, made)
+            return None if found is None else implicit_gemm.cycles(counter, found, made)
         names = ("flight", "rounded", "spread", "cached", "push", "early", "held", "paired")
         more |= {name: int(params.get(name, 0)) for name in names}
         if "rounds" in params:  # recorded of a form that there is no more
@@ -250,13 +247,13 @@ def counted(program: Program) -> float | None:
         tiling = GroupTiling(rows, columns, terms, groups, params["stages"], **more)
         return counter.cycles(tiling)
     if form == "patch":
-        return gpu_patches.cycles(program, patch_of(program), MACHINE)
+        return few_channels.cycles(program, patch_of(program), MACHINE)
     if form == "block":
         tile = block_of(program)
-        return None if tile is None else gpu_blocks.cycles(tile, MACHINE)
+        return None if tile is None else inverted_residual_schedules.cycles(tile, MACHINE)
     if form == "attention":
         shape = attention_of(program)
-        return None if isinstance(shape, Refusal) else gpu_attention.cycles(shape, program, MACHINE)
+        return None if isinstance(shape, Refusal) else attention_schedules.cycles(shape, program, MACHINE)
     return None
 
 
@@ -276,7 +273,7 @@ def _point(plain: Program, rng: random.Random) -> Program | None:
         if unroll[axis.name] > axis.extent:
             return None
     tile = math.prod(unroll.values())
-    if tile + tile * _terms(phase) / 2 > 3 * gpu_windows.REGISTERS:
+    if tile + tile * _terms(phase) / 2 > 3 * window_schedules.REGISTERS:
         return None
     reds = tuple(replace(r, unroll=r.extent, chains=1) for r in phase.reds)
     ordered = tuple(replace(a, unroll=unroll[a.name]) for a in axes)
@@ -293,10 +290,10 @@ def _point(plain: Program, rng: random.Random) -> Program | None:
 
 def _walk(plain: Program, rng: random.Random) -> Program | None:
     """Threads that walk along one of the axes that the window slides along."""
-    program = gpu_windows.whole(plain)
+    program = window_schedules.whole(plain)
     phase = program.phases[0]
     lane = phase.axes[-1]
-    slid = gpu_windows._slid(phase, lane.name)
+    slid = window_schedules._slid(phase, lane.name)
     if not slid:
         return None
     unroll = {lane.name: rng.choice((1, 2, 4, 4, 4, 8))}
@@ -308,10 +305,10 @@ def _walk(plain: Program, rng: random.Random) -> Program | None:
     count = along.extent // unroll[along.name]
     if lane.extent % unroll[lane.name] or count < 2:
         return None
-    tile, values = math.prod(unroll.values()), gpu_windows.window_values(phase, unroll)
-    if tile + values > 2 * gpu_windows.REGISTERS or tile * _terms(phase) > 500:
+    tile, values = math.prod(unroll.values()), window_schedules.window_values(phase, unroll)
+    if tile + values > 2 * window_schedules.REGISTERS or tile * _terms(phase) > 500:
         return None
-    made = gpu_windows.unrolled(program, unroll)
+    made = window_schedules.unrolled(program, unroll)
     tiles = -(-count // rng.choice((1, 1, 2, 2, 3, 4, 5, 7, 8)))
     if tiles < 2:
         return None
@@ -333,9 +330,9 @@ def _transposed(plain: Program, rng: random.Random) -> Program | None:
 
 # -- rows and columns -------------------------------------------------------------------------------------------------
 def _team(program: Program, rng: random.Random) -> Program | None:
-    _, length = gpu._row_shape(program)
-    vector, team, chunks = rng.choice([1, 2, 4, 8]), rng.choice(gpu.TEAMS), rng.randint(1, 16)
-    if length % vector or vector * chunks > 2 * gpu.RESIDENT:
+    _, length = gpu_candidates._row_shape(program)
+    vector, team, chunks = rng.choice([1, 2, 4, 8]), rng.choice(gpu_candidates.TEAMS), rng.randint(1, 16)
+    if length % vector or vector * chunks > 2 * gpu_candidates.RESIDENT:
         return None
     threads = team if team > 32 else team * rng.choice([k for k in (1, 2, 4, 8, 16, 32) if team * k % 32 == 0])
     phase = program.phases[0]
@@ -350,14 +347,14 @@ def _team(program: Program, rng: random.Random) -> Program | None:
 
 def _columns(plain: Program) -> Draw:
     """Long sums whose terms lie far apart: blocks of columns, walks of gradients, single threads."""
-    from jcuts.region import gpu_gradients
-    from jcuts.region.gpu_columns import _column_tiles, innermost
+    from jcuts.schedule.gpu.reduction.column import _column_tiles, innermost
+    from jcuts.schedule.gpu.window import filter_gradient
 
     phase = plain.phases[0]
     phase = replace(phase, reds=tuple(sorted(phase.reds, key=lambda r: innermost(phase, r.name))))
     program = replace(plain, phases=(phase,))
     lane = phase.axes[-1]
-    taps = gpu_gradients.taps_of(phase)
+    taps = filter_gradient.taps_of(phase)
     tiles = _column_tiles(phase)
 
     def drawn(rng: random.Random) -> Program | None:
@@ -370,7 +367,7 @@ def _columns(plain: Program) -> Draw:
             return None
         more: list[tuple[str, object]] = [("across", across)]
         if taps and rng.random() < 0.5:
-            last, others = gpu_gradients.slid(phase, taps)
+            last, others = filter_gradient.slid(phase, taps)
             wide, rows = rng.choice((2, 4, 7, 8)), rng.choice((1, 2, 4))
             pieces = rng.choice((1, 2, 4, 7))
             if not others or last.extent % wide or others[-1].extent % (pieces * rows):
@@ -410,7 +407,7 @@ def _column_rows(plain: Program) -> Draw:
     phase = next(p for p in plain.phases if p.reds)
     lane = phase.axes[-1]
     length = math.prod(r.extent for r in phase.reds)
-    known = statistics.recognise(plain) is not None
+    known = welford.recognise(plain) is not None
 
     def drawn(rng: random.Random) -> Program | None:
         vector, across = rng.choice((1, 2, 2, 4, 4, 8)), rng.choice((2, 4, 8, 12, 16, 24, 32, 48, 64))
@@ -472,7 +469,7 @@ def proposed(program: Program) -> list[str]:
     from jcuts.base import knobs
 
     here = knobs.current()
-    return [p.digest[:16] for p, _ in gpu.candidates(program, MACHINE, here.max_candidates, here.top_percent)]
+    return [p.digest[:16] for p, _ in gpu_candidates.candidates(program, MACHINE, here.max_candidates, here.top_percent)]
 
 
 def pool(program: Program, count: int, seed: str) -> tuple[list[Program], list[str], dict[str, float]]:
@@ -483,8 +480,8 @@ def pool(program: Program, count: int, seed: str) -> tuple[list[Program], list[s
     from jcuts.base import knobs
 
     here = knobs.current()
-    ranked = gpu.candidates(program, MACHINE, 1 << 20)
-    kept = [p for p, _ in gpu.candidates(program, MACHINE, here.max_candidates, here.top_percent)]
+    ranked = gpu_candidates.candidates(program, MACHINE, 1 << 20)
+    kept = [p for p, _ in gpu_candidates.candidates(program, MACHINE, here.max_candidates, here.top_percent)]
     rng = random.Random(seed)
     found = {p.digest: p for p in kept}
     rest = [p for p, _ in ranked if p.digest not in found]

@@ -21,7 +21,7 @@ def main() -> int:
     from rich.table import Table
 
     import jcuts
-    from tests.transform_cases import CASES, assert_same
+    from tests.primitive.transform_cases import CASES, assert_same
 
     modes = ("off", "auto")
     table = Table("case", *(f"tune={mode}" for mode in modes), title=f"jax {jax.__version__}, {jax.device_count()} "

@@ -23,7 +23,7 @@ import scipy.special as special
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from jcuts.codegen.vecmath import TABLE, emit
-from tests.codegen.vecmath_harness import compile_loop
+from tests.codegen.vecmath.harness import compile_loop
 
 NUMPY = {
     "exp": np.exp, "exp2": np.exp2, "expm1": np.expm1, "log": np.log, "log1p": np.log1p, "tanh": np.tanh,

@@ -11,12 +11,12 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from jcuts import deciding
 from jcuts.base import knobs
 from jcuts.base.errors import NotJaxError
 from jcuts.base.settings import Settings
-from jcuts.deciding import set_default_store
-from jcuts.optimized import BoundOptimized, Optimized
+from jcuts.jit import variant_selection
+from jcuts.jit.optimized import BoundOptimized, Optimized
+from jcuts.jit.variant_selection import set_default_store
 from jcuts.trace import jaxapi
 from jcuts.trace.capture import function_name
 
@@ -106,7 +106,7 @@ def _made_before(fn: Callable[..., Any], settings: Settings, options: dict[str, 
     if not isinstance(fn, types.FunctionType):
         return Optimized(fn, settings, options)
     # A wrapper made under other knobs or with another store decides anew.
-    surroundings = knobs.current(), deciding.default_stores(), jaxapi.jit_disabled(), jaxapi.x64_enabled()
+    surroundings = knobs.current(), variant_selection.default_stores(), jaxapi.jit_disabled(), jaxapi.x64_enabled()
     key = (settings, tuple(repr(v) for v in options.values()), surroundings)
     with _making:
         made = fn.__dict__.get(_MADE)

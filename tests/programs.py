@@ -10,20 +10,22 @@ import jax
 import numpy as np
 
 from jcuts.base.errors import Refusal
-from jcuts.dfg.program import Program
-from jcuts.region import choose, find, rows, schedule
-from jcuts.region.absorb import CHEAP
-from jcuts.region.attend import attended
-from jcuts.region.build import build
-from jcuts.region.graph import TensorGraph, build_graph
-from jcuts.region.products import as_product, sides
+from jcuts.fusion import greedy
+from jcuts.fusion.match_attention import attended
+from jcuts.fusion.move_epilogue import CHEAP
+from jcuts.kernel_ir.program import Program
+from jcuts.lower import row_reduction
+from jcuts.lower.builder import build
+from jcuts.lower.patterns.gemm import as_product, sides
+from jcuts.lower.tensor_graph import TensorGraph, build_graph
+from jcuts.rewrite.simplify import simplify
+from jcuts.schedule.cpu import loop_candidates, loop_schedule
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
-from jcuts.trace.simplify import simplify
-from jcuts.xla.call import call_kernel
-from jcuts.xla.kernels import kernel_for
+from jcuts.xla.ffi_call import call_kernel
+from jcuts.xla.kernel_cache import kernel_for
 
-MACHINE = choose.Machine(vector_bytes=64, registers=32, threads=2)
+MACHINE = loop_candidates.Machine(vector_bytes=64, registers=32, threads=2)
 """A fixed machine, so that schedules and golden files are the same everywhere."""
 
 
@@ -66,7 +68,7 @@ class Traced:
 
     def attention(self) -> tuple[frozenset[int], Program]:
         """The one subset that is an attention, and its program."""
-        cover = attended(self.graph, find.group(self.graph).subsets)
+        cover = attended(self.graph, greedy.group(self.graph).subsets)
         ((members, program),) = [found for found in cover if found[1].template == "attention"]
         return members, program
 
@@ -97,12 +99,12 @@ def trace(fn: Callable[..., Any], *arguments: Any) -> Traced:
     return Traced(closed, build_graph(closed.jaxpr), tuple(np.asarray(a) for a in arguments))
 
 
-def schedules(program: Program, limit: int = 16, machine: choose.Machine = MACHINE) -> list[Program]:
+def schedules(program: Program, limit: int = 16, machine: loop_candidates.Machine = MACHINE) -> list[Program]:
     """The scheduled candidates, best first."""
-    plain = schedule.collapsed(program)
+    plain = loop_schedule.collapsed(program)
     if len(plain.phases) > 1:
-        return [p for p, _ in rows.schedules(program, machine, limit)]
-    return [schedule.apply(plain, s) for s, _ in choose.candidates(plain, machine, limit)]
+        return [p for p, _ in row_reduction.schedules(program, machine, limit)]
+    return [loop_schedule.apply(plain, s) for s, _ in loop_candidates.candidates(plain, machine, limit)]
 
 
 def run_compiled(program: Program, operands: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from jcuts.arch import measure
 from jcuts.arch.cpu import CpuArch
-from jcuts.base.told import unusable_cache
+from jcuts.base.warn_once import unusable_cache
 
 log = logging.getLogger(__name__)
 

@@ -7,14 +7,14 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from jcuts.base.csvfile import read_csv
+from jcuts.base.csv_file import read_csv
 from jcuts.base.errors import UsageError
 from jcuts.cli.microbatch import open_database, parse_bytes
-from jcuts.cli.tables import console, duration, table
+from jcuts.cli.printing import console, duration, table
 from jcuts.microbatch import deepbench
 from jcuts.microbatch.analysis import network_times
 from jcuts.microbatch.best_batch import DeviceTimes, Split, best_batch_size
-from jcuts.microbatch.table import POLICIES
+from jcuts.microbatch.timings import POLICIES
 
 HELP = "split a batch over unequal devices"
 

@@ -13,7 +13,7 @@ import numpy as np
 from jcuts.base import knobs
 from jcuts.base.errors import UsageError
 from jcuts.base.settings import MODES, TUNE, Settings
-from jcuts.cli.tables import console, duration, table
+from jcuts.cli.printing import console, duration, table
 
 HELP = "jcuts against jax.jit on a real network"
 

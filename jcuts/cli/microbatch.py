@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from jcuts.base.errors import CacheError, UsageError
-from jcuts.cli.tables import console, duration, size, table
-from jcuts.microbatch import html
+from jcuts.cli.printing import console, duration, size, table
+from jcuts.microbatch import html_report
 from jcuts.microbatch.analysis import Analysis, Row, analyse
 from jcuts.microbatch.convolution import Convolution
 from jcuts.microbatch.database import Database
-from jcuts.microbatch.table import POLICIES, Division
-from jcuts.microbatch.wd import CONSTRAINTS
+from jcuts.microbatch.timings import POLICIES, Division
+from jcuts.microbatch.workspace_division import CONSTRAINTS
 
 HELP = "divide convolutions under a workspace limit, offline"
 COLUMNS = ("kernel", "division", "time", "undivided", "gain", "workspace", "unlimited", "set")
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     shown = _kernel(analysis, arguments.front) if arguments.front else None
     if arguments.html:
-        write(arguments.html, html.page(analysis))
+        write(arguments.html, html_report.page(analysis))
     if arguments.json:
         text = json.dumps(document(analysis), indent=1)
         if arguments.json == "-":

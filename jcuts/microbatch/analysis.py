@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from jcuts.base.errors import UsageError
-from jcuts.microbatch import wr
+from jcuts.microbatch import workspace_reuse
 from jcuts.microbatch.best_batch import DeviceTimes
 from jcuts.microbatch.database import Database, Device
-from jcuts.microbatch.desirable import desirable
 from jcuts.microbatch.errors import MissingTimesError
 from jcuts.microbatch.network import Network, Use, peak
-from jcuts.microbatch.table import TICK, Division, Table, check_bytes
-from jcuts.microbatch.wd import Shares, divide_network
+from jcuts.microbatch.pareto import desirable
+from jcuts.microbatch.timings import TICK, Division, Table, check_bytes
+from jcuts.microbatch.workspace_division import Shares, divide_network
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ def analyse(
         shares: Shares = divide_network(sets, total, constraint=constraint, lives=network.lives, held=network.held)
         chosen, proven = shares.divisions, shares.proven
         share = total // len(network.uses) if constraint == "paper" and network.uses else total
-    plain = _once(network, lambda use, t: wr.undivided(t, use.batch, share, precision=use.precision), tables)
-    free = _once(network, lambda use, t: wr.undivided(t, use.batch, precision=use.precision), tables)
+    plain = _once(network, lambda use, t: workspace_reuse.undivided(t, use.batch, share, precision=use.precision), tables)
+    free = _once(network, lambda use, t: workspace_reuse.undivided(t, use.batch, precision=use.precision), tables)
     rows = tuple(
         Row(use, division, one, fast, share, found)
         for use, division, one, fast, found in zip(network.uses, chosen, plain, free, sets, strict=True)
@@ -155,7 +155,7 @@ def network_times(
     """
     tables = tables_of(network, database, device)
     resized = network.at_batch(batch)
-    each = _once(resized, lambda use, t: wr.times(t, batch, limit, policy=policy, precision=use.precision), tables)
+    each = _once(resized, lambda use, t: workspace_reuse.times(t, batch, limit, policy=policy, precision=use.precision), tables)
     sums = np.sum(each, axis=0) if each else np.zeros(batch + 1)
     seconds = {b: float(sums[b]) for b in range(1, batch + 1) if 0 < sums[b] < np.inf}
     if not seconds:

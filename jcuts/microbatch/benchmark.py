@@ -11,7 +11,7 @@ from jcuts.base.errors import UsageError
 from jcuts.microbatch.convolution import Convolution
 from jcuts.microbatch.database import Database, Device
 from jcuts.microbatch.errors import ForeignDeviceError
-from jcuts.microbatch.table import Micro, Table, policy_sizes, usable_sizes
+from jcuts.microbatch.timings import Micro, Table, policy_sizes, usable_sizes
 
 
 class Found(tuple[Micro, ...]):

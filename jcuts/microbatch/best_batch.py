@@ -19,7 +19,7 @@ import numpy as np
 
 from jcuts.base.errors import UsageError
 from jcuts.microbatch.errors import NoSplitError
-from jcuts.microbatch.table import TICK, check_batch
+from jcuts.microbatch.timings import TICK, check_batch
 
 NEVER = 2**62
 

@@ -1,6 +1,6 @@
 """The benchmark database: times of convolution kernels that outlive the process, shared by people and machines.
 
-One SQLite file (`base/sqlitefile.py`).  Its keys are honest: device name, driver and library versions, everything of
+One SQLite file (`base/sqlite_file.py`).  Its keys are honest: device name, driver and library versions, everything of
 the convolution (dtype and layout included), batch size, algorithm, math.  All times of one (device, convolution, batch)
 are written in one transaction, so what is there is complete.
 
@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from jcuts.base.errors import CacheError, UsageError
-from jcuts.base.sqlitefile import DamagedFile, ForeignFile, SqliteFile, is_damaged
-from jcuts.microbatch import rows
+from jcuts.base.sqlite_file import DamagedFile, ForeignFile, SqliteFile, is_damaged
+from jcuts.microbatch import schema
 from jcuts.microbatch.convolution import Convolution
 from jcuts.microbatch.errors import ForeignDeviceError, MissingTimesError
 from jcuts.microbatch.network import Network
-from jcuts.microbatch.rows import Device, Entry
-from jcuts.microbatch.table import Micro, Table
+from jcuts.microbatch.schema import Device, Entry
+from jcuts.microbatch.timings import Micro, Table
 
 SCHEMA = 1
 APPLICATION_ID = 0x6A636D62  # 'jcmb', shown by file(1)
@@ -48,7 +48,7 @@ class Database:
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
         self.path = None if path is None else Path(path)
-        self._file = self.path and SqliteFile(self.path, tables=rows.TABLES, application=APPLICATION_ID, schema=SCHEMA)
+        self._file = self.path and SqliteFile(self.path, tables=schema.TABLES, application=APPLICATION_ID, schema=SCHEMA)
         self._memory: dict[tuple[Device, str, int], Entry] = {}
         self._networks: dict[str, Network] = {}
         self._fresh: set[tuple[Device, str, int]] = set()
@@ -70,13 +70,13 @@ class Database:
         entry = _entry(device, convolution, batch, micros, time.time(), remarks or {})
         with self._lock:
             self._fresh.add((device, convolution.key, batch))
-            if not self._write(lambda db: rows.insert(db, entry)):
+            if not self._write(lambda db: schema.insert(db, entry)):
                 self._memory[device, convolution.key, batch] = entry
 
     def record_network(self, network: Network) -> None:
         """Stores a network under its name, replacing an earlier one.  Raises: as `record`."""
         with self._lock:
-            if not self._write(lambda db: rows.insert_network(db, network, time.time())):
+            if not self._write(lambda db: schema.insert_network(db, network, time.time())):
                 self._networks[network.name] = network
 
     def merge(self, paths: Iterable[str | os.PathLike[str]]) -> int:
@@ -104,10 +104,10 @@ class Database:
 
         def work(db: sqlite3.Connection) -> None:
             for entry in taken:
-                rows.insert(db, entry)
+                schema.insert(db, entry)
             for network, created in networks.values():
                 if created > known_networks.get(network.name, -1.0):
-                    rows.insert_network(db, network, created)
+                    schema.insert_network(db, network, created)
 
         if not self._write(work):
             raise self.errors[-1] if self.errors else CacheError("a database in memory cannot take over others")
@@ -215,13 +215,13 @@ class Database:
 
     def _load(self, condition: str, values: tuple[object, ...]) -> list[Entry]:
         try:
-            return rows.entries(self._read, condition, values)
+            return schema.entries(self._read, condition, values)
         except (UsageError, ValueError, TypeError) as error:  # somebody edited a row
             raise CacheError(f"{self._where}: an entry cannot be understood: {error}", path=self._where) from None
 
     def _stored_networks(self) -> list[tuple[Network, float]]:
         try:
-            found = rows.networks(self._read)
+            found = schema.networks(self._read)
         except (UsageError, ValueError) as error:
             raise CacheError(f"{self._where}: a network cannot be understood: {error}", path=self._where) from None
         return found + [(network, time.time()) for network in list(self._networks.values())]

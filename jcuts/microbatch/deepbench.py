@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from jcuts.base.csvfile import read_csv
+from jcuts.base.csv_file import read_csv
 from jcuts.base.errors import UsageError
 from jcuts.microbatch.best_batch import DeviceTimes
 from jcuts.microbatch.convolution import Convolution

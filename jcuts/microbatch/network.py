@@ -9,7 +9,7 @@ from typing import Any
 
 from jcuts.base.errors import UsageError
 from jcuts.microbatch.convolution import Convolution, admitted
-from jcuts.microbatch.table import check_batch
+from jcuts.microbatch.timings import check_batch
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jcuts.base.errors import Refusal
-from jcuts.dfg.index import Index
+from jcuts.kernel_ir.index import Index
 from jcuts.ops.precision import asked
 from jcuts.ops.reduction import accumulator_type, to_accumulator
 from jcuts.ops.registry import FLOATS, AccSpec, Context, Equation, IndexTuple, Op, ReduceSpec, op_rule

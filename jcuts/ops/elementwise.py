@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from jcuts.base.errors import Refusal
-from jcuts.dfg.index import Index
+from jcuts.kernel_ir.index import Index
 from jcuts.ops.registry import (
     FLOATS,
     SIGNED,

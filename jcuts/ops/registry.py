@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from jcuts.base.errors import IRError, Refusal
-from jcuts.dfg.index import Index
-from jcuts.dfg.node import Guard, Scalar
+from jcuts.kernel_ir.index import Index
+from jcuts.kernel_ir.node import Guard, Scalar
 
 IndexTuple = tuple[Index, ...]
 

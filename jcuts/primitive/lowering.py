@@ -76,9 +76,9 @@ def plan(closed: jaxapi.Closed, settings: Settings, platform: str, *, may_measur
         return Planned(closed, note="left to XLA: the function uses mutable references")
     try:
         # Imported when first needed: the pipeline brings numba with it.
-        from jcuts import pipeline
+        from jcuts.pipeline import passes as pipeline_passes
 
-        return pipeline.optimize_jaxpr(closed, settings, platform=platform, may_measure=may_measure, examples=examples)
+        return pipeline_passes.optimize_jaxpr(closed, settings, platform=platform, may_measure=may_measure, examples=examples)
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in ("numba", "llvmlite"):
             raise

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jcuts.primitive.sharding import Placement
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
-from jcuts.trace.ties import DimensionClasses, Ties, ties_of
+from jcuts.trace.shard_rules import DimensionClasses, Ties, ties_of
 
 Axes = tuple[str, ...]
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from jcuts.base.errors import UsageError
 from jcuts.base.settings import MODES
 from jcuts.tune.choice import LIBRARY, POSTPONED, Choice, Measurement, Rejection
-from jcuts.tune.noise import CONTENDER, margin, standard_error
+from jcuts.tune.measure.statistics import CONTENDER, margin, standard_error
 from jcuts.tune.problem import Problem
 
 

@@ -17,16 +17,16 @@ from typing import Any
 from jcuts.base import fingerprint, knobs
 from jcuts.base.errors import IRError
 from jcuts.base.settings import Settings
-from jcuts.dfg.program import Program
-from jcuts.dfg.verify import read
-from jcuts.region.bound import bound
+from jcuts.kernel_ir.program import Program
+from jcuts.kernel_ir.verify import read
+from jcuts.schedule.cpu.bound import bound
 from jcuts.trace.canonical import canonical_text
+from jcuts.tune.baseline.xla_export import with_exports
 from jcuts.tune.choice import LIBRARY, Choice
-from jcuts.tune.library import with_exports
+from jcuts.tune.database import Store
+from jcuts.tune.parent.tuner import Progress, default_store, tune
+from jcuts.tune.parent.worker_session import workers_of, workshop
 from jcuts.tune.problem import Candidate, Input, Output, Problem
-from jcuts.tune.runner import Progress, default_store, tune
-from jcuts.tune.store import Store
-from jcuts.tune.workshop import workers_of, workshop
 
 __all__ = ["choose", "gathering", "generation", "is_gathering", "make_problem", "progress", "set_progress", "set_store",
            "shares_of", "store", "workshop"]  # fmt: skip
@@ -377,6 +377,6 @@ def _cores() -> float:
 
 
 def _work(program: Any) -> int:
-    from jcuts.region.choose import work
+    from jcuts.schedule.cpu.loop_candidates import work
 
     return sum(work(phase) for phase in program.phases)

@@ -20,7 +20,7 @@ from jcuts.estimate.cpu import (
     register_ratio,
     simd_ratio,
 )
-from jcuts.estimate.cpu_gemm import gemm_tiles, gemm_work
+from jcuts.estimate.thesis.cpu_gemm import gemm_tiles, gemm_work
 
 
 def make(**changes) -> CpuArch:

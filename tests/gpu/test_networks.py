@@ -9,10 +9,11 @@ import pytest
 from jax import lax
 
 import jcuts
-from jcuts import forms
 from jcuts.base import knobs
+from jcuts.jit import variant_space
 from jcuts.trace import jaxapi
-from jcuts.xla import cuda, gpus
+from jcuts.xla import cuda_launcher
+from jcuts.xla import devices as xla_devices
 
 pytestmark = pytest.mark.gpu
 RNG = np.random.default_rng(11)
@@ -20,7 +21,7 @@ RNG = np.random.default_rng(11)
 
 @pytest.fixture(autouse=True, scope="module")
 def usable():
-    why = gpus.unusable()
+    why = xla_devices.unusable()
     if why:
         pytest.skip(why)
 
@@ -68,7 +69,7 @@ def test_a_network_is_optimised_as_a_whole(tmp_path, closed):
         got = run(*args)
         decision = run.decision(*args)
         assert decision.measured and len(decision.speed) > 2, decision
-        judge = forms.Exact(jaxapi.closed_jaxpr_of(function, *args), jax.tree.leaves(args), 2.0, "gpu")
+        judge = variant_space.Exact(jaxapi.closed_jaxpr_of(function, *args), jax.tree.leaves(args), 2.0, "gpu")
         exact, plain = judge.reference()[0], np.asarray(jax.jit(function)(*args))
         own = np.linalg.norm(plain - exact)
         assert np.linalg.norm(np.asarray(got) - exact) <= 2 * own + 1e-5 * np.linalg.norm(exact)
@@ -81,11 +82,11 @@ def test_a_network_is_optimised_as_a_whole(tmp_path, closed):
         again = jcuts.optimize(lambda *args: function(*args))
         np.testing.assert_allclose(again(*args), got, rtol=1e-5)
         assert again.decision(*args).chosen == decision.chosen
-        if report.kernels and not forms.is_xla(decision.chosen) and decision.chosen.endswith(":graphs"):
+        if report.kernels and not variant_space.is_xla(decision.chosen) and decision.chosen.endswith(":graphs"):
             # Replayed inside CUDA graphs: the launcher itself does not run any more.
             for _ in range(3):
                 jax.block_until_ready(run(*args))
-            before = cuda.load().jcuts_cuda_executions()
+            before = cuda_launcher.load().jcuts_cuda_executions()
             for _ in range(20):
                 jax.block_until_ready(run(*args))
-            assert cuda.load().jcuts_cuda_executions() - before <= 2
+            assert cuda_launcher.load().jcuts_cuda_executions() - before <= 2

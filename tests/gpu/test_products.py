@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from jcuts.base.errors import CompileRejected
-from jcuts.region import gpu, gpu_groups
-from jcuts.xla import gpus
-from jcuts.xla.call import call_kernel
-from jcuts.xla.kernels import kernel_for
+from jcuts.schedule.gpu import candidates as gpu_candidates
+from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
+from jcuts.xla import devices as xla_devices
+from jcuts.xla.ffi_call import call_kernel
+from jcuts.xla.kernel_cache import kernel_for
 from tests import programs
 from tests.ops.cases import conv
-from tests.ptx_tensor import round_tf32
+from tests.ptx.tensor_core import round_tf32
 
 pytestmark = pytest.mark.gpu
 LIMIT = 5e-7
@@ -23,7 +24,7 @@ LIMIT = 5e-7
 
 @pytest.fixture(autouse=True, scope="module")
 def usable():
-    why = gpus.unusable()
+    why = xla_devices.unusable()
     if why:
         pytest.skip(why)
 
@@ -114,7 +115,7 @@ def test_every_candidate_of_rounded_weights(name):
         wide = [jnp.asarray(np.asarray(a, np.float64)) for a in arguments]
         wanted, size = np.asarray(fn(*wide)), np.sqrt(np.prod(shapes[1][1:]))
     traced = programs.trace(fn, *arguments)
-    found = gpu.candidates(traced.rounded(), gpus.machine(), MOST)
+    found = gpu_candidates.candidates(traced.rounded(), xla_devices.machine(), MOST)
     assert found and any("rounded" in dict(p.params) for p, _ in found)
     made, staged = 0, False
     for program, _ in found:
@@ -155,7 +156,7 @@ def test_every_candidate_behind_a_norm_of_bfloat16(size):
     normed = np.maximum((x.astype(np.float32) * s + t).astype(jnp.bfloat16), 0).astype(np.float64)
     wanted = normed @ w.astype(np.float64)
     traced = programs.trace(behind_a_norm, *arguments)
-    found = [program for program, _ in gpu_groups.products(traced.product(), gpus.machine())]
+    found = [program for program, _ in gemm_wgmma.products(traced.product(), xla_devices.machine())]
     assert found
     for program in found:
         kernel = kernel_for(program)
@@ -178,7 +179,7 @@ def test_every_candidate(name, dtype):
         wanted = np.asarray(fn(*wide))
         plain = np.asarray(fn(*[jnp.asarray(np.asarray(a, np.float64)) for a in arguments]))
     traced = programs.trace(fn, *arguments)
-    found = gpu.candidates(traced.program(), gpus.machine(), 12)
+    found = gpu_candidates.candidates(traced.program(), xla_devices.machine(), 12)
     if dtype != "float32" and name in ("odd", "layer 7x7"):
         assert not found  # neighbours of two bytes cannot be copied alone
         return
@@ -216,7 +217,7 @@ def test_every_exact_candidate(name, dtype):
     with jax.enable_x64(True), jax.default_matmul_precision("highest"):
         wanted = np.asarray(fn(*[jnp.asarray(np.asarray(a, np.float64)) for a in arguments]))
         traced = programs.trace(fn, *arguments)
-        found = [p for p, _ in gpu.candidates(traced.program(), gpus.machine(), MOST)]
+        found = [p for p, _ in gpu_candidates.candidates(traced.program(), xla_devices.machine(), MOST)]
         assert found
         for program in found:
             kernel = kernel_for(program)
@@ -234,7 +235,7 @@ def test_zeros_around_an_image_of_float64_meet_infinite_weights():
         w[0, 0, 3, 5] = np.inf
         wanted = np.asarray(jax.jit(conv)(x, w))
         traced = programs.trace(conv, x, w)
-        for program, _ in gpu.candidates(traced.program(), gpus.machine(), 3):
+        for program, _ in gpu_candidates.candidates(traced.program(), xla_devices.machine(), 3):
             kernel = kernel_for(program)
             (got,) = jax.jit(lambda *xs, k=kernel: call_kernel(k, *xs))(*traced.operands())
             np.testing.assert_array_equal(np.isnan(np.asarray(got)), np.isnan(wanted))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from jcuts.microbatch.convolution import Convolution
-from jcuts.microbatch.table import Micro, Table
+from jcuts.microbatch.timings import Micro, Table
 
 ALGORITHMS = ("IMPLICIT_GEMM", "GEMM", "FFT", "WINOGRAD")
 UNIT = 4096

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from jcuts.microbatch.network import Clique
-from jcuts.microbatch.table import Division, Micro, Table
+from jcuts.microbatch.timings import Division, Micro, Table
 
 
 @functools.cache

@@ -23,9 +23,9 @@ from benchmarks.microbatch_run import BATCHES, Run
 from jcuts.base import knobs
 from jcuts.microbatch.convolution import Convolution
 from jcuts.microbatch.database import Database, Device
-from jcuts.microbatch.table import Micro
-from jcuts.tune import convolutions
-from jcuts.xla.convolutions import LIBRARY
+from jcuts.microbatch.timings import Micro
+from jcuts.tune.cudnn import measurer as cudnn_measurer
+from jcuts.xla.cudnn.match import LIBRARY
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -166,7 +166,7 @@ def test_only_what_must_be_timed_takes_of_the_budget(monkeypatch, tmp_path):
     name, driver, library = re.fullmatch(
         r"(.*?) \(driver (.*?), (.*)\)", json.loads(file.read_text())["device"]
     ).groups()
-    monkeypatch.setattr(convolutions, "this_device", lambda _: Device(name, driver, library))
+    monkeypatch.setattr(cudnn_measurer, "this_device", lambda _: Device(name, driver, library))
     options = SimpleNamespace(start=[file], dry_run=False, out=tmp_path, budget=0.0, seconds=0.1, slices=0)
     with knobs.scope(cache_dir=tmp_path):
         run = Run(options)
@@ -193,8 +193,8 @@ def test_sizes_between_are_looked_for_once_also_where_micro_batches_are_of_whole
             database.record(device, convolution, size, micros[size])
         return database.table(device, convolution)
 
-    monkeypatch.setattr(convolutions, "measured", measured)
-    monkeypatch.setattr(convolutions, "measured_in_slices", lambda *_, **__: kept.table(device, c))
+    monkeypatch.setattr(cudnn_measurer, "measured", measured)
+    monkeypatch.setattr(cudnn_measurer, "measured_in_slices", lambda *_, **__: kept.table(device, c))
     run = SimpleNamespace(database=kept, device=device, kernels={}, options=SimpleNamespace(slices=0),
                           never=lambda _: frozenset(), note=lambda _: None)  # fmt: skip
     for sizes in ([20, 8, 16], [20, 8]):

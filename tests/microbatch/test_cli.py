@@ -11,13 +11,13 @@ import pytest
 
 from jcuts.cli.main import main
 from jcuts.cli.microbatch import parse_bytes
-from jcuts.microbatch import wr
+from jcuts.microbatch import workspace_reuse
 from jcuts.microbatch.analysis import analyse, network_times
 from jcuts.microbatch.database import Database
-from jcuts.microbatch.desirable import desirable
 from jcuts.microbatch.errors import MissingTimesError
 from jcuts.microbatch.network import Network
-from jcuts.microbatch.table import policy_sizes
+from jcuts.microbatch.pareto import desirable
+from jcuts.microbatch.timings import policy_sizes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -132,7 +132,7 @@ def test_network_times_are_sums_of_divisions(made):
     database = Database(made)
     device, network = database.device("slow"), database.network()
     found = network_times(network, database, device, 12, limit=MIB)
-    expected = sum(wr.divide(database.table(device, use.convolution), 12, MIB).seconds for use in network.uses)
+    expected = sum(workspace_reuse.divide(database.table(device, use.convolution), 12, MIB).seconds for use in network.uses)
     assert found.seconds[12] == pytest.approx(expected) and sorted(found.seconds) == list(range(1, 13))
     with pytest.raises(MissingTimesError, match="no times of"):
         network_times(training_step("ResNet-18", 8), database, device, 8)
@@ -200,5 +200,5 @@ def test_modelled_sets_hold_the_fastest(made):
     for use in database.network().uses:
         table = database.table(device, use.convolution)
         found = desirable(table, use.batch)
-        assert found[-1].ticks == wr.divide(table, use.batch).ticks
+        assert found[-1].ticks == workspace_reuse.divide(table, use.batch).ticks
         assert np.all(np.diff([d.workspace for d in found]) > 0)

@@ -18,7 +18,7 @@ from jcuts.microbatch.benchmark import benchmark
 from jcuts.microbatch.database import SCHEMA, Database, Device
 from jcuts.microbatch.errors import ForeignDeviceError, MissingTimesError
 from jcuts.microbatch.network import Network, Use
-from jcuts.microbatch.table import Micro
+from jcuts.microbatch.timings import Micro
 from tests.microbatch.cases import convolution
 
 ROOT = Path(__file__).resolve().parents[2]

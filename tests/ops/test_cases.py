@@ -10,10 +10,10 @@ import pytest
 
 from jcuts.base.errors import Refusal
 from jcuts.ops import supported_primitives
-from jcuts.tune.check import check_output
-from jcuts.tune.expected import Expected
 from jcuts.tune.problem import Output
-from jcuts.tune.widen import evaluate
+from jcuts.tune.verify.acceptance import check_output
+from jcuts.tune.verify.expected import Expected
+from jcuts.tune.verify.float64_eval import evaluate
 from tests import programs
 from tests.ops.cases import CASES, OpCase, make
 
@@ -21,7 +21,7 @@ WORKING = [c for c in CASES if not c.refused]
 REFUSED = [c for c in CASES if c.refused]
 # Rules without a case of their own, and where they are met instead.
 ELSEWHERE = {
-    "add_any": "gradients (tests/test_pipeline.py)", "copy": "identity", "copy_p": "identity",
+    "add_any": "gradients (tests/pipeline/test_passes.py)", "copy": "identity", "copy_p": "identity",
     "stop_gradient": "identity", "optimization_barrier_value": "identity", "expand_dims": "older JAX spells it so",
 }  # fmt: skip
 
@@ -83,7 +83,7 @@ def test_the_rule_describes_it(case):
 
 @each(WORKING)
 def test_the_interpreted_program_agrees_with_lax(case):
-    from jcuts.dfg.interpret import interpret
+    from jcuts.kernel_ir.interpret import interpret
 
     trace = traced(case)
     check(case, interpret(trace.program(), trace.operands()), slack=16)  # NumPy's functions are its own
@@ -91,7 +91,7 @@ def test_the_interpreted_program_agrees_with_lax(case):
 
 @each(WORKING)
 def test_the_compiled_kernel_agrees_with_lax(case):
-    from jcuts.dfg.interpret import interpret
+    from jcuts.kernel_ir.interpret import interpret
 
     trace = traced(case)
     program = programs.schedules(trace.program(), 1)[0]

@@ -61,9 +61,9 @@ class ToyPipeline:
 @pytest.fixture
 def toy(monkeypatch):
     pipeline = ToyPipeline()
-    module = types.ModuleType("jcuts.pipeline")
+    module = types.ModuleType("jcuts.pipeline.passes")
     module.optimize_jaxpr = pipeline.optimize_jaxpr
-    monkeypatch.setitem(sys.modules, "jcuts.pipeline", module)
+    monkeypatch.setitem(sys.modules, "jcuts.pipeline.passes", module)
     import jcuts
 
     monkeypatch.setattr(jcuts, "pipeline", module, raising=False)

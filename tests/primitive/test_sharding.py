@@ -15,9 +15,9 @@ import jcuts
 from jcuts.primitive import shard_local
 from jcuts.primitive.sharding import Placement
 from jcuts.trace import jaxapi
-from jcuts.trace.ties import ties_of
+from jcuts.trace.shard_rules import ties_of
 from tests.primitive.conftest import MARK
-from tests.transform_cases import PARAMS, assert_same, data, layer, loss
+from tests.primitive.transform_cases import PARAMS, assert_same, data, layer, loss
 
 off = functools.partial(jcuts.optimize, tune="off")
 X = data(8, 6)

@@ -145,7 +145,7 @@ def _exports() -> tuple[bytes, bytes, bool]:
     import jax.numpy as jnp
 
     from jcuts.trace import jaxapi
-    from jcuts.tune.library import export_subset
+    from jcuts.tune.baseline.xla_export import export_subset
 
     closed = jaxapi.closed_jaxpr_of(lambda x: x * x + 1, jnp.zeros(SHAPE, jnp.float32))
     exports = export_subset(closed)

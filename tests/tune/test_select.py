@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jcuts.base.errors import CacheError, UsageError
 from jcuts.tune import replay
 from jcuts.tune.choice import LIBRARY, Choice, Measurement
-from jcuts.tune.noise import LEAST_MARGIN, MOST_MARGIN, Samples, interleave, margin, race, standard_error
+from jcuts.tune.measure.statistics import LEAST_MARGIN, MOST_MARGIN, Samples, interleave, margin, race, standard_error
 from jcuts.tune.problem import Candidate, Input, Output, Problem
 from jcuts.tune.replay import Recording
 from jcuts.tune.select import estimate, fastest, noise_margin, select, unknown

@@ -9,7 +9,7 @@ from llvmlite import binding
 
 from jcuts.base.fingerprint import digest
 from jcuts.codegen.artifact import CompiledKernel
-from jcuts.xla import linker, native
+from jcuts.xla import jit_linker, native_library
 
 _LOOP = """
 declare float @tanhf(float)
@@ -246,8 +246,8 @@ def bench(
     scratch = np.zeros(threads * stride + 64, np.uint8)
     aligned = -(-scratch.ctypes.data // 64) * 64
     seconds = np.zeros(repeats)
-    status = native.load().jcuts_bench(
-        linker.link(kernel.object_code, kernel.symbol),
+    status = native_library.load().jcuts_bench(
+        jit_linker.link(kernel.object_code, kernel.symbol),
         pointers,
         kernel.tiles,
         aligned,

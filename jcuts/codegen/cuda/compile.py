@@ -11,41 +11,41 @@ from llvmlite import ir
 
 from jcuts.base import fingerprint
 from jcuts.base.errors import CompileRejected, JcutsError
-from jcuts.codegen import lanes as L
 from jcuts.codegen.artifact import CompiledKernel
-from jcuts.codegen.cuda import assemble
-from jcuts.codegen.cuda.attention import AttentionEmitter
-from jcuts.codegen.cuda.block import BlockEmitter
-from jcuts.codegen.cuda.builder import GpuBuilder
-from jcuts.codegen.cuda.column_rows import ColumnRowsEmitter, ColumnRowsShape, outer_axes
-from jcuts.codegen.cuda.columns import ColumnEmitter, ColumnShape
-from jcuts.codegen.cuda.combined import CombinedEmitter, CombinedShape
-from jcuts.codegen.cuda.emit import AnyShape, CudaSource, emit_source
-from jcuts.codegen.cuda.fed_shape import FedShape
-from jcuts.codegen.cuda.group_shape import GroupShape
-from jcuts.codegen.cuda.group_window_shape import WindowShape
-from jcuts.codegen.cuda.image import SYMBOL, Image, Launch, Resources
-from jcuts.codegen.cuda.moments import MomentsEmitter
-from jcuts.codegen.cuda.parts import parts
-from jcuts.codegen.cuda.patch import PatchEmitter
-from jcuts.codegen.cuda.point import PointEmitter, counted_by_tile, pinned
-from jcuts.codegen.cuda.product import ProductEmitter, ProductShape
-from jcuts.codegen.cuda.product_double import DoubleEmitter, DoubleShape
-from jcuts.codegen.cuda.product_fed import FedEmitter
-from jcuts.codegen.cuda.product_fma import FmaEmitter, FmaShape
-from jcuts.codegen.cuda.product_groups import GroupEmitter
-from jcuts.codegen.cuda.product_windows import WindowEmitter
-from jcuts.codegen.cuda.scan import ScanColumnsEmitter, ScanRowsEmitter, ScanShape, units
-from jcuts.codegen.cuda.target import AMPERE, GROUPED, REGISTERS, CudaTarget
-from jcuts.codegen.cuda.team import TeamEmitter, TeamShape
-from jcuts.codegen.cuda.transposed import TransposedEmitter, TransposedShape
-from jcuts.codegen.cuda.turn import TurnEmitter, TurnShape
-from jcuts.codegen.cuda.walk import WalkEmitter, walk_of
-from jcuts.dfg.program import Program
-from jcuts.dfg.verify import verify
-from jcuts.region.attention_tiles import AttentionShape
-from jcuts.region.block_tiles import BlockShape
-from jcuts.region.patch_tiles import PatchShape
+from jcuts.codegen.cuda.attention.flash import AttentionEmitter
+from jcuts.codegen.cuda.conv.few_channels import PatchEmitter
+from jcuts.codegen.cuda.conv.implicit_gemm import WindowEmitter
+from jcuts.codegen.cuda.conv.implicit_gemm_tile import WindowShape
+from jcuts.codegen.cuda.elementwise.horizontal import CombinedEmitter, CombinedShape
+from jcuts.codegen.cuda.elementwise.smem_transpose import TransposedEmitter, TransposedShape
+from jcuts.codegen.cuda.elementwise.thread_tile import PointEmitter, counted_by_tile, pinned
+from jcuts.codegen.cuda.gemm.mma_f64 import DoubleEmitter, DoubleShape
+from jcuts.codegen.cuda.gemm.mma_mainloop import ProductEmitter, ProductShape
+from jcuts.codegen.cuda.gemm.simt import FmaEmitter, FmaShape
+from jcuts.codegen.cuda.gemm.wgmma_mainloop import GroupEmitter
+from jcuts.codegen.cuda.gemm.wgmma_tile import GroupShape
+from jcuts.codegen.cuda.inverted_residual.kernel import BlockEmitter
+from jcuts.codegen.cuda.launch_source import AnyShape, CudaSource, emit_source
+from jcuts.codegen.cuda.layout.weight_transpose import TurnEmitter, TurnShape
+from jcuts.codegen.cuda.ptx.builder import GpuBuilder
+from jcuts.codegen.cuda.reduction.column import ColumnEmitter, ColumnShape
+from jcuts.codegen.cuda.reduction.column_norm import ColumnRowsEmitter, ColumnRowsShape, outer_axes
+from jcuts.codegen.cuda.reduction.row import TeamEmitter, TeamShape
+from jcuts.codegen.cuda.reduction.welford import MomentsEmitter
+from jcuts.codegen.cuda.scan.kernel import ScanColumnsEmitter, ScanRowsEmitter, ScanShape, units
+from jcuts.codegen.cuda.split_kernels import parts
+from jcuts.codegen.cuda.toolchain import ptxas
+from jcuts.codegen.cuda.toolchain.image import SYMBOL, Image, Launch, Resources
+from jcuts.codegen.cuda.toolchain.target import AMPERE, GROUPED, REGISTERS, CudaTarget
+from jcuts.codegen.cuda.warp_specialized.kernel import FedEmitter
+from jcuts.codegen.cuda.warp_specialized.tile import FedShape
+from jcuts.codegen.cuda.window.sliding_window import WalkEmitter, walk_of
+from jcuts.codegen.llvm import lanes as L
+from jcuts.kernel_ir.program import Program
+from jcuts.kernel_ir.verify import verify
+from jcuts.schedule.gpu.attention.tile import AttentionShape
+from jcuts.schedule.gpu.conv.few_channels_tile import PatchShape
+from jcuts.schedule.gpu.inverted_residual.tile import BlockShape
 
 _MULTIPLIERS: tuple[tuple[type, Any], ...] = (
     (FedShape, FedEmitter), (WindowShape, WindowEmitter), (GroupShape, GroupEmitter),
@@ -72,7 +72,7 @@ def available() -> str:
         _numba()
     except Exception as error:  # import errors of several packages; numba-cuda itself raises AttributeError
         return f"numba-cuda cannot be imported ({type(error).__name__}: {str(error)[:200]}): install jcuts[cuda13]"
-    if not assemble.assembler():
+    if not ptxas.assembler():
         try:
             from cuda.bindings import nvjitlink  # type: ignore[import-not-found]  # noqa: F401
         except ImportError:
@@ -91,7 +91,7 @@ def _numba() -> Any:
 def compiler_fingerprint() -> str:
     """Identity of everything that turns a program into machine code for a GPU."""
     return fingerprint.digest(
-        fingerprint.versions(), {p: fingerprint.package_version(p) for p in PACKAGES}, assemble.assembler()
+        fingerprint.versions(), {p: fingerprint.package_version(p) for p in PACKAGES}, ptxas.assembler()
     )
 
 
@@ -122,8 +122,8 @@ def compile_program(program: Program, target: CudaTarget) -> CompiledKernel:
         sources.append((_ptx(part.program, source, target, symbol), symbol))
     arch = arch_of(program, target)
     overlapped = not {"pixels", "fed"}.isdisjoint(dict(program.params))
-    grids = [assemble.Grid(source.blocks, source.threads, source.shared) for source in emitted]
-    cubin, report, early = assemble.best(sources, arch, grids, overlapped=overlapped)
+    grids = [ptxas.Grid(source.blocks, source.threads, source.shared) for source in emitted]
+    cubin, report, early = ptxas.best(sources, arch, grids, overlapped=overlapped)
     launches = []
     for part, source, symbol in zip(found, emitted, symbols, strict=True):
         used = report[symbol]
@@ -210,7 +210,7 @@ def ptx_of(program: Program, target: CudaTarget) -> str:
     found, _ = parts(program)
     sources = [(_ptx(p.program, emit_source(p.program), target, f"k{n}"), f"k{n}") for n, p in enumerate(found)]
     arch = arch_of(program, target)
-    return assemble.merged(sources, arch, early=assemble.waits(arch))
+    return ptxas.merged(sources, arch, early=ptxas.waits(arch))
 
 
 def _ptx(program: Program, source: CudaSource, target: CudaTarget, symbol: str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from llvmlite import ir
 
 from jcuts.base.errors import IRError
-from jcuts.codegen import lanes
+from jcuts.codegen.llvm import lanes
 from jcuts.codegen.vecmath.convert import convert, is_float, is_unsigned
 from jcuts.codegen.vecmath.expr import Num
 from jcuts.codegen.vecmath.trigonometric import if_any

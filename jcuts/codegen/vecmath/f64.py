@@ -4,7 +4,7 @@ The polynomials are the output of ``benchmarks/vecmath_fit.py f64``, whose table
 interval; the comments give the largest weighted error of the rounded coefficients.
 """
 
-from jcuts.codegen.lanes import F64 as ELEMENT
+from jcuts.codegen.llvm.lanes import F64 as ELEMENT
 from jcuts.codegen.vecmath.formats import Format, Table
 
 POLYNOMIALS: dict[str, Table] = {

@@ -1,0 +1,178 @@
+"""What a block of a convolution that keeps its pixels does, and what schedules must keep to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jcuts.base.errors import CompileRejected
+from jcuts.codegen.cuda.conv.halo_tile import PixelShape
+from jcuts.codegen.cuda.gemm.mma_mainloop import three
+from jcuts.codegen.cuda.gemm.wgmma_smem_tile import GroupTile
+from jcuts.codegen.cuda.gemm.wgmma_tile import AHEAD, WARPS, divided, may_pair, pushed, readable
+from jcuts.codegen.cuda.ptx import mma as ptx_mma
+from jcuts.kernel_ir.program import Program
+from jcuts.lower.patterns.conv_window import Window, has_weights, in_line, window
+from jcuts.lower.patterns.gemm import COLUMNS, ROWS, sides
+from jcuts.schedule.gpu.conv.implicit_gemm import RESIDENT
+from jcuts.schedule.gpu.gemm.epilogue_smem import Held
+from jcuts.schedule.gpu.gemm.wgmma_tile import is_apart, with_room
+
+
+class Part(NamedTuple):
+    """A part of a tile's terms: taps of lines of channels, steps of each, taps of a round of the loop."""
+
+    taps: int
+    steps: int
+    together: int
+
+
+@dataclass(frozen=True)
+class WindowShape(PixelShape):
+    """A block's work.
+
+    Attributes:
+        window: how pixels are read.
+        spread: whether copies are started among the steps of the products, not behind them.
+        steps: of terms, of a tile of weights, that are one group of instructions.
+        unrolled: whether every tap has code of its own.
+        fetched: whether the fragments of a tap are asked for before the products of the one before it.
+        short: whether the last line of channels is multiplied only as far as it is full.
+        push: whether the blocks of a cluster share the lines of channels.
+    """
+
+    window: Window
+    spread: bool
+    steps: int
+    unrolled: bool
+    fetched: bool
+    short: bool
+    push: bool
+
+    @property
+    def held(self) -> Held:
+        """Nothing."""
+        return Held()
+
+    @property
+    def lines(self) -> int:
+        """Lines of channels that the block multiplies."""
+        return self.window.chunks // self.cluster
+
+    @property
+    def stage(self) -> int:
+        """Bytes of the weights of one tap."""
+        return self.right.bytes
+
+    @property
+    def resident(self) -> bool:
+        """Whether all weights of the block stay in shared memory."""
+        return self.stages == self.share
+
+    @property
+    def ahead(self) -> int:
+        """Tiles of terms whose copies are started before the first is multiplied."""
+        return RESIDENT if self.resident else self.stages - 2
+
+    @property
+    def whole(self) -> bool:
+        """Whether all steps of a tile are one group of instructions."""
+        return self.steps == self.window.bytes // ptx_mma.STEP
+
+    @property
+    def parts(self) -> list[Part]:
+        """What a tile's terms are, in order: all lines of channels, or a shorter last one after the others."""
+        found = self.window
+        if not self.short:
+            return [Part(self.share, found.whole, self.together)]
+        lines = (found.chunks - 1) * found.taps
+        return [
+            Part(count, steps, found.taps if self.unrolled else self._apart(count, steps))
+            for count, steps in ((lines, found.whole), (found.taps, found.short)) if count
+        ]  # fmt: skip
+
+    def _apart(self, count: int, steps: int) -> int:
+        """Taps of a round of a loop over so many, so that fragments are not read into registers of groups under way."""
+        groups, under_way = -(-steps // self.steps), 1 if self.whole else AHEAD // self.steps
+        return next(t for t in range(1, count + 1) if count % t == 0 and (t * groups > under_way or t == count))
+
+    @property
+    def together(self) -> int:
+        """Taps of a round of the loop, where all lines are equally long."""
+        if not self.unrolled:
+            return 2 if self.whole else 1
+        return self.window.taps * (2 if self.whole and self.window.taps % 2 and self.lines > 1 else 1)
+
+    @property
+    def slots(self) -> int:
+        """Steps of a chunk beside which the next run of pixels is copied, so that it is there when it is read."""
+        return self.window.taps - self.ahead + (0 if self.fetched else 1)
+
+    @property
+    def run(self) -> int:
+        """Bytes of a run of pixels."""
+        return self.span * self.window.bytes
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory of a block: weights, runs of pixels, zeros; what is pushed into it, and a barrier."""
+        return with_room(self.kept_until, self.room) if self.push else self.kept_until
+
+    @property
+    def room(self) -> int:
+        """Bytes in which a block gets what the others of its cluster push."""
+        return pushed(self)
+
+    @property
+    def apart(self) -> bool:
+        """Whether that lies behind everything else."""
+        return is_apart(self.kept_until, self.room)
+
+    @property
+    def high_blocks(self) -> int:
+        """Blocks along the rows."""
+        return -(-self.rows // self.rounds)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the grid."""
+        return self.high_blocks * self.columns * self.cluster
+
+
+def window_shape(program: Program) -> WindowShape:
+    """The work that a schedule gives to a block. Raises CompileRejected where its numbers do not fit each other."""
+    params, extents = dict(program.params), program.phases[0].ranges()
+    rows, columns, terms = three(params["tile"])
+    along, across = (int(str(v)) for v in params["groups"])  # type: ignore[attr-defined]
+    left, right = sides(program)
+    found = window(program)
+    if found is None or not has_weights(program):
+        raise CompileRejected(f"{program.name}: no convolution with rounded weights whose pixels can be kept")
+    ragged, right = found.channels % found.line != 0, in_line(right, found.taps * found.channels)
+    first = GroupTile(left, extents[ROWS], rows, terms, rows // max(1, along), 0, ragged)
+    second = GroupTile(right, extents[COLUMNS], columns, terms, columns // max(1, across), 0, ragged)
+    stages, kept = int(str(params["stages"])), int(str(params["pixels"]))
+    steps, rounds = int(str(params.get("steps", 1))), int(str(params.get("rounds", 1)))
+    cluster = int(str(params.get("cluster", 1)))
+    shape = WindowShape(
+        first, second, (WARPS * along, across, 1), stages, found.steps // cluster, found.taps * found.channels, cluster,
+        found.span(rows), kept, rounds, found, bool(params.get("spread", 0)), steps,
+        unrolled=bool(params.get("unrolled", 0)), fetched=bool(params.get("fetched", 0)),
+        short=bool(params.get("short", 0)), push=bool(params.get("push", 0)),
+    )  # fmt: skip
+    fits = divided(first, second, along, across) and terms == found.line
+    grouped = 1 <= steps <= AHEAD and not found.narrow
+    grouped = grouped or (shape.whole and (found.narrow or shape.short or shape.share % 2 == 0))
+    fits = fits and grouped and terms * left.item // ptx_mma.STEP % steps == 0 and readable(second, across)
+    fits = fits and (shape.short or not shape.unrolled or shape.share % shape.together == 0)
+    fits = fits and not (shape.short and (found.short == found.whole or (shape.unrolled and found.chunks > 2)))
+    fits = fits and 3 <= stages <= shape.share and shape.slots >= 1 and rounds >= 1
+    fits = fits and (not shape.fetched or (shape.whole and left.item == 4))
+    fits = fits and (kept == 2 or (kept == shape.lines == rounds == 1))
+    fits = fits and found.chunks % cluster == 0 and shape.push == (cluster > 1)
+    fits = fits and (rounds == 1 or not (shape.push or params.get("early", 0))) and not (shape.push and shape.short)
+    fits = fits and {"flight", "split", "cached"}.isdisjoint(params)
+    fits = fits and may_pair(params, second)
+    if not fits or shape.threads != int(str(params["threads"])):
+        raise CompileRejected(f"{program.name}: no convolution of tiles {params['tile']} by groups {params['groups']}")
+    return shape

@@ -1,0 +1,335 @@
+"""Matrix products by warp groups (``wgmma``): the second family of the *product* form, for much to compute.
+
+``groups`` = (along rows, along columns): warp groups of a block, each with whole multiples of 64 rows.  16-bit operands
+are copied as `codegen.cuda.product` copies them, ``stages - 2`` tiles ahead: one is being multiplied and the one before
+may still be.  Where a block has no more tiles than stages, all are under way from the beginning.  The same goes for
+float32 operands whose right one is rounded already; the units take the left one from registers then
+(`group_fragments`).  Others go through registers, where they are rounded (`group_tiles`), ``flight`` tiles ahead of the
+one that is stored while another is multiplied.  In any case one barrier per tile keeps the groups together.
+
+For compute capability 9.0 alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from jcuts.base.errors import CompileRejected
+from jcuts.codegen.cuda.gemm import wgmma_register_operand
+from jcuts.codegen.cuda.gemm.epilogue import Totals
+from jcuts.codegen.cuda.gemm.epilogue_bulk_copy import Keeper
+from jcuts.codegen.cuda.gemm.mma_mainloop import ProductEmitter
+from jcuts.codegen.cuda.gemm.prologue import Prologue
+from jcuts.codegen.cuda.gemm.smem_tile import Copier
+from jcuts.codegen.cuda.gemm.split_k_reduce import push
+from jcuts.codegen.cuda.gemm.wgmma_register_operand import Rows
+from jcuts.codegen.cuda.gemm.wgmma_smem_tile import GroupTile, Rounding, Turning
+from jcuts.codegen.cuda.gemm.wgmma_tile import WARPS, GroupShape
+from jcuts.codegen.cuda.ptx import cluster, wgmma
+from jcuts.codegen.cuda.ptx import mma as ptx_mma
+from jcuts.codegen.cuda.ptx.shuffle import WARP
+from jcuts.codegen.cuda.toolchain.target import GROUPED
+from jcuts.codegen.llvm import lanes as L
+from jcuts.lower.patterns.gemm import COLUMNS, ROWS, S, prologue
+from jcuts.schedule.gpu.gemm.wgmma_tile import BARRIER
+
+
+class GroupEmitter(ProductEmitter):
+    """Emits the work of one thread."""
+
+    shape: GroupShape
+    before: Prologue | None = None
+    keeper: Keeper | None = None
+
+    def _warp_places(self, across: int) -> tuple[L.Value, L.Value]:
+        builder, shape = self.builder, self.shape
+        if builder.capability != GROUPED:
+            raise CompileRejected(f"{self.program.name}: products of warp groups need compute capability 9.0")
+        group = builder.lshr(self.flat, L.I32(2))
+        self.group_row = builder.mul(builder.udiv(group, L.I32(across)), L.I32(shape.left.warp))
+        slice_ = builder.mul(builder.and_(self.flat, L.I32(WARPS - 1)), L.I32(wgmma.ROWS // WARPS))
+        column = builder.mul(builder.urem(group, L.I32(across)), L.I32(shape.right.warp))
+        return builder.add(self.group_row, slice_), column
+
+    def emit(self) -> None:
+        """The tile; see `ProductEmitter.emit`."""
+        self._expect()
+        super().emit()
+
+    def _expect(self) -> None:
+        """Makes the barrier at which the block waits for what the others of its cluster push."""
+        builder, shape = self.builder, self.shape
+        if shape.push:
+            barrier = builder.add(self.shared, L.I32(shape.shared - BARRIER))
+            cluster.expect(builder, barrier, shape.room, self.thread)
+            if shape.apart:  # nobody writes into a block that has not begun
+                cluster.arrive(builder)
+
+    def _meet(self, totals: Totals) -> None:
+        """Adds up what the blocks of a cluster have."""
+        builder, shape = self.builder, self.shape
+        if not shape.push:
+            super()._meet(totals)
+            return
+        ptx_mma.wait(builder, 0)
+        if not shape.apart:
+            cluster.arrive(builder)
+            cluster.wait(builder)
+        end = shape.shared - BARRIER
+        places = [builder.add(self.shared, L.I32(n)) for n in (end - shape.room if shape.apart else 0, end)]
+        lane = builder.add(builder.mul(self.flat, L.I32(WARP)), self.lane)
+        rank, high = (self.rank, shape.cluster), shape.left.high
+        push(builder, totals, (places[0], places[1]), lane, shape.threads, rank, shape.right.beside, high, self._exit)
+
+    def _ask(self) -> None:
+        super()._ask()
+        shape = self.shape
+        if shape.held.loaded or shape.held.stored:
+            barrier = self.builder.add(self.shared, L.I32(shape.shared - BARRIER))
+            self.keeper = Keeper(self.frame, shape.held, (shape.left, shape.right), self.shared, barrier)
+            self.keeper.begin(self.thread, shape.threads)
+
+    def _exit(self, totals: Totals, row: L.Value, column: L.Value) -> None:
+        if self.keeper is None:
+            super()._exit(totals, row, column)
+            return
+        if self.keeper.overlays:
+            ptx_mma.wait(self.builder, 0)
+            ptx_mma.barrier(self.builder)
+        self.keeper.wait()
+        super()._exit(totals, row, column)
+        self.keeper.leave(self.thread, self.shape.threads)
+
+    # -- sums ---------------------------------------------------------------------------------------------------
+    def _sums(self) -> Totals:
+        builder, shape = self.builder, self.shape
+        places = ((shape.left, self.variables[ROWS]), (shape.right, self.variables[COLUMNS]))
+        left: L.Value = L.I32(shape.terms)
+        skipped = builder.mul(self.rank, L.I32(shape.share * shape.left.terms))
+        if S in self.variables:
+            left = builder.sub(left, builder.mul(self.variables[S], L.I32(shape.share * shape.left.terms)))
+        self.bases = [
+            self._descriptor(tile, warp)
+            for tile, warp in ((shape.left, self.group_row), (shape.right, self.column_warp))
+        ]
+        if shape.rounded:
+            self.rows = Rows(builder, shape.left, self.shared, self.row_warp, self.lane)
+            if prologue(self.program) is not None:
+                behind = builder.add(self.shared, L.I32(shape.tiles))
+                self.before = Prologue(self.frame, self.program, shape.share * shape.left.terms, behind, self.lane)
+                self.before.start(skipped, shape.threads, self.thread)
+        if not shape.flight:
+            copiers = [Copier(self.frame, t, shape.threads, self.thread, start, self.shared) for t, start in places]
+            copiers[0].cached = shape.cached
+            return self._copied(copiers, left, skipped)
+        takers = [
+            (Turning if t.turned else Rounding)(self.frame, t, shape.threads, self.thread, start, self.shared)
+            for t, start in places
+        ]
+        return self._rounded(takers, left, skipped)
+
+    def _copied(self, copiers: Sequence[Copier], left: L.Value, skipped: L.Value) -> Totals:
+        """Operands as they are: a ring of copies that do not wait."""
+        builder, shape = self.builder, self.shape
+        count, ahead = shape.share, shape.ahead
+
+        def start(number: L.Value, stage: L.Value) -> None:
+            first = builder.add(builder.mul(number, L.I32(shape.left.terms)), skipped)
+            for copier in copiers:
+                copier.start(first, stage, builder.sub(left, first))
+
+        steady = all(copier.steady for copier in copiers)
+        ways = [copier.series(skipped, builder.sub(left, skipped)) for copier in copiers if steady]
+        for number in range(ahead):
+            if number < count and steady:
+                for way in ways:
+                    way(number, number * shape.stage)
+            elif number < count:
+                start(L.I32(number), L.I32(number * shape.stage))
+            ptx_mma.commit(builder)
+        if shape.push and shape.apart:
+            cluster.wait(builder)
+        self._ask()
+        loop = _Loop(self, ahead)
+
+        def tile() -> None:
+            ptx_mma.wait(builder, ahead - 1)
+            wgmma.proxy_fence(builder)
+            if shape.spread:
+                loop.multiply(self._beside(copiers, loop, count - ahead, left, skipped) if count > ahead else [])
+            else:
+                loop.multiply()
+                if count > ahead:
+                    with builder.if_then(builder.icmp_signed("<", loop.number, L.I32(count - ahead))):
+                        start(builder.add(loop.number, L.I32(ahead)), loop.writing)
+            ptx_mma.commit(builder)
+            loop.advance()
+
+        for _ in range(shape.together):
+            tile()
+        loop.close()
+        for _ in range(count % shape.together):
+            tile()
+        totals = loop.end()
+        if shape.spread:
+            ptx_mma.wait(builder, 0)
+        return totals
+
+    def _beside(
+        self, copiers: Sequence[Copier], loop: _Loop, rounds: int, left: L.Value, skipped: L.Value
+    ) -> list[Iterator[None]]:
+        """Copies of a later tile, one after the other, in so many rounds of the loop."""
+        builder, shape = self.builder, self.shape
+        number = builder.add(loop.number, L.I32(shape.share - rounds))
+        first = builder.add(builder.mul(number, L.I32(shape.left.terms)), skipped)
+        left, where = builder.sub(left, first), builder.icmp_signed("<", loop.number, L.I32(rounds))
+        found: list[Iterator[None]] = []
+        for copier in copiers:  # what is not there is zeros in a stage that nobody reads: no branch among the products
+            found += [copier.copies(first, loop.writing, left, where)] * len(copier.places)
+        return found
+
+    def _rounded(self, takers: Sequence[Rounding], left: L.Value, skipped: L.Value) -> Totals:
+        """float32 operands: tiles wait in registers, are rounded, and stored beside the one that is multiplied."""
+        builder, shape = self.builder, self.shape
+        count = shape.share
+
+        def load(number: L.Value) -> list[list[L.Value]]:
+            first = builder.add(builder.mul(number, L.I32(shape.left.terms)), skipped)
+            return [taker.load(first, builder.sub(left, first)) for taker in takers]
+
+        def store(words: list[list[L.Value]], stage: L.Value) -> None:
+            for taker, mine in zip(takers, words, strict=True):
+                taker.store(mine, stage)
+            wgmma.proxy_fence(builder)
+
+        tiles = [load(L.I32(number)) for number in range(min(count, 1 + shape.flight))]
+        self._ask()
+        store(tiles[0], L.I32(0))
+        waiting = tiles[1:]
+        loop = _Loop(self, 1, [word for tile in waiting for words in tile for word in words])
+        loop.multiply()
+        if waiting:
+            held, values = [], iter(loop.held)
+            for tile in waiting:
+                held.append([[next(values) for _ in words] for words in tile])
+            # A branch keeps the conversions, which wait for loads, behind the products; loads come behind the fence,
+            # which would wait for them.
+            with builder.if_then(builder.icmp_signed("<", loop.number, L.I32(count - 1))):
+                store(held[0], loop.writing)
+            held = held[1:]
+            if count > 1 + shape.flight:
+                held.append(self._where(loop.number, count - 1 - shape.flight, load))
+            else:  # nothing is left to ask for: the places move on
+                held.append([[L.I32(0) for _ in words] for words in waiting[0]])
+            loop.hold([word for tile in held for words in tile for word in words])
+        loop.advance()
+        loop.close()
+        return loop.end()
+
+    def _where(self, number: L.Value, last: int, load: object) -> list[list[L.Value]]:
+        """A tile asked for in the first ``last`` rounds; later anything."""
+        builder, ahead = self.builder, 1 + self.shape.flight
+        before, inside = builder.block, builder.append_basic_block("load")
+        after = builder.append_basic_block("load.done")
+        builder.cbranch(builder.icmp_signed("<", number, L.I32(last)), inside, after)
+        builder.position_at_end(inside)
+        found = load(builder.add(number, L.I32(ahead)))  # type: ignore[operator]
+        end = builder.block
+        builder.branch(after)
+        builder.position_at_end(after)
+        made = []
+        for words in found:
+            made.append([])
+            for word in words:
+                phi = builder.phi(L.I32)
+                phi.add_incoming(word, end)
+                phi.add_incoming(L.I32(L.ir.Undefined), before)
+                made[-1].append(phi)
+        return made
+
+    # -- what the units are told --------------------------------------------------------------------------------
+    def _descriptor(self, tile: GroupTile, first: L.Value) -> L.Value:
+        """Of a group's part of a tile, which begins at this row (or column), in the first stage."""
+        builder = self.builder
+        into = builder.mul(first, L.I32(tile.block // wgmma.ROWS))
+        place = builder.add(builder.add(self.shared, L.I32(tile.first)), into)
+        return wgmma.descriptor(builder, place, tile.block, wgmma.ATOM)
+
+    def products(
+        self, number: L.Value, reading: L.Value, totals: Totals, beside: list[Iterator[None]]
+    ) -> Totals:  # fmt: skip
+        """Starts the products of a tile of the block's terms, in a stage (bytes from the first one)."""
+        builder, shape = self.builder, self.shape
+        stage = builder.zext(builder.lshr(reading, L.I32(4)), L.I64)
+        left, right = (builder.add(base, stage) for base in self.bases)
+        if shape.rounded:
+            return wgmma_register_operand.multiply(
+                builder, self.rows, right, shape.right, reading, number, self.before, totals, beside, shape.steps
+            )
+        steps = range(shape.left.terms * shape.left.side.item // ptx_mma.STEP)
+        pairs = []
+        seconds = [wgmma.moved(builder, right, shape.right.step(k)) for k in steps]
+        for row in range(shape.left.warp // wgmma.ROWS):
+            first = [wgmma.moved(builder, left, row * shape.left.block + shape.left.step(k)) for k in steps]
+            pairs.append([((mine,), second) for mine, second in zip(first, seconds, strict=True)])
+        turned = (not shape.left.by_terms, not shape.right.by_terms)
+        return wgmma.multiply(builder, shape.kind, pairs, turned, totals)
+
+
+class _Loop:
+    """The loop over tiles of terms, of which one is multiplied while the next is made ready."""
+
+    def __init__(self, emitter: GroupEmitter, ahead: int, held: Sequence[L.Value] = ()) -> None:
+        """Begins a round. Args: ahead: tiles between reading and writing; held: values that go round."""
+        builder, shape = emitter.builder, emitter.shape
+        self.emitter, self.builder = emitter, builder
+        before = builder.block
+        self.loop, self.after = builder.append_basic_block("terms"), builder.append_basic_block("terms.done")
+        builder.branch(self.loop)
+        builder.position_at_end(self.loop)
+
+        def carried(kind: L.Type, start: L.Value) -> L.Value:
+            found = builder.phi(kind)
+            found.add_incoming(start, before)
+            return found
+
+        self.number = carried(L.I32, L.I32(0))
+        self.reading, self.writing = carried(L.I32, L.I32(0)), carried(L.I32, L.I32(ahead * shape.stage))
+        high, wide = shape.left.warp // wgmma.ROWS, shape.right.warp // 8
+        self.totals = [[[carried(L.F32, L.F32(0.0)) for _ in range(4)] for _ in range(wide)] for _ in range(high)]
+        self.held = [carried(L.I32, value) for value in held]
+        self.carried = [self.number, self.reading, self.writing, *self._flat(), *self.held]
+
+    def multiply(self, beside: Sequence[Iterator[None]] = ()) -> None:
+        """Waits for the tile and starts its products. Args: beside: copies that are started among them."""
+        ptx_mma.barrier(self.builder)
+        self.totals = self.emitter.products(self.number, self.reading, self.totals, list(beside))
+
+    def hold(self, values: list[L.Value]) -> None:
+        """What goes into the next round."""
+        self.held = values
+
+    def advance(self) -> None:
+        """Waits for the products of the tile before (of this one, where its stage is written next); on to the next."""
+        builder, shape = self.builder, self.emitter.shape
+        if not shape.rounded:  # else its steps wait for each other
+            wgmma.wait(builder, 1 if shape.stages > 2 else 0)
+        self.number = builder.add(self.number, L.I32(1))
+        self.reading, self.writing = (self.emitter.next_stage(stage) for stage in (self.reading, self.writing))
+
+    def close(self) -> None:
+        """Goes round as long as there are tiles for a whole round."""
+        builder, shape = self.builder, self.emitter.shape
+        values = [self.number, self.reading, self.writing, *self._flat(), *self.held]
+        for phi, value in zip(self.carried, values, strict=True):
+            phi.add_incoming(value, builder.block)
+        last = L.I32(shape.share // shape.together * shape.together)
+        builder.cbranch(builder.icmp_signed("<", self.number, last), self.loop, self.after)
+        builder.position_at_end(self.after)
+
+    def end(self) -> Totals:
+        """The sums, after all products."""
+        return wgmma.finished(self.builder, self.totals)
+
+    def _flat(self) -> list[L.Value]:
+        return [value for rows in self.totals for tile in rows for value in tile]

@@ -1,0 +1,159 @@
+"""The *block* form: an inverted residual (product, depthwise convolution, product) in one kernel.
+
+A thread block computes a tile of outputs (`region.block_tiles`).  It copies the input pixels that the tile's windows
+cover into shared memory, rounds float32 to TF32 once, and goes through the channels between the products in pieces:
+
+1. expand: fragments of pixels times a piece of weights, what follows in registers, into the *patch*;
+2. windows: a thread sums a strip of one channel's (bfloat16: two channels') windows from the patch; what follows;
+   rounded, into shared memory;
+3. project: fragments of those times a piece of weights, added up in registers.
+
+Weights of the next piece are on their way meanwhile.  Pixels outside the image are zeros that nobody writes again.
+Where there is no first product, pieces of an operand are copied into two patches in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jcuts.base.errors import CompileRejected
+from jcuts.codegen.cuda.gemm.epilogue import Totals
+from jcuts.codegen.cuda.gemm.smem_tile import Copier, Fragments, TileShape
+from jcuts.codegen.cuda.inverted_residual.depthwise import Windows
+from jcuts.codegen.cuda.inverted_residual.expand_gemm import EIGHT, Copies, Expansion, left_fragments
+from jcuts.codegen.cuda.inverted_residual.loads import clear
+from jcuts.codegen.cuda.inverted_residual.project_epilogue import leave
+from jcuts.codegen.cuda.inverted_residual.tile_coords import Place
+from jcuts.codegen.cuda.ptx import global_memory as M
+from jcuts.codegen.cuda.ptx import mma as ptx_mma
+from jcuts.codegen.cuda.ptx.builder import GpuBuilder
+from jcuts.codegen.cuda.ptx.shuffle import WARP
+from jcuts.codegen.llvm import lanes as L
+from jcuts.kernel_ir.program import Buffer, Program
+from jcuts.lower.patterns.gemm import TYPES
+from jcuts.schedule.gpu.inverted_residual.tile import ROW_TILE, STEP, BlockShape, shape_of
+
+
+def block_shape(program: Program) -> BlockShape:
+    """The work that a schedule gives to a thread block. Raises CompileRejected where its numbers do not fit."""
+    shape, params = shape_of(program), dict(program.params)
+    if shape is None or not shape.fits or shape.threads != int(str(params["threads"])):
+        raise CompileRejected(f"{program.name}: no block of tiles {params['tile']} by warps {params['expand']}")
+    return shape
+
+
+class BlockEmitter:
+    """Emits the work of one thread."""
+
+    def __init__(
+        self, builder: GpuBuilder, program: Program, shape: BlockShape, buffers: Mapping[str, Buffer],
+        pointers: Mapping[str, L.Value], integers: Mapping[str, L.Value], symbol: str,
+    ) -> None:  # fmt: skip
+        self.builder, self.shape, self.buffers = builder, shape, buffers
+        self.thread = integers["thread"]
+        self.lane = builder.and_(self.thread, L.I32(WARP - 1))
+        warp = builder.lshr(self.thread, L.I32(5))
+        self.place = Place(builder, shape, integers["block"])
+        self.frame = M.Frame(builder, {}, pointers, {}, {})
+        shared = ptx_mma.dynamic_shared(builder, f"{symbol}_shared")
+        inputs, up, _, patch, _ = shape.sizes
+        weights, pixels = builder.add(shared, L.I32(shape.turns * up)), builder.add(shared, L.I32(shape.weights))
+        self.patch = pixels if shape.held else builder.add(pixels, L.I32(inputs))
+        self.deep = builder.add(self.patch, L.I32(shape.patches * patch))
+        self.row = builder.mul(builder.udiv(warp, L.I32(shape.project[1])), L.I32(ROW_TILE * shape.tall))
+        self.column = builder.mul(builder.urem(warp, L.I32(shape.project[1])), L.I32(shape.broad))
+        side, columns = shape.block.weights[1], shape.broad * shape.project[1]
+        ragged = shape.block.channels % shape.chunk != 0
+        self.down = TileShape(side, shape.block.columns, columns, shape.chunk, shape.broad, 0, ragged)
+        self.copier = Copier(self.frame, self.down, shape.threads, self.thread, L.I32(0), weights)
+        rounded = buffers[side.buffer].tf32
+        self.fragments = Fragments(builder, self.down, weights, self.column, self.lane, rounded)
+        self.left = left_fragments(builder, self.lane, self.deep, self.row, shape.item * shape.deep_pitch)
+        self.first: Expansion | Copies
+        if shape.block.expand is None:
+            self.first = Copies(self.frame, shape, self.place, self.thread, self.patch)
+        else:
+            places = shared, pixels, self.patch
+            self.first = Expansion(self.frame, shape, self.place, self.thread, places, buffers)
+        self.windows = Windows(self.frame, shape, self.thread, self.patch, self.deep, buffers)
+
+    def emit(self) -> None:
+        """The tile."""
+        builder, shape = self.builder, self.shape
+        self.first.start()
+        ptx_mma.commit(builder)
+        if not shape.held:
+            self._clear()
+        ptx_mma.wait(builder, 0)
+        self.first.arrived()
+        ptx_mma.barrier(builder)
+        if shape.held:
+            self.first.hold()
+            ptx_mma.barrier(builder)
+            self._clear()
+            ptx_mma.barrier(builder)
+        totals = self._loop()
+        leave(self.frame, shape, self.place, self.down, self.buffers, self.lane, self.row, self.column, totals)
+
+    def _clear(self) -> None:
+        """Zeros where pixels outside the image are, and results beyond the tile's."""
+        _, _, _, patch, deep = self.shape.sizes
+        size = self.shape.patches * patch + deep
+        clear(self.builder, self.patch, size, self.thread, self.shape.threads)
+
+    def _loop(self) -> Totals:
+        """All pieces of channels."""
+        builder, shape = self.builder, self.shape
+        before = builder.block
+        loop, after = builder.append_basic_block("pieces"), builder.append_basic_block("pieces.done")
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        number = builder.phi(L.I32)
+        number.add_incoming(L.I32(0), before)
+        carried = [[[builder.phi(L.F32) for _ in range(4)] for _ in range(self._wide)] for _ in range(shape.tall)]
+        following = builder.add(number, L.I32(1))
+        more = builder.icmp_signed("<", following, L.I32(shape.pieces))
+        odd, first = builder.and_(number, L.I32(1)), builder.mul(number, L.I32(shape.chunk))
+        if shape.pieces > 1:
+            with builder.if_then(more):
+                self.first.ahead(builder.add(first, L.I32(shape.chunk)), builder.xor(odd, L.I32(1)))
+        stage = builder.mul(odd, L.I32(shape.sizes[2]))
+        self.copier.start(first, stage, builder.sub(L.I32(shape.block.channels), first))
+        ptx_mma.commit(builder)
+        filters = self.windows.filters(first)
+        self.first.compute(first, odd)
+        ptx_mma.barrier(builder)
+        self.windows.compute(first, filters, self.first.source(odd))
+        ptx_mma.wait(builder, 0)
+        ptx_mma.barrier(builder)
+        sums = self._project(stage, [[list(tile) for tile in row] for row in carried])
+        number.add_incoming(following, builder.block)
+        for row, made in zip(carried, sums, strict=True):
+            for tile, values in zip(row, made, strict=True):
+                for phi, value in zip(tile, values, strict=True):
+                    phi.add_incoming(L.F32(0.0), before)
+                    phi.add_incoming(value, builder.block)
+        builder.cbranch(more, loop, after)
+        builder.position_at_end(after)
+        return sums
+
+    @property
+    def _wide(self) -> int:
+        """Fragments of 8 columns of a warp's results that there are."""
+        shape = self.shape
+        if shape.project[1] > 1 or self.down.lone:
+            return shape.broad // EIGHT
+        return -(-shape.block.columns // EIGHT)
+
+    def _project(self, stage: L.Value, sums: Totals) -> Totals:
+        """What a piece of channels adds to the results."""
+        builder, shape = self.builder, self.shape
+        kind = TYPES[shape.block.dtype]
+        for step in range(shape.chunk // shape.step):
+            columns = self.fragments.read(stage, step * shape.step)[: self._wide]
+            for i in range(shape.tall):
+                offset = shape.item * i * ROW_TILE * shape.deep_pitch + step * STEP
+                row = ptx_mma.read_matrices(builder, self.left, offset)
+                for j, column in enumerate(columns):
+                    sums[i][j] = ptx_mma.multiply(builder, kind, row, column, sums[i][j])
+        return sums

@@ -1,0 +1,403 @@
+"""Subset of equations -> kernel program without a schedule (every axis a plain loop).
+
+Four forms cover the op families:
+
+- *map*: no reduction; one phase over the points of the outputs.
+- *root*: one reduction, window, contraction or convolution with element operations before it (pulled into the body
+  graph) and after it (pushed onto the accumulator in the exit graph): register-level fusion (thesis 3.2.4).
+- *scan*: one cumulative operation (`region.scan`).
+- *rows*: several reductions over the same dimensions and element operations between them (softmax, layer norm,
+  statistics): one phase per level, joined through local buffers: shared-memory-level fusion.
+
+What a form cannot express is a `Refusal` with the reason; the partition search then keeps the operations apart.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from jcuts.base.errors import IRError, Refusal
+from jcuts.kernel_ir.index import Index, flatten
+from jcuts.kernel_ir.node import Graph, Guard, Scalar
+from jcuts.kernel_ir.program import Acc, Axis, Buffer, Grid, Phase, Program, Red, Store
+from jcuts.lower.patterns.strided_concat import Pieces
+from jcuts.lower.tensor_graph import OpNode, TensorGraph
+from jcuts.ops.layout import regroup
+from jcuts.ops.registry import FLOATS, IndexTuple, Op, TensorType
+
+PIECES = 1.0  # cost of a concatenation of pieces that are read from where they are
+CHEAP_PROLOGUE = 1.0  # element operations per point that may be recomputed for every use in a contraction or window
+MAX_NODES = 600  # per-point graph nodes: larger graphs compile slowly and spill
+
+
+class Declined(Exception):
+    """Carries a refusal out of the recursive descent; never leaves this module."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(str(refusal))
+        self.refusal = refusal
+
+
+@dataclass
+class Builder:
+    """Builds graphs for the subset; one instance per program.
+
+    ``anchors`` are tensors whose value at one known index is already a node of the current graph (the accumulator and
+    what was computed from it); ``locals`` are tensors kept in local buffers: name, the index at which they are kept,
+    and the address there; ``past_pieces``: concatenations of equal pieces are read from where the pieces are
+    (`region.pieces`), where kernels that only move points branch once for all their threads instead.
+    """
+
+    graph: TensorGraph
+    subset: frozenset[int]
+    inputs: dict[int, str] = field(default_factory=dict)
+    locals: dict[int, tuple[str, IndexTuple, Index]] = field(default_factory=dict)
+    ranges: dict[str, int] = field(default_factory=dict)
+    target: Graph = field(default_factory=Graph)
+    anchors: dict[int, tuple[IndexTuple, int]] = field(default_factory=dict)
+    memo: dict[object, int] = field(default_factory=dict)
+    guards: tuple[Guard, ...] = ()
+    past_pieces: bool = False
+
+    def start(self, ranges: dict[str, int]) -> None:
+        """Begins a new graph over the given axes."""
+        self.ranges, self.target = ranges, Graph()
+        self.anchors, self.memo, self.guards = {}, {}, ()
+
+    def value(self, tensor: int, index: IndexTuple, guards: tuple[Guard, ...] = (), fill: Scalar = 0) -> int:
+        """The value of a tensor at an index; ``fill`` where a guard fails."""
+        info = self.graph.tensors[tensor]
+        live = tuple(dict.fromkeys(g for g in guards if not g.always(self.ranges)))
+        if any(g.never(self.ranges) for g in live):
+            return self.target.const(fill, info.type.dtype)
+        key = (tensor, index, live, fill if live else None, repr(fill) if live else "", self.guards)
+        if key not in self.memo:
+            if len(self.target.nodes) > MAX_NODES:
+                raise Declined(Refusal("subset", f"more than {MAX_NODES} values per point"))
+            self.memo[key] = self._value(tensor, index, live, fill)
+        return self.memo[key]
+
+    def _value(self, tensor: int, index: IndexTuple, guards: tuple[Guard, ...], fill: Scalar) -> int:
+        info = self.graph.tensors[tensor]
+        if info.scalar is not None:
+            return self._select(guards, self.target.const(info.scalar, info.type.dtype), fill, info.type.dtype)
+        if tensor in self.anchors:
+            where, node = self.anchors[tensor]
+            if where != index or guards:
+                raise Declined(Refusal("subset", "a fused value is needed at another point than where it is computed"))
+            return node
+        if tensor in self.locals:
+            name, where, address = self.locals[tensor]
+            if where != index or guards:
+                raise Declined(
+                    Refusal("subset", "a value kept in cache is needed at another point than where it was computed")
+                )
+            kept = local_dtype(info.type.dtype)
+            value = self.target.load(name, address, kept)
+            return (
+                value if kept == info.type.dtype else self.target.apply("convert", info.type.dtype, value, source=kept)
+            )
+        node = self.graph.producer(tensor)
+        if node is None or node.number not in self.subset:
+            if node is None and tensor not in self.inputs and info.scalar is None:
+                raise IRError(f"tensor {tensor} is no input of the subset")
+            every = tuple(dict.fromkeys((*self.guards, *guards)))
+            address = flatten(index, info.type.shape)
+            return self.target.load(self.inputs[tensor], address, info.type.dtype, every, fill)
+        op = node.op
+        assert op is not None
+        if op.pull is None:
+            raise Declined(Refusal(node.prim, "a reduction that other operations of the subset recompute per point"))
+        saved = self.guards
+        self.guards = tuple(dict.fromkeys((*saved, *guards)))
+        if node.pieces is not None and self._reads_pieces(node.pieces):
+            result = self.value(node.pieces.source, node.pieces.place(index, self.ranges))
+        else:
+            result = op.pull(_OpContext(self, node), index)
+        self.guards = saved
+        return self._select(guards, result, fill, info.type.dtype)
+
+    def _reads_pieces(self, pieces: Pieces) -> bool:
+        """Whether a product reads the pieces, which are made in the subset, and nothing else is known of them."""
+        cut = {t for number in pieces.slices for t in self.graph.nodes[number].outputs}
+        known = self.anchors.keys() | self.locals.keys()
+        return self.past_pieces and pieces.slices <= self.subset and not cut & known
+
+    def _select(self, guards: tuple[Guard, ...], value: int, fill: Scalar, dtype: str) -> int:
+        if not guards or self._is_guarded(value, guards, fill):
+            return value
+        condition = self.guard_node(guards)
+        return self.target.apply("select", dtype, condition, value, self.target.const(fill, dtype))
+
+    def _is_guarded(self, value: int, guards: tuple[Guard, ...], fill: Scalar) -> bool:
+        """Whether a value is read under these guards and is ``fill`` where one fails: a slice of an operand."""
+        node = self.target.nodes[value]
+        if node.op != "load" or node.value is None or not set(guards) <= set(node.guards):
+            return False
+        alike = repr(complex(node.value)) == repr(complex(fill))  # 0 and 0.0, but not -0.0
+        return alike and (node.value == fill or node.value != node.value)  # integers beyond 2^53; nan
+
+    def guard_node(self, guards: tuple[Guard, ...]) -> int:
+        """A bool value: all guards hold."""
+        from jcuts.kernel_ir.node import Node
+
+        live = tuple(g for g in guards if not g.always(self.ranges))
+        return self.target.add(Node("guard", "bool", guards=live)) if live else self.target.const(True, "bool")
+
+    def kept(self, value: int) -> int:
+        """A value of the current graph as a local buffer holds it."""
+        dtype = self.target.nodes[value].dtype
+        return value if local_dtype(dtype) == dtype else self.target.apply("widen", local_dtype(dtype), value)
+
+    def context(self, node: OpNode) -> _OpContext:
+        """What the op of ``node`` sees."""
+        return _OpContext(self, node)
+
+
+def local_dtype(dtype: str) -> str:
+    """The type of a local buffer: 16-bit floats are kept as registers carry them.
+
+    A value that one phase rounds and another computes again unrounded would differ by a rounding error of the storage
+    type, which softmax puts into an exponential.
+    """
+    return "float32" if dtype in ("bfloat16", "float16") else dtype
+
+
+@dataclass
+class _OpContext:
+    builder: Builder
+    node: OpNode
+
+    @property
+    def ranges(self) -> dict[str, int]:
+        return self.builder.ranges
+
+    def input(self, number: int, index: IndexTuple, guards: tuple[Guard, ...] = (), fill: Scalar = 0) -> int:
+        return self.builder.value(self.node.inputs[number], index, guards, fill)
+
+    def input_type(self, number: int) -> TensorType:
+        return self.builder.graph.tensors[self.node.inputs[number]].type
+
+    def apply(self, op: str, dtype: str, *args: int, **attrs: object) -> int:
+        if op == "copy":
+            return args[0]
+        target = self.builder.target
+        if op == "mul" and self.node.prim == "mul" and dtype in FLOATS and dtype != "bfloat16":
+            for place, (flag, other) in enumerate(((args[0], args[1]), (args[1], args[0]))):
+                node = target.nodes[flag]
+                made = self.builder.graph.producer(self.node.inputs[place]) if place < len(self.node.inputs) else None
+                direct = made is not None and made.prim == "convert_element_type"
+                if direct and node.op == "convert" and target.nodes[node.args[0]].dtype == "bool":
+                    # XLA multiplies by a converted bool with a selection (NaN times False is 0), but not in bfloat16,
+                    # not where something stands between the conversion and the product, and not in contractions.
+                    return target.apply("select", dtype, node.args[0], other, target.const(0.0, dtype))
+        return target.apply(op, dtype, *args, **attrs)
+
+    def const(self, value: Scalar, dtype: str) -> int:
+        return self.builder.target.const(value, dtype)
+
+    def index_value(self, index: Index, dtype: str) -> int:
+        from jcuts.kernel_ir.node import Node
+
+        return self.builder.target.add(Node("index", dtype, index=index))
+
+    def guard_value(self, guards: tuple[Guard, ...]) -> int:
+        return self.builder.guard_node(guards)
+
+    def known(self, number: int) -> Scalar | None:
+        return self.builder.graph.tensors[self.node.inputs[number]].scalar
+
+
+def build(
+    graph: TensorGraph, subset: frozenset[int], name: str = "kernel", cheap: float = CHEAP_PROLOGUE
+) -> Program | Refusal:
+    """The unscheduled program of a subset, or why it cannot be one kernel.
+
+    Operands are ``graph.subset_inputs(subset)``, results ``graph.subset_outputs(subset)``, in that order.
+
+    Args: cheap: cost of one operation up to which a contraction or window may repeat it for every use.
+    """
+    for number in sorted(subset):
+        refusal = graph.nodes[number].refusal
+        if refusal is not None:
+            return refusal
+    roots = [graph.nodes[n] for n in sorted(subset) if _op(graph.nodes[n]).is_root]
+    outputs = graph.subset_outputs(subset)
+    if not outputs:
+        return Refusal("subset", "nothing outside uses its results")
+    scans = [graph.nodes[n] for n in sorted(subset) if _op(graph.nodes[n]).family == "cumulative"]
+    try:
+        if scans:
+            from jcuts.lower.scan import build_scan
+
+            if len(scans) > 1 or roots:
+                return Refusal("subset", "a cumulative operation beside another reduction")
+            return build_scan(graph, subset, scans[0], outputs, name)
+        if not roots:
+            return _build_map(graph, subset, outputs, name)
+        if len(roots) == 1 and (rows := _build_root(graph, subset, roots[0], outputs, name, cheap)) is not None:
+            return rows
+        if all(_op(r).family == "reduction" for r in roots):
+            from jcuts.lower.row_reduction import build_rows
+
+            return build_rows(graph, subset, roots, outputs, name)
+        return Refusal("subset", f"{len(roots)} reductions of different kinds")
+    except Declined as declined:
+        return declined.refusal
+
+
+def _op(node: OpNode) -> Op:
+    assert node.op is not None
+    return node.op
+
+
+def make_buffers(
+    graph: TensorGraph, subset: frozenset[int], outputs: list[int]
+) -> tuple[dict[int, str], dict[int, str], list[Buffer]]:
+    """Names and buffers of the operands and results."""
+    ins = {tensor: f"in{k}" for k, tensor in enumerate(graph.subset_inputs(subset))}
+    outs = {tensor: f"out{k}" for k, tensor in enumerate(outputs)}
+    roles = ((ins, "in"), (outs, "out"))
+    tensors = [(name, graph.tensors[t], role) for names, role in roles for t, name in names.items()]
+    return ins, outs, [Buffer(name, t.type.dtype, t.type.shape, role, t.tf32) for name, t, role in tensors]
+
+
+def axes_of(shape: tuple[int, ...], prefix: str = "d") -> tuple[tuple[Axis, ...], IndexTuple, dict[str, int]]:
+    """One axis per dimension (dimensions of extent 1 need none)."""
+    axes = tuple(Axis(f"{prefix}{k}", extent) for k, extent in enumerate(shape) if extent != 1)
+    index = tuple(Index.axis(f"{prefix}{k}") if extent != 1 else Index() for k, extent in enumerate(shape))
+    return axes, index, {axis.name: axis.extent for axis in axes}
+
+
+def _build_map(graph: TensorGraph, subset: frozenset[int], outputs: list[int], name: str) -> Program | Refusal:
+    ins, outs, buffers = make_buffers(graph, subset, outputs)
+    lead = max(outputs, key=lambda t: (graph.tensors[t].type.size, -t))
+    shape = graph.tensors[lead].type.shape
+    for tensor in outputs:
+        if graph.tensors[tensor].type.size != graph.tensors[lead].type.size:
+            return Refusal("subset", "results of different sizes in one element-wise kernel")
+    axes, index, ranges = axes_of(shape)
+    builder = Builder(graph, subset, ins)
+    builder.start(ranges)
+    stores = []
+    for tensor in outputs:
+        target = graph.tensors[tensor].type.shape
+        place = index if target == shape else regroup(index, shape, target, ranges)
+        stores.append(Store(outs[tensor], flatten(place, target), builder.value(tensor, place)))
+    phase = Phase("map", axes, (), (), Graph(), builder.target, tuple(stores))
+    return Program(name, tuple(buffers), (), (), (phase,), 1, "map")
+
+
+def _build_root(
+    graph: TensorGraph, subset: frozenset[int], root: OpNode, outputs: list[int], name: str, cheap: float
+) -> Program | Refusal | None:
+    """One reduction with its prologue and epilogue; None where the rows form should be tried instead."""
+    op = _op(root)
+    spec = op.reduce
+    assert spec is not None
+    after = descendants(graph, subset, root.number)
+    before = subset - after - {root.number}
+    feeders = graph.ancestors(subset, root.number)
+    reduction = op.family == "reduction"
+    if not reduction and not _reads_once(op):
+        for number in sorted(before & feeders):
+            feeder = _op(graph.nodes[number])
+            by_number = feeder.prim == "div" and graph.tensors[graph.nodes[number].inputs[1]].scalar is not None
+            pieces = graph.nodes[number].pieces
+            past = op.is_complex and pieces is not None and pieces.slices <= subset
+            cost = PIECES if past else feeder.cost
+            if cost > cheap and not by_number:  # gradients of averages divide by a known number
+                return Refusal(
+                    graph.nodes[number].prim,
+                    f"{cost:g} operations would be repeated for every use by {root.prim}",
+                )
+    produced = set(root.outputs) | {t for n in after for t in graph.nodes[n].outputs}
+    if any(t not in produced for t in outputs):
+        if reduction:
+            return None
+        return Refusal(root.prim, "a value from before the reduction is a result as well")
+    out_shape = op.outputs[0].shape
+    axes, index, ranges = axes_of(out_shape)
+    reds = tuple(Red(n, extent) for n, extent in spec.reds if extent != 1)
+    if not reds:  # accumulators live in reduction loops: one that runs once
+        reds = (Red(spec.reds[0][0] if spec.reds else "r0", 1),)
+    red_ranges = {r.name: r.extent for r in reds}
+    red_index = tuple(Index.axis(n) if extent != 1 else Index() for n, extent in spec.reds)
+    ins, outs, buffers = make_buffers(graph, subset, outputs)
+    builder = Builder(graph, subset, ins, past_pieces=op.is_complex)
+    builder.start({**ranges, **red_ranges})
+    terms = spec.term(builder.context(root), index, red_index)  # type: ignore[arg-type]
+    body = builder.target
+    accs = tuple(Acc(a.combine, a.dtype, tuple(t), a.index_dtype) for a, t in zip(spec.accs, terms, strict=True))
+    builder.start(ranges)
+    values = [builder.target.add(acc_node(k, a)) for k, a in enumerate(accs)]
+    results = spec.finish(builder.context(root), values, index)  # type: ignore[arg-type]
+    for tensor, value in zip(root.outputs, results, strict=True):
+        builder.anchors[tensor] = (index, value)
+    try:
+        places = push_places(graph, after, root, index, ranges)
+        stores = []
+        for tensor in outputs:
+            place = places.get(tensor)
+            if place is None:
+                return None if reduction else Refusal(root.prim, "a result whose points do not follow the reduction's")
+            value = builder.value(tensor, place)
+            stores.append(Store(outs[tensor], flatten(place, graph.tensors[tensor].type.shape), value))
+    except Declined as declined:
+        return None if reduction else declined.refusal
+    phase = Phase(root.prim, axes, reds, accs, body, builder.target, tuple(stores))
+    asked = op.info.get("precision")
+    params = (("precision", asked),) if asked else ()
+    return Program(name, tuple(buffers), (), (), (phase,), 1, op.family, params)
+
+
+def _reads_once(op: Op) -> bool:
+    """Whether windows read no more than their operand has: what comes before is computed no more often than alone."""
+    assert op.reduce is not None
+    read = math.prod(op.outputs[0].shape) * math.prod(extent for _, extent in op.reduce.reds)
+    return op.family == "window" and read <= math.prod(op.inputs[0].shape)
+
+
+def acc_node(number: int, acc: Acc):
+    """The exit graph's view of accumulator ``number`` (for argmax and argmin: the position)."""
+    from jcuts.kernel_ir.node import Node
+
+    return Node("acc", acc.index_dtype or acc.dtype, attrs=(("number", number),))
+
+
+def push_places(
+    graph: TensorGraph, after: frozenset[int], root: OpNode, index: IndexTuple, ranges: dict[str, int]
+) -> dict[int, IndexTuple]:
+    """Index of every later tensor's point that belongs to the root's point ``index``."""
+    places = dict.fromkeys(root.outputs, index)
+    for number in sorted(after):
+        node = graph.nodes[number]
+        op = _op(node)
+        if op.push is None:
+            continue
+        for position, tensor in enumerate(node.inputs):
+            if tensor not in places:
+                continue
+            if op.family != "elementwise" and position != 0:
+                continue
+            if op.family == "elementwise" and graph.tensors[tensor].type.shape != op.outputs[0].shape:
+                continue
+            for made in node.outputs:
+                places.setdefault(made, op.push(places[tensor], ranges))
+    return places
+
+
+def descendants(graph: TensorGraph, subset: frozenset[int], start: int) -> frozenset[int]:
+    found: set[int] = set()
+    for number in sorted(subset):
+        if number <= start:
+            continue
+        for tensor in graph.nodes[number].inputs:
+            made = graph.tensors[tensor].producer
+            if made == start or made in found:
+                found.add(number)
+    return frozenset(found)
+
+
+__all__ = ["Builder", "Declined", "Grid", "acc_node", "axes_of", "build", "make_buffers"]

@@ -1,0 +1,89 @@
+"""Covers that outlive a process: which equations are one subset, as JSON data in the tuning database."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jcuts.base.errors import Refusal
+from jcuts.fusion.dag import Dag, is_acyclic_cover, is_convex
+from jcuts.fusion.dag import Subset as Members
+from jcuts.kernel_ir.program import Program
+from jcuts.kernel_ir.verify import read
+from jcuts.lower.builder import build
+from jcuts.pipeline.computation import Level, Subset
+
+
+def stored(level: Level) -> dict[str, Any]:
+    """The cover as JSON data, with programs: a GPU's are not all what `build` makes. Inverse of `restore`."""
+    numbers: dict[str, int] = {}
+    texts: list[str] = []
+
+    def row(subset: Subset) -> list[Any]:
+        if subset.program.digest not in numbers:
+            numbers[subset.program.digest] = len(texts)
+            texts.append(subset.program.to_text())
+        return [sorted(subset.members), numbers[subset.program.digest]]
+
+    left = [[m, r.op, r.reason] for m, r in sorted(level.left_out.items())]
+    return {"subsets": [row(s) for s in level.subsets], "library": [row(s) for s in level.library], "left": left,
+            "programs": texts}  # fmt: skip
+
+
+def restore(level: Level, cover: Mapping[str, Any]) -> bool:
+    """Takes what `stored` wrote; False where it is no cover of this graph.
+
+    Then (or with an IRError for a program that is none) the level's cover is as it was, but ``level.made`` may hold programs of the other.
+    """
+    programs = [read(text) for text in cover["programs"]]
+    found = [[(frozenset(map(int, members)), programs[number]) for members, number in cover[kind]]
+             for kind in ("subsets", "library")]  # fmt: skip
+    if not is_cover(level, [members for members, _ in found[0]]):
+        return False
+    for members, program in (*found[0], *found[1]):
+        if members in level.made and level.made[members].program.digest != program.digest:
+            del level.made[members]
+    made = [[level.subset(members, program) for members, program in part] for part in found]
+    if not all(_is_of(subset) for part in made for subset in part):
+        return False
+    left_out = {int(m): Refusal(str(op), str(why)) for m, op, why in cover["left"]}
+    if not left_out.keys() <= {n.number for n in level.graph.nodes}:
+        return False
+    level.left_out = left_out
+    level.subsets, level.library = made
+    return True
+
+
+def _is_of(subset: Subset) -> bool:
+    """Whether a subset's program takes and gives what its equations do."""
+    pairs = (subset.program.inputs, subset.inputs), (subset.program.outputs, subset.outputs)
+    return all(
+        [(tuple(b.shape), b.dtype) for b in buffers] == [(v.aval.shape, v.aval.dtype.name) for v in values]
+        for buffers, values in pairs
+    )
+
+
+def is_cover(level: Level, cover: Sequence[Members]) -> bool:
+    """Whether subsets are of this graph, disjoint and convex, and can run one after the other."""
+    dag = Dag.of((n.number for n in level.graph.nodes), level.graph.edges())
+    covered: set[int] = set()
+    for members in cover:
+        if not members or members & covered or not members <= dag.nodes or not is_convex(dag, members):
+            return False
+        covered |= members
+    return is_acyclic_cover(dag, [*cover, *(frozenset({n}) for n in dag.nodes - covered)])
+
+
+def use(level: Level, cover: Sequence[Sequence[int]]) -> bool:
+    """Takes a cover from the database, after checking that it is one of this graph; False if it is not."""
+    found: list[tuple[Members, Program]] = []
+    sets = [frozenset(int(n) for n in numbers) for numbers in cover]
+    if not is_cover(level, sets):
+        return False
+    for members in sets:
+        program = build(level.graph, members)
+        if isinstance(program, Refusal):
+            return False
+        found.append((members, program))
+    level.use(found)
+    return True

@@ -1,0 +1,173 @@
+"""Schedules an unscheduled program: merges axes, picks the lane axis, register tile and task blocks.
+
+A `Schedule` is plain data (what the tuner varies); `apply` makes the scheduled program.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from jcuts.base.errors import IRError
+from jcuts.kernel_ir.index import Index
+from jcuts.kernel_ir.node import Graph, Guard, Node
+from jcuts.kernel_ir.program import Acc, Axis, Grid, Phase, Program, Red, Store
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Kernel parameters of a single-phase program (thesis Table 3.3, for a CPU).
+
+    Attributes:
+        lanes: elements per vector.
+        vector: the lane axis ('' for scalar code).
+        unroll: register tile: (axis, points or vectors computed together).
+        order: output axes, outermost first; axes that are missing keep their order in front.
+        red_unroll: (reduction axis, points per iteration).
+        chains: (reduction axis, independent accumulators).
+        blocks: (axis, block per task), outermost first.
+    """
+
+    lanes: int = 1
+    vector: str = ""
+    unroll: tuple[tuple[str, int], ...] = ()
+    order: tuple[str, ...] = ()
+    red_unroll: tuple[tuple[str, int], ...] = ()
+    chains: tuple[tuple[str, int], ...] = ()
+    blocks: tuple[tuple[str, int], ...] = ()
+
+    def params(self) -> tuple[tuple[str, object], ...]:
+        """For the program's ``params`` and for ``explain``."""
+        return (
+            ("lanes", self.lanes), ("vector", self.vector), ("unroll", self.unroll), ("order", self.order),
+            ("red_unroll", self.red_unroll), ("chains", self.chains), ("blocks", self.blocks),
+        )  # fmt: skip
+
+
+def apply(program: Program, schedule: Schedule) -> Program:
+    """The program with this schedule. Raises IRError where the schedule names axes that do not exist."""
+    if len(program.phases) != 1:
+        raise IRError(f"{program.name} has {len(program.phases)} phases; this schedule is for one")
+    phase = program.phases[0]
+    unroll, chains = dict(schedule.unroll), dict(schedule.chains)
+    red_unroll = dict(schedule.red_unroll)
+    names = {a.name for a in phase.axes} | {r.name for r in phase.reds}
+    for name in (*unroll, *red_unroll, *chains, *schedule.order, *dict(schedule.blocks)):
+        if name not in names:
+            raise IRError(f"schedule names axis {name!r}; {program.name} has {sorted(names)}")
+    axes = [
+        Axis(
+            a.name,
+            a.extent,
+            min(unroll.get(a.name, 1), -(-a.extent // (schedule.lanes if a.name == schedule.vector else 1))),
+            a.name == schedule.vector,
+        )
+        for a in phase.axes
+    ]
+    reds = []
+    for r in phase.reds:
+        vector = r.name == schedule.vector
+        width = schedule.lanes if vector else 1
+        count = max(1, min(red_unroll.get(r.name, 1), -(-r.extent // width)))
+        chain = chains.get(r.name, 1)
+        reds.append(Red(r.name, r.extent, count, vector, chain if count % chain == 0 else 1))
+    place = {name: k for k, name in enumerate(schedule.order)}
+    axes.sort(key=lambda a: place.get(a.name, -1))
+    by_name = {a.name: a for a in axes}
+    grid = []
+    for name, block in schedule.blocks:
+        axis = by_name[name]
+        step = axis.unroll * (schedule.lanes if axis.vector else 1)
+        grid.append(Grid(name, axis.extent, max(step, -(-block // step) * step)))
+    scheduled = replace(phase, axes=tuple(axes), reds=tuple(reds))
+    lanes = schedule.lanes if schedule.vector else 1
+    return replace(program, grid=tuple(grid), phases=(scheduled,), lanes=lanes, params=schedule.params())
+
+
+def collapse(phase: Phase, keep: frozenset[str] = frozenset()) -> Phase:
+    """Merges neighbouring axes (a, b) where every address moves by extent(b) times as much per a as per b.
+
+    Row-major tensors of one shape collapse to a single axis; a broadcast operand keeps the axes apart. Output axes
+    merge with output axes, reductions with reductions; axes in ``keep`` stay.
+    """
+    while True:
+        for group in (phase.axes, phase.reds):
+            pair = next(
+                (p for p in itertools.pairwise(group) if not {p[0].name, p[1].name} & keep and _mergeable(phase, *p)),
+                None,
+            )
+            if pair is not None:
+                phase = _merge(phase, *pair)
+                break
+        else:
+            return phase
+
+
+def _indices(phase: Phase) -> Iterable[Index]:
+    for graph in (phase.body, phase.exit):
+        for node in graph.nodes:
+            if node.index is not None:
+                yield node.index
+            for guard in node.guards:
+                yield guard.index
+    for store in phase.stores:
+        yield store.address
+        for guard in store.guards:
+            yield guard.index
+
+
+def _mergeable(phase: Phase, outer: Axis | Red, inner: Axis | Red) -> bool:
+    for index in _indices(phase):
+        a, b = index.stride(outer.name), index.stride(inner.name)
+        if a is None or b is None or a != b * inner.extent:
+            return False
+    return True
+
+
+def _merge(phase: Phase, outer: Axis | Red, inner: Axis | Red) -> Phase:
+    extent = outer.extent * inner.extent
+    ranges = {**phase.ranges(), outer.name: extent}
+
+    def change(index: Index) -> Index:
+        """a*e*s + b*s with a*e + b = m is m*s: drop b, and let a count single steps."""
+        step = index.stride(inner.name) or 0
+        rest = index.substitute({inner.name: Index(), outer.name: Index()}, ranges)
+        return rest + Index.axis(outer.name) * step
+
+    axes = tuple(replace(a, extent=extent) if a.name == outer.name else a for a in phase.axes if a.name != inner.name)
+    reds = tuple(replace(r, extent=extent) if r.name == outer.name else r for r in phase.reds if r.name != inner.name)
+    return rewritten(replace(phase, axes=axes, reds=reds), change)
+
+
+def rewritten(phase: Phase, change) -> Phase:
+    """The phase with ``change`` applied to every address and guard."""
+    body, body_map = _rewrite_graph(phase.body, change)
+    exit_, exit_map = _rewrite_graph(phase.exit, change)
+    accs = tuple(Acc(a.combine, a.dtype, tuple(body_map[v] for v in a.values), a.index_dtype) for a in phase.accs)
+    stores = tuple(
+        Store(
+            s.buffer,
+            change(s.address),
+            exit_map[s.value],
+            tuple(Guard(change(g.index), g.low, g.high) for g in s.guards),
+        )
+        for s in phase.stores
+    )
+    return replace(phase, body=body, exit=exit_, accs=accs, stores=stores)
+
+
+def _rewrite_graph(graph: Graph, change) -> tuple[Graph, Mapping[int, int]]:
+    new, numbers = Graph(), {}
+    for number, node in enumerate(graph.nodes):
+        index = None if node.index is None else change(node.index).renumber(numbers)
+        guards = tuple(Guard(change(g.index).renumber(numbers), g.low, g.high) for g in node.guards)
+        args = tuple(numbers[a] for a in node.args)
+        numbers[number] = new.add(Node(node.op, node.dtype, args, node.buffer, index, guards, node.value, node.attrs))
+    return new, numbers
+
+
+def collapsed(program: Program) -> Program:
+    """The program with every phase's axes merged where possible."""
+    keep = frozenset(program.serial) | {g.axis for g in program.grid}
+    return replace(program, phases=tuple(collapse(p, keep) for p in program.phases))

@@ -1,0 +1,258 @@
+"""Candidate schedules of a program for a GPU, best estimate first.
+
+The forms (`codegen.cuda`): *point*, in which a thread computes a register tile of output points by itself, *team*, in
+which threads share the points of a reduced row, *columns* and its relatives, in which they share those of neighbouring
+outputs (`gpu_columns`), *transposed* (`gpu_maps`), *product* on matrix units (`gpu_products`, `gpu_groups`),
+*patch* for convolutions with few channels (`gpu_patches`), *block* for inverted residuals (`gpu_blocks`), *attention*
+(`gpu_attention`).  A schedule is data in the program: ``params`` name the form, the threads of a block and how work is
+shared; ``unroll`` of the axes is the register tile.  Programs that no form fits get no candidate and stay with XLA:
+products of more than the default precision, convolutions with groups; on GPUs older than compute capability 8.0 every
+sum of more than a few terms per output that is not one of rows or columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jcuts.kernel_ir.program import Phase, Program
+from jcuts.lower import welford
+from jcuts.lower.attention import TEMPLATE as ATTENTION
+from jcuts.lower.excess_precision import eased
+from jcuts.lower.patterns.gemm import ROWS, as_product, sides
+from jcuts.lower.patterns.inverted_residual import TEMPLATE as BLOCK
+from jcuts.schedule.cpu.loop_schedule import collapsed
+from jcuts.schedule.gpu.attention import schedules as attention_schedules
+from jcuts.schedule.gpu.conv import few_channels
+from jcuts.schedule.gpu.elementwise.schedules import maps
+from jcuts.schedule.gpu.gemm import mma as gemm_mma
+from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
+from jcuts.schedule.gpu.inverted_residual import schedules as inverted_residual_schedules
+from jcuts.schedule.gpu.machine import (
+    RESIDENT,
+    TAPS,
+    Candidate,
+    GpuMachine,
+    fastest_memory,
+    loads_of,
+    narrowest,
+    scheduled,
+    vectors,
+)
+from jcuts.schedule.gpu.reduction import column as reduction_column
+from jcuts.schedule.gpu.window.cost import CLOCK
+from jcuts.schedule.gpu.window.schedules import windows
+
+MULTIPLIERS = 128
+"""Products per cycle of a multiprocessor without matrix units."""
+TEAMS = (8, 16, 32, 64, 128, 256, 512, 1024)
+LEAST, MOST, SHARE = 4, 8, 10.0
+"""Candidates that are left whatever the share says; the most of those that are near the best, at so many percent."""
+NEAR = 0.7
+"""Scores, over the best one, of what is near it: estimates of the best are off by so much."""
+PLAIN, FEW = 3.5, 1.5
+"""What sums by threads on their own take, over their products at the peak (measured); over the memory's time, up to
+which they are tried beside matrix units."""
+
+
+@dataclass(frozen=True)
+class GpuBound:
+    """A lower bound on a kernel's time [s], and the bytes that it rests on."""
+
+    seconds: float
+    bytes: int
+
+
+def candidates(program: Program, machine: GpuMachine, limit: int, percent: float = 100.0) -> list[Candidate]:
+    """Scheduled programs with a ranking score in (0, 1], best first; none where the GPU has no form for the program.
+
+    Pruned: to those near the best, at least `LEAST` and at most `MOST` of them, and to at most ``limit``; all, up to
+    ``limit``, where ``percent`` is 100.
+    """
+    best: dict[str, Candidate] = {}
+    for found, score in _all(eased(program), machine):
+        old = best.get(found.digest)
+        if old is None or old[1] < score:
+            best[found.digest] = (found, min(1.0, max(1e-6, score)))
+    ranked = sorted(best.values(), key=lambda item: (-item[1], item[0].digest))
+    near = sum(score >= NEAR * ranked[0][1] for _, score in ranked)
+    most = len(ranked) if percent >= 100 else min(near, round(MOST * percent / SHARE))
+    return ranked[: min(limit, max(LEAST, most))]
+
+
+def _all(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    if program.template == "scan":
+        yield from reduction_column.scans(program, machine)
+        return
+    if program.template == ATTENTION:
+        if machine.multiplies:
+            yield from attention_schedules.products(program, machine)
+        return
+    if program.template == BLOCK:
+        if machine.multiplies:
+            yield from inverted_residual_schedules.products(program, machine)
+        return
+    phase = program.phases[0]
+    if len(program.phases) > 1:
+        if {g.axis for g in program.grid} == set(program.serial):
+            yield from _team(program, machine, 1)
+        else:
+            plain = collapsed(program)
+            yield from reduction_column.column_rows(plain, machine)
+            if welford.recognise(plain) is not None:
+                yield from reduction_column.moments(plain, machine)
+        return
+    if not phase.reds:
+        yield from maps(collapsed(program), machine)
+        return
+    length = math.prod(r.extent for r in phase.reds)
+    made = as_product(program) if program.template in ("contraction", "convolution") else None
+    if made is not None and not machine.multiplies:
+        if made.phases[0].ranges()[ROWS] == 1:
+            yield from _vector(made, machine)
+            return
+        made = None
+    exact = as_product(program, exact=True) if program.template in ("contraction", "convolution") else None
+    if exact is not None and machine.multiplies and exact.phases[0].ranges()[ROWS] > 1:
+        found = list(gemm_mma.multiplied(exact, machine))
+        if found:
+            yield from (*found, *(_plain(program, machine, found[0][1]) if length <= TAPS else ()))
+            return
+    if made is not None and (found := list(gemm_wgmma.products(made, machine))):
+        if made.phases[0].ranges()[ROWS] == 1:  # bound by memory: plain sums may be as fast, and are exact
+            found = found[: gemm_mma.MOST // 2]
+            sums = list(_vector(made, machine))
+            found += [(p, score / sums[0][1] * found[0][1]) for p, score in sums]
+        elif length <= TAPS:  # few terms: a thread may take them all, without rounding them
+            found += _plain(program, machine, found[0][1])
+        yield from found
+        return
+    patched = program.template == "convolution" and machine.multiplies
+    if patched and (found := list(few_channels.products(program, machine))):
+        if length <= TAPS:
+            found += _plain(program, machine, max(score for _, score in found))
+        yield from found
+        return
+    if program.template == "reduction":
+        if _along_rows(phase):
+            yield from _rows(program, machine)
+        else:
+            yield from reduction_column.columns(collapsed(program), machine)
+    elif _side_by_side(phase):
+        yield from reduction_column.columns(collapsed(program), machine)
+    elif length <= TAPS:
+        yield from windows(collapsed(program), machine)
+
+
+def _plain(program: Program, machine: GpuMachine, best: float) -> list[Candidate]:
+    """Sums of few terms by threads on their own, the best two, where products do not decide. Args: best: score."""
+    phase = program.phases[0]
+    products = math.prod(x.extent for x in (*phase.axes, *phase.reds))
+    moved = sum(b.bytes for b in (*program.inputs, *program.outputs))
+    if PLAIN * products / (machine.sms * MULTIPLIERS * CLOCK) > FEW * moved / fastest_memory():
+        return []
+    found = sorted(windows(collapsed(program), machine), key=lambda item: (-item[1], item[0].digest))[:2]
+    return [(p, score / found[0][1] * best * gemm_mma.AGAIN) for p, score in found]
+
+
+def _vector(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    """A matrix times one vector as a sum of rows or of columns: the best few schedules."""
+    sums = _rows(program, machine) if sides(program)[1].along_terms else reduction_column.columns(program, machine)
+    yield from sorted(sums, key=lambda found: (-found[1], found[0].digest))[: gemm_mma.MOST // 2]
+
+
+def bound(program: Program) -> GpuBound:
+    """What must be written, and read where a load has no guard, over the memory bandwidth of the fastest known GPU.
+
+    It holds where operands and results are not in the L2 cache already.
+    """
+    moved = sum(b.bytes for b in program.outputs)
+    for buffer in program.inputs:
+        loads = [(p.ranges(), n) for p in program.phases for n in loads_of(p) if n.buffer == buffer.name]
+        if any(n.guards or n.index is None or n.index.values() for _, n in loads):
+            continue
+        # One load must cover it: several may cover the same part.
+        covered = max(
+            (math.prod(r.get(a, 1) for a in n.index.axes()) for r, n in loads if n.index is not None), default=0
+        )
+        if covered >= buffer.size:
+            moved += buffer.bytes
+    return GpuBound(moved / fastest_memory(), moved)
+
+
+# -- element-wise ---------------------------------------------------------------------------------------------------
+# -- reductions -----------------------------------------------------------------------------------------------------
+def _along_rows(phase: Phase) -> bool:
+    """Whether the reduced points of an output lie next to each other (else neighbouring outputs do)."""
+    last = phase.reds[-1].name
+    strides = [n.index.stride(last) for n in loads_of(phase) if n.index is not None and n.index.stride(last) != 0]
+    return not phase.axes or any(s == 1 for s in strides) or not strides
+
+
+def _side_by_side(phase: Phase) -> bool:
+    """Long sums whose operands all lie along the last output axis: gradients of depthwise filters."""
+    if not phase.axes or math.prod(r.extent for r in phase.reds) <= TAPS:
+        return False
+    lane = phase.axes[-1].name
+    return all(n.index is not None and n.index.stride(lane) == 1 for n in loads_of(phase))
+
+
+def _rows(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    phase = program.phases[0]
+    yield from _team(program, machine, 1)
+    length = math.prod(r.extent for r in phase.reds)
+    rows = math.prod(a.extent for a in phase.axes)
+    if any(acc.index_dtype for acc in phase.accs):
+        return
+    wanted = machine.threads / max(1, rows)
+    counts = {min(4096, int(min(wanted, length / per_thread)) // 256 * 2) for per_thread in (16, 64)}
+    counts |= {k * machine.sms for k in (2, 4, 8) if rows * 16 <= machine.sms and length >= 4096 * k * machine.sms}
+    for count in sorted(counts):
+        if count > 1:
+            yield from _team(program, machine, count)
+
+
+def _team(program: Program, machine: GpuMachine, split: int) -> Iterator[Candidate]:
+    rows, length = _row_shape(program)
+    size = narrowest(program)
+    for vector in vectors(length, size):
+        share = -(-length // (split * vector)) * vector
+        for team in TEAMS:
+            pieces = -(-share // (team * vector))
+            kept = pieces * vector
+            if team > 8 and share < team * vector / 2:
+                continue
+            most = RESIDENT if len(program.phases) > 1 else max(RESIDENT, 256 // size)
+            chunks = pieces if kept <= most else max(1, (8 if len(program.phases) > 1 else 16) // vector)
+            threads = max(team, 256 if team <= 32 else team)
+            # Measured on an H200: 32 elements per thread in teams of 128 to 256 keep most loads in flight.
+            fill = min(1.0, rows * split * team / machine.threads)
+            loops = -(-pieces // chunks)
+            depth = min(1.0, kept / RESIDENT) if kept <= most else 0.7 * min(1.0, 16 / loops)
+            # Measured as well: accesses of 8 bytes are as fast, two of 16 side by side leave lines half used.
+            access = {32: 0.8, 16: 1.0, 8: 0.97, 4: 0.8}.get(vector * size, 0.5)
+            lost = share / (pieces * team * vector)
+            score = (0.4 + 0.6 * access) * (0.1 + 0.9 * fill) * (0.3 + 0.7 * depth) * lost
+            score *= {256: 0.97, 512: 0.9, 1024: 0.8}.get(team, 1.0) * (0.95 if split > 1 else 1.0)
+            if len(program.phases) > 1 and kept > RESIDENT:
+                score *= 0.6  # the row is read again by every phase
+            more = (("split", split),) if split > 1 else ()
+            yield (
+                scheduled(program, "team", threads, ("team", team), ("vector", vector), ("chunks", chunks), *more),
+                score,
+            )
+
+
+def _row_shape(program: Program) -> tuple[int, int]:
+    if len(program.phases) == 1:
+        phase = program.phases[0]
+        return math.prod(a.extent for a in phase.axes), math.prod(r.extent for r in phase.reds)
+    rows = math.prod(g.extent for g in program.grid)
+    return rows, max(
+        math.prod([*(r.extent for r in p.reds), *(a.extent for a in p.axes if a.name not in program.serial)])
+        for p in program.phases
+    )
+
+
+# -- helpers --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,274 @@
+"""Candidate schedules of convolutions by warp groups that keep pixels in shared memory, ranked by counted cycles.
+
+Counted per step of one tap and 32 channels, which copies the weights, unless they stay in shared memory, and ``1 /
+taps`` of a run of pixels: the longest of what the units, the port of shared memory and the L2 cache take, and behind it
+what warps take to fetch and round fragments, which the products of other groups hide where there are several blocks
+alone.  The constants are fitted to 126 schedules of 13 convolutions on an H200: 10 % off in the mean square; the
+schedule with the least cycles was the fastest of eight, one of the first three within 10 % of it in the others but one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from jcuts.kernel_ir.program import Program
+from jcuts.lower.patterns.conv_window import Window, has_weights, window
+from jcuts.lower.patterns.gemm import sides
+from jcuts.schedule.gpu.gemm.mma import MEMORY, Counter
+from jcuts.schedule.gpu.gemm.wgmma_tile import GROUP, HIGH, LINE, exchangeable
+from jcuts.schedule.gpu.machine import Candidate, scheduled
+
+GROUPED, LEAST_PRODUCTS = (9, 0), 1 << 24
+"""The compute capability that has warp groups; products from which on there are schedules."""
+MOST = 5
+"""Schedules of one convolution."""
+UNEVEN, WORTH = 24, 0.9
+"""Registers that a loop of its own for a last line of channels that is not full takes; share of all steps that are left
+by it, up to which it is tried."""
+VARIED, FEW_COLUMNS, RESIDENT = 2, 64, 2
+"""Schedules that are tried in other ways, too; columns up to which every tap has code of its own from the start
+(compiling it takes seconds); tiles of terms between a copy of pixels and their use where weights stay."""
+AGAIN, NEAR = 0.95, 1.3
+"""What every further candidate counts that differs in little; cycles, over the least, up to which the best one whose
+weights lie elsewhere is the second."""
+HEIGHTS, TALLER = ((64, 1), (128, 2), (192, 3), (256, 4)), ((128, 1), (192, 1), (256, 2))
+"""(rows of a block, groups along them): groups of 64 rows were faster wherever they can have whole steps."""
+WIDTHS, MOST_TOTALS = (32, 256), 128
+"""Least and most columns; totals of a thread."""
+STAGES = (6, 5, 4)
+MOST_SHARED, SHARED, FILE, OWN = 226 << 10, 227 << 10, 65536, 2048
+"""Bytes of shared memory of a block; of a multiprocessor: shared memory, registers; shared memory
+that every block takes beside its own."""
+MOST_REGISTERS, ADDRESSES = 248, 120
+"""Registers of a thread; those that all taps' addresses take where weights are copied for each of them."""
+UNIT, PORT, CACHE = {4: 950.0, 2: 1600.0}, 96.0, 80.0
+"""Products per cycle and multiprocessor, by bytes of an operand; bytes per cycle of shared memory and the L2 cache."""
+CHAIN, GROUPS, TALL, HIDDEN = 157.0, 16.0, 50.0, 0.56
+"""Cycles of a step in which warps fetch and round fragments before the units have work: of all, more for every group
+there, and for every 64 rows of a group beyond the first; what is left of them where there are several blocks."""
+HALF, OWN_CODE, FETCHED = (1.3, 0.9), 0.6, 0.7
+"""The same where a step is two groups of instructions, of 64 rows and of more; where taps have code of their own; where
+fragments are fetched early (assumed, not measured)."""
+BEGIN, AGAIN_BEGUN, LEAVE, LEFT = 9000.0, 0.16, 300.0, 0.27
+"""Cycles to a launch's first products, what of them later blocks take where others are beside them; cycles of a tile's
+results beside their bytes; what is left of memory's time."""
+SHARE = 0.9
+"""Pixels copied per tap, of those that a tile per tap would copy, up to which keeping them pays."""
+
+
+@dataclass(frozen=True)
+class WindowTiling:
+    """One schedule: a block's tile, warp groups along its rows, tiles of weights and runs of pixels in shared memory.
+
+    Attributes:
+        rounds: tiles of outputs of a block. spread: whether copies are started among the steps of products.
+        steps: of terms, that are one group of instructions. unrolled: whether every tap has code of its own.
+        fetched: whether the fragments of a tap are asked for before the products of the one before it.
+        short: whether the last line of channels, which is not full, is multiplied only as far as it is.
+        paired: whether lanes exchange results before the exit, for stores twice as wide.
+        cluster: blocks that share the channels of a tile, and push their totals. early: whether what the exit adds is
+            asked for early. Both of `gpu_window_clusters`.
+    """
+
+    rows: int
+    columns: int
+    groups: int
+    stages: int
+    pixels: int
+    rounds: int = 1
+    spread: int = 0
+    steps: int = 1
+    unrolled: int = 0
+    fetched: int = 0
+    short: int = 0
+    paired: int = 0
+    cluster: int = 1
+    early: int = 0
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return GROUP * self.groups
+
+    def of(self, program: Program) -> Program:
+        """The scheduled program."""
+        found = (("rounds", self.rounds, 1), ("spread", self.spread, 0), ("steps", self.steps, 1))
+        found += (("unrolled", self.unrolled, 0), ("fetched", self.fetched, 0), ("short", self.short, 0))
+        found += (("paired", self.paired, 0), ("cluster", self.cluster, 1), ("push", int(self.cluster > 1), 0))
+        found += (("early", self.early, 0),)
+        more = tuple((name, count) for name, count, least in found if count > least)
+        item = sides(program)[0].item
+        kept = window(program)
+        tile = (self.rows, self.columns, LINE // item if kept is None else kept.line)
+        params = (("tile", tile), ("groups", (self.groups, 1)), ("stages", self.stages), ("pixels", self.pixels))
+        more += (("rounded", 1),) if item == 4 else ()
+        return scheduled(program, "product", self.threads, *params, *more)
+
+
+def windows(counter: Counter, program: Program, most: int = MOST) -> Iterator[tuple[float, WindowTiling]]:
+    """Schedules of a product that is such a convolution, with their cycles, best first."""
+    if counter.machine.capability != GROUPED or counter.rows * counter.columns * counter.terms < LEAST_PRODUCTS:
+        return
+    found = window(program)
+    if found is None or not has_weights(program):
+        return
+    best: dict[tuple[int, ...], tuple[float, WindowTiling]] = {}
+    for tiling in tilings(counter, found):
+        spent = cycles(counter, found, tiling)
+        key = tiling.rows, tiling.columns, tiling.rounds > 1, _stays(found, tiling), tiling.short
+        if key not in best or spent < best[key][0]:
+            best[key] = (spent, tiling)
+    ranked = sorted(best.values(), key=lambda pair: pair[0])
+    other = next((k for k, (_, t) in enumerate(ranked) if _stays(found, t) != _stays(found, ranked[0][1])), 0)
+    if other and ranked[other][0] <= NEAR * ranked[0][0]:  # where weights lie is what estimates know least of
+        ranked.insert(1, (ranked[0][0], ranked.pop(other)[1]))
+    full = next((k for k, (_, t) in enumerate(ranked) if not t.short), 0)
+    if full > 1:  # its groups are under way more evenly
+        ranked.insert(1, (ranked[1][0], ranked.pop(full)[1]))
+    yield from ranked[:most]
+
+
+def _part(found: Window, short: int) -> float:
+    """Of all steps of whole lines, those that are multiplied."""
+    last = found.short if short else found.whole
+    return ((found.chunks - 1) * found.whole + last) / (found.chunks * found.whole)
+
+
+def _stays(found: Window, tiling: WindowTiling) -> bool:
+    """Whether a block's weights stay in shared memory."""
+    return tiling.stages == found.steps
+
+
+def candidates(counter: Counter, program: Program, most: int = MOST) -> list[Candidate]:
+    """The same as programs with scores; the best also in the ways that cost registers or code."""
+    found: list[Candidate] = []
+    kept = window(program)
+    pairs = counter.item == 2 and not counter.sides[1].along_terms
+    for number, (spent, tiling) in enumerate(windows(counter, program, most)):
+        assert kept is not None
+        if pairs and not number and exchangeable(tiling.columns, counter.columns):
+            found.append((replace(tiling, paired=1).of(program), min(1.0, counter.least / spent) * AGAIN**number))
+        lifted = spent / cycles(counter, kept, tiling)
+        for other in _variants(kept, tiling) if number < VARIED else [tiling]:
+            score = min(1.0, counter.least / (cycles(counter, kept, other) * lifted))
+            found.append((other.of(program), score * AGAIN**number))
+    return found
+
+
+def _variants(found: Window, tiling: WindowTiling) -> list[WindowTiling]:
+    """A schedule of whole steps also with fragments that come early, and then with code of its own for every tap."""
+    ahead = RESIDENT if _stays(found, tiling) else tiling.stages - 2
+    if tiling.steps != found.whole or found.side.item != 4 or ahead >= found.taps:
+        return [tiling]
+    more = {tiling.unrolled, int(_repeats(found, tiling))}
+    return [*(replace(tiling, unrolled=code, fetched=1) for code in sorted(more)), tiling]
+
+
+def tilings(counter: Counter, found: Window) -> Iterator[WindowTiling]:
+    """All schedules that fit the convolution and the multiprocessor."""
+    ways = (0, 1) if _part(found, 1) < WORTH else (0,)
+    for (rows, groups), columns, short in itertools.product((*HEIGHTS, *TALLER), _widths(counter.columns), ways):
+        # two tiles' fragments are in registers at once
+        whole = found.narrow or (found.chunks <= 2 and rows == HIGH * groups if short else found.steps % 2 == 0)
+        if whole and rows > HIGH * groups:
+            continue
+        if rows >= 2 * counter.rows or rows * columns > MOST_TOTALS * GROUP * groups:
+            continue
+        if found.span(rows) > SHARE * found.taps * rows:
+            continue
+        spread = int(rows == HIGH * groups)  # the assembler has no registers for copies among products of more rows
+        steps, runs = found.whole if whole else 2, 1 if found.chunks == 1 else 2
+        codes = (0, 1) if columns <= FEW_COLUMNS else (0,)
+        for stages, code in itertools.product((*STAGES, found.steps), codes):
+            if not 3 <= stages <= found.steps or (stages < found.steps and stages - 2 > found.taps):
+                continue
+            once = WindowTiling(rows, columns, groups, stages, runs, 1, spread, steps, code, 0, short)
+            loops, most = UNEVEN * short * (found.chunks > 1), min(MOST_REGISTERS, FILE // once.threads)
+            if loops and whole and registers(found, replace(once, unrolled=0)) + loops > most:
+                once = replace(once, steps=2)
+            if code and not _repeats(found, once):
+                continue
+            if registers(found, replace(once, unrolled=0)) + loops > most:
+                continue
+            if shared(found, once) <= MOST_SHARED and stages < found.steps:
+                yield once
+            tiles, slots = _tiles(counter, once), counter.machine.sms * _resident(found, once)
+            along = -(-counter.rows // rows)
+            rounds = -(-along // max(1, slots * along // tiles))
+            more = replace(once, pixels=2, rounds=rounds)
+            if rounds > 1 and shared(found, more) <= MOST_SHARED:
+                yield more
+
+
+def _repeats(found: Window, tiling: WindowTiling) -> bool:
+    """Whether every tap may have code of its own: its loop goes round a whole number of times, registers suffice."""
+    if tiling.steps != found.whole or (found.chunks > 1 and found.chunks % (1 + found.taps % 2)):
+        return False
+    if tiling.short and found.chunks > 2:
+        return False
+    most = min(FILE // tiling.threads, MOST_REGISTERS + 8)
+    return _stays(found, tiling) or (
+        tiling.groups > 1 and registers(found, replace(tiling, unrolled=0)) + ADDRESSES <= most
+    )  # fmt: skip
+
+
+def _widths(columns: int) -> list[int]:
+    """Multiples of 8 that columns fall into."""
+    counts = range(-(-columns // WIDTHS[1]), max(1, columns // WIDTHS[0]) + 1)
+    return sorted({-(-columns // (8 * count)) * 8 for count in counts})
+
+
+def shared(found: Window, tiling: WindowTiling) -> int:
+    """Bytes of shared memory of a block."""
+    columns = tiling.columns if found.side.item == 4 else -(-tiling.columns // HIGH) * HIGH
+    return (tiling.stages * columns + tiling.pixels * found.span(tiling.rows)) * found.bytes + LINE
+
+
+def registers(found: Window, tiling: WindowTiling) -> int:
+    """32-bit registers of a thread, roughly."""
+    high, totals = tiling.rows // tiling.groups // HIGH, tiling.rows * tiling.columns // tiling.threads
+    total = 40 + 14 * (high - 1) + totals * 9 // 8 + 10 * (tiling.rounds > 1)
+    total += 4 * tiling.steps if tiling.steps == found.whole else 0
+    if tiling.unrolled:  # addresses of all taps
+        total += 24 if _stays(found, tiling) else ADDRESSES
+    return -(-total // 8) * 8
+
+
+def _resident(found: Window, tiling: WindowTiling) -> int:
+    """Blocks side by side on a multiprocessor."""
+    by_memory = (SHARED + OWN) // (shared(found, tiling) + OWN)
+    return max(1, min(by_memory, FILE // (tiling.threads * registers(found, tiling)), 2048 // tiling.threads))
+
+
+def _tiles(counter: Counter, tiling: WindowTiling) -> int:
+    return -(-counter.rows // tiling.rows) * -(-counter.columns // tiling.columns)
+
+
+def cycles(counter: Counter, found: Window, tiling: WindowTiling) -> float:
+    """Estimated cycles of a launch."""
+    rows, columns, sms = tiling.rows, tiling.columns, counter.machine.sms
+    tiles = -(-counter.rows // rows)
+    blocks = -(-tiles // tiling.rounds) * -(-counter.columns // columns)
+    queue = -(-blocks // sms)
+    beside = min(_resident(found, tiling), queue)
+    waves = math.ceil(queue / beside)
+    stays = _stays(found, tiling)
+    copied = found.span(rows) * found.bytes / found.taps + (0.0 if stays else columns * found.bytes)
+    part = _part(found, tiling.short)
+    read = part * (rows // HIGH * (HIGH + columns) * found.bytes)
+    work = max(
+        part * rows * columns * found.line / UNIT[found.side.item], (read + copied) / PORT, copied / CACHE
+    )  # fmt: skip
+    high = rows // tiling.groups // HIGH
+    chain = CHAIN + GROUPS * tiling.groups * beside + TALL * (high - 1)
+    chain *= 1.0 if tiling.steps == found.whole else HALF[high > 1]
+    chain *= (OWN_CODE if tiling.unrolled else 1.0) * (FETCHED if tiling.fetched else 1.0)
+    inner = max(work + chain, beside * work + HIDDEN * chain) if beside > 1 else work + chain
+    leave = LEAVE + beside * 4.0 * rows * columns * counter.results / max(1.0, counter.partial) / CACHE
+    begin = BEGIN + (tiling.stages * columns * found.bytes / CACHE if stays else 0.0)
+    begin *= 1.0 + (waves - 1) * (AGAIN_BEGUN if beside > 1 else 1.0)
+    total, moved = begin + waves * tiling.rounds * (found.steps * inner + leave), counter.moved / MEMORY
+    return max(total, moved + BEGIN) + LEFT * min(total, moved)

@@ -1,0 +1,123 @@
+"""Candidate schedules of convolutions with few outputs: pixels are kept, the blocks of a cluster share the channels.
+
+float32 with rounded weights alone: 16-bit floats were faster without in 10 of 11 layers.
+
+At batch 1 a layer has a tile of outputs for every tenth multiprocessor, and what it takes is bringing operands there.
+A block of a cluster has a few lines of channels of its tile (`gpu_group_windows`), of all taps: their pixels are
+copied once, not once per tap as by the clusters of `gpu_groups`, with which these schedules compete.
+
+Cycles are counted with the constants of both: the L2 cache's rate, blocks at once and pushing of `region.gpu_count`,
+the steps of `region.gpu_group_windows`.  Of 13 layers on an H200 they were 2 to 10 % faster than the others where taps
+and channels are many (7x7x512, 8x8x448, 16 images), as fast in most, slower where there are few outputs per block.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from jcuts.kernel_ir.program import Program
+from jcuts.lower.patterns.conv_window import Window, has_weights, window
+from jcuts.schedule.gpu.conv import implicit_gemm as kept
+from jcuts.schedule.gpu.conv.implicit_gemm import WindowTiling
+from jcuts.schedule.gpu.gemm import cost as gemm_cost
+from jcuts.schedule.gpu.gemm.mma import Counter
+from jcuts.schedule.gpu.gemm.wgmma_tile import BARRIER, GROUP, HIGH, tile_room
+from jcuts.schedule.gpu.machine import WARP
+
+LEAST_PRODUCTS = 1 << 22
+"""From which on there are schedules."""
+MOST = 2
+"""Schedules of one convolution."""
+SIZES = (2, 3, 4, 5, 6, 7, 8)
+"""Blocks of a cluster."""
+HEIGHTS, WIDTHS = ((64, 1), (128, 2)), (32, 64, 96, 128)
+"""(rows of a block, groups along them), columns."""
+WAVES = 2
+"""Blocks per multiprocessor up to which there are few."""
+RING, STAY = (8, 6, 4), 9
+"""Tiles of weights in shared memory where not all of them have their place there; tiles up to which all have."""
+RATES, PUSH = gemm_cost.GROUPS["rounded"], gemm_cost.PUSH["rounded"]
+
+
+def candidates(counter: Counter, program: Program) -> list[Program]:
+    """Scheduled programs, best first; none for products that are no such convolutions, or not small."""
+    found = window(program)
+    if counter.machine.capability != kept.GROUPED or counter.batch != 1 or found is None or not has_weights(program):
+        return []
+    if counter.rows * counter.columns * counter.terms < LEAST_PRODUCTS:
+        return []
+    best: dict[tuple[int, ...], tuple[float, WindowTiling]] = {}
+    for tiling in tilings(counter, found):
+        spent = cycles(counter, found, tiling)
+        key = tiling.rows, tiling.columns, tiling.cluster
+        if key not in best or spent < best[key][0]:
+            best[key] = spent, tiling
+    return [tiling.of(program) for _, tiling in sorted(best.values(), key=lambda pair: pair[0])[:MOST]]
+
+
+def tilings(counter: Counter, found: Window) -> Iterator[WindowTiling]:
+    """All schedules that fit the convolution and the multiprocessor."""
+    for (rows, groups), columns, cluster in itertools.product(HEIGHTS, WIDTHS, SIZES):
+        tiles = -(-counter.rows // rows) * -(-counter.columns // columns)
+        if found.chunks % cluster or rows >= 2 * counter.rows or columns >= 2 * counter.columns:
+            continue
+        if tiles * cluster > WAVES * counter.machine.sms or found.narrow:
+            continue
+        lines = found.chunks // cluster
+        steps = lines * found.taps
+        whole = found.whole if steps % 2 == 0 else min(2, found.whole)
+        rings = [s for s in RING if 3 <= s < steps and s - 2 <= found.taps and steps > STAY]
+        for stages in (*rings, *((steps,) if steps >= 3 else ())):
+            tiling = WindowTiling(rows, columns, groups, stages, 1 if lines == 1 else 2, steps=whole, cluster=cluster,
+                                  early=1)  # fmt: skip
+            more = replace(tiling, unrolled=1)
+            for made in (tiling, more) if columns <= kept.FEW_COLUMNS and _repeats(found, more) else (tiling,):
+                if shared(found, made) <= kept.MOST_SHARED and _registers(found, made) <= kept.MOST_REGISTERS:
+                    yield made
+
+
+def shared(found: Window, tiling: WindowTiling) -> int:
+    """Bytes of shared memory of a block, of what is pushed into it, too."""
+    pushed = tile_room(tiling.rows // tiling.groups, tiling.columns, tiling.cluster, tiling.threads)
+    return kept.shared(found, tiling) + pushed + BARRIER
+
+
+def cycles(counter: Counter, found: Window, tiling: WindowTiling) -> float:
+    """Estimated cycles of a launch."""
+    rows, columns, cluster = tiling.rows, tiling.columns, tiling.cluster
+    lines, size = found.chunks // cluster, found.bytes
+    steps, resident = lines * found.taps, tiling.stages == lines * found.taps
+    tiles = -(-counter.rows // rows) * -(-counter.columns // columns)
+    held = gemm_cost.resident(
+        counter.machine.threads_per_sm, tiling.threads, _registers(found, tiling), shared(found, tiling)
+    )  # fmt: skip
+    beside, waves = gemm_cost.occupancy(tiles * cluster, cluster, held, counter.machine.sms)
+    once = gemm_cost.at_once(cluster, counter.machine.sms)
+    beside = max(beside, min(held, math.ceil(tiles / once)))  # some of them share multiprocessors
+    copied = beside * (found.span(rows) * lines + columns * steps) * size / RATES.cache
+    read = rows // HIGH * (HIGH + columns) * size
+    work = max(rows * columns * found.line / kept.UNIT[found.side.item], read / kept.PORT)
+    chain = kept.CHAIN + kept.GROUPS * tiling.groups * beside
+    chain *= 1.0 if tiling.steps == found.whole else kept.HALF[0]
+    chain *= kept.OWN_CODE if tiling.unrolled else 1.0
+    inner = max(work + chain, beside * work + kept.HIDDEN * chain) if beside > 1 else work + chain
+    terms = copied + steps * inner if resident else max(copied, steps * inner)
+    leave = RATES.leave + PUSH[0] + PUSH[1] * cluster + beside * 4.0 * rows * columns / RATES.far
+    begin = RATES.begin + RATES.warp * beside * tiling.threads / WARP + RATES.fetch
+    total, moved = waves * (begin + terms + leave), counter.moved / RATES.memory
+    return max(total, moved + begin) + RATES.moving * min(total, moved)
+
+
+def _repeats(found: Window, tiling: WindowTiling) -> bool:
+    """Whether every tap may have code of its own: its loop goes round a whole number of times."""
+    lines = found.chunks // tiling.cluster
+    return lines == 1 or tiling.steps < found.whole or lines % (1 + found.taps % 2) == 0
+
+
+def _registers(found: Window, tiling: WindowTiling) -> int:
+    """32-bit registers of a thread, roughly."""
+    own = kept.ADDRESSES if tiling.unrolled else 0
+    return kept.registers(found, replace(tiling, unrolled=0)) + own // (1 if tiling.threads == GROUP else 2)

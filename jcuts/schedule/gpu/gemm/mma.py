@@ -1,0 +1,216 @@
+"""Candidate schedules of matrix products for a GPU's matrix units, ranked by counted cycles.
+
+What a schedule takes is counted by `region.gpu_count`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from jcuts.kernel_ir.program import ITEM_SIZE, Program
+from jcuts.lower.patterns.gemm import COLUMNS, ROWS, WIDE, B, K, Side, prologue, shares, sides
+from jcuts.schedule.gpu.gemm import cost as gemm_cost
+from jcuts.schedule.gpu.gemm import smem_layout_f64
+from jcuts.schedule.gpu.machine import WARP, Candidate, GpuMachine, scheduled
+
+MOST = 8
+"""Candidates of one product on matrix units: each takes a few hundred milliseconds to compile and to measure."""
+AGAIN = 0.93
+"""What every further candidate counts that shares terms in the same way, among as many threads: they should differ."""
+TILES = (16, 32, 48, 64, 96, 128)
+FMA_TILES = (*TILES, 192, 256)
+WARP_TILES = (16, 32, 48, 64)
+TOTALS, FMA_TOTALS = 64, 128
+"""Totals of a lane: of matrix units, of fused multiply-adds, which read the less the more a lane has."""
+TERMS = (64, 128, 256)
+"""Bytes of terms per tile."""
+DEEP = (1, 2, 4)
+STAGES = (2, 3, 4, 6)
+SPLITS = (1, 2, 3, 4, 6, 8)
+CLUSTERS = (2, 4, 8)
+CLUSTERED = (9, 0)
+"""Compute capability from which on blocks form clusters."""
+SHORT = 128
+"""Terms up to which matrices of float32 that are added are asked for early."""
+STEP = 32
+"""Bytes of terms per instruction of a matrix unit."""
+PLACE, FMA_MOST, DOUBLE_MOST = 8.0, 300.0, 245.0
+"""Registers that a copy's own address takes, with what guards it; counted registers up to which ptxas finds enough."""
+MOST_THREADS = 256
+"""Threads of a block that multiplies float64: among more, there are too few registers for each."""
+MOST_SHARED = 96 << 10
+"""Bytes of shared memory of a block: every GPU since 8.0 has them, most hold two such blocks."""
+SHARED, REGISTERS, BLOCKS = 220 << 10, 65536, 16
+"""Of a multiprocessor: bytes of shared memory, registers, blocks at once (of small ones)."""
+UNIT = {4: 330.0, 2: 660.0}
+"""Products per cycle and multiprocessor, by bytes of an operand."""
+CHAIN = (100.0, 60.0, 16.0)
+"""Cycles of one warp, which waits for itself: per tile of terms, per instruction along them, per product of a step."""
+OVERLAP = 0.15
+"""What of a limit is left beside a larger one: they work at the same time, but not perfectly."""
+PORT, L2, MEMORY = 128.0, 40.0, 2400.0
+"""Bytes per cycle: shared memory and L2 cache of a multiprocessor, memory of the whole GPU."""
+LATENCY, EXIT, SECOND = 1300.0, 500.0, 2600.0
+"""Cycles: to the first products; of an exit without its bytes; of a second launch."""
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """One schedule: a block's tile, its warps, tiles in shared memory, groups of terms, blocks of a cluster.
+
+    ``early``: whether what is added to the results is asked for before the products; ``fma``: whether they are fused
+    multiply-adds.
+    """
+
+    rows: int
+    columns: int
+    terms: int
+    warps: tuple[int, int, int]
+    stages: int
+    split: int
+    cluster: int = 1
+    early: int = 0
+    fma: int = 0
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return WARP * math.prod(self.warps)
+
+    def of(self, program: Program) -> Program:
+        """The scheduled program."""
+        found = (("split", self.split), ("cluster", self.cluster))
+        more = tuple((name, count) for name, count in found if count > 1) + ((("early", 1),) if self.early else ())
+        more += (("fma", 1),) if self.fma else ()
+        tile = (self.rows, self.columns, self.terms)
+        params = (("tile", tile), ("warps", self.warps), ("stages", self.stages), *more)
+        return scheduled(program, "product", self.threads, *params)
+
+
+def products(
+    program: Program, machine: GpuMachine, most: int = MOST, least: float | None = None,
+    counter: Counter | None = None,
+) -> Iterator[Candidate]:
+    """Schedules of a program that `products.as_product` has made, at most so many, the best of every kind of tile.
+
+    Args: least: cycles that scores are counted with, where another family has faster units; counter: of another unit.
+    """
+    counter = counter or Counter(program, machine)
+    least = least or counter.least
+    best: dict[tuple[int, ...], tuple[float, Tiling]] = {}
+    for tiling in _tilings(program, counter):
+        cycles = counter.cycles(tiling)
+        key = (tiling.rows, tiling.columns, tiling.warps[2], tiling.split, tiling.cluster)
+        if key not in best or cycles < best[key][0]:
+            best[key] = (cycles, tiling)
+    seen: dict[tuple[int, ...], int] = {}
+    scored = []
+    for cycles, tiling in sorted(best.values(), key=lambda found: found[0]):
+        kind = (tiling.split > 1, tiling.cluster > 1, tiling.threads)
+        score = min(1.0, least / cycles) * AGAIN ** seen.get(kind, 0)
+        seen[kind] = seen.get(kind, 0) + 1
+        scored.append((score, tiling))
+    for place, (score, tiling) in enumerate(sorted(scored, key=lambda found: -found[0])[:most]):
+        asks = counter.asks and place == 0  # a prefetch is worth a tenth there, and costs a little elsewhere
+        yield (replace(tiling, early=1) if asks else tiling).of(program), score
+
+
+def multiplied(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    """Schedules of a product that asks for more than TF32 (`as_product`, ``exact``).
+
+    float32 by fused multiply-adds, float64 by its own matrix units.
+    """
+    (dtype,) = {side.dtype for side in sides(program)}
+    if dtype in ("float32", WIDE) and prologue(program) is None:
+        yield from products(program, machine, counter=Counter(program, machine, fma=int(dtype != WIDE)))
+
+
+def _tilings(program: Program, counter: Counter) -> Iterator[Tiling]:
+    left, right = counter.sides
+    item, most = left.item, WARP * (FMA_TOTALS if counter.fma else TOTALS)
+    tiles = FMA_TILES if counter.fma else TILES
+    for rows, columns in itertools.product(_sizes(counter.rows, tiles), _sizes(counter.columns, tiles)):
+        for high, wide, deep, size in itertools.product(WARP_TILES, WARP_TILES, DEEP, TERMS):
+            terms = size // item
+            if rows % high or columns % wide or size % (counter.step * deep) or high * wide > most:
+                continue
+            if counter.double and high * wide < smem_layout_f64.LEAST:
+                continue
+            warps = (rows // high, columns // wide, deep)
+            if not 2 <= math.prod(warps) <= (16 if deep > 1 else 8) or (terms > counter.terms and size > TERMS[0]):
+                continue
+            if any(side.run % terms and side.run != counter.terms for side in counter.sides):
+                continue
+            if not all(_fits(side, terms, across) for side, across in ((left, rows), (right, columns))):
+                continue
+            blocks = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns)
+            few = blocks < 2 * counter.machine.sms
+            clusters = [(1, c) for c in CLUSTERS] if few and counter.machine.capability >= CLUSTERED else []
+            splits = [*((s, 1) for s in SPLITS if s == 1 or (few and not counter.double)), *clusters]
+            for stages, (split, cluster) in itertools.product(STAGES, splits):
+                ways = split * cluster
+                share, groups = shares(counter.terms, terms, ways)
+                if groups != ways or (ways > 1 and share < 2) or stages > share + 1 or (stages == 2 and share > 1):
+                    continue
+                tiling = Tiling(rows, columns, terms, warps, stages, split, cluster, fma=counter.fma)
+                if counter.shared(tiling) <= MOST_SHARED and counter.holds(tiling):
+                    yield tiling
+
+
+def _sizes(extent: int, tiles: tuple[int, ...]) -> list[int]:
+    """Tiles along an axis: none is more than twice as long as the axis."""
+    return [size for size in tiles if size == tiles[0] or size < 2 * extent]
+
+
+def _fits(side: Side, terms: int, across: int) -> bool:
+    return (terms if side.along_terms else across) % side.width == 0
+
+
+class Counter:
+    """Counts the cycles of a product's schedules."""
+
+    def __init__(self, program: Program, machine: GpuMachine, fma: int = 0) -> None:
+        """Args: fma: whether products are fused multiply-adds."""
+        phase = program.phases[0]
+        extents = phase.ranges()
+        self.machine, self.sides = machine, sides(program)
+        self.batch, self.rows, self.columns = (extents.get(name, 1) for name in (B, ROWS, COLUMNS))
+        self.terms, self.item = extents[K], self.sides[0].item
+        self.fma, self.double = fma, self.sides[0].dtype == WIDE
+        self.total, self.step = (8, smem_layout_f64.LINE) if self.double else (4, STEP)  # bytes: a total, terms of a step
+        self.moved = float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
+        self.results = float(sum(b.bytes for b in program.outputs))
+        used = {n.buffer for n in phase.exit.nodes if n.op == "load"}
+        self.results += sum(b.bytes for b in program.inputs if b.name in used)
+        added = [b for b in program.inputs if b.name in used and b.size >= program.outputs[0].size]
+        self.asks = any(ITEM_SIZE[b.dtype] == 4 for b in added) and self.terms <= SHORT
+        self.partial = float(sum(self.total * b.size for b in program.outputs[:1]))
+        products = float(self.batch * self.rows * self.columns * self.terms)
+        self.least = max(self.moved / MEMORY, products / (machine.sms * gemm_cost.rates_of(self).unit), LATENCY)
+
+    def shared(self, tiling: Tiling) -> int:
+        """Bytes of shared memory of a block, with padding."""
+        alone = tiling.warps[2] == tiling.cluster == 1
+        meet = 0 if alone else self.total * tiling.rows * tiling.columns * tiling.warps[2]
+        return max(gemm_cost.staged(self.sides, tiling) * tiling.stages, meet)
+
+    def holds(self, tiling: Tiling) -> bool:
+        """Whether the registers of a thread should do, where its totals take most of them."""
+        if not (self.fma or self.double):
+            return True
+        places = 0.0  # of copies whose addresses a thread keeps
+        for side, size, extent in zip(
+            self.sides, (tiling.rows, tiling.columns), (self.rows, self.columns), strict=True
+        ):
+            apart = bool(side.guards) or side.index.stride(side.outer) is None or extent % size > 0
+            places += size * tiling.terms / side.width / tiling.threads if apart and side.along_terms else 0.0
+        if self.double and tiling.threads > MOST_THREADS:
+            return False
+        return gemm_cost.registers_of(self, tiling) + PLACE * places <= (FMA_MOST if self.fma else DOUBLE_MOST)
+
+    def cycles(self, tiling: Tiling) -> float:
+        """Estimated cycles of a launch, and of the second one where terms are split."""
+        return gemm_cost.warp_cycles(self, tiling)

@@ -1,0 +1,29 @@
+"""How a tile of a float64 operand lies in shared memory (`codegen.cuda.product_double`)."""
+
+from __future__ import annotations
+
+from jcuts.lower.patterns.gemm import Side
+
+ITEM, TERMS = 8, 8
+"""Bytes of a number; terms of a step."""
+LINE = ITEM * TERMS
+"""Bytes of a line of a step's terms: two lines fill the banks of shared memory."""
+LEAST = 512
+"""Totals of a warp: of fewer, ptxas has made wrong code (`codegen.cuda.product_double`)."""
+APART = 16
+"""Bytes by which lines of rows are apart, beyond a multiple of `LINE`."""
+
+
+def pitch_of(length: int) -> int:
+    """Bytes from one line of rows to the next."""
+    return ITEM * length + (APART - ITEM * length) % LINE
+
+
+def part_of(size: int) -> int:
+    """Bytes of a step's terms of so many rows; the next step's begin in the other half of the banks."""
+    return size * LINE + (LINE if size % 2 == 0 else 0)
+
+
+def bytes_of(side: Side, size: int, terms: int) -> int:
+    """Of a tile of so many rows (or columns) and terms."""
+    return terms // TERMS * part_of(size) if side.along_terms else terms * pitch_of(size)

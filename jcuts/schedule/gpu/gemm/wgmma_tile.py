@@ -1,0 +1,118 @@
+"""A schedule for warp groups, and what counting needs to know of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from jcuts.kernel_ir.program import Program
+from jcuts.schedule.gpu.gemm.mma import STEP
+from jcuts.schedule.gpu.machine import WARP, scheduled
+
+GROUP, HIGH, LINE = 4 * WARP, 64, 128
+"""Threads of a warp group, rows of its instruction, bytes of a line of terms."""
+FOUR = 16
+"""Bytes of what a lane has of a tile of results: four floats."""
+BARRIER, SHARED = 8, 227 << 10
+"""Bytes of a barrier of a cluster in shared memory, which divide its address; most bytes of a block."""
+
+
+def exchangeable(tile: int, columns: int) -> bool:
+    """Whether lanes can exchange results of tiles of so many columns, of so many in all, for four columns a store."""
+    return tile % 16 == 0 and columns % 4 == 0
+
+
+def portions(high: int, wide: int, step: int, sharers: int) -> tuple[int, int]:
+    """Into how many parts ``high`` rows and ``wide`` columns of tiles fall, for at most so many sharers.
+
+    Args: step: tiles side by side that stay together.
+
+    >>> portions(2, 4, 2, 4), portions(1, 4, 1, 2), portions(2, 2, 2, 8)
+    ((2, 2), (1, 2), (2, 1))
+    """
+    ways = [
+        (down, aside)
+        for down in range(1, high + 1)
+        for aside in range(1, wide // step + 1)
+        if high % down == 0 and wide % (step * aside) == 0 and down * aside <= sharers
+    ]
+    return max(ways, key=lambda way: (way[0] * way[1], way[0]))
+
+
+def room(high: int, wide: int, step: int, sharers: int, lanes: int) -> int:
+    """Bytes of shared memory in which a block gets what all blocks of its cluster have for it.
+
+    >>> room(1, 24, 2, 4, 128)
+    49152
+    """
+    down, aside = portions(high, wide, step, sharers)
+    return sharers * (high * wide // (down * aside)) * lanes * FOUR
+
+
+def tile_room(rows: int, columns: int, sharers: int, lanes: int) -> int:
+    """The same for a warp group's tile of so many rows and columns of float32."""
+    wide = columns // 8
+    return room(rows // HIGH, wide, 1 if wide % 2 else 2, sharers, lanes)
+
+
+def is_apart(kept: int, room: int) -> bool:
+    """Whether a block has shared memory for what is pushed into it behind all that it keeps. Args: bytes of both."""
+    return kept + room + BARRIER <= SHARED
+
+
+def with_room(kept: int, room: int) -> int:
+    """Bytes of shared memory of a block that is pushed into: where there is no more room, in the place of operands."""
+    return (kept + room if is_apart(kept, room) else max(kept, room)) + BARRIER
+
+
+@dataclass(frozen=True)
+class GroupTiling:
+    """One schedule: a block's tile, its warp groups, tiles in shared memory and on their way, who shares terms.
+
+    ``rounded`` and what follows it: for rounded weights alone, see `codegen.cuda.group_shape`; ``steps`` is 0 where all
+    steps of a tile are one group of instructions.
+    """
+
+    rows: int
+    columns: int
+    terms: int
+    groups: tuple[int, int]
+    stages: int
+    flight: int = 0
+    split: int = 1
+    cluster: int = 1
+    rounded: int = 0
+    spread: int = 0
+    steps: int = 1
+    cached: int = 0
+    push: int = 0
+    early: int = 0
+    held: int = 0
+    paired: int = 0
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return GROUP * math.prod(self.groups)
+
+    @property
+    def group(self) -> int:
+        """Steps of terms that are one group of instructions: those of float32, the only ones that choose."""
+        return self.steps or self.terms * 4 // STEP
+
+    @property
+    def room(self) -> int:
+        """Bytes in which blocks of a cluster store into each other's memory."""
+        along, across = self.groups
+        return tile_room(self.rows // along, self.columns // across, self.cluster, self.threads)
+
+    def of(self, program: Program) -> Program:
+        """The scheduled program."""
+        found = (("flight", self.flight, 0), ("split", self.split, 1), ("cluster", self.cluster, 1))
+        found += (("rounded", self.rounded, 0), ("spread", self.spread, 0), ("steps", self.group, 1))
+        found += (("cached", self.cached, 0), ("push", self.push, 0), ("early", self.early, 0))
+        found += (("held", self.held, 0), ("paired", self.paired, 0))
+        more = tuple((name, count) for name, count, least in found if count > least)
+        tile = (self.rows, self.columns, self.terms)
+        params = (("tile", tile), ("groups", self.groups), ("stages", self.stages), *more)
+        return scheduled(program, "product", self.threads, *params)

@@ -1,0 +1,192 @@
+"""Schedules of products whose operands are brought by warps of their own (rounded weights), ranked by counted cycles.
+
+One block of such warps fills a multiprocessor, and blocks go on from tile to tile.  Counted per tile of terms: the
+longest of what the units, the port of shared memory and the L2 cache take; fetching and rounding of a group hide behind
+the others' products, but for some hundred cycles.  Results leave while the next tile's copies are under way, but take
+the groups' time.  The constants are those of 45 schedules of 14 products on an H200, roughly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from jcuts.kernel_ir.program import Program
+from jcuts.lower.patterns.conv_window import Window, has_weights, window
+from jcuts.lower.patterns.gemm import shares, sides
+from jcuts.schedule.gpu.gemm.epilogue_smem import LOADED, Kept, held
+from jcuts.schedule.gpu.gemm.mma import MEMORY
+from jcuts.schedule.gpu.gemm.wgmma_tile import BARRIER, GROUP, HIGH, LINE
+from jcuts.schedule.gpu.machine import WARP, Candidate, scheduled
+
+if TYPE_CHECKING:
+    from jcuts.schedule.gpu.gemm.wgmma import GroupCounter
+
+MOST, AGAIN = 1, 0.97
+"""Tilings of one product, and what every further schedule counts."""
+GROUPED, LEAST_ROWS, LEAST_PRODUCTS = (9, 0), 1024, 1 << 28
+"""The compute capability that has warp groups; rows and products from which on there are schedules."""
+HEIGHTS = ((128, 2, 256), (192, 3, 128), (256, 2, 64), (256, 4, 64))
+"""(rows of a block, groups along them, most columns)."""
+WIDTHS = (32, 256)
+"""Least and most columns."""
+FEW_TOTALS = 64
+"""Totals of a thread beside which there are registers for everything."""
+OTHERS = {1: 2, 2: 4, 4: 4}
+"""Warps that do not multiply, by those that copy: one more may pass proxy fences; whole groups share out registers."""
+CARRIERS, APART, HOPED = 4, 2, 1.25
+"""Warps that copy; those beside a warp that passes fences, and what that was hoped to be worth: three layers took 3 to
+6 % more, so that it is tried, and loses."""
+COPIED = 1.1
+"""What schedules that keep no pixels count: those of other families are estimated as much too fast."""
+RUNS, STAGES, MOST_STAGES = 2, 3, 10
+"""Runs of pixels that are kept; least and most stages."""
+MOST_SHARED = 226 << 10
+"""Bytes of shared memory of a block."""
+SHARE = 0.9
+"""Pixels copied per tap, of those that a tile per tap would copy, up to which keeping them pays."""
+UNIT, PORT, CACHE, EXIT = 900.0, 112.0, 35.0, 14.0
+"""Products per cycle and multiprocessor; bytes per cycle of shared memory, of the L2 cache, and of results."""
+STAGED, BESIDE = 52.0, 22.6
+"""Bytes per cycle of operands, and of results and what is added, where that comes by the stages: within 3 % of the
+times of tiles of 128x128 of three products on an H200 (a fourth waits for memory); with fewer columns and many terms
+tiles take up to half as long again."""
+CHAIN, GROUPS = 650.0, 100.0
+"""Cycles of a tile of terms that are left of what groups wait for, and more for every group."""
+BEGIN, LEAVE, LEFT = 6000.0, 800.0, 0.25
+"""Cycles to a launch's first products; of a tile's results beside their bytes; what is left of memory's time."""
+
+
+@dataclass(frozen=True)
+class FedTiling:
+    """One schedule: a block's tile, groups along its rows, stages, warps that copy.
+
+    Attributes:
+        pixels: runs of pixels that are kept for all taps, 0 where none are. rounds: tiles of outputs of a block.
+        early: whether what the exit adds is asked for before. beside: whether a matrix of it comes by the stages.
+    """
+
+    rows: int
+    columns: int
+    groups: int
+    stages: int
+    carriers: int
+    pixels: int = 0
+    rounds: int = 1
+    early: int = 0
+    beside: int = 0
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return GROUP * self.groups + WARP * OTHERS[self.carriers]
+
+    def of(self, program: Program) -> Program:
+        """The scheduled program."""
+        found = (("pixels", self.pixels, 0), ("rounds", self.rounds, 1), ("early", self.early, 0),
+                 ("beside", self.beside, 0))  # fmt: skip
+        more = tuple((name, count) for name, count, least in found if count > least)
+        tile = (self.rows, self.columns, LINE // sides(program)[0].item)
+        params = (("tile", tile), ("groups", (self.groups, 1)), ("stages", self.stages), ("fed", self.carriers))
+        return scheduled(program, "product", self.threads, *params, ("rounded", 1), *more)
+
+
+def beside(program: Program, rows: int, columns: int, groups: int, carriers: int) -> Kept | None:
+    """A matrix that the exit adds and that may come by the stages of such blocks: each holds the rows of one group."""
+    kept = (k for k in held(program, rows, columns, LOADED, 0).loaded if k.item == 4)
+    found = next((replace(k, pitch=columns * k.item) for k in kept), None)
+    whole = columns % (LINE // 4) == 0 and WARP * carriers % columns == 0  # a row each of the swizzle
+    fits = rows // groups * columns * 4 <= (rows + columns) * LINE
+    return found if whole and fits else None
+
+
+def candidates(counter: GroupCounter, program: Program, most: int = MOST) -> list[Candidate]:
+    """The best schedules, with scores: a bound over counted cycles."""
+    found = sorted(tilings(counter, program), key=lambda pair: pair[0])
+    most += not any(node.op == "load" for node in program.phases[0].exit.nodes)  # the best one may spill
+    chosen: list[tuple[float, FedTiling]] = []
+    for spent, tiling in found:
+        if all((tiling.rows, tiling.columns) != (t.rows, t.columns) for _, t in chosen):
+            chosen.append((spent, tiling))
+    made: list[tuple[float, FedTiling]] = []
+    for number, (spent, tiling) in enumerate(chosen[:most]):
+        score = counter.least / spent * AGAIN**number
+        made.append((score * (1.0 if tiling.pixels else COPIED), tiling))
+        if tiling.pixels:  # two warps that copy have too few registers for tiles of both operands
+            made.append((HOPED * score, replace(tiling, carriers=APART, early=int(counter.beside > 0))))
+    made.sort(key=lambda pair: -pair[0])
+    return [(tiling.of(program), min(1.0, score)) for score, tiling in made]
+
+
+def tilings(counter: GroupCounter, program: Program) -> Iterator[tuple[float, FedTiling]]:
+    """(cycles, schedule) of all that fit the product and the multiprocessor."""
+    products = counter.rows * counter.columns * counter.terms
+    if counter.machine.capability != GROUPED or not counter.rounded:
+        return
+    if counter.batch > 1 or counter.rows < LEAST_ROWS or products < LEAST_PRODUCTS:
+        return
+    if counter.before and counter.terms * counter.item % LINE:
+        return
+    if any(s.width * s.item != LINE // 8 for s in counter.sides):
+        return
+    found = window(program)
+    ways: list[Window | None] = [found] if found is not None and has_weights(program) else []
+    terms, run = LINE // counter.item, counter.sides[0].run
+    if counter.terms > terms and (run % terms == 0 or run == counter.terms):
+        ways.append(None)
+    for rows, groups, widest in HEIGHTS:
+        if rows >= 2 * counter.rows or (counter.beside and groups > 2):
+            continue
+        for columns in _widths(counter.columns, widest):
+            totals = rows * columns / (GROUP * groups)
+            wide = totals > FEW_TOTALS
+            if counter.beside > 1 and totals > FEW_TOTALS / counter.beside:
+                continue  # nor are there for what several matrices hold
+            if wide and (counter.beside or counter.columns % columns):
+                continue  # there are no registers for what is added, nor for single addresses of copies
+            for way in ways:
+                if way is not None and (way.span(rows) > SHARE * way.taps * rows or rows == 2 * HIGH * groups):
+                    continue  # and the assembler has no registers for their places
+                kept = way is None and beside(program, rows, columns, groups, CARRIERS) is not None
+                tiles = -(-counter.rows // rows) * -(-counter.columns // columns)
+                rounds, pixels = -(-tiles // counter.machine.sms), RUNS if way is not None else 0
+                stages = _stages(counter, way, rows, columns)
+                early = int(not wide)  # a thread with more totals needs the registers of those that copy
+                made = FedTiling(rows, columns, groups, stages, CARRIERS, pixels, rounds, early, int(kept))
+                if stages >= max(STAGES, kept * groups):
+                    yield cycles(counter, way, made), made
+
+
+def _widths(columns: int, widest: int) -> list[int]:
+    """Multiples of 8 that columns fall into."""
+    counts = range(-(-columns // widest), max(1, columns // WIDTHS[0]) + 1)
+    return sorted({-(-columns // (8 * count)) * 8 for count in counts})
+
+
+def _stages(counter: GroupCounter, way: Window | None, rows: int, columns: int) -> int:
+    """As many stages as there is shared memory for."""
+    free = MOST_SHARED - 3 * MOST_STAGES * BARRIER
+    if way is None:
+        free -= 4 * counter.vectors * counter.terms
+        return min(MOST_STAGES, free // ((rows + columns) * LINE))
+    free -= RUNS * way.span(rows) * LINE + LINE
+    return min(MOST_STAGES, (RUNS - 1) * way.taps + 1, free // (columns * LINE))
+
+
+def cycles(counter: GroupCounter, way: Window | None, tiling: FedTiling) -> float:
+    """Estimated cycles of a launch."""
+    rows, columns = tiling.rows, tiling.columns
+    terms = LINE // counter.item
+    share = shares(counter.terms, terms, 1)[0] if way is None else way.steps
+    units, moved = rows * columns * terms / UNIT, counter.moved / MEMORY
+    copied = (rows + columns) * LINE if way is None else way.span(rows) * LINE / way.taps + columns * LINE
+    if tiling.beside:
+        leave = LEAVE + 8.0 * rows * columns / BESIDE
+        return max(BEGIN + tiling.rounds * (share * max(units, copied / STAGED) + leave), moved + BEGIN)
+    read = rows // HIGH * (HIGH + columns) * LINE
+    chain = CHAIN + GROUPS * tiling.groups
+    work = max(units, (read + copied) / PORT, copied / CACHE, chain)
+    leave = LEAVE + 4.0 * rows * columns * counter.results / max(1.0, counter.partial) / EXIT
+    total = BEGIN + tiling.rounds * (share * work + leave)
+    return max(total, moved + BEGIN) + LEFT * min(total, moved)

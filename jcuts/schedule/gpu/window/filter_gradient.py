@@ -1,0 +1,139 @@
+"""Candidate schedules of filter gradients for a GPU: threads walk down the rows of an image (`codegen.cuda.walk`)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jcuts.kernel_ir.program import Phase, Program, Red
+from jcuts.schedule.gpu.machine import (
+    ACCESS,
+    IN_FLIGHT,
+    MOST_REGISTERS,
+    SECTOR,
+    TAPS,
+    Candidate,
+    GpuMachine,
+    across_lanes,
+    block_threads,
+    distinct_loads,
+    fastest_memory,
+    loads_of,
+    narrowest,
+    scheduled,
+    tiled,
+)
+
+
+def walks(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    """Threads that take a few columns of an image, walk down its rows, and keep what the next rows need."""
+    phase = program.phases[0]
+    taps = taps_of(phase)
+    if not taps or math.prod(taps.values()) > TAPS or any(acc.index_dtype for acc in phase.accs):
+        return
+    last, others = slid(phase, taps)
+    if not others:
+        return
+    lane, size, down = phase.axes[-1], narrowest(program), others[-1]
+    for vector in [v for v in (ACCESS // size // 2, ACCESS // size // 4) if v and lane.extent % v == 0]:
+        for wide, rows in itertools.product((2, 4, 7, 8), (1, 2, 4)):
+            if last.extent % wide or down.extent % rows:
+                continue
+            counts = {**taps, last.name: wide, down.name: rows, lane.name: vector}
+            values = distinct_loads(phase, counts)
+            fresh = max(1, distinct_loads(phase, {**counts, down.name: 2 * rows}) - values)
+            registers = 24 + math.prod(taps.values()) * vector + (values + fresh) * size / 4 + wide * vector
+            if registers > MOST_REGISTERS:
+                continue
+            for pieces in (1, 2, 4):
+                if down.extent % (pieces * rows) == 0 and down.extent > pieces * rows:
+                    tile = _Tile(vector, {last.name: wide, down.name: down.extent // pieces}, values, fresh, registers)
+                    yield from _shapes(program, machine, tile, (down.name, rows))
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Neighbours, points of reductions, values loaded by a step and new ones in it, registers of a thread."""
+
+    vector: int
+    terms: dict[str, int]
+    values: int
+    fresh: int
+    registers: float
+
+
+def _shapes(program: Program, machine: GpuMachine, tile: _Tile, walk: tuple[str, int]) -> Iterator[Candidate]:
+    """Blocks and splits of one tile."""
+    phase = program.phases[0]
+    taps, lane, size = taps_of(phase), phase.axes[-1], narrowest(program)
+    results = math.prod(taps.values()) * lane.extent
+    whole = sum(b.bytes for b in (*program.inputs, *program.outputs)) / fastest_memory()
+    inside = math.prod(tile.terms.values())
+    terms = math.prod(r.extent for r in phase.reds) // inside
+    steps = tile.terms[walk[0]] // walk[1]
+    wide = lane.extent // tile.vector
+    options = across_lanes(wide)
+    exact = [a for a in options if wide % a == 0] or options
+    for across in [a for a in exact if a * tile.vector * size % SECTOR == 0] or exact:
+        for threads, each, ahead in itertools.product(block_threads(across, (128, 256, 512)), (1, 2), (1, 2)):
+            deep, lanes = threads // across, -(-wide // across)
+            split = -(-terms // (deep * each))
+            if split < 2 or deep < 2 or across * tile.vector > threads:
+                continue
+            registers = tile.registers + (ahead - 1) * tile.fresh * size / 4
+            held = machine.sms * min(2048, 65536 // (-(-int(registers) // 8) * 8)) // threads
+            if held < machine.sms or registers > MOST_REGISTERS:
+                continue
+            blocks = lanes * split
+            waves = max(1.0, blocks / held)
+            there = min(blocks, held) * threads
+            under_way = there * tile.fresh * size * {1: 1.0, 2: 1.3}[ahead]
+            used = terms / (split * deep * each) * wide / (lanes * across)
+            spent = 1.0 + 0.5 * IN_FLIGHT / 2 / under_way + 0.25 * (tile.values / tile.fresh - 1.0) / steps
+            spent += 0.5 * (
+                tile.fresh / (2 * inside // steps * tile.vector) - 1.0
+            )  # columns that neighbours read as well
+            spent += 2.0 * steps / (inside * tile.vector)  # what a step takes besides its products
+            spent *= {16: 1.0, 8: 1.04}.get(tile.vector * size, 1.12)
+            spent *= 1.0 + ahead * 0.01 + 1.0 / (steps * each * waves) + 0.1 * (waves > 1.0) / waves
+            spent *= (1.0 + 0.1 * (1.0 / used - 1.0)) / min(1.0, 0.55 + 0.45 * across * tile.vector * size / 128)
+            spent *= max(1.0, machine.sms / blocks) ** 0.5
+            spent /= (there / machine.threads) ** 0.2
+            seconds = whole * spent + 4e-6 + 8.0 * results * split / fastest_memory()
+            made = tiled(program, {**taps, lane.name: tile.vector}, tile.terms)
+            params = (("across", across), ("flight", 1), ("split", split), ("walk", walk), ("ahead", ahead))
+            yield scheduled(made, "columns", threads, *params), whole / seconds
+
+
+def slid(phase: Phase, taps: dict[str, int]) -> tuple[Red, list[Red]]:
+    """The reduction whose points lie closest, and the others that taps move along with."""
+    last = phase.reds[-1] if len(phase.reds) == 1 else max(phase.reds, key=lambda r: innermost(phase, r.name))
+    return last, [r for r in phase.reds if r is not last and any(moves(phase, a, r.name) for a in taps)]
+
+
+def taps_of(phase: Phase) -> dict[str, int]:
+    """Axes of results that share operands: the taps of a filter's gradient."""
+    strides = {
+        a.name: [n.index.stride(a.name) for n in loads_of(phase) if n.index is not None] for a in phase.axes[:-1]
+    }
+    slides = {
+        name for name, moves in strides.items()
+        if any(m not in (0, None) for m in moves) and any(m == 0 for m in moves)
+    }  # fmt: skip
+    return {a.name: a.extent for a in phase.axes[:-1] if a.name in slides}
+
+
+def moves(phase: Phase, axis: str, red: str) -> bool:
+    """Does some operand depend on an axis and a reduction through their sum?"""
+    return any(
+        n.index is not None and n.index.stride(axis) not in (0, None) and n.index.stride(red) not in (0, None)
+        for n in loads_of(phase)
+    )
+
+
+def innermost(phase: Phase, name: str) -> float:
+    """How close together the points of a reduction lie."""
+    strides = [abs(s) for n in loads_of(phase) if n.index is not None and (s := n.index.stride(name))]
+    return -max(strides, default=math.inf)

@@ -109,11 +109,14 @@ def _nans(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
     for r in rows:
         which = (
-            "nan_kept_that_xla_loses" if r["xla_lost"]
-            else "nan_as_in_other_runs_of_xla" if not r["nan_unlike_any"]
-            else "nan_as_in_float64_only" if not r["nan_unlike_float64"]
+            "nan_kept_that_xla_loses"
+            if r["xla_lost"]
+            else "nan_as_in_other_runs_of_xla"
+            if not r["nan_unlike_any"]
+            else "nan_as_in_float64_only"
+            if not r["nan_unlike_float64"]
             else ""
-        )  # fmt: skip
+        )
         if which:
             found[which].append([r["seed"], r["transform"], r["nan_unlike_xla"], r["xla_lost"]])
         if r["nan_unlike_float64"]:

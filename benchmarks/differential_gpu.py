@@ -150,9 +150,13 @@ def _work(items: list[shards.Item], resume: Path) -> None:
                     print(f"seed {seed} {transform}: {verdict.reason[:400]}", flush=True)
                     os._exit(70)  # the context is gone; the next process looks who is to blame
             row = {
-                **asdict(verdict), "seconds": round(time.perf_counter() - start, 2), "commit": commit, "device": device,
-                "interpreted": interpreted, "refused": dict(on_gpu.refused),
-            }  # fmt: skip
+                **asdict(verdict),
+                "seconds": round(time.perf_counter() - start, 2),
+                "commit": commit,
+                "device": device,
+                "interpreted": interpreted,
+                "refused": dict(on_gpu.refused),
+            }
             out.write(json.dumps(row) + "\n")
             out.flush()
             if verdict.status in ("error", "mismatch"):

@@ -44,14 +44,19 @@ def assembled(out: Path, capability: tuple[int, int], each: int, jobs: int, only
     stacks = sorted({case for case, several in by_case if any(x.resources.stack for x in several)})
     lost = {r["case"] for r in found["refused"]} - {e["case"] for e in entries}
     return {
-        "cases": found["cases"], "schedules": found["kernels"], "kernels": len(launches),
+        "cases": found["cases"],
+        "schedules": found["kernels"],
+        "kernels": len(launches),
         "by_template": dict(Counter(f"{e['template']}/{e['params']['cuda']}" for e in entries)),
         "refused_for_local_memory": sorted(r["case"] for r in found["refused"] if r["stack"]),
         "refused_for_other_reasons": [[r["case"], r["reason"]] for r in found["refused"] if not r["stack"]],
-        "cases_without_a_kernel": sorted(lost), "without_form": found["skipped"], "kernels_with_a_stack": stacks,
+        "cases_without_a_kernel": sorted(lost),
+        "without_form": found["skipped"],
+        "kernels_with_a_stack": stacks,
         "most_registers": max((x.resources.registers for x in launches), default=0),
-        "most_shared": max((x.resources.shared for x in launches), default=0), "seconds": found["compile_seconds"],
-    }  # fmt: skip
+        "most_shared": max((x.resources.shared for x in launches), default=0),
+        "seconds": found["compile_seconds"],
+    }
 
 
 def golden() -> dict[str, Any]:
@@ -86,8 +91,13 @@ def main() -> int:
     for text in options.capabilities:
         major, minor = (int(x) for x in text.split("."))
         rows[f"sm_{major}{minor}"] = assembled(options.out, (major, minor), options.each, options.jobs, options.only)
-    found = {"architectures": rows, "golden": golden(), "toolkit": compiler.ptxas.toolkit(), "versions": versions(),
-             "seconds": round(time.perf_counter() - start, 1)}  # fmt: skip
+    found = {
+        "architectures": rows,
+        "golden": golden(),
+        "toolkit": compiler.ptxas.toolkit(),
+        "versions": versions(),
+        "seconds": round(time.perf_counter() - start, 1),
+    }
     (options.out / "gpu_assemble.json").write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
     bad = any(r["cases_without_a_kernel"] or r["refused_for_other_reasons"] for r in rows.values())

@@ -89,8 +89,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kernels", type=Path, help="folder for compiled kernels (a folder of --out)")
     parser.add_argument("--only", default="", help="only sizes whose name contains one of these, separated by commas")
     parser.add_argument("--most", type=int, default=8, help="schedules per size")
-    parser.add_argument("--tiles", type=Path, help="JSON: name of a size -> [rows, keys, warps along rows, warps along "
-                        "keys, stages, 1 if rounded] of every schedule wanted")  # fmt: skip
+    parser.add_argument(
+        "--tiles",
+        type=Path,
+        help="JSON: name of a size -> [rows, keys, warps along rows, warps along "
+        "keys, stages, 1 if rounded] of every schedule wanted",
+    )
     parser.add_argument("--budget", type=float, default=150.0, help="seconds")
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--build", action="store_true", help="only compile; needs no GPU")

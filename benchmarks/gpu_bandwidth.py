@@ -29,9 +29,25 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 LEAST_BYTES = 20_000_000
-FAMILIES = ("copy", "depthwise 3x3/1", "depthwise 3x3/2", "depthwise input", "depthwise filter", "average pool",
-            "max pool", "batch statistics", "sum and squares", "column sum", "row sum", "full sum", "layer norm",
-            "softmax", "transpose", "26 tables", "embedding")  # fmt: skip
+FAMILIES = (
+    "copy",
+    "depthwise 3x3/1",
+    "depthwise 3x3/2",
+    "depthwise input",
+    "depthwise filter",
+    "average pool",
+    "max pool",
+    "batch statistics",
+    "sum and squares",
+    "column sum",
+    "row sum",
+    "full sum",
+    "layer norm",
+    "softmax",
+    "transpose",
+    "26 tables",
+    "embedding",
+)
 ALIKE = 2
 """Schedules that have the same register tile and early loads, or not."""
 
@@ -134,7 +150,7 @@ def bench(case: Any, programs: Sequence[Any], folder: Path, seconds: float) -> d
     library = jax.jit(case.function)
     found, _ = gpu_problem.measure(
         case.name, library, operands, kernels, {}, seconds=seconds, finalists=3, mixed=False, announce=said.append
-    )  # fmt: skip
+    )
     moved = case.moved()
     least = moved / CEILING
     row: dict[str, Any] = {"case": case.name, "bytes": moved, "bound": least, "candidates": []}
@@ -143,9 +159,13 @@ def bench(case: Any, programs: Sequence[Any], folder: Path, seconds: float) -> d
         if label in kernels:
             program = programs[int(label)]
             axes = program.phases[0].axes
-            entry |= {"params": dict(program.params), "axes": [[a.name, a.extent, a.unroll] for a in axes],
-                      "terms": [[r.name, r.extent, r.unroll] for r in program.phases[0].reds], "rank": int(label),
-                      "registers": [x.resources.registers for x in launches(kernels[label])]}  # fmt: skip
+            entry |= {
+                "params": dict(program.params),
+                "axes": [[a.name, a.extent, a.unroll] for a in axes],
+                "terms": [[r.name, r.extent, r.unroll] for r in program.phases[0].reds],
+                "rank": int(label),
+                "registers": [x.resources.registers for x in launches(kernels[label])],
+            }
             row["candidates"].append(entry)
         else:
             row["xla"] = entry
@@ -177,9 +197,11 @@ def show(row: dict[str, Any], copies: Callable[[float], float]) -> None:
         return
     copy = copies(row["bytes"])
     xla = row["xla"]["median"]
-    print(f"{row['case']:56} bound {row['bound'] * 1e6:6.1f} copy {copy * 1e6:6.1f} XLA {xla * 1e6:7.1f} "
-          f"best {row['best'] * 1e6:6.1f}: {row['speedup']:.2f}x, {row['over_bound']:.2f} of the bound, "
-          f"{row['best'] / copy:.2f} of a copy; differs {row['difference']:.1e}")  # fmt: skip
+    print(
+        f"{row['case']:56} bound {row['bound'] * 1e6:6.1f} copy {copy * 1e6:6.1f} XLA {xla * 1e6:7.1f} "
+        f"best {row['best'] * 1e6:6.1f}: {row['speedup']:.2f}x, {row['over_bound']:.2f} of the bound, "
+        f"{row['best'] / copy:.2f} of a copy; differs {row['difference']:.1e}"
+    )
     for c in row["candidates"]:
         params = {k: v for k, v in c["params"].items() if k != "cuda"}
         tile = [u for _, _, u in c["axes"]] + ([u for _, _, u in c["terms"]] if params.get("walk") else [])
@@ -229,11 +251,17 @@ def main(given: Sequence[str] | None = None) -> int:
     from jcuts.tune.measure import gpu_problem
 
     known = {
-        case.name: (SimpleNamespace(name=case.name, digest=case.name, library=None,
-                                    inputs=[SimpleNamespace(shape=s, dtype=str(_dtype(k))) for s, k in case.shapes]),
-                    jax.jit(case.function))
+        case.name: (
+            SimpleNamespace(
+                name=case.name,
+                digest=case.name,
+                library=None,
+                inputs=[SimpleNamespace(shape=s, dtype=str(_dtype(k))) for s, k in case.shapes],
+            ),
+            jax.jit(case.function),
+        )
         for case, _ in work
-    }  # fmt: skip
+    }
     gpu_problem.compile_ahead(known, lambda _: None)  # type: ignore[arg-type]
     gpu_problem.run_ahead(lambda _: None)
     print(f"XLA's programs are compiled, {time.perf_counter() - start:.0f} s", flush=True)

@@ -31,11 +31,23 @@ from benchmarks.gpu_groups import build  # noqa: E402
 from benchmarks.gpu_judged import in_turn, judged, listed  # noqa: E402
 
 BLOCKS = (
-    (56, 24, 144, 1, 24), (56, 24, 144, 2, 32), (28, 32, 192, 1, 32), (112, 16, 96, 2, 24), (14, 96, 576, 1, 96),
-    (28, 32, 192, 2, 64), (14, 64, 384, 1, 64), (14, 64, 384, 1, 96), (14, 96, 576, 2, 160), (7, 160, 960, 1, 160),
-    (7, 160, 960, 1, 320), (112, 0, 32, 1, 16), (112, 0, 32, 1, 64), (112, 0, 64, 2, 128), (56, 0, 128, 1, 128),
+    (56, 24, 144, 1, 24),
+    (56, 24, 144, 2, 32),
+    (28, 32, 192, 1, 32),
+    (112, 16, 96, 2, 24),
+    (14, 96, 576, 1, 96),
+    (28, 32, 192, 2, 64),
+    (14, 64, 384, 1, 64),
+    (14, 64, 384, 1, 96),
+    (14, 96, 576, 2, 160),
+    (7, 160, 960, 1, 160),
+    (7, 160, 960, 1, 320),
+    (112, 0, 32, 1, 16),
+    (112, 0, 32, 1, 64),
+    (112, 0, 64, 2, 128),
+    (56, 0, 128, 1, 128),
     (28, 0, 256, 1, 256),
-)  # fmt: skip
+)
 """(height and width, channels, expanded, stride, features) of MobileNetV2's blocks at 224x224; without channels of
 their own: its first one, and MobileNet's."""
 
@@ -61,8 +73,9 @@ def function(stride: int, along: bool, residual: bool, alone: bool, halves: bool
         *first, f, c, v, d = more
         wide = x if alone else jax.nn.relu6(after(product(x, first[0]), first[1]))
         names = ("NHWC", "HWIO", "NHWC")
-        deep = lax.conv_general_dilated(wide, f, (stride, stride), "SAME", dimension_numbers=names,
-                                        feature_group_count=wide.shape[-1])  # fmt: skip
+        deep = lax.conv_general_dilated(
+            wide, f, (stride, stride), "SAME", dimension_numbers=names, feature_group_count=wide.shape[-1]
+        )
         found = after(product(jax.nn.relu6(after(deep, c)), v), d)
         return found + x if residual else found
 
@@ -143,7 +156,9 @@ def schedules(case: Case, most: int, rounded: bool) -> list[Any]:
         count, key = inverted_residual_schedules.cycles(shape, machine), (shape.chunk, shape.threads)
         if key not in best or count < best[key][0]:
             best[key] = (count, shape)
-    more = [inverted_residual_schedules.of(program, shape) for _, shape in sorted(best.values(), key=lambda item: item[0])]
+    more = [
+        inverted_residual_schedules.of(program, shape) for _, shape in sorted(best.values(), key=lambda item: item[0])
+    ]
     return chosen + [p for p in more if p.digest not in names][: most - len(chosen)]
 
 
@@ -156,9 +171,12 @@ def measured(pair: tuple[Case, Case], programs: Sequence[Any], folder: Path, mos
 
     along, plain = pair
     row: dict[str, Any] = {
-        "case": along.name, "bytes": along.moved(), "bound": along.moved() / gpu_run.CEILING, "programs": {},
+        "case": along.name,
+        "bytes": along.moved(),
+        "bound": along.moved() / gpu_run.CEILING,
+        "programs": {},
         "rejected": {},
-    }  # fmt: skip
+    }
     count = int(min(most, max(4, -(-gpu_run.ROTATED // along.moved()))))
     found = [jnp.asarray(a) for a in operands(along)]
     places = products(len(found))
@@ -200,10 +218,14 @@ def measured(pair: tuple[Case, Case], programs: Sequence[Any], folder: Path, mos
 def show(row: dict[str, Any]) -> None:
     """A table of one block."""
     found = row["programs"]
-    best = {kind: min((p["median"] for n, p in found.items() if n.startswith(kind)), default=float("nan"))
-            for kind in ("xla", "block")}  # fmt: skip
-    print(f"{row['case']:44} XLA {best['xla'] * 1e6:8.2f}  block {best['block'] * 1e6:8.2f}  bound "
-          f"{row['bound'] * 1e6:6.2f}  {best['xla'] / best['block']:.2f}x")  # fmt: skip
+    best = {
+        kind: min((p["median"] for n, p in found.items() if n.startswith(kind)), default=float("nan"))
+        for kind in ("xla", "block")
+    }
+    print(
+        f"{row['case']:44} XLA {best['xla'] * 1e6:8.2f}  block {best['block'] * 1e6:8.2f}  bound "
+        f"{row['bound'] * 1e6:6.2f}  {best['xla'] / best['block']:.2f}x"
+    )
     listed(row)
 
 
@@ -229,14 +251,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         path.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     pairs = [pair for batch in options.batches.split(",") for pair in cases(int(batch), options.halves)]
-    work = [(pair, schedules(pair[0], options.most, not options.plain and not options.halves))
-            for pair in pairs if gpu_run.wanted(pair[0], options.only)]  # fmt: skip
+    work = [
+        (pair, schedules(pair[0], options.most, not options.plain and not options.halves))
+        for pair in pairs
+        if gpu_run.wanted(pair[0], options.only)
+    ]
     build([p for _, programs in work for p in programs], folder, options.workers, start)
     in_turn(
-        ((pair[0].name, functools.partial(measured, pair, programs, folder, options.sets))
-         for pair, programs in ([] if options.build else work)),
-        show, options.out / "gpu_blocks.json", options.budget, start,
-    )  # fmt: skip
+        (
+            (pair[0].name, functools.partial(measured, pair, programs, folder, options.sets))
+            for pair, programs in ([] if options.build else work)
+        ),
+        show,
+        options.out / "gpu_blocks.json",
+        options.budget,
+        start,
+    )
     return 0
 
 

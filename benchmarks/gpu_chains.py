@@ -93,10 +93,17 @@ def measure(spec: str, dry: bool, seconds: float) -> dict[str, Any]:
     results = {name: [np.asarray(x) for x in jax.tree.leaves(call())] for name, call in calls.items()}
     kept = list(results.values())
     unequal = [sum(int((a != b).sum()) for a, b in zip(one, kept[0], strict=True)) for one in kept[1:]]
-    return {"network": spec, "device": str(jax.devices()[0].device_kind), "first_call_seconds": first,
-            "race_seconds": race.seconds, "log": race.texts, "decision": decision.to_dict(),
-            "notes": list(ours.explain(*args).notes), "unequal": unequal,
-            "times": gpu_networks.timed(calls, seconds) if calls else {}}  # fmt: skip
+    return {
+        "network": spec,
+        "device": str(jax.devices()[0].device_kind),
+        "first_call_seconds": first,
+        "race_seconds": race.seconds,
+        "log": race.texts,
+        "decision": decision.to_dict(),
+        "notes": list(ours.explain(*args).notes),
+        "unequal": unequal,
+        "times": gpu_networks.timed(calls, seconds) if calls else {},
+    }
 
 
 def warm(spec: str, dry: bool) -> dict[str, Any]:
@@ -115,11 +122,15 @@ def line(row: dict[str, Any]) -> str:
     """One network as text."""
     if "failed" in row:
         return f"{row.get('network')}: {row['failed']}"
-    times = "; ".join(f"{name} stream {t['stream'][0] * 1e3:.4f} step {t['step'][0] * 1e3:.4f} ms"
-                      for name, t in row.get("times", {}).items())  # fmt: skip
-    return (f"{row['network']}: {row['decision']['chosen']}: {row['decision']['reason']}\n    {times}\n    first call "
-            f"{row['first_call_seconds']:.1f} s, race {row['race_seconds']} s, unequal {row['unequal']}, "
-            f"warm {row.get('warm_seconds', 0.0):.1f} s {row.get('warm_chosen')}")  # fmt: skip
+    times = "; ".join(
+        f"{name} stream {t['stream'][0] * 1e3:.4f} step {t['step'][0] * 1e3:.4f} ms"
+        for name, t in row.get("times", {}).items()
+    )
+    return (
+        f"{row['network']}: {row['decision']['chosen']}: {row['decision']['reason']}\n    {times}\n    first call "
+        f"{row['first_call_seconds']:.1f} s, race {row['race_seconds']} s, unequal {row['unequal']}, "
+        f"warm {row.get('warm_seconds', 0.0):.1f} s {row.get('warm_chosen')}"
+    )
 
 
 def main() -> None:
@@ -136,8 +147,12 @@ def main() -> None:
     if options.child:
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
         spec = options.networks[0]
-        print(json.dumps(warm(spec, options.dry) if options.child == "warm" else
-                         measure(spec, options.dry, options.seconds)), flush=True)  # fmt: skip
+        print(
+            json.dumps(
+                warm(spec, options.dry) if options.child == "warm" else measure(spec, options.dry, options.seconds)
+            ),
+            flush=True,
+        )
         return
     options.gpus = 1
     start = time.perf_counter()

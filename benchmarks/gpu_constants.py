@@ -31,17 +31,40 @@ from benchmarks.gpu_groups import build  # noqa: E402
 from benchmarks.gpu_judged import in_turn, judged, listed, options_of  # noqa: E402
 
 GEMMS = (
-    (4096, 4096, 4096), (3072, 1024, 4096), (384, 768, 768), (384, 768, 3072), (384, 3072, 768),
-    (50176, 256, 128), (12544, 1024, 256), (200704, 64, 256), (50176, 128, 512), (12544, 768, 128),
-    (50176, 512, 128), (3136, 512, 2048), (200704, 256, 64), (3136, 768, 128),
-)  # fmt: skip
+    (4096, 4096, 4096),
+    (3072, 1024, 4096),
+    (384, 768, 768),
+    (384, 768, 3072),
+    (384, 3072, 768),
+    (50176, 256, 128),
+    (12544, 1024, 256),
+    (200704, 64, 256),
+    (50176, 128, 512),
+    (12544, 768, 128),
+    (50176, 512, 128),
+    (3136, 512, 2048),
+    (200704, 256, 64),
+    (3136, 768, 128),
+)
 """(rows, terms, columns): square and transformer ones, 1x1 convolutions of ResNet50 and DenseNet121 at batch 64."""
 CONVOLUTIONS = (
-    (56, 64, 64, (3, 3), 1), (28, 128, 128, (3, 3), 1), (14, 256, 256, (3, 3), 1), (7, 512, 512, (3, 3), 1),
-    (28, 128, 32, (3, 3), 1), (14, 128, 32, (3, 3), 1), (17, 192, 192, (1, 7), 1), (35, 96, 96, (3, 3), 1),
-    (8, 448, 384, (3, 3), 1), (56, 128, 32, (3, 3), 1), (17, 192, 192, (7, 1), 1), (35, 48, 64, (5, 5), 1),
-    (56, 128, 128, (3, 3), 2), (56, 256, 512, (1, 1), 2), (28, 512, 1024, (1, 1), 2), (14, 1024, 2048, (1, 1), 2),
-)  # fmt: skip
+    (56, 64, 64, (3, 3), 1),
+    (28, 128, 128, (3, 3), 1),
+    (14, 256, 256, (3, 3), 1),
+    (7, 512, 512, (3, 3), 1),
+    (28, 128, 32, (3, 3), 1),
+    (14, 128, 32, (3, 3), 1),
+    (17, 192, 192, (1, 7), 1),
+    (35, 96, 96, (3, 3), 1),
+    (8, 448, 384, (3, 3), 1),
+    (56, 128, 32, (3, 3), 1),
+    (17, 192, 192, (7, 1), 1),
+    (35, 48, 64, (5, 5), 1),
+    (56, 128, 128, (3, 3), 2),
+    (56, 256, 512, (1, 1), 2),
+    (28, 512, 1024, (1, 1), 2),
+    (14, 1024, 2048, (1, 1), 2),
+)
 """(height and width, channels, features, filter, stride) at batch 64: ResNet50, DenseNet121, InceptionV3."""
 ADDED = ((12544, 256, 1024), (3136, 512, 2048), (50176, 128, 512))
 """(rows, terms, columns) of 1x1 convolutions to whose results a matrix is added: ResNet50 at batch 64."""
@@ -129,7 +152,9 @@ def schedules(case: Case, most: int, along: bool, tiles: Sequence[Sequence[Any]]
         right = sides(made)[1].buffer
         made = replace(made, buffers=tuple(replace(b, tf32=b.name == right) for b in made.buffers))
     if along and tiles:  # numbers of `GroupTiling` from the third on, or by name those of `FedTiling`
-        return [warp_specialized_schedules.FedTiling(**numbers).of(made) for numbers in tiles if isinstance(numbers, dict)] + [
+        return [
+            warp_specialized_schedules.FedTiling(**numbers).of(made) for numbers in tiles if isinstance(numbers, dict)
+        ] + [
             gemm_wgmma.GroupTiling(rows, columns, terms, (groups, 1), stages, 0, split, cluster, 1, *how).of(made)
             for rows, columns, terms, groups, stages, split, cluster, *how in (t for t in tiles if isinstance(t, list))
         ]
@@ -160,7 +185,7 @@ def measured(pair: tuple[Case, Case], programs: Sequence[Sequence[Any]], folder:
     functions = {
         "xla": lambda x, w, v, *more: plain.function(x, v, *more),
         "xla along": lambda x, w, v, *more: along.function(x, w, *more),
-    }  # fmt: skip
+    }
     params: dict[str, Any] = {}
     for kind, ranked in zip(("rounded", "plain"), programs, strict=True):
         for number, program in enumerate(ranked):
@@ -185,10 +210,14 @@ def measured(pair: tuple[Case, Case], programs: Sequence[Sequence[Any]], folder:
 def show(row: dict[str, Any]) -> None:
     """A table of one layer."""
     found = row["programs"]
-    best = {kind: min((p["median"] for n, p in found.items() if n.startswith(kind)), default=float("nan"))
-            for kind in ("xla", "rounded", "plain")}  # fmt: skip
-    print(f"{row['case']:44} XLA {best['xla'] * 1e6:8.2f}  rounded {best['rounded'] * 1e6:8.2f}  both rounded there "
-          f"{best['plain'] * 1e6:8.2f}  {best['xla'] / best['rounded']:.2f}x")  # fmt: skip
+    best = {
+        kind: min((p["median"] for n, p in found.items() if n.startswith(kind)), default=float("nan"))
+        for kind in ("xla", "rounded", "plain")
+    }
+    print(
+        f"{row['case']:44} XLA {best['xla'] * 1e6:8.2f}  rounded {best['rounded'] * 1e6:8.2f}  both rounded there "
+        f"{best['plain'] * 1e6:8.2f}  {best['xla'] / best['rounded']:.2f}x"
+    )
     listed(row)
 
 
@@ -197,13 +226,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from benchmarks import gpu_run
 
     parser = options_of(
-        __doc__, "gpu_constants", most=8, budget=150.0,
+        __doc__,
+        "gpu_constants",
+        most=8,
+        budget=150.0,
         schedules="schedules with rounded weights per layer (and half of it)",
-    )  # fmt: skip
+    )
     parser.add_argument("--plain", type=int, default=1, help="schedules that round both operands per layer")
-    parser.add_argument("--tiles", type=Path, help="JSON: part of a layer's name -> [rows, columns, terms, groups, "
-                        "stages, split, cluster, spread, steps, cached], or numbers of `FedTiling` by name, of "
-                        "every schedule wanted")  # fmt: skip
+    parser.add_argument(
+        "--tiles",
+        type=Path,
+        help="JSON: part of a layer's name -> [rows, columns, terms, groups, "
+        "stages, split, cluster, spread, steps, cached], or numbers of `FedTiling` by name, of "
+        "every schedule wanted",
+    )
     options = parser.parse_args(arguments)
     folder = options.out / "kernels"
     folder.mkdir(parents=True, exist_ok=True)
@@ -219,10 +255,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     work.sort(key=lambda item: next((n for n, part in enumerate(parts) if part in item[0][0].name), 0))
     build([p for _, found in work for programs in found for p in programs], folder, options.workers, start)
     in_turn(
-        ((pair[0].name, functools.partial(measured, pair, found, folder))
-         for pair, found in ([] if options.build else work)),
-        show, options.out / "gpu_constants.json", options.budget, start,
-    )  # fmt: skip
+        (
+            (pair[0].name, functools.partial(measured, pair, found, folder))
+            for pair, found in ([] if options.build else work)
+        ),
+        show,
+        options.out / "gpu_constants.json",
+        options.budget,
+        start,
+    )
     return 0
 
 

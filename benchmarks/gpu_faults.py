@@ -89,10 +89,16 @@ def run_objects(round_: str, kinds: list[str], options: argparse.Namespace) -> d
         kernel = KERNEL_KINDS["object"](problem.candidate(choice.winner))
         (y,) = jax.jit(lambda a: call_kernel(kernel, a))(x)
     return {
-        "right": bool(np.allclose(y, x * x + 1, rtol=1e-6)), "unharmed": bool(unharmed), "tuning_s": round(seconds, 2),
-        "winner": choice.winner, "origin": choice.origin, "postponed": choice.is_postponed, "left_mib": left,
-        "rejected": {r.label: f"{r.error}: {r.message[:160]}" for r in choice.rejections}, "logged": store.errors,
-    }  # fmt: skip
+        "right": bool(np.allclose(y, x * x + 1, rtol=1e-6)),
+        "unharmed": bool(unharmed),
+        "tuning_s": round(seconds, 2),
+        "winner": choice.winner,
+        "origin": choice.origin,
+        "postponed": choice.is_postponed,
+        "left_mib": left,
+        "rejected": {r.label: f"{r.error}: {r.message[:160]}" for r in choice.rejections},
+        "logged": store.errors,
+    }
 
 
 def run_optimize(round_: str, _: list[str], options: argparse.Namespace) -> dict[str, Any]:
@@ -120,11 +126,14 @@ def run_optimize(round_: str, _: list[str], options: argparse.Namespace) -> dict
     text = str(report)
     return {
         "right": bool(np.allclose(got, np.asarray(jax.jit(function)(*args)), rtol=1e-4, atol=1e-7)),
-        "unharmed": bool(np.array_equal(np.asarray(args[0] * 2), doubled)), "tuning_s": round(seconds, 2),
-        "origins": [s.origin for s in report.subsets], "why": [s.why for s in report.subsets if s.why][:2],
-        "postponed": "not enough free memory" in text, "left_mib": left,
+        "unharmed": bool(np.array_equal(np.asarray(args[0] * 2), doubled)),
+        "tuning_s": round(seconds, 2),
+        "origins": [s.origin for s in report.subsets],
+        "why": [s.why for s in report.subsets if s.why][:2],
+        "postponed": "not enough free memory" in text,
+        "left_mib": left,
         "explains": "" if report.subsets else text[-600:],
-    }  # fmt: skip
+    }
 
 
 WORKLOADS: dict[str, Callable[[str, list[str], argparse.Namespace], dict[str, Any]]] = {
@@ -190,14 +199,29 @@ class Bench:
     ) -> subprocess.Popen[str]:
         """A workload process with cache, lock and temporary files in a place of its own."""
         full = {
-            **os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JCUTS_CACHE_DIR": str(place / "cache"),
-            "TMPDIR": str(place / "tmp"), "JCUTS_TUNE_TIMEOUT_S": TUNE_TIMEOUT_S, "JCUTS_COMPILE_WORKERS": "2",
-            "JCUTS_MAX_CANDIDATES": "4", **env,
-        }  # fmt: skip
+            **os.environ,
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            "JCUTS_CACHE_DIR": str(place / "cache"),
+            "TMPDIR": str(place / "tmp"),
+            "JCUTS_TUNE_TIMEOUT_S": TUNE_TIMEOUT_S,
+            "JCUTS_COMPILE_WORKERS": "2",
+            "JCUTS_MAX_CANDIDATES": "4",
+            **env,
+        }
         if self.options.cpu:
             full["JAX_PLATFORMS"] = "cpu"
-        command = [sys.executable, str(Path(__file__).resolve()), "--run", round_, "--kinds", kinds,
-                   "--workload", workload, *(["--cpu"] if self.options.cpu else []), *more]  # fmt: skip
+        command = [
+            sys.executable,
+            str(Path(__file__).resolve()),
+            "--run",
+            round_,
+            "--kinds",
+            kinds,
+            "--workload",
+            workload,
+            *(["--cpu"] if self.options.cpu else []),
+            *more,
+        ]
         return subprocess.Popen(
             command, env=full, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
@@ -276,10 +300,13 @@ class Bench:
             victim.communicate()
             left = sum(not gone(pid) for pid in family)
             self.judge(
-                "again after kill -9", self.start(place, f"kill{number}", "right,wrong,illegal", workload),
-                killed_at_s=round(share * whole, 2), was_running=running, children=len(family),
+                "again after kill -9",
+                self.start(place, f"kill{number}", "right,wrong,illegal", workload),
+                killed_at_s=round(share * whole, 2),
+                was_running=running,
+                children=len(family),
                 **({"problem": f"{left} processes left behind"} if left else {}),
-            )  # fmt: skip
+            )
 
         moments = [rng.random() for _ in range(options.kills)]
         return [lambda n=n, s=s: one(n, s) for n, s in enumerate(moments)]
@@ -321,12 +348,15 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     runs = [r for r in rows if not r.get("problem")]
     kills = [r for r in runs if r["fault"] == "again after kill -9"]
     return {
-        "runs": len(runs), "right": sum(r["right"] for r in runs), "unharmed": sum(r["unharmed"] for r in runs),
+        "runs": len(runs),
+        "right": sum(r["right"] for r in runs),
+        "unharmed": sum(r["unharmed"] for r in runs),
         "problems": [[r["fault"], r["problem"]] for r in rows if r.get("problem")],
-        "kills": len(kills), "killed_while_running": sum(r["was_running"] for r in kills),
+        "kills": len(kills),
+        "killed_while_running": sum(r["was_running"] for r in kills),
         "by_fault": dict(Counter(r["fault"] for r in runs)),
         "longest_neighbour_call_s": max((r.get("longest_call_s", 0.0) for r in runs), default=0.0),
-    }  # fmt: skip
+    }
 
 
 def main() -> int:
@@ -365,8 +395,12 @@ def main() -> int:
         for jobs, lanes in ((alone, 1), (together, options.lanes)):
             with ThreadPoolExecutor(lanes) as pool:
                 list(pool.map(lambda job: job() if time.monotonic() < bench.end else None, jobs))
-        found = {**summary(bench.rows), "seconds": round(time.monotonic() - start, 1),
-                 "free_mib_before": before, "free_mib_after": free_mib(options)}  # fmt: skip
+        found = {
+            **summary(bench.rows),
+            "seconds": round(time.monotonic() - start, 1),
+            "free_mib_before": before,
+            "free_mib_after": free_mib(options),
+        }
     (options.out / "gpu_faults.json").write_text(json.dumps({**found, "rows": bench.rows}, indent=1) + "\n")
     print(json.dumps(found, indent=1))
     return int(found["right"] < found["runs"] or found["unharmed"] < found["runs"] or bool(found["problems"]))

@@ -66,8 +66,15 @@ def build(programs: Sequence[Any], folder: Path, workers: int, start: float) -> 
     print(f"{len(programs)} kernels, {len(refused)} refused, {time.perf_counter() - start:.0f} s", *refused, sep="\n")
 
 
-def race(work: Sequence[tuple[Any, Sequence[Any]]], folder: Path, out: Path, budget: float, start: float,
-         hidden: Sequence[str] = ("threads",), graphs: bool = False) -> None:  # fmt: skip
+def race(
+    work: Sequence[tuple[Any, Sequence[Any]]],
+    folder: Path,
+    out: Path,
+    budget: float,
+    start: float,
+    hidden: Sequence[str] = ("threads",),
+    graphs: bool = False,
+) -> None:
     """Times the schedules of cases against XLA, within a budget; shows them, best first.
 
     Args: work: cases with programs; folder: of their kernels; out: file of the rows, written after every case; budget,
@@ -102,8 +109,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = options_of(
         __doc__, "gpu_groups", most=20, schedules="schedules per case", budget=200.0, only="gemm", what="case"
     )
-    parser.add_argument("--tiles", type=Path, help="JSON: part of a case's name -> [rows, columns, terms, groups, "
-                        "stages, flight, split, cluster] of every schedule wanted")  # fmt: skip
+    parser.add_argument(
+        "--tiles",
+        type=Path,
+        help="JSON: part of a case's name -> [rows, columns, terms, groups, "
+        "stages, flight, split, cluster] of every schedule wanted",
+    )
     options = parser.parse_args(arguments)
     folder = options.out / "kernels"
     folder.mkdir(parents=True, exist_ok=True)

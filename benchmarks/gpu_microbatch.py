@@ -104,9 +104,16 @@ def calls(run: Run, convolution: Any, division: Any, *, graph: bool) -> Callable
 
     def divided(a: Any, b: Any, *onto: Any) -> Any:
         return cudnn_call.call(
-            convolution, division, (a, b), result, layer=str(convolution), orders=[same] * 3, platform=run.platform,
-            graph=graph, onto=onto[0] if onto else None,
-        )  # fmt: skip
+            convolution,
+            division,
+            (a, b),
+            result,
+            layer=str(convolution),
+            orders=[same] * 3,
+            platform=run.platform,
+            graph=graph,
+            onto=onto[0] if onto else None,
+        )
 
     return divided
 
@@ -136,8 +143,9 @@ def validate(run: Run) -> dict[str, Any]:
     with Measurer(run.device, run.platform, seconds=0.05) as measurer:
         for kind, layout, dtype, more in cases:
             padding = tuple((more.get("dilation", (1, 1))[0],) * 2 for _ in range(2))
-            c = Convolution(kind, channels, outputs, (extent,) * 2, (3, 3), padding=padding, dtype=dtype,
-                            layout=layout, **more)  # fmt: skip
+            c = Convolution(
+                kind, channels, outputs, (extent,) * 2, (3, 3), padding=padding, dtype=dtype, layout=layout, **more
+            )
             by = {n: {(m.algorithm, m.math): m for m in [*measurer(c, n), *in_slices(measurer, c, n)]} for n in (3, 5)}
             function, avals = library_function(c, 13, jax.lax.Precision.HIGHEST)
             a, b = (noise(aval, seed) for seed, aval in enumerate(avals))
@@ -145,8 +153,15 @@ def validate(run: Run) -> dict[str, Any]:
             expected = np.asarray(jax.jit(function)(a, b), np.float64)
             for key in sorted(set(by[3]) & set(by[5])):
                 division = Division.of([by[5][key], by[5][key], by[3][key]])
-                row = {"kernel": kind, "layout": layout, "dtype": dtype, **more, "algorithm": key[0], "math": key[1],
-                       "workspace": division.workspace}  # fmt: skip
+                row = {
+                    "kernel": kind,
+                    "layout": layout,
+                    "dtype": dtype,
+                    **more,
+                    "algorithm": key[0],
+                    "math": key[1],
+                    "workspace": division.workspace,
+                }
                 # Its own result, captured, and added to what is there (beta = 1).
                 for name in run.options.ways if not more else [way for way in run.options.ways if way != "graph"]:
                     try:
@@ -170,9 +185,7 @@ def validate(run: Run) -> dict[str, Any]:
                 break
         left_out = measurer.left_out
     moved = [row for row in rows if set(row.get("plain", {}).get("operations", {})) - {"custom-call"}]
-    return {
-        "rows": rows, "policies": policies, "failures": failures, "moving": len(moved), "left_out": left_out[:60]
-    }  # fmt: skip
+    return {"rows": rows, "policies": policies, "failures": failures, "moving": len(moved), "left_out": left_out[:60]}
 
 
 def in_slices(measurer: Any, c: Any, batch: int) -> Any:
@@ -183,8 +196,9 @@ def in_slices(measurer: Any, c: Any, batch: int) -> Any:
     from jcuts.xla.cudnn import call as cudnn_call
 
     names = cudnn_call.transforms(c.kind) if c.slices else ()
-    wanted = [Slicing(Micro(batch, name, math, 1.0, 0), c.slices[:1], NO_LIMIT) for name in names
-              for math in MATHS[c.dtype]]  # fmt: skip
+    wanted = [
+        Slicing(Micro(batch, name, math, 1.0, 0), c.slices[:1], NO_LIMIT) for name in names for math in MATHS[c.dtype]
+    ]
     return measurer.slices(c, batch, wanted) if wanted else ()
 
 
@@ -380,8 +394,13 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=480.0, help="seconds in all; what is left undone is said")
     parser.add_argument("--launched", action="store_true", help="of AlexNet's conv2: no CUDA graphs")
     parser.add_argument("--modes", nargs="+", choices=list(MODES), help="of AlexNet's conv2")
-    parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS), help="of validate: how results are made;"
-                        " none: the policies only")  # fmt: skip
+    parser.add_argument(
+        "--ways",
+        nargs="*",
+        choices=WAYS,
+        default=list(WAYS),
+        help="of validate: how results are made; none: the policies only",
+    )
     parser.add_argument("--seconds", type=float, default=0.15, help="of timing per convolution and batch size")
     parser.add_argument("--dry-run", action="store_true", help="no GPU: the tests' cuDNN, tiny shapes")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS, help="of AlexNet's conv2")

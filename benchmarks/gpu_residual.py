@@ -145,8 +145,19 @@ def schedules(case: Layer, most: int, tiles: Sequence[Sequence[int]]) -> list[An
         depths = ((2, 1),) if through else ((share, 0),) if share <= 2 else ((4, 0), (3, 0))[: 2 if tile == MOST else 1]
         for stages, flight in depths:
             spread = case.rounded and share > stages and columns < 256
-            tiling = GroupTiling(rows, columns, terms, (groups, 1), stages, flight, early=early, held=held,
-                                 rounded=int(case.rounded), spread=int(spread), steps=2 if spread else 1)  # fmt: skip
+            tiling = GroupTiling(
+                rows,
+                columns,
+                terms,
+                (groups, 1),
+                stages,
+                flight,
+                early=early,
+                held=held,
+                rounded=int(case.rounded),
+                spread=int(spread),
+                steps=2 if spread else 1,
+            )
             program = tiling.of(made)
             try:
                 shape = group_shape(program)
@@ -191,8 +202,9 @@ def measured(case: Layer, programs: Sequence[Any], folder: Path) -> dict[str, An
     first = tuple(jnp.asarray(a) for a in case.arguments(0))
     sets = [tuple(jax.block_until_ready(jnp.roll(a, k)) for a in first) for k in range(count)]
     functions: dict[str, Callable[..., Any]] = {
-        "xla": case.function, "xla convolution": _convolution(case.rounded, case.added),
-    }  # fmt: skip
+        "xla": case.function,
+        "xla convolution": _convolution(case.rounded, case.added),
+    }
     if case.added:
         functions["copy"] = lambda x, w, b, r: jnp.maximum(r + b, 0)
     params: dict[str, Any] = {}
@@ -242,10 +254,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     work = [(case, schedules(case, options.most, () if options.fed else TILES)) for case in cases]
     build([p for _, programs in work for p in programs], folder, options.workers, start)
     in_turn(
-        ((case.name, functools.partial(measured, case, programs, folder))
-         for case, programs in ([] if options.build else work)),
-        show, options.out / "gpu_residual.json", options.budget, start,
-    )  # fmt: skip
+        (
+            (case.name, functools.partial(measured, case, programs, folder))
+            for case, programs in ([] if options.build else work)
+        ),
+        show,
+        options.out / "gpu_residual.json",
+        options.budget,
+        start,
+    )
     return 0
 
 

@@ -152,10 +152,14 @@ def timed(programs: dict[str, Any], sets: Any, count: int, floor: Any) -> dict[s
             spent[name].append((time.perf_counter() - start) / repeats / count)
             del out
     return {
-        name: {"median": float(np.median(x)), "low": float(np.quantile(x, 0.25)), "high": float(np.quantile(x, 0.75)),
-               "least": float(np.min(x))}
+        name: {
+            "median": float(np.median(x)),
+            "low": float(np.quantile(x, 0.25)),
+            "high": float(np.quantile(x, 0.75)),
+            "least": float(np.min(x)),
+        }
         for name, x in spent.items()
-    }  # fmt: skip
+    }
 
 
 def error_of(results: Sequence[Any], reference: Sequence[Any]) -> float:
@@ -174,9 +178,14 @@ def error_of(results: Sequence[Any], reference: Sequence[Any]) -> float:
 
 
 def bench(
-    case: Any, folder: Path | None, sms: int, most: int, capability: tuple[int, int],
-    programs: Sequence[Any] | None = None, graphs: bool = False,
-) -> dict[str, Any]:  # fmt: skip
+    case: Any,
+    folder: Path | None,
+    sms: int,
+    most: int,
+    capability: tuple[int, int],
+    programs: Sequence[Any] | None = None,
+    graphs: bool = False,
+) -> dict[str, Any]:
     """One case: every candidate (or the programs given) against XLA, checked against float64 first.
 
     Args: graphs: XLA may also put everything into CUDA graphs; the faster program counts.
@@ -198,10 +207,12 @@ def bench(
     sets = [tuple(jax.device_put(x) for x in case.arguments(0))]
     for seed in range(1, sets_wanted if heavy < (2 << 30) else 4):
         if case.read is not None:  # the same tables, other rows
-            sets.append(tuple(
-                old if share < 1 else jax.device_put(new)
-                for old, new, share in zip(sets[0], case.arguments(seed), case.read, strict=True)
-            ))  # fmt: skip
+            sets.append(
+                tuple(
+                    old if share < 1 else jax.device_put(new)
+                    for old, new, share in zip(sets[0], case.arguments(seed), case.read, strict=True)
+                )
+            )
         else:  # values matter little for time: shifted copies of random data
             sets.append(tuple(jax.block_until_ready(jnp.roll(x, seed)) for x in sets[0]))
     count = len(sets)
@@ -218,9 +229,11 @@ def bench(
     schedules = {}
     for number, program in enumerate(programs):
         label = f"{number}"
-        schedules[label] = {"params": dict(program.params),
-                            "unroll": [[a.name, a.extent, a.unroll] for a in program.phases[0].axes],
-                            "terms": [[r.name, r.extent, r.unroll] for r in program.phases[0].reds]}  # fmt: skip
+        schedules[label] = {
+            "params": dict(program.params),
+            "unroll": [[a.name, a.extent, a.unroll] for a in program.phases[0].axes],
+            "terms": [[r.name, r.extent, r.unroll] for r in program.phases[0].reds],
+        }
         try:
             kernel = kernel_of(program, folder)
             call = lambda *xs, k=kernel: call_kernel(k, *operands_of(k, xs))  # noqa: E731
@@ -266,8 +279,22 @@ def environment() -> dict[str, Any]:
 
     import jax
 
-    names = ("jax", "jaxlib", "jax-cuda13-plugin", "numba", "llvmlite", "numba-cuda", "numpy", "cuda-bindings",
-             "nvidia-nvvm", "nvidia-cuda-nvcc", "pytest", "hypothesis", "rich", "flatbuffers")  # fmt: skip
+    names = (
+        "jax",
+        "jaxlib",
+        "jax-cuda13-plugin",
+        "numba",
+        "llvmlite",
+        "numba-cuda",
+        "numpy",
+        "cuda-bindings",
+        "nvidia-nvvm",
+        "nvidia-cuda-nvcc",
+        "pytest",
+        "hypothesis",
+        "rich",
+        "flatbuffers",
+    )
     found: dict[str, Any] = {"python": platform.python_version()}
     for name in names:
         try:
@@ -281,9 +308,14 @@ def environment() -> dict[str, Any]:
         from jcuts.xla import devices as xla_devices
 
         device = jax.devices("cuda")[0]
-        found.update(device=str(device.device_kind), platform=device.platform, gpu=str(xla_devices.this()),
-                     compiler=compiler.available() or "yes", ptxas=ptxas.assembler(),
-                     launcher=cuda_launcher.available() or "yes")  # fmt: skip
+        found.update(
+            device=str(device.device_kind),
+            platform=device.platform,
+            gpu=str(xla_devices.this()),
+            compiler=compiler.available() or "yes",
+            ptxas=ptxas.assembler(),
+            launcher=cuda_launcher.available() or "yes",
+        )
     except Exception as error:
         found["problem"] = f"{type(error).__name__}: {error}"
     return found
@@ -291,13 +323,26 @@ def environment() -> dict[str, Any]:
 
 def run_tests(out: Path, limit: float, which: str) -> dict[str, Any]:
     """``pytest -m gpu`` in a process of its own."""
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu", "-q", "--maxfail=12", "--durations=5", "-p",
-               "no:cacheprovider", *(["-k", which] if which else [])]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-m",
+        "gpu",
+        "tests/gpu",
+        "-q",
+        "--maxfail=12",
+        "--durations=5",
+        "-p",
+        "no:cacheprovider",
+        *(["-k", which] if which else []),
+    ]
     start = time.perf_counter()
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit, check=False,
-                              env=environment)  # fmt: skip
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=limit, check=False, env=environment
+        )
         text, code = done.stdout + done.stderr, done.returncode
     except subprocess.TimeoutExpired as error:
         text, code = (
@@ -389,8 +434,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         major, _, minor = options.capability.partition(".")
         folder = options.kernels or Path("gpu_kernels")
         return build(folder, options.sms, (int(major), int(minor)), options.only, options.candidates)
-    return run(options.out, options.kernels, options.only, options.budget, not options.no_tests, options.tests,
-               options.candidates)  # fmt: skip
+    return run(
+        options.out,
+        options.kernels,
+        options.only,
+        options.budget,
+        not options.no_tests,
+        options.tests,
+        options.candidates,
+    )
 
 
 if __name__ == "__main__":

@@ -138,9 +138,16 @@ def prepare(folder: Path, each: int, jobs: int, capability: tuple[int, int], onl
             listed_programs.append((name, built, traced.operands()))
         listed_programs += [entry for entry in recognised() if _named(entry[0], only)]
         for name, built, operands in listed_programs:
-            ranked = [built] if "cuda" in dict(built.params) else [
-                p for p, _ in gpu_candidates.candidates(built, gpu_candidates.GpuMachine(132, capability=capability), 1 << 20)
-            ]  # fmt: skip
+            ranked = (
+                [built]
+                if "cuda" in dict(built.params)
+                else [
+                    p
+                    for p, _ in gpu_candidates.candidates(
+                        built, gpu_candidates.GpuMachine(132, capability=capability), 1 << 20
+                    )
+                ]
+            )
             if not ranked:
                 skipped[name] = "no kernel form"
                 continue
@@ -162,15 +169,26 @@ def prepare(folder: Path, each: int, jobs: int, capability: tuple[int, int], onl
         for k, value in enumerate(operands):
             save(folder / f"{number}.in{k}.npy", value)
         types = [[list(x.shape), x.dtype.name] for x in operands]
-        entries.append({"case": name, "kernel": str(made.path), "operands": types, "number": number,
-                        "template": program.template, "params": dict(program.params)})  # fmt: skip
+        entries.append(
+            {
+                "case": name,
+                "kernel": str(made.path),
+                "operands": types,
+                "number": number,
+                "template": program.template,
+                "params": dict(program.params),
+            }
+        )
     listed = {"entries": entries}
     (folder / "list.json").write_text(json.dumps(listed))
     return {
-        "cases": len({e["case"] for e in entries}), "kernels": len(entries),
-        "templates": sorted({f"{e['template']}/{e['params']['cuda']}" for e in entries}), "refused": refused,
-        "skipped": skipped, "compile_seconds": round(time.perf_counter() - start, 1),
-    }  # fmt: skip
+        "cases": len({e["case"] for e in entries}),
+        "kernels": len(entries),
+        "templates": sorted({f"{e['template']}/{e['params']['cuda']}" for e in entries}),
+        "refused": refused,
+        "skipped": skipped,
+        "compile_seconds": round(time.perf_counter() - start, 1),
+    }
 
 
 def _named(name: str, parts: str) -> bool:
@@ -266,8 +284,11 @@ def control(tool: str) -> int:
 # -- the parent -------------------------------------------------------------------------------------------------------
 def sanitizer() -> str:
     """Path of compute-sanitizer, or ''."""
-    places = [shutil.which("compute-sanitizer"), "/usr/local/cuda/bin/compute-sanitizer",
-              "/usr/local/cuda/compute-sanitizer/compute-sanitizer"]  # fmt: skip
+    places = [
+        shutil.which("compute-sanitizer"),
+        "/usr/local/cuda/bin/compute-sanitizer",
+        "/usr/local/cuda/compute-sanitizer/compute-sanitizer",
+    ]
     return next((p for p in places if p and os.access(p, os.X_OK)), "")
 
 

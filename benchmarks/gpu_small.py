@@ -41,23 +41,46 @@ EXITS: dict[str, Callable[..., Any]] = {
     "residual relu": lambda y, b, r: jnp.maximum(y + b + r, 0.0),
 }
 LAYERS = (
-    ("bias", 384, 768, 768), ("residual", 384, 3072, 768), ("residual relu", 49, 512, 2048), ("relu", 196, 1024, 256),
-    ("gelu", 384, 768, 3072), ("norm", 196, 768, 128), ("residual relu", 3136, 64, 256), ("relu", 49, 2048, 512),
-    ("bias", 384, 768, 2304), ("residual relu", 196, 256, 1024), ("norm", 784, 256, 128), ("relu", 784, 512, 128),
-    ("residual", 384, 768, 768), ("residual relu", 784, 128, 512), ("relu", 3136, 256, 64), ("norm", 49, 896, 128),
-)  # fmt: skip
+    ("bias", 384, 768, 768),
+    ("residual", 384, 3072, 768),
+    ("residual relu", 49, 512, 2048),
+    ("relu", 196, 1024, 256),
+    ("gelu", 384, 768, 3072),
+    ("norm", 196, 768, 128),
+    ("residual relu", 3136, 64, 256),
+    ("relu", 49, 2048, 512),
+    ("bias", 384, 768, 2304),
+    ("residual relu", 196, 256, 1024),
+    ("norm", 784, 256, 128),
+    ("relu", 784, 512, 128),
+    ("residual", 384, 768, 768),
+    ("residual relu", 784, 128, 512),
+    ("relu", 3136, 256, 64),
+    ("norm", 49, 896, 128),
+)
 """(what follows, or a norm and ReLU before, rows, terms, columns): BERT-base with 384 tokens, ResNet50, DenseNet121."""
 ROWS_OF_EIGHT = (
-    ("gelu", 3072, 768, 3072), ("residual", 3072, 3072, 768), ("bias", 3072, 768, 2304), ("residual", 3072, 768, 768),
-)  # fmt: skip
+    ("gelu", 3072, 768, 3072),
+    ("residual", 3072, 3072, 768),
+    ("bias", 3072, 768, 2304),
+    ("residual", 3072, 768, 768),
+)
 """Products of BERT-base with 8 sequences of 384 tokens."""
 FIXED = (
-    (64, 192, 32, 1, 6, 1, 1, 192, 768), (64, 192, 32, 1, 6, 1, 1, 768, 768), (64, 192, 32, 1, 6, 1, 1, 3072, 768),
-    (64, 192, 32, 1, 6, 1, 4, 768, 768), (64, 192, 32, 1, 6, 1, 4, 3072, 768),
-    (64, 64, 32, 1, 6, 1, 1, 192, 768), (64, 64, 32, 1, 6, 1, 1, 768, 768), (64, 64, 32, 1, 6, 1, 4, 768, 768),
-    (64, 64, 32, 1, 1, 1, 1, 32, 768), (64, 192, 32, 1, 1, 1, 1, 32, 768),
-    (128, 96, 32, 2, 6, 1, 1, 192, 768), (128, 96, 32, 2, 6, 1, 4, 768, 768), (128, 96, 32, 2, 6, 1, 1, 768, 768),
-)  # fmt: skip
+    (64, 192, 32, 1, 6, 1, 1, 192, 768),
+    (64, 192, 32, 1, 6, 1, 1, 768, 768),
+    (64, 192, 32, 1, 6, 1, 1, 3072, 768),
+    (64, 192, 32, 1, 6, 1, 4, 768, 768),
+    (64, 192, 32, 1, 6, 1, 4, 3072, 768),
+    (64, 64, 32, 1, 6, 1, 1, 192, 768),
+    (64, 64, 32, 1, 6, 1, 1, 768, 768),
+    (64, 64, 32, 1, 6, 1, 4, 768, 768),
+    (64, 64, 32, 1, 1, 1, 1, 32, 768),
+    (64, 192, 32, 1, 1, 1, 1, 32, 768),
+    (128, 96, 32, 2, 6, 1, 1, 192, 768),
+    (128, 96, 32, 2, 6, 1, 4, 768, 768),
+    (128, 96, 32, 2, 6, 1, 1, 768, 768),
+)
 """Rows, columns, terms, groups, stages, split, cluster of tilings; terms and columns of a product of 384 rows."""
 
 
@@ -222,9 +245,12 @@ def measured(case: Case, plain: Layer | None, programs: Sequence[Any], folder: P
     for name, samples in times.items():
         values = np.asarray(samples.seconds)
         row["programs"][name] = {
-            "params": params.get(name, {}), "error": errors.get(name), "median": float(np.median(values)),
-            "least": float(values.min()), **{what: found.get(name) for what, found in alone.items()},
-        }  # fmt: skip
+            "params": params.get(name, {}),
+            "error": errors.get(name),
+            "median": float(np.median(values)),
+            "least": float(values.min()),
+            **{what: found.get(name) for what, found in alone.items()},
+        }
     return row
 
 
@@ -242,9 +268,12 @@ def show(row: dict[str, Any]) -> None:
 
 
 def measure(
-    work: Sequence[tuple[Case, Layer | None, Sequence[Any]]], folder: Path, out: Path, rows: list[dict[str, Any]],
+    work: Sequence[tuple[Case, Layer | None, Sequence[Any]]],
+    folder: Path,
+    out: Path,
+    rows: list[dict[str, Any]],
     clock: tuple[float, float],
-) -> None:  # fmt: skip
+) -> None:
     """All layers, shown and written after each one. Args: rows: what is written first; clock: its start, seconds."""
     start, budget = clock
     for case, plain, programs in work:
@@ -284,9 +313,12 @@ def clusters_at_once(folder: Path) -> dict[str, int]:
 
     class Config(ctypes.Structure):
         _fields_ = (
-            ("sizes", ctypes.c_uint * 6), ("shared", ctypes.c_uint), ("stream", ctypes.c_void_p),
-            ("attributes", ctypes.POINTER(Attribute)), ("count", ctypes.c_uint),
-        )  # fmt: skip
+            ("sizes", ctypes.c_uint * 6),
+            ("shared", ctypes.c_uint),
+            ("stream", ctypes.c_void_p),
+            ("attributes", ctypes.POINTER(Attribute)),
+            ("count", ctypes.c_uint),
+        )
 
     driver, found = device(), {}
     image = Image.unpack(read_kernel(next(folder.glob("*.kernel"))).object_code)

@@ -64,24 +64,33 @@ def programs(network: Any, database: Any, device: Any, limits: Sequence[int]) ->
     for limit in (middle, *(n for n in limits if n != middle)):
         at = text(limit)
         add(f"single calls, {at}", lambda limit=limit: single(limit))
-        pieces = add(f"WR {at}", lambda limit=limit: [
-            row.division for row in analyse(network, database, device, limit=limit).rows
-        ])  # fmt: skip
+        pieces = add(
+            f"WR {at}",
+            lambda limit=limit: [row.division for row in analyse(network, database, device, limit=limit).rows],
+        )
         if pieces is None:
             continue
         if limit == middle:
-            add(f"WR {at}, pieces of the batch only", lambda limit=limit: [
-                workspace_reuse.divide(whole(table), use.batch, limit, precision=use.precision) for use, table in pairs
-            ])  # fmt: skip
+            add(
+                f"WR {at}, pieces of the batch only",
+                lambda limit=limit: [
+                    workspace_reuse.divide(whole(table), use.batch, limit, precision=use.precision)
+                    for use, table in pairs
+                ],
+            )
         total = sum(division.workspace for division in pieces)
-        shared = add(f"WD at WR's total at {at}", lambda total=total: [
-            row.division for row in analyse(network, database, device, total=total).rows
-        ])  # fmt: skip
+        shared = add(
+            f"WD at WR's total at {at}",
+            lambda total=total: [row.division for row in analyse(network, database, device, total=total).rows],
+        )
         if shared:
             largest = max(division.workspace for division in shared)
-            add(f"WR at WD's largest at {at}", lambda largest=largest: [
-                row.division for row in analyse(network, database, device, limit=largest).rows
-            ])  # fmt: skip
+            add(
+                f"WR at WD's largest at {at}",
+                lambda largest=largest: [
+                    row.division for row in analyse(network, database, device, limit=largest).rows
+                ],
+            )
     return made
 
 
@@ -109,11 +118,17 @@ def chain(network: Any, divisions: Sequence[Any], platform: str) -> tuple[Callab
     def run(*arrays: Any) -> list[Any]:
         return [
             cudnn_call.call(
-                use.convolution, division, (arrays[a], arrays[b]), result, layer=use.name,
-                orders=[tuple(range(len(result.shape)))] * 3, platform=platform, graph=True,
+                use.convolution,
+                division,
+                (arrays[a], arrays[b]),
+                result,
+                layer=use.name,
+                orders=[tuple(range(len(result.shape)))] * 3,
+                platform=platform,
+                graph=True,
             )
             for use, division, (a, b, result) in zip(network.uses, divisions, places, strict=True)
-        ]  # fmt: skip
+        ]
 
     return run, avals
 
@@ -153,10 +168,12 @@ def chains(run: Any, network: Any, budget: float, keep: Callable[[dict[str, Any]
         for name, divisions in made.items():
             spaces = [division.workspace for division in divisions]
             found[name] = {
-                "added up": sum(division.seconds for division in divisions), "sum of workspaces": sum(spaces),
-                "largest": max(spaces), "in pieces": sum(len(division.parts) > 1 for division in divisions),
+                "added up": sum(division.seconds for division in divisions),
+                "sum of workspaces": sum(spaces),
+                "largest": max(spaces),
+                "in pieces": sum(len(division.parts) > 1 for division in divisions),
                 "in slices": sum("slices" in str(division) for division in divisions),
-            }  # fmt: skip
+            }
             try:
                 program = waiting[name].result()
                 analysis = program.memory_analysis()

@@ -38,9 +38,7 @@ def resnet(depth: int) -> list[Shape]:
             if depth < 50:
                 made += [(extent, channels, 3, width, stride), (inner, width, 3, width, 1)]
             else:
-                made += [
-                    (extent, channels, 1, width, stride), (inner, width, 3, width, 1), (inner, width, 1, wide, 1)
-                ]  # fmt: skip
+                made += [(extent, channels, 1, width, stride), (inner, width, 3, width, 1), (inner, width, 1, wide, 1)]
             if not block and (stride > 1 or channels != wide):
                 made.append((extent, channels, 1, wide, stride))
             extent, channels = inner, wide
@@ -131,12 +129,14 @@ class Modelled:
                 found.append(("WINOGRAD_NONFUSED", 1.90, min(1.0, tiles / 2048), moved + 2 * space, space))
         return [
             Micro(
-                batch, name, convolution.dtype,
+                batch,
+                name,
+                convolution.dtype,
                 round((8e-6 + max(flops / (self.flops * rate * max(fill, 1e-3)), traffic / self.bytes)) * 1e9) / 1e9,
                 space,
             )
             for name, rate, fill, traffic, space in found
-        ]  # fmt: skip
+        ]
 
     def table(self, convolution: Convolution, sizes: Sequence[int]) -> Table:
         """All times of some sizes."""

@@ -67,15 +67,19 @@ def networks(database: Database, device: Device) -> list[tuple[str, Network]]:
                 found.append((title, dataclasses.replace(step, uses=there)))
             found.append((f"{name}, batch {batch}, {mode}", step))
     for dtype, precision, mode in (
-        ("float32", "float32", MODES["float32"]), ("float32", "tf32", MODES["tf32"]), ("float16", "float32", "half"),
-    ):  # fmt: skip
+        ("float32", "float32", MODES["float32"]),
+        ("float32", "tf32", MODES["tf32"]),
+        ("float16", "float32", "half"),
+    ):
         uses = [Use(f"{c.index}", c.convolution, 4 * c.batch, precision) for c in layers("forward", dtype)]
         there = tuple(u for u in uses if not database.missing(device, u.convolution, (u.batch,)))
         if there:
             found.append((f"DeepBench, {len(there)} layers, {mode}", Network("DeepBench", there)))
-    return [(name, n) for name, n in found if all(
-        not database.missing(device, use.convolution, (use.batch,)) for use in n.uses
-    )]  # fmt: skip
+    return [
+        (name, n)
+        for name, n in found
+        if all(not database.missing(device, use.convolution, (use.batch,)) for use in n.uses)
+    ]
 
 
 def memory(network: Network, database: Database, device: Device) -> dict[str, Any]:
@@ -103,8 +107,10 @@ def memory(network: Network, database: Database, device: Device) -> dict[str, An
 def lines(name: str, row: dict[str, Any]) -> list[str]:
     """One network as text."""
     free = row["no limit"]
-    out = [f"{name}: {row['kernels']} kernels; without a limit {1e3 * free['seconds']:.2f} ms, "
-           f"{text(free['sum'])} in all, {text(free['largest'])} the largest"]  # fmt: skip
+    out = [
+        f"{name}: {row['kernels']} kernels; without a limit {1e3 * free['seconds']:.2f} ms, "
+        f"{text(free['sum'])} in all, {text(free['largest'])} the largest"
+    ]
     for limit, entry in row.items():
         if not isinstance(entry, dict) or "WR seconds" not in entry:
             continue

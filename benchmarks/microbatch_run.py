@@ -165,8 +165,11 @@ class Run:
                 every |= {f"{a} {m}" for a, m, _, _ in micros}
                 for kind in {m for _, m, _, _ in micros}:
                     mine = [micro for micro in micros if micro[1] == kind]
-                    kept |= {f"{a} {m}" for a, m, seconds, space in mine
-                             if not any(s < seconds and w <= space for _, _, s, w in mine)}  # fmt: skip
+                    kept |= {
+                        f"{a} {m}"
+                        for a, m, seconds, space in mine
+                        if not any(s < seconds and w <= space for _, _, s, w in mine)
+                    }
         return frozenset(every - kept)
 
     def note(self, convolution: Any) -> None:

@@ -109,14 +109,18 @@ def run_times(instances: int, rounds: int) -> dict[str, Any]:
     found = {}
     for name, (kernels, variables) in {"ResNet-50": (159, 562), "ResNet-152": (465, 5000)}.items():
         for kind in ("uncorrelated", "weak", "strong"):
-            problems = [_problem(random_sets(np.random.default_rng(seed), kernels, variables, kind), seed)
-                        for seed in range(instances)]  # fmt: skip
+            problems = [
+                _problem(random_sets(np.random.default_rng(seed), kernels, variables, kind), seed)
+                for seed in range(instances)
+            ]
             slow = 3 if variables < 1000 else 1
             found[f"{name} size, random, {kind}"] = _time(name, problems, rounds, slow)
     for name, batch, policy in (
-        ("ResNet-50", 32, "powerOfTwo"), ("ResNet-50", 32, "all"),
-        ("ResNet-152", 128, "powerOfTwo"), ("ResNet-152", 128, "all"),
-    ):  # fmt: skip
+        ("ResNet-50", 32, "powerOfTwo"),
+        ("ResNet-50", 32, "all"),
+        ("ResNet-152", 128, "powerOfTwo"),
+        ("ResNet-152", 128, "all"),
+    ):
         begin = time.perf_counter()
         sets, count = _modelled_sets(name, batch, policy)
         took = time.perf_counter() - begin
@@ -154,10 +158,13 @@ def _time_branches(instances: int, rounds: int) -> dict[str, Any]:
         other.append(time.perf_counter() - begin)
         agree += chosen is not None and picks is not None and chosen.cost == reference.value(picks, costs)
     return {
-        "variables": statistics.median(variables), "instances": instances,
-        "own_median_ms": statistics.median(own) * 1e3, "own_worst_ms": max(own) * 1e3,
-        "cvxpy_ms": [seconds * 1e3 for seconds in other], "cvxpy_agrees": f"{agree} of {len(other)}",
-    }  # fmt: skip
+        "variables": statistics.median(variables),
+        "instances": instances,
+        "own_median_ms": statistics.median(own) * 1e3,
+        "own_worst_ms": max(own) * 1e3,
+        "cvxpy_ms": [seconds * 1e3 for seconds in other],
+        "cvxpy_agrees": f"{agree} of {len(other)}",
+    }
 
 
 def run_split(cases: int) -> dict[str, Any]:
@@ -223,9 +230,12 @@ def run_database(writers: int, records: int, kills: int) -> dict[str, Any]:
         took = time.perf_counter() - begin
         table = Database(path).table(device, kernel)
         found["writers"] = {
-            "processes": writers, "records": writers * records, "failed": failed,
-            "lost": writers * records - len(table.sizes), "records/s": writers * records / took,
-        }  # fmt: skip
+            "processes": writers,
+            "records": writers * records,
+            "failed": failed,
+            "lost": writers * records - len(table.sizes),
+            "records/s": writers * records / took,
+        }
 
         path, reported = Path(folder) / "killed.db", 0
         lost = torn = damaged = 0
@@ -330,13 +340,17 @@ def _time(name: str, problems: list[tuple[Any, Any, int]], rounds: int, slow: in
             chosen is None or value is None or chosen.cost <= value <= chosen.cost * (1 + 1e-6)
         )
     return {
-        "variables": sum(map(len, problems[0][0])), "instances": len(problems),
-        "own_median_ms": statistics.median(own) * 1e3, "own_worst_ms": max(own) * 1e3,
-        "own_worst_processor_ms": max(busy) * 1e3, "states": max(states),
+        "variables": sum(map(len, problems[0][0])),
+        "instances": len(problems),
+        "own_median_ms": statistics.median(own) * 1e3,
+        "own_worst_ms": max(own) * 1e3,
+        "own_worst_processor_ms": max(busy) * 1e3,
+        "states": max(states),
         "proven": all(chosen is None or chosen.proven for chosen in solutions),
-        "cvxpy_ms": [seconds * 1e3 for seconds in other], "cvxpy_agrees": f"{agree} of {len(other)}",
+        "cvxpy_ms": [seconds * 1e3 for seconds in other],
+        "cvxpy_agrees": f"{agree} of {len(other)}",
         "paper_ms": PAPER_S[name] * 1e3,
-    }  # fmt: skip
+    }
 
 
 def _rounds(call: Callable[[], object], most: int) -> list[tuple[float, float]]:

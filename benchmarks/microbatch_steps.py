@@ -47,18 +47,25 @@ class Race:
         self.done: set[str] = set()
         # No lock of a cache is shared with processes that stand still.
         env = {
-            **os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": str(ROOT), "CUDA_CACHE_DISABLE": "1",
+            **os.environ,
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            "PYTHONPATH": str(ROOT),
+            "CUDA_CACHE_DISABLE": "1",
             "JAX_COMPILATION_CACHE_DIR": str(kept.resolve() / PROGRAMS),
-        }  # fmt: skip
+        }
         for base in bases:
             more = {"JAX_PLATFORMS": "cpu" if base["dry"] else "cuda"}
             if base.get("float64"):
                 more["JAX_ENABLE_X64"] = "1"
             with open(folder / f"{base['id']}.log", "wb") as log:
                 process = subprocess.Popen(
-                    [sys.executable, __file__, json.dumps(base), str(folder)], stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE, stderr=log, env={**env, **more}, text=True,
-                )  # fmt: skip
+                    [sys.executable, __file__, json.dumps(base), str(folder)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    env={**env, **more},
+                    text=True,
+                )
             lines: queue.SimpleQueue[str] = queue.SimpleQueue()
             threading.Thread(target=_forward, args=(process, lines), daemon=True).start()
             self.running[base["id"]] = (process, lines)
@@ -158,25 +165,34 @@ def program(spec: dict[str, Any], closed: Any) -> tuple[Any, dict[str, Any]]:
     if spec.get("plain") or spec.get("float64"):
         return closed, {}
     if spec.get("single"):
-        microbatch_convs.desirable = lambda table, batch, limit, **more: (workspace_reuse.undivided(table, batch, limit, **more),)
+        microbatch_convs.desirable = lambda table, batch, limit, **more: (
+            workspace_reuse.undivided(table, batch, limit, **more),
+        )
     if spec.get("launched"):
         microbatch_convs.call_site = lambda *args, **more: call_site(*args, **{**more, "graph": False})
     if spec.get("total") is not None:
         microbatch_convs.CONSTRAINT = "paper"
     settings = Settings(
-        mode="mixed" if spec.get("mixed") else "fusion", tune="cached", workspace_limit=spec.get("limit"),
+        mode="mixed" if spec.get("mixed") else "fusion",
+        tune="cached",
+        workspace_limit=spec.get("limit"),
         total_workspace=spec.get("total"),
-    )  # fmt: skip
-    made = microbatch_convs.divided(simplify(inline(closed)), settings, "cpu" if spec["dry"] else "cuda", may_measure=False)
+    )
+    made = microbatch_convs.divided(
+        simplify(inline(closed)), settings, "cpu" if spec["dry"] else "cuda", may_measure=False
+    )
     spaces = [row.workspace for row in made.rows if row.division]
     said = {
-        "note": made.note, "by cuDNN": made.count, "convolutions": len(made.rows),
+        "note": made.note,
+        "by cuDNN": made.count,
+        "convolutions": len(made.rows),
         "in pieces": sum(row.division.split(" ")[0] != "1" or "+" in row.division for row in made.rows if row.division),
-        "sum of workspaces": sum(spaces), "largest workspace": max(spaces, default=0),
+        "sum of workspaces": sum(spaces),
+        "largest workspace": max(spaces, default=0),
         "seconds of convolutions": sum(row.seconds or 0.0 for row in made.rows),
         "left": sorted({row.why for row in made.rows if row.why}),
         "layers": [[row.layer, row.division or row.why] for row in made.rows],
-    }  # fmt: skip
+    }
     return made.closed, said
 
 

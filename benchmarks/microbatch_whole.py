@@ -31,8 +31,12 @@ USUAL = ("AlexNet", "ResNet-18")
 def bases(run: Run, names: Sequence[str], found: dict[str, Any]) -> list[dict[str, Any]]:
     """What is known of all programs before anything is timed, without those that an earlier run has found."""
     made = []
-    done = {(key, row.get("what")) for key, rows in found.items() for row in rows.values()
-            if isinstance(row, dict) and "seconds" in row}  # fmt: skip
+    done = {
+        (key, row.get("what"))
+        for key, rows in found.items()
+        for row in rows.values()
+        if isinstance(row, dict) and "seconds" in row
+    }
     for name in names:
         for precision in precisions_of(run, "float32"):
             for what in STEPS[name, precision]:
@@ -40,11 +44,17 @@ def bases(run: Run, names: Sequence[str], found: dict[str, Any]) -> list[dict[st
                     continue
                 if (f"{name}, batch {4 if run.dry else BATCHES[name]}, {MODES[precision]}", what) in done:
                     continue
-                made.append({
-                    "id": f"{name}-{precision}-{len(made)}", "what": what, "network": name,
-                    "batch": 4 if run.dry else BATCHES[name], "precision": precision, "dry": run.dry,
-                    "float64": what == "float64",
-                })  # fmt: skip
+                made.append(
+                    {
+                        "id": f"{name}-{precision}-{len(made)}",
+                        "what": what,
+                        "network": name,
+                        "batch": 4 if run.dry else BATCHES[name],
+                        "precision": precision,
+                        "dry": run.dry,
+                        "float64": what == "float64",
+                    }
+                )
     return made
 
 
@@ -132,8 +142,15 @@ def mixed(run: Run) -> Any:
                 "mixed": {"mixed": True, "limit": run.limits[1], "name": f"mixed {text(run.limits[1])}"},
                 "mixed at XLA's": {"mixed": True},
             }.items():
-                specs.append({**base, **more, "precision": precision, "what": what,
-                              "id": f"mixed-{name}-{precision}-{what.replace(' ', '-')}"})  # fmt: skip
+                specs.append(
+                    {
+                        **base,
+                        **more,
+                        "precision": precision,
+                        "what": what,
+                        "id": f"mixed-{name}-{precision}-{what.replace(' ', '-')}",
+                    }
+                )
     with microbatch_steps.Race(specs, Path(run.folder.name), run.out) as race:
         for name in names:
             network, why = fill_network(run, name, library=True, spare=25.0)

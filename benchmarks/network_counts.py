@@ -16,8 +16,20 @@ from jcuts.plan.cost.jaxpr import FREE, REDUCTIONS, bytes_of, inner, products_of
 
 VIEWS = FREE | {"convert_element_type", "ffi_call"}
 """Equations that are no operations; a type that changes is part of what reads it, jcuts' kernels are counted apart."""
-MOVES = frozenset({"concatenate", "pad", "slice", "transpose", "rev", "gather", "dynamic_slice", "select_n",
-                   "dynamic_update_slice", "copy"})  # fmt: skip
+MOVES = frozenset(
+    {
+        "concatenate",
+        "pad",
+        "slice",
+        "transpose",
+        "rev",
+        "gather",
+        "dynamic_slice",
+        "select_n",
+        "dynamic_update_slice",
+        "copy",
+    }
+)
 WINDOWS = ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min")
 UNITS = {"float32": "tf32_mma", "bfloat16": "bf16_mma", "float16": "fp16_mma"}
 """The fastest unit that may multiply numbers of a type at the default precision."""
@@ -108,8 +120,14 @@ def arch_of(kind: str) -> Any:
 def summary(closed: Any, kind: str) -> dict[str, Any]:
     """FLOP, bytes, operations and roofline of a program, as data."""
     made, arch = count(closed), arch_of(kind)
-    return {"flop": made.flop, "bytes": made.bytes, "operations": made.operations, "arch": arch.name,
-            "product_flop": made.flop - made.simple_flop, "roofline": roofline(made, arch)}  # fmt: skip
+    return {
+        "flop": made.flop,
+        "bytes": made.bytes,
+        "operations": made.operations,
+        "arch": arch.name,
+        "product_flop": made.flop - made.simple_flop,
+        "roofline": roofline(made, arch),
+    }
 
 
 # -- who does what --------------------------------------------------------------------------------------------------
@@ -162,7 +180,11 @@ def shares_of(ours: Any, args: Sequence[Any], closed: Any, platform: str) -> dic
     settings = dataclasses.replace(ours.settings, form=variant_space.form_of(name))
     found = shares(*planned(closed, settings, platform))
     none = dict.fromkeys(found, 0.0)
-    return {"program": chosen, **(none if variant_space.is_xla(chosen) else found), "best_kernels": {"program": name, **found}}
+    return {
+        "program": chosen,
+        **(none if variant_space.is_xla(chosen) else found),
+        "best_kernels": {"program": name, **found},
+    }
 
 
 # -- by kind, as the thesis' Figure 5.2 ------------------------------------------------------------------------------
@@ -190,8 +212,23 @@ def by_kind(subsets: Sequence[Any]) -> dict[str, dict[str, float]]:
     return table
 
 
-LIBRARIES = ("gemm", "xmma", "cutlass", "cudnn", "fprop", "wgrad", "dgrad", "winograd", "nvjet", "implicit", "conv",
-             "dot", "cublas", "gemv", "fft")  # fmt: skip
+LIBRARIES = (
+    "gemm",
+    "xmma",
+    "cutlass",
+    "cudnn",
+    "fprop",
+    "wgrad",
+    "dgrad",
+    "winograd",
+    "nvjet",
+    "implicit",
+    "conv",
+    "dot",
+    "cublas",
+    "gemv",
+    "fft",
+)
 
 
 def kind_of_kernel(name: str, kinds: dict[str, str]) -> str:

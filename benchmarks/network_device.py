@@ -71,9 +71,12 @@ def profiled(call: Callable[[], Any], folder: Path, steps: int = 10, most: int =
                 busy[event.name] += event.duration_ns
     shutil.rmtree(folder, ignore_errors=True)
     top = sorted(busy, key=lambda name: -busy[name])[:most]
-    return {"per_step": sum(kernels.values()) / steps, "busy_seconds": sum(busy.values()) * 1e-9 / steps,
-            "jcuts": sum(n for name, n in kernels.items() if "jcuts" in name) / steps,
-            "largest": [[name[:80], kernels[name] / steps, busy[name] * 1e-9 / steps] for name in top]}  # fmt: skip
+    return {
+        "per_step": sum(kernels.values()) / steps,
+        "busy_seconds": sum(busy.values()) * 1e-9 / steps,
+        "jcuts": sum(n for name, n in kernels.items() if "jcuts" in name) / steps,
+        "largest": [[name[:80], kernels[name] / steps, busy[name] * 1e-9 / steps] for name in top],
+    }
 
 
 _BUFFER = re.compile(r"kCommandBuffer|command[_ ]buffer", re.IGNORECASE)

@@ -35,8 +35,14 @@ def modes(spec: str, out: Path, dry: bool, seconds: float, which: Sequence[str] 
     jax.block_until_ready(args)
     option = next(iter(variant_space.options(platform)), "")
     flags = variant_space.compiler_options(f"xla:{option}", platform) or None
-    row: dict[str, Any] = {"part": "modes", "network": spec, "flags": flags or {}, "versions": fingerprint.versions(),
-                           "device": str(jax.devices()[0].device_kind), "modes": {}}  # fmt: skip
+    row: dict[str, Any] = {
+        "part": "modes",
+        "network": spec,
+        "flags": flags or {},
+        "versions": fingerprint.versions(),
+        "device": str(jax.devices()[0].device_kind),
+        "modes": {},
+    }
     closed = network_counts.traced(fn, args)
     row["counts"] = network_counts.summary(closed, row["device"])
     session.set_progress(gpu_networks.Stages())
@@ -50,13 +56,16 @@ def modes(spec: str, out: Path, dry: bool, seconds: float, which: Sequence[str] 
         spent = time.perf_counter() - start
         report, decision = ours.explain(*args), ours.decision(*args)
         made: dict[str, Any] = {
-            "first_call_seconds": spent, "kernels": report.kernels, "equations": report.equations,
-            "decision": decision and decision.to_dict(), "stages": report.seconds,
+            "first_call_seconds": spent,
+            "kernels": report.kernels,
+            "equations": report.equations,
+            "decision": decision and decision.to_dict(),
+            "stages": report.seconds,
             "by_kind": network_counts.by_kind(report.subsets),
             "shares": network_counts.shares_of(ours, args, closed, platform),
             "subsets": [{**gpu_networks.subset_row(s), "kind": s.kind} for s in report.subsets],
             "left": [[r.op, r.reason, r.count] for r in report.refusals],
-        }  # fmt: skip
+        }
         calls[mode], made_by[mode] = functools.partial(ours, *args), ours
         row["modes"][mode] = made
         gpu_networks.save(out, row, "modes_")
@@ -79,8 +88,11 @@ def modes(spec: str, out: Path, dry: bool, seconds: float, which: Sequence[str] 
             gpu_networks.note(f"no profile of {name}: {type(error).__name__}: {error}")
             continue
         of = kinds.get(name.split()[0], {})
-        row["profiles"][name] = {**seen, "largest": seen["largest"][:25],
-                                 "by_kind": network_counts.profile_by_kind(seen["largest"], of)}  # fmt: skip
+        row["profiles"][name] = {
+            **seen,
+            "largest": seen["largest"][:25],
+            "by_kind": network_counts.profile_by_kind(seen["largest"], of),
+        }
     return row | {"finished": True}
 
 
@@ -117,8 +129,13 @@ def warm(spec: str, dry: bool) -> dict[str, Any]:
     decision = ours.decision(*args)
     stages = ours.explain(*args).seconds
     again = decision is not None and decision.tries > 1  # its first decision was noisy: whole programs ran again
-    return {"seconds": spent, "plain_seconds": plain, "stages": stages, "chosen": decision and decision.chosen,
-            "measured_again": again}  # fmt: skip
+    return {
+        "seconds": spent,
+        "plain_seconds": plain,
+        "stages": stages,
+        "chosen": decision and decision.chosen,
+        "measured_again": again,
+    }
 
 
 # -- planning for a GPU that is not here ----------------------------------------------------------------------------
@@ -145,9 +162,14 @@ def pretended(tuned: dict[str, Any]) -> Iterator[None]:
                 choice = replace(unknown(problem), origin="measured", measurements=times_of(full))
                 if full.candidates:
                     best = full.candidates[0]
-                    choice = replace(choice, winner=best.label, winner_digest=best.digest,
-                                     programs={best.label: best.payload}, kernels={best.label: best.digest},
-                                     digests={best.label: best.digest})  # fmt: skip
+                    choice = replace(
+                        choice,
+                        winner=best.label,
+                        winner_digest=best.digest,
+                        programs={best.label: best.payload},
+                        kernels={best.label: best.digest},
+                        digests={best.label: best.digest},
+                    )
                 store.put(choice)
             found[problem.digest] = choice or unknown(problem)
         return found
@@ -207,8 +229,13 @@ def planning(spec: str, dry: bool) -> dict[str, Any]:
     with pretended(tuned):
         start, busy = time.perf_counter(), time.process_time()
         outcomes = {form: plan(form, True) for form in variant_space.worth_planning(closed, "cuda")}
-        row |= {"cold_seconds": time.perf_counter() - start, "cold_cpu_seconds": time.process_time() - busy,
-                "forms": len(outcomes), "problems": len(tuned), "candidates": sum(tuned.values())}  # fmt: skip
+        row |= {
+            "cold_seconds": time.perf_counter() - start,
+            "cold_cpu_seconds": time.process_time() - busy,
+            "forms": len(outcomes),
+            "problems": len(tuned),
+            "candidates": sum(tuned.values()),
+        }
         with_kernels = [f for f in outcomes if f is None or f.regions not in ("none", "absorbing")]
         chosen = with_kernels[-1]
         row |= {"form": str(chosen), "subsets": len(outcomes[chosen].report.subsets)}
@@ -218,6 +245,9 @@ def planning(spec: str, dry: bool) -> dict[str, Any]:
         jax.clear_caches()
         start, busy = time.perf_counter(), time.process_time()
         report = plan(chosen, False).report
-        row |= {"warm_seconds": time.perf_counter() - start, "warm_cpu_seconds": time.process_time() - busy,
-                "stages": report.seconds}  # fmt: skip
+        row |= {
+            "warm_seconds": time.perf_counter() - start,
+            "warm_cpu_seconds": time.process_time() - busy,
+            "stages": report.seconds,
+        }
     return row | {"finished": True}

@@ -215,18 +215,30 @@ def study(job: tuple[str, int, int, frozenset[str]]) -> dict[str, Any]:
     noise = [k.noise for _, k, _ in rows if k.rounds]
     sources = [c.source for c, _, _ in rows]
     return {
-        "operation": name, "measured": len(rows), "drawn": sources.count("drawn"),
-        "enumerated": sources.count("enumerated"), "failed": len(everything) - len(pool), "wrong": right.count(False),
-        "kept": len(kept), "best_us": best * 1e6, "best_source": rows[0][0].source,
-        "median_us": statistics.median(r[1].seconds for r in rows) * 1e6, "worst_us": rows[-1][1].seconds * 1e6,
-        "first_rank": first_place + 1, "first_loss": first[1].seconds / best - 1,
-        "kept_rank": kept_place + 1, "kept_loss": kept_best[1].seconds / best - 1,
+        "operation": name,
+        "measured": len(rows),
+        "drawn": sources.count("drawn"),
+        "enumerated": sources.count("enumerated"),
+        "failed": len(everything) - len(pool),
+        "wrong": right.count(False),
+        "kept": len(kept),
+        "best_us": best * 1e6,
+        "best_source": rows[0][0].source,
+        "median_us": statistics.median(r[1].seconds for r in rows) * 1e6,
+        "worst_us": rows[-1][1].seconds * 1e6,
+        "first_rank": first_place + 1,
+        "first_loss": first[1].seconds / best - 1,
+        "kept_rank": kept_place + 1,
+        "kept_loss": kept_best[1].seconds / best - 1,
         "pair_loss": pair[1].seconds / best - 1,
-        "spearman": spearman(scores, times), "kendall": kendall(scores, times),
-        "noise_median": statistics.median(noise), "noise_p95": float(np.quantile(noise, 0.95)),
-        "bound_violations": sum(k.seconds < b for _, k, b in rows), "bound_over_best": max(b for *_, b in rows) / best,
+        "spearman": spearman(scores, times),
+        "kendall": kendall(scores, times),
+        "noise_median": statistics.median(noise),
+        "noise_p95": float(np.quantile(noise, 0.95)),
+        "bound_violations": sum(k.seconds < b for _, k, b in rows),
+        "bound_over_best": max(b for *_, b in rows) / best,
         "candidates": [_row(*row) for row in rows],
-    }  # fmt: skip
+    }
 
 
 def judged_again(row: dict[str, Any], seed: int) -> dict[str, Any]:
@@ -250,13 +262,18 @@ def judged_again(row: dict[str, Any], seed: int) -> dict[str, Any]:
         for d, c in timed.items()
     ]
     return {
-        **row, "kept": len(found), "untimed": len(kept) - len(found), "candidates": rows,
-        "first_rank": places[found[0]] + 1, "first_loss": timed[found[0]][5] / best - 1,
-        "kept_rank": min(places.values()) + 1, "kept_loss": max(0.0, min(timed[d][5] for d in found) / best - 1),
+        **row,
+        "kept": len(found),
+        "untimed": len(kept) - len(found),
+        "candidates": rows,
+        "first_rank": places[found[0]] + 1,
+        "first_loss": timed[found[0]][5] / best - 1,
+        "kept_rank": min(places.values()) + 1,
+        "kept_loss": max(0.0, min(timed[d][5] for d in found) / best - 1),
         "pair_loss": max(0.0, min(timed[d][5] for d in found[:2]) / best - 1),
         "spearman": spearman([-s for s, _ in scored], [t for _, t in scored]),
         "kendall": kendall([-s for s, _ in scored], [t for _, t in scored]),
-    }  # fmt: skip
+    }
 
 
 def pool_of(name: str, count: int, seed: int) -> tuple[list[Any], list[Any], Any]:
@@ -281,9 +298,11 @@ def _row(candidate: Any, kernel: Timed, bound: float) -> list[Any]:
     median = statistics.median(kernel.rounds) * 1e6 if kernel.rounds else None
     numbers = (candidate.score, bound * 1e6, kernel.seconds * 1e6, median)
     return [
-        candidate.program.digest[:8], candidate.source[0], candidate.kept,
+        candidate.program.digest[:8],
+        candidate.source[0],
+        candidate.kept,
         *(None if n is None else float(f"{n:.4g}") for n in numbers),
-    ]  # fmt: skip
+    ]
 
 
 COLUMNS = ["digest", "source", "kept", "score", "bound_us", "least_us", "median_us"]
@@ -377,12 +396,13 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The figures over all operations."""
     losses = [row["kept_loss"] for row in rows]
     return {
-        "operations": len(rows), **{key: sum(row[key] for row in rows) for key in
-                                    ("measured", "drawn", "failed", "wrong", "bound_violations")},
-        "kept_loss_median": statistics.median(losses), "kept_loss_worst": max(losses),
+        "operations": len(rows),
+        **{key: sum(row[key] for row in rows) for key in ("measured", "drawn", "failed", "wrong", "bound_violations")},
+        "kept_loss_median": statistics.median(losses),
+        "kept_loss_worst": max(losses),
         "first_loss_median": statistics.median(row["first_loss"] for row in rows),
         "first_rank_share_median": statistics.median(row["first_rank"] / row["measured"] for row in rows),
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

@@ -260,14 +260,18 @@ class Study:
         again = statistics.median(near[first].seconds() / runs.CHAIN for _ in range(ROUNDS))
         assert self.rotation is not None
         row = {
-            "operation": self.name, "sets": len(self.rotation.sets), "l2": self.device.l2_bytes,
-            "noise": abs(again / times[first][1] - 1), "dropped": self.dropped,
+            "operation": self.name,
+            "sets": len(self.rotation.sets),
+            "l2": self.device.l2_bytes,
+            "noise": abs(again / times[first][1] - 1),
+            "dropped": self.dropped,
             "kept": [d[:16] for d in self.prepared.kept],
             "schedules": [
                 entry | {"us": [round(t * 1e6, 3) for t in times[d]], "launches": self.launches[d]}
-                for d, _, entry in self.prepared.schedules if d in times
+                for d, _, entry in self.prepared.schedules
+                if d in times
             ],
-        }  # fmt: skip
+        }
         for graph in self.graphs.values():
             graph.close()
         self.rotation.free()
@@ -327,8 +331,9 @@ class Pretended:
 
 
 # -- all of it --------------------------------------------------------------------------------------------------------
-def measured(work: Work, device: Any, watch: Watch, folder: Path, wanted: int, skipped: set[str],
-             left: Callable[[], float]) -> dict[str, Any]:  # fmt: skip
+def measured(
+    work: Work, device: Any, watch: Watch, folder: Path, wanted: int, skipped: set[str], left: Callable[[], float]
+) -> dict[str, Any]:
     """The row of one operation, its kernels measured as they come. Args: left: seconds that there are."""
     prepared = work.prepared.result()
     launcher = device.launcher(prepared) if isinstance(device, Pretended) else runs.GpuLauncher
@@ -348,8 +353,12 @@ def measured(work: Work, device: Any, watch: Watch, folder: Path, wanted: int, s
             work.enough = len(study.seen) >= wanted and digest not in prepared.kept
     work.enough = True
     row = study.finish() if study.seen else {"operation": work.name, "schedules": [], "dropped": study.dropped}
-    return row | {"spilled": spilled, "refused": sorted(set(refused))[:8], "refusals": len(refused),
-                  "seconds": round(time.perf_counter() - began, 1)}  # fmt: skip
+    return row | {
+        "spilled": spilled,
+        "refused": sorted(set(refused))[:8],
+        "refusals": len(refused),
+        "seconds": round(time.perf_counter() - began, 1),
+    }
 
 
 def show(row: dict[str, Any], clock: float) -> None:
@@ -374,8 +383,11 @@ def study(options: argparse.Namespace, names: Sequence[str]) -> int:
 
     out, skip = options.out / f"pruning_gpu_{options.tag}.json", options.out / f"skipped_{options.tag}.txt"
     skipped = {line.split()[0] for line in skip.read_text().splitlines()} if skip.exists() else set[str]()
-    whole: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {
-        "date": time.strftime("%Y-%m-%d"), "versions": versions(), "rows": []}  # fmt: skip
+    whole: dict[str, Any] = (
+        json.loads(out.read_text())
+        if out.exists()
+        else {"date": time.strftime("%Y-%m-%d"), "versions": versions(), "rows": []}
+    )
     known = {row["operation"] for row in whole["rows"]}
     names = [name for name in names if name not in known]
     options.kernels.mkdir(parents=True, exist_ok=True)

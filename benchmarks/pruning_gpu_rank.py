@@ -128,16 +128,30 @@ def judged(row: dict[str, Any], arch: Any) -> dict[str, Any]:
     by_time = sorted(times)
     loss = min(times[k] for k in order[:top]) / best - 1
     return {
-        "operation": row["operation"], "measured": count, "best_us": best, "median_us": by_time[count // 2],
-        "worst_us": by_time[-1], "top": top, "loss_first": times[order[0]] / best - 1, "loss_top": loss,
-        "keeps": loss <= LOSS, "loss_top_8": min(times[k] for k in order[:8]) / best - 1,
-        "best_is_ranked": order.index(times.index(best)) + 1, "kept": len(kept),
-        "loss_kept": min(kept, default=math.nan) / best - 1, "now": len(today), "untimed": len(today) - len(now),
-        "loss_now": min(now, default=math.nan) / best - 1, "spearman": spearman(values, times),
-        "bound_us": limit, "violations": sum(e["us"][0] < limit for e in row["schedules"]), "tightest": limit / least,
-        "noise": row["noise"], "best": row["schedules"][times.index(best)]["params"],
+        "operation": row["operation"],
+        "measured": count,
+        "best_us": best,
+        "median_us": by_time[count // 2],
+        "worst_us": by_time[-1],
+        "top": top,
+        "loss_first": times[order[0]] / best - 1,
+        "loss_top": loss,
+        "keeps": loss <= LOSS,
+        "loss_top_8": min(times[k] for k in order[:8]) / best - 1,
+        "best_is_ranked": order.index(times.index(best)) + 1,
+        "kept": len(kept),
+        "loss_kept": min(kept, default=math.nan) / best - 1,
+        "now": len(today),
+        "untimed": len(today) - len(now),
+        "loss_now": min(now, default=math.nan) / best - 1,
+        "spearman": spearman(values, times),
+        "bound_us": limit,
+        "violations": sum(e["us"][0] < limit for e in row["schedules"]),
+        "tightest": limit / least,
+        "noise": row["noise"],
+        "best": row["schedules"][times.index(best)]["params"],
         "first": row["schedules"][order[0]]["params"],
-    }  # fmt: skip
+    }
 
 
 def _made(program: Program, entry: dict[str, Any]) -> Program:
@@ -176,8 +190,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             show(one)
     safe, violations = sum(f["keeps"] for f in found), sum(f["violations"] for f in found)
     kernels, enough = sum(f["measured"] for f in found), sum(f["measured"] >= 500 for f in found)
-    print(f"{len(found)} operations ({enough} of 500 and more), {kernels} kernels: {safe} keep the best or within 2 %; "
-          f"{violations} violations of the bound")  # fmt: skip
+    print(
+        f"{len(found)} operations ({enough} of 500 and more), {kernels} kernels: {safe} keep the best or within 2 %; "
+        f"{violations} violations of the bound"
+    )
     if options.out:
         options.out.write_text(json.dumps(found, indent=1) + "\n")
     return int(violations > 0)

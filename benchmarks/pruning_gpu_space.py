@@ -120,12 +120,27 @@ def _product(made: Program) -> Draw:
         more: dict[str, int] = {}
         if grouped.rounded:
             push = int(cluster > 1 and rng.random() < 0.6)
-            more = {"rounded": 1, "spread": rng.randint(0, 1), "steps": rng.choice((0, 0, 1, 2)), "push": push,
-                    "early": rng.randint(0, 1), "cached": rng.randint(0, 1)}  # fmt: skip
+            more = {
+                "rounded": 1,
+                "spread": rng.randint(0, 1),
+                "steps": rng.choice((0, 0, 1, 2)),
+                "push": push,
+                "early": rng.randint(0, 1),
+                "cached": rng.randint(0, 1),
+            }
             if more["steps"] == 0 and rng.random() < 0.7:
                 more["spread"] = 0
-        tiling = GroupTiling(rows, columns, terms, (along, across), stages, rng.choice((1, 1, 2, 3)) if through else 0,
-                             split, cluster, **more)  # fmt: skip
+        tiling = GroupTiling(
+            rows,
+            columns,
+            terms,
+            (along, across),
+            stages,
+            rng.choice((1, 1, 2, 3)) if through else 0,
+            split,
+            cluster,
+            **more,
+        )
         return tiling.of(made) if grouped.registers(replace(tiling, flight=min(tiling.flight, 1))) <= 255 else None
 
     def warps(rng: random.Random) -> Program | None:
@@ -140,8 +155,15 @@ def _product(made: Program) -> Draw:
         split = 1 if cluster > 1 else rng.choice((1, 1, 1, 2, 3, 4, 6, 8))
         if not 1 <= count <= 16 or size % (STEP * deep):
             return None
-        tiling = Tiling(rows, columns, size // item, (rows // high, columns // wide, deep), rng.choice((2, 3, 3, 4, 6)),
-                        split, cluster)  # fmt: skip
+        tiling = Tiling(
+            rows,
+            columns,
+            size // item,
+            (rows // high, columns // wide, deep),
+            rng.choice((2, 3, 3, 4, 6)),
+            split,
+            cluster,
+        )
         return tiling.of(made)
 
     return lambda rng: groups(rng) if rng.random() < 0.4 else warps(rng)
@@ -183,10 +205,22 @@ def _block(program: Program) -> Draw:
         chunk, warps = rng.choice((16, 32, 32, 48, 64, 96)), rng.choice((2, 4, 4, 6, 7, 8, 8, 12, 14, 16))
         first = rng.choice([a for a in (1, 2, 3, 4, 6) if warps % a == 0])
         second = rng.choice([a for a in (1, 2, 3, 4, 6, 7, 8) if warps % a == 0])
-        strip = (rng.choice([n for n in (1, 2, 4, 7, 8) if rows % n == 0]),
-                 rng.choice([n for n in (1, 2, 4, 7, 8) if columns % n == 0]))  # fmt: skip
-        shape = BlockShape(known, images, rows, columns, chunk, (warps // first, first), (warps // second, second),
-                           strip, rng.random() < 0.5, rng.choice((1, 1, 2, 3, 4)))  # fmt: skip
+        strip = (
+            rng.choice([n for n in (1, 2, 4, 7, 8) if rows % n == 0]),
+            rng.choice([n for n in (1, 2, 4, 7, 8) if columns % n == 0]),
+        )
+        shape = BlockShape(
+            known,
+            images,
+            rows,
+            columns,
+            chunk,
+            (warps // first, first),
+            (warps // second, second),
+            strip,
+            rng.random() < 0.5,
+            rng.choice((1, 1, 2, 3, 4)),
+        )
         wide = shape.chunk // shape.expand[1] // 8
         unrolled = shape.high * wide * shape.terms // 8 + shape.tall * shape.broad // 8 * shape.chunk // 8
         if not shape.fits or chunk >= known.channels + 16 or shape.shared > MOST_SHARED or unrolled > 800:
@@ -194,7 +228,11 @@ def _block(program: Program) -> Draw:
         if shape.threads * shape.beside > 2048 or shape.beside * (shape.shared + 1024) > 228 << 10:
             return None
         registers = inverted_residual_schedules._registers(shape)
-        return inverted_residual_schedules.of(program, shape) if shape.beside * shape.threads * registers <= 1.3 * 65536 else None
+        return (
+            inverted_residual_schedules.of(program, shape)
+            if shape.beside * shape.threads * registers <= 1.3 * 65536
+            else None
+        )
 
     return drawn
 
@@ -230,7 +268,9 @@ def counted(program: Program) -> float | None:
         counter, groups = GroupCounter(program, MACHINE), tuple(params["groups"])
         if "fed" in params:
             kept = {name: int(params.get(name, least)) for name, least in (("pixels", 0), ("rounds", 1), ("early", 0))}
-            fed = warp_specialized_schedules.FedTiling(rows, columns, groups[0], params["stages"], params["fed"], **kept)
+            fed = warp_specialized_schedules.FedTiling(
+                rows, columns, groups[0], params["stages"], params["fed"], **kept
+            )
             return warp_specialized_schedules.cycles(counter, window(program) if fed.pixels else None, fed)
         steps = int(params.get("steps", 1))
         if "pixels" in params:
@@ -448,10 +488,13 @@ def rebuilt(program: Program, found: dict[str, Any]) -> Program | None:
             known = {x.name: x for x in (*phase.axes, *phase.reds)}
             if {x[0] for x in (*axes, *reds)} != set(known):
                 break
-            phases.append(replace(
-                phase, axes=tuple(replace(known[n], unroll=u) for n, u in axes),
-                reds=tuple(replace(known[n], unroll=u, chains=c) for n, u, c in reds),
-            ))  # fmt: skip
+            phases.append(
+                replace(
+                    phase,
+                    axes=tuple(replace(known[n], unroll=u) for n, u in axes),
+                    reds=tuple(replace(known[n], unroll=u, chains=c) for n, u, c in reds),
+                )
+            )
         else:
             for grid in (plain.grid, ()):
                 made = replace(plain, phases=tuple(phases), grid=grid, lanes=1, params=params)
@@ -469,7 +512,9 @@ def proposed(program: Program) -> list[str]:
     from jcuts.base import knobs
 
     here = knobs.current()
-    return [p.digest[:16] for p, _ in gpu_candidates.candidates(program, MACHINE, here.max_candidates, here.top_percent)]
+    return [
+        p.digest[:16] for p, _ in gpu_candidates.candidates(program, MACHINE, here.max_candidates, here.top_percent)
+    ]
 
 
 def pool(program: Program, count: int, seed: str) -> tuple[list[Program], list[str], dict[str, float]]:

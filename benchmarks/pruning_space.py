@@ -183,9 +183,13 @@ def draw(plain: Program, rng: random.Random, lanes: int, registers: int) -> Prog
         rng.shuffle(order)
     chains = {r.name: n for r in phase.reds if (n := rng.choice([1, 1, 1, 2, 4, 8])) > 1 and unroll[r.name] % n == 0}
     drawn = loop_schedule.Schedule(
-        width, lane.name, tuple(sorted(tile.items())), tuple(order), tuple(sorted(unroll.items())),
+        width,
+        lane.name,
+        tuple(sorted(tile.items())),
+        tuple(order),
+        tuple(sorted(unroll.items())),
         tuple(sorted(chains.items())),
-    )  # fmt: skip
+    )
     program = loop_schedule.apply(plain, drawn)
     return program if _is_fair(program.phases[0], registers) else None
 

@@ -35,13 +35,20 @@ class _NotGiven:
 _NOT_GIVEN: Any = _NotGiven()
 
 
-def optimize(fn: Callable[..., Any] = _NOT_GIVEN, *, mode: str = "mixed",
-             static_argnums: int | Sequence[int] | None = None,
-             static_argnames: str | Iterable[str] | None = None,
-             donate_argnums: int | Sequence[int] | None = None,
-             workspace_limit: int | None = None, total_workspace: int | None = None,
-             convolution_accuracy: str = "exact",
-             tune: str = "auto", tolerance: float = 2.0, strict: bool = False) -> Any:
+def optimize(
+    fn: Callable[..., Any] = _NOT_GIVEN,
+    *,
+    mode: str = "mixed",
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    workspace_limit: int | None = None,
+    total_workspace: int | None = None,
+    convolution_accuracy: str = "exact",
+    tune: str = "auto",
+    tolerance: float = 2.0,
+    strict: bool = False,
+) -> Any:
     """Make a JAX function faster; use it like ``jax.jit``, as a decorator with or without arguments.
 
     Args:
@@ -67,12 +74,18 @@ def optimize(fn: Callable[..., Any] = _NOT_GIVEN, *, mode: str = "mixed",
     Raises: UsageError for impossible options, NotJaxError if ``fn`` cannot be a JAX function.
     """
     _warn_of_misspelt_variables()
-    settings = Settings(mode=mode, tune=tune, tolerance=tolerance, workspace_limit=workspace_limit,
-                        total_workspace=total_workspace, convolution_accuracy=convolution_accuracy, strict=strict)
+    settings = Settings(
+        mode=mode,
+        tune=tune,
+        tolerance=tolerance,
+        workspace_limit=workspace_limit,
+        total_workspace=total_workspace,
+        convolution_accuracy=convolution_accuracy,
+        strict=strict,
+    )
     if static_argnames is not None and not isinstance(static_argnames, str):
         static_argnames = tuple(static_argnames)
-    options = {"static_argnums": static_argnums, "static_argnames": static_argnames,
-               "donate_argnums": donate_argnums}
+    options = {"static_argnums": static_argnums, "static_argnames": static_argnames, "donate_argnums": donate_argnums}
 
     def wrap(target: Callable[..., Any]) -> Optimized:
         _check_function(target)
@@ -131,11 +144,20 @@ _told: set[str] = set()
 
 def _check_function(fn: Any) -> None:
     if not callable(fn):
-        raise NotJaxError(f"optimize needs a function, not an object of type {type(fn).__name__}: decorate a function, "
-                          "or call optimize(mode=...) with keywords only", value=fn)
+        raise NotJaxError(
+            f"optimize needs a function, not an object of type {type(fn).__name__}: decorate a function, "
+            "or call optimize(mode=...) with keywords only",
+            value=fn,
+        )
     call = fn if inspect.isroutine(fn) else getattr(fn, "__call__", fn)  # noqa: B004
-    for kind, test in (("coroutine", inspect.iscoroutinefunction), ("generator", inspect.isgeneratorfunction),
-                       ("asynchronous generator", inspect.isasyncgenfunction)):
+    for kind, test in (
+        ("coroutine", inspect.iscoroutinefunction),
+        ("generator", inspect.isgeneratorfunction),
+        ("asynchronous generator", inspect.isasyncgenfunction),
+    ):
         if test(fn) or test(call):
-            raise NotJaxError(f"{function_name(fn)} is a {kind} function: JAX traces functions that return arrays",
-                              function=function_name(fn), kind=kind)
+            raise NotJaxError(
+                f"{function_name(fn)} is a {kind} function: JAX traces functions that return arrays",
+                function=function_name(fn),
+                kind=kind,
+            )

@@ -364,9 +364,13 @@ def each_kernel(planned: Sequence[pipeline_passes.Level], closed: Any, inputs: S
                 here = [v.aval.str_short() for v in level.closed.jaxpr.invars]
                 if level is top and here == [v.aval.str_short() for v in closed.jaxpr.invars]:
                     part = jaxapi.make_closed(
-                        level.closed.jaxpr.constvars, level.closed.jaxpr.invars, subset.inputs, level.closed.jaxpr.eqns,
-                        level.closed.consts, like=level.closed,
-                    )  # fmt: skip
+                        level.closed.jaxpr.constvars,
+                        level.closed.jaxpr.invars,
+                        subset.inputs,
+                        level.closed.jaxpr.eqns,
+                        level.closed.consts,
+                        like=level.closed,
+                    )
                     feed = jax.jit(lambda *xs, part=part: jaxapi.eval_closed(part, *xs))
                     for k in range(min(len(kinds), len(inputs))):  # from the end: special and huge inputs too
                         own[-1 - k] = _leaves(feed(*inputs[-1 - k]))

@@ -147,9 +147,12 @@ def _store(path: Path, found: dict[str, dict[str, float]]) -> None:
             raise
     except OSError as error:
         unusable_cache(
-            log, "nothing can be kept in %s (%s): every process measures and compiles again", path.parent, error,
+            log,
+            "nothing can be kept in %s (%s): every process measures and compiles again",
+            path.parent,
+            error,
             folder=path.parent,
-        )  # fmt: skip
+        )
 
 
 def _read(path: Path) -> str:

@@ -56,8 +56,14 @@ def run(arguments: argparse.Namespace) -> int:
         )
         for name, size, seconds in zip(split.names, split.sizes, split.each, strict=True)
     ]
-    out.print(table(f"{arguments.batch} samples over {len(times)} devices", ("device", "samples", "time", ""), rows,
-                    right=(1, 2)))  # fmt: skip
+    out.print(
+        table(
+            f"{arguments.batch} samples over {len(times)} devices",
+            ("device", "samples", "time", ""),
+            rows,
+            right=(1, 2),
+        )
+    )
     out.print(_summary(split), markup=False)
     out.print(f"times: {where}", markup=False)
     return 0

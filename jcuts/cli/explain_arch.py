@@ -26,7 +26,9 @@ def run(fn: Any, positional: tuple[Any, ...], keywords: dict[str, Any], argument
     from jcuts.pipeline import offline_ranking
 
     arch = load_gpu(arguments.arch)
-    found = offline_ranking.rank(getattr(fn, "__wrapped__", fn), *positional, arch=arch, limit=arguments.limit, **keywords)
+    found = offline_ranking.rank(
+        getattr(fn, "__wrapped__", fn), *positional, arch=arch, limit=arguments.limit, **keywords
+    )
     console().print(_table(found))
     if found.why is not None:
         stand_in = f"; registers and shared memory are those of {found.target}" if found.target else ""
@@ -52,8 +54,9 @@ def _table(found: Any) -> Any:
         pul = "" if best.pul is None else f"{best.pul:.3f}"
         seconds = "" if best.seconds is None else duration(best.seconds)
         registers = str(best.registers or "")
-        rows.append((str(operation.count), text, pul, seconds, registers, f"{best.score:.3f}",
-                     best.rejected or best.schedule))  # fmt: skip
+        rows.append(
+            (str(operation.count), text, pul, seconds, registers, f"{best.score:.3f}", best.rejected or best.schedule)
+        )
     assembled = f"assembled for {found.target}" if found.target else "not assembled"
     title = f"{found.arch}, {assembled}: the best candidate of every operation"
     return table(title, ("n", "operations", "PUL", "time", "regs", "score", "schedule"), rows, right=(0, 2, 3, 4, 5))

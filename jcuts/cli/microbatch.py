@@ -217,11 +217,18 @@ def _show_front(row: Row) -> None:
 def _ls(database: Database) -> int:
     out = console()
     entries = database.entries()
-    out.print(table(f"{database.path}: devices", ("device", "entries"), [
-        (str(device), str(sum(entry.device == device for entry in entries))) for device in database.devices()
-    ], right=(1,)))  # fmt: skip
-    networks = [(n.name, str(len(n.uses)), ", ".join(str(b) for b in sorted({u.batch for u in n.uses})))
-                for n in database.networks()]  # fmt: skip
+    out.print(
+        table(
+            f"{database.path}: devices",
+            ("device", "entries"),
+            [(str(device), str(sum(entry.device == device for entry in entries))) for device in database.devices()],
+            right=(1,),
+        )
+    )
+    networks = [
+        (n.name, str(len(n.uses)), ", ".join(str(b) for b in sorted({u.batch for u in n.uses})))
+        for n in database.networks()
+    ]
     out.print(table("networks", ("network", "kernels", "batch"), networks, right=(1,)))
     sizes: dict[Convolution, list[int]] = {}
     for entry in entries:

@@ -27,7 +27,7 @@ MOST_BETWEEN = 48
 
 def attended(
     graph: TensorGraph, cover: Sequence[tuple[Subset, Program]], fuel: Callable[[], bool] = lambda: True
-) -> Cover:  # fmt: skip
+) -> Cover:
     """The cover in which every attention that a GPU kernel can take is one subset.
 
     What is left of a subset that gave operations away becomes a subset of its own, or several.

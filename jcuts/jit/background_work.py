@@ -24,8 +24,9 @@ class Early:
         quiet: names of those that leave the device alone: they also go on beside measurements.
     """
 
-    def __init__(self, pieces: Mapping[str, Callable[[], object]], light: Collection[str] = (),
-                 quiet: Collection[str] = ()) -> None:
+    def __init__(
+        self, pieces: Mapping[str, Callable[[], object]], light: Collection[str] = (), quiet: Collection[str] = ()
+    ) -> None:
         self._stopped = self._given = False  # no piece begins any more; only light and quiet ones do
         self._light, self._quiet = {*light, *quiet}, {*quiet}
         self._running = ""

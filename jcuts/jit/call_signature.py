@@ -42,8 +42,10 @@ class Arguments:
         """The dynamic arguments, and position or name and value of the static ones."""
         nums, names = self._static
         where = {n % len(args) for n in nums if -len(args) <= n < len(args)}
-        dynamic = (tuple(a for i, a in enumerate(args) if i not in where),
-                   {k: v for k, v in kwargs.items() if k not in names})
+        dynamic = (
+            tuple(a for i, a in enumerate(args) if i not in where),
+            {k: v for k, v in kwargs.items() if k not in names},
+        )
         statics = (*((i, args[i]) for i in sorted(where)), *((k, kwargs[k]) for k in sorted(kwargs) if k in names))
         return dynamic, statics
 
@@ -57,7 +59,9 @@ class Arguments:
                 raise UsageError(
                     f"static argument {name!r} of {function_name(self._fn)} has the unhashable type "
                     f"{type(value).__name__}: pass a hashable value (a tuple for a list), or make it dynamic",
-                    argument=name, value=value) from error
+                    argument=name,
+                    value=value,
+                ) from error
         leaves, tree = jax.tree.flatten(dynamic)
         described = tuple(self._leaf(x, args, kwargs) for x in leaves)
         return Signature((tree, len(args), tuple(sorted(kwargs))), described, statics)
@@ -70,7 +74,9 @@ class Arguments:
                 f"argument {self._name_of(x, args, kwargs)} of {function_name(self._fn)} has the type "
                 f"{type(x).__name__}, which is not an array: pass "
                 "arrays and numbers, or name the argument in static_argnums or static_argnames",
-                type=type(x).__name__, function=function_name(self._fn)) from error
+                type=type(x).__name__,
+                function=function_name(self._fn),
+            ) from error
         place = x.sharding if isinstance(x, jax.Array) and (x.committed or len(x.sharding.device_set) > 1) else None
         return aval, place
 
@@ -103,13 +109,16 @@ class Arguments:
 
     def copies(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with copies in place of donated arrays, for a call that may spoil them."""
+
         def copy(tree: Any) -> Any:
             return jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, tree)
 
         nums, names = self._donated
         positions = {n % len(args) for n in nums if -len(args) <= n < len(args)}
-        return (tuple(copy(a) if i in positions else a for i, a in enumerate(args)),
-                {k: copy(v) if k in names else v for k, v in kwargs.items()})
+        return (
+            tuple(copy(a) if i in positions else a for i, a in enumerate(args)),
+            {k: copy(v) if k in names else v for k, v in kwargs.items()},
+        )
 
 
 def platform_of(signature: Signature) -> str:

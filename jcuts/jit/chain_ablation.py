@@ -130,7 +130,10 @@ def _is_gain(*ratios: measure_statistics.Samples) -> bool:
 
 
 def _with(
-    decision: Decision, single: str, ratios: measure_statistics.Samples, waited: tuple[measure_statistics.Samples, float, float] | None = None
+    decision: Decision,
+    single: str,
+    ratios: measure_statistics.Samples,
+    waited: tuple[measure_statistics.Samples, float, float] | None = None,
 ) -> Decision:
     """The decision with what was measured of single calls.
 
@@ -145,7 +148,9 @@ def _with(
     is_better = waited is not None and _is_gain(ratios, waited[0])
     if waited is None:
         text += (
-            ": chains are faster" if ratios.median < 1 - _margin(paired_timing.error(ratios)) else ": equal within the noise"
+            ": chains are faster"
+            if ratios.median < 1 - _margin(paired_timing.error(ratios))
+            else ": equal within the noise"
         )
     else:
         verdict = "single calls are faster" if is_better else "chains lose no more than they gain there"

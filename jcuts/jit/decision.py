@@ -83,20 +83,34 @@ class Decision:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for the database and for ``explain``."""
-        return {"chosen": self.chosen, "reason": self.reason, "seconds": dict(self.seconds), "margin": self.margin,
-                "rejected": dict(self.rejected), "measured": self.measured,
-                "speed": {k: list(v) for k, v in self.speed.items()}, "noisy": self.noisy, "tries": self.tries,
-                "is_final": self.is_final}
+        return {
+            "chosen": self.chosen,
+            "reason": self.reason,
+            "seconds": dict(self.seconds),
+            "margin": self.margin,
+            "rejected": dict(self.rejected),
+            "measured": self.measured,
+            "speed": {k: list(v) for k, v in self.speed.items()},
+            "noisy": self.noisy,
+            "tries": self.tries,
+            "is_final": self.is_final,
+        }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Decision | None:
         """The decision, or None if the stored data has another form."""
         try:
             speed = {str(k): tuple(float(x) for x in v) for k, v in dict(data.get("speed", {})).items()}
-            return cls(str(data["chosen"]), str(data["reason"]),
-                       {str(k): float(v) for k, v in dict(data["seconds"]).items()}, float(data["margin"]),
-                       {str(k): str(v) for k, v in dict(data["rejected"]).items()}, bool(data["measured"]),
-                       {k: (v[0], v[1], v[2]) for k, v in speed.items()}, bool(data.get("noisy", False)),
-                       int(data.get("tries", 1)))
+            return cls(
+                str(data["chosen"]),
+                str(data["reason"]),
+                {str(k): float(v) for k, v in dict(data["seconds"]).items()},
+                float(data["margin"]),
+                {str(k): str(v) for k, v in dict(data["rejected"]).items()},
+                bool(data["measured"]),
+                {k: (v[0], v[1], v[2]) for k, v in speed.items()},
+                bool(data.get("noisy", False)),
+                int(data.get("tries", 1)),
+            )
         except (KeyError, TypeError, ValueError, IndexError):
             return None

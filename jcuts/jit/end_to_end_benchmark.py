@@ -39,7 +39,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "graphs": {
             "xla_gpu_graph_min_graph_size": 1,
             "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,WHILE,"
-                                             "DYNAMIC_SLICE_FUSION,CONVOLUTION",
+            "DYNAMIC_SLICE_FUSION,CONVOLUTION",
         },
         "graphs2": {
             "xla_gpu_graph_min_graph_size": 1,
@@ -65,11 +65,19 @@ _CLEAR = 1.5
 _LEAST_GAIN = 0.02
 
 
-def decide(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]],
-           *, donates: bool, seconds: float = 0.6, limit: float = 60.0, chunk: float = 3e-4,
-           verify: Callable[[str, Any, Any], str | None] | None = None, options_gain: float = OPTIONS_GAIN,
-           barred: Mapping[str, str] = MappingProxyType({}),
-           clock: Callable[[], float] = time.perf_counter) -> Decision:
+def decide(
+    calls: Mapping[str, Callable[..., Any]],
+    fresh_args: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]],
+    *,
+    donates: bool,
+    seconds: float = 0.6,
+    limit: float = 60.0,
+    chunk: float = 3e-4,
+    verify: Callable[[str, Any, Any], str | None] | None = None,
+    options_gain: float = OPTIONS_GAIN,
+    barred: Mapping[str, str] = MappingProxyType({}),
+    clock: Callable[[], float] = time.perf_counter,
+) -> Decision:
     """Time whole programs on the same arguments and choose.
 
     Args:
@@ -93,6 +101,7 @@ def decide(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], tup
     quick: dict[str, float] = {}  # shorter of two runs of the programs without options
     start = clock()
     for name in sorted(calls, key=lambda name: ":" in name):
+
         def run(call: Callable[..., Any] = calls[name]) -> Any:
             args, kwargs = fresh_args()
             return jax.block_until_ready(call(*args, **kwargs))
@@ -121,8 +130,10 @@ def decide(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], tup
     warm = paired_timing.warm(runs, clock)
     best = min((min(times) for name, times in warm.items() if name not in barred), default=min(warm[XLA]))
     for name in [n for n, times in warm.items() if min(times) > _HOPELESS * best and n != XLA]:
-        rejected[name] = (f"{min(warm[name]) / best:.1f} times the time of the best program in the shortest of "
-                          f"{len(warm[name])} runs ({ms(min(warm[name]))} against {ms(best)})")
+        rejected[name] = (
+            f"{min(warm[name]) / best:.1f} times the time of the best program in the shortest of "
+            f"{len(warm[name])} runs ({ms(min(warm[name]))} against {ms(best)})"
+        )
         del runs[name]
     if len(runs) == 1:
         return _choose({name: measure_statistics.Samples(tuple(warm[name])) for name in runs}, rejected)
@@ -133,7 +144,9 @@ def decide(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], tup
 
     def sample(names: Sequence[str], seconds: float) -> dict[str, measure_statistics.Samples]:
         chosen = {name: calls[name] for name in names}
-        return paired_timing.sample(chosen, fresh_args, paired_timing.executions(best, chunk), donates, seconds, rounds, clock)
+        return paired_timing.sample(
+            chosen, fresh_args, paired_timing.executions(best, chunk), donates, seconds, rounds, clock
+        )
 
     first = _choose(sample(list(runs), seconds / 3 if is_clear else seconds), rejected, barred)
     if first.chosen == XLA or (is_clear and first.speed[first.chosen][1] > _HOPELESS) or clock() - start > limit:
@@ -144,8 +157,9 @@ def decide(calls: Mapping[str, Callable[..., Any]], fresh_args: Callable[[], tup
     base = second.seconds[XLA]
     others = {name: base / ratio[0] for name, ratio in first.speed.items() if name not in second.seconds}
     noisy = first.noisy or second.noisy or second.chosen == XLA
-    return dataclasses.replace(second, seconds={**second.seconds, **others}, speed={**first.speed, **second.speed},
-                               noisy=noisy)
+    return dataclasses.replace(
+        second, seconds={**second.seconds, **others}, speed={**first.speed, **second.speed}, noisy=noisy
+    )
 
 
 def _not_worth_options(base: str, quick: Mapping[str, float], gain: float, barred: Mapping[str, str]) -> str | None:
@@ -158,8 +172,11 @@ def _not_worth_options(base: str, quick: Mapping[str, float], gain: float, barre
     return None
 
 
-def _choose(samples: Mapping[str, measure_statistics.Samples], rejected: dict[str, str],
-            barred: Mapping[str, str] = MappingProxyType({})) -> Decision:
+def _choose(
+    samples: Mapping[str, measure_statistics.Samples],
+    rejected: dict[str, str],
+    barred: Mapping[str, str] = MappingProxyType({}),
+) -> Decision:
     """The fastest by paired ratios; the plainer program where they tell two apart by less than the margin."""
     allowed = [name for name in samples if name not in barred] or list(samples)
     plain = samples[XLA]
@@ -173,7 +190,8 @@ def _choose(samples: Mapping[str, measure_statistics.Samples], rejected: dict[st
         margins[name] = min(measure_statistics.MOST_MARGIN, max(_LEAST_GAIN, paired_timing.error(against)))
         # Leaving plain jax.jit asks for more: its undisturbed runs must have been beaten too.
         return against.median <= 1 + margins[name] or (
-            name == XLA and plain.quartiles[0] <= samples[best].quartiles[0] * (1 + _LEAST_GAIN))
+            name == XLA and plain.quartiles[0] <= samples[best].quartiles[0] * (1 + _LEAST_GAIN)
+        )
 
     chosen = next(name for name in allowed if name == best or is_equal(name))
     if chosen != XLA:  # with options it is as plain as without: noise says nothing against those that look better
@@ -184,12 +202,21 @@ def _choose(samples: Mapping[str, measure_statistics.Samples], rejected: dict[st
     noisy = scattered and speed[chosen][1] < _CLEAR
     seconds = {name: plain.median / s[0] for name, s in speed.items()}
     reason = _reason(chosen, best, speed, len(plain.seconds), rejected)
-    return Decision(chosen, reason, seconds, max(margins.values(), default=_LEAST_GAIN), rejected, measured=True,
-                    speed=speed, noisy=noisy)
+    return Decision(
+        chosen,
+        reason,
+        seconds,
+        max(margins.values(), default=_LEAST_GAIN),
+        rejected,
+        measured=True,
+        speed=speed,
+        noisy=noisy,
+    )
 
 
-def _reason(chosen: str, best: str, speed: Mapping[str, tuple[float, float, float]], runs: int,
-            rejected: Mapping[str, str]) -> str:
+def _reason(
+    chosen: str, best: str, speed: Mapping[str, tuple[float, float, float]], runs: int, rejected: Mapping[str, str]
+) -> str:
     def text(name: str) -> str:
         middle, low, high = speed[name]
         return f"{middle:.2f} times as fast as plain jax.jit ({low:.2f} to {high:.2f} in half of {runs} pairs of runs)"
@@ -199,7 +226,11 @@ def _reason(chosen: str, best: str, speed: Mapping[str, tuple[float, float, floa
         return f"every other program is out: {'; '.join(dropped)}" if dropped else "no other candidate"
     if chosen == XLA:
         other = max((n for n in speed if n != XLA), key=lambda n: speed[n][0])
-        but = ", but no faster in the undisturbed quarter of them" if speed[other][0] > 1 + measure_statistics.MOST_MARGIN else ""
+        but = (
+            ", but no faster in the undisturbed quarter of them"
+            if speed[other][0] > 1 + measure_statistics.MOST_MARGIN
+            else ""
+        )
         return f"nothing was faster than plain jax.jit beyond the noise; {other} was {text(other)}{but}"
     return text(chosen) + ("" if best == chosen else f"; {best} ({speed[best][0]:.2f}) is equal within the noise")
 

@@ -53,8 +53,13 @@ class Optimized:
         __wrapped__: the user's function.
     """
 
-    def __init__(self, fn: Callable[..., Any], settings: Settings, jit_options: dict[str, Any],
-                 store: end_to_end_benchmark.GuardStore | None = None) -> None:
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        settings: Settings,
+        jit_options: dict[str, Any],
+        store: end_to_end_benchmark.GuardStore | None = None,
+    ) -> None:
         functools.update_wrapper(self, fn)
         self.settings = settings
         self._fn = fn
@@ -132,8 +137,12 @@ class Optimized:
         closed = original = self._closed(args, kwargs)
         if knobs.current().disable:
             decision = end_to_end_benchmark.Decision(end_to_end_benchmark.XLA, "JCUTS_DISABLE is set")
-            report = FunctionReport(function_name(self._fn), self.settings.mode, platform_of(signature),
-                                    notes=("left to XLA: JCUTS_DISABLE is set",))
+            report = FunctionReport(
+                function_name(self._fn),
+                self.settings.mode,
+                platform_of(signature),
+                notes=("left to XLA: JCUTS_DISABLE is set",),
+            )
             return _with_decision(report, decision)
         parts = shard_local.split(closed, self._arguments.placement(args, kwargs))
         if not isinstance(parts, str):
@@ -145,8 +154,9 @@ class Optimized:
             outcome = plan(closed, self._carriers.settings_for(form), platform, may_measure=False)
         report = outcome.report
         if report is None:
-            report = FunctionReport(function_name(self._fn), self.settings.mode, platform_of(signature),
-                                    notes=(outcome.note,))
+            report = FunctionReport(
+                function_name(self._fn), self.settings.mode, platform_of(signature), notes=(outcome.note,)
+            )
         return _with_decision(report, decision)
 
     @staticmethod
@@ -232,8 +242,9 @@ class Optimized:
         waiting = self._waiting.get(signature)
         return None if waiting is None or time.monotonic() >= waiting.again else (waiting.program, waiting.decision)
 
-    def _decide(self, signature: Signature, args: Any, kwargs: Any, *,
-                measure: bool, force: bool = False) -> tuple[Program, end_to_end_benchmark.Decision]:
+    def _decide(
+        self, signature: Signature, args: Any, kwargs: Any, *, measure: bool, force: bool = False
+    ) -> tuple[Program, end_to_end_benchmark.Decision]:
         call = Call(signature, args, kwargs, self._arguments.placement(args, kwargs), platform_of(signature))
         waited = self._waiting.pop(signature, None)
         if waited is not None and waited.program.name != end_to_end_benchmark.XLA:

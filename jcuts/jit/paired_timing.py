@@ -104,7 +104,9 @@ def _sample_with_copies(
 
 def paired(times: measure_statistics.Samples, base: measure_statistics.Samples) -> measure_statistics.Samples:
     """``base / times`` of neighbouring runs: what slows both down cancels."""
-    return measure_statistics.Samples(tuple(b / max(t, 1e-12) for t, b in zip(times.seconds, base.seconds, strict=True)))
+    return measure_statistics.Samples(
+        tuple(b / max(t, 1e-12) for t, b in zip(times.seconds, base.seconds, strict=True))
+    )
 
 
 def error(ratios: measure_statistics.Samples) -> float:

@@ -55,10 +55,12 @@ class Watch:
         elif waited >= LINE_AFTER and not self.told and stage != "wait":
             self.told = True
             log.warning(
-                'tuning %d kernels for %s, first call only; cached in %s.  JCUTS_MAX_CANDIDATES=2, '
+                "tuning %d kernels for %s, first call only; cached in %s.  JCUTS_MAX_CANDIDATES=2, "
                 'JCUTS_TOP_PERCENT=2 or tune="cached" make it shorter (JCUTS_PROGRESS=0: no such line)',
-                self.kernels, self.name, knobs.current().cache_dir,
-            )  # fmt: skip
+                self.kernels,
+                self.name,
+                knobs.current().cache_dir,
+            )
 
     def close(self) -> None:
         """Takes the bars away."""

@@ -51,8 +51,9 @@ class Carriers:
         """A carrier under ``jax.jit`` with the user's options. Args: more: options besides."""
         return jax.jit(carrier, **self._options, **more)
 
-    def of_call(self, placement: Placement | None, form: Form | None = None, *,
-                decided: bool = False) -> Callable[..., Any]:
+    def of_call(
+        self, placement: Placement | None, form: Form | None = None, *, decided: bool = False
+    ) -> Callable[..., Any]:
         """A function to jit.  ``decided``: called by the slow path, which has traced the user's function already."""
         fn, settings = self._fn, self.settings_for(form)
 

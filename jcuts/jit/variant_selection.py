@@ -78,8 +78,14 @@ class Deciding:
     Attributes: carriers: the programs that compete.
     """
 
-    def __init__(self, fn: Callable[..., Any], settings: Settings, options: dict[str, Any], arguments: Arguments,
-                 store: end_to_end_benchmark.GuardStore | None) -> None:
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        settings: Settings,
+        options: dict[str, Any],
+        arguments: Arguments,
+        store: end_to_end_benchmark.GuardStore | None,
+    ) -> None:
         self.settings = settings
         self.carriers = Carriers(fn, settings, options)
         self._fn = fn
@@ -95,7 +101,9 @@ class Deciding:
         if knobs.current().disable:
             return end_to_end_benchmark.Decision(end_to_end_benchmark.XLA, "JCUTS_DISABLE is set")
         if jaxapi.jit_disabled():
-            return end_to_end_benchmark.Decision(end_to_end_benchmark.JCUTS, "jax.disable_jit is in force: nothing is compiled")
+            return end_to_end_benchmark.Decision(
+                end_to_end_benchmark.JCUTS, "jax.disable_jit is in force: nothing is compiled"
+            )
         traced = self.carriers.plain.trace(*call.args, **call.kwargs)
         closed = traced.jaxpr
         leaves = self._arguments.leaves(call.args, call.kwargs)
@@ -109,12 +117,18 @@ class Deciding:
             return planned
         if measure and any(getattr(o.report, "postponed", False) for o in planned.outcomes):
             name = end_to_end_benchmark.XLA if self.settings.mode == "mixed" else end_to_end_benchmark.JCUTS
-            return end_to_end_benchmark.Decision(name, "kernels could not be measured now: a later call tunes", deferred=True)
+            return end_to_end_benchmark.Decision(
+                name, "kernels could not be measured now: a later call tunes", deferred=True
+            )
         if self.settings.mode != "mixed":
-            return end_to_end_benchmark.Decision(end_to_end_benchmark.JCUTS, f"mode={self.settings.mode!r} is not compared as a whole")
+            return end_to_end_benchmark.Decision(
+                end_to_end_benchmark.JCUTS, f"mode={self.settings.mode!r} is not compared as a whole"
+            )
         stored = self._stored(key, call.platform, planned.uses_jcuts)
         if not measure:
-            return stored or end_to_end_benchmark.Decision(end_to_end_benchmark.JCUTS, f"tune={self.settings.tune!r}: nothing was timed")
+            return stored or end_to_end_benchmark.Decision(
+                end_to_end_benchmark.JCUTS, f"tune={self.settings.tune!r}: nothing was timed"
+            )
         if (why := self._not_timed(closed, leaves)) is not None:
             return end_to_end_benchmark.Decision(end_to_end_benchmark.JCUTS, why)
         if stored is not None and not force and (stored.is_final or key in _decided_here):
@@ -125,15 +139,26 @@ class Deciding:
             self._guard_store().put_guard(key, decision.to_dict())
         return decision
 
-    def _planned(self, call: Call, closed: jaxapi.Closed, leaves: Sequence[Any], exact: variant_space.Exact, key: str,
-                 measure: bool, force: bool) -> Planned | end_to_end_benchmark.Decision:
+    def _planned(
+        self,
+        call: Call,
+        closed: jaxapi.Closed,
+        leaves: Sequence[Any],
+        exact: variant_space.Exact,
+        key: str,
+        measure: bool,
+        force: bool,
+    ) -> Planned | end_to_end_benchmark.Decision:
         """The forms of a function that may race, or what was decided without planning them."""
         if call.placement.shardings:
             parts = shard_local.split(closed, call.placement)
             if isinstance(parts, str):
-                return end_to_end_benchmark.Decision(end_to_end_benchmark.JCUTS, f"arguments on several devices and {parts}: left to XLA")
+                return end_to_end_benchmark.Decision(
+                    end_to_end_benchmark.JCUTS, f"arguments on several devices and {parts}: left to XLA"
+                )
             outcomes = shard_local.plan_parts(
-                parts, lambda part: plan(part, self.settings, call.platform, may_measure=measure))
+                parts, lambda part: plan(part, self.settings, call.platform, may_measure=measure)
+            )
             uses_jcuts = any(o.closed is not p.closed for o, p in zip(outcomes, parts.parts, strict=True))
             return Planned.plain(outcomes, uses_jcuts)
         if measure and self._may_race(closed, leaves, call.platform):
@@ -154,7 +179,9 @@ class Deciding:
         outcome = plan(closed, self.settings, call.platform, may_measure=measure, examples=leaves)
         return Planned.plain([outcome], outcome.closed is not closed)
 
-    def _has_kernels(self, stored: end_to_end_benchmark.Decision, closed: jaxapi.Closed, leaves: Sequence[Any], platform: str) -> bool:
+    def _has_kernels(
+        self, stored: end_to_end_benchmark.Decision, closed: jaxapi.Closed, leaves: Sequence[Any], platform: str
+    ) -> bool:
         """Whether all that the chosen program consists of was measured: other constants may have made other subsets."""
         if variant_space.is_xla(stored.chosen):
             return True
@@ -162,8 +189,15 @@ class Deciding:
         outcome = plan(closed, settings, platform, may_measure=False, examples=leaves)
         return not any(s.why == NOT_MEASURED for s in getattr(outcome.report, "subsets", ()))
 
-    def _compared(self, call: Call, closed: jaxapi.Closed, leaves: Sequence[Any], exact: variant_space.Exact,
-                  planned: Planned, again: end_to_end_benchmark.Decision | None) -> end_to_end_benchmark.Decision:
+    def _compared(
+        self,
+        call: Call,
+        closed: jaxapi.Closed,
+        leaves: Sequence[Any],
+        exact: variant_space.Exact,
+        planned: Planned,
+        again: end_to_end_benchmark.Decision | None,
+    ) -> end_to_end_benchmark.Decision:
         """What the last guard says. Args: again: a noisy decision, of whose programs those race that may still win."""
         names, start = variant_space.programs(planned.racing, variant_space.options(call.platform)), time.monotonic()
         out = variant_space.names_behind(names, planned.behind)
@@ -171,7 +205,11 @@ class Deciding:
         if call.platform == "cpu" and self._has_every(planned.outcomes, closed, leaves):
             names.append(variant_space.name_of(variant_space.EVERY))
         barred = variant_space.barred(names, planned.rows if planned.racing else {}, self.settings)
-        open_ = [n for n in (again.open_between(names) if again else names) if n == end_to_end_benchmark.XLA or n not in barred]
+        open_ = [
+            n
+            for n in (again.open_between(names) if again else names)
+            if n == end_to_end_benchmark.XLA or n not in barred
+        ]
         decision = self._race(call, open_, exact, barred)
         if single := chain_ablation.rival(decision, planned.joined):
             decision = self._with_single_calls(call, decision, single, exact)
@@ -183,8 +221,13 @@ class Deciding:
 
     def meanwhile(self, call: Call, exact: variant_space.Exact | None) -> dict[str, Callable[[], object]]:
         """What the GPU can do for the last guard while this thread plans: all that has to do with plain XLA alone."""
-        names = [*(f"{end_to_end_benchmark.XLA}:{option}" for option in variant_space.options(call.platform)), end_to_end_benchmark.XLA]
-        more = autotune_cache.sharing()  # the first leaves its algorithms to other processes, the next finds them in memory
+        names = [
+            *(f"{end_to_end_benchmark.XLA}:{option}" for option in variant_space.options(call.platform)),
+            end_to_end_benchmark.XLA,
+        ]
+        more = (
+            autotune_cache.sharing()
+        )  # the first leaves its algorithms to other processes, the next finds them in memory
         programs = {name: self.carriers.program(name, call.placement, call.platform, more).call for name in names}
         lowered = {name: program.lower(*call.args, **call.kwargs) for name, program in programs.items()}
         compiled: dict[str, Any] = {}
@@ -200,9 +243,14 @@ class Deciding:
         todo |= {f"{n} run": functools.partial(first_run, n) for n in names}
         return todo | ({FLOAT64: exact.compile, FLOAT64_RUN: exact.ahead} if exact is not None else {})
 
-    def _plan_forms(self, closed: jaxapi.Closed, leaves: Sequence[Any], platform: str,
-                    worth: Sequence[Form | None], meanwhile: background_work.Early
-                    ) -> tuple[dict[Form | None, Any], list[Any]]:
+    def _plan_forms(
+        self,
+        closed: jaxapi.Closed,
+        leaves: Sequence[Any],
+        platform: str,
+        worth: Sequence[Form | None],
+        meanwhile: background_work.Early,
+    ) -> tuple[dict[Form | None, Any], list[Any]]:
         """The forms worth a race, and the outcomes of all: one that could not be measured may change nothing."""
         outcomes = []
 
@@ -235,12 +283,18 @@ class Deciding:
 
     def _may_race(self, closed: jaxapi.Closed, leaves: Sequence[Any], platform: str) -> bool:
         """Whether programs of several forms may compete: on GPUs, where whole functions are timed."""
-        return self.settings.mode == "mixed" and platform in variant_space.GPUS and self._not_timed(closed, leaves) is None
+        return (
+            self.settings.mode == "mixed" and platform in variant_space.GPUS and self._not_timed(closed, leaves) is None
+        )
 
     def _has_every(self, outcomes: Sequence[Any], closed: jaxapi.Closed, leaves: Sequence[Any]) -> bool:
         """Whether a program with kernels that lost to XLA by little is worth a race, and another one than the plain."""
         plain = outcomes[0].report if len(outcomes) == 1 else None
-        if not isinstance(plain, FunctionReport) or microbatch_convs.is_asked(self.settings) or not variant_space.lost_by_little(plain):
+        if (
+            not isinstance(plain, FunctionReport)
+            or microbatch_convs.is_asked(self.settings)
+            or not variant_space.lost_by_little(plain)
+        ):
             return False
         every = plan(closed, self.carriers.settings_for(variant_space.EVERY), "cpu", may_measure=True, examples=leaves)
         return every.closed is not closed and every.report.source != plain.source
@@ -252,27 +306,44 @@ class Deciding:
         mine = {name: {} if variant_space.is_xla(name) else more for name in names}
         calls = {name: self.carriers.program(name, call.placement, call.platform, mine[name]).call for name in names}
         if on_gpu:
-            compile_ahead({name: functools.partial(program.lower, *call.args, **call.kwargs)
-                                 for name, program in calls.items()})
+            compile_ahead(
+                {name: functools.partial(program.lower, *call.args, **call.kwargs) for name, program in calls.items()}
+            )
         return {name: program.permitted for name, program in calls.items()}
 
-    def _race(self, call: Call, names: Sequence[str], exact: variant_space.Exact,
-              barred: Mapping[str, str]) -> end_to_end_benchmark.Decision:
+    def _race(
+        self, call: Call, names: Sequence[str], exact: variant_space.Exact, barred: Mapping[str, str]
+    ) -> end_to_end_benchmark.Decision:
         on_gpu = call.platform in variant_space.GPUS
         # Options can do more on a GPU than everything else: there no program does without them.
-        return end_to_end_benchmark.decide(self._programs(call, names), lambda: self._arguments.copies(call.args, call.kwargs),
-                            donates=self._arguments.donates, verify=exact, barred=barred, chunk=_chunk(call.platform),
-                            options_gain=math.inf if on_gpu else end_to_end_benchmark.OPTIONS_GAIN)
+        return end_to_end_benchmark.decide(
+            self._programs(call, names),
+            lambda: self._arguments.copies(call.args, call.kwargs),
+            donates=self._arguments.donates,
+            verify=exact,
+            barred=barred,
+            chunk=_chunk(call.platform),
+            options_gain=math.inf if on_gpu else end_to_end_benchmark.OPTIONS_GAIN,
+        )
 
-    def _with_single_calls(self, call: Call, decision: end_to_end_benchmark.Decision, single: str,
-                           exact: variant_space.Exact) -> end_to_end_benchmark.Decision:
+    def _with_single_calls(
+        self, call: Call, decision: end_to_end_benchmark.Decision, single: str, exact: variant_space.Exact
+    ) -> end_to_end_benchmark.Decision:
         """The decision, or the program that won with single calls in place of chains, which is compiled for it."""
         start = time.monotonic()
-        known = {name: self.carriers.program(name, call.placement, call.platform).call.permitted
-                 for name in (end_to_end_benchmark.XLA, decision.chosen)}
-        decision = chain_ablation.compared(decision, single, known | self._programs(call, [single]),
-                                    lambda: self._arguments.copies(call.args, call.kwargs),
-                                    donates=self._arguments.donates, chunk=_chunk(call.platform), verify=exact)
+        known = {
+            name: self.carriers.program(name, call.placement, call.platform).call.permitted
+            for name in (end_to_end_benchmark.XLA, decision.chosen)
+        }
+        decision = chain_ablation.compared(
+            decision,
+            single,
+            known | self._programs(call, [single]),
+            lambda: self._arguments.copies(call.args, call.kwargs),
+            donates=self._arguments.donates,
+            chunk=_chunk(call.platform),
+            verify=exact,
+        )
         log.info("chains and single calls compared in %.2f s", time.monotonic() - start)
         return decision
 
@@ -305,8 +376,19 @@ class Deciding:
         singly = ("single calls",) if platform in variant_space.GPUS and not knobs.current().chains else ()
         numbers = numbers_of(closed)  # constants that are others in other weights, where a program is another one
         known = (f"numbers {numbers}",) if numbers else ()
-        return digest("guard", *limits, *singly, *known, jaxapi.canonical_text(closed), repr(self.settings), platform,
-                      ",".join(kinds), places, repr(self._options), repr(sorted(versions().items())))
+        return digest(
+            "guard",
+            *limits,
+            *singly,
+            *known,
+            jaxapi.canonical_text(closed),
+            repr(self.settings),
+            platform,
+            ",".join(kinds),
+            places,
+            repr(self._options),
+            repr(sorted(versions().items())),
+        )
 
 
 def _chunk(platform: str) -> float:

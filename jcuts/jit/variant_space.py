@@ -108,8 +108,9 @@ def _accepts(name: str, platform: str) -> bool:
 
 
 # -- which compete --------------------------------------------------------------------------------------------------
-def planned(closed: jaxapi.Closed, platform: str, plan: Callable[[Form | None], Any],
-            worth: Sequence[Form | None] | None = None) -> dict[Form | None, Any]:
+def planned(
+    closed: jaxapi.Closed, platform: str, plan: Callable[[Form | None], Any], worth: Sequence[Form | None] | None = None
+) -> dict[Form | None, Any]:
     """Outcomes of the forms that are worth a race, the plainest first; those that change nothing are left out.
 
     Args: plan: gives the pipeline's outcome for a form (tuning its subsets); worth: `worth_planning`, if it is known.
@@ -175,9 +176,10 @@ def lost_by_little(report: FunctionReport) -> bool:
     """
     every = [(s.xla_seconds or 0.0) * s.count for s in report.subsets]
     lost = [
-        time for s, time in zip(report.subsets, every, strict=True)
+        time
+        for s, time in zip(report.subsets, every, strict=True)
         if s.chosen == end_to_end_benchmark.XLA and s.seconds and s.xla_seconds and s.seconds <= NEAR * s.xla_seconds
-    ]  # fmt: skip
+    ]
     small = sum(r.count for r in report.refusals if r.reason == TOO_LITTLE)
     return bool(report.subsets) and (sum(lost) > LEAST_SHARE * sum(every) or small > LEAST_SHARE * report.equations)
 
@@ -234,8 +236,10 @@ def left_behind(found: Mapping[Form | None, Any]) -> dict[Form | None, str]:
         if form is not None and form.regions == "none" and _is_derived(found[best]):
             ahead = min(ahead, AHEAD_OF_NONE)
         if ours > 0.0 and gain - sums[form][1] >= ahead * ours:
-            out[form] = (f"not tried: kernels gain {sums[form][1] * 1e6:,.0f} us on XLA's code here by measured sums, "
-                         f"those of {name_of(best)} {gain * 1e6:,.0f} us (and take {ours * 1e6:,.0f} us)")
+            out[form] = (
+                f"not tried: kernels gain {sums[form][1] * 1e6:,.0f} us on XLA's code here by measured sums, "
+                f"those of {name_of(best)} {gain * 1e6:,.0f} us (and take {ours * 1e6:,.0f} us)"
+            )
     return out
 
 
@@ -257,6 +261,10 @@ def _is_derived(outcome: Any) -> bool:
 
 def _sums(outcome: Any) -> tuple[float, float]:
     """What the kernels of a program were measured to take together, and what they gain on XLA's code [s]."""
-    won = [s for s in getattr(outcome.report, "subsets", ()) if s.chosen != end_to_end_benchmark.XLA and s.origin == "measured"]
+    won = [
+        s
+        for s in getattr(outcome.report, "subsets", ())
+        if s.chosen != end_to_end_benchmark.XLA and s.origin == "measured"
+    ]
     pairs = [(s.count * s.seconds, s.count * s.xla_seconds) for s in won if s.seconds and s.xla_seconds]
     return sum(ours for ours, _ in pairs), sum(xla - ours for ours, xla in pairs)

@@ -34,8 +34,11 @@ INSIDE = "'"
 """What the place of an axis inside its block is called: no axis has it in its name."""
 MOST_FACTS = 6
 
-_BITS = {"bool": (0, 1), **{f"int{n}": (-(1 << (n - 1)), (1 << (n - 1)) - 1) for n in (8, 16, 32, 64)},
-         **{f"uint{n}": (0, (1 << n) - 1) for n in (8, 16, 32, 64)}}  # fmt: skip
+_BITS = {
+    "bool": (0, 1),
+    **{f"int{n}": (-(1 << (n - 1)), (1 << (n - 1)) - 1) for n in (8, 16, 32, 64)},
+    **{f"uint{n}": (0, (1 << n) - 1) for n in (8, 16, 32, 64)},
+}
 
 
 def check_bounds(program: Program, phase: Phase) -> None:
@@ -54,8 +57,9 @@ def check_bounds(program: Program, phase: Phase) -> None:
         space = _Space(axes, split, graph, widest)
         for node in graph.nodes:
             if node.op == "load" and node.index is not None:
-                space.inside(f"{program.name}/{phase.name}: load", node.buffer, sizes[node.buffer], node.index,
-                             node.guards)  # fmt: skip
+                space.inside(
+                    f"{program.name}/{phase.name}: load", node.buffer, sizes[node.buffer], node.index, node.guards
+                )
             else:
                 space.small(f"{program.name}/{phase.name}: {node.op}", node.index, node.guards)
     space = _Space(axes, split, phase.exit, widest)

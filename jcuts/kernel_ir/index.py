@@ -53,7 +53,7 @@ class Index:
     @staticmethod
     def axis(name: str) -> Index:
         """The loop axis ``name``."""
-        return Index(0, ((Atom("axis", name),  1),))
+        return Index(0, ((Atom("axis", name), 1),))
 
     @staticmethod
     def value(number: int) -> Index:

@@ -96,9 +96,12 @@ def _task(program: Program, task: tuple[int, ...], memory: dict[str, _Memory]) -
 
 
 def _phase(
-    phase: Phase, loops: Sequence[Axis], spans: Mapping[str, tuple[int, int]], fixed: Mapping[str, int],
+    phase: Phase,
+    loops: Sequence[Axis],
+    spans: Mapping[str, tuple[int, int]],
+    fixed: Mapping[str, int],
     memory: Mapping[str, _Memory],
-) -> None:  # fmt: skip
+) -> None:
     env: dict[str, Any] = dict(fixed)
     shape = []
     for place, axis in enumerate(loops):
@@ -133,9 +136,13 @@ def _graph(graph: Graph, env: Mapping[str, Any], memory: Mapping[str, _Memory], 
 
 
 def _node(
-    graph: Graph, node: Node, env: Mapping[str, Any], memory: Mapping[str, _Memory], accs: Sequence[Any],
+    graph: Graph,
+    node: Node,
+    env: Mapping[str, Any],
+    memory: Mapping[str, _Memory],
+    accs: Sequence[Any],
     values: Values,
-) -> Any:  # fmt: skip
+) -> Any:
     if node.op == "const":
         return np.asarray(node.value).astype(numpy_dtype(node.dtype)).astype(carried(node.dtype))
     if node.op == "acc":

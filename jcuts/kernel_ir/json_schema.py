@@ -16,14 +16,29 @@ from jcuts.base.errors import SchemaError
 
 FORMAT = 1
 ITEM_SIZE = {
-    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "bool": 1,
-    "int8": 1, "int16": 2, "int32": 4, "int64": 8, "uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8,
-}  # fmt: skip
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "bool": 1,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "uint8": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+}
 ROLES = ("in", "out", "local")
 COMBINES = ("add", "mul", "max", "min", "and", "or", "xor", "argmax", "argmin")
 ATTRIBUTES: dict[str, tuple[type, ...]] = {
-    "number": (int,), "source": (str,), "declared": (bool,), "method": (int,), "y": (int,),
-}  # fmt: skip
+    "number": (int,),
+    "source": (str,),
+    "declared": (bool,),
+    "method": (int,),
+    "y": (int,),
+}
 """Attributes of nodes, with their types; ``source`` is the name of an element type."""
 
 MOST_TEXT = 1 << 26
@@ -269,7 +284,11 @@ def _that(holds: bool, what: str, found: Any) -> None:
 
 
 _PARTS: dict[str, Callable[[Any], None]] = {
-    "args": lambda rows: _numbers("arguments", rows), "buffer": _load_buffer, "index": lambda data: _index(data, 0),
-    "guards": _guards, "value": _value, "attrs": _attributes,
-}  # fmt: skip
+    "args": lambda rows: _numbers("arguments", rows),
+    "buffer": _load_buffer,
+    "index": lambda data: _index(data, 0),
+    "guards": _guards,
+    "value": _value,
+    "attrs": _attributes,
+}
 _OPTIONAL = frozenset(_PARTS)

@@ -17,9 +17,24 @@ from jcuts.base.errors import IRError
 
 HALVES = ("bfloat16", "float16")
 FLOATS = ("float64", "float32", *HALVES)
-_DISCRETE = frozenset({
-    "eq", "ne", "lt", "le", "gt", "ge", "is_finite", "convert", "floor", "ceil", "round", "sign", "nextafter", "rem",
-})  # fmt: skip
+_DISCRETE = frozenset(
+    {
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "is_finite",
+        "convert",
+        "floor",
+        "ceil",
+        "round",
+        "sign",
+        "nextafter",
+        "rem",
+    }
+)
 
 
 def numpy_dtype(name: str) -> np.dtype:
@@ -179,33 +194,113 @@ def _tf32(x: Any) -> np.ndarray:
 
 
 _INTEGER: dict[str, Callable[..., np.ndarray]] = {
-    "div": _divide, "rem": _remainder, "shift_left": _shift("left"), "shift_right_logical": _shift("logical"),
-    "shift_right_arithmetic": _shift("arithmetic"), "population_count": _ones, "clz": _leading_zeros,
-    "not": np.invert, "sign": np.sign, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
-}  # fmt: skip
+    "div": _divide,
+    "rem": _remainder,
+    "shift_left": _shift("left"),
+    "shift_right_logical": _shift("logical"),
+    "shift_right_arithmetic": _shift("arithmetic"),
+    "population_count": _ones,
+    "clz": _leading_zeros,
+    "not": np.invert,
+    "sign": np.sign,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
 _UNIVERSAL: dict[str, Callable[..., Any]] = {
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "rem": np.fmod, "neg": np.negative,
-    "abs": np.abs, "sign": _sign, "max": np.maximum, "min": np.minimum, "floor": np.floor, "ceil": np.ceil,
-    "is_finite": np.isfinite, "not": np.logical_not, "and": np.logical_and, "or": np.logical_or,
-    "xor": np.logical_xor, "square": np.square, "exp": np.exp, "exp2": np.exp2, "expm1": np.expm1, "log": np.log,
-    "log1p": np.log1p, "tanh": np.tanh, "sin": np.sin, "cos": np.cos, "tan": np.tan, "asin": np.arcsin,
-    "acos": np.arccos, "atan": np.arctan, "sinh": np.sinh, "cosh": np.cosh, "asinh": np.arcsinh, "acosh": np.arccosh,
-    "atanh": np.arctanh, "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x), "cbrt": np.cbrt,
-    "logistic": lambda x: 1 / (1 + np.exp(-x)), "pow": np.power, "atan2": np.arctan2, "nextafter": np.nextafter,
-    "fma": lambda x, y, z: x * y + z, "tf32": _tf32,
-    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
-}  # fmt: skip
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "rem": np.fmod,
+    "neg": np.negative,
+    "abs": np.abs,
+    "sign": _sign,
+    "max": np.maximum,
+    "min": np.minimum,
+    "floor": np.floor,
+    "ceil": np.ceil,
+    "is_finite": np.isfinite,
+    "not": np.logical_not,
+    "and": np.logical_and,
+    "or": np.logical_or,
+    "xor": np.logical_xor,
+    "square": np.square,
+    "exp": np.exp,
+    "exp2": np.exp2,
+    "expm1": np.expm1,
+    "log": np.log,
+    "log1p": np.log1p,
+    "tanh": np.tanh,
+    "sin": np.sin,
+    "cos": np.cos,
+    "tan": np.tan,
+    "asin": np.arcsin,
+    "acos": np.arccos,
+    "atan": np.arctan,
+    "sinh": np.sinh,
+    "cosh": np.cosh,
+    "asinh": np.arcsinh,
+    "acosh": np.arccosh,
+    "atanh": np.arctanh,
+    "sqrt": np.sqrt,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "cbrt": np.cbrt,
+    "logistic": lambda x: 1 / (1 + np.exp(-x)),
+    "pow": np.power,
+    "atan2": np.arctan2,
+    "nextafter": np.nextafter,
+    "fma": lambda x, y, z: x * y + z,
+    "tf32": _tf32,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+}
 
 
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
-_BINARY = frozenset({
-    "add", "sub", "mul", "div", "rem", "max", "min", "and", "or", "xor", "pow", "atan2", "nextafter", "shift_left",
-    "shift_right_logical", "shift_right_arithmetic", *_COMPARISONS,
-})  # fmt: skip
+_BINARY = frozenset(
+    {
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "rem",
+        "max",
+        "min",
+        "and",
+        "or",
+        "xor",
+        "pow",
+        "atan2",
+        "nextafter",
+        "shift_left",
+        "shift_right_logical",
+        "shift_right_arithmetic",
+        *_COMPARISONS,
+    }
+)
 _TERNARY = frozenset({"select", "clamp", "fma"})
-_UNARY = frozenset({
-    *_UNIVERSAL, *_INTEGER, "erf", "erfc", "erf_inv", "widen", "convert", "integer_pow", "round",
-}) - _BINARY - _TERNARY  # fmt: skip
+_UNARY = (
+    frozenset(
+        {
+            *_UNIVERSAL,
+            *_INTEGER,
+            "erf",
+            "erfc",
+            "erf_inv",
+            "widen",
+            "convert",
+            "integer_pow",
+            "round",
+        }
+    )
+    - _BINARY
+    - _TERNARY
+)
 
 
 def arguments(op: str) -> int | None:

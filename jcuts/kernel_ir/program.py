@@ -223,9 +223,7 @@ class Program:
             "template": self.template,
             "params": [list(p) for p in self.params],
             "lanes": self.lanes,
-            "buffers": [
-                [b.name, b.dtype, list(b.shape), b.role, *([True] if b.tf32 else [])] for b in self.buffers
-            ],
+            "buffers": [[b.name, b.dtype, list(b.shape), b.role, *([True] if b.tf32 else [])] for b in self.buffers],
             "grid": [[g.axis, g.extent, g.block] for g in self.grid],
             "serial": list(self.serial),
             "phases": [_phase_json(p) for p in self.phases],
@@ -333,11 +331,15 @@ def _graph_from_json(rows: list) -> Graph:
         if isinstance(value, str):
             value = float.fromhex(value)
         node = Node(
-            row["op"], row["dtype"], tuple(row.get("args", ())), row.get("buffer", ""),
+            row["op"],
+            row["dtype"],
+            tuple(row.get("args", ())),
+            row.get("buffer", ""),
             Index.from_json(row["index"]) if "index" in row else None,
             _guards_from_json(row.get("guards", ())),
-            value, tuple((k, _hashable(v)) for k, v in row.get("attrs", ())),
-        )  # fmt: skip
+            value,
+            tuple((k, _hashable(v)) for k, v in row.get("attrs", ())),
+        )
         if graph.add(node) != len(graph.nodes) - 1:
             raise IRError("kernel program holds the same node twice")
     return graph

@@ -150,15 +150,22 @@ def _operation(where: str, graph: Graph, number: int) -> None:
     """A node has what its operation needs, and nothing else."""
     node = graph.nodes[number]
     needed = _NEEDED.get(node.op, ())
-    has = {"buffer": bool(node.buffer), "index": node.index is not None, "guards": bool(node.guards),
-           "value": node.value is not None}  # fmt: skip
+    has = {
+        "buffer": bool(node.buffer),
+        "index": node.index is not None,
+        "guards": bool(node.guards),
+        "value": node.value is not None,
+    }
     odd = [part for part, there in has.items() if there != (part in needed) and (node.op, part) not in _MAY]
     if odd or (node.op == "load" and node.value is not None and not node.guards):
         raise IRError(f"{where}: node {number} ({node.op}) with or without {odd}")
     count = numpy_semantics.arguments(node.op) if node.op not in _NEEDED else 0
     if count is None or count != len(node.args):
         raise IRError(f"{where}: node {number} ({node.op}) of {len(node.args)} arguments")
-    if node.op in ("integer_pow", "round") and type(node.attr("y" if node.op == "integer_pow" else "method")) is not int:
+    if (
+        node.op in ("integer_pow", "round")
+        and type(node.attr("y" if node.op == "integer_pow" else "method")) is not int
+    ):
         raise IRError(f"{where}: node {number} ({node.op}) does not say which")
     types = [graph.nodes[a].dtype for a in node.args if a < number]
     wanted = numpy_semantics.result_types(node.op, types) if types and len(types) == count else None
@@ -169,6 +176,10 @@ def _operation(where: str, graph: Graph, number: int) -> None:
 
 
 _NEEDED: dict[str, tuple[str, ...]] = {
-    "const": ("value",), "load": ("buffer", "index"), "index": ("index",), "guard": ("guards",), "acc": (),
-}  # fmt: skip
+    "const": ("value",),
+    "load": ("buffer", "index"),
+    "index": ("index",),
+    "guard": ("guards",),
+    "acc": (),
+}
 _MAY = frozenset({("load", "guards"), ("load", "value"), ("guard", "guards")})

@@ -119,9 +119,16 @@ class _Made:
         self.builder.start({a.name: a.extent for a in (*self.rows, *more)})
 
     def keep(
-        self, name: str, tensor: int, place: IndexTuple, value: int, axis: Axis | None, accs: tuple[Acc, ...] = (),
-        body: Graph | None = None, reds: tuple[Red, ...] = (),
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        tensor: int,
+        place: IndexTuple,
+        value: int,
+        axis: Axis | None,
+        accs: tuple[Acc, ...] = (),
+        body: Graph | None = None,
+        reds: tuple[Red, ...] = (),
+    ) -> None:
         """Ends a phase whose value of a tensor is kept, per key or per row."""
         builder = self.builder
         address = Index() if axis is None else Index.axis(axis.name)

@@ -1,6 +1,6 @@
 """Axes of which addresses take quotients and remainders, as several axes in which every address is linear.
 
-    x[25088 (m // 196) + 1792 (m // 14 % 14) + ...]  for m in 784   becomes   x[25088 a + 1792 b + ...]  for a, b, c
+x[25088 (m // 196) + 1792 (m // 14 % 14) + ...]  for m in 784   becomes   x[25088 a + 1792 b + ...]  for a, b, c
 """
 
 from __future__ import annotations
@@ -76,5 +76,3 @@ def _indices(phase: Phase) -> Iterable[Index]:
     for store in phase.stores:
         yield store.address
         yield from (g.index for g in store.guards)
-
-

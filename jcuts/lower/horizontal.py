@@ -16,8 +16,9 @@ from jcuts.lower.weight_transpose import MOST
 TEMPLATE, FORM, THREADS = "combined", "combined", 256
 
 
-def combined(programs: Sequence[Program], operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]]
-             ) -> Program | None:  # fmt: skip
+def combined(
+    programs: Sequence[Program], operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]]
+) -> Program | None:
     """The program that does what all of these do; None where one is no map along one axis, or buffers are too many.
 
     Args: operands, results: for each program the places of its buffers among those of the call; every result has one.
@@ -30,8 +31,9 @@ def combined(programs: Sequence[Program], operands: Sequence[Sequence[int]], res
             return None
         names = {}
         for buffers, places, found, letter in (
-            (program.inputs, reads, inputs, "a"), (program.outputs, makes, outputs, "b")
-        ):  # fmt: skip
+            (program.inputs, reads, inputs, "a"),
+            (program.outputs, makes, outputs, "b"),
+        ):
             for buffer, place in zip(buffers, places, strict=True):
                 names[buffer.name] = f"{letter}{place}"
                 found[place] = replace(buffer, name=f"{letter}{place}")

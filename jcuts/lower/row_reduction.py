@@ -379,6 +379,10 @@ def _column(program: Program, lanes: int, unroll: int, machine: Machine) -> Prog
     grid = tuple(Grid(g.axis, g.extent, block if g.axis == lane else 1) for g in program.grid)
     buffers = tuple(replace(b, shape=(block + lanes,)) if b.role == "local" else b for b in program.buffers)
     return replace(
-        program, phases=tuple(phases), lanes=lanes, grid=grid, buffers=buffers,
+        program,
+        phases=tuple(phases),
+        lanes=lanes,
+        grid=grid,
+        buffers=buffers,
         params=(("lanes", lanes), ("unroll", unroll)),
-    )  # fmt: skip
+    )

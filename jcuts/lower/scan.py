@@ -103,9 +103,13 @@ def _scheduled(program: Program, unroll: int, machine: Machine) -> Program:
     block = count * lanes
     buffers = tuple(replace(b, shape=(block + lanes,)) if b.name == CARRY else b for b in program.buffers)
     return replace(
-        program, phases=tuple(phases), buffers=buffers, grid=_grid(program, block, machine),
-        lanes=lanes, params=(("lanes", lanes), ("unroll", count)),
-    )  # fmt: skip
+        program,
+        phases=tuple(phases),
+        buffers=buffers,
+        grid=_grid(program, block, machine),
+        lanes=lanes,
+        params=(("lanes", lanes), ("unroll", count)),
+    )
 
 
 def _grid(program: Program, block: int, machine: Machine) -> tuple[Grid, ...]:

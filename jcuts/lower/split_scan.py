@@ -69,13 +69,19 @@ def split(program: Program, groups: int, unroll: int) -> Kernels:
             _walk(program, combine, value, starts, point, Index.axis(GROUP) * columns - columns + flat, ranges, result),
         ),
         (totals, starts),
-    )  # fmt: skip
+    )
 
 
 def _totals(
-    program: Program, combine: str, value: int, totals: Buffer, point: Index, here: Index, share: int,
+    program: Program,
+    combine: str,
+    value: int,
+    totals: Buffer,
+    point: Index,
+    here: Index,
+    share: int,
     ranges: dict[str, int],
-) -> Program:  # fmt: skip
+) -> Program:
     """The total of every group (that of the last one is not needed, and a step beyond the end adds nothing)."""
     from jcuts.ops.window import identity
 
@@ -119,9 +125,15 @@ def _starts(
 
 
 def _walk(
-    program: Program, combine: str, value: int, starts: Buffer, point: Index, before: Index, ranges: dict[str, int],
+    program: Program,
+    combine: str,
+    value: int,
+    starts: Buffer,
+    point: Index,
+    before: Index,
+    ranges: dict[str, int],
     result: Phase,
-) -> Program:  # fmt: skip
+) -> Program:
     """The scan, with groups as an axis; a group's first step starts from what comes before the group."""
     phase = program.phases[0]
     others = tuple(a for a in phase.axes if a.name != TIME)
@@ -174,9 +186,13 @@ def _address(others: tuple[Axis, ...]) -> Index:
 
 
 def _copied(
-    source: Graph, wanted: list[int], target: Graph, places: dict[str, Index], ranges: dict[str, int],
+    source: Graph,
+    wanted: list[int],
+    target: Graph,
+    places: dict[str, Index],
+    ranges: dict[str, int],
     guard: Guard | None,
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     """Values at other points; with a guard, loads read nothing where it fails. Loads of the carry follow the steps."""
     numbers: dict[int, int] = {}
     for number in source.needed(wanted):

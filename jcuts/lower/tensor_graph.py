@@ -107,9 +107,12 @@ MOST_SWITCHED = 64
 
 
 def build_graph(
-    jaxpr: Any, where: Callable[[Any], str] = lambda eqn: "", scalars: dict[Any, Scalar] | None = None,
-    joined: int = MOST_JOINED, tf32: Collection[Any] = (),
-) -> TensorGraph:  # fmt: skip
+    jaxpr: Any,
+    where: Callable[[Any], str] = lambda eqn: "",
+    scalars: dict[Any, Scalar] | None = None,
+    joined: int = MOST_JOINED,
+    tf32: Collection[Any] = (),
+) -> TensorGraph:
     """The graph of a flat jaxpr.
 
     Args: jaxpr: anything with ``constvars, invars, eqns, outvars``; where: equation -> "file:line (function)"; scalars:

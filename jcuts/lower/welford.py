@@ -91,8 +91,11 @@ def kernels(program: Program) -> Kernels:
     parts = tuple(Buffer(f"part{k}", dtype, (groups, columns), "out") for k in range(2))
     first = _first(program, parts, flat, share, groups)
     names = {n.buffer for p in program.phases[2:] for n in p.exit.nodes if n.op == "load"}
-    kept = {b.name: replace(b, name=f"kept_{b.name}", shape=(columns,), role="out")
-            for b in program.locals if b.name in names}  # fmt: skip
+    kept = {
+        b.name: replace(b, name=f"kept_{b.name}", shape=(columns,), role="out")
+        for b in program.locals
+        if b.name in names
+    }
     second = _second(program, parts, kept, flat, share, groups)
     maps = tuple(_map(program, p, kept, flat) for p in program.phases[2:])
     return Kernels((first, second, *maps), (*parts, *kept.values()))
@@ -139,11 +142,14 @@ def _first(program: Program, parts: tuple[Buffer, ...], flat: Index, share: int,
     used = {n.buffer for p in phases for n in p.body.nodes if n.op == "load"}
     kept = tuple((k, v) for k, v in program.params if k != "split")
     return replace(
-        program, name=f"{program.name}_first", phases=phases,
+        program,
+        name=f"{program.name}_first",
+        phases=phases,
         buffers=(*(b for b in program.inputs if b.name in used), *parts, local),
-        grid=tuple(Grid(a.name, a.extent, a.extent) for a in axes), serial=tuple(a.name for a in axes[:-1]),
+        grid=tuple(Grid(a.name, a.extent, a.extent) for a in axes),
+        serial=tuple(a.name for a in axes[:-1]),
         params=(*kept, ("terms", terms)),
-    )  # fmt: skip
+    )
 
 
 def _second(
@@ -177,14 +183,21 @@ def _second(
     written = {s.buffer for p in phases for s in p.stores}
     read = {n.buffer for p in phases for g in (p.body, p.exit) for n in g.nodes if n.op == "load"}
     buffers = (
-        *(replace(p, role="in") for p in parts), *(b for b in program.inputs if b.name in read),
-        *(b for b in program.outputs if b.name in written), *kept.values(),
+        *(replace(p, role="in") for p in parts),
+        *(b for b in program.inputs if b.name in read),
+        *(b for b in program.outputs if b.name in written),
+        *kept.values(),
         *(b for b in program.locals if b.name in written),
-    )  # fmt: skip
+    )
     across = min(32 if lane.extent >= 8192 else 8, 1 << (lane.extent - 1).bit_length())
     deep = min(1024 // across, max(32 // across, 1 << max(0, groups // 2 - 1).bit_length()), 256)
-    params = (("cuda", "column_rows"), ("threads", across * deep), ("across", across), ("vector", 1),
-              ("chunks", min(32, -(-groups // deep))))  # fmt: skip
+    params = (
+        ("cuda", "column_rows"),
+        ("threads", across * deep),
+        ("across", across),
+        ("vector", 1),
+        ("chunks", min(32, -(-groups // deep))),
+    )
     return replace(program, name=f"{program.name}_second", buffers=buffers, phases=tuple(phases), params=params)
 
 
@@ -208,10 +221,19 @@ def _map(program: Program, phase: Phase, kept: dict[str, Buffer], flat: Index) -
         *(b for b in program.inputs if b.name in read),
         *(replace(b, role="in") for b in kept.values() if b.name in read),
         *(b for b in program.outputs if b.name in written),
-    )  # fmt: skip
+    )
     made = replace(phase, axes=axes, exit=exit_, stores=stores)
-    plain = collapsed(replace(program, name=f"{program.name}_map", buffers=buffers, phases=(made,), grid=(), serial=(),
-                              params=(("cuda", "point"), ("threads", 256))))  # fmt: skip
+    plain = collapsed(
+        replace(
+            program,
+            name=f"{program.name}_map",
+            buffers=buffers,
+            phases=(made,),
+            grid=(),
+            serial=(),
+            params=(("cuda", "point"), ("threads", 256)),
+        )
+    )
     lane = plain.phases[0].axes[-1]
     widest = max(1, 16 // max(ITEM_SIZE[b.dtype] for b in plain.outputs))
     vector = next(v for v in (widest, 4, 2, 1) if v <= widest and lane.extent % v == 0)

@@ -116,7 +116,9 @@ def analyse(
         shares: Shares = divide_network(sets, total, constraint=constraint, lives=network.lives, held=network.held)
         chosen, proven = shares.divisions, shares.proven
         share = total // len(network.uses) if constraint == "paper" and network.uses else total
-    plain = _once(network, lambda use, t: workspace_reuse.undivided(t, use.batch, share, precision=use.precision), tables)
+    plain = _once(
+        network, lambda use, t: workspace_reuse.undivided(t, use.batch, share, precision=use.precision), tables
+    )
     free = _once(network, lambda use, t: workspace_reuse.undivided(t, use.batch, precision=use.precision), tables)
     rows = tuple(
         Row(use, division, one, fast, share, found)
@@ -155,7 +157,9 @@ def network_times(
     """
     tables = tables_of(network, database, device)
     resized = network.at_batch(batch)
-    each = _once(resized, lambda use, t: workspace_reuse.times(t, batch, limit, policy=policy, precision=use.precision), tables)
+    each = _once(
+        resized, lambda use, t: workspace_reuse.times(t, batch, limit, policy=policy, precision=use.precision), tables
+    )
     sums = np.sum(each, axis=0) if each else np.zeros(batch + 1)
     seconds = {b: float(sums[b]) for b in range(1, batch + 1) if 0 < sums[b] < np.inf}
     if not seconds:

@@ -148,9 +148,13 @@ class _Sweep:
         limits = csr_array((self.inside[row] * (weight / unit_weight)[:, None]).T)
         one = csr_array((np.ones(len(row)), (row, np.arange(len(row)))), shape=(len(self.costs), len(row)))
         found = linprog(
-            cost / unit_cost, A_ub=limits, b_ub=self.rooms / unit_weight, A_eq=one, b_eq=np.ones(len(self.costs)),
+            cost / unit_cost,
+            A_ub=limits,
+            b_ub=self.rooms / unit_weight,
+            A_eq=one,
+            b_eq=np.ones(len(self.costs)),
             method="highs",
-        )  # fmt: skip
+        )
         if found.status != 0:  # numerical trouble: a poor bound, still a bound
             return np.zeros(len(self.rooms))
         return np.maximum(-found.ineqlin.marginals, 0.0) * (unit_cost / unit_weight)

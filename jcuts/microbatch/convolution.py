@@ -21,11 +21,9 @@ LAYOUTS = ("NCHW", "NHWC")
 MATHS: dict[str, dict[str, str]] = {
     "float64": {"float64": "float64"},
     "float32": {"float32": "float32", "tf32": "tf32"},
-    "float16": {
-        "float16": "float16", "float16+tensor": "float16", "float32": "float32", "float32+tensor": "float32"
-    },
+    "float16": {"float16": "float16", "float16+tensor": "float16", "float32": "float32", "float32+tensor": "float32"},
     "bfloat16": {"float32": "float32", "float32+tensor": "float32"},
-}  # fmt: skip
+}
 """Storage dtype to the ways of computing with it, each with the precision of its arithmetic.
 
 ``+tensor``: on tensor cores; 16-bit products are exact there, so with ``float32`` sums this is as exact as without.

@@ -48,7 +48,9 @@ class Database:
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
         self.path = None if path is None else Path(path)
-        self._file = self.path and SqliteFile(self.path, tables=schema.TABLES, application=APPLICATION_ID, schema=SCHEMA)
+        self._file = self.path and SqliteFile(
+            self.path, tables=schema.TABLES, application=APPLICATION_ID, schema=SCHEMA
+        )
         self._memory: dict[tuple[Device, str, int], Entry] = {}
         self._networks: dict[str, Network] = {}
         self._fresh: set[tuple[Device, str, int]] = set()
@@ -58,9 +60,14 @@ class Database:
     # Writing ---------------------------------------------------------------------------------------------------------
 
     def record(
-        self, device: Device, convolution: Convolution, batch: int, micros: Sequence[Micro], *,
+        self,
+        device: Device,
+        convolution: Convolution,
+        batch: int,
+        micros: Sequence[Micro],
+        *,
         remarks: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Stores what was measured of one convolution at one batch size, replacing what was known.
 
         ``micros`` may be empty: no algorithm runs this convolution, and nobody needs to try again.  Remarks: see above.
@@ -234,8 +241,9 @@ class Database:
                 with self._file.open(write=False) as db:
                     return [] if db is None else db.execute(query, values).fetchall()
             except (sqlite3.Error, OSError) as error:
-                raise CacheError(f"{self._where}: cannot be read as a benchmark database: {error}", path=self._where) \
-                    from None  # fmt: skip
+                raise CacheError(
+                    f"{self._where}: cannot be read as a benchmark database: {error}", path=self._where
+                ) from None
 
     def _write(self, work: Callable[[sqlite3.Connection], None]) -> bool:
         """Runs one transaction; False when nothing reached the disk."""
@@ -289,9 +297,13 @@ def _lacks(entry: Entry, limit: int | None) -> bool:
 
 
 def _entry(
-    device: Device, convolution: Convolution, batch: int, micros: Sequence[Micro], created: float,
+    device: Device,
+    convolution: Convolution,
+    batch: int,
+    micros: Sequence[Micro],
+    created: float,
     remarks: Mapping[str, str],
-) -> Entry:  # fmt: skip
+) -> Entry:
     if any(micro.batch != batch for micro in micros):
         raise UsageError(f"times of other batch sizes among those of {batch}", batch=batch)
     Table(convolution, tuple(micros))  # checks maths and doubles

@@ -38,9 +38,16 @@ def layers(kind: str = "forward", dtype: str = "float32", layout: str = "NCHW") 
         n = {name: int(row[name]) for name in row if name != "application"}
         high, wide = n["pad_h"], n["pad_w"]
         convolution = Convolution(
-            kind, n["C"], n["K"], (n["H"], n["W"]), (n["R"], n["S"]), strides=(n["hstride"], n["wstride"]),
-            padding=((high, high), (wide, wide)), dtype=dtype, layout=layout,
-        )  # fmt: skip
+            kind,
+            n["C"],
+            n["K"],
+            (n["H"], n["W"]),
+            (n["R"], n["S"]),
+            strides=(n["hstride"], n["wstride"]),
+            padding=((high, high), (wide, wide)),
+            dtype=dtype,
+            layout=layout,
+        )
         made.append(Layer(n["idx"], row["application"], convolution, n["N"]))
     return tuple(made)
 

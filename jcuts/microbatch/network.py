@@ -77,11 +77,15 @@ class Network:
         """Plain data; `from_json` makes an equal object of it."""
         uses = [
             {
-                "name": use.name, "convolution": use.convolution.to_json(), "batch": use.batch,
-                "precision": use.precision, "begin": use.begin, "end": use.end,
+                "name": use.name,
+                "convolution": use.convolution.to_json(),
+                "batch": use.batch,
+                "precision": use.precision,
+                "begin": use.begin,
+                "end": use.end,
             }
             for use in self.uses
-        ]  # fmt: skip
+        ]
         return {"name": self.name, "uses": uses, "held": list(self.held)}
 
     @classmethod

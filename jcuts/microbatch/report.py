@@ -53,12 +53,19 @@ def division_rows(divisions: Sequence[DivisionReport]) -> list[list[str]]:
     """The table of convolutions under a workspace limit, as text cells, in program order."""
     return [
         [
-            d.layer, d.kernel, str(d.batch), d.division or f"XLA: {d.why}", microseconds(d.seconds),
-            microseconds(d.undivided), microseconds(d.xla_seconds), size_text(d.workspace if d.division else None),
-            size_text(d.xla_workspace), d.where,
+            d.layer,
+            d.kernel,
+            str(d.batch),
+            d.division or f"XLA: {d.why}",
+            microseconds(d.seconds),
+            microseconds(d.undivided),
+            microseconds(d.xla_seconds),
+            size_text(d.workspace if d.division else None),
+            size_text(d.xla_workspace),
+            d.where,
         ]
         for d in divisions
-    ]  # fmt: skip
+    ]
 
 
 def division_total(divisions: Sequence[DivisionReport]) -> str:

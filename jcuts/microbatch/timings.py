@@ -210,9 +210,11 @@ class Table:
         return [
             micro
             for micro in self.micros
-            if micro.batch in sizes and micro.math in maths and (limit is None or micro.workspace <= limit)
+            if micro.batch in sizes
+            and micro.math in maths
+            and (limit is None or micro.workspace <= limit)
             and (policy != "undivided" or unsliced(micro.algorithm)[1] == 1)
-        ]  # fmt: skip
+        ]
 
 
 def _loosest(dtype: str) -> str:

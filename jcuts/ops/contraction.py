@@ -45,8 +45,15 @@ def dot_general(eqn: Equation) -> Op | Refusal:
     for extent in contract:
         depth *= extent
 
-    def place(rank: int, batched: tuple[int, ...], free: list[int], contracted: tuple[int, ...],
-              out_index: IndexTuple, first: int, red: IndexTuple) -> IndexTuple:  # fmt: skip
+    def place(
+        rank: int,
+        batched: tuple[int, ...],
+        free: list[int],
+        contracted: tuple[int, ...],
+        out_index: IndexTuple,
+        first: int,
+        red: IndexTuple,
+    ) -> IndexTuple:
         index: list[Index] = [Index()] * rank
         for k, d in enumerate(batched):
             index[d] = out_index[k]

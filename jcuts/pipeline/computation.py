@@ -143,9 +143,7 @@ class Level:
             if members not in self.parts:
                 self.parts[members] = self._part(members)
             inputs, outputs, part, identity, rounded = self.parts[members]
-            self.made[members] = Subset(
-                members, program, list(inputs), list(outputs), part, identity, rounded=rounded
-            )
+            self.made[members] = Subset(members, program, list(inputs), list(outputs), part, identity, rounded=rounded)
         return self.made[members]
 
     def _part(self, members: Members) -> Part:
@@ -241,9 +239,7 @@ def _grouping(closed: jaxapi.Closed, fuse: bool, fuel: Fuel, platform: str) -> _
     return graph, grouped, parts
 
 
-def group(
-    closed: jaxapi.Closed, settings: Settings, fuel: Fuel, platform: str = "cpu", *, wait: bool = False
-) -> Level:  # fmt: skip
+def group(closed: jaxapi.Closed, settings: Settings, fuel: Fuel, platform: str = "cpu", *, wait: bool = False) -> Level:
     """The level of a flat jaxpr with its greedy cover, and the levels of its loop bodies.
 
     Args: wait: the cover is looked for when it is asked for, unless fusions are counted.
@@ -306,7 +302,9 @@ def _none_where_it_fails(name: str, make: Callable[[], Ranked]) -> Ranked:
         if knobs.current().raise_errors:
             raise
         text = f"{type(error).__name__}: {error}"
-        warn_once.once(log, text, "%s is left to XLA: an error of jcuts, %s (JCUTS_RAISE_ERRORS=1 shows where)", name, text)
+        warn_once.once(
+            log, text, "%s is left to XLA: an error of jcuts, %s (JCUTS_RAISE_ERRORS=1 shows where)", name, text
+        )
         return []
 
 

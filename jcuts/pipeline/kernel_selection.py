@@ -132,8 +132,15 @@ def _select_on_gpu(levels: Sequence[Level], settings: Settings, may_measure: boo
     def further(subset: Subset, chosen: Program) -> list[Program]:
         return inplace_update.programs(level_of[id(subset)], subset, chosen)
 
-    shares = session.choose([*_subsets(levels), *rivals], settings, may_measure=may_measure, shares=shares,
-                            device=_device(platform), parts=pieces, further=further)  # fmt: skip
+    shares = session.choose(
+        [*_subsets(levels), *rivals],
+        settings,
+        may_measure=may_measure,
+        shares=shares,
+        device=_device(platform),
+        parts=pieces,
+        further=further,
+    )
     for level, subset, parts in blocks:
         if _is_better(subset, parts):
             level.replace(subset)
@@ -175,9 +182,10 @@ def _add_small(level: Level) -> None:
     """Makes subsets of what has little work, too, where few kernels do for that."""
     covered = {m for s in level.subsets for m in s.members}
     small = [
-        level.subset(members, program) for members, program in level.grouping.subsets
+        level.subset(members, program)
+        for members, program in level.grouping.subsets
         if level.is_small(program) and not members & covered
-    ]  # fmt: skip
+    ]
     if not small or len({s.identity for s in small}) > MOST_SMALL:
         return
     if partition_store.is_cover(level, [s.members for s in (*level.subsets, *small)]):
@@ -252,9 +260,13 @@ def partition_key(top: Level, settings: Settings, platform: str = "cpu") -> str:
         rounded = [[t.tf32 for t in level.graph.tensors] for level in top.everywhere()]
         more = (_device(platform), repr(xla_devices.machine()), str(Form.tuned(settings.form)), repr(rounded))
     return fingerprint.digest(
-        canonical_digest(top.closed), settings.mode, str(settings.tolerance), str(here.max_candidates),
-        str(here.top_percent), *more,
-    )  # fmt: skip
+        canonical_digest(top.closed),
+        settings.mode,
+        str(settings.tolerance),
+        str(here.max_candidates),
+        str(here.top_percent),
+        *more,
+    )
 
 
 def _search(levels: Sequence[Level], settings: Settings, shares: dict[str, int], key: str) -> Summary:

@@ -286,10 +286,12 @@ def _row(use: _Use, settings: Settings) -> DivisionReport:
     own = workspace_reuse.undivided(_only_library(use.table), site.batch, precision=site.precision)
     single = workspace_reuse.undivided(only_cudnn(use.table), site.batch, _limit(settings), precision=site.precision)
     row = replace(
-        row, undivided=single.seconds if single else None, xla_seconds=own.seconds if own else None,
+        row,
+        undivided=single.seconds if single else None,
+        xla_seconds=own.seconds if own else None,
         xla_workspace=own.workspace if own else None,
         front=tuple((d.workspace, d.seconds, str(d)) for d in use.front),
-    )  # fmt: skip
+    )
     if not use.replaced or use.chosen is None:
         return row
     return replace(row, division=str(use.chosen), seconds=use.chosen.seconds, workspace=use.chosen.workspace)

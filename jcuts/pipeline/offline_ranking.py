@@ -88,10 +88,12 @@ class Ranking:
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
         return {
-            "arch": self.arch, "target": self.target, "not_assembled": self.why and self.why.message,
+            "arch": self.arch,
+            "target": self.target,
+            "not_assembled": self.why and self.why.message,
             "operations": [_operation_dict(o) for o in self.operations],
             "left_out": [str(r) for r in self.left_out],
-        }  # fmt: skip
+        }
 
 
 def rank(fn: Any, *args: Any, arch: GpuArch, limit: int = 4, percent: float = 100.0, **keywords: Any) -> Ranking:
@@ -151,7 +153,12 @@ def _distinct(levels: list[Level]) -> Iterator[list[Subset]]:
 
 
 def _ranked(
-    same: list[Subset], machine: gpu_candidates.GpuMachine, arch: GpuArch, target: CudaTarget | None, limit: int, percent: float
+    same: list[Subset],
+    machine: gpu_candidates.GpuMachine,
+    arch: GpuArch,
+    target: CudaTarget | None,
+    limit: int,
+    percent: float,
 ) -> Operation:
     program = same[0].program
     primitives = dict(Counter(jaxapi.primitive_name(eqn) for eqn in same[0].closed.jaxpr.eqns))
@@ -192,7 +199,9 @@ def schedule(program: Program) -> str:
 def _operation_dict(operation: Operation) -> dict[str, Any]:
     shown = ("schedule", "score", "pul", "seconds", "registers", "shared", "rejected")
     return {
-        "name": operation.name, "primitives": operation.primitives, "count": operation.count,
+        "name": operation.name,
+        "primitives": operation.primitives,
+        "count": operation.count,
         "refused": operation.refused and str(operation.refused),
         "candidates": [{k: getattr(c, k) for k in shown} for c in operation.candidates],
-    }  # fmt: skip
+    }

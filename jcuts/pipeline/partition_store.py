@@ -26,8 +26,12 @@ def stored(level: Level) -> dict[str, Any]:
         return [sorted(subset.members), numbers[subset.program.digest]]
 
     left = [[m, r.op, r.reason] for m, r in sorted(level.left_out.items())]
-    return {"subsets": [row(s) for s in level.subsets], "library": [row(s) for s in level.library], "left": left,
-            "programs": texts}  # fmt: skip
+    return {
+        "subsets": [row(s) for s in level.subsets],
+        "library": [row(s) for s in level.library],
+        "left": left,
+        "programs": texts,
+    }
 
 
 def restore(level: Level, cover: Mapping[str, Any]) -> bool:
@@ -36,8 +40,10 @@ def restore(level: Level, cover: Mapping[str, Any]) -> bool:
     Then (or with an IRError for a program that is none) the level's cover is as it was, but ``level.made`` may hold programs of the other.
     """
     programs = [read(text) for text in cover["programs"]]
-    found = [[(frozenset(map(int, members)), programs[number]) for members, number in cover[kind]]
-             for kind in ("subsets", "library")]  # fmt: skip
+    found = [
+        [(frozenset(map(int, members)), programs[number]) for members, number in cover[kind]]
+        for kind in ("subsets", "library")
+    ]
     if not is_cover(level, [members for members, _ in found[0]]):
         return False
     for members, program in (*found[0], *found[1]):

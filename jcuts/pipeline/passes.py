@@ -90,8 +90,9 @@ def optimize_jaxpr(
         return Outcome(closed, FunctionReport(name, settings.mode, platform, notes=(f"left to XLA: {reason}",)))
     platform = "cpu" if platform == "cpu" else "cuda"
     original = canonical_digest(closed, consts="digest")
-    program = fingerprint.digest(original, repr(settings), platform, knobs.current().fuel, knobs.current().chunk,
-                                 knobs.current().chains)
+    program = fingerprint.digest(
+        original, repr(settings), platform, knobs.current().fuel, knobs.current().chunk, knobs.current().chains
+    )
     with _memo_lock:
         found = _memo.get(_memo_key(program, settings))
     if found is not None and (not may_measure or settings.tune != "auto" or _is_settled(found)):
@@ -143,7 +144,9 @@ def forget() -> None:
 
 
 def _is_settled(outcome: Outcome) -> bool:
-    timed = not outcome.report.postponed and all(row.why != microbatch_convs.NOT_TIMED for row in outcome.report.divisions)
+    timed = not outcome.report.postponed and all(
+        row.why != microbatch_convs.NOT_TIMED for row in outcome.report.divisions
+    )
     return timed and all(s.origin == "measured" for s in outcome.report.subsets)
 
 
@@ -191,9 +194,17 @@ def _plan(
         dump.stage("divided", lambda: as_source(flat, name))
     if reason:
         notes = (f"no kernels: {reason}", *((division.note,) if division.note else ()))
-        report = FunctionReport(name, settings.mode, platform, equations=len(flat.jaxpr.eqns),
-                                source=as_source(flat, name), seconds=clock, notes=notes,
-                                postponed=division.postponed, divisions=division.rows)  # fmt: skip
+        report = FunctionReport(
+            name,
+            settings.mode,
+            platform,
+            equations=len(flat.jaxpr.eqns),
+            source=as_source(flat, name),
+            seconds=clock,
+            notes=notes,
+            postponed=division.postponed,
+            divisions=division.rows,
+        )
         return Outcome(flat if division.count else closed, report)
     start = time.perf_counter()
     top = group(flat, settings, Fuel(), platform, wait=platform != "cpu")
@@ -207,8 +218,14 @@ def _plan(
     timed("rebuild", start)
     dump.stage("rewritten", lambda: as_source(rebuilt, name))
     dump.stage("kernels", lambda: _kernel_texts(top), suffix="py")
-    texts = (rewrites if rewrites.counts else None, pieces, division.note or None, partition, inplace_update.note(top),
-             chains_fuse.note(rebuilt))  # fmt: skip
+    texts = (
+        rewrites if rewrites.counts else None,
+        pieces,
+        division.note or None,
+        partition,
+        inplace_update.note(top),
+        chains_fuse.note(rebuilt),
+    )
     notes = tuple(str(note) for note in texts if note is not None)
     report = _report(top, rebuilt, settings, platform, name, clock, notes, division)
     unable = [r for r in report.refusals if r.reason not in CHOICES]
@@ -216,8 +233,10 @@ def _plan(
         first = unable[0]
         raise UnsupportedError(
             f"strict=True: {first.op} at {first.where} is left to XLA: {first.reason}",
-            op=first.op, where=first.where, reason=first.reason,
-        )  # fmt: skip
+            op=first.op,
+            where=first.where,
+            reason=first.reason,
+        )
     changed = rewrites.counts or division.count
     untouched = not changed and not any(s.chosen for level in top.everywhere() for s in level.subsets)
     return Outcome(closed if untouched else rebuilt, report)
@@ -238,7 +257,9 @@ def _select(top: Level, settings: Settings, may_measure: bool, platform: str) ->
 def _rebuild(level: Level, settings: Settings) -> jaxapi.Closed:
     units: dict[int, Sequence[int]] = {}
     replacement: dict[int, Sequence[Any]] = {}
-    extra_kernels.compile_kernels(program for subset in level.subsets for program in inplace_update.programs(level, subset))
+    extra_kernels.compile_kernels(
+        program for subset in level.subsets for program in inplace_update.programs(level, subset)
+    )
     for subset in level.subsets:
         if subset.chosen is None:
             continue
@@ -334,9 +355,8 @@ def _report(
         as_source(rebuilt, name),
         dict(clock),
         notes=notes,
-        postponed=division.postponed or any(
-            s.choice is not None and s.choice.is_postponed for level in top.everywhere() for s in level.subsets
-        ),
+        postponed=division.postponed
+        or any(s.choice is not None and s.choice.is_postponed for level in top.everywhere() for s in level.subsets),
         divisions=division.rows,
         library={"flop": float(sum(_flop(p) for p in kept)), "bytes": float(sum(_moved(p) for p in kept))},
     )
@@ -378,11 +398,25 @@ def subset_report(level: Level, subset: Subset) -> SubsetReport:
     flop, moved = _flop(subset.program), _moved(subset.program)
     where = list(dict.fromkeys(n.where for n in nodes if n.where))
     return SubsetReport(
-        nodes[-1].prim, operations, where,
+        nodes[-1].prim,
+        operations,
+        where,
         "none" if not fused else "shared" if len(subset.program.phases) > 1 else "register",
-        kind, label, subset.origin, dict(chosen.params) if chosen is not None else {}, pul, bound,
-        seconds, xla, 1, flop, moved, rejected, why, derived,
-    )  # fmt: skip
+        kind,
+        label,
+        subset.origin,
+        dict(chosen.params) if chosen is not None else {},
+        pul,
+        bound,
+        seconds,
+        xla,
+        1,
+        flop,
+        moved,
+        rejected,
+        why,
+        derived,
+    )
 
 
 def _flop(program: Any) -> int:

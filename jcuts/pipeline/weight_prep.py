@@ -57,6 +57,7 @@ def _program(eqn: Any) -> Program | None:
     if not all(t in operands for ts in reads for t in ts) or not all(t in results for ts in makes for t in ts):
         return None  # one needs what another makes
     return horizontal.combined(
-        [program for _, program in grouping.subsets], [[operands[t] for t in ts] for ts in reads],
+        [program for _, program in grouping.subsets],
+        [[operands[t] for t in ts] for ts in reads],
         [[results[t] for t in ts] for ts in makes],
-    )  # fmt: skip
+    )

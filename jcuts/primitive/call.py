@@ -19,7 +19,6 @@ from jcuts.trace import jaxapi
 NAME = "jcuts_call"
 
 
-
 def _derived_call(*args: Any, **params: Any) -> list[Any]:
     # A derived call has other arguments than the user's, so their known shardings no longer apply.
     return list(jcuts_call_p.bind(*args, **dict(params, placement=None)))
@@ -42,8 +41,9 @@ def register_late_rules() -> None:
     jet_sparse.register_sparsify(jcuts_call_p, _derived_call)
 
 
-def jcuts_call(closed: jaxapi.Closed, args: Sequence[Any], settings: Settings, *, name: str,
-               placement: Any = None) -> list[Any]:
+def jcuts_call(
+    closed: jaxapi.Closed, args: Sequence[Any], settings: Settings, *, name: str, placement: Any = None
+) -> list[Any]:
     """Bind the primitive at ``args``.
 
     Args:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jcuts.microbatch.report import (
-    DIVISION_HEADINGS,  # fmt: skip
+    DIVISION_HEADINGS,
     FRONT_HEADINGS,
     DivisionReport,
     division_rows,
@@ -143,11 +143,21 @@ def rows(report: FunctionReport) -> list[list[str]]:
     result = []
     for s in sorted(report.subsets, key=lambda s: -((s.xla_seconds or s.seconds or 0.0) * s.count)):
         ratio = "-" if not (s.seconds and s.xla_seconds) else f"{s.xla_seconds / s.seconds:.2f}x"
-        result.append([
-            str(s.count), operations_text(s.operations), s.kind, s.level, s.chosen,
-            microseconds(s.seconds), microseconds(s.xla_seconds), ratio, microseconds(s.bound_seconds or None),
-            f"{s.pul:.2f}", "; ".join(s.where[:2]),
-        ])  # fmt: skip
+        result.append(
+            [
+                str(s.count),
+                operations_text(s.operations),
+                s.kind,
+                s.level,
+                s.chosen,
+                microseconds(s.seconds),
+                microseconds(s.xla_seconds),
+                ratio,
+                microseconds(s.bound_seconds or None),
+                f"{s.pul:.2f}",
+                "; ".join(s.where[:2]),
+            ]
+        )
     return result
 
 

@@ -100,7 +100,11 @@ def text_table(title: str, headings: Sequence[str], cells: Iterable[Sequence[str
 def progress_bars(title: str) -> Progress:
     """Bars on standard error, gone when they are stopped."""
     return Progress(
-        TextColumn(title, style="bold"), TextColumn("{task.description}"), BarColumn(bar_width=24),
-        MofNCompleteColumn(), TimeElapsedColumn(),
-        console=Console(stderr=True), transient=True,
-    )  # fmt: skip
+        TextColumn(title, style="bold"),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )

@@ -147,9 +147,7 @@ def find_batch(closed: jaxapi.Closed) -> Batch | str:
     classes = DimensionClasses(jaxpr.eqns, ties)
     best: Batch | None = None
     best_bytes = 0.0
-    for root in dict.fromkeys(
-        classes.root((v, d)) for v in jaxpr.invars for d, n in enumerate(v.aval.shape) if n > 1
-    ):
+    for root in dict.fromkeys(classes.root((v, d)) for v in jaxpr.invars for d, n in enumerate(v.aval.shape) if n > 1):
         batch = _batch_of(closed, ties, classes.members(root))
         if batch is not None:
             results = [v for e in batch.eqns for v in e.outvars]

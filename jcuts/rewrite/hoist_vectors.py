@@ -18,10 +18,29 @@ import jax
 from jcuts.trace import jaxapi
 
 LAYOUTS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims"})
-ELEMENTWISE = frozenset({
-    "abs", "add", "convert_element_type", "div", "exp", "exp2", "integer_pow", "log", "logistic", "max", "min", "mul",
-    "neg", "pow", "rsqrt", "sqrt", "square", "sub", "tanh",
-})  # fmt: skip
+ELEMENTWISE = frozenset(
+    {
+        "abs",
+        "add",
+        "convert_element_type",
+        "div",
+        "exp",
+        "exp2",
+        "integer_pow",
+        "log",
+        "logistic",
+        "max",
+        "min",
+        "mul",
+        "neg",
+        "pow",
+        "rsqrt",
+        "sqrt",
+        "square",
+        "sub",
+        "tanh",
+    }
+)
 TYPES = ("float32", "float64", "bfloat16", "float16")
 CALLS, BARRIER = ("jit", "pjit"), "optimization_barrier"
 MOST = 240

@@ -351,9 +351,16 @@ def _scaled(product: Any, scale: np.ndarray, constants: dict[Any, Any]) -> Any:
 
 
 RULES: dict[str, Rule] = {
-    "scales": _scales, "dots": _dots, "pools": pools, "siblings": siblings, "rounds": rounds,
-    "joins": joins, "turns": turns, "vectors": vectors, "slots": slots,
-}  # fmt: skip
+    "scales": _scales,
+    "dots": _dots,
+    "pools": pools,
+    "siblings": siblings,
+    "rounds": rounds,
+    "joins": joins,
+    "turns": turns,
+    "vectors": vectors,
+    "slots": slots,
+}
 """Every rewrite by its name, in the order in which they are applied."""
 OUTSIDE = ("rounds", "joins", "turns", "vectors")
 """Rules that leave bodies of control flow alone: kernels there do not know what their operands are."""

@@ -45,9 +45,7 @@ def _with_numbers(eqn: Any, number: Any) -> Any:
     name = jaxapi.primitive_name(eqn)
     if name == BROADCAST and len(eqn.invars) == 1:
         value = number(eqn.invars[0])
-        return eqn if value is None else eqn.replace(
-            invars=[value], params={**eqn.params, "broadcast_dimensions": ()}
-        )  # fmt: skip
+        return eqn if value is None else eqn.replace(invars=[value], params={**eqn.params, "broadcast_dimensions": ()})
     if name not in ELEMENTWISE:
         return eqn
     for at, atom in enumerate(eqn.invars):

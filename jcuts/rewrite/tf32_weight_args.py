@@ -83,10 +83,12 @@ def rounded_operands(closed: jaxapi.Closed) -> frozenset[Any]:
         if jaxapi.primitive_name(eqn) in CALLS:
             rounded.update(_rounded_results(eqn))
     used = {
-        eqn.invars[1] for eqn in closed.jaxpr.eqns
-        if (order := order_of(eqn)) is not None and order == tuple(range(len(order)))
+        eqn.invars[1]
+        for eqn in closed.jaxpr.eqns
+        if (order := order_of(eqn)) is not None
+        and order == tuple(range(len(order)))
         and not jaxapi.is_literal(eqn.invars[1])
-    }  # fmt: skip
+    }
     return rounded_constants(closed) | (rounded & used)
 
 
@@ -178,9 +180,12 @@ def _rounded_results(call: Any) -> list[Any]:
         return []
     jaxpr = bodies[0][2].jaxpr
     rounded = {
-        eqn.outvars[0] for eqn in jaxpr.eqns
-        if jaxapi.primitive_name(eqn) == ROUNDING and str(eqn.outvars[0].aval.dtype) == "float32"
-        and eqn.params["exponent_bits"] <= EXPONENT_BITS and eqn.params["mantissa_bits"] <= MANTISSA_BITS
-    }  # fmt: skip
+        eqn.outvars[0]
+        for eqn in jaxpr.eqns
+        if jaxapi.primitive_name(eqn) == ROUNDING
+        and str(eqn.outvars[0].aval.dtype) == "float32"
+        and eqn.params["exponent_bits"] <= EXPONENT_BITS
+        and eqn.params["mantissa_bits"] <= MANTISSA_BITS
+    }
     pairs = zip(jaxpr.outvars, call.outvars, strict=True)
     return [outer for inner, outer in pairs if not jaxapi.is_literal(inner) and inner in rounded]

@@ -70,6 +70,7 @@ cached_by_jaxpr = _weakref_lru_cache  # of a function whose first argument is a 
 
 # ---------------------------------------------------------------- tracing
 
+
 def trace_state_clean() -> bool:
     """Whether no JAX trace (jit, grad, vmap, ...) surrounds the caller: its arguments are concrete."""
     return _core.trace_state_clean()
@@ -184,6 +185,7 @@ def hoist_tracer_consts(closed: Closed) -> tuple[list[Any], Closed]:
 
 # ---------------------------------------------------------------- reading and rebuilding jaxprs
 
+
 def is_literal(atom: Any) -> bool:
     """Whether an operand of an equation is a literal (``atom.val``) rather than a variable."""
     return isinstance(atom, _core.Literal)
@@ -211,15 +213,29 @@ def new_literal(value: Any, aval: Any) -> Literal:
     return Literal(value, aval)
 
 
-def new_eqn(invars: Sequence[Any], outvars: Sequence[Any], primitive: Primitive, params: dict[str, Any], *,
-            effects: Any = _core.no_effects, like: Eqn | None = None) -> Eqn:
+def new_eqn(
+    invars: Sequence[Any],
+    outvars: Sequence[Any],
+    primitive: Primitive,
+    params: dict[str, Any],
+    *,
+    effects: Any = _core.no_effects,
+    like: Eqn | None = None,
+) -> Eqn:
     """A new equation; source line and context are taken from ``like``."""
     info, ctx = (like.source_info, like.ctx) if like is not None else (None, None)
     return _core.new_jaxpr_eqn(list(invars), list(outvars), primitive, params, effects, info, ctx)
 
 
-def make_closed(constvars: Sequence[Var], invars: Sequence[Var], outvars: Sequence[Any], eqns: Sequence[Eqn],
-                consts: Sequence[Any], *, like: Closed | None = None) -> Closed:
+def make_closed(
+    constvars: Sequence[Var],
+    invars: Sequence[Var],
+    outvars: Sequence[Any],
+    eqns: Sequence[Eqn],
+    consts: Sequence[Any],
+    *,
+    like: Closed | None = None,
+) -> Closed:
     """Assemble a closed jaxpr; its effects are computed from the equations."""
     effects = _pe.make_jaxpr_effects(list(constvars), list(invars), list(outvars), list(eqns))
     info = like.jaxpr.debug_info.with_unknown_names() if like is not None else None
@@ -287,8 +303,9 @@ def with_inner_jaxprs(eqn: Eqn, new: Sequence[Closed]) -> Eqn:
         value = params[name]
         if isinstance(value, (tuple, list)):
             if any(isinstance(item, (Closed, Jaxpr)) for item in value):
-                items = [_like_kind(item, next(replacement)) if isinstance(item, (Closed, Jaxpr)) else item
-                         for item in value]
+                items = [
+                    _like_kind(item, next(replacement)) if isinstance(item, (Closed, Jaxpr)) else item for item in value
+                ]
                 params[name] = type(value)(items)
         elif isinstance(value, (Closed, Jaxpr)):
             params[name] = _like_kind(value, next(replacement))
@@ -366,6 +383,7 @@ def is_unspecified(sharding: Any) -> bool:
 
 # ---------------------------------------------------------------- where in the user's source
 
+
 class SourceLine(NamedTuple):
     """A line of the user's program."""
 
@@ -414,6 +432,7 @@ def seen_from(eqn: Eqn, outer: Eqn, library: bool) -> Any:
 
 
 # ---------------------------------------------------------------- rules of a call-like primitive
+
 
 def jvp_of(closed: Closed, nonzero: Sequence[bool]) -> tuple[Closed, list[bool]]:
     """JVP jaxpr: arguments are primals then non-zero tangents.  Returns it and which output tangents exist."""
@@ -506,8 +525,9 @@ def linearization(result: tuple[Any, ...]) -> tuple[Any, ...]:
 _LINEARIZE_HAS_STRUCTURED = hasattr(_ad, "LinearizeTrace") and ONE_JAXPR_CLASS
 
 
-def transpose_of(closed: Closed, cotangents: Sequence[Any], args: Sequence[Any],
-                 bind: Callable[..., Sequence[Any]]) -> Any:
+def transpose_of(
+    closed: Closed, cotangents: Sequence[Any], args: Sequence[Any], bind: Callable[..., Sequence[Any]]
+) -> Any:
     """Apply the transpose of ``closed`` through ``bind(*flat_inputs, jaxpr=transposed)`` and accumulate the result."""
     primals, specs = _ad.project_accums(args)
     flat, in_tree = jax.tree.flatten((primals, list(cotangents)))
@@ -550,11 +570,12 @@ def checkify_rule(bind: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
     def rule(*args: Any, jaxpr: Closed, **params: Any) -> tuple[Any, list[Any]]:
         # 0.11 counts the codes of errors in a context, which it passes before the error.
         context = () if isinstance(args[0], _checkify.Error) else args[:1]
-        error, enabled, *values = args[len(context):]
+        error, enabled, *values = args[len(context) :]
         error_values, error_tree = jax.tree.flatten(error)
         values = [*error_values, *values]
         checked, out_tree, _ = _checkify.jaxpr_to_checkify_jaxpr(
-            *context, jaxpr, enabled, error_tree, *(_core.typeof(x) for x in values))
+            *context, jaxpr, enabled, error_tree, *(_core.typeof(x) for x in values)
+        )
         error, outs = jax.tree.unflatten(out_tree, bind(*values, jaxpr=checked, **params))
         return error, list(outs)
 
@@ -574,7 +595,8 @@ class PartialEval(NamedTuple):
 def partial_eval_of(closed: Closed, unknown_ins: Sequence[bool]) -> PartialEval:
     """Split a closed jaxpr by which arguments are known; residuals come last in ``unknown``'s arguments."""
     known, unknown, unknown_outs, res_avals, fwd = _pe.partial_eval_jaxpr_nounits_fwd(
-        closed, tuple(unknown_ins), instantiate=False)
+        closed, tuple(unknown_ins), instantiate=False
+    )
     count = len(fwd)
     unknown = _pe.move_binders_to_back(unknown, [True] * count + [False] * sum(unknown_ins))
     return PartialEval(known, unknown, list(unknown_outs), list(res_avals), list(fwd))
@@ -593,11 +615,13 @@ def partial_eval_rule(primitive: Primitive) -> Callable[..., Any]:
         pool = [*jaxpr.consts, *known_in]
         residuals = [next(new_res) if f is None else pool[f] for f in split.res_forward]
         ins = [*(t for t in tracers if not t.pval.is_known()), *map(trace.new_instantiated_const, residuals)]
-        unknown_tracers = [_pe.JaxprTracer(trace, _pe.PartialVal.unknown(aval), None)
-                           for aval in split.unknown.out_avals]
+        unknown_tracers = [
+            _pe.JaxprTracer(trace, _pe.PartialVal.unknown(aval), None) for aval in split.unknown.out_avals
+        ]
         effects = _core.positional_effects(split.unknown)
-        eqn = _pe.new_eqn_recipe(trace, ins, unknown_tracers, primitive, dict(params, jaxpr=split.unknown),
-                                 effects, _source.current())
+        eqn = _pe.new_eqn_recipe(
+            trace, ins, unknown_tracers, primitive, dict(params, jaxpr=split.unknown), effects, _source.current()
+        )
         for tracer in unknown_tracers:
             tracer.recipe = eqn
         if _effects.partial_eval_kept_effects.filter_in(split.unknown.effects):
@@ -617,8 +641,15 @@ def dce_rule(used_outputs: list[bool], eqn: Eqn) -> tuple[list[bool], Eqn | None
         return used_inputs, None
     invars = [v for v, used in zip(eqn.invars, used_inputs, strict=False) if used]
     outvars = [v for v, used in zip(eqn.outvars, used_outputs, strict=False) if used]
-    new = _core.new_jaxpr_eqn(invars, outvars, eqn.primitive, dict(eqn.params, jaxpr=closed),
-                              _core.eqn_effects(closed, invars), eqn.source_info, eqn.ctx)
+    new = _core.new_jaxpr_eqn(
+        invars,
+        outvars,
+        eqn.primitive,
+        dict(eqn.params, jaxpr=closed),
+        _core.eqn_effects(closed, invars),
+        eqn.source_info,
+        eqn.ctx,
+    )
     return used_inputs, new
 
 
@@ -638,15 +669,22 @@ def _discharge_rule(primitive: Primitive) -> Callable[..., Any]:
             in_avals, args = context, args[1:]
         discharged = _discharge.discharge_state(jaxpr, **options)
         outs = primitive.bind(*args, jaxpr=discharged, **params)
-        values, refs = outs[:len(jaxpr.out_avals)], iter(outs[len(jaxpr.out_avals):])
+        values, refs = outs[: len(jaxpr.out_avals)], iter(outs[len(jaxpr.out_avals) :])
         return [next(refs) if isinstance(a, _state_types.AbstractRef) else None for a in in_avals], values
 
     return rule
 
 
-def new_call_primitive(name: str, *, jvp: Callable[..., Any], linearize: Callable[..., Any],
-                       transpose: Callable[..., Any], batch: Callable[..., Any],
-                       derive: Callable[..., Sequence[Any]], lower: Callable[..., Any]) -> Primitive:
+def new_call_primitive(
+    name: str,
+    *,
+    jvp: Callable[..., Any],
+    linearize: Callable[..., Any],
+    transpose: Callable[..., Any],
+    batch: Callable[..., Any],
+    derive: Callable[..., Sequence[Any]],
+    lower: Callable[..., Any],
+) -> Primitive:
     """Create a call-like primitive whose function is the parameter ``jaxpr`` (a closed jaxpr).
 
     The effects, dead code, partial evaluation, reference-discharge and ``checkify`` rules are the same for every such
@@ -659,14 +697,16 @@ def new_call_primitive(name: str, *, jvp: Callable[..., Any], linearize: Callabl
     primitive.is_effectful = lambda params: bool(params["jaxpr"].effects)  # type: ignore[attr-defined]
     primitive.def_impl(functools.partial(_dispatch.apply_primitive, primitive))
     primitive.def_effectful_abstract_eval(
-        lambda *_, jaxpr, **__: (list(jaxpr.out_avals), _core.positional_effects(jaxpr)))
+        lambda *_, jaxpr, **__: (list(jaxpr.out_avals), _core.positional_effects(jaxpr))
+    )
     _ad.primitive_jvps[primitive] = jvp
     _ad.primitive_linearizations[primitive] = linearize
     _ad.fancy_transposes[primitive] = transpose
     _batching.fancy_primitive_batchers[primitive] = batch
     _pe.custom_partial_eval_rules[primitive] = partial_eval_rule(primitive)
     custom_rule: Any = functools.partial(
-        _pe.closed_call_partial_eval_custom_rule, "jaxpr", lambda *xs: (xs[-2], xs[-1]))
+        _pe.closed_call_partial_eval_custom_rule, "jaxpr", lambda *xs: (xs[-2], xs[-1])
+    )
     _pe.partial_eval_jaxpr_custom_rules[primitive] = custom_rule
     _pe.dce_rules[primitive] = dce_rule
     _discharge.register_discharge_rule(primitive)(_discharge_rule(primitive))
@@ -676,6 +716,7 @@ def new_call_primitive(name: str, *, jvp: Callable[..., Any], linearize: Callabl
 
 
 # ---------------------------------------------------------------- lowering
+
 
 class LoweringSite(NamedTuple):
     """What a lowering rule knows of the program around it.

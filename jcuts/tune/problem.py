@@ -195,8 +195,9 @@ class Problem:
             raise UsageError(f"device {self.device!r} does not say its compute capability", device=self.device)
         return int(found[1]), int(found[2])
 
-    def with_exports(self, library: bytes, reference: bytes, perturb: bool, unsure: bool = False,
-                     rounds: bool = False) -> Problem:  # fmt: skip
+    def with_exports(
+        self, library: bytes, reference: bytes, perturb: bool, unsure: bool = False, rounds: bool = False
+    ) -> Problem:
         """The same problem with its library and reference artifacts; the digest does not change."""
         return replace(self, library=library, reference=reference, perturb=perturb, unsure=unsure, rounds=rounds)
 

@@ -28,8 +28,19 @@ from jcuts.tune.parent.tuner import Progress, default_store, tune
 from jcuts.tune.parent.worker_session import workers_of, workshop
 from jcuts.tune.problem import Candidate, Input, Output, Problem
 
-__all__ = ["choose", "gathering", "generation", "is_gathering", "make_problem", "progress", "set_progress", "set_store",
-           "shares_of", "store", "workshop"]  # fmt: skip
+__all__ = [
+    "choose",
+    "gathering",
+    "generation",
+    "is_gathering",
+    "make_problem",
+    "progress",
+    "set_progress",
+    "set_store",
+    "shares_of",
+    "store",
+    "workshop",
+]
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 NEEDS_POSITIVE = frozenset({"sqrt", "rsqrt", "log", "log1p", "pow", "cbrt"})
@@ -109,8 +120,15 @@ def gathering(quiet: Callable[[bool], bool] | None = None) -> Iterator[None]:
         start = time.monotonic()
         # Kernels of many operations take compilers longest: they begin first.
         order = sorted(noted.values(), key=lambda entry: -entry[2])
-        tune(by_turns([problem for problem, _, _ in order]), store(), settings=settings, progress=_progress,
-             prepare=lambda problem: noted[problem.digest][1](problem), quiet=quiet, further=further)  # fmt: skip
+        tune(
+            by_turns([problem for problem, _, _ in order]),
+            store(),
+            settings=settings,
+            progress=_progress,
+            prepare=lambda problem: noted[problem.digest][1](problem),
+            quiet=quiet,
+            further=further,
+        )
         _log.info("%d problems of all forms: %.2f s", len(noted), time.monotonic() - start)
 
 

@@ -137,9 +137,13 @@ def ensure_registered() -> None:
         if _target_registered:
             return
         register_launcher(
-            TARGET, STATE_TYPE, PLATFORM, "launcher", (lib.jcuts_state_type_id(), lib.jcuts_state_type_info()),
+            TARGET,
+            STATE_TYPE,
+            PLATFORM,
+            "launcher",
+            (lib.jcuts_state_type_id(), lib.jcuts_state_type_info()),
             {"instantiate": lib.jcuts_cpu_launch_instantiate, "execute": lib.jcuts_cpu_launch_execute},
-        )  # fmt: skip
+        )
         _callback = native_library.RESOLVER(_resolve)
         lib.jcuts_set_resolver(_callback)
         # A compilation that outlives the interpreter must not call into it.

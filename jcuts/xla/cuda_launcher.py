@@ -52,7 +52,9 @@ def load() -> ctypes.CDLL:
     Raises:
         NativeError: missing, unloadable, not jcuts' library, or built for another FFI version.
     """
-    return native_library.opened(native_library.library_path(LIBRARY), "CUDA launcher", _declare, "jcuts_cuda_ffi_api_version")
+    return native_library.opened(
+        native_library.library_path(LIBRARY), "CUDA launcher", _declare, "jcuts_cuda_ffi_api_version"
+    )
 
 
 def _declare(lib: ctypes.CDLL) -> None:
@@ -74,12 +76,13 @@ def _declare(lib: ctypes.CDLL) -> None:
         "jcuts_cuda_is_registered": (ctypes.c_int, [text]),
         "jcuts_cuda_set_resolver": (None, [native_library.RESOLVER]),
         "jcuts_cuda_launch": (
-            ctypes.c_int, [text, ctypes.c_int, pointer, ctypes.POINTER(pointer), size, pointer, text, size],
+            ctypes.c_int,
+            [text, ctypes.c_int, pointer, ctypes.POINTER(pointer), size, pointer, text, size],
         ),
         "jcuts_cuda_set_hook": (None, [HOOK]),
         KEEP: (pointer, [pointer]),
         MARK: (pointer, [pointer]),
-    }  # fmt: skip
+    }
     native_library.declare(lib, signatures)
 
 
@@ -145,10 +148,15 @@ def _register_image(kernel: CompiledKernel) -> None:
         arguments += [n for pair in launch.arguments for n in pair]
     symbols = [launch.symbol.encode() for launch in image.launches]
     refused = load().jcuts_cuda_register(
-        kernel.digest.encode(), image.region.encode(), image.cubin, len(image.cubin), len(symbols),
-        (ctypes.c_char_p * len(symbols))(*symbols), (ctypes.c_int64 * len(numbers))(*numbers),
+        kernel.digest.encode(),
+        image.region.encode(),
+        image.cubin,
+        len(image.cubin),
+        len(symbols),
+        (ctypes.c_char_p * len(symbols))(*symbols),
+        (ctypes.c_int64 * len(numbers))(*numbers),
         (ctypes.c_int64 * len(arguments))(*arguments),
-    )  # fmt: skip
+    )
     if refused:
         raise NativeError(f"the launcher refused kernel {kernel.digest}: impossible launch", kernel=kernel.digest)
 
@@ -270,22 +278,32 @@ def call_kernel(kernel: CompiledKernel, *operands: Any, place: Place | None = No
     size = scratch.least_bytes(kernel.scratch_bytes, len(results))
     results += scratch.result_of(size)
     call = jax.ffi.ffi_call(
-        TARGET, results, has_side_effect=False,
+        TARGET,
+        results,
+        has_side_effect=False,
         input_layouts=[tuple(range(len(shape))) for shape, _ in kernel.inputs],
         output_layouts=[tuple(range(len(result.shape))) for result in results],
         input_output_aliases=None if place is None or place[0] is None else {place[0]: 0},
-    )  # fmt: skip
+    )
     outputs = call(
-        *operands, digest=kernel.digest, num_outputs=np.int64(len(kernel.outputs)),
-        scratch_bytes=np.int64(size), start=np.int64(0 if place is None else place[1]),
-    )  # fmt: skip
+        *operands,
+        digest=kernel.digest,
+        num_outputs=np.int64(len(kernel.outputs)),
+        scratch_bytes=np.int64(size),
+        start=np.int64(0 if place is None else place[1]),
+    )
     return tuple(outputs[: len(kernel.outputs)])
 
 
 def call_chain(
-    digests: Sequence[str], wiring: Sequence[int], operands: Sequence[Any], results: Sequence[Any], *,
-    scratch_bytes: int, aliases: dict[int, int],
-) -> tuple[jax.Array, ...]:  # fmt: skip
+    digests: Sequence[str],
+    wiring: Sequence[int],
+    operands: Sequence[Any],
+    results: Sequence[Any],
+    *,
+    scratch_bytes: int,
+    aliases: dict[int, int],
+) -> tuple[jax.Array, ...]:
     """Calls kernels, one after the other, as one XLA custom call (`chains`); each was called alone before.
 
     Args:
@@ -301,13 +319,17 @@ def call_chain(
     size = scratch.least_bytes(scratch_bytes, len(shapes))
     shapes += scratch.result_of(size)
     call = jax.ffi.ffi_call(
-        CHAIN, shapes, has_side_effect=False,
+        CHAIN,
+        shapes,
+        has_side_effect=False,
         input_layouts=[tuple(range(len(jax.numpy.shape(x)))) for x in operands],
         output_layouts=[tuple(range(len(x.shape))) for x in shapes],
         input_output_aliases=aliases or None,
-    )  # fmt: skip
+    )
     outputs = call(
-        *operands, digests="".join(f"{digest} " for digest in digests), wiring=np.array(wiring, np.int64),
+        *operands,
+        digests="".join(f"{digest} " for digest in digests),
+        wiring=np.array(wiring, np.int64),
         scratch_bytes=np.int64(size),
-    )  # fmt: skip
+    )
     return tuple(outputs[: len(results)])

@@ -80,5 +80,7 @@ def unusable() -> str:
     from jcuts.xla import cuda_launcher
 
     return (
-        cuda_launcher.available() or compiler.available() or cuda_launcher.too_old(cuda_launcher.driver_version(), ptxas.toolkit())
+        cuda_launcher.available()
+        or compiler.available()
+        or cuda_launcher.too_old(cuda_launcher.driver_version(), ptxas.toolkit())
     )

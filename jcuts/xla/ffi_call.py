@@ -40,7 +40,7 @@ def scratch_result_bytes(size: int, slots: int) -> int:
 
 def call_kernel(
     kernel: CompiledKernel, *operands: Any, place: tuple[int | None, int] | None = None
-) -> tuple[jax.Array, ...]:  # fmt: skip
+) -> tuple[jax.Array, ...]:
     """Calls a kernel as one XLA custom call; works under ``jit`` and eagerly.
 
     Operands and results are row-major (XLA inserts transposes where they are not).  The kernel is registered here if it

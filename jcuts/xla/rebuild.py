@@ -20,9 +20,12 @@ def subset_closed(
 
 
 def kernel_eqns(
-    kernel: CompiledKernel, inputs: Sequence[Any], outputs: Sequence[Any], like: Any,
+    kernel: CompiledKernel,
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    like: Any,
     place: tuple[int | None, int] | None = None,
-) -> list[Any]:  # fmt: skip
+) -> list[Any]:
     """Equations that call a kernel on variables of the surrounding jaxpr. Args: place: see `call_kernel`."""
     return traced_eqns(lambda *xs: call_kernel(kernel, *xs, place=place), inputs, outputs, like)
 

@@ -7,6 +7,7 @@ import numpy as np
 
 FEW = 16
 
+
 def least_bytes(needed: int, results: int) -> int:
     """Bytes of scratch memory that a call has: what it needs, and a few at least where it has several results.
 

@@ -42,10 +42,15 @@ def small(x):
 
 
 BY_HAND = {
-    "conv": 2 * (2 * 12 * 12 * 16) * (9 * 8), "bias": 2 * 12 * 12 * 16, "relu": 2 * 12 * 12 * 16,
-    "depthwise": 2 * (2 * 6 * 6 * 16) * 9, "pool": (2 * 3 * 3 * 16) * 4, "sum": 2 * 3 * 3 * 16,
-    "dot": 2 * 2 * 10 * 16, "exp": 2 * 10,
-}  # fmt: skip
+    "conv": 2 * (2 * 12 * 12 * 16) * (9 * 8),
+    "bias": 2 * 12 * 12 * 16,
+    "relu": 2 * 12 * 12 * 16,
+    "depthwise": 2 * (2 * 6 * 6 * 16) * 9,
+    "pool": (2 * 3 * 3 * 16) * 4,
+    "sum": 2 * 3 * 3 * 16,
+    "dot": 2 * 2 * 10 * 16,
+    "exp": 2 * 10,
+}
 
 
 @pytest.fixture
@@ -101,24 +106,40 @@ def test_shares_of_what_runs(tmp_path, monkeypatch):
 
 
 def subset(kind, chosen, seconds, xla, count=1):
-    return SubsetReport("n", {"add": 1}, [], "none", kind, chosen, "measured", {}, 1.0, 0.0, seconds, xla, count, 1.0,
-                        1.0)  # fmt: skip
+    return SubsetReport(
+        "n", {"add": 1}, [], "none", kind, chosen, "measured", {}, 1.0, 0.0, seconds, xla, count, 1.0, 1.0
+    )
 
 
 def test_time_by_kind():
-    found = counts.by_kind([
-        subset("complex (fusion)", "product/12345678", 2.0, 3.0, 4), subset("complex", "xla", 5.0, 4.0),
-        subset("simple", "map/1", 1.0, 2.0), subset("simple", "xla", None, 2.0, 3),
-    ])  # fmt: skip
+    found = counts.by_kind(
+        [
+            subset("complex (fusion)", "product/12345678", 2.0, 3.0, 4),
+            subset("complex", "xla", 5.0, 4.0),
+            subset("simple", "map/1", 1.0, 2.0),
+            subset("simple", "xla", None, 2.0, 3),
+        ]
+    )
     assert found["complex (fusion)"] | {"left": 0.0} == {
-        "jcuts": 8.0, "xla": 0.0, "vendor": 12.0, "ours_alone": 8.0, "kernels": 4.0, "left": 0.0, "untimed": 0.0,
-    }  # fmt: skip
+        "jcuts": 8.0,
+        "xla": 0.0,
+        "vendor": 12.0,
+        "ours_alone": 8.0,
+        "kernels": 4.0,
+        "left": 0.0,
+        "untimed": 0.0,
+    }
     assert found["complex"]["xla"] == 4.0 and found["complex"]["ours_alone"] == 5.0
     assert found["simple"]["untimed"] == 3 and found["simple"]["vendor"] == 2.0
     kinds = {"0123456789ab": "complex (fusion)"}
-    names = {"jcuts_0123456789ab_0": "complex (fusion)", "jcuts_f_0": "jcuts", "loop_add_fusion_3": "simple (fusion)",
-             "sm90_xmma_fprop_implicit_gemm_tf32": "complex", "gemm_fusion_dot_12": "complex (fusion)",
-             "wrapped_add": "simple"}  # fmt: skip
+    names = {
+        "jcuts_0123456789ab_0": "complex (fusion)",
+        "jcuts_f_0": "jcuts",
+        "loop_add_fusion_3": "simple (fusion)",
+        "sm90_xmma_fprop_implicit_gemm_tf32": "complex",
+        "gemm_fusion_dot_12": "complex (fusion)",
+        "wrapped_add": "simple",
+    }
     assert {name: counts.kind_of_kernel(name, kinds) for name in names} == names
 
 
@@ -160,8 +181,16 @@ def test_octave_and_shift_modules_are_what_their_papers_say():
 
 
 def test_an_item_from_the_command_to_its_table(tmp_path):
-    command = [sys.executable, str(ROOT / "benchmarks" / "networks.py"), "--dry", "--out", str(tmp_path), "--seconds",
-               "0.2", "planning/octave:2:closed"]  # fmt: skip
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "networks.py"),
+        "--dry",
+        "--out",
+        str(tmp_path),
+        "--seconds",
+        "0.2",
+        "planning/octave:2:closed",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     row = json.loads((tmp_path / "planning_octave_b2_bclosed.json").read_text())
@@ -175,8 +204,20 @@ def test_an_item_from_the_command_to_its_table(tmp_path):
 @pytest.mark.slow
 def test_modes_and_blocks_from_the_command_to_their_tables(tmp_path):
     items = ["modes/shift_conv:2:closed", "blocks/shift_conv:2:closed"]
-    command = [sys.executable, str(ROOT / "benchmarks" / "networks.py"), "--dry", "--out", str(tmp_path), "--seconds",
-               "0.2", "--modes", "no_fusion", "fusion", "--", *items]  # fmt: skip
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "networks.py"),
+        "--dry",
+        "--out",
+        str(tmp_path),
+        "--seconds",
+        "0.2",
+        "--modes",
+        "no_fusion",
+        "fusion",
+        "--",
+        *items,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     row = json.loads((tmp_path / "modes_shift_conv_b2_bclosed.json").read_text())

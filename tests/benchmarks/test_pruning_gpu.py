@@ -19,8 +19,13 @@ from jcuts.arch.load import load_gpu
 from jcuts.schedule.gpu import candidates as gpu_candidates
 
 H200 = load_gpu("H200")
-COUNTED = ("gemm 1024x512x512, ReLU", "gemm 384x768x768 rounded, GELU", "conv3x3/2 224x224 3 to 32",
-           "block 14x14 96, 576, 96", "attention 4x512x12x64 bf16")  # fmt: skip
+COUNTED = (
+    "gemm 1024x512x512, ReLU",
+    "gemm 384x768x768 rounded, GELU",
+    "conv3x3/2 224x224 3 to 32",
+    "block 14x14 96, 576, 96",
+    "attention 4x512x12x64 bf16",
+)
 OTHERS = ("depthwise 5x5 28x28x240", "depthwise gradient 28x28x96", "batch norm 16384x512", "transpose 4096x3072")
 
 
@@ -54,7 +59,9 @@ def test_what_no_form_takes_is_not_legal():
     program = OPERATIONS["gemm 1024x512x512, ReLU"].program
     found, *_ = space.pool(program, 10, "seed")
     tile = dict(found[0].params) | {"stages": 1}
-    assert not space.legal(gpu_candidates.scheduled(found[0], "product", 96, *((k, v) for k, v in tile.items() if k != "cuda")))
+    assert not space.legal(
+        gpu_candidates.scheduled(found[0], "product", 96, *((k, v) for k, v in tile.items() if k != "cuda"))
+    )
 
 
 def row_of(name, times, order):
@@ -66,18 +73,32 @@ def row_of(name, times, order):
         space.record(p) | {"cycles": counts[k], "us": [spent[k]] * 2, "launches": [[132, 128, 64, 0]]}
         for k, p in enumerate(found[: len(times)])
     ]
-    return {"operation": name, "sets": 16, "l2": 60 << 20, "noise": 0.0, "kept": [d[:16] for d in kept],
-            "schedules": entries}  # fmt: skip
+    return {
+        "operation": name,
+        "sets": 16,
+        "l2": 60 << 20,
+        "noise": 0.0,
+        "kept": [d[:16] for d in kept],
+        "schedules": entries,
+    }
 
 
 MEASURED = Path(__file__).resolve().parents[2] / "benchmarks/results/pruning_gpu_products_h200_2026-11-22.json"
 LOSSES = {
-    "gemm 1024x512x512, ReLU": 0.02, "gemm 3136x256x512 rounded": 0.02, "gemm 64x1024x1000": 0.1,
-    "conv1x1 56x56 64 to 256": 0.02, "conv3x3 28x28 64 to 64": 0.02, "conv3x3/2 56x56 64 to 128 bf16": 0.02,
-    "gemm 2048x1024x1024 bf16": 0.02, "gemm 384x768x768 rounded, GELU": 0.02, "scores 48x384x384x64": 0.045,
-    "conv1x1 14x14 576 to 96 rounded": 0.02, "conv3x3 14x14 128 to 128 rounded": 0.07, "attention 4x384x12x64": 0.02,
+    "gemm 1024x512x512, ReLU": 0.02,
+    "gemm 3136x256x512 rounded": 0.02,
+    "gemm 64x1024x1000": 0.1,
+    "conv1x1 56x56 64 to 256": 0.02,
+    "conv3x3 28x28 64 to 64": 0.02,
+    "conv3x3/2 56x56 64 to 128 bf16": 0.02,
+    "gemm 2048x1024x1024 bf16": 0.02,
+    "gemm 384x768x768 rounded, GELU": 0.02,
+    "scores 48x384x384x64": 0.045,
+    "conv1x1 14x14 576 to 96 rounded": 0.02,
+    "conv3x3 14x14 128 to 128 rounded": 0.07,
+    "attention 4x384x12x64": 0.02,
     "attention 4x512x12x64 bf16": 0.02,
-}  # fmt: skip
+}
 """What the best of the first eight loses; more than 2 % where no better count is known."""
 
 

@@ -81,9 +81,10 @@ def test_malformed_graphs_and_covers():
 def test_convexity_against_paths(dag, data):
     subset = frozenset(data.draw(st.sets(st.sampled_from(sorted(dag.nodes)), min_size=1)))
     through = [
-        v for v in dag.nodes - subset
+        v
+        for v in dag.nodes - subset
         if any(reaches(dag, a, v) for a in subset) and any(reaches(dag, v, b) for b in subset)
-    ]  # fmt: skip
+    ]
     assert is_convex(dag, subset) == (not through)
 
 

@@ -53,10 +53,14 @@ def all_sorts(x, w):
 
 
 FUNCTIONS = {
-    "diamond": (diamond, (X,)), "residual": (residual, (X, W)), "through XLA": (through_xla, (X,)),
-    "branches": (branches, (X, W)), "many users": (many_users, (X, W)), "softmax": (softmax_chain, (X, W)),
+    "diamond": (diamond, (X,)),
+    "residual": (residual, (X, W)),
+    "through XLA": (through_xla, (X,)),
+    "branches": (branches, (X, W)),
+    "many users": (many_users, (X, W)),
+    "softmax": (softmax_chain, (X, W)),
     "all sorts": (all_sorts, (X, W)),
-}  # fmt: skip
+}
 
 
 def assert_legal(graph, grouping) -> None:
@@ -155,11 +159,19 @@ def random_functions(draw):
         values = [x, y]
         for kind, i, j in steps:
             a, b = values[i % len(values)], values[j % len(values)]
-            values.append([
-                lambda a, b: a + b, lambda a, b: a * b, lambda a, b: jnp.maximum(a, b), lambda a, b: a @ b * 0.1,
-                lambda a, b: jnp.tanh(a) - b, lambda a, b: a.sum(0, keepdims=True) * 0.1 + b,
-                lambda a, b: a.T + b, lambda a, b: lax.sort(a, dimension=0) + b, lambda a, b: jax.nn.softmax(a),
-            ][kind](a, b))  # fmt: skip
+            values.append(
+                [
+                    lambda a, b: a + b,
+                    lambda a, b: a * b,
+                    lambda a, b: jnp.maximum(a, b),
+                    lambda a, b: a @ b * 0.1,
+                    lambda a, b: jnp.tanh(a) - b,
+                    lambda a, b: a.sum(0, keepdims=True) * 0.1 + b,
+                    lambda a, b: a.T + b,
+                    lambda a, b: lax.sort(a, dimension=0) + b,
+                    lambda a, b: jax.nn.softmax(a),
+                ][kind](a, b)
+            )
         return [values[-1 - o % (len(values) - 2)] for o in outputs]
 
     return fn

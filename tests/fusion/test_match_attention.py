@@ -75,7 +75,7 @@ def test_every_layer_of_bert_has_one(layers, rules):
 
 def test_encoder():
     fn, args = workloads.encoder(batch=2, length=32, width=64, heads=4, hidden=128)
-    (_, program), = attentions(covered(fn, *args)[1])  # fmt: skip
+    ((_, program),) = attentions(covered(fn, *args)[1])
     assert list(gpu_candidates.candidates(program, MACHINE, 4))
 
 
@@ -137,11 +137,15 @@ def test_look_alikes_are_left_as_they_were(fn):
     assert attended(graph, before) == sorted(before, key=lambda item: max(item[0]))
 
 
-@pytest.mark.parametrize("chain, weigh", [
-    (lambda s: s.astype(jnp.float64), lambda w: w.astype(jnp.float32)),
-    (lambda s: s.astype(jnp.float64) * 0.2, lambda w: w.astype(jnp.float32)),
-    (lambda s: (s - s.max(-1, keepdims=True)).astype(jnp.float64), lambda w: w.astype(jnp.float32)),
-], ids=["softmax", "scale", "exponentials"])  # fmt: skip
+@pytest.mark.parametrize(
+    "chain, weigh",
+    [
+        (lambda s: s.astype(jnp.float64), lambda w: w.astype(jnp.float32)),
+        (lambda s: s.astype(jnp.float64) * 0.2, lambda w: w.astype(jnp.float32)),
+        (lambda s: (s - s.max(-1, keepdims=True)).astype(jnp.float64), lambda w: w.astype(jnp.float32)),
+    ],
+    ids=["softmax", "scale", "exponentials"],
+)
 def test_float64_between_its_products_is_not_narrowed(chain, weigh):
     with jax.enable_x64(True):
         _, cover = covered(lambda q, k, v: plain(q, k, v, chain=chain, weigh=weigh), *operands(2, 64, 4, 32))

@@ -31,8 +31,11 @@ def test_the_thesis_example():
     # A -> B -> C where every fusion gains: R = {A,B,C}, {AB,C}, {A,BC}, {ABC}
     found = algorithm_1(CHAIN, yes, saving)
     expected = [
-        [{0}, {1}, {2}], [{0, 1}, {2}], [{0}, {1, 2}], [{0, 1, 2}],
-    ]  # fmt: skip
+        [{0}, {1}, {2}],
+        [{0, 1}, {2}],
+        [{0}, {1, 2}],
+        [{0, 1, 2}],
+    ]
     assert set(found.partitions) == {frozenset(map(frozenset, partition)) for partition in expected}
     assert found.best == [{0, 1, 2}] and found.seconds == pytest.approx(1.3)
     assert search(CHAIN, yes, saving, limits=UNLIMITED).best == found.best

@@ -19,10 +19,22 @@ from tests import programs
 from tests.fusion.test_greedy import FUNCTIONS, W, X
 
 ARCH = CpuArch(
-    name="test", machine="x86_64", cores=2, frequency=2e9, simd_bits=512, fma_ports=1, alu_ports=2, load_ports=2,
-    store_ports=1, vector_registers=32, line=64, l1d=32768, l2=1 << 20, l3=16 << 20,
+    name="test",
+    machine="x86_64",
+    cores=2,
+    frequency=2e9,
+    simd_bits=512,
+    fma_ports=1,
+    alu_ports=2,
+    load_ports=2,
+    store_ports=1,
+    vector_registers=32,
+    line=64,
+    l1d=32768,
+    l2=1 << 20,
+    l3=16 << 20,
     bandwidth={"l2": 100e9, "l3": 60e9, "dram": 20e9},
-)  # fmt: skip
+)
 
 
 def space_of(fn, *arguments) -> Space:

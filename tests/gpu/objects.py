@@ -55,14 +55,20 @@ def problem(names: list[str], device: str, arch: str) -> Problem:
     """x*x + 1 of 4096 numbers, with these candidates."""
     candidates = []
     for place, name in enumerate(names):
-        payload = object_payload(image(name, arch).pack(), SYMBOL, tiles=1, scratch_bytes=0, inputs=(AVAL,),
-                                 outputs=(AVAL,))  # fmt: skip
+        payload = object_payload(
+            image(name, arch).pack(), SYMBOL, tiles=1, scratch_bytes=0, inputs=(AVAL,), outputs=(AVAL,)
+        )
         candidates.append(Candidate("object", payload, name, 1.0 - place / 100))
     closed = jaxapi.closed_jaxpr_of(lambda x: x * x + 1, np.zeros(SIZE, np.float32))
     bare = Problem(
-        identity=f"square {' '.join(names)}", inputs=(Input((SIZE,), "float32"),),
-        outputs=(Output((SIZE,), "float32"),), candidates=tuple(candidates), degree=2, name="square", device=device,
-    )  # fmt: skip
+        identity=f"square {' '.join(names)}",
+        inputs=(Input((SIZE,), "float32"),),
+        outputs=(Output((SIZE,), "float32"),),
+        candidates=tuple(candidates),
+        degree=2,
+        name="square",
+        device=device,
+    )
     return with_exports(bare, closed, platform=bare.platform)
 
 

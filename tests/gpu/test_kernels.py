@@ -111,8 +111,11 @@ def test_replays_with_allocations_between_give_equal_bits():
 
 def test_a_function_runs_on_kernels():
     def fn(x, w, g):
-        y = jax.nn.relu6(lax.conv_general_dilated(x, w, (1, 1), "SAME", feature_group_count=16,
-                                                  dimension_numbers=("NHWC", "HWIO", "NHWC")))  # fmt: skip
+        y = jax.nn.relu6(
+            lax.conv_general_dilated(
+                x, w, (1, 1), "SAME", feature_group_count=16, dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
+        )
         return jax.nn.softmax(y.mean((1, 2)) * g)
 
     arguments = (cases.normal(4, 20, 20, 16), cases.normal(3, 3, 1, 16), cases.normal(16))

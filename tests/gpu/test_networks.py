@@ -35,10 +35,15 @@ def weights(channels=(16, 96, 24)):
     first, wide, last = channels
 
     def block(c_in, c_out):
-        kernels = [values(1, 1, c_in, wide, scale=0.3), values(3, 3, 1, wide, scale=0.3),
-                   values(1, 1, wide, c_out, scale=0.2)]  # fmt: skip
-        norms = [(1 + values(c, scale=0.1), values(c, scale=0.1), values(c, scale=0.1), 0.5 + jnp.abs(values(c)))
-                 for c in (wide, wide, c_out)]  # fmt: skip
+        kernels = [
+            values(1, 1, c_in, wide, scale=0.3),
+            values(3, 3, 1, wide, scale=0.3),
+            values(1, 1, wide, c_out, scale=0.2),
+        ]
+        norms = [
+            (1 + values(c, scale=0.1), values(c, scale=0.1), values(c, scale=0.1), 0.5 + jnp.abs(values(c)))
+            for c in (wide, wide, c_out)
+        ]
         return kernels, norms
 
     return [block(first, last), block(last, last)]
@@ -49,9 +54,13 @@ def network(parameters, x):
         start = x
         for k, (kernel, (gain, bias, mean, variance)) in enumerate(zip(kernels, norms, strict=True)):
             x = lax.conv_general_dilated(
-                x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"),
+                x,
+                kernel,
+                (1, 1),
+                "SAME",
+                dimension_numbers=("NHWC", "HWIO", "NHWC"),
                 feature_group_count=x.shape[-1] if k == 1 else 1,
-            )  # fmt: skip
+            )
             inverse = lax.rsqrt(variance + 1e-3) * gain
             x = x * inverse + (bias - mean * inverse)
             x = jnp.clip(x, 0.0, 6.0) if k < 2 else x

@@ -69,17 +69,21 @@ ROUNDED = {
     "activation": (lambda x, w: (jnp.clip(x, -0.5, 1.5) * x) @ w.T, ((700, 1024), (520, 1024))),
     "49 rows": (lambda x, w, b, r: jax.nn.relu(x @ w.T + b + r), ((49, 512), (2048, 512), (2048,), (49, 2048))),
     "residual": (lambda x, w, b, r: jax.nn.relu(x @ w.T + b + r), ((17000, 64), (136, 64), (136,), (17000, 136))),
-    "residual, more terms": (lambda x, w, b, r: jax.nn.relu(x @ w.T + b + r),
-                             ((17000, 264), (136, 264), (136,), (17000, 136))),
-    "residual by stages": (lambda x, w, b, r: jax.nn.relu(x @ w.T + b + r),
-                           ((12500, 256), (1000, 256), (1000,), (12500, 1000))),
-    "two residuals": (lambda x, w, r, q: (x @ w.T + r) * q,
-                      ((8192, 544), (512, 544), (8192, 512), (8192, 512))),
+    "residual, more terms": (
+        lambda x, w, b, r: jax.nn.relu(x @ w.T + b + r),
+        ((17000, 264), (136, 264), (136,), (17000, 136)),
+    ),
+    "residual by stages": (
+        lambda x, w, b, r: jax.nn.relu(x @ w.T + b + r),
+        ((12500, 256), (1000, 256), (1000,), (12500, 1000)),
+    ),
+    "two residuals": (lambda x, w, r, q: (x @ w.T + r) * q, ((8192, 544), (512, 544), (8192, 512), (8192, 512))),
     "1x1 stride 2": (lambda x, w: conv(x, w, layout=ALONG, strides=(2, 2)), ((64, 29, 28, 256), (264, 1, 1, 256))),
     "results alone": (lambda x, w, b: jax.nn.relu(x @ w.T + b), ((17000, 64), (136, 64), (136,))),
     "384 rows": (lambda x, w, b: jax.nn.gelu(x @ w.T + b, approximate=False), ((384, 768), (760, 768), (760,))),
     "large GELU": (
-        lambda x, w, b: jax.nn.gelu(x @ w.T + b, approximate=False), ((2000, 768), (2312, 768), (2312,)),
+        lambda x, w, b: jax.nn.gelu(x @ w.T + b, approximate=False),
+        ((2000, 768), (2312, 768), (2312,)),
     ),
     "fitted tiles": (lambda x, w, b, r: x @ w.T + b + r, ((3000, 776), (776, 776), (776,), (3000, 776))),
     "norm of few rows": (lambda x, w, s, t: jax.nn.relu(x * s + t) @ w.T, ((196, 768), (128, 768), (768,), (768,))),
@@ -91,13 +95,15 @@ ROUNDED = {
     "3x3 stride 2": (lambda x, w: conv(x, w, layout=ALONG, strides=(2, 2)), ((32, 57, 56, 64), (128, 3, 3, 64))),
     "3x3 deep": (lambda x, w: jax.nn.relu(conv(x, w, layout=ALONG)), ((64, 7, 7, 512), (512, 3, 3, 512))),
     "one image, 3x3": (
-        lambda x, w, b: jax.nn.relu(conv(x, w, layout=ALONG) + b), ((1, 7, 7, 512), (512, 3, 3, 512), (512,)),
+        lambda x, w, b: jax.nn.relu(conv(x, w, layout=ALONG) + b),
+        ((1, 7, 7, 512), (512, 3, 3, 512), (512,)),
     ),
     "one image, 5x5": (lambda x, w, b: conv(x, w, layout=ALONG) + b, ((1, 35, 35, 48), (64, 5, 5, 48), (64,))),
     "one image, 1x7": (
-        lambda x, w, r: conv(x, w, layout=ALONG) + r, ((1, 17, 17, 160), (160, 1, 7, 160), (1, 17, 17, 160)),
+        lambda x, w, r: conv(x, w, layout=ALONG) + r,
+        ((1, 17, 17, 160), (160, 1, 7, 160), (1, 17, 17, 160)),
     ),
-}  # fmt: skip
+}
 """Products whose weights are numbers of TF32."""
 STAGED = ("residual by stages", "two residuals")
 """Those of which at least one kernel gets what is added by the stages of its operands."""

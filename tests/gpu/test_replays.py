@@ -73,7 +73,11 @@ def test_replays_give_equal_bits(name):
 def test_replays_of_kernels_with_scratch_memory_give_equal_bits():
     fn, arguments = cases.CASES["column sum"]
     program = programs.trace(fn, *arguments).program()
-    split = [p for p, _ in gpu_candidates.candidates(program, xla_devices.machine(), 64) if dict(p.params).get("split", 1) != 1]
+    split = [
+        p
+        for p, _ in gpu_candidates.candidates(program, xla_devices.machine(), 64)
+        if dict(p.params).get("split", 1) != 1
+    ]
     kernel = kernel_for(split[0])
     assert kernel.scratch_bytes and len(Image.unpack(kernel.object_code).launches) == 2
     call = jax.jit(lambda x: call_kernel(kernel, call_kernel_input(x)))

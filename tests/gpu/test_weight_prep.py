@@ -39,8 +39,9 @@ def test_a_kernel_makes_what_xla_makes(count):
     def of_xla(*xs):
         return [lax.reduce_precision(x.T, 8, 10) for x in xs]
 
-    for got, want, w in zip(jax.jit(lambda *xs: call_kernel(kernel, *xs))(*operands), of_xla(*operands), operands,
-                            strict=True):  # fmt: skip
+    for got, want, w in zip(
+        jax.jit(lambda *xs: call_kernel(kernel, *xs))(*operands), of_xla(*operands), operands, strict=True
+    ):
         np.testing.assert_array_equal(got, want)
         np.testing.assert_array_equal(got, round_tf32(np.ascontiguousarray(np.asarray(w).T)))
 

@@ -62,8 +62,12 @@ def test_who_compiles_for_the_device_does_not_wait_for_first_runs_and_who_measur
         go_on.wait(10)
         done.append("ran")
 
-    pieces = {"runs": runs, "times": lambda: done.append("timed"), "again": lambda: done.append("ran again"),
-              "compiles": lambda: done.append("compiled")}  # fmt: skip
+    pieces = {
+        "runs": runs,
+        "times": lambda: done.append("timed"),
+        "again": lambda: done.append("ran again"),
+        "compiles": lambda: done.append("compiled"),
+    }
     with Early(pieces, light=("runs", "again"), quiet=("compiles",)) as work:
         begun.wait(10)
         assert work.is_done(False)
@@ -103,8 +107,13 @@ def test_plain_xla_runs_early_with_static_and_donated_arguments(monkeypatch, opt
     function = jcuts.optimize(lambda x, n: x * n, **options)
     x = jnp.ones(5)
     for args, kwargs in (((x, 3), {}), ((x,), {"n": 3})):
-        call = variant_selection.Call(function._arguments.signature(args, kwargs), args, kwargs,
-                             function._arguments.placement(args, kwargs), "cpu")
+        call = variant_selection.Call(
+            function._arguments.signature(args, kwargs),
+            args,
+            kwargs,
+            function._arguments.placement(args, kwargs),
+            "cpu",
+        )
         todo = function._deciding.meanwhile(call, None)
         assert "xla run" in todo
         for piece in todo.values():

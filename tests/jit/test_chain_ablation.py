@@ -47,8 +47,9 @@ def compare(chained, single, *, donates=False, verify=None, results=None):
         return (lambda: results[name]) if name in results else call
 
     calls = {name: program(name, s) for name, s in (("xla", 5e-4), (CHAINED, chained), (SINGLE, single))}
-    found = chain_ablation.compared(decided(), SINGLE, calls, lambda: ((), {}), donates=donates, chunk=2e-3, verify=verify,
-                             clock=clock)  # fmt: skip
+    found = chain_ablation.compared(
+        decided(), SINGLE, calls, lambda: ((), {}), donates=donates, chunk=2e-3, verify=verify, clock=clock
+    )
     return found, clock
 
 
@@ -67,8 +68,10 @@ def test_single_calls_that_are_faster_run(donates):
     assert clock.calls["xla"] == 1 and abs(clock.calls[CHAINED] - clock.calls[SINGLE]) <= 1
 
 
-@pytest.mark.parametrize(("single", "verdict"), [(0.995e-4, "equal within the noise"), (1e-4, "equal within the noise"),
-                                                 (1.2e-4, "chains are faster")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("single", "verdict"),
+    [(0.995e-4, "equal within the noise"), (1e-4, "equal within the noise"), (1.2e-4, "chains are faster")],
+)
 def test_chains_stay_where_single_calls_gain_nothing(single, verdict):
     found, clock = compare(1e-4, single)
     assert found.chosen == CHAINED and found.reason.endswith(verdict)
@@ -160,7 +163,9 @@ def test_a_form_with_single_calls_is_another_program_of_the_same_kernels(form, m
     assert not single.chained and Form.parse(str(single)) == single and Form.tuned(single) == form == Form.tuned(form)
     name = variant_space.name_of(single, "graph1")
     assert variant_space.form_of(name) == single and name != variant_space.name_of(form, "graph1")
-    assert variant_space.is_known(name, "cuda", True) and not variant_space.is_known(name.partition(":")[0], "cpu", True)
+    assert variant_space.is_known(name, "cuda", True) and not variant_space.is_known(
+        name.partition(":")[0], "cpu", True
+    )
     closed = jaxapi.closed_jaxpr_of(lambda x: jnp.sin(x).sum(), jnp.ones((4, 4)))
     level = group(closed, Settings(), Fuel(), "cuda")
     keys = {kernel_selection.partition_key(level, Settings(form=f), "cuda") for f in (form, single)}
@@ -260,8 +265,11 @@ def test_where_no_kernels_are_in_chains_nothing_more_is_compiled(acts_as_gpu, co
     compared = []
     acts_as_gpu.setattr(chain_ablation, "compared", lambda decision, *_, **__: compared.append(decision) or decision)
     acts_as_gpu.setattr(chains_fuse, "joined", lambda closed: count)
-    acts_as_gpu.setattr(end_to_end_benchmark, "decide", lambda calls, *_, **__: Decision(
-        list(calls)[-1], "", dict.fromkeys(calls, 1e-4), measured=True))  # fmt: skip
+    acts_as_gpu.setattr(
+        end_to_end_benchmark,
+        "decide",
+        lambda calls, *_, **__: Decision(list(calls)[-1], "", dict.fromkeys(calls, 1e-4), measured=True),
+    )
     made = jcuts.optimize(lambda x, w, b: pointwise(x, w, b) + 1)
     made(*arguments())
     assert len(compared) == (1 if count else 0)

@@ -37,8 +37,10 @@ def decide(clock, **programs):
 
 def test_who_is_barred_is_timed_only_as_plain_xla_and_never_chosen():
     clock = Clock()
-    calls = {name: clock.program(name, s) for name, s in
-             {"xla": 0.001, "xla:wide": 0.0005, "jcuts": 0.006, "jcuts:wide": 0.007}.items()}
+    calls = {
+        name: clock.program(name, s)
+        for name, s in {"xla": 0.001, "xla:wide": 0.0005, "jcuts": 0.006, "jcuts:wide": 0.007}.items()
+    }
     barred = {"xla": "730 MiB", "xla:wide": "730 MiB"}
     decision = end_to_end_benchmark.decide(calls, lambda: ((), {}), donates=False, clock=clock, barred=barred)
     assert decision.chosen == "jcuts" and "xla:wide" not in clock.calls
@@ -48,7 +50,9 @@ def test_who_is_barred_is_timed_only_as_plain_xla_and_never_chosen():
         raise RuntimeError("no memory")
 
     calls = {"xla": clock.program("xla", 0.001), "jcuts": broken}
-    decision = end_to_end_benchmark.decide(calls, lambda: ((), {}), donates=False, clock=clock, barred={"xla": "730 MiB"})
+    decision = end_to_end_benchmark.decide(
+        calls, lambda: ((), {}), donates=False, clock=clock, barred={"xla": "730 MiB"}
+    )
     assert decision.chosen == "xla"  # nothing else is left
 
 
@@ -132,7 +136,11 @@ def test_a_quiet_decision_is_final():
 def test_a_second_look_leaves_out_what_cannot_win():
     speed = {"xla": (1.0,) * 3, "xla:wide": (1.0, 0.9, 1.1), "jcuts": (2.0, 1.2, 2.8), "jcuts:wide": (1.8, 1.2, 2.4)}
     names = ["xla", "xla:wide", "jcuts", "jcuts:wide", "jcuts:new"]
-    assert end_to_end_benchmark.Decision("jcuts", "r", speed=speed).open_between(names) == ["xla", "jcuts", "jcuts:wide"]
+    assert end_to_end_benchmark.Decision("jcuts", "r", speed=speed).open_between(names) == [
+        "xla",
+        "jcuts",
+        "jcuts:wide",
+    ]
     assert end_to_end_benchmark.Decision("xla", "r").open_between(names) == names
 
 
@@ -185,7 +193,9 @@ def test_options_that_may_gain_everything_are_tried_for_every_program():
     assert "not tried" in decide(Clock(), **programs).rejected["xla:graphs"]
     clock = Clock()
     calls = {name.replace("__", ":"): clock.program(name, seconds) for name, seconds in programs.items()}
-    decision = end_to_end_benchmark.decide(calls, lambda: ((), {}), donates=False, clock=clock, options_gain=float("inf"))
+    decision = end_to_end_benchmark.decide(
+        calls, lambda: ((), {}), donates=False, clock=clock, options_gain=float("inf")
+    )
     assert decision.chosen == "xla:graphs"
 
 

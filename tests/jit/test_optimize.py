@@ -34,6 +34,7 @@ def scaled(x, k=2.0):
 
 # ------------------------------------------------------------ conventions
 
+
 def test_decorator_with_and_without_arguments():
     @jcuts.optimize
     def f(x):
@@ -211,6 +212,7 @@ def test_threads_agree():
 
 # ------------------------------------------------------------ decisions
 
+
 def test_concrete_call_may_measure_and_sees_real_values(toy):  # noqa: F811
     f = jcuts.optimize(lambda x, n: jax.lax.fori_loop(0, n, lambda _, v: v * 1.5, x))
     f(X, 3)
@@ -238,7 +240,9 @@ def test_guard_times_both_and_keeps_the_decision(toy):  # noqa: F811
     f = Optimized(scaled, jcuts.optimize(scaled).settings, {}, store)
     f(X)
     decision = f.decision(X)
-    assert decision.measured and {end_to_end_benchmark.XLA, end_to_end_benchmark.JCUTS} <= set(decision.seconds) | set(decision.rejected)
+    assert decision.measured and {end_to_end_benchmark.XLA, end_to_end_benchmark.JCUTS} <= set(decision.seconds) | set(
+        decision.rejected
+    )
     again = Optimized(scaled, f.settings, {}, store)
     again(X)
     assert again.decision(X) == decision
@@ -254,8 +258,10 @@ def test_stored_decision_is_followed(toy):  # noqa: F811
     assert f.decision(X).reason == "kept"
 
 
-@pytest.mark.parametrize("data", [{}, {"chosen": 1}, {"chosen": "gone", "reason": "", "seconds": {}, "margin": 0,
-                                                     "rejected": {}, "measured": True}])
+@pytest.mark.parametrize(
+    "data",
+    [{}, {"chosen": 1}, {"chosen": "gone", "reason": "", "seconds": {}, "margin": 0, "rejected": {}, "measured": True}],
+)
 def test_foreign_store_content_is_ignored(data):
     class Foreign(end_to_end_benchmark.MemoryStore):
         def guard(self, key):
@@ -280,7 +286,9 @@ def test_several_programs_dispatch_by_signature(toy):  # noqa: F811
     for _ in range(2):
         np.testing.assert_array_equal(f(small), small * 2)
         np.testing.assert_array_equal(f(large), large * 2)
-    assert f.decision(small).chosen == end_to_end_benchmark.JCUTS and f.decision(large).chosen == end_to_end_benchmark.XLA
+    assert (
+        f.decision(small).chosen == end_to_end_benchmark.JCUTS and f.decision(large).chosen == end_to_end_benchmark.XLA
+    )
 
 
 def test_chosen_program_is_the_one_that_runs(toy):  # noqa: F811
@@ -302,12 +310,18 @@ def test_explain_before_any_call(toy):  # noqa: F811
 
 
 def test_guard_chooses_the_plainer_program_in_a_tie():
-    samples = {"xla": end_to_end_benchmark.noise.Samples((1.0, 1.0, 1.01)), "jcuts": end_to_end_benchmark.noise.Samples((0.995, 0.995, 1.0))}
+    samples = {
+        "xla": end_to_end_benchmark.noise.Samples((1.0, 1.0, 1.01)),
+        "jcuts": end_to_end_benchmark.noise.Samples((0.995, 0.995, 1.0)),
+    }
     assert end_to_end_benchmark._choose(samples, {}).chosen == "xla"
 
 
 def test_guard_chooses_the_faster_program():
-    samples = {"xla": end_to_end_benchmark.noise.Samples((1.0, 1.0, 1.01)), "jcuts": end_to_end_benchmark.noise.Samples((0.5, 0.5, 0.51))}
+    samples = {
+        "xla": end_to_end_benchmark.noise.Samples((1.0, 1.0, 1.01)),
+        "jcuts": end_to_end_benchmark.noise.Samples((0.5, 0.5, 0.51)),
+    }
     decision = end_to_end_benchmark._choose(samples, {})
     assert decision.chosen == "jcuts" and "2.00 times" in decision.reason
 
@@ -321,8 +335,12 @@ def test_guard_rejects_wrong_and_failing_programs():
     def fails(x):
         raise RuntimeError("no device")
 
-    calls = {"xla": _call(lambda x: x * 2), "wrong": _call(lambda x: x * 3), "nan": _call(lambda x: x * jnp.nan),
-             "fails": fails}
+    calls = {
+        "xla": _call(lambda x: x * 2),
+        "wrong": _call(lambda x: x * 3),
+        "nan": _call(lambda x: x * jnp.nan),
+        "fails": fails,
+    }
     decision = end_to_end_benchmark.decide(calls, lambda: ((X,), {}), donates=False, seconds=0.02)
     assert decision.chosen == "xla"
     assert "norm" in decision.rejected["wrong"] and "NaN" in decision.rejected["nan"]
@@ -344,9 +362,20 @@ def test_decision_round_trip():
 
 # ------------------------------------------------------------ errors
 
-@pytest.mark.parametrize("options", [{"mode": "fast"}, {"tune": "never"}, {"tolerance": 0}, {"workspace_limit": -1},
-                                     {"total_workspace": 1.5}, {"convolution_accuracy": "any"}, {"strict": "yes"},
-                                     {"tolerance": True}])
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "fast"},
+        {"tune": "never"},
+        {"tolerance": 0},
+        {"workspace_limit": -1},
+        {"total_workspace": 1.5},
+        {"convolution_accuracy": "any"},
+        {"strict": "yes"},
+        {"tolerance": True},
+    ],
+)
 def test_impossible_options(options):
     with pytest.raises(UsageError) as error:
         jcuts.optimize(scaled, **options)
@@ -400,9 +429,11 @@ def test_argument_that_is_no_array_is_named():
             return x * 2
 
     nested = jcuts.optimize(lambda params, *, scale: params["w"][1] * scale)
-    for name, call in (("self of ", lambda: Model().predict(X)),
-                       (r"params\['w'\]\[1\] of ", lambda: nested({"w": [X, "text"]}, scale=2)),
-                       ("scale of ", lambda: nested({"w": [X, X]}, scale="2"))):
+    for name, call in (
+        ("self of ", lambda: Model().predict(X)),
+        (r"params\['w'\]\[1\] of ", lambda: nested({"w": [X, "text"]}, scale=2)),
+        ("scale of ", lambda: nested({"w": [X, X]}, scale="2")),
+    ):
         with pytest.raises(NotJaxError, match=f"^argument {name}"):
             call()
 
@@ -463,6 +494,7 @@ def test_without_numba_everything_goes_to_xla():
 
 
 # ------------------------------------------------------------ decisions that do not last
+
 
 class Report:
     """A report of a plan that could not be measured yet."""

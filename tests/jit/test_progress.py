@@ -47,8 +47,14 @@ def test_a_log_gets_one_line_after_ten_seconds(caplog):
         watch.close()
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warnings) == 1
-    for part in ("12 kernels for predict", "first call only", str(knobs.current().cache_dir), 'tune="cached"',
-                 "JCUTS_MAX_CANDIDATES", "JCUTS_TOP_PERCENT"):
+    for part in (
+        "12 kernels for predict",
+        "first call only",
+        str(knobs.current().cache_dir),
+        'tune="cached"',
+        "JCUTS_MAX_CANDIDATES",
+        "JCUTS_TOP_PERCENT",
+    ):
         assert part in warnings[0]
     infos = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
     assert infos == ["tuning predict", "tuned predict in 20.0 s"]

@@ -43,14 +43,24 @@ def block(x):
 @pytest.mark.parametrize("form", [Form(("scales", "dots")), Form((), "anchored"), Form(("dots",), "none")])
 def test_names_and_forms_are_inverse(form):
     assert Form.parse(str(form)) == form
-    assert variant_space.form_of(variant_space.name_of(form, "graphs")) == form and variant_space.is_known(variant_space.name_of(form), "cuda", False)
+    assert variant_space.form_of(variant_space.name_of(form, "graphs")) == form and variant_space.is_known(
+        variant_space.name_of(form), "cuda", False
+    )
 
 
 def test_names():
-    assert variant_space.name_of(None) == "jcuts" and variant_space.form_of("jcuts:graphs") is None and Form() == Form.parse("")
+    assert (
+        variant_space.name_of(None) == "jcuts"
+        and variant_space.form_of("jcuts:graphs") is None
+        and Form() == Form.parse("")
+    )
     assert variant_space.programs([Form(("scales",)), Form(("scales", "dots"), "none")], ("graphs",)) == [
-        "xla", "xla:graphs", "jcuts/scales", "jcuts/scales:graphs", "jcuts/scales+dots/none:graphs",
-    ]  # fmt: skip
+        "xla",
+        "xla:graphs",
+        "jcuts/scales",
+        "jcuts/scales:graphs",
+        "jcuts/scales+dots/none:graphs",
+    ]
     assert variant_space.programs([None], ("wide",)) == ["xla", "xla:wide", "jcuts", "jcuts:wide"]
     assert variant_space.programs([], ()) == ["xla"]
 
@@ -131,8 +141,10 @@ def test_siblings_race_beside_all_other_rewrites_only():
 def test_weights_are_rounded_in_every_form_where_there_are_warp_groups(monkeypatch):
     w = values(256, 128)
     closed = jaxapi.closed_jaxpr_of(lambda x: x @ w, values(4096, 256))
-    for capability, wanted in (((9, 0), ["rounds", "rounds/anchored", "rounds/none", "rounds/absorbing"]),
-                               ((8, 0), ["None", "plain/anchored", "plain/absorbing"])):  # fmt: skip
+    for capability, wanted in (
+        ((9, 0), ["rounds", "rounds/anchored", "rounds/none", "rounds/absorbing"]),
+        ((8, 0), ["None", "plain/anchored", "plain/absorbing"]),
+    ):
         machine = types.SimpleNamespace(capability=capability)
         monkeypatch.setattr(variant_space.gpus, "machine", lambda machine=machine: machine)
         assert [str(form) for form in variant_space.worth_planning(closed, "cuda")] == wanted
@@ -201,8 +213,9 @@ def test_plain_xla_is_compiled_before_all_others_and_alone():
 
 
 def subset(chosen, seconds, xla, count=1):
-    return SubsetReport("f", {"add": 1}, [], "none", "simple", chosen, "measured", {}, 0.5, 0.0, seconds, xla, count,
-                        1.0, 1.0)  # fmt: skip
+    return SubsetReport(
+        "f", {"add": 1}, [], "none", "simple", chosen, "measured", {}, 0.5, 0.0, seconds, xla, count, 1.0, 1.0
+    )
 
 
 def test_kernels_that_lost_by_little_are_worth_a_race():
@@ -226,8 +239,16 @@ def mlp(x, w, b):
 def test_a_program_with_every_kernel_competes(monkeypatch, worth):
     monkeypatch.setattr(variant_space, "lost_by_little", lambda report: worth)
     seen = []
-    monkeypatch.setattr(end_to_end_benchmark, "decide", lambda calls, *_, **more: seen.append(dict(calls)) or end_to_end_benchmark.Decision(
-        "jcuts/plain/every" if "jcuts/plain/every" in calls else "xla", "", measured=True))  # fmt: skip
+    monkeypatch.setattr(
+        end_to_end_benchmark,
+        "decide",
+        lambda calls, *_, **more: (
+            seen.append(dict(calls))
+            or end_to_end_benchmark.Decision(
+                "jcuts/plain/every" if "jcuts/plain/every" in calls else "xla", "", measured=True
+            )
+        ),
+    )
     store = end_to_end_benchmark.MemoryStore()
     api.set_default_store(store)
     try:
@@ -300,10 +321,12 @@ def test_weights_that_are_arguments_are_turned_in_forms_of_their_own(monkeypatch
 
     closed = jaxapi.closed_jaxpr_of(network, values(1, 1, 256, 128), values(128), values(4, 32, 32, 256))
     for capability, wanted in (
-        ((9, 0), ["None", "plain/anchored", "dots/none", "turns+vectors", "turns+vectors/anchored",
-                  "dots+turns+vectors"]),
+        (
+            (9, 0),
+            ["None", "plain/anchored", "dots/none", "turns+vectors", "turns+vectors/anchored", "dots+turns+vectors"],
+        ),
         ((8, 0), ["None", "plain/anchored", "dots", "dots/anchored", "dots/none", "dots/absorbing"]),
-    ):  # fmt: skip
+    ):
         machine = types.SimpleNamespace(capability=capability)
         monkeypatch.setattr(variant_space.gpus, "machine", lambda machine=machine: machine)
         assert [str(form) for form in variant_space.worth_planning(closed, "cuda")] == wanted

@@ -45,10 +45,12 @@ FUNCTIONS = {
     "softmax": (lambda x: jax.nn.softmax(x), (random(4, 37),)),
     "softmax of columns": (lambda x: jax.nn.softmax(x, axis=0), (random(12, 37),)),
     "layer norm": (layer_norm, (random(5, 40), random(40), random(40, seed=1))),
-    "pooling": (lambda x: -jax.lax.reduce_window(x, -np.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"),
-                (random(2, 8, 6, 5),)),
+    "pooling": (
+        lambda x: -jax.lax.reduce_window(x, -np.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"),
+        (random(2, 8, 6, 5),),
+    ),
     "statistics of columns": (batch_statistics, (random(3, 8, 20),)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

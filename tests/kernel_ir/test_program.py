@@ -25,8 +25,9 @@ def simple() -> Program:
     body, leave = Graph(), Graph()
     body.load("x", ROW * 4 + K, "float32")
     leave.add(Node("acc", "float32", attrs=(("number", 0),)))
-    phase = Phase("sum", (Axis("i", 6),), (Red("k", 4),), (Acc("add", "float32", (0,)),), body, leave,
-                  (Store("out", ROW, 0),))  # fmt: skip
+    phase = Phase(
+        "sum", (Axis("i", 6),), (Red("k", 4),), (Acc("add", "float32", (0,)),), body, leave, (Store("out", ROW, 0),)
+    )
     buffers = (Buffer("x", "float32", (6, 4), "in"), Buffer("out", "float32", (6,), "out"))
     return Program("simple", buffers, (), (), (phase,), 1, "reduction")
 
@@ -59,7 +60,8 @@ WRONG = {
     "runs when x, which is no local bool buffer": lambda: changed(when="x"),
     "store address uses ['j']": lambda: changed(stores=(Store("out", ROW, 0, (Guard(Index.axis("j"), 0, 3),)),)),
     "a store into out is guarded by the lane axis": lambda: replace(
-        changed(axes=(Axis("i", 6, 1, True),), stores=(Store("out", ROW, 0, (Guard(ROW, 0, 3),)),)), lanes=4),
+        changed(axes=(Axis("i", 6, 1, True),), stores=(Store("out", ROW, 0, (Guard(ROW, 0, 3),)),)), lanes=4
+    ),
     "stores into operand x": lambda: changed(stores=(Store("x", ROW, 0),)),
     "no buffer 'gone'": lambda: changed(stores=(Store("gone", ROW, 0),)),
     "stores value 5, which does not exist": lambda: changed(stores=(Store("out", ROW, 5),)),
@@ -101,8 +103,9 @@ def test_json_keeps_odd_constants():
     leave = Graph()
     values = [leave.const(v, "float32") for v in (-0.0, math.inf, math.nan, 0.1)]
     stores = tuple(Store("out", Index(k), v) for k, v in enumerate(values))
-    program = Program("odd", (Buffer("out", "float32", (4,), "out"),), (), (),
-                      (Phase("map", (), (), (), Graph(), leave, stores),), 1)  # fmt: skip
+    program = Program(
+        "odd", (Buffer("out", "float32", (4,), "out"),), (), (), (Phase("map", (), (), (), Graph(), leave, stores),), 1
+    )
     again = Program.from_json(program.to_text())
     found = [n.value for n in again.phases[0].exit.nodes]
     assert math.copysign(1, found[0]) == -1 and found[1] == math.inf and math.isnan(found[2]) and found[3] == 0.1

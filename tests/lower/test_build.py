@@ -138,6 +138,7 @@ def test_only_windows_that_share_no_element_take_costly_operations_before_them()
 @pytest.mark.parametrize("fills", [(2**53, 2**53 + 1), (2**53, 2**53), (-1, 3)])
 def test_paddings_of_large_integers_are_told_apart(fills):
     with jax.enable_x64(True):
+
         def function(x):
             inner = lax.pad(x, np.int64(fills[0]), ((1, 1, 0), (0, 0, 0)))
             return lax.pad(inner, np.int64(fills[1]), ((2, 2, 0), (3, 3, 0))) + 1

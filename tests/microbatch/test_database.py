@@ -202,10 +202,13 @@ def test_concurrent_writers_lose_nothing(tmp_path):
 def test_threads_share_one_database(tmp_path):
     database = Database(tmp_path / "t.db")
     threads = [
-        threading.Thread(target=lambda k=k: [database.record(H200, convolution(), k * 10 + i, micros(k * 10 + i))
-                                             for i in range(1, 11)])
+        threading.Thread(
+            target=lambda k=k: [
+                database.record(H200, convolution(), k * 10 + i, micros(k * 10 + i)) for i in range(1, 11)
+            ]
+        )
         for k in range(4)
-    ]  # fmt: skip
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -294,8 +297,11 @@ print("kept", flush=True)
 """
     process = subprocess.Popen(
         [sys.executable, "-c", FULL + WRITER.format(root=str(ROOT), path=str(path), first=1, count=100) + code],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0 and out.endswith("kept\n"), err
     assert 0 < len(Database(path).table(H200, convolution()).sizes) < 100  # what fitted is whole

@@ -41,8 +41,10 @@ def test_the_fastest_come_first_and_not_too_many():
     micros = []
     for k in range(5):
         name = f"a{k}"
-        micros += [Micro(16, name, "float32", 1e-5, 10 << 20),
-                   Micro(32, name, "float32", (5 - k) * 1e-6, (64 + 8 * (k + 1)) << 20)]  # fmt: skip
+        micros += [
+            Micro(16, name, "float32", 1e-5, 10 << 20),
+            Micro(32, name, "float32", (5 - k) * 1e-6, (64 + 8 * (k + 1)) << 20),
+        ]
     found = sizes_between(table(*micros), 32, 64 << 20)
     assert len(found) == MOST and found == tuple(sorted(found))  # the fastest needs most, so fits least
 
@@ -66,15 +68,19 @@ def test_what_only_slices_make_fit():
     for one in found:
         n = one.micro.batch
         fewer = [s for s in (1, *LAYER.slices) if s < one.slices[0]][-1]
-        space = [4352 * (64 * 192 // s + n * (64 + 192 // s)) + n * LAYER.result_bytes // s
-                 for s in (one.slices[0], fewer)]  # fmt: skip
+        space = [
+            4352 * (64 * 192 // s + n * (64 + 192 // s)) + n * LAYER.result_bytes // s for s in (one.slices[0], fewer)
+        ]
         assert space[0] <= limit < space[1]
     assert found[0].slices == (3, 4, 6, 8, 12, 16, 24) and found[0].text == f"fft float32 {limit}"
     # As measured: three slices of 64 samples are worth it, and a single call has none.
     name = sliced("fft", 3)
     more = Table(LAYER, (*known.micros, Micro(64, name, "float32", 2.4e-4, 60 << 20)))
     assert str(workspace_reuse.divide(more, 256, limit)) == "4 x 64 fft/slices=3:float32"
-    assert workspace_reuse.undivided(more, 64, limit) is None and workspace_reuse.undivided(known, 64, None).parts[0].algorithm == "fft"
+    assert (
+        workspace_reuse.undivided(more, 64, limit) is None
+        and workspace_reuse.undivided(known, 64, None).parts[0].algorithm == "fft"
+    )
 
 
 def test_slices_that_took_longer_than_promised_are_no_promise():

@@ -61,8 +61,11 @@ def test_liveness_equals_enumeration(seed):
 def test_the_exhaustive_passes_equal_enumeration(seed, monkeypatch):
     # Such short lists in the first passes that the second ones must do the work; every bound is tried.
     for module, name, value in (
-        (knapsack, "WIDTH", 1), (knapsack, "MANY", 0), (clique_knapsack, "BEAM", 1), (clique_knapsack, "PAIRWISE", 2)
-    ):  # fmt: skip
+        (knapsack, "WIDTH", 1),
+        (knapsack, "MANY", 0),
+        (clique_knapsack, "BEAM", 1),
+        (clique_knapsack, "PAIRWISE", 2),
+    ):
         monkeypatch.setattr(module, name, value)
     rng = np.random.default_rng(10_000 + seed)
     costs, weights = random_sets(rng, 6, 24, ("uncorrelated", "weak", "strong")[seed % 3])
@@ -72,7 +75,13 @@ def test_the_exhaustive_passes_equal_enumeration(seed, monkeypatch):
     check(knapsack.choose(costs, weights, limit), reference.knapsack(costs, weights, limits), costs, weights, limits)
     lives = [(k, k + 2) for k in range(6)]
     limits = cliques(lives, (), limit // 2)
-    check(clique_knapsack.choose(costs, weights, limits), reference.knapsack(costs, weights, limits), costs, weights, limits)
+    check(
+        clique_knapsack.choose(costs, weights, limits),
+        reference.knapsack(costs, weights, limits),
+        costs,
+        weights,
+        limits,
+    )
 
 
 @pytest.mark.parametrize("kind", ["uncorrelated", "weak", "strong"])

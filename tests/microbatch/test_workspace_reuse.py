@@ -39,8 +39,11 @@ def test_hand_count():
     assert workspace_reuse.divide(table, 8, 0).parts == (Micro(8, "GEMM", "float32", 30e-6, 0),)
     assert workspace_reuse.undivided(table, 8, 64 * MIB) == workspace_reuse.divide(table, 8, 0)
     assert [(round(d.seconds * 1e6), d.workspace // MIB) for d in desirable(table, 8)] == [
-        (30, 0), (12, 30), (8, 60), (6, 120),
-    ]  # fmt: skip
+        (30, 0),
+        (12, 30),
+        (8, 60),
+        (6, 120),
+    ]
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -53,9 +56,10 @@ def test_micro_batches_begin_at_multiples_of_the_unit(seed):
     for micro in table.candidates(batch, limit=limit):
         best[micro.batch] = min(micro.ticks, best.get(micro.batch, micro.ticks))
     sums = [
-        sum(best[part] for part in parts) for parts in reference.compositions(batch)
+        sum(best[part] for part in parts)
+        for parts in reference.compositions(batch)
         if all(part in best for part in parts) and all(start % unit == 0 for start in itertools.accumulate(parts[:-1]))
-    ]  # fmt: skip
+    ]
     if not sums:
         with pytest.raises(NoDivisionError):
             workspace_reuse.divide(table, batch, limit)
@@ -122,8 +126,11 @@ def test_desirable_set_is_the_papers(seed):
 
 def test_more_workspaces_than_a_block():
     rng = np.random.default_rng(5)
-    micros = [Micro(b, f"A{a}", "float32", float(rng.uniform(1, 2)) / (a + 1), 1000 * b * (a + 1) + a)
-              for b in range(1, 41) for a in range(20)]  # fmt: skip
+    micros = [
+        Micro(b, f"A{a}", "float32", float(rng.uniform(1, 2)) / (a + 1), 1000 * b * (a + 1) + a)
+        for b in range(1, 41)
+        for a in range(20)
+    ]
     table = Table(convolution(), tuple(micros))
     found = desirable(table, 40)
     assert len({m.workspace for m in micros}) > BLOCK
@@ -154,9 +161,9 @@ def test_policies():
     assert policy_sizes("powerOfTwo", 8) == (1, 2, 4, 8)
     assert policy_sizes("undivided", 12) == (12,)
     table = table_of((3, "A", 1, 0), (4, "A", 9, 0), (12, "A", 40, 0))
-    assert [workspace_reuse.divide(table, 12, policy=p).seconds * 1e6 for p in ("all", "powerOfTwo", "undivided")] == pytest.approx(
-        [4, 27, 40]
-    )
+    assert [
+        workspace_reuse.divide(table, 12, policy=p).seconds * 1e6 for p in ("all", "powerOfTwo", "undivided")
+    ] == pytest.approx([4, 27, 40])
     with pytest.raises(UsageError, match="choose one of"):
         policy_sizes("some", 12)
 

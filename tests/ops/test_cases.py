@@ -21,9 +21,13 @@ WORKING = [c for c in CASES if not c.refused]
 REFUSED = [c for c in CASES if c.refused]
 # Rules without a case of their own, and where they are met instead.
 ELSEWHERE = {
-    "add_any": "gradients (tests/pipeline/test_passes.py)", "copy": "identity", "copy_p": "identity",
-    "stop_gradient": "identity", "optimization_barrier_value": "identity", "expand_dims": "older JAX spells it so",
-}  # fmt: skip
+    "add_any": "gradients (tests/pipeline/test_passes.py)",
+    "copy": "identity",
+    "copy_p": "identity",
+    "stop_gradient": "identity",
+    "optimization_barrier_value": "identity",
+    "expand_dims": "older JAX spells it so",
+}
 
 
 @pytest.fixture(autouse=True)

@@ -21,10 +21,22 @@ from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
 
 SMALL = CpuArch(
-    name="small", machine="x86_64", cores=2, frequency=2e9, simd_bits=256, fma_ports=2, alu_ports=2, load_ports=2,
-    store_ports=1, vector_registers=16, line=64, l1d=2048, l2=8192, l3=65536,
+    name="small",
+    machine="x86_64",
+    cores=2,
+    frequency=2e9,
+    simd_bits=256,
+    fma_ports=2,
+    alu_ports=2,
+    load_ports=2,
+    store_ports=1,
+    vector_registers=16,
+    line=64,
+    l1d=2048,
+    l2=8192,
+    l3=65536,
     bandwidth={"l2": 100e9, "l3": 60e9, "dram": 1e9},
-)  # fmt: skip
+)
 
 
 def random(*shape, seed=0):

@@ -60,8 +60,10 @@ def rebuilt(monkeypatch):
         avals = [v.aval for v in outputs]
         return traced_eqns(
             lambda *xs: [jnp.zeros(a.shape, a.dtype) + jnp.sum(xs[-1]).astype(a.dtype) for a in avals],
-            inputs, outputs, like,
-        )  # fmt: skip
+            inputs,
+            outputs,
+            like,
+        )
 
     def select(top, settings, **_):
         for level in top.everywhere():
@@ -82,8 +84,9 @@ def rebuilt(monkeypatch):
         closed = jaxapi.closed_jaxpr_of(function, *args)
         pipeline_passes.forget()
         computation._rankings.clear()
-        outcome = pipeline_passes.optimize_jaxpr(closed, Settings(form=Form(form), tune="off"), platform="cuda",
-                                          may_measure=False)  # fmt: skip
+        outcome = pipeline_passes.optimize_jaxpr(
+            closed, Settings(form=Form(form), tune="off"), platform="cuda", may_measure=False
+        )
         pipeline_passes.forget()
         computation._rankings.clear()
         jaxapi.check(outcome.closed)

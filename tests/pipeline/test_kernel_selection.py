@@ -114,10 +114,16 @@ def test_without_measuring_the_greedy_cover_stays(store, clock, settings):
 @pytest.mark.parametrize(
     "damage",
     [
-        {}, {"levels": "none"}, {"levels": []}, {"levels": [[[0, 999]]]}, {"levels": [[[0], [0]]]},
-        {"levels": [[["a"]]]}, {"levels": [[None]]}, {"levels": [[[]]]},
+        {},
+        {"levels": "none"},
+        {"levels": []},
+        {"levels": [[[0, 999]]]},
+        {"levels": [[[0], [0]]]},
+        {"levels": [[["a"]]]},
+        {"levels": [[None]]},
+        {"levels": [[[]]]},
     ],
-)  # fmt: skip
+)
 def test_a_stored_cover_that_does_not_fit_is_ignored(store, clock, damage):
     top = level_of()
     store.put_partition(kernel_selection.partition_key(top, AUTO), damage)
@@ -198,8 +204,15 @@ def inverted(x, w, f, v):
     return jnp.einsum("nhwe,ec->nhwc", jax.nn.relu6(deep), v) + x
 
 
-@pytest.mark.parametrize("times, whole", [((3.0, 2.0, 2.0, 6.0), True), ((3.0, 2.0, 2.0, 8.0), False),
-                                          ((3.0, None, 2.0, 8.0), True), ((3.0, 2.0, 2.0, None), False)])  # fmt: skip
+@pytest.mark.parametrize(
+    "times, whole",
+    [
+        ((3.0, 2.0, 2.0, 6.0), True),
+        ((3.0, 2.0, 2.0, 8.0), False),
+        ((3.0, None, 2.0, 8.0), True),
+        ((3.0, 2.0, 2.0, None), False),
+    ],
+)
 def test_a_block_takes_the_place_of_its_parts_where_it_is_measured_to_be_faster(times, whole, monkeypatch, store):
     shapes = (8, 28, 28, 16), (16, 48), (3, 3, 1, 48), (48, 16)
     level = gpu_level(inverted, *(np.ones(s, np.float32) for s in shapes))
@@ -251,9 +264,14 @@ def test_a_stored_cover_of_a_gpu_that_does_not_fit_is_searched_again(monkeypatch
     monkeypatch.setattr(kernel_selection.gpus, "this", lambda: computation.gpus.Gpu("H200", (9, 0), 132))
     right = partition_store.stored(level)
     first, *others = right["subsets"]
-    for damage in ({**right, "subsets": [[[900], 0]]}, {**right, "subsets": [first, first]}, {"subsets": []},
-                   {**right, "programs": ["{}"]}, {**right, "subsets": [[first[0], 99], *others]},
-                   {**right, "left": [[900, "sin", ""]]}):  # fmt: skip
+    for damage in (
+        {**right, "subsets": [[[900], 0]]},
+        {**right, "subsets": [first, first]},
+        {"subsets": []},
+        {**right, "programs": ["{}"]},
+        {**right, "subsets": [[first[0], 99], *others]},
+        {**right, "left": [[900, "sin", ""]]},
+    ):
         store.put_partition(kernel_selection.partition_key(level, AUTO, "cuda"), {"covers": [damage]})
         again = gpu_level(fn, X, X)
         monkeypatch.setattr(kernel_selection.session, "choose", lambda subsets, *_, **more: more["shares"])
@@ -268,7 +286,9 @@ def test_programs_of_a_stored_cover_that_does_not_fit_are_not_taken(monkeypatch,
     monkeypatch.setattr(kernel_selection.gpus, "this", lambda: computation.gpus.Gpu("H200", (9, 0), 132))
     monkeypatch.setattr(kernel_selection.session, "choose", lambda subsets, *_, **more: more["shares"])
     right = partition_store.stored(level)
-    other = partition_store.stored(gpu_level(fn, X[:32, :32], X[:32, :32]))  # as many operands and results, of other shapes
+    other = partition_store.stored(
+        gpu_level(fn, X[:32, :32], X[:32, :32])
+    )  # as many operands and results, of other shapes
     cover = {**right, "programs": other["programs"]}
     store.put_partition(kernel_selection.partition_key(level, AUTO, "cuda"), {"covers": [cover]})
     again, usual = gpu_level(fn, X, X), gpu_level(fn, X, X)

@@ -52,7 +52,7 @@ def arguments():
 def fill(fn, *args, own: float = 1.0, own_space: int = 0, own_algorithm: str = LIBRARY) -> list[Site]:
     """Times for every convolution of a function: half the batch by algorithm 2 is fastest, alone it is slow.
 
-        undivided, algorithm 0: 0.9 s    by 3, algorithm 2: 0.2 s each, 3 * 2 * 4096 B    by 1, algorithm 0: 0.3 s
+    undivided, algorithm 0: 0.9 s    by 3, algorithm 2: 0.2 s each, 3 * 2 * 4096 B    by 1, algorithm 0: 0.3 s
     """
     from jcuts.rewrite.simplify import simplify
     from jcuts.trace.inline import inline
@@ -64,11 +64,13 @@ def fill(fn, *args, own: float = 1.0, own_space: int = 0, own_algorithm: str = L
     for site in found:
         names = cudnn_call.algorithms(site.convolution.kind)
         rows = {
-            site.batch: [Micro(site.batch, names[0], "tf32", 0.9, 0), Micro(site.batch, own_algorithm, "tf32", own,
-                                                                            own_space)],
+            site.batch: [
+                Micro(site.batch, names[0], "tf32", 0.9, 0),
+                Micro(site.batch, own_algorithm, "tf32", own, own_space),
+            ],
             3: [Micro(3, names[2], "tf32", 0.2, 3 * 2 * SPACE)],
             1: [Micro(1, names[0], "tf32", 0.3, 0)],
-        }  # fmt: skip
+        }
         for batch, micros in rows.items():
             database.record(device, site.convolution, batch, micros)
     return found
@@ -91,8 +93,12 @@ def test_every_convolution_of_a_training_step_is_divided(host_cudnn, cache_dir):
     fast = optimized(step, workspace_limit=1 << 20)
     report = fast.explain(*args)
     assert [d.layer for d in report.divisions] == [
-        "conv1 forward", "conv2 forward", "conv3 backward-filter", "conv4 backward-data", "conv5 backward-filter"
-    ]  # fmt: skip
+        "conv1 forward",
+        "conv2 forward",
+        "conv3 backward-filter",
+        "conv4 backward-data",
+        "conv5 backward-filter",
+    ]
     for row in report.divisions:
         assert row.division.startswith("2 x 3 cudnn/") and row.division.endswith(":tf32")
         assert row.seconds == pytest.approx(0.4) and row.undivided == 0.9 and row.workspace == 6 * SPACE
@@ -289,7 +295,9 @@ def test_an_error_of_cudnn_names_the_layer(host_cudnn, cache_dir):
     fast = optimized(net, workspace_limit=1 << 20)
     fast(*args)
     host_cudnn.fail("Forward")
-    with pytest.raises(Exception, match=r"convolution conv1 forward \[tests/pipeline/test_microbatch_convs.py:\d+ \(layer\)\]"):
+    with pytest.raises(
+        Exception, match=r"convolution conv1 forward \[tests/pipeline/test_microbatch_convs.py:\d+ \(layer\)\]"
+    ):
         fast(*args).block_until_ready()
 
 
@@ -334,8 +342,10 @@ def test_what_slices_make_fit_is_measured_once(host_cudnn, cache_dir, monkeypatc
     device, database = this_device("cpu"), Database(cache_dir / "microbatch.sqlite")
     transform = cudnn_call.algorithms("forward").index("cudnn/FFT")
     for n in (1, 2, 4):  # one sample of the transform fits
-        micros = [Micro(n, "cudnn/IMPLICIT_GEMM", "tf32", 1.0 * n, 0),
-                  Micro(n, "cudnn/FFT", "tf32", 0.01 + 0.001 * n, n * transform * SPACE)]  # fmt: skip
+        micros = [
+            Micro(n, "cudnn/IMPLICIT_GEMM", "tf32", 1.0 * n, 0),
+            Micro(n, "cudnn/FFT", "tf32", 0.01 + 0.001 * n, n * transform * SPACE),
+        ]
         database.record(device, site.convolution, n, micros)
     monkeypatch.setenv("FAKE_CUDNN_OUTPUTS", "16")
     closed, limit = jax.make_jaxpr(wide)(x, w), 2 * transform * SPACE - 1
@@ -380,8 +390,9 @@ def test_a_crash_costs_one_algorithm(host_cudnn, cache_dir, monkeypatch):
     names = {m.algorithm for m in table.micros}
     assert "cudnn/IMPLICIT_GEMM" in names and "cudnn/GEMM" not in names and "cudnn/FFT" in names
     assert [label for _, _, label, why in measurer.left_out if "crashed" in why] == [
-        "cudnn/GEMM float32", "cudnn/GEMM tf32"
-    ]  # fmt: skip
+        "cudnn/GEMM float32",
+        "cudnn/GEMM tf32",
+    ]
 
 
 def test_too_many_crashes_are_remembered(host_cudnn, cache_dir, monkeypatch):
@@ -421,7 +432,9 @@ def test_no_disk_to_measure_with_leaves_convolutions_to_xla(host_cudnn, cache_di
 def test_other_platforms_are_left_alone(monkeypatch):
     monkeypatch.setattr(microbatch_convs, "divided", lambda *_, **__: pytest.fail("cuDNN is not for this platform"))
     closed = jax.make_jaxpr(net)(*arguments())
-    outcome = pipeline_passes.optimize_jaxpr(closed, Settings(workspace_limit=1 << 20), platform="tpu", may_measure=False)
+    outcome = pipeline_passes.optimize_jaxpr(
+        closed, Settings(workspace_limit=1 << 20), platform="tpu", may_measure=False
+    )
     assert outcome.closed is closed and outcome.report.notes == ("left to XLA: no kernels for platform tpu",)
 
 
@@ -457,7 +470,9 @@ def test_times_taken_otherwise_are_not_used(host_cudnn, cache_dir, monkeypatch):
     assert {row.why for row in rows} == {microbatch_convs.NOT_TIMED}
     assert this_device("cpu", accuracy="vendor") != this_device("cpu")
     other = dataclasses.replace(settings, convolution_accuracy="vendor")
-    assert {row.why for row in microbatch_convs.divided(closed, other, "cpu", may_measure=False).rows} == {microbatch_convs.NOT_TIMED}
+    assert {row.why for row in microbatch_convs.divided(closed, other, "cpu", may_measure=False).rows} == {
+        microbatch_convs.NOT_TIMED
+    }
     with knobs.scope(cudnn_graphs=True):
         assert "in calls" in this_device("cpu").library  # the host has no graphs
 
@@ -527,7 +542,9 @@ def test_what_lacked_memory_is_measured_again_where_it_fits_the_limit(host_cudnn
         settings = Settings(mode="fusion", workspace_limit=limit)
         microbatch_convs.divided(closed, settings, "cpu", may_measure=True)
         assert (BATCH in asked) != settled
-    assert microbatch_convs.divided(closed, settings, "cpu", may_measure=False).rows[0].why != microbatch_convs.NOT_TIMED
+    assert (
+        microbatch_convs.divided(closed, settings, "cpu", may_measure=False).rows[0].why != microbatch_convs.NOT_TIMED
+    )
 
 
 def test_what_another_process_kept_from_being_timed_is_timed_later(host_cudnn, cache_dir, monkeypatch):

@@ -120,8 +120,10 @@ def conv_net(layout):
 
     def build():
         widths = (3, 8, 20)
-        params = [(random(3, 3, a, b, scale=0.3), 1 + random(b, scale=0.1), random(b, scale=0.1))
-                  for a, b in itertools.pairwise(widths)]  # fmt: skip
+        params = [
+            (random(3, 3, a, b, scale=0.3), 1 + random(b, scale=0.1), random(b, scale=0.1))
+            for a, b in itertools.pairwise(widths)
+        ]
         x = random(2, 14, 14, 3)
         return net, (params, x if layout == "NHWC" else x.transpose(0, 3, 1, 2))
 
@@ -129,8 +131,12 @@ def conv_net(layout):
 
 
 PROGRAMS = {
-    "MLP step": mlp, "transformer": transformer, "GRU": gru, "NHWC": conv_net("NHWC"), "NCHW": conv_net("NCHW"),
-}  # fmt: skip
+    "MLP step": mlp,
+    "transformer": transformer,
+    "GRU": gru,
+    "NHWC": conv_net("NHWC"),
+    "NCHW": conv_net("NCHW"),
+}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -240,8 +246,11 @@ def test_split_is_fused_as_slices(fn, shapes):
     report = ours.explain(*arguments)
     assert not report.refusals
     assert not [s for s in report.subsets if set(s.operations) == {"slice"}]
-    jax.tree.map(assert_close, jax.grad(lambda *a: jax.tree.leaves(ours(*a))[0].sum())(*arguments),
-                 jax.grad(lambda *a: jax.tree.leaves(fn(*a))[0].sum())(*arguments))  # fmt: skip
+    jax.tree.map(
+        assert_close,
+        jax.grad(lambda *a: jax.tree.leaves(ours(*a))[0].sum())(*arguments),
+        jax.grad(lambda *a: jax.tree.leaves(fn(*a))[0].sum())(*arguments),
+    )
 
 
 def test_what_is_left_to_xla_is_listed_and_right():

@@ -75,8 +75,14 @@ print(float(f(np.ones((8, 8), np.float32)).sum()), len(hits), len(misses))
 def test_persistent_compilation_cache_across_processes(tmp_path):
     def run():
         env = dict(os.environ, PYTHONPATH=os.getcwd())
-        out = subprocess.run([sys.executable, "-c", _CACHED, str(tmp_path)], env=env, capture_output=True, text=True,
-                             timeout=120, check=True)
+        out = subprocess.run(
+            [sys.executable, "-c", _CACHED, str(tmp_path)],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
         value, hits, misses = out.stdout.split()
         return value, int(hits), int(misses)
 

@@ -53,6 +53,7 @@ def loss(params, x):
 
 # ------------------------------------------------------------ plain and jit
 
+
 @case
 def call_outermost(opt):
     return opt(layer)(PARAMS, X)
@@ -122,6 +123,7 @@ def random_key(opt):
 
 
 # ------------------------------------------------------------ derivatives
+
 
 @case
 def grad_nested(opt):
@@ -224,6 +226,7 @@ def stop_gradient(opt):
 
 # ------------------------------------------------------------ vmap
 
+
 @case
 def vmap_nested(opt):
     return jax.vmap(opt(layer), in_axes=(None, 0))(PARAMS, data(4, 8, 6))
@@ -250,6 +253,7 @@ def vmap_collective(opt):
 
 
 # ------------------------------------------------------------ control flow
+
 
 @case
 def scan_body(opt):
@@ -301,6 +305,7 @@ def fori_with_switch(opt):
 
 # ------------------------------------------------------------ checkpoint
 
+
 @case
 def checkpoint_around(opt):
     return jax.grad(jax.checkpoint(opt(loss)))(PARAMS, X)
@@ -327,6 +332,7 @@ def checkpoint_of_scan(opt):
 
 
 # ------------------------------------------------------------ several devices
+
 
 def mesh(kind: Any, shape: tuple[int, ...] = (4,), names: tuple[str, ...] = ("data",)) -> Any:
     return jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
@@ -386,8 +392,12 @@ def auto_other_sharding_later(opt):
     m = mesh(AxisType.Auto)
     f = opt(lambda x: jnp.tanh(x) * 2)
     y = data(8, 8)
-    return (f(jax.device_put(y, NamedSharding(m, P("data")))), f(jax.device_put(y, NamedSharding(m, P(None, "data")))),
-            f(y), f(jax.device_put(y, NamedSharding(m, P("data")))))
+    return (
+        f(jax.device_put(y, NamedSharding(m, P("data")))),
+        f(jax.device_put(y, NamedSharding(m, P(None, "data")))),
+        f(y),
+        f(jax.device_put(y, NamedSharding(m, P("data")))),
+    )
 
 
 @case
@@ -414,6 +424,7 @@ def vmap_spmd_axis_name(opt):
 
 
 # ------------------------------------------------------------ effects
+
 
 def _collector():
     seen: list[Any] = []
@@ -488,6 +499,7 @@ def mutable_reference_inside(opt):
 
 # ------------------------------------------------------------ export
 
+
 @case
 def export_outermost(opt):
     exported = jax.export.export(opt(layer))(PARAMS, X)
@@ -510,6 +522,7 @@ def export_symbolic_shape(opt):
 
 
 # ------------------------------------------------------------ ahead of time, modes of JAX
+
 
 @case
 def ahead_of_time(opt):

@@ -172,9 +172,17 @@ class Machine:
     """Runs one launch."""
 
     def __init__(
-        self, module: Module, name: str, memory: Memory, arguments: Sequence[int], blocks: int, threads: int,
-        launched: int = 0, cluster: int = 1, flushes: bool = False,
-    ):  # fmt: skip
+        self,
+        module: Module,
+        name: str,
+        memory: Memory,
+        arguments: Sequence[int],
+        blocks: int,
+        threads: int,
+        launched: int = 0,
+        cluster: int = 1,
+        flushes: bool = False,
+    ):
         self.cluster, self.flushes = cluster, flushes
         self.module, self.kernel, self.memory = module, module.kernels[name], memory
         self.blocks, self.threads, count = blocks, threads, blocks * threads
@@ -226,8 +234,11 @@ class Machine:
     def value(self, text: str, kind: str) -> np.ndarray:
         """An operand as an array of the type (``s32``, ``f32``, ``b64``, ``pred`` ...)."""
         dtype = _dtype(kind)
-        special = {"%ctaid.x": self.thread // self.threads, "%tid.x": self.thread % self.threads,
-                   "%ntid.x": np.full(self.count, self.threads)}  # fmt: skip
+        special = {
+            "%ctaid.x": self.thread // self.threads,
+            "%tid.x": self.thread % self.threads,
+            "%ntid.x": np.full(self.count, self.threads),
+        }
         if text in special:
             return special[text].astype(dtype)
         if text in self.registers:
@@ -321,8 +332,14 @@ class Machine:
     def _complete(self, at: np.ndarray, ins: Instruction) -> bool:
         """Whether whole blocks stand at a barrier, whole warps at a shuffle."""
         name = ins.op.split(".")[0]
-        size = {"bar": self.threads, "barrier": self.threads * self.cluster, "shfl": 32, "mma": 32, "ldmatrix": 32,
-                "wgmma": ptx_wgmma.GROUP}  # fmt: skip
+        size = {
+            "bar": self.threads,
+            "barrier": self.threads * self.cluster,
+            "shfl": 32,
+            "mma": 32,
+            "ldmatrix": 32,
+            "wgmma": ptx_wgmma.GROUP,
+        }
         if name not in size:
             return True
         if name == "wgmma":  # warps behind the last whole group of a block have no part in it
@@ -379,9 +396,13 @@ class Machine:
         self.units.wrote(block, where, live[:, None], ins.text)
 
     def fetch(
-        self, block: np.ndarray, where: np.ndarray, live: np.ndarray, ins: Instruction,
+        self,
+        block: np.ndarray,
+        where: np.ndarray,
+        live: np.ndarray,
+        ins: Instruction,
         readers: np.ndarray | None = None,
-    ) -> np.ndarray:  # fmt: skip
+    ) -> np.ndarray:
         """Bytes of shared memory that nobody else has written since the last barrier."""
         if self.races.reads(block, where, live):
             raise Fault(f"race in shared memory: {ins.text}")
@@ -390,9 +411,15 @@ class Machine:
         return self.shared[block, where]
 
     def _shared(
-        self, what: str, names: list[str], address: np.ndarray, size: int, live: np.ndarray, on: np.ndarray,
+        self,
+        what: str,
+        names: list[str],
+        address: np.ndarray,
+        size: int,
+        live: np.ndarray,
+        on: np.ndarray,
         ins: Instruction,
-    ) -> None:  # fmt: skip
+    ) -> None:
         block, where = self.shared_place(address, size * len(names), live, ins)
         if what == "st":
             self.claim(block, where, live, ins)
@@ -505,10 +532,17 @@ def _extended(values: np.ndarray, bits: np.ndarray, size: int) -> np.ndarray:
 def _compare(how: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     unordered = np.isnan(a) | np.isnan(b) if a.dtype.kind == "f" else np.zeros(a.shape, bool)
     plain: dict[str, Callable[..., np.ndarray]] = {
-        "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
+        "eq": np.equal,
+        "ne": np.not_equal,
+        "lt": np.less,
+        "le": np.less_equal,
+        "gt": np.greater,
         "ge": np.greater_equal,
-        "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
-    }  # fmt: skip
+        "lo": np.less,
+        "ls": np.less_equal,
+        "hi": np.greater,
+        "hs": np.greater_equal,
+    }
     if how == "nan":
         return unordered
     if how == "num":
@@ -665,19 +699,36 @@ def _small_dot(parts: list[str], a: np.ndarray, b: np.ndarray, c: np.ndarray) ->
 
 
 _ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
-    "mov": lambda parts, a: a, "add": _sum, "mul": _high,
+    "mov": lambda parts, a: a,
+    "add": _sum,
+    "mul": _high,
     "sub": lambda parts, a, b: _sum(parts, a, -b) if parts[1] == "rz" else a - b,
-    "mad": lambda parts, a, b, c: a * b + c, "fma": _fma, "div": _divide, "rem": _remainder,
-    "neg": lambda parts, a: -a if a.dtype.kind != "u" else (~a + a.dtype.type(1)), "abs": lambda parts, a: np.abs(a),
-    "and": _bitwise(np.bitwise_and), "or": _bitwise(np.bitwise_or), "xor": _bitwise(np.bitwise_xor),
-    "not": _bitwise(np.invert), "shl": _shift(True), "shr": _shift(False),
-    "max": _extreme(np.maximum, np.fmax), "min": _extreme(np.minimum, np.fmin),
-    "sqrt": lambda parts, a: np.sqrt(a), "rcp": lambda parts, a: 1 / a, "prmt": _permute,
+    "mad": lambda parts, a, b, c: a * b + c,
+    "fma": _fma,
+    "div": _divide,
+    "rem": _remainder,
+    "neg": lambda parts, a: -a if a.dtype.kind != "u" else (~a + a.dtype.type(1)),
+    "abs": lambda parts, a: np.abs(a),
+    "and": _bitwise(np.bitwise_and),
+    "or": _bitwise(np.bitwise_or),
+    "xor": _bitwise(np.bitwise_xor),
+    "not": _bitwise(np.invert),
+    "shl": _shift(True),
+    "shr": _shift(False),
+    "max": _extreme(np.maximum, np.fmax),
+    "min": _extreme(np.minimum, np.fmin),
+    "sqrt": lambda parts, a: np.sqrt(a),
+    "rcp": lambda parts, a: 1 / a,
+    "prmt": _permute,
     "shf": _funnel,
-    "ex2": lambda parts, a: np.exp2(a), "rsqrt": lambda parts, a: 1 / np.sqrt(a), "tanh": lambda parts, a: np.tanh(a),
-    "copysign": lambda parts, a, b: np.copysign(b, a), "cvta": lambda parts, a: a,
-    "dp4a": _small_dot, "dp2a": _small_dot,
-}  # fmt: skip
+    "ex2": lambda parts, a: np.exp2(a),
+    "rsqrt": lambda parts, a: 1 / np.sqrt(a),
+    "tanh": lambda parts, a: np.tanh(a),
+    "copysign": lambda parts, a, b: np.copysign(b, a),
+    "cvta": lambda parts, a: a,
+    "dp4a": _small_dot,
+    "dp2a": _small_dot,
+}
 _UNKNOWN = frozenset((name, to) for name in ("add", "sub", "mul", "fma", "div", "sqrt", "rcp") for to in ("rm", "rp"))
 _UNKNOWN |= {("div", "rz"), ("sqrt", "rz"), ("rcp", "rz")}
 _TOWARDS_ZERO = frozenset({("f64", "add"), ("f64", "sub")})
@@ -685,9 +736,13 @@ _ROUNDED = frozenset({"add", "sub", "mul", "mad", "fma", "div", "sqrt", "rcp", "
 
 
 def run_kernel(
-    ptx: str, kernel: CompiledKernel, operands: Sequence[np.ndarray], start: int | None = None,
-    array: np.ndarray | None = None, flushes: bool = False,
-) -> list[np.ndarray]:  # fmt: skip
+    ptx: str,
+    kernel: CompiledKernel,
+    operands: Sequence[np.ndarray],
+    start: int | None = None,
+    array: np.ndarray | None = None,
+    flushes: bool = False,
+) -> list[np.ndarray]:
     """Runs all launches of a kernel whose PTX this is. Raises Fault for whatever it does wrong.
 
     Args:
@@ -710,8 +765,9 @@ def run_kernel(
     written = np.zeros(memory.data.size, bool)
     for (name, _), launch in zip(sorted(module.kernels.items()), image.launches, strict=True):
         arguments = [places[b] + offset for b, offset in launch.arguments]
-        Machine(module, name, memory, arguments, launch.grid[0], launch.block[0], launch.shared,
-                launch.cluster[0], flushes).run()  # fmt: skip
+        Machine(
+            module, name, memory, arguments, launch.grid[0], launch.block[0], launch.shared, launch.cluster[0], flushes
+        ).run()
         written |= memory.writer >= 0
         memory.settle()
     found = []

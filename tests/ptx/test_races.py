@@ -49,7 +49,7 @@ def filled(empty=2, skip="", release="@%p5 mbarrier.arrive.shared.b64 _, [%r3];\
     return (
         MAKE.format(empty=empty) + FILL + f"@%p1 bra $LAGAIN;\n{skip}" + WAIT + "$LREAD:\n"
         "ld.shared.b32 %r8, [%r6+512];\n" + release + "bra $LEND;\n$LAGAIN:\n" + again
-    )  # fmt: skip
+    )
 
 
 AGAIN = "mbarrier.try_wait.parity.shared.b64 %p4, [%r3], 0;\nst.shared.b32 [%r6+512], %r4;\n"
@@ -71,7 +71,7 @@ def test_right_kernels_pass():
         filled(again="mbarrier.try_wait.parity.shared.b64 %p4, [%r2], 0;\nst.shared.b32 [%r6+512], %r4;\n"),
     ],
     ids=["a second group does not wait", "one of two readers never tells", "nobody is waited for", "the wrong barrier"],
-)  # fmt: skip
+)
 def test_a_barrier_orders_only_who_waits_there(body):
     with pytest.raises(ptx_machine.Fault, match="race in shared memory"):
         run(body)

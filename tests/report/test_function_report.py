@@ -55,8 +55,25 @@ def test_nothing_known_and_postponed():
 
 
 def subset(chosen, why="", rejected=()):
-    return SubsetReport("dot", {"dot_general": 1}, ["m.py:3 (f)"], "none", "complex", chosen, "measured", {}, 0.5, 1e-6,
-                        2e-5, 1e-5, 1, 90.0, 10.0, list(rejected), why)
+    return SubsetReport(
+        "dot",
+        {"dot_general": 1},
+        ["m.py:3 (f)"],
+        "none",
+        "complex",
+        chosen,
+        "measured",
+        {},
+        0.5,
+        1e-6,
+        2e-5,
+        1e-5,
+        1,
+        90.0,
+        10.0,
+        list(rejected),
+        why,
+    )
 
 
 def shown(found):
@@ -66,11 +83,22 @@ def shown(found):
 
 
 def test_all_forms_show_reasons_and_an_honest_headline(tmp_path):
-    found = FunctionReport("f", "mixed", "cpu", (
-        subset("contraction/1"), subset("xla", "XLA is 2.00 times as fast as the best of 2 kernels",
-                                        ["a: too far", "b: too far"]),
-    )).with_guard({"chosen": "xla", "reason": "every other program is out", "is_final": False,
-                   "rejected": {"jcuts": "3.5 times the time of the best program"}})
+    found = FunctionReport(
+        "f",
+        "mixed",
+        "cpu",
+        (
+            subset("contraction/1"),
+            subset("xla", "XLA is 2.00 times as fast as the best of 2 kernels", ["a: too far", "b: too far"]),
+        ),
+    ).with_guard(
+        {
+            "chosen": "xla",
+            "reason": "every other program is out",
+            "is_final": False,
+            "rejected": {"jcuts": "3.5 times the time of the best program"},
+        }
+    )
     page = found.to_html(tmp_path / "r.html").read_text()
     for text in (str(found), shown(found), page):
         assert "0% of the FLOP" in text and "1 kernel calls, with 50% of the FLOP" in text
@@ -98,9 +126,11 @@ def test_the_headline_of_a_function_that_runs_kernels():
 
 def test_equal_refusals_are_one_line(tmp_path):
     found = (
-        RefusalReport("add", "too little work", "a.py:3 (f)"), RefusalReport("add", "too little work", "a.py:9 (f)", 2),
-        RefusalReport("add", "too little work", "a.py:11 (f)"), RefusalReport("sort", "no op rule", "a.py:4 (f)"),
-    )  # fmt: skip
+        RefusalReport("add", "too little work", "a.py:3 (f)"),
+        RefusalReport("add", "too little work", "a.py:9 (f)", 2),
+        RefusalReport("add", "too little work", "a.py:11 (f)"),
+        RefusalReport("sort", "no op rule", "a.py:4 (f)"),
+    )
     made = FunctionReport("f", "mixed", "cpu", refusals=found)
     assert [line for line in str(made).split("\n") if line.startswith("left to XLA")] == [
         "left to XLA: 4 x add: too little work [a.py:3 (f); a.py:9 (f); 1 more]",

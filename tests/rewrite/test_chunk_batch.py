@@ -55,11 +55,13 @@ def late_use(x):
 
 
 CASES = {
-    "dense": (dense, (random(6, 12),)), "convolution": (convolution, (random(6, 7, 9, 4),)),
+    "dense": (dense, (random(6, 12),)),
+    "convolution": (convolution, (random(6, 7, 9, 4),)),
     "second dimension": (second_dimension, (random(6, 12),)),
     "weights": (weights_as_arguments, (random(6, 12), random(12, 12))),
-    "mixing": (mixing_at_the_end, (random(6, 12),)), "late use": (late_use, (random(6, 12),)),
-}  # fmt: skip
+    "mixing": (mixing_at_the_end, (random(6, 12),)),
+    "late use": (late_use, (random(6, 12),)),
+}
 
 
 def flat(fn, *arguments):

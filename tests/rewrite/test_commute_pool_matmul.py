@@ -83,8 +83,9 @@ def test_channels_first_sums_and_numbers():
     assert order(new.closed) == "PW"
     new = exchanged(lambda x: (pool(x, 3) / 9) @ matrix, values(1, 6, 5, 12))
     assert order(new.closed) == "PW"
-    new = exchanged(lambda x, w: lax.dot_general(pool(x, 2), w, (((3,), (1,)), ((), ()))),
-                    values(1, 6, 5, 12), values(4, 12))  # fmt: skip
+    new = exchanged(
+        lambda x, w: lax.dot_general(pool(x, 2), w, (((3,), (1,)), ((), ()))), values(1, 6, 5, 12), values(4, 12)
+    )
     assert order(new.closed) == "PW"
 
 
@@ -139,8 +140,9 @@ def test_others_stay(function):
 
 def test_a_window_over_the_batch_and_a_chain():
     w = values(12, 4)
-    new = exchanged(lambda x: lax.reduce_window(x, 0.0, lax.add, (2, 3), (1, 1), "SAME").reshape(7, 12) @ w,
-                    values(7, 12))  # fmt: skip
+    new = exchanged(
+        lambda x: lax.reduce_window(x, 0.0, lax.add, (2, 3), (1, 1), "SAME").reshape(7, 12) @ w, values(7, 12)
+    )
     assert new.counts == {}  # along the channels, too
     new = exchanged(lambda x: lax.reduce_window(x, 0.0, lax.add, (2, 1), (1, 1), "SAME") @ w, values(7, 12))
     assert order(new.closed) == "PW"

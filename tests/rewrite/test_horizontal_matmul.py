@@ -187,9 +187,10 @@ def test_what_holds_all_numbers_of_another():
     kinds = [jnp.dtype(k) for k in ("float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "float32", "float64")]
     held = {(a.name, b.name) for a in kinds for b in kinds if a != b and horizontal_matmul._holds(a, b)}
     assert held == {
-        *(("float64", k.name) for k in kinds[:5]), *(("float32", k.name) for k in kinds[:4]),
+        *(("float64", k.name) for k in kinds[:5]),
+        *(("float32", k.name) for k in kinds[:4]),
         *((k, f) for k in ("float16", "bfloat16") for f in ("float8_e4m3fn", "float8_e5m2")),
-    }  # fmt: skip
+    }
 
 
 def test_a_sibling_that_stays_wide_is_not_rounded_with_those_that_come_back():
@@ -213,8 +214,9 @@ def test_a_sibling_that_is_concatenated_comes_last():
     slices = [e for e in new.jaxpr.eqns if jaxapi.primitive_name(e) == "slice"]
     assert [e.params["limit_indices"][-1] for e in slices] == [5, 9]
     assert [jaxapi.primitive_name(r) for s in slices for r in new.jaxpr.eqns if s.outvars[0] in r.invars] == [
-        "conv_general_dilated", "concatenate",
-    ]  # fmt: skip
+        "conv_general_dilated",
+        "concatenate",
+    ]
 
 
 def test_followers_that_read_more_than_constants_stay():
@@ -382,8 +384,12 @@ def test_loop_bodies():
         return lax.fori_loop(0, 2, lambda _, h: rnn(h, xs)[0], h)
 
     assert joined(nested, state, inputs).counts == {"siblings": 2}
-    assert rewritten(flat(lambda h, xs, given, gates: [cell_of(given, gates, h, xs)], state, inputs, given, gates),
-                     ONLY).counts == {}  # fmt: skip
+    assert (
+        rewritten(
+            flat(lambda h, xs, given, gates: [cell_of(given, gates, h, xs)], state, inputs, given, gates), ONLY
+        ).counts
+        == {}
+    )
 
 
 def cell_of(given, gates, h, xs):
@@ -395,8 +401,9 @@ def cell_of(given, gates, h, xs):
 
 def test_scales_reach_the_constants_of_a_scan():
     w, s, x = values(6, 6), values(6), values(3, 6)
-    new = joined(lambda x: lax.scan(lambda x, _: (jnp.tanh((x @ w) * s), None), x, None, length=3)[0], x,
-                 rules=("scales",))  # fmt: skip
+    new = joined(
+        lambda x: lax.scan(lambda x, _: (jnp.tanh((x @ w) * s), None), x, None, length=3)[0], x, rules=("scales",)
+    )
     assert new.counts == {"scales": 1}
 
 

@@ -32,11 +32,13 @@ def attention(x, q, k, v, bq, bk, bv):
 
 WEIGHTS = {
     "with biases": (
-        attention, normal(2, 4096, 128), [*(normal(128, 128) for _ in "qkv"), *(normal(128) for _ in "qkv")],
+        attention,
+        normal(2, 4096, 128),
+        [*(normal(128, 128) for _ in "qkv"), *(normal(128) for _ in "qkv")],
     ),
     "without": (lambda x, a, b: (x @ a, jnp.tanh(x @ b)), normal(8192, 256), [normal(256, 96), normal(256, 64)]),
     "of all layers": (lambda x, w: (x @ w[0], x @ w[2]), normal(8192, 256), [normal(3, 256, 72)]),
-}  # fmt: skip
+}
 CALLS = ("jit", "pjit")
 
 

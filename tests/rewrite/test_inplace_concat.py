@@ -150,8 +150,13 @@ def test_what_stays():
     ):
         assert "slots" not in checked(function, *args).counts
     integers = jnp.ones((5, 4), jnp.int32)
-    closed = simplify(inline(jaxapi.closed_jaxpr_of(lambda x: jnp.concatenate([x @ integers, x @ integers[::-1]], -1),
-                                                    jnp.ones((3, 5), jnp.int32))))  # fmt: skip
+    closed = simplify(
+        inline(
+            jaxapi.closed_jaxpr_of(
+                lambda x: jnp.concatenate([x @ integers, x @ integers[::-1]], -1), jnp.ones((3, 5), jnp.int32)
+            )
+        )
+    )
     assert not rewritten(closed, ("slots",)).counts
 
 

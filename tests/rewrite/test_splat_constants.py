@@ -41,8 +41,13 @@ def same_bits(closed, made, *args):
 def test_a_vector_of_one_number_becomes_the_number_on_either_side(dtype, name, number):
     vector, x = jnp.full((1, 7), number, dtype), jnp.asarray(RNG.standard_normal((5, 7)), dtype)
     x = x.at[0, :3].set(jnp.asarray([0.0, -0.0, np.inf], dtype))
-    closed = flat(lambda x: (OPERATIONS[name](x, jnp.broadcast_to(vector, x.shape)),
-                             OPERATIONS[name](jnp.broadcast_to(vector, x.shape), x)), x)  # fmt: skip
+    closed = flat(
+        lambda x: (
+            OPERATIONS[name](x, jnp.broadcast_to(vector, x.shape)),
+            OPERATIONS[name](jnp.broadcast_to(vector, x.shape), x),
+        ),
+        x,
+    )
     made = uniform(closed)
     assert closed.consts and (not made.consts if number in TAKEN and np.signbit(number) == 0 else made is closed)
     assert same_bits(closed, made, x)
@@ -55,10 +60,18 @@ def test_integers_too():
     assert not made.consts and same_bits(closed, made, x)
 
 
-@pytest.mark.parametrize("values", [
-    np.float32([1, 1, 2]), np.float32([2, 1, 2]), np.float32([0.0, -0.0, 0.0]), np.float32([np.nan] * 3),
-    np.float32([np.inf] * 3), np.float32([1]), np.complex64([1, 1]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.float32([1, 1, 2]),
+        np.float32([2, 1, 2]),
+        np.float32([0.0, -0.0, 0.0]),
+        np.float32([np.nan] * 3),
+        np.float32([np.inf] * 3),
+        np.float32([1]),
+        np.complex64([1, 1]),
+    ],
+)
 def test_what_is_not_one_such_number_stays(values):
     x = jnp.asarray(RNG.standard_normal((4, len(values))), jnp.float32)
     closed = flat(lambda x: x + values, x)
@@ -94,8 +107,9 @@ def test_kernels_take_the_number():
         return jnp.maximum(x @ w + bias, 0.0) * jnp.ones((24,), jnp.float32)
 
     got = jcuts.optimize(layer)(x)
-    np.testing.assert_allclose(got, np.maximum(np.asarray(x, np.float64) @ np.asarray(w, np.float64), 0), rtol=2e-5,
-                               atol=1e-5)  # fmt: skip
+    np.testing.assert_allclose(
+        got, np.maximum(np.asarray(x, np.float64) @ np.asarray(w, np.float64), 0), rtol=2e-5, atol=1e-5
+    )
 
 
 def test_weak_types_stay_weak_and_shardings_stay():

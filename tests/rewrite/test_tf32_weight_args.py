@@ -130,8 +130,10 @@ def test_only_results_that_a_call_rounds_are_known_to_be_rounded():
     assert not rounded_operands(closed)  # these lie across terms
     turned = jaxapi.closed_jaxpr_of(
         lambda w, v, x: [lax.dot_general(x, u, (((1,), (1,)), ((), ()))) for u in half(w, v)],
-        shape(128, 256), shape(128, 256), shape(4096, 256),
-    )  # fmt: skip
+        shape(128, 256),
+        shape(128, 256),
+        shape(4096, 256),
+    )
     (call,) = calls(turned)
     assert rounded_operands(turned) == {call.outvars[0]}
 

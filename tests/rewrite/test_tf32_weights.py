@@ -65,20 +65,34 @@ WEIGHTS = {
     "dot of three dimensions": (lambda x: x @ W, shape(16, 256, 256), (128, 256), lambda w: w.T, W),
     "already along terms": (lambda x: x @ W.T, shape(16384, 128), (256, 128), lambda w: w, W),
     "two dimensions of terms": (
-        lambda x: jnp.einsum("mhd,hdn->mn", x, ROW), shape(65536, 3, 32), (64, 3, 32),
-        lambda w: w.transpose(2, 0, 1), ROW,
+        lambda x: jnp.einsum("mhd,hdn->mn", x, ROW),
+        shape(65536, 3, 32),
+        (64, 3, 32),
+        lambda w: w.transpose(2, 0, 1),
+        ROW,
     ),
     "convolution": (
-        lambda x: conv(x, FILTER), shape(8, 32, 32, 32), (64, 3, 3, 32), lambda w: w.transpose(3, 0, 1, 2), FILTER,
-    ),
-    "convolution of few rows": (
-        lambda x: conv(x, FILTER), shape(1, 28, 28, 32), (64, 3, 3, 32), lambda w: w.transpose(3, 0, 1, 2), FILTER,
-    ),
-    "convolution with strides": (
-        lambda x: conv(x, FILTER, stride=2), shape(32, 32, 32, 32), (64, 3, 3, 32), lambda w: w.transpose(3, 0, 1, 2),
+        lambda x: conv(x, FILTER),
+        shape(8, 32, 32, 32),
+        (64, 3, 3, 32),
+        lambda w: w.transpose(3, 0, 1, 2),
         FILTER,
     ),
-}  # fmt: skip
+    "convolution of few rows": (
+        lambda x: conv(x, FILTER),
+        shape(1, 28, 28, 32),
+        (64, 3, 3, 32),
+        lambda w: w.transpose(3, 0, 1, 2),
+        FILTER,
+    ),
+    "convolution with strides": (
+        lambda x: conv(x, FILTER, stride=2),
+        shape(32, 32, 32, 32),
+        (64, 3, 3, 32),
+        lambda w: w.transpose(3, 0, 1, 2),
+        FILTER,
+    ),
+}
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
@@ -161,8 +175,9 @@ def test_weights_are_rounded_once_for_all_forms():
     first, second = (rewritten(closed, ("rounds",)).closed.consts[0] for _ in range(2))
     assert first is second
     changing = np.asarray(W).copy()
-    closed = jaxapi.make_closed(closed.jaxpr.constvars, closed.jaxpr.invars, closed.jaxpr.outvars, closed.jaxpr.eqns,
-                                [changing], like=closed)  # fmt: skip
+    closed = jaxapi.make_closed(
+        closed.jaxpr.constvars, closed.jaxpr.invars, closed.jaxpr.outvars, closed.jaxpr.eqns, [changing], like=closed
+    )
     before = np.asarray(rewritten(closed, ("rounds",)).closed.consts[0])
     changing += 1
     assert (np.asarray(rewritten(closed, ("rounds",)).closed.consts[0]) != before).any()
@@ -171,7 +186,10 @@ def test_weights_are_rounded_once_for_all_forms():
 
 
 def test_sizes_are_those_of_the_kernels():
-    assert tf32_weights.LEAST_POINTS == gemm_wgmma.LEAST_POINTS and tf32_weights.LEAST_PRODUCTS == gemm_wgmma.LEAST_PRODUCTS
+    assert (
+        tf32_weights.LEAST_POINTS == gemm_wgmma.LEAST_POINTS
+        and tf32_weights.LEAST_PRODUCTS == gemm_wgmma.LEAST_PRODUCTS
+    )
     assert tf32_weights.FEW_ROWS == gemm_wgmma.FEW_ROWS and tf32_weights.FEW_PRODUCTS == gemm_wgmma.FEW_PRODUCTS
     assert tf32_weights.LINE * 4 == gemm_wgmma.LINE
     assert min(columns for _, columns, _ in gemm_wgmma.NARROW) // 2 + 1 == tf32_weights.LEAST_COLUMNS
@@ -183,9 +201,13 @@ def test_kernels_know_their_weights_and_so_do_their_keys_and_their_tests():
     plain = flat(lambda x: jax.nn.relu(x @ W + b), shape(4096, 256))
     new = rewritten(plain, ("rounds",)).closed
     unmarked = jaxapi.make_closed(
-        new.jaxpr.constvars, new.jaxpr.invars, new.jaxpr.outvars, new.jaxpr.eqns,
-        [c if c.ndim == 1 else c + 2.0**-12 for c in new.consts], like=new,
-    )  # fmt: skip
+        new.jaxpr.constvars,
+        new.jaxpr.invars,
+        new.jaxpr.outvars,
+        new.jaxpr.eqns,
+        [c if c.ndim == 1 else c + 2.0**-12 for c in new.consts],
+        like=new,
+    )
     found = {}
     for name, closed, platform in (("new", new, "cuda"), ("raw", unmarked, "cuda"), ("cpu", new, "cpu")):
         (subset,) = computation.group(closed, Settings(), computation.Fuel(), platform).subsets

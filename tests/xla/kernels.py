@@ -182,9 +182,14 @@ def counted(block: int) -> CompiledKernel:
     text = text.replace("  br label %loop\n", f"  {pointers}\n  br label %loop\n", 1)
     avals = (((1,), "float32"), ((block,), "float32"))
     return CompiledKernel(
-        digest=digest("test counted", text), symbol="kernel", object_code=compile_ir(text), tiles=1, scratch_bytes=0,
-        inputs=avals, outputs=avals,
-    )  # fmt: skip
+        digest=digest("test counted", text),
+        symbol="kernel",
+        object_code=compile_ir(text),
+        tiles=1,
+        scratch_bytes=0,
+        inputs=avals,
+        outputs=avals,
+    )
 
 
 def floating_point_mode(tiles: int) -> CompiledKernel:

@@ -87,8 +87,9 @@ def driver(tmp_path_factory):
 
 def run(driver: Path, **more: str) -> dict:
     env = {**os.environ, "PYTHONPATH": str(ROOT), **more}
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(driver)], capture_output=True, text=True, env=env,
-                          cwd=ROOT, check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(driver)], capture_output=True, text=True, env=env, cwd=ROOT, check=False
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -99,10 +100,14 @@ def test_the_launcher_drives_a_driver(driver):
     calls, error = found["first"]
     assert error == ""
     assert calls == [
-        "cuLibraryLoadData cubin of a", "cuLibraryGetKernel first", "cuKernelGetFunction", "cuLibraryGetKernel second",
-        "cuKernelGetFunction", "cuLaunchKernelEx first grid 8 block 128 shared 0 attributes 0: 1000 3100 2000",
+        "cuLibraryLoadData cubin of a",
+        "cuLibraryGetKernel first",
+        "cuKernelGetFunction",
+        "cuLibraryGetKernel second",
+        "cuKernelGetFunction",
+        "cuLaunchKernelEx first grid 8 block 128 shared 0 attributes 0: 1000 3100 2000",
         "cuLaunchKernelEx second grid 1 block 32 shared 0 attributes 0: 3100 2000 1000",
-    ]  # fmt: skip
+    ]
     assert [c.split()[0] for c in found["again"][0]] == ["cuLaunchKernelEx"] * 2  # the hit path loads nothing
     on_second = [c.split()[0] for c in found["second device"][0]]
     assert "cuLibraryLoadData" not in on_second and on_second.count("cuKernelGetFunction") == 2
@@ -121,8 +126,11 @@ def test_only_a_kernel_that_waits_may_start_early_and_never_the_first(driver):
 
 def test_driver_errors_name_the_kernel_and_the_region(driver):
     found = run(driver)
-    for name, what in (("cuLibraryLoadData", "loading the cubin"), ("cuLibraryGetKernel", "preparing first"),
-                       ("cuLaunchKernelEx", "launching first")):  # fmt: skip
+    for name, what in (
+        ("cuLibraryLoadData", "loading the cubin"),
+        ("cuLibraryGetKernel", "preparing first"),
+        ("cuLaunchKernelEx", "launching first"),
+    ):
         text = found[name][1]
         assert f"fails {name}" in text and "(softmax)" in text and what in text, text
         assert "CUDA_ERROR_ILLEGAL_ADDRESS (700)" in text
@@ -138,8 +146,14 @@ def test_a_missing_driver_is_a_reason():
     code = (
         "from jcuts.xla import cuda; cuda.load().jcuts_cuda_set_driver(b'libno-such-cuda.so'); print(cuda.available())"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True,
-                          env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     assert "cannot be opened" in done.stdout and "libno-such-cuda.so" in done.stdout
 
 

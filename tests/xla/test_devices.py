@@ -73,9 +73,15 @@ def test_no_driver_is_left_to_xla(everything_else_works, monkeypatch):
 
 @pytest.mark.parametrize(
     "driver_, toolkit, good",
-    [((13, 0), (13, 0), True), ((13, 0), (13, 5), True), ((13, 0), (12, 8), True), ((12, 9), (13, 0), False),
-     (None, (13, 0), True), ((12, 0), None, True)],
-)  # fmt: skip
+    [
+        ((13, 0), (13, 0), True),
+        ((13, 0), (13, 5), True),
+        ((13, 0), (12, 8), True),
+        ((12, 9), (13, 0), False),
+        (None, (13, 0), True),
+        ((12, 0), None, True),
+    ],
+)
 def test_code_runs_on_drivers_of_its_major_version(driver_, toolkit, good):
     assert (cuda_launcher.too_old(driver_, toolkit) == "") is good
 

@@ -218,9 +218,16 @@ def load(
 
 
 def _load_row(
-    frame: Frame, buffer: str, kind: L.Type, dtype: str, index: Index, guards: tuple[Guard, ...], fill: ir.Constant,
-    inner: str, lanewise: bool,
-) -> L.Value:  # fmt: skip
+    frame: Frame,
+    buffer: str,
+    kind: L.Type,
+    dtype: str,
+    index: Index,
+    guards: tuple[Guard, ...],
+    fill: ir.Constant,
+    inner: str,
+    lanewise: bool,
+) -> L.Value:
     builder = frame.builder
     row = ir.VectorType(kind, frame.lanes)
     if lanewise:
@@ -280,9 +287,16 @@ def _load_scattered(
 
 
 def _chosen_pointer(
-    frame: Frame, buffer: str, dtype: str, kind: L.Type, index: Index, guards: tuple[Guard, ...], fill: ir.Constant,
-    inner: str, width: int,
-) -> L.Value:  # fmt: skip
+    frame: Frame,
+    buffer: str,
+    dtype: str,
+    kind: L.Type,
+    index: Index,
+    guards: tuple[Guard, ...],
+    fill: ir.Constant,
+    inner: str,
+    width: int,
+) -> L.Value:
     """Address in the buffer, or in an array full of ``fill`` where a guard fails: no branch, no read out of bounds."""
     builder = frame.builder
     if not guards:

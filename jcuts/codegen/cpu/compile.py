@@ -159,8 +159,13 @@ def _pointers(builder: L.Builder, program: Program, buffers: L.Value, scratch: L
 
 
 def _emit(
-    builder: L.Builder, program: Program, phase: Phase, shape: Shape, buffers: dict[str, Buffer],
-    pointers: dict[str, L.Value], variables: dict[str, L.Value],
-) -> None:  # fmt: skip
+    builder: L.Builder,
+    program: Program,
+    phase: Phase,
+    shape: Shape,
+    buffers: dict[str, Buffer],
+    pointers: dict[str, L.Value],
+    variables: dict[str, L.Value],
+) -> None:
     ranges = {f"{g.axis}_lo": g.extent for g in program.grid}
     BodyEmitter(builder, phase, shape, program.lanes, buffers, pointers, variables, ranges).emit()

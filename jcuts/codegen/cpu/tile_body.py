@@ -38,9 +38,16 @@ class BodyEmitter:
     """Emits one tile of ``phase`` at the builder's position."""
 
     def __init__(
-        self, builder: L.Builder, phase: Phase, shape: Shape, lanes: int, buffers: Mapping[str, Buffer],
-        pointers: Mapping[str, L.Value], variables: Mapping[str, L.Value], ranges: Mapping[str, int],
-    ) -> None:  # fmt: skip
+        self,
+        builder: L.Builder,
+        phase: Phase,
+        shape: Shape,
+        lanes: int,
+        buffers: Mapping[str, Buffer],
+        pointers: Mapping[str, L.Value],
+        variables: Mapping[str, L.Value],
+        ranges: Mapping[str, int],
+    ) -> None:
         self.builder, self.phase, self.shape, self.lanes = builder, phase, shape, lanes
         self.buffers, self.pointers = buffers, pointers
         axis = phase.vector_axis

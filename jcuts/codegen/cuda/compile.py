@@ -48,11 +48,18 @@ from jcuts.schedule.gpu.conv.few_channels_tile import PatchShape
 from jcuts.schedule.gpu.inverted_residual.tile import BlockShape
 
 _MULTIPLIERS: tuple[tuple[type, Any], ...] = (
-    (FedShape, FedEmitter), (WindowShape, WindowEmitter), (GroupShape, GroupEmitter),
-    (FmaShape, FmaEmitter), (DoubleShape, DoubleEmitter), (ProductShape, ProductEmitter),
-    (PatchShape, PatchEmitter), (BlockShape, BlockEmitter),
-    (AttentionShape, AttentionEmitter), (TurnShape, TurnEmitter), (CombinedShape, CombinedEmitter),
-)  # fmt: skip
+    (FedShape, FedEmitter),
+    (WindowShape, WindowEmitter),
+    (GroupShape, GroupEmitter),
+    (FmaShape, FmaEmitter),
+    (DoubleShape, DoubleEmitter),
+    (ProductShape, ProductEmitter),
+    (PatchShape, PatchEmitter),
+    (BlockShape, BlockEmitter),
+    (AttentionShape, AttentionEmitter),
+    (TurnShape, TurnEmitter),
+    (CombinedShape, CombinedEmitter),
+)
 """Who emits forms on matrix units, and what prepares their operands; a kind stands before what it is one of."""
 _BY_BLOCK = (ProductShape, PatchShape, BlockShape, AttentionShape, TurnShape, CombinedShape)
 """Whose emitters get the numbers of block and thread."""
@@ -131,8 +138,9 @@ def compile_program(program: Program, target: CudaTarget) -> CompiledKernel:
             raise CompileRejected(
                 f"{program.name}: {symbol} keeps {used.stack} bytes per thread in local memory (it has "
                 f"{used.registers} registers): spills are not run",
-                stack=used.stack, registers=used.registers,
-            )  # fmt: skip
+                stack=used.stack,
+                registers=used.registers,
+            )
         check_limits(program.name, used, source.threads, target, source.shared)
         for shape in source.variants.values():
             if isinstance(shape, FedShape) and shape.registers and used.registers != shape.entry:
@@ -140,15 +148,19 @@ def compile_program(program: Program, target: CudaTarget) -> CompiledKernel:
                     f"{program.name}: {symbol} has {used.registers} registers to share, not {shape.entry}"
                 )
         grid, block, cluster = ((n, 1, 1) for n in (source.blocks, source.threads, source.cluster))
-        launches.append(Launch(symbol, grid, block, part.arguments, source.shared, cluster,
-                               waits=early, resources=used))  # fmt: skip
+        launches.append(
+            Launch(symbol, grid, block, part.arguments, source.shared, cluster, waits=early, resources=used)
+        )
     image = Image(arch, program.name, tuple(launches), cubin)
     return CompiledKernel(
-        digest=digest, symbol=SYMBOL, object_code=image.pack(), tiles=sum(s.blocks for s in emitted),
+        digest=digest,
+        symbol=SYMBOL,
+        object_code=image.pack(),
+        tiles=sum(s.blocks for s in emitted),
         scratch_bytes=scratch,
         inputs=tuple((b.shape, b.dtype) for b in program.inputs),
         outputs=tuple((b.shape, b.dtype) for b in program.outputs),
-    )  # fmt: skip
+    )
 
 
 def arch_of(program: Program, target: CudaTarget) -> str:
@@ -170,8 +182,9 @@ def check_units(program: Program, target: CudaTarget) -> None:
         raise CompileRejected(
             f"{program.name}: a {form} needs asynchronous copies and TF32 (compute capability 8.0), {target.arch} has "
             "neither",
-            form=form, arch=target.arch,
-        )  # fmt: skip
+            form=form,
+            arch=target.arch,
+        )
 
 
 def check_limits(name: str, used: Resources, threads: int, target: CudaTarget, launched: int = 0) -> None:
@@ -183,16 +196,18 @@ def check_limits(name: str, used: Resources, threads: int, target: CudaTarget, l
     if shared > target.max_shared:
         raise CompileRejected(
             f"{name}: a block needs {shared} bytes of shared memory, {target.arch} has {target.max_shared}",
-            shared=shared, limit=target.max_shared,
-        )  # fmt: skip
+            shared=shared,
+            limit=target.max_shared,
+        )
     warps = -(-threads // 32)
     taken = warps * -(-used.registers * 32 // 256) * 256
     if taken > REGISTERS:
         raise CompileRejected(
             f"{name}: a block of {threads} threads with {used.registers} registers each needs {taken}, {target.arch} "
             f"has {REGISTERS}",
-            registers=taken, limit=REGISTERS,
-        )  # fmt: skip
+            registers=taken,
+            limit=REGISTERS,
+        )
 
 
 def _may_use_stack(program: Program) -> bool:
@@ -226,9 +241,14 @@ def _ptx(program: Program, source: CudaSource, target: CudaTarget, symbol: str) 
             pointer = types.CPointer(types.uint8)
             signature = tuple(pointer for b in program.buffers if b.role != "local")
             text, _ = cuda.compile(
-                names["kernel"], signature, device=False, abi="numba", cc=target.capability, output="ptx",
+                names["kernel"],
+                signature,
+                device=False,
+                abi="numba",
+                cc=target.capability,
+                output="ptx",
                 launch_bounds=(source.threads, source.least) if source.least else source.threads,
-            )  # fmt: skip
+            )
     except JcutsError:
         raise
     except Exception as error:
@@ -284,9 +304,13 @@ def _tile(program: Program, shape: AnyShape, types: Any, intrinsic: Any, symbol:
 
 
 def _emit(
-    builder: GpuBuilder, program: Program, shape: AnyShape, pointers: Mapping[str, Any],
-    integers: Mapping[str, Any], symbol: str,
-) -> None:  # fmt: skip
+    builder: GpuBuilder,
+    program: Program,
+    shape: AnyShape,
+    pointers: Mapping[str, Any],
+    integers: Mapping[str, Any],
+    symbol: str,
+) -> None:
     buffers = {b.name: b for b in program.buffers}
     if isinstance(shape, TeamShape):
         TeamEmitter(builder, program, shape, buffers, pointers, integers["row"], integers["lane"], symbol).emit()

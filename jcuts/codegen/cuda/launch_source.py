@@ -36,12 +36,36 @@ from jcuts.schedule.gpu.inverted_residual.tile import BlockShape
 
 GRID_LIMIT = 2**31 - 1
 MAX_THREADS = 1024
-FORMS = ("point", "team", "columns", "column_rows", "moments", "transposed", "scan_columns", "scan_rows",
-         "product", "patch", "block", "attention", "weights", "combined")  # fmt: skip
+FORMS = (
+    "point",
+    "team",
+    "columns",
+    "column_rows",
+    "moments",
+    "transposed",
+    "scan_columns",
+    "scan_rows",
+    "product",
+    "patch",
+    "block",
+    "attention",
+    "weights",
+    "combined",
+)
 AnyShape = (
-    Shape | TeamShape | ColumnShape | ColumnRowsShape | TransposedShape | ScanShape | ProductShape | PatchShape
-    | BlockShape | AttentionShape | TurnShape | CombinedShape
-)  # fmt: skip
+    Shape
+    | TeamShape
+    | ColumnShape
+    | ColumnRowsShape
+    | TransposedShape
+    | ScanShape
+    | ProductShape
+    | PatchShape
+    | BlockShape
+    | AttentionShape
+    | TurnShape
+    | CombinedShape
+)
 
 
 @dataclass
@@ -320,8 +344,9 @@ class _Writer:
         self.line(1, f"{name}({', '.join([*self.names, 'cuda.blockIdx.x', 'cuda.threadIdx.x'])})")
         return self.done(shape.blocks)
 
-    def _by_block(self, name: str, shape: ProductShape | PatchShape | BlockShape | AttentionShape, blocks: int
-                  ) -> CudaSource:  # fmt: skip
+    def _by_block(
+        self, name: str, shape: ProductShape | PatchShape | BlockShape | AttentionShape, blocks: int
+    ) -> CudaSource:
         """A form that is told the numbers of block and thread, and has shared memory of the launch's."""
         self.variants[name] = shape
         self.line(1, f"{name}({', '.join([*self.names, 'cuda.blockIdx.x', 'cuda.threadIdx.x'])})")

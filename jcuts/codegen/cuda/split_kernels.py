@@ -94,11 +94,14 @@ def _split(program: Program) -> tuple[Program, Program, list[Buffer]]:
     )
     axes = (*phase.axes[:-1], Axis("s", count), *phase.axes[-1:]) if ahead else (*phase.axes, Axis("s", count))
     first = replace(
-        program, name=f"{program.name}_first", params=_without_split(program, str(params["cuda"])),
+        program,
+        name=f"{program.name}_first",
+        params=_without_split(program, str(params["cuda"])),
         buffers=(*_read(program, phase.body), *partials),
-        phases=(Phase(f"{phase.name}.first", axes,
-                      (Red("f", share, _unroll(phase), False, 1),), accs, body, exit_, stores),),
-    )  # fmt: skip
+        phases=(
+            Phase(f"{phase.name}.first", axes, (Red("f", share, _unroll(phase), False, 1),), accs, body, exit_, stores),
+        ),
+    )
 
     address = row * count + Index.axis("s")
     second = _second(program, partials, accs, address, count, tuple(replace(a, unroll=1) for a in phase.axes))
@@ -106,9 +109,13 @@ def _split(program: Program) -> tuple[Program, Program, list[Buffer]]:
 
 
 def _second(
-    program: Program, partials: list[Buffer], accs: tuple[Acc, ...], address: Index, count: int,
+    program: Program,
+    partials: list[Buffer],
+    accs: tuple[Acc, ...],
+    address: Index,
+    count: int,
     axes: tuple[Axis, ...],
-) -> Program:  # fmt: skip
+) -> Program:
     """The kernel that combines ``count`` partial results and finishes; without a schedule."""
     phase = program.phases[0]
     final = Graph()
@@ -173,8 +180,9 @@ def tiled(program: Program) -> Program:
     walked, rows = params.get("walk", ("", 1))  # type: ignore[misc]
     inner = tuple(
         Red(f"u{k}", r.unroll, int(str(rows)) if r.name == walked else 1)
-        for k, r in enumerate(phase.reds) if r.unroll > 1
-    )  # fmt: skip
+        for k, r in enumerate(phase.reds)
+        if r.unroll > 1
+    )
     if any(r.extent % r.unroll for r in inner):
         raise CompileRejected(f"{program.name}: steps of {rows} points do not divide {[r.extent for r in inner]}")
     ranges = {**{a.name: a.extent for a in phase.axes}, **{u.name: u.extent for u in inner}, "f": share, "s": groups}
@@ -234,15 +242,15 @@ def _first(program: Program, phase: Phase, groups: int) -> tuple[Program, list[B
         for k, (p, a) in enumerate(zip(partials, made.accs, strict=True))
     )
     first = replace(
-        program, name=f"{program.name}_first", buffers=(*_read(program, phase.body), *partials),
+        program,
+        name=f"{program.name}_first",
+        buffers=(*_read(program, phase.body), *partials),
         phases=(replace(made, name=f"{phase.name}.first", exit=exit_, stores=stores),),
-    )  # fmt: skip
+    )
     return first, partials, place
 
 
-def _combined(
-    program: Program, partials: list[Buffer], accs: tuple[Acc, ...], place: Index, groups: int
-) -> Program:
+def _combined(program: Program, partials: list[Buffer], accs: tuple[Acc, ...], place: Index, groups: int) -> Program:
     """The kernel that adds up partial results that lie group by group."""
     axes = tuple(replace(a, unroll=1) for a in program.phases[0].axes)
     rows = math.prod(a.extent for a in axes)

@@ -179,9 +179,19 @@ def _loops(op: Operation) -> np.ndarray:
 
 
 _COLUMNS = (
-    "n_block", "k_block", "h_block", "w_block", "n_thread", "k_thread", "h_thread", "w_thread", "c_input", "prefetch",
-    "format_shared", "vector",
-)  # fmt: skip
+    "n_block",
+    "k_block",
+    "h_block",
+    "w_block",
+    "n_thread",
+    "k_thread",
+    "h_thread",
+    "w_thread",
+    "c_input",
+    "prefetch",
+    "format_shared",
+    "vector",
+)
 
 
 def _tiles(columns: np.ndarray) -> Tiles:

@@ -252,5 +252,8 @@ def _operand(node: Node, axis: Axis, along: Axis, batch: tuple[Axis, ...]) -> Op
 
 def _renamed(phase: Phase, names: dict[str, str]) -> Phase:
     made = rewritten(phase, lambda index: index.substitute({a: Index.axis(n) for a, n in names.items()}, {}))
-    return replace(made, axes=tuple(replace(a, name=names.get(a.name, a.name)) for a in phase.axes),
-                   reds=tuple(replace(r, name=names.get(r.name, r.name)) for r in phase.reds))  # fmt: skip
+    return replace(
+        made,
+        axes=tuple(replace(a, name=names.get(a.name, a.name)) for a in phase.axes),
+        reds=tuple(replace(r, name=names.get(r.name, r.name)) for r in phase.reds),
+    )

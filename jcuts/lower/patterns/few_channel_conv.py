@@ -192,13 +192,21 @@ def _patches(program: Program) -> Patches | None:
         at = dict(zip((r.name for r in phase.reds), point, strict=True))
         places.append((_at(line, at), _at(element, at)))
     return Patches(
-        image=image.buffer, filters=filters.buffer, dtype=image.dtype,
+        image=image.buffer,
+        filters=filters.buffer,
+        dtype=image.dtype,
         base=_sum({a.name: strides[a.name] for a in others}),
-        others=others, vertical=vertical[0] if vertical else None, outputs=ranges[ROWS], columns=ranges[COLUMNS],
-        lines=lines, length=length, start=start,
-        step=(strides[vertical[0].name] // length if vertical else 1, strides[ROWS]), terms=tuple(places),
+        others=others,
+        vertical=vertical[0] if vertical else None,
+        outputs=ranges[ROWS],
+        columns=ranges[COLUMNS],
+        lines=lines,
+        length=length,
+        start=start,
+        step=(strides[vertical[0].name] // length if vertical else 1, strides[ROWS]),
+        terms=tuple(places),
         weights=_weights(filters.index, phase),
-    )  # fmt: skip
+    )
 
 
 def _start(node: Node, moving: _Place, shape: tuple[int, int, int], ranges: Mapping[str, int]) -> Place | None:
@@ -224,8 +232,9 @@ def _start(node: Node, moving: _Place, shape: tuple[int, int, int], ranges: Mapp
     if second is not None and place[1] != second.index.const * channels:
         return None
     for guard, index, extent, scale in (
-        (first, moving[0] + place[0], lines, 1), (second, moving[1] + place[1], length, channels),
-    ):  # fmt: skip
+        (first, moving[0] + place[0], lines, 1),
+        (second, moving[1] + place[1], length, channels),
+    ):
         low, high = index.bounds(ranges)
         named = (guard is not None and guard.low == 0, guard is not None and guard.high == extent // scale - 1)
         if (not named[0] and (low is None or low < 0)) or (not named[1] and (high is None or high >= extent)):

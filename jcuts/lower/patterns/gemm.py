@@ -251,9 +251,7 @@ def _is_plain(body: Graph, number: int) -> bool:
     return node.op == "load" or (node.op == "widen" and body.nodes[node.args[0]].op == "load")
 
 
-def _renamed(
-    program: Program, factors: tuple[int, int], batch: list[Axis], rows: list[Axis], column: Axis
-) -> Program:  # fmt: skip
+def _renamed(program: Program, factors: tuple[int, int], batch: list[Axis], rows: list[Axis], column: Axis) -> Program:
     """The program over the axes b, m and n, with one term axis."""
     phase = program.phases[0]
     groups: dict[str, Sequence[Axis | Red]] = {B: batch, ROWS: rows, COLUMNS: [column], K: phase.reds}

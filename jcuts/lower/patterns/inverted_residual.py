@@ -210,8 +210,9 @@ def _window(program: Program, phase: Phase) -> Window | Refusal:
     if len(shape) != 4 or weights.buffer == name or weights.guards or min(shape[1:3]) < 2:
         return no
     moves = _moves(image, phase, shape)
-    channel = [a for a in phase.axes if a.extent == shape[3] and image.index is not None
-               and image.index.stride(a.name) == 1]  # fmt: skip
+    channel = [
+        a for a in phase.axes if a.extent == shape[3] and image.index is not None and image.index.stride(a.name) == 1
+    ]
     if moves is None or len(channel) != 1 or any(s.guards for s in phase.stores):
         return no
     start = _start(image, moves, (shape[1], shape[2], shape[3]), phase.ranges())

@@ -161,9 +161,13 @@ def _moved(
 
 
 def _runs(
-    access: _Access, held: dict[str, int], outer: list[tuple[str, int, int]], tile: dict[str, int], cache: int,
+    access: _Access,
+    held: dict[str, int],
+    outer: list[tuple[str, int, int]],
+    tile: dict[str, int],
+    cache: int,
     start: float,
-) -> float:  # fmt: skip
+) -> float:
     """Bytes of one access where what loops inside ``outer`` touch stays in the cache.
 
     Loops that do not move it cost nothing; of the next one, neighbouring iterations share what overlaps.

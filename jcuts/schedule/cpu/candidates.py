@@ -39,7 +39,9 @@ def candidates(program: Program, machine: Machine, limit: int, percent: float = 
     if len(program.phases) > 1:
         return row_reduction.schedules(program, machine, limit)
     plain = loop_schedule.collapsed(program)
-    options = [_Option(score, (False, s.order, s.vector), s) for s, score in loop_candidates.candidates(plain, machine, EVERY)]
+    options = [
+        _Option(score, (False, s.order, s.vector), s) for s, score in loop_candidates.candidates(plain, machine, EVERY)
+    ]
     options += _packed(plain, machine)
     keep = min(limit, max(LEAST, math.ceil(len(options) * percent / 100)))
     direct = [(_program(plain, option.params, machine), option.score) for option in _in_turns(options, keep)]

@@ -117,9 +117,16 @@ def _map(phase: Phase, lanes: int, machine: Machine) -> Iterator[Schedule]:
 
 
 def _ordered(
-    phase: Phase, axis: Axis, rows_axis: Axis | None, width: int, tile: Mapping[str, int],
-    reds: tuple[tuple[str, int], ...], chains: tuple[tuple[str, int], ...], machine: Machine, both: bool,
-) -> Iterator[Schedule]:  # fmt: skip
+    phase: Phase,
+    axis: Axis,
+    rows_axis: Axis | None,
+    width: int,
+    tile: Mapping[str, int],
+    reds: tuple[tuple[str, int], ...],
+    chains: tuple[tuple[str, int], ...],
+    machine: Machine,
+    both: bool,
+) -> Iterator[Schedule]:
     """The schedule in its loop orders, each with the axis that tasks should split first.
 
     Lanes outside rows keep the lane operand's panel in cache while rows stream by; rows outside lanes the reverse.
@@ -226,9 +233,14 @@ def _lane_reduced(phase: Phase, axis: Red, width: int, machine: Machine) -> Iter
             unroll = ((inner.name, rows),) if rows > 1 and inner is not None else ()
             steps = {inner.name: rows} if inner is not None else {}
             yield Schedule(
-                width, axis.name, unroll, tuple(names), ((axis.name, chains),), ((axis.name, chains),),
+                width,
+                axis.name,
+                unroll,
+                tuple(names),
+                ((axis.name, chains),),
+                ((axis.name, chains),),
                 blocks_for(phase, list(phase.axes), steps, machine),
-            )  # fmt: skip
+            )
 
 
 def _lane_parallel(phase: Phase, axis: Axis, width: int, machine: Machine) -> Iterator[Schedule]:

@@ -40,9 +40,14 @@ class Schedule:
     def params(self) -> tuple[tuple[str, object], ...]:
         """For the program's ``params`` and for ``explain``."""
         return (
-            ("lanes", self.lanes), ("vector", self.vector), ("unroll", self.unroll), ("order", self.order),
-            ("red_unroll", self.red_unroll), ("chains", self.chains), ("blocks", self.blocks),
-        )  # fmt: skip
+            ("lanes", self.lanes),
+            ("vector", self.vector),
+            ("unroll", self.unroll),
+            ("order", self.order),
+            ("red_unroll", self.red_unroll),
+            ("chains", self.chains),
+            ("blocks", self.blocks),
+        )
 
 
 def apply(program: Program, schedule: Schedule) -> Program:

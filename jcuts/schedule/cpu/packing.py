@@ -125,11 +125,18 @@ def apply(program: Program, packing: Packing, threads: int) -> Program:
     if wanted > 1 and pieces > 1:
         grid.append(Grid(split.name, split.extent, -(-pieces // min(wanted, pieces)) * step))
     params = (
-        ("lanes", packing.lanes), ("vector", lane.name),
+        ("lanes", packing.lanes),
+        ("vector", lane.name),
         ("unroll", ((lane.name, packing.vectors), (row.name, packing.rows))),
-        ("packed", node.buffer), ("panel_bytes", panel.bytes),
-    )  # fmt: skip
+        ("packed", node.buffer),
+        ("panel_bytes", panel.bytes),
+    )
     return replace(
-        program, buffers=(*program.buffers, panel), grid=tuple(grid), serial=tuple(a.name for a in batch),
-        phases=(fetch, compute), lanes=packing.lanes, params=params,
-    )  # fmt: skip
+        program,
+        buffers=(*program.buffers, panel),
+        grid=tuple(grid),
+        serial=tuple(a.name for a in batch),
+        phases=(fetch, compute),
+        lanes=packing.lanes,
+        params=params,
+    )

@@ -22,10 +22,36 @@ Every write first reads its line, and temporary buffers beyond malloc's threshol
 
 FREE = frozenset({"const", "index", "guard", "acc", "load", "widen"})
 COSTLY = {"div": 4, "rem": 8, "sqrt": 4, "rsqrt": 5, "integer_pow": 2}
-SPECIAL = frozenset({
-    "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "sin", "cos", "tan", "erf", "erfc", "pow", "cbrt",
-    "sinh", "cosh", "asinh", "acosh", "atanh", "asin", "acos", "atan", "atan2", "erf_inv", "lgamma", "digamma",
-})  # fmt: skip
+SPECIAL = frozenset(
+    {
+        "exp",
+        "exp2",
+        "expm1",
+        "log",
+        "log1p",
+        "tanh",
+        "logistic",
+        "sin",
+        "cos",
+        "tan",
+        "erf",
+        "erfc",
+        "pow",
+        "cbrt",
+        "sinh",
+        "cosh",
+        "asinh",
+        "acosh",
+        "atanh",
+        "asin",
+        "acos",
+        "atan",
+        "atan2",
+        "erf_inv",
+        "lgamma",
+        "digamma",
+    }
+)
 SPECIAL_STEPS = 16  # vector instructions of a polynomial with its range reduction
 
 

@@ -187,22 +187,34 @@ def apply(program: Program, form: Form, plan: Plan) -> Program:
     grid = tuple(Grid(a.name, a.extent, split.get(a.name, a.extent)) for a in maker.serial)
     phases = (_filter(maker), _input(maker), _product(maker), _output(maker), _check(maker), _again(maker))
     params = (
-        ("lanes", plan.lanes), ("points", plan.points),
+        ("lanes", plan.lanes),
+        ("points", plan.points),
         ("outputs", tuple(d.unit(plan.points) for d in form.transformed)),
-        ("tiles", plan.tiles), ("features", plan.features), ("channels", plan.channels),
+        ("tiles", plan.tiles),
+        ("features", plan.features),
+        ("channels", plan.channels),
         ("outer", "features" if plan.filters_first else "tiles"),
-        ("unroll", (("q", plan.rows), (maker.feature.name, plan.vectors))), ("split", plan.split),
-    )  # fmt: skip
+        ("unroll", (("q", plan.rows), (maker.feature.name, plan.vectors))),
+        ("split", plan.split),
+    )
     return replace(
-        program, buffers=(*program.buffers, *buffers), grid=grid, serial=tuple(a.name for a in maker.serial),
-        phases=phases, lanes=plan.lanes, template="winograd", params=params,
-    )  # fmt: skip
+        program,
+        buffers=(*program.buffers, *buffers),
+        grid=grid,
+        serial=tuple(a.name for a in maker.serial),
+        phases=phases,
+        lanes=plan.lanes,
+        template="winograd",
+        params=params,
+    )
 
 
 Get = Callable[[tuple[int, ...]], int]
 
 
-def _transformed(graph: Graph, matrices: Sequence[toom_cook.Matrix], get: Get, dtype: str) -> dict[tuple[int, ...], int]:
+def _transformed(
+    graph: Graph, matrices: Sequence[toom_cook.Matrix], get: Get, dtype: str
+) -> dict[tuple[int, ...], int]:
     """Applies one matrix per dimension to a grid of values."""
     extents = [len(m[0]) for m in matrices]
     values = {at: get(at) for at in itertools.product(*map(range, extents))}
@@ -366,6 +378,14 @@ def _again(maker: _Maker) -> Phase:
     axes = (*maker.outer, *inner, maker.feature)
     plain = tuple(Red(r.name, r.extent) for r in old.reds)
     return Phase(
-        f"{old.name}.again", axes, plain, (replace(acc, values=tuple(values)),), body, exit_, tuple(stores),
-        (), maker.last, FLAG,
-    )  # fmt: skip
+        f"{old.name}.again",
+        axes,
+        plain,
+        (replace(acc, values=tuple(values)),),
+        body,
+        exit_,
+        tuple(stores),
+        (),
+        maker.last,
+        FLAG,
+    )

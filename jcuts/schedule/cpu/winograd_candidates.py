@@ -25,9 +25,26 @@ FILTER_COST, INPUT_COST, OUTPUT_COST = 6.0, 8.0, 8.0
 RUN = 64  # bytes of a row of weights at which reading them costs as much again
 ADD_COST = 2.0  # per vector of products that a step of channels adds to
 REGISTER_TILES = (
-    (20, 1), (16, 1), (14, 1), (12, 1), (10, 2), (10, 1), (9, 2), (8, 2), (7, 2), (6, 3), (5, 4), (4, 4), (4, 2),
-    (3, 6), (2, 8), (2, 4), (1, 8), (1, 4), (1, 1),
-)  # fmt: skip
+    (20, 1),
+    (16, 1),
+    (14, 1),
+    (12, 1),
+    (10, 2),
+    (10, 1),
+    (9, 2),
+    (8, 2),
+    (7, 2),
+    (6, 3),
+    (5, 4),
+    (4, 4),
+    (4, 2),
+    (3, 6),
+    (2, 8),
+    (2, 4),
+    (1, 8),
+    (1, 4),
+    (1, 1),
+)
 FMA_LATENCY = 8  # independent accumulators that keep the multiply-add units busy
 SPILL = 20  # accumulators from which on LLVM's code for 32 registers spills (measured: a third of the speed)
 BLOCKS = (4, 8, 16, 28, 56)  # tiles per block: enough to reuse a filter in registers, few enough for the cache

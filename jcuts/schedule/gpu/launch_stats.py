@@ -210,8 +210,12 @@ def _lines(phase: Phase, env: Mapping[str, np.ndarray], sizes: Mapping[str, int]
     threads = active.size
     lane = phase.axes[-1] if phase.axes else None
     tile = {**{a.name: a.unroll for a in phase.axes}, **{r.name: r.extent for r in phase.reds}}
-    accesses = [(n.buffer, n.index, tile) for g in (phase.body, phase.exit) for n in g.nodes
-                if n.op == "load" and n.index is not None]  # fmt: skip
+    accesses = [
+        (n.buffer, n.index, tile)
+        for g in (phase.body, phase.exit)
+        for n in g.nodes
+        if n.op == "load" and n.index is not None
+    ]
     outputs = {a.name: a.unroll for a in phase.axes}
     accesses += [(s.buffer, s.address, outputs) for s in phase.stores]
     total = 0.0

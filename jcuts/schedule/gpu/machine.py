@@ -53,8 +53,12 @@ def fastest_memory() -> float:
 
 
 def scheduled(program: Program, form: str, threads: int, *more: tuple[str, object]) -> Program:
-    return replace(program, grid=program.grid if len(program.phases) > 1 else (), lanes=1,
-                   params=(("cuda", form), ("threads", threads), *more))  # fmt: skip
+    return replace(
+        program,
+        grid=program.grid if len(program.phases) > 1 else (),
+        lanes=1,
+        params=(("cuda", form), ("threads", threads), *more),
+    )
 
 
 def unrolled(program: Program, unroll: dict[str, int]) -> Program:

@@ -54,7 +54,9 @@ def this_device(platform: str, *, accuracy: str = "exact") -> Device:
     """
     method = "graphs" if _in_graphs(platform) else "calls"
     tolerance = {"exact": "tolerance 1"}.get(accuracy, f"accuracy {accuracy}")
-    library = f"cuDNN {cudnn_call.version()}, jaxlib {jaxlib.version.__version__}, timing {TIMING} in {method}, {tolerance}"
+    library = (
+        f"cuDNN {cudnn_call.version()}, jaxlib {jaxlib.version.__version__}, timing {TIMING} in {method}, {tolerance}"
+    )
     if platform == "cpu":
         return Device("host", "none", library)
     try:
@@ -80,9 +82,15 @@ class Measurer:
     """
 
     def __init__(
-        self, device: Device, platform: str, *, limit: int | None = None, asked: int | None = None,
-        seconds: float = SECONDS, accuracy: str = "exact",
-    ) -> None:  # fmt: skip
+        self,
+        device: Device,
+        platform: str,
+        *,
+        limit: int | None = None,
+        asked: int | None = None,
+        seconds: float = SECONDS,
+        accuracy: str = "exact",
+    ) -> None:
         self._device, self.limit, self.asked, self.seconds, self.accuracy = device, limit, asked, seconds, accuracy
         self._graphs = _in_graphs(platform)
         self.unwanted: frozenset[str] = frozenset()
@@ -111,17 +119,23 @@ class Measurer:
 
     def slices(self, convolution: Convolution, batch: int, wanted: Sequence[Slicing]) -> Sequence[Micro]:
         """Algorithms in slices of the outputs, each with the first number of them that fits.  Raises: as a call."""
-        asked = [(one.micro.algorithm.removesuffix(cudnn_call.LAUNCHED), one.micro.math, one.slices, one.limit)
-                 for one in wanted]  # fmt: skip
+        asked = [
+            (one.micro.algorithm.removesuffix(cudnn_call.LAUNCHED), one.micro.math, one.slices, one.limit)
+            for one in wanted
+        ]
         return self._searched(convolution, batch, {"slices": asked})
 
     def _searched(self, convolution: Convolution, batch: int, more: dict[str, Any]) -> Found:
         skip: list[str] = []
         while True:
             request = {
-                "op": "convolve", "limit": self.limit, "skip": skip, "accuracy": self.accuracy,
-                "graphs": self._graphs, **more,
-            }  # fmt: skip
+                "op": "convolve",
+                "limit": self.limit,
+                "skip": skip,
+                "accuracy": self.accuracy,
+                "graphs": self._graphs,
+                **more,
+            }
             answer = self._ask("measure", request, convolution, batch)
             if not isinstance(answer, CandidateRejected):
                 self.left_out += [(str(convolution), batch, label, why) for label, why in answer["left_out"]]
@@ -181,9 +195,14 @@ def _micros(answer: dict[str, Any], batch: int) -> tuple[Micro, ...]:
 
 
 def measured(
-    convolution: Convolution, batch: int, database: Database, measurer: Measurer, *, policy: str = "powerOfTwo",
+    convolution: Convolution,
+    batch: int,
+    database: Database,
+    measurer: Measurer,
+    *,
+    policy: str = "powerOfTwo",
     library: bool = True,
-) -> Table:  # fmt: skip
+) -> Table:
     """Everything about one convolution, after measuring what is missing: a policy's sizes, and XLA's own of the batch.
 
     Raises: as `Measurer` and `database.Database`.
@@ -195,16 +214,20 @@ def measured(
         return table
     mine = [m for m in table.micros if m.batch == batch]
     own = measurer.library(convolution, batch)
-    database.record(
-        device, convolution, batch, [*mine, *own], remarks={**remarks, **getattr(own, "remarks", {})}
-    )  # fmt: skip
+    database.record(device, convolution, batch, [*mine, *own], remarks={**remarks, **getattr(own, "remarks", {})})
     return database.table(device, convolution)
 
 
 def to_slice(
-    convolution: Convolution, batch: int, limits: Iterable[int], precisions: Iterable[str], database: Database,
-    device: Device, *, most: int = MOST,
-) -> dict[int, list[Slicing]]:  # fmt: skip
+    convolution: Convolution,
+    batch: int,
+    limits: Iterable[int],
+    precisions: Iterable[str],
+    database: Database,
+    device: Device,
+    *,
+    most: int = MOST,
+) -> dict[int, list[Slicing]]:
     """Size -> algorithms that slices of the outputs may bring below a limit, and that nobody tried there.
 
     Args: most: per limit and precision, the most promising ones.
@@ -222,9 +245,15 @@ def to_slice(
 
 
 def measured_in_slices(
-    convolution: Convolution, batch: int, limits: Sequence[int], precisions: Sequence[str], database: Database,
-    measurer: Measurer, *, most: int = MOST,
-) -> Table:  # fmt: skip
+    convolution: Convolution,
+    batch: int,
+    limits: Sequence[int],
+    precisions: Sequence[str],
+    database: Database,
+    measurer: Measurer,
+    *,
+    most: int = MOST,
+) -> Table:
     """Everything about one convolution, after measuring what `to_slice` names.
 
     Raises: as `Measurer`, where later may be better; otherwise what fails is not tried again.

@@ -54,11 +54,13 @@ def tables_of(
     database = _database(str(timing.database_path()))
     found = {key: _known(database, device, *key) for key in wanted}
     missing = [
-        key for key, table in found.items()
-        if table is None or database.missing(device, key[0], (key[1],), limit=asked.limit)
+        key
+        for key, table in found.items()
+        if table is None
+        or database.missing(device, key[0], (key[1],), limit=asked.limit)
         or timing.to_slice(*key, (asked.limit,), sorted(wanted[key]), database, device)
         or (asked.library and not own_times(table, key[1]) and LIBRARY not in database.remarks(device, *key))
-    ]  # fmt: skip
+    ]
     if not missing or not may_measure:
         return found, False
     with measuring_lock(patience=default_patience()) as may:

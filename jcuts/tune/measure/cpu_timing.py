@@ -139,9 +139,15 @@ def _bench(launchers: dict[str, Launcher], inputs: Sequence[np.ndarray]) -> Call
             times = (ctypes.c_double * repeats)()
             with xla_float_mode():
                 failed = lib.jcuts_bench(
-                    launcher.address, table, kernel.tiles, scratch.address, kernel.scratch_bytes, threads, repeats,
+                    launcher.address,
+                    table,
+                    kernel.tiles,
+                    scratch.address,
+                    kernel.scratch_bytes,
+                    threads,
+                    repeats,
                     times,
-                )  # fmt: skip
+                )
             if failed:
                 raise NativeError(f"jcuts_bench refused kernel {kernel.digest}", kernel=kernel.digest)
             return list(times)

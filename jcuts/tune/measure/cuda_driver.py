@@ -100,18 +100,19 @@ class Driver:
     def fill(self, address: int, value: int, size: int) -> None:
         """Sets bytes, on the stream: kernels launched there do not wait for the default stream."""
         if size:
-            self.call(
-                "cuMemsetD8Async", Pointer(address), ctypes.c_ubyte(value), Size(size), Pointer(self.stream)
-            )
+            self.call("cuMemsetD8Async", Pointer(address), ctypes.c_ubyte(value), Size(size), Pointer(self.stream))
 
     def upload(self, address: int, values: np.ndarray) -> None:
         """Host to device."""
         data = np.ascontiguousarray(values)
         if data.nbytes:
             self.call(
-                "cuMemcpyHtoDAsync_v2", Pointer(address), Pointer(data.ctypes.data), Size(data.nbytes),
+                "cuMemcpyHtoDAsync_v2",
+                Pointer(address),
+                Pointer(data.ctypes.data),
+                Size(data.nbytes),
                 Pointer(self.stream),
-            )  # fmt: skip
+            )
             self.synchronize()  # ``data`` may be gone after this
 
     def copy(self, to: int, source: int, size: int) -> None:
@@ -151,8 +152,9 @@ class Driver:
         """Launches one thread of a kernel. Args: arguments: ctypes values."""
         table = (Pointer * len(arguments))(*(ctypes.addressof(a) for a in arguments))
         one = ctypes.c_uint(1)
-        self.call("cuLaunchKernel", function, one, one, one, one, one, one, ctypes.c_uint(0), Pointer(stream), table,
-                  None)  # fmt: skip
+        self.call(
+            "cuLaunchKernel", function, one, one, one, one, one, one, ctypes.c_uint(0), Pointer(stream), table, None
+        )
 
     def synchronize(self) -> None:
         """Waits for the stream."""

@@ -172,9 +172,12 @@ class Bench:
 
 
 def compare(
-    entries: Mapping[str, tuple[Callable[..., Any], dict[str, Any]]], inputs: Sequence[np.ndarray], *, seconds: float,
+    entries: Mapping[str, tuple[Callable[..., Any], dict[str, Any]]],
+    inputs: Sequence[np.ndarray],
+    *,
+    seconds: float,
     announce: Callable[[str], None],
-) -> tuple[str, dict[str, Samples], float]:  # fmt: skip
+) -> tuple[str, dict[str, Samples], float]:
     """Interleaved times of traceable functions.
 
     Args: entries: label -> (function of the operands, XLA compiler options); inputs: one set of operands; seconds: most

@@ -155,9 +155,13 @@ class Rotation:
     """
 
     def __init__(
-        self, device: Device, kernel: CompiledKernel, inputs: Sequence[np.ndarray], scratch: int,
+        self,
+        device: Device,
+        kernel: CompiledKernel,
+        inputs: Sequence[np.ndarray],
+        scratch: int,
         there: Sequence[Sequence[int]] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.device = device
         known = len(inputs)
         sizes = [x.nbytes for x in inputs] + [_bytes(shape, dtype) for shape, dtype in kernel.outputs]
@@ -195,9 +199,13 @@ class Rotation:
 
 
 def screen(
-    launchers: dict[str, GpuLauncher], inputs: Sequence[np.ndarray], *, rounds: int = 7,
-    announce: Callable[[str], None] = lambda _: None, there: Sequence[Sequence[int]] = (),
-) -> dict[str, Samples]:  # fmt: skip
+    launchers: dict[str, GpuLauncher],
+    inputs: Sequence[np.ndarray],
+    *,
+    rounds: int = 7,
+    announce: Callable[[str], None] = lambda _: None,
+    there: Sequence[Sequence[int]] = (),
+) -> dict[str, Samples]:
     """Times of kernels by CUDA events: graphs of `CHAIN` executions on rotated inputs, kernels taking turns.
 
     Args: announce: is told which kernel runs next; there: as of `Rotation`.

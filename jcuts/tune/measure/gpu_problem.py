@@ -56,9 +56,12 @@ _kernel_chains: dict[tuple[str, str], Future[Any]] = {}  # of kernels, by the pr
 
 
 def compile_ahead(
-    problems: Mapping[str, tuple[Problem, Function]], announce: Announce,
-    options: Mapping[str, Mapping[str, Any]] = MappingProxyType({}), *, alone: bool = False,
-) -> int:  # fmt: skip
+    problems: Mapping[str, tuple[Problem, Function]],
+    announce: Announce,
+    options: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    *,
+    alone: bool = False,
+) -> int:
     """Compiles the chains of XLA's side, some at once.  One that fails is left to `measure`, where it fails again.
 
     It comes back when what is left keeps the threads busy no more: `run_ahead` waits for the rest.
@@ -150,8 +153,9 @@ def kernels_ahead(path: str, problem: Problem, library: Function, kernels: Mappi
     return made
 
 
-def _chains_of(path: str, bench: gpu_chain_timing.Bench, entries: Mapping[str, tuple[Function, dict[str, Any]]]
-               ) -> dict[str, Any]:  # fmt: skip
+def _chains_of(
+    path: str, bench: gpu_chain_timing.Bench, entries: Mapping[str, tuple[Function, dict[str, Any]]]
+) -> dict[str, Any]:
     """Compiled chains of a problem: those that were compiled ahead, and the others now."""
     found = {label: _kernel_chains[path, label] for label in entries if (path, label) in _kernel_chains}
     ready = {label: future.result() for label, future in found.items() if future.exception() is None}
@@ -245,11 +249,20 @@ def _run_once(compiled: Any, program: Any) -> None:
 
 
 def measure(
-    path: str, library: Function, inputs: Sequence[np.ndarray], kernels: Mapping[str, CompiledKernel],
-    others: Mapping[str, tuple[Function, dict[str, Any]]], *, seconds: float, finalists: int, mixed: bool,
-    announce: Announce, most: int = gpu_chain_timing.CHAIN, expected: float | None = None,
+    path: str,
+    library: Function,
+    inputs: Sequence[np.ndarray],
+    kernels: Mapping[str, CompiledKernel],
+    others: Mapping[str, tuple[Function, dict[str, Any]]],
+    *,
+    seconds: float,
+    finalists: int,
+    mixed: bool,
+    announce: Announce,
+    most: int = gpu_chain_timing.CHAIN,
+    expected: float | None = None,
     options: Mapping[str, Any] = MappingProxyType({}),
-) -> tuple[dict[str, tuple[str, Samples]], dict[str, float]]:  # fmt: skip
+) -> tuple[dict[str, tuple[str, Samples]], dict[str, float]]:
     """Times of all candidates of a problem.
 
     Args:

@@ -70,9 +70,13 @@ class Session:
     """
 
     def __init__(
-        self, pool: Pool, effort: Effort, progress: Progress | None, mode: str = "mixed",
+        self,
+        pool: Pool,
+        effort: Effort,
+        progress: Progress | None,
+        mode: str = "mixed",
         quiet: Callable[[], bool] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.pool, self.effort, self.progress, self.mode, self.quiet = pool, effort, progress, mode, quiet
         self.jobs: list[Job] = []
         self.ahead: list[str] = []  # files of problems whose XLA side is not compiled yet
@@ -289,8 +293,10 @@ class Session:
     def _few_kernels(self, jobs: list[Job]) -> dict[str, dict[str, str]]:
         """Files of kernels by the problem's, where so few are left that all will meet XLA, as far as is known."""
         left = [job for job in jobs if job.problem.device and not job.failed and str(job.file) not in self.chained]
-        found = {str(job.file): {label: str(job.kernels[label]) for label in job.candidates if label in job.kernels}
-                 for job in left}  # fmt: skip
+        found = {
+            str(job.file): {label: str(job.kernels[label]) for label in job.candidates if label in job.kernels}
+            for job in left
+        }
         few = {file: kernels for file, kernels in found.items() if 0 < len(kernels) <= self.effort.finalists}
         self.chained.update(few)
         return few

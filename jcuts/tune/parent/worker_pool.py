@@ -31,10 +31,19 @@ Done = Callable[["Answer | CandidateRejected"], None]
 START_SECONDS = 120.0
 """A new process may import JAX on a slow network file system before its first answer."""
 # They would raise on purpose-made NaNs, run without compilation, or fill the user's compilation cache.
-_DROPPED = frozenset({
-    "JAX_DEBUG_NANS", "JAX_DEBUG_INFS", "JAX_DISABLE_JIT", "JAX_CHECK_TRACER_LEAKS", "JAX_COMPILATION_CACHE_DIR",
-    "JAX_NUMPY_RANK_PROMOTION", "JAX_NUMPY_DTYPE_PROMOTION", "JAX_TRANSFER_GUARD", "JAX_LOG_COMPILES",
-})  # fmt: skip
+_DROPPED = frozenset(
+    {
+        "JAX_DEBUG_NANS",
+        "JAX_DEBUG_INFS",
+        "JAX_DISABLE_JIT",
+        "JAX_CHECK_TRACER_LEAKS",
+        "JAX_COMPILATION_CACHE_DIR",
+        "JAX_NUMPY_RANK_PROMOTION",
+        "JAX_NUMPY_DTYPE_PROMOTION",
+        "JAX_TRANSFER_GUARD",
+        "JAX_LOG_COMPILES",
+    }
+)
 _MAX_LINE = 64 * 2**20
 _MAX_STARTS = 3
 

@@ -49,11 +49,15 @@ class Workshop:
                 # Compilers and arithmetic on large arrays have threads of their own: more processes are no faster.
                 sizes[DEVICE] = max(1, min(MOST_ON_GPU, workers * 5 // 16))
                 sizes[REFERENCE] = max(1, min(MOST_REFERENCES, workers // 2))
-            more = {} if platform == "cpu" else {
-                XLA: autotune_cache.flags(shared=True),
-                REFERENCE: {**_FRUGAL, **malloc.KEEPING, **autotune_cache.flags(shared=False)},
-                DEVICE: {**malloc.KEEPING, "MALLOC_ARENA_MAX": "1"},  # slabs of all threads in what is kept
-            }  # fmt: skip
+            more = (
+                {}
+                if platform == "cpu"
+                else {
+                    XLA: autotune_cache.flags(shared=True),
+                    REFERENCE: {**_FRUGAL, **malloc.KEEPING, **autotune_cache.flags(shared=False)},
+                    DEVICE: {**malloc.KEEPING, "MALLOC_ARENA_MAX": "1"},  # slabs of all threads in what is kept
+                }
+            )
             self.made[key] = self.stack.enter_context(Pool(self._base(), sizes, platform, more))
         return self.made[key]
 

@@ -25,28 +25,113 @@ from jcuts.trace import jaxapi
 from jcuts.tune.verify import float64_math, sum_rounding
 
 # Results are selected from operands, or exact whatever the operands: no rounding error arises.
-_EXACT = frozenset({
-    "abs", "argmax", "argmin", "broadcast_in_dim", "ceil", "clamp", "clz", "collapse", "concatenate", "conj",
-    "convert_element_type", "copy", "copy_p", "cummax", "cummin", "dynamic_slice", "dynamic_update_slice",
-    "expand_dims", "floor", "gather", "imag", "iota", "is_finite", "max", "min", "neg", "not",
-    "optimization_barrier", "pad", "real", "reduce_and", "reduce_max", "reduce_min", "reduce_or",
-    "reduce_precision", "reduce_window_max", "reduce_window_min", "reshape", "rev", "round", "scatter",
-    "scatter-max", "scatter-min", "select_and_gather_add", "select_n", "sign", "slice", "sort", "split", "squeeze",
-    "stop_gradient", "tie_in", "top_k", "transpose",
-})  # fmt: skip
+_EXACT = frozenset(
+    {
+        "abs",
+        "argmax",
+        "argmin",
+        "broadcast_in_dim",
+        "ceil",
+        "clamp",
+        "clz",
+        "collapse",
+        "concatenate",
+        "conj",
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "cummax",
+        "cummin",
+        "dynamic_slice",
+        "dynamic_update_slice",
+        "expand_dims",
+        "floor",
+        "gather",
+        "imag",
+        "iota",
+        "is_finite",
+        "max",
+        "min",
+        "neg",
+        "not",
+        "optimization_barrier",
+        "pad",
+        "real",
+        "reduce_and",
+        "reduce_max",
+        "reduce_min",
+        "reduce_or",
+        "reduce_precision",
+        "reduce_window_max",
+        "reduce_window_min",
+        "reshape",
+        "rev",
+        "round",
+        "scatter",
+        "scatter-max",
+        "scatter-min",
+        "select_and_gather_add",
+        "select_n",
+        "sign",
+        "slice",
+        "sort",
+        "split",
+        "squeeze",
+        "stop_gradient",
+        "tie_in",
+        "top_k",
+        "transpose",
+    }
+)
 # The value depends on the bits of the operands' own type, or the code behind it takes no other type.
-_OPAQUE = frozenset({
-    "bitcast_convert_type", "nextafter", "ffi_call", "custom_call", "pure_callback", "io_callback", "threefry2x32",
-    "random_bits", "random_seed", "random_wrap", "random_unwrap", "random_fold_in", "random_split",
-    "rng_bit_generator", "rng_uniform", "select_and_scatter",
-})  # fmt: skip
+_OPAQUE = frozenset(
+    {
+        "bitcast_convert_type",
+        "nextafter",
+        "ffi_call",
+        "custom_call",
+        "pure_callback",
+        "io_callback",
+        "threefry2x32",
+        "random_bits",
+        "random_seed",
+        "random_wrap",
+        "random_unwrap",
+        "random_fold_in",
+        "random_split",
+        "rng_bit_generator",
+        "rng_uniform",
+        "select_and_scatter",
+    }
+)
 _EXPONENTIAL = frozenset({"cosh", "exp", "exp2", "expm1", "pow", "sinh"})
 # A small change of a float operand can change the result by a finite amount.
-_DISCRETE = frozenset({
-    "eq", "ne", "lt", "le", "gt", "ge", "sign", "floor", "ceil", "round", "argmax", "argmin", "sort", "top_k",
-    "approx_top_k", "rem", "reduce_precision", "nextafter", "bitcast_convert_type", "select_and_scatter_add",
-    "select_and_gather_add", "is_finite",
-})  # fmt: skip
+_DISCRETE = frozenset(
+    {
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "sign",
+        "floor",
+        "ceil",
+        "round",
+        "argmax",
+        "argmin",
+        "sort",
+        "top_k",
+        "approx_top_k",
+        "rem",
+        "reduce_precision",
+        "nextafter",
+        "bitcast_convert_type",
+        "select_and_scatter_add",
+        "select_and_gather_add",
+        "is_finite",
+    }
+)
 _SCATTERS = {
     "scatter-add": lax.scatter_add,
     "scatter-sub": getattr(lax, "scatter_sub", None),
@@ -90,7 +175,9 @@ def is_amplified(closed: Any) -> bool:
         known = any(not hasattr(a, "val") and a in reached for a in eqn.invars)
         if known and eqn.primitive.name in _EXPONENTIAL:
             return True
-        is_sum = eqn.primitive.name in sum_rounding.SUMS and _is_inexact(eqn.outvars[0].aval) and sum_rounding.terms(eqn) > 1
+        is_sum = (
+            eqn.primitive.name in sum_rounding.SUMS and _is_inexact(eqn.outvars[0].aval) and sum_rounding.terms(eqn) > 1
+        )
         if known or is_sum:
             reached.update(eqn.outvars)
         if any(is_amplified(inner) for _, _, inner in jaxapi.inner_jaxprs(eqn)):
@@ -127,9 +214,13 @@ def rounds_operands(closed: Any) -> bool:
 
 
 def evaluate(
-    closed: Any, args: Sequence[Any], *, noise: tuple[Any, Any] | None = None, rounded: Any = None,
+    closed: Any,
+    args: Sequence[Any],
+    *,
+    noise: tuple[Any, Any] | None = None,
+    rounded: Any = None,
     taps: bool = False,
-) -> list[Any]:  # fmt: skip
+) -> list[Any]:
     """Evaluates ``closed`` in float64.  Call it under ``jax.enable_x64``; it can be traced.
 
     Args:
@@ -279,8 +370,11 @@ def _bind(eqn: Any, values: list[Any], params: dict[str, Any]) -> list[Any]:
         params = {**params, "precision": None}
         if _is_inexact(eqn.outvars[0].aval):
             params["preferred_element_type"] = None
-    elif eqn.primitive.name in ("exp", "exp2", "log", "log1p", "sin", "cos", "tan", "tanh", "sqrt", "rsqrt", "cbrt",
-                                "expm1", "logistic") and "accuracy" in params:  # fmt: skip
+    elif (
+        eqn.primitive.name
+        in ("exp", "exp2", "log", "log1p", "sin", "cos", "tan", "tanh", "sqrt", "rsqrt", "cbrt", "expm1", "logistic")
+        and "accuracy" in params
+    ):
         params = {**params, "accuracy": None}
     return _apply(eqn.primitive, values, params)
 

@@ -30,8 +30,15 @@ TRUST_ULP = 1.0
 """Simulated rounding of a float64 operation, where it stands for XLA's own error (see `tune.check`)."""
 
 
-def make(jax: Any, problem: Problem, library: Callable[..., Any], folder: Path, seed: int,
-         options: Mapping[str, Any] | None = None, parts: dict[str, float] | None = None) -> list[str]:  # fmt: skip
+def make(
+    jax: Any,
+    problem: Problem,
+    library: Callable[..., Any],
+    folder: Path,
+    seed: int,
+    options: Mapping[str, Any] | None = None,
+    parts: dict[str, float] | None = None,
+) -> list[str]:
     """Writes inputs, results and references of a problem, one number per set.
 
     Args:

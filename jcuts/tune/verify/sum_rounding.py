@@ -25,9 +25,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-SUMS = frozenset({
-    "conv_general_dilated", "cumsum", "dot_general", "reduce_sum", "reduce_window_sum", "scatter-add",
-})  # fmt: skip
+SUMS = frozenset(
+    {
+        "conv_general_dilated",
+        "cumsum",
+        "dot_general",
+        "reduce_sum",
+        "reduce_window_sum",
+        "scatter-add",
+    }
+)
 
 
 @dataclass(frozen=True)

@@ -74,8 +74,10 @@ def serve() -> None:
             answer = {"id": request["id"], "ok": True, **REQUESTS[request["op"]](request, announce)}
             answer.setdefault("seconds", time.perf_counter() - start)
             after = os.times()  # of all threads, and of children that ended
-            answer["cores"] = {"user": after[0] + after[2] - before[0] - before[2],
-                               "system": after[1] + after[3] - before[1] - before[3]}  # fmt: skip
+            answer["cores"] = {
+                "user": after[0] + after[2] - before[0] - before[2],
+                "system": after[1] + after[3] - before[1] - before[3],
+            }
         except CandidateRejected as error:
             answer = _failure(request, type(error).__name__, error.message, error.values)
         except Exception as error:  # a bug in one candidate's code path must not cost the others

@@ -115,8 +115,7 @@ def compile_(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     candidate = problem.candidate(request["label"])
     start = time.perf_counter()
     on_gpu = problem.device and candidate.kind == "program"
-    kernel = (_compile_cuda(candidate.payload, problem.capability) if on_gpu
-              else KERNEL_KINDS[candidate.kind](candidate))  # fmt: skip
+    kernel = _compile_cuda(candidate.payload, problem.capability) if on_gpu else KERNEL_KINDS[candidate.kind](candidate)
     wanted = (
         tuple((i.shape, i.dtype) for i in problem.inputs),
         tuple((o.shape, o.dtype) for o in problem.outputs),
@@ -293,7 +292,11 @@ def _measure_on_gpu(problem: Problem, folder: Path, request: dict[str, Any], ann
         options=autotune_cache.parted() if parted else {},
     )
     answers = [_answer(label, samples, method) for label, (method, samples) in found.items()]
-    more = {"passes": conv_relu_bound.passes(parted, cuda_driver.bandwidth())} if parted and autotune_cache.parted() else {}
+    more = (
+        {"passes": conv_relu_bound.passes(parted, cuda_driver.bandwidth())}
+        if parted and autotune_cache.parted()
+        else {}
+    )
     return {"measurements": answers, "overhead": gpu_chain_timing.overhead(), "parts": spent, **more}
 
 

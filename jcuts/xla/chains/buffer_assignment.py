@@ -42,8 +42,14 @@ class Call(NamedTuple):
         """The kernel of a call's equation."""
         attributes = dict(eqn.params["attributes"])
         results = list(eqn.outvars[: int(attributes["num_outputs"])])
-        return cls(str(attributes["digest"]), reads.operands(eqn), results, reads.updated(eqn),
-                   int(attributes["start"]), int(attributes["scratch_bytes"]))  # fmt: skip
+        return cls(
+            str(attributes["digest"]),
+            reads.operands(eqn),
+            results,
+            reads.updated(eqn),
+            int(attributes["start"]),
+            int(attributes["scratch_bytes"]),
+        )
 
 
 class Wiring:
@@ -83,8 +89,10 @@ class Wiring:
             lambda *xs: cuda_launcher.call_chain(
                 digests, self.numbers(), xs, shapes, scratch_bytes=self.scratch_bytes, aliases=self.aliases
             ),
-            self.operands, self.results, self._last,
-        )  # fmt: skip
+            self.operands,
+            self.results,
+            self._last,
+        )
 
     def numbers(self) -> list[int]:
         """What the launcher reads of each kernel: how many buffers, where its own scratch memory begins, and per buffer
@@ -123,9 +131,10 @@ class Wiring:
     def _read_elsewhere(self, inside: set[int], reads: Reads) -> list[Any]:
         """Values made here that others read. Args: inside: identities of the chain's equations."""
         return [
-            v for v in self._memory
+            v
+            for v in self._memory
             if not jaxapi.is_dropvar(v) and any(r is None or id(r) not in inside for r in reads.readers.get(v, []))
-        ]  # fmt: skip
+        ]
 
     # ------------------------------------------------------------ giving them places
 

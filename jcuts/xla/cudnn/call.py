@@ -40,12 +40,18 @@ _registered: set[str] = set()
 
 _ALGORITHMS = {
     "forward": (
-        "IMPLICIT_GEMM", "IMPLICIT_PRECOMP_GEMM", "GEMM", "DIRECT", "FFT", "FFT_TILING", "WINOGRAD",
+        "IMPLICIT_GEMM",
+        "IMPLICIT_PRECOMP_GEMM",
+        "GEMM",
+        "DIRECT",
+        "FFT",
+        "FFT_TILING",
+        "WINOGRAD",
         "WINOGRAD_NONFUSED",
     ),
     "backward_data": ("ALGO_0", "ALGO_1", "FFT", "FFT_TILING", "WINOGRAD", "WINOGRAD_NONFUSED"),
     "backward_filter": ("ALGO_0", "ALGO_1", "FFT", "ALGO_3", "WINOGRAD", "WINOGRAD_NONFUSED", "FFT_TILING"),
-}  # fmt: skip
+}
 """cuDNN's names, at the position of their number (cudnn_ops.h)."""
 _TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 9}
 _DEFAULT, _TENSOR, _FMA = 0, 1, 3
@@ -53,10 +59,13 @@ _MATHS = {
     "float64": {"float64": (_DEFAULT, 1)},
     "float32": {"float32": (_FMA, 0), "tf32": (_DEFAULT, 0)},
     "float16": {
-        "float16": (_FMA, 2), "float16+tensor": (_TENSOR, 2), "float32": (_FMA, 0), "float32+tensor": (_TENSOR, 0)
+        "float16": (_FMA, 2),
+        "float16+tensor": (_TENSOR, 2),
+        "float32": (_FMA, 0),
+        "float32+tensor": (_TENSOR, 0),
     },
     "bfloat16": {"float32": (_FMA, 0), "float32+tensor": (_TENSOR, 0)},
-}  # fmt: skip
+}
 """Storage -> name of the math (`convolution.MATHS`) -> cuDNN's math type and compute type."""
 
 
@@ -86,14 +95,25 @@ def shape_numbers(
     if any(low != high for low, high in convolution.padding) or not 1 <= len(convolution.spatial) <= 3:
         raise UsageError(f"cuDNN cannot pad {convolution.padding} in {len(convolution.spatial)} dimensions")
     head = [
-        KINDS.index(convolution.kind), LAYOUTS.index(convolution.layout), _TYPES[convolution.dtype], int(not flipped),
-        convolution.groups, int(accumulate), batch, convolution.channels, convolution.outputs,
+        KINDS.index(convolution.kind),
+        LAYOUTS.index(convolution.layout),
+        _TYPES[convolution.dtype],
+        int(not flipped),
+        convolution.groups,
+        int(accumulate),
+        batch,
+        convolution.channels,
+        convolution.outputs,
         max(2, len(convolution.spatial)),
-    ]  # fmt: skip
+    ]
     columns = (
-        convolution.spatial, convolution.result, convolution.window, convolution.strides,
-        tuple(low for low, _ in convolution.padding), convolution.dilation,
-    )  # fmt: skip
+        convolution.spatial,
+        convolution.result,
+        convolution.window,
+        convolution.strides,
+        tuple(low for low, _ in convolution.padding),
+        convolution.dilation,
+    )
     one = [1, 1, 1, 1, 0, 1] if len(convolution.spatial) == 1 else []
     return [*head, *one, *(n for dimension in zip(*columns, strict=True) for n in dimension)]
 
@@ -122,7 +142,9 @@ def load() -> ctypes.CDLL:
 
     Raises: NativeError: missing, unloadable, not jcuts' library, or built for another FFI version.
     """
-    lib = native_library.opened(native_library.library_path(LIBRARY), "cuDNN library", _declare, "jcuts_cudnn_ffi_api_version")
+    lib = native_library.opened(
+        native_library.library_path(LIBRARY), "cuDNN library", _declare, "jcuts_cudnn_ffi_api_version"
+    )
     chosen = knobs.current().cudnn
     lib.jcuts_cudnn_set_library(str(chosen or "").encode(), _installed().encode())
     return lib
@@ -206,15 +228,19 @@ def ensure_registered(platform: str) -> None:
             return
         if platform == "cpu":
             register_launcher(
-                TARGETS["cpu"], "jcuts_cudnn_host_state", "cpu", "cuDNN calls",
+                TARGETS["cpu"],
+                "jcuts_cudnn_host_state",
+                "cpu",
+                "cuDNN calls",
                 (lib.jcuts_cudnn_host_type_id(), lib.jcuts_cudnn_host_type_info()),
                 {"instantiate": lib.jcuts_cudnn_host_instantiate, "execute": lib.jcuts_cudnn_host_execute},
-            )  # fmt: skip
+            )
         else:
             stages = {
-                "instantiate": lib.jcuts_cudnn_conv_instantiate, "initialize": lib.jcuts_cudnn_conv_initialize,
+                "instantiate": lib.jcuts_cudnn_conv_instantiate,
+                "initialize": lib.jcuts_cudnn_conv_initialize,
                 "execute": lib.jcuts_cudnn_conv_execute,
-            }  # fmt: skip
+            }
             types = (lib.jcuts_cudnn_state_type_id(), lib.jcuts_cudnn_state_type_info())
             register_launcher(TARGETS["cuda"], "jcuts_cudnn_conv_state", "CUDA", "cuDNN calls", types, stages)
             stages["execute"] = lib.jcuts_cudnn_conv_execute_graph
@@ -265,13 +291,18 @@ def call(
     inputs = [_transposed(x, order) for x, order in zip(given, orders, strict=False)]
     graph = graph and platform == "cuda" and not any(part.algorithm.endswith(LAUNCHED) for part in division.parts)
     ffi_call = jax.ffi.ffi_call(
-        GRAPH_TARGET if graph else TARGETS[platform], results, has_side_effect=False,
+        GRAPH_TARGET if graph else TARGETS[platform],
+        results,
+        has_side_effect=False,
         input_output_aliases=None if onto is None else {2: 0},
-    )  # fmt: skip
+    )
     outputs = ffi_call(
-        *inputs, layer=layer, shape=np.array(shape, np.int64),
-        parts=np.array(part_numbers(convolution, division), np.int64), workspace=np.int64(division.workspace),
-    )  # fmt: skip
+        *inputs,
+        layer=layer,
+        shape=np.array(shape, np.int64),
+        parts=np.array(part_numbers(convolution, division), np.int64),
+        workspace=np.int64(division.workspace),
+    )
     return _transposed(outputs[0], tuple(int(d) for d in np.argsort(orders[2])))
 
 

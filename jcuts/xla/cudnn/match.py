@@ -105,9 +105,19 @@ def _forward(eqn: Any, spec: Any, dtype: str, precision: str) -> Site | Refusal:
     layout = _layout(spec.lhs_spec)
     strides, dilation = _ints(params["window_strides"]), _ints(params["rhs_dilation"])
     made = _layer(
-        "forward", x, spec.lhs_spec, y, spec.out_spec, tuple(w.shape[d] for d in spec.rhs_spec[2:]), strides, dilation,
-        _pairs(params["padding"]), int(params["feature_group_count"]), dtype, layout,
-    )  # fmt: skip
+        "forward",
+        x,
+        spec.lhs_spec,
+        y,
+        spec.out_spec,
+        tuple(w.shape[d] for d in spec.rhs_spec[2:]),
+        strides,
+        dilation,
+        _pairs(params["padding"]),
+        int(params["feature_group_count"]),
+        dtype,
+        layout,
+    )
     if isinstance(made, Refusal):
         return made
     orders = tuple(_order(s, layout) for s in (spec.lhs_spec, spec.rhs_spec, spec.out_spec))
@@ -120,14 +130,22 @@ def _backward_data(eqn: Any, spec: Any, dtype: str, precision: str) -> Site | Re
         return Refusal(PRIMITIVE, "steps over a stretched input")
     layout = _layout(spec.lhs_spec)
     window, dilation = tuple(w.shape[d] for d in spec.rhs_spec[2:]), _ints(params["rhs_dilation"])
-    low = tuple(
-        (r - 1) * d - p for r, d, (p, _) in zip(window, dilation, _pairs(params["padding"]), strict=True)
-    )
+    low = tuple((r - 1) * d - p for r, d, (p, _) in zip(window, dilation, _pairs(params["padding"]), strict=True))
     groups = int(params["feature_group_count"])
     made = _layer(
-        "backward_data", dx, spec.out_spec, dy, spec.lhs_spec, window, _ints(params["lhs_dilation"]), dilation,
-        tuple((p, p) for p in low), groups, dtype, layout,
-    )  # fmt: skip
+        "backward_data",
+        dx,
+        spec.out_spec,
+        dy,
+        spec.lhs_spec,
+        window,
+        _ints(params["lhs_dilation"]),
+        dilation,
+        tuple((p, p) for p in low),
+        groups,
+        dtype,
+        layout,
+    )
     if isinstance(made, Refusal):
         return made
     filters = (spec.rhs_spec[1], spec.rhs_spec[0], *spec.rhs_spec[2:])  # K is what is summed over, C what comes out
@@ -147,10 +165,19 @@ def _backward_filter(eqn: Any, spec: Any, dtype: str, precision: str) -> Site | 
     filters = (spec.out_spec[1], spec.out_spec[0], *spec.out_spec[2:])
     layout = _layout(images)
     made = _layer(
-        "backward_filter", x, images, dy, results, tuple(dw.shape[d] for d in filters[2:]),
-        _ints(params["rhs_dilation"]), _ints(params["window_strides"]),
-        tuple((low, low) for low, _ in _pairs(params["padding"])), groups, dtype, layout,
-    )  # fmt: skip
+        "backward_filter",
+        x,
+        images,
+        dy,
+        results,
+        tuple(dw.shape[d] for d in filters[2:]),
+        _ints(params["rhs_dilation"]),
+        _ints(params["window_strides"]),
+        tuple((low, low) for low, _ in _pairs(params["padding"])),
+        groups,
+        dtype,
+        layout,
+    )
     if isinstance(made, Refusal):
         return made
     orders = (_order(images, layout), _order(results, layout), _order(filters, layout))
@@ -158,18 +185,37 @@ def _backward_filter(eqn: Any, spec: Any, dtype: str, precision: str) -> Site | 
 
 
 def _layer(
-    kind: str, x: Any, x_spec: Order, y: Any, y_spec: Order, window: Order, strides: Order, dilation: Order,
-    padding: Sequence[tuple[int, int]], groups: int, dtype: str, layout: str,
-) -> Convolution | Refusal:  # fmt: skip
+    kind: str,
+    x: Any,
+    x_spec: Order,
+    y: Any,
+    y_spec: Order,
+    window: Order,
+    strides: Order,
+    dilation: Order,
+    padding: Sequence[tuple[int, int]],
+    groups: int,
+    dtype: str,
+    layout: str,
+) -> Convolution | Refusal:
     """The layer, padded alike on both sides, if that gives the result that it has."""
     low = tuple((p, p) for p, _ in padding)
     spatial = tuple(x.shape[d] for d in x_spec[2:])
     if any(p < 0 for p, _ in low):
         return Refusal(PRIMITIVE, f"negative padding {tuple(padding)}")
     made = Convolution(
-        kind, x.shape[x_spec[1]], y.shape[y_spec[1]], spatial, window, strides=strides, padding=low,
-        dilation=dilation, groups=groups, dtype=dtype, layout=layout,
-    )  # fmt: skip
+        kind,
+        x.shape[x_spec[1]],
+        y.shape[y_spec[1]],
+        spatial,
+        window,
+        strides=strides,
+        padding=low,
+        dilation=dilation,
+        groups=groups,
+        dtype=dtype,
+        layout=layout,
+    )
     found = tuple(y.shape[d] for d in y_spec[2:])
     if made.result != found:
         return Refusal(PRIMITIVE, f"padding that differs on the two sides: {tuple(padding)}")
@@ -218,15 +264,22 @@ def call_site(
     if site.regroup:
         b = ungrouped(b, site.orders[1], site.convolution)
     return cudnn_call.call(
-        site.convolution, division, (a, b), result, layer=layer, orders=site.orders, platform=platform,
-        flipped=site.flipped, graph=graph,
-    )  # fmt: skip
+        site.convolution,
+        division,
+        (a, b),
+        result,
+        layer=layer,
+        orders=site.orders,
+        platform=platform,
+        flipped=site.flipped,
+        graph=graph,
+    )
 
 
 def ungrouped(w: Any, order: Order, convolution: Convolution) -> Any:
     """A grouped filter as the layer has it, from what autodiff made of it for the gradient of the input.
 
-        K/g x C  ->  K x C/g,    groups outermost in C before, in K after
+    K/g x C  ->  K x C/g,    groups outermost in C before, in K after
     """
     groups = convolution.groups
     outer, inner = order[0], order[-1] if convolution.layout == "NHWC" else order[1]
@@ -269,9 +322,15 @@ def library_function(
 
     def layer(x: Any, w: Any) -> Any:
         return jax.lax.conv_general_dilated(
-            x, w, c.strides, c.padding, rhs_dilation=c.dilation, feature_group_count=c.groups,
-            dimension_numbers=(image, filters, image), precision=precision,
-        )  # fmt: skip
+            x,
+            w,
+            c.strides,
+            c.padding,
+            rhs_dilation=c.dilation,
+            feature_group_count=c.groups,
+            dimension_numbers=(image, filters, image),
+            precision=precision,
+        )
 
     if c.kind == "forward":
         return layer, [x, w]

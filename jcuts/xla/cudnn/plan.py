@@ -28,9 +28,16 @@ class Plan:
         parts = _numbers(cudnn_call.part_numbers(convolution, division))
         needed, text = ctypes.c_int64(), ctypes.create_string_buffer(_TEXT)
         self._plan = self._lib.jcuts_cudnn_plan(
-            (layer or str(convolution)).encode(), shape, len(shape), parts, len(parts), device, ctypes.byref(needed),
-            text, _TEXT,
-        )  # fmt: skip
+            (layer or str(convolution)).encode(),
+            shape,
+            len(shape),
+            parts,
+            len(parts),
+            device,
+            ctypes.byref(needed),
+            text,
+            _TEXT,
+        )
         if not self._plan:
             raise NativeError(text.value.decode(errors="replace"))
         self.needed = int(needed.value)

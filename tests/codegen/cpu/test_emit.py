@@ -31,11 +31,13 @@ TEMPLATES = {
     "convolution": (lambda x, w: conv(x, w, strides=(2, 2)), (zeros(1, 17, 17, 8), zeros(3, 3, 8, 24))),
     "depthwise": (lambda x, w: jax.nn.relu6(conv(x, w, groups=20)), (zeros(1, 12, 12, 20), zeros(3, 3, 1, 20))),
     "reduction": (lambda x: x.sum(1), (zeros(7, 100),)),
-    "window": (lambda x: jax.lax.reduce_window(x, -np.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"),
-               (zeros(1, 8, 8, 20),)),
+    "window": (
+        lambda x: jax.lax.reduce_window(x, -np.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"),
+        (zeros(1, 8, 8, 20),),
+    ),
     "rows": (lambda x: jax.nn.softmax(x), (zeros(64, 100),)),
     "columns": (lambda x: jax.nn.softmax(x, axis=0), (zeros(12, 40),)),
-}  # fmt: skip
+}
 
 
 def best(name, machine=programs.MACHINE):
@@ -93,11 +95,19 @@ def test_products_are_fused_multiply_adds_on_vectors(name):
 
 
 @wide
-@pytest.mark.parametrize("name", [
-    "contraction", "depthwise",
-    pytest.param("convolution", marks=pytest.mark.xfail(
-        reason="all loads of an unrolled channel loop are emitted before its first product", strict=False)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "contraction",
+        "depthwise",
+        pytest.param(
+            "convolution",
+            marks=pytest.mark.xfail(
+                reason="all loads of an unrolled channel loop are emitted before its first product", strict=False
+            ),
+        ),
+    ],
+)
 def test_inner_loops_do_not_spill(name):
     """Accumulators are stack slots in the IR: LLVM must have promoted every one of them."""
     loops = [

@@ -81,10 +81,19 @@ def test_golden_source(name, golden):
 @pytest.mark.parametrize(
     "name",
     [
-        "full sum", "full sum odd", "column sum", "column max", "statistics", "middle", "batch statistics long",
-        "batch norm", "depthwise filter gradient", "running sum of columns long", "running sum in the middle",
+        "full sum",
+        "full sum odd",
+        "column sum",
+        "column max",
+        "statistics",
+        "middle",
+        "batch statistics long",
+        "batch norm",
+        "depthwise filter gradient",
+        "running sum of columns long",
+        "running sum in the middle",
     ],
-)  # fmt: skip
+)
 def test_split_programs_keep_their_meaning(name):
     fn, arguments = cases.CASES[name]
     traced = programs.trace(fn, *arguments)
@@ -234,9 +243,12 @@ def test_a_machine_rounds_sums_of_products_once():
     a[206:208], b[206:208], c[206:208] = 2.0**-60, [2.0**-60, -(2.0**-60)], 1 + 2 * near
     ones, none = np.ones(600, np.float32), np.full(600, -0.0, np.float32)
     for op, to, (x, y, z) in [
-        ("fma", "rn", (a, b, c)), ("fma", "rz", (a, b, c)), ("add", "rz", (a, ones, c)), ("sub", "rz", (a, ones, c)),
+        ("fma", "rn", (a, b, c)),
+        ("fma", "rz", (a, b, c)),
+        ("add", "rz", (a, ones, c)),
+        ("sub", "rz", (a, ones, c)),
         ("mul", "rz", (a, b, none)),
-    ]:  # fmt: skip
+    ]:
         operands = {"fma": (x, y, z), "add": (x, z), "sub": (x, -z), "mul": (x, y)}[op]
         got = ptx_machine._ARITHMETIC[op]([op, to, "f32"], *operands)
         for k in range(len(x)):
@@ -297,11 +309,21 @@ def test_odd_functions_keep_the_sign_of_a_zero(dtype):
 @pytest.mark.parametrize(
     "name",
     [
-        "chain", "transpose", "depthwise", "middle", "argmax", "softmax", "moments", "max pool gradient",
-        "depthwise filter gradient", "depthwise input gradient stride", "average pool gradient", "softmax columns",
+        "chain",
+        "transpose",
+        "depthwise",
+        "middle",
+        "argmax",
+        "softmax",
+        "moments",
+        "max pool gradient",
+        "depthwise filter gradient",
+        "depthwise input gradient stride",
+        "average pool gradient",
+        "softmax columns",
         "batch norm",
     ],
-)  # fmt: skip
+)
 def test_every_schedule_of_a_family(name):
     fn, arguments = cases.CASES[name]
     found = candidates(fn, arguments, 1 << 30)
@@ -341,7 +363,9 @@ def test_kernels_of_one_call_touch_nothing_before_they_wait():
         image = Image.unpack(compiler.compile_program(program, target).object_code)
         assert {launch.waits for launch in image.launches} == {waits}
         ptx_machine.parse(ptx)
-    late = ptx.replace("\t" + programmatic_launch.WAIT, "").replace("\tret;", "\t" + programmatic_launch.WAIT + "\n\tret;")
+    late = ptx.replace("\t" + programmatic_launch.WAIT, "").replace(
+        "\tret;", "\t" + programmatic_launch.WAIT + "\n\tret;"
+    )
     with pytest.raises(ptx_machine.Fault, match="before it waits"):
         ptx_machine.parse(late)
 
@@ -379,8 +403,10 @@ def test_the_assembler_says_why():
 
 def test_products_that_wait_for_each_other_are_what_ptxas_says(tmp_path, monkeypatch):
     stand_in = tmp_path / "ptxas"
-    stand_in.write_text(f'#!/bin/sh\necho "Potential Performance Loss: {ptxas.SERIAL} due to ..." >&2\n'
-                        'for last; do :; done\nprintf cubin > "$last"\n')  # fmt: skip
+    stand_in.write_text(
+        f'#!/bin/sh\necho "Potential Performance Loss: {ptxas.SERIAL} due to ..." >&2\n'
+        'for last; do :; done\nprintf cubin > "$last"\n'
+    )
     stand_in.chmod(0o755)
     monkeypatch.setattr(ptxas, "assembler", lambda: str(stand_in))
     assert ptxas.assemble("", "sm_90a") == b"cubin"

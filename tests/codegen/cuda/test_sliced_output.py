@@ -99,9 +99,15 @@ def test_a_kernel_that_begins_an_array_writes_its_part_alone(tiling):
 
 @compiled
 @pytest.mark.parametrize("window", [None, "SAME", "VALID"])
-@pytest.mark.parametrize("tiling", [
-    *TILINGS[:4], GroupTiling(64, 64, 32, (1, 1), 3, 1), GroupTiling(64, 64, 32, (1, 1), 3, rounded=1),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "tiling",
+    [
+        *TILINGS[:4],
+        GroupTiling(64, 64, 32, (1, 1), 3, 1),
+        GroupTiling(64, 64, 32, (1, 1), 3, rounded=1),
+    ],
+    ids=str,
+)
 def test_nothing_of_an_array_is_read_but_the_slice(tiling, window):
     """What was not written yet is NaN."""
     x, b = np.full((2, 6, 7, 52), np.nan, np.float32), normal(20)
@@ -129,12 +135,12 @@ def test_every_form_of_a_convolution_writes_its_part_alone(features):
     x, w, b = normal(2, 5, 7, 16), normal(3, 3, 16, features), normal(features)
     traced = programs.trace(layer, x, w, b)
     pixels, weights = (jax.numpy.asarray(tf32(array)) for array in (x, w))
-    exact = lax.conv_general_dilated(
-        pixels, weights, (1, 1), "SAME", dimension_numbers=NHWC, precision="highest"
-    )  # fmt: skip
+    exact = lax.conv_general_dilated(pixels, weights, (1, 1), "SAME", dimension_numbers=NHWC, precision="highest")
     want = np.asarray(exact, np.float64)
     ran = set()
-    for program, _ in gpu_candidates.candidates(traced.program(), gpu_candidates.GpuMachine(132, capability=(9, 0)), 1 << 10)[::7]:
+    for program, _ in gpu_candidates.candidates(
+        traced.program(), gpu_candidates.GpuMachine(132, capability=(9, 0)), 1 << 10
+    )[::7]:
         form = dict(program.params)["cuda"]
         if placed(program, (2, 5, 7, 64), (0, 0, 0, 20)) is None or sum(f == form for f, _ in ran) > 2:
             continue
@@ -145,10 +151,15 @@ def test_every_form_of_a_convolution_writes_its_part_alone(features):
 
 
 @compiled
-@pytest.mark.parametrize(("shape", "whole", "starts"), [
-    ((3, 5, 24), (3, 5, 60), (0, 0, 8)), ((7, 4, 8), (7, 12, 8), (0, 4, 0)), ((33, 10), (33, 50), (0, 20)),
-    ((2, 6), (9, 6), (2, 0)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shape", "whole", "starts"),
+    [
+        ((3, 5, 24), (3, 5, 60), (0, 0, 8)),
+        ((7, 4, 8), (7, 12, 8), (0, 4, 0)),
+        ((33, 10), (33, 50), (0, 20)),
+        ((2, 6), (9, 6), (2, 0)),
+    ],
+)
 def test_parts_that_are_copied(shape, whole, starts):
     program = inplace_update._copying(shape, whole, "float32", gpu_candidates.GpuMachine(132, capability=(9, 0)))
     assert program is not None
@@ -174,5 +185,9 @@ def test_what_cannot_be_placed():
 def test_flat_loops_over_a_result_stay_as_they_are():
     """Their points know neither row nor column."""
     traced = programs.trace(lambda x: x * 2 + 1, normal(64, 32))
-    flat = [p for p, _ in gpu_candidates.candidates(traced.program(), gpu_candidates.GpuMachine(132), 1 << 10) if len(p.phases[0].axes) == 1]
+    flat = [
+        p
+        for p, _ in gpu_candidates.candidates(traced.program(), gpu_candidates.GpuMachine(132), 1 << 10)
+        if len(p.phases[0].axes) == 1
+    ]
     assert flat and all(placed(p, (64, 96), (0, 32)) is None for p in flat)

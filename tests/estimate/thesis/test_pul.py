@@ -179,9 +179,19 @@ def cases(draw):
     f, s = (draw(st.integers(1, 5)), draw(st.integers(1, 3))) if window else (1, 1)
     p = draw(st.integers(0, (f - 1) // 2)) if window else 0
     op = Operation(
-        kind, draw(small), draw(small) if kind in ("convolution", "matmul") else 1, draw(small),
-        draw(small) if spatial else 1, draw(small) if spatial else 1, f, f, p, p, s, s,
-    )  # fmt: skip
+        kind,
+        draw(small),
+        draw(small) if kind in ("convolution", "matmul") else 1,
+        draw(small),
+        draw(small) if spatial else 1,
+        draw(small) if spatial else 1,
+        f,
+        f,
+        p,
+        p,
+        s,
+        s,
+    )
     values = {}
     for axis in "nkhw":
         if axis in "hw" and not spatial:

@@ -100,10 +100,17 @@ def operations(draw):
     spatial = kind != "matmul"
     f = draw(st.integers(1, 3)) if kind in ("convolution", "pooling") else 1
     return Operation(
-        kind, draw(size), draw(size) if kind in COMPLEX else 1, draw(size), draw(size) if spatial else 1,
-        draw(size) if spatial else 1, f, f, s_h=draw(st.integers(1, 2)) if f > 1 else 1,
+        kind,
+        draw(size),
+        draw(size) if kind in COMPLEX else 1,
+        draw(size),
+        draw(size) if spatial else 1,
+        draw(size) if spatial else 1,
+        f,
+        f,
+        s_h=draw(st.integers(1, 2)) if f > 1 else 1,
         element_bytes=draw(st.sampled_from([2, 4, 8])),
-    )  # fmt: skip
+    )
 
 
 @given(operations(), st.sampled_from(["V100", "RTX 2080", "H200"]), st.integers(1, 400))

@@ -28,8 +28,12 @@ TILE = (2, 8, 4, 7)  # N, K, H, W: 448 outputs
 
 def test_table_3_1_classes():
     assert {"convolution", "matmul"} == COMPLEX and set(KINDS) - COMPLEX == {
-        "batch_norm", "winograd", "pooling", "unary", "binary",
-    }  # fmt: skip
+        "batch_norm",
+        "winograd",
+        "pooling",
+        "unary",
+        "binary",
+    }
 
 
 def test_table_3_4_of_the_thesis_machine():
@@ -79,9 +83,17 @@ def test_table_3_7_asymmetric():
 
 # A block of 2 x 16 x 4 x 14 outputs, threads of 1 x 4 x 2 x 2: 2 * 4 * 2 * 7 = 112 threads
 TILES = Tiles(
-    n_block=2, n_thread=1, k_block=16, k_thread=4, h_block=4, h_thread=2, w_block=14, w_thread=2, c_input=2,
+    n_block=2,
+    n_thread=1,
+    k_block=16,
+    k_thread=4,
+    h_block=4,
+    h_thread=2,
+    w_block=14,
+    w_thread=2,
+    c_input=2,
     format_shared=FORMATS.index("NCHW"),
-)  # fmt: skip
+)
 
 
 def test_oi_tb_and_gm_ratio():
@@ -166,9 +178,15 @@ def test_shared_level_fusion_frees_the_successor_of_global_loads(formula):
     second = Operation("convolution", 8, 32, 8, 20, 28)  # 1 x 1: its input tile is the predecessor's output tile
     first = Tiles(n_block=2, k_block=32, k_thread=4, h_block=4, h_thread=2, w_block=14, w_thread=2, c_input=2)
     after = Tiles(
-        n_block=2, k_block=8, k_thread=2, h_block=4, w_block=14, w_thread=2, c_input=32,
+        n_block=2,
+        k_block=8,
+        k_thread=2,
+        h_block=4,
+        w_block=14,
+        w_thread=2,
+        c_input=32,
         format_shared=FORMATS.index("NCHW"),
-    )  # fmt: skip
+    )
     pair = shared_pul(CONV, first, second, after, V100, formula=formula)
     assert isinstance(pair, tuple)
     # a thread: 2 * 32 * 2 * 2 FLOP; 2 weights of 32 channels; printed extents floor((1 + 1) / 1) + 1 = 3 and 4

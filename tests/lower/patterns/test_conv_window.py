@@ -37,10 +37,15 @@ def convolution(image, filters, strides=(1, 1), padding="SAME"):
     return replace(made, buffers=tuple(replace(b, tf32=b.name == right) for b in made.buffers))
 
 
-@pytest.mark.parametrize("image, filters, strides, padding", [
-    ((3, 9, 11, 32), (32, 3, 3, 32), (1, 1), "SAME"), ((2, 9, 8, 64), (32, 1, 7, 64), (1, 1), "SAME"),
-    ((2, 13, 12, 32), (32, 5, 3, 32), (2, 3), "VALID"), ((2, 9, 8, 4), (32, 7, 1, 4), (1, 1), "SAME"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "image, filters, strides, padding",
+    [
+        ((3, 9, 11, 32), (32, 3, 3, 32), (1, 1), "SAME"),
+        ((2, 9, 8, 64), (32, 1, 7, 64), (1, 1), "SAME"),
+        ((2, 13, 12, 32), (32, 5, 3, 32), (2, 3), "VALID"),
+        ((2, 9, 8, 4), (32, 7, 1, 4), (1, 1), "SAME"),
+    ],
+)
 def test_every_pixel_that_a_tile_reads_is_in_its_run(image, filters, strides, padding):
     program = convolution(image, filters, strides, padding)
     found = window(program)
@@ -67,10 +72,12 @@ def test_what_shares_no_pixels():
 
 
 LAYERS = {
-    "56x56x64": ((64, 56, 56, 64), (64, 3, 3, 64)), "28x28x128": ((64, 28, 28, 128), (128, 3, 3, 128)),
-    "7x7x512": ((64, 7, 7, 512), (512, 3, 3, 512)), "35x35x48": ((64, 35, 35, 48), (64, 5, 5, 48)),
+    "56x56x64": ((64, 56, 56, 64), (64, 3, 3, 64)),
+    "28x28x128": ((64, 28, 28, 128), (128, 3, 3, 128)),
+    "7x7x512": ((64, 7, 7, 512), (512, 3, 3, 512)),
+    "35x35x48": ((64, 35, 35, 48), (64, 5, 5, 48)),
     "35x35x96": ((64, 35, 35, 96), (96, 3, 3, 96)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -97,10 +104,12 @@ def test_they_are_tried_before_others():
 
 
 SMALL = {
-    "7x7x512": ((1, 7, 7, 512), (512, 3, 3, 512)), "14x14x128 to 32": ((1, 14, 14, 128), (32, 3, 3, 128)),
-    "35x35x48": ((1, 35, 35, 48), (64, 5, 5, 48)), "17x17x160": ((1, 17, 17, 160), (160, 1, 7, 160)),
+    "7x7x512": ((1, 7, 7, 512), (512, 3, 3, 512)),
+    "14x14x128 to 32": ((1, 14, 14, 128), (32, 3, 3, 128)),
+    "35x35x48": ((1, 35, 35, 48), (64, 5, 5, 48)),
+    "17x17x160": ((1, 17, 17, 160), (160, 1, 7, 160)),
     "16 of 14x14x256": ((16, 14, 14, 256), (256, 3, 3, 256)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("layer", SMALL)

@@ -45,10 +45,11 @@ LAYERS = {
     "one row": (lambda x, w: conv(x, w, padding="VALID"), (2, 3, 9, 3), (3, 3, 3, 6)),
     "surrounded": (
         lambda x, w: conv(jnp.pad(x, ((0, 0), (1, 2), (3, 0), (0, 0))), w, padding="VALID", strides=(2, 2)),
-        (2, 8, 9, 3), (3, 3, 3, 6),
+        (2, 8, 9, 3),
+        (3, 3, 3, 6),
     ),
     "OHWI": (lambda x, w: conv(x, w, layout=("NHWC", "OHWI", "NHWC")), (2, 8, 9, 3), (6, 3, 3, 3)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -81,23 +82,27 @@ REFUSED = {
     "groups": (lambda x, w: conv(x, w, groups=2), zeros(1, 9, 9, 4), zeros(3, 3, 2, 16)),
     "stretched": (lambda x, w: conv(x, w, padding=((1, 1), (1, 1)), lhs=(2, 2)), zeros(1, 9, 9, 3), zeros(3, 3, 3, 16)),
     "channels first": (
-        lambda x, w: conv(x, w, layout=("NCHW", "OIHW", "NCHW")), zeros(1, 3, 9, 9), zeros(16, 3, 3, 3),
+        lambda x, w: conv(x, w, layout=("NCHW", "OIHW", "NCHW")),
+        zeros(1, 3, 9, 9),
+        zeros(16, 3, 3, 3),
     ),
     "prologue": (lambda x, w: conv(jnp.abs(x), w), zeros(1, 9, 9, 3), zeros(3, 3, 3, 16)),
     "surrounded by ones": (
         lambda x, w: conv(jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=1), w, padding="VALID"),
-        zeros(1, 9, 9, 3), zeros(3, 3, 3, 16),
+        zeros(1, 9, 9, 3),
+        zeros(3, 3, 3, 16),
     ),
     "precision": (
         lambda x, w: jax.lax.conv_general_dilated(
             x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), precision="highest"
         ),
-        zeros(1, 9, 9, 3), zeros(3, 3, 3, 16),
+        zeros(1, 9, 9, 3),
+        zeros(3, 3, 3, 16),
     ),
     "many terms": (conv, zeros(1, 20, 20, 9), zeros(7, 7, 9, 16)),
     "few terms": (conv, zeros(1, 9, 9, 1), zeros(2, 2, 1, 16)),
     "a product": (lambda x, w: x @ w, zeros(64, 27), zeros(27, 32)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -39,27 +39,36 @@ PRODUCTS = {
     "result transposed": (lambda x, w: (x @ w).T, (normal(12, 96), normal(96, 32)), [(False, 4), (True, 4)]),
     "one row": (lambda x, w: x @ w, (normal(1, 96), normal(96, 32)), [(True, 4), (False, 4)]),
     "batch": (
-        lambda q, k: jnp.einsum("bqhd,bkhd->bhqk", q, k), (normal(2, 8, 3, 16), normal(2, 9, 3, 16)),
+        lambda q, k: jnp.einsum("bqhd,bkhd->bhqk", q, k),
+        (normal(2, 8, 3, 16), normal(2, 9, 3, 16)),
         [(True, 4), (True, 4)],
     ),
     "stride": (
-        lambda x, w: conv(x, w, strides=(2, 2)), (normal(1, 13, 14, 24), normal(1, 1, 24, 8)),
+        lambda x, w: conv(x, w, strides=(2, 2)),
+        (normal(1, 13, 14, 24), normal(1, 1, 24, 8)),
         [(True, 4), (False, 4)],
     ),
     "channels first": (
-        lambda x, w: conv(x, w, layout=("NCHW", "OIHW", "NCHW")), (normal(1, 12, 6, 6), normal(20, 12, 1, 1)),
+        lambda x, w: conv(x, w, layout=("NCHW", "OIHW", "NCHW")),
+        (normal(1, 12, 6, 6), normal(20, 12, 1, 1)),
         [(True, 4), (False, 4)],
     ),
     "3x3": (
-        lambda x, w: conv(x, w, strides=(2, 1)), (normal(2, 9, 8, 24), normal(3, 3, 24, 12)), [(True, 4), (False, 4)],
+        lambda x, w: conv(x, w, strides=(2, 1)),
+        (normal(2, 9, 8, 24), normal(3, 3, 24, 12)),
+        [(True, 4), (False, 4)],
     ),
     "5x1 without padding": (
-        lambda x, w: conv(x, w, padding="VALID", dilation=(2, 1)), (normal(1, 13, 8, 10), normal(5, 1, 10, 7)),
+        lambda x, w: conv(x, w, padding="VALID", dilation=(2, 1)),
+        (normal(1, 13, 8, 10), normal(5, 1, 10, 7)),
         [(True, 2), (False, 1)],
     ),
-    "bfloat16": (lambda x, w: x @ w, (normal(5, 96).astype(jnp.bfloat16), normal(96, 32).astype(jnp.bfloat16)),
-                 [(True, 8), (False, 8)]),
-}  # fmt: skip
+    "bfloat16": (
+        lambda x, w: x @ w,
+        (normal(5, 96).astype(jnp.bfloat16), normal(96, 32).astype(jnp.bfloat16)),
+        [(True, 8), (False, 8)],
+    ),
+}
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
@@ -95,8 +104,9 @@ def test_what_is_computed_before_a_product():
     small = [normal(8, 32), normal(5, 32), normal(32), normal(32)]
     traced = programs.trace(norm, *small)
     little = build(traced.graph, traced.everything, cheap=4.0)
-    for got, want in zip(interpret(as_product(little), traced.operands()), interpret(little, traced.operands()),
-                         strict=True):  # fmt: skip
+    for got, want in zip(
+        interpret(as_product(little), traced.operands()), interpret(little, traced.operands()), strict=True
+    ):
         np.testing.assert_array_equal(got, want)
     assert gpu_candidates.candidates(program, MACHINE, 100) == []
     right = sides(product)[1].buffer
@@ -145,9 +155,21 @@ def test_runs_of_terms():
         (lambda x: x @ x.T, (np.ones((8, 16), np.int32),)),
         (lambda x: jnp.einsum("ab,ab->a", x, x), (normal(64, 64),)),
     ],
-    ids=["highest", "high", "computed weights", "two operands", "positions", "padding", "groups", "stretched",
-         "few terms", "two bytes apart", "integers", "rows"],
-)  # fmt: skip
+    ids=[
+        "highest",
+        "high",
+        "computed weights",
+        "two operands",
+        "positions",
+        "padding",
+        "groups",
+        "stretched",
+        "few terms",
+        "two bytes apart",
+        "integers",
+        "rows",
+    ],
+)
 def test_what_is_no_product(fn, arguments):
     assert as_product(programs.trace(fn, *arguments).program()) is None
 
@@ -170,7 +192,9 @@ def test_schedules_are_few_legal_and_ranked(size, dtype):
 
 def test_the_ranking_fills_the_machine_and_shares_operands():
     def best(m, k, n):
-        found = gpu_candidates.candidates(programs.trace(lambda x, w: x @ w, normal(m, k), normal(k, n)).program(), MACHINE, 1)
+        found = gpu_candidates.candidates(
+            programs.trace(lambda x, w: x @ w, normal(m, k), normal(k, n)).program(), MACHINE, 1
+        )
         params = dict(found[0][0].params)
         tiles = -(-m // params["tile"][0]) * -(-n // params["tile"][1])
         return params["tile"], tiles * params.get("split", 1) * params.get("cluster", 1)

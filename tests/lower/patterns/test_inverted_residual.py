@@ -78,9 +78,14 @@ def test_blocks_keep_their_meaning(name):
         columns = 8 + window.start[1] + column + aside * np.arange(across)
         total += grown[:, rows][:, :, columns] * flat[address.const + np.arange(wide.shape[3])]
     numbers = lax.conv_general_dilated(
-        jnp.asarray(wide, jnp.float32), jnp.asarray(f, jnp.float32), layers.strides, layers.padding,
-        rhs_dilation=layers.dilation, feature_group_count=layers.wide, dimension_numbers=NUMBERS,
-    )  # fmt: skip
+        jnp.asarray(wide, jnp.float32),
+        jnp.asarray(f, jnp.float32),
+        layers.strides,
+        layers.padding,
+        rhs_dilation=layers.dilation,
+        feature_group_count=layers.wide,
+        dimension_numbers=NUMBERS,
+    )
     np.testing.assert_allclose(total, np.asarray(numbers), rtol=1e-3, atol=1e-4)
 
 
@@ -172,8 +177,14 @@ def test_schedules_are_legal_few_and_ranked(name, capability):
     for candidate, _ in found:
         verify(candidate)
         shape = shape_of(candidate)
-        assert shape is not None and shape.fits and shape.shared <= inverted_residual_schedules.ROOM.get(capability, 98 << 10)
-        assert inverted_residual_schedules.cycles(shape, machine) >= inverted_residual_schedules.least(shape.block, machine)
+        assert (
+            shape is not None
+            and shape.fits
+            and shape.shared <= inverted_residual_schedules.ROOM.get(capability, 98 << 10)
+        )
+        assert inverted_residual_schedules.cycles(shape, machine) >= inverted_residual_schedules.least(
+            shape.block, machine
+        )
         assert dict(candidate.params)["threads"] == shape.threads
         (use,) = launch_stats.uses(candidate, [(shape.tiles, shape.threads, 128, shape.shared)])
         assert use.flop > 0 and launch_stats.unit_of(candidate) == "tf32_mma"

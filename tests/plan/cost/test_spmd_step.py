@@ -47,7 +47,9 @@ def test_an_adam_update_is_one_kernel_with_three_results():
 
 
 def test_a_residual_is_not_fused_with_what_lies_before_a_product():
-    found = spmd_step.step_time(lambda x, w: (y := jnp.tanh(x)) + y @ w, _struct(256, 256), _struct(256, 256), cluster=PLACE)
+    found = spmd_step.step_time(
+        lambda x, w: (y := jnp.tanh(x)) + y @ w, _struct(256, 256), _struct(256, 256), cluster=PLACE
+    )
     # tanh reads and writes; the sum reads both of its operands and writes.
     assert found.moved == 5 * 2 * 256 * 256 and found.calls == 3
 
@@ -55,7 +57,9 @@ def test_a_residual_is_not_fused_with_what_lies_before_a_product():
 def test_loops_turn_and_conditionals_take_the_dearest_branch():
     a = _struct(256, 256)
     one = spmd_step.step_time(lambda x: x @ x, a, cluster=PLACE)
-    loop = spmd_step.step_time(lambda x: jax.lax.scan(lambda c, _: (c @ x, None), x, None, length=7)[0], a, cluster=PLACE)
+    loop = spmd_step.step_time(
+        lambda x: jax.lax.scan(lambda c, _: (c @ x, None), x, None, length=7)[0], a, cluster=PLACE
+    )
     assert loop.flops == 7 * one.flops
     either = spmd_step.step_time(
         lambda p, x: jax.lax.cond(p, lambda: x @ x @ x, lambda: x @ x), _struct(dtype="bool"), a, cluster=PLACE

@@ -20,7 +20,9 @@ SMALL = model.Transformer("small", 8, 1024, 16, 512, 32000, batch=64).build()
 
 
 def _time(plan, where=A100, made=SMALL, batch=64):
-    return training_step.estimate(made, where.resized(plan.gpus) if where is A100 else where, Plans.of([plan]), Training(batch))
+    return training_step.estimate(
+        made, where.resized(plan.gpus) if where is A100 else where, Plans.of([plan]), Training(batch)
+    )
 
 
 def test_ring_all_reduce_by_hand():
@@ -215,7 +217,8 @@ def test_a_compiled_recomputation_leaves_out_the_last_product_and_its_reduction(
     made = model.load("gpt3-1.3b")
     plans = Plans.of([Plan(tensor=4, recompute="full"), Plan(tensor=4)])
     times = {
-        pruned: training_step.estimate(made, A100.resized(4), plans, Training(1, pruned=pruned)).time for pruned in (False, True)
+        pruned: training_step.estimate(made, A100.resized(4), plans, Training(1, pruned=pruned)).time
+        for pruned in (False, True)
     }
     full, again = times[False], times[True]
     # A layer's products are 12 h^2 but for attention; the last of them is 4 h^2.

@@ -52,7 +52,9 @@ def test_several_phases_have_schedules_of_their_own():
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.golden], ids=lambda c: c.name)
-@pytest.mark.parametrize("machine", [programs.MACHINE, loop_candidates.Machine(32, 16, 1), loop_candidates.Machine(16, 32, 8)])
+@pytest.mark.parametrize(
+    "machine", [programs.MACHINE, loop_candidates.Machine(32, 16, 1), loop_candidates.Machine(16, 32, 8)]
+)
 def test_every_candidate_is_legal_and_different(case, machine):
     program = programs.trace(case.call, *(make(text) for text in case.inputs)).program()
     found = loop_candidates.candidates(collapsed(program), machine, 24)
@@ -66,7 +68,9 @@ def test_every_candidate_is_legal_and_different(case, machine):
 
 
 def test_candidates_are_deterministic():
-    assert loop_candidates.candidates(gemm(), programs.MACHINE, 16) == loop_candidates.candidates(gemm(), programs.MACHINE, 16)
+    assert loop_candidates.candidates(gemm(), programs.MACHINE, 16) == loop_candidates.candidates(
+        gemm(), programs.MACHINE, 16
+    )
 
 
 def test_gemm_accumulators_fit_the_register_file():

@@ -58,7 +58,7 @@ CONVOLUTIONS = {
     "a row of taps": (conv, (random(1, 4, 11, 8), random(1, 3, 8, 16))),
     "one dimension": (one_dimensional, (random(2, 13, 8), random(3, 8, 16))),
     "steps": (conv, (random(1, 5, 5, 32), random(3, 3, 32, 32))),
-}  # fmt: skip
+}
 TESTED = ("steps",)  # with every kind of plan, the others with two
 
 
@@ -74,7 +74,9 @@ def traced(name):
 def all_plans(program):
     form = patterns_winograd.recognise(program)
     assert form is not None
-    found = sorted(winograd_candidates._plans(program, form, programs.MACHINE), key=lambda item: (-item[1], str(item[0])))
+    found = sorted(
+        winograd_candidates._plans(program, form, programs.MACHINE), key=lambda item: (-item[1], str(item[0]))
+    )
     return form, [plan for plan, _ in found]
 
 
@@ -131,17 +133,21 @@ REFUSED = {
     "strided": (lambda x, w: conv(x, w, strides=(2, 2)), (random(1, 9, 9, 8), random(3, 3, 8, 16))),
     "strided along one": (lambda x, w: conv(x, w, strides=(1, 2)), (random(1, 9, 9, 8), random(3, 3, 8, 16))),
     "dilated": (lambda x, w: conv(x, w, dilation=(2, 2)), (random(1, 9, 9, 8), random(3, 3, 8, 16))),
-    "transposed": (lambda x, w: conv(x, w, lhs=(2, 2), padding=[(1, 1), (1, 1)]),
-                   (random(1, 9, 9, 8), random(3, 3, 8, 16))),
+    "transposed": (
+        lambda x, w: conv(x, w, lhs=(2, 2), padding=[(1, 1), (1, 1)]),
+        (random(1, 9, 9, 8), random(3, 3, 8, 16)),
+    ),
     "depthwise": (lambda x, w: conv(x, w, groups=16), (random(1, 9, 9, 16), random(3, 3, 1, 16))),
     "groups": (lambda x, w: conv(x, w, groups=2), (random(1, 9, 9, 16), random(3, 3, 8, 16))),
     "one tap": (conv, (random(1, 9, 9, 8), random(1, 1, 8, 16))),
-    "channels first": (lambda x, w: conv(x, w, layout=("NCHW", "OIHW", "NCHW")),
-                       (random(1, 8, 9, 9), random(16, 8, 3, 3))),
+    "channels first": (
+        lambda x, w: conv(x, w, layout=("NCHW", "OIHW", "NCHW")),
+        (random(1, 8, 9, 9), random(16, 8, 3, 3)),
+    ),
     "product": (lambda a, b: a @ b, (random(9, 8), random(8, 16))),
     "sum": (lambda x: x.sum(1), (random(9, 8),)),
     "softmax": (jax.nn.softmax, (random(9, 8),)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -169,8 +175,16 @@ def test_precision_that_was_asked_for_is_kept(precision):
     assert winograd_candidates.candidates(default, programs.MACHINE)
 
 
-LAYERS = [(1, 56, 64, 64), (1, 28, 128, 128), (1, 14, 256, 256), (1, 7, 512, 512), (8, 7, 512, 512), (1, 224, 64, 64),
-          (2, 15, 96, 80), (1, 12, 100, 200)]  # fmt: skip
+LAYERS = [
+    (1, 56, 64, 64),
+    (1, 28, 128, 128),
+    (1, 14, 256, 256),
+    (1, 7, 512, 512),
+    (8, 7, 512, 512),
+    (1, 224, 64, 64),
+    (2, 15, 96, 80),
+    (1, 12, 100, 200),
+]
 
 
 def layer(batch, size, channels, features):

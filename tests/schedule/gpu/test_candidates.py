@@ -116,9 +116,14 @@ def test_walks_have_whole_tiles():
     """Tiles divide the image, and no thread has fewer than two of them."""
     program = programs.trace(
         lambda x, w: conv(x, w, padding="SAME", groups=32),
-        np.zeros((8, 28, 28, 32), np.float32), np.zeros((3, 3, 1, 32), np.float32),
-    ).program()  # fmt: skip
-    walks = [p for p, _ in gpu_candidates.candidates(program, gpu_candidates.GpuMachine(132), 1 << 20) if "walk" in dict(p.params)]
+        np.zeros((8, 28, 28, 32), np.float32),
+        np.zeros((3, 3, 1, 32), np.float32),
+    ).program()
+    walks = [
+        p
+        for p, _ in gpu_candidates.candidates(program, gpu_candidates.GpuMachine(132), 1 << 20)
+        if "walk" in dict(p.params)
+    ]
     assert {1, 2} <= {dict(p.params)["ahead"] for p in walks}
     for found in walks:
         name, tiles = dict(found.params)["walk"]

@@ -63,9 +63,15 @@ def test_a_wrong_result_is_out(host_cudnn, monkeypatch):
     assert "is off by" in dict(found["left_out"])["cudnn/GEMM float64"]
 
 
-@pytest.mark.parametrize("accuracy, off, admitted", [
-    ("exact", 5e-5, True), ("exact", 1e-3, False), ("vendor", 5e-3, True), ("vendor", 5e-2, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "accuracy, off, admitted",
+    [
+        ("exact", 5e-5, True),
+        ("exact", 1e-3, False),
+        ("vendor", 5e-3, True),
+        ("vendor", 5e-2, False),
+    ],
+)
 def test_how_exact_float32_must_be(host_cudnn, monkeypatch, accuracy, off, admitted):
     c = Convolution("forward", 2, 3, (5, 5), (3, 3))
     run = Plan.run
@@ -87,14 +93,22 @@ def test_slices_of_the_outputs(host_cudnn, monkeypatch, kind):
     names = cudnn_call.algorithms(kind)
     at = names.index("cudnn/FFT")
     limit = SPACE * at + 3 * c.result_bytes // 3  # a third of the whole, and the copy of a third of the result
-    wanted = [("cudnn/FFT", "float32", (2, 3, 6), limit), ("cudnn/FFT", "float32", (3, 6), limit),
-              (names[1], "tf32", (2,), 100)]  # fmt: skip
+    wanted = [
+        ("cudnn/FFT", "float32", (2, 3, 6), limit),
+        ("cudnn/FFT", "float32", (3, 6), limit),
+        (names[1], "tf32", (2,), 100),
+    ]
     labels = []
     found = cudnn_worker.convolve(request(c, slices=wanted), labels.append)
     (micro,) = found["micros"]  # the first number that fits, once
     assert micro["algorithm"] == "cudnn/FFT/slices=3" and micro["workspace"] == limit and micro["seconds"] > 0
-    assert labels == [f"{names[0]} float32", "cudnn/FFT/slices=2 float32", "cudnn/FFT/slices=3 float32",
-                      f"{names[1]}/slices=2 tf32", ""]  # fmt: skip
+    assert labels == [
+        f"{names[0]} float32",
+        "cudnn/FFT/slices=2 float32",
+        "cudnn/FFT/slices=3 float32",
+        f"{names[1]}/slices=2 tf32",
+        "",
+    ]
     assert [label for label, why in found["left_out"] if "are allowed" in why] == [labels[1], labels[3]]
 
 
@@ -233,8 +247,12 @@ def test_on_a_gpu_times_are_those_between_events_and_memory_is_given_back(monkey
     c = Convolution("forward", 2, 3, (5, 5), (3, 3), dtype="float64")
     found = cudnn_worker.convolve(request(c), lambda _: None)
     (micro,) = found["micros"]
-    assert micro == {"algorithm": "cudnn/GEMM", "math": "float64", "seconds": 2e-3 / cudnn_worker.MOST_SETS,
-                     "workspace": 512}  # fmt: skip
+    assert micro == {
+        "algorithm": "cudnn/GEMM",
+        "math": "float64",
+        "seconds": 2e-3 / cudnn_worker.MOST_SETS,
+        "workspace": 512,
+    }
     assert FakePlan.ran > 3 * cudnn_worker.MOST_SETS and not recorder.alive and recorder.events == 0
 
 

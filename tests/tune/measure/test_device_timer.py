@@ -143,7 +143,10 @@ def test_chains_whose_calls_compile_are_short_and_run_ahead_although_they_are_la
     shapes = [jax.ShapeDtypeStruct(i.shape, i.dtype) for i in operands]
     exported = jax.export.export(jax.jit(grouped))(*shapes)
     problem = replace(plain, identity="g", library=bytes(exported.serialize()), reference=b"")
-    assert gpu_problem.executions(plain) == gpu_chain_timing.CHAIN and gpu_problem.executions(problem) == gpu_chain_timing.LEAST
+    assert (
+        gpu_problem.executions(plain) == gpu_chain_timing.CHAIN
+        and gpu_problem.executions(problem) == gpu_chain_timing.LEAST
+    )
     monkeypatch.setattr(gpu_problem, "LARGE_BYTES", 100)
     assert gpu_problem.executions(problem) == gpu_problem.FEWEST
     monkeypatch.undo()
@@ -153,7 +156,9 @@ def test_chains_whose_calls_compile_are_short_and_run_ahead_although_they_are_la
     monkeypatch.setattr(gpu_problem, "SMALL_BYTES", 0)
     few = {path: (problem, jax.jit(exported.call)) for path in "abc"} | {"d": (plain, jax.jit(exported.call))}
     needs = gpu_problem._needs
-    monkeypatch.setattr(gpu_problem, "_needs", lambda *a: needs(*a) + gpu_chain_timing.MOST_BYTES)  # one after the other
+    monkeypatch.setattr(
+        gpu_problem, "_needs", lambda *a: needs(*a) + gpu_chain_timing.MOST_BYTES
+    )  # one after the other
     assert gpu_problem.compile_ahead(few, lambda _: None) == 4
     gpu_problem.wait_ahead(lambda _: None)
     assert not ran and gpu_problem.run_ahead(lambda _: None) == 3

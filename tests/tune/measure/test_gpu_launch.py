@@ -175,7 +175,11 @@ def test_operands_that_are_there_are_not_copied():
 
 
 def test_values_that_are_only_timed_are_made_once():
-    spec = [Input((3, 5), "float32"), Input((verify_inputs.PERIOD + 7,), "float32"), Input((4,), "int32", "integers 0..3")]
+    spec = [
+        Input((3, 5), "float32"),
+        Input((verify_inputs.PERIOD + 7,), "float32"),
+        Input((4,), "int32", "integers 0..3"),
+    ]
     problem = Problem("i", tuple(spec), (Output((3, 5), "float32", 1, False),), space="s")
     small, large, whole = verify_inputs.timing_inputs(problem)
     assert small.shape == (3, 5) and large.shape == (verify_inputs.PERIOD + 7,) and whole.dtype == np.int32
@@ -212,8 +216,9 @@ def test_products_are_what_was_timed_where_a_float_is_narrow_on_the_way(monkeypa
     for function in (halves, lambda x, w: jnp.tanh(x @ w)):
         text = canonical_text(jax.make_jaxpr(function)(x, x))
         operands = (Input((4, 4), "float32"),) * 2
-        problem = Problem("i", operands, (Output((4, 4), "float32", 4, False),), space="s", text=text,
-                          library=b"-", reference=b"-")  # fmt: skip
+        problem = Problem(
+            "i", operands, (Output((4, 4), "float32", 4, False),), space="s", text=text, library=b"-", reference=b"-"
+        )
         monkeypatch.setattr(requests, "_problem", lambda request, problem=problem: problem)
         requests.reference({"problem": "p", "folder": ".", "seed": 0, "autotuned": "x"}, lambda _: None)
     assert asked == [True, False]
@@ -222,10 +227,15 @@ def test_products_are_what_was_timed_where_a_float_is_narrow_on_the_way(monkeypa
 def test_only_one_process_adds_to_what_xla_has_timed(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", f"--a=1 --{autotune_cache.OPTION}=/users --b=2")
     assert autotune_cache.flags(shared=False) == {"XLA_FLAGS": "--a=1 --b=2"}
-    assert autotune_cache.flags(shared=True) == {"XLA_FLAGS": f"--a=1 --b=2 --{autotune_cache.OPTION}={autotune_cache.folder()}"}
+    assert autotune_cache.flags(shared=True) == {
+        "XLA_FLAGS": f"--a=1 --b=2 --{autotune_cache.OPTION}={autotune_cache.folder()}"
+    }
     assert autotune_cache.options() == {}  # the user's own folder is used where there is one
     monkeypatch.setenv("XLA_FLAGS", "--a=1")
-    assert autotune_cache.options() == {autotune_cache.OPTION: str(autotune_cache.folder())} and autotune_cache.folder().is_dir()
+    assert (
+        autotune_cache.options() == {autotune_cache.OPTION: str(autotune_cache.folder())}
+        and autotune_cache.folder().is_dir()
+    )
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", "/cache")
     try:
@@ -276,9 +286,13 @@ def test_memory_is_set_and_copied_in_the_order_of_the_stream():
     device.copy(512, 256, 16)
     device.download(256, 16)
     assert [name for name, _ in calls] == [
-        "cuMemsetD8Async", "cuMemcpyHtoDAsync_v2", "cuStreamSynchronize", "cuMemcpyDtoDAsync_v2",
-        "cuMemcpyDtoHAsync_v2", "cuStreamSynchronize",
-    ]  # fmt: skip
+        "cuMemsetD8Async",
+        "cuMemcpyHtoDAsync_v2",
+        "cuStreamSynchronize",
+        "cuMemcpyDtoDAsync_v2",
+        "cuMemcpyDtoHAsync_v2",
+        "cuStreamSynchronize",
+    ]
     assert all(last.value == 4711 for _, last in calls)
 
 
@@ -316,7 +330,9 @@ def test_a_full_gpu_is_told_from_a_broken_one(monkeypatch):
     assert not resource_errors.is_memory(refused)
     monkeypatch.setattr(cuda_driver, "device", NumpyDevice)
     assert resource_errors.is_memory(refused)  # it has 1 MiB
-    assert resource_errors.is_memory(MemoryError()) and resource_errors.is_memory(RuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
+    assert resource_errors.is_memory(MemoryError()) and resource_errors.is_memory(
+        RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+    )
     assert not resource_errors.is_memory(RuntimeError("INTERNAL: something else"))
 
 
@@ -345,8 +361,17 @@ def test_programs_are_compared_as_chains():
 def test_a_problem_without_kernels_is_measured_by_chains_alone():
     told = []
     other = {"other": (lambda x: jnp.sin(x) + 1, {})}
-    found, parts = gpu_problem.measure("p", jax.jit(jnp.sin), [np.ones((8, 8), np.float32)], {}, other, seconds=0.01,
-                                       finalists=3, mixed=True, announce=told.append)  # fmt: skip
+    found, parts = gpu_problem.measure(
+        "p",
+        jax.jit(jnp.sin),
+        [np.ones((8, 8), np.float32)],
+        {},
+        other,
+        seconds=0.01,
+        finalists=3,
+        mixed=True,
+        announce=told.append,
+    )
     assert {label: method for label, (method, _) in found.items()} == {"xla": "chain", "other": "chain"}
     assert set(parts) == {"operands", "xla", "screening", "chains", "race"} and min(parts.values()) >= 0
     assert told[-2:] == ["other", ""]
@@ -359,8 +384,18 @@ def test_xla_is_not_run_where_its_time_is_known():
     other = {"other": (lambda x: jnp.sin(x) + 1, {})}
     shaped = jax.jit(lambda x: jax.pure_callback(never, x, x))
     for others in (other, {}):
-        found, _ = gpu_problem.measure("p", shaped, [np.ones((8, 8), np.float32)], {}, others, seconds=0.01,
-                                       finalists=3, mixed=True, announce=lambda _: None, expected=1e-3)  # fmt: skip
+        found, _ = gpu_problem.measure(
+            "p",
+            shaped,
+            [np.ones((8, 8), np.float32)],
+            {},
+            others,
+            seconds=0.01,
+            finalists=3,
+            mixed=True,
+            announce=lambda _: None,
+            expected=1e-3,
+        )
         assert set(found) == set(others)
 
 

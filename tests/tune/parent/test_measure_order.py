@@ -86,12 +86,16 @@ def test_relus_behind_convolutions_are_found():
 
 
 def test_passes_over_results_take_their_bytes_twice():
-    assert conv_relu_bound.passes([6, 12], 10.0) == pytest.approx(36 / (conv_relu_bound.SHARE * 10.0) + 2 * conv_relu_bound.LAUNCH)
+    assert conv_relu_bound.passes([6, 12], 10.0) == pytest.approx(
+        36 / (conv_relu_bound.SHARE * 10.0) + 2 * conv_relu_bound.LAUNCH
+    )
     assert conv_relu_bound.passes([6], 0.0) == math.inf
 
 
 def test_what_is_not_clear_is_not_settled():
-    assert interpolate.settled(None, 1.0, 2.0, 1.1) == 2.0 and interpolate.settled(None, 1.0, 2.0, 1.1, math.inf) is None
+    assert (
+        interpolate.settled(None, 1.0, 2.0, 1.1) == 2.0 and interpolate.settled(None, 1.0, 2.0, 1.1, math.inf) is None
+    )
     assert interpolate.settled(9.0, 1.0, 2.0, 1.1, math.inf) is None
     assert interpolate.settled(2.0, 1.0, 2.0, 1.1) == 2.0 and interpolate.settled(1.9, 1.0, 2.0, 1.1) is None
     assert interpolate.settled(0.9, 1.0, 2.0, 1.1) == 1.0 and interpolate.settled(0.95, 1.0, 2.0, 1.1) is None
@@ -119,7 +123,7 @@ class Timed:
             ],
             "overhead": 0.0,
             "passes": self.times[name][2] if job.apart else 0.0,
-        }  # fmt: skip
+        }
 
     def send_again(self, jobs):
         for job in jobs:
@@ -153,8 +157,14 @@ def library(job):
 
 def test_clear_members_of_a_family_are_not_measured_in_full(tmp_path):
     place = interpolate.Between("low", "high", 0.5)
-    times = {"low": (2.0, 1.0), "wins": (9.0, 1.9), "close": (2.7, 2.4), "loses": (9.0, 4.0), "far": (9.0, None),
-             "high": (3.0, 1.0)}  # fmt: skip
+    times = {
+        "low": (2.0, 1.0),
+        "wins": (9.0, 1.9),
+        "close": (2.7, 2.4),
+        "loses": (9.0, 4.0),
+        "far": (9.0, None),
+        "high": (3.0, 1.0),
+    }
     session, jobs = run(tmp_path, times, **{name: {"between": place} for name in ("wins", "close", "loses", "far")})
     assert session.again == ["close"] and library(jobs["close"]) == (2.7, "chain")
     assert all(library(jobs[name]) == (2.5, FAMILY) and jobs[name].expected for name in ("wins", "loses", "far"))

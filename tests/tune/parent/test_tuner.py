@@ -187,8 +187,10 @@ def measured_job(folder: Path, times: dict[str, tuple[float, float]]) -> Job:
     folder.mkdir(exist_ok=True)
     job = make_job(objects.problem(*(label for label in times if label != "xla")), folder, 0)
     job.compiled = dict.fromkeys((c.label for c in job.problem.candidates), "digest")
-    entries = [{"label": label, "seconds": t, "low": t - w, "high": t + w, "runs": 4, "method": "chain"}
-               for label, (t, w) in times.items()]  # fmt: skip
+    entries = [
+        {"label": label, "seconds": t, "low": t - w, "high": t + w, "runs": 4, "method": "chain"}
+        for label, (t, w) in times.items()
+    ]
     job.answer = {"measurements": entries, "overhead": 0.0, "seconds": 1.0}
     return job
 
@@ -256,9 +258,15 @@ def test_prepare_is_asked_only_for_what_is_missing():
     def prepare(problem):
         asked.append(problem.name)
         return Problem(
-            problem.identity, problem.inputs, problem.outputs, full.candidates, "all", library=full.library,
-            reference=full.reference, name=problem.name,
-        )  # fmt: skip
+            problem.identity,
+            problem.inputs,
+            problem.outputs,
+            full.candidates,
+            "all",
+            library=full.library,
+            reference=full.reference,
+            name=problem.name,
+        )
 
     store = memory_store()
     first = tune([lazy], store, effort=QUICK, prepare=prepare)
@@ -318,9 +326,14 @@ def test_integers_argmax_and_given_inputs(tmp_path):
     )
     wrong = Candidate("stablehlo", stablehlo_payload(other.library), "argmin")
     full = Problem(
-        "argmax and rows", problem.inputs, problem.outputs, (same, wrong), library=problem.library,
-        reference=problem.reference, perturb=True,
-    )  # fmt: skip
+        "argmax and rows",
+        problem.inputs,
+        problem.outputs,
+        (same, wrong),
+        library=problem.library,
+        reference=problem.reference,
+        perturb=True,
+    )
     (choice,) = tune([full], memory_store(), effort=QUICK).values()
     assert {m.label for m in choice.measurements} == {"xla", "same"}
     assert [(r.label, r.values["rule"]) for r in choice.rejections] == [("argmin", "exact")]
@@ -346,9 +359,14 @@ def test_float64_is_judged_by_what_rounding_does_to_it():
         )
     assert problem.unsure and not problem.perturb
     full = Problem(
-        "cancels", problem.inputs, problem.outputs, candidates, library=problem.library, reference=problem.reference,
+        "cancels",
+        problem.inputs,
+        problem.outputs,
+        candidates,
+        library=problem.library,
+        reference=problem.reference,
         unsure=True,
-    )  # fmt: skip
+    )
     assert Problem.from_json(full.to_json()).unsure
     (choice,) = tune([full], memory_store(), effort=QUICK).values()
     assert {m.label for m in choice.measurements} == {"xla", "rounded"}
@@ -417,8 +435,13 @@ def test_idle_processes_give_up_their_share_of_a_gpu_where_measuring_runs_out_of
         def submit(self, group, request, timeout, done):
             asked.append(bool(self.workers[REFERENCE]))
             short = WorkerFailed("full", reason="memory", running="")
-            times = {"measurements": [{"label": "xla", "seconds": 1.0, "low": 1.0, "high": 1.0, "runs": 3,
-                                       "method": "chain"}], "overhead": 0.0, "seconds": 1.0}  # fmt: skip
+            times = {
+                "measurements": [
+                    {"label": "xla", "seconds": 1.0, "low": 1.0, "high": 1.0, "runs": 3, "method": "chain"}
+                ],
+                "overhead": 0.0,
+                "seconds": 1.0,
+            }
             done(short if asked[-1] else times)
 
     with Shared(tmp_path, {XLA: 1, DEVICE: 2, REFERENCE: 2}) as pool:
@@ -696,8 +719,15 @@ def test_what_fails_between_candidates_is_the_fault_of_none(tmp_path, monkeypatc
         raise MemoryError
 
     monkeypatch.setattr("jcuts.tune.measure.cpu_timing.compare", full)
-    request = {"problem": str(job.file), "folder": str(tmp_path), "sets": 0, "kernels": kernels, "stablehlo": [],
-               "seconds": 0.01, "finalists": finalists}  # fmt: skip
+    request = {
+        "problem": str(job.file),
+        "folder": str(tmp_path),
+        "sets": 0,
+        "kernels": kernels,
+        "stablehlo": [],
+        "seconds": 0.01,
+        "finalists": finalists,
+    }
     before = jax.config.jax_enable_x64
     try:
         with pytest.raises(MemoryError):
@@ -757,8 +787,13 @@ def test_xla_compiles_the_first_problems_on_a_gpu_while_others_are_prepared(tmp_
     assert [asked for asked in pool.asked if asked[0] == "compile_ahead"] == [("compile_ahead", 2)] * 2
     session.compile_ahead(jobs)
     rest = [asked for asked in pool.asked if asked[0] != "compile"]
-    assert rest[2:] == [("compile_ahead", 2), ("kernels_ahead", 6), ("run_ahead", 0), ("warm", DEVICE),
-                        ("warm", REFERENCE)]  # fmt: skip
+    assert rest[2:] == [
+        ("compile_ahead", 2),
+        ("kernels_ahead", 6),
+        ("run_ahead", 0),
+        ("warm", DEVICE),
+        ("warm", REFERENCE),
+    ]
     assert session.sent == {str(job.file) for job in jobs}
     pool.asked.clear()
     session.send_again(jobs[:2])
@@ -769,8 +804,10 @@ def test_kernels_are_compiled_as_they_are_timed_where_all_of_them_will_be(tmp_pa
     pool = Noting()
     session = Session(pool, replace(QUICK, finalists=1), None)  # type: ignore[arg-type]
     kinds = [("right",), ("right", "slow"), ("right",)]
-    jobs = [make_job(replace(objects.problem(*labels, name=f"n{i}"), device="a GPU"), tmp_path, i)
-            for i, labels in enumerate(kinds)]  # fmt: skip
+    jobs = [
+        make_job(replace(objects.problem(*labels, name=f"n{i}"), device="a GPU"), tmp_path, i)
+        for i, labels in enumerate(kinds)
+    ]
     for job in jobs:
         session.add(job)
     jobs[2].failed = True

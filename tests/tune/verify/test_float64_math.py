@@ -17,23 +17,47 @@ from jcuts.tune.verify.reference import CONVOLUTION
 pytestmark = pytest.mark.usefixtures("xla_as_shipped")
 
 POINTS = {
-    "atanh": ((0.4140625, "0.4405044588647576531211616"), (-0.41420796, "-0.4406800308661610486444671"), (0.37,
-        "0.3884230997182961085643924"), (0.999, "3.800201167250199587464602"), (1e-05,
-        "0.00001000000000033333415138387"), (-0.6, "-0.6931471805599452747227626")),
-    "log1p": ((-0.41357244, "-0.5337061308783530487026285"), (-0.4140625, "-0.5345421503833067253238609"),
-        (-0.2928, "-0.3464417676587033793390977"), (-0.97, "-3.506557897319980788462318"), (0.3,
-        "0.2623642644674910434953189"), (1e-08, "9.999999950000000542558937e-9"), (7.5,
-        "2.140066163496270770832302")),
-    "exp2": ((-19.358935, "0.000001487235970814836208507234"), (10.3, "1260.691879265194896231611"), (-0.5,
-        "0.7071067811865475244008444"), (1023.7, "1.460180556705115405442121e+308"), (0.001,
-        "1.000693387462580632552008")),
-    "erfc": ((17.523345, "1.410362692838385178586876e-135"), (9.7, "7.936107563214511746056012e-43"), (1.1,
-        "0.1197949304259182703427405"), (-0.3, "1.328626759459127416189618"), (26.1,
-        "3.081217493314593339681348e-298"), (0.64, "0.3654141708778586761596285")),
-    "erf_inv": ((0.6427576, "0.6509853865574883419881062"), (-0.55, "-0.5341590877497024221811214"), (0.2,
-        "0.1791434546212916866527257"), (0.999, "2.326753765513524493866434"), (0.9999999,
-        "3.766562581638470888714756"), (1e-08, "8.862269254527580553925872e-9")),
-}  # fmt: skip
+    "atanh": (
+        (0.4140625, "0.4405044588647576531211616"),
+        (-0.41420796, "-0.4406800308661610486444671"),
+        (0.37, "0.3884230997182961085643924"),
+        (0.999, "3.800201167250199587464602"),
+        (1e-05, "0.00001000000000033333415138387"),
+        (-0.6, "-0.6931471805599452747227626"),
+    ),
+    "log1p": (
+        (-0.41357244, "-0.5337061308783530487026285"),
+        (-0.4140625, "-0.5345421503833067253238609"),
+        (-0.2928, "-0.3464417676587033793390977"),
+        (-0.97, "-3.506557897319980788462318"),
+        (0.3, "0.2623642644674910434953189"),
+        (1e-08, "9.999999950000000542558937e-9"),
+        (7.5, "2.140066163496270770832302"),
+    ),
+    "exp2": (
+        (-19.358935, "0.000001487235970814836208507234"),
+        (10.3, "1260.691879265194896231611"),
+        (-0.5, "0.7071067811865475244008444"),
+        (1023.7, "1.460180556705115405442121e+308"),
+        (0.001, "1.000693387462580632552008"),
+    ),
+    "erfc": (
+        (17.523345, "1.410362692838385178586876e-135"),
+        (9.7, "7.936107563214511746056012e-43"),
+        (1.1, "0.1197949304259182703427405"),
+        (-0.3, "1.328626759459127416189618"),
+        (26.1, "3.081217493314593339681348e-298"),
+        (0.64, "0.3654141708778586761596285"),
+    ),
+    "erf_inv": (
+        (0.6427576, "0.6509853865574883419881062"),
+        (-0.55, "-0.5341590877497024221811214"),
+        (0.2, "0.1791434546212916866527257"),
+        (0.999, "2.326753765513524493866434"),
+        (0.9999999, "3.766562581638470888714756"),
+        (1e-08, "8.862269254527580553925872e-9"),
+    ),
+}
 """Arguments where XLA is off by many ulp, ordinary ones, and the exact values to 25 digits."""
 LIMIT_ULP = 2.5
 
@@ -62,7 +86,9 @@ def test_special_values_are_those_of_xla(name):
 
 
 def test_float32_functions_stay_xlas():
-    assert not any(rule.applies(_unary(np.float32, name)) for name, rule in float64_math.RULES.items() if name in POINTS)
+    assert not any(
+        rule.applies(_unary(np.float32, name)) for name, rule in float64_math.RULES.items() if name in POINTS
+    )
     assert all(rule.applies(_unary(np.float64, name)) for name, rule in float64_math.RULES.items() if name in POINTS)
 
 
@@ -91,9 +117,15 @@ def test_grouped_convolution(name):
 
     def convolution(a, b):
         return lax.conv_general_dilated(
-            a, b, options.get("strides", (1,) * space), options.get("padding", ((1, 1),) * space),
-            options.get("lhs"), options.get("rhs"), layout, groups,
-        )  # fmt: skip
+            a,
+            b,
+            options.get("strides", (1,) * space),
+            options.get("padding", ((1, 1),) * space),
+            options.get("lhs"),
+            options.get("rhs"),
+            layout,
+            groups,
+        )
 
     (got,) = evaluate(jaxapi.closed_jaxpr_of(convolution, x, w), [x, w])
     np.testing.assert_allclose(got, convolution(x, w), rtol=1e-13, atol=1e-13)
@@ -138,19 +170,31 @@ DENSE = {
     "same": ((2, 6, 5, 4), (3, 3, 4, 6), "NHWC HWIO NHWC", {"padding": ((1, 1), (1, 1))}),
     "one row": ((2, 4, 9, 3), (5, 1, 7, 3), "NHWC OHWI NHWC", {"padding": ((0, 0), (3, 3)), "window_strides": (1, 2)}),
     "channels first": ((2, 3, 9, 8), (5, 3, 2, 4), "NCHW OIHW NCHW", {"padding": ((1, 0), (-1, 2))}),
-    "stretched": ((4, 5, 2, 7), (3, 6, 4, 2), "HCNW HOIW WNHC", {
-        "dimension_numbers": ("CNHW", "HIOW", "WNHC"), "lhs_dilation": (2, 3), "rhs_dilation": (1, 2),
-        "padding": ((2, 1), (0, 3))}),
+    "stretched": (
+        (4, 5, 2, 7),
+        (3, 6, 4, 2),
+        "HCNW HOIW WNHC",
+        {
+            "dimension_numbers": ("CNHW", "HIOW", "WNHC"),
+            "lhs_dilation": (2, 3),
+            "rhs_dilation": (1, 2),
+            "padding": ((2, 1), (0, 3)),
+        },
+    ),
     "three dimensions": ((2, 4, 5, 6, 3), (2, 2, 3, 3, 2), "NDHWC DHWIO NDHWC", {"window_strides": (2, 1, 3)}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", DENSE)
 def test_a_convolution_of_few_taps_is_a_sum_of_products_for_a_gpu(name):
     shape, kernel, layout, options = DENSE[name]
     space = len(shape) - 2
-    more = {"window_strides": (1,) * space, "padding": ((0, 0),) * space, "dimension_numbers": tuple(layout.split()),
-            **options}  # fmt: skip
+    more = {
+        "window_strides": (1,) * space,
+        "padding": ((0, 0),) * space,
+        "dimension_numbers": tuple(layout.split()),
+        **options,
+    }
     if name == "stretched":
         shape, kernel = (5, 2, 4, 7), (3, 5, 6, 2)
     rng = np.random.default_rng(6)

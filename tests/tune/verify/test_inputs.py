@@ -81,11 +81,14 @@ def test_a_filter_that_also_divides_is_both():
     assert made == Input((3, 3, 2, 2), "float32", made).recipe == "normal finite divisor"
 
 
-@pytest.mark.parametrize(("function", "found"), [
-    (lambda x, c, s: x / c.astype(jnp.float32) * s, ["normal", "normal divisor", "normal"]),
-    (lambda x, c, s: x / c.astype(jnp.float32) + s, ["normal"] * 3),
-    (lambda x, c, s: x * c.astype(jnp.float32) / 3.0 * s, ["normal"] * 3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [
+        (lambda x, c, s: x / c.astype(jnp.float32) * s, ["normal", "normal divisor", "normal"]),
+        (lambda x, c, s: x / c.astype(jnp.float32) + s, ["normal"] * 3),
+        (lambda x, c, s: x * c.astype(jnp.float32) / 3.0 * s, ["normal"] * 3),
+    ],
+)
 def test_what_divides_before_a_product_is_known(function, found):
     args = jnp.ones((3, 4)), jnp.ones((1, 4), jnp.bfloat16), jnp.ones((4,))
     closed = jax.make_jaxpr(function)(*args)
@@ -167,8 +170,9 @@ def test_a_large_input_travels_as_the_values_that_it_repeats(tmp_path, monkeypat
     np.testing.assert_array_equal(load(tmp_path / "x.npy", spec.shape, "float32", short=True), few)
     (placed,) = reference._operands(jax, replace(make(spec), device="some GPU"), [few])
     np.testing.assert_array_equal(np.asarray(placed), all_)
-    two = reference._operands(jax, replace(make(spec, Input((5,), "float32"), spec), device="some GPU"),
-                              [few, few[:5], few])  # fmt: skip
+    two = reference._operands(
+        jax, replace(make(spec, Input((5,), "float32"), spec), device="some GPU"), [few, few[:5], few]
+    )
     assert [x.shape for x in two] == [spec.shape, (5,), spec.shape]
     with pytest.raises(UsageError):
         load(tmp_path / "x.npy", (100,), "float32")

@@ -194,8 +194,9 @@ def windows(x, w):
 )
 def test_only_products_run_untimed_algorithms_in_float64(monkeypatch, function, shapes, options):
     exports = export_subset(closed(function, *(np.zeros(s, np.float32) for s in shapes)))
-    problem = Problem("p", tuple(Input(s, "float32") for s in shapes), (Output((1,), "float32", 1, False),),
-                      device="cuda X 9.0 x1").with_exports(exports.library, exports.reference, False)  # fmt: skip
+    problem = Problem(
+        "p", tuple(Input(s, "float32") for s in shapes), (Output((1,), "float32", 1, False),), device="cuda X 9.0 x1"
+    ).with_exports(exports.library, exports.reference, False)
     asked = []
     monkeypatch.setattr(reference.autotuned, "untimed", lambda: {"xla_gpu_autotune_level": 0})
 

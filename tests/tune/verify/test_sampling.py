@@ -93,8 +93,13 @@ def test_one_wrong_element_is_found_wherever_it_is(tmp_path, device):
         inside=lambda x: plain(x).at[int(seen[1000])].add(1.0),
         everywhere=lambda x: plain(x) * (1.0 + 2e-5),
     )
-    assert found == {"right": None, "outside": "everywhere", "nan": "everywhere", "inside": "output",
-                     "everywhere": "output"}  # fmt: skip
+    assert found == {
+        "right": None,
+        "outside": "everywhere",
+        "nan": "everywhere",
+        "inside": "output",
+        "everywhere": "output",
+    }
 
 
 def compared(xla, have):
@@ -130,7 +135,9 @@ def test_right_results_with_a_heavy_tail_are_accepted():
     own = float(np.max(np.abs(xla[seen] - exact[seen]) / np.maximum(np.abs(exact[seen]), scale))) / eps
     found = Accuracy(own, own, 2 * own + 4)
     apart = np.abs(have.astype(np.float64) - xla) / np.maximum(np.abs(xla.astype(np.float64)), scale)
-    assert apart.max() / eps > verify_sampling.CATASTROPHE * (found.limit + found.xla)  # by the sample's errors alone it is out
+    assert apart.max() / eps > verify_sampling.CATASTROPHE * (
+        found.limit + found.xla
+    )  # by the sample's errors alone it is out
     verify_sampling.compare(0, xla, have, found, seen)
     wrong = have.copy()
     wrong[int(np.setdiff1d(np.arange(1000), seen)[0])] = np.nan

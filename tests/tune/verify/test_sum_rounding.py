@@ -35,8 +35,10 @@ def convolved(groups, shape, taps):
     return last(
         lambda a, b: lax.conv_general_dilated(
             a, b, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups
-        ), x, w,
-    )  # fmt: skip
+        ),
+        x,
+        w,
+    )
 
 
 ONE = np.ones((6, 8), F32)

@@ -191,8 +191,9 @@ def test_kernels_of_chains_count_as_often_as_they_run():
         closed = jaxapi.closed_jaxpr_of(function, jax.ShapeDtypeStruct((2, 8), np.float32))
         for eqn in closed.jaxpr.eqns:
             bodies = [chains_fuse.chained(body) for _, _, body in jaxapi.inner_jaxprs(eqn)]
-            closed = jaxapi.with_eqns(closed, [jaxapi.with_inner_jaxprs(e, bodies) if e is eqn else e
-                                               for e in closed.jaxpr.eqns])  # fmt: skip
+            closed = jaxapi.with_eqns(
+                closed, [jaxapi.with_inner_jaxprs(e, bodies) if e is eqn else e for e in closed.jaxpr.eqns]
+            )
         return chains_fuse.chained(closed)
 
     twice = chained(lambda x: jax.lax.scan(pair, pair(x)[0], length=50)[0])

@@ -65,8 +65,14 @@ def found(driver, tmp_path_factory):  # noqa: F811
     source = Path(__file__).parents[1] / "chain_host.cc"
     options = ["-std=c++17", "-shared", "-fPIC", "-pthread", "-isystem", jax.ffi.include_dir()]
     subprocess.run([compiler, *options, str(source), "-o", str(path), "-ldl"], check=True)
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(driver), str(path)], capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=ROOT, check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(driver), str(path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

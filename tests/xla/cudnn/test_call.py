@@ -54,8 +54,11 @@ def order(convolution: Convolution) -> tuple[int, ...]:
 def arrays(c: Convolution, batch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """x, w, dy as small integers: sums are exact in every order."""
     rng = np.random.default_rng(3)
-    shapes = (batch, c.channels, *c.spatial), (c.outputs, c.channels // c.groups, *c.window), (
-        batch, c.outputs, *c.result)  # fmt: skip
+    shapes = (
+        (batch, c.channels, *c.spatial),
+        (c.outputs, c.channels // c.groups, *c.window),
+        (batch, c.outputs, *c.result),
+    )
     x, w, dy = (rng.integers(-3, 4, shape).astype(np.dtype(c.dtype)) for shape in shapes)
     return x, w, dy
 
@@ -66,9 +69,15 @@ def reference(c: Convolution, x: np.ndarray, w: np.ndarray, dy: np.ndarray) -> n
 
     def layer(x, w):
         return jax.lax.conv_general_dilated(
-            x, w, c.strides, c.padding, rhs_dilation=c.dilation, feature_group_count=c.groups,
-            dimension_numbers=(names[0], names[1], names[0]), precision="highest",
-        )  # fmt: skip
+            x,
+            w,
+            c.strides,
+            c.padding,
+            rhs_dilation=c.dilation,
+            feature_group_count=c.groups,
+            dimension_numbers=(names[0], names[1], names[0]),
+            precision="highest",
+        )
 
     y, gradients = jax.vjp(layer, jnp.asarray(x), jnp.asarray(w))
     if c.kind == "forward":
@@ -86,9 +95,16 @@ def compiled(c: Convolution, chosen: Division, result: np.ndarray, **more):
 
     def run(a, b, *onto):
         return cudnn_call.call(
-            c, chosen, (a, b), result, layer="conv1", orders=[order(c)] * 3, platform="cpu",
-            onto=onto[0] if onto else None, **more,
-        )  # fmt: skip
+            c,
+            chosen,
+            (a, b),
+            result,
+            layer="conv1",
+            orders=[order(c)] * 3,
+            platform="cpu",
+            onto=onto[0] if onto else None,
+            **more,
+        )
 
     return jax.jit(run)
 
@@ -104,8 +120,9 @@ def test_divided_is_undivided(host_cudnn, name, kind, layout):
     for sizes in ((7,), (3, 3, 1), (4, 2, 1), (1,) * 7):
         found = compiled(c, division(kind, *sizes), expected)(a, b)
         np.testing.assert_array_equal(found, expected, err_msg=str(sizes))
-        launched = [call for call in host_cudnn.calls() if call.split()[0] in ("Forward", "BackwardData",
-                                                                              "BackwardFilter")]  # fmt: skip
+        launched = [
+            call for call in host_cudnn.calls() if call.split()[0] in ("Forward", "BackwardData", "BackwardFilter")
+        ]
         assert [int(re.search(r"n=(\d+)", call)[1]) for call in launched] == list(sizes)
         betas = [float(re.search(r"beta=(\S+)", call)[1]) for call in launched]
         # Filters' gradients of the pieces add up from the second piece on; everything else is written once.
@@ -136,9 +153,11 @@ def test_slices_of_the_outputs_are_the_whole(host_cudnn, monkeypatch, name, kind
     for slices in (2, 3):
         # Three samples in slices, which are packed, then two at once by another algorithm, then one in slices.
         packed = -(-3 * c.result_bytes // slices // 256) * 256
-        parts = [Micro(3, sliced(algorithm, slices), "float32", 1e-3, packed + SPACE * 3 * 2 // slices),
-                 Micro(2, cudnn_call.algorithms(kind)[0], "float32", 1e-3, 0),
-                 Micro(1, sliced(algorithm, slices), "float32", 1e-3, SPACE * 2 // slices)]  # fmt: skip
+        parts = [
+            Micro(3, sliced(algorithm, slices), "float32", 1e-3, packed + SPACE * 3 * 2 // slices),
+            Micro(2, cudnn_call.algorithms(kind)[0], "float32", 1e-3, 0),
+            Micro(1, sliced(algorithm, slices), "float32", 1e-3, SPACE * 2 // slices),
+        ]
         host_cudnn.calls()
         found = compiled(c, Division.of(parts), expected)(*operands)
         np.testing.assert_array_equal(found, expected + 10 * onto)
@@ -175,12 +194,18 @@ def test_channels_that_cannot_be_cut(host_cudnn, name, layout):
     assert "cannot be cut into" in failure(compiled(c, one, reference(c, x, w, dy)), x, w)
 
 
-@pytest.mark.parametrize("dtype, math, numbers", [
-    ("float64", "float64", "math=0 compute=1"), ("float32", "float32", "math=3 compute=0"),
-    ("float32", "tf32", "math=0 compute=0"), ("float16", "float16", "math=3 compute=2"),
-    ("float16", "float32", "math=3 compute=0"), ("float16", "float32+tensor", "math=1 compute=0"),
-    ("bfloat16", "float32", "math=3 compute=0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "dtype, math, numbers",
+    [
+        ("float64", "float64", "math=0 compute=1"),
+        ("float32", "float32", "math=3 compute=0"),
+        ("float32", "tf32", "math=0 compute=0"),
+        ("float16", "float16", "math=3 compute=2"),
+        ("float16", "float32", "math=3 compute=0"),
+        ("float16", "float32+tensor", "math=1 compute=0"),
+        ("bfloat16", "float32", "math=3 compute=0"),
+    ],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_storage_and_arithmetic(host_cudnn, kind, dtype, math, numbers):
     with jax.enable_x64(dtype == "float64"):
@@ -243,10 +268,15 @@ def test_descriptors_go_with_the_executable_and_handles_stay(host_cudnn):
     assert host_cudnn.alive() <= before
 
 
-@pytest.mark.parametrize("names, graph, captured", [
-    (["cudnn/GEMM"], True, True), (["cudnn/GEMM"], False, False),
-    (["cudnn/GEMM", "cudnn/FFT/launched"], True, False), (["cudnn/FFT/slices=2"], True, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "names, graph, captured",
+    [
+        (["cudnn/GEMM"], True, True),
+        (["cudnn/GEMM"], False, False),
+        (["cudnn/GEMM", "cudnn/FFT/launched"], True, False),
+        (["cudnn/FFT/slices=2"], True, True),
+    ],
+)
 def test_what_refused_to_be_captured_is_launched(host_cudnn, monkeypatch, names, graph, captured):
     monkeypatch.setattr(cudnn_call, "ensure_registered", lambda _: None)
     c = Convolution("forward", 3, 16, (7, 6), (3, 3), padding=((1, 1), (1, 1)))
@@ -255,7 +285,9 @@ def test_what_refused_to_be_captured_is_launched(host_cudnn, monkeypatch, names,
     x, w = np.zeros((2 * len(names), 3, 7, 6), np.float32), np.zeros((16, 3, 3, 3), np.float32)
 
     def run(x, w):
-        return cudnn_call.call(c, chosen, (x, w), result, layer="l", orders=[order(c)] * 3, platform="cuda", graph=graph)
+        return cudnn_call.call(
+            c, chosen, (x, w), result, layer="l", orders=[order(c)] * 3, platform="cuda", graph=graph
+        )
 
     text = str(jax.make_jaxpr(run)(x, w))
     assert (cudnn_call.GRAPH_TARGET in text) == captured and cudnn_call.TARGETS["cuda"] in text

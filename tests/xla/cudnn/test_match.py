@@ -85,8 +85,18 @@ def test_a_layer_and_its_gradients(host_cudnn, formats, more):
     flat = jax.make_jaxpr(lambda *xs: jaxapi.eval_closed(closed, *xs))(x, w, dy)
     kinds = [site.convolution.kind if isinstance(site, Site) else site for _, site in sites(flat)]
     assert sorted(kinds) == ["backward_data", "backward_filter", "forward"], kinds
-    layers = {(s.convolution.spatial, s.convolution.window, s.convolution.strides, s.convolution.groups,
-               s.convolution.layout, s.batch, s.precision) for _, s in sites(flat)}  # fmt: skip
+    layers = {
+        (
+            s.convolution.spatial,
+            s.convolution.window,
+            s.convolution.strides,
+            s.convolution.groups,
+            s.convolution.layout,
+            s.batch,
+            s.precision,
+        )
+        for _, s in sites(flat)
+    }
     assert len(layers) == 1  # all three are of one layer
     for found, expected in zip(by_cudnn(flat, x, w, dy), step(x, w, dy), strict=True):
         np.testing.assert_array_equal(found, expected)
@@ -101,8 +111,9 @@ def test_autodiff_reverses_no_window_in_the_end(host_cudnn):
 
 def test_a_stretched_input_alone_is_a_gradient_with_the_window_reversed(host_cudnn):
     def up(x, w):
-        return jax.lax.conv_transpose(x, w, (2, 2), ((2, 2), (2, 2)), dimension_numbers=("NCHW", "OIHW", "NCHW"),
-                                      precision="highest")  # fmt: skip
+        return jax.lax.conv_transpose(
+            x, w, (2, 2), ((2, 2), (2, 2)), dimension_numbers=("NCHW", "OIHW", "NCHW"), precision="highest"
+        )
 
     x = np.random.default_rng(0).integers(-3, 4, (3, 4, 5, 5)).astype(np.float32)
     w = np.random.default_rng(1).integers(-3, 4, (6, 4, 3, 3)).astype(np.float32)
@@ -112,10 +123,15 @@ def test_a_stretched_input_alone_is_a_gradient_with_the_window_reversed(host_cud
     np.testing.assert_array_equal(by_cudnn(closed, x, w)[0], up(x, w))
 
 
-@pytest.mark.parametrize("change", [
-    {"padding": ((0, 1), (0, 0))}, {"padding": ((-1, -1), (0, 0))}, {"preferred_element_type": jnp.float64},
-    {"precision": jax.lax.DotAlgorithmPreset.F32_F32_F32},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"padding": ((0, 1), (0, 0))},
+        {"padding": ((-1, -1), (0, 0))},
+        {"preferred_element_type": jnp.float64},
+        {"precision": jax.lax.DotAlgorithmPreset.F32_F32_F32},
+    ],
+)
 def test_what_cudnn_cannot_do_has_a_reason(change):
     apply, x, w = layer("NCHW", **{"window_strides": (1, 1), **change})
     with jax.enable_x64(True):

@@ -47,9 +47,15 @@ class AttentionEmitter:
     """Emits the work of one thread."""
 
     def __init__(
-        self, builder: GpuBuilder, program: Program, shape: AttentionShape, buffers: Mapping[str, Buffer],
-        pointers: Mapping[str, L.Value], integers: Mapping[str, L.Value], symbol: str,
-    ) -> None:  # fmt: skip
+        self,
+        builder: GpuBuilder,
+        program: Program,
+        shape: AttentionShape,
+        buffers: Mapping[str, Buffer],
+        pointers: Mapping[str, L.Value],
+        integers: Mapping[str, L.Value],
+        symbol: str,
+    ) -> None:
         self.builder, self.program, self.shape, self.buffers = builder, program, shape, buffers
         self.attention, self.thread = shape.attention, integers["thread"]
         self.shared = ptx_mma.dynamic_shared(builder, f"{symbol}_shared")
@@ -84,9 +90,7 @@ class AttentionEmitter:
             if number < shape.tiles:
                 self._start(L.I32(number), L.I32(number * shape.stage))
             ptx_mma.commit(builder)
-        self.reader = TileReader(
-            builder, shape, self.shared, builder.mul(self.part, L.I32(shape.warp[1])), self.lane
-        )  # fmt: skip
+        self.reader = TileReader(builder, shape, self.shared, builder.mul(self.part, L.I32(shape.warp[1])), self.lane)
         self.queries = queries(self.frame, shape, self.row, self.lane)
         state = self._walk(ahead)
         if shape.warps[1] == 1:
@@ -238,7 +242,12 @@ class AttentionEmitter:
         frame = replace(self.frame, variables=variables)
         value = attention.value
         side = Side("", value.dtype, Index(), (), COLUMNS, value.item != 4, 1, STEP, 1)
-        rows = TileShape(replace(side, dtype="float32", outer=ROWS, along_terms=True), attention.rows, shape.rows, STEP,
-                         shape.warp[0])  # fmt: skip
+        rows = TileShape(
+            replace(side, dtype="float32", outer=ROWS, along_terms=True),
+            attention.rows,
+            shape.rows,
+            STEP,
+            shape.warp[0],
+        )
         tiles = (rows, TileShape(side, value.length, shape.features, STEP, shape.features))
         finish(frame, attention.result, tiles, self.buffers, self.lane, totals)

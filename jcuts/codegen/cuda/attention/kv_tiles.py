@@ -42,7 +42,7 @@ class TileCopier:
 
     def __init__(
         self, frame: M.Frame, shape: AttentionShape, operand: Operand, thread: L.Value, shared: L.Value, first: int
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Args: shared: address of the first stage; first: bytes before the tile in a stage."""
         self.builder, self.shape, self.operand = frame.builder, shape, operand
         self.pieces = self._find(frame, thread, self.builder.add(shared, L.I32(first)))
@@ -122,9 +122,7 @@ def _base(frame: M.Frame, operand: Operand) -> L.Value:
     return builder.add(frame.pointers[operand.buffer], builder.mul(place, L.I64(operand.item)))
 
 
-def queries(
-    frame: M.Frame, shape: AttentionShape, row: L.Value, lane: L.Value
-) -> list[list[list[L.Value]]]:  # fmt: skip
+def queries(frame: M.Frame, shape: AttentionShape, row: L.Value, lane: L.Value) -> list[list[list[L.Value]]]:
     """A warp's fragments of the queries [16 rows][step][4 registers]; rows beyond the last are the last one.
 
     Args: row: the warp's first one.

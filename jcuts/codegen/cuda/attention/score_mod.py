@@ -25,20 +25,29 @@ Tile = list[list[list[L.Value]]]
 
 
 def chained(
-    frame: M.Frame, shape: AttentionShape, buffers: Mapping[str, Buffer], scores: Tile, first: tuple[L.Value, L.Value],
+    frame: M.Frame,
+    shape: AttentionShape,
+    buffers: Mapping[str, Buffer],
+    scores: Tile,
+    first: tuple[L.Value, L.Value],
     lane: L.Value,
-) -> Tile:  # fmt: skip
+) -> Tile:
     """What the program makes of a warp's products; -inf for keys beyond the last. Args: first: its row and key."""
     builder, attention = frame.builder, shape.attention
     phase, keys = attention.scores, attention.keys
     row = builder.add(first[0], builder.lshr(lane, L.I32(2)))
     key = builder.add(first[1], builder.mul(builder.and_(lane, L.I32(3)), L.I32(2)))
-    ranges = {ROWS: shape.blocks[1] * shape.rows - shape.warp[0] + EIGHT,
-              COLUMNS: shape.tiles * shape.keys - shape.warp[1] + EIGHT}  # fmt: skip
+    ranges = {
+        ROWS: shape.blocks[1] * shape.rows - shape.warp[0] + EIGHT,
+        COLUMNS: shape.tiles * shape.keys - shape.warp[1] + EIGHT,
+    }
     frame = replace(
-        frame, variables={**frame.variables, ROWS: row, COLUMNS: key},
-        ranges={**frame.ranges, **ranges}, multiples={COLUMNS: 2}, cache={},
-    )  # fmt: skip
+        frame,
+        variables={**frame.variables, ROWS: row, COLUMNS: key},
+        ranges={**frame.ranges, **ranges},
+        multiples={COLUMNS: 2},
+        cache={},
+    )
     made, wanted = _inside(phase, {ROWS: attention.rows, COLUMNS: keys})
     accs = [n for n, node in enumerate(made.nodes) if node.op == "acc"]
     graph = Graph()

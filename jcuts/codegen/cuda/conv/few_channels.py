@@ -43,9 +43,15 @@ class PatchEmitter:
     """Emits the work of one thread."""
 
     def __init__(
-        self, builder: GpuBuilder, program: Program, shape: PatchShape, buffers: Mapping[str, Buffer],
-        pointers: Mapping[str, L.Value], integers: Mapping[str, L.Value], symbol: str,
-    ) -> None:  # fmt: skip
+        self,
+        builder: GpuBuilder,
+        program: Program,
+        shape: PatchShape,
+        buffers: Mapping[str, Buffer],
+        pointers: Mapping[str, L.Value],
+        integers: Mapping[str, L.Value],
+        symbol: str,
+    ) -> None:
         self.builder, self.program, self.shape, self.buffers = builder, program, shape, buffers
         self.phase, thread = program.phases[0], integers["thread"]
         self.thread = thread

@@ -153,8 +153,9 @@ class Filters:
         builder, found = self.builder, self.shape.patches
         column = builder.add(self.frame.variables[COLUMNS], column)
         guards = (
-            Guard(Index.axis(K), None, len(found.terms) - 1), Guard(Index.axis(COLUMNS), None, found.columns - 1),
-        )  # fmt: skip
+            Guard(Index.axis(K), None, len(found.terms) - 1),
+            Guard(Index.axis(COLUMNS), None, found.columns - 1),
+        )
         loads = []
         for number in range(self.many):
             term = builder.add(builder.mul(line, L.I32(self.many)), L.I32(number))

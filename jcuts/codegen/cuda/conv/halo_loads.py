@@ -60,7 +60,7 @@ class PixelCopies:
 
     def part(
         self, first: L.Value, chunk: L.Value, stage: L.Value, slot: L.Value, slots: int, where: L.Value
-    ) -> Iterator[None]:  # fmt: skip
+    ) -> Iterator[None]:
         """Starts one copy at a time of what belongs to one of ``slots`` slots (nothing beyond them)."""
         each = -(-self.count // slots)
         start = self.builder.mul(slot, L.I32(each)) if each > 1 else slot

@@ -69,9 +69,7 @@ class WindowEmitter(GroupEmitter):
         if shape.rounds == 1:
             return super()._places(block)
         row, column = builder.udiv(block, L.I32(shape.columns)), builder.urem(block, L.I32(shape.columns))
-        return {
-            ROWS: builder.mul(row, L.I32(shape.left.size)), COLUMNS: builder.mul(column, L.I32(shape.right.size))
-        }  # fmt: skip
+        return {ROWS: builder.mul(row, L.I32(shape.left.size)), COLUMNS: builder.mul(column, L.I32(shape.right.size))}
 
     def following(self, row: L.Value) -> L.Value:
         """The first row of the block's next tile."""
@@ -89,9 +87,7 @@ class WindowEmitter(GroupEmitter):
         zeros = builder.add(self.shared, L.I32(shape.kept_until - wgmma.LINE))
         self.chunk = builder.mul(self.rank, L.I32(shape.lines))
         self.bases = [L.I64(0), self._descriptor(shape.right, self.column_warp)]
-        self.weights = Copier(
-            self.frame, shape.right, shape.threads, self.thread, self.variables[COLUMNS], self.shared
-        )  # fmt: skip
+        self.weights = Copier(self.frame, shape.right, shape.threads, self.thread, self.variables[COLUMNS], self.shared)
         self.pixels = PixelCopies(self.frame, shape.window, shape.span, shape.threads, self.thread, runs)
         self.rows = PixelRows(self.frame, shape.window, shape.left.warp // wgmma.ROWS, runs, zeros)  # type: ignore[assignment]
         with builder.if_then(builder.icmp_unsigned("<", self.thread, L.I32(wgmma.LINE // 4))):
@@ -140,13 +136,23 @@ class WindowEmitter(GroupEmitter):
 
     def products(
         self, number: L.Value, reading: L.Value, totals: Totals, beside: list[Iterator[None]], most: int | None = None
-    ) -> Totals:  # fmt: skip
+    ) -> Totals:
         """Starts the products of a tap's tile of terms, of so many steps; see `GroupEmitter.products`."""
         builder, shape = self.builder, self.shape
         rows, right = self.rows, self.weights_at(reading)
         return wgmma_register_operand.multiply(
-            builder, rows, right, shape.right, reading, number, None, totals, beside, shape.steps, most  # type: ignore[arg-type]
-        )  # fmt: skip
+            builder,
+            rows,
+            right,
+            shape.right,
+            reading,
+            number,
+            None,
+            totals,
+            beside,
+            shape.steps,
+            most,  # type: ignore[arg-type]
+        )
 
     def weights_at(self, reading: L.Value) -> L.Value:
         """Descriptor of a group's weights that lie so many bytes from the first ones."""

@@ -51,7 +51,7 @@ class Steps:
 
     def _part(
         self, part: Part, last: int, state: list[L.Value], totals: Totals, words: Words
-    ) -> tuple[list[L.Value], Totals, Words]:  # fmt: skip
+    ) -> tuple[list[L.Value], Totals, Words]:
         """A loop over a part of the terms. Args: last: number of the step behind it; the others as of `_step`."""
         builder, shape = self.builder, self.emitter.shape
         before, left = builder.block, part.taps % part.together
@@ -81,7 +81,7 @@ class Steps:
 
     def _step(
         self, state: list[L.Value], totals: Totals, words: Words, known: int | None, most: int
-    ) -> tuple[list[L.Value], Totals, Words]:  # fmt: skip
+    ) -> tuple[list[L.Value], Totals, Words]:
         """The products of one tap's line of channels.
 
         Args: state: numbers of step, tap and chunk, and `places`; words: its fragments, where they have been fetched;
@@ -98,10 +98,13 @@ class Steps:
                 self._arrived()
         last = builder.icmp_signed("==", tap, L.I32(shape.window.taps - 1))
         following = [
-            builder.add(number, L.I32(1)), builder.select(last, L.I32(0), builder.add(tap, L.I32(1))),
-            builder.add(chunk, builder.select(last, L.I32(1), L.I32(0))), emitter.next_stage(reading),
-            emitter.next_stage(writing), builder.select(last, self._other(run), run),
-        ]  # fmt: skip
+            builder.add(number, L.I32(1)),
+            builder.select(last, L.I32(0), builder.add(tap, L.I32(1))),
+            builder.add(chunk, builder.select(last, L.I32(1), L.I32(0))),
+            emitter.next_stage(reading),
+            emitter.next_stage(writing),
+            builder.select(last, self._other(run), run),
+        ]
         beside = self._beside(tap, chunk, writing, run)
         if shape.fetched:
             totals, words = self._fetched(number, (tap, run), (following[1], following[5]), reading, totals, words)
@@ -116,9 +119,14 @@ class Steps:
         return following, totals, words
 
     def _fetched(
-        self, number: L.Value, now: tuple[L.Value, L.Value], then: tuple[L.Value, L.Value], reading: L.Value,
-        totals: Totals, words: Words,
-    ) -> tuple[Totals, Words]:  # fmt: skip
+        self,
+        number: L.Value,
+        now: tuple[L.Value, L.Value],
+        then: tuple[L.Value, L.Value],
+        reading: L.Value,
+        totals: Totals,
+        words: Words,
+    ) -> tuple[Totals, Words]:
         """Asks for the fragments of the next step, and starts the products of those that are there.
 
         Args: now, then: tap and run of both; the last step of a tile asks for its own again.
@@ -149,9 +157,7 @@ class Steps:
         builder, shape = self.builder, self.emitter.shape
         return builder.sub(L.I32(shape.run), run) if shape.kept == 2 else run
 
-    def _beside(
-        self, tap: L.Value, chunk: L.Value, writing: L.Value, run: L.Value
-    ) -> list[Iterator[None]]:  # fmt: skip
+    def _beside(self, tap: L.Value, chunk: L.Value, writing: L.Value, run: L.Value) -> list[Iterator[None]]:
         """Copies of a step: weights of a later one, a part of the next run."""
         emitter, builder, shape = self.emitter, self.builder, self.emitter.shape
         mine, more, other = self.runs

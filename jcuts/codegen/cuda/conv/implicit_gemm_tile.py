@@ -88,8 +88,9 @@ class WindowShape(PixelShape):
         lines = (found.chunks - 1) * found.taps
         return [
             Part(count, steps, found.taps if self.unrolled else self._apart(count, steps))
-            for count, steps in ((lines, found.whole), (found.taps, found.short)) if count
-        ]  # fmt: skip
+            for count, steps in ((lines, found.whole), (found.taps, found.short))
+            if count
+        ]
 
     def _apart(self, count: int, steps: int) -> int:
         """Taps of a round of a loop over so many, so that fragments are not read into registers of groups under way."""
@@ -155,11 +156,24 @@ def window_shape(program: Program) -> WindowShape:
     steps, rounds = int(str(params.get("steps", 1))), int(str(params.get("rounds", 1)))
     cluster = int(str(params.get("cluster", 1)))
     shape = WindowShape(
-        first, second, (WARPS * along, across, 1), stages, found.steps // cluster, found.taps * found.channels, cluster,
-        found.span(rows), kept, rounds, found, bool(params.get("spread", 0)), steps,
-        unrolled=bool(params.get("unrolled", 0)), fetched=bool(params.get("fetched", 0)),
-        short=bool(params.get("short", 0)), push=bool(params.get("push", 0)),
-    )  # fmt: skip
+        first,
+        second,
+        (WARPS * along, across, 1),
+        stages,
+        found.steps // cluster,
+        found.taps * found.channels,
+        cluster,
+        found.span(rows),
+        kept,
+        rounds,
+        found,
+        bool(params.get("spread", 0)),
+        steps,
+        unrolled=bool(params.get("unrolled", 0)),
+        fetched=bool(params.get("fetched", 0)),
+        short=bool(params.get("short", 0)),
+        push=bool(params.get("push", 0)),
+    )
     fits = divided(first, second, along, across) and terms == found.line
     grouped = 1 <= steps <= AHEAD and not found.narrow
     grouped = grouped or (shape.whole and (found.narrow or shape.short or shape.share % 2 == 0))

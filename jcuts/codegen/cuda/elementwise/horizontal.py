@@ -59,9 +59,15 @@ class CombinedEmitter:
     """Emits the work of one thread."""
 
     def __init__(
-        self, builder: GpuBuilder, program: Program, shape: CombinedShape, buffers: Mapping[str, Buffer],
-        pointers: Mapping[str, L.Value], integers: Mapping[str, L.Value], symbol: str,
-    ) -> None:  # fmt: skip
+        self,
+        builder: GpuBuilder,
+        program: Program,
+        shape: CombinedShape,
+        buffers: Mapping[str, Buffer],
+        pointers: Mapping[str, L.Value],
+        integers: Mapping[str, L.Value],
+        symbol: str,
+    ) -> None:
         self.builder, self.program, self.shape, self.buffers = builder, program, shape, buffers
         self.pointers, self.block, self.thread = pointers, integers["block"], integers["thread"]
 
@@ -74,7 +80,8 @@ class CombinedEmitter:
         (axis,) = phase.axes
         block = builder.sub(self.block, L.I32(self.shape.first[number]))
         place = builder.add(builder.mul(block, L.I32(self.shape.threads)), self.thread)
-        point = PointEmitter(builder, phase, Shape(((axis.name, 1),)), self.buffers, self.pointers,
-                             {axis.name: place}, {axis.name: 1})  # fmt: skip
+        point = PointEmitter(
+            builder, phase, Shape(((axis.name, 1),)), self.buffers, self.pointers, {axis.name: place}, {axis.name: 1}
+        )
         with builder.if_then(builder.icmp_signed("<", place, L.I32(axis.extent))):
             point.emit()

@@ -123,9 +123,15 @@ class TransposedEmitter:
     """Emits the work of one thread of a block."""
 
     def __init__(
-        self, builder: GpuBuilder, program: Program, shape: TransposedShape, buffers: Mapping[str, Buffer],
-        pointers: Mapping[str, L.Value], integers: Mapping[str, L.Value], symbol: str,
-    ) -> None:  # fmt: skip
+        self,
+        builder: GpuBuilder,
+        program: Program,
+        shape: TransposedShape,
+        buffers: Mapping[str, Buffer],
+        pointers: Mapping[str, L.Value],
+        integers: Mapping[str, L.Value],
+        symbol: str,
+    ) -> None:
         self.builder, self.program, self.shape = builder, program, shape
         self.buffers, self.pointers, self.symbol = buffers, pointers, symbol
         self.phase = program.phases[0]

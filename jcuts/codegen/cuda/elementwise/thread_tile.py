@@ -64,10 +64,16 @@ class PointEmitter:
     """Emits one tile of a phase at the builder's position."""
 
     def __init__(
-        self, builder: GpuBuilder, phase: Phase, shape: Shape, buffers: Mapping[str, Buffer],
-        pointers: Mapping[str, L.Value], variables: Mapping[str, L.Value], multiples: Mapping[str, int],
+        self,
+        builder: GpuBuilder,
+        phase: Phase,
+        shape: Shape,
+        buffers: Mapping[str, Buffer],
+        pointers: Mapping[str, L.Value],
+        variables: Mapping[str, L.Value],
+        multiples: Mapping[str, int],
         by_tile: frozenset[str] = frozenset(),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.by_tile = by_tile
         self.builder, self.phase, self.buffers, self.pointers = builder, phase, buffers, pointers
         self.variables, self.multiples, self.shape = dict(variables), dict(multiples), shape
@@ -75,10 +81,11 @@ class PointEmitter:
         self.axes = [Extent(a.name, counts[a.name], scale=a.unroll if a.name in by_tile else 1) for a in phase.axes]
         # Base + offset stays inside the axis, so the base is bounded by what is left.
         self.ranges = {
-            a.name: max(1, (a.extent - counts[a.name]) // a.unroll + 1 if a.name in by_tile
-                        else a.extent - counts[a.name] + 1)
+            a.name: max(
+                1, (a.extent - counts[a.name]) // a.unroll + 1 if a.name in by_tile else a.extent - counts[a.name] + 1
+            )
             for a in phase.axes
-        }  # fmt: skip
+        }
         self.slots: dict[tuple[int, Point, int], list[L.Value]] = {}
         self.bare = False
         """All guards of loads hold: they are left out."""
@@ -87,9 +94,13 @@ class PointEmitter:
 
     def _frame(self, bases: Mapping[str, L.Value], ranges: Mapping[str, int], steps: Mapping[str, int]) -> M.Frame:
         return M.Frame(
-            self.builder, {**self.variables, **bases}, self.pointers, {**self.ranges, **ranges},
-            {**self.multiples, **steps}, live=self.live,
-        )  # fmt: skip
+            self.builder,
+            {**self.variables, **bases},
+            self.pointers,
+            {**self.ranges, **ranges},
+            {**self.multiples, **steps},
+            live=self.live,
+        )
 
     def emit(self) -> None:
         """The whole tile; where it reads through guards, once without them for tiles that lie inside."""
@@ -97,8 +108,16 @@ class PointEmitter:
         if inside is None:
             self._emit()
             return
-        bare = PointEmitter(self.builder, self.phase, self.shape, self.buffers, self.pointers, self.variables,
-                            self.multiples, self.by_tile)  # fmt: skip
+        bare = PointEmitter(
+            self.builder,
+            self.phase,
+            self.shape,
+            self.buffers,
+            self.pointers,
+            self.variables,
+            self.multiples,
+            self.by_tile,
+        )
         bare.bare = True
         with self.builder.if_else(inside, likely=True) as (then, otherwise):
             with then:
@@ -144,9 +163,13 @@ class PointEmitter:
                     self.slots[number, point, chain] = slots
 
     def _reduce(
-        self, level: int, fixed: dict[str, Extent], bases: dict[str, L.Value], ranges: dict[str, int],
+        self,
+        level: int,
+        fixed: dict[str, Extent],
+        bases: dict[str, L.Value],
+        ranges: dict[str, int],
         steps: dict[str, int],
-    ) -> None:  # fmt: skip
+    ) -> None:
         if level == len(self.phase.reds):
             self._body(fixed, bases, ranges, steps)
             return
@@ -160,14 +183,23 @@ class PointEmitter:
             first = whole * red.unroll
             part = {**fixed, red.name: Extent(red.name, rest)}
             self._reduce(
-                level + 1, part, {**bases, red.name: L.I32(first)}, {**ranges, red.name: first + 1},
+                level + 1,
+                part,
+                {**bases, red.name: L.I32(first)},
+                {**ranges, red.name: first + 1},
                 {**steps, red.name: first},
-            )  # fmt: skip
+            )
 
     def _loop(
-        self, level: int, red: Red, whole: int, fixed: dict[str, Extent], bases: dict[str, L.Value],
-        ranges: dict[str, int], steps: dict[str, int],
-    ) -> None:  # fmt: skip
+        self,
+        level: int,
+        red: Red,
+        whole: int,
+        fixed: dict[str, Extent],
+        bases: dict[str, L.Value],
+        ranges: dict[str, int],
+        steps: dict[str, int],
+    ) -> None:
         builder = self.builder
         before = builder.block
         loop, after = builder.append_basic_block(f"reduce.{red.name}"), builder.append_basic_block(f"done.{red.name}")

@@ -25,9 +25,16 @@ _HELD = "held"  # axis: the first column of those that one access takes
 
 
 def finish(
-    frame: M.Frame, phase: Phase, tiles: tuple[TileShape, TileShape], buffers: Mapping[str, Buffer], lane: L.Value,
-    totals: Totals, further: Axis | None = None, keeper: Keeper | None = None, paired: bool = False,
-) -> None:  # fmt: skip
+    frame: M.Frame,
+    phase: Phase,
+    tiles: tuple[TileShape, TileShape],
+    buffers: Mapping[str, Buffer],
+    lane: L.Value,
+    totals: Totals,
+    further: Axis | None = None,
+    keeper: Keeper | None = None,
+    paired: bool = False,
+) -> None:
     """Runs the exit graph on a lane's accumulators and stores the results.
 
     Args:

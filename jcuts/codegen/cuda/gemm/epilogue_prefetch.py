@@ -23,9 +23,13 @@ SECTOR, LINE = 32, 64
 
 
 def ask(
-    frame: M.Frame, phase: Phase, tiles: tuple[TileShape, TileShape], thread: tuple[L.Value, int],
-    rank: tuple[L.Value, int], known: tuple[Kept, ...] = (),
-) -> None:  # fmt: skip
+    frame: M.Frame,
+    phase: Phase,
+    tiles: tuple[TileShape, TileShape],
+    thread: tuple[L.Value, int],
+    rank: tuple[L.Value, int],
+    known: tuple[Kept, ...] = (),
+) -> None:
     """Asks for the operands of the exit graph that belong to a block's tile.
 
     Args:

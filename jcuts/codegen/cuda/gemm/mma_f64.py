@@ -91,8 +91,13 @@ class Doubles(Fragments):
     """Reads a warp's fragments of one operand: of 16 rows four values, of 8 columns two."""
 
     def __init__(
-        self, builder: GpuBuilder, shape: TileShape, shared: L.Value, warp: L.Value, lane: L.Value,
-    ) -> None:  # fmt: skip
+        self,
+        builder: GpuBuilder,
+        shape: TileShape,
+        shared: L.Value,
+        warp: L.Value,
+        lane: L.Value,
+    ) -> None:
         """``warp``: the first row (or column) of the warp in the block's tile."""
         self.builder, self.shape = builder, shape
         self.left = shape.side.outer == "m"
@@ -145,9 +150,14 @@ class DoubleEmitter(AheadEmitter):
         return partial(self._step, _doubles(readers))
 
     def _step(
-        self, readers: list[Doubles], places: Sequence[L.Value], first: int, near: list[Values], sums: Totals,
+        self,
+        readers: list[Doubles],
+        places: Sequence[L.Value],
+        first: int,
+        near: list[Values],
+        sums: Totals,
         later: Later | None = None,
-    ) -> list[Values]:  # fmt: skip
+    ) -> list[Values]:
         """As `Step`.  Of the longer operand the next step's registers take the place of those that have been used."""
         starts, term = (places, first + TERMS) if later is None else (later(), 0)
         behind = [reader.reads(place, term) for reader, place in zip(readers, starts, strict=True)]

@@ -132,9 +132,15 @@ class ProductEmitter:
     reader: type[Fragments] = Fragments
 
     def __init__(
-        self, builder: GpuBuilder, program: Program, shape: ProductShape, buffers: Mapping[str, Buffer],
-        pointers: Mapping[str, L.Value], integers: Mapping[str, L.Value], symbol: str,
-    ) -> None:  # fmt: skip
+        self,
+        builder: GpuBuilder,
+        program: Program,
+        shape: ProductShape,
+        buffers: Mapping[str, Buffer],
+        pointers: Mapping[str, L.Value],
+        integers: Mapping[str, L.Value],
+        symbol: str,
+    ) -> None:
         self.builder, self.program, self.shape, self.buffers = builder, program, shape, buffers
         self.phase, self.thread = program.phases[0], integers["thread"]
         self.shared = ptx_mma.dynamic_shared(builder, f"{symbol}_shared", shape.alignment)
@@ -257,9 +263,13 @@ class ProductEmitter:
             (number, builder.add(number, L.I32(1))),
             (reading, self.next_stage(reading)),
             (writing, self.next_stage(writing)),
-            *((p, s) for row, made in zip(totals, sums, strict=True) for t, u in zip(row, made, strict=True)
-              for p, s in zip(t, u, strict=True)),
-        ):  # fmt: skip
+            *(
+                (p, s)
+                for row, made in zip(totals, sums, strict=True)
+                for t, u in zip(row, made, strict=True)
+                for p, s in zip(t, u, strict=True)
+            ),
+        ):
             phi.add_incoming(value, builder.block)
             if phi is number:
                 following = value
@@ -269,7 +279,7 @@ class ProductEmitter:
 
     def _copy_ahead(
         self, copiers: list[Copier], number: L.Value, writing: L.Value, left: L.Value, skipped: L.Value
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Starts the copies of the tile so far ahead of this one, if there is one; the group may be empty."""
         builder, shape = self.builder, self.shape
         count, ahead = shape.share, shape.ahead

@@ -93,7 +93,7 @@ class AheadEmitter(ProductEmitter):
 
     def _pairs(
         self, readers: list[Fragments], step: Step, places: list[L.Value], pairs: int, near: list[Values], sums: Totals
-    ) -> tuple[list[Values], Totals, list[L.Value]]:  # fmt: skip
+    ) -> tuple[list[Values], Totals, list[L.Value]]:
         """So many pairs of steps: two, and the registers of what is read ahead need not change places."""
         builder = self.builder
         loop = None
@@ -119,7 +119,7 @@ class Loop:
 
     def __init__(
         self, builder: GpuBuilder, name: str, numbers: list[L.Value], near: list[Values], sums: Totals
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Begins the loop's body, with what is carried into it."""
         self.builder = builder
         self.before = builder.block

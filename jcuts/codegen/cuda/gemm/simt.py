@@ -61,8 +61,13 @@ class LaneValues(Fragments):
     """
 
     def __init__(
-        self, builder: GpuBuilder, shape: TileShape, shared: L.Value, warp: L.Value, lane: L.Value,
-    ) -> None:  # fmt: skip
+        self,
+        builder: GpuBuilder,
+        shape: TileShape,
+        shared: L.Value,
+        warp: L.Value,
+        lane: L.Value,
+    ) -> None:
         """``warp``: the first row (or column) of the warp in the block's tile."""
         self.builder, self.shape = builder, shape
         self.left = shape.side.outer == "m"
@@ -128,9 +133,15 @@ class FmaEmitter(AheadEmitter):
     terms, zero = STEP, L.F32(0.0)
 
     def __init__(
-        self, builder: GpuBuilder, program: Program, shape: ProductShape, buffers: Mapping[str, Buffer],
-        pointers: Mapping[str, L.Value], integers: Mapping[str, L.Value], symbol: str,
-    ) -> None:  # fmt: skip
+        self,
+        builder: GpuBuilder,
+        program: Program,
+        shape: ProductShape,
+        buffers: Mapping[str, Buffer],
+        pointers: Mapping[str, L.Value],
+        integers: Mapping[str, L.Value],
+        symbol: str,
+    ) -> None:
         """Args: as of `ProductEmitter`."""
         super().__init__(builder, program, shape, buffers, pointers, integers, symbol)
         self.lane = _dealt(builder, self.lane)
@@ -143,9 +154,14 @@ class FmaEmitter(AheadEmitter):
         return partial(self._step, _lanes(readers))
 
     def _step(
-        self, readers: list[LaneValues], places: Sequence[L.Value], first: int, near: list[Values], sums: Totals,
+        self,
+        readers: list[LaneValues],
+        places: Sequence[L.Value],
+        first: int,
+        near: list[Values],
+        sums: Totals,
         later: Later | None = None,
-    ) -> list[Values]:  # fmt: skip
+    ) -> list[Values]:
         turn = STEP - 1 if later is not None and self.shape.stages == LATE else 0
         held, coming = list(near), [list[Values]() for _ in readers]
         behind: list[list[Callable[[], Values]]] = []

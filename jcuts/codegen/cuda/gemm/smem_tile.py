@@ -194,9 +194,7 @@ class Copier:
         for _ in self.copies(first, stage, left):
             pass
 
-    def copies(
-        self, first: L.Value, stage: L.Value, left: L.Value, where: L.Value | None = None
-    ) -> Iterator[None]:  # fmt: skip
+    def copies(self, first: L.Value, stage: L.Value, left: L.Value, where: L.Value | None = None) -> Iterator[None]:
         """Starts one copy of a tile at a time.
 
         Args: as of `start`; where: a condition under which it reads, else it writes zeros.
@@ -234,7 +232,9 @@ class Copier:
                     term = builder.add(piece.term, L.I32(number * shape.terms)) if number else piece.term
                     alive[key] = builder.icmp_signed("<", term, left)
                 target = piece.into, piece.moved + stage
-                ptx_mma.copy(builder, target, (source, number * far), size, alive.get(key), piece.condition, self.cached)
+                ptx_mma.copy(
+                    builder, target, (source, number * far), size, alive.get(key), piece.condition, self.cached
+                )
 
         return start
 
@@ -275,9 +275,14 @@ class Fragments:
     """Reads one operand's fragments of a warp."""
 
     def __init__(
-        self, builder: GpuBuilder, shape: TileShape, shared: L.Value, warp: L.Value, lane: L.Value,
+        self,
+        builder: GpuBuilder,
+        shape: TileShape,
+        shared: L.Value,
+        warp: L.Value,
+        lane: L.Value,
         rounded: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``warp``: the first row (or column) of the warp in the block's tile; ``rounded``: it holds TF32 numbers."""
         self.builder, self.shape, self.rounded = builder, shape, rounded
         left, pitch, item = shape.side.outer == "m", shape.pitch, shape.side.item

@@ -18,9 +18,17 @@ from jcuts.schedule.gpu.gemm.wgmma_tile import FOUR, portions
 
 
 def meet(
-    builder: GpuBuilder, totals: Totals, shared: L.Value, lanes: int, lane: L.Value, deep: tuple[L.Value, int],
-    rank: tuple[L.Value, int], step: int, height: int, leave: Callable[[Totals, L.Value, L.Value], None],
-) -> None:  # fmt: skip
+    builder: GpuBuilder,
+    totals: Totals,
+    shared: L.Value,
+    lanes: int,
+    lane: L.Value,
+    deep: tuple[L.Value, int],
+    rank: tuple[L.Value, int],
+    step: int,
+    height: int,
+    leave: Callable[[Totals, L.Value, L.Value], None],
+) -> None:
     """Adds up the totals of warps and blocks, in their order.
 
     Args:
@@ -76,9 +84,7 @@ def _put(builder: GpuBuilder, place: L.Value, offset: int, half: int, tile: list
         ptx_mma.write_doubles(builder, place, offset + number * half, tile[2 * number : 2 * number + 2])
 
 
-def _take(
-    builder: GpuBuilder, place: L.Value, offset: int, sizes: tuple[int, int], *, cluster: bool
-) -> list[L.Value]:  # fmt: skip
+def _take(builder: GpuBuilder, place: L.Value, offset: int, sizes: tuple[int, int], *, cluster: bool) -> list[L.Value]:
     """What `_put` left. Args: sizes: bytes of a plane, and of what lies beside each other in it."""
     plane, half = sizes
     if plane == half:
@@ -87,9 +93,16 @@ def _take(
 
 
 def push(
-    builder: GpuBuilder, totals: Totals, places: tuple[L.Value, L.Value], lane: L.Value, lanes: int,
-    rank: tuple[L.Value, int], step: int, height: int, leave: Callable[[Totals, L.Value, L.Value], None],
-) -> None:  # fmt: skip
+    builder: GpuBuilder,
+    totals: Totals,
+    places: tuple[L.Value, L.Value],
+    lane: L.Value,
+    lanes: int,
+    rank: tuple[L.Value, int],
+    step: int,
+    height: int,
+    leave: Callable[[Totals, L.Value, L.Value], None],
+) -> None:
     """The same among the blocks of a cluster alone: each stores what it has into the memory of the one that needs it.
 
     Args: places: of `room` bytes that nobody uses in any block of the cluster, and of a barrier that expects them.

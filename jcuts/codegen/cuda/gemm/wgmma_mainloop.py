@@ -255,9 +255,7 @@ class GroupEmitter(ProductEmitter):
         place = builder.add(builder.add(self.shared, L.I32(tile.first)), into)
         return wgmma.descriptor(builder, place, tile.block, wgmma.ATOM)
 
-    def products(
-        self, number: L.Value, reading: L.Value, totals: Totals, beside: list[Iterator[None]]
-    ) -> Totals:  # fmt: skip
+    def products(self, number: L.Value, reading: L.Value, totals: Totals, beside: list[Iterator[None]]) -> Totals:
         """Starts the products of a tile of the block's terms, in a stage (bytes from the first one)."""
         builder, shape = self.builder, self.shape
         stage = builder.zext(builder.lshr(reading, L.I32(4)), L.I64)

@@ -47,9 +47,18 @@ class Rows:
 
 
 def multiply(
-    builder: GpuBuilder, rows: Rows, right: L.Value, columns: GroupTile, reading: L.Value, number: L.Value,
-    before: Prologue | None, totals: Totals, beside: list[Iterator[None]], together: int, most: int | None = None,
-) -> Totals:  # fmt: skip
+    builder: GpuBuilder,
+    rows: Rows,
+    right: L.Value,
+    columns: GroupTile,
+    reading: L.Value,
+    number: L.Value,
+    before: Prologue | None,
+    totals: Totals,
+    beside: list[Iterator[None]],
+    together: int,
+    most: int | None = None,
+) -> Totals:
     """Starts the products of the tile in a stage, step by step.
 
     Args: right: descriptor of the right operand's tile there; reading: bytes from the first stage; number: of the

@@ -108,9 +108,11 @@ class GroupTile(TileShape):
 
     def words(self, threads: int) -> int:
         """Registers in which a thread holds its share of a tile of float32."""
-        return -(-self.size * self.terms // (SQUARE * SQUARE * threads)) * SQUARE * SQUARE if self.turned else (
-            -(-self.pieces // threads) * self.side.width
-        )  # fmt: skip
+        return (
+            -(-self.size * self.terms // (SQUARE * SQUARE * threads)) * SQUARE * SQUARE
+            if self.turned
+            else (-(-self.pieces // threads) * self.side.width)
+        )
 
 
 Wanted = tuple[tuple[L.Value, int], L.Value | None, L.Value | None]

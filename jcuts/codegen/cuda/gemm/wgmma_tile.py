@@ -119,9 +119,23 @@ def group_shape(program: Program) -> GroupShape:
     spread, cached = bool(params.get("spread", 0)), bool(params.get("cached", 0))
     kept = (first.bytes + second.bytes) * stages + 4 * len(vectors(program)) * share * terms
     keeps = held(program, rows, columns, int(str(params.get("held", 0))), kept)
-    shape = GroupShape(first, second, (WARPS * along, across, 1), stages, share, total, cluster, flight, rounded,
-                       len(vectors(program)), spread, steps, cached, bool(params.get("push", 0)),
-                       keeps)  # fmt: skip
+    shape = GroupShape(
+        first,
+        second,
+        (WARPS * along, across, 1),
+        stages,
+        share,
+        total,
+        cluster,
+        flight,
+        rounded,
+        len(vectors(program)),
+        spread,
+        steps,
+        cached,
+        bool(params.get("push", 0)),
+        keeps,
+    )
     fits = divided(first, second, along, across) and terms * left.item in (wgmma.LINE, 2 * wgmma.LINE)
     through = left.item == 4 and not rounded
     fits = fits and (flight > 0 and stages in ROUNDED_STAGES if through else flight == 0 and stages >= min(3, share))

@@ -25,9 +25,14 @@ class Windows:
     """
 
     def __init__(
-        self, frame: M.Frame, shape: BlockShape, thread: L.Value, patch: L.Value, deep: L.Value,
+        self,
+        frame: M.Frame,
+        shape: BlockShape,
+        thread: L.Value,
+        patch: L.Value,
+        deep: L.Value,
         buffers: Mapping[str, Buffer],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.frame, self.shape, self.builder = frame, shape, frame.builder
         builder, window, chunk = self.builder, shape.block.window, shape.chunk
         self.channel = builder.mul(builder.urem(thread, L.I32(shape.words)), L.I32(shape.lanes))
@@ -55,24 +60,33 @@ class Windows:
             line = builder.add(builder.mul(image, L.I32(shape.rows)), builder.mul(row, L.I32(high)))
             pixel = builder.add(builder.mul(line, L.I32(shape.columns)), builder.mul(column, L.I32(wide)))
             target = builder.add(builder.mul(pixel, L.I32(shape.deep_pitch)), self.channel)
-            self.places.append((
-                builder.add(patch, builder.mul(source, L.I32(shape.item))),
-                builder.add(deep, builder.mul(target, L.I32(shape.item))), inside,
-            ))  # fmt: skip
+            self.places.append(
+                (
+                    builder.add(patch, builder.mul(source, L.I32(shape.item))),
+                    builder.add(deep, builder.mul(target, L.I32(shape.item))),
+                    inside,
+                )
+            )
 
     def filters(self, first: L.Value) -> list[list[L.Value]]:
         """This thread's filters of the piece of channels that begins at ``first``: by tap, then by channel."""
         builder, window, shape = self.builder, self.shape.block.window, self.shape
         frame = replace(
-            self.frame, variables={window.channel: builder.add(first, self.channel)}, cache={}, values={},
-            ranges={window.channel: shape.pieces * shape.chunk}, multiples={window.channel: shape.lanes},
-        )  # fmt: skip
+            self.frame,
+            variables={window.channel: builder.add(first, self.channel)},
+            cache={},
+            values={},
+            ranges={window.channel: shape.pieces * shape.chunk},
+            multiples={window.channel: shape.lanes},
+        )
         guards = (Guard(Index.axis(window.channel), None, shape.block.channels - 1),)
         found = []
         for address in window.weights:
             if M.width(frame, shape.item, address, shape.lanes) < shape.lanes or address.stride(window.channel) != 1:
-                places = [address.substitute({window.channel: Index.axis(window.channel) + k}, frame.ranges)
-                          for k in range(shape.lanes)]  # fmt: skip
+                places = [
+                    address.substitute({window.channel: Index.axis(window.channel) + k}, frame.ranges)
+                    for k in range(shape.lanes)
+                ]
                 words = [M.load(frame, window.filters, shape.item, place, 1, guards, 0)[0] for place in places]
             else:
                 words = M.load(frame, window.filters, shape.item, address, shape.lanes, guards, 0)

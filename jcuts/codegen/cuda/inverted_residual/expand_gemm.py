@@ -25,9 +25,14 @@ class Expansion:
     """Fragments of input pixels times pieces of weights, and what follows."""
 
     def __init__(
-        self, frame: M.Frame, shape: BlockShape, place: Place, thread: L.Value,
-        places: tuple[L.Value, L.Value, L.Value], buffers: Mapping[str, Buffer],
-    ) -> None:  # fmt: skip
+        self,
+        frame: M.Frame,
+        shape: BlockShape,
+        place: Place,
+        thread: L.Value,
+        places: tuple[L.Value, L.Value, L.Value],
+        buffers: Mapping[str, Buffer],
+    ) -> None:
         """Args: places: of weights, input pixels and patch in shared memory."""
         weights, pixels, self.patch = places
         self.frame, self.shape, self.builder = frame, shape, frame.builder
@@ -94,10 +99,13 @@ class Expansion:
         mine = builder.add(self.column, builder.mul(builder.and_(self.lane, L.I32(3)), L.I32(factor)))
         runs = _runs(offsets)
         values = self.chain.apply(
-            builder.add(first, mine), factor,
-            [[(offset, [row[j][2 * half + k] for row in sums for half in (0, 1)]) for offset, (j, k) in run]
-             for run in runs],
-        )  # fmt: skip
+            builder.add(first, mine),
+            factor,
+            [
+                [(offset, [row[j][2 * half + k] for row in sums for half in (0, 1)]) for offset, (j, k) in run]
+                for run in runs
+            ],
+        )
         targets = []
         for place in self.rows:
             target = builder.add(builder.mul(place, L.I32(shape.patch_pitch)), mine)

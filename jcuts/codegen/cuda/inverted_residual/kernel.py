@@ -46,9 +46,15 @@ class BlockEmitter:
     """Emits the work of one thread."""
 
     def __init__(
-        self, builder: GpuBuilder, program: Program, shape: BlockShape, buffers: Mapping[str, Buffer],
-        pointers: Mapping[str, L.Value], integers: Mapping[str, L.Value], symbol: str,
-    ) -> None:  # fmt: skip
+        self,
+        builder: GpuBuilder,
+        program: Program,
+        shape: BlockShape,
+        buffers: Mapping[str, Buffer],
+        pointers: Mapping[str, L.Value],
+        integers: Mapping[str, L.Value],
+        symbol: str,
+    ) -> None:
         self.builder, self.shape, self.buffers = builder, shape, buffers
         self.thread = integers["thread"]
         self.lane = builder.and_(self.thread, L.I32(WARP - 1))

@@ -43,9 +43,13 @@ class Chain:
         """
         reach = max((offset for run in runs for offset, _ in run), default=0)
         frame = replace(
-            self.frame, variables={**self.frame.variables, self.axis: first}, values={}, cache={},
-            ranges={**self.frame.ranges, self.axis: self.range - reach}, multiples={self.axis: multiple},
-        )  # fmt: skip
+            self.frame,
+            variables={**self.frame.variables, self.axis: first},
+            values={},
+            cache={},
+            ranges={**self.frame.ranges, self.axis: self.range - reach},
+            multiples={self.axis: multiple},
+        )
         graph = Graph()
         emitter = Emitter(frame, graph, self.buffers)
         numbers = []

@@ -22,9 +22,16 @@ _HELD = "held"  # axis: the first column of those that one access takes
 
 
 def leave(
-    frame: M.Frame, shape: BlockShape, place: Place, tile: TileShape, buffers: Mapping[str, Buffer], lane: L.Value,
-    row: L.Value, column: L.Value, totals: Totals,
-) -> None:  # fmt: skip
+    frame: M.Frame,
+    shape: BlockShape,
+    place: Place,
+    tile: TileShape,
+    buffers: Mapping[str, Buffer],
+    lane: L.Value,
+    row: L.Value,
+    column: L.Value,
+    totals: Totals,
+) -> None:
     """Runs the exit graph on a lane's accumulators and stores the results.
 
     Args: row, column: the warp's first ones in the tile.
@@ -55,14 +62,13 @@ def leave(
             start = run[0][0]
             for offset, (j, k) in run:
                 where = {
-                    ROWS: Index.axis(f"{ROWS}{number}"), COLUMNS: Index.axis(COLUMNS) + offset,
+                    ROWS: Index.axis(f"{ROWS}{number}"),
+                    COLUMNS: Index.axis(COLUMNS) + offset,
                     _HELD: Index.axis(COLUMNS) + start,
-                }  # fmt: skip
+                }
                 given = graph.add(Node("acc", "float32", attrs=(("number", 0), ("point", (number, offset)))))
                 emitter.give(given, E.Lanes(totals[number // 2][j][2 * (number % 2) + k], "float32"))
-                numbers = exit_.copy_into(
-                    graph, [s.value for s in stores], where, ranges, dict.fromkeys(accs, given)
-                )  # fmt: skip
+                numbers = exit_.copy_into(graph, [s.value for s in stores], where, ranges, dict.fromkeys(accs, given))
                 rows += [
                     (s.buffer, s.address.substitute(where, ranges), made)
                     for s, made in zip(stores, numbers, strict=True)

@@ -54,9 +54,15 @@ class TurnEmitter:
     """Emits the work of one thread."""
 
     def __init__(
-        self, builder: GpuBuilder, program: Program, shape: TurnShape, buffers: Mapping[str, Buffer],
-        pointers: Mapping[str, L.Value], integers: Mapping[str, L.Value], symbol: str,
-    ) -> None:  # fmt: skip
+        self,
+        builder: GpuBuilder,
+        program: Program,
+        shape: TurnShape,
+        buffers: Mapping[str, Buffer],
+        pointers: Mapping[str, L.Value],
+        integers: Mapping[str, L.Value],
+        symbol: str,
+    ) -> None:
         self.builder, self.shape, self.pointers = builder, shape, pointers
         self.block, self.thread = integers["block"], integers["thread"]
         self.base = reserve(builder, f"{symbol}_tile", SIDE * PITCH * WORD)

@@ -21,9 +21,15 @@ _SUFFIX = {"float": "f", "double": "d"}
 _PTX = {"float": "f32", "double": "f64"}
 _CONSTRAINT = {"i16": "h", "i32": "r", "i64": "l", "float": "f", "double": "d"}
 _LIBDEVICE = {
-    "fmodf": "__nv_fmodf", "fmod": "__nv_fmod", "sin": "__nv_sin", "cos": "__nv_cos", "tan": "__nv_tan",
-    "sinf": "__nv_sinf", "cosf": "__nv_cosf", "tanf": "__nv_tanf",
-}  # fmt: skip
+    "fmodf": "__nv_fmodf",
+    "fmod": "__nv_fmod",
+    "sin": "__nv_sin",
+    "cos": "__nv_cos",
+    "tan": "__nv_tan",
+    "sinf": "__nv_sinf",
+    "cosf": "__nv_cosf",
+    "tanf": "__nv_tanf",
+}
 _SAME = frozenset({"fma", "sqrt", "ctpop"})
 
 

@@ -156,9 +156,15 @@ def load(
 
 
 def load_words(
-    frame: Frame, buffer: str, size: int, offset: Index, count: int, guards: Sequence[Guard], fill: int,
+    frame: Frame,
+    buffer: str,
+    size: int,
+    offset: Index,
+    count: int,
+    guards: Sequence[Guard],
+    fill: int,
     only: L.Value | None = None,
-) -> list[L.Value]:  # fmt: skip
+) -> list[L.Value]:
     """The same as the registers that hold them. Args: only: a condition (i1) without which nothing is read either."""
     builder = frame.builder
     place, constant = address(frame, buffer, size, offset)

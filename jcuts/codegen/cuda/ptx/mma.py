@@ -35,9 +35,15 @@ def near(builder: GpuBuilder, place: tuple[L.Value, int]) -> tuple[L.Value, int]
 
 
 def copy(
-    builder: GpuBuilder, target: tuple[L.Value, int], source: tuple[L.Value, int], size: int, live: L.Value | None,
-    where: L.Value | None = None, cached: bool = False, read: L.Value | None = None,
-) -> None:  # fmt: skip
+    builder: GpuBuilder,
+    target: tuple[L.Value, int],
+    source: tuple[L.Value, int],
+    size: int,
+    live: L.Value | None,
+    where: L.Value | None = None,
+    cached: bool = False,
+    read: L.Value | None = None,
+) -> None:
     """Starts a copy of ``size`` (4, 8 or 16) bytes from global into shared memory.
 
     Args: target, source: addresses as (register, bytes to add). live: a condition under which it reads; else it writes

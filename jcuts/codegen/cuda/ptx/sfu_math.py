@@ -28,17 +28,30 @@ TANH = (-0.33333298563957214, 0.13331915438175201, -0.053783293813467026, 0.0207
 
 # erfc(y) exp(y^2) (y + 2) in t = (y - 2)/(y + 2), 0 <= y < 10.2: relative error 2^-19.4
 COARSE_ERFC = (
-    1.021582841873169, -0.687174379825592, 0.27947184443473816, -0.036245349794626236, -0.021476130932569504,
-    0.005746350158005953, 0.0027452216017991304,
-)  # fmt: skip
+    1.021582841873169,
+    -0.687174379825592,
+    0.27947184443473816,
+    -0.036245349794626236,
+    -0.021476130932569504,
+    0.005746350158005953,
+    0.0027452216017991304,
+)
 
 HALVES = ("bfloat16", "float16")
 ERROR_ULP: dict[tuple[str, str], float] = {
-    ("exp", "float32"): 3.5, ("exp2", "float32"): 2.5, ("logistic", "float32"): 5.0, ("tanh", "float32"): 4.0,
-    ("rsqrt", "float32"): 2.5, ("erfc", "float32"): 8.0,
-    ("exp", "half"): 0.1, ("exp2", "half"): 0.1, ("logistic", "half"): 0.6, ("tanh", "half"): 0.6,
-    ("rsqrt", "half"): 0.1, ("erfc", "half"): 0.1,
-}  # fmt: skip
+    ("exp", "float32"): 3.5,
+    ("exp2", "float32"): 2.5,
+    ("logistic", "float32"): 5.0,
+    ("tanh", "float32"): 4.0,
+    ("rsqrt", "float32"): 2.5,
+    ("erfc", "float32"): 8.0,
+    ("exp", "half"): 0.1,
+    ("exp2", "half"): 0.1,
+    ("logistic", "half"): 0.6,
+    ("tanh", "half"): 0.6,
+    ("rsqrt", "half"): 0.1,
+    ("erfc", "half"): 0.1,
+}
 
 
 def _unit(x: Num, text: str) -> Num:
@@ -140,9 +153,13 @@ def _coarse_erfc(x: Num) -> Num:
 
 
 _FLOAT32: dict[str, Callable[[Num], Num]] = {
-    "exp": _exp, "exp2": _exp2, "logistic": _logistic, "tanh": _tanh, "rsqrt": _rsqrt,
+    "exp": _exp,
+    "exp2": _exp2,
+    "logistic": _logistic,
+    "tanh": _tanh,
+    "rsqrt": _rsqrt,
     "erfc": _erfc,
-}  # fmt: skip
+}
 _HALF: dict[str, Callable[[Num], Num]] = {
     "exp": _exp_half,
     "exp2": _exp2,

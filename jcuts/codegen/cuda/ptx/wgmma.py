@@ -41,9 +41,12 @@ def moved(builder: GpuBuilder, found: L.Value, distance: int) -> L.Value:
 
 
 def multiply(
-    builder: GpuBuilder, kind: str, pairs: Sequence[Sequence[tuple[Sequence[L.Value], L.Value]]],
-    turned: tuple[bool, bool], totals: list[list[list[L.Value]]],
-) -> list[list[list[L.Value]]]:  # fmt: skip
+    builder: GpuBuilder,
+    kind: str,
+    pairs: Sequence[Sequence[tuple[Sequence[L.Value], L.Value]]],
+    turned: tuple[bool, bool],
+    totals: list[list[list[L.Value]]],
+) -> list[list[list[L.Value]]]:
     """Starts ``totals + left * right``, one group of instructions; the sums are there after `finished`.
 
     Args:

@@ -83,9 +83,15 @@ class ColumnEmitter:
     """Emits the work of one thread of a block."""
 
     def __init__(
-        self, builder: GpuBuilder, program: Program, shape: ColumnShape, buffers: Mapping[str, Buffer],
-        pointers: Mapping[str, L.Value], integers: Mapping[str, L.Value], symbol: str,
-    ) -> None:  # fmt: skip
+        self,
+        builder: GpuBuilder,
+        program: Program,
+        shape: ColumnShape,
+        buffers: Mapping[str, Buffer],
+        pointers: Mapping[str, L.Value],
+        integers: Mapping[str, L.Value],
+        symbol: str,
+    ) -> None:
         self.builder, self.shape, self.buffers, self.pointers = builder, shape, buffers, pointers
         self.program, self.phase, self.symbol = program, program.phases[0], symbol
         self.lane: Axis = self.phase.axes[-1]

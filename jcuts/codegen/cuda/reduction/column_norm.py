@@ -80,9 +80,15 @@ class ColumnRowsEmitter(TeamEmitter):
     """Emits the work of one thread of a block on its columns."""
 
     def __init__(
-        self, builder: GpuBuilder, program: Program, shape: ColumnRowsShape, buffers: Mapping[str, Buffer],
-        pointers: Mapping[str, L.Value], integers: Mapping[str, L.Value], symbol: str,
-    ) -> None:  # fmt: skip
+        self,
+        builder: GpuBuilder,
+        program: Program,
+        shape: ColumnRowsShape,
+        buffers: Mapping[str, Buffer],
+        pointers: Mapping[str, L.Value],
+        integers: Mapping[str, L.Value],
+        symbol: str,
+    ) -> None:
         self.builder, self.program, self.buffers, self.pointers = builder, program, buffers, pointers
         self.symbol, self.layout = symbol, shape
         self.shape = TeamShape(shape.deep, shape.threads, 1, shape.chunks)

@@ -86,9 +86,16 @@ class TeamEmitter:
         return {}
 
     def __init__(
-        self, builder: GpuBuilder, program: Program, shape: TeamShape, buffers: Mapping[str, Buffer],
-        pointers: Mapping[str, L.Value], row: L.Value, lane: L.Value, symbol: str,
-    ) -> None:  # fmt: skip
+        self,
+        builder: GpuBuilder,
+        program: Program,
+        shape: TeamShape,
+        buffers: Mapping[str, Buffer],
+        pointers: Mapping[str, L.Value],
+        row: L.Value,
+        lane: L.Value,
+        symbol: str,
+    ) -> None:
         self.builder, self.program, self.shape, self.buffers, self.pointers = builder, program, shape, buffers, pointers
         self.symbol = symbol
         self.length, self.rows = row_length(program), row_count(program)
@@ -158,9 +165,15 @@ class TeamEmitter:
 
     # -- copying graphs -----------------------------------------------------------------------------------------
     def _copy(
-        self, emitter: Emitter, phase: Phase, source: Graph, wanted: Sequence[int], offset: int | None, tail: bool,
+        self,
+        emitter: Emitter,
+        phase: Phase,
+        source: Graph,
+        wanted: Sequence[int],
+        offset: int | None,
+        tail: bool,
         accs: Mapping[int, E.Lanes],
-    ) -> list[int]:  # fmt: skip
+    ) -> list[int]:
         """Instantiates nodes at point ``k + offset`` (None: at the row), with locals replaced by what they hold."""
         target, ranges = emitter.graph, emitter.frame.ranges
         replace = {**self._column(), **({} if offset is None else self._places(phase, offset, ranges))}
@@ -169,8 +182,9 @@ class TeamEmitter:
         for number in source.needed(wanted):
             node = source.nodes[number]
             if node.op == "acc":
-                numbers[number] = self._given(emitter, ("acc", self.reductions, node.attr("number"), self.at),
-                                              accs[int(str(node.attr("number")))])  # fmt: skip
+                numbers[number] = self._given(
+                    emitter, ("acc", self.reductions, node.attr("number"), self.at), accs[int(str(node.attr("number")))]
+                )
                 continue
             if node.op == "load" and (node.buffer, self.at) in self.scalars:
                 place = (node.buffer, self.at)

@@ -80,9 +80,15 @@ class ScanEmitter:
     """What both forms share: copies of the two phases' graphs at a step."""
 
     def __init__(
-        self, builder: GpuBuilder, program: Program, shape: ScanShape, buffers: Mapping[str, Buffer],
-        pointers: Mapping[str, L.Value], integers: Mapping[str, L.Value], symbol: str,
-    ) -> None:  # fmt: skip
+        self,
+        builder: GpuBuilder,
+        program: Program,
+        shape: ScanShape,
+        buffers: Mapping[str, Buffer],
+        pointers: Mapping[str, L.Value],
+        integers: Mapping[str, L.Value],
+        symbol: str,
+    ) -> None:
         self.builder, self.program, self.shape, self.symbol = builder, program, shape, symbol
         self.buffers, self.pointers, self.integers = buffers, pointers, integers
         self.carry, self.result = program.phases
@@ -99,9 +105,14 @@ class ScanEmitter:
         return M.Frame(self.builder, dict(variables), self.pointers, {**self.extents, **ranges}, multiples)
 
     def _copy(
-        self, emitter: Emitter, phase: Phase, wanted: list[int], places: Mapping[str, Index], carry: int | None,
+        self,
+        emitter: Emitter,
+        phase: Phase,
+        wanted: list[int],
+        places: Mapping[str, Index],
+        carry: int | None,
         inside: tuple[Guard, ...] = (),
-    ) -> list[int]:  # fmt: skip
+    ) -> list[int]:
         """Nodes of a phase at a step; ``carry``: the node that stands for what the local buffer holds."""
         source, target, ranges = phase.exit, emitter.graph, emitter.frame.ranges
         numbers: dict[int, int] = {}

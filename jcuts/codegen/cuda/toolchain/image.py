@@ -82,12 +82,16 @@ def is_image(data: bytes) -> bool:
 
 def _launch(data: dict) -> Launch:
     return Launch(
-        symbol=str(data["symbol"]), grid=_dim(data["grid"]), block=_dim(data["block"]),
-        arguments=tuple((int(b), int(o)) for b, o in data["arguments"]), shared=int(data["shared"]),
-        cluster=_dim(data["cluster"]), cooperative=bool(data["cooperative"]),
+        symbol=str(data["symbol"]),
+        grid=_dim(data["grid"]),
+        block=_dim(data["block"]),
+        arguments=tuple((int(b), int(o)) for b, o in data["arguments"]),
+        shared=int(data["shared"]),
+        cluster=_dim(data["cluster"]),
+        cooperative=bool(data["cooperative"]),
         waits=bool(data.get("waits", False)),
         resources=Resources(**{k: int(v) for k, v in data["resources"].items()}),
-    )  # fmt: skip
+    )
 
 
 def _dim(data: list) -> Dim:

@@ -19,10 +19,41 @@ WAIT = "griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;"
 launched.  Other launches pay nothing."""
 MOST = 40
 """Numbers that are computed before the wait for certain: as many registers as every kernel has to spare there."""
-COMPUTES = frozenset({
-    "abs", "add", "and", "bfe", "bfi", "brev", "clz", "cvt", "cvta", "div", "lop3", "mad", "max", "min", "mov", "mul",
-    "mul24", "neg", "not", "or", "popc", "prmt", "rem", "selp", "set", "setp", "shf", "shl", "shr", "sub", "xor",
-})  # fmt: skip
+COMPUTES = frozenset(
+    {
+        "abs",
+        "add",
+        "and",
+        "bfe",
+        "bfi",
+        "brev",
+        "clz",
+        "cvt",
+        "cvta",
+        "div",
+        "lop3",
+        "mad",
+        "max",
+        "min",
+        "mov",
+        "mul",
+        "mul24",
+        "neg",
+        "not",
+        "or",
+        "popc",
+        "prmt",
+        "rem",
+        "selp",
+        "set",
+        "setp",
+        "shf",
+        "shl",
+        "shr",
+        "sub",
+        "xor",
+    }
+)
 """Instructions that only write registers (without ``.cc``: then a carry, too, that the next one reads)."""
 _LINE = re.compile(r"\t(?:ld\.param|([a-z0-9]+))[.\w]*\s[^;{}]*;")
 _REGISTER = re.compile(r"%[a-z_]+\d+\b")

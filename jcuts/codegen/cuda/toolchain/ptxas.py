@@ -151,7 +151,7 @@ class Grid(NamedTuple):
 
 def best(
     sources: list[tuple[str, str]], arch: str, grids: Sequence[Grid], *, overlapped: bool = False
-) -> tuple[bytes, dict[str, Resources], bool]:  # fmt: skip
+) -> tuple[bytes, dict[str, Resources], bool]:
     """The cubin of all kernels, what each of them takes, and whether they wait for the grid in front of them.
 
     What is computed before the wait stays in registers over it.  Where they do not suffice, or a multiprocessor would

@@ -192,7 +192,7 @@ class FedEmitter(GroupEmitter):
 
     def _loop_over(
         self, state: list[L.Value], step: Callable[[L.Value, list[L.Value]], list[L.Value]], count: int = 0
-    ) -> list[L.Value]:  # fmt: skip
+    ) -> list[L.Value]:
         """Does something for every tile of terms, or so many times."""
         builder, before = self.builder, self.builder.block
         loop, after = builder.append_basic_block("terms"), builder.append_basic_block("terms.done")
@@ -303,8 +303,17 @@ class FedEmitter(GroupEmitter):
             self.rows.turn(tap, run)  # type: ignore[union-attr]
             run = self._next_run(tap, run)
         totals = wgmma_register_operand.multiply(
-            builder, self.rows, right, shape.right, place, number, self.before, totals, [], WHOLE  # type: ignore[arg-type]
-        )  # fmt: skip
+            builder,
+            self.rows,
+            right,
+            shape.right,
+            place,
+            number,
+            self.before,
+            totals,
+            [],
+            WHOLE,  # type: ignore[arg-type]
+        )
         self.ring.arrive(self.ring.empty(self._before(stage)), builder.icmp_signed(">", number, L.I32(0)))
         return [builder.add(number, L.I32(1)), *self.ring.next(stage, parity), run], totals
 

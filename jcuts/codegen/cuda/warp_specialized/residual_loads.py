@@ -34,9 +34,14 @@ class BesideCopies:
     """Fills stages with a block's rows of the matrix, by one of the threads that copy."""
 
     def __init__(
-        self, frame: M.Frame, kept: Kept, tiles: tuple[TileShape, TileShape], threads: int, thread: L.Value,
+        self,
+        frame: M.Frame,
+        kept: Kept,
+        tiles: tuple[TileShape, TileShape],
+        threads: int,
+        thread: L.Value,
         shared: L.Value,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Args: frame: at the block's first row and column; shared: address of the first stage."""
         builder = self.builder = frame.builder
         self.frame, self.kept, self.tiles = frame, kept, tiles

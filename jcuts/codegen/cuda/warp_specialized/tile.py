@@ -127,10 +127,22 @@ def fed_shape(program: Program) -> FedShape:
     comes = bool(params.get("beside", 0)) and across == 1 and found is None
     added = beside(program, rows, columns, max(1, along), int(str(params["fed"]))) if comes else None
     shape = FedShape(
-        first, second, (WARPS * along, across, 1), stages, share, total, 1,
-        0 if found is None else found.span(rows), kept, rounds, found, int(str(params["fed"])),
-        bool(params.get("early", 0)), len(vectors(program)), added,
-    )  # fmt: skip
+        first,
+        second,
+        (WARPS * along, across, 1),
+        stages,
+        share,
+        total,
+        1,
+        0 if found is None else found.span(rows),
+        kept,
+        rounds,
+        found,
+        int(str(params["fed"])),
+        bool(params.get("early", 0)),
+        len(vectors(program)),
+        added,
+    )
     fits = fits and bool(params.get("beside", 0)) == (added is not None) and shape.besides <= stages
     fits = fits and across == 1 and divided(first, second, along, across)
     fits = fits and left.item == 4 and left.along_terms and right.along_terms and program.buffer(right.buffer).tf32

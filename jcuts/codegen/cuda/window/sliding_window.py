@@ -90,9 +90,14 @@ class WalkEmitter(PointEmitter):
         self._tiles(_Path(walk.axis, step, first, end, walk.ahead), graph, wanted, frame, compute)
 
     def walk_terms(
-        self, red: Red, ahead: int, fixed: dict[str, Extent], bases: dict[str, L.Value], ranges: dict[str, int],
+        self,
+        red: Red,
+        ahead: int,
+        fixed: dict[str, Extent],
+        bases: dict[str, L.Value],
+        ranges: dict[str, int],
         steps: dict[str, int],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """The terms of a tile, with all points of one reduction, ``red.unroll`` of them at a time."""
         inside = {**fixed, red.name: Extent(red.name, red.unroll)}
         bounds = {**ranges, red.name: red.extent - red.unroll + 1}
@@ -110,9 +115,13 @@ class WalkEmitter(PointEmitter):
         self._tiles(_Path(red.name, red.unroll, start, L.I32(red.extent), ahead), graph, wanted, frame, compute)
 
     def _tiles(
-        self, path: _Path, graph: Graph, wanted: Sequence[int], frame: Callable[[L.Value], M.Frame],
+        self,
+        path: _Path,
+        graph: Graph,
+        wanted: Sequence[int],
+        frame: Callable[[L.Value], M.Frame],
         compute: Callable[[L.Value], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """The loop. Args: graph, wanted: of one tile; frame, compute: of the tile where the variable has a value."""
         builder = self.builder
         here = frame(path.first)
@@ -199,9 +208,7 @@ class WalkEmitter(PointEmitter):
         node = graph.nodes[run[0]]
         assert node.index is not None
         fill = fill_bits(node.value, node.dtype)
-        return M.load_words(
-            frame, node.buffer, M.item_size(node.dtype), node.index, len(run), node.guards, fill, only
-        )  # fmt: skip
+        return M.load_words(frame, node.buffer, M.item_size(node.dtype), node.index, len(run), node.guards, fill, only)
 
     def _lanes(self, graph: Graph, words: Mapping[Run, Sequence[L.Value]]) -> dict[int, E.Lanes]:
         """The values that loads have brought, by node."""

@@ -212,7 +212,7 @@ def _repeats(found: Window, tiling: WindowTiling) -> bool:
     most = min(FILE // tiling.threads, MOST_REGISTERS + 8)
     return _stays(found, tiling) or (
         tiling.groups > 1 and registers(found, replace(tiling, unrolled=0)) + ADDRESSES <= most
-    )  # fmt: skip
+    )
 
 
 def _widths(columns: int) -> list[int]:
@@ -259,9 +259,7 @@ def cycles(counter: Counter, found: Window, tiling: WindowTiling) -> float:
     copied = found.span(rows) * found.bytes / found.taps + (0.0 if stays else columns * found.bytes)
     part = _part(found, tiling.short)
     read = part * (rows // HIGH * (HIGH + columns) * found.bytes)
-    work = max(
-        part * rows * columns * found.line / UNIT[found.side.item], (read + copied) / PORT, copied / CACHE
-    )  # fmt: skip
+    work = max(part * rows * columns * found.line / UNIT[found.side.item], (read + copied) / PORT, copied / CACHE)
     high = rows // tiling.groups // HIGH
     chain = CHAIN + GROUPS * tiling.groups * beside + TALL * (high - 1)
     chain *= 1.0 if tiling.steps == found.whole else HALF[high > 1]

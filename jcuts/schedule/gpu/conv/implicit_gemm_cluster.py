@@ -71,8 +71,9 @@ def tilings(counter: Counter, found: Window) -> Iterator[WindowTiling]:
         whole = found.whole if steps % 2 == 0 else min(2, found.whole)
         rings = [s for s in RING if 3 <= s < steps and s - 2 <= found.taps and steps > STAY]
         for stages in (*rings, *((steps,) if steps >= 3 else ())):
-            tiling = WindowTiling(rows, columns, groups, stages, 1 if lines == 1 else 2, steps=whole, cluster=cluster,
-                                  early=1)  # fmt: skip
+            tiling = WindowTiling(
+                rows, columns, groups, stages, 1 if lines == 1 else 2, steps=whole, cluster=cluster, early=1
+            )
             more = replace(tiling, unrolled=1)
             for made in (tiling, more) if columns <= kept.FEW_COLUMNS and _repeats(found, more) else (tiling,):
                 if shared(found, made) <= kept.MOST_SHARED and _registers(found, made) <= kept.MOST_REGISTERS:
@@ -93,7 +94,7 @@ def cycles(counter: Counter, found: Window, tiling: WindowTiling) -> float:
     tiles = -(-counter.rows // rows) * -(-counter.columns // columns)
     held = gemm_cost.resident(
         counter.machine.threads_per_sm, tiling.threads, _registers(found, tiling), shared(found, tiling)
-    )  # fmt: skip
+    )
     beside, waves = gemm_cost.occupancy(tiles * cluster, cluster, held, counter.machine.sms)
     once = gemm_cost.at_once(cluster, counter.machine.sms)
     beside = max(beside, min(held, math.ceil(tiles / once)))  # some of them share multiprocessors

@@ -109,10 +109,15 @@ def staged(phase: Phase, crossed: str) -> list[Node]:
     """Loads that the transposed form takes through shared memory: contiguous along ``crossed``, not along the lanes."""
     lane = phase.axes[-1].name
     found = (
-        n for n in phase.exit.nodes
-        if n.op == "load" and n.index is not None and not n.guards and not n.index.values()
-        and n.index.stride(crossed) == 1 and n.index.stride(lane) not in (0, 1, None)
-    )  # fmt: skip
+        n
+        for n in phase.exit.nodes
+        if n.op == "load"
+        and n.index is not None
+        and not n.guards
+        and not n.index.values()
+        and n.index.stride(crossed) == 1
+        and n.index.stride(lane) not in (0, 1, None)
+    )
     return list(dict.fromkeys(found))
 
 

@@ -128,9 +128,11 @@ def _longest(limits: list[float], overlap: float) -> float:
 
 # -- by warps ---------------------------------------------------------------------------------------------------------
 WARPS = {
-    item: Rates(unit, 253.0, 108.0, 43.0, 1820.0, 0.7, 500.0, 37.0, 0.86, 0.63, 160.0, 2.6, 117.0, 626.0, 460.0, 2630.0,
-                2.6) for item, unit in {4: 694.0, 2: 1900.0}.items()
-}  # fmt: skip
+    item: Rates(
+        unit, 253.0, 108.0, 43.0, 1820.0, 0.7, 500.0, 37.0, 0.86, 0.63, 160.0, 2.6, 117.0, 626.0, 460.0, 2630.0, 2.6
+    )
+    for item, unit in {4: 694.0, 2: 1900.0}.items()
+}
 FMA = replace(WARPS[4], unit=95.0, port=98.0, overlap=0.14, fetch=1090.0)
 """Fused multiply-adds, fitted to 130 schedules of ten products and convolutions on an H200 (11 % off).
 
@@ -205,13 +207,16 @@ def warp_cycles(counter: Counter, tiling: Tiling) -> float:
 
 # -- by warp groups ---------------------------------------------------------------------------------------------------
 GROUPS = {
-    "float32": Rates(459.0, 123.0, 447.0, 62.7, 2714.0, 0.5, 139.0, 765.0, 0.1, 1.06, 132.0, 1.7, 146.0, 2031.0, 435.0,
-                     3041.0, 2.6),
-    "copied": Rates(2050.0, 182.0, 79.0, 27.0, 1310.0, 0.47, 1185.0, 28.0, 0.07, 1.14, 922.0, 2.9, 495.0, 583.0, 356.0,
-                    3170.0, 3.0),
-    "rounded": Rates(887.0, 151.0, 68.0, 12.5, 1812.0, 0.5, 1015.0, 40.0, 0.35, 0.4, 546.0, 2.7, 292.0, 419.0, 144.0,
-                     4580.0, 2.4),
-}  # fmt: skip
+    "float32": Rates(
+        459.0, 123.0, 447.0, 62.7, 2714.0, 0.5, 139.0, 765.0, 0.1, 1.06, 132.0, 1.7, 146.0, 2031.0, 435.0, 3041.0, 2.6
+    ),
+    "copied": Rates(
+        2050.0, 182.0, 79.0, 27.0, 1310.0, 0.47, 1185.0, 28.0, 0.07, 1.14, 922.0, 2.9, 495.0, 583.0, 356.0, 3170.0, 3.0
+    ),
+    "rounded": Rates(
+        887.0, 151.0, 68.0, 12.5, 1812.0, 0.5, 1015.0, 40.0, 0.35, 0.4, 546.0, 2.7, 292.0, 419.0, 144.0, 4580.0, 2.4
+    ),
+}
 """Float32 that threads round and store, 16-bit types that are copied, float32 with rounded weights (few blocks)."""
 STORE, TURN, GAP = 0.37, 9.1, {"float32": 51.0, "copied": 19.0, "rounded": 46.0}
 """What rounding and storing float32 takes beside the units, in passes through the port; of turned tiles, over that;

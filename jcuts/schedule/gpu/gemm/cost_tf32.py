@@ -71,9 +71,11 @@ def step(counter: Counter, tiling: GroupTiling, beside: int, rates: Rates) -> fl
     share, _ = shares(counter.terms, tiling.terms, tiling.split * tiling.cluster)
     ahead = share if tiling.stages >= share else tiling.stages - 2
     limits = [
-        beside * rows * columns * tiling.terms / rates.unit, beside * (read + copied) / PORT,
-        beside * copied / rates.cache, rates.fetch / ahead + rates.round,
-    ]  # fmt: skip
+        beside * rows * columns * tiling.terms / rates.unit,
+        beside * (read + copied) / PORT,
+        beside * copied / rates.cache,
+        rates.fetch / ahead + rates.round,
+    ]
     inner = max(limits) + rates.overlap * (sum(limits) - max(limits))
     if beside == 1:  # nobody else fills the gaps between groups of instructions
         inner += rates.step * line / STEP / tiling.group * (rows // HIGH / tiling.groups[0])

@@ -27,9 +27,20 @@ if TYPE_CHECKING:
     from jcuts.schedule.gpu.gemm.wgmma import GroupCounter
 
 SHAPES = (
-    (64, 64, 1), (64, 128, 1), (64, 192, 1), (64, 256, 1), (128, 64, 2), (128, 96, 2), (128, 128, 2), (128, 192, 2),
-    (128, 256, 2), (192, 64, 3), (192, 128, 3), (256, 64, 2), (256, 128, 2),
-)  # fmt: skip
+    (64, 64, 1),
+    (64, 128, 1),
+    (64, 192, 1),
+    (64, 256, 1),
+    (128, 64, 2),
+    (128, 96, 2),
+    (128, 128, 2),
+    (128, 192, 2),
+    (128, 256, 2),
+    (192, 64, 3),
+    (192, 128, 3),
+    (256, 64, 2),
+    (256, 128, 2),
+)
 """(rows, columns, groups along the rows)."""
 ADDED = {False: ((0, 1), (LOADED, 0)), True: ((SENT, 1), (STORED, 0))}
 ALONE = {False: ((0, 0),), True: ((SENT, 0),)}
@@ -132,9 +143,10 @@ def cycles(counter: GroupCounter, tiling: GroupTiling) -> float:
     share, _ = shares(counter.terms, tiling.terms, 1)
     read, copied = rows // HIGH * (HIGH + columns) * line * share, (rows + columns) * line * share
     limits = [
-        rows * columns * tiling.terms * share / counter.unit, (read + copied) / PORT,
+        rows * columns * tiling.terms * share / counter.unit,
+        (read + copied) / PORT,
         counter.moved / tiles * counter.machine.sms / STREAM,
-    ]  # fmt: skip
+    ]
     work = max(limits) + SPARE * (sum(limits) - max(limits))
     queue = tiles / counter.machine.sms
     beside = min(resident(counter, tiling), math.ceil(queue))

@@ -91,7 +91,10 @@ class Tiling:
 
 
 def products(
-    program: Program, machine: GpuMachine, most: int = MOST, least: float | None = None,
+    program: Program,
+    machine: GpuMachine,
+    most: int = MOST,
+    least: float | None = None,
     counter: Counter | None = None,
 ) -> Iterator[Candidate]:
     """Schedules of a program that `products.as_product` has made, at most so many, the best of every kind of tile.
@@ -180,7 +183,9 @@ class Counter:
         self.batch, self.rows, self.columns = (extents.get(name, 1) for name in (B, ROWS, COLUMNS))
         self.terms, self.item = extents[K], self.sides[0].item
         self.fma, self.double = fma, self.sides[0].dtype == WIDE
-        self.total, self.step = (8, smem_layout_f64.LINE) if self.double else (4, STEP)  # bytes: a total, terms of a step
+        self.total, self.step = (
+            (8, smem_layout_f64.LINE) if self.double else (4, STEP)
+        )  # bytes: a total, terms of a step
         self.moved = float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
         self.results = float(sum(b.bytes for b in program.outputs))
         used = {n.buffer for n in phase.exit.nodes if n.op == "load"}

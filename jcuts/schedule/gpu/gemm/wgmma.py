@@ -51,10 +51,25 @@ among them twice, by 5 and 0 %; counted in full, the eight best of both took 8 %
 FEW_POINTS = 128 * 128
 """Outputs per multiprocessor up to which a product has few blocks."""
 SHAPES = (
-    (64, 64, 1), (64, 128, 1), (64, 192, 1), (64, 256, 1), (128, 64, 2), (128, 96, 2), (128, 128, 2), (128, 192, 2),
-    (128, 256, 2), (128, 64, 1), (128, 128, 1), (192, 64, 3), (192, 128, 3), (192, 192, 3), (256, 64, 2), (256, 96, 2),
-    (256, 128, 2), (256, 128, 4),
-)  # fmt: skip
+    (64, 64, 1),
+    (64, 128, 1),
+    (64, 192, 1),
+    (64, 256, 1),
+    (128, 64, 2),
+    (128, 96, 2),
+    (128, 128, 2),
+    (128, 192, 2),
+    (128, 256, 2),
+    (128, 64, 1),
+    (128, 128, 1),
+    (192, 64, 3),
+    (192, 128, 3),
+    (192, 192, 3),
+    (256, 64, 2),
+    (256, 96, 2),
+    (256, 128, 2),
+    (256, 128, 4),
+)
 NARROW = ((128, 32, 1), (128, 32, 2), (256, 32, 2), (256, 32, 4))
 SHORT = ((64, 32, 1), (64, 96, 1), (192, 96, 3))
 """(rows, columns, groups along the rows) of a block; narrow ones are for rounded weights of few columns, short ones for
@@ -227,9 +242,7 @@ def _enough(counter: GroupCounter) -> bool:
     return points >= LEAST_POINTS and points * counter.terms >= LEAST_PRODUCTS
 
 
-def _depths(
-    counter: GroupCounter, block: tuple[int, int, int], split: int, cluster: int
-) -> Iterator[GroupTiling]:  # fmt: skip
+def _depths(counter: GroupCounter, block: tuple[int, int, int], split: int, cluster: int) -> Iterator[GroupTiling]:
     """Tiles of terms of a block: how long they are, and how many lie in shared memory or are on their way."""
     rows, columns, along = block
     depths = list(WEIGHTS if counter.rounded else ROUNDED if counter.item == 4 else COPIED)
@@ -250,10 +263,19 @@ def _depths(
         if found > 1 and share < (2 if counter.short and split == 1 else 4):
             continue
         yield GroupTiling(
-            rows, columns, terms, (along, 1), stages, flight, split, cluster, counter.through,
+            rows,
+            columns,
+            terms,
+            (along, 1),
+            stages,
+            flight,
+            split,
+            cluster,
+            counter.through,
             steps=0 if counter.short and counter.rounded else 1,
-            push=int((counter.rounded or counter.short) and cluster > 1), early=int(counter.short),
-        )  # fmt: skip
+            push=int((counter.rounded or counter.short) and cluster > 1),
+            early=int(counter.short),
+        )
 
 
 def _fits(side: Side, size: int) -> bool:

@@ -32,8 +32,21 @@ CHUNKS = {4: (16, 32, 48, 64), 2: (16, 32, 48, 64, 96, 128)}
 WARPS = (4, 6, 7, 8, 12, 14, 16)
 ACROSS = (1, 2, 3, 4)
 STRIPS = (
-    (4, 4), (7, 2), (2, 7), (4, 2), (2, 4), (7, 1), (1, 7), (8, 1), (1, 8), (2, 2), (4, 1), (1, 4), (8, 2), (2, 1),
-)  # fmt: skip
+    (4, 4),
+    (7, 2),
+    (2, 7),
+    (4, 2),
+    (2, 4),
+    (7, 1),
+    (1, 7),
+    (8, 1),
+    (1, 8),
+    (2, 2),
+    (4, 1),
+    (1, 4),
+    (8, 2),
+    (2, 1),
+)
 MOST_STRIP = 64
 """Pixels that a strip's windows may cover."""
 MOST_PIXELS, MOST_OUTPUTS = 480, 256
@@ -114,10 +127,14 @@ def _varied(ranked: list[tuple[float, BlockShape]]) -> list[tuple[float, BlockSh
 def of(program: Program, shape: BlockShape) -> Program:
     """The scheduled program."""
     params = (
-        ("tile", (shape.images, shape.rows, shape.columns)), ("chunk", shape.chunk), ("expand", shape.expand),
-        ("project", shape.project), ("strip", shape.strip), *((("held", True),) if shape.held else ()),
+        ("tile", (shape.images, shape.rows, shape.columns)),
+        ("chunk", shape.chunk),
+        ("expand", shape.expand),
+        ("project", shape.project),
+        ("strip", shape.strip),
+        *((("held", True),) if shape.held else ()),
         *((("beside", shape.beside),) if shape.beside > 1 else ()),
-    )  # fmt: skip
+    )
     return scheduled(program, "block", shape.threads, *params)
 
 
@@ -177,12 +194,14 @@ def _divided(plain: BlockShape, chunk: int, warps: int, held: bool) -> BlockShap
         return None
     up = [
         (-(-plain.pixels // (ROW_TILE * (warps // a))) * (chunk // (8 * a)), a)
-        for a in ACROSS if warps % a == 0 and chunk % (COLUMN_TILE * a) == 0
-    ]  # fmt: skip
+        for a in ACROSS
+        if warps % a == 0 and chunk % (COLUMN_TILE * a) == 0
+    ]
     down = [
         (-(-plain.outputs // (ROW_TILE * (warps // a))) * -(-found.columns // (COLUMN_TILE * a)), a)
-        for a in (1, 2, 3, 4, 6, 7, 8) if warps % a == 0
-    ]  # fmt: skip
+        for a in (1, 2, 3, 4, 6, 7, 8)
+        if warps % a == 0
+    ]
     strips = [s for s in STRIPS if plain.rows % s[0] == plain.columns % s[1] == 0 and _covered(found, s) <= MOST_STRIP]
     if not up or not strips:
         return None

@@ -234,8 +234,10 @@ class BlockShape:
         written = (image * self.rows + row * high) * self.columns + column * wide
         covered = ((high - 1) * down + reach[0]) * ((wide - 1) * across + reach[1])
         words = self.item / WORD
-        return [(covered, (read * self.patch_pitch * words).astype(int)),
-                (high * wide, (written * self.deep_pitch * words).astype(int))]  # fmt: skip
+        return [
+            (covered, (read * self.patch_pitch * words).astype(int)),
+            (high * wide, (written * self.deep_pitch * words).astype(int)),
+        ]
 
     def _passes(self, starts: list[tuple[int, np.ndarray]], order: list[int]) -> int:
         """Passes through shared memory of groups that do strips in this order."""

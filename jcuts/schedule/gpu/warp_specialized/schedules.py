@@ -84,8 +84,12 @@ class FedTiling:
 
     def of(self, program: Program) -> Program:
         """The scheduled program."""
-        found = (("pixels", self.pixels, 0), ("rounds", self.rounds, 1), ("early", self.early, 0),
-                 ("beside", self.beside, 0))  # fmt: skip
+        found = (
+            ("pixels", self.pixels, 0),
+            ("rounds", self.rounds, 1),
+            ("early", self.early, 0),
+            ("beside", self.beside, 0),
+        )
         more = tuple((name, count) for name, count, least in found if count > least)
         tile = (self.rows, self.columns, LINE // sides(program)[0].item)
         params = (("tile", tile), ("groups", (self.groups, 1)), ("stages", self.stages), ("fed", self.carriers))

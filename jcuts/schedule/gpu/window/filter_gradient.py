@@ -119,9 +119,8 @@ def taps_of(phase: Phase) -> dict[str, int]:
         a.name: [n.index.stride(a.name) for n in loads_of(phase) if n.index is not None] for a in phase.axes[:-1]
     }
     slides = {
-        name for name, moves in strides.items()
-        if any(m not in (0, None) for m in moves) and any(m == 0 for m in moves)
-    }  # fmt: skip
+        name for name, moves in strides.items() if any(m not in (0, None) for m in moves) and any(m == 0 for m in moves)
+    }
     return {a.name: a.extent for a in phase.axes[:-1] if a.name in slides}
 
 

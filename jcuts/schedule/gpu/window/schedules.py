@@ -103,9 +103,16 @@ def _widths(extent: int, size: int) -> list[int]:
 
 
 def _time(
-    program: Program, unroll: dict[str, int], values: int, threads: int, fresh: int = 0, steps: int = 1,
-    pieces: int = 1, along: str = "", ahead: int = -1,
-) -> Windows:  # fmt: skip
+    program: Program,
+    unroll: dict[str, int],
+    values: int,
+    threads: int,
+    fresh: int = 0,
+    steps: int = 1,
+    pieces: int = 1,
+    along: str = "",
+    ahead: int = -1,
+) -> Windows:
     """What is counted. Args: fresh, steps, ahead: of walks along an axis, in so many pieces."""
     phase = program.phases[0]
     counts = {a.name: -(-a.extent // unroll.get(a.name, 1)) for a in phase.axes}
@@ -114,10 +121,20 @@ def _time(
         covered *= pieces * steps / counts[along]
         counts[along] = pieces
     return Windows(
-        math.prod(unroll.values()), values, fresh or values, steps, ahead, unroll[phase.axes[-1].name],
-        math.prod(r.extent for r in phase.reds), narrowest(program), math.prod(counts.values()), covered,
-        float(sum(b.bytes for b in program.inputs)), float(sum(b.bytes for b in program.outputs)), threads,
-    )  # fmt: skip
+        math.prod(unroll.values()),
+        values,
+        fresh or values,
+        steps,
+        ahead,
+        unroll[phase.axes[-1].name],
+        math.prod(r.extent for r in phase.reds),
+        narrowest(program),
+        math.prod(counts.values()),
+        covered,
+        float(sum(b.bytes for b in program.inputs)),
+        float(sum(b.bytes for b in program.outputs)),
+        threads,
+    )
 
 
 def _least(program: Program) -> float:
@@ -137,8 +154,9 @@ def _slid(phase: Phase, lane: str) -> list[Axis]:
             if step is None and period(phase, axis.name) <= MOST_STRIDE:
                 found.append(axis)
                 break
-            if step and any((s := node.index.stride(r.name)) and step % s == 0 and step // s < r.extent + 1
-                            for r in phase.reds):  # fmt: skip
+            if step and any(
+                (s := node.index.stride(r.name)) and step % s == 0 and step // s < r.extent + 1 for r in phase.reds
+            ):
                 found.append(axis)
                 break
     return found[-2:]

@@ -39,9 +39,13 @@ SHAPES = {
 HIGH: dict[str, Any] = {"bert": (64, 16, (2, 1), 3, True), "odd": (32, 64, (1, 2), 2, False)}
 """Tiles of warps of 32 rows."""
 TILES: list[Any] = [
-    (32, 32, (2, 1), 2, False), (16, 64, (1, 2), 2, True), (32, 16, (1, 1), 3, False), (32, 64, (1, 4), 1, False),
-    (48, 64, (3, 2), 2, True), (32, 48, (2, 1), 2, False),
-]  # fmt: skip
+    (32, 32, (2, 1), 2, False),
+    (16, 64, (1, 2), 2, True),
+    (32, 16, (1, 1), 3, False),
+    (32, 64, (1, 4), 1, False),
+    (48, 64, (3, 2), 2, True),
+    (32, 48, (2, 1), 2, False),
+]
 
 
 def normal(*shape, seed=0):

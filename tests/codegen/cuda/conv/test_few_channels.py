@@ -75,9 +75,11 @@ CONVOLUTIONS = {
     "filters along terms": ((1, 9, 20, 3), (16, 3, 3, 3), {"layout": ("NHWC", "OHWI", "NHWC")}),
 }
 TILES = [
-    (2, 32, 32, (2, 1, 2), 1, 1), (4, 16, 16, (4, 1, 1), 2, 2), (2, 32, 16, (1, 2, 1), 1, 3),
+    (2, 32, 32, (2, 1, 2), 1, 1),
+    (4, 16, 16, (4, 1, 1), 2, 2),
+    (2, 32, 16, (1, 2, 1), 1, 3),
     (8, 16, 48, (4, 1, 1), 2, 5),
-]  # fmt: skip
+]
 
 
 @compiled
@@ -259,9 +261,13 @@ LAYERS = {
 @pytest.mark.parametrize("target", [SM80, SM90], ids=lambda t: t.arch)
 @pytest.mark.parametrize(
     "name, dtype",
-    [*((name, "float32") for name in LAYERS), ("ResNet50", "bfloat16"), ("MobileNetV2", "float16"),
-     ("InceptionV3", "bfloat16")],
-)  # fmt: skip
+    [
+        *((name, "float32") for name in LAYERS),
+        ("ResNet50", "bfloat16"),
+        ("MobileNetV2", "float16"),
+        ("InceptionV3", "bfloat16"),
+    ],
+)
 def test_candidates_assemble_without_local_memory(name, dtype, target):
     image, filters, params = LAYERS[name]
     arguments = [np.zeros(s, jnp.dtype(dtype)) for s in (image, filters, filters[-1:])]

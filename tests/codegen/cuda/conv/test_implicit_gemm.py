@@ -23,10 +23,14 @@ from tests.ptx import machine as ptx_machine
 from tests.ptx.tensor_core import round_tf32
 
 TILINGS = [
-    WindowTiling(64, 32, 1, 4, 2), WindowTiling(128, 64, 2, 5, 2, spread=1, steps=2), WindowTiling(128, 32, 1, 3, 2),
-    WindowTiling(128, 48, 2, 4, 2, steps=4), WindowTiling(64, 64, 1, 5, 2, rounds=3, spread=1, steps=4),
-    WindowTiling(64, 64, 1, 4, 2, rounds=2), WindowTiling(128, 32, 2, 4, 2, rounds=3, spread=1),
-]  # fmt: skip
+    WindowTiling(64, 32, 1, 4, 2),
+    WindowTiling(128, 64, 2, 5, 2, spread=1, steps=2),
+    WindowTiling(128, 32, 1, 3, 2),
+    WindowTiling(128, 48, 2, 4, 2, steps=4),
+    WindowTiling(64, 64, 1, 5, 2, rounds=3, spread=1, steps=4),
+    WindowTiling(64, 64, 1, 4, 2, rounds=2),
+    WindowTiling(128, 32, 2, 4, 2, rounds=3, spread=1),
+]
 CASES = {
     "3x3": ((2, 9, 11, 64), (40, 3, 3, 64), (1, 1), "SAME"),
     "3x3 ragged channels": ((1, 7, 13, 44), (24, 3, 3, 44), (1, 1), "SAME"),
@@ -63,30 +67,44 @@ def test_weights_that_stay_in_shared_memory(case, tiling):
 
 
 @compiled
-@pytest.mark.parametrize("tiling", [
-    WindowTiling(64, 32, 1, 4, 2, unrolled=1, spread=1, steps=4), WindowTiling(128, 32, 1, 5, 2, rounds=2, unrolled=1),
-    WindowTiling(64, 24, 1, 0, 2, rounds=3, unrolled=1, spread=1, steps=4),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "tiling",
+    [
+        WindowTiling(64, 32, 1, 4, 2, unrolled=1, spread=1, steps=4),
+        WindowTiling(128, 32, 1, 5, 2, rounds=2, unrolled=1),
+        WindowTiling(64, 24, 1, 0, 2, rounds=3, unrolled=1, spread=1, steps=4),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("case", ["3x3", "3x3 ragged channels", "1x7"])
 def test_taps_with_code_of_their_own(case, tiling):
     check(case, tiling)
 
 
 CLUSTERS = [
-    WindowTiling(64, 32, 1, 4, 1, steps=2, cluster=2, early=1), WindowTiling(128, 64, 2, 8, 2, steps=4, cluster=2),
-    WindowTiling(64, 64, 1, 0, 1, steps=2, unrolled=1, cluster=4, early=1), WindowTiling(64, 40, 1, 5, 2, cluster=3),
-    WindowTiling(64, 64, 1, 8, 2, steps=4, unrolled=1, cluster=2, early=1), WindowTiling(64, 96, 1, 3, 2, cluster=4),
+    WindowTiling(64, 32, 1, 4, 1, steps=2, cluster=2, early=1),
+    WindowTiling(128, 64, 2, 8, 2, steps=4, cluster=2),
+    WindowTiling(64, 64, 1, 0, 1, steps=2, unrolled=1, cluster=4, early=1),
+    WindowTiling(64, 40, 1, 5, 2, cluster=3),
+    WindowTiling(64, 64, 1, 8, 2, steps=4, unrolled=1, cluster=2, early=1),
+    WindowTiling(64, 96, 1, 3, 2, cluster=4),
     WindowTiling(128, 32, 2, 0, 2, steps=2, spread=1, cluster=5, early=1),
-]  # fmt: skip
+]
 SHARED_CHANNELS = {2: (48, 128), 3: (84,), 4: (112, 256), 5: (160,)}
 """By blocks of a cluster: channels whose lines they can share."""
 
 
 @compiled
 @pytest.mark.parametrize("tiling", CLUSTERS, ids=str)
-@pytest.mark.parametrize("taps, strides, padding", [
-    ((3, 3), 1, "SAME"), ((1, 7), 1, "SAME"), ((3, 3), 2, "VALID"), ((5, 5), 1, "SAME"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "taps, strides, padding",
+    [
+        ((3, 3), 1, "SAME"),
+        ((1, 7), 1, "SAME"),
+        ((3, 3), 2, "VALID"),
+        ((5, 5), 1, "SAME"),
+    ],
+)
 def test_blocks_of_a_cluster_share_channels(taps, strides, padding, tiling):
     """A vector and a matrix are added to the totals; pixels lie among channels that are NaN."""
     tried = 0
@@ -118,10 +136,14 @@ def test_blocks_of_a_cluster_share_channels(taps, strides, padding, tiling):
 
 
 @compiled
-@pytest.mark.parametrize("tiling, channels", [
-    (WindowTiling(128, 128, 2, 9, 1, steps=2, cluster=2, early=1), 64),
-    (WindowTiling(128, 128, 2, 9, 1, steps=2, unrolled=1, cluster=3), 96),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "tiling, channels",
+    [
+        (WindowTiling(128, 128, 2, 9, 1, steps=2, cluster=2, early=1), 64),
+        (WindowTiling(128, 128, 2, 9, 1, steps=2, unrolled=1, cluster=3), 96),
+    ],
+    ids=str,
+)
 def test_what_is_pushed_may_take_the_place_of_operands(tiling, channels):
     """Where shared memory has no room for both."""
     x, w, b = normal(1, 5, 60, channels), round_tf32(normal(136, 3, 3, channels, seed=1)), normal(136, seed=2)
@@ -143,20 +165,29 @@ def test_what_clusters_do_not_share():
     x, w = normal(2, 9, 8, 96), round_tf32(normal(64, 3, 3, 96, seed=1))
     made = programs.trace(
         lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "OHWI", "NHWC")), x, w
-    ).product()  # fmt: skip
+    ).product()
     good = WindowTiling(64, 32, 1, 4, 1, steps=2, cluster=3)
     compiler.compile_program(good.of(made), SM90)
-    for wrong in (replace(good, cluster=2), replace(good, rounds=2, pixels=2), replace(good, short=1),
-                  replace(good, cluster=1, early=1, rounds=2, pixels=2)):  # fmt: skip
+    for wrong in (
+        replace(good, cluster=2),
+        replace(good, rounds=2, pixels=2),
+        replace(good, short=1),
+        replace(good, cluster=1, early=1, rounds=2, pixels=2),
+    ):
         with pytest.raises(CompileRejected):
             compiler.compile_program(wrong.of(made), SM90)
 
 
 @compiled
-@pytest.mark.parametrize("tiling", [
-    WindowTiling(64, 32, 1, 4, 2, spread=1, steps=4), WindowTiling(128, 72, 1, 5, 2, rounds=2),
-    WindowTiling(64, 64, 1, 0, 2, rounds=3, unrolled=1, spread=1, steps=2),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "tiling",
+    [
+        WindowTiling(64, 32, 1, 4, 2, spread=1, steps=4),
+        WindowTiling(128, 72, 1, 5, 2, rounds=2),
+        WindowTiling(64, 64, 1, 0, 2, rounds=3, unrolled=1, spread=1, steps=2),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("layout", ["OHWI", "HWIO"])
 def test_floats_of_16_bits(layout, tiling):
     dtype = "float16" if tiling.steps == 4 and layout == "OHWI" else "bfloat16"
@@ -177,11 +208,17 @@ def test_floats_of_16_bits(layout, tiling):
 
 
 @compiled
-@pytest.mark.parametrize("tiling", [
-    WindowTiling(64, 32, 1, 4, 1, steps=2, unrolled=1), WindowTiling(128, 40, 2, 9, 2, 2, 1, 2, unrolled=1),
-    WindowTiling(128, 72, 1, 5, 2, rounds=3, steps=2), WindowTiling(192, 32, 3, 9, 1, spread=1, steps=2, unrolled=1),
-    WindowTiling(128, 48, 2, 9, 2, rounds=2, spread=1, steps=2, unrolled=1, paired=1),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "tiling",
+    [
+        WindowTiling(64, 32, 1, 4, 1, steps=2, unrolled=1),
+        WindowTiling(128, 40, 2, 9, 2, 2, 1, 2, unrolled=1),
+        WindowTiling(128, 72, 1, 5, 2, rounds=3, steps=2),
+        WindowTiling(192, 32, 3, 9, 1, spread=1, steps=2, unrolled=1),
+        WindowTiling(128, 48, 2, 9, 2, rounds=2, spread=1, steps=2, unrolled=1, paired=1),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("channels, strides, padding", [(32, 1, "SAME"), (24, 2, "SAME"), (32, 1, "VALID")])
 def test_lines_of_64_bytes(channels, strides, padding, tiling):
     """Few channels of 16 bits, beside NaN that belong to nobody."""
@@ -203,15 +240,21 @@ def test_lines_of_64_bytes(channels, strides, padding, tiling):
 
 
 @compiled
-@pytest.mark.parametrize("channels, tiling", [
-    (80, WindowTiling(192, 96, 3, 6, 2, rounds=2, steps=4, spread=1, short=1)),
-    (96, WindowTiling(64, 40, 1, 18, 2, rounds=3, spread=1, steps=4, unrolled=1, short=1)),
-    (80, WindowTiling(192, 72, 3, 5, 2, rounds=2, steps=2, short=1)), (48, WindowTiling(64, 72, 1, 5, 1, short=1)),
-    (48, WindowTiling(128, 64, 2, 9, 2, rounds=2, spread=1, steps=4, unrolled=1, short=1)),
-    (104, WindowTiling(128, 24, 1, 5, 2, steps=2, short=1)), (136, WindowTiling(64, 64, 1, 6, 2, rounds=2, short=1)),
-    (136, WindowTiling(128, 64, 2, 4, 2, spread=1, steps=2, short=1, paired=1)),
-    (16, WindowTiling(128, 64, 2, 9, 2, spread=1, steps=2, unrolled=1, short=1)),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "channels, tiling",
+    [
+        (80, WindowTiling(192, 96, 3, 6, 2, rounds=2, steps=4, spread=1, short=1)),
+        (96, WindowTiling(64, 40, 1, 18, 2, rounds=3, spread=1, steps=4, unrolled=1, short=1)),
+        (80, WindowTiling(192, 72, 3, 5, 2, rounds=2, steps=2, short=1)),
+        (48, WindowTiling(64, 72, 1, 5, 1, short=1)),
+        (48, WindowTiling(128, 64, 2, 9, 2, rounds=2, spread=1, steps=4, unrolled=1, short=1)),
+        (104, WindowTiling(128, 24, 1, 5, 2, steps=2, short=1)),
+        (136, WindowTiling(64, 64, 1, 6, 2, rounds=2, short=1)),
+        (136, WindowTiling(128, 64, 2, 4, 2, spread=1, steps=2, short=1, paired=1)),
+        (16, WindowTiling(128, 64, 2, 9, 2, spread=1, steps=2, unrolled=1, short=1)),
+    ],
+    ids=str,
+)
 def test_last_lines_that_are_not_full(channels, tiling):
     x, w, b = (normal(*s, seed=k) for k, s in enumerate(((2, 9, 11, channels), (3, 3, channels, 72), (72,))))
     x, w, b = (a.astype("bfloat16") for a in (x, w, b))
@@ -230,12 +273,16 @@ def test_last_lines_that_are_not_full(channels, tiling):
 
 
 @compiled
-@pytest.mark.parametrize("tiling", [
-    WindowTiling(64, 32, 1, 4, 2, spread=1, steps=4, fetched=1),
-    WindowTiling(128, 48, 2, 5, 2, rounds=2, spread=1, steps=4, fetched=1),
-    WindowTiling(64, 24, 1, 0, 2, rounds=3, spread=1, steps=4, fetched=1),
-    WindowTiling(64, 32, 1, 0, 2, rounds=2, spread=1, steps=4, unrolled=1, fetched=1),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "tiling",
+    [
+        WindowTiling(64, 32, 1, 4, 2, spread=1, steps=4, fetched=1),
+        WindowTiling(128, 48, 2, 5, 2, rounds=2, spread=1, steps=4, fetched=1),
+        WindowTiling(64, 24, 1, 0, 2, rounds=3, spread=1, steps=4, fetched=1),
+        WindowTiling(64, 32, 1, 0, 2, rounds=2, spread=1, steps=4, unrolled=1, fetched=1),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("case", ["3x3", "3x3 ragged channels", "1x7"])
 def test_fragments_that_are_asked_for_before_products(case, tiling):
     check(case, tiling)
@@ -266,9 +313,11 @@ def layer(strides, padding):
 
 
 @compiled
-@pytest.mark.parametrize("case, tiling", [
-    (case, tiling) for k, case in enumerate(CASES) for n, tiling in enumerate(TILINGS) if (k + n) % 2
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "case, tiling",
+    [(case, tiling) for k, case in enumerate(CASES) for n, tiling in enumerate(TILINGS) if (k + n) % 2],
+    ids=str,
+)
 def test_convolutions_of_odd_sizes(case, tiling):
     check(case, tiling)
 
@@ -281,9 +330,13 @@ def exact(case):
     r = normal(*shape, seed=3)
     with jax.enable_x64(True):
         y = lax.conv_general_dilated(
-            tf32(x).astype(np.float64), w.astype(np.float64), strides, padding,
-            dimension_numbers=("NHWC", "OHWI", "NHWC"), precision="highest",
-        )  # fmt: skip
+            tf32(x).astype(np.float64),
+            w.astype(np.float64),
+            strides,
+            padding,
+            dimension_numbers=("NHWC", "OHWI", "NHWC"),
+            precision="highest",
+        )
         wanted = np.maximum(np.asarray(y) + b + r, 0)
     return layer(strides, padding), (x, w, b, r), wanted
 
@@ -320,10 +373,12 @@ def test_what_does_not_fit():
     good = WindowTiling(64, 24, 1, 4, 2)
     window_shape(good.of(product))
     for tiling, program in (
-        (replace(good, stages=2), product), (replace(good, stages=19), product),
-        (replace(good, pixels=1), product), (replace(good, rows=96), product),
+        (replace(good, stages=2), product),
+        (replace(good, stages=19), product),
+        (replace(good, pixels=1), product),
+        (replace(good, rows=96), product),
         (replace(good, steps=3), product),
-    ):  # fmt: skip
+    ):
         with pytest.raises(CompileRejected):
             window_shape(tiling.of(program))
     plain = replace(product, buffers=tuple(replace(b, tf32=False) for b in product.buffers))

@@ -29,7 +29,9 @@ def transposes(fn, *arguments):
     """The program, and its schedules by way of shared memory."""
     traced = programs.trace(fn, *arguments)
     program = traced.program()
-    found = [p for p, _ in gpu_candidates.candidates(program, MACHINE, 1 << 30) if dict(p.params)["cuda"] == "transposed"]
+    found = [
+        p for p, _ in gpu_candidates.candidates(program, MACHINE, 1 << 30) if dict(p.params)["cuda"] == "transposed"
+    ]
     return traced, program, found
 
 

@@ -28,9 +28,11 @@ from tests.ptx.tensor_core import TensorFault, round_tf32
 
 MACHINE = gpu_candidates.GpuMachine(132)
 TILES = [
-    GroupTiling(64, 64, 32, (1, 1), 3, rounded=1), GroupTiling(128, 64, 32, (2, 1), 3, rounded=1, spread=1, steps=2),
-    GroupTiling(64, 128, 32, (1, 2), 3, rounded=1), GroupTiling(128, 96, 32, (2, 1), 3, rounded=1, early=1),
-]  # fmt: skip
+    GroupTiling(64, 64, 32, (1, 1), 3, rounded=1),
+    GroupTiling(128, 64, 32, (2, 1), 3, rounded=1, spread=1, steps=2),
+    GroupTiling(64, 128, 32, (1, 2), 3, rounded=1),
+    GroupTiling(128, 96, 32, (2, 1), 3, rounded=1, early=1),
+]
 
 
 def exact(x, dtype):
@@ -149,7 +151,7 @@ def test_the_machine_sees_what_bulk_copies_do_wrong():
         (r"bar.sync 0", "may not be there|before a barrier"),
         (r"fence.proxy.async.shared::cta", "proxy fence"),
         (r"mbarrier.try_wait", "under way"),
-    ):  # fmt: skip
+    ):
         changed = re.sub(rf"{change}[^;]*;", "setp.eq.u32 p, 0, 0;" if "try" in change else "", ptx)
         with pytest.raises((TensorFault, ptx_machine.Fault), match=what):
             ptx_machine.run_kernel(changed, kernel, traced.operands())

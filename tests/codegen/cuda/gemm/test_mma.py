@@ -37,11 +37,16 @@ compiled = pytest.mark.skipif(bool(_WHY), reason=_WHY or "-")
 LIMIT = 2e-6
 """Allowed error over the root mean square: float32 sums of exact products."""
 TILINGS = [
-    Tiling(32, 32, 16, (2, 2, 1), 3, 1), Tiling(64, 32, 32, (2, 1, 2), 2, 1), Tiling(16, 64, 32, (1, 2, 4), 4, 1),
-    Tiling(32, 64, 16, (1, 2, 2), 3, 2), Tiling(16, 16, 32, (1, 1, 2), 6, 3),
-    Tiling(32, 32, 16, (2, 2, 1), 3, 1, 2), Tiling(16, 64, 16, (1, 2, 2), 2, 1, 4),
-    Tiling(64, 32, 16, (1, 2, 1), 3, 1, 3), Tiling(48, 96, 32, (3, 2, 1), 3, 1),
-]  # fmt: skip
+    Tiling(32, 32, 16, (2, 2, 1), 3, 1),
+    Tiling(64, 32, 32, (2, 1, 2), 2, 1),
+    Tiling(16, 64, 32, (1, 2, 4), 4, 1),
+    Tiling(32, 64, 16, (1, 2, 2), 3, 2),
+    Tiling(16, 16, 32, (1, 1, 2), 6, 3),
+    Tiling(32, 32, 16, (2, 2, 1), 3, 1, 2),
+    Tiling(16, 64, 16, (1, 2, 2), 2, 1, 4),
+    Tiling(64, 32, 16, (1, 2, 1), 3, 1, 3),
+    Tiling(48, 96, 32, (3, 2, 1), 3, 1),
+]
 
 
 def normal(*shape, seed=0, dtype=np.float32):
@@ -166,9 +171,11 @@ def test_convolutions_with_taps(name):
     with jax.enable_x64(True):
         wanted = np.maximum(np.asarray(conv(jnp.asarray(tf32(x)), jnp.asarray(tf32(w)), **params)) + b, 0)
     for tiling in (
-        Tiling(32, 32, 16, (2, 2, 1), 3, 1), Tiling(64, 32, 16, (2, 1, 2), 2, 1), Tiling(16, 32, 16, (1, 1, 2), 4, 3),
+        Tiling(32, 32, 16, (2, 2, 1), 3, 1),
+        Tiling(64, 32, 16, (2, 1, 2), 2, 1),
+        Tiling(16, 32, 16, (1, 1, 2), 4, 3),
         Tiling(32, 32, 16, (2, 1, 1), 3, 1, 2),
-    ):  # fmt: skip
+    ):
         compare(run(lambda x, w, b: jax.nn.relu(conv(x, w, **params) + b), (x, w, b), tiling), [wanted])
 
 
@@ -255,8 +262,10 @@ def test_refusals():
     x, w = normal(64, 64), normal(64, 64)
     program = product_of(lambda x, w: x @ w, x, w)
     for tiling in (
-        Tiling(48, 32, 16, (2, 1, 1), 3, 1), Tiling(32, 32, 16, (2, 2, 4), 3, 1), Tiling(32, 32, 16, (2, 2, 1), 1, 1),
-    ):  # fmt: skip
+        Tiling(48, 32, 16, (2, 1, 1), 3, 1),
+        Tiling(32, 32, 16, (2, 2, 4), 3, 1),
+        Tiling(32, 32, 16, (2, 2, 1), 1, 1),
+    ):
         with pytest.raises(CompileRejected, match="no product of tiles"):
             emit_source(tiling.of(program))
     if not _WHY:

@@ -27,10 +27,16 @@ MACHINE = gpu_candidates.GpuMachine(132)
 LIMIT = 1e-14
 """Of an error over the root mean square."""
 TILINGS = [
-    Tiling(32, 64, 16, (1, 2, 1), 3, 1), Tiling(64, 32, 32, (2, 1, 2), 2, 1), Tiling(16, 64, 32, (1, 2, 4), 4, 1),
-    Tiling(32, 64, 8, (1, 2, 1), 3, 1), Tiling(32, 16, 16, (1, 1, 2), 6, 1), Tiling(64, 32, 16, (2, 1, 1), 3, 1, 2),
-    Tiling(16, 64, 16, (1, 2, 2), 2, 1, 4), Tiling(64, 32, 16, (1, 2, 1), 3, 1, 3), Tiling(48, 96, 32, (3, 2, 1), 3, 1),
-]  # fmt: skip
+    Tiling(32, 64, 16, (1, 2, 1), 3, 1),
+    Tiling(64, 32, 32, (2, 1, 2), 2, 1),
+    Tiling(16, 64, 32, (1, 2, 4), 4, 1),
+    Tiling(32, 64, 8, (1, 2, 1), 3, 1),
+    Tiling(32, 16, 16, (1, 1, 2), 6, 1),
+    Tiling(64, 32, 16, (2, 1, 1), 3, 1, 2),
+    Tiling(16, 64, 16, (1, 2, 2), 2, 1, 4),
+    Tiling(64, 32, 16, (1, 2, 1), 3, 1, 3),
+    Tiling(48, 96, 32, (3, 2, 1), 3, 1),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -142,10 +148,17 @@ def test_what_does_not_fit():
             emit_source(tiling.of(made))
 
 
-@pytest.mark.parametrize("how, product", [
-    ({}, True), ({"strides": (2, 2)}, True), ({"dilation": (2, 2)}, True),
-    ({"lhs": (2, 2), "padding": ((1, 1), (1, 1))}, False), ({"lhs": (2, 1), "padding": ((1, 2), (0, 0))}, False),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "how, product",
+    [
+        ({}, True),
+        ({"strides": (2, 2)}, True),
+        ({"dilation": (2, 2)}, True),
+        ({"lhs": (2, 2), "padding": ((1, 1), (1, 1))}, False),
+        ({"lhs": (2, 1), "padding": ((1, 2), (0, 0))}, False),
+    ],
+    ids=str,
+)
 def test_which_zeros_are_factors(how, product):
     traced = programs.trace(lambda x, w: conv(x, w, **how), normal(2, 9, 8, 32), normal(3, 3, 32, 24))
     assert (as_product(traced.program(), exact=True) is not None) == product

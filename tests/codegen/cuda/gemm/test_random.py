@@ -20,8 +20,15 @@ MACHINE, SM90 = gpu_candidates.GpuMachine(132), CudaTarget((9, 0))
 _WHY = compiler.available()
 pytestmark = pytest.mark.skipif(bool(_WHY), reason=_WHY or "-")
 SUMS = (
-    "mk,kn->mn", "km,kn->mn", "mk,nk->mn", "bmk,bkn->bmn", "mbk,bkn->mbn", "bmk,kn->bmn", "bmk,bnk->bnm", "mak,akn->mn",
-)  # fmt: skip
+    "mk,kn->mn",
+    "km,kn->mn",
+    "mk,nk->mn",
+    "bmk,bkn->bmn",
+    "mbk,bkn->mbn",
+    "bmk,kn->bmn",
+    "bmk,bnk->bnm",
+    "mak,akn->mn",
+)
 LAYOUTS = (("NHWC", "HWIO", "NHWC"), ("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW"), ("NHWC", "OHWI", "NHWC"))
 ENDS = (lambda y: y, lambda y: jax.nn.relu(y * 1.5 + 1), lambda y: (jnp.tanh(y), y + 2))
 

@@ -105,17 +105,26 @@ def test_nothing_new_for_float32_and_older_units():
 
 
 PIECED = [
-    GroupTiling(64, 64, 64, (1, 1), 4), GroupTiling(128, 40, 64, (2, 1), 5, early=1),
-    GroupTiling(64, 32, 64, (1, 1), 4, cluster=3, push=1, early=1), GroupTiling(64, 64, 128, (1, 1), 3),
-    GroupTiling(64, 64, 64, (1, 1), 5, cluster=3), GroupTiling(128, 48, 64, (2, 1), 4, paired=1),
-]  # fmt: skip
+    GroupTiling(64, 64, 64, (1, 1), 4),
+    GroupTiling(128, 40, 64, (2, 1), 5, early=1),
+    GroupTiling(64, 32, 64, (1, 1), 4, cluster=3, push=1, early=1),
+    GroupTiling(64, 64, 128, (1, 1), 3),
+    GroupTiling(64, 64, 64, (1, 1), 5, cluster=3),
+    GroupTiling(128, 48, 64, (2, 1), 4, paired=1),
+]
 
 
 @compiled
 @pytest.mark.parametrize("tiling", PIECED, ids=str)
-@pytest.mark.parametrize("channels, taps, strides, padding", [
-    (48, (3, 3), 1, "SAME"), (40, (1, 7), 1, "SAME"), (96, (3, 3), 2, "VALID"), (160, (3, 1), 1, "SAME"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "channels, taps, strides, padding",
+    [
+        (48, (3, 3), 1, "SAME"),
+        (40, (1, 7), 1, "SAME"),
+        (96, (3, 3), 2, "VALID"),
+        (160, (3, 1), 1, "SAME"),
+    ],
+)
 def test_tiles_whose_terms_lie_in_several_taps(channels, taps, strides, padding, tiling):
     """Channels that 64 does not divide, part of pixels that hold NaN besides."""
     half = jnp.dtype("bfloat16")
@@ -136,9 +145,14 @@ def test_tiles_whose_terms_lie_in_several_taps(channels, taps, strides, padding,
 
 
 @compiled
-@pytest.mark.parametrize("batch, size, channels, features, taps", [
-    (1, 35, 48, 64, 5), (1, 35, 96, 96, 3), (64, 35, 288, 384, 3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "batch, size, channels, features, taps",
+    [
+        (1, 35, 48, 64, 5),
+        (1, 35, 96, 96, 3),
+        (64, 35, 288, 384, 3),
+    ],
+)
 def test_channels_that_64_does_not_divide_have_schedules_of_warp_groups(batch, size, channels, features, taps):
     half = jnp.bfloat16
 
@@ -154,8 +168,9 @@ def test_channels_that_64_does_not_divide_have_schedules_of_warp_groups(batch, s
 
 @compiled
 @pytest.mark.parametrize("size", [(70, 192, 104), (130, 128, 48), (64, 136, 100)])
-@pytest.mark.parametrize("tiling", [GroupTiling(64, 96, 64, (1, 1), 3, paired=1),
-                                    GroupTiling(128, 64, 64, (2, 1), 3, paired=1)], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "tiling", [GroupTiling(64, 96, 64, (1, 1), 3, paired=1), GroupTiling(128, 64, 64, (2, 1), 3, paired=1)], ids=str
+)
 def test_lanes_exchange_results(size, tiling):
     """What is added is read as widely as results are stored."""
     found = arguments(*size, jnp.bfloat16)

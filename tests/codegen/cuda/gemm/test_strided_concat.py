@@ -123,10 +123,14 @@ def test_groups_of_different_sizes_stay_a_copy():
 @pytest.mark.parametrize("fn", [convolved, multiplied])
 @pytest.mark.parametrize(
     "channels, tiling",
-    [(144, Tiling(32, 32, 16, (2, 2, 1), 3, 1)), (288, Tiling(16, 64, 32, (1, 2, 4), 4, 1)),
-     (288, Tiling(64, 32, 32, (2, 1, 2), 2, 2)), (432, Tiling(64, 48, 16, (2, 3, 1), 3, 1))],
+    [
+        (144, Tiling(32, 32, 16, (2, 2, 1), 3, 1)),
+        (288, Tiling(16, 64, 32, (1, 2, 4), 4, 1)),
+        (288, Tiling(64, 32, 32, (2, 1, 2), 2, 2)),
+        (432, Tiling(64, 48, 16, (2, 3, 1), 3, 1)),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_kernels_of_every_run_of_channels(fn, channels, tiling):
     arguments = operands(channels)
     whole = traced(fn, *arguments)

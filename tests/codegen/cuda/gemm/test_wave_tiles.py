@@ -17,11 +17,12 @@ from tests.codegen.cuda.gemm.test_wgmma import marked, run_rounded
 from tests.ptx.tensor_core import round_tf32
 
 FITTED = [
-    GroupTiling(192, 144, 32, (3, 1), 5, rounded=1), GroupTiling(128, 160, 32, (2, 1), 6, rounded=1, steps=0),
+    GroupTiling(192, 144, 32, (3, 1), 5, rounded=1),
+    GroupTiling(128, 160, 32, (2, 1), 6, rounded=1, steps=0),
     GroupTiling(128, 224, 32, (2, 1), 5, rounded=1, spread=1, steps=2),
     GroupTiling(64, 112, 32, (1, 1), 3, cluster=3, rounded=1, push=1, early=1, steps=0),
     GroupTiling(64, 208, 32, (1, 1), 3, rounded=1),
-]  # fmt: skip
+]
 SIZES = [(200, 288, 300), (70, 300, 116)]
 
 

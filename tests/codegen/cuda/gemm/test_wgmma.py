@@ -40,25 +40,37 @@ from tests.ptx.tensor_core import TensorFault, round_tf32
 
 MACHINE = gpu_candidates.GpuMachine(132)
 ROUNDED = [
-    GroupTiling(64, 64, 32, (1, 1), 3, 1), GroupTiling(128, 128, 32, (2, 1), 3, 2),
-    GroupTiling(64, 96, 64, (1, 1), 2, 1), GroupTiling(128, 64, 32, (1, 1), 3, 1),
-    GroupTiling(64, 64, 64, (1, 1), 3, 1), GroupTiling(64, 128, 32, (1, 2), 3, 1),
-    GroupTiling(64, 64, 32, (1, 1), 3, 1, 2), GroupTiling(128, 64, 32, (1, 1), 3, 1, 1, 2),
+    GroupTiling(64, 64, 32, (1, 1), 3, 1),
+    GroupTiling(128, 128, 32, (2, 1), 3, 2),
+    GroupTiling(64, 96, 64, (1, 1), 2, 1),
+    GroupTiling(128, 64, 32, (1, 1), 3, 1),
+    GroupTiling(64, 64, 64, (1, 1), 3, 1),
+    GroupTiling(64, 128, 32, (1, 2), 3, 1),
+    GroupTiling(64, 64, 32, (1, 1), 3, 1, 2),
+    GroupTiling(128, 64, 32, (1, 1), 3, 1, 1, 2),
     GroupTiling(64, 64, 32, (1, 1), 2, 1, 1, 2),
-]  # fmt: skip
+]
 """Of float32."""
 COPIED = [
-    GroupTiling(64, 64, 64, (1, 1), 3), GroupTiling(128, 128, 64, (2, 1), 4), GroupTiling(128, 96, 64, (1, 1), 3),
-    GroupTiling(64, 128, 64, (1, 2), 3), GroupTiling(64, 64, 128, (1, 1), 3), GroupTiling(64, 64, 64, (1, 1), 4, 0, 2),
+    GroupTiling(64, 64, 64, (1, 1), 3),
+    GroupTiling(128, 128, 64, (2, 1), 4),
+    GroupTiling(128, 96, 64, (1, 1), 3),
+    GroupTiling(64, 128, 64, (1, 2), 3),
+    GroupTiling(64, 64, 128, (1, 1), 3),
+    GroupTiling(64, 64, 64, (1, 1), 4, 0, 2),
     GroupTiling(128, 64, 64, (2, 1), 3, 0, 1, 2),
-]  # fmt: skip
+]
 """Of 16-bit types."""
 FRAGMENTS = [
-    GroupTiling(64, 64, 32, (1, 1), 3, rounded=1), GroupTiling(128, 128, 32, (2, 1), 4, rounded=1),
-    GroupTiling(128, 64, 32, (1, 1), 4, rounded=1), GroupTiling(64, 96, 64, (1, 1), 3, rounded=1),
-    GroupTiling(64, 128, 32, (1, 2), 3, rounded=1), GroupTiling(64, 64, 32, (1, 1), 4, 0, 2, rounded=1),
-    GroupTiling(128, 64, 32, (2, 1), 3, 0, 1, 2, rounded=1), GroupTiling(128, 64, 64, (1, 1), 3, rounded=1),
-]  # fmt: skip
+    GroupTiling(64, 64, 32, (1, 1), 3, rounded=1),
+    GroupTiling(128, 128, 32, (2, 1), 4, rounded=1),
+    GroupTiling(128, 64, 32, (1, 1), 4, rounded=1),
+    GroupTiling(64, 96, 64, (1, 1), 3, rounded=1),
+    GroupTiling(64, 128, 32, (1, 2), 3, rounded=1),
+    GroupTiling(64, 64, 32, (1, 1), 4, 0, 2, rounded=1),
+    GroupTiling(128, 64, 32, (2, 1), 3, 0, 1, 2, rounded=1),
+    GroupTiling(128, 64, 64, (1, 1), 3, rounded=1),
+]
 """Of float32 whose right operand is rounded already."""
 SHORT = [
     GroupTiling(64, 64, 32, (1, 1), 10, rounded=1, early=1),  # a stage for every tile of terms
@@ -67,22 +79,26 @@ SHORT = [
     GroupTiling(64, 192, 32, (1, 1), 6, cluster=2, rounded=1, push=1, early=1),  # totals over the tiles of terms
     GroupTiling(64, 96, 32, (1, 2), 3, cluster=4, rounded=1, push=1, steps=2),
     GroupTiling(128, 64, 32, (1, 1), 4, cluster=3, rounded=1, push=1, spread=1),
-]  # fmt: skip
+]
 """Of few rows: all tiles under way at once, blocks that push totals, results asked for early."""
 HALF_FRAGMENTS = [
-    GroupTiling(64, 64, 64, (1, 1), 3, rounded=1), GroupTiling(128, 128, 64, (2, 1), 4, rounded=1),
-    GroupTiling(128, 64, 128, (1, 1), 3, rounded=1), GroupTiling(64, 128, 64, (1, 1), 4, rounded=1, spread=1, steps=2),
-    GroupTiling(64, 64, 64, (1, 1), 4, 0, 2, rounded=1), GroupTiling(128, 64, 64, (2, 1), 3, 0, 1, 2, rounded=1),
+    GroupTiling(64, 64, 64, (1, 1), 3, rounded=1),
+    GroupTiling(128, 128, 64, (2, 1), 4, rounded=1),
+    GroupTiling(128, 64, 128, (1, 1), 3, rounded=1),
+    GroupTiling(64, 128, 64, (1, 1), 4, rounded=1, spread=1, steps=2),
+    GroupTiling(64, 64, 64, (1, 1), 4, 0, 2, rounded=1),
+    GroupTiling(128, 64, 64, (2, 1), 3, 0, 1, 2, rounded=1),
     GroupTiling(192, 64, 64, (3, 1), 4, rounded=1, steps=4, early=1),
-]  # fmt: skip
+]
 """Of bfloat16 whose left operand is computed on its way."""
 UNEVEN = [
     GroupTiling(64, 64, 32, (1, 1), 4, 0, 1, 8, rounded=1, steps=0, push=1, early=1),
     GroupTiling(64, 32, 32, (1, 1), 4, 0, 1, 6, rounded=1, steps=2, push=1, early=1),
     GroupTiling(64, 96, 32, (1, 1), 6, 0, 1, 5, rounded=1, steps=0, push=1, early=1),
     GroupTiling(128, 64, 64, (2, 1), 3, 0, 1, 3, rounded=1, steps=1, push=1, early=1),
-    GroupTiling(64, 64, 64, (1, 1), 4, rounded=1), GroupTiling(64, 64, 32, (1, 1), 4, 0, 1, 4, rounded=1),
-]  # fmt: skip
+    GroupTiling(64, 64, 64, (1, 1), 4, rounded=1),
+    GroupTiling(64, 64, 32, (1, 1), 4, 0, 1, 4, rounded=1),
+]
 """Blocks whose last tiles of terms are not full, or are not there."""
 EPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10}
 
@@ -350,17 +366,24 @@ TAPS = [
     GroupTiling(64, 64, 32, (1, 1), 5, cluster=4, rounded=1, push=1, early=1, steps=4),
     GroupTiling(128, 32, 32, (2, 1), 9, cluster=2, rounded=1, push=1, early=1, steps=2),
     GroupTiling(64, 96, 32, (1, 1), 4, cluster=3, rounded=1, push=1, spread=1, steps=2),
-    GroupTiling(64, 32, 64, (1, 1), 3, rounded=1, early=1), GroupTiling(128, 64, 32, (2, 1), 4, rounded=1),
-]  # fmt: skip
+    GroupTiling(64, 32, 64, (1, 1), 3, rounded=1, early=1),
+    GroupTiling(128, 64, 32, (2, 1), 4, rounded=1),
+]
 """Of few rows, whose terms are taps, too."""
 
 
 @compiled
 @pytest.mark.parametrize("tiling", TAPS, ids=str)
-@pytest.mark.parametrize("channels, taps, strides, padding", [
-    (64, (3, 3), 1, "SAME"), (48, (5, 5), 1, "SAME"), (80, (3, 3), 2, "VALID"), (160, (1, 7), 1, "SAME"),
-    (16, (3, 3), 1, "SAME"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "channels, taps, strides, padding",
+    [
+        (64, (3, 3), 1, "SAME"),
+        (48, (5, 5), 1, "SAME"),
+        (80, (3, 3), 2, "VALID"),
+        (160, (1, 7), 1, "SAME"),
+        (16, (3, 3), 1, "SAME"),
+    ],
+)
 def test_convolutions_of_few_rows(channels, taps, strides, padding, tiling):
     """Tiles of terms lie in several taps where 32 does not divide the channels, which lie among others that are NaN."""
     x, w = normal(1, 9, 8, channels + 8), round_tf32(normal(72, *taps, channels, seed=1))
@@ -391,9 +414,17 @@ def test_tiles_that_wait_in_registers_lie_in_one_tap():
 
 
 @compiled
-@pytest.mark.parametrize("size, channels, features, taps", [
-    (14, 256, 256, 3), (7, 512, 512, 3), (56, 64, 64, 3), (14, 128, 32, 3), (35, 48, 64, 5), (35, 96, 96, 3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "size, channels, features, taps",
+    [
+        (14, 256, 256, 3),
+        (7, 512, 512, 3),
+        (56, 64, 64, 3),
+        (14, 128, 32, 3),
+        (35, 48, 64, 5),
+        (35, 96, 96, 3),
+    ],
+)
 def test_filters_at_batch_1_are_tried_in_clusters(size, channels, features, taps):
     """With a tile per tap, and with pixels that are kept in the first half of the ranking; all of them assemble."""
     shapes = (1, size, size, channels), (features, taps, taps, channels)
@@ -413,8 +444,10 @@ def test_filters_at_batch_1_are_tried_in_clusters(size, channels, features, taps
 def test_the_machine_sees_what_pipelines_do_wrong():
     x, w = normal(64, 256), normal(256, 64)
     for tiling, arguments in (
-        (ROUNDED[0], (x, w)), (ROUNDED[4], (x, w)), (COPIED[0], tuple(a.astype(jnp.bfloat16) for a in (x, w))),
-    ):  # fmt: skip
+        (ROUNDED[0], (x, w)),
+        (ROUNDED[4], (x, w)),
+        (COPIED[0], tuple(a.astype(jnp.bfloat16) for a in (x, w))),
+    ):
         program = tiling.of(product_of(lambda x, w: x @ w, *arguments))
         kernel, ptx = compiler.compile_program(program, SM90), compiler.ptx_of(program, SM90)
         changes = [
@@ -443,7 +476,7 @@ def test_the_machine_sees_what_clusters_do_wrong():
             ("barrier.cluster.wait.aligned;", "may not have begun"),
             ("mbarrier.init.shared.b64", "no barrier"),
             ("cp.async.wait_group", "under way|before a barrier"),
-        ):  # fmt: skip
+        ):
             changed = re.sub(rf"^.*{change}.*$", "", ptx, flags=re.MULTILINE)
             with pytest.raises((TensorFault, ptx_machine.Fault), match=what):
                 ptx_machine.run_kernel(changed, kernel, traced.operands())
@@ -496,10 +529,11 @@ LAYERS = {
     "norm": (lambda x, w, s, b: jax.nn.relu(x * s + b) @ w.T, ((12544, 768), (128, 768), (768,), (768,))),
     "norm of few rows": (lambda x, w, s, b: jax.nn.relu(x * s + b) @ w.T, ((196, 768), (128, 768), (768,), (768,))),
     "3x3": (
-        lambda x, w, b: conv(x, w, layout=("NHWC", "OHWI", "NHWC")) + b, ((64, 14, 14, 256), (256, 3, 3, 256), (256,)),
+        lambda x, w, b: conv(x, w, layout=("NHWC", "OHWI", "NHWC")) + b,
+        ((64, 14, 14, 256), (256, 3, 3, 256), (256,)),
     ),
     "3x3 to few": (lambda x, w: conv(x, w, layout=("NHWC", "OHWI", "NHWC")), ((64, 28, 28, 128), (32, 3, 3, 128))),
-}  # fmt: skip
+}
 
 
 @compiled
@@ -535,10 +569,13 @@ def test_refusals():
     x, w = normal(128, 128), normal(128, 128)
     program = product_of(lambda x, w: x @ w, x, w)
     for tiling in (
-        GroupTiling(96, 64, 32, (1, 1), 3, 1), GroupTiling(64, 64, 16, (1, 1), 3, 1),
-        GroupTiling(64, 64, 32, (1, 1), 4, 1), GroupTiling(64, 64, 32, (1, 1), 3, 0),
-        GroupTiling(128, 256, 32, (1, 1), 3, 1), GroupTiling(64, 288, 32, (1, 1), 3, 1),
-    ):  # fmt: skip
+        GroupTiling(96, 64, 32, (1, 1), 3, 1),
+        GroupTiling(64, 64, 16, (1, 1), 3, 1),
+        GroupTiling(64, 64, 32, (1, 1), 4, 1),
+        GroupTiling(64, 64, 32, (1, 1), 3, 0),
+        GroupTiling(128, 256, 32, (1, 1), 3, 1),
+        GroupTiling(64, 288, 32, (1, 1), 3, 1),
+    ):
         with pytest.raises(CompileRejected, match="no product of tiles"):
             emit_source(tiling.of(program))
     across = marked(program)  # weights that lie along columns

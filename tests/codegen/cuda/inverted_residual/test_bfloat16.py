@@ -54,9 +54,14 @@ class Halves(Layers):
         if not self.alone:
             first = jax.nn.relu6(between(product(x, w, numbers).astype(wide) * (1 + b * b) + b))
         deep = lax.conv_general_dilated(
-            x if self.alone else first, f, self.strides, self.padding, rhs_dilation=self.dilation,
-            feature_group_count=self.wide, dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        )  # fmt: skip
+            x if self.alone else first,
+            f,
+            self.strides,
+            self.padding,
+            rhs_dilation=self.dilation,
+            feature_group_count=self.wide,
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )
         deep = jax.nn.relu6(between(deep.astype(wide) + c))
         found = product(deep, v, numbers).astype(wide) + d
         if wide == jnp.float32 and (self.residual or self.stored):
@@ -127,8 +132,9 @@ def test_blocks(name, tile):
 def test_blocks_keep_their_meaning(name):
     layers = BLOCKS[name]
     program, traced = program_of(layers, layers.arguments())
-    operands = [traced.arguments[test_kernel.traced_number(traced, t)]
-                for t in traced.graph.subset_inputs(traced.everything)]  # fmt: skip
+    operands = [
+        traced.arguments[test_kernel.traced_number(traced, t)] for t in traced.graph.subset_inputs(traced.everything)
+    ]
     for found in (program, eased(program)):
         (got,) = interpret(found, operands)
         want = wanted(layers, layers.arguments())
@@ -176,7 +182,9 @@ def test_what_the_ranking_proposes_is_right(name):
         compare(results(candidate, traced), wanted(layers, arguments))
         shape = shape_of(candidate)
         assert shape is not None and launch_stats.unit_of(candidate) == "bf16_mma"
-        assert inverted_residual_schedules.cycles(shape, MACHINE) >= inverted_residual_schedules.least(shape.block, MACHINE)
+        assert inverted_residual_schedules.cycles(shape, MACHINE) >= inverted_residual_schedules.least(
+            shape.block, MACHINE
+        )
 
 
 NETWORK = {

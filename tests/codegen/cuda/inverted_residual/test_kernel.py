@@ -70,9 +70,14 @@ class Layers:
         wide = x if self.alone else product(x, w, numbers) + b
         wide = wide if self.alone else jax.nn.relu6(wide)
         deep = lax.conv_general_dilated(
-            wide, f, self.strides, self.padding, rhs_dilation=self.dilation, feature_group_count=self.wide,
+            wide,
+            f,
+            self.strides,
+            self.padding,
+            rhs_dilation=self.dilation,
+            feature_group_count=self.wide,
             dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        )  # fmt: skip
+        )
         deep = between(jax.nn.relu6(deep + c))
         found = product(deep, v, numbers) + d
         return found + x if self.residual else found
@@ -149,9 +154,11 @@ BLOCKS = {
     "many channels": Layers((2, 7, 7, 88), (3, 3), 64, 72),
 }
 TILES = [
-    (1, 8, 4, 16, (2, 1), (1, 2), (4, 2)), (1, 4, 8, 32, (2, 2), (4, 1), (2, 2)),
-    (1, 7, 14, 16, (4, 1), (2, 2), (7, 1)), (1, 4, 4, 32, (2, 1), (2, 1), (4, 4), True),
-]  # fmt: skip
+    (1, 8, 4, 16, (2, 1), (1, 2), (4, 2)),
+    (1, 4, 8, 32, (2, 2), (4, 1), (2, 2)),
+    (1, 7, 14, 16, (4, 1), (2, 2), (7, 1)),
+    (1, 4, 4, 32, (2, 1), (2, 1), (4, 4), True),
+]
 
 
 @compiled

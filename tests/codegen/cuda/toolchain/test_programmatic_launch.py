@@ -75,9 +75,14 @@ PTX = """.version 8.0
 """
 
 
-@pytest.mark.parametrize("spills, waits, early", [
-    ([], True, True), (["nanosleep"], True, False), (["nanosleep", WAIT], False, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "spills, waits, early",
+    [
+        ([], True, True),
+        (["nanosleep"], True, False),
+        (["nanosleep", WAIT], False, False),
+    ],
+)
 def test_kernels_that_lack_registers_for_it_wait_first(spills, waits, early, monkeypatch):
     """Only those that a wait alone costs local memory have none."""
     monkeypatch.setattr(ptxas, "assemble", lambda ptx, arch, overlapped: ptx.encode())

@@ -34,11 +34,19 @@ def dense(x, w, b, r):
 
 
 @compiled
-@pytest.mark.parametrize("tiling", [
-    FedTiling(64, 32, 1, 3, 1), FedTiling(128, 40, 2, 5, 4, rounds=2), FedTiling(128, 64, 1, 4, 2, early=1),
-    FedTiling(192, 48, 3, 4, 4, rounds=3, early=1), FedTiling(128, 64, 2, 3, 4, rounds=3, beside=1),
-    FedTiling(128, 32, 1, 4, 2, rounds=2, early=1, beside=1), FedTiling(192, 32, 3, 3, 4, beside=1),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "tiling",
+    [
+        FedTiling(64, 32, 1, 3, 1),
+        FedTiling(128, 40, 2, 5, 4, rounds=2),
+        FedTiling(128, 64, 1, 4, 2, early=1),
+        FedTiling(192, 48, 3, 4, 4, rounds=3, early=1),
+        FedTiling(128, 64, 2, 3, 4, rounds=3, beside=1),
+        FedTiling(128, 32, 1, 4, 2, rounds=2, early=1, beside=1),
+        FedTiling(192, 32, 3, 3, 4, beside=1),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("rows, terms, columns", [(200, 64, 48), (333, 100, 72), (130, 352, 40), (517, 96, 136)])
 def test_products_of_odd_sizes(rows, terms, columns, tiling):
     x, w, b, r = normal(rows, terms), round_tf32(normal(columns, terms, seed=1)), normal(columns), normal(rows, columns)
@@ -89,10 +97,16 @@ def test_what_stands_before_a_product(tiling):
 
 @compiled
 @pytest.mark.parametrize("tiling", [FedTiling(64, 32, 1, 3, 1), GroupTiling(64, 32, 32, (1, 1), 3, rounded=1)], ids=str)
-@pytest.mark.parametrize("fn", [
-    lambda x, s: (x * s).astype(jnp.int32).astype(jnp.float32), lambda x, s: (x * s > 0).astype(jnp.float32),
-    lambda x, s: jnp.where((x > 0) & (s > 0), x, s), lambda x, s: (x * s).astype(jnp.bfloat16).astype(jnp.float32) * s,
-], ids=["whole", "positive", "both", "rounded"])  # fmt: skip
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, s: (x * s).astype(jnp.int32).astype(jnp.float32),
+        lambda x, s: (x * s > 0).astype(jnp.float32),
+        lambda x, s: jnp.where((x > 0) & (s > 0), x, s),
+        lambda x, s: (x * s).astype(jnp.bfloat16).astype(jnp.float32) * s,
+    ],
+    ids=["whole", "positive", "both", "rounded"],
+)
 def test_other_types_before_a_product(fn, tiling):
     x, w, s = 3 * normal(100, 96), round_tf32(normal(40, 96, seed=1)), normal(96, seed=2)
     wanted = tf32(np.asarray(fn(x, s))) @ w.astype(np.float64).T
@@ -100,10 +114,17 @@ def test_other_types_before_a_product(fn, tiling):
 
 
 @compiled
-@pytest.mark.parametrize("tiling", [
-    FedTiling(64, 32, 1, 4, 2, 2), FedTiling(128, 48, 2, 6, 2, 2, rounds=2), FedTiling(128, 32, 1, 3, 2, 3, early=1),
-    FedTiling(64, 40, 1, 8, 4, 2, rounds=3), FedTiling(128, 24, 2, 5, 2),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "tiling",
+    [
+        FedTiling(64, 32, 1, 4, 2, 2),
+        FedTiling(128, 48, 2, 6, 2, 2, rounds=2),
+        FedTiling(128, 32, 1, 3, 2, 3, early=1),
+        FedTiling(64, 40, 1, 8, 4, 2, rounds=3),
+        FedTiling(128, 24, 2, 5, 2),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("case", CASES)
 def test_convolutions_of_odd_sizes(case, tiling):
     fn, operands, wanted = exact(case)

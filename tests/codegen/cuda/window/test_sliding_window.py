@@ -55,9 +55,13 @@ WINDOWS = {
     "odd": (depthwise(1), ((1, 7, 5, 3), (3, 3, 1, 3), (3,)), {"d1": 1, "d2": 5, "d3": 1}, 4),
     "average": (average, ((2, 10, 5, 8),), {"d1": 2, "d2": 5, "d3": 2}, 2),
     "average gradient": (average_gradient, ((2, 10, 5, 8),), {"d1": 2, "d2": 1, "d3": 2}, 3),
-    "maximum gradient": (cases._pool_gradient(lax.max, -np.inf, 3, 2, "SAME"),
-                         ((2, 12, 12, 8), (2, 6, 6, 8)), {"d1": 2, "d2": 4, "d3": 2}, 4),
-}  # fmt: skip
+    "maximum gradient": (
+        cases._pool_gradient(lax.max, -np.inf, 3, 2, "SAME"),
+        ((2, 12, 12, 8), (2, 6, 6, 8)),
+        {"d1": 2, "d2": 4, "d3": 2},
+        4,
+    ),
+}
 
 
 def walking(name, *, tiles=None, ahead=0, dtype="float32", threads=64, more=()):
@@ -159,13 +163,11 @@ def test_walks_that_fit_nothing_are_refused():
         with pytest.raises(CompileRejected, match="no walk"):
             compiler.compile_program(replace(program, params=params), SM90)
     with pytest.raises(CompileRejected, match="do not divide"):
-        compiler.compile_program(
-            gradient(1, (4, 8, 12, 8), (4, 8, 12, 8), {"t0": 8, "t1": 3}, ("t0", 3))[0], SM90
-        )  # fmt: skip
+        compiler.compile_program(gradient(1, (4, 8, 12, 8), (4, 8, 12, 8), {"t0": 8, "t1": 3}, ("t0", 3))[0], SM90)
     with pytest.raises(CompileRejected, match="each with a walk"):
         compiler.compile_program(
             gradient(1, (4, 8, 12, 8), (4, 8, 12, 8), {"t0": 4, "t1": 3}, ("t0", 2), flight=2)[0], SM90
-        )  # fmt: skip
+        )
 
 
 @compiled
@@ -186,8 +188,11 @@ def test_blocks_of_144_columns_have_no_idle_threads(form):
     fn = cases.batch_statistics if form == "moments" else lambda x: x.sum(0)
     x = values(5003, 144)
     traced = programs.trace(fn, x)
-    found = [p for p, _ in gpu_candidates.candidates(traced.program(), gpu_candidates.GpuMachine(4), 1 << 20)
-             if dict(p.params)["cuda"] == form and dict(p.params)["across"] in (12, 36)]  # fmt: skip
+    found = [
+        p
+        for p, _ in gpu_candidates.candidates(traced.program(), gpu_candidates.GpuMachine(4), 1 << 20)
+        if dict(p.params)["cuda"] == form and dict(p.params)["across"] in (12, 36)
+    ]
     assert found and all(dict(p.params)["threads"] % dict(p.params)["across"] == 0 for p in found)
     assert all(dict(p.params)["threads"] % 32 == 0 for p in found)
     check(found[0], traced.operands(), [np.asarray(y) for y in jax.tree.leaves(jax.jit(fn)(x))])

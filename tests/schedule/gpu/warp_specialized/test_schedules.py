@@ -48,13 +48,21 @@ def product_of(fn, *shapes):
 def found(program, most=8):
     """Its schedules, with what a block does."""
     counter = gemm_wgmma.GroupCounter(program, MACHINE)
-    return [(made, fed_shape(made), score) for made, score in warp_specialized_schedules.candidates(counter, program, most)]
+    return [
+        (made, fed_shape(made), score) for made, score in warp_specialized_schedules.candidates(counter, program, most)
+    ]
 
 
-@pytest.mark.parametrize("image, filters, strides", [
-    ((64, 7, 7, 512), (512, 3, 3, 512), (1, 1)), ((64, 17, 17, 192), (192, 1, 7, 192), (1, 1)),
-    ((16, 35, 35, 48), (64, 5, 5, 48), (1, 1)), ((64, 28, 28, 512), (1024, 1, 1, 512), (2, 2)),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "image, filters, strides",
+    [
+        ((64, 7, 7, 512), (512, 3, 3, 512), (1, 1)),
+        ((64, 17, 17, 192), (192, 1, 7, 192), (1, 1)),
+        ((16, 35, 35, 48), (64, 5, 5, 48), (1, 1)),
+        ((64, 28, 28, 512), (1024, 1, 1, 512), (2, 2)),
+    ],
+    ids=str,
+)
 def test_schedules_of_convolutions_fit(image, filters, strides):
     made = found(product_of(convolution(strides), image, filters, filters[:1]))
     assert made and [score for *_, score in made] == sorted((score for *_, score in made), reverse=True)
@@ -86,9 +94,15 @@ def test_what_is_added_is_asked_for_early():
     assert made and all(shape.early for _, shape, _ in made)
 
 
-@pytest.mark.parametrize("rows, terms, columns", [
-    (200704, 64, 256), (50176, 128, 512), (12544, 256, 1024), (3136, 512, 2048),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows, terms, columns",
+    [
+        (200704, 64, 256),
+        (50176, 128, 512),
+        (12544, 256, 1024),
+        (3136, 512, 2048),
+    ],
+)
 def test_what_is_added_comes_by_the_stages(rows, terms, columns):
     """One stage for each group's rows, of the size that a tile of terms has; as many stages as there is room for."""
     program = product_of(added, (rows, terms), (columns, terms), (columns,), (rows, columns))

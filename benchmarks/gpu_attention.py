@@ -58,13 +58,13 @@ def schedules(case: Any, most: int, tiles: dict[str, list[list[Any]]]) -> list[A
     """The best schedules as ranked, or those asked for."""
     from benchmarks.gpu_run import program_of
     from jcuts.base.errors import Refusal
-    from jcuts.lower.patterns.attention import recognise
+    from jcuts.lower.patterns.attention import match
     from jcuts.schedule.gpu.attention import schedules as attention_schedules
-    from jcuts.schedule.gpu.attention.tile import AttentionShape
+    from jcuts.schedule.gpu.attention.tile import FlashTile
     from jcuts.schedule.gpu.machine import GpuMachine
 
     program = program_of(case)[0]
-    known = None if program is None else recognise(program)
+    known = None if program is None else match(program)
     if program is None or known is None or isinstance(known, Refusal):
         print(f"{case.name}: {known}")
         return []
@@ -74,8 +74,8 @@ def schedules(case: Any, most: int, tiles: dict[str, list[list[Any]]]) -> list[A
         return [p for p, _ in attention_schedules.products(program, machine, most)]
     found = []
     for rows, keys, along, parts, stages, *rounded in asked:
-        shape = AttentionShape(known, rows, keys, (along, parts), stages, bool(rounded))
-        found.append(attention_schedules.of(program, shape))
+        shape = FlashTile(known, rows, keys, (along, parts), stages, bool(rounded))
+        found.append(attention_schedules.apply_tile(program, shape))
     return found
 
 

@@ -124,31 +124,31 @@ def program_of(case: Case, rounded: bool) -> Any:
     """The unscheduled program of a block."""
     from benchmarks.gpu_run import small_arguments
     from jcuts.fusion import greedy
-    from jcuts.fusion.match_inverted_residual import joined
-    from jcuts.lower.excess_precision import eased
+    from jcuts.fusion.match_inverted_residual import inverted_residual_groups
+    from jcuts.lower.excess_precision import drop_bf16_round_trips
     from jcuts.lower.tensor_graph import build_graph
     from jcuts.rewrite.simplify import simplify
     from jcuts.trace.inline import inline
 
     closed = simplify(inline(jax.make_jaxpr(case.function)(*small_arguments(case))))
     graph = build_graph(closed.jaxpr)
-    found = joined(graph, greedy.group(graph).subsets, lambda program: True)
+    found = inverted_residual_groups(graph, greedy.group(graph).subsets, lambda program: True)
     if len(found) != 1 or len(found[0].members) != len(graph.nodes):
         raise SystemExit(f"{case.name}: no block: {found}")
     shapes = {case.shapes[place][0] for place in products(len(case.shapes))}
-    program = eased(found[0].program)
+    program = drop_bf16_round_trips(found[0].program)
     return replace(program, buffers=tuple(replace(b, tf32=rounded and b.shape in shapes) for b in program.buffers))
 
 
 def schedules(case: Case, most: int, rounded: bool) -> list[Any]:
     """The best by the ranking, then the best of other numbers of warps and pieces."""
-    from jcuts.lower.patterns.inverted_residual import Block, block
+    from jcuts.lower.patterns.inverted_residual import InvertedResidual, match_inverted_residual
     from jcuts.schedule.gpu.candidates import GpuMachine
     from jcuts.schedule.gpu.inverted_residual import schedules as inverted_residual_schedules
 
     program, machine = program_of(case, rounded), GpuMachine(132)
-    found = block(program)
-    assert isinstance(found, Block)
+    found = match_inverted_residual(program)
+    assert isinstance(found, InvertedResidual)
     chosen = [p for p, _ in inverted_residual_schedules.products(program, machine, -(-most // 2))]
     names = {p.digest for p in chosen}
     best: dict[Any, Any] = {}

@@ -63,7 +63,7 @@ def optimized(spec: str, dry: bool) -> tuple[Any, Any, tuple[Any, ...], float, R
     session.set_progress(gpu_networks.Stages())
     if only:
         chosen = [variant_space.form_of(f"jcuts/{name}") for name in only.split(",")]
-        variant_space.worth_planning = lambda closed, platform: chosen
+        variant_space.candidate_variants = lambda closed, platform: chosen
     fn, args = gpu_networks.workload(spec, dry)
     jax.block_until_ready(args)
     ours = jcuts.optimize(gpu_networks.named(fn, "ours"))
@@ -78,7 +78,7 @@ def measure(spec: str, dry: bool, seconds: float) -> dict[str, Any]:
     import jax
     import numpy as np
 
-    from jcuts.base.settings import Form
+    from jcuts.base.settings import Variant
     from jcuts.jit import variant_space
 
     _, ours, args, first, race = optimized(spec, dry)
@@ -88,7 +88,7 @@ def measure(spec: str, dry: bool, seconds: float) -> dict[str, Any]:
     for name in competing:
         form = None if variant_space.is_xla(name) else variant_space.form_of(name)
         if form is not None and not form.chained:
-            names += [variant_space.name_of(Form.tuned(form), name.partition(":")[2]), name]
+            names += [variant_space.name_of(Variant.tuned(form), name.partition(":")[2]), name]
     calls = {name: functools.partial(call, *args) for name, call in competing.items() if name in names}
     results = {name: [np.asarray(x) for x in jax.tree.leaves(call())] for name, call in calls.items()}
     kept = list(results.values())
@@ -113,7 +113,7 @@ def warm(spec: str, dry: bool) -> dict[str, Any]:
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("a decision that is kept was timed again")
 
-    chain_ablation.compared = refuse
+    chain_ablation.ablate_chains = refuse
     _, ours, args, first, race = optimized(spec, dry)
     return {"warm_seconds": first, "warm_chosen": ours.decision(*args).chosen, "warm_log": race.texts}
 

@@ -129,8 +129,8 @@ def schedules(case: Case, most: int, along: bool, tiles: Sequence[Sequence[Any]]
     from benchmarks.gpu_run import small_arguments
     from jcuts.fusion.move_epilogue import CHEAP
     from jcuts.kernel_ir.program import Program
-    from jcuts.lower.builder import build
-    from jcuts.lower.patterns.gemm import as_product, prologue, sides
+    from jcuts.lower.builder import lower_region
+    from jcuts.lower.patterns.gemm import as_gemm, gemm_operands, prologue
     from jcuts.lower.tensor_graph import build_graph
     from jcuts.rewrite.simplify import simplify
     from jcuts.schedule.gpu.candidates import GpuMachine
@@ -141,33 +141,35 @@ def schedules(case: Case, most: int, along: bool, tiles: Sequence[Sequence[Any]]
     from jcuts.trace.inline import inline
 
     graph = build_graph(simplify(inline(jax.make_jaxpr(case.function)(*small_arguments(case)))).jaxpr)
-    program = build(graph, frozenset(range(len(graph.nodes))), cheap=CHEAP)
-    made = as_product(program) if isinstance(program, Program) else None
+    program = lower_region(graph, frozenset(range(len(graph.nodes))), cheap=CHEAP)
+    made = as_gemm(program) if isinstance(program, Program) else None
     if made is None:
         raise SystemExit(f"{case.name}: no product: {program}")
     if prologue(made) is not None and not along:
         return []
     machine = GpuMachine(132)
     if along:
-        right = sides(made)[1].buffer
+        right = gemm_operands(made)[1].buffer
         made = replace(made, buffers=tuple(replace(b, tf32=b.name == right) for b in made.buffers))
     if along and tiles:  # numbers of `GroupTiling` from the third on, or by name those of `FedTiling`
         return [
-            warp_specialized_schedules.FedTiling(**numbers).of(made) for numbers in tiles if isinstance(numbers, dict)
+            warp_specialized_schedules.WarpSpecializedTile(**numbers).of(made)
+            for numbers in tiles
+            if isinstance(numbers, dict)
         ] + [
-            gemm_wgmma.GroupTiling(rows, columns, terms, (groups, 1), stages, 0, split, cluster, 1, *how).of(made)
+            gemm_wgmma.WgmmaTile(rows, columns, terms, (groups, 1), stages, 0, split, cluster, 1, *how).of(made)
             for rows, columns, terms, groups, stages, split, cluster, *how in (t for t in tiles if isinstance(t, list))
         ]
-    counter = gemm_wgmma.GroupCounter(made, machine)
+    counter = gemm_wgmma.WgmmaProblem(made, machine)
     fed = [p for p, _ in warp_specialized_schedules.candidates(counter, made, most)] if along else []
     found = [p for p, _ in implicit_gemm.candidates(counter, made, most)] if along else []
     if found:  # taps that share their pixels, beside the best that do not
-        return found + fed + [p for p, _ in gemm_wgmma.grouped(counter, 1)][:2]
-    found = [p for p, _ in gemm_wgmma.grouped(counter, most)]
+        return found + fed + [p for p, _ in gemm_wgmma.wgmma_schedules(counter, 1)][:2]
+    found = [p for p, _ in gemm_wgmma.wgmma_schedules(counter, most)]
     if along:  # and what stages and groups make of the best
-        more = [p for p, _ in gemm_wgmma.grouped(counter, most, alike=True)]
+        more = [p for p, _ in gemm_wgmma.wgmma_schedules(counter, most, alike=True)]
         found += [p for p in more if p.digest not in {f.digest for f in found}][: most // 2]
-    return found + fed + ([] if along else [p for p, _ in gemm_mma.products(made, machine, 1)])
+    return found + fed + ([] if along else [p for p, _ in gemm_mma.mma_schedules(made, machine, 1)])
 
 
 def measured(pair: tuple[Case, Case], programs: Sequence[Sequence[Any]], folder: Path) -> dict[str, Any]:

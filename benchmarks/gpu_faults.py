@@ -57,7 +57,7 @@ def run_objects(round_: str, kinds: list[str], options: argparse.Namespace) -> d
 
     from jcuts.base.settings import Settings
     from jcuts.tune.choice import LIBRARY
-    from jcuts.tune.parent.tuner import Effort, default_store, tune
+    from jcuts.tune.parent.tuner import TuningBudget, default_store, tune
     from jcuts.tune.worker.requests import KERNEL_KINDS
     from jcuts.xla.ffi_call import call_kernel
 
@@ -78,7 +78,7 @@ def run_objects(round_: str, kinds: list[str], options: argparse.Namespace) -> d
     left = grab(options.grab) if options.grab else None
     start = time.perf_counter()
     store = default_store()
-    choice = tune([problem], store, settings=Settings(mode="fusion"), effort=Effort(seconds=0.05, finalists=2))[
+    choice = tune([problem], store, settings=Settings(mode="fusion"), effort=TuningBudget(seconds=0.05, finalists=2))[
         problem.digest
     ]
     seconds = time.perf_counter() - start

@@ -24,13 +24,13 @@ OTHERS = 2  # schedules of the other family
 def schedules(case: Any, most: int, tiles: dict[str, list[list[Any]]]) -> list[Any]:
     """Programs of one case, for an H100 or H200: the best by the ranking, or those asked for."""
     from benchmarks.gpu_run import program_of
-    from jcuts.lower.patterns.gemm import as_product
+    from jcuts.lower.patterns.gemm import as_gemm
     from jcuts.schedule.gpu.candidates import GpuMachine
     from jcuts.schedule.gpu.gemm import mma as gemm_mma
     from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
 
     program, _ = program_of(case)
-    made = None if program is None else as_product(program)
+    made = None if program is None else as_gemm(program)
     if made is None:
         return []
     machine = GpuMachine(132)
@@ -38,10 +38,10 @@ def schedules(case: Any, most: int, tiles: dict[str, list[list[Any]]]) -> list[A
     if asked:
         found = []
         for rows, columns, terms, along, *more in asked:
-            found.append(gemm_wgmma.GroupTiling(rows, columns, terms, (along, 1), *more).of(made))
-        return found + [p for p, _ in gemm_mma.products(made, machine, 1)]
-    found = [p for p, _ in gemm_wgmma.grouped(gemm_wgmma.GroupCounter(made, machine), most, alike=True)]
-    return found + [p for p, _ in gemm_mma.products(made, machine, OTHERS)] if found else []
+            found.append(gemm_wgmma.WgmmaTile(rows, columns, terms, (along, 1), *more).of(made))
+        return found + [p for p, _ in gemm_mma.mma_schedules(made, machine, 1)]
+    found = [p for p, _ in gemm_wgmma.wgmma_schedules(gemm_wgmma.WgmmaProblem(made, machine), most, alike=True)]
+    return found + [p for p, _ in gemm_mma.mma_schedules(made, machine, OTHERS)] if found else []
 
 
 def compiled(job: tuple[Any, Path]) -> str:

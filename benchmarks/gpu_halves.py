@@ -126,14 +126,14 @@ def schedules(case: Case, most: int) -> list[Any]:
     from benchmarks.gpu_run import small_arguments
     from jcuts.fusion.move_epilogue import CHEAP
     from jcuts.kernel_ir.program import Program
-    from jcuts.lower.builder import build
+    from jcuts.lower.builder import lower_region
     from jcuts.lower.tensor_graph import build_graph
     from jcuts.rewrite.simplify import simplify
     from jcuts.schedule.gpu import candidates as gpu_candidates
     from jcuts.trace.inline import inline
 
     graph = build_graph(simplify(inline(jax.make_jaxpr(case.function)(*small_arguments(case)))).jaxpr)
-    program = build(graph, frozenset(range(len(graph.nodes))), cheap=CHEAP)
+    program = lower_region(graph, frozenset(range(len(graph.nodes))), cheap=CHEAP)
     if not isinstance(program, Program):
         raise SystemExit(f"{case.name}: {program}")
     ranked = [p for p, _ in gpu_candidates.candidates(program, gpu_candidates.GpuMachine(132), 4 * most)]

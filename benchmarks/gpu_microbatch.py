@@ -192,12 +192,14 @@ def in_slices(measurer: Any, c: Any, batch: int) -> Any:
     """Transforms in slices of the outputs' channels, where those can be cut."""
     from jcuts.microbatch.convolution import MATHS
     from jcuts.microbatch.sampling_plan import Slicing
-    from jcuts.microbatch.timings import Micro
+    from jcuts.microbatch.timings import MicroConfig
     from jcuts.xla.cudnn import call as cudnn_call
 
     names = cudnn_call.transforms(c.kind) if c.slices else ()
     wanted = [
-        Slicing(Micro(batch, name, math, 1.0, 0), c.slices[:1], NO_LIMIT) for name in names for math in MATHS[c.dtype]
+        Slicing(MicroConfig(batch, name, math, 1.0, 0), c.slices[:1], NO_LIMIT)
+        for name in names
+        for math in MATHS[c.dtype]
     ]
     return measurer.slices(c, batch, wanted) if wanted else ()
 

@@ -102,7 +102,7 @@ def measure(
     platform = pretend(dry)
     if only:
         chosen = [variant_space.form_of(f"jcuts/{name}") for name in only]
-        variant_space.worth_planning = lambda closed, platform: chosen
+        variant_space.candidate_variants = lambda closed, platform: chosen
     option = next(iter(variant_space.options(platform)), "")
     fn, args = workload(spec, dry)
     jax.block_until_ready(args)
@@ -168,14 +168,14 @@ def reference(spec: str, fn: Callable[..., Any], args: tuple[Any, ...], dry: boo
     name, batch, *rest = spec.split(":")
     few = ":".join((name, str(min(batch_of(spec), EXACT)), *rest))
     small, inputs = (fn, args) if str(batch) == few.split(":")[1] else workload(few, dry)
-    judge = variant_space.Exact(
+    judge = variant_space.Float64Judge(
         network_counts.traced(small, inputs), jax.tree.leaves(inputs), 2.0, jax.default_backend()
     )
     found = judge.reference()
     if found is not None:
         return found, f"float64, {few}"
     with jax.default_matmul_precision("highest"):
-        exact = jax.jit(named(small, "highest"), compiler_options=None if dry else variant_space.LEAN)
+        exact = jax.jit(named(small, "highest"), compiler_options=None if dry else variant_space.NO_AUTOTUNE)
         return jax.tree.leaves(exact(*inputs)), f"highest precision, {few}"
 
 

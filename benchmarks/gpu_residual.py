@@ -111,29 +111,29 @@ def schedules(case: Layer, most: int, tiles: Sequence[Sequence[int]]) -> list[An
     from benchmarks.gpu_run import small_arguments
     from jcuts.base.errors import CompileRejected
     from jcuts.codegen.cuda.gemm.wgmma_tile import group_shape
-    from jcuts.lower.builder import build
-    from jcuts.lower.patterns.gemm import as_product, shares, sides
+    from jcuts.lower.builder import lower_region
+    from jcuts.lower.patterns.gemm import as_gemm, gemm_operands, k_tiles_per_split
     from jcuts.lower.tensor_graph import build_graph
     from jcuts.rewrite.simplify import simplify
     from jcuts.schedule.gpu.candidates import GpuMachine
     from jcuts.schedule.gpu.gemm import mma as gemm_mma
-    from jcuts.schedule.gpu.gemm.wgmma import GroupTiling, products
+    from jcuts.schedule.gpu.gemm.wgmma import WgmmaTile, contraction_schedules
     from jcuts.trace.inline import inline
 
     graph = build_graph(simplify(inline(jax.make_jaxpr(case.function)(*small_arguments(case)))).jaxpr)
-    made = as_product(build(graph, frozenset(range(len(graph.nodes)))))  # type: ignore[arg-type]
+    made = as_gemm(lower_region(graph, frozenset(range(len(graph.nodes)))))  # type: ignore[arg-type]
     assert made is not None, case.name
     if case.rounded:
-        right = sides(made)[1].buffer
+        right = gemm_operands(made)[1].buffer
         made = replace(made, buffers=tuple(replace(b, tf32=b.name == right) for b in made.buffers))
-    item = sides(made)[0].item
+    item = gemm_operands(made)[0].item
     terms = 128 // item
-    share, _ = shares(case.shapes[0][0][1], terms, 1)
-    found = [p for p, _ in products(made, GpuMachine(132))][:most]
+    share, _ = k_tiles_per_split(case.shapes[0][0][1], terms, 1)
+    found = [p for p, _ in contraction_schedules(made, GpuMachine(132))][:most]
     if case.rounded:
-        found += [GroupTiling(*tile, rounded=1).of(made) for tile in BEFORE.get(case.name, ())]
+        found += [WgmmaTile(*tile, rounded=1).of(made) for tile in BEFORE.get(case.name, ())]
     else:
-        for program, _ in gemm_mma.products(made, GpuMachine(132), 1):
+        for program, _ in gemm_mma.mma_schedules(made, GpuMachine(132), 1):
             found += [program, replace(program, params=(*program.params, ("early", 1)))]
     if case.rounded and tiles is not TILES:
         return found + fed(case, made)
@@ -145,7 +145,7 @@ def schedules(case: Layer, most: int, tiles: Sequence[Sequence[int]]) -> list[An
         depths = ((2, 1),) if through else ((share, 0),) if share <= 2 else ((4, 0), (3, 0))[: 2 if tile == MOST else 1]
         for stages, flight in depths:
             spread = case.rounded and share > stages and columns < 256
-            tiling = GroupTiling(
+            tiling = WgmmaTile(
                 rows,
                 columns,
                 terms,
@@ -172,7 +172,7 @@ def fed(case: Layer, made: Any) -> list[Any]:
     """Blocks that go on from tile to tile; what is added comes by stages, too, or as lanes ask for it."""
     from jcuts.base.errors import CompileRejected
     from jcuts.codegen.cuda.warp_specialized.tile import fed_shape
-    from jcuts.schedule.gpu.warp_specialized.schedules import MOST_SHARED, MOST_STAGES, STAGES, FedTiling
+    from jcuts.schedule.gpu.warp_specialized.schedules import MOST_SHARED, MOST_STAGES, STAGES, WarpSpecializedTile
 
     (rows, _), (columns, _) = case.shapes[0][0], case.shapes[1][0]
     found = []
@@ -180,7 +180,7 @@ def fed(case: Layer, made: Any) -> list[Any]:
         rounds = -(-(-(-rows // high) * -(-columns // wide)) // 132)
         for early, beside in ((1, 0), (0, 1), (1, 1)) if case.added else ((0, 0),):
             for stages in range(MOST_STAGES, STAGES - 1, -1):
-                program = FedTiling(high, wide, groups, stages, carriers, 0, rounds, early, beside).of(made)
+                program = WarpSpecializedTile(high, wide, groups, stages, carriers, 0, rounds, early, beside).of(made)
                 try:
                     fits = fed_shape(program).shared <= MOST_SHARED
                 except CompileRejected:

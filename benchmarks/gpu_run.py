@@ -37,7 +37,7 @@ def program_of(case: Any) -> Any:
     import jax
 
     from jcuts.fusion import greedy
-    from jcuts.fusion.match_attention import attended
+    from jcuts.fusion.match_attention import fuse_attention
     from jcuts.lower.tensor_graph import MOST_SWITCHED, build_graph
     from jcuts.rewrite.simplify import simplify
     from jcuts.trace.inline import inline
@@ -45,7 +45,7 @@ def program_of(case: Any) -> Any:
     closed = simplify(inline(jax.make_jaxpr(case.function)(*small_arguments(case))))
     graph = build_graph(closed.jaxpr, joined=MOST_SWITCHED)
     grouping = greedy.group(graph)
-    subsets = attended(graph, grouping.subsets)
+    subsets = fuse_attention(graph, grouping.subsets)
     if len(subsets) != 1 or grouping.left_out:
         return None, f"{len(subsets)} kernels, left out: {list(map(str, grouping.left_out.values()))}"
     return subsets[0][1], ""

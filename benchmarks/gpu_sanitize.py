@@ -78,7 +78,7 @@ def recognised() -> Iterator[tuple[str, Any, list[Any]]]:
     """Name, program and operands of templates whose programs are found in more than one subset, or by their weights."""
     import numpy as np
 
-    from jcuts.lower.weight_transpose import turning
+    from jcuts.lower.weight_transpose import transpose_program
     from tests import programs
     from tests.codegen.cuda.inverted_residual.test_bfloat16 import BLOCKS as HALVES
     from tests.codegen.cuda.inverted_residual.test_kernel import BLOCKS, program_of, traced_number
@@ -109,7 +109,7 @@ def recognised() -> Iterator[tuple[str, Any, list[Any]]]:
         yield f"bfloat16 norm of {size[0]} rows", traced.product(), traced.operands()
     sizes = [(3, 3, 5, 17), (64, 64), (1, 1, 130, 24), (4, 1), (2, 3, 65)]
     arrays = [rng.standard_normal(s).astype(np.float32) for s in sizes]
-    yield "weights turned", turning([(s, (s[-1], *s[:-1])) for s in sizes]), arrays
+    yield "weights turned", transpose_program([(s, (s[-1], *s[:-1])) for s in sizes]), arrays
 
 
 def prepare(folder: Path, each: int, jobs: int, capability: tuple[int, int], only: str) -> dict[str, Any]:

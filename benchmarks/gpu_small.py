@@ -107,16 +107,16 @@ def product(case: Case) -> Any:
 
     from benchmarks.gpu_run import small_arguments
     from jcuts.fusion.move_epilogue import CHEAP
-    from jcuts.lower.builder import build as built
-    from jcuts.lower.patterns.gemm import as_product, sides
+    from jcuts.lower.builder import lower_region as built
+    from jcuts.lower.patterns.gemm import as_gemm, gemm_operands
     from jcuts.lower.tensor_graph import build_graph
     from jcuts.rewrite.simplify import simplify
     from jcuts.trace.inline import inline
 
     graph = build_graph(simplify(inline(jax.make_jaxpr(case.function)(*small_arguments(case)))).jaxpr)
-    made = as_product(built(graph, frozenset(range(len(graph.nodes))), cheap=CHEAP))  # type: ignore[arg-type]
+    made = as_gemm(built(graph, frozenset(range(len(graph.nodes))), cheap=CHEAP))  # type: ignore[arg-type]
     assert made is not None
-    right = sides(made)[1].buffer
+    right = gemm_operands(made)[1].buffer
     wide = case.shapes[0][1] == "float32"
     return replace(made, buffers=tuple(replace(b, tf32=wide and b.name == right) for b in made.buffers))
 
@@ -157,24 +157,22 @@ def schedules(case: Layer, most: int) -> list[Any]:
     from jcuts.schedule.gpu.machine import GpuMachine
 
     made = product(case)
-    counter = gemm_wgmma.GroupCounter(made, GpuMachine(132))
+    counter = gemm_wgmma.WgmmaProblem(made, GpuMachine(132))
     found = [tiling.of(made) for tiling in sweep(counter, most)]
-    found += [p for p, _ in gemm_wgmma.grouped(counter)]
+    found += [p for p, _ in gemm_wgmma.wgmma_schedules(counter)]
     if not counter.before:
-        found += [p for p, _ in gemm_mma.products(made, GpuMachine(132), 1)]
+        found += [p for p, _ in gemm_mma.mma_schedules(made, GpuMachine(132), 1)]
     return list({p.digest: p for p in found}.values())
 
 
 def fixed() -> list[tuple[Layer, list[Any]]]:
     """Products of few and many terms by the same tilings."""
-    from jcuts.schedule.gpu.gemm.wgmma_tile import GroupTiling
+    from jcuts.schedule.gpu.gemm.wgmma_tile import WgmmaTile
 
     found: dict[tuple[int, int], list[Any]] = {}
     for rows, columns, terms, groups, stages, split, cluster, total, wide in FIXED:
         for steps, push in ((1, 0), (0, 0), (0, 1)) if cluster > 1 else ((1, 0), (0, 0)):
-            tiling = GroupTiling(
-                rows, columns, terms, (groups, 1), stages, 0, split, cluster, 1, steps=steps, push=push
-            )
+            tiling = WgmmaTile(rows, columns, terms, (groups, 1), stages, 0, split, cluster, 1, steps=steps, push=push)
             found.setdefault((total, wide), []).append(tiling)
     pairs = []
     for (total, wide), listed in found.items():
@@ -189,7 +187,7 @@ def measured(case: Case, plain: Layer | None, programs: Sequence[Any], folder: P
     from jcuts.jit.end_to_end_benchmark import OPTIONS
     from jcuts.tune.kernel_file import read_kernel
     from jcuts.tune.measure.cuda_driver import device
-    from jcuts.tune.measure.gpu_chain_timing import Bench
+    from jcuts.tune.measure.gpu_chain_timing import ChainBenchmark
     from jcuts.tune.measure.gpu_launch import GpuLauncher, median, screen
     from jcuts.xla.ffi_call import call_kernel
 
@@ -212,11 +210,11 @@ def measured(case: Case, plain: Layer | None, programs: Sequence[Any], folder: P
         wide = np.asarray(jax.jit(case.function)(*(a.astype(np.float64) for a in arguments)))
     scale, errors = float(np.sqrt(np.mean(wide * wide))), {}
     compiled: dict[str, Any] = {}
-    bench = Bench(case.function, arguments)
+    bench = ChainBenchmark(case.function, arguments)
     turned = None
     if plain is not None:  # alone: their algorithms are timed meanwhile
         others = [arguments[0], np.ascontiguousarray(arguments[1].T), *arguments[2:]]
-        turned = Bench(plain.function, others)
+        turned = ChainBenchmark(plain.function, others)
         compiled |= bench.compiled({"xla along": (case.function, graphs)})
         turned.add("xla", turned.compiled({"xla": (plain.function, graphs)})["xla"])
         errors["xla"] = float(np.abs(np.asarray(jax.jit(case.function)(*arguments)) - wide).max()) / scale

@@ -90,30 +90,30 @@ def halves(case: Case, most: int) -> list[Any]:
     from jcuts.schedule.gpu.machine import GpuMachine
 
     made = product(case)
-    counter = gemm_wgmma.GroupCounter(made, GpuMachine(132))
-    found = [p for p, _ in gemm_wgmma.products(made, GpuMachine(132))]
+    counter = gemm_wgmma.WgmmaProblem(made, GpuMachine(132))
+    found = [p for p, _ in gemm_wgmma.contraction_schedules(made, GpuMachine(132))]
     found += [tiling.of(made) for tiling in best_tiles(counter.as_few if counter.few else counter, most)]
     return list({p.digest: p for p in found}.values())
 
 
 def schedules(case: Case, most: int) -> list[Any]:
     """Programs of a layer: so many of either kind, the best by their counted cycles."""
-    from jcuts.lower.patterns.conv_window import window
+    from jcuts.lower.patterns.conv_window import match_conv_window
     from jcuts.schedule.gpu.conv import implicit_gemm_cluster
     from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
     from jcuts.schedule.gpu.machine import GpuMachine
 
     made = product(case)
-    counter, kept = gemm_wgmma.GroupCounter(made, GpuMachine(132)), window(made)
+    counter, kept = gemm_wgmma.WgmmaProblem(made, GpuMachine(132)), match_conv_window(made)
     found = [tiling.of(made) for tiling in best_tiles(counter, most)]
     if kept is not None:
         clusters: dict[tuple[int, ...], Any] = {}
-        tilings = list(implicit_gemm_cluster.tilings(counter, kept))
+        tilings = list(implicit_gemm_cluster.cluster_tiles(counter, kept))
         for tiling in sorted(tilings, key=lambda t: implicit_gemm_cluster.cycles(counter, kept, t)):
             stays = tiling.stages == kept.steps // tiling.cluster
             clusters.setdefault((tiling.rows, tiling.columns, tiling.cluster, stays, tiling.unrolled), tiling)
         found += [tiling.of(made) for tiling in list(clusters.values())[: 2 * most]]
-    ranked = [p for p, _ in gemm_wgmma.products(made, GpuMachine(132))]
+    ranked = [p for p, _ in gemm_wgmma.contraction_schedules(made, GpuMachine(132))]
     return list({p.digest: p for p in (*ranked[:2], *found)}.values())
 
 
@@ -132,7 +132,9 @@ def behind(path: Path) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for row in json.loads(path.read_text()):
         times = {known(p["params"].items()): p["median"] for n, p in row["programs"].items() if n.isdigit()}
-        order = sorted(gemm_wgmma.products(product(cases[row["case"]]), GpuMachine(132)), key=lambda pair: -pair[1])
+        order = sorted(
+            gemm_wgmma.contraction_schedules(product(cases[row["case"]]), GpuMachine(132)), key=lambda pair: -pair[1]
+        )
         ranked = [times.get(known(program.params), np.inf) for program, _ in order]
         found[row["case"]] = [min(ranked[:n]) / min(times.values()) for n in TRIED]
     return found

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from jcuts.microbatch.convolution import Convolution
 from jcuts.microbatch.database import Device
 from jcuts.microbatch.network import Network, Use
-from jcuts.microbatch.timings import Micro, Table
+from jcuts.microbatch.timings import MicroConfig, Table
 
 Shape = tuple[int, int, int, int, int]
 """(input extent, input channels, window, output channels, stride); padding keeps the extent at stride 1."""
@@ -99,7 +99,7 @@ class Modelled:
         self.device = Device(name, "0", "no library")
         self.flops, self.bytes, self.blocks = flops, bytes_, blocks
 
-    def __call__(self, convolution: Convolution, batch: int) -> Sequence[Micro]:
+    def __call__(self, convolution: Convolution, batch: int) -> Sequence[MicroConfig]:
         """Every algorithm that takes this convolution."""
         size = 2 if convolution.dtype == "float16" else 4
         c, k = convolution.channels, convolution.outputs
@@ -128,7 +128,7 @@ class Modelled:
                 space = 36 * size * (tiles * (c + k) + c * k)
                 found.append(("WINOGRAD_NONFUSED", 1.90, min(1.0, tiles / 2048), moved + 2 * space, space))
         return [
-            Micro(
+            MicroConfig(
                 batch,
                 name,
                 convolution.dtype,

@@ -30,14 +30,14 @@ from jcuts.microbatch.convolution import Convolution  # noqa: E402
 from jcuts.microbatch.database import Database, Device  # noqa: E402
 from jcuts.microbatch.deepbench import layers  # noqa: E402
 from jcuts.microbatch.network import Network, Use  # noqa: E402
-from jcuts.microbatch.timings import Micro  # noqa: E402
+from jcuts.microbatch.timings import MicroConfig  # noqa: E402
 from jcuts.xla.cudnn import call as cudnn_call  # noqa: E402
 from jcuts.xla.cudnn.plan import buffer_bytes  # noqa: E402
 
 
 def database_of(*files: Path) -> tuple[Database, Device]:
     """The times of files of one device; of what is in several the last one's.  XLA's own convolutions are left out."""
-    found: dict[tuple[Convolution, int], dict[tuple[str, str], Micro]] = {}
+    found: dict[tuple[Convolution, int], dict[tuple[str, str], MicroConfig]] = {}
     devices = []
     for file in files:
         data = json.loads(file.read_text(encoding="utf-8"))
@@ -45,7 +45,7 @@ def database_of(*files: Path) -> tuple[Database, Device]:
         for row in data["tables"]:
             convolution = Convolution.from_json(row["convolution"])
             for size, micros in row["sizes"].items():
-                made = [Micro(int(size), *micro) for micro in micros if cudnn_call.is_cudnn(micro[0])]
+                made = [MicroConfig(int(size), *micro) for micro in micros if cudnn_call.is_cudnn(micro[0])]
                 found.setdefault((convolution, int(size)), {}).update({(m.algorithm, m.math): m for m in made})
     if len(set(devices)) != 1:
         raise UsageError(f"times of several devices: {', '.join(device.name for device in devices)}")

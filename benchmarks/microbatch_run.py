@@ -100,7 +100,7 @@ class Run:
     def take(self, data: dict[str, Any]) -> None:
         """Times of an earlier run on the same device and libraries; what --out knows already stays as it is."""
         from jcuts.microbatch.convolution import Convolution
-        from jcuts.microbatch.timings import Micro
+        from jcuts.microbatch.timings import MicroConfig
         from jcuts.xla.cudnn import call as cudnn_call
         from jcuts.xla.cudnn.match import LIBRARY
 
@@ -110,7 +110,7 @@ class Run:
         for row in data["tables"]:
             convolution = Convolution.from_json(row["convolution"])
             for size, micros in row["sizes"].items():
-                made = [Micro(int(size), *m) for m in micros if cudnn_call.is_cudnn(m[0]) or m[0] == LIBRARY]
+                made = [MicroConfig(int(size), *m) for m in micros if cudnn_call.is_cudnn(m[0]) or m[0] == LIBRARY]
                 remarks = row.get("remarks", {}).get(size, {})
                 if convolution.key in self.kernels:  # of an earlier file
                     names = {(m.algorithm, m.math) for m in made}

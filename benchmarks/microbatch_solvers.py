@@ -92,7 +92,11 @@ def run_wd(networks: int) -> dict[str, Any]:
         best = None if expected is None else reference.value(expected, _arrays(every)[0])
         for choices in (sets, every):
             costs, weights = _arrays(choices)
-            found = clique_knapsack.choose(costs, weights, limits) if alive else knapsack.choose(costs, weights, total)
+            found = (
+                clique_knapsack.solve_clique_knapsack(costs, weights, limits)
+                if alive
+                else knapsack.choose(costs, weights, total)
+            )
             counts["wrong"] += (None if found is None else found.cost) != best
             counts["wrong"] += found is not None and not (found.proven and reference.fits(found.items, weights, limits))
         counts["solved" if best is not None else "infeasible"] += 1
@@ -147,9 +151,9 @@ def _time_branches(instances: int, rounds: int) -> dict[str, Any]:
                     costs.append(np.sort(rng.integers(10**7, 10**9, len(weight)))[::-1])
                     lives.append((3 * block + depth, 3 * block + depth + int(rng.integers(0, 2))))
         limits = cliques(lives, (), 96 * MIB)
-        taken = _rounds(lambda: clique_knapsack.choose(costs, weights, limits), rounds)  # noqa: B023
+        taken = _rounds(lambda: clique_knapsack.solve_clique_knapsack(costs, weights, limits), rounds)  # noqa: B023
         own.append(min(wall for wall, _ in taken))
-        chosen = clique_knapsack.choose(costs, weights, limits)
+        chosen = clique_knapsack.solve_clique_knapsack(costs, weights, limits)
         variables.append(sum(map(len, costs)))
         if seed:
             continue

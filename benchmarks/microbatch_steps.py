@@ -178,7 +178,7 @@ def program(spec: dict[str, Any], closed: Any) -> tuple[Any, dict[str, Any]]:
         workspace_limit=spec.get("limit"),
         total_workspace=spec.get("total"),
     )
-    made = microbatch_convs.divided(
+    made = microbatch_convs.divide_convolutions(
         simplify(inline(closed)), settings, "cpu" if spec["dry"] else "cuda", may_measure=False
     )
     spaces = [row.workspace for row in made.rows if row.division]

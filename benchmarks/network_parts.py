@@ -149,7 +149,7 @@ def pretended(tuned: dict[str, Any]) -> Iterator[None]:
 
     from jcuts.tune import session
     from jcuts.tune.choice import Measurement
-    from jcuts.tune.select import unknown
+    from jcuts.tune.select import keep_xla
     from jcuts.xla import devices as xla_devices
 
     def tune(problems: Sequence[Any], store: Any, *, settings: Any, prepare: Any = None, **_: Any) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def pretended(tuned: dict[str, Any]) -> Iterator[None]:
             if choice is None and settings.tune == "auto":
                 full = prepare_candidates(problem, prepare)
                 tuned[problem.digest] = len(full.candidates)
-                choice = replace(unknown(problem), origin="measured", measurements=times_of(full))
+                choice = replace(keep_xla(problem), origin="measured", measurements=times_of(full))
                 if full.candidates:
                     best = full.candidates[0]
                     choice = replace(
@@ -171,7 +171,7 @@ def pretended(tuned: dict[str, Any]) -> Iterator[None]:
                         digests={best.label: best.digest},
                     )
                 store.put(choice)
-            found[problem.digest] = choice or unknown(problem)
+            found[problem.digest] = choice or keep_xla(problem)
         return found
 
     def times_of(problem: Any) -> tuple[Any, ...]:
@@ -228,7 +228,7 @@ def planning(spec: str, dry: bool) -> dict[str, Any]:
 
     with pretended(tuned):
         start, busy = time.perf_counter(), time.process_time()
-        outcomes = {form: plan(form, True) for form in variant_space.worth_planning(closed, "cuda")}
+        outcomes = {form: plan(form, True) for form in variant_space.candidate_variants(closed, "cuda")}
         row |= {
             "cold_seconds": time.perf_counter() - start,
             "cold_cpu_seconds": time.process_time() - busy,

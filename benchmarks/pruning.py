@@ -190,7 +190,7 @@ def study(job: tuple[str, int, int, frozenset[str]]) -> dict[str, Any]:
     import numpy as np
 
     from jcuts.arch.detect import describe_cpu
-    from jcuts.schedule.cpu.bound import bound
+    from jcuts.schedule.cpu.bound import roofline_bound
     from jcuts.xla import jit_linker
     from jcuts.xla.kernel_cache import kernel_for
 
@@ -203,7 +203,9 @@ def study(job: tuple[str, int, int, frozenset[str]]) -> dict[str, Any]:
     bench = Bench(operands, list(compiled[0].outputs), max(k.scratch_bytes for k in compiled))
     expected = [np.asarray(x) for x in _tuple(reference(*operands))]
     right = time_all(kernels, [c.kept >= 0 for c in pool], bench, expected, name)
-    rows = [(c, k, bound(c.program, core).seconds) for c, k, fine in zip(pool, kernels, right, strict=True) if fine]
+    rows = [
+        (c, k, roofline_bound(c.program, core).seconds) for c, k, fine in zip(pool, kernels, right, strict=True) if fine
+    ]
     rows.sort(key=lambda row: row[1].seconds)
     best = rows[0][1].seconds
     kept = [(place, row) for place, row in enumerate(rows) if row[0].kept >= 0]

@@ -178,7 +178,7 @@ class Study:
         self.name, self.prepared, self.device, self.watch, self.launcher = name, prepared, device, watch, launcher
         self.tolerance = OPERATIONS[name].tolerance
         self.operands = OPERATIONS[name].operands
-        self.rotation: runs.Rotation | None = None
+        self.rotation: runs.RotatedOperands | None = None
         self.graphs: dict[str, Any] = {}
         self.seen: dict[str, list[float]] = {}
         self.launches: dict[str, Any] = {}
@@ -191,7 +191,7 @@ class Study:
         try:
             self._add(digest, kernel)
         except NativeError as error:
-            if runs.lost(error) or cuda_driver.is_lost(error):
+            if runs.is_context_lost(error) or cuda_driver.is_lost(error):
                 self.watch.lost(str(error)[:200])
             self.dropped["failed"].append([digest[:16], str(error)[:120]])
         finally:
@@ -200,7 +200,7 @@ class Study:
     def _add(self, digest: str, kernel: Any) -> None:
         device = self.device
         if self.rotation is None:
-            self.rotation = runs.Rotation(device, kernel, self.operands, self.prepared.scratch)
+            self.rotation = runs.RotatedOperands(device, kernel, self.operands, self.prepared.scratch)
         launcher, places = self.launcher(kernel, device), self.rotation.sets[0]
         results = places[len(self.operands) :]
         sizes = [math.prod(s) * dtype_of(d).itemsize for s, d in kernel.outputs]

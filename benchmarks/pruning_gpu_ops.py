@@ -20,7 +20,7 @@ import numpy as np  # noqa: E402
 from jax import lax  # noqa: E402
 
 from jcuts.fusion import greedy  # noqa: E402
-from jcuts.fusion.match_inverted_residual import joined  # noqa: E402
+from jcuts.fusion.match_inverted_residual import inverted_residual_groups  # noqa: E402
 from jcuts.kernel_ir.program import Program  # noqa: E402
 from jcuts.rewrite.tf32_weights import round_tf32  # noqa: E402
 from tests import programs  # noqa: E402
@@ -71,7 +71,7 @@ class Operation:
         if self.kind == "attention":
             return traced.attention()[1]
         if self.kind == "block":
-            found = joined(traced.graph, greedy.group(traced.graph).subsets, lambda program: True)
+            found = inverted_residual_groups(traced.graph, greedy.group(traced.graph).subsets, lambda program: True)
             assert len(found) == 1 and len(found[0].members) == len(traced.graph.nodes), found
             rounded = {self.shapes[place] for place in self.weights}
             buffers = tuple(replace(b, tf32=b.shape in rounded) for b in found[0].program.buffers)

@@ -31,12 +31,12 @@ from jcuts.arch.load import load_gpu  # noqa: E402
 from jcuts.base.errors import Refusal  # noqa: E402
 from jcuts.estimate.gpu_kernel import least_seconds  # noqa: E402
 from jcuts.kernel_ir.program import Program  # noqa: E402
-from jcuts.lower.patterns.attention import recognise  # noqa: E402
-from jcuts.lower.patterns.few_channel_conv import as_patches  # noqa: E402
-from jcuts.lower.patterns.gemm import COLUMNS, ROWS, B, K, as_product  # noqa: E402
-from jcuts.lower.patterns.inverted_residual import Block, block  # noqa: E402
+from jcuts.lower.patterns.attention import match  # noqa: E402
+from jcuts.lower.patterns.few_channel_conv import as_few_channel_conv  # noqa: E402
+from jcuts.lower.patterns.gemm import COLUMNS, ROWS, B, K, as_gemm  # noqa: E402
+from jcuts.lower.patterns.inverted_residual import InvertedResidual, match_inverted_residual  # noqa: E402
 from jcuts.schedule.gpu import launch_stats  # noqa: E402
-from jcuts.schedule.gpu.conv.few_channels_tile import patches  # noqa: E402
+from jcuts.schedule.gpu.conv.few_channels_tile import conv_geometry  # noqa: E402
 
 COUNTED = ("product", "patch", "block", "attention")
 """Forms whose cycles are counted."""
@@ -56,19 +56,19 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 def multiplied(program: Program) -> float:
     """Products that matrix units have to compute; 0 for operations that need none."""
-    if program.template == "attention" and not isinstance(known := recognise(program), Refusal):
+    if program.template == "attention" and not isinstance(known := match(program), Refusal):
         return float(known.batches * known.rows * known.keys * (known.key.length + known.value.length))
-    if program.template == "block" and isinstance(found := block(program), Block):
+    if program.template == "block" and isinstance(found := match_inverted_residual(program), InvertedResidual):
         return found.products - float(
             found.channels * found.window.image[0] * math.prod(found.window.outputs) * len(found.window.taps)
         )
-    made = as_product(program) if program.template in ("contraction", "convolution") else None
+    made = as_gemm(program) if program.template in ("contraction", "convolution") else None
     if made is not None:
         extents = made.phases[0].ranges()
         return math.prod(float(extents.get(name, 1)) for name in (B, ROWS, COLUMNS, K))
-    patched = as_patches(program) if program.template == "convolution" else None
+    patched = as_few_channel_conv(program) if program.template == "convolution" else None
     if patched is not None:
-        shape = patches(patched)
+        shape = conv_geometry(patched)
         return float(shape.images * shape.rows * shape.outputs * shape.columns * len(shape.terms))
     return 0.0
 

@@ -14,30 +14,30 @@ from typing import Any
 
 from jcuts.base.errors import JcutsError, Refusal
 from jcuts.codegen.cuda.launch_source import emit_source
-from jcuts.codegen.cuda.split_kernels import parts
+from jcuts.codegen.cuda.split_kernels import split_into_kernels
 from jcuts.kernel_ir.program import Phase, Program
 from jcuts.lower import welford
-from jcuts.lower.patterns.attention import recognise
-from jcuts.lower.patterns.conv_window import window
-from jcuts.lower.patterns.few_channel_conv import as_patches
-from jcuts.lower.patterns.gemm import ROWS, as_product, sides
-from jcuts.lower.patterns.inverted_residual import Block, block
-from jcuts.schedule.cpu.loop_schedule import collapsed
+from jcuts.lower.patterns.attention import match
+from jcuts.lower.patterns.conv_window import match_conv_window
+from jcuts.lower.patterns.few_channel_conv import as_few_channel_conv
+from jcuts.lower.patterns.gemm import ROWS, as_gemm, gemm_operands
+from jcuts.lower.patterns.inverted_residual import InvertedResidual, match_inverted_residual
+from jcuts.schedule.cpu.loop_schedule import collapse_program
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.schedule.gpu.attention import schedules as attention_schedules
-from jcuts.schedule.gpu.attention.tile import AttentionShape
+from jcuts.schedule.gpu.attention.tile import FlashTile
 from jcuts.schedule.gpu.attention.tile import shape_of as attention_of
 from jcuts.schedule.gpu.conv import few_channels, implicit_gemm
-from jcuts.schedule.gpu.conv.few_channels_tile import PatchShape, patches
+from jcuts.schedule.gpu.conv.few_channels_tile import FewChannelTile, conv_geometry
 from jcuts.schedule.gpu.conv.few_channels_tile import shape_of as patch_of
 from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
-from jcuts.schedule.gpu.gemm.mma import STEP, Counter, Tiling
-from jcuts.schedule.gpu.gemm.wgmma import GroupCounter
-from jcuts.schedule.gpu.gemm.wgmma_tile import GroupTiling
+from jcuts.schedule.gpu.gemm.mma import STEP, GemmProblem, MmaTile
+from jcuts.schedule.gpu.gemm.wgmma import WgmmaProblem
+from jcuts.schedule.gpu.gemm.wgmma_tile import WgmmaTile
 from jcuts.schedule.gpu.inverted_residual import schedules as inverted_residual_schedules
-from jcuts.schedule.gpu.inverted_residual.tile import BlockShape
+from jcuts.schedule.gpu.inverted_residual.tile import InvertedResidualTile
 from jcuts.schedule.gpu.inverted_residual.tile import shape_of as block_of
-from jcuts.schedule.gpu.machine import GpuMachine, crossed_axis, period, scheduled, tiled
+from jcuts.schedule.gpu.machine import GpuMachine, scheduled, tiled, transposed_axis, unroll_period
 from jcuts.schedule.gpu.warp_specialized import schedules as warp_specialized_schedules
 from jcuts.schedule.gpu.window import schedules as window_schedules
 
@@ -55,20 +55,20 @@ def space_of(program: Program) -> Draw:
         return _attention(program)
     if program.template == "block":
         return _block(program)
-    made = as_product(program) if program.template in ("contraction", "convolution") else None
-    if made is not None and any(True for _ in gemm_wgmma.products(made, MACHINE)):
+    made = as_gemm(program) if program.template in ("contraction", "convolution") else None
+    if made is not None and any(True for _ in gemm_wgmma.contraction_schedules(made, MACHINE)):
         return _product(made)
-    patched = as_patches(program) if program.template == "convolution" else None
+    patched = as_few_channel_conv(program) if program.template == "convolution" else None
     if patched is not None:
         return _patch(patched)
     phase = program.phases[0]
     if len(program.phases) > 1:
         if {g.axis for g in program.grid} == set(program.serial):
             return lambda rng: _team(program, rng)
-        return _column_rows(collapsed(program))
+        return _column_rows(collapse_program(program))
     if phase.reds and gpu_candidates._along_rows(phase) and _terms(phase) > gpu_candidates.TAPS:
         return lambda rng: _team(program, rng)
-    plain = collapsed(program)
+    plain = collapse_program(program)
     phase = plain.phases[0]
     if not phase.reds:
         return lambda rng: _transposed(plain, rng) if rng.random() < 0.3 else _point(plain, rng)
@@ -89,7 +89,7 @@ def draw(space: Draw, rng: random.Random) -> Program | None:
 def legal(program: Program) -> bool:
     """Whether code can be emitted, and a block's shared memory is there (spills show later)."""
     try:
-        found, _ = parts(program)
+        found, _ = split_into_kernels(program)
         return all(emit_source(part.program).shared <= MOST_SHARED for part in found)
     except (JcutsError, KeyError, StopIteration, IndexError, AssertionError):
         return False
@@ -97,14 +97,14 @@ def legal(program: Program) -> bool:
 
 def scratch_of(program: Program) -> int:
     """Bytes of scratch memory of a call."""
-    return parts(program)[1]
+    return split_into_kernels(program)[1]
 
 
 # -- matrix units -----------------------------------------------------------------------------------------------------
 def _product(made: Program) -> Draw:
-    grouped = GroupCounter(made, MACHINE)
+    grouped = WgmmaProblem(made, MACHINE)
     extents = made.phases[0].ranges()
-    item = sides(made)[0].item
+    item = gemm_operands(made)[0].item
 
     def groups(rng: random.Random) -> Program | None:
         along, across = rng.choice((1, 1, 2, 2, 3, 4)), rng.choice((1, 1, 1, 1, 2))
@@ -130,7 +130,7 @@ def _product(made: Program) -> Draw:
             }
             if more["steps"] == 0 and rng.random() < 0.7:
                 more["spread"] = 0
-        tiling = GroupTiling(
+        tiling = WgmmaTile(
             rows,
             columns,
             terms,
@@ -155,7 +155,7 @@ def _product(made: Program) -> Draw:
         split = 1 if cluster > 1 else rng.choice((1, 1, 1, 2, 3, 4, 6, 8))
         if not 1 <= count <= 16 or size % (STEP * deep):
             return None
-        tiling = Tiling(
+        tiling = MmaTile(
             rows,
             columns,
             size // item,
@@ -170,7 +170,7 @@ def _product(made: Program) -> Draw:
 
 
 def _patch(made: Program) -> Draw:
-    found = patches(made)
+    found = conv_geometry(made)
 
     def drawn(rng: random.Random) -> Program | None:
         rows = 1 if found.rows == 1 else rng.choice((1, 2, 3, 4, 4, 6, 7, 8, 8, 14, 16))
@@ -182,18 +182,18 @@ def _patch(made: Program) -> Draw:
         across = [w for w in (1, 2, 3, 4, 6, 8) if columns % (16 * w) == 0]
         warps = (rng.choice(down), rng.choice(beside), rng.choice(across))
         share = rng.choice((1, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32))
-        shape = PatchShape(found, rows, pixels, columns, warps, rng.choice((1, 2)) if share > 1 else 1, share)
+        shape = FewChannelTile(found, rows, pixels, columns, warps, rng.choice((1, 2)) if share > 1 else 1, share)
         if not shape.fits or shape.shared > MOST_SHARED or not 1 <= math.prod(warps) <= 16:
             return None
         unrolled = shape.steps * math.prod(shape.warp) // (16 * 8)
-        return few_channels.of(made, shape) if unrolled <= MOST_UNROLLED else None
+        return few_channels.apply_tile(made, shape) if unrolled <= MOST_UNROLLED else None
 
     return drawn
 
 
 def _block(program: Program) -> Draw:
-    known = block(program)
-    assert isinstance(known, Block)
+    known = match_inverted_residual(program)
+    assert isinstance(known, InvertedResidual)
 
     def drawn(rng: random.Random) -> Program | None:
         outputs, (count, *_) = known.window.outputs, known.window.image
@@ -209,7 +209,7 @@ def _block(program: Program) -> Draw:
             rng.choice([n for n in (1, 2, 4, 7, 8) if rows % n == 0]),
             rng.choice([n for n in (1, 2, 4, 7, 8) if columns % n == 0]),
         )
-        shape = BlockShape(
+        shape = InvertedResidualTile(
             known,
             images,
             rows,
@@ -238,19 +238,19 @@ def _block(program: Program) -> Draw:
 
 
 def _attention(program: Program) -> Draw:
-    known = recognise(program)
+    known = match(program)
     assert not isinstance(known, Refusal)
 
     def drawn(rng: random.Random) -> Program | None:
         high, wide = rng.choice((16, 16, 32, 48)), rng.choice((16, 32, 32, 48, 64, 64, 96, 128))
         along, across = rng.choice((1, 2, 2, 3, 4, 4, 5, 6, 7, 8, 12)), rng.choice((1, 1, 1, 2, 2, 3, 4, 6, 8))
         early = known.kind == "tf32" and rng.random() < 0.5
-        shape = AttentionShape(known, high * along, wide * across, (along, across), rng.choice((2, 2, 3, 4, 5)), early)
+        shape = FlashTile(known, high * along, wide * across, (along, across), rng.choice((2, 2, 3, 4, 5)), early)
         if not shape.fits or not 1 <= along * across <= 16 or shape.shared > MOST_SHARED:
             return None
-        if attention_schedules.registers(shape) > min(270.0, 1.1 * attention_schedules.room(shape)):
+        if attention_schedules.registers(shape) > min(270.0, 1.1 * attention_schedules.register_budget(shape)):
             return None
-        return attention_schedules.of(program, shape)
+        return attention_schedules.apply_tile(program, shape)
 
     return drawn
 
@@ -263,28 +263,28 @@ def counted(program: Program) -> float | None:
         rows, columns, terms = params["tile"]
         more = {name: int(params.get(name, 1)) for name in ("split", "cluster")}
         if "groups" not in params:
-            tiling = Tiling(rows, columns, terms, tuple(params["warps"]), params["stages"], **more)
-            return Counter(program, MACHINE).cycles(tiling)
-        counter, groups = GroupCounter(program, MACHINE), tuple(params["groups"])
+            tiling = MmaTile(rows, columns, terms, tuple(params["warps"]), params["stages"], **more)
+            return GemmProblem(program, MACHINE).cycles(tiling)
+        counter, groups = WgmmaProblem(program, MACHINE), tuple(params["groups"])
         if "fed" in params:
             kept = {name: int(params.get(name, least)) for name, least in (("pixels", 0), ("rounds", 1), ("early", 0))}
-            fed = warp_specialized_schedules.FedTiling(
+            fed = warp_specialized_schedules.WarpSpecializedTile(
                 rows, columns, groups[0], params["stages"], params["fed"], **kept
             )
-            return warp_specialized_schedules.cycles(counter, window(program) if fed.pixels else None, fed)
+            return warp_specialized_schedules.cycles(counter, match_conv_window(program) if fed.pixels else None, fed)
         steps = int(params.get("steps", 1))
         if "pixels" in params:
             names = (("rounds", 1), ("spread", 0), ("steps", 1), ("unrolled", 0), ("fetched", 0), ("short", 0))
             kept = {name: int(params.get(name, least)) for name, least in names}
-            made = implicit_gemm.WindowTiling(rows, columns, groups[0], params["stages"], params["pixels"], **kept)
-            found = window(program)
+            made = implicit_gemm.ImplicitGemmTile(rows, columns, groups[0], params["stages"], params["pixels"], **kept)
+            found = match_conv_window(program)
             return None if found is None else implicit_gemm.cycles(counter, found, made)
         names = ("flight", "rounded", "spread", "cached", "push", "early", "held", "paired")
         more |= {name: int(params.get(name, 0)) for name in names}
         if "rounds" in params:  # recorded of a form that there is no more
             return None
         more |= {"steps": 0 if steps > 2 else steps}
-        tiling = GroupTiling(rows, columns, terms, groups, params["stages"], **more)
+        tiling = WgmmaTile(rows, columns, terms, groups, params["stages"], **more)
         return counter.cycles(tiling)
     if form == "patch":
         return few_channels.cycles(program, patch_of(program), MACHINE)
@@ -330,16 +330,16 @@ def _point(plain: Program, rng: random.Random) -> Program | None:
 
 def _walk(plain: Program, rng: random.Random) -> Program | None:
     """Threads that walk along one of the axes that the window slides along."""
-    program = window_schedules.whole(plain)
+    program = window_schedules.fully_unrolled(plain)
     phase = program.phases[0]
     lane = phase.axes[-1]
-    slid = window_schedules._slid(phase, lane.name)
+    slid = window_schedules._reuse_axes(phase, lane.name)
     if not slid:
         return None
     unroll = {lane.name: rng.choice((1, 2, 4, 4, 4, 8))}
     for axis in slid:
         unroll[axis.name] = rng.choice((1, 1, 2, 2, 3, 4, 5, 7, 8))
-        if axis.extent % unroll[axis.name] or unroll[axis.name] % period(phase, axis.name):
+        if axis.extent % unroll[axis.name] or unroll[axis.name] % unroll_period(phase, axis.name):
             return None
     along = rng.choice((slid[0], slid[0], slid[0], slid[-1]))
     count = along.extent // unroll[along.name]
@@ -359,7 +359,7 @@ def _walk(plain: Program, rng: random.Random) -> Program | None:
 def _transposed(plain: Program, rng: random.Random) -> Program | None:
     phase = plain.phases[0]
     lane = phase.axes[-1]
-    crossed = crossed_axis(phase, lane.name)
+    crossed = transposed_axis(phase, lane.name)
     if crossed is None:
         return None
     rows, columns = (rng.choice((8, 16, 32, 64, 128)) for _ in range(2))
@@ -407,7 +407,7 @@ def _columns(plain: Program) -> Draw:
             return None
         more: list[tuple[str, object]] = [("across", across)]
         if taps and rng.random() < 0.5:
-            last, others = filter_gradient.slid(phase, taps)
+            last, others = filter_gradient.inner_reduction(phase, taps)
             wide, rows = rng.choice((2, 4, 7, 8)), rng.choice((1, 2, 4))
             pieces = rng.choice((1, 2, 4, 7))
             if not others or last.extent % wide or others[-1].extent % (pieces * rows):
@@ -447,7 +447,7 @@ def _column_rows(plain: Program) -> Draw:
     phase = next(p for p in plain.phases if p.reds)
     lane = phase.axes[-1]
     length = math.prod(r.extent for r in phase.reds)
-    known = welford.recognise(plain) is not None
+    known = welford.match_welford(plain) is not None
 
     def drawn(rng: random.Random) -> Program | None:
         vector, across = rng.choice((1, 2, 2, 4, 4, 8)), rng.choice((2, 4, 8, 12, 16, 24, 32, 48, 64))
@@ -479,7 +479,7 @@ def record(program: Program) -> dict[str, Any]:
 def rebuilt(program: Program, found: dict[str, Any]) -> Program | None:
     """The schedule of an unscheduled program that a record tells of; None where it comes out differently."""
     params = tuple((str(name), _tuples(value)) for name, value in found["params"])
-    for base in (as_product, as_patches, collapsed, lambda p: p):
+    for base in (as_gemm, as_few_channel_conv, collapse_program, lambda p: p):
         plain = base(program)
         if plain is None or len(plain.phases) != len(found["phases"]):
             continue

@@ -19,7 +19,7 @@ import numpy as np
 
 from jcuts.base import knobs
 from jcuts.kernel_ir.program import Axis, Phase, Program, Red
-from jcuts.lower.builder import build
+from jcuts.lower.builder import lower_region
 from jcuts.lower.tensor_graph import build_graph
 from jcuts.rewrite.simplify import simplify
 from jcuts.schedule.cpu import candidates as cpu_candidates
@@ -116,7 +116,7 @@ def unscheduled(operation: Operation) -> tuple[Program, list[np.ndarray], Callab
     flat = simplify(inline(jax.make_jaxpr(fn)(*args)))
     graph = build_graph(flat.jaxpr)
     everything = frozenset(n.number for n in graph.nodes)
-    program = build(graph, everything)
+    program = lower_region(graph, everything)
     if not isinstance(program, Program):
         raise SystemExit(f"not one kernel: {program}")
     if len(program.phases) != 1:
@@ -128,7 +128,7 @@ def unscheduled(operation: Operation) -> tuple[Program, list[np.ndarray], Callab
         given = dict(zip(order, operands, strict=True))
         return jax.jit(fn)(*(given[k] for k in range(len(args))))
 
-    return loop_schedule.collapsed(program), [args[k] for k in order], reference
+    return loop_schedule.collapse_program(program), [args[k] for k in order], reference
 
 
 def candidates(plain: Program, machine: loop_candidates.Machine, count: int, seed: str) -> list[Candidate]:

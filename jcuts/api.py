@@ -89,7 +89,7 @@ def optimize(
 
     def wrap(target: Callable[..., Any]) -> Optimized:
         _check_function(target)
-        return _made_before(target, settings, options)
+        return _cached_optimized(target, settings, options)
 
     return wrap if fn is _NOT_GIVEN else wrap(fn)
 
@@ -98,7 +98,7 @@ _MADE = "__jcuts_optimized__"
 _making = threading.Lock()
 
 
-class _Made:
+class _OptimizedRegistry:
     """The ``Optimized`` objects of one function, kept in its ``__dict__``: they live exactly as long as it does.
 
     They refer to the function and it to them, a cycle that Python's collector frees; a table of weak references could
@@ -110,10 +110,10 @@ class _Made:
         self.by_options: dict[Any, Optimized] = {}
 
     def __reduce__(self) -> Any:
-        return _Made, ()  # a function that is pickled by value leaves its programs behind
+        return _OptimizedRegistry, ()  # a function that is pickled by value leaves its programs behind
 
 
-def _made_before(fn: Callable[..., Any], settings: Settings, options: dict[str, Any]) -> Optimized:
+def _cached_optimized(fn: Callable[..., Any], settings: Settings, options: dict[str, Any]) -> Optimized:
     """The ``Optimized`` of this very function with these options, made now if there is none."""
     # Callable objects decide themselves what is equal, and a bound method is a new object each time it is looked up.
     if not isinstance(fn, types.FunctionType):
@@ -123,8 +123,8 @@ def _made_before(fn: Callable[..., Any], settings: Settings, options: dict[str, 
     key = (settings, tuple(repr(v) for v in options.values()), surroundings)
     with _making:
         made = fn.__dict__.get(_MADE)
-        if not isinstance(made, _Made) or made.owner is None or made.owner() is not fn:
-            made = fn.__dict__[_MADE] = _Made(fn)
+        if not isinstance(made, _OptimizedRegistry) or made.owner is None or made.owner() is not fn:
+            made = fn.__dict__[_MADE] = _OptimizedRegistry(fn)
         if key not in made.by_options:
             made.by_options[key] = Optimized(fn, settings, options)
         return made.by_options[key]

@@ -11,12 +11,12 @@ import numpy as np
 
 from jcuts.base.errors import Refusal
 from jcuts.fusion import greedy
-from jcuts.fusion.match_attention import attended
+from jcuts.fusion.match_attention import fuse_attention
 from jcuts.fusion.move_epilogue import CHEAP
 from jcuts.kernel_ir.program import Program
 from jcuts.lower import row_reduction
-from jcuts.lower.builder import build
-from jcuts.lower.patterns.gemm import as_product, sides
+from jcuts.lower.builder import lower_region
+from jcuts.lower.patterns.gemm import as_gemm, gemm_operands
 from jcuts.lower.tensor_graph import TensorGraph, build_graph
 from jcuts.rewrite.simplify import simplify
 from jcuts.schedule.cpu import loop_candidates, loop_schedule
@@ -44,19 +44,19 @@ class Traced:
 
     def build(self, members: Sequence[int] | None = None) -> Program | Refusal:
         """The unscheduled program of some equations (all of them by default)."""
-        return build(self.graph, self.everything if members is None else frozenset(members))
+        return lower_region(self.graph, self.everything if members is None else frozenset(members))
 
     def rounded(self) -> Program:
         """The program of a product, with what stands before it, whose weights are known to be rounded to TF32."""
-        built = build(self.graph, self.everything, cheap=CHEAP)
-        made = as_product(built) if isinstance(built, Program) else None
+        built = lower_region(self.graph, self.everything, cheap=CHEAP)
+        made = as_gemm(built) if isinstance(built, Program) else None
         assert isinstance(built, Program) and made is not None, str(built)
-        right = sides(made)[1].buffer
+        right = gemm_operands(made)[1].buffer
         return replace(built, buffers=tuple(replace(b, tf32=b.name == right) for b in built.buffers))
 
     def product(self) -> Program:
         """The same as a product."""
-        made = as_product(self.rounded())
+        made = as_gemm(self.rounded())
         assert made is not None
         return made
 
@@ -68,7 +68,7 @@ class Traced:
 
     def attention(self) -> tuple[frozenset[int], Program]:
         """The one subset that is an attention, and its program."""
-        cover = attended(self.graph, greedy.group(self.graph).subsets)
+        cover = fuse_attention(self.graph, greedy.group(self.graph).subsets)
         ((members, program),) = [found for found in cover if found[1].template == "attention"]
         return members, program
 
@@ -101,7 +101,7 @@ def trace(fn: Callable[..., Any], *arguments: Any) -> Traced:
 
 def schedules(program: Program, limit: int = 16, machine: loop_candidates.Machine = MACHINE) -> list[Program]:
     """The scheduled candidates, best first."""
-    plain = loop_schedule.collapsed(program)
+    plain = loop_schedule.collapse_program(program)
     if len(plain.phases) > 1:
         return [p for p, _ in row_reduction.schedules(program, machine, limit)]
     return [loop_schedule.apply(plain, s) for s, _ in loop_candidates.candidates(plain, machine, limit)]

@@ -59,12 +59,12 @@ def alive() -> bool:
 
 # -- which kernels run ------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
-def every_kernel(seed: int) -> Iterator[tuple[list[pipeline_passes.Level], Any]]:
+def every_kernel(seed: int) -> Iterator[tuple[list[pipeline_passes.Computation], Any]]:
     """Every subset that has a form on the GPU runs a kernel with a random one of its schedules."""
     rng = np.random.default_rng([seed, 4])
-    planned: list[pipeline_passes.Level] = []
+    planned: list[pipeline_passes.Computation] = []
 
-    def select(top: pipeline_passes.Level, *_: Any, **__: Any) -> kernel_selection.Summary:
+    def select(top: pipeline_passes.Computation, *_: Any, **__: Any) -> kernel_selection.Summary:
         planned.append(top)
         everywhere = top.everywhere()
         for level in everywhere:
@@ -112,7 +112,7 @@ def _schedule(ranked: Sequence[Program], rng: np.random.Generator) -> Program | 
 
 
 # -- each kernel between fences ---------------------------------------------------------------------------------------
-def fenced(planned: Sequence[pipeline_passes.Level]) -> None:
+def fenced(planned: Sequence[pipeline_passes.Computation]) -> None:
     """Runs every kernel twice on fenced memory with different poison: equal bits, nothing written outside a result.
 
     Raises: AccuracyRejected; ContextLost where the kernel killed the context.
@@ -129,14 +129,14 @@ def fenced(planned: Sequence[pipeline_passes.Level]) -> None:
                 raise AccuracyRejected(f"result {k} differs from run to run, or is not written in full")
 
 
-def _kernels(planned: Sequence[pipeline_passes.Level]) -> Iterator[tuple[CompiledKernel, Any]]:
+def _kernels(planned: Sequence[pipeline_passes.Computation]) -> Iterator[tuple[CompiledKernel, Any]]:
     for top in planned:
         for subset in (s for level in top.everywhere() for s in level.subsets):
             if subset.chosen is not None:
                 yield kernel_for(subset.chosen), subset
 
 
-def _interpreted_only(planned: Sequence[pipeline_passes.Level]) -> None:
+def _interpreted_only(planned: Sequence[pipeline_passes.Computation]) -> None:
     """The PTX machine has its own fences and finds what is never written."""
 
 

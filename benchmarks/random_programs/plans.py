@@ -29,7 +29,7 @@ class Watch(logging.Handler):
             self.messages.append(record.getMessage())
 
 
-def other_cover(level: computation.Level, rng: np.random.Generator) -> None:
+def other_cover(level: computation.Computation, rng: np.random.Generator) -> None:
     """Half of the levels get a random cover out of the partition search's, as if other subsets had been faster."""
     if rng.random() < 0.5 or not level.graph.nodes:
         return
@@ -39,12 +39,12 @@ def other_cover(level: computation.Level, rng: np.random.Generator) -> None:
 
 
 @contextlib.contextmanager
-def every_kernel(seed: int) -> Iterator[tuple[list[pipeline_passes.Level], Watch]]:
+def every_kernel(seed: int) -> Iterator[tuple[list[pipeline_passes.Computation], Watch]]:
     """Every subset runs a jcuts kernel with a random one of its candidate schedules; gives the plans made."""
     rng = np.random.default_rng([seed, 4])
-    planned: list[pipeline_passes.Level] = []
+    planned: list[pipeline_passes.Computation] = []
 
-    def select(top: pipeline_passes.Level, *_: Any, **__: Any) -> kernel_selection.Summary:
+    def select(top: pipeline_passes.Computation, *_: Any, **__: Any) -> kernel_selection.Summary:
         planned.append(top)
         for level in top.everywhere():
             other_cover(level, rng)

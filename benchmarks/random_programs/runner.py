@@ -23,7 +23,7 @@ from jcuts.tune.problem import Input, Output, Problem
 from jcuts.tune.session import degree
 from jcuts.tune.verify import sum_rounding
 from jcuts.tune.verify.acceptance import check_output
-from jcuts.tune.verify.expected import NOISE_ULP, Expected
+from jcuts.tune.verify.expected import NOISE_ULP, OutputReference
 from jcuts.tune.verify.float64_eval import evaluate, is_wide
 from jcuts.tune.verify.inputs import flushed, make_inputs, seed_kinds
 from jcuts.tune.verify.reference import TRUST_ULP, distance, value_range, widen
@@ -264,7 +264,7 @@ def alone(seed: int, transform: str = "plain") -> None:
                 judge(closed, problem, inputs, wanted, wanted, noisy=noisy)
 
 
-def _count(planned: Sequence[pipeline_passes.Level], verdict: Verdict) -> None:
+def _count(planned: Sequence[pipeline_passes.Computation], verdict: Verdict) -> None:
     equations: dict[str, None] = {}
     primitives: dict[str, None] = {}
     for subset in (s for top in planned for level in top.everywhere() for s in level.subsets):
@@ -308,7 +308,9 @@ def judge(
         for kind, values, results in zip(seed_kinds(problem), inputs, wanted, strict=True):
             wide = [widen(np.asarray(x)) for x in values]
             if not noisy:
-                expected.append([Expected(kind, x, r) for x, r in zip(results, _leaves(run_wide(*wide)), strict=True)])
+                expected.append(
+                    [OutputReference(kind, x, r) for x, r in zip(results, _leaves(run_wide(*wide)), strict=True)]
+                )
                 continue
 
             both = (wide, [widen(flushed(np.asarray(x))) for x in values])  # every other run without denormals
@@ -325,12 +327,12 @@ def judge(
                 moved = runs(0.0, TRUST_ULP, both=(wide,))
                 trust = [distance(r, [run[i] for run in moved]) for i, r in enumerate(exact)]
             seen = zip(results, exact, ranges, trust, strict=True)
-            expected.append([Expected(kind, x, r, *b, t) for x, r, b, t in seen])
+            expected.append([OutputReference(kind, x, r, *b, t) for x, r, b, t in seen])
     for i, spec in enumerate(problem.outputs):
         check_output(i, spec, [e[i] for e in expected], [g[i] for g in got], problem.tolerance)
 
 
-def fenced(planned: Sequence[pipeline_passes.Level]) -> None:
+def fenced(planned: Sequence[pipeline_passes.Computation]) -> None:
     """Runs every kernel on buffers with fences, its tiles in two orders: nothing may be written outside a result.
 
     Raises: AccuracyRejected.
@@ -348,7 +350,7 @@ def fenced(planned: Sequence[pipeline_passes.Level]) -> None:
                     raise AccuracyRejected(f"result {k} depends on the order of tiles, or is not written in full")
 
 
-def each_kernel(planned: Sequence[pipeline_passes.Level], closed: Any, inputs: Sequence[Any]) -> None:
+def each_kernel(planned: Sequence[pipeline_passes.Computation], closed: Any, inputs: Sequence[Any]) -> None:
     """The rule for every kernel alone: on what XLA computes for it; inside loops and transforms on inputs of its own.
 
     Raises: AccuracyRejected.

@@ -12,10 +12,10 @@ _told: set[str] = set()
 
 def unusable_cache(log: logging.Logger, text: str, *values: object, folder: Path | None = None) -> None:
     """Logs a warning the first time for a directory (by default the cache directory), at level INFO from then on."""
-    once(log, str(knobs.current().cache_dir if folder is None else folder), text, *values)
+    warn_once(log, str(knobs.current().cache_dir if folder is None else folder), text, *values)
 
 
-def once(log: logging.Logger, about: str, text: str, *values: object) -> None:
+def warn_once(log: logging.Logger, about: str, text: str, *values: object) -> None:
     """Logs a warning the first time about something, at level INFO from then on."""
     level = logging.INFO if about in _told else logging.WARNING
     _told.add(about)

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from jcuts.base.errors import IRError, Refusal
 
-Subset = frozenset[int]
+NodeSet = frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Dag:
             mask |= 1 << self.position[node]
         return mask
 
-    def subset(self, mask: int) -> Subset:
+    def subset(self, mask: int) -> NodeSet:
         """The nodes of a bit mask."""
         return frozenset(self.order[place] for place in bits(mask))
 
@@ -217,7 +217,7 @@ def check_subset(dag: Dag, subset: Iterable[int], *, horizontal: bool = False) -
     return None
 
 
-def quotient_edges(dag: Dag, cover: Sequence[Subset]) -> set[tuple[int, int]]:
+def quotient_edges(dag: Dag, cover: Sequence[NodeSet]) -> set[tuple[int, int]]:
     """Edges between the subsets of a cover, as pairs of indices into it.
 
     Raises: IRError if some node is in no subset or in several.
@@ -234,7 +234,7 @@ def quotient_edges(dag: Dag, cover: Sequence[Subset]) -> set[tuple[int, int]]:
     return {(owner[a], owner[b]) for a, b in dag.edges if owner[a] != owner[b]}
 
 
-def quotient_order(dag: Dag, cover: Sequence[Subset]) -> list[Subset] | None:
+def quotient_order(dag: Dag, cover: Sequence[NodeSet]) -> list[NodeSet] | None:
     """The subsets of a cover in an order in which they can run, or None if the quotient graph has a cycle."""
     edges = quotient_edges(dag, cover)
     first = [min(dag.position[node] for node in subset) for subset in cover]
@@ -245,7 +245,7 @@ def quotient_order(dag: Dag, cover: Sequence[Subset]) -> list[Subset] | None:
         missing[b] += 1
     ready = [(first[i], i) for i in range(len(cover)) if not missing[i]]
     heapq.heapify(ready)
-    order: list[Subset] = []
+    order: list[NodeSet] = []
     while ready:
         _, index = heapq.heappop(ready)
         order.append(cover[index])
@@ -256,12 +256,12 @@ def quotient_order(dag: Dag, cover: Sequence[Subset]) -> list[Subset] | None:
     return order if len(order) == len(cover) else None
 
 
-def is_acyclic_cover(dag: Dag, cover: Sequence[Subset]) -> bool:
+def is_acyclic_cover(dag: Dag, cover: Sequence[NodeSet]) -> bool:
     """Whether the subsets of a cover can run one after another."""
     return quotient_order(dag, cover) is not None
 
 
-def quotient_cycle(dag: Dag, cover: Sequence[Subset]) -> list[Subset] | None:
+def quotient_cycle(dag: Dag, cover: Sequence[NodeSet]) -> list[NodeSet] | None:
     """A shortest cycle of the quotient graph (the strongest cut), or None.  The same one on every run."""
     edges = quotient_edges(dag, cover)
     consumers: list[list[int]] = [[] for _ in cover]

@@ -23,7 +23,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from jcuts.base.errors import IRError, ModelError
-from jcuts.fusion.dag import Dag, Subset, bits, is_acyclic_cover, outside_between, quotient_cycle, quotient_order, union
+from jcuts.fusion.dag import (
+    Dag,
+    NodeSet,
+    bits,
+    is_acyclic_cover,
+    outside_between,
+    quotient_cycle,
+    quotient_order,
+    union,
+)
 
 log = logging.getLogger(__name__)
 
@@ -49,14 +58,14 @@ class _Candidate:
 
     mask: int
     seconds: float
-    nodes: Subset
+    nodes: NodeSet
 
 
 _Cut = tuple[int, ...]
 """Masks of subsets that may not all be chosen."""
 
 
-def best_cover(dag: Dag, candidates: Mapping[Subset, float], *, max_states: int = MAX_STATES) -> list[Subset]:
+def exact_partition(dag: Dag, candidates: Mapping[NodeSet, float], *, max_states: int = MAX_STATES) -> list[NodeSet]:
     """The candidates that cover every node exactly once, can run in some order, and take the least time together.
 
         min sum_S cost(S) x_S   with   sum_{S containing v} x_S = 1 for every node v,   quotient graph acyclic
@@ -75,7 +84,7 @@ def best_cover(dag: Dag, candidates: Mapping[Subset, float], *, max_states: int 
     groups = _components(len(dag.order), usable)
     cuts: list[_Cut] = []
     solved: dict[int, list[_Candidate]] = {}
-    cover: list[Subset] = []
+    cover: list[NodeSet] = []
     for _ in range(_MAX_ROUNDS):
         for group, members in groups.items():
             if group not in solved:
@@ -88,10 +97,10 @@ def best_cover(dag: Dag, candidates: Mapping[Subset, float], *, max_states: int 
             cuts.append(cut)
             _join(groups, solved, cut)
     log.warning("subsets that need each other remain after %d rounds of cuts: splitting them", _MAX_ROUNDS)
-    return _repaired(dag, cover, usable)
+    return _break_cycles(dag, cover, usable)
 
 
-def is_exact_cover(dag: Dag, cover: list[Subset]) -> bool:
+def is_exact_cover(dag: Dag, cover: list[NodeSet]) -> bool:
     """Whether a list of subsets covers every node once with an acyclic quotient graph."""
     try:
         return is_acyclic_cover(dag, cover)
@@ -99,7 +108,7 @@ def is_exact_cover(dag: Dag, cover: list[Subset]) -> bool:
         return False
 
 
-def _usable(dag: Dag, candidates: Mapping[Subset, float]) -> list[_Candidate]:
+def _usable(dag: Dag, candidates: Mapping[NodeSet, float]) -> list[_Candidate]:
     usable: list[_Candidate] = []
     for nodes, seconds in candidates.items():
         if math.isnan(seconds) or seconds < 0:
@@ -142,7 +151,7 @@ def _components(count: int, usable: list[_Candidate]) -> dict[int, list[_Candida
     return groups
 
 
-def _new_cuts(dag: Dag, cover: list[Subset]) -> list[_Cut]:
+def _new_cuts(dag: Dag, cover: list[NodeSet]) -> list[_Cut]:
     """Disjoint cycles of a cover, each as its strongest cut: two subsets that need each other, else all."""
     cuts: list[_Cut] = []
     left = list(cover)
@@ -175,13 +184,15 @@ def _solve(members: list[_Candidate], cuts: list[_Cut], max_states: int) -> list
     """The best cover of one component that violates no cut."""
     if len(members) == 1:
         return members
-    found, complete = _sweep(members, cuts, _dual(members), math.inf, min(_FIRST_BEAM, max_states))
+    found, complete = _topological_dp(
+        members, cuts, _lagrangian_prices(members), math.inf, min(_FIRST_BEAM, max_states)
+    )
     if complete:
         if found is None:
             raise IRError("no cover of the component avoids every cycle: are all singletons among the candidates?")
         return found
-    price = _dual(members, _linear_program(members, [], relaxed=True)[1])
-    better, complete = _sweep(members, cuts, price, _time(found)[0] if found else math.inf, max_states)
+    price = _lagrangian_prices(members, _linear_program(members, [], relaxed=True)[1])
+    better, complete = _topological_dp(members, cuts, price, _time(found)[0] if found else math.inf, max_states)
     found = _better(found, better)
     if complete and found is not None:
         return found
@@ -206,7 +217,7 @@ def _time(cover: list[_Candidate]) -> tuple[float, int]:
     return math.fsum(c.seconds for c in cover), len(cover)
 
 
-def _dual(members: list[_Candidate], start: Mapping[int, float] | None = None) -> dict[int, float]:
+def _lagrangian_prices(members: list[_Candidate], start: Mapping[int, float] | None = None) -> dict[int, float]:
     """A price per node such that no candidate costs less than its nodes: their sum bounds every cover from below.
 
     Starts from given prices, lowered where a candidate is cheaper, or from each node's cheapest share; then raises
@@ -237,7 +248,7 @@ def _dual(members: list[_Candidate], start: Mapping[int, float] | None = None) -
     return price
 
 
-def _sweep(
+def _topological_dp(
     members: list[_Candidate], cuts: list[_Cut], price: Mapping[int, float], limit: float, width: int
 ) -> tuple[list[_Candidate] | None, bool]:
     """Dynamic programming over the topological order.
@@ -343,7 +354,7 @@ def _linear_program(
     return (picked, None) if exact else (None, None)
 
 
-def _repaired(dag: Dag, cover: list[Subset], usable: list[_Candidate]) -> list[Subset]:
+def _break_cycles(dag: Dag, cover: list[NodeSet], usable: list[_Candidate]) -> list[NodeSet]:
     """Splits one subset of every cycle into singletons, the one that saves least: always ends, sound, not optimal."""
     single = {c.nodes: c.seconds for c in usable if len(c.nodes) == 1}
     seconds = {c.nodes: c.seconds for c in usable}

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 
 from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.program import Program
-from jcuts.lower.builder import build
+from jcuts.lower.builder import lower_region
 from jcuts.lower.tensor_graph import OpNode, TensorGraph
 
 MAX_SUBSET = 128
 
 
 @dataclass
-class Cluster:
+class FusionGroup:
     """A subset in the making."""
 
     number: int
@@ -39,14 +39,14 @@ class Grouping:
     refused_merges: dict[tuple[int, int], Refusal] = field(default_factory=dict)
 
 
-class Grouper:
+class GreedyFusion:
     """Works on one tensor graph; ``fuel`` bounds the number of merges (``JCUTS_FUEL``: bisecting a miscompile)."""
 
     def __init__(self, graph: TensorGraph, fuse: bool = True, fuel: Callable[[], bool] = lambda: True) -> None:
         self.graph, self.fuse, self.fuel = graph, fuse, fuel
         self.result = Grouping()
         self.of: dict[int, int] = {}
-        self.clusters: dict[int, Cluster] = {}
+        self.clusters: dict[int, FusionGroup] = {}
         self.memo: dict[frozenset[int], Program | Refusal] = {}
         self.readers: dict[frozenset[int], tuple[int, ...]] = {}
 
@@ -78,11 +78,11 @@ class Grouper:
             self.result.left_out[node.number] = alone
             return
         self.of[node.number] = node.number
-        self.clusters[node.number] = Cluster(node.number, frozenset({node.number}), int(node.op.is_root), alone)
+        self.clusters[node.number] = FusionGroup(node.number, frozenset({node.number}), int(node.op.is_root), alone)
 
     def _build(self, subset: frozenset[int]) -> Program | Refusal:
         if subset not in self.memo:
-            self.memo[subset] = build(self.graph, subset)
+            self.memo[subset] = lower_region(self.graph, subset)
         return self.memo[subset]
 
     def _producers(self, node: OpNode) -> list[int]:
@@ -142,7 +142,7 @@ class Grouper:
             return False
         if not self.fuel():
             return False
-        merged = Cluster(first, union, a.roots + b.roots, program)
+        merged = FusionGroup(first, union, a.roots + b.roots, program)
         del self.clusters[second]
         self.clusters[first] = merged
         for member in union:
@@ -184,4 +184,4 @@ class Grouper:
 
 def group(graph: TensorGraph, *, fuse: bool = True, fuel: Callable[[], bool] = lambda: True) -> Grouping:
     """Subsets of a tensor graph, in an order in which they can run. ``fuse=False``: one operation per kernel."""
-    return Grouper(graph, fuse, fuel).run()
+    return GreedyFusion(graph, fuse, fuel).run()

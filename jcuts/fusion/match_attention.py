@@ -10,23 +10,23 @@ import logging
 from collections.abc import Callable, Sequence
 
 from jcuts.base.errors import Refusal
-from jcuts.fusion.dag import Dag, Subset, is_acyclic_cover, is_convex
+from jcuts.fusion.dag import Dag, NodeSet, is_acyclic_cover, is_convex
 from jcuts.kernel_ir.program import Program
-from jcuts.lower.attention import Found, build_attention
-from jcuts.lower.builder import build, descendants
-from jcuts.lower.patterns.attention import recognise
+from jcuts.lower.attention import AttentionMatch, build_attention
+from jcuts.lower.builder import descendants, lower_region
+from jcuts.lower.patterns.attention import match
 from jcuts.lower.tensor_graph import OpNode, TensorGraph
 
 log = logging.getLogger("jcuts.region")
 
-Cover = list[tuple[Subset, Program]]
+Cover = list[tuple[NodeSet, Program]]
 BETWEEN = ("elementwise", "layout", "reduction", "constant")
 """Families of operations that may lie between the two products."""
 MOST_BETWEEN = 48
 
 
-def attended(
-    graph: TensorGraph, cover: Sequence[tuple[Subset, Program]], fuel: Callable[[], bool] = lambda: True
+def fuse_attention(
+    graph: TensorGraph, cover: Sequence[tuple[NodeSet, Program]], fuel: Callable[[], bool] = lambda: True
 ) -> Cover:
     """The cover in which every attention that a GPU kernel can take is one subset.
 
@@ -38,10 +38,10 @@ def attended(
         pair = find(graph, node)
         if isinstance(pair, Refusal):
             log.info("no attention: %s", pair)
-        if not isinstance(pair, Found):
+        if not isinstance(pair, AttentionMatch):
             continue
         dag = dag or Dag.of((n.number for n in graph.nodes), graph.edges())
-        made = _exchanged(graph, found, pair, dag)
+        made = _replace_in_partition(graph, found, pair, dag)
         if isinstance(made, Refusal):
             log.info("no attention: %s", made)
         elif fuel():
@@ -49,7 +49,7 @@ def attended(
     return sorted(found.items(), key=lambda item: max(item[0]))
 
 
-def find(graph: TensorGraph, second: OpNode) -> Found | Refusal | None:
+def find(graph: TensorGraph, second: OpNode) -> AttentionMatch | Refusal | None:
     """The product and the softmax before a product, None where it has no such operand."""
     for tensor in second.inputs:
         made = graph.producer(tensor)
@@ -63,17 +63,17 @@ def find(graph: TensorGraph, second: OpNode) -> Found | Refusal | None:
         first = next(iter(firsts))
         inner = between | {first}
         behind = {n for n in between if first in graph.ancestors(inner, n)}
-        kept = behind | _only_for(graph, between - behind, behind)
+        kept = behind | _exclusive_producers(graph, between - behind, behind)
         for number in (first, *sorted(behind)):
             users = {u for t in graph.nodes[number].outputs for u in graph.tensors[t].users}
             escapes = any(graph.tensors[t].escapes for t in graph.nodes[number].outputs)
             if escapes or not users <= kept | {second.number}:
                 return Refusal(graph.nodes[number].prim, "scores or weights of an attention are needed elsewhere")
-        return Found(first, second.number, tensor, frozenset(kept))
+        return AttentionMatch(first, second.number, tensor, frozenset(kept))
     return None
 
 
-def _walk(graph: TensorGraph, tensor: int) -> tuple[Subset, set[int]]:
+def _walk(graph: TensorGraph, tensor: int) -> tuple[NodeSet, set[int]]:
     """Operations before a tensor up to products: those as large as it and those with one value per row."""
     found: set[int] = set()
     firsts: set[int] = set()
@@ -92,7 +92,7 @@ def _walk(graph: TensorGraph, tensor: int) -> tuple[Subset, set[int]]:
     return frozenset(found), firsts
 
 
-def _only_for(graph: TensorGraph, others: Subset, behind: set[int]) -> set[int]:
+def _exclusive_producers(graph: TensorGraph, others: NodeSet, behind: set[int]) -> set[int]:
     """Of operations that do not depend on the scores those that serve nothing else: masks, broadcasts."""
     found: set[int] = set()
     for number in sorted(others, reverse=True):
@@ -103,9 +103,9 @@ def _only_for(graph: TensorGraph, others: Subset, behind: set[int]) -> set[int]:
     return found
 
 
-def _exchanged(
-    graph: TensorGraph, cover: dict[Subset, Program], pair: Found, dag: Dag
-) -> dict[Subset, Program] | Refusal:
+def _replace_in_partition(
+    graph: TensorGraph, cover: dict[NodeSet, Program], pair: AttentionMatch, dag: Dag
+) -> dict[NodeSet, Program] | Refusal:
     """The cover with an attention for what its operations were part of."""
     last = next((s for s in cover if pair.second in s), frozenset())
     tail = descendants(graph, last, pair.second)
@@ -114,7 +114,7 @@ def _exchanged(
     for members in dict.fromkeys((_with_layout(graph, core | tail, cover), core | tail, core)):
         made = build_attention(graph, members, pair)
         if isinstance(made, Program):
-            known = recognise(made)
+            known = match(made)
             if not isinstance(known, Refusal):
                 break
             made = known
@@ -124,9 +124,9 @@ def _exchanged(
     for owner in cover:
         rest = owner - members
         if owner & members and rest:
-            left = build(graph, rest)
+            left = lower_region(graph, rest)
             parts = [rest] if isinstance(left, Program) else [frozenset({n}) for n in rest]
-            found.update((s, p) for s in parts if isinstance(p := build(graph, s), Program))
+            found.update((s, p) for s in parts if isinstance(p := lower_region(graph, s), Program))
     found[members] = made
     alone = [frozenset({n}) for n in dag.nodes - {n for s in found for n in s}]
     if not is_convex(dag, members) or not is_acyclic_cover(dag, [*found, *alone]):
@@ -134,7 +134,7 @@ def _exchanged(
     return found
 
 
-def _with_layout(graph: TensorGraph, members: Subset, cover: dict[Subset, Program]) -> Subset:
+def _with_layout(graph: TensorGraph, members: NodeSet, cover: dict[NodeSet, Program]) -> NodeSet:
     """The operations with slices, reshapes and numbers that make their operands and serve nothing else."""
     free = {n for s in cover for n in s}
     grown = set(members)

@@ -11,38 +11,40 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jcuts.base.errors import Refusal
-from jcuts.fusion.dag import Subset
+from jcuts.fusion.dag import NodeSet
 from jcuts.kernel_ir.node import Graph
 from jcuts.kernel_ir.program import Buffer, Phase, Program
 from jcuts.lower.builder import make_buffers
-from jcuts.lower.patterns.inverted_residual import TEMPLATE, block
+from jcuts.lower.patterns.inverted_residual import TEMPLATE, match_inverted_residual
 from jcuts.lower.tensor_graph import TensorGraph
 
-Part = tuple[Subset, Program]
+Part = tuple[NodeSet, Program]
 
 
 @dataclass(frozen=True)
-class Joined:
+class InvertedResidualGroup:
     """Subsets of a cover that can be one kernel."""
 
     program: Program
     parts: tuple[Part, ...]
 
     @property
-    def members(self) -> Subset:
+    def members(self) -> NodeSet:
         """All their operations."""
         return frozenset(m for members, _ in self.parts for m in members)
 
 
-def joined(graph: TensorGraph, cover: Sequence[Part], has_form: Callable[[Program], bool]) -> list[Joined]:
+def inverted_residual_groups(
+    graph: TensorGraph, cover: Sequence[Part], has_form: Callable[[Program], bool]
+) -> list[InvertedResidualGroup]:
     """The blocks of a cover; no subset is in two of them.
 
     Args: has_form: whether a program can be a kernel here.
     """
     programs = dict(cover)
     maker = {t: members for members in programs for t in graph.subset_outputs(members)}
-    found: list[Joined] = []
-    taken: set[Subset] = set()
+    found: list[InvertedResidualGroup] = []
+    taken: set[NodeSet] = set()
     for members in sorted(programs, key=max):
         reads = [maker[t] for t in graph.subset_inputs(members) if t in maker]
         reader = _reader(graph, members, programs)
@@ -52,15 +54,15 @@ def joined(graph: TensorGraph, cover: Sequence[Part], has_form: Callable[[Progra
             if taken & set(subsets) or len(set(subsets)) < len(subsets):
                 continue
             parts = tuple((part, programs[part]) for part in subsets)
-            program = compose(graph, parts)
+            program = concatenate_programs(graph, parts)
             if isinstance(program, Program) and has_form(program):
-                found.append(Joined(program, parts))
+                found.append(InvertedResidualGroup(program, parts))
                 taken |= set(subsets)
                 break
     return found
 
 
-def _reader(graph: TensorGraph, members: Subset, cover: Mapping[Subset, Program]) -> Subset | None:
+def _reader(graph: TensorGraph, members: NodeSet, cover: Mapping[NodeSet, Program]) -> NodeSet | None:
     """The subset that alone uses the one result of another."""
     made = graph.subset_outputs(members)
     users = set(graph.tensors[made[0]].users) - members if len(made) == 1 else set()
@@ -69,7 +71,7 @@ def _reader(graph: TensorGraph, members: Subset, cover: Mapping[Subset, Program]
     return next((s for s in cover if users <= s), None)
 
 
-def compose(graph: TensorGraph, parts: Sequence[Part], name: str = "kernel") -> Program | Refusal:
+def concatenate_programs(graph: TensorGraph, parts: Sequence[Part], name: str = "kernel") -> Program | Refusal:
     """One program of several subsets, each of which makes the one tensor that only the next one reads."""
     union = frozenset(m for members, _ in parts for m in members)
     results = graph.subset_outputs(union)
@@ -92,7 +94,7 @@ def compose(graph: TensorGraph, parts: Sequence[Part], name: str = "kernel") -> 
             return Refusal("block", "its products ask for more than the default precision")
         phases.append(_over(program.phases[0], mine))
     program = Program(name, tuple(buffers), (), (), tuple(phases), 1, TEMPLATE)
-    found = block(program)
+    found = match_inverted_residual(program)
     return found if isinstance(found, Refusal) else program
 
 

@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from jcuts.base.errors import Refusal
-from jcuts.fusion.dag import Subset
+from jcuts.fusion.dag import NodeSet
 from jcuts.kernel_ir.program import Program
-from jcuts.lower.builder import build
+from jcuts.lower.builder import lower_region
 from jcuts.lower.tensor_graph import TensorGraph
 
-Cover = list[tuple[Subset, Program]]
+Cover = list[tuple[NodeSet, Program]]
 
 
 CHEAP = 4.0
@@ -30,12 +30,14 @@ PER_ELEMENT = ("elementwise", "layout")
 """Families of operations that a product may repeat for every element of its left operand."""
 
 
-def is_product(graph: TensorGraph, members: Subset) -> bool:
+def is_library_contraction(graph: TensorGraph, members: NodeSet) -> bool:
     """Whether a subset has a dense product or convolution: the libraries' on a GPU."""
     return any(op is not None and op.is_complex for op in (graph.nodes[m].op for m in members))
 
 
-def absorbed(graph: TensorGraph, cover: Sequence[tuple[Subset, Program]], has_form: Callable[[Program], bool]) -> Cover:
+def move_epilogues(
+    graph: TensorGraph, cover: Sequence[tuple[NodeSet, Program]], has_form: Callable[[Program], bool]
+) -> Cover:
     """The cover after kernels took over the tails of products before them.
 
     Args: has_form: whether a program can be a kernel here. A tail moves only if the larger kernel still has a form.
@@ -43,15 +45,15 @@ def absorbed(graph: TensorGraph, cover: Sequence[tuple[Subset, Program]], has_fo
     """
     found = dict(cover)
     for members, _ in cover:
-        if not is_product(graph, members):
+        if not is_library_contraction(graph, members):
             continue
-        tail = _tail(graph, members)
+        tail = _epilogue(graph, members)
         reader = _only_reader(graph, tail, found)
-        if not tail or reader is None or is_product(graph, reader) or not has_form(found[reader]):
+        if not tail or reader is None or is_library_contraction(graph, reader) or not has_form(found[reader]):
             continue
         if not any(_is_root(graph, m) for m in reader):
             continue  # an element-wise kernel would only be the same pass again
-        joined, rest = build(graph, reader | tail, cheap=CHEAP), build(graph, members - tail)
+        joined, rest = lower_region(graph, reader | tail, cheap=CHEAP), lower_region(graph, members - tail)
         if isinstance(joined, Refusal) or isinstance(rest, Refusal) or not has_form(joined):
             continue
         del found[reader], found[members]
@@ -59,7 +61,9 @@ def absorbed(graph: TensorGraph, cover: Sequence[tuple[Subset, Program]], has_fo
     return sorted(found.items(), key=lambda item: max(item[0]))
 
 
-def bared(graph: TensorGraph, cover: Sequence[tuple[Subset, Program]], has_form: Callable[[Program], bool]) -> Cover:
+def split_prologues(
+    graph: TensorGraph, cover: Sequence[tuple[NodeSet, Program]], has_form: Callable[[Program], bool]
+) -> Cover:
     """The cover after products that have no kernel lost what computes their operands, where they have one without it.
 
         { mul, add, max, convolution, add }     becomes     { mul, add, max } and { convolution, add }
@@ -68,11 +72,11 @@ def bared(graph: TensorGraph, cover: Sequence[tuple[Subset, Program]], has_form:
     """
     found: Cover = []
     for members, program in cover:
-        head = _head(graph, members) if is_product(graph, members) else frozenset()
+        head = _prologue(graph, members) if is_library_contraction(graph, members) else frozenset()
         if not head or has_form(program):
             found.append((members, program))
             continue
-        before, rest = build(graph, head), build(graph, members - head)
+        before, rest = lower_region(graph, head), lower_region(graph, members - head)
         if isinstance(before, Refusal) or isinstance(rest, Refusal) or not has_form(rest):
             found.append((members, program))
         else:
@@ -80,7 +84,9 @@ def bared(graph: TensorGraph, cover: Sequence[tuple[Subset, Program]], has_form:
     return sorted(found, key=lambda item: max(item[0]))
 
 
-def headed(graph: TensorGraph, cover: Sequence[tuple[Subset, Program]], has_form: Callable[[Program], bool]) -> Cover:
+def fuse_prologues(
+    graph: TensorGraph, cover: Sequence[tuple[NodeSet, Program]], has_form: Callable[[Program], bool]
+) -> Cover:
     """The cover after products took over what is computed per element of their left operand, and for them alone.
 
         { concatenate, mul, add, max } -> { dot }     becomes     { concatenate } -> { mul, add, max, dot }
@@ -90,14 +96,14 @@ def headed(graph: TensorGraph, cover: Sequence[tuple[Subset, Program]], has_form
     found = dict(cover)
     for members, _ in cover:
         root = next((m for m in members if _is_root(graph, m)), None)
-        if root is None or members not in found or not is_product(graph, members):
+        if root is None or members not in found or not is_library_contraction(graph, members):
             continue
-        head = _before(graph, root, members, found)
-        joined = build(graph, members | head, cheap=CHEAP) if head else Refusal("subset", "nothing before it")
+        head = _prologue_producers(graph, root, members, found)
+        joined = lower_region(graph, members | head, cheap=CHEAP) if head else Refusal("subset", "nothing before it")
         if isinstance(joined, Refusal) or not has_form(joined):
             continue
         owners = [s for s in found if s & head]
-        rests = {s - head: build(graph, s - head) for s in owners if s - head}
+        rests = {s - head: lower_region(graph, s - head) for s in owners if s - head}
         if any(isinstance(rest, Refusal) for rest in rests.values()):
             continue
         for taken in (members, *owners):
@@ -107,7 +113,7 @@ def headed(graph: TensorGraph, cover: Sequence[tuple[Subset, Program]], has_form
     return sorted(found.items(), key=lambda item: max(item[0]))
 
 
-def _before(graph: TensorGraph, root: int, members: Subset, cover: dict[Subset, Program]) -> Subset:
+def _prologue_producers(graph: TensorGraph, root: int, members: NodeSet, cover: dict[NodeSet, Program]) -> NodeSet:
     """Element-wise operations that make a product's left operand, used by nothing else, of subsets without a root."""
     free = {m for s in cover if s != members and not any(_is_root(graph, k) for k in s) for m in s}
     head: set[int] = set()
@@ -124,7 +130,7 @@ def _makes(graph: TensorGraph, member: int, tensor: int) -> bool:
     return tensor in graph.nodes[member].outputs
 
 
-def _head(graph: TensorGraph, members: Subset) -> Subset:
+def _prologue(graph: TensorGraph, members: NodeSet) -> NodeSet:
     """What the one root of a subset needs of it; empty where there is not one root."""
     roots = [m for m in members if _is_root(graph, m)]
     return graph.ancestors(members, roots[0]) if len(roots) == 1 else frozenset()
@@ -143,7 +149,7 @@ def _escapes(graph: TensorGraph, member: int) -> bool:
     return any(graph.tensors[t].escapes for t in graph.nodes[member].outputs)
 
 
-def _tail(graph: TensorGraph, members: Subset) -> Subset:
+def _epilogue(graph: TensorGraph, members: NodeSet) -> NodeSet:
     """What follows the one root of a subset, and what only that needs; empty where there is not one root."""
     roots = [m for m in members if _is_root(graph, m)]
     if len(roots) != 1:
@@ -160,7 +166,7 @@ def _tail(graph: TensorGraph, members: Subset) -> Subset:
     return frozenset(tail)
 
 
-def _only_reader(graph: TensorGraph, tail: Subset, cover: dict[Subset, Program]) -> Subset | None:
+def _only_reader(graph: TensorGraph, tail: NodeSet, cover: dict[NodeSet, Program]) -> NodeSet | None:
     """The subset that alone uses what a tail makes, None if there are several or if it is a result of the program."""
     if any(_escapes(graph, m) for m in tail):
         return None

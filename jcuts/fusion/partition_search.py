@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from jcuts.base.errors import ModelError, Refusal
-from jcuts.fusion.dag import Dag, Subset, bits, is_acyclic_cover, neighbours, quotient_edges, quotient_order
-from jcuts.fusion.exact_cover import best_cover
+from jcuts.fusion.dag import Dag, NodeSet, bits, is_acyclic_cover, neighbours, quotient_edges, quotient_order
+from jcuts.fusion.exact_cover import exact_partition
 
-Partition = frozenset[Subset]
-Mergeable = Callable[[Subset], "bool | Refusal"]
-Cost = Callable[[Subset], float]
+Partition = frozenset[NodeSet]
+Mergeable = Callable[[NodeSet], "bool | Refusal"]
+Cost = Callable[[NodeSet], float]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ UNLIMITED = Limits(max_size=1 << 30, max_subsets=1 << 60, max_evaluations=1 << 6
 
 
 @dataclass(frozen=True)
-class Growth:
+class GrowthResult:
     """What growing found.
 
     Attributes:
@@ -55,9 +55,9 @@ class Growth:
         truncated: whether a limit cut the search short.
     """
 
-    costs: dict[Subset, float]
-    refusals: dict[Subset, Refusal] = field(default_factory=dict)
-    rejected: dict[Subset, float] = field(default_factory=dict)
+    costs: dict[NodeSet, float]
+    refusals: dict[NodeSet, Refusal] = field(default_factory=dict)
+    rejected: dict[NodeSet, float] = field(default_factory=dict)
     truncated: bool = False
 
 
@@ -65,7 +65,7 @@ class Growth:
 class Search:
     """Result of a partition search: the best partition in an order in which it can run, and its time."""
 
-    best: list[Subset]
+    best: list[NodeSet]
     seconds: float
     partitions: tuple[Partition, ...] = ()
 
@@ -124,7 +124,7 @@ def search(
     With ``limits=UNLIMITED`` its best partition takes as long as that of ``algorithm_1``.
     """
     growth = grow_subsets(dag, mergeable, cost, limits=limits, horizontal=horizontal)
-    best = best_cover(dag, growth.costs)
+    best = exact_partition(dag, growth.costs)
     return Search(best, sum(growth.costs[subset] for subset in best))
 
 
@@ -135,7 +135,7 @@ def grow_subsets(
     *,
     limits: Limits | None = None,
     horizontal: bool = False,
-) -> Growth:
+) -> GrowthResult:
     """Every subset that Algorithm 1 could build by merges that each beat their parts.
 
     Two kept subsets are merged if an edge joins them (or, with ``horizontal``, a shared input), neither depends on a
@@ -165,7 +165,7 @@ def grow_subsets(
     else:
         state.truncated = state.truncated or len(dag.order) > limit.max_size
     costs = {dag.subset(mask): seconds for mask, seconds in state.kept.items()}
-    return Growth(costs, state.refusals, state.rejected, state.truncated)
+    return GrowthResult(costs, state.refusals, state.rejected, state.truncated)
 
 
 class _Growing:
@@ -180,8 +180,8 @@ class _Growing:
         self.by_size: dict[int, list[int]] = {}
         # kept subsets by size and by each of their nodes: finding partners must not scan everything
         self.by_node: dict[tuple[int, int], list[int]] = {}
-        self.refusals: dict[Subset, Refusal] = {}
-        self.rejected: dict[Subset, float] = {}
+        self.refusals: dict[NodeSet, Refusal] = {}
+        self.rejected: dict[NodeSet, float] = {}
         self.illegal: set[int] = set()
         self.evaluations = 0
         self.largest = 1
@@ -271,9 +271,9 @@ class _Growing:
 
 
 def _memoised(cost: Cost) -> Cost:
-    known: dict[Subset, float] = {}
+    known: dict[NodeSet, float] = {}
 
-    def seconds(subset: Subset) -> float:
+    def seconds(subset: NodeSet) -> float:
         if subset not in known:
             value = float(cost(subset))
             if not value >= 0:
@@ -290,11 +290,11 @@ def _allowed(verdict: bool | Refusal) -> bool:
     return not isinstance(verdict, Refusal) and bool(verdict)
 
 
-def _sorted(dag: Dag, partition: Partition) -> list[Subset]:
+def _sorted(dag: Dag, partition: Partition) -> list[NodeSet]:
     return sorted(partition, key=lambda subset: min(dag.position[node] for node in subset))
 
 
-def _consecutive(dag: Dag, partition: Partition, horizontal: bool) -> list[tuple[Subset, Subset]]:
+def _consecutive(dag: Dag, partition: Partition, horizontal: bool) -> list[tuple[NodeSet, NodeSet]]:
     """Pairs of subsets joined by an edge (or by a shared input), in a fixed order."""
     cover = _sorted(dag, partition)
     pairs = {(min(a, b), max(a, b)) for a, b in quotient_edges(dag, cover)}

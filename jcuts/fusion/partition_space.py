@@ -24,12 +24,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from jcuts.base.errors import Refusal
-from jcuts.fusion.dag import Dag, Subset, is_convex
-from jcuts.fusion.exact_cover import best_cover
+from jcuts.fusion.dag import Dag, NodeSet, is_convex
+from jcuts.fusion.exact_cover import exact_partition
 from jcuts.fusion.greedy import MAX_SUBSET, Grouping
 from jcuts.fusion.partition_search import Limits, grow_subsets
 from jcuts.kernel_ir.program import ITEM_SIZE, Program
-from jcuts.lower.builder import build
+from jcuts.lower.builder import lower_region
 from jcuts.lower.tensor_graph import OpNode, TensorGraph
 from jcuts.schedule.cpu.time_estimate import seconds, traffic_seconds
 
@@ -54,14 +54,14 @@ class Space:
     """
 
     graph: TensorGraph
-    greedy: list[Subset]
-    atoms: list[Subset]
+    greedy: list[NodeSet]
+    atoms: list[NodeSet]
     dag: Dag
-    programs: dict[Subset, Program] = field(default_factory=dict)
-    estimates: dict[Subset, float] = field(default_factory=dict)
+    programs: dict[NodeSet, Program] = field(default_factory=dict)
+    estimates: dict[NodeSet, float] = field(default_factory=dict)
     truncated: bool = False
 
-    def predicted(self, measured: Mapping[Subset, float]) -> dict[Subset, float]:
+    def predicted(self, measured: Mapping[NodeSet, float]) -> dict[NodeSet, float]:
         """Seconds of every subset: measured, or estimated and scaled by what is known of its kind and of its parts.
 
             scale(S) = sqrt(median of measured / estimated over kernels of S's kind  *  the same ratio of the measured
@@ -77,7 +77,7 @@ class Space:
         general = statistics.median(ratio.values()) if ratio else 1.0
         usual = {kind: statistics.median(found) for kind, found in kinds.items()}
         holder = {n: subset for subset in sorted(ratio, key=lambda s: (-len(s), min(s))) for n in subset}
-        found: dict[Subset, float] = {}
+        found: dict[NodeSet, float] = {}
         for subset, estimate in self.estimates.items():
             if subset in measured:
                 found[subset] = measured[subset]
@@ -87,7 +87,7 @@ class Space:
             found[subset] = estimate * (kind if own is None else math.sqrt(kind * ratio[own]))
         return found
 
-    def propose(self, measured: Mapping[Subset, float], limit: int) -> list[Subset]:
+    def propose(self, measured: Mapping[NodeSet, float], limit: int) -> list[NodeSet]:
         """Subsets without a measurement that could improve the best measured cover, most promising first.
 
         Args: measured: seconds of subsets (kernel or XLA's own code, whatever is allowed and faster); limit: how many.
@@ -96,8 +96,8 @@ class Space:
         predicted = self.predicted(measured)
         current = self.settle(measured)
         hoped = self._cover(predicted)
-        found: list[tuple[float, list[Subset]]] = []
-        for old, new in _exchanges(current, hoped):
+        found: list[tuple[float, list[NodeSet]]] = []
+        for old, new in _partition_differences(current, hoped):
             before, after = sum(predicted[s] for s in old), sum(predicted[s] for s in new)
             fresh = [s for s in new if s not in measured and s in self.programs]
             if fresh and before - after >= WORTH * before:
@@ -105,36 +105,36 @@ class Space:
         least = TOTAL * sum(predicted[s] for s in current)
         found = [(gain, fresh) for gain, fresh in found if -gain >= least]
         found.sort(key=lambda item: (item[0], min(min(s) for s in item[1])))
-        picked: list[Subset] = []
+        picked: list[NodeSet] = []
         for _, fresh in found:
             if len(picked) + len(fresh) <= limit:
                 picked += fresh
         return picked
 
-    def settle(self, measured: Mapping[Subset, float]) -> list[Subset]:
+    def settle(self, measured: Mapping[NodeSet, float]) -> list[NodeSet]:
         """The best cover among measured subsets and those of the greedy cover, in an order in which it can run."""
         known = {*self.greedy, *measured, *(a for a in self.atoms if a not in self.programs)}
         predicted = self.predicted(measured)
         return self._cover({s: predicted[s] for s in self.estimates if s in known})
 
-    def estimated_cover(self) -> list[Subset]:
+    def estimated_cover(self) -> list[NodeSet]:
         """The best cover by estimate alone."""
         return self._cover(self.estimates)
 
-    def _heaviest(self, subset: Subset) -> int:
+    def _heaviest(self, subset: NodeSet) -> int:
         """The operation that makes most of a subset's work: its reduction, else its last one."""
         roots = [n for n in subset if (op := self.graph.nodes[n].op) is not None and op.is_root]
         return max(roots or subset)
 
-    def _kind(self, subset: Subset) -> str:
+    def _kind(self, subset: NodeSet) -> str:
         program = self.programs.get(subset)
         return "xla" if program is None else program.template
 
-    def _cover(self, costs: Mapping[Subset, float]) -> list[Subset]:
+    def _cover(self, costs: Mapping[NodeSet, float]) -> list[NodeSet]:
         by_atoms = {self._as_atoms(subset): subset for subset in costs}
-        return [by_atoms[s] for s in best_cover(self.dag, {a: costs[s] for a, s in by_atoms.items()})]
+        return [by_atoms[s] for s in exact_partition(self.dag, {a: costs[s] for a, s in by_atoms.items()})]
 
-    def _as_atoms(self, subset: Subset) -> frozenset[int]:
+    def _as_atoms(self, subset: NodeSet) -> frozenset[int]:
         return frozenset(self._atom_of[n] for n in subset)
 
     @cached_property
@@ -151,13 +151,13 @@ def explore(graph: TensorGraph, grouping: Grouping, limits: Limits = LIMITS) -> 
     dag = _dag_of(graph, atoms)
     space = Space(graph, greedy, atoms, dag)
     members_of = {min(atom): atom for atom in atoms}
-    refusals: dict[Subset, Refusal] = {}
+    refusals: dict[NodeSet, Refusal] = {}
     space.programs.update(grouping.subsets)
 
-    def expand(numbers: Subset) -> Subset:
+    def expand(numbers: NodeSet) -> NodeSet:
         return frozenset(n for number in numbers for n in members_of[number])
 
-    def mergeable(numbers: Subset) -> bool | Refusal:
+    def mergeable(numbers: NodeSet) -> bool | Refusal:
         members = expand(numbers)
         if members in space.programs:
             return True
@@ -165,14 +165,14 @@ def explore(graph: TensorGraph, grouping: Grouping, limits: Limits = LIMITS) -> 
             if len(members) > MAX_SUBSET:
                 refusals[members] = Refusal("subset", f"more than {MAX_SUBSET} equations")
             else:
-                found = build(graph, members)
+                found = lower_region(graph, members)
                 if not isinstance(found, Refusal):
                     space.programs[members] = found
                     return True
                 refusals[members] = found
         return refusals[members]
 
-    def cost(numbers: Subset) -> float:
+    def cost(numbers: NodeSet) -> float:
         members = expand(numbers)
         if members not in space.estimates:
             usable = mergeable(numbers) is True
@@ -192,7 +192,7 @@ def explore(graph: TensorGraph, grouping: Grouping, limits: Limits = LIMITS) -> 
     return space
 
 
-def _atoms(graph: TensorGraph, greedy: Sequence[Subset]) -> list[Subset]:
+def _atoms(graph: TensorGraph, greedy: Sequence[NodeSet]) -> list[NodeSet]:
     """Chains of element operations that no cut would improve (see the module)."""
     group_of = {n: k for k, members in enumerate(greedy) for n in members}
     plain = _dag_of(graph, [frozenset({node.number}) for node in graph.nodes])
@@ -204,7 +204,7 @@ def _atoms(graph: TensorGraph, greedy: Sequence[Subset]) -> list[Subset]:
         if not (_is_simple(node) and _is_simple(user)) or not _as_many_points(graph, node, user):
             continue
         union = atom_of[node.number] | atom_of[user.number]
-        if is_convex(plain, union) and not isinstance(build(graph, union), Refusal):
+        if is_convex(plain, union) and not isinstance(lower_region(graph, union), Refusal):
             atom_of.update(dict.fromkeys(union, union))
     return sorted(set(atom_of.values()), key=min)
 
@@ -227,18 +227,18 @@ def _as_many_points(graph: TensorGraph, node: OpNode, user: OpNode) -> bool:
     return node.op.cost == 0 or made >= sum(graph.tensors[t].type.size for t in user.outputs)
 
 
-def _dag_of(graph: TensorGraph, atoms: Sequence[Subset]) -> Dag:
+def _dag_of(graph: TensorGraph, atoms: Sequence[NodeSet]) -> Dag:
     owner = {n: min(atom) for atom in atoms for n in atom}
     edges = {(owner[a], owner[b]) for a, b in graph.edges() if owner[a] != owner[b]}
     return Dag.of(owner.values(), edges)
 
 
-def _bytes(graph: TensorGraph, members: Subset) -> float:
+def _bytes(graph: TensorGraph, members: NodeSet) -> float:
     tensors = [*graph.subset_inputs(members), *graph.subset_outputs(members)]
     return float(sum(t.size * ITEM_SIZE.get(t.dtype, 4) for t in (graph.tensors[k].type for k in tensors)))
 
 
-def _exchanges(old: Sequence[Subset], new: Sequence[Subset]) -> list[tuple[list[Subset], list[Subset]]]:
+def _partition_differences(old: Sequence[NodeSet], new: Sequence[NodeSet]) -> list[tuple[list[NodeSet], list[NodeSet]]]:
     """The smallest parts of two covers that can be exchanged for each other: (old subsets, new subsets) pairs."""
     gone, come = [s for s in old if s not in set(new)], [s for s in new if s not in set(old)]
     owner = {n: k for k, subset in enumerate(gone) for n in subset}
@@ -253,7 +253,7 @@ def _exchanges(old: Sequence[Subset], new: Sequence[Subset]) -> list[tuple[list[
         first, *rest = {owner[n] for n in subset}
         for other in rest:
             leader[find(other)] = find(first)
-    parts: dict[int, tuple[list[Subset], list[Subset]]] = {}
+    parts: dict[int, tuple[list[NodeSet], list[NodeSet]]] = {}
     for k, subset in enumerate(gone):
         parts.setdefault(find(k), ([], []))[0].append(subset)
     for subset in come:

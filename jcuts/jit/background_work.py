@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 log = logging.getLogger("jcuts")
 
 
-class Early:
+class BackgroundWork:
     """Work on a thread of its own, one piece after the other, until somebody needs the device.
 
     Args:
@@ -34,7 +34,7 @@ class Early:
         self._thread = threading.Thread(target=self._work, args=(dict(pieces),), name="jcuts-early", daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> Early:
+    def __enter__(self) -> BackgroundWork:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

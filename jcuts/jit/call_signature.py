@@ -25,7 +25,7 @@ class Signature(NamedTuple):
     statics: tuple[Any, ...]
 
 
-class Arguments:
+class CallSignature:
     """What a function's options say of its arguments.
 
     Args: fn: the user's function; options: of ``jax.jit``.

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from jcuts.base.errors import JcutsError, summary
-from jcuts.base.settings import Form
+from jcuts.base.settings import Variant
 from jcuts.jit import end_to_end_benchmark, paired_timing
 from jcuts.jit.decision import Decision
 from jcuts.jit.paired_timing import ms
@@ -28,7 +28,7 @@ SECONDS, ROUNDS = 0.3, 5
 """Wall time of a session of samples; least pairs of samples in it."""
 
 
-def rival(decision: Decision, joined: Mapping[Form | None, float]) -> str:
+def unchained_variant(decision: Decision, joined: Mapping[Variant | None, float]) -> str:
     """The chosen program's name with single calls; '' where it has no chains, or they cannot matter.
 
     Args: joined: kernels in chains of two or more, as often as they run, of the forms that have any.
@@ -40,10 +40,10 @@ def rival(decision: Decision, joined: Mapping[Form | None, float]) -> str:
     kernels = joined.get(form, 0)
     if kernels * PER_KERNEL < measure_statistics.LEAST_MARGIN * decision.seconds[name]:
         return ""
-    return name_of(Form.single(form), name.partition(":")[2]) if kernels else ""
+    return name_of(Variant.single(form), name.partition(":")[2]) if kernels else ""
 
 
-def compared(
+def ablate_chains(
     decision: Decision,
     single: str,
     calls: Mapping[str, Callable[..., Any]],
@@ -85,7 +85,7 @@ def compared(
         return paired_timing.sample(pair, fresh_args, executions, donates, SECONDS, ROUNDS, clock, waited)
 
     def ratios_of(times: Mapping[str, measure_statistics.Samples]) -> measure_statistics.Samples:
-        return paired_timing.paired(times[single], times[chained])  # how many times as fast single calls are
+        return paired_timing.paired_ratio(times[single], times[chained])  # how many times as fast single calls are
 
     ratios = ratios_of(session())
     if not _is_gain(ratios):
@@ -109,14 +109,16 @@ def _wrong(
         args, kwargs = fresh_args()
         return jax.block_until_ready(calls[name](*args, **kwargs))
 
-    reference = jax.tree.map(end_to_end_benchmark.host, result_of(end_to_end_benchmark.XLA))
+    reference = jax.tree.map(end_to_end_benchmark.to_host, result_of(end_to_end_benchmark.XLA))
     try:
         result = result_of(single)
     except JcutsError:
         raise
     except Exception as error:
         return summary(error)
-    return end_to_end_benchmark.disagrees(reference, result) or (verify(single, reference, result) if verify else None)
+    return end_to_end_benchmark.gross_mismatch(reference, result) or (
+        verify(single, reference, result) if verify else None
+    )
 
 
 def _margin(*errors: float) -> float:

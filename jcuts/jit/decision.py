@@ -12,7 +12,7 @@ JCUTS = "jcuts"
 MOST_TRIES = 4
 
 
-class GuardStore(Protocol):
+class DecisionStore(Protocol):
     """Where decisions outlive the process (``jcuts.tune.database.Store`` is one)."""
 
     def guard(self, key: str) -> Mapping[str, Any] | None:

@@ -21,7 +21,7 @@ from jcuts.base.errors import JcutsError, summary
 from jcuts.jit import paired_timing
 from jcuts.jit.decision import JCUTS, XLA, Decision
 from jcuts.jit.decision import MOST_TRIES as MOST_TRIES
-from jcuts.jit.decision import GuardStore as GuardStore
+from jcuts.jit.decision import DecisionStore as DecisionStore
 from jcuts.jit.decision import MemoryStore as MemoryStore
 from jcuts.jit.paired_timing import ms
 from jcuts.tune.measure import statistics as measure_statistics
@@ -50,7 +50,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 # A candidate that needs this many times the best time in each of its warm runs is not timed any further.
-_HOPELESS = 3.0
+PRUNE_RATIO = 3.0
 # Where one call of plain jax.jit takes longer [s], programs that differ by compiler options alone are not tried.
 _LONG = 3.0
 # Compiler options do not make up for a program that needs this many times the best time in each of two runs.
@@ -65,7 +65,7 @@ _CLEAR = 1.5
 _LEAST_GAIN = 0.02
 
 
-def decide(
+def benchmark_variants(
     calls: Mapping[str, Callable[..., Any]],
     fresh_args: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]],
     *,
@@ -119,17 +119,17 @@ def decide(
             rejected[name] = summary(error)
             continue
         if not runs:
-            reference = jax.tree.map(host, result)
-        elif (why := disagrees(reference, result) or (verify and verify(name, reference, result))) is not None:
+            reference = jax.tree.map(to_host, result)
+        elif (why := gross_mismatch(reference, result) or (verify and verify(name, reference, result))) is not None:
             rejected[name] = why
             continue
         if ":" not in name and quick.get(XLA, 0.0) <= _LONG:
-            quick[name] = min(paired_timing.clocked(run, clock) for _ in range(2))
+            quick[name] = min(paired_timing.timed(run, clock) for _ in range(2))
         runs[name] = run
     runs = {name: runs[name] for name in calls if name in runs}  # back in tie order
     warm = paired_timing.warm(runs, clock)
     best = min((min(times) for name, times in warm.items() if name not in barred), default=min(warm[XLA]))
-    for name in [n for n, times in warm.items() if min(times) > _HOPELESS * best and n != XLA]:
+    for name in [n for n, times in warm.items() if min(times) > PRUNE_RATIO * best and n != XLA]:
         rejected[name] = (
             f"{min(warm[name]) / best:.1f} times the time of the best program in the shortest of "
             f"{len(warm[name])} runs ({ms(min(warm[name]))} against {ms(best)})"
@@ -139,7 +139,7 @@ def decide(
         return _choose({name: measure_statistics.Samples(tuple(warm[name])) for name in runs}, rejected)
     # Where even the longest run of the leader is far below the shortest of plain XLA, a short session settles it.
     leader = min(warm, key=lambda name: min(warm[name]))
-    is_clear = min(warm[XLA]) > _HOPELESS * max(warm[leader])
+    is_clear = min(warm[XLA]) > PRUNE_RATIO * max(warm[leader])
     rounds = max(2, min(5, int(limit / 3 / sum(min(warm[name]) for name in runs))))
 
     def sample(names: Sequence[str], seconds: float) -> dict[str, measure_statistics.Samples]:
@@ -149,7 +149,7 @@ def decide(
         )
 
     first = _choose(sample(list(runs), seconds / 3 if is_clear else seconds), rejected, barred)
-    if first.chosen == XLA or (is_clear and first.speed[first.chosen][1] > _HOPELESS) or clock() - start > limit:
+    if first.chosen == XLA or (is_clear and first.speed[first.chosen][1] > PRUNE_RATIO) or clock() - start > limit:
         return first
     # A gain has to show twice: one burst of another process must not send the user away from plain jax.jit.
     leader = max(first.speed, key=lambda name: first.speed[name][0])
@@ -180,13 +180,13 @@ def _choose(
     """The fastest by paired ratios; the plainer program where they tell two apart by less than the margin."""
     allowed = [name for name in samples if name not in barred] or list(samples)
     plain = samples[XLA]
-    ratios = {name: paired_timing.paired(s, plain) for name, s in samples.items()}
+    ratios = {name: paired_timing.paired_ratio(s, plain) for name, s in samples.items()}
     speed = {name: (r.median, *r.quartiles) for name, r in ratios.items()}
     best = max(allowed, key=lambda name: speed[name][0])
     margins = {}
 
     def is_equal(name: str) -> bool:
-        against = paired_timing.paired(samples[best], samples[name])  # how many times as fast the best is
+        against = paired_timing.paired_ratio(samples[best], samples[name])  # how many times as fast the best is
         margins[name] = min(measure_statistics.MOST_MARGIN, max(_LEAST_GAIN, paired_timing.error(against)))
         # Leaving plain jax.jit asks for more: its undisturbed runs must have been beaten too.
         return against.median <= 1 + margins[name] or (
@@ -235,12 +235,12 @@ def _reason(
     return text(chosen) + ("" if best == chosen else f"; {best} ({speed[best][0]:.2f}) is equal within the noise")
 
 
-def host(x: Any) -> Any:
+def to_host(x: Any) -> Any:
     """A result's numbers on the host, None for what has none."""
     return np.asarray(x) if isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, np.number) else None
 
 
-def disagrees(reference: Any, result: Any) -> str | None:
+def gross_mismatch(reference: Any, result: Any) -> str | None:
     """A last net under the per-kernel checks: a grossly different result disqualifies the candidate.
 
     Floating outputs must have NaN at the same places and differ by less than 64 sqrt(eps) in relative L2 norm.

@@ -23,10 +23,12 @@ log = logging.getLogger("jcuts")
 
 FLOOR_ULP = 4.0
 MOST = 4.0  # a single element may be that many times as far off as the whole output (`tune.floats` has the same)
-LEAN: dict[str, Any] = {"xla_gpu_autotune_level": 0}  # the float64 program runs once: nothing is worth tuning in it
+NO_AUTOTUNE: dict[str, Any] = {
+    "xla_gpu_autotune_level": 0
+}  # the float64 program runs once: nothing is worth tuning in it
 
 
-class Exact:
+class Float64Judge:
     """Judges rewritten programs by a float64 run of the user's own, made when it is first needed.
 
     With e(a) = |a - r| / |r| in L2 norm over an output and m(a) = max |a - r| / rms(r), a result c is right where
@@ -94,7 +96,7 @@ class Exact:
         opened = jaxapi.make_closed(
             [], [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns, [], like=self.closed
         )
-        lean = LEAN if self.platform in xla_devices.NAMES else None
+        lean = NO_AUTOTUNE if self.platform in xla_devices.NAMES else None
         operands = (*consts, *self.leaves)
         wide = [widened_dtype(jnp.result_type(x)) for x in operands]
 

@@ -16,12 +16,12 @@ from collections.abc import Callable
 from typing import Any
 
 from jcuts.base import knobs
-from jcuts.base.settings import Form, Settings
+from jcuts.base.settings import Settings, Variant
 from jcuts.jit import end_to_end_benchmark, progress, variant_space
-from jcuts.jit.call_signature import Arguments, Signature, platform_of
-from jcuts.jit.trace_token import Undecided, own_trace
+from jcuts.jit.call_signature import CallSignature, Signature, platform_of
+from jcuts.jit.trace_token import NeedsDecision, isolated_trace
 from jcuts.jit.variant_compiler import Program
-from jcuts.jit.variant_selection import Call, Deciding
+from jcuts.jit.variant_selection import Call, VariantSelector
 from jcuts.primitive import shard_local
 from jcuts.primitive.call import register_late_rules
 from jcuts.primitive.lowering import plan
@@ -58,14 +58,14 @@ class Optimized:
         fn: Callable[..., Any],
         settings: Settings,
         jit_options: dict[str, Any],
-        store: end_to_end_benchmark.GuardStore | None = None,
+        store: end_to_end_benchmark.DecisionStore | None = None,
     ) -> None:
         functools.update_wrapper(self, fn)
         self.settings = settings
         self._fn = fn
         options = {k: v for k, v in jit_options.items() if v is not None}
-        self._arguments = Arguments(fn, options)
-        self._make_deciding = functools.partial(Deciding, fn, settings, options, self._arguments, store)
+        self._arguments = CallSignature(fn, options)
+        self._make_deciding = functools.partial(VariantSelector, fn, settings, options, self._arguments, store)
         self._lock = threading.RLock()
         self._reset()
 
@@ -85,7 +85,7 @@ class Optimized:
             return self._carriers.nested(*args, **kwargs)
         try:
             return self._current(*args, **kwargs)
-        except (Undecided, OtherPlacement):
+        except (NeedsDecision, OtherPlacement):
             pass
         except (TypeError, ValueError) as error:
             self._arguments.explain(args, kwargs, error)
@@ -121,7 +121,7 @@ class Optimized:
     def tune(self, *args: Any, **kwargs: Any) -> Any:
         """Measure for these arguments now, whatever was decided before, and return the report."""
         signature = self._arguments.signature(args, kwargs)
-        with self._lock, own_trace():
+        with self._lock, isolated_trace():
             self._decisions.pop(signature, None)
             self._decide(signature, args, kwargs, measure=True, force=True)
             self._refresh()
@@ -160,7 +160,7 @@ class Optimized:
         return _with_decision(report, decision)
 
     @staticmethod
-    def _shown_form(decision: end_to_end_benchmark.Decision) -> Form | None:
+    def _shown_form(decision: end_to_end_benchmark.Decision) -> Variant | None:
         """The form that the report is about: the chosen one, or where XLA won the fastest that lost."""
         if not variant_space.is_xla(decision.chosen):
             return variant_space.form_of(decision.chosen)
@@ -215,20 +215,20 @@ class Optimized:
             # deadlock, so this call runs the jcuts program without a decision.
             if not self._lock.acquire(blocking=False):
                 return self._carriers.nested(*args, **kwargs)
-            with own_trace():
+            with isolated_trace():
                 try:
                     known = self._decide(signature, args, kwargs, measure=self.settings.tune == "auto")
                     self._refresh()
                 finally:
                     self._lock.release()
                 return known[0].call.permitted(*args, **kwargs)
-        with own_trace():
+        with isolated_trace():
             return known[0].call.permitted(*args, **kwargs)
 
     def _by_signature(self, *args: Any, **kwargs: Any) -> Any:
         known = self._decisions.get(self._arguments.signature(args, kwargs))
         if known is None:
-            raise Undecided
+            raise NeedsDecision
         return known[0].call.permitted(*args, **kwargs)
 
     def _refresh(self) -> None:

@@ -11,7 +11,7 @@ import jax
 from jcuts.tune.measure import statistics as measure_statistics
 
 
-def clocked(run: Callable[[], Any], clock: Callable[[], float]) -> float:
+def timed(run: Callable[[], Any], clock: Callable[[], float]) -> float:
     """Time of one run [s]."""
     start = clock()
     run()
@@ -102,7 +102,7 @@ def _sample_with_copies(
     return {name: measure_statistics.Samples(tuple(ts)) for name, ts in times.items()}
 
 
-def paired(times: measure_statistics.Samples, base: measure_statistics.Samples) -> measure_statistics.Samples:
+def paired_ratio(times: measure_statistics.Samples, base: measure_statistics.Samples) -> measure_statistics.Samples:
     """``base / times`` of neighbouring runs: what slows both down cancels."""
     return measure_statistics.Samples(
         tuple(b / max(t, 1e-12) for t, b in zip(times.seconds, base.seconds, strict=True))

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jcuts.base.settings import Form
+from jcuts.base.settings import Variant
 from jcuts.jit import variant_space
 from jcuts.microbatch.report import DivisionReport
 from jcuts.xla.chains import fuse as chains_fuse
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlanningResult:
     """What planning a function came to.
 
     Attributes:
@@ -25,23 +25,23 @@ class Planned:
     """
 
     outcomes: Sequence[Any]
-    racing: Sequence[Form | None]
-    rows: Mapping[Form | None, Sequence[DivisionReport]]
-    behind: Mapping[Form | None, str] = field(default_factory=dict)
-    joined: Mapping[Form | None, float] = field(default_factory=dict)
+    racing: Sequence[Variant | None]
+    rows: Mapping[Variant | None, Sequence[DivisionReport]]
+    behind: Mapping[Variant | None, str] = field(default_factory=dict)
+    joined: Mapping[Variant | None, float] = field(default_factory=dict)
 
     @classmethod
-    def plain(cls, outcomes: Sequence[Any], uses_jcuts: bool) -> Planned:
+    def plain(cls, outcomes: Sequence[Any], uses_jcuts: bool) -> PlanningResult:
         """The plain form alone, of a function in one part or several."""
-        rows: dict[Form | None, Sequence[DivisionReport]] = {None: [row for o in outcomes for row in _divisions(o)]}
+        rows: dict[Variant | None, Sequence[DivisionReport]] = {None: [row for o in outcomes for row in _divisions(o)]}
         return cls(outcomes, [None] if uses_jcuts else [], rows, joined=_joined({None: outcomes}))
 
     @classmethod
-    def of_forms(cls, found: Mapping[Form | None, Any], outcomes: Sequence[Any]) -> Planned:
+    def of_forms(cls, found: Mapping[Variant | None, Any], outcomes: Sequence[Any]) -> PlanningResult:
         """Several forms. Args: found: outcomes of those that may race; outcomes: of all."""
         rows = {form: _divisions(outcome) for form, outcome in found.items()}
         joined = _joined({form: [outcome] for form, outcome in found.items()})
-        return cls(outcomes, list(found), rows, variant_space.left_behind(found), joined)
+        return cls(outcomes, list(found), rows, variant_space.dominated_variants(found), joined)
 
     @property
     def uses_jcuts(self) -> bool:
@@ -49,7 +49,7 @@ class Planned:
         return bool(self.racing)
 
 
-def _joined(outcomes: Mapping[Form | None, Sequence[Any]]) -> dict[Form | None, float]:
+def _joined(outcomes: Mapping[Variant | None, Sequence[Any]]) -> dict[Variant | None, float]:
     counts = {form: sum(chains_fuse.joined(outcome.closed) for outcome in mine) for form, mine in outcomes.items()}
     return {form: count for form, count in counts.items() if count}
 

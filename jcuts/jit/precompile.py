@@ -11,12 +11,12 @@ from typing import Any
 
 from jcuts.base import fingerprint
 from jcuts.jit import end_to_end_benchmark
-from jcuts.jit.variant_space import arithmetic, form_of, is_xla
+from jcuts.jit.variant_space import form_of, is_xla, numeric_rewrites
 
 log = logging.getLogger("jcuts")
 
 
-def compile_ahead(lowered: Mapping[str, Callable[[], Any]]) -> None:
+def precompile_variants(lowered: Mapping[str, Callable[[], Any]]) -> None:
     """Compiles several programs at once; each then runs without compiling.
 
     Lowering stays on this thread.  Plain XLA comes first and alone: its algorithms are timed as they would be without
@@ -48,4 +48,4 @@ def compile_ahead(lowered: Mapping[str, Callable[[], Any]]) -> None:
 
 
 def _arithmetic(name: str) -> tuple[str, ...]:
-    return arithmetic(None if is_xla(name) else form_of(name))
+    return numeric_rewrites(None if is_xla(name) else form_of(name))

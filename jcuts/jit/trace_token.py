@@ -11,22 +11,22 @@ from jcuts.primitive.sharding import Placement, expected
 from jcuts.trace.capture import Capture
 
 
-class Undecided(Exception):
+class NeedsDecision(Exception):
     """A carrier met a signature for which no program was chosen.  Never leaves `optimized`."""
 
 
-class Permission(threading.local):
+class TraceToken(threading.local):
     """The program that the slow path is calling on this thread, if any; what it traced to decide, and for whom."""
 
     program: Any = None
     traced: tuple[Any, Capture] | None = None
 
 
-permission = Permission()
+permission = TraceToken()
 
 
 @contextlib.contextmanager
-def own_trace() -> Iterator[None]:
+def isolated_trace() -> Iterator[None]:
     """What is traced to decide inside the block is not seen outside it, nor the other way round."""
     before, permission.traced = permission.traced, None
     try:
@@ -35,7 +35,7 @@ def own_trace() -> Iterator[None]:
         permission.traced = before
 
 
-class Permitted:
+class AuthorizedCall:
     """A jitted carrier and the token that lets the slow path trace and lower it."""
 
     def __init__(self, jitted: Any, token: object, placement: Placement) -> None:

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jcuts.base.settings import Form, Settings
+from jcuts.base.settings import Settings, Variant
 from jcuts.jit import variant_space
-from jcuts.jit.trace_token import Permitted, Undecided, permission
+from jcuts.jit.trace_token import AuthorizedCall, NeedsDecision, permission
 from jcuts.primitive.call import jcuts_call
 from jcuts.primitive.sharding import Placement
 from jcuts.trace import jaxapi
@@ -30,7 +30,7 @@ class Program(NamedTuple):
     call: Any
 
 
-class Carriers:
+class VariantCompiler:
     """The programs of one function, each made when it is first asked for.
 
     Args: fn: the user's function; settings: the user's options; options: of ``jax.jit``.
@@ -52,7 +52,7 @@ class Carriers:
         return jax.jit(carrier, **self._options, **more)
 
     def of_call(
-        self, placement: Placement | None, form: Form | None = None, *, decided: bool = False
+        self, placement: Placement | None, form: Variant | None = None, *, decided: bool = False
     ) -> Callable[..., Any]:
         """A function to jit.  ``decided``: called by the slow path, which has traced the user's function already."""
         fn, settings = self._fn, self.settings_for(form)
@@ -77,7 +77,7 @@ class Carriers:
             return None
         return dataclasses.replace(seen, leaves=leaves)
 
-    def settings_for(self, form: Form | None) -> Settings:
+    def settings_for(self, form: Variant | None) -> Settings:
         """The user's options with a form."""
         return self._settings if form is None else dataclasses.replace(self._settings, form=form)
 
@@ -93,13 +93,13 @@ class Carriers:
             @functools.wraps(self._fn)
             def carrier(*args: Any, **kwargs: Any) -> Any:
                 if permission.program is not token and not jaxapi.jit_disabled():
-                    raise Undecided
+                    raise NeedsDecision
                 return inner(*args, **kwargs)
 
             options = variant_space.compiler_options(name, platform)
             options = {**options, **(more or {})} if options else None
             jitted = self.jit(carrier, compiler_options=options) if options else self.jit(carrier)
-            self._programs[key] = Program(name, placement, Permitted(jitted, token, placement))
+            self._programs[key] = Program(name, placement, AuthorizedCall(jitted, token, placement))
         return self._programs[key]
 
     def forget(self, name: str, placement: Placement) -> None:

@@ -14,13 +14,13 @@ import jax
 
 from jcuts.base import knobs
 from jcuts.base.fingerprint import digest, versions
-from jcuts.base.settings import Form, Settings
+from jcuts.base.settings import Settings, Variant
 from jcuts.jit import background_work, chain_ablation, end_to_end_benchmark, variant_space
-from jcuts.jit.call_signature import Arguments, Signature, place_text, platform_of
-from jcuts.jit.planning_result import Planned
-from jcuts.jit.precompile import compile_ahead
+from jcuts.jit.call_signature import CallSignature, Signature, place_text, platform_of
+from jcuts.jit.planning_result import PlanningResult
+from jcuts.jit.precompile import precompile_variants
 from jcuts.jit.trace_token import permission
-from jcuts.jit.variant_compiler import Carriers
+from jcuts.jit.variant_compiler import VariantCompiler
 from jcuts.pipeline import microbatch_convs
 from jcuts.primitive import shard_local
 from jcuts.primitive.lowering import plan
@@ -39,11 +39,11 @@ FLOAT64 = "float64 compiled"
 FLOAT64_RUN = "float64"
 """... and what keeps the device busy."""
 
-_default_store: end_to_end_benchmark.GuardStore | None = None
+_default_store: end_to_end_benchmark.DecisionStore | None = None
 _default_stores = 0  # how often it was set
 
 
-def set_default_store(store: end_to_end_benchmark.GuardStore | None) -> None:
+def set_default_store(store: end_to_end_benchmark.DecisionStore | None) -> None:
     """Where every ``Optimized`` keeps the guard's decisions from now on; None for the user's tuning database."""
     global _default_store, _default_stores
     _default_store, _default_stores = store, _default_stores + 1
@@ -68,7 +68,7 @@ class Call(NamedTuple):
     platform: str
 
 
-class Deciding:
+class VariantSelector:
     """Decides about one function.
 
     Args:
@@ -83,11 +83,11 @@ class Deciding:
         fn: Callable[..., Any],
         settings: Settings,
         options: dict[str, Any],
-        arguments: Arguments,
-        store: end_to_end_benchmark.GuardStore | None,
+        arguments: CallSignature,
+        store: end_to_end_benchmark.DecisionStore | None,
     ) -> None:
         self.settings = settings
-        self.carriers = Carriers(fn, settings, options)
+        self.carriers = VariantCompiler(fn, settings, options)
         self._fn = fn
         self._options = options
         self._arguments = arguments
@@ -111,7 +111,7 @@ class Deciding:
             out_tree = jax.tree.structure(traced.out_info)
             permission.traced = self.carriers, Capture(closed, [], out_tree, function_name(self._fn))
         key = self.store_key(closed, call.signature, call.platform) if self.settings.mode == "mixed" else ""
-        exact = variant_space.Exact(closed, leaves, self.settings.tolerance, call.platform)
+        exact = variant_space.Float64Judge(closed, leaves, self.settings.tolerance, call.platform)
         planned = self._planned(call, closed, leaves, exact, key, measure, force)
         if isinstance(planned, end_to_end_benchmark.Decision):
             return planned
@@ -144,11 +144,11 @@ class Deciding:
         call: Call,
         closed: jaxapi.Closed,
         leaves: Sequence[Any],
-        exact: variant_space.Exact,
+        exact: variant_space.Float64Judge,
         key: str,
         measure: bool,
         force: bool,
-    ) -> Planned | end_to_end_benchmark.Decision:
+    ) -> PlanningResult | end_to_end_benchmark.Decision:
         """The forms of a function that may race, or what was decided without planning them."""
         if call.placement.shardings:
             parts = shard_local.split(closed, call.placement)
@@ -160,24 +160,24 @@ class Deciding:
                 parts, lambda part: plan(part, self.settings, call.platform, may_measure=measure)
             )
             uses_jcuts = any(o.closed is not p.closed for o, p in zip(outcomes, parts.parts, strict=True))
-            return Planned.plain(outcomes, uses_jcuts)
+            return PlanningResult.plain(outcomes, uses_jcuts)
         if measure and self._may_race(closed, leaves, call.platform):
             stored = None if force else self._stored(key, call.platform, True)
             if stored is not None and stored.is_final and self._has_kernels(stored, closed, leaves, call.platform):
                 return stored  # lowering finds them in the database
             begun = time.monotonic()
-            with machine_lock.attempt() as may:
-                worth = variant_space.worth_planning(closed, call.platform)
+            with machine_lock.try_lock() as may:
+                worth = variant_space.candidate_variants(closed, call.platform)
                 judge = exact if any(form is not None and form.rewrites for form in worth) else None
                 todo = self.meanwhile(call, judge) if may else {}
                 # The first times algorithms, which the next finds in memory; first runs keep the host busy.
                 light = [name for name in list(todo)[1:] if name != FLOAT64_RUN]
-                with background_work.Early(todo, light=light, quiet=(FLOAT64,)) as busy:
+                with background_work.BackgroundWork(todo, light=light, quiet=(FLOAT64,)) as busy:
                     found, outcomes = self._plan_forms(closed, leaves, call.platform, worth, busy)
             log.info("planned and tuned in %.2f s", time.monotonic() - begun)
-            return Planned.of_forms(found, outcomes)
+            return PlanningResult.of_forms(found, outcomes)
         outcome = plan(closed, self.settings, call.platform, may_measure=measure, examples=leaves)
-        return Planned.plain([outcome], outcome.closed is not closed)
+        return PlanningResult.plain([outcome], outcome.closed is not closed)
 
     def _has_kernels(
         self, stored: end_to_end_benchmark.Decision, closed: jaxapi.Closed, leaves: Sequence[Any], platform: str
@@ -194,24 +194,24 @@ class Deciding:
         call: Call,
         closed: jaxapi.Closed,
         leaves: Sequence[Any],
-        exact: variant_space.Exact,
-        planned: Planned,
+        exact: variant_space.Float64Judge,
+        planned: PlanningResult,
         again: end_to_end_benchmark.Decision | None,
     ) -> end_to_end_benchmark.Decision:
         """What the last guard says. Args: again: a noisy decision, of whose programs those race that may still win."""
         names, start = variant_space.programs(planned.racing, variant_space.options(call.platform)), time.monotonic()
-        out = variant_space.names_behind(names, planned.behind)
+        out = variant_space.dominated_names(names, planned.behind)
         names = [name for name in names if name not in out]
         if call.platform == "cpu" and self._has_every(planned.outcomes, closed, leaves):
             names.append(variant_space.name_of(variant_space.EVERY))
-        barred = variant_space.barred(names, planned.rows if planned.racing else {}, self.settings)
+        barred = variant_space.over_workspace_limit(names, planned.rows if planned.racing else {}, self.settings)
         open_ = [
             n
             for n in (again.open_between(names) if again else names)
             if n == end_to_end_benchmark.XLA or n not in barred
         ]
         decision = self._race(call, open_, exact, barred)
-        if single := chain_ablation.rival(decision, planned.joined):
+        if single := chain_ablation.unchained_variant(decision, planned.joined):
             decision = self._with_single_calls(call, decision, single, exact)
         decision = dataclasses.replace(decision, rejected={**out, **decision.rejected})
         if again is not None:
@@ -219,14 +219,14 @@ class Deciding:
         log.info("%d whole programs compared in %.2f s", len(names), time.monotonic() - start)
         return decision
 
-    def meanwhile(self, call: Call, exact: variant_space.Exact | None) -> dict[str, Callable[[], object]]:
+    def meanwhile(self, call: Call, exact: variant_space.Float64Judge | None) -> dict[str, Callable[[], object]]:
         """What the GPU can do for the last guard while this thread plans: all that has to do with plain XLA alone."""
         names = [
             *(f"{end_to_end_benchmark.XLA}:{option}" for option in variant_space.options(call.platform)),
             end_to_end_benchmark.XLA,
         ]
         more = (
-            autotune_cache.sharing()
+            autotune_cache.publish_results()
         )  # the first leaves its algorithms to other processes, the next finds them in memory
         programs = {name: self.carriers.program(name, call.placement, call.platform, more).call for name in names}
         lowered = {name: program.lower(*call.args, **call.kwargs) for name, program in programs.items()}
@@ -248,19 +248,19 @@ class Deciding:
         closed: jaxapi.Closed,
         leaves: Sequence[Any],
         platform: str,
-        worth: Sequence[Form | None],
-        meanwhile: background_work.Early,
-    ) -> tuple[dict[Form | None, Any], list[Any]]:
+        worth: Sequence[Variant | None],
+        meanwhile: background_work.BackgroundWork,
+    ) -> tuple[dict[Variant | None, Any], list[Any]]:
         """The forms worth a race, and the outcomes of all: one that could not be measured may change nothing."""
         outcomes = []
 
-        def of_form(form: Form | None) -> Any:
+        def of_form(form: Variant | None) -> Any:
             outcomes.append(plan(closed, self.carriers.settings_for(form), platform, may_measure=True, examples=leaves))
             return outcomes[-1]
 
-        with session.workshop():
+        with session.shared_worker_session():
             start = time.monotonic()
-            with session.gathering(meanwhile.is_done):  # these have all problems of the others
+            with session.collect_problems(meanwhile.is_done):  # these have all problems of the others
                 for form in worth:
                     if form is None or form.regions in ("all", "absorbing"):
                         of_form(form)
@@ -268,7 +268,7 @@ class Deciding:
             meanwhile.is_done(True)
             outcomes.clear()
             start = time.monotonic()
-            found = variant_space.planned(closed, platform, of_form, worth)
+            found = variant_space.plan_variants(closed, platform, of_form, worth)
             log.info("forms planned with what was measured in %.2f s", time.monotonic() - start)
             return found, outcomes
 
@@ -293,7 +293,7 @@ class Deciding:
         if (
             not isinstance(plain, FunctionReport)
             or microbatch_convs.is_asked(self.settings)
-            or not variant_space.lost_by_little(plain)
+            or not variant_space.near_ties(plain)
         ):
             return False
         every = plan(closed, self.carriers.settings_for(variant_space.EVERY), "cpu", may_measure=True, examples=leaves)
@@ -306,17 +306,17 @@ class Deciding:
         mine = {name: {} if variant_space.is_xla(name) else more for name in names}
         calls = {name: self.carriers.program(name, call.placement, call.platform, mine[name]).call for name in names}
         if on_gpu:
-            compile_ahead(
+            precompile_variants(
                 {name: functools.partial(program.lower, *call.args, **call.kwargs) for name, program in calls.items()}
             )
         return {name: program.permitted for name, program in calls.items()}
 
     def _race(
-        self, call: Call, names: Sequence[str], exact: variant_space.Exact, barred: Mapping[str, str]
+        self, call: Call, names: Sequence[str], exact: variant_space.Float64Judge, barred: Mapping[str, str]
     ) -> end_to_end_benchmark.Decision:
         on_gpu = call.platform in variant_space.GPUS
         # Options can do more on a GPU than everything else: there no program does without them.
-        return end_to_end_benchmark.decide(
+        return end_to_end_benchmark.benchmark_variants(
             self._programs(call, names),
             lambda: self._arguments.copies(call.args, call.kwargs),
             donates=self._arguments.donates,
@@ -327,7 +327,7 @@ class Deciding:
         )
 
     def _with_single_calls(
-        self, call: Call, decision: end_to_end_benchmark.Decision, single: str, exact: variant_space.Exact
+        self, call: Call, decision: end_to_end_benchmark.Decision, single: str, exact: variant_space.Float64Judge
     ) -> end_to_end_benchmark.Decision:
         """The decision, or the program that won with single calls in place of chains, which is compiled for it."""
         start = time.monotonic()
@@ -335,7 +335,7 @@ class Deciding:
             name: self.carriers.program(name, call.placement, call.platform).call.permitted
             for name in (end_to_end_benchmark.XLA, decision.chosen)
         }
-        decision = chain_ablation.compared(
+        decision = chain_ablation.ablate_chains(
             decision,
             single,
             known | self._programs(call, [single]),
@@ -364,7 +364,7 @@ class Deciding:
             return None
         return decision
 
-    def _guard_store(self) -> end_to_end_benchmark.GuardStore:
+    def _guard_store(self) -> end_to_end_benchmark.DecisionStore:
         chosen = self._store if self._store is not None else _default_store
         return chosen if chosen is not None else session.store()
 

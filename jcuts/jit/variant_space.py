@@ -21,10 +21,10 @@ import jax
 import numpy as np
 
 from jcuts.base.errors import UsageError
-from jcuts.base.settings import Form, Settings
+from jcuts.base.settings import Settings, Variant
 from jcuts.jit import end_to_end_benchmark
-from jcuts.jit.float64_check import LEAN as LEAN
-from jcuts.jit.float64_check import Exact as Exact
+from jcuts.jit.float64_check import NO_AUTOTUNE as NO_AUTOTUNE
+from jcuts.jit.float64_check import Float64Judge as Float64Judge
 from jcuts.jit.float64_check import longest_sum as longest_sum
 from jcuts.jit.variant_names import form_of as form_of
 from jcuts.jit.variant_names import is_xla as is_xla
@@ -32,7 +32,7 @@ from jcuts.jit.variant_names import name_of as name_of
 from jcuts.microbatch.report import DivisionReport
 from jcuts.pipeline import microbatch_convs
 from jcuts.pipeline.computation import TOO_LITTLE
-from jcuts.pipeline.kernel_selection import NEAR
+from jcuts.pipeline.kernel_selection import NEAR_TIE_RATIO
 from jcuts.report.function_report import FunctionReport
 from jcuts.rewrite import registry as rewrite_registry
 from jcuts.rewrite.simplify import simplify
@@ -44,15 +44,15 @@ from jcuts.xla import devices as xla_devices
 log = logging.getLogger("jcuts")
 
 GPUS = ("gpu", "cuda")
-FOLDED = ("scales", "rounds", "slots")  # rewrites that take work away and add none
-OF_KERNELS = ("slots",)  # rewrites that only kernels gain by
-WITH_ALL = ("pools", "siblings")  # rewrites that only race beside all others that apply
+ALWAYS_ON = ("scales", "rounds", "slots")  # rewrites that take work away and add none
+KERNEL_ONLY = ("slots",)  # rewrites that only kernels gain by
+ONLY_COMBINED = ("pools", "siblings")  # rewrites that only race beside all others that apply
 JOINED, TURNED, VECTORS = "joins", "turns", "vectors"
 """Rewrites that cost passes over arguments in every call, for kernels that then have less to do: they race apart."""
-AHEAD = 0.6  # a form that gains so much less than another, in shares of what the other's kernels take, is left out
+PRUNE_GAIN = 0.6  # a form that gains so much less than another, in shares of what the other's kernels take, is left out
 AHEAD_LONG, LONG = 0.15, 1e-3  # ... where the other's kernels take so long [s]: launches and borders matter less there
 AHEAD_OF_NONE = 0.2  # ... the one without kernels, where XLA's time was clear without compiling its code for some
-EVERY = Form((), "every")
+EVERY = Variant((), "every")
 LEAST_SHARE = 0.05  # of the subsets' time, from which on kernels that lost by little are tried in a whole program
 
 
@@ -108,9 +108,12 @@ def _accepts(name: str, platform: str) -> bool:
 
 
 # -- which compete --------------------------------------------------------------------------------------------------
-def planned(
-    closed: jaxapi.Closed, platform: str, plan: Callable[[Form | None], Any], worth: Sequence[Form | None] | None = None
-) -> dict[Form | None, Any]:
+def plan_variants(
+    closed: jaxapi.Closed,
+    platform: str,
+    plan: Callable[[Variant | None], Any],
+    worth: Sequence[Variant | None] | None = None,
+) -> dict[Variant | None, Any]:
     """Outcomes of the forms that are worth a race, the plainest first; those that change nothing are left out.
 
     Args: plan: gives the pipeline's outcome for a form (tuning its subsets); worth: `worth_planning`, if it is known.
@@ -127,9 +130,9 @@ def planned(
     Where `turns` takes weights that are arguments, kernels come with it, `vectors` and `joins`, or in the form without
     other rewrites.
     """
-    found: dict[Form | None, Any] = {}
+    found: dict[Variant | None, Any] = {}
     seen: set[str] = set()
-    for form in worth_planning(closed, platform) if worth is None else worth:
+    for form in candidate_variants(closed, platform) if worth is None else worth:
         outcome = plan(form)
         text = getattr(outcome.report, "source", "")  # equal programs are one candidate
         if outcome.closed is not closed and text not in seen:
@@ -138,38 +141,38 @@ def planned(
     return found
 
 
-def worth_planning(closed: jaxapi.Closed, platform: str) -> list[Form | None]:
+def candidate_variants(closed: jaxapi.Closed, platform: str) -> list[Variant | None]:
     """The forms that `planned` looks at, in its order."""
     rules = rewrite_registry.applicable(simplify(inline(closed))) if platform in GPUS else ()
     if set(rules) & {"rounds", TURNED} and xla_devices.machine().capability != GROUPED:
         rules = tuple(name for name in rules if name not in ("rounds", JOINED, TURNED))
     ahead = tuple(name for name in rules if name in (JOINED, TURNED, VECTORS))
     rules = tuple(name for name in rules if name not in ahead)
-    folded = tuple(name for name in rules if name in FOLDED)
-    found: list[Form | None] = [Form(folded) if folded else None]
+    folded = tuple(name for name in rules if name in ALWAYS_ON)
+    found: list[Variant | None] = [Variant(folded) if folded else None]
     if platform in GPUS:
-        every = [folded, *((*folded, name) for name in rules if name not in (*folded, *WITH_ALL))]
-        with_all = bool(set(rules) & set(WITH_ALL))
+        every = [folded, *((*folded, name) for name in rules if name not in (*folded, *ONLY_COMBINED))]
+        with_all = bool(set(rules) & set(ONLY_COMBINED))
         if TURNED in ahead:  # kernels beside other rewrites would take time to tune, and lose
             found += [_form(folded, r) for r in ("all", "anchored", "none") if folded or r == "anchored"]
             found += [_form(rewrites, "none") for rewrites in every[1:]]
-            found += [Form((*folded, *ahead), r) for r in ("all", "anchored")]
-            found.append(Form((*every[-1], *ahead), "all"))
-            found += [_form(rules, "none"), Form((*rules, *ahead), "all")] if with_all else []
+            found += [Variant((*folded, *ahead), r) for r in ("all", "anchored")]
+            found.append(Variant((*every[-1], *ahead), "all"))
+            found += [_form(rules, "none"), Variant((*rules, *ahead), "all")] if with_all else []
         else:
             for rewrites in every:
                 found += [_form(rewrites, r) for r in ("all", "anchored", "none") if rewrites or r == "anchored"]
-            found.append(Form(every[-1], "absorbing"))
+            found.append(Variant(every[-1], "absorbing"))
             found += [_form(rules, regions) for regions in ("none", "all", "absorbing")] if with_all else []
-    return [form for form in dict.fromkeys(found) if form != Form((), "none")]
+    return [form for form in dict.fromkeys(found) if form != Variant((), "none")]
 
 
-def _form(rewrites: Sequence[str], regions: str) -> Form:
+def _form(rewrites: Sequence[str], regions: str) -> Variant:
     """A form, without the rewrites that its regions have no use for."""
-    return Form(tuple(r for r in rewrites if regions != "none" or r not in OF_KERNELS), regions)
+    return Variant(tuple(r for r in rewrites if regions != "none" or r not in KERNEL_ONLY), regions)
 
 
-def lost_by_little(report: FunctionReport) -> bool:
+def near_ties(report: FunctionReport) -> bool:
     """Whether subsets that XLA won are worth a race of whole programs in which kernels run them.
 
     A subset alone pays for no border between it and the next one, and XLA's own code for it has neither.
@@ -178,13 +181,16 @@ def lost_by_little(report: FunctionReport) -> bool:
     lost = [
         time
         for s, time in zip(report.subsets, every, strict=True)
-        if s.chosen == end_to_end_benchmark.XLA and s.seconds and s.xla_seconds and s.seconds <= NEAR * s.xla_seconds
+        if s.chosen == end_to_end_benchmark.XLA
+        and s.seconds
+        and s.xla_seconds
+        and s.seconds <= NEAR_TIE_RATIO * s.xla_seconds
     ]
     small = sum(r.count for r in report.refusals if r.reason == TOO_LITTLE)
     return bool(report.subsets) and (sum(lost) > LEAST_SHARE * sum(every) or small > LEAST_SHARE * report.equations)
 
 
-def programs(forms: Sequence[Form | None], extra: Sequence[str]) -> list[str]:
+def programs(forms: Sequence[Variant | None], extra: Sequence[str]) -> list[str]:
     """Names in the fixed order that decides ties: the plainer program wins.
 
     With several forms only the first is tried without compiler options.
@@ -197,8 +203,8 @@ def programs(forms: Sequence[Form | None], extra: Sequence[str]) -> list[str]:
     return names
 
 
-def barred(
-    names: Sequence[str], rows: Mapping[Form | None, Sequence[DivisionReport]], settings: Settings
+def over_workspace_limit(
+    names: Sequence[str], rows: Mapping[Variant | None, Sequence[DivisionReport]], settings: Settings
 ) -> dict[str, str]:
     """Programs whose convolutions take more than the workspace limit, with the reason; none where no program keeps it.
 
@@ -219,20 +225,20 @@ def barred(
     return found
 
 
-def left_behind(found: Mapping[Form | None, Any]) -> dict[Form | None, str]:
+def dominated_variants(found: Mapping[Variant | None, Any]) -> dict[Variant | None, str]:
     """Forms that need not race, with the reason: one of the same rewrites gains far more by measured sums.
 
     What XLA and kernels take in a whole program is not what they take alone, but the differences are smaller than that.
 
     Args: found: the outcomes of all that could race.
     """
-    out: dict[Form | None, str] = {}
+    out: dict[Variant | None, str] = {}
     sums = {form: _sums(outcome) for form, outcome in found.items()}
     for form in found:
-        alike = [other for other in found if arithmetic(other) == arithmetic(form)]
+        alike = [other for other in found if numeric_rewrites(other) == numeric_rewrites(form)]
         best = max(alike, key=lambda other: sums[other][1])
         ours, gain = sums[best]
-        ahead = AHEAD_LONG if ours >= LONG else AHEAD
+        ahead = AHEAD_LONG if ours >= LONG else PRUNE_GAIN
         if form is not None and form.regions == "none" and _is_derived(found[best]):
             ahead = min(ahead, AHEAD_OF_NONE)
         if ours > 0.0 and gain - sums[form][1] >= ahead * ours:
@@ -243,14 +249,14 @@ def left_behind(found: Mapping[Form | None, Any]) -> dict[Form | None, str]:
     return out
 
 
-def names_behind(names: Sequence[str], behind: Mapping[Form | None, str]) -> dict[str, str]:
+def dominated_names(names: Sequence[str], behind: Mapping[Variant | None, str]) -> dict[str, str]:
     """Programs of forms that are left behind, with the reason; never XLA's own, which have no form."""
     return {name: behind[form] for name in names if not is_xla(name) and (form := form_of(name)) in behind}
 
 
-def arithmetic(form: Form | None) -> tuple[str, ...]:
+def numeric_rewrites(form: Variant | None) -> tuple[str, ...]:
     """The rewrites that decide which products and convolutions a program has."""
-    return () if form is None else tuple(r for r in form.rewrites if r not in OF_KERNELS)
+    return () if form is None else tuple(r for r in form.rewrites if r not in KERNEL_ONLY)
 
 
 def _is_derived(outcome: Any) -> bool:

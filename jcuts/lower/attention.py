@@ -12,19 +12,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jcuts.base.errors import Refusal
-from jcuts.fusion.dag import Subset
+from jcuts.fusion.dag import NodeSet
 from jcuts.kernel_ir.index import Index, flatten
 from jcuts.kernel_ir.node import Graph
 from jcuts.kernel_ir.program import Acc, Axis, Buffer, Grid, Phase, Program, Red, Store
 from jcuts.lower.builder import (
     Builder,
-    Declined,
+    NotLowered,
     acc_node,
     axes_of,
     descendants,
     local_dtype,
     make_buffers,
-    push_places,
+    propagate_indices,
 )
 from jcuts.lower.tensor_graph import OpNode, TensorGraph
 from jcuts.ops.registry import IndexTuple
@@ -33,17 +33,17 @@ TEMPLATE = "attention"
 
 
 @dataclass(frozen=True)
-class Found:
+class AttentionMatch:
     """Two products and what lies between them. ``weights``: the second one's operand that the softmax makes."""
 
     first: int
     second: int
     weights: int
-    between: Subset
+    between: NodeSet
 
 
 @dataclass
-class _Probe:
+class _IndexProbe:
     """A context that only notes at which index a product reads its operands."""
 
     found: dict[int, IndexTuple] = field(default_factory=dict)
@@ -56,7 +56,9 @@ class _Probe:
         return 0
 
 
-def build_attention(graph: TensorGraph, subset: Subset, pair: Found, name: str = "attention") -> Program | Refusal:
+def build_attention(
+    graph: TensorGraph, subset: NodeSet, pair: AttentionMatch, name: str = "attention"
+) -> Program | Refusal:
     """The unscheduled program of a subset that holds what was found, or why there is none."""
     for number in sorted(subset):
         refusal = graph.nodes[number].refusal
@@ -64,18 +66,18 @@ def build_attention(graph: TensorGraph, subset: Subset, pair: Found, name: str =
             return refusal
     try:
         return _build(graph, subset, pair, name)
-    except Declined as declined:
+    except NotLowered as declined:
         return declined.refusal
 
 
-def _build(graph: TensorGraph, subset: Subset, pair: Found, name: str) -> Program | Refusal:
+def _build(graph: TensorGraph, subset: NodeSet, pair: AttentionMatch, name: str) -> Program | Refusal:
     roots = [graph.nodes[n] for n in sorted(subset) if (op := graph.nodes[n].op) is not None and op.is_root]
     roots = [r for r in roots if r.number not in (pair.first, pair.second)]
     first, second = graph.nodes[pair.first], graph.nodes[pair.second]
     outputs = graph.subset_outputs(subset)
     ins, outs, buffers = make_buffers(graph, subset, outputs)
     axes, index, ranges = axes_of(graph.tensors[first.outputs[0]].type.shape, "o")
-    made = _Made(Builder(graph, subset, ins), axes, ranges, buffers)
+    made = _AttentionBuilder(Builder(graph, subset, ins), axes, ranges, buffers)
     places = _places(graph, subset, first, index, ranges)
     keys = {places[r.inputs[0]][d] if r.inputs[0] in places else Index() for r in roots for d in _reduced(r)}
     key = next((a for a in axes if keys == {Index.axis(a.name)}), None)
@@ -99,7 +101,7 @@ def _build(graph: TensorGraph, subset: Subset, pair: Found, name: str) -> Progra
 
 
 @dataclass
-class _Made:
+class _AttentionBuilder:
     """A program in the making: its builder, the axes of a score, one of which is the key's."""
 
     builder: Builder
@@ -146,7 +148,7 @@ def _reduced(root: OpNode) -> tuple[int, ...]:
 
 
 def _places(
-    graph: TensorGraph, subset: Subset, first: OpNode, index: IndexTuple, ranges: dict[str, int]
+    graph: TensorGraph, subset: NodeSet, first: OpNode, index: IndexTuple, ranges: dict[str, int]
 ) -> dict[int, IndexTuple]:
     """Where the point of a score is in every tensor that is made of the scores, whatever its layout."""
     places = {first.outputs[0]: index}
@@ -168,7 +170,9 @@ def _places(
     return places
 
 
-def _reduction(made: _Made, node: OpNode, out: IndexTuple, reds: IndexTuple) -> tuple[tuple[Acc, ...], Graph]:
+def _reduction(
+    made: _AttentionBuilder, node: OpNode, out: IndexTuple, reds: IndexTuple
+) -> tuple[tuple[Acc, ...], Graph]:
     """What a reduction adds up at a point of its result; the current graph has the axes of both."""
     assert node.op is not None and node.op.reduce is not None
     builder, spec = made.builder, node.op.reduce
@@ -177,7 +181,7 @@ def _reduction(made: _Made, node: OpNode, out: IndexTuple, reds: IndexTuple) -> 
     return tuple(Acc(a.combine, a.dtype, tuple(t), a.index_dtype) for a, t in accs), builder.target
 
 
-def _result(made: _Made, node: OpNode, accs: tuple[Acc, ...], out: IndexTuple) -> int:
+def _result(made: _AttentionBuilder, node: OpNode, accs: tuple[Acc, ...], out: IndexTuple) -> int:
     """A reduction's result in the current graph, known to what follows it."""
     assert node.op is not None and node.op.reduce is not None
     builder = made.builder
@@ -187,7 +191,9 @@ def _result(made: _Made, node: OpNode, accs: tuple[Acc, ...], out: IndexTuple) -
     return found
 
 
-def _scores(made: _Made, first: OpNode, index: IndexTuple, scores: int, places: dict[int, IndexTuple]) -> None:
+def _scores(
+    made: _AttentionBuilder, first: OpNode, index: IndexTuple, scores: int, places: dict[int, IndexTuple]
+) -> None:
     """The phase that computes the scores of a row and keeps them."""
     assert first.op is not None and first.op.reduce is not None
     reds = tuple(Red(n, extent) for n, extent in first.op.reduce.reds)
@@ -199,7 +205,7 @@ def _scores(made: _Made, first: OpNode, index: IndexTuple, scores: int, places: 
     made.keep("scores", scores, places[scores], value, made.key, accs, body, reds)
 
 
-def _reduce(made: _Made, root: OpNode, places: dict[int, IndexTuple]) -> None:
+def _reduce(made: _AttentionBuilder, root: OpNode, places: dict[int, IndexTuple]) -> None:
     """The phase that finds one value per row."""
     tensor, red = root.outputs[0], Red(made.key.name, made.key.extent)
     made.begin(red)
@@ -210,13 +216,13 @@ def _reduce(made: _Made, root: OpNode, places: dict[int, IndexTuple]) -> None:
 
 
 def _values(
-    made: _Made, second: OpNode, weights: int, places: dict[int, IndexTuple], outs: dict[int, str]
+    made: _AttentionBuilder, second: OpNode, weights: int, places: dict[int, IndexTuple], outs: dict[int, str]
 ) -> Refusal | None:
     """The phase that multiplies the weights of a row by the values."""
     assert second.op is not None and second.op.reduce is not None
     builder, spec = made.builder, second.op.reduce
     shape, terms = second.op.outputs[0].shape, [n for n, _ in spec.reds]
-    probe, names = _Probe(), [f"x{d}" for d in range(len(shape))]
+    probe, names = _IndexProbe(), [f"x{d}" for d in range(len(shape))]
     spec.term(probe, tuple(map(Index.axis, names)), tuple(map(Index.axis, terms)))  # type: ignore[arg-type]
     index, reds = [Index.axis(f"n{d}") for d in range(len(shape))], [Index()] * len(terms)
     for place, part in zip(places[weights], probe.found[second.inputs.index(weights)], strict=True):
@@ -231,7 +237,7 @@ def _values(
     made.begin(*axes)
     _result(made, second, accs, out)
     after = descendants(builder.graph, builder.subset, second.number)
-    found = push_places(builder.graph, after, second, out, builder.ranges)
+    found = propagate_indices(builder.graph, after, second, out, builder.ranges)
     if any(t not in found for t in outs):
         return Refusal(second.prim, "a result whose points do not follow the product's")
     stores = tuple(

@@ -21,17 +21,17 @@ from jcuts.base.errors import IRError, Refusal
 from jcuts.kernel_ir.index import Index, flatten
 from jcuts.kernel_ir.node import Graph, Guard, Scalar
 from jcuts.kernel_ir.program import Acc, Axis, Buffer, Grid, Phase, Program, Red, Store
-from jcuts.lower.patterns.strided_concat import Pieces
+from jcuts.lower.patterns.strided_concat import StridedConcat
 from jcuts.lower.tensor_graph import OpNode, TensorGraph
 from jcuts.ops.layout import regroup
 from jcuts.ops.registry import FLOATS, IndexTuple, Op, TensorType
 
 PIECES = 1.0  # cost of a concatenation of pieces that are read from where they are
-CHEAP_PROLOGUE = 1.0  # element operations per point that may be recomputed for every use in a contraction or window
+MAX_RECOMPUTED_OPS = 1.0  # element operations per point that may be recomputed for every use in a contraction or window
 MAX_NODES = 600  # per-point graph nodes: larger graphs compile slowly and spill
 
 
-class Declined(Exception):
+class NotLowered(Exception):
     """Carries a refusal out of the recursive descent; never leaves this module."""
 
     def __init__(self, refusal: Refusal) -> None:
@@ -74,7 +74,7 @@ class Builder:
         key = (tensor, index, live, fill if live else None, repr(fill) if live else "", self.guards)
         if key not in self.memo:
             if len(self.target.nodes) > MAX_NODES:
-                raise Declined(Refusal("subset", f"more than {MAX_NODES} values per point"))
+                raise NotLowered(Refusal("subset", f"more than {MAX_NODES} values per point"))
             self.memo[key] = self._value(tensor, index, live, fill)
         return self.memo[key]
 
@@ -85,12 +85,14 @@ class Builder:
         if tensor in self.anchors:
             where, node = self.anchors[tensor]
             if where != index or guards:
-                raise Declined(Refusal("subset", "a fused value is needed at another point than where it is computed"))
+                raise NotLowered(
+                    Refusal("subset", "a fused value is needed at another point than where it is computed")
+                )
             return node
         if tensor in self.locals:
             name, where, address = self.locals[tensor]
             if where != index or guards:
-                raise Declined(
+                raise NotLowered(
                     Refusal("subset", "a value kept in cache is needed at another point than where it was computed")
                 )
             kept = local_dtype(info.type.dtype)
@@ -108,7 +110,7 @@ class Builder:
         op = node.op
         assert op is not None
         if op.pull is None:
-            raise Declined(Refusal(node.prim, "a reduction that other operations of the subset recompute per point"))
+            raise NotLowered(Refusal(node.prim, "a reduction that other operations of the subset recompute per point"))
         saved = self.guards
         self.guards = tuple(dict.fromkeys((*saved, *guards)))
         if node.pieces is not None and self._reads_pieces(node.pieces):
@@ -118,7 +120,7 @@ class Builder:
         self.guards = saved
         return self._select(guards, result, fill, info.type.dtype)
 
-    def _reads_pieces(self, pieces: Pieces) -> bool:
+    def _reads_pieces(self, pieces: StridedConcat) -> bool:
         """Whether a product reads the pieces, which are made in the subset, and nothing else is known of them."""
         cut = {t for number in pieces.slices for t in self.graph.nodes[number].outputs}
         known = self.anchors.keys() | self.locals.keys()
@@ -209,8 +211,8 @@ class _OpContext:
         return self.builder.graph.tensors[self.node.inputs[number]].scalar
 
 
-def build(
-    graph: TensorGraph, subset: frozenset[int], name: str = "kernel", cheap: float = CHEAP_PROLOGUE
+def lower_region(
+    graph: TensorGraph, subset: frozenset[int], name: str = "kernel", cheap: float = MAX_RECOMPUTED_OPS
 ) -> Program | Refusal:
     """The unscheduled program of a subset, or why it cannot be one kernel.
 
@@ -236,14 +238,14 @@ def build(
             return build_scan(graph, subset, scans[0], outputs, name)
         if not roots:
             return _build_map(graph, subset, outputs, name)
-        if len(roots) == 1 and (rows := _build_root(graph, subset, roots[0], outputs, name, cheap)) is not None:
+        if len(roots) == 1 and (rows := _lower_reduction(graph, subset, roots[0], outputs, name, cheap)) is not None:
             return rows
         if all(_op(r).family == "reduction" for r in roots):
             from jcuts.lower.row_reduction import build_rows
 
             return build_rows(graph, subset, roots, outputs, name)
         return Refusal("subset", f"{len(roots)} reductions of different kinds")
-    except Declined as declined:
+    except NotLowered as declined:
         return declined.refusal
 
 
@@ -289,7 +291,7 @@ def _build_map(graph: TensorGraph, subset: frozenset[int], outputs: list[int], n
     return Program(name, tuple(buffers), (), (), (phase,), 1, "map")
 
 
-def _build_root(
+def _lower_reduction(
     graph: TensorGraph, subset: frozenset[int], root: OpNode, outputs: list[int], name: str, cheap: float
 ) -> Program | Refusal | None:
     """One reduction with its prologue and epilogue; None where the rows form should be tried instead."""
@@ -300,7 +302,7 @@ def _build_root(
     before = subset - after - {root.number}
     feeders = graph.ancestors(subset, root.number)
     reduction = op.family == "reduction"
-    if not reduction and not _reads_once(op):
+    if not reduction and not _window_reads_once(op):
         for number in sorted(before & feeders):
             feeder = _op(graph.nodes[number])
             by_number = feeder.prim == "div" and graph.tensors[graph.nodes[number].inputs[1]].scalar is not None
@@ -336,7 +338,7 @@ def _build_root(
     for tensor, value in zip(root.outputs, results, strict=True):
         builder.anchors[tensor] = (index, value)
     try:
-        places = push_places(graph, after, root, index, ranges)
+        places = propagate_indices(graph, after, root, index, ranges)
         stores = []
         for tensor in outputs:
             place = places.get(tensor)
@@ -344,7 +346,7 @@ def _build_root(
                 return None if reduction else Refusal(root.prim, "a result whose points do not follow the reduction's")
             value = builder.value(tensor, place)
             stores.append(Store(outs[tensor], flatten(place, graph.tensors[tensor].type.shape), value))
-    except Declined as declined:
+    except NotLowered as declined:
         return None if reduction else declined.refusal
     phase = Phase(root.prim, axes, reds, accs, body, builder.target, tuple(stores))
     asked = op.info.get("precision")
@@ -352,7 +354,7 @@ def _build_root(
     return Program(name, tuple(buffers), (), (), (phase,), 1, op.family, params)
 
 
-def _reads_once(op: Op) -> bool:
+def _window_reads_once(op: Op) -> bool:
     """Whether windows read no more than their operand has: what comes before is computed no more often than alone."""
     assert op.reduce is not None
     read = math.prod(op.outputs[0].shape) * math.prod(extent for _, extent in op.reduce.reds)
@@ -366,7 +368,7 @@ def acc_node(number: int, acc: Acc):
     return Node("acc", acc.index_dtype or acc.dtype, attrs=(("number", number),))
 
 
-def push_places(
+def propagate_indices(
     graph: TensorGraph, after: frozenset[int], root: OpNode, index: IndexTuple, ranges: dict[str, int]
 ) -> dict[int, IndexTuple]:
     """Index of every later tensor's point that belongs to the root's point ``index``."""
@@ -400,4 +402,4 @@ def descendants(graph: TensorGraph, subset: frozenset[int], start: int) -> froze
     return frozenset(found)
 
 
-__all__ = ["Builder", "Declined", "Grid", "acc_node", "axes_of", "build", "make_buffers"]
+__all__ = ["Builder", "Grid", "NotLowered", "acc_node", "axes_of", "lower_region", "make_buffers"]

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.program import Axis, Phase, Program, Red
-from jcuts.schedule.cpu.loop_schedule import rewritten
+from jcuts.schedule.cpu.loop_schedule import map_indices
 
 
-def digits(program: Program) -> Program:
+def delinearize(program: Program) -> Program:
     """The program, of one phase, with such axes split where that makes all of its addresses linear; else as it is."""
     phase = program.phases[0]
     found = {x.name: _digits(phase, x.name, x.extent) for x in (*phase.axes, *phase.reds)}
@@ -31,7 +31,7 @@ def digits(program: Program) -> Program:
         for name in reversed(names):
             total, stride = total + Index.axis(name) * stride, stride * ranges[name]
         where[x.name] = total
-    made = rewritten(phase, lambda index: index.substitute(where, ranges))
+    made = map_indices(phase, lambda index: index.substitute(where, ranges))
     made = replace(made, axes=tuple(Axis(*a) for a in axes), reds=tuple(Red(*r) for r in reds))
     linear = not any(atom.inner is not None for index in _indices(made) for atom, _ in index.terms)
     return replace(program, phases=(made,)) if linear else program
@@ -39,18 +39,18 @@ def digits(program: Program) -> Program:
 
 def _digits(phase: Phase, name: str, extent: int) -> tuple[int, ...]:
     """Extents of the digits into which quotients and remainders cut an axis, outermost first."""
-    cuts = sorted({1, extent, *(m for index in _indices(phase) for m in _cuts(index, name))})
+    cuts = sorted({1, extent, *(m for index in _indices(phase) for m in _divisors(index, name))})
     if any(b % a for a, b in itertools.pairwise(cuts)):
         return (extent,)
     return tuple(b // a for a, b in itertools.pairwise(cuts))[::-1]
 
 
-def _cuts(index: Index, name: str) -> Iterable[int]:
+def _divisors(index: Index, name: str) -> Iterable[int]:
     """What an address divides an axis by, in one step or several; quotients of anything else are looked into only."""
     for atom, _ in index.terms:
         if atom.inner is None or name not in atom.inner.axes():
             continue
-        yield from _cuts(atom.inner, name)
+        yield from _divisors(atom.inner, name)
         alone = _alone(atom.inner, name)
         if alone is not None:
             yield alone * atom.modulus

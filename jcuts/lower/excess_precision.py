@@ -19,14 +19,14 @@ from jcuts.lower.patterns.inverted_residual import TEMPLATE as BLOCK
 HALF, WIDE = "bfloat16", "float32"
 
 
-def eased(program: Program) -> Program:
+def drop_bf16_round_trips(program: Program) -> Program:
     """The program whose exit graphs round nothing to bfloat16 and back; the same object where none does.
 
     Of several phases those of a block: others hand on what is not stored.
     """
     if len(program.phases) != 1 and program.template != BLOCK:
         return program
-    phases = tuple(_eased(p) if p.reds and _goes_back(p.exit) else p for p in program.phases)
+    phases = tuple(_eased(p) if p.reds and _has_round_trip(p.exit) else p for p in program.phases)
     changed = any(a is not b for a, b in zip(phases, program.phases, strict=True))
     return replace(program, phases=phases) if changed else program
 
@@ -37,7 +37,7 @@ def _eased(phase: Phase) -> Phase:
     made, numbers = Graph(), {}
     for number, node in enumerate(nodes):
         args = tuple(numbers[a] for a in node.args)
-        if _widens(node, nodes):
+        if _is_exact_upcast(node, nodes):
             node = replace(node, op="widen", attrs=())
         product = next((a for a in node.args if nodes[a].op == "mul" and uses[a] == 1), None)
         if node.op == "add" and node.dtype == WIDE and product is not None:
@@ -54,11 +54,11 @@ def _eased(phase: Phase) -> Phase:
     return replace(phase, exit=kept, stores=stores)
 
 
-def _goes_back(graph: Graph) -> bool:
+def _has_round_trip(graph: Graph) -> bool:
     """Whether some value that was computed as bfloat16 is converted to float32."""
-    return any(_widens(node, graph.nodes) and graph.nodes[node.args[0]].op != "load" for node in graph.nodes)
+    return any(_is_exact_upcast(node, graph.nodes) and graph.nodes[node.args[0]].op != "load" for node in graph.nodes)
 
 
-def _widens(node: Node, nodes: Sequence[Node]) -> bool:
+def _is_exact_upcast(node: Node, nodes: Sequence[Node]) -> bool:
     """Whether it is a conversion to float32 before which nothing need be rounded."""
     return node.op == "convert" and node.dtype == WIDE and nodes[node.args[0]].dtype == HALF and not node.declared

@@ -16,7 +16,7 @@ from jcuts.lower.weight_transpose import MOST
 TEMPLATE, FORM, THREADS = "combined", "combined", 256
 
 
-def combined(
+def horizontal_fuse(
     programs: Sequence[Program], operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]]
 ) -> Program | None:
     """The program that does what all of these do; None where one is no map along one axis, or buffers are too many.

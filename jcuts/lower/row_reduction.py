@@ -18,12 +18,12 @@ from jcuts.kernel_ir.index import Index, flatten
 from jcuts.kernel_ir.node import Graph
 from jcuts.kernel_ir.program import Acc, Axis, Buffer, Grid, Phase, Program, Red, Store
 from jcuts.lower import scan
-from jcuts.lower.builder import Builder, Declined, acc_node, local_dtype, make_buffers
+from jcuts.lower.builder import Builder, NotLowered, acc_node, local_dtype, make_buffers
 from jcuts.lower.tensor_graph import OpNode, TensorGraph
 from jcuts.ops.layout import regroup
 from jcuts.ops.registry import IndexTuple
 from jcuts.schedule.cpu.loop_candidates import TASKS_PER_THREAD, Machine, lanes_of, work
-from jcuts.schedule.cpu.loop_schedule import collapsed
+from jcuts.schedule.cpu.loop_schedule import collapse_program
 
 KEEP_COST = 8.0  # element operations that are worth a store and a load from cache
 KEEP_BYTES = 256 << 10
@@ -73,8 +73,8 @@ def build_rows(
     for tensor in outputs:
         if graph.tensors[tensor].type.size not in (size, outer_size):
             return Refusal("subset", "a result is neither as large as the rows nor one value per row")
-    _levels(rows)
-    kept = _kept(rows, outputs, size)
+    _reduction_depth(rows)
+    kept = _cached_row_values(rows, outputs, size)
     deepest = max(rows.level.values())
     for level in range(deepest + 1):
         for tensor in [t for t in kept if rows.level[t] == level]:
@@ -87,13 +87,13 @@ def build_rows(
     grid = tuple(Grid(a.name, a.extent, a.extent) for a in rows.axes)
     if not rows.phases:
         return Refusal("subset", "no phase")
-    phases, buffers = _without_unread(rows)
+    phases, buffers = _drop_dead_locals(rows)
     if len(phases) == 1:  # several accumulators in one loop, or reductions that no one reads: nothing is passed on
         return Program(name, buffers, (), (), phases, 1, "reduction" if phases[0].reds else "map")
     return Program(name, buffers, grid, serial, phases, 1, "rows")
 
 
-def _without_unread(rows: _Rows) -> tuple[tuple[Phase, ...], tuple[Buffer, ...]]:
+def _drop_dead_locals(rows: _Rows) -> tuple[tuple[Phase, ...], tuple[Buffer, ...]]:
     """Phases and buffers without the local values that no phase reads (their users took them from registers)."""
     read = {n.buffer for p in rows.phases for graph in (p.body, p.exit) for n in graph.nodes if n.op == "load"}
     dead = {b.name for b in rows.buffers if b.role == "local" and b.name not in read}
@@ -114,7 +114,7 @@ def _start(
     axes = tuple(Axis(f"o{d}", e) for d, e in enumerate(shape) if d not in reduced and e != 1)
     reds = tuple(Red(f"r{d}", e) for d, e in enumerate(shape) if d in reduced and e != 1)
     if not reds:
-        raise Declined(Refusal("subset", "reductions over dimensions of extent 1"))
+        raise NotLowered(Refusal("subset", "reductions over dimensions of extent 1"))
     last = max(d for d, e in enumerate(shape) if e != 1)
     lane = f"o{last}" if last not in reduced else ""
     ins, outs, buffers = make_buffers(graph, subset, outputs)
@@ -123,7 +123,7 @@ def _start(
     )
 
 
-def _levels(rows: _Rows) -> None:
+def _reduction_depth(rows: _Rows) -> None:
     """How many reductions lie on the longest way to each tensor."""
     for number in sorted(rows.subset):
         node = rows.graph.nodes[number]
@@ -132,7 +132,7 @@ def _levels(rows: _Rows) -> None:
             rows.level[tensor] = below + (node.op is not None and node.op.is_root)
 
 
-def _kept(rows: _Rows, outputs: list[int], size: int) -> list[int]:
+def _cached_row_values(rows: _Rows, outputs: list[int], size: int) -> list[int]:
     """Row values that are computed once and kept: expensive, used by several operations, small enough."""
     found = []
     if rows.lane:
@@ -275,7 +275,7 @@ def _final_phase(rows: _Rows, outputs: list[int], size: int, outer_size: int) ->
     wanted = [t for t in outputs if rows.graph.tensors[t].type.size == size and size != outer_size]
     zero_level = [t for t in outputs if rows.graph.tensors[t].type.size == outer_size != size and rows.level[t] == 0]
     if zero_level:
-        raise Declined(Refusal("subset", "a value per row that needs no reduction is a result"))
+        raise NotLowered(Refusal("subset", "a value per row that needs no reduction is a result"))
     if not wanted:
         return
     builder = rows.builder
@@ -295,7 +295,7 @@ def schedules(program: Program, machine: Machine, limit: int) -> list[tuple[Prog
     if program.template == "scan":
         return scan.schedules(program, machine, limit)
     lanes = lanes_of(program, machine)
-    plain = collapsed(program)
+    plain = collapse_program(program)
     found: list[tuple[Program, float]] = []
     for unroll, score in ((4, 1.0), (2, 0.9), (1, 0.7)):
         candidate = _column(plain, lanes, unroll, machine) if _lane_axis(plain) else _row(plain, lanes, unroll, machine)
@@ -318,7 +318,10 @@ def _row(program: Program, lanes: int, unroll: int, machine: Machine) -> Program
             while width > 2 and width // 2 >= last.extent:
                 width //= 2
             count = max(1, min(unroll, -(-last.extent // lanes)))
-            reds = (*_chained(phase.reds[:-1], CHAINS // count), Red(last.name, last.extent, count, True, count))
+            reds = (
+                *_interleave_accumulators(phase.reds[:-1], CHAINS // count),
+                Red(last.name, last.extent, count, True, count),
+            )
             phases.append(replace(phase, reds=reds))
         else:
             inner = [a for a in phase.axes if a.name not in program.serial]
@@ -333,7 +336,7 @@ def _row(program: Program, lanes: int, unroll: int, machine: Machine) -> Program
     return replace(program, phases=tuple(phases), lanes=lanes, grid=grid, params=(("lanes", lanes), ("unroll", unroll)))
 
 
-def _chained(reds: tuple[Red, ...], chains: int) -> tuple[Red, ...]:
+def _interleave_accumulators(reds: tuple[Red, ...], chains: int) -> tuple[Red, ...]:
     """The innermost of ``reds`` in independent chains: a sum of n terms then loses n / chains roundings, not n."""
     plain = tuple(replace(r, unroll=1, chains=1) for r in reds)
     if not plain or chains < 2 or plain[-1].extent < 2:
@@ -373,7 +376,7 @@ def _column(program: Program, lanes: int, unroll: int, machine: Machine) -> Prog
         arranged = [*serial, *rest, lane] if not phase.reds else [*serial, lane, *rest]
         by_name = {a.name: a for a in phase.axes}
         axes = tuple(replace(by_name[n], unroll=count, vector=True) if n == lane else by_name[n] for n in arranged)
-        reds = _chained(phase.reds, CHAINS // count)
+        reds = _interleave_accumulators(phase.reds, CHAINS // count)
         assert place >= 0
         phases.append(replace(phase, axes=axes, reds=reds))
     grid = tuple(Grid(g.axis, g.extent, block if g.axis == lane else 1) for g in program.grid)

@@ -13,7 +13,7 @@ from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.index import Index, flatten
 from jcuts.kernel_ir.node import Graph, Guard
 from jcuts.kernel_ir.program import Axis, Buffer, Grid, Phase, Program, Store
-from jcuts.lower.builder import Builder, Declined, descendants, make_buffers, push_places
+from jcuts.lower.builder import Builder, NotLowered, descendants, make_buffers, propagate_indices
 from jcuts.lower.scan_axes import CARRY, LANE, TIME
 from jcuts.lower.tensor_graph import OpNode, TensorGraph
 from jcuts.ops.reduction import to_accumulator
@@ -64,11 +64,11 @@ def build_scan(
     if acc_type != op.outputs[0].dtype:
         result = builder.target.apply("convert", op.outputs[0].dtype, result, source=acc_type)
     builder.anchors[root.outputs[0]] = (index, result)
-    places = push_places(graph, after, root, index, ranges)
+    places = propagate_indices(graph, after, root, index, ranges)
     stores = []
     for tensor in outputs:
         if tensor not in places:
-            raise Declined(Refusal(root.prim, "a result whose points do not follow the cumulative operation's"))
+            raise NotLowered(Refusal(root.prim, "a result whose points do not follow the cumulative operation's"))
         place = places[tensor]
         target = flatten(place, graph.tensors[tensor].type.shape)
         stores.append(Store(outs[tensor], target, builder.value(tensor, place)))

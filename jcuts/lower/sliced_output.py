@@ -21,7 +21,7 @@ ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
-class Placed:
+class SlicedOutput:
     """A program that writes a part of an array.
 
     Attributes: start: bytes before its part. operand: number of the array, None where the kernel begins it.
@@ -32,7 +32,9 @@ class Placed:
     operand: int | None
 
 
-def placed(program: Program, whole: Sequence[int], starts: Sequence[int], operand: int | None = -1) -> Placed | None:
+def write_into_slice(
+    program: Program, whole: Sequence[int], starts: Sequence[int], operand: int | None = -1
+) -> SlicedOutput | None:
     """The scheduled program with its one result as a part of an array; None where its stores cannot skip the rest.
 
     Args:
@@ -59,7 +61,7 @@ def placed(program: Program, whole: Sequence[int], starts: Sequence[int], operan
         buffers.insert(last + 1, Buffer(ONTO, result.dtype, tuple(whole), "in"))
         operand = len(program.inputs)
     made = replace(program, buffers=tuple(buffers), phases=tuple(p for p in phases if p is not None))
-    return Placed(made, start, operand)
+    return SlicedOutput(made, start, operand)
 
 
 def _moved(program: Program, phase: Phase, result: str, here: int, there: int) -> Phase | None:
@@ -70,12 +72,12 @@ def _moved(program: Program, phase: Phase, result: str, here: int, there: int) -
         if store.buffer == result:
             ranges = {**grid, **phase.ranges()}
             address = store.address.floordiv(here, ranges) * there + store.address.mod(here, ranges)
-            if _atoms(address) - _atoms(store.address):
+            if _index_atoms(address) - _index_atoms(store.address):
                 return None  # accesses of several elements would not know that they are neighbours
             store = replace(store, address=address)
         stores.append(store)
     return replace(phase, stores=tuple(stores))
 
 
-def _atoms(index: Index) -> set[Atom]:
+def _index_atoms(index: Index) -> set[Atom]:
     return {atom for atom, _ in index.terms}

@@ -20,14 +20,14 @@ COMBINE = ("add", "mul", "max", "min")
 
 
 @dataclass(frozen=True)
-class Kernels:
+class SplitKernels:
     """The kernels of a split scan in launch order, and the buffers through which they pass what they found."""
 
     programs: tuple[Program, ...]
     scratch: tuple[Buffer, ...]
 
 
-def associative(program: Program) -> tuple[str, int] | None:
+def scan_operator(program: Program) -> tuple[str, int] | None:
     """How a scan combines, and the node of what a step adds; None where that is not a single associative operation."""
     phase = program.phases[0]
     found = phase.exit.nodes[phase.stores[0].value]
@@ -40,12 +40,12 @@ def associative(program: Program) -> tuple[str, int] | None:
     return (found.op, value) if node.op == "load" and node.buffer == CARRY else None
 
 
-def split(program: Program, groups: int, unroll: int) -> Kernels:
+def split_scan(program: Program, groups: int, unroll: int) -> SplitKernels:
     """The kernels of a scan whose columns are split into at most so many groups, without schedules.
 
     Raises: IRError where `associative` has nothing.
     """
-    found = associative(program)
+    found = scan_operator(program)
     if found is None:
         raise IRError(f"{program.name}: no associative scan")
     combine, value = found
@@ -62,17 +62,19 @@ def split(program: Program, groups: int, unroll: int) -> Kernels:
     starts = Buffer("starts", dtype, (groups, columns), "out")
     point = Index.axis(GROUP) * share + Index.axis(STEP)
     ranges = {**{a.name: a.extent for a in others}, GROUP: groups, STEP: share}
-    return Kernels(
+    return SplitKernels(
         (
-            _totals(program, combine, value, totals, point, here, share, ranges),
-            _starts(program, combine, totals, starts, here, others, groups),
-            _walk(program, combine, value, starts, point, Index.axis(GROUP) * columns - columns + flat, ranges, result),
+            _group_totals(program, combine, value, totals, point, here, share, ranges),
+            _scan_totals(program, combine, totals, starts, here, others, groups),
+            _add_offsets(
+                program, combine, value, starts, point, Index.axis(GROUP) * columns - columns + flat, ranges, result
+            ),
         ),
         (totals, starts),
     )
 
 
-def _totals(
+def _group_totals(
     program: Program,
     combine: str,
     value: int,
@@ -103,7 +105,7 @@ def _totals(
     return Program(f"{program.name}_totals", buffers, (), (), (made,), 1, "reduction")
 
 
-def _starts(
+def _scan_totals(
     program: Program, combine: str, totals: Buffer, starts: Buffer, here: Index, others: tuple[Axis, ...], groups: int
 ) -> Program:
     """The totals, scanned: what a group and all before it add."""
@@ -124,7 +126,7 @@ def _starts(
     return _scan(program, f"{program.name}_starts", (replace(totals, role="in"), starts), axes, phases)
 
 
-def _walk(
+def _add_offsets(
     program: Program,
     combine: str,
     value: int,

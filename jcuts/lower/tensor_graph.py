@@ -11,7 +11,7 @@ from typing import Any
 
 from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.node import Scalar
-from jcuts.lower.patterns.strided_concat import Pieces, pieces_of
+from jcuts.lower.patterns.strided_concat import StridedConcat, match_strided_concat
 from jcuts.ops import Equation, Op, TensorType, describe
 
 
@@ -45,7 +45,7 @@ class OpNode:
     op: Op | None
     refusal: Refusal | None
     where: str = ""
-    pieces: Pieces | None = None
+    pieces: StridedConcat | None = None
 
 
 @dataclass
@@ -168,12 +168,12 @@ def build_graph(
     return TensorGraph(tensors, nodes, of_var)
 
 
-def _pieces(jaxpr: Any, nodes: Sequence[OpNode], operands: Sequence[Tensor], dim: int) -> Pieces | None:
+def _pieces(jaxpr: Any, nodes: Sequence[OpNode], operands: Sequence[Tensor], dim: int) -> StridedConcat | None:
     made = [t.producer for t in operands if t.producer is not None and nodes[t.producer].prim == "slice"]
     if len(made) < len(operands):
         return None
     cuts = [(number, nodes[number].inputs[0], jaxpr.eqns[number].params) for number in made]
-    return pieces_of(cuts, [t.type.shape for t in operands], dim)
+    return match_strided_concat(cuts, [t.type.shape for t in operands], dim)
 
 
 def _describe(eqn: Any, inputs: Sequence[TensorType], outputs: Sequence[TensorType]) -> Op | Refusal:

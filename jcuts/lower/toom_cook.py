@@ -95,7 +95,7 @@ def emit(graph: Graph, matrix: Matrix, values: Sequence[int], dtype: str) -> lis
     for i, row in enumerate(rows):
         if i in done:
             continue
-        twin = next((k for k in range(i + 1, len(rows)) if k not in done and _twins(row, rows[k])), None)
+        twin = next((k for k in range(i + 1, len(rows)) if k not in done and _common_subexpression(row, rows[k])), None)
         if twin is None:
             done[i] = _sum(graph, row, terms, dtype)
             continue
@@ -107,7 +107,7 @@ def emit(graph: Graph, matrix: Matrix, values: Sequence[int], dtype: str) -> lis
     return [done[i] for i in range(len(rows))]
 
 
-def _twins(row: Sequence[Fraction], other: Sequence[Fraction]) -> bool:
+def _common_subexpression(row: Sequence[Fraction], other: Sequence[Fraction]) -> bool:
     """Equal but for signs, with something in the common part and something in the other."""
     pairs = list(zip(row, other, strict=True))
     return (
@@ -120,7 +120,7 @@ def _joined_columns(
 ) -> tuple[list[list[Fraction]], list[int]]:
     for j in range(len(terms)):
         for k in range(j + 1, len(terms)):
-            if not _twins([r[j] for r in rows], [r[k] for r in rows]):
+            if not _common_subexpression([r[j] for r in rows], [r[k] for r in rows]):
                 continue
             total = graph.apply("add", dtype, terms[j], terms[k])
             difference = graph.apply("sub", dtype, terms[j], terms[k])

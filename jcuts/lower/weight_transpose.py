@@ -23,7 +23,7 @@ ROUND, TYPE = "tf32", "float32"
 
 
 @dataclass(frozen=True)
-class Part:
+class WeightTranspose:
     """One operand of a turning program: its buffers, and its size as a matrix of ``terms`` rows."""
 
     operand: str
@@ -42,7 +42,7 @@ class Part:
         return -(-self.terms // SIDE) * self.across
 
 
-def turning(shapes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> Program | None:
+def transpose_program(shapes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> Program | None:
     """The program of operands and results of these shapes; None where one is empty, or there are too many for a kernel.
 
     Args: shapes: of each operand, whose columns lie side by side, and of its result, whose first dimension they are.
@@ -66,15 +66,16 @@ def turning(shapes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> Progra
     return Program("weights", tuple(buffers), (), (), tuple(phases), 1, TEMPLATE, params)
 
 
-def turned_parts(program: Program) -> list[Part] | None:
+def transposes_of(program: Program) -> list[WeightTranspose] | None:
     """What such a program turns; None for any other one."""
     names = [(b.name, c.name) for b, c in zip(program.inputs, program.outputs, strict=False)]
     if len(names) != len(program.phases) or len(program.outputs) != len(names):
         return None
     shapes = [(b.shape, c.shape) for b, c in zip(program.inputs, program.outputs, strict=True)]
-    made = turning(shapes)
+    made = transpose_program(shapes)
     if made is None or made.phases != program.phases:
         return None
     return [
-        Part(f"w{k}", f"v{k}", phase.axes[1].extent, phase.axes[0].extent) for k, phase in enumerate(program.phases)
+        WeightTranspose(f"w{k}", f"v{k}", phase.axes[1].extent, phase.axes[0].extent)
+        for k, phase in enumerate(program.phases)
     ]

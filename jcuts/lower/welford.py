@@ -15,21 +15,21 @@ from jcuts.base.errors import IRError
 from jcuts.kernel_ir.index import Index, flatten, unflatten
 from jcuts.kernel_ir.node import Graph, Guard, Node
 from jcuts.kernel_ir.program import ITEM_SIZE, Acc, Axis, Buffer, Grid, Phase, Program, Red, Store
-from jcuts.schedule.cpu.loop_schedule import collapsed
+from jcuts.schedule.cpu.loop_schedule import collapse_program
 
 GROUP, TERM = "s", "f"
 MEAN = "mean"  # the local buffer of the first kernel
 
 
 @dataclass(frozen=True)
-class Statistics:
+class MeanVariance:
     """What `recognise` found: the local buffer that holds ``c``, and the node of ``x`` in the first body."""
 
     centre: str
     value: int
 
 
-def recognise(program: Program) -> Statistics | None:
+def match_welford(program: Program) -> MeanVariance | None:
     """The statistics that the first two phases of a program are, None where they are none."""
     if len(program.phases) < 2 or any(p.reds for p in program.phases[2:]):
         return None
@@ -52,7 +52,7 @@ def recognise(program: Program) -> Statistics | None:
     for value, centre in (difference.args, difference.args[::-1]):
         kept = second.body.nodes[centre]
         if kept.op == "load" and kept.buffer in made and _equal(first.body, one.values[0], second.body, value):
-            return Statistics(kept.buffer, one.values[0])
+            return MeanVariance(kept.buffer, one.values[0])
     return None
 
 
@@ -66,14 +66,14 @@ def _equal(a: Graph, x: int, b: Graph, y: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Kernels:
+class SplitKernels:
     """The kernels of split statistics in launch order, and the buffers through which they pass what they found."""
 
     programs: tuple[Program, ...]
     scratch: tuple[Buffer, ...]
 
 
-def kernels(program: Program) -> Kernels:
+def split_kernels(program: Program) -> SplitKernels:
     """Statistics of groups of points, their union with the results per column, and the maps that use those.
 
     ``params``: ``split`` groups, rounded so that only the last one is short, and those of `codegen.cuda.column_rows`.
@@ -98,13 +98,13 @@ def kernels(program: Program) -> Kernels:
     }
     second = _second(program, parts, kept, flat, share, groups)
     maps = tuple(_map(program, p, kept, flat) for p in program.phases[2:])
-    return Kernels((first, second, *maps), (*parts, *kept.values()))
+    return SplitKernels((first, second, *maps), (*parts, *kept.values()))
 
 
 def _first(program: Program, parts: tuple[Buffer, ...], flat: Index, share: int, groups: int) -> Program:
     """Mean and sum of squared deviations of every group."""
     phase = program.phases[0]
-    found = recognise(program)
+    found = match_welford(program)
     if found is None:
         raise IRError(f"{program.name}: no statistics")
     columns = parts[0].shape[1]
@@ -121,7 +121,7 @@ def _first(program: Program, parts: tuple[Buffer, ...], flat: Index, share: int,
     bodies = []
     for squares in (False, True):
         body = Graph()
-        value = _copied(phase.body, found.value, body, places, guard, ranges)
+        value = _remap_graph(phase.body, found.value, body, places, guard, ranges)
         if squares:
             gone = body.apply("sub", local.dtype, value, body.load(MEAN, here, local.dtype))
             value = body.apply("mul", local.dtype, gone, gone)
@@ -157,7 +157,7 @@ def _second(
 ) -> Program:
     """Sums over all groups, and what the program makes of them."""
     one, other = program.phases[:2]
-    found = recognise(program)
+    found = match_welford(program)
     assert found is not None
     dtype, terms = parts[0].dtype, math.prod(r.extent for r in one.reds)
     lane = one.axes[-1]
@@ -223,7 +223,7 @@ def _map(program: Program, phase: Phase, kept: dict[str, Buffer], flat: Index) -
         *(b for b in program.outputs if b.name in written),
     )
     made = replace(phase, axes=axes, exit=exit_, stores=stores)
-    plain = collapsed(
+    plain = collapse_program(
         replace(
             program,
             name=f"{program.name}_map",
@@ -250,7 +250,7 @@ def _count(graph: Graph, dtype: str, share: int, groups: int, terms: int) -> int
     return graph.apply("select", dtype, full, graph.const(float(share), dtype), graph.const(float(last), dtype))
 
 
-def _copied(
+def _remap_graph(
     source: Graph, wanted: int, target: Graph, places: dict[str, Index], guard: Guard, ranges: dict[str, int]
 ) -> int:
     """A value at another point, whose loads read nothing where the guard fails."""

@@ -15,7 +15,7 @@ from jcuts.microbatch.errors import MissingTimesError
 from jcuts.microbatch.network import Network, Use, peak
 from jcuts.microbatch.pareto import desirable
 from jcuts.microbatch.timings import TICK, Division, Table, check_bytes
-from jcuts.microbatch.workspace_division import Shares, divide_network
+from jcuts.microbatch.workspace_division import NetworkDivision, divide_network
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,9 @@ def analyse(
         chosen: Sequence[Division] = [found[-1] for found in sets]
         share = limit
     else:
-        shares: Shares = divide_network(sets, total, constraint=constraint, lives=network.lives, held=network.held)
+        shares: NetworkDivision = divide_network(
+            sets, total, constraint=constraint, lives=network.lives, held=network.held
+        )
         chosen, proven = shares.divisions, shares.proven
         share = total // len(network.uses) if constraint == "paper" and network.uses else total
     plain = _once(

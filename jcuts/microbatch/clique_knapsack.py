@@ -26,7 +26,7 @@ PAIRWISE = 1024
 """Most states that are compared with each other; of more, only with the cheapest so many."""
 
 
-def choose(
+def solve_clique_knapsack(
     costs: Sequence[Ints], weights: Sequence[Ints], cliques: Sequence[Clique], *, most: int = knapsack.MOST
 ) -> Chosen | None:
     """Solves one problem; arguments and result as of `knapsack.choose`, with ``cliques`` for the limit.

@@ -30,8 +30,8 @@ from jcuts.microbatch import schema
 from jcuts.microbatch.convolution import Convolution
 from jcuts.microbatch.errors import ForeignDeviceError, MissingTimesError
 from jcuts.microbatch.network import Network
-from jcuts.microbatch.schema import Device, Entry
-from jcuts.microbatch.timings import Micro, Table
+from jcuts.microbatch.schema import BenchmarkRecord, Device
+from jcuts.microbatch.timings import MicroConfig, Table
 
 SCHEMA = 1
 APPLICATION_ID = 0x6A636D62  # 'jcmb', shown by file(1)
@@ -51,7 +51,7 @@ class Database:
         self._file = self.path and SqliteFile(
             self.path, tables=schema.TABLES, application=APPLICATION_ID, schema=SCHEMA
         )
-        self._memory: dict[tuple[Device, str, int], Entry] = {}
+        self._memory: dict[tuple[Device, str, int], BenchmarkRecord] = {}
         self._networks: dict[str, Network] = {}
         self._fresh: set[tuple[Device, str, int]] = set()
         self._lock = threading.RLock()
@@ -64,7 +64,7 @@ class Database:
         device: Device,
         convolution: Convolution,
         batch: int,
-        micros: Sequence[Micro],
+        micros: Sequence[MicroConfig],
         *,
         remarks: Mapping[str, str] | None = None,
     ) -> None:
@@ -93,7 +93,7 @@ class Database:
         Raises: CacheError if a file is missing, damaged, or not such a database, or if this one cannot be written.
         """
         others = [Database(path) for path in paths]
-        fresh: dict[tuple[Device, str, int], Entry] = {}
+        fresh: dict[tuple[Device, str, int], BenchmarkRecord] = {}
         networks: dict[str, tuple[Network, float]] = {}
         for other in others:
             if other.path is not None and not other.path.exists():
@@ -200,7 +200,7 @@ class Database:
             raise MissingTimesError(f"{self._where}: {problem} it has: {names}", network=name, known=tuple(known))
         return known[name]
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[BenchmarkRecord]:
         """Everything, oldest first."""
         found = {
             (entry.device, entry.convolution.key, entry.batch): entry for entry in self._load("", ())
@@ -213,14 +213,14 @@ class Database:
     def _where(self) -> str:
         return str(self.path) if self.path else "benchmark database"
 
-    def _entries(self, device: Device, convolution: Convolution) -> list[Entry]:
+    def _entries(self, device: Device, convolution: Convolution) -> list[BenchmarkRecord]:
         condition = "AND d.name = ? AND d.driver = ? AND d.library = ? AND c.key = ?"
         key = convolution.key
         found = {e.batch: e for e in self._load(condition, (device.name, device.driver, device.library, key))}
         found |= {e.batch: e for (d, k, _), e in list(self._memory.items()) if (d, k) == (device, key)}
         return [found[batch] for batch in sorted(found)]
 
-    def _load(self, condition: str, values: tuple[object, ...]) -> list[Entry]:
+    def _load(self, condition: str, values: tuple[object, ...]) -> list[BenchmarkRecord]:
         try:
             return schema.entries(self._read, condition, values)
         except (UsageError, ValueError, TypeError) as error:  # somebody edited a row
@@ -290,7 +290,7 @@ def _is_foreign(error: Exception) -> bool:
     return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_NOTADB
 
 
-def _lacks(entry: Entry, limit: int | None) -> bool:
+def _lacks(entry: BenchmarkRecord, limit: int | None) -> bool:
     """Whether there was no memory for workspaces within a limit."""
     least = entry.remarks.get(MEMORY, "")
     return least.isdigit() and (limit is None or int(least) <= limit)
@@ -300,11 +300,11 @@ def _entry(
     device: Device,
     convolution: Convolution,
     batch: int,
-    micros: Sequence[Micro],
+    micros: Sequence[MicroConfig],
     created: float,
     remarks: Mapping[str, str],
-) -> Entry:
+) -> BenchmarkRecord:
     if any(micro.batch != batch for micro in micros):
         raise UsageError(f"times of other batch sizes among those of {batch}", batch=batch)
     Table(convolution, tuple(micros))  # checks maths and doubles
-    return Entry(device, convolution, batch, tuple(micros), created, dict(remarks))
+    return BenchmarkRecord(device, convolution, batch, tuple(micros), created, dict(remarks))

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jcuts.microbatch.errors import NoDivisionError
-from jcuts.microbatch.timings import Division, Micro, Table
+from jcuts.microbatch.timings import Division, MicroConfig, Table
 from jcuts.microbatch.workspace_reuse import NEVER, fastest, no_division, scaled
 
 BLOCK = 512
@@ -60,7 +60,7 @@ def desirable_or_none(table: Table, batch: int, limit: int | None = None, **opti
         return ()
 
 
-def _front_per_size(micros: list[Micro]) -> list[Micro]:
+def _front_per_size(micros: list[MicroConfig]) -> list[MicroConfig]:
     """Micro-configurations that no other of their size beats in both; ascending size, then workspace."""
     found = []
     for size in sorted({micro.batch for micro in micros}):
@@ -73,7 +73,7 @@ def _front_per_size(micros: list[Micro]) -> list[Micro]:
     return found
 
 
-def _staircase(micros: list[Micro], batch: int, spaces: NDArray[np.int64], unit: int):
+def _staircase(micros: list[MicroConfig], batch: int, spaces: NDArray[np.int64], unit: int):
     """(F_batch at every workspace, function: column -> its division)."""
     sizes = sorted({micro.batch for micro in micros})
     costs = np.full((len(sizes), len(spaces)), NEVER, np.int64)

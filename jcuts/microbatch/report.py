@@ -79,7 +79,7 @@ def division_total(divisions: Sequence[DivisionReport]) -> str:
     )
 
 
-def front_rows(divisions: Sequence[DivisionReport]) -> list[list[str]]:
+def pareto_rows(divisions: Sequence[DivisionReport]) -> list[list[str]]:
     """The Pareto front of every distinct kernel under a limit, as text cells."""
     fronts = {(d.kernel, d.batch): d.front for d in divisions if d.front}
     return [

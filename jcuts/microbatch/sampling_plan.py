@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from jcuts.microbatch import workspace_reuse
 from jcuts.microbatch.errors import NoDivisionError
-from jcuts.microbatch.timings import Micro, Table, unsliced
+from jcuts.microbatch.timings import MicroConfig, Table, unsliced
 
 MOST = 3
 """Sizes, or algorithms to slice, that are proposed at once."""
@@ -56,7 +56,7 @@ class Slicing:
     Attributes: micro: as it was measured, in one call; slices: how many may do, the fewest first; limit: bytes.
     """
 
-    micro: Micro
+    micro: MicroConfig
     slices: tuple[int, ...]
     limit: int
 
@@ -121,16 +121,16 @@ def _lateness(table: Table, images: float) -> dict[tuple[str, str], float]:
     return found
 
 
-def _per_sample(micro: Micro, micros: Sequence[Micro]) -> float:
+def _per_sample(micro: MicroConfig, micros: Sequence[MicroConfig]) -> float:
     """Bytes of a workspace that one more sample takes, from the largest size on; from half of it on at the largest."""
     last = micros[-1]
     other = min(micros[:-1], key=lambda m: abs(2 * m.batch - last.batch)) if micro is last else micro
     return min(micro.workspace / micro.batch, max(0.0, (last.workspace - other.workspace) / (last.batch - other.batch)))
 
 
-def _series(table: Table, batch: int, precision: str | None) -> dict[tuple[str, str], list[Micro]]:
+def _series(table: Table, batch: int, precision: str | None) -> dict[tuple[str, str], list[MicroConfig]]:
     """Of every algorithm and math all that is known for sizes up to a batch, ascending."""
-    found: dict[tuple[str, str], list[Micro]] = defaultdict(list)
+    found: dict[tuple[str, str], list[MicroConfig]] = defaultdict(list)
     for micro in sorted(table.candidates(batch, precision=precision), key=lambda micro: micro.batch):
         if unsliced(micro.algorithm)[1] == 1:
             found[micro.algorithm, micro.math].append(micro)

@@ -10,7 +10,7 @@ from typing import Any
 
 from jcuts.microbatch.convolution import Convolution
 from jcuts.microbatch.network import Network
-from jcuts.microbatch.timings import Micro
+from jcuts.microbatch.timings import MicroConfig
 
 Read = Callable[[str, tuple[object, ...]], list[Any]]
 """Runs a query: (text, values) -> rows."""
@@ -54,18 +54,18 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Entry:
+class BenchmarkRecord:
     """Everything measured of one convolution at one batch size on one device, and when (seconds since 1970)."""
 
     device: Device
     convolution: Convolution
     batch: int
-    micros: tuple[Micro, ...]
+    micros: tuple[MicroConfig, ...]
     created: float
     remarks: Mapping[str, str] = field(default_factory=dict, compare=False)
 
 
-def entries(read: Read, condition: str, values: tuple[object, ...]) -> list[Entry]:
+def entries(read: Read, condition: str, values: tuple[object, ...]) -> list[BenchmarkRecord]:
     """Entries that a condition (on d, devices, and c, convolutions) holds for.
 
     Raises: UsageError, ValueError, TypeError: somebody edited a row.
@@ -79,14 +79,16 @@ def entries(read: Read, condition: str, values: tuple[object, ...]) -> list[Entr
         values,
     )
     remarks = _remarks(read, condition, values)
-    grouped: dict[tuple[Any, ...], list[Micro]] = {}
+    grouped: dict[tuple[Any, ...], list[MicroConfig]] = {}
     for *owner, algorithm, maths, seconds, workspace in rows:
         micros = grouped.setdefault(tuple(owner), [])
         if algorithm is not None:
-            micros.append(Micro(owner[4], algorithm, maths, seconds, workspace))
+            micros.append(MicroConfig(owner[4], algorithm, maths, seconds, workspace))
     texts = {text: Convolution.from_json(json.loads(text)) for text in {owner[3] for owner in grouped}}
     return [
-        Entry(Device(*owner[:3]), texts[owner[3]], owner[4], tuple(micros), owner[5], remarks.get(owner[:5], {}))
+        BenchmarkRecord(
+            Device(*owner[:3]), texts[owner[3]], owner[4], tuple(micros), owner[5], remarks.get(owner[:5], {})
+        )
         for owner, micros in grouped.items()
     ]
 
@@ -111,7 +113,7 @@ def networks(read: Read) -> list[tuple[Network, float]]:
     return [(Network.from_json(json.loads(text)), created) for text, created in rows]
 
 
-def insert(db: sqlite3.Connection, entry: Entry) -> None:
+def insert(db: sqlite3.Connection, entry: BenchmarkRecord) -> None:
     """Writes an entry over what was known, in the caller's transaction."""
     device, convolution = entry.device, entry.convolution
     triple = (device.name, device.driver, device.library)

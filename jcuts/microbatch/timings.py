@@ -80,7 +80,7 @@ def check_bytes(name: str, value: object) -> None:
 
 
 @dataclass(frozen=True)
-class Micro:
+class MicroConfig:
     """A micro-configuration: ``batch`` samples by one algorithm, and what it was measured to take.
 
     Attributes: math: a name of `convolution.MATHS`; seconds: > 0, finite; workspace: bytes.
@@ -113,13 +113,13 @@ class Division:
     ``parts``: the largest first; equal ones together; last one that is no multiple of the table's unit.
     """
 
-    parts: tuple[Micro, ...]
+    parts: tuple[MicroConfig, ...]
 
     @classmethod
-    def of(cls, parts: Iterable[Micro], unit: int = 1) -> Division:
+    def of(cls, parts: Iterable[MicroConfig], unit: int = 1) -> Division:
         """Puts parts into the canonical order: the largest first, but last what is no multiple of ``unit``."""
 
-        def key(m: Micro) -> tuple[object, ...]:
+        def key(m: MicroConfig) -> tuple[object, ...]:
             return (m.batch % unit != 0, -m.batch, m.algorithm, m.math, m.workspace, m.seconds)
 
         return cls(tuple(sorted(parts, key=key)))
@@ -145,7 +145,7 @@ class Division:
         return max((part.workspace for part in self.parts), default=0)
 
     @property
-    def offsets(self) -> tuple[tuple[int, Micro], ...]:
+    def offsets(self) -> tuple[tuple[int, MicroConfig], ...]:
         """(first sample, part) of every part: what a caller launches."""
         found, start = [], 0
         for part in self.parts:
@@ -154,9 +154,9 @@ class Division:
         return tuple(found)
 
     @property
-    def runs(self) -> tuple[tuple[int, Micro], ...]:
+    def runs(self) -> tuple[tuple[int, MicroConfig], ...]:
         """(how many, part) of equal parts."""
-        found: list[tuple[int, Micro]] = []
+        found: list[tuple[int, MicroConfig]] = []
         for part in self.parts:
             if found and found[-1][1] == part:
                 found[-1] = (found[-1][0] + 1, part)
@@ -177,7 +177,7 @@ class Table:
     """
 
     convolution: Convolution
-    micros: tuple[Micro, ...]
+    micros: tuple[MicroConfig, ...]
     unit: int = 1
 
     def __post_init__(self) -> None:
@@ -198,7 +198,7 @@ class Table:
 
     def candidates(
         self, batch: int, *, limit: int | None = None, policy: str = "all", precision: str | None = None
-    ) -> list[Micro]:
+    ) -> list[MicroConfig]:
         """Micro-configurations for a batch: of the policy's sizes, within the limit, exact enough.
 
         ``undivided`` is one call: it has no slices of the outputs either.

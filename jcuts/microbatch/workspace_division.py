@@ -27,7 +27,7 @@ CONSTRAINTS = ("paper", "liveness")
 
 
 @dataclass(frozen=True)
-class Shares:
+class NetworkDivision:
     """A network's divisions.
 
     Attributes:
@@ -62,7 +62,7 @@ def divide_network(
     constraint: str = "paper",
     lives: Sequence[tuple[int, int]] | None = None,
     held: tuple[int, ...] = (),
-) -> Shares:
+) -> NetworkDivision:
     """The fastest choice of one division per kernel under one limit for the network.
 
     Args:
@@ -87,7 +87,7 @@ def divide_network(
     if constraint == "paper":
         found = knapsack.choose(costs, weights, total)
     else:
-        found = clique_knapsack.choose(costs, weights, cliques(lives, held, total))
+        found = clique_knapsack.solve_clique_knapsack(costs, weights, cliques(lives, held, total))
     if found is None:
         smallest = [int(w.min()) for w in weights]
         least = sum(smallest) if constraint == "paper" else peak(smallest, lives, held)
@@ -98,4 +98,6 @@ def divide_network(
         )
     divisions = tuple(choices[j] for choices, j in zip(sets, found.items, strict=True))
     spaces = [division.workspace for division in divisions]
-    return Shares(divisions, sum(spaces), peak(spaces, lives), found.bound * TICK, found.proven, sum(map(len, sets)))
+    return NetworkDivision(
+        divisions, sum(spaces), peak(spaces, lives), found.bound * TICK, found.proven, sum(map(len, sets))
+    )

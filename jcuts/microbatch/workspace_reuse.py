@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from jcuts.base.errors import UsageError
 from jcuts.microbatch.errors import NoDivisionError
-from jcuts.microbatch.timings import TICK, Division, Micro, Table
+from jcuts.microbatch.timings import TICK, Division, MicroConfig, Table
 
 NEVER = 2**61
 """Key of what cannot be had (or would take minutes); sums of two stay below 2^63."""
@@ -54,9 +54,9 @@ def undivided(table: Table, batch: int, limit: int | None = None, *, precision: 
     return Division((best[0],)) if best else None
 
 
-def fastest(micros: list[Micro]) -> list[Micro]:
+def fastest(micros: list[MicroConfig]) -> list[MicroConfig]:
     """The fastest of each size, sizes ascending; of equally fast ones the smallest workspace, then the first name."""
-    found: dict[int, Micro] = {}
+    found: dict[int, MicroConfig] = {}
     for micro in micros:
         known = found.get(micro.batch)
         if known is None or _rank(micro) < _rank(known):
@@ -85,7 +85,7 @@ def no_division(table: Table, batch: int, limit: int | None, policy: str, precis
     )
 
 
-def scaled(micro: Micro, batch: int) -> int:
+def scaled(micro: MicroConfig, batch: int) -> int:
     """A part's share of a key: keys order by time, then by number of parts.
 
     Raises: UsageError if the times are too long to be added in 64 bits.
@@ -98,11 +98,11 @@ def scaled(micro: Micro, batch: int) -> int:
     return key
 
 
-def _rank(micro: Micro) -> tuple[int, int, str, str]:
+def _rank(micro: MicroConfig) -> tuple[int, int, str, str]:
     return (micro.ticks, micro.workspace, micro.algorithm, micro.math)
 
 
-def _solve(best: list[Micro], batch: int, unit: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _solve(best: list[MicroConfig], batch: int, unit: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """(key of the best division of b samples, index in ``best`` of its first part) for b = 0 ... batch."""
     keys = np.full(batch + 1, NEVER, np.int64)
     choice = np.zeros(batch + 1, np.int64)

@@ -23,9 +23,9 @@ from jcuts.base import knobs
 from jcuts.fusion import greedy
 from jcuts.kernel_ir.program import ITEM_SIZE
 from jcuts.lower.tensor_graph import TensorGraph, build_graph
-from jcuts.rewrite.chunk_batch import Batch, Segment, find_batch
+from jcuts.rewrite.chunk_batch import Batch, Segment, find_batch_dimension
 from jcuts.schedule.cpu.bound import host_arch
-from jcuts.schedule.cpu.time_estimate import moved_seconds, streamed_seconds, traffic_seconds
+from jcuts.schedule.cpu.time_estimate import cached_traffic_seconds, streamed_seconds, traffic_seconds
 from jcuts.trace import jaxapi
 
 log = logging.getLogger("jcuts.pipeline.batch_chunking")
@@ -55,12 +55,12 @@ class Plan:
         )
 
 
-def chunked(flat: jaxapi.Closed) -> tuple[jaxapi.Closed, Plan | None]:
+def chunk_batch(flat: jaxapi.Closed) -> tuple[jaxapi.Closed, Plan | None]:
     """A flat program, in pieces along its batch if that promises to pay, and the plan."""
     forced = knobs.current().chunk
     if forced == 0:
         return flat, None
-    batch = find_batch(flat)
+    batch = find_batch_dimension(flat)
     if isinstance(batch, str):
         return flat, None
     if forced is not None:
@@ -98,7 +98,7 @@ def plan(batch: Batch) -> Plan | None:
                 turns = batch.extent // size
                 seconds = best[begin][0] + turns * costs[size].between(begin, end)
                 if turns > 1:
-                    seconds += turns * LOOP_SECONDS + moved_seconds(2 * moved)
+                    seconds += turns * LOOP_SECONDS + cached_traffic_seconds(2 * moved)
                 options.append((seconds, len(best[begin][1]), (*best[begin][1], Segment(begin, end, size))))
         options.sort(key=lambda o: (o[0], o[1], [(s.begin, s.size) for s in o[2]]))
         best[end] = (options[0][0], options[0][2])

@@ -14,8 +14,8 @@ from jcuts.base import fingerprint, knobs, warn_once
 from jcuts.base.errors import JcutsError, Refusal
 from jcuts.base.settings import Settings
 from jcuts.fusion import greedy
-from jcuts.fusion.dag import Subset as Members
-from jcuts.fusion.match_attention import attended
+from jcuts.fusion.dag import NodeSet as Members
+from jcuts.fusion.match_attention import fuse_attention
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.tensor_graph import MOST_JOINED, MOST_SWITCHED, TensorGraph, build_graph
 from jcuts.ops.gather import IN_PLACE
@@ -48,7 +48,7 @@ CHOICES = (TOO_LITTLE, TO_FUSE, CONSTANT, NOT_ASKED, OF_LIBRARY, IN_PLACE, BETWE
 
 
 @dataclass
-class Subset:
+class Region:
     """One subset of equations that could be a kernel.
 
     Attributes:
@@ -84,7 +84,7 @@ Part = tuple[list[Any], list[Any], Any, str, tuple[int, ...]]
 
 
 @dataclass
-class Level:
+class Computation:
     """One jaxpr (the function, or a loop body) on its way through the stages.
 
     ``library`` are subsets that XLA keeps without a measurement, such as the vendor libraries' products on a GPU.
@@ -99,11 +99,11 @@ class Level:
     grouped: Callable[[], greedy.Grouping]
     mixed: bool
     parts: dict[Members, Part] = field(default_factory=dict)
-    taken: list[Subset] = field(default_factory=list)
+    taken: list[Region] = field(default_factory=list)
     left_out: dict[int, Refusal] = field(default_factory=dict)
-    bodies: dict[int, list[Level]] = field(default_factory=dict)
-    made: dict[Members, Subset] = field(default_factory=dict)
-    library: list[Subset] = field(default_factory=list)
+    bodies: dict[int, list[Computation]] = field(default_factory=dict)
+    made: dict[Members, Region] = field(default_factory=dict)
+    library: list[Region] = field(default_factory=list)
     updated: list[int] = field(default_factory=list)
     copied: list[int] = field(default_factory=list)
     begun: bool = False
@@ -119,17 +119,17 @@ class Level:
         return {number: var for var, number in self.graph.of_var.items()}
 
     @property
-    def subsets(self) -> list[Subset]:
+    def subsets(self) -> list[Region]:
         """The subsets of the level's cover: the greedy one, unless another was taken."""
         if not self.begun:
             self.use(self.grouping.subsets)
         return self.taken
 
     @subsets.setter
-    def subsets(self, subsets: list[Subset]) -> None:
+    def subsets(self, subsets: list[Region]) -> None:
         self.taken, self.begun = subsets, True
 
-    def everywhere(self) -> list[Level]:
+    def everywhere(self) -> list[Computation]:
         """This level and all levels inside it."""
         return [self, *(inner for bodies in self.bodies.values() for body in bodies for inner in body.everywhere())]
 
@@ -137,13 +137,13 @@ class Level:
         """Too little work for a kernel call of its own (modes that ask for kernels get them all the same)."""
         return self.mixed and loop_candidates.work(program.phases[0]) < MIN_WORK
 
-    def subset(self, members: Members, program: Program) -> Subset:
+    def subset(self, members: Members, program: Program) -> Region:
         """The subset of these equations; the same object, with what is known of it, when asked again."""
         if members not in self.made:
             if members not in self.parts:
                 self.parts[members] = self._part(members)
             inputs, outputs, part, identity, rounded = self.parts[members]
-            self.made[members] = Subset(members, program, list(inputs), list(outputs), part, identity, rounded=rounded)
+            self.made[members] = Region(members, program, list(inputs), list(outputs), part, identity, rounded=rounded)
         return self.made[members]
 
     def _part(self, members: Members) -> Part:
@@ -170,7 +170,7 @@ class Level:
         for number in (*covered, *self.bodies):
             self.left_out.pop(number, None)
 
-    def leave(self, reason_of: Callable[[Subset], str]) -> None:
+    def leave(self, reason_of: Callable[[Region], str]) -> None:
         """Leaves the subsets to XLA for which ``reason_of`` gives a reason (not '')."""
         kept = []
         for subset in self.subsets:
@@ -181,7 +181,7 @@ class Level:
                 kept.append(subset)
         self.subsets = kept
 
-    def replace(self, subset: Subset) -> None:
+    def replace(self, subset: Region) -> None:
         """Makes one subset of what its operations are in now: others, or left to XLA."""
         for kept in (self.subsets, self.library):
             kept[:] = [s for s in kept if not s.members & subset.members]
@@ -228,7 +228,7 @@ def _grouping(closed: jaxapi.Closed, fuse: bool, fuel: Fuel, platform: str) -> _
     def grouped() -> greedy.Grouping:
         grouping = greedy.group(graph, fuse=fuse, fuel=fuel)
         if fuse and platform != "cpu":
-            grouping = replace(grouping, subsets=attended(graph, grouping.subsets, fuel))
+            grouping = replace(grouping, subsets=fuse_attention(graph, grouping.subsets, fuel))
         return grouping
 
     if fuel.left is None:
@@ -239,13 +239,15 @@ def _grouping(closed: jaxapi.Closed, fuse: bool, fuel: Fuel, platform: str) -> _
     return graph, grouped, parts
 
 
-def group(closed: jaxapi.Closed, settings: Settings, fuel: Fuel, platform: str = "cpu", *, wait: bool = False) -> Level:
+def group(
+    closed: jaxapi.Closed, settings: Settings, fuel: Fuel, platform: str = "cpu", *, wait: bool = False
+) -> Computation:
     """The level of a flat jaxpr with its greedy cover, and the levels of its loop bodies.
 
     Args: wait: the cover is looked for when it is asked for, unless fusions are counted.
     """
     graph, grouped, parts = _grouping(closed, settings.mode != "no_fusion", fuel, platform)
-    level = Level(closed, graph, grouped, settings.mode == "mixed", parts)
+    level = Computation(closed, graph, grouped, settings.mode == "mixed", parts)
     if not wait or fuel.left is not None:
         _ = level.grouping  # fuel is spent level by level
     for number, eqn in enumerate(closed.jaxpr.eqns):
@@ -302,18 +304,18 @@ def _none_where_it_fails(name: str, make: Callable[[], Ranked]) -> Ranked:
         if knobs.current().raise_errors:
             raise
         text = f"{type(error).__name__}: {error}"
-        warn_once.once(
+        warn_once.warn_once(
             log, text, "%s is left to XLA: an error of jcuts, %s (JCUTS_RAISE_ERRORS=1 shows where)", name, text
         )
         return []
 
 
-def has_form(program: Program) -> bool:
+def has_gpu_kernel(program: Program) -> bool:
     """Whether a program can be a kernel on this process' GPUs."""
     return bool(_ranking_of("cuda")(program)[1]())
 
 
-def add_candidates(subsets: Iterable[Subset], platform: str = "cpu") -> None:
+def add_candidates(subsets: Iterable[Region], platform: str = "cpu") -> None:
     """Gives subsets that have none yet their ranking; equal programs share one, made when it is first asked for."""
     ranking_of = _ranking_of(platform)
     for subset in subsets:

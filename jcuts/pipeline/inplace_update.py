@@ -23,10 +23,10 @@ import jax
 from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.node import Graph
 from jcuts.kernel_ir.program import Program
-from jcuts.lower.builder import build
-from jcuts.lower.sliced_output import Placed, placed
+from jcuts.lower.builder import lower_region
+from jcuts.lower.sliced_output import SlicedOutput, write_into_slice
 from jcuts.lower.tensor_graph import build_graph
-from jcuts.pipeline.computation import Level, Subset
+from jcuts.pipeline.computation import Computation, Region
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.schedule.gpu.candidates import GpuMachine
 from jcuts.trace import jaxapi
@@ -37,7 +37,7 @@ UPDATE = "dynamic_update_slice"
 
 
 @dataclass(frozen=True)
-class Update:
+class InplaceUpdate:
     """The equation that a kernel takes over.
 
     Attributes: number: of the equation. array: what is updated. zeros: number of the equation that made it, where the
@@ -46,14 +46,14 @@ class Update:
 
     number: int
     array: Any
-    placed: Placed
+    placed: SlicedOutput
     zeros: int | None = None
 
 
-def note(top: Level) -> str | None:
+def note(top: Computation) -> str | None:
     """What kernels write into larger arrays, as a sentence for the report."""
 
-    def count(kind: Callable[[Level], list[int]]) -> int:
+    def count(kind: Callable[[Computation], list[int]]) -> int:
         eqns = [level.closed.jaxpr.eqns[number] for level in top.everywhere() for number in kind(level)]
         return sum(jaxapi.primitive_name(eqn) == UPDATE for eqn in eqns)
 
@@ -62,7 +62,7 @@ def note(top: Level) -> str | None:
     return f"kernels write {made} results into the arrays that they become part of{more}" if made else None
 
 
-def update_of(level: Level, subset: Subset, chosen: Program | None = None) -> Update | None:
+def find_inplace_update(level: Computation, subset: Region, chosen: Program | None = None) -> InplaceUpdate | None:
     """The update that alone uses what a subset's chosen kernel makes; None where there is none that it could do.
 
     Args: chosen: the program, if it is not ``subset.chosen``.
@@ -86,18 +86,18 @@ def update_of(level: Level, subset: Subset, chosen: Program | None = None) -> Up
         if not _reads_other_parts(level, subset, array, starts, subset.outputs[0].aval.shape):
             return None
     zeros = _unread_zeros(level, number) if operand < 0 else None
-    found = placed(chosen, array.aval.shape, starts, operand if zeros is None else None)
-    return None if found is None else Update(number, array, found, zeros)
+    found = write_into_slice(chosen, array.aval.shape, starts, operand if zeros is None else None)
+    return None if found is None else InplaceUpdate(number, array, found, zeros)
 
 
-def programs(level: Level, subset: Subset, chosen: Program | None = None) -> list[Program]:
+def programs(level: Computation, subset: Region, chosen: Program | None = None) -> list[Program]:
     """What runs for a subset if a program is chosen for it: that one, or what writes into a larger array instead."""
     chosen = subset.chosen if chosen is None else chosen
-    update = update_of(level, subset, chosen)
+    update = find_inplace_update(level, subset, chosen)
     return ([] if chosen is None else [chosen]) if update is None else [update.placed.program]
 
 
-def copies(level: Level, machine: GpuMachine) -> list[Update]:
+def copy_kernels(level: Computation, machine: GpuMachine) -> list[InplaceUpdate]:
     """Updates of arrays to which kernels write, that are left: kernels that copy parts there."""
     found = []
     for number, eqn in enumerate(level.closed.jaxpr.eqns):
@@ -112,13 +112,13 @@ def copies(level: Level, machine: GpuMachine) -> list[Update]:
                 continue
             program = _copying(part.aval.shape, array.aval.shape, str(part.aval.dtype), machine)
             operand = None if one == number else -1
-            made = program and placed(program, array.aval.shape, [int(s.val) for s in starts], operand)
+            made = program and write_into_slice(program, array.aval.shape, [int(s.val) for s in starts], operand)
             if made is not None:
-                found.append(Update(one, array, made, zeros if one == number else None))
+                found.append(InplaceUpdate(one, array, made, zeros if one == number else None))
     return found
 
 
-def _chain(level: Level, number: int) -> list[int]:
+def _chain(level: Computation, number: int) -> list[int]:
     """An update and those of its result, one after the other."""
     chain = [number]
     while True:
@@ -143,7 +143,7 @@ def _copying(shape: tuple[int, ...], whole: tuple[int, ...], dtype: str, machine
     rows, width = math.prod(shape[: partial[0]]), math.prod(shape[partial[0] :])
     wide = jax.ShapeDtypeStruct((rows, 2 * width), dtype)
     graph = build_graph(jaxapi.closed_jaxpr_of(lambda x: x[:, :width], wide).jaxpr, place)
-    program = build(graph, frozenset(range(len(graph.nodes))))
+    program = lower_region(graph, frozenset(range(len(graph.nodes))))
     if isinstance(program, Refusal) or not (scheduled := gpu_candidates.candidates(program, machine, 1)):
         return None
     best = scheduled[0][0]
@@ -154,7 +154,7 @@ def _copying(shape: tuple[int, ...], whole: tuple[int, ...], dtype: str, machine
     return replace(best, buffers=buffers, phases=(replace(phase, exit=Graph(nodes)),))
 
 
-def _unread_zeros(level: Level, number: int) -> int | None:
+def _unread_zeros(level: Computation, number: int) -> int | None:
     """The equation that makes the array of an update, if it is one number everywhere that nobody else ever reads."""
     eqns = level.closed.jaxpr.eqns
     array = eqns[number].invars[0]
@@ -170,7 +170,7 @@ def _is_one_number(eqn: Any) -> bool:
     return jaxapi.primitive_name(eqn) == "broadcast_in_dim" and jaxapi.is_literal(eqn.invars[0])
 
 
-def _reads_what_is_written(level: Level, number: int, dim: int, written: list[tuple[int, int]]) -> bool:
+def _reads_what_is_written(level: Computation, number: int, dim: int, written: list[tuple[int, int]]) -> bool:
     """Whether nothing reads more of an update's result than what was written until then.
 
     Args: dim: along which parts lie. written: from where to where, before this update.
@@ -208,7 +208,9 @@ def _covers(written: Sequence[tuple[int, int]], low: int, high: int) -> bool:
     return low >= high
 
 
-def _reads_other_parts(level: Level, subset: Subset, array: Any, starts: Sequence[int], sizes: Sequence[int]) -> bool:
+def _reads_other_parts(
+    level: Computation, subset: Region, array: Any, starts: Sequence[int], sizes: Sequence[int]
+) -> bool:
     """Whether a subset reads nothing of an array but slices that lie beside the part that begins there."""
     for member in subset.members:
         eqn = level.closed.jaxpr.eqns[member]

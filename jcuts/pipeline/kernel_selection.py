@@ -14,14 +14,22 @@ from typing import Any
 
 from jcuts.base import fingerprint, knobs
 from jcuts.base.errors import IRError
-from jcuts.base.settings import Form, Settings
-from jcuts.fusion.dag import Subset as Members
-from jcuts.fusion.match_inverted_residual import joined
-from jcuts.fusion.move_epilogue import absorbed, bared, headed, is_product
+from jcuts.base.settings import Settings, Variant
+from jcuts.fusion.dag import NodeSet as Members
+from jcuts.fusion.match_inverted_residual import inverted_residual_groups
+from jcuts.fusion.move_epilogue import fuse_prologues, is_library_contraction, move_epilogues, split_prologues
 from jcuts.fusion.partition_space import Space, explore
 from jcuts.kernel_ir.program import Program
 from jcuts.pipeline import inplace_update, partition_store
-from jcuts.pipeline.computation import CONSTANT, OF_LIBRARY, TO_FUSE, Level, Subset, add_candidates, has_form
+from jcuts.pipeline.computation import (
+    CONSTANT,
+    OF_LIBRARY,
+    TO_FUSE,
+    Computation,
+    Region,
+    add_candidates,
+    has_gpu_kernel,
+)
 from jcuts.trace.canonical import canonical_digest
 from jcuts.tune import session
 from jcuts.tune.choice import LIBRARY
@@ -36,7 +44,7 @@ LEAST_MOVED = 1 << 20
 """Bytes below which an element-wise kernel on a GPU takes as long as its launch, whoever makes it."""
 BLOCK_CANDIDATES = 8
 """Kernels tried for a block of several reductions."""
-NEAR = 1.25
+NEAR_TIE_RATIO = 1.25
 """Times XLA's, up to which a kernel is chosen by the form that has ``every`` one."""
 MOST_SMALL = 4
 """Distinct subsets with little work that this form tries."""
@@ -69,17 +77,17 @@ class Summary:
         )
 
 
-def select(top: Level, settings: Settings, *, may_measure: bool, platform: str = "cpu") -> Summary:
+def select(top: Computation, settings: Settings, *, may_measure: bool, platform: str = "cpu") -> Summary:
     """Sets every level's subsets and every subset's winner.
 
     Modes without fusion, ``tune="off"`` (estimates rank kernels, they are not fit to overrule the greedy cover), a
     limited ``JCUTS_FUEL`` and GPUs (`region.seconds` knows CPUs only) keep the greedy cover.
     """
-    with session.workshop():
+    with session.shared_worker_session():
         return _select(top, settings, may_measure, platform)
 
 
-def _select(top: Level, settings: Settings, may_measure: bool, platform: str) -> Summary:
+def _select(top: Computation, settings: Settings, may_measure: bool, platform: str) -> Summary:
     levels = top.everywhere()
     lasting = settings.tune != "off" and knobs.current().fuel is None
     searching = settings.mode != "no_fusion" and lasting and platform == "cpu"
@@ -88,7 +96,7 @@ def _select(top: Level, settings: Settings, may_measure: bool, platform: str) ->
     if stored is not None and _restore(levels, stored, platform):
         if settings.form is not None and settings.form.regions == "every":
             for level in levels:
-                _add_small(level)
+                _add_small_regions(level)
         subsets = _subsets(levels)
         add_candidates(subsets, platform)
         _choose(subsets, settings, may_measure, _shares(stored), platform)
@@ -97,29 +105,31 @@ def _select(top: Level, settings: Settings, may_measure: bool, platform: str) ->
         shares = _select_on_gpu(levels, settings, may_measure, platform)
     else:
         add_candidates(_subsets(levels), platform)
-        shares = session.choose(_subsets(levels), settings, may_measure=may_measure)
+        shares = session.resolve_choices(_subsets(levels), settings, may_measure=may_measure)
     subsets = _subsets(levels)
-    unknown = session.is_gathering() or _postponed([s for level in levels for s in level.made.values()])
+    unknown = session.is_collecting() or _postponed([s for level in levels for s in level.made.values()])
     if settings.tune != "auto" or not may_measure or unknown:
         return Summary("greedy")
     if platform != "cpu" and lasting and all(s.choice is not None and s.choice.origin == "measured" for s in subsets):
-        _keep(levels, shares, key)
+        _store_partition(levels, shares, key)
     return _search(levels, settings, shares, key) if searching and subsets else Summary("greedy")
 
 
-def _select_on_gpu(levels: Sequence[Level], settings: Settings, may_measure: bool, platform: str) -> dict[str, int]:
+def _select_on_gpu(
+    levels: Sequence[Computation], settings: Settings, may_measure: bool, platform: str
+) -> dict[str, int]:
     """Chooses what the form's subsets are, and their winners; returns the shares of candidates."""
     add_candidates(_subsets(levels), platform)
     regions = settings.form.regions if settings.form is not None else "all"
     if settings.mode != "no_fusion":
-        covers = (bared, absorbed if regions == "absorbing" else headed)
+        covers = (split_prologues, move_epilogues if regions == "absorbing" else fuse_prologues)
         for cover in covers:
             for level in levels:
-                level.use(cover(level.graph, [(s.members, s.program) for s in level.subsets], has_form))
+                level.use(cover(level.graph, [(s.members, s.program) for s in level.subsets], has_gpu_kernel))
             add_candidates(_subsets(levels), platform)
     # Before any are left: the forms that leave some share the problems, and so the times, of those that do not.
-    shares = session.shares_of([s for s in _subsets(levels) if s.ranked], on_gpu=True)
-    blocks: list[tuple[Level, Subset, list[Subset]]] = []
+    shares = session.candidate_budget([s for s in _subsets(levels) if s.ranked], on_gpu=True)
+    blocks: list[tuple[Computation, Region, list[Region]]] = []
     if regions in ("all", "anchored") and settings.mode != "no_fusion" and settings.tune != "off":
         blocks = _blocks(levels)
         shares.update({s.identity: BLOCK_CANDIDATES for _, s, _ in blocks})
@@ -129,10 +139,10 @@ def _select_on_gpu(levels: Sequence[Level], settings: Settings, may_measure: boo
     level_of = {id(subset): level for level in levels for subset in level.subsets}
     level_of.update({id(subset): level for level, subset, _ in blocks})
 
-    def further(subset: Subset, chosen: Program) -> list[Program]:
+    def further(subset: Region, chosen: Program) -> list[Program]:
         return inplace_update.programs(level_of[id(subset)], subset, chosen)
 
-    shares = session.choose(
+    shares = session.resolve_choices(
         [*_subsets(levels), *rivals],
         settings,
         may_measure=may_measure,
@@ -151,13 +161,13 @@ def _device(platform: str) -> str:
     return "" if platform == "cpu" else xla_devices.this().identity()
 
 
-def _keep(levels: Sequence[Level], shares: dict[str, int], key: str) -> None:
+def _store_partition(levels: Sequence[Computation], shares: dict[str, int], key: str) -> None:
     """Stores the cover of a GPU's form: with it a later process need not rank what has a kernel form at all."""
     used = {s.identity for s in _subsets(levels)}
     session.store().put_partition(
         key,
         {
-            "covers": [partition_store.stored(level) for level in levels],
+            "covers": [partition_store.load_partition(level) for level in levels],
             "shares": {k: n for k, n in sorted(shares.items()) if k in used},
         },
         is_news=False,  # it is what plans that are remembered have come to
@@ -165,20 +175,20 @@ def _keep(levels: Sequence[Level], shares: dict[str, int], key: str) -> None:
 
 
 def _choose(
-    subsets: Sequence[Subset], settings: Settings, may_measure: bool, shares: dict[str, int], platform: str = "cpu"
+    subsets: Sequence[Region], settings: Settings, may_measure: bool, shares: dict[str, int], platform: str = "cpu"
 ) -> None:
     """Every subset's winner; kernels that lost by little win where the form has ``every`` one."""
     if settings.form is None or settings.form.regions != "every":
-        session.choose(subsets, settings, may_measure=may_measure, shares=shares, device=_device(platform))
+        session.resolve_choices(subsets, settings, may_measure=may_measure, shares=shares, device=_device(platform))
         return
-    session.choose(subsets, replace(settings, mode="fusion"), may_measure=may_measure, shares=shares)
+    session.resolve_choices(subsets, replace(settings, mode="fusion"), may_measure=may_measure, shares=shares)
     for subset in subsets:
         mine, xla = _measured(subset), None if subset.choice is None else subset.choice.seconds(LIBRARY)
-        if subset.origin != "measured" or mine is None or xla is None or mine > NEAR * xla:
+        if subset.origin != "measured" or mine is None or xla is None or mine > NEAR_TIE_RATIO * xla:
             subset.chosen = None
 
 
-def _add_small(level: Level) -> None:
+def _add_small_regions(level: Computation) -> None:
     """Makes subsets of what has little work, too, where few kernels do for that."""
     covered = {m for s in level.subsets for m in s.members}
     small = [
@@ -188,26 +198,26 @@ def _add_small(level: Level) -> None:
     ]
     if not small or len({s.identity for s in small}) > MOST_SMALL:
         return
-    if partition_store.is_cover(level, [s.members for s in (*level.subsets, *small)]):
+    if partition_store.is_partition(level, [s.members for s in (*level.subsets, *small)]):
         for subset in small:
             level.replace(subset)
 
 
-def _blocks(levels: Sequence[Level]) -> list[tuple[Level, Subset, list[Subset]]]:
+def _blocks(levels: Sequence[Computation]) -> list[tuple[Computation, Region, list[Region]]]:
     """Subsets that could be one kernel, each with its level and its parts (`region.block_cover`)."""
     if knobs.current().fuel is not None:
         return []
     found = []
     for level in levels:
         cover = [(s.members, s.program) for s in level.subsets]
-        for block in joined(level.graph, cover, has_form):
+        for block in inverted_residual_groups(level.graph, cover, has_gpu_kernel):
             parts = [level.subset(members, program) for members, program in block.parts]
             found.append((level, level.subset(block.members, block.program), parts))
     add_candidates([subset for _, subset, _ in found], "cuda")
     return found
 
 
-def _is_better(subset: Subset, parts: Sequence[Subset]) -> bool:
+def _is_better(subset: Region, parts: Sequence[Region]) -> bool:
     """Whether a kernel was measured to be faster than XLA's code for its operations, and than its parts together."""
     mine, each = _measured(subset), [_measured(part) for part in parts]
     if subset.chosen is None or mine is None:
@@ -215,7 +225,7 @@ def _is_better(subset: Subset, parts: Sequence[Subset]) -> bool:
     return mine < sum(time if time is not None else math.inf for time in each)
 
 
-def _leave_on_gpu(levels: Sequence[Level], regions: str, *, measured: bool = True) -> None:
+def _leave_on_gpu(levels: Sequence[Computation], regions: str, *, measured: bool = True) -> None:
     """Leaves subsets to XLA that have no kernel form on a GPU, or no business being one.
 
     Element-wise subsets gain little over XLA's fusions, and cutting them out may cost more than that: only ``all``
@@ -234,7 +244,7 @@ def _leave_on_gpu(levels: Sequence[Level], regions: str, *, measured: bool = Tru
     for level in levels:
         constants = set(level.closed.jaxpr.constvars)
 
-        def reason(subset: Subset, level: Level = level, constants: set[Any] = constants) -> str:
+        def reason(subset: Region, level: Computation = level, constants: set[Any] = constants) -> str:
             if not subset.ranked:
                 return "no kernel form on cuda"
             if constants.issuperset(subset.inputs):
@@ -247,18 +257,18 @@ def _leave_on_gpu(levels: Sequence[Level], regions: str, *, measured: bool = Tru
                 return TO_FUSE
             alone = subset.program.template != "attention"
             to_library = level.mixed and alone and (regions == "absorbing" or not measured)
-            return OF_LIBRARY if to_library and is_product(level.graph, subset.members) else ""
+            return OF_LIBRARY if to_library and is_library_contraction(level.graph, subset.members) else ""
 
         level.leave(reason)
 
 
-def partition_key(top: Level, settings: Settings, platform: str = "cpu") -> str:
+def partition_key(top: Computation, settings: Settings, platform: str = "cpu") -> str:
     """What a stored cover belongs to: the function and everything that decides which kernels may win."""
     here = knobs.current()
     more: tuple[str, ...] = ()
     if platform != "cpu":
         rounded = [[t.tf32 for t in level.graph.tensors] for level in top.everywhere()]
-        more = (_device(platform), repr(xla_devices.machine()), str(Form.tuned(settings.form)), repr(rounded))
+        more = (_device(platform), repr(xla_devices.machine()), str(Variant.tuned(settings.form)), repr(rounded))
     return fingerprint.digest(
         canonical_digest(top.closed),
         settings.mode,
@@ -269,14 +279,14 @@ def partition_key(top: Level, settings: Settings, platform: str = "cpu") -> str:
     )
 
 
-def _search(levels: Sequence[Level], settings: Settings, shares: dict[str, int], key: str) -> Summary:
+def _search(levels: Sequence[Computation], settings: Settings, shares: dict[str, int], key: str) -> Summary:
     spaces = [explore(level.graph, level.grouping) for level in levels]
     times: list[dict[Members, float]] = [{} for _ in levels]
     _note_times(levels, spaces, times)
     before = _total(spaces, times, greedy=True)
     tried, postponed = 0, False
     for _ in range(ROUNDS):
-        fresh: dict[str, list[Subset]] = {}
+        fresh: dict[str, list[Region]] = {}
         for level, space, known in zip(levels, spaces, times, strict=True):
             for members in space.propose(known, 4 * MOST_PER_ROUND):
                 if level.is_small(space.programs[members]):
@@ -291,7 +301,7 @@ def _search(levels: Sequence[Level], settings: Settings, shares: dict[str, int],
         add_candidates(new)
         extra = dict.fromkeys(fresh, session.MIN_CANDIDATES)
         shares.update({k: n for k, n in extra.items() if k not in shares})
-        session.choose(new, settings, may_measure=True, shares=shares)
+        session.resolve_choices(new, settings, may_measure=True, shares=shares)
         postponed = postponed or _postponed(new)
         if not _note_times(levels, spaces, times):
             break
@@ -312,11 +322,11 @@ def _search(levels: Sequence[Level], settings: Settings, shares: dict[str, int],
     return found
 
 
-def _postponed(subsets: Sequence[Subset]) -> bool:
+def _postponed(subsets: Sequence[Region]) -> bool:
     return any(s.choice is not None and s.choice.is_postponed for s in subsets)
 
 
-def _note_times(levels: Sequence[Level], spaces: Sequence[Space], times: list[dict[Members, float]]) -> int:
+def _note_times(levels: Sequence[Computation], spaces: Sequence[Space], times: list[dict[Members, float]]) -> int:
     """Takes over what has been measured; returns how many subsets are new."""
     new = 0
     for level, space, known in zip(levels, spaces, times, strict=True):
@@ -328,7 +338,7 @@ def _note_times(levels: Sequence[Level], spaces: Sequence[Space], times: list[di
     return new
 
 
-def _measured(subset: Subset) -> float | None:
+def _measured(subset: Region) -> float | None:
     """Time of what was chosen for the subset, kernel or XLA [s]; None if it was not measured."""
     return None if subset.choice is None else subset.choice.seconds(subset.choice.winner)
 
@@ -341,15 +351,15 @@ def _total(spaces: Sequence[Space], times: Sequence[dict[Members, float]], greed
     return total
 
 
-def _subsets(levels: Sequence[Level]) -> list[Subset]:
+def _subsets(levels: Sequence[Computation]) -> list[Region]:
     return [subset for level in levels for subset in level.subsets]
 
 
-def _restore(levels: Sequence[Level], stored: dict[str, Any], platform: str = "cpu") -> bool:
+def _restore(levels: Sequence[Computation], stored: dict[str, Any], platform: str = "cpu") -> bool:
     """Takes over a stored cover of every level; False (and the greedy covers) if it does not fit."""
     found = stored.get("levels" if platform == "cpu" else "covers")
     usable = isinstance(found, list) and len(found) == len(levels)
-    take = partition_store.use if platform == "cpu" else partition_store.restore
+    take = partition_store.apply_stored if platform == "cpu" else partition_store.from_json
     try:
         usable = usable and all(take(level, cover) for level, cover in zip(levels, found or [], strict=True))
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, IRError):

@@ -30,7 +30,7 @@ from jcuts.microbatch.workspace_division import divide_network
 from jcuts.trace import jaxapi
 from jcuts.trace.source import place
 from jcuts.tune.cudnn.measurer import database_path
-from jcuts.tune.cudnn.tables import Asked, only_cudnn, own_times, tables_of
+from jcuts.tune.cudnn.tables import DivisionRequest, only_cudnn, tables_of, xla_times
 from jcuts.xla.cudnn import call as cudnn_call
 from jcuts.xla.cudnn.match import LIBRARY, PRIMITIVE, Site, call_site, recognise
 from jcuts.xla.rebuild import traced_eqns
@@ -110,7 +110,7 @@ def generation(settings: Settings) -> str:
         return f"{current.cudnn} {current.cudnn_graphs} {path}"
 
 
-def divided(closed: jaxapi.Closed, settings: Settings, platform: str, *, may_measure: bool) -> Divided:
+def divide_convolutions(closed: jaxapi.Closed, settings: Settings, platform: str, *, may_measure: bool) -> Divided:
     """Replaces convolutions of a flat program, and of its loops' bodies, by divided ones within the limits.
 
     Args: platform: 'cpu' or 'cuda'; may_measure: as for the whole pipeline.
@@ -202,7 +202,7 @@ def _take_times(uses: Sequence[_Use], settings: Settings, platform: str, may_mea
     for use in uses:
         if isinstance(use.site, Site):
             wanted.setdefault((use.site.convolution, use.site.batch), set()).add(use.site.precision)
-    asked = Asked(
+    asked = DivisionRequest(
         platform, limit=_limit(settings), accuracy=settings.convolution_accuracy, library=settings.mode == "mixed"
     )
     found, postponed = tables_of(wanted, asked, may_measure=may_measure)
@@ -269,7 +269,7 @@ def _only_library(table: Table) -> Table:
 
 def _candidates(table: Table, batch: int, *, mixed: bool) -> Table | str:
     """What may be chosen: cuDNN's algorithms, in mixed mode XLA's own for the whole batch; or why nothing may."""
-    own = own_times(table, batch)
+    own = xla_times(table, batch)
     if mixed and not own:
         return "its own convolution was not timed, so nothing is known to be faster"
     return replace(table, micros=(*(own if mixed else ()), *only_cudnn(table).micros))

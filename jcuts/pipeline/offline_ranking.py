@@ -23,7 +23,7 @@ from jcuts.codegen.cuda.toolchain.target import OLDEST, CudaTarget
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.attention import TEMPLATE as ATTENTION
 from jcuts.lower.patterns.inverted_residual import TEMPLATE as BLOCK
-from jcuts.pipeline.computation import Fuel, Level, Subset, group
+from jcuts.pipeline.computation import Computation, Fuel, Region, group
 from jcuts.rewrite.simplify import simplify
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.schedule.gpu import launch_stats
@@ -143,9 +143,9 @@ def _target(arch: GpuArch, capability: tuple[int, int]) -> tuple[CudaTarget | No
         return CudaTarget(OLDEST), error
 
 
-def _distinct(levels: list[Level]) -> Iterator[list[Subset]]:
+def _distinct(levels: list[Computation]) -> Iterator[list[Region]]:
     """Subsets of equal programs, in order of their first occurrence."""
-    found: dict[str, list[Subset]] = {}
+    found: dict[str, list[Region]] = {}
     for level in levels:
         for subset in level.subsets:
             found.setdefault(subset.program.digest, []).append(subset)
@@ -153,7 +153,7 @@ def _distinct(levels: list[Level]) -> Iterator[list[Subset]]:
 
 
 def _ranked(
-    same: list[Subset],
+    same: list[Region],
     machine: gpu_candidates.GpuMachine,
     arch: GpuArch,
     target: CudaTarget | None,

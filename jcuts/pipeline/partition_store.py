@@ -7,19 +7,19 @@ from typing import Any
 
 from jcuts.base.errors import Refusal
 from jcuts.fusion.dag import Dag, is_acyclic_cover, is_convex
-from jcuts.fusion.dag import Subset as Members
+from jcuts.fusion.dag import NodeSet as Members
 from jcuts.kernel_ir.program import Program
 from jcuts.kernel_ir.verify import read
-from jcuts.lower.builder import build
-from jcuts.pipeline.computation import Level, Subset
+from jcuts.lower.builder import lower_region
+from jcuts.pipeline.computation import Computation, Region
 
 
-def stored(level: Level) -> dict[str, Any]:
+def load_partition(level: Computation) -> dict[str, Any]:
     """The cover as JSON data, with programs: a GPU's are not all what `build` makes. Inverse of `restore`."""
     numbers: dict[str, int] = {}
     texts: list[str] = []
 
-    def row(subset: Subset) -> list[Any]:
+    def row(subset: Region) -> list[Any]:
         if subset.program.digest not in numbers:
             numbers[subset.program.digest] = len(texts)
             texts.append(subset.program.to_text())
@@ -34,7 +34,7 @@ def stored(level: Level) -> dict[str, Any]:
     }
 
 
-def restore(level: Level, cover: Mapping[str, Any]) -> bool:
+def from_json(level: Computation, cover: Mapping[str, Any]) -> bool:
     """Takes what `stored` wrote; False where it is no cover of this graph.
 
     Then (or with an IRError for a program that is none) the level's cover is as it was, but ``level.made`` may hold programs of the other.
@@ -44,7 +44,7 @@ def restore(level: Level, cover: Mapping[str, Any]) -> bool:
         [(frozenset(map(int, members)), programs[number]) for members, number in cover[kind]]
         for kind in ("subsets", "library")
     ]
-    if not is_cover(level, [members for members, _ in found[0]]):
+    if not is_partition(level, [members for members, _ in found[0]]):
         return False
     for members, program in (*found[0], *found[1]):
         if members in level.made and level.made[members].program.digest != program.digest:
@@ -60,7 +60,7 @@ def restore(level: Level, cover: Mapping[str, Any]) -> bool:
     return True
 
 
-def _is_of(subset: Subset) -> bool:
+def _is_of(subset: Region) -> bool:
     """Whether a subset's program takes and gives what its equations do."""
     pairs = (subset.program.inputs, subset.inputs), (subset.program.outputs, subset.outputs)
     return all(
@@ -69,7 +69,7 @@ def _is_of(subset: Subset) -> bool:
     )
 
 
-def is_cover(level: Level, cover: Sequence[Members]) -> bool:
+def is_partition(level: Computation, cover: Sequence[Members]) -> bool:
     """Whether subsets are of this graph, disjoint and convex, and can run one after the other."""
     dag = Dag.of((n.number for n in level.graph.nodes), level.graph.edges())
     covered: set[int] = set()
@@ -80,14 +80,14 @@ def is_cover(level: Level, cover: Sequence[Members]) -> bool:
     return is_acyclic_cover(dag, [*cover, *(frozenset({n}) for n in dag.nodes - covered)])
 
 
-def use(level: Level, cover: Sequence[Sequence[int]]) -> bool:
+def apply_stored(level: Computation, cover: Sequence[Sequence[int]]) -> bool:
     """Takes a cover from the database, after checking that it is one of this graph; False if it is not."""
     found: list[tuple[Members, Program]] = []
     sets = [frozenset(int(n) for n in numbers) for numbers in cover]
-    if not is_cover(level, sets):
+    if not is_partition(level, sets):
         return False
     for members in sets:
-        program = build(level.graph, members)
+        program = lower_region(level.graph, members)
         if isinstance(program, Refusal):
             return False
         found.append((members, program))

@@ -26,15 +26,15 @@ from typing import Any
 from jcuts.base import fingerprint, knobs
 from jcuts.base.dump import open_dump
 from jcuts.base.errors import JcutsError, UnsupportedError
-from jcuts.base.settings import Form, Settings
+from jcuts.base.settings import Settings, Variant
 from jcuts.pipeline import batch_chunking, inplace_update, kernel_selection, microbatch_convs, weight_prep
-from jcuts.pipeline.computation import CHOICES, NOT_ASKED, Fuel, Level, Subset, group
+from jcuts.pipeline.computation import CHOICES, NOT_ASKED, Computation, Fuel, Region, group
 from jcuts.report.function_report import NOT_MEASURED, FunctionReport, RefusalReport, SubsetReport
 from jcuts.rewrite.registry import Rewritten, rewritten
 from jcuts.rewrite.simplify import simplify
-from jcuts.rewrite.splat_constants import uniform
+from jcuts.rewrite.splat_constants import splat_constants
 from jcuts.schedule.cpu import loop_candidates
-from jcuts.schedule.cpu.bound import bound as lower_bound
+from jcuts.schedule.cpu.bound import roofline_bound as lower_bound
 from jcuts.trace import jaxapi
 from jcuts.trace.canonical import canonical_digest
 from jcuts.trace.inline import inline
@@ -105,7 +105,7 @@ def optimize_jaxpr(
     return outcome
 
 
-def _once(key: str, form: Form | None, make: Callable[[], Any]) -> Any:
+def _once(key: str, form: Variant | None, make: Callable[[], Any]) -> Any:
     """What the forms of a function have in common, made once for all of them (`levels.group` knows it again)."""
     with _memo_lock:
         known = _shared.get(key)
@@ -177,17 +177,19 @@ def _plan(
     rules = form.rewrites if form is not None else ()
     if rules:
         rewrites = _once(f"{original} {rules}", form, lambda: rewritten(inlined, rules))
-    flat = _once(f"{original} {rules} numbers", form, lambda: uniform(rewrites.closed))
+    flat = _once(f"{original} {rules} numbers", form, lambda: splat_constants(rewrites.closed))
     timed("rewrite", start)
     if rewrites.counts:
         dump.stage("rewrites", lambda: as_source(flat, name))
     start = time.perf_counter()
-    flat, pieces = batch_chunking.chunked(flat) if settings.mode != "no_fusion" and platform == "cpu" else (flat, None)
+    flat, pieces = (
+        batch_chunking.chunk_batch(flat) if settings.mode != "no_fusion" and platform == "cpu" else (flat, None)
+    )
     timed("pieces", start)
     if pieces is not None:
         dump.stage("pieces", lambda: as_source(flat, name))
     start = time.perf_counter()
-    division = microbatch_convs.divided(flat, settings, platform, may_measure=may_measure)
+    division = microbatch_convs.divide_convolutions(flat, settings, platform, may_measure=may_measure)
     flat = division.closed
     timed("divide", start)
     if division.count:
@@ -242,7 +244,7 @@ def _plan(
     return Outcome(closed if untouched else rebuilt, report)
 
 
-def _select(top: Level, settings: Settings, may_measure: bool, platform: str) -> kernel_selection.Summary:
+def _select(top: Computation, settings: Settings, may_measure: bool, platform: str) -> kernel_selection.Summary:
     """Chooses the partition, and a candidate or XLA for every subset."""
     if settings.form is not None and settings.form.regions == "none":
         for level in top.everywhere():
@@ -250,11 +252,11 @@ def _select(top: Level, settings: Settings, may_measure: bool, platform: str) ->
         return kernel_selection.Summary("none")
     summary = kernel_selection.select(top, settings, may_measure=may_measure, platform=platform)
     if platform != "cpu":
-        weight_prep.add(top)
+        weight_prep.add_weight_prep_kernels(top)
     return summary
 
 
-def _rebuild(level: Level, settings: Settings) -> jaxapi.Closed:
+def _rebuild(level: Computation, settings: Settings) -> jaxapi.Closed:
     units: dict[int, Sequence[int]] = {}
     replacement: dict[int, Sequence[Any]] = {}
     extra_kernels.compile_kernels(
@@ -264,7 +266,7 @@ def _rebuild(level: Level, settings: Settings) -> jaxapi.Closed:
         if subset.chosen is None:
             continue
         first = min(subset.members)
-        update = inplace_update.update_of(level, subset)
+        update = inplace_update.find_inplace_update(level, subset)
         kernel = None
         if update is not None:
             try:
@@ -288,7 +290,7 @@ def _rebuild(level: Level, settings: Settings) -> jaxapi.Closed:
             level.updated += taken
         replacement[first] = kernel_eqns(kernel, inputs, outputs, like, place)
         units[first] = sorted(members)
-    left = inplace_update.copies(level, xla_devices.machine()) if level.updated else []
+    left = inplace_update.copy_kernels(level, xla_devices.machine()) if level.updated else []
     extra_kernels.compile_kernels(update.placed.program for update in left)
     for update in left:
         try:
@@ -315,12 +317,12 @@ def _chained(closed: jaxapi.Closed, settings: Settings) -> jaxapi.Closed:
     wanted = knobs.current().chains and (settings.form is None or settings.form.chained)
     if not wanted or not chains_fuse.calls(closed) or xla_devices.machine().capability < chains_fuse.EARLY:
         return closed
-    return chains_fuse.chained(closed)
+    return chains_fuse.fuse_calls(closed)
 
 
 # -- the report -----------------------------------------------------------------------------------------------------
 def _report(
-    top: Level,
+    top: Computation,
     rebuilt: jaxapi.Closed,
     settings: Settings,
     platform: str,
@@ -368,7 +370,7 @@ def _counted(old: SubsetReport, new: SubsetReport) -> SubsetReport:
     return replace(old, count=old.count + 1, where=list(dict.fromkeys([*old.where, *new.where])))
 
 
-def subset_report(level: Level, subset: Subset) -> SubsetReport:
+def subset_report(level: Computation, subset: Region) -> SubsetReport:
     """One subset for the report."""
     nodes = [level.graph.nodes[m] for m in sorted(subset.members)]
     operations = dict(Counter(n.prim for n in nodes))
@@ -428,7 +430,7 @@ def _moved(program: Any) -> int:
     return sum(b.bytes for b in program.buffers if b.role != "local")
 
 
-def _lost(subset: Subset) -> tuple[float | None, str]:
+def _lost(subset: Region) -> tuple[float | None, str]:
     """Why XLA runs a subset: the time of the best kernel [s], if any was measured, and a sentence."""
     choice = subset.choice
     assert choice is not None  # the caller looked
@@ -453,7 +455,7 @@ def _lost(subset: Subset) -> tuple[float | None, str]:
     return None, NOT_MEASURED if choice.origin == "library" else "no kernel was made"
 
 
-def _kernel_texts(top: Level) -> str:
+def _kernel_texts(top: Computation) -> str:
     seen: dict[str, str] = {}
     for level in top.everywhere():
         for subset in level.subsets:

@@ -13,11 +13,11 @@ from jcuts.fusion import greedy
 from jcuts.kernel_ir.program import Program
 from jcuts.lower import horizontal, weight_transpose
 from jcuts.lower.tensor_graph import build_graph
-from jcuts.pipeline.computation import Level
+from jcuts.pipeline.computation import Computation
 from jcuts.rewrite import hoist_vectors, tf32_weight_args
 
 
-def add(level: Level) -> int:
+def add_weight_prep_kernels(level: Computation) -> int:
     """Gives a kernel to every such call of a level that can have one; gives how many there are.
 
     None where no kernel of the level is chosen: then there is nobody to prepare anything for.
@@ -41,7 +41,7 @@ def add(level: Level) -> int:
 def _program(eqn: Any) -> Program | None:
     shapes = tf32_weight_args.turned_shapes(eqn)
     if shapes is not None:
-        return weight_transpose.turning(shapes)
+        return weight_transpose.transpose_program(shapes)
     inside = hoist_vectors.body(eqn)
     if inside is None:
         return None
@@ -56,7 +56,7 @@ def _program(eqn: Any) -> Program | None:
     makes = [graph.subset_outputs(members) for members, _ in grouping.subsets]
     if not all(t in operands for ts in reads for t in ts) or not all(t in results for ts in makes for t in ts):
         return None  # one needs what another makes
-    return horizontal.combined(
+    return horizontal.horizontal_fuse(
         [program for _, program in grouping.subsets],
         [[operands[t] for t in ts] for ts in reads],
         [[results[t] for t in ts] for ts in makes],

@@ -13,8 +13,8 @@ from jcuts.microbatch.report import (
     DivisionReport,
     division_rows,
     division_total,
-    front_rows,
     microseconds,
+    pareto_rows,
 )
 
 
@@ -247,7 +247,7 @@ def _text(report: FunctionReport) -> list[str]:
     if report.divisions:
         lines.extend(_columns([DIVISION_HEADINGS, *division_rows(report.divisions)]))
         lines.extend(line for line in [division_total(report.divisions)] if line)
-        if fronts := front_rows(report.divisions):
+        if fronts := pareto_rows(report.divisions):
             lines.extend(_columns([FRONT_HEADINGS, *fronts]))
     lines.extend(f"XLA keeps {operations}: {why} [{where}]" for operations, why, where in reasons(report))
     lines.extend(f"rejected for {name}: {why}" for name, why in thrown_out(report))
@@ -279,7 +279,7 @@ def _html(report: FunctionReport) -> str:
     if report.divisions:
         divided = f"<h2>Convolutions</h2>{table(DIVISION_HEADINGS, division_rows(report.divisions))}"
         divided += f"<p>{html.escape(division_total(report.divisions))}</p>"
-        divided += table(FRONT_HEADINGS, front_rows(report.divisions))
+        divided += table(FRONT_HEADINGS, pareto_rows(report.divisions))
     refusals = [[str(count), op, why, where] for op, why, count, where in refused(report)]
     return (
         "<!doctype html><meta charset='utf-8'><title>jcuts: " + html.escape(report.name) + "</title>"

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from jcuts.microbatch.report import DIVISION_HEADINGS, FRONT_HEADINGS, division_rows, division_total, front_rows
+from jcuts.microbatch.report import DIVISION_HEADINGS, FRONT_HEADINGS, division_rows, division_total, pareto_rows
 from jcuts.report.function_report import (
     HEADINGS,
     FunctionReport,
@@ -38,7 +38,7 @@ def report_tables(report: FunctionReport) -> RenderableType:
     if report.divisions:
         parts.append(text_table("Convolutions", DIVISION_HEADINGS, division_rows(report.divisions)))
         parts.append(Text(division_total(report.divisions)))
-        if fronts := front_rows(report.divisions):
+        if fronts := pareto_rows(report.divisions):
             parts.append(text_table("Pareto fronts", FRONT_HEADINGS, fronts))
     if report.refusals:
         parts.append(refusal_table(report))

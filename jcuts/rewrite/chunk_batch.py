@@ -15,7 +15,7 @@ import jax
 from jax import lax
 
 from jcuts.trace import jaxapi
-from jcuts.trace.shard_rules import Dimension, DimensionClasses, Ties, ties_of
+from jcuts.trace.shard_rules import Dimension, DimensionClasses, ShardRule, shard_rule
 
 INNER = 0.25  # weight of values whose pieces are not contiguous, when dimensions compete
 
@@ -44,7 +44,7 @@ class Batch:
     extent: int
     dims: dict[Any, int]
     eqns: list[jaxapi.Eqn]
-    ties: list[Ties]
+    ties: list[ShardRule]
     before: list[jaxapi.Eqn]
     after: list[jaxapi.Eqn]
 
@@ -138,12 +138,12 @@ class Batch:
         env.update(zip(outputs, lax.fori_loop(0, self.extent // segment.size, body, blank), strict=True))
 
 
-def find_batch(closed: jaxapi.Closed) -> Batch | str:
+def find_batch_dimension(closed: jaxapi.Closed) -> Batch | str:
     """The batch dimension that the most bytes of a flat jaxpr's leading equations run along, or why there is none."""
     jaxpr = closed.jaxpr
     if jaxapi.has_effects(closed) or jaxapi.has_references(closed):
         return "the function has effects"
-    ties = [ties_of(eqn) for eqn in jaxpr.eqns]
+    ties = [shard_rule(eqn) for eqn in jaxpr.eqns]
     classes = DimensionClasses(jaxpr.eqns, ties)
     best: Batch | None = None
     best_bytes = 0.0
@@ -157,7 +157,7 @@ def find_batch(closed: jaxapi.Closed) -> Batch | str:
     return best if best is not None else "no dimension of an argument is a batch"
 
 
-def _batch_of(closed: jaxapi.Closed, ties: Sequence[Ties | None], members: list[Dimension]) -> Batch | None:
+def _batch_of(closed: jaxapi.Closed, ties: Sequence[ShardRule | None], members: list[Dimension]) -> Batch | None:
     dims: dict[Any, int] = {}
     twice: set[Any] = set()
     for var, d in members:
@@ -168,7 +168,7 @@ def _batch_of(closed: jaxapi.Closed, ties: Sequence[Ties | None], members: list[
     if len(extents) != 1:
         return None
     local: list[jaxapi.Eqn] = []
-    local_ties: list[Ties] = []
+    local_ties: list[ShardRule] = []
     before: list[jaxapi.Eqn] = []
     jaxpr = closed.jaxpr
     end = len(jaxpr.eqns)
@@ -187,7 +187,7 @@ def _batch_of(closed: jaxapi.Closed, ties: Sequence[Ties | None], members: list[
     return Batch(closed, extents.pop(), dims, local, local_ties, before, list(jaxpr.eqns[end:]))
 
 
-def _needs_whole(eqn: jaxapi.Eqn, ties: Ties, dims: dict[Any, int]) -> bool:
+def _needs_whole(eqn: jaxapi.Eqn, ties: ShardRule, dims: dict[Any, int]) -> bool:
     for side, i, d in ties.whole:
         atom = (eqn.invars if side == "in" else eqn.outvars)[i]
         if not jaxapi.is_literal(atom) and dims.get(atom) == d:

@@ -22,7 +22,7 @@ FLOATS = ("float32", "float64", "bfloat16")
 POOL, DIVIDE = "reduce_window_sum", "div"
 
 
-def pools(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
+def commute_pool_matmul(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
     """The program with its pools and products exchanged where that is less work, and how many were."""
     program = Program(closed)
     replaced: dict[int, list[Any]] = {}

@@ -49,7 +49,7 @@ LONGEST = 1 << 16
 """Numbers in the longest of these vectors."""
 
 
-def vectors(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
+def hoist_vectors(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
     """Moves what is made of vector arguments alone into one call; gives the program and how many results it has."""
     jaxpr = closed.jaxpr
     known = {v for v in (*jaxpr.invars, *jaxpr.constvars) if _is_vector(v)}

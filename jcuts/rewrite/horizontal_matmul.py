@@ -66,7 +66,7 @@ class _Sibling:
         return self.weights.shape[self.along]
 
 
-def siblings(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
+def horizontal_matmul(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
     """The program with its siblings joined, and how many products took the place of several."""
     program = Program(closed)
     groups: dict[Any, list[list[_Sibling]]] = {}

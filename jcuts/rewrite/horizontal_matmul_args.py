@@ -20,7 +20,7 @@ from jcuts.rewrite.tf32_weights import Order
 from jcuts.trace import jaxapi
 
 
-def joins(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
+def horizontal_matmul_args(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
     """Joins products of one operand; gives the program and how many products went into joined ones."""
     given = moved_arguments(closed)
     groups: dict[Any, list[Any]] = {}

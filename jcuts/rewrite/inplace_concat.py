@@ -32,7 +32,7 @@ LEAST_BYTES = 1 << 18
 MADE = (CONVOLUTION, DOT, "reduce_window", "reduce_window_max", "reduce_window_sum")
 
 
-def parted(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
+def eliminate_concat(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
     """The program with such concatenations as updates, and how many were replaced."""
     count = 0
     while (new := _next(closed)) is not None:
@@ -212,7 +212,7 @@ def _literal(value: int) -> Any:
     return jaxapi.new_literal(np.int32(value), jaxapi.ShapedArray((), np.dtype("int32")))
 
 
-def apart(closed: jaxapi.Closed) -> jaxapi.Closed:
+def undo_eliminated_concat(closed: jaxapi.Closed) -> jaxapi.Closed:
     """The program in which every reader of a part of such an array has a slice of its own, which is an index to it."""
     program = Program(closed)
     shared = {}

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from jcuts.rewrite.inplace_concat import CONCATENATE, in_place, parted
+from jcuts.rewrite.inplace_concat import CONCATENATE, eliminate_concat, in_place
 from jcuts.rewrite.matmul_patterns import Program
 from jcuts.trace import jaxapi
 
@@ -22,14 +22,14 @@ LEAST = 3
 """Concatenations of a chain: of fewer, what is saved may be less than the padding and the updates cost."""
 
 
-def slots(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
+def inplace_concat_chain(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
     """The program with chains of concatenations, and those of what kernels make, in place; how many were replaced."""
     count = 0
     while chains := _chains(closed, program := Program(closed)):
         chain = chains[0]
         operands = [chain[0].invars[0], *(part for eqn in chain for part in eqn.invars[1:])]
         closed, count = in_place(closed, program, chain[-1], operands, chain), count + len(chain)
-    closed, others = parted(closed)
+    closed, others = eliminate_concat(closed)
     return closed, count + others
 
 

@@ -29,16 +29,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from jcuts.rewrite.commute_pool_matmul import pools
-from jcuts.rewrite.hoist_vectors import vectors
-from jcuts.rewrite.horizontal_matmul import siblings
-from jcuts.rewrite.horizontal_matmul_args import joins
-from jcuts.rewrite.inplace_concat import apart
-from jcuts.rewrite.inplace_concat_chain import slots
+from jcuts.rewrite.commute_pool_matmul import commute_pool_matmul
+from jcuts.rewrite.hoist_vectors import hoist_vectors
+from jcuts.rewrite.horizontal_matmul import horizontal_matmul
+from jcuts.rewrite.horizontal_matmul_args import horizontal_matmul_args
+from jcuts.rewrite.inplace_concat import undo_eliminated_concat
+from jcuts.rewrite.inplace_concat_chain import inplace_concat_chain
 from jcuts.rewrite.matmul_patterns import CONVOLUTION, Program, channel_of, constant_of, is_point_by_point, new_value
 from jcuts.rewrite.simplify import simplify
-from jcuts.rewrite.tf32_weight_args import turns
-from jcuts.rewrite.tf32_weights import rounds
+from jcuts.rewrite.tf32_weight_args import tf32_weight_args
+from jcuts.rewrite.tf32_weights import tf32_weights
 from jcuts.trace import jaxapi
 
 CONTROL_FLOW = ("scan", "while", "cond")
@@ -80,7 +80,9 @@ def rewritten(closed: jaxapi.Closed, rules: Sequence[str]) -> Rewritten:
         if count:
             counts[name] = count
             closed = simplify(closed)  # products of constants that a rule made, broadcasts that it left behind
-    return Rewritten(_everywhere(closed, lambda body: (apart(body), 1))[0] if "slots" in counts else closed, counts)
+    return Rewritten(
+        _everywhere(closed, lambda body: (undo_eliminated_concat(body), 1))[0] if "slots" in counts else closed, counts
+    )
 
 
 def applicable(closed: jaxapi.Closed) -> tuple[str, ...]:
@@ -173,7 +175,7 @@ def _kept_order(numbers: Any) -> bool:
     return (numbers.lhs_spec[0], *numbers.lhs_spec[2:]) == (numbers.out_spec[0], *numbers.out_spec[2:])
 
 
-def _dots(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
+def _conv1x1_to_dot(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
     eqns: list[Any] = []
     count = 0
     for eqn in closed.jaxpr.eqns:
@@ -210,7 +212,7 @@ def _reshape(source: Any, target: Any, like: Any) -> Any:
 
 
 # -- a factor per channel in the weights ----------------------------------------------------------------------------
-def _scales(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
+def _fold_scale(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
     """Factors behind a bias go before it, factors into the weights, then biases of one result become one."""
     closed, _ = _swapped(closed)
     closed, count = _absorbed(closed)
@@ -351,15 +353,15 @@ def _scaled(product: Any, scale: np.ndarray, constants: dict[Any, Any]) -> Any:
 
 
 RULES: dict[str, Rule] = {
-    "scales": _scales,
-    "dots": _dots,
-    "pools": pools,
-    "siblings": siblings,
-    "rounds": rounds,
-    "joins": joins,
-    "turns": turns,
-    "vectors": vectors,
-    "slots": slots,
+    "scales": _fold_scale,
+    "dots": _conv1x1_to_dot,
+    "pools": commute_pool_matmul,
+    "siblings": horizontal_matmul,
+    "rounds": tf32_weights,
+    "joins": horizontal_matmul_args,
+    "turns": tf32_weight_args,
+    "vectors": hoist_vectors,
+    "slots": inplace_concat_chain,
 }
 """Every rewrite by its name, in the order in which they are applied."""
 OUTSIDE = ("rounds", "joins", "turns", "vectors")

@@ -23,7 +23,7 @@ NUMBERS = (0, 1)
 """Which numbers: each makes kernels of its own, so that layers with many would no longer share theirs."""
 
 
-def uniform(closed: jaxapi.Closed) -> jaxapi.Closed:
+def splat_constants(closed: jaxapi.Closed) -> jaxapi.Closed:
     """Puts numbers in the place of constants that hold one each, where an operation takes numbers; the same program
     otherwise."""
     program = Program(closed)

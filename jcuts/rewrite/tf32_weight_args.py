@@ -34,7 +34,7 @@ MOST = 120
 """Weights of one call: as many as a kernel has parameters for (`region.weights`)."""
 
 
-def turns(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
+def tf32_weight_args(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
     """Rounds and turns the arguments that are weights of large products; gives the program and how many products."""
     program, given = Program(closed), moved_arguments(closed)
     made: dict[tuple[Any, Order], Any] = {}

@@ -34,7 +34,7 @@ LOW = np.uint32(0x1FFF)
 Order = tuple[int, ...]
 
 
-def rounds(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
+def tf32_weights(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
     """Rounds and turns the constant weights of large products; gives the program and how many were."""
     program = Program(closed)
     replaced: dict[int, list[Any]] = {}

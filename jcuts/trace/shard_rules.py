@@ -112,7 +112,7 @@ ALONG_AXIS = frozenset(["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"]
 WINDOWS = frozenset(["reduce_window_sum", "reduce_window_max", "reduce_window_min"])
 
 
-class Ties(NamedTuple):
+class ShardRule(NamedTuple):
     """The rule's answer.  ``localise(shapes of the results on one device)`` gives the parameters there."""
 
     tied: list[tuple[Dim, Dim]]
@@ -120,7 +120,7 @@ class Ties(NamedTuple):
     localise: Callable[[Sequence[tuple[int, ...]], Sequence[tuple[int, ...]]], dict[str, Any]] | None = None
 
 
-def ties_of(eqn: jaxapi.Eqn) -> Ties | None:
+def shard_rule(eqn: jaxapi.Eqn) -> ShardRule | None:
     """The rule for an equation, or None if it may not be split."""
     name = jaxapi.primitive_name(eqn)
     if eqn.effects:
@@ -142,7 +142,7 @@ def ties_of(eqn: jaxapi.Eqn) -> Ties | None:
 class DimensionClasses:
     """Dimensions of variables that equations tie together (union-find)."""
 
-    def __init__(self, eqns: Sequence[jaxapi.Eqn], ties: Sequence[Ties | None]) -> None:
+    def __init__(self, eqns: Sequence[jaxapi.Eqn], ties: Sequence[ShardRule | None]) -> None:
         self._parent: dict[Dimension, Dimension] = {}
         self._all: dict[Dimension, None] = {}
         for eqn, tied in zip(eqns, ties, strict=True):
@@ -175,7 +175,7 @@ def _shape(atom: Any) -> tuple[int, ...]:
     return tuple(atom.aval.shape)
 
 
-def _elementwise(eqn: jaxapi.Eqn) -> Ties | None:
+def _elementwise(eqn: jaxapi.Eqn) -> ShardRule | None:
     out = _shape(eqn.outvars[0])
     tied: list[tuple[Dim, Dim]] = []
     whole: list[Dim] = []
@@ -186,41 +186,41 @@ def _elementwise(eqn: jaxapi.Eqn) -> Ties | None:
         # A dimension of size 1 may stand for one of any size: every device needs it as it is.
         tied += [(("in", i, d), ("out", 0, d)) for d, n in enumerate(shape) if n == out[d]]
         whole += [("in", i, d) for d, n in enumerate(shape) if n != out[d]]
-    return Ties(tied, whole)
+    return ShardRule(tied, whole)
 
 
-def _same_shape(eqn: jaxapi.Eqn, whole: Sequence[int]) -> Ties:
+def _same_shape(eqn: jaxapi.Eqn, whole: Sequence[int]) -> ShardRule:
     tied = [(("in", 0, d), ("out", 0, d)) for d in range(len(_shape(eqn.invars[0])))]
-    return Ties(tied, [("in", 0, d) for d in whole])
+    return ShardRule(tied, [("in", 0, d) for d in whole])
 
 
-def _reduction(eqn: jaxapi.Eqn) -> Ties:
+def _reduction(eqn: jaxapi.Eqn) -> ShardRule:
     axes = set(eqn.params["axes"])
     kept = [d for d in range(len(_shape(eqn.invars[0]))) if d not in axes]
-    return Ties([(("in", 0, d), ("out", 0, i)) for i, d in enumerate(kept)], [("in", 0, d) for d in sorted(axes)])
+    return ShardRule([(("in", 0, d), ("out", 0, i)) for i, d in enumerate(kept)], [("in", 0, d) for d in sorted(axes)])
 
 
-def _broadcast(eqn: jaxapi.Eqn) -> Ties | None:
+def _broadcast(eqn: jaxapi.Eqn) -> ShardRule | None:
     if len(eqn.invars) != 1:
         return None  # symbolic sizes
     shape, target, where = _shape(eqn.invars[0]), _shape(eqn.outvars[0]), eqn.params["broadcast_dimensions"]
     tied = [(("in", 0, i), ("out", 0, d)) for i, d in enumerate(where) if shape[i] == target[d]]
     whole: list[Dim] = [("in", 0, i) for i, d in enumerate(where) if shape[i] != target[d]]
-    return Ties(tied, whole, lambda _, outs: {"shape": outs[0]})
+    return ShardRule(tied, whole, lambda _, outs: {"shape": outs[0]})
 
 
-def _transpose(eqn: jaxapi.Eqn) -> Ties:
-    return Ties([(("in", 0, d), ("out", 0, i)) for i, d in enumerate(eqn.params["permutation"])], [])
+def _transpose(eqn: jaxapi.Eqn) -> ShardRule:
+    return ShardRule([(("in", 0, d), ("out", 0, i)) for i, d in enumerate(eqn.params["permutation"])], [])
 
 
-def _squeeze(eqn: jaxapi.Eqn) -> Ties:
+def _squeeze(eqn: jaxapi.Eqn) -> ShardRule:
     rank = len(_shape(eqn.invars[0]))
     gone = {d % rank for d in eqn.params["dimensions"]}
     kept = [d for d in range(rank) if d not in gone]
-    return Ties([(("in", 0, d), ("out", 0, i)) for i, d in enumerate(kept)], [("in", 0, d) for d in sorted(gone)])
+    return ShardRule([(("in", 0, d), ("out", 0, i)) for i, d in enumerate(kept)], [("in", 0, d) for d in sorted(gone)])
 
 
-def _reshape(eqn: jaxapi.Eqn) -> Ties | None:
+def _reshape(eqn: jaxapi.Eqn) -> ShardRule | None:
     if eqn.params.get("dimensions") is not None or len(eqn.invars) != 1:
         return None
     old, new = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
@@ -234,10 +234,10 @@ def _reshape(eqn: jaxapi.Eqn) -> Ties | None:
     tied += [(("in", 0, len(old) - 1 - t), ("out", 0, len(new) - 1 - t)) for t in range(trail)]
     whole: list[Dim] = [("in", 0, d) for d in range(lead, len(old) - trail)]
     whole += [("out", 0, d) for d in range(lead, len(new) - trail)]
-    return Ties(tied, whole, lambda _, outs: {"new_sizes": outs[0]})
+    return ShardRule(tied, whole, lambda _, outs: {"new_sizes": outs[0]})
 
 
-def _dot(eqn: jaxapi.Eqn) -> Ties:
+def _dot(eqn: jaxapi.Eqn) -> ShardRule:
     (left_c, right_c), (left_b, right_b) = eqn.params["dimension_numbers"]
     tied: list[tuple[Dim, Dim]] = []
     for i, (a, b) in enumerate(zip(left_b, right_b, strict=True)):
@@ -248,10 +248,10 @@ def _dot(eqn: jaxapi.Eqn) -> Ties:
             if d not in contracted and d not in batch:
                 tied.append((("in", side, d), ("out", 0, place)))
                 place += 1
-    return Ties(tied, [*(("in", 0, d) for d in left_c), *(("in", 1, d) for d in right_c)])
+    return ShardRule(tied, [*(("in", 0, d) for d in left_c), *(("in", 1, d) for d in right_c)])
 
 
-def _convolution(eqn: jaxapi.Eqn) -> Ties | None:
+def _convolution(eqn: jaxapi.Eqn) -> ShardRule | None:
     if eqn.params["batch_group_count"] != 1:
         return None
     numbers = eqn.params["dimension_numbers"]
@@ -259,10 +259,10 @@ def _convolution(eqn: jaxapi.Eqn) -> Ties | None:
     whole: list[Dim] = [("in", 0, d) for d in range(len(_shape(eqn.invars[0]))) if d != lhs]
     whole += [("in", 1, d) for d in range(len(_shape(eqn.invars[1])))]
     whole += [("out", 0, d) for d in range(len(_shape(eqn.outvars[0]))) if d != out]
-    return Ties([(("in", 0, lhs), ("out", 0, out))], whole)
+    return ShardRule([(("in", 0, lhs), ("out", 0, out))], whole)
 
 
-def _window(eqn: jaxapi.Eqn) -> Ties:
+def _window(eqn: jaxapi.Eqn) -> ShardRule:
     p, tied, whole = eqn.params, [], []
     for d, size in enumerate(p["window_dimensions"]):
         plain = size == 1 and p["window_strides"][d] == 1 and tuple(p["padding"][d]) == (0, 0)
@@ -271,29 +271,29 @@ def _window(eqn: jaxapi.Eqn) -> Ties:
             tied.append((("in", 0, d), ("out", 0, d)))
         else:
             whole += [("in", 0, d), ("out", 0, d)]
-    return Ties(tied, whole)
+    return ShardRule(tied, whole)
 
 
-def _concatenate(eqn: jaxapi.Eqn) -> Ties:
+def _concatenate(eqn: jaxapi.Eqn) -> ShardRule:
     axis = eqn.params["dimension"]
     tied, whole = [], [("out", 0, axis)]
     for i, operand in enumerate(eqn.invars):
         whole.append(("in", i, axis))
         tied += [(("in", i, d), ("out", 0, d)) for d in range(len(_shape(operand))) if d != axis]
-    return Ties(tied, whole)
+    return ShardRule(tied, whole)
 
 
-def _pad(eqn: jaxapi.Eqn) -> Ties:
+def _pad(eqn: jaxapi.Eqn) -> ShardRule:
     tied, whole = [], []
     for d, amounts in enumerate(eqn.params["padding_config"]):
         if tuple(amounts) == (0, 0, 0):
             tied.append((("in", 0, d), ("out", 0, d)))
         else:
             whole += [("in", 0, d), ("out", 0, d)]
-    return Ties(tied, whole)
+    return ShardRule(tied, whole)
 
 
-def _slice(eqn: jaxapi.Eqn) -> Ties:
+def _slice(eqn: jaxapi.Eqn) -> ShardRule:
     p, shape, tied, whole = eqn.params, _shape(eqn.invars[0]), [], []
     strides = p["strides"] or (1,) * len(shape)
     for d, size in enumerate(shape):
@@ -306,23 +306,23 @@ def _slice(eqn: jaxapi.Eqn) -> Ties:
     def localise(ins: Sequence[tuple[int, ...]], _: Any) -> dict[str, Any]:
         return {"limit_indices": tuple(ins[0][d] if d in full else n for d, n in enumerate(p["limit_indices"]))}
 
-    return Ties(tied, whole, localise)
+    return ShardRule(tied, whole, localise)
 
 
-def _split(eqn: jaxapi.Eqn) -> Ties:
+def _split(eqn: jaxapi.Eqn) -> ShardRule:
     axis, rank = eqn.params["axis"], len(_shape(eqn.invars[0]))
     parts = range(len(eqn.outvars))
     tied = [(("in", 0, d), ("out", i, d)) for i in parts for d in range(rank) if d != axis]
-    return Ties(tied, [("in", 0, axis), *(("out", i, axis) for i in parts)])
+    return ShardRule(tied, [("in", 0, axis), *(("out", i, axis) for i in parts)])
 
 
-def _iota(eqn: jaxapi.Eqn) -> Ties | None:
+def _iota(eqn: jaxapi.Eqn) -> ShardRule | None:
     if eqn.invars:
         return None
-    return Ties([], [("out", 0, eqn.params["dimension"])], lambda _, outs: {"shape": outs[0]})
+    return ShardRule([], [("out", 0, eqn.params["dimension"])], lambda _, outs: {"shape": outs[0]})
 
 
-_RULES: dict[str, Callable[[jaxapi.Eqn], Ties | None]] = {
+_RULES: dict[str, Callable[[jaxapi.Eqn], ShardRule | None]] = {
     "broadcast_in_dim": _broadcast,
     "concatenate": _concatenate,
     "conv_general_dilated": _convolution,

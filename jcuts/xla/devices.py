@@ -15,7 +15,7 @@ from jcuts.schedule.gpu.candidates import GpuMachine
 
 NAMES = ("cuda", "gpu")
 """What JAX calls the platform, in lowering rules and on devices."""
-NEWEST = (9, 0)
+newest_capability = (9, 0)
 """Newest compute capability that kernels are made for; its machine code does not run on newer GPUs."""
 _DEFAULT_SMS = 108
 
@@ -72,8 +72,8 @@ def unusable() -> str:
     found = ".".join(map(str, gpu.capability))
     if gpu.capability < AMPERE:
         return f"compute capability {found} is older than 8.0: kernels for it are planned and assembled, but not run"
-    if gpu.capability > NEWEST:
-        newest = ".".join(map(str, NEWEST))
+    if gpu.capability > newest_capability:
+        newest = ".".join(map(str, newest_capability))
         return f"{gpu.name} has compute capability {found}, kernels are made up to {newest}"
     from jcuts.codegen.cuda import compile as compiler
     from jcuts.codegen.cuda.toolchain import ptxas

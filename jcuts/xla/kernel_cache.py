@@ -61,9 +61,9 @@ def source_text(program: Program) -> str:
 
         return emit_source(program).text
     from jcuts.codegen.cuda.launch_source import emit_source as emit_cuda
-    from jcuts.codegen.cuda.split_kernels import parts
+    from jcuts.codegen.cuda.split_kernels import split_into_kernels
 
-    return "\n".join(emit_cuda(part.program).text for part in parts(program)[0])
+    return "\n".join(emit_cuda(part.program).text for part in split_into_kernels(program)[0])
 
 
 def _compile(program: Program) -> CompiledKernel:

@@ -17,7 +17,7 @@ from typing import Any
 
 from jcuts.base import knobs
 from jcuts.base.errors import NativeError
-from jcuts.base.warn_once import once
+from jcuts.base.warn_once import warn_once
 
 log = logging.getLogger("jcuts.native")
 
@@ -40,7 +40,7 @@ def library_path(name: str = LIBRARY) -> Path:
         chosen = override if name == LIBRARY else override.with_name(name)
         if not chosen.is_file():
             why = f"JCUTS_NATIVE={override}: {chosen} is not a file: point it at {LIBRARY} or unset it"
-            once(log, why, "%s; until then functions are left to XLA", why)  # who asked for it wants to know
+            warn_once(log, why, "%s; until then functions are left to XLA", why)  # who asked for it wants to know
             raise NativeError(why, tried=[str(chosen)])
         return chosen.resolve()
     # An editable install keeps built files elsewhere than sources: ask the import system as well.

@@ -13,8 +13,8 @@ from benchmarks import workloads
 from jcuts.base.errors import Refusal
 from jcuts.fusion import greedy
 from jcuts.fusion.dag import Dag, is_acyclic_cover
-from jcuts.fusion.match_attention import attended
-from jcuts.lower.patterns.attention import Attention, recognise
+from jcuts.fusion.match_attention import fuse_attention
+from jcuts.lower.patterns.attention import Attention, match
 from jcuts.lower.tensor_graph import build_graph
 from jcuts.rewrite.registry import rewritten
 from jcuts.rewrite.simplify import simplify
@@ -32,7 +32,7 @@ def covered(fn, *args, rules=()):
     closed = simplify(inline(jaxapi.closed_jaxpr_of(fn, *args)))
     closed = rewritten(closed, rules).closed if rules else closed
     graph = build_graph(closed.jaxpr)
-    return graph, attended(graph, greedy.group(graph).subsets)
+    return graph, fuse_attention(graph, greedy.group(graph).subsets)
 
 
 def attentions(cover):
@@ -63,7 +63,7 @@ def test_every_layer_of_bert_has_one(layers, rules):
     for members, program in found:
         prims = [graph.nodes[n].prim for n in sorted(members)]
         assert prims.count("dot_general") == 2 and {"reduce_max", "exp", "reduce_sum", "div"} <= set(prims)
-        known = recognise(program)
+        known = match(program)
         assert isinstance(known, Attention)
         assert (known.batches, known.rows, known.keys, known.between) == (4, 64, 64, 1)
         assert str(known) == "4 x 64 queries, 64 keys of 64, values of 64, float32, 1 operations on a score"
@@ -87,7 +87,7 @@ def test_masks_of_all_kinds_belong_to_it():
     graph, cover = covered(lambda q, k, v: plain(q, k, v, causal), *operands(2, 24, 3, 16))
     ((members, program),) = attentions(cover)
     assert len(members) == len(graph.nodes) and len(program.inputs) == 3
-    known = recognise(program)
+    known = match(program)
     assert isinstance(known, Attention) and known.between >= 3
 
 
@@ -98,7 +98,7 @@ def test_what_jax_makes_of_it(heads, dtype, more):
     q, k, v = (np.zeros((2, 24, n, 16), jnp.dtype(dtype)) for n in (6, heads, heads))
     _, cover = covered(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, **more), q, k, v)
     ((_, program),) = attentions(cover)
-    known = recognise(program)
+    known = match(program)
     assert isinstance(known, Attention) and (known.batches, known.rows, known.keys) == (12, 24, 24)
 
 
@@ -107,7 +107,7 @@ def test_a_cap_and_a_bias():
         return plain(q, k, v, lambda s: 30 * jnp.tanh(s / 30) + bias)
 
     ((_, program),) = attentions(covered(fn, *operands(1, 24, 2, 16), np.zeros((2, 24, 24), np.float32))[1])
-    known = recognise(program)
+    known = match(program)
     assert isinstance(known, Attention) and len(program.inputs) == 4
 
 
@@ -134,7 +134,7 @@ def test_look_alikes_are_left_as_they_were(fn):
     closed = simplify(inline(jaxapi.closed_jaxpr_of(fn, *operands(2, 24, 3, 32))))
     graph = build_graph(closed.jaxpr)
     before = greedy.group(graph).subsets
-    assert attended(graph, before) == sorted(before, key=lambda item: max(item[0]))
+    assert fuse_attention(graph, before) == sorted(before, key=lambda item: max(item[0]))
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_schedules(batch, length, dtype):
     ((_, program),) = attentions(covered(plain, *arrays)[1])
     found = gpu_candidates.candidates(program, MACHINE, 8)
     assert len(found) >= 4 and all(0 < score <= 1 for _, score in found)
-    known = recognise(program)
+    known = match(program)
     assert isinstance(known, Attention)
     for candidate, _ in found:
         shape = shape_of(candidate)

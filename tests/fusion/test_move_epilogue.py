@@ -11,8 +11,8 @@ from jax import lax
 from jcuts.fusion import greedy, move_epilogue
 from jcuts.kernel_ir.interpret import interpret
 from jcuts.kernel_ir.program import Program
-from jcuts.lower.builder import build
-from jcuts.lower.patterns.gemm import as_product, prologue, sides, vectors
+from jcuts.lower.builder import lower_region
+from jcuts.lower.patterns.gemm import as_gemm, gemm_operands, k_vectors, prologue
 from jcuts.lower.tensor_graph import build_graph
 from jcuts.rewrite.registry import rewritten
 from jcuts.rewrite.simplify import simplify
@@ -48,7 +48,7 @@ def covers(function, *args):
     closed = simplify(inline(jaxapi.closed_jaxpr_of(function, *args)))
     graph = build_graph(closed.jaxpr)
     before = greedy.group(graph).subsets
-    return graph, before, move_epilogue.absorbed(graph, before, has_form)
+    return graph, before, move_epilogue.move_epilogues(graph, before, has_form)
 
 
 def primitives(graph, members):
@@ -67,9 +67,9 @@ def test_a_product_without_a_kernel_loses_what_stands_before_it():
     closed = simplify(inline(jaxapi.closed_jaxpr_of(block, *args)))
     graph = build_graph(closed.jaxpr)
     everything = frozenset(range(len(graph.nodes)))
-    program = build(graph, everything)
+    program = lower_region(graph, everything)
     assert isinstance(program, Program) and not has_form(program)
-    (head, first), (rest, second) = move_epilogue.bared(graph, [(everything, program)], has_form)
+    (head, first), (rest, second) = move_epilogue.split_prologues(graph, [(everything, program)], has_form)
     assert head | rest == everything and not head & rest and has_form(second)
     assert primitives(graph, head) == ["abs", "mul"]
     assert primitives(graph, rest) == ["add", "dot_general", "max", "mul"]
@@ -79,14 +79,16 @@ def test_a_product_without_a_kernel_loses_what_stands_before_it():
     np.testing.assert_allclose(got, block(*args), rtol=1e-4, atol=1e-4)
     # Nothing is cut off where it helps nothing, or where the kernel computes it itself.
     for form in (True, False):
-        assert move_epilogue.bared(graph, [(everything, program)], lambda _, form=form: form) == [(everything, program)]
+        assert move_epilogue.split_prologues(graph, [(everything, program)], lambda _, form=form: form) == [
+            (everything, program)
+        ]
 
 
 def test_a_depthwise_convolution_takes_the_activation_before_it():
     graph, before, after = covers(expanded, X, W, B, D)
     assert {m for members, _ in before for m in members} == {m for members, _ in after for m in members}
-    products = [members for members, _ in after if move_epilogue.is_product(graph, members)]
-    (kernel,) = [(members, p) for members, p in after if not move_epilogue.is_product(graph, members)]
+    products = [members for members, _ in after if move_epilogue.is_library_contraction(graph, members)]
+    (kernel,) = [(members, p) for members, p in after if not move_epilogue.is_library_contraction(graph, members)]
     assert [primitives(graph, m) for m in products] == [["dot_general"]]
     assert primitives(graph, kernel[0]) == ["add", "conv_general_dilated", "max", "max", "min"]
     # The larger kernel computes what the two did: padding is zero behind the activation, not before it.
@@ -120,8 +122,8 @@ def round_weights(function, *args):
     """The cover of a function with rounded weights, before and after products took what stands before them."""
     closed = rewritten(simplify(inline(jax.make_jaxpr(function)(*args))), ("rounds",)).closed
     graph = build_graph(closed.jaxpr, tf32=rounded_constants(closed))
-    before = move_epilogue.bared(graph, greedy.group(graph).subsets, has_form)
-    after = move_epilogue.headed(graph, before, has_form)
+    before = move_epilogue.split_prologues(graph, greedy.group(graph).subsets, has_form)
+    after = move_epilogue.fuse_prologues(graph, before, has_form)
     assert {m for members, _ in before for m in members} == {m for members, _ in after for m in members}
     return graph, before, after
 
@@ -138,15 +140,15 @@ def dense_layer(x, y):
 def test_products_of_rounded_weights_take_what_stands_before_them():
     half = jax.ShapeDtypeStruct((8, 64, 64, 64), jnp.float32)
     graph, before, after = round_weights(dense_layer, half, half)
-    (product,) = [(m, p) for m, p in after if move_epilogue.is_product(graph, m)]
+    (product,) = [(m, p) for m, p in after if move_epilogue.is_library_contraction(graph, m)]
     assert primitives(graph, product[0]) == ["add", "add", "dot_general", "max", "max", "mul"]
     assert [primitives(graph, m) for m, _ in after if m != product[0]] == [["concatenate"]]
     assert len(after) == len(before) == 2
     found = gpu_candidates.candidates(product[1], MACHINE, 100)
     assert found and all(dict(p.params)["rounded"] for p, _ in found)
-    made = as_product(product[1])
-    assert made is not None and prologue(made) is not None and len(vectors(made)) == 2
-    assert sides(made)[0].along_terms
+    made = as_gemm(product[1])
+    assert made is not None and prologue(made) is not None and len(k_vectors(made)) == 2
+    assert gemm_operands(made)[0].along_terms
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from jcuts.arch.cpu import CpuArch
 from jcuts.fusion.dag import is_acyclic_cover
 from jcuts.fusion.greedy import group
 from jcuts.fusion.partition_space import TOTAL, WORTH, Space, explore
-from jcuts.lower.builder import build
+from jcuts.lower.builder import lower_region
 from jcuts.schedule.cpu.time_estimate import CALL_SECONDS, seconds, traffic_seconds
 from tests import programs
 from tests.fusion.test_greedy import FUNCTIONS, W, X
@@ -82,7 +82,7 @@ def test_programs_are_those_of_their_equations():
     space = space_of(residual, X, W)
     assert set(space.programs) <= set(space.estimates)
     for subset, program in space.programs.items():
-        again = build(space.graph, subset)
+        again = lower_region(space.graph, subset)
         assert getattr(again, "digest", None) == program.digest
 
 

@@ -78,7 +78,7 @@ def test_a_network_is_optimised_as_a_whole(tmp_path, closed):
         got = run(*args)
         decision = run.decision(*args)
         assert decision.measured and len(decision.speed) > 2, decision
-        judge = variant_space.Exact(jaxapi.closed_jaxpr_of(function, *args), jax.tree.leaves(args), 2.0, "gpu")
+        judge = variant_space.Float64Judge(jaxapi.closed_jaxpr_of(function, *args), jax.tree.leaves(args), 2.0, "gpu")
         exact, plain = judge.reference()[0], np.asarray(jax.jit(function)(*args))
         own = np.linalg.norm(plain - exact)
         assert np.linalg.norm(np.asarray(got) - exact) <= 2 * own + 1e-5 * np.linalg.norm(exact)

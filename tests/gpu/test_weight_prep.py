@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jcuts.lower.weight_transpose import MOST, turning
+from jcuts.lower.weight_transpose import MOST, transpose_program
 from jcuts.pipeline import weight_prep
 from jcuts.rewrite.tf32_weights import round_tf32
 from jcuts.trace import jaxapi
@@ -33,7 +33,7 @@ def test_a_kernel_makes_what_xla_makes(count):
     sizes = [(int(rng.integers(1, 400)), int(rng.integers(1, 300))) for _ in range(count)]
     operands = [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in sizes]
     operands[0] = operands[0].at[0, :1].set(jnp.inf)
-    kernel = kernel_for(turning([(s, s[::-1]) for s in sizes]))
+    kernel = kernel_for(transpose_program([(s, s[::-1]) for s in sizes]))
 
     @jax.jit
     def of_xla(*xs):

@@ -9,7 +9,7 @@ import pytest
 
 import jcuts
 from jcuts.jit import variant_selection
-from jcuts.jit.background_work import Early
+from jcuts.jit.background_work import BackgroundWork
 
 
 def test_pieces_run_in_turn_and_one_that_fails_costs_only_itself():
@@ -18,7 +18,7 @@ def test_pieces_run_in_turn_and_one_that_fails_costs_only_itself():
     def fails():
         raise ValueError("no room")
 
-    work = Early({"a": lambda: done.append("a"), "b": fails, "c": lambda: done.append("c")})
+    work = BackgroundWork({"a": lambda: done.append("a"), "b": fails, "c": lambda: done.append("c")})
     work._thread.join()
     assert done == ["a", "c"] and work.is_done(False) and work.is_done(True)
 
@@ -31,7 +31,7 @@ def test_who_needs_the_device_waits_for_one_piece_and_no_more():
         go_on.wait(10)
         done.append("first")
 
-    work = Early({"first": first, "second": lambda: done.append("second")})
+    work = BackgroundWork({"first": first, "second": lambda: done.append("second")})
     begun.wait(10)
     assert not work.is_done(False)
     threading.Timer(0.05, go_on.set).start()
@@ -47,7 +47,7 @@ def test_who_needs_the_device_does_not_wait_for_what_leaves_it_alone():
         done.append("compiled")
 
     pieces = {"first": lambda: done.append("first"), "compiles": compiles, "runs": lambda: done.append("ran")}
-    with Early(pieces, quiet=("compiles",)) as work:
+    with BackgroundWork(pieces, quiet=("compiles",)) as work:
         begun.wait(10)
         assert work.is_done(False) and work.is_done(True)
         go_on.set()
@@ -68,7 +68,7 @@ def test_who_compiles_for_the_device_does_not_wait_for_first_runs_and_who_measur
         "again": lambda: done.append("ran again"),
         "compiles": lambda: done.append("compiled"),
     }
-    with Early(pieces, light=("runs", "again"), quiet=("compiles",)) as work:
+    with BackgroundWork(pieces, light=("runs", "again"), quiet=("compiles",)) as work:
         begun.wait(10)
         assert work.is_done(False)
         go_on.set()
@@ -76,7 +76,7 @@ def test_who_compiles_for_the_device_does_not_wait_for_first_runs_and_who_measur
         assert work.is_done(False) and work.is_done(True)
     assert done == ["ran", "ran again", "compiled"]  # nothing that times anything began any more
     begun.clear(), go_on.clear(), done.clear()
-    with Early(pieces, light=("runs", "again"), quiet=("compiles",)) as work:
+    with BackgroundWork(pieces, light=("runs", "again"), quiet=("compiles",)) as work:
         begun.wait(10)
         threading.Timer(0.05, go_on.set).start()
         assert work.is_done(True) and done == ["ran"]
@@ -90,13 +90,16 @@ def test_what_breaks_off_leaves_nothing_behind():
         begun.set()
         go_on.wait(10)
 
-    with pytest.raises(KeyboardInterrupt), Early({"first": first, "second": lambda: done.append("second")}) as work:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        BackgroundWork({"first": first, "second": lambda: done.append("second")}) as work,
+    ):
         begun.wait(10)
         raise KeyboardInterrupt
     go_on.set()
     work._thread.join()
     assert not done
-    with Early({}) as work:
+    with BackgroundWork({}) as work:
         pass
     assert work.is_done(True)
 

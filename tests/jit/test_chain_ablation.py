@@ -15,7 +15,7 @@ import jcuts
 from jcuts import api
 from jcuts.base import knobs
 from jcuts.base.errors import UsageError
-from jcuts.base.settings import Form, Settings
+from jcuts.base.settings import Settings, Variant
 from jcuts.jit import chain_ablation, end_to_end_benchmark, paired_timing, variant_selection, variant_space
 from jcuts.jit.decision import Decision
 from jcuts.jit.paired_timing import ms
@@ -29,7 +29,7 @@ from jcuts.xla.chains import fuse as chains_fuse
 from tests.jit.test_end_to_end_benchmark import Clock
 
 CHAINED, SINGLE = "jcuts/scales/anchored:graphs", "jcuts/scales/anchored/single:graphs"
-FORM = Form(("scales",), "anchored")
+FORM = Variant(("scales",), "anchored")
 
 
 def decided(seconds=1e-4, **more):
@@ -47,7 +47,7 @@ def compare(chained, single, *, donates=False, verify=None, results=None):
         return (lambda: results[name]) if name in results else call
 
     calls = {name: program(name, s) for name, s in (("xla", 5e-4), (CHAINED, chained), (SINGLE, single))}
-    found = chain_ablation.compared(
+    found = chain_ablation.ablate_chains(
         decided(), SINGLE, calls, lambda: ((), {}), donates=donates, chunk=2e-3, verify=verify, clock=clock
     )
     return found, clock
@@ -140,27 +140,33 @@ def test_single_calls_that_are_wrong_or_fail_are_out():
         raise RuntimeError("no memory")
 
     calls = {"xla": lambda: np.ones(3, np.float32), CHAINED: broken, SINGLE: broken}
-    found = chain_ablation.compared(decided(), SINGLE, calls, lambda: ((), {}), donates=False, chunk=2e-3)
+    found = chain_ablation.ablate_chains(decided(), SINGLE, calls, lambda: ((), {}), donates=False, chunk=2e-3)
     assert found.rejected == {SINGLE: "RuntimeError: no memory"} and found.chosen == CHAINED
 
 
 def test_only_programs_with_chains_that_can_matter_have_a_rival():
     joined = {FORM: 42, None: 2}
-    assert chain_ablation.rival(decided(), joined) == SINGLE
-    assert chain_ablation.rival(decided(), {None: 2}) == "" == chain_ablation.rival(decided(), {})
-    assert chain_ablation.rival(decided(seconds=0.04), joined) == SINGLE
-    assert chain_ablation.rival(decided(seconds=0.05), joined) == ""  # 420 us at most
+    assert chain_ablation.unchained_variant(decided(), joined) == SINGLE
+    assert (
+        chain_ablation.unchained_variant(decided(), {None: 2}) == "" == chain_ablation.unchained_variant(decided(), {})
+    )
+    assert chain_ablation.unchained_variant(decided(seconds=0.04), joined) == SINGLE
+    assert chain_ablation.unchained_variant(decided(seconds=0.05), joined) == ""  # 420 us at most
     for name, wanted in (("xla:graphs", ""), ("jcuts", "jcuts/plain/all/single")):
         decision = Decision(name, "", {name: 1e-4}, measured=True)
-        assert chain_ablation.rival(decision, joined) == wanted
-    assert chain_ablation.rival(Decision(CHAINED, "nothing was timed"), joined) == ""
+        assert chain_ablation.unchained_variant(decision, joined) == wanted
+    assert chain_ablation.unchained_variant(Decision(CHAINED, "nothing was timed"), joined) == ""
 
 
-@pytest.mark.parametrize("form", [None, Form(("scales", "dots")), Form((), "anchored"), FORM])
+@pytest.mark.parametrize("form", [None, Variant(("scales", "dots")), Variant((), "anchored"), FORM])
 def test_a_form_with_single_calls_is_another_program_of_the_same_kernels(form, monkeypatch):
     monkeypatch.setattr(xla_devices, "this", lambda: xla_devices.Gpu("NVIDIA H200", (9, 0), 132))
-    single = Form.single(form)
-    assert not single.chained and Form.parse(str(single)) == single and Form.tuned(single) == form == Form.tuned(form)
+    single = Variant.single(form)
+    assert (
+        not single.chained
+        and Variant.parse(str(single)) == single
+        and Variant.tuned(single) == form == Variant.tuned(form)
+    )
     name = variant_space.name_of(single, "graph1")
     assert variant_space.form_of(name) == single and name != variant_space.name_of(form, "graph1")
     assert variant_space.is_known(name, "cuda", True) and not variant_space.is_known(
@@ -175,17 +181,17 @@ def test_a_form_with_single_calls_is_another_program_of_the_same_kernels(form, m
 @pytest.mark.parametrize("text", ["scales/all/double", "plain/anchored/single/single", "plain/single"])
 def test_impossible_forms_are_an_error(text):
     with pytest.raises(UsageError, match="single"):
-        Form.parse(text)
+        Variant.parse(text)
 
 
 def test_forms_with_single_calls_and_the_knob_leave_calls_alone(monkeypatch):
     monkeypatch.setattr(pipeline_passes.gpus, "machine", lambda: types.SimpleNamespace(capability=(9, 0)))
     monkeypatch.setattr(chains_fuse, "calls", lambda closed: 2)
-    monkeypatch.setattr(chains_fuse, "chained", lambda closed: "chains")
+    monkeypatch.setattr(chains_fuse, "fuse_calls", lambda closed: "chains")
     closed: Any = "calls"
     for form in (None, FORM):
         assert pipeline_passes._chained(closed, Settings(form=form)) == "chains"
-        assert pipeline_passes._chained(closed, Settings(form=Form.single(form))) == "calls"
+        assert pipeline_passes._chained(closed, Settings(form=Variant.single(form))) == "calls"
         with knobs.scope(chains=False):
             assert pipeline_passes._chained(closed, Settings(form=form)) == "calls"
 
@@ -205,7 +211,7 @@ def arguments():
 def acts_as_gpu(monkeypatch):
     """One form races, whose program is said to have chains."""
     monkeypatch.setattr(variant_space, "GPUS", ("cpu",))
-    monkeypatch.setattr(variant_space, "worth_planning", lambda closed, platform: [Form(("dots",), "none")])
+    monkeypatch.setattr(variant_space, "candidate_variants", lambda closed, platform: [Variant(("dots",), "none")])
     monkeypatch.setattr(chains_fuse, "joined", lambda closed: 3)
     api.set_default_store(end_to_end_benchmark.MemoryStore())
     yield monkeypatch
@@ -214,7 +220,7 @@ def acts_as_gpu(monkeypatch):
 
 @pytest.mark.parametrize("faster", ["single", "chains"])
 def test_the_faster_of_both_runs_is_kept_and_shown(acts_as_gpu, faster):
-    raced, timed, compare_them = [], [], chain_ablation.compared
+    raced, timed, compare_them = [], [], chain_ablation.ablate_chains
     chained, single = "jcuts/dots/none:graphs", "jcuts/dots/none/single:graphs"
 
     def decide(calls, *_, **__):
@@ -234,8 +240,8 @@ def test_the_faster_of_both_runs_is_kept_and_shown(acts_as_gpu, faster):
         programs = {name: clock.program(name, seconds[name]) for name in calls}
         return compare_them(decision, name, programs, lambda: ((), {}), donates=False, chunk=2e-3, clock=clock)
 
-    acts_as_gpu.setattr(end_to_end_benchmark, "decide", decide)
-    acts_as_gpu.setattr(chain_ablation, "compared", compared)
+    acts_as_gpu.setattr(end_to_end_benchmark, "benchmark_variants", decide)
+    acts_as_gpu.setattr(chain_ablation, "ablate_chains", compared)
     args = arguments()
     ours = jcuts.optimize(lambda x, w, b: pointwise(x, w, b))
     np.testing.assert_allclose(ours(*args), pointwise(*args), rtol=1e-5, atol=1e-5)
@@ -263,11 +269,13 @@ def test_the_faster_of_both_runs_is_kept_and_shown(acts_as_gpu, faster):
 @pytest.mark.parametrize("count", [0, 3])
 def test_where_no_kernels_are_in_chains_nothing_more_is_compiled(acts_as_gpu, count):
     compared = []
-    acts_as_gpu.setattr(chain_ablation, "compared", lambda decision, *_, **__: compared.append(decision) or decision)
+    acts_as_gpu.setattr(
+        chain_ablation, "ablate_chains", lambda decision, *_, **__: compared.append(decision) or decision
+    )
     acts_as_gpu.setattr(chains_fuse, "joined", lambda closed: count)
     acts_as_gpu.setattr(
         end_to_end_benchmark,
-        "decide",
+        "benchmark_variants",
         lambda calls, *_, **__: Decision(list(calls)[-1], "", dict.fromkeys(calls, 1e-4), measured=True),
     )
     made = jcuts.optimize(lambda x, w, b: pointwise(x, w, b) + 1)
@@ -292,8 +300,8 @@ def test_who_decided_in_noise_times_single_calls_again(acts_as_gpu, faster):
         speed = {**decision.speed, single: tuple(faster * s for s in (5.0, 4.9, 5.1))}
         return dataclasses.replace(decision, chosen=single, speed=speed)
 
-    acts_as_gpu.setattr(end_to_end_benchmark, "decide", decide)
-    acts_as_gpu.setattr(chain_ablation, "compared", pick_single)
+    acts_as_gpu.setattr(end_to_end_benchmark, "benchmark_variants", decide)
+    acts_as_gpu.setattr(chain_ablation, "ablate_chains", pick_single)
     args = arguments()
     for process in range(2):
         acts_as_gpu.setattr(variant_selection, "_decided_here", set())

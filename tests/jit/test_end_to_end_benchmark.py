@@ -32,7 +32,7 @@ class Clock:
 
 def decide(clock, **programs):
     calls = {name.replace("__", ":"): clock.program(name, s) for name, s in programs.items()}
-    return end_to_end_benchmark.decide(calls, lambda: ((), {}), donates=False, clock=clock)
+    return end_to_end_benchmark.benchmark_variants(calls, lambda: ((), {}), donates=False, clock=clock)
 
 
 def test_who_is_barred_is_timed_only_as_plain_xla_and_never_chosen():
@@ -42,7 +42,9 @@ def test_who_is_barred_is_timed_only_as_plain_xla_and_never_chosen():
         for name, s in {"xla": 0.001, "xla:wide": 0.0005, "jcuts": 0.006, "jcuts:wide": 0.007}.items()
     }
     barred = {"xla": "730 MiB", "xla:wide": "730 MiB"}
-    decision = end_to_end_benchmark.decide(calls, lambda: ((), {}), donates=False, clock=clock, barred=barred)
+    decision = end_to_end_benchmark.benchmark_variants(
+        calls, lambda: ((), {}), donates=False, clock=clock, barred=barred
+    )
     assert decision.chosen == "jcuts" and "xla:wide" not in clock.calls
     assert decision.rejected["xla"] == "730 MiB" and decision.speed["jcuts"][0] == pytest.approx(1 / 6)
 
@@ -50,7 +52,7 @@ def test_who_is_barred_is_timed_only_as_plain_xla_and_never_chosen():
         raise RuntimeError("no memory")
 
     calls = {"xla": clock.program("xla", 0.001), "jcuts": broken}
-    decision = end_to_end_benchmark.decide(
+    decision = end_to_end_benchmark.benchmark_variants(
         calls, lambda: ((), {}), donates=False, clock=clock, barred={"xla": "730 MiB"}
     )
     assert decision.chosen == "xla"  # nothing else is left
@@ -173,7 +175,7 @@ def test_donated_arguments_are_copied_outside_the_timed_part():
         return (), {}
 
     calls = {"xla": clock.program("xla", 0.2), "jcuts": clock.program("jcuts", 0.1)}
-    decision = end_to_end_benchmark.decide(calls, fresh, donates=True, clock=clock)
+    decision = end_to_end_benchmark.benchmark_variants(calls, fresh, donates=True, clock=clock)
     assert decision.chosen == "jcuts" and decision.speed["jcuts"][0] == pytest.approx(2.0)
 
 
@@ -184,7 +186,9 @@ def test_a_program_that_is_not_right_is_out():
     def verify(name, reference, result):
         return "is off by 1" if name == "jcuts/dots" else None
 
-    decision = end_to_end_benchmark.decide(calls, lambda: ((), {}), donates=False, clock=clock, verify=verify)
+    decision = end_to_end_benchmark.benchmark_variants(
+        calls, lambda: ((), {}), donates=False, clock=clock, verify=verify
+    )
     assert decision.chosen == "xla" and decision.rejected == {"jcuts/dots": "is off by 1"}
 
 
@@ -193,7 +197,7 @@ def test_options_that_may_gain_everything_are_tried_for_every_program():
     assert "not tried" in decide(Clock(), **programs).rejected["xla:graphs"]
     clock = Clock()
     calls = {name.replace("__", ":"): clock.program(name, seconds) for name, seconds in programs.items()}
-    decision = end_to_end_benchmark.decide(
+    decision = end_to_end_benchmark.benchmark_variants(
         calls, lambda: ((), {}), donates=False, clock=clock, options_gain=float("inf")
     )
     assert decision.chosen == "xla:graphs"

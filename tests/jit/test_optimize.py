@@ -341,7 +341,7 @@ def test_guard_rejects_wrong_and_failing_programs():
         "nan": _call(lambda x: x * jnp.nan),
         "fails": fails,
     }
-    decision = end_to_end_benchmark.decide(calls, lambda: ((X,), {}), donates=False, seconds=0.02)
+    decision = end_to_end_benchmark.benchmark_variants(calls, lambda: ((X,), {}), donates=False, seconds=0.02)
     assert decision.chosen == "xla"
     assert "norm" in decision.rejected["wrong"] and "NaN" in decision.rejected["nan"]
     assert "no device" in decision.rejected["fails"]
@@ -352,7 +352,7 @@ def test_guard_lets_the_users_own_error_through():
         raise ZeroDivisionError("mine")
 
     with pytest.raises(ZeroDivisionError, match="mine"):
-        end_to_end_benchmark.decide({"xla": fails}, lambda: ((X,), {}), donates=False, seconds=0.02)
+        end_to_end_benchmark.benchmark_variants({"xla": fails}, lambda: ((X,), {}), donates=False, seconds=0.02)
 
 
 def test_decision_round_trip():
@@ -574,7 +574,7 @@ def test_a_decision_taken_in_noise_is_measured_again_by_a_later_process(toy, mon
         raced.append(sorted(calls))
         return end_to_end_benchmark.Decision(end_to_end_benchmark.XLA, "busy", {"xla": 1.0}, measured=True, noisy=True)
 
-    monkeypatch.setattr(end_to_end_benchmark, "decide", decide)
+    monkeypatch.setattr(end_to_end_benchmark, "benchmark_variants", decide)
     settings = jcuts.optimize(scaled).settings
     for process in range(end_to_end_benchmark.MOST_TRIES + 2):
         monkeypatch.setattr("jcuts.jit.variant_selection._decided_here", set())
@@ -592,7 +592,7 @@ def test_equal_devices_share_a_decision(toy, monkeypatch):  # noqa: F811
         raced.append(sorted(calls))
         return end_to_end_benchmark.Decision(end_to_end_benchmark.XLA, "here", {"xla": 1.0}, measured=True)
 
-    monkeypatch.setattr(end_to_end_benchmark, "decide", decide)
+    monkeypatch.setattr(end_to_end_benchmark, "benchmark_variants", decide)
     f = Optimized(scaled, jcuts.optimize(scaled).settings, {}, end_to_end_benchmark.MemoryStore())
     for device in jax.devices()[:2]:
         out = f(jax.device_put(X, device))

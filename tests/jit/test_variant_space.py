@@ -13,9 +13,9 @@ from jax import lax
 import jcuts
 from jcuts import api
 from jcuts.base.errors import UsageError
-from jcuts.base.settings import Form
+from jcuts.base.settings import Variant
 from jcuts.jit import end_to_end_benchmark, float64_check, variant_space
-from jcuts.jit.precompile import compile_ahead
+from jcuts.jit.precompile import precompile_variants
 from jcuts.pipeline import computation
 from jcuts.report.function_report import FunctionReport, RefusalReport, SubsetReport
 from jcuts.trace import jaxapi
@@ -40,9 +40,9 @@ def block(x):
     return lax.conv_general_dilated(x, d, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=16)
 
 
-@pytest.mark.parametrize("form", [Form(("scales", "dots")), Form((), "anchored"), Form(("dots",), "none")])
+@pytest.mark.parametrize("form", [Variant(("scales", "dots")), Variant((), "anchored"), Variant(("dots",), "none")])
 def test_names_and_forms_are_inverse(form):
-    assert Form.parse(str(form)) == form
+    assert Variant.parse(str(form)) == form
     assert variant_space.form_of(variant_space.name_of(form, "graphs")) == form and variant_space.is_known(
         variant_space.name_of(form), "cuda", False
     )
@@ -52,9 +52,9 @@ def test_names():
     assert (
         variant_space.name_of(None) == "jcuts"
         and variant_space.form_of("jcuts:graphs") is None
-        and Form() == Form.parse("")
+        and Variant() == Variant.parse("")
     )
-    assert variant_space.programs([Form(("scales",)), Form(("scales", "dots"), "none")], ("graphs",)) == [
+    assert variant_space.programs([Variant(("scales",)), Variant(("scales", "dots"), "none")], ("graphs",)) == [
         "xla",
         "xla:graphs",
         "jcuts/scales",
@@ -88,7 +88,7 @@ def test_stored_names_are_checked(name, platform, known):
 
 def test_impossible_regions_are_an_error():
     with pytest.raises(UsageError, match="most"):
-        Form((), "most")
+        Variant((), "most")
 
 
 def test_forms_race_and_the_decision_is_kept(monkeypatch, tmp_path):
@@ -128,7 +128,7 @@ def test_siblings_race_beside_all_other_rewrites_only():
         def plan(form):
             return types.SimpleNamespace(closed=None, report=types.SimpleNamespace(source=str(form)))
 
-        return [str(form) for form in variant_space.planned(closed, "cuda", plan) if form is not None]
+        return [str(form) for form in variant_space.plan_variants(closed, "cuda", plan) if form is not None]
 
     assert planned(block, 1, 4, 4, 8)[-1] == "scales+dots/absorbing"
     with_siblings = planned(branches, 1, 4, 4, 8)
@@ -147,7 +147,7 @@ def test_weights_are_rounded_in_every_form_where_there_are_warp_groups(monkeypat
     ):
         machine = types.SimpleNamespace(capability=capability)
         monkeypatch.setattr(variant_space.gpus, "machine", lambda machine=machine: machine)
-        assert [str(form) for form in variant_space.worth_planning(closed, "cuda")] == wanted
+        assert [str(form) for form in variant_space.candidate_variants(closed, "cuda")] == wanted
 
 
 def test_options_that_a_version_does_not_know_are_left_out(monkeypatch):
@@ -164,7 +164,7 @@ def test_options_that_a_version_does_not_know_are_left_out(monkeypatch):
 def test_the_judge_compares_with_float64():
     x = values(3, 5, 5, 8)
     closed = jaxapi.closed_jaxpr_of(block, x)
-    judge = variant_space.Exact(closed, [x], 2.0, "cpu")
+    judge = variant_space.Float64Judge(closed, [x], 2.0, "cpu")
     exact = judge.reference()[0]
     assert exact.dtype == np.float64
     good = np.asarray(jax.jit(block)(x))
@@ -182,7 +182,7 @@ def test_the_judge_compares_with_float64():
 
 def test_rewrites_that_cannot_be_checked_are_not_used(monkeypatch):
     x = values(3, 5, 5, 8)
-    judge = variant_space.Exact(jaxapi.closed_jaxpr_of(block, x), [x], 2.0, "cpu")
+    judge = variant_space.Float64Judge(jaxapi.closed_jaxpr_of(block, x), [x], 2.0, "cpu")
 
     def fail(*_, **__):
         raise MemoryError("no room")
@@ -206,7 +206,7 @@ def test_plain_xla_is_compiled_before_all_others_and_alone():
                 raise RuntimeError("no such option")
 
     names = ["xla", "xla:graphs", "jcuts", "jcuts:graphs", "jcuts/dots:graphs", "jcuts/dots"]
-    compile_ahead({name: (lambda n=name: Lowered(n)) for name in names})
+    precompile_variants({name: (lambda n=name: Lowered(n)) for name in names})
     assert order[0] == ("xla", ("xla",)) and {name for name, _ in order} == set(names)
     first = [name for name, _ in order[1:3]]
     assert "jcuts/dots:graphs" in first and "xla:graphs" not in first
@@ -223,7 +223,7 @@ def test_kernels_that_lost_by_little_are_worth_a_race():
 
     def worth(*subsets, small=0, equations=20):
         refusals = (RefusalReport("exp", computation.TOO_LITTLE, "", small),) if small else ()
-        return variant_space.lost_by_little(FunctionReport("f", "mixed", "cpu", subsets, refusals, equations))
+        return variant_space.near_ties(FunctionReport("f", "mixed", "cpu", subsets, refusals, equations))
 
     assert worth(won, close) and worth(close)
     assert not worth(won, far) and not worth(won) and not worth()
@@ -237,11 +237,11 @@ def mlp(x, w, b):
 
 @pytest.mark.parametrize("worth", [True, False])
 def test_a_program_with_every_kernel_competes(monkeypatch, worth):
-    monkeypatch.setattr(variant_space, "lost_by_little", lambda report: worth)
+    monkeypatch.setattr(variant_space, "near_ties", lambda report: worth)
     seen = []
     monkeypatch.setattr(
         end_to_end_benchmark,
-        "decide",
+        "benchmark_variants",
         lambda calls, *_, **more: (
             seen.append(dict(calls))
             or end_to_end_benchmark.Decision(
@@ -273,40 +273,42 @@ def test_programs_without_kernels_that_are_far_behind_by_measurement_do_not_race
         rows = [types.SimpleNamespace(**dict(zip(names, subset, strict=True))) for subset in subsets]
         return types.SimpleNamespace(report=types.SimpleNamespace(subsets=rows))
 
-    fast, bare, other = Form(("scales",)), Form(("scales",), "none"), Form(("scales", "dots"), "none")
-    some, most = Form(("scales",), "absorbing"), Form(("scales",), "anchored")
+    fast, bare, other = Variant(("scales",)), Variant(("scales",), "none"), Variant(("scales", "dots"), "none")
+    some, most = Variant(("scales",), "absorbing"), Variant(("scales",), "anchored")
     kernels = [("point", "measured", 3, 1e-6, 2e-6), ("point", "measured", 1, 1e-6, 3e-6)]  # 4 us that gain 5 us
     left = ("xla", "measured", 9, 1e-6, 1e-9)
     found = {fast: outcome(*kernels, left), bare: outcome(left), other: outcome(left)}
-    (name,) = variant_space.left_behind(found)
-    assert name == bare and "those of jcuts/scales 5 us (and take 4 us)" in variant_space.left_behind(found)[bare]
+    (name,) = variant_space.dominated_variants(found)
+    assert (
+        name == bare and "those of jcuts/scales 5 us (and take 4 us)" in variant_space.dominated_variants(found)[bare]
+    )
     few = {some: outcome(("point", "measured", 2, 1e-6, 2e-6)), most: outcome(*kernels[:1])}
-    assert set(variant_space.left_behind({**found, **few})) == {bare, some}  # 3 us less, 2 us less
-    assert not variant_space.left_behind({**found, fast: outcome(("point", "measured", 1, 1e-6, 1.5e-6))})
-    assert not variant_space.left_behind({**found, fast: outcome(("point", "estimated", 1, 1e-6, 9e-6))})
-    assert not variant_space.left_behind({fast: outcome(), bare: outcome(left)})
+    assert set(variant_space.dominated_variants({**found, **few})) == {bare, some}  # 3 us less, 2 us less
+    assert not variant_space.dominated_variants({**found, fast: outcome(("point", "measured", 1, 1e-6, 1.5e-6))})
+    assert not variant_space.dominated_variants({**found, fast: outcome(("point", "estimated", 1, 1e-6, 9e-6))})
+    assert not variant_space.dominated_variants({fast: outcome(), bare: outcome(left)})
     # Where kernels take long, what surrounds them matters less.
     many = [(kind, origin, 500 * count, *times) for kind, origin, count, *times in kernels]
     near = outcome((*many[0][:4], 1.9e-6), many[1])
-    assert set(variant_space.left_behind({fast: outcome(*many), most: near, some: outcome(many[0])})) == {some}
+    assert set(variant_space.dominated_variants({fast: outcome(*many), most: near, some: outcome(many[0])})) == {some}
     # XLA's code for a kernel that clearly won was never compiled: less is enough.
     little = outcome(("point", "measured", 1, 1e-6, 1.5e-6))
     little.report.subsets[0].derived = True
-    assert set(variant_space.left_behind({**found, fast: little})) == {bare}
+    assert set(variant_space.dominated_variants({**found, fast: little})) == {bare}
     # Where the plain form is behind, plain XLA, which has no form, races all the same.
-    behind = variant_space.left_behind({None: outcome(left), Form((), "absorbing"): outcome(*kernels)})
-    names = variant_space.programs([None, Form((), "absorbing")], ["graphs"])
-    assert set(variant_space.names_behind(names, behind)) == {"jcuts", "jcuts:graphs"}
+    behind = variant_space.dominated_variants({None: outcome(left), Variant((), "absorbing"): outcome(*kernels)})
+    names = variant_space.programs([None, Variant((), "absorbing")], ["graphs"])
+    assert set(variant_space.dominated_names(names, behind)) == {"jcuts", "jcuts:graphs"}
 
 
 def test_float64_results_that_cannot_be_had_early_are_asked_for_again(monkeypatch):
     x = values(4, 4)
-    judge = variant_space.Exact(jax.make_jaxpr(jnp.sin)(x), [x], 1.0, "cpu")
+    judge = variant_space.Float64Judge(jax.make_jaxpr(jnp.sin)(x), [x], 1.0, "cpu")
     monkeypatch.setattr(judge, "_run", lambda: (_ for _ in ()).throw(MemoryError("no room")))
     judge.ahead()
     assert judge.reference() is None  # and now it is known
     monkeypatch.undo()
-    again = variant_space.Exact(jax.make_jaxpr(jnp.sin)(x), [x], 1.0, "cpu")
+    again = variant_space.Float64Judge(jax.make_jaxpr(jnp.sin)(x), [x], 1.0, "cpu")
     monkeypatch.setattr(again, "_run", lambda: (_ for _ in ()).throw(MemoryError("no room")))
     again.ahead()
     monkeypatch.undo()
@@ -329,12 +331,12 @@ def test_weights_that_are_arguments_are_turned_in_forms_of_their_own(monkeypatch
     ):
         machine = types.SimpleNamespace(capability=capability)
         monkeypatch.setattr(variant_space.gpus, "machine", lambda machine=machine: machine)
-        assert [str(form) for form in variant_space.worth_planning(closed, "cuda")] == wanted
+        assert [str(form) for form in variant_space.candidate_variants(closed, "cuda")] == wanted
 
 
 def test_the_float64_program_is_compiled_apart_from_its_run(monkeypatch):
     x = values(4, 4)
-    judge = variant_space.Exact(jax.make_jaxpr(jnp.sin)(x), [x], 1.0, "cpu")
+    judge = variant_space.Float64Judge(jax.make_jaxpr(jnp.sin)(x), [x], 1.0, "cpu")
     judge.compile()
     wide = judge._wide
     monkeypatch.setattr(judge, "_wide", lambda: (None, wide()[1]))  # only what was compiled can run

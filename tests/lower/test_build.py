@@ -11,7 +11,7 @@ from jax import lax
 from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.interpret import interpret
 from jcuts.kernel_ir.verify import verify
-from jcuts.schedule.cpu.loop_schedule import collapsed
+from jcuts.schedule.cpu.loop_schedule import collapse_program
 from tests import programs
 from tests.ops.cases import conv
 
@@ -110,14 +110,14 @@ def test_nothing_outside_uses_it():
 )
 def test_axes_merge_where_every_address_allows_it(fn, shapes, extents):
     arrays = [np.random.default_rng(k).standard_normal(s).astype(np.float32) for k, s in enumerate(shapes)]
-    program = collapsed(programs.trace(fn, *arrays).program())
+    program = collapse_program(programs.trace(fn, *arrays).program())
     assert [a.extent for a in program.phases[0].axes] == extents
 
 
 def test_reductions_merge_too():
-    program = collapsed(programs.trace(lambda x: x.sum((1, 2)), np.ones((4, 5, 6), np.float32)).program())
+    program = collapse_program(programs.trace(lambda x: x.sum((1, 2)), np.ones((4, 5, 6), np.float32)).program())
     assert [r.extent for r in program.phases[0].reds] == [30]
-    program = collapsed(programs.trace(lambda x: x.sum((0, 2)), np.ones((4, 5, 6), np.float32)).program())
+    program = collapse_program(programs.trace(lambda x: x.sum((0, 2)), np.ones((4, 5, 6), np.float32)).program())
     assert [r.extent for r in program.phases[0].reds] == [4, 6]
 
 

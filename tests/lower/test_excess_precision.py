@@ -9,12 +9,12 @@ import pytest
 from jax import lax
 
 from jcuts.fusion.greedy import group
-from jcuts.fusion.match_attention import attended
+from jcuts.fusion.match_attention import fuse_attention
 from jcuts.kernel_ir.interpret import interpret
 from jcuts.kernel_ir.verify import verify
-from jcuts.lower.builder import build
-from jcuts.lower.excess_precision import eased
-from jcuts.lower.patterns.gemm import as_product, prologue
+from jcuts.lower.builder import lower_region
+from jcuts.lower.excess_precision import drop_bf16_round_trips
+from jcuts.lower.patterns.gemm import as_gemm, prologue
 from tests import programs
 
 RNG = np.random.default_rng(0)
@@ -37,7 +37,7 @@ def test_a_norm_behind_a_product():
     arguments = half(9, 33), half(33, 20), half(20), single(20), single(20), half(9, 20)
     traced = programs.trace(layer, *arguments)
     program = traced.program()
-    found = eased(program)
+    found = drop_bf16_round_trips(program)
     verify(found)
     ops = [node.op for node in found.phases[0].exit.nodes]
     assert "convert" in [node.op for node in program.phases[0].exit.nodes] and "mul" not in ops
@@ -56,7 +56,7 @@ def test_what_stays_as_it_is():
         (lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), (single(7),)),  # nothing is summed: a cast is exact
     ):
         program = programs.trace(fn, *arguments).program()
-        assert eased(program) is program
+        assert drop_bf16_round_trips(program) is program
 
 
 def test_values_that_are_used_twice():
@@ -64,7 +64,7 @@ def test_values_that_are_used_twice():
         lambda x, w, s: [(y := (x @ w).astype(jnp.float32) * s) + 1, y * 2], half(5, 16), half(16, 8), single(8)
     )
     program = traced.program()
-    found = eased(program)
+    found = drop_bf16_round_trips(program)
     verify(found)
     assert "fma" not in [node.op for node in found.phases[0].exit.nodes]
     for got, want in zip(interpret(found, traced.operands()), interpret(program, traced.operands()), strict=True):
@@ -82,7 +82,7 @@ def test_a_rounding_that_is_declared_stays():
     for arguments, function in (((x, w, s), fn), ((x, w), lambda x, w: lax.reduce_precision(x @ w, 8, 7))):
         traced = programs.trace(function, *arguments)
         program = traced.program()
-        found = eased(program)
+        found = drop_bf16_round_trips(program)
         verify(found)
         assert (found is program) == (len(arguments) == 2)
         for got in interpret(found, traced.operands()):
@@ -99,7 +99,7 @@ def test_a_declared_rounding_before_a_product(declared):
         return (y * s).astype(jnp.bfloat16) @ w
 
     traced = programs.trace(fn, half(64, 32), half(32, 16), single(32))
-    product = as_product(build(traced.graph, traced.everything, cheap=8.0))
+    product = as_gemm(lower_region(traced.graph, traced.everything, cheap=8.0))
     assert (product is not None and prologue(product) is not None) != declared
 
 
@@ -112,5 +112,5 @@ def test_a_declared_rounding_of_attention_weights(declared):
         return weights / weights.sum(-1, keepdims=True) @ v
 
     traced = programs.trace(fn, single(32, 16), single(32, 16), single(32, 16))
-    cover = attended(traced.graph, group(traced.graph).subsets)
+    cover = fuse_attention(traced.graph, group(traced.graph).subsets)
     assert any(p.template == "attention" for _, p in cover) != declared

@@ -12,7 +12,7 @@ from jcuts.kernel_ir.interpret import interpret
 from jcuts.kernel_ir.program import Program
 from jcuts.kernel_ir.verify import verify
 from jcuts.lower import row_reduction
-from jcuts.lower.builder import build
+from jcuts.lower.builder import lower_region
 from jcuts.lower.tensor_graph import build_graph
 from jcuts.schedule.cpu import loop_candidates
 from jcuts.schedule.gpu import candidates as gpu_candidates
@@ -68,7 +68,7 @@ def test_reductions_that_no_one_reads_leave_a_map():
         return rounded
 
     graph = build_graph(inline(jax.make_jaxpr(fn)(X)).jaxpr)
-    program = build(graph, frozenset(range(len(graph.nodes))))
+    program = lower_region(graph, frozenset(range(len(graph.nodes))))
     assert isinstance(program, Program), program
     assert names(program) == ["map"] and program.template == "map" and not program.grid and not program.serial
     found = [p for p, _ in gpu_candidates.candidates(program, gpu_candidates.GpuMachine(132), 8)]

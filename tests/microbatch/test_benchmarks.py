@@ -23,7 +23,7 @@ from benchmarks.microbatch_run import BATCHES, Run
 from jcuts.base import knobs
 from jcuts.microbatch.convolution import Convolution
 from jcuts.microbatch.database import Database, Device
-from jcuts.microbatch.timings import Micro
+from jcuts.microbatch.timings import MicroConfig
 from jcuts.tune.cudnn import measurer as cudnn_measurer
 from jcuts.xla.cudnn.match import LIBRARY
 
@@ -152,7 +152,7 @@ def test_times_of_earlier_runs_do_not_replace_those_of_this_one(host_cudnn, tmp_
     options = SimpleNamespace(start=[], dry_run=True, out=tmp_path, budget=10.0)
     with knobs.scope(cache_dir=tmp_path):
         first = Run(options)
-        own, newer = Micro(4, LIBRARY, "tf32", 1.0, 64), Micro(4, "cudnn/FFT", "tf32", 2.0, 8)
+        own, newer = MicroConfig(4, LIBRARY, "tf32", 1.0, 64), MicroConfig(4, "cudnn/FFT", "tf32", 2.0, 8)
         first.database.record(first.device, c, 4, [own, newer], remarks={"lacking": "9"})
         files = []
         for k, names in enumerate((("FFT", "GEMM"), ("GEMM", "WINOGRAD"))):
@@ -199,8 +199,8 @@ def test_sizes_between_are_looked_for_once_also_where_micro_batches_are_of_whole
         asked.append(size)
         if size not in micros:
             micros[size] = [
-                Micro(size, "cudnn/A", "float32", 0.1 * size, 100 * size),
-                Micro(size, "cudnn/B", "float32", 1.0 * size, 0),
+                MicroConfig(size, "cudnn/A", "float32", 0.1 * size, 100 * size),
+                MicroConfig(size, "cudnn/B", "float32", 1.0 * size, 0),
             ]
             database.record(device, convolution, size, micros[size])
         return database.table(device, convolution)

@@ -18,7 +18,7 @@ from jcuts.microbatch.benchmark import benchmark
 from jcuts.microbatch.database import SCHEMA, Database, Device
 from jcuts.microbatch.errors import ForeignDeviceError, MissingTimesError
 from jcuts.microbatch.network import Network, Use
-from jcuts.microbatch.timings import Micro
+from jcuts.microbatch.timings import MicroConfig
 from tests.microbatch.cases import convolution
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,10 +47,10 @@ def writer(path: Path, first: int, count: int, preamble: str = "") -> subprocess
     )
 
 
-def micros(batch: int, scale: float = 1.0) -> list[Micro]:
+def micros(batch: int, scale: float = 1.0) -> list[MicroConfig]:
     return [
-        Micro(batch, "GEMM", "float32", 3e-6 * batch * scale, 0),
-        Micro(batch, "FFT", "float32", 1e-6 * batch * scale, 1000 * batch),
+        MicroConfig(batch, "GEMM", "float32", 3e-6 * batch * scale, 0),
+        MicroConfig(batch, "FFT", "float32", 1e-6 * batch * scale, 1000 * batch),
     ]
 
 
@@ -319,7 +319,7 @@ def test_a_place_that_cannot_be_written(tmp_path, caplog):
 
 def test_bad_records_are_usage_errors(tmp_path):
     database = Database(tmp_path / "t.db")
-    for bad in ([micros(3)[0]], [micros(2)[0]] * 2, [Micro(2, "A", "float16", 1e-6, 0)]):
+    for bad in ([micros(3)[0]], [micros(2)[0]] * 2, [MicroConfig(2, "A", "float16", 1e-6, 0)]):
         with pytest.raises(UsageError):
             database.record(H200, convolution(), 2, bad)
     assert not (tmp_path / "t.db").exists()

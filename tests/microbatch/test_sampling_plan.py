@@ -7,18 +7,18 @@ from dataclasses import replace
 from jcuts.microbatch import workspace_reuse
 from jcuts.microbatch.convolution import Convolution
 from jcuts.microbatch.sampling_plan import MOST, sizes_between, worth_slicing
-from jcuts.microbatch.timings import Micro, Table, sliced
+from jcuts.microbatch.timings import MicroConfig, Table, sliced
 
 LAYER = Convolution("forward", 64, 192, (27, 27), (5, 5), padding=((2, 2), (2, 2)))
-SLOW = [Micro(n, "slow", "float32", n * 1e-5, 0) for n in (1, 2, 4, 8, 16, 32)]
+SLOW = [MicroConfig(n, "slow", "float32", n * 1e-5, 0) for n in (1, 2, 4, 8, 16, 32)]
 
 
-def table(*micros: Micro) -> Table:
+def table(*micros: MicroConfig) -> Table:
     return Table(LAYER, (*SLOW, *micros))
 
 
-def fft(n: int, space: float, seconds: float) -> Micro:
-    return Micro(n, "fft", "float32", seconds, int(space * 2**20))
+def fft(n: int, space: float, seconds: float) -> MicroConfig:
+    return MicroConfig(n, "fft", "float32", seconds, int(space * 2**20))
 
 
 def test_a_size_that_fills_the_limit():
@@ -42,8 +42,8 @@ def test_the_fastest_come_first_and_not_too_many():
     for k in range(5):
         name = f"a{k}"
         micros += [
-            Micro(16, name, "float32", 1e-5, 10 << 20),
-            Micro(32, name, "float32", (5 - k) * 1e-6, (64 + 8 * (k + 1)) << 20),
+            MicroConfig(16, name, "float32", 1e-5, 10 << 20),
+            MicroConfig(32, name, "float32", (5 - k) * 1e-6, (64 + 8 * (k + 1)) << 20),
         ]
     found = sizes_between(table(*micros), 32, 64 << 20)
     assert len(found) == MOST and found == tuple(sorted(found))  # the fastest needs most, so fits least
@@ -55,9 +55,9 @@ def test_a_batch_that_has_no_division_yet():
     assert sizes_between(known, 32, 64 << 20) == (22,)
 
 
-def conv2_fft(n: int) -> Micro:
+def conv2_fft(n: int) -> MicroConfig:
     """FFT_TILING of AlexNet's conv2 as cuDNN asks for: 4352 B per channel of the filter, of an image, of a result."""
-    return Micro(n, "fft", "float32", 8e-5 + n * 1.7e-6, 4352 * (64 * 192 + n * (64 + 192)))
+    return MicroConfig(n, "fft", "float32", 8e-5 + n * 1.7e-6, 4352 * (64 * 192 + n * (64 + 192)))
 
 
 def test_what_only_slices_make_fit():
@@ -75,7 +75,7 @@ def test_what_only_slices_make_fit():
     assert found[0].slices == (3, 4, 6, 8, 12, 16, 24) and found[0].text == f"fft float32 {limit}"
     # As measured: three slices of 64 samples are worth it, and a single call has none.
     name = sliced("fft", 3)
-    more = Table(LAYER, (*known.micros, Micro(64, name, "float32", 2.4e-4, 60 << 20)))
+    more = Table(LAYER, (*known.micros, MicroConfig(64, name, "float32", 2.4e-4, 60 << 20)))
     assert str(workspace_reuse.divide(more, 256, limit)) == "4 x 64 fft/slices=3:float32"
     assert (
         workspace_reuse.undivided(more, 64, limit) is None
@@ -87,8 +87,8 @@ def test_slices_that_took_longer_than_promised_are_no_promise():
     known = Table(LAYER, (*SLOW, *(conv2_fft(n) for n in (8, 16, 32, 64, 128, 256))))
     one = worth_slicing(known, 256, 64 << 20, algorithms=("fft",))[0]
     promised = one.micro.seconds * (1 + 2 * 64 / (64 + 192))
-    best = Micro(128, "other", "float32", 128 * 1e-5, 0)  # one sample in 10 us
-    slow = Micro(64, sliced("fft", 3), "float32", 4 * promised, 60 << 20)
+    best = MicroConfig(128, "other", "float32", 128 * 1e-5, 0)  # one sample in 10 us
+    slow = MicroConfig(64, sliced("fft", 3), "float32", 4 * promised, 60 << 20)
     for micros, sizes in (((best,), [64, 32, 128]), ((best, slow), [])):
         table = Table(LAYER, (*known.micros, *micros))
         found = worth_slicing(table, 256, 64 << 20, algorithms=("fft",))
@@ -98,7 +98,7 @@ def test_slices_that_took_longer_than_promised_are_no_promise():
 def test_slices_that_cannot_pay():
     limit = 64 << 20
     slow = Table(LAYER, (*SLOW, *(conv2_fft(n) for n in (8, 256))))
-    fast = [Micro(n, "fast", "float32", n * 1e-7, 0) for n in (1, 256)]
+    fast = [MicroConfig(n, "fast", "float32", n * 1e-7, 0) for n in (1, 256)]
     assert worth_slicing(Table(LAYER, (*slow.micros, *fast)), 256, limit, algorithms=("fft",)) == ()
     assert worth_slicing(slow, 256, limit, algorithms=("other",)) == ()
     assert worth_slicing(slow, 256, None, algorithms=("fft",)) == ()

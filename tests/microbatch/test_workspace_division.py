@@ -10,7 +10,7 @@ from jcuts.microbatch import clique_knapsack, knapsack, workspace_reuse
 from jcuts.microbatch.errors import NoDivisionError
 from jcuts.microbatch.network import Clique, cliques, peak
 from jcuts.microbatch.pareto import desirable
-from jcuts.microbatch.timings import Division, Micro
+from jcuts.microbatch.timings import Division, MicroConfig
 from jcuts.microbatch.workspace_division import divide_network
 from tests.microbatch import reference
 from tests.microbatch.cases import UNIT, random_sets, random_table
@@ -53,7 +53,7 @@ def test_liveness_equals_enumeration(seed):
         if (members := tuple(k for k, (b, e) in enumerate(lives) if b <= step <= e))
     ]
     expected = reference.knapsack(costs, weights, every_step)
-    found = clique_knapsack.choose(costs, weights, cliques(lives, held, total))
+    found = clique_knapsack.solve_clique_knapsack(costs, weights, cliques(lives, held, total))
     check(found, expected, costs, weights, every_step)
 
 
@@ -76,7 +76,7 @@ def test_the_exhaustive_passes_equal_enumeration(seed, monkeypatch):
     lives = [(k, k + 2) for k in range(6)]
     limits = cliques(lives, (), limit // 2)
     check(
-        clique_knapsack.choose(costs, weights, limits),
+        clique_knapsack.solve_clique_knapsack(costs, weights, limits),
         reference.knapsack(costs, weights, limits),
         costs,
         weights,
@@ -116,7 +116,10 @@ def test_branches_that_overlap_equal_highs(seed):
                 begin = 3 * block + depth
                 lives.append((begin, begin + int(rng.integers(0, 2))))
     limits = cliques(lives, (), 700 * UNIT)
-    found, other = clique_knapsack.choose(costs, weights, limits), reference.highs(costs, weights, limits)
+    found, other = (
+        clique_knapsack.solve_clique_knapsack(costs, weights, limits),
+        reference.highs(costs, weights, limits),
+    )
     assert found is not None and other is not None and found.proven
     assert reference.fits(found.items, weights, limits) and reference.fits(other, weights, limits)
     assert found.cost == reference.value(other, costs)
@@ -171,7 +174,9 @@ def test_alone_at_every_step_wd_is_wr_with_the_whole_limit():
 
 
 def test_what_is_held_takes_room():
-    sets = [[Division((Micro(1, "A", "float32", 3e-6, 0),)), Division((Micro(1, "B", "float32", 1e-6, 60),))]] * 2
+    sets = [
+        [Division((MicroConfig(1, "A", "float32", 3e-6, 0),)), Division((MicroConfig(1, "B", "float32", 1e-6, 60),))]
+    ] * 2
     assert divide_network(sets, 100, constraint="liveness", held=(0, 50)).seconds == pytest.approx(4e-6)
     assert divide_network(sets, 100, constraint="liveness", held=(0, 40)).seconds == pytest.approx(2e-6)
     with pytest.raises(NoDivisionError):

@@ -15,7 +15,7 @@ from jcuts.microbatch import workspace_reuse
 from jcuts.microbatch.convolution import Convolution
 from jcuts.microbatch.errors import NoDivisionError
 from jcuts.microbatch.pareto import BLOCK, desirable
-from jcuts.microbatch.timings import Division, Micro, Table, policy_sizes, usable_sizes
+from jcuts.microbatch.timings import Division, MicroConfig, Table, policy_sizes, usable_sizes
 from tests.microbatch import reference
 from tests.microbatch.cases import convolution, random_limit, random_table
 
@@ -24,19 +24,19 @@ MIB = 1 << 20
 
 def table_of(*rows: tuple[int, str, float, int]) -> Table:
     """A table of (batch, algorithm, microseconds, MiB)."""
-    return Table(convolution(), tuple(Micro(b, a, "float32", us / 1e6, mib * MIB) for b, a, us, mib in rows))
+    return Table(convolution(), tuple(MicroConfig(b, a, "float32", us / 1e6, mib * MIB) for b, a, us, mib in rows))
 
 
 def test_hand_count():
     # FFT is fast, and too large undivided: two halves in 64 MiB.
     table = table_of((8, "GEMM", 30, 0), (8, "FFT", 6, 120), (4, "FFT", 4, 60), (4, "GEMM", 15, 0), (2, "FFT", 3, 30))
     found = workspace_reuse.divide(table, 8, 64 * MIB)
-    assert found.runs == ((2, Micro(4, "FFT", "float32", 4e-6, 60 * MIB)),)
+    assert found.runs == ((2, MicroConfig(4, "FFT", "float32", 4e-6, 60 * MIB)),)
     assert found.seconds == pytest.approx(8e-6) and found.workspace == 60 * MIB and found.batch == 8
     assert [start for start, _ in found.offsets] == [0, 4]
     assert str(found) == "2 x 4 FFT:float32"
-    assert workspace_reuse.divide(table, 8).parts == (Micro(8, "FFT", "float32", 6e-6, 120 * MIB),)
-    assert workspace_reuse.divide(table, 8, 0).parts == (Micro(8, "GEMM", "float32", 30e-6, 0),)
+    assert workspace_reuse.divide(table, 8).parts == (MicroConfig(8, "FFT", "float32", 6e-6, 120 * MIB),)
+    assert workspace_reuse.divide(table, 8, 0).parts == (MicroConfig(8, "GEMM", "float32", 30e-6, 0),)
     assert workspace_reuse.undivided(table, 8, 64 * MIB) == workspace_reuse.divide(table, 8, 0)
     assert [(round(d.seconds * 1e6), d.workspace // MIB) for d in desirable(table, 8)] == [
         (30, 0),
@@ -127,7 +127,7 @@ def test_desirable_set_is_the_papers(seed):
 def test_more_workspaces_than_a_block():
     rng = np.random.default_rng(5)
     micros = [
-        Micro(b, f"A{a}", "float32", float(rng.uniform(1, 2)) / (a + 1), 1000 * b * (a + 1) + a)
+        MicroConfig(b, f"A{a}", "float32", float(rng.uniform(1, 2)) / (a + 1), 1000 * b * (a + 1) + a)
         for b in range(1, 41)
         for a in range(20)
     ]
@@ -170,12 +170,12 @@ def test_policies():
 
 def test_more_exact_arithmetic_is_welcome_less_is_not():
     half = convolution(dtype="float16")
-    table = Table(half, (Micro(4, "GEMM", "float16", 3e-6, 0), Micro(4, "FFT", "float32", 2e-6, MIB)))
+    table = Table(half, (MicroConfig(4, "GEMM", "float16", 3e-6, 0), MicroConfig(4, "FFT", "float32", 2e-6, MIB)))
     assert workspace_reuse.divide(table, 4).parts[0].math == "float32"
     assert workspace_reuse.divide(table, 4, 0).parts[0].math == "float16"
     with pytest.raises(NoDivisionError):
         workspace_reuse.divide(table, 4, 0, precision="float32")
-    single = Table(convolution(), (Micro(4, "GEMM", "tf32", 1e-6, 0), Micro(4, "GEMM", "float32", 3e-6, 0)))
+    single = Table(convolution(), (MicroConfig(4, "GEMM", "tf32", 1e-6, 0), MicroConfig(4, "GEMM", "float32", 3e-6, 0)))
     assert workspace_reuse.divide(single, 4).parts[0].math == "float32"
     assert workspace_reuse.divide(single, 4, precision="tf32").parts[0].math == "tf32"
 
@@ -183,13 +183,13 @@ def test_more_exact_arithmetic_is_welcome_less_is_not():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: Micro(0, "A", "float32", 1e-6, 0),
-        lambda: Micro(1, "A", "float32", float("nan"), 0),
-        lambda: Micro(1, "A", "float32", -1.0, 0),
-        lambda: Micro(1, "A", "float32", 1e-6, -1),
-        lambda: Micro(1, "A", "float32", 1e-6, 2**64),
-        lambda: Table(convolution(), (Micro(1, "A", "float16", 1e-6, 0),)),
-        lambda: Table(convolution(), (Micro(1, "A", "float32", 1e-6, 0),) * 2),
+        lambda: MicroConfig(0, "A", "float32", 1e-6, 0),
+        lambda: MicroConfig(1, "A", "float32", float("nan"), 0),
+        lambda: MicroConfig(1, "A", "float32", -1.0, 0),
+        lambda: MicroConfig(1, "A", "float32", 1e-6, -1),
+        lambda: MicroConfig(1, "A", "float32", 1e-6, 2**64),
+        lambda: Table(convolution(), (MicroConfig(1, "A", "float16", 1e-6, 0),)),
+        lambda: Table(convolution(), (MicroConfig(1, "A", "float32", 1e-6, 0),) * 2),
         lambda: workspace_reuse.divide(table_of((1, "A", 1, 0)), 0),
         lambda: workspace_reuse.divide(table_of((1, "A", 1, 0)), 2, -1),
         lambda: workspace_reuse.divide(table_of((1, "A", 1, 0)), 2, precision="float8"),

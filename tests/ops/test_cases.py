@@ -12,7 +12,7 @@ from jcuts.base.errors import Refusal
 from jcuts.ops import supported_primitives
 from jcuts.tune.problem import Output
 from jcuts.tune.verify.acceptance import check_output
-from jcuts.tune.verify.expected import Expected
+from jcuts.tune.verify.expected import OutputReference
 from jcuts.tune.verify.float64_eval import evaluate
 from tests import programs
 from tests.ops.cases import CASES, OpCase, make
@@ -65,7 +65,7 @@ def check(case: OpCase, got: list[np.ndarray], slack: int = 1) -> None:
     xla, reference, kind = expected(case)
     for k, (x, r, g) in enumerate(zip(xla, reference, got, strict=True)):
         spec = Output(x.shape, x.dtype.name, case.reduction * slack**2, case.exact)
-        check_output(k, spec, [Expected(kind, x, x if case.exact else r)], [g], 2.0)
+        check_output(k, spec, [OutputReference(kind, x, x if case.exact else r)], [g], 2.0)
 
 
 def test_every_rule_has_a_case():

@@ -15,7 +15,7 @@ from jcuts.arch.cpu import CpuArch
 from jcuts.base import knobs
 from jcuts.pipeline import batch_chunking
 from jcuts.pipeline import passes as pipeline_passes
-from jcuts.rewrite.chunk_batch import Batch, find_batch
+from jcuts.rewrite.chunk_batch import Batch, find_batch_dimension
 from jcuts.rewrite.simplify import simplify
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
@@ -64,7 +64,7 @@ def small_caches(monkeypatch):
 
 
 def batch_of(fn, *arguments) -> Batch:
-    found = find_batch(simplify(inline(jax.make_jaxpr(fn)(*arguments))))
+    found = find_batch_dimension(simplify(inline(jax.make_jaxpr(fn)(*arguments))))
     assert isinstance(found, Batch)
     return found
 
@@ -109,7 +109,7 @@ def test_the_plan_is_the_best_of_all(small_caches, monkeypatch):
                 total += turns * costs[size].between(a, b)
                 if turns > 1:
                     moved = sum(jaxapi.nbytes(v) for v in (*batch.crossing(a), *batch.crossing(b)))
-                    total += turns * 1e-4 + batch_chunking.moved_seconds(2 * moved)
+                    total += turns * 1e-4 + batch_chunking.cached_traffic_seconds(2 * moved)
             best = min(best, total)
     assert plan.seconds <= best * (1 + 1e-12)
 

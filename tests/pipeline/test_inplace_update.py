@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 from jcuts.base.errors import NativeError
-from jcuts.base.settings import Form, Settings
+from jcuts.base.settings import Settings, Variant
 from jcuts.codegen.cuda import compile as compiler
 from jcuts.pipeline import computation, kernel_selection
 from jcuts.pipeline import passes as pipeline_passes
@@ -85,7 +85,7 @@ def rebuilt(monkeypatch):
         pipeline_passes.forget()
         computation._rankings.clear()
         outcome = pipeline_passes.optimize_jaxpr(
-            closed, Settings(form=Form(form), tune="off"), platform="cuda", may_measure=False
+            closed, Settings(form=Variant(form), tune="off"), platform="cuda", may_measure=False
         )
         pipeline_passes.forget()
         computation._rankings.clear()

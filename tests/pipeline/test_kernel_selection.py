@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jcuts.base.settings import Form, Settings
+from jcuts.base.settings import Settings, Variant
 from jcuts.pipeline import computation, kernel_selection, partition_store
 from jcuts.rewrite.simplify import simplify
 from jcuts.schedule.gpu import candidates as gpu_candidates
@@ -65,7 +65,7 @@ def clock(monkeypatch):
             subset.chosen, subset.origin = subset.ranked[0][0], "measured"
         return {**{s.identity: 2 for s in subsets}, **(shares or {})}
 
-    monkeypatch.setattr(session, "choose", choose)
+    monkeypatch.setattr(session, "resolve_choices", choose)
     return asked
 
 
@@ -254,7 +254,10 @@ def test_a_block_takes_the_place_of_its_parts_where_it_is_measured_to_be_faster(
     monkeypatch.setattr(kernel_selection.session, "choose", restored)
     monkeypatch.setattr(computation.gpu, "candidates", None)  # nobody ranks anything
     assert kernel_selection.select(again, AUTO, may_measure=False, platform="cuda").origin == "stored"
-    assert partition_store.stored(again) == partition_store.stored(level) and again.left_out == level.left_out
+    assert (
+        partition_store.load_partition(again) == partition_store.load_partition(level)
+        and again.left_out == level.left_out
+    )
     assert [s.program for s in again.subsets] == [s.program for s in level.subsets]
 
 
@@ -262,7 +265,7 @@ def test_a_stored_cover_of_a_gpu_that_does_not_fit_is_searched_again(monkeypatch
     level = gpu_level(fn, X, X)
     monkeypatch.setattr(computation.gpus, "machine", lambda: gpu_candidates.GpuMachine(132))
     monkeypatch.setattr(kernel_selection.gpus, "this", lambda: computation.gpus.Gpu("H200", (9, 0), 132))
-    right = partition_store.stored(level)
+    right = partition_store.load_partition(level)
     first, *others = right["subsets"]
     for damage in (
         {**right, "subsets": [[[900], 0]]},
@@ -285,8 +288,8 @@ def test_programs_of_a_stored_cover_that_does_not_fit_are_not_taken(monkeypatch,
     monkeypatch.setattr(computation.gpus, "machine", lambda: gpu_candidates.GpuMachine(132))
     monkeypatch.setattr(kernel_selection.gpus, "this", lambda: computation.gpus.Gpu("H200", (9, 0), 132))
     monkeypatch.setattr(kernel_selection.session, "choose", lambda subsets, *_, **more: more["shares"])
-    right = partition_store.stored(level)
-    other = partition_store.stored(
+    right = partition_store.load_partition(level)
+    other = partition_store.load_partition(
         gpu_level(fn, X[:32, :32], X[:32, :32])
     )  # as many operands and results, of other shapes
     cover = {**right, "programs": other["programs"]}
@@ -337,7 +340,7 @@ def test_every_equation_is_in_a_subset_or_left_to_xla_with_a_reason():
     assert small and len(level.subsets) < len(level.grouping.subsets)
     stored = [sorted(s.members) for s in level.subsets]
     for cover in (stored, []):  # what the database has leaves out what was too small
-        assert partition_store.use(level, cover)
+        assert partition_store.apply_stored(level, cover)
         mine = {m for s in level.subsets for m in s.members}
         assert mine == {m for members in cover for m in members} and mine | set(level.left_out) == everything
         assert not mine & set(level.left_out)
@@ -361,8 +364,8 @@ def test_the_form_with_every_kernel_has_those_that_lost_by_little(monkeypatch, x
             s.choice = Choice("p", "a" if wins else "xla", "", "measured", times)
             s.chosen, s.origin = best if wins else None, "measured"
 
-    monkeypatch.setattr(session, "choose", choose)
-    kernel_selection._choose(level.subsets, Settings(form=Form((), "every")), True, {})
+    monkeypatch.setattr(session, "resolve_choices", choose)
+    kernel_selection._choose(level.subsets, Settings(form=Variant((), "every")), True, {})
     assert all((s.chosen is not None) is every for s in level.subsets)
     kernel_selection._choose(level.subsets, Settings(), True, {})
     assert all((s.chosen is not None) is (xla > 1) for s in level.subsets)

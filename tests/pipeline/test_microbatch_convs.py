@@ -18,7 +18,7 @@ from jcuts.base.settings import Settings
 from jcuts.microbatch.benchmark import Found
 from jcuts.microbatch.convolution import Convolution
 from jcuts.microbatch.database import Database
-from jcuts.microbatch.timings import Micro
+from jcuts.microbatch.timings import MicroConfig
 from jcuts.pipeline import microbatch_convs
 from jcuts.pipeline import passes as pipeline_passes
 from jcuts.rewrite.simplify import simplify
@@ -65,11 +65,11 @@ def fill(fn, *args, own: float = 1.0, own_space: int = 0, own_algorithm: str = L
         names = cudnn_call.algorithms(site.convolution.kind)
         rows = {
             site.batch: [
-                Micro(site.batch, names[0], "tf32", 0.9, 0),
-                Micro(site.batch, own_algorithm, "tf32", own, own_space),
+                MicroConfig(site.batch, names[0], "tf32", 0.9, 0),
+                MicroConfig(site.batch, own_algorithm, "tf32", own, own_space),
             ],
-            3: [Micro(3, names[2], "tf32", 0.2, 3 * 2 * SPACE)],
-            1: [Micro(1, names[0], "tf32", 0.3, 0)],
+            3: [MicroConfig(3, names[2], "tf32", 0.2, 3 * 2 * SPACE)],
+            1: [MicroConfig(1, names[0], "tf32", 0.3, 0)],
         }
         for batch, micros in rows.items():
             database.record(device, site.convolution, batch, micros)
@@ -186,7 +186,7 @@ def test_where_nothing_keeps_the_limit_xla_competes_and_a_note_says_so(host_cudn
     args = arguments()
     sites_ = fill(net, *args, own=1e-9, own_space=1 << 21)
     first = cudnn_call.algorithms("forward")[0]
-    big, own = Micro(BATCH, first, "tf32", 0.9, 1 << 22), Micro(BATCH, LIBRARY, "tf32", 1e-9, 1 << 21)
+    big, own = MicroConfig(BATCH, first, "tf32", 0.9, 1 << 22), MicroConfig(BATCH, LIBRARY, "tf32", 1e-9, 1 << 21)
     database, device = Database(cache_dir / "microbatch.sqlite"), this_device("cpu")
     database.record(device, sites_[0].convolution, BATCH, [big, own])
     for size in (1, 3):
@@ -206,7 +206,7 @@ def test_a_division_must_be_clearly_faster_than_a_single_call(host_cudnn, cache_
     database = Database(cache_dir / "microbatch.sqlite")
     for site in fill(net, *args):
         names = cudnn_call.algorithms(site.convolution.kind)
-        single = Micro(BATCH, names[1], "tf32", 0.41, SPACE * BATCH)
+        single = MicroConfig(BATCH, names[1], "tf32", 0.41, SPACE * BATCH)
         database.record(this_device("cpu"), site.convolution, BATCH, [single])
     rows = optimized(net, workspace_limit=1 << 20).explain(*args).divisions
     assert all(row.division == "1 x 6 cudnn/IMPLICIT_PRECOMP_GEMM:tf32" for row in rows)
@@ -217,13 +217,13 @@ def test_simpler_calls_keep_to_a_sum_of_workspaces(host_cudnn, cache_dir, monkey
     database = Database(cache_dir / "microbatch.sqlite")
     for site in fill(net, *args):
         names = cudnn_call.algorithms(site.convolution.kind)
-        single = Micro(BATCH, names[1], "tf32", 0.41, total)
+        single = MicroConfig(BATCH, names[1], "tf32", 0.41, total)
         database.record(this_device("cpu"), site.convolution, BATCH, [single])
     closed = simplify(inline(jax.make_jaxpr(net)(*args)))
     for constraint, most in (("liveness", 2 * total), ("paper", total)):
         monkeypatch.setattr(microbatch_convs, "CONSTRAINT", constraint)
         settings = Settings(mode="fusion", total_workspace=total)
-        rows = microbatch_convs.divided(closed, settings, "cpu", may_measure=False).rows
+        rows = microbatch_convs.divide_convolutions(closed, settings, "cpu", may_measure=False).rows
         assert all(row.division for row in rows) and sum(row.workspace for row in rows) <= most
         assert all(row.division.startswith("1 x") == (constraint == "liveness") for row in rows)
 
@@ -343,8 +343,8 @@ def test_what_slices_make_fit_is_measured_once(host_cudnn, cache_dir, monkeypatc
     transform = cudnn_call.algorithms("forward").index("cudnn/FFT")
     for n in (1, 2, 4):  # one sample of the transform fits
         micros = [
-            Micro(n, "cudnn/IMPLICIT_GEMM", "tf32", 1.0 * n, 0),
-            Micro(n, "cudnn/FFT", "tf32", 0.01 + 0.001 * n, n * transform * SPACE),
+            MicroConfig(n, "cudnn/IMPLICIT_GEMM", "tf32", 1.0 * n, 0),
+            MicroConfig(n, "cudnn/FFT", "tf32", 0.01 + 0.001 * n, n * transform * SPACE),
         ]
         database.record(device, site.convolution, n, micros)
     monkeypatch.setenv("FAKE_CUDNN_OUTPUTS", "16")
@@ -354,7 +354,7 @@ def test_what_slices_make_fit_is_measured_once(host_cudnn, cache_dir, monkeypatc
     monkeypatch.setattr(Measurer, "slices", lambda self, c, n, wanted: asked.append(n) or slices(self, c, n, wanted))
     for _ in range(2):
         cudnn_tables._database.cache_clear()  # another process
-        (row,) = microbatch_convs.divided(closed, settings, "cpu", may_measure=True).rows
+        (row,) = microbatch_convs.divide_convolutions(closed, settings, "cpu", may_measure=True).rows
     assert asked == [2] and row.division == "2 x 2 cudnn/FFT/slices=2:tf32"  # two slices of 4 samples do not fit
     assert row.undivided == 4.0 and row.workspace == transform * SPACE + site.convolution.result_bytes
     remarks = Database(cache_dir / "microbatch.sqlite").remarks(device, site.convolution, 2)
@@ -370,7 +370,7 @@ def test_slices_that_fail_are_not_tried_again(host_cudnn, cache_dir, monkeypatch
     c = Convolution("forward", 2, 16, (4, 4), (3, 3))
     device, database = this_device("cpu"), Database(None)
     for n in (1, 2):
-        database.record(device, c, n, [Micro(n, "cudnn/FFT", "float32", 0.01, 1000 * n)])
+        database.record(device, c, n, [MicroConfig(n, "cudnn/FFT", "float32", 0.01, 1000 * n)])
 
     def none(*_):
         raise CandidateRejected("none runs", reason="x")
@@ -425,12 +425,14 @@ def test_no_disk_to_measure_with_leaves_convolutions_to_xla(host_cudnn, cache_di
     monkeypatch.setattr("jcuts.tune.cudnn.measurer.tempfile.mkdtemp", full)
     x, w = np.ones((3, 5, 5, 2), np.float32), np.ones((3, 3, 2, 2), np.float32)
     closed = jax.make_jaxpr(layer)(x, w)
-    found = microbatch_convs.divided(closed, Settings(workspace_limit=1 << 20), "cpu", may_measure=True)
+    found = microbatch_convs.divide_convolutions(closed, Settings(workspace_limit=1 << 20), "cpu", may_measure=True)
     assert found.closed is closed and "No space left on device" in found.note
 
 
 def test_other_platforms_are_left_alone(monkeypatch):
-    monkeypatch.setattr(microbatch_convs, "divided", lambda *_, **__: pytest.fail("cuDNN is not for this platform"))
+    monkeypatch.setattr(
+        microbatch_convs, "divide_convolutions", lambda *_, **__: pytest.fail("cuDNN is not for this platform")
+    )
     closed = jax.make_jaxpr(net)(*arguments())
     outcome = pipeline_passes.optimize_jaxpr(
         closed, Settings(workspace_limit=1 << 20), platform="tpu", may_measure=False
@@ -449,7 +451,7 @@ def test_16_bit_micro_batches_begin_at_16_bytes(host_cudnn, cache_dir):
     names = cudnn_call.algorithms("forward")
     database = Database(cache_dir / "microbatch.sqlite")
     for batch, seconds in ((1, 0.01), (2, 0.01), (3, 0.02), (8, 0.1), (16, 0.5), (19, 9.0)):
-        micro = Micro(batch, names[2], "float32", seconds, 2 * batch * SPACE)
+        micro = MicroConfig(batch, names[2], "float32", seconds, 2 * batch * SPACE)
         database.record(this_device("cpu"), site.convolution, batch, [micro])
     fast = optimized(odd, workspace_limit=1 << 20)
     (row,) = fast.explain(x, w).divisions
@@ -464,13 +466,13 @@ def test_times_taken_otherwise_are_not_used(host_cudnn, cache_dir, monkeypatch):
     args = arguments()
     fill(net, *args)
     closed, settings = jax.make_jaxpr(net)(*args), Settings(mode="fusion", tune="cached", workspace_limit=1 << 20)
-    assert microbatch_convs.divided(closed, settings, "cpu", may_measure=False).count == 2
+    assert microbatch_convs.divide_convolutions(closed, settings, "cpu", may_measure=False).count == 2
     monkeypatch.setattr("jcuts.tune.cudnn.measurer.TIMING", 10**6)
-    rows = microbatch_convs.divided(closed, settings, "cpu", may_measure=False).rows
+    rows = microbatch_convs.divide_convolutions(closed, settings, "cpu", may_measure=False).rows
     assert {row.why for row in rows} == {microbatch_convs.NOT_TIMED}
     assert this_device("cpu", accuracy="vendor") != this_device("cpu")
     other = dataclasses.replace(settings, convolution_accuracy="vendor")
-    assert {row.why for row in microbatch_convs.divided(closed, other, "cpu", may_measure=False).rows} == {
+    assert {row.why for row in microbatch_convs.divide_convolutions(closed, other, "cpu", may_measure=False).rows} == {
         microbatch_convs.NOT_TIMED
     }
     with knobs.scope(cudnn_graphs=True):
@@ -490,7 +492,7 @@ def test_calls_may_be_captured_unless_the_user_says_no(host_cudnn, cache_dir, mo
     monkeypatch.setattr(microbatch_convs, "call_site", recorded)
     for chosen in ({}, {"cudnn_graphs": False}):
         with knobs.scope(**chosen):
-            microbatch_convs.divided(closed, settings, "cpu", may_measure=False)
+            microbatch_convs.divide_convolutions(closed, settings, "cpu", may_measure=False)
     assert asked == [True] * 2 + [False] * 2
 
 
@@ -503,7 +505,7 @@ def test_what_is_nobody_s_fault_is_tried_again(host_cudnn, cache_dir, monkeypatc
     closed = jax.make_jaxpr(layer)(x, w)
     failure = WorkerFailed("as the test asked", reason=reason)
     monkeypatch.setattr(Measurer, "_ask", lambda *_: failure)
-    found = microbatch_convs.divided(closed, Settings(workspace_limit=1 << 20), "cpu", may_measure=True)
+    found = microbatch_convs.divide_convolutions(closed, Settings(workspace_limit=1 << 20), "cpu", may_measure=True)
     assert found.postponed == later and not found.rows[0].division
     cudnn_tables._database.cache_clear()  # another process
     remarks = Database(cache_dir / "microbatch.sqlite").remarks(this_device("cpu"), site.convolution, BATCH)
@@ -522,7 +524,7 @@ def test_a_library_that_fails_is_asked_once(host_cudnn, cache_dir, monkeypatch):
     closed = jax.make_jaxpr(layer)(x, w)
     for _ in range(2):
         cudnn_tables._database.cache_clear()  # another process
-        found = microbatch_convs.divided(closed, Settings(workspace_limit=1 << 20), "cpu", may_measure=True)
+        found = microbatch_convs.divide_convolutions(closed, Settings(workspace_limit=1 << 20), "cpu", may_measure=True)
         assert "not timed" in found.rows[0].why
     assert asked == [BATCH]
 
@@ -540,10 +542,11 @@ def test_what_lacked_memory_is_measured_again_where_it_fits_the_limit(host_cudnn
         cudnn_tables._database.cache_clear()
         asked.clear()
         settings = Settings(mode="fusion", workspace_limit=limit)
-        microbatch_convs.divided(closed, settings, "cpu", may_measure=True)
+        microbatch_convs.divide_convolutions(closed, settings, "cpu", may_measure=True)
         assert (BATCH in asked) != settled
     assert (
-        microbatch_convs.divided(closed, settings, "cpu", may_measure=False).rows[0].why != microbatch_convs.NOT_TIMED
+        microbatch_convs.divide_convolutions(closed, settings, "cpu", may_measure=False).rows[0].why
+        != microbatch_convs.NOT_TIMED
     )
 
 

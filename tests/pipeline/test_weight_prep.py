@@ -39,9 +39,9 @@ ARGS = values(3, 3, 32, 64), values(1, 64, 128), values(128, 128), values(16, 32
 def test_the_call_becomes_one_kernel():
     level = level_of(*ARGS)
     before = list(level.subsets)
-    assert weight_prep.add(level) == 0  # no kernel is chosen that would use it
+    assert weight_prep.add_weight_prep_kernels(level) == 0  # no kernel is chosen that would use it
     before[0].chosen = before[0].program
-    assert weight_prep.add(level) == 1 and len(level.subsets) == len(before) + 1
+    assert weight_prep.add_weight_prep_kernels(level) == 1 and len(level.subsets) == len(before) + 1
     (subset,) = (s for s in level.subsets if s not in before)
     call = level.closed.jaxpr.eqns[0]
     assert subset.inputs == list(call.invars) and subset.outputs == list(call.outvars)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jcuts.rewrite.chunk_batch import Batch, Segment, find_batch
+from jcuts.rewrite.chunk_batch import Batch, Segment, find_batch_dimension
 from jcuts.rewrite.simplify import simplify
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
@@ -69,7 +69,7 @@ def flat(fn, *arguments):
 
 
 def batch_of(fn, *arguments) -> Batch:
-    found = find_batch(flat(fn, *arguments))
+    found = find_batch_dimension(flat(fn, *arguments))
     assert isinstance(found, Batch), found
     return found
 
@@ -133,7 +133,7 @@ def test_values_that_cross_a_cut():
     ],
 )
 def test_no_batch(fn, arguments):
-    assert isinstance(find_batch(flat(fn, *arguments)), str)
+    assert isinstance(find_batch_dimension(flat(fn, *arguments)), str)
 
 
 def test_effects_forbid_pieces():
@@ -141,13 +141,13 @@ def test_effects_forbid_pieces():
         jax.debug.print("{}", x[0, 0])
         return x * 2
 
-    assert "effects" in str(find_batch(inline(jax.make_jaxpr(fn)(random(4, 4)))))
+    assert "effects" in str(find_batch_dimension(inline(jax.make_jaxpr(fn)(random(4, 4)))))
 
 
 def test_a_dimension_used_twice_in_one_value_is_no_batch():
     def outer(x):
         return x[:, None] * x[None, :]
 
-    found = find_batch(flat(outer, random(6)))
+    found = find_batch_dimension(flat(outer, random(6)))
     if isinstance(found, Batch):
         assert all(jaxapi.primitive_name(e) == "broadcast_in_dim" for e in found.eqns)

@@ -11,13 +11,13 @@ import pytest
 from jax import lax
 
 import jcuts
-from jcuts.base.settings import Form, Settings
+from jcuts.base.settings import Settings, Variant
 from jcuts.jit import end_to_end_benchmark, variant_selection
 from jcuts.pipeline import computation
 from jcuts.pipeline import passes as pipeline_passes
 from jcuts.report.function_report import NOT_MEASURED
 from jcuts.rewrite.simplify import simplify
-from jcuts.rewrite.splat_constants import MOST, numbers_of, uniform
+from jcuts.rewrite.splat_constants import MOST, numbers_of, splat_constants
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
 
@@ -48,7 +48,7 @@ def test_a_vector_of_one_number_becomes_the_number_on_either_side(dtype, name, n
         ),
         x,
     )
-    made = uniform(closed)
+    made = splat_constants(closed)
     assert closed.consts and (not made.consts if number in TAKEN and np.signbit(number) == 0 else made is closed)
     assert same_bits(closed, made, x)
 
@@ -56,7 +56,7 @@ def test_a_vector_of_one_number_becomes_the_number_on_either_side(dtype, name, n
 def test_integers_too():
     x, vector = jnp.arange(12, dtype=jnp.int32).reshape(3, 4), np.full((3, 4), 1, np.int32)
     closed = flat(lambda x: x * vector + vector, x)
-    made = uniform(closed)
+    made = splat_constants(closed)
     assert not made.consts and same_bits(closed, made, x)
 
 
@@ -75,19 +75,19 @@ def test_integers_too():
 def test_what_is_not_one_such_number_stays(values):
     x = jnp.asarray(RNG.standard_normal((4, len(values))), jnp.float32)
     closed = flat(lambda x: x + values, x)
-    assert uniform(closed) is closed
+    assert splat_constants(closed) is closed
 
 
 def test_large_arrays_are_not_looked_at():
     x = jnp.ones((MOST + 1,), jnp.float32)
     closed = flat(lambda x: x + np.ones((MOST + 1,), np.float32), x)
-    assert uniform(closed) is closed
+    assert splat_constants(closed) is closed
 
 
 def test_an_array_that_is_needed_as_one_stays_for_that():
     ones, x = jnp.ones((6,), jnp.float32), jnp.asarray(RNG.standard_normal((4, 6)), jnp.float32)
     closed = flat(lambda x: (x + ones, lax.dot(x, ones), ones), x)
-    made = uniform(closed)
+    made = splat_constants(closed)
     assert len(made.consts) == 1 and same_bits(closed, made, x)
     total = next(e for e in made.jaxpr.eqns if jaxapi.primitive_name(e) == "add")
     assert any(jaxapi.is_literal(a) for a in total.invars)
@@ -95,7 +95,7 @@ def test_an_array_that_is_needed_as_one_stays_for_that():
 
 def test_both_operands_of_one_number_leave_an_array():
     closed = jaxapi.closed_jaxpr_of(lambda x: (jnp.ones((3, 3)) + jnp.ones((3, 3))) * x, jnp.ones((3, 3)))
-    made = uniform(inline(closed))
+    made = splat_constants(inline(closed))
     assert same_bits(inline(closed), made, jnp.full((3, 3), 2.0))
 
 
@@ -117,14 +117,14 @@ def test_weak_types_stay_weak_and_shardings_stay():
     var = jaxapi.new_var(jaxapi.ShapedArray((4,), np.dtype("float32"), weak_type=True))
     eqn = closed.jaxpr.eqns[0].replace(invars=[closed.jaxpr.invars[0], var])
     weak = jaxapi.make_closed([var], closed.jaxpr.invars, closed.jaxpr.outvars, [eqn], [jnp.ones((4,))], like=closed)
-    literal = uniform(weak).jaxpr.eqns[0].invars[1]
+    literal = splat_constants(weak).jaxpr.eqns[0].invars[1]
     assert jaxapi.is_literal(literal) and literal.aval.weak_type
 
     mesh = jax.make_mesh((1,), ("a",), axis_types=(jax.sharding.AxisType.Explicit,))
     with jax.set_mesh(mesh):
         spread = jax.device_put(jnp.ones((4, 8)), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a")))
         closed = jaxapi.closed_jaxpr_of(lambda x: x + spread, jnp.ones((4, 8)))
-        assert uniform(inline(closed)).consts
+        assert splat_constants(inline(closed)).consts
 
 
 def test_which_constants_hold_which_number():
@@ -150,7 +150,7 @@ def layer(bias, gain):
 def test_a_decision_for_fresh_weights_is_not_taken_for_trained_ones(monkeypatch, tmp_path, alike):
     """As on a GPU, where a stored decision is taken before anything is planned."""
     monkeypatch.setenv("JCUTS_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(variant_selection.Deciding, "_may_race", lambda self, *args: True)
+    monkeypatch.setattr(variant_selection.VariantSelector, "_may_race", lambda self, *args: True)
     monkeypatch.setattr(end_to_end_benchmark.Decision, "is_final", property(lambda self: True))
     if alike:
         monkeypatch.setattr(variant_selection, "numbers_of", lambda closed: "")
@@ -167,6 +167,6 @@ def test_forms_share_their_graph(monkeypatch):
     monkeypatch.setattr(computation, "build_graph", lambda *args, **more: built.append(1) or real(*args, **more))
     closed = jaxapi.closed_jaxpr_of(lambda x: jnp.tanh(x @ jnp.ones((8, 8)) + jnp.zeros(8)).sum(-1), jnp.ones((8, 8)))
     for regions in ("all", "anchored", "none", "absorbing"):
-        settings = dataclasses.replace(Settings(tune="off"), form=Form((), regions))
+        settings = dataclasses.replace(Settings(tune="off"), form=Variant((), regions))
         pipeline_passes.optimize_jaxpr(closed, settings, platform="cpu", may_measure=False)
     assert len(built) == 1

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from jcuts.base.settings import Settings
-from jcuts.lower.patterns.gemm import as_product, sides
+from jcuts.lower.patterns.gemm import as_gemm, gemm_operands
 from jcuts.pipeline import computation
 from jcuts.rewrite import tf32_weights
 from jcuts.rewrite.registry import RULES, applicable, rewritten
@@ -213,9 +213,9 @@ def test_kernels_know_their_weights_and_so_do_their_keys_and_their_tests():
         (subset,) = computation.group(closed, Settings(), computation.Fuel(), platform).subsets
         found[name] = subset, make_problem(subset, Settings(), 4)
     subset, problem = found["new"]
-    product = as_product(subset.program)
+    product = as_gemm(subset.program)
     assert product is not None
-    right = sides(product)[1]
+    right = gemm_operands(product)[1]
     marked = [b.name for b in subset.program.buffers if b.tf32]
     assert marked == [right.buffer] and right.along_terms and right.width == 4
     recipes = dict(zip([v.aval.shape for v in subset.inputs], problem.inputs, strict=True))

@@ -66,11 +66,11 @@ def unranked(monkeypatch):
 @pytest.mark.parametrize("may_measure", [True, False])
 def test_winners_come_from_the_database(store, monkeypatch, mode, may_measure):
     first = subsets(mode)
-    session.choose(first, Settings(mode=mode), may_measure=True)
+    session.resolve_choices(first, Settings(mode=mode), may_measure=True)
     assert all(s.chosen is not None for s in first)
     unranked(monkeypatch)
     again = subsets(mode)
-    session.choose(again, Settings(mode=mode), may_measure=may_measure)
+    session.resolve_choices(again, Settings(mode=mode), may_measure=may_measure)
     assert [s.chosen for s in again] == [s.chosen for s in first]
     assert [s.origin for s in again] == ["measured"] * len(first)
 
@@ -84,7 +84,7 @@ def _with_body(text, body):
 @pytest.mark.parametrize("damage", ["", "{", "[]", "{}", '{"format": 1}', "another", "body"])
 def test_a_damaged_program_is_made_again(store, damage):
     first = subsets()
-    session.choose(first, Settings(), may_measure=True)
+    session.resolve_choices(first, Settings(), may_measure=True)
     for subset in first:
         choice = subset.choice
         other = next(p.to_text() for p, _ in subset.ranked if p != subset.chosen)
@@ -92,7 +92,7 @@ def test_a_damaged_program_is_made_again(store, damage):
         texts = {choice.winner: known.get(damage, damage)}
         store.put(Choice.from_json({**choice.to_json(), "programs": texts}))
     again = subsets()
-    session.choose(again, Settings(), may_measure=True)
+    session.resolve_choices(again, Settings(), may_measure=True)
     assert [s.chosen for s in again] == [s.chosen for s in first]
 
 
@@ -117,13 +117,15 @@ def test_progress_knows_how_many_kernels_come():
 def test_what_was_found_wrong_is_no_estimate(store):
     """A mode that wants a kernel and may not measure follows the estimate, but past what another mode saw rejected."""
     for subset in (first := subsets("fusion")):
-        problem = session.make_problem(subset, Settings(mode="fusion"), session.shares_of(first)[subset.identity])
+        problem = session.make_problem(
+            subset, Settings(mode="fusion"), session.candidate_budget(first)[subset.identity]
+        )
         labels = [session._label(p) for p, _ in subset.ranked]
         wrong = Rejection(labels[0], "AccuracyRejected", "wrong")
         times = (Measurement("xla", 1.0, 1.0, 1.0, 5, "chain"), Measurement(labels[1], 2.0, 2.0, 2.0, 5, UNCHECKED))
         store.put(Choice(problem.digest, "xla", "", "measured", times, (wrong,)))
     again = subsets("fusion")
-    session.choose(again, Settings(mode="fusion"), may_measure=False)
+    session.resolve_choices(again, Settings(mode="fusion"), may_measure=False)
     assert [s.chosen for s in again] == [s.ranked[1][0] for s in again]
     assert [s.origin for s in again] == ["estimated"] * len(again)
 
@@ -138,20 +140,20 @@ def test_what_is_gathered_is_measured_in_one_session(store, monkeypatch):
 
     monkeypatch.setattr(parent_tuner, "_measure_all", counted)
     first, second = subsets(), subsets("no_fusion")
-    with session.gathering():
+    with session.collect_problems():
         for some in (first, second, first):
-            session.choose(some, Settings(), may_measure=True)
-            session.choose(some, Settings(), may_measure=False)
-            assert [s.chosen for s in some] == [None] * len(some) and session.is_gathering()
-    assert not session.is_gathering() and len(sessions) == 1
+            session.resolve_choices(some, Settings(), may_measure=True)
+            session.resolve_choices(some, Settings(), may_measure=False)
+            assert [s.chosen for s in some] == [None] * len(some) and session.is_collecting()
+    assert not session.is_collecting() and len(sessions) == 1
     assert len(set(sessions[0])) == len(sessions[0]) == len({s.identity for s in (*first, *second)})
     for some in (first, second):
-        session.choose(some, Settings(), may_measure=False)
+        session.resolve_choices(some, Settings(), may_measure=False)
         assert [s.origin for s in some] == ["measured"] * len(some)
-    with pytest.raises(KeyboardInterrupt), session.gathering():
-        session.choose(subsets("no_fusion"), Settings(tolerance=3.0), may_measure=True)
+    with pytest.raises(KeyboardInterrupt), session.collect_problems():
+        session.resolve_choices(subsets("no_fusion"), Settings(tolerance=3.0), may_measure=True)
         raise KeyboardInterrupt
-    assert not session.is_gathering() and len(sessions) == 1
+    assert not session.is_collecting() and len(sessions) == 1
 
 
 def test_a_plan_by_estimates_is_no_reason_not_to_measure(store):

@@ -12,56 +12,56 @@ from llvmlite import ir
 from jcuts.base import fingerprint
 from jcuts.base.errors import CompileRejected, JcutsError
 from jcuts.codegen.artifact import CompiledKernel
-from jcuts.codegen.cuda.attention.flash import AttentionEmitter
-from jcuts.codegen.cuda.conv.few_channels import PatchEmitter
-from jcuts.codegen.cuda.conv.implicit_gemm import WindowEmitter
-from jcuts.codegen.cuda.conv.implicit_gemm_tile import WindowShape
-from jcuts.codegen.cuda.elementwise.horizontal import CombinedEmitter, CombinedShape
-from jcuts.codegen.cuda.elementwise.smem_transpose import TransposedEmitter, TransposedShape
-from jcuts.codegen.cuda.elementwise.thread_tile import PointEmitter, counted_by_tile, pinned
-from jcuts.codegen.cuda.gemm.mma_f64 import DoubleEmitter, DoubleShape
-from jcuts.codegen.cuda.gemm.mma_mainloop import ProductEmitter, ProductShape
-from jcuts.codegen.cuda.gemm.simt import FmaEmitter, FmaShape
-from jcuts.codegen.cuda.gemm.wgmma_mainloop import GroupEmitter
-from jcuts.codegen.cuda.gemm.wgmma_tile import GroupShape
-from jcuts.codegen.cuda.inverted_residual.kernel import BlockEmitter
+from jcuts.codegen.cuda.attention.flash import FlashAttentionKernel
+from jcuts.codegen.cuda.conv.few_channels import FewChannelConvKernel
+from jcuts.codegen.cuda.conv.implicit_gemm import ImplicitGemmKernel
+from jcuts.codegen.cuda.conv.implicit_gemm_tile import ImplicitGemmKernelTile
+from jcuts.codegen.cuda.elementwise.horizontal import CombinedShape, HorizontalKernel
+from jcuts.codegen.cuda.elementwise.smem_transpose import SmemTransposeKernel, TransposedShape
+from jcuts.codegen.cuda.elementwise.thread_tile import ThreadTileKernel, fix_axis, tile_indexed_axes
+from jcuts.codegen.cuda.gemm.mma_f64 import DoubleShape, F64MmaKernel
+from jcuts.codegen.cuda.gemm.mma_mainloop import MmaKernel, MmaKernelTile
+from jcuts.codegen.cuda.gemm.simt import FmaShape, SimtGemmKernel
+from jcuts.codegen.cuda.gemm.wgmma_mainloop import WgmmaKernel
+from jcuts.codegen.cuda.gemm.wgmma_tile import WgmmaKernelTile
+from jcuts.codegen.cuda.inverted_residual.kernel import InvertedResidualKernel
 from jcuts.codegen.cuda.launch_source import AnyShape, CudaSource, emit_source
-from jcuts.codegen.cuda.layout.weight_transpose import TurnEmitter, TurnShape
+from jcuts.codegen.cuda.layout.weight_transpose import TurnShape, WeightTransposeKernel
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder
-from jcuts.codegen.cuda.reduction.column import ColumnEmitter, ColumnShape
-from jcuts.codegen.cuda.reduction.column_norm import ColumnRowsEmitter, ColumnRowsShape, outer_axes
-from jcuts.codegen.cuda.reduction.row import TeamEmitter, TeamShape
-from jcuts.codegen.cuda.reduction.welford import MomentsEmitter
-from jcuts.codegen.cuda.scan.kernel import ScanColumnsEmitter, ScanRowsEmitter, ScanShape, units
-from jcuts.codegen.cuda.split_kernels import parts
+from jcuts.codegen.cuda.reduction.column import ColumnReductionKernel, ColumnShape
+from jcuts.codegen.cuda.reduction.column_norm import ColumnRowsShape, ColumnSoftmaxKernel, outer_axes
+from jcuts.codegen.cuda.reduction.row import RowReductionKernel, RowReductionTile
+from jcuts.codegen.cuda.reduction.welford import WelfordKernel
+from jcuts.codegen.cuda.scan.kernel import ScanColumnsEmitter, ScanRowsEmitter, ScanShape, scans_of_grid
+from jcuts.codegen.cuda.split_kernels import split_into_kernels
 from jcuts.codegen.cuda.toolchain import ptxas
 from jcuts.codegen.cuda.toolchain.image import SYMBOL, Image, Launch, Resources
 from jcuts.codegen.cuda.toolchain.target import AMPERE, GROUPED, REGISTERS, CudaTarget
-from jcuts.codegen.cuda.warp_specialized.kernel import FedEmitter
-from jcuts.codegen.cuda.warp_specialized.tile import FedShape
-from jcuts.codegen.cuda.window.sliding_window import WalkEmitter, walk_of
+from jcuts.codegen.cuda.warp_specialized.kernel import WarpSpecializedKernel
+from jcuts.codegen.cuda.warp_specialized.tile import WarpSpecializedTile
+from jcuts.codegen.cuda.window.sliding_window import SlidingWindowKernel, walk_of
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.program import Program
 from jcuts.kernel_ir.verify import verify
-from jcuts.schedule.gpu.attention.tile import AttentionShape
-from jcuts.schedule.gpu.conv.few_channels_tile import PatchShape
-from jcuts.schedule.gpu.inverted_residual.tile import BlockShape
+from jcuts.schedule.gpu.attention.tile import FlashTile
+from jcuts.schedule.gpu.conv.few_channels_tile import FewChannelTile
+from jcuts.schedule.gpu.inverted_residual.tile import InvertedResidualTile
 
-_MULTIPLIERS: tuple[tuple[type, Any], ...] = (
-    (FedShape, FedEmitter),
-    (WindowShape, WindowEmitter),
-    (GroupShape, GroupEmitter),
-    (FmaShape, FmaEmitter),
-    (DoubleShape, DoubleEmitter),
-    (ProductShape, ProductEmitter),
-    (PatchShape, PatchEmitter),
-    (BlockShape, BlockEmitter),
-    (AttentionShape, AttentionEmitter),
-    (TurnShape, TurnEmitter),
-    (CombinedShape, CombinedEmitter),
+_KERNEL_EMITTERS: tuple[tuple[type, Any], ...] = (
+    (WarpSpecializedTile, WarpSpecializedKernel),
+    (ImplicitGemmKernelTile, ImplicitGemmKernel),
+    (WgmmaKernelTile, WgmmaKernel),
+    (FmaShape, SimtGemmKernel),
+    (DoubleShape, F64MmaKernel),
+    (MmaKernelTile, MmaKernel),
+    (FewChannelTile, FewChannelConvKernel),
+    (InvertedResidualTile, InvertedResidualKernel),
+    (FlashTile, FlashAttentionKernel),
+    (TurnShape, WeightTransposeKernel),
+    (CombinedShape, HorizontalKernel),
 )
 """Who emits forms on matrix units, and what prepares their operands; a kind stands before what it is one of."""
-_BY_BLOCK = (ProductShape, PatchShape, BlockShape, AttentionShape, TurnShape, CombinedShape)
+_BY_BLOCK = (MmaKernelTile, FewChannelTile, InvertedResidualTile, FlashTile, TurnShape, CombinedShape)
 """Whose emitters get the numbers of block and thread."""
 
 _lock = threading.RLock()
@@ -116,9 +116,9 @@ def compile_program(program: Program, target: CudaTarget) -> CompiledKernel:
         does not fit on a multiprocessor; IRError where the program is ill-formed.
     """
     verify(program)
-    check_units(program, target)
+    check_tensor_core_support(program, target)
     digest = kernel_digest(program, target)
-    found, scratch = parts(program)
+    found, scratch = split_into_kernels(program)
     sources: list[tuple[str, str]] = []
     emitted: list[CudaSource] = []
     symbols = [f"jcuts_{digest[:12]}_{number}" for number in range(len(found))]
@@ -130,7 +130,7 @@ def compile_program(program: Program, target: CudaTarget) -> CompiledKernel:
     arch = arch_of(program, target)
     overlapped = not {"pixels", "fed"}.isdisjoint(dict(program.params))
     grids = [ptxas.Grid(source.blocks, source.threads, source.shared) for source in emitted]
-    cubin, report, early = ptxas.best(sources, arch, grids, overlapped=overlapped)
+    cubin, report, early = ptxas.assemble_best(sources, arch, grids, overlapped=overlapped)
     launches = []
     for part, source, symbol in zip(found, emitted, symbols, strict=True):
         used = report[symbol]
@@ -143,7 +143,7 @@ def compile_program(program: Program, target: CudaTarget) -> CompiledKernel:
             )
         check_limits(program.name, used, source.threads, target, source.shared)
         for shape in source.variants.values():
-            if isinstance(shape, FedShape) and shape.registers and used.registers != shape.entry:
+            if isinstance(shape, WarpSpecializedTile) and shape.registers and used.registers != shape.entry:
                 raise CompileRejected(
                     f"{program.name}: {symbol} has {used.registers} registers to share, not {shape.entry}"
                 )
@@ -175,7 +175,7 @@ def arch_of(program: Program, target: CudaTarget) -> str:
     return target.arch + "a"
 
 
-def check_units(program: Program, target: CudaTarget) -> None:
+def check_tensor_core_support(program: Program, target: CudaTarget) -> None:
     """Raises CompileRejected for a schedule of matrix units whose copies and products the target does not have."""
     form = dict(program.params).get("cuda")
     if form in ("product", "patch", "block", "attention") and target.capability < AMPERE:
@@ -221,11 +221,11 @@ def _may_use_stack(program: Program) -> bool:
 
 def ptx_of(program: Program, target: CudaTarget) -> str:
     """PTX of all kernels of a program, for dumps and tests."""
-    check_units(program, target)
-    found, _ = parts(program)
+    check_tensor_core_support(program, target)
+    found, _ = split_into_kernels(program)
     sources = [(_ptx(p.program, emit_source(p.program), target, f"k{n}"), f"k{n}") for n, p in enumerate(found)]
     arch = arch_of(program, target)
-    return ptxas.merged(sources, arch, early=ptxas.waits(arch))
+    return ptxas.merge_modules(sources, arch, early=ptxas.supports_pdl(arch))
 
 
 def _ptx(program: Program, source: CudaSource, target: CudaTarget, symbol: str) -> str:
@@ -277,9 +277,9 @@ def _tile(program: Program, shape: AnyShape, types: Any, intrinsic: Any, symbol:
     """A numba intrinsic that emits what one thread does."""
     buffers = [b for b in program.buffers if b.role != "local"]
     axes = outer_axes(program) if isinstance(shape, ColumnRowsShape) else program.phases[0].axes
-    integers = ["row", "lane"] if isinstance(shape, TeamShape) else [a.name for a in axes]
+    integers = ["row", "lane"] if isinstance(shape, RowReductionTile) else [a.name for a in axes]
     if isinstance(shape, ScanShape):
-        integers = [*units(program, shape), *(["thread"] if shape.rows else [])]
+        integers = [*scans_of_grid(program, shape), *(["thread"] if shape.rows else [])]
     integers = ["block", "thread"] if isinstance(shape, _BY_BLOCK) else integers
     integers += ["thread"] if isinstance(shape, (ColumnShape, ColumnRowsShape, TransposedShape)) else []
 
@@ -312,11 +312,11 @@ def _emit(
     symbol: str,
 ) -> None:
     buffers = {b.name: b for b in program.buffers}
-    if isinstance(shape, TeamShape):
-        TeamEmitter(builder, program, shape, buffers, pointers, integers["row"], integers["lane"], symbol).emit()
+    if isinstance(shape, RowReductionTile):
+        RowReductionKernel(builder, program, shape, buffers, pointers, integers["row"], integers["lane"], symbol).emit()
         return
     if isinstance(shape, ColumnRowsShape):
-        emitter = MomentsEmitter if dict(program.params)["cuda"] == "moments" else ColumnRowsEmitter
+        emitter = WelfordKernel if dict(program.params)["cuda"] == "moments" else ColumnSoftmaxKernel
         emitter(builder, program, shape, buffers, pointers, integers, symbol).emit()
         return
     if isinstance(shape, ScanShape):
@@ -324,22 +324,22 @@ def _emit(
         walker(builder, program, shape, buffers, pointers, integers, symbol).emit()
         return
     if isinstance(shape, TransposedShape):
-        TransposedEmitter(builder, program, shape, buffers, pointers, integers, symbol).emit()
+        SmemTransposeKernel(builder, program, shape, buffers, pointers, integers, symbol).emit()
         return
     if isinstance(shape, _BY_BLOCK):
-        multiplier = next(emitter for kind, emitter in _MULTIPLIERS if isinstance(shape, kind))
+        multiplier = next(emitter for kind, emitter in _KERNEL_EMITTERS if isinstance(shape, kind))
         multiplier(builder, program, shape, buffers, pointers, integers, symbol).emit()
         return
     if isinstance(shape, ColumnShape):
-        ColumnEmitter(builder, program, shape, buffers, pointers, integers, symbol).emit()
+        ColumnReductionKernel(builder, program, shape, buffers, pointers, integers, symbol).emit()
         return
     phase = program.phases[0]
-    by_tile = counted_by_tile(phase)
+    by_tile = tile_indexed_axes(phase)
     for name, place in shape.fixed:
-        phase = pinned(phase, name, place)
+        phase = fix_axis(phase, name, place)
     multiples = {a.name: a.unroll for a in phase.axes if a.name not in by_tile}
     walk = walk_of(program)
     if walk is not None:
-        WalkEmitter(builder, phase, shape, buffers, pointers, integers, multiples, by_tile).walk(walk)
+        SlidingWindowKernel(builder, phase, shape, buffers, pointers, integers, multiples, by_tile).walk(walk)
         return
-    PointEmitter(builder, phase, shape, buffers, pointers, integers, multiples, by_tile).emit()
+    ThreadTileKernel(builder, phase, shape, buffers, pointers, integers, multiples, by_tile).emit()

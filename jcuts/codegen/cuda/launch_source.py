@@ -13,9 +13,9 @@ from jcuts.codegen.cuda.conv.few_channels import patch_shape
 from jcuts.codegen.cuda.conv.implicit_gemm_tile import window_shape
 from jcuts.codegen.cuda.elementwise.horizontal import CombinedShape, combined_shape
 from jcuts.codegen.cuda.elementwise.smem_transpose import TransposedShape, tiles_of, transposed_shape
-from jcuts.codegen.cuda.elementwise.thread_tile import Shape, counted_by_tile
+from jcuts.codegen.cuda.elementwise.thread_tile import TileVariant, tile_indexed_axes
 from jcuts.codegen.cuda.gemm.mma_f64 import double_shape
-from jcuts.codegen.cuda.gemm.mma_mainloop import ProductShape, block_count, product_shape
+from jcuts.codegen.cuda.gemm.mma_mainloop import MmaKernelTile, block_count, product_shape
 from jcuts.codegen.cuda.gemm.simt import fma_shape
 from jcuts.codegen.cuda.gemm.wgmma_tile import group_shape
 from jcuts.codegen.cuda.inverted_residual.kernel import block_shape
@@ -24,19 +24,19 @@ from jcuts.codegen.cuda.ptx.global_memory import LIMIT
 from jcuts.codegen.cuda.ptx.shuffle import WARP
 from jcuts.codegen.cuda.reduction.column import ColumnShape, lane_blocks, shape_of
 from jcuts.codegen.cuda.reduction.column_norm import ColumnRowsShape, column_rows_shape, outer_axes
-from jcuts.codegen.cuda.reduction.row import TeamShape, row_count, row_length
-from jcuts.codegen.cuda.scan.kernel import ScanShape, grid_of, scan_shape, units
+from jcuts.codegen.cuda.reduction.row import RowReductionTile, row_count, row_length
+from jcuts.codegen.cuda.scan.kernel import ScanShape, grid_of, scan_shape, scans_of_grid
 from jcuts.codegen.cuda.warp_specialized.tile import fed_shape
 from jcuts.codegen.cuda.window.sliding_window import walk_of
 from jcuts.kernel_ir.program import Phase, Program
-from jcuts.lower.patterns.gemm import WIDE, sides
-from jcuts.schedule.gpu.attention.tile import AttentionShape
-from jcuts.schedule.gpu.conv.few_channels_tile import PatchShape
-from jcuts.schedule.gpu.inverted_residual.tile import BlockShape
+from jcuts.lower.patterns.gemm import WIDE, gemm_operands
+from jcuts.schedule.gpu.attention.tile import FlashTile
+from jcuts.schedule.gpu.conv.few_channels_tile import FewChannelTile
+from jcuts.schedule.gpu.inverted_residual.tile import InvertedResidualTile
 
 GRID_LIMIT = 2**31 - 1
 MAX_THREADS = 1024
-FORMS = (
+KERNEL_FAMILIES = (
     "point",
     "team",
     "columns",
@@ -53,16 +53,16 @@ FORMS = (
     "combined",
 )
 AnyShape = (
-    Shape
-    | TeamShape
+    TileVariant
+    | RowReductionTile
     | ColumnShape
     | ColumnRowsShape
     | TransposedShape
     | ScanShape
-    | ProductShape
-    | PatchShape
-    | BlockShape
-    | AttentionShape
+    | MmaKernelTile
+    | FewChannelTile
+    | InvertedResidualTile
+    | FlashTile
     | TurnShape
     | CombinedShape
 )
@@ -91,16 +91,16 @@ def emit_source(program: Program) -> CudaSource:
     """The numba.cuda source of one kernel (a part, see `codegen.cuda.parts`)."""
     params = dict(program.params)
     form, threads = params.get("cuda"), int(str(params.get("threads", 0)))
-    if form not in FORMS or not 1 <= threads <= MAX_THREADS:
+    if form not in KERNEL_FAMILIES or not 1 <= threads <= MAX_THREADS:
         raise CompileRejected(f"{program.name}: no schedule for a GPU ({program.params})")
     for buffer in program.buffers:
         if buffer.size > LIMIT:
             raise CompileRejected(f"{program.name}: {buffer.name} has {buffer.size} elements, indices reach {LIMIT}")
-    writer = _Writer(program, threads)
+    writer = LaunchSourceWriter(program, threads)
     return getattr(writer, str(form))()
 
 
-class _Writer:
+class LaunchSourceWriter:
     def __init__(self, program: Program, threads: int) -> None:
         self.program, self.threads = program, threads
         self.names = [b.name for b in program.buffers if b.role != "local"]
@@ -174,7 +174,7 @@ class _Writer:
 
     def _steps(self, phase: Phase) -> dict[str, int]:
         """What the variable of an axis moves per thread."""
-        by_tile, walk = counted_by_tile(phase), walk_of(self.program)
+        by_tile, walk = tile_indexed_axes(phase), walk_of(self.program)
         steps = {a.name: 1 if a.name in by_tile else a.unroll for a in phase.axes}
         return steps if walk is None else {**steps, walk.axis: steps[walk.axis] * walk.tiles}
 
@@ -224,7 +224,7 @@ class _Writer:
         arguments = ", ".join([*self.names, *(a.name for a in phase.axes)])
         for combination in itertools.product(*options):
             counts = tuple((a.name, n) for a, (n, _) in zip(axes, combination, strict=True))
-            shape = Shape(counts, () if fixed is None else (fixed,))
+            shape = TileVariant(counts, () if fixed is None else (fixed,))
             name = "_".join(["tile", *(str(n) for n, _ in combination), *([f"at_{fixed[1]}"] if fixed else [])])
             self.variants[name] = shape
             tests = [test for _, test in combination if test]
@@ -234,7 +234,7 @@ class _Writer:
 
     def team(self) -> CudaSource:
         params = dict(self.program.params)
-        shape = TeamShape(
+        shape = RowReductionTile(
             int(str(params["team"])), self.threads, int(str(params["vector"])), int(str(params["chunks"]))
         )
         team = shape.team
@@ -309,7 +309,7 @@ class _Writer:
             window = window_shape(self.program)
             name = f"window_{window.left.size}x{window.right.size}"
             return replace(self._by_block(name, window, window.blocks), cluster=window.cluster)
-        wide = "groups" not in params and sides(self.program)[0].dtype == WIDE
+        wide = "groups" not in params and gemm_operands(self.program)[0].dtype == WIDE
         make = group_shape if "groups" in params else fma_shape if "fma" in params else product_shape
         shape = (double_shape if wide else make)(self.program)
         name = f"product_{shape.left.size}x{shape.right.size}x{shape.left.terms}"
@@ -345,7 +345,7 @@ class _Writer:
         return self.done(shape.blocks)
 
     def _by_block(
-        self, name: str, shape: ProductShape | PatchShape | BlockShape | AttentionShape, blocks: int
+        self, name: str, shape: MmaKernelTile | FewChannelTile | InvertedResidualTile | FlashTile, blocks: int
     ) -> CudaSource:
         """A form that is told the numbers of block and thread, and has shared memory of the launch's."""
         self.variants[name] = shape
@@ -354,7 +354,7 @@ class _Writer:
 
     def scan_columns(self) -> CudaSource:
         shape = scan_shape(self.program)
-        counts = units(self.program, shape)
+        counts = scans_of_grid(self.program, shape)
         total = grid_of(self.program, shape)
         lane = self.program.phases[0].axes[-1].name
         self.line(1, f"thread = cuda.blockIdx.x * {self.threads} + cuda.threadIdx.x")
@@ -373,7 +373,7 @@ class _Writer:
 
     def scan_rows(self) -> CudaSource:
         shape = scan_shape(self.program)
-        counts = units(self.program, shape)
+        counts = scans_of_grid(self.program, shape)
         total = grid_of(self.program, shape)
         per_block = self.threads // shape.team
         if per_block == 1:

@@ -12,36 +12,36 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jcuts.base.errors import CompileRejected
-from jcuts.codegen.cuda.graph.predication import guarded, only_terms
+from jcuts.codegen.cuda.graph.predication import mask_accumulators, predicate_loads
 from jcuts.kernel_ir.index import Index, flatten, unflatten
 from jcuts.kernel_ir.node import Graph, Guard, Node
 from jcuts.kernel_ir.program import Acc, Axis, Buffer, Phase, Program, Red, Store
 from jcuts.lower import split_scan, welford
-from jcuts.lower.patterns.gemm import K, S, shares
-from jcuts.schedule.cpu.loop_schedule import collapsed
+from jcuts.lower.patterns.gemm import K, S, k_tiles_per_split
+from jcuts.schedule.cpu.loop_schedule import collapse_program
 
 SCRATCH_ALIGN = 256
 _MANY = 8192  # results of a split reduction from which on the second kernel has blocks enough with whole lines
 
 
 @dataclass(frozen=True)
-class Part:
+class KernelPart:
     """One kernel: its program, and for each of its buffers the operand or result number, or (-1, scratch offset)."""
 
     program: Program
     arguments: tuple[tuple[int, int], ...]
 
 
-def parts(program: Program) -> tuple[list[Part], int]:
+def split_into_kernels(program: Program) -> tuple[list[KernelPart], int]:
     """The kernels of a scheduled program in launch order, and the bytes of scratch memory that they share."""
     order = {b.name: n for n, b in enumerate((*program.inputs, *program.outputs))}
     columns = dict(program.params).get("cuda") == "columns"
     if dict(program.params).get("split", 1) == 1:
         names = [b.name for b in program.buffers if b.role != "local"]
-        only = tiled(program) if columns else program
-        return [Part(only, tuple((order[n], 0) for n in names))], 0
+        only = column_program(program) if columns else program
+        return [KernelPart(only, tuple((order[n], 0) for n in names))], 0
     if dict(program.params).get("cuda") == "moments":
-        made = welford.kernels(program)
+        made = welford.split_kernels(program)
         kernels, partials = made.programs, list(made.scratch)
     elif dict(program.params).get("cuda") == "scan_columns":
         kernels, partials = _split_scan(program)
@@ -56,7 +56,7 @@ def parts(program: Program) -> tuple[list[Part], int]:
     found = []
     for part in kernels:
         arguments = [places.get(b.name) or (order[b.name], 0) for b in part.buffers if b.role != "local"]
-        found.append(Part(part, tuple(arguments)))
+        found.append(KernelPart(part, tuple(arguments)))
     return found, total
 
 
@@ -85,8 +85,8 @@ def _split(program: Program) -> tuple[Program, Program, list[Buffer]]:
     point = Index.axis("f") * count + Index.axis("s") if ahead else Index.axis("s") * share + Index.axis("f")
     places = dict(zip((r.name for r in phase.reds), unflatten(point, extents, ranges), strict=True))
     guard = Guard(point, None, length - 1)
-    body, numbers = guarded(phase.body, places, guard, ranges)
-    accs = _renumbered(phase, numbers) if guard.always(ranges) else only_terms(body, phase.accs, numbers, guard)
+    body, numbers = predicate_loads(phase.body, places, guard, ranges)
+    accs = _renumbered(phase, numbers) if guard.always(ranges) else mask_accumulators(body, phase.accs, numbers, guard)
     exit_ = Graph()
     stores = tuple(
         Store(p.name, row * count + Index.axis("s"), exit_.add(Node("acc", a.dtype, attrs=(("number", k),))))
@@ -104,11 +104,11 @@ def _split(program: Program) -> tuple[Program, Program, list[Buffer]]:
     )
 
     address = row * count + Index.axis("s")
-    second = _second(program, partials, accs, address, count, tuple(replace(a, unroll=1) for a in phase.axes))
+    second = _combine_kernel(program, partials, accs, address, count, tuple(replace(a, unroll=1) for a in phase.axes))
     return first, replace(second, params=(("cuda", "team"), *_second_team(rows, count))), partials
 
 
-def _second(
+def _combine_kernel(
     program: Program,
     partials: list[Buffer],
     accs: tuple[Acc, ...],
@@ -140,9 +140,9 @@ def _split_scan(program: Program) -> tuple[list[Program], list[Buffer]]:
     """Totals of groups of points, what comes before each group, and the walk down the groups."""
     params = dict(program.params)
     vector, unroll = int(str(params["vector"])), int(str(params["unroll"]))
-    made = split_scan.split(program, int(str(params["split"])), unroll)
+    made = split_scan.split_scan(program, int(str(params["split"])), unroll)
     totals, starts, walk = made.programs
-    totals = collapsed(totals)
+    totals = collapse_program(totals)
     phase = totals.phases[0]
     lane = phase.axes[-1]
     axes = (*phase.axes[:-1], replace(lane, unroll=vector))
@@ -155,11 +155,11 @@ def _split_scan(program: Program) -> tuple[list[Program], list[Buffer]]:
     plain = (("cuda", "scan_columns"), ("threads", 128))
     starts = replace(starts, params=(*plain, ("vector", 1), ("unroll", 8)))
     walk = replace(walk, params=(*plain, ("vector", vector), ("unroll", unroll), *walk.params))
-    return [tiled(totals), starts, walk], list(made.scratch)
+    return [column_program(totals), starts, walk], list(made.scratch)
 
 
 # -- the columns form -----------------------------------------------------------------------------------------------
-def tiled(program: Program) -> Program:
+def column_program(program: Program) -> Program:
     """The program of the columns form as `codegen.cuda.columns` reads it.
 
     The reductions become one axis ``f`` that counts tiles (``unroll`` points of each reduction), and short reductions
@@ -193,8 +193,8 @@ def tiled(program: Program) -> Program:
         for k, (r, tile) in enumerate(zip(phase.reds, unflatten(term, counts, ranges), strict=True))
     }
     guard = Guard(term, None, terms - 1)
-    body, numbers = guarded(phase.body, places, guard, ranges)
-    accs = _renumbered(phase, numbers) if guard.always(ranges) else only_terms(body, phase.accs, numbers, guard)
+    body, numbers = predicate_loads(phase.body, places, guard, ranges)
+    accs = _renumbered(phase, numbers) if guard.always(ranges) else mask_accumulators(body, phase.accs, numbers, guard)
     axes = (Axis("s", groups), *phase.axes) if split > 1 else phase.axes
     made = replace(phase, axes=axes, reds=(Red("f", share), *inner), accs=accs, body=body)
     kept = tuple((k, v) for k, v in program.params if k not in ("split", "terms", "walk"))
@@ -205,10 +205,10 @@ def tiled(program: Program) -> Program:
 def _split_columns(program: Program) -> tuple[Program, Program, list[Buffer]]:
     """Partial results lie group by group, so that both kernels read and write whole lines."""
     phase = _splittable(program)
-    tiles = tiled(program)
+    tiles = column_program(program)
     made = tiles.phases[0]
     groups = made.axes[0].extent
-    first, partials, place = _first(tiles, phase, groups)
+    first, partials, place = _partial_kernel(tiles, phase, groups)
     return first, _combined(program, partials, made.accs, place, groups), partials
 
 
@@ -217,19 +217,19 @@ def _split_product(program: Program) -> tuple[Program, Program, list[Buffer]]:
     phase = _splittable(program)
     params: Any = dict(program.params)
     terms, total = params["tile"][2], phase.reds[0].extent
-    share, groups = shares(total, terms, params["split"])
+    share, groups = k_tiles_per_split(total, terms, params["split"])
     ranges = {**phase.ranges(), S: groups, K: share * terms}
     term = Index.axis(S) * (share * terms) + Index.axis(K)
     guard = Guard(term, None, total - 1)
-    body, numbers = guarded(phase.body, {K: term}, guard, ranges)
-    accs = _renumbered(phase, numbers) if guard.always(ranges) else only_terms(body, phase.accs, numbers, guard)
+    body, numbers = predicate_loads(phase.body, {K: term}, guard, ranges)
+    accs = _renumbered(phase, numbers) if guard.always(ranges) else mask_accumulators(body, phase.accs, numbers, guard)
     made = replace(phase, axes=(Axis(S, groups), *phase.axes), reds=(Red(K, share * terms),), accs=accs, body=body)
     wide = replace(program, phases=(made,), params=(*program.params, ("terms", total)))
-    first, partials, place = _first(wide, phase, groups)
+    first, partials, place = _partial_kernel(wide, phase, groups)
     return first, _combined(program, partials, accs, place, groups), partials
 
 
-def _first(program: Program, phase: Phase, groups: int) -> tuple[Program, list[Buffer], Index]:
+def _partial_kernel(program: Program, phase: Phase, groups: int) -> tuple[Program, list[Buffer], Index]:
     """The kernel that writes partial results group by group; ``program`` has the axis ``s`` already."""
     made = program.phases[0]
     extents = tuple(a.extent for a in phase.axes)
@@ -254,7 +254,7 @@ def _combined(program: Program, partials: list[Buffer], accs: tuple[Acc, ...], p
     """The kernel that adds up partial results that lie group by group."""
     axes = tuple(replace(a, unroll=1) for a in program.phases[0].axes)
     rows = math.prod(a.extent for a in axes)
-    second = collapsed(_second(program, partials, accs, place, groups, axes))
+    second = collapse_program(_combine_kernel(program, partials, accs, place, groups, axes))
     lane = second.phases[0].axes[-1].extent
     across = 32 if rows >= _MANY else 8
     while across > 1 and across // 2 >= lane:
@@ -263,7 +263,7 @@ def _combined(program: Program, partials: list[Buffer], accs: tuple[Acc, ...], p
     threads = max(128, min(512, across * deep))
     flight = min(8, -(-groups // (threads // across)))
     params = (("cuda", "columns"), ("threads", threads), ("across", across), ("flight", flight))
-    return tiled(replace(second, params=params))
+    return column_program(replace(second, params=params))
 
 
 def _unroll(phase: Phase) -> int:

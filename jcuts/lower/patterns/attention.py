@@ -17,7 +17,7 @@ from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.node import Graph, Node
 from jcuts.kernel_ir.program import ITEM_SIZE, Axis, Phase, Program
 from jcuts.lower.patterns.gemm import COLUMNS, COPY, ROWS, TYPES
-from jcuts.schedule.cpu.loop_schedule import rewritten
+from jcuts.schedule.cpu.loop_schedule import map_indices
 
 EIGHT, MOST_DEPTH = 8, 128
 """Depths are multiples of the one and at most the other."""
@@ -96,12 +96,12 @@ class Attention:
         )
 
 
-def recognise(program: Program) -> Attention | Refusal:
+def match(program: Program) -> Attention | Refusal:
     """The attention that a program of the template is, or why no kernel takes it."""
     if program.template != "attention" or len(program.phases) < 5:
-        return _no("it is no attention")
+        return _reject("it is no attention")
     if dict(program.params).get("precision"):
-        return _no("its products ask for more than the default precision")
+        return _reject("its products ask for more than the default precision")
     scores, *middle, result = program.phases
     weights = _softmax(scores, middle)
     if isinstance(weights, Refusal):
@@ -109,7 +109,7 @@ def recognise(program: Program) -> Attention | Refusal:
     return _operands(program, scores, result, weights)
 
 
-def _no(reason: str) -> Refusal:
+def _reject(reason: str) -> Refusal:
     return Refusal("attention", reason)
 
 
@@ -117,26 +117,26 @@ def _no(reason: str) -> Refusal:
 def _softmax(scores: Phase, middle: list[Phase]) -> str | Refusal:
     """The local buffer of the weights, where the phases between the products are a softmax of the scores."""
     if len(middle) != 3 or any(len(p.stores) != 1 for p in (scores, *middle)):
-        return _no("what lies between its products is no softmax")
+        return _reject("what lies between its products is no softmax")
     largest, total, last = middle
     kept = scores.stores[0].buffer
     if [a.combine for a in largest.accs] != ["max"] or [a.combine for a in total.accs] != ["add"] or last.reds:
-        return _no("its rows are not divided by a sum of exponentials")
+        return _reject("its rows are not divided by a sum of exponentials")
     most = largest.stores[0].buffer
     whole = _strip(largest.exit, largest.stores[0].value).op == "acc"
     if not whole or not _is_load(largest.body, largest.accs[0].values[0], kept):
-        return _no("it takes the largest of something else than its scores")
+        return _reject("it takes the largest of something else than its scores")
     if not _is_exponential(total.body, total.accs[0].values[0], kept, most):
-        return _no("it sums something else than exponentials of scores")
+        return _reject("it sums something else than exponentials of scores")
     exit_, value = total.exit, total.stores[0].value
     if _strip(exit_, value).op != "acc":
-        return _no("its sum of exponentials is changed")
+        return _reject("its sum of exponentials is changed")
     node = _strip(last.exit, last.stores[0].value)
     summed = total.stores[0].buffer
     if node.op != "div" or not _is_exponential(last.exit, node.args[0], kept, most):
-        return _no("its weights are no quotients of exponentials")
+        return _reject("its weights are no quotients of exponentials")
     if not _is_load(last.exit, node.args[1], summed):
-        return _no("its weights are divided by something else than the sum of exponentials")
+        return _reject("its weights are divided by something else than the sum of exponentials")
     return last.stores[0].buffer
 
 
@@ -177,21 +177,25 @@ def _is_exponential(graph: Graph, number: int, scores: str, most: str) -> bool:
 def _operands(program: Program, scores: Phase, result: Phase, weights: str) -> Attention | Refusal:
     pair, other = _factors(scores), _factors(result)
     if pair is None or other is None or len(scores.reds) != 1 or len(result.reds) != 1:
-        return _no("its products are not of arrays as they are")
+        return _reject("its products are not of arrays as they are")
     key_axis, feature = scores.axes[-1], result.axes[-1]
     depth = scores.reds[0]
     outer = scores.axes[:-1]
     if result.axes[:-1] != outer or result.reds[0].name != key_axis.name:
-        return _no("its products run over different axes")
-    key, query = pair if _moves(pair[0], key_axis) else pair[::-1]
+        return _reject("its products run over different axes")
+    key, query = pair if _depends_on(pair[0], key_axis) else pair[::-1]
     value = other[0] if other[1].buffer == weights else other[1]
-    if _moves(query, key_axis) or not _moves(key, key_axis) or weights not in (other[0].buffer, other[1].buffer):
-        return _no("its queries move with its keys")
+    if (
+        _depends_on(query, key_axis)
+        or not _depends_on(key, key_axis)
+        or weights not in (other[0].buffer, other[1].buffer)
+    ):
+        return _reject("its queries move with its keys")
     if len({n.dtype for n in (query, key, value)}) > 1 or query.dtype not in TYPES:
-        return _no(f"operands of {query.dtype}, {key.dtype} and {value.dtype}")
-    free = [a for a in outer if _moves(query, a) and not _moves(key, a) and not _moves(value, a)]
+        return _reject(f"operands of {query.dtype}, {key.dtype} and {value.dtype}")
+    free = [a for a in outer if _depends_on(query, a) and not _depends_on(key, a) and not _depends_on(value, a)]
     if not free:
-        return _no("it has no axis of queries alone")
+        return _reject("it has no axis of queries alone")
     row = max(free, key=lambda a: (a.extent, a.name))
     batch = tuple(a for a in outer if a is not row)
     sides = []
@@ -204,9 +208,9 @@ def _operands(program: Program, scores: Phase, result: Phase, weights: str) -> A
     first = _renamed(scores, {**names, key_axis.name: COLUMNS})
     last = _renamed(result, {**names, feature.name: COLUMNS})
     if any(s.guards for s in last.stores):
-        return _no("results with guards")
+        return _reject("results with guards")
     if not any(s.address.stride(COLUMNS) == 1 for s in last.stores):
-        return _no("its features are no neighbours in the result")
+        return _reject("its features are no neighbours in the result")
     queries, keys, values = sides
     return Attention(queries, keys, values, batch, first, last)
 
@@ -228,7 +232,7 @@ def _factors(phase: Phase) -> tuple[Node, Node] | None:
     return loads[0], loads[1]
 
 
-def _moves(node: Node, axis: Axis) -> bool:
+def _depends_on(node: Node, axis: Axis) -> bool:
     return node.index is not None and bool(node.index.stride(axis.name))
 
 
@@ -236,9 +240,9 @@ def _operand(node: Node, axis: Axis, along: Axis, batch: tuple[Axis, ...]) -> Op
     assert node.index is not None
     item = ITEM_SIZE[node.dtype]
     if node.index.stride(along.name) != 1 and along.extent > 1:
-        return _no(f"elements of a row of {node.buffer} are no neighbours in memory")
+        return _reject(f"elements of a row of {node.buffer} are no neighbours in memory")
     if along.extent % EIGHT or not EIGHT <= along.extent <= MOST_DEPTH:
-        return _no(f"rows of {along.extent} elements: multiples of {EIGHT} up to {MOST_DEPTH} are taken")
+        return _reject(f"rows of {along.extent} elements: multiples of {EIGHT} up to {MOST_DEPTH} are taken")
     step = node.index.stride(axis.name) or 0
     base = Index(node.index.const)
     for other in batch:
@@ -246,12 +250,12 @@ def _operand(node: Node, axis: Axis, along: Axis, batch: tuple[Axis, ...]) -> Op
     steps = [along.extent, step, base.const, *(c for _, c in base.terms)]
     width = next((b // item for b in COPY if all(s % (b // item) == 0 for s in steps)), 0)
     if not width:
-        return _no(f"rows of {node.buffer} do not begin at words")
+        return _reject(f"rows of {node.buffer} do not begin at words")
     return Operand(node.buffer, node.dtype, base, step, axis.extent, along.extent, width)
 
 
 def _renamed(phase: Phase, names: dict[str, str]) -> Phase:
-    made = rewritten(phase, lambda index: index.substitute({a: Index.axis(n) for a, n in names.items()}, {}))
+    made = map_indices(phase, lambda index: index.substitute({a: Index.axis(n) for a, n in names.items()}, {}))
     return replace(
         made,
         axes=tuple(replace(a, name=names.get(a.name, a.name)) for a in phase.axes),

@@ -19,7 +19,7 @@ import numpy as np
 
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.program import Program
-from jcuts.lower.patterns.gemm import ROWS, B, K, S, Side, _number, prologue, sides, summed
+from jcuts.lower.patterns.gemm import ROWS, B, GemmOperand, K, S, _number, gemm_operands, k_extent, prologue
 
 LINE, NARROW = 128, 64
 """Bytes of a pixel's channels that are kept at once; of those that have no more, of 16-bit floats."""
@@ -31,7 +31,7 @@ STEP = 32
 
 
 @dataclass(frozen=True)
-class Window:
+class ConvWindow:
     """How a product reads its left operand.
 
     Attributes:
@@ -42,7 +42,7 @@ class Window:
         first: the least offset from `pixel`. narrow: whether lines are `NARROW`.
     """
 
-    side: Side
+    side: GemmOperand
     channels: int
     pixels: int
     rows: int
@@ -94,17 +94,17 @@ class Window:
 
     def span(self, size: int) -> int:
         """Most pixels that a tile of ``size`` neighbouring outputs reads."""
-        return _farthest(self.pixel, self.rows, size) + self.reach
+        return _max_row_distance(self.pixel, self.rows, size) + self.reach
 
 
-def window(program: Program) -> Window | None:
+def match_conv_window(program: Program) -> ConvWindow | None:
     """How the left operand of a product is read; None where it is no array of pixels that a filter shares."""
     ranges = program.phases[0].ranges()
-    left, right = sides(program)
+    left, right = gemm_operands(program)
     shape = next(b.shape for b in program.inputs if b.name == left.buffer)
     if {B, S} & set(ranges) or prologue(program) is not None or len(shape) < 2 or not left.along_terms:
         return None
-    stride, terms = shape[-1], summed(program)
+    stride, terms = shape[-1], k_extent(program)
     # Channels that are part of a pixel's end each run of neighbouring terms.
     channels = stride if left.run % stride == 0 or left.run == terms else left.run
     taps = terms // channels
@@ -123,13 +123,13 @@ def window(program: Program) -> Window | None:
         return None
     pixel = Index(place.const // stride, tuple((atom, coef // stride) for atom, coef in place.terms))
     pixels, rows = int(np.prod(shape[:-1])), ranges[ROWS]
-    if _farthest(pixel, rows, 2) < 0:
+    if _max_row_distance(pixel, rows, 2) < 0:
         return None
     narrow = left.item == 2 and channels * left.item <= NARROW and not right.along_terms
-    return Window(left, channels, pixels, rows, pixel, taps, *grid, offsets[0], stride, begin, narrow)
+    return ConvWindow(left, channels, pixels, rows, pixel, taps, *grid, offsets[0], stride, begin, narrow)
 
 
-def in_line(side: Side, terms: int) -> Side:
+def linearize_k(side: GemmOperand, terms: int) -> GemmOperand:
     """The right operand with its address by terms written as what it is, a multiple of the term, if it is that."""
     places = _number(side.by_terms, {K: np.arange(terms)})  # type: ignore[dict-item]
     if not np.array_equal(np.broadcast_to(places, (terms,)), np.arange(terms) * side.step):
@@ -137,7 +137,7 @@ def in_line(side: Side, terms: int) -> Side:
     return replace(side, index=side.by_place + Index.axis(K) * side.step, run=terms)
 
 
-def in_pieces(program: Program, left: Side, right: Side) -> bool:
+def gather_per_copy(program: Program, left: GemmOperand, right: GemmOperand) -> bool:
     """Whether each copy of a product's left operand can find its own place.
 
     16-bit floats, and float32 where the right operand is rounded, so that neither goes through registers; nothing is
@@ -147,19 +147,19 @@ def in_pieces(program: Program, left: Side, right: Side) -> bool:
     copied = left.item == 2 or (right.along_terms and program.buffer(right.buffer).tf32)
     if not copied or not left.along_terms or not whole or prologue(program) is not None:
         return False
-    terms = summed(program)
-    return in_line(right, terms).run == terms
+    terms = k_extent(program)
+    return linearize_k(right, terms).run == terms
 
 
-def has_weights(program: Program) -> bool:
+def weights_need_no_transform(program: Program) -> bool:
     """Whether the right operand of a product with a window goes to the units as it lies in memory."""
-    left, right = sides(program)
+    left, right = gemm_operands(program)
     if right.width * right.item != 16 or (
         left.item == 4 and not (right.along_terms and program.buffer(right.buffer).tf32)
     ):
         return False
-    found = window(program)
-    return found is not None and in_line(right, found.taps * found.channels).run == found.taps * found.channels
+    found = match_conv_window(program)
+    return found is not None and linearize_k(right, found.taps * found.channels).run == found.taps * found.channels
 
 
 def _grid(offsets: list[int]) -> tuple[int, int, int] | None:
@@ -177,7 +177,7 @@ def _grid(offsets: list[int]) -> tuple[int, int, int] | None:
 
 
 @functools.lru_cache(256)
-def _farthest(pixel: Index, rows: int, size: int) -> int:
+def _max_row_distance(pixel: Index, rows: int, size: int) -> int:
     """Most pixels between two outputs of a tile; negative where later outputs read earlier pixels."""
     places = np.broadcast_to(_number(pixel, {ROWS: np.arange(rows)}), (rows,))  # type: ignore[dict-item]
     if rows > 1 and (np.diff(places) < 0).any():

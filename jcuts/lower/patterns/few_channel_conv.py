@@ -20,7 +20,7 @@ from jcuts.kernel_ir.index import Index, unflatten
 from jcuts.kernel_ir.node import Graph, Guard, Node
 from jcuts.kernel_ir.program import ITEM_SIZE, Axis, Phase, Program, Red
 from jcuts.lower.patterns.gemm import COLUMNS, LEAST_TERMS, ROWS, TYPES, K, _factors
-from jcuts.schedule.cpu.loop_schedule import rewritten
+from jcuts.schedule.cpu.loop_schedule import map_indices
 
 MOST_TERMS = 320
 """Terms whose filters a block may hold in shared memory, and that are unrolled."""
@@ -30,7 +30,7 @@ _Place = tuple[Index, Index]
 
 
 @dataclass(frozen=True)
-class Patches:
+class FewChannelConv:
     """How outputs read an image; the axis of neighbouring outputs is m, that of the filters n (as in `products`).
 
     Attributes:
@@ -77,11 +77,11 @@ class Patches:
         return 1 + max(line for line, _ in self.terms), 1 + max(element for _, element in self.terms)
 
 
-def as_patches(program: Program) -> Program | None:
+def as_few_channel_conv(program: Program) -> Program | None:
     """The program with its axes named as `patches` expects, unscheduled; None if it is no such convolution."""
     if len(program.phases) != 1 or dict(program.params).get("precision"):
         return None
-    phase = without_pads(program.phases[0])
+    phase = pads_to_guards(program.phases[0])
     loads = _operands(phase)
     if loads is None:
         return None
@@ -92,21 +92,21 @@ def as_patches(program: Program) -> Program | None:
     if not rows or len(rows) != 1 or {ROWS, COLUMNS, K} & {a.name for a in (*phase.axes, *phase.reds)}:
         return None
     names = {rows[0].name: ROWS, column.name: COLUMNS}
-    made = rewritten(phase, lambda index: index.substitute({a: Index.axis(n) for a, n in names.items()}, {}))
+    made = map_indices(phase, lambda index: index.substitute({a: Index.axis(n) for a, n in names.items()}, {}))
     axes = tuple(Axis(names.get(a.name, a.name), a.extent) for a in phase.axes)
     reds = tuple(Red(r.name, r.extent) for r in phase.reds)
     found = replace(program, phases=(replace(made, axes=axes, reds=reds),), params=())
     return found if _patches(found) is not None else None
 
 
-def patches(program: Program) -> Patches:
+def conv_geometry(program: Program) -> FewChannelConv:
     """How the outputs of a program that `as_patches` has made read their image."""
     found = _patches(program)
     assert found is not None
     return found
 
 
-def without_pads(phase: Phase) -> Phase:
+def pads_to_guards(phase: Phase) -> Phase:
     """The phase with factors that zeros surround (`pad`) as loads that are guarded by themselves, widened or not."""
     if len(phase.accs) != 1 or len(phase.accs[0].values) != 1:
         return phase
@@ -165,7 +165,7 @@ def _kinds(program: Program, image: Node, phase: Phase) -> dict[str, str] | None
     return found
 
 
-def _patches(program: Program) -> Patches | None:
+def _patches(program: Program) -> FewChannelConv | None:
     phase = program.phases[0]
     loads, terms = _operands(phase), math.prod(r.extent for r in phase.reds)
     if loads is None or not LEAST_TERMS <= terms <= MOST_TERMS:
@@ -191,7 +191,7 @@ def _patches(program: Program) -> Patches | None:
     for point in itertools.product(*(range(r.extent) for r in phase.reds)):
         at = dict(zip((r.name for r in phase.reds), point, strict=True))
         places.append((_at(line, at), _at(element, at)))
-    return Patches(
+    return FewChannelConv(
         image=image.buffer,
         filters=filters.buffer,
         dtype=image.dtype,

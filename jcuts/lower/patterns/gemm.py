@@ -27,8 +27,8 @@ from jcuts.kernel_ir.index import Atom, Index, unflatten
 from jcuts.kernel_ir.node import Graph, Guard, Node
 from jcuts.kernel_ir.numpy_semantics import apply
 from jcuts.kernel_ir.program import ITEM_SIZE, Acc, Axis, Phase, Program, Red
-from jcuts.lower.delinearize import digits
-from jcuts.schedule.cpu.loop_schedule import collapsed, rewritten
+from jcuts.lower.delinearize import delinearize
+from jcuts.schedule.cpu.loop_schedule import collapse_program, map_indices
 
 B, ROWS, COLUMNS, K, S = "b", "m", "n", "k", "s"
 """Axes: batch, rows, columns, the summed one, and the group of terms where a sum is split over the grid."""
@@ -44,7 +44,7 @@ CARRIED = frozenset({"load", "const", "convert", "widen", "add", "sub", "mul", "
 
 
 @dataclass(frozen=True)
-class Side:
+class GemmOperand:
     """One operand of a product.
 
     Attributes:
@@ -82,7 +82,7 @@ class Side:
         return ITEM_SIZE[self.dtype]
 
 
-def as_product(program: Program, *, exact: bool = False) -> Program | None:
+def as_gemm(program: Program, *, exact: bool = False) -> Program | None:
     """The program as a product, unscheduled; None if it is none, or if its arithmetic must not be that of matrix units.
 
     float32 products that ask for more than the default precision are none: matrix units round operands to TF32, which
@@ -94,8 +94,8 @@ def as_product(program: Program, *, exact: bool = False) -> Program | None:
     wide = any(acc.dtype == WIDE for acc in program.phases[0].accs)
     if (wide or bool(dict(program.params).get("precision"))) != exact:
         return None
-    whole = collapsed(_unmasked(program) if wide else program)
-    program = digits(whole)
+    whole = collapse_program(_padding_as_zeros(program) if wide else program)
+    program = delinearize(whole)
     phase = program.phases[0]
     loads = _factors(phase, WIDE if wide else "float32")
     if loads is None or math.prod(r.extent for r in phase.reds) < LEAST_TERMS:
@@ -130,7 +130,7 @@ def as_product(program: Program, *, exact: bool = False) -> Program | None:
     return made if all(side is not None for side in _sides(made)) else None
 
 
-def shares(total: int, terms: int, split: int) -> tuple[int, int]:
+def k_tiles_per_split(total: int, terms: int, split: int) -> tuple[int, int]:
     """(tiles of ``terms`` terms of a group, groups) of a sum that at most ``split`` groups of blocks share.
 
     >>> shares(1000, 32, 5)
@@ -141,12 +141,12 @@ def shares(total: int, terms: int, split: int) -> tuple[int, int]:
     return share, -(-tiles // share)
 
 
-def summed(program: Program) -> int:
+def k_extent(program: Program) -> int:
     """Terms of the whole sum (of a group of them the program has guards for what lies beyond)."""
     return int(str(dict(program.params).get("terms", program.phases[0].reds[0].extent)))
 
 
-def sides(program: Program) -> tuple[Side, Side]:
+def gemm_operands(program: Program) -> tuple[GemmOperand, GemmOperand]:
     """Left and right operand of a product."""
     left, right = _sides(program)
     assert left is not None and right is not None
@@ -180,7 +180,7 @@ def prologue(program: Program) -> int | None:
     return None if _is_plain(body, number) else number
 
 
-def bears_zeros(program: Program) -> bool:
+def prologue_is_zero_safe(program: Program) -> bool:
     """Whether a prologue of zeros is finite: then terms beyond the last, whose weights are zeros, add nothing."""
     number, body = prologue(program), program.phases[0].body
     values: dict[int, np.ndarray] = {}
@@ -195,7 +195,7 @@ def bears_zeros(program: Program) -> bool:
     return number is None or bool(np.isfinite(values[number]))
 
 
-def vectors(program: Program) -> list[Node]:
+def k_vectors(program: Program) -> list[Node]:
     """What a product's prologue reads besides the left operand: loads that the term alone decides."""
     number, body = prologue(program), program.phases[0].body
     if number is None:
@@ -204,7 +204,7 @@ def vectors(program: Program) -> list[Node]:
     return [n for n in nodes if n.op == "load" and n.index is not None and n.index.axes() <= {K, S}]
 
 
-def _unmasked(program: Program) -> Program:
+def _padding_as_zeros(program: Program) -> Program:
     """A convolution of float64 with the zeros around its image as factors: so cuDNN has it.
 
     What is traced leaves such products out, as XLA does on CPUs: infinite weights make the difference.
@@ -260,7 +260,7 @@ def _renamed(program: Program, factors: tuple[int, int], batch: list[Axis], rows
     for name, group in groups.items():
         places = unflatten(Index.axis(name), tuple(a.extent for a in group), ranges)
         where.update(zip((a.name for a in group), places, strict=True))
-    made = rewritten(phase, lambda index: index.substitute(where, ranges))
+    made = map_indices(phase, lambda index: index.substitute(where, ranges))
     body = Graph()
     dtype = phase.accs[0].dtype
     total = body.apply("mul", dtype, *phase.body.copy_into(body, factors, where, ranges))
@@ -271,7 +271,7 @@ def _renamed(program: Program, factors: tuple[int, int], batch: list[Axis], rows
 
 
 # -- operands -------------------------------------------------------------------------------------------------------
-def _sides(program: Program) -> tuple[Side | None, Side | None]:
+def _sides(program: Program) -> tuple[GemmOperand | None, GemmOperand | None]:
     phase = program.phases[0]
     product, ranges = _product(phase), phase.ranges()
     group = Index.axis(S) * ranges[K] + Index.axis(K) if S in ranges else Index.axis(K)
@@ -281,7 +281,7 @@ def _sides(program: Program) -> tuple[Side | None, Side | None]:
         if node is None:
             return None, None
         guards = tuple(g for g in node.guards if g.index != group)
-        found.append(_side(replace(node, guards=guards), outer, ranges, summed(program)))
+        found.append(_side(replace(node, guards=guards), outer, ranges, k_extent(program)))
     return found[0], found[1]
 
 
@@ -292,14 +292,14 @@ def _product(phase: Phase) -> Node:
     return product
 
 
-def _side(node: Node, outer: str, ranges: dict[str, int], total: int) -> Side | None:
+def _side(node: Node, outer: str, ranges: dict[str, int], total: int) -> GemmOperand | None:
     index = node.index
     assert index is not None
-    run = math.gcd(_run(index), *(_run(g.index) for g in node.guards)) or ranges[K]
+    run = math.gcd(_contiguous_k(index), *(_contiguous_k(g.index) for g in node.guards)) or ranges[K]
     if any(_axes(atom) & {K, S} and _axes(atom) - {K, S} for atom, _ in index.terms):
         return None
     one, two = (_number(index, {K: k}) for k in (0, 1))
-    side = Side(node.buffer, node.dtype, index, node.guards, outer, False, 1, run, two - one)
+    side = GemmOperand(node.buffer, node.dtype, index, node.guards, outer, False, 1, run, two - one)
     for along in (True, False):
         if (side.step if along else index.stride(outer)) != 1:
             continue
@@ -320,13 +320,13 @@ def _axes(atom: Atom) -> frozenset[str]:
     return Index(0, ((atom, 1),)).axes()
 
 
-def _run(index: Index) -> int:
+def _contiguous_k(index: Index) -> int:
     """Up to which multiples of terms an expression is linear in k: it divides them all (0: it always is)."""
     found = 0
     for atom, _ in index.terms:
         if atom.inner is not None and K in atom.inner.axes():
             plain = atom.inner.stride(K)
-            found = math.gcd(found, _run(atom.inner))
+            found = math.gcd(found, _contiguous_k(atom.inner))
             if plain is None or plain:
                 rest = [c for a, c in atom.inner.terms if a.inner is None and a.name != K]
                 direct = any(a.name == K for a, _ in atom.inner.terms)

@@ -23,8 +23,8 @@ from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.node import Guard, Node
 from jcuts.kernel_ir.program import ITEM_SIZE, Axis, Phase, Program
-from jcuts.lower.patterns.few_channel_conv import without_pads
-from jcuts.lower.patterns.gemm import COLUMNS, ROWS, B, K, Side, as_product, prologue, sides
+from jcuts.lower.patterns.few_channel_conv import pads_to_guards
+from jcuts.lower.patterns.gemm import COLUMNS, ROWS, B, GemmOperand, K, as_gemm, gemm_operands, prologue
 
 TEMPLATE = "block"
 MOST_TAPS = 49
@@ -34,7 +34,7 @@ Place = tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False)
-class Window:
+class DepthwiseConv:
     """The depthwise convolution: output (y, x) of channel e reads rows ``y * step + start + tap`` of the image.
 
     Attributes:
@@ -61,7 +61,7 @@ class Window:
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class InvertedResidual:
     """A block: the two products (one phase each, axes of `products`), and what lies between them.
 
     ``expand`` is None where there is no product before the windows.
@@ -69,13 +69,13 @@ class Block:
 
     program: Program
     expand: Program | None
-    window: Window
+    window: DepthwiseConv
     project: Program
 
     @cached_property
-    def weights(self) -> tuple[Side | None, Side]:
+    def weights(self) -> tuple[GemmOperand | None, GemmOperand]:
         """Right operands of the products."""
-        return None if self.expand is None else sides(self.expand)[1], sides(self.project)[1]
+        return None if self.expand is None else gemm_operands(self.expand)[1], gemm_operands(self.project)[1]
 
     @cached_property
     def terms(self) -> int:
@@ -90,7 +90,7 @@ class Block:
     @cached_property
     def dtype(self) -> str:
         """What is multiplied: float32 (rounded to TF32 for the products) or bfloat16."""
-        return sides(self.project)[0].dtype
+        return gemm_operands(self.project)[0].dtype
 
     @property
     def item(self) -> int:
@@ -110,7 +110,7 @@ class Block:
         return float(channels * (pixels * self.terms + outputs * (self.columns + len(self.window.taps))))
 
 
-def block(program: Program) -> Block | Refusal:
+def match_inverted_residual(program: Program) -> InvertedResidual | Refusal:
     """How a program of this form is computed, or why it cannot be one kernel."""
     if len(program.phases) not in (2, 3):
         return Refusal("block", f"{len(program.phases)} phases, a block has 2 or 3")
@@ -124,27 +124,29 @@ def block(program: Program) -> Block | Refusal:
     outputs = images * math.prod(window.outputs)
     if project is None or (shape[ROWS], shape[K]) != (outputs, channels):
         return Refusal("block", "no product of the windows' channels")
-    if sides(project)[0].buffer != second.stores[0].buffer or len(second.stores) != 1:
+    if gemm_operands(project)[0].buffer != second.stores[0].buffer or len(second.stores) != 1:
         return Refusal("block", "the phases do not read what the one before makes")
     local = {b.name for b in program.buffers if b.role == "local"}
     if any(node.op == "load" and node.buffer in local for node in third.exit.nodes):
         return Refusal("block", "a value between the products is needed behind them")
     if not _plain(second, window.channel):
         return Refusal("block", "an operand between the products is no vector along channels")
-    types = {program.buffer(name).dtype for name in (window.image_buffer, window.filters, sides(project)[1].buffer)}
+    types = {
+        program.buffer(name).dtype for name in (window.image_buffer, window.filters, gemm_operands(project)[1].buffer)
+    }
     if len(types) > 1:
         return Refusal("block", "operands of several types")
     if not first:
-        return Block(program, None, window, project)
-    expand = _expand(program, first[0], window, _image(second, window.channel))
+        return InvertedResidual(program, None, window, project)
+    expand = _match_expand_gemm(program, first[0], window, _conv_input(second, window.channel))
     if isinstance(expand, Refusal):
         return expand
-    if {sides(expand)[0].dtype} != types:
+    if {gemm_operands(expand)[0].dtype} != types:
         return Refusal("block", "operands of several types")
-    return Block(program, expand, window, project)
+    return InvertedResidual(program, expand, window, project)
 
 
-def _expand(program: Program, phase: Phase, window: Window, image: str) -> Program | Refusal:
+def _match_expand_gemm(program: Program, phase: Phase, window: DepthwiseConv, image: str) -> Program | Refusal:
     """The product before the windows."""
     expand = _product(program, phase)
     if expand is None:
@@ -163,10 +165,10 @@ def _expand(program: Program, phase: Phase, window: Window, image: str) -> Progr
 
 def _product(program: Program, phase: Phase) -> Program | None:
     """A phase as a product, where its left operand is dense and its right one is one run of terms."""
-    made = as_product(replace(program, phases=(phase,), params=(), template="contraction"))
+    made = as_gemm(replace(program, phases=(phase,), params=(), template="contraction"))
     if made is None or prologue(made) is not None or B in made.phases[0].ranges():
         return None
-    (left, right), extents = sides(made), made.phases[0].ranges()
+    (left, right), extents = gemm_operands(made), made.phases[0].ranges()
     dense = left.index == Index.axis(ROWS) * extents[K] + Index.axis(K) and not left.guards and left.dtype in TYPES
     return made if dense and right.run == extents[K] else None
 
@@ -186,18 +188,18 @@ def _plain(phase: Phase, axis: str) -> bool:
 
 
 # -- the window -----------------------------------------------------------------------------------------------------
-def _image(phase: Phase, channel: str) -> str:
+def _conv_input(phase: Phase, channel: str) -> str:
     """The buffer that windows slide over: more than a tap and a channel decide what is read."""
     taps = {channel, *(r.name for r in phase.reds)}
     loads = [n for n in phase.body.nodes if n.op == "load" and n.index is not None and not n.index.axes() <= taps]
     return loads[0].buffer if len(loads) == 1 else ""
 
 
-def _window(program: Program, phase: Phase) -> Window | Refusal:
+def _window(program: Program, phase: Phase) -> DepthwiseConv | Refusal:
     no = Refusal("block", "what lies between the products is no depthwise convolution")
-    phase = without_pads(phase)
+    phase = pads_to_guards(phase)
     last = [a.name for a in phase.axes if phase.stores[0].address.stride(a.name) == 1]
-    name = _image(phase, last[0]) if last else ""
+    name = _conv_input(phase, last[0]) if last else ""
     if len(phase.accs) != 1 or (phase.accs[0].combine, phase.accs[0].dtype) != ("add", "float32") or not name:
         return no
     product = phase.body.nodes[phase.accs[0].values[0]]
@@ -209,7 +211,7 @@ def _window(program: Program, phase: Phase) -> Window | Refusal:
     shape = program.buffer(name).shape
     if len(shape) != 4 or weights.buffer == name or weights.guards or min(shape[1:3]) < 2:
         return no
-    moves = _moves(image, phase, shape)
+    moves = _spatial_axes(image, phase, shape)
     channel = [
         a for a in phase.axes if a.extent == shape[3] and image.index is not None and image.index.stride(a.name) == 1
     ]
@@ -227,10 +229,10 @@ def _window(program: Program, phase: Phase) -> Window | Refusal:
     if len(taps) > MOST_TAPS:
         return no
     addresses = tuple(weights.index.substitute({n: Index(v) for n, v in at.items()}, phase.ranges()) for at in where)
-    return Window(shape, outputs, step, start, taps, addresses, name, weights.buffer, channel[0].name, phase)  # type: ignore[arg-type]
+    return DepthwiseConv(shape, outputs, step, start, taps, addresses, name, weights.buffer, channel[0].name, phase)  # type: ignore[arg-type]
 
 
-def _moves(image: Node, phase: Phase, shape: tuple[int, ...]) -> tuple[Index, Index] | None:
+def _spatial_axes(image: Node, phase: Phase, shape: tuple[int, ...]) -> tuple[Index, Index] | None:
     """Row and column of the image by axes and reductions."""
     _, rows, columns, channels = shape
     row, column = Index(), Index()
@@ -275,12 +277,12 @@ def _start(
         return None
     for move, begin, extent in zip(moves, (first, second), (rows, columns), strict=True):
         mine = [g for g in image.guards if Index(0, g.index.terms) == move]
-        if not _held(mine, move + begin, extent, ranges):
+        if not _is_border_guard(mine, move + begin, extent, ranges):
             return None
     return first, second
 
 
-def _held(guards: Sequence[Guard], index: Index, extent: int, ranges: Mapping[str, int]) -> bool:
+def _is_border_guard(guards: Sequence[Guard], index: Index, extent: int, ranges: Mapping[str, int]) -> bool:
     """Whether guards say that an index lies in the image, where it may lie outside, and nothing more."""
     low, high = index.bounds(ranges)
     below = {g.low for g in guards if g.low is not None}

@@ -22,7 +22,7 @@ LEAST = 3
 
 
 @dataclass(frozen=True)
-class Pieces:
+class StridedConcat:
     """How a concatenation reads its source.
 
     Attributes:
@@ -53,7 +53,9 @@ class Pieces:
         return tuple(found)
 
 
-def pieces_of(cuts: Sequence[tuple[int, int, Any]], shapes: Sequence[tuple[int, ...]], dim: int) -> Pieces | None:
+def match_strided_concat(
+    cuts: Sequence[tuple[int, int, Any]], shapes: Sequence[tuple[int, ...]], dim: int
+) -> StridedConcat | None:
     """The pieces of a concatenation; None where they are not equal, or lie in no such order.
 
     Args: cuts: (number, source, parameters) of the slices; shapes: of their results.
@@ -78,5 +80,5 @@ def pieces_of(cuts: Sequence[tuple[int, int, Any]], shapes: Sequence[tuple[int, 
         if expected == starts:
             slices = frozenset(number for number, _, _ in cuts)
             steps = tuple(zip(small, large, strict=True))
-            return Pieces(sources.pop(), slices, dim, shapes[0][dim], starts[0], minor, steps)
+            return StridedConcat(sources.pop(), slices, dim, shapes[0][dim], starts[0], minor, steps)
     return None

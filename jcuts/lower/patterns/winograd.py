@@ -37,7 +37,7 @@ class Dim:
 
 
 @dataclass(frozen=True)
-class Form:
+class WinogradRoles:
     """What `recognise` found: the roles of a phase's axes and of its product's factors."""
 
     dims: tuple[Dim, ...]
@@ -52,7 +52,7 @@ class Form:
         return tuple(d for d in self.dims if d.tap)
 
 
-def recognise(program: Program) -> Form | None:
+def match(program: Program) -> WinogradRoles | None:
     """The form of an unscheduled program, or None."""
     if len(program.phases) != 1 or dict(program.params).get("precision"):
         return None
@@ -70,7 +70,7 @@ def recognise(program: Program) -> Form | None:
     return None
 
 
-def _roles(phase: Phase, data: int, weight: int) -> Form | None:
+def _roles(phase: Phase, data: int, weight: int) -> WinogradRoles | None:
     of_data, of_weight = indices_of(phase.body, data), indices_of(phase.body, weight)
     if any(i.values() for i in (*of_data, *of_weight)):
         return None
@@ -83,7 +83,9 @@ def _roles(phase: Phase, data: int, weight: int) -> Form | None:
     for red in phase.reds:
         if red.name not in in_data or red.name not in in_weight:
             return None
-        axis = next((a for a in phase.axes if a.name not in partner and _moves_with(of_data, a.name, red.name)), None)
+        axis = next(
+            (a for a in phase.axes if a.name not in partner and _depends_on_sum(of_data, a.name, red.name)), None
+        )
         if axis is None:
             channels.append(red)
         else:
@@ -94,7 +96,7 @@ def _roles(phase: Phase, data: int, weight: int) -> Form | None:
     dims += [
         Dim(a.name, a.extent, partner[a.name].name, partner[a.name].extent) for a in phase.axes if a.name in partner
     ]
-    form = Form(tuple(dims), features[0], channels[0], data, weight)
+    form = WinogradRoles(tuple(dims), features[0], channels[0], data, weight)
     return form if _contiguous(phase, form) else None
 
 
@@ -107,13 +109,13 @@ def axes_of(indices: Sequence[Index]) -> frozenset[str]:
     return frozenset(itertools.chain.from_iterable(i.axes() for i in indices))
 
 
-def _moves_with(indices: Sequence[Index], axis: str, tap: str) -> bool:
+def _depends_on_sum(indices: Sequence[Index], axis: str, tap: str) -> bool:
     """Does everything depend on the two axes through their sum alone?"""
     steps = [(i.stride(axis), i.stride(tap)) for i in indices]
     return any(a for a, _ in steps) and all(a is not None and a == t for a, t in steps)
 
 
-def _contiguous(phase: Phase, form: Form) -> bool:
+def _contiguous(phase: Phase, form: WinogradRoles) -> bool:
     """Lanes run along channels of the data and along features of weights and results."""
 
     def along(value: int, axis: str) -> bool:

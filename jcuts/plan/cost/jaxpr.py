@@ -109,7 +109,7 @@ COLLECTIVES = {
 
 
 @dataclass
-class Tally:
+class OpCounts:
     """What a function does, counted equation by equation.
 
     flops: matrix products and convolutions (2 per multiply-add); bytes: memory traffic when elementwise chains fuse;
@@ -186,9 +186,9 @@ def products_of(equation: Any) -> Gemm | None:
     return None
 
 
-def tally_jaxpr(jaxpr: Any, times: float = 1.0, into: Tally | None = None) -> Tally:
+def tally_jaxpr(jaxpr: Any, times: float = 1.0, into: OpCounts | None = None) -> OpCounts:
     """Counts a jaxpr; scans multiply, conditionals count their heaviest branch, while loops count once."""
-    made = into if into is not None else Tally()
+    made = into if into is not None else OpCounts()
     uses = _uses(jaxpr)
     for equation in jaxpr.eqns:
         name = equation.primitive.name
@@ -231,7 +231,7 @@ def _uses(jaxpr: Any) -> dict[Any, int]:
     return count
 
 
-def tally(function: Callable, *arguments: Any) -> Tally:
+def tally(function: Callable, *arguments: Any) -> OpCounts:
     """Counts ``function(*arguments)``; arguments may be ``ShapeDtypeStruct`` trees.
 
     Raises: NotJaxError if it cannot be traced.

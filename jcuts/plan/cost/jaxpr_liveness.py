@@ -185,12 +185,12 @@ def opaque_node(node: Node) -> bool:
     return (node.name in BUFFERS and node.name not in REDUCTIONS) or bool(inner(node.equation))
 
 
-def looped(equation: Any) -> bool:
+def is_kept_loop(equation: Any) -> bool:
     """Whether an equation is a ``scan`` that stays a loop (of one turn XLA makes straight code)."""
     return equation.primitive.name == "scan" and equation.params["length"] > 1
 
 
-def stacked(loop: Any) -> list[int]:
+def stacked_outputs(loop: Any) -> list[int]:
     """Positions of a ``scan``'s results that it stacks up turn by turn, which its carry does not."""
     # Carries keep their shape; stacked results gain an axis (versions of JAX spell the counts differently).
     pairs = zip(loop.outvars, inner(loop)[0][0].outvars, strict=True)
@@ -214,7 +214,7 @@ def copied(
     source = {v: node for node in nodes for v in node.outputs}
     slices = [v for v in given if v in over and v in whole]
     results, seen = [], set()
-    for position in stacked(loop):
+    for position in stacked_outputs(loop):
         v = outs[position]
         if v is None:
             continue
@@ -316,7 +316,7 @@ def _inside(node: Node) -> float:
 
     A loop of more than one turn holds its carry twice, where the body still reads the old while it writes the new.
     """
-    if not looped(node.equation):
+    if not is_kept_loop(node.equation):
         return max((_live(body) for body, _ in inner(node.equation)), default=0.0)
     return _twice(node.equation) + _live(inner(node.equation)[0][0], node.equation)
 
@@ -324,7 +324,7 @@ def _inside(node: Node) -> float:
 def _twice(loop: Any) -> float:
     """Bytes of a ``scan``'s carry that one turn does not update in place: an elementwise result that nothing follows
     which reads the old value does (a sum of gradients)."""
-    body, stacks = inner(loop)[0][0], set(stacked(loop))
+    body, stacks = inner(loop)[0][0], set(stacked_outputs(loop))
     given = [Value(v.aval) for v in body.invars]
     nodes, outs = inlined(body, given)
     owner = owners(nodes, outs)

@@ -18,7 +18,18 @@ from jcuts.base.errors import UsageError
 from jcuts.plan.cost import collectives
 from jcuts.plan.cost.compute import gemm_time
 from jcuts.plan.cost.jaxpr import COLLECTIVES, bytes_of, inner, products_of, trace
-from jcuts.plan.cost.jaxpr_liveness import BUFFERS, VIEWS, Node, Value, copied, inlined, looped, owners, shares, stacked
+from jcuts.plan.cost.jaxpr_liveness import (
+    BUFFERS,
+    VIEWS,
+    Node,
+    Value,
+    copied,
+    inlined,
+    is_kept_loop,
+    owners,
+    shares,
+    stacked_outputs,
+)
 from jcuts.plan.spec.cluster import Cluster, Gpu
 
 SLICES = frozenset({"gather", "dynamic_slice"})
@@ -100,7 +111,7 @@ def _program(jaxpr: Any, cluster: Cluster, mesh: dict[str, int], loop: Any = Non
                 _check(cluster, inside)
             branches = node.equation.params["branches"] if node.name == "cond" else [body for body, _ in bodies]
             times = bodies[0][1] if node.name == "scan" else 1.0
-            turns = node.equation if looped(node.equation) else None
+            turns = node.equation if is_kept_loop(node.equation) else None
             if turns is not None:
                 kernels.clear(node, turns)
             costs = [_program(getattr(b, "jaxpr", b), cluster, inside, turns) for b in branches]
@@ -183,7 +194,7 @@ class _Kernels:
     def clear(self, node: Node, loop: Any) -> None:
         """Fills a loop's stacks with zeros: one constant for all of a shape and type, which all but one copy."""
         seen: set[tuple] = set()
-        for position in stacked(loop):
+        for position in stacked_outputs(loop):
             v = node.outputs[position]
             kind = (v.aval.shape, v.aval.dtype)
             self.alone(self.size(v) * (2 if kind in seen else 1))

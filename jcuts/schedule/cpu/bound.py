@@ -78,7 +78,7 @@ def _reads(phase: Phase) -> dict[str, float]:
     return found
 
 
-def bound(program: Program, arch: CpuArch | None = None) -> BoundReport | GpuBound:
+def roofline_bound(program: Program, arch: CpuArch | None = None) -> BoundReport | GpuBound:
     """Lower bound on the kernel's time [s]: no run of it can be shorter."""
     if "cuda" in dict(program.params):
         return gpu_bound(program)

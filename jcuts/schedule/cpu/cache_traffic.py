@@ -82,8 +82,8 @@ def traffic_cycles(program: Program, phase: Phase, lanes: int, machine: Machine,
     """
     accesses = _accesses(program, phase)
     loops = _loops(program, phase, lanes)
-    second = _moved(accesses, loops, machine.l1, 0.75, 0.0) / L2_BYTES
-    third = _moved(accesses, loops, machine.l2, 1.0, START) / L3_BYTES
+    second = _bytes_into_cache(accesses, loops, machine.l1, 0.75, 0.0) / L2_BYTES
+    third = _bytes_into_cache(accesses, loops, machine.l2, 1.0, START) / L3_BYTES
     near = max(busy, second) + EXPOSED * min(busy, second)
     return max(near, third) + FAR_EXPOSED * min(near, third)
 
@@ -134,7 +134,7 @@ def _loops(program: Program, phase: Phase, lanes: int) -> list[tuple[str, int, i
     return [*loops, *inner]
 
 
-def _moved(
+def _bytes_into_cache(
     accesses: list[_Access], loops: list[tuple[str, int, int]], cache: int, usable: float, start: float
 ) -> float:
     """Bytes that come into a cache of that size; each run of neighbouring lines costs ``start`` bytes more."""

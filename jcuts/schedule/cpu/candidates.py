@@ -19,7 +19,7 @@ KEEP_UP = 0.8  # share of the best remaining score that a kind of candidate need
 
 
 @dataclass(frozen=True)
-class _Option:
+class _Candidate:
     """A candidate before its program is made: ``kind`` is its loop order and whether it packs."""
 
     score: float
@@ -38,17 +38,18 @@ def candidates(program: Program, machine: Machine, limit: int, percent: float = 
     """
     if len(program.phases) > 1:
         return row_reduction.schedules(program, machine, limit)
-    plain = loop_schedule.collapsed(program)
+    plain = loop_schedule.collapse_program(program)
     options = [
-        _Option(score, (False, s.order, s.vector), s) for s, score in loop_candidates.candidates(plain, machine, EVERY)
+        _Candidate(score, (False, s.order, s.vector), s)
+        for s, score in loop_candidates.candidates(plain, machine, EVERY)
     ]
     options += _packed(plain, machine)
     keep = min(limit, max(LEAST, math.ceil(len(options) * percent / 100)))
-    direct = [(_program(plain, option.params, machine), option.score) for option in _in_turns(options, keep)]
-    return _with_others(direct, winograd_candidates.candidates(program, machine), limit)
+    direct = [(_program(plain, option.params, machine), option.score) for option in _round_robin(options, keep)]
+    return _interleave(direct, winograd_candidates.candidates(program, machine), limit)
 
 
-def _with_others(
+def _interleave(
     direct: list[tuple[Program, float]], others: list[tuple[Program, float]], limit: int
 ) -> list[tuple[Program, float]]:
     """Both kinds in turns.
@@ -69,26 +70,26 @@ def _program(plain: Program, params: Schedule | Packing, machine: Machine) -> Pr
     return loop_schedule.apply(plain, params)
 
 
-def _packed(plain: Program, machine: Machine) -> list[_Option]:
+def _packed(plain: Program, machine: Machine) -> list[_Candidate]:
     lanes = loop_candidates.lanes_of(plain, machine)
     options = []
     for packing in cpu_packing.packings(plain, lanes, machine.registers):
         worth = loop_candidates.score(cpu_packing.apply(plain, packing, 1), machine)
-        options.append(_Option(worth, (True, packing.lane, packing.row), packing))
+        options.append(_Candidate(worth, (True, packing.lane, packing.row), packing))
     return options
 
 
-def _in_turns(options: list[_Option], limit: int) -> list[_Option]:
+def _round_robin(options: list[_Candidate], limit: int) -> list[_Candidate]:
     """Best first, taking turns between loop orders and packing.
 
     Scores compare register tiles well, but loop orders and packing differ by cache behaviour that only a measurement
     tells: the first few candidates must not all be of one kind.
     """
-    kinds: dict[object, list[_Option]] = {}
-    for option in sorted(options, key=_Option.order):
+    kinds: dict[object, list[_Candidate]] = {}
+    for option in sorted(options, key=_Candidate.order):
         kinds.setdefault(option.kind, []).append(option)
     queues = sorted(kinds.values(), key=lambda queue: queue[0].order())
-    ranked: list[_Option] = []
+    ranked: list[_Candidate] = []
     while queues and len(ranked) < limit:
         # A kind whose next candidate is far behind has had its turns.
         best = max(queue[0].score for queue in queues)

@@ -67,12 +67,12 @@ def _phase_cycles(program: Program, phase: Phase, machine: Machine) -> float:
 
 def _variants(axes: tuple[Axis, ...], lanes: int, serial: tuple[str, ...]) -> Iterator[tuple[dict[str, int], int]]:
     """Points per axis of every kind of tile, and how many such tiles there are."""
-    choices = [_pieces(a.extent, 1 if a.name in serial else a.unroll, lanes if a.vector else 1) for a in axes]
+    choices = [_tile_counts(a.extent, 1 if a.name in serial else a.unroll, lanes if a.vector else 1) for a in axes]
     for pick in itertools.product(*choices):
         yield {a.name: count for a, (count, _) in zip(axes, pick, strict=True)}, math.prod(n for _, n in pick)
 
 
-def _pieces(extent: int, unroll: int, width: int) -> list[tuple[int, int]]:
+def _tile_counts(extent: int, unroll: int, width: int) -> list[tuple[int, int]]:
     """(points or vectors, how often) of whole tiles and of the rest."""
     whole, rest = divmod(extent, unroll * width)
     pieces = [(unroll, whole)] if whole else []
@@ -165,7 +165,7 @@ class _Body:
             if a.combine == "add" and a.dtype in FLOATS and phase.body.nodes[a.values[0]].op == "mul"
         }
         self.width = machine.slots(machine.fma_ports, lanes * max([4, *(ITEM_SIZE[a.dtype] for a in phase.accs)]))
-        self.steps = _steps(phase.body, self.fused, frozenset(phase.ranges()))
+        self.steps = _instructions(phase.body, self.fused, frozenset(phase.ranges()))
         inner = phase.reds[-1]
         self.straight = inner.extent < 2 * inner.unroll * (lanes if inner.vector else 1)  # no loop around the body
         self.chains = math.prod(r.chains for r in phase.reds)
@@ -173,7 +173,7 @@ class _Body:
     def cycles(self, counts: Counts) -> float:
         """All iterations of the reduction loops for one tile."""
         phase = self.phase
-        pieces = [_pieces(r.extent, r.unroll, self.lanes if r.vector else 1) for r in phase.reds]
+        pieces = [_tile_counts(r.extent, r.unroll, self.lanes if r.vector else 1) for r in phase.reds]
         total = sum(
             math.prod(n for _, n in pick)
             * self._iteration({**counts, **{r.name: c for r, (c, _) in zip(phase.reds, pick, strict=True)}}, counts)
@@ -257,7 +257,7 @@ class _Exit:
         self.counter = _Counter(phase, phase.exit, self.lanes, machine)
         sizes = [ITEM_SIZE[n.dtype] for n in phase.exit.nodes if n.op not in ("guard", "index")]
         self.width = machine.slots(machine.fma_ports, self.lanes * max([4, *sizes]))
-        self.steps = _steps(phase.exit, set(), frozenset(a.name for a in phase.axes))
+        self.steps = _instructions(phase.exit, set(), frozenset(a.name for a in phase.axes))
         self.reduce = (2 * math.log2(lanes) + 4 if self.lane_reduced else 0.0) + math.log2(
             math.prod(r.chains for r in phase.reds)
         )
@@ -288,7 +288,7 @@ def _store(phase: Phase, buffer: str, address, lanes: int) -> float:
     return 1.0 if aligned else 2.0
 
 
-def _steps(graph: Graph, fused: set[int], names: frozenset[str]) -> list[tuple[tuple[str, ...], float]]:
+def _instructions(graph: Graph, fused: set[int], names: frozenset[str]) -> list[tuple[tuple[str, ...], float]]:
     """Element operations: the axes that each depends on, and its instructions."""
     axes: list[frozenset[str]] = []
     found = []

@@ -44,7 +44,7 @@ def candidates(program: Program, machine: Machine, limit: int = 8) -> list[tuple
     """Schedules with their score in (0, 1], best first, at least one."""
     phase = program.phases[0]
     lanes = lanes_of(program, machine)
-    found = _rooted(phase, lanes, machine) if phase.reds else _map(phase, lanes, machine)
+    found = _reduction_schedules(phase, lanes, machine) if phase.reds else _map(phase, lanes, machine)
     scored = {s: score(apply(program, s), machine) for s in dict.fromkeys(found)}
     ranked = sorted(scored.items(), key=lambda item: (-item[1], str(item[0])))
     return ranked[:limit] or [(Schedule(), 0.0)]
@@ -69,7 +69,7 @@ def work(phase: Phase) -> int:
     return points * (inner * max(1, body) + max(1, len(phase.exit.nodes)))
 
 
-def blocks_for(
+def task_tiles(
     phase: Phase, axes: list[Axis], steps: dict[str, int], machine: Machine, prefer: str = ""
 ) -> tuple[tuple[str, int], ...]:
     """Task blocks: enough tasks for the threads, along the outermost axes that have room."""
@@ -102,7 +102,7 @@ def _map(phase: Phase, lanes: int, machine: Machine) -> Iterator[Schedule]:
         width = _fit(lanes, axis.extent)
         others = [a for a in phase.axes if a is not axis]
         if width < 2:
-            yield Schedule(blocks=blocks_for(phase, list(phase.axes), {}, machine))
+            yield Schedule(blocks=task_tiles(phase, list(phase.axes), {}, machine))
             continue
         # Rows along an axis that some operand is contiguous along: what a strided load brings in is used at once.
         rows_axes = [a for a in others if _is_contiguous(phase, a.name)] or [None]
@@ -144,7 +144,7 @@ def _ordered(
     steps = {**tile, axis.name: tile.get(axis.name, 1) * width}
     for order, prefer in orders:
         ordered = [next(a for a in phase.axes if a.name == n) for n in order]
-        blocks = blocks_for(phase, ordered, steps, machine, prefer)
+        blocks = task_tiles(phase, ordered, steps, machine, prefer)
         yield Schedule(width, axis.name, tuple(sorted(tile.items())), order, reds, chains, blocks)
 
 
@@ -181,7 +181,7 @@ def _fit(lanes: int, extent: int) -> int:
 
 
 # -- reductions, windows, contractions, convolutions ------------------------------------------------------------------
-def _rooted(phase: Phase, lanes: int, machine: Machine) -> Iterator[Schedule]:
+def _reduction_schedules(phase: Phase, lanes: int, machine: Machine) -> Iterator[Schedule]:
     choices: list[tuple[Axis | Red, float]] = []
     for axis in phase.axes:
         choices.append((axis, _contiguity(phase, axis.name)))
@@ -198,18 +198,18 @@ def _rooted(phase: Phase, lanes: int, machine: Machine) -> Iterator[Schedule]:
             yield from _lane_reduced(phase, axis, width, machine)
         else:
             yield from _lane_parallel(phase, axis, width, machine)
-            if machine.fma_ports == 1 and width == lanes and lanes >= 8 and _straddles(phase, axis.name, lanes):
+            if machine.fma_ports == 1 and width == lanes and lanes >= 8 and _rows_unaligned(phase, axis.name, lanes):
                 yield from _lane_parallel(phase, axis, width // 2, machine)
-    yield Schedule(blocks=blocks_for(phase, list(phase.axes), {}, machine))
+    yield Schedule(blocks=task_tiles(phase, list(phase.axes), {}, machine))
 
 
-def _straddles(phase: Phase, axis: str, lanes: int) -> bool:
+def _rows_unaligned(phase: Phase, axis: str, lanes: int) -> bool:
     """Whether rows of vectors start anywhere in a line: cores that split vectors then lose less with half of one."""
     rows = [i for i in _loaded(phase) if i.stride(axis) == 1 and not i.values()]
     return any((i.stride(name) or 0) % lanes for i in rows for name in phase.ranges() if name != axis)
 
 
-def _taps(phase: Phase, budget: int) -> tuple[tuple[str, int], ...]:
+def _fully_unrolled(phase: Phase, budget: int) -> tuple[tuple[str, int], ...]:
     """Reduction axes that are unrolled completely: short ones, innermost first."""
     result = []
     for red in reversed(phase.reds):
@@ -239,18 +239,18 @@ def _lane_reduced(phase: Phase, axis: Red, width: int, machine: Machine) -> Iter
                 tuple(names),
                 ((axis.name, chains),),
                 ((axis.name, chains),),
-                blocks_for(phase, list(phase.axes), steps, machine),
+                task_tiles(phase, list(phase.axes), steps, machine),
             )
 
 
 def _lane_parallel(phase: Phase, axis: Axis, width: int, machine: Machine) -> Iterator[Schedule]:
     vectors = -(-axis.extent // width)
     others = [a for a in phase.axes if a is not axis]
-    taps = _taps(phase, 32)
+    taps = _fully_unrolled(phase, 32)
     inner_red = phase.reds[-1]
     loads = [n for n in phase.body.nodes if n.op == "load" and n.index is not None]
     # Rows: the axes along which some operand of the vector loads is shared, innermost first, at most two.
-    shared = sorted(others, key=lambda a: (-_sharing(loads, a.name, axis.name), -phase.axes.index(a)))
+    shared = sorted(others, key=lambda a: (-_reused_loads(loads, a.name, axis.name), -phase.axes.index(a)))
     for rows_axis in shared[:2] or [None]:
         for rows in [1] if rows_axis is None else _row_counts(rows_axis.extent):
             for count in COLUMNS if rows_axis is not None else ROWS:
@@ -267,7 +267,7 @@ def _lane_parallel(phase: Phase, axis: Axis, width: int, machine: Machine) -> It
                     yield from _ordered(phase, axis, rows_axis, width, tile, fixed, (), machine, both=True)
 
 
-def _sharing(loads: list[Node], axis: str, vector: str) -> int:
+def _reused_loads(loads: list[Node], axis: str, vector: str) -> int:
     """Loads along the lanes that stay the same along ``axis``: what a register tile over it saves."""
     return sum(1 for n in loads if n.index is not None and n.index.stride(axis) == 0 and n.index.stride(vector) != 0)
 

@@ -90,7 +90,7 @@ def apply(program: Program, schedule: Schedule) -> Program:
     return replace(program, grid=tuple(grid), phases=(scheduled,), lanes=lanes, params=schedule.params())
 
 
-def collapse(phase: Phase, keep: frozenset[str] = frozenset()) -> Phase:
+def collapse_axes(phase: Phase, keep: frozenset[str] = frozenset()) -> Phase:
     """Merges neighbouring axes (a, b) where every address moves by extent(b) times as much per a as per b.
 
     Row-major tensors of one shape collapse to a single axis; a broadcast operand keeps the axes apart. Output axes
@@ -142,10 +142,10 @@ def _merge(phase: Phase, outer: Axis | Red, inner: Axis | Red) -> Phase:
 
     axes = tuple(replace(a, extent=extent) if a.name == outer.name else a for a in phase.axes if a.name != inner.name)
     reds = tuple(replace(r, extent=extent) if r.name == outer.name else r for r in phase.reds if r.name != inner.name)
-    return rewritten(replace(phase, axes=axes, reds=reds), change)
+    return map_indices(replace(phase, axes=axes, reds=reds), change)
 
 
-def rewritten(phase: Phase, change) -> Phase:
+def map_indices(phase: Phase, change) -> Phase:
     """The phase with ``change`` applied to every address and guard."""
     body, body_map = _rewrite_graph(phase.body, change)
     exit_, exit_map = _rewrite_graph(phase.exit, change)
@@ -172,7 +172,7 @@ def _rewrite_graph(graph: Graph, change) -> tuple[Graph, Mapping[int, int]]:
     return new, numbers
 
 
-def collapsed(program: Program) -> Program:
+def collapse_program(program: Program) -> Program:
     """The program with every phase's axes merged where possible."""
     keep = frozenset(program.serial) | {g.axis for g in program.grid}
-    return replace(program, phases=tuple(collapse(p, keep) for p in program.phases))
+    return replace(program, phases=tuple(collapse_axes(p, keep) for p in program.phases))

@@ -111,11 +111,11 @@ def streamed_seconds(program: Program, arch: CpuArch | None = None) -> float:
     """
     arch = arch or host_arch()
     work = work_of(program, arch)
-    moved = moved_seconds(work.input_bytes + work.output_bytes, arch)
+    moved = cached_traffic_seconds(work.input_bytes + work.output_bytes, arch)
     return CALL_SECONDS + _compute_seconds(program, work, arch) + moved
 
 
-def moved_seconds(size: float, arch: CpuArch | None = None) -> float:
+def cached_traffic_seconds(size: float, arch: CpuArch | None = None) -> float:
     """Estimated time of reading and writing ``size`` bytes that stay in the caches where they fit [s]."""
     arch = arch or host_arch()
     level = arch.resident_level(2 * size)

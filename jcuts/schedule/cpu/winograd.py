@@ -35,7 +35,7 @@ from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.node import Graph, Guard, Node
 from jcuts.kernel_ir.program import Acc, Axis, Buffer, Grid, Phase, Program, Red, Store
 from jcuts.lower import toom_cook
-from jcuts.lower.patterns.winograd import Dim, Form, axes_of, indices_of
+from jcuts.lower.patterns.winograd import Dim, WinogradRoles, axes_of, indices_of
 
 FLAG = "again"
 
@@ -69,10 +69,10 @@ class Plan:
 
 
 # -- the program ----------------------------------------------------------------------------------------------------
-class _Maker:
+class _WinogradBuilder:
     """Names, addresses and axes of one program in the making."""
 
-    def __init__(self, program: Program, form: Form, plan: Plan) -> None:
+    def __init__(self, program: Program, form: WinogradRoles, plan: Plan) -> None:
         self.program, self.form, self.plan = program, form, plan
         self.phase = program.phases[0]
         self.dtype = self.phase.accs[0].dtype
@@ -172,9 +172,9 @@ class _Maker:
         return found
 
 
-def apply(program: Program, form: Form, plan: Plan) -> Program:
+def apply(program: Program, form: WinogradRoles, plan: Plan) -> Program:
     """The scheduled program."""
-    maker = _Maker(program, form, plan)
+    maker = _WinogradBuilder(program, form, plan)
     elements = {
         "filters": maker.u_channels * maker.u_channel,
         "inputs": maker.tiles * maker.v_tile,
@@ -185,7 +185,7 @@ def apply(program: Program, form: Form, plan: Plan) -> Program:
     buffers.append(Buffer(FLAG, "bool", (1,), "local"))
     split = dict(plan.split)
     grid = tuple(Grid(a.name, a.extent, split.get(a.name, a.extent)) for a in maker.serial)
-    phases = (_filter(maker), _input(maker), _product(maker), _output(maker), _check(maker), _again(maker))
+    phases = (_filter(maker), _input(maker), _product(maker), _output(maker), _check(maker), _direct_fallback(maker))
     params = (
         ("lanes", plan.lanes),
         ("points", plan.points),
@@ -229,7 +229,7 @@ def _transformed(
     return values
 
 
-def _matrices(maker: _Maker, which: int) -> list[toom_cook.Matrix]:
+def _matrices(maker: _WinogradBuilder, which: int) -> list[toom_cook.Matrix]:
     return [toom_cook.matrices(maker.plan.points, d.taps)[which] for d in maker.form.transformed]
 
 
@@ -240,7 +240,7 @@ def _number(at: tuple[int, ...], base: int) -> int:
     return total
 
 
-def _filter(maker: _Maker) -> Phase:
+def _filter(maker: _WinogradBuilder) -> Phase:
     form, graph, source = maker.form, Graph(), maker.phase.body
 
     def get(at: tuple[int, ...]) -> int:
@@ -263,7 +263,7 @@ def _filter(maker: _Maker) -> Phase:
     return Phase("winograd.filter", axes, (), (), Graph(), graph, stores, maker.u_once)
 
 
-def _input(maker: _Maker) -> Phase:
+def _input(maker: _WinogradBuilder) -> Phase:
     form, graph = maker.form, Graph()
     source = maker.guarded(maker.phase.body, True)
 
@@ -282,7 +282,7 @@ def _input(maker: _Maker) -> Phase:
     return Phase("winograd.input", axes, (), (), Graph(), graph, stores, maker.v_once)
 
 
-def _product(maker: _Maker) -> Phase:
+def _product(maker: _WinogradBuilder) -> Phase:
     plan, body, exit_ = maker.plan, Graph(), Graph()
     p, q, k = (Index.axis(n) for n in ("p", "q", maker.feature.name))
     of_v, of_u = maker.kept_channel(maker.v_once), maker.kept_channel(maker.u_once)
@@ -305,7 +305,7 @@ def _product(maker: _Maker) -> Phase:
     return Phase("winograd.product", axes, reds, (Acc("add", maker.dtype, (term,)),), body, exit_, (store,))
 
 
-def _output(maker: _Maker) -> Phase:
+def _output(maker: _WinogradBuilder) -> Phase:
     graph, width = Graph(), Index.axis(maker.feature.name)
     address = maker.place() * maker.m_tile + width
 
@@ -325,7 +325,7 @@ def _output(maker: _Maker) -> Phase:
 
 
 def _results(
-    maker: _Maker, graph: Graph, source: Graph, where: Mapping[str, Index], value: int | None = None
+    maker: _WinogradBuilder, graph: Graph, source: Graph, where: Mapping[str, Index], value: int | None = None
 ) -> list[Store]:
     """The exit graph at one point, on a value (or on the accumulator)."""
     accs = None
@@ -341,7 +341,7 @@ def _results(
     ]
 
 
-def _check(maker: _Maker) -> Phase:
+def _check(maker: _WinogradBuilder) -> Phase:
     """0 * x is 0 for finite x, NaN for others."""
     body, exit_ = Graph(), Graph()
     address = Index.axis("q") * maker.width + Index.axis(maker.feature.name)
@@ -354,7 +354,7 @@ def _check(maker: _Maker) -> Phase:
     return Phase("winograd.check", tuple(maker.outer), reds, accs, body, exit_, (store,), (), maker.last)
 
 
-def _again(maker: _Maker) -> Phase:
+def _direct_fallback(maker: _WinogradBuilder) -> Phase:
     """The direct form on the block of tiles."""
     form, points, old = maker.form, maker.plan.points, maker.phase
     where: dict[str, Index] = {form.feature.name: maker.feature_index()}

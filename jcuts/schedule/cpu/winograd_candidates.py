@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from jcuts.kernel_ir.program import ITEM_SIZE, Program
 from jcuts.lower import toom_cook
-from jcuts.lower.patterns.winograd import Form, recognise
+from jcuts.lower.patterns.winograd import WinogradRoles, match
 from jcuts.schedule.cpu.loop_candidates import lanes_of
 from jcuts.schedule.cpu.machine import Machine
 from jcuts.schedule.cpu.winograd import Plan, apply
@@ -60,11 +60,11 @@ def candidates(program: Program, machine: Machine) -> list[tuple[Program, float]
     The best of each number of points, then the second best of each, of another block size: where six points are not
     accurate enough, four are.  Only those that promise a gain, at most `MOST`.
     """
-    form = recognise(program)
+    form = match(program)
     if form is None:
         return []
     kinds: dict[int, list[tuple[Plan, float]]] = {}
-    for plan, score in sorted(_plans(program, form, machine), key=lambda item: (-item[1], str(item[0]))):
+    for plan, score in sorted(_tilings(program, form, machine), key=lambda item: (-item[1], str(item[0]))):
         same = kinds.setdefault(plan.points, [])
         fresh = all((p.tiles, p.features) != (plan.tiles, plan.features) for p, _ in same)
         if score > 1.0 and fresh and len(same) < PER_POINTS:
@@ -73,7 +73,7 @@ def candidates(program: Program, machine: Machine) -> list[tuple[Program, float]
     return [(apply(program, form, one[0]), one[1]) for turn in turns for one in turn if one is not None][:MOST]
 
 
-def _plans(program: Program, form: Form, machine: Machine) -> Iterator[tuple[Plan, float]]:
+def _tilings(program: Program, form: WinogradRoles, machine: Machine) -> Iterator[tuple[Plan, float]]:
     lanes = lanes_of(program, machine)
     while lanes > 4 and lanes // 2 >= form.feature.extent:
         lanes //= 2
@@ -128,7 +128,7 @@ def _tile_rate(tiles: int, wide: int, rows: int, vectors: int) -> float:
     return issue * edges
 
 
-def _split(form: Form, plan: Plan, machine: Machine) -> tuple[tuple[str, int], ...]:
+def _split(form: WinogradRoles, plan: Plan, machine: Machine) -> tuple[tuple[str, int], ...]:
     """Blocks per task: along the outermost serial axes, so that what is kept is rarely computed twice."""
     serial = [(f"{d.axis}s", -(-d.count(plan.points) // n)) for d, (_, n) in zip(form.dims, plan.tiles, strict=True)]
     feature = (f"{form.feature.name}s", form.feature.extent // plan.features)
@@ -143,7 +143,7 @@ def _split(form: Form, plan: Plan, machine: Machine) -> tuple[tuple[str, int], .
     return tuple(found)
 
 
-def _score(program: Program, form: Form, plan: Plan, machine: Machine) -> float:
+def _score(program: Program, form: WinogradRoles, plan: Plan, machine: Machine) -> float:
     """Multiplications of the direct form over the kernel's estimated time, both in vector multiply-adds of one core."""
     lanes, size = plan.lanes, ITEM_SIZE[program.phases[0].accs[0].dtype]
     points = plan.points ** len(form.transformed)
@@ -172,7 +172,7 @@ def _score(program: Program, form: Form, plan: Plan, machine: Machine) -> float:
     return direct / time * used
 
 
-def _counts(form: Form, plan: Plan) -> list[tuple[tuple[str, int], int]]:
+def _counts(form: WinogradRoles, plan: Plan) -> list[tuple[tuple[str, int], int]]:
     extents = {f"{form.feature.name}s": form.feature.extent // plan.features}
     extents |= {f"{d.axis}s": -(-d.count(plan.points) // n) for d, (_, n) in zip(form.dims, plan.tiles, strict=True)}
     return [((name, block), extents[name]) for name, block in plan.split]

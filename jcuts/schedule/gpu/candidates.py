@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from jcuts.kernel_ir.program import Phase, Program
 from jcuts.lower import welford
 from jcuts.lower.attention import TEMPLATE as ATTENTION
-from jcuts.lower.excess_precision import eased
-from jcuts.lower.patterns.gemm import ROWS, as_product, sides
+from jcuts.lower.excess_precision import drop_bf16_round_trips
+from jcuts.lower.patterns.gemm import ROWS, as_gemm, gemm_operands
 from jcuts.lower.patterns.inverted_residual import TEMPLATE as BLOCK
-from jcuts.schedule.cpu.loop_schedule import collapsed
+from jcuts.schedule.cpu.loop_schedule import collapse_program
 from jcuts.schedule.gpu.attention import schedules as attention_schedules
 from jcuts.schedule.gpu.conv import few_channels
 from jcuts.schedule.gpu.elementwise.schedules import maps
@@ -71,7 +71,7 @@ def candidates(program: Program, machine: GpuMachine, limit: int, percent: float
     ``limit``, where ``percent`` is 100.
     """
     best: dict[str, Candidate] = {}
-    for found, score in _all(eased(program), machine):
+    for found, score in _all(drop_bf16_round_trips(program), machine):
         old = best.get(found.digest)
         if old is None or old[1] < score:
             best[found.digest] = (found, min(1.0, max(1e-6, score)))
@@ -96,69 +96,73 @@ def _all(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     phase = program.phases[0]
     if len(program.phases) > 1:
         if {g.axis for g in program.grid} == set(program.serial):
-            yield from _team(program, machine, 1)
+            yield from _row_reduction_teams(program, machine, 1)
         else:
-            plain = collapsed(program)
-            yield from reduction_column.column_rows(plain, machine)
-            if welford.recognise(plain) is not None:
-                yield from reduction_column.moments(plain, machine)
+            plain = collapse_program(program)
+            yield from reduction_column.column_softmax(plain, machine)
+            if welford.match_welford(plain) is not None:
+                yield from reduction_column.welford(plain, machine)
         return
     if not phase.reds:
-        yield from maps(collapsed(program), machine)
+        yield from maps(collapse_program(program), machine)
         return
     length = math.prod(r.extent for r in phase.reds)
-    made = as_product(program) if program.template in ("contraction", "convolution") else None
+    made = as_gemm(program) if program.template in ("contraction", "convolution") else None
     if made is not None and not machine.multiplies:
         if made.phases[0].ranges()[ROWS] == 1:
-            yield from _vector(made, machine)
+            yield from _gemv(made, machine)
             return
         made = None
-    exact = as_product(program, exact=True) if program.template in ("contraction", "convolution") else None
+    exact = as_gemm(program, exact=True) if program.template in ("contraction", "convolution") else None
     if exact is not None and machine.multiplies and exact.phases[0].ranges()[ROWS] > 1:
-        found = list(gemm_mma.multiplied(exact, machine))
+        found = list(gemm_mma.ffma_schedules(exact, machine))
         if found:
-            yield from (*found, *(_plain(program, machine, found[0][1]) if length <= TAPS else ()))
+            yield from (*found, *(_simt_reduction(program, machine, found[0][1]) if length <= TAPS else ()))
             return
-    if made is not None and (found := list(gemm_wgmma.products(made, machine))):
+    if made is not None and (found := list(gemm_wgmma.contraction_schedules(made, machine))):
         if made.phases[0].ranges()[ROWS] == 1:  # bound by memory: plain sums may be as fast, and are exact
             found = found[: gemm_mma.MOST // 2]
-            sums = list(_vector(made, machine))
+            sums = list(_gemv(made, machine))
             found += [(p, score / sums[0][1] * found[0][1]) for p, score in sums]
         elif length <= TAPS:  # few terms: a thread may take them all, without rounding them
-            found += _plain(program, machine, found[0][1])
+            found += _simt_reduction(program, machine, found[0][1])
         yield from found
         return
     patched = program.template == "convolution" and machine.multiplies
     if patched and (found := list(few_channels.products(program, machine))):
         if length <= TAPS:
-            found += _plain(program, machine, max(score for _, score in found))
+            found += _simt_reduction(program, machine, max(score for _, score in found))
         yield from found
         return
     if program.template == "reduction":
         if _along_rows(phase):
-            yield from _rows(program, machine)
+            yield from _row_reduction(program, machine)
         else:
-            yield from reduction_column.columns(collapsed(program), machine)
-    elif _side_by_side(phase):
-        yield from reduction_column.columns(collapsed(program), machine)
+            yield from reduction_column.columns(collapse_program(program), machine)
+    elif _is_k_major_reduction(phase):
+        yield from reduction_column.columns(collapse_program(program), machine)
     elif length <= TAPS:
-        yield from windows(collapsed(program), machine)
+        yield from windows(collapse_program(program), machine)
 
 
-def _plain(program: Program, machine: GpuMachine, best: float) -> list[Candidate]:
+def _simt_reduction(program: Program, machine: GpuMachine, best: float) -> list[Candidate]:
     """Sums of few terms by threads on their own, the best two, where products do not decide. Args: best: score."""
     phase = program.phases[0]
     products = math.prod(x.extent for x in (*phase.axes, *phase.reds))
     moved = sum(b.bytes for b in (*program.inputs, *program.outputs))
     if PLAIN * products / (machine.sms * MULTIPLIERS * CLOCK) > FEW * moved / fastest_memory():
         return []
-    found = sorted(windows(collapsed(program), machine), key=lambda item: (-item[1], item[0].digest))[:2]
+    found = sorted(windows(collapse_program(program), machine), key=lambda item: (-item[1], item[0].digest))[:2]
     return [(p, score / found[0][1] * best * gemm_mma.AGAIN) for p, score in found]
 
 
-def _vector(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+def _gemv(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     """A matrix times one vector as a sum of rows or of columns: the best few schedules."""
-    sums = _rows(program, machine) if sides(program)[1].along_terms else reduction_column.columns(program, machine)
+    sums = (
+        _row_reduction(program, machine)
+        if gemm_operands(program)[1].along_terms
+        else reduction_column.columns(program, machine)
+    )
     yield from sorted(sums, key=lambda found: (-found[1], found[0].digest))[: gemm_mma.MOST // 2]
 
 
@@ -190,7 +194,7 @@ def _along_rows(phase: Phase) -> bool:
     return not phase.axes or any(s == 1 for s in strides) or not strides
 
 
-def _side_by_side(phase: Phase) -> bool:
+def _is_k_major_reduction(phase: Phase) -> bool:
     """Long sums whose operands all lie along the last output axis: gradients of depthwise filters."""
     if not phase.axes or math.prod(r.extent for r in phase.reds) <= TAPS:
         return False
@@ -198,9 +202,9 @@ def _side_by_side(phase: Phase) -> bool:
     return all(n.index is not None and n.index.stride(lane) == 1 for n in loads_of(phase))
 
 
-def _rows(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+def _row_reduction(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     phase = program.phases[0]
-    yield from _team(program, machine, 1)
+    yield from _row_reduction_teams(program, machine, 1)
     length = math.prod(r.extent for r in phase.reds)
     rows = math.prod(a.extent for a in phase.axes)
     if any(acc.index_dtype for acc in phase.accs):
@@ -210,10 +214,10 @@ def _rows(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     counts |= {k * machine.sms for k in (2, 4, 8) if rows * 16 <= machine.sms and length >= 4096 * k * machine.sms}
     for count in sorted(counts):
         if count > 1:
-            yield from _team(program, machine, count)
+            yield from _row_reduction_teams(program, machine, count)
 
 
-def _team(program: Program, machine: GpuMachine, split: int) -> Iterator[Candidate]:
+def _row_reduction_teams(program: Program, machine: GpuMachine, split: int) -> Iterator[Candidate]:
     rows, length = _row_shape(program)
     size = narrowest(program)
     for vector in vectors(length, size):

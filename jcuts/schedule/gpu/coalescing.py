@@ -19,7 +19,7 @@ LINE = 128
 
 
 @dataclass(frozen=True)
-class Access:
+class CoalescingStats:
     """Lines that accesses touch per line that they need; bytes of a thread under way; how often operands are read.
 
     ``active``: share of the threads that have terms.
@@ -31,7 +31,7 @@ class Access:
     active: float = 1.0
 
 
-def access_of(program: Program) -> Access | None:
+def access_of(program: Program) -> CoalescingStats | None:
     """The accesses of a scheduled program of these forms, None of others."""
     params: Any = dict(program.params)
     form = params.get("cuda")
@@ -47,14 +47,14 @@ def access_of(program: Program) -> Access | None:
         share = math.prod(-(-r.extent // r.unroll) for r in program.phases[0].reds) / int(params.get("split", 1)) / deep
         rounds = math.ceil(share)  # of a block's rows of threads; a short share leaves the last one, or more, idle
         lines, used = _of_columns(int(params["across"]), vector, size), min(1.0, rounds / int(params.get("flight", 1)))
-        return Access(lines, flight * used * _loaded(program), active=share / rounds)
+        return CoalescingStats(lines, flight * used * _loaded(program), active=share / rounds)
     if form == "transposed":
         size = narrowest(program)
-        return Access(1.0, int(params["rows"]) * int(params["columns"]) * size / int(params["threads"]))
+        return CoalescingStats(1.0, int(params["rows"]) * int(params["columns"]) * size / int(params["threads"]))
     return None
 
 
-def _team(program: Program, team: int, vector: int, chunks: int) -> Access:
+def _team(program: Program, team: int, vector: int, chunks: int) -> CoalescingStats:
     """A team's threads lie side by side along a row, each with a vector, ``chunks`` of them at once."""
     size = narrowest(program)
     params: Any = dict(program.params)
@@ -69,17 +69,19 @@ def _team(program: Program, team: int, vector: int, chunks: int) -> Access:
     kept = min(chunks, pieces)
     again = float(len(program.phases)) if len(program.phases) > 1 and pieces > chunks else 1.0
     # What is read again comes from the L2 cache, at twice the bandwidth.
-    return Access(touched / needed / used * again, size * vector * kept * used, 1.0 + 0.25 * (again - 1.0))
+    return CoalescingStats(touched / needed / used * again, size * vector * kept * used, 1.0 + 0.25 * (again - 1.0))
 
 
-def _points(program: Program, across: int, vector: int, chunks: int) -> Access:
+def _points(program: Program, across: int, vector: int, chunks: int) -> CoalescingStats:
     """Rows of threads along columns: every thread takes ``chunks`` points of its columns at once."""
     size = narrowest(program)
     params: Any = dict(program.params)
     length = max(math.prod(r.extent for r in p.reds) for p in program.phases) // int(params.get("split", 1))
     pieces = -(-length // (int(params["threads"]) // across))
     again = float(len(program.phases)) if pieces > chunks else 1.0
-    return Access(_of_columns(across, vector, size) * again, size * vector * min(chunks, pieces), 0.75 + 0.25 * again)
+    return CoalescingStats(
+        _of_columns(across, vector, size) * again, size * vector * min(chunks, pieces), 0.75 + 0.25 * again
+    )
 
 
 def _of_columns(across: int, vector: int, size: int) -> float:

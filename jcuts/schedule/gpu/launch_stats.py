@@ -20,10 +20,10 @@ from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.node import Guard
 from jcuts.kernel_ir.program import ITEM_SIZE, Phase, Program
 from jcuts.lower import welford
-from jcuts.lower.patterns.attention import recognise
-from jcuts.lower.patterns.few_channel_conv import patches
-from jcuts.lower.patterns.gemm import TYPES, WIDE, sides
-from jcuts.lower.patterns.inverted_residual import block
+from jcuts.lower.patterns.attention import match
+from jcuts.lower.patterns.few_channel_conv import conv_geometry
+from jcuts.lower.patterns.gemm import TYPES, WIDE, gemm_operands
+from jcuts.lower.patterns.inverted_residual import match_inverted_residual
 from jcuts.schedule.cpu.loop_candidates import work
 from jcuts.schedule.gpu.attention import tile as attention_tile
 from jcuts.schedule.gpu.coalescing import access_of, distinct
@@ -43,29 +43,33 @@ Taken = tuple[int, int, int, int]
 
 def score_of(program: Program, taken: Sequence[Taken], arch: GpuArch) -> LaunchScore:
     """PUL of a compiled program. Args: taken: one entry per launch, in order."""
-    return score(uses(program, taken), arch, unit=unit_of(program))
+    return score(launch_stats(program, taken), arch, unit=unit_of(program))
 
 
 def unit_of(program: Program) -> str:
     """The compute unit that does the work."""
     form = dict(program.params).get("cuda")
     if form == "block":
-        return "tf32_mma" if isinstance(known := block(program), Refusal) or known.item == WORD else "bf16_mma"
+        return (
+            "tf32_mma"
+            if isinstance(known := match_inverted_residual(program), Refusal) or known.item == WORD
+            else "bf16_mma"
+        )
     if form not in ("product", "patch", "attention") or "fma" in dict(program.params):
         return "ffma"
     if form == "attention":
-        dtype = program.inputs[0].dtype if isinstance(found := recognise(program), Refusal) else found.key.dtype
+        dtype = program.inputs[0].dtype if isinstance(found := match(program), Refusal) else found.key.dtype
     else:
-        dtype = sides(program)[0].dtype if form == "product" else patches(program).dtype
+        dtype = gemm_operands(program)[0].dtype if form == "product" else conv_geometry(program).dtype
     return "fp64" if dtype == WIDE else {"tf32": "tf32_mma", "bf16": "bf16_mma", "f16": "fp16_mma"}[TYPES[dtype]]
 
 
-def uses(program: Program, taken: Sequence[Taken]) -> list[LaunchUse]:
+def launch_stats(program: Program, taken: Sequence[Taken]) -> list[LaunchUse]:
     """The launches in numbers: the first does the work; later ones combine partial results of a split."""
     flop = float(sum(work(p) for p in program.phases))
     if dict(program.params).get("cuda") == "moments":
-        made = welford.kernels(program).programs
-        return [_alone(program, part, one) for part, one in zip(made, taken, strict=True)]
+        made = welford.split_kernels(program).programs
+        return [_independent_kernel(program, part, one) for part, one in zip(made, taken, strict=True)]
     found = []
     partial = 0.0
     for number, (blocks, threads, registers, shared) in enumerate(taken):
@@ -76,7 +80,7 @@ def uses(program: Program, taken: Sequence[Taken]) -> list[LaunchUse]:
             if len(taken) > 1:
                 partial = float(split * sum(b.size * 4 for b in program.outputs))
                 moved, compulsory = moved + partial, compulsory + partial
-            under_way = _under_way(program) * active
+            under_way = _bytes_in_flight(program) * active
             found.append(
                 LaunchUse(blocks, threads, registers, shared, flop, compulsory, moved, lines, under_way, active)
             )
@@ -86,7 +90,7 @@ def uses(program: Program, taken: Sequence[Taken]) -> list[LaunchUse]:
     return found
 
 
-def _alone(program: Program, part: Program, taken: Taken) -> LaunchUse:
+def _independent_kernel(program: Program, part: Program, taken: Taken) -> LaunchUse:
     """One of several kernels that have operands and results of their own."""
     blocks, threads, registers, shared = taken
     moved = _compulsory(part)
@@ -108,7 +112,9 @@ def _traffic(program: Program, blocks: int, threads: int) -> tuple[float, float,
     if params.get("cuda") == "product":  # every block reads its rows and columns of the operands
         rows, columns, _ = params["tile"]
         terms = program.phases[0].reds[0].extent / params.get("split", 1) / params.get("cluster", 1)
-        moved = blocks * (rows + columns) * terms * sides(program)[0].item + sum(b.bytes for b in program.outputs)
+        moved = blocks * (rows + columns) * terms * gemm_operands(program)[0].item + sum(
+            b.bytes for b in program.outputs
+        )
         return max(compulsory, moved), moved / LINE, 1.0
     if params.get("cuda") == "attention" and not isinstance(tile := attention_tile.shape_of(program), Refusal):
         known = tile.attention  # every block reads all keys and values of its head
@@ -141,23 +147,23 @@ def _traffic(program: Program, blocks: int, threads: int) -> tuple[float, float,
     places = sorted({int(blocks * part) for part in SAMPLES})
     found = np.mean([_block(program, phase, place, threads) for place in places], axis=0)
     longer = max(1.0, terms / TERMS)
-    small = sum(b.bytes for b in program.inputs if b.name in _kept(program))
+    small = sum(b.bytes for b in program.inputs if b.name in _l1_resident(program))
     moved = max(compulsory, SECTOR * blocks * float(found[0]) * longer + small)
     return moved, blocks * float(found[1]), float(found[2])
 
 
-def _kept(program: Program) -> set[str]:
+def _l1_resident(program: Program) -> set[str]:
     """Operands that the L1 cache keeps: they move once."""
     most = min(CACHED, _compulsory(program) / SMALL)
     return {b.name for b in program.inputs if b.bytes <= most}
 
 
-def _under_way(program: Program) -> float:
+def _bytes_in_flight(program: Program) -> float:
     """Bytes that a thread asks for before it needs the first of them."""
     params: Any = dict(program.params)
     if params.get("cuda") == "product":
         rows, columns, terms = params["tile"]
-        stage = (rows + columns) * terms * sides(program)[0].item
+        stage = (rows + columns) * terms * gemm_operands(program)[0].item
         kept = 2 if "fma" in params and params["stages"] > 2 else 1  # stages that are not asked for ahead
         return (params["stages"] - kept) * stage / params["threads"]
     if params.get("cuda") == "patch":
@@ -183,7 +189,7 @@ def _block(program: Program, phase: Phase, block: int, threads: int) -> tuple[fl
     """Of one block: distinct sectors that it loads and stores, lines of all its warps' accesses, active threads."""
     env = _points(program, phase, block, threads)
     sizes = {b.name: ITEM_SIZE[b.dtype] for b in program.buffers}
-    kept = _kept(program)
+    kept = _l1_resident(program)
     touched: dict[str, list[np.ndarray]] = {}
     inside = np.asarray(True)
     for axis in phase.axes:
@@ -241,11 +247,11 @@ def _points(program: Program, phase: Phase, block: int, threads: int) -> dict[st
     shape = {str(k): int(v) for k, v in dict(pairs).items()}
     lanes = np.arange(threads, dtype=np.int64)
     if shape:
-        inner = _digits(lanes, shape)
-        outer = _digits(np.int64(block), {n: -(-c // shape.get(n, 1)) for n, c in counts.items()})
+        inner = _delinearize(lanes, shape)
+        outer = _delinearize(np.int64(block), {n: -(-c // shape.get(n, 1)) for n, c in counts.items()})
         tiles = {n: outer[n] * shape.get(n, 1) + inner.get(n, np.int64(0)) for n in counts}
     else:
-        tiles = _digits(block * threads + lanes, counts)
+        tiles = _delinearize(block * threads + lanes, counts)
     dims = 1 + len(phase.axes) + len(phase.reds)
     env: dict[str, np.ndarray] = {}
     for place, axis in enumerate(phase.axes):
@@ -263,7 +269,7 @@ def _along(values: np.ndarray, place: int, dims: int) -> np.ndarray:
     return values.astype(np.int64).reshape([-1 if k == place else 1 for k in range(dims)])
 
 
-def _digits(number: Any, counts: Mapping[str, int]) -> dict[str, Any]:
+def _delinearize(number: Any, counts: Mapping[str, int]) -> dict[str, Any]:
     """Mixed-radix digits, last name fastest; the first takes what is left."""
     found: dict[str, Any] = {}
     names = list(counts)

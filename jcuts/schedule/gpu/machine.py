@@ -92,7 +92,7 @@ def vectors(extent: int, size: int) -> list[int]:
     return found or [1]
 
 
-def crossed_axis(phase: Phase, lane: str) -> Axis | None:
+def transposed_axis(phase: Phase, lane: str) -> Axis | None:
     """The axis along which an operand is contiguous that is not contiguous along the lanes: a transpose."""
     for node in loads_of(phase):
         assert node.index is not None
@@ -104,7 +104,7 @@ def crossed_axis(phase: Phase, lane: str) -> Axis | None:
     return None
 
 
-def period(phase: Phase, axis: str) -> int:
+def unroll_period(phase: Phase, axis: str) -> int:
     """After how many points along an axis all remainders in addresses and guards come back: stride or dilation."""
     period = 1
 
@@ -167,7 +167,7 @@ def _number(index: Index, where: dict[str, int]) -> int:
     return total
 
 
-def distinct(found: Iterable[Candidate], most: int = 32) -> list[Candidate]:
+def diverse_best(found: Iterable[Candidate], most: int = 32) -> list[Candidate]:
     """The best schedules, best first, of which no more than two have the same register tile and equally early loads."""
     seen: Counter[object] = Counter()
     kept = []
@@ -180,7 +180,7 @@ def distinct(found: Iterable[Candidate], most: int = 32) -> list[Candidate]:
     return kept[:most]
 
 
-def levelled(found: Sequence[Candidate], others: Sequence[Candidate]) -> list[Candidate]:
+def rescale_to(found: Sequence[Candidate], others: Sequence[Candidate]) -> list[Candidate]:
     """The schedules, scored as if their best were as good as the best of the others: neither push the others out.
 
     Measured on an H200, walks win in some operations and lose in some, by up to a tenth.
@@ -191,7 +191,7 @@ def levelled(found: Sequence[Candidate], others: Sequence[Candidate]) -> list[Ca
     return [(program, score * scale) for program, score in found]
 
 
-def across_lanes(vectors: int) -> list[int]:
+def lane_counts(vectors: int) -> list[int]:
     """Threads of a block along the outputs: whole lines, or a divisor that leaves no thread idle."""
     if vectors <= 8:
         return [vectors]

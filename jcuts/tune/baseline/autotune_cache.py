@@ -54,7 +54,7 @@ def options() -> dict[str, Any]:
 
 
 @functools.cache
-def reading(place: str, timed: bool = True, narrow: bool = False) -> dict[str, Any]:
+def read_shared_results(place: str, timed: bool = True, narrow: bool = False) -> dict[str, Any]:
     """Compiler options for a process that runs XLA's programs beside others: it takes what was timed and adds nothing.
 
     What it has to time itself may come out wrong, for itself alone.  It must not go without: the algorithms that XLA
@@ -72,23 +72,23 @@ def reading(place: str, timed: bool = True, narrow: bool = False) -> dict[str, A
         return {}
     known = _known({OPTION: place, MODE: "AUTOTUNE_CACHE_MODE_READ"})
     known |= {} if timed and narrow else _known(LIBRARY_PRODUCTS)
-    return known if timed else known | parted()
+    return known if timed else known | without_conv_relu_fusion()
 
 
-def sharing() -> dict[str, Any]:
+def publish_results() -> dict[str, Any]:
     """`options` for the first program of this process, which has the GPU to itself: what it times is left to others."""
     folder()
     return options()
 
 
 @functools.cache
-def parted() -> dict[str, Any]:
+def without_conv_relu_fusion() -> dict[str, Any]:
     """Compiler options for a program whose ReLUs are not given to cuDNN (`tune.apart`)."""
     return _known(conv_relu_bound.OPTIONS)
 
 
 @functools.cache
-def untimed() -> dict[str, Any]:
+def without_autotuning() -> dict[str, Any]:
     """Compiler options for a program whose algorithms XLA takes as they come: the library's products.
 
     Its own kernels for products have hundreds of shapes, of which it then takes the first one.

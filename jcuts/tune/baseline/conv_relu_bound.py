@@ -28,7 +28,7 @@ _WITHIN = frozenset({"add", "broadcast_in_dim", "reshape", "squeeze", "copy"})
 _SIZES = {"f32": 4, "f16": 2, "bf16": 2}
 
 
-def results(text: str) -> list[int]:
+def conv_relu_result_bytes(text: str) -> list[int]:
     """Bytes of the results of a program's convolutions; [] if XLA has nothing to give to cuDNN besides.
 
     Nor where a convolution's operand comes as it is: there kernels and cuDNN's are mostly too close for U - P.  What
@@ -48,6 +48,6 @@ def results(text: str) -> list[int]:
     return [_SIZES[dtype] * math.prod(int(n) for n in shape.split(",") if n) for dtype, shape, *_ in found]
 
 
-def passes(sizes: Sequence[int], bandwidth: float) -> float:
+def memory_pass_seconds(sizes: Sequence[int], bandwidth: float) -> float:
     """Most that passes over results of these sizes take [s]. Args: bandwidth: of the memory [B/s]; 0: not known."""
     return sum(2 * size / (SHARE * bandwidth) + LAUNCH for size in sizes) if bandwidth > 0 else math.inf

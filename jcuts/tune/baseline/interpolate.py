@@ -32,7 +32,7 @@ _NUMBER = re.compile(r"(?<![\w.])\d+(?![\w.])")
 
 
 @dataclass(frozen=True)
-class Between:
+class InterpolationPair:
     """Where a problem lies between two that are measured.
 
     Attributes: low, high: their keys; share: of the way from the one to the other, in [0, 1].
@@ -49,12 +49,12 @@ class Between:
         return (low[0] + self.share * (high[0] - low[0]), low[1] + self.share * (high[1] - low[1]))
 
 
-def between(texts: Mapping[str, str]) -> dict[str, Between]:
+def interpolation_neighbours(texts: Mapping[str, str]) -> dict[str, InterpolationPair]:
     """The problems whose XLA side need not be measured at first.
 
     Args: texts: key of each -> its program as text (`trace.canonical`), '' for one that has no family.
     """
-    found: dict[str, Between] = {}
+    found: dict[str, InterpolationPair] = {}
     for family in _families(texts):
         sizes = sorted({size for size, _ in family})
         kept = _kept(sizes)
@@ -65,11 +65,13 @@ def between(texts: Mapping[str, str]) -> dict[str, Between]:
             low = max(s for s in kept if s <= size)
             high = min(s for s in kept if s >= size)
             share = (size - low) / (high - low) if high > low else 0.0
-            found[key] = Between(first[low], first[high], share)
+            found[key] = InterpolationPair(first[low], first[high], share)
     return found
 
 
-def settled(kernel: float | None, least: float, most: float, faster: float, slower: float = 1.0) -> float | None:
+def decide_from_bounds(
+    kernel: float | None, least: float, most: float, faster: float, slower: float = 1.0
+) -> float | None:
     """XLA's time [s] where that is enough to choose by; None where it must be measured.
 
     Args: kernel: the fastest one's time [s], None where all were left behind; least, most: what XLA's side takes [s];

@@ -37,7 +37,7 @@ class Chain(Protocol):
     def close(self) -> None: ...
 
 
-class Bench(Protocol):
+class MeasuringDevice(Protocol):
     """A device as `tune.convolve` needs it."""
 
     number: int
@@ -60,7 +60,7 @@ class Launched:
 
     captured = False
 
-    def __init__(self, bench: Bench, work: Callable[[], None], repeats: int) -> None:
+    def __init__(self, bench: MeasuringDevice, work: Callable[[], None], repeats: int) -> None:
         self.bench, self.work, self.repeats = bench, work, repeats
 
     def seconds(self) -> float:
@@ -236,9 +236,9 @@ def _block(dtype: str, seed: int) -> np.ndarray:
 
 
 @contextmanager
-def bench() -> Iterator[Bench]:
+def bench() -> Iterator[MeasuringDevice]:
     """The device to measure on, and all memory freed afterwards.  Raises: NativeError where there is none."""
-    made: Bench = HostBench() if cudnn_call.computes_on_host() else GpuBench()
+    made: MeasuringDevice = HostBench() if cudnn_call.computes_on_host() else GpuBench()
     try:
         yield made
     finally:

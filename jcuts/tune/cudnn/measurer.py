@@ -22,9 +22,9 @@ from jcuts.microbatch.benchmark import Found, benchmark
 from jcuts.microbatch.convolution import Convolution
 from jcuts.microbatch.database import MEMORY, Database, Device
 from jcuts.microbatch.sampling_plan import MOST, Slicing, worth_slicing
-from jcuts.microbatch.timings import Micro, Table
+from jcuts.microbatch.timings import MicroConfig, Table
 from jcuts.tune.cudnn.worker import TIMING
-from jcuts.tune.parent.worker_pool import Pool
+from jcuts.tune.parent.worker_pool import WorkerPool
 from jcuts.xla import cuda_launcher
 from jcuts.xla import devices as xla_devices
 from jcuts.xla.cudnn import call as cudnn_call
@@ -96,7 +96,7 @@ class Measurer:
         self.unwanted: frozenset[str] = frozenset()
         self.left_out: list[tuple[str, int, str, str]] = []
         self._folder = Path(tempfile.mkdtemp(prefix="jcuts-convolutions-"))
-        self._pool = Pool(self._folder, {"measure": 1, "xla": 1}, platform)
+        self._pool = WorkerPool(self._folder, {"measure": 1, "xla": 1}, platform)
 
     @property
     def device(self) -> Device:
@@ -110,14 +110,14 @@ class Measurer:
         self._pool.__exit__()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def __call__(self, convolution: Convolution, batch: int) -> Sequence[Micro]:
+    def __call__(self, convolution: Convolution, batch: int) -> Sequence[MicroConfig]:
         """Every algorithm of cuDNN that runs; none, and a remark, where too many crash the process.
 
         Raises: WorkerFailed: no process can be started, or it fails before any algorithm runs.
         """
         return self._searched(convolution, batch, {"unwanted": sorted(self.unwanted)})
 
-    def slices(self, convolution: Convolution, batch: int, wanted: Sequence[Slicing]) -> Sequence[Micro]:
+    def slices(self, convolution: Convolution, batch: int, wanted: Sequence[Slicing]) -> Sequence[MicroConfig]:
         """Algorithms in slices of the outputs, each with the first number of them that fits.  Raises: as a call."""
         asked = [
             (one.micro.algorithm.removesuffix(cudnn_call.LAUNCHED), one.micro.math, one.slices, one.limit)
@@ -150,7 +150,7 @@ class Measurer:
                 return Found((), {"crashed": f"{running}: {answer.message}"})
             skip.append(running)
 
-    def library(self, convolution: Convolution, batch: int) -> Sequence[Micro]:
+    def library(self, convolution: Convolution, batch: int) -> Sequence[MicroConfig]:
         """XLA's own convolution; nothing, and a remark, if it cannot be measured.
 
         Raises: WorkerFailed: others hold the memory, or no process can be started: a later process may have more luck.
@@ -187,9 +187,9 @@ class Measurer:
         return wanted and bool(self._pool.workers["xla"])
 
 
-def _micros(answer: dict[str, Any], batch: int) -> tuple[Micro, ...]:
+def _micros(answer: dict[str, Any], batch: int) -> tuple[MicroConfig, ...]:
     return tuple(
-        Micro(batch, m["algorithm"], m["math"], max(1e-9, float(m["seconds"])), int(m["workspace"]))
+        MicroConfig(batch, m["algorithm"], m["math"], max(1e-9, float(m["seconds"])), int(m["workspace"]))
         for m in answer["micros"]
     )
 

@@ -16,7 +16,7 @@ from jcuts.microbatch.convolution import Convolution
 from jcuts.microbatch.database import Database, Device
 from jcuts.microbatch.errors import MissingTimesError
 from jcuts.microbatch.sampling_plan import sizes_between
-from jcuts.microbatch.timings import Micro, Table
+from jcuts.microbatch.timings import MicroConfig, Table
 from jcuts.tune.cudnn import measurer as timing
 from jcuts.tune.parent.machine_lock import default_patience, holder, measuring_lock
 from jcuts.xla.cudnn import call as cudnn_call
@@ -29,7 +29,7 @@ Key = tuple[Convolution, int]
 
 
 @dataclass(frozen=True)
-class Asked:
+class DivisionRequest:
     """What tables are for.
 
     Attributes: platform: 'cpu' or 'cuda'; limit: of one convolution's workspace [B]; accuracy: of
@@ -43,7 +43,7 @@ class Asked:
 
 
 def tables_of(
-    wanted: Mapping[Key, set[str]], asked: Asked, *, may_measure: bool
+    wanted: Mapping[Key, set[str]], asked: DivisionRequest, *, may_measure: bool
 ) -> tuple[dict[Key, Table | None], bool]:
     """The tables of convolutions, None where nothing is known; and whether another process was measuring.
 
@@ -59,7 +59,7 @@ def tables_of(
         if table is None
         or database.missing(device, key[0], (key[1],), limit=asked.limit)
         or timing.to_slice(*key, (asked.limit,), sorted(wanted[key]), database, device)
-        or (asked.library and not own_times(table, key[1]) and LIBRARY not in database.remarks(device, *key))
+        or (asked.library and not xla_times(table, key[1]) and LIBRARY not in database.remarks(device, *key))
     ]
     if not missing or not may_measure:
         return found, False
@@ -76,7 +76,7 @@ def only_cudnn(table: Table) -> Table:
     return replace(table, micros=tuple(m for m in table.micros if cudnn_call.is_cudnn(m.algorithm)))
 
 
-def own_times(table: Table, batch: int) -> list[Micro]:
+def xla_times(table: Table, batch: int) -> list[MicroConfig]:
     """XLA's own convolution of a whole batch."""
     return [m for m in table.micros if m.algorithm == LIBRARY and m.batch == batch]
 
@@ -97,7 +97,7 @@ def _known(database: Database, device: Device, convolution: Convolution, batch: 
 
 
 def _measured(
-    todo: Mapping[Key, set[str]], asked: Asked, database: Database, device: Device
+    todo: Mapping[Key, set[str]], asked: DivisionRequest, database: Database, device: Device
 ) -> tuple[dict[Key, Table | None], bool]:
     """Measures powers of two, and then what the limit makes worth it.
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from jcuts.base.errors import NativeError, WorkerFailed
 from jcuts.microbatch.convolution import MATHS, Convolution
-from jcuts.microbatch.timings import Division, Micro, sliced
-from jcuts.tune.cudnn.devices import Bench, bench, noise
+from jcuts.microbatch.timings import Division, MicroConfig, sliced
+from jcuts.tune.cudnn.devices import MeasuringDevice, bench, noise
 from jcuts.tune.resource_errors import is_memory
 from jcuts.tune.verify.inputs import dtype_of
 from jcuts.xla.cudnn import call as cudnn_call
@@ -56,11 +56,11 @@ _NO_ROOM = ("ALLOC_FAILED", "ALLOCATION_FAILED")
 Announce = Callable[[str], None]
 
 
-class TooMuch(ValueError):
+class WorkspaceTooLarge(ValueError):
     """A workspace that is larger than a limit."""
 
 
-class NoRoom(ValueError):
+class OutOfDeviceMemory(ValueError):
     """An algorithm for which there is no memory now.  Attributes: needed: bytes of workspace."""
 
     def __init__(self, text: str, needed: int) -> None:
@@ -68,7 +68,7 @@ class NoRoom(ValueError):
         self.needed = needed
 
 
-def convolve(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
+def measure_cudnn_algorithms(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     """Times every algorithm and math for ``batch`` samples of ``convolution`` within ``limit`` bytes of workspace.
 
     Request: convolution (JSON), batch, limit (None: what fits), seconds (of measuring, in all), skip (labels that
@@ -111,10 +111,10 @@ def convolve(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
                 try:
                     micros.append(arena.measure(algorithm, math_name, limit, share))
                     timed.add((algorithm, math_name))
-                except TooMuch as error:
+                except WorkspaceTooLarge as error:
                     left_out.append((label, str(error)))
                     continue
-                except NoRoom as error:
+                except OutOfDeviceMemory as error:
                     lacking.append(error.needed)
                     left_out.append((label, str(error)))
                 except ValueError as error:
@@ -127,7 +127,7 @@ def convolve(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     return {"micros": micros, "left_out": left_out, "lacking": min(lacking, default=None)}
 
 
-def _survives(device: Bench, label: str, error: NativeError) -> None:
+def _survives(device: MeasuringDevice, label: str, error: NativeError) -> None:
     """Ends this process, which blames the algorithm, where nothing works on the device any more."""
     try:
         device.seconds(lambda: None)
@@ -140,7 +140,7 @@ class _Arena:
     """Operands, results and workspace that all algorithms share."""
 
     def __init__(
-        self, device: Bench, convolution: Convolution, batch: int, accuracy: str, graphs: bool = False
+        self, device: MeasuringDevice, convolution: Convolution, batch: int, accuracy: str, graphs: bool = False
     ) -> None:
         self.device, self.convolution, self.batch = device, convolution, batch
         self.tolerance, self.graphs = VENDOR_TOLERANCE if accuracy == "vendor" else TOLERANCE, graphs
@@ -190,7 +190,7 @@ class _Arena:
         raise ValueError("no algorithm runs whose result others could be compared with")
 
     def _plan(self, algorithm: str, math_name: str) -> Plan:
-        probe = Division((Micro(self.batch, algorithm, math_name, 1.0, 0),))
+        probe = Division((MicroConfig(self.batch, algorithm, math_name, 1.0, 0),))
         return Plan(self.convolution, probe, self.device.number)
 
     def _once(self, plan: Plan, math_name: str) -> None:
@@ -216,7 +216,7 @@ class _Arena:
             return {"algorithm": name, "math": math_name, "seconds": seconds, "workspace": plan.needed}
         except NativeError as error:
             if is_memory(error) or any(name in error.message for name in _NO_ROOM):
-                raise NoRoom(error.message, plan.needed) from error
+                raise OutOfDeviceMemory(error.message, plan.needed) from error
             raise
         finally:
             plan.close()
@@ -226,8 +226,8 @@ class _Arena:
         if needed > most:
             text = f"needs {needed} B of workspace, {most} B are allowed"
             if needed <= (self.ever if limit is None else min(limit, self.ever)):
-                raise NoRoom(text, needed)
-            raise TooMuch(text)
+                raise OutOfDeviceMemory(text, needed)
+            raise WorkspaceTooLarge(text)
         if needed > self.space[1]:
             if self.space[1]:
                 self.device.release(self.space[0])

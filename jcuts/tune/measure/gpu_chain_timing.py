@@ -33,7 +33,7 @@ MOST_BYTES = 8 << 30
 OPTIONS: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 1}
 
 
-def chained(function: Callable[..., Any], rotated: Sequence[int]) -> Callable[..., Any]:
+def executions_in_sequence(function: Callable[..., Any], rotated: Sequence[int]) -> Callable[..., Any]:
     """One execution per set of operands, in order.
 
     The device's time from before the first execution to after the last can be taken (`stopwatch`).
@@ -89,11 +89,11 @@ def lowered(function: Callable[..., Any], shape: Layout, operands: Sequence[Any]
     """The chain as a `jax.stages.Lowered`. Args: operands: arrays, or their shapes and dtypes."""
     own = tuple(operands[k] for k in shape.rotated)
     shared = tuple(x for k, x in enumerate(operands) if k not in shape.rotated)
-    program = jax.jit(chained(function, shape.rotated), compiler_options={**OPTIONS, **options})
+    program = jax.jit(executions_in_sequence(function, shape.rotated), compiler_options={**OPTIONS, **options})
     return program.lower([own] * shape.count, shared)
 
 
-class Bench:
+class ChainBenchmark:
     """Chains of one problem on the default device, with operands of their own for every execution.
 
     Args: function: any of the problem's (all have its operands and results); inputs: one set of operands; most:
@@ -184,7 +184,7 @@ def compare(
         wall time for the samples of one; announce: is told which label runs next.
     Returns: the method, samples [s per execution] of every label, and what compiling took [s].
     """
-    bench = Bench(next(iter(entries.values()))[0], inputs)
+    bench = ChainBenchmark(next(iter(entries.values()))[0], inputs)
     for label, program in bench.compiled(entries).items():
         announce(label)
         bench.add(label, program)

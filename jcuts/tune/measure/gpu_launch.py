@@ -144,7 +144,7 @@ class GpuLauncher:
                     buffer.free()
 
 
-class Rotation:
+class RotatedOperands:
     """Several sets of operands and results of one problem, together larger than the L2 cache.
 
     Args:
@@ -220,7 +220,7 @@ def screen(
     announce(greediest)  # nobody else is to blame if this alone does not fit
     device.release(device.allocate(max(1, most := scratch[greediest])))
     announce("")
-    rotation = Rotation(device, first.kernel, inputs, most, there)
+    rotation = RotatedOperands(device, first.kernel, inputs, most, there)
     graphs = {}
     times: dict[str, list[float]] = {label: [] for label in launchers}
     try:
@@ -254,12 +254,12 @@ def median(samples: Samples) -> float:
     return statistics.median(samples.seconds)
 
 
-def lost(error: NativeError) -> bool:
+def is_context_lost(error: NativeError) -> bool:
     """Whether the process must end after this error: its context is beyond repair."""
     text = error.message
     return any(name in text for name in _LOST)
 
 
-def tells_of_loss(text: str) -> bool:
+def message_is_context_loss(text: str) -> bool:
     """The same of what XLA says about the driver."""
     return any(f"CUDA_ERROR_{name}" in text for name in _LOST)

@@ -83,9 +83,9 @@ def compile_ahead(
         else:
             if compiles_in_calls(problem):
                 _slow.add(path)
-            _compiling[_threads(_at_once(alone)).submit(_compiled, path, problem.name)] = path
+            _compiling[_threads(_compile_threads(alone)).submit(_compiled, path, problem.name)] = path
             made += 1
-    while len(_compiling) > _at_once(alone):
+    while len(_compiling) > _compile_threads(alone):
         _take(announce)
     return made
 
@@ -112,7 +112,7 @@ def run_ahead(announce: Announce) -> int:
         waves[-1].append(path)
         room -= need
     for wave in waves:
-        pool = _threads(_at_once(True))
+        pool = _threads(_compile_threads(True))
         for run in as_completed([pool.submit(_run_once, _ahead[path], _lowered[path]) for path in wave]):
             announce("")
             if (error := run.exception()) is not None:
@@ -146,7 +146,7 @@ def kernels_ahead(path: str, problem: Problem, library: Function, kernels: Mappi
         shape = gpu_chain_timing.layout(library, specs, executions(problem))
         for label, kernel in kernels.items():
             program = gpu_chain_timing.lowered(functools.partial(call_kernel, kernel), shape, specs, {})
-            _kernel_chains[path, label] = _threads(_at_once(True)).submit(program.compile)
+            _kernel_chains[path, label] = _threads(_compile_threads(True)).submit(program.compile)
             made += 1
     except Exception as error:  # `measure` meets it again
         print(f"kernels of {problem.name} are not lowered ahead: {error}", file=sys.stderr)
@@ -154,7 +154,7 @@ def kernels_ahead(path: str, problem: Problem, library: Function, kernels: Mappi
 
 
 def _chains_of(
-    path: str, bench: gpu_chain_timing.Bench, entries: Mapping[str, tuple[Function, dict[str, Any]]]
+    path: str, bench: gpu_chain_timing.ChainBenchmark, entries: Mapping[str, tuple[Function, dict[str, Any]]]
 ) -> dict[str, Any]:
     """Compiled chains of a problem: those that were compiled ahead, and the others now."""
     found = {label: _kernel_chains[path, label] for label in entries if (path, label) in _kernel_chains}
@@ -172,7 +172,7 @@ def _compiled(path: str, name: str) -> Any:
     if path in _slow:
         start = time.perf_counter()
         try:
-            if _needs(program, _lowered[path]) * _at_once(True) <= gpu_chain_timing.MOST_BYTES:
+            if _needs(program, _lowered[path]) * _compile_threads(True) <= gpu_chain_timing.MOST_BYTES:
                 _run_once(program, _lowered[path])
                 _ran.add(path)
                 spent.append((time.perf_counter() - start, f"{name}'s first run"))
@@ -200,7 +200,7 @@ def _take(announce: Announce) -> None:
             _ahead[path] = future.result()
 
 
-def _at_once(alone: bool) -> int:
+def _compile_threads(alone: bool) -> int:
     """Threads that compile ahead: XLA times its algorithms meanwhile, and a host that is too busy spoils that.
 
     Half of their time and more they wait for each other.  With more of them programs are ready no sooner: 110 took an
@@ -283,10 +283,10 @@ def measure(
         nonlocal last
         parts[part], last = time.perf_counter() - last, time.perf_counter()
 
-    with _to_the_death():
+    with _eliminate():
         jax.block_until_ready(jax.device_put(np.float32(0)))  # the primary context is XLA's before it is ours
         announce("")
-        bench = gpu_chain_timing.Bench(library, inputs, most)
+        bench = gpu_chain_timing.ChainBenchmark(library, inputs, most)
         done("operands")
         if expected is None:
             bench.add(LIBRARY, _ahead.pop(path, None) or bench.compiled({LIBRARY: (library, dict(options))})[LIBRARY])
@@ -318,12 +318,12 @@ def measure(
 
 
 @contextmanager
-def _to_the_death() -> Iterator[None]:
+def _eliminate() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        ours = isinstance(error, NativeError) and (gpu_launch.lost(error) or cuda_driver.is_lost(error))
-        if ours or gpu_launch.tells_of_loss(str(error)):
+        ours = isinstance(error, NativeError) and (gpu_launch.is_context_lost(error) or cuda_driver.is_lost(error))
+        if ours or gpu_launch.message_is_context_loss(str(error)):
             print(error, file=sys.stderr, flush=True)
             os._exit(70)
         raise

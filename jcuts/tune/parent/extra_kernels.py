@@ -13,13 +13,13 @@ from collections.abc import Iterable
 from jcuts.base import knobs
 from jcuts.base.errors import CandidateRejected, CompileRejected
 from jcuts.kernel_ir.program import Program
-from jcuts.tune.parent.worker_pool import Answer, Pool
-from jcuts.tune.parent.worker_session import COMPILE, at_hand, workers_of
+from jcuts.tune.parent.worker_pool import Answer, WorkerPool
+from jcuts.tune.parent.worker_session import COMPILE, current_worker_session, workers_of
 
 _log = logging.getLogger("jcuts.tune")
 
 
-def submit(pool: Pool, programs: Iterable[Program]) -> int:
+def submit_extra_kernels(pool: WorkerPool, programs: Iterable[Program]) -> int:
     """Lets the processes of a pool compile programs for this GPU that nobody has compiled; gives how many there are."""
     from jcuts.xla import devices as xla_devices
     from jcuts.xla import kernel_cache
@@ -39,10 +39,10 @@ def submit(pool: Pool, programs: Iterable[Program]) -> int:
 
 def compile_kernels(programs: Iterable[Program]) -> None:
     """Compiles programs at once, if the processes of a session are at hand; else `kernel_for` does, one by one."""
-    shop = at_hand()
+    shop = current_worker_session()
     if shop is None or (pool := shop.made.get(("cuda", workers_of()))) is None:
         return
     start = time.perf_counter()
-    if count := submit(pool, programs):
+    if count := submit_extra_kernels(pool, programs):
         pool.drain()
         _log.info("%d kernels besides those that were tuned: %.2f s", count, time.perf_counter() - start)

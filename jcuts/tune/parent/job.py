@@ -10,18 +10,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from jcuts.base.errors import CandidateRejected
-from jcuts.tune.baseline.interpolate import Between, Range
+from jcuts.tune.baseline.interpolate import InterpolationPair, Range
 from jcuts.tune.choice import FAMILY, LIBRARY, SCREENED, UNCHECKED, Choice, Measurement, Rejection
 from jcuts.tune.kernel_file import read_kernel
 from jcuts.tune.parent.worker_pool import Answer
 from jcuts.tune.problem import Problem
-from jcuts.tune.select import noise_margin, postponed, select
+from jcuts.tune.select import keep_xla_for_now, noise_margin, select
 
 _log = logging.getLogger("jcuts.tune")
 
 
 @dataclass
-class Job:
+class TuningJob:
     """What a session knows of one problem so far.
 
     Attributes:
@@ -51,7 +51,7 @@ class Job:
     rejected: list[Rejection] = field(default_factory=list)
     compiling: int = 0
     checking: int = 0
-    between: Between | None = None
+    between: InterpolationPair | None = None
     parts: tuple[str, ...] = ()
     apart: list[int] = field(default_factory=list)
     library: Range | None = None
@@ -143,7 +143,7 @@ class Job:
         measured = self._measurements()
         if self.short and not any(m.label in self.passed for m in measured) and not self._is_settled():
             self.transient = True
-            later = postponed(problem, f"not enough free memory, or disk, to measure ({self.short[:300]})")
+            later = keep_xla_for_now(problem, f"not enough free memory, or disk, to measure ({self.short[:300]})")
             return replace(later, rejections=(*later.rejections, *self.rejected))
         if answer is None or self.failed:
             return base if self.failed else replace(base, origin="measured")
@@ -199,10 +199,10 @@ class Job:
                     object_cache.store(read_kernel(self.kernels[winner]))
 
 
-def make_job(problem: Problem, folder: Path, number: int) -> Job:
+def make_job(problem: Problem, folder: Path, number: int) -> TuningJob:
     """A job with a folder of its own inside the session's, and the problem's file in it."""
     own = folder / f"p{number}"
     own.mkdir()
     file = own / "problem.json"
     file.write_text(json.dumps(problem.to_json()))
-    return Job(problem, own, file)
+    return TuningJob(problem, own, file)

@@ -43,13 +43,13 @@ class _Past:
 _past = _Past()
 
 
-class _Mine(threading.local):
+class _HeldByThread(threading.local):
     """Whether this thread holds the lock already (`attempt`)."""
 
     held: bool = False
 
 
-_mine = _Mine()
+_mine = _HeldByThread()
 
 
 def lock_path() -> Path:
@@ -64,7 +64,7 @@ def default_patience() -> float:
     return min(patience, IMPATIENT_SECONDS) if _past.gave_up else patience
 
 
-def is_hopeless(path: Path | None = None) -> bool:
+def gave_up_waiting(path: Path | None = None) -> bool:
     """Whether this process has waited in vain and another one still measures: not worth preparing anything."""
     if not _past.gave_up or _mine.held:
         return False
@@ -126,7 +126,7 @@ def measuring_lock(
 
 
 @contextlib.contextmanager
-def attempt(path: Path | None = None) -> Iterator[bool]:
+def try_lock(path: Path | None = None) -> Iterator[bool]:
     """Holds the lock if nobody else does, without waiting; `measuring_lock` inside, on this thread, has it at once.
 
     Yields: whether this thread holds it.

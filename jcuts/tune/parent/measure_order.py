@@ -13,24 +13,26 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from jcuts.tune.baseline import conv_relu_bound
-from jcuts.tune.baseline.interpolate import CLEAR, Range, settled
-from jcuts.tune.parent.job import Job
-from jcuts.tune.parent.tuning_queue import Session
+from jcuts.tune.baseline.interpolate import CLEAR, Range, decide_from_bounds
+from jcuts.tune.parent.job import TuningJob
+from jcuts.tune.parent.tuning_queue import TuningQueue
 
 _log = logging.getLogger("jcuts.tune")
 WORTH = 0.25
 """Share of their own time that kernels must gain on XLA's code, for XLA's code not to be compiled where they won."""
 
 
-def measured(session: Session, jobs: Sequence[Job], known: Callable[[str], float | None]) -> Iterator[Job]:
+def measure_in_order(
+    session: TuningQueue, jobs: Sequence[TuningJob], known: Callable[[str], float | None]
+) -> Iterator[TuningJob]:
     """Times jobs one by one.  XLA's own program is not compiled where a kernel wins or loses by less (`tune.apart`,
     `tune.family`): those where it must be come last.
 
     Args: known: XLA's time of a problem that was measured before [s].
     """
-    known_of = _Known(known)
-    close: list[Job] = []
-    parted: list[Job] = []
+    known_of = BaselineTimes(known)
+    close: list[TuningJob] = []
+    parted: list[TuningJob] = []
     own = [job for job in jobs if not job.is_derived]
     with _told_of("%d problems measured", len(own)):
         for job in own:
@@ -42,7 +44,7 @@ def measured(session: Session, jobs: Sequence[Job], known: Callable[[str], float
                 parted.append(job)
             else:
                 yield job
-    enough = _gain_enough(own)
+    enough = _kernels_win_anyway(own)
     for job in parted:
         if enough and _is_settled(job, conv_relu_bound.FASTER, math.inf):
             yield job
@@ -68,14 +70,14 @@ def measured(session: Session, jobs: Sequence[Job], known: Callable[[str], float
             yield job
 
 
-def _gain_enough(jobs: Sequence[Job]) -> bool:
+def _kernels_win_anyway(jobs: Sequence[TuningJob]) -> bool:
     """Whether programs that leave convolutions to XLA, with their ReLUs, will hardly race: they would compile them."""
     pairs = [(job.fastest(), job.library[0]) for job in jobs if job.library is not None]
     won = [(ours, least) for ours, least in pairs if ours is not None and ours < least]
     return sum(least - ours for ours, least in won) >= WORTH * sum(ours for ours, _ in won) > 0.0
 
 
-class _Known:
+class BaselineTimes:
     """What XLA's side of problems takes: the least and the most [s].
 
     Args: stored: XLA's time of a problem that is not of this session.
@@ -85,11 +87,11 @@ class _Known:
         self._stored = stored
         self._ranges: dict[str, Range | None] = {}
 
-    def note(self, job: Job) -> None:
+    def note(self, job: TuningJob) -> None:
         """Takes over what is known of a job."""
         self._ranges[job.problem.digest] = job.library
 
-    def range(self, job: Job) -> Range | None:
+    def range(self, job: TuningJob) -> Range | None:
         """What follows from others for a job, None where that is not known."""
         if job.parts:
             found = [self._of(part) for part in job.parts]
@@ -105,11 +107,11 @@ class _Known:
         return None if seconds is None else (seconds, seconds)
 
 
-def _is_settled(job: Job, faster: float, slower: float) -> bool:
+def _is_settled(job: TuningJob, faster: float, slower: float) -> bool:
     """Whether what is known of XLA's side is enough to choose by; then that is its time."""
     if job.library is None:
         return not job.candidates
-    seconds = settled(job.fastest(), *job.library, faster, slower)
+    seconds = decide_from_bounds(job.fastest(), *job.library, faster, slower)
     if seconds is not None:
         job.expect(seconds)
     return seconds is not None

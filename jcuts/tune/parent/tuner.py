@@ -16,22 +16,22 @@ from jcuts.base.errors import CandidateRejected
 from jcuts.base.settings import Settings
 from jcuts.kernel_ir.program import Program
 from jcuts.tune.baseline import conv_relu_bound
-from jcuts.tune.baseline.interpolate import between
+from jcuts.tune.baseline.interpolate import interpolation_neighbours
 from jcuts.tune.choice import LIBRARY, Choice, Rejection
 from jcuts.tune.database import Store, default_store
 from jcuts.tune.parent import extra_kernels
-from jcuts.tune.parent.job import Job, make_job
-from jcuts.tune.parent.machine_lock import default_patience, holder, is_hopeless, is_mine, measuring_lock
-from jcuts.tune.parent.measure_order import measured
-from jcuts.tune.parent.tuning_queue import Effort, Progress, Session
-from jcuts.tune.parent.worker_session import workers_of, workshop
+from jcuts.tune.parent.job import TuningJob, make_job
+from jcuts.tune.parent.machine_lock import default_patience, gave_up_waiting, holder, is_mine, measuring_lock
+from jcuts.tune.parent.measure_order import measure_in_order
+from jcuts.tune.parent.tuning_queue import Progress, TuningBudget, TuningQueue
+from jcuts.tune.parent.worker_session import shared_worker_session, workers_of
 from jcuts.tune.problem import Problem
 from jcuts.tune.replay import Recording
-from jcuts.tune.select import estimate, postponed, select, select_stored, unknown
+from jcuts.tune.select import estimate, keep_xla, keep_xla_for_now, select, select_stored
 
-__all__ = ["Effort", "Progress", "default_store", "describe", "tune", "workshop"]
+__all__ = ["Progress", "TuningBudget", "default_store", "describe", "shared_worker_session", "tune"]
 _log = logging.getLogger("jcuts.tune")
-_SETTINGS, _EFFORT = Settings(), Effort()
+_SETTINGS, _EFFORT = Settings(), TuningBudget()
 
 
 def tune(
@@ -39,7 +39,7 @@ def tune(
     store: Store,
     *,
     settings: Settings = _SETTINGS,
-    effort: Effort = _EFFORT,
+    effort: TuningBudget = _EFFORT,
     prepare: Callable[[Problem], Problem] | None = None,
     progress: Progress | None = None,
     recording: Recording | None = None,
@@ -70,7 +70,7 @@ def tune(
     known = {digest: choice for digest, choice in stored.items() if choice.is_enough(settings.mode)}
     missing = {digest: p for digest, p in unique.items() if digest not in known}
     if settings.tune == "auto" and missing:
-        asked = _Asked(store, effort, settings.mode, progress, force, quiet, further)
+        asked = _TuneRequest(store, effort, settings.mode, progress, force, quiet, further)
         for problem, choice in _measure_all(list(missing.values()), asked, prepare):
             known[choice.problem] = choice
             unique[choice.problem] = problem
@@ -81,17 +81,17 @@ def tune(
             recording.add(problem, choice)
         # What is out in one mode is out in all.
         rejections = stored[digest].rejections if digest in stored else ()
-        least = replace(unknown(problem), rejections=rejections)
+        least = replace(keep_xla(problem), rejections=rejections)
         out[digest] = least if choice is None else _selected(problem, choice, settings.mode)
     return out
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _TuneRequest:
     """What a call of `tune` asks for, as its parts need it."""
 
     store: Store
-    effort: Effort
+    effort: TuningBudget
     mode: str
     progress: Progress | None
     force: bool
@@ -117,36 +117,42 @@ def _selected(problem: Problem, choice: Choice, mode: str) -> Choice:
 
 
 def _measure_all(
-    problems: Sequence[Problem], asked: _Asked, prepare: Callable[[Problem], Problem] | None
+    problems: Sequence[Problem], asked: _TuneRequest, prepare: Callable[[Problem], Problem] | None
 ) -> Iterator[tuple[Problem, Choice]]:
     """Compiles in peace with other processes, and checks if that comes first; measuring asks for the machine."""
     if not problems:
         return
-    if is_hopeless():
-        yield from ((problem, postponed(problem, f"{holder()} was measuring")) for problem in problems)
+    if gave_up_waiting():
+        yield from ((problem, keep_xla_for_now(problem, f"{holder()} was measuring")) for problem in problems)
         return
     platform = "cuda" if any(p.device for p in problems) else "cpu"
     workers = asked.effort.workers or workers_of()
     try:
-        with workshop() as shop, shop.folder() as folder:
+        with shared_worker_session() as shop, shop.folder() as folder:
             quiet = asked.quiet or (lambda _: True)
             early = functools.partial(quiet, False) if platform != "cpu" and is_mine() else None
-            session = Session(shop.pool(platform, workers), asked.effort, asked.progress, asked.mode, early)
+            session = TuningQueue(shop.pool(platform, workers), asked.effort, asked.progress, asked.mode, early)
             derives = asked.mode == "mixed" and platform != "cpu"
-            digests, lines = {p.digest for p in problems}, between({p.digest: p.text for p in problems})
+            digests, lines = (
+                {p.digest for p in problems},
+                interpolation_neighbours({p.digest: p.text for p in problems}),
+            )
             session.total = sum(len(problem.candidates) or problem.expected for problem in problems)
             for number, problem in enumerate(problems):
                 try:
                     full = prepare(problem) if prepare is not None else problem
                 except CandidateRejected as error:
-                    choice = replace(unknown(problem), rejections=(Rejection.of(LIBRARY, error),))
+                    choice = replace(keep_xla(problem), rejections=(Rejection.of(LIBRARY, error),))
                     asked.store.put(choice)
                     yield problem, choice
                     continue
                 # Its candidates are compiled while the next problem is prepared.
                 job = make_job(full, folder, number)
                 if derives and all(c.kind != "stablehlo" for c in full.candidates):
-                    job.between, job.apart = lines.get(problem.digest), conv_relu_bound.results(problem.text)
+                    job.between, job.apart = (
+                        lines.get(problem.digest),
+                        conv_relu_bound.conv_relu_result_bytes(problem.text),
+                    )
                     job.parts = problem.parts if digests.issuperset(problem.parts) else ()
                 session.add(job)
             session.finish()
@@ -157,7 +163,7 @@ def _measure_all(
         _log.warning("tuning stopped, what is left stays with XLA: %s", error)
 
 
-def _measure_in_turn(session: Session, asked: _Asked) -> Iterator[tuple[Problem, Choice]]:
+def _measure_in_turn(session: TuningQueue, asked: _TuneRequest) -> Iterator[tuple[Problem, Choice]]:
     """Times every job under the lock, or says that another process kept it."""
     jobs = session.jobs
     if not jobs:
@@ -165,23 +171,23 @@ def _measure_in_turn(session: Session, asked: _Asked) -> Iterator[tuple[Problem,
     if session.progress is not None:
         session.progress.update("wait", 0, len(jobs), "")
     patience = default_patience() if asked.effort.patience is None else asked.effort.patience
-    open_: list[Job] = []  # measured, but whether the fastest is right is not known yet
+    open_: list[TuningJob] = []  # measured, but whether the fastest is right is not known yet
     made: dict[str, Choice] = {}
 
-    def finished(job: Job) -> tuple[Problem, Choice]:
+    def finished(job: TuningJob) -> tuple[Problem, Choice]:
         choice = made[job.problem.digest] = job.choice()
         if not job.transient:
             asked.store.put(choice)
         return job.problem, choice
 
-    def foreseen(job: Job, label: str) -> None:
+    def foreseen(job: TuningJob, label: str) -> None:
         """Has compiled what a job will need besides, if the candidate that is fastest is right."""
         chosen = next((c for c in job.problem.candidates if c.label == label and c.kind == "program"), None)
         if asked.further is None or chosen is None or not job.problem.device:
             return
         try:
             program = Program.from_json(chosen.payload)
-            extra_kernels.submit(session.pool, asked.further(job.problem.digest, program))
+            extra_kernels.submit_extra_kernels(session.pool, asked.further(job.problem.digest, program))
         except Exception as error:  # planning meets it again, where that is dealt with
             _log.info("%s: what it needs is not compiled ahead: %s", job.problem.name, error)
 
@@ -196,13 +202,13 @@ def _measure_in_turn(session: Session, asked: _Asked) -> Iterator[tuple[Problem,
             if choice is not None:
                 yield job.problem, choice
             elif busy:
-                yield job.problem, postponed(job.problem, f"{busy} was measuring")
+                yield job.problem, keep_xla_for_now(job.problem, f"{busy} was measuring")
 
         def known(digest: str) -> float | None:
             choice = found.get(digest)
             return None if choice is None else choice.measured_seconds(LIBRARY)  # errors would add up
 
-        for job in measured(session, [] if busy else missing, known):
+        for job in measure_in_order(session, [] if busy else missing, known):
             contender = job.contender(asked.mode) if session.checks_last else None
             if contender is not None:
                 open_.append(job)

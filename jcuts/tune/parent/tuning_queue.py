@@ -17,8 +17,8 @@ from typing import Any, Protocol
 from jcuts.base import knobs
 from jcuts.base.errors import CandidateRejected
 from jcuts.tune.baseline import autotune_cache
-from jcuts.tune.parent.job import Job
-from jcuts.tune.parent.worker_pool import Answer, Pool
+from jcuts.tune.parent.job import TuningJob
+from jcuts.tune.parent.worker_pool import Answer, WorkerPool
 from jcuts.tune.parent.worker_session import COMPILE, DEVICE, REFERENCE, XLA
 from jcuts.tune.verify.inputs import NORMAL
 
@@ -38,7 +38,7 @@ class Progress(Protocol):
 
 
 @dataclass(frozen=True)
-class Effort:
+class TuningBudget:
     """How much a session may spend.
 
     Attributes:
@@ -60,7 +60,7 @@ class Effort:
     checks_last: bool | None = None
 
 
-class Session:
+class TuningQueue:
     """Problems on their way through a pool of processes.
 
     Args:
@@ -71,14 +71,14 @@ class Session:
 
     def __init__(
         self,
-        pool: Pool,
-        effort: Effort,
+        pool: WorkerPool,
+        effort: TuningBudget,
         progress: Progress | None,
         mode: str = "mixed",
         quiet: Callable[[], bool] | None = None,
     ) -> None:
         self.pool, self.effort, self.progress, self.mode, self.quiet = pool, effort, progress, mode, quiet
-        self.jobs: list[Job] = []
+        self.jobs: list[TuningJob] = []
         self.ahead: list[str] = []  # files of problems whose XLA side is not compiled yet
         self.sent: set[str] = set()
         self.chained: set[str] = set()  # ... whose kernels are compiled as they are timed
@@ -86,8 +86,8 @@ class Session:
         self.timeout = effort.timeout if effort.timeout is not None else current.tune_timeout_s
         self.seed = effort.seed if effort.seed is not None else current.seed
         self.checks_last = pool.platform != "cpu" if effort.checks_last is None else effort.checks_last
-        self.waiting: list[Job] = []
-        self.settled: Callable[[Job], object] = lambda job: None
+        self.waiting: list[TuningJob] = []
+        self.settled: Callable[[TuningJob], object] = lambda job: None
         self.live = 0
         self.answered = False  # whether all that is to be timed was
         self.counts = {"compile": 0, "check": 0, "measure": 0}
@@ -102,7 +102,7 @@ class Session:
 
     # Compile and check: parallel -------------------------------------------------------------------------------------
 
-    def add(self, job: Job) -> None:
+    def add(self, job: TuningJob) -> None:
         """Queues the job's work and goes on with whatever is under way, without waiting."""
         self.jobs.append(job)
         for candidate in job.problem.candidates:
@@ -128,7 +128,7 @@ class Session:
         self.pool.stop(DEVICE)  # they hold the GPU's memory
         _log.info("waited %.2f s for candidates to compile, or to be checked", time.perf_counter() - start)
 
-    def verify(self, jobs: list[Job], settled: Callable[[Job], object]) -> None:
+    def verify(self, jobs: list[TuningJob], settled: Callable[[TuningJob], object]) -> None:
         """Checks of every measured job the candidates that would win, one after the other, until one is right.
 
         Args: jobs: such as have a contender; settled: is told of each job as soon as that is known.
@@ -139,7 +139,7 @@ class Session:
         self._next_references()
         self.finish()
 
-    def _compile(self, job: Job, label: str) -> None:
+    def _compile(self, job: TuningJob, label: str) -> None:
         job.compiling += 1
         out = job.folder / f"k{len(job.kernels)}.kernel"
         job.kernels[label] = out
@@ -163,7 +163,7 @@ class Session:
         while self.waiting and self.live < most:
             self._reference(self.waiting.pop(0))
 
-    def _reference(self, job: Job) -> None:
+    def _reference(self, job: TuningJob) -> None:
         self.live += 1
 
         def done(answer: Answer | CandidateRejected) -> None:
@@ -213,12 +213,12 @@ class Session:
         self.pool.shrink(REFERENCE, 0, XLA)
         self.pool.shrink(DEVICE, 1)
 
-    def _check_next(self, job: Job) -> None:
+    def _check_next(self, job: TuningJob) -> None:
         label = job.contender(self.mode)
         if label is not None:
             self._check(job, label)
 
-    def _check(self, job: Job, label: str) -> None:
+    def _check(self, job: TuningJob, label: str) -> None:
         job.checking += 1
         kind = job.problem.candidate(label).kind
         own = DEVICE if job.problem.device else COMPILE
@@ -246,7 +246,7 @@ class Session:
         }
         self._submit(XLA if kind == "stablehlo" else own, request, done)
 
-    def _finish(self, job: Job) -> None:
+    def _finish(self, job: TuningJob) -> None:
         """Frees the disk once nothing of a problem is compared any more, and lets the next problem in."""
         settled = job.failed or (job.kinds is not None and not job.compiling and not job.checking)
         if not settled or (job.failed and job.checking):
@@ -264,7 +264,7 @@ class Session:
 
     # Measure: one problem at a time, nothing else running ------------------------------------------------------------
 
-    def compile_ahead(self, jobs: list[Job]) -> None:
+    def compile_ahead(self, jobs: list[TuningJob]) -> None:
         """Lets the measuring process compile XLA's side of GPU problems on some cores; a failure shows in `measure`."""
         start, early = time.perf_counter(), len(self.sent)
         self.ahead = [file for file in self._for_ahead(jobs) if file not in self.sent]
@@ -282,7 +282,7 @@ class Session:
         spent = time.perf_counter() - start
         _log.info("%d programs compiled ahead, %d of them early; waited %.2f s", len(self.sent), early, spent)
 
-    def send_again(self, jobs: list[Job]) -> None:
+    def send_again(self, jobs: list[TuningJob]) -> None:
         """XLA's own programs of jobs, of which others were compiled, or none."""
         for job in jobs:
             job.again()
@@ -290,7 +290,7 @@ class Session:
         if jobs:
             self.compile_ahead(jobs)
 
-    def _few_kernels(self, jobs: list[Job]) -> dict[str, dict[str, str]]:
+    def _few_kernels(self, jobs: list[TuningJob]) -> dict[str, dict[str, str]]:
         """Files of kernels by the problem's, where so few are left that all will meet XLA, as far as is known."""
         left = [job for job in jobs if job.problem.device and not job.failed and str(job.file) not in self.chained]
         found = {
@@ -301,7 +301,7 @@ class Session:
         self.chained.update(few)
         return few
 
-    def _for_ahead(self, jobs: list[Job]) -> list[str]:
+    def _for_ahead(self, jobs: list[TuningJob]) -> list[str]:
         left = [job for job in jobs if (job.compiling or job.candidates) and not job.is_derived]
         return [str(job.file) for job in left if job.problem.device and not job.failed]
 
@@ -318,7 +318,7 @@ class Session:
         request = {"op": "compile_ahead", "problems": some, "apart": parted, "alone": alone}
         self.pool.submit(XLA, request, self.timeout, _told)
 
-    def measure(self, job: Job, expected: float | None = None) -> None:
+    def measure(self, job: TuningJob, expected: float | None = None) -> None:
         """Times what can be run of a job (``job.answer``); candidates that end the process are rejected.
 
         Args: expected: XLA's time [s], which then is not measured.
@@ -345,7 +345,7 @@ class Session:
             parts = _listed(answer.get("parts", {}))
             _log.info("%s: measured in %.2f s (%s)", job.problem.name, answer["seconds"], parts)
 
-    def _measure_once(self, job: Job, order: list[str], expected: float | None) -> Answer | CandidateRejected:
+    def _measure_once(self, job: TuningJob, order: list[str], expected: float | None) -> Answer | CandidateRejected:
         kept: list[Answer | CandidateRejected] = []
         request = {
             "op": "measure",

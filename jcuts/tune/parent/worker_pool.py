@@ -172,7 +172,7 @@ def _stop_all() -> None:
         worker.stop()
 
 
-class Pool:
+class WorkerPool:
     """Named groups of workers, each with its own queue.
 
     Args:
@@ -202,7 +202,7 @@ class Pool:
         self.failed_starts = 0
         self.restarts = 0
 
-    def __enter__(self) -> Pool:
+    def __enter__(self) -> WorkerPool:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from jcuts.base import fingerprint, knobs
 from jcuts.tune import malloc
 from jcuts.tune.baseline import autotune_cache
-from jcuts.tune.parent.worker_pool import Pool
+from jcuts.tune.parent.worker_pool import WorkerPool
 
 COMPILE, XLA, DEVICE, REFERENCE = "compile", "xla", "device", "reference"
 """Groups of processes: any number that compile and check, one that runs XLA and measures, and on a GPU
@@ -25,12 +25,12 @@ _FRUGAL = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
 """Several processes share a GPU: memory that one does not use goes back."""
 
 
-class Workshop:
+class WorkerSession:
     """Measuring processes and a folder for their files, for one or several calls of `tune`."""
 
     def __init__(self) -> None:
         self.stack = contextlib.ExitStack()
-        self.made: dict[tuple[str, int], Pool] = {}
+        self.made: dict[tuple[str, int], WorkerPool] = {}
         self.base: Path | None = None
         self.folders = 0
 
@@ -39,7 +39,7 @@ class Workshop:
             self.base = self.stack.enter_context(_session_folder())
         return self.base
 
-    def pool(self, platform: str, workers: int) -> Pool:
+    def pool(self, platform: str, workers: int) -> WorkerPool:
         """The processes for a platform; they start when there is work for them."""
         key = (platform, workers)
         if key not in self.made:
@@ -58,7 +58,7 @@ class Workshop:
                     DEVICE: {**malloc.KEEPING, "MALLOC_ARENA_MAX": "1"},  # slabs of all threads in what is kept
                 }
             )
-            self.made[key] = self.stack.enter_context(Pool(self._base(), sizes, platform, more))
+            self.made[key] = self.stack.enter_context(WorkerPool(self._base(), sizes, platform, more))
         return self.made[key]
 
     def warm(self, platform: str, workers: int) -> None:
@@ -86,7 +86,7 @@ class Workshop:
 _open_shop = threading.local()
 
 
-def at_hand() -> Workshop | None:
+def current_worker_session() -> WorkerSession | None:
     """The workshop that is open on this thread."""
     return getattr(_open_shop, "shop", None)
 
@@ -97,13 +97,13 @@ def workers_of() -> int:
 
 
 @contextlib.contextmanager
-def workshop() -> Iterator[Workshop]:
+def shared_worker_session() -> Iterator[WorkerSession]:
     """All calls of `tune` inside the block, on this thread, share their processes: starting one costs seconds."""
-    shop = at_hand()
+    shop = current_worker_session()
     if shop is not None:
         yield shop
         return
-    shop = _open_shop.shop = Workshop()
+    shop = _open_shop.shop = WorkerSession()
     try:
         with shop.stack:
             yield shop

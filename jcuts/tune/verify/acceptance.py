@@ -53,13 +53,13 @@ import numpy as np
 
 from jcuts.base.errors import AccuracyRejected
 from jcuts.tune.problem import Output
-from jcuts.tune.verify.expected import Expected, first
+from jcuts.tune.verify.expected import OutputReference, first
 from jcuts.tune.verify.float_rules import Accuracy, check_floats
 from jcuts.tune.verify.inputs import dtype_of, is_float
 
 
 def check_output(
-    index: int, spec: Output, expected: Sequence[Expected], got: Sequence[np.ndarray], tolerance: float
+    index: int, spec: Output, expected: Sequence[OutputReference], got: Sequence[np.ndarray], tolerance: float
 ) -> Accuracy:
     """Applies the rule to one output.
 
@@ -97,16 +97,16 @@ def _parts(array: np.ndarray | None) -> np.ndarray:
     return np.stack([np.real(array), np.imag(array)], axis=-1)
 
 
-def _real_parts(e: Expected) -> Expected:
+def _real_parts(e: OutputReference) -> OutputReference:
     bounds = (None, None) if e.low is None else (_parts(e.low), _parts(e.high))
     unsure, rounded = (None if a is None else _parts(a) for a in (e.uncertainty, e.rounded))
-    return Expected(e.kind, _parts(e.xla), _parts(e.reference), *bounds, unsure, rounded)
+    return OutputReference(e.kind, _parts(e.xla), _parts(e.reference), *bounds, unsure, rounded)
 
 
 # Discrete outputs ----------------------------------------------------------------------------------------------------
 
 
-def _check_exact(index: int, seed: int, want: Expected, have: np.ndarray) -> None:
+def _check_exact(index: int, seed: int, want: OutputReference, have: np.ndarray) -> None:
     same = have == want.xla
     if have.dtype.kind not in "biu":
         same |= np.isnan(have) & np.isnan(want.xla)

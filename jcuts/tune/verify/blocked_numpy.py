@@ -17,7 +17,7 @@ MOST_THREADS = 16
 _Result = TypeVar("_Result")
 
 
-def each(count: int, work: Callable[[slice], _Result]) -> list[_Result]:
+def parallel_blocks(count: int, work: Callable[[slice], _Result]) -> list[_Result]:
     """``work`` on every slab of ``count`` elements, in parallel where there are several; results in order.
 
     NumPy's loops let other threads run, so this is for work that consists of them.
@@ -28,9 +28,9 @@ def each(count: int, work: Callable[[slice], _Result]) -> list[_Result]:
     return list(_threads().map(_quiet(work), slabs))
 
 
-def largest(count: int, work: Callable[[slice], float]) -> float:
+def parallel_max(count: int, work: Callable[[slice], float]) -> float:
     """The largest of ``work``'s results, 0 if there are no elements; NaN if one is."""
-    return float(np.max(each(count, work), initial=0.0))
+    return float(np.max(parallel_blocks(count, work), initial=0.0))
 
 
 def _quiet(work: Callable[[slice], _Result]) -> Callable[[slice], _Result]:

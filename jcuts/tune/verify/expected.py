@@ -14,7 +14,7 @@ NOISE_ULP = 4.0
 
 
 @dataclass(frozen=True)
-class Expected:
+class OutputReference:
     """What one output must look like on one set of inputs.
 
     Attributes:
@@ -36,7 +36,7 @@ class Expected:
     rounded: np.ndarray | None = None
 
     @functools.cached_property
-    def known(self) -> Known:
+    def known(self) -> FlatReference:
         """What every candidate is compared with, made once for all of them (float outputs)."""
         x, r = np.asarray(self.xla).reshape(-1), flat(self.reference)
         unsure = None if self.uncertainty is None else flat(self.uncertainty)
@@ -50,8 +50,8 @@ class Expected:
             return bool(np.isfinite(wide).all() and np.isfinite(r[slab].astype(x.dtype)).all())
 
         with np.errstate(all="ignore"):
-            if all(blocked_numpy.each(r.size, fill)):
-                return Known(x, r, errors, None, None, None)
+            if all(blocked_numpy.parallel_blocks(r.size, fill)):
+                return FlatReference(x, r, errors, None, None, None)
         class_x, class_r = np.empty(r.shape, np.int8), np.empty(r.shape, np.int8)
         kept = np.empty(r.shape, bool)
 
@@ -65,12 +65,12 @@ class Expected:
                 np.copyto(errors[slab], unsure[slab], where=class_x[slab] != 0)
 
         with np.errstate(all="ignore"):
-            blocked_numpy.each(r.size, sort)
-        return Known(x, r, errors, class_x, class_r, kept)
+            blocked_numpy.parallel_blocks(r.size, sort)
+        return FlatReference(x, r, errors, class_x, class_r, kept)
 
 
 @dataclass(frozen=True, eq=False)
-class Known:
+class FlatReference:
     """One set, flattened: XLA's result, the reference, XLA's error, classes (None: both are all finite)."""
 
     result: np.ndarray

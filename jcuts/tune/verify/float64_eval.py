@@ -308,7 +308,7 @@ class _Evaluator:
         """The result of an equation of one result on other operands, exactly."""
         return _Evaluator(None, taps=self.taps).equation(eqn, values)[0]
 
-    def _perturb(self, value: Any, format_: Any, of: sum_rounding.Spread, placed: bool) -> Any:
+    def _perturb(self, value: Any, format_: Any, of: sum_rounding.RoundingSpread, placed: bool) -> Any:
         seed, amplitude = self.noise  # type: ignore[misc]
         if jnp.ndim(amplitude):
             amplitude = amplitude[int(format_.bits == 64)]

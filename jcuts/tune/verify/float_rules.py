@@ -13,9 +13,9 @@ import numpy as np
 from jcuts.base.errors import AccuracyRejected
 from jcuts.tune.problem import Output
 from jcuts.tune.verify import blocked_numpy
-from jcuts.tune.verify.expected import NOISE_ULP, Expected, Known, classes, first, flat
+from jcuts.tune.verify.expected import NOISE_ULP, FlatReference, OutputReference, classes, first, flat
 from jcuts.tune.verify.inputs import NORMAL
-from jcuts.tune.verify.magnitude_bands import Pool, rms
+from jcuts.tune.verify.magnitude_bands import ErrorBands, rms
 
 FLOOR_ULP = 4.0
 CATASTROPHE = 4.0
@@ -41,12 +41,17 @@ class _Set:
     xla_error: np.ndarray
     moved: np.ndarray | None = None
     """How far rounding by an ulp moves r, where that is known."""
-    whole: Known | None = None
+    whole: FlatReference | None = None
     """Set where every element is held to the rules."""
 
 
 def check_floats(
-    index: int, spec: Output, dtype: np.dtype, expected: Sequence[Expected], got: Sequence[np.ndarray], tolerance: float
+    index: int,
+    spec: Output,
+    dtype: np.dtype,
+    expected: Sequence[OutputReference],
+    got: Sequence[np.ndarray],
+    tolerance: float,
 ) -> Accuracy:
     """Applies the rules for floats to one output, real and imaginary parts as two numbers.
 
@@ -90,18 +95,18 @@ def check_floats(
 
 
 @functools.lru_cache(maxsize=3)
-def _usual_pool(known: tuple[Known, ...], tiny: float) -> Pool:
+def _common_bands(known: tuple[FlatReference, ...], tiny: float) -> ErrorBands:
     """The pool of sets that are compared as a whole: one for all candidates (of a problem: normal, special, huge)."""
     errors = _joined([_less(k.held_errors, tiny) for k in known])
-    return Pool(_joined([k.held_r for k in known]), errors, tiny)
+    return ErrorBands(_joined([k.held_r for k in known]), errors, tiny)
 
 
-def _pool(sets: Sequence[_Set], tiny: float) -> Pool:
+def _pool(sets: Sequence[_Set], tiny: float) -> ErrorBands:
     whole = tuple(s.whole for s in sets if s.whole is not None)
     if len(whole) == len(sets) > 0:
-        return _usual_pool(whole, tiny)
+        return _common_bands(whole, tiny)
     errors = [s.xla_error if s.whole is None else _less(s.xla_error, tiny) for s in sets]
-    return Pool(_joined([s.reference for s in sets]), _joined(errors), tiny)
+    return ErrorBands(_joined([s.reference for s in sets]), _joined(errors), tiny)
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
@@ -109,7 +114,7 @@ def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _prepare(
-    index: int, seed: int, spec: Output, want: Expected, have: np.ndarray, dtype: np.dtype, floor: float
+    index: int, seed: int, spec: Output, want: OutputReference, have: np.ndarray, dtype: np.dtype, floor: float
 ) -> _Set:
     """Rules 1 and 2 on one set of inputs; the errors of what is left for rules 3-5."""
     info = ml_dtypes.finfo(dtype)
@@ -164,7 +169,7 @@ def _prepare(
     return _Set(want.kind, r[kept], *errors, None if reached is None else reached[kept])
 
 
-def _is_alike(have: np.ndarray, known: Known) -> bool:
+def _is_alike(have: np.ndarray, known: FlatReference) -> bool:
     """Whether a result is finite, NaN, +inf and -inf just where XLA's is."""
     values = have.reshape(-1)
 
@@ -174,17 +179,17 @@ def _is_alike(have: np.ndarray, known: Known) -> bool:
             return bool(np.isfinite(c).all())
         return bool(np.array_equal(classes(c), known.class_x[slab]))
 
-    return all(blocked_numpy.each(values.size, alike))
+    return all(blocked_numpy.parallel_blocks(values.size, alike))
 
 
-def _errors(have: np.ndarray, known: Known, tiny: float) -> np.ndarray:
+def _errors(have: np.ndarray, known: FlatReference, tiny: float) -> np.ndarray:
     """err(c) wherever the rules look."""
     values, errors = have.reshape(-1), np.empty(known.r.shape)
 
     def fill(slab: slice) -> None:
         errors[slab] = _beyond(values[slab].astype(np.float64) - known.r[slab], tiny)
 
-    blocked_numpy.each(values.size, fill)
+    blocked_numpy.parallel_blocks(values.size, fill)
     return known.held(errors)
 
 
@@ -195,7 +200,7 @@ def _less(errors: np.ndarray, tiny: float) -> np.ndarray:
     def fill(slab: slice) -> None:
         found[slab] = _beyond(errors[slab], tiny)
 
-    blocked_numpy.each(errors.size, fill)
+    blocked_numpy.parallel_blocks(errors.size, fill)
     return found
 
 
@@ -222,7 +227,7 @@ def _too_far(index: int, rule: str, c: float, x: float, limit: float, eps: float
 
 
 def _at(
-    index: int, seed: int, rule: str, bad: np.ndarray, want: Expected, have: np.ndarray, what: str
+    index: int, seed: int, rule: str, bad: np.ndarray, want: OutputReference, have: np.ndarray, what: str
 ) -> AccuracyRejected:
     where = first(bad.reshape(have.shape))
     return AccuracyRejected(

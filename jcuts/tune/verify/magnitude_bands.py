@@ -14,7 +14,7 @@ BAND_BINADES = 8
 BAND_LEAST = 16
 
 
-class Pool:
+class ErrorBands:
     """Numbers of a reference with XLA's errors; the candidates' errors are compared with it, one after the other.
 
     Args:
@@ -25,15 +25,15 @@ class Pool:
 
     def __init__(self, reference: np.ndarray, xla_error: np.ndarray, tiny: float) -> None:
         self._size, self._scale = np.empty(reference.shape), np.empty(reference.shape)
-        blocked_numpy.each(reference.size, lambda s: np.abs(reference[s], out=self._size[s]))
+        blocked_numpy.parallel_blocks(reference.size, lambda s: np.abs(reference[s], out=self._size[s]))
         least = max(rms(self._size), tiny)
-        blocked_numpy.each(reference.size, lambda s: np.maximum(self._size[s], least, out=self._scale[s]))
+        blocked_numpy.parallel_blocks(reference.size, lambda s: np.maximum(self._size[s], least, out=self._scale[s]))
         self._xla_error = xla_error
         self.xla = self.relative(xla_error)
 
     def relative(self, error: np.ndarray) -> float:
         """max_i error_i / max(|r_i|, s), with s the root mean square of r."""
-        return blocked_numpy.largest(error.size, lambda s: float(np.max(error[s] / self._scale[s], initial=0.0)))
+        return blocked_numpy.parallel_max(error.size, lambda s: float(np.max(error[s] / self._scale[s], initial=0.0)))
 
     def by_magnitude(self, error: np.ndarray) -> list[tuple[float, float, float]]:
         """For each group of bands: the largest |r|, the largest of these errors, the largest of XLA's errors."""
@@ -61,7 +61,7 @@ class Pool:
 def rms(values: np.ndarray) -> float:
     """Root mean square, of numbers whose squares may overflow."""
     flat = values.reshape(-1)
-    most = blocked_numpy.largest(flat.size, lambda s: float(np.max(np.abs(flat[s]), initial=0.0)))
+    most = blocked_numpy.parallel_max(flat.size, lambda s: float(np.max(np.abs(flat[s]), initial=0.0)))
     if not most > 0:
         return 0.0
 
@@ -69,7 +69,7 @@ def rms(values: np.ndarray) -> float:
         scaled = flat[slab] / most
         return float(np.sum(np.multiply(scaled, scaled, out=scaled)))  # a dot product would start threads of its own
 
-    return most * math.sqrt(math.fsum(blocked_numpy.each(flat.size, squares)) / max(1, flat.size))
+    return most * math.sqrt(math.fsum(blocked_numpy.parallel_blocks(flat.size, squares)) / max(1, flat.size))
 
 
 def _maxima(values: np.ndarray, band: np.ndarray, count: int) -> np.ndarray:
@@ -78,7 +78,11 @@ def _maxima(values: np.ndarray, band: np.ndarray, count: int) -> np.ndarray:
         np.maximum.at(found, band[slab], values[slab])
         return found
 
-    return np.maximum.reduce(blocked_numpy.each(values.size, most), initial=0.0) if values.size else np.zeros(count)
+    return (
+        np.maximum.reduce(blocked_numpy.parallel_blocks(values.size, most), initial=0.0)
+        if values.size
+        else np.zeros(count)
+    )
 
 
 def _band_numbers(size: np.ndarray) -> tuple[np.ndarray, int]:
@@ -94,7 +98,7 @@ def _band_numbers(size: np.ndarray) -> tuple[np.ndarray, int]:
         bits[size[slab] == 0] = 0
         band[slab] = bits
 
-    blocked_numpy.each(size.size, fill)
+    blocked_numpy.parallel_blocks(size.size, fill)
     return band, 2 + 2 * (1024 // BAND_BINADES + 1)
 
 
@@ -110,4 +114,4 @@ def _are_many(size: np.ndarray, band: np.ndarray, names: Sequence[int]) -> bool:
         found.update(different(slice(start, start + step)))
         if len(found) >= BAND_LEAST:
             return True
-    return len(found.union(*blocked_numpy.each(size.size, different))) >= BAND_LEAST
+    return len(found.union(*blocked_numpy.parallel_blocks(size.size, different))) >= BAND_LEAST

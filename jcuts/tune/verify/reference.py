@@ -54,7 +54,7 @@ def make(
     """
     if options:
         library = jax.jit(library, compiler_options=dict(options))
-    seen = [verify_sampling.positions(problem, o) for o in problem.outputs]
+    seen = [verify_sampling.sample_positions(problem, o) for o in problem.outputs]
     placed = [None if s is None else jax.device_put(s) for s in seen]
     look = functools.partial(leaves, jax, seen=placed)
     wide, rounds = _wide(jax, problem, placed), False
@@ -182,7 +182,7 @@ def _wide(jax: Any, problem: Problem, seen: Sequence[Any]) -> Callable[..., list
     export = jax.export.deserialize(bytearray(problem.reference))
     call = export.call
     # All of a library's float64 products are as good.  Its convolutions differ: some spread infinities.
-    options = {} if not problem.device or CONVOLUTION in export.mlir_module() else autotune_cache.untimed()
+    options = {} if not problem.device or CONVOLUTION in export.mlir_module() else autotune_cache.without_autotuning()
     if problem.device and all(
         dtype_of(i.dtype).itemsize > 1 or dtype_of(i.dtype).kind in "biu" for i in problem.inputs
     ):

@@ -37,7 +37,7 @@ MOST_APART = 0.25
 """Relative distance that no tail explains: numbers of another place must show."""
 
 
-def positions(problem: Problem, spec: Output) -> np.ndarray | None:
+def sample_positions(problem: Problem, spec: Output) -> np.ndarray | None:
     """Flat positions of the elements that the rule sees, ascending; None: all of them.
 
     Where the subset turns floats into discrete values (`Problem.perturb`) results may rightly differ from XLA's here
@@ -91,7 +91,7 @@ def compare(index: int, xla: np.ndarray, have: np.ndarray, found: Accuracy, seen
     def worst(slab: slice) -> float:
         return float(np.max(distances(c[slab], x[slab]), initial=0.0))
 
-    parts = blocked_numpy.each(c.size, worst)
+    parts = blocked_numpy.parallel_blocks(c.size, worst)
     if max(parts, default=0.0) <= limit:
         return
     first = next(k for k, part in enumerate(parts) if part > limit)

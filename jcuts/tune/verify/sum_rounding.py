@@ -38,7 +38,7 @@ SUMS = frozenset(
 
 
 @dataclass(frozen=True)
-class Spread:
+class RoundingSpread:
     """How far an implementation's result may be from the exact one.
 
     Attributes:
@@ -74,7 +74,7 @@ def terms(eqn: Any) -> int:
     return max(1, max((math.prod(getattr(v.aval, "shape", ())) for v in eqn.invars), default=1) // made)
 
 
-def spread(eqn: Any, values: list[Any], result: Any, bind: Callable[[list[Any]], Any]) -> Spread:
+def spread(eqn: Any, values: list[Any], result: Any, bind: Callable[[list[Any]], Any]) -> RoundingSpread:
     """The errors of one result.
 
     Args:
@@ -83,9 +83,9 @@ def spread(eqn: Any, values: list[Any], result: Any, bind: Callable[[list[Any]],
     """
     name, count = eqn.primitive.name, math.sqrt(terms(eqn))
     if name == "cumlogsumexp":
-        return Spread(count + lax.abs(result))
+        return RoundingSpread(count + lax.abs(result))
     if name not in SUMS or jnp.issubdtype(result.dtype, np.complexfloating):
-        return Spread(count * lax.abs(result))
+        return RoundingSpread(count * lax.abs(result))
     finite = [jnp.where(jnp.isfinite(v), v, 0) if jnp.issubdtype(v.dtype, np.floating) else v for v in values]
     whole = bind([lax.abs(v) if jnp.issubdtype(v.dtype, np.floating) else v for v in finite])
     left = lax.cond(
@@ -96,10 +96,10 @@ def spread(eqn: Any, values: list[Any], result: Any, bind: Callable[[list[Any]],
         size = count * lax.cummax(lax.abs(result), axis=p["axis"], reverse=p["reverse"])
     else:
         size = jnp.maximum(count * lax.abs(result), whole)
-    return Spread(size, 0.5 * (whole + left), 0.5 * (whole - left))
+    return RoundingSpread(size, 0.5 * (whole + left), 0.5 * (whole - left))
 
 
-def overflowed(value: Any, of: Spread, most: Any, choice: Any) -> Any:
+def overflowed(value: Any, of: RoundingSpread, most: Any, choice: Any) -> Any:
     """The value, or what is left of it where a partial sum exceeds ``most`` in some order.
 
     Args: choice: random uint64; its lowest bits pick: the value, +inf, -inf, or NaN (both happen).

@@ -24,7 +24,7 @@ from jcuts.codegen.artifact import CompiledKernel
 from jcuts.codegen.cuda.toolchain.image import is_image
 from jcuts.tune.baseline import autotune_cache, conv_relu_bound
 from jcuts.tune.choice import LIBRARY, SCREENED
-from jcuts.tune.cudnn.worker import convolve, convolve_xla
+from jcuts.tune.cudnn.worker import convolve_xla, measure_cudnn_algorithms
 from jcuts.tune.kernel_file import read_kernel, write_kernel
 from jcuts.tune.measure.cpu_launch import Launcher, Schedule
 from jcuts.tune.measure.statistics import HOPELESS, Samples
@@ -32,7 +32,7 @@ from jcuts.tune.problem import Candidate, Output, Problem, decode_bytes
 from jcuts.tune.resource_errors import is_memory
 from jcuts.tune.verify import sampling as verify_sampling
 from jcuts.tune.verify.acceptance import check_output
-from jcuts.tune.verify.expected import Expected
+from jcuts.tune.verify.expected import OutputReference
 from jcuts.tune.verify.float_rules import Accuracy
 from jcuts.tune.verify.inputs import dtype_of, is_float, load, timing_inputs, whole
 
@@ -56,10 +56,10 @@ def _compile_program(candidate: Candidate) -> CompiledKernel:
     from jcuts.kernel_ir.program import Program
 
     program = Program.from_json(json.loads(candidate.payload))
-    return _kept(kernel_digest(program, host_target()), lambda: compile_program(program))
+    return _from_cache_or_compile(kernel_digest(program, host_target()), lambda: compile_program(program))
 
 
-def _kept(digest: str, compile_: Callable[[], CompiledKernel]) -> CompiledKernel:
+def _from_cache_or_compile(digest: str, compile_: Callable[[], CompiledKernel]) -> CompiledKernel:
     """A kernel from the object cache, or compiled and put there at once: it outlives a session that is cut short."""
     from jcuts.xla import object_cache
 
@@ -92,7 +92,7 @@ def _compile_cuda(payload: str, capability: tuple[int, int]) -> CompiledKernel:
     from jcuts.kernel_ir.program import Program
 
     program, target = Program.from_json(json.loads(payload)), CudaTarget(capability)
-    return _kept(kernel_digest(program, target), lambda: compile_program(program, target))
+    return _from_cache_or_compile(kernel_digest(program, target), lambda: compile_program(program, target))
 
 
 KERNEL_KINDS: dict[str, Callable[[Candidate], CompiledKernel]] = {
@@ -148,7 +148,7 @@ def reference(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     announce(LIBRARY)
     place, folder = str(request.get("autotuned", "")), Path(request["folder"])
     timed, narrow = bool(request.get("timed", True)), _has_narrow_floats(problem)
-    options = autotune_cache.reading(place, timed=timed, narrow=narrow) if place else {}
+    options = autotune_cache.read_shared_results(place, timed=timed, narrow=narrow) if place else {}
     parts: dict[str, float] = {}
     library = _library(request["problem"])
     kinds = references.make(jax, problem, library, folder, int(request["seed"]), options, parts)
@@ -168,7 +168,7 @@ def check(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     announce(candidate.label)
     run = _xla_runner(candidate) if candidate.kind == "stablehlo" else _kernel_runner(request["kernel"])
     expected = _all_expected(request["problem"], request["folder"], tuple(request["kinds"]))
-    seen = [verify_sampling.positions(problem, o) for o in problem.outputs]
+    seen = [verify_sampling.sample_positions(problem, o) for o in problem.outputs]
     got: list[list[np.ndarray]] = [[] for _ in problem.outputs]
     every: list[np.ndarray] = []
     for number in range(len(request["kinds"])):
@@ -178,7 +178,7 @@ def check(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
                 f"{candidate.label} gives {len(results)} results instead of {len(problem.outputs)}", rule="shape"
             )
         for i, result in enumerate(results):
-            got[i].append(result if (where := seen[i]) is None else _taken(i, problem.outputs[i], result, where))
+            got[i].append(result if (where := seen[i]) is None else _check_output(i, problem.outputs[i], result, where))
         if number == 0:
             every = results
     found = _accepted_alike(request["problem"], got)
@@ -195,7 +195,7 @@ def check(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     return {"accuracy": [asdict(a) for a in found]}
 
 
-def _taken(index: int, spec: Output, result: np.ndarray, where: np.ndarray) -> np.ndarray:
+def _check_output(index: int, spec: Output, result: np.ndarray, where: np.ndarray) -> np.ndarray:
     if result.shape != spec.shape or result.dtype != dtype_of(spec.dtype):
         raise AccuracyRejected(
             f"output {index} is {result.dtype}{list(result.shape)}, XLA's is {spec.dtype}{list(spec.shape)}",
@@ -289,12 +289,12 @@ def _measure_on_gpu(problem: Problem, folder: Path, request: dict[str, Any], ann
         announce=announce,
         most=gpu_problem.executions(problem),
         expected=request.get("expected"),
-        options=autotune_cache.parted() if parted else {},
+        options=autotune_cache.without_conv_relu_fusion() if parted else {},
     )
     answers = [_answer(label, samples, method) for label, (method, samples) in found.items()]
     more = (
-        {"passes": conv_relu_bound.passes(parted, cuda_driver.bandwidth())}
-        if parted and autotune_cache.parted()
+        {"passes": conv_relu_bound.memory_pass_seconds(parted, cuda_driver.bandwidth())}
+        if parted and autotune_cache.without_conv_relu_fusion()
         else {}
     )
     return {"measurements": answers, "overhead": gpu_chain_timing.overhead(), "parts": spent, **more}
@@ -323,7 +323,7 @@ def compile_ahead(request: dict[str, Any], announce: Announce) -> dict[str, Any]
     from jcuts.tune.measure import gpu_problem
 
     problems = {path: (_read_problem(path), _library(path)) for path in request["problems"]}
-    options = {path: autotune_cache.parted() for path in request.get("apart", ())}
+    options = {path: autotune_cache.without_conv_relu_fusion() for path in request.get("apart", ())}
     return {"programs": gpu_problem.compile_ahead(problems, announce, options, alone=bool(request.get("alone")))}
 
 
@@ -385,7 +385,7 @@ REQUESTS: dict[str, Callable[[dict[str, Any], Announce], dict[str, Any]]] = {
     "run_ahead": run_ahead,
     "warm": warm,
     "measure": measure,
-    "convolve": convolve,
+    "convolve": measure_cudnn_algorithms,
     "convolve_xla": convolve_xla,
 }
 
@@ -424,10 +424,10 @@ def _inputs(problem: Problem, folder: Path, number: int, *, short: bool = False)
 
 
 @functools.lru_cache(maxsize=1)
-def _all_expected(path: str, folder: str, kinds: tuple[str, ...]) -> list[list[Expected]]:
+def _all_expected(path: str, folder: str, kinds: tuple[str, ...]) -> list[list[OutputReference]]:
     """What every output must look like, one entry per set of inputs: the same for all candidates of a problem."""
     problem = _read_problem(path)
-    seen = [verify_sampling.positions(problem, o) for o in problem.outputs]
+    seen = [verify_sampling.sample_positions(problem, o) for o in problem.outputs]
     return [
         [_expected(Path(folder), number, i, kind, spec, seen[i]) for number, kind in enumerate(kinds)]
         for i, spec in enumerate(problem.outputs)
@@ -450,7 +450,7 @@ def _xla_whole(path: str, folder: str, i: int) -> np.ndarray:
     return load(Path(folder) / f"0.whole{i}.npy", spec.shape, spec.dtype)
 
 
-def _expected(folder: Path, number: int, i: int, kind: str, spec: Output, seen: np.ndarray | None) -> Expected:
+def _expected(folder: Path, number: int, i: int, kind: str, spec: Output, seen: np.ndarray | None) -> OutputReference:
     shape, dtype = spec.shape if seen is None else seen.shape, spec.dtype
     kind_of = dtype_of(dtype).kind
     wide = dtype if kind_of in "biu" else "complex128" if kind_of == "c" else "float64"
@@ -458,7 +458,7 @@ def _expected(folder: Path, number: int, i: int, kind: str, spec: Output, seen: 
     bounds: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
     if low.exists():
         bounds = (load(low, shape, wide), load(folder / f"{number}.high{i}.npy", shape, wide))
-    return Expected(
+    return OutputReference(
         kind,
         load(folder / f"{number}.xla{i}.npy", shape, dtype),
         load(folder / f"{number}.ref{i}.npy", shape, wide),
@@ -496,7 +496,7 @@ def _gpu_runner(kernel: CompiledKernel) -> Callable[[list[np.ndarray], int], lis
             # What it does to its operands does not depend on their values: one look is enough.
             return launcher.run(inputs, poison=POISON[number % 2], look=number == 0)
         except NativeError as error:
-            if gpu_launch.lost(error) or cuda_driver.is_lost(error):
+            if gpu_launch.is_context_lost(error) or cuda_driver.is_lost(error):
                 print(f"{kernel.digest}: {error.message}", file=sys.stderr, flush=True)
                 os._exit(70)
             if is_memory(error):

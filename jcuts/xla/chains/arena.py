@@ -8,7 +8,7 @@ from collections.abc import Sequence
 ALIGNMENT = 256  # bytes: what XLA gives its own buffers on a GPU
 
 
-def packed(spans: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
+def assign_offsets(spans: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
     """Offsets such that values which live at the same time do not overlap, the largest placed first, each lowest.
 
     Args: spans: (first step, last step, bytes) per value; both steps belong to its life.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from jcuts.trace import jaxapi
 from jcuts.xla import cuda_launcher
 from jcuts.xla.chains import arena
-from jcuts.xla.chains.dataflow import Reads
+from jcuts.xla.chains.dataflow import Dataflow
 from jcuts.xla.chains.order import Chain
 from jcuts.xla.rebuild import traced_eqns
 
@@ -15,11 +15,11 @@ OPERAND, RESULT, SCRATCH = range(3)
 """Kinds of places (`CudaChainState` in the launcher)."""
 
 
-def merged(chain: Chain, reads: Reads) -> list[Any]:
+def merged(chain: Chain, reads: Dataflow) -> list[Any]:
     """The equations of a chain's call; the call itself where there is one only, and nothing it reads is reshaped."""
     if len(chain.calls) == 1 and reads.operands(chain.calls[0]) == list(chain.calls[0].invars):
         return chain.calls
-    return Wiring(chain, reads).equations()
+    return BufferAssignment(chain, reads).equations()
 
 
 class Call(NamedTuple):
@@ -38,7 +38,7 @@ class Call(NamedTuple):
     scratch: int
 
     @classmethod
-    def of(cls, eqn: Any, reads: Reads) -> Call:
+    def of(cls, eqn: Any, reads: Dataflow) -> Call:
         """The kernel of a call's equation."""
         attributes = dict(eqn.params["attributes"])
         results = list(eqn.outvars[: int(attributes["num_outputs"])])
@@ -52,7 +52,7 @@ class Call(NamedTuple):
         )
 
 
-class Wiring:
+class BufferAssignment:
     """Where the buffers of a chain's kernels are.
 
     A value that a kernel makes by overwriting another has that one's memory: memories are named by their first value.
@@ -64,7 +64,7 @@ class Wiring:
         scratch_bytes: of the call.
     """
 
-    def __init__(self, chain: Chain, reads: Reads) -> None:
+    def __init__(self, chain: Chain, reads: Dataflow) -> None:
         self._last = chain.calls[-1]
         self._calls = [Call.of(eqn, reads) for eqn in chain.calls]
         self.operands: list[Any] = []
@@ -128,7 +128,7 @@ class Wiring:
     def _touch(self, memory: Any, number: int) -> None:
         self._lives.setdefault(memory, [number, number])[1] = number
 
-    def _read_elsewhere(self, inside: set[int], reads: Reads) -> list[Any]:
+    def _read_elsewhere(self, inside: set[int], reads: Dataflow) -> list[Any]:
         """Values made here that others read. Args: inside: identities of the chain's equations."""
         return [
             v
@@ -151,7 +151,7 @@ class Wiring:
         local = [memory for memory in self._lives if memory not in self._places]
         lives = [(*self._lives[memory], jaxapi.nbytes(memory)) for memory in local]
         own = [(number, number, call.scratch) for number, call in enumerate(self._calls)]
-        offsets, size = arena.packed([(first, last, length) for first, last, length in (*lives, *own)])
+        offsets, size = arena.assign_offsets([(first, last, length) for first, last, length in (*lives, *own)])
         return dict(zip(local, offsets, strict=False)), offsets[len(local) :], size
 
     def _place(self, value: Any, start: int) -> list[int]:

@@ -11,7 +11,7 @@ from jcuts.xla import cuda_launcher
 VIEWS = frozenset({"reshape", "squeeze", "expand_dims"})
 
 
-class Reads:
+class Dataflow:
     """Who reads which value of a jaxpr.
 
     Attributes:

@@ -23,8 +23,8 @@ from jcuts.trace import jaxapi
 from jcuts.xla import cuda_launcher
 from jcuts.xla.chains import peak_memory
 from jcuts.xla.chains.buffer_assignment import merged
-from jcuts.xla.chains.dataflow import VIEWS, Reads, is_kernel
-from jcuts.xla.chains.order import Chain, steps
+from jcuts.xla.chains.dataflow import VIEWS, Dataflow, is_kernel
+from jcuts.xla.chains.order import Chain, order_for_chains
 
 EARLY = (9, 0)
 """Compute capability from which on a kernel can be launched before the one in front of it has ended."""
@@ -32,17 +32,17 @@ MORE_BYTES, MORE_SHARE = 1 << 30, 1 / 8
 """Memory that chains may take beyond what single calls take, whichever is more: bytes, a part of the calls'."""
 
 
-def chained(closed: jaxapi.Closed) -> jaxapi.Closed:
+def fuse_calls(closed: jaxapi.Closed) -> jaxapi.Closed:
     """The jaxpr with chains in place of kernel calls that can stand next to each other; the same values."""
     eqns = list(closed.jaxpr.eqns)
-    reads = Reads(closed)
+    reads = Dataflow(closed)
     before = peak_memory.bytes_of(closed, VIEWS)
     most = before + max(MORE_BYTES, MORE_SHARE * before)
     size = max(1, len(eqns))
     while True:
         result: list[Any] = []
         for first in range(0, len(eqns), size):
-            for step in steps(eqns[first : first + size], reads):
+            for step in order_for_chains(eqns[first : first + size], reads):
                 result += merged(step, reads) if isinstance(step, Chain) else [step]
         found = jaxapi.dce(jaxapi.with_eqns(closed, result))
         if size == 1 or peak_memory.bytes_of(found, VIEWS) <= most:

@@ -12,7 +12,7 @@ from typing import Any
 
 from jcuts.base.errors import IRError
 from jcuts.trace import jaxapi
-from jcuts.xla.chains.dataflow import Reads, is_kernel
+from jcuts.xla.chains.dataflow import Dataflow, is_kernel
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Chain:
     outdated: set[Any] = field(default_factory=set)
 
 
-def steps(eqns: Sequence[Any], reads: Reads) -> list[Any]:
+def order_for_chains(eqns: Sequence[Any], reads: Dataflow) -> list[Any]:
     """The equations, reordered, with chains in place of kernel calls.
 
     A chain ends before a kernel that overwrites a value somebody else reads, and before one that reads what has been
@@ -53,7 +53,7 @@ def steps(eqns: Sequence[Any], reads: Reads) -> list[Any]:
     return found
 
 
-def _order(eqns: Sequence[Any], reads: Reads) -> list[Any]:
+def _order(eqns: Sequence[Any], reads: Dataflow) -> list[Any]:
     """The equations by data dependence; in turn all that are no kernels and can come, then all kernels."""
     needs = _needs(eqns, reads)
     users: list[list[int]] = [[] for _ in eqns]
@@ -82,7 +82,7 @@ def _order(eqns: Sequence[Any], reads: Reads) -> list[Any]:
     return order
 
 
-def _needs(eqns: Sequence[Any], reads: Reads) -> list[set[int]]:
+def _needs(eqns: Sequence[Any], reads: Dataflow) -> list[set[int]]:
     """Per equation the numbers of those that come before it: who makes what it reads, and the last with effects."""
     makers = {v: k for k, e in enumerate(eqns) for v in e.outvars if not jaxapi.is_dropvar(v)}
     needs: list[set[int]] = []

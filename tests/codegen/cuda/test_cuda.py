@@ -16,7 +16,7 @@ from jcuts.base.errors import CacheError, CompileRejected, UsageError
 from jcuts.codegen.cuda import compile as compiler
 from jcuts.codegen.cuda.launch_source import emit_source
 from jcuts.codegen.cuda.ptx import sfu_math
-from jcuts.codegen.cuda.split_kernels import parts
+from jcuts.codegen.cuda.split_kernels import split_into_kernels
 from jcuts.codegen.cuda.toolchain import programmatic_launch, ptxas
 from jcuts.codegen.cuda.toolchain.image import Image, Launch, Resources
 from jcuts.codegen.cuda.toolchain.target import CudaTarget
@@ -69,7 +69,7 @@ def candidates(fn, arguments, limit=1, machine=MACHINE):
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_golden_source(name, golden):
     (program,) = candidates(*TEMPLATES[name])
-    found, scratch = parts(program)
+    found, scratch = split_into_kernels(program)
     text = [f"# {dict(program.params)}, {scratch} bytes of scratch memory"]
     for part in found:
         source = emit_source(part.program)
@@ -102,7 +102,7 @@ def test_split_programs_keep_their_meaning(name):
     split = [p for p, _ in gpu_candidates.candidates(program, MACHINE, 1 << 30) if dict(p.params).get("split", 1) != 1]
     assert split
     for candidate in split[:: max(1, len(split) // 3)]:
-        kernels, scratch = parts(candidate)
+        kernels, scratch = split_into_kernels(candidate)
         assert len(kernels) > 1 and scratch > 0
         memory = {(k, 0): operand for k, operand in enumerate(operands)}
         for kernel in kernels:
@@ -389,7 +389,7 @@ def test_refusals():
     with pytest.raises(CompileRejected, match="no schedule for a GPU"):
         emit_source(programs.trace(TEMPLATES["map"][0], *TEMPLATES["map"][1]).program())
     with pytest.raises(CompileRejected, match="without a kernel"):
-        ptxas.merged([(".version 8.0", "k")])
+        ptxas.merge_modules([(".version 8.0", "k")])
     assert compiler.kernel_digest(program, SM80) != compiler.kernel_digest(program, SM90)
 
 
@@ -424,9 +424,9 @@ def test_local_memory_is_refused():
     program = programs.trace(fn, zeros(1, 64, 66, 64), zeros(64)).program()
     from dataclasses import replace
 
-    from jcuts.schedule.cpu.loop_schedule import collapsed
+    from jcuts.schedule.cpu.loop_schedule import collapse_program
 
-    plain = collapsed(program)
+    plain = collapse_program(program)
     phase = plain.phases[0]
     unroll = dict(zip((a.name for a in phase.axes), itertools.repeat(8), strict=False))
     axes = tuple(replace(a, unroll=unroll[a.name] if a.extent > 1 else 1) for a in phase.axes)
@@ -440,7 +440,7 @@ def test_local_memory_is_refused():
 @compiled
 def test_a_window_computes_the_activation_before_it():
     """What `region.absorb` makes: bias and relu6 before a padded depthwise convolution, repeated for every use."""
-    from jcuts.lower.builder import build
+    from jcuts.lower.builder import lower_region
 
     def block(x, b, d):
         y = jnp.clip(x + b, 0.5, 6.0)  # not zero where x is: padding comes after the activation
@@ -449,7 +449,7 @@ def test_a_window_computes_the_activation_before_it():
     rng = np.random.default_rng(4)
     arguments = [rng.standard_normal(s).astype(np.float32) * 3 for s in ((2, 7, 6, 8), (8,), (3, 3, 1, 8))]
     traced = programs.trace(block, *arguments)
-    program = build(traced.graph, traced.everything, cheap=4.0)
+    program = lower_region(traced.graph, traced.everything, cheap=4.0)
     for candidate, _ in gpu_candidates.candidates(program, MACHINE, 6):
         (got,) = machine_results(candidate, traced.operands())
         np.testing.assert_allclose(got, block(*arguments), rtol=1e-5, atol=1e-5)
@@ -497,9 +497,9 @@ def test_negations_are_spelled_otherwise():
     """However they are written; not where there are no minima, and no other differences."""
     head, name = ".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry k(\n)\n{\n", "k"
     lines = "\tneg.s32 \t%r1, %r2;\n\tsub.s16 \t%rs1, 0, %rs2;\n\tsub.s32 \t%r3, %r4, %r5;\n"
-    plain = ptxas.merged([(head + lines + "}\n", name)])
+    plain = ptxas.merge_modules([(head + lines + "}\n", name)])
     assert lines in plain
-    found = ptxas.merged([(head + lines + "\tmin.s32 \t%r6, %r1, %r3;\n}\n", name)])
+    found = ptxas.merge_modules([(head + lines + "\tmin.s32 \t%r6, %r1, %r3;\n}\n", name)])
     assert "\tnot.b32\t%r1, %r2;\n\tadd.s32\t%r1, %r1, 1;\n" in found.replace(" \t", "\t")
     assert "\tnot.b16\t%rs1, %rs2;\n\tadd.s16\t%rs1, %rs1, 1;\n" in found.replace(" \t", "\t")
     assert "sub.s32 \t%r3, %r4, %r5;" in found and "neg" not in found

@@ -9,12 +9,12 @@ from jax import lax
 
 from jcuts.codegen.cuda import compile as compiler
 from jcuts.kernel_ir.verify import verify
-from jcuts.lower.patterns.gemm import as_product
-from jcuts.lower.sliced_output import ALIGNMENT, ONTO, placed
+from jcuts.lower.patterns.gemm import as_gemm
+from jcuts.lower.sliced_output import ALIGNMENT, ONTO, write_into_slice
 from jcuts.pipeline import inplace_update
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.schedule.gpu.gemm.epilogue_smem import LOADED, SENT, STORED
-from jcuts.schedule.gpu.gemm.wgmma_tile import GroupTiling
+from jcuts.schedule.gpu.gemm.wgmma_tile import WgmmaTile
 from tests import programs
 from tests.codegen.cuda.gemm.test_mma import SM90, TILINGS, compare, compiled, normal, tf32
 from tests.ptx import machine as ptx_machine
@@ -33,7 +33,7 @@ def layer(x, w, b):
 
 def run(program, operands, whole, starts):
     """The kernel's result in a larger array of random numbers, and those numbers."""
-    found = placed(program, whole, starts)
+    found = write_into_slice(program, whole, starts)
     assert found is not None
     verify(found.program)
     assert found.program.inputs[-1].name == ONTO and found.program.outputs[0].shape == tuple(whole)
@@ -59,7 +59,7 @@ def check(result, array, starts, want):
 def test_products_write_their_part_alone(tiling, whole, starts):
     x, w, b = normal(33, 101), normal(101, 24), normal(24)
     traced = programs.trace(dense, x, w, b)
-    product = as_product(traced.program())
+    product = as_gemm(traced.program())
     assert product is not None
     result, array = run(tiling.of(product), traced.operands(), whole, starts)
     check(result, array, starts, np.maximum(tf32(x) @ tf32(w) + b, 0))
@@ -72,8 +72,8 @@ def test_bulk_copies_of_results_where_rows_are_aligned(whole, starts, how):
     """Rows of 102 floats begin anywhere: lanes store them."""
     x, w, r = normal(70, 68), round_tf32(normal(72, 68, seed=1)), normal(70, 72, seed=2)
     traced = programs.trace(lambda x, w, r: x @ w.T + r, x, w, r)
-    program = GroupTiling(64, 64, 32, (1, 1), 3, rounded=1, held=how).of(traced.product())
-    found = placed(program, whole, starts)
+    program = WgmmaTile(64, 64, 32, (1, 1), 3, rounded=1, held=how).of(traced.product())
+    found = write_into_slice(program, whole, starts)
     assert found is not None
     ptx = compiler.ptx_of(found.program, SM90)
     assert ("cp.async.bulk.global" in ptx) == (how != LOADED and whole[1] % 4 == 0)
@@ -82,12 +82,12 @@ def test_bulk_copies_of_results_where_rows_are_aligned(whole, starts, how):
 
 
 @compiled
-@pytest.mark.parametrize("tiling", [TILINGS[0], TILINGS[4], GroupTiling(64, 64, 32, (1, 1), 3, rounded=1)], ids=str)
+@pytest.mark.parametrize("tiling", [TILINGS[0], TILINGS[4], WgmmaTile(64, 64, 32, (1, 1), 3, rounded=1)], ids=str)
 def test_a_kernel_that_begins_an_array_writes_its_part_alone(tiling):
     x, w, b = normal(33, 96), round_tf32(normal(24, 96)), normal(24)
     traced = programs.trace(lambda x, w, b: jax.nn.relu(x @ w.T + b), x, w, b)
-    product = traced.product() if isinstance(tiling, GroupTiling) else as_product(traced.program())
-    found = placed(tiling.of(product), (33, 60), (0, 4), None)
+    product = traced.product() if isinstance(tiling, WgmmaTile) else as_gemm(traced.program())
+    found = write_into_slice(tiling.of(product), (33, 60), (0, 4), None)
     assert found is not None and found.operand is None and len(found.program.inputs) == 3
     verify(found.program)
     kernel, ptx = compiler.compile_program(found.program, SM90), compiler.ptx_of(found.program, SM90)
@@ -103,8 +103,8 @@ def test_a_kernel_that_begins_an_array_writes_its_part_alone(tiling):
     "tiling",
     [
         *TILINGS[:4],
-        GroupTiling(64, 64, 32, (1, 1), 3, 1),
-        GroupTiling(64, 64, 32, (1, 1), 3, rounded=1),
+        WgmmaTile(64, 64, 32, (1, 1), 3, 1),
+        WgmmaTile(64, 64, 32, (1, 1), 3, rounded=1),
     ],
     ids=str,
 )
@@ -123,8 +123,8 @@ def test_nothing_of_an_array_is_read_but_the_slice(tiling, window):
     with jax.enable_x64(True):
         exact = np.asarray(layer(*(jax.numpy.asarray(tf32(a), "float64") for a in (x, w)), b))
     traced = programs.trace(layer, x, w, b)
-    rounded = isinstance(tiling, GroupTiling) and tiling.rounded
-    program = tiling.of(traced.product() if rounded else as_product(traced.program()))
+    rounded = isinstance(tiling, WgmmaTile) and tiling.rounded
+    program = tiling.of(traced.product() if rounded else as_gemm(traced.program()))
     kernel = compiler.compile_program(program, SM90)
     compare(ptx_machine.run_kernel(compiler.ptx_of(program, SM90), kernel, [x, w, b]), [exact], 3e-6)
 
@@ -142,7 +142,7 @@ def test_every_form_of_a_convolution_writes_its_part_alone(features):
         traced.program(), gpu_candidates.GpuMachine(132, capability=(9, 0)), 1 << 10
     )[::7]:
         form = dict(program.params)["cuda"]
-        if placed(program, (2, 5, 7, 64), (0, 0, 0, 20)) is None or sum(f == form for f, _ in ran) > 2:
+        if write_into_slice(program, (2, 5, 7, 64), (0, 0, 0, 20)) is None or sum(f == form for f, _ in ran) > 2:
             continue
         result, array = run(program, traced.operands(), (2, 5, 7, 64), (0, 0, 0, 20))
         check(result, array, (0, 0, 0, 20), np.maximum(want + b, 0))
@@ -170,16 +170,16 @@ def test_parts_that_are_copied(shape, whole, starts):
 
 def test_what_cannot_be_placed():
     traced = programs.trace(dense, normal(33, 101), normal(101, 24), normal(24))
-    product = as_product(traced.program())
+    product = as_gemm(traced.program())
     assert product is not None
     program = TILINGS[0].of(product)
-    assert placed(program, (33, 24), (0, 0)) is None  # the whole array
-    assert placed(program, (40, 30), (0, 0)) is None  # a part of two dimensions
-    assert placed(program, (33, 60), (0, 37)) is None  # beyond the end
-    assert placed(program, (33, 60), (0, 3)) is None  # not aligned
-    found = placed(program, (33, 60), (0, 8))
+    assert write_into_slice(program, (33, 24), (0, 0)) is None  # the whole array
+    assert write_into_slice(program, (40, 30), (0, 0)) is None  # a part of two dimensions
+    assert write_into_slice(program, (33, 60), (0, 37)) is None  # beyond the end
+    assert write_into_slice(program, (33, 60), (0, 3)) is None  # not aligned
+    found = write_into_slice(program, (33, 60), (0, 8))
     assert found is not None and found.start == 32 and found.start % ALIGNMENT == 0
-    assert placed(found.program, (33, 120), (0, 0)) is None  # placed already
+    assert write_into_slice(found.program, (33, 120), (0, 0)) is None  # placed already
 
 
 def test_flat_loops_over_a_result_stay_as_they_are():
@@ -190,4 +190,4 @@ def test_flat_loops_over_a_result_stay_as_they_are():
         for p, _ in gpu_candidates.candidates(traced.program(), gpu_candidates.GpuMachine(132), 1 << 10)
         if len(p.phases[0].axes) == 1
     ]
-    assert flat and all(placed(p, (64, 96), (0, 32)) is None for p in flat)
+    assert flat and all(write_into_slice(p, (64, 96), (0, 32)) is None for p in flat)

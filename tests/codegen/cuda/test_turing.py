@@ -82,9 +82,9 @@ def test_products_are_refused_with_a_reason():
     assert candidates(lambda x, w: x @ w, x, w) == []
     program = candidates(lambda x, w: x @ w, x, w, machine=gpu_candidates.GpuMachine(108, capability=(8, 0)))[0]
     with pytest.raises(CompileRejected, match="needs asynchronous copies and TF32") as caught:
-        compiler.check_units(program, SM75)
+        compiler.check_tensor_core_support(program, SM75)
     assert caught.value.values["arch"] == "sm_75"
-    compiler.check_units(program, CudaTarget((8, 0)))
+    compiler.check_tensor_core_support(program, CudaTarget((8, 0)))
 
 
 def test_a_matrix_times_a_vector_is_a_sum_of_rows():

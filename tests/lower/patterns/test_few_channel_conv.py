@@ -12,11 +12,11 @@ import pytest
 from jcuts.kernel_ir.interpret import interpret
 from jcuts.kernel_ir.program import Program
 from jcuts.kernel_ir.verify import verify
-from jcuts.lower.patterns.few_channel_conv import as_patches, patches
+from jcuts.lower.patterns.few_channel_conv import as_few_channel_conv, conv_geometry
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.schedule.gpu import launch_stats
 from jcuts.schedule.gpu.conv import few_channels
-from jcuts.schedule.gpu.conv.few_channels_tile import PatchShape, shape_of
+from jcuts.schedule.gpu.conv.few_channels_tile import FewChannelTile, shape_of
 from jcuts.schedule.gpu.gemm import mma as gemm_mma
 from tests import programs
 from tests.ops.cases import conv
@@ -33,7 +33,7 @@ def zeros(*shape):
 
 
 def made_of(fn, *arguments):
-    return as_patches(programs.trace(fn, *arguments).program())
+    return as_few_channel_conv(programs.trace(fn, *arguments).program())
 
 
 LAYERS = {
@@ -59,12 +59,12 @@ def test_patches_keep_their_meaning(name):
     x, w = (normal(*s) for s in shapes)
     traced = programs.trace(lambda x, w: fn(x, w), x, w)
     program = traced.program()
-    made = as_patches(program)
+    made = as_few_channel_conv(program)
     assert made is not None
     verify(made)
     (want,) = interpret(program, traced.operands())
     np.testing.assert_array_equal(interpret(made, traced.operands())[0], want)
-    found = patches(made)
+    found = conv_geometry(made)
     kernels = w.reshape(-1)
     result = np.zeros((found.images, found.rows, found.outputs, found.columns))
     for b, y, p in np.ndindex(result.shape[:3]):
@@ -142,7 +142,7 @@ def test_schedules_are_few_legal_and_ranked(name):
             shape = shape_of(candidate)
             assert shape.fits and shape.tiles <= shape.blocks[1] * shape.share
             assert shape.shared <= gemm_mma.MOST_SHARED
-            assert few_channels.cycles(candidate, shape, MACHINE) >= few_channels.least(candidate, MACHINE)
+            assert few_channels.cycles(candidate, shape, MACHINE) >= few_channels.cycle_bound(candidate, MACHINE)
 
 
 def test_the_ranking_fills_the_machine():
@@ -155,16 +155,18 @@ def test_the_ranking_fills_the_machine():
 
 def test_a_patch_by_hand():
     """8 x 16 outputs of a 7x7 window, stride 2: 21 lines of 37 pixels, which begin 9 elements early."""
-    found = patches(as_patches(layer("7x7")))
+    found = conv_geometry(as_few_channel_conv(layer("7x7")))
     assert (found.start, found.step, found.reach) == ((-3, -9), (2, 6), (7, 21))
     assert (found.lines, found.length, found.images, found.rows, found.outputs) == (224, 672, 64, 112, 112)
-    shape = PatchShape(found, 8, 16, 64, (4, 1, 1), 2, 4)
+    shape = FewChannelTile(found, 8, 16, 64, (4, 1, 1), 2, 4)
     assert (shape.lines, shape.width, shape.early) == (7 * 2 + 7, 4, 3)  # 9 early are 12, a multiple of 16 bytes
     assert shape.length == 116 >= 3 + 15 * 6 + 21 and shape.steps == 19 and len(shape.places) == 38
     assert (shape.threads, shape.warp, shape.counts, shape.tiles) == (128, (2, 16, 64), (14, 7), 64 * 98)
     assert shape.filters == 152 * 72 * 4 and shape.shared == 2 * 21 * shape.pitch * 4 + shape.filters
     assert shape.apart == 2  # 12 elements: eight pixels by four terms meet all banks
-    (use,) = launch_stats.uses(few_channels.of(as_patches(layer("7x7")), shape), [(1568, 128, 140, shape.shared)])
+    (use,) = launch_stats.launch_stats(
+        few_channels.apply_tile(as_few_channel_conv(layer("7x7")), shape), [(1568, 128, 140, shape.shared)]
+    )
     read = 64 * 98 * 21 * 116 + 1568 * 152 * 72
     assert use.moved == 4 * (read + 64 * 112 * 112 * 64) and use.under_way == 21 * shape.pitch * 4 / 128
 
@@ -175,7 +177,7 @@ def test_fragments_meet_few_banks(stride, channels):
     made = made_of(
         lambda x, w: conv(x, w, strides=(stride, stride)), zeros(1, 64, 64, channels), zeros(5, 5, channels, 8)
     )
-    shape = PatchShape(patches(made), 4, 16, 16, (4, 1, 1), 1, 1)
+    shape = FewChannelTile(conv_geometry(made), 4, 16, 16, (4, 1, 1), 1, 1)
     total = 0
     for four in shape.places:
         words = {g * shape.apart * stride * channels + t for g in range(8) for t in four}

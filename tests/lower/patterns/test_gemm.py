@@ -16,8 +16,8 @@ from jcuts.codegen.cuda.gemm.wgmma_tile import group_shape
 from jcuts.kernel_ir.interpret import interpret
 from jcuts.kernel_ir.program import Program
 from jcuts.kernel_ir.verify import verify
-from jcuts.lower.builder import build
-from jcuts.lower.patterns.gemm import as_product, prologue, shares, sides, vectors
+from jcuts.lower.builder import lower_region
+from jcuts.lower.patterns.gemm import as_gemm, gemm_operands, k_tiles_per_split, k_vectors, prologue
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.schedule.gpu.gemm import mma as gemm_mma
 from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
@@ -80,10 +80,10 @@ def test_products_keep_their_meaning(name):
 
     traced = programs.trace(more, *arguments)
     program = traced.program()
-    product = as_product(program)
+    product = as_gemm(program)
     assert product is not None
     verify(product)
-    assert [(s.along_terms, s.width) for s in sides(product)] == layouts
+    assert [(s.along_terms, s.width) for s in gemm_operands(product)] == layouts
     for got, want in zip(interpret(product, traced.operands()), interpret(program, traced.operands()), strict=True):
         np.testing.assert_array_equal(got, want)
 
@@ -96,41 +96,41 @@ def test_what_is_computed_before_a_product():
 
     x, w, s, b = normal(4096, 512), normal(64, 512), normal(512), normal(512)
     traced = programs.trace(norm, x, w, s, b)
-    program = build(traced.graph, traced.everything, cheap=4.0)
-    product = as_product(program)
+    program = lower_region(traced.graph, traced.everything, cheap=4.0)
+    product = as_gemm(program)
     assert product is not None and prologue(product) is not None
-    assert [str(n.index) for n in vectors(product)] == ["k", "k"]
+    assert [str(n.index) for n in k_vectors(product)] == ["k", "k"]
     verify(product)
     small = [normal(8, 32), normal(5, 32), normal(32), normal(32)]
     traced = programs.trace(norm, *small)
-    little = build(traced.graph, traced.everything, cheap=4.0)
+    little = lower_region(traced.graph, traced.everything, cheap=4.0)
     for got, want in zip(
-        interpret(as_product(little), traced.operands()), interpret(little, traced.operands()), strict=True
+        interpret(as_gemm(little), traced.operands()), interpret(little, traced.operands()), strict=True
     ):
         np.testing.assert_array_equal(got, want)
     assert gpu_candidates.candidates(program, MACHINE, 100) == []
-    right = sides(product)[1].buffer
+    right = gemm_operands(product)[1].buffer
     rounded = replace(program, buffers=tuple(replace(b, tf32=b.name == right) for b in program.buffers))
     found = [dict(p.params) for p, _ in gpu_candidates.candidates(rounded, MACHINE, 100)]
     assert found and all(p["rounded"] and "groups" in p for p in found)
     assert sum(p.get("steps") == 2 for p in found) == gemm_wgmma.SPREAD and any("spread" in p for p in found)
-    made = as_product(rounded)
+    made = as_gemm(rounded)
     for candidate, _ in gpu_candidates.candidates(rounded, MACHINE, 100):
         verify(candidate)
         assert Program.from_json(candidate.to_text()).digest == candidate.digest
-    counter = gemm_wgmma.GroupCounter(made, MACHINE)
+    counter = gemm_wgmma.WgmmaProblem(made, MACHINE)
     assert counter.vectors == 2
     for tiling in (t for t in gemm_wgmma.tilings(counter) if t.split == 1):
         assert counter.shared(tiling) == group_shape(tiling.of(made)).shared
     with pytest.raises(CompileRejected, match="no product of tiles"):
-        product_shape(gemm_mma.Tiling(32, 32, 16, (2, 2, 1), 3, 1).of(made))
+        product_shape(gemm_mma.MmaTile(32, 32, 16, (2, 2, 1), 3, 1).of(made))
 
 
 def test_runs_of_terms():
     """Addresses are linear within the channels of a tap; where taps lie side by side without padding, within a row."""
 
     def run(fn, *arguments):
-        return sides(as_product(programs.trace(fn, *arguments).program()))[0]
+        return gemm_operands(as_gemm(programs.trace(fn, *arguments).program()))[0]
 
     x, w = normal(1, 9, 9, 24), normal(3, 3, 24, 8)
     assert (run(conv, x, w).run, run(conv, x, w).step) == (24, 1)
@@ -171,7 +171,7 @@ def test_runs_of_terms():
     ],
 )
 def test_what_is_no_product(fn, arguments):
-    assert as_product(programs.trace(fn, *arguments).program()) is None
+    assert as_gemm(programs.trace(fn, *arguments).program()) is None
 
 
 @pytest.mark.parametrize("size", [(49, 960, 320), (1, 100, 1000), (4096, 512, 4096), (13, 17, 19)])
@@ -181,7 +181,7 @@ def test_schedules_are_few_legal_and_ranked(size, dtype):
     x, w = normal(m, k).astype(jnp.dtype(dtype)), normal(k, n).astype(jnp.dtype(dtype))
     program = programs.trace(lambda x, w: x @ w, x, w).program()
     found = gpu_candidates.candidates(program, MACHINE, 100)
-    most = gemm_mma.MOST + (gemm_wgmma.FEW if dtype == "bfloat16" else 0)
+    most = gemm_mma.MOST + (gemm_wgmma.SMALL_GRID_CANDIDATES if dtype == "bfloat16" else 0)
     assert 1 < len({p.digest for p, _ in found}) == len(found) <= most
     assert [s for _, s in found] == sorted((s for _, s in found), reverse=True) and found[0][1] <= 1
     for candidate, _ in found:
@@ -216,17 +216,17 @@ def test_large_products_are_for_warp_groups_too(dtype, rate):
     large = found(4096, 4096, 4096)
     tilings = {str({**params, "paired": 0}) for params, _ in large}  # the best one with and without exchanged results
     assert len(tilings) == gemm_wgmma.MOST and all("groups" in params for params, _ in large)
-    made = as_product(programs.trace(lambda x, w: x @ w, *(np.zeros((4096, 4096), jnp.dtype(dtype)),) * 2).program())
+    made = as_gemm(programs.trace(lambda x, w: x @ w, *(np.zeros((4096, 4096), jnp.dtype(dtype)),) * 2).program())
     assert made is not None
-    counter = gemm_wgmma.GroupCounter(made, MACHINE)
+    counter = gemm_wgmma.WgmmaProblem(made, MACHINE)
     assert counter.least == 4096**3 / (132 * rate)
-    others = gemm_mma.products(made, MACHINE, 3, counter.least)
+    others = gemm_mma.mma_schedules(made, MACHINE, 3, counter.least)
     assert min(score for _, score in large[:3]) > max(score for _, score in others)
     for tiling in gemm_wgmma.tilings(counter):
         assert counter.cycles(tiling) > counter.least
         assert counter.shared(tiling) == group_shape(tiling.of(made)).shared
     in_few_blocks = {str({**params, "paired": 0}) for params, _ in found(784, 512, 128) if "groups" in params}
-    assert len(in_few_blocks) == (gemm_wgmma.FEW if dtype == "bfloat16" else 0)
+    assert len(in_few_blocks) == (gemm_wgmma.SMALL_GRID_CANDIDATES if dtype == "bfloat16" else 0)
     for capability in ((8, 0), (10, 0)):
         older = found(4096, 4096, 4096, gpu_candidates.GpuMachine(132, capability=capability))
         assert older and not any("groups" in params for params, _ in older)
@@ -235,8 +235,8 @@ def test_large_products_are_for_warp_groups_too(dtype, rate):
 def test_cycles_of_rounded_weights():
     """By hand: tiles of 128x256x32 whose units, port and cache take 1152, 1024 and 793 cycles, in 132 blocks."""
     x, w = np.zeros((12 * 128, 4096), np.float32), np.zeros((11 * 256, 4096), np.float32)
-    counter = gemm_wgmma.GroupCounter(programs.trace(lambda x, w: x @ w.T, x, w).product(), MACHINE)
-    tiling = gemm_wgmma.GroupTiling(128, 256, 32, (2, 1), 4, rounded=1)
+    counter = gemm_wgmma.WgmmaProblem(programs.trace(lambda x, w: x @ w.T, x, w).product(), MACHINE)
+    tiling = gemm_wgmma.WgmmaTile(128, 256, 32, (2, 1), 4, rounded=1)
     assert tiling in set(gemm_wgmma.tilings(counter))
     limits = [128 * 256 * 32 / 910, (2 * (64 + 256) + 128 + 256) * 128 / 128, (128 + 256) * 128 / 62, 900 / 2 + 50]
     tile = limits[0] + 0.15 * sum(limits[1:]) + 19 * 4
@@ -249,8 +249,8 @@ def test_cycles_of_rounded_weights():
 def test_cycles_of_few_rows():
     """By hand: 24 clusters of four blocks of 64x192, each of which copies its six tiles of terms at once."""
     x, w = np.zeros((384, 768), np.float32), np.zeros((768, 768), np.float32)
-    counter = gemm_wgmma.GroupCounter(programs.trace(lambda x, w: x @ w.T, x, w).product(), MACHINE)
-    tiling = gemm_wgmma.GroupTiling(64, 192, 32, (1, 1), 6, cluster=4, rounded=1, steps=0, push=1, early=1)
+    counter = gemm_wgmma.WgmmaProblem(programs.trace(lambda x, w: x @ w.T, x, w).product(), MACHINE)
+    tiling = gemm_wgmma.WgmmaTile(64, 192, 32, (1, 1), 6, cluster=4, rounded=1, steps=0, push=1, early=1)
     assert tiling in set(gemm_wgmma.tilings(counter))
     limits = [64 * 192 * 32 / 887, 2 * (64 + 192) * 128 / 151, (64 + 192) * 128 / 68, 1015 / 6 + 40]
     tile = limits[2] + 0.35 * (limits[0] + limits[1] + limits[3]) + 46
@@ -275,5 +275,5 @@ def test_clusters_are_for_gpus_that_have_them():
 
 def test_groups_of_terms():
     for total, terms, split in ((1000, 32, 5), (64, 16, 8), (33, 16, 2), (7, 16, 1)):
-        share, groups = shares(total, terms, split)
+        share, groups = k_tiles_per_split(total, terms, split)
         assert groups <= split and share * groups * terms >= total > share * (groups - 1) * terms

@@ -13,16 +13,16 @@ from jax import lax
 
 from jcuts.base.errors import Refusal
 from jcuts.fusion import greedy
-from jcuts.fusion.match_inverted_residual import compose, joined
+from jcuts.fusion.match_inverted_residual import concatenate_programs, inverted_residual_groups
 from jcuts.kernel_ir.interpret import interpret
 from jcuts.kernel_ir.program import Program
 from jcuts.kernel_ir.verify import verify
-from jcuts.lower.patterns.inverted_residual import block
-from jcuts.pipeline.computation import Level
+from jcuts.lower.patterns.inverted_residual import match_inverted_residual
+from jcuts.pipeline.computation import Computation
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.schedule.gpu import launch_stats
 from jcuts.schedule.gpu.inverted_residual import schedules as inverted_residual_schedules
-from jcuts.schedule.gpu.inverted_residual.tile import BlockShape, shape_of
+from jcuts.schedule.gpu.inverted_residual.tile import InvertedResidualTile, shape_of
 from tests import programs
 from tests.codegen.cuda.inverted_residual.test_kernel import BLOCKS, Layers, traced_number
 
@@ -40,14 +40,14 @@ def cover_of(fn, *arguments):
 
 
 def block_of(program):
-    found = block(program)
+    found = match_inverted_residual(program)
     assert not isinstance(found, Refusal), found
     return found
 
 
 def program_of(layers):
     traced, cover = cover_of(layers, *layers.arguments())
-    (found,) = joined(traced.graph, cover, yes)
+    (found,) = inverted_residual_groups(traced.graph, cover, yes)
     return traced, found.program
 
 
@@ -62,7 +62,7 @@ def test_blocks_keep_their_meaning(name):
     (got,) = interpret(program, operands)
     want = np.asarray(layers(*layers.arguments()))
     np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-4)
-    found = block(program)
+    found = match_inverted_residual(program)
     assert not isinstance(found, Refusal)
     window, arguments = found.window, layers.arguments()
     x, w, b, f, *_ = (np.asarray(a, np.float64) for a in arguments)
@@ -94,8 +94,8 @@ def test_blocks_keep_their_meaning(name):
 def test_every_pixel_that_a_tile_needs_is_expanded(size, rows, stride, padding):
     layers = Layers((1, size, size, 8), (3, 3), 16, 8, (stride, stride), padding)
     traced = programs.trace(layers, *(np.zeros(a.shape, np.float32) for a in layers.arguments()))
-    (found,) = joined(traced.graph, greedy.group(traced.graph).subsets, yes)
-    shape = BlockShape(block_of(found.program), 1, rows, rows, 16, (2, 1), (2, 1), (1, 1))
+    (found,) = inverted_residual_groups(traced.graph, greedy.group(traced.graph).subsets, yes)
+    shape = InvertedResidualTile(block_of(found.program), 1, rows, rows, 16, (2, 1), (2, 1), (1, 1))
     for starts, shifts, span, reach in zip(shape.starts, shape.shifts, shape.span, shape.patch, strict=True):
         for start, shift in zip(starts, shifts, strict=True):
             origin = start + shift
@@ -115,10 +115,10 @@ def test_what_makes_no_block():
         return lax.conv_general_dilated(deep, v, (1, 1), "SAME", dimension_numbers=along), wide.sum()
 
     traced, cover = cover_of(leaks, *arguments)
-    (found,) = joined(traced.graph, cover, yes)
+    (found,) = inverted_residual_groups(traced.graph, cover, yes)
     assert len(found.parts) == 2  # what is expanded is needed elsewhere
     three = [part for part in cover if part[1].template == "convolution"]
-    refused = compose(traced.graph, three)
+    refused = concatenate_programs(traced.graph, three)
     assert isinstance(refused, Refusal) and "needed elsewhere" in refused.reason
 
     def plain(x, w, f, v):
@@ -128,8 +128,8 @@ def test_what_makes_no_block():
 
     shapes = (2, 8, 8, 16), (1, 1, 16, 32), (3, 3, 32, 32), (1, 1, 32, 16)
     traced, cover = cover_of(plain, *(np.zeros(s, np.float32) for s in shapes))
-    assert not joined(traced.graph, cover, yes)
-    refused = compose(traced.graph, cover)
+    assert not inverted_residual_groups(traced.graph, cover, yes)
+    refused = concatenate_programs(traced.graph, cover)
     assert isinstance(refused, Refusal) and "no depthwise" in refused.reason
 
     def skipped(x, f, v):
@@ -138,8 +138,8 @@ def test_what_makes_no_block():
 
     shapes = (2, 8, 9, 16), (3, 3, 1, 16), (1, 1, 16, 16)
     traced, cover = cover_of(skipped, *(np.zeros(s, np.float32) for s in shapes))
-    assert not joined(traced.graph, cover, yes)
-    refused = compose(traced.graph, cover)
+    assert not inverted_residual_groups(traced.graph, cover, yes)
+    refused = concatenate_programs(traced.graph, cover)
     assert isinstance(refused, Refusal) and "needed behind" in refused.reason
 
     def exact(*arguments):
@@ -147,19 +147,19 @@ def test_what_makes_no_block():
             return layers(*arguments)
 
     traced, cover = cover_of(exact, *arguments)
-    assert not joined(traced.graph, cover, yes)
+    assert not inverted_residual_groups(traced.graph, cover, yes)
     traced, cover = cover_of(layers, *arguments)
-    assert not joined(traced.graph, cover, lambda program: False)
+    assert not inverted_residual_groups(traced.graph, cover, lambda program: False)
 
 
 def test_a_chain_of_blocks_has_no_subset_twice():
     first, second = Layers((2, 9, 8, 16), (3, 3), 32, 16, residual=True), Layers((2, 9, 8, 16), (3, 3), 48, 24, (2, 2))
     arguments = [*first.arguments(), *second.arguments()[1:]]
     traced, cover = cover_of(lambda x, *more: second(first(x, *more[:6]), *more[6:]), *arguments)
-    found = joined(traced.graph, cover, yes)
+    found = inverted_residual_groups(traced.graph, cover, yes)
     assert [len(f.parts) for f in found] == [3, 3] and not found[0].members & found[1].members
     assert found[0].members | found[1].members == traced.everything
-    level = Level(traced.closed, traced.graph, lambda: greedy.group(traced.graph), True)
+    level = Computation(traced.closed, traced.graph, lambda: greedy.group(traced.graph), True)
     level.use(cover)
     level.replace(level.subset(found[0].members, found[0].program))
     assert next(len(s.members) for s in level.subsets) == len(found[0].members) and len(level.subsets) == 4
@@ -186,7 +186,7 @@ def test_schedules_are_legal_few_and_ranked(name, capability):
             shape.block, machine
         )
         assert dict(candidate.params)["threads"] == shape.threads
-        (use,) = launch_stats.uses(candidate, [(shape.tiles, shape.threads, 128, shape.shared)])
+        (use,) = launch_stats.launch_stats(candidate, [(shape.tiles, shape.threads, 128, shape.shared)])
         assert use.flop > 0 and launch_stats.unit_of(candidate) == "tf32_mma"
         bound = gpu_candidates.bound(candidate)
         assert bound.bytes <= sum(b.bytes for b in (*program.inputs, *program.outputs))
@@ -198,7 +198,7 @@ def test_banks_of_what_warps_store_and_read():
     for along, chunk in itertools.product((True, False), (16, 32, 48, 64)):
         layers = replace(BLOCKS["residual"], along=along)
         _, program = program_of(layers)
-        shape = BlockShape(block_of(program), 1, 8, 8, chunk, (2, 1), (2, 1), (1, 1))
+        shape = InvertedResidualTile(block_of(program), 1, 8, 8, chunk, (2, 1), (2, 1), (1, 1))
         width = 2 if along else 4  # words that a lane stores
         lanes = range(32 // width)
         words = [lane // 4 * shape.patch_pitch + lane % 4 * width + k for lane in lanes for k in range(width)]

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from jcuts.schedule.cpu import loop_candidates, packing
-from jcuts.schedule.cpu.cache_traffic import _Access, _moved
+from jcuts.schedule.cpu.cache_traffic import _Access, _bytes_into_cache
 from jcuts.schedule.cpu.cycle_model import _live, _offsets, cycles
-from jcuts.schedule.cpu.loop_schedule import Schedule, apply, collapsed
+from jcuts.schedule.cpu.loop_schedule import Schedule, apply, collapse_program
 from jcuts.schedule.cpu.machine import Machine
 from tests import programs
 
@@ -17,7 +17,7 @@ CORE = Machine(vector_bytes=64, registers=32, threads=1, fma_ports=1, load_ports
 
 def gemm(m: int, k: int, n: int):
     a, b = np.zeros((m, k), np.float32), np.zeros((k, n), np.float32)
-    return collapsed(programs.trace(lambda a, b: a @ b, a, b).program())
+    return collapse_program(programs.trace(lambda a, b: a @ b, a, b).program())
 
 
 def tile(program, rows: int, vectors: int, unroll: int = 2):
@@ -82,12 +82,12 @@ def test_moved_bytes_follow_the_loop_order():
     stream = _Access((("i", 4096), ("k", 4)), 4, 1 << 20)
     inner = [("i", 256, 1), ("k", 1024, 1)]
     # the panel fits a large cache: it comes once, the stream once
-    assert _moved([panel, stream], inner, 2 << 20, 0.75, 0.0) == (64 << 10) + (1 << 20)
+    assert _bytes_into_cache([panel, stream], inner, 2 << 20, 0.75, 0.0) == (64 << 10) + (1 << 20)
     # a small one loads it again for every i
-    assert _moved([panel, stream], inner, 16 << 10, 0.75, 0.0) >= 200 * (64 << 10)
+    assert _bytes_into_cache([panel, stream], inner, 16 << 10, 0.75, 0.0) >= 200 * (64 << 10)
     # without i in the address the loop costs nothing
-    assert _moved([panel], [("i", 256, 1), ("k", 1024, 1)], 16 << 10, 0.75, 0.0) >= 200 * (64 << 10)
-    assert _moved([panel], [("k", 1024, 1), ("i", 256, 1)], 16 << 10, 0.75, 0.0) == 64 << 10
+    assert _bytes_into_cache([panel], [("i", 256, 1), ("k", 1024, 1)], 16 << 10, 0.75, 0.0) >= 200 * (64 << 10)
+    assert _bytes_into_cache([panel], [("k", 1024, 1), ("i", 256, 1)], 16 << 10, 0.75, 0.0) == 64 << 10
 
 
 @pytest.mark.parametrize("machine", [CORE, Machine(32, 16, 1), Machine(16, 32, 4)])

@@ -8,14 +8,14 @@ import pytest
 from jcuts.base.errors import IRError
 from jcuts.kernel_ir.verify import verify
 from jcuts.schedule.cpu import loop_candidates
-from jcuts.schedule.cpu.loop_schedule import Schedule, apply, collapsed
+from jcuts.schedule.cpu.loop_schedule import Schedule, apply, collapse_program
 from tests import programs
 from tests.ops.cases import CASES, make
 
 
 def gemm(m=13, k=40, n=37):
     a, b = np.zeros((m, k), np.float32), np.zeros((k, n), np.float32)
-    return collapsed(programs.trace(lambda a, b: a @ b, a, b).program())
+    return collapse_program(programs.trace(lambda a, b: a @ b, a, b).program())
 
 
 def test_apply_tiles_vectorises_and_blocks():
@@ -57,11 +57,11 @@ def test_several_phases_have_schedules_of_their_own():
 )
 def test_every_candidate_is_legal_and_different(case, machine):
     program = programs.trace(case.call, *(make(text) for text in case.inputs)).program()
-    found = loop_candidates.candidates(collapsed(program), machine, 24)
+    found = loop_candidates.candidates(collapse_program(program), machine, 24)
     assert found
     scores = [score for _, score in found]
     assert scores == sorted(scores, reverse=True) and all(0 <= s <= 1 for s in scores)
-    made = [apply(collapsed(program), s) for s, _ in found]
+    made = [apply(collapse_program(program), s) for s, _ in found]
     for one in made:
         verify(one)
     assert len({s for s, _ in found}) == len(found)

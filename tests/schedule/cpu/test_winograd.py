@@ -72,10 +72,10 @@ def traced(name):
 
 
 def all_plans(program):
-    form = patterns_winograd.recognise(program)
+    form = patterns_winograd.match(program)
     assert form is not None
     found = sorted(
-        winograd_candidates._plans(program, form, programs.MACHINE), key=lambda item: (-item[1], str(item[0]))
+        winograd_candidates._tilings(program, form, programs.MACHINE), key=lambda item: (-item[1], str(item[0]))
     )
     return form, [plan for plan, _ in found]
 

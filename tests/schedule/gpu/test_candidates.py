@@ -10,9 +10,9 @@ import pytest
 from jcuts.kernel_ir.interpret import interpret
 from jcuts.kernel_ir.program import Program
 from jcuts.kernel_ir.verify import verify
-from jcuts.schedule.cpu.bound import bound
+from jcuts.schedule.cpu.bound import roofline_bound
 from jcuts.schedule.gpu import candidates as gpu_candidates
-from jcuts.schedule.gpu.machine import across_lanes, block_threads
+from jcuts.schedule.gpu.machine import block_threads, lane_counts
 from tests import programs
 from tests.gpu import cases
 from tests.ops.cases import conv
@@ -96,7 +96,7 @@ def test_accesses_fill_sixteen_bytes():
 def test_the_bound_counts_bytes_that_must_move():
     fn = lambda x, b: x * b  # noqa: E731
     best = gpu_candidates.candidates(program_of(fn, zeros(1024, 1024), zeros(1024)), MACHINE, 1)[0][0]
-    found = bound(best)
+    found = roofline_bound(best)
     assert isinstance(found, gpu_candidates.GpuBound)
     assert found.bytes == 4 * (2 * 1024 * 1024 + 1024)
     assert found.seconds == pytest.approx(found.bytes / 4.815e12)
@@ -109,7 +109,7 @@ def test_threads_of_a_block_fill_rows_and_warps():
     assert block_threads(36, (256, 512)) == [288, 576]
     assert block_threads(12, (128, 256, 512)) == [96, 288, 480]
     assert block_threads(16, (256, 512, 1024)) == [256, 512, 1024]
-    assert across_lanes(18) == [8, 16, 18] and 36 in across_lanes(36) and across_lanes(5) == [5]
+    assert lane_counts(18) == [8, 16, 18] and 36 in lane_counts(36) and lane_counts(5) == [5]
 
 
 def test_walks_have_whole_tiles():

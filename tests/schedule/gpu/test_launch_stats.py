@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from jcuts.arch.load import load_gpu
-from jcuts.lower.patterns.gemm import as_product
-from jcuts.schedule.cpu.loop_schedule import collapsed
+from jcuts.lower.patterns.gemm import as_gemm
+from jcuts.schedule.cpu.loop_schedule import collapse_program
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.schedule.gpu import coalescing, launch_stats
-from jcuts.schedule.gpu.gemm.mma import Tiling
+from jcuts.schedule.gpu.gemm.mma import MmaTile
 from tests import programs
 from tests.ops.cases import conv
 
@@ -26,7 +26,7 @@ def zeros(*shape):
 
 def point(fn, arguments, threads, *block, **unroll):
     """A program in the point form: unrolled axes by name, block shape as (axis, threads) pairs."""
-    program = collapsed(programs.trace(fn, *arguments).program())
+    program = collapse_program(programs.trace(fn, *arguments).program())
     phase = program.phases[0]
     axes = tuple(replace(a, unroll=unroll.get(a.name, 1)) for a in phase.axes)
     program = replace(program, phases=(replace(phase, axes=axes),))
@@ -34,7 +34,7 @@ def point(fn, arguments, threads, *block, **unroll):
 
 
 def moved(program, blocks):
-    (use,) = launch_stats.uses(program, [(blocks, dict(program.params)["threads"], 32, 0)])
+    (use,) = launch_stats.launch_stats(program, [(blocks, dict(program.params)["threads"], 32, 0)])
     return use.moved
 
 
@@ -72,7 +72,7 @@ def test_halos_between_blocks():
 
 
 def lines(program, blocks):
-    (use,) = launch_stats.uses(program, [(blocks, dict(program.params)["threads"], 32, 0)])
+    (use,) = launch_stats.launch_stats(program, [(blocks, dict(program.params)["threads"], 32, 0)])
     return use.lines
 
 
@@ -90,16 +90,16 @@ def test_lines_of_a_transpose():
 
 def test_threads_without_work_load_nothing():
     program = point(lambda x, b: x + b, (zeros(64, 32), zeros(32)), 256, ("d0", 2), ("d1", 128))
-    (use,) = launch_stats.uses(program, [(32, 256, 32, 0)])
+    (use,) = launch_stats.launch_stats(program, [(32, 256, 32, 0)])
     assert use.under_way == 8 * 0.25  # 32 of 128 along d1
 
 
 def test_loads_under_way():
-    (use,) = launch_stats.uses(point(lambda x: x + 1, (zeros(4096),), 256, d0=4), [(4, 256, 32, 0)])
+    (use,) = launch_stats.launch_stats(point(lambda x: x + 1, (zeros(4096),), 256, d0=4), [(4, 256, 32, 0)])
     assert use.under_way == 16
     program = programs.trace(lambda x: x.sum(1), zeros(512, 1024)).program()
     team = gpu_candidates.scheduled(program, "team", 128, ("team", 32), ("vector", 4), ("chunks", 8))
-    (use,) = launch_stats.uses(team, [(128, 128, 40, 0)])
+    (use,) = launch_stats.launch_stats(team, [(128, 128, 40, 0)])
     assert use.under_way == 4 * 8 * 4
     assert use.moved == 512 * 1024 * 4 + 512 * 4
 
@@ -107,17 +107,17 @@ def test_loads_under_way():
 def test_a_split_pays_for_its_partial_results():
     program = programs.trace(lambda x: x.sum(0), zeros(8192, 64)).program()
     split = gpu_candidates.scheduled(program, "point", 128, ("split", 64))
-    first, second = launch_stats.uses(split, [(32, 128, 32, 0), (64, 128, 32, 0)])
+    first, second = launch_stats.launch_stats(split, [(32, 128, 32, 0), (64, 128, 32, 0)])
     partial = 64 * 64 * 4
     assert first.moved == 8192 * 64 * 4 + 64 * 4 + partial
     assert second.moved == partial + 64 * 4
 
 
 def test_blocks_of_a_product_read_their_rows_and_columns():
-    product = as_product(programs.trace(lambda x, w: x @ w, zeros(256, 512), zeros(512, 128)).program())
+    product = as_gemm(programs.trace(lambda x, w: x @ w, zeros(256, 512), zeros(512, 128)).program())
     assert product is not None
-    tiling = Tiling(64, 32, 16, (2, 2, 1), 3, 1, 2)
-    (use,) = launch_stats.uses(tiling.of(product), [(4 * 4 * 2, 128, 64, 40_000)])
+    tiling = MmaTile(64, 32, 16, (2, 2, 1), 3, 1, 2)
+    (use,) = launch_stats.launch_stats(tiling.of(product), [(4 * 4 * 2, 128, 64, 40_000)])
     assert use.moved == 32 * (64 + 32) * 256 * 4 + 256 * 128 * 4
     assert use.under_way == 2 * (64 + 32) * 16 * 4 / 128
     found = launch_stats.score_of(tiling.of(product), [(32, 128, 64, 40_000)], H200)
@@ -133,7 +133,7 @@ def test_every_candidate_gets_a_score():
 
 def access(fn, arguments, form, **params):
     program = programs.trace(fn, *arguments).program()
-    program = program if form == "team" else collapsed(program)
+    program = program if form == "team" else collapse_program(program)
     found = coalescing.access_of(gpu_candidates.scheduled(program, form, params.pop("threads"), *params.items()))
     assert found is not None
     return found
@@ -170,7 +170,7 @@ def test_rows_that_do_not_stay_in_registers_are_read_by_every_phase():
 @pytest.mark.parametrize(("across", "lines"), [(32, 1.0), (8, 1.0), (4, 2.0), (2, 4.0)])
 def test_columns_touch_whole_lines_where_threads_lie_side_by_side(across, lines):
     sums = (lambda x: x.sum(0), (zeros(4096, 256),))
-    program = collapsed(programs.trace(*[sums[0], *sums[1]]).program())
+    program = collapse_program(programs.trace(*[sums[0], *sums[1]]).program())
     phase = program.phases[0]
     axes = tuple(replace(a, unroll=4) for a in phase.axes)
     program = replace(program, phases=(replace(phase, axes=axes),))

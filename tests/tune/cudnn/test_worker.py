@@ -28,7 +28,7 @@ def request(c: Convolution, batch: int = 3, **more):
 def test_every_algorithm_has_a_time_and_a_workspace_or_a_reason(host_cudnn, kind, dtype):
     c = Convolution(kind, 2, 4, (6, 5), (3, 3), padding=((1, 1), (1, 1)), groups=2, dtype=dtype)
     labels = []
-    found = cudnn_worker.convolve(request(c), labels.append)
+    found = cudnn_worker.measure_cudnn_algorithms(request(c), labels.append)
     maths = {"float32": 2, "float64": 1, "float16": 4}[dtype]
     names = cudnn_call.algorithms(kind)
     assert len(found["micros"]) + len(found["left_out"]) == len(names) * maths
@@ -41,7 +41,9 @@ def test_every_algorithm_has_a_time_and_a_workspace_or_a_reason(host_cudnn, kind
 
 def test_a_limit_and_a_list_of_crashed_ones(host_cudnn):
     c = Convolution("backward_data", 2, 4, (6, 5), (3, 3), dtype="float64")
-    found = cudnn_worker.convolve(request(c, limit=SPACE * 3, skip=["cudnn/ALGO_0 float64"]), lambda _: None)
+    found = cudnn_worker.measure_cudnn_algorithms(
+        request(c, limit=SPACE * 3, skip=["cudnn/ALGO_0 float64"]), lambda _: None
+    )
     assert [m["algorithm"] for m in found["micros"]] == ["cudnn/ALGO_1"]
     reasons = dict(found["left_out"])
     assert "crashed" in reasons["cudnn/ALGO_0 float64"] and "bytes" not in reasons["cudnn/FFT float64"]
@@ -58,7 +60,7 @@ def test_a_wrong_result_is_out(host_cudnn, monkeypatch):
             np.ctypeslib.as_array((np.ctypeslib.ctypes.c_double * 3).from_address(out))[:] += 1e3
 
     monkeypatch.setattr(Plan, "run", spoilt)
-    found = cudnn_worker.convolve(request(c), lambda _: None)
+    found = cudnn_worker.measure_cudnn_algorithms(request(c), lambda _: None)
     assert "cudnn/GEMM" not in [m["algorithm"] for m in found["micros"]]
     assert "is off by" in dict(found["left_out"])["cudnn/GEMM float64"]
 
@@ -82,7 +84,7 @@ def test_how_exact_float32_must_be(host_cudnn, monkeypatch, accuracy, off, admit
             np.ctypeslib.as_array((np.ctypeslib.ctypes.c_float * (3 * 3 * 9)).from_address(out))[:] *= 1 + off
 
     monkeypatch.setattr(Plan, "run", spoilt)
-    micros = cudnn_worker.convolve(request(c, accuracy=accuracy), lambda _: None)["micros"]
+    micros = cudnn_worker.measure_cudnn_algorithms(request(c, accuracy=accuracy), lambda _: None)["micros"]
     assert (("cudnn/GEMM", "float32") in [(m["algorithm"], m["math"]) for m in micros]) == admitted
 
 
@@ -99,7 +101,7 @@ def test_slices_of_the_outputs(host_cudnn, monkeypatch, kind):
         (names[1], "tf32", (2,), 100),
     ]
     labels = []
-    found = cudnn_worker.convolve(request(c, slices=wanted), labels.append)
+    found = cudnn_worker.measure_cudnn_algorithms(request(c, slices=wanted), labels.append)
     (micro,) = found["micros"]  # the first number that fits, once
     assert micro["algorithm"] == "cudnn/FFT/slices=3" and micro["workspace"] == limit and micro["seconds"] > 0
     assert labels == [
@@ -123,11 +125,13 @@ def test_slices_are_compared_with_a_whole_call(host_cudnn, monkeypatch):
             spoilt[-1][:] += 1e3
 
     monkeypatch.setattr(Plan, "run", wrong)
-    found = cudnn_worker.convolve(request(c, slices=[("cudnn/FFT", "float32", (2,), None)]), lambda _: None)
+    found = cudnn_worker.measure_cudnn_algorithms(
+        request(c, slices=[("cudnn/FFT", "float32", (2,), None)]), lambda _: None
+    )
     assert not found["micros"] and spoilt and "is off by" in dict(found["left_out"])["cudnn/FFT/slices=2 float32"]
     host_cudnn.fail("Forward")
     with pytest.raises(ValueError, match="no algorithm runs"):
-        cudnn_worker.convolve(request(c, slices=[("cudnn/FFT", "float32", (2,), None)]), lambda _: None)
+        cudnn_worker.measure_cudnn_algorithms(request(c, slices=[("cudnn/FFT", "float32", (2,), None)]), lambda _: None)
 
 
 def test_xla_s_own(host_cudnn):
@@ -149,9 +153,9 @@ def test_sizes_are_those_of_the_library(host_cudnn, kind):
 
 
 def _one(c: Convolution):
-    from jcuts.microbatch.timings import Division, Micro
+    from jcuts.microbatch.timings import Division, MicroConfig
 
-    return Division((Micro(3, cudnn_call.algorithms(c.kind)[0], "float32", 1.0, 0),))
+    return Division((MicroConfig(3, cudnn_call.algorithms(c.kind)[0], "float32", 1.0, 0),))
 
 
 class Recorder:
@@ -245,7 +249,7 @@ def test_on_a_gpu_times_are_those_between_events_and_memory_is_given_back(monkey
     recorder = Recorder()
     on_a_gpu(monkeypatch, recorder)
     c = Convolution("forward", 2, 3, (5, 5), (3, 3), dtype="float64")
-    found = cudnn_worker.convolve(request(c), lambda _: None)
+    found = cudnn_worker.measure_cudnn_algorithms(request(c), lambda _: None)
     (micro,) = found["micros"]
     assert micro == {
         "algorithm": "cudnn/GEMM",
@@ -262,7 +266,7 @@ def test_in_graphs_the_processor_launches_once(monkeypatch, captures):
     recorder.captures = captures
     on_a_gpu(monkeypatch, recorder)
     c = Convolution("forward", 2, 3, (5, 5), (3, 3), dtype="float64")
-    (micro,) = cudnn_worker.convolve(request(c, graphs=True), lambda _: None)["micros"]
+    (micro,) = cudnn_worker.measure_cudnn_algorithms(request(c, graphs=True), lambda _: None)["micros"]
     seconds = (4e-3 if captures else 2e-3) / cudnn_worker.MOST_SETS
     name = "cudnn/GEMM" if captures else "cudnn/GEMM/launched"
     assert (micro["algorithm"], micro["seconds"]) == (name, seconds) and not recorder.graphs and not recorder.events
@@ -287,17 +291,17 @@ def test_what_lacks_memory_now_is_said(monkeypatch):
         self.needed = needs.get(division.parts[0].algorithm, 512)
 
     monkeypatch.setattr(FakePlan, "__init__", init)
-    found = cudnn_worker.convolve(request(c), lambda _: None)
+    found = cudnn_worker.measure_cudnn_algorithms(request(c), lambda _: None)
     assert found["lacking"] == 1 << 28 and len(found["micros"]) == 5
     assert sorted(label.split()[0] for label, _ in found["left_out"]) == ["cudnn/DIRECT", "cudnn/FFT", "cudnn/GEMM"]
     # More than the device can ever give, and what the limit forbids, are no shortage.
-    assert cudnn_worker.convolve(request(c, limit=1 << 20), lambda _: None)["lacking"] is None
+    assert cudnn_worker.measure_cudnn_algorithms(request(c, limit=1 << 20), lambda _: None)["lacking"] is None
 
     def refuse(self, *_):
         raise NativeError("CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED (4005)")
 
     monkeypatch.setattr(FakePlan, "run", refuse)
-    assert cudnn_worker.convolve(request(c), lambda _: None)["lacking"] == 512
+    assert cudnn_worker.measure_cudnn_algorithms(request(c), lambda _: None)["lacking"] == 512
 
 
 def test_a_full_gpu_is_nobody_s_fault(monkeypatch):
@@ -306,7 +310,7 @@ def test_a_full_gpu_is_nobody_s_fault(monkeypatch):
     monkeypatch.setattr(recorder, "free_bytes", lambda: 1 << 30)
     c = Convolution("forward", 2, 3, (5, 5), (3, 3))
     with pytest.raises(WorkerFailed) as caught:
-        cudnn_worker.convolve(request(c), lambda _: None)
+        cudnn_worker.measure_cudnn_algorithms(request(c), lambda _: None)
     assert caught.value.values["reason"] == "memory"
 
 
@@ -326,7 +330,7 @@ def test_a_lost_device_ends_the_process(monkeypatch):
     monkeypatch.setattr(FakePlan, "run", run)
     monkeypatch.setattr(cudnn_worker.os, "_exit", end)
     with pytest.raises(SystemExit):
-        cudnn_worker.convolve(request(Convolution("forward", 2, 3, (5, 5), (3, 3))), lambda _: None)
+        cudnn_worker.measure_cudnn_algorithms(request(Convolution("forward", 2, 3, (5, 5), (3, 3))), lambda _: None)
     assert ended == [70]
 
 

@@ -116,7 +116,7 @@ def test_stray_writes_are_found(what, body):
 
 def test_rotated_inputs_exceed_the_cache():
     device = NumpyDevice()
-    rotation = gpu_launch.Rotation(device, KERNEL, [X], 128)
+    rotation = gpu_launch.RotatedOperands(device, KERNEL, [X], 128)
     assert len(rotation.sets) * 512 > gpu_launch.COLD * device.l2_bytes
     addresses = [a for s in rotation.sets for a in s]
     assert len(set(addresses)) == len(addresses)
@@ -158,18 +158,20 @@ def test_operands_that_do_not_fit_are_no_candidates_fault():
 def test_a_rotation_that_does_not_fit_leaves_nothing_behind():
     device = SmallDevice(256)  # operands and results fit
     with pytest.raises(NativeError, match="OUT_OF_MEMORY"):
-        gpu_launch.Rotation(device, KERNEL, [X], 1024)
+        gpu_launch.RotatedOperands(device, KERNEL, [X], 1024)
     assert not device.live
 
 
 def test_operands_that_are_there_are_not_copied():
     device = NumpyDevice()
     there = [[4096], [8192], [12288]]
-    rotation = gpu_launch.Rotation(device, KERNEL, [X], 128, there)
+    rotation = gpu_launch.RotatedOperands(device, KERNEL, [X], 128, there)
     assert [operands for operands, _ in rotation.sets] == [4096, 8192, 12288] and len(rotation.owned) == 4
     rotation.free()
     assert not device.live
-    bench = gpu_chain_timing.Bench(lambda w, x: w @ x, [np.ones((64, 64), np.float32), np.ones((64, 2), np.float32)])
+    bench = gpu_chain_timing.ChainBenchmark(
+        lambda w, x: w @ x, [np.ones((64, 64), np.float32), np.ones((64, 2), np.float32)]
+    )
     first, second = bench.addresses()[:2]
     assert len(first) == 2 and first[0] != second[0] and first[1] == second[1]
 
@@ -189,18 +191,22 @@ def test_values_that_are_only_timed_are_made_once():
 
 
 def test_references_run_what_was_timed(tmp_path):
-    options = autotune_cache.reading(str(tmp_path))
+    options = autotune_cache.read_shared_results(str(tmp_path))
     assert options[autotune_cache.OPTION] == str(tmp_path) and options[autotune_cache.MODE].endswith("READ")
     assert options.items() >= autotune_cache.LIBRARY_PRODUCTS.items()
-    assert autotune_cache.reading("") == {}
+    assert autotune_cache.read_shared_results("") == {}
     jax.jit(lambda x: x @ x, compiler_options=options)(np.ones((4, 4), np.float32))
     assert not list(tmp_path.iterdir())
-    less = autotune_cache.reading(str(tmp_path), timed=False)
-    assert less == options | conv_relu_bound.OPTIONS == autotune_cache.reading(str(tmp_path), timed=False, narrow=True)
-    rounded = autotune_cache.reading(str(tmp_path), narrow=True)
+    less = autotune_cache.read_shared_results(str(tmp_path), timed=False)
+    assert (
+        less
+        == options | conv_relu_bound.OPTIONS
+        == autotune_cache.read_shared_results(str(tmp_path), timed=False, narrow=True)
+    )
+    rounded = autotune_cache.read_shared_results(str(tmp_path), narrow=True)
     assert set(rounded) == {autotune_cache.OPTION, autotune_cache.MODE}
     jax.jit(lambda x: x @ x, compiler_options=less)(np.ones((4, 4), np.float32))
-    assert autotune_cache.untimed() == autotune_cache.LEVEL | autotune_cache.LIBRARY_PRODUCTS
+    assert autotune_cache.without_autotuning() == autotune_cache.LEVEL | autotune_cache.LIBRARY_PRODUCTS
 
 
 def test_products_are_what_was_timed_where_a_float_is_narrow_on_the_way(monkeypatch):
@@ -209,7 +215,7 @@ def test_products_are_what_was_timed_where_a_float_is_narrow_on_the_way(monkeypa
 
     x = np.ones((4, 4), np.float32)
     asked = []
-    monkeypatch.setattr(autotune_cache, "reading", lambda place, **how: asked.append(how["narrow"]) or {})
+    monkeypatch.setattr(autotune_cache, "read_shared_results", lambda place, **how: asked.append(how["narrow"]) or {})
     monkeypatch.setattr(requests, "_library", lambda path: None)
     monkeypatch.setattr(requests, "_jax", lambda: jax)  # the real one sets x64 for the whole process
     monkeypatch.setattr(references, "make", lambda *_: [])
@@ -267,8 +273,8 @@ def test_compiling_ahead_tells_of_every_step(monkeypatch):
 def test_lost_contexts_are_told_from_refusals():
     lost = NativeError("cuLaunchKernelEx failed: CUDA_ERROR_ILLEGAL_ADDRESS (700)", code=700)
     refused = NativeError("cuMemAlloc_v2 failed: CUDA_ERROR_OUT_OF_MEMORY (2)", code=2)
-    assert gpu_launch.lost(lost) and cuda_driver.is_lost(lost)
-    assert not gpu_launch.lost(refused) and not cuda_driver.is_lost(refused)
+    assert gpu_launch.is_context_lost(lost) and cuda_driver.is_lost(lost)
+    assert not gpu_launch.is_context_lost(refused) and not cuda_driver.is_lost(refused)
 
 
 def test_memory_is_set_and_copied_in_the_order_of_the_stream():
@@ -350,7 +356,7 @@ def test_results_that_equal_accepted_ones_need_no_second_check(monkeypatch):
 
 def test_programs_are_compared_as_chains():
     programs = {"xla": (jax.jit(jnp.sin), {}), "other": (lambda x: jnp.sin(x) + 1, {})}
-    bench = gpu_chain_timing.Bench(programs["xla"][0], [np.ones((8, 8), np.float32)])
+    bench = gpu_chain_timing.ChainBenchmark(programs["xla"][0], [np.ones((8, 8), np.float32)])
     for label, program in bench.compiled(programs).items():
         bench.add(label, program)
     samples = bench.race(0.01)
@@ -406,7 +412,7 @@ def test_programs_compile_ahead_with_options_of_their_own(monkeypatch):
     monkeypatch.setattr(gpu_chain_timing, "lowered", lambda *args: asked.append(args[-1]) or lowered(*args[:-1], {}))
     monkeypatch.setattr(gpu_problem, "_ahead", {})
     both = {"a": (problem, jnp.sin), "b": (problem, jnp.sin)}
-    gpu_problem.compile_ahead(both, lambda _: None, {"b": autotune_cache.parted()})
+    gpu_problem.compile_ahead(both, lambda _: None, {"b": autotune_cache.without_conv_relu_fusion()})
     gpu_problem.wait_ahead(lambda _: None)
     assert asked == [{}, conv_relu_bound.OPTIONS]
 
@@ -419,7 +425,7 @@ def test_chains_of_kernels_that_were_compiled_ahead_are_not_compiled_again(monke
     assert gpu_problem.kernels_ahead("other", problem, jnp.sin, fails) == 1  # the second is left to who measures
     assert gpu_problem.kernels_ahead("p", problem, jnp.sin, {"a": jnp.sin, "b": jnp.cos}) == 2
     gpu_problem.wait_ahead(lambda _: None)
-    bench = gpu_chain_timing.Bench(jnp.sin, [np.ones(64, np.float32)])
+    bench = gpu_chain_timing.ChainBenchmark(jnp.sin, [np.ones(64, np.float32)])
     compiled, asked = bench.compiled, []
     monkeypatch.setattr(bench, "compiled", lambda entries: asked.extend(entries) or compiled(entries))
     entries = {label: (function, {}) for label, function in (("c", jnp.tan), ("a", jnp.sin))}
@@ -451,7 +457,7 @@ def test_every_execution_of_a_chain_happens():
     def product(w, x):
         return x @ w @ w.T
 
-    bench = gpu_chain_timing.Bench(product, [w, x])
+    bench = gpu_chain_timing.ChainBenchmark(product, [w, x])
     sets, shared = bench.sets, bench.shared
     assert bench.layout.rotated == (1,) and len(sets) == gpu_chain_timing.CHAIN and len(shared) == 1
     one = jax.jit(product).lower(w, x).compile()
@@ -469,7 +475,7 @@ def test_operands_are_freed_as_soon_as_a_problem_is_measured():
     gc.collect()
     gc.disable()  # nothing may wait for the collector: the next problem needs the memory
     try:
-        bench = gpu_chain_timing.Bench(jnp.sin, [np.ones((8, 8), np.float32)])
+        bench = gpu_chain_timing.ChainBenchmark(jnp.sin, [np.ones((8, 8), np.float32)])
         for label, program in bench.compiled({"xla": (jnp.sin, {})}).items():
             bench.add(label, program)
         bench.race(0.0)
@@ -490,7 +496,7 @@ def test_a_process_whose_device_is_lost_ends_before_the_next_problem(monkeypatch
     def end(code):
         raise Ended(code)
 
-    monkeypatch.setattr(gpu_chain_timing, "Bench", lost)
+    monkeypatch.setattr(gpu_chain_timing, "ChainBenchmark", lost)
     monkeypatch.setattr("jcuts.tune.measure.gpu_problem.os._exit", end)
     with pytest.raises(Ended, match="70"):
         gpu_problem.measure("p", jnp.sin, [X], {}, {}, seconds=0.0, finalists=1, mixed=True, announce=lambda _: None)

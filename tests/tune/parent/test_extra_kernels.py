@@ -11,7 +11,7 @@ import pytest
 
 from jcuts.base import knobs
 from jcuts.base.errors import CompileRejected
-from jcuts.base.settings import Form, Settings
+from jcuts.base.settings import Settings, Variant
 from jcuts.codegen.cuda import compile as compiler
 from jcuts.codegen.cuda.toolchain.target import CudaTarget
 from jcuts.pipeline import computation, inplace_update, kernel_selection
@@ -23,14 +23,14 @@ from jcuts.trace.inline import inline
 from jcuts.tune import session
 from jcuts.tune.database import Store
 from jcuts.tune.parent import extra_kernels
-from jcuts.tune.parent.worker_session import workshop
+from jcuts.tune.parent.worker_session import shared_worker_session
 from jcuts.tune.problem import Output, Problem
-from jcuts.tune.select import unknown
+from jcuts.tune.select import keep_xla
 from jcuts.xla import devices as xla_devices
 from jcuts.xla import kernel_cache
 from tests.pipeline.test_inplace_update import block_of
 
-SETTINGS = Settings(form=Form(("slots",)))
+SETTINGS = Settings(form=Variant(("slots",)))
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_processes_of_a_session_compile_what_writes_into_larger_arrays(level, mo
     extra_kernels.compile_kernels(wanted)  # nobody is at hand
     assert len(kernel_cache.missing(wanted)) == len({p.digest for p in wanted})
     spoilt = dataclasses.replace(wanted[0], params=tuple((k, v) for k, v in wanted[0].params if k != "threads"))
-    with workshop() as shop:
+    with shared_worker_session() as shop:
         extra_kernels.compile_kernels(wanted)  # none is at hand that compiles for GPUs
         assert kernel_cache.missing(wanted)
         shop.pool("cuda", 4)
@@ -81,8 +81,8 @@ def test_what_does_not_compile_is_not_compiled_again(level, monkeypatch):
         def submit(self, group, request, timeout, done):
             done(CompileRejected("spills"))
 
-    assert extra_kernels.submit(Refusing(), [program, program]) == 1
-    assert extra_kernels.submit(Refusing(), [program]) == 0
+    assert extra_kernels.submit_extra_kernels(Refusing(), [program, program]) == 1
+    assert extra_kernels.submit_extra_kernels(Refusing(), [program]) == 0
     with pytest.raises(CompileRejected, match="spills"):
         kernel_cache.kernel_for(program)
 
@@ -94,11 +94,11 @@ def test_a_session_knows_which_programs_choices_need(level, monkeypatch):
         asked.update({p.digest: p for p in problems})
         if further is not None:
             asked["further"] = further
-        return {p.digest: unknown(p) for p in problems}
+        return {p.digest: keep_xla(p) for p in problems}
 
     monkeypatch.setattr(session, "tune", tune)
     monkeypatch.setattr(session.store(), "lookup", lambda digest: "known")  # no process starts to import anything
-    with session.gathering():
+    with session.collect_problems():
         kernel_selection.select(level, SETTINGS, may_measure=True, platform="cuda")
     further = asked.pop("further")
     found = 0
@@ -115,5 +115,15 @@ def test_a_session_knows_which_programs_choices_need(level, monkeypatch):
 def test_convolutions_and_others_take_turns():
     one = Problem("p", (), (Output((1,), "float32"),), space="s", device="a GPU")
     given = [replace(one, identity=str(k), text="conv_general_dilated" if k < 6 else "dot_general") for k in range(9)]
-    assert [p.identity for p in session.by_turns(given)] == ["0", "6", "1", "2", "7", "3", "4", "8", "5"]
-    assert session.by_turns(given[:3]) == given[:3] and session.by_turns([]) == []
+    assert [p.identity for p in session.interleave_conv_problems(given)] == [
+        "0",
+        "6",
+        "1",
+        "2",
+        "7",
+        "3",
+        "4",
+        "8",
+        "5",
+    ]
+    assert session.interleave_conv_problems(given[:3]) == given[:3] and session.interleave_conv_problems([]) == []

@@ -69,11 +69,11 @@ def test_patience_comes_from_a_knob_and_is_short_after_a_wait_in_vain(tmp_path, 
     assert machine_lock.default_patience() == 7.0
     path = tmp_path / "lock"
     handle = hold(path)
-    assert not machine_lock.is_hopeless(path)
+    assert not machine_lock.gave_up_waiting(path)
     assert not wait(path, Clock(), patience=7.0)
-    assert machine_lock.default_patience() == machine_lock.IMPATIENT_SECONDS and machine_lock.is_hopeless(path)
+    assert machine_lock.default_patience() == machine_lock.IMPATIENT_SECONDS and machine_lock.gave_up_waiting(path)
     os.close(handle)
-    assert not machine_lock.is_hopeless(path)
+    assert not machine_lock.gave_up_waiting(path)
     assert wait(path, Clock()) and machine_lock.default_patience() == 7.0
     with knobs.scope(lock_patience_s=0.0):
         assert machine_lock.default_patience() == 0.0
@@ -107,10 +107,10 @@ def test_an_unreadable_holder_is_another_process(tmp_path):
 
 def test_an_attempt_does_not_wait_and_holds_for_what_is_inside(tmp_path):
     path = tmp_path / "lock"
-    with machine_lock.attempt(path) as may:
+    with machine_lock.try_lock(path) as may:
         assert may and machine_lock.is_mine()
         assert wait(path, Clock(), patience=0.0)  # this thread has it
-        with machine_lock.attempt(path) as again:
+        with machine_lock.try_lock(path) as again:
             assert again
         assert machine_lock.is_mine()
         with pytest.raises(BlockingIOError):
@@ -118,10 +118,10 @@ def test_an_attempt_does_not_wait_and_holds_for_what_is_inside(tmp_path):
     assert not machine_lock.is_mine()
     held = hold(path)
     machine_lock._past.gave_up = False
-    with machine_lock.attempt(path) as may:
+    with machine_lock.try_lock(path) as may:
         assert not may and not machine_lock.is_mine() and not machine_lock._past.gave_up
     os.close(held)
     held = hold(path.with_name("lock.queue"))
-    with machine_lock.attempt(path) as may:
+    with machine_lock.try_lock(path) as may:
         assert not may  # another process is next in line
     os.close(held)

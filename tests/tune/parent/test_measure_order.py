@@ -13,8 +13,8 @@ from jax import lax
 from jcuts.trace.canonical import canonical_text
 from jcuts.tune.baseline import conv_relu_bound, interpolate
 from jcuts.tune.choice import FAMILY, LIBRARY, Choice, Measurement
-from jcuts.tune.parent.job import Job
-from jcuts.tune.parent.measure_order import measured
+from jcuts.tune.parent.job import TuningJob
+from jcuts.tune.parent.measure_order import measure_in_order
 from jcuts.tune.problem import Candidate, Input, Output, Problem
 
 S = jax.ShapeDtypeStruct
@@ -36,7 +36,7 @@ def layer(channels, image=14, total=1024, start=0):
 
 def test_layers_that_differ_in_one_size_are_a_family():
     texts = {f"{n:04}": layer(n) for n in range(288, 1024, 32)} | {"other": layer(288, image=7), "none": ""}
-    found = interpolate.between(texts)
+    found = interpolate.interpolation_neighbours(texts)
     assert 2 * len(found) > len(texts) and not {"0288", "0992", "other", "none"} & set(found)
     kept = sorted(int(n) for n in set(texts) - set(found) - {"other", "none"})
     assert all(b <= interpolate.STEP * a for a, b in itertools.pairwise(kept))
@@ -49,19 +49,21 @@ def test_layers_that_differ_in_one_size_are_a_family():
 
 
 def test_few_problems_or_two_sizes_are_no_family():
-    assert not interpolate.between({f"{n}": layer(n) for n in (256, 288, 320)})
-    assert not interpolate.between({f"{n}": layer(n, image=n // 32) for n in (256, 288, 320, 352, 384)})
+    assert not interpolate.interpolation_neighbours({f"{n}": layer(n) for n in (256, 288, 320)})
+    assert not interpolate.interpolation_neighbours(
+        {f"{n}": layer(n, image=n // 32) for n in (256, 288, 320, 352, 384)}
+    )
 
 
 def test_equal_problems_in_other_places_stand_for_each_other():
     texts = {f"{n}/{k}": layer(n, start=k) for n in (256, 320, 384, 448) for k in range(2)}
-    found = interpolate.between(texts)
+    found = interpolate.interpolation_neighbours(texts)
     assert {"256/1", "320/1", "384/1", "448/1"} <= set(found)
     assert found["448/1"].low == found["448/1"].high == "448/0" and found["448/1"].share == 0
 
 
 def test_neighbours_that_disagree_tell_nothing():
-    place = interpolate.Between("a", "b", 0.5)
+    place = interpolate.InterpolationPair("a", "b", 0.5)
     assert place.seconds((2.0, 2.0), (3.0, 3.0)) == (2.5, 2.5)
     assert place.seconds((2.0, 2.0), (4.5, 4.5)) is None and place.seconds((2.0, 2.0), (1.5, 1.5)) is None
 
@@ -76,30 +78,44 @@ def convolution(after, groups=1, before=lambda x: x * 2):
 
 
 def test_relus_behind_convolutions_are_found():
-    assert conv_relu_bound.results(convolution(lambda y, b: jnp.maximum(y + b, 0))) == [4 * 2 * 8 * 8 * 32]
-    assert conv_relu_bound.results(convolution(lambda y, b: jnp.maximum(y + b + y, 0))) == [4 * 2 * 8 * 8 * 32]
+    assert conv_relu_bound.conv_relu_result_bytes(convolution(lambda y, b: jnp.maximum(y + b, 0))) == [
+        4 * 2 * 8 * 8 * 32
+    ]
+    assert conv_relu_bound.conv_relu_result_bytes(convolution(lambda y, b: jnp.maximum(y + b + y, 0))) == [
+        4 * 2 * 8 * 8 * 32
+    ]
     for after in (lambda y, b: y + b, lambda y, b: jnp.maximum(y * b, 0), lambda y, b: jnp.clip(y + b, 0, 6)):
-        assert conv_relu_bound.results(convolution(after)) == []
-    assert conv_relu_bound.results(convolution(lambda y, b: jnp.maximum(y + b, 0), groups=16)) == []
-    assert conv_relu_bound.results(convolution(lambda y, b: jnp.maximum(y + b, 0), before=lambda x: x)) == []
-    assert conv_relu_bound.results(layer(64)) == [] and conv_relu_bound.results("") == []
+        assert conv_relu_bound.conv_relu_result_bytes(convolution(after)) == []
+    assert conv_relu_bound.conv_relu_result_bytes(convolution(lambda y, b: jnp.maximum(y + b, 0), groups=16)) == []
+    assert (
+        conv_relu_bound.conv_relu_result_bytes(convolution(lambda y, b: jnp.maximum(y + b, 0), before=lambda x: x))
+        == []
+    )
+    assert conv_relu_bound.conv_relu_result_bytes(layer(64)) == [] and conv_relu_bound.conv_relu_result_bytes("") == []
 
 
 def test_passes_over_results_take_their_bytes_twice():
-    assert conv_relu_bound.passes([6, 12], 10.0) == pytest.approx(
+    assert conv_relu_bound.memory_pass_seconds([6, 12], 10.0) == pytest.approx(
         36 / (conv_relu_bound.SHARE * 10.0) + 2 * conv_relu_bound.LAUNCH
     )
-    assert conv_relu_bound.passes([6], 0.0) == math.inf
+    assert conv_relu_bound.memory_pass_seconds([6], 0.0) == math.inf
 
 
 def test_what_is_not_clear_is_not_settled():
     assert (
-        interpolate.settled(None, 1.0, 2.0, 1.1) == 2.0 and interpolate.settled(None, 1.0, 2.0, 1.1, math.inf) is None
+        interpolate.decide_from_bounds(None, 1.0, 2.0, 1.1) == 2.0
+        and interpolate.decide_from_bounds(None, 1.0, 2.0, 1.1, math.inf) is None
     )
-    assert interpolate.settled(9.0, 1.0, 2.0, 1.1, math.inf) is None
-    assert interpolate.settled(2.0, 1.0, 2.0, 1.1) == 2.0 and interpolate.settled(1.9, 1.0, 2.0, 1.1) is None
-    assert interpolate.settled(0.9, 1.0, 2.0, 1.1) == 1.0 and interpolate.settled(0.95, 1.0, 2.0, 1.1) is None
-    assert interpolate.settled(2.1, 1.0, 2.0, 1.1, 1.25) is None
+    assert interpolate.decide_from_bounds(9.0, 1.0, 2.0, 1.1, math.inf) is None
+    assert (
+        interpolate.decide_from_bounds(2.0, 1.0, 2.0, 1.1) == 2.0
+        and interpolate.decide_from_bounds(1.9, 1.0, 2.0, 1.1) is None
+    )
+    assert (
+        interpolate.decide_from_bounds(0.9, 1.0, 2.0, 1.1) == 1.0
+        and interpolate.decide_from_bounds(0.95, 1.0, 2.0, 1.1) is None
+    )
+    assert interpolate.decide_from_bounds(2.1, 1.0, 2.0, 1.1, 1.25) is None
 
 
 class Timed:
@@ -134,7 +150,7 @@ class Timed:
 def job_of(tmp_path, name, **more):
     spec = Input((4,), "float32")
     problem = Problem(name, (spec,), (Output((4,), "float32"),), (Candidate("object", "{}", "k"),), name=name)
-    return Job(problem, tmp_path, tmp_path / name, compiled={"k": "digest"}, **more)
+    return TuningJob(problem, tmp_path, tmp_path / name, compiled={"k": "digest"}, **more)
 
 
 def run(tmp_path, times, **more):
@@ -142,10 +158,12 @@ def run(tmp_path, times, **more):
     digests = {job.problem.name: job.problem.digest for job in jobs}
     for job in jobs:
         if job.between is not None:
-            job.between = interpolate.Between(digests[job.between.low], digests[job.between.high], job.between.share)
+            job.between = interpolate.InterpolationPair(
+                digests[job.between.low], digests[job.between.high], job.between.share
+            )
         job.parts = tuple(digests[part] for part in job.parts)
     session = Timed(times)
-    done = [job.problem.name for job in measured(session, jobs, lambda digest: None)]  # type: ignore[arg-type]
+    done = [job.problem.name for job in measure_in_order(session, jobs, lambda digest: None)]  # type: ignore[arg-type]
     assert sorted(done) == sorted(times) and sorted(session.told) == sorted(times)
     return session, {job.problem.name: job for job in jobs}
 
@@ -156,7 +174,7 @@ def library(job):
 
 
 def test_clear_members_of_a_family_are_not_measured_in_full(tmp_path):
-    place = interpolate.Between("low", "high", 0.5)
+    place = interpolate.InterpolationPair("low", "high", 0.5)
     times = {
         "low": (2.0, 1.0),
         "wins": (9.0, 1.9),
@@ -196,7 +214,7 @@ def test_wholes_take_as_long_as_their_parts(tmp_path):
 
 
 def test_what_is_missing_is_measured(tmp_path):
-    place = interpolate.Between("a", "b", 0.5)
+    place = interpolate.InterpolationPair("a", "b", 0.5)
     session, jobs = run(tmp_path, {"a": (2.0, 1.0), "b": (9.0, 1.0), "c": (3.0, 1.0)}, c={"between": place})
     assert session.again == ["c"] and library(jobs["c"]) == (3.0, "chain") and session.asked[-1][0] == "c"
 

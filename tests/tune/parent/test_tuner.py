@@ -27,12 +27,12 @@ from jcuts.tune import resource_errors
 from jcuts.tune.baseline.xla_export import export_subset, with_exports
 from jcuts.tune.choice import SCREENED, UNCHECKED
 from jcuts.tune.database import Store
-from jcuts.tune.parent.job import Job, make_job
+from jcuts.tune.parent.job import TuningJob, make_job
 from jcuts.tune.parent.machine_lock import measuring_lock
-from jcuts.tune.parent.tuner import Effort, tune
-from jcuts.tune.parent.tuning_queue import Session
-from jcuts.tune.parent.worker_pool import Pool
-from jcuts.tune.parent.worker_session import DEVICE, REFERENCE, XLA, workshop
+from jcuts.tune.parent.tuner import TuningBudget, tune
+from jcuts.tune.parent.tuning_queue import TuningQueue
+from jcuts.tune.parent.worker_pool import WorkerPool
+from jcuts.tune.parent.worker_session import DEVICE, REFERENCE, XLA, shared_worker_session
 from jcuts.tune.problem import Candidate, Input, Output, Problem, stablehlo_payload
 from jcuts.tune.replay import Recording
 from jcuts.tune.select import select_stored
@@ -42,7 +42,7 @@ from tests.tune import objects
 pytestmark = pytest.mark.usefixtures("xla_as_shipped")
 
 ROOT = Path(__file__).resolve().parents[3]
-QUICK = Effort(seconds=0.02, finalists=2, timeout=20.0, workers=2, seed=1)
+QUICK = TuningBudget(seconds=0.02, finalists=2, timeout=20.0, workers=2, seed=1)
 PARENT = """
 import sys
 from jcuts.base import knobs
@@ -114,7 +114,7 @@ def test_every_bad_candidate_is_rejected_and_the_rest_goes_on():
     problem = objects.problem(*objects.KINDS)
     store = memory_store()
     recording = Recording()
-    effort = Effort(seconds=0.02, finalists=2, timeout=3.0, workers=2)
+    effort = TuningBudget(seconds=0.02, finalists=2, timeout=3.0, workers=2)
     (choice,) = tune([problem], store, effort=effort, recording=recording).values()
     reasons = {r.label: r.error for r in choice.rejections}
     assert reasons == {
@@ -148,7 +148,7 @@ def test_every_bad_candidate_is_rejected_and_the_rest_goes_on():
 def test_candidates_that_are_checked_last_win_only_if_they_are_right():
     problem = objects.problem(*objects.KINDS)
     store = memory_store()
-    effort = Effort(seconds=0.02, finalists=99, timeout=3.0, workers=2, checks_last=True)
+    effort = TuningBudget(seconds=0.02, finalists=99, timeout=3.0, workers=2, checks_last=True)
     (choice,) = tune([problem], store, effort=effort, settings=Settings(mode="fusion")).values()
     reasons = {r.label: r.error for r in choice.rejections}
     assert choice.winner in ("right", "slow") and choice.origin == "measured" and choice.kernel
@@ -172,7 +172,7 @@ def test_candidates_that_are_checked_last_win_only_if_they_are_right():
 def test_a_mode_that_wants_a_kernel_measures_again_where_none_was_checked():
     problem = objects.problem("slow")
     store = memory_store()
-    effort = Effort(seconds=0.02, timeout=20.0, workers=2, seed=1, checks_last=True)
+    effort = TuningBudget(seconds=0.02, timeout=20.0, workers=2, seed=1, checks_last=True)
     (mixed,) = tune([problem], store, effort=effort).values()
     assert mixed.uses_library and {m.label for m in mixed.measurements} == {"xla", "slow"} and not mixed.kernels
     assert not mixed.rejections and not mixed.is_enough("fusion")
@@ -182,7 +182,7 @@ def test_a_mode_that_wants_a_kernel_measures_again_where_none_was_checked():
     assert again.uses_library and again.kernels
 
 
-def measured_job(folder: Path, times: dict[str, tuple[float, float]]) -> Job:
+def measured_job(folder: Path, times: dict[str, tuple[float, float]]) -> TuningJob:
     """A job whose candidates took so long [s], with a half width of the middle half of the samples [s]."""
     folder.mkdir(exist_ok=True)
     job = make_job(objects.problem(*(label for label in times if label != "xla")), folder, 0)
@@ -225,7 +225,7 @@ def test_noise_of_a_wrong_candidate_is_no_noise_of_the_others(tmp_path):
 def test_where_all_that_raced_are_wrong_a_mode_that_wants_a_kernel_takes_one_that_did_not():
     problem = objects.problem("wrong", "nan", "slow")
     store = memory_store()
-    effort = Effort(seconds=0.02, finalists=2, timeout=20.0, workers=2, seed=1, checks_last=True)
+    effort = TuningBudget(seconds=0.02, finalists=2, timeout=20.0, workers=2, seed=1, checks_last=True)
     (forced,) = tune([problem], store, settings=Settings(mode="fusion"), effort=effort).values()
     assert {r.label for r in forced.rejections} == {"wrong", "nan"}
     assert {m.label: m.method for m in forced.measurements}["slow"] == SCREENED
@@ -241,7 +241,7 @@ def test_database_estimates_and_unknown_need_no_process(monkeypatch):
     def never(*_, **__):
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr("jcuts.tune.parent.worker_session.Pool", never)
+    monkeypatch.setattr("jcuts.tune.parent.worker_session.WorkerPool", never)
     problem = objects.problem("right", "wrong", exports=False)
     store = memory_store()
     assert tune([problem], store, settings=Settings(tune="cached"))[problem.digest].origin == "library"
@@ -412,7 +412,7 @@ def test_no_space_for_session_files(monkeypatch, tmp_path, caplog):
 
 def test_a_smaller_group_ends_idle_processes_and_leaves_its_queue_to_another(tmp_path):
     answers = []
-    with Pool(tmp_path, {"many": 3, "one": 1}) as pool:
+    with WorkerPool(tmp_path, {"many": 3, "one": 1}) as pool:
         for _ in range(3):
             pool.submit("many", {"op": "hello"}, 60.0, answers.append)
         pool.drain()
@@ -431,7 +431,7 @@ def test_idle_processes_give_up_their_share_of_a_gpu_where_measuring_runs_out_of
     problem = objects.problem("right")
     asked: list[bool] = []
 
-    class Shared(Pool):
+    class Shared(WorkerPool):
         def submit(self, group, request, timeout, done):
             asked.append(bool(self.workers[REFERENCE]))
             short = WorkerFailed("full", reason="memory", running="")
@@ -445,9 +445,9 @@ def test_idle_processes_give_up_their_share_of_a_gpu_where_measuring_runs_out_of
             done(short if asked[-1] else times)
 
     with Shared(tmp_path, {XLA: 1, DEVICE: 2, REFERENCE: 2}) as pool:
-        Pool.submit(pool, REFERENCE, {"op": "hello"}, 60.0, lambda _: None)
+        WorkerPool.submit(pool, REFERENCE, {"op": "hello"}, 60.0, lambda _: None)
         pool.drain()
-        session = Session(pool, QUICK, None)
+        session = TuningQueue(pool, QUICK, None)
         job = make_job(problem, tmp_path, 0)
         label = problem.candidates[0].label
         job.kinds, job.passed, job.compiled = ["normal"], [label], {label: "digest"}
@@ -458,7 +458,7 @@ def test_idle_processes_give_up_their_share_of_a_gpu_where_measuring_runs_out_of
 
 
 def test_after_a_shortage_the_measuring_process_starts_anew_without_what_it_measured_with(tmp_path):
-    class Full(Pool):
+    class Full(WorkerPool):
         def submit(self, group, request, timeout, done):
             if group == REFERENCE:
                 done(WorkerFailed("full", reason="memory", running=""))
@@ -467,11 +467,11 @@ def test_after_a_shortage_the_measuring_process_starts_anew_without_what_it_meas
 
     answers: list[Any] = []
     with Full(tmp_path, {XLA: 1, DEVICE: 2, REFERENCE: 2}) as pool:
-        session = Session(pool, QUICK, None)
+        session = TuningQueue(pool, QUICK, None)
         for _ in range(3):
             session._submit(XLA, {"op": "hello"}, answers.append)
             pool.drain()
-            Pool.submit(pool, REFERENCE, {"op": "hello"}, 60.0, lambda _: None)  # goes to the heir
+            WorkerPool.submit(pool, REFERENCE, {"op": "hello"}, 60.0, lambda _: None)  # goes to the heir
             session._submit(REFERENCE, {"op": "hello"}, answers.append)
             pool.drain()
         pids = [answer["pid"] for answer in answers]
@@ -490,7 +490,7 @@ def test_pool_reports_a_worker_that_answers_nonsense(tmp_path, monkeypatch):
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
     answers = []
-    with Pool(tmp_path, {"g": 1}) as pool:
+    with WorkerPool(tmp_path, {"g": 1}) as pool:
         pool.submit("g", {"op": "hello"}, 5.0, answers.append)
         pool.drain()
     assert isinstance(answers[0], WorkerFailed) and answers[0].values["reason"] == "protocol"
@@ -503,7 +503,7 @@ def test_what_a_process_said_just_before_its_end_is_heard(tmp_path, monkeypatch)
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
     answers = []
-    with Pool(tmp_path, {"g": 1}) as pool:
+    with WorkerPool(tmp_path, {"g": 1}) as pool:
         pool.submit("g", {"op": "hello"}, 5.0, answers.append)
         pool.poll()
         time.sleep(0.5)  # this process was busy: all comes at once
@@ -513,7 +513,7 @@ def test_what_a_process_said_just_before_its_end_is_heard(tmp_path, monkeypatch)
 
 def test_workers_are_gone_after_an_exception(tmp_path):
     pids: list[int] = []
-    with pytest.raises(KeyboardInterrupt), Pool(tmp_path, {"g": 2}) as pool:
+    with pytest.raises(KeyboardInterrupt), WorkerPool(tmp_path, {"g": 2}) as pool:
 
         def interrupt(_):
             pids.extend(pool.pids())
@@ -603,11 +603,11 @@ def test_choice_survives_json():
 
 def test_calls_in_a_workshop_share_their_processes(tmp_path):
     store = memory_store()
-    with workshop() as shop:
+    with shared_worker_session() as shop:
         pool = shop.pool("cpu", QUICK.workers)
         tune([objects.problem("right", name="one")], store, effort=QUICK)
         first = set(pool.pids())
-        with workshop() as same:
+        with shared_worker_session() as same:
             assert same is shop
             tune([objects.problem("right", "slow", name="two")], store, effort=QUICK)
         assert first and first <= set(pool.pids())
@@ -623,7 +623,7 @@ def test_a_call_that_breaks_off_leaves_nothing_to_the_next_one():
         return problem
 
     problems = [objects.problem("right", name="fine"), objects.problem("right", "wrong", name="bad")]
-    with workshop() as shop:
+    with shared_worker_session() as shop:
         with pytest.raises(KeyboardInterrupt):
             tune(problems, memory_store(), effort=QUICK, prepare=prepare)
         pool = shop.pool("cpu", QUICK.workers)
@@ -654,7 +654,7 @@ def test_one_greedy_candidate_does_not_postpone_the_others():
 def test_what_fits_nowhere_does_not_keep_the_win_of_xla_from_being_stored():
     store = memory_store()
     problem = objects.problem("greedy", "slow")
-    effort = Effort(seconds=0.02, timeout=20.0, workers=2, seed=1, checks_last=True)
+    effort = TuningBudget(seconds=0.02, timeout=20.0, workers=2, seed=1, checks_last=True)
     (choice,) = tune([problem], store, effort=effort).values()
     assert choice.origin == "measured" and choice.uses_library and choice.seconds("slow")
     assert [r.label for r in choice.rejections] == ["greedy"] and store.lookup(problem.digest) is not None
@@ -684,7 +684,7 @@ def test_what_was_checked_before_an_interruption_is_stored():
                 raise KeyboardInterrupt
 
     problems, store = [objects.problem("right", name=f"n{i}") for i in range(2)], memory_store()
-    effort = Effort(seconds=0.02, timeout=20.0, workers=2, seed=1, checks_last=True)
+    effort = TuningBudget(seconds=0.02, timeout=20.0, workers=2, seed=1, checks_last=True)
     with pytest.raises(KeyboardInterrupt):
         tune(problems, store, settings=Settings(mode="fusion"), effort=effort, progress=Impatient())
     assert [c is not None and bool(c.kernels) for c in map(store.lookup, [p.digest for p in problems])].count(True) == 1
@@ -701,7 +701,7 @@ def test_who_waits_for_the_machine_finds_all_results(monkeypatch):
             found.append(store.lookup(problem.digest))
 
     monkeypatch.setattr("jcuts.tune.parent.tuner.measuring_lock", lock)
-    effort = Effort(seconds=0.02, timeout=20.0, workers=2, seed=1, checks_last=True)
+    effort = TuningBudget(seconds=0.02, timeout=20.0, workers=2, seed=1, checks_last=True)
     (choice,) = tune([problem], store, settings=Settings(mode="fusion"), effort=effort).values()
     assert choice.kernels and found[0] is not None and found[0].kernels == choice.kernels
 
@@ -774,7 +774,7 @@ class Noting:
 def test_xla_compiles_the_first_problems_on_a_gpu_while_others_are_prepared(tmp_path, monkeypatch):
     monkeypatch.setattr("jcuts.tune.parent.tuning_queue._AHEAD", 2)
     pool, state = Noting(), {"quiet": False}
-    session = Session(pool, QUICK, None, quiet=lambda: state["quiet"])  # type: ignore[arg-type]
+    session = TuningQueue(pool, QUICK, None, quiet=lambda: state["quiet"])  # type: ignore[arg-type]
     jobs = [make_job(replace(objects.problem("right", name=f"n{i}"), device="a GPU"), tmp_path, i) for i in range(6)]
     for job in jobs[:3]:
         session.add(job)
@@ -802,7 +802,7 @@ def test_xla_compiles_the_first_problems_on_a_gpu_while_others_are_prepared(tmp_
 
 def test_kernels_are_compiled_as_they_are_timed_where_all_of_them_will_be(tmp_path):
     pool = Noting()
-    session = Session(pool, replace(QUICK, finalists=1), None)  # type: ignore[arg-type]
+    session = TuningQueue(pool, replace(QUICK, finalists=1), None)  # type: ignore[arg-type]
     kinds = [("right",), ("right", "slow"), ("right",)]
     jobs = [
         make_job(replace(objects.problem(*labels, name=f"n{i}"), device="a GPU"), tmp_path, i)
@@ -818,7 +818,7 @@ def test_kernels_are_compiled_as_they_are_timed_where_all_of_them_will_be(tmp_pa
 def test_what_is_ready_goes_to_xla_while_the_last_candidates_compile(tmp_path, monkeypatch):
     monkeypatch.setattr("jcuts.tune.parent.tuning_queue._AHEAD", 2)
     pool, answers = Noting(), iter([False, False, True, True])
-    session = Session(pool, QUICK, None, quiet=lambda: next(answers))  # type: ignore[arg-type]
+    session = TuningQueue(pool, QUICK, None, quiet=lambda: next(answers))  # type: ignore[arg-type]
     jobs = [make_job(replace(objects.problem("right", name=f"n{i}"), device="a GPU"), tmp_path, i) for i in range(5)]
     pool.busy = True  # not asked before all are there
     for job in jobs:
@@ -833,7 +833,7 @@ def test_what_is_ready_goes_to_xla_while_the_last_candidates_compile(tmp_path, m
 
 def test_without_the_lock_nothing_runs_on_the_gpu_before_all_are_compiled(tmp_path):
     pool = Noting()
-    session = Session(pool, QUICK, None)  # type: ignore[arg-type]
+    session = TuningQueue(pool, QUICK, None)  # type: ignore[arg-type]
     job = make_job(replace(objects.problem("right"), device="a GPU"), tmp_path, 0)
     session.add(job)
     session.finish()
@@ -852,5 +852,5 @@ def test_a_kernel_is_kept_as_soon_as_it_is_compiled(monkeypatch):
         calls.append(1)
         return kernel
 
-    assert requests._kept(kernel.digest, compile_) == kernel and cache.fetch(kernel.digest) == kernel
-    assert requests._kept(kernel.digest, compile_) == kernel and calls == [1]
+    assert requests._from_cache_or_compile(kernel.digest, compile_) == kernel and cache.fetch(kernel.digest) == kernel
+    assert requests._from_cache_or_compile(kernel.digest, compile_) == kernel and calls == [1]

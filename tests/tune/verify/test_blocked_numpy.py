@@ -9,7 +9,7 @@ from jcuts.base.errors import AccuracyRejected
 from jcuts.tune.problem import Output
 from jcuts.tune.verify import blocked_numpy, reference
 from jcuts.tune.verify.acceptance import check_output
-from jcuts.tune.verify.expected import Expected
+from jcuts.tune.verify.expected import OutputReference
 
 
 @pytest.mark.parametrize("count", [0, 1, 6, 7, 8, 27, 28, 29, 1000])
@@ -21,9 +21,9 @@ def test_every_element_is_seen_once(monkeypatch, count):
         seen[slab] += 1
         return slab.start
 
-    starts = blocked_numpy.each(count, mark)
+    starts = blocked_numpy.parallel_blocks(count, mark)
     assert (seen == 1).all() and starts == list(range(0, count, 7))
-    assert blocked_numpy.largest(count, lambda s: float(s.stop)) == count
+    assert blocked_numpy.parallel_max(count, lambda s: float(s.stop)) == count
 
 
 def sets(rng, shape):
@@ -34,12 +34,12 @@ def sets(rng, shape):
             r.reshape(-1)[::17], r.reshape(-1)[5::29], r.reshape(-1)[3::31] = np.nan, np.inf, -np.inf
         x = (r * (1 + 1e-7 * rng.standard_normal(shape))).astype(np.float32)
         c = (r * (1 + 1e-7 * rng.standard_normal(shape))).astype(np.float32)
-        made.append((Expected(kind, x, r), c))
+        made.append((OutputReference(kind, x, r), c))
     return [e for e, _ in made], [c for _, c in made]
 
 
 def verdict(expected, got):
-    fresh = [Expected(e.kind, e.xla, e.reference) for e in expected]  # what was found out before is not used
+    fresh = [OutputReference(e.kind, e.xla, e.reference) for e in expected]  # what was found out before is not used
     try:
         return check_output(0, Output(got[0].shape, "float32", 9), fresh, got, 2.0)
     except AccuracyRejected as error:
@@ -74,7 +74,7 @@ def test_errors_of_xla_count_beyond_the_smallest_normal_number(classes):
     x = (r + tiny / 2).astype(np.float16)
     second = x.copy()
     second[0] = np.inf  # on the way to a finite result: candidates are free there
-    expected = [Expected("normal", x, r), Expected("normal", second, r)]
+    expected = [OutputReference("normal", x, r), OutputReference("normal", second, r)]
     got = [r.astype(np.float16), second.copy()]
     if classes == "one differs":
         got[1][0] = 0.0

@@ -13,7 +13,7 @@ from jcuts.trace import jaxapi
 from jcuts.tune.baseline.xla_export import export_subset
 from jcuts.tune.problem import Output
 from jcuts.tune.verify.acceptance import check_output
-from jcuts.tune.verify.expected import Expected
+from jcuts.tune.verify.expected import OutputReference
 from jcuts.tune.verify.float64_eval import evaluate, is_amplified, is_discrete
 from jcuts.tune.verify.inputs import NORMAL, SPECIAL
 
@@ -191,7 +191,7 @@ def test_a_kernel_that_keeps_the_nans_of_windows_passes_and_one_that_makes_some_
         (xla,) = library.call(values)
         with jax.enable_x64(True):
             (wide,) = reference.call(np.uint64(0), np.zeros(3), values.astype(np.float64))
-        expected.append(Expected(kind, np.asarray(xla), np.asarray(wide)))
+        expected.append(OutputReference(kind, np.asarray(xla), np.asarray(wide)))
         pairs = values[: extent // 2 * 2].reshape(-1, 2)
         right.append(np.minimum(pairs[:, 0], pairs[:, 1]) * np.float32(3))
     spec = Output(right[0].shape, "float32", reduction=2)

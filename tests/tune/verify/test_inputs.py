@@ -77,7 +77,7 @@ def test_a_filter_that_also_divides_is_both():
 
     args = jnp.ones((1, 4, 4, 2)), jnp.ones((3, 3, 2, 2)), jnp.ones((3, 3, 2, 2))
     closed = jax.make_jaxpr(function)(*args)
-    made = session._recipe(type("Subset", (), {"closed": closed}), closed.jaxpr.invars[1])
+    made = session._input_recipe(type("Subset", (), {"closed": closed}), closed.jaxpr.invars[1])
     assert made == Input((3, 3, 2, 2), "float32", made).recipe == "normal finite divisor"
 
 
@@ -93,7 +93,7 @@ def test_what_divides_before_a_product_is_known(function, found):
     args = jnp.ones((3, 4)), jnp.ones((1, 4), jnp.bfloat16), jnp.ones((4,))
     closed = jax.make_jaxpr(function)(*args)
     subset = type("Subset", (), {"closed": closed})
-    assert [session._recipe(subset, v) for v in closed.jaxpr.invars] == found
+    assert [session._input_recipe(subset, v) for v in closed.jaxpr.invars] == found
 
 
 def test_integers_of_the_whole_range_reach_its_ends():

@@ -16,7 +16,7 @@ from jcuts.tune.baseline.xla_export import export_subset
 from jcuts.tune.problem import Input, Output, Problem
 from jcuts.tune.verify import reference
 from jcuts.tune.verify.acceptance import check_output
-from jcuts.tune.verify.expected import Expected
+from jcuts.tune.verify.expected import OutputReference
 from jcuts.tune.verify.float64_eval import evaluate, rounds_operands
 from jcuts.tune.verify.inputs import NORMAL, SPECIAL, make_inputs
 
@@ -89,7 +89,9 @@ def test_another_order_of_rounded_attention_is_right_and_a_coarser_one_is_not():
         return np.asarray(cutting(weights) @ cutting(v) / total if late else cutting(weights / total) @ cutting(v))
 
     spec = Output((192, 64), "float32", 160, False)
-    expected = Expected(NORMAL, rounded(10, False), np.asarray(want), None, None, np.abs(np.asarray(moved - want)))
+    expected = OutputReference(
+        NORMAL, rounded(10, False), np.asarray(want), None, None, np.abs(np.asarray(moved - want))
+    )
     check_output(0, spec, [expected], [rounded(10, True)], 2.0)
     with pytest.raises(AccuracyRejected):
         check_output(0, spec, [expected], [rounded(7, True)], 2.0)
@@ -125,7 +127,7 @@ def test_where_xla_does_not_round_candidates_may(tmp_path):
     for n, kind in enumerate(kinds):
         x, r, unsure = (np.load(tmp_path / f"{n}.{name}0.npy") for name in ("xla", "ref", "unsure"))
         a, b = (np.load(tmp_path / f"{n}.in{k}.npy") for k in range(2))
-        expected.append((Expected(kind, x, r), Expected(kind, x, r, None, None, unsure)))
+        expected.append((OutputReference(kind, x, r), OutputReference(kind, x, r, None, None, unsure)))
         exact.append(x)
         rounded.append(np.asarray(cut(a, b)))
         coarse.append(np.asarray(cut(a, b, 6)))
@@ -163,8 +165,8 @@ def convolution(padding, holes=1):
 def test_filters_that_meet_padding_are_finite(program, expected):
     x, w = program.jaxpr.invars
     subset = type("Subset", (), {"closed": program})
-    assert session._recipe(subset, x) == "normal"
-    assert session._recipe(subset, w) == ("normal finite" if expected else "normal")
+    assert session._input_recipe(subset, x) == "normal"
+    assert session._input_recipe(subset, w) == ("normal finite" if expected else "normal")
 
 
 def test_finite_values_are_special_all_the_same():
@@ -257,8 +259,8 @@ def test_a_kernel_that_rounds_operands_may_lose_a_class_to_that_and_only_there(t
             x = layer_of((lambda v: v) if as_given else to_tf32, *operands)
             files = {k: folder / f"{n}.{k}0.npy" for k in ("unsure", "rounded")}
             unsure, rounded = (np.load(f) if f.exists() else None for f in files.values())
-            expected.append(Expected(kind, x, r, None, None, unsure, rounded))
-            blind.append(Expected(kind, x, r, None, None, unsure))
+            expected.append(OutputReference(kind, x, r, None, None, unsure, rounded))
+            blind.append(OutputReference(kind, x, r, None, None, unsure))
             got.append(layer_of(to_tf32, *operands))
         spec, at = problem.outputs[0], kinds.index(SPECIAL)
         check_output(0, spec, expected, got, 2.0)

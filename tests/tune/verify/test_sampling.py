@@ -66,7 +66,7 @@ def run(tmp_path, device="", **candidates):
 
 
 def test_rule_sees_runs_with_both_ends():
-    seen = verify_sampling.positions(Problem("", (), (SPEC,)), SPEC)
+    seen = verify_sampling.sample_positions(Problem("", (), (SPEC,)), SPEC)
     assert seen is not None
     assert (np.diff(seen) > 0).all()
     assert seen[0] == 0
@@ -75,14 +75,14 @@ def test_rule_sees_runs_with_both_ends():
 
 
 def test_small_discrete_and_integer_outputs_are_seen_whole():
-    assert verify_sampling.positions(Problem("", (), (SPEC,), perturb=True), SPEC) is None
+    assert verify_sampling.sample_positions(Problem("", (), (SPEC,), perturb=True), SPEC) is None
     for spec in (Output((1 << 16,), "float32"), Output((SIZE,), "int32"), Output((SIZE,), "float32", exact=True)):
-        assert verify_sampling.positions(Problem("", (), (spec,)), spec) is None
+        assert verify_sampling.sample_positions(Problem("", (), (spec,)), spec) is None
 
 
 @pytest.mark.parametrize("device", ["", "NVIDIA H200 9.0 x132"])
 def test_one_wrong_element_is_found_wherever_it_is(tmp_path, device):
-    seen = verify_sampling.positions(Problem("", (), (SPEC,)), SPEC)
+    seen = verify_sampling.sample_positions(Problem("", (), (SPEC,)), SPEC)
     unseen = int(np.setdiff1d(np.arange(SIZE), seen)[1000])
     found = run(
         tmp_path,

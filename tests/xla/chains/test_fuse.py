@@ -152,7 +152,7 @@ def test_chains_compute_what_single_calls_do(first):
     for seed in range(first, first + 50):
         fakes, closed, args = _random_program(seed)
         closed = jaxapi.dce(closed)
-        after = chains_fuse.chained(closed)
+        after = chains_fuse.fuse_calls(closed)
         jaxapi.check(after)
         assert len(after.jaxpr.outvars) == len(closed.jaxpr.outvars)
         merged += chains_fuse.calls(closed) - chains_fuse.calls(after)
@@ -172,7 +172,7 @@ def test_kernels_between_which_nothing_stands_are_one_call():
         (w,) = cuda_launcher.call_kernel(b, z)
         return w + 1
 
-    after = chains_fuse.chained(jaxapi.closed_jaxpr_of(function, jax.ShapeDtypeStruct((2, 8), np.float32)))
+    after = chains_fuse.fuse_calls(jaxapi.closed_jaxpr_of(function, jax.ShapeDtypeStruct((2, 8), np.float32)))
     names = [e.params.get("target_name", jaxapi.primitive_name(e)) for e in after.jaxpr.eqns]
     assert names == [cuda_launcher.CHAIN, "add"]
     assert chains_fuse.note(after) == "3 kernels that can follow each other run in one call (of 3)"
@@ -190,11 +190,11 @@ def test_kernels_of_chains_count_as_often_as_they_run():
     def chained(function):
         closed = jaxapi.closed_jaxpr_of(function, jax.ShapeDtypeStruct((2, 8), np.float32))
         for eqn in closed.jaxpr.eqns:
-            bodies = [chains_fuse.chained(body) for _, _, body in jaxapi.inner_jaxprs(eqn)]
+            bodies = [chains_fuse.fuse_calls(body) for _, _, body in jaxapi.inner_jaxprs(eqn)]
             closed = jaxapi.with_eqns(
                 closed, [jaxapi.with_inner_jaxprs(e, bodies) if e is eqn else e for e in closed.jaxpr.eqns]
             )
-        return chains_fuse.chained(closed)
+        return chains_fuse.fuse_calls(closed)
 
     twice = chained(lambda x: jax.lax.scan(pair, pair(x)[0], length=50)[0])
     assert chains_fuse.joined(twice) == 2 + 50 * 2 and "4 kernels" in str(chains_fuse.note(twice))
@@ -221,7 +221,7 @@ def test_a_kernel_that_also_reads_what_it_overwrites_gets_its_old_value():
 
     args = [np.arange(16, dtype=np.float32).reshape(2, 8) + k for k in range(2)]
     closed = jaxapi.dce(jaxapi.closed_jaxpr_of(function, *args))
-    after = chains_fuse.chained(closed)
+    after = chains_fuse.fuse_calls(closed)
     jaxapi.check(after)
     np.testing.assert_array_equal(fakes.evaluate(closed, args)[0], fakes.evaluate(after, args)[0])
 
@@ -244,11 +244,11 @@ def test_chains_take_little_more_memory_than_calls(monkeypatch):
     closed = jaxapi.closed_jaxpr_of(function, jax.ShapeDtypeStruct((4,), np.float32))
     single = peak_memory.bytes_of(closed, chains_fuse.VIEWS)
     assert 8 * large <= single < 9 * large
-    free = chains_fuse.chained(closed)
+    free = chains_fuse.fuse_calls(closed)
     assert peak_memory.bytes_of(free, chains_fuse.VIEWS) >= 4 * large * count and chains_fuse.calls(free) == 0
     for room in (0, 20 * large):
         monkeypatch.setattr(chains_fuse, "MORE_BYTES", room)
-        after = chains_fuse.chained(closed)
+        after = chains_fuse.fuse_calls(closed)
         jaxapi.check(after)
         assert peak_memory.bytes_of(after, chains_fuse.VIEWS) <= single + max(room, single * chains_fuse.MORE_SHARE)
     assert any(e.params.get("target_name") == cuda_launcher.CHAIN for e in after.jaxpr.eqns)
@@ -264,7 +264,7 @@ def test_parts_of_a_function_are_chained_by_themselves(halvings, seed, monkeypat
     monkeypatch.setattr(chains_fuse, "MORE_SHARE", 0.0)
     limits = iter([0, *[1] * halvings])
     monkeypatch.setattr(peak_memory, "bytes_of", lambda closed, views: next(limits, 0))
-    after = chains_fuse.chained(closed)
+    after = chains_fuse.fuse_calls(closed)
     jaxapi.check(after)
     for want, got in zip(fakes.evaluate(closed, args), fakes.evaluate(after, args), strict=True):
         np.testing.assert_array_equal(want, got)
@@ -277,7 +277,7 @@ def test_values_that_live_together_lie_apart(seed):
     for _ in range(40):
         begin = int(rng.integers(30))
         spans.append((begin, begin + int(rng.integers(6)), int(rng.integers(1, 3000))))
-    offsets, size = arena.packed(spans)
+    offsets, size = arena.assign_offsets(spans)
     for k, (begin, end, length) in enumerate(spans):
         assert offsets[k] % arena.ALIGNMENT == 0 and offsets[k] + length <= size
         for n in range(k):

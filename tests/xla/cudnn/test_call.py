@@ -18,7 +18,7 @@ import pytest
 
 from jcuts.base.errors import NativeError, UsageError
 from jcuts.microbatch.convolution import KINDS, Convolution
-from jcuts.microbatch.timings import Division, Micro, sliced
+from jcuts.microbatch.timings import Division, MicroConfig, sliced
 from jcuts.xla.cudnn import call as cudnn_call
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -42,7 +42,7 @@ def of(name: str, kind: str, layout: str = "NCHW", dtype: str = "float32") -> Co
 
 def division(kind: str, *sizes: int, algorithm: int = 1, math: str = "float32") -> Division:
     name = cudnn_call.algorithms(kind)[algorithm]
-    return Division.of(Micro(n, name, math, 1e-3, SPACE * n * algorithm) for n in sizes)
+    return Division.of(MicroConfig(n, name, math, 1e-3, SPACE * n * algorithm) for n in sizes)
 
 
 def order(convolution: Convolution) -> tuple[int, ...]:
@@ -154,9 +154,9 @@ def test_slices_of_the_outputs_are_the_whole(host_cudnn, monkeypatch, name, kind
         # Three samples in slices, which are packed, then two at once by another algorithm, then one in slices.
         packed = -(-3 * c.result_bytes // slices // 256) * 256
         parts = [
-            Micro(3, sliced(algorithm, slices), "float32", 1e-3, packed + SPACE * 3 * 2 // slices),
-            Micro(2, cudnn_call.algorithms(kind)[0], "float32", 1e-3, 0),
-            Micro(1, sliced(algorithm, slices), "float32", 1e-3, SPACE * 2 // slices),
+            MicroConfig(3, sliced(algorithm, slices), "float32", 1e-3, packed + SPACE * 3 * 2 // slices),
+            MicroConfig(2, cudnn_call.algorithms(kind)[0], "float32", 1e-3, 0),
+            MicroConfig(1, sliced(algorithm, slices), "float32", 1e-3, SPACE * 2 // slices),
         ]
         host_cudnn.calls()
         found = compiled(c, Division.of(parts), expected)(*operands)
@@ -178,7 +178,7 @@ def test_a_slice_s_copy_counts_as_workspace(host_cudnn, monkeypatch):
     x, w, dy = arrays(c, 4)
     packed = -(-4 * c.result_bytes // 2 // 256) * 256
     for short, why in ((1, "needs"), (0, "")):
-        chosen = Division.of([Micro(4, "cudnn/GEMM/slices=2", "float32", 1e-3, packed + SPACE * 4 - short)])
+        chosen = Division.of([MicroConfig(4, "cudnn/GEMM/slices=2", "float32", 1e-3, packed + SPACE * 4 - short)])
         program = compiled(c, chosen, reference(c, x, w, dy))
         if why:
             assert f"needs {packed + SPACE * 4} bytes" in failure(program, x, w)
@@ -190,7 +190,9 @@ def test_a_slice_s_copy_counts_as_workspace(host_cudnn, monkeypatch):
 def test_channels_that_cannot_be_cut(host_cudnn, name, layout):
     c = of(name, "forward", layout)
     x, w, dy = arrays(c, 4)
-    one = Division.of([Micro(4, sliced("cudnn/GEMM", 4 if name == "strided" else 2), "float32", 1e-3, 4 * 2 * SPACE)])
+    one = Division.of(
+        [MicroConfig(4, sliced("cudnn/GEMM", 4 if name == "strided" else 2), "float32", 1e-3, 4 * 2 * SPACE)]
+    )
     assert "cannot be cut into" in failure(compiled(c, one, reference(c, x, w, dy)), x, w)
 
 
@@ -280,7 +282,7 @@ def test_descriptors_go_with_the_executable_and_handles_stay(host_cudnn):
 def test_what_refused_to_be_captured_is_launched(host_cudnn, monkeypatch, names, graph, captured):
     monkeypatch.setattr(cudnn_call, "ensure_registered", lambda _: None)
     c = Convolution("forward", 3, 16, (7, 6), (3, 3), padding=((1, 1), (1, 1)))
-    chosen = Division.of(Micro(2, name, "float32", 1e-3, 0) for name in names)
+    chosen = Division.of(MicroConfig(2, name, "float32", 1e-3, 0) for name in names)
     result = np.zeros((2 * len(names), 16, 7, 6), np.float32)
     x, w = np.zeros((2 * len(names), 3, 7, 6), np.float32), np.zeros((16, 3, 3, 3), np.float32)
 
@@ -407,7 +409,7 @@ def test_impossible_algorithms_and_descriptors(host_cudnn):
 def test_a_workspace_that_is_too_small(host_cudnn):
     c = of("plain", "forward")
     x, w, dy = arrays(c, 4)
-    small = Division.of([Micro(4, "cudnn/FFT", "float32", 1e-3, 1000)])
+    small = Division.of([MicroConfig(4, "cudnn/FFT", "float32", 1e-3, 1000)])
     text = failure(compiled(c, small, reference(c, x, w, dy)), x, w)
     assert f"needs {SPACE * 4 * 4} bytes of workspace, the call provides 1000" in text and "FFT (4)" in text
 
@@ -418,7 +420,7 @@ def test_wrong_shapes_are_errors(host_cudnn):
     text = failure(compiled(c, division("forward", 4), reference(c, x, w, dy)), x[:3], w)
     assert "buffer 0 has" in text
     with pytest.raises(UsageError, match="cuDNN has no 'xla'"):
-        cudnn_call.part_numbers(c, Division.of([Micro(4, "xla", "float32", 1e-3, 0)]))
+        cudnn_call.part_numbers(c, Division.of([MicroConfig(4, "xla", "float32", 1e-3, 0)]))
     with pytest.raises(UsageError, match="cannot pad"):
         cudnn_call.shape_numbers(Convolution("forward", 1, 1, (4,), (2,), padding=((0, 1),)), 2)
 

@@ -9,7 +9,7 @@ import pytest
 
 from jcuts.base.errors import Refusal
 from jcuts.microbatch.convolution import Convolution
-from jcuts.microbatch.timings import Division, Micro
+from jcuts.microbatch.timings import Division, MicroConfig
 from jcuts.trace import jaxapi
 from jcuts.xla.cudnn import call as cudnn_call
 from jcuts.xla.cudnn.match import PRIMITIVE, Site, call_site, library_function, recognise, scratch_bytes
@@ -60,7 +60,7 @@ def by_cudnn(closed, *args):
             assert isinstance(site, Site), site
             sizes = (2, site.batch - 2) if site.batch > 2 else (site.batch,)
             algorithm = cudnn_call.algorithms(site.convolution.kind)[0]
-            division = Division.of(Micro(n, algorithm, "float32", 1e-3, 0) for n in sizes)
+            division = Division.of(MicroConfig(n, algorithm, "float32", 1e-3, 0) for n in sizes)
             a, b = (values[v] for v in site.operands)
             out = call_site(site, division, eqn.outvars[0].aval, a, b, layer="l", platform="cpu")
             values[eqn.outvars[0]] = out

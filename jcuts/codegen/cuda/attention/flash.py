@@ -17,10 +17,18 @@ from dataclasses import replace
 
 from jcuts.base.errors import CompileRejected, Refusal
 from jcuts.codegen.cuda.attention.kv_tiles import TileCopier, TileReader, queries
-from jcuts.codegen.cuda.attention.online_softmax import FOUR, State, joined, put, quad, scaled, softmax
-from jcuts.codegen.cuda.attention.score_mod import Tile, chained
-from jcuts.codegen.cuda.gemm.epilogue import finish
-from jcuts.codegen.cuda.gemm.smem_tile import TileShape
+from jcuts.codegen.cuda.attention.online_softmax import (
+    FOUR,
+    OnlineSoftmaxState,
+    merge_states,
+    quad_reduce,
+    scaled,
+    softmax,
+    store_state,
+)
+from jcuts.codegen.cuda.attention.score_mod import Tile, apply_score_mod
+from jcuts.codegen.cuda.gemm.epilogue import epilogue
+from jcuts.codegen.cuda.gemm.smem_tile import SmemTile
 from jcuts.codegen.cuda.ptx import global_memory as M
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
@@ -28,11 +36,11 @@ from jcuts.codegen.cuda.ptx.shuffle import WARP
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.program import Buffer, Program
-from jcuts.lower.patterns.gemm import COLUMNS, ROWS, Side
-from jcuts.schedule.gpu.attention.tile import EIGHT, SIXTEEN, STEP, AttentionShape, shape_of
+from jcuts.lower.patterns.gemm import COLUMNS, ROWS, GemmOperand
+from jcuts.schedule.gpu.attention.tile import EIGHT, SIXTEEN, STEP, FlashTile, shape_of
 
 
-def attention_shape(program: Program) -> AttentionShape:
+def attention_shape(program: Program) -> FlashTile:
     """The work that a schedule gives to a block. Raises CompileRejected where its numbers do not fit each other."""
     shape = shape_of(program)
     if isinstance(shape, Refusal):
@@ -43,14 +51,14 @@ def attention_shape(program: Program) -> AttentionShape:
     return shape
 
 
-class AttentionEmitter:
+class FlashAttentionKernel:
     """Emits the work of one thread."""
 
     def __init__(
         self,
         builder: GpuBuilder,
         program: Program,
-        shape: AttentionShape,
+        shape: FlashTile,
         buffers: Mapping[str, Buffer],
         pointers: Mapping[str, L.Value],
         integers: Mapping[str, L.Value],
@@ -89,7 +97,7 @@ class AttentionEmitter:
         for number in range(ahead):
             if number < shape.tiles:
                 self._start(L.I32(number), L.I32(number * shape.stage))
-            ptx_mma.commit(builder)
+            ptx_mma.cp_async_commit(builder)
         self.reader = TileReader(builder, shape, self.shared, builder.mul(self.part, L.I32(shape.warp[1])), self.lane)
         self.queries = queries(self.frame, shape, self.row, self.lane)
         state = self._walk(ahead)
@@ -103,7 +111,7 @@ class AttentionEmitter:
             copier.start(tile, stage)
 
     # -- the walk over the keys ---------------------------------------------------------------------------------
-    def _walk(self, ahead: int) -> State:
+    def _walk(self, ahead: int) -> OnlineSoftmaxState:
         """Tile after tile: scores, exponentials, values."""
         builder, shape = self.builder, self.shape
 
@@ -112,15 +120,15 @@ class AttentionEmitter:
             self._arrived(ahead - 1, reading)
             if shape.stages > 1:
                 self._next(builder.add(number, L.I32(ahead)), writing)
-            made, weights = self._softmax(number, State.of(values[2:], shape), self._scores(reading))
+            made, weights = self._softmax(number, OnlineSoftmaxState.of(values[2:], shape), self._scores(reading))
             self._values(reading, weights, made.out)
             if shape.stages == 1:
                 ptx_mma.barrier(builder)
                 self._next(builder.add(number, L.I32(1)), reading)
             return [self._after(reading), self._after(writing), *made.values()]
 
-        start = [L.I32(0), L.I32(ahead % shape.stages * shape.stage), *State.none(shape).values()]
-        return State.of(self._loop(shape.tiles, start, body)[2:], shape)
+        start = [L.I32(0), L.I32(ahead % shape.stages * shape.stage), *OnlineSoftmaxState.none(shape).values()]
+        return OnlineSoftmaxState.of(self._loop(shape.tiles, start, body)[2:], shape)
 
     def _loop(
         self, count: int, start: list[L.Value], body: Callable[[L.Value, list[L.Value]], list[L.Value]]
@@ -147,7 +155,7 @@ class AttentionEmitter:
 
     def _arrived(self, under_way: int, stage: L.Value) -> None:
         """Waits for copies until so many groups are left; the tile of this stage is ready for all."""
-        ptx_mma.wait(self.builder, under_way)
+        ptx_mma.cp_async_wait(self.builder, under_way)
         if self.shape.rounded:
             for copier in self.copiers:
                 copier.round(stage)
@@ -158,7 +166,7 @@ class AttentionEmitter:
         builder = self.builder
         with builder.if_then(builder.icmp_signed("<", tile, L.I32(self.shape.tiles))):
             self._start(tile, stage)
-        ptx_mma.commit(builder)
+        ptx_mma.cp_async_commit(builder)
 
     def _after(self, stage: L.Value) -> L.Value:
         """The stage behind this one."""
@@ -183,15 +191,19 @@ class AttentionEmitter:
                 for i, band in enumerate(self.queries):
                     for j, right in enumerate(two):
                         at = 2 * pair + j
-                        found[i][at] = ptx_mma.multiply(builder, self.attention.kind, band[step], right, found[i][at])
+                        found[i][at] = ptx_mma.mma_sync(builder, self.attention.kind, band[step], right, found[i][at])
         return found
 
-    def _softmax(self, number: L.Value, state: State, scores: Tile) -> tuple[State, list[list[L.Value]]]:
+    def _softmax(
+        self, number: L.Value, state: OnlineSoftmaxState, scores: Tile
+    ) -> tuple[OnlineSoftmaxState, list[list[L.Value]]]:
         """The softmax of what the program makes of a tile's products."""
         builder, shape = self.builder, self.shape
         first = builder.mul(number, L.I32(shape.keys))
         first = builder.add(first, builder.mul(self.part, L.I32(shape.warp[1])))
-        return softmax(builder, state, chained(self.frame, shape, self.buffers, scores, (self.row, first), self.lane))
+        return softmax(
+            builder, state, apply_score_mod(self.frame, shape, self.buffers, scores, (self.row, first), self.lane)
+        )
 
     def _values(self, stage: L.Value, weights: list[list[L.Value]], out: Tile) -> None:
         """Adds weights times values to the accumulators."""
@@ -203,7 +215,7 @@ class AttentionEmitter:
                 for j, right in enumerate(self.reader.values(stage, first, column)):
                     at = column // EIGHT + j
                     for i, fragment in enumerate(left):
-                        out[i][at] = ptx_mma.multiply(builder, self.attention.kind, fragment, right, out[i][at])
+                        out[i][at] = ptx_mma.mma_sync(builder, self.attention.kind, fragment, right, out[i][at])
 
     def _left(self, upper: list[L.Value], lower: list[L.Value], eight: int) -> list[L.Value]:
         """Weights of 8 or 16 keys as a fragment of the left operand."""
@@ -216,38 +228,40 @@ class AttentionEmitter:
         return [asm(builder, text, L.I32, [high, low]) for low, high in pairs]
 
     # -- the end ------------------------------------------------------------------------------------------------
-    def _meet(self, state: State) -> None:
+    def _meet(self, state: OnlineSoftmaxState) -> None:
         """Warps that have shared the keys: all but the first put down what they have, the first one takes it."""
         builder, shape = self.builder, self.shape
-        ptx_mma.wait(builder, 0)
+        ptx_mma.cp_async_wait(builder, 0)
         ptx_mma.barrier(builder)
         place = builder.add(builder.mul(self.band, L.I32(shape.state)), builder.mul(self.lane, L.I32(FOUR)))
         place = builder.add(self.shared, place)
         every = shape.warps[0] * shape.state
         with builder.if_then(builder.icmp_signed(">", self.part, L.I32(0))):
             mine = builder.mul(builder.sub(self.part, L.I32(1)), L.I32(every))
-            put(builder, state, builder.add(place, mine))
+            store_state(builder, state, builder.add(place, mine))
         ptx_mma.barrier(builder)
         with builder.if_then(builder.icmp_signed("==", self.part, L.I32(0))):
             for other in range(shape.warps[1] - 1):
-                state = joined(builder, state, place, other * every)
+                state = merge_states(builder, state, place, other * every)
             self._finish(state)
 
-    def _finish(self, state: State) -> None:
+    def _finish(self, state: OnlineSoftmaxState) -> None:
         """Divides by the sums of exponentials; then what follows the second product."""
         builder, shape, attention = self.builder, self.shape, self.attention
-        ones = [builder.fdiv(L.F32(1.0), quad(builder, total, lambda b, x, y: b.fadd(x, y))) for total in state.sums]
+        ones = [
+            builder.fdiv(L.F32(1.0), quad_reduce(builder, total, lambda b, x, y: b.fadd(x, y))) for total in state.sums
+        ]
         totals = scaled(builder, state.out, ones)
         variables = {**self.frame.variables, ROWS: self.row, COLUMNS: L.I32(0)}
         frame = replace(self.frame, variables=variables)
         value = attention.value
-        side = Side("", value.dtype, Index(), (), COLUMNS, value.item != 4, 1, STEP, 1)
-        rows = TileShape(
+        side = GemmOperand("", value.dtype, Index(), (), COLUMNS, value.item != 4, 1, STEP, 1)
+        rows = SmemTile(
             replace(side, dtype="float32", outer=ROWS, along_terms=True),
             attention.rows,
             shape.rows,
             STEP,
             shape.warp[0],
         )
-        tiles = (rows, TileShape(side, value.length, shape.features, STEP, shape.features))
-        finish(frame, attention.result, tiles, self.buffers, self.lane, totals)
+        tiles = (rows, SmemTile(side, value.length, shape.features, STEP, shape.features))
+        epilogue(frame, attention.result, tiles, self.buffers, self.lane, totals)

@@ -14,7 +14,7 @@ from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder
 from jcuts.codegen.llvm import lanes as L
 from jcuts.lower.patterns.attention import Operand
-from jcuts.schedule.gpu.attention.tile import EIGHT, SIXTEEN, STEP, AttentionShape
+from jcuts.schedule.gpu.attention.tile import EIGHT, SIXTEEN, STEP, FlashTile
 
 WORD, FOUR, WIDEST = 4, 4, 16
 
@@ -41,7 +41,7 @@ class TileCopier:
     """Copies tiles of keys or of values."""
 
     def __init__(
-        self, frame: M.Frame, shape: AttentionShape, operand: Operand, thread: L.Value, shared: L.Value, first: int
+        self, frame: M.Frame, shape: FlashTile, operand: Operand, thread: L.Value, shared: L.Value, first: int
     ) -> None:
         """Args: shared: address of the first stage; first: bytes before the tile in a stage."""
         self.builder, self.shape, self.operand = frame.builder, shape, operand
@@ -91,7 +91,7 @@ class TileCopier:
                 live = there if live is None else builder.and_(live, there)
             target = (builder.add(piece.into, stage), piece.moved)
             source = (builder.add(piece.source, offset), piece.constant)
-            ptx_mma.copy(builder, target, source, operand.width * operand.item, live, piece.condition)
+            ptx_mma.cp_async(builder, target, source, operand.width * operand.item, live, piece.condition)
 
     def round(self, stage: L.Value) -> None:
         """Rounds what this thread has copied into a stage to TF32, where it lies."""
@@ -107,11 +107,11 @@ class TileCopier:
     def _rounded(self, place: L.Value, moved: int, words: int) -> None:
         builder = self.builder
         if words == FOUR:
-            found = [builder.bitcast(v, L.I32) for v in ptx_mma.read_four(builder, place, moved)]
+            found = [builder.bitcast(v, L.I32) for v in ptx_mma.ld_shared_v4_f32(builder, place, moved)]
         elif words == 2:
             found = ptx_mma.read_pair(builder, place, moved)
         else:
-            found = [ptx_mma.read_word(builder, place, moved)]
+            found = [ptx_mma.ld_shared_b32(builder, place, moved)]
         ptx_mma.write_words(builder, place, moved, [ptx_mma.to_tf32(builder, w) for w in found])
 
 
@@ -122,7 +122,7 @@ def _base(frame: M.Frame, operand: Operand) -> L.Value:
     return builder.add(frame.pointers[operand.buffer], builder.mul(place, L.I64(operand.item)))
 
 
-def queries(frame: M.Frame, shape: AttentionShape, row: L.Value, lane: L.Value) -> list[list[list[L.Value]]]:
+def queries(frame: M.Frame, shape: FlashTile, row: L.Value, lane: L.Value) -> list[list[list[L.Value]]]:
     """A warp's fragments of the queries [16 rows][step][4 registers]; rows beyond the last are the last one.
 
     Args: row: the warp's first one.
@@ -161,9 +161,7 @@ def queries(frame: M.Frame, shape: AttentionShape, row: L.Value, lane: L.Value) 
 class TileReader:
     """Reads a warp's fragments of keys and values."""
 
-    def __init__(
-        self, builder: GpuBuilder, shape: AttentionShape, shared: L.Value, keys: L.Value, lane: L.Value
-    ) -> None:
+    def __init__(self, builder: GpuBuilder, shape: FlashTile, shared: L.Value, keys: L.Value, lane: L.Value) -> None:
         """Args: keys: the warp's first key in a tile."""
         self.builder, self.shape = builder, shape
         attention = shape.attention
@@ -188,7 +186,7 @@ class TileReader:
     def keys(self, stage: L.Value, sixteen: int, step: int) -> list[list[L.Value]]:
         """Two registers per 8 of 16 keys, of one step along the depth."""
         offset = sixteen * SIXTEEN * self.key_pitch + step * STEP
-        words = ptx_mma.read_matrices(self.builder, self.builder.add(self.key, stage), offset, transposed=False)
+        words = ptx_mma.ldmatrix_x4(self.builder, self.builder.add(self.key, stage), offset, transposed=False)
         words = self._units(words)
         return [words[:2], words[2:]]
 
@@ -203,7 +201,7 @@ class TileReader:
             far = ptx_mma.read_pair(self.builder, place, offset + self.value_pitch)
             words = self._units([near[0], far[0], near[1], far[1]])
         else:
-            words = ptx_mma.read_matrices(self.builder, place, offset, transposed=True)
+            words = ptx_mma.ldmatrix_x4(self.builder, place, offset, transposed=True)
         return [words[:2], words[2:]]
 
     def _units(self, words: list[L.Value]) -> list[L.Value]:

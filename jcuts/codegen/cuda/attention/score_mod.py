@@ -17,16 +17,16 @@ from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.node import Graph, Guard, Node
 from jcuts.kernel_ir.program import Buffer, Phase
 from jcuts.lower.patterns.gemm import COLUMNS, ROWS
-from jcuts.schedule.gpu.attention.tile import EIGHT, SIXTEEN, AttentionShape
+from jcuts.schedule.gpu.attention.tile import EIGHT, SIXTEEN, FlashTile
 
 LEAST = ir.Constant(L.F32, -math.inf)
 Tile = list[list[list[L.Value]]]
 """Accumulators: [16 rows][8 columns][4]."""
 
 
-def chained(
+def apply_score_mod(
     frame: M.Frame,
-    shape: AttentionShape,
+    shape: FlashTile,
     buffers: Mapping[str, Buffer],
     scores: Tile,
     first: tuple[L.Value, L.Value],

@@ -15,9 +15,9 @@ from dataclasses import replace
 from llvmlite import ir
 
 from jcuts.base.errors import CompileRejected
-from jcuts.codegen.cuda.conv.few_channels_loads import Filters, PatchCopier
-from jcuts.codegen.cuda.gemm.epilogue import Totals, finish
-from jcuts.codegen.cuda.gemm.smem_tile import TileShape
+from jcuts.codegen.cuda.conv.few_channels_loads import FilterLoader, ImageLoader
+from jcuts.codegen.cuda.gemm.epilogue import Totals, epilogue
+from jcuts.codegen.cuda.gemm.smem_tile import SmemTile
 from jcuts.codegen.cuda.ptx import global_memory as M
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
@@ -25,13 +25,13 @@ from jcuts.codegen.cuda.ptx.shuffle import WARP
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.program import Buffer, Program
-from jcuts.lower.patterns.gemm import COLUMNS, ROWS, TYPES, Side
-from jcuts.schedule.gpu.conv.few_channels_tile import FOUR, LINES, TILE, WORD, PatchShape, shape_of
+from jcuts.lower.patterns.gemm import COLUMNS, ROWS, TYPES, GemmOperand
+from jcuts.schedule.gpu.conv.few_channels_tile import FOUR, LINES, TILE, WORD, FewChannelTile, shape_of
 
 EIGHT = 8  # rows of outputs of a fragment's half, columns of a fragment
 
 
-def patch_shape(program: Program) -> PatchShape:
+def patch_shape(program: Program) -> FewChannelTile:
     """The work that a schedule gives to a block. Raises CompileRejected where its numbers do not fit each other."""
     shape, params = shape_of(program), dict(program.params)
     if not shape.fits or shape.threads != int(str(params["threads"])):
@@ -39,14 +39,14 @@ def patch_shape(program: Program) -> PatchShape:
     return shape
 
 
-class PatchEmitter:
+class FewChannelConvKernel:
     """Emits the work of one thread."""
 
     def __init__(
         self,
         builder: GpuBuilder,
         program: Program,
-        shape: PatchShape,
+        shape: FewChannelTile,
         buffers: Mapping[str, Buffer],
         pointers: Mapping[str, L.Value],
         integers: Mapping[str, L.Value],
@@ -62,8 +62,10 @@ class PatchEmitter:
         column = builder.mul(builder.udiv(block, L.I32(groups)), L.I32(shape.columns))
         self.first = builder.mul(builder.urem(block, L.I32(groups)), L.I32(shape.share))
         self.frame = M.Frame(builder, {COLUMNS: column}, pointers, self.phase.ranges(), {})
-        self.copier = PatchCopier(self.frame, shape, self.shared)
-        self.filters = Filters(self.frame, shape, thread, builder.add(self.shared, L.I32(shape.stages * shape.patch)))
+        self.copier = ImageLoader(self.frame, shape, self.shared)
+        self.filters = FilterLoader(
+            self.frame, shape, thread, builder.add(self.shared, L.I32(shape.stages * shape.patch))
+        )
         warp = builder.lshr(thread, L.I32(5))
         _, wide, across = shape.warps
         high, long, broad = shape.warp
@@ -122,8 +124,8 @@ class PatchEmitter:
         return self.builder.add(stage, self.builder.mul(middle, L.I32(self.shape.patches.item)))
 
     def _start(self, tile: L.Value, stage: L.Value) -> None:
-        self.copier.start(self._places(tile), self._begin(tile, stage), _fresh(self.builder, self.thread))
-        ptx_mma.commit(self.builder)
+        self.copier.start(self._places(tile), self._begin(tile, stage), _opaque(self.builder, self.thread))
+        ptx_mma.cp_async_commit(self.builder)
 
     def _next(self, more: L.Value, tile: L.Value, following: L.Value) -> None:
         """Starts the next tile's copies, if there is one."""
@@ -131,7 +133,7 @@ class PatchEmitter:
             self._start(self.builder.add(tile, L.I32(1)), self._stage(following))
 
     def _arrived(self) -> None:
-        ptx_mma.wait(self.builder, 0)
+        ptx_mma.cp_async_wait(self.builder, 0)
         ptx_mma.barrier(self.builder)
 
     def _places(self, tile: L.Value) -> dict[str, L.Value]:
@@ -196,7 +198,7 @@ class PatchEmitter:
                 near = (self._left(places, step + 1), self._right(columns, step + 1))
             for i, row in enumerate(rows):
                 for j, column in enumerate(filters):
-                    sums[i][j] = ptx_mma.multiply(builder, kind, row, column, sums[i][j])
+                    sums[i][j] = ptx_mma.mma_sync(builder, kind, row, column, sums[i][j])
         return sums
 
     def _left(self, patterns: dict[tuple[int, ...], L.Value], step: int) -> list[list[L.Value]]:
@@ -214,7 +216,7 @@ class PatchEmitter:
                         offset = row * down * shape.pitch + (pixel + more) * across
                         fours = range((2 * step + half) * many, (2 * step + half + 1) * many)
                         terms = [self._term(patterns, four, offset) for four in fours]
-                        words.append(terms[0] if many == 1 else ptx_mma.two_halves(builder, *terms))
+                        words.append(terms[0] if many == 1 else ptx_mma.pack_b16x2(builder, *terms))
                 found.append(words)
         return found
 
@@ -229,9 +231,9 @@ class PatchEmitter:
         address = patterns[tuple(t - places[0] for t in places)]
         offset = item * (places[0] + offset)
         if item == WORD:
-            value = ptx_mma.to_tf32(builder, ptx_mma.read_word(builder, address, offset))
+            value = ptx_mma.to_tf32(builder, ptx_mma.ld_shared_b32(builder, address, offset))
         else:
-            value = ptx_mma.read_half(builder, address, offset)
+            value = ptx_mma.ld_shared_b16(builder, address, offset)
         if real == FOUR:
             return value
         term = builder.and_(self.lane, L.I32(3))
@@ -254,26 +256,26 @@ class PatchEmitter:
         builder, shape, found = self.builder, self.shape, self.shape.patches
         high, long, broad = shape.warp
         variables = self._places(tile)
-        lane = _fresh(builder, self.lane)
+        lane = _opaque(builder, self.lane)
         variables[ROWS] = builder.add(variables[ROWS], self.pixel)
         variables[COLUMNS] = builder.add(variables[COLUMNS], self.column)
         tiles = (
-            TileShape(_side(ROWS, shape.apart == 1), found.outputs, shape.pixels, LINES, long),
-            TileShape(_side(COLUMNS, False), found.columns, shape.columns, LINES, broad),
+            SmemTile(_side(ROWS, shape.apart == 1), found.outputs, shape.pixels, LINES, long),
+            SmemTile(_side(COLUMNS, False), found.columns, shape.columns, LINES, broad),
         )
         frame = replace(self.frame, variables=variables)
         if found.vertical is not None:
             name = found.vertical.name
             variables[name] = builder.add(variables[name], self.row)
             frame.ranges = {**frame.ranges, name: shape.counts[0] * shape.rows - high + 1}
-        finish(frame, self.phase, tiles, self.buffers, lane, totals, found.vertical)
+        epilogue(frame, self.phase, tiles, self.buffers, lane, totals, found.vertical)
 
 
-def _fresh(builder: GpuBuilder, value: L.Value) -> L.Value:
+def _opaque(builder: GpuBuilder, value: L.Value) -> L.Value:
     """The value again, but nothing that is made of it can be computed before a loop and kept in registers."""
     return asm(builder, "mov.b32 $0, $1;", L.I32, [value], effects=True)
 
 
-def _side(outer: str, along_terms: bool) -> Side:
+def _side(outer: str, along_terms: bool) -> GemmOperand:
     """What `product_exit` asks of an operand: how a lane's results are spread."""
-    return Side("", "float32", Index(), (), outer, along_terms, 1, LINES, 1)
+    return GemmOperand("", "float32", Index(), (), outer, along_terms, 1, LINES, 1)

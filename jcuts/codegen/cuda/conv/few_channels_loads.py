@@ -12,16 +12,16 @@ from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.node import Guard
 from jcuts.lower.patterns.gemm import COLUMNS, ROWS, K
-from jcuts.schedule.gpu.conv.few_channels_tile import FOUR, LINES, WORD, PatchShape
+from jcuts.schedule.gpu.conv.few_channels_tile import FOUR, LINES, WORD, FewChannelTile
 
 FLIGHT = 8
 """Pieces of filters that a thread loads before it stores the first."""
 
 
-class PatchCopier:
+class ImageLoader:
     """Copies patches: some threads beside each other take a line, the next ones the next line."""
 
-    def __init__(self, frame: M.Frame, shape: PatchShape, shared: L.Value) -> None:
+    def __init__(self, frame: M.Frame, shape: FewChannelTile, shared: L.Value) -> None:
         self.frame, self.shape, self.shared = frame, shape, shared
 
     def start(self, places: Mapping[str, L.Value], stage: L.Value, thread: L.Value) -> None:
@@ -81,12 +81,12 @@ class PatchCopier:
                 ends = (target, item * moved[0]), (source, item * moved[1])
                 if not shape.odd:
                     live = builder.and_(inside, builder.icmp_unsigned("<", end, L.I32(found.length)))
-                    ptx_mma.copy(builder, *ends, item * shape.width, live, where)
+                    ptx_mma.cp_async(builder, *ends, item * shape.width, live, where)
                     continue
                 live = builder.and_(inside, builder.icmp_signed("<", end, L.I32(found.length)))
                 last = builder.icmp_signed("==", end, L.I32(found.length - 1))
                 size = builder.select(last, L.I32(item), L.I32(item * shape.width))
-                ptx_mma.copy(builder, *ends, item * shape.width, live, where, read=size)
+                ptx_mma.cp_async(builder, *ends, item * shape.width, live, where, read=size)
 
     def middle(self, places: Mapping[str, L.Value]) -> L.Value:
         """1 where the first line of a tile's patch begins in the middle of a word, and all lines one element later."""
@@ -98,13 +98,13 @@ class PatchCopier:
         return builder.and_(builder.add(M.index(at, found.base), line), L.I32(1))
 
 
-class Filters:
+class FilterLoader:
     """The filters of a block, zeros for terms and columns that there are not.
 
     A line of columns per term, rounded to TF32, or per two terms of 16 bits: a word has both.
     """
 
-    def __init__(self, frame: M.Frame, shape: PatchShape, thread: L.Value, into: L.Value) -> None:
+    def __init__(self, frame: M.Frame, shape: FewChannelTile, thread: L.Value, into: L.Value) -> None:
         """Args: into: their address in shared memory."""
         self.shape, self.thread, self.into = shape, thread, into
         self.builder: GpuBuilder = frame.builder
@@ -167,4 +167,4 @@ class Filters:
         builder = self.builder
         if self.many == 1:
             return [ptx_mma.to_tf32(builder, word) for word in terms[0]]
-        return [ptx_mma.two_halves(builder, low, high) for low, high in zip(*terms, strict=True)]
+        return [ptx_mma.pack_b16x2(builder, low, high) for low, high in zip(*terms, strict=True)]

@@ -16,25 +16,27 @@ from jcuts.codegen.cuda.ptx import wgmma
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.index import Index
-from jcuts.lower.patterns.conv_window import Window
+from jcuts.lower.patterns.conv_window import ConvWindow
 from jcuts.lower.patterns.gemm import ROWS, K
 
 
-def _pieces(window: Window) -> int:
+def _pieces(window: ConvWindow) -> int:
     """Of a line."""
     return window.bytes // wgmma.PIECE
 
 
-def _swizzled(builder: GpuBuilder, window: Window, line: L.Value, piece: L.Value) -> L.Value:
+def _swizzled(builder: GpuBuilder, window: ConvWindow, line: L.Value, piece: L.Value) -> L.Value:
     """Where a piece of a line lies in it."""
     turn = builder.lshr(line, L.I32(1)) if window.narrow else line
     return builder.and_(builder.xor(turn, piece), L.I32(_pieces(window) - 1))
 
 
-class PixelCopies:
+class HaloLoader:
     """Copies runs of pixels: eight threads beside each other (or four) take one line."""
 
-    def __init__(self, frame: M.Frame, window: Window, span: int, threads: int, thread: L.Value, into: L.Value) -> None:
+    def __init__(
+        self, frame: M.Frame, window: ConvWindow, span: int, threads: int, thread: L.Value, into: L.Value
+    ) -> None:
         """Args: span: lines of a run; into: address of the first run's place in shared memory."""
         builder = self.builder = frame.builder
         self.frame, self.window, self.span, self.threads = frame, window, span, threads
@@ -86,13 +88,13 @@ class PixelCopies:
         source = builder.mul(builder.sext(place, L.I64), L.I64(item))
         source = builder.add(self.frame.pointers[window.side.buffer], source)
         target = builder.add(builder.add(self.into, stage), builder.mul(far, L.I32(window.bytes)))
-        ptx_mma.copy(builder, (target, 0), (source, 0), wgmma.PIECE, live, where)
+        ptx_mma.cp_async(builder, (target, 0), (source, 0), wgmma.PIECE, live, where)
 
 
-class PixelRows:
+class HaloFragments:
     """Fragments of the left operand, of the rows of one warp: 16 of every 64."""
 
-    def __init__(self, frame: M.Frame, window: Window, tiles: int, into: L.Value, zeros: L.Value) -> None:
+    def __init__(self, frame: M.Frame, window: ConvWindow, tiles: int, into: L.Value, zeros: L.Value) -> None:
         """Args: tiles: of 64 rows; into: address of the first run; zeros: of a line of zeros."""
         self.builder, self.frame, self.window, self.tiles = frame.builder, frame, window, tiles
         self.into, self.zeros = into, zeros
@@ -156,4 +158,4 @@ class PixelRows:
         builder = self.builder
         inside = step * ptx_mma.STEP
         places = [builder.xor(place, L.I32(inside)) if inside else place for place in self.places]
-        return [ptx_mma.read_matrices(builder, place, 0) for place in places]
+        return [ptx_mma.ldmatrix_x4(builder, place, 0) for place in places]

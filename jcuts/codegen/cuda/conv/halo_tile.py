@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jcuts.codegen.cuda.gemm.mma_mainloop import ProductShape
-from jcuts.codegen.cuda.gemm.wgmma_smem_tile import GroupTile
+from jcuts.codegen.cuda.gemm.mma_mainloop import MmaKernelTile
+from jcuts.codegen.cuda.gemm.wgmma_smem_tile import WgmmaSmemTile
 from jcuts.codegen.cuda.ptx import wgmma
 
 
 @dataclass(frozen=True)
-class PixelShape(ProductShape):
+class HaloTile(MmaKernelTile):
     """A block's work.
 
     Attributes:
@@ -19,8 +19,8 @@ class PixelShape(ProductShape):
         rounds: tiles of outputs of a block.
     """
 
-    left: GroupTile
-    right: GroupTile
+    left: WgmmaSmemTile
+    right: WgmmaSmemTile
     span: int
     kept: int
     rounds: int

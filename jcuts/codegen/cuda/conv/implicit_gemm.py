@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from jcuts.codegen.cuda.conv.halo_loads import PixelCopies, PixelRows
-from jcuts.codegen.cuda.conv.implicit_gemm_mainloop import Steps
-from jcuts.codegen.cuda.conv.implicit_gemm_tile import WindowShape
+from jcuts.codegen.cuda.conv.halo_loads import HaloFragments, HaloLoader
+from jcuts.codegen.cuda.conv.implicit_gemm_mainloop import ImplicitGemmMainloop
+from jcuts.codegen.cuda.conv.implicit_gemm_tile import ImplicitGemmKernelTile
 from jcuts.codegen.cuda.gemm import wgmma_register_operand
 from jcuts.codegen.cuda.gemm.epilogue import Totals
-from jcuts.codegen.cuda.gemm.smem_tile import Copier
-from jcuts.codegen.cuda.gemm.wgmma_mainloop import GroupEmitter
+from jcuts.codegen.cuda.gemm.smem_tile import TileLoader
+from jcuts.codegen.cuda.gemm.wgmma_mainloop import WgmmaKernel
 from jcuts.codegen.cuda.ptx import cluster, wgmma
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.ptx.builder import asm
@@ -29,11 +29,11 @@ from jcuts.codegen.llvm import lanes as L
 from jcuts.lower.patterns.gemm import COLUMNS, ROWS
 
 
-class WindowEmitter(GroupEmitter):
+class ImplicitGemmKernel(WgmmaKernel):
     """Emits the work of one thread."""
 
-    shape: WindowShape  # type: ignore[assignment]
-    rows: PixelRows  # type: ignore[assignment]
+    shape: ImplicitGemmKernelTile  # type: ignore[assignment]
+    rows: HaloFragments  # type: ignore[assignment]
 
     def emit(self) -> None:
         """All tiles of the block."""
@@ -43,7 +43,7 @@ class WindowEmitter(GroupEmitter):
         begin = [L.I32(0), L.I32(shape.ahead * shape.stage), L.I32(0)]
         if shape.rounds == 1:
             self._start(self.variables[ROWS])
-            self._finish(Steps(self, begin), self.variables[ROWS])
+            self._finish(ImplicitGemmMainloop(self, begin), self.variables[ROWS])
             return
         first = self.variables[ROWS]
         self._start(first)
@@ -55,13 +55,13 @@ class WindowEmitter(GroupEmitter):
         row, *places = carried
         for phi, value in zip(carried, (first, *begin), strict=True):
             phi.add_incoming(value, before)
-        steps = Steps(self, places)
+        steps = ImplicitGemmMainloop(self, places)
         self._finish(steps, row)
         for phi, value in zip(carried, (self.following(row), *steps.places), strict=True):
             phi.add_incoming(value, builder.block)
         builder.cbranch(self.there(self.following(row)), loop, after)
         builder.position_at_end(after)
-        ptx_mma.wait(builder, 0)
+        ptx_mma.cp_async_wait(builder, 0)
 
     # -- where the block stands ---------------------------------------------------------------------------------
     def _places(self, block: L.Value) -> dict[str, L.Value]:
@@ -87,9 +87,11 @@ class WindowEmitter(GroupEmitter):
         zeros = builder.add(self.shared, L.I32(shape.kept_until - wgmma.LINE))
         self.chunk = builder.mul(self.rank, L.I32(shape.lines))
         self.bases = [L.I64(0), self._descriptor(shape.right, self.column_warp)]
-        self.weights = Copier(self.frame, shape.right, shape.threads, self.thread, self.variables[COLUMNS], self.shared)
-        self.pixels = PixelCopies(self.frame, shape.window, shape.span, shape.threads, self.thread, runs)
-        self.rows = PixelRows(self.frame, shape.window, shape.left.warp // wgmma.ROWS, runs, zeros)  # type: ignore[assignment]
+        self.weights = TileLoader(
+            self.frame, shape.right, shape.threads, self.thread, self.variables[COLUMNS], self.shared
+        )
+        self.pixels = HaloLoader(self.frame, shape.window, shape.span, shape.threads, self.thread, runs)
+        self.rows = HaloFragments(self.frame, shape.window, shape.left.warp // wgmma.ROWS, runs, zeros)  # type: ignore[assignment]
         with builder.if_then(builder.icmp_unsigned("<", self.thread, L.I32(wgmma.LINE // 4))):
             place = builder.add(zeros, builder.shl(self.thread, L.I32(2)))
             ptx_mma.write_words(builder, place, 0, [L.I32(0)])
@@ -103,9 +105,9 @@ class WindowEmitter(GroupEmitter):
             for _ in self.filters(L.I32(tap), chunk, L.I32(number * shape.stage), None):
                 pass
             if not shape.resident:
-                ptx_mma.commit(builder)
+                ptx_mma.cp_async_commit(builder)
         for _ in range(shape.ahead if shape.resident else 0):
-            ptx_mma.commit(builder)
+            ptx_mma.cp_async_commit(builder)
         if shape.push and shape.apart:
             cluster.wait(builder)
         self._ask()
@@ -118,7 +120,7 @@ class WindowEmitter(GroupEmitter):
         return self.weights.copies(term, stage, builder.sub(L.I32(found.channels), channel), where)
 
     # -- a tile -------------------------------------------------------------------------------------------------
-    def _finish(self, steps: Steps, row: L.Value) -> None:
+    def _finish(self, steps: ImplicitGemmMainloop, row: L.Value) -> None:
         totals = steps.emit(row)
         if self.shape.rounds > 1:
             lane = asm(self.builder, "mov.b32 $0, $1;", L.I32, [self.lane], effects=True)  # not kept over the loop
@@ -128,7 +130,7 @@ class WindowEmitter(GroupEmitter):
             self._exit(totals, L.I32(0), L.I32(0))
             self.lane = kept
         else:
-            ptx_mma.wait(self.builder, 0)
+            ptx_mma.cp_async_wait(self.builder, 0)
             if self.shape.cluster > 1:
                 self._meet(totals)
             else:
@@ -140,7 +142,7 @@ class WindowEmitter(GroupEmitter):
         """Starts the products of a tap's tile of terms, of so many steps; see `GroupEmitter.products`."""
         builder, shape = self.builder, self.shape
         rows, right = self.rows, self.weights_at(reading)
-        return wgmma_register_operand.multiply(
+        return wgmma_register_operand.wgmma_from_registers(
             builder,
             rows,
             right,

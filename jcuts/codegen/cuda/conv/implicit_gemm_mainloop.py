@@ -11,17 +11,17 @@ from jcuts.codegen.cuda.ptx import wgmma
 from jcuts.codegen.llvm import lanes as L
 
 if TYPE_CHECKING:
-    from jcuts.codegen.cuda.conv.implicit_gemm import WindowEmitter
-    from jcuts.codegen.cuda.conv.implicit_gemm_tile import Part
+    from jcuts.codegen.cuda.conv.implicit_gemm import ImplicitGemmKernel
+    from jcuts.codegen.cuda.conv.implicit_gemm_tile import KLoopSegment
 
 Words = list[list[list[L.Value]]]
 """Fragments that are not rounded yet: [step of terms][64 rows][4]."""
 
 
-class Steps:
+class ImplicitGemmMainloop:
     """The loop over the terms of a tile of outputs: for every line of channels all taps."""
 
-    def __init__(self, emitter: WindowEmitter, places: Sequence[L.Value]) -> None:
+    def __init__(self, emitter: ImplicitGemmKernel, places: Sequence[L.Value]) -> None:
         """Args: places: bytes to the weights of the first step, to the place that is written next, to the run."""
         self.emitter, self.builder, self.places = emitter, emitter.builder, list(places)
         self.runs = (L.I32(0), L.I1(0), L.I32(0))
@@ -47,10 +47,10 @@ class Steps:
             last += part.taps
             state, totals, fetched = self._part(part, last, state, totals, fetched)
         self.places = state[3:]
-        return wgmma.finished(builder, totals)
+        return wgmma.wgmma_wait_all(builder, totals)
 
     def _part(
-        self, part: Part, last: int, state: list[L.Value], totals: Totals, words: Words
+        self, part: KLoopSegment, last: int, state: list[L.Value], totals: Totals, words: Words
     ) -> tuple[list[L.Value], Totals, Words]:
         """A loop over a part of the terms. Args: last: number of the step behind it; the others as of `_step`."""
         builder, shape = self.builder, self.emitter.shape
@@ -113,9 +113,9 @@ class Steps:
             totals = emitter.products(number, reading, totals, beside if shape.spread else [], most)
         for copy in [] if shape.spread and not shape.fetched else beside:
             next(copy)
-        ptx_mma.commit(builder)
+        ptx_mma.cp_async_commit(builder)
         if shape.fetched:
-            wgmma.wait(builder, 1)
+            wgmma.wgmma_wait_group(builder, 1)
         return following, totals, words
 
     def _fetched(
@@ -136,11 +136,13 @@ class Steps:
         pairs = []
         for row in range(shape.left.warp // wgmma.ROWS):
             rounded = [[ptx_mma.to_tf32(builder, word) for word in step[row]] for step in words]
-            pairs.append([(r, wgmma.moved(builder, right, columns.step(k))) for k, r in enumerate(rounded)])
+            pairs.append(
+                [(r, wgmma.advance_descriptor(builder, right, columns.step(k))) for k, r in enumerate(rounded)]
+            )
         ends = builder.icmp_signed("==", number, L.I32(shape.share - 1))
         emitter.rows.turn(*(builder.select(ends, mine, other) for mine, other in zip(now, then, strict=True)))
         words = self._read()
-        return wgmma.multiply(builder, shape.kind, pairs, (False, False), totals), words
+        return wgmma.wgmma_async(builder, shape.kind, pairs, (False, False), totals), words
 
     def _read(self) -> Words:
         """Asks for the fragments of a tap."""
@@ -148,7 +150,7 @@ class Steps:
 
     def _arrived(self) -> None:
         """Waits for the copies of a step, and for all threads of the block."""
-        ptx_mma.wait(self.builder, self.emitter.shape.ahead - 1)
+        ptx_mma.cp_async_wait(self.builder, self.emitter.shape.ahead - 1)
         wgmma.proxy_fence(self.builder)
         ptx_mma.barrier(self.builder)
 

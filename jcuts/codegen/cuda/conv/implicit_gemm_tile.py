@@ -6,20 +6,27 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jcuts.base.errors import CompileRejected
-from jcuts.codegen.cuda.conv.halo_tile import PixelShape
+from jcuts.codegen.cuda.conv.halo_tile import HaloTile
 from jcuts.codegen.cuda.gemm.mma_mainloop import three
-from jcuts.codegen.cuda.gemm.wgmma_smem_tile import GroupTile
-from jcuts.codegen.cuda.gemm.wgmma_tile import AHEAD, WARPS, divided, may_pair, pushed, readable
+from jcuts.codegen.cuda.gemm.wgmma_smem_tile import WgmmaSmemTile
+from jcuts.codegen.cuda.gemm.wgmma_tile import (
+    AHEAD,
+    WARPS,
+    divides_evenly,
+    is_loadable,
+    may_swap_lanes,
+    tile_dsmem_bytes,
+)
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.kernel_ir.program import Program
-from jcuts.lower.patterns.conv_window import Window, has_weights, in_line, window
-from jcuts.lower.patterns.gemm import COLUMNS, ROWS, sides
+from jcuts.lower.patterns.conv_window import ConvWindow, linearize_k, match_conv_window, weights_need_no_transform
+from jcuts.lower.patterns.gemm import COLUMNS, ROWS, gemm_operands
 from jcuts.schedule.gpu.conv.implicit_gemm import RESIDENT
-from jcuts.schedule.gpu.gemm.epilogue_smem import Held
-from jcuts.schedule.gpu.gemm.wgmma_tile import is_apart, with_room
+from jcuts.schedule.gpu.gemm.epilogue_smem import StagedEpilogue
+from jcuts.schedule.gpu.gemm.wgmma_tile import dsmem_is_separate, smem_with_dsmem
 
 
-class Part(NamedTuple):
+class KLoopSegment(NamedTuple):
     """A part of a tile's terms: taps of lines of channels, steps of each, taps of a round of the loop."""
 
     taps: int
@@ -28,7 +35,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class WindowShape(PixelShape):
+class ImplicitGemmKernelTile(HaloTile):
     """A block's work.
 
     Attributes:
@@ -41,7 +48,7 @@ class WindowShape(PixelShape):
         push: whether the blocks of a cluster share the lines of channels.
     """
 
-    window: Window
+    window: ConvWindow
     spread: bool
     steps: int
     unrolled: bool
@@ -50,9 +57,9 @@ class WindowShape(PixelShape):
     push: bool
 
     @property
-    def held(self) -> Held:
+    def held(self) -> StagedEpilogue:
         """Nothing."""
-        return Held()
+        return StagedEpilogue()
 
     @property
     def lines(self) -> int:
@@ -80,14 +87,14 @@ class WindowShape(PixelShape):
         return self.steps == self.window.bytes // ptx_mma.STEP
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[KLoopSegment]:
         """What a tile's terms are, in order: all lines of channels, or a shorter last one after the others."""
         found = self.window
         if not self.short:
-            return [Part(self.share, found.whole, self.together)]
+            return [KLoopSegment(self.share, found.whole, self.together)]
         lines = (found.chunks - 1) * found.taps
         return [
-            Part(count, steps, found.taps if self.unrolled else self._apart(count, steps))
+            KLoopSegment(count, steps, found.taps if self.unrolled else self._apart(count, steps))
             for count, steps in ((lines, found.whole), (found.taps, found.short))
             if count
         ]
@@ -117,17 +124,17 @@ class WindowShape(PixelShape):
     @property
     def shared(self) -> int:
         """Bytes of shared memory of a block: weights, runs of pixels, zeros; what is pushed into it, and a barrier."""
-        return with_room(self.kept_until, self.room) if self.push else self.kept_until
+        return smem_with_dsmem(self.kept_until, self.room) if self.push else self.kept_until
 
     @property
     def room(self) -> int:
         """Bytes in which a block gets what the others of its cluster push."""
-        return pushed(self)
+        return tile_dsmem_bytes(self)
 
     @property
     def apart(self) -> bool:
         """Whether that lies behind everything else."""
-        return is_apart(self.kept_until, self.room)
+        return dsmem_is_separate(self.kept_until, self.room)
 
     @property
     def high_blocks(self) -> int:
@@ -140,22 +147,22 @@ class WindowShape(PixelShape):
         return self.high_blocks * self.columns * self.cluster
 
 
-def window_shape(program: Program) -> WindowShape:
+def window_shape(program: Program) -> ImplicitGemmKernelTile:
     """The work that a schedule gives to a block. Raises CompileRejected where its numbers do not fit each other."""
     params, extents = dict(program.params), program.phases[0].ranges()
     rows, columns, terms = three(params["tile"])
     along, across = (int(str(v)) for v in params["groups"])  # type: ignore[attr-defined]
-    left, right = sides(program)
-    found = window(program)
-    if found is None or not has_weights(program):
+    left, right = gemm_operands(program)
+    found = match_conv_window(program)
+    if found is None or not weights_need_no_transform(program):
         raise CompileRejected(f"{program.name}: no convolution with rounded weights whose pixels can be kept")
-    ragged, right = found.channels % found.line != 0, in_line(right, found.taps * found.channels)
-    first = GroupTile(left, extents[ROWS], rows, terms, rows // max(1, along), 0, ragged)
-    second = GroupTile(right, extents[COLUMNS], columns, terms, columns // max(1, across), 0, ragged)
+    ragged, right = found.channels % found.line != 0, linearize_k(right, found.taps * found.channels)
+    first = WgmmaSmemTile(left, extents[ROWS], rows, terms, rows // max(1, along), 0, ragged)
+    second = WgmmaSmemTile(right, extents[COLUMNS], columns, terms, columns // max(1, across), 0, ragged)
     stages, kept = int(str(params["stages"])), int(str(params["pixels"]))
     steps, rounds = int(str(params.get("steps", 1))), int(str(params.get("rounds", 1)))
     cluster = int(str(params.get("cluster", 1)))
-    shape = WindowShape(
+    shape = ImplicitGemmKernelTile(
         first,
         second,
         (WARPS * along, across, 1),
@@ -174,10 +181,10 @@ def window_shape(program: Program) -> WindowShape:
         short=bool(params.get("short", 0)),
         push=bool(params.get("push", 0)),
     )
-    fits = divided(first, second, along, across) and terms == found.line
+    fits = divides_evenly(first, second, along, across) and terms == found.line
     grouped = 1 <= steps <= AHEAD and not found.narrow
     grouped = grouped or (shape.whole and (found.narrow or shape.short or shape.share % 2 == 0))
-    fits = fits and grouped and terms * left.item // ptx_mma.STEP % steps == 0 and readable(second, across)
+    fits = fits and grouped and terms * left.item // ptx_mma.STEP % steps == 0 and is_loadable(second, across)
     fits = fits and (shape.short or not shape.unrolled or shape.share % shape.together == 0)
     fits = fits and not (shape.short and (found.short == found.whole or (shape.unrolled and found.chunks > 2)))
     fits = fits and 3 <= stages <= shape.share and shape.slots >= 1 and rounds >= 1
@@ -186,7 +193,7 @@ def window_shape(program: Program) -> WindowShape:
     fits = fits and found.chunks % cluster == 0 and shape.push == (cluster > 1)
     fits = fits and (rounds == 1 or not (shape.push or params.get("early", 0))) and not (shape.push and shape.short)
     fits = fits and {"flight", "split", "cached"}.isdisjoint(params)
-    fits = fits and may_pair(params, second)
+    fits = fits and may_swap_lanes(params, second)
     if not fits or shape.threads != int(str(params["threads"])):
         raise CompileRejected(f"{program.name}: no convolution of tiles {params['tile']} by groups {params['groups']}")
     return shape

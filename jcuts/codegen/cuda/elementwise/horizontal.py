@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jcuts.base.errors import CompileRejected
-from jcuts.codegen.cuda.elementwise.thread_tile import PointEmitter, Shape
+from jcuts.codegen.cuda.elementwise.thread_tile import ThreadTileKernel, TileVariant
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.program import Buffer, Program
@@ -32,7 +32,7 @@ def combined_shape(program: Program) -> CombinedShape:
     return CombinedShape(threads, tuple(counts[:-1]), counts[-1])
 
 
-def by_number(builder: GpuBuilder, number: L.Value, first: Sequence[int], emit: Callable[[int], None]) -> None:
+def binary_dispatch(builder: GpuBuilder, number: L.Value, first: Sequence[int], emit: Callable[[int], None]) -> None:
     """Code for each of several ranges of a number, found by halving.
 
     Args: first: the first number of every range, from 0 on; emit: emits one range's code at the builder's position.
@@ -55,7 +55,7 @@ def by_number(builder: GpuBuilder, number: L.Value, first: Sequence[int], emit: 
     builder.position_at_end(done)
 
 
-class CombinedEmitter:
+class HorizontalKernel:
     """Emits the work of one thread."""
 
     def __init__(
@@ -73,15 +73,21 @@ class CombinedEmitter:
 
     def emit(self) -> None:
         """The point of this thread."""
-        by_number(self.builder, self.block, self.shape.first, self._map)
+        binary_dispatch(self.builder, self.block, self.shape.first, self._map)
 
     def _map(self, number: int) -> None:
         builder, phase = self.builder, self.program.phases[number]
         (axis,) = phase.axes
         block = builder.sub(self.block, L.I32(self.shape.first[number]))
         place = builder.add(builder.mul(block, L.I32(self.shape.threads)), self.thread)
-        point = PointEmitter(
-            builder, phase, Shape(((axis.name, 1),)), self.buffers, self.pointers, {axis.name: place}, {axis.name: 1}
+        point = ThreadTileKernel(
+            builder,
+            phase,
+            TileVariant(((axis.name, 1),)),
+            self.buffers,
+            self.pointers,
+            {axis.name: place},
+            {axis.name: 1},
         )
         with builder.if_then(builder.icmp_signed("<", place, L.I32(axis.extent))):
             point.emit()

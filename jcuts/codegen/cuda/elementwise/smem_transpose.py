@@ -15,18 +15,18 @@ from dataclasses import dataclass, replace
 from llvmlite import ir
 
 from jcuts.base.errors import CompileRejected
-from jcuts.codegen.cuda.elementwise.thread_tile import PointEmitter, Shape
+from jcuts.codegen.cuda.elementwise.thread_tile import ThreadTileKernel, TileVariant
 from jcuts.codegen.cuda.graph.node_emitter import from_word
 from jcuts.codegen.cuda.ptx import global_memory as M
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
-from jcuts.codegen.cuda.ptx.shuffle import WARP, reserve
+from jcuts.codegen.cuda.ptx.shuffle import WARP, allocate_static
 from jcuts.codegen.llvm import elementwise as E
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.node import Graph, Guard, Node
 from jcuts.kernel_ir.program import Axis, Buffer, Phase, Program
 from jcuts.kernel_ir.register_tiling import Point
-from jcuts.schedule.gpu.elementwise.schedules import staged
+from jcuts.schedule.gpu.elementwise.schedules import smem_staged_loads
 
 STATIC = 48 << 10
 ALIGNED = 16  # bytes: where a tile begins
@@ -72,7 +72,7 @@ def tiles_of(axis: Axis, phase: Phase, shape: TransposedShape) -> int:
 
 
 @functools.cache
-def padding(rows: int, columns: int, read: int, vector: int, size: int, most: int) -> int:
+def bank_conflict_padding(rows: int, columns: int, read: int, vector: int, size: int, most: int) -> int:
     """Up to ``most`` elements to add to a line of ``rows``, for fewest bank conflicts of a warp that writes and reads.
 
     Writing, thread t puts the ``read`` elements ``(t % (rows / read)) * read ..`` into line ``t // (rows / read)``;
@@ -84,15 +84,15 @@ def padding(rows: int, columns: int, read: int, vector: int, size: int, most: in
         along, lines = rows // read, columns // vector
         total = 0
         for k in range(read):
-            total += _degree([(t // along) * pitch + t % along * read + k for t in range(WARP)], size)
+            total += _conflict_degree([(t // along) * pitch + t % along * read + k for t in range(WARP)], size)
         for k in range(vector):
-            total += _degree([(t % lines * vector + k) * pitch + t // lines for t in range(WARP)], size)
+            total += _conflict_degree([(t % lines * vector + k) * pitch + t // lines for t in range(WARP)], size)
         return total
 
     return min(range(min(2 * BANKS * BANK // size, most + 1)), key=lambda pad: (conflicts(pad), pad))
 
 
-def _degree(elements: list[int], size: int) -> int:
+def _conflict_degree(elements: list[int], size: int) -> int:
     """How often one bank must deliver for accesses to these elements (several reads of a word are one)."""
     banks: dict[int, set[int]] = {}
     for element in elements:
@@ -101,7 +101,7 @@ def _degree(elements: list[int], size: int) -> int:
     return max(len(words) for words in banks.values())
 
 
-class _Reader(PointEmitter):
+class _Reader(ThreadTileKernel):
     """Takes the staged elements of a tile's points from shared memory."""
 
     places: list[tuple[L.Value, int, Node]]  # address of the thread's first element, bytes between lines, the load
@@ -119,7 +119,7 @@ class _Reader(PointEmitter):
         return from_word(self.builder, word, node.dtype)
 
 
-class TransposedEmitter:
+class SmemTransposeKernel:
     """Emits the work of one thread of a block."""
 
     def __init__(
@@ -141,7 +141,7 @@ class TransposedEmitter:
         self.others = {a.name: integers[a.name] for a in self.phase.axes if a not in (self.lane, self.crossed)}
         self.row = builder.mul(integers[self.crossed.name], L.I32(shape.rows))
         self.column = builder.mul(integers[self.lane.name], L.I32(shape.columns))
-        self.loads = staged(self.phase, shape.crossed)
+        self.loads = smem_staged_loads(self.phase, shape.crossed)
         if not self.loads:
             raise CompileRejected(f"{program.name}: no operand lies along {shape.crossed}", resource="staged operand")
 
@@ -155,9 +155,9 @@ class TransposedEmitter:
         for number, node in enumerate(self.loads):
             size = M.item_size(node.dtype)
             width = self._width(node, size)
-            pad = padding(self.shape.rows, self.shape.columns, width, self.shape.vector, size, spare)
+            pad = bank_conflict_padding(self.shape.rows, self.shape.columns, width, self.shape.vector, size, spare)
             pitch = self.shape.rows + pad
-            base = reserve(builder, f"{self.symbol}_tile{number}", pitch * self.shape.columns * size)
+            base = allocate_static(builder, f"{self.symbol}_tile{number}", pitch * self.shape.columns * size)
             self._stage(node, base, size, width, pitch)
             line = builder.mul(mine_column, L.I32(self.shape.vector * pitch))
             first = builder.mul(builder.add(line, mine_row), L.I32(size))
@@ -166,7 +166,7 @@ class TransposedEmitter:
         step = self.shape.threads // (self.shape.columns // self.shape.vector)
         column = builder.add(self.column, builder.mul(mine_column, L.I32(self.shape.vector)))
         phase = self._reading()
-        shape = Shape(tuple((a.name, self.shape.vector if a is self.lane else 1) for a in self.phase.axes))
+        shape = TileVariant(tuple((a.name, self.shape.vector if a is self.lane else 1) for a in self.phase.axes))
         for first_row in range(0, self.shape.rows, step):
             row = builder.add(builder.add(self.row, mine_row), L.I32(first_row))
             variables = {**self.others, self.crossed.name: row, self.lane.name: column}
@@ -204,7 +204,7 @@ class TransposedEmitter:
         while width > 1:
             frame = self._frame(self.row, self.column, width)
             fits = self.crossed.extent % width == 0 and self.shape.rows % width == 0
-            if fits and self._shared_out(width) and M.width(frame, size, node.index, width) == width:
+            if fits and self._shared_out(width) and M.max_vector_width(frame, size, node.index, width) == width:
                 return width
             width //= 2
         return 1

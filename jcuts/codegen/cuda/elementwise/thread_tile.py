@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from jcuts.codegen.cuda.graph.accumulators import acc_start, acc_types, contribute
+from jcuts.codegen.cuda.graph.accumulators import acc_start, acc_types, accumulate
 from jcuts.codegen.cuda.graph.node_emitter import Emitter, store_all
 from jcuts.codegen.cuda.ptx import global_memory as M
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder
@@ -26,14 +26,14 @@ LEAST_GUARDED = 6  # guarded loads in a tile that make a second, unguarded versi
 
 
 @dataclass(frozen=True)
-class Shape:
+class TileVariant:
     """Points per axis of one tile variant; ``fixed``: an axis whose coordinate all points share, as a number."""
 
     counts: tuple[tuple[str, int], ...]
     fixed: tuple[tuple[str, int], ...] = ()
 
 
-def pinned(phase: Phase, name: str, place: int) -> Phase:
+def fix_axis(phase: Phase, name: str, place: int) -> Phase:
     """A phase without reductions at one coordinate of an axis: what belongs to other coordinates is gone."""
     exit_ = Graph()
     ranges = phase.ranges()
@@ -46,7 +46,7 @@ def pinned(phase: Phase, name: str, place: int) -> Phase:
     return replace(phase, axes=tuple(a for a in phase.axes if a.name != name), exit=exit_, stores=stores)
 
 
-def counted_by_tile(phase: Phase) -> frozenset[str]:
+def tile_indexed_axes(phase: Phase) -> frozenset[str]:
     """Axes whose variable counts tiles: those divided in some address (strided windows, dilation, reshapes).
 
     With ``i = tile * unroll + offset`` quotients and remainders of an unrolled point are simplified away.
@@ -60,14 +60,14 @@ def counted_by_tile(phase: Phase) -> frozenset[str]:
     return frozenset(found)
 
 
-class PointEmitter:
+class ThreadTileKernel:
     """Emits one tile of a phase at the builder's position."""
 
     def __init__(
         self,
         builder: GpuBuilder,
         phase: Phase,
-        shape: Shape,
+        shape: TileVariant,
         buffers: Mapping[str, Buffer],
         pointers: Mapping[str, L.Value],
         variables: Mapping[str, L.Value],
@@ -108,7 +108,7 @@ class PointEmitter:
         if inside is None:
             self._emit()
             return
-        bare = PointEmitter(
+        bare = ThreadTileKernel(
             self.builder,
             self.phase,
             self.shape,
@@ -135,7 +135,7 @@ class PointEmitter:
         graphs = [exit_tile(self.phase, self.axes, frame.ranges).graph]
         if self.phase.reds:
             graphs.append(body_tile(self.phase, self.axes, reds, frame.ranges).graph)
-        return inside(frame, graphs)
+        return all_in_bounds(frame, graphs)
 
     def _emit(self) -> None:
         if self.phase.reds:
@@ -221,7 +221,7 @@ class PointEmitter:
         """The terms of a tile; where it reads through many guards, once without them for when all hold."""
         frame = self._frame(bases, ranges, steps)
         tile = body_tile(self.phase, self.axes, [fixed[r.name] for r in self.phase.reds], frame.ranges)
-        hold = inside(frame, [tile.graph])
+        hold = all_in_bounds(frame, [tile.graph])
         if hold is None:
             self._body(fixed, bases, ranges, steps)
             return
@@ -250,7 +250,7 @@ class PointEmitter:
             for red in self.phase.reds:
                 chain = chain * red.chains + offsets[red.name] % red.chains
             several = any(r.extent > 1 for r in self.phase.reds)
-            contribute(emitter, self.phase.accs[number], self.slots[number, point, chain], values, several=several)
+            accumulate(emitter, self.phase.accs[number], self.slots[number, point, chain], values, several=several)
 
     def _body_emitter(self, frame: M.Frame, graph: Graph) -> Emitter:
         return Emitter(frame, graph, self.buffers)
@@ -293,7 +293,7 @@ def _strip(graph: Graph) -> None:
             graph.nodes[number] = replace(node, guards=(), value=None)
 
 
-def inside(frame: M.Frame, graphs: Sequence[Graph]) -> L.Value | None:
+def all_in_bounds(frame: M.Frame, graphs: Sequence[Graph]) -> L.Value | None:
     """Do all guards of a tile's loads hold? None where that is not worth asking: few guards, or they never all do."""
     loads = [n for g in graphs for n in g.nodes if n.op == "load" and n.guards]
     if len(loads) < LEAST_GUARDED:

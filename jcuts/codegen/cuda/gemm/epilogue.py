@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 
-from jcuts.codegen.cuda.gemm.epilogue_bulk_copy import Keeper
-from jcuts.codegen.cuda.gemm.smem_tile import PAIR, TileShape, columns_of, rows_of
+from jcuts.codegen.cuda.gemm.epilogue_bulk_copy import EpilogueStaging
+from jcuts.codegen.cuda.gemm.smem_tile import PAIR, SmemTile, lane_columns, lane_rows
 from jcuts.codegen.cuda.graph.node_emitter import Emitter, store_all
 from jcuts.codegen.cuda.ptx import global_memory as M
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder
@@ -24,15 +24,15 @@ Totals = list[list[list[L.Value]]]
 _HELD = "held"  # axis: the first column of those that one access takes
 
 
-def finish(
+def epilogue(
     frame: M.Frame,
     phase: Phase,
-    tiles: tuple[TileShape, TileShape],
+    tiles: tuple[SmemTile, SmemTile],
     buffers: Mapping[str, Buffer],
     lane: L.Value,
     totals: Totals,
     further: Axis | None = None,
-    keeper: Keeper | None = None,
+    keeper: EpilogueStaging | None = None,
     paired: bool = False,
 ) -> None:
     """Runs the exit graph on a lane's accumulators and stores the results.
@@ -46,10 +46,10 @@ def finish(
     """
     builder = frame.builder
     left, right = tiles
-    row_step, row_offsets = rows_of(left)
-    column_step, column_offsets = columns_of(right)
+    row_step, row_offsets = lane_rows(left)
+    column_step, column_offsets = lane_columns(right)
     if paired:
-        totals, column_step = _exchanged(builder, lane, totals), 2 * PAIR
+        totals, column_step = _swap_lane_pairs(builder, lane, totals), 2 * PAIR
         column_offsets = [[group + n, group + n + 1] for group in range(0, right.warp, 16) for n in (0, PAIR)]
     row_offsets, column_offsets = row_offsets[: len(totals)], column_offsets[: len(totals[0])]
     many, each = len(totals) // len(row_offsets), len(row_offsets)
@@ -66,7 +66,7 @@ def finish(
             ROWS: builder.add(frame.variables[ROWS], row),
             COLUMNS: builder.add(frame.variables[COLUMNS], column),
         },
-        ranges={**frame.ranges, ROWS: _reach(left, row_offsets), COLUMNS: _reach(right, column_offsets)},
+        ranges={**frame.ranges, ROWS: _lane_extent(left, row_offsets), COLUMNS: _lane_extent(right, column_offsets)},
         multiples={ROWS: row_step, COLUMNS: column_step},
         cache={},
     )
@@ -80,7 +80,7 @@ def finish(
     emitter = Emitter(frame, graph, buffers)
     held = right.extent % column_step == 0  # neighbours in one access are inside together, or not at all
     groups: list[tuple[int, int, int, list[dict[int, int]], list[tuple[int, str, Index, int]]]] = []
-    points = _points(row_offsets, column_offsets)
+    points = _lane_outputs(row_offsets, column_offsets)
     for far, (down, runs) in itertools.product(range(many), points):
         for run in runs if held else [[point] for many in runs for point in many]:
             rows: list[tuple[int, str, Index, int]] = []
@@ -122,7 +122,7 @@ def finish(
                 keeper.write(mine, down, first, emitter.emit([number for at, _, _, number in rows if at == place]))
 
 
-def _exchanged(builder: GpuBuilder, lane: L.Value, totals: Totals) -> Totals:
+def _swap_lane_pairs(builder: GpuBuilder, lane: L.Value, totals: Totals) -> Totals:
     """Of two tiles of 8 columns an even lane gives its part of the second for its neighbour's of the first."""
     odd = builder.icmp_signed("!=", builder.and_(lane, L.I32(1)), L.I32(0))
     found: Totals = []
@@ -138,7 +138,7 @@ def _exchanged(builder: GpuBuilder, lane: L.Value, totals: Totals) -> Totals:
 
 
 def _guarded(
-    phase: Phase, tiles: tuple[TileShape, TileShape], further: Axis | None, keeper: Keeper | None
+    phase: Phase, tiles: tuple[SmemTile, SmemTile], further: Axis | None, keeper: EpilogueStaging | None
 ) -> tuple[Graph, tuple[Store, ...]]:
     """The exit graph and its stores, with loads that read nothing beyond the result; kept matrices are accumulators."""
     found, numbers = Graph(), {}
@@ -166,7 +166,7 @@ def _guarded(
 Run = list[tuple[int, tuple[int, int, int]]]
 
 
-def _points(row_offsets: list[list[int]], column_offsets: list[list[int]]) -> list[tuple[int, list[Run]]]:
+def _lane_outputs(row_offsets: list[list[int]], column_offsets: list[list[int]]) -> list[tuple[int, list[Run]]]:
     """A lane's outputs: (row offset, runs of neighbouring columns), each with the accumulator that holds it."""
     found = []
     for i, pair in enumerate(row_offsets):
@@ -183,6 +183,6 @@ def _points(row_offsets: list[list[int]], column_offsets: list[list[int]]) -> li
     return found
 
 
-def _reach(tile: TileShape, offsets: list[list[int]]) -> int:
+def _lane_extent(tile: SmemTile, offsets: list[list[int]]) -> int:
     """One more than the largest first row (or column) of a lane: rows of the grid's tiles less what it adds."""
     return -(-tile.extent // tile.size) * tile.size - max(o for pair in offsets for o in pair)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from jcuts.codegen.cuda.gemm.smem_tile import TileShape
+from jcuts.codegen.cuda.gemm.smem_tile import SmemTile
 from jcuts.codegen.cuda.graph.node_emitter import from_word, to_words
 from jcuts.codegen.cuda.ptx import cluster, wgmma
 from jcuts.codegen.cuda.ptx import global_memory as M
@@ -21,21 +21,21 @@ from jcuts.codegen.llvm import elementwise as E
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.node import Node
 from jcuts.lower.patterns.gemm import COLUMNS, ROWS
-from jcuts.schedule.gpu.gemm.epilogue_smem import PIECE, Held, Kept
+from jcuts.schedule.gpu.gemm.epilogue_smem import PIECE, StagedEpilogue, StagedMatrix
 
 
-class Keeper:
+class EpilogueStaging:
     """The tiles in shared memory of one block, for one thread."""
 
     def __init__(
-        self, frame: M.Frame, held: Held, tiles: tuple[TileShape, TileShape], shared: L.Value, barrier: L.Value
+        self, frame: M.Frame, held: StagedEpilogue, tiles: tuple[SmemTile, SmemTile], shared: L.Value, barrier: L.Value
     ) -> None:
         """Args: frame: at the block's first row and column; shared: its memory; barrier: place of one, see `begin`."""
         self.builder, self.frame, self.held, self.tiles = frame.builder, frame, held, tiles
         self.shared, self.barrier = shared, barrier
         self.warp: tuple[L.Value, L.Value] = (L.I32(0), L.I32(0))
         """First row and column of this thread's warp in the block's tile."""
-        self.bases: dict[Kept, L.Value] = {}
+        self.bases: dict[StagedMatrix, L.Value] = {}
 
     @property
     def overlays(self) -> bool:
@@ -61,12 +61,14 @@ class Keeper:
         for row, inside in self._rows(thread, threads):
             with builder.if_then(inside):
                 for kept in loaded:
-                    _fetch(builder, self._place(kept, row), self._source(kept, row), self._size(kept), self.barrier)
+                    _bulk_copy_g2s(
+                        builder, self._place(kept, row), self._source(kept, row), self._size(kept), self.barrier
+                    )
 
     def wait(self) -> None:
         """Waits until everything has come."""
         if self.held.loaded:
-            cluster.wait_for(self.builder, self.barrier)
+            cluster.mbarrier_wait(self.builder, self.barrier)
 
     # -- lanes --------------------------------------------------------------------------------------------------
     def stand(self, row: L.Value, column: L.Value, step: int) -> None:
@@ -94,7 +96,7 @@ class Keeper:
             found += M.elements(builder, words, kept.item, size)
         return [from_word(builder, word, kept.dtype) for word in found]
 
-    def write(self, kept: Kept, down: int, column: int, values: Sequence[E.Lanes]) -> None:
+    def write(self, kept: StagedMatrix, down: int, column: int, values: Sequence[E.Lanes]) -> None:
         """Puts neighbouring results into shared memory."""
         builder = self.builder
         for first, size in self._pieces(kept, column, len(values)):
@@ -102,11 +104,11 @@ class Keeper:
             words = [w if w.type == L.I32 else builder.bitcast(w, L.I32) for w in words]
             ptx_mma.write_words(builder, *self._where(kept, down, first * kept.item), words)
 
-    def _where(self, kept: Kept, down: int, byte: int) -> tuple[L.Value, int]:
+    def _where(self, kept: StagedMatrix, down: int, byte: int) -> tuple[L.Value, int]:
         """Address (register, bytes) so many rows and bytes from the lane's first result."""
         return self.bases[kept], down * kept.pitch + byte
 
-    def _pieces(self, kept: Kept, column: int, count: int) -> list[tuple[int, int]]:
+    def _pieces(self, kept: StagedMatrix, column: int, count: int) -> list[tuple[int, int]]:
         """Accesses (first column, elements) of up to 16 bytes."""
         found, end = [], column + count
         while column < end:
@@ -128,7 +130,7 @@ class Keeper:
         for row, inside in self._rows(thread, threads):
             with builder.if_then(inside):
                 for _, kept in stored:
-                    _send(builder, self._source(kept, row), self._place(kept, row), self._size(kept))
+                    _bulk_copy_s2g(builder, self._source(kept, row), self._place(kept, row), self._size(kept))
         asm(builder, "cp.async.bulk.commit_group;", VOID, effects=True)
         asm(builder, "cp.async.bulk.wait_group.read 0;", VOID, effects=True)
 
@@ -147,15 +149,15 @@ class Keeper:
         rows = [builder.add(thread, L.I32(n)) if n else thread for n in range(0, self.tiles[0].size, threads)]
         return [(row, builder.icmp_signed("<", row, last)) for row in rows]
 
-    def _size(self, kept: Kept) -> L.Value:
+    def _size(self, kept: StagedMatrix) -> L.Value:
         """Bytes of a row."""
         return self.builder.mul(self._within(1), L.I32(kept.item))
 
-    def _place(self, kept: Kept, row: L.Value) -> L.Value:
+    def _place(self, kept: StagedMatrix, row: L.Value) -> L.Value:
         builder = self.builder
         return builder.add(builder.add(self.shared, L.I32(kept.first)), builder.mul(row, L.I32(kept.pitch)))
 
-    def _source(self, kept: Kept, row: L.Value) -> L.Value:
+    def _source(self, kept: StagedMatrix, row: L.Value) -> L.Value:
         """Global address of a row's first element."""
         variables = {**self.frame.variables, ROWS: self.builder.add(self.frame.variables[ROWS], row)}
         place, constant = M.address(
@@ -166,19 +168,19 @@ class Keeper:
 
 def _words(builder: GpuBuilder, place: L.Value, offset: int, count: int) -> list[L.Value]:
     if count == 1:
-        return [ptx_mma.read_word(builder, place, offset)]
+        return [ptx_mma.ld_shared_b32(builder, place, offset)]
     if count == 2:
         return ptx_mma.read_pair(builder, place, offset)
-    return [builder.bitcast(value, L.I32) for value in ptx_mma.read_four(builder, place, offset)]
+    return [builder.bitcast(value, L.I32) for value in ptx_mma.ld_shared_v4_f32(builder, place, offset)]
 
 
-def _fetch(builder: GpuBuilder, place: L.Value, source: L.Value, size: L.Value, barrier: L.Value) -> None:
+def _bulk_copy_g2s(builder: GpuBuilder, place: L.Value, source: L.Value, size: L.Value, barrier: L.Value) -> None:
     """Starts a bulk copy into shared memory."""
     text = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
     asm(builder, text, VOID, [place, source, size, barrier], effects=True)
 
 
-def _send(builder: GpuBuilder, target: L.Value, place: L.Value, size: L.Value) -> None:
+def _bulk_copy_s2g(builder: GpuBuilder, target: L.Value, place: L.Value, size: L.Value) -> None:
     """Starts a bulk copy into global memory."""
     text = "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;"
     asm(builder, text, VOID, [target, place, size], effects=True)

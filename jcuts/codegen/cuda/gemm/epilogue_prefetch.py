@@ -9,26 +9,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jcuts.codegen.cuda.gemm.smem_tile import TileShape
+from jcuts.codegen.cuda.gemm.smem_tile import SmemTile
 from jcuts.codegen.cuda.ptx import global_memory as M
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.program import ITEM_SIZE, Phase
 from jcuts.lower.patterns.gemm import COLUMNS, ROWS
-from jcuts.schedule.gpu.gemm.epilogue_smem import Kept
+from jcuts.schedule.gpu.gemm.epilogue_smem import StagedMatrix
 
 SECTOR, LINE = 32, 64
 """Bytes that one access brings into the L1, into the L2 cache."""
 
 
-def ask(
+def prefetch_epilogue_operands(
     frame: M.Frame,
     phase: Phase,
-    tiles: tuple[TileShape, TileShape],
+    tiles: tuple[SmemTile, SmemTile],
     thread: tuple[L.Value, int],
     rank: tuple[L.Value, int],
-    known: tuple[Kept, ...] = (),
+    known: tuple[StagedMatrix, ...] = (),
 ) -> None:
     """Asks for the operands of the exit graph that belong to a block's tile.
 
@@ -67,7 +67,7 @@ def ask(
             here = replace(frame, variables={**frame.variables, **where}, cache={})
             source = M.address(here, node.buffer, item, node.index)
             # A word of narrower elements may lie across its own alignment.
-            (ptx_mma.prefetch if rows > 1 or item < 4 else ptx_mma.touch)(builder, source, live)
+            (ptx_mma.prefetch_l2 if rows > 1 or item < 4 else ptx_mma.prefetch_l1)(builder, source, live)
 
 
 def _inside(builder: GpuBuilder, place: L.Value, extent: int) -> L.Value:

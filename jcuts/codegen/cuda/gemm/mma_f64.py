@@ -18,22 +18,22 @@ from functools import partial
 
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda.gemm.epilogue import Totals
-from jcuts.codegen.cuda.gemm.mma_mainloop import ProductShape, product_shape
-from jcuts.codegen.cuda.gemm.register_double_buffer import AheadEmitter, Later, Step, Values
-from jcuts.codegen.cuda.gemm.smem_tile import PAIR, Fragments, TileShape
+from jcuts.codegen.cuda.gemm.mma_mainloop import MmaKernelTile, product_shape
+from jcuts.codegen.cuda.gemm.register_double_buffer import DoubleBufferedMmaKernel, Later, MainloopStep, Values
+from jcuts.codegen.cuda.gemm.smem_tile import PAIR, FragmentReader, SmemTile
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.patterns.gemm import S
-from jcuts.schedule.gpu.gemm.smem_layout_f64 import ITEM, LEAST, LINE, TERMS, bytes_of, part_of, pitch_of
+from jcuts.schedule.gpu.gemm.smem_layout_f64 import ITEM, LEAST, LINE, TERMS, bytes_of, k_step_bytes, pitch_of
 
 EIGHT = 8
 """Columns of a tile, and half of its rows."""
 
 
 @dataclass(frozen=True)
-class DoubleTile(TileShape):
+class DoubleTile(SmemTile):
     """A block's tile of one operand."""
 
     @property
@@ -55,16 +55,16 @@ class DoubleTile(TileShape):
         """Bytes from the tile's first one to an element of a line."""
         if not self.side.along_terms:
             return super().place(builder, line, column)
-        part = builder.mul(builder.lshr(column, L.I32(3)), L.I32(part_of(self.size)))
+        part = builder.mul(builder.lshr(column, L.I32(3)), L.I32(k_step_bytes(self.size)))
         return builder.add(part, super().place(builder, line, builder.and_(column, L.I32(TERMS - 1))))
 
     def advance(self, terms: int) -> int:
         """Bytes from one term to another, so many steps behind it."""
-        return terms // TERMS * part_of(self.size) if self.side.along_terms else terms * self.pitch
+        return terms // TERMS * k_step_bytes(self.size) if self.side.along_terms else terms * self.pitch
 
 
 @dataclass(frozen=True)
-class DoubleShape(ProductShape):
+class DoubleShape(MmaKernelTile):
     """A block's work, as `ProductShape`."""
 
     @property
@@ -87,13 +87,13 @@ def double_shape(program: Program) -> DoubleShape:
     return DoubleShape(**given)
 
 
-class Doubles(Fragments):
+class F64Fragments(FragmentReader):
     """Reads a warp's fragments of one operand: of 16 rows four values, of 8 columns two."""
 
     def __init__(
         self,
         builder: GpuBuilder,
-        shape: TileShape,
+        shape: SmemTile,
         shared: L.Value,
         warp: L.Value,
         lane: L.Value,
@@ -136,22 +136,22 @@ class Doubles(Fragments):
         return ptx_mma.read_doubles(self.builder, place, offset)
 
 
-class DoubleEmitter(AheadEmitter):
+class F64MmaKernel(DoubleBufferedMmaKernel):
     """Emits the work of one thread."""
 
-    reader = Doubles
+    reader = F64Fragments
     terms, zero = TERMS, L.F64(0.0)
 
-    def _begin(self, readers: list[Fragments], places: Sequence[L.Value]) -> list[Values]:
+    def _begin(self, readers: list[FragmentReader], places: Sequence[L.Value]) -> list[Values]:
         both = zip(_doubles(readers), places, strict=True)
         return [_joined([read() for read in reader.reads(place, 0)]) for reader, place in both]
 
-    def _stepper(self, readers: list[Fragments]) -> Step:
+    def _stepper(self, readers: list[FragmentReader]) -> MainloopStep:
         return partial(self._step, _doubles(readers))
 
     def _step(
         self,
-        readers: list[Doubles],
+        readers: list[F64Fragments],
         places: Sequence[L.Value],
         first: int,
         near: list[Values],
@@ -170,13 +170,13 @@ class DoubleEmitter(AheadEmitter):
             across = range(len(columns)) if down else range(2 * number, 2 * number + 2)
             for i in here:
                 for j in across:
-                    sums[i][j][:] = ptx_mma.multiply_double(self.builder, rows[i], columns[j], sums[i][j])
+                    sums[i][j][:] = ptx_mma.mma_f64(self.builder, rows[i], columns[j], sums[i][j])
             found.append(read())
         return [_joined(found), *made] if down else [*made, _joined(found)]
 
 
-def _doubles(readers: list[Fragments]) -> list[Doubles]:
-    return [r for r in readers if isinstance(r, Doubles)]
+def _doubles(readers: list[FragmentReader]) -> list[F64Fragments]:
+    return [r for r in readers if isinstance(r, F64Fragments)]
 
 
 def _joined(parts: list[Values]) -> Values:

@@ -17,23 +17,34 @@ from dataclasses import dataclass, replace
 
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda.gemm import epilogue_prefetch
-from jcuts.codegen.cuda.gemm.epilogue import Totals, finish
-from jcuts.codegen.cuda.gemm.epilogue_bulk_copy import Keeper
-from jcuts.codegen.cuda.gemm.smem_tile import Copier, Fragments, TileShape
-from jcuts.codegen.cuda.gemm.split_k_reduce import meet
+from jcuts.codegen.cuda.gemm.epilogue import Totals, epilogue
+from jcuts.codegen.cuda.gemm.epilogue_bulk_copy import EpilogueStaging
+from jcuts.codegen.cuda.gemm.smem_tile import FragmentReader, SmemTile, TileLoader
+from jcuts.codegen.cuda.gemm.split_k_reduce import reduce_across_warps_and_cluster
 from jcuts.codegen.cuda.ptx import global_memory as M
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder
 from jcuts.codegen.cuda.ptx.shuffle import WARP
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.program import Buffer, Program
-from jcuts.lower.patterns.gemm import COLUMNS, ROWS, TYPES, B, K, S, prologue, shares, sides, summed
+from jcuts.lower.patterns.gemm import (
+    COLUMNS,
+    ROWS,
+    TYPES,
+    B,
+    K,
+    S,
+    gemm_operands,
+    k_extent,
+    k_tiles_per_split,
+    prologue,
+)
 
 GROUP = 8  # tiles of rows whose blocks run side by side, so that they find the same columns in the L2 cache
 
 
 @dataclass(frozen=True)
-class ProductShape:
+class MmaKernelTile:
     """A block's work.
 
     Attributes:
@@ -44,8 +55,8 @@ class ProductShape:
         cluster: blocks that share the terms of a tile and meet in their shared memory.
     """
 
-    left: TileShape
-    right: TileShape
+    left: SmemTile
+    right: SmemTile
     warps: tuple[int, int, int]
     stages: int
     share: int
@@ -89,19 +100,19 @@ class ProductShape:
         return TYPES[self.left.side.dtype]
 
 
-def product_shape(program: Program) -> ProductShape:
+def product_shape(program: Program) -> MmaKernelTile:
     """The work that a schedule gives to a block. Raises CompileRejected where its numbers do not fit each other."""
     params, phase = dict(program.params), program.phases[0]
     rows, columns, terms = three(params["tile"])
     along, across, deep = three(params["warps"])
     extents = phase.ranges()
-    total, cluster = summed(program), int(str(params.get("cluster", 1)))
-    share, ranks = shares(extents[K], terms, cluster)
-    left, right = sides(program)
+    total, cluster = k_extent(program), int(str(params.get("cluster", 1)))
+    share, ranks = k_tiles_per_split(extents[K], terms, cluster)
+    left, right = gemm_operands(program)
     ragged = total % (terms * share * (cluster if S not in extents else 1)) != 0
-    first = TileShape(left, extents[ROWS], rows, terms, rows // max(1, along), 0, ragged)
-    second = TileShape(right, extents[COLUMNS], columns, terms, columns // max(1, across), first.bytes, ragged)
-    shape = ProductShape(first, second, (along, across, deep), int(str(params["stages"])), share, total, cluster)
+    first = SmemTile(left, extents[ROWS], rows, terms, rows // max(1, along), 0, ragged)
+    second = SmemTile(right, extents[COLUMNS], columns, terms, columns // max(1, across), first.bytes, ragged)
+    shape = MmaKernelTile(first, second, (along, across, deep), int(str(params["stages"])), share, total, cluster)
     step = ptx_mma.STEP // left.item * deep
     fits = rows == along * first.warp and columns == across * second.warp and terms % step == 0
     fits = fits and first.warp % 16 == 0 and second.warp % 16 == 0 and shape.stages >= 2
@@ -119,23 +130,23 @@ def three(value: object) -> tuple[int, int, int]:
     return x, y, z
 
 
-def block_count(program: Program, shape: ProductShape) -> int:
+def block_count(program: Program, shape: MmaKernelTile) -> int:
     """Blocks of the grid."""
     others = shape.cluster * math.prod(a.extent for a in program.phases[0].axes if a.name in (S, B))
     return others * -(-shape.left.extent // shape.left.size) * -(-shape.right.extent // shape.right.size)
 
 
-class ProductEmitter:
+class MmaKernel:
     """Emits the work of one thread."""
 
-    keeper: Keeper | None = None
-    reader: type[Fragments] = Fragments
+    keeper: EpilogueStaging | None = None
+    reader: type[FragmentReader] = FragmentReader
 
     def __init__(
         self,
         builder: GpuBuilder,
         program: Program,
-        shape: ProductShape,
+        shape: MmaKernelTile,
         buffers: Mapping[str, Buffer],
         pointers: Mapping[str, L.Value],
         integers: Mapping[str, L.Value],
@@ -209,7 +220,7 @@ class ProductEmitter:
         builder, shape = self.builder, self.shape
         rows, columns = self.variables[ROWS], self.variables[COLUMNS]
         copiers = [
-            Copier(self.frame, tile, shape.threads, self.thread, start, self.shared)
+            TileLoader(self.frame, tile, shape.threads, self.thread, start, self.shared)
             for tile, start in ((shape.left, rows), (shape.right, columns))
         ]
         readers = [
@@ -226,7 +237,7 @@ class ProductEmitter:
                 first = builder.add(skipped, L.I32(number * shape.left.terms))
                 for copier in copiers:
                     copier.start(first, L.I32(number * shape.stage), builder.sub(left, first))
-            ptx_mma.commit(builder)
+            ptx_mma.cp_async_commit(builder)
         self._ask()
         return self._loop(copiers, readers, left, skipped)
 
@@ -235,9 +246,13 @@ class ProductEmitter:
         if dict(self.program.params).get("early"):
             shape = self.shape
             thread, rank = (self.thread, shape.threads), (self.rank, shape.cluster)
-            epilogue_prefetch.ask(self.frame, self.phase, (shape.left, shape.right), thread, rank)
+            epilogue_prefetch.prefetch_epilogue_operands(
+                self.frame, self.phase, (shape.left, shape.right), thread, rank
+            )
 
-    def _loop(self, copiers: list[Copier], readers: list[Fragments], left: L.Value, skipped: L.Value) -> Totals:
+    def _loop(
+        self, copiers: list[TileLoader], readers: list[FragmentReader], left: L.Value, skipped: L.Value
+    ) -> Totals:
         builder, shape = self.builder, self.shape
         count, ahead = shape.share, shape.ahead
         before = builder.block
@@ -255,7 +270,7 @@ class ProductEmitter:
         tiles = (shape.left.warp // 16, shape.right.warp // 8)
         totals = [[[carried(L.F32, L.F32(0.0)) for _ in range(4)] for _ in range(tiles[1])] for _ in range(tiles[0])]
         sums = [[list(t) for t in row] for row in totals]
-        ptx_mma.wait(builder, ahead - 1)
+        ptx_mma.cp_async_wait(builder, ahead - 1)
         ptx_mma.barrier(builder)
         self._copy_ahead(copiers, number, writing, left, skipped)
         self._multiply(readers, reading, sums)
@@ -278,7 +293,7 @@ class ProductEmitter:
         return sums
 
     def _copy_ahead(
-        self, copiers: list[Copier], number: L.Value, writing: L.Value, left: L.Value, skipped: L.Value
+        self, copiers: list[TileLoader], number: L.Value, writing: L.Value, left: L.Value, skipped: L.Value
     ) -> None:
         """Starts the copies of the tile so far ahead of this one, if there is one; the group may be empty."""
         builder, shape = self.builder, self.shape
@@ -290,7 +305,7 @@ class ProductEmitter:
                 rest = builder.sub(left, done)
                 for copier in copiers:
                     copier.start(done, writing, rest)
-        ptx_mma.commit(builder)
+        ptx_mma.cp_async_commit(builder)
 
     def next_stage(self, stage: L.Value) -> L.Value:
         """The piece of the ring after this one."""
@@ -298,7 +313,7 @@ class ProductEmitter:
         moved = builder.add(stage, L.I32(shape.stage))
         return builder.select(builder.icmp_signed("==", moved, L.I32(shape.stage * shape.stages)), L.I32(0), moved)
 
-    def _multiply(self, readers: list[Fragments], reading: L.Value, sums: Totals) -> None:
+    def _multiply(self, readers: list[FragmentReader], reading: L.Value, sums: Totals) -> None:
         """One tile of terms, fragments one step ahead of the products."""
         builder, shape = self.builder, self.shape
         left, right = readers
@@ -315,7 +330,7 @@ class ProductEmitter:
                 near = (left.read(places[0], term), right.read(places[1], term))
             for i, row in enumerate(rows):
                 for j, column in enumerate(columns):
-                    sums[i][j] = ptx_mma.multiply(builder, shape.kind, row, column, sums[i][j])
+                    sums[i][j] = ptx_mma.mma_sync(builder, shape.kind, row, column, sums[i][j])
 
     # -- the exit -------------------------------------------------------------------------------------------------
     def _meet(self, totals: Totals) -> None:
@@ -324,7 +339,9 @@ class ProductEmitter:
         lane = builder.add(builder.mul(self.flat, L.I32(WARP)), self.lane)
         lanes = WARP * shape.warps[0] * shape.warps[1]
         deep, rank = (self.deep, shape.warps[2]), (self.rank, shape.cluster)
-        meet(builder, totals, self.shared, lanes, lane, deep, rank, shape.right.beside, shape.left.high, self._exit)
+        reduce_across_warps_and_cluster(
+            builder, totals, self.shared, lanes, lane, deep, rank, shape.right.beside, shape.left.high, self._exit
+        )
 
     def _exit(self, totals: Totals, row: L.Value, column: L.Value) -> None:
         """The exit graph on a thread's accumulators, the first of which have this row and column of the warp's tile."""
@@ -339,4 +356,4 @@ class ProductEmitter:
         if keeper is not None:
             keeper.warp = (self.row_warp, self.column_warp)
         paired = bool(dict(self.program.params).get("paired", 0))
-        finish(frame, self.phase, tiles, self.buffers, self.lane, totals, keeper=keeper, paired=paired)
+        epilogue(frame, self.phase, tiles, self.buffers, self.lane, totals, keeper=keeper, paired=paired)

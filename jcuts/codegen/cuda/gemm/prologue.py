@@ -17,7 +17,7 @@ from jcuts.codegen.llvm import elementwise as E
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.node import Graph, Node
 from jcuts.kernel_ir.program import Program
-from jcuts.lower.patterns.gemm import K, prologue, sides, summed, vectors
+from jcuts.lower.patterns.gemm import K, gemm_operands, k_extent, k_vectors, prologue
 
 ITEM = 4  # bytes of an element of a vector
 HALF = "bfloat16"
@@ -29,10 +29,10 @@ class Prologue:
     def __init__(self, frame: M.Frame, program: Program, terms: int, shared: L.Value, lane: L.Value) -> None:
         """Args: terms: of the block; shared: where their vectors go."""
         self.builder, self.frame, self.terms, self.shared = frame.builder, frame, terms, shared
-        self.total = summed(program)
-        self.vectors = vectors(program)
+        self.total = k_extent(program)
+        self.vectors = k_vectors(program)
         self.graph, self.given, self.result = _template(program, self.vectors)
-        self.half = sides(program)[0].item == 2
+        self.half = gemm_operands(program)[0].item == 2
         self.step = 16 if self.half else 8  # terms of an instruction
         mine = self.builder.and_(lane, L.I32(3))
         self.place = self.builder.add(shared, self.builder.shl(mine, L.I32(4 if self.half else 3)))
@@ -55,7 +55,7 @@ class Prologue:
             for number, node in enumerate(self.vectors):
                 assert node.index is not None
                 source = M.address(frame, node.buffer, ITEM, node.index)
-                ptx_mma.copy(builder, (target, number * self.terms * ITEM), source, ITEM, there, inside)
+                ptx_mma.cp_async(builder, (target, number * self.terms * ITEM), source, ITEM, there, inside)
 
     def _moved(self, place: L.Value) -> L.Value:
         """Where the vectors have a term: the lane's number within a step, then that of its term."""
@@ -107,7 +107,7 @@ def _template(program: Program, known: list[Node]) -> tuple[Graph, list[int], in
     found, numbers, given = Graph(), {}, [0] * (1 + len(known))
     needed = list(body.needed([last]))
     uses = Counter(a for n in needed for a in body.nodes[n].args)
-    half = sides(program)[0].item == 2
+    half = gemm_operands(program)[0].item == 2
     for number in needed:
         node = body.nodes[number]
         if half and node.op in ("widen", "convert"):

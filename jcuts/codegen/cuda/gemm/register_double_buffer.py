@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from jcuts.codegen.cuda.gemm.epilogue import Totals
-from jcuts.codegen.cuda.gemm.mma_mainloop import ProductEmitter
-from jcuts.codegen.cuda.gemm.smem_tile import Copier, Fragments
+from jcuts.codegen.cuda.gemm.mma_mainloop import MmaKernel
+from jcuts.codegen.cuda.gemm.smem_tile import FragmentReader, TileLoader
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder
 from jcuts.codegen.llvm import lanes as L
@@ -22,7 +22,7 @@ Later = Callable[[], list[L.Value]]
 """Turns to the next tile of terms: where it lies, for both operands."""
 
 
-class Step(Protocol):
+class MainloopStep(Protocol):
     """The products of a step.
 
     Args: places: of both operands' terms; first: the step's first term, from there on; near: what it begins with; sums:
@@ -35,7 +35,7 @@ class Step(Protocol):
     ) -> list[Values]: ...
 
 
-class AheadEmitter(ProductEmitter):
+class DoubleBufferedMmaKernel(MmaKernel):
     """Emits the work of one thread.
 
     Attributes: terms: of a step; zero: what totals begin with.
@@ -44,23 +44,25 @@ class AheadEmitter(ProductEmitter):
     terms: int
     zero: L.Value
 
-    def _begin(self, readers: list[Fragments], places: Sequence[L.Value]) -> list[Values]:
+    def _begin(self, readers: list[FragmentReader], places: Sequence[L.Value]) -> list[Values]:
         """What the first step of all begins with."""
         raise NotImplementedError
 
-    def _stepper(self, readers: list[Fragments]) -> Step:
+    def _stepper(self, readers: list[FragmentReader]) -> MainloopStep:
         """Emits steps with these readers."""
         raise NotImplementedError
 
-    def _loop(self, copiers: list[Copier], readers: list[Fragments], left: L.Value, skipped: L.Value) -> Totals:
+    def _loop(
+        self, copiers: list[TileLoader], readers: list[FragmentReader], left: L.Value, skipped: L.Value
+    ) -> Totals:
         builder, shape, step = self.builder, self.shape, self._stepper(readers)
         count, ahead = shape.share, shape.ahead
-        ptx_mma.wait(builder, ahead - 1)
+        ptx_mma.cp_async_wait(builder, ahead - 1)
         ptx_mma.barrier(builder)
         near = self._begin(readers, self._first(readers, L.I32(0)))
         tiles = (shape.left.warp // 16, shape.right.warp // 8)
         zeros = [[[self.zero] * 4 for _ in range(tiles[1])] for _ in range(tiles[0])]
-        loop = Loop(builder, "terms", [L.I32(0), L.I32(0), L.I32(ahead * shape.stage)], near, zeros)
+        loop = CarriedLoop(builder, "terms", [L.I32(0), L.I32(0), L.I32(ahead * shape.stage)], near, zeros)
         number, reading, writing = loop.numbers
         self._copy_ahead(copiers, number, writing, left, skipped)
         steps, places = shape.left.terms // self.terms // shape.warps[2], self._first(readers, reading)
@@ -70,7 +72,7 @@ class AheadEmitter(ProductEmitter):
         following = self.next_stage(reading)
 
         def later() -> list[L.Value]:
-            ptx_mma.wait(builder, ahead - 1)
+            ptx_mma.cp_async_wait(builder, ahead - 1)
             ptx_mma.barrier(builder)
             return self._first(readers, following)
 
@@ -83,7 +85,7 @@ class AheadEmitter(ProductEmitter):
         loop.close([done, following, self.next_stage(writing)], near, sums, again)
         return sums
 
-    def _first(self, readers: list[Fragments], stage: L.Value) -> list[L.Value]:
+    def _first(self, readers: list[FragmentReader], stage: L.Value) -> list[L.Value]:
         """Where the warp's first terms of a stage are, of both operands."""
         builder, shape = self.builder, self.shape
         if shape.warps[2] == 1:
@@ -92,14 +94,20 @@ class AheadEmitter(ProductEmitter):
         return [builder.add(stage, builder.mul(self.deep, L.I32(r.advance(share)))) for r in readers]
 
     def _pairs(
-        self, readers: list[Fragments], step: Step, places: list[L.Value], pairs: int, near: list[Values], sums: Totals
+        self,
+        readers: list[FragmentReader],
+        step: MainloopStep,
+        places: list[L.Value],
+        pairs: int,
+        near: list[Values],
+        sums: Totals,
     ) -> tuple[list[Values], Totals, list[L.Value]]:
         """So many pairs of steps: two, and the registers of what is read ahead need not change places."""
         builder = self.builder
         loop = None
         if pairs > 1:
             count = ptx_mma.asm(builder, f"mov.u32 $0, {pairs};", L.I32, [], effects=True)  # not to be unrolled
-            loop = Loop(builder, "steps", [L.I32(0), *places], near, sums)
+            loop = CarriedLoop(builder, "steps", [L.I32(0), *places], near, sums)
             number, *places = loop.numbers
             near, sums = loop.near, loop.sums
         for turn in range(2):
@@ -111,7 +119,7 @@ class AheadEmitter(ProductEmitter):
         return near, sums, places
 
 
-class Loop:
+class CarriedLoop:
     """A loop that carries numbers, values of both operands and totals.
 
     Attributes: numbers, near, sums: what is carried.

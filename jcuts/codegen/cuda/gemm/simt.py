@@ -17,9 +17,9 @@ from dataclasses import dataclass, fields
 from functools import partial
 
 from jcuts.codegen.cuda.gemm.epilogue import Totals
-from jcuts.codegen.cuda.gemm.mma_mainloop import ProductShape, product_shape
-from jcuts.codegen.cuda.gemm.register_double_buffer import AheadEmitter, Later, Step, Values
-from jcuts.codegen.cuda.gemm.smem_tile import Fragments, TileShape
+from jcuts.codegen.cuda.gemm.mma_mainloop import MmaKernelTile, product_shape
+from jcuts.codegen.cuda.gemm.register_double_buffer import DoubleBufferedMmaKernel, Later, MainloopStep, Values
+from jcuts.codegen.cuda.gemm.smem_tile import FragmentReader, SmemTile
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder
 from jcuts.codegen.llvm import lanes as L
@@ -32,7 +32,7 @@ LATE = 2
 
 
 @dataclass(frozen=True)
-class FmaShape(ProductShape):
+class FmaShape(MmaKernelTile):
     """A block's work, as `ProductShape`."""
 
     @property
@@ -51,7 +51,7 @@ def fma_shape(program: Program) -> FmaShape:
     return FmaShape(**{f.name: getattr(shape, f.name) for f in fields(shape)})
 
 
-class LaneValues(Fragments):
+class SimtFragments(FragmentReader):
     """Reads a lane's rows (or columns) of one operand.
 
     Its `Values` are [term][two of every tile of 16 rows, or of 8 columns].
@@ -63,7 +63,7 @@ class LaneValues(Fragments):
     def __init__(
         self,
         builder: GpuBuilder,
-        shape: TileShape,
+        shape: SmemTile,
         shared: L.Value,
         warp: L.Value,
         lane: L.Value,
@@ -106,15 +106,15 @@ class LaneValues(Fragments):
         return [self.builder.bitcast(word, L.F32) for word in words]
 
 
-def _lanes(readers: list[Fragments]) -> list[LaneValues]:
-    return [r for r in readers if isinstance(r, LaneValues)]
+def _lanes(readers: list[FragmentReader]) -> list[SimtFragments]:
+    return [r for r in readers if isinstance(r, SimtFragments)]
 
 
 def _joined(parts: list[Values]) -> Values:
     return [[value for part in parts for value in part[term]] for term in range(len(parts[0]))]
 
 
-def _dealt(builder: GpuBuilder, lane: L.Value) -> L.Value:
+def _swizzle_lane(builder: GpuBuilder, lane: L.Value) -> L.Value:
     """The number in whose place a lane stands: its bits 1 and 2 change places.
 
     Of lanes k^1 and k^2 one then has the same row as k, one the same column: where neighbours ask for the same bytes,
@@ -126,17 +126,17 @@ def _dealt(builder: GpuBuilder, lane: L.Value) -> L.Value:
     return builder.or_(kept, builder.or_(up, down))
 
 
-class FmaEmitter(AheadEmitter):
+class SimtGemmKernel(DoubleBufferedMmaKernel):
     """Emits the work of one thread."""
 
-    reader = LaneValues
+    reader = SimtFragments
     terms, zero = STEP, L.F32(0.0)
 
     def __init__(
         self,
         builder: GpuBuilder,
         program: Program,
-        shape: ProductShape,
+        shape: MmaKernelTile,
         buffers: Mapping[str, Buffer],
         pointers: Mapping[str, L.Value],
         integers: Mapping[str, L.Value],
@@ -144,18 +144,18 @@ class FmaEmitter(AheadEmitter):
     ) -> None:
         """Args: as of `ProductEmitter`."""
         super().__init__(builder, program, shape, buffers, pointers, integers, symbol)
-        self.lane = _dealt(builder, self.lane)
+        self.lane = _swizzle_lane(builder, self.lane)
 
-    def _begin(self, readers: list[Fragments], places: Sequence[L.Value]) -> list[Values]:
+    def _begin(self, readers: list[FragmentReader], places: Sequence[L.Value]) -> list[Values]:
         both = zip(_lanes(readers), places, strict=True)
         return [_joined([read() for read in reader.reads(place, 0)]) for reader, place in both]
 
-    def _stepper(self, readers: list[Fragments]) -> Step:
+    def _stepper(self, readers: list[FragmentReader]) -> MainloopStep:
         return partial(self._step, _lanes(readers))
 
     def _step(
         self,
-        readers: list[LaneValues],
+        readers: list[SimtFragments],
         places: Sequence[L.Value],
         first: int,
         near: list[Values],

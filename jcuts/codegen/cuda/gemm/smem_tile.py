@@ -17,13 +17,13 @@ from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.index import Index
-from jcuts.lower.patterns.gemm import K, Side
+from jcuts.lower.patterns.gemm import GemmOperand, K
 
 PAIR = 2  # neighbouring elements that a lane takes from a line of rows
 
 
 @dataclass(frozen=True)
-class TileShape:
+class SmemTile:
     """A block's tile of one operand.
 
     Attributes:
@@ -33,7 +33,7 @@ class TileShape:
         ragged: the last tile of terms is not full. apart: terms of one tile may lie in several runs of the operand.
     """
 
-    side: Side
+    side: GemmOperand
     extent: int
     size: int
     terms: int
@@ -94,7 +94,7 @@ class TileShape:
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class ThreadCopy:
     """What one thread copies at once.
 
     Attributes:
@@ -113,7 +113,7 @@ class Piece:
     condition: L.Value | None
 
 
-class Copier:
+class TileLoader:
     """Copies the tiles of one operand; every thread always has the same places of them.
 
     ``cached``: whether copies of 16 bytes go by the L1 cache.
@@ -122,11 +122,11 @@ class Copier:
     cached = False
 
     def __init__(
-        self, frame: M.Frame, shape: TileShape, threads: int, thread: L.Value, start: L.Value, shared: L.Value
+        self, frame: M.Frame, shape: SmemTile, threads: int, thread: L.Value, start: L.Value, shared: L.Value
     ) -> None:
         """Args: start: the block's first row (or column)."""
         self.builder, self.frame, self.shape = frame.builder, frame, shape
-        self.places: list[Piece] = []
+        self.places: list[ThreadCopy] = []
         self._find(threads, thread, start, self.builder.add(shared, L.I32(shape.first)))
 
     def _find(self, threads: int, thread: L.Value, start: L.Value, shared: L.Value) -> None:
@@ -148,9 +148,9 @@ class Copier:
             outer, term = (line, column) if side.along_terms else (column, line)
             outer = self._inside(builder.add(start, outer))
             constant = side.by_place.const * side.item
-            self.places.append(Piece(self._source(outer, term), constant, into, 0, outer, term, condition))
+            self.places.append(ThreadCopy(self._source(outer, term), constant, into, 0, outer, term, condition))
 
-    def _moved(self, lines: int) -> Piece | None:
+    def _moved(self, lines: int) -> ThreadCopy | None:
         """The first piece so many lines further, where its address moves by a constant."""
         shape, piece = self.shape, self.places[0]
         side, moved = shape.side, shape.moved(lines)
@@ -205,7 +205,7 @@ class Copier:
             if where is not None:
                 live = where if live is None else builder.and_(live, where)
             places = (target, piece.moved), (source, piece.constant)
-            ptx_mma.copy(builder, *places, size, live, piece.condition, self.cached)
+            ptx_mma.cp_async(builder, *places, size, live, piece.condition, self.cached)
             yield
 
     @property
@@ -232,13 +232,13 @@ class Copier:
                     term = builder.add(piece.term, L.I32(number * shape.terms)) if number else piece.term
                     alive[key] = builder.icmp_signed("<", term, left)
                 target = piece.into, piece.moved + stage
-                ptx_mma.copy(
+                ptx_mma.cp_async(
                     builder, target, (source, number * far), size, alive.get(key), piece.condition, self.cached
                 )
 
         return start
 
-    def sources(self, first: L.Value, left: L.Value) -> Iterator[tuple[Piece, L.Value, L.Value | None]]:
+    def sources(self, first: L.Value, left: L.Value) -> Iterator[tuple[ThreadCopy, L.Value, L.Value | None]]:
         """Of every piece of a tile: the global address, without its constant, and whether it is there (None: it is)."""
         builder, shape = self.builder, self.shape
         side = shape.side
@@ -271,13 +271,13 @@ def _bytes(builder: GpuBuilder, place: L.Value, item: int) -> L.Value:
     return builder.mul(builder.sext(place, L.I64), L.I64(item))
 
 
-class Fragments:
+class FragmentReader:
     """Reads one operand's fragments of a warp."""
 
     def __init__(
         self,
         builder: GpuBuilder,
-        shape: TileShape,
+        shape: SmemTile,
         shared: L.Value,
         warp: L.Value,
         lane: L.Value,
@@ -327,21 +327,21 @@ class Fragments:
                 words = [*near, *far]
                 words = words if left else [near[0], far[0], near[1], far[1]]
             else:
-                words = ptx_mma.read_matrices(builder, place, offset, transposed=not side.along_terms)
+                words = ptx_mma.ldmatrix_x4(builder, place, offset, transposed=not side.along_terms)
             if side.item == 4 and not self.rounded:
                 words = [ptx_mma.to_tf32(builder, w) for w in words]
             found += [words] if left else [words[:2], words[2:]]
         return found
 
 
-def rows_of(shape: TileShape) -> tuple[int, list[list[int]]]:
+def lane_rows(shape: SmemTile) -> tuple[int, list[list[int]]]:
     """Which rows of a warp's tile a lane's results belong to: (factor of ``lane / 4``, offsets per 16 rows)."""
     if shape.lone:
         return PAIR, [[row, row + 1] for row in range(0, shape.warp, 16)]
     return 1, [[row, row + 8] for row in range(0, shape.warp, shape.high)]
 
 
-def columns_of(shape: TileShape) -> tuple[int, list[list[int]]]:
+def lane_columns(shape: SmemTile) -> tuple[int, list[list[int]]]:
     """The same for columns: (factor of ``lane % 4``, offsets of the two results per tile of 8)."""
     if shape.lone:  # tiles of even and of odd columns take turns
         return 2 * PAIR, [[group + odd, group + 2 + odd] for group in range(0, shape.warp, 16) for odd in (0, 1)]

@@ -14,10 +14,10 @@ from jcuts.codegen.cuda.ptx import cluster
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder
 from jcuts.codegen.llvm import lanes as L
-from jcuts.schedule.gpu.gemm.wgmma_tile import FOUR, portions
+from jcuts.schedule.gpu.gemm.wgmma_tile import FOUR, cluster_slices
 
 
-def meet(
+def reduce_across_warps_and_cluster(
     builder: GpuBuilder,
     totals: Totals,
     shared: L.Value,
@@ -41,14 +41,14 @@ def meet(
     half = lanes * FOUR  # each lane's 16 bytes lie beside its neighbour's: four floats, or half of four doubles
     plane = half * (2 if totals[0][0][0].type == L.F64 else 1)
     place = builder.add(shared, builder.mul(lane, L.I32(FOUR)))
-    ptx_mma.wait(builder, 0)
+    ptx_mma.cp_async_wait(builder, 0)
     ptx_mma.barrier(builder)
     mine = builder.add(place, builder.mul(deep[0], L.I32(high * wide * plane)))
     for number, tile in enumerate(t for row in totals for t in row):
-        _put(builder, mine, number * plane, half, tile)
+        _store_partial(builder, mine, number * plane, half, tile)
     together = ptx_mma.barrier if rank[1] == 1 else ptx_mma.cluster_barrier
     together(builder)
-    down, aside = portions(high, wide, step, deep[1] * rank[1])
+    down, aside = cluster_slices(high, wide, step, deep[1] * rank[1])
     rows, columns = high // down, wide // aside
     sharer = builder.add(builder.mul(rank[0], L.I32(deep[1])), deep[0])
     idle = down * aside < deep[1] * rank[1]
@@ -58,7 +58,7 @@ def meet(
         first = builder.mul(builder.add(builder.mul(row, L.I32(wide)), column), L.I32(plane))
         places = [builder.add(place, first)]
         if rank[1] > 1:
-            places = [ptx_mma.of_block(builder, places[0], number) for number in range(rank[1])]
+            places = [ptx_mma.mapa(builder, places[0], number) for number in range(rank[1])]
         parts = [(p, number * high * wide * plane) for p in places for number in range(deep[1])]
         found: Totals = []
         for i in range(rows):
@@ -67,7 +67,7 @@ def meet(
                 offset = (i * wide + j) * plane
                 total: list[L.Value] | None = None
                 for where, skipped in parts:
-                    more = _take(builder, where, offset + skipped, (plane, half), cluster=rank[1] > 1)
+                    more = _load_partial(builder, where, offset + skipped, (plane, half), cluster=rank[1] > 1)
                     total = more if total is None else [builder.fadd(x, y) for x, y in zip(total, more, strict=True)]
                 assert total is not None
                 found[-1].append(total)
@@ -76,23 +76,25 @@ def meet(
         ptx_mma.cluster_barrier(builder)  # no block may end while others read its shared memory
 
 
-def _put(builder: GpuBuilder, place: L.Value, offset: int, half: int, tile: list[L.Value]) -> None:
+def _store_partial(builder: GpuBuilder, place: L.Value, offset: int, half: int, tile: list[L.Value]) -> None:
     if tile[0].type != L.F64:
-        ptx_mma.write_four(builder, place, offset, tile)
+        ptx_mma.st_shared_v4_f32(builder, place, offset, tile)
         return
     for number in range(2):
         ptx_mma.write_doubles(builder, place, offset + number * half, tile[2 * number : 2 * number + 2])
 
 
-def _take(builder: GpuBuilder, place: L.Value, offset: int, sizes: tuple[int, int], *, cluster: bool) -> list[L.Value]:
+def _load_partial(
+    builder: GpuBuilder, place: L.Value, offset: int, sizes: tuple[int, int], *, cluster: bool
+) -> list[L.Value]:
     """What `_put` left. Args: sizes: bytes of a plane, and of what lies beside each other in it."""
     plane, half = sizes
     if plane == half:
-        return ptx_mma.read_four(builder, place, offset, cluster=cluster)
+        return ptx_mma.ld_shared_v4_f32(builder, place, offset, cluster=cluster)
     return [v for part in range(2) for v in ptx_mma.read_doubles(builder, place, offset + part * half, cluster=cluster)]
 
 
-def push(
+def reduce_through_dsmem(
     builder: GpuBuilder,
     totals: Totals,
     places: tuple[L.Value, L.Value],
@@ -109,27 +111,27 @@ def push(
     """
     high, wide = len(totals), len(totals[0])
     plane, (number, sharers) = lanes * FOUR, rank
-    down, aside = portions(high, wide, step, sharers)
+    down, aside = cluster_slices(high, wide, step, sharers)
     rows, columns = high // down, wide // aside
     each = rows * columns
     place = builder.add(places[0], builder.mul(lane, L.I32(FOUR)))
     mine = builder.add(place, builder.mul(number, L.I32(each * plane)))
     for part in range(down * aside):
         first, left = part // aside * rows, part % aside * columns
-        there, barrier = (ptx_mma.of_block(builder, p, part) for p in (mine, places[1]))
+        there, barrier = (ptx_mma.mapa(builder, p, part) for p in (mine, places[1]))
         for k in range(each):
             tile = totals[first + k // columns][left + k % columns]
-            cluster.store(builder, there, k * plane, tile, barrier)
+            cluster.st_async_v4(builder, there, k * plane, tile, barrier)
     idle = down * aside < sharers
     with builder.if_then(builder.icmp_signed("<", number, L.I32(down * aside))) if idle else nullcontext():
-        cluster.wait_for(builder, places[1])
+        cluster.mbarrier_wait(builder, places[1])
         found: Totals = []
         for i in range(rows):
             found.append([])
             for j in range(columns):
                 total: list[L.Value] | None = None
                 for sender in range(sharers):
-                    more = ptx_mma.read_four(builder, place, (sender * each + i * columns + j) * plane)
+                    more = ptx_mma.ld_shared_v4_f32(builder, place, (sender * each + i * columns + j) * plane)
                     total = more if total is None else [builder.fadd(x, y) for x, y in zip(total, more, strict=True)]
                 assert total is not None
                 found[-1].append(total)

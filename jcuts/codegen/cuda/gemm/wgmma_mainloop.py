@@ -17,14 +17,14 @@ from collections.abc import Iterator, Sequence
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda.gemm import wgmma_register_operand
 from jcuts.codegen.cuda.gemm.epilogue import Totals
-from jcuts.codegen.cuda.gemm.epilogue_bulk_copy import Keeper
-from jcuts.codegen.cuda.gemm.mma_mainloop import ProductEmitter
+from jcuts.codegen.cuda.gemm.epilogue_bulk_copy import EpilogueStaging
+from jcuts.codegen.cuda.gemm.mma_mainloop import MmaKernel
 from jcuts.codegen.cuda.gemm.prologue import Prologue
-from jcuts.codegen.cuda.gemm.smem_tile import Copier
-from jcuts.codegen.cuda.gemm.split_k_reduce import push
-from jcuts.codegen.cuda.gemm.wgmma_register_operand import Rows
-from jcuts.codegen.cuda.gemm.wgmma_smem_tile import GroupTile, Rounding, Turning
-from jcuts.codegen.cuda.gemm.wgmma_tile import WARPS, GroupShape
+from jcuts.codegen.cuda.gemm.smem_tile import TileLoader
+from jcuts.codegen.cuda.gemm.split_k_reduce import reduce_through_dsmem
+from jcuts.codegen.cuda.gemm.wgmma_register_operand import RegisterOperandA
+from jcuts.codegen.cuda.gemm.wgmma_smem_tile import Tf32RoundingLoader, TransposingLoader, WgmmaSmemTile
+from jcuts.codegen.cuda.gemm.wgmma_tile import WARPS, WgmmaKernelTile
 from jcuts.codegen.cuda.ptx import cluster, wgmma
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.ptx.shuffle import WARP
@@ -34,12 +34,12 @@ from jcuts.lower.patterns.gemm import COLUMNS, ROWS, S, prologue
 from jcuts.schedule.gpu.gemm.wgmma_tile import BARRIER
 
 
-class GroupEmitter(ProductEmitter):
+class WgmmaKernel(MmaKernel):
     """Emits the work of one thread."""
 
-    shape: GroupShape
+    shape: WgmmaKernelTile
     before: Prologue | None = None
-    keeper: Keeper | None = None
+    keeper: EpilogueStaging | None = None
 
     def _warp_places(self, across: int) -> tuple[L.Value, L.Value]:
         builder, shape = self.builder, self.shape
@@ -61,7 +61,7 @@ class GroupEmitter(ProductEmitter):
         builder, shape = self.builder, self.shape
         if shape.push:
             barrier = builder.add(self.shared, L.I32(shape.shared - BARRIER))
-            cluster.expect(builder, barrier, shape.room, self.thread)
+            cluster.mbarrier_expect_tx(builder, barrier, shape.room, self.thread)
             if shape.apart:  # nobody writes into a block that has not begun
                 cluster.arrive(builder)
 
@@ -71,7 +71,7 @@ class GroupEmitter(ProductEmitter):
         if not shape.push:
             super()._meet(totals)
             return
-        ptx_mma.wait(builder, 0)
+        ptx_mma.cp_async_wait(builder, 0)
         if not shape.apart:
             cluster.arrive(builder)
             cluster.wait(builder)
@@ -79,14 +79,16 @@ class GroupEmitter(ProductEmitter):
         places = [builder.add(self.shared, L.I32(n)) for n in (end - shape.room if shape.apart else 0, end)]
         lane = builder.add(builder.mul(self.flat, L.I32(WARP)), self.lane)
         rank, high = (self.rank, shape.cluster), shape.left.high
-        push(builder, totals, (places[0], places[1]), lane, shape.threads, rank, shape.right.beside, high, self._exit)
+        reduce_through_dsmem(
+            builder, totals, (places[0], places[1]), lane, shape.threads, rank, shape.right.beside, high, self._exit
+        )
 
     def _ask(self) -> None:
         super()._ask()
         shape = self.shape
         if shape.held.loaded or shape.held.stored:
             barrier = self.builder.add(self.shared, L.I32(shape.shared - BARRIER))
-            self.keeper = Keeper(self.frame, shape.held, (shape.left, shape.right), self.shared, barrier)
+            self.keeper = EpilogueStaging(self.frame, shape.held, (shape.left, shape.right), self.shared, barrier)
             self.keeper.begin(self.thread, shape.threads)
 
     def _exit(self, totals: Totals, row: L.Value, column: L.Value) -> None:
@@ -94,7 +96,7 @@ class GroupEmitter(ProductEmitter):
             super()._exit(totals, row, column)
             return
         if self.keeper.overlays:
-            ptx_mma.wait(self.builder, 0)
+            ptx_mma.cp_async_wait(self.builder, 0)
             ptx_mma.barrier(self.builder)
         self.keeper.wait()
         super()._exit(totals, row, column)
@@ -113,22 +115,24 @@ class GroupEmitter(ProductEmitter):
             for tile, warp in ((shape.left, self.group_row), (shape.right, self.column_warp))
         ]
         if shape.rounded:
-            self.rows = Rows(builder, shape.left, self.shared, self.row_warp, self.lane)
+            self.rows = RegisterOperandA(builder, shape.left, self.shared, self.row_warp, self.lane)
             if prologue(self.program) is not None:
                 behind = builder.add(self.shared, L.I32(shape.tiles))
                 self.before = Prologue(self.frame, self.program, shape.share * shape.left.terms, behind, self.lane)
                 self.before.start(skipped, shape.threads, self.thread)
         if not shape.flight:
-            copiers = [Copier(self.frame, t, shape.threads, self.thread, start, self.shared) for t, start in places]
+            copiers = [TileLoader(self.frame, t, shape.threads, self.thread, start, self.shared) for t, start in places]
             copiers[0].cached = shape.cached
             return self._copied(copiers, left, skipped)
         takers = [
-            (Turning if t.turned else Rounding)(self.frame, t, shape.threads, self.thread, start, self.shared)
+            (TransposingLoader if t.turned else Tf32RoundingLoader)(
+                self.frame, t, shape.threads, self.thread, start, self.shared
+            )
             for t, start in places
         ]
         return self._rounded(takers, left, skipped)
 
-    def _copied(self, copiers: Sequence[Copier], left: L.Value, skipped: L.Value) -> Totals:
+    def _copied(self, copiers: Sequence[TileLoader], left: L.Value, skipped: L.Value) -> Totals:
         """Operands as they are: a ring of copies that do not wait."""
         builder, shape = self.builder, self.shape
         count, ahead = shape.share, shape.ahead
@@ -146,14 +150,14 @@ class GroupEmitter(ProductEmitter):
                     way(number, number * shape.stage)
             elif number < count:
                 start(L.I32(number), L.I32(number * shape.stage))
-            ptx_mma.commit(builder)
+            ptx_mma.cp_async_commit(builder)
         if shape.push and shape.apart:
             cluster.wait(builder)
         self._ask()
-        loop = _Loop(self, ahead)
+        loop = _WgmmaLoop(self, ahead)
 
         def tile() -> None:
-            ptx_mma.wait(builder, ahead - 1)
+            ptx_mma.cp_async_wait(builder, ahead - 1)
             wgmma.proxy_fence(builder)
             if shape.spread:
                 loop.multiply(self._beside(copiers, loop, count - ahead, left, skipped) if count > ahead else [])
@@ -162,7 +166,7 @@ class GroupEmitter(ProductEmitter):
                 if count > ahead:
                     with builder.if_then(builder.icmp_signed("<", loop.number, L.I32(count - ahead))):
                         start(builder.add(loop.number, L.I32(ahead)), loop.writing)
-            ptx_mma.commit(builder)
+            ptx_mma.cp_async_commit(builder)
             loop.advance()
 
         for _ in range(shape.together):
@@ -172,11 +176,11 @@ class GroupEmitter(ProductEmitter):
             tile()
         totals = loop.end()
         if shape.spread:
-            ptx_mma.wait(builder, 0)
+            ptx_mma.cp_async_wait(builder, 0)
         return totals
 
     def _beside(
-        self, copiers: Sequence[Copier], loop: _Loop, rounds: int, left: L.Value, skipped: L.Value
+        self, copiers: Sequence[TileLoader], loop: _WgmmaLoop, rounds: int, left: L.Value, skipped: L.Value
     ) -> list[Iterator[None]]:
         """Copies of a later tile, one after the other, in so many rounds of the loop."""
         builder, shape = self.builder, self.shape
@@ -188,7 +192,7 @@ class GroupEmitter(ProductEmitter):
             found += [copier.copies(first, loop.writing, left, where)] * len(copier.places)
         return found
 
-    def _rounded(self, takers: Sequence[Rounding], left: L.Value, skipped: L.Value) -> Totals:
+    def _rounded(self, takers: Sequence[Tf32RoundingLoader], left: L.Value, skipped: L.Value) -> Totals:
         """float32 operands: tiles wait in registers, are rounded, and stored beside the one that is multiplied."""
         builder, shape = self.builder, self.shape
         count = shape.share
@@ -206,7 +210,7 @@ class GroupEmitter(ProductEmitter):
         self._ask()
         store(tiles[0], L.I32(0))
         waiting = tiles[1:]
-        loop = _Loop(self, 1, [word for tile in waiting for words in tile for word in words])
+        loop = _WgmmaLoop(self, 1, [word for tile in waiting for words in tile for word in words])
         loop.multiply()
         if waiting:
             held, values = [], iter(loop.held)
@@ -248,7 +252,7 @@ class GroupEmitter(ProductEmitter):
         return made
 
     # -- what the units are told --------------------------------------------------------------------------------
-    def _descriptor(self, tile: GroupTile, first: L.Value) -> L.Value:
+    def _descriptor(self, tile: WgmmaSmemTile, first: L.Value) -> L.Value:
         """Of a group's part of a tile, which begins at this row (or column), in the first stage."""
         builder = self.builder
         into = builder.mul(first, L.I32(tile.block // wgmma.ROWS))
@@ -261,23 +265,25 @@ class GroupEmitter(ProductEmitter):
         stage = builder.zext(builder.lshr(reading, L.I32(4)), L.I64)
         left, right = (builder.add(base, stage) for base in self.bases)
         if shape.rounded:
-            return wgmma_register_operand.multiply(
+            return wgmma_register_operand.wgmma_from_registers(
                 builder, self.rows, right, shape.right, reading, number, self.before, totals, beside, shape.steps
             )
         steps = range(shape.left.terms * shape.left.side.item // ptx_mma.STEP)
         pairs = []
-        seconds = [wgmma.moved(builder, right, shape.right.step(k)) for k in steps]
+        seconds = [wgmma.advance_descriptor(builder, right, shape.right.step(k)) for k in steps]
         for row in range(shape.left.warp // wgmma.ROWS):
-            first = [wgmma.moved(builder, left, row * shape.left.block + shape.left.step(k)) for k in steps]
+            first = [
+                wgmma.advance_descriptor(builder, left, row * shape.left.block + shape.left.step(k)) for k in steps
+            ]
             pairs.append([((mine,), second) for mine, second in zip(first, seconds, strict=True)])
         turned = (not shape.left.by_terms, not shape.right.by_terms)
-        return wgmma.multiply(builder, shape.kind, pairs, turned, totals)
+        return wgmma.wgmma_async(builder, shape.kind, pairs, turned, totals)
 
 
-class _Loop:
+class _WgmmaLoop:
     """The loop over tiles of terms, of which one is multiplied while the next is made ready."""
 
-    def __init__(self, emitter: GroupEmitter, ahead: int, held: Sequence[L.Value] = ()) -> None:
+    def __init__(self, emitter: WgmmaKernel, ahead: int, held: Sequence[L.Value] = ()) -> None:
         """Begins a round. Args: ahead: tiles between reading and writing; held: values that go round."""
         builder, shape = emitter.builder, emitter.shape
         self.emitter, self.builder = emitter, builder
@@ -311,7 +317,7 @@ class _Loop:
         """Waits for the products of the tile before (of this one, where its stage is written next); on to the next."""
         builder, shape = self.builder, self.emitter.shape
         if not shape.rounded:  # else its steps wait for each other
-            wgmma.wait(builder, 1 if shape.stages > 2 else 0)
+            wgmma.wgmma_wait_group(builder, 1 if shape.stages > 2 else 0)
         self.number = builder.add(self.number, L.I32(1))
         self.reading, self.writing = (self.emitter.next_stage(stage) for stage in (self.reading, self.writing))
 
@@ -327,7 +333,7 @@ class _Loop:
 
     def end(self) -> Totals:
         """The sums, after all products."""
-        return wgmma.finished(self.builder, self.totals)
+        return wgmma.wgmma_wait_all(self.builder, self.totals)
 
     def _flat(self) -> list[L.Value]:
         return [value for rows in self.totals for tile in rows for value in tile]

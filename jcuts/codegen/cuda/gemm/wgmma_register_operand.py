@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from jcuts.codegen.cuda.gemm.epilogue import Totals
 from jcuts.codegen.cuda.gemm.prologue import Prologue
-from jcuts.codegen.cuda.gemm.wgmma_smem_tile import GroupTile
+from jcuts.codegen.cuda.gemm.wgmma_smem_tile import WgmmaSmemTile
 from jcuts.codegen.cuda.gemm.wgmma_tile import AHEAD
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.ptx import wgmma
@@ -24,10 +24,10 @@ from jcuts.codegen.llvm import lanes as L
 from jcuts.lower.patterns.gemm import TYPES
 
 
-class Rows:
+class RegisterOperandA:
     """Fragments of the left operand, of the rows of one warp."""
 
-    def __init__(self, builder: GpuBuilder, tile: GroupTile, shared: L.Value, warp: L.Value, lane: L.Value) -> None:
+    def __init__(self, builder: GpuBuilder, tile: WgmmaSmemTile, shared: L.Value, warp: L.Value, lane: L.Value) -> None:
         """Args: warp: its first row in the block's tile."""
         self.builder, self.tile = builder, tile
         row = builder.add(warp, builder.and_(lane, L.I32(15)))
@@ -43,14 +43,14 @@ class Rows:
         if inside:
             place = builder.xor(place, L.I32(inside))
         starts = range(0, tile.warp // wgmma.ROWS * tile.block, tile.block)
-        return [ptx_mma.read_matrices(builder, place, part * tile.part + start) for start in starts]
+        return [ptx_mma.ldmatrix_x4(builder, place, part * tile.part + start) for start in starts]
 
 
-def multiply(
+def wgmma_from_registers(
     builder: GpuBuilder,
-    rows: Rows,
+    rows: RegisterOperandA,
     right: L.Value,
-    columns: GroupTile,
+    columns: WgmmaSmemTile,
     reading: L.Value,
     number: L.Value,
     before: Prologue | None,
@@ -74,20 +74,20 @@ def multiply(
     steps = most or steps
     for first in range(0, steps, together):
         if not whole:
-            wgmma.wait(builder, AHEAD // together)
+            wgmma.wgmma_wait_group(builder, AHEAD // together)
         pairs: list[list[tuple[list[L.Value], L.Value]]] = []
         last = min(first + together, steps)
         for step in range(first, last):
-            second = wgmma.moved(builder, right, columns.step(step))
+            second = wgmma.advance_descriptor(builder, right, columns.step(step))
             fragments = rows.read(reading, step)
             if before is not None:
                 fragments = before.apply(fragments, terms, step)
             pairs = pairs or [[] for _ in fragments]
             for row, words in zip(pairs, fragments, strict=True):
                 row.append(([ptx_mma.to_tf32(builder, word) for word in words] if wide else words, second))
-        totals = wgmma.multiply(builder, kind, pairs, (False, not columns.by_terms), totals)
+        totals = wgmma.wgmma_async(builder, kind, pairs, (False, not columns.by_terms), totals)
         for part in beside[first * len(beside) // steps : last * len(beside) // steps]:
             next(part)
     if whole or most:  # what the tile before has read may be written from the next barrier on
-        wgmma.wait(builder, -(-steps // together))
+        wgmma.wgmma_wait_group(builder, -(-steps // together))
     return totals

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from jcuts.codegen.cuda.gemm.smem_tile import Copier, Piece, TileShape
+from jcuts.codegen.cuda.gemm.smem_tile import SmemTile, ThreadCopy, TileLoader
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.ptx import wgmma
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder
@@ -22,7 +22,7 @@ SPAN = 32  # rows, and terms, of a warp's squares
 
 
 @dataclass(frozen=True)
-class GroupTile(TileShape):
+class WgmmaSmemTile(SmemTile):
     """A tile in the layout of `codegen.cuda.wgmma`: its terms fill one line, or several, *parts* of the tile."""
 
     @property
@@ -119,10 +119,10 @@ Wanted = tuple[tuple[L.Value, int], L.Value | None, L.Value | None]
 """What a thread asks for at once: global address (register, bytes to add), whether it is there, whether it asks."""
 
 
-class Rounding(Copier):
+class Tf32RoundingLoader(TileLoader):
     """Takes tiles of float32 through registers."""
 
-    shape: GroupTile
+    shape: WgmmaSmemTile
 
     def load(self, first: L.Value, left: L.Value) -> list[L.Value]:
         """Asks for one tile. Args and zeros as of `Copier.start`. Returns: words of this thread."""
@@ -148,7 +148,7 @@ class Rounding(Copier):
             ptx_mma.write_words(self.builder, target, piece.moved, mine, piece.condition)
 
 
-class Turning(Rounding):
+class TransposingLoader(Tf32RoundingLoader):
     """The same for operands whose neighbours in memory are rows (or columns).
 
     Lanes of a warp: 8 squares side by side, 4 along terms; so that loads are whole lines and stores meet no bank twice.
@@ -181,7 +181,7 @@ class Turning(Rounding):
             into = builder.add(shared, shape.place(builder, row, term))
             outer = self._inside(builder.add(start, row))
             constant = side.by_place.const * side.item
-            self.places.append(Piece(self._source(outer, term), constant, into, 0, outer, term, condition))
+            self.places.append(ThreadCopy(self._source(outer, term), constant, into, 0, outer, term, condition))
 
     def wanted(self, first: L.Value, left: L.Value) -> Iterator[Wanted]:
         """Of every square its lines of rows, one per term."""

@@ -6,16 +6,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jcuts.base.errors import CompileRejected
-from jcuts.codegen.cuda.gemm.mma_mainloop import ProductShape, three
-from jcuts.codegen.cuda.gemm.wgmma_smem_tile import SPAN, SQUARE, GroupTile
+from jcuts.codegen.cuda.gemm.mma_mainloop import MmaKernelTile, three
+from jcuts.codegen.cuda.gemm.wgmma_smem_tile import SPAN, SQUARE, WgmmaSmemTile
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.ptx import wgmma
 from jcuts.codegen.cuda.ptx.shuffle import WARP
 from jcuts.kernel_ir.program import Program
-from jcuts.lower.patterns.conv_window import in_line, in_pieces
-from jcuts.lower.patterns.gemm import COLUMNS, ROWS, K, S, bears_zeros, prologue, shares, sides, summed, vectors
-from jcuts.schedule.gpu.gemm.epilogue_smem import Held, held
-from jcuts.schedule.gpu.gemm.wgmma_tile import BARRIER, exchangeable, is_apart, room, with_room
+from jcuts.lower.patterns.conv_window import gather_per_copy, linearize_k
+from jcuts.lower.patterns.gemm import (
+    COLUMNS,
+    ROWS,
+    K,
+    S,
+    gemm_operands,
+    k_extent,
+    k_tiles_per_split,
+    k_vectors,
+    prologue,
+    prologue_is_zero_safe,
+)
+from jcuts.schedule.gpu.gemm.epilogue_smem import StagedEpilogue, staged_epilogue
+from jcuts.schedule.gpu.gemm.wgmma_tile import BARRIER, can_swap_lanes, dsmem_bytes, dsmem_is_separate, smem_with_dsmem
 
 WARPS = 4  # of a group
 MOST_TOTALS = 128  # of a thread
@@ -25,7 +36,7 @@ ROUNDED_STAGES = (2, 3)  # of shared memory, where tiles wait in registers; of 3
 
 
 @dataclass(frozen=True)
-class GroupShape(ProductShape):
+class WgmmaKernelTile(MmaKernelTile):
     """A block's work.
 
     Attributes:
@@ -40,8 +51,8 @@ class GroupShape(ProductShape):
         held: what of that, and of the results, lies in shared memory.
     """
 
-    left: GroupTile
-    right: GroupTile
+    left: WgmmaSmemTile
+    right: WgmmaSmemTile
     flight: int
     rounded: bool
     vectors: int
@@ -49,7 +60,7 @@ class GroupShape(ProductShape):
     steps: int
     cached: bool
     push: bool
-    held: Held
+    held: StagedEpilogue
 
     @property
     def ahead(self) -> int:
@@ -76,7 +87,7 @@ class GroupShape(ProductShape):
         """Bytes of shared memory of a block: tiles, behind them vectors, what the exit keeps, and a barrier."""
         if self.held.loaded or self.held.stored:
             return self.held.end + BARRIER
-        return with_room(self.kept_until, self.room) if self.push else max(self.kept_until, self.partial)
+        return smem_with_dsmem(self.kept_until, self.room) if self.push else max(self.kept_until, self.partial)
 
     @property
     def kept_until(self) -> int:
@@ -86,12 +97,12 @@ class GroupShape(ProductShape):
     @property
     def room(self) -> int:
         """Bytes in which a block gets what the others of its cluster push."""
-        return pushed(self)
+        return tile_dsmem_bytes(self)
 
     @property
     def apart(self) -> bool:
         """Whether that lies behind everything else."""
-        return is_apart(self.kept_until, self.room)
+        return dsmem_is_separate(self.kept_until, self.room)
 
     @property
     def alignment(self) -> int:
@@ -99,27 +110,27 @@ class GroupShape(ProductShape):
         return wgmma.ATOM
 
 
-def group_shape(program: Program) -> GroupShape:
+def group_shape(program: Program) -> WgmmaKernelTile:
     """The work that a schedule gives to a block. Raises CompileRejected where its numbers do not fit each other."""
     params, phase = dict(program.params), program.phases[0]
     rows, columns, terms = three(params["tile"])
     along, across = (int(str(v)) for v in params["groups"])  # type: ignore[attr-defined]
     extents = phase.ranges()
-    total, cluster = summed(program), int(str(params.get("cluster", 1)))
-    share, ranks = shares(extents[K], terms, cluster)
-    left, right = sides(program)
+    total, cluster = k_extent(program), int(str(params.get("cluster", 1)))
+    share, ranks = k_tiles_per_split(extents[K], terms, cluster)
+    left, right = gemm_operands(program)
     ragged = total % (terms * share * (cluster if S not in extents else 1)) != 0
     stages, flight = int(str(params["stages"])), int(str(params.get("flight", 0)))
     apart = left.run % terms != 0 and left.run != extents[K] and S not in extents and not flight
-    apart = apart and in_pieces(program, left, right)
-    right = in_line(right, total) if apart else right
-    first = GroupTile(left, extents[ROWS], rows, terms, rows // max(1, along), 0, ragged, apart)
-    second = GroupTile(right, extents[COLUMNS], columns, terms, columns // max(1, across), first.bytes, ragged)
+    apart = apart and gather_per_copy(program, left, right)
+    right = linearize_k(right, total) if apart else right
+    first = WgmmaSmemTile(left, extents[ROWS], rows, terms, rows // max(1, along), 0, ragged, apart)
+    second = WgmmaSmemTile(right, extents[COLUMNS], columns, terms, columns // max(1, across), first.bytes, ragged)
     rounded, steps = bool(params.get("rounded", 0)), int(str(params.get("steps", 1)))
     spread, cached = bool(params.get("spread", 0)), bool(params.get("cached", 0))
-    kept = (first.bytes + second.bytes) * stages + 4 * len(vectors(program)) * share * terms
-    keeps = held(program, rows, columns, int(str(params.get("held", 0))), kept)
-    shape = GroupShape(
+    kept = (first.bytes + second.bytes) * stages + 4 * len(k_vectors(program)) * share * terms
+    keeps = staged_epilogue(program, rows, columns, int(str(params.get("held", 0))), kept)
+    shape = WgmmaKernelTile(
         first,
         second,
         (WARPS * along, across, 1),
@@ -129,19 +140,19 @@ def group_shape(program: Program) -> GroupShape:
         cluster,
         flight,
         rounded,
-        len(vectors(program)),
+        len(k_vectors(program)),
         spread,
         steps,
         cached,
         bool(params.get("push", 0)),
         keeps,
     )
-    fits = divided(first, second, along, across) and terms * left.item in (wgmma.LINE, 2 * wgmma.LINE)
+    fits = divides_evenly(first, second, along, across) and terms * left.item in (wgmma.LINE, 2 * wgmma.LINE)
     through = left.item == 4 and not rounded
     fits = fits and (flight > 0 and stages in ROUNDED_STAGES if through else flight == 0 and stages >= min(3, share))
     if rounded:  # the units would cut bits off whatever else the right operand held
         if ragged and prologue(program) is not None:
-            fits = fits and S not in extents and bears_zeros(program)
+            fits = fits and S not in extents and prologue_is_zero_safe(program)
         weights = right.along_terms and program.buffer(right.buffer).tf32
         fits = fits and left.along_terms and (weights if left.item == 4 else prologue(program) is not None)
         fits = (
@@ -156,35 +167,35 @@ def group_shape(program: Program) -> GroupShape:
     fits = fits and (cluster == 1 or not params.get("held", 0))  # its blocks finish parts of a tile
     runs = (second,) if apart else (first, second)
     fits = fits and all(t.side.run % terms == 0 or t.side.run in (extents[K], total) for t in runs)
-    fits = fits and all(readable(t, number) for t, number in ((first, along), (second, across)))
-    fits = fits and may_pair(params, second)
+    fits = fits and all(is_loadable(t, number) for t, number in ((first, along), (second, across)))
+    fits = fits and may_swap_lanes(params, second)
     if not fits or shape.threads != int(str(params["threads"])):
         raise CompileRejected(f"{program.name}: no product of tiles {params['tile']} by groups {params['groups']}")
     return shape
 
 
-def pushed(shape: ProductShape) -> int:
+def tile_dsmem_bytes(shape: MmaKernelTile) -> int:
     """Bytes in which a block of warp groups gets what the others of its cluster push."""
     high, wide = shape.left.warp // wgmma.ROWS, shape.right.warp // 8
-    return room(high, wide, shape.right.beside, shape.cluster, shape.threads)
+    return dsmem_bytes(high, wide, shape.right.beside, shape.cluster, shape.threads)
 
 
-def divided(left: GroupTile, right: GroupTile, along: int, across: int) -> bool:
+def divides_evenly(left: WgmmaSmemTile, right: WgmmaSmemTile, along: int, across: int) -> bool:
     """Whether so many groups share a block's tiles evenly, in pieces that the units and a thread's registers take."""
     even = left.size == along * left.warp and right.size == across * right.warp
     units = left.warp % wgmma.ROWS == 0 and right.warp % 8 == 0 and right.warp <= wgmma.WIDEST
     return even and units and left.warp * right.warp <= MOST_TOTALS * WARP * WARPS
 
 
-def may_pair(params: Mapping[str, object], tile: GroupTile) -> bool:
+def may_swap_lanes(params: Mapping[str, object], tile: WgmmaSmemTile) -> bool:
     """Whether lanes may exchange results of these columns, if they are to (`product_exit`)."""
     if not params.get("paired", 0):
         return True
-    whole = exchangeable(tile.warp, tile.extent) and tile.beside == 1
+    whole = can_swap_lanes(tile.warp, tile.extent) and tile.beside == 1
     return whole and {"cluster", "held", "fed"}.isdisjoint(params)
 
 
-def readable(tile: GroupTile, groups: int) -> bool:
+def is_loadable(tile: WgmmaSmemTile, groups: int) -> bool:
     """Whether threads can copy a tile, and so many groups beside each other read it."""
     side = tile.side
     if tile.turned:

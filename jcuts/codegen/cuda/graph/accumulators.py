@@ -30,7 +30,7 @@ def acc_start(acc: Acc, single: bool) -> list[ir.Constant]:
     return start
 
 
-def contribute(
+def accumulate(
     emitter: Emitter, acc: Acc, slots: list[L.Value], values: tuple[int, ...], *, several: bool = False
 ) -> None:
     """Adds one term to an accumulator in memory slots (LLVM makes registers of them).
@@ -48,7 +48,7 @@ def contribute(
         new = (L.fma(builder, x, y, old[0]),)
     elif several and _adds_or_not(emitter, acc, node):
         holds, x, _ = (v.value for v in emitter.emit(node.args))
-        new = (add_where(builder, holds, old[0], x),)
+        new = (predicated_add(builder, holds, old[0], x),)
     else:
         new = E.combine(builder, acc.combine, acc.dtype, tuple(old), tuple(v.value for v in emitter.emit(values)))
     for value, slot in zip(new, slots, strict=True):
@@ -63,7 +63,7 @@ def _adds_or_not(emitter: Emitter, acc: Acc, node: Node) -> bool:
     return nothing.op == "const" and nothing.value == 0 and holds.op not in ("const", "guard")
 
 
-def add_where(builder: GpuBuilder, holds: L.Value, total: L.Value, value: L.Value) -> L.Value:
+def predicated_add(builder: GpuBuilder, holds: L.Value, total: L.Value, value: L.Value) -> L.Value:
     """One predicated addition: ``total + value`` where the condition (i1) holds, else ``total``, which is not -0.0."""
     text = "{ .reg .pred p; setp.ne.b32 p, $3, 0; mov.f32 $0, $1; @p add.rn.f32 $0, $1, $2; }"
     kind = ir.FunctionType(total.type, [total.type, value.type, L.I32])

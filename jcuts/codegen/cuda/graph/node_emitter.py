@@ -103,7 +103,7 @@ class Emitter:
             while start < stop:
                 node = self.graph.nodes[found[start][1]]
                 assert node.index is not None
-                count = M.width(self.frame, M.item_size(node.dtype), node.index, stop - start)
+                count = M.max_vector_width(self.frame, M.item_size(node.dtype), node.index, stop - start)
                 members = [number for _, number in found[start : start + count]]
                 for number in members:
                     self.runs[number] = members
@@ -175,7 +175,7 @@ def store_all(emitter: Emitter, rows: Sequence[tuple[str, Index, int]]) -> None:
                 stop += 1
             while start < stop:
                 where = moving + found[start][0]
-                count = M.width(frame, size, where, stop - start)
+                count = M.max_vector_width(frame, size, where, stop - start)
                 lanes = emitter.emit([value for _, value in found[start : start + count]])
                 for one in lanes:
                     if one.dtype != dtype:

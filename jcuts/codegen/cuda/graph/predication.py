@@ -11,7 +11,7 @@ from jcuts.kernel_ir.program import Acc, Phase
 from jcuts.ops.window import identity
 
 
-def guarded(
+def predicate_loads(
     graph: Graph, places: Mapping[str, Index], guard: Guard, ranges: Mapping[str, int]
 ) -> tuple[Graph, dict[int, int]]:
     """The graph with axes replaced, whose loads read nothing where the guard fails; and where each node went."""
@@ -34,7 +34,7 @@ def guarded(
     return target, numbers
 
 
-def only_terms(body: Graph, accs: tuple[Acc, ...], numbers: Mapping[int, int], guard: Guard) -> tuple[Acc, ...]:
+def mask_accumulators(body: Graph, accs: tuple[Acc, ...], numbers: Mapping[int, int], guard: Guard) -> tuple[Acc, ...]:
     """Accumulators that get their neutral element where the guard fails; ``numbers``: where their terms went."""
     holds = body.add(Node("guard", "bool", guards=(guard,)))
     found = []
@@ -53,14 +53,14 @@ def _last(dtype: str) -> int:
     return 2 ** int(dtype[4:]) - 1 if dtype.startswith("u") else -1
 
 
-def only_within(phase: Phase, guard: Guard) -> Phase:
+def restrict_to_guard(phase: Phase, guard: Guard) -> Phase:
     """The phase reduced over the points at which the guard holds."""
     ranges = phase.ranges()
-    body, numbers = guarded(phase.body, {}, guard, {**ranges, **dict.fromkeys(guard.index.axes(), 1 << 30)})
-    return replace(phase, body=body, accs=only_terms(body, phase.accs, numbers, guard))
+    body, numbers = predicate_loads(phase.body, {}, guard, {**ranges, **dict.fromkeys(guard.index.axes(), 1 << 30)})
+    return replace(phase, body=body, accs=mask_accumulators(body, phase.accs, numbers, guard))
 
 
-def without(phase: Phase, guard: Guard) -> Phase:
+def drop_guard(phase: Phase, guard: Guard) -> Phase:
     """The phase where the guard holds in any case: the inverse of `only_within`."""
     body, numbers = Graph(), {}
     for number, node in enumerate(phase.body.nodes):

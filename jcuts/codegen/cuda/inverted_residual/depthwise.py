@@ -8,17 +8,17 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from jcuts.codegen.cuda.graph.node_emitter import from_word
-from jcuts.codegen.cuda.inverted_residual.mid_epilogue import Chain
+from jcuts.codegen.cuda.inverted_residual.mid_epilogue import MidEpilogue
 from jcuts.codegen.cuda.ptx import global_memory as M
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.node import Guard
 from jcuts.kernel_ir.program import Buffer
-from jcuts.schedule.gpu.inverted_residual.tile import BlockShape
+from jcuts.schedule.gpu.inverted_residual.tile import InvertedResidualTile
 
 
-class Windows:
+class DepthwiseConv:
     """A thread has a word of a piece's channels (one of float32, two of bfloat16) and some strips of their outputs.
 
     Neighbouring outputs share the pixels they read.
@@ -27,7 +27,7 @@ class Windows:
     def __init__(
         self,
         frame: M.Frame,
-        shape: BlockShape,
+        shape: InvertedResidualTile,
         thread: L.Value,
         patch: L.Value,
         deep: L.Value,
@@ -37,7 +37,7 @@ class Windows:
         builder, window, chunk = self.builder, shape.block.window, shape.chunk
         self.channel = builder.mul(builder.urem(thread, L.I32(shape.words)), L.I32(shape.lanes))
         group = builder.udiv(thread, L.I32(shape.words))
-        self.chain = Chain(frame, window.phase, window.channel, shape.block.channels, chunk, buffers)
+        self.chain = MidEpilogue(frame, window.phase, window.channel, shape.block.channels, chunk, buffers)
         self.places: list[tuple[L.Value, L.Value, L.Value | None]] = []
         (high, wide), step = shape.strip, window.step
         down, across = shape.rows // high, shape.columns // wide
@@ -82,7 +82,10 @@ class Windows:
         guards = (Guard(Index.axis(window.channel), None, shape.block.channels - 1),)
         found = []
         for address in window.weights:
-            if M.width(frame, shape.item, address, shape.lanes) < shape.lanes or address.stride(window.channel) != 1:
+            if (
+                M.max_vector_width(frame, shape.item, address, shape.lanes) < shape.lanes
+                or address.stride(window.channel) != 1
+            ):
                 places = [
                     address.substitute({window.channel: Index.axis(window.channel) + k}, frame.ranges)
                     for k in range(shape.lanes)
@@ -121,7 +124,7 @@ class Windows:
         for pixel, number, output in uses:
             if pixel not in pixels:
                 offset = item * (pixel[0] * shape.patch[1] + pixel[1]) * shape.patch_pitch
-                pixels[pixel] = self._floats(ptx_mma.read_word(builder, source, offset))
+                pixels[pixel] = self._floats(ptx_mma.ld_shared_b32(builder, source, offset))
             terms = zip(pixels[pixel], filters[number], sums[output], strict=True)
             sums[output] = [L.fma(builder, *three) for three in terms]
         runs = [[(k, [sums[place][k] for place in outputs]) for k in lanes]]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from jcuts.codegen.cuda.gemm.epilogue import Totals
-from jcuts.codegen.cuda.gemm.smem_tile import Fragments, TileShape, columns_of
-from jcuts.codegen.cuda.inverted_residual.loads import ColumnCopier, PieceCopier, PixelCopier
-from jcuts.codegen.cuda.inverted_residual.mid_epilogue import Chain
-from jcuts.codegen.cuda.inverted_residual.tile_coords import Place
+from jcuts.codegen.cuda.gemm.smem_tile import FragmentReader, SmemTile, lane_columns
+from jcuts.codegen.cuda.inverted_residual.loads import ChannelChunkLoader, InputLoader, WeightLoader
+from jcuts.codegen.cuda.inverted_residual.mid_epilogue import MidEpilogue
+from jcuts.codegen.cuda.inverted_residual.tile_coords import TileCoordinates
 from jcuts.codegen.cuda.ptx import global_memory as M
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
@@ -16,19 +16,19 @@ from jcuts.codegen.cuda.ptx.shuffle import WARP
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.program import Buffer
 from jcuts.lower.patterns.gemm import COLUMNS, TYPES
-from jcuts.schedule.gpu.inverted_residual.tile import ROW_TILE, STEP, BlockShape
+from jcuts.schedule.gpu.inverted_residual.tile import ROW_TILE, STEP, InvertedResidualTile
 
 EIGHT = 8
 
 
-class Expansion:
+class ExpandGemm:
     """Fragments of input pixels times pieces of weights, and what follows."""
 
     def __init__(
         self,
         frame: M.Frame,
-        shape: BlockShape,
-        place: Place,
+        shape: InvertedResidualTile,
+        place: TileCoordinates,
         thread: L.Value,
         places: tuple[L.Value, L.Value, L.Value],
         buffers: Mapping[str, Buffer],
@@ -43,11 +43,11 @@ class Expansion:
         row = builder.mul(builder.udiv(warp, L.I32(shape.expand[1])), L.I32(ROW_TILE * shape.high))
         width = shape.chunk // shape.expand[1]
         self.column = builder.mul(builder.urem(warp, L.I32(shape.expand[1])), L.I32(width))
-        self.tile = TileShape(side, block.channels, shape.chunk, shape.terms, width, 0, block.terms % shape.step != 0)
-        self.pixels = PixelCopier(frame, shape, place, thread, pixels)
-        self.copier = ColumnCopier(frame, self.tile, shape.threads, thread, L.I32(0), weights)
+        self.tile = SmemTile(side, block.channels, shape.chunk, shape.terms, width, 0, block.terms % shape.step != 0)
+        self.pixels = InputLoader(frame, shape, place, thread, pixels)
+        self.copier = WeightLoader(frame, self.tile, shape.threads, thread, L.I32(0), weights)
         rounded = buffers[side.buffer].tf32
-        self.fragments = Fragments(builder, self.tile, weights, self.column, self.lane, rounded)
+        self.fragments = FragmentReader(builder, self.tile, weights, self.column, self.lane, rounded)
         self.left = left_fragments(builder, self.lane, pixels, row, shape.item * shape.input_pitch)
         quad = builder.add(row, builder.lshr(self.lane, L.I32(2)))
         rows = [place.in_patch(builder.add(quad, L.I32(EIGHT * n))) for n in range(2 * shape.high)]
@@ -58,7 +58,7 @@ class Expansion:
             for number, (_, inside) in enumerate(rows):
                 bit = builder.zext(L.I1(1) if inside is None else inside, L.I32)
                 self.inside = builder.or_(self.inside, builder.shl(bit, L.I32(number)))
-        self.chain = Chain(frame, block.expand.phases[0], COLUMNS, block.channels, shape.chunk, buffers)
+        self.chain = MidEpilogue(frame, block.expand.phases[0], COLUMNS, block.channels, shape.chunk, buffers)
         self.held: list[list[list[L.Value]]] | None = None
 
     def start(self) -> None:
@@ -94,8 +94,8 @@ class Expansion:
             columns = self.fragments.read(stage, step * shape.step)
             for i, row in enumerate(rows):
                 for j, column in enumerate(columns):
-                    sums[i][j] = ptx_mma.multiply(builder, self.kind, row, column, sums[i][j])
-        factor, offsets = columns_of(self.tile)
+                    sums[i][j] = ptx_mma.mma_sync(builder, self.kind, row, column, sums[i][j])
+        factor, offsets = lane_columns(self.tile)
         mine = builder.add(self.column, builder.mul(builder.and_(self.lane, L.I32(3)), L.I32(factor)))
         runs = _runs(offsets)
         values = self.chain.apply(
@@ -127,18 +127,20 @@ class Expansion:
         shape, found = self.shape, []
         for row in range(shape.high):
             offset = shape.item * row * ROW_TILE * shape.input_pitch + step * STEP
-            words = ptx_mma.read_matrices(self.builder, self.left, offset)
+            words = ptx_mma.ldmatrix_x4(self.builder, self.left, offset)
             rounds = shape.held and self.kind == "tf32"
             found.append([ptx_mma.to_tf32(self.builder, w) for w in words] if rounds else words)
         return found
 
 
-class Copies:
+class DirectLoad:
     """Pieces of an operand's channels, one ahead."""
 
-    def __init__(self, frame: M.Frame, shape: BlockShape, place: Place, thread: L.Value, patch: L.Value) -> None:
+    def __init__(
+        self, frame: M.Frame, shape: InvertedResidualTile, place: TileCoordinates, thread: L.Value, patch: L.Value
+    ) -> None:
         self.shape, self.builder = shape, frame.builder
-        self.copier = PieceCopier(frame, shape, place, thread, patch)
+        self.copier = ChannelChunkLoader(frame, shape, place, thread, patch)
 
     def start(self) -> None:
         """Nothing is copied before the patches are clear."""
@@ -147,8 +149,8 @@ class Copies:
         """The patches are clear, as far as this thread has done it."""
         ptx_mma.barrier(self.builder)
         self.ahead(L.I32(0), L.I32(0))
-        ptx_mma.commit(self.builder)
-        ptx_mma.wait(self.builder, 0)
+        ptx_mma.cp_async_commit(self.builder)
+        ptx_mma.cp_async_wait(self.builder, 0)
 
     def hold(self) -> None:
         """There is nothing to keep."""

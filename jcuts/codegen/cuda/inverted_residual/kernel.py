@@ -18,12 +18,12 @@ from collections.abc import Mapping
 
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda.gemm.epilogue import Totals
-from jcuts.codegen.cuda.gemm.smem_tile import Copier, Fragments, TileShape
-from jcuts.codegen.cuda.inverted_residual.depthwise import Windows
-from jcuts.codegen.cuda.inverted_residual.expand_gemm import EIGHT, Copies, Expansion, left_fragments
+from jcuts.codegen.cuda.gemm.smem_tile import FragmentReader, SmemTile, TileLoader
+from jcuts.codegen.cuda.inverted_residual.depthwise import DepthwiseConv
+from jcuts.codegen.cuda.inverted_residual.expand_gemm import EIGHT, DirectLoad, ExpandGemm, left_fragments
 from jcuts.codegen.cuda.inverted_residual.loads import clear
-from jcuts.codegen.cuda.inverted_residual.project_epilogue import leave
-from jcuts.codegen.cuda.inverted_residual.tile_coords import Place
+from jcuts.codegen.cuda.inverted_residual.project_epilogue import store_epilogue
+from jcuts.codegen.cuda.inverted_residual.tile_coords import TileCoordinates
 from jcuts.codegen.cuda.ptx import global_memory as M
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder
@@ -31,10 +31,10 @@ from jcuts.codegen.cuda.ptx.shuffle import WARP
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.program import Buffer, Program
 from jcuts.lower.patterns.gemm import TYPES
-from jcuts.schedule.gpu.inverted_residual.tile import ROW_TILE, STEP, BlockShape, shape_of
+from jcuts.schedule.gpu.inverted_residual.tile import ROW_TILE, STEP, InvertedResidualTile, shape_of
 
 
-def block_shape(program: Program) -> BlockShape:
+def block_shape(program: Program) -> InvertedResidualTile:
     """The work that a schedule gives to a thread block. Raises CompileRejected where its numbers do not fit."""
     shape, params = shape_of(program), dict(program.params)
     if shape is None or not shape.fits or shape.threads != int(str(params["threads"])):
@@ -42,14 +42,14 @@ def block_shape(program: Program) -> BlockShape:
     return shape
 
 
-class BlockEmitter:
+class InvertedResidualKernel:
     """Emits the work of one thread."""
 
     def __init__(
         self,
         builder: GpuBuilder,
         program: Program,
-        shape: BlockShape,
+        shape: InvertedResidualTile,
         buffers: Mapping[str, Buffer],
         pointers: Mapping[str, L.Value],
         integers: Mapping[str, L.Value],
@@ -59,7 +59,7 @@ class BlockEmitter:
         self.thread = integers["thread"]
         self.lane = builder.and_(self.thread, L.I32(WARP - 1))
         warp = builder.lshr(self.thread, L.I32(5))
-        self.place = Place(builder, shape, integers["block"])
+        self.place = TileCoordinates(builder, shape, integers["block"])
         self.frame = M.Frame(builder, {}, pointers, {}, {})
         shared = ptx_mma.dynamic_shared(builder, f"{symbol}_shared")
         inputs, up, _, patch, _ = shape.sizes
@@ -70,27 +70,27 @@ class BlockEmitter:
         self.column = builder.mul(builder.urem(warp, L.I32(shape.project[1])), L.I32(shape.broad))
         side, columns = shape.block.weights[1], shape.broad * shape.project[1]
         ragged = shape.block.channels % shape.chunk != 0
-        self.down = TileShape(side, shape.block.columns, columns, shape.chunk, shape.broad, 0, ragged)
-        self.copier = Copier(self.frame, self.down, shape.threads, self.thread, L.I32(0), weights)
+        self.down = SmemTile(side, shape.block.columns, columns, shape.chunk, shape.broad, 0, ragged)
+        self.copier = TileLoader(self.frame, self.down, shape.threads, self.thread, L.I32(0), weights)
         rounded = buffers[side.buffer].tf32
-        self.fragments = Fragments(builder, self.down, weights, self.column, self.lane, rounded)
+        self.fragments = FragmentReader(builder, self.down, weights, self.column, self.lane, rounded)
         self.left = left_fragments(builder, self.lane, self.deep, self.row, shape.item * shape.deep_pitch)
-        self.first: Expansion | Copies
+        self.first: ExpandGemm | DirectLoad
         if shape.block.expand is None:
-            self.first = Copies(self.frame, shape, self.place, self.thread, self.patch)
+            self.first = DirectLoad(self.frame, shape, self.place, self.thread, self.patch)
         else:
             places = shared, pixels, self.patch
-            self.first = Expansion(self.frame, shape, self.place, self.thread, places, buffers)
-        self.windows = Windows(self.frame, shape, self.thread, self.patch, self.deep, buffers)
+            self.first = ExpandGemm(self.frame, shape, self.place, self.thread, places, buffers)
+        self.windows = DepthwiseConv(self.frame, shape, self.thread, self.patch, self.deep, buffers)
 
     def emit(self) -> None:
         """The tile."""
         builder, shape = self.builder, self.shape
         self.first.start()
-        ptx_mma.commit(builder)
+        ptx_mma.cp_async_commit(builder)
         if not shape.held:
             self._clear()
-        ptx_mma.wait(builder, 0)
+        ptx_mma.cp_async_wait(builder, 0)
         self.first.arrived()
         ptx_mma.barrier(builder)
         if shape.held:
@@ -99,7 +99,7 @@ class BlockEmitter:
             self._clear()
             ptx_mma.barrier(builder)
         totals = self._loop()
-        leave(self.frame, shape, self.place, self.down, self.buffers, self.lane, self.row, self.column, totals)
+        store_epilogue(self.frame, shape, self.place, self.down, self.buffers, self.lane, self.row, self.column, totals)
 
     def _clear(self) -> None:
         """Zeros where pixels outside the image are, and results beyond the tile's."""
@@ -125,12 +125,12 @@ class BlockEmitter:
                 self.first.ahead(builder.add(first, L.I32(shape.chunk)), builder.xor(odd, L.I32(1)))
         stage = builder.mul(odd, L.I32(shape.sizes[2]))
         self.copier.start(first, stage, builder.sub(L.I32(shape.block.channels), first))
-        ptx_mma.commit(builder)
+        ptx_mma.cp_async_commit(builder)
         filters = self.windows.filters(first)
         self.first.compute(first, odd)
         ptx_mma.barrier(builder)
         self.windows.compute(first, filters, self.first.source(odd))
-        ptx_mma.wait(builder, 0)
+        ptx_mma.cp_async_wait(builder, 0)
         ptx_mma.barrier(builder)
         sums = self._project(stage, [[list(tile) for tile in row] for row in carried])
         number.add_incoming(following, builder.block)
@@ -159,7 +159,7 @@ class BlockEmitter:
             columns = self.fragments.read(stage, step * shape.step)[: self._wide]
             for i in range(shape.tall):
                 offset = shape.item * i * ROW_TILE * shape.deep_pitch + step * STEP
-                row = ptx_mma.read_matrices(builder, self.left, offset)
+                row = ptx_mma.ldmatrix_x4(builder, self.left, offset)
                 for j, column in enumerate(columns):
-                    sums[i][j] = ptx_mma.multiply(builder, kind, row, column, sums[i][j])
+                    sums[i][j] = ptx_mma.mma_sync(builder, kind, row, column, sums[i][j])
         return sums

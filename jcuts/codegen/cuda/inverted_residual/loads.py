@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-from jcuts.codegen.cuda.gemm.smem_tile import Copier
-from jcuts.codegen.cuda.inverted_residual.tile_coords import Place
+from jcuts.codegen.cuda.gemm.smem_tile import TileLoader
+from jcuts.codegen.cuda.inverted_residual.tile_coords import TileCoordinates
 from jcuts.codegen.cuda.ptx import global_memory as M
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder
 from jcuts.codegen.llvm import lanes as L
-from jcuts.lower.patterns.gemm import COPY, sides
-from jcuts.schedule.gpu.inverted_residual.tile import ROW_TILE, WORD, BlockShape
+from jcuts.lower.patterns.gemm import COPY, gemm_operands
+from jcuts.schedule.gpu.inverted_residual.tile import ROW_TILE, WORD, InvertedResidualTile
 
 ACCESS = 16
 """Bytes of the widest access."""
 
 
-class PixelCopier:
+class InputLoader:
     """Input pixels in lines of shared memory, zeros for channels and pixels that there are not."""
 
-    def __init__(self, frame: M.Frame, shape: BlockShape, place: Place, thread: L.Value, shared: L.Value) -> None:
+    def __init__(
+        self, frame: M.Frame, shape: InvertedResidualTile, place: TileCoordinates, thread: L.Value, shared: L.Value
+    ) -> None:
         self.frame, self.shape, self.place, self.thread, self.shared = frame, shape, place, thread, shared
         self.builder: GpuBuilder = frame.builder
         terms = shape.block.terms
@@ -32,7 +34,7 @@ class PixelCopier:
         """Starts this thread's copies."""
         builder, shape, terms = self.builder, self.shape, self.shape.block.terms
         assert shape.block.expand is not None
-        base = self.frame.pointers[sides(shape.block.expand)[0].buffer]
+        base = self.frame.pointers[gemm_operands(shape.block.expand)[0].buffer]
         for target, line, part, where in self._pieces():
             pixel, live = self.place.of_input(line)
             if shape.terms > terms:
@@ -42,7 +44,7 @@ class PixelCopier:
             if live is not None:
                 place = builder.select(live, place, L.I32(0))
             source = builder.add(base, builder.mul(builder.sext(place, L.I64), L.I64(shape.item)))
-            ptx_mma.copy(builder, (target, 0), (source, 0), shape.item * self.width, live, where)
+            ptx_mma.cp_async(builder, (target, 0), (source, 0), shape.item * self.width, live, where)
 
     def round(self) -> None:
         """Rounds what this thread has copied, float32, to TF32."""
@@ -50,9 +52,9 @@ class PixelCopier:
         for target, _, _, where in self._pieces():
             with builder.if_then(where) if where is not None else nullcontext():
                 if WORD * self.width == ACCESS:
-                    words = [builder.bitcast(x, L.I32) for x in ptx_mma.read_four(builder, target, 0)]
+                    words = [builder.bitcast(x, L.I32) for x in ptx_mma.ld_shared_v4_f32(builder, target, 0)]
                 else:
-                    words = [ptx_mma.read_word(builder, target, WORD * k) for k in range(self.width)]
+                    words = [ptx_mma.ld_shared_b32(builder, target, WORD * k) for k in range(self.width)]
                 ptx_mma.write_words(builder, target, 0, [ptx_mma.to_tf32(builder, w) for w in words])
 
     def _pieces(self) -> list[tuple[L.Value, L.Value, L.Value, L.Value | None]]:
@@ -72,10 +74,12 @@ class PixelCopier:
         return found
 
 
-class PieceCopier:
+class ChannelChunkLoader:
     """A piece of channels of an operand's pixels, each at its place in a patch; zeros for channels there are not."""
 
-    def __init__(self, frame: M.Frame, shape: BlockShape, place: Place, thread: L.Value, patch: L.Value) -> None:
+    def __init__(
+        self, frame: M.Frame, shape: InvertedResidualTile, place: TileCoordinates, thread: L.Value, patch: L.Value
+    ) -> None:
         self.frame, self.shape, self.place, self.thread, self.patch = frame, shape, place, thread, patch
 
     def start(self, first: L.Value, skipped: L.Value) -> None:
@@ -104,7 +108,7 @@ class PieceCopier:
             source = builder.mul(builder.sext(source, L.I64), L.I64(shape.item))
             target = builder.add(builder.mul(line, L.I32(shape.patch_pitch)), part)
             target = builder.add(builder.add(self.patch, skipped), builder.mul(target, L.I32(shape.item)))
-            ptx_mma.copy(builder, (target, 0), (builder.add(base, source), 0), shape.item * width, live, where)
+            ptx_mma.cp_async(builder, (target, 0), (builder.add(base, source), 0), shape.item * width, live, where)
 
 
 def _width(count: int, item: int) -> int:
@@ -112,7 +116,7 @@ def _width(count: int, item: int) -> int:
     return next(size // item for size in COPY if count % (size // item) == 0)
 
 
-class ColumnCopier(Copier):
+class WeightLoader(TileLoader):
     """Copies all terms of some columns of weights, zeros for columns that there are not."""
 
     def _inside(self, outer: L.Value) -> L.Value:
@@ -133,7 +137,7 @@ class ColumnCopier(Copier):
                     known[piece.outer] = builder.icmp_signed("<", column, L.I32(shape.extent))
                 live = known[piece.outer] if live is None else builder.and_(live, known[piece.outer])
             places = (builder.add(piece.into, stage), piece.moved), (builder.add(source, moved), piece.constant)
-            ptx_mma.copy(builder, *places, side.width * side.item, live, piece.condition, self.cached)
+            ptx_mma.cp_async(builder, *places, side.width * side.item, live, piece.condition, self.cached)
 
 
 def clear(builder: GpuBuilder, start: L.Value, size: int, thread: L.Value, threads: int) -> None:

@@ -17,7 +17,7 @@ from jcuts.kernel_ir.program import Buffer, Phase
 HALF = "bfloat16"
 
 
-class Chain:
+class MidEpilogue:
     """The exit graph of a phase that stores one value per channel and pixel."""
 
     def __init__(

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from jcuts.codegen.cuda.gemm.epilogue import Totals
-from jcuts.codegen.cuda.gemm.smem_tile import TileShape, columns_of
+from jcuts.codegen.cuda.gemm.smem_tile import SmemTile, lane_columns
 from jcuts.codegen.cuda.graph.node_emitter import Emitter, store_all
-from jcuts.codegen.cuda.inverted_residual.tile_coords import Place
+from jcuts.codegen.cuda.inverted_residual.tile_coords import TileCoordinates
 from jcuts.codegen.cuda.ptx import global_memory as M
 from jcuts.codegen.llvm import elementwise as E
 from jcuts.codegen.llvm import lanes as L
@@ -16,16 +16,16 @@ from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.node import Graph, Guard, Node
 from jcuts.kernel_ir.program import Buffer, Phase, Store
 from jcuts.lower.patterns.gemm import COLUMNS, ROWS
-from jcuts.schedule.gpu.inverted_residual.tile import ROW_TILE, BlockShape
+from jcuts.schedule.gpu.inverted_residual.tile import ROW_TILE, InvertedResidualTile
 
 _HELD = "held"  # axis: the first column of those that one access takes
 
 
-def leave(
+def store_epilogue(
     frame: M.Frame,
-    shape: BlockShape,
-    place: Place,
-    tile: TileShape,
+    shape: InvertedResidualTile,
+    place: TileCoordinates,
+    tile: SmemTile,
     buffers: Mapping[str, Buffer],
     lane: L.Value,
     row: L.Value,
@@ -37,7 +37,7 @@ def leave(
     Args: row, column: the warp's first ones in the tile.
     """
     builder, phase = frame.builder, shape.block.project.phases[0]
-    step, offsets = columns_of(tile)
+    step, offsets = lane_columns(tile)
     first = builder.add(column, builder.mul(builder.and_(lane, L.I32(3)), L.I32(step)))
     row = builder.add(row, builder.lshr(lane, L.I32(2)))
     pixels, extents = phase.ranges()[ROWS], phase.ranges()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder
 from jcuts.codegen.llvm import lanes as L
-from jcuts.schedule.gpu.inverted_residual.tile import BlockShape
+from jcuts.schedule.gpu.inverted_residual.tile import InvertedResidualTile
 
 
-class Place:
+class TileCoordinates:
     """The block's tile: first image, outputs, and the pixels that are expanded for it."""
 
-    def __init__(self, builder: GpuBuilder, shape: BlockShape, block: L.Value) -> None:
+    def __init__(self, builder: GpuBuilder, shape: InvertedResidualTile, block: L.Value) -> None:
         self.builder, self.shape = builder, shape
         _, down, across = shape.counts
         tile = builder.urem(block, L.I32(down * across)) if down * across > 1 else L.I32(0)

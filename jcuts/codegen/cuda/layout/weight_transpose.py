@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from llvmlite import ir
 
 from jcuts.base.errors import CompileRejected
-from jcuts.codegen.cuda.elementwise.horizontal import by_number
+from jcuts.codegen.cuda.elementwise.horizontal import binary_dispatch
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
-from jcuts.codegen.cuda.ptx.shuffle import reserve
+from jcuts.codegen.cuda.ptx.shuffle import allocate_static
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.program import Buffer, Program
-from jcuts.lower.weight_transpose import SIDE, THREADS, Part, turned_parts
+from jcuts.lower.weight_transpose import SIDE, THREADS, WeightTranspose, transposes_of
 
 PITCH, WORD = SIDE + 1, 4
 LINES = THREADS // SIDE
@@ -32,7 +32,7 @@ LOW, INFINITE = 0x1FFF, 0x7F800000
 class TurnShape:
     """The matrices of a kernel, and the number of the first tile of each."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[WeightTranspose, ...]
     first: tuple[int, ...]
 
     @property
@@ -43,14 +43,14 @@ class TurnShape:
 
 def turn_shape(program: Program) -> TurnShape:
     """The work of a program of this form. Raises CompileRejected for any other program."""
-    parts, params = turned_parts(program), dict(program.params)
+    parts, params = transposes_of(program), dict(program.params)
     if not parts or params.get("threads") != THREADS:
         raise CompileRejected(f"{program.name}: not a program that turns weights by {THREADS} threads")
     counts = [0, *itertools.accumulate(part.tiles for part in parts)]
     return TurnShape(tuple(parts), tuple(counts[:-1]))
 
 
-class TurnEmitter:
+class WeightTransposeKernel:
     """Emits the work of one thread."""
 
     def __init__(
@@ -65,7 +65,7 @@ class TurnEmitter:
     ) -> None:
         self.builder, self.shape, self.pointers = builder, shape, pointers
         self.block, self.thread = integers["block"], integers["thread"]
-        self.base = reserve(builder, f"{symbol}_tile", SIDE * PITCH * WORD)
+        self.base = allocate_static(builder, f"{symbol}_tile", SIDE * PITCH * WORD)
 
     def emit(self) -> None:
         """The tile of this block."""
@@ -97,7 +97,7 @@ class TurnEmitter:
             row = builder.add(column, builder.add(far, L.I32(line)))
             live = builder.and_(inside, builder.icmp_signed("<", row, columns))
             place = self._place(target, builder.add(builder.mul(row, terms), here))
-            word = ptx_mma.read_word(builder, mine, line * WORD)
+            word = ptx_mma.ld_shared_b32(builder, mine, line * WORD)
             text = "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p st.global.b32 [$0], $1; }"
             asm(builder, text, ir.VoidType(), [place, word, builder.zext(live, L.I32)], effects=True)
 
@@ -111,7 +111,7 @@ class TurnEmitter:
             numbers = (L.I32(n) for n in (part.terms, part.columns, shape.first[number]))
             leaves.append((builder.block, (self.pointers[part.operand], self.pointers[part.result], *numbers)))
 
-        by_number(builder, self.block, shape.first, leaf)
+        binary_dispatch(builder, self.block, shape.first, leaf)
         found = []
         for number, value in enumerate(leaves[0][1]):
             phi = builder.phi(value.type)

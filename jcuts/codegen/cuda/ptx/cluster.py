@@ -23,7 +23,7 @@ def wait(builder: GpuBuilder) -> None:
     asm(builder, "barrier.cluster.wait.aligned;", VOID, effects=True)
 
 
-def expect(builder: GpuBuilder, barrier: L.Value, size: int, thread: L.Value) -> None:
+def mbarrier_expect_tx(builder: GpuBuilder, barrier: L.Value, size: int, thread: L.Value) -> None:
     """Makes a barrier at which the block will wait for so many bytes; what follows is `arrive`, `wait`, and stores."""
     with builder.if_then(builder.icmp_signed("==", thread, L.I32(0))):
         asm(builder, "mbarrier.init.shared.b64 [$0], 1;", VOID, [barrier], effects=True)
@@ -31,7 +31,7 @@ def expect(builder: GpuBuilder, barrier: L.Value, size: int, thread: L.Value) ->
         asm(builder, f"mbarrier.arrive.expect_tx.shared.b64 _, [$0], {size};", VOID, [barrier], effects=True)
 
 
-def store(builder: GpuBuilder, place: L.Value, offset: int, values: Sequence[L.Value], barrier: L.Value) -> None:
+def st_async_v4(builder: GpuBuilder, place: L.Value, offset: int, values: Sequence[L.Value], barrier: L.Value) -> None:
     """Starts to store four floats. Args: place, barrier: addresses of the same block (`tensor.of_block`)."""
     where = f"[$0+{offset}]" if offset else "[$0]"
     text = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32"
@@ -39,7 +39,7 @@ def store(builder: GpuBuilder, place: L.Value, offset: int, values: Sequence[L.V
     asm(builder, f"{text} {where}, {{$1, $2, $3, $4}}, [$5];", VOID, [place, *words, barrier], effects=True)
 
 
-def wait_for(builder: GpuBuilder, barrier: L.Value) -> None:
+def mbarrier_wait(builder: GpuBuilder, barrier: L.Value) -> None:
     """Waits until all bytes have come that a barrier expects."""
     loop, after = builder.append_basic_block("waits"), builder.append_basic_block("waits.done")
     builder.branch(loop)

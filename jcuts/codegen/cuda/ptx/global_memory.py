@@ -15,7 +15,7 @@ from llvmlite import ir
 from jcuts.base.errors import IRError
 from jcuts.codegen.cpu.addressing import _divide
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
-from jcuts.codegen.cuda.ptx.mma import near
+from jcuts.codegen.cuda.ptx.mma import with_immediate_offset
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.index import Atom, Index
 from jcuts.kernel_ir.node import Guard
@@ -81,7 +81,7 @@ def _atom(frame: Frame, atom: Atom) -> L.Value:
     return _divide(builder, atom.kind, index(frame, atom.inner), atom.modulus, low, I32)
 
 
-def multiple(frame: Frame, expression: Index) -> int:
+def known_divisor(frame: Frame, expression: Index) -> int:
     """A number that divides the expression whatever its variables are (0: it is zero)."""
     result = abs(expression.const)
     for atom, coef in expression.terms:
@@ -93,9 +93,9 @@ def _atom_multiple(frame: Frame, atom: Atom) -> int:
     if atom.kind == "axis":
         return frame.multiples.get(atom.name, 1)
     if atom.kind == "mod" and atom.inner is not None:
-        return math.gcd(multiple(frame, atom.inner), atom.modulus)
+        return math.gcd(known_divisor(frame, atom.inner), atom.modulus)
     if atom.kind == "div" and atom.inner is not None:
-        inner = multiple(frame, atom.inner)
+        inner = known_divisor(frame, atom.inner)
         return inner // atom.modulus if inner and inner % atom.modulus == 0 else 1
     return 1
 
@@ -132,7 +132,7 @@ def address(frame: Frame, buffer: str, size: int, offset: Index) -> tuple[L.Valu
             wide = builder.sext(index(frame, moving), I64)
             base = builder.add(base, builder.mul(wide, I64(size)) if size != 1 else wide)
         frame.cache[key] = base
-    return near(builder, (frame.cache[key], offset.const * size))
+    return with_immediate_offset(builder, (frame.cache[key], offset.const * size))
 
 
 def word_type(size: int) -> ir.IntType:
@@ -251,9 +251,9 @@ def store(
     asm(builder, text, ir.VoidType(), args, effects=True)
 
 
-def width(frame: Frame, size: int, offset: Index, available: int) -> int:
+def max_vector_width(frame: Frame, size: int, offset: Index, available: int) -> int:
     """Most elements, at most ``available``, of one aligned access that starts at ``offset``: a power of two."""
-    aligned = multiple(frame, offset) * size
+    aligned = known_divisor(frame, offset) * size
     count = 1
     while 2 * count <= available and 2 * count * size <= WIDEST and aligned % (2 * count * size) == 0:
         count *= 2

@@ -20,7 +20,7 @@ KINDS = 3
 """Barriers of a stage."""
 
 
-class Ring:
+class MbarrierRing:
     """Barriers of a ring of stages: ``full``, ``seen`` and ``empty`` ones, one kind behind the other."""
 
     def __init__(self, builder: GpuBuilder, place: L.Value, stages: int, lane: L.Value) -> None:

@@ -28,13 +28,13 @@ def dynamic_shared(builder: GpuBuilder, name: str, align: int = 128) -> L.Value:
     return builder.ptrtoint(found, L.I32)
 
 
-def near(builder: GpuBuilder, place: tuple[L.Value, int]) -> tuple[L.Value, int]:
+def with_immediate_offset(builder: GpuBuilder, place: tuple[L.Value, int]) -> tuple[L.Value, int]:
     """A global address whose constant fits into the 32 bits that an instruction has for it."""
     register, constant = place
     return place if abs(constant) <= MOST_CONSTANT else (builder.add(register, L.I64(constant)), 0)
 
 
-def copy(
+def cp_async(
     builder: GpuBuilder,
     target: tuple[L.Value, int],
     source: tuple[L.Value, int],
@@ -50,7 +50,7 @@ def copy(
         zeros. where: a condition under which it happens. cached: by the L1 cache, whatever its size. read: bytes that
         it reads (``size``), zeros behind them.
     """
-    source = near(builder, source)
+    source = with_immediate_offset(builder, source)
     kind = "cg" if size == 16 and not cached else "ca"  # only whole 16 bytes may pass by the L1 cache
     places = [f"[${k}{f'+{offset}' if offset else ''}]" for k, (_, offset) in enumerate((target, source))]
     text, args = f"cp.async.{kind}.shared.global {places[0]}, {places[1]}, {size}", [target[0], source[0]]
@@ -67,7 +67,7 @@ def copy(
 
 def load_words(builder: GpuBuilder, source: tuple[L.Value, int], count: int, live: L.Value | None) -> list[L.Value]:
     """1, 2 or 4 neighbouring words of global memory; zeros, and nothing is read, where ``live`` does not hold."""
-    source, names = near(builder, source), [f"${k}" for k in range(count)]
+    source, names = with_immediate_offset(builder, source), [f"${k}" for k in range(count)]
     target = f"{{{', '.join(names)}}}" if count > 1 else names[0]
     where = f"[${count}+{source[1]}]" if source[1] else f"[${count}]"
     text, args = f"ld.global.nc{f'.v{count}' if count > 1 else ''}.b32 {target}, {where};", [source[0]]
@@ -84,18 +84,18 @@ def load_words(builder: GpuBuilder, source: tuple[L.Value, int], count: int, liv
     return [builder.extract_value(found, k) for k in range(count)] if count > 1 else [found]
 
 
-def prefetch(builder: GpuBuilder, source: tuple[L.Value, int], live: L.Value | None) -> None:
+def prefetch_l2(builder: GpuBuilder, source: tuple[L.Value, int], live: L.Value | None) -> None:
     """Asks for a place of global memory, to lie in the L2 cache. ``live``: a condition."""
     _early(builder, "prefetch.global.L2 ", source, live)
 
 
-def touch(builder: GpuBuilder, source: tuple[L.Value, int], live: L.Value | None) -> None:
+def prefetch_l1(builder: GpuBuilder, source: tuple[L.Value, int], live: L.Value | None) -> None:
     """Reads a word of global memory that nobody writes, for it to lie in the L1 cache. ``live``: a condition."""
     _early(builder, "ld.global.nc.b32 r, ", source, live)
 
 
 def _early(builder: GpuBuilder, text: str, source: tuple[L.Value, int], live: L.Value | None) -> None:
-    source = near(builder, source)
+    source = with_immediate_offset(builder, source)
     place, args = f"[$0+{source[1]}]" if source[1] else "[$0]", [source[0]]
     text = f"{text}{place};"
     if live is not None:
@@ -104,12 +104,12 @@ def _early(builder: GpuBuilder, text: str, source: tuple[L.Value, int], live: L.
     asm(builder, f"{{ .reg .b32 r; {text} }}", VOID, args, effects=True)
 
 
-def commit(builder: GpuBuilder) -> None:
+def cp_async_commit(builder: GpuBuilder) -> None:
     """Ends a group of copies."""
     asm(builder, "cp.async.commit_group;", VOID, effects=True)
 
 
-def wait(builder: GpuBuilder, groups: int) -> None:
+def cp_async_wait(builder: GpuBuilder, groups: int) -> None:
     """Waits until at most so many of the thread's newest groups of copies are under way."""
     asm(builder, f"cp.async.wait_group {groups};", VOID, effects=True)
 
@@ -125,12 +125,12 @@ def cluster_barrier(builder: GpuBuilder) -> None:
     asm(builder, "barrier.cluster.wait.acquire.aligned;", VOID, effects=True)
 
 
-def of_block(builder: GpuBuilder, place: L.Value, rank: int) -> L.Value:
+def mapa(builder: GpuBuilder, place: L.Value, rank: int) -> L.Value:
     """The address that a place of one's own shared memory has in another block of the cluster."""
     return asm(builder, f"mapa.shared::cluster.u32 $0, $1, {rank};", L.I32, [place])
 
 
-def read_matrices(builder: GpuBuilder, place: L.Value, offset: int, *, transposed: bool = False) -> list[L.Value]:
+def ldmatrix_x4(builder: GpuBuilder, place: L.Value, offset: int, *, transposed: bool = False) -> list[L.Value]:
     """Four 8x8 matrices of 16-bit elements; lane k gives the address of row ``k % 8`` of matrix ``k / 8``."""
     trans = ".trans" if transposed else ""
     where = f"[$4+{offset}]" if offset else "[$4]"
@@ -139,19 +139,19 @@ def read_matrices(builder: GpuBuilder, place: L.Value, offset: int, *, transpose
     return [builder.extract_value(found, k) for k in range(4)]
 
 
-def read_word(builder: GpuBuilder, place: L.Value, offset: int) -> L.Value:
+def ld_shared_b32(builder: GpuBuilder, place: L.Value, offset: int) -> L.Value:
     """One word of shared memory."""
     where = f"[$1+{offset}]" if offset else "[$1]"
     return asm(builder, f"ld.shared.b32 $0, {where};", L.I32, [place], effects=True)
 
 
-def read_half(builder: GpuBuilder, place: L.Value, offset: int) -> L.Value:
+def ld_shared_b16(builder: GpuBuilder, place: L.Value, offset: int) -> L.Value:
     """16 bits of shared memory."""
     where = f"[$1+{offset}]" if offset else "[$1]"
     return asm(builder, f"ld.shared.b16 $0, {where};", ir.IntType(16), [place], effects=True)
 
 
-def two_halves(builder: GpuBuilder, low: L.Value, high: L.Value) -> L.Value:
+def pack_b16x2(builder: GpuBuilder, low: L.Value, high: L.Value) -> L.Value:
     """A word of two halves of 16 bits."""
     return builder.or_(builder.zext(low, L.I32), builder.shl(builder.zext(high, L.I32), L.I32(16)))
 
@@ -178,7 +178,7 @@ def to_tf32(builder: GpuBuilder, word: L.Value) -> L.Value:
     return asm(builder, f"cvt.{how}.tf32.f32 $0, $1;", L.I32, [builder.bitcast(word, L.F32)])
 
 
-def multiply(
+def mma_sync(
     builder: GpuBuilder, kind: str, left: Sequence[L.Value], right: Sequence[L.Value], total: Sequence[L.Value]
 ) -> list[L.Value]:
     """``total + left * right`` of one 16x8 tile.
@@ -194,7 +194,7 @@ def multiply(
     return [builder.extract_value(found, k) for k in range(4)]
 
 
-def multiply_double(
+def mma_f64(
     builder: GpuBuilder, left: Sequence[L.Value], right: Sequence[L.Value], total: Sequence[L.Value]
 ) -> list[L.Value]:
     """The same in float64, of eight terms: ``mma.m16n8k8``, or, below capability 9.0, the four ``m8n8k4`` that it has.
@@ -232,7 +232,7 @@ def write_doubles(builder: GpuBuilder, place: L.Value, offset: int, values: Sequ
     asm(builder, f"st.shared.v2.f64 {where}, {{$1, $2}};", VOID, [place, *values], effects=True)
 
 
-def write_four(builder: GpuBuilder, place: L.Value, offset: int, values: Sequence[L.Value]) -> None:
+def st_shared_v4_f32(builder: GpuBuilder, place: L.Value, offset: int, values: Sequence[L.Value]) -> None:
     """Puts four floats into shared memory."""
     write_words(builder, place, offset, [builder.bitcast(v, L.I32) for v in values])
 
@@ -251,7 +251,7 @@ def write_words(
     asm(builder, text, VOID, args, effects=True)
 
 
-def read_four(builder: GpuBuilder, place: L.Value, offset: int, *, cluster: bool = False) -> list[L.Value]:
+def ld_shared_v4_f32(builder: GpuBuilder, place: L.Value, offset: int, *, cluster: bool = False) -> list[L.Value]:
     """Takes four floats from shared memory. ``cluster``: from that of any block of the cluster, see `of_block`."""
     space = "shared::cluster" if cluster else "shared"
     where = f"[$4+{offset}]" if offset else "[$4]"

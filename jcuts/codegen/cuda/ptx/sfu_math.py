@@ -77,7 +77,7 @@ def _exp(x: Num) -> Num:
     return _unit(high, "ex2.approx.f32") * low.fma(LN2, 1.0)
 
 
-def weight(builder: GpuBuilder, x: L.Value) -> L.Value:
+def fast_exp_nonpositive(builder: GpuBuilder, x: L.Value) -> L.Value:
     """e^x of a float32 that is not positive, for weights that are rounded to 11 bits or fewer.
 
     Relative error at most (|x| + 4) 2^-24; results below 2^-126 are 0, so is that of -inf; a NaN stays.

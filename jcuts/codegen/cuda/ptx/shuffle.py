@@ -12,7 +12,7 @@ from jcuts.codegen.llvm import lanes as L
 WARP = 32
 
 
-def reserve(builder: GpuBuilder, name: str, size: int) -> L.Value:
+def allocate_static(builder: GpuBuilder, name: str, size: int) -> L.Value:
     """Address (i32) of a new piece of shared memory of so many bytes."""
     kind = ir.ArrayType(ir.IntType(8), size)
     found: Any = ir.GlobalVariable(builder.module, kind, name, addrspace=3)

@@ -35,12 +35,12 @@ def descriptor(builder: GpuBuilder, place: L.Value, leading: int, stride: int) -
     return builder.or_(start, L.I64(_SWIZZLED | (stride >> 4) << 32 | (leading >> 4) << 16))
 
 
-def moved(builder: GpuBuilder, found: L.Value, distance: int) -> L.Value:
+def advance_descriptor(builder: GpuBuilder, found: L.Value, distance: int) -> L.Value:
     """The descriptor of a tile so many bytes further."""
     return builder.add(found, L.I64(distance >> 4)) if distance else found
 
 
-def multiply(
+def wgmma_async(
     builder: GpuBuilder,
     kind: str,
     pairs: Sequence[Sequence[tuple[Sequence[L.Value], L.Value]]],
@@ -77,18 +77,18 @@ def multiply(
                 f"{{{names}}}, {taken}, ${last}, {how};"
             )
     lines.append("wgmma.commit_group.sync.aligned;")
-    return _shaped(_kept(builder, "\n\t".join(lines), flat, args), totals)
+    return _shaped(_asm_inout(builder, "\n\t".join(lines), flat, args), totals)
 
 
-def wait(builder: GpuBuilder, groups: int) -> None:
+def wgmma_wait_group(builder: GpuBuilder, groups: int) -> None:
     """Waits until at most so many of the newest groups of instructions are under way."""
     asm(builder, f"wgmma.wait_group.sync.aligned {groups};", VOID, effects=True)
 
 
-def finished(builder: GpuBuilder, totals: list[list[list[L.Value]]]) -> list[list[list[L.Value]]]:
+def wgmma_wait_all(builder: GpuBuilder, totals: list[list[list[L.Value]]]) -> list[list[list[L.Value]]]:
     """Waits for all instructions: the sums that they were to make."""
     flat = [value for rows in totals for tile in rows for value in tile]
-    return _shaped(_kept(builder, "wgmma.wait_group.sync.aligned 0;", flat, []), totals)
+    return _shaped(_asm_inout(builder, "wgmma.wait_group.sync.aligned 0;", flat, []), totals)
 
 
 def proxy_fence(builder: GpuBuilder) -> None:
@@ -96,7 +96,7 @@ def proxy_fence(builder: GpuBuilder) -> None:
     asm(builder, "fence.proxy.async.shared::cta;", VOID, effects=True)
 
 
-def _kept(builder: GpuBuilder, text: str, flat: Sequence[L.Value], args: Sequence[L.Value]) -> list[L.Value]:
+def _asm_inout(builder: GpuBuilder, text: str, flat: Sequence[L.Value], args: Sequence[L.Value]) -> list[L.Value]:
     """Inline PTX that changes registers where they are: ``$0`` .. are results and operands at once."""
     count = len(flat)
     parts = [*["=f"] * count, *map(str, range(count)), *("l" if a.type == L.I64 else "r" for a in args), "~{memory}"]

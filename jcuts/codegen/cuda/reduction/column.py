@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 from llvmlite import ir
 
 from jcuts.base.errors import CompileRejected
-from jcuts.codegen.cuda.elementwise.thread_tile import PointEmitter, Shape
+from jcuts.codegen.cuda.elementwise.thread_tile import ThreadTileKernel, TileVariant
 from jcuts.codegen.cuda.graph.accumulators import acc_types
-from jcuts.codegen.cuda.graph.predication import only_within, without
+from jcuts.codegen.cuda.graph.predication import drop_guard, restrict_to_guard
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
-from jcuts.codegen.cuda.ptx.shuffle import WARP, read_word, reserve, shuffle, write_word
-from jcuts.codegen.cuda.window.sliding_window import WalkEmitter
+from jcuts.codegen.cuda.ptx.shuffle import WARP, allocate_static, read_word, shuffle, write_word
+from jcuts.codegen.cuda.window.sliding_window import SlidingWindowKernel
 from jcuts.codegen.llvm import elementwise as E
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.index import Index
@@ -79,7 +79,7 @@ def lane_blocks(phase: Phase, shape: ColumnShape) -> int:
     return -(-lane.extent // (lane.unroll * shape.across))
 
 
-class ColumnEmitter:
+class ColumnReductionKernel:
     """Emits the work of one thread of a block."""
 
     def __init__(
@@ -115,7 +115,7 @@ class ColumnEmitter:
         # Threads beyond the last output follow along on it and store nothing.
         inside = builder.select(builder.icmp_signed("<", vector, last), vector, last)
         variables = {**self.outer, self.lane.name: builder.mul(inside, L.I32(self.lane.unroll))}
-        bare = replace(self.program, phases=(without(self.phase, self.guard),))
+        bare = replace(self.program, phases=(drop_guard(self.phase, self.guard),))
         body = self._points(bare.phases[0], variables)
         body._start()
         step = shape.deep * shape.flight
@@ -134,19 +134,21 @@ class ColumnEmitter:
             with builder.if_then(active) if active is not None else nullcontext():
                 self._loop(body, whole)
         if pieces:
-            tail = self._points(only_within(self.phase, self.guard) if not self.split else self.phase, variables)
+            tail = self._points(restrict_to_guard(self.phase, self.guard) if not self.split else self.phase, variables)
             tail.slots = body.slots
             wanted = [c for c in (rest, active) if c is not None]
             with builder.if_then(wanted[0] if len(wanted) == 1 else builder.and_(*wanted)) if wanted else nullcontext():
                 self._terms(tail, builder.mul(whole, L.I32(step)), pieces, guarded=True)
         self._finish(body)
 
-    def _points(self, phase: Phase, variables: Mapping[str, L.Value]) -> WalkEmitter:
+    def _points(self, phase: Phase, variables: Mapping[str, L.Value]) -> SlidingWindowKernel:
         counts = tuple((a.name, a.unroll) for a in phase.axes)
         multiples = {self.lane.name: self.lane.unroll}
-        return WalkEmitter(self.builder, phase, Shape(counts), self.buffers, self.pointers, variables, multiples)
+        return SlidingWindowKernel(
+            self.builder, phase, TileVariant(counts), self.buffers, self.pointers, variables, multiples
+        )
 
-    def _loop(self, body: WalkEmitter, whole: L.Value) -> None:
+    def _loop(self, body: SlidingWindowKernel, whole: L.Value) -> None:
         """Groups of ``deep * flight`` terms that all lie inside; at least one where the count is a constant."""
         builder = self.builder
         step = L.I32(self.shape.deep * self.shape.flight)
@@ -164,7 +166,7 @@ class ColumnEmitter:
         builder.branch(head)
         builder.position_at_end(after)
 
-    def _terms(self, body: WalkEmitter, base: L.Value, pieces: int, *, guarded: bool) -> None:
+    def _terms(self, body: SlidingWindowKernel, base: L.Value, pieces: int, *, guarded: bool) -> None:
         """``pieces`` terms of this thread, the first one at ``base + y``."""
         fixed = {r.name: Extent(r.name, r.extent, fixed=True) for r in body.phase.reds if r.name != TERM}
         fixed[TERM] = Extent(TERM, pieces, self.shape.deep)
@@ -178,7 +180,7 @@ class ColumnEmitter:
         (body._body if guarded else body._both_bodies)(fixed, bases, {TERM: reach}, {TERM: 1})
 
     # -- across threads -----------------------------------------------------------------------------------------
-    def _finish(self, body: PointEmitter) -> None:
+    def _finish(self, body: ThreadTileKernel) -> None:
         """Totals of all rows of threads: thread t takes column ``t % across`` of the vectors' place ``t // across``."""
         builder, shape, width = self.builder, self.shape, self.lane.unroll
         warps = shape.across < WARP and WARP % shape.across == 0  # a warp holds several rows of threads
@@ -197,9 +199,9 @@ class ColumnEmitter:
             inside = builder.icmp_signed("<", column, L.I32(self.lane.extent))
             live = builder.and_(live, inside)
             column = builder.select(inside, column, L.I32(self.lane.extent - 1))
-        alone = Shape(tuple((a.name, 1 if a is self.lane else a.unroll) for a in self.phase.axes))
+        alone = TileVariant(tuple((a.name, 1 if a is self.lane else a.unroll) for a in self.phase.axes))
         variables = {**self.outer, self.lane.name: column}
-        end = PointEmitter(builder, self.phase, alone, self.buffers, self.pointers, variables, {})
+        end = ThreadTileKernel(builder, self.phase, alone, self.buffers, self.pointers, variables, {})
         end.live = live
         todo = [(number, point) for number in range(len(self.phase.accs)) for point in points(end.axes)]
         size = max(max(4, L.bit_width(k) // 8) for acc in self.phase.accs for k in acc_types(acc))
@@ -209,7 +211,7 @@ class ColumnEmitter:
         if line_bytes * most > 48 << 10:
             message = f"{self.program.name}: {line_bytes * most} bytes of shared memory per result"
             raise CompileRejected(message, resource="shared memory")
-        place = reserve(builder, f"{self.symbol}_columns", min(per_round, len(todo)) * most * line_bytes)
+        place = allocate_static(builder, f"{self.symbol}_columns", min(per_round, len(todo)) * most * line_bytes)
         there = builder.add(builder.mul(line, L.I32(columns)), self.x)
         there = builder.add(place, builder.mul(there, L.I32(size)))
         for start in range(0, len(todo), per_round):
@@ -239,7 +241,7 @@ class ColumnEmitter:
         vector = builder.add(self.first, builder.urem(thread, across))
         return builder.add(builder.mul(vector, L.I32(self.lane.unroll)), builder.udiv(thread, across))
 
-    def _row_total(self, body: PointEmitter, number: int, point: Point, j: int, warps: bool) -> tuple[L.Value, ...]:
+    def _row_total(self, body: ThreadTileKernel, number: int, point: Point, j: int, warps: bool) -> tuple[L.Value, ...]:
         """What this thread found for one output (with ``warps``: what the rows of its warp found)."""
         builder, acc = self.builder, self.phase.accs[number]
         here = tuple((name, j if name == self.lane.name else offset) for name, offset in point)

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from llvmlite import ir
 
 from jcuts.base.errors import CompileRejected
-from jcuts.codegen.cuda.graph.accumulators import acc_start, acc_types, contribute
+from jcuts.codegen.cuda.graph.accumulators import acc_start, acc_types, accumulate
 from jcuts.codegen.cuda.graph.node_emitter import Emitter, store_all
 from jcuts.codegen.cuda.ptx import global_memory as M
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
-from jcuts.codegen.cuda.ptx.shuffle import WARP, read_word, reserve, shuffle, write_word
-from jcuts.codegen.cuda.reduction.row import K, TeamEmitter, TeamShape
+from jcuts.codegen.cuda.ptx.shuffle import WARP, allocate_static, read_word, shuffle, write_word
+from jcuts.codegen.cuda.reduction.row import K, RowReductionKernel, RowReductionTile
 from jcuts.codegen.llvm import elementwise as E
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.index import Index
@@ -76,7 +76,7 @@ def column_rows_shape(program: Program) -> ColumnRowsShape:
     return shape
 
 
-class ColumnRowsEmitter(TeamEmitter):
+class ColumnSoftmaxKernel(RowReductionKernel):
     """Emits the work of one thread of a block on its columns."""
 
     def __init__(
@@ -91,7 +91,7 @@ class ColumnRowsEmitter(TeamEmitter):
     ) -> None:
         self.builder, self.program, self.buffers, self.pointers = builder, program, buffers, pointers
         self.symbol, self.layout = symbol, shape
-        self.shape = TeamShape(shape.deep, shape.threads, 1, shape.chunks)
+        self.shape = RowReductionTile(shape.deep, shape.threads, 1, shape.chunks)
         axes = outer_axes(program)
         self.lane_axis = axes[-1]
         self.length = _length(program)
@@ -145,7 +145,7 @@ class ColumnRowsEmitter(TeamEmitter):
             for offset, column, number, values in terms:
                 acc = phase.accs[number]
                 values = self._only_live(emitter, acc, values, offset) if tail else values
-                contribute(emitter, acc, slots[number, column], values)
+                accumulate(emitter, acc, slots[number, column], values)
         found = {key: tuple(self.builder.load(s) for s in made) for key, made in slots.items()}
         self._column_results(phase, self._totals(phase, found))
         self.reductions += 1
@@ -233,8 +233,8 @@ class ColumnRowsEmitter(TeamEmitter):
         if self.shared > STATIC:
             message = f"{self.program.name}: {self.shared} bytes of shared memory, there are {STATIC}"
             raise CompileRejected(message, resource="shared memory")
-        place = reserve(builder, f"{self.symbol}_rows{self.reductions}", plane * len(parts))
-        ends = reserve(builder, f"{self.symbol}_ends{self.reductions}", layout.columns * size * len(parts))
+        place = allocate_static(builder, f"{self.symbol}_rows{self.reductions}", plane * len(parts))
+        ends = allocate_static(builder, f"{self.symbol}_ends{self.reductions}", layout.columns * size * len(parts))
         there = builder.add(builder.mul(line, L.I32(layout.columns)), self.x)
         there = builder.add(place, builder.mul(there, L.I32(size)))
         for k, (number, i, _) in enumerate(parts):

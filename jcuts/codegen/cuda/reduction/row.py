@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from llvmlite import ir
 
 from jcuts.base.errors import CompileRejected, IRError
-from jcuts.codegen.cuda.graph.accumulators import acc_start, acc_types, contribute
+from jcuts.codegen.cuda.graph.accumulators import acc_start, acc_types, accumulate
 from jcuts.codegen.cuda.graph.node_emitter import Emitter, store_all
 from jcuts.codegen.cuda.ptx import global_memory as M
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
-from jcuts.codegen.cuda.ptx.shuffle import WARP, read_word, reserve, shuffle, write_word
+from jcuts.codegen.cuda.ptx.shuffle import WARP, allocate_static, read_word, shuffle, write_word
 from jcuts.codegen.llvm import elementwise as E
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.index import Index, unflatten
@@ -36,7 +36,7 @@ K = "k"
 
 
 @dataclass(frozen=True)
-class TeamShape:
+class RowReductionTile:
     """How threads share rows.
 
     Attributes:
@@ -76,7 +76,7 @@ def row_length(program: Program) -> int:
     return lengths.pop()
 
 
-class TeamEmitter:
+class RowReductionKernel:
     """Emits the work of one team on one row."""
 
     at = 0  # the column in hand, where a thread has several
@@ -89,7 +89,7 @@ class TeamEmitter:
         self,
         builder: GpuBuilder,
         program: Program,
-        shape: TeamShape,
+        shape: RowReductionTile,
         buffers: Mapping[str, Buffer],
         pointers: Mapping[str, L.Value],
         row: L.Value,
@@ -258,7 +258,7 @@ class TeamEmitter:
                 chain = place // len(phase.accs) % shape.vector % chains
                 acc = phase.accs[number]
                 values = self._only_live(emitter, acc, values, offset) if tail else values
-                contribute(emitter, acc, slots[number, chain], values)
+                accumulate(emitter, acc, slots[number, chain], values)
         accs = {}
         for number, acc in enumerate(phase.accs):
             parts = [tuple(builder.load(s) for s in slots[number, c]) for c in range(chains)]
@@ -337,7 +337,7 @@ class TeamEmitter:
         sizes = [max(4, L.bit_width(v.type) // 8) for v in values]
         # Every reduction has memory of its own, so one barrier is enough.
         places = [
-            reserve(builder, f"{self.symbol}_shared_{self.reductions}_{number}_{i}", warps * size)
+            allocate_static(builder, f"{self.symbol}_shared_{self.reductions}_{number}_{i}", warps * size)
             for i, size in enumerate(sizes)
         ]
         warp = builder.udiv(self.lane, L.I32(WARP))

@@ -17,17 +17,17 @@ from llvmlite import ir
 
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda.graph.node_emitter import Emitter
-from jcuts.codegen.cuda.graph.predication import without
-from jcuts.codegen.cuda.reduction.column_norm import ColumnRowsEmitter, Totals
+from jcuts.codegen.cuda.graph.predication import drop_guard
+from jcuts.codegen.cuda.reduction.column_norm import ColumnSoftmaxKernel, Totals
 from jcuts.codegen.llvm import elementwise as E
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.node import Graph, Guard
 from jcuts.kernel_ir.program import Phase
-from jcuts.lower.welford import GROUP, recognise
+from jcuts.lower.welford import GROUP, match_welford
 
 
-class MomentsEmitter(ColumnRowsEmitter):
+class WelfordKernel(ColumnSoftmaxKernel):
     """Emits one thread's part of a program whose first two phases are statistics."""
 
     def emit(self) -> None:
@@ -36,8 +36,8 @@ class MomentsEmitter(ColumnRowsEmitter):
         split = first.axes[0].name == GROUP
         terms = int(str(dict(self.program.params).get("terms", self.length)))
         number = Index.axis(GROUP) * self.length + Index.axis(first.reds[0].name)
-        bare = tuple(without(p, Guard(number, None, terms - 1)) for p in self.program.phases[:2])
-        found = recognise(replace(self.program, phases=(*bare, *self.program.phases[2:])))
+        bare = tuple(drop_guard(p, Guard(number, None, terms - 1)) for p in self.program.phases[:2])
+        found = match_welford(replace(self.program, phases=(*bare, *self.program.phases[2:])))
         if found is None:
             raise CompileRejected(f"{self.program.name}: no statistics in its first two phases")
         self.kind = E.register_type(first.accs[0].dtype)

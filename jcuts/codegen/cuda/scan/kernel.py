@@ -18,14 +18,14 @@ from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda.graph.node_emitter import Emitter, store_all
 from jcuts.codegen.cuda.ptx import global_memory as M
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
-from jcuts.codegen.cuda.ptx.shuffle import WARP, read_word, reserve, shuffle_up, write_word
+from jcuts.codegen.cuda.ptx.shuffle import WARP, allocate_static, read_word, shuffle_up, write_word
 from jcuts.codegen.llvm import elementwise as E
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.node import Graph, Guard, Node
 from jcuts.kernel_ir.program import Axis, Buffer, Phase, Program
 from jcuts.lower.scan_axes import CARRY, TIME
-from jcuts.lower.split_scan import GROUP, STEP, associative
+from jcuts.lower.split_scan import GROUP, STEP, scan_operator
 from jcuts.ops.window import identity
 
 
@@ -51,7 +51,7 @@ def scan_shape(program: Program) -> ScanShape:
     number = {k: int(str(v)) for k, v in params.items()}
     rows = dict(program.params)["cuda"] == "scan_rows"
     shape = ScanShape(rows, number["threads"], number["vector"], number.get("team", 1), number.get("unroll", 1))
-    axis = time_axis(program) if rows else program.phases[0].axes[-1]
+    axis = scan_axis(program) if rows else program.phases[0].axes[-1]
     if axis.extent % shape.vector or shape.threads % shape.team or shape.threads % WARP:
         raise CompileRejected(f"{program.name}: {number} does not fit {axis.extent} points along {axis.name}")
     if rows and (
@@ -61,15 +61,15 @@ def scan_shape(program: Program) -> ScanShape:
     return shape
 
 
-def time_axis(program: Program) -> Axis:
+def scan_axis(program: Program) -> Axis:
     """The axis that is walked along."""
     return next(a for a in program.phases[0].axes if a.name in (TIME, STEP))
 
 
-def units(program: Program, shape: ScanShape) -> dict[str, int]:
+def scans_of_grid(program: Program, shape: ScanShape) -> dict[str, int]:
     """What the grid counts: rows, or groups of columns that a thread has; axis -> number."""
     axes = program.phases[0].axes
-    time = time_axis(program)
+    time = scan_axis(program)
     found = {a.name: a.extent for a in axes if a is not time}
     if not shape.rows and axes[-1] is not time:
         found[axes[-1].name] //= shape.vector
@@ -92,7 +92,7 @@ class ScanEmitter:
         self.builder, self.program, self.shape, self.symbol = builder, program, shape, symbol
         self.buffers, self.pointers, self.integers = buffers, pointers, integers
         self.carry, self.result = program.phases
-        self.time = time_axis(program)
+        self.time = scan_axis(program)
         self.extents = {a.name: a.extent for a in self.carry.axes}
         # Steps beyond the end of a short group are never taken, so what guards against them is left out.
         known = Index.axis(GROUP) * self.time.extent + Index.axis(self.time.name)
@@ -224,7 +224,7 @@ class ScanRowsEmitter(ScanEmitter):
     def emit(self) -> None:
         """The whole row."""
         builder, shape = self.builder, self.shape
-        found = associative(self.program)
+        found = scan_operator(self.program)
         if found is None:
             raise CompileRejected(f"{self.program.name}: a cumulative operation that does not associate")
         self.combine, self.value = found
@@ -234,7 +234,7 @@ class ScanRowsEmitter(ScanEmitter):
         step = shape.team * shape.vector
         if shape.team > WARP:
             size = max(4, L.bit_width(self.kind) // 8)
-            self.totals = reserve(builder, f"{self.symbol}_totals", shape.team // WARP * size)
+            self.totals = allocate_static(builder, f"{self.symbol}_totals", shape.team // WARP * size)
         before = builder.block
         loop, after = builder.append_basic_block("row"), builder.append_basic_block("row.done")
         builder.branch(loop)
@@ -326,4 +326,4 @@ class ScanRowsEmitter(ScanEmitter):
 
 def grid_of(program: Program, shape: ScanShape) -> int:
     """Units of work: rows, or threads' columns."""
-    return math.prod(units(program, shape).values())
+    return math.prod(scans_of_grid(program, shape).values())

@@ -60,7 +60,7 @@ _REGISTER = re.compile(r"%[a-z_]+\d+\b")
 _ENDS = re.compile(r"\s*(?:@|\$|bra|brx|ret|exit|call|[{}])")
 
 
-def waiting(lines: Sequence[str], place: int) -> list[str]:
+def insert_grid_dependency_wait(lines: Sequence[str], place: int) -> list[str]:
     """The lines of a PTX kernel with `WAIT` in them.
 
     What the first block of instructions computes from parameters comes before it, in its order.
@@ -83,7 +83,7 @@ def waiting(lines: Sequence[str], place: int) -> list[str]:
             touched |= set(names)
         end += 1
     rest = [*late, *lines[end:]]
-    return [*lines[:place], *early, *_before_the_wait(_first_used(rest, made)), "\t" + WAIT, *rest]
+    return [*lines[:place], *early, *_hoistable_prefix(_first_used(rest, made)), "\t" + WAIT, *rest]
 
 
 def _computes(line: str) -> bool:
@@ -103,7 +103,7 @@ def _first_used(lines: Iterable[str], made: set[str]) -> list[str]:
     return list(found)[:MOST]
 
 
-def _before_the_wait(names: Sequence[str]) -> list[str]:
+def _hoistable_prefix(names: Sequence[str]) -> list[str]:
     """Instructions that read registers, and that ptxas neither drops nor moves behind a wait."""
     if not names:
         return []

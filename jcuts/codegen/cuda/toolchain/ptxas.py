@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda.toolchain.image import Resources
-from jcuts.codegen.cuda.toolchain.programmatic_launch import WAIT, waiting
+from jcuts.codegen.cuda.toolchain.programmatic_launch import WAIT, insert_grid_dependency_wait
 
 PTX_VERSION = "8.0"
 """Oldest PTX version that knows everything emitted here: assemblers of CUDA 12.0 and newer read it."""
@@ -39,7 +39,7 @@ _EXTREME = re.compile(r"\b(?:min|max)\.[su](?:16|32)\b")
 _NEGATED = re.compile(r"^(\s*)(?:neg|sub)\.s(16|32)(\s+)(%\w+), (?:0, )?(%\w+);", re.MULTILINE)
 
 
-def merged(sources: list[tuple[str, str]], arch: str = "", *, early: bool = False, ready: bool = True) -> str:
+def merge_modules(sources: list[tuple[str, str]], arch: str = "", *, early: bool = False, ready: bool = True) -> str:
     """One PTX module of several: [(PTX of one kernel, the name that it gets)].
 
     Args: arch: what the module asks for where that is more than the compiler wrote, e.g. ``sm_90a``; early: kernels
@@ -73,7 +73,7 @@ def _without_negations(text: str) -> str:
     return _NEGATED.sub(r"\1not.b\2\3\4, \5;\n\1add.s\2\3\4, \4, 1;", text)
 
 
-def waits(arch: str) -> bool:
+def supports_pdl(arch: str) -> bool:
     """Whether kernels of an architecture wait for the grid in front of them (PTX ISA, ``griddepcontrol``)."""
     found = re.match(r"sm_(\d+)", arch)
     return found is not None and int(found[1]) >= _DEPENDENT
@@ -85,7 +85,7 @@ def _waiting(lines: list[str], ready: bool) -> list[str]:
     place = lines.index("{", entry) + 1
     while not lines[place].strip() or lines[place].lstrip().startswith((".", "//")):
         place += 1
-    return waiting(lines, place) if ready else [*lines[:place], "\t" + WAIT, *lines[place:]]
+    return insert_grid_dependency_wait(lines, place) if ready else [*lines[:place], "\t" + WAIT, *lines[place:]]
 
 
 @functools.cache
@@ -149,7 +149,7 @@ class Grid(NamedTuple):
         return min(by_shared, by_registers, _THREADS // (_WARP * warps), -(-self.blocks // _LEAST_SMS))
 
 
-def best(
+def assemble_best(
     sources: list[tuple[str, str]], arch: str, grids: Sequence[Grid], *, overlapped: bool = False
 ) -> tuple[bytes, dict[str, Resources], bool]:
     """The cubin of all kernels, what each of them takes, and whether they wait for the grid in front of them.
@@ -161,9 +161,9 @@ def best(
     Args: sources: as of `merged`; grids: of each; arch, overlapped: as of `assemble`.
     """
     found: list[tuple[int, bytes, dict[str, Resources]]] = []
-    for ready in (True, False) if waits(arch) else ():
+    for ready in (True, False) if supports_pdl(arch) else ():
         try:
-            cubin = assemble(merged(sources, arch, early=True, ready=ready), arch, overlapped=overlapped)
+            cubin = assemble(merge_modules(sources, arch, early=True, ready=ready), arch, overlapped=overlapped)
         except CompileRejected:
             if not found:
                 raise
@@ -181,7 +181,7 @@ def best(
     if found:
         _, cubin, report = max(found, key=lambda one: one[0])
         return cubin, report, True
-    cubin = assemble(merged(sources, arch), arch, overlapped=overlapped)
+    cubin = assemble(merge_modules(sources, arch), arch, overlapped=overlapped)
     return cubin, resources(cubin), False
 
 

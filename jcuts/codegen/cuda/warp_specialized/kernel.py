@@ -14,23 +14,23 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from jcuts.codegen.cuda.conv.halo_loads import PixelCopies, PixelRows
+from jcuts.codegen.cuda.conv.halo_loads import HaloFragments, HaloLoader
 from jcuts.codegen.cuda.gemm import epilogue_prefetch, wgmma_register_operand
 from jcuts.codegen.cuda.gemm.epilogue import Totals
-from jcuts.codegen.cuda.gemm.mma_mainloop import ProductEmitter
+from jcuts.codegen.cuda.gemm.mma_mainloop import MmaKernel
 from jcuts.codegen.cuda.gemm.prologue import Prologue
-from jcuts.codegen.cuda.gemm.smem_tile import Copier
-from jcuts.codegen.cuda.gemm.wgmma_mainloop import GroupEmitter
-from jcuts.codegen.cuda.gemm.wgmma_register_operand import Rows
+from jcuts.codegen.cuda.gemm.smem_tile import TileLoader
+from jcuts.codegen.cuda.gemm.wgmma_mainloop import WgmmaKernel
+from jcuts.codegen.cuda.gemm.wgmma_register_operand import RegisterOperandA
 from jcuts.codegen.cuda.gemm.wgmma_tile import WARPS
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.ptx import wgmma
 from jcuts.codegen.cuda.ptx.builder import asm
-from jcuts.codegen.cuda.ptx.mbarrier_ring import Ring
+from jcuts.codegen.cuda.ptx.mbarrier_ring import MbarrierRing
 from jcuts.codegen.cuda.ptx.mma import VOID
 from jcuts.codegen.cuda.ptx.shuffle import WARP
-from jcuts.codegen.cuda.warp_specialized.residual_loads import BesideCopies, BesideKeeper
-from jcuts.codegen.cuda.warp_specialized.tile import FedShape
+from jcuts.codegen.cuda.warp_specialized.residual_loads import ResidualLoader, ResidualReader
+from jcuts.codegen.cuda.warp_specialized.tile import WarpSpecializedTile
 from jcuts.codegen.llvm import lanes as L
 from jcuts.lower.patterns.gemm import COLUMNS, ROWS, prologue
 
@@ -38,11 +38,11 @@ WHOLE = wgmma.LINE // ptx_mma.STEP
 """Steps of terms of a tile: all are one group of instructions."""
 
 
-class FedEmitter(GroupEmitter):
+class WarpSpecializedKernel(WgmmaKernel):
     """Emits the work of one thread."""
 
-    shape: FedShape  # type: ignore[assignment]
-    rows: Rows | PixelRows  # type: ignore[assignment]
+    shape: WarpSpecializedTile  # type: ignore[assignment]
+    rows: RegisterOperandA | HaloFragments  # type: ignore[assignment]
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -51,7 +51,7 @@ class FedEmitter(GroupEmitter):
     def emit(self) -> None:
         """All tiles of the block, by both kinds of warps."""
         builder, shape = self.builder, self.shape
-        self.ring = Ring(builder, builder.add(self.shared, L.I32(shape.barriers)), shape.stages, self.lane)
+        self.ring = MbarrierRing(builder, builder.add(self.shared, L.I32(shape.barriers)), shape.stages, self.lane)
         self.ring.make(self.thread, WARP * shape.carriers, shape.warps[0])
         self.runs = builder.add(self.shared, L.I32(shape.ring))
         self.zeros = builder.add(self.shared, L.I32(shape.kept_until - wgmma.LINE))
@@ -118,17 +118,19 @@ class FedEmitter(GroupEmitter):
 
         def tile(state: list[L.Value]) -> list[L.Value]:
             row, column = (self.variables[axis] for axis in (ROWS, COLUMNS))
-            weights = Copier(self.frame, shape.right, threads, mine, column, self.shared)
+            weights = TileLoader(self.frame, shape.right, threads, mine, column, self.shared)
             left, pixels, begin = None, None, None
             if found is None:
-                left = Copier(self.frame, shape.left, threads, mine, row, self.shared)
+                left = TileLoader(self.frame, shape.left, threads, mine, row, self.shared)
             else:
-                pixels = PixelCopies(self.frame, found, shape.span, threads, mine, self.runs)
+                pixels = HaloLoader(self.frame, found, shape.span, threads, mine, self.runs)
                 begin = pixels.first(row)
             if shape.early:
                 tiles = (shape.left, shape.right)
                 known = () if shape.beside is None else (shape.beside,)
-                epilogue_prefetch.ask(self.frame, self.phase, tiles, (mine, threads), (L.I32(0), 1), known)
+                epilogue_prefetch.prefetch_epilogue_operands(
+                    self.frame, self.phase, tiles, (mine, threads), (L.I32(0), 1), known
+                )
 
             def step(number: L.Value, state: list[L.Value]) -> list[L.Value]:
                 stage, parity, run = state
@@ -164,7 +166,7 @@ class FedEmitter(GroupEmitter):
             return state
         stage, parity, run = state
         tiles, threads = (shape.left, shape.right), WARP * shape.carriers
-        copies = BesideCopies(self.frame, shape.beside, tiles, threads, thread, self.shared)
+        copies = ResidualLoader(self.frame, shape.beside, tiles, threads, thread, self.shared)
         for group in range(shape.besides):
             self.ring.wait(self.ring.empty(stage), parity)
             copies.start(group, builder.mul(stage, L.I32(shape.stage)))
@@ -224,23 +226,23 @@ class FedEmitter(GroupEmitter):
         self.before = None if prologue(self.program) is None else self._prologue()
         self.weights = self._descriptor(shape.right, self.column_warp)
         if shape.window is None:
-            self.rows = Rows(builder, shape.left, self.shared, self.row_warp, self.lane)  # type: ignore[assignment]
+            self.rows = RegisterOperandA(builder, shape.left, self.shared, self.row_warp, self.lane)  # type: ignore[assignment]
         else:
             tiles = shape.left.warp // wgmma.ROWS
-            self.rows = PixelRows(self.frame, shape.window, tiles, self.runs, self.zeros)  # type: ignore[assignment]
+            self.rows = HaloFragments(self.frame, shape.window, tiles, self.runs, self.zeros)  # type: ignore[assignment]
         self._tiles([L.I32(0), L.I32(0), L.I32(0)], self._tile)
 
     def _tile(self, state: list[L.Value]) -> list[L.Value]:
         """One tile of outputs. Args: state: the stage that is read next, its parity, the place of the run."""
         builder, shape = self.builder, self.shape
-        if isinstance(self.rows, PixelRows):
+        if isinstance(self.rows, HaloFragments):
             self.rows.begin(self.variables[ROWS], self.row_warp, self.lane)
         high, wide = shape.left.warp // wgmma.ROWS, shape.right.warp // 8
         zero = [[[L.F32(0.0) for _ in range(4)] for _ in range(wide)] for _ in range(high)]
         numbers, totals = [L.I32(0), *state], zero
         if shape.share % 2:  # before the others: the assembler has no registers for it behind them
             numbers, totals = self._step(numbers, totals)
-            totals = wgmma.finished(builder, totals)
+            totals = wgmma.wgmma_wait_all(builder, totals)
         before = builder.block
         loop, after = builder.append_basic_block("products"), builder.append_basic_block("products.done")
         builder.branch(loop)
@@ -260,7 +262,7 @@ class FedEmitter(GroupEmitter):
             phi.add_incoming(value, builder.block)
         builder.cbranch(builder.icmp_signed("<", numbers[0], L.I32(shape.share)), loop, after)
         builder.position_at_end(after)
-        totals = wgmma.finished(builder, totals)
+        totals = wgmma.wgmma_wait_all(builder, totals)
         self.ring.arrive(self.ring.empty(self._before(numbers[1])))
         mine, *numbers[1:3] = self._beside(numbers[1], numbers[2])
         self._leave(totals)
@@ -286,7 +288,7 @@ class FedEmitter(GroupEmitter):
         for one, other in others:
             ring.arrive(ring.empty(one), other)
         place = builder.add(self.shared, builder.mul(mine, L.I32(shape.stage)))
-        self.keeper = BesideKeeper(self.frame, shape.beside, (shape.left, shape.right), place, self.group_row)
+        self.keeper = ResidualReader(self.frame, shape.beside, (shape.left, shape.right), place, self.group_row)
         return mine, stage, parity
 
     def _step(self, numbers: list[L.Value], totals: Totals) -> tuple[list[L.Value], Totals]:
@@ -302,7 +304,7 @@ class FedEmitter(GroupEmitter):
             tap = builder.urem(number, L.I32(found.taps))
             self.rows.turn(tap, run)  # type: ignore[union-attr]
             run = self._next_run(tap, run)
-        totals = wgmma_register_operand.multiply(
+        totals = wgmma_register_operand.wgmma_from_registers(
             builder,
             self.rows,
             right,
@@ -328,5 +330,5 @@ class FedEmitter(GroupEmitter):
         kept = self.lane
         if self.shape.rounds > 1:  # what depends on it is not kept over the loop
             self.lane = asm(self.builder, "mov.b32 $0, $1;", L.I32, [kept], effects=True)
-        ProductEmitter._exit(self, totals, L.I32(0), L.I32(0))
+        MmaKernel._exit(self, totals, L.I32(0), L.I32(0))
         self.lane = kept

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jcuts.codegen.cuda.gemm.epilogue_bulk_copy import Keeper
-from jcuts.codegen.cuda.gemm.smem_tile import TileShape
+from jcuts.codegen.cuda.gemm.epilogue_bulk_copy import EpilogueStaging
+from jcuts.codegen.cuda.gemm.smem_tile import SmemTile
 from jcuts.codegen.cuda.ptx import global_memory as M
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder
 from jcuts.codegen.llvm import lanes as L
 from jcuts.lower.patterns.gemm import COLUMNS, ROWS
-from jcuts.schedule.gpu.gemm.epilogue_smem import PIECE, Held, Kept
+from jcuts.schedule.gpu.gemm.epilogue_smem import PIECE, StagedEpilogue, StagedMatrix
 
 SWIZZLED = 64
 """The bit of an address that depends on the row."""
@@ -30,14 +30,14 @@ def _swizzle(builder: GpuBuilder, row: L.Value) -> L.Value:
     return builder.mul(builder.and_(row, L.I32(1)), L.I32(SWIZZLED))
 
 
-class BesideCopies:
+class ResidualLoader:
     """Fills stages with a block's rows of the matrix, by one of the threads that copy."""
 
     def __init__(
         self,
         frame: M.Frame,
-        kept: Kept,
-        tiles: tuple[TileShape, TileShape],
+        kept: StagedMatrix,
+        tiles: tuple[SmemTile, SmemTile],
         threads: int,
         thread: L.Value,
         shared: L.Value,
@@ -64,7 +64,7 @@ class BesideCopies:
                 source, far = self._source(down), 0
             else:
                 source, far = self.source, down * step * self.kept.item
-            ptx_mma.copy(builder, (into, first * self.kept.pitch), (source, far), PIECE, None)
+            ptx_mma.cp_async(builder, (into, first * self.kept.pitch), (source, far), PIECE, None)
 
     def _source(self, down: int) -> L.Value:
         """Global address of this thread's piece of its row, so many rows further, or of the last row."""
@@ -84,14 +84,14 @@ class BesideCopies:
         return builder.select(builder.icmp_signed("<", place, last), place, last)
 
 
-class BesideKeeper(Keeper):
+class ResidualReader(EpilogueStaging):
     """Reads a group's rows from their stage."""
 
     def __init__(
-        self, frame: M.Frame, kept: Kept, tiles: tuple[TileShape, TileShape], stage: L.Value, first: L.Value
+        self, frame: M.Frame, kept: StagedMatrix, tiles: tuple[SmemTile, SmemTile], stage: L.Value, first: L.Value
     ) -> None:
         """Args: stage: its address; first: row of the block's tile where the group's rows begin."""
-        super().__init__(frame, Held((kept,)), tiles, stage, L.I32(0))
+        super().__init__(frame, StagedEpilogue((kept,)), tiles, stage, L.I32(0))
         self.first = first
 
     def stand(self, row: L.Value, column: L.Value, step: int) -> None:
@@ -103,7 +103,7 @@ class BesideKeeper(Keeper):
         self.column, self.turn = builder.mul(column, L.I32(kept.item)), _swizzle(builder, row)
         self.places: dict[int, L.Value] = {}
 
-    def _where(self, kept: Kept, down: int, byte: int) -> tuple[L.Value, int]:
+    def _where(self, kept: StagedMatrix, down: int, byte: int) -> tuple[L.Value, int]:
         builder, turned = self.builder, byte & SWIZZLED
         if turned not in self.places:  # rows further down by 8 are turned alike
             inside = builder.xor(builder.add(self.column, L.I32(turned)), self.turn)

@@ -5,19 +5,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jcuts.base.errors import CompileRejected
-from jcuts.codegen.cuda.conv.halo_tile import PixelShape
+from jcuts.codegen.cuda.conv.halo_tile import HaloTile
 from jcuts.codegen.cuda.gemm.mma_mainloop import three
-from jcuts.codegen.cuda.gemm.wgmma_smem_tile import GroupTile
-from jcuts.codegen.cuda.gemm.wgmma_tile import WARPS, divided, readable
+from jcuts.codegen.cuda.gemm.wgmma_smem_tile import WgmmaSmemTile
+from jcuts.codegen.cuda.gemm.wgmma_tile import WARPS, divides_evenly, is_loadable
 from jcuts.codegen.cuda.ptx import wgmma
 from jcuts.codegen.cuda.ptx.mbarrier_ring import KINDS
 from jcuts.codegen.cuda.ptx.shuffle import WARP
 from jcuts.kernel_ir.program import Program
-from jcuts.lower.patterns.conv_window import Window, has_weights, in_line, window
-from jcuts.lower.patterns.gemm import COLUMNS, ROWS, B, K, S, prologue, shares, sides, summed, vectors
-from jcuts.schedule.gpu.gemm.epilogue_smem import Kept
+from jcuts.lower.patterns.conv_window import ConvWindow, linearize_k, match_conv_window, weights_need_no_transform
+from jcuts.lower.patterns.gemm import (
+    COLUMNS,
+    ROWS,
+    B,
+    K,
+    S,
+    gemm_operands,
+    k_extent,
+    k_tiles_per_split,
+    k_vectors,
+    prologue,
+)
+from jcuts.schedule.gpu.gemm.epilogue_smem import StagedMatrix
 from jcuts.schedule.gpu.gemm.wgmma_tile import BARRIER
-from jcuts.schedule.gpu.warp_specialized.schedules import OTHERS, beside
+from jcuts.schedule.gpu.warp_specialized.schedules import OTHERS, staged_residual
 
 FILE, STEP, MOST_REGISTERS = 65536, 8, 240
 """Registers of a multiprocessor; what those of a thread are a multiple of; most of a thread."""
@@ -27,7 +38,7 @@ to which nobody needs them."""
 
 
 @dataclass(frozen=True)
-class FedShape(PixelShape):
+class WarpSpecializedTile(HaloTile):
     """A block's work.
 
     Attributes:
@@ -36,11 +47,11 @@ class FedShape(PixelShape):
         beside: a matrix that the exit adds, and that comes by the stages, one for each group.
     """
 
-    window: Window | None
+    window: ConvWindow | None
     carriers: int
     early: bool
     vectors: int
-    beside: Kept | None
+    beside: StagedMatrix | None
 
     @property
     def multipliers(self) -> int:
@@ -104,29 +115,29 @@ class FedShape(PixelShape):
         return -(-self.tiles // self.rounds)
 
 
-def fed_shape(program: Program) -> FedShape:
+def fed_shape(program: Program) -> WarpSpecializedTile:
     """The work that a schedule gives to a block. Raises CompileRejected where its numbers do not fit each other."""
     params, extents = dict(program.params), program.phases[0].ranges()
     rows, columns, terms = three(params["tile"])
     along, across = (int(str(v)) for v in params["groups"])  # type: ignore[attr-defined]
-    left, right = sides(program)
-    kept, total = int(str(params.get("pixels", 0))), summed(program)
+    left, right = gemm_operands(program)
+    kept, total = int(str(params.get("pixels", 0))), k_extent(program)
     fits = {B, S}.isdisjoint(extents) and terms * left.item == wgmma.LINE
-    found = window(program) if kept and fits else None
-    share, _ = shares(extents[K], terms, 1)
+    found = match_conv_window(program) if kept and fits else None
+    share, _ = k_tiles_per_split(extents[K], terms, 1)
     ragged = total % terms != 0
     if kept:
-        if found is None or not has_weights(program):
+        if found is None or not weights_need_no_transform(program):
             raise CompileRejected(f"{program.name}: no convolution with rounded weights whose pixels can be kept")
-        right, share, ragged = in_line(right, total), found.steps, found.channels % found.line != 0
-    first = GroupTile(left, extents[ROWS], rows, terms, rows // max(1, along), 0, ragged)
-    second = GroupTile(right, extents[COLUMNS], columns, terms, columns, 0 if kept else first.bytes, ragged)
+        right, share, ragged = linearize_k(right, total), found.steps, found.channels % found.line != 0
+    first = WgmmaSmemTile(left, extents[ROWS], rows, terms, rows // max(1, along), 0, ragged)
+    second = WgmmaSmemTile(right, extents[COLUMNS], columns, terms, columns, 0 if kept else first.bytes, ragged)
     stages, rounds = int(str(params["stages"])), int(str(params.get("rounds", 1)))
     if params["fed"] not in OTHERS:
         raise CompileRejected(f"{program.name}: {params['fed']} warps that copy")
     comes = bool(params.get("beside", 0)) and across == 1 and found is None
-    added = beside(program, rows, columns, max(1, along), int(str(params["fed"]))) if comes else None
-    shape = FedShape(
+    added = staged_residual(program, rows, columns, max(1, along), int(str(params["fed"]))) if comes else None
+    shape = WarpSpecializedTile(
         first,
         second,
         (WARPS * along, across, 1),
@@ -140,14 +151,14 @@ def fed_shape(program: Program) -> FedShape:
         found,
         int(str(params["fed"])),
         bool(params.get("early", 0)),
-        len(vectors(program)),
+        len(k_vectors(program)),
         added,
     )
     fits = fits and bool(params.get("beside", 0)) == (added is not None) and shape.besides <= stages
-    fits = fits and across == 1 and divided(first, second, along, across)
+    fits = fits and across == 1 and divides_evenly(first, second, along, across)
     fits = fits and left.item == 4 and left.along_terms and right.along_terms and program.buffer(right.buffer).tf32
     fits = fits and stages >= 3 and share >= 2 and rounds >= 1
-    fits = fits and readable(second, 1) and (found is not None or readable(first, along))
+    fits = fits and is_loadable(second, 1) and (found is not None or is_loadable(first, along))
     fits = fits and not (ragged and prologue(program) is not None)  # zeros would not stay zeros
     if found is None:
         fits = fits and all(t.side.run % terms == 0 or t.side.run == extents[K] for t in (first, second))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from jcuts.base.errors import CompileRejected
-from jcuts.codegen.cuda.elementwise.thread_tile import PointEmitter
+from jcuts.codegen.cuda.elementwise.thread_tile import ThreadTileKernel
 from jcuts.codegen.cuda.graph.node_emitter import Emitter, fill_bits, from_word
 from jcuts.codegen.cuda.ptx import global_memory as M
 from jcuts.codegen.llvm import elementwise as E
@@ -24,7 +24,7 @@ from jcuts.kernel_ir.register_tiling import Extent, Tile, body_tile, exit_tile
 
 
 @dataclass(frozen=True)
-class Walk:
+class SlidingWindow:
     """Along which axis a thread walks: ``tiles`` of its register tiles, with loads that many tiles ``ahead``."""
 
     axis: str
@@ -32,13 +32,13 @@ class Walk:
     ahead: int
 
 
-def walk_of(program: Program) -> Walk | None:
+def walk_of(program: Program) -> SlidingWindow | None:
     """The walk that a schedule asks for. Raises CompileRejected where tiles do not divide the axis."""
     params = dict(program.params)
     if "walk" not in params:
         return None
     name, tiles = params["walk"]  # type: ignore[misc]
-    found = Walk(str(name), int(str(tiles)), int(str(params.get("ahead", 0))))
+    found = SlidingWindow(str(name), int(str(tiles)), int(str(params.get("ahead", 0))))
     axis = next((a for a in program.phases[0].axes if a.name == found.axis), None)
     if axis is None or axis.extent % axis.unroll or found.tiles < 1:
         raise CompileRejected(f"{program.name}: no walk of {found.tiles} tiles along {found.axis}")
@@ -60,13 +60,13 @@ class _Path:
     ahead: int
 
 
-class WalkEmitter(PointEmitter):
+class SlidingWindowKernel(ThreadTileKernel):
     """Emits the walk of one thread."""
 
     given: Mapping[int, E.Lanes] = MappingProxyType({})
     """What the walk has already, by node."""
 
-    def walk(self, walk: Walk) -> None:
+    def walk(self, walk: SlidingWindow) -> None:
         """All tiles of the thread, from where the axis' variable stands."""
         builder = self.builder
         axis = next(a for a in self.phase.axes if a.name == walk.axis)
@@ -125,8 +125,8 @@ class WalkEmitter(PointEmitter):
         """The loop. Args: graph, wanted: of one tile; frame, compute: of the tile where the variable has a value."""
         builder = self.builder
         here = frame(path.first)
-        follows = _follows(path, graph, wanted, here.ranges)
-        values = _computed(graph, wanted, follows)
+        follows = _reused_nodes(path, graph, wanted, here.ranges)
+        values = _carried_values(graph, wanted, follows)
         plan = Emitter(here, graph, self.buffers)
         needed = (n for n in graph.needed(wanted, values) if graph.nodes[n].op == "load")
         plan.plan(n for n in needed if not _data(graph.nodes[n]))
@@ -224,7 +224,7 @@ def _terms(tile: Tile) -> tuple[Graph, list[int]]:
     return tile.graph, [value for _, _, _, values in tile.terms for value in values]
 
 
-def _follows(path: _Path, graph: Graph, wanted: Sequence[int], ranges: Mapping[str, int]) -> dict[int, int]:
+def _reused_nodes(path: _Path, graph: Graph, wanted: Sequence[int], ranges: Mapping[str, int]) -> dict[int, int]:
     """Nodes of the next tile -> those of this one that are the same; not those that no tile changes."""
     reach = max(1, ranges[path.name] - path.step)  # of a tile that has a next one
     inside = {**ranges, path.name: reach}
@@ -237,7 +237,7 @@ def _follows(path: _Path, graph: Graph, wanted: Sequence[int], ranges: Mapping[s
     return {n: places[there] for n, there in then.items() if there in places and there != now[n]}
 
 
-def _computed(graph: Graph, wanted: Sequence[int], follows: Mapping[int, int]) -> list[int]:
+def _carried_values(graph: Graph, wanted: Sequence[int], follows: Mapping[int, int]) -> list[int]:
     """Values that are carried because computing them takes more than a conversion of what is loaded."""
     found, seen, stack = set(), set(), list(wanted)
     while stack:

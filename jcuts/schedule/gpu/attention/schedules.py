@@ -19,8 +19,8 @@ from collections.abc import Iterator
 
 from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.program import Program
-from jcuts.lower.patterns.attention import Attention, recognise
-from jcuts.schedule.gpu.attention.tile import EIGHT, SIXTEEN, STEP, AttentionShape
+from jcuts.lower.patterns.attention import Attention, match
+from jcuts.schedule.gpu.attention.tile import EIGHT, SIXTEEN, STEP, FlashTile
 from jcuts.schedule.gpu.gemm.mma import (
     AGAIN,
     BLOCKS,
@@ -60,10 +60,10 @@ MOST_REGISTERS = 256.0
 
 def products(program: Program, machine: GpuMachine, most: int = MOST) -> Iterator[Candidate]:
     """Schedules of an attention, at most so many, the best of every kind of tile; none for other programs."""
-    attention = recognise(program)
+    attention = match(program)
     if isinstance(attention, Refusal):
         return
-    best: dict[tuple[object, ...], tuple[float, AttentionShape]] = {}
+    best: dict[tuple[object, ...], tuple[float, FlashTile]] = {}
     for shape in shapes(attention, machine):
         count = cycles(shape, program, machine)
         key = (shape.rows, shape.warps, shape.rounded)
@@ -77,17 +77,17 @@ def products(program: Program, machine: GpuMachine, most: int = MOST) -> Iterato
         scored.append((least / count * AGAIN ** seen.get(kind, 0), shape))
         seen[kind] = seen.get(kind, 0) + 1
     for score, shape in sorted(scored, key=lambda found: -found[0])[:most]:
-        yield of(program, shape), score
+        yield apply_tile(program, shape), score
 
 
-def of(program: Program, shape: AttentionShape) -> Program:
+def apply_tile(program: Program, shape: FlashTile) -> Program:
     """The scheduled program."""
     more = (("rounded", True),) if shape.rounded else ()
     params = (("tile", (shape.rows, shape.keys)), ("warps", shape.warps), ("stages", shape.stages), *more)
     return scheduled(program, "attention", shape.threads, *params)
 
 
-def shapes(attention: Attention, machine: GpuMachine) -> Iterator[AttentionShape]:
+def shapes(attention: Attention, machine: GpuMachine) -> Iterator[FlashTile]:
     """What a block may do, within registers and shared memory."""
     rounded = (False, True) if attention.kind == "tf32" else (False,)
     most = FEW_SHARED if machine.capability >= (9, 0) else MOST_SHARED
@@ -98,14 +98,14 @@ def shapes(attention: Attention, machine: GpuMachine) -> Iterator[AttentionShape
         if keys > SIXTEEN and keys >= 2 * attention.keys:
             continue
         for stages, early in itertools.product(STAGES, rounded):
-            shape = AttentionShape(attention, rows, keys, (along, parts), stages, early)
+            shape = FlashTile(attention, rows, keys, (along, parts), stages, early)
             if (stages > 2 and stages > shape.tiles) or (shape.shared > MOST_SHARED and math.prod(shape.blocks) > FEW):
                 continue
-            if shape.fits and shape.shared <= most and registers(shape) <= min(MOST_REGISTERS, room(shape)):
+            if shape.fits and shape.shared <= most and registers(shape) <= min(MOST_REGISTERS, register_budget(shape)):
                 yield shape
 
 
-def registers(shape: AttentionShape) -> float:
+def registers(shape: FlashTile) -> float:
     """Of a thread: fragments of queries, sums of values, scores."""
     high, wide = shape.warp
     kept = shape.steps + shape.features // EIGHT + wide // EIGHT
@@ -113,7 +113,7 @@ def registers(shape: AttentionShape) -> float:
     return OWN + PER_VALUE * bands * 4 * kept + PER_KEYS * wide / SIXTEEN + PER_BAND * bands
 
 
-def room(shape: AttentionShape) -> float:
+def register_budget(shape: FlashTile) -> float:
     """Registers that a thread of one block can have."""
     return REGISTERS / shape.threads
 
@@ -125,7 +125,7 @@ def bound(attention: Attention, program: Program, machine: GpuMachine) -> float:
     return max(work / (machine.sms * 2 * UNIT[attention.key.item]), moved / MEMORY, LATENCY)
 
 
-def cycles(shape: AttentionShape, program: Program, machine: GpuMachine) -> float:
+def cycles(shape: FlashTile, program: Program, machine: GpuMachine) -> float:
     """Estimated cycles of a launch."""
     attention = shape.attention
     item, (high, wide), (along, parts) = attention.key.item, shape.warp, shape.warps

@@ -13,7 +13,7 @@ from typing import Any
 
 from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.program import Program
-from jcuts.lower.patterns.attention import Attention, Operand, recognise
+from jcuts.lower.patterns.attention import Attention, Operand, match
 from jcuts.schedule.gpu.machine import WARP
 
 SIXTEEN, STEP, PAD = 16, 32, 16
@@ -25,7 +25,7 @@ EIGHT = 8
 
 
 @dataclass(frozen=True)
-class AttentionShape:
+class FlashTile:
     """A block's work.
 
     Attributes:
@@ -104,12 +104,12 @@ class AttentionShape:
         return self.attention.batches, -(-self.attention.rows // self.rows)
 
 
-def shape_of(program: Program) -> AttentionShape | Refusal:
+def shape_of(program: Program) -> FlashTile | Refusal:
     """The shape that a schedule asks for."""
     params: Any = dict(program.params)
-    found = recognise(program)
+    found = match(program)
     if isinstance(found, Refusal):
         return found
     high, across = (int(v) for v in params["warps"])
     rows, keys = (int(v) for v in params["tile"])
-    return AttentionShape(found, rows, keys, (high, across), int(params["stages"]), bool(params.get("rounded", False)))
+    return FlashTile(found, rows, keys, (high, across), int(params["stages"]), bool(params.get("rounded", False)))

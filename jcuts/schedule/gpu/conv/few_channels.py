@@ -12,8 +12,8 @@ import math
 from collections.abc import Iterator
 
 from jcuts.kernel_ir.program import Program
-from jcuts.lower.patterns.few_channel_conv import as_patches, patches
-from jcuts.schedule.gpu.conv.few_channels_tile import DEPTH, LINES, TILE, WORD, PatchShape
+from jcuts.lower.patterns.few_channel_conv import as_few_channel_conv, conv_geometry
+from jcuts.schedule.gpu.conv.few_channels_tile import DEPTH, LINES, TILE, WORD, FewChannelTile
 from jcuts.schedule.gpu.gemm.mma import (
     AGAIN,
     BLOCKS,
@@ -52,43 +52,43 @@ MOST_STEPS = 1400
 
 def products(program: Program, machine: GpuMachine, most: int = MOST) -> Iterator[Candidate]:
     """Schedules of a convolution that `patches.as_patches` takes, at most so many; none for other programs."""
-    made = as_patches(program)
+    made = as_few_channel_conv(program)
     if made is None:
         return
-    best: dict[tuple[int, ...], tuple[float, PatchShape]] = {}
+    best: dict[tuple[int, ...], tuple[float, FewChannelTile]] = {}
     for shape in shapes(made, machine):
         count = cycles(made, shape, machine)
         key = (shape.rows * shape.pixels, shape.columns, shape.stages)
         if key not in best or count < best[key][0]:
             best[key] = (count, shape)
-    floor = least(made, machine)
+    floor = cycle_bound(made, machine)
     ranked = sorted(best.values(), key=lambda found: found[0])[:most]
     for place, (count, shape) in enumerate(ranked):
-        yield of(made, shape), min(1.0, floor / count) * AGAIN**place
+        yield apply_tile(made, shape), min(1.0, floor / count) * AGAIN**place
 
 
-def of(program: Program, shape: PatchShape) -> Program:
+def apply_tile(program: Program, shape: FewChannelTile) -> Program:
     """The scheduled program."""
     tile = (shape.rows, shape.pixels, shape.columns)
     params = (("tile", tile), ("warps", shape.warps), ("stages", shape.stages), ("share", shape.share))
     return scheduled(program, "patch", shape.threads, *params)
 
 
-def shapes(program: Program, machine: GpuMachine) -> Iterator[PatchShape]:
+def shapes(program: Program, machine: GpuMachine) -> Iterator[FewChannelTile]:
     """All schedules that fit."""
-    found = patches(program)
+    found = conv_geometry(program)
     widths = [c for c in COLUMNS if c == COLUMNS[0] or c < found.columns + TILE]
     for rows, pixels in TILES:
         if rows >= 2 * found.rows > 2 or (rows == 1) != (found.rows == 1) or pixels >= 2 * max(TILE, found.outputs):
             continue
-        tiles = PatchShape(found, rows, pixels, TILE, (1, 1, 1), 1, 1).tiles
+        tiles = FewChannelTile(found, rows, pixels, TILE, (1, 1, 1), 1, 1).tiles
         even = {-(-tiles // (count * machine.sms)) for count in RESIDENT}
         shares = sorted({*SHARES, *(share for share in even if share <= MOST_SHARE)})
         for columns in widths:
             for warps in _warps(rows, pixels, columns):
                 for share in shares:
                     for stages in (1, 2) if share > 1 else (1,):
-                        shape = PatchShape(found, rows, pixels, columns, warps, stages, share)
+                        shape = FewChannelTile(found, rows, pixels, columns, warps, stages, share)
                         products = shape.steps * math.prod(shape.warp) // (TILE * 8)
                         if shape.fits and shape.shared <= MOST_SHARED and products <= MOST_STEPS:
                             yield shape
@@ -108,9 +108,9 @@ def _warps(rows: int, pixels: int, columns: int) -> Iterator[tuple[int, int, int
                     yield warps
 
 
-def least(program: Program, machine: GpuMachine) -> float:
+def cycle_bound(program: Program, machine: GpuMachine) -> float:
     """Cycles that no schedule can be below: memory, and the units' rate."""
-    found = patches(program)
+    found = conv_geometry(program)
     outputs = found.images * found.rows * found.outputs
     multiplied = float(outputs * found.columns * len(found.terms))
     return max(_moved(program) / MEMORY, multiplied / (machine.sms * UNIT[found.item]), LATENCY)
@@ -120,7 +120,7 @@ def _moved(program: Program) -> float:
     return float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
 
 
-def cycles(program: Program, shape: PatchShape, machine: GpuMachine) -> float:
+def cycles(program: Program, shape: FewChannelTile, machine: GpuMachine) -> float:
     """Estimated cycles of a launch."""
     high, long, broad = shape.warp
     outputs, warps = shape.rows * shape.pixels, math.prod(shape.warps)

@@ -21,7 +21,7 @@ from functools import cached_property
 from typing import Any
 
 from jcuts.kernel_ir.program import Program
-from jcuts.lower.patterns.few_channel_conv import Patches, Place, patches
+from jcuts.lower.patterns.few_channel_conv import FewChannelConv, Place, conv_geometry
 from jcuts.schedule.gpu.machine import WARP
 
 BANKS = 32
@@ -38,7 +38,7 @@ SHIFT = 8
 
 
 @dataclass(frozen=True)
-class PatchShape:
+class FewChannelTile:
     """A block's work.
 
     Attributes:
@@ -46,7 +46,7 @@ class PatchShape:
         stages: patches in shared memory. share: tiles that a block computes one after the other.
     """
 
-    patches: Patches
+    patches: FewChannelConv
     rows: int
     pixels: int
     columns: int
@@ -229,11 +229,11 @@ def _conflicts(words: list[int]) -> int:
     return max(len(found) for found in banks.values())
 
 
-def shape_of(program: Program) -> PatchShape:
+def shape_of(program: Program) -> FewChannelTile:
     """The work that a schedule (`gpu_patches`) gives to a block."""
     params: Any = dict(program.params)
     rows, pixels, columns = params["tile"]
     high, wide, across = params["warps"]
-    return PatchShape(
-        patches(program), rows, pixels, columns, (high, wide, across), int(params["stages"]), int(params["share"])
+    return FewChannelTile(
+        conv_geometry(program), rows, pixels, columns, (high, wide, across), int(params["stages"]), int(params["share"])
     )

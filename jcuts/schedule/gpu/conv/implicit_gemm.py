@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from jcuts.kernel_ir.program import Program
-from jcuts.lower.patterns.conv_window import Window, has_weights, window
-from jcuts.lower.patterns.gemm import sides
-from jcuts.schedule.gpu.gemm.mma import MEMORY, Counter
-from jcuts.schedule.gpu.gemm.wgmma_tile import GROUP, HIGH, LINE, exchangeable
+from jcuts.lower.patterns.conv_window import ConvWindow, match_conv_window, weights_need_no_transform
+from jcuts.lower.patterns.gemm import gemm_operands
+from jcuts.schedule.gpu.gemm.mma import MEMORY, GemmProblem
+from jcuts.schedule.gpu.gemm.wgmma_tile import GROUP, HIGH, LINE, can_swap_lanes
 from jcuts.schedule.gpu.machine import Candidate, scheduled
 
 GROUPED, LEAST_PRODUCTS = (9, 0), 1 << 24
@@ -60,7 +60,7 @@ SHARE = 0.9
 
 
 @dataclass(frozen=True)
-class WindowTiling:
+class ImplicitGemmTile:
     """One schedule: a block's tile, warp groups along its rows, tiles of weights and runs of pixels in shared memory.
 
     Attributes:
@@ -100,29 +100,34 @@ class WindowTiling:
         found += (("paired", self.paired, 0), ("cluster", self.cluster, 1), ("push", int(self.cluster > 1), 0))
         found += (("early", self.early, 0),)
         more = tuple((name, count) for name, count, least in found if count > least)
-        item = sides(program)[0].item
-        kept = window(program)
+        item = gemm_operands(program)[0].item
+        kept = match_conv_window(program)
         tile = (self.rows, self.columns, LINE // item if kept is None else kept.line)
         params = (("tile", tile), ("groups", (self.groups, 1)), ("stages", self.stages), ("pixels", self.pixels))
         more += (("rounded", 1),) if item == 4 else ()
         return scheduled(program, "product", self.threads, *params, *more)
 
 
-def windows(counter: Counter, program: Program, most: int = MOST) -> Iterator[tuple[float, WindowTiling]]:
+def implicit_gemm_schedules(
+    counter: GemmProblem, program: Program, most: int = MOST
+) -> Iterator[tuple[float, ImplicitGemmTile]]:
     """Schedules of a product that is such a convolution, with their cycles, best first."""
     if counter.machine.capability != GROUPED or counter.rows * counter.columns * counter.terms < LEAST_PRODUCTS:
         return
-    found = window(program)
-    if found is None or not has_weights(program):
+    found = match_conv_window(program)
+    if found is None or not weights_need_no_transform(program):
         return
-    best: dict[tuple[int, ...], tuple[float, WindowTiling]] = {}
+    best: dict[tuple[int, ...], tuple[float, ImplicitGemmTile]] = {}
     for tiling in tilings(counter, found):
         spent = cycles(counter, found, tiling)
-        key = tiling.rows, tiling.columns, tiling.rounds > 1, _stays(found, tiling), tiling.short
+        key = tiling.rows, tiling.columns, tiling.rounds > 1, _weights_resident(found, tiling), tiling.short
         if key not in best or spent < best[key][0]:
             best[key] = (spent, tiling)
     ranked = sorted(best.values(), key=lambda pair: pair[0])
-    other = next((k for k, (_, t) in enumerate(ranked) if _stays(found, t) != _stays(found, ranked[0][1])), 0)
+    other = next(
+        (k for k, (_, t) in enumerate(ranked) if _weights_resident(found, t) != _weights_resident(found, ranked[0][1])),
+        0,
+    )
     if other and ranked[other][0] <= NEAR * ranked[0][0]:  # where weights lie is what estimates know least of
         ranked.insert(1, (ranked[0][0], ranked.pop(other)[1]))
     full = next((k for k, (_, t) in enumerate(ranked) if not t.short), 0)
@@ -131,25 +136,25 @@ def windows(counter: Counter, program: Program, most: int = MOST) -> Iterator[tu
     yield from ranked[:most]
 
 
-def _part(found: Window, short: int) -> float:
+def _full_line_fraction(found: ConvWindow, short: int) -> float:
     """Of all steps of whole lines, those that are multiplied."""
     last = found.short if short else found.whole
     return ((found.chunks - 1) * found.whole + last) / (found.chunks * found.whole)
 
 
-def _stays(found: Window, tiling: WindowTiling) -> bool:
+def _weights_resident(found: ConvWindow, tiling: ImplicitGemmTile) -> bool:
     """Whether a block's weights stay in shared memory."""
     return tiling.stages == found.steps
 
 
-def candidates(counter: Counter, program: Program, most: int = MOST) -> list[Candidate]:
+def candidates(counter: GemmProblem, program: Program, most: int = MOST) -> list[Candidate]:
     """The same as programs with scores; the best also in the ways that cost registers or code."""
     found: list[Candidate] = []
-    kept = window(program)
+    kept = match_conv_window(program)
     pairs = counter.item == 2 and not counter.sides[1].along_terms
-    for number, (spent, tiling) in enumerate(windows(counter, program, most)):
+    for number, (spent, tiling) in enumerate(implicit_gemm_schedules(counter, program, most)):
         assert kept is not None
-        if pairs and not number and exchangeable(tiling.columns, counter.columns):
+        if pairs and not number and can_swap_lanes(tiling.columns, counter.columns):
             found.append((replace(tiling, paired=1).of(program), min(1.0, counter.least / spent) * AGAIN**number))
         lifted = spent / cycles(counter, kept, tiling)
         for other in _variants(kept, tiling) if number < VARIED else [tiling]:
@@ -158,18 +163,18 @@ def candidates(counter: Counter, program: Program, most: int = MOST) -> list[Can
     return found
 
 
-def _variants(found: Window, tiling: WindowTiling) -> list[WindowTiling]:
+def _variants(found: ConvWindow, tiling: ImplicitGemmTile) -> list[ImplicitGemmTile]:
     """A schedule of whole steps also with fragments that come early, and then with code of its own for every tap."""
-    ahead = RESIDENT if _stays(found, tiling) else tiling.stages - 2
+    ahead = RESIDENT if _weights_resident(found, tiling) else tiling.stages - 2
     if tiling.steps != found.whole or found.side.item != 4 or ahead >= found.taps:
         return [tiling]
-    more = {tiling.unrolled, int(_repeats(found, tiling))}
+    more = {tiling.unrolled, int(_can_unroll_taps(found, tiling))}
     return [*(replace(tiling, unrolled=code, fetched=1) for code in sorted(more)), tiling]
 
 
-def tilings(counter: Counter, found: Window) -> Iterator[WindowTiling]:
+def tilings(counter: GemmProblem, found: ConvWindow) -> Iterator[ImplicitGemmTile]:
     """All schedules that fit the convolution and the multiprocessor."""
-    ways = (0, 1) if _part(found, 1) < WORTH else (0,)
+    ways = (0, 1) if _full_line_fraction(found, 1) < WORTH else (0,)
     for (rows, groups), columns, short in itertools.product((*HEIGHTS, *TALLER), _widths(counter.columns), ways):
         # two tiles' fragments are in registers at once
         whole = found.narrow or (found.chunks <= 2 and rows == HIGH * groups if short else found.steps % 2 == 0)
@@ -185,11 +190,11 @@ def tilings(counter: Counter, found: Window) -> Iterator[WindowTiling]:
         for stages, code in itertools.product((*STAGES, found.steps), codes):
             if not 3 <= stages <= found.steps or (stages < found.steps and stages - 2 > found.taps):
                 continue
-            once = WindowTiling(rows, columns, groups, stages, runs, 1, spread, steps, code, 0, short)
+            once = ImplicitGemmTile(rows, columns, groups, stages, runs, 1, spread, steps, code, 0, short)
             loops, most = UNEVEN * short * (found.chunks > 1), min(MOST_REGISTERS, FILE // once.threads)
             if loops and whole and registers(found, replace(once, unrolled=0)) + loops > most:
                 once = replace(once, steps=2)
-            if code and not _repeats(found, once):
+            if code and not _can_unroll_taps(found, once):
                 continue
             if registers(found, replace(once, unrolled=0)) + loops > most:
                 continue
@@ -203,14 +208,14 @@ def tilings(counter: Counter, found: Window) -> Iterator[WindowTiling]:
                 yield more
 
 
-def _repeats(found: Window, tiling: WindowTiling) -> bool:
+def _can_unroll_taps(found: ConvWindow, tiling: ImplicitGemmTile) -> bool:
     """Whether every tap may have code of its own: its loop goes round a whole number of times, registers suffice."""
     if tiling.steps != found.whole or (found.chunks > 1 and found.chunks % (1 + found.taps % 2)):
         return False
     if tiling.short and found.chunks > 2:
         return False
     most = min(FILE // tiling.threads, MOST_REGISTERS + 8)
-    return _stays(found, tiling) or (
+    return _weights_resident(found, tiling) or (
         tiling.groups > 1 and registers(found, replace(tiling, unrolled=0)) + ADDRESSES <= most
     )
 
@@ -221,33 +226,33 @@ def _widths(columns: int) -> list[int]:
     return sorted({-(-columns // (8 * count)) * 8 for count in counts})
 
 
-def shared(found: Window, tiling: WindowTiling) -> int:
+def shared(found: ConvWindow, tiling: ImplicitGemmTile) -> int:
     """Bytes of shared memory of a block."""
     columns = tiling.columns if found.side.item == 4 else -(-tiling.columns // HIGH) * HIGH
     return (tiling.stages * columns + tiling.pixels * found.span(tiling.rows)) * found.bytes + LINE
 
 
-def registers(found: Window, tiling: WindowTiling) -> int:
+def registers(found: ConvWindow, tiling: ImplicitGemmTile) -> int:
     """32-bit registers of a thread, roughly."""
     high, totals = tiling.rows // tiling.groups // HIGH, tiling.rows * tiling.columns // tiling.threads
     total = 40 + 14 * (high - 1) + totals * 9 // 8 + 10 * (tiling.rounds > 1)
     total += 4 * tiling.steps if tiling.steps == found.whole else 0
     if tiling.unrolled:  # addresses of all taps
-        total += 24 if _stays(found, tiling) else ADDRESSES
+        total += 24 if _weights_resident(found, tiling) else ADDRESSES
     return -(-total // 8) * 8
 
 
-def _resident(found: Window, tiling: WindowTiling) -> int:
+def _resident(found: ConvWindow, tiling: ImplicitGemmTile) -> int:
     """Blocks side by side on a multiprocessor."""
     by_memory = (SHARED + OWN) // (shared(found, tiling) + OWN)
     return max(1, min(by_memory, FILE // (tiling.threads * registers(found, tiling)), 2048 // tiling.threads))
 
 
-def _tiles(counter: Counter, tiling: WindowTiling) -> int:
+def _tiles(counter: GemmProblem, tiling: ImplicitGemmTile) -> int:
     return -(-counter.rows // tiling.rows) * -(-counter.columns // tiling.columns)
 
 
-def cycles(counter: Counter, found: Window, tiling: WindowTiling) -> float:
+def cycles(counter: GemmProblem, found: ConvWindow, tiling: ImplicitGemmTile) -> float:
     """Estimated cycles of a launch."""
     rows, columns, sms = tiling.rows, tiling.columns, counter.machine.sms
     tiles = -(-counter.rows // rows)
@@ -255,9 +260,9 @@ def cycles(counter: Counter, found: Window, tiling: WindowTiling) -> float:
     queue = -(-blocks // sms)
     beside = min(_resident(found, tiling), queue)
     waves = math.ceil(queue / beside)
-    stays = _stays(found, tiling)
+    stays = _weights_resident(found, tiling)
     copied = found.span(rows) * found.bytes / found.taps + (0.0 if stays else columns * found.bytes)
-    part = _part(found, tiling.short)
+    part = _full_line_fraction(found, tiling.short)
     read = part * (rows // HIGH * (HIGH + columns) * found.bytes)
     work = max(part * rows * columns * found.line / UNIT[found.side.item], (read + copied) / PORT, copied / CACHE)
     high = rows // tiling.groups // HIGH

@@ -19,12 +19,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jcuts.kernel_ir.program import Program
-from jcuts.lower.patterns.conv_window import Window, has_weights, window
+from jcuts.lower.patterns.conv_window import ConvWindow, match_conv_window, weights_need_no_transform
 from jcuts.schedule.gpu.conv import implicit_gemm as kept
-from jcuts.schedule.gpu.conv.implicit_gemm import WindowTiling
+from jcuts.schedule.gpu.conv.implicit_gemm import ImplicitGemmTile
 from jcuts.schedule.gpu.gemm import cost as gemm_cost
-from jcuts.schedule.gpu.gemm.mma import Counter
-from jcuts.schedule.gpu.gemm.wgmma_tile import BARRIER, GROUP, HIGH, tile_room
+from jcuts.schedule.gpu.gemm.mma import GemmProblem
+from jcuts.schedule.gpu.gemm.wgmma_tile import BARRIER, GROUP, HIGH, dsmem_tile_bytes
 from jcuts.schedule.gpu.machine import WARP
 
 LEAST_PRODUCTS = 1 << 22
@@ -42,15 +42,20 @@ RING, STAY = (8, 6, 4), 9
 RATES, PUSH = gemm_cost.GROUPS["rounded"], gemm_cost.PUSH["rounded"]
 
 
-def candidates(counter: Counter, program: Program) -> list[Program]:
+def candidates(counter: GemmProblem, program: Program) -> list[Program]:
     """Scheduled programs, best first; none for products that are no such convolutions, or not small."""
-    found = window(program)
-    if counter.machine.capability != kept.GROUPED or counter.batch != 1 or found is None or not has_weights(program):
+    found = match_conv_window(program)
+    if (
+        counter.machine.capability != kept.GROUPED
+        or counter.batch != 1
+        or found is None
+        or not weights_need_no_transform(program)
+    ):
         return []
     if counter.rows * counter.columns * counter.terms < LEAST_PRODUCTS:
         return []
-    best: dict[tuple[int, ...], tuple[float, WindowTiling]] = {}
-    for tiling in tilings(counter, found):
+    best: dict[tuple[int, ...], tuple[float, ImplicitGemmTile]] = {}
+    for tiling in cluster_tiles(counter, found):
         spent = cycles(counter, found, tiling)
         key = tiling.rows, tiling.columns, tiling.cluster
         if key not in best or spent < best[key][0]:
@@ -58,7 +63,7 @@ def candidates(counter: Counter, program: Program) -> list[Program]:
     return [tiling.of(program) for _, tiling in sorted(best.values(), key=lambda pair: pair[0])[:MOST]]
 
 
-def tilings(counter: Counter, found: Window) -> Iterator[WindowTiling]:
+def cluster_tiles(counter: GemmProblem, found: ConvWindow) -> Iterator[ImplicitGemmTile]:
     """All schedules that fit the convolution and the multiprocessor."""
     for (rows, groups), columns, cluster in itertools.product(HEIGHTS, WIDTHS, SIZES):
         tiles = -(-counter.rows // rows) * -(-counter.columns // columns)
@@ -71,7 +76,7 @@ def tilings(counter: Counter, found: Window) -> Iterator[WindowTiling]:
         whole = found.whole if steps % 2 == 0 else min(2, found.whole)
         rings = [s for s in RING if 3 <= s < steps and s - 2 <= found.taps and steps > STAY]
         for stages in (*rings, *((steps,) if steps >= 3 else ())):
-            tiling = WindowTiling(
+            tiling = ImplicitGemmTile(
                 rows, columns, groups, stages, 1 if lines == 1 else 2, steps=whole, cluster=cluster, early=1
             )
             more = replace(tiling, unrolled=1)
@@ -80,23 +85,23 @@ def tilings(counter: Counter, found: Window) -> Iterator[WindowTiling]:
                     yield made
 
 
-def shared(found: Window, tiling: WindowTiling) -> int:
+def shared(found: ConvWindow, tiling: ImplicitGemmTile) -> int:
     """Bytes of shared memory of a block, of what is pushed into it, too."""
-    pushed = tile_room(tiling.rows // tiling.groups, tiling.columns, tiling.cluster, tiling.threads)
+    pushed = dsmem_tile_bytes(tiling.rows // tiling.groups, tiling.columns, tiling.cluster, tiling.threads)
     return kept.shared(found, tiling) + pushed + BARRIER
 
 
-def cycles(counter: Counter, found: Window, tiling: WindowTiling) -> float:
+def cycles(counter: GemmProblem, found: ConvWindow, tiling: ImplicitGemmTile) -> float:
     """Estimated cycles of a launch."""
     rows, columns, cluster = tiling.rows, tiling.columns, tiling.cluster
     lines, size = found.chunks // cluster, found.bytes
     steps, resident = lines * found.taps, tiling.stages == lines * found.taps
     tiles = -(-counter.rows // rows) * -(-counter.columns // columns)
-    held = gemm_cost.resident(
+    held = gemm_cost.blocks_per_sm(
         counter.machine.threads_per_sm, tiling.threads, _registers(found, tiling), shared(found, tiling)
     )
     beside, waves = gemm_cost.occupancy(tiles * cluster, cluster, held, counter.machine.sms)
-    once = gemm_cost.at_once(cluster, counter.machine.sms)
+    once = gemm_cost.concurrent_clusters(cluster, counter.machine.sms)
     beside = max(beside, min(held, math.ceil(tiles / once)))  # some of them share multiprocessors
     copied = beside * (found.span(rows) * lines + columns * steps) * size / RATES.cache
     read = rows // HIGH * (HIGH + columns) * size
@@ -112,13 +117,13 @@ def cycles(counter: Counter, found: Window, tiling: WindowTiling) -> float:
     return max(total, moved + begin) + RATES.moving * min(total, moved)
 
 
-def _repeats(found: Window, tiling: WindowTiling) -> bool:
+def _repeats(found: ConvWindow, tiling: ImplicitGemmTile) -> bool:
     """Whether every tap may have code of its own: its loop goes round a whole number of times."""
     lines = found.chunks // tiling.cluster
     return lines == 1 or tiling.steps < found.whole or lines % (1 + found.taps % 2) == 0
 
 
-def _registers(found: Window, tiling: WindowTiling) -> int:
+def _registers(found: ConvWindow, tiling: ImplicitGemmTile) -> int:
     """32-bit registers of a thread, roughly."""
     own = kept.ADDRESSES if tiling.unrolled else 0
     return kept.registers(found, replace(tiling, unrolled=0)) + own // (1 if tiling.threads == GROUP else 2)

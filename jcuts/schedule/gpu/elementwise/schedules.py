@@ -10,15 +10,15 @@ from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.node import Node
 from jcuts.kernel_ir.program import ITEM_SIZE, Axis, Phase, Program
 from jcuts.lower.tensor_graph import MOST_SWITCHED
-from jcuts.schedule.cpu.loop_schedule import rewritten
+from jcuts.schedule.cpu.loop_schedule import map_indices
 from jcuts.schedule.gpu.machine import (
     ACCESS,
     SHARED,
     Candidate,
     GpuMachine,
-    crossed_axis,
     narrowest,
     scheduled,
+    transposed_axis,
     unrolled,
     vectors,
 )
@@ -31,13 +31,13 @@ def maps(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     if not phase.axes:
         yield scheduled(program, "point", 32), 1.0
         return
-    switched = _switched(program)
+    switched = _with_operand_axis(program)
     if switched is not None:
-        yield from _switch(switched, machine)
+        yield from _concat_switch(switched, machine)
     points = math.prod(a.extent for a in phase.axes)
     lane = phase.axes[-1]
     size = narrowest(program)
-    crossed = crossed_axis(phase, lane.name)
+    crossed = transposed_axis(phase, lane.name)
     for vector in vectors(lane.extent, size):
         tiles = [(lane.name, vector)]
         options = [tiles]
@@ -61,10 +61,10 @@ def maps(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
                     score *= 0.9
                 yield scheduled(tiled, "point", threads), score
     if crossed is not None:
-        yield from _transposed(program, crossed, machine)
+        yield from _smem_transpose(program, crossed, machine)
 
 
-def _switched(program: Program) -> Program | None:
+def _with_operand_axis(program: Program) -> Program | None:
     """The program with an axis more, the first one, that numbers the operands of a concatenation of equal parts."""
     phase = program.phases[0]
     for axis in phase.axes:
@@ -81,13 +81,13 @@ def _switched(program: Program) -> Program | None:
             continue
         inner = Index.axis(axis.name) + Index.axis(SWITCH) * size
         ranges = {**phase.ranges(), SWITCH: count, axis.name: size}
-        made = rewritten(phase, lambda index, to=inner, name=axis.name, r=ranges: index.substitute({name: to}, r))
+        made = map_indices(phase, lambda index, to=inner, name=axis.name, r=ranges: index.substitute({name: to}, r))
         axes = (Axis(SWITCH, count), *(replace(a, extent=size) if a.name == axis.name else a for a in phase.axes))
         return replace(program, phases=(replace(made, axes=axes),))
     return None
 
 
-def _switch(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+def _concat_switch(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     """Concatenations: threads of a block mostly copy from one operand, and branch to code for it alone."""
     phase = program.phases[0]
     lane = phase.axes[-1]
@@ -105,7 +105,7 @@ def _switch(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
                 yield scheduled(tiled, "point", threads, ("switch", SWITCH)), min(1.0, score * 1.2)
 
 
-def staged(phase: Phase, crossed: str) -> list[Node]:
+def smem_staged_loads(phase: Phase, crossed: str) -> list[Node]:
     """Loads that the transposed form takes through shared memory: contiguous along ``crossed``, not along the lanes."""
     lane = phase.axes[-1].name
     found = (
@@ -121,11 +121,11 @@ def staged(phase: Phase, crossed: str) -> list[Node]:
     return list(dict.fromkeys(found))
 
 
-def _transposed(program: Program, crossed: Axis, machine: GpuMachine) -> Iterator[Candidate]:
+def _smem_transpose(program: Program, crossed: Axis, machine: GpuMachine) -> Iterator[Candidate]:
     """Tiles of the operand's direction times the result's, through shared memory."""
     phase = program.phases[0]
     lane = phase.axes[-1]
-    held = sum(ITEM_SIZE[n.dtype] for n in staged(phase, crossed.name))
+    held = sum(ITEM_SIZE[n.dtype] for n in smem_staged_loads(phase, crossed.name))
     if min(crossed.extent, lane.extent) < 8 or not held:
         return
     size = max(ITEM_SIZE[b.dtype] for b in program.outputs)

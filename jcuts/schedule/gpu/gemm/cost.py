@@ -16,13 +16,13 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from jcuts.lower.patterns.gemm import Side, shares
+from jcuts.lower.patterns.gemm import GemmOperand, k_tiles_per_split
 from jcuts.schedule.gpu.gemm import smem_layout_f64
 from jcuts.schedule.gpu.machine import WARP
 
 if TYPE_CHECKING:
-    from jcuts.schedule.gpu.gemm.mma import Counter, Tiling
-    from jcuts.schedule.gpu.gemm.wgmma_tile import GroupTiling
+    from jcuts.schedule.gpu.gemm.mma import GemmProblem, MmaTile
+    from jcuts.schedule.gpu.gemm.wgmma_tile import WgmmaTile
 
 AT_ONCE = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 15, 7: 14, 8: 13}
 """Clusters of so many blocks that 132 multiprocessors have at once, one block each: they lie in groups.
@@ -40,7 +40,7 @@ EVEN, FMA_EVEN = 3, 8
 
 
 @dataclass(frozen=True)
-class Rates:
+class CostCoefficients:
     """Constants of one family: products and bytes per cycle, cycles, shares of what overlaps.
 
     Attributes:
@@ -74,24 +74,24 @@ class Rates:
     again: float
 
 
-def resident(machine_threads: int, threads: int, registers: float, shared: int) -> int:
+def blocks_per_sm(machine_threads: int, threads: int, registers: float, shared: int) -> int:
     """Blocks that one multiprocessor holds at once."""
     taken = 8 * math.ceil(registers / 8) * threads
     return max(1, min(SHARED // (shared + OWN), int(FILE // taken), machine_threads // threads, BLOCKS))
 
 
-def at_once(cluster: int, sms: int) -> float:
+def concurrent_clusters(cluster: int, sms: int) -> float:
     """Clusters of so many blocks that a GPU has at once, one block per multiprocessor."""
     return AT_ONCE.get(cluster, max(1, AT_ONCE[1] // cluster - 4)) * sms / AT_ONCE[1]
 
 
 def occupancy(blocks: int, cluster: int, held: int, sms: int, even: int = EVEN) -> tuple[int, float]:
     """Blocks side by side on a multiprocessor, and how often they are replaced."""
-    waves = blocks / (held * cluster * at_once(cluster, sms))
+    waves = blocks / (held * cluster * concurrent_clusters(cluster, sms))
     return min(held, -(-blocks // sms)), math.ceil(waves - 1e-9) if waves <= even else waves + 0.5
 
 
-def copied(sides: tuple[Side, Side], rows: int, columns: int, terms: int, short: float) -> float:
+def global_bytes(sides: tuple[GemmOperand, GemmOperand], rows: int, columns: int, terms: int, short: float) -> float:
     """Bytes of a tile of both operands; short lines count more, as whole lines are what moves."""
     total = 0.0
     for side, size in zip(sides, (rows, columns), strict=True):
@@ -100,7 +100,7 @@ def copied(sides: tuple[Side, Side], rows: int, columns: int, terms: int, short:
     return total
 
 
-def staged(sides: tuple[Side, Side], tiling: Tiling) -> int:
+def smem_bytes(sides: tuple[GemmOperand, GemmOperand], tiling: MmaTile) -> int:
     """Bytes of shared memory of one tile of both operands, with what keeps its lines in different banks."""
     total = 0
     for side, size in zip(sides, (tiling.rows, tiling.columns), strict=True):
@@ -113,7 +113,7 @@ def staged(sides: tuple[Side, Side], tiling: Tiling) -> int:
     return total
 
 
-def _whole(counter: Counter, rates: Rates, total: float, split: int) -> float:
+def _whole(counter: GemmProblem, rates: CostCoefficients, total: float, split: int) -> float:
     """With what the memory takes, and a second launch."""
     moved = counter.moved / rates.memory
     total = max(total, moved + rates.begin) + rates.moving * min(total, moved)
@@ -122,13 +122,13 @@ def _whole(counter: Counter, rates: Rates, total: float, split: int) -> float:
     return total
 
 
-def _longest(limits: list[float], overlap: float) -> float:
+def _overlapped_max(limits: list[float], overlap: float) -> float:
     return max(limits) + overlap * (sum(limits) - max(limits))
 
 
 # -- by warps ---------------------------------------------------------------------------------------------------------
 WARPS = {
-    item: Rates(
+    item: CostCoefficients(
         unit, 253.0, 108.0, 43.0, 1820.0, 0.7, 500.0, 37.0, 0.86, 0.63, 160.0, 2.6, 117.0, 626.0, 460.0, 2630.0, 2.6
     )
     for item, unit in {4: 694.0, 2: 1900.0}.items()
@@ -154,19 +154,19 @@ OWN_REGISTERS, MOST_REGISTERS = (26.0, 0.18, 0.18), 255.0
 """Registers of a thread besides its totals: a base, per row, per column of a warp's tile (1,900 kernels: 10 % off)."""
 
 
-def rates_of(counter: Counter) -> Rates:
+def rates_of(counter: GemmProblem) -> CostCoefficients:
     """Of products by warps."""
     return FMA if counter.fma else DOUBLE if counter.double else WARPS[counter.item]
 
 
-def registers_of(counter: Counter, tiling: Tiling) -> float:
+def registers_of(counter: GemmProblem, tiling: MmaTile) -> float:
     """Registers that a thread would take, without the addresses of its copies."""
     taken = FMA_REGISTERS if counter.fma else DOUBLE_REGISTERS if counter.double else OWN_REGISTERS
     high, wide = tiling.rows // tiling.warps[0], tiling.columns // tiling.warps[1]
     return taken[0] + high * wide / WARP * counter.total / 4 + taken[1] * high + taken[2] * wide
 
 
-def warp_cycles(counter: Counter, tiling: Tiling) -> float:
+def warp_cycles(counter: GemmProblem, tiling: MmaTile) -> float:
     """Estimated cycles of a launch, and of the second one where terms are split."""
     rates = rates_of(counter)
     rows, columns, (along, across, deep) = tiling.rows, tiling.columns, tiling.warps
@@ -174,20 +174,20 @@ def warp_cycles(counter: Counter, tiling: Tiling) -> float:
     alone = bool(counter.fma) or counter.double  # nothing but the products of all warps decides
     registers = min(registers_of(counter, tiling), MOST_REGISTERS)
     tiles = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns)
-    held = resident(counter.machine.threads_per_sm, tiling.threads, registers, counter.shared(tiling))
+    held = blocks_per_sm(counter.machine.threads_per_sm, tiling.threads, registers, counter.shared(tiling))
     blocks, even = tiles * tiling.split * tiling.cluster, FMA_EVEN if alone else EVEN
     beside, waves = occupancy(blocks, tiling.cluster, held, counter.machine.sms, even)
     line = tiling.terms * counter.item
     steps = line / STEP / deep  # instructions along the terms of a warp
     each = (high / 16) * (wide / 8)
-    share, _ = shares(counter.terms, tiling.terms, tiling.split * tiling.cluster)
+    share, _ = k_tiles_per_split(counter.terms, tiling.terms, tiling.split * tiling.cluster)
     limits = [
         (-(-beside * count // 4) * 4 / count if alone else beside) * rows * columns * tiling.terms / rates.unit,
         beside * (count * (LANES[0] * high + LANES[1] * wide) / deep + rows + columns) * line / FMA.port
         if counter.fma
         else beside * (count * (high + wide) / deep + rows + columns) * line / rates.port,
         0.0 if alone else ISSUE * beside * count * steps * (2 * each + high * 5 / 16 + wide * 5 / 8) / 4,
-        beside * copied(counter.sides, rows, columns, tiling.terms, rates.short) / rates.cache,
+        beside * global_bytes(counter.sides, rows, columns, tiling.terms, rates.short) / rates.cache,
         rates.round + steps * each * BUSY / 2 if counter.double else 0.0,
         0.0 if alone else rates.round + steps * (CHAIN[0] + CHAIN[1] * each),
         rates.fetch / (tiling.stages - 1) if share > tiling.stages - 1 else 0.0,
@@ -201,19 +201,19 @@ def warp_cycles(counter: Counter, tiling: Tiling) -> float:
         leave += rates.cluster + rates.member * tiling.cluster
         leave += beside * (made * deep / rates.far + MEMBERS * count)
     begin = rates.begin + rates.warp * beside * count
-    total = waves * (begin + share * _longest(limits, rates.overlap) + leave)
+    total = waves * (begin + share * _overlapped_max(limits, rates.overlap) + leave)
     return _whole(counter, rates, total, tiling.split)
 
 
 # -- by warp groups ---------------------------------------------------------------------------------------------------
 GROUPS = {
-    "float32": Rates(
+    "float32": CostCoefficients(
         459.0, 123.0, 447.0, 62.7, 2714.0, 0.5, 139.0, 765.0, 0.1, 1.06, 132.0, 1.7, 146.0, 2031.0, 435.0, 3041.0, 2.6
     ),
-    "copied": Rates(
+    "copied": CostCoefficients(
         2050.0, 182.0, 79.0, 27.0, 1310.0, 0.47, 1185.0, 28.0, 0.07, 1.14, 922.0, 2.9, 495.0, 583.0, 356.0, 3170.0, 3.0
     ),
-    "rounded": Rates(
+    "rounded": CostCoefficients(
         887.0, 151.0, 68.0, 12.5, 1812.0, 0.5, 1015.0, 40.0, 0.35, 0.4, 546.0, 2.7, 292.0, 419.0, 144.0, 4580.0, 2.4
     ),
 }
@@ -229,12 +229,12 @@ BEFORE = 400.0
 block (43 kernels of DenseNet121 at batch 1: 0.36 us more for every line, where a product alone takes 0.13)."""
 
 
-def family(counter: Counter, tiling: GroupTiling) -> str:
+def coefficient_set(counter: GemmProblem, tiling: WgmmaTile) -> str:
     """Which constants are a schedule's."""
     return "copied" if counter.item == 2 else "rounded" if tiling.rounded else "float32"
 
 
-def group_registers(counter: Counter, tiling: GroupTiling) -> float:
+def group_registers(counter: GemmProblem, tiling: WgmmaTile) -> float:
     """32-bit registers of a thread, as the assembler takes them on average."""
     totals = tiling.rows * tiling.columns / tiling.threads
     high = tiling.rows / tiling.groups[0] / HIGH
@@ -243,7 +243,7 @@ def group_registers(counter: Counter, tiling: GroupTiling) -> float:
     if tiling.rounded:
         return min(FILE / tiling.threads, 248.0, 42 + totals + 6.3 * high * tiling.group)
     total = 27.4 + 1.03 * totals
-    share, _ = shares(counter.terms, tiling.terms, tiling.split * tiling.cluster)
+    share, _ = k_tiles_per_split(counter.terms, tiling.terms, tiling.split * tiling.cluster)
     for side, size in zip(counter.sides, (tiling.rows, tiling.columns), strict=True):
         words = size * tiling.terms / tiling.threads  # of a tile on its way
         total += 0.0 if side.along_terms else 0.8
@@ -255,27 +255,27 @@ def group_registers(counter: Counter, tiling: GroupTiling) -> float:
     return min(FILE / tiling.threads, 248.0, total)
 
 
-def group_cycles(counter: Counter, tiling: GroupTiling, shared: int, *, before: bool = False) -> float:
+def group_cycles(counter: GemmProblem, tiling: WgmmaTile, shared: int, *, before: bool = False) -> float:
     """Estimated cycles of a launch, and of the second one where terms are split.
 
     Args: shared: bytes of a block; before: whether something is computed before the product.
     """
-    kind = family(counter, tiling)
+    kind = coefficient_set(counter, tiling)
     rates, raw = GROUPS[kind], kind == "float32"
     rows, columns, line = tiling.rows, tiling.columns, tiling.terms * counter.item
     tiles = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns)
     registers = group_registers(counter, tiling)
-    held = resident(counter.machine.threads_per_sm, tiling.threads, registers, shared)
+    held = blocks_per_sm(counter.machine.threads_per_sm, tiling.threads, registers, shared)
     beside, waves = occupancy(tiles * tiling.split * tiling.cluster, tiling.cluster, held, counter.machine.sms)
-    share, _ = shares(counter.terms, tiling.terms, tiling.split * tiling.cluster)
+    share, _ = k_tiles_per_split(counter.terms, tiling.terms, tiling.split * tiling.cluster)
     ahead = tiling.stages - 1 if raw else tiling.stages if tiling.stages >= share else tiling.stages - 2
     limits = [
         beside * rows * columns * tiling.terms / rates.unit,
         beside * (rows / HIGH * (HIGH + columns) + (rows + columns) * (2 if raw else 1)) * line / rates.port,
-        beside * copied(counter.sides, rows, columns, tiling.terms, rates.short) / rates.cache,
+        beside * global_bytes(counter.sides, rows, columns, tiling.terms, rates.short) / rates.cache,
         rates.fetch / max(1, ahead) + rates.round,
     ]
-    inner = _longest(limits, rates.overlap)
+    inner = _overlapped_max(limits, rates.overlap)
     if raw:
         sizes = zip(counter.sides, (rows, columns), strict=True)
         stored = sum(size * line * (1.0 if side.along_terms else TURN) for side, size in sizes)

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jcuts.lower.patterns.gemm import shares
-from jcuts.schedule.gpu.gemm.mma import EXIT, MEMORY, PORT, SECOND, STEP, Counter
-from jcuts.schedule.gpu.gemm.wgmma_tile import HIGH, GroupTiling
+from jcuts.lower.patterns.gemm import k_tiles_per_split
+from jcuts.schedule.gpu.gemm.mma import EXIT, MEMORY, PORT, SECOND, STEP, GemmProblem
+from jcuts.schedule.gpu.gemm.wgmma_tile import HIGH, WgmmaTile
 
 
 @dataclass(frozen=True)
-class Rates:
+class Tf32CostCoefficients:
     """Constants of rounded weights: products and bytes of the L2 cache per cycle, cycles, shares of what overlaps.
 
     ``fetch`` is a load's, ``step`` a group of instructions' that nothing hides, ``cluster`` that of blocks that meet
@@ -40,19 +40,19 @@ class Rates:
     memory: float
 
 
-RATES = Rates(910.0, 62.0, 900.0, 50.0, 19.0, 3600.0, 4200.0, 4200.0, 0.0, 0.15, 0.29)
+RATES = Tf32CostCoefficients(910.0, 62.0, 900.0, 50.0, 19.0, 3600.0, 4200.0, 4200.0, 0.0, 0.15, 0.29)
 """Fitted to 115 schedules of 20 products and convolutions on an H200: 14 % off in the mean square; the schedule with
 the least cycles took 2 % more than the fastest, on average."""
 
 
-def cycles(counter: Counter, tiling: GroupTiling, beside: int, waves: int, rates: Rates) -> float:
+def cycles(counter: GemmProblem, tiling: WgmmaTile, beside: int, waves: int, rates: Tf32CostCoefficients) -> float:
     """Estimated cycles of a launch, and of the second one where terms are split.
 
     Args: beside: blocks of a multiprocessor; waves: how often they are replaced.
     """
     rows, columns = tiling.rows, tiling.columns
-    share, _ = shares(counter.terms, tiling.terms, tiling.split * tiling.cluster)
-    inner = step(counter, tiling, beside, rates)
+    share, _ = k_tiles_per_split(counter.terms, tiling.terms, tiling.split * tiling.cluster)
+    inner = k_tile_cycles(counter, tiling, beside, rates)
     written = 4.0 * rows * columns * (1.0 if tiling.split > 1 else counter.results / max(1.0, counter.partial))
     leave = EXIT + beside * written / tiling.cluster / rates.cache + (0.0 if tiling.early else rates.late)
     if tiling.cluster > 1:
@@ -64,11 +64,11 @@ def cycles(counter: Counter, tiling: GroupTiling, beside: int, waves: int, rates
     return total + (SECOND + (2 * tiling.split + 1) * counter.partial / MEMORY if tiling.split > 1 else 0.0)
 
 
-def step(counter: Counter, tiling: GroupTiling, beside: int, rates: Rates) -> float:
+def k_tile_cycles(counter: GemmProblem, tiling: WgmmaTile, beside: int, rates: Tf32CostCoefficients) -> float:
     """Estimated cycles of a tile of terms of all blocks of a multiprocessor."""
     rows, columns, line = tiling.rows, tiling.columns, tiling.terms * counter.item
     copied, read = float((rows + columns) * line), rows // HIGH * (HIGH + columns) * line
-    share, _ = shares(counter.terms, tiling.terms, tiling.split * tiling.cluster)
+    share, _ = k_tiles_per_split(counter.terms, tiling.terms, tiling.split * tiling.cluster)
     ahead = share if tiling.stages >= share else tiling.stages - 2
     limits = [
         beside * rows * columns * tiling.terms / rates.unit,

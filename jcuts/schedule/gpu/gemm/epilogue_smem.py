@@ -21,7 +21,7 @@ LOADED, STORED, SENT = 1, 2, 3
 
 
 @dataclass(frozen=True)
-class Kept:
+class StagedMatrix:
     """A matrix of which a block's tile lies in shared memory.
 
     Attributes:
@@ -42,15 +42,15 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Held:
+class StagedEpilogue:
     """All of them: by number, what is loaded and what is stored; the end of their shared memory [B]."""
 
-    loaded: tuple[Kept, ...] = ()
-    stored: tuple[tuple[int, Kept], ...] = ()
+    loaded: tuple[StagedMatrix, ...] = ()
+    stored: tuple[tuple[int, StagedMatrix], ...] = ()
     end: int = 0
 
 
-def held(program: Program, rows: int, columns: int, how: int, start: int) -> Held:
+def staged_epilogue(program: Program, rows: int, columns: int, how: int, start: int) -> StagedEpilogue:
     """What blocks of so many rows and columns keep.
 
     Args: how: 0, `LOADED`, `STORED` or `SENT`; start: bytes of shared memory that lie before, and are free in the end.
@@ -58,13 +58,13 @@ def held(program: Program, rows: int, columns: int, how: int, start: int) -> Hel
     phase = program.phases[0]
     extents = phase.ranges()
     if not how or S in extents:
-        return Held(end=start)
+        return StagedEpilogue(end=start)
     place, loaded, seen = -(-start // LINE) * LINE, [], set()
 
-    def kept(buffer: str, dtype: str, index: Index, first: int) -> Kept | None:
+    def kept(buffer: str, dtype: str, index: Index, first: int) -> StagedMatrix | None:
         if dtype not in ITEMS or not _plain(index, ITEMS[dtype], columns, extents[COLUMNS]):
             return None
-        return Kept(buffer, dtype, index, first, pitch(columns * ITEMS[dtype]))
+        return StagedMatrix(buffer, dtype, index, first, pitch(columns * ITEMS[dtype]))
 
     for node in phase.exit.nodes if how != SENT else ():
         if node.op != "load" or node.index is None or node.guards or (node.buffer, node.index) in seen:
@@ -74,7 +74,7 @@ def held(program: Program, rows: int, columns: int, how: int, start: int) -> Hel
             seen.add((node.buffer, node.index))
             loaded.append(found)
             place += rows * found.pitch
-    stored: list[tuple[int, Kept]] = []
+    stored: list[tuple[int, StagedMatrix]] = []
     free = list(loaded)
     for number, store in enumerate(phase.stores if how != LOADED else ()):
         found = kept(store.buffer, program.buffer(store.buffer).dtype, store.address, place)
@@ -83,14 +83,14 @@ def held(program: Program, rows: int, columns: int, how: int, start: int) -> Hel
         mine = next((k for k in free if k.item == found.item), None)
         if mine is not None:
             free.remove(mine)
-            found = Kept(found.buffer, found.dtype, found.index, mine.first, mine.pitch)
+            found = StagedMatrix(found.buffer, found.dtype, found.index, mine.first, mine.pitch)
         elif not loaded and not stored:  # the operands' tiles are not needed any more
-            found = Kept(found.buffer, found.dtype, found.index, 0, found.pitch)
+            found = StagedMatrix(found.buffer, found.dtype, found.index, 0, found.pitch)
             place = max(place, rows * found.pitch)
         else:
             place += rows * found.pitch
         stored.append((number, found))
-    return Held(tuple(loaded), tuple(stored), place if loaded or stored else start)
+    return StagedEpilogue(tuple(loaded), tuple(stored), place if loaded or stored else start)
 
 
 def pitch(row: int) -> int:

@@ -18,13 +18,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from jcuts.lower.patterns.gemm import shares
-from jcuts.schedule.gpu.gemm.epilogue_smem import LOADED, SENT, STORED, held
+from jcuts.lower.patterns.gemm import k_tiles_per_split
+from jcuts.schedule.gpu.gemm.epilogue_smem import LOADED, SENT, STORED, staged_epilogue
 from jcuts.schedule.gpu.gemm.mma import MEMORY, PORT
-from jcuts.schedule.gpu.gemm.wgmma_tile import BARRIER, HIGH, GroupTiling
+from jcuts.schedule.gpu.gemm.wgmma_tile import BARRIER, HIGH, WgmmaTile
 
 if TYPE_CHECKING:
-    from jcuts.schedule.gpu.gemm.wgmma import GroupCounter
+    from jcuts.schedule.gpu.gemm.wgmma import WgmmaProblem
 
 SHAPES = (
     (64, 64, 1),
@@ -63,7 +63,7 @@ FILE, SHARED = 65536, 227 << 10
 MOST_REGISTERS = 240
 
 
-def streams(counter: GroupCounter) -> Iterator[tuple[float, GroupTiling]]:
+def memory_bound_tiles(counter: WgmmaProblem) -> Iterator[tuple[float, WgmmaTile]]:
     """(cycles, schedule) of all that fit a product that is bound by memory."""
     units = counter.batch * counter.rows * counter.columns * counter.terms / (counter.machine.sms * counter.unit)
     if counter.short or counter.moved / MEMORY < BOUND * units or counter.beside > 2:
@@ -76,24 +76,24 @@ def streams(counter: GroupCounter) -> Iterator[tuple[float, GroupTiling]]:
             continue
         for tiling in _depths(counter, (rows, columns, along)):
             for how, early in (ADDED if counter.beside else ALONE)[counter.narrow]:
-                found = held(counter.program, rows, columns, how, 0)
+                found = staged_epilogue(counter.program, rows, columns, how, 0)
                 if how and not (found.stored if how == SENT else found.loaded):
                     continue
-                made = GroupTiling(*tiling, rounded=counter.through, early=early, held=how)
-                share, _ = shares(counter.terms, made.terms, 1)
+                made = WgmmaTile(*tiling, rounded=counter.through, early=early, held=how)
+                share, _ = k_tiles_per_split(counter.terms, made.terms, 1)
                 large = rows * columns >= MOST_TOTALS * made.threads
                 if large and counter.beside and share > WHOLE:
                     continue
                 if counter.through and share > made.stages and not large:
                     made = replace(made, spread=1, steps=2)
-                if resident(counter, made):
+                if blocks_per_sm(counter, made):
                     yield cycles(counter, made), made
 
 
-def best(counter: GroupCounter, most: int) -> list[tuple[float, GroupTiling]]:
+def best(counter: WgmmaProblem, most: int) -> list[tuple[float, WgmmaTile]]:
     """The schedules with the fewest cycles, at most so many, of different tiles and exits."""
-    chosen: list[tuple[float, GroupTiling]] = []
-    found = list(streams(counter)) if most else []
+    chosen: list[tuple[float, WgmmaTile]] = []
+    found = list(memory_bound_tiles(counter)) if most else []
     while found and len(chosen) < most:
         tiles = [(t.rows, t.columns) for _, t in chosen]
         found.sort(key=lambda item: (item[0] * AGAIN ** tiles.count((item[1].rows, item[1].columns)), item[1].threads))
@@ -101,12 +101,12 @@ def best(counter: GroupCounter, most: int) -> list[tuple[float, GroupTiling]]:
     return sorted(chosen, key=lambda item: item[0])
 
 
-def _depths(counter: GroupCounter, block: tuple[int, int, int]) -> Iterator[tuple]:
+def _depths(counter: WgmmaProblem, block: tuple[int, int, int]) -> Iterator[tuple]:
     rows, columns, along = block
     terms = 128 // counter.item
     if any(side.run % terms and side.run != counter.terms for side in counter.sides):
         return
-    share, _ = shares(counter.terms, terms, 1)
+    share, _ = k_tiles_per_split(counter.terms, terms, 1)
     if not counter.takes(terms * share):
         return
     if counter.item == 4 and not counter.rounded:
@@ -117,17 +117,17 @@ def _depths(counter: GroupCounter, block: tuple[int, int, int]) -> Iterator[tupl
         yield rows, columns, terms, (along, 1), count, flight
 
 
-def registers(counter: GroupCounter, tiling: GroupTiling) -> float:
+def registers(counter: WgmmaProblem, tiling: WgmmaTile) -> float:
     """32-bit registers of a thread, as the assembler takes them."""
     totals = tiling.rows * tiling.columns / tiling.threads
     waiting = tiling.flight * counter.words(tiling)
     return (28 + 1.42 * totals if counter.beside else 36 + 1.12 * totals) + waiting
 
 
-def resident(counter: GroupCounter, tiling: GroupTiling) -> int:
+def blocks_per_sm(counter: WgmmaProblem, tiling: WgmmaTile) -> int:
     """Blocks side by side on a multiprocessor."""
     kept = counter.shared(tiling)
-    mine = held(counter.program, tiling.rows, tiling.columns, tiling.held, kept)
+    mine = staged_epilogue(counter.program, tiling.rows, tiling.columns, tiling.held, kept)
     shared = (mine.end + BARRIER if mine.end > kept else kept) + 1024
     each = registers(counter, tiling)
     if each > MOST_REGISTERS:
@@ -136,11 +136,11 @@ def resident(counter: GroupCounter, tiling: GroupTiling) -> int:
     return min(found, counter.machine.threads_per_sm // tiling.threads)
 
 
-def cycles(counter: GroupCounter, tiling: GroupTiling) -> float:
+def cycles(counter: WgmmaProblem, tiling: WgmmaTile) -> float:
     """Estimated cycles of a launch."""
     rows, columns, line = tiling.rows, tiling.columns, tiling.terms * counter.item
     tiles = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns)
-    share, _ = shares(counter.terms, tiling.terms, 1)
+    share, _ = k_tiles_per_split(counter.terms, tiling.terms, 1)
     read, copied = rows // HIGH * (HIGH + columns) * line * share, (rows + columns) * line * share
     limits = [
         rows * columns * tiling.terms * share / counter.unit,
@@ -149,7 +149,7 @@ def cycles(counter: GroupCounter, tiling: GroupTiling) -> float:
     ]
     work = max(limits) + SPARE * (sum(limits) - max(limits))
     queue = tiles / counter.machine.sms
-    beside = min(resident(counter, tiling), math.ceil(queue))
+    beside = min(blocks_per_sm(counter, tiling), math.ceil(queue))
     if beside == 1:
         work += GAP * 4 * share / tiling.group * (rows // HIGH / tiling.groups[0])
     waves = math.ceil(math.ceil(queue) / beside) if queue <= 3 * beside else queue / beside

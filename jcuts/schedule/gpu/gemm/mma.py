@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from jcuts.kernel_ir.program import ITEM_SIZE, Program
-from jcuts.lower.patterns.gemm import COLUMNS, ROWS, WIDE, B, K, Side, prologue, shares, sides
+from jcuts.lower.patterns.gemm import COLUMNS, ROWS, WIDE, B, GemmOperand, K, gemm_operands, k_tiles_per_split, prologue
 from jcuts.schedule.gpu.gemm import cost as gemm_cost
 from jcuts.schedule.gpu.gemm import smem_layout_f64
 from jcuts.schedule.gpu.machine import WARP, Candidate, GpuMachine, scheduled
@@ -58,7 +58,7 @@ LATENCY, EXIT, SECOND = 1300.0, 500.0, 2600.0
 
 
 @dataclass(frozen=True)
-class Tiling:
+class MmaTile:
     """One schedule: a block's tile, its warps, tiles in shared memory, groups of terms, blocks of a cluster.
 
     ``early``: whether what is added to the results is asked for before the products; ``fma``: whether they are fused
@@ -90,20 +90,20 @@ class Tiling:
         return scheduled(program, "product", self.threads, *params)
 
 
-def products(
+def mma_schedules(
     program: Program,
     machine: GpuMachine,
     most: int = MOST,
     least: float | None = None,
-    counter: Counter | None = None,
+    counter: GemmProblem | None = None,
 ) -> Iterator[Candidate]:
     """Schedules of a program that `products.as_product` has made, at most so many, the best of every kind of tile.
 
     Args: least: cycles that scores are counted with, where another family has faster units; counter: of another unit.
     """
-    counter = counter or Counter(program, machine)
+    counter = counter or GemmProblem(program, machine)
     least = least or counter.least
-    best: dict[tuple[int, ...], tuple[float, Tiling]] = {}
+    best: dict[tuple[int, ...], tuple[float, MmaTile]] = {}
     for tiling in _tilings(program, counter):
         cycles = counter.cycles(tiling)
         key = (tiling.rows, tiling.columns, tiling.warps[2], tiling.split, tiling.cluster)
@@ -121,17 +121,17 @@ def products(
         yield (replace(tiling, early=1) if asks else tiling).of(program), score
 
 
-def multiplied(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+def ffma_schedules(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     """Schedules of a product that asks for more than TF32 (`as_product`, ``exact``).
 
     float32 by fused multiply-adds, float64 by its own matrix units.
     """
-    (dtype,) = {side.dtype for side in sides(program)}
+    (dtype,) = {side.dtype for side in gemm_operands(program)}
     if dtype in ("float32", WIDE) and prologue(program) is None:
-        yield from products(program, machine, counter=Counter(program, machine, fma=int(dtype != WIDE)))
+        yield from mma_schedules(program, machine, counter=GemmProblem(program, machine, fma=int(dtype != WIDE)))
 
 
-def _tilings(program: Program, counter: Counter) -> Iterator[Tiling]:
+def _tilings(program: Program, counter: GemmProblem) -> Iterator[MmaTile]:
     left, right = counter.sides
     item, most = left.item, WARP * (FMA_TOTALS if counter.fma else TOTALS)
     tiles = FMA_TILES if counter.fma else TILES
@@ -155,10 +155,10 @@ def _tilings(program: Program, counter: Counter) -> Iterator[Tiling]:
             splits = [*((s, 1) for s in SPLITS if s == 1 or (few and not counter.double)), *clusters]
             for stages, (split, cluster) in itertools.product(STAGES, splits):
                 ways = split * cluster
-                share, groups = shares(counter.terms, terms, ways)
+                share, groups = k_tiles_per_split(counter.terms, terms, ways)
                 if groups != ways or (ways > 1 and share < 2) or stages > share + 1 or (stages == 2 and share > 1):
                     continue
-                tiling = Tiling(rows, columns, terms, warps, stages, split, cluster, fma=counter.fma)
+                tiling = MmaTile(rows, columns, terms, warps, stages, split, cluster, fma=counter.fma)
                 if counter.shared(tiling) <= MOST_SHARED and counter.holds(tiling):
                     yield tiling
 
@@ -168,18 +168,18 @@ def _sizes(extent: int, tiles: tuple[int, ...]) -> list[int]:
     return [size for size in tiles if size == tiles[0] or size < 2 * extent]
 
 
-def _fits(side: Side, terms: int, across: int) -> bool:
+def _fits(side: GemmOperand, terms: int, across: int) -> bool:
     return (terms if side.along_terms else across) % side.width == 0
 
 
-class Counter:
+class GemmProblem:
     """Counts the cycles of a product's schedules."""
 
     def __init__(self, program: Program, machine: GpuMachine, fma: int = 0) -> None:
         """Args: fma: whether products are fused multiply-adds."""
         phase = program.phases[0]
         extents = phase.ranges()
-        self.machine, self.sides = machine, sides(program)
+        self.machine, self.sides = machine, gemm_operands(program)
         self.batch, self.rows, self.columns = (extents.get(name, 1) for name in (B, ROWS, COLUMNS))
         self.terms, self.item = extents[K], self.sides[0].item
         self.fma, self.double = fma, self.sides[0].dtype == WIDE
@@ -196,13 +196,13 @@ class Counter:
         products = float(self.batch * self.rows * self.columns * self.terms)
         self.least = max(self.moved / MEMORY, products / (machine.sms * gemm_cost.rates_of(self).unit), LATENCY)
 
-    def shared(self, tiling: Tiling) -> int:
+    def shared(self, tiling: MmaTile) -> int:
         """Bytes of shared memory of a block, with padding."""
         alone = tiling.warps[2] == tiling.cluster == 1
         meet = 0 if alone else self.total * tiling.rows * tiling.columns * tiling.warps[2]
-        return max(gemm_cost.staged(self.sides, tiling) * tiling.stages, meet)
+        return max(gemm_cost.smem_bytes(self.sides, tiling) * tiling.stages, meet)
 
-    def holds(self, tiling: Tiling) -> bool:
+    def holds(self, tiling: MmaTile) -> bool:
         """Whether the registers of a thread should do, where its totals take most of them."""
         if not (self.fma or self.double):
             return True
@@ -216,6 +216,6 @@ class Counter:
             return False
         return gemm_cost.registers_of(self, tiling) + PLACE * places <= (FMA_MOST if self.fma else DOUBLE_MOST)
 
-    def cycles(self, tiling: Tiling) -> float:
+    def cycles(self, tiling: MmaTile) -> float:
         """Estimated cycles of a launch, and of the second one where terms are split."""
         return gemm_cost.warp_cycles(self, tiling)

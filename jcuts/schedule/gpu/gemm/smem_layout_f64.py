@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jcuts.lower.patterns.gemm import Side
+from jcuts.lower.patterns.gemm import GemmOperand
 
 ITEM, TERMS = 8, 8
 """Bytes of a number; terms of a step."""
@@ -19,11 +19,11 @@ def pitch_of(length: int) -> int:
     return ITEM * length + (APART - ITEM * length) % LINE
 
 
-def part_of(size: int) -> int:
+def k_step_bytes(size: int) -> int:
     """Bytes of a step's terms of so many rows; the next step's begin in the other half of the banks."""
     return size * LINE + (LINE if size % 2 == 0 else 0)
 
 
-def bytes_of(side: Side, size: int, terms: int) -> int:
+def bytes_of(side: GemmOperand, size: int, terms: int) -> int:
     """Of a tile of so many rows (or columns) and terms."""
-    return terms // TERMS * part_of(size) if side.along_terms else terms * pitch_of(size)
+    return terms // TERMS * k_step_bytes(size) if side.along_terms else terms * pitch_of(size)

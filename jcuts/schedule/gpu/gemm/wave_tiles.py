@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from jcuts.schedule.gpu.gemm.wgmma_tile import GroupTiling
+from jcuts.schedule.gpu.gemm.wgmma_tile import WgmmaTile
 
 STEP, LEAST, WIDEST = 16, 80, 256
 """Columns of two instructions' fragments side by side (stores of 16 bytes); the tiles' least and most columns."""
@@ -22,7 +22,9 @@ KNOWN = 0.97
 """What the best tiles of known sizes, to which constants were fitted, score at least over the best of all."""
 
 
-def shapes(rows: int, columns: int, batch: int, sms: int, waves: int = MOST_WAVES) -> tuple[tuple[int, int, int], ...]:
+def wave_filling_tiles(
+    rows: int, columns: int, batch: int, sms: int, waves: int = MOST_WAVES
+) -> tuple[tuple[int, int, int], ...]:
     """(rows, columns, groups along the rows) of tiles of even widths for products of few waves.
 
     Args: waves: of blocks of one tile each, at most.
@@ -34,14 +36,14 @@ def shapes(rows: int, columns: int, batch: int, sms: int, waves: int = MOST_WAVE
     """
     found = []
     for high, groups in HEIGHTS:
-        for wide in widths(columns):
+        for wide in even_widths(columns):
             tiles = batch * -(-rows // high) * -(-columns // wide)
             if tiles <= waves * sms:
                 found.append((high, wide, groups))
     return tuple(found)
 
 
-def widths(columns: int) -> tuple[int, ...]:
+def even_widths(columns: int) -> tuple[int, ...]:
     """The widths into which columns divide with the least that is left over, widest first.
 
     >>> widths(768), widths(100)
@@ -52,9 +54,9 @@ def widths(columns: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(wide for wide in found if LEAST <= wide <= WIDEST))
 
 
-def with_known(
-    scored: Sequence[tuple[float, GroupTiling]], known: Collection[tuple[int, int, int]], most: int
-) -> list[tuple[float, GroupTiling]]:
+def interleave_standard_tiles(
+    scored: Sequence[tuple[float, WgmmaTile]], known: Collection[tuple[int, int, int]], most: int
+) -> list[tuple[float, WgmmaTile]]:
     """(score, schedule), in the order of their cycles, with so many of known sizes near the best of all.
 
     Few of them are measured: estimates of other widths alone must not decide that what was fast is not tried.

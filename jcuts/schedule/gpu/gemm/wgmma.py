@@ -13,15 +13,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from jcuts.kernel_ir.program import Program
-from jcuts.lower.patterns.conv_window import in_pieces
-from jcuts.lower.patterns.gemm import Side, bears_zeros, prologue, shares, vectors
+from jcuts.lower.patterns.conv_window import gather_per_copy
+from jcuts.lower.patterns.gemm import GemmOperand, k_tiles_per_split, k_vectors, prologue, prologue_is_zero_safe
 from jcuts.schedule.gpu.conv import implicit_gemm, implicit_gemm_cluster
 from jcuts.schedule.gpu.gemm import cost as gemm_cost
 from jcuts.schedule.gpu.gemm import cost_tf32, wave_tiles
 from jcuts.schedule.gpu.gemm import memory_bound as gemm_memory_bound
 from jcuts.schedule.gpu.gemm import mma as gemm_mma
-from jcuts.schedule.gpu.gemm.mma import LATENCY, MEMORY, Counter
-from jcuts.schedule.gpu.gemm.wgmma_tile import HIGH, LINE, SHARED, GroupTiling, exchangeable, with_room
+from jcuts.schedule.gpu.gemm.mma import LATENCY, MEMORY, GemmProblem
+from jcuts.schedule.gpu.gemm.wgmma_tile import HIGH, LINE, SHARED, WgmmaTile, can_swap_lanes, smem_with_dsmem
 from jcuts.schedule.gpu.machine import Candidate, GpuMachine
 from jcuts.schedule.gpu.warp_specialized import schedules as warp_specialized_schedules
 
@@ -29,7 +29,7 @@ MOST = 6
 """Tilings of one product for warp groups."""
 AGAIN = 0.95
 """What every further candidate with the same tile counts."""
-BESIDE = 0.5
+RESIDUAL_REGISTERS_PER_ACC = 0.5
 """Registers per total for each operand that is added to the results one by one: the assembler asks for it early."""
 PLAIN = 0.93
 """What schedules without copies among the steps of products count where a block has more tiles of terms than stages."""
@@ -43,9 +43,9 @@ LEAST_POINTS, LEAST_PRODUCTS = 1 << 18, 1 << 27
 """Outputs (16 tiles of 128x128) and products from which on there are candidates."""
 FEW_ROWS, FEW_PRODUCTS = 33, 1 << 22
 """Rows and products from which on there are some for rounded weights, and for 16-bit types in few blocks."""
-FEW = 5
+SMALL_GRID_CANDIDATES = 5
 """Tilings of a product of 16-bit types as few blocks: they share terms in clusters, and copy all tiles at once."""
-OTHERS = 0.5
+MMA_SCORE_FACTOR = 0.5
 """What schedules without warp groups count of their score beside those: of 17 layers at batch 1 the best schedule was
 among them twice, by 5 and 0 %; counted in full, the eight best of both took 8 % more than the fastest (worst 48)."""
 FEW_POINTS = 128 * 128
@@ -81,7 +81,7 @@ WEIGHTS = ((1, 3, 0), (1, 4, 0), (1, 5, 0), (1, 6, 0), (1, 8, 0))
 that wait in registers."""
 FRAGMENTS, WHOLE = 16, 32
 """Registers of fragments on their way to the units, per 64 rows of a group; where all steps of a tile are one group."""
-FAR = 0.6
+MIN_SCORE_RATIO = 0.6
 """Scores, over that of the best other schedule, down to which kept pixels are tried, and warps that copy."""
 ENOUGH, SPREAD = 3, 2
 """Schedules for warp groups from which on those of the other family are not looked for; schedules of rounded weights
@@ -98,50 +98,50 @@ UNIT = {4: 800.0, 2: 1600.0}
 """Products per cycle and multiprocessor that long sums reach, by bytes of an operand."""
 
 
-def products(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+def contraction_schedules(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     """Schedules of both families for a program that `products.as_product` has made, the best of every kind of tile.
 
     Scores are a bound over counted cycles: what must move at the memory's rate, or what must be multiplied at that of
     the fastest units that the program has schedules for.
     """
-    counter = GroupCounter(program, machine)
-    found = list(grouped(counter))
+    counter = WgmmaProblem(program, machine)
+    found = list(wgmma_schedules(counter))
     kept = implicit_gemm.candidates(counter, program)
     if kept and found:
         best, other = max(score for _, score in found), max(score for _, score in kept)
-        kept = [pair for pair in kept if pair[1] >= FAR * best]
+        kept = [pair for pair in kept if pair[1] >= MIN_SCORE_RATIO * best]
         if kept and other >= best:
             found = sorted(found, key=lambda pair: -pair[1])[:ENOUGH]
         elif kept:  # the best of either form comes first
             kept = [(p, score / other * best) for p, score in kept]
-    few = list(grouped(counter.as_few, FEW)) if counter.few else []
+    few = list(wgmma_schedules(counter.as_few, SMALL_GRID_CANDIDATES)) if counter.few else []
     if counter.short:
-        few += _beside(found, implicit_gemm_cluster.candidates(counter, program))
+        few += _interleave_cluster_conv(found, implicit_gemm_cluster.candidates(counter, program))
     if kept and not found:  # few outputs: blocks of both families are as small, and of the other one more share a sum
-        found = list(gemm_mma.products(program, machine, gemm_mma.MOST, counter.least))
+        found = list(gemm_mma.mma_schedules(program, machine, gemm_mma.MOST, counter.least))
         best = max((score for _, score in found), default=0.0)
-        kept = [pair for pair in kept if pair[1] >= FAR * best][:ENOUGH]
+        kept = [pair for pair in kept if pair[1] >= MIN_SCORE_RATIO * best][:ENOUGH]
         yield from (*few, *kept)
-        yield from _behind(few, found[: gemm_mma.MOST - len(kept)])
+        yield from _append_mma(few, found[: gemm_mma.MOST - len(kept)])
         return
     found = kept + found
     fed = warp_specialized_schedules.candidates(counter, program) if found else []
     if fed:
         best = max(score for _, score in found)
-        yield from ((made, min(score, best)) for made, score in fed if score >= FAR * best)
+        yield from ((made, min(score, best)) for made, score in fed if score >= MIN_SCORE_RATIO * best)
     yield from (*found, *few)
     if counter.before or len(found) >= ENOUGH:  # the other family has no prologues, and hardly ever wins
         return
     least = counter.least if found else None
-    yield from _behind(few, gemm_mma.products(program, machine, gemm_mma.MOST - len(found), least))
+    yield from _append_mma(few, gemm_mma.mma_schedules(program, machine, gemm_mma.MOST - len(found), least))
 
 
-def _behind(few: Sequence[Candidate], others: Iterable[Candidate]) -> Iterator[Candidate]:
+def _append_mma(few: Sequence[Candidate], others: Iterable[Candidate]) -> Iterator[Candidate]:
     """Schedules of the other family beside those of few blocks."""
-    return ((made, score * (OTHERS if few else 1.0)) for made, score in others)
+    return ((made, score * (MMA_SCORE_FACTOR if few else 1.0)) for made, score in others)
 
 
-def _beside(found: list[Candidate], others: list[Program]) -> list[Candidate]:
+def _interleave_cluster_conv(found: list[Candidate], others: list[Program]) -> list[Candidate]:
     """Clusters that keep pixels, in turns with those that do not: which are faster is not for estimates to say."""
     scores = sorted((score for _, score in found), reverse=True)
     if not scores:
@@ -150,9 +150,9 @@ def _beside(found: list[Candidate], others: list[Program]) -> list[Candidate]:
     return [(made, BEHIND_FIRST * place) for made, place in zip(others, places, strict=True)]
 
 
-def grouped(counter: GroupCounter, most: int = MOST, *, alike: bool = False) -> Iterator[Candidate]:
+def wgmma_schedules(counter: WgmmaProblem, most: int = MOST, *, alike: bool = False) -> Iterator[Candidate]:
     """Schedules for warp groups, at most so many, best first; ``alike``: those that differ in their stages only too."""
-    best: dict[tuple[int, ...], tuple[float, GroupTiling]] = {}
+    best: dict[tuple[int, ...], tuple[float, WgmmaTile]] = {}
     for tiling in tilings(counter):
         cycles = counter.cycles(tiling)
         key = (tiling.rows, tiling.columns, tiling.split, tiling.cluster)
@@ -167,10 +167,10 @@ def grouped(counter: GroupCounter, most: int = MOST, *, alike: bool = False) -> 
         scored.append((min(1.0, counter.least / cycles) * AGAIN ** seen.get(tile, 0), tiling))
         seen[tile] = seen.get(tile, 0) + 1
     known = frozenset((*SHAPES, *NARROW, *(SHORT if counter.short else ())))
-    scored = wave_tiles.with_known(scored, known, 2 if counter.short else 1)
+    scored = wave_tiles.interleave_standard_tiles(scored, known, 2 if counter.short else 1)
     chosen = sorted(scored, key=lambda found: -found[0])[:most]
     plain = counter.item == 4 and not counter.rounded and not counter.beside  # the same tilings, counted by the same
-    streams = gemm_memory_bound.best(counter, STREAMS if _enough(counter) and not plain else 0)
+    streams = gemm_memory_bound.best(counter, STREAMS if _is_worth_wgmma(counter) and not plain else 0)
     if streams and best and streams[0][0] > BEHIND * min(cycles for cycles, _ in best.values()):
         streams = []
     for cycles, tiling in streams:
@@ -179,17 +179,17 @@ def grouped(counter: GroupCounter, most: int = MOST, *, alike: bool = False) -> 
         scale = min(1.0, AGAIN * counter.least / streams[0][0] / chosen[0][0])
         chosen = [(scale * score, tiling) for score, tiling in chosen]
     for place, (score, tiling) in enumerate(chosen):
-        for factor, other in _ways(counter, tiling, place < (SPREAD if counter.rounded else 1)):
+        for factor, other in _variants(counter, tiling, place < (SPREAD if counter.rounded else 1)):
             yield other.of(counter.program), factor * score
 
 
-def _ways(counter: GroupCounter, tiling: GroupTiling, first: bool) -> list[tuple[float, GroupTiling]]:
+def _variants(counter: WgmmaProblem, tiling: WgmmaTile, first: bool) -> list[tuple[float, WgmmaTile]]:
     """(share of its score, schedule) of what can be done with a tile.
 
     Args: first: whether all of it is worth a trial.
     """
     if not counter.rounded:
-        whole = exchangeable(tiling.columns, counter.columns)
+        whole = can_swap_lanes(tiling.columns, counter.columns)
         if not (first and counter.narrow and whole and tiling.cluster == tiling.split == 1 and not tiling.held):
             return [(1.0, tiling)]
         return [(1.0, replace(tiling, paired=1)), (AGAIN, tiling)]
@@ -207,14 +207,14 @@ def _ways(counter: GroupCounter, tiling: GroupTiling, first: bool) -> list[tuple
     return [(factor, other) for factor, other in found if other is tiling or counter.fits(other)]
 
 
-def tilings(counter: GroupCounter) -> Iterator[GroupTiling]:
+def tilings(counter: WgmmaProblem) -> Iterator[WgmmaTile]:
     """All schedules that fit the product and the multiprocessor."""
-    if not _enough(counter):
+    if not _is_worth_wgmma(counter):
         return
     shapes = SHAPES
     if counter.rounded:
         shapes += NARROW
-        shapes += wave_tiles.shapes(counter.rows, counter.columns, counter.batch, counter.machine.sms)
+        shapes += wave_tiles.wave_filling_tiles(counter.rows, counter.columns, counter.batch, counter.machine.sms)
     shapes += SHORT if counter.short else ()
     for rows, columns, along in dict.fromkeys(shapes):
         if rows >= 2 * counter.rows or columns >= 2 * counter.columns:
@@ -227,12 +227,12 @@ def tilings(counter: GroupCounter) -> Iterator[GroupTiling]:
         # a cluster that stores is faster, where it is large enough
         splits = few and (not counter.short or 2 * clusters[-1] * tiles < sms)
         for split, cluster in [*((s, 1) for s in SPLITS if s == 1 or splits), *((1, c) for c in clusters if few)]:
-            for tiling in _depths(counter, (rows, columns, along), split, cluster):
+            for tiling in _k_pipelines(counter, (rows, columns, along), split, cluster):
                 if counter.fits(tiling):
                     yield tiling
 
 
-def _enough(counter: GroupCounter) -> bool:
+def _is_worth_wgmma(counter: WgmmaProblem) -> bool:
     """Whether the GPU has warp groups, and they have enough to do."""
     if counter.machine.capability != GROUPED:
         return False
@@ -242,11 +242,11 @@ def _enough(counter: GroupCounter) -> bool:
     return points >= LEAST_POINTS and points * counter.terms >= LEAST_PRODUCTS
 
 
-def _depths(counter: GroupCounter, block: tuple[int, int, int], split: int, cluster: int) -> Iterator[GroupTiling]:
+def _k_pipelines(counter: WgmmaProblem, block: tuple[int, int, int], split: int, cluster: int) -> Iterator[WgmmaTile]:
     """Tiles of terms of a block: how long they are, and how many lie in shared memory or are on their way."""
     rows, columns, along = block
     depths = list(WEIGHTS if counter.rounded else ROUNDED if counter.item == 4 else COPIED)
-    share, _ = shares(counter.terms, LINE // counter.item, split * cluster)
+    share, _ = k_tiles_per_split(counter.terms, LINE // counter.item, split * cluster)
     if counter.short and share <= MOST_UNDER_WAY:
         depths = [(1, share, 0), *(depth for depth in depths if depth[1] < share)]
     for lines, stages, flight in depths:
@@ -255,14 +255,14 @@ def _depths(counter: GroupCounter, block: tuple[int, int, int], split: int, clus
             split > 1 or not counter.pieces
         ):
             continue
-        share, found = shares(counter.terms, terms, split * cluster)
+        share, found = k_tiles_per_split(counter.terms, terms, split * cluster)
         if not counter.takes(terms * share * (found if split == 1 else 1), split):
             continue
         if found != split * cluster or (lines > 1 and share < 3) or (flight and stages > max(2, share)):
             continue
         if found > 1 and share < (2 if counter.short and split == 1 else 4):
             continue
-        yield GroupTiling(
+        yield WgmmaTile(
             rows,
             columns,
             terms,
@@ -278,14 +278,14 @@ def _depths(counter: GroupCounter, block: tuple[int, int, int], split: int, clus
         )
 
 
-def _fits(side: Side, size: int) -> bool:
+def _fits(side: GemmOperand, size: int) -> bool:
     """Whether a tile can be copied in whole pieces of 16 bytes (float32 across terms: in squares)."""
     if side.width * side.item != 16:
         return False
     return side.along_terms or (size % 32 == 0 and not side.guards)
 
 
-class GroupCounter(Counter):
+class WgmmaProblem(GemmProblem):
     """Counts the cycles of a product's schedules for warp groups."""
 
     def __init__(self, program: Program, machine: GpuMachine) -> None:
@@ -296,10 +296,10 @@ class GroupCounter(Counter):
         self.narrow = self.item == 2 and not self.sides[1].along_terms  # lanes have two columns side by side
         by_terms = all(side.along_terms for side in self.sides)
         self.rounded = int(by_terms and program.buffer(self.sides[1].buffer).tf32)
-        self.before, self.vectors = prologue(program) is not None, len(vectors(program))
+        self.before, self.vectors = prologue(program) is not None, len(k_vectors(program))
         self.through = int(self.rounded or (self.before and self.item == 2))
-        self.ragged = self.before and bears_zeros(program)
-        self.pieces = in_pieces(program, *self.sides)
+        self.ragged = self.before and prologue_is_zero_safe(program)
+        self.pieces = gather_per_copy(program, *self.sides)
         products = float(self.batch * self.rows * self.columns * self.terms)
         few = self.batch * self.rows * self.columns <= machine.sms * FEW_POINTS
         self.short, self.few = bool(self.rounded) and few, self.item == 2 and few
@@ -308,7 +308,7 @@ class GroupCounter(Counter):
         self.least = max(self.moved / MEMORY, products / (machine.sms * self.unit), LATENCY)
 
     @property
-    def as_few(self) -> GroupCounter:
+    def as_few(self) -> WgmmaProblem:
         """The same for schedules of few blocks."""
         made = copy.copy(self)
         made.short, made.few = True, False
@@ -321,16 +321,16 @@ class GroupCounter(Counter):
         whole = self.terms % (terms * split) == 0
         return bool(self.through) and (whole or (self.ragged and split == 1))
 
-    def share(self, tiling: GroupTiling) -> int:
+    def share(self, tiling: WgmmaTile) -> int:
         """Tiles of terms of a block."""
-        return shares(self.terms, tiling.terms, tiling.split * tiling.cluster)[0]
+        return k_tiles_per_split(self.terms, tiling.terms, tiling.split * tiling.cluster)[0]
 
-    def fits(self, tiling: GroupTiling) -> bool:
+    def fits(self, tiling: WgmmaTile) -> bool:
         """Whether a multiprocessor has a block's shared memory and registers."""
         registers = min(MOST_REGISTERS, FILE // tiling.threads)
         return self.shared(tiling) <= MOST_SHARED and self.registers(tiling) <= registers
 
-    def shared(self, tiling: GroupTiling) -> int:  # type: ignore[override]
+    def shared(self, tiling: WgmmaTile) -> int:  # type: ignore[override]
         """Bytes of shared memory of a block."""
         rows, columns = (
             size if side.along_terms or side.item == 4 else -(-size // HIGH) * HIGH
@@ -340,13 +340,13 @@ class GroupCounter(Counter):
         kept += 4 * self.vectors * self.share(tiling) * tiling.terms
         if not tiling.push:
             return max(kept, 4 * rows * columns if tiling.cluster > 1 else 0)
-        return with_room(kept, tiling.room)
+        return smem_with_dsmem(kept, tiling.room)
 
     def whole(self, rows: int, columns: int) -> bool:
         """Whether such tiles are copied in whole pieces."""
         return all(_fits(side, size) for side, size in zip(self.sides, (rows, columns), strict=True))
 
-    def words(self, tiling: GroupTiling) -> int:
+    def words(self, tiling: WgmmaTile) -> int:
         """What a thread takes of a tile of float32: whole pieces, or squares, of each operand."""
         total = 0
         for side, size in zip(self.sides, (tiling.rows, tiling.columns), strict=True):
@@ -354,16 +354,16 @@ class GroupCounter(Counter):
             total += -(-size * tiling.terms // (piece * tiling.threads)) * piece
         return total
 
-    def registers(self, tiling: GroupTiling) -> int:
+    def registers(self, tiling: WgmmaTile) -> int:
         """32-bit registers of a thread, roughly."""
         total = tiling.rows * tiling.columns // tiling.threads
         waiting = tiling.flight * self.words(tiling)
         if tiling.rounded:
             waiting = (FRAGMENTS if tiling.steps else WHOLE) * tiling.rows // tiling.groups[0] // HIGH
-        total += int(BESIDE * total) * self.beside if tiling.rounded else 0
+        total += int(RESIDUAL_REGISTERS_PER_ACC * total) * self.beside if tiling.rounded else 0
         return 56 + total + (waiting or 8) + (0 if waiting <= MOST_WAITING else MOST_REGISTERS)
 
-    def _blocks(self, tiling: GroupTiling) -> tuple[int, int]:
+    def _blocks(self, tiling: WgmmaTile) -> tuple[int, int]:
         """Blocks side by side on a multiprocessor, and how often they are replaced."""
         tiles = self.batch * -(-self.rows // tiling.rows) * -(-self.columns // tiling.columns)
         resident = min(SHARED // (self.shared(tiling) + 1024), FILE // (tiling.threads * self.registers(tiling)))
@@ -371,10 +371,10 @@ class GroupCounter(Counter):
         queue = -(-tiles * tiling.split * tiling.cluster // self.machine.sms)
         if tiling.cluster == 1:
             return min(resident, queue), -(-queue // resident)
-        once = gemm_cost.at_once(tiling.cluster, self.machine.sms)
+        once = gemm_cost.concurrent_clusters(tiling.cluster, self.machine.sms)
         return min(resident, queue), math.ceil(tiles / (resident * once))
 
-    def cycles(self, tiling: GroupTiling) -> float:  # type: ignore[override]
+    def cycles(self, tiling: WgmmaTile) -> float:  # type: ignore[override]
         """Estimated cycles of a launch, and of the second one where terms are split."""
         if tiling.rounded and not self.short:
             beside, waves = self._blocks(tiling)

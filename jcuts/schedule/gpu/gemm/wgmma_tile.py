@@ -17,12 +17,12 @@ BARRIER, SHARED = 8, 227 << 10
 """Bytes of a barrier of a cluster in shared memory, which divide its address; most bytes of a block."""
 
 
-def exchangeable(tile: int, columns: int) -> bool:
+def can_swap_lanes(tile: int, columns: int) -> bool:
     """Whether lanes can exchange results of tiles of so many columns, of so many in all, for four columns a store."""
     return tile % 16 == 0 and columns % 4 == 0
 
 
-def portions(high: int, wide: int, step: int, sharers: int) -> tuple[int, int]:
+def cluster_slices(high: int, wide: int, step: int, sharers: int) -> tuple[int, int]:
     """Into how many parts ``high`` rows and ``wide`` columns of tiles fall, for at most so many sharers.
 
     Args: step: tiles side by side that stay together.
@@ -39,34 +39,34 @@ def portions(high: int, wide: int, step: int, sharers: int) -> tuple[int, int]:
     return max(ways, key=lambda way: (way[0] * way[1], way[0]))
 
 
-def room(high: int, wide: int, step: int, sharers: int, lanes: int) -> int:
+def dsmem_bytes(high: int, wide: int, step: int, sharers: int, lanes: int) -> int:
     """Bytes of shared memory in which a block gets what all blocks of its cluster have for it.
 
     >>> room(1, 24, 2, 4, 128)
     49152
     """
-    down, aside = portions(high, wide, step, sharers)
+    down, aside = cluster_slices(high, wide, step, sharers)
     return sharers * (high * wide // (down * aside)) * lanes * FOUR
 
 
-def tile_room(rows: int, columns: int, sharers: int, lanes: int) -> int:
+def dsmem_tile_bytes(rows: int, columns: int, sharers: int, lanes: int) -> int:
     """The same for a warp group's tile of so many rows and columns of float32."""
     wide = columns // 8
-    return room(rows // HIGH, wide, 1 if wide % 2 else 2, sharers, lanes)
+    return dsmem_bytes(rows // HIGH, wide, 1 if wide % 2 else 2, sharers, lanes)
 
 
-def is_apart(kept: int, room: int) -> bool:
+def dsmem_is_separate(kept: int, room: int) -> bool:
     """Whether a block has shared memory for what is pushed into it behind all that it keeps. Args: bytes of both."""
     return kept + room + BARRIER <= SHARED
 
 
-def with_room(kept: int, room: int) -> int:
+def smem_with_dsmem(kept: int, room: int) -> int:
     """Bytes of shared memory of a block that is pushed into: where there is no more room, in the place of operands."""
-    return (kept + room if is_apart(kept, room) else max(kept, room)) + BARRIER
+    return (kept + room if dsmem_is_separate(kept, room) else max(kept, room)) + BARRIER
 
 
 @dataclass(frozen=True)
-class GroupTiling:
+class WgmmaTile:
     """One schedule: a block's tile, its warp groups, tiles in shared memory and on their way, who shares terms.
 
     ``rounded`` and what follows it: for rounded weights alone, see `codegen.cuda.group_shape`; ``steps`` is 0 where all
@@ -104,7 +104,7 @@ class GroupTiling:
     def room(self) -> int:
         """Bytes in which blocks of a cluster store into each other's memory."""
         along, across = self.groups
-        return tile_room(self.rows // along, self.columns // across, self.cluster, self.threads)
+        return dsmem_tile_bytes(self.rows // along, self.columns // across, self.cluster, self.threads)
 
     def of(self, program: Program) -> Program:
         """The scheduled program."""

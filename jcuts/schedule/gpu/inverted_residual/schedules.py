@@ -17,9 +17,9 @@ from dataclasses import replace
 
 from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.program import Phase, Program
-from jcuts.lower.patterns.inverted_residual import Block, block
+from jcuts.lower.patterns.inverted_residual import InvertedResidual, match_inverted_residual
 from jcuts.schedule.gpu.gemm.mma import AGAIN, BLOCKS, EXIT, L2, LATENCY, MEMORY, OVERLAP, PORT, REGISTERS, UNIT
-from jcuts.schedule.gpu.inverted_residual.tile import COLUMN_TILE, ROW_TILE, WORD, BlockShape
+from jcuts.schedule.gpu.inverted_residual.tile import COLUMN_TILE, ROW_TILE, WORD, InvertedResidualTile
 from jcuts.schedule.gpu.machine import WARP, Candidate, GpuMachine, scheduled
 
 LISTED = 80
@@ -85,10 +85,10 @@ MANY = 4
 
 def products(program: Program, machine: GpuMachine, most: int = LISTED) -> Iterator[Candidate]:
     """Schedules of a block, at most so many; none for other programs."""
-    found = block(program)
+    found = match_inverted_residual(program)
     if isinstance(found, Refusal):
         return
-    best: dict[tuple[int, ...], tuple[float, BlockShape]] = {}
+    best: dict[tuple[int, ...], tuple[float, InvertedResidualTile]] = {}
     for shape in shapes(found, machine):
         count = cycles(shape, machine)
         kind = shape.held if found.item == WORD else shape.threads >= LARGE
@@ -98,11 +98,15 @@ def products(program: Program, machine: GpuMachine, most: int = LISTED) -> Itera
     floor = least(found, machine)
     ranked = sorted(best.values(), key=lambda item: item[0])[:most]
     if found.item < WORD:
-        ranked = _varied(ranked)
+        ranked = _diverse(ranked)
     for place, (count, shape) in enumerate(ranked[:CROWDED]):
-        others = [*_crowded(shape, machine)]
+        others = [*_one_more_block(shape, machine)]
         if found.item < WORD and place == 0:
-            others += [one for made in _other(shape, machine) for one in (made, *_crowded(made, machine))]
+            others += [
+                one
+                for made in _toggle_input_registers(shape, machine)
+                for one in (made, *_one_more_block(made, machine))
+            ]
         more = [(max(count, cycles(other, machine)), other) for other in others]
         ranked[2 * place + 1 : 2 * place + 1] = more or [(math.inf, shape)]
     ranked = [found for found in ranked if found[0] < math.inf][:most]
@@ -110,11 +114,11 @@ def products(program: Program, machine: GpuMachine, most: int = LISTED) -> Itera
         yield of(program, shape), min(1.0, floor / count) * (AGAIN if found.item == WORD else NEXT) ** place
 
 
-def _varied(ranked: list[tuple[float, BlockShape]]) -> list[tuple[float, BlockShape]]:
+def _diverse(ranked: list[tuple[float, InvertedResidualTile]]) -> list[tuple[float, InvertedResidualTile]]:
     """The same in an order in which neighbours differ in their tiles, pieces and threads, where they count alike."""
     left, found, seen = list(ranked), [], Counter[tuple[str, int, int]]()
 
-    def kinds(shape: BlockShape) -> tuple[tuple[str, int, int], ...]:
+    def kinds(shape: InvertedResidualTile) -> tuple[tuple[str, int, int], ...]:
         return ("tile", shape.rows, shape.columns), ("work", shape.chunk, shape.threads)
 
     while left:
@@ -124,7 +128,7 @@ def _varied(ranked: list[tuple[float, BlockShape]]) -> list[tuple[float, BlockSh
     return found
 
 
-def of(program: Program, shape: BlockShape) -> Program:
+def of(program: Program, shape: InvertedResidualTile) -> Program:
     """The scheduled program."""
     params = (
         ("tile", (shape.images, shape.rows, shape.columns)),
@@ -138,7 +142,7 @@ def of(program: Program, shape: BlockShape) -> Program:
     return scheduled(program, "block", shape.threads, *params)
 
 
-def shapes(found: Block, machine: GpuMachine) -> Iterator[BlockShape]:
+def shapes(found: InvertedResidual, machine: GpuMachine) -> Iterator[InvertedResidualTile]:
     """All schedules that fit, of every way to divide work among warps the one with least waste."""
     room = ROOM.get(machine.capability, LEAST_ROOM)
     outputs, (count, *_) = found.window.outputs, found.window.image
@@ -150,7 +154,7 @@ def shapes(found: Block, machine: GpuMachine) -> Iterator[BlockShape]:
         for images in IMAGES if whole else IMAGES[:1]:
             if images > count or images * high * wide > MOST_OUTPUTS:
                 continue
-            plain = BlockShape(found, images, high, wide, COLUMN_TILE, (1, 1), (1, 1), (1, 1))
+            plain = InvertedResidualTile(found, images, high, wide, COLUMN_TILE, (1, 1), (1, 1), (1, 1))
             if plain.pixels > MOST_PIXELS:
                 continue
             for chunk in CHUNKS[found.item]:
@@ -158,36 +162,41 @@ def shapes(found: Block, machine: GpuMachine) -> Iterator[BlockShape]:
                     continue
                 for warps in WARPS:
                     for held in (False, True):
-                        shape = _divided(plain, chunk, warps, held)
+                        shape = _split_over_warps(plain, chunk, warps, held)
                         if shape is not None and shape.fits and shape.shared <= room and _small(shape):
-                            yield replace(shape, beside=max(1, min(_usual(shape), _most(shape, machine))))
+                            yield replace(
+                                shape,
+                                beside=max(
+                                    1, min(_blocks_per_sm_by_registers(shape), _blocks_per_sm_limit(shape, machine))
+                                ),
+                            )
 
 
-def _crowded(shape: BlockShape, machine: GpuMachine) -> Iterator[BlockShape]:
+def _one_more_block(shape: InvertedResidualTile, machine: GpuMachine) -> Iterator[InvertedResidualTile]:
     """The same with one more block beside the others, where the registers may do."""
-    more = _usual(shape) + 1
-    if more <= _most(shape, machine) and more * shape.threads * _registers(shape) <= SPARED * REGISTERS:
+    more = _blocks_per_sm_by_registers(shape) + 1
+    if more <= _blocks_per_sm_limit(shape, machine) and more * shape.threads * _registers(shape) <= SPARED * REGISTERS:
         yield replace(shape, beside=more)
 
 
-def _other(shape: BlockShape, machine: GpuMachine) -> Iterator[BlockShape]:
+def _toggle_input_registers(shape: InvertedResidualTile, machine: GpuMachine) -> Iterator[InvertedResidualTile]:
     """The same with input pixels held in registers where they were not, or not where they were."""
     made = replace(shape, held=not shape.held, beside=1)
     if made.fits and made.shared <= ROOM.get(machine.capability, LEAST_ROOM) and _small(made):
-        yield replace(made, beside=max(1, min(_usual(made), _most(made, machine))))
+        yield replace(made, beside=max(1, min(_blocks_per_sm_by_registers(made), _blocks_per_sm_limit(made, machine))))
 
 
-def _usual(shape: BlockShape) -> int:
+def _blocks_per_sm_by_registers(shape: InvertedResidualTile) -> int:
     """Blocks of a multiprocessor that there are registers for."""
     return max(1, REGISTERS // (shape.threads * _registers(shape)))
 
 
-def _most(shape: BlockShape, machine: GpuMachine) -> int:
+def _blocks_per_sm_limit(shape: InvertedResidualTile, machine: GpuMachine) -> int:
     """And that there is other room for."""
     return min(machine.threads_per_sm // shape.threads, BLOCKS, ROOM[9, 0] // (shape.shared + 1024))
 
 
-def _divided(plain: BlockShape, chunk: int, warps: int, held: bool) -> BlockShape | None:
+def _split_over_warps(plain: InvertedResidualTile, chunk: int, warps: int, held: bool) -> InvertedResidualTile | None:
     """The work divided among warps: fewest fragments of a warp, then fewest reads."""
     found = plain.block
     if warps * WARP % replace(plain, chunk=chunk).words:
@@ -215,23 +224,23 @@ def _divided(plain: BlockShape, chunk: int, warps: int, held: bool) -> BlockShap
 
     strip = min(strips, key=work)
     shares = (warps // first, first), (warps // second, second)
-    return BlockShape(found, plain.images, plain.rows, plain.columns, chunk, *shares, strip, held)
+    return InvertedResidualTile(found, plain.images, plain.rows, plain.columns, chunk, *shares, strip, held)
 
 
-def _covered(found: Block, strip: tuple[int, int]) -> int:
+def _covered(found: InvertedResidual, strip: tuple[int, int]) -> int:
     """Pixels that the windows of a strip cover."""
     step, reach = found.window.step, found.window.reach
     return math.prod((s - 1) * t + r for s, t, r in zip(strip, step, reach, strict=True))
 
 
-def _small(shape: BlockShape) -> bool:
+def _small(shape: InvertedResidualTile) -> bool:
     wide = shape.chunk // shape.expand[1] // 8
     unrolled = (shape.high * wide * shape.terms + shape.tall * shape.broad // 8 * shape.chunk) // shape.step
     sums, piece = shape.tall * shape.broad // 2, shape.high * wide * 4 if shape.terms else 0
     return sums <= MOST_SUMS and piece <= MOST_WIDE and unrolled <= MOST_UNROLLED and _registers(shape) <= 232
 
 
-def _registers(shape: BlockShape) -> int:
+def _registers(shape: InvertedResidualTile) -> int:
     """An estimate of what a thread takes."""
     wide = shape.chunk // shape.expand[1] // 8
     held = shape.share if shape.held else 8
@@ -246,7 +255,7 @@ def _registers(shape: BlockShape) -> int:
     return 36 + shape.tall * shape.broad // 2 + held + max(expand, windows) + filters
 
 
-def least(found: Block, machine: GpuMachine) -> float:
+def least(found: InvertedResidual, machine: GpuMachine) -> float:
     """Cycles that no schedule can be below: memory, and the units' rate."""
     images, rows, columns, channels = found.window.image
     outputs = images * math.prod(found.window.outputs)
@@ -254,11 +263,11 @@ def least(found: Block, machine: GpuMachine) -> float:
     return max(_moved(found) / MEMORY, multiplied / (machine.sms * UNIT[found.item]), LATENCY)
 
 
-def _moved(found: Block) -> float:
+def _moved(found: InvertedResidual) -> float:
     return float(sum(b.bytes for b in (*found.program.inputs, *found.program.outputs)))
 
 
-def cycles(shape: BlockShape, machine: GpuMachine) -> float:
+def cycles(shape: InvertedResidualTile, machine: GpuMachine) -> float:
     """Estimated cycles of a launch."""
     found, warps = shape.block, math.prod(shape.expand)
     queue = -(-shape.tiles // machine.sms)
@@ -284,7 +293,7 @@ Counted = tuple[float, float, float, float]
 """Cycles of a multiprocessor's matrix units, shared memory and issue; instructions."""
 
 
-def _products(shape: BlockShape) -> Counted:
+def _products(shape: InvertedResidualTile) -> Counted:
     """Both products of a piece of channels."""
     found, chunk, warps = shape.block, shape.chunk, math.prod(shape.expand)
     pixels, outputs = ROW_TILE * shape.high * shape.expand[0], ROW_TILE * shape.tall * shape.project[0]
@@ -308,7 +317,7 @@ def _products(shape: BlockShape) -> Counted:
     return multiplied / UNIT[shape.item], shape.item * words / PORT, issued / 4, issued
 
 
-def _windows(shape: BlockShape) -> Counted:
+def _windows(shape: InvertedResidualTile) -> Counted:
     """The depthwise convolution of a piece of channels."""
     found, groups = shape.block, shape.threads // shape.words
     strips = -(-shape.strips // groups) * groups

@@ -28,8 +28,8 @@ import numpy as np
 
 from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.program import Program
-from jcuts.lower.patterns.gemm import Side
-from jcuts.lower.patterns.inverted_residual import Block, Place, block
+from jcuts.lower.patterns.gemm import GemmOperand
+from jcuts.lower.patterns.inverted_residual import InvertedResidual, Place, match_inverted_residual
 
 WARP, BANKS, WORD = 32, 32, 4
 ROW_TILE, COLUMN_TILE, STEP = 16, 16, 32
@@ -41,7 +41,7 @@ HELD = 40
 
 
 @dataclass(frozen=True)
-class BlockShape:
+class InvertedResidualTile:
     """A thread block's work.
 
     Attributes:
@@ -51,7 +51,7 @@ class BlockShape:
         held: a warp keeps its input pixels in registers. beside: blocks that are to fit on a multiprocessor at least.
     """
 
-    block: Block
+    block: InvertedResidual
     images: int
     rows: int
     columns: int
@@ -304,7 +304,7 @@ class BlockShape:
         return self.turns * sum(self.sizes[1:3])
 
 
-def _weights(side: Side, size: int, terms: int) -> int:
+def _weights(side: GemmOperand, size: int, terms: int) -> int:
     """Elements of a tile of weights, as `codegen.cuda.product_tiles` lays it out."""
     lines, length = (size, terms) if side.along_terms else (terms, size)
     words = length * side.item // WORD
@@ -312,13 +312,13 @@ def _weights(side: Side, size: int, terms: int) -> int:
     return lines * (length + apart * WORD // side.item)
 
 
-def shape_of(program: Program) -> BlockShape | None:
+def shape_of(program: Program) -> InvertedResidualTile | None:
     """The work that a schedule (`gpu_blocks`) gives to a thread block; None for programs that are no block."""
     params: Any = dict(program.params)
-    found = block(program)
+    found = match_inverted_residual(program)
     if isinstance(found, Refusal):
         return None
     images, rows, columns = params["tile"]
     expand, project, strip = (tuple(params[name]) for name in ("expand", "project", "strip"))
     more = bool(params.get("held", False)), int(params.get("beside", 1))
-    return BlockShape(found, images, rows, columns, int(params["chunk"]), expand, project, strip, *more)
+    return InvertedResidualTile(found, images, rows, columns, int(params["chunk"]), expand, project, strip, *more)

@@ -20,19 +20,19 @@ from jcuts.schedule.gpu.machine import (
     WARP,
     Candidate,
     GpuMachine,
-    across_lanes,
     block_threads,
-    distinct,
     distinct_loads,
+    diverse_best,
     fastest_memory,
-    levelled,
+    lane_counts,
     narrowest,
+    rescale_to,
     scheduled,
     tiled,
     vectors,
 )
 from jcuts.schedule.gpu.window import filter_gradient
-from jcuts.schedule.gpu.window.filter_gradient import innermost, slid, taps_of
+from jcuts.schedule.gpu.window.filter_gradient import inner_reduction, innermost, taps_of
 
 
 def columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
@@ -43,7 +43,7 @@ def columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     program = replace(program, phases=(phase,))
     plain = list(_columns(program, machine))
     yield from plain
-    yield from levelled(distinct(filter_gradient.walks(program, machine)), plain)
+    yield from rescale_to(diverse_best(filter_gradient.sliding_gradients(program, machine)), plain)
 
 
 def _columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
@@ -71,7 +71,7 @@ def _columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
             if kept > 80 or loads > 2 * REGISTERS:
                 continue
             wide = lane.extent // vector
-            shapes = [(a, t) for a in across_lanes(wide) for t in block_threads(a, (256, 512, 1024))]
+            shapes = [(a, t) for a in lane_counts(wide) for t in block_threads(a, (256, 512, 1024))]
             for (across, threads), flight in itertools.product(shapes, (4, 8, 2, 1)):
                 deep = threads // across
                 if flight > 1 and (inside > 1 or kept + flight * loads > REGISTERS or deep * flight > 2 * terms):
@@ -110,7 +110,7 @@ def _columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
                     )
 
 
-def column_rows(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+def column_softmax(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     """Programs of several phases along columns: a block has all points of its columns."""
     phase = next(p for p in program.phases if p.reds)
     lane = phase.axes[-1]
@@ -119,7 +119,7 @@ def column_rows(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     outer = math.prod(a.extent for a in phase.axes[:-1])
     for vector in vectors(lane.extent, size):
         wide = (8, 32) if length < 64 else ()  # short columns: threads beyond the last one rather than idle rows
-        options = dict.fromkeys((*across_lanes(lane.extent // vector), *wide))
+        options = dict.fromkeys((*lane_counts(lane.extent // vector), *wide))
         for across, threads in itertools.product(options, (1024, 512, 256, 128)):
             unit = WARP // math.gcd(across, WARP)
             deep = threads // across // unit * unit
@@ -148,7 +148,7 @@ def column_rows(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
             yield scheduled(program, "column_rows", across * deep, *params), score
 
 
-def moments(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+def welford(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     """Statistics in one pass, split over the grid: results, and what is mapped, in kernels of their own."""
     phase = program.phases[0]
     lane = phase.axes[-1]
@@ -156,7 +156,7 @@ def moments(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     length = math.prod(r.extent for r in phase.reds)
     outer = math.prod(a.extent for a in phase.axes[:-1])
     for vector in vectors(lane.extent, size):
-        shapes = [(a, t) for a in across_lanes(lane.extent // vector) for t in block_threads(a, (512, 256))]
+        shapes = [(a, t) for a in lane_counts(lane.extent // vector) for t in block_threads(a, (512, 256))]
         for (across, threads), chunks in itertools.product(shapes, (8, 4)):
             unit = WARP // math.gcd(across, WARP)
             deep = threads // across // unit * unit
@@ -187,7 +187,7 @@ def scans(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     time = next(a for a in phase.axes if a.name == TIME)
     size = narrowest(program)
     others = math.prod(a.extent for a in phase.axes if a is not time)
-    associates = split_scan.associative(program) is not None
+    associates = split_scan.scan_operator(program) is not None
     loads = [n.index for p in program.phases for n in p.exit.nodes if n.op == "load" and n.index is not None]
     along = any(abs(i.stride(TIME) or 0) == 1 for i in loads)
     if along and associates:
@@ -231,7 +231,7 @@ def _column_tiles(phase: Phase) -> list[tuple[dict[str, int], dict[str, int]]]:
     taps = taps_of(phase)
     if not taps or math.prod(taps.values()) > TAPS:
         return [({}, {})]
-    last, others = slid(phase, taps)
+    last, others = inner_reduction(phase, taps)
     tiles = [{last.name: n} for n in (8, 7, 6, 5, 4, 3, 2) if last.extent % n == 0][:3]
     for red in others[-1:]:  # rows of the window are shared as well
         tiles += [{**t, red.name: n} for t in tiles for n in (2, 4) if red.extent % n == 0 and t[last.name] <= 4]

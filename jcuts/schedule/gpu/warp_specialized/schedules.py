@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from jcuts.kernel_ir.program import Program
-from jcuts.lower.patterns.conv_window import Window, has_weights, window
-from jcuts.lower.patterns.gemm import shares, sides
-from jcuts.schedule.gpu.gemm.epilogue_smem import LOADED, Kept, held
+from jcuts.lower.patterns.conv_window import ConvWindow, match_conv_window, weights_need_no_transform
+from jcuts.lower.patterns.gemm import gemm_operands, k_tiles_per_split
+from jcuts.schedule.gpu.gemm.epilogue_smem import LOADED, StagedMatrix, staged_epilogue
 from jcuts.schedule.gpu.gemm.mma import MEMORY
 from jcuts.schedule.gpu.gemm.wgmma_tile import BARRIER, GROUP, HIGH, LINE
 from jcuts.schedule.gpu.machine import WARP, Candidate, scheduled
 
 if TYPE_CHECKING:
-    from jcuts.schedule.gpu.gemm.wgmma import GroupCounter
+    from jcuts.schedule.gpu.gemm.wgmma import WgmmaProblem
 
 MOST, AGAIN = 1, 0.97
 """Tilings of one product, and what every further schedule counts."""
@@ -35,7 +35,7 @@ FEW_TOTALS = 64
 """Totals of a thread beside which there are registers for everything."""
 OTHERS = {1: 2, 2: 4, 4: 4}
 """Warps that do not multiply, by those that copy: one more may pass proxy fences; whole groups share out registers."""
-CARRIERS, APART, HOPED = 4, 2, 1.25
+PRODUCER_WARPS, PRODUCER_WARPS_WITH_FENCE_WARP, FENCE_WARP_SCORE_FACTOR = 4, 2, 1.25
 """Warps that copy; those beside a warp that passes fences, and what that was hoped to be worth: three layers took 3 to
 6 % more, so that it is tried, and loses."""
 COPIED = 1.1
@@ -59,7 +59,7 @@ BEGIN, LEAVE, LEFT = 6000.0, 800.0, 0.25
 
 
 @dataclass(frozen=True)
-class FedTiling:
+class WarpSpecializedTile:
     """One schedule: a block's tile, groups along its rows, stages, warps that copy.
 
     Attributes:
@@ -91,39 +91,44 @@ class FedTiling:
             ("beside", self.beside, 0),
         )
         more = tuple((name, count) for name, count, least in found if count > least)
-        tile = (self.rows, self.columns, LINE // sides(program)[0].item)
+        tile = (self.rows, self.columns, LINE // gemm_operands(program)[0].item)
         params = (("tile", tile), ("groups", (self.groups, 1)), ("stages", self.stages), ("fed", self.carriers))
         return scheduled(program, "product", self.threads, *params, ("rounded", 1), *more)
 
 
-def beside(program: Program, rows: int, columns: int, groups: int, carriers: int) -> Kept | None:
+def staged_residual(program: Program, rows: int, columns: int, groups: int, carriers: int) -> StagedMatrix | None:
     """A matrix that the exit adds and that may come by the stages of such blocks: each holds the rows of one group."""
-    kept = (k for k in held(program, rows, columns, LOADED, 0).loaded if k.item == 4)
+    kept = (k for k in staged_epilogue(program, rows, columns, LOADED, 0).loaded if k.item == 4)
     found = next((replace(k, pitch=columns * k.item) for k in kept), None)
     whole = columns % (LINE // 4) == 0 and WARP * carriers % columns == 0  # a row each of the swizzle
     fits = rows // groups * columns * 4 <= (rows + columns) * LINE
     return found if whole and fits else None
 
 
-def candidates(counter: GroupCounter, program: Program, most: int = MOST) -> list[Candidate]:
+def candidates(counter: WgmmaProblem, program: Program, most: int = MOST) -> list[Candidate]:
     """The best schedules, with scores: a bound over counted cycles."""
-    found = sorted(tilings(counter, program), key=lambda pair: pair[0])
+    found = sorted(tile_candidates(counter, program), key=lambda pair: pair[0])
     most += not any(node.op == "load" for node in program.phases[0].exit.nodes)  # the best one may spill
-    chosen: list[tuple[float, FedTiling]] = []
+    chosen: list[tuple[float, WarpSpecializedTile]] = []
     for spent, tiling in found:
         if all((tiling.rows, tiling.columns) != (t.rows, t.columns) for _, t in chosen):
             chosen.append((spent, tiling))
-    made: list[tuple[float, FedTiling]] = []
+    made: list[tuple[float, WarpSpecializedTile]] = []
     for number, (spent, tiling) in enumerate(chosen[:most]):
         score = counter.least / spent * AGAIN**number
         made.append((score * (1.0 if tiling.pixels else COPIED), tiling))
         if tiling.pixels:  # two warps that copy have too few registers for tiles of both operands
-            made.append((HOPED * score, replace(tiling, carriers=APART, early=int(counter.beside > 0))))
+            made.append(
+                (
+                    FENCE_WARP_SCORE_FACTOR * score,
+                    replace(tiling, carriers=PRODUCER_WARPS_WITH_FENCE_WARP, early=int(counter.beside > 0)),
+                )
+            )
     made.sort(key=lambda pair: -pair[0])
     return [(tiling.of(program), min(1.0, score)) for score, tiling in made]
 
 
-def tilings(counter: GroupCounter, program: Program) -> Iterator[tuple[float, FedTiling]]:
+def tile_candidates(counter: WgmmaProblem, program: Program) -> Iterator[tuple[float, WarpSpecializedTile]]:
     """(cycles, schedule) of all that fit the product and the multiprocessor."""
     products = counter.rows * counter.columns * counter.terms
     if counter.machine.capability != GROUPED or not counter.rounded:
@@ -134,8 +139,8 @@ def tilings(counter: GroupCounter, program: Program) -> Iterator[tuple[float, Fe
         return
     if any(s.width * s.item != LINE // 8 for s in counter.sides):
         return
-    found = window(program)
-    ways: list[Window | None] = [found] if found is not None and has_weights(program) else []
+    found = match_conv_window(program)
+    ways: list[ConvWindow | None] = [found] if found is not None and weights_need_no_transform(program) else []
     terms, run = LINE // counter.item, counter.sides[0].run
     if counter.terms > terms and (run % terms == 0 or run == counter.terms):
         ways.append(None)
@@ -152,12 +157,14 @@ def tilings(counter: GroupCounter, program: Program) -> Iterator[tuple[float, Fe
             for way in ways:
                 if way is not None and (way.span(rows) > SHARE * way.taps * rows or rows == 2 * HIGH * groups):
                     continue  # and the assembler has no registers for their places
-                kept = way is None and beside(program, rows, columns, groups, CARRIERS) is not None
+                kept = way is None and staged_residual(program, rows, columns, groups, PRODUCER_WARPS) is not None
                 tiles = -(-counter.rows // rows) * -(-counter.columns // columns)
                 rounds, pixels = -(-tiles // counter.machine.sms), RUNS if way is not None else 0
                 stages = _stages(counter, way, rows, columns)
                 early = int(not wide)  # a thread with more totals needs the registers of those that copy
-                made = FedTiling(rows, columns, groups, stages, CARRIERS, pixels, rounds, early, int(kept))
+                made = WarpSpecializedTile(
+                    rows, columns, groups, stages, PRODUCER_WARPS, pixels, rounds, early, int(kept)
+                )
                 if stages >= max(STAGES, kept * groups):
                     yield cycles(counter, way, made), made
 
@@ -168,7 +175,7 @@ def _widths(columns: int, widest: int) -> list[int]:
     return sorted({-(-columns // (8 * count)) * 8 for count in counts})
 
 
-def _stages(counter: GroupCounter, way: Window | None, rows: int, columns: int) -> int:
+def _stages(counter: WgmmaProblem, way: ConvWindow | None, rows: int, columns: int) -> int:
     """As many stages as there is shared memory for."""
     free = MOST_SHARED - 3 * MOST_STAGES * BARRIER
     if way is None:
@@ -178,11 +185,11 @@ def _stages(counter: GroupCounter, way: Window | None, rows: int, columns: int) 
     return min(MOST_STAGES, (RUNS - 1) * way.taps + 1, free // (columns * LINE))
 
 
-def cycles(counter: GroupCounter, way: Window | None, tiling: FedTiling) -> float:
+def cycles(counter: WgmmaProblem, way: ConvWindow | None, tiling: WarpSpecializedTile) -> float:
     """Estimated cycles of a launch."""
     rows, columns = tiling.rows, tiling.columns
     terms = LINE // counter.item
-    share = shares(counter.terms, terms, 1)[0] if way is None else way.steps
+    share = k_tiles_per_split(counter.terms, terms, 1)[0] if way is None else way.steps
     units, moved = rows * columns * terms / UNIT, counter.moved / MEMORY
     copied = (rows + columns) * LINE if way is None else way.span(rows) * LINE / way.taps + columns * LINE
     if tiling.beside:

@@ -28,7 +28,7 @@ TAIL, ROUND, WALK, WASTE, LARGE, BEGIN = 0.2, 0.05, 0.034, 0.2, 0.021, 1.2e-6
 
 
 @dataclass(frozen=True)
-class Windows:
+class WindowCost:
     """One schedule.
 
     Attributes:

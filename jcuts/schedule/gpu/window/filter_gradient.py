@@ -16,10 +16,10 @@ from jcuts.schedule.gpu.machine import (
     TAPS,
     Candidate,
     GpuMachine,
-    across_lanes,
     block_threads,
     distinct_loads,
     fastest_memory,
+    lane_counts,
     loads_of,
     narrowest,
     scheduled,
@@ -27,13 +27,13 @@ from jcuts.schedule.gpu.machine import (
 )
 
 
-def walks(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+def sliding_gradients(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     """Threads that take a few columns of an image, walk down its rows, and keep what the next rows need."""
     phase = program.phases[0]
     taps = taps_of(phase)
     if not taps or math.prod(taps.values()) > TAPS or any(acc.index_dtype for acc in phase.accs):
         return
-    last, others = slid(phase, taps)
+    last, others = inner_reduction(phase, taps)
     if not others:
         return
     lane, size, down = phase.axes[-1], narrowest(program), others[-1]
@@ -74,7 +74,7 @@ def _shapes(program: Program, machine: GpuMachine, tile: _Tile, walk: tuple[str,
     terms = math.prod(r.extent for r in phase.reds) // inside
     steps = tile.terms[walk[0]] // walk[1]
     wide = lane.extent // tile.vector
-    options = across_lanes(wide)
+    options = lane_counts(wide)
     exact = [a for a in options if wide % a == 0] or options
     for across in [a for a in exact if a * tile.vector * size % SECTOR == 0] or exact:
         for threads, each, ahead in itertools.product(block_threads(across, (128, 256, 512)), (1, 2), (1, 2)):
@@ -107,10 +107,10 @@ def _shapes(program: Program, machine: GpuMachine, tile: _Tile, walk: tuple[str,
             yield scheduled(made, "columns", threads, *params), whole / seconds
 
 
-def slid(phase: Phase, taps: dict[str, int]) -> tuple[Red, list[Red]]:
+def inner_reduction(phase: Phase, taps: dict[str, int]) -> tuple[Red, list[Red]]:
     """The reduction whose points lie closest, and the others that taps move along with."""
     last = phase.reds[-1] if len(phase.reds) == 1 else max(phase.reds, key=lambda r: innermost(phase, r.name))
-    return last, [r for r in phase.reds if r is not last and any(moves(phase, a, r.name) for a in taps)]
+    return last, [r for r in phase.reds if r is not last and any(shares_operand(phase, a, r.name) for a in taps)]
 
 
 def taps_of(phase: Phase) -> dict[str, int]:
@@ -124,7 +124,7 @@ def taps_of(phase: Phase) -> dict[str, int]:
     return {a.name: a.extent for a in phase.axes[:-1] if a.name in slides}
 
 
-def moves(phase: Phase, axis: str, red: str) -> bool:
+def shares_operand(phase: Phase, axis: str, red: str) -> bool:
     """Does some operand depend on an axis and a reduction through their sum?"""
     return any(
         n.index is not None and n.index.stride(axis) not in (0, None) and n.index.stride(red) not in (0, None)

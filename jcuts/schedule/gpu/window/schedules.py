@@ -21,12 +21,12 @@ from jcuts.schedule.gpu.machine import (
     fastest_memory,
     loads_of,
     narrowest,
-    period,
     scheduled,
+    unroll_period,
     unrolled,
     window_values,
 )
-from jcuts.schedule.gpu.window.cost import Windows
+from jcuts.schedule.gpu.window.cost import WindowCost
 
 MOST_STRIDE = 4  # of a window, or dilation, whose period a register tile covers
 MOST_POINTS = 64  # of a tile of a walk
@@ -40,14 +40,14 @@ THREADS, WALKERS = (128, 256, 96), (128, 64, 96)
 
 def windows(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     """Tiles of single threads, and walks."""
-    program = whole(program)
+    program = fully_unrolled(program)
     if not program.phases[0].axes:
         yield scheduled(program, "point", 32), 0.5
         return
-    yield from _different([*_tiles(program, machine), *walks(program, machine)])
+    yield from _diverse([*_tiles(program, machine), *sliding_windows(program, machine)])
 
 
-def _different(found: Sequence[Candidate]) -> Iterator[Candidate]:
+def _diverse(found: Sequence[Candidate]) -> Iterator[Candidate]:
     """The best of every register tile, and the more of them that are alike in kind, the less they count.
 
     Estimates of the best differ by less than they are off: neighbours of a thread, and whether it walks, should differ.
@@ -65,7 +65,7 @@ def _different(found: Sequence[Candidate]) -> Iterator[Candidate]:
         kinds[kind] = kinds.get(kind, 0) + 1
 
 
-def whole(program: Program) -> Program:
+def fully_unrolled(program: Program) -> Program:
     """The program with all terms of a window in straight-line code."""
     phase = program.phases[0]
     reds = tuple(replace(r, unroll=r.extent, chains=1) for r in phase.reds)
@@ -76,8 +76,8 @@ def _tiles(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     phase = program.phases[0]
     lane = phase.axes[-1]
     size = narrowest(program)
-    slid = _slid(phase, lane.name)
-    periods = {a.name: min(a.extent, period(phase, a.name)) for a in slid}
+    slid = _reuse_axes(phase, lane.name)
+    periods = {a.name: min(a.extent, unroll_period(phase, a.name)) for a in slid}
     for vector in _widths(lane.extent, size):
         for rows, columns in itertools.product(ROWS, COLUMNS):
             unroll = {lane.name: vector}
@@ -112,7 +112,7 @@ def _time(
     pieces: int = 1,
     along: str = "",
     ahead: int = -1,
-) -> Windows:
+) -> WindowCost:
     """What is counted. Args: fresh, steps, ahead: of walks along an axis, in so many pieces."""
     phase = program.phases[0]
     counts = {a.name: -(-a.extent // unroll.get(a.name, 1)) for a in phase.axes}
@@ -120,7 +120,7 @@ def _time(
     if along:
         covered *= pieces * steps / counts[along]
         counts[along] = pieces
-    return Windows(
+    return WindowCost(
         math.prod(unroll.values()),
         values,
         fresh or values,
@@ -142,7 +142,7 @@ def _least(program: Program) -> float:
     return sum(b.bytes for b in (*program.inputs, *program.outputs)) / fastest_memory()
 
 
-def _slid(phase: Phase, lane: str) -> list[Axis]:
+def _reuse_axes(phase: Phase, lane: str) -> list[Axis]:
     """Axes that a window slides along (not the lanes), outermost first: neighbouring points share loads."""
     found = []
     for axis in phase.axes:
@@ -151,7 +151,7 @@ def _slid(phase: Phase, lane: str) -> list[Axis]:
         for node in loads_of(phase):
             assert node.index is not None
             step = node.index.stride(axis.name)
-            if step is None and period(phase, axis.name) <= MOST_STRIDE:
+            if step is None and unroll_period(phase, axis.name) <= MOST_STRIDE:
                 found.append(axis)
                 break
             if step and any(
@@ -162,15 +162,15 @@ def _slid(phase: Phase, lane: str) -> list[Axis]:
     return found[-2:]
 
 
-def walks(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+def sliding_windows(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     """Threads that walk along the first of the axes that the window slides along."""
     phase = program.phases[0]
     lane, size = phase.axes[-1], narrowest(program)
-    slid = _slid(phase, lane.name)
+    slid = _reuse_axes(phase, lane.name)
     if not slid:
         return
     along, across = slid[0], slid[1] if len(slid) > 1 else None
-    periods = {a.name: period(phase, a.name) for a in slid}
+    periods = {a.name: unroll_period(phase, a.name) for a in slid}
     most = ACCESS // size
     for vector in [v for v in (most, most // 2, most // 4) if v and lane.extent % v == 0]:
         for columns in (1, 2, 3, 4, 5, 7, 8) if across is not None else (1,):

@@ -13,10 +13,10 @@ from jcuts.base.errors import CompileRejected, Refusal
 from jcuts.codegen.cuda import compile as compiler
 from jcuts.codegen.cuda.toolchain.target import CudaTarget
 from jcuts.kernel_ir.interpret import interpret
-from jcuts.lower.patterns.attention import recognise
+from jcuts.lower.patterns.attention import match
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.schedule.gpu.attention import schedules as attention_schedules
-from jcuts.schedule.gpu.attention.tile import AttentionShape
+from jcuts.schedule.gpu.attention.tile import FlashTile
 from tests import programs
 from tests.gpu.cases import attention
 from tests.ptx import machine as ptx_machine
@@ -61,10 +61,10 @@ def traced(fn, *arguments):
 
 def shaped(program, rows: int, keys: int, warps: tuple[int, int], stages: int, rounded: bool = False):
     """A program with one schedule."""
-    known = recognise(program)
+    known = match(program)
     assert not isinstance(known, Refusal), str(known)
     rounded = rounded and known.kind == "tf32"
-    return attention_schedules.of(program, AttentionShape(known, rows, keys, warps, stages, rounded))
+    return attention_schedules.apply_tile(program, FlashTile(known, rows, keys, warps, stages, rounded))
 
 
 def results(program, operands, target=SM90):

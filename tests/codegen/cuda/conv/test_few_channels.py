@@ -12,10 +12,10 @@ from jcuts.codegen.cuda import compile as compiler
 from jcuts.codegen.cuda.launch_source import emit_source
 from jcuts.codegen.cuda.toolchain.image import Image
 from jcuts.codegen.cuda.toolchain.target import CudaTarget
-from jcuts.lower.patterns.few_channel_conv import as_patches, patches
+from jcuts.lower.patterns.few_channel_conv import as_few_channel_conv, conv_geometry
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.schedule.gpu.conv import few_channels
-from jcuts.schedule.gpu.conv.few_channels_tile import PatchShape
+from jcuts.schedule.gpu.conv.few_channels_tile import FewChannelTile
 from tests import programs
 from tests.ops.cases import conv
 from tests.ptx import machine as ptx_machine
@@ -43,7 +43,9 @@ def tf32(x):
 
 def shaped(program, rows, pixels, columns, warps, stages, share):
     """A program with one schedule."""
-    return few_channels.of(program, PatchShape(patches(program), rows, pixels, columns, warps, stages, share))
+    return few_channels.apply_tile(
+        program, FewChannelTile(conv_geometry(program), rows, pixels, columns, warps, stages, share)
+    )
 
 
 def layer(params, end=jax.nn.relu):
@@ -92,9 +94,9 @@ def test_convolutions(name, tile):
     with jax.enable_x64(True):
         want = np.asarray(layer(params)(jnp.asarray(tf32(x)), jnp.asarray(tf32(w)), jnp.asarray(b, jnp.float64)))
     traced = programs.trace(layer(params), x, w, b)
-    made = as_patches(traced.program())
+    made = as_few_channel_conv(traced.program())
     assert made is not None
-    if patches(made).vertical is None:
+    if conv_geometry(made).vertical is None:
         tile = (1, tile[1], tile[2], (1, tile[1] // 16, tile[2] // 16), *tile[4:])
     (got,) = results(shaped(made, *tile), traced.operands())
     compare(got, want)
@@ -108,14 +110,14 @@ def test_16_bits(name, dtype):
     columns = filters[0] if "layout" in params else filters[-1]
     x, w, b = (normal(*s).astype(jnp.dtype(dtype)) for s in (image, filters, (columns,)))
     traced = programs.trace(layer(params), x, w, b)
-    made = as_patches(traced.program())
+    made = as_few_channel_conv(traced.program())
     assert made is not None
     found = [p for p, _ in few_channels.products(traced.program(), MACHINE)]
-    even = image[2] * image[3] % 2 == 0 or patches(made).start[1] >= 0
+    even = image[2] * image[3] % 2 == 0 or conv_geometry(made).start[1] >= 0
     assert bool(found) == even
     with jax.enable_x64(True):
         want = np.asarray(layer(params)(*(jnp.asarray(a.astype(np.float64)) for a in (x, w, b))))
-    tile = (1, 32, 32, (1, 2, 1), 1, 2) if patches(made).vertical is None else TILES[1]
+    tile = (1, 32, 32, (1, 2, 1), 1, 2) if conv_geometry(made).vertical is None else TILES[1]
     for program in [shaped(made, *tile), *found[:1]] if even else []:
         (got,) = results(program, traced.operands())
         compare(got, want, float(jnp.finfo(jnp.dtype(dtype)).eps) * 4)
@@ -130,7 +132,7 @@ def test_pixels_that_are_not_finite_stay_in_their_windows(dtype):
     x[0, 3, 5, 1], x[0, 10, 20, 2], x[0, 18, 0, 0] = np.inf, np.nan, -np.inf
     want = np.asarray(layer(params)(*(a.astype(np.float32) for a in (x, w, b))))
     traced = programs.trace(layer(params), x, w, b)
-    made = as_patches(traced.program())
+    made = as_few_channel_conv(traced.program())
     with np.errstate(invalid="ignore"):
         for tile in TILES[:2]:
             (got,) = results(shaped(made, *tile), traced.operands())
@@ -148,7 +150,7 @@ def test_lines_of_odd_length(images, warps):
     image, params = (images, 11, 37, 3), {"strides": (2, 2), "padding": "VALID"}
     x, w, b = (normal(*s).astype(jnp.dtype("bfloat16")) for s in (image, (3, 3, 3, 20), (20,)))
     x[0, 3], x[-1, -1, -1, 0] = np.inf, np.nan
-    made = as_patches((traced := programs.trace(layer(params), x, w, b)).program())
+    made = as_few_channel_conv((traced := programs.trace(layer(params), x, w, b)).program())
     assert made is not None
     want = np.asarray(layer(params)(*(jnp.asarray(a.astype(np.float32)) for a in (x, w, b))))
     for tile in ((6 // warps[0] * warps[0], 32, 32, warps, 2, 4), (3 * warps[0], 16, 32, warps, 1, 1)):
@@ -205,7 +207,7 @@ def test_everything_behind_them():
             np.asarray(v) for v in block(*(jnp.asarray(a) for a in (tf32(x), tf32(w), *map(np.float64, (s, b, r)))))
         )
     traced = programs.trace(block, x, w, s, b, r)
-    made = as_patches(traced.program())
+    made = as_few_channel_conv(traced.program())
     for tile in TILES[:2]:
         found = results(shaped(made, *tile), traced.operands())
         for want in (y, z):
@@ -234,7 +236,7 @@ def test_older_units_and_copies_that_are_not_awaited():
     image, filters, params = CONVOLUTIONS["3x3 stride 2"]
     x, w, b = normal(*image), normal(*filters), normal(filters[-1])
     traced = programs.trace(layer(params), x, w, b)
-    program = shaped(as_patches(traced.program()), *TILES[1])
+    program = shaped(as_few_channel_conv(traced.program()), *TILES[1])
     rounded = [round_tf32(a, even=False).astype(np.float64) for a in (x, w)]
     with jax.enable_x64(True):
         want = np.asarray(layer(params)(*map(jnp.asarray, rounded), jnp.asarray(b, jnp.float64)))
@@ -284,7 +286,7 @@ def test_candidates_assemble_without_local_memory(name, dtype, target):
 def test_the_code_is_what_the_tile_says():
     image, filters, params = LAYERS["ResNet50"]
     program = programs.trace(layer(params), zeros(*image), zeros(*filters), zeros(64)).program()
-    ptx = compiler.ptx_of(shaped(as_patches(program), 4, 32, 64, (4, 1, 1), 1, 1), SM90)
+    ptx = compiler.ptx_of(shaped(as_few_channel_conv(program), 4, 32, 64, (4, 1, 1), 1, 1), SM90)
     steps = -(-147 // 8)
     assert ptx.count("mma.sync") == steps * 2 * 8
     assert (
@@ -298,7 +300,7 @@ def test_the_code_is_what_the_tile_says():
 
 def test_refusals():
     image, filters, params = CONVOLUTIONS["3x3 stride 2"]
-    made = as_patches(programs.trace(layer(params), zeros(*image), zeros(*filters), zeros(32)).program())
+    made = as_few_channel_conv(programs.trace(layer(params), zeros(*image), zeros(*filters), zeros(32)).program())
     for tile in ((2, 24, 32, (2, 1, 1), 1, 1), (2, 32, 32, (3, 1, 1), 1, 1), (2, 32, 32, (2, 1, 1), 3, 1)):
         with pytest.raises(CompileRejected, match="no patches"):
             emit_source(shaped(made, *tile))

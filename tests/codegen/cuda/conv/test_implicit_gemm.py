@@ -14,8 +14,8 @@ from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda import compile as compiler
 from jcuts.codegen.cuda.conv.implicit_gemm_tile import window_shape
 from jcuts.codegen.cuda.toolchain import ptxas
-from jcuts.lower.patterns.gemm import as_product
-from jcuts.schedule.gpu.conv.implicit_gemm import WindowTiling
+from jcuts.lower.patterns.gemm import as_gemm
+from jcuts.schedule.gpu.conv.implicit_gemm import ImplicitGemmTile
 from tests import programs
 from tests.codegen.cuda.gemm.test_mma import SM90, compare, compiled, normal, tf32
 from tests.codegen.cuda.gemm.test_wgmma import EPS
@@ -23,13 +23,13 @@ from tests.ptx import machine as ptx_machine
 from tests.ptx.tensor_core import round_tf32
 
 TILINGS = [
-    WindowTiling(64, 32, 1, 4, 2),
-    WindowTiling(128, 64, 2, 5, 2, spread=1, steps=2),
-    WindowTiling(128, 32, 1, 3, 2),
-    WindowTiling(128, 48, 2, 4, 2, steps=4),
-    WindowTiling(64, 64, 1, 5, 2, rounds=3, spread=1, steps=4),
-    WindowTiling(64, 64, 1, 4, 2, rounds=2),
-    WindowTiling(128, 32, 2, 4, 2, rounds=3, spread=1),
+    ImplicitGemmTile(64, 32, 1, 4, 2),
+    ImplicitGemmTile(128, 64, 2, 5, 2, spread=1, steps=2),
+    ImplicitGemmTile(128, 32, 1, 3, 2),
+    ImplicitGemmTile(128, 48, 2, 4, 2, steps=4),
+    ImplicitGemmTile(64, 64, 1, 5, 2, rounds=3, spread=1, steps=4),
+    ImplicitGemmTile(64, 64, 1, 4, 2, rounds=2),
+    ImplicitGemmTile(128, 32, 2, 4, 2, rounds=3, spread=1),
 ]
 CASES = {
     "3x3": ((2, 9, 11, 64), (40, 3, 3, 64), (1, 1), "SAME"),
@@ -43,7 +43,10 @@ CASES = {
 """Image, filters (O, H, W, I), strides, padding."""
 
 
-RESIDENT = WindowTiling(64, 32, 1, 0, 2, rounds=3, steps=4), WindowTiling(128, 16, 2, 0, 2, rounds=2, spread=1, steps=2)
+RESIDENT = (
+    ImplicitGemmTile(64, 32, 1, 0, 2, rounds=3, steps=4),
+    ImplicitGemmTile(128, 16, 2, 0, 2, rounds=2, spread=1, steps=2),
+)
 
 
 def steps_of(case):
@@ -70,9 +73,9 @@ def test_weights_that_stay_in_shared_memory(case, tiling):
 @pytest.mark.parametrize(
     "tiling",
     [
-        WindowTiling(64, 32, 1, 4, 2, unrolled=1, spread=1, steps=4),
-        WindowTiling(128, 32, 1, 5, 2, rounds=2, unrolled=1),
-        WindowTiling(64, 24, 1, 0, 2, rounds=3, unrolled=1, spread=1, steps=4),
+        ImplicitGemmTile(64, 32, 1, 4, 2, unrolled=1, spread=1, steps=4),
+        ImplicitGemmTile(128, 32, 1, 5, 2, rounds=2, unrolled=1),
+        ImplicitGemmTile(64, 24, 1, 0, 2, rounds=3, unrolled=1, spread=1, steps=4),
     ],
     ids=str,
 )
@@ -82,13 +85,13 @@ def test_taps_with_code_of_their_own(case, tiling):
 
 
 CLUSTERS = [
-    WindowTiling(64, 32, 1, 4, 1, steps=2, cluster=2, early=1),
-    WindowTiling(128, 64, 2, 8, 2, steps=4, cluster=2),
-    WindowTiling(64, 64, 1, 0, 1, steps=2, unrolled=1, cluster=4, early=1),
-    WindowTiling(64, 40, 1, 5, 2, cluster=3),
-    WindowTiling(64, 64, 1, 8, 2, steps=4, unrolled=1, cluster=2, early=1),
-    WindowTiling(64, 96, 1, 3, 2, cluster=4),
-    WindowTiling(128, 32, 2, 0, 2, steps=2, spread=1, cluster=5, early=1),
+    ImplicitGemmTile(64, 32, 1, 4, 1, steps=2, cluster=2, early=1),
+    ImplicitGemmTile(128, 64, 2, 8, 2, steps=4, cluster=2),
+    ImplicitGemmTile(64, 64, 1, 0, 1, steps=2, unrolled=1, cluster=4, early=1),
+    ImplicitGemmTile(64, 40, 1, 5, 2, cluster=3),
+    ImplicitGemmTile(64, 64, 1, 8, 2, steps=4, unrolled=1, cluster=2, early=1),
+    ImplicitGemmTile(64, 96, 1, 3, 2, cluster=4),
+    ImplicitGemmTile(128, 32, 2, 0, 2, steps=2, spread=1, cluster=5, early=1),
 ]
 SHARED_CHANNELS = {2: (48, 128), 3: (84,), 4: (112, 256), 5: (160,)}
 """By blocks of a cluster: channels whose lines they can share."""
@@ -139,8 +142,8 @@ def test_blocks_of_a_cluster_share_channels(taps, strides, padding, tiling):
 @pytest.mark.parametrize(
     "tiling, channels",
     [
-        (WindowTiling(128, 128, 2, 9, 1, steps=2, cluster=2, early=1), 64),
-        (WindowTiling(128, 128, 2, 9, 1, steps=2, unrolled=1, cluster=3), 96),
+        (ImplicitGemmTile(128, 128, 2, 9, 1, steps=2, cluster=2, early=1), 64),
+        (ImplicitGemmTile(128, 128, 2, 9, 1, steps=2, unrolled=1, cluster=3), 96),
     ],
     ids=str,
 )
@@ -166,7 +169,7 @@ def test_what_clusters_do_not_share():
     made = programs.trace(
         lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "OHWI", "NHWC")), x, w
     ).product()
-    good = WindowTiling(64, 32, 1, 4, 1, steps=2, cluster=3)
+    good = ImplicitGemmTile(64, 32, 1, 4, 1, steps=2, cluster=3)
     compiler.compile_program(good.of(made), SM90)
     for wrong in (
         replace(good, cluster=2),
@@ -182,9 +185,9 @@ def test_what_clusters_do_not_share():
 @pytest.mark.parametrize(
     "tiling",
     [
-        WindowTiling(64, 32, 1, 4, 2, spread=1, steps=4),
-        WindowTiling(128, 72, 1, 5, 2, rounds=2),
-        WindowTiling(64, 64, 1, 0, 2, rounds=3, unrolled=1, spread=1, steps=2),
+        ImplicitGemmTile(64, 32, 1, 4, 2, spread=1, steps=4),
+        ImplicitGemmTile(128, 72, 1, 5, 2, rounds=2),
+        ImplicitGemmTile(64, 64, 1, 0, 2, rounds=3, unrolled=1, spread=1, steps=2),
     ],
     ids=str,
 )
@@ -198,7 +201,7 @@ def test_floats_of_16_bits(layout, tiling):
         y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", layout, "NHWC"))
         return jax.nn.relu(y + b)
 
-    program = as_product(programs.trace(fn, x, w, b).program())
+    program = as_gemm(programs.trace(fn, x, w, b).program())
     tiling = replace(tiling, stages=tiling.stages or 18)
     program = tiling.of(program)
     kernel, ptx = compiler.compile_program(program, SM90), compiler.ptx_of(program, SM90)
@@ -211,11 +214,11 @@ def test_floats_of_16_bits(layout, tiling):
 @pytest.mark.parametrize(
     "tiling",
     [
-        WindowTiling(64, 32, 1, 4, 1, steps=2, unrolled=1),
-        WindowTiling(128, 40, 2, 9, 2, 2, 1, 2, unrolled=1),
-        WindowTiling(128, 72, 1, 5, 2, rounds=3, steps=2),
-        WindowTiling(192, 32, 3, 9, 1, spread=1, steps=2, unrolled=1),
-        WindowTiling(128, 48, 2, 9, 2, rounds=2, spread=1, steps=2, unrolled=1, paired=1),
+        ImplicitGemmTile(64, 32, 1, 4, 1, steps=2, unrolled=1),
+        ImplicitGemmTile(128, 40, 2, 9, 2, 2, 1, 2, unrolled=1),
+        ImplicitGemmTile(128, 72, 1, 5, 2, rounds=3, steps=2),
+        ImplicitGemmTile(192, 32, 3, 9, 1, spread=1, steps=2, unrolled=1),
+        ImplicitGemmTile(128, 48, 2, 9, 2, rounds=2, spread=1, steps=2, unrolled=1, paired=1),
     ],
     ids=str,
 )
@@ -243,15 +246,15 @@ def test_lines_of_64_bytes(channels, strides, padding, tiling):
 @pytest.mark.parametrize(
     "channels, tiling",
     [
-        (80, WindowTiling(192, 96, 3, 6, 2, rounds=2, steps=4, spread=1, short=1)),
-        (96, WindowTiling(64, 40, 1, 18, 2, rounds=3, spread=1, steps=4, unrolled=1, short=1)),
-        (80, WindowTiling(192, 72, 3, 5, 2, rounds=2, steps=2, short=1)),
-        (48, WindowTiling(64, 72, 1, 5, 1, short=1)),
-        (48, WindowTiling(128, 64, 2, 9, 2, rounds=2, spread=1, steps=4, unrolled=1, short=1)),
-        (104, WindowTiling(128, 24, 1, 5, 2, steps=2, short=1)),
-        (136, WindowTiling(64, 64, 1, 6, 2, rounds=2, short=1)),
-        (136, WindowTiling(128, 64, 2, 4, 2, spread=1, steps=2, short=1, paired=1)),
-        (16, WindowTiling(128, 64, 2, 9, 2, spread=1, steps=2, unrolled=1, short=1)),
+        (80, ImplicitGemmTile(192, 96, 3, 6, 2, rounds=2, steps=4, spread=1, short=1)),
+        (96, ImplicitGemmTile(64, 40, 1, 18, 2, rounds=3, spread=1, steps=4, unrolled=1, short=1)),
+        (80, ImplicitGemmTile(192, 72, 3, 5, 2, rounds=2, steps=2, short=1)),
+        (48, ImplicitGemmTile(64, 72, 1, 5, 1, short=1)),
+        (48, ImplicitGemmTile(128, 64, 2, 9, 2, rounds=2, spread=1, steps=4, unrolled=1, short=1)),
+        (104, ImplicitGemmTile(128, 24, 1, 5, 2, steps=2, short=1)),
+        (136, ImplicitGemmTile(64, 64, 1, 6, 2, rounds=2, short=1)),
+        (136, ImplicitGemmTile(128, 64, 2, 4, 2, spread=1, steps=2, short=1, paired=1)),
+        (16, ImplicitGemmTile(128, 64, 2, 9, 2, spread=1, steps=2, unrolled=1, short=1)),
     ],
     ids=str,
 )
@@ -276,10 +279,10 @@ def test_last_lines_that_are_not_full(channels, tiling):
 @pytest.mark.parametrize(
     "tiling",
     [
-        WindowTiling(64, 32, 1, 4, 2, spread=1, steps=4, fetched=1),
-        WindowTiling(128, 48, 2, 5, 2, rounds=2, spread=1, steps=4, fetched=1),
-        WindowTiling(64, 24, 1, 0, 2, rounds=3, spread=1, steps=4, fetched=1),
-        WindowTiling(64, 32, 1, 0, 2, rounds=2, spread=1, steps=4, unrolled=1, fetched=1),
+        ImplicitGemmTile(64, 32, 1, 4, 2, spread=1, steps=4, fetched=1),
+        ImplicitGemmTile(128, 48, 2, 5, 2, rounds=2, spread=1, steps=4, fetched=1),
+        ImplicitGemmTile(64, 24, 1, 0, 2, rounds=3, spread=1, steps=4, fetched=1),
+        ImplicitGemmTile(64, 32, 1, 0, 2, rounds=2, spread=1, steps=4, unrolled=1, fetched=1),
     ],
     ids=str,
 )
@@ -290,7 +293,7 @@ def test_fragments_that_are_asked_for_before_products(case, tiling):
 
 @compiled
 def test_one_run_of_pixels():
-    check("7x1", WindowTiling(64, 64, 1, 4, 1))
+    check("7x1", ImplicitGemmTile(64, 64, 1, 4, 1))
 
 
 @compiled
@@ -298,7 +301,9 @@ def test_one_run_of_pixels():
 @pytest.mark.parametrize("begin", [0, 8])
 def test_channels_that_are_part_of_a_pixel(case, begin):
     """Nothing else of it is read."""
-    tiling = WindowTiling(64, 32, 1, 4, 2, spread=1, steps=2) if begin else WindowTiling(128, 48, 2, 5, 2, rounds=2)
+    tiling = (
+        ImplicitGemmTile(64, 32, 1, 4, 2, spread=1, steps=2) if begin else ImplicitGemmTile(128, 48, 2, 5, 2, rounds=2)
+    )
     check(case, tiling, begin)
 
 
@@ -361,7 +366,7 @@ def test_products_that_would_wait_for_each_other_are_refused():
     """The assembler moves fragments between registers where copies stand between the products of 128 rows."""
     x, w = normal(1, 56, 56, 64), round_tf32(normal(64, 3, 3, 64))
     traced = programs.trace(lambda x, w: layer((1, 1), "SAME")(x, w, 0.0, 0.0), x, w)
-    program = WindowTiling(256, 64, 2, 4, 2, spread=1).of(traced.product())
+    program = ImplicitGemmTile(256, 64, 2, 4, 2, spread=1).of(traced.product())
     with pytest.raises(CompileRejected, match="wait for each other"):
         compiler.compile_program(program, SM90)
 
@@ -370,7 +375,7 @@ def test_products_that_would_wait_for_each_other_are_refused():
 def test_what_does_not_fit():
     x, w = normal(1, 8, 8, 64), round_tf32(normal(24, 3, 3, 64))
     product = programs.trace(lambda x, w: layer((1, 1), "SAME")(x, w, 0.0, 0.0), x, w).product()
-    good = WindowTiling(64, 24, 1, 4, 2)
+    good = ImplicitGemmTile(64, 24, 1, 4, 2)
     window_shape(good.of(product))
     for tiling, program in (
         (replace(good, stages=2), product),

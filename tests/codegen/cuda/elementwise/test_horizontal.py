@@ -16,7 +16,7 @@ from jcuts.codegen.cuda.toolchain.image import Image
 from jcuts.codegen.cuda.toolchain.target import CudaTarget
 from jcuts.kernel_ir.interpret import interpret
 from jcuts.kernel_ir.program import Program
-from jcuts.lower.horizontal import combined
+from jcuts.lower.horizontal import horizontal_fuse
 from jcuts.lower.weight_transpose import MOST
 from jcuts.pipeline import weight_prep
 from jcuts.rewrite.registry import rewritten
@@ -103,4 +103,4 @@ def test_what_is_no_map_along_one_axis():
     with pytest.raises(CompileRejected, match="maps"):
         combined_shape(replace(program, phases=(two,)))
     plain = replace(program, phases=(two,), params=())
-    assert combined([plain], [range(4)], [range(2)]) is None
+    assert horizontal_fuse([plain], [range(4)], [range(2)]) is None

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jcuts.codegen.cuda import compile as compiler
-from jcuts.codegen.cuda.elementwise.smem_transpose import padding
+from jcuts.codegen.cuda.elementwise.smem_transpose import bank_conflict_padding
 from jcuts.codegen.cuda.toolchain.target import CudaTarget
 from jcuts.schedule.gpu import candidates as gpu_candidates
-from jcuts.schedule.gpu.elementwise.schedules import staged
+from jcuts.schedule.gpu.elementwise.schedules import smem_staged_loads
 from tests import programs
 from tests.ptx import machine as ptx_machine
 
@@ -72,18 +72,20 @@ def test_selected_operands_of_two_widths():
     """Threads are more than the columns of a tile would give wide accesses of bools."""
     a, b, c = numbers((13, 8), "float32"), numbers((13, 8), "float32"), numbers((13, 8), "bool")
     _, program, found = transposes(lambda a, b, c: -jnp.where(c, a, b).T, a, b, c)
-    assert len(staged(program.phases[0], program.phases[0].axes[0].name)) == 3
+    assert len(smem_staged_loads(program.phases[0], program.phases[0].axes[0].name)) == 3
     assert {dict(p.params)["threads"] for p in found} == {256, 512}
 
 
 def test_nothing_is_proposed_that_no_memory_holds():
     many = [numbers((64, 64), "float32") for _ in range(11)]
     _, program, found = transposes(lambda *xs: sum(x.T for x in xs), *many)
-    assert staged(program.phases[0], program.phases[0].axes[0].name) and not found
+    assert smem_staged_loads(program.phases[0], program.phases[0].axes[0].name) and not found
 
 
 def test_padding_keeps_within_what_is_left():
-    free = padding(64, 32, 4, 4, 4, 1 << 20)
+    free = bank_conflict_padding(64, 32, 4, 4, 4, 1 << 20)
     assert free > 0
-    assert padding(64, 32, 4, 4, 4, free) == free and padding(64, 32, 4, 4, 4, free - 1) < free
-    assert padding(64, 32, 4, 4, 4, 0) == 0
+    assert (
+        bank_conflict_padding(64, 32, 4, 4, 4, free) == free and bank_conflict_padding(64, 32, 4, 4, 4, free - 1) < free
+    )
+    assert bank_conflict_padding(64, 32, 4, 4, 4, 0) == 0

@@ -15,10 +15,10 @@ from jcuts.codegen.cuda import compile as compiler
 from jcuts.codegen.cuda.gemm.wgmma_tile import group_shape
 from jcuts.codegen.cuda.launch_source import emit_source
 from jcuts.schedule.gpu import candidates as gpu_candidates
-from jcuts.schedule.gpu.gemm.epilogue_smem import LOADED, SENT, STORED, held
-from jcuts.schedule.gpu.gemm.memory_bound import best, cycles, resident, streams
-from jcuts.schedule.gpu.gemm.mma import Tiling
-from jcuts.schedule.gpu.gemm.wgmma import GroupCounter, GroupTiling
+from jcuts.schedule.gpu.gemm.epilogue_smem import LOADED, SENT, STORED, staged_epilogue
+from jcuts.schedule.gpu.gemm.memory_bound import best, blocks_per_sm, cycles, memory_bound_tiles
+from jcuts.schedule.gpu.gemm.mma import MmaTile
+from jcuts.schedule.gpu.gemm.wgmma import WgmmaProblem, WgmmaTile
 from tests import programs
 from tests.codegen.cuda.gemm.test_mma import SM90, compare, compiled, normal, product_of, run, tf32
 from tests.codegen.cuda.gemm.test_wgmma import EPS, run_rounded
@@ -28,10 +28,10 @@ from tests.ptx.tensor_core import TensorFault, round_tf32
 
 MACHINE = gpu_candidates.GpuMachine(132)
 TILES = [
-    GroupTiling(64, 64, 32, (1, 1), 3, rounded=1),
-    GroupTiling(128, 64, 32, (2, 1), 3, rounded=1, spread=1, steps=2),
-    GroupTiling(64, 128, 32, (1, 2), 3, rounded=1),
-    GroupTiling(128, 96, 32, (2, 1), 3, rounded=1, early=1),
+    WgmmaTile(64, 64, 32, (1, 1), 3, rounded=1),
+    WgmmaTile(128, 64, 32, (2, 1), 3, rounded=1, spread=1, steps=2),
+    WgmmaTile(64, 128, 32, (1, 2), 3, rounded=1),
+    WgmmaTile(128, 96, 32, (2, 1), 3, rounded=1, early=1),
 ]
 
 
@@ -80,7 +80,7 @@ def test_operands_that_are_arguments(dtype, held):
     wanted = exact(x, dtype) @ exact(w, dtype) + r.astype(np.float64)
     item = 4 if dtype == "float32" else 2
     flight = int(item == 4)
-    tilings = GroupTiling(64, 64, 128 // item, (1, 1), 3, flight), GroupTiling(128, 128, 128 // item, (2, 1), 3, flight)
+    tilings = WgmmaTile(64, 64, 128 // item, (1, 1), 3, flight), WgmmaTile(128, 128, 128 // item, (2, 1), 3, flight)
     for tiling in tilings:
         found = run(lambda x, w, r: x @ w + r, (x, w, r), replace(tiling, held=held))
         compare(found, [wanted], 3e-6 if item == 4 else 3.2 * EPS[dtype])  # a sum is rounded twice
@@ -92,7 +92,7 @@ def test_products_without_warp_groups_ask_early(dtype):
     """A prefetch for every 64 bytes of the added matrix in the tile, and the same results."""
     x, w, r = (normal(*s, seed=i).astype(jnp.dtype(dtype)) for i, s in enumerate(((70, 72), (72, 104), (70, 104))))
     wanted = exact(x, dtype) @ exact(w, dtype) + r.astype(np.float64)
-    tiling = Tiling(32, 64, 32, (2, 2, 1), 3, 1, early=1)
+    tiling = MmaTile(32, 64, 32, (2, 2, 1), 3, 1, early=1)
     found = run(lambda x, w, r: x @ w + r, (x, w, r), tiling)
     compare(found, [wanted], 3e-6 if dtype == "float32" else 3.2 * EPS[dtype])
     program = tiling.of(product_of(lambda x, w, r: x @ w + r, x, w, r))
@@ -120,7 +120,7 @@ def test_types_beside_each_other():
 def test_batches_and_images(held):
     q, k, r = normal(2, 66, 64), normal(2, 72, 64, seed=1), normal(2, 66, 72, seed=2)
     scores = np.einsum("bqd,bkd->bqk", tf32(q), tf32(k)) + r
-    tiling = GroupTiling(64, 64, 32, (1, 1), 3, 1, held=held)
+    tiling = WgmmaTile(64, 64, 32, (1, 1), 3, 1, held=held)
     compare(run(lambda q, k, r: jnp.einsum("bqd,bkd->bqk", q, k) + r, (q, k, r), tiling), [scores])
     x, w, r = normal(2, 7, 6, 32), round_tf32(normal(40, 3, 3, 32)), normal(2, 7, 6, 40, seed=1)
     layout = ("NHWC", "OHWI", "NHWC")
@@ -134,7 +134,7 @@ def test_batches_and_images(held):
 def test_results_alone():
     """They are put where operands were."""
     x, w = normal(70, 64), round_tf32(normal(136, 64, seed=1))
-    wide = GroupTiling(64, 128, 32, (1, 1), 2, rounded=1, held=STORED)
+    wide = WgmmaTile(64, 128, 32, (1, 1), 2, rounded=1, held=STORED)
     for tiling in (replace(TILES[0], stages=2, held=STORED), wide):
         compare(run_rounded(lambda x, w: x @ w.T, (x, w), tiling), [tf32(x) @ w.T.astype(np.float64)], 3e-6)
 
@@ -162,7 +162,7 @@ def test_the_code_is_what_the_tiling_says():
     """One bulk copy per row that comes, one that leaves, and no access of the added matrix or the result by lanes."""
     shapes = ((512, 64), (256, 64), (256,), (512, 256))
     traced = programs.trace(layer, *(np.zeros(s, np.float32) for s in shapes))
-    ptx = compiler.ptx_of(GroupTiling(128, 64, 32, (2, 1), 2, rounded=1, held=STORED).of(traced.product()), SM90)
+    ptx = compiler.ptx_of(WgmmaTile(128, 64, 32, (2, 1), 2, rounded=1, held=STORED).of(traced.product()), SM90)
     assert ptx.count("cp.async.bulk.shared::cluster") == ptx.count("cp.async.bulk.global") == 1
     assert ptx.count("ld.shared.v4.b32") == ptx.count("st.shared.v4.b32") == 128 * 64 // 4 // 256
     assert ptx.count("ld.global.nc") == 64 // 16 and "st.global" not in ptx
@@ -177,16 +177,16 @@ def test_what_is_kept():
 
     x, w, r = np.zeros((256, 64), np.float32), np.zeros((64, 64), np.float32), np.zeros((256, 64), np.float32)
     program = product_of(two, x, w, r, r.T)
-    found = held(program, 128, 64, STORED, 1000)
+    found = staged_epilogue(program, 128, 64, STORED, 1000)
     assert [(k.buffer, k.first, k.pitch) for k in found.loaded] == [(program.inputs[2].name, 1024, 320)]
     assert [(n, k.first) for n, k in found.stored] == [(0, 1024), (1, 1024 + 128 * 320)]
     assert found.end == 1024 + 2 * 128 * 320
-    assert held(program, 128, 64, LOADED, 1000).end == 1024 + 128 * 320
-    assert held(program, 128, 64, 0, 1000).end == 1000
+    assert staged_epilogue(program, 128, 64, LOADED, 1000).end == 1024 + 128 * 320
+    assert staged_epilogue(program, 128, 64, 0, 1000).end == 1000
     narrow = product_of(lambda x, w, r: x @ w + r, x, np.zeros((64, 70), np.float32), np.zeros((256, 70), np.float32))
-    assert held(narrow, 128, 64, STORED, 0).end == 0  # rows begin anywhere
+    assert staged_epilogue(narrow, 128, 64, STORED, 0).end == 0  # rows begin anywhere
     with pytest.raises(CompileRejected, match="no product of tiles"):
-        emit_source(GroupTiling(64, 64, 32, (1, 1), 2, 1, cluster=2, held=LOADED).of(program))
+        emit_source(WgmmaTile(64, 64, 32, (1, 1), 2, 1, cluster=2, held=LOADED).of(program))
 
 
 def test_schedules_of_products_that_are_bound_by_memory():
@@ -194,13 +194,13 @@ def test_schedules_of_products_that_are_bound_by_memory():
     shapes = ((50176, 64), (256, 64), (256,), (50176, 256))
     traced = programs.trace(layer, *(np.zeros(s, np.float32) for s in shapes))
     program = traced.product()
-    counter = GroupCounter(program, MACHINE)
-    kept, asked = (GroupTiling(128, 64, 32, (2, 1), 2, rounded=1, **way) for way in ({"held": LOADED}, {"early": 1}))
-    assert {kept, asked} <= {t for _, t in streams(counter)}
+    counter = WgmmaProblem(program, MACHINE)
+    kept, asked = (WgmmaTile(128, 64, 32, (2, 1), 2, rounded=1, **way) for way in ({"held": LOADED}, {"early": 1}))
+    assert {kept, asked} <= {t for _, t in memory_bound_tiles(counter)}
     shape = group_shape(kept.of(program))
     assert shape.shared == 2 * (128 + 64) * 128 + 128 * 320 + 8
-    assert resident(counter, kept) == 2 == (227 << 10) // (shape.shared + 1024)
-    assert resident(counter, asked) == 3 == 65536 // (256 * 80)
+    assert blocks_per_sm(counter, kept) == 2 == (227 << 10) // (shape.shared + 1024)
+    assert blocks_per_sm(counter, asked) == 3 == 65536 // (256 * 80)
     limits = [128 * 64 * 64 / 910, (2 * (64 + 64) + 128 + 64) * 256 / 128, counter.moved / 1568 * 132 / 2580]
     work = limits[2] + 0.5 * (limits[0] + limits[1])
     assert cycles(counter, kept) == pytest.approx(1568 / 132 / 2 * (485 + 2 * work) * np.exp(0.02))
@@ -210,7 +210,7 @@ def test_schedules_of_products_that_are_bound_by_memory():
     found = [dict(p.params) for p, _ in gpu_candidates.candidates(traced.rounded(), MACHINE, 3)]
     assert all("early" in params or "held" in params for params in found)
     few = programs.trace(layer, *(np.zeros(s, np.float32) for s in ((4096, 4096), (4096, 4096), (4096,), (4096, 4096))))
-    assert not best(GroupCounter(few.product(), MACHINE), 3)  # the units are the limit
+    assert not best(WgmmaProblem(few.product(), MACHINE), 3)  # the units are the limit
 
 
 def test_results_of_two_bytes_leave_in_whole_lines():

@@ -14,17 +14,17 @@ from jcuts.base.errors import AccuracyRejected, CompileRejected
 from jcuts.codegen.cuda import compile as compiler
 from jcuts.codegen.cuda.gemm.mma_mainloop import product_shape
 from jcuts.codegen.cuda.launch_source import emit_source
-from jcuts.codegen.cuda.split_kernels import parts
+from jcuts.codegen.cuda.split_kernels import split_into_kernels
 from jcuts.codegen.cuda.toolchain.image import Image
 from jcuts.codegen.cuda.toolchain.target import CudaTarget
 from jcuts.kernel_ir.interpret import interpret
 from jcuts.kernel_ir.verify import verify
-from jcuts.lower.patterns.gemm import as_product, shares
+from jcuts.lower.patterns.gemm import as_gemm, k_tiles_per_split
 from jcuts.schedule.gpu import candidates as gpu_candidates
-from jcuts.schedule.gpu.gemm.mma import Tiling
+from jcuts.schedule.gpu.gemm.mma import MmaTile
 from jcuts.tune.problem import Output
 from jcuts.tune.verify.acceptance import check_output
-from jcuts.tune.verify.expected import Expected
+from jcuts.tune.verify.expected import OutputReference
 from tests import programs
 from tests.ops.cases import conv
 from tests.ptx import machine as ptx_machine
@@ -37,15 +37,15 @@ compiled = pytest.mark.skipif(bool(_WHY), reason=_WHY or "-")
 LIMIT = 2e-6
 """Allowed error over the root mean square: float32 sums of exact products."""
 TILINGS = [
-    Tiling(32, 32, 16, (2, 2, 1), 3, 1),
-    Tiling(64, 32, 32, (2, 1, 2), 2, 1),
-    Tiling(16, 64, 32, (1, 2, 4), 4, 1),
-    Tiling(32, 64, 16, (1, 2, 2), 3, 2),
-    Tiling(16, 16, 32, (1, 1, 2), 6, 3),
-    Tiling(32, 32, 16, (2, 2, 1), 3, 1, 2),
-    Tiling(16, 64, 16, (1, 2, 2), 2, 1, 4),
-    Tiling(64, 32, 16, (1, 2, 1), 3, 1, 3),
-    Tiling(48, 96, 32, (3, 2, 1), 3, 1),
+    MmaTile(32, 32, 16, (2, 2, 1), 3, 1),
+    MmaTile(64, 32, 32, (2, 1, 2), 2, 1),
+    MmaTile(16, 64, 32, (1, 2, 4), 4, 1),
+    MmaTile(32, 64, 16, (1, 2, 2), 3, 2),
+    MmaTile(16, 16, 32, (1, 1, 2), 6, 3),
+    MmaTile(32, 32, 16, (2, 2, 1), 3, 1, 2),
+    MmaTile(16, 64, 16, (1, 2, 2), 2, 1, 4),
+    MmaTile(64, 32, 16, (1, 2, 1), 3, 1, 3),
+    MmaTile(48, 96, 32, (3, 2, 1), 3, 1),
 ]
 
 
@@ -58,7 +58,7 @@ def tf32(x):
 
 
 def product_of(fn, *arguments):
-    made = as_product(programs.trace(fn, *arguments).program())
+    made = as_gemm(programs.trace(fn, *arguments).program())
     assert made is not None
     return made
 
@@ -87,7 +87,7 @@ def dense(x, w, b):
 def test_sizes_that_divide_nothing(size, tiling):
     m, k, n = size
     ways = tiling.split * tiling.cluster
-    if shares(k, tiling.terms, ways)[1] != ways:
+    if k_tiles_per_split(k, tiling.terms, ways)[1] != ways:
         tiling = replace(tiling, split=1, cluster=1)
     x, w, b = normal(m, k), normal(k, n), normal(n)
     compare(run(dense, (x, w, b), tiling), [np.maximum(tf32(x) @ tf32(w) + b, 0)])
@@ -112,7 +112,7 @@ def test_layouts_and_types(layout, dtype, size):
     exact = tf32 if dtype == "float32" else np.float64
     wanted = left(exact(x)) @ right(exact(w))
     limit = LIMIT if dtype == "float32" else float(jnp.finfo(jnp.dtype(dtype)).eps) * 2.1
-    for tiling in (Tiling(32, 32, 32, (2, 1, 2), 3, 1), Tiling(64, 32, 64, (2, 2, 1), 2, 1, 1)):
+    for tiling in (MmaTile(32, 32, 32, (2, 1, 2), 3, 1), MmaTile(64, 32, 64, (2, 2, 1), 2, 1, 1)):
         compare(run(fn, (x, w), tiling), [wanted], limit)
 
 
@@ -133,7 +133,7 @@ def test_the_result_may_be_transposed_and_batched():
     compare(run(lambda x, w: (x @ w).T * 2, (x, w), TILINGS[0]), [(tf32(x) @ tf32(w)).T * 2])
     q, k = normal(2, 18, 3, 16), normal(2, 29, 3, 16)
     scores = np.einsum("bqhd,bkhd->bhqk", tf32(q), tf32(k)) * 0.25
-    for tiling in (TILINGS[0], Tiling(16, 32, 8, (1, 1, 1), 3, 2)):
+    for tiling in (TILINGS[0], MmaTile(16, 32, 8, (1, 1, 1), 3, 2)):
         compare(run(lambda q, k: jnp.einsum("bqhd,bkhd->bhqk", q, k) * 0.25, (q, k), tiling), [scores])
 
 
@@ -171,10 +171,10 @@ def test_convolutions_with_taps(name):
     with jax.enable_x64(True):
         wanted = np.maximum(np.asarray(conv(jnp.asarray(tf32(x)), jnp.asarray(tf32(w)), **params)) + b, 0)
     for tiling in (
-        Tiling(32, 32, 16, (2, 2, 1), 3, 1),
-        Tiling(64, 32, 16, (2, 1, 2), 2, 1),
-        Tiling(16, 32, 16, (1, 1, 2), 4, 3),
-        Tiling(32, 32, 16, (2, 1, 1), 3, 1, 2),
+        MmaTile(32, 32, 16, (2, 2, 1), 3, 1),
+        MmaTile(64, 32, 16, (2, 1, 2), 2, 1),
+        MmaTile(16, 32, 16, (1, 1, 2), 4, 3),
+        MmaTile(32, 32, 16, (2, 1, 1), 3, 1, 2),
     ):
         compare(run(lambda x, w, b: jax.nn.relu(conv(x, w, **params) + b), (x, w, b), tiling), [wanted])
 
@@ -197,7 +197,7 @@ def test_what_the_ranking_proposes_is_right(size):
 def test_the_code_is_what_the_tiling_says():
     """Fragments in registers, whole accesses, no instruction more than the tile needs."""
     x, w, b = (np.zeros(s, np.float32) for s in ((512, 4096), (4096, 256), (256,)))
-    ptx = compiler.ptx_of(Tiling(64, 64, 32, (2, 2, 1), 3, 1).of(product_of(dense, x, w, b)), SM90)
+    ptx = compiler.ptx_of(MmaTile(64, 64, 32, (2, 2, 1), 3, 1).of(product_of(dense, x, w, b)), SM90)
     steps, rows, columns = 32 // 8, 32 // 16, 32 // 8
     loops = ptx.count("mma.sync") // (steps * rows * columns)
     assert loops >= 1 and ptx.count("mma.sync") == loops * steps * rows * columns
@@ -232,8 +232,8 @@ def test_groups_of_terms_keep_their_meaning(size):
     m, k, n = size
     x, w, b = normal(m, k), normal(k, n), normal(n)
     operands = programs.trace(dense, x, w, b).operands()
-    program = Tiling(32, 32, 16, (2, 2, 1), 3, 2).of(product_of(dense, x, w, b))
-    (first, second), scratch = parts(program)
+    program = MmaTile(32, 32, 16, (2, 2, 1), 3, 2).of(product_of(dense, x, w, b))
+    (first, second), scratch = split_into_kernels(program)
     for part in (first, second):
         verify(part.program)
     assert scratch >= 4 * 2 * m * n
@@ -262,16 +262,16 @@ def test_refusals():
     x, w = normal(64, 64), normal(64, 64)
     program = product_of(lambda x, w: x @ w, x, w)
     for tiling in (
-        Tiling(48, 32, 16, (2, 1, 1), 3, 1),
-        Tiling(32, 32, 16, (2, 2, 4), 3, 1),
-        Tiling(32, 32, 16, (2, 2, 1), 1, 1),
+        MmaTile(48, 32, 16, (2, 1, 1), 3, 1),
+        MmaTile(32, 32, 16, (2, 2, 4), 3, 1),
+        MmaTile(32, 32, 16, (2, 2, 1), 1, 1),
     ):
         with pytest.raises(CompileRejected, match="no product of tiles"):
             emit_source(tiling.of(program))
     if not _WHY:
         with pytest.raises(CompileRejected, match="clusters"):
-            compiler.compile_program(Tiling(32, 32, 16, (2, 2, 1), 3, 1, 2).of(program), SM80)
-    large = Tiling(128, 128, 64, (2, 4, 1), 4, 1).of(program)
+            compiler.compile_program(MmaTile(32, 32, 16, (2, 2, 1), 3, 1, 2).of(program), SM80)
+    large = MmaTile(128, 128, 64, (2, 4, 1), 4, 1).of(program)
     assert product_shape(large).shared > SM80.max_shared
     if not _WHY:
         with pytest.raises(CompileRejected, match="shared memory"):
@@ -290,14 +290,14 @@ def test_the_acceptance_rule_takes_products_that_round_as_the_library_does():
     exact = x.astype(np.float64) @ w
     mine = (tf32(x) @ tf32(w)).astype(np.float32)
     for library in (tf32(x) @ tf32(w), cut(x) @ cut(w)):
-        expected = Expected("normal", library.astype(np.float32), exact)
+        expected = OutputReference("normal", library.astype(np.float32), exact)
         assert check_output(0, spec, [expected], [mine], 2.0).candidate > 100
     with pytest.raises(AccuracyRejected):
-        check_output(0, spec, [Expected("normal", x @ w, exact)], [mine], 2.0)
+        check_output(0, spec, [OutputReference("normal", x @ w, exact)], [mine], 2.0)
 
 
 def test_higher_precision_is_no_business_of_matrix_units():
     x, w = normal(64, 64), normal(64, 64)
     for precision in (lax.Precision.HIGH, lax.Precision.HIGHEST):
         program = programs.trace(lambda x, w, p=precision: jnp.dot(x, w, precision=p), x, w).program()
-        assert as_product(program) is None
+        assert as_gemm(program) is None

@@ -9,7 +9,7 @@ import pytest
 
 from jcuts.codegen.cuda import compile as compiler
 from jcuts.codegen.cuda.toolchain.target import CudaTarget
-from jcuts.lower.patterns.gemm import as_product
+from jcuts.lower.patterns.gemm import as_gemm
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from tests import programs
 from tests.ops.cases import conv
@@ -64,7 +64,7 @@ def test_random_products(seed):
         traced = programs.trace(fn, *arguments)
         program = traced.program()
         found = [p for p, _ in gpu_candidates.candidates(program, MACHINE, 8) if dict(p.params)["cuda"] == "product"]
-        assert not found or as_product(program) is not None
+        assert not found or as_gemm(program) is not None
         if found:
             break
     with jax.enable_x64(True):

@@ -11,9 +11,9 @@ import pytest
 from jax import lax
 
 from jcuts.codegen.cuda import compile as compiler
-from jcuts.lower.patterns.gemm import as_product, shares
+from jcuts.lower.patterns.gemm import as_gemm, k_tiles_per_split
 from jcuts.schedule.gpu import candidates as gpu_candidates
-from jcuts.schedule.gpu.gemm.mma import Tiling
+from jcuts.schedule.gpu.gemm.mma import MmaTile
 from jcuts.schedule.gpu.launch_stats import unit_of
 from tests import programs
 from tests.codegen.cuda.gemm.test_mma import LAYOUTS, SM80, SM90, TILINGS, compare, compiled, normal
@@ -32,7 +32,7 @@ def program_of(fn, *arguments):
 
 def run(fn, arguments, tiling, target=SM90):
     traced = program_of(fn, *arguments)
-    made = as_product(traced.program(), exact=True)
+    made = as_gemm(traced.program(), exact=True)
     assert made is not None
     program = replace(tiling, fma=1).of(made)
     kernel = compiler.compile_program(program, target)
@@ -48,7 +48,7 @@ def wide(x):
 @pytest.mark.parametrize("size", [(64, 64, 64), (37, 45, 53), (33, 101, 18), (130, 24, 70)])
 def test_sizes_that_divide_nothing(size, tiling):
     m, k, n = size
-    if shares(k, tiling.terms, tiling.split * tiling.cluster)[1] != tiling.split * tiling.cluster:
+    if k_tiles_per_split(k, tiling.terms, tiling.split * tiling.cluster)[1] != tiling.split * tiling.cluster:
         tiling = replace(tiling, split=1, cluster=1)
     x, w, b = normal(m, k), normal(k, n), normal(n)
     wanted = np.maximum(wide(x) @ wide(w) + b, 0)
@@ -63,7 +63,7 @@ def test_layouts(layout, size, target):
     fn, left, right = LAYOUTS[layout]
     m, k, n = size
     x, w = left(normal(m, k)), right(normal(k, n))
-    for tiling in (Tiling(32, 32, 32, (2, 1, 2), 3, 1), Tiling(64, 32, 64, (2, 2, 1), 2, 1, 1)):
+    for tiling in (MmaTile(32, 32, 32, (2, 1, 2), 3, 1), MmaTile(64, 32, 64, (2, 2, 1), 2, 1, 1)):
         compare(run(fn, (x, w), tiling, target), [left(wide(x)) @ right(wide(w))], LIMIT)
 
 
@@ -75,14 +75,14 @@ def test_batches_and_convolutions():
     x, w = normal(2, 9, 8, 32), normal(3, 3, 32, 24)
     with jax.enable_x64(True):
         wanted = np.asarray(conv(jnp.asarray(wide(x)), jnp.asarray(wide(w))))
-    compare(run(conv, (x, w), Tiling(32, 32, 16, (2, 2, 1), 3, 1)), [wanted], LIMIT)
+    compare(run(conv, (x, w), MmaTile(32, 32, 16, (2, 2, 1), 3, 1)), [wanted], LIMIT)
 
 
 @compiled
 @pytest.mark.parametrize("stages", [2, 3, 6])
 def test_what_is_added_may_be_asked_for_early(stages):
     x, w, r = normal(50, 72), normal(72, 40), normal(50, 40)
-    tiling = Tiling(32, 32, 16, (1, 1, 2), stages, 1, early=1)
+    tiling = MmaTile(32, 32, 16, (1, 1, 2), stages, 1, early=1)
     compare(run(lambda x, w, r: x @ w + r, (x, w, r), tiling), [wide(x) @ wide(w) + r], LIMIT)
 
 
@@ -91,7 +91,7 @@ def test_what_is_added_may_be_asked_for_early(stages):
 def test_large_tiles(warps):
     x, w = normal(200, 90), normal(90, 136)
     along, across, _ = warps
-    tiling = Tiling(64 * along, 64 * across, 16, warps, 4, 1)
+    tiling = MmaTile(64 * along, 64 * across, 16, warps, 4, 1)
     compare(run(lambda x, w: x @ w, (x, w), tiling), [wide(x) @ wide(w)], LIMIT)
 
 

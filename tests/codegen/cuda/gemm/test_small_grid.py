@@ -14,11 +14,11 @@ from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda import compile as compiler
 from jcuts.codegen.cuda.toolchain.image import Image
 from jcuts.kernel_ir.program import Program
-from jcuts.lower.patterns.gemm import as_product
+from jcuts.lower.patterns.gemm import as_gemm
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.schedule.gpu.candidates import GpuMachine
 from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
-from jcuts.schedule.gpu.gemm.wgmma_tile import GroupTiling
+from jcuts.schedule.gpu.gemm.wgmma_tile import WgmmaTile
 from tests import programs
 from tests.codegen.cuda.gemm.test_wgmma import SM90, compiled, normal
 from tests.gpu.test_products import behind_a_norm as norm_before
@@ -26,11 +26,11 @@ from tests.ptx import machine as ptx_machine
 
 MACHINE = GpuMachine(132, capability=(9, 0))
 TILINGS = [
-    GroupTiling(64, 32, 64, (1, 1), 4, cluster=8, push=1, early=1),  # a stage for every tile of terms
-    GroupTiling(64, 64, 64, (1, 1), 4, cluster=4, push=1, early=1),
-    GroupTiling(64, 96, 64, (1, 1), 3, cluster=5, push=1),  # the last blocks have fewer terms
-    GroupTiling(64, 32, 64, (1, 1), 8, early=1),
-    GroupTiling(128, 64, 128, (2, 1), 3, cluster=2, push=1, early=1),
+    WgmmaTile(64, 32, 64, (1, 1), 4, cluster=8, push=1, early=1),  # a stage for every tile of terms
+    WgmmaTile(64, 64, 64, (1, 1), 4, cluster=4, push=1, early=1),
+    WgmmaTile(64, 96, 64, (1, 1), 3, cluster=5, push=1),  # the last blocks have fewer terms
+    WgmmaTile(64, 32, 64, (1, 1), 8, early=1),
+    WgmmaTile(128, 64, 128, (2, 1), 3, cluster=2, push=1, early=1),
 ]
 OFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 
@@ -71,7 +71,7 @@ def check(program, found, operands):
 def test_few_rows(size, tiling, dtype):
     found = arguments(*size, jnp.dtype(dtype))
     traced = programs.trace(layer, *found)
-    made = as_product(built(traced))
+    made = as_gemm(built(traced))
     assert made is not None
     check(tiling.of(made), found, traced.operands())
 
@@ -85,7 +85,7 @@ def test_both_families_compete_for_few_rows(size):
     ranked = [p for p, _ in gpu_candidates.candidates(built(traced), MACHINE, 12)]
     groups = [p for p in ranked if "groups" in dict(p.params)]
     tilings = {str({**dict(p.params), "paired": 0}) for p in groups}  # the best one with and without exchanged results
-    assert len(tilings) == gemm_wgmma.FEW and len(ranked) - len(groups) >= 3
+    assert len(tilings) == gemm_wgmma.SMALL_GRID_CANDIDATES and len(ranked) - len(groups) >= 3
     made = 0
     for program in groups:
         try:
@@ -105,12 +105,12 @@ def test_nothing_new_for_float32_and_older_units():
 
 
 PIECED = [
-    GroupTiling(64, 64, 64, (1, 1), 4),
-    GroupTiling(128, 40, 64, (2, 1), 5, early=1),
-    GroupTiling(64, 32, 64, (1, 1), 4, cluster=3, push=1, early=1),
-    GroupTiling(64, 64, 128, (1, 1), 3),
-    GroupTiling(64, 64, 64, (1, 1), 5, cluster=3),
-    GroupTiling(128, 48, 64, (2, 1), 4, paired=1),
+    WgmmaTile(64, 64, 64, (1, 1), 4),
+    WgmmaTile(128, 40, 64, (2, 1), 5, early=1),
+    WgmmaTile(64, 32, 64, (1, 1), 4, cluster=3, push=1, early=1),
+    WgmmaTile(64, 64, 128, (1, 1), 3),
+    WgmmaTile(64, 64, 64, (1, 1), 5, cluster=3),
+    WgmmaTile(128, 48, 64, (2, 1), 4, paired=1),
 ]
 
 
@@ -169,13 +169,13 @@ def test_channels_that_64_does_not_divide_have_schedules_of_warp_groups(batch, s
 @compiled
 @pytest.mark.parametrize("size", [(70, 192, 104), (130, 128, 48), (64, 136, 100)])
 @pytest.mark.parametrize(
-    "tiling", [GroupTiling(64, 96, 64, (1, 1), 3, paired=1), GroupTiling(128, 64, 64, (2, 1), 3, paired=1)], ids=str
+    "tiling", [WgmmaTile(64, 96, 64, (1, 1), 3, paired=1), WgmmaTile(128, 64, 64, (2, 1), 3, paired=1)], ids=str
 )
 def test_lanes_exchange_results(size, tiling):
     """What is added is read as widely as results are stored."""
     found = arguments(*size, jnp.bfloat16)
     traced = programs.trace(layer, *found)
-    program = tiling.of(as_product(built(traced)))
+    program = tiling.of(as_gemm(built(traced)))
     check(program, found, traced.operands())
     ptx = compiler.ptx_of(program, SM90)
     assert "shfl.sync.bfly" in ptx and "st.global.v2.b32" in ptx and "st.global.b32" not in ptx
@@ -184,19 +184,19 @@ def test_lanes_exchange_results(size, tiling):
 @compiled
 def test_lanes_of_blocks_that_meet_exchange_nothing():
     found = arguments(49, 960, 64, jnp.bfloat16)
-    made = as_product(built(programs.trace(layer, *found)))
-    odd, meeting = GroupTiling(64, 40, 64, (1, 1), 4), GroupTiling(64, 64, 64, (1, 1), 4, cluster=4)
+    made = as_gemm(built(programs.trace(layer, *found)))
+    odd, meeting = WgmmaTile(64, 40, 64, (1, 1), 4), WgmmaTile(64, 64, 64, (1, 1), 4, cluster=4)
     for tiling in (replace(odd, paired=1), replace(meeting, paired=1)):
         with pytest.raises(CompileRejected):
             compiler.compile_program(tiling.of(made), SM90)
 
 
 BEHIND = [
-    GroupTiling(64, 32, 64, (1, 1), 4, cluster=8, rounded=1, push=1, early=1),
-    GroupTiling(64, 64, 64, (1, 1), 4, cluster=5, rounded=1, push=1, early=1),  # the last blocks have fewer terms
-    GroupTiling(64, 32, 128, (1, 1), 3, cluster=3, rounded=1, push=1, early=1),
-    GroupTiling(64, 32, 64, (1, 1), 8, rounded=1, early=1, paired=1),
-    GroupTiling(64, 32, 64, (1, 1), 8, cluster=2, rounded=1, push=1, early=1),  # a stage for every tile of terms
+    WgmmaTile(64, 32, 64, (1, 1), 4, cluster=8, rounded=1, push=1, early=1),
+    WgmmaTile(64, 64, 64, (1, 1), 4, cluster=5, rounded=1, push=1, early=1),  # the last blocks have fewer terms
+    WgmmaTile(64, 32, 128, (1, 1), 3, cluster=3, rounded=1, push=1, early=1),
+    WgmmaTile(64, 32, 64, (1, 1), 8, rounded=1, early=1, paired=1),
+    WgmmaTile(64, 32, 64, (1, 1), 8, cluster=2, rounded=1, push=1, early=1),  # a stage for every tile of terms
 ]
 
 
@@ -231,7 +231,9 @@ def test_norms_of_few_rows_have_candidates(size):
     m, k, n = size
     half = jnp.bfloat16
     x, w, s, b = np.zeros((m, k + 32), half), np.zeros((k, n), half), normal(k), normal(k)
-    found = [p for p, _ in gemm_wgmma.products(programs.trace(behind_a_norm, x, w, s, b).product(), MACHINE)]
+    found = [
+        p for p, _ in gemm_wgmma.contraction_schedules(programs.trace(behind_a_norm, x, w, s, b).product(), MACHINE)
+    ]
     assert found and all("groups" in dict(p.params) for p in found)
     for program in found:
         image = Image.unpack(compiler.compile_program(program, SM90).object_code)

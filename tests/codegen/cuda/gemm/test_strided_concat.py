@@ -13,13 +13,13 @@ from jcuts.codegen.cuda import compile as compiler
 from jcuts.codegen.cuda.toolchain.target import CudaTarget
 from jcuts.fusion import greedy
 from jcuts.kernel_ir.interpret import interpret
-from jcuts.lower.patterns.gemm import as_product, sides
-from jcuts.lower.patterns.strided_concat import pieces_of
+from jcuts.lower.patterns.gemm import as_gemm, gemm_operands
+from jcuts.lower.patterns.strided_concat import match_strided_concat
 from jcuts.lower.tensor_graph import build_graph
 from jcuts.rewrite.simplify import simplify
 from jcuts.schedule.gpu import candidates as gpu_candidates
-from jcuts.schedule.gpu.gemm.mma import Tiling
-from jcuts.schedule.gpu.gemm.wgmma_tile import GroupTiling
+from jcuts.schedule.gpu.gemm.mma import MmaTile
+from jcuts.schedule.gpu.gemm.wgmma_tile import WgmmaTile
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
 from tests import programs
@@ -81,18 +81,18 @@ def test_which_concatenations_read_past_their_operands():
         return [(k, 5, {"start_indices": s, "strides": None}) for k, s in enumerate(starts)]
 
     grid = cut(*((k // 3, k % 3, 4 * k) for k in range(9)))
-    found = pieces_of(grid, [(6, 6, 4)] * 9, 2)
+    found = match_strided_concat(grid, [(6, 6, 4)] * 9, 2)
     assert found is not None and (found.minor, found.steps, found.extent) == (3, ((0, 1), (1, 0), (4, 12)), 4)
-    line = pieces_of(cut((2, 0), (1, 4), (0, 8)), [(3, 4)] * 3, 1)
+    line = match_strided_concat(cut((2, 0), (1, 4), (0, 8)), [(3, 4)] * 3, 1)
     assert line is not None and line.minor == 3 and line.steps == ((-1, -3), (4, 12)) and line.starts == (2, 0)
     bent = [*grid[:4], (4, 5, {"start_indices": (0, 0, 16), "strides": None}), *grid[5:]]
-    assert pieces_of(bent, [(6, 6, 4)] * 9, 2) is None
-    assert pieces_of(grid, [(6, 6, 4)] * 8 + [(6, 6, 5)], 2) is None
-    assert pieces_of([*grid[:8], (8, 6, grid[8][2])], [(6, 6, 4)] * 9, 2) is None
-    assert pieces_of(grid[:2], [(6, 6, 4)] * 2, 2) is None
-    assert pieces_of(cut((0,), (4,), (8,)), [(4,)] * 3, 0) is not None
+    assert match_strided_concat(bent, [(6, 6, 4)] * 9, 2) is None
+    assert match_strided_concat(grid, [(6, 6, 4)] * 8 + [(6, 6, 5)], 2) is None
+    assert match_strided_concat([*grid[:8], (8, 6, grid[8][2])], [(6, 6, 4)] * 9, 2) is None
+    assert match_strided_concat(grid[:2], [(6, 6, 4)] * 2, 2) is None
+    assert match_strided_concat(cut((0,), (4,), (8,)), [(4,)] * 3, 0) is not None
     strided = [(k, 5, {"start_indices": (4 * k,), "strides": (2,)}) for k in range(3)]
-    assert pieces_of(strided, [(2,)] * 3, 0) is None
+    assert match_strided_concat(strided, [(2,)] * 3, 0) is None
 
 
 @pytest.mark.parametrize("fn", [convolved, multiplied])
@@ -103,9 +103,9 @@ def test_one_subset_one_load_nothing_copied(fn):
     assert members == whole.everything
     loads = [n for n in program.phases[0].body.nodes if n.op == "load"]
     assert sorted(n.buffer for n in loads) == ["in0", "in1"] and not any(b.role == "local" for b in program.buffers)
-    made = as_product(program)
+    made = as_gemm(program)
     assert made is not None
-    left = sides(made)[0]
+    left = gemm_operands(made)[0]
     assert left.along_terms and (left.width, left.run) == (4, 16) and len(left.guards) == 2
     assert list(gpu_candidates.candidates(program, gpu_candidates.GpuMachine(132), 4))
     for form in (program, made):
@@ -124,17 +124,17 @@ def test_groups_of_different_sizes_stay_a_copy():
 @pytest.mark.parametrize(
     "channels, tiling",
     [
-        (144, Tiling(32, 32, 16, (2, 2, 1), 3, 1)),
-        (288, Tiling(16, 64, 32, (1, 2, 4), 4, 1)),
-        (288, Tiling(64, 32, 32, (2, 1, 2), 2, 2)),
-        (432, Tiling(64, 48, 16, (2, 3, 1), 3, 1)),
+        (144, MmaTile(32, 32, 16, (2, 2, 1), 3, 1)),
+        (288, MmaTile(16, 64, 32, (1, 2, 4), 4, 1)),
+        (288, MmaTile(64, 32, 32, (2, 1, 2), 2, 2)),
+        (432, MmaTile(64, 48, 16, (2, 3, 1), 3, 1)),
     ],
     ids=str,
 )
 def test_kernels_of_every_run_of_channels(fn, channels, tiling):
     arguments = operands(channels)
     whole = traced(fn, *arguments)
-    product = as_product(whole.program())
+    product = as_gemm(whole.program())
     assert product is not None
     program = tiling.of(product)
     kernel = compiler.compile_program(program, SM90)
@@ -148,7 +148,7 @@ def test_kernels_of_every_run_of_channels(fn, channels, tiling):
 def test_kernels_for_warp_groups():
     x, w, b = arguments = operands(288, 64)
     whole = traced(lambda x, w, b: multiplied(x, w.T, b), x, np.ascontiguousarray(w.T), b)
-    program = GroupTiling(64, 64, 32, (1, 1), 3, rounded=1).of(whole.product())
+    program = WgmmaTile(64, 64, 32, (1, 1), 3, rounded=1).of(whole.product())
     kernel, given = compiler.compile_program(program, SM90), whole.operands()
     right = next(k for k, x in enumerate(given) if x.shape == w.T.shape)
     given[right] = round_tf32(given[right])

@@ -16,10 +16,10 @@ from jcuts.codegen.cuda.gemm.wgmma_tile import group_shape
 from jcuts.codegen.cuda.launch_source import emit_source
 from jcuts.codegen.cuda.toolchain.image import Image
 from jcuts.codegen.cuda.toolchain.target import CudaTarget
-from jcuts.lower.builder import build
-from jcuts.lower.patterns.gemm import as_product, shares, sides
+from jcuts.lower.builder import lower_region
+from jcuts.lower.patterns.gemm import as_gemm, gemm_operands, k_tiles_per_split
 from jcuts.schedule.gpu import candidates as gpu_candidates
-from jcuts.schedule.gpu.gemm.wgmma import GroupTiling
+from jcuts.schedule.gpu.gemm.wgmma import WgmmaTile
 from tests import programs
 from tests.codegen.cuda.gemm.test_mma import (
     CONVOLUTIONS,
@@ -40,64 +40,64 @@ from tests.ptx.tensor_core import TensorFault, round_tf32
 
 MACHINE = gpu_candidates.GpuMachine(132)
 ROUNDED = [
-    GroupTiling(64, 64, 32, (1, 1), 3, 1),
-    GroupTiling(128, 128, 32, (2, 1), 3, 2),
-    GroupTiling(64, 96, 64, (1, 1), 2, 1),
-    GroupTiling(128, 64, 32, (1, 1), 3, 1),
-    GroupTiling(64, 64, 64, (1, 1), 3, 1),
-    GroupTiling(64, 128, 32, (1, 2), 3, 1),
-    GroupTiling(64, 64, 32, (1, 1), 3, 1, 2),
-    GroupTiling(128, 64, 32, (1, 1), 3, 1, 1, 2),
-    GroupTiling(64, 64, 32, (1, 1), 2, 1, 1, 2),
+    WgmmaTile(64, 64, 32, (1, 1), 3, 1),
+    WgmmaTile(128, 128, 32, (2, 1), 3, 2),
+    WgmmaTile(64, 96, 64, (1, 1), 2, 1),
+    WgmmaTile(128, 64, 32, (1, 1), 3, 1),
+    WgmmaTile(64, 64, 64, (1, 1), 3, 1),
+    WgmmaTile(64, 128, 32, (1, 2), 3, 1),
+    WgmmaTile(64, 64, 32, (1, 1), 3, 1, 2),
+    WgmmaTile(128, 64, 32, (1, 1), 3, 1, 1, 2),
+    WgmmaTile(64, 64, 32, (1, 1), 2, 1, 1, 2),
 ]
 """Of float32."""
 COPIED = [
-    GroupTiling(64, 64, 64, (1, 1), 3),
-    GroupTiling(128, 128, 64, (2, 1), 4),
-    GroupTiling(128, 96, 64, (1, 1), 3),
-    GroupTiling(64, 128, 64, (1, 2), 3),
-    GroupTiling(64, 64, 128, (1, 1), 3),
-    GroupTiling(64, 64, 64, (1, 1), 4, 0, 2),
-    GroupTiling(128, 64, 64, (2, 1), 3, 0, 1, 2),
+    WgmmaTile(64, 64, 64, (1, 1), 3),
+    WgmmaTile(128, 128, 64, (2, 1), 4),
+    WgmmaTile(128, 96, 64, (1, 1), 3),
+    WgmmaTile(64, 128, 64, (1, 2), 3),
+    WgmmaTile(64, 64, 128, (1, 1), 3),
+    WgmmaTile(64, 64, 64, (1, 1), 4, 0, 2),
+    WgmmaTile(128, 64, 64, (2, 1), 3, 0, 1, 2),
 ]
 """Of 16-bit types."""
 FRAGMENTS = [
-    GroupTiling(64, 64, 32, (1, 1), 3, rounded=1),
-    GroupTiling(128, 128, 32, (2, 1), 4, rounded=1),
-    GroupTiling(128, 64, 32, (1, 1), 4, rounded=1),
-    GroupTiling(64, 96, 64, (1, 1), 3, rounded=1),
-    GroupTiling(64, 128, 32, (1, 2), 3, rounded=1),
-    GroupTiling(64, 64, 32, (1, 1), 4, 0, 2, rounded=1),
-    GroupTiling(128, 64, 32, (2, 1), 3, 0, 1, 2, rounded=1),
-    GroupTiling(128, 64, 64, (1, 1), 3, rounded=1),
+    WgmmaTile(64, 64, 32, (1, 1), 3, rounded=1),
+    WgmmaTile(128, 128, 32, (2, 1), 4, rounded=1),
+    WgmmaTile(128, 64, 32, (1, 1), 4, rounded=1),
+    WgmmaTile(64, 96, 64, (1, 1), 3, rounded=1),
+    WgmmaTile(64, 128, 32, (1, 2), 3, rounded=1),
+    WgmmaTile(64, 64, 32, (1, 1), 4, 0, 2, rounded=1),
+    WgmmaTile(128, 64, 32, (2, 1), 3, 0, 1, 2, rounded=1),
+    WgmmaTile(128, 64, 64, (1, 1), 3, rounded=1),
 ]
 """Of float32 whose right operand is rounded already."""
 SHORT = [
-    GroupTiling(64, 64, 32, (1, 1), 10, rounded=1, early=1),  # a stage for every tile of terms
-    GroupTiling(128, 64, 32, (2, 1), 2, cluster=5, rounded=1, push=1),  # the last blocks have fewer terms
-    GroupTiling(64, 64, 32, (1, 1), 2, cluster=8, rounded=1, push=1, early=1),  # more blocks than parts of the tile
-    GroupTiling(64, 192, 32, (1, 1), 6, cluster=2, rounded=1, push=1, early=1),  # totals over the tiles of terms
-    GroupTiling(64, 96, 32, (1, 2), 3, cluster=4, rounded=1, push=1, steps=2),
-    GroupTiling(128, 64, 32, (1, 1), 4, cluster=3, rounded=1, push=1, spread=1),
+    WgmmaTile(64, 64, 32, (1, 1), 10, rounded=1, early=1),  # a stage for every tile of terms
+    WgmmaTile(128, 64, 32, (2, 1), 2, cluster=5, rounded=1, push=1),  # the last blocks have fewer terms
+    WgmmaTile(64, 64, 32, (1, 1), 2, cluster=8, rounded=1, push=1, early=1),  # more blocks than parts of the tile
+    WgmmaTile(64, 192, 32, (1, 1), 6, cluster=2, rounded=1, push=1, early=1),  # totals over the tiles of terms
+    WgmmaTile(64, 96, 32, (1, 2), 3, cluster=4, rounded=1, push=1, steps=2),
+    WgmmaTile(128, 64, 32, (1, 1), 4, cluster=3, rounded=1, push=1, spread=1),
 ]
 """Of few rows: all tiles under way at once, blocks that push totals, results asked for early."""
 HALF_FRAGMENTS = [
-    GroupTiling(64, 64, 64, (1, 1), 3, rounded=1),
-    GroupTiling(128, 128, 64, (2, 1), 4, rounded=1),
-    GroupTiling(128, 64, 128, (1, 1), 3, rounded=1),
-    GroupTiling(64, 128, 64, (1, 1), 4, rounded=1, spread=1, steps=2),
-    GroupTiling(64, 64, 64, (1, 1), 4, 0, 2, rounded=1),
-    GroupTiling(128, 64, 64, (2, 1), 3, 0, 1, 2, rounded=1),
-    GroupTiling(192, 64, 64, (3, 1), 4, rounded=1, steps=4, early=1),
+    WgmmaTile(64, 64, 64, (1, 1), 3, rounded=1),
+    WgmmaTile(128, 128, 64, (2, 1), 4, rounded=1),
+    WgmmaTile(128, 64, 128, (1, 1), 3, rounded=1),
+    WgmmaTile(64, 128, 64, (1, 1), 4, rounded=1, spread=1, steps=2),
+    WgmmaTile(64, 64, 64, (1, 1), 4, 0, 2, rounded=1),
+    WgmmaTile(128, 64, 64, (2, 1), 3, 0, 1, 2, rounded=1),
+    WgmmaTile(192, 64, 64, (3, 1), 4, rounded=1, steps=4, early=1),
 ]
 """Of bfloat16 whose left operand is computed on its way."""
 UNEVEN = [
-    GroupTiling(64, 64, 32, (1, 1), 4, 0, 1, 8, rounded=1, steps=0, push=1, early=1),
-    GroupTiling(64, 32, 32, (1, 1), 4, 0, 1, 6, rounded=1, steps=2, push=1, early=1),
-    GroupTiling(64, 96, 32, (1, 1), 6, 0, 1, 5, rounded=1, steps=0, push=1, early=1),
-    GroupTiling(128, 64, 64, (2, 1), 3, 0, 1, 3, rounded=1, steps=1, push=1, early=1),
-    GroupTiling(64, 64, 64, (1, 1), 4, rounded=1),
-    GroupTiling(64, 64, 32, (1, 1), 4, 0, 1, 4, rounded=1),
+    WgmmaTile(64, 64, 32, (1, 1), 4, 0, 1, 8, rounded=1, steps=0, push=1, early=1),
+    WgmmaTile(64, 32, 32, (1, 1), 4, 0, 1, 6, rounded=1, steps=2, push=1, early=1),
+    WgmmaTile(64, 96, 32, (1, 1), 6, 0, 1, 5, rounded=1, steps=0, push=1, early=1),
+    WgmmaTile(128, 64, 64, (2, 1), 3, 0, 1, 3, rounded=1, steps=1, push=1, early=1),
+    WgmmaTile(64, 64, 64, (1, 1), 4, rounded=1),
+    WgmmaTile(64, 64, 32, (1, 1), 4, 0, 1, 4, rounded=1),
 ]
 """Blocks whose last tiles of terms are not full, or are not there."""
 EPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10}
@@ -114,7 +114,7 @@ def test_float32_of_sizes_that_divide_nothing(size, tiling):
 
 def marked(program):
     """The program with a right operand that is rounded already."""
-    right = sides(program)[1].buffer
+    right = gemm_operands(program)[1].buffer
     return replace(program, buffers=tuple(replace(b, tf32=b.name == right) for b in program.buffers))
 
 
@@ -142,9 +142,9 @@ def test_rounded_weights_of_sizes_that_divide_nothing(size, tiling):
 def test_few_rows(size, tiling):
     """Everything that may follow: vectors, a matrix beside the result, one across it, several results."""
     m, k, n = size
-    if shares(k, 32, tiling.cluster)[1] != tiling.cluster:
+    if k_tiles_per_split(k, 32, tiling.cluster)[1] != tiling.cluster:
         pytest.skip("not so many parts of the terms")
-    tiling = replace(tiling, stages=min(tiling.stages, shares(k, 32, tiling.cluster)[0]))
+    tiling = replace(tiling, stages=min(tiling.stages, k_tiles_per_split(k, 32, tiling.cluster)[0]))
     x, w, b, r, t = normal(m, k), round_tf32(normal(n, k, seed=1)), normal(n), normal(m, n, seed=2), normal(n, m)
 
     def layer(x, w, b, r, t):
@@ -163,7 +163,7 @@ def test_few_rows(size, tiling):
 def test_narrow_operands_are_asked_for_wherever_they_lie(dtype):
     x, w = normal(49, 256), round_tf32(normal(200, 256, seed=1))
     b = (normal(201, seed=2) > 0).astype(dtype) if dtype is bool else normal(201, seed=2).astype(dtype)
-    tiling = GroupTiling(64, 96, 32, (1, 2), 8, rounded=1, early=1)
+    tiling = WgmmaTile(64, 96, 32, (1, 2), 8, rounded=1, early=1)
     found = run_rounded(lambda x, w, b: x @ w.T + b[1:].astype(jnp.float32), (x, w, b), tiling)
     compare(found, [tf32(x) @ w.T.astype(np.float64) + b[1:].astype(np.float64)], 3e-6)
 
@@ -196,7 +196,7 @@ def test_what_stands_before_a_product_whose_terms_no_cluster_divides(k, tiling):
 def test_what_stands_before_a_product_of_bfloat16(size, along, tiling):
     """A norm in float32 and an activation in bfloat16; terms beyond the last must add nothing to a shift of theirs."""
     m, k, n = size
-    if shares(k, tiling.terms, tiling.cluster * tiling.split)[1] != tiling.cluster * tiling.split:
+    if k_tiles_per_split(k, tiling.terms, tiling.cluster * tiling.split)[1] != tiling.cluster * tiling.split:
         pytest.skip("not so many parts of the terms")
     if tiling.split > 1 and k % (tiling.terms * tiling.split):
         pytest.skip("parts of the grid have whole tiles of terms")
@@ -222,10 +222,10 @@ def test_other_things_before_a_product_of_bfloat16():
     compare(found, [np.clip(-x.astype(np.float64), -0.5, 0.25) @ wide], 2.1 * EPS["bfloat16"])
     products = [lambda x, w, s: (x * s) @ w, lambda x, w, s: jnp.tanh(x) @ w]  # vectors are of float32; no functions
     for fn in products:
-        built = build(programs.trace(fn, x, w, s).graph, frozenset(range(2)), cheap=99.0)
-        assert as_product(built) is None
+        built = lower_region(programs.trace(fn, x, w, s).graph, frozenset(range(2)), cheap=99.0)
+        assert as_gemm(built) is None
     shifted = programs.trace(lambda x, w, s: (1 / (x.astype(jnp.float32) * s)).astype(x.dtype) @ w, x, w, normal(96))
-    assert as_product(build(shifted.graph, shifted.everything, cheap=99.0)) is None
+    assert as_gemm(lower_region(shifted.graph, shifted.everything, cheap=99.0)) is None
 
 
 @compiled
@@ -357,17 +357,17 @@ def test_convolutions_with_rounded_filters(name):
     layout = ("NHWC", "OHWI", "NHWC")
     with jax.enable_x64(True):
         wanted = np.asarray(conv(jnp.asarray(tf32(x)), jnp.asarray(w.astype(np.float64)), layout=layout, **params))
-    narrow = GroupTiling(128, 32, 32, (2, 1), 3, rounded=1)
+    narrow = WgmmaTile(128, 32, 32, (2, 1), 3, rounded=1)
     for tiling in (*FRAGMENTS[:3], narrow, replace(narrow, spread=1, cached=1)):
         compare(run_rounded(lambda x, w: conv(x, w, layout=layout, **params), (x, w), tiling), [wanted], 3e-6)
 
 
 TAPS = [
-    GroupTiling(64, 64, 32, (1, 1), 5, cluster=4, rounded=1, push=1, early=1, steps=4),
-    GroupTiling(128, 32, 32, (2, 1), 9, cluster=2, rounded=1, push=1, early=1, steps=2),
-    GroupTiling(64, 96, 32, (1, 1), 4, cluster=3, rounded=1, push=1, spread=1, steps=2),
-    GroupTiling(64, 32, 64, (1, 1), 3, rounded=1, early=1),
-    GroupTiling(128, 64, 32, (2, 1), 4, rounded=1),
+    WgmmaTile(64, 64, 32, (1, 1), 5, cluster=4, rounded=1, push=1, early=1, steps=4),
+    WgmmaTile(128, 32, 32, (2, 1), 9, cluster=2, rounded=1, push=1, early=1, steps=2),
+    WgmmaTile(64, 96, 32, (1, 1), 4, cluster=3, rounded=1, push=1, spread=1, steps=2),
+    WgmmaTile(64, 32, 64, (1, 1), 3, rounded=1, early=1),
+    WgmmaTile(128, 64, 32, (2, 1), 4, rounded=1),
 ]
 """Of few rows, whose terms are taps, too."""
 
@@ -388,7 +388,7 @@ def test_convolutions_of_few_rows(channels, taps, strides, padding, tiling):
     """Tiles of terms lie in several taps where 32 does not divide the channels, which lie among others that are NaN."""
     x, w = normal(1, 9, 8, channels + 8), round_tf32(normal(72, *taps, channels, seed=1))
     x[..., :4], x[..., 4 + channels :] = np.nan, np.nan
-    if shares(w[0].size, tiling.terms, tiling.cluster)[1] != tiling.cluster:
+    if k_tiles_per_split(w[0].size, tiling.terms, tiling.cluster)[1] != tiling.cluster:
         pytest.skip("not so many parts of the terms")
     same = padding == "SAME"
     r = normal(1, 9, 8, 72, seed=2) if same else normal(1, 4, 3, 72, seed=2)
@@ -410,7 +410,7 @@ def test_tiles_that_wait_in_registers_lie_in_one_tap():
     x, w = normal(1, 9, 8, 48), round_tf32(normal(64, 3, 3, 48, seed=1))
     made = programs.trace(lambda x, w: conv(x, w, layout=("NHWC", "OHWI", "NHWC")), x, w).product()
     with pytest.raises(CompileRejected):
-        compiler.compile_program(GroupTiling(64, 64, 32, (1, 1), 2, flight=1).of(made), SM90)
+        compiler.compile_program(WgmmaTile(64, 64, 32, (1, 1), 2, flight=1).of(made), SM90)
 
 
 @compiled
@@ -486,7 +486,7 @@ def test_the_machine_sees_what_clusters_do_wrong():
 def test_the_code_is_what_the_tiling_says():
     """Whole accesses, no instruction more than the tile needs, and the architecture with warp groups."""
     x, w, b = (np.zeros(s, np.float32) for s in ((512, 4096), (4096, 256), (256,)))
-    ptx = compiler.ptx_of(GroupTiling(128, 128, 32, (2, 1), 3, 2).of(product_of(dense, x, w, b)), SM90)
+    ptx = compiler.ptx_of(WgmmaTile(128, 128, 32, (2, 1), 3, 2).of(product_of(dense, x, w, b)), SM90)
     words = (128 + 128) * 32 // 256
     assert ".target sm_90a" in ptx
     assert ptx.count("wgmma.mma_async.sync.aligned.m64n128k8.f32.tf32.tf32") == 4
@@ -497,7 +497,7 @@ def test_the_code_is_what_the_tiling_says():
     assert ptx.count("ld.global.nc.v4.b32") == (1 + 2 + 1) * words // 4 + 128 // 16  # the bias: four columns of each 16
     assert ptx.count("st.global.v4.b32") == 128 * 128 // 4 // 256 and "st.global.b32" not in ptx
     arguments = [a.astype(jnp.bfloat16) for a in (x, w, b)]
-    ptx = compiler.ptx_of(GroupTiling(128, 256, 64, (2, 1), 4).of(product_of(dense, *arguments)), SM90)
+    ptx = compiler.ptx_of(WgmmaTile(128, 256, 64, (2, 1), 4).of(product_of(dense, *arguments)), SM90)
     loops = ptx.count("wgmma.fence")
     assert ptx.count("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16") == 4 * loops
     assert ptx.count("cp.async.cg.shared.global") == (2 + loops) * (128 + 256) * 128 // 16 // 256
@@ -569,12 +569,12 @@ def test_refusals():
     x, w = normal(128, 128), normal(128, 128)
     program = product_of(lambda x, w: x @ w, x, w)
     for tiling in (
-        GroupTiling(96, 64, 32, (1, 1), 3, 1),
-        GroupTiling(64, 64, 16, (1, 1), 3, 1),
-        GroupTiling(64, 64, 32, (1, 1), 4, 1),
-        GroupTiling(64, 64, 32, (1, 1), 3, 0),
-        GroupTiling(128, 256, 32, (1, 1), 3, 1),
-        GroupTiling(64, 288, 32, (1, 1), 3, 1),
+        WgmmaTile(96, 64, 32, (1, 1), 3, 1),
+        WgmmaTile(64, 64, 16, (1, 1), 3, 1),
+        WgmmaTile(64, 64, 32, (1, 1), 4, 1),
+        WgmmaTile(64, 64, 32, (1, 1), 3, 0),
+        WgmmaTile(128, 256, 32, (1, 1), 3, 1),
+        WgmmaTile(64, 288, 32, (1, 1), 3, 1),
     ):
         with pytest.raises(CompileRejected, match="no product of tiles"):
             emit_source(tiling.of(program))
@@ -596,10 +596,10 @@ def test_refusals():
 
 def test_what_a_block_takes():
     x, w = np.zeros((512, 512), np.float32), np.zeros((512, 512), np.float32)
-    shape = group_shape(GroupTiling(128, 256, 32, (2, 1), 3, 1).of(product_of(lambda x, w: x @ w, x, w)))
+    shape = group_shape(WgmmaTile(128, 256, 32, (2, 1), 3, 1).of(product_of(lambda x, w: x @ w, x, w)))
     assert shape.threads == 256 and shape.shared == 3 * (128 + 256) * 128
     assert [t.words(shape.threads) for t in (shape.left, shape.right)] == [16, 32]
     assert (shape.left.turned, shape.right.turned) == (False, True)
     x, w = (a.astype(jnp.bfloat16) for a in (x, w))
-    shape = group_shape(replace(GroupTiling(128, 96, 64, (2, 1), 4)).of(product_of(lambda x, w: x @ w, x, w)))
+    shape = group_shape(replace(WgmmaTile(128, 96, 64, (2, 1), 4)).of(product_of(lambda x, w: x @ w, x, w)))
     assert shape.right.bytes == 2 * 64 * 128 and not shape.right.by_terms  # 96 columns take two blocks of 64

@@ -12,11 +12,11 @@ import pytest
 from jax import lax
 
 from jcuts.kernel_ir.interpret import interpret
-from jcuts.lower.excess_precision import eased
+from jcuts.lower.excess_precision import drop_bf16_round_trips
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.schedule.gpu import launch_stats
 from jcuts.schedule.gpu.inverted_residual import schedules as inverted_residual_schedules
-from jcuts.schedule.gpu.inverted_residual.tile import BlockShape, shape_of
+from jcuts.schedule.gpu.inverted_residual.tile import InvertedResidualTile, shape_of
 from tests.codegen.cuda.inverted_residual import test_kernel
 from tests.codegen.cuda.inverted_residual.test_kernel import (
     MACHINE,
@@ -87,13 +87,13 @@ def compare(got, want):
 
 
 def scheduled(program, shape):
-    return inverted_residual_schedules.of(eased(program), shape)
+    return inverted_residual_schedules.of(drop_bf16_round_trips(program), shape)
 
 
 def tile_of(program, tile):
     shape = test_kernel.shape_of(program, *tile)
     if shape.held and not shape.fits:
-        shape = BlockShape(shape.block, *tile[:7])
+        shape = InvertedResidualTile(shape.block, *tile[:7])
     assert shape.fits and shape.item == 2
     return shape
 
@@ -135,12 +135,14 @@ def test_blocks_keep_their_meaning(name):
     operands = [
         traced.arguments[test_kernel.traced_number(traced, t)] for t in traced.graph.subset_inputs(traced.everything)
     ]
-    for found in (program, eased(program)):
+    for found in (program, drop_bf16_round_trips(program)):
         (got,) = interpret(found, operands)
         want = wanted(layers, layers.arguments())
         error = np.abs(got.astype(np.float64) - want) / np.sqrt(np.mean(np.square(want)))
         assert error.max() < OTHER_WAY and np.median(error) < OTHER_WAY / 4
-    assert eased(program) is not program and eased(eased(program)) == eased(program)
+    assert drop_bf16_round_trips(program) is not program and drop_bf16_round_trips(
+        drop_bf16_round_trips(program)
+    ) == drop_bf16_round_trips(program)
 
 
 @compiled
@@ -201,7 +203,7 @@ NETWORK = {
 def test_candidates_assemble_without_local_memory(name, target):
     layers = NETWORK[name]
     program, _ = program_of(layers, [np.zeros(a.shape, a.dtype) for a in layers.arguments()])
-    test_kernel.assemble_some(eased(program), target)
+    test_kernel.assemble_some(drop_bf16_round_trips(program), target)
 
 
 def test_banks_of_what_warps_store_and_read():
@@ -210,7 +212,9 @@ def test_banks_of_what_warps_store_and_read():
         layers = Halves((2, 11, 9, 24), (3, 3), 48, 24, along=along)
         program, _ = program_of(layers, layers.arguments())
         for chunk in (16, 32, 48, 64, 96, 128):
-            shape = BlockShape(test_kernel.shape_of(program, *TILES[0]).block, 1, 8, 8, chunk, (2, 1), (2, 1), (1, 1))
+            shape = InvertedResidualTile(
+                test_kernel.shape_of(program, *TILES[0]).block, 1, 8, 8, chunk, (2, 1), (2, 1), (1, 1)
+            )
             for pitch in (shape.patch_pitch, shape.deep_pitch, shape.input_pitch):
                 words = [row * pitch // 2 + k for row in range(8) for k in range(4)]
                 assert pitch % 8 == 0 and len({word % 32 for word in words}) == 32

@@ -17,11 +17,11 @@ from jcuts.codegen.cuda.launch_source import emit_source
 from jcuts.codegen.cuda.toolchain.image import Image
 from jcuts.codegen.cuda.toolchain.target import CudaTarget
 from jcuts.fusion import greedy
-from jcuts.fusion.match_inverted_residual import joined
-from jcuts.lower.patterns.inverted_residual import block
+from jcuts.fusion.match_inverted_residual import inverted_residual_groups
+from jcuts.lower.patterns.inverted_residual import match_inverted_residual
 from jcuts.schedule.gpu.candidates import GpuMachine
 from jcuts.schedule.gpu.inverted_residual import schedules as inverted_residual_schedules
-from jcuts.schedule.gpu.inverted_residual.tile import BlockShape
+from jcuts.schedule.gpu.inverted_residual.tile import InvertedResidualTile
 from tests import programs
 from tests.ptx import machine as ptx_machine
 from tests.ptx.tensor_core import TensorFault, round_tf32
@@ -94,7 +94,7 @@ def normal(*shape, seed=0):
 def program_of(layers, arguments, rounded=False):
     """The block of a function, with its products' weights known to be rounded or not."""
     traced = programs.trace(layers, *arguments)
-    (found,) = joined(traced.graph, greedy.group(traced.graph).subsets, lambda program: True)
+    (found,) = inverted_residual_groups(traced.graph, greedy.group(traced.graph).subsets, lambda program: True)
     assert found.members == traced.everything
     shapes = {arguments[1].shape, arguments[5].shape}
     buffers = tuple(replace(b, tf32=rounded and b.shape in shapes) for b in found.program.buffers)
@@ -102,9 +102,9 @@ def program_of(layers, arguments, rounded=False):
 
 
 def shape_of(program, images, rows, columns, chunk, expand, project, strip, held=False):
-    found = block(program)
+    found = match_inverted_residual(program)
     assert not isinstance(found, Refusal), found
-    return BlockShape(found, images, rows, columns, chunk, expand, project, strip, held)
+    return InvertedResidualTile(found, images, rows, columns, chunk, expand, project, strip, held)
 
 
 def results(program, traced, target=SM90):

@@ -14,7 +14,7 @@ from jcuts.codegen.cuda.toolchain.image import Image
 from jcuts.codegen.cuda.toolchain.target import CudaTarget
 from jcuts.kernel_ir.interpret import interpret
 from jcuts.kernel_ir.program import Program
-from jcuts.lower.weight_transpose import MOST, turned_parts, turning
+from jcuts.lower.weight_transpose import MOST, transpose_program, transposes_of
 from jcuts.rewrite.tf32_weights import round_tf32
 from tests.ptx import machine as ptx_machine
 
@@ -48,9 +48,9 @@ def check(results, operands):
 
 
 def test_the_program():
-    program = turning(SHAPES)
+    program = transpose_program(SHAPES)
     assert Program.from_json(program.to_json()) == program
-    assert [p.tiles for p in turned_parts(program)] == [1, 1, 3, 1, 2]
+    assert [p.tiles for p in transposes_of(program)] == [1, 1, 3, 1, 2]
     operands = [weights(shape) for shape, _ in SHAPES]
     with np.errstate(over="ignore"):
         check(interpret(program, operands), operands)
@@ -59,10 +59,10 @@ def test_the_program():
 @compiled
 @pytest.mark.parametrize("target", [SM80, SM90], ids=str)
 def test_the_kernel(target):
-    program = turning(SHAPES)
+    program = transpose_program(SHAPES)
     kernel = compiler.compile_program(program, target)
     (launch,) = Image.unpack(kernel.object_code).launches
-    assert launch.grid[0] == sum(p.tiles for p in turned_parts(program)) == 8
+    assert launch.grid[0] == sum(p.tiles for p in transposes_of(program)) == 8
     operands = [weights(shape) for shape, _ in SHAPES]
     check(ptx_machine.run_kernel(compiler.ptx_of(program, target), kernel, operands), operands)
 
@@ -70,16 +70,16 @@ def test_the_kernel(target):
 @compiled
 def test_as_many_as_there_are_parameters_for():
     count = MOST // 2
-    program = turning([((1, 1, 64, 32 + k), (32 + k, 1, 1, 64)) for k in range(count)])
+    program = transpose_program([((1, 1, 64, 32 + k), (32 + k, 1, 1, 64)) for k in range(count)])
     (launch,) = Image.unpack(compiler.compile_program(program, SM90).object_code).launches
     assert launch.resources.registers <= 64 and not launch.resources.spills
-    assert len(launch.arguments) == MOST and turning([((4, 4), (4, 4))] * (count + 1)) is None
+    assert len(launch.arguments) == MOST and transpose_program([((4, 4), (4, 4))] * (count + 1)) is None
 
 
 def test_other_programs_are_refused():
-    program = turning(SHAPES)
+    program = transpose_program(SHAPES)
     other = replace(program, phases=program.phases[:-1])
-    assert turned_parts(other) is None
+    assert transposes_of(other) is None
     for bad in (other, replace(program, params=(("cuda", "weights"), ("threads", 128)))):
         with pytest.raises(CompileRejected, match="turns weights"):
             turn_shape(bad)
@@ -87,4 +87,4 @@ def test_other_programs_are_refused():
 
 @pytest.mark.parametrize("shape, made", [((32, 0), (0, 32)), ((0, 32), (32, 0))])
 def test_weights_without_elements_are_not_turned(shape, made):
-    assert turning([((2, 3), (3, 2)), (shape, made)]) is None
+    assert transpose_program([((2, 3), (3, 2)), (shape, made)]) is None

@@ -8,13 +8,13 @@ import pytest
 
 from jcuts.codegen.cuda.toolchain import ptxas
 from jcuts.codegen.cuda.toolchain.image import Resources
-from jcuts.codegen.cuda.toolchain.programmatic_launch import MOST, WAIT, waiting
+from jcuts.codegen.cuda.toolchain.programmatic_launch import MOST, WAIT, insert_grid_dependency_wait
 
 HEAD = ["\t.reg .b32 \t%r<9>;", ""]
 
 
 def parts(body):
-    lines = waiting([*HEAD, *body], len(HEAD))
+    lines = insert_grid_dependency_wait([*HEAD, *body], len(HEAD))
     place = lines.index("\t" + WAIT)
     return lines[len(HEAD) : place], lines[place + 1 :]
 
@@ -89,7 +89,7 @@ def test_kernels_that_lack_registers_for_it_wait_first(spills, waits, early, mon
     monkeypatch.setattr(
         ptxas, "resources", lambda cubin: {"k": Resources(255, 16 * any(s.encode() in cubin for s in spills), 0)}
     )
-    cubin, report, found = ptxas.best([(PTX, "k")], "sm_90", [ptxas.Grid(1, 128, 0)])
+    cubin, report, found = ptxas.assemble_best([(PTX, "k")], "sm_90", [ptxas.Grid(1, 128, 0)])
     lines = [line.strip() for line in cubin.decode().splitlines()]
     assert report["k"].stack == 0 and found == waits == (WAIT.splitlines()[0] in lines)
     if waits:
@@ -102,5 +102,5 @@ def test_what_comes_early_costs_no_block(blocks, shared, early, monkeypatch):
     """Three blocks instead of two, where there are so many and shared memory has room for them."""
     monkeypatch.setattr(ptxas, "assemble", lambda ptx, arch, overlapped: ptx.encode())
     monkeypatch.setattr(ptxas, "resources", lambda c: {"k": Resources(180 if b"nanosleep" in c else 132, 0, 1024)})
-    cubin, report, found = ptxas.best([(PTX, "k")], "sm_90", [ptxas.Grid(blocks, 128, shared)])
+    cubin, report, found = ptxas.assemble_best([(PTX, "k")], "sm_90", [ptxas.Grid(blocks, 128, shared)])
     assert found and (report["k"].registers == 180) == early == (b"nanosleep" in cubin)

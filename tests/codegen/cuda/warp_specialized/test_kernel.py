@@ -11,8 +11,8 @@ import pytest
 from jax import lax
 
 from jcuts.codegen.cuda import compile as compiler
-from jcuts.schedule.gpu.gemm.wgmma import GroupTiling
-from jcuts.schedule.gpu.warp_specialized.schedules import FedTiling
+from jcuts.schedule.gpu.gemm.wgmma import WgmmaTile
+from jcuts.schedule.gpu.warp_specialized.schedules import WarpSpecializedTile
 from tests import programs
 from tests.codegen.cuda.conv.test_implicit_gemm import CASES, exact
 from tests.codegen.cuda.gemm.test_mma import SM90, compare, compiled, normal, tf32
@@ -37,13 +37,13 @@ def dense(x, w, b, r):
 @pytest.mark.parametrize(
     "tiling",
     [
-        FedTiling(64, 32, 1, 3, 1),
-        FedTiling(128, 40, 2, 5, 4, rounds=2),
-        FedTiling(128, 64, 1, 4, 2, early=1),
-        FedTiling(192, 48, 3, 4, 4, rounds=3, early=1),
-        FedTiling(128, 64, 2, 3, 4, rounds=3, beside=1),
-        FedTiling(128, 32, 1, 4, 2, rounds=2, early=1, beside=1),
-        FedTiling(192, 32, 3, 3, 4, beside=1),
+        WarpSpecializedTile(64, 32, 1, 3, 1),
+        WarpSpecializedTile(128, 40, 2, 5, 4, rounds=2),
+        WarpSpecializedTile(128, 64, 1, 4, 2, early=1),
+        WarpSpecializedTile(192, 48, 3, 4, 4, rounds=3, early=1),
+        WarpSpecializedTile(128, 64, 2, 3, 4, rounds=3, beside=1),
+        WarpSpecializedTile(128, 32, 1, 4, 2, rounds=2, early=1, beside=1),
+        WarpSpecializedTile(192, 32, 3, 3, 4, beside=1),
     ],
     ids=str,
 )
@@ -67,7 +67,7 @@ def test_several_matrices_beside_a_product(early):
     x, w, s = normal(m, k), round_tf32(normal(n, k, seed=1)), normal(k, seed=4)
     r, q, t = normal(m, n, seed=2), normal(m, n, seed=3), normal(n, m)
     y = tf32(np.maximum(x * s, 0)) @ w.astype(np.float64).T
-    tiling = FedTiling(128, 64, 2, 4, 4, rounds=2, early=early, beside=1)
+    tiling = WarpSpecializedTile(128, 64, 2, 4, 4, rounds=2, early=early, beside=1)
     compare(run_fed(fn, (x, w, r, q, t, s), tiling), [y * r + q, np.tanh(y + t.T) + r], 3e-6)
 
 
@@ -76,7 +76,7 @@ def test_the_machine_sees_what_is_wrong_with_stages_beside_a_product():
     """Whoever reads before the copies have come, or gives a stage back before it has been read."""
     x, w, b, r = normal(256, 64), round_tf32(normal(64, 64, seed=1)), normal(64), normal(256, 64, seed=2)
     traced = programs.trace(dense, x, w, b, r)
-    program = FedTiling(128, 64, 2, 3, 4, rounds=2, beside=1).of(traced.product())
+    program = WarpSpecializedTile(128, 64, 2, 3, 4, rounds=2, beside=1).of(traced.product())
     kernel, ptx = compiler.compile_program(program, SM90), compiler.ptx_of(program, SM90)
     waits = [m.span() for m in re.finditer(r"mbarrier.try_wait.parity[^;]*;", ptx)]
     assert len(waits) == 7
@@ -87,7 +87,9 @@ def test_the_machine_sees_what_is_wrong_with_stages_beside_a_product():
 
 
 @compiled
-@pytest.mark.parametrize("tiling", [FedTiling(64, 32, 1, 3, 1), FedTiling(128, 40, 2, 4, 2, rounds=2)], ids=str)
+@pytest.mark.parametrize(
+    "tiling", [WarpSpecializedTile(64, 32, 1, 3, 1), WarpSpecializedTile(128, 40, 2, 4, 2, rounds=2)], ids=str
+)
 def test_what_stands_before_a_product(tiling):
     x, w, s, t = normal(200, 96), round_tf32(normal(72, 96, seed=1)), normal(96, seed=2), normal(96, seed=3)
     fn = lambda x, w, s, t: jax.nn.relu(x * s + t) @ w.T  # noqa: E731
@@ -96,7 +98,9 @@ def test_what_stands_before_a_product(tiling):
 
 
 @compiled
-@pytest.mark.parametrize("tiling", [FedTiling(64, 32, 1, 3, 1), GroupTiling(64, 32, 32, (1, 1), 3, rounded=1)], ids=str)
+@pytest.mark.parametrize(
+    "tiling", [WarpSpecializedTile(64, 32, 1, 3, 1), WgmmaTile(64, 32, 32, (1, 1), 3, rounded=1)], ids=str
+)
 @pytest.mark.parametrize(
     "fn",
     [
@@ -117,11 +121,11 @@ def test_other_types_before_a_product(fn, tiling):
 @pytest.mark.parametrize(
     "tiling",
     [
-        FedTiling(64, 32, 1, 4, 2, 2),
-        FedTiling(128, 48, 2, 6, 2, 2, rounds=2),
-        FedTiling(128, 32, 1, 3, 2, 3, early=1),
-        FedTiling(64, 40, 1, 8, 4, 2, rounds=3),
-        FedTiling(128, 24, 2, 5, 2),
+        WarpSpecializedTile(64, 32, 1, 4, 2, 2),
+        WarpSpecializedTile(128, 48, 2, 6, 2, 2, rounds=2),
+        WarpSpecializedTile(128, 32, 1, 3, 2, 3, early=1),
+        WarpSpecializedTile(64, 40, 1, 8, 4, 2, rounds=3),
+        WarpSpecializedTile(128, 24, 2, 5, 2),
     ],
     ids=str,
 )

@@ -14,7 +14,7 @@ from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda import compile as compiler
 from jcuts.codegen.cuda.toolchain.image import Image
 from jcuts.codegen.cuda.toolchain.target import CudaTarget
-from jcuts.schedule.cpu.loop_schedule import collapsed
+from jcuts.schedule.cpu.loop_schedule import collapse_program
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.schedule.gpu.machine import scheduled, tiled, unrolled
 from jcuts.schedule.gpu.window.filter_gradient import innermost
@@ -69,7 +69,7 @@ def walking(name, *, tiles=None, ahead=0, dtype="float32", threads=64, more=()):
     fn, shapes, unroll, count = WINDOWS[name]
     arguments = [values(*s, dtype=dtype, seed=k) for k, s in enumerate(shapes)]
     traced = programs.trace(fn, *arguments)
-    program = collapsed(traced.program())
+    program = collapse_program(traced.program())
     phase = program.phases[0]
     phase = replace(phase, reds=tuple(replace(r, unroll=r.extent) for r in phase.reds))
     made = unrolled(replace(program, phases=(phase,)), unroll)
@@ -125,7 +125,7 @@ def gradient(stride, image, output, terms, walk, *, ahead=0, split=1, dtype="flo
 
     arguments = [values(*s, dtype=dtype, seed=k) for k, s in enumerate((image, output))]
     traced = programs.trace(function, *arguments)
-    program = collapsed(traced.program())
+    program = collapse_program(traced.program())
     phase = program.phases[0]
     phase = replace(phase, reds=tuple(sorted(phase.reds, key=lambda r: innermost(phase, r.name))))
     taps = {a.name: a.extent for a in phase.axes[:-1]}

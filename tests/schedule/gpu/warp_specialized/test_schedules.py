@@ -47,7 +47,7 @@ def product_of(fn, *shapes):
 
 def found(program, most=8):
     """Its schedules, with what a block does."""
-    counter = gemm_wgmma.GroupCounter(program, MACHINE)
+    counter = gemm_wgmma.WgmmaProblem(program, MACHINE)
     return [
         (made, fed_shape(made), score) for made, score in warp_specialized_schedules.candidates(counter, program, most)
     ]
@@ -86,7 +86,7 @@ def test_registers_are_shared_out_in_full():
 def test_registers_that_cannot_be_shared_out():
     program = product_of(added, (12544, 256), (1024, 256), (1024,), (12544, 1024))
     with pytest.raises(CompileRejected, match="no product of tiles"):
-        fed_shape(warp_specialized_schedules.FedTiling(256, 136, 4, 3, 2).of(program))
+        fed_shape(warp_specialized_schedules.WarpSpecializedTile(256, 136, 4, 3, 2).of(program))
 
 
 def test_what_is_added_is_asked_for_early():
@@ -126,12 +126,12 @@ def test_what_does_not_come_by_the_stages():
     """Tiles whose rows are no whole lines, too large for a stage, or copied by too few; other types; columns apart."""
     program = product_of(added, (12544, 256), (1024, 256), (1024,), (12544, 1024))
     fits = [(128, 128, 2, 4), (256, 64, 2, 4), (64, 64, 1, 2), (192, 32, 3, 4)]
-    assert all(warp_specialized_schedules.beside(program, *tile) is not None for tile in fits)
+    assert all(warp_specialized_schedules.staged_residual(program, *tile) is not None for tile in fits)
     others = [(128, 96, 2, 4), (128, 128, 1, 4), (128, 256, 2, 4), (128, 128, 2, 2), (128, 72, 2, 4)]
-    assert all(warp_specialized_schedules.beside(program, *tile) is None for tile in others)
+    assert all(warp_specialized_schedules.staged_residual(program, *tile) is None for tile in others)
     turned = product_of(lambda x, w, r: x @ w.T + r.T, (12544, 256), (1024, 256), (1024, 12544))
-    assert warp_specialized_schedules.beside(turned, *fits[0]) is None
-    tiling = warp_specialized_schedules.FedTiling(128, 128, 2, 7, 4, rounds=6, beside=1)
+    assert warp_specialized_schedules.staged_residual(turned, *fits[0]) is None
+    tiling = warp_specialized_schedules.WarpSpecializedTile(128, 128, 2, 7, 4, rounds=6, beside=1)
     fed_shape(tiling.of(program))
     for wrong in (replace(tiling, columns=96), replace(tiling, carriers=2)):
         with pytest.raises(CompileRejected, match="no product of tiles"):
